@@ -1,0 +1,141 @@
+"""What estimators ask of a distribution.
+
+A distribution is a pytree with `sample(key)` and `log_prob(x)`, as NumPyro's are. Where it has a pathwise
+derivative it says so by `has_rsample` and offers `rsample(key)`; where it has none but a `cdf(x)`, the
+pathwise derivative follows from the implicit function theorem. Nothing else is used, but for
+`batch_shape` and `support` where they are there.
+"""
+
+import contextlib
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from apgrad.port import zero_with_gradient
+from apgrad.propagator import refuse_derivative
+
+
+@runtime_checkable
+class Distribution(Protocol):
+    """The least that a distribution offers."""
+
+    def sample(self, key: Any) -> Any: ...
+
+    def log_prob(self, value: Any) -> Any: ...
+
+
+def require_distribution(what: str, distribution: Any) -> None:
+    if not (callable(getattr(distribution, "sample", None)) and callable(getattr(distribution, "log_prob", None))):
+        raise TypeError(
+            f"{what} needs a distribution, a pytree with sample(key) and log_prob(x) as NumPyro's are; got "
+            f"{type(distribution).__name__}"
+        )
+
+
+def sample(distribution: Any, key: jax.Array) -> jax.Array:
+    """A sample without derivative, in the dtype of the distribution's parameters."""
+    return lax.stop_gradient(_draw(distribution, "sample", key))
+
+
+def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
+    """A sample x whose derivative is the pathwise one, in the dtype of the distribution's parameters.
+
+    By `rsample` where there is one. Else, for a continuous univariate distribution with a `cdf` F and density
+    f, implicitly: F(x(theta); theta) is constant along the path, so (Figurnov et al., 2018, eq. 5)
+
+        dx = - (dF / dtheta) / f(x; theta) dtheta .
+
+    Raises:
+      TypeError: at trace time, if the distribution has neither.
+    """
+    if getattr(distribution, "has_rsample", hasattr(distribution, "rsample")):
+        return _draw(distribution, "rsample", key)
+    x = sample(distribution, key)
+    if not jnp.issubdtype(x.dtype, jnp.floating) or not _has_cdf(distribution, x):
+        raise TypeError(
+            f"{what} needs a pathwise derivative, and {type(distribution).__name__} has neither rsample nor, as a "
+            "continuous univariate distribution, a cdf. Use likelihood_ratio() for it."
+        )
+    return _implicit(distribution, x)
+
+
+@jax.custom_jvp
+def _implicit(distribution, x):
+    return x
+
+
+@_implicit.defjvp
+def _(primals, tangents):
+    distribution, x = primals
+    # x(theta) itself, not the number: a second derivative must see how x moves.
+    x = _implicit(distribution, x)
+    with _standard_promotion():
+        _, cdf_dot = jax.jvp(lambda d: d.cdf(x), (distribution,), (tangents[0],))
+        x_dot = -cdf_dot / jnp.exp(distribution.log_prob(x))
+    return x, x_dot.astype(x.dtype)
+
+
+def score(what: str, distribution: Any, x: jax.Array) -> jax.Array:
+    """Zero in value, with the derivatives of the log-density at a fixed x: shape `batch_shape`.
+
+    Raises:
+      TypeError: when differentiated, if the bounds of the support depend on what is differentiated. The
+        log-density's derivative then lacks the flow across the bounds, and the estimate would be wrong.
+    """
+    with _standard_promotion():
+        log_prob = distribution.log_prob(lax.stop_gradient(x))
+    zero = zero_with_gradient(log_prob)
+    for bound in jax.tree.leaves(_support(distribution)):
+        if jnp.issubdtype(jnp.result_type(bound), jnp.floating):
+            name = type(distribution).__name__
+            fixed = refuse_derivative(
+                jnp.asarray(bound, zero.dtype),
+                f"{what} on {name}: the bounds of its support depend on a differentiated parameter, so the "
+                "derivative of the log-density is not that of the expectation. Use reparameterization().",
+            )
+            zero = zero + zero_with_gradient(jnp.sum(fixed))
+    return zero
+
+
+def batch_shape(distribution: Any, x: jax.Array) -> tuple[int, ...]:
+    """The shape of the log-density of a sample x."""
+    shape = getattr(distribution, "batch_shape", None)
+    if shape is None:
+        with _standard_promotion():
+            shape = jax.eval_shape(distribution.log_prob, x).shape
+    return tuple(shape)
+
+
+def _draw(distribution, method, key):
+    with _standard_promotion():
+        x = getattr(distribution, method)(key)
+    x = jnp.asarray(x)
+    parameters = [leaf for leaf in jax.tree.leaves(distribution) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)]
+    if parameters and jnp.issubdtype(x.dtype, jnp.floating):
+        with _standard_promotion():
+            x = x.astype(jnp.result_type(*parameters))
+    return x
+
+
+def _has_cdf(distribution, x) -> bool:
+    if getattr(distribution, "event_shape", ()) != () or not callable(getattr(distribution, "cdf", None)):
+        return False
+    try:
+        jax.eval_shape(distribution.cdf, x)
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _support(distribution):
+    try:
+        return getattr(distribution, "support", None)
+    except NotImplementedError:
+        return None
+
+
+def _standard_promotion() -> contextlib.AbstractContextManager:
+    # Distribution libraries mix float32 noise with the parameters' dtype; users' code may run in strict mode.
+    return jax.numpy_dtype_promotion("standard")

@@ -1,0 +1,101 @@
+"""Total propagation: reparameterization and likelihood ratio, mixed at every node.
+
+Both estimators serve a continuous choice. At each node on the way back, total propagation (Parmas et al., 2018,
+section 4; Proppo, section 3.4) computes both per-lane gradients of a *target*, the parameters, and sends
+on their mixture, so that the message to the node before is already the better one. With V the variance over
+lanes, summed over the target's elements, the weights are those of least variance for independent
+estimators of the same mean, the inverse variances:
+
+    k_LR = V_RP / (V_LR + V_RP),    k_RP = 1 - k_LR .                       (Parmas et al., 2018, eq. 15)
+
+*Bias.* For fixed weights the mixture is unbiased. These weights come from the samples that they mix, which
+biases the estimate: on the chaotic network of `experiments.chaos` at beta = 1.5, H = 50, by some 4 % with 100
+lanes, 3 % with 1,000. The variance it removes is far larger wherever the dynamics are chaotic; where
+reparameterization alone does well, prefer that.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from apgrad.estimators.baselines import Baseline, require_baseline
+from apgrad.estimators.likelihood_ratio import likelihood_ratio
+from apgrad.estimators.reparameterization import reparameterization
+from apgrad.estimators.stochastic import Mixer
+
+
+def inverse_variance(targets: list[list[jax.Array]]) -> jax.Array:
+    """Weights proportional to the inverse of each estimator's variance over lanes.
+
+    Args:
+      targets: for each of n estimators its per-lane gradients, a list of arrays (lanes, ...).
+
+    Returns:
+      (n,) weights that sum to 1; equal ones where no estimator varies. An estimator whose gradients
+      are not finite gets weight 0, unless none is finite.
+
+    Raises:
+      ValueError: at trace time, if there is nothing to take the variance of: no target or fewer than 2 lanes.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from apgrad.estimators.total_propagation import inverse_variance
+      >>> inverse_variance([[jnp.array([1.0, -1.0])], [jnp.array([2.0, -2.0])]])
+      Array([0.8, 0.2], dtype=float32)
+    """
+    for leaves in targets:
+        if sum(leaf.size for leaf in leaves) == 0:
+            raise ValueError(
+                "total_propagation weighs its estimators by their gradients of a target, and there is none: the "
+                "function has no shared floating-point argument. Mark the parameters with None in in_axes, or "
+                "use ap.sample, whose target is the distribution's parameters."
+            )
+        if leaves[0].shape[0] < 2:
+            raise ValueError("total_propagation takes the variance over lanes and needs at least 2, got lanes=1")
+    # One common scale for all, so that squares neither overflow nor underflow together.
+    sizes = jnp.stack([jnp.max(jnp.stack([_max_abs(leaf) for leaf in leaves])) for leaves in targets])
+    finite = jnp.isfinite(sizes)
+    scale = jnp.max(jnp.where(finite, sizes, 0))
+    scale = jnp.where(scale > 0, scale, 1)
+    variances = jnp.stack([sum(_variance(leaf, scale) for leaf in leaves) for leaves in targets])
+    smallest = jnp.min(jnp.where(finite, variances, jnp.inf))
+    # smallest / V is 1 for the best and needs no division by zero: V = 0 is the smallest.
+    ratios = jnp.where(variances == smallest, 1, smallest / jnp.where(variances == 0, 1, variances))
+    ratios = jnp.where(finite | ~jnp.any(finite), ratios, 0)
+    ratios = jnp.where(jnp.any(finite), ratios, 1)
+    return ratios / jnp.sum(ratios)
+
+
+def total_propagation(baseline: Baseline = "leave_one_out") -> Mixer:
+    """Total propagation with the published inverse-variance weight.
+
+    Args:
+      baseline: of the likelihood-ratio part, as in `likelihood_ratio`.
+
+    Raises:
+      TypeError: at trace time, for a distribution without a pathwise derivative; when differentiated twice.
+      ValueError: at trace time, for a single lane or without a target.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
+      >>> @ap.stochastic(ap.total_propagation())
+      ... def step(theta, x):
+      ...     return dist.Normal(theta * x, 0.1)
+      >>> def program(tape, theta):
+      ...     tape, x = step(tape, theta, jnp.ones(tape.lanes))
+      ...     return tape.cost(x**2)
+      >>> objective = ap.expectation(program, lanes=10_000)
+      >>> float(jax.grad(objective, argnums=1)(jax.random.key(0), 2.0)).__round__(1)
+      4.0
+    """
+    require_baseline("total_propagation", baseline)
+    estimators = (reparameterization(), likelihood_ratio(baseline))
+    return Mixer("total_propagation", estimators, inverse_variance, baseline)
+
+
+def _max_abs(leaf):
+    return jnp.max(jnp.abs(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)))) if leaf.size else jnp.zeros(())
+
+
+def _variance(leaf, scale):
+    leaf = leaf.astype(scale.dtype) / scale
+    return jnp.sum(jnp.var(leaf, axis=0))

@@ -1,0 +1,104 @@
+"""Ports: a way back through a program for messages that are no gradients.
+
+Reverse mode carries, for each value, a cotangent of that value's shape. A *port* is a zero-valued array
+(or pytree) that goes forward beside the value: its own cotangent is free to mean anything, so it carries
+the message. Where paths meet, JAX adds the messages up as it adds cotangents; the zeros cost nothing,
+the compiler drops them.
+
+A node is given a port by taking it as an input and returning it as an output, so that its `backward`
+receives the message at the output and answers at the input.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+def port(template: Any) -> Any:
+    """A port: zeros of the template's structure, shapes and dtypes.
+
+    Args:
+      template: a pytree of floating-point arrays or `jax.ShapeDtypeStruct`s, the form of the messages.
+
+    Returns:
+      A pytree of zeros. `jax.grad` with respect to it is the message that arrived.
+
+    Raises:
+      TypeError: if a leaf is not floating point: JAX gives other dtypes no cotangent.
+
+    Example:
+      A node that sends back what it saw, beside the gradient:
+
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> seen = ap.node(ap.Propagator(
+      ...     forward=lambda x, p: (x, x),
+      ...     backward=lambda x, message: (message, x),
+      ... ))
+      >>> x = jnp.array([1.0, 2.0])
+      >>> jax.grad(lambda p: jnp.sum(seen(x, p)))(ap.port(x))
+      Array([1., 2.], dtype=float32)
+    """
+
+    def zeros(leaf):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise TypeError(f"a port carries messages as cotangents, so it must be floating point, got {leaf.dtype}")
+        return jnp.zeros(leaf.shape, leaf.dtype)
+
+    return jax.tree.map(zeros, template)
+
+
+class Signal(NamedTuple):
+    """A value with a message port beside it: what a node with learned messages passes on.
+
+    Attributes:
+      value: an array. Its cotangent stays the true derivative.
+      port: zeros of shape `value.shape + (channels,)`. Its cotangent is the message.
+    """
+
+    value: jax.Array
+    port: jax.Array
+
+    @classmethod
+    def of(cls, value: jax.Array, channels: int) -> "Signal":
+        """A signal with a fresh port.
+
+        Args:
+          value: a floating-point array.
+          channels: the size of the message for each element of `value`, at least 1.
+
+        Example:
+          >>> import jax.numpy as jnp, apgrad as ap
+          >>> ap.Signal.of(jnp.ones((4, 3)), channels=8).port.shape
+          (4, 3, 8)
+        """
+        if channels < 1:
+            raise ValueError(f"a message needs at least one channel, got channels={channels}")
+        return cls(value, port(jax.ShapeDtypeStruct((*value.shape, channels), value.dtype)))
+
+
+@jax.custom_jvp
+def zero_with_gradient(x: jax.Array) -> jax.Array:
+    """Zero in value, with the derivatives of `x`, of any order.
+
+    Like `x - stop_gradient(x)`, but zero also where `x` is infinite or NaN.
+
+    Args:
+      x: a floating-point array.
+
+    Example:
+      >>> import jax, apgrad as ap
+      >>> jax.value_and_grad(lambda x: ap.zero_with_gradient(x**2))(3.0)
+      (Array(0., dtype=float32, weak_type=True), Array(6., dtype=float32, weak_type=True))
+    """
+    # Zeros that depend on x for JAX (XLA folds them): under `vmap`, a custom_jvp function whose value is not
+    # batched while its tangent is comes out of `scan` with the wrong shapes.
+    zeros = jnp.zeros_like(x)
+    return jax.lax.select(jnp.isnan(x), zeros, zeros)
+
+
+@zero_with_gradient.defjvp
+def _(primals, tangents):
+    (x,), (x_dot,) = primals, tangents
+    # The function itself, not plain zeros: an outer derivative must still see x in the zero.
+    return zero_with_gradient(x), x_dot

@@ -1,0 +1,180 @@
+"""Statistical tests of estimators, for apgrad's own and for yours.
+
+A statistic is tested as a statistic: the mean of many independent estimates against an exact reference, in
+units of its standard error, with a fixed seed. Four standard errors are exceeded by chance once in 16,000
+times; a bias of a standard error or two is found by more samples, not by a tighter bound.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+class Moments(NamedTuple):
+    """Sample moments of an estimator: pytrees of float64 arrays, of the estimate's structure.
+
+    Attributes:
+      mean: over the samples.
+      variance: unbiased.
+      standard_error: of the mean.
+      num_samples: how many.
+    """
+
+    mean: Any
+    variance: Any
+    standard_error: Any
+    num_samples: int
+
+
+def moments(
+    estimate_fn: Callable[[jax.Array], Any], key: jax.Array, num_samples: int, batch_size: int = 100
+) -> Moments:
+    """Mean, variance and standard error of independent estimates, accumulated in float64.
+
+    Args:
+      estimate_fn: `key -> estimate`, a pytree of real arrays. It is jitted, and mapped over keys.
+      key: a PRNG key.
+      num_samples: at least 2.
+      batch_size: how many estimates are computed at once.
+
+    Example:
+      >>> import jax, apgrad as ap
+      >>> m = ap.testing.moments(lambda key: jax.random.normal(key), jax.random.key(0), 10_000)
+      >>> bool(abs(m.mean) < 4 * m.standard_error and 0.9 < m.variance < 1.1)
+      True
+    """
+    if num_samples < 2:
+        raise ValueError(f"moments needs at least 2 samples, got num_samples={num_samples}")
+    keys = jax.random.split(key, num_samples)
+    estimates = jax.jit(lambda keys: jax.lax.map(estimate_fn, keys, batch_size=min(batch_size, num_samples)))(keys)
+    samples = jax.tree.map(lambda x: np.asarray(x, np.float64), estimates)
+    variance = jax.tree.map(lambda x: np.var(x, axis=0, ddof=1), samples)
+    return Moments(
+        mean=jax.tree.map(lambda x: np.mean(x, axis=0), samples),
+        variance=variance,
+        standard_error=jax.tree.map(lambda v: np.sqrt(v / num_samples), variance),
+        num_samples=num_samples,
+    )
+
+
+def assert_unbiased(
+    estimate_fn: Callable[[jax.Array], Any],
+    truth: Any,
+    key: jax.Array,
+    num_samples: int,
+    *,
+    max_standard_errors: float = 4.0,
+    batch_size: int = 100,
+) -> float:
+    """Asserts that the mean of many estimates is the truth, within 4 standard errors in every element.
+
+    An element without variance must equal the truth to ten float32 roundings.
+
+    Args:
+      estimate_fn: `key -> estimate`, a pytree of real arrays.
+      truth: the exact expectation, of the same structure, as precise as the standard error asks for.
+      key: a PRNG key.
+      num_samples: how many estimates, at least 2.
+      max_standard_errors: how far off the mean may be.
+      batch_size: how many estimates are computed at once.
+
+    Returns:
+      How many standard errors the worst element was off (0 where nothing varies).
+
+    Raises:
+      AssertionError: naming the element, its mean and standard error, the truth and the distance.
+
+    Example:
+      >>> import jax, apgrad as ap
+      >>> off = ap.testing.assert_unbiased(jax.random.normal, 0.0, jax.random.key(0), 1000)
+      >>> off < 4
+      True
+      >>> ap.testing.assert_unbiased(jax.random.normal, 1.0, jax.random.key(0), 1000)
+      Traceback (most recent call last):
+          ...
+      AssertionError: biased: mean ... against 1.0, off by 32.6 standard errors (1000 samples)
+    """
+    found = moments(estimate_fn, key, num_samples, batch_size)
+    if jax.tree.structure(found.mean) != jax.tree.structure(truth):
+        raise ValueError(f"estimate and truth differ: {jax.tree.structure(found.mean)}, {jax.tree.structure(truth)}")
+    worst = 0.0
+    means = jax.tree_util.tree_leaves_with_path(found.mean)
+    errors, truths = jax.tree.leaves(found.standard_error), jax.tree.leaves(truth)
+    for (path, mean), error, wanted in zip(means, errors, truths, strict=True):
+        wanted = np.asarray(wanted, np.float64)
+        if mean.shape != wanted.shape:
+            raise ValueError(f"estimate{jax.tree_util.keystr(path)} has shape {mean.shape}, the truth {wanted.shape}")
+        if mean.size == 0:
+            continue
+        rounding = 10 * np.finfo(np.float32).eps * np.abs(wanted)
+        distance = np.abs(mean - wanted)
+        off = np.where(distance <= rounding, 0.0, distance / np.maximum(error, np.finfo(np.float64).tiny))
+        off = np.where(np.isfinite(mean), off, np.inf)
+        index = np.unravel_index(np.argmax(off), off.shape)
+        if off[index] > max_standard_errors:
+            where = jax.tree_util.keystr(path) + (str(list(map(int, index))) if index else "")
+            raise AssertionError(
+                f"biased{' at ' + where if where else ''}: mean {mean[index]} ± {error[index]} against "
+                f"{wanted[index]}, off by {off[index]:.1f} standard errors ({num_samples} samples)"
+            )
+        worst = max(worst, float(off[index]))
+    return worst
+
+
+def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    """Asserts that a function's value and gradient stay the same under JAX's transformations.
+
+    Under `jit`, `checkpoint`, inside `scan`, `cond`, `while_loop` (value only) and `vmap`.
+
+    Args:
+      function: `(*args) -> scalar`, deterministic (bind its PRNG key). It is differentiated with respect
+        to the first argument.
+      *args: its arguments.
+      rtol, atol: for float differences between compilations.
+
+    Raises:
+      AssertionError: naming the transformation.
+
+    Example:
+      >>> import jax.numpy as jnp, apgrad as ap
+      >>> ap.testing.assert_transformable(ap.node(ap.backpropagation(jnp.sin)), jnp.array(1.0))
+    """
+
+    def both(*args):
+        return jax.value_and_grad(function)(*args)
+
+    def scanned(first, *rest):
+        def body(total, _):
+            return total + function(first, *rest), None
+
+        return jax.lax.scan(body, jnp.zeros_like(function(first, *rest)), length=3)[0] / 3
+
+    def looped(first, *rest):
+        zero = jnp.zeros_like(function(first, *rest))
+        return jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, function(first, *rest)), (0, zero))[1]
+
+    def branched(first, *rest):
+        return jax.lax.cond(jnp.array(True), function, lambda *a: 2 * function(*a), first, *rest)
+
+    def batched(*args):
+        stacked = jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * 2), args)
+        return jax.tree.map(lambda x: x[1], jax.vmap(both)(*stacked))
+
+    expected = both(*args)
+    variants = {
+        "jit": jax.jit(both),
+        "checkpoint": jax.value_and_grad(jax.checkpoint(function)),
+        "scan": jax.jit(jax.value_and_grad(scanned)),
+        "cond": jax.jit(jax.value_and_grad(branched)),
+        "vmap": batched,
+        "while_loop": lambda *args: (jax.jit(looped)(*args), expected[1]),
+    }
+    for name, variant in variants.items():
+        got = variant(*args)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(
+                np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=rtol, atol=atol, err_msg=f"under {name}"
+            )
