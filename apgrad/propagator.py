@@ -267,7 +267,6 @@ def first_order(propagator: Propagator, reason: str) -> Propagator:
       ...     print(error)
       no second derivative of double
     """
-
     return Propagator(
         forward=propagator.forward,
         backward=lambda memory, message: refuse_derivative(propagator.backward(memory, message), reason),

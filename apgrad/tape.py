@@ -428,7 +428,9 @@ def value_and_grad(
     def function(key, *args, **kwargs):
         for n in numbers:
             if n > len(args):
-                raise ValueError(f"argnums={argnums}, but the objective was called with the key and {len(args)} argument(s)")
+                raise ValueError(
+                    f"argnums={argnums}, but the objective was called with the key and {len(args)} argument(s)"
+                )
             for path, leaf in jax.tree_util.tree_leaves_with_path(args[n - 1]):
                 if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
                     raise TypeError(
@@ -508,7 +510,7 @@ def _port_name(kind: Kind, parts: bool) -> str:
 def _require_key(key: Any) -> jax.Array:
     typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
     raw = not typed and hasattr(key, "dtype") and key.dtype == jnp.uint32 and jnp.ndim(key) == 1
-    if not (typed and key.ndim == 0 or raw):
+    if not ((typed and key.ndim == 0) or raw):
         got = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else type(key).__name__
         raise TypeError(f"the objective's first argument is one PRNG key, jax.random.key(seed); got {got}")
     return key if typed else jax.random.wrap_key_data(key)

@@ -12,7 +12,6 @@ of the moment-matched rollout: on the chaotic network at beta = 2.5, H = 50 it h
 """
 
 import jax
-import jax.numpy as jnp
 from jax.flatten_util import ravel_pytree
 
 from apgrad.estimators.gaussian_shaping import cholesky, moments

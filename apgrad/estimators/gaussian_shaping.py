@@ -14,7 +14,7 @@ of C, which reparameterization and total propagation then carry back (`pathwise=
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp

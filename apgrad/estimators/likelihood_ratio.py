@@ -8,6 +8,8 @@ product can explode. The node's message is the lane's cost-to-go less a baseline
 (see `tape.py`); by the tape's exp(p), higher derivatives are right in expectation too.
 """
 
+import functools
+
 from apgrad.estimators import distributions
 from apgrad.estimators.baselines import Baseline, require_baseline
 from apgrad.estimators.stochastic import Estimator
@@ -40,8 +42,5 @@ def likelihood_ratio(baseline: Baseline = "leave_one_out") -> Estimator:
     """
     require_baseline("likelihood_ratio", baseline)
 
-    def surrogate(distribution, key):
-        x = distributions.sample(distribution, key)
-        return x, distributions.score("likelihood_ratio", distribution, x)
-
-    return Estimator("likelihood_ratio", surrogate, baseline)
+    score = functools.partial(distributions.score, "likelihood_ratio")
+    return Estimator("likelihood_ratio", score=score, baseline=baseline)

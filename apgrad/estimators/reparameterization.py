@@ -11,6 +11,8 @@ almost everywhere) in x. Its variance grows with the product of the Jacobians af
 explodes in chaotic systems.
 """
 
+import functools
+
 from apgrad.estimators import distributions
 from apgrad.estimators.stochastic import Estimator
 
@@ -38,8 +40,4 @@ def reparameterization() -> Estimator:
       >>> float(jax.grad(objective, argnums=1)(jax.random.key(0), 2.0)).__round__(1)  # 2 a + 1
       5.0
     """
-
-    def surrogate(distribution, key):
-        return distributions.pathwise_sample("reparameterization", distribution, key), None
-
-    return Estimator("reparameterization", surrogate)
+    return Estimator("reparameterization", functools.partial(distributions.pathwise_sample, "reparameterization"))

@@ -1,9 +1,9 @@
 """Stochastic nodes: a distribution, a sample of it, and an estimator for the derivative.
 
-An *estimator* is a `surrogate(distribution, key) -> (x, zero)`, ordinary differentiable JAX: x is the sample
-with the pathwise derivative that the estimator wants (or none), and zero is None or a zero whose derivative
-is that of the log-density. Its pullback takes the message (the cotangent of x, the cost-to-go) to a
-cotangent for the distribution's parameters; that is all an estimator is.
+An *estimator* is what it does with the two messages that come back to a sample x. The cotangent of x goes
+through `pathwise(distribution, key) -> x`, the cost-to-go through `score(distribution, x) -> zero`, a zero
+with the derivative of the log-density. Both are ordinary differentiable JAX, and an estimator has one of
+them or both: that is all an estimator is, and its derivatives follow by differentiation.
 
 A *mixer* runs several estimators on one sample and adds up their cotangents with weights, which it computes
 from the per-lane gradients that each would give to the target. Its node is a propagator with a rule of
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from apgrad.estimators import baselines, distributions
 from apgrad.estimators.baselines import Baseline
@@ -30,17 +31,20 @@ class Estimator(NamedTuple):
 
     Attributes:
       name: for errors.
-      surrogate: `(distribution, key) -> (x, zero)`, see this module.
-      baseline: what is taken off the cost-to-go, where there is a zero.
+      pathwise: `(distribution, key) -> x`, a sample that carries the derivative which the message to x is to
+        go through. None: the sample is drawn plainly and carries no derivative.
+      score: `(distribution, x) -> zero`, of the log-density's shape, with the derivative which the cost-to-go
+        is to multiply. None: the choice is not charged with costs.
+      baseline: what is taken off the cost-to-go.
 
     Example:
       The straight-through estimator (Bengio et al., 2013; biased): the sample's derivative is the mean's.
 
       >>> import jax, apgrad as ap, numpyro.distributions as dist
-      >>> def surrogate(distribution, key):
+      >>> def pathwise(distribution, key):
       ...     x = distribution.sample(key).astype(distribution.mean.dtype)
-      ...     return x + ap.zero_with_gradient(distribution.mean), None
-      >>> @ap.stochastic(ap.Estimator("straight_through", surrogate))
+      ...     return x + ap.zero_with_gradient(distribution.mean)
+      >>> @ap.stochastic(ap.Estimator("straight_through", pathwise))
       ... def flip(p):
       ...     return dist.Bernoulli(probs=p)
       >>> def program(tape, p):
@@ -51,7 +55,8 @@ class Estimator(NamedTuple):
     """
 
     name: str
-    surrogate: Callable[[Any, Any], tuple[Any, Any]]
+    pathwise: Callable[[Any, Any], Any] | None = None
+    score: Callable[[Any, Any], Any] | None = None
     baseline: Baseline = None
 
 
@@ -60,7 +65,7 @@ class Mixer(NamedTuple):
 
     Attributes:
       name: for errors.
-      estimators: all of them continuous in the same sample: given one key they draw the same x.
+      estimators: they share one sample: given one key, those with a pathwise derivative draw the same x.
       weights: `targets -> array (len(estimators),)`, weights that sum to 1. `targets` holds, for each
         estimator, its per-lane gradients of the target: a list of arrays (lanes, ...).
       baseline: as in `Estimator`, for the cost-to-go that all of them read.
@@ -128,7 +133,9 @@ def stochastic(
             if isinstance(estimator, Mixer):
                 x, zero = _mix_lanes(estimator, distribution, axes, args, keys)
             else:
-                x, zero = jax.vmap(lambda key, *a: estimator.surrogate(distribution(*a), key), (0, *axes))(keys, *args)
+                x, zero = jax.vmap(lambda key, *a: _surrogate(estimator, distribution(*a), key), (0, *axes))(
+                    keys, *args
+                )
             if zero is not None:
                 b = baselines.evaluate(estimator.baseline, (axes, tape.lanes), args)
                 tape = tape.credit(zero, name=what, parts=parts, **b)
@@ -178,7 +185,7 @@ def sample(
     if isinstance(estimator, Mixer):
         x, zero = _mix_batch(estimator, distribution, key, tape.lanes)
     else:
-        x, zero = estimator.surrogate(distribution, key)
+        x, zero = _surrogate(estimator, distribution, key)
     shape = distributions.batch_shape(distribution, x)
     if shape[:1] != (tape.lanes,) or x.shape[:1] != (tape.lanes,):
         raise ValueError(
@@ -225,8 +232,8 @@ def _mix_lanes(mixer, distribution, axes, args, keys):
 
         answers = jax.vmap(one)(lane, pullbacks, message)
         weights = mixer.weights([jax.tree.leaves(to_shared) for to_shared, _ in answers])
-        to_shared, to_lane = _weighted_sum(weights, answers)
-        return jax.tree.map(lambda g: g.sum(0), to_shared), to_lane, None
+        summed = [jax.tree.map(lambda g: jnp.sum(g, axis=0), to_shared) for to_shared, _ in answers]
+        return _weighted_sum(weights, summed), _weighted_sum(weights, [to_lane for _, to_lane in answers]), None
 
     return _mixer_node(mixer, forward, backward)((shared, closed_over), lane, keys)
 
@@ -256,22 +263,32 @@ def _mix_batch(mixer, distribution, key, lanes):
     return _mixer_node(mixer, forward, backward)(distribution, key)
 
 
+def _surrogate(estimator, distribution, key, drawn=None):
+    """The sample and the zero, with the derivatives that the estimator gives them."""
+    if estimator.pathwise is not None:
+        x = estimator.pathwise(distribution, key)
+    else:
+        x = distributions.sample(distribution, key) if drawn is None else drawn
+    return x, None if estimator.score is None else estimator.score(distribution, lax.stop_gradient(x))
+
+
 def _surrogates(mixer, distribution, key):
     """One sample with a zero in the log-density's shape, and each estimator's pullback from both."""
-    zeros = [jax.eval_shape(e.surrogate, distribution, key)[1] for e in mixer.estimators]
-    shape = next((zero for zero in zeros if zero is not None), None)
+    scoring = [e for e in mixer.estimators if e.score is not None]
+    zero = port(jax.eval_shape(lambda: _surrogate(scoring[0], distribution, key)[1])) if scoring else None
+    drawn, pullbacks = None, {}
+    # Those with a pathwise derivative first, so that the others need not draw the sample again: the compiler
+    # does not merge two runs of the random number generator.
+    for index in sorted(range(len(mixer.estimators)), key=lambda i: mixer.estimators[i].pathwise is None):
 
-    def surrogate(estimator, distribution):
-        x, zero = estimator.surrogate(distribution, key)
-        # An estimator without a score still answers a message to the zero: nothing.
-        return x, port(shape) if zero is None else zero
+        def padded(distribution, estimator=mixer.estimators[index], drawn=drawn):
+            x, own_zero = _surrogate(estimator, distribution, key, drawn)
+            # An estimator without a score answers a message to the zero with nothing.
+            return x, zero if own_zero is None else own_zero
 
-    outputs, pullbacks = [], []
-    for estimator in mixer.estimators:
-        output, pullback = jax.vjp(functools.partial(surrogate, estimator), distribution)
-        outputs.append(output)
-        pullbacks.append(pullback)
-    return outputs[0], pullbacks
+        (x, _), pullbacks[index] = jax.vjp(padded, distribution)
+        drawn = x if drawn is None else drawn
+    return (drawn, zero), [pullbacks[index] for index in range(len(mixer.estimators))]
 
 
 def _weighted_sum(weights, answers):
@@ -279,9 +296,7 @@ def _weighted_sum(weights, answers):
         if not jnp.issubdtype(leaves[0].dtype, jnp.inexact):
             return leaves[0]
         # An exploding estimator of weight 0 must leave nothing behind: 0 * inf would be NaN.
-        return sum(
-            jnp.where(w == 0, 0, w.astype(g.dtype) * g) for w, g in zip(weights, leaves, strict=True)
-        )
+        return sum(jnp.where(w == 0, 0, w.astype(g.dtype) * g) for w, g in zip(weights, leaves, strict=True))
 
     return jax.tree.map(combine, *answers)
 

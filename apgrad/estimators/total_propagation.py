@@ -30,8 +30,8 @@ def inverse_variance(targets: list[list[jax.Array]]) -> jax.Array:
       targets: for each of n estimators its per-lane gradients, a list of arrays (lanes, ...).
 
     Returns:
-      (n,) weights that sum to 1; equal ones where no estimator varies. An estimator whose gradients
-      are not finite gets weight 0, unless none is finite.
+      (n,) weights that sum to 1; equal ones where no estimator varies. An estimator whose variance
+      overflows gets weight 0, unless all do.
 
     Raises:
       ValueError: at trace time, if there is nothing to take the variance of: no target or fewer than 2 lanes.
@@ -51,17 +51,11 @@ def inverse_variance(targets: list[list[jax.Array]]) -> jax.Array:
             )
         if leaves[0].shape[0] < 2:
             raise ValueError("total_propagation takes the variance over lanes and needs at least 2, got lanes=1")
-    # One common scale for all, so that squares neither overflow nor underflow together.
-    sizes = jnp.stack([jnp.max(jnp.stack([_max_abs(leaf) for leaf in leaves])) for leaves in targets])
-    finite = jnp.isfinite(sizes)
-    scale = jnp.max(jnp.where(finite, sizes, 0))
-    scale = jnp.where(scale > 0, scale, 1)
-    variances = jnp.stack([sum(_variance(leaf, scale) for leaf in leaves) for leaves in targets])
-    smallest = jnp.min(jnp.where(finite, variances, jnp.inf))
-    # smallest / V is 1 for the best and needs no division by zero: V = 0 is the smallest.
+    variances = jnp.stack([sum(_variance(leaf) for leaf in leaves) for leaves in targets])
+    variances = jnp.where(jnp.isnan(variances), jnp.inf, variances)
+    smallest = jnp.min(variances)
+    # smallest / V is 1 for the best: no division by zero where nothing varies, none of inf where all explode.
     ratios = jnp.where(variances == smallest, 1, smallest / jnp.where(variances == 0, 1, variances))
-    ratios = jnp.where(finite | ~jnp.any(finite), ratios, 0)
-    ratios = jnp.where(jnp.any(finite), ratios, 1)
     return ratios / jnp.sum(ratios)
 
 
@@ -92,10 +86,5 @@ def total_propagation(baseline: Baseline = "leave_one_out") -> Mixer:
     return Mixer("total_propagation", estimators, inverse_variance, baseline)
 
 
-def _max_abs(leaf):
-    return jnp.max(jnp.abs(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)))) if leaf.size else jnp.zeros(())
-
-
-def _variance(leaf, scale):
-    leaf = leaf.astype(scale.dtype) / scale
-    return jnp.sum(jnp.var(leaf, axis=0))
+def _variance(leaf):
+    return jnp.sum(jnp.var(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), axis=0))
