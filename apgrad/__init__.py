@@ -12,6 +12,8 @@ from apgrad.estimators import reparameterization as reparameterization
 from apgrad.estimators import sample as sample
 from apgrad.estimators import stochastic as stochastic
 from apgrad.estimators import total_propagation as total_propagation
+from apgrad.expectation import expectation as expectation
+from apgrad.expectation import value_and_grad as value_and_grad
 from apgrad.port import Signal as Signal
 from apgrad.port import port as port
 from apgrad.port import zero_with_gradient as zero_with_gradient
@@ -24,7 +26,5 @@ from apgrad.propagator import node as node
 from apgrad.propagator import refuse_derivative as refuse_derivative
 from apgrad.propagator import skip as skip
 from apgrad.tape import Tape as Tape
-from apgrad.tape import expectation as expectation
-from apgrad.tape import value_and_grad as value_and_grad
 
 __version__ = "0.1.0"

@@ -349,11 +349,14 @@ def _check_messages(messages: Any, inputs: _Inputs) -> tuple[Any, ...]:
             return None
         try:
             leaves = treedef.flatten_up_to(message)
-        except (ValueError, TypeError) as error:
+            fits = jax.tree_util.all_leaves(leaves, is_leaf=lambda x: x is None)
+        except (ValueError, TypeError):
+            fits, leaves = False, []
+        if not fits:
             raise ValueError(
                 f"the message for input {index} has the structure {jax.tree.structure(message)}, the input "
                 f"has {treedef}. A message has the structure of its input; None stands for no message."
-            ) from error
+            )
         return treedef.unflatten([_fit(index, leaf, *aval) for leaf, aval in zip(leaves, wanted, strict=True)])
 
     return tuple(check(i, t, m) for i, (t, m) in enumerate(zip(children, messages, strict=True)))

@@ -34,7 +34,7 @@ each other, (lanes, parts), so that a part's choices pay for the costs of that p
 """
 
 import contextvars
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -47,7 +47,7 @@ Kind = Literal["baselined", "plain", "regression"]
 LEAVE_ONE_OUT = "leave_one_out"
 
 
-class _Plan(NamedTuple):
+class Plan(NamedTuple):
     """The static structure of a tape: the same all through a program, so that `scan` can carry it."""
 
     lanes: int
@@ -56,7 +56,7 @@ class _Plan(NamedTuple):
     token: object = None  # distinct for each collecting trace, so that no cached inner `jit` hides a request
 
 
-class _Ledger:
+class Ledger:
     """What one trace of a program knows, at trace time only: which tape is current, what nodes ask for."""
 
     def __init__(self, collecting: bool):
@@ -70,7 +70,7 @@ class _Ledger:
         self.scoring: str | None = None
 
 
-_LEDGER: contextvars.ContextVar[_Ledger | None] = contextvars.ContextVar("ledger", default=None)
+LEDGER: contextvars.ContextVar[Ledger | None] = contextvars.ContextVar("ledger", default=None)
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -85,9 +85,9 @@ class Tape:
       lanes: the number of independent repetitions of the program, the leading axis of its arrays.
     """
 
-    def __init__(self, plan: _Plan, key: Any, total: Any, ports: dict[str, Any]):
+    def __init__(self, plan: Plan, key: Any, total: Any, ports: dict[str, Any]):
         self._plan, self._key, self._total, self._ports = plan, key, total, ports
-        ledger = _LEDGER.get()
+        ledger = LEDGER.get()
         if ledger is not None and isinstance(key, jax.Array):
             ledger.stamp += 1
             self._stamp = ledger.stamp
@@ -95,12 +95,14 @@ class Tape:
             self._stamp = 0
 
     def tree_flatten_with_keys(self):
+        """For JAX: the arrays of the tape, and its static structure."""
         names = ("key", "total", "ports")
         values = (self._key, self._total, self._ports)
         return [(jax.tree_util.GetAttrKey(n), v) for n, v in zip(names, values, strict=True)], self._plan
 
     @classmethod
     def tree_unflatten(cls, plan, children):
+        """For JAX: the tape with other arrays."""
         return cls(plan, *children)
 
     def __repr__(self) -> str:
@@ -108,6 +110,7 @@ class Tape:
 
     @property
     def lanes(self) -> int:
+        """The number of lanes."""
         return self._plan.lanes
 
     def next_key(self) -> tuple["Tape", jax.Array]:
@@ -126,7 +129,7 @@ class Tape:
           >>> float(jax.grad(objective, argnums=1)(jax.random.key(0), 1.0)).__round__()
           2
         """
-        self._current("next_key")
+        self.require_current("next_key")
         key, fresh = jax.random.split(self._key)
         return Tape(self._plan, key, self._total, self._ports), fresh
 
@@ -159,24 +162,22 @@ class Tape:
           >>> float(objective(jax.random.key(0), 2.0)).__round__(1)
           5.0
         """
-        ledger = self._current("cost")
+        ledger = self.require_current("cost")
         if shaping is not None:
             if not callable(cost):
                 raise TypeError("shaping acts on a cost function: call tape.cost(function, x, shaping=...)")
             tape, key = self.next_key()
             require_lanes("tape.cost", self.lanes, args)
             pathwise, message = shaping(key, cost, *args)
-            for array in (pathwise, message):
-                tape._check_cost(array, ledger, parts=False)
-            # A shaped message is centred over the lanes and takes no baseline.
-            return tape._add(pathwise, ledger, lambda p, q: lax.stop_gradient(message) * jnp.expm1(p + q), None)
+            pathwise, message = (tape._check_cost(array, ledger, parts=False) for array in (pathwise, message))
+            return tape._add(pathwise, ledger, message)
         if callable(cost):
             require_lanes("tape.cost", self.lanes, args)
             cost = jax.vmap(cost)(*args)
         elif args:
             raise TypeError("tape.cost(c) takes one array; tape.cost(function, *args) takes a function first")
         cost = self._check_cost(cost, ledger)
-        return self._add(cost, ledger, None, cost)
+        return self._add(cost, ledger)
 
     def parallel(self, *branches: Callable[["Tape"], tuple["Tape", Any]]) -> tuple["Tape", tuple[Any, ...]]:
         """Runs branches that do not depend on each other, so that one's choices do not pay for another's costs.
@@ -203,7 +204,7 @@ class Tape:
           >>> len(jax.grad(objective, argnums=(1, 2))(jax.random.key(0), 0.0, 1.0))
           2
         """
-        self._current("parallel")
+        self.require_current("parallel")
         if not branches:
             raise ValueError("parallel needs at least one branch, got none")
         key, *keys = jax.random.split(self._key, len(branches) + 1)
@@ -214,7 +215,7 @@ class Tape:
             if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tape)):
                 raise TypeError(f"branch {index} of parallel must return (tape, output), got {type(result).__name__}")
             tape, output = result
-            tape._current(f"the end of branch {index}")
+            tape.require_current(f"the end of branch {index}")
             total = jax.tree.map(jnp.add, total, tape._total)
             ports = {name: ports[name] + tape._ports[name] for name in ports}
             outputs.append(output)
@@ -243,7 +244,7 @@ class Tape:
         Returns:
           The next tape.
         """
-        ledger = self._current(name)
+        ledger = self.require_current(name)
         ledger.scoring = name
         if zero.ndim < 1 + parts or zero.shape[0] != self.lanes:
             raise ValueError(
@@ -284,11 +285,12 @@ class Tape:
 
     def mix_lanes(self, name: str) -> "Tape":
         """For authors of nodes that let lanes act on each other: likelihood-ratio credit is then refused."""
-        self._current(name).mixing = name
+        self.require_current(name).mixing = name
         return Tape(self._plan, self._key, self._total, self._ports)
 
-    def _current(self, what: str) -> _Ledger:
-        ledger = _LEDGER.get()
+    def require_current(self, what: str) -> Ledger:
+        """The trace's ledger, or an error if the tape is not the current one."""
+        ledger = LEDGER.get()
         if ledger is None:
             raise ValueError(f"{what}: a tape works only inside the program of ap.expectation, while it runs")
         if self._stamp != ledger.stamp:
@@ -300,32 +302,29 @@ class Tape:
             )
         return ledger
 
-    def _check_cost(self, cost: Any, ledger: _Ledger, parts: bool = True) -> jax.Array:
+    def _check_cost(self, cost: Any, ledger: Ledger, parts: bool = True) -> jax.Array:
         cost = jnp.asarray(cost)
         if not (jnp.issubdtype(cost.dtype, jnp.floating) or jnp.issubdtype(cost.dtype, jnp.integer)):
             raise TypeError(f"a cost must be real numbers, got dtype {cost.dtype}; convert it with .astype")
         if cost.ndim not in ((1, 2) if parts else (1,)) or cost.shape[0] != self.lanes:
-            raise ValueError(_cost_shape_error(self.lanes, cost.shape))
+            raise ValueError(cost_shape_error(self.lanes, cost.shape))
         ledger.cost_shapes.add(cost.shape)
         ledger.cost_dtypes.add(cost.dtype if jnp.issubdtype(cost.dtype, jnp.floating) else jnp.dtype(jnp.float32))
         return cost if self._plan.dtype is None else cost.astype(self._plan.dtype)
 
-    def _add(self, cost: jax.Array, ledger: _Ledger, charge: Any, raw: jax.Array | None) -> "Tape":
-        """Adds `cost exp(p + q)` with baseline and regression, or, given a charge, `cost + charge(p, q)`."""
+    def _add(self, cost: jax.Array, ledger: Ledger, message: jax.Array | None = None) -> "Tape":
+        """Adds (*); or, given another message to charge than the cost, `cost + message (exp(p) - 1)`."""
         if ledger.collecting:
             return Tape(self._plan, self._key, self._total, self._ports)
-        cost = cost.astype(self._plan.dtype)
         p, q, r = (self._logp(kind, cost.ndim) for kind in ("baselined", "plain", "regression"))
-        term = cost
-        if charge is not None:
-            term = cost + charge(p, q)
-        elif any(not name.startswith("regression") for name in self._ports):
+        if message is not None:
+            term = cost + lax.stop_gradient(message) * jnp.expm1(p + q)
+        else:
             term = cost * jnp.exp(p + q)
             if any(name.startswith("baselined") for name in self._ports):
                 others = (jnp.sum(cost, axis=0) - cost) / (self.lanes - 1)
                 term = term - lax.stop_gradient(others) * jnp.expm1(p)
-        if raw is not None and any(name.startswith("regression") for name in self._ports):
-            term = term + lax.stop_gradient(cost) * r
+        term = term + lax.stop_gradient(cost if message is None else message) * r
         return Tape(self._plan, self._key, self._total + term.reshape(self.lanes, -1).sum(-1), self._ports)
 
     def _logp(self, kind: Kind, ndim: int) -> jax.Array:
@@ -337,165 +336,17 @@ class Tape:
         return lane[:, None] if parts is None else lane[:, None] + parts
 
 
-def expectation(
-    program: Callable[..., Any], lanes: int, *, has_aux: bool = False, check_nan: bool = True
-) -> Callable[..., Any]:
-    """The objective of a program: the expectation of its costs, as an ordinary JAX function.
-
-    Its gradients, of any order where the estimators allow it, are estimated as the program's nodes say.
-
-    Args:
-      program: `program(tape, *args) -> tape`, for `lanes` independent lanes at once: its arrays have the
-        lanes as leading axis. Lanes must not act on each other (no batch normalisation over lanes):
-        likelihood-ratio credit goes to a lane's own choices. It returns the last tape.
-      lanes: how many lanes, at least 1; estimators with batch statistics need 2.
-      has_aux: the program returns `(tape, aux)`, the objective `(value, aux)`.
-      check_nan: raise an error when a lane's costs are NaN, also under `jit`: by a host callback that
-        runs only then. It costs some 60 microseconds of dispatch for each call from Python.
-
-    Returns:
-      `objective(key, *args) -> scalar`, a pure function. The scalar is float32, or the costs' dtype where
-      that is wider. It works under `jit`, `grad`, `vmap`, `scan` and sharding.
-
-    Raises:
-      ValueError: at trace time, for lanes that are not a positive integer, a program without costs, or a
-        tape that is not the last.
-      TypeError: at trace time, for a program that does not return its tape or a key that is none.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
-      >>> @ap.stochastic(ap.likelihood_ratio())
-      ... def flip(theta):
-      ...     return dist.Bernoulli(probs=theta)
-      >>> def program(tape, theta):
-      ...     tape, x = flip(tape, theta)
-      ...     return tape.cost((x - 0.45) ** 2)
-      >>> objective = ap.expectation(program, lanes=100_000)
-      >>> gradient = jax.jit(jax.grad(objective, argnums=1))(jax.random.key(0), 0.3)
-      >>> float(gradient).__round__(2)     # (1 - 0.45)^2 - 0.45^2
-      0.1
-    """
-    if not callable(program):
-        raise TypeError(f"expectation takes a program, a function of (tape, *args), got {type(program).__name__}")
-    if isinstance(lanes, bool) or not isinstance(lanes, int) or lanes < 1:
-        raise ValueError(f"expectation needs at least one lane, a Python int, got lanes={lanes!r}")
-
-    def objective(key, *args, **kwargs):
-        key = _require_key(key)
-        ledger = _Ledger(collecting=True)
-        # The abstract trace closes over the arguments, so they may be of any type.
-        jax.eval_shape(lambda: _run(program, ledger, _Plan(lanes, token=object()), has_aux, key, args, kwargs)[0]._key)
-        plan = _make_plan(lanes, ledger)
-        tape, aux = _run(program, _Ledger(collecting=False), plan, has_aux, key, args, kwargs)
-        value = jnp.mean(_refuse_nan(tape._total) if check_nan else tape._total)
-        return (value, aux) if has_aux else value
-
-    objective.__name__ = getattr(program, "__name__", "objective")
-    objective.__doc__ = f"Expected cost of {objective.__name__}, estimated with {lanes} lanes: (key, *args) -> scalar."
-    return objective
-
-
-def value_and_grad(
-    program: Callable[..., Any], lanes: int, argnums: int | Sequence[int] = 1, **options: Any
-) -> Callable[..., Any]:
-    """`jax.value_and_grad` of the program's `expectation`.
-
-    Args:
-      program, lanes: as in `expectation`.
-      argnums: which arguments of `objective(key, *args)` to differentiate: 1 is the first one after the key.
-      **options: of `expectation`.
-
-    Returns:
-      `function(key, *args) -> (value, gradient)`; with `has_aux`, `((value, aux), gradient)`.
-
-    Raises:
-      ValueError: if argnums names the key.
-      TypeError: at trace time, if a differentiated argument is not floating point.
-
-    Example:
-      >>> import jax, apgrad as ap
-      >>> step = ap.value_and_grad(lambda tape, x: tape.cost(jax.numpy.full(tape.lanes, x**2)), lanes=4)
-      >>> [float(v) for v in step(jax.random.key(0), 3.0)]
-      [9.0, 6.0]
-    """
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    if any(n < 1 for n in numbers):
-        raise ValueError(f"argnums={argnums} names the key; the program's first argument is argnums=1")
-    inner = jax.value_and_grad(
-        expectation(program, lanes, **options), argnums=argnums, has_aux=options.get("has_aux", False)
-    )
-
-    def function(key, *args, **kwargs):
-        for n in numbers:
-            if n > len(args):
-                raise ValueError(
-                    f"argnums={argnums}, but the objective was called with the key and {len(args)} argument(s)"
-                )
-            for path, leaf in jax.tree_util.tree_leaves_with_path(args[n - 1]):
-                if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-                    raise TypeError(
-                        f"argument {n}{jax.tree_util.keystr(path)} has dtype {jnp.result_type(leaf)}, which has no gradient. "
-                        "Convert it with .astype(jnp.float32), or leave it out of argnums."
-                    )
-        return inner(key, *args, **kwargs)
-
-    return function
-
-
 def require_lanes(what: str, lanes: int, tree: Any) -> None:
     """Raises a `ValueError` unless every leaf's leading axis is the lanes."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != lanes:
             raise ValueError(
-                f"{what}: argument {jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}, expected the lanes as leading "
-                f"axis, ({lanes}, ...). Broadcast it with jnp.broadcast_to(x, (tape.lanes, *x.shape))."
+                f"{what}: argument {jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}, expected the lanes as "
+                f"leading axis, ({lanes}, ...). Broadcast it with jnp.broadcast_to(x, (tape.lanes, *x.shape))."
             )
 
 
-def _run(program, ledger, plan, has_aux, key, args, kwargs):
-    """One trace of the program, from its first tape to its last."""
-    token = _LEDGER.set(ledger)
-    try:
-        total = None if plan.dtype is None else jnp.zeros((plan.lanes,), plan.dtype)
-        ports = {name: jnp.zeros((plan.lanes, *shape), plan.dtype) for name, shape in plan.ports}
-        result = program(Tape(plan, key, total, ports), *args, **kwargs)
-        if has_aux and not (isinstance(result, tuple) and len(result) == 2):
-            raise TypeError(f"with has_aux=True the program must return (tape, aux), got {type(result).__name__}")
-        tape, aux = result if has_aux else (result, None)
-        if not isinstance(tape, Tape):
-            raise TypeError(
-                f"the program must return its last tape, got {type(tape).__name__}. Costs are given to the tape, "
-                "`return tape.cost(c)`; anything else to return needs has_aux=True and `return tape, aux`."
-            )
-        tape._current("the program's end")
-    finally:
-        _LEDGER.reset(token)
-    return tape, aux
-
-
-def _make_plan(lanes: int, ledger: _Ledger) -> _Plan:
-    if not ledger.cost_shapes:
-        raise ValueError("the program never calls tape.cost, so there is nothing to take the expectation of")
-    if len(ledger.parts) > 1:
-        raise ValueError(f"nodes with different numbers of parts in one program: {ledger.parts}")
-    for shape in ledger.cost_shapes:
-        if len(shape) == 2 and not ledger.parts:
-            raise ValueError(_cost_shape_error(lanes, shape))
-        if len(shape) == 2 and shape[1] not in ledger.parts:
-            raise ValueError(f"a cost of shape {shape} has {shape[1]} parts, but nodes have {ledger.parts}")
-    if ledger.mixing and ledger.scoring:
-        raise ValueError(
-            f"{ledger.mixing} lets lanes act on each other, and {ledger.scoring} charges a lane for its own costs "
-            "only: together they are wrong. Use reparameterization in this program."
-        )
-    # Sums of costs are kept in float32 or wider, whatever the costs' dtype.
-    dtype = jnp.dtype(jnp.float32)
-    for other in ledger.cost_dtypes:
-        dtype = jnp.promote_types(dtype, other)
-    return _Plan(lanes, dtype, tuple(sorted(ledger.ports.items())))
-
-
-def _cost_shape_error(lanes: int, shape: tuple[int, ...]) -> str:
+def cost_shape_error(lanes: int, shape: tuple[int, ...]) -> str:
     return (
         f"a cost must have shape ({lanes},), one value a lane, got {shape}. Sum over the other axes, and leave "
         "the mean over lanes to ap.expectation; for costs of independent parts of a lane, (lanes, parts), make "
@@ -505,45 +356,3 @@ def _cost_shape_error(lanes: int, shape: tuple[int, ...]) -> str:
 
 def _port_name(kind: Kind, parts: bool) -> str:
     return f"{kind}_parts" if parts else kind
-
-
-def _require_key(key: Any) -> jax.Array:
-    typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    raw = not typed and hasattr(key, "dtype") and key.dtype == jnp.uint32 and jnp.ndim(key) == 1
-    if not ((typed and key.ndim == 0) or raw):
-        got = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else type(key).__name__
-        raise TypeError(f"the objective's first argument is one PRNG key, jax.random.key(seed); got {got}")
-    return key if typed else jax.random.wrap_key_data(key)
-
-
-@jax.custom_jvp
-def _refuse_nan(total: jax.Array) -> jax.Array:
-    """The same totals; the host raises an error if one is NaN, when value or gradient is asked for."""
-    return total + _nan_flag(jnp.isnan(total).any()).astype(total.dtype)
-
-
-@_refuse_nan.defjvp
-def _(primals, tangents):
-    (total,), (total_dot,) = primals, tangents
-    flag = _nan_flag(jnp.isnan(lax.stop_gradient(total)).any()).astype(total.dtype)
-    return _refuse_nan(total), total_dot * (1 + flag)
-
-
-@jax.custom_batching.custom_vmap
-def _nan_flag(bad: jax.Array) -> jax.Array:
-    """0, or an error raised on the host: what uses the flag cannot be had without the check."""
-    flag = jax.ShapeDtypeStruct((), jnp.float32)
-
-    def fail(_):
-        raise FloatingPointError(
-            "a lane's cost is NaN, and the gradient would be NaN for all of them. Look at the costs and at what "
-            "feeds them (jax.debug.print, or jax.config.update('jax_debug_nans', True)); mask lanes that "
-            "failed. ap.expectation(..., check_nan=False) turns this check off."
-        )
-
-    return lax.cond(bad, lambda: jax.pure_callback(fail, flag, bad), lambda: jnp.zeros((), jnp.float32))
-
-
-@_nan_flag.def_vmap
-def _(axis_size, in_batched, bad):
-    return _nan_flag(bad.any()), False

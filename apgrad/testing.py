@@ -133,7 +133,8 @@ def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float =
       function: `(*args) -> scalar`, deterministic (bind its PRNG key). It is differentiated with respect
         to the first argument.
       *args: its arguments.
-      rtol, atol: for float differences between compilations.
+      rtol: relative tolerance, for float differences between compilations.
+      atol: absolute tolerance.
 
     Raises:
       AssertionError: naming the transformation.

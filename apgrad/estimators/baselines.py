@@ -70,7 +70,9 @@ def evaluate(baseline: Baseline, mapped: tuple[tuple[int | None, ...], int] | No
     """The baseline as `Tape.credit` wants it: its keyword arguments `baseline` and `learn`.
 
     Args:
+      baseline: as an estimator has it.
       mapped: the inputs' axes and the lanes, to map the function over; None: it takes all lanes at once.
+      inputs: the node's.
     """
     if baseline is None or isinstance(baseline, str):
         return {"baseline": baseline}

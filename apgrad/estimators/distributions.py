@@ -21,9 +21,11 @@ from apgrad.propagator import refuse_derivative
 class Distribution(Protocol):
     """The least that a distribution offers."""
 
-    def sample(self, key: Any) -> Any: ...
+    def sample(self, key: Any) -> Any:
+        """One sample."""
 
-    def log_prob(self, value: Any) -> Any: ...
+    def log_prob(self, value: Any) -> Any:
+        """The log-density of a sample."""
 
 
 def require_distribution(what: str, distribution: Any) -> None:

@@ -87,4 +87,5 @@ def total_propagation(baseline: Baseline = "leave_one_out") -> Mixer:
 
 
 def _variance(leaf):
-    return jnp.sum(jnp.var(leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32)), axis=0))
+    leaf = leaf.astype(max(leaf.dtype, jnp.dtype(jnp.float32), key=lambda dtype: dtype.itemsize))
+    return jnp.sum(jnp.var(leaf, axis=0))

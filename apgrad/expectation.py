@@ -1,0 +1,199 @@
+"""Objectives: the expectation of a program's costs, as an ordinary JAX function."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from apgrad.tape import LEDGER, Ledger, Plan, Tape, cost_shape_error
+
+
+def expectation(
+    program: Callable[..., Any], lanes: int, *, has_aux: bool = False, check_nan: bool = True
+) -> Callable[..., Any]:
+    """The objective of a program: the expectation of its costs, as an ordinary JAX function.
+
+    Its gradients, of any order where the estimators allow it, are estimated as the program's nodes say.
+
+    Args:
+      program: `program(tape, *args) -> tape`, for `lanes` independent lanes at once: its arrays have the
+        lanes as leading axis. Lanes must not act on each other (no batch normalisation over lanes):
+        likelihood-ratio credit goes to a lane's own choices. It returns the last tape.
+      lanes: how many lanes, at least 1; estimators with batch statistics need 2.
+      has_aux: the program returns `(tape, aux)`, the objective `(value, aux)`.
+      check_nan: raise an error when a lane's costs are NaN, also under `jit`: by a host callback that
+        runs only then. It costs some 60 microseconds of dispatch for each call from Python.
+
+    Returns:
+      `objective(key, *args) -> scalar`, a pure function. The scalar is float32, or the costs' dtype where
+      that is wider. It works under `jit`, `grad`, `vmap`, `scan` and sharding.
+
+    Raises:
+      ValueError: at trace time, for lanes that are not a positive integer, a program without costs, or a
+        tape that is not the last.
+      TypeError: at trace time, for a program that does not return its tape or a key that is none.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
+      >>> @ap.stochastic(ap.likelihood_ratio())
+      ... def flip(theta):
+      ...     return dist.Bernoulli(probs=theta)
+      >>> def program(tape, theta):
+      ...     tape, x = flip(tape, theta)
+      ...     return tape.cost((x - 0.45) ** 2)
+      >>> objective = ap.expectation(program, lanes=100_000)
+      >>> gradient = jax.jit(jax.grad(objective, argnums=1))(jax.random.key(0), 0.3)
+      >>> float(gradient).__round__(2)     # (1 - 0.45)^2 - 0.45^2
+      0.1
+    """
+    if not callable(program):
+        raise TypeError(f"expectation takes a program, a function of (tape, *args), got {type(program).__name__}")
+    if isinstance(lanes, bool) or not isinstance(lanes, int) or lanes < 1:
+        raise ValueError(f"expectation needs at least one lane, a Python int, got lanes={lanes!r}")
+
+    def objective(key, *args, **kwargs):
+        key = _require_key(key)
+        ledger = Ledger(collecting=True)
+        # The abstract trace closes over the arguments, so they may be of any type.
+        jax.eval_shape(lambda: _run(program, ledger, Plan(lanes, token=object()), has_aux, key, args, kwargs)[0]._key)
+        plan = _make_plan(lanes, ledger)
+        tape, aux = _run(program, Ledger(collecting=False), plan, has_aux, key, args, kwargs)
+        value = jnp.mean(_refuse_nan(tape._total) if check_nan else tape._total)
+        return (value, aux) if has_aux else value
+
+    objective.__name__ = getattr(program, "__name__", "objective")
+    objective.__doc__ = f"Expected cost of {objective.__name__}, estimated with {lanes} lanes: (key, *args) -> scalar."
+    return objective
+
+
+def value_and_grad(
+    program: Callable[..., Any], lanes: int, argnums: int | Sequence[int] = 1, **options: Any
+) -> Callable[..., Any]:
+    """`jax.value_and_grad` of the program's `expectation`.
+
+    Args:
+      program: as in `expectation`.
+      lanes: as in `expectation`.
+      argnums: which arguments of `objective(key, *args)` to differentiate: 1 is the first one after the key.
+      **options: of `expectation`.
+
+    Returns:
+      `function(key, *args) -> (value, gradient)`; with `has_aux`, `((value, aux), gradient)`.
+
+    Raises:
+      ValueError: if argnums names the key.
+      TypeError: at trace time, if a differentiated argument is not floating point.
+
+    Example:
+      >>> import jax, apgrad as ap
+      >>> step = ap.value_and_grad(lambda tape, x: tape.cost(jax.numpy.full(tape.lanes, x**2)), lanes=4)
+      >>> [float(v) for v in step(jax.random.key(0), 3.0)]
+      [9.0, 6.0]
+    """
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    if any(n < 1 for n in numbers):
+        raise ValueError(f"argnums={argnums} names the key; the program's first argument is argnums=1")
+    inner = jax.value_and_grad(
+        expectation(program, lanes, **options), argnums=argnums, has_aux=options.get("has_aux", False)
+    )
+
+    def function(key, *args, **kwargs):
+        for n in numbers:
+            if n > len(args):
+                raise ValueError(
+                    f"argnums={argnums}, but the objective was called with the key and {len(args)} argument(s)"
+                )
+            for path, leaf in jax.tree_util.tree_leaves_with_path(args[n - 1]):
+                if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+                    raise TypeError(
+                        f"argument {n}{jax.tree_util.keystr(path)} has dtype {jnp.result_type(leaf)}, which has no "
+                        "gradient. Convert it with .astype(jnp.float32), or leave it out of argnums."
+                    )
+        return inner(key, *args, **kwargs)
+
+    return function
+
+
+def _run(program, ledger, plan, has_aux, key, args, kwargs):
+    """One trace of the program, from its first tape to its last."""
+    token = LEDGER.set(ledger)
+    try:
+        total = None if plan.dtype is None else jnp.zeros((plan.lanes,), plan.dtype)
+        ports = {name: jnp.zeros((plan.lanes, *shape), plan.dtype) for name, shape in plan.ports}
+        result = program(Tape(plan, key, total, ports), *args, **kwargs)
+        if has_aux and not (isinstance(result, tuple) and len(result) == 2):
+            raise TypeError(f"with has_aux=True the program must return (tape, aux), got {type(result).__name__}")
+        tape, aux = result if has_aux else (result, None)
+        if not isinstance(tape, Tape):
+            raise TypeError(
+                f"the program must return its last tape, got {type(tape).__name__}. Costs are given to the tape, "
+                "`return tape.cost(c)`; anything else to return needs has_aux=True and `return tape, aux`."
+            )
+        tape.require_current("the program's end")
+    finally:
+        LEDGER.reset(token)
+    return tape, aux
+
+
+def _make_plan(lanes: int, ledger: Ledger) -> Plan:
+    if not ledger.cost_shapes:
+        raise ValueError("the program never calls tape.cost, so there is nothing to take the expectation of")
+    if len(ledger.parts) > 1:
+        raise ValueError(f"nodes with different numbers of parts in one program: {ledger.parts}")
+    for shape in ledger.cost_shapes:
+        if len(shape) == 2 and not ledger.parts:
+            raise ValueError(cost_shape_error(lanes, shape))
+        if len(shape) == 2 and shape[1] not in ledger.parts:
+            raise ValueError(f"a cost of shape {shape} has {shape[1]} parts, but nodes have {ledger.parts}")
+    if ledger.mixing and ledger.scoring:
+        raise ValueError(
+            f"{ledger.mixing} lets lanes act on each other, and {ledger.scoring} charges a lane for its own costs "
+            "only: together they are wrong. Use reparameterization in this program."
+        )
+    # Sums of costs are kept in float32 or wider, whatever the costs' dtype.
+    dtype = max({jnp.dtype(jnp.float32), *ledger.cost_dtypes}, key=lambda dtype: dtype.itemsize)
+    return Plan(lanes, dtype, tuple(sorted(ledger.ports.items())))
+
+
+def _require_key(key: Any) -> jax.Array:
+    typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    raw = not typed and hasattr(key, "dtype") and key.dtype == jnp.uint32 and jnp.ndim(key) == 1
+    if not ((typed and key.ndim == 0) or raw):
+        got = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else type(key).__name__
+        raise TypeError(f"the objective's first argument is one PRNG key, jax.random.key(seed); got {got}")
+    return key if typed else jax.random.wrap_key_data(key)
+
+
+@jax.custom_jvp
+def _refuse_nan(total: jax.Array) -> jax.Array:
+    """The same totals; the host raises an error if one is NaN, when value or gradient is asked for."""
+    return total + _nan_flag(jnp.isnan(total).any()).astype(total.dtype)
+
+
+@_refuse_nan.defjvp
+def _(primals, tangents):
+    (total,), (total_dot,) = primals, tangents
+    flag = _nan_flag(jnp.isnan(lax.stop_gradient(total)).any()).astype(total.dtype)
+    return _refuse_nan(total), total_dot * (1 + flag)
+
+
+@jax.custom_batching.custom_vmap
+def _nan_flag(bad: jax.Array) -> jax.Array:
+    """0, or an error raised on the host: what uses the flag cannot be had without the check."""
+    flag = jax.ShapeDtypeStruct((), jnp.float32)
+
+    def fail(_):
+        raise FloatingPointError(
+            "a lane's cost is NaN, and the gradient would be NaN for all of them. Look at the costs and at what "
+            "feeds them (jax.debug.print, or jax.config.update('jax_debug_nans', True)); mask lanes that "
+            "failed. ap.expectation(..., check_nan=False) turns this check off."
+        )
+
+    return lax.cond(bad, lambda: jax.pure_callback(fail, flag, bad), lambda: jnp.zeros((), jnp.float32))
+
+
+@_nan_flag.def_vmap
+def _(axis_size, in_batched, bad):
+    return _nan_flag(bad.any()), False

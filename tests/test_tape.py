@@ -1,0 +1,440 @@
+"""The tape, tested as arithmetic: a probe estimator whose "score" is its own parameter, so that the gradient
+of the objective with respect to a lane's parameter *is* the message that its node received, over the lanes.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+
+import apgrad as ap
+
+KEY = jax.random.key(0)
+
+
+def probe(baseline=None):
+    return ap.Estimator("probe", score=lambda d, x: ap.zero_with_gradient(d.loc), baseline=baseline)
+
+
+def visit(tape, parameter, baseline=None, parts=False):
+    tape, _ = ap.sample(tape, dist.Normal(parameter, 1.0), probe(baseline), parts=parts)
+    return tape
+
+
+def messages(program, *shapes, lanes=4, order=1):
+    """What each node received, for each lane: the gradient with respect to its parameter, times the lanes."""
+    objective = ap.expectation(program, lanes)
+    zeros = [jnp.zeros(shape) for shape in shapes]
+    return [lanes * g for g in jax.grad(objective, argnums=tuple(range(1, 1 + len(zeros))))(KEY, *zeros)]
+
+
+def test_a_node_receives_the_costs_after_it_and_none_before():
+    def program(tape, a, b):
+        tape = tape.cost(jnp.full(4, 100.0))
+        tape = visit(tape, a)
+        tape = tape.cost(jnp.arange(4.0))
+        tape = visit(tape, b)
+        return tape.cost(jnp.full(4, 10.0))
+
+    a, b = messages(program, (4,), (4,))
+    np.testing.assert_array_equal(a, jnp.arange(4.0) + 10)
+    np.testing.assert_array_equal(b, jnp.full(4, 10.0))
+
+
+def test_the_value_is_the_mean_of_the_costs_exactly():
+    costs = jax.random.normal(KEY, (4,))
+
+    def program(tape, a):
+        return visit(tape, a, baseline="leave_one_out").cost(costs).cost(2 * costs)
+
+    assert ap.expectation(program, 4)(KEY, jnp.zeros(4)) == jnp.mean(costs + 2 * costs)
+
+
+def test_costs_are_counted_once_whatever_the_shape_of_the_data_flow():
+    # The first sample is used by two nodes whose samples meet again in the cost: one path or two, it is
+    # charged once.
+    def program(tape, a, b, c):
+        tape, x = ap.sample(tape, dist.Normal(a, 1.0), probe())
+        tape, y = ap.sample(tape, dist.Normal(b + x, 1.0), probe())
+        tape, z = ap.sample(tape, dist.Normal(c + x, 1.0), probe())
+        return tape.cost(jnp.full(4, 3.0) + 0 * (y + z + x))
+
+    for message in messages(program, (4,), (4,), (4,)):
+        np.testing.assert_array_equal(message, jnp.full(4, 3.0))
+
+
+def test_parallel_branches_do_not_pay_for_each_other():
+    def program(tape, before, left, right, after):
+        tape = visit(tape, before)
+
+        def branch(tape, parameter, cost):
+            return visit(tape, parameter).cost(jnp.full(4, cost)), cost
+
+        tape, costs = tape.parallel(lambda t: branch(t, left, 1.0), lambda t: branch(t, right, 4.0))
+        assert costs == (1.0, 4.0)
+        return visit(tape, after).cost(jnp.full(4, 10.0))
+
+    before, left, right, after = messages(program, (4,), (4,), (4,), (4,))
+    # Adding up the branches' ports would charge the node before the fork 1 + 4 + 2 * 10 = 25.
+    assert (before == 15).all() and (left == 11).all() and (right == 14).all() and (after == 10).all()
+
+
+def test_parallel_branches_draw_different_numbers():
+    def program(tape):
+        def branch(tape):
+            tape, x = ap.sample(tape, dist.Normal(jnp.zeros(4), 1.0), ap.reparameterization())
+            return tape, x
+
+        tape, (x, y) = tape.parallel(branch, branch)
+        return tape.cost((x == y).astype(jnp.float32))
+
+    assert ap.expectation(program, 4)(KEY) == 0
+
+
+def test_leave_one_out_takes_off_the_mean_of_the_other_lanes_cost_by_cost():
+    first, second = jnp.array([1.0, 2.0, 4.0, 9.0]), jnp.array([3.0, -1.0, 0.0, 5.0])
+
+    def program(tape, a, b):
+        tape = visit(tape, a, baseline="leave_one_out").cost(first)
+        return visit(tape, b).cost(second)
+
+    def centred(c):
+        return c - (jnp.sum(c) - c) / 3
+
+    a, b = messages(program, (4,), (4,))
+    np.testing.assert_allclose(a, centred(first) + centred(second), rtol=1e-6)
+    np.testing.assert_array_equal(b, second)  # baseline=None next to it: none is applied
+
+
+def test_a_baseline_of_the_nodes_inputs():
+    def program(tape, a):
+        tape = visit(tape, a, baseline=lambda d: d.loc + jnp.arange(4.0))
+        return tape.cost(jnp.full(4, 5.0))
+
+    (a,) = messages(program, (4,))
+    np.testing.assert_allclose(a, 5 - jnp.arange(4.0))
+
+
+def test_a_learned_baseline_has_the_gradient_of_the_regression_on_the_cost_to_go():
+    def program(tape, a, phi):
+        tape = tape.cost(jnp.full(4, 1000.0))
+        tape = visit(tape, a, baseline=ap.learned_baseline(lambda d: phi * jnp.ones(4)))
+        return tape.cost(jnp.arange(4.0)).cost(jnp.full(4, 10.0))
+
+    objective = ap.expectation(program, 4)
+    to_go = jnp.arange(4.0) + 10
+    a, phi = jax.grad(objective, argnums=(1, 2))(KEY, jnp.zeros(4), 2.0)
+    np.testing.assert_allclose(4 * a, to_go - 2.0)
+    np.testing.assert_allclose(phi, jnp.mean(2.0 - to_go))
+    assert objective(KEY, jnp.zeros(4), 2.0) == 1000 + jnp.mean(to_go)
+    # The regression's own second derivative; the objective does not depend on phi otherwise.
+    second = jax.hessian(objective, argnums=2)(KEY, jnp.zeros(4), 2.0)
+    np.testing.assert_allclose(second, 1.0)
+
+
+def test_parts_are_charged_with_their_own_costs_and_the_lane_with_all():
+    costs = jnp.arange(12.0).reshape(4, 3)
+
+    def program(tape, lane, parts):
+        tape = visit(tape, lane)
+        tape = visit(tape, parts, parts=True)
+        return tape.cost(costs).cost(jnp.full(4, 100.0))
+
+    lane, parts = messages(program, (4,), (4, 3))
+    np.testing.assert_array_equal(lane, costs.sum(-1) + 100)
+    np.testing.assert_array_equal(parts, costs + 100)
+
+
+def test_parts_with_each_kind_of_baseline():
+    costs = jnp.array([[1.0, 5.0], [2.0, 0.0], [6.0, 1.0]])
+    b = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
+
+    def program(tape, x, y, z):
+        tape = visit(tape, x, baseline="leave_one_out", parts=True)
+        tape = visit(tape, y, baseline=lambda d: b, parts=True)
+        tape = visit(tape, z, baseline=ap.learned_baseline(lambda d: b), parts=True)
+        return tape.cost(costs)
+
+    x, y, z = messages(program, (3, 2), (3, 2), (3, 2), lanes=3)
+    np.testing.assert_allclose(x, costs - (costs.sum(0) - costs) / 2, rtol=1e-6)
+    np.testing.assert_allclose(y, costs - b, rtol=1e-6)
+    np.testing.assert_allclose(z, costs - b, rtol=1e-6)
+
+
+def test_costs_inside_scan_cond_while_and_remat():
+    def program(tape, a, b):
+        def body(tape, t):
+            tape = jax.checkpoint(lambda tape: visit(tape, a))(tape)
+            tape = jax.lax.cond(t > 0, lambda tape: tape.cost(jnp.full(4, 2.0)), lambda tape: tape, tape)
+            return tape, None
+
+        tape, _ = jax.lax.scan(body, tape, jnp.arange(3))
+        return visit(tape, b).cost(jnp.ones(4))
+
+    # Three visits of a, at costs-to-go 5, 5 (no cost at t = 0) and 3.
+    for transform in (lambda f: f, jax.jit):
+        objective = ap.expectation(program, 4)
+        a, b = transform(jax.grad(objective, argnums=(1, 2)))(KEY, jnp.zeros(4), jnp.zeros(4))
+        np.testing.assert_array_equal(4 * a, jnp.full(4, 13.0))
+        np.testing.assert_array_equal(4 * b, jnp.ones(4))
+
+    def looped(tape, a):
+        def body(state):
+            i, tape = state
+            return i + 1, visit(tape, a).cost(jnp.ones(4))
+
+        return jax.lax.while_loop(lambda state: state[0] < 3, body, (0, tape))[1]
+
+    assert ap.expectation(looped, 4)(KEY, jnp.zeros(4)) == 3
+
+
+def test_an_inner_jit_that_is_cached_loses_no_request():
+    @jax.jit
+    def inner(tape, a):
+        return visit(tape, a, baseline="leave_one_out").cost(jnp.arange(4.0))
+
+    for _ in range(2):
+        (a,) = messages(lambda tape, a: inner(inner(tape, a), a), (4,))
+        np.testing.assert_allclose(a, 3 * (jnp.arange(4.0) - (6 - jnp.arange(4.0)) / 3), rtol=1e-6)
+
+
+def test_expectation_of_a_function_cost_and_aux():
+    def program(tape, a):
+        tape, x = ap.sample(tape, dist.Normal(a, 1.0), ap.reparameterization())
+        return tape.cost(lambda x, n: n * x**2, x, jnp.arange(4.0)), {"x": x}
+
+    value, aux = ap.expectation(program, 4, has_aux=True)(KEY, jnp.zeros(4))
+    np.testing.assert_allclose(value, jnp.mean(jnp.arange(4.0) * aux["x"] ** 2), rtol=1e-6)
+    (value_again, _), gradient = ap.value_and_grad(program, 4, has_aux=True)(KEY, jnp.zeros(4))
+    assert value_again == value
+    np.testing.assert_allclose(gradient, jnp.arange(4.0) * aux["x"] / 2, rtol=1e-6)
+
+
+def test_dtypes(x64):
+    def program(dtype):
+        return lambda tape: tape.cost(jnp.ones(tape.lanes, dtype)).cost(jnp.ones(tape.lanes, jnp.int32))
+
+    assert ap.expectation(program(jnp.float64), 4)(KEY).dtype == jnp.float64
+    assert ap.expectation(program(jnp.float32), 4)(KEY).dtype == jnp.float32
+    assert ap.expectation(program(jnp.bfloat16), 4)(KEY).dtype == jnp.float32
+
+
+def test_small_costs_of_low_precision_are_added_up_in_float32():
+    def program(tape):
+        body = lambda tape, _: (tape.cost(jnp.full(2, 0.001, jnp.bfloat16)), None)
+        return jax.lax.scan(body, tape, length=4096)[0]
+
+    expected = 4096 * float(jnp.bfloat16(0.001))
+    np.testing.assert_allclose(ap.expectation(program, 2)(KEY), expected, rtol=1e-5)
+
+
+def test_expectation_works_under_vmap_and_with_raw_keys():
+    def program(tape, a):
+        tape, x = ap.sample(tape, dist.Normal(a * jnp.ones(4), 1.0), ap.likelihood_ratio())
+        return tape.cost(x**2)
+
+    gradient = jax.grad(ap.expectation(program, 4), argnums=1)
+    keys = jax.random.split(KEY, 3)
+    batched = jax.vmap(gradient, (0, None))(keys, 1.0)
+    np.testing.assert_allclose(batched, jnp.stack([gradient(k, 1.0) for k in keys]), rtol=1e-5)
+    np.testing.assert_allclose(gradient(jax.random.PRNGKey(3), 1.0), gradient(jax.random.key(3), 1.0))
+
+
+def test_nested_expectations():
+    inner = ap.expectation(lambda tape, a: visit(tape, a).cost(jnp.full(4, 2.0)), 4)
+
+    def program(tape, a):
+        tape = visit(tape, a)
+        tape, key = tape.next_key()
+        return tape.cost(jnp.full(4, 1.0) * inner(key, a))
+
+    (a,) = messages(program, (4,))
+    np.testing.assert_allclose(a, 4.0)  # 2 from the outer node, and 4 * (2 / 4) from the inner one
+
+
+# Errors.
+
+
+def error(program, *args, lanes=4, **options):
+    return jax.eval_shape(ap.expectation(program, lanes, **options), KEY, *args)
+
+
+def test_a_tape_used_twice_is_refused():
+    def twice(tape, a):
+        visit(tape, a)
+        return tape.cost(jnp.ones(4))
+
+    with pytest.raises(ValueError, match="already used"):
+        error(twice, jnp.zeros(4))
+
+    def branches(tape, a):
+        return jax.lax.cond(True, lambda: visit(tape, a), lambda: visit(tape, a)).cost(jnp.ones(4))
+
+    with pytest.raises(ValueError, match="carry or operand"):
+        error(branches, jnp.zeros(4))
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_a_stale_tape_after_a_transformed_function_is_refused(cached):
+    step = jax.jit(lambda tape, a: visit(tape, a)) if cached else (lambda tape, a: visit(tape, a))
+
+    def program(tape, a):
+        tape = step(tape, a)
+        step(tape, a)
+        return tape.cost(jnp.ones(4))
+
+    with pytest.raises(ValueError, match="already used"):
+        error(program, jnp.zeros(4))
+
+
+def test_a_tape_closed_over_by_a_scan_is_refused():
+    def program(tape, a):
+        def body(x, _):
+            _, y = ap.sample(tape, dist.Normal(a + x, 1.0), probe())
+            return y, None
+
+        x, _ = jax.lax.scan(body, jnp.zeros(4), length=3)
+        return tape.cost(x)
+
+    with pytest.raises(ValueError, match="do not close over it"):
+        error(program, jnp.zeros(4))
+
+
+def test_a_tape_that_is_not_returned_or_not_the_last_is_refused():
+    with pytest.raises(TypeError, match=r"return its last tape, got .*has_aux"):
+        error(lambda tape: jnp.mean(jnp.ones(4)))
+    with pytest.raises(TypeError, match="got tuple"):
+        error(lambda tape: (tape.cost(jnp.ones(4)), 1))
+    with pytest.raises(TypeError, match=r"\(tape, aux\)"):
+        error(lambda tape: tape.cost(jnp.ones(4)), has_aux=True)
+
+    def stale(tape, a):
+        before = tape
+        visit(tape, a).cost(jnp.ones(4))
+        return before
+
+    with pytest.raises(ValueError, match="program's end"):
+        error(stale, jnp.zeros(4))
+
+
+def test_a_branch_that_returns_no_tape_or_a_stale_one_is_refused():
+    with pytest.raises(TypeError, match=r"branch 1 .*\(tape, output\)"):
+        error(lambda tape: tape.parallel(lambda t: (t, 0), lambda t: t)[0].cost(jnp.ones(4)))
+    with pytest.raises(ValueError, match="at least one branch"):
+        error(lambda tape: tape.parallel()[0])
+
+    def stale(tape, a):
+        def branch(t):
+            visit(t, a)
+            return t, None
+
+        return tape.parallel(branch)[0].cost(jnp.ones(4))
+
+    with pytest.raises(ValueError, match="end of branch 0"):
+        error(stale, jnp.zeros(4))
+
+
+def test_a_tape_outside_its_program_is_refused():
+    kept = []
+
+    def program(tape):
+        kept.append(tape)
+        return tape.cost(jnp.ones(4))
+
+    ap.expectation(program, 4)(KEY)
+    with pytest.raises(ValueError, match=r"only inside the program of ap\.expectation"):
+        kept[-1].cost(jnp.ones(4))
+
+
+@pytest.mark.parametrize("cost", [jnp.ones(()), jnp.ones(3), jnp.ones((4, 2)), jnp.ones((1, 4))])
+def test_costs_that_are_not_one_a_lane_are_refused(cost):
+    with pytest.raises(ValueError, match=r"shape \(4,\), one value a lane, got"):
+        error(lambda tape, a: visit(tape, a).cost(cost), jnp.zeros(4))
+
+
+def test_other_wrong_costs_are_refused():
+    with pytest.raises(TypeError, match="real numbers, got dtype bool"):
+        error(lambda tape: tape.cost(jnp.ones(4, bool)))
+    with pytest.raises(TypeError, match="complex64"):
+        error(lambda tape: tape.cost(jnp.ones(4, jnp.complex64)))
+    with pytest.raises(ValueError, match=r"never calls tape\.cost"):
+        error(visit, jnp.zeros(4))
+    with pytest.raises(ValueError, match="2 parts, but nodes have"):
+        error(lambda tape, a: visit(tape, a, parts=True).cost(jnp.ones((4, 2))), jnp.zeros((4, 3)))
+    with pytest.raises(ValueError, match="different numbers of parts"):
+        error(
+            lambda tape, a, b: visit(visit(tape, a, parts=True), b, parts=True).cost(jnp.ones((4, 2))),
+            jnp.zeros((4, 3)),
+            jnp.zeros((4, 2)),
+        )
+    with pytest.raises(TypeError, match="takes one array"):
+        error(lambda tape: tape.cost(jnp.ones(4), jnp.ones(4)))
+    with pytest.raises(TypeError, match="cost function"):
+        error(lambda tape: tape.cost(jnp.ones(4), shaping=ap.gaussian_shaping()))
+    with pytest.raises(ValueError, match=r"shape \(3,\), expected the lanes"):
+        error(lambda tape: tape.cost(jnp.sum, jnp.ones(3)))
+
+
+@pytest.mark.parametrize("lanes", [0, -1, 2.0, True, None])
+def test_lanes_must_be_a_positive_integer(lanes):
+    with pytest.raises(ValueError, match="at least one lane"):
+        ap.expectation(lambda tape: tape, lanes)
+
+
+def test_one_lane_where_a_baseline_needs_two():
+    with pytest.raises(ValueError, match=r"needs at least 2, got lanes=1.*baseline=None"):
+        error(lambda tape, a: visit(tape, a, "leave_one_out").cost(jnp.ones(1)), jnp.zeros(1), lanes=1)
+    (a,) = messages(lambda tape, a: visit(tape, a).cost(jnp.full(1, 3.0)), (1,), lanes=1)
+    assert a == 3
+
+
+@pytest.mark.parametrize("baseline", [lambda d: jnp.ones(3), lambda d: 1.0])
+def test_a_baseline_of_the_wrong_shape_is_refused(baseline):
+    with pytest.raises(ValueError, match=r"baseline has shape .*, expected \(4,\)"):
+        error(lambda tape, a: visit(tape, a, baseline).cost(jnp.ones(4)), jnp.zeros(4))
+
+
+@pytest.mark.parametrize("key", [0, jnp.zeros(2), jax.random.split(KEY, 2), None, jnp.zeros((3, 2), jnp.uint32)])
+def test_the_first_argument_must_be_a_key(key):
+    with pytest.raises(TypeError, match="first argument is one PRNG key"):
+        ap.expectation(lambda tape: tape.cost(jnp.ones(4)), 4)(key)
+
+
+def test_integer_parameters_are_refused():
+    objective = ap.expectation(lambda tape, a: tape.cost(a * jnp.ones(4)), 4)
+    with pytest.raises(TypeError, match="int"):
+        jax.grad(objective, argnums=1)(KEY, 3)
+    step = ap.value_and_grad(lambda tape, p: tape.cost(p["w"] * p["n"] * jnp.ones(4)), 4)
+    with pytest.raises(TypeError, match=r"argument 1\['n'\] has dtype int32.*no gradient"):
+        step(KEY, {"w": 1.0, "n": jnp.int32(2)})
+    with pytest.raises(ValueError, match="names the key"):
+        ap.value_and_grad(lambda tape: tape, 4, argnums=0)
+    with pytest.raises(ValueError, match=r"argnums=2.* 1 argument"):
+        ap.value_and_grad(lambda tape, a: tape, 4, argnums=2)(KEY, 1.0)
+
+
+@pytest.mark.parametrize(
+    "transform",
+    [lambda f: f, jax.jit, lambda f: jax.jit(jax.vmap(f, (0, None))), lambda f: jax.jit(jax.checkpoint(f))],
+    ids=["eager", "jit", "vmap", "checkpoint"],
+)
+@pytest.mark.parametrize(
+    "derivative", [lambda f: f, lambda f: jax.grad(f, argnums=1), lambda f: jax.hessian(f, argnums=1)]
+)
+def test_nan_costs_are_an_error_at_run_time(transform, derivative, request):
+    def program(tape, a):
+        tape = visit(tape, a * jnp.ones(4))
+        return tape.cost(jnp.log(jnp.array([1.0, 2.0, 3.0, -1.0]) * a))
+
+    function = transform(derivative(ap.expectation(program, 4)))
+    keys = jax.random.split(KEY, 2) if "vmap" in request.node.name else KEY
+    with pytest.raises(Exception, match="cost is NaN"):
+        jax.block_until_ready(function(keys, 1.0))
+    unchecked = transform(derivative(ap.expectation(program, 4, check_nan=False)))
+    jax.block_until_ready(unchecked(keys, 1.0))
+
+
+def test_expectation_takes_a_program():
+    with pytest.raises(TypeError, match="takes a program"):
+        ap.expectation(3, 4)
