@@ -1,0 +1,318 @@
+"""The main figure of the Proppo paper: gradient variance at the edge of chaos (Parmas & Seno, 2022, Fig. 4).
+
+Reparameterization (RP), likelihood ratio (LR) and total propagation (TP) on the chaotic network of
+`experiments.chaotic_network`: how their variance depends on the inverse temperature beta and the horizon H (the
+paper's Fig. 4a), and by how much TP betters the best of the two others (Fig. 4b). Beside it stands the ideal
+naive mixture of RP and LR as whole gradients, 1 / (1 / V_RP + 1 / V_LR), which can halve the variance at most.
+What the paper does not show is added: the bias, against the exact gradient.
+
+    python -m experiments.chaos                   # about a minute
+    python -m experiments.chaos --preset paper    # about 25 minutes on two cores
+
+Variances are of the mean over B lanes, estimated from K repetitions. Their intervals are 95 % percentile
+bootstrap intervals. Where RP explodes, its samples are so heavy-tailed that K of them tell no more than the order of
+magnitude, the interval is too short, and the mean is far from normal. An estimate that overflows is
+counted (`nonfinite`) and left out; the variance given is then a lower bound.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from experiments import chaotic_network, harness
+
+VARIANCE_COLUMNS = ("variance", "variance_low", "variance_high", "nonfinite")
+TOP = 1e4  # of the axis of variances
+BASIC = ("RP", "LR", "TP")
+COLOURS = {"RP": "#1f77b4", "LR": "#d95f02", "TP": "#2a8a3e", "GS-LR": "#e7298a", "GS-TP": "#6a51a3", "GR": "#8c6d1f"}
+HORIZON_COLOURS = ("#9aa5b1", "#e0a100", "#c2255c", "#5f3dc4", "#087f5b", "#364fc7")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(harness.Config):
+    """Options of this experiment.
+
+    Attributes:
+      horizons: numbers of steps, H.
+      betas: inverse temperatures.
+      estimates: repetitions of the gradient estimate, K.
+      lanes: trajectories for each estimate, B.
+      resamples: of the bootstrap.
+    """
+
+    horizons: tuple[int, ...] = (10, 25, 50)
+    betas: tuple[float, ...] = (1.0, 1.5, 2.0, 2.25, 2.4, 2.5, 2.6, 2.75, 3.0, 3.5)
+    estimates: int = 100
+    lanes: int = 1000
+    resamples: int = 2000
+
+    def __post_init__(self):
+        """Refuses what has no variance, as early as can be."""
+        if self.estimates < 2 or self.lanes < 2 or self.resamples < 1 or not self.betas or not self.horizons:
+            raise ValueError("estimates and lanes must be at least 2, resamples 1, and betas and horizons not empty")
+        if min(self.horizons) < 1 or min(self.betas) <= 0:
+            raise ValueError("horizons must be at least 1 and betas positive")
+
+
+PAPER = Config(
+    horizons=(10, 25, 50, 100),
+    betas=tuple(sorted([round(1 + 0.1 * i, 1) for i in range(26)] + [2.25, 2.45, 2.55, 2.75])),
+    estimates=800,
+)
+
+
+def cells(config: Config) -> list[harness.Cell]:
+    """The references first, then horizon by horizon."""
+    exact: list[harness.Cell] = [{"method": "exact", "beta": beta} for beta in config.betas]
+    grid = [(h, m, beta) for h in config.horizons for m in BASIC for beta in config.betas]
+    return exact + [{"method": m, "H": h, "beta": beta} for h, m, beta in grid]
+
+
+def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
+    """The exact gradients, or the K estimates."""
+    method, beta = cell["method"], cell["beta"]
+    if method == "exact":
+        exact = chaotic_network.reference(beta, config.horizons)
+        return {str(horizon): exact[horizon]._asdict() for horizon in config.horizons}
+    found = chaotic_network.gradients(method, beta, cell["H"], config.lanes, config.estimates, seed)
+    return {"estimates": [float(g) for g in found]}
+
+
+def summarize(config: Any, records: list[tuple[harness.Cell, dict[str, Any]]]) -> list[dict[str, Any]]:
+    """One row for each horizon, beta and method: variance and bias, with their uncertainties.
+
+    Args:
+      config: with `seed`, `resamples` and `lanes`.
+      records: cells with a method, a beta, H and estimates, and the exact cells.
+    """
+    exact = {cell["beta"]: result for cell, result in records if cell["method"] == "exact"}
+    rows = []
+    for cell, result in records:
+        if cell["method"] == "exact":
+            continue
+        samples = np.array(result["estimates"], np.float64)
+        finite = samples[np.isfinite(samples)]
+        row = {"H": cell["H"], "beta": cell["beta"], "method": cell["method"]}
+        row |= {"estimates": len(samples), "nonfinite": len(samples) - len(finite)}
+        truth = chaotic_network.Exact(**exact[cell["beta"]][str(cell["H"])])
+        variance, low, high, mean, error = [float("nan")] * 5
+        if len(finite) >= 2:
+            draws = _resampled_variances(config, cell, result)
+            variance, (low, high) = sample_variance(finite), harness.interval(draws)
+            mean, error = np.mean(finite), np.sqrt(variance / len(finite))
+        row |= {"variance": float(variance), "variance_low": low, "variance_high": high}
+        row |= {"mean": float(mean), "standard_error": float(error)}
+        row |= {"exact": truth.gradient, "exact_error": truth.error, "bias": float(mean - truth.gradient)}
+        row["bias_in_standard_errors"] = row["bias"] / row["standard_error"] if error > 0 else float("nan")
+        rows.append(row)
+    return rows
+
+
+def sample_variance(samples: np.ndarray) -> np.ndarray:
+    """The unbiased variance over the last axis."""
+    return np.var(samples, axis=-1, ddof=1)
+
+
+def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
+    """The table, the improvements with their intervals, and the picture."""
+    rows = summarize(config, records)
+    by = {(row["H"], row["beta"], row["method"]): row for row in rows}
+    results = {(c["H"], c["beta"], c["method"]): (c, r) for c, r in records if c["method"] != "exact"}
+    figures, improvements = {}, {}
+    for horizon in config.horizons:
+        for beta in config.betas:
+            point = f"H{horizon}_beta{beta:g}"
+            group = {m: by[horizon, beta, m] for m in BASIC}
+            for method, row in group.items():
+                figures[f"variance_{method}_{point}"] = {
+                    "value": row["variance"],
+                    "interval": [row["variance_low"], row["variance_high"]],
+                    "nonfinite": row["nonfinite"],
+                }
+            if any(not np.isfinite(row["variance"]) for row in group.values()):
+                continue
+            v = {m: row["variance"] for m, row in group.items()}
+            draws = {m: _resampled_variances(config, *results[horizon, beta, m]) for m in BASIC}
+            ratio = {
+                "value": min(v["RP"], v["LR"]) / v["TP"],
+                "interval": harness.interval(np.minimum(draws["RP"], draws["LR"]) / draws["TP"]),
+                "naive_mixture": 1 + min(v["RP"], v["LR"]) / max(v["RP"], v["LR"]),
+            }
+            figures[f"variance_ratio_{point}"] = improvements[horizon, beta] = ratio
+            row = group["TP"]
+            figures[f"bias_TP_{point}"] = {
+                "value": row["bias"],
+                "standard_error": row["standard_error"],
+                "exact_gradient": row["exact"],
+            }
+    return harness.Report(
+        figures=figures,
+        rows=rows,
+        table=_table(config, by, improvements),
+        figure=_picture(config, by, improvements),
+    )
+
+
+def _resampled_variances(config, cell, result):
+    samples = np.array(result["estimates"], np.float64)
+    finite = samples[np.isfinite(samples)]
+    return harness.bootstrap(finite, sample_variance, config.resamples, harness.cell_seed(config.seed + 1, cell))
+
+
+def _table(config, by, improvements):
+    betas = [b for b in config.betas if len(config.betas) <= 12 or (2 * b) % 1 == 0]
+    lines = ["  H   beta      V(RP)      V(LR)      V(TP)   improvement (95 %)     naive  bias of TP (standard errors)"]
+    for h in config.horizons:
+        for b in betas:
+            variances = " ".join(f"{by[h, b, m]['variance']:10.2e}" for m in BASIC)
+            gain = improvements.get((h, b))
+            gain = f"{gain['value']:6.2f} ({gain['interval'][0]:.2f} to {gain['interval'][1]:.2f})" if gain else "-"
+            naive = f"{improvements[h, b]['naive_mixture']:.2f}" if (h, b) in improvements else "-"
+            row = by[h, b, "TP"]
+            bias = f"{row['bias']:+.1e} ({row['bias_in_standard_errors']:+.1f})"
+            lost = sum(by[h, b, m]["nonfinite"] for m in BASIC)
+            lost = f"   {lost} estimates not finite" if lost else ""
+            lines.append(f"{h:3d} {b:6.2f} {variances}   {gain:24s} {naive:>4s}  {bias}{lost}")
+    return "\n".join(lines)
+
+
+def _picture(config, by, improvements):
+    horizons, betas = config.horizons, np.array(config.betas)
+    width = 6 * len(horizons)
+    figure = Figure(figsize=(max(13.5, 3.6 * len(horizons)), 9), layout=ConstrainedLayoutEngine(h_pad=0.1, hspace=0.03))
+    grid = figure.add_gridspec(2, width)
+    figure.suptitle(
+        f"Gradient estimators on the chaotic network: {config.lanes} lanes an estimate, {config.estimates} estimates a "
+        "point, bands are 95 % bootstrap intervals",
+        fontsize=12,
+    )
+
+    def get(horizon, method, name):
+        return np.array([by[horizon, b, method][name] for b in config.betas], float)
+
+    first = None
+    for i, horizon in enumerate(horizons):
+        first = ax = figure.add_subplot(grid[0, 6 * i : 6 * i + 6], sharey=first)
+        plot_variances(ax, betas, {m: {name: get(horizon, m, name) for name in VARIANCE_COLUMNS} for m in BASIC})
+        ax.set(title=f"H = {horizon}", xlabel=r"$\beta$")
+        if i == 0:
+            ax.set_ylabel("variance of the gradient")
+            ax.legend(loc="lower right")
+        else:
+            ax.tick_params(labelleft=False)
+    if first is not None:
+        limit_variances(first, by.values())
+
+    third = width // 3
+    colours = dict(zip(horizons, itertools.cycle(HORIZON_COLOURS)))
+    ax = figure.add_subplot(grid[1, :third])
+    for horizon, colour in colours.items():
+        found = [b for b in config.betas if (horizon, b) in improvements]
+        gains = [improvements[horizon, b] for b in found]
+        ax.plot(found, [g["value"] for g in gains], "o-", ms=3, lw=1.4, color=colour, label=f"H = {horizon}")
+        low, high = ([g["interval"][side] for g in gains] for side in (0, 1))
+        ax.fill_between(found, low, high, color=colour, alpha=0.2, lw=0)
+        ax.plot(found, [g["naive_mixture"] for g in gains], ":", lw=1.4, color=colour)
+    ax.axhline(1, color="black", lw=0.8)
+    ax.set(xlabel=r"$\beta$", ylabel=r"$\min(V_{RP}, V_{LR})\,/\,V_{TP}$", yscale="log")
+    _plain_ticks(ax.yaxis, [0.3, 0.5, 1, 2, 5, 10, 20, 50, 100, 200])
+    ax.set_title("Improvement of TP on the best of RP and LR", fontsize=11)
+    handles, _ = ax.get_legend_handles_labels()
+    ax.legend(handles=[*handles, _mark(ls=":", label="ideal naive mixture")], fontsize=9, loc="upper left")
+    ax.grid(alpha=0.25)
+
+    ax = figure.add_subplot(grid[1, third : 2 * third])
+    ax.axhspan(-2, 2, color="gray", alpha=0.18, lw=0)
+    ax.axhline(0, color="black", lw=0.8)
+    for horizon, colour in colours.items():
+        for method, mark in (("RP", "x"), ("LR", "+")):
+            values = get(horizon, method, "bias_in_standard_errors")
+            ax.plot(betas, values, mark, ms=4, alpha=0.6, color=colour)
+        ax.plot(betas, get(horizon, "TP", "bias_in_standard_errors"), "o-", ms=4, lw=1.2, color=colour)
+    marks = (("TP", "o"), ("RP", "x"), ("LR", "+"))
+    ax.legend(handles=[_mark(marker=m, label=n, ls="") for n, m in marks], fontsize=9, loc="upper right")
+    ax.set_yscale("symlog", linthresh=10, linscale=2)
+    _plain_ticks(ax.yaxis, [-100, -50, -20, -10, -6, -4, -2, 0, 2, 4, 6, 10, 20, 50, 100])
+    largest = 1.3 * max([5.0] + [abs(v) for r in by.values() if np.isfinite(v := r["bias_in_standard_errors"])])
+    ax.set(xlabel=r"$\beta$", ylabel="(mean - exact) / standard error", ylim=(-largest, largest))
+    ax.set_title("Bias, in standard errors of the mean (gray: within 2)", fontsize=11)
+    ax.grid(alpha=0.25)
+
+    ax = figure.add_subplot(grid[1, 2 * third :])
+    for horizon, colour in colours.items():
+        ax.plot(betas, np.abs(get(horizon, "TP", "exact")), "-", lw=1, alpha=0.6, color=colour)
+        bias, error = np.abs(get(horizon, "TP", "bias")), get(horizon, "TP", "standard_error")
+        found = bias > 3 * error
+        ax.errorbar(betas[found], bias[found], 2 * error[found], fmt="o", ms=4, lw=1, color=colour)
+        ax.plot(betas[~found], (bias + 2 * error)[~found], "v", ms=4, mfc="none", color=colour)
+    kinds = (("|exact gradient|", {"ls": "-"}), ("|bias| ± 2 standard errors", {"marker": "o", "ls": ""}))
+    handles = [_mark(label=label, **style) for label, style in kinds]
+    handles.append(_mark(marker="v", ls="", mfc="none", label="within 3: |bias| is below this"))
+    ax.legend(handles=handles, fontsize=9, loc="upper left")
+    ax.set(xlabel=r"$\beta$", yscale="log")
+    ax.set_ylim(top=30 * ax.get_ylim()[1])
+    ax.set_title("TP: bias against the exact gradient", fontsize=11)
+    ax.grid(alpha=0.25)
+    return figure
+
+
+def plot_variances(ax: Axes, betas: np.ndarray, columns: dict[str, dict[str, np.ndarray]]) -> None:
+    """Variance against beta with its intervals, on a log axis.
+
+    Args:
+      ax: to draw on.
+      betas: the horizontal axis.
+      columns: for each method its `VARIANCE_COLUMNS` of `summarize`, arrays like betas.
+    """
+    notes = 0
+    for method, column in columns.items():
+        colour, variance = COLOURS[method], column["variance"]
+        ax.plot(betas, variance, "o-", ms=3, lw=1.4, color=colour, label=method)
+        ax.fill_between(betas, column["variance_low"], column["variance_high"], color=colour, alpha=0.25, lw=0)
+        largest, lost = np.nanmax(variance), int(column["nonfinite"].sum())
+        if largest > TOP or lost:
+            text = f"{method} goes on to {largest:.0e}" + (f", {lost} estimates overflowed" if lost else "")
+            where = {"x": 0.02, "y": 0.98 - 0.05 * notes, "transform": ax.transAxes}
+            ax.text(**where, s=text, va="top", color=colour, fontsize=8)
+            notes += 1
+    ax.set_yscale("log")
+    ax.grid(alpha=0.25)
+
+
+def limit_variances(ax: Axes, rows: Iterable[dict[str, Any]]) -> None:
+    """Makes the (shared) axis hold all variances but those above `TOP`, where only exploding methods are."""
+    values = [v for row in rows for v in (row["variance_low"], row["variance_high"]) if np.isfinite(v) and v > 0]
+    if values:
+        ax.set_ylim(min(values) / 3, 3 * min(max(values), TOP))
+
+
+def _mark(**style):
+    """An entry of a legend that stands for a style and no curve."""
+    return Line2D([], [], **{"color": "gray", **style})
+
+
+def _plain_ticks(axis, ticks):
+    axis.set_major_locator(FixedLocator(ticks))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_locator(NullLocator())
+
+
+EXPERIMENT = harness.Experiment(
+    name="chaos",
+    description="Variance and bias of RP, LR and TP gradients at the edge of chaos (Proppo, Fig. 4).",
+    presets={"quick": Config(), "paper": PAPER},
+    cells=cells,
+    measure=measure,
+    report=report,
+)
+
+if __name__ == "__main__":
+    harness.main(EXPERIMENT)

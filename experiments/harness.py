@@ -1,0 +1,252 @@
+"""What the experiments share: a command line, a grid of cells that survives being killed, and the results.
+
+An experiment is a configuration, a list of cells, a function that measures a cell, and one that reports on
+all of them. A measured cell is written to a file of its own, in one step (a temporary file, then
+`os.replace`). So a run that is killed at any moment goes on where it stopped when it is started again, and
+ends with the same figures: a cell's seed depends on the run's seed and on the cell only.
+"""
+
+import argparse
+import csv
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+import tqdm
+import tyro
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+import apgrad as ap
+
+Cell = Mapping[str, Any]
+"""One point of an experiment's grid: names to strings and numbers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The options of every experiment.
+
+    Attributes:
+      preset: what the other options start from: quick takes minutes, paper has the paper's settings.
+      out: where to write; results/NAME-PRESET if not given.
+      seed: of all random numbers.
+    """
+
+    preset: Literal["quick", "paper"] = "quick"
+    out: Path | None = None
+    seed: int = 0
+
+
+class Report(NamedTuple):
+    """What comes of an experiment.
+
+    Attributes:
+      figures: named results for the top level of results.json.
+      rows: the table, as dictionaries with the same keys.
+      table: a short form of it to print.
+      figure: the picture.
+    """
+
+    figures: dict[str, Any]
+    rows: list[dict[str, Any]]
+    table: str
+    figure: Figure
+
+
+class Experiment(NamedTuple):
+    """An experiment.
+
+    Attributes:
+      name: of its module and its output folder.
+      description: for --help.
+      presets: the configurations "quick" and "paper".
+      cells: `config -> list of cells`, in the order in which they are measured.
+      measure: `(config, cell, seed) -> result`, a dictionary of numbers, strings and lists.
+      report: `(config, [(cell, result), ...]) -> Report`.
+    """
+
+    name: str
+    description: str
+    presets: dict[str, Any]
+    cells: Callable[[Any], Sequence[Cell]]
+    measure: Callable[[Any, Cell, int], dict[str, Any]]
+    report: Callable[[Any, list[tuple[Cell, dict[str, Any]]]], Report]
+
+
+def main(experiment: Experiment, argv: Sequence[str] | None = None) -> Path:
+    """Runs an experiment from the command line, and goes on with it if it was begun.
+
+    Args:
+      experiment: what to run.
+      argv: the command line; that of the process if not given.
+
+    Returns:
+      The folder with `results.json`, `NAME.csv` and `NAME.png`.
+
+    Raises:
+      SystemExit: for a wrong command line, or a folder that holds another run.
+    """
+    config = _parse(experiment, sys.argv[1:] if argv is None else list(argv))
+    folder = config.out or Path("results") / f"{experiment.name}-{config.preset}"
+    _claim(folder, experiment, config)
+    cells = experiment.cells(config)
+    records, seconds = [], 0.0
+    for cell in tqdm.tqdm(cells, desc=experiment.name, unit="cell"):
+        path = folder / "cells" / f"{cell_name(cell)}.json"
+        if not path.exists():
+            start = time.perf_counter()
+            result = experiment.measure(config, cell, cell_seed(config.seed, cell))
+            # Compared and kept in the form that the file gives back, so that a resumed run sees the same.
+            write_atomically(path, json.dumps({"result": result, "seconds": time.perf_counter() - start}))
+        stored = json.loads(path.read_text())
+        records.append((cell, stored["result"]))
+        seconds += stored["seconds"]
+    for leftover in (folder / "cells").glob("*.tmp"):
+        leftover.unlink(missing_ok=True)
+
+    report = experiment.report(config, records)
+    header = {
+        **_fingerprint(experiment, config),
+        "device": _device(),
+        "measuring_seconds": round(seconds, 1),
+    }
+    results = {**header, **report.figures, "rows": report.rows}
+    _write_csv(folder / f"{experiment.name}.csv", report.rows)
+    FigureCanvasAgg(report.figure).print_png(str(folder / f".{experiment.name}.png.tmp"))
+    os.replace(folder / f".{experiment.name}.png.tmp", folder / f"{experiment.name}.png")
+    write_atomically(folder / "results.json", json.dumps(_strict(results), indent=1, allow_nan=False) + "\n")
+    print(report.table)
+    print(f"{len(cells)} cells, {seconds:.0f} s of measuring; results.json, CSV and PNG are in {folder}")
+    return folder
+
+
+def cell_name(cell: Cell) -> str:
+    """The cell's file name.
+
+    Example:
+      >>> cell_name({"method": "TP", "beta": 2.5})
+      'method=TP,beta=2.5'
+    """
+    return ",".join(f"{name}={value}" for name, value in cell.items())
+
+
+def cell_seed(seed: int, cell: Cell) -> int:
+    """A seed for a cell, of 31 bits: the same in every grid that has the cell."""
+    digest = hashlib.sha256(f"{seed},{cell_name(cell)}".encode()).digest()
+    return int.from_bytes(digest[:4], "big") >> 1
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes a file that is there in full or not at all, even if the process is killed meanwhile."""
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text)
+    os.replace(temporary, path)
+
+
+def bootstrap(
+    samples: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray], resamples: int, seed: int
+) -> np.ndarray:
+    """The statistic of samples drawn with replacement from the given ones (Efron, 1979).
+
+    Args:
+      samples: (n,).
+      statistic: maps (..., n) to (...).
+      resamples: how many.
+      seed: of the draws.
+
+    Returns:
+      (resamples,) values; `interval` makes a confidence interval of them.
+    """
+    rng = np.random.default_rng(seed)
+    return statistic(samples[rng.integers(len(samples), size=(resamples, len(samples)))])
+
+
+def interval(values: np.ndarray) -> list[float]:
+    """The percentile 95 % interval."""
+    return [float(v) for v in np.percentile(values, [2.5, 97.5])]
+
+
+def _parse(experiment: Experiment, argv: list[str]) -> Any:
+    """The configuration: the preset's, with what the command line says otherwise."""
+    choose = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    choose.add_argument("--preset", choices=list(experiment.presets), default="quick")
+    preset = choose.parse_known_args(argv)[0].preset
+    default = dataclasses.replace(experiment.presets[preset], preset=preset)
+    prog = f"python -m experiments.{experiment.name}"
+    try:
+        return tyro.cli(type(default), default=default, args=argv, prog=prog, description=experiment.description)
+    except ValueError as error:
+        raise SystemExit(f"{prog}: {error}") from error
+
+
+def _fingerprint(experiment: Experiment, config: Config) -> dict[str, Any]:
+    """What must agree for a run to go on: with another version of a library its figures may not be the same."""
+    options = dataclasses.asdict(config)
+    del options["out"]
+    packages = ("jax", "jaxlib", "numpyro", "numpy", "scipy")
+    versions = {"python": platform.python_version(), "apgrad": ap.__version__}
+    versions |= {name: importlib.metadata.version(name) for name in packages}
+    return {"experiment": experiment.name, "config": options, "versions": versions}
+
+
+def _claim(folder: Path, experiment: Experiment, config: Config) -> None:
+    wanted = json.loads(json.dumps({**_fingerprint(experiment, config), "device": _device()}))
+    path = folder / "cells" / "run"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists():
+        if any(path.parent.glob("*.json")):
+            raise SystemExit(
+                f"{path.parent} has cells but no file 'run'. Delete it, or choose another folder with --out."
+            )
+        write_atomically(path, json.dumps(wanted, indent=1))
+        return
+    found = json.loads(path.read_text())
+    if found != wanted:
+        different = [f"  {name}: {a!r} there, {b!r} now" for name, a, b in _differences(found, wanted)]
+        raise SystemExit(
+            f"{folder} holds a run with another configuration:\n" + "\n".join(different) + "\n"
+            "Start it with the same configuration to go on with it, choose another folder with --out, or delete "
+            "the folder to begin again."
+        )
+
+
+def _differences(found: Any, wanted: Any, name: str = "") -> list[tuple[str, Any, Any]]:
+    if isinstance(found, dict) and isinstance(wanted, dict):
+        names = [*found, *(key for key in wanted if key not in found)]
+        return [d for n in names for d in _differences(found.get(n), wanted.get(n), f"{name}.{n}".lstrip("."))]
+    return [] if found == wanted else [(name, found, wanted)]
+
+
+def _device() -> str:
+    device = jax.devices()[0]
+    return f"{device.platform} ({device.device_kind}), {os.cpu_count()} host cores"
+
+
+def _strict(value: Any) -> Any:
+    """Null for numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {name: _strict(v) for name, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_strict(v) for v in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    os.replace(temporary, path)
