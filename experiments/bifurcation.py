@@ -1,0 +1,204 @@
+"""The chaotic network itself: its attractor, trajectories, Lyapunov exponent and loss (Proppo, appendix C.1).
+
+    python -m experiments.bifurcation                   # about half a minute
+    python -m experiments.bifurcation --preset paper    # about five minutes
+
+Four panels, all from float64 NumPy, as no gradient is estimated here: (a) the attractor, u = x_2 - x_1 after a
+transient, against beta, without and with the noise; (b) trajectories of u; (c) the Lyapunov exponent; (d) what an
+optimizer would see, the loss after 50 steps without noise against the exact expected loss with it.
+
+The exponent is the long-run mean of log |dg/du| along u_{t+1} = g(u_t) (+ noise), with g as in
+`experiments.chaotic_network`: because W has rank one, the other exponent of the two-dimensional network is minus
+infinity, and this is the larger one. Below zero, differences die out; above zero they grow exponentially,
+and with them the reparameterization gradient.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+from scipy.special import expit
+
+from experiments import chaotic_network, harness
+from experiments.chaotic_network import SIGMA, START, transition, transition_slope
+
+CLEAN, NOISY = "#1f3b73", "#d95f02"
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(harness.Config):
+    """Options of this experiment.
+
+    Attributes:
+      betas: how many inverse temperatures, from `low` to `high`.
+      low: the lowest.
+      high: the highest.
+      transient: steps before anything is measured.
+      steps: steps measured.
+      noisy_lanes: trajectories of the noisy system, whose spread gives the exponent's standard error.
+      horizon: of the loss.
+      trajectories: inverse temperatures of the trajectories shown.
+    """
+
+    betas: int = 101
+    low: float = 1.0
+    high: float = 3.5
+    transient: int = 1000
+    steps: int = 1000
+    noisy_lanes: int = 32
+    horizon: int = 50
+    trajectories: tuple[float, ...] = (1.5, 2.25, 2.5, 3.0)
+
+    def __post_init__(self):
+        """Refuses what cannot be measured."""
+        if self.betas < 2 or not 0 < self.low < self.high:
+            raise ValueError("bifurcation needs at least 2 betas and 0 < low < high")
+        if min(self.transient, self.steps, self.horizon) < 1 or self.noisy_lanes < 2 or not self.trajectories:
+            raise ValueError("bifurcation needs steps, transient and horizon of at least 1, 2 lanes and a trajectory")
+
+
+def cells(config: Config) -> list[harness.Cell]:
+    """One for each beta."""
+    return [{"beta": round(float(beta), 6)} for beta in np.linspace(config.low, config.high, config.betas)]
+
+
+def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
+    """Exponents, points of the attractor and losses at one beta."""
+    beta, rng = cell["beta"], np.random.default_rng(seed)
+    u = np.array(START[1] - START[0])
+    attractor, growth = [], []
+    for step in range(config.transient + config.steps):
+        if step >= config.transient:
+            growth.append(_log_slope(u, beta))
+        if step >= config.transient + config.steps - 100:
+            attractor.append(float(u))
+        u = transition(u, beta)
+
+    lanes = np.full(config.noisy_lanes, START[1] - START[0])
+    noisy_attractor, total = [], np.zeros(config.noisy_lanes)
+    for step in range(config.transient + config.steps):
+        if step >= config.transient:
+            total += _log_slope(lanes, beta)
+        noise = SIGMA * rng.standard_normal((2, config.noisy_lanes))
+        if step >= config.transient + config.steps - 3:
+            noisy_attractor.extend(lanes.tolist())
+        lanes = transition(lanes, beta) + noise[1] - noise[0]
+    noisy = total / config.steps
+    return {
+        "lyapunov": float(np.mean(growth)),
+        "noisy_lyapunov": float(np.mean(noisy)),
+        "noisy_lyapunov_error": float(np.std(noisy, ddof=1) / np.sqrt(config.noisy_lanes)),
+        "period": _period(attractor),
+        "expected_loss": chaotic_network.exact(beta, [config.horizon])[config.horizon].loss,
+        "attractor": attractor,
+        "noisy_attractor": noisy_attractor,
+    }
+
+
+def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
+    """The exponents as a table, and the four panels."""
+    points = ("attractor", "noisy_attractor")
+    rows = [{**cell, **{k: v for k, v in found.items() if k not in points}} for cell, found in records]
+    figures = {}
+    for name, label in (("lyapunov", "without_noise"), ("noisy_lyapunov", "with_noise")):
+        positive = [row["beta"] for row in rows if row[name] > 0]
+        figures[f"lowest_beta_of_positive_exponent_{label}"] = min(positive, default=None)
+        figures[f"fraction_of_positive_exponents_{label}"] = len(positive) / len(rows)
+    figures["grid_spacing_of_beta"] = (config.high - config.low) / (config.betas - 1)
+    lines = ["  beta   period   exponent   with noise (standard error)   expected loss"]
+    for row in rows[:: max(1, len(rows) // 10)]:
+        period = row["period"] or "none"
+        lines.append(
+            f"{row['beta']:6.3f} {period!s:>8s} {row['lyapunov']:10.3f} {row['noisy_lyapunov']:10.3f} "
+            f"({row['noisy_lyapunov_error']:.3f}) {row['expected_loss']:22.4f}"
+        )
+    onset = figures["lowest_beta_of_positive_exponent_with_noise"]
+    lines.append(f"lowest beta with a positive exponent, with noise: {onset}")
+    return harness.Report(figures=figures, rows=rows, table="\n".join(lines), figure=_picture(config, records, rows))
+
+
+def _log_slope(u, beta):
+    """The growth log |dg/du|, bounded below: it is minus infinity at the maximum of g, and must not swallow a mean."""
+    return np.log(np.maximum(np.abs(transition_slope(u, beta)), 1e-12))
+
+
+def _period(attractor: list[float], longest: int = 32) -> int:
+    """The smallest period of the attractor to 1e-6, 0 if longer than `longest` or not converged."""
+    x = np.array(attractor)
+    for period in range(1, min(longest, len(x) // 2) + 1):
+        if np.max(np.abs(x[period:] - x[:-period])) < 1e-6:
+            return period
+    return 0
+
+
+def _picture(config, records, rows):
+    betas = np.array([row["beta"] for row in rows])
+    figure = Figure(figsize=(13.5, 9), layout="constrained")
+    axes = figure.subplots(2, 2)
+
+    ax = axes[0, 0]
+    for name, colour, size, label in (
+        ("noisy_attractor", NOISY, 0.4, "with noise"),
+        ("attractor", CLEAN, 0.6, "without"),
+    ):
+        x = np.concatenate([np.full(len(found[name]), cell["beta"]) for cell, found in records])
+        ax.plot(x, np.concatenate([found[name] for _, found in records]), ".", ms=2.5 * size, color=colour, alpha=0.5)
+        ax.plot([], [], "o", ms=4, color=colour, label=label)
+    ax.set(xlabel=r"$\beta$", ylabel=r"$u = x_2 - x_1$")
+    ax.set_title("(a) Attractor", fontsize=11)
+    ax.legend(loc="lower left", fontsize=9)
+
+    ax = axes[0, 1]
+    rng = np.random.default_rng(config.seed)
+    for i, beta in enumerate(config.trajectories):
+        clean, noisy = [START[1] - START[0]], np.full((1, 20), START[1] - START[0])
+        for _ in range(config.horizon):
+            clean.append(float(transition(np.array(clean[-1]), beta)))
+            step = transition(noisy[-1], beta) + np.sqrt(2) * SIGMA * rng.standard_normal(20)
+            noisy = np.vstack([noisy, step])
+        shift = -0.42 * i
+        ax.plot(noisy + shift, color=NOISY, lw=0.5, alpha=0.35)
+        ax.plot(np.array(clean) + shift, color=CLEAN, lw=1)
+        ax.text(config.horizon * 1.02, shift + 0.15, rf"$\beta$ = {beta:g}", va="center", fontsize=9)
+    ax.set(xlabel="t", ylabel="u, shifted", xlim=(0, config.horizon * 1.15), yticks=[])
+    ax.set_title("(b) Trajectories: without noise (dark), 20 with it (orange)", fontsize=11)
+
+    ax = axes[1, 0]
+    ax.axhline(0, color="black", lw=0.8)
+    ax.plot(betas, [row["lyapunov"] for row in rows], color=CLEAN, lw=0.8, label="without noise")
+    noisy = np.array([row["noisy_lyapunov"] for row in rows])
+    error = 2 * np.array([row["noisy_lyapunov_error"] for row in rows])
+    ax.plot(betas, noisy, color=NOISY, lw=1.4, label="with noise (band: 2 standard errors)")
+    ax.fill_between(betas, noisy - error, noisy + error, color=NOISY, alpha=0.3, lw=0)
+    ax.set(xlabel=r"$\beta$", ylabel="Lyapunov exponent, a step", ylim=(-2.5, 1.1))
+    ax.set_title("(c) Lyapunov exponent (cut below)", fontsize=11)
+    ax.legend(loc="lower right", fontsize=9)
+    ax.grid(alpha=0.25)
+
+    ax = axes[1, 1]
+    fine = np.linspace(config.low, config.high, 4001)
+    x = np.full_like(fine, START[1] - START[0])
+    for _ in range(config.horizon - 1):
+        x = transition(x, fine)
+    loss = 0.5 * ((expit(5 * fine * x) - 1) ** 2 + (expit(25 * fine * x) - 1) ** 2)
+    ax.plot(fine, loss, color=CLEAN, lw=0.5, alpha=0.7, label="without noise")
+    ax.plot(betas, [row["expected_loss"] for row in rows], color=NOISY, lw=1.8, label="expected, with noise (exact)")
+    ax.set(xlabel=r"$\beta$", ylabel="loss", yscale="log")
+    ax.set_title(f"(d) Loss after {config.horizon} steps", fontsize=11)
+    ax.legend(loc="lower left", fontsize=9)
+    ax.grid(alpha=0.25)
+    return figure
+
+
+EXPERIMENT = harness.Experiment(
+    name="bifurcation",
+    description="The chaotic network: attractor, trajectories, Lyapunov exponent and loss against beta.",
+    presets={"quick": Config(), "paper": Config(betas=501, transient=2000, steps=4000, noisy_lanes=64)},
+    cells=cells,
+    measure=measure,
+    report=report,
+)
+
+if __name__ == "__main__":
+    harness.main(EXPERIMENT)
