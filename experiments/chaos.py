@@ -275,9 +275,9 @@ def plot_variances(ax: Axes, betas: np.ndarray, columns: dict[str, dict[str, np.
     notes = 0
     for method, column in columns.items():
         colour, variance = COLOURS[method], column["variance"]
-        ax.plot(betas, variance, "o-", ms=3, lw=1.4, color=colour, label=method)
+        ax.plot(betas, variance, marker="o", ms=3, lw=1.4, ls=line_style(method), color=colour, label=method)
         ax.fill_between(betas, column["variance_low"], column["variance_high"], color=colour, alpha=0.25, lw=0)
-        largest, lost = np.nanmax(variance), int(column["nonfinite"].sum())
+        largest, lost = np.max(variance, where=np.isfinite(variance), initial=0), int(column["nonfinite"].sum())
         if largest > TOP or lost:
             text = f"{method} goes on to {largest:.0e}" + (f", {lost} estimates overflowed" if lost else "")
             where = {"x": 0.02, "y": 0.98 - 0.05 * notes, "transform": ax.transAxes}
@@ -285,6 +285,11 @@ def plot_variances(ax: Axes, betas: np.ndarray, columns: dict[str, dict[str, np.
             notes += 1
     ax.set_yscale("log")
     ax.grid(alpha=0.25)
+
+
+def line_style(method: str) -> str:
+    """Shaped methods are dashed: they lie on the unshaped ones where shaping changes nothing."""
+    return "--" if method.startswith("GS") else "-"
 
 
 def limit_variances(ax: Axes, rows: Iterable[dict[str, Any]]) -> None:

@@ -93,7 +93,8 @@ def main(experiment: Experiment, argv: Sequence[str] | None = None) -> Path:
       argv: the command line; that of the process if not given.
 
     Returns:
-      The folder with `results.json`, `NAME.csv` and `NAME.png`.
+      The folder with `results.json`, `NAME.csv` and `NAME.png`. In results.json, `wall_seconds` is the sum over
+      the cells, whichever start measured them; numbers that are not finite are null.
 
     Raises:
       SystemExit: for a wrong command line, or a folder that holds another run.
@@ -108,7 +109,6 @@ def main(experiment: Experiment, argv: Sequence[str] | None = None) -> Path:
         if not path.exists():
             start = time.perf_counter()
             result = experiment.measure(config, cell, cell_seed(config.seed, cell))
-            # Compared and kept in the form that the file gives back, so that a resumed run sees the same.
             write_atomically(path, json.dumps({"result": result, "seconds": time.perf_counter() - start}))
         stored = json.loads(path.read_text())
         records.append((cell, stored["result"]))
@@ -120,7 +120,7 @@ def main(experiment: Experiment, argv: Sequence[str] | None = None) -> Path:
     header = {
         **_fingerprint(experiment, config),
         "device": _device(),
-        "measuring_seconds": round(seconds, 1),
+        "wall_seconds": round(seconds, 1),
     }
     results = {**header, **report.figures, "rows": report.rows}
     _write_csv(folder / f"{experiment.name}.csv", report.rows)
@@ -231,7 +231,8 @@ def _differences(found: Any, wanted: Any, name: str = "") -> list[tuple[str, Any
 
 def _device() -> str:
     device = jax.devices()[0]
-    return f"{device.platform} ({device.device_kind}), {os.cpu_count()} host cores"
+    kind = "" if device.device_kind == device.platform else f" ({device.device_kind})"
+    return f"{device.platform}{kind}, {os.cpu_count()} host cores"
 
 
 def _strict(value: Any) -> Any:

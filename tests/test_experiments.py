@@ -1,0 +1,305 @@
+"""Tests of the experiments: the harness, the exact reference, and a tiny run of each."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from scipy.integrate import dblquad
+from scipy.special import expit
+
+import apgrad as ap
+from experiments import bifurcation, chaos, chaotic_network, gaussian_shaping, harness
+
+ROOT = Path(__file__).parent.parent
+
+# An experiment of random numbers, as a program of its own, that kills itself in the middle if it is told to.
+TOY = """
+import dataclasses, os, signal, sys
+import numpy as np
+from matplotlib.figure import Figure
+from experiments import harness
+
+@dataclasses.dataclass(frozen=True)
+class Config(harness.Config):
+    cells: int = 6
+
+    def __post_init__(self):
+        if self.cells < 1:
+            raise ValueError("no cells")
+
+def measure(config, cell, seed):
+    if str(cell["i"]) == os.environ.get("KILL_AT"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return {"values": np.random.default_rng(seed).standard_normal(3).tolist(), "nan": float("nan")}
+
+def report(config, records):
+    rows = [{**cell, "mean": float(np.mean(result["values"])), "nan": result["nan"]} for cell, result in records]
+    return harness.Report({"sum": sum(row["mean"] for row in rows)}, rows, "the table", Figure())
+
+TOY = harness.Experiment(
+    "toy", "A toy.", {"quick": Config(), "paper": Config(cells=9)},
+    lambda config: [{"i": i} for i in range(config.cells)], measure, report,
+)
+if __name__ == "__main__":
+    harness.main(TOY)
+"""
+
+
+@pytest.fixture
+def toy(tmp_path):
+    """The toy experiment, to run in this process."""
+    scope = {"__name__": "toy"}
+    exec(TOY, scope)
+    return scope["TOY"]
+
+
+def run(experiment, folder, *options):
+    harness.main(experiment, ["--out", str(folder), *options])
+    return stored(folder)
+
+
+def stored(folder):
+    """What a run leaves, but for the time it took."""
+    results = json.loads((folder / "results.json").read_text())
+    assert results.pop("wall_seconds") >= 0
+    return results
+
+
+class TestHarness:
+    def test_a_killed_run_goes_on_and_ends_the_same(self, toy, tmp_path):
+        whole = run(toy, tmp_path / "whole")
+        program = tmp_path / "toy_program.py"
+        program.write_text(TOY)
+        command = [sys.executable, str(program), "--out", str(tmp_path / "killed")]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+        killed = subprocess.run(command, env={**environment, "KILL_AT": "3"}, capture_output=True)
+        assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+        cells = tmp_path / "killed" / "cells"
+        assert sorted(path.name for path in cells.glob("*.json")) == ["i=0.json", "i=1.json", "i=2.json"]
+        assert not (tmp_path / "killed" / "results.json").exists()
+        before = {path: path.stat().st_mtime_ns for path in cells.glob("*.json")}
+        subprocess.run(command, env=environment, capture_output=True, check=True)
+        assert stored(tmp_path / "killed") == whole
+        assert (tmp_path / "killed" / "toy.csv").read_text() == (tmp_path / "whole" / "toy.csv").read_text()
+        assert all(path.stat().st_mtime_ns == time for path, time in before.items())
+
+    def test_a_write_that_is_cut_short_leaves_no_cell(self, toy, tmp_path, monkeypatch):
+        whole = run(toy, tmp_path / "whole")
+
+        def fail(source, target):
+            if target.name == "i=2.json":
+                Path(source).write_text(Path(source).read_text()[:7])
+                raise OSError("killed here")
+            os.rename(source, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(harness.os, "replace", fail)
+            with pytest.raises(OSError, match="killed here"):
+                run(toy, tmp_path / "cut")
+        assert not (tmp_path / "cut" / "cells" / "i=2.json").exists()
+        assert run(toy, tmp_path / "cut") == whole
+        assert not list((tmp_path / "cut").rglob("*.tmp"))
+
+    def test_another_configuration_is_refused(self, toy, tmp_path):
+        before = run(toy, tmp_path)
+        with pytest.raises(SystemExit, match=r"(?s)config.seed: 0 there, 1 now.*--out"):
+            run(toy, tmp_path, "--seed", "1")
+        assert stored(tmp_path) == before
+
+    def test_another_version_is_refused(self, toy, tmp_path, monkeypatch):
+        run(toy, tmp_path)
+        monkeypatch.setattr(ap, "__version__", "99")
+        with pytest.raises(SystemExit, match=r"versions.apgrad: .* '99' now"):
+            run(toy, tmp_path)
+
+    def test_cells_without_their_configuration_are_refused(self, toy, tmp_path):
+        run(toy, tmp_path)
+        (tmp_path / "cells" / "run").unlink()
+        with pytest.raises(SystemExit, match="choose another folder"):
+            run(toy, tmp_path)
+
+    def test_presets_and_overrides(self, toy, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        assert harness.main(toy, []) == Path("results/toy-quick")
+        assert harness.main(toy, ["--preset", "paper", "--cells", "2"]) == Path("results/toy-paper")
+        config = stored(tmp_path / "results/toy-paper")["config"]
+        assert config == {"preset": "paper", "seed": 0, "cells": 2}
+
+    def test_a_wrong_configuration_is_refused(self, toy, tmp_path, capsys):
+        with pytest.raises(SystemExit):
+            run(toy, tmp_path / "x", "--cells", "0")
+        with pytest.raises(SystemExit):
+            run(toy, tmp_path / "x", "--preset", "huge")
+        assert not (tmp_path / "x").exists()
+
+    def test_a_cell_is_the_same_in_every_grid(self, toy, tmp_path):
+        few, many = run(toy, tmp_path / "few", "--cells", "2"), run(toy, tmp_path / "many")
+        assert few["rows"] == many["rows"][:2]
+        assert run(toy, tmp_path / "other", "--seed", "1")["rows"] != many["rows"]
+
+    def test_results_are_strict_json_and_name_no_folder(self, toy, tmp_path):
+        run(toy, tmp_path)
+        text = (tmp_path / "results.json").read_text()
+        assert str(tmp_path) not in text and "NaN" not in text
+        results = json.loads(text)
+        assert results["rows"][0]["nan"] is None
+        packages = {"python", "apgrad", "jax", "jaxlib", "numpyro", "numpy", "scipy"}
+        assert set(results["versions"]) == packages and results["device"]
+
+    def test_bootstrap_interval_of_a_variance(self):
+        samples = np.random.default_rng(0).standard_normal(400)
+        draws = harness.bootstrap(samples, chaos.sample_variance, 4000, 1)
+        low, high = harness.interval(draws)
+        # The variance of a normal sample has standard error sqrt(2 / n).
+        assert low < 1 < high
+        assert (high - low) / (2 * 1.96) == pytest.approx(np.sqrt(2 / 400), rel=0.1)
+
+
+class TestReference:
+    @pytest.mark.parametrize("beta", [1.0, 2.5, 3.5])
+    def test_converges_as_the_grid_is_refined(self, beta):
+        horizons = [2, 25, 50]
+        coarse, middle, fine = (chaotic_network.exact(beta, horizons, points) for points in (15, 30, 45))
+        for h in horizons:
+            assert abs(coarse[h].gradient - fine[h].gradient) < 2e-7
+            assert abs(middle[h].gradient - fine[h].gradient) < 1e-8
+            assert abs(middle[h].loss - fine[h].loss) < 1e-8
+
+    @pytest.mark.parametrize("beta", [1.5, 2.5, 3.0])
+    def test_gradient_is_the_derivative_of_the_loss(self, beta):
+        horizons, step = [1, 2, 10, 50], 1e-4
+        at = {i: chaotic_network.exact(beta + i * step, horizons) for i in (-2, -1, 0, 1, 2)}
+        for h in horizons:
+            near, far = (at[i][h].loss - at[-i][h].loss for i in (1, 2))
+            assert at[0][h].gradient == pytest.approx((8 * near - far) / (12 * step), abs=1e-6)
+
+    def test_one_step_by_hand(self):
+        """J = |sigmoid(beta W x_0) - 1|^2 / 2 + sigma^2, without any integral."""
+        beta = 1.7
+        mean = expit(beta * np.array(chaotic_network.WEIGHTS) @ np.array(chaotic_network.START))
+        found = chaotic_network.exact(beta, [1])[1]
+        assert found.loss == pytest.approx(0.5 * np.sum((mean - 1) ** 2) + chaotic_network.SIGMA**2, rel=1e-12)
+        slope = np.array(chaotic_network.WEIGHTS) @ np.array(chaotic_network.START)
+        assert found.gradient == pytest.approx(np.sum((mean - 1) * mean * (1 - mean) * slope), rel=1e-12)
+
+    def test_two_steps_by_quadrature_in_two_dimensions(self):
+        """The state of both units, not their difference alone: that the chain is one-dimensional is checked too."""
+        beta, sigma, W = 2.5, chaotic_network.SIGMA, np.array(chaotic_network.WEIGHTS)
+        mean = expit(beta * W @ np.array(chaotic_network.START))
+
+        def integrand(b, a):
+            x = mean + sigma * np.array([a, b])
+            return 0.5 * np.sum((expit(beta * W @ x) - 1) ** 2) * np.exp(-0.5 * (a * a + b * b)) / (2 * np.pi)
+
+        expected = dblquad(integrand, -8, 8, -8, 8, epsabs=1e-10, epsrel=1e-9)[0] + sigma**2
+        assert chaotic_network.exact(beta, [2])[2].loss == pytest.approx(expected, abs=1e-9)
+
+    def test_the_grid_holds_every_value(self):
+        u = np.linspace(-1.05, 1.05, 100_001)
+        assert max(np.abs(chaotic_network.transition(u, beta)).max() for beta in (0.5, 1.0, 3.5, 10.0)) < 0.31
+
+    def test_slopes_are_the_derivatives(self):
+        u, beta, step = np.linspace(-0.3, 0.3, 61), 2.5, 1e-6
+        g = chaotic_network.transition
+        np.testing.assert_allclose(
+            chaotic_network.transition_slope(u, beta), (g(u + step, beta) - g(u - step, beta)) / (2 * step), atol=1e-6
+        )
+        np.testing.assert_allclose(
+            chaotic_network.transition_beta(u, beta), (g(u, beta + step) - g(u, beta - step)) / (2 * step), atol=1e-6
+        )
+
+    def test_reparameterization_agrees(self):
+        gradient = jax.grad(chaotic_network.objective("RP", 10, 1000), argnums=1)
+        truth = chaotic_network.reference(2.5, [10])[10]
+        assert truth.error < 1e-8
+        ap.testing.assert_unbiased(lambda key: gradient(key, 2.5), truth.gradient, jax.random.key(0), 300)
+
+    def test_likelihood_ratio_agrees(self):
+        gradient = jax.grad(chaotic_network.objective("LR", 3, 1000), argnums=1)
+        truth = chaotic_network.exact(2.5, [3])[3].gradient
+        ap.testing.assert_unbiased(lambda key: gradient(key, 2.5), truth, jax.random.key(0), 300)
+
+    @pytest.mark.parametrize("arguments", [(0.0, [1]), (float("nan"), [1]), (1.0, [0])])
+    def test_bad_input_is_refused(self, arguments):
+        with pytest.raises(ValueError, match="positive beta"):
+            chaotic_network.exact(*arguments)
+
+
+def tiny_run(experiment, folder, *options):
+    results = run(experiment, folder, *options)
+    assert (folder / f"{experiment.name}.png").read_bytes().startswith(b"\x89PNG")
+    with (folder / f"{experiment.name}.csv").open(newline="") as file:
+        assert len(list(csv.DictReader(file))) == len(results["rows"])
+    return results
+
+
+class TestExperiments:
+    OPTIONS = ("--horizons", "4", "--betas", "1.5", "2.5", "--estimates", "8", "--lanes", "50", "--resamples", "50")
+
+    def test_chaos(self, tmp_path, capsys):
+        results = tiny_run(chaos.EXPERIMENT, tmp_path, *self.OPTIONS)
+        assert len(results["rows"]) == 2 * 3
+        ratio = results["variance_ratio_H4_beta2.5"]
+        assert ratio["interval"][0] <= ratio["value"] <= ratio["interval"][1]
+        assert 1 <= ratio["naive_mixture"] <= 2
+        for row in results["rows"]:
+            assert row["nonfinite"] == 0 and row["variance_low"] <= row["variance"] <= row["variance_high"]
+            assert row["exact"] == chaotic_network.exact(row["beta"], [4])[4].gradient
+        assert "improvement" in capsys.readouterr().out
+
+        # Begun again with some of its cells, and compiled again, it comes out the same.
+        for cell in ("method=exact,beta=1.5", "method=TP,H=4,beta=2.5"):
+            (tmp_path / "cells" / f"{cell}.json").unlink()
+        chaotic_network._compiled.cache_clear()
+        assert run(chaos.EXPERIMENT, tmp_path, *self.OPTIONS) == results
+
+    def test_estimates_that_are_not_finite_are_counted(self):
+        config = chaos.Config(horizons=(4,), betas=(1.5,), estimates=4)
+        estimates = {"RP": [1.0, float("inf"), 2.0, float("nan")], "LR": [1.0, 2.0, 3.0, 4.0], "TP": [float("nan")] * 4}
+        records = [({"method": "exact", "beta": 1.5}, {"4": {"loss": 1.0, "gradient": 1.5, "error": 0.0}})]
+        records += [({"method": m, "H": 4, "beta": 1.5}, {"estimates": e}) for m, e in estimates.items()]
+        rows = {row["method"]: row for row in chaos.summarize(config, records)}
+        assert [rows[m]["nonfinite"] for m in chaos.BASIC] == [2, 0, 4]
+        assert rows["RP"]["variance"] == 0.5 and np.isnan(rows["TP"]["variance"])
+        report = chaos.report(config, records)
+        assert "6 estimates not finite" in report.table
+        assert "variance_ratio_H4_beta1.5" not in report.figures
+
+    def test_gaussian_shaping(self, tmp_path):
+        results = tiny_run(gaussian_shaping.EXPERIMENT, tmp_path, *self.OPTIONS)
+        assert len(results["rows"]) == 2 * 6
+        assert all(row["rms_error"] > 0 for row in results["rows"])
+
+    def test_bifurcation(self, tmp_path):
+        options = ("--betas", "5", "--transient", "300", "--steps", "300", "--noisy-lanes", "8", "--horizon", "5")
+        rows = tiny_run(bifurcation.EXPERIMENT, tmp_path, *options)["rows"]
+        assert [row["beta"] for row in rows] == [1.0, 1.625, 2.25, 2.875, 3.5]
+        # A fixed point, then cycles of two and four, then chaos.
+        assert [row["period"] for row in rows[:3]] == [1, 2, 4]
+        assert rows[0]["lyapunov"] < 0 < rows[3]["noisy_lyapunov"]
+        # At a fixed point the exponent is log |g'| there.
+        u = 0.2
+        for _ in range(500):
+            u = chaotic_network.transition(np.array(u), 1.0)
+        assert rows[0]["lyapunov"] == pytest.approx(np.log(abs(chaotic_network.transition_slope(u, 1.0))), abs=1e-6)
+
+    @pytest.mark.parametrize("experiment", [chaos.EXPERIMENT, gaussian_shaping.EXPERIMENT, bifurcation.EXPERIMENT])
+    def test_presets_have_cells_of_their_own_names(self, experiment):
+        for preset in ("quick", "paper"):
+            names = [harness.cell_name(cell) for cell in experiment.cells(experiment.presets[preset])]
+            assert len(names) == len(set(names)) > 10
+
+    @pytest.mark.parametrize(
+        "options", [("--estimates", "1"), ("--horizons", "0"), ("--betas", "-1"), ("--lanes", "1")]
+    )
+    def test_what_has_no_variance_is_refused(self, options, tmp_path, capsys):
+        with pytest.raises(SystemExit):
+            harness.main(chaos.EXPERIMENT, ["--out", str(tmp_path / "x"), *options])
+        assert not (tmp_path / "x").exists()
