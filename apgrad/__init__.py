@@ -16,14 +16,14 @@ from apgrad.expectation import expectation as expectation
 from apgrad.expectation import value_and_grad as value_and_grad
 from apgrad.port import Signal as Signal
 from apgrad.port import port as port
-from apgrad.port import zero_with_gradient as zero_with_gradient
+from apgrad.primitives import refuse_derivative as refuse_derivative
+from apgrad.primitives import zero_with_gradient as zero_with_gradient
 from apgrad.propagator import Propagator as Propagator
 from apgrad.propagator import backpropagation as backpropagation
 from apgrad.propagator import chain as chain
 from apgrad.propagator import combine as combine
 from apgrad.propagator import first_order as first_order
 from apgrad.propagator import node as node
-from apgrad.propagator import refuse_derivative as refuse_derivative
 from apgrad.propagator import skip as skip
 from apgrad.tape import Tape as Tape
 

@@ -75,30 +75,3 @@ class Signal(NamedTuple):
         if channels < 1:
             raise ValueError(f"a message needs at least one channel, got channels={channels}")
         return cls(value, port(jax.ShapeDtypeStruct((*value.shape, channels), value.dtype)))
-
-
-@jax.custom_jvp
-def zero_with_gradient(x: jax.Array) -> jax.Array:
-    """Zero in value, with the derivatives of `x`, of any order.
-
-    Like `x - stop_gradient(x)`, but zero also where `x` is infinite or NaN.
-
-    Args:
-      x: a floating-point array.
-
-    Example:
-      >>> import jax, apgrad as ap
-      >>> jax.value_and_grad(lambda x: ap.zero_with_gradient(x**2))(3.0)
-      (Array(0., dtype=float32, weak_type=True), Array(6., dtype=float32, weak_type=True))
-    """
-    # Zeros that depend on x for JAX (XLA folds them): under `vmap`, a custom_jvp function whose value is not
-    # batched while its tangent is comes out of `scan` with the wrong shapes.
-    zeros = jnp.zeros_like(x)
-    return jax.lax.select(jnp.isnan(x), zeros, zeros)
-
-
-@zero_with_gradient.defjvp
-def _(primals, tangents):
-    (x,), (x_dot,) = primals, tangents
-    # The function itself, not plain zeros: an outer derivative must still see x in the zero.
-    return zero_with_gradient(x), x_dot

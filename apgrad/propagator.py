@@ -7,7 +7,7 @@ graph and lets a node replace the rule. Here a node's rule is a pair of pure fun
 `jax.custom_vjp` is the graph walker: it adds up messages at a fan-out and works under `jit`, `vmap`,
 `scan`, `cond`, `remat` and sharding.
 
-This module is the ground floor: it imports JAX only.
+This is the ground floor.
 """
 
 import dataclasses
@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from apgrad.primitives import refuse_derivative
 
 
 class Propagator(NamedTuple):
@@ -248,7 +250,7 @@ def backpropagation(function: Callable[..., Any]) -> Propagator:
 
 
 def first_order(propagator: Propagator, reason: str) -> Propagator:
-    """The same propagator, except that differentiating its messages raises `TypeError(reason)`.
+    """The same propagator, except that differentiating through it twice raises `TypeError(reason)`.
 
     For a backward rule that is no derivative (or a derivative only once): differentiated again as if it
     were, it would be wrong without a word.
@@ -267,33 +269,12 @@ def first_order(propagator: Propagator, reason: str) -> Propagator:
       ...     print(error)
       no second derivative of double
     """
+    # Once differentiated, the node is its forward with memory: a derivative that arrives there is the second, as
+    # is one of the messages.
     return Propagator(
-        forward=propagator.forward,
+        forward=lambda *inputs: propagator.forward(*refuse_derivative(inputs, reason)),
         backward=lambda memory, message: refuse_derivative(propagator.backward(memory, message), reason),
     )
-
-
-def refuse_derivative(tree: Any, reason: str) -> Any:
-    """The same pytree; differentiating it raises `TypeError(reason)` at trace time.
-
-    Example:
-      >>> import jax, apgrad as ap
-      >>> try:
-      ...     jax.grad(lambda x: ap.refuse_derivative(x, "x is data") * 2.0)(1.0)
-      ... except TypeError as error:
-      ...     print(error)
-      x is data
-    """
-
-    @jax.custom_jvp
-    def identity(tree):
-        return tree
-
-    @identity.defjvp
-    def _(primals, tangents):
-        raise TypeError(reason)
-
-    return identity(tree)
 
 
 def hoist(function: Callable[..., Any], *inputs: Any) -> tuple[Callable[..., Any], list[Any]]:

@@ -41,7 +41,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from apgrad.port import zero_with_gradient
+from apgrad.primitives import zero_with_gradient
+from apgrad.propagator import backpropagation, first_order, node
 
 Kind = Literal["baselined", "plain", "regression"]
 LEAVE_ONE_OUT = "leave_one_out"
@@ -313,12 +314,12 @@ class Tape:
         return cost if self._plan.dtype is None else cost.astype(self._plan.dtype)
 
     def _add(self, cost: jax.Array, ledger: Ledger, message: jax.Array | None = None) -> "Tape":
-        """Adds (*); or, given another message to charge than the cost, `cost + message (exp(p) - 1)`."""
+        """Adds (*); or, given another message to charge than the cost, `cost + message p`."""
         if ledger.collecting:
             return Tape(self._plan, self._key, self._total, self._ports)
         p, q, r = (self._logp(kind, cost.ndim) for kind in ("baselined", "plain", "regression"))
         if message is not None:
-            term = cost + lax.stop_gradient(message) * jnp.expm1(p + q)
+            term = cost + _charge(message, p + q)
         else:
             term = cost * jnp.exp(p + q)
             if any(name.startswith("baselined") for name in self._ports):
@@ -344,6 +345,16 @@ def require_lanes(what: str, lanes: int, tree: Any) -> None:
                 f"{what}: argument {jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}, expected the lanes as "
                 f"leading axis, ({lanes}, ...). Broadcast it with jnp.broadcast_to(x, (tape.lanes, *x.shape))."
             )
+
+
+# Zero in value; its derivative charges a message in the place of a cost, which is right once.
+_charge = node(
+    first_order(
+        backpropagation(lambda message, p: lax.stop_gradient(message) * p),
+        "a shaped cost has no second derivative: what it charges is a linearization, and differentiating it again "
+        "would be silently wrong. Use tape.cost without shaping for higher orders.",
+    )
+)
 
 
 def cost_shape_error(lanes: int, shape: tuple[int, ...]) -> str:

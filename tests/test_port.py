@@ -1,7 +1,6 @@
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import apgrad as ap
@@ -28,31 +27,3 @@ def test_signal():
     assert len(jax.tree.leaves(signal)) == 2
     with pytest.raises(ValueError, match="at least one channel"):
         ap.Signal.of(jnp.ones(3), 0)
-
-
-def test_zero_with_gradient_has_every_derivative_of_its_argument(x64):
-    f = lambda x: ap.zero_with_gradient(jnp.sin(x) * x**2)
-    g = lambda x: jnp.sin(x) * x**2
-    assert f(1.3) == 0
-    for _ in range(4):
-        f, g = jax.grad(f), jax.grad(g)
-        np.testing.assert_allclose(f(1.3), g(1.3), rtol=1e-12)
-    np.testing.assert_allclose(jax.hessian(lambda x: jnp.exp(ap.zero_with_gradient(x**3)))(2.0), 12.0 + 12.0**2)
-
-
-def test_zero_with_gradient_is_zero_where_its_argument_is_not_finite():
-    x = jnp.array([-jnp.inf, jnp.inf, jnp.nan])
-    value, derivative = jax.jvp(ap.zero_with_gradient, (x,), (jnp.ones(3),))
-    assert not value.any()
-    assert (derivative == 1).all()
-
-
-def test_zero_with_gradient_under_vmap_in_a_scan():
-    # With a value that does not depend on x, JAX 0.10 mixes up the batch axes here.
-    def f(b):
-        def body(c, _):
-            return c + jax.vmap(lambda x: ap.zero_with_gradient(b * x))(jnp.ones((3, 2))).sum(-1), None
-
-        return jnp.sum(jnp.exp(jax.lax.scan(body, jnp.zeros(3), length=4)[0]))
-
-    np.testing.assert_allclose(jax.vmap(jax.grad(f))(jnp.arange(5.0)), jnp.full(5, 24.0))

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from apgrad.port import zero_with_gradient
-from apgrad.propagator import refuse_derivative
+from apgrad.primitives import refuse_derivative, zero_with_gradient
 
 
 @runtime_checkable
@@ -49,6 +48,9 @@ def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
 
         dx = - (dF / dtheta) / f(x; theta) dtheta .
 
+    Written as Newton steps for F(x; theta) = F(x_0; theta_0) from the sample x_0, which do not move it: each step
+    doubles the order to which x follows the path, and three are right to the seventh derivative.
+
     Raises:
       TypeError: at trace time, if the distribution has neither.
     """
@@ -60,23 +62,10 @@ def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
             f"{what} needs a pathwise derivative, and {type(distribution).__name__} has neither rsample nor, as a "
             "continuous univariate distribution, a cdf. Use likelihood_ratio() for it."
         )
-    return _implicit(distribution, x)
-
-
-@jax.custom_jvp
-def _implicit(distribution, x):
-    return x
-
-
-@_implicit.defjvp
-def _(primals, tangents):
-    distribution, x = primals
-    # x(theta) itself, not the number: a second derivative must see how x moves.
-    x = _implicit(distribution, x)
     with _standard_promotion():
-        _, cdf_dot = jax.jvp(lambda d: d.cdf(x), (distribution,), (tangents[0],))
-        x_dot = -cdf_dot / jnp.exp(distribution.log_prob(x))
-    return x, x_dot.astype(x.dtype)
+        for _ in range(3):
+            x = x - (zero_with_gradient(distribution.cdf(x)) / jnp.exp(distribution.log_prob(x))).astype(x.dtype)
+    return x
 
 
 def score(what: str, distribution: Any, x: jax.Array) -> jax.Array:

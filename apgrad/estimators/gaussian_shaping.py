@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
-from apgrad.port import zero_with_gradient
-from apgrad.propagator import Propagator, backpropagation, first_order, node, refuse_derivative
+from apgrad.primitives import zero_with_gradient
+from apgrad.propagator import backpropagation, first_order, node
 
 _REASON = (
     "gaussian_shaping has no second derivative: the shaped cost is a linearization, and differentiating it would be "
@@ -68,18 +68,13 @@ def gaussian_shaping(pathwise: Literal["shaped", "raw"] = "shaped") -> Callable[
             noise = jax.random.normal(key, x.shape, x.dtype)
             return jnp.mean(costs(*jax.vmap(unravel)(mean + noise @ cholesky(covariance).T)))
 
-        to_mean, to_covariance = jax.grad(expected_cost, (0, 1))(*lax.stop_gradient((mean, scatter.T @ scatter)))
-
-        def shaped(x, mean):
-            m = x - lax.stop_gradient(mean)
-            square = jnp.einsum("bi,ij,bj->b", m, to_covariance, m)
-            return m @ to_mean + square - lax.stop_gradient(jnp.mean(square))
-
-        message = _freeze(shaped(x, mean))
+        moved = jax.grad(expected_cost, (0, 1))(*lax.stop_gradient((mean, scatter.T @ scatter)))
+        fit = lax.stop_gradient((mean, *moved))
+        message = _shaped_cost(x, *fit)
         if pathwise == "raw":
             return costs(*args), message
-        moved = node(first_order(backpropagation(shaped), _REASON))(x, mean)
-        return costs(*lax.stop_gradient(args)) + zero_with_gradient(moved), message
+        shaped = node(first_order(backpropagation(_shaped_cost), _REASON))(x, *fit)
+        return costs(*lax.stop_gradient(args)) + zero_with_gradient(shaped), message
 
     return shaping
 
@@ -107,5 +102,7 @@ def cholesky(covariance: jax.Array) -> jax.Array:
     return jnp.where(varies, jnp.linalg.cholesky(safe), 0)
 
 
-# A number to the first derivative, an error to the second.
-_freeze = node(Propagator(lambda x: (refuse_derivative(x, _REASON), None), lambda _, message: (None,)))
+def _shaped_cost(x, mean, to_mean, to_covariance):
+    m = x - mean
+    square = jnp.einsum("bi,ij,bj->b", m, to_covariance, m)
+    return m @ to_mean + square - lax.stop_gradient(jnp.mean(square))

@@ -1,0 +1,314 @@
+"""Likelihood ratio: exact by enumeration, right at second order, refused where it would be wrong."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+
+import apgrad as ap
+
+KEY = jax.random.key(0)
+
+
+@jax.tree_util.register_pytree_node_class
+class Fixed:
+    """A distribution whose sample is given: to enumerate all outcomes, one a lane."""
+
+    def __init__(self, base, outcome):
+        self.base, self.outcome = base, outcome
+
+    def tree_flatten(self):
+        return (self.base, self.outcome), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls(*children)
+
+    def sample(self, key):
+        return self.outcome
+
+    def log_prob(self, x):
+        return self.base.log_prob(x)
+
+
+def test_enumerated_outcomes_give_the_exact_gradient(x64):
+    # Two categorical choices, the second one's logits a function of the first, a cost after each. Lanes are
+    # the nine outcomes; a lane's cost is weighted with its probability, so that the sum over lanes is exact.
+    table = jnp.array([[1.0, -2.0, 0.5], [3.0, 0.0, 4.0], [-1.0, 2.0, 7.0]])
+    outcomes = jnp.array(list(itertools.product(range(3), range(3))))
+
+    def logits_of(theta, x):
+        return theta[1] * jnp.array([1.0, 2.0, -1.0])[x, None] + theta[0]
+
+    def exact(theta):
+        first = jax.nn.softmax(theta[0])
+        second = jax.nn.softmax(logits_of(theta, jnp.arange(3)), axis=-1)
+        return jnp.sum(first * jnp.array([5.0, 1.0, 2.0])) + jnp.sum(first[:, None] * second * table)
+
+    def program(tape, theta):
+        x, y = outcomes.T
+        first = dist.Categorical(logits=jnp.broadcast_to(theta[0], (9, 3)))
+        second = dist.Categorical(logits=logits_of(theta, x))
+        weight = 9 * jax.lax.stop_gradient(jnp.exp(first.log_prob(x) + second.log_prob(y)))
+        tape, x = ap.sample(tape, Fixed(first, x), ap.likelihood_ratio(baseline=None))
+        tape = tape.cost(weight * jnp.array([5.0, 1.0, 2.0])[x])
+        tape, y = ap.sample(tape, Fixed(second, y), ap.likelihood_ratio(baseline=None))
+        return tape.cost(weight * table[x, y])
+
+    theta = jnp.array([[0.3, -0.5, 0.1], [0.7, 0.2, -0.4]])
+    objective = ap.expectation(program, lanes=9)
+    np.testing.assert_allclose(objective(KEY, theta), exact(theta), rtol=1e-12)
+    np.testing.assert_allclose(jax.grad(objective, argnums=1)(KEY, theta), jax.grad(exact)(theta), rtol=1e-12)
+    # The weights hold still, so the second derivative is exact as well.
+    np.testing.assert_allclose(jax.hessian(objective, argnums=1)(KEY, theta), jax.hessian(exact)(theta), rtol=1e-11)
+
+
+def bernoulli(p):
+    return dist.Bernoulli(probs=p)
+
+
+def normal(theta):
+    return dist.Normal(jnp.sin(theta), jnp.exp(0.3 * theta))
+
+
+def one_node(make):
+    node = ap.stochastic(ap.likelihood_ratio())(make)
+
+    def program(tape, theta):
+        tape, x = node(tape, theta)
+        x = x.astype(jnp.float32)
+        return tape.cost(theta * x + x**2)
+
+    return program
+
+
+def two_nodes(make, scanned):
+    @ap.stochastic(ap.likelihood_ratio())
+    def node(theta, x):
+        return make(theta * (0.5 + 0.5 * x))
+
+    def program(tape, theta):
+        def body(carry, _):
+            tape, x = carry
+            tape, x = node(tape, theta, x)
+            x = x.astype(jnp.float32)
+            return (tape.cost(x * theta), x), None
+
+        carry = (tape, jnp.ones(tape.lanes))
+        if scanned:
+            carry, _ = jax.lax.scan(body, carry, length=2)
+        else:
+            carry, _ = body(carry, None)
+            carry, _ = body(carry, None)
+        tape, x = carry
+        return tape.cost(x**2)
+
+    return program
+
+
+def exact_bernoulli_one(p):
+    return p * (p + 1)
+
+
+def exact_bernoulli_two(p):
+    first, q = p, lambda x: p * (0.5 + 0.5 * x)
+    second = first * q(1.0) + (1 - first) * q(0.0)
+    return first * p + second * p + second
+
+
+def exact_normal_one(theta):
+    m, s = jnp.sin(theta), jnp.exp(0.3 * theta)
+    return theta * m + m**2 + s**2
+
+
+def exact_normal_two(theta):
+    # By Gauss-Hermite quadrature over both noises, in float64.
+    z, w = np.polynomial.hermite_e.hermegauss(60)
+    w = w / w.sum()
+
+    def step(x, z):
+        u = theta * (0.5 + 0.5 * x)
+        return jnp.sin(u) + jnp.exp(0.3 * u) * z
+
+    x = step(1.0, z[:, None])
+    y = step(x, z[None, :])
+    return jnp.sum(w[:, None] * w[None, :] * (x * theta + y * theta + y**2))
+
+
+CASES = {
+    "bernoulli, one node": (one_node(bernoulli), exact_bernoulli_one, 0.4),
+    "bernoulli, two nodes, unrolled": (two_nodes(bernoulli, False), exact_bernoulli_two, 0.4),
+    "bernoulli, two nodes, scan": (two_nodes(bernoulli, True), exact_bernoulli_two, 0.4),
+    "normal, one node": (one_node(normal), exact_normal_one, 0.4),
+    "normal, two nodes, unrolled": (two_nodes(normal, False), exact_normal_two, 0.4),
+    "normal, two nodes, scan": (two_nodes(normal, True), exact_normal_two, 0.4),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("order", [0, 1, 2])
+def test_derivatives_are_unbiased_at_any_order(case, order):
+    program, exact, theta = CASES[case]
+    objective = ap.expectation(program, lanes=1000)
+    with jax.enable_x64(True):
+        truth = exact
+        for _ in range(order):
+            truth = jax.grad(truth)
+        truth = float(truth(theta))
+    estimate = objective
+    for _ in range(order):
+        estimate = jax.grad(estimate, argnums=1)
+    ap.testing.assert_unbiased(lambda key: estimate(key, theta), truth, KEY, 1000)
+
+
+@pytest.mark.parametrize(
+    "baseline",
+    [
+        "leave_one_out",
+        None,
+        lambda theta, x: 2.0 * theta * x,
+        ap.learned_baseline(lambda theta, x: 2.0 * jax.lax.stop_gradient(theta) * x),
+    ],
+    ids=["leave_one_out", "none", "function", "learned"],
+)
+def test_every_baseline_is_unbiased_at_first_and_second_order(baseline):
+    @ap.stochastic(ap.likelihood_ratio(baseline=baseline))
+    def node(theta, x):
+        return dist.Normal(theta * x, 1.0)
+
+    def program(tape, theta):
+        tape, x = node(tape, theta, jnp.ones(tape.lanes))
+        tape, y = node(tape, theta, x)
+        return tape.cost(y**2 + x)
+
+    # E[y^2 + x] = E[(theta x)^2 + 1 + x] = theta^2 (theta^2 + 1) + 1 + theta.
+    objective = ap.expectation(program, lanes=100)
+    first, second = jax.grad(objective, argnums=1), jax.grad(jax.grad(objective, argnums=1), argnums=1)
+    ap.testing.assert_unbiased(lambda key: first(key, 0.7), 4 * 0.7**3 + 2 * 0.7 + 1, KEY, 2000)
+    ap.testing.assert_unbiased(lambda key: second(key, 0.7), 12 * 0.7**2 + 2, KEY, 2000)
+
+
+def test_baselines_lower_the_variance():
+    def variance(baseline):
+        @ap.stochastic(ap.likelihood_ratio(baseline=baseline))
+        def node(theta):
+            return dist.Normal(theta, 1.0)
+
+        def program(tape, theta):
+            tape, x = node(tape, theta)
+            return tape.cost(10 + x)
+
+        gradient = jax.grad(ap.expectation(program, lanes=50), argnums=1)
+        return ap.testing.moments(lambda key: gradient(key, 0.0), KEY, 1000).variance
+
+    # Per lane: Var[x (10 + x)] = 102 without, Var[x^2] = 2 with the exact mean 10.
+    without = variance(None)
+    np.testing.assert_allclose(without * 50, 102, rtol=0.2)
+    np.testing.assert_allclose(variance(lambda theta: 10.0) * 50, 2, rtol=0.2)
+    assert variance("leave_one_out") < without / 40
+
+
+def test_parts_pay_for_their_own_costs_with_less_variance():
+    def gradient(parts):
+        @ap.stochastic(ap.likelihood_ratio(), parts=parts)
+        def node(theta):
+            return dist.Normal(theta * jnp.ones(8), 1.0)
+
+        def program(tape, theta):
+            tape, x = node(tape, theta)
+            return tape.cost(x**2 if parts else jnp.sum(x**2, axis=-1))
+
+        return jax.grad(ap.expectation(program, lanes=50), argnums=1)
+
+    for parts in (False, True):
+        ap.testing.assert_unbiased(lambda key, parts=parts: gradient(parts)(key, 0.5), 8.0, KEY, 1000)
+    joint, by_part = (ap.testing.moments(lambda key, p=p: gradient(p)(key, 0.5), KEY, 1000).variance for p in (0, 1))
+    # With x = 0.5 + z, per lane: 8 Var[z (z^2 + z - 1)] = 96, and 8 * 7 (Var[x^2] + 1) = 224 on top.
+    np.testing.assert_allclose([by_part * 50, joint * 50], [96, 320], rtol=0.2)
+
+
+def test_discrete_distributions_and_those_without_rsample():
+    # Poisson: d/d rate E[x^2] = 1 + 2 rate. Categorical and binomial by their closed forms.
+    cases = [
+        (lambda t: dist.Poisson(t), lambda x: x**2, 2.0, 1 + 2 * 2.0),
+        (lambda t: dist.Binomial(10, probs=t), lambda x: x, 0.3, 10.0),
+        (lambda t: dist.Categorical(logits=jnp.stack([t, 0 * t])), lambda x: 1 - x, 0.5, 0.23500371),
+        (lambda t: dist.VonMises(t, 2.0), jnp.sin, 0.5, 0.69777466 * np.cos(0.5)),
+    ]
+    for make, cost, theta, truth in cases:
+        node = ap.stochastic(ap.likelihood_ratio())(make)
+
+        def program(tape, theta, node=node, cost=cost):
+            tape, x = node(tape, theta)
+            return tape.cost(cost(x).astype(jnp.float32))
+
+        gradient = jax.grad(ap.expectation(program, lanes=1000), argnums=1)
+        ap.testing.assert_unbiased(lambda key, g=gradient, t=theta: g(key, t), truth, KEY, 500)
+
+
+def test_a_support_that_moves_with_the_parameter_is_refused():
+    # U(0, theta): the score is -1 / theta, and E[x] would fall with theta by likelihood ratio.
+    def program(tape, theta, low):
+        tape, x = ap.sample(tape, dist.Uniform(low * jnp.ones(4), theta), ap.likelihood_ratio())
+        return tape.cost(x)
+
+    objective = ap.expectation(program, 4)
+    for argument in (1, 2):
+        with pytest.raises(TypeError, match="bounds of its support depend on a differentiated parameter"):
+            jax.grad(objective, argnums=argument)(KEY, 2.0, 0.0)
+
+    def bounded(tape, theta):  # the bounds are data
+        tape, x = ap.sample(
+            tape, dist.TruncatedNormal(theta * jnp.ones(4), 1.0, low=-1.0, high=2.0), ap.likelihood_ratio()
+        )
+        return tape.cost(x)
+
+    assert jnp.isfinite(jax.grad(ap.expectation(bounded, 4), argnums=1)(KEY, 0.3))
+
+
+def test_a_log_density_of_minus_infinity_does_no_harm():
+    # Categorical with a logit of -inf: never drawn, and the gradient of the others is finite.
+    def program(tape, theta):
+        logits = jnp.broadcast_to(jnp.array([0.0, 1.0, 0.0]) * theta + jnp.array([0.0, 0.0, -jnp.inf]), (4, 3))
+        tape, x = ap.sample(tape, dist.Categorical(logits=logits, validate_args=False), ap.likelihood_ratio())
+        return tape.cost(x.astype(jnp.float32))
+
+    assert jnp.isfinite(jax.grad(ap.expectation(program, 4), argnums=1)(KEY, 0.3))
+
+
+def test_unknown_baselines_are_refused():
+    with pytest.raises(ValueError, match="baseline must be 'leave_one_out', None, a function"):
+        ap.likelihood_ratio(baseline=False)
+    with pytest.raises(TypeError, match="takes a function"):
+        ap.learned_baseline(3.0)
+
+
+def test_a_learned_baseline_learns_the_cost_to_go():
+    import optax
+
+    value = ap.learned_baseline(lambda theta, phi, x: phi[0] + phi[1] * x)
+
+    @ap.stochastic(ap.likelihood_ratio(baseline=value), in_axes=(None, None, 0))
+    def node(theta, phi, x):
+        return dist.Normal(theta + x, 0.1)
+
+    def program(tape, theta, phi):
+        tape, key = tape.next_key()
+        x = jax.random.normal(key, (tape.lanes,))
+        tape, y = node(tape, theta, phi, x)
+        return tape.cost(3 * y)
+
+    gradient = jax.grad(ap.expectation(program, lanes=100), argnums=2)
+    optimizer = optax.sgd(0.3)
+
+    def update(carry, key):
+        phi, state = carry
+        updates, state = optimizer.update(gradient(key, 0.5, phi), state)
+        return (optax.apply_updates(phi, updates), state), None
+
+    phi = jnp.zeros(2)
+    (phi, _), _ = jax.jit(lambda c: jax.lax.scan(update, c, jax.random.split(KEY, 200)))((phi, optimizer.init(phi)))
+    np.testing.assert_allclose(phi, [1.5, 3.0], atol=0.05)

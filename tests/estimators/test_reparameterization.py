@@ -1,0 +1,141 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+
+import apgrad as ap
+
+KEY = jax.random.key(0)
+
+
+def objective(make, cost, lanes=1000):
+    node = ap.stochastic(ap.reparameterization())(make)
+
+    def program(tape, theta):
+        tape, x = node(tape, theta)
+        return tape.cost(cost(x))
+
+    return ap.expectation(program, lanes)
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_a_normal_at_any_order(order):
+    # E[(m + s z)^3], m = sin t, s = exp t: m^3 + 3 m s^2.
+    def exact(t):
+        return jnp.sin(t) ** 3 + 3 * jnp.sin(t) * jnp.exp(2 * t)
+
+    estimate = objective(lambda t: dist.Normal(jnp.sin(t), jnp.exp(t)), lambda x: x**3)
+    for _ in range(order):
+        estimate, exact = jax.grad(estimate, argnums=1), jax.grad(exact)
+    ap.testing.assert_unbiased(lambda key: estimate(key, 0.3), float(exact(0.3)), KEY, 1000)
+
+
+@pytest.mark.parametrize(
+    "make, cost, theta, truth",
+    [
+        (lambda a: dist.Gamma(a, 1.0), lambda x: x**2, 2.0, 2 * 2.0 + 1),
+        (lambda a: dist.Beta(a, 3.0), lambda x: x, 2.0, 3 / 25),
+        (lambda a: dist.Dirichlet(jnp.stack([a, 0 * a + 1.0, 0 * a + 2.0])), lambda x: x[:, 0], 2.0, 3 / 25),
+        (lambda a: dist.StudentT(a, 0.0, 1.0), lambda x: jnp.log(1 + x**2 / 5.0), 5.0, None),
+    ],
+    ids=["gamma", "beta", "dirichlet", "student_t"],
+)
+def test_implicit_pathwise_derivatives_of_the_library(make, cost, theta, truth):
+    gradient = jax.grad(objective(make, cost), argnums=1)
+    if truth is None:
+        # d/da E[log(1 + x^2 / 5)] by quadrature in float64.
+        with jax.enable_x64(True):
+            x = jnp.linspace(-2000.0, 2000.0, 4_000_001)
+            density = jax.jacfwd(lambda a: jnp.exp(dist.StudentT(a, 0.0, 1.0).log_prob(x)))(theta)
+            truth = float(jnp.sum(density * jnp.log(1 + x**2 / 5.0)) * (x[1] - x[0]))
+    ap.testing.assert_unbiased(lambda key: gradient(key, theta), truth, KEY, 500)
+
+
+def mixture(t):
+    return dist.MixtureSameFamily(
+        dist.Categorical(logits=jnp.stack([t, -t])), dist.Normal(jnp.stack([t, -2 * t]), jnp.array([0.5, 1.0]))
+    )
+
+
+def exact_mixture(t):
+    p = jax.nn.sigmoid(2 * t)
+    return p * (t**2 + 0.25) + (1 - p) * (4 * t**2 + 1.0)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_mixture_has_an_implicit_derivative_by_its_cdf_at_any_order(order):
+    assert not mixture(0.3).has_rsample
+    estimate, exact = objective(mixture, lambda x: x**2), exact_mixture
+    for _ in range(order):
+        estimate, exact = jax.grad(estimate, argnums=1), jax.grad(exact)
+    ap.testing.assert_unbiased(lambda key: estimate(key, 0.3), float(exact(0.3)), KEY, 1000)
+
+
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_the_implicit_derivative_equals_that_of_the_inverse_cdf(order, x64):
+    # A mixture of one component is a normal: x = m + s z with the same z at any theta, also in a scan.
+    def one(t):
+        return dist.MixtureSameFamily(
+            dist.Categorical(logits=jnp.zeros(1)), dist.Normal(jnp.sin(t)[None], jnp.exp(t)[None])
+        )
+
+    node = ap.stochastic(ap.reparameterization())(one)
+
+    def implicit(tape, t):
+        def body(tape, _):
+            tape, x = node(tape, t)
+            return tape.cost(x**3), x
+
+        tape, x = jax.lax.scan(body, tape, length=2)
+        return tape, x
+
+    estimate = ap.expectation(implicit, 5, has_aux=True)
+    t = jnp.array(0.3)
+    z = (estimate(KEY, t)[1] - jnp.sin(t)) / jnp.exp(t)
+
+    def exact(t):
+        return jnp.sum((jnp.sin(t) + jnp.exp(t) * z) ** 3) / 5
+
+    got = lambda t: estimate(KEY, t)[0]
+    for _ in range(order):
+        got, exact = jax.grad(got), jax.grad(exact)
+    np.testing.assert_allclose(got(t), exact(t), rtol=1e-9)
+
+
+def test_a_second_derivative_that_jax_has_not_is_an_error():
+    # JAX differentiates its gamma sampler once.
+    estimate = objective(lambda a: dist.Gamma(a, 1.0), lambda x: x**2, lanes=4)
+    with pytest.raises(Exception, match=r"[Dd]ifferentiation"):
+        jax.grad(jax.grad(estimate, argnums=1), argnums=1)(KEY, 2.0)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda t: dist.Bernoulli(probs=t), lambda t: dist.Poisson(t), lambda t: dist.VonMises(t, 1.0)]
+)
+def test_a_distribution_without_a_pathwise_derivative_is_refused(make):
+    with pytest.raises(TypeError, match=r"has neither rsample nor.*likelihood_ratio\(\)"):
+        objective(make, lambda x: x.astype(jnp.float32))(KEY, 0.3)
+
+
+def test_it_is_the_gradient_of_the_same_program_with_the_same_numbers():
+    def step(theta, x):
+        return dist.Normal(jnp.tanh(theta * x), 0.1)
+
+    node = ap.stochastic(ap.reparameterization())(step)
+
+    def program(tape, theta):
+        x = jnp.ones(tape.lanes)
+        (tape, x), _ = jax.lax.scan(lambda c, _: (node(c[0], theta, c[1]), None), (tape, x), length=5)
+        return tape.cost(x**2)
+
+    def plain(key, theta):
+        x = jnp.ones(8)
+        for _ in range(5):
+            key, fresh = jax.random.split(key)
+            noise = jax.vmap(jax.random.normal)(jax.random.split(fresh, 8))
+            x = jnp.tanh(theta * x) + 0.1 * noise
+        return jnp.mean(x**2)
+
+    got = jax.value_and_grad(ap.expectation(program, 8), argnums=1)(KEY, 1.3)
+    np.testing.assert_allclose(got, jax.value_and_grad(plain, argnums=1)(KEY, 1.3), rtol=1e-5)

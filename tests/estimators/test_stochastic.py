@@ -1,0 +1,207 @@
+"""The decorator and `sample`: shapes, lanes, closures, dtypes, errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+
+import apgrad as ap
+
+KEY = jax.random.key(0)
+ESTIMATORS = [ap.reparameterization(), ap.likelihood_ratio(), ap.total_propagation()]
+IDS = [e.name for e in ESTIMATORS]
+
+
+def run(program, *args, lanes=4):
+    return ap.expectation(program, lanes, has_aux=True)(KEY, *args)[1]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=IDS)
+def test_lanes_draw_different_numbers_from_the_right_distribution(estimator):
+    @ap.stochastic(estimator)
+    def node(scale, x):
+        return dist.Normal(x, scale)
+
+    def program(tape, scale):
+        tape, x = node(tape, scale, jnp.broadcast_to(jnp.array([100.0, -100.0]), (tape.lanes, 2)))
+        return tape.cost(jnp.sum(x, axis=-1)), x
+
+    x = run(program, 2.0, lanes=10_000)
+    assert x.shape == (10_000, 2)
+    np.testing.assert_allclose(x.mean(0), [100.0, -100.0], atol=0.1)
+    np.testing.assert_allclose(x.std(0), 2.0, rtol=0.03)
+    assert len(np.unique(x)) > 19_000
+    assert abs(np.corrcoef(x.T)[0, 1]) < 0.04
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=IDS)
+def test_parameters_that_are_constants_do_not_share_noise_between_lanes(estimator):
+    @ap.stochastic(estimator, in_axes=(None,))
+    def node(scale):
+        return dist.Normal(0.0, scale)
+
+    x = run(lambda tape, s: (lambda t, x: (t.cost(x), x))(*node(tape, s)), 1.0, lanes=100)
+    assert len(np.unique(x)) == 100
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=IDS)
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_closed_over_arrays_get_their_gradient(estimator, transform):
+    def explicit(tape, theta):
+        tape, x = ap.stochastic(estimator)(lambda theta, x: dist.Normal(jnp.sin(theta) * x, 0.5))(
+            tape, theta, jnp.ones(tape.lanes)
+        )
+        return tape.cost(x**2)
+
+    def closure(tape, theta):
+        def body(carry, _):
+            tape, x = carry
+            node = ap.stochastic(estimator, in_axes=(0,))(lambda x: dist.Normal(jnp.sin(theta) * x, 0.5))
+            return node(tape, x), None
+
+        (tape, x), _ = jax.lax.scan(body, (tape, jnp.ones(tape.lanes)), length=1)
+        return tape.cost(x**2)
+
+    got, expected = (transform(jax.grad(ap.expectation(p, 16), argnums=1))(KEY, 0.7) for p in (closure, explicit))
+    assert expected != 0
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=IDS)
+def test_integers_and_keys_among_the_arguments(estimator):
+    @ap.stochastic(estimator, in_axes=(None, None, 0, 0))
+    def node(theta, shift, index, key):
+        return dist.Normal(theta * index.astype(jnp.float32) + shift.astype(jnp.float32) + jax.random.normal(key), 1.0)
+
+    def program(tape, theta):
+        tape, key = tape.next_key()
+        tape, x = node(tape, theta, jnp.int32(3), jnp.arange(tape.lanes) % 2, jax.random.split(key, tape.lanes))
+        return tape.cost(x)
+
+    gradient = jax.grad(ap.expectation(program, 1000), argnums=1)
+    # E[x] grows by the mean index.
+    assert abs(gradient(KEY, 1.0) - 0.5) < 0.2
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=IDS)
+@pytest.mark.parametrize("dtype", [jnp.float64, jnp.float32, jnp.bfloat16])
+def test_samples_and_gradients_keep_the_dtype_of_the_parameters(estimator, dtype, x64):
+    @ap.stochastic(estimator)
+    def node(theta, x):
+        return dist.Normal(theta * x, 0.5)
+
+    def program(tape, theta):
+        x = jnp.ones(tape.lanes, dtype)
+        (tape, x), _ = jax.lax.scan(lambda c, _: (node(c[0], theta, c[1]), None), (tape, x), length=3)
+        tape, y = ap.sample(tape, dist.Normal(x, jnp.ones((), dtype)), estimator)
+        assert x.dtype == y.dtype == dtype
+        return tape.cost(y)
+
+    gradient = jax.grad(ap.expectation(program, 8), argnums=1)(KEY, jnp.ones((), dtype))
+    assert gradient.dtype == dtype and jnp.isfinite(gradient)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=IDS)
+def test_sample_and_stochastic_agree_in_expectation(estimator):
+    def lighter(tape, theta):
+        tape, x = ap.sample(tape, dist.Normal(jnp.sin(theta) * jnp.ones((tape.lanes, 2)), 1.0), estimator)
+        return tape.cost(jnp.sum(x**2, axis=-1))
+
+    gradient = jax.grad(ap.expectation(lighter, 200), argnums=1)
+    truth = 4 * np.sin(0.5) * np.cos(0.5)
+    ap.testing.assert_unbiased(lambda key: gradient(key, 0.5), truth, KEY, 500)
+
+
+def test_an_estimator_of_a_user_in_a_scan():
+    def score(distribution, x):  # likelihood ratio, by hand
+        return ap.zero_with_gradient(distribution.log_prob(x))
+
+    node = ap.stochastic(ap.Estimator("mine", score=score, baseline=None))(lambda t: dist.Bernoulli(probs=t))
+    builtin = ap.stochastic(ap.likelihood_ratio(baseline=None))(lambda t: dist.Bernoulli(probs=t))
+
+    def gradient(node):
+        def program(tape, theta):
+            tape, x = node(tape, theta)
+            return tape.cost(x)
+
+        return jax.grad(ap.expectation(program, 8), argnums=1)(KEY, 0.3)
+
+    assert gradient(node) == gradient(builtin)
+
+
+def test_a_mixer_of_a_user():
+    halves = ap.Mixer(
+        "halves",
+        (ap.reparameterization(), ap.likelihood_ratio(None)),
+        lambda targets: jnp.array([0.5, 0.5]),
+        baseline=None,
+    )
+
+    def gradient(estimator):
+        node = ap.stochastic(estimator)(lambda t: dist.Normal(t, 1.0))
+
+        def program(tape, theta):
+            tape, x = node(tape, theta)
+            return tape.cost(x**2)
+
+        return jax.grad(ap.expectation(program, 8), argnums=1)(KEY, 0.3)
+
+    mean = (gradient(ap.reparameterization()) + gradient(ap.likelihood_ratio(None))) / 2
+    np.testing.assert_allclose(gradient(halves), mean, rtol=1e-6)
+
+
+# Errors.
+
+
+def error(program, *args, lanes=4):
+    return jax.eval_shape(ap.expectation(program, lanes), KEY, *args)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=IDS)
+def test_arguments_without_the_lane_axis_are_named(estimator):
+    @ap.stochastic(estimator)
+    def step(theta, x):
+        return dist.Normal(theta * x["position"], 1.0)
+
+    with pytest.raises(ValueError, match=r"step .*\['x'\]\['position'\] has shape \(2,\), expected the lanes"):
+        error(lambda tape, t: step(tape, t, {"position": jnp.ones(2)})[0].cost(jnp.ones(4)), 1.0)
+    with pytest.raises(ValueError, match=r"has shape \(\), expected the lanes"):
+        error(lambda tape, t: step(tape, t, {"position": 1.0})[0].cost(jnp.ones(4)), 1.0)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=IDS)
+@pytest.mark.parametrize("parameters", [(0.0, 1.0), (jnp.zeros(3), 1.0), (jnp.zeros((2, 4)), 1.0)])
+def test_a_distribution_whose_batch_is_not_the_lanes_is_refused(estimator, parameters):
+    with pytest.raises(ValueError, match="lanes"):
+        error(lambda tape: ap.sample(tape, dist.Normal(*parameters), estimator)[0].cost(jnp.ones(4)))
+
+
+def test_an_event_as_long_as_the_lanes_is_no_batch():
+    d = dist.MultivariateNormal(jnp.zeros(4), jnp.eye(4))
+    with pytest.raises(ValueError, match=r"batch shape \(\)"):
+        error(lambda tape: ap.sample(tape, d, ap.reparameterization())[0].cost(jnp.ones(4)))
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=IDS)
+def test_what_is_no_distribution_is_refused(estimator):
+    node = ap.stochastic(estimator)(lambda t: t * 2)
+    with pytest.raises(TypeError, match="needs a distribution"):
+        error(lambda tape, t: node(tape, t)[0].cost(jnp.ones(4)), 1.0)
+    with pytest.raises(TypeError, match="needs a distribution"):
+        error(lambda tape, t: ap.sample(tape, t, estimator)[0].cost(jnp.ones(4)), 1.0)
+
+
+def test_calls_that_are_off_are_refused():
+    with pytest.raises(TypeError, match="forget the parentheses"):
+        ap.stochastic(ap.likelihood_ratio)
+    with pytest.raises(TypeError, match="forget the parentheses"):
+        error(lambda tape: ap.sample(tape, dist.Normal(jnp.zeros(4), 1.0), ap.reparameterization))
+    node = ap.stochastic(ap.reparameterization(), in_axes=(None, 0))(lambda t, x: dist.Normal(t, 1.0))
+    with pytest.raises(TypeError, match="first argument is the tape, got"):
+        node(1.0, jnp.ones(4))
+    with pytest.raises(ValueError, match=r"in_axes=\(None, 0\) is for 2 argument\(s\), called with 1"):
+        error(lambda tape: node(tape, 1.0)[0].cost(jnp.ones(4)))
+    node = ap.stochastic(ap.reparameterization(), in_axes=(1,))(lambda t: dist.Normal(t, 1.0))
+    with pytest.raises(ValueError, match=r"0 \(lanes first\) or None"):
+        error(lambda tape: node(tape, jnp.ones((4, 4)))[0].cost(jnp.ones(4)))

@@ -1,0 +1,139 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+
+import apgrad as ap
+from apgrad.estimators.total_propagation import inverse_variance
+
+KEY = jax.random.key(0)
+
+
+def test_one_node_by_hand(x64):
+    # Proppo's formula in numpy, from the numbers that the node drew.
+    theta, lanes = 0.7, 6
+
+    @ap.stochastic(ap.total_propagation())
+    def node(theta, x):
+        return dist.Normal(jnp.sin(theta * x), 0.5)
+
+    start = jnp.linspace(0.5, 1.5, lanes)
+
+    def program(tape, theta, x):
+        tape, y = node(tape, theta, x)
+        return tape.cost(y**3), y
+
+    objective = ap.expectation(program, lanes, has_aux=True)
+    (_, y), (to_theta, to_x) = jax.value_and_grad(objective, argnums=(1, 2), has_aux=True)(KEY, theta, start)
+    y, x = np.asarray(y), np.asarray(start)
+    mean, slope = np.sin(theta * x), np.cos(theta * x)
+    cost = y**3
+    centred = cost - (cost.sum() - cost) / (lanes - 1)
+    to_mean_rp, to_mean_lr = 3 * y**2, centred * (y - mean) / 0.25
+    rp, lr = to_mean_rp * slope * x, to_mean_lr * slope * x
+    k = np.var(rp) / (np.var(rp) + np.var(lr))
+    np.testing.assert_allclose(to_theta, np.mean(k * lr + (1 - k) * rp), rtol=1e-10)
+    np.testing.assert_allclose(to_x, (k * to_mean_lr + (1 - k) * to_mean_rp) * slope * theta / lanes, rtol=1e-10)
+
+
+def test_the_target_of_sample_is_the_parameters_that_vary_by_lane(x64):
+    lanes = 6
+    loc = jnp.linspace(-1.0, 1.0, lanes)
+
+    def program(tape, loc, scale):
+        tape, y = ap.sample(tape, dist.Normal(loc, scale), ap.total_propagation())
+        return tape.cost(jnp.sin(y) + y**2), y
+
+    objective = ap.expectation(program, lanes, has_aux=True)
+    (_, y), (to_loc, to_scale) = jax.value_and_grad(objective, argnums=(1, 2), has_aux=True)(KEY, loc, jnp.array(0.5))
+    z = (y - loc) / 0.5
+    cost = jnp.sin(y) + y**2
+    centred = cost - (cost.sum() - cost) / (lanes - 1)
+    rp, lr = jnp.cos(y) + 2 * y, centred * z / 0.5
+    k = jnp.var(rp) / (jnp.var(rp) + jnp.var(lr))
+    np.testing.assert_allclose(to_loc * lanes, k * lr + (1 - k) * rp, rtol=1e-10)
+    np.testing.assert_allclose(to_scale, jnp.mean(k * centred * (z**2 - 1) / 0.5 + (1 - k) * rp * z), rtol=1e-10)
+
+
+def test_inverse_variance_weights():
+    def weights(*scales):
+        return inverse_variance([[jnp.array([s, -s])] for s in scales])
+
+    np.testing.assert_allclose(weights(1.0, 2.0), [0.8, 0.2])
+    np.testing.assert_allclose(weights(1.0, 1.0, 2.0), [4 / 9, 4 / 9, 1 / 9], rtol=1e-6)
+    np.testing.assert_array_equal(weights(0.0, 0.0), [0.5, 0.5])
+    np.testing.assert_array_equal(weights(0.0, 1e-3), [1.0, 0.0])
+    np.testing.assert_array_equal(weights(1e30, 1.0), [0.0, 1.0])
+    np.testing.assert_array_equal(weights(jnp.inf, 1.0), [0.0, 1.0])
+    np.testing.assert_array_equal(weights(jnp.nan, 1.0), [0.0, 1.0])
+    np.testing.assert_array_equal(weights(jnp.inf, jnp.nan), [0.5, 0.5])
+
+
+def test_an_exploding_pathwise_gradient_leaves_nothing_behind():
+    @ap.stochastic(ap.total_propagation())
+    def node(theta):
+        return dist.Normal(theta, 1.0)
+
+    def program(tape, theta):
+        tape, x = node(tape, theta)
+        # A cost of order 1 whose derivative overflows.
+        return tape.cost(jnp.sin(x * 1e30 * 1e30) if False else jnp.tanh(x) + ap.zero_with_gradient(x * 1e38 * 10))
+
+    assert jnp.isfinite(jax.grad(ap.expectation(program, 100), argnums=1)(KEY, 0.3))
+
+
+def test_a_rollout_at_the_edge_of_chaos_beats_both_parts():
+    weights = jnp.array([[-5.0, 5.0], [-25.0, 25.0]])
+
+    def variance(estimator):
+        @ap.stochastic(estimator)
+        def step(beta, x):
+            return dist.Normal(jax.nn.sigmoid(beta * (weights @ x)), 1e-3)
+
+        def rollout(tape, beta):
+            x = jnp.broadcast_to(jnp.array([0.35, 0.55]), (tape.lanes, 2))
+            (tape, x), _ = jax.lax.scan(lambda c, _: (step(c[0], beta, c[1]), None), (tape, x), length=50)
+            return tape.cost(0.5 * jnp.sum((x - 1) ** 2, axis=-1))
+
+        gradient = jax.grad(ap.expectation(rollout, 1000), argnums=1)
+        return ap.testing.moments(lambda key: gradient(key, 2.5), KEY, 100, batch_size=10)
+
+    rp, lr, tp = (variance(e) for e in (ap.reparameterization(), ap.likelihood_ratio(), ap.total_propagation()))
+    assert min(rp.variance, lr.variance) / tp.variance > 20
+    assert abs(tp.mean - lr.mean) < 4 * np.hypot(tp.standard_error, lr.standard_error)
+
+
+def test_second_derivatives_are_refused():
+    def program(tape, theta):
+        tape, x = ap.sample(tape, dist.Normal(theta * jnp.ones(4), 1.0), ap.total_propagation())
+        return tape.cost(x**2)
+
+    objective = ap.expectation(program, 4)
+    for second in (jax.grad(jax.grad(objective, argnums=1), argnums=1), jax.hessian(objective, argnums=1)):
+        with pytest.raises(TypeError, match=r"no second derivative.*likelihood_ratio\(\)"):
+            second(KEY, 1.0)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jacfwd(objective, argnums=1)(KEY, 1.0)
+
+
+def error(program, *args, lanes=4):
+    return jax.eval_shape(jax.grad(ap.expectation(program, lanes), argnums=1), KEY, *args)
+
+
+def test_what_it_needs_is_asked_for():
+    node = ap.stochastic(ap.total_propagation(baseline=None))(lambda t: dist.Normal(t, 1.0))
+    with pytest.raises(ValueError, match="at least 2, got lanes=1"):
+        error(lambda tape, t: (lambda t, x: t.cost(x))(*node(tape, t)), 1.0, lanes=1)
+
+    no_target = ap.stochastic(ap.total_propagation(), in_axes=(0,))(lambda x: dist.Normal(x, 1.0))
+    with pytest.raises(ValueError, match="no shared floating-point argument"):
+        error(lambda tape, t: (lambda t, x: t.cost(x))(*no_target(tape, t * jnp.ones(4))), 1.0)
+
+    discrete = ap.stochastic(ap.total_propagation())(lambda t: dist.Bernoulli(probs=t))
+    with pytest.raises(TypeError, match="has neither rsample"):
+        error(lambda tape, t: (lambda t, x: t.cost(x))(*discrete(tape, t)), 0.5)
+
+    # A target without the lanes would silently give equal weights.
+    with pytest.raises(ValueError, match=r"none has the lanes \(4\) as leading axis"):
+        error(lambda tape, t: ap.sample(tape, dist.Normal(t, 1.0).expand((4,)), ap.total_propagation())[0], 1.0)
