@@ -1,7 +1,7 @@
 """Gaussian shaping and resampling on the chaotic network: variance and bias (Parmas & Seno, 2022, appendix C.3).
 
     python -m experiments.gaussian_shaping                   # about a minute
-    python -m experiments.gaussian_shaping --preset paper    # about half an hour on two cores
+    python -m experiments.gaussian_shaping --preset paper    # about five minutes on two cores
 
 Six gradient estimators, on the network of `experiments.chaotic_network`:
 
@@ -13,6 +13,10 @@ Shaping and resampling take the distribution of the states for Gaussian, and it 
 chaotic. A low variance about a wrong mean helps nobody, so what is compared is the root-mean-square error
 about the exact gradient, sqrt(bias^2 + variance), beside the variance. The squared bias is estimated
 without the noise of the mean, (mean - exact)^2 - variance / K, and may come out at zero.
+
+Found (paper preset): shaping gains nothing here, its variances are those of the unshaped estimators, or up to twice
+them. Resampling has a variance of 3e-5 at beta = 2.5, H = 50, about a mean of .018 where -.221 is right; just
+below its own edge of chaos, at beta = 2.25 and 2.4, it explodes.
 """
 
 import dataclasses
@@ -105,7 +109,7 @@ def _picture(config, rows):
         line[0].set(title=f"H = {horizon}: variance", xlabel=r"$\beta$")
 
         line[1].plot(betas, get("RP", "exact"), color="black", lw=2.5, alpha=0.4, label="exact")
-        limit = 3 * np.max(np.abs(get("RP", "exact")))
+        limit = 1.6 * np.max(np.abs(get("RP", "exact")))
         for i, method in enumerate(METHODS):
             mean, error = get(method, "mean"), 2 * get(method, "standard_error")
             shown = error < limit  # a mean that is known no better says nothing
