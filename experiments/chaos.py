@@ -226,8 +226,8 @@ def _picture(config, by, improvements):
     if left_out:
         note = "interval wider than a factor 100, left out:\n" + "\n".join(left_out)
         ax.text(0.98, 0.02, note, ha="right", va="bottom", transform=ax.transAxes, fontsize=8)
-    ax.set_ylim(ax.get_ylim()[0], 3 * ax.get_ylim()[1])
-    _plain_ticks(ax.yaxis, [0.3, 0.5, 1, 2, 5, 10, 20, 50, 100, 200])
+    ax.set_ylim(ax.get_ylim()[0] / 2, 3 * ax.get_ylim()[1])
+    _plain_ticks(ax.yaxis, [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200])
     ax.set_title("Improvement of TP on the best of RP and LR", fontsize=11)
     handles, _ = ax.get_legend_handles_labels()
     ax.legend(handles=[*handles, _mark(ls=":", label="ideal naive mixture")], fontsize=9, loc="upper left")
