@@ -3,6 +3,9 @@
 import jax
 import pytest
 
+# Two devices for the tests of sharding; everything else stays on the first.
+jax.config.update("jax_num_cpu_devices", 2)
+
 
 @pytest.fixture(autouse=True)
 def strict_promotion():

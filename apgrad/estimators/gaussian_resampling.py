@@ -12,9 +12,8 @@ of the moment-matched rollout: on the chaotic network at beta = 2.5, H = 50 it h
 """
 
 import jax
-from jax.flatten_util import ravel_pytree
 
-from apgrad.estimators.gaussian_shaping import cholesky, moments
+from apgrad.estimators.gaussian_shaping import cholesky, moments, ravel_lanes
 from apgrad.tape import Tape, require_lanes
 
 
@@ -50,8 +49,7 @@ def gaussian_resampling(tape: Tape, x: jax.Array) -> tuple[Tape, jax.Array]:
     tape = tape.mix_lanes("gaussian_resampling")
     require_lanes("gaussian_resampling", tape.lanes, x)
     tape, key = tape.next_key()
-    flat = jax.vmap(lambda lane: ravel_pytree(lane)[0])(x)
-    unravel = ravel_pytree(jax.tree.map(lambda leaf: leaf[0], x))[1]
+    flat, unravel = ravel_lanes("gaussian_resampling", x)
     mean, scatter = moments("gaussian_resampling", flat)
     lanes, size = flat.shape
     if lanes > size:
@@ -60,4 +58,4 @@ def gaussian_resampling(tape: Tape, x: jax.Array) -> tuple[Tape, jax.Array]:
     else:
         # Fewer lanes than dimensions: Sigma = S^T S is singular, and z S has it as covariance exactly.
         noise = jax.random.normal(key, (lanes, lanes), flat.dtype) @ scatter
-    return tape, jax.vmap(unravel)(mean + noise)
+    return tape, unravel(mean + noise)

@@ -14,7 +14,7 @@ of C, which reparameterization and total propagation then carry back (`pathwise=
 """
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -59,14 +59,13 @@ def gaussian_shaping(pathwise: Literal["shaped", "raw"] = "shaped") -> Callable[
         raise ValueError(f"gaussian_shaping: pathwise must be 'shaped' or 'raw', got {pathwise!r}")
 
     def shaping(key, cost_function, *args):
-        x = jax.vmap(lambda *lane: ravel_pytree(lane)[0])(*args)
-        unravel = ravel_pytree(jax.tree.map(lambda leaf: leaf[0], args))[1]
+        x, unravel = ravel_lanes("gaussian_shaping", args)
         costs = jax.vmap(cost_function)
         mean, scatter = moments("gaussian_shaping", x)
 
         def expected_cost(mean, covariance):
             noise = jax.random.normal(key, x.shape, x.dtype)
-            return jnp.mean(costs(*jax.vmap(unravel)(mean + noise @ cholesky(covariance).T)))
+            return jnp.mean(costs(*unravel(mean + noise @ cholesky(covariance).T)))
 
         moved = jax.grad(expected_cost, (0, 1))(*lax.stop_gradient((mean, scatter.T @ scatter)))
         fit = lax.stop_gradient((mean, *moved))
@@ -77,6 +76,15 @@ def gaussian_shaping(pathwise: Literal["shaped", "raw"] = "shaped") -> Callable[
         return costs(*lax.stop_gradient(args)) + zero_with_gradient(shaped), message
 
     return shaping
+
+
+def ravel_lanes(what: str, tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
+    """The lanes' states as rows, (B, D), and the function that gives rows the states' structure back."""
+    for leaf in jax.tree.leaves(tree):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise TypeError(f"{what} fits a Gaussian to floating-point states, got dtype {jnp.result_type(leaf)}")
+    rows = jax.vmap(lambda lane: ravel_pytree(lane)[0])(tree)
+    return rows, jax.vmap(ravel_pytree(jax.tree.map(lambda leaf: leaf[0], tree))[1])
 
 
 def moments(what: str, x: jax.Array) -> tuple[jax.Array, jax.Array]:

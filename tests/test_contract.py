@@ -1,0 +1,261 @@
+"""One contract for every propagator and estimator: JAX's transformations, dtypes, pytrees, closures, modules.
+
+To add an estimator, add a row to ESTIMATORS. `second` says what its second derivative is: right, or refused.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+from flax import nnx
+
+import apgrad as ap
+
+KEY = jax.random.key(0)
+
+
+class Row(NamedTuple):
+    estimator: ap.Estimator | ap.Mixer
+    second: str = "right"
+    needs_two_lanes: bool = True
+    discrete: bool = False
+    cost: Mapping[str, Any] = MappingProxyType({})
+    resample: bool = False
+
+
+def by_function(theta, *inputs):
+    return jnp.asarray(0.5, jax.tree.leaves(theta)[0].dtype)
+
+
+ESTIMATORS = {
+    "reparameterization": Row(ap.reparameterization(), needs_two_lanes=False),
+    "likelihood_ratio": Row(ap.likelihood_ratio(), discrete=True),
+    "likelihood_ratio, no baseline": Row(ap.likelihood_ratio(None), needs_two_lanes=False, discrete=True),
+    "likelihood_ratio, function": Row(ap.likelihood_ratio(by_function), needs_two_lanes=False, discrete=True),
+    "likelihood_ratio, learned": Row(
+        ap.likelihood_ratio(ap.learned_baseline(by_function)), needs_two_lanes=False, discrete=True
+    ),
+    "total_propagation": Row(ap.total_propagation(), second="refused"),
+    "total_propagation, no baseline": Row(ap.total_propagation(None), second="refused"),
+    "total_propagation, learned": Row(ap.total_propagation(ap.learned_baseline(by_function)), second="refused"),
+    "gaussian_shaping, LR": Row(ap.likelihood_ratio(), "refused", cost={"shaping": ap.gaussian_shaping()}),
+    "gaussian_shaping, RP": Row(ap.reparameterization(), "refused", cost={"shaping": ap.gaussian_shaping()}),
+    "gaussian_shaping, TP": Row(ap.total_propagation(), "refused", cost={"shaping": ap.gaussian_shaping("raw")}),
+    "gaussian_resampling": Row(ap.reparameterization(), resample=True),
+}
+
+rows = pytest.mark.parametrize("row", ESTIMATORS.values(), ids=ESTIMATORS.keys())
+
+
+def rollout(row, make, length=2, size=()):
+    """A program of `length` steps x <- sample of make(theta, x), with a cost a step."""
+    node = ap.stochastic(row.estimator)(make)
+
+    def program(tape, theta):
+        dtype = jax.tree.leaves(theta)[0].dtype
+        x = jnp.ones((tape.lanes, *size), dtype)
+
+        def body(carry, _):
+            tape, x = carry
+            tape, x = node(tape, theta, x)
+            if row.resample:
+                tape, x = ap.gaussian_resampling(tape, x)
+            return (tape.cost(lambda x: jnp.sum(x**2 + x), x, **row.cost), x), None
+
+        (tape, _), _ = jax.lax.scan(body, (tape, x), length=length)
+        return tape
+
+    return program
+
+
+def step(theta, x):
+    return dist.Normal(jnp.sin(theta * x), 0.3)
+
+
+@rows
+def test_transformations(row):
+    objective = ap.expectation(rollout(row, step), lanes=4)
+    ap.testing.assert_transformable(lambda theta: objective(KEY, theta), jnp.float32(0.7), rtol=2e-5, atol=1e-5)
+
+
+@rows
+@pytest.mark.parametrize("inner", ["unrolled", "scan", "remat", "jit", "cond"])
+def test_nodes_inside_transformations_of_the_program(row, inner):
+    node = ap.stochastic(row.estimator)(step)
+
+    def program(tape, theta):
+        def body(tape, x):
+            tape, x = node(tape, theta, x)
+            return ap.gaussian_resampling(tape, x) if row.resample else (tape, x)
+
+        carry = (tape, jnp.ones(tape.lanes))
+        wrapped = {
+            "unrolled": body,
+            "scan": body,
+            "remat": jax.checkpoint(body),
+            "jit": jax.jit(body),
+            "cond": lambda tape, x: jax.lax.cond(x[0] == x[0], body, lambda tape, x: (tape, x), tape, x),
+        }[inner]
+        if inner == "scan":
+            carry, _ = jax.lax.scan(lambda carry, _: (body(*carry), None), carry, length=2)
+        else:
+            carry = wrapped(*wrapped(*carry))
+        tape, x = carry
+        return tape.cost(lambda x: x**2, x, **row.cost)
+
+    def plain(tape, theta):
+        x = jnp.ones(tape.lanes)
+        for _ in range(2):
+            tape, x = node(tape, theta, x)
+            if row.resample:
+                tape, x = ap.gaussian_resampling(tape, x)
+        return tape.cost(lambda x: x**2, x, **row.cost)
+
+    got, expected = (jax.jit(jax.value_and_grad(ap.expectation(p, 6), argnums=1))(KEY, 0.7) for p in (program, plain))
+    np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-6)
+
+
+@rows
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+def test_dtypes(row, dtype):
+    if dtype == "bfloat16" and (row.cost or row.resample):
+        pytest.skip("fits a Gaussian by a Cholesky factor, which JAX has in float32 and float64")
+    with jax.enable_x64(dtype == "float64"):
+        theta = jnp.asarray(0.7, dtype)
+        value, gradient = jax.jit(jax.value_and_grad(ap.expectation(rollout(row, step), 4), argnums=1))(KEY, theta)
+        assert gradient.dtype == theta.dtype
+        assert value.dtype == (jnp.float64 if dtype == "float64" else jnp.float32)
+        assert jnp.isfinite(gradient) and gradient != 0
+
+
+@rows
+def test_nested_pytrees_and_empty_arrays(row):
+    def make(theta, x):
+        return dist.Normal(jnp.tanh(theta["layer"]["w"] @ x["h"] + theta["b"][0]), 0.3).to_event(1)
+
+    node = ap.stochastic(row.estimator)(make)
+
+    def program(tape, theta):
+        tape, x = node(tape, theta, {"h": jnp.ones((tape.lanes, 3)), "none": jnp.zeros((tape.lanes, 0))})
+        if row.resample:
+            tape, x = ap.gaussian_resampling(tape, x)
+        return tape.cost(lambda x: jnp.sum(x**2), x, **row.cost)
+
+    theta = {"layer": {"w": jnp.eye(3)[:2]}, "b": (jnp.ones(2), jnp.zeros((0, 2)))}
+    gradient = jax.jit(jax.grad(ap.expectation(program, 5), argnums=1))(KEY, theta)
+    assert jax.tree.map(jnp.shape, gradient) == jax.tree.map(jnp.shape, theta)
+    assert all(jnp.any(g != 0) for g in (gradient["layer"]["w"], gradient["b"][0]))
+
+
+@rows
+def test_closures_get_the_gradient_of_arguments(row):
+    def closed(tape, theta):
+        return rollout(row, lambda _, x: step(theta, x))(tape, jnp.float32(0.7))
+
+    got, expected = (
+        jax.jit(jax.grad(ap.expectation(p, 6), argnums=1))(KEY, jnp.float32(0.7)) for p in (closed, rollout(row, step))
+    )
+    np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-6)
+
+
+@rows
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_flax_modules_as_parameters(row, kind):
+    if kind == "nnx":
+        theta = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+        apply = lambda module, x: module(x)
+    else:
+        linear = nn.Dense(2)
+        theta = linear.init(KEY, jnp.ones(2))
+        apply = linear.apply
+
+    def make(theta, x):
+        return dist.Normal(jnp.tanh(apply(theta, x)), 0.3).to_event(1)
+
+    gradient = jax.jit(jax.grad(ap.expectation(rollout(row, make, size=(2,)), 5), argnums=1))(KEY, theta)
+    leaves = jax.tree.leaves(gradient)
+    assert len(leaves) == 2 and all(jnp.all(jnp.isfinite(g)) and jnp.any(g != 0) for g in leaves)
+
+
+@rows
+def test_lanes(row):
+    with pytest.raises(ValueError, match="at least one lane"):
+        ap.expectation(rollout(row, step), 0)
+    gradient = jax.grad(ap.expectation(rollout(row, step), 1), argnums=1)
+    if row.needs_two_lanes or row.cost or row.resample:
+        with pytest.raises(ValueError, match="at least 2, got lanes=1"):
+            gradient(KEY, 0.7)
+    else:
+        assert jnp.isfinite(jax.jit(gradient)(KEY, 0.7))
+
+
+@rows
+def test_the_second_derivative_is_right_or_refused(row):
+    # E[x^2 + x] for x ~ N(theta, .3): 2 exactly. Gaussian resampling: the same, of the resampled state.
+    objective = ap.expectation(rollout(row, lambda theta, x: dist.Normal(theta + 0 * x, 0.3), length=1), 100)
+    second = jax.grad(jax.grad(objective, argnums=1), argnums=1)
+    if row.second == "refused":
+        with pytest.raises(TypeError, match=r"no second derivative.*(Use|use)"):
+            second(KEY, 0.7)
+        with pytest.raises(TypeError, match="no second derivative"):
+            jax.hessian(objective, argnums=1)(KEY, 0.7)
+    else:
+        ap.testing.assert_unbiased(lambda key: second(key, 0.7), 2.0, KEY, 500)
+
+
+@rows
+def test_discrete_choices_or_a_clear_error(row):
+    node = ap.stochastic(row.estimator)(lambda theta: dist.Bernoulli(logits=theta))
+
+    def program(tape, theta):
+        tape, x = node(tape, theta)
+        if row.resample:
+            tape, x = ap.gaussian_resampling(tape, x)
+        return tape.cost(lambda x: (x**2 + x).astype(jnp.float32), x, **row.cost)
+
+    gradient = jax.grad(ap.expectation(program, 50), argnums=1)
+    if row.discrete:
+        p = 1 / (1 + np.exp(-0.3))
+        ap.testing.assert_unbiased(lambda key: gradient(key, 0.3), 2 * p * (1 - p), KEY, 500)
+    else:
+        with pytest.raises(TypeError, match=r"has neither rsample|fits a Gaussian to floating-point"):
+            gradient(KEY, 0.3)
+
+
+@rows
+def test_one_step_of_a_gaussian_is_unbiased(row):
+    # The one case where all of them are (shaping and mixing up to O(1 / lanes), hence many lanes).
+    objective = ap.expectation(rollout(row, lambda theta, x: dist.Normal(theta + 0 * x, 0.3), length=1), 500)
+    gradient = jax.grad(objective, argnums=1)
+    ap.testing.assert_unbiased(lambda key: gradient(key, 0.7), 2 * 0.7 + 1, KEY, 200)
+
+
+@rows
+def test_lanes_sharded_over_devices_give_the_same_numbers(row):
+    # Global-view sharding: statistics over all lanes are JAX's business.
+    lanes = jax.NamedSharding(jax.make_mesh((2,), ("lanes",), axis_types=(jax.sharding.AxisType.Auto,)), jax.P("lanes"))
+
+    def sharded(theta, x):
+        return step(theta, x)
+
+    def program(tape, theta):
+        tape, x = ap.stochastic(row.estimator)(sharded)(tape, theta, jnp.ones(tape.lanes))
+        x = jax.lax.with_sharding_constraint(x, lanes)
+        if row.resample:
+            tape, x = ap.gaussian_resampling(tape, x)
+        return tape.cost(lambda x: x**2, x, **row.cost)
+
+    def plain(tape, theta):
+        tape, x = ap.stochastic(row.estimator)(sharded)(tape, theta, jnp.ones(tape.lanes))
+        if row.resample:
+            tape, x = ap.gaussian_resampling(tape, x)
+        return tape.cost(lambda x: x**2, x, **row.cost)
+
+    got, expected = (jax.jit(jax.value_and_grad(ap.expectation(p, 6), argnums=1))(KEY, 0.7) for p in (program, plain))
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
