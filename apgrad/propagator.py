@@ -1,7 +1,7 @@
 """Propagators: what a node computes, what it remembers, what it sends backward.
 
 Reverse-mode differentiation passes one kind of message (a cotangent) by one kind of rule (the
-transposed Jacobian). *Automatic propagation* (Parmas & Sugiyama, "Proppo: a message passing framework
+transposed Jacobian). *Automatic propagation* (Parmas & Seno, "Proppo: a message passing framework
 for customizable and composable learning algorithms", NeurIPS 2022, section 3) keeps the walk over the
 graph and lets a node replace the rule. Here a node's rule is a pair of pure functions, and
 `jax.custom_vjp` is the graph walker: it adds up messages at a fan-out and works under `jit`, `vmap`,

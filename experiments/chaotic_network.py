@@ -65,13 +65,16 @@ METHODS = {
 }
 
 
-def objective(method: str, horizon: int, lanes: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
+def objective(
+    method: str, horizon: int, lanes: int, check_nan: bool = True
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """The expected loss as an ordinary JAX function, `(key, beta) -> scalar`.
 
     Args:
       method: a name in `METHODS`.
       horizon: H, the number of steps.
       lanes: B, the number of trajectories.
+      check_nan: of `ap.expectation`.
 
     Example:
       >>> import jax
@@ -100,7 +103,7 @@ def objective(method: str, horizon: int, lanes: int) -> Callable[[jax.Array, jax
         (tape, x), _ = jax.lax.scan(body, (tape, start), length=horizon)
         return tape.cost(loss, x, shaping=ap.gaussian_shaping() if shaping else None)
 
-    return ap.expectation(rollout, lanes=lanes)
+    return ap.expectation(rollout, lanes=lanes, check_nan=check_nan)
 
 
 def gradients(method: str, beta: float, horizon: int, lanes: int, num_estimates: int, seed: int) -> np.ndarray:

@@ -9,9 +9,9 @@ estimators of the same mean, the inverse variances:
     k_LR = V_RP / (V_LR + V_RP),    k_RP = 1 - k_LR .                       (Parmas et al., 2018, eq. 15)
 
 *Bias.* For fixed weights the mixture is unbiased. These weights come from the samples that they mix, which
-biases the estimate: on the chaotic network of `experiments.chaos` at beta = 1.5, H = 50, by some 4 % with 100
-lanes, 3 % with 1,000. The variance it removes is far larger wherever the dynamics are chaotic; where
-reparameterization alone does well, prefer that.
+biases the estimate: on the chaotic network of `experiments.chaos` at beta = 1.5, H = 50, by 3.5 % with 1,000 lanes. The
+variance it removes is far larger wherever the dynamics are chaotic; where reparameterization alone does
+well, prefer that.
 """
 
 import jax

@@ -1,0 +1,1 @@
+"""Benchmarks: ratios in one process against a named baseline."""

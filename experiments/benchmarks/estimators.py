@@ -1,0 +1,262 @@
+"""What the estimators cost: time against plain `jax.grad`, and time and memory of a node.
+
+    python -m experiments.benchmarks.estimators                   # about a minute
+    python -m experiments.benchmarks.estimators --preset paper    # about five
+
+*Rollout.* The gradient of the chaotic network's loss (`experiments.chaotic_network`) by each method, against
+`jax.grad` of the same rollout written without apgrad, which draws the same numbers in the same way: a key split
+at each step, one key a lane. RP's gradient equals the baseline's to float32 rounding, which is checked.
+Methods take turns, a round each, and a ratio is the median over rounds of a method's time over the
+baseline's in the same round, so that a machine whose speed drifts does not change it. It is measured called
+from Python, a gradient a call (with and without `check_nan`), and in a loop inside one compiled program, as
+training runs it.
+
+*Chain.* Chains of 1e3 to 1e6 nodes `x <- N(sin(theta x), .1)` in a scan, forward and backward, with 2 lanes. What a
+node adds to the baseline, drawing the same numbers: microseconds, and bytes of the compiled program's
+temporary memory (`memory_analysis().temp_size_in_bytes`, which counts what the scan keeps for its backward pass).
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from matplotlib.figure import Figure
+
+import apgrad as ap
+from experiments import chaotic_network, harness
+
+BETA = 2.5
+LANES = 1000
+CHAIN_METHODS: dict[str, Callable[[], Any]] = {
+    "RP": ap.reparameterization,
+    "LR": ap.likelihood_ratio,
+    "TP": ap.total_propagation,
+}
+ROLLOUT_METHODS = ("RP", "LR", "TP", "GS-LR", "GS-TP")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(harness.Config):
+    """Options of the benchmark.
+
+    Attributes:
+      horizons: of the rollouts.
+      rounds: how often each rollout is timed.
+      nodes: lengths of the chains.
+      chain_rounds: how often each chain is timed.
+    """
+
+    horizons: tuple[int, ...] = (50,)
+    rounds: int = 60
+    nodes: tuple[int, ...] = (1_000, 10_000, 100_000)
+    chain_rounds: int = 7
+
+
+def plain_rollout(horizon: int, lanes: int = LANES) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """The rollout's loss without apgrad, with the numbers that `chaotic_network.objective` draws."""
+    weights = jnp.array(chaotic_network.WEIGHTS)
+
+    def loss(key, beta):
+        def body(carry, _):
+            key, x = carry
+            key, fresh = jax.random.split(key)
+            noise = jax.vmap(lambda key: jax.random.normal(key, (2,)))(jax.random.split(fresh, lanes))
+            x = jax.vmap(lambda x: jax.nn.sigmoid(beta * weights @ x))(x) + chaotic_network.SIGMA * noise
+            return (key, x), None
+
+        start = jnp.broadcast_to(jnp.array(chaotic_network.START), (lanes, 2))
+        (_, x), _ = jax.lax.scan(body, (key, start), length=horizon)
+        return jnp.mean(0.5 * jnp.sum((x - 1) ** 2, axis=-1))
+
+    return loss
+
+
+def chain(method: str, nodes: int, lanes: int = 2) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """The last state of a chain of nodes, squared; `plain` is without apgrad."""
+    if method == "plain":
+
+        def plain(key, theta):
+            def body(carry, _):
+                key, x = carry
+                key, fresh = jax.random.split(key)
+                noise = jax.vmap(jax.random.normal)(jax.random.split(fresh, lanes))
+                return (key, jnp.sin(theta * x) + 0.1 * noise), None
+
+            (_, x), _ = jax.lax.scan(body, (key, jnp.ones(lanes)), length=nodes)
+            return jnp.mean(x**2)
+
+        return plain
+
+    @ap.stochastic(CHAIN_METHODS[method]())
+    def step(theta, x):
+        return dist.Normal(jnp.sin(theta * x), 0.1)
+
+    def program(tape, theta):
+        carry = (tape, jnp.ones(tape.lanes))
+        (tape, x), _ = jax.lax.scan(lambda c, _: (step(c[0], theta, c[1]), None), carry, length=nodes)
+        return tape.cost(x**2)
+
+    return ap.expectation(program, lanes)
+
+
+def take_turns(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, np.ndarray]:
+    """Seconds of each function in each round, (rounds,), after one call that does not count."""
+    for function in functions.values():
+        jax.block_until_ready(function())
+    seconds = {name: np.empty(rounds) for name in functions}
+    for r in range(rounds):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            jax.block_until_ready(function())
+            seconds[name][r] = time.perf_counter() - start
+    return seconds
+
+
+def cells(config: Config) -> list[dict[str, Any]]:
+    """The rollouts, then the chains."""
+    rollouts = [{"benchmark": "rollout", "size": h} for h in config.horizons]
+    return rollouts + [{"benchmark": "chain", "size": n} for n in config.nodes]
+
+
+def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
+    """All methods of a benchmark, in turns."""
+    key = jax.random.key(seed)
+    return (_measure_rollout if cell["benchmark"] == "rollout" else _measure_chain)(config, cell["size"], key)
+
+
+def _measure_rollout(config, horizon, key):
+    beta = jnp.float32(BETA)
+    losses = {"plain": plain_rollout(horizon)}
+    for method in ROLLOUT_METHODS:
+        losses[method] = chaotic_network.objective(method, horizon, LANES)
+        losses[f"{method}, check_nan=False"] = chaotic_network.objective(method, horizon, LANES, check_nan=False)
+    gradients = {name: jax.grad(loss, argnums=1) for name, loss in losses.items()}
+    calls = {name: jax.jit(g) for name, g in gradients.items()}
+    np.testing.assert_allclose(calls["RP"](key, beta), calls["plain"](key, beta), rtol=1e-3)
+
+    keys = jax.random.split(key, 10)
+    loops = {
+        name: jax.jit(lambda keys, beta, g=g: jax.lax.map(lambda key: g(key, beta), keys))
+        for name, g in gradients.items()
+        if "," not in name
+    }
+    called = take_turns({name: lambda f=f: f(key, beta) for name, f in calls.items()}, config.rounds)
+    looped = take_turns({name: lambda f=f: f(keys, beta) for name, f in loops.items()}, config.rounds)
+    rows = [_row(f"called: {name}", seconds, called["plain"]) for name, seconds in called.items()]
+    rows += [_row(f"in a loop: {name}", seconds / 10, looped["plain"] / 10) for name, seconds in looped.items()]
+    return {"rows": rows}
+
+
+def _measure_chain(config, nodes, key):
+    theta = jnp.float32(1.1)
+    compiled = {
+        method: jax.jit(jax.grad(chain(method, nodes), argnums=1)).lower(key, theta).compile()
+        for method in ("plain", *CHAIN_METHODS)
+    }
+    seconds = take_turns({name: lambda f=f: f(key, theta) for name, f in compiled.items()}, config.chain_rounds)
+    memory = {name: f.memory_analysis().temp_size_in_bytes for name, f in compiled.items()}
+    rows = []
+    for name in compiled:
+        row = _row(name, seconds[name], seconds["plain"])
+        added = (seconds[name] - seconds["plain"]) / nodes * 1e6
+        row |= {
+            "added_us_per_node": float(np.median(added)),
+            "added_us_interval": _median_interval(added),
+            "bytes_per_node": memory[name] / nodes,
+            "added_bytes_per_node": (memory[name] - memory["plain"]) / nodes,
+        }
+        rows.append(row)
+    return {"rows": rows}
+
+
+def _row(name, seconds, baseline):
+    ratios = seconds / baseline
+    return {
+        "method": name,
+        "milliseconds": float(np.median(seconds) * 1e3),
+        "ratio": float(np.median(ratios)),
+        "ratio_interval": _median_interval(ratios),
+    }
+
+
+def _median_interval(values):
+    """Percentile-bootstrap 95 % interval of the median over rounds."""
+    return harness.interval(harness.bootstrap(values, lambda x: np.median(x, axis=-1), 2000, seed=0))
+
+
+def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
+    """Ratios as bars, what a node adds as lines."""
+    empty = dict.fromkeys(("added_us_per_node", "added_us_interval", "bytes_per_node", "added_bytes_per_node"))
+    rows = [{**cell, **empty, **row} for cell, result in records for row in result["rows"]]
+    figures = {}
+    for row in rows:
+        if row["benchmark"] == "rollout":
+            name = f"ratio_H{row['size']}, {row['method']}"
+            figures[name] = {"value": row["ratio"], "interval": row["ratio_interval"]}
+    largest = max((r["size"] for r in rows if r["benchmark"] == "chain"), default=0)
+    for row in rows:
+        if row["benchmark"] == "chain" and row["size"] == largest and row["method"] != "plain":
+            name = f"node_in_chain_of_{largest}, {row['method']}"
+            figures[name] = {k: row[k] for k in ("added_us_per_node", "added_us_interval", "added_bytes_per_node")}
+    return harness.Report(figures, rows, _table(rows), _figure(rows))
+
+
+def _table(rows):
+    lines = [
+        f"{'benchmark':>16} {'method':<30} {'ms':>9} {'ratio':>6}  {'95 % interval':<14} {'us/node':>8} {'bytes':>8}"
+    ]
+    for row in rows:
+        low, high = row["ratio_interval"]
+        line = f"{row['benchmark']:>8} {row['size']:>7} {row['method']:<30} {row['milliseconds']:>9.3f}"
+        line += f" {row['ratio']:>6.2f}  {low:.2f} to {high:.2f}  "
+        if row["added_us_per_node"] is not None:
+            line += f" {row['added_us_per_node']:>+8.2f} {row['added_bytes_per_node']:>+8.1f}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def _figure(rows):
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    left, middle, right = figure.subplots(1, 3)
+    rollouts = [r for r in rows if r["benchmark"] == "rollout" and "plain" not in r["method"]]
+    last = max((r["size"] for r in rollouts), default=0)
+    shown = [r for r in rollouts if r["size"] == last][::-1]
+    values = np.array([r["ratio"] for r in shown])
+    errors = np.abs(np.array([r["ratio_interval"] for r in shown]).T - values) if shown else None
+    left.barh([r["method"] for r in shown], values, xerr=errors, color="0.7")
+    left.axvline(1, color="black", linewidth=0.8)
+    left.set(xlabel="time / plain jax.grad", title=f"Rollout, H={last}, {LANES} lanes")
+    left.tick_params(axis="y", labelsize=7)
+    chains = [r for r in rows if r["benchmark"] == "chain" and r["method"] != "plain"]
+    for method, marker in zip(CHAIN_METHODS, "os^", strict=True):
+        lines = [r for r in chains if r["method"] == method]
+        sizes = [r["size"] for r in lines]
+        middle.plot(sizes, [r["added_us_per_node"] for r in lines], marker=marker, label=method)
+        right.plot(sizes, [r["added_bytes_per_node"] for r in lines], marker=marker, label=method)
+    middle.set(xscale="log", xlabel="nodes in the chain", ylabel="added microseconds a node", title="Time of a node")
+    right.set(xscale="log", xlabel="nodes in the chain", ylabel="added bytes a node", title="Memory of a node, 2 lanes")
+    for axes in (middle, right):
+        axes.axhline(0, color="black", linewidth=0.8)
+        axes.legend()
+    return figure
+
+
+EXPERIMENT = harness.Experiment(
+    name="benchmarks.estimators",
+    description="Time of the estimators against plain jax.grad, and time and memory of a node.",
+    presets={
+        "quick": Config(),
+        "paper": Config(horizons=(10, 25, 50, 100), rounds=200, nodes=(1_000, 10_000, 100_000, 1_000_000)),
+    },
+    cells=cells,
+    measure=measure,
+    report=report,
+)
+
+if __name__ == "__main__":
+    harness.main(EXPERIMENT)
