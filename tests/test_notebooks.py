@@ -1,0 +1,56 @@
+"""The notebooks: they run from top to bottom in a fresh kernel, and open in Colab.
+
+What a notebook claims is checked by its author when it is executed and committed; here it must run without an error.
+"""
+
+import os
+import pathlib
+
+import pytest
+
+nbformat = pytest.importorskip("nbformat", reason="notebooks are read by nbformat (the dev extra)")
+nbclient = pytest.importorskip("nbclient", reason="notebooks are executed by nbclient (the dev extra)")
+pytest.importorskip("ipykernel", reason="notebooks need a kernel, ipykernel (the dev extra)")
+
+FOLDER = pathlib.Path(__file__).parent.parent / "notebooks"
+NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
+COLAB = "https://colab.research.google.com/github/apgrad/apgrad/blob/main/notebooks/"
+INSTALL = '%pip install -q "apgrad[experiments] @ git+https://github.com/apgrad/apgrad"'
+# A notebook should take less than 90 seconds on two cores. The bound is on a single cell and generous: it ends what
+# hangs, and does not fail on a busy machine.
+SECONDS_A_CELL = 300
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_is_tidy(path):
+    notebook = nbformat.read(path, as_version=4)
+    nbformat.validate(notebook)
+    first, second = notebook.cells[:2]
+    assert first.cell_type == "markdown" and f"({COLAB}{path.name})" in first.source
+    assert second.cell_type == "code" and INSTALL in second.source and "except ImportError" in second.source
+    assert path.stat().st_size < 500_000
+    assert notebook.metadata.kernelspec.name == "python3"
+    for cell in notebook.cells:
+        assert not cell.metadata
+        assert cell.cell_type == "markdown" or "experiments import" not in cell.source
+        for output in cell.get("outputs", []):
+            assert output.output_type != "error" and output.get("name") != "stderr", cell.source
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_runs(path, tmp_path, monkeypatch):
+    notebook = nbformat.read(path, as_version=4)
+    # The kernel imports this checkout, and has no word on frozen modules to say to debuggers.
+    monkeypatch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")])))
+    # An error in a cell is raised as nbclient.exceptions.CellExecutionError, with the cell and its traceback.
+    nbclient.NotebookClient(
+        notebook,
+        timeout=SECONDS_A_CELL,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(tmp_path)}},
+    ).execute()
