@@ -1,5 +1,6 @@
 """Objectives: the expectation of a program's costs, as an ordinary JAX function."""
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,8 +24,8 @@ def expectation(
         likelihood-ratio credit goes to a lane's own choices. It returns the last tape.
       lanes: how many lanes, at least 1; estimators with batch statistics need 2.
       has_aux: the program returns `(tape, aux)`, the objective `(value, aux)`.
-      check_nan: raise an error when a lane's costs are NaN, also under `jit`: by a host callback that
-        runs only then. It costs some 60 microseconds of dispatch for each call from Python.
+      check_nan: raise an error when a lane's costs are NaN, also under `jit`, by a host callback that runs
+        only then. Turn it off to export or serialize a compiled program.
 
     Returns:
       `objective(key, *args) -> scalar`, a pure function. The scalar is float32, or the costs' dtype where
@@ -50,8 +51,9 @@ def expectation(
     """
     if not callable(program):
         raise TypeError(f"expectation takes a program, a function of (tape, *args), got {type(program).__name__}")
-    if isinstance(lanes, bool) or not isinstance(lanes, int) or lanes < 1:
-        raise ValueError(f"expectation needs at least one lane, a Python int, got lanes={lanes!r}")
+    if isinstance(lanes, bool) or not hasattr(lanes, "__index__") or operator.index(lanes) < 1:
+        raise ValueError(f"expectation needs at least one lane, an integer, got lanes={lanes!r}")
+    lanes = operator.index(lanes)
 
     def objective(key, *args, **kwargs):
         key = _require_key(key)
@@ -94,7 +96,7 @@ def value_and_grad(
     """
     numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
     if any(n < 1 for n in numbers):
-        raise ValueError(f"argnums={argnums} names the key; the program's first argument is argnums=1")
+        raise ValueError(f"argnums={argnums}: 0 is the key, and the program's first argument is argnums=1")
     inner = jax.value_and_grad(
         expectation(program, lanes, **options), argnums=argnums, has_aux=options.get("has_aux", False)
     )
@@ -131,7 +133,9 @@ def _run(program, ledger, plan, has_aux, key, args, kwargs):
                 f"the program must return its last tape, got {type(tape).__name__}. Costs are given to the tape, "
                 "`return tape.cost(c)`; anything else to return needs has_aux=True and `return tape, aux`."
             )
-        tape.require_current("the program's end")
+        tape.require_current("the program returned an earlier tape")
+        if any(isinstance(leaf, Tape) for leaf in jax.tree.leaves(aux, is_leaf=lambda x: isinstance(x, Tape))):
+            raise TypeError("aux holds a tape, which is of no use outside the program; return (tape, aux) without it")
     finally:
         LEDGER.reset(token)
     return tape, aux
@@ -186,9 +190,10 @@ def _nan_flag(bad: jax.Array) -> jax.Array:
 
     def fail(_):
         raise FloatingPointError(
-            "a lane's cost is NaN, and the gradient would be NaN for all of them. Look at the costs and at what "
-            "feeds them (jax.debug.print, or jax.config.update('jax_debug_nans', True)); mask lanes that "
-            "failed. ap.expectation(..., check_nan=False) turns this check off."
+            "a lane's cost is NaN (or infinite, so that its baseline is), and the gradient would be NaN for all of "
+            "them. Look at the costs and at what feeds them (jax.debug.print, or "
+            "jax.config.update('jax_debug_nans', True)); mask lanes that failed. ap.expectation(..., check_nan=False) "
+            "turns this check off."
         )
 
     return lax.cond(bad, lambda: jax.pure_callback(fail, flag, bad), lambda: jnp.zeros((), jnp.float32))

@@ -25,12 +25,18 @@ def zero_with_gradient(x: jax.Array) -> jax.Array:
     Args:
       x: a floating-point array.
 
+    Raises:
+      TypeError: for another dtype, which has no gradient.
+
     Example:
       >>> import jax, apgrad as ap
       >>> [float(v) for v in jax.value_and_grad(lambda x: ap.zero_with_gradient(x**2))(3.0)]
       [0.0, 6.0]
     """
-    return _zero_p.bind(jnp.asarray(x))
+    x = jnp.asarray(x)
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
+        raise TypeError(f"zero_with_gradient takes floating-point arrays, got dtype {x.dtype}, which has no gradient")
+    return _zero_p.bind(x)
 
 
 def refuse_derivative(tree: Any, reason: str) -> Any:

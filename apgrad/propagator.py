@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from apgrad.primitives import refuse_derivative
 
@@ -50,14 +51,13 @@ class Propagator(NamedTuple):
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Inputs:
-    """What `node` must know of its inputs to check the messages to them. No arrays: static memory."""
+class Static:
+    """Memory that is no array: a hashable value that is known when the program is traced."""
 
-    treedef: Any
-    avals: tuple[tuple[tuple[int, ...], Any], ...]
+    value: Any
 
 
-def node(propagator: Propagator) -> Callable[..., Any]:
+def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., Any]:
     """An ordinary JAX function whose reverse pass is the propagator's `backward`.
 
     Reverse mode differentiates it any number of times: the second derivative differentiates what
@@ -65,8 +65,10 @@ def node(propagator: Propagator) -> Callable[..., Any]:
     Forward mode raises JAX's `TypeError`: a propagator has no forward-mode rule.
 
     Args:
-      propagator: the pair of functions. They may not close over an array that is differentiated
-        outside: it would get no message. Pass such an array as an input.
+      propagator: the pair of functions. They may not close over an array that is traced or differentiated
+        outside: it would get no message (and inside a `scan`, JAX cannot compile it). Pass it as an input.
+      perturbed: tell `forward` what is differentiated: it is called as `forward(*inputs, perturbed=flags)`, with
+        Python bools in the structure of the inputs.
 
     Returns:
       `function(*inputs) -> output`.
@@ -84,8 +86,8 @@ def node(propagator: Propagator) -> Callable[..., Any]:
       Array([0.5, 1. ], dtype=float32)
     """
 
-    def forward(*inputs):
-        result = propagator.forward(*inputs)
+    def forward(inputs, flags):
+        result = propagator.forward(*inputs, perturbed=flags) if perturbed else propagator.forward(*inputs)
         if not (isinstance(result, tuple) and len(result) == 2):
             raise TypeError(
                 "a propagator's forward must return the pair (output, memory), got "
@@ -95,20 +97,26 @@ def node(propagator: Propagator) -> Callable[..., Any]:
 
     @jax.custom_vjp
     def call(*inputs):
-        return forward(*inputs)[0]
+        return forward(inputs, jax.tree.map(lambda _: False, inputs))[0]
 
     def fwd(*inputs):
+        flags = None
+        if perturbed:
+            flags = jax.tree.map(lambda p: p.perturbed, inputs, is_leaf=lambda p: isinstance(p, CustomVJPPrimal))
+            inputs = jax.tree.map(lambda p: p.value, inputs, is_leaf=lambda p: isinstance(p, CustomVJPPrimal))
         # The plain forward, never the wrapped `call`: with a learned backward the wrapped one would be
         # differentiated by its own rule, and meta-gradients would be silently wrong.
-        output, memory = forward(*inputs)
+        output, memory = forward(inputs, flags)
         leaves, treedef = jax.tree.flatten(inputs)
-        return output, (memory, _Inputs(treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)))
+        return output, (memory, Static((treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves))))
 
     def bwd(residual, message):
         memory, inputs = residual
-        return _check_messages(propagator.backward(memory, message), inputs)
+        if perturbed:
+            message = jax.tree.map(_instantiate, message, is_leaf=lambda m: isinstance(m, SymbolicZero))
+        return _check_messages(propagator.backward(memory, message), *inputs.value)
 
-    call.defvjp(fwd, bwd)
+    call.defvjp(fwd, bwd, symbolic_zeros=perturbed)
 
     @functools.wraps(propagator.forward)
     def function(*inputs):
@@ -272,7 +280,7 @@ def first_order(propagator: Propagator, reason: str) -> Propagator:
     # Once differentiated, the node is its forward with memory: a derivative that arrives there is the second, as
     # is one of the messages.
     return Propagator(
-        forward=lambda *inputs: propagator.forward(*refuse_derivative(inputs, reason)),
+        forward=lambda *inputs, **options: propagator.forward(*refuse_derivative(inputs, reason), **options),
         backward=lambda memory, message: refuse_derivative(propagator.backward(memory, message), reason),
     )
 
@@ -314,18 +322,22 @@ def _only(messages: Any) -> Any:
     return messages[0]
 
 
-def _check_messages(messages: Any, inputs: _Inputs) -> tuple[Any, ...]:
+def _instantiate(message: Any) -> Any:
+    return jnp.zeros(message.shape, message.aval.dtype) if isinstance(message, SymbolicZero) else message
+
+
+def _check_messages(messages: Any, treedef: Any, avals: tuple[Any, ...]) -> tuple[Any, ...]:
     """The messages as `custom_vjp` wants them, or an error that says which one is wrong."""
-    children = inputs.treedef.children()
+    children = treedef.children()
     if not isinstance(messages, tuple) or len(messages) != len(children):
         raise TypeError(
             f"a propagator's backward must return a tuple with one message for each of its {len(children)} "
             f"input(s), got {_describe(messages)}. A single message m is returned as (m,)."
         )
-    avals = iter(inputs.avals)
+    remaining = iter(avals)
 
     def check(index, treedef, message):
-        wanted = [next(avals) for _ in range(treedef.num_leaves)]
+        wanted = [next(remaining) for _ in range(treedef.num_leaves)]
         if message is None:
             return None
         try:

@@ -11,8 +11,8 @@ The tape carries, for each of B independent *lanes* (repetitions of the program,
     c exp(p) + b (1 - exp(p))                                                        (*)
 
 to the lane's total; the objective is the mean of the totals over lanes. In value, (*) is c. Its derivatives
-are those of `c exp(sum of the log-densities before c)`, which is the DiCE objective (Foerster et al., 2018,
-eq. 5; with baselines, Mao et al., 2019, eq. 8): in expectation right to any order, and pathwise
+are those of `c exp(sum of the log-densities before c)`, which is the DiCE objective (Foerster et al., 2018;
+with baselines, Mao et al., 2019): in expectation right to any order, and pathwise
 derivatives of c come with them. The baseline b, a constant to differentiation, must not depend on the
 lane's own choices, since then E[b d^k exp(p)] = 0 for every k >= 1. Leave-one-out: b_i is the mean of the
 *other* lanes' c.
@@ -34,6 +34,7 @@ each other, (lanes, parts), so that a part's choices pay for the costs of that p
 """
 
 import contextvars
+import itertools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -72,6 +73,7 @@ class Ledger:
 
 
 LEDGER: contextvars.ContextVar[Ledger | None] = contextvars.ContextVar("ledger", default=None)
+_STAMPS = itertools.count(1)  # one count for all programs, so that no tape of another one is taken for current
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -89,14 +91,14 @@ class Tape:
     def __init__(self, plan: Plan, key: Any, total: Any, ports: dict[str, Any]):
         self._plan, self._key, self._total, self._ports = plan, key, total, ports
         ledger = LEDGER.get()
+        self._stamp = 0
         if ledger is not None and isinstance(key, jax.Array):
-            ledger.stamp += 1
-            self._stamp = ledger.stamp
-        else:
-            self._stamp = 0
+            ledger.stamp = self._stamp = next(_STAMPS)
 
     def tree_flatten_with_keys(self):
         """For JAX: the arrays of the tape, and its static structure."""
+        if LEDGER.get() is not None and self._stamp:
+            self.require_current("a tape given to a JAX transformation")
         names = ("key", "total", "ports")
         values = (self._key, self._total, self._ports)
         return [(jax.tree_util.GetAttrKey(n), v) for n, v in zip(names, values, strict=True)], self._plan
@@ -254,8 +256,6 @@ class Tape:
             )
         shape = zero.shape[: 1 + parts]
         zero = zero.reshape(*shape, -1).sum(-1)
-        if parts:
-            ledger.parts.setdefault(shape[1], name)
         if isinstance(baseline, str) and self.lanes < 2:
             raise ValueError(
                 f"{name}: the leave-one-out baseline is the mean over the other lanes and needs at least 2, "
@@ -284,6 +284,12 @@ class Tape:
         ports[_port_name(kind, parts)] = ports[_port_name(kind, parts)] + zero
         return Tape(self._plan, self._key, total, ports)
 
+    def declare_parts(self, shape: tuple[int, ...], name: str) -> None:
+        """For authors of nodes: says that the second axis of this shape numbers independent parts."""
+        if len(shape) < 2:
+            raise ValueError(f"{name}: with parts=True the sample's shape is (lanes, parts, ...), got {shape}")
+        self.require_current(name).parts.setdefault(shape[1], name)
+
     def mix_lanes(self, name: str) -> "Tape":
         """For authors of nodes that let lanes act on each other: likelihood-ratio credit is then refused."""
         self.require_current(name).mixing = name
@@ -293,19 +299,22 @@ class Tape:
         """The trace's ledger, or an error if the tape is not the current one."""
         ledger = LEDGER.get()
         if ledger is None:
-            raise ValueError(f"{what}: a tape works only inside the program of ap.expectation, while it runs")
+            raise ValueError(
+                f"{what}: a tape works only inside the program of ap.expectation, while it runs (a custom_vjp "
+                "function's fwd may run later: do not give it the tape)"
+            )
         if self._stamp != ledger.stamp:
             raise ValueError(
                 f"{what}: this tape was already used, and what was done with it since would be lost. Every "
                 "use returns the next tape: go on with that one, as with a PRNG key. Into scan, while_loop "
                 "and cond pass the tape as carry or operand, do not close over it; for branches that do "
-                "not depend on each other use tape.parallel."
+                "not depend on each other use tape.parallel. (jax.eval_shape of a function of the tape is a use.)"
             )
         return ledger
 
     def _check_cost(self, cost: Any, ledger: Ledger, parts: bool = True) -> jax.Array:
         cost = jnp.asarray(cost)
-        if not (jnp.issubdtype(cost.dtype, jnp.floating) or jnp.issubdtype(cost.dtype, jnp.integer)):
+        if not any(jnp.issubdtype(cost.dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
             raise TypeError(f"a cost must be real numbers, got dtype {cost.dtype}; convert it with .astype")
         if cost.ndim not in ((1, 2) if parts else (1,)) or cost.shape[0] != self.lanes:
             raise ValueError(cost_shape_error(self.lanes, cost.shape))
@@ -318,14 +327,17 @@ class Tape:
         if ledger.collecting:
             return Tape(self._plan, self._key, self._total, self._ports)
         p, q, r = (self._logp(kind, cost.ndim) for kind in ("baselined", "plain", "regression"))
-        if message is not None:
-            term = cost + _charge(message, p + q)
-        else:
-            term = cost * jnp.exp(p + q)
-            if any(name.startswith("baselined") for name in self._ports):
+        kinds = {name.removesuffix("_parts") for name in self._ports}
+        term = cost
+        if message is not None and kinds:
+            term = term + _charge(message, p + q)
+        elif kinds:
+            term = term * jnp.exp(p + q)
+            if "baselined" in kinds:
                 others = (jnp.sum(cost, axis=0) - cost) / (self.lanes - 1)
                 term = term - lax.stop_gradient(others) * jnp.expm1(p)
-        term = term + lax.stop_gradient(cost if message is None else message) * r
+        if "regression" in kinds:
+            term = term + lax.stop_gradient(cost if message is None else message) * r
         return Tape(self._plan, self._key, self._total + term.reshape(self.lanes, -1).sum(-1), self._ports)
 
     def _logp(self, kind: Kind, ndim: int) -> jax.Array:

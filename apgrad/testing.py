@@ -166,15 +166,15 @@ def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float =
 
     expected = both(*args)
     variants = {
-        "jit": jax.jit(both),
+        "jit": both,
         "checkpoint": jax.value_and_grad(jax.checkpoint(function)),
-        "scan": jax.jit(jax.value_and_grad(scanned)),
-        "cond": jax.jit(jax.value_and_grad(branched)),
+        "scan": jax.value_and_grad(scanned),
+        "cond": jax.value_and_grad(branched),
         "vmap": batched,
-        "while_loop": lambda *args: (jax.jit(looped)(*args), expected[1]),
+        "while_loop": lambda *args: (looped(*args), expected[1]),
     }
     for name, variant in variants.items():
-        got = variant(*args)
+        got = jax.jit(variant)(*args)
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(
                 np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=rtol, atol=atol, err_msg=f"under {name}"

@@ -23,6 +23,11 @@ def test_zero_with_gradient_is_zero_where_its_argument_is_not_finite():
     assert (derivative == 1).all()
 
 
+def test_a_zero_of_integers_is_an_error():
+    with pytest.raises(TypeError, match="got dtype int32, which has no gradient"):
+        ap.zero_with_gradient(3)
+
+
 def in_scan(f):
     def looped(x):
         return jax.lax.scan(lambda c, _: (c + f(x), None), jnp.zeros_like(x), length=3)[0] / 3

@@ -96,18 +96,20 @@ def moments(what: str, x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def cholesky(covariance: jax.Array) -> jax.Array:
-    """The lower Cholesky factor, with a millionth of the mean variance added; zero where nothing varies.
+    """The lower Cholesky factor, with a millionth added to each variance; zero for a component without any.
 
-    The addition keeps a covariance of fewer lanes than dimensions, or of a constant component, positive
-    definite, whatever its scale.
+    It is that of the correlations, scaled, so that a component in metres does not swamp one in millimetres. The
+    addition keeps a covariance of fewer lanes than dimensions positive definite.
     """
     size = len(covariance)
-    scale = jnp.trace(covariance) / size
-    identity = jnp.eye(size, dtype=covariance.dtype)
-    varies = scale > 0
-    # Both branches are safe to differentiate: no Cholesky factor of zero is ever taken.
-    safe = jnp.where(varies, covariance + 1e-6 * scale * identity, identity)
-    return jnp.where(varies, jnp.linalg.cholesky(safe), 0)
+    variance = jnp.diag(covariance)
+    varies = variance > 0
+    # Safe to differentiate: the root of zero is never taken.
+    deviation = jnp.sqrt(jnp.where(varies, variance, 1))
+    jitter = 1e-6 + 4 * size * float(jnp.finfo(covariance.dtype).eps)
+    correlation = covariance / deviation[:, None] / deviation
+    correlation = jnp.where(jnp.eye(size, dtype=bool), jnp.asarray(1 + jitter, covariance.dtype), correlation)
+    return jnp.where(varies[:, None], deviation[:, None] * jnp.linalg.cholesky(correlation), 0)
 
 
 def _shaped_cost(x, mean, to_mean, to_covariance):

@@ -23,6 +23,9 @@ def reparameterization() -> Estimator:
     For distributions with `rsample` (NumPyro's normal, gamma, Dirichlet, ...), and for other continuous
     univariate ones with a `cdf` (mixtures), by implicit differentiation.
 
+    JAX differentiates its gamma sampler once: second derivatives of gamma, beta, Dirichlet and Student's t raise
+    JAX's error (about a `while_loop`, or a missing differentiation rule).
+
     Raises:
       TypeError: at trace time, for a distribution without a pathwise derivative, discrete ones above all.
 

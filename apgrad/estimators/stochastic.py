@@ -22,12 +22,15 @@ from jax import lax
 from apgrad.estimators import baselines, distributions
 from apgrad.estimators.baselines import Baseline
 from apgrad.port import port
-from apgrad.propagator import Propagator, first_order, hoist, node
+from apgrad.propagator import Propagator, Static, first_order, hoist, node
 from apgrad.tape import Tape, require_lanes
 
 
 class Estimator(NamedTuple):
     """How one random choice is differentiated.
+
+    Messages are cotangents of the objective, a mean over lanes: the cost's derivative, and the cost-to-go, over the
+    number of lanes.
 
     Attributes:
       name: for errors.
@@ -86,8 +89,8 @@ def stochastic(
       estimator: `reparameterization()`, `likelihood_ratio()`, `total_propagation()` or your own.
       in_axes: for each argument 0 (its leading axis is the lanes) or None (shared by the lanes, as parameters
         are). By default the first argument is shared and the others are the lanes'. Mixers weigh their
-        estimators by the per-lane gradients of the shared arguments (arrays that the function closes over
-        count as such).
+        estimators by the per-lane gradients of what is differentiated: of the shared arguments and of arrays that
+        the function closes over, or where none of those is, of the lanes' arguments.
       parts: the distribution's first batch axis numbers parts of a lane that are independent of each other;
         costs of shape (lanes, parts) are then charged to a part's own choices. Without it, all the
         choices of a lane are charged with all the costs after them, which is right in any case.
@@ -136,7 +139,13 @@ def stochastic(
                 x, zero = jax.vmap(lambda key, *a: _surrogate(estimator, distribution(*a), key), (0, *axes))(
                     keys, *args
                 )
+            if parts:
+                tape.declare_parts(x.shape, what)
             if zero is not None:
+                guard = jax.vmap(
+                    lambda *a: distributions.support_guard(what, distribution(*a)), axes, axis_size=tape.lanes
+                )
+                zero = zero + guard(*args).reshape(-1, *[1] * (zero.ndim - 1)).astype(zero.dtype)
                 b = baselines.evaluate(estimator.baseline, (axes, tape.lanes), args)
                 tape = tape.credit(zero, name=what, parts=parts, **b)
             return tape, x
@@ -190,52 +199,67 @@ def sample(
     if shape[:1] != (tape.lanes,) or x.shape[:1] != (tape.lanes,):
         raise ValueError(
             f"{what}: the distribution has batch shape {shape}, which must start with the lanes, ({tape.lanes}, ...): "
-            "else lanes would share one sample. Broadcast a parameter, or use distribution.expand((tape.lanes, ...))."
+            "else lanes would share one sample. Broadcast a parameter with jnp.broadcast_to."
         )
+    if parts:
+        tape.declare_parts(x.shape, what)
     if zero is not None:
+        zero = zero + distributions.support_guard(what, distribution).astype(zero.dtype)
         b = baselines.evaluate(estimator.baseline, None, (distribution,))
         tape = tape.credit(zero, name=what, parts=parts, **b)
     return tape, x
 
 
 def _mix_lanes(mixer, distribution, axes, args, keys):
-    """A mixer's node for a per-lane function: the target is the shared arguments, closures included."""
-    shared = [x for x, axis in zip(args, axes, strict=True) if axis is None]
+    """A mixer's node for a per-lane function: the target is what is differentiated of the shared arguments."""
+    leaves, treedef = jax.tree.flatten([x for x, axis in zip(args, axes, strict=True) if axis is None])
     lane = [x for x, axis in zip(args, axes, strict=True) if axis == 0]
+    static = [callable(leaf) or isinstance(leaf, str) for leaf in leaves]
+    arrays = [leaf for leaf, is_static in zip(leaves, static, strict=True) if not is_static]
 
-    def ordered(shared, lane):
-        shared, lane = iter(shared), iter(lane)
+    def ordered(arrays, lane):
+        arrays, lane = iter(arrays), iter(lane)
+        shared = iter(treedef.unflatten([leaf if s else next(arrays) for leaf, s in zip(leaves, static, strict=True)]))
         return distribution(*(next(shared if axis is None else lane) for axis in axes))
 
     one_lane = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), lane)
-    converted, closed_over = hoist(ordered, shared, one_lane)
+    converted, closed_over = hoist(ordered, arrays, one_lane)
 
     def build(shared, lane):
-        arguments, closed_over = shared
-        return converted(arguments, lane, *closed_over)
+        arrays, closed_over = shared
+        return converted(arrays, lane, *closed_over)
 
-    def forward(shared, lane, keys):
+    def forward(shared, lane, keys, perturbed):
         def one(lane, key):
             return _surrogates(mixer, build(shared, lane), key)
 
         output, pullbacks = jax.vmap(one)(lane, keys)
         # The function is differentiated again in the backward pass: cheaper to keep than its linearization,
         # which holds a copy of the shared arguments for each lane.
-        return output, (shared, lane, pullbacks)
+        return output, (shared, lane, pullbacks, Static(tuple(map(tuple, map(jax.tree.leaves, perturbed[:2])))))
 
     def backward(memory, message):
-        shared, lane, pullbacks = memory
+        shared, lane, pullbacks, perturbed = memory
 
         def one(lane, pullbacks, message):
             _, to_arguments = jax.vjp(build, shared, lane)
             return [_drop_float0(to_arguments(*pullback(message))) for pullback in pullbacks]
 
         answers = jax.vmap(one)(lane, pullbacks, message)
-        weights = mixer.weights([jax.tree.leaves(to_shared) for to_shared, _ in answers])
+        weights = mixer.weights([_target(answer, perturbed.value) for answer in answers])
         summed = [jax.tree.map(lambda g: jnp.sum(g, axis=0), to_shared) for to_shared, _ in answers]
         return _weighted_sum(weights, summed), _weighted_sum(weights, [to_lane for _, to_lane in answers]), None
 
-    return _mixer_node(mixer, forward, backward)((shared, closed_over), lane, keys)
+    return _mixer_node(mixer, forward, backward, perturbed=True)((arrays, closed_over), lane, keys)
+
+
+def _target(answer, perturbed):
+    """The per-lane gradients of the differentiated shared arguments, or else of the lane's own."""
+    for gradients, flags in zip(answer, perturbed, strict=True):
+        leaves = jax.tree.leaves(gradients, is_leaf=lambda g: g is None)
+        if target := [g for g, flag in zip(leaves, flags, strict=True) if flag and g is not None]:
+            return target
+    return []
 
 
 def _mix_batch(mixer, distribution, key, lanes):
@@ -306,15 +330,17 @@ def _drop_float0(tree):
     return jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g, tree)
 
 
-def _mixer_node(mixer, forward, backward):
+def _mixer_node(mixer, forward, backward, **options):
     reason = (
         f"{mixer.name} has no second derivative: its weights are no part of the objective, and differentiating "
         "them would be silently wrong. Use likelihood_ratio() or reparameterization() for higher orders."
     )
-    return node(first_order(Propagator(forward, backward), reason))
+    return node(first_order(Propagator(forward, backward), reason), **options)
 
 
 def _resolve_axes(what, in_axes, args):
+    if in_axes is not None and not isinstance(in_axes, tuple | list):
+        raise TypeError(f"{what}: in_axes must be a tuple with 0 or None for each argument, got {in_axes!r}")
     axes = (None,) + (0,) * (len(args) - 1) if in_axes is None else tuple(in_axes)
     if len(axes) != len(args):
         raise ValueError(f"{what}: in_axes={axes} is for {len(axes)} argument(s), called with {len(args)}")

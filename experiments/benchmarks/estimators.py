@@ -159,7 +159,7 @@ def _measure_chain(config, nodes, key):
         for method in ("plain", *CHAIN_METHODS)
     }
     seconds = take_turns({name: lambda f=f: f(key, theta) for name, f in compiled.items()}, config.chain_rounds)
-    memory = {name: f.memory_analysis().temp_size_in_bytes for name, f in compiled.items()}
+    memory = {name: _temporary_bytes(f) for name, f in compiled.items()}
     rows = []
     for name in compiled:
         row = _row(name, seconds[name], seconds["plain"])
@@ -172,6 +172,15 @@ def _measure_chain(config, nodes, key):
         }
         rows.append(row)
     return {"rows": rows}
+
+
+def _temporary_bytes(compiled):
+    analysis = compiled.memory_analysis()
+    if analysis is None:
+        raise RuntimeError(
+            f"the backend {jax.default_backend()} tells nothing of a program's memory; run this on CPU or GPU"
+        )
+    return analysis.temp_size_in_bytes
 
 
 def _row(name, seconds, baseline):

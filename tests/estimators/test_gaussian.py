@@ -117,6 +117,29 @@ def test_resampling_keeps_the_moments_also_with_fewer_lanes_than_dimensions(lane
     np.testing.assert_allclose(np.cov(samples.T), np.cov(np.asarray(x).T), atol=0.5)
 
 
+def test_components_of_any_scale_keep_their_variance():
+    scales = np.array([1e3, 1e-2, 0.0, 1e-5])
+    x = jax.random.normal(KEY, (5000, 4)) * scales
+
+    def run(tape):
+        tape, y = ap.gaussian_resampling(tape, x)
+        return tape.cost(jnp.zeros(5000)), y
+
+    y = ap.expectation(run, 5000, has_aux=True)(KEY)[1]
+    np.testing.assert_allclose(y.std(0), x.std(0), rtol=0.05)
+
+    def shaped(tape, theta):
+        tape, y = ap.sample(
+            tape, dist.Normal(theta, jnp.broadcast_to(jnp.array([1e3, 1e-2]), (5000, 2))), likelihood_ratio
+        )
+        return tape.cost(lambda y: jnp.cos(100 * y[1]), y, shaping=ap.gaussian_shaping())
+
+    likelihood_ratio = ap.likelihood_ratio()
+    gradient = jax.jit(jax.grad(ap.expectation(shaped, 5000), argnums=1))
+    found = ap.testing.moments(lambda key: gradient(key, 0.005), KEY, 20)
+    np.testing.assert_allclose(found.mean, -100 * np.exp(-0.5) * np.sin(0.5), rtol=0.05)
+
+
 @pytest.mark.parametrize("lanes, size", [(3, 10), (8, 2)])
 def test_gradients_are_finite_with_few_lanes_and_with_no_spread(lanes, size):
     for x in (
@@ -140,6 +163,11 @@ def test_second_derivatives():
     run = program(ap.reparameterization(), shaping=ap.gaussian_shaping())
     with pytest.raises(TypeError, match="gaussian_shaping has no second derivative"):
         jax.hessian(ap.expectation(run, 10), argnums=1)(KEY, 1.0)
+    # Without a score nothing is charged, and the raw pathwise derivative is right.
+    raw = program(ap.reparameterization(), shaping=ap.gaussian_shaping("raw"))
+    plain = program(ap.reparameterization())
+    second, expected = (jax.jit(jax.hessian(ap.expectation(p, 10), argnums=1))(KEY, 1.0) for p in (raw, plain))
+    np.testing.assert_allclose(second, expected, rtol=1e-5)
     run = program(ap.likelihood_ratio(), shaping=ap.gaussian_shaping())
     with pytest.raises(TypeError, match="shaped cost has no second derivative"):
         jax.grad(jax.grad(ap.expectation(run, 10), argnums=1), argnums=1)(KEY, 1.0)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 import pytest
+from numpyro.distributions.transforms import AffineTransform, ExpTransform, SigmoidTransform
 
 import apgrad as ap
 
@@ -257,7 +258,7 @@ def test_a_support_that_moves_with_the_parameter_is_refused():
 
     objective = ap.expectation(program, 4)
     for argument in (1, 2):
-        with pytest.raises(TypeError, match="bounds of its support depend on a differentiated parameter"):
+        with pytest.raises(TypeError, match="bounds of the support of Uniform depend on a differentiated parameter"):
             jax.grad(objective, argnums=argument)(KEY, 2.0, 0.0)
 
     def bounded(tape, theta):  # the bounds are data
@@ -267,6 +268,73 @@ def test_a_support_that_moves_with_the_parameter_is_refused():
         return tape.cost(x)
 
     assert jnp.isfinite(jax.grad(ap.expectation(bounded, 4), argnums=1)(KEY, 0.3))
+
+
+MOVING = {
+    "affine of a half-line": lambda t: dist.TransformedDistribution(dist.Exponential(1.0), AffineTransform(t, 1.0)),
+    "affine of an interval": lambda t: dist.TransformedDistribution(dist.Uniform(0.0, 1.0), AffineTransform(0.0, t)),
+    "exp of a moving interval": lambda t: dist.TransformedDistribution(dist.Uniform(0.0, t), ExpTransform()),
+    "shifted log-normal": lambda t: dist.TransformedDistribution(
+        dist.Normal(), [ExpTransform(), AffineTransform(t, 1.0)]
+    ),
+    "pareto": lambda t: dist.Pareto(t, 3.0),
+    "event of uniforms": lambda t: dist.Uniform(jnp.zeros(2), t).to_event(1),
+    "point": lambda t: dist.Delta(t),
+}
+FIXED = {
+    "log-normal": lambda t: dist.LogNormal(t, 1.0),
+    "sigmoid of a normal": lambda t: dist.TransformedDistribution(dist.Normal(t, 1.0), SigmoidTransform()),
+    "scaled exponential": lambda t: dist.TransformedDistribution(dist.Exponential(1.0), AffineTransform(0.0, t)),
+    "kumaraswamy": lambda t: dist.Kumaraswamy(t, 2.0),
+    "truncated normal": lambda t: dist.TruncatedNormal(t, 1.0, low=0.0),
+    "inverse gamma": lambda t: dist.InverseGamma(t + 2.0, 1.0),
+}
+
+
+@pytest.mark.parametrize("estimator", [ap.likelihood_ratio(), ap.total_propagation()], ids=["LR", "TP"])
+@pytest.mark.parametrize("case", MOVING)
+def test_every_moving_support_is_refused(case, estimator):
+    node = ap.stochastic(estimator)(MOVING[case])
+
+    def program(tape, t):
+        tape, x = node(tape, t)
+        return tape.cost(jnp.sum(x.reshape(tape.lanes, -1), axis=-1))
+
+    with pytest.raises(TypeError, match="bounds of the support"):
+        jax.eval_shape(jax.grad(ap.expectation(program, 4), argnums=1), KEY, 0.5)
+
+
+@pytest.mark.parametrize("estimator", [ap.likelihood_ratio(), ap.total_propagation()], ids=["LR", "TP"])
+@pytest.mark.parametrize("case", FIXED)
+def test_no_fixed_support_is_refused(case, estimator):
+    def gradient(estimator):
+        node = ap.stochastic(estimator)(FIXED[case])
+
+        def program(tape, t):
+            tape, x = node(tape, t)
+            return tape.cost(jnp.cos(x))
+
+        derivative = jax.grad(ap.expectation(program, 1000), argnums=1)
+        return ap.testing.moments(lambda key: derivative(key, 0.5), KEY, 100)
+
+    found, pathwise = gradient(estimator), gradient(ap.reparameterization())
+    error = np.hypot(found.standard_error, pathwise.standard_error)
+    assert abs(found.mean - pathwise.mean) < 4 * error + 0.01 * abs(pathwise.mean)
+
+
+@pytest.mark.parametrize("estimator", [ap.likelihood_ratio(), ap.total_propagation()], ids=["LR", "TP"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda t: dist.Normal(t, 1.0).mask(False),
+        lambda t: dist.Normal(t * jnp.ones(2), 1.0).mask(jnp.array([True, False])).to_event(1),
+        lambda t: dist.LeftCensoredDistribution(dist.Normal(t, 1.0), True),
+    ],
+)
+def test_a_log_prob_that_is_no_density_of_the_samples_is_refused(make, estimator):
+    node = ap.stochastic(estimator)(make)
+    with pytest.raises(TypeError, match="not the density of its samples"):
+        jax.eval_shape(ap.expectation(lambda tape, t: node(tape, t)[0].cost(jnp.ones(4)), 4), KEY, 0.5)
 
 
 def test_a_log_density_of_minus_infinity_does_no_harm():

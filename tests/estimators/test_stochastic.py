@@ -151,7 +151,53 @@ def test_a_mixer_of_a_user():
     np.testing.assert_allclose(gradient(halves), mean, rtol=1e-6)
 
 
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=IDS)
+def test_functions_among_the_shared_arguments(estimator):
+    node = ap.stochastic(estimator, in_axes=(None, None, 0))(lambda f, theta, x: dist.Normal(f(theta) * x, 1.0))
+
+    def program(tape, theta):
+        tape, x = node(tape, jnp.sin, theta, jnp.ones(tape.lanes))
+        return tape.cost(x)
+
+    assert jnp.isfinite(jax.grad(ap.expectation(program, 4), argnums=1)(KEY, 0.5))
+
+
+class Leaf:
+    def sample(self, key):
+        return jax.random.normal(key)
+
+    def log_prob(self, x):
+        return -(x**2) / 2
+
+
+@jax.tree_util.register_pytree_node_class
+class Pair(Leaf):
+    def tree_flatten(self):
+        return (), None
+
+    @classmethod
+    def tree_unflatten(cls, *_):
+        return cls()
+
+    def sample(self, key):
+        return {"a": jax.random.normal(key)}
+
+
 # Errors.
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS[1:], ids=IDS[1:])
+def test_distributions_that_are_no_pytree_or_sample_no_array_are_refused(estimator):
+    for made, words in (
+        (Leaf(), "is a leaf: its parameters would get no gradient"),
+        (Pair(), "one array, got dict|rsample"),
+    ):
+        node = ap.stochastic(estimator)(lambda t, made=made: made)
+        with pytest.raises(TypeError, match=words):
+            error(lambda tape, t, node=node: node(tape, t)[0].cost(jnp.ones(4)), 1.0)
+
+
+# The rest.
 
 
 def error(program, *args, lanes=4):
@@ -202,6 +248,9 @@ def test_calls_that_are_off_are_refused():
         node(1.0, jnp.ones(4))
     with pytest.raises(ValueError, match=r"in_axes=\(None, 0\) is for 2 argument\(s\), called with 1"):
         error(lambda tape: node(tape, 1.0)[0].cost(jnp.ones(4)))
+    node = ap.stochastic(ap.reparameterization(), in_axes=0)(lambda t: dist.Normal(t, 1.0))
+    with pytest.raises(TypeError, match="in_axes must be a tuple"):
+        error(lambda tape: node(tape, jnp.ones(4))[0].cost(jnp.ones(4)))
     node = ap.stochastic(ap.reparameterization(), in_axes=(1,))(lambda t: dist.Normal(t, 1.0))
     with pytest.raises(ValueError, match=r"0 \(lanes first\) or None"):
         error(lambda tape: node(tape, jnp.ones((4, 4)))[0].cost(jnp.ones(4)))

@@ -1,0 +1,192 @@
+"""Second derivatives of estimates, against closed forms: one choice and two, unrolled and in a `scan`.
+
+    python -m experiments.second_derivatives                   # under a minute
+    python -m experiments.second_derivatives --preset paper    # a hundred times the samples, minutes
+
+A surrogate loss whose score is a constant to differentiation gives a right first derivative and a wrong second one
+(Foerster et al., 2018), and rules that JAX drops inside a differentiated `scan` do so there only. The
+programs here have two choices, the second one's distribution depending on the first sample, and costs
+after each that depend on the parameter too, so that every term of the second derivative is present. Truth: by
+enumeration for Bernoulli choices, by quadrature in float64 for normal ones.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from matplotlib.figure import Figure
+
+import apgrad as ap
+from experiments import harness
+
+THETA = 0.4
+GRAPHS = ("one node", "two nodes, unrolled", "two nodes, scan")
+ESTIMATORS: dict[str, Callable[[], ap.Estimator]] = {
+    "LR": ap.likelihood_ratio,
+    "LR, no baseline": lambda: ap.likelihood_ratio(None),
+    "RP": ap.reparameterization,
+}
+
+
+class Family(NamedTuple):
+    """A distribution with a parameter, and its expectations.
+
+    Attributes:
+      make: `u -> distribution`.
+      outcomes: `u -> (outcomes, weights)`, so that E[f(x)] = sum of weights times f(outcomes).
+      pathwise: whether reparameterization serves it.
+    """
+
+    make: Callable[[Any], Any]
+    outcomes: Callable[[Any], tuple[Any, Any]]
+    pathwise: bool
+
+
+def _bernoulli_outcomes(u):
+    return jnp.array([0.0, 1.0]), jnp.stack([1 - u, u], axis=-1)
+
+
+def _normal_outcomes(u):
+    nodes, weights = np.polynomial.hermite_e.hermegauss(60)
+    weights = np.broadcast_to(weights / weights.sum(), (*jnp.shape(u), 60))
+    return jnp.sin(u)[..., None] + jnp.exp(0.3 * u)[..., None] * nodes, weights
+
+
+FAMILIES = {
+    "bernoulli": Family(lambda u: dist.Bernoulli(probs=u), _bernoulli_outcomes, False),
+    "normal": Family(lambda u: dist.Normal(jnp.sin(u), jnp.exp(0.3 * u)), _normal_outcomes, True),
+}
+
+
+def program(family: str, graph: str, estimator: ap.Estimator | ap.Mixer) -> Callable[..., ap.Tape]:
+    """`program(tape, theta)`: x from u = theta, y from u = theta (1 + x) / 2; costs theta x, theta y and y^2.
+
+    With one node, y is x.
+    """
+
+    @ap.stochastic(estimator)
+    def choose(theta, x):
+        return FAMILIES[family].make(theta * (0.5 + 0.5 * x))
+
+    def run(tape, theta):
+        def body(carry, _):
+            tape, x = choose(carry[0], theta, carry[1])
+            x = x.astype(jnp.float32)
+            return (tape.cost(theta * x), x), None
+
+        carry = (tape, jnp.ones(tape.lanes))
+        if graph == "two nodes, scan":
+            carry, _ = jax.lax.scan(body, carry, length=2)
+        else:
+            for _ in range(1 if graph == "one node" else 2):
+                carry, _ = body(carry, None)
+        tape, x = carry
+        return tape.cost(x**2)
+
+    return run
+
+
+def exact(family: str, graph: str, order: int, theta: float = THETA) -> float:
+    """The derivative of the expected cost, by sums over all outcomes in float64."""
+    outcomes = FAMILIES[family].outcomes
+
+    def expected(theta):
+        x, weights = outcomes(theta)
+        if graph == "one node":
+            return jnp.sum(weights * (theta * x + x**2))
+        y, more = outcomes(theta * (0.5 + 0.5 * x))
+        return jnp.sum(weights * theta * x) + jnp.sum(weights[:, None] * more * (theta * y + y**2))
+
+    with jax.enable_x64(True):
+        derivative = expected
+        for _ in range(order):
+            derivative = jax.grad(derivative)
+        return float(derivative(jnp.float64(theta)))
+
+
+def estimate(
+    family: str, graph: str, order: int, estimator: ap.Estimator | ap.Mixer, lanes: int = 1000
+) -> Callable[[jax.Array], jax.Array]:
+    """`key -> an estimate of exact(...)`."""
+    derivative = ap.expectation(program(family, graph, estimator), lanes)
+    for _ in range(order):
+        derivative = jax.grad(derivative, argnums=1)
+    return lambda key: derivative(key, THETA)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(harness.Config):
+    """Options of this experiment.
+
+    Attributes:
+      estimates: how many, of 1,000 lanes each.
+    """
+
+    estimates: int = 1000
+
+
+def cells(config: Config) -> list[dict[str, Any]]:
+    """Every family, graph, estimator that serves it, and order."""
+    return [
+        {"family": family, "graph": graph, "method": method, "order": order}
+        for family in FAMILIES
+        for graph in GRAPHS
+        for method in ESTIMATORS
+        for order in (1, 2)
+        if method != "RP" or FAMILIES[family].pathwise
+    ]
+
+
+def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
+    """The mean of the estimates beside the truth."""
+    case = (cell["family"], cell["graph"], cell["order"])
+    found = ap.testing.moments(estimate(*case, ESTIMATORS[cell["method"]]()), jax.random.key(seed), config.estimates)
+    truth, mean, error = exact(*case), float(found.mean), float(found.standard_error)
+    return {"mean": mean, "standard_error": error, "exact": truth, "off": (mean - truth) / error}
+
+
+def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
+    """Distances from the truth in standard errors."""
+    rows = [{**cell, **result} for cell, result in records]
+    worst = max(rows, key=lambda r: abs(r["off"]))
+    figures = {
+        "worst_distance_in_standard_errors": abs(worst["off"]),
+        "worst_case": {k: worst[k] for k in records[0][0]},
+    }
+    lines = [f"{'family':<10} {'graph':<20} {'method':<16} order {'mean':>10} {'± s.e.':>9} {'exact':>10} {'off':>6}"]
+    for r in rows:
+        lines.append(
+            f"{r['family']:<10} {r['graph']:<20} {r['method']:<16} {r['order']:>5} {r['mean']:>10.5f} "
+            f"{r['standard_error']:>9.5f} {r['exact']:>10.5f} {r['off']:>+6.1f}"
+        )
+    figure = Figure(figsize=(8, 0.5 + 0.22 * len(rows)), layout="constrained")
+    axes = figure.subplots()
+    for order, colour in ((1, "#1f77b4"), (2, "#d95f02")):
+        shown = [(i, r) for i, r in enumerate(rows) if r["order"] == order]
+        axes.plot([r["off"] for _, r in shown], [i for i, _ in shown], "o", color=colour, label=f"order {order}")
+    axes.axvspan(-4, 4, color="0.93")
+    axes.axvline(0, color="black", linewidth=0.8)
+    axes.set_yticks(range(len(rows)), [f"{r['family']}, {r['graph']}, {r['method']}" for r in rows], fontsize=7)
+    axes.invert_yaxis()
+    axes.set(
+        xlabel="(mean - exact) / standard error", xlim=(-6, 6), title="Derivatives of estimates against closed forms"
+    )
+    axes.legend()
+    return harness.Report(figures, rows, "\n".join(lines), figure)
+
+
+EXPERIMENT = harness.Experiment(
+    name="second_derivatives",
+    description="First and second derivatives of estimates against closed forms.",
+    presets={"quick": Config(), "paper": Config(estimates=20_000)},
+    cells=cells,
+    measure=measure,
+    report=report,
+)
+
+if __name__ == "__main__":
+    harness.main(EXPERIMENT)
