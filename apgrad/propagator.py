@@ -323,7 +323,8 @@ def _only(messages: Any) -> Any:
 
 
 def _instantiate(message: Any) -> Any:
-    return jnp.zeros(message.shape, message.aval.dtype) if isinstance(message, SymbolicZero) else message
+    # A symbolic zero stands for an array, and has its shape and dtype.
+    return jnp.zeros_like(message) if isinstance(message, SymbolicZero) else message  # pyright: ignore[reportArgumentType]
 
 
 def _check_messages(messages: Any, treedef: Any, avals: tuple[Any, ...]) -> tuple[Any, ...]:

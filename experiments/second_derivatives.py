@@ -123,18 +123,27 @@ class Config(harness.Config):
     """Options of this experiment.
 
     Attributes:
-      estimates: how many, of 1,000 lanes each.
+      estimates: how many, of 1,000 lanes each; at least 2.
+      families: which distributions.
+      graphs: which programs.
     """
 
     estimates: int = 1000
+    families: tuple[str, ...] = tuple(FAMILIES)
+    graphs: tuple[str, ...] = GRAPHS
+
+    def __post_init__(self):
+        """Refuses what no case is called."""
+        if unknown := {*self.families, *self.graphs} - {*FAMILIES, *GRAPHS}:
+            raise ValueError(f"no such case: {sorted(unknown)}; there are {[*FAMILIES, *GRAPHS]}")
 
 
 def cells(config: Config) -> list[dict[str, Any]]:
     """Every family, graph, estimator that serves it, and order."""
     return [
         {"family": family, "graph": graph, "method": method, "order": order}
-        for family in FAMILIES
-        for graph in GRAPHS
+        for family in config.families
+        for graph in config.graphs
         for method in ESTIMATORS
         for order in (1, 2)
         if method != "RP" or FAMILIES[family].pathwise

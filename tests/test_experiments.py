@@ -15,7 +15,8 @@ from scipy.integrate import dblquad
 from scipy.special import expit
 
 import apgrad as ap
-from experiments import bifurcation, chaos, chaotic_network, gaussian_shaping, harness
+from experiments import bifurcation, chaos, chaotic_network, gaussian_shaping, harness, second_derivatives
+from experiments.benchmarks import estimators as benchmark
 
 ROOT = Path(__file__).parent.parent
 
@@ -289,6 +290,22 @@ class TestExperiments:
         for _ in range(500):
             u = chaotic_network.transition(np.array(u), 1.0)
         assert rows[0]["lyapunov"] == pytest.approx(np.log(abs(chaotic_network.transition_slope(u, 1.0))), abs=1e-6)
+
+    def test_second_derivatives(self, tmp_path):
+        options = ("--estimates", "20", "--families", "bernoulli", "--graphs", "one node")
+        results = tiny_run(second_derivatives.EXPERIMENT, tmp_path, *options)
+        assert len(results["rows"]) == 4
+        assert results["worst_distance_in_standard_errors"] == max(abs(row["off"]) for row in results["rows"]) < 5
+        with pytest.raises(SystemExit):
+            harness.main(second_derivatives.EXPERIMENT, ["--graphs", "three nodes"])
+
+    def test_benchmark_of_the_estimators(self, tmp_path):
+        options = ("--horizons", "2", "--rounds", "3", "--nodes", "100", "--chain-rounds", "3")
+        results = tiny_run(benchmark.EXPERIMENT, tmp_path, *options)
+        ratios = {row["method"]: row["ratio"] for row in results["rows"] if row["benchmark"] == "chain"}
+        assert ratios["plain"] == 1 and set(ratios) == {"plain", "RP", "LR", "TP"}
+        assert results["ratio_H2, called: TP"]["value"] > 0
+        assert "added_bytes_per_node" in results["node_in_chain_of_100, LR"]
 
     @pytest.mark.parametrize("experiment", [chaos.EXPERIMENT, gaussian_shaping.EXPERIMENT, bifurcation.EXPERIMENT])
     def test_presets_have_cells_of_their_own_names(self, experiment):

@@ -10,6 +10,7 @@ import pytest
 from numpyro.distributions.transforms import AffineTransform, ExpTransform, SigmoidTransform
 
 import apgrad as ap
+from experiments import second_derivatives
 
 KEY = jax.random.key(0)
 
@@ -67,102 +68,31 @@ def test_enumerated_outcomes_give_the_exact_gradient(x64):
     np.testing.assert_allclose(jax.hessian(objective, argnums=1)(KEY, theta), jax.hessian(exact)(theta), rtol=1e-11)
 
 
-def bernoulli(p):
-    return dist.Bernoulli(probs=p)
-
-
-def normal(theta):
-    return dist.Normal(jnp.sin(theta), jnp.exp(0.3 * theta))
-
-
-def one_node(make):
-    node = ap.stochastic(ap.likelihood_ratio())(make)
-
-    def program(tape, theta):
-        tape, x = node(tape, theta)
-        x = x.astype(jnp.float32)
-        return tape.cost(theta * x + x**2)
-
-    return program
-
-
-def two_nodes(make, scanned):
-    @ap.stochastic(ap.likelihood_ratio())
-    def node(theta, x):
-        return make(theta * (0.5 + 0.5 * x))
-
-    def program(tape, theta):
-        def body(carry, _):
-            tape, x = carry
-            tape, x = node(tape, theta, x)
-            x = x.astype(jnp.float32)
-            return (tape.cost(x * theta), x), None
-
-        carry = (tape, jnp.ones(tape.lanes))
-        if scanned:
-            carry, _ = jax.lax.scan(body, carry, length=2)
-        else:
-            carry, _ = body(carry, None)
-            carry, _ = body(carry, None)
-        tape, x = carry
-        return tape.cost(x**2)
-
-    return program
-
-
-def exact_bernoulli_one(p):
-    return p * (p + 1)
-
-
-def exact_bernoulli_two(p):
-    first, q = p, lambda x: p * (0.5 + 0.5 * x)
-    second = first * q(1.0) + (1 - first) * q(0.0)
-    return first * p + second * p + second
-
-
-def exact_normal_one(theta):
-    m, s = jnp.sin(theta), jnp.exp(0.3 * theta)
-    return theta * m + m**2 + s**2
-
-
-def exact_normal_two(theta):
-    # By Gauss-Hermite quadrature over both noises, in float64.
-    z, w = np.polynomial.hermite_e.hermegauss(60)
-    w = w / w.sum()
-
-    def step(x, z):
-        u = theta * (0.5 + 0.5 * x)
-        return jnp.sin(u) + jnp.exp(0.3 * u) * z
-
-    x = step(1.0, z[:, None])
-    y = step(x, z[None, :])
-    return jnp.sum(w[:, None] * w[None, :] * (x * theta + y * theta + y**2))
-
-
-CASES = {
-    "bernoulli, one node": (one_node(bernoulli), exact_bernoulli_one, 0.4),
-    "bernoulli, two nodes, unrolled": (two_nodes(bernoulli, False), exact_bernoulli_two, 0.4),
-    "bernoulli, two nodes, scan": (two_nodes(bernoulli, True), exact_bernoulli_two, 0.4),
-    "normal, one node": (one_node(normal), exact_normal_one, 0.4),
-    "normal, two nodes, unrolled": (two_nodes(normal, False), exact_normal_two, 0.4),
-    "normal, two nodes, scan": (two_nodes(normal, True), exact_normal_two, 0.4),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("family", second_derivatives.FAMILIES)
+@pytest.mark.parametrize("graph", second_derivatives.GRAPHS)
 @pytest.mark.parametrize("order", [0, 1, 2])
-def test_derivatives_are_unbiased_at_any_order(case, order):
-    program, exact, theta = CASES[case]
-    objective = ap.expectation(program, lanes=1000)
+def test_derivatives_are_unbiased_at_any_order(family, graph, order):
+    estimate = second_derivatives.estimate(family, graph, order, ap.likelihood_ratio())
+    ap.testing.assert_unbiased(estimate, second_derivatives.exact(family, graph, order), KEY, 1000)
+
+
+def test_the_exact_derivatives_are_those_of_the_closed_forms():
+    def bernoulli(p):
+        second = p * p + (1 - p) * p / 2  # P(y = 1): u = p after a one, p / 2 after a zero
+        return p * p + p * second + second
+
+    def normal(t):
+        m, s = jnp.sin(t), jnp.exp(0.3 * t)
+        return t * m + m**2 + s**2
+
     with jax.enable_x64(True):
-        truth = exact
-        for _ in range(order):
-            truth = jax.grad(truth)
-        truth = float(truth(theta))
-    estimate = objective
-    for _ in range(order):
-        estimate = jax.grad(estimate, argnums=1)
-    ap.testing.assert_unbiased(lambda key: estimate(key, theta), truth, KEY, 1000)
+        for order in range(3):
+            for graph in second_derivatives.GRAPHS[1:]:
+                np.testing.assert_allclose(
+                    second_derivatives.exact("bernoulli", graph, order), bernoulli(0.4), rtol=1e-12
+                )
+            np.testing.assert_allclose(second_derivatives.exact("normal", "one node", order), normal(0.4), rtol=1e-10)
+            bernoulli, normal = jax.grad(bernoulli), jax.grad(normal)
 
 
 @pytest.mark.parametrize(
