@@ -1,0 +1,46 @@
+"""The Python in the README and the contributors' guide runs."""
+
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import apgrad as ap
+
+ROOT = Path(__file__).parent.parent
+
+
+def blocks(name):
+    return re.findall(r"```python\n(.*?)```", (ROOT / name).read_text(), flags=re.DOTALL)
+
+
+def test_the_readme_shows_a_gradient_in_twenty_lines():
+    example, clip = blocks("README.md")
+    assert len([line for line in example.splitlines() if line]) <= 20
+    names = {}
+    exec(example, names)
+    assert abs(names["gradient"] + 0.2213) < 5 * 0.06  # the exact value, and the standard deviation of an estimate
+    exec(clip, names)
+    assert jax.grad(lambda x: 5 * names["clip"](x))(1.0) == 1
+
+
+def test_the_readme_names_every_public_function():
+    text = (ROOT / "README.md").read_text()
+    missing = [n for n in vars(ap) if not n.startswith("_") and n[0].islower() and f"{n}" not in text]
+    assert set(missing) <= {"zero_with_gradient", "refuse_derivative", "primitives"}
+
+
+@pytest.mark.parametrize("number", [0, 1])
+def test_the_contributors_skeletons_run(number):
+    names = {"__name__": "skeleton"}
+    exec(blocks("CONTRIBUTING.md")[number], names)
+    if number == 0:
+        clip = ap.node(names["clip_messages"](1.0))
+        message = jax.grad(lambda x: jnp.sum(3 * clip(x)["a"]))({"a": jnp.ones(4)})["a"]
+        assert jnp.allclose(message, 0.5)
+        with pytest.raises(ValueError, match="positive bound"):
+            names["clip_messages"](0.0)
+    else:
+        assert isinstance(names["straight_through"](), ap.Estimator)
