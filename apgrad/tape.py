@@ -46,7 +46,6 @@ from apgrad.primitives import zero_with_gradient
 from apgrad.propagator import backpropagation, first_order, node
 
 Kind = Literal["baselined", "plain", "regression"]
-LEAVE_ONE_OUT = "leave_one_out"
 
 
 class Plan(NamedTuple):
@@ -256,14 +255,16 @@ class Tape:
             )
         shape = zero.shape[: 1 + parts]
         zero = zero.reshape(*shape, -1).sum(-1)
-        if isinstance(baseline, str) and self.lanes < 2:
+        leave_one_out = isinstance(baseline, str)
+        own = None if isinstance(baseline, str) else baseline
+        if leave_one_out and self.lanes < 2:
             raise ValueError(
                 f"{name}: the leave-one-out baseline is the mean over the other lanes and needs at least 2, "
                 f"got lanes={self.lanes}. Use more lanes, or {name}(baseline=None)."
             )
-        kind: Kind = "baselined" if isinstance(baseline, str) else "plain"
-        if baseline is not None and not isinstance(baseline, str) and jnp.shape(baseline) != shape:
-            raise ValueError(f"{name}: the baseline has shape {jnp.shape(baseline)}, expected {shape}")
+        kind: Kind = "baselined" if leave_one_out else "plain"
+        if own is not None and jnp.shape(own) != shape:
+            raise ValueError(f"{name}: the baseline has shape {jnp.shape(own)}, expected {shape}")
         if ledger.collecting:
             ledger.ports[_port_name(kind, parts)] = shape[1:]
             if learn:
@@ -272,8 +273,8 @@ class Tape:
 
         total, ports = self._total, dict(self._ports)
         zero = zero.astype(self._plan.dtype)
-        if baseline is not None and not isinstance(baseline, str):
-            b = jnp.asarray(baseline, self._plan.dtype)
+        if own is not None:
+            b = jnp.asarray(own, self._plan.dtype)
             before = self._logp("baselined", len(shape)) + self._logp("plain", len(shape))
             correction = -lax.stop_gradient(b) * jnp.exp(before) * jnp.expm1(zero)
             total = total + correction.reshape(self.lanes, -1).sum(-1)

@@ -241,21 +241,14 @@ def test_lanes_sharded_over_devices_give_the_same_numbers(row):
     # Global-view sharding: statistics over all lanes are JAX's business.
     lanes = jax.NamedSharding(jax.make_mesh((2,), ("lanes",), axis_types=(jax.sharding.AxisType.Auto,)), jax.P("lanes"))
 
-    def sharded(theta, x):
-        return step(theta, x)
-
-    def program(tape, theta):
-        tape, x = ap.stochastic(row.estimator)(sharded)(tape, theta, jnp.ones(tape.lanes))
-        x = jax.lax.with_sharding_constraint(x, lanes)
+    def program(tape, theta, sharded):
+        tape, x = ap.stochastic(row.estimator)(step)(tape, theta, jnp.ones(tape.lanes))
+        if sharded:
+            x = jax.lax.with_sharding_constraint(x, lanes)
         if row.resample:
             tape, x = ap.gaussian_resampling(tape, x)
         return tape.cost(lambda x: x**2, x, **row.cost)
 
-    def plain(tape, theta):
-        tape, x = ap.stochastic(row.estimator)(sharded)(tape, theta, jnp.ones(tape.lanes))
-        if row.resample:
-            tape, x = ap.gaussian_resampling(tape, x)
-        return tape.cost(lambda x: x**2, x, **row.cost)
-
-    got, expected = (jax.jit(jax.value_and_grad(ap.expectation(p, 6), argnums=1))(KEY, 0.7) for p in (program, plain))
+    gradient = jax.jit(jax.value_and_grad(ap.expectation(program, 6), argnums=1), static_argnums=2)
+    got, expected = gradient(KEY, 0.7, True), gradient(KEY, 0.7, False)
     np.testing.assert_allclose(got, expected, rtol=1e-5)

@@ -168,12 +168,8 @@ def _bounds(distribution):
         bounds = [getattr(distribution, "support", None)]
     except NotImplementedError:
         bounds = []
-    if isinstance(distribution, dist.Delta):
-        bounds.append(distribution.v)
     # A subclass that says its own support knows it; the general one tells only its last transform's codomain.
-    if type(distribution).__dict__.get("support", dist.TransformedDistribution.support) is (
-        dist.TransformedDistribution.support
-    ) and isinstance(distribution, dist.TransformedDistribution):
+    if getattr(type(distribution), "support", None) is dist.TransformedDistribution.support:
         domain = distribution.base_dist.support
         for transform in distribution.transforms:
             if not _is_real(domain):
@@ -183,6 +179,8 @@ def _bounds(distribution):
                 else:
                     bounds.append(transform)
             domain = transform.codomain if _is_real(domain) else None
+    if isinstance(distribution, dist.Delta):
+        bounds.append(distribution.v)
     return bounds
 
 

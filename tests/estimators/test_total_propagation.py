@@ -116,7 +116,7 @@ def test_an_exploding_pathwise_gradient_leaves_nothing_behind():
     def program(tape, theta):
         tape, x = node(tape, theta)
         # A cost of order 1 whose derivative overflows.
-        return tape.cost(jnp.sin(x * 1e30 * 1e30) if False else jnp.tanh(x) + ap.zero_with_gradient(x * 1e38 * 10))
+        return tape.cost(jnp.tanh(x) + ap.zero_with_gradient(x * 1e38 * 10))
 
     assert jnp.isfinite(jax.grad(ap.expectation(program, 100), argnums=1)(KEY, 0.3))
 
