@@ -12,6 +12,7 @@ from apgrad.estimators import reparameterization as reparameterization
 from apgrad.estimators import sample as sample
 from apgrad.estimators import stochastic as stochastic
 from apgrad.estimators import total_propagation as total_propagation
+from apgrad.estimators import weights as weights
 from apgrad.expectation import expectation as expectation
 from apgrad.expectation import value_and_grad as value_and_grad
 from apgrad.port import Signal as Signal

@@ -42,6 +42,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from apgrad.lanes import cost_shape_error, fold, require_lanes
 from apgrad.primitives import zero_with_gradient
 from apgrad.propagator import backpropagation, first_order, node
 
@@ -54,6 +55,7 @@ class Plan(NamedTuple):
     lanes: int
     dtype: Any = None
     ports: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    folds: int = 1  # groups of lanes that share batch statistics: 2 with cross-fitting
     token: object = None  # distinct for each collecting trace, so that no cached inner `jit` hides a request
 
 
@@ -69,6 +71,7 @@ class Ledger:
         self.cost_dtypes: set[Any] = set()
         self.mixing: str | None = None
         self.scoring: str | None = None
+        self.weighing: str | None = None
 
 
 LEDGER: contextvars.ContextVar[Ledger | None] = contextvars.ContextVar("ledger", default=None)
@@ -114,6 +117,11 @@ class Tape:
     def lanes(self) -> int:
         """The number of lanes."""
         return self._plan.lanes
+
+    @property
+    def folds(self) -> int:
+        """For authors of nodes: the lanes come in this many equal groups, and a batch statistic is of one group."""
+        return self._plan.folds
 
     def next_key(self) -> tuple["Tape", jax.Array]:
         """A fresh PRNG key, for noise that takes no part in the estimator (say, a random initial state).
@@ -170,7 +178,12 @@ class Tape:
                 raise TypeError("shaping acts on a cost function: call tape.cost(function, x, shaping=...)")
             tape, key = self.next_key()
             require_lanes("tape.cost", self.lanes, args)
-            pathwise, message = shaping(key, cost, *args)
+            if self.folds == 1:
+                pathwise, message = shaping(key, cost, *args)
+            else:
+                folded = jax.vmap(lambda key, args: shaping(key, cost, *args))
+                both = folded(jax.random.split(key, self.folds), fold(args, self.folds))
+                pathwise, message = jax.tree.map(lambda x: x.reshape(self.lanes, *x.shape[2:]), both)
             pathwise, message = (tape._check_cost(array, ledger, parts=False) for array in (pathwise, message))
             return tape._add(pathwise, ledger, message)
         if callable(cost):
@@ -210,10 +223,13 @@ class Tape:
         if not branches:
             raise ValueError("parallel needs at least one branch, got none")
         key, *keys = jax.random.split(self._key, len(branches) + 1)
-        total, ports = self._total, {name: (1 - len(branches)) * zeros for name, zeros in self._ports.items()}
+        total = self._total
+        around = {name: zeros for name, zeros in self._ports.items() if name.startswith("state:")}
+        ports = {name: (1 - len(branches)) * zeros for name, zeros in self._ports.items() if name not in around}
+        within = self._ports | {name: jnp.zeros_like(zeros) for name, zeros in around.items()}
         outputs = []
         for index, (branch, branch_key) in enumerate(zip(branches, keys, strict=True)):
-            result = branch(Tape(self._plan, branch_key, jax.tree.map(jnp.zeros_like, self._total), self._ports))
+            result = branch(Tape(self._plan, branch_key, jax.tree.map(jnp.zeros_like, self._total), within))
             if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tape)):
                 raise TypeError(f"branch {index} of parallel must return (tape, output), got {type(result).__name__}")
             tape, output = result
@@ -221,7 +237,7 @@ class Tape:
             total = jax.tree.map(jnp.add, total, tape._total)
             ports = {name: ports[name] + tape._ports[name] for name in ports}
             outputs.append(output)
-        return Tape(self._plan, key, total, ports), tuple(outputs)
+        return Tape(self._plan, key, total, ports | around), tuple(outputs)
 
     def credit(
         self,
@@ -266,9 +282,9 @@ class Tape:
         if own is not None and jnp.shape(own) != shape:
             raise ValueError(f"{name}: the baseline has shape {jnp.shape(own)}, expected {shape}")
         if ledger.collecting:
-            ledger.ports[_port_name(kind, parts)] = shape[1:]
+            ledger.ports[_port_name(kind, parts)] = shape
             if learn:
-                ledger.ports[_port_name("regression", parts)] = shape[1:]
+                ledger.ports[_port_name("regression", parts)] = shape
             return Tape(self._plan, self._key, self._total, self._ports)
 
         total, ports = self._total, dict(self._ports)
@@ -284,6 +300,33 @@ class Tape:
                 ports[regression] = ports[regression] - zero_with_gradient(b)
         ports[_port_name(kind, parts)] = ports[_port_name(kind, parts)] + zero
         return Tape(self._plan, self._key, total, ports)
+
+    def request_port(self, name: str, shape: tuple[int, ...]) -> jax.Array | None:
+        """For authors of mixers: a port of the tape's own, through which a node sends to those before it.
+
+        Costs take no notice of it. A node takes the port as an input and returns it as an output for `put_port`: its
+        `backward` then finds there what later nodes sent, and answers with what earlier ones shall find.
+
+        Args:
+          name: the same name is the same port. One that starts with `state:` goes around `parallel` branches,
+            whose own begin at zero; others add up what the branches send.
+          shape: of the messages, of the costs' dtype.
+
+        Returns:
+          Zeros, or None where the program is traced for the first time and has no ports yet.
+        """
+        ledger = self.require_current(name)
+        if ledger.collecting:
+            if ledger.ports.setdefault(name, shape) != shape:
+                raise ValueError(f"port {name!r} was requested with shapes {ledger.ports[name]} and {shape}")
+            return None
+        return self._ports[name]
+
+    def put_port(self, name: str, port: jax.Array | None) -> "Tape":
+        """For authors of mixers: the next tape, with the port as the node returned it."""
+        self.require_current(name)
+        ports = self._ports if port is None else {**self._ports, name: port}
+        return Tape(self._plan, self._key, self._total, ports)
 
     def declare_parts(self, shape: tuple[int, ...], name: str) -> None:
         """For authors of nodes: says that the second axis of this shape numbers independent parts."""
@@ -328,15 +371,16 @@ class Tape:
         if ledger.collecting:
             return Tape(self._plan, self._key, self._total, self._ports)
         p, q, r = (self._logp(kind, cost.ndim) for kind in ("baselined", "plain", "regression"))
-        kinds = {name.removesuffix("_parts") for name in self._ports}
+        kinds = {name.removesuffix("_parts") for name in self._ports if ":" not in name}
         term = cost
         if message is not None and kinds:
             term = term + _charge(message, p + q)
         elif kinds:
             term = term * jnp.exp(p + q)
             if "baselined" in kinds:
-                others = (jnp.sum(cost, axis=0) - cost) / (self.lanes - 1)
-                term = term - lax.stop_gradient(others) * jnp.expm1(p)
+                each = fold(cost, self.folds)
+                others = (jnp.sum(each, axis=1, keepdims=True) - each) / (each.shape[1] - 1)
+                term = term - lax.stop_gradient(others).reshape(cost.shape) * jnp.expm1(p)
         if "regression" in kinds:
             term = term + lax.stop_gradient(cost if message is None else message) * r
         return Tape(self._plan, self._key, self._total + term.reshape(self.lanes, -1).sum(-1), self._ports)
@@ -350,16 +394,6 @@ class Tape:
         return lane[:, None] if parts is None else lane[:, None] + parts
 
 
-def require_lanes(what: str, lanes: int, tree: Any) -> None:
-    """Raises a `ValueError` unless every leaf's leading axis is the lanes."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != lanes:
-            raise ValueError(
-                f"{what}: argument {jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}, expected the lanes as "
-                f"leading axis, ({lanes}, ...). Broadcast it with jnp.broadcast_to(x, (tape.lanes, *x.shape))."
-            )
-
-
 # Zero in value; its derivative charges a message in the place of a cost, which is right once.
 _charge = node(
     first_order(
@@ -368,14 +402,6 @@ _charge = node(
         "would be silently wrong. Use tape.cost without shaping for higher orders.",
     )
 )
-
-
-def cost_shape_error(lanes: int, shape: tuple[int, ...]) -> str:
-    return (
-        f"a cost must have shape ({lanes},), one value a lane, got {shape}. Sum over the other axes, and leave "
-        "the mean over lanes to ap.expectation; for costs of independent parts of a lane, (lanes, parts), make "
-        "the nodes with parts=True."
-    )
 
 
 def _port_name(kind: Kind, parts: bool) -> str:
