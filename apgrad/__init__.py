@@ -14,6 +14,7 @@ from apgrad.estimators import stochastic as stochastic
 from apgrad.estimators import total_propagation as total_propagation
 from apgrad.estimators import weights as weights
 from apgrad.expectation import expectation as expectation
+from apgrad.expectation import initial_weights as initial_weights
 from apgrad.expectation import value_and_grad as value_and_grad
 from apgrad.port import Signal as Signal
 from apgrad.port import port as port
