@@ -85,9 +85,7 @@ def expectation(
         raise ValueError(f"expectation needs at least one lane, an integer, got lanes={lanes!r}")
     lanes = operator.index(lanes)
     if cross_fit and keep_weights:
-        raise ValueError(
-            "keep_weights=True is unbiased by itself, as its weights come from other samples: no cross_fit"
-        )
+        raise ValueError("keep_weights=True is unbiased without cross_fit: its weights come from other samples")
     if cross_fit and (lanes < 4 or lanes % 2):
         raise ValueError(
             f"cross_fit=True needs two halves of at least 2 lanes: an even number, at least 4, got {lanes}"
@@ -108,7 +106,10 @@ def expectation(
 
         def evaluate(key, args, kwargs):
             tape, aux = _run(program, Ledger(collecting=False), plan, has_aux, key, args, kwargs, weights)
-            return jnp.mean(_refuse_nan(tape._total) if check_nan else tape._total), aux
+            total = tape._total
+            for name, table in weights.items():
+                total = jnp.where(tape._ports[f"count:{name}"] > len(table), jnp.nan, total)
+            return jnp.mean(_refuse_nan(total) if check_nan else total), aux
 
         if cross_fit and ledger.weighing:
             evaluate = _in_two_streams(evaluate, ledger.weighing)
@@ -210,16 +211,36 @@ def initial_weights(program: Callable[..., Any], lanes: int, *, has_aux: bool = 
     return function
 
 
+def lane_costs(
+    program: Callable[..., Any], lanes: int, key: jax.Array, *args: Any, disturbing: bool = False
+) -> jax.Array:
+    """Each lane's sum of costs, (lanes,).
+
+    Args:
+      program: as in `expectation`.
+      lanes: as in `expectation`.
+      key: a PRNG key.
+      *args: of the program.
+      disturbing: let the second half of the lanes draw other samples.
+    """
+    ledger, first = Ledger(collecting=True), Plan(lanes, token=object())
+    jax.eval_shape(lambda: _run(program, ledger, first, False, key, args, {})[0]._key)
+    return _run(program, Ledger(False, disturbing), _make_plan(first, ledger), False, key, args, {})[0]._total
+
+
 def _require_weights(weights, tables):
     """Raises a `ValueError` unless there is an array (nodes, width) for each name."""
-    wanted = {name: ("nodes", width) for name, width in tables.items()}
-    got = {name: jnp.shape(w) for name, w in weights.items()} if isinstance(weights, dict) else type(weights).__name__
-    fits = isinstance(got, dict) and got.keys() == tables.keys()
-    if not fits or any(len(got[name]) != 2 or got[name][1] != width for name, width in tables.items()):
+    shapes = {name: jnp.shape(w) for name, w in weights.items()} if _is_dict_of_arrays(weights) else {}
+    if {name: shape[1:] for name, shape in shapes.items()} != {name: (width,) for name, width in tables.items()}:
+        wanted = {name: ("nodes", width) for name, width in tables.items()}
         raise ValueError(
-            f"with keep_weights=True the argument after the key is the weights, of shapes {wanted}, got {got}. "
-            "Make them by ap.initial_weights(program, lanes)(key, *args)."
+            f"with keep_weights=True the argument after the key is the weights, of shapes {wanted}; got "
+            f"{shapes or jax.tree.structure(weights)}. Make them by ap.initial_weights(program, lanes)(key, *args)."
         )
+
+
+def _is_dict_of_arrays(tree):
+    return isinstance(tree, dict) and all(hasattr(x, "shape") for x in tree.values())
 
 
 def _run(program, ledger, plan, has_aux, key, args, kwargs, weights=None):
@@ -343,10 +364,10 @@ def _nan_flag(bad: jax.Array) -> jax.Array:
 
     def fail(_):
         raise FloatingPointError(
-            "a lane's cost is NaN (or infinite, so that its baseline is), and the gradient would be NaN for all of "
-            "them. Look at the costs and at what feeds them (jax.debug.print, or "
-            "jax.config.update('jax_debug_nans', True)); mask lanes that failed. ap.expectation(..., check_nan=False) "
-            "turns this check off."
+            "a lane's cost is NaN (or infinite, so that its baseline is; or weights are kept for fewer nodes than "
+            "there are), and the gradient would be NaN for all of them. Look at the costs and at what feeds them "
+            "(jax.debug.print, or jax.config.update('jax_debug_nans', True)); mask lanes that failed. "
+            "ap.expectation(..., check_nan=False) turns this check off."
         )
 
     return lax.cond(bad, lambda: jax.pure_callback(fail, flag, bad), lambda: jnp.zeros((), jnp.float32))

@@ -18,8 +18,9 @@ class Plan(NamedTuple):
 class Ledger:
     """What one trace of a program knows, at trace time only: which tape is current, what nodes ask for."""
 
-    def __init__(self, collecting: bool):
+    def __init__(self, collecting: bool, disturbing: bool = False):
         self.collecting = collecting
+        self.disturbing = disturbing  # the second half of the lanes all draw one sample
         self.stamp = 0
         self.ports: dict[str, tuple[int, ...]] = {}
         self.parts: dict[int, str] = {}

@@ -333,6 +333,12 @@ class Tape:
             raise ValueError(f"{name}: with parts=True the sample's shape is (lanes, parts, ...), got {shape}")
         self.require_current(name).parts.setdefault(shape[1], name)
 
+    def drawn(self, x: jax.Array) -> jax.Array:
+        """For authors of nodes: the samples (lanes, ...) as drawn; where lanes are tested for independence, others."""
+        ledger = self.require_current("drawn")
+        half = self.lanes // 2
+        return x.at[half:].set(x[half]) if ledger.disturbing else x
+
     def mix_lanes(self, name: str) -> "Tape":
         """For authors of nodes that let lanes act on each other: likelihood-ratio credit is then refused."""
         self.require_current(name).mixing = name
