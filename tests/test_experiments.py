@@ -246,8 +246,8 @@ class TestExperiments:
 
     def test_chaos(self, tmp_path, capsys):
         results = tiny_run(chaos.EXPERIMENT, tmp_path, *self.OPTIONS)
-        assert len(results["rows"]) == 2 * 3
-        ratio = results["variance_ratio_H4_beta2.5"]
+        assert len(results["rows"]) == 2 * 4
+        ratio = results["variance_ratio_decoupled-CF_H4_beta2.5"]
         assert ratio["interval"][0] <= ratio["value"] <= ratio["interval"][1]
         assert 1 <= ratio["naive_mixture"] <= 2
         for row in results["rows"]:
@@ -264,14 +264,15 @@ class TestExperiments:
     def test_estimates_that_are_not_finite_are_counted(self):
         config = chaos.Config(horizons=(4,), betas=(1.5,), estimates=4)
         estimates = {"RP": [1.0, float("inf"), 2.0, float("nan")], "LR": [1.0, 2.0, 3.0, 4.0], "TP": [float("nan")] * 4}
+        estimates["decoupled-CF"] = [1.0, 2.0, 3.0, 5.0]
         records = [({"method": "exact", "beta": 1.5}, {"4": {"loss": 1.0, "gradient": 1.5, "error": 0.0}})]
         records += [({"method": m, "H": 4, "beta": 1.5}, {"estimates": e}) for m, e in estimates.items()]
         rows = {row["method"]: row for row in chaos.summarize(config, records)}
-        assert [rows[m]["nonfinite"] for m in chaos.BASIC] == [2, 0, 4]
+        assert [rows[m]["nonfinite"] for m in chaos.BASIC] == [2, 0, 4, 0]
         assert rows["RP"]["variance"] == 0.5 and np.isnan(rows["TP"]["variance"])
         report = chaos.report(config, records)
         assert "6 estimates not finite" in report.table
-        assert "variance_ratio_H4_beta1.5" not in report.figures
+        assert "variance_ratio_TP_H4_beta1.5" not in report.figures
 
     def test_gaussian_shaping(self, tmp_path):
         results = tiny_run(gaussian_shaping.EXPERIMENT, tmp_path, *self.OPTIONS)
