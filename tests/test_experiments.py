@@ -15,7 +15,15 @@ from scipy.integrate import dblquad
 from scipy.special import expit
 
 import apgrad as ap
-from experiments import bifurcation, chaos, chaotic_network, gaussian_shaping, harness, second_derivatives
+from experiments import (
+    bifurcation,
+    chaos,
+    chaotic_network,
+    gaussian_shaping,
+    harness,
+    second_derivatives,
+    total_propagation,
+)
 from experiments.benchmarks import estimators as benchmark
 
 ROOT = Path(__file__).parent.parent
@@ -273,6 +281,20 @@ class TestExperiments:
         report = chaos.report(config, records)
         assert "6 estimates not finite" in report.table
         assert "variance_ratio_TP_H4_beta1.5" not in report.figures
+
+    def test_total_propagation(self, tmp_path, capsys):
+        options = ("--horizons", "4", "--betas", "2.5", "--estimates", "8", "--lanes", "50", "--resamples", "50")
+        options += ("--bias-points", "4", "10", "20")
+        results = tiny_run(total_propagation.EXPERIMENT, tmp_path, *options)
+        assert len(results["rows"]) == 2 * 8
+        for row in results["rows"]:
+            assert row["nonfinite"] == 0 and row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
+        # Of the better one of RP and LR the ratio is 1, and RP is the better one so early.
+        rp = [row for row in results["rows"] if row["method"] == "RP"]
+        assert all(row["better"] == "RP" and row["ratio"] == 1 for row in rp)
+        exact = chaotic_network.exact(1.5, [4])[4].gradient
+        assert results["bias_decoupled-CF_H4_B10"]["exact"] == pytest.approx(exact, abs=1e-8)
+        assert "worst_ratio_decoupled-CF_P5" in results and "5 parameters" in capsys.readouterr().out
 
     def test_gaussian_shaping(self, tmp_path):
         results = tiny_run(gaussian_shaping.EXPERIMENT, tmp_path, *self.OPTIONS)
