@@ -195,7 +195,8 @@ def _figure(config, rows, biases):
         axes = part.subplots(1, len(config.horizons), sharey=True, squeeze=False)[0]
         for ax, h in zip(axes, config.horizons, strict=True):
             _plot_ratios(ax, [r for r in rows if (r["P"], r["H"]) == (p, h)])
-            ax.set(title=f"H = {h}, {p} parameter{'s' * (p > 1)}", xlabel=r"$\beta$", yscale="log")
+            ax.set(xlabel=r"$\beta$", yscale="log")
+            ax.set_title(f"H = {h}, {p} parameter{'s' * (p > 1)}", pad=12)
         axes[0].set_ylabel(r"$V\,/\,\min(V_{RP}, V_{LR})$")
         axes[-1].legend(fontsize=7, loc="best")
     if biases:
@@ -215,7 +216,6 @@ def _plot_ratios(ax, rows):
     for b in betas:
         better = next(r["better"] for r in rows if r["beta"] == b)
         ax.text(b, 1.0, better, fontsize=6, color="gray", ha="center", va="bottom", transform=ax.get_xaxis_transform())
-    ax.title.set_position((0.5, 1.06))
     ax.grid(alpha=0.25)
 
 
