@@ -188,9 +188,8 @@ def _figure(config, rows, biases):
         "point, bands are 95 % bootstrap intervals",
         fontsize=11,
     )
-    parts = np.atleast_1d(
-        figure.subfigures(len(config.parameters) + 1, 1, height_ratios=[1] * len(config.parameters) + [0.9])
-    )
+    heights = [1.0] * len(config.parameters) + [0.9]
+    parts = np.ravel(np.asarray(figure.subfigures(len(heights), 1, height_ratios=heights), object))
     for part, p in zip(parts, config.parameters, strict=False):
         axes = part.subplots(1, len(config.horizons), sharey=True, squeeze=False)[0]
         for ax, h in zip(axes, config.horizons, strict=True):
