@@ -27,7 +27,12 @@ v is taken from the residuals e = A + k D, A what is to be made small (White, 19
 r^2 the share of V(A) that k D explains. The second term takes away weights within two standard errors of zero, with
 no jump. The third is for the message alone, rho = .2: mixing adds the noise of c_2 to every node before, which
 the local variance does not see, so the message keeps to c_1 unless mixing removes a considerable share (nothing at
-r^2 < 1 / 6). Where c_1 explodes r^2 is near 1, and nothing is shrunk. `experiments.total_propagation` has the figures.
+r^2 < 1 / 6).
+
+In chaos c_1 explodes, and what is left of it must be shrunk, not k: the two change places (and rho is 0) where c_2 is
+typically the smaller, by the mean over lanes of log |c_e|^2, here not centred. For c_1 this mean grows with the
+Lyapunov exponent. Variances would not do to decide: where c_1 is small but for a lane in thousands, the half that has
+this lane would turn the other half to c_2. `experiments.total_propagation` has the figures.
 """
 
 import math
@@ -175,36 +180,48 @@ def least_variance(shrinkage: float = 0.0, reluctance: float = 0.0) -> Rule:
     def rule(gradients, suffix):
         mixture, weights = gradients[0], [jnp.ones((), gradients.dtype)]
         for other in gradients[1:]:
-            k = _share(mixture, other, suffix, shrinkage, reluctance)
-            weights = [w * (1 - k) for w in weights] + [k]
-            mixture = jnp.where(k == 1, 0, (1 - k) * mixture) + jnp.where(k == 0, 0, k * other)
+            share, k = _shares(mixture, other, suffix, shrinkage, reluctance)
+            weights = [w * share for w in weights] + [k]
+            mixture = jnp.where(share == 0, 0, share * mixture) + jnp.where(k == 0, 0, k * other)
         return jnp.stack(weights)
 
     return rule
 
 
-def _share(first, second, suffix, shrinkage, reluctance):
-    """The weight k of the second of two estimators."""
+def _shares(first, second, suffix, shrinkage, reluctance):
+    """The weights of two estimators."""
+    shrunk = bool(shrinkage or reluctance)
+    swap = _typical(second) < _typical(first) if shrunk else jnp.zeros((), bool)
+    base, other = jnp.where(swap, second, first), jnp.where(swap, first, second)
     # Scaled before they are squared: gradients of an exploding estimator overflow float32 in the square.
-    pair = jnp.stack([first + suffix, second - first])
+    pair = jnp.stack([base + suffix, other - base])
     scale = jnp.max(jnp.abs(pair), axis=(1, 2), initial=0)
     usable = (scale > 0) & jnp.isfinite(scale)
     pair = pair / jnp.where(usable, scale, 1)[:, None, None]
     A, D = pair - jnp.mean(pair, axis=1, keepdims=True)
     AD, DD = jnp.sum(A * D), jnp.sum(D * D)
     safe = jnp.where(DD > 0, DD, 1)
-    k = -AD / safe  # in units of the scales
-    if shrinkage or reluctance:
+    k = -AD / safe  # the weight of the other one, in units of the scales
+    if shrunk:
         v = jnp.sum(jnp.sum(D * (A + k * D), axis=1) ** 2) / safe**2
         explained = k**2 * DD
         doubt = shrinkage * v / jnp.where(k == 0, 1, k**2)
         if reluctance:
-            doubt += reluctance * (jnp.sum(A * A) - explained) / jnp.where(explained > 0, explained, 1)
+            noise = (jnp.sum(A * A) - explained) / jnp.where(explained > 0, explained, 1)
+            doubt += jnp.where(swap, 0, reluctance * noise)
         k = k * jnp.clip(1 - doubt, 0, 1)
     k = jnp.where(usable[1] & (DD > 0), jnp.clip(k * scale[0] / jnp.where(usable[1], scale[1], 1), 0, 1), 0)
     # What overflows gets nothing, and the first one the rest where both do.
-    overflow = ~jnp.isfinite(scale[1]) & jnp.isfinite(jnp.max(jnp.abs(second), initial=0))
-    return jnp.where(overflow, 1, jnp.where(jnp.isnan(k), 0, k))
+    overflow = ~jnp.isfinite(scale[1]) & jnp.isfinite(jnp.max(jnp.abs(other), initial=0))
+    k = jnp.where(overflow, 1, jnp.where(jnp.isnan(k), 0, k))
+    return jnp.where(swap, k, 1 - k), jnp.where(swap, 1 - k, k)
+
+
+def _typical(gradients):
+    """The mean over lanes of log |c|^2, not centred, as a few lanes would move the centre; NaN where it overflows."""
+    scale = jnp.max(jnp.abs(gradients), initial=0)
+    squares = jnp.sum((gradients / jnp.where(scale > 0, scale, 1)) ** 2, axis=1)
+    return 2 * jnp.log(scale) + jnp.mean(jnp.log(squares + jnp.finfo(squares.dtype).tiny))
 
 
 def _inverse_variance(gradients, suffix):

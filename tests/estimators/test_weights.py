@@ -33,6 +33,7 @@ def test_least_variance_is_the_least(seed, x64):
 
 def test_shrinkage_is_the_formula_of_the_module(x64):
     first, second, suffix = draw(1)
+    second = 2 * second  # the first is typically the smaller
     suffix = suffix - second
     A, D = suffix + first, second - first
     A, D = A - A.mean(0), D - D.mean(0)
@@ -40,11 +41,32 @@ def test_shrinkage_is_the_formula_of_the_module(x64):
     residual = A + k * D
     v = ((D * residual).sum(1) ** 2).sum() / (D * D).sum() ** 2
     r2 = (A * D).sum() ** 2 / ((A * A).sum() * (D * D).sum())
-    for shrinkage, reluctance in ((4, 0), (0, 0.2), (4, 0.2), (400, 0)):
+    for shrinkage, reluctance in ((4, 0), (0, 0.2), (4, 0.2), (4000, 0)):
         expected = np.clip(k * max(0, 1 - shrinkage * v / k**2 - reluctance * (1 - r2) / r2), 0, 1)
         weights = least_variance(shrinkage, reluctance)(jnp.array([first, second]), jnp.array(suffix))
         np.testing.assert_allclose(weights, [1 - expected, expected], rtol=1e-10)
     assert expected == 0
+
+
+def test_the_one_that_typically_explodes_is_the_one_that_is_shrunk(x64):
+    # The first has many times the gradients of the second, in all lanes: its weight is what the formula shrinks.
+    second, first, suffix = draw(2)
+    suffix = suffix - second
+    first = 30 * first + second
+    A, D = suffix + second, first - second
+    A, D = A - A.mean(0), D - D.mean(0)
+    j = -(A * D).sum() / (D * D).sum()
+    v = ((D * (A + j * D)).sum(1) ** 2).sum() / (D * D).sum() ** 2
+    for shrinkage in (0.5 * j**2 / v, 2 * j**2 / v):
+        expected = np.clip(j * max(0, 1 - shrinkage * v / j**2), 0, 1)
+        weights = least_variance(shrinkage, 0.2)(jnp.array([first, second]), jnp.array(suffix))
+        np.testing.assert_allclose(weights, [expected, 1 - expected], rtol=1e-9, atol=1e-12)
+    # In one lane alone: the first is typically the smaller, whatever its variance.
+    rare = 1e-3 * first
+    rare[7] = 1e4
+    assert np.var(rare) > 100 * np.var(second)
+    weights = least_variance(1e30)(jnp.array([rare, second]), jnp.zeros(rare.shape))
+    np.testing.assert_array_equal(weights, [1, 0])
 
 
 def test_the_sandwich_variance_is_that_of_the_weight(x64):
