@@ -33,48 +33,22 @@ Each exists for the lane and, where nodes ask, for *parts*: components of a lane
 each other, (lanes, parts), so that a part's choices pay for the costs of that part only.
 """
 
-import contextvars
 import itertools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from apgrad.lanes import cost_shape_error, fold, require_lanes
+from apgrad.ledger import LEDGER, Ledger, Plan
 from apgrad.primitives import zero_with_gradient
 from apgrad.propagator import backpropagation, first_order, node
 
 Kind = Literal["baselined", "plain", "regression"]
 
 
-class Plan(NamedTuple):
-    """The static structure of a tape: the same all through a program, so that `scan` can carry it."""
-
-    lanes: int
-    dtype: Any = None
-    ports: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    folds: int = 1  # groups of lanes that share batch statistics: 2 with cross-fitting
-    token: object = None  # distinct for each collecting trace, so that no cached inner `jit` hides a request
-
-
-class Ledger:
-    """What one trace of a program knows, at trace time only: which tape is current, what nodes ask for."""
-
-    def __init__(self, collecting: bool):
-        self.collecting = collecting
-        self.stamp = 0
-        self.ports: dict[str, tuple[int, ...]] = {}
-        self.parts: dict[int, str] = {}
-        self.cost_shapes: set[tuple[int, ...]] = set()
-        self.cost_dtypes: set[Any] = set()
-        self.mixing: str | None = None
-        self.scoring: str | None = None
-        self.weighing: str | None = None
-
-
-LEDGER: contextvars.ContextVar[Ledger | None] = contextvars.ContextVar("ledger", default=None)
 _STAMPS = itertools.count(1)  # one count for all programs, so that no tape of another one is taken for current
 
 
@@ -117,6 +91,11 @@ class Tape:
     def lanes(self) -> int:
         """The number of lanes."""
         return self._plan.lanes
+
+    @property
+    def keeps(self) -> bool:
+        """For authors of nodes: weights are given to the objective, see `ap.expectation(..., keep_weights=True)`."""
+        return self._plan.keeps
 
     @property
     def folds(self) -> int:
@@ -227,6 +206,7 @@ class Tape:
         around = {name: zeros for name, zeros in self._ports.items() if name.startswith("state:")}
         ports = {name: (1 - len(branches)) * zeros for name, zeros in self._ports.items() if name not in around}
         within = self._ports | {name: jnp.zeros_like(zeros) for name, zeros in around.items()}
+        counts = {name: count for name, count in self._ports.items() if name.startswith("count:")}
         outputs = []
         for index, (branch, branch_key) in enumerate(zip(branches, keys, strict=True)):
             result = branch(Tape(self._plan, branch_key, jax.tree.map(jnp.zeros_like, self._total), within))
@@ -236,8 +216,10 @@ class Tape:
             tape.require_current(f"the end of branch {index}")
             total = jax.tree.map(jnp.add, total, tape._total)
             ports = {name: ports[name] + tape._ports[name] for name in ports}
+            counts = {name: tape._ports[name] for name in counts}
+            within |= counts
             outputs.append(output)
-        return Tape(self._plan, key, total, ports | around), tuple(outputs)
+        return Tape(self._plan, key, total, ports | around | counts), tuple(outputs)
 
     def credit(
         self,
@@ -309,7 +291,7 @@ class Tape:
 
         Args:
           name: the same name is the same port. One that starts with `state:` goes around `parallel` branches,
-            whose own begin at zero; others add up what the branches send.
+            whose own begin at zero, and one with `count:` through them in turn; others add up what the branches send.
           shape: of the messages, of the costs' dtype.
 
         Returns:
@@ -322,6 +304,23 @@ class Tape:
             return None
         return self._ports[name]
 
+    def request_table(self, name: str, width: int) -> dict[str, jax.Array]:
+        """For authors of mixers: the weights that the objective was given for this node, and how many came before.
+
+        Args:
+          name: of the function.
+          width: how many weights a node has.
+
+        Returns:
+          Nothing unless weights are kept and ports are there; else the ports `table`, (nodes, width), and `count`.
+        """
+        ledger = self.require_current(name)
+        if self._plan.keeps and ledger.tables.setdefault(name, width) != width:
+            raise ValueError(f"{name} is called with {width} weights here and {ledger.tables[name]} there")
+        if not self._plan.keeps or ledger.collecting:
+            return {}
+        return {kind: self._ports[f"{kind}:{name}"] for kind in ("table", "count")}
+
     def put_port(self, name: str, port: jax.Array | None) -> "Tape":
         """For authors of mixers: the next tape, with the port as the node returned it."""
         self.require_current(name)
@@ -333,6 +332,12 @@ class Tape:
         if len(shape) < 2:
             raise ValueError(f"{name}: with parts=True the sample's shape is (lanes, parts, ...), got {shape}")
         self.require_current(name).parts.setdefault(shape[1], name)
+
+    def drawn(self, x: jax.Array) -> jax.Array:
+        """For authors of nodes: the samples (lanes, ...) as drawn; where lanes are tested for independence, others."""
+        ledger = self.require_current("drawn")
+        half = self.lanes // 2
+        return x.at[half:].set(x[half]) if ledger.disturbing else x
 
     def mix_lanes(self, name: str) -> "Tape":
         """For authors of nodes that let lanes act on each other: likelihood-ratio credit is then refused."""

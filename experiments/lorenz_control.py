@@ -1,7 +1,7 @@
 """A second system, on which no weights were tuned: a neural controller of the noisy Lorenz system.
 
     python -m experiments.lorenz_control                   # about two minutes
-    python -m experiments.lorenz_control --preset paper    # about 20 minutes on two cores
+    python -m experiments.lorenz_control --preset paper    # about ten minutes on one core
 
 A step is one of Runge and Kutta (fourth order, dt = .08) of Lorenz's equations with a force u on y, held meanwhile:
 
@@ -9,22 +9,25 @@ A step is one of Runge and Kutta (fourth order, dt = .08) of Lorenz's equations 
 
 u = 10 a the output of a network of 8 tanh units on the scaled state, with random weights: 41 parameters. The cost is
 the mean over steps of (|s - s*|^2 / 100 + a^2 / 10) / 2, s* the fixed point with x > 0 of the system without force.
-rho is swept from where trajectories settle to where they are chaotic. Wanted is the gradient of the expected cost in
-all parameters; variances are summed over them.
+At rho = 20 perturbations neither grow nor decay for long, at rho = 28, Lorenz's own, trajectories are chaotic. Wanted
+is the gradient of the expected cost in all parameters, at random ones; variances are summed over them. The methods
+are those of `experiments.total_propagation`.
 
-*Bias.* The reference is the mean of estimates, with noise of their own, of whichever unbiased estimator has the least
-variance in a pilot run. Against it stand, both with the reference's own error, the largest |z| over the parameters with
-Sidak's p-value (p < .05 / number of points and methods is called significant), and the bias along the gradient in
-percent of its length, the direction being the pilot run's, which is independent of the rest.
+*Bias.* The reference is the mean of estimates, with noise of their own, of whichever of `REFERENCES`, all unbiased, has
+the least variance in a pilot run. Against it stand, both with the reference's own error, the largest |z| over the
+parameters with Sidak's p-value (p < .05 / number of points and methods is called significant), and the bias along the
+gradient in percent of its length, the direction being the pilot run's, which is independent of the rest.
 
-Times are the least of several rounds in which the methods take turns; with other work on the machine they are rough.
+*Time* is that of the fastest call of a cell; with other work on the machine it is rough.
+
+Each method has its own cells: to measure one anew, delete `cells/method=NAME,*` and start the experiment again.
 """
 
 import dataclasses
 import functools
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,32 +38,18 @@ from matplotlib.figure import Figure
 from scipy.stats import norm
 
 import apgrad as ap
-from experiments import harness
+from experiments import chaotic_network, harness
 
 DT, SIGMA, START, UNITS = 0.08, 0.1, (-5.0, -5.0, 20.0), 8
 CHUNK = 5  # estimates that a call makes
 
 
-class Method(NamedTuple):
-    """A way to estimate the gradient, and its colour."""
-
-    estimator: ap.Estimator | ap.Mixer
-    cross_fit: bool
-    colour: str
-
-
-_published = ap.total_propagation(weights=ap.weights.inverse_variance())
-METHODS = {
-    "RP": Method(ap.reparameterization(), False, "#1f77b4"),
-    "LR": Method(ap.likelihood_ratio(), False, "#d95f02"),
-    "published": Method(_published, False, "#e0a100"),
-    "inverse variance": Method(_published, True, "#e0a100"),
-    "local": Method(ap.total_propagation(weights=ap.weights.local_covariance()), True, "#6a51a3"),
-    "suffix": Method(ap.total_propagation(weights=ap.weights.suffix_covariance()), True, "#c2255c"),
-    "decoupled": Method(ap.total_propagation(), True, "#2a8a3e"),
-    "decoupled, plain": Method(ap.total_propagation(), False, "#2a8a3e"),
-}
-BIASED = ("published", "decoupled, plain")  # not cross-fitted
+COLOURS = {"RP": "#1f77b4", "LR": "#d95f02", "TP": "#e0a100", "local": "#8e6fc1", "suffix": "#e7298a"}
+COLOURS |= {"unshrunk": "#8c6d1f", "decoupled": "black"}  # of what stands before -CF
+METHODS = ("RP", "LR", "TP", "TP-CF", "local-CF", "suffix-CF", "unshrunk-CF", "decoupled", "decoupled-CF")
+BIASED = ("TP", "decoupled")  # not cross-fitted
+REFERENCES = ("RP", "LR", "unshrunk-CF")
+DEFAULT = "decoupled-CF"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,28 +63,26 @@ class Config(harness.Config):
       reference: estimates of the reference; the pilot run has a tenth.
       lanes: trajectories for each estimate, B.
       resamples: of the bootstrap.
-      rounds: of the timing.
     """
 
     horizons: tuple[int, ...] = (25,)
-    rhos: tuple[float, ...] = (10.0, 24.0, 32.0)
+    rhos: tuple[float, ...] = (20.0, 28.0)
     estimates: int = 20
     reference: int = 50
     lanes: int = 1000
     resamples: int = 500
-    rounds: int = 3
 
     def __post_init__(self):
         """Refuses what cannot be measured."""
-        if min(self.estimates, self.resamples) < 2 or self.reference < 50 or self.rounds < 1:
-            raise ValueError("estimates and resamples must be at least 2, reference 50, rounds 1")
+        if self.estimates <= CHUNK or self.resamples < 2 or self.reference < 50:
+            raise ValueError(f"estimates must be above {CHUNK}, resamples at least 2, reference 50")
         if self.lanes < 4 or self.lanes % 2:
             raise ValueError("cross-fitting needs an even number of lanes, at least 4")
         if not self.horizons or not self.rhos or min(self.horizons) < 1 or min(self.rhos) <= 1:
             raise ValueError("horizons must be at least 1 and rhos above 1, and neither empty")
 
 
-PAPER = Config(horizons=(50,), rhos=(10.0, 20.0, 24.0, 26.0, 30.0), estimates=300, reference=300)
+PAPER = Config(horizons=(10, 25, 50), estimates=100, reference=100, resamples=2000)
 
 
 def controller(seed: int) -> dict[str, jax.Array]:
@@ -132,9 +119,10 @@ def cost(theta: dict[str, jax.Array], s: jax.Array, rho: jax.Array) -> jax.Array
 
 def objective(method: str, horizon: int, lanes: int) -> Callable[..., jax.Array]:
     """The expected cost as an ordinary JAX function, `(key, theta, rho) -> scalar`."""
+    chosen = chaotic_network.METHODS[method]
 
     def rollout(tape, theta, rho):
-        @ap.stochastic(METHODS[method].estimator)
+        @ap.stochastic(chosen.estimator())
         def step(theta, s):
             return dist.Normal(flow(theta, s, rho), SIGMA)
 
@@ -146,7 +134,7 @@ def objective(method: str, horizon: int, lanes: int) -> Callable[..., jax.Array]
         start = jnp.broadcast_to(jnp.array(START), (tape.lanes, 3))
         return jax.lax.scan(body, (tape, start), length=horizon)[0][0]
 
-    return ap.expectation(rollout, lanes=lanes, cross_fit=METHODS[method].cross_fit)
+    return ap.expectation(rollout, lanes=lanes, cross_fit=chosen.cross_fit)
 
 
 @functools.cache
@@ -155,11 +143,15 @@ def _compiled(method, horizon, lanes):
     return jax.jit(lambda keys, theta, rho: jax.lax.map(lambda key: ravel_pytree(gradient(key, theta, rho))[0], keys))
 
 
-def gradients(config: Config, method: str, rho: float, horizon: int, count: int, seed: int) -> np.ndarray:
-    """Independent estimates of the gradient, (count, 41): with the same seed, of the same noise."""
+def gradients(config: Config, method: str, rho: float, horizon: int, count: int, seed: int) -> tuple[np.ndarray, float]:
+    """Independent estimates of the gradient, (count, 41), with the same seed of the same noise; seconds for one."""
     theta, function = controller(config.seed), _compiled(method, horizon, config.lanes)
-    keys = jax.random.split(jax.random.key(seed), (-(-count // CHUNK), CHUNK))
-    return np.concatenate([np.asarray(function(k, theta, rho), np.float64) for k in keys])[:count]
+    found, seconds = [], []
+    for keys in jax.random.split(jax.random.key(seed), (-(-count // CHUNK), CHUNK)):
+        start = time.perf_counter()
+        found.append(np.asarray(function(keys, theta, rho), np.float64))
+        seconds.append((time.perf_counter() - start) / CHUNK)
+    return np.concatenate(found)[:count], min(seconds)
 
 
 def growth(config: Config, rho: float, seed: int, lanes: int = 256) -> dict[str, Any]:
@@ -188,36 +180,26 @@ def growth(config: Config, rho: float, seed: int, lanes: int = 256) -> dict[str,
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    """Growth, then point by point the estimates and the reference, then the times."""
+    """Growth, then point by point the reference and the estimates."""
     found: list[harness.Cell] = [{"method": "growth", "rho": rho} for rho in config.rhos]
     for h in config.horizons:
-        found += [{"method": m, "H": h, "rho": rho} for rho in config.rhos for m in (*METHODS, "reference")]
-        found.append({"method": "time", "H": h})
+        found += [{"method": m, "H": h, "rho": rho} for rho in config.rhos for m in ("reference", *METHODS)]
     return found
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """Growth of perturbations, times, or estimates."""
+    """Growth of perturbations, or estimates."""
     if cell["method"] == "growth":
         return growth(config, cell["rho"], seed)
-    rho = cell.get("rho", config.rhos[-1])
-
-    draw = functools.partial(gradients, config, rho=rho, horizon=cell["H"])
-    if cell["method"] == "time":
-        seconds = {m: [] for m in METHODS}
-        for _ in range(config.rounds + 1):
-            for m in METHODS:
-                start = time.perf_counter()
-                draw(m, count=CHUNK, seed=seed)
-                seconds[m].append((time.perf_counter() - start) / CHUNK)
-        return {"seconds": {m: min(s[1:]) for m, s in seconds.items()}}  # the first compiles
+    draw = functools.partial(gradients, config, rho=cell["rho"], horizon=cell["H"])
     if cell["method"] != "reference":
         # The seed of the point: the methods see the same noise.
-        seed = harness.cell_seed(config.seed, {"H": cell["H"], "rho": rho})
-        return {"estimates": draw(cell["method"], count=config.estimates, seed=seed).tolist()}
-    pilots = {m: draw(m, count=config.reference // 10, seed=seed) for m in METHODS if m not in BIASED}
+        seed = harness.cell_seed(config.seed, {"H": cell["H"], "rho": cell["rho"]})
+        found, seconds = draw(cell["method"], count=config.estimates, seed=seed)
+        return {"estimates": found.tolist(), "seconds": seconds}
+    pilots = {m: draw(m, count=config.reference // 5, seed=seed)[0] for m in REFERENCES}
     chosen = min(pilots, key=lambda m: total_variance(pilots[m]))
-    found = draw(chosen, count=config.reference, seed=seed + 1)
+    found, _ = draw(chosen, count=config.reference, seed=seed + 1)
     return {"chosen": chosen, "direction": pilots[chosen].mean(0).tolist(), "estimates": found.tolist()}
 
 
@@ -270,11 +252,11 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             row |= {"ratio_low": ratio[0], "ratio_high": ratio[1], "largest_share": float(square.max() / square.sum())}
             row |= {"gradient_norm": float(np.linalg.norm(reference.mean(0))), "reference": truth["chosen"]}
             row |= bias(g, reference, np.array(truth["direction"]))
-            row |= {"significant": row["p"] < level, "seconds": found["time", h, None]["seconds"][m]}
+            row |= {"significant": row["p"] < level, "seconds": found[m, h, rho]["seconds"]}
             rows.append(row | {"efficiency": 1 / (variance[m] * row["seconds"])})
-    worst = max((r for r in rows if r["method"] == "decoupled"), key=lambda r: r["ratio"])
+    worst = max((r for r in rows if r["method"] == DEFAULT), key=lambda r: r["ratio"])
     figures = {
-        "worst_ratio_of_decoupled": {k: worst[k] for k in ("H", "rho", "better", "ratio", "ratio_low", "ratio_high")},
+        f"worst_ratio_{DEFAULT}": {k: worst[k] for k in ("H", "rho", "better", "ratio", "ratio_low", "ratio_high")},
         "growth": {f"rho{rho:g}": g for rho, g in grown.items()},
         "level_of_significance": level,
     }
@@ -282,59 +264,66 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
 
 
 def _table(rows, grown):
-    lines = [
-        "  H  rho exponent method             variance  over the better (95 %)         bias, %          max|z|   ms"
-    ]
+    lines = [f"rho = {rho:g}: Lyapunov exponent {g['exponent']:+.2f} per unit of time" for rho, g in grown.items()]
+    lines.append(
+        f"{'H':>3} {'rho':>4} {'method':12} {'variance':>9}  {'over the better (95 %)':30} {'bias, %':16} max|z| ms"
+    )
     for r in rows:
         ratio = f"{r['ratio']:.3g} ({r['ratio_low']:.3g} to {r['ratio_high']:.3g}) of {r['better']}"
         off = f"{r['bias_percent']:+.2g} ± {r['bias_percent_error']:.1g}"
         lines.append(
-            f"{r['H']:3d} {r['rho']:4g} {grown[r['rho']]['exponent']:+8.2f} {r['method']:16s} {r['variance']:10.2e}  "
-            f"{ratio:30s} {off:16s} {r['max_z']:4.1f}{'*' if r['significant'] else ' '} {1e3 * r['seconds']:5.0f}"
+            f"{r['H']:3d} {r['rho']:4g} {r['method']:12} {r['variance']:9.2e}  {ratio:30} {off:16} "
+            f"{r['max_z']:4.1f}{'*' if r['significant'] else ' '} {1e3 * r['seconds']:.0f}"
         )
     return "\n".join([*lines, "* significant after correction for all parameters, points and methods"])
 
 
 def _picture(config, rows, grown):
-    horizons, rhos = config.horizons, np.array(config.rhos)
-    figure = Figure(figsize=(15, 4.5 + 4.5 * len(horizons)), layout="constrained")
+    figure = Figure(figsize=(16, 0.6 + 3.8 * len(config.rhos)), layout="constrained")
     figure.suptitle(
         f"Controller of the noisy Lorenz system, 41 parameters: {config.lanes} lanes an estimate, {config.estimates} "
-        "estimates a point; bands and bars are 95 % intervals; dashed: not cross-fitted"
+        "estimates a point; bands and bars are 95 % intervals; dashed and hollow: not cross-fitted"
     )
-    names = [[f"{h} {key}" for key in ("variance", "ratio", "efficiency")] for h in horizons]
-    axes = figure.subplot_mosaic([*names, ["off", "off", "exponent"]])
-    off = axes["off"]
-    for h, line in zip(horizons, [[axes[name] for name in row] for row in names], strict=True):
-        for i, (name, method) in enumerate(METHODS.items()):
-            mine = [r for r in rows if r["H"] == h and r["method"] == name]
+    panels = {
+        "variance": "variance, summed over parameters",
+        "ratio": "variance over the better of RP and LR",
+        "bias": "bias along the gradient, %",
+        "seconds": "seconds an estimate",
+    }
+    horizons = np.array(config.horizons)
+    grid = figure.subplots(len(config.rhos), len(panels), squeeze=False)
+    for rho, line in zip(config.rhos, grid, strict=True):
+        axes = dict(zip(panels, line, strict=True))
+        for i, name in enumerate(METHODS):
+            mine = [r for r in rows if r["rho"] == rho and r["method"] == name]
             get = {key: np.array([r[key] for r in mine]) for key in mine[0]}
-            style = {"color": method.colour, "marker": "o", "ms": 3, "lw": 1.4, "ls": "--" if name in BIASED else "-"}
-            for ax, key in zip(line, ("variance", "ratio", "efficiency"), strict=True):
-                ax.plot(rhos, get[key], label=name, **style)
-                if key != "efficiency":
-                    ax.fill_between(rhos, get[f"{key}_low"], get[f"{key}_high"], color=method.colour, alpha=0.15, lw=0)
-            if name not in ("RP", "LR") and h == horizons[-1]:
-                style |= {"ls": "", "mfc": "white" if name in BIASED else method.colour, "ms": 4}
-                places = rhos + (i - 4.5) * 0.012 * np.ptp(rhos)
-                off.errorbar(places, get["bias_percent"], 1.96 * get["bias_percent_error"], label=name, **style)
-        titles = ("variance, summed over parameters", "variance over that of the better of RP and LR")
-        for ax, title in zip(line, (*titles, "efficiency, 1 / variance / second"), strict=True):
-            ax.set(title=f"H = {h}: {title}", yscale="log")
-        for level, ls in ((1, "-"), (1.5, ":")):
-            line[1].axhline(level, color="black", lw=0.8, ls=ls)
-        line[1].set_ylim(0.1, 30)
-        line[0].legend(fontsize=8)
-    off.set(title=f"H = {horizons[-1]}: bias along the gradient, % (hollow: not cross-fitted)")
-    off.legend(fontsize=8)
-    exponent, error = np.array([(g["exponent"], g["standard_error"]) for g in grown.values()]).T
-    axes["exponent"].errorbar(rhos, exponent, 1.96 * error, fmt="ko-", ms=3)
-    axes["exponent"].set(title="largest Lyapunov exponent of the closed loop, per unit of time")
-    for ax in (off, axes["exponent"]):
-        ax.axhline(0, color="black", lw=0.8)
-    for ax in axes.values():
-        ax.set_xlabel(r"$\rho$")
-        ax.grid(alpha=0.25)
+            colour, wide = COLOURS[name.removesuffix("-CF")], 2.2 if name == DEFAULT else 1.3
+            style = {"color": colour, "marker": "o", "ms": 4, "mfc": "white" if name in BIASED else colour}
+            for key in ("variance", "ratio", "seconds"):
+                dashes = "--" if name in BIASED else "-"
+                axes[key].plot(horizons, get[key], label=name, ls=dashes, lw=wide, **style)
+                if key != "seconds":
+                    axes[key].fill_between(
+                        horizons, get[f"{key}_low"], get[f"{key}_high"], color=colour, alpha=0.1, lw=0
+                    )
+            if name not in ("RP", "LR"):
+                places = np.arange(len(horizons)) + 0.1 * (i - 5)
+                axes["bias"].errorbar(places, get["bias_percent"], 1.96 * get["bias_percent_error"], ls="", **style)
+        settles = f"exponent {grown[rho]['exponent']:+.2f}"
+        for key, title in panels.items():
+            axes[key].set_title(f"$\\rho$ = {rho:g} ({settles}): {title}" if key == "variance" else title, fontsize=10)
+            axes[key].set_xlabel("H")
+            axes[key].grid(alpha=0.25)
+            if key == "bias":
+                axes[key].set_xticks(range(len(horizons)), config.horizons)
+                axes[key].axhline(0, color="black", lw=0.8)
+                axes[key].set_yscale("symlog", linthresh=1)
+            else:
+                axes[key].set_yscale("log")
+                axes[key].set_xticks(config.horizons)
+        axes["ratio"].axhline(1, color="gray", lw=0.8)
+        axes["ratio"].axhline(1.5, color="gray", lw=0.8, ls=":")
+    grid[0, 0].legend(fontsize=8)
     return figure
 
 

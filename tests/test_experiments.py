@@ -23,6 +23,7 @@ from experiments import (
     harness,
     lorenz_control,
     second_derivatives,
+    total_propagation,
 )
 from experiments.benchmarks import estimators as benchmark
 
@@ -254,8 +255,8 @@ class TestExperiments:
 
     def test_chaos(self, tmp_path, capsys):
         results = tiny_run(chaos.EXPERIMENT, tmp_path, *self.OPTIONS)
-        assert len(results["rows"]) == 2 * 3
-        ratio = results["variance_ratio_H4_beta2.5"]
+        assert len(results["rows"]) == 2 * 4
+        ratio = results["variance_ratio_decoupled-CF_H4_beta2.5"]
         assert ratio["interval"][0] <= ratio["value"] <= ratio["interval"][1]
         assert 1 <= ratio["naive_mixture"] <= 2
         for row in results["rows"]:
@@ -272,14 +273,29 @@ class TestExperiments:
     def test_estimates_that_are_not_finite_are_counted(self):
         config = chaos.Config(horizons=(4,), betas=(1.5,), estimates=4)
         estimates = {"RP": [1.0, float("inf"), 2.0, float("nan")], "LR": [1.0, 2.0, 3.0, 4.0], "TP": [float("nan")] * 4}
+        estimates["decoupled-CF"] = [1.0, 2.0, 3.0, 5.0]
         records = [({"method": "exact", "beta": 1.5}, {"4": {"loss": 1.0, "gradient": 1.5, "error": 0.0}})]
         records += [({"method": m, "H": 4, "beta": 1.5}, {"estimates": e}) for m, e in estimates.items()]
         rows = {row["method"]: row for row in chaos.summarize(config, records)}
-        assert [rows[m]["nonfinite"] for m in chaos.BASIC] == [2, 0, 4]
+        assert [rows[m]["nonfinite"] for m in chaos.BASIC] == [2, 0, 4, 0]
         assert rows["RP"]["variance"] == 0.5 and np.isnan(rows["TP"]["variance"])
         report = chaos.report(config, records)
         assert "6 estimates not finite" in report.table
-        assert "variance_ratio_H4_beta1.5" not in report.figures
+        assert "variance_ratio_TP_H4_beta1.5" not in report.figures
+
+    def test_total_propagation(self, tmp_path, capsys):
+        options = ("--horizons", "4", "--betas", "2.5", "--estimates", "8", "--lanes", "50", "--resamples", "50")
+        options += ("--bias-points", "4", "10", "20", "--parameters", "5")
+        results = tiny_run(total_propagation.EXPERIMENT, tmp_path, *options)
+        assert len(results["rows"]) == 8
+        for row in results["rows"]:
+            assert row["nonfinite"] == 0 and row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
+        # Of the better one of RP and LR the ratio is 1, and RP is the better one so early.
+        rp = [row for row in results["rows"] if row["method"] == "RP"]
+        assert all(row["better"] == "RP" and row["ratio"] == 1 for row in rp)
+        exact = chaotic_network.exact(1.5, [4])[4].gradient
+        assert results["bias_decoupled-CF_H4_B10"]["exact"] == pytest.approx(exact, abs=1e-8)
+        assert "worst_ratio_decoupled-CF_P5" in results and "5 parameters" in capsys.readouterr().out
 
     def test_gaussian_shaping(self, tmp_path):
         results = tiny_run(gaussian_shaping.EXPERIMENT, tmp_path, *self.OPTIONS)
@@ -324,7 +340,7 @@ class TestExperiments:
                 total += lorenz_control.cost(theta, s, rho) / 4
             return total
 
-        objective = lorenz_control.objective("decoupled", 4, 20)
+        objective = lorenz_control.objective("decoupled-CF", 4, 20)
         value, gradient = jax.value_and_grad(objective, argnums=1)(jax.random.key(0), theta, rho)
         assert value == pytest.approx(float(rollout(theta)), rel=1e-5)
         expected, _ = jax.flatten_util.ravel_pytree(jax.grad(rollout)(theta))
@@ -347,7 +363,8 @@ class TestExperiments:
         with pytest.raises(SystemExit):
             harness.main(second_derivatives.EXPERIMENT, ["--graphs", "three nodes"])
 
-    def test_benchmark_of_the_estimators(self, tmp_path):
+    def test_benchmark_of_the_estimators(self, tmp_path, monkeypatch):
+        monkeypatch.setattr(benchmark, "ROLLOUT_METHODS", ("RP", "TP", "decoupled-CF"))
         options = ("--horizons", "2", "--rounds", "3", "--nodes", "100", "--chain-rounds", "3")
         results = tiny_run(benchmark.EXPERIMENT, tmp_path, *options)
         ratios = {row["method"]: row["ratio"] for row in results["rows"] if row["benchmark"] == "chain"}

@@ -20,7 +20,6 @@ tape.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -30,8 +29,8 @@ import numpy as np
 from jax import lax
 
 from apgrad.estimators.estimator import Mixer, surrogates
+from apgrad.estimators.streams import add, drop_float0, join, mixture, shared_mixture, streams, swap, times
 from apgrad.estimators.targets import Layout, Memory, by_chunks, find_target, inexact, leaves_or_none
-from apgrad.expectation import STREAM
 from apgrad.lanes import fold
 from apgrad.propagator import Propagator, Static, first_order, hoist, node
 from apgrad.tape import Tape
@@ -80,31 +79,52 @@ def mix_lanes(
         # The function is differentiated again in the backward pass: cheaper to keep than its linearization,
         # which holds a copy of the shared arguments for each lane.
         flags = tuple(tuple(jax.tree.leaves(tree)) for tree in (*perturbed[0], perturbed[1]))
-        return (*output, ports), (shared, lane, pullbacks, Static(flags))
+        given = None
+        if "table" in ports:
+            index = ports["count"].astype(jnp.int32)
+            given = index, ports["table"][index]
+            ports = ports | {"count": ports["count"] + 1}
+        return (*output, ports), (shared, lane, pullbacks, given, Static(flags))
 
     def backward(memory, message):
-        shared, lane, pullbacks, flags = memory
+        shared, lane, pullbacks, given, flags = memory
         to_x, to_zero, ports = message
-        own, output = _streams(to_x, tape.folds)
-        memory = Memory(mixer, what, build, restore, shared, lane, pullbacks, flags.value)
+        own, output = streams(to_x, tape.folds)
+        row = None if given is None else given[1]
+        memory = Memory(mixer, what, build, restore, shared, lane, pullbacks, flags.value, row)
         messages = _Messages(own, output, to_zero, ports.get("suffix"), tape.folds)
         compute = _by_parameters if mixer.target == "parameters" else _by_arguments
         if "kept" in ports:
             answer = _now_and_then(compute, memory, messages, ports["kept"])
         else:
             answer = compute(memory, messages)
-        ports = {kind: {"suffix": answer.suffix, "kept": answer.kept}[kind] for kind in ports}
-        return answer.shared, _join(answer.own, answer.output, tape.folds), None, ports
+        replies = {"suffix": answer.suffix, "kept": answer.kept, "count": None}
+        if given is not None:
+            table = ports["table"]
+            replies["table"] = table.at[given[0]].add(answer.kept.astype(table.dtype))
+        return (
+            answer.shared,
+            join(answer.own, answer.output, tape.folds),
+            None,
+            {kind: replies[kind] for kind in ports},
+        )
 
-    requests = {}
-    if mixer.target != "parameters" and any(w is not None and w.suffix for w in mixer.weights[:2]):
+    requests, width, weights = {}, 0, mixer.weights
+    if mixer.target != "parameters":
         mapping = mixer.target
         explicit = jax.eval_shape(lambda: mapping(restore(arrays))) if callable(mapping) else arrays
-        if width := Layout.of(inexact(explicit), tape.lanes).width:
-            requests["suffix"] = (f"suffix:{name}:{width}", (tape.lanes, width))
-    if mixer.weights.every > 1:
+        width = Layout.of(inexact(explicit), tape.lanes).width
+    if width and any(w is not None and w.suffix for w in weights[:2]):
+        requests["suffix"] = (f"suffix:{name}:{width}", (tape.lanes, width))
+    if weights.every > 1:
         requests["kept"] = (f"state:{name}", (1 + 2 * tape.folds * len(mixer.estimators),))
     ports = {kind: tape.request_port(*request) for kind, request in requests.items()}
+    tables = tape.request_table(name, len(mixer.estimators) * (1 + width))
+    if tables and (weights.every > 1 or mixer.target == "parameters"):
+        raise ValueError(f"{what}: keep_weights=True keeps weights of arguments, new at every node (every=1)")
+    if tables:
+        ports |= tables
+        requests |= {kind: (f"{kind}:{name}", None) for kind in tables}
     x, zero, ports = _mixer_node(mixer, forward, backward, perturbed=True)((arrays, closed_over), lane, keys, ports)
     for kind, (port, _) in requests.items():
         tape = tape.put_port(port, ports[kind])
@@ -137,10 +157,11 @@ def mix_batch(mixer: Mixer, what: str, distribution: Any, tape: Tape, key: Any) 
             f"and none has the lanes ({lanes}) as leading axis; got shapes {shapes}. Broadcast a parameter to the "
             "lanes, or use ap.stochastic, whose target is the shared arguments."
         )
-    if weighting.per != "node" or weighting.suffix or mixer.weights.every > 1:
+    if weighting.per != "node" or weighting.suffix or mixer.weights.every > 1 or tape.keeps:
         raise ValueError(
-            f"{what} sees a distribution of all lanes, with one weight a node from that node alone; got weights per="
-            f"{weighting.per!r}, suffix={weighting.suffix}, every={mixer.weights.every}. Use ap.stochastic for others."
+            f"{what} sees a distribution of all lanes, with one weight a node from that node alone; got per="
+            f"{weighting.per!r}, suffix={weighting.suffix}, every={mixer.weights.every}, keep_weights={tape.keeps}. "
+            "Use ap.stochastic for others."
         )
 
     def forward(distribution, key):
@@ -148,7 +169,7 @@ def mix_batch(mixer: Mixer, what: str, distribution: Any, tape: Tape, key: Any) 
 
     def backward(pullbacks, message):
         to_x, to_zero = message
-        own, output = _streams(to_x, folds)
+        own, output = streams(to_x, folds)
 
         def weigh(to_x):
             answers = [pullback((to_x, to_zero))[0] for pullback in pullbacks]
@@ -162,10 +183,10 @@ def mix_batch(mixer: Mixer, what: str, distribution: Any, tape: Tape, key: Any) 
             answers = []
             for weight, pullback in zip(weights.T, pullbacks, strict=True):
                 lane = jnp.repeat(weight, lanes // folds)
-                answers.append(pullback(jax.tree.map(lambda m, w=lane: _times(w, m), (to_x, to_zero)))[0])
-            return jax.tree.map(lambda *g: _sum(g), *map(_drop_float0, answers))
+                answers.append(pullback(jax.tree.map(lambda m, w=lane: times(w, m), (to_x, to_zero)))[0])
+            return jax.tree.map(lambda *g: add(g), *map(drop_float0, answers))
 
-        return _join(mixed(own, weights), mixed(output, _swap(weights)), folds), None
+        return join(mixed(own, weights), mixed(output, swap(weights)), folds), None
 
     return tape, *_mixer_node(mixer, forward, backward)(distribution, key)
 
@@ -187,7 +208,7 @@ class _Answer(NamedTuple):
     own: Any
     output: Any
     suffix: jax.Array | None
-    kept: jax.Array  # (2, folds, estimators): the weights of message and contribution, where they are one a node
+    kept: jax.Array  # (2, folds, estimators): weights of message and contribution, one a node; or the row's gradient
 
 
 def _by_arguments(memory: Memory, messages: _Messages) -> _Answer:
@@ -205,10 +226,10 @@ def _by_arguments(memory: Memory, messages: _Messages) -> _Answer:
 
     def one_lane(lane, pullbacks, own, output, to_zero):
         _, to_arguments = jax.vjp(memory.build, memory.shared, lane)
-        answers = [_drop_float0(to_arguments(*pullback((own, to_zero)))) for pullback in pullbacks]
+        answers = [drop_float0(to_arguments(*pullback((own, to_zero)))) for pullback in pullbacks]
         others = [
             # Without a pathwise derivative both streams are answered alike.
-            _drop_float0(to_arguments(*pullback((output, to_zero)))) if folds > 1 and e.pathwise is not None else a
+            drop_float0(to_arguments(*pullback((output, to_zero)))) if folds > 1 and e.pathwise is not None else a
             for e, pullback, a in zip(mixer.estimators, pullbacks, answers, strict=True)
         ]
         features = jnp.stack([target.layout.features(target.select(answer)) for answer in answers])
@@ -234,23 +255,47 @@ def _by_arguments(memory: Memory, messages: _Messages) -> _Answer:
     weighting = mixer.weights.message._replace(per="node")
     message = weigh(weighting)
     contribution = weigh(contributing) if target.of_shared and contributing != weighting else message
+    message = message[..., :1]
+    kept = jnp.stack([message[..., 0], contribution[..., 0]])
+    if memory.row is not None:
+        message, contribution, kept = _given(memory.row, message, contribution if target.of_shared else message)
+    message = message[..., 0]
     gathered = messages.suffix
     if gathered is not None and target.of_shared:
-        more = jnp.sum(_times(contribution[:, :, None], features), axis=1).reshape(lanes, -1)
+        more = jnp.sum(times(contribution[:, :, None], features), axis=1).reshape(lanes, -1)
         gathered = gathered + more[:, : gathered.shape[1]].astype(gathered.dtype)
 
-    message, crossed = message[..., 0], _swap(contribution)
+    crossed = swap(contribution)
     parts = target.layout.split(crossed)
     to_shared = [
-        _contribution(crossed[..., :1] if slot is None else parts[slot], answers)
+        shared_mixture(crossed[..., :1] if slot is None else parts[slot], answers)
         for slot, *answers in zip(target.slots, *map(leaves_or_none, to_shared), strict=True)
     ]
     return _Answer(
         jax.tree.unflatten(jax.tree.structure(memory.shared), to_shared),
-        _mixture(message, own),
-        _mixture(_swap(message), output),
+        mixture(message, own),
+        mixture(swap(message), output),
         gathered,
-        jnp.stack([message, contribution[..., 0]]),
+        kept,
+    )
+
+
+def _given(row, message, contribution):
+    """The weights that the objective was given, in the place of the node's, and the difference as their gradient.
+
+    Where they sum to 0 there are none yet. What the row has no weight for is weighed as the message.
+    """
+    row = row.reshape(message.shape[1], -1)
+    rest = contribution.shape[-1] - (row.shape[-1] - 1)
+    filled = jnp.concatenate([contribution, jnp.repeat(message, max(-rest, 0), axis=-1)], axis=-1)
+    new = jnp.concatenate([message, filled[..., : row.shape[-1] - 1]], axis=-1).astype(row.dtype)
+    total = jnp.sum(row, axis=0)
+    used = jnp.where(total == 0, new, row / jnp.where(total == 0, 1, total)).astype(message.dtype)
+    message = used[..., :1]
+    return (
+        message,
+        jnp.concatenate([used[..., 1:], jnp.repeat(message, max(rest, 0), axis=-1)], -1),
+        (row - new).ravel(),
     )
 
 
@@ -306,7 +351,7 @@ def _at_parameters(memory, messages):
 
     def pull(message):
         def one(pullbacks, message, to_zero):
-            return [[_drop_float0(z) for z in jax.tree.leaves(p((message, to_zero)))] for p in pullbacks]
+            return [[drop_float0(z) for z in jax.tree.leaves(p((message, to_zero)))] for p in pullbacks]
 
         return jax.vmap(one)(memory.pullbacks, message, messages.to_zero)
 
@@ -336,12 +381,12 @@ def _pull_mixture(memory, layout, own, output, message, contribution):
             part = next(parts)
             w = part if part.shape[-1] == leaf[0].size else part[..., :1]
             w = w.reshape(folds, -1, 1, *(leaf.shape[1:] if w.shape[-1] == leaf[0].size else [1] * (leaf.ndim - 1)))
-            mixed.append(_sum(_times(w[:, e], fold(z, folds)) for e, z in enumerate(estimators)).reshape(leaf.shape))
-        return _drop_float0(pullback(mixed))
+            mixed.append(add(times(w[:, e], fold(z, folds)) for e, z in enumerate(estimators)).reshape(leaf.shape))
+        return drop_float0(pullback(mixed))
 
-    to_shared, to_output = pull(_swap(message if contribution is None else contribution), output)
+    to_shared, to_output = pull(swap(message if contribution is None else contribution), output)
     if contribution is not None:
-        to_output = pull(_swap(message), output)[1]
+        to_output = pull(swap(message), output)[1]
     return to_shared, to_output if folds == 1 else pull(message, own)[1], to_output
 
 
@@ -349,69 +394,6 @@ def _require(mixer, what, tape):
     tape.require_current(what).weighing = what
     if tape.lanes < 2:
         raise ValueError(f"{what} takes the variance over lanes and needs at least 2, got lanes={tape.lanes}")
-
-
-def _streams(message, folds):
-    """The message of each stream."""
-    if folds == 1:
-        return message, message
-    try:
-        own, output = lax.all_gather(message, STREAM)
-    except NameError as error:
-        raise ValueError(
-            "a program with cross_fit=True is differentiated as a whole, by its objective: the two streams of messages "
-            "begin there, and a derivative taken inside the program has none"
-        ) from error
-    return own, output
-
-
-def _join(own, output, folds):
-    """What to answer in the stream at hand."""
-    if folds == 1:
-        return output
-    return jax.tree.map(lambda *both: jnp.where(lax.axis_index(STREAM) == 0, *both), own, output)
-
-
-def _swap(weights):
-    """The other fold's, in the output stream; there is no other without cross-fitting."""
-    return weights[::-1]
-
-
-def _times(weight, x):
-    # An exploding estimator of weight 0 must leave nothing behind: 0 * inf would be NaN.
-    weight = weight.astype(x.dtype)
-    weight = weight.reshape(weight.shape + (1,) * (x.ndim - weight.ndim))
-    return jnp.where(weight == 0, 0, weight * x)
-
-
-def _sum(arrays):
-    return functools.reduce(jnp.add, arrays)
-
-
-def _mixture(weights, answers):
-    """Answers to the lanes' arguments (folds, lanes of a fold, ...), weighed by (folds, estimators): (lanes, ...)."""
-
-    def mix(*leaves):
-        mixed = _sum(_times(weights[:, e], leaf) for e, leaf in enumerate(leaves))
-        return mixed.reshape(mixed.shape[0] * mixed.shape[1], *mixed.shape[2:])
-
-    return jax.tree.map(mix, *answers)
-
-
-def _contribution(weights, answers):
-    """Answers to one shared array (folds, ...), weighed by (folds, estimators, 1 or size) and summed over folds."""
-    if answers[0] is None:
-        return None
-    shape = answers[0].shape[1:]
-    if weights.shape[-1] != math.prod(shape):
-        weights = weights[..., :1]
-        shape = (1,) * len(shape)
-    return _sum(jnp.sum(_times(weights[:, e].reshape(len(weights), *shape), g), axis=0) for e, g in enumerate(answers))
-
-
-def _drop_float0(tree):
-    """None for the cotangents of integers and keys, which `vmap` cannot return."""
-    return jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g, tree)
 
 
 def _mixer_node(mixer, forward, backward, **options):

@@ -91,7 +91,7 @@ def stochastic(
                 zero = zero + guard(*args).reshape(-1, *[1] * (zero.ndim - 1)).astype(zero.dtype)
                 b = baselines.evaluate(estimator.baseline, (axes, tape.lanes), args)
                 tape = tape.credit(zero, name=what, parts=parts, **b)
-            return tape, x
+            return tape, tape.drawn(x)
 
         # The tape is one more argument than the signature of the wrapped function has.
         del stochastic_function.__wrapped__
@@ -150,7 +150,7 @@ def sample(
         zero = zero + distributions.support_guard(what, distribution).astype(zero.dtype)
         b = baselines.evaluate(estimator.baseline, None, (distribution,))
         tape = tape.credit(zero, name=what, parts=parts, **b)
-    return tape, x
+    return tape, tape.drawn(x)
 
 
 def _resolve_axes(what, in_axes, args):

@@ -108,7 +108,9 @@ class Layout(NamedTuple):
             if weighting.per == "leaf" or sketched:
                 parts.append(broadcast(rule(g, s), g.shape[-1]) if g.shape[-1] else g[:, 0])
             else:
-                parts.append(jax.vmap(lambda g, s: rule(g[..., None], s[..., None]), (2, 1), 1)(g, s))
+                parts.append(
+                    jax.vmap(lambda g, s: rule(g[..., None], s[..., None]), (0, 0), 1)(jnp.moveaxis(g, 2, 0), s.T)
+                )
         return jnp.concatenate(parts, axis=1)
 
 
@@ -123,6 +125,7 @@ class Memory(NamedTuple):
     lane: Any
     pullbacks: list[Any]
     perturbed: tuple[tuple[bool, ...], ...]  # of the arguments, of what is closed over, of the lanes' arguments
+    row: jax.Array | None = None  # the weights that the objective was given for this node
 
 
 class Target(NamedTuple):

@@ -186,29 +186,25 @@ def least_variance(shrinkage: float = 0.0, reluctance: float = 0.0) -> Rule:
 def _share(first, second, suffix, shrinkage, reluctance):
     """The weight k of the second of two estimators."""
     # Scaled before they are squared: gradients of an exploding estimator overflow float32 in the square.
-    A, a = _centred(first + suffix)
-    D, d = _centred(second - first)
-    AD, DD, AA = jnp.sum(A * D), jnp.sum(D * D), jnp.sum(A * A)
+    pair = jnp.stack([first + suffix, second - first])
+    scale = jnp.max(jnp.abs(pair), axis=(1, 2), initial=0)
+    usable = (scale > 0) & jnp.isfinite(scale)
+    pair = pair / jnp.where(usable, scale, 1)[:, None, None]
+    A, D = pair - jnp.mean(pair, axis=1, keepdims=True)
+    AD, DD = jnp.sum(A * D), jnp.sum(D * D)
     safe = jnp.where(DD > 0, DD, 1)
-    k = -AD / safe  # in units of a / d
+    k = -AD / safe  # in units of the scales
     if shrinkage or reluctance:
-        residual = A + k * D
-        v = jnp.sum(jnp.sum(D * residual, axis=1) ** 2) / safe**2
+        v = jnp.sum(jnp.sum(D * (A + k * D), axis=1) ** 2) / safe**2
         explained = k**2 * DD
         doubt = shrinkage * v / jnp.where(k == 0, 1, k**2)
-        doubt += reluctance * (AA - explained) / jnp.where(explained > 0, explained, 1)
+        if reluctance:
+            doubt += reluctance * (jnp.sum(A * A) - explained) / jnp.where(explained > 0, explained, 1)
         k = k * jnp.clip(1 - doubt, 0, 1)
-    k = jnp.clip(k * (a / jnp.where(d > 0, d, 1)), 0, 1)
-    k = jnp.where((DD > 0) & (d > 0), k, 0)
+    k = jnp.where(usable[1] & (DD > 0), jnp.clip(k * scale[0] / jnp.where(usable[1], scale[1], 1), 0, 1), 0)
     # What overflows gets nothing, and the first one the rest where both do.
-    k = jnp.where(jnp.isfinite(second).all(), k, 0)
-    return jnp.where(jnp.isfinite(first).all() | ~jnp.isfinite(second).all(), k, 1)
-
-
-def _centred(x):
-    scale = jnp.max(jnp.abs(x), initial=0)
-    x = x / jnp.where((scale > 0) & jnp.isfinite(scale), scale, 1)
-    return x - jnp.mean(x, axis=0), scale
+    overflow = ~jnp.isfinite(scale[1]) & jnp.isfinite(jnp.max(jnp.abs(second), initial=0))
+    return jnp.where(overflow, 1, jnp.where(jnp.isnan(k), 0, k))
 
 
 def _inverse_variance(gradients, suffix):

@@ -9,13 +9,10 @@ import apgrad as ap
 KEY = jax.random.key(0)
 WEIGHTS = {
     "inverse variance": ap.weights.inverse_variance(),
-    "inverse variance, elements": ap.weights.inverse_variance(per="element"),
     "local": ap.weights.local_covariance(),
     "suffix": ap.weights.suffix_covariance(),
-    "suffix, elements": ap.weights.suffix_covariance(per="element"),
     "decoupled": ap.weights.decoupled(),
     "decoupled, leaves": ap.weights.decoupled(per="leaf"),
-    "decoupled, every 2": ap.weights.decoupled(per="node", every=2),
     "inverse variance, every 3": ap.weights.inverse_variance(every=3),
 }
 PUBLISHED = ap.total_propagation(weights=ap.weights.inverse_variance())
