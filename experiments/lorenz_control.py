@@ -309,15 +309,14 @@ def _picture(config, rows, grown):
             if name not in ("RP", "LR"):
                 places = np.arange(len(horizons)) + 0.1 * (i - 5)
                 axes["bias"].errorbar(places, get["bias_percent"], 1.96 * get["bias_percent_error"], ls="", **style)
-        settles = f"exponent {grown[rho]['exponent']:+.2f}"
+        axes["variance"].set_ylabel(f"$\\rho$ = {rho:g}, Lyapunov exponent {grown[rho]['exponent']:+.2f}")
         for key, title in panels.items():
-            axes[key].set_title(f"$\\rho$ = {rho:g} ({settles}): {title}" if key == "variance" else title, fontsize=10)
+            axes[key].set_title(title, fontsize=10)
             axes[key].set_xlabel("H")
             axes[key].grid(alpha=0.25)
             if key == "bias":
                 axes[key].set_xticks(range(len(horizons)), config.horizons)
                 axes[key].axhline(0, color="black", lw=0.8)
-                axes[key].set_yscale("symlog", linthresh=1)
             else:
                 axes[key].set_yscale("log")
                 axes[key].set_xticks(config.horizons)
