@@ -1,7 +1,7 @@
 """A second system, on which no weights were tuned: a neural controller of the noisy Lorenz system.
 
-    python -m experiments.lorenz_control                   # about two minutes
-    python -m experiments.lorenz_control --preset paper    # about ten minutes on one core
+    python -m experiments.lorenz_control                   # under two minutes on two quiet cores
+    python -m experiments.lorenz_control --preset paper
 
 A step is one of Runge and Kutta (fourth order, dt = .08) of Lorenz's equations with a force u on y, held meanwhile:
 
@@ -165,7 +165,7 @@ def growth(config: Config, rho: float, seed: int, lanes: int = 256) -> dict[str,
     def one(key):
         def body(carry, key):
             s, v = carry
-            s, v = jax.jvp(lambda s: flow(theta, s, rho), (s,), (v,))
+            s, v = jax.jvp(lambda s: flow(theta, s, jnp.float32(rho)), (s,), (v,))
             length = jnp.linalg.norm(v)
             return (s + SIGMA * jax.random.normal(key, (3,)), v / length), jnp.log(length)
 
