@@ -21,6 +21,7 @@ from experiments import (
     chaotic_network,
     gaussian_shaping,
     harness,
+    lorenz_control,
     second_derivatives,
     total_propagation,
 )
@@ -313,6 +314,46 @@ class TestExperiments:
         for _ in range(500):
             u = chaotic_network.transition(np.array(u), 1.0)
         assert rows[0]["lyapunov"] == pytest.approx(np.log(abs(chaotic_network.transition_slope(u, 1.0))), abs=1e-6)
+
+    def test_lorenz_control(self, tmp_path):
+        options = ("--horizons", "3", "--rhos", "10", "28", "--estimates", "8", "--lanes", "20", "--resamples", "50")
+        results = tiny_run(lorenz_control.EXPERIMENT, tmp_path, *options)
+        assert len(results["rows"]) == 2 * len(lorenz_control.METHODS)
+        for row in results["rows"]:
+            assert row["variance_low"] <= row["variance"] <= row["variance_high"] and row["seconds"] > 0
+            assert not row["significant"] or row["method"] in lorenz_control.BIASED
+            if row["method"] == row["better"]:
+                assert row["ratio"] == 1
+        exponents = [growth["exponent"] for growth in results["growth"].values()]
+        assert exponents[0] < 0 < exponents[1]
+        with pytest.raises(SystemExit):
+            harness.main(lorenz_control.EXPERIMENT, ["--lanes", "5"])
+
+    def test_lorenz_gradient_without_noise_is_that_of_the_rollout(self, monkeypatch):
+        monkeypatch.setattr(lorenz_control, "SIGMA", 1e-6)
+        theta, rho = lorenz_control.controller(0), 28.0
+
+        def rollout(theta):
+            s, total = np.array(lorenz_control.START), 0.0
+            for _ in range(4):
+                s = lorenz_control.flow(theta, s, rho)
+                total += lorenz_control.cost(theta, s, rho) / 4
+            return total
+
+        objective = lorenz_control.objective("decoupled-CF", 4, 20)
+        value, gradient = jax.value_and_grad(objective, argnums=1)(jax.random.key(0), theta, rho)
+        assert value == pytest.approx(float(rollout(theta)), rel=1e-5)
+        expected, _ = jax.flatten_util.ravel_pytree(jax.grad(rollout)(theta))
+        np.testing.assert_allclose(jax.flatten_util.ravel_pytree(gradient)[0], expected, rtol=1e-3, atol=1e-5)
+
+    def test_lorenz_bias_is_told_from_noise(self):
+        rng = np.random.default_rng(0)
+        samples, reference = rng.standard_normal((2, 400, 41)) + 1
+        fair, off = (lorenz_control.bias(samples + shift, reference, np.ones(41)) for shift in (0, 0.4))
+        assert fair["p"] > 0.05 and abs(fair["bias_percent"]) < 4 * fair["bias_percent_error"]
+        assert off["p"] < 1e-3 and off["bias_percent"] == pytest.approx(40, abs=5)
+        # The standard error of a difference of means of 41 averaged parameters.
+        assert off["bias_percent_error"] == pytest.approx(100 * np.sqrt(2 / 400 / 41), rel=0.15)
 
     def test_second_derivatives(self, tmp_path):
         options = ("--estimates", "20", "--families", "bernoulli", "--graphs", "one node")
