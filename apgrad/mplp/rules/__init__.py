@@ -1,0 +1,3 @@
+"""Learning rules: one file a rule."""
+
+from apgrad.mplp.rules.exact import Exact as Exact
