@@ -6,6 +6,10 @@ from apgrad.mplp.elementwise import mean_pool as mean_pool
 from apgrad.mplp.elementwise import normalize as normalize
 from apgrad.mplp.elementwise import softmax as softmax
 from apgrad.mplp.elementwise import transform as transform
+from apgrad.mplp.layers import Layer as Layer
+from apgrad.mplp.layers import Sequential as Sequential
+from apgrad.mplp.layers import from_nnx as from_nnx
+from apgrad.mplp.layers import layer as layer
 from apgrad.mplp.losses import absolute_error as absolute_error
 from apgrad.mplp.losses import cross_entropy as cross_entropy
 from apgrad.mplp.losses import readout as readout
@@ -33,6 +37,9 @@ from apgrad.mplp.protocol import Elementwise as Elementwise
 from apgrad.mplp.protocol import Learner as Learner
 from apgrad.mplp.protocol import Rule as Rule
 from apgrad.mplp.protocol import Site as Site
-from apgrad.mplp.rules import Exact as Exact
+from apgrad.mplp.published import load_published as load_published
+from apgrad.mplp.rules.exact import Exact as Exact
+from apgrad.mplp.rules.per_synapse import PerSynapse as PerSynapse
+from apgrad.mplp.standardization import fit_standardizers as fit_standardizers
 from apgrad.mplp.wiring import fork as fork
 from apgrad.mplp.wiring import wire as wire

@@ -135,9 +135,7 @@ def _transform(place: Place, kind: str, function: Callable, signals: Sequence[Si
         routed = [local.message] * len(signals)
         if y.shape != shape:
             routed = jax.vmap(local.pull, in_axes=-1, out_axes=-1)(local.message)
-        questions = [
-            Elementwise(routed[i], gradient[i], features(x, y), exact[i]) for i, x in enumerate(local.values)
-        ]
+        questions = [Elementwise(routed[i], gradient[i], features(x, y), exact[i]) for i, x in enumerate(local.values)]
         return [Asked(question, Answer((*shape, channels))) for question in questions]  # pyright: ignore[reportArgumentType]
 
     suffixes = [""] if len(signals) == 1 else [f".{i}" for i in range(len(signals))]

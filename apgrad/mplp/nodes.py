@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from apgrad.mplp.elementwise import activation
 from apgrad.mplp.learned import Asked, learned_node
 from apgrad.mplp.places import Parameter, Place
-from apgrad.mplp.elementwise import activation
 from apgrad.mplp.protocol import Answer, Dense, Diagonal, Site
 from apgrad.mplp.wiring import wire
 from apgrad.port import Signal, port

@@ -86,7 +86,9 @@ class Places:
                 "for instance by x.astype(jnp.float32), or look it up by mplp.embedding."
             )
         if x.ndim == 0 or x.shape[0] == 0:
-            raise ValueError(f"a signal has the batch as its first axis, with at least one example; got shape {x.shape}")
+            raise ValueError(
+                f"a signal has the batch as its first axis, with at least one example; got shape {x.shape}"
+            )
         return Signal.of(x, self.channels)
 
     def use(self, site: Site) -> Use:

@@ -24,7 +24,9 @@ def _draw(*shapes, seed=0, scale=0.7):
 
 
 def _cast(tree, dtype):
-    return jax.tree.map(lambda x: jnp.asarray(x, dtype if np.issubdtype(np.asarray(x).dtype, np.floating) else None), tree)
+    return jax.tree.map(
+        lambda x: jnp.asarray(x, dtype if np.issubdtype(np.asarray(x).dtype, np.floating) else None), tree
+    )
 
 
 def _softmax(x):
@@ -93,7 +95,8 @@ GRAPHS = {
     "readout": Graph(
         lambda at, p, b: jnp.mean(
             jnp.cosh(
-                mplp.readout(at["out"], mplp.dense(at["d"], at.signal(b[0]), p["w0"])) @ jnp.ones((5, 2), b[0].dtype) - b[1]
+                mplp.readout(at["out"], mplp.dense(at["d"], at.signal(b[0]), p["w0"])) @ jnp.ones((5, 2), b[0].dtype)
+                - b[1]
             )
         ),
         lambda p, b: jnp.mean(jnp.cosh(b[0] @ p["w0"] @ jnp.ones((5, 2), b[0].dtype) - b[1])),

@@ -8,10 +8,10 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from tests.mplp.graphs import GRAPHS
 
 import apgrad as ap
 from apgrad import mplp
+from tests.mplp.graphs import GRAPHS
 
 graphs = pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS.keys())
 
@@ -42,7 +42,9 @@ def test_fifty_steps_are_sgd(graph):
     with jax.enable_x64(True):
         params, batch = graph.make("float64")
         scaled = jax.tree.map(
-            lambda x: jnp.stack([x * (1 + 0.01 * i) if jnp.issubdtype(x.dtype, jnp.floating) else x for i in range(50)]),
+            lambda x: jnp.stack(
+                [x * (1 + 0.01 * i) if jnp.issubdtype(x.dtype, jnp.floating) else x for i in range(50)]
+            ),
             batch[0],
         )
         batches = (scaled, jnp.stack([batch[1]] * 50))
@@ -95,7 +97,9 @@ class TestWiring:
         def ports(aggregate):
             def total(signal):
                 parts = mplp.fork(signal, 3, aggregate)
-                return sum(w * (jnp.sum(p.port) + jnp.sum(p.value)) for w, p in zip((1.0, 2.0, 6.0), parts, strict=True))
+                return sum(
+                    w * (jnp.sum(p.port) + jnp.sum(p.value)) for w, p in zip((1.0, 2.0, 6.0), parts, strict=True)
+                )
 
             got = jax.grad(total)(signal)
             np.testing.assert_allclose(got.value, 9.0)  # the derivative of the value is the sum, always

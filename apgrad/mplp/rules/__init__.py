@@ -1,3 +1,1 @@
 """Learning rules: one file a rule."""
-
-from apgrad.mplp.rules.exact import Exact as Exact
