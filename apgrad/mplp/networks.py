@@ -5,6 +5,7 @@ sees a message (rows, 1, M, k), a weight (1, N, M, 1) and an input (rows, N, 1, 
 part is multiplied by its own rows of the kernel where it lives, and only the sums are as many as the synapses.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -12,7 +13,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+from apgrad.mplp.protocol import Site
+
 Parts = Sequence[jax.Array]
+GLOROT = jax.nn.initializers.glorot_uniform()
 
 REMEMBERED = "apgrad.mplp.hidden"
 """Name of what a rematerialised unroll of a per-synapse rule had better remember: see `per_synapse.REMAT`."""
@@ -52,10 +56,10 @@ class Mlp(nnx.Module):
         activation: Callable[[jax.Array], jax.Array],
         *,
         rngs: nnx.Rngs,
-        initializer: Callable[..., jax.Array] = jax.nn.initializers.glorot_uniform(),
+        initializer: Callable[..., jax.Array] = GLOROT,
         last_bias: bool = True,
     ):
-        shapes = list(zip(sizes[:-1], sizes[1:], strict=True))
+        shapes = list(itertools.pairwise(sizes))
         self.kernels = nnx.List([nnx.Param(initializer(rngs.params(), shape, float)) for shape in shapes])
         biases = shapes if last_bias else shapes[:-1]
         self.biases = nnx.List([nnx.Param(jnp.zeros(m, float)) for _, m in biases])
@@ -88,8 +92,7 @@ class Gru(nnx.Module):
     """
 
     def __init__(self, features: int, state: int, hidden: Sequence[int], *, rngs: nnx.Rngs):
-        glorot = jax.nn.initializers.glorot_uniform()
-        draw = lambda n: nnx.Param(glorot(rngs.params(), (n, state), float))
+        draw = lambda n: nnx.Param(GLOROT(rngs.params(), (n, state), float))
         self.update_x, self.update_c = draw(features), draw(state)
         self.reset_x, self.reset_c = draw(features), draw(state)
         self.update_bias = nnx.Param(-jnp.ones(state, float))
@@ -117,25 +120,55 @@ class Descent(nnx.Module):
     Channel 0 of the message carries the gradient; the other channels are the learner's own from the beginning.
 
     Args:
-      channels: of the message; 0 for a learner that sends none.
-      learning_rate: at first; None for a learner without an update.
+      channels: of the message.
     """
 
-    def __init__(self, channels: int, learning_rate: float | None = None):
-        self.gain = nnx.Param(jnp.ones(channels, float).at[:1].set(0.0))
-        self.log_rate = nnx.data(None)
-        if learning_rate is not None:
-            self.log_rate = nnx.Param(jnp.log(jnp.asarray(learning_rate, float)))
+    def __init__(self, channels: int):
+        self.gain = nnx.Param(jnp.ones(channels, float).at[0].set(0.0))
+        self.update_gain = nnx.Param(jnp.zeros((), float))
 
     def message(self, exact: jax.Array, learned: jax.Array) -> jax.Array:
         """Channel 0 (...) corrected by the learned message (..., k)."""
         return beside(exact, self.gain[...] * learned)
 
-    def update(self, gradient: jax.Array) -> jax.Array:
-        """The gradient step."""
-        return -jnp.exp(self.log_rate[...]) * gradient
+    def update(self, exact: jax.Array, learned: jax.Array) -> jax.Array:
+        """The exact update, corrected."""
+        return exact + self.update_gain[...] * learned
 
 
 def beside(exact: jax.Array, learned: jax.Array) -> jax.Array:
     """Adds to channel 0."""
     return jnp.concatenate([learned[..., :1] + exact[..., None], learned[..., 1:]], axis=-1)
+
+
+Known = tuple[tuple[str, tuple[str, tuple[str, ...], bool]], ...]
+"""Names and forms of the places that a rule was made for."""
+
+
+def known_forms(sites: Sequence[Site]) -> Known:
+    """What a rule keeps of the sites that it is made for."""
+    return tuple(sorted({(site.name, site.form) for site in sites}))
+
+
+def require_form(known: Known, site: Site, *, by_name: bool) -> None:
+    """Refuses a place that a rule was not made for.
+
+    Args:
+      known: of `known_forms`.
+      site: asked for by a network.
+      by_name: whether the rule has parameters of its own for each name, or for each kind.
+    """
+    if (site.name, site.form) in known or (not by_name and any(site.form == form for _, form in known)):
+        return
+    places = ", ".join(f"{name!r} ({kind}, features {features}, bias {bias})" for name, (kind, features, bias) in known)
+    raise ValueError(
+        f"the rule was made for the places {places}; the network asks for {site.name!r} ({site.kind}, features "
+        f"{site.features}, bias {site.bias}). Make the rule for this network's mplp.sites"
+        + ("; one that shares everything across places of a kind fits other networks too." if by_name else ".")
+    )
+
+
+def require_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    """Refuses an unknown option."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {choices}, got {value!r}")

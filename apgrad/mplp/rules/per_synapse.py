@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from apgrad.mplp import standardization
-from apgrad.mplp.networks import REMEMBERED, Descent, Fixed, Gru, Mlp
+from apgrad.mplp.networks import REMEMBERED, Descent, Fixed, Gru, Mlp, known_forms, require_form, require_one_of
 from apgrad.mplp.protocol import Answer, Dense, Diagonal, Elementwise, Site
 from apgrad.mplp.standardization import Standardizer
 
@@ -89,15 +89,16 @@ class PerSynapse(nnx.Module):
         output_scale: float = 0.01,
         rngs: nnx.Rngs,
     ):
-        _require_one_of("cell", cell, ("gru", "two_grus", "mlp"))
-        _require_one_of("start", start, ("random", "gradient_descent"))
-        _require_one_of("aggregate", aggregate, ("mean", "sum"))
+        require_one_of("cell", cell, ("gru", "two_grus", "mlp"))
+        require_one_of("start", start, ("random", "gradient_descent"))
+        require_one_of("aggregate", aggregate, ("mean", "sum"))
         self.channels, self.aggregate, self.gradient = channels, aggregate, gradient
         self.share, self.share_standardizers, self.share_scales = share, share_standardizers, share_scales
         self.record = False
-        self.known = tuple(sorted({(site.name, site.form) for site in sites}))
+        self.known = known_forms(sites)
         self.cells, self.standardizers = nnx.Dict({}), nnx.Dict({})
-        self.scales, self.means, self.descents = nnx.Dict({}), nnx.Dict({}), nnx.Dict({})
+        self.scales, self.means = nnx.Dict({}), nnx.Dict({})
+        self.descents, self.log_rates = nnx.Dict({}), nnx.Dict({})
         for site in sites:
             for part, groups, width in self._parts(site):
                 updates = part != "message"
@@ -110,9 +111,10 @@ class PerSynapse(nnx.Module):
                     self.means[key] = Fixed(jnp.zeros((), float))
                 key = self._key(site, part, share_scales)
                 if key not in self.scales:
-                    self.scales[key] = nnx.Param(jnp.asarray(0.0 if start != "random" else output_scale, float))
+                    self.scales[key] = nnx.Param(jnp.asarray(output_scale, float))
                     if start != "random":
-                        self.descents[key] = Descent(channels, learning_rate if updates else None)
+                        self.descents[key] = Descent(channels)
+                        self.log_rates[key] = nnx.Param(jnp.log(jnp.asarray(learning_rate, float)))
 
     def init(self, site: Site) -> dict[str, Any]:
         """Zeros for each synapse and example; in a recording rule, also its statistics."""
@@ -126,16 +128,17 @@ class PerSynapse(nnx.Module):
                 state[part] |= {"mean": jnp.zeros((), float)}
         return state
 
-    def at(self, site: Site) -> jax.tree_util.Partial:
+    def at(self, site: Site) -> "_Learner":
         """The learners of a place."""
         learners = {}
         for part, _, _ in self._parts(site):
             own, pair, scale = (
                 self._key(site, part, s) for s in (self.share, self.share_standardizers, self.share_scales)
             )
-            descent = self.descents[scale] if scale in self.descents else None
+            descent = self.descents.get(scale)
+            rate = jnp.exp(self.log_rates[scale][...]) if scale in self.log_rates else None
             learners[part] = _Part(
-                self.cells[own], self.standardizers[pair], self.scales[scale][...], self.means[pair][...], descent
+                self.cells[own], self.standardizers[pair], self.scales[scale][...], self.means[pair][...], descent, rate
             )
         return _Learner(learners, self.channels, self.aggregate, self.gradient, self.record)
 
@@ -176,26 +179,13 @@ class PerSynapse(nnx.Module):
         return both[1 - site.bias :] if site.family == "dense" else both[:1]
 
     def _key(self, site: Site, part: str, shared: bool) -> str:
-        key = _key(site.name, site.kind, part, shared)
-        if (site.name, site.form) not in self.known and not (
-            self.share and self.share_standardizers and self.share_scales and any(site.form == f for _, f in self.known)
-        ):
-            places = ", ".join(f"{name!r} ({form[0]})" for name, form in self.known)
-            raise ValueError(
-                f"the rule was made for the places {places}; the network asks for {site.name!r} ({site.kind}, features "
-                f"{site.features}, bias {site.bias}). Make the rule for this network's mplp.sites, or share everything "
-                "across kinds."
-            )
-        return key
+        by_name = not (self.share and self.share_standardizers and self.share_scales)
+        require_form(self.known, site, by_name=by_name)
+        return _key(site.name, site.kind, part, shared)
 
 
 def _key(name: str, kind: str, part: str, shared: bool) -> str:
     return f"{kind if shared else name}/{part}"
-
-
-def _require_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
 
 
 class _GruCell(nnx.Module):
@@ -259,6 +249,7 @@ class _Part(NamedTuple):
     scale: jax.Array
     mean: jax.Array
     descent: Descent | None
+    rate: jax.Array | None
 
 
 @jax.tree_util.register_dataclass
@@ -279,7 +270,7 @@ class _Learner:
 
     def _run(self, part: str, inputs: list[jax.Array], state: dict[str, Any]) -> Any:
         """Update (centred and scaled), message and new state of a part."""
-        cell, standardizer, scale, mean, _ = self.parts[part]
+        cell, standardizer, scale, mean, *_ = self.parts[part]
         state = state[part]
         if not self.record:
             update, message, carry = cell(standardizer(inputs), state["carry"])
@@ -307,10 +298,11 @@ class _Learner:
         parameter = jnp.broadcast_to(question.parameter, question.inputs.shape[-question.parameter.ndim :])
         inputs = [*self._seen(question.message, question.gradient), parameter[..., None], question.inputs[..., None]]
         update, message, new = self._run("bias", inputs, state)
-        if (descent := self.parts["bias"].descent) is not None:
+        part = self.parts["bias"]
+        if part.descent is not None and part.rate is not None:
             m = question.message[..., 0]
-            message = descent.message(m * question.through, message)
-            update = update + descent.update(m * question.slope)
+            message = part.descent.message(m * question.through, message)
+            update = part.descent.update(-part.rate * m * question.slope, update)
         return Answer(message, update, state={"bias": new})
 
     def _dense(self, site: Site, question: Dense, state: dict[str, Any]) -> Answer:
@@ -329,8 +321,9 @@ class _Learner:
         update, synapses, new["weight"] = self._run("weight", inputs, state)
         update = jnp.sum(update, axis=0) / site.batch
         passed = (jnp.mean if self.aggregate == "mean" else jnp.sum)(synapses, axis=2)
-        if (descent := self.parts["weight"].descent) is not None:
+        part = self.parts["weight"]
+        if part.descent is not None and part.rate is not None:
             m = message[..., 0]
-            passed = descent.message(m @ question.weight.T, passed)
-            update = update + descent.update(question.inputs.T @ m / site.batch)
+            passed = part.descent.message(m @ question.weight.T, passed)
+            update = part.descent.update(-part.rate * question.inputs.T @ m / site.batch, update)
         return Answer(passed, update, bias, new)
