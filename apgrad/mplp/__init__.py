@@ -40,8 +40,8 @@ from apgrad.mplp.protocol import Site as Site
 from apgrad.mplp.published import load_published as load_published
 from apgrad.mplp.rules.exact import Exact as Exact
 from apgrad.mplp.rules.per_synapse import PerSynapse as PerSynapse
+from apgrad.mplp.rules.separable import Separable as Separable
 from apgrad.mplp.rules.thesis import Thesis as Thesis
 from apgrad.mplp.standardization import fit_standardizers as fit_standardizers
 from apgrad.mplp.wiring import fork as fork
 from apgrad.mplp.wiring import wire as wire
-from apgrad.mplp.rules.separable import Separable as Separable

@@ -58,27 +58,25 @@ class Sequential(NamedTuple):
         return self._run(Places(Exact(0.0)), jax.tree.map(nodes.parameter, params), x).value
 
     def _run(self, places: Places, params: Any, x: jax.Array) -> Signal:
-        signal = x if jnp.issubdtype(jnp.asarray(x).dtype, jnp.integer) and self._embeds else places.signal(x)
+        embeds = self.layers[0][0].endswith("_embedding") and jnp.issubdtype(jnp.asarray(x).dtype, jnp.integer)
+        signal: Any = x if embeds else places.signal(x)
         for name, apply in self.layers:
             signal = apply(places[name], params.get(name), signal)
         return signal
-
-    @property
-    def _embeds(self) -> bool:
-        return self.layers[0][0].endswith("_embedding")
 
 
 def from_nnx(model: nnx.Sequential, loss: Callable[..., jax.Array]) -> tuple[Sequential, dict[str, Any]]:
     """A network of a Flax model's layers.
 
     Args:
-      model: an `nnx.Sequential` of `nnx.Linear`, `nnx.Conv`, `nnx.Embed` (first), `nnx.LayerNorm`, functions (activations,
-        `jax.nn.softmax`, reshapes, pooling), and Sequentials of these. `layer.register` teaches it others.
+      model: an `nnx.Sequential` of `nnx.Linear`, `nnx.Conv`, `nnx.Embed` (first), `nnx.LayerNorm`, functions
+        (activations, `jax.nn.softmax`, reshapes, pooling), and Sequentials of these. `layer.register` teaches it
+        others.
       loss: `mplp.squared_error`, `mplp.cross_entropy`, ...
 
     Returns:
-      The network, and its parameters by layer: `{"0_dense": {"kernel": ..., "bias": ...}, ...}`. A name is a layer's number and kind;
-      the loss's is "loss".
+      The network, and its parameters by layer: `{"0_dense": {"kernel": ..., "bias": ...}, ...}`. A name is a layer's
+      number and kind; the loss's is "loss".
 
     Raises:
       TypeError: for a layer that is not supported.
@@ -87,7 +85,8 @@ def from_nnx(model: nnx.Sequential, loss: Callable[..., jax.Array]) -> tuple[Seq
       >>> import jax, apgrad as ap
       >>> from flax import nnx
       >>> rngs = nnx.Rngs(0)
-      >>> model = nnx.Sequential(nnx.Linear(144, 50, rngs=rngs), nnx.sigmoid, nnx.Linear(50, 10, rngs=rngs), nnx.softmax)
+      >>> first, second = nnx.Linear(144, 50, rngs=rngs), nnx.Linear(50, 10, rngs=rngs)
+      >>> model = nnx.Sequential(first, nnx.sigmoid, second, nnx.softmax)
       >>> network, params = ap.mplp.from_nnx(model, loss=ap.mplp.cross_entropy)
       >>> [name for name, _ in network.layers]
       ['0_dense', '1_activation', '2_dense', '3_softmax']
@@ -117,17 +116,18 @@ def layer(part: Any) -> Layer:
     if isinstance(part, nnx.Module) or not callable(part):
         names = sorted(t.__name__ for t in layer.registry if t is not object)
         raise TypeError(
-            f"an MPLP network has layers {', '.join(names)} and functions, got {type(part).__name__}. Teach it this one by "
-            "mplp.layer.register, or write the network as a function of nodes."
+            f"an MPLP network has layers {', '.join(names)} and functions, got {type(part).__name__}. Teach it this "
+            "one by mplp.layer.register, or write the network as a function of nodes."
         )
-    if part is jax.nn.softmax:
+    function: Callable[..., jax.Array] = part  # pyright: ignore[reportAssignmentType]
+    if function is jax.nn.softmax:
         return Layer("softmax", {}, lambda place, _, s: elementwise.softmax(place, s))
 
     def apply(place, _, signal):
-        shape = jax.eval_shape(part, jax.ShapeDtypeStruct(signal.value.shape, signal.value.dtype)).shape
+        shape = jax.eval_shape(function, jax.ShapeDtypeStruct(signal.value.shape, signal.value.dtype)).shape
         if shape == signal.value.shape:
-            return elementwise.activation(place, part, signal)
-        return wire(part, signal)  # a reshape, a pooling: messages go back by its Jacobian
+            return elementwise.activation(place, function, signal)
+        return wire(function, signal)  # a reshape, a pooling: messages go back by its Jacobian
 
     return Layer("activation", {}, apply)
 
@@ -145,7 +145,7 @@ def _(part: nnx.Conv) -> Layer:
     if dilated or part.mask is not None or part.padding not in ("SAME", "VALID"):
         what = dilated or ["mask" if part.mask is not None else f"padding={part.padding!r}"]
         raise TypeError(f"an MPLP convolution is plain, with padding SAME or VALID; got an nnx.Conv with {what}")
-    strides, padding = part.strides or 1, part.padding
+    strides, padding = part.strides or 1, str(part.padding)
     return Layer(
         "conv",
         _kernel(part),

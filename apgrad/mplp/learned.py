@@ -81,7 +81,7 @@ def learned_node(
       A signal, or an array if it `ends`.
     """
     channels = sites[0][0].places.channels
-    for place, site in sites:
+    for _, site in sites:
         for signal in signals:
             _require_signal(site, signal, channels)
     uses = [place.places.use(site) for place, site in sites]

@@ -92,8 +92,9 @@ def _loss(place, kind, function: Callable, features: Callable, prediction: Signa
     p = prediction.value
     if not jnp.issubdtype(target.dtype, jnp.floating) or target.shape != p.shape:
         raise ValueError(
-            f"the loss {place.name!r} ({kind}) takes floating-point targets of the prediction's shape, {p.dtype}{p.shape}, "
-            f"got {target.dtype}{target.shape}. Class labels become targets by jax.nn.one_hot(labels, {p.shape[-1]})."
+            f"the loss {place.name!r} ({kind}) takes floating-point targets of the prediction's shape, {p.dtype}"
+            f"{p.shape}, got {target.dtype}{target.shape}. Class labels become targets by "
+            f"jax.nn.one_hot(labels, {p.shape[-1]})."
         )
     target = target.astype(p.dtype)
     names: list[str] = []

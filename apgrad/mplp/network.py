@@ -1,8 +1,8 @@
 """The inner step: one backward pass of a network under a rule, as a pure function.
 
-A network is any function `(places, params, batch) -> loss` or `-> (loss, metrics)`; `layers.py` makes one of a Flax model.
-`backward` runs it, and returns what came out of its ports: updates of the parameters and the new state. It is plain
-JAX, so it runs in `jit`, `scan` and `vmap`, and is differentiable with respect to the rule, the parameters (the
+A network is any function `(places, params, batch) -> loss` or `-> (loss, metrics)`; `layers.py` makes one of a Flax
+model. `backward` runs it, and returns what came out of its ports: updates of the parameters and the new state. It is
+plain JAX, so it runs in `jit`, `scan` and `vmap`, and is differentiable with respect to the rule, the parameters (the
 prior, at the first step) and the state.
 """
 

@@ -1,8 +1,8 @@
 """The small networks inside learned rules, and the start as gradient descent.
 
-Their inputs come in *parts*: arrays that broadcast against each other, each with some features last. A synapse's network
-sees a message (rows, 1, M, k), a weight (1, N, M, 1) and an input (rows, N, 1, 1); its first layer is linear, so each
-part is multiplied by its own rows of the kernel where it lives, and only the sums are as many as the synapses.
+Their inputs come in *parts*: arrays that broadcast against each other, each with some features last. A synapse's
+network sees a message (rows, 1, M, k), a weight (1, N, M, 1) and an input (rows, N, 1, 1); its first layer is linear,
+so each part is multiplied by its own rows of the kernel where it lives, and only the sums are as many as the synapses.
 """
 
 import itertools
@@ -11,15 +11,11 @@ from collections.abc import Callable, Sequence
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.ad_checkpoint import checkpoint_name
 
 from apgrad.mplp.protocol import Site
 
 Parts = Sequence[jax.Array]
 GLOROT = jax.nn.initializers.glorot_uniform()
-
-REMEMBERED = "apgrad.mplp.hidden"
-"""Name of what a rematerialised unroll of a per-synapse rule had better remember: see `per_synapse.REMAT`."""
 
 
 class Fixed(nnx.Variable):
@@ -69,12 +65,12 @@ class Mlp(nnx.Module):
         """From the parts of the input to the output."""
         return self.tail(affine(parts, self.kernels[0][...]))
 
-    def tail(self, x: jax.Array, layers: int | None = None) -> jax.Array:
-        """From the first layer's product on, through so many layers (all if not given)."""
-        for i in range(len(self.kernels) if layers is None else layers):
+    def tail(self, x: jax.Array) -> jax.Array:
+        """From the first layer's product on."""
+        for i in range(len(self.kernels)):
             x = x @ self.kernels[i][...] if i else x
             x = x + self.biases[i][...] if i < len(self.biases) else x
-            x = checkpoint_name(self.activation(x), REMEMBERED if i else "") if i < len(self.kernels) - 1 else x
+            x = self.activation(x) if i < len(self.kernels) - 1 else x
         return x
 
 
@@ -121,19 +117,24 @@ class Descent(nnx.Module):
 
     Args:
       channels: of the message.
+      learning_rate: at first, of a learner with an update; meta-trained.
     """
 
-    def __init__(self, channels: int):
+    def __init__(self, channels: int, learning_rate: float | None = None):
         self.gain = nnx.Param(jnp.ones(channels, float).at[0].set(0.0))
-        self.update_gain = nnx.Param(jnp.zeros((), float))
+        updates = learning_rate is not None
+        self.update_gain = nnx.Param(jnp.zeros((), float)) if updates else nnx.data(None)
+        self.log_rate = nnx.Param(jnp.log(jnp.asarray(learning_rate, float))) if updates else nnx.data(None)
 
     def message(self, exact: jax.Array, learned: jax.Array) -> jax.Array:
         """Channel 0 (...) corrected by the learned message (..., k)."""
         return beside(exact, self.gain[...] * learned)
 
-    def update(self, exact: jax.Array, learned: jax.Array) -> jax.Array:
-        """The exact update, corrected."""
-        return exact + self.update_gain[...] * learned
+    def update(self, gradient: jax.Array, learned: jax.Array) -> jax.Array:
+        """The gradient step, corrected."""
+        if self.log_rate is None or self.update_gain is None:
+            raise ValueError("a learner without a learning rate has no update")
+        return -jnp.exp(self.log_rate[...]) * gradient + self.update_gain[...] * learned
 
 
 def beside(exact: jax.Array, learned: jax.Array) -> jax.Array:

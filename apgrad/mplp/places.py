@@ -7,9 +7,9 @@ state. An answer leaves the backward pass through ports only:
 * the message through the signal's port, the update through the parameter's;
 * the new state through a port of the state's form, and a 1 through a scalar port `uses`.
 
-Uses are counted because reverse mode adds things up: a place used n times (in a `scan` over time, say) would come back as
-the sum of n states, and one in a branch not taken as zeros. With the count it is the mean of what the uses made of
-it, or the state as it was. For the same reason a node at which no message arrives (all zeros: a branch not taken,
+Uses are counted because reverse mode adds things up: a place used n times (in a `scan` over time, say) would come
+back as the sum of n states, and one in a branch not taken as zeros. With the count it is the mean of what the uses made
+of it, or the state as it was. For the same reason a node at which no message arrives (all zeros: a branch not taken,
 an output that nothing depends on) does nothing: no message, no update, the same state.
 """
 
@@ -133,8 +133,8 @@ def _check_state(site: Site, wanted: Any, got: Any, what: str = "the state") -> 
     form = lambda tree: (jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)])
     if form(wanted) != form(got):
         raise ValueError(
-            f"{what} at {_describe(site)} should be {_shapes(wanted)}, got {_shapes(got)}. A state belongs to one rule, "
-            "one network and, where the rule remembers each example, one batch size: make it by mplp.init_state."
+            f"{what} at {_describe(site)} should be {_shapes(wanted)}, got {_shapes(got)}. A state belongs to one "
+            "rule, one network and, where the rule remembers each example, one batch size: make it by mplp.init_state."
         )
 
 

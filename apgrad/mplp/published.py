@@ -1,8 +1,8 @@
 """The published checkpoints of MPLP, as named arrays, loaded into `PerSynapse`.
 
 A file has, for each node, `{i}_dense/weight/...`, `{i}_dense/bias/...`, `{i}_activation/...`, `{i}_softmax/...`,
-`loss/...`, each with `standardizer/shift|scale`, `gru/...`, and dense ones with `output/scale|mean`. Where dense GRUs are
-shared across layers, they stand once, under `shared/weight/gru` and `shared/bias/gru`.
+`loss/...`, each with `standardizer/shift|scale`, `gru/...`, and dense ones with `output/scale|mean`. Where dense GRUs
+are shared across layers, they stand once, under `shared/weight/gru` and `shared/bias/gru`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,8 +38,8 @@ def load_published(source: str | Path | Mapping[str, np.ndarray], sites: Sequenc
     in_network = {name + part for name, names in parts.items() for part in names}
     if in_file != in_network:
         raise ValueError(
-            f"the checkpoint is for the nodes {sorted(in_file)}, the network has {sorted(in_network)}: it is of another "
-            "version or network"
+            f"the checkpoint is for the nodes {sorted(in_file)}, the network has {sorted(in_network)}: it is of "
+            "another version or network"
         )
     shared = "shared/weight/gru/b_next" in arrays
     one = next(site.name for site in sites if site.family == "dense")

@@ -71,7 +71,7 @@ def fork(
     reduce = aggregate if callable(aggregate) else named[aggregate]
 
     def backward(_, messages):
-        value = sum(m.value for m in messages)
+        value = jnp.sum(jnp.stack([m.value for m in messages]), axis=0)
         return (Signal(value, reduce(jnp.stack([m.port for m in messages]))),)
 
     return node(Propagator(lambda signal: ((signal,) * n, None), backward))(signal)

@@ -1,5 +1,7 @@
 """Networks of every kind of node, each with the same thing written in plain JAX."""
 
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -10,6 +12,9 @@ from jax import lax
 
 import apgrad as ap
 from apgrad import mplp
+
+jit = functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+"""For programs that run once and are long to compile: half the time."""
 
 
 class Graph(NamedTuple):
@@ -36,7 +41,7 @@ def _softmax(x):
 
 def mlp_params(sizes=(3, 5, 2), batch=4, classes=False):
     def make(dtype):
-        shapes = [s for n, m in zip(sizes[:-1], sizes[1:], strict=True) for s in ((n, m), (m,))]
+        shapes = [s for n, m in itertools.pairwise(sizes) for s in ((n, m), (m,))]
         drawn = _draw(*shapes, (batch, sizes[0]), (batch, sizes[-1]))
         params = {f"w{i}": drawn[2 * i] for i in range(len(sizes) - 1)}
         params |= {f"b{i}": drawn[2 * i + 1] for i in range(len(sizes) - 1)}

@@ -11,7 +11,7 @@ from flax import nnx
 
 import apgrad as ap
 from apgrad import mplp
-from tests.mplp.graphs import GRAPHS
+from tests.mplp.graphs import GRAPHS, jit
 
 graphs = pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS.keys())
 
@@ -30,8 +30,8 @@ def step(rule, graph, params, batch):
 def test_the_exact_rule_is_gradient_descent(graph, dtype, tolerance):
     with jax.enable_x64(dtype == "float64"):
         params, batch = graph.make(dtype)
-        updates, _, metrics = jax.jit(lambda p, b: step(mplp.Exact(0.5), graph, p, b))(params, batch)
-        loss, gradient = jax.jit(jax.value_and_grad(graph.plain))(params, batch)
+        updates, _, metrics = jit(lambda p, b: step(mplp.Exact(0.5), graph, p, b))(params, batch)
+        loss, gradient = jit(jax.value_and_grad(graph.plain))(params, batch)
         close(updates, jax.tree.map(lambda g: -0.5 * g, gradient), tolerance)
         close(metrics["loss"], loss, tolerance)
         assert jax.tree.leaves(updates)[0].dtype == dtype
@@ -50,12 +50,12 @@ def test_fifty_steps_are_sgd(graph):
         batches = (scaled, jnp.stack([batch[1]] * 50))
         rule = mplp.Exact(0.05)
         state = mplp.init_state(rule, graph.network, params, batch)
-        got, _, _ = jax.jit(lambda p, b: mplp.unroll(rule, graph.network, p, state, b))(params, batches)
+        got, _, _ = jit(lambda p, b: mplp.unroll(rule, graph.network, p, state, b))(params, batches)
 
         def sgd(p, batch):
             return jax.tree.map(lambda w, g: w - 0.05 * g, p, jax.grad(graph.plain)(p, batch)), None
 
-        expected, _ = jax.jit(lambda p, b: jax.lax.scan(sgd, p, b))(params, batches)
+        expected, _ = jit(lambda p, b: jax.lax.scan(sgd, p, b))(params, batches)
         close(got, expected, 1e-12)
 
 
@@ -69,7 +69,7 @@ def test_values_carry_their_true_derivative_to_second_order(graph, x64):
 
     direction = jax.tree.map(jnp.cos, params)
 
-    @functools.partial(jax.jit, static_argnums=0)
+    @functools.partial(jit, static_argnums=0)
     def derivatives(f, params):
         return jax.grad(f)(params), jax.grad(lambda p: optax.tree.vdot(jax.grad(f)(p), direction))(params)
 
@@ -85,8 +85,8 @@ def test_under_vmap_over_tasks(graph, x64):
     tasks = jax.tree.map(lambda x: jnp.stack([x, 0.5 * x]), params)
     batches = jax.tree.map(lambda x: jnp.stack([x, x]), batch)
     state = mplp.init_state(rule, graph.network, params, batch)
-    got, _, _ = jax.jit(jax.vmap(lambda p, b: mplp.backward(rule, graph.network, p, state, b)))(tasks, batches)
-    expected = jax.jit(jax.vmap(jax.grad(graph.plain)))(tasks, batches)
+    got, _, _ = jit(jax.vmap(lambda p, b: mplp.backward(rule, graph.network, p, state, b)))(tasks, batches)
+    expected = jit(jax.vmap(jax.grad(graph.plain)))(tasks, batches)
     close(got, jax.tree.map(lambda g: -0.5 * g, expected), 1e-12)
 
 

@@ -1,5 +1,6 @@
 """The published checkpoints: golden inner steps, as the authors' code computed them."""
 
+import itertools
 import os
 from pathlib import Path
 
@@ -22,7 +23,7 @@ TASKS = {
 
 def build(sizes, function, last, loss):
     parts = []
-    for n, m in zip(sizes[:-1], sizes[1:], strict=True):
+    for n, m in itertools.pairwise(sizes):
         parts += [nnx.Linear(n, m, rngs=nnx.Rngs(0)), function]
     return mplp.from_nnx(nnx.Sequential(*parts[:-1], *last), loss)
 

@@ -12,9 +12,11 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from apgrad import mplp
-from tests.mplp.graphs import GRAPHS, mlp_params
+from apgrad.mplp.protocol import Site
+from apgrad.mplp.rules import whitening
+from apgrad.mplp.standardization import BatchNorm
+from tests.mplp.graphs import GRAPHS, jit, mlp_params
 
-STATELESS = {"mlp": {"cell": "mlp"}, "thesis": {}, "separable": {}}
 SMALL = {"channels": 2, "hidden": 3, "layers": (6, 5)}
 
 
@@ -60,7 +62,8 @@ def jiggle(tree, scale=0.05, seed=7):
 def task(graph, dtype="float64", steps=5):
     params, batch = graph.make(dtype)
     batches = jax.tree.map(
-        lambda x: jnp.stack([x * (1 + 0.1 * i) if jnp.issubdtype(x.dtype, jnp.floating) else x for i in range(steps)]), batch
+        lambda x: jnp.stack([x * (1 + 0.1 * i) if jnp.issubdtype(x.dtype, jnp.floating) else x for i in range(steps)]),
+        batch,
     )
     return params, batch, batches
 
@@ -72,8 +75,8 @@ def check_meta_gradient(meta, *args, tolerance=1e-6):
     trained, _ = ravel_pytree(jax.tree_util.tree_map_with_path(lambda p, x: jnp.full_like(x, not fitted(p)), args))
     direction = jnp.asarray(np.random.default_rng(0).standard_normal(flat.shape)) * trained
     direction = direction / jnp.linalg.norm(direction)
-    value = jax.jit(lambda t: meta(*unravel(flat + t * direction)))
-    gradient = jax.jit(jax.grad(lambda f: meta(*unravel(f))))(flat) @ direction
+    value = jit(lambda t: meta(*unravel(flat + t * direction)))
+    gradient = jit(jax.grad(lambda f: meta(*unravel(f))))(flat) @ direction
     difference = lambda h: (value(h) - value(-h)) / (2 * h)
     h = 1e-4
     numeric = (4 * difference(h / 2) - difference(h)) / 3
@@ -99,10 +102,22 @@ class TestMetaGradients:
 
         check_meta_gradient(meta, rule, params, state)
 
-    @pytest.mark.parametrize("graph", [n for n in GRAPHS if n not in ("softmax, cross_entropy", "step")])
+    @pytest.mark.parametrize(
+        "graph",
+        [
+            "absolute_error",
+            "readout",
+            "weighted and masked losses",
+            "fork (sum), two losses",
+            "several inputs: a gate",
+            "convolution, pooling, positions",
+            "normalisation, scale, bias",
+            "embedding, recurrence through scan",
+        ],
+    )
     def test_in_every_graph(self, graph, x64):
         network = GRAPHS[graph].network
-        params, batch, batches = task(GRAPHS[graph], steps=3)
+        params, batch, batches = task(GRAPHS[graph], steps=2)
         rule = jiggle(separable(mplp.sites(network, params, batch), memory=2, learning_rate=0.05))
         state = jiggle(mplp.init_state(rule, network, params, batch), 0.01)
 
@@ -111,17 +126,6 @@ class TestMetaGradients:
             return GRAPHS[graph].plain(params, batch) + 0.1 * sum(jnp.sum(x**2) for x in jax.tree.leaves(state))
 
         check_meta_gradient(meta, rule, params, state)
-
-    def test_per_synapse_in_a_convolution_and_a_recurrence(self, x64):
-        for graph in ("one-dimensional convolution", "embedding, recurrence through scan", "normalisation, scale, bias"):
-            network = GRAPHS[graph].network
-            params, batch, batches = task(GRAPHS[graph], steps=2)
-            rule = jiggle(per_synapse(mplp.sites(network, params, batch)))
-            state = mplp.init_state(rule, network, params, batch)
-            meta = lambda rule, params: GRAPHS[graph].plain(
-                mplp.unroll(rule, network, params, state, batches, remat=False)[0], batch
-            )
-            check_meta_gradient(meta, rule, params)
 
     def test_where_the_output_goes_into_an_ordinary_loss(self, x64):
         """The value that leaves a network has its true derivative, whatever messages go back beside it."""
@@ -200,12 +204,12 @@ class TestStarts:
     @pytest.mark.parametrize(
         "make",
         [
-            functools.partial(per_synapse, start="gradient_descent", cell=cell, learning_rate=0.5)
+            functools.partial(per_synapse, start="gradient_descent", cell=cell, learning_rate=0.01)
             for cell in ("gru", "two_grus", "mlp")
         ]
         + [
-            functools.partial(thesis, start="gradient_descent", learning_rate=0.5),
-            functools.partial(separable, learning_rate=0.5, memory=2),
+            functools.partial(thesis, start="gradient_descent", learning_rate=0.01),
+            functools.partial(separable, learning_rate=0.01, memory=2),
         ],
     )
     @pytest.mark.parametrize(
@@ -224,8 +228,8 @@ class TestStarts:
             params, batch = graph.make("float64")
             rule = make(mplp.sites(graph.network, params, batch))
             state = mplp.init_state(rule, graph.network, params, batch)
-            updates, _, _ = jax.jit(lambda p, s: mplp.backward(rule, graph.network, p, s, batch))(params, state)
-            expected = jax.tree.map(lambda g: np.clip(-0.5 * g, -1, 1), jax.grad(graph.plain)(params, batch))
+            updates, _, _ = jit(lambda p, s: mplp.backward(rule, graph.network, p, s, batch))(params, state)
+            expected = jax.tree.map(lambda g: -0.01 * g, jit(jax.grad(graph.plain))(params, batch))
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-11), updates, expected)
 
     def test_a_random_start_is_not(self):
@@ -234,7 +238,7 @@ class TestStarts:
         for make in (per_synapse, thesis, functools.partial(separable, start="random")):
             rule = make(mplp.sites(graph.network, params, batch))
             state = mplp.init_state(rule, graph.network, params, batch)
-            updates, _, _ = mplp.backward(rule, graph.network, params, state, batch)
+            updates, _, _ = jit(lambda p, s, r=rule: mplp.backward(r, graph.network, p, s, batch))(params, state)
             gradient = jax.grad(graph.plain)(params, batch)
             a, b = ravel_pytree(updates)[0], ravel_pytree(gradient)[0]
             assert jnp.max(jnp.abs(a)) > 0
@@ -248,7 +252,7 @@ def test_the_order_of_the_batch_does_not_matter(make, x64):
     params, batch, batches = task(graph)
     rule = jiggle(make(mplp.sites(graph.network, params, batch)))
     state = mplp.init_state(rule, graph.network, params, batch)
-    run = jax.jit(lambda batches: mplp.unroll(rule, graph.network, params, state, batches)[0])
+    run = jit(lambda batches: mplp.unroll(rule, graph.network, params, state, batches)[0])
     shuffled = jax.tree.map(lambda x: x[:, jnp.array([2, 0, 3, 1])], batches)
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-9)
     jax.tree.map(close, run(shuffled), run(batches))
@@ -301,14 +305,12 @@ class TestStandardizers:
             params, _, _ = mplp.unroll(rule, self.graph.network, self.params, state, self.batches)
             return self.graph.plain(params, self.batch)
 
-        gradient = jax.jit(jax.grad(meta))(rule)
+        gradient = jit(jax.grad(meta))(rule)
         for part in (gradient.standardizers, gradient.means):
             assert all(not jnp.any(g) for g in jax.tree.leaves(part))
         assert all(jnp.any(g) for g in jax.tree.leaves(gradient.scales))
 
     def test_batch_norm_is_safe_at_zero_variance(self):
-        from apgrad.mplp.standardization import BatchNorm
-
         norm = BatchNorm(3)
         parts = lambda c: [jnp.full((4, 1, 1), c), jnp.stack([jnp.arange(5.0), jnp.full(5, c)], axis=-1)]
         constant, (varying, other) = parts(0.3)[0], jnp.split(parts(0.3)[1], 2, axis=-1)
@@ -326,56 +328,48 @@ class TestWhitening:
     @pytest.mark.parametrize(("full", "window", "steps"), [(99, 0, 20), (1, 24, 6)])
     def test_is_recursive_least_squares(self, full, window, steps, x64):
         """P = (I + lambda sum x x^T / N)^-1: full exactly, a window as long as it has all."""
-        from apgrad.mplp.protocol import Site
-        from apgrad.mplp.rules import whitening
-
         site = Site("d", "dense", "dense", 4, (4, 7, 3))
         state = whitening.init(site, full, window)
         xs = jax.random.normal(jax.random.key(0), (steps, 4, 7))
         gram = jnp.eye(7)
         for x in xs:
-            gram = gram + 0.5 * x.T @ x / 7
+            gram = gram + 0.5 * x.T @ x / (7 * jnp.mean(x**2))
             got, state = whitening.whiten(x, state, jnp.asarray(0.5), jnp.asarray(0.0))
             np.testing.assert_allclose(got, x @ jnp.linalg.inv(gram), rtol=1e-9, atol=1e-12)
 
     def test_a_window_forgets_whole_minibatches(self, x64):
-        from apgrad.mplp.protocol import Site
-        from apgrad.mplp.rules import whitening
-
         state = whitening.init(Site("d", "dense", "dense", 4, (4, 7, 3)), 1, 11)
         assert state["rows"].shape == (8, 7)
         xs = jax.random.normal(jax.random.key(0), (5, 4, 7))
         for x in xs:
             got, state = whitening.whiten(x, state, jnp.asarray(0.5), jnp.asarray(0.0))
-        last = xs[-2:].reshape(8, 7)
-        np.testing.assert_allclose(got, xs[-1] @ jnp.linalg.inv(jnp.eye(7) + 0.5 * last.T @ last / 7), rtol=1e-9)
+        last = jnp.concatenate([x / jnp.sqrt(7 * jnp.mean(x**2)) for x in xs[-2:]])
+        np.testing.assert_allclose(got, xs[-1] @ jnp.linalg.inv(jnp.eye(7) + 0.5 * last.T @ last), rtol=1e-9)
 
     def test_many_rows(self, x64):
-        from apgrad.mplp.protocol import Site
-        from apgrad.mplp.rules import whitening
-
         state = whitening.init(Site("d", "dense", "dense", 4, (20, 7, 3)), 99, 0)
         x = jax.random.normal(jax.random.key(0), (20, 7))
         got, _ = whitening.whiten(x, state, jnp.asarray(0.5), jnp.asarray(0.0))
-        np.testing.assert_allclose(got, x @ jnp.linalg.inv(jnp.eye(7) + 0.5 * x.T @ x / 7), rtol=1e-9)
+        np.testing.assert_allclose(
+            got, x @ jnp.linalg.inv(jnp.eye(7) + 0.5 * x.T @ x / (7 * jnp.mean(x**2))), rtol=1e-9
+        )
 
-    def test_stays_a_projection_for_long(self):
+    def test_stays_between_zero_and_the_identity_for_long(self):
         """Symmetric and between 0 and I in float32, and alive, after ten thousand steps of correlated inputs."""
-        from apgrad.mplp.protocol import Site
-        from apgrad.mplp.rules import whitening
-
         mix = jax.random.normal(jax.random.key(1), (30, 30)) ** 3
 
         def step(state, key):
-            _, state = whitening.whiten(jax.random.normal(key, (8, 30)) @ mix, state, jnp.float32(3.0), jnp.float32(1e-3))
+            _, state = whitening.whiten(
+                jax.random.normal(key, (8, 30)) @ mix, state, jnp.float32(3.0), jnp.float32(1e-3)
+            )
             return state, None
 
         start = whitening.init(Site("d", "dense", "dense", 8, (8, 30, 3)), 99, 0)
-        state, _ = jax.jit(lambda s, k: lax.scan(step, s, k))(start, jax.random.split(jax.random.key(0), 10_000))
+        state, _ = jit(lambda s, k: lax.scan(step, s, k))(start, jax.random.split(jax.random.key(0), 10_000))
         P = np.asarray(state["P"], np.float64)
         np.testing.assert_allclose(P, P.T, atol=1e-5)
         values = np.linalg.eigvalsh((P + P.T) / 2)
-        assert -1e-5 < values.min() and values.max() < 1 + 1e-5 and values.max() > 1e-4
+        assert values.min() > -1e-5 and values.max() < 1 + 1e-5 and values.max() > 1e-4
 
 
 class TestErrors:
@@ -402,14 +396,16 @@ class TestErrors:
         rule = per_synapse(self.sites)
         state = mplp.init_state(rule, self.graph.network, self.params, self.batch)
         short = jax.tree.map(lambda x: x[:3], self.batch)
-        with pytest.raises(ValueError, match=r"'loss' .*batch 3.*\[3, 2, 5\].*got .*\[4, 2, 5\].*init_state"):
+        with pytest.raises(ValueError, match=r"'first' .*batch 3.*\[3, 3, 5, 6\].*got .*\[4, 3, 5, 6\].*init_state"):
             mplp.backward(rule, self.graph.network, self.params, state, short)
 
     def test_a_state_of_another_network(self):
         rule = per_synapse(self.sites)
         state = mplp.init_state(rule, self.graph.network, self.params, self.batch)
         with pytest.raises(ValueError, match=r"uses the place 'act', the state has \['first', 'loss', 'second'\]"):
-            mplp.backward(rule, self.graph.network, self.params, {n: s for n, s in state.items() if n != "act"}, self.batch)
+            mplp.backward(
+                rule, self.graph.network, self.params, {n: s for n, s in state.items() if n != "act"}, self.batch
+            )
         with pytest.raises(ValueError, match=r"state has the places \['more'\], the network has only"):
             mplp.backward(rule, self.graph.network, self.params, state | {"more": ()}, self.batch)
 
@@ -447,7 +443,7 @@ class TestErrors:
         with pytest.raises(ValueError, match="the batch as its first axis"):
             places.signal(jnp.ones((0, 3)))
         mplp.activation(places["x"], jnp.tanh, signal)
-        with pytest.raises(ValueError, match="'x' is used by two nodes that differ: 'x' \\(activation.*'x' \\(dense"):
+        with pytest.raises(ValueError, match=r"'x' is used by two nodes that differ: 'x' \(activation.*'x' \(dense"):
             mplp.dense(places["x"], signal, w)
 
     def test_a_network_that_returns_no_loss(self):
@@ -461,7 +457,9 @@ class TestErrors:
 
         rule = Wrong(0.1)
         state = mplp.init_state(rule, self.graph.network, self.params, self.batch)
-        with pytest.raises(ValueError, match=r"'loss' .*rule's message must have shape \(4, 2, 1\), got shape \(4, 2\)"):
+        with pytest.raises(
+            ValueError, match=r"'loss' .*rule's message must have shape \(4, 2, 1\), got shape \(4, 2\)"
+        ):
             mplp.backward(rule, self.graph.network, self.params, state, self.batch)
 
     @pytest.mark.parametrize(
@@ -498,7 +496,7 @@ def test_updates_go_into_optax():
     state = mplp.init_state(rule, graph.network, params, batch)
     loss = [graph.plain(params, batch)]
     for _ in range(20):
-        updates, state, _ = jax.jit(lambda p, s: mplp.backward(rule, graph.network, p, s, batch))(params, state)
+        updates, state, _ = jit(lambda p, s: mplp.backward(rule, graph.network, p, s, batch))(params, state)
         params = optax.apply_updates(params, updates)
         loss.append(graph.plain(params, batch))
     assert loss[-1] < 0.2 * loss[0]

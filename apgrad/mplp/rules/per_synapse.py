@@ -6,8 +6,8 @@ update and a network g its message, averaged over the outputs:
 
     dW_ij = a (mean_b f(m_bj, W_ij, x_bi; c_bij) - o),        m'_bi = mean_j g(m_bj, W_ij, x_bi; c_bij)
 
-A bias sees [m, b, z], z its input, and goes first: the weights see its message. Activations see [m, z], the softmax [m, z,
-z - max z, exp(z - max z), their sum], losses their features alone. The *state* c is kept across inner steps for
+A bias sees [m, b, z], z its input, and goes first: the weights see its message. Activations see [m, z], the softmax
+[m, z, z - max z, exp(z - max z), their sum], losses their features alone. The *state* c is kept across inner steps for
 each synapse and each example's slot in the minibatch. Published:
 
     stateful      one GRU for f and g: its state's channel 0 is the update, its last k channels are the message
@@ -22,6 +22,7 @@ corrections of the above form whose gains begin at 0.
 
 import copy
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -30,12 +31,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from apgrad.mplp import standardization
-from apgrad.mplp.networks import REMEMBERED, Descent, Fixed, Gru, Mlp, known_forms, require_form, require_one_of
+from apgrad.mplp.networks import Descent, Fixed, Gru, Mlp, known_forms, require_form, require_one_of
 from apgrad.mplp.protocol import Answer, Dense, Diagonal, Elementwise, Site
 from apgrad.mplp.standardization import Standardizer
 
-REMAT = jax.checkpoint_policies.save_only_these_names(REMEMBERED)
-"""For `unroll(..., remat=REMAT)`: remembers the second hidden layers, which cost most to compute and little to keep."""
+CHUNK = 8192  # synapses whose hidden layers fit into a core's cache: twice as fast as all at once (measured, CPU)
 
 
 class PerSynapse(nnx.Module):
@@ -98,7 +98,7 @@ class PerSynapse(nnx.Module):
         self.known = known_forms(sites)
         self.cells, self.standardizers = nnx.Dict({}), nnx.Dict({})
         self.scales, self.means = nnx.Dict({}), nnx.Dict({})
-        self.descents, self.log_rates = nnx.Dict({}), nnx.Dict({})
+        self.descents = nnx.Dict({})
         for site in sites:
             for part, groups, width in self._parts(site):
                 updates = part != "message"
@@ -108,13 +108,13 @@ class PerSynapse(nnx.Module):
                 key = self._key(site, part, share_standardizers)
                 if key not in self.standardizers:
                     self.standardizers[key] = Standardizer(groups)
-                    self.means[key] = Fixed(jnp.zeros((), float))
+                    if updates:
+                        self.means[key] = Fixed(jnp.zeros((), float))
                 key = self._key(site, part, share_scales)
-                if key not in self.scales:
+                if updates and key not in self.scales:
                     self.scales[key] = nnx.Param(jnp.asarray(output_scale, float))
-                    if start != "random":
-                        self.descents[key] = Descent(channels)
-                        self.log_rates[key] = nnx.Param(jnp.log(jnp.asarray(learning_rate, float)))
+                if start != "random" and key not in self.descents:
+                    self.descents[key] = Descent(channels, learning_rate if updates else None)
 
     def init(self, site: Site) -> dict[str, Any]:
         """Zeros for each synapse and example; in a recording rule, also its statistics."""
@@ -135,11 +135,8 @@ class PerSynapse(nnx.Module):
             own, pair, scale = (
                 self._key(site, part, s) for s in (self.share, self.share_standardizers, self.share_scales)
             )
-            descent = self.descents.get(scale)
-            rate = jnp.exp(self.log_rates[scale][...]) if scale in self.log_rates else None
-            learners[part] = _Part(
-                self.cells[own], self.standardizers[pair], self.scales[scale][...], self.means[pair][...], descent, rate
-            )
+            size, mean = self.scales.get(scale), self.means.get(pair)
+            learners[part] = _Part(self.cells[own], self.standardizers[pair], size, mean, self.descents.get(scale))
         return _Learner(learners, self.channels, self.aggregate, self.gradient, self.record)
 
     def recording(self) -> "PerSynapse":
@@ -182,6 +179,23 @@ class PerSynapse(nnx.Module):
         by_name = not (self.share and self.share_standardizers and self.share_scales)
         require_form(self.known, site, by_name=by_name)
         return _key(site.name, site.kind, part, shared)
+
+
+def _in_chunks(cell: Any, parts: list[jax.Array], carry: Any) -> Any:
+    """The cell on some rows (the parts' first axis) at a time, remembering only its inputs for a meta-gradient."""
+    shape = jnp.broadcast_shapes(*[part.shape[:-1] for part in parts])
+    chunk = max(1, CHUNK // math.prod(shape[1:]))
+    if chunk >= shape[0]:
+        return jax.checkpoint(cell)(parts, carry)
+    moving = [part.shape[0] != 1 for part in parts]
+
+    @jax.checkpoint
+    def row(arguments):
+        own, carry = arguments
+        own = iter(own)
+        return cell([next(own) if m else part[0] for part, m in zip(parts, moving, strict=True)], carry)
+
+    return jax.lax.map(row, ([p for p, m in zip(parts, moving, strict=True) if m], carry), batch_size=chunk)
 
 
 def _key(name: str, kind: str, part: str, shared: bool) -> str:
@@ -246,10 +260,9 @@ class _Part(NamedTuple):
 
     cell: Any
     standardizer: Standardizer
-    scale: jax.Array
-    mean: jax.Array
+    scale: nnx.Param | None
+    mean: Fixed | None
     descent: Descent | None
-    rate: jax.Array | None
 
 
 @jax.tree_util.register_dataclass
@@ -270,18 +283,18 @@ class _Learner:
 
     def _run(self, part: str, inputs: list[jax.Array], state: dict[str, Any]) -> Any:
         """Update (centred and scaled), message and new state of a part."""
-        cell, standardizer, scale, mean, *_ = self.parts[part]
-        state = state[part]
+        cell, standardizer, scale, mean, _ = self.parts[part]
+        state, centre = state[part], 0.0
         if not self.record:
-            update, message, carry = cell(standardizer(inputs), state["carry"])
+            update, message, carry = _in_chunks(cell, standardizer(inputs), state["carry"])
             new = {"carry": carry}
-            mean = jax.lax.stop_gradient(mean)
+            centre = 0.0 if mean is None else jax.lax.stop_gradient(mean[...])
         else:
             shift, factor = standardization.statistics(inputs)
-            update, message, carry = cell(standardization.apply(inputs, shift, factor), state["carry"])
-            mean = jnp.zeros(()) if update is None else jnp.mean(update)
-            new = {"carry": carry, "shift": shift, "scale": factor, "mean": mean}
-        return None if update is None else (update - mean) * scale, message, new
+            update, message, carry = _in_chunks(cell, standardization.apply(inputs, shift, factor), state["carry"])
+            centre = jnp.zeros(()) if update is None else jnp.mean(update)
+            new = {"carry": carry, "shift": shift, "scale": factor, "mean": centre}
+        return None if update is None or scale is None else (update - centre) * scale[...], message, new
 
     def _seen(self, message: jax.Array, gradient: jax.Array) -> list[jax.Array]:
         return [message, gradient[..., None]] if self.gradient else [message]
@@ -299,10 +312,10 @@ class _Learner:
         inputs = [*self._seen(question.message, question.gradient), parameter[..., None], question.inputs[..., None]]
         update, message, new = self._run("bias", inputs, state)
         part = self.parts["bias"]
-        if part.descent is not None and part.rate is not None:
+        if part.descent is not None:
             m = question.message[..., 0]
             message = part.descent.message(m * question.through, message)
-            update = part.descent.update(-part.rate * m * question.slope, update)
+            update = part.descent.update(m * question.slope, update)
         return Answer(message, update, state={"bias": new})
 
     def _dense(self, site: Site, question: Dense, state: dict[str, Any]) -> Answer:
@@ -312,6 +325,7 @@ class _Learner:
             one = jnp.broadcast_to(ones, question.output.shape)
             asked = Diagonal(message, question.gradient, question.output, question.bias, one, ones)
             answer = self._diagonal(asked, state)
+            assert answer.update is not None  # a diagonal answer has one
             message, new, bias = answer.message, answer.state, jnp.sum(answer.update, axis=0) / site.batch
         inputs = [
             *[x[:, None] for x in self._seen(message, question.gradient)],
@@ -322,8 +336,8 @@ class _Learner:
         update = jnp.sum(update, axis=0) / site.batch
         passed = (jnp.mean if self.aggregate == "mean" else jnp.sum)(synapses, axis=2)
         part = self.parts["weight"]
-        if part.descent is not None and part.rate is not None:
+        if part.descent is not None:
             m = message[..., 0]
             passed = part.descent.message(m @ question.weight.T, passed)
-            update = part.descent.update(-part.rate * question.inputs.T @ m / site.batch, update)
+            update = part.descent.update(question.inputs.T @ m / site.batch, update)
         return Answer(passed, update, bias, new)

@@ -16,8 +16,8 @@ corrections of A are all 0 at first, so those of B (r > 0) may be there from the
 messages too: they are read by nobody yet, and ready to be.
 
 *Memory.* u, v, s are recurrent states of neurons (not of synapses, nor of examples, so the order of a minibatch
-does not matter): a gated unit fed with the mean and the mean square over the batch of what the neuron sees. With it a rule can
-follow its statistics, as Adam does, and tell the first step from the last.
+does not matter): a gated unit fed with the mean and the mean square over the batch of what the neuron sees. With it a
+rule can follow its statistics, as Adam does, and tell the first step from the last.
 
 *Whitening.* Inputs are whitened as the layer learns: B_0 is P x, and the other B see P x beside x (`whitening.py`). The
 start is then recursive least squares' step along P x.
@@ -48,8 +48,8 @@ class Separable(nnx.Module):
       memory: size of a neuron's state; 0 for none.
       whiten: whether dense layers whiten their inputs.
       start: "gradient_descent", exact at first (with `whiten`, along whitened inputs), or "random".
-      share: whether places of a kind share their networks, step sizes and so on; the rule then fits every network of these
-        kinds of nodes.
+      share: whether places of a kind share their networks, step sizes and so on; the rule then fits every network of
+        these kinds of nodes.
       gradient: networks also see the true gradient (the hybrid that both papers propose).
       learning_rate: of the start as gradient descent, for each place; meta-trained.
       strength: lambda of the whitening at first.
@@ -85,7 +85,7 @@ class Separable(nnx.Module):
         share: bool = False,
         gradient: bool = False,
         learning_rate: float = 0.3,
-        strength: float = 0.3,
+        strength: float = 3.0,
         forget: float = 1e-3,
         full: int = 512,
         window: int = 64,

@@ -72,7 +72,7 @@ class Thesis(nnx.Module):
         self.channels, self.learn_rate, self.clip = channels, learn_rate, clip
         self.known = known_forms(sites)
         self.log_rate = nnx.Param(jnp.log(jnp.asarray(learning_rate, float)))
-        self.networks, self.descents = nnx.Dict({}), nnx.Dict({})
+        self.networks, self.descents, self.gains = nnx.Dict({}), nnx.Dict({}), nnx.Dict({})
         make = lambda features, out: _Network(features, hidden, out, batch_norm, rngs)
         for site in sites:
             if f"{site.kind}/g" in self.networks:
@@ -85,6 +85,7 @@ class Thesis(nnx.Module):
                 self.networks[f"{site.kind}/g"] = make(channels + 1, channels)
             if start == "gradient_descent":
                 self.descents[site.kind] = Descent(channels)
+                self.gains[site.kind] = nnx.Param(jnp.zeros((), float))  # of the correction of an update
 
     def init(self, site: Site) -> tuple[()]:
         """No state."""
@@ -98,6 +99,7 @@ class Thesis(nnx.Module):
             self.networks.get(f"{site.kind}/f"),
             self.networks[f"{site.kind}/g"],
             self.descents.get(site.kind),
+            self.gains.get(site.kind),
             rate if self.learn_rate else jax.lax.stop_gradient(rate),
             self.clip,
         )
@@ -125,6 +127,7 @@ class _Learner:
     f: _Network | None
     g: _Network
     descent: Descent | None
+    gain: nnx.Param | None
     rate: jax.Array
     clip: float = dataclasses.field(metadata={"static": True})
 
@@ -161,4 +164,4 @@ class _Learner:
         return learned if self.descent is None else self.descent.message(exact, learned)
 
     def _step(self, gradient: jax.Array, learned: jax.Array) -> jax.Array:
-        return learned if self.descent is None else self.descent.update(gradient, learned)
+        return learned if self.gain is None else gradient + self.gain[...] * learned

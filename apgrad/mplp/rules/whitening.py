@@ -1,24 +1,25 @@
 """Whitening a layer's inputs as it learns: recursive least squares inside a learned rule.
 
 A layer's inputs are correlated, so a gradient step for one example disturbs what others have learned. For linear
-regression the cure is recursive least squares (Plackett, 1950): keep P = (I + lambda sum x x^T)^-1 and step along P x in
-place of x. Here each dense layer keeps its own P (lateral messages among its inputs), and the rule's weight update
-uses the whitened inputs. lambda is meta-trained; inputs are divided by sqrt(N), so that |x|^2 is about one.
+regression the cure is recursive least squares (Plackett, 1950): keep P = (I + lambda sum x x^T)^-1 and step along P x
+in place of x. Here each dense layer keeps its own P (lateral messages among its inputs), and the rule's weight update
+uses the whitened inputs. lambda is meta-trained. In P, a minibatch is divided by its root mean square and sqrt(N), so
+that |x|^2 is about one whatever the layer's inputs are: P depends on their directions only, and stays well conditioned.
 
 *Full.* For a minibatch X (rows, N), by Woodbury's identity with S = I/lambda + X P X^T (rows, rows):
 
     P <- P - P X^T S^-1 X P,        P_new X^T = P X^T S^-1 / lambda
 
-so whitened inputs cost no product beyond the update: 4 N^2 rows operations. With many rows (a convolution's positions) the
-same P is (P^-1 + lambda X^T X)^-1, N by N. P shrinks like 1/t and learning would stop; so it is led back to the
+so whitened inputs cost no product beyond the update: 4 N^2 rows operations. With many rows (a convolution's positions)
+the same P is (P^-1 + lambda X^T X)^-1, N by N. P shrinks like 1/t and learning would stop; so it is led back to the
 identity by a meta-trained fraction, P <- P + epsilon (I - P), which also keeps it between 0 and I.
 
 *Window.* Where a layer is wide, P is kept as the identity less a low rank: of the last r rows Z (r, N),
 
     P = I - Z^T (I/lambda + Z Z^T)^-1 Z
 
-with the Gram matrix Z Z^T kept beside Z. X is among the rows of Z, so Z X^T is among the columns of the Gram matrix, and a
-step costs 4 N r rows operations. What leaves the window is forgotten.
+with the Gram matrix Z Z^T kept beside Z. X is among the rows of Z, so Z X^T is among the columns of the Gram matrix,
+and a step costs 4 N r rows operations. What leaves the window is forgotten.
 """
 
 from typing import Any
@@ -63,28 +64,30 @@ def whiten(
     Returns:
       P x, (rows, N), with the new P; and the new state.
     """
-    scaled = x / jnp.sqrt(jnp.asarray(x.shape[1], x.dtype))
+    size = jnp.sqrt(x.shape[1] * (jnp.mean(x**2) + 1e-12))
+    scaled = x / size
     if "P" in state:
-        return _full(x, scaled, state["P"], strength, forget)
+        whitened, P = _full(scaled, state["P"], strength, forget)
+        return whitened * size, {"P": P}
     rows = x.shape[0]
     Z = jnp.concatenate([state["rows"][rows:], scaled])
     new = Z @ scaled.T
     gram = jnp.concatenate([jnp.concatenate([state["gram"][rows:, rows:], new[:-rows]], axis=1), new.T])
     # An empty row of the window has zeros in the Gram matrix, and so no effect.
     inner = gram + jnp.eye(gram.shape[0], dtype=gram.dtype) / strength
-    return x - (jnp.linalg.inv(inner) @ new).T @ Z * jnp.sqrt(jnp.asarray(x.shape[1], x.dtype)), {"rows": Z, "gram": gram}
+    return (scaled - (jnp.linalg.inv(inner) @ new).T @ Z) * size, {"rows": Z, "gram": gram}
 
 
-def _full(x, scaled, P, strength, forget):
+def _full(x, P, strength, forget):
     rows, inputs = x.shape
     eye = jnp.eye(inputs, dtype=P.dtype)
     if rows <= inputs:
-        PX = P @ scaled.T
-        # S is rows by rows with eigenvalues of at least 1 / lambda. Its inverse, and no solve with N right-hand sides: a
+        PX = P @ x.T
+        # S is rows by rows with eigenvalues of at least 1 / lambda. Its inverse, no solve with N right-hand sides: a
         # batched solve took three times as long (measured, CPU). P stays symmetric by the form of its update.
-        half = jnp.linalg.inv(scaled @ PX + jnp.eye(rows, dtype=P.dtype) / strength) @ PX.T
-        whitened, P = half * (jnp.sqrt(jnp.asarray(inputs, x.dtype)) / strength), P - PX @ half
+        half = jnp.linalg.inv(x @ PX + jnp.eye(rows, dtype=P.dtype) / strength) @ PX.T
+        whitened, P = half / strength, P - PX @ half
     else:
-        P = jnp.linalg.inv(eye + strength * P @ (scaled.T @ scaled)) @ P
+        P = jnp.linalg.inv(eye + strength * P @ (x.T @ x)) @ P
         whitened = x @ P
-    return whitened, {"P": P + forget * (eye - P)}
+    return whitened, P + forget * (eye - P)
