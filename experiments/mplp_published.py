@@ -127,7 +127,7 @@ def sinusoid_run(method: str) -> Callable[[jax.Array], dict[str, jax.Array]]:
         # Before step t the points of steps 0 to t - 1 have been seen; before any, those of the first step count.
         counts = jnp.maximum(jnp.arange(SINUSOID_STEPS + 1), 1)
         mask = jnp.arange(SINUSOID_STEPS)[None] < counts[:, None]
-        return {"eval": evaluation, "train": jnp.sum(seen * mask, axis=1) / counts}
+        return {"eval": evaluation, "train": jnp.sum(jnp.where(mask, seen, 0.0), axis=1) / counts}
 
     return run
 

@@ -62,9 +62,8 @@ class Config(harness.Config):
 
 def cells(config: Config) -> list[harness.Cell]:
     """The tasks, then the widths."""
-    return [{"benchmark": name, "size": 0} for name in TASKS] + [
-        {"benchmark": "width", "size": n} for n in config.widths
-    ]
+    every = [(name, 0) for name in TASKS] + [("width", n) for n in config.widths]
+    return [{"benchmark": name, "size": size} for name, size in every]
 
 
 def problem(task: str) -> tuple[Any, Any, Any, int, int]:
@@ -114,11 +113,11 @@ def _measure_task(config, task):
     for name, make in RULES.items():
         rule = make(sites, **TASKS[task][-1])
         state = mplp.init_state(rule, network, params, first)
-        update = lambda rule, params, state: mplp.backward(rule, network, params, state, first)[:2]
-        inner = jax.jit(update).lower(rule, params, state).compile()
-        meta = jax.jit(lambda r, p: meta_step(r, network, p, batches, tasks)).lower(rule, params).compile()
-        programs[f"{name}/inner"] = (inner, (rule, params, state))
-        programs[f"{name}/meta"] = (meta, (rule, params))
+        update = lambda rule, params, state, batch: mplp.backward(rule, network, params, state, batch)[:2]
+        inner = jax.jit(update).lower(rule, params, state, first).compile()
+        meta = jax.jit(lambda r, p, b: meta_step(r, network, p, b, tasks)).lower(rule, params, batches).compile()
+        programs[f"{name}/inner"] = (inner, (rule, params, state, first))
+        programs[f"{name}/meta"] = (meta, (rule, params, batches))
         work = _flops(inner)
         flops |= {f"{name}/inner": work, f"{name}/meta": 3 * work * steps * tasks}
     return {"rows": _rows(config, programs, flops)}
@@ -130,22 +129,23 @@ def _measure_width(config, width):
     params = draw(key)
     batch = jax.random.normal(key, (8, 144)), jax.nn.one_hot(jnp.arange(8), 10)
     sites = mplp.sites(network, params, batch)
-    loss = lambda p: jnp.mean(
+    loss = lambda p, batch: jnp.mean(
         mplp.cross_entropy(mplp.Places(mplp.Exact(0.0))["loss"], _predict(network, p, batch[0]), batch[1])
     )
-    sgd = jax.jit(lambda p: jax.tree.map(lambda w, g: w - 0.1 * g, p, jax.grad(loss)(p))).lower(params).compile()
-    programs: dict[str, Any] = {"SGD/inner": (sgd, (params,))}
+    descend = lambda p, batch: jax.tree.map(lambda w, g: w - 0.1 * g, p, jax.grad(loss)(p, batch))
+    sgd = jax.jit(descend).lower(params, batch).compile()
+    programs: dict[str, Any] = {"SGD/inner": (sgd, (params, batch))}
     flops = {"SGD/inner": _flops(sgd)}
     for name in ("exact", "separable", "separable, whitening"):
         rule = mplp.Exact(0.1) if name == "exact" else mplp.Separable(sites, whiten="white" in name, rngs=nnx.Rngs(0))
         state = mplp.init_state(rule, network, params, batch)
 
-        def update(rule, params, state):
+        def update(rule, params, state, batch):
             updates, state, _ = mplp.backward(rule, network, params, state, batch)
             return optax.apply_updates(params, updates), state
 
-        compiled = jax.jit(update).lower(rule, params, state).compile()
-        programs[f"{name}/inner"] = (compiled, (rule, params, state))
+        compiled = jax.jit(update).lower(rule, params, state, batch).compile()
+        programs[f"{name}/inner"] = (compiled, (rule, params, state, batch))
         flops[f"{name}/inner"] = _flops(compiled)
     return {"rows": _rows(config, programs, flops)}
 

@@ -156,11 +156,8 @@ class PerSynapse(nnx.Module):
         for key, seen in found.items():
             shift, scale, mean = (jnp.mean(jnp.stack([s[n] for s in seen]), axis=0) for n in ("shift", "scale", "mean"))
             scale = scale if max_scale is None else jnp.minimum(scale, max_scale)
-            pairs = (
-                (rule.standardizers[key].shift, shift),
-                (rule.standardizers[key].scale, scale),
-                (rule.means[key], mean),
-            )
+            pairs = [(rule.standardizers[key].shift, shift), (rule.standardizers[key].scale, scale)]
+            pairs += [(rule.means[key], mean)] if key in rule.means else []
             for variable, new in pairs:
                 variable[...] = variable[...] * (1 - blend) + blend * new
         return rule
