@@ -11,8 +11,8 @@ seen so far.
 under the published rule, Adam and SGD at the paper's tuned rates. Beside it, the same rule with a step function for the
 sigmoid, and in a 784-100-10 network on 28x28 digits. Given is the accuracy on 100 test images a run.
 
-Differences to the paper: images are scaled down with antialiasing (the paper does not say how), and each run has its
-own test images.
+The paper does not say how images are scaled down. Here it is done as TensorFlow does by default, without antialiasing;
+with it, the same checkpoint has 57.7 ± 5.6 % (100 runs). Each run has its own test images.
 """
 
 import dataclasses
@@ -34,9 +34,9 @@ MNIST_STEPS, MNIST_BATCH, MNIST_TEST = 20, 8, 100
 METHODS: dict[str, Callable[[], optax.GradientTransformation] | None] = {
     "MPLP": None,
     "MPLP, step": None,
-    "MPLP, 784-100-10": None,
     "Adam": lambda: optax.adam(0.01),
     "SGD": lambda: optax.sgd(0.1),
+    "MPLP, 784-100-10": None,
 }
 PAPER_ACCURACY = {"MPLP": 48.95, "MPLP, step": 43.1, "MPLP, 784-100-10": 37.6, "Adam": 39.5, "SGD": 14.7}
 CHECKPOINT_HALF_L2 = (0.0253, 0.0113, 0.0055, 0.0031, 0.0019, 0.0013)
