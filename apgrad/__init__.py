@@ -1,5 +1,6 @@
 """apgrad: automatic propagation for JAX, backpropagation with its parts made replaceable."""
 
+from apgrad import diagnostics as diagnostics
 from apgrad import mplp as mplp
 from apgrad import testing as testing
 from apgrad.estimators import Estimator as Estimator
@@ -13,7 +14,9 @@ from apgrad.estimators import reparameterization as reparameterization
 from apgrad.estimators import sample as sample
 from apgrad.estimators import stochastic as stochastic
 from apgrad.estimators import total_propagation as total_propagation
+from apgrad.estimators import weights as weights
 from apgrad.expectation import expectation as expectation
+from apgrad.expectation import initial_weights as initial_weights
 from apgrad.expectation import value_and_grad as value_and_grad
 from apgrad.port import Signal as Signal
 from apgrad.port import port as port

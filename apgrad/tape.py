@@ -33,45 +33,22 @@ Each exists for the lane and, where nodes ask, for *parts*: components of a lane
 each other, (lanes, parts), so that a part's choices pay for the costs of that part only.
 """
 
-import contextvars
 import itertools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from apgrad.lanes import cost_shape_error, fold, require_lanes
+from apgrad.ledger import LEDGER, Ledger, Plan
 from apgrad.primitives import zero_with_gradient
 from apgrad.propagator import backpropagation, first_order, node
 
 Kind = Literal["baselined", "plain", "regression"]
 
 
-class Plan(NamedTuple):
-    """The static structure of a tape: the same all through a program, so that `scan` can carry it."""
-
-    lanes: int
-    dtype: Any = None
-    ports: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    token: object = None  # distinct for each collecting trace, so that no cached inner `jit` hides a request
-
-
-class Ledger:
-    """What one trace of a program knows, at trace time only: which tape is current, what nodes ask for."""
-
-    def __init__(self, collecting: bool):
-        self.collecting = collecting
-        self.stamp = 0
-        self.ports: dict[str, tuple[int, ...]] = {}
-        self.parts: dict[int, str] = {}
-        self.cost_shapes: set[tuple[int, ...]] = set()
-        self.cost_dtypes: set[Any] = set()
-        self.mixing: str | None = None
-        self.scoring: str | None = None
-
-
-LEDGER: contextvars.ContextVar[Ledger | None] = contextvars.ContextVar("ledger", default=None)
 _STAMPS = itertools.count(1)  # one count for all programs, so that no tape of another one is taken for current
 
 
@@ -114,6 +91,16 @@ class Tape:
     def lanes(self) -> int:
         """The number of lanes."""
         return self._plan.lanes
+
+    @property
+    def keeps(self) -> bool:
+        """For authors of nodes: weights are given to the objective, see `ap.expectation(..., keep_weights=True)`."""
+        return self._plan.keeps
+
+    @property
+    def folds(self) -> int:
+        """For authors of nodes: the lanes come in this many equal groups, and a batch statistic is of one group."""
+        return self._plan.folds
 
     def next_key(self) -> tuple["Tape", jax.Array]:
         """A fresh PRNG key, for noise that takes no part in the estimator (say, a random initial state).
@@ -170,7 +157,12 @@ class Tape:
                 raise TypeError("shaping acts on a cost function: call tape.cost(function, x, shaping=...)")
             tape, key = self.next_key()
             require_lanes("tape.cost", self.lanes, args)
-            pathwise, message = shaping(key, cost, *args)
+            if self.folds == 1:
+                pathwise, message = shaping(key, cost, *args)
+            else:
+                folded = jax.vmap(lambda key, args: shaping(key, cost, *args))
+                both = folded(jax.random.split(key, self.folds), fold(args, self.folds))
+                pathwise, message = jax.tree.map(lambda x: x.reshape(self.lanes, *x.shape[2:]), both)
             pathwise, message = (tape._check_cost(array, ledger, parts=False) for array in (pathwise, message))
             return tape._add(pathwise, ledger, message)
         if callable(cost):
@@ -210,18 +202,24 @@ class Tape:
         if not branches:
             raise ValueError("parallel needs at least one branch, got none")
         key, *keys = jax.random.split(self._key, len(branches) + 1)
-        total, ports = self._total, {name: (1 - len(branches)) * zeros for name, zeros in self._ports.items()}
+        total = self._total
+        around = {name: zeros for name, zeros in self._ports.items() if name.startswith("state:")}
+        ports = {name: (1 - len(branches)) * zeros for name, zeros in self._ports.items() if name not in around}
+        within = self._ports | {name: jnp.zeros_like(zeros) for name, zeros in around.items()}
+        counts = {name: count for name, count in self._ports.items() if name.startswith("count:")}
         outputs = []
         for index, (branch, branch_key) in enumerate(zip(branches, keys, strict=True)):
-            result = branch(Tape(self._plan, branch_key, jax.tree.map(jnp.zeros_like, self._total), self._ports))
+            result = branch(Tape(self._plan, branch_key, jax.tree.map(jnp.zeros_like, self._total), within))
             if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tape)):
                 raise TypeError(f"branch {index} of parallel must return (tape, output), got {type(result).__name__}")
             tape, output = result
             tape.require_current(f"the end of branch {index}")
             total = jax.tree.map(jnp.add, total, tape._total)
             ports = {name: ports[name] + tape._ports[name] for name in ports}
+            counts = {name: tape._ports[name] for name in counts}
+            within |= counts
             outputs.append(output)
-        return Tape(self._plan, key, total, ports), tuple(outputs)
+        return Tape(self._plan, key, total, ports | around | counts), tuple(outputs)
 
     def credit(
         self,
@@ -266,9 +264,9 @@ class Tape:
         if own is not None and jnp.shape(own) != shape:
             raise ValueError(f"{name}: the baseline has shape {jnp.shape(own)}, expected {shape}")
         if ledger.collecting:
-            ledger.ports[_port_name(kind, parts)] = shape[1:]
+            ledger.ports[_port_name(kind, parts)] = shape
             if learn:
-                ledger.ports[_port_name("regression", parts)] = shape[1:]
+                ledger.ports[_port_name("regression", parts)] = shape
             return Tape(self._plan, self._key, self._total, self._ports)
 
         total, ports = self._total, dict(self._ports)
@@ -285,11 +283,61 @@ class Tape:
         ports[_port_name(kind, parts)] = ports[_port_name(kind, parts)] + zero
         return Tape(self._plan, self._key, total, ports)
 
+    def request_port(self, name: str, shape: tuple[int, ...]) -> jax.Array | None:
+        """For authors of mixers: a port of the tape's own, through which a node sends to those before it.
+
+        Costs take no notice of it. A node takes the port as an input and returns it as an output for `put_port`: its
+        `backward` then finds there what later nodes sent, and answers with what earlier ones shall find.
+
+        Args:
+          name: the same name is the same port. One that starts with `state:` goes around `parallel` branches,
+            whose own begin at zero, and one with `count:` through them in turn; others add up what the branches send.
+          shape: of the messages, of the costs' dtype.
+
+        Returns:
+          Zeros, or None where the program is traced for the first time and has no ports yet.
+        """
+        ledger = self.require_current(name)
+        if ledger.collecting:
+            if ledger.ports.setdefault(name, shape) != shape:
+                raise ValueError(f"port {name!r} was requested with shapes {ledger.ports[name]} and {shape}")
+            return None
+        return self._ports[name]
+
+    def request_table(self, name: str, width: int) -> dict[str, jax.Array]:
+        """For authors of mixers: the weights that the objective was given for this node, and how many came before.
+
+        Args:
+          name: of the function.
+          width: how many weights a node has.
+
+        Returns:
+          Nothing unless weights are kept and ports are there; else the ports `table`, (nodes, width), and `count`.
+        """
+        ledger = self.require_current(name)
+        if self._plan.keeps and ledger.tables.setdefault(name, width) != width:
+            raise ValueError(f"{name} is called with {width} weights here and {ledger.tables[name]} there")
+        if not self._plan.keeps or ledger.collecting:
+            return {}
+        return {kind: self._ports[f"{kind}:{name}"] for kind in ("table", "count")}
+
+    def put_port(self, name: str, port: jax.Array | None) -> "Tape":
+        """For authors of mixers: the next tape, with the port as the node returned it."""
+        self.require_current(name)
+        ports = self._ports if port is None else {**self._ports, name: port}
+        return Tape(self._plan, self._key, self._total, ports)
+
     def declare_parts(self, shape: tuple[int, ...], name: str) -> None:
         """For authors of nodes: says that the second axis of this shape numbers independent parts."""
         if len(shape) < 2:
             raise ValueError(f"{name}: with parts=True the sample's shape is (lanes, parts, ...), got {shape}")
         self.require_current(name).parts.setdefault(shape[1], name)
+
+    def drawn(self, x: jax.Array) -> jax.Array:
+        """For authors of nodes: the samples (lanes, ...) as drawn; where lanes are tested for independence, others."""
+        ledger = self.require_current("drawn")
+        half = self.lanes // 2
+        return x.at[half:].set(x[half]) if ledger.disturbing else x
 
     def mix_lanes(self, name: str) -> "Tape":
         """For authors of nodes that let lanes act on each other: likelihood-ratio credit is then refused."""
@@ -328,15 +376,16 @@ class Tape:
         if ledger.collecting:
             return Tape(self._plan, self._key, self._total, self._ports)
         p, q, r = (self._logp(kind, cost.ndim) for kind in ("baselined", "plain", "regression"))
-        kinds = {name.removesuffix("_parts") for name in self._ports}
+        kinds = {name.removesuffix("_parts") for name in self._ports if ":" not in name}
         term = cost
         if message is not None and kinds:
             term = term + _charge(message, p + q)
         elif kinds:
             term = term * jnp.exp(p + q)
             if "baselined" in kinds:
-                others = (jnp.sum(cost, axis=0) - cost) / (self.lanes - 1)
-                term = term - lax.stop_gradient(others) * jnp.expm1(p)
+                each = fold(cost, self.folds)
+                others = (jnp.sum(each, axis=1, keepdims=True) - each) / (each.shape[1] - 1)
+                term = term - lax.stop_gradient(others).reshape(cost.shape) * jnp.expm1(p)
         if "regression" in kinds:
             term = term + lax.stop_gradient(cost if message is None else message) * r
         return Tape(self._plan, self._key, self._total + term.reshape(self.lanes, -1).sum(-1), self._ports)
@@ -350,16 +399,6 @@ class Tape:
         return lane[:, None] if parts is None else lane[:, None] + parts
 
 
-def require_lanes(what: str, lanes: int, tree: Any) -> None:
-    """Raises a `ValueError` unless every leaf's leading axis is the lanes."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != lanes:
-            raise ValueError(
-                f"{what}: argument {jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}, expected the lanes as "
-                f"leading axis, ({lanes}, ...). Broadcast it with jnp.broadcast_to(x, (tape.lanes, *x.shape))."
-            )
-
-
 # Zero in value; its derivative charges a message in the place of a cost, which is right once.
 _charge = node(
     first_order(
@@ -368,14 +407,6 @@ _charge = node(
         "would be silently wrong. Use tape.cost without shaping for higher orders.",
     )
 )
-
-
-def cost_shape_error(lanes: int, shape: tuple[int, ...]) -> str:
-    return (
-        f"a cost must have shape ({lanes},), one value a lane, got {shape}. Sum over the other axes, and leave "
-        "the mean over lanes to ap.expectation; for costs of independent parts of a lane, (lanes, parts), make "
-        "the nodes with parts=True."
-    )
 
 
 def _port_name(kind: Kind, parts: bool) -> str:

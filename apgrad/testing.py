@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from apgrad.expectation import lane_costs
+
 
 class Moments(NamedTuple):
     """Sample moments of an estimator: pytrees of float64 arrays, of the estimate's structure.
@@ -122,6 +124,45 @@ def assert_unbiased(
             )
         worst = max(worst, float(off[index]))
     return worst
+
+
+def assert_independent_lanes(
+    program: Callable[..., Any], lanes: int, key: jax.Array, *args: Any, rtol: float = 1e-5
+) -> None:
+    """Asserts that lanes do not act on each other: other samples in half of them leave the others' costs as they are.
+
+    Likelihood-ratio credit and cross-fitting rely on it, and a mean over lanes in a program breaks it.
+
+    Args:
+      program: as in `apgrad.expectation`.
+      lanes: at least 4.
+      key: a PRNG key.
+      *args: of the program.
+      rtol: how far costs may move by rounding, relative to the largest.
+
+    Raises:
+      AssertionError: naming a lane whose cost moved.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, numpyro.distributions as dist, apgrad as ap
+      >>> def program(tape, theta):
+      ...     tape, x = ap.sample(tape, dist.Normal(theta * jnp.ones(tape.lanes), 1.0), ap.reparameterization())
+      ...     return tape.cost((x - jnp.mean(x)) ** 2)
+      >>> ap.testing.assert_independent_lanes(program, 4, jax.random.key(0), 1.0)
+      Traceback (most recent call last):
+          ...
+      AssertionError: the cost of lane 0 moved from ... to ... when other lanes drew other samples: ...
+    """
+    if lanes < 4:
+        raise ValueError(f"assert_independent_lanes disturbs half of the lanes and needs at least 4, got {lanes}")
+    before, after = (np.asarray(lane_costs(program, lanes, key, *args, disturbing=d)) for d in (False, True))
+    moved = np.abs(after - before)[: lanes // 2]
+    lane = int(np.argmax(moved))
+    if moved[lane] > rtol * np.max(np.abs(before)):
+        raise AssertionError(
+            f"the cost of lane {lane} moved from {before[lane]} to {after[lane]} when other lanes drew other samples: "
+            "the program lets lanes act on each other (a mean or a normalisation over the leading axis?)"
+        )
 
 
 def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:

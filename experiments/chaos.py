@@ -4,7 +4,8 @@ Reparameterization (RP), likelihood ratio (LR) and total propagation (TP) on the
 `experiments.chaotic_network`: how their variance depends on the inverse temperature beta and the horizon H (the
 paper's Fig. 4a), and by how much TP betters the best of the two others (Fig. 4b). Beside it stands the ideal
 naive mixture of RP and LR as whole gradients, 1 / (1 / V_RP + 1 / V_LR), which can halve the variance at most.
-What the paper does not show is added: the bias, against the exact gradient.
+What the paper does not have is added: decoupled-CF, apgrad's default weights, cross-fitted (`apgrad.weights`), and the
+bias, against the exact gradient. `experiments.total_propagation` compares more ways to weigh.
 
     python -m experiments.chaos                   # about a minute
     python -m experiments.chaos --preset paper    # about 20 minutes on two cores
@@ -34,8 +35,18 @@ from experiments import chaotic_network, harness
 
 VARIANCE_COLUMNS = ("variance", "variance_low", "variance_high", "nonfinite")
 TOP = 1e4  # of the axis of variances
-BASIC = ("RP", "LR", "TP")
-COLOURS = {"RP": "#1f77b4", "LR": "#d95f02", "TP": "#2a8a3e", "GS-LR": "#e7298a", "GS-TP": "#6a51a3", "GR": "#8c6d1f"}
+NEW = "decoupled-CF"
+MIXED = ("TP", NEW)
+BASIC = ("RP", "LR", *MIXED)
+COLOURS = {
+    "RP": "#1f77b4",
+    "LR": "#d95f02",
+    "TP": "#2a8a3e",
+    NEW: "black",
+    "GS-LR": "#e7298a",
+    "GS-TP": "#6a51a3",
+    "GR": "#8c6d1f",
+}
 HORIZON_COLOURS = ("#9aa5b1", "#e0a100", "#c2255c", "#5f3dc4", "#087f5b", "#364fc7")
 
 
@@ -144,18 +155,17 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
                 continue
             v = {m: row["variance"] for m, row in group.items()}
             draws = {m: _resampled_variances(config, *results[horizon, beta, m]) for m in BASIC}
-            ratio = {
-                "value": min(v["RP"], v["LR"]) / v["TP"],
-                "interval": harness.interval(np.minimum(draws["RP"], draws["LR"]) / draws["TP"]),
-                "naive_mixture": 1 + min(v["RP"], v["LR"]) / max(v["RP"], v["LR"]),
-            }
-            figures[f"variance_ratio_{point}"] = improvements[horizon, beta] = ratio
-            row = group["TP"]
-            figures[f"bias_TP_{point}"] = {
-                "value": row["bias"],
-                "standard_error": row["standard_error"],
-                "exact_gradient": row["exact"],
-            }
+            for method in MIXED:
+                improvements[horizon, beta, method] = figures[f"variance_ratio_{method}_{point}"] = {
+                    "value": min(v["RP"], v["LR"]) / v[method],
+                    "interval": harness.interval(np.minimum(draws["RP"], draws["LR"]) / draws[method]),
+                    "naive_mixture": 1 + min(v["RP"], v["LR"]) / max(v["RP"], v["LR"]),
+                }
+                figures[f"bias_{method}_{point}"] = {
+                    "value": group[method]["bias"],
+                    "standard_error": group[method]["standard_error"],
+                    "exact_gradient": group[method]["exact"],
+                }
     return harness.Report(
         figures=figures,
         rows=rows,
@@ -172,25 +182,31 @@ def _resampled_variances(config, cell, result):
 
 def _table(config, by, improvements):
     betas = [b for b in config.betas if len(config.betas) <= 12 or (2 * b) % 1 == 0]
-    lines = ["  H   beta      V(RP)      V(LR)      V(TP)   improvement (95 %)     naive  bias of TP (standard errors)"]
+    lines = [
+        "Variances, and the improvement on the better of RP and LR with its 95 % interval; biases in standard errors"
+    ]
+    lines.append(
+        "  H  beta " + "".join(f"{m:>13}" for m in BASIC) + "".join(f"{m:>25}" for m in MIXED) + "   naive  biases"
+    )
     for h in config.horizons:
         for b in betas:
-            variances = " ".join(f"{by[h, b, m]['variance']:10.2e}" for m in BASIC)
-            gain = improvements.get((h, b))
-            lost = " heavy-tailed" if gain and _heavy_tailed(gain) else ""
-            gain = f"{gain['value']:6.2f} ({gain['interval'][0]:.2f} to {gain['interval'][1]:.2f})" if gain else "-"
-            naive = f"{improvements[h, b]['naive_mixture']:.2f}" if (h, b) in improvements else "-"
-            row = by[h, b, "TP"]
-            bias = f"{row['bias']:+.1e} ({row['bias_in_standard_errors']:+.1f})"
+            line = f"{h:3d} {b:5.2f} " + "".join(f"{by[h, b, m]['variance']:13.2e}" for m in BASIC)
+            for m in MIXED:
+                gain = improvements.get((h, b, m))
+                low, high = gain["interval"] if gain else (np.nan, np.nan)
+                line += f"{gain['value']:9.2f} ({low:.2f} to {high:.2f})".rjust(25) if gain else "-".rjust(25)
+            naive = f"{improvements[h, b, 'TP']['naive_mixture']:8.2f}" if (h, b, "TP") in improvements else "       -"
+            biases = " ".join(f"{by[h, b, m]['bias_in_standard_errors']:+.1f}" for m in MIXED)
+            heavy = any((h, b, m) in improvements and _heavy_tailed(improvements[h, b, m]) for m in MIXED)
             overflowed = sum(by[h, b, m]["nonfinite"] for m in BASIC)
-            lost += f"   {overflowed} estimates not finite" if overflowed else ""
-            lines.append(f"{h:3d} {b:6.2f} {variances}   {gain:24s} {naive:>4s}  {bias}{lost}")
+            notes = "  heavy-tailed" * heavy + f"   {overflowed} estimates not finite" * (overflowed > 0)
+            lines.append(f"{line}{naive}  {biases}{notes}")
     return "\n".join(lines)
 
 
 def _picture(config, by, improvements):
     horizons, betas = config.horizons, np.array(config.betas)
-    figure = Figure(figsize=(max(13.5, 3.6 * len(horizons)), 9.5), layout="constrained")
+    figure = Figure(figsize=(max(17.0, 4.3 * len(horizons)), 9.5), layout="constrained")
     figure.suptitle(
         f"Gradient estimators on the chaotic network: {config.lanes} lanes an estimate, {config.estimates} estimates a "
         "point, bands are 95 % bootstrap intervals",
@@ -209,29 +225,14 @@ def _picture(config, by, improvements):
     variances[0].set_ylabel("variance of the gradient")
     variances[0].legend(loc="lower right")
 
-    improvement, errors, biases = below.subplots(1, 3)
+    *improvements_axes, errors, biases = below.subplots(1, 4)
     colours = dict(zip(horizons, itertools.cycle(HORIZON_COLOURS)))
-    ax, left_out = improvement, []
-    for horizon, colour in colours.items():
-        known = [b for b in config.betas if (horizon, b) in improvements]
-        found = [b for b in known if not _heavy_tailed(improvements[horizon, b])]
-        left_out += [f"H = {horizon}, $\\beta$ = {b:g}" for b in known if b not in found]
-        gains = [improvements[horizon, b] for b in found]
-        ax.plot(found, [g["value"] for g in gains], "o-", ms=3, lw=1.4, color=colour, label=f"H = {horizon}")
-        low, high = ([g["interval"][side] for g in gains] for side in (0, 1))
-        ax.fill_between(found, low, high, color=colour, alpha=0.2, lw=0)
-        ax.plot(found, [g["naive_mixture"] for g in gains], ":", lw=1.4, color=colour)
-    ax.axhline(1, color="black", lw=0.8)
-    ax.set(xlabel=r"$\beta$", ylabel=r"$\min(V_{RP}, V_{LR})\,/\,V_{TP}$", yscale="log")
-    if left_out:
-        note = "interval wider than a factor 100, left out:\n" + "\n".join(left_out)
-        ax.text(0.98, 0.02, note, ha="right", va="bottom", transform=ax.transAxes, fontsize=8)
-    ax.set_ylim(ax.get_ylim()[0] / 2, 3 * ax.get_ylim()[1])
-    _plain_ticks(ax.yaxis, [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200])
-    ax.set_title("Improvement of TP on the best of RP and LR", fontsize=11)
-    handles, _ = ax.get_legend_handles_labels()
-    ax.legend(handles=[*handles, _mark(ls=":", label="ideal naive mixture")], fontsize=9, loc="upper left")
-    ax.grid(alpha=0.25)
+    for ax, method in zip(improvements_axes, MIXED, strict=True):
+        _plot_improvements(ax, config, colours, improvements, method)
+    shared = [ax.get_ylim() for ax in improvements_axes]
+    for ax in improvements_axes:
+        ax.set_ylim(min(low for low, _ in shared) / 2, 3 * max(high for _, high in shared))
+        _plain_ticks(ax.yaxis, [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500])
 
     ax = errors
     ax.axhspan(-2, 2, color="gray", alpha=0.18, lw=0)
@@ -241,31 +242,56 @@ def _picture(config, by, improvements):
             values = get(horizon, method, "bias_in_standard_errors")
             ax.plot(betas, values, mark, ms=4, alpha=0.6, color=colour)
         ax.plot(betas, get(horizon, "TP", "bias_in_standard_errors"), "o-", ms=4, lw=1.2, color=colour)
-    marks = (("TP", "o"), ("RP", "x"), ("LR", "+"))
+        ax.plot(betas, get(horizon, NEW, "bias_in_standard_errors"), "D", ms=4, mfc=colour, mec="black")
+    marks = (("TP", "o"), (NEW, "D"), ("RP", "x"), ("LR", "+"))
     ax.legend(handles=[_mark(marker=m, label=n, ls="") for n, m in marks], fontsize=9, loc="lower right")
     ax.set_yscale("symlog", linthresh=10, linscale=2)
     _plain_ticks(ax.yaxis, [-100, -50, -20, -10, -6, -4, -2, 0, 2, 4, 6, 10, 20, 50, 100])
     largest = 1.3 * max([5.0] + [abs(v) for r in by.values() if np.isfinite(v := r["bias_in_standard_errors"])])
     ax.set(xlabel=r"$\beta$", ylabel="(mean - exact) / standard error", ylim=(-largest, largest))
-    ax.set_title("Bias, in standard errors of the mean (gray: within 2)", fontsize=11)
+    ax.set_title("Bias, in standard errors (gray: within 2)", fontsize=11)
     ax.grid(alpha=0.25)
 
     ax = biases
     for horizon, colour in colours.items():
         ax.plot(betas, np.abs(get(horizon, "TP", "exact")), "-", lw=1, alpha=0.6, color=colour)
-        bias, error = np.abs(get(horizon, "TP", "bias")), get(horizon, "TP", "standard_error")
-        found = bias > 3 * error
-        ax.errorbar(betas[found], bias[found], 2 * error[found], fmt="o", ms=4, lw=1, color=colour)
-        ax.plot(betas[~found], (bias + 2 * error)[~found], "v", ms=4, mfc="none", color=colour)
-    kinds = (("|exact gradient|", {"ls": "-"}), ("|bias| ± 2 standard errors", {"marker": "o", "ls": ""}))
-    handles = [_mark(label=label, **style) for label, style in kinds]
-    handles.append(_mark(marker="v", ls="", mfc="none", label="within 3: |bias| is below this"))
-    ax.legend(handles=handles, fontsize=9, loc="upper left")
+        for method, mark, below_mark in (("TP", "o", "v"), (NEW, "D", "1")):
+            bias, error = np.abs(get(horizon, method, "bias")), get(horizon, method, "standard_error")
+            found = bias > 3 * error
+            ax.errorbar(betas[found], bias[found], 2 * error[found], fmt=mark, ms=4, lw=1, color=colour)
+            ax.plot(betas[~found], (bias + 2 * error)[~found], below_mark, ms=5, mfc="none", color=colour)
+    handles = [_mark(label="|exact gradient|", ls="-")]
+    kinds = ((("TP", "o"), (NEW, "D")), (("TP", "v"), (NEW, "1")))
+    handles += [_mark(marker=mark, ls="", label=f"{m}: |bias| ± 2 s.e.") for m, mark in kinds[0]]
+    handles += [_mark(marker=mark, ls="", mfc="none", label=f"{m}, within 3 s.e.: below this") for m, mark in kinds[1]]
+    ax.legend(handles=handles, fontsize=7, loc="upper left")
     ax.set(xlabel=r"$\beta$", yscale="log")
     ax.set_ylim(top=30 * ax.get_ylim()[1])
-    ax.set_title("TP: bias against the exact gradient", fontsize=11)
+    ax.set_title("Bias against the exact gradient", fontsize=11)
     ax.grid(alpha=0.25)
     return figure
+
+
+def _plot_improvements(ax, config, colours, improvements, method):
+    left_out = []
+    for horizon, colour in colours.items():
+        known = [b for b in config.betas if (horizon, b, method) in improvements]
+        found = [b for b in known if not _heavy_tailed(improvements[horizon, b, method])]
+        left_out += [f"H = {horizon}, $\\beta$ = {b:g}" for b in known if b not in found]
+        gains = [improvements[horizon, b, method] for b in found]
+        ax.plot(found, [g["value"] for g in gains], "o-", ms=3, lw=1.4, color=colour, label=f"H = {horizon}")
+        low, high = ([g["interval"][side] for g in gains] for side in (0, 1))
+        ax.fill_between(found, low, high, color=colour, alpha=0.2, lw=0)
+        ax.plot(found, [g["naive_mixture"] for g in gains], ":", lw=1.4, color=colour)
+    ax.axhline(1, color="black", lw=0.8)
+    ax.set(xlabel=r"$\beta$", ylabel=r"$\min(V_{RP}, V_{LR})\,/\,V$", yscale="log")
+    if left_out:
+        note = "interval wider than a factor 100, left out:\n" + "\n".join(left_out)
+        ax.text(0.98, 0.02, note, ha="right", va="bottom", transform=ax.transAxes, fontsize=8)
+    ax.set_title(f"Improvement of {method} on the best of RP and LR", fontsize=11)
+    handles, _ = ax.get_legend_handles_labels()
+    ax.legend(handles=[*handles, _mark(ls=":", label="ideal naive mixture")], fontsize=8, loc="upper left")
+    ax.grid(alpha=0.25)
 
 
 def plot_variances(ax: Axes, betas: np.ndarray, columns: dict[str, dict[str, np.ndarray]]) -> None:

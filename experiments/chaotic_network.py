@@ -30,7 +30,7 @@ is a cubic spline. |g| never exceeds .31, whatever beta, so the grid ends 10 sta
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -51,29 +51,44 @@ class Method(NamedTuple):
     """A way to estimate the gradient: the estimator at each step, and what is done around it."""
 
     estimator: Callable[[], ap.Estimator | ap.Mixer]
+    cross_fit: bool = False
     shaping: bool = False  # Gaussian shaping of the loss
     resampling: bool = False  # Gaussian resampling after each step
 
 
+def _mixed(weights: ap.weights.Weights) -> Callable[[], ap.Mixer]:
+    return lambda: ap.total_propagation(weights=weights)
+
+
+PUBLISHED = _mixed(ap.weights.inverse_variance())
+# TP is total propagation as published, and what follows it weighs otherwise; CF is cross-fitted, so unbiased.
 METHODS = {
     "RP": Method(ap.reparameterization),
     "LR": Method(ap.likelihood_ratio),
-    "TP": Method(ap.total_propagation),
+    "TP": Method(PUBLISHED),
+    "TP-CF": Method(PUBLISHED, cross_fit=True),
+    "local-CF": Method(_mixed(ap.weights.local_covariance()), cross_fit=True),
+    "suffix-CF": Method(_mixed(ap.weights.suffix_covariance()), cross_fit=True),
+    "unshrunk-CF": Method(_mixed(ap.weights.decoupled(shrinkage=0, reluctance=0)), cross_fit=True),
+    "decoupled": Method(ap.total_propagation),
+    "decoupled-CF": Method(ap.total_propagation, cross_fit=True),
+    "parameters-CF": Method(lambda: ap.total_propagation(target="parameters"), cross_fit=True),
     "GS-LR": Method(ap.likelihood_ratio, shaping=True),
-    "GS-TP": Method(ap.total_propagation, shaping=True),
+    "GS-TP": Method(PUBLISHED, shaping=True),
     "GR": Method(ap.reparameterization, resampling=True),
 }
 
 
 def objective(
-    method: str, horizon: int, lanes: int, check_nan: bool = True
-) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """The expected loss as an ordinary JAX function, `(key, beta) -> scalar`.
+    method: str, horizon: int, lanes: int, parameters: int = 1, check_nan: bool = True
+) -> Callable[[jax.Array, Any], jax.Array]:
+    """The expected loss as an ordinary JAX function, `(key, theta) -> scalar`.
 
     Args:
       method: a name in `METHODS`.
       horizon: H, the number of steps.
       lanes: B, the number of trajectories.
+      parameters: 1, theta is beta, a scalar; 5, theta is beta and the four elements of W, row by row.
       check_nan: of `ap.expectation`.
 
     Example:
@@ -82,32 +97,35 @@ def objective(
       >>> float(gradient).__round__(3) == round(exact(1.0, [2])[2].gradient, 3)
       True
     """
-    estimator, shaping, resampling = METHODS[method]
+    chosen = METHODS[method]
     weights = jnp.array(WEIGHTS)
 
-    @ap.stochastic(estimator())
-    def step(beta, x):
-        return dist.Normal(jax.nn.sigmoid(beta * weights @ x), SIGMA)
+    @ap.stochastic(chosen.estimator())
+    def step(theta, x):
+        beta, matrix = (theta, weights) if parameters == 1 else (theta[0], theta[1:].reshape(2, 2))
+        return dist.Normal(jax.nn.sigmoid(beta * matrix @ x), SIGMA)
 
     def loss(x):
         return 0.5 * jnp.sum((x - 1) ** 2)
 
-    def rollout(tape, beta):
+    def rollout(tape, theta):
         def body(carry, _):
-            tape, x = step(carry[0], beta, carry[1])
-            if resampling:
+            tape, x = step(carry[0], theta, carry[1])
+            if chosen.resampling:
                 tape, x = ap.gaussian_resampling(tape, x)
             return (tape, x), None
 
         start = jnp.broadcast_to(jnp.array(START), (tape.lanes, 2))
         (tape, x), _ = jax.lax.scan(body, (tape, start), length=horizon)
-        return tape.cost(loss, x, shaping=ap.gaussian_shaping() if shaping else None)
+        return tape.cost(loss, x, shaping=ap.gaussian_shaping() if chosen.shaping else None)
 
-    return ap.expectation(rollout, lanes=lanes, check_nan=check_nan)
+    return ap.expectation(rollout, lanes=lanes, cross_fit=chosen.cross_fit, check_nan=check_nan)
 
 
-def gradients(method: str, beta: float, horizon: int, lanes: int, num_estimates: int, seed: int) -> np.ndarray:
-    """Independent estimates of dJ/dbeta, (num_estimates,) float32.
+def gradients(
+    method: str, beta: float, horizon: int, lanes: int, num_estimates: int, seed: int, parameters: int = 1
+) -> np.ndarray:
+    """Independent estimates of the gradient, (num_estimates,) float32, or (num_estimates, 5).
 
     Compiled once for a method, horizon and number of lanes and estimates: beta and the seed are arguments.
 
@@ -118,14 +136,16 @@ def gradients(method: str, beta: float, horizon: int, lanes: int, num_estimates:
       lanes: the number of trajectories that an estimate is the mean over.
       num_estimates: how many.
       seed: of the noise.
+      parameters: as in `objective`.
     """
     keys = jax.random.split(jax.random.key(seed), num_estimates)
-    return np.asarray(_compiled(method, horizon, lanes)(keys, jnp.float32(beta)))
+    theta = jnp.float32(beta) if parameters == 1 else jnp.array([beta, *np.ravel(WEIGHTS)], jnp.float32)
+    return np.asarray(_compiled(method, horizon, lanes, parameters)(keys, theta))
 
 
 @functools.cache
-def _compiled(method, horizon, lanes):
-    gradient = jax.grad(objective(method, horizon, lanes), argnums=1)
+def _compiled(method, horizon, lanes, parameters):
+    gradient = jax.grad(objective(method, horizon, lanes, parameters), argnums=1)
     return jax.jit(lambda keys, beta: jax.lax.map(lambda key: gradient(key, beta), keys, batch_size=min(10, len(keys))))
 
 

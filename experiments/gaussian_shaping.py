@@ -26,7 +26,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from experiments import chaos, harness
-from experiments.chaotic_network import METHODS
+
+METHODS = ("RP", "LR", "TP", "GS-LR", "GS-TP", "GR")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,6 +44,7 @@ ESTIMATORS = {
     "total_propagation": Row(ap.total_propagation(), second="refused"),
     "total_propagation, no baseline": Row(ap.total_propagation(None), second="refused"),
     "total_propagation, learned": Row(ap.total_propagation(ap.learned_baseline(by_function)), second="refused"),
+    "total_propagation, published": Row(ap.total_propagation(weights=ap.weights.inverse_variance()), second="refused"),
     "gaussian_shaping, LR": Row(ap.likelihood_ratio(), "refused", cost={"shaping": ap.gaussian_shaping()}),
     "gaussian_shaping, RP": Row(ap.reparameterization(), "refused", cost={"shaping": ap.gaussian_shaping()}),
     "gaussian_shaping, TP": Row(ap.total_propagation(), "refused", cost={"shaping": ap.gaussian_shaping("raw")}),

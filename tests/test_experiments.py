@@ -15,7 +15,15 @@ from scipy.integrate import dblquad
 from scipy.special import expit
 
 import apgrad as ap
-from experiments import bifurcation, chaos, chaotic_network, gaussian_shaping, harness, second_derivatives
+from experiments import (
+    bifurcation,
+    chaos,
+    chaotic_network,
+    gaussian_shaping,
+    harness,
+    second_derivatives,
+    total_propagation,
+)
 from experiments.benchmarks import estimators as benchmark
 
 ROOT = Path(__file__).parent.parent
@@ -246,8 +254,8 @@ class TestExperiments:
 
     def test_chaos(self, tmp_path, capsys):
         results = tiny_run(chaos.EXPERIMENT, tmp_path, *self.OPTIONS)
-        assert len(results["rows"]) == 2 * 3
-        ratio = results["variance_ratio_H4_beta2.5"]
+        assert len(results["rows"]) == 2 * 4
+        ratio = results["variance_ratio_decoupled-CF_H4_beta2.5"]
         assert ratio["interval"][0] <= ratio["value"] <= ratio["interval"][1]
         assert 1 <= ratio["naive_mixture"] <= 2
         for row in results["rows"]:
@@ -264,14 +272,29 @@ class TestExperiments:
     def test_estimates_that_are_not_finite_are_counted(self):
         config = chaos.Config(horizons=(4,), betas=(1.5,), estimates=4)
         estimates = {"RP": [1.0, float("inf"), 2.0, float("nan")], "LR": [1.0, 2.0, 3.0, 4.0], "TP": [float("nan")] * 4}
+        estimates["decoupled-CF"] = [1.0, 2.0, 3.0, 5.0]
         records = [({"method": "exact", "beta": 1.5}, {"4": {"loss": 1.0, "gradient": 1.5, "error": 0.0}})]
         records += [({"method": m, "H": 4, "beta": 1.5}, {"estimates": e}) for m, e in estimates.items()]
         rows = {row["method"]: row for row in chaos.summarize(config, records)}
-        assert [rows[m]["nonfinite"] for m in chaos.BASIC] == [2, 0, 4]
+        assert [rows[m]["nonfinite"] for m in chaos.BASIC] == [2, 0, 4, 0]
         assert rows["RP"]["variance"] == 0.5 and np.isnan(rows["TP"]["variance"])
         report = chaos.report(config, records)
         assert "6 estimates not finite" in report.table
-        assert "variance_ratio_H4_beta1.5" not in report.figures
+        assert "variance_ratio_TP_H4_beta1.5" not in report.figures
+
+    def test_total_propagation(self, tmp_path, capsys):
+        options = ("--horizons", "4", "--betas", "2.5", "--estimates", "8", "--lanes", "50", "--resamples", "50")
+        options += ("--bias-points", "4", "10", "20")
+        results = tiny_run(total_propagation.EXPERIMENT, tmp_path, *options)
+        assert len(results["rows"]) == 2 * 8
+        for row in results["rows"]:
+            assert row["nonfinite"] == 0 and row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
+        # Of the better one of RP and LR the ratio is 1, and RP is the better one so early.
+        rp = [row for row in results["rows"] if row["method"] == "RP"]
+        assert all(row["better"] == "RP" and row["ratio"] == 1 for row in rp)
+        exact = chaotic_network.exact(1.5, [4])[4].gradient
+        assert results["bias_decoupled-CF_H4_B10"]["exact"] == pytest.approx(exact, abs=1e-8)
+        assert "worst_ratio_decoupled-CF_P5" in results and "5 parameters" in capsys.readouterr().out
 
     def test_gaussian_shaping(self, tmp_path):
         results = tiny_run(gaussian_shaping.EXPERIMENT, tmp_path, *self.OPTIONS)

@@ -15,7 +15,8 @@ beta = 2.5, and it explodes itself at beta = 2.25 to 2.4 (`experiments.gaussian_
 import jax
 
 from apgrad.estimators.gaussian_shaping import cholesky, moments, ravel_lanes
-from apgrad.tape import Tape, require_lanes
+from apgrad.lanes import require_lanes
+from apgrad.tape import Tape
 
 
 def gaussian_resampling(tape: Tape, x: jax.Array) -> tuple[Tape, jax.Array]:

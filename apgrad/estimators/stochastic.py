@@ -5,79 +5,22 @@ through `pathwise(distribution, key) -> x`, the cost-to-go through `score(distri
 with the derivative of the log-density. Both are ordinary differentiable JAX, and an estimator has one of
 them or both: that is all an estimator is, and its derivatives follow by differentiation.
 
-A *mixer* runs several estimators on one sample and adds up their cotangents with weights, which it computes
-from the per-lane gradients that each would give to the target. Its node is a propagator with a rule of
-its own, which is no derivative, and so says no to second derivatives.
+A *mixer* runs several estimators on one sample and adds up their cotangents with weights that it computes: see
+`mixing.py`.
 """
 
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from apgrad.estimators import baselines, distributions
-from apgrad.estimators.baselines import Baseline
-from apgrad.port import port
-from apgrad.propagator import Propagator, Static, first_order, hoist, node
-from apgrad.tape import Tape, require_lanes
-
-
-class Estimator(NamedTuple):
-    """How one random choice is differentiated.
-
-    Messages are cotangents of the objective, a mean over lanes: the cost's derivative, and the cost-to-go, over the
-    number of lanes.
-
-    Attributes:
-      name: for errors.
-      pathwise: `(distribution, key) -> x`, a sample that carries the derivative which the message to x is to
-        go through. None: the sample is drawn plainly and carries no derivative.
-      score: `(distribution, x) -> zero`, of the log-density's shape, with the derivative which the cost-to-go
-        is to multiply. None: the choice is not charged with costs.
-      baseline: what is taken off the cost-to-go.
-
-    Example:
-      The straight-through estimator (Bengio et al., 2013; biased): the sample's derivative is the mean's.
-
-      >>> import jax, apgrad as ap, numpyro.distributions as dist
-      >>> def pathwise(distribution, key):
-      ...     x = distribution.sample(key).astype(distribution.mean.dtype)
-      ...     return x + ap.zero_with_gradient(distribution.mean)
-      >>> @ap.stochastic(ap.Estimator("straight_through", pathwise))
-      ... def flip(p):
-      ...     return dist.Bernoulli(probs=p)
-      >>> def program(tape, p):
-      ...     tape, x = flip(tape, p)
-      ...     return tape.cost(3 * x)
-      >>> float(jax.grad(ap.expectation(program, lanes=10), argnums=1)(jax.random.key(0), 0.5)).__round__(4)
-      3.0
-    """
-
-    name: str
-    pathwise: Callable[[Any, Any], Any] | None = None
-    score: Callable[[Any, Any], Any] | None = None
-    baseline: Baseline = None
-
-
-class Mixer(NamedTuple):
-    """Several estimators of one random choice, mixed by weights that a rule computes at the node.
-
-    Attributes:
-      name: for errors.
-      estimators: they share one sample: given one key, those with a pathwise derivative draw the same x.
-      weights: `targets -> array (len(estimators),)`, weights that sum to 1. `targets` holds, for each
-        estimator, its per-lane gradients of the target: a list of arrays (lanes, ...).
-      baseline: as in `Estimator`, for the cost-to-go that all of them read.
-    """
-
-    name: str
-    estimators: tuple[Estimator, ...]
-    weights: Callable[[list[list[jax.Array]]], jax.Array]
-    baseline: Baseline = None
+from apgrad.estimators.estimator import Estimator, Mixer, surrogate
+from apgrad.estimators.mixing import mix_batch, mix_lanes
+from apgrad.lanes import require_lanes
+from apgrad.tape import Tape
 
 
 def stochastic(
@@ -118,6 +61,7 @@ def stochastic(
 
     def decorate(function):
         what = f"{getattr(function, '__name__', 'stochastic function')} ({estimator.name})"
+        name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
 
         @functools.wraps(function)
         def stochastic_function(tape, *args):
@@ -134,11 +78,10 @@ def stochastic(
                 return made
 
             if isinstance(estimator, Mixer):
-                x, zero = _mix_lanes(estimator, distribution, axes, args, keys)
+                tape, x, zero = mix_lanes(estimator, what, name, distribution, tape, axes, args, keys)
             else:
-                x, zero = jax.vmap(lambda key, *a: _surrogate(estimator, distribution(*a), key), (0, *axes))(
-                    keys, *args
-                )
+                draw = functools.partial(surrogate, estimator)
+                x, zero = jax.vmap(lambda key, *a: draw(distribution(*a), key), (0, *axes))(keys, *args)
             if parts:
                 tape.declare_parts(x.shape, what)
             if zero is not None:
@@ -148,7 +91,7 @@ def stochastic(
                 zero = zero + guard(*args).reshape(-1, *[1] * (zero.ndim - 1)).astype(zero.dtype)
                 b = baselines.evaluate(estimator.baseline, (axes, tape.lanes), args)
                 tape = tape.credit(zero, name=what, parts=parts, **b)
-            return tape, x
+            return tape, tape.drawn(x)
 
         # The tape is one more argument than the signature of the wrapped function has.
         del stochastic_function.__wrapped__
@@ -192,9 +135,9 @@ def sample(
     distributions.require_distribution(what, distribution)
     tape, key = tape.next_key()
     if isinstance(estimator, Mixer):
-        x, zero = _mix_batch(estimator, distribution, key, tape.lanes)
+        tape, x, zero = mix_batch(estimator, what, distribution, tape, key)
     else:
-        x, zero = _surrogate(estimator, distribution, key)
+        x, zero = surrogate(estimator, distribution, key)
     shape = distributions.batch_shape(distribution, x)
     if shape[:1] != (tape.lanes,) or x.shape[:1] != (tape.lanes,):
         raise ValueError(
@@ -207,135 +150,7 @@ def sample(
         zero = zero + distributions.support_guard(what, distribution).astype(zero.dtype)
         b = baselines.evaluate(estimator.baseline, None, (distribution,))
         tape = tape.credit(zero, name=what, parts=parts, **b)
-    return tape, x
-
-
-def _mix_lanes(mixer, distribution, axes, args, keys):
-    """A mixer's node for a per-lane function: the target is what is differentiated of the shared arguments."""
-    leaves, treedef = jax.tree.flatten([x for x, axis in zip(args, axes, strict=True) if axis is None])
-    lane = [x for x, axis in zip(args, axes, strict=True) if axis == 0]
-    static = [callable(leaf) or isinstance(leaf, str) for leaf in leaves]
-    arrays = [leaf for leaf, is_static in zip(leaves, static, strict=True) if not is_static]
-
-    def ordered(arrays, lane):
-        arrays, lane = iter(arrays), iter(lane)
-        shared = iter(treedef.unflatten([leaf if s else next(arrays) for leaf, s in zip(leaves, static, strict=True)]))
-        return distribution(*(next(shared if axis is None else lane) for axis in axes))
-
-    one_lane = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), lane)
-    converted, closed_over = hoist(ordered, arrays, one_lane)
-
-    def build(shared, lane):
-        arrays, closed_over = shared
-        return converted(arrays, lane, *closed_over)
-
-    def forward(shared, lane, keys, perturbed):
-        def one(lane, key):
-            return _surrogates(mixer, build(shared, lane), key)
-
-        output, pullbacks = jax.vmap(one)(lane, keys)
-        # The function is differentiated again in the backward pass: cheaper to keep than its linearization,
-        # which holds a copy of the shared arguments for each lane.
-        return output, (shared, lane, pullbacks, Static(tuple(map(tuple, map(jax.tree.leaves, perturbed[:2])))))
-
-    def backward(memory, message):
-        shared, lane, pullbacks, perturbed = memory
-
-        def one(lane, pullbacks, message):
-            _, to_arguments = jax.vjp(build, shared, lane)
-            return [_drop_float0(to_arguments(*pullback(message))) for pullback in pullbacks]
-
-        answers = jax.vmap(one)(lane, pullbacks, message)
-        weights = mixer.weights([_target(answer, perturbed.value) for answer in answers])
-        summed = [jax.tree.map(lambda g: jnp.sum(g, axis=0), to_shared) for to_shared, _ in answers]
-        return _weighted_sum(weights, summed), _weighted_sum(weights, [to_lane for _, to_lane in answers]), None
-
-    return _mixer_node(mixer, forward, backward, perturbed=True)((arrays, closed_over), lane, keys)
-
-
-def _target(answer, perturbed):
-    """The per-lane gradients of the differentiated shared arguments, or else of the lane's own."""
-    for gradients, flags in zip(answer, perturbed, strict=True):
-        leaves = jax.tree.leaves(gradients, is_leaf=lambda g: g is None)
-        if target := [g for g, flag in zip(leaves, flags, strict=True) if flag and g is not None]:
-            return target
-    return []
-
-
-def _mix_batch(mixer, distribution, key, lanes):
-    """A mixer's node for a distribution of all lanes: the target is its parameters that vary by lane."""
-    led = [
-        jnp.ndim(leaf) > 0 and jnp.shape(leaf)[0] == lanes and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
-        for leaf in jax.tree.leaves(distribution)
-    ]
-    if not any(led):
-        shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(distribution)]
-        raise ValueError(
-            f"sample ({mixer.name}) weighs its estimators by the per-lane gradients of the distribution's parameters, "
-            f"and none has the lanes ({lanes}) as leading axis; got shapes {shapes}. Broadcast a parameter to the "
-            "lanes, or use ap.stochastic, whose target is the shared arguments."
-        )
-
-    def forward(distribution, key):
-        return _surrogates(mixer, distribution, key)
-
-    def backward(pullbacks, message):
-        answers = [pullback(message)[0] for pullback in pullbacks]
-        targets = [[g for g, is_led in zip(jax.tree.leaves(a), led, strict=True) if is_led] for a in answers]
-        return _weighted_sum(mixer.weights(targets), answers), None
-
-    return _mixer_node(mixer, forward, backward)(distribution, key)
-
-
-def _surrogate(estimator, distribution, key, drawn=None):
-    """The sample and the zero, with the derivatives that the estimator gives them."""
-    if estimator.pathwise is not None:
-        x = estimator.pathwise(distribution, key)
-    else:
-        x = distributions.sample(distribution, key) if drawn is None else drawn
-    return x, None if estimator.score is None else estimator.score(distribution, lax.stop_gradient(x))
-
-
-def _surrogates(mixer, distribution, key):
-    """One sample with a zero in the log-density's shape, and each estimator's pullback from both."""
-    scoring = [e for e in mixer.estimators if e.score is not None]
-    zero = port(jax.eval_shape(lambda: _surrogate(scoring[0], distribution, key)[1])) if scoring else None
-    drawn, pullbacks = None, {}
-    # Those with a pathwise derivative first, so that the others need not draw the sample again: the compiler
-    # does not merge two runs of the random number generator.
-    for index in sorted(range(len(mixer.estimators)), key=lambda i: mixer.estimators[i].pathwise is None):
-
-        def padded(distribution, estimator=mixer.estimators[index], drawn=drawn):
-            x, own_zero = _surrogate(estimator, distribution, key, drawn)
-            # An estimator without a score answers a message to the zero with nothing.
-            return x, zero if own_zero is None else own_zero
-
-        (x, _), pullbacks[index] = jax.vjp(padded, distribution)
-        drawn = x if drawn is None else drawn
-    return (drawn, zero), [pullbacks[index] for index in range(len(mixer.estimators))]
-
-
-def _weighted_sum(weights, answers):
-    def combine(*leaves):
-        if not jnp.issubdtype(leaves[0].dtype, jnp.inexact):
-            return leaves[0]
-        # An exploding estimator of weight 0 must leave nothing behind: 0 * inf would be NaN.
-        return sum(jnp.where(w == 0, 0, w.astype(g.dtype) * g) for w, g in zip(weights, leaves, strict=True))
-
-    return jax.tree.map(combine, *answers)
-
-
-def _drop_float0(tree):
-    """None for the cotangents of integers and keys, which `vmap` cannot return."""
-    return jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g, tree)
-
-
-def _mixer_node(mixer, forward, backward, **options):
-    reason = (
-        f"{mixer.name} has no second derivative: its weights are no part of the objective, and differentiating "
-        "them would be silently wrong. Use likelihood_ratio() or reparameterization() for higher orders."
-    )
-    return node(first_order(Propagator(forward, backward), reason), **options)
+    return tape, tape.drawn(x)
 
 
 def _resolve_axes(what, in_axes, args):

@@ -14,6 +14,10 @@ training runs it.
 *Chain.* Chains of 1e3 to 1e6 nodes `x <- N(sin(theta x), .1)` in a scan, forward and backward, with 2 lanes. What a
 node adds to the baseline, drawing the same numbers: microseconds, and bytes of the compiled program's
 temporary memory (`memory_analysis().temp_size_in_bytes`, which counts what the scan keeps for its backward pass).
+
+*Policy.* A network of 100,444 parameters that moves a state of 8 numbers for 50 steps, on 1,000 lanes: the gradient of
+plain `jax.grad`, and of total propagation cross-fitted, whose target is too large to be held lane by lane. Seconds,
+and bytes of temporary memory.
 """
 
 import dataclasses
@@ -32,12 +36,13 @@ from experiments import chaotic_network, harness
 
 BETA = 2.5
 LANES = 1000
+POLICY_HORIZON = 50
 CHAIN_METHODS: dict[str, Callable[[], Any]] = {
     "RP": ap.reparameterization,
     "LR": ap.likelihood_ratio,
-    "TP": ap.total_propagation,
+    "TP": chaotic_network.PUBLISHED,
 }
-ROLLOUT_METHODS = ("RP", "LR", "TP", "GS-LR", "GS-TP")
+ROLLOUT_METHODS = ("RP", "LR", "TP", "TP-CF", "decoupled", "decoupled-CF", "GS-LR", "GS-TP")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +54,14 @@ class Config(harness.Config):
       rounds: how often each rollout is timed.
       nodes: lengths of the chains.
       chain_rounds: how often each chain is timed.
+      policy_rounds: how often the policy is timed; 0 leaves it out.
     """
 
     horizons: tuple[int, ...] = (50,)
     rounds: int = 60
     nodes: tuple[int, ...] = (1_000, 10_000, 100_000)
     chain_rounds: int = 7
+    policy_rounds: int = 0
 
 
 def plain_rollout(horizon: int, lanes: int = LANES) -> Callable[[jax.Array, jax.Array], jax.Array]:
@@ -120,13 +127,15 @@ def take_turns(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str
 def cells(config: Config) -> list[dict[str, Any]]:
     """The rollouts, then the chains."""
     rollouts = [{"benchmark": "rollout", "size": h} for h in config.horizons]
-    return rollouts + [{"benchmark": "chain", "size": n} for n in config.nodes]
+    policy = [{"benchmark": "policy", "size": POLICY_HORIZON}] * (config.policy_rounds > 0)
+    return rollouts + [{"benchmark": "chain", "size": n} for n in config.nodes] + policy
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     """All methods of a benchmark, in turns."""
     key = jax.random.key(seed)
-    return (_measure_rollout if cell["benchmark"] == "rollout" else _measure_chain)(config, cell["size"], key)
+    measures = {"rollout": _measure_rollout, "chain": _measure_chain, "policy": _measure_policy}
+    return measures[cell["benchmark"]](config, cell["size"], key)
 
 
 def _measure_rollout(config, horizon, key):
@@ -174,6 +183,65 @@ def _measure_chain(config, nodes, key):
     return {"rows": rows}
 
 
+def _measure_policy(config, horizon, key):
+    parameters = policy_parameters(key)
+    objectives = {"plain": policy_cost(horizon, None), "RP": policy_cost(horizon, ap.reparameterization())}
+    objectives["decoupled-CF"] = policy_cost(horizon, ap.total_propagation(), cross_fit=True)
+    compiled = {
+        name: jax.jit(jax.grad(f, argnums=1)).lower(key, parameters).compile() for name, f in objectives.items()
+    }
+    seconds = take_turns({n: lambda f=f: f(key, parameters) for n, f in compiled.items()}, config.policy_rounds)
+    return {
+        "rows": [_row(n, seconds[n], seconds["plain"]) | {"bytes": _temporary_bytes(compiled[n])} for n in compiled]
+    }
+
+
+def policy_parameters(key: jax.Array, state: int = 8, hidden: int = 310, action: int = 4) -> list[list[jax.Array]]:
+    """Weights and biases of a network with two hidden layers: 100,444 numbers."""
+    sizes = (state, hidden, hidden, action)
+    keys = jax.random.split(key, 3)
+    return [
+        [jax.random.normal(k, (n, m)) / np.sqrt(n), jnp.zeros(m)]
+        for k, n, m in zip(keys, sizes[:-1], sizes[1:], strict=True)
+    ]
+
+
+def policy_cost(horizon: int, estimator: Any, *, cross_fit: bool = False, lanes: int = LANES) -> Callable[..., Any]:
+    """The cost of a policy that moves a state, `(key, parameters) -> scalar`; without an estimator, in plain JAX."""
+    effect = 0.3 * jax.random.normal(jax.random.key(5), (8, 4))
+
+    def mean(parameters, x):
+        h = x
+        for w, b in parameters[:-1]:
+            h = jnp.tanh(h @ w + b)
+        return 0.9 * x + effect @ (h @ parameters[-1][0] + parameters[-1][1])
+
+    if estimator is None:
+
+        def plain(key, parameters):
+            def body(x, key):
+                keys = jax.random.split(key, lanes)
+                noise = jax.vmap(lambda key: jax.random.normal(key, (8,)))(keys)
+                x = jax.vmap(lambda x: mean(parameters, x))(x) + 0.05 * noise
+                return x, jnp.mean(jnp.sum(x**2, axis=-1))
+
+            return jnp.sum(jax.lax.scan(body, jnp.ones((lanes, 8)), jax.random.split(key, horizon))[1])
+
+        return plain
+
+    step = ap.stochastic(estimator)(lambda parameters, x: dist.Normal(mean(parameters, x), 0.05).to_event(1))
+
+    def program(tape, parameters):
+        def body(carry, _):
+            tape, x = step(carry[0], parameters, carry[1])
+            return (tape.cost(jnp.sum(x**2, axis=-1)), x), None
+
+        (tape, _), _ = jax.lax.scan(body, (tape, jnp.ones((lanes, 8))), length=horizon)
+        return tape
+
+    return ap.expectation(program, lanes, cross_fit=cross_fit)
+
+
 def _temporary_bytes(compiled):
     analysis = compiled.memory_analysis()
     if analysis is None:
@@ -200,13 +268,15 @@ def _median_interval(values):
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
     """Ratios as bars, what a node adds as lines."""
-    empty = dict.fromkeys(("added_us_per_node", "added_us_interval", "bytes_per_node", "added_bytes_per_node"))
+    empty = dict.fromkeys(("added_us_per_node", "added_us_interval", "bytes_per_node", "added_bytes_per_node", "bytes"))
     rows = [{**cell, **empty, **row} for cell, result in records for row in result["rows"]]
     figures = {}
     for row in rows:
         if row["benchmark"] == "rollout":
             name = f"ratio_H{row['size']}, {row['method']}"
             figures[name] = {"value": row["ratio"], "interval": row["ratio_interval"]}
+        if row["benchmark"] == "policy":
+            figures[f"policy, {row['method']}"] = {k: row[k] for k in ("milliseconds", "ratio", "bytes")}
     largest = max((r["size"] for r in rows if r["benchmark"] == "chain"), default=0)
     for row in rows:
         if row["benchmark"] == "chain" and row["size"] == largest and row["method"] != "plain":
@@ -225,6 +295,8 @@ def _table(rows):
         line += f" {row['ratio']:>6.2f}  {low:.2f} to {high:.2f}  "
         if row["added_us_per_node"] is not None:
             line += f" {row['added_us_per_node']:>+8.2f} {row['added_bytes_per_node']:>+8.1f}"
+        if row["bytes"] is not None:
+            line += f" {row['bytes'] / 1e6:.0f} MB"
         lines.append(line)
     return "\n".join(lines)
 
@@ -260,7 +332,9 @@ EXPERIMENT = harness.Experiment(
     description="Time of the estimators against plain jax.grad, and time and memory of a node.",
     presets={
         "quick": Config(),
-        "paper": Config(horizons=(10, 25, 50, 100), rounds=200, nodes=(1_000, 10_000, 100_000, 1_000_000)),
+        "paper": Config(
+            horizons=(10, 25, 50, 100), rounds=200, nodes=(1_000, 10_000, 100_000, 1_000_000), policy_rounds=5
+        ),
     },
     cells=cells,
     measure=measure,

@@ -134,7 +134,7 @@ def test_a_mixer_of_a_user():
     halves = ap.Mixer(
         "halves",
         (ap.reparameterization(), ap.likelihood_ratio(None)),
-        lambda targets: jnp.array([0.5, 0.5]),
+        ap.weights.Weights(ap.weights.Weighting(lambda gradients, suffix: jnp.array([0.5, 0.5]))),
         baseline=None,
     )
 

@@ -1,0 +1,112 @@
+"""Estimators and mixers: what a random choice does with the messages that come back to it.
+
+The messages are the cotangent of the sample x and the cost-to-go, which comes as the cotangent of a zero with the
+derivative of the log-density. An *estimator* pulls either or both back to the distribution's parameters by ordinary
+differentiation. A *mixer* has several estimators share a sample, and weighs what they answer.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+from jax import lax
+
+from apgrad.estimators import distributions
+from apgrad.estimators.baselines import Baseline
+from apgrad.estimators.weights import Weights
+from apgrad.port import port
+
+Target = Literal["arguments", "parameters"] | Callable[[Any], Any]
+
+
+class Estimator(NamedTuple):
+    """How one random choice is differentiated.
+
+    Messages are cotangents of the objective, a mean over lanes: the cost's derivative, and the cost-to-go, over the
+    number of lanes.
+
+    Attributes:
+      name: for errors.
+      pathwise: `(distribution, key) -> x`, a sample that carries the derivative which the message to x is to
+        go through. None: the sample is drawn plainly and carries no derivative.
+      score: `(distribution, x) -> zero`, of the log-density's shape, with the derivative which the cost-to-go
+        is to multiply. None: the choice is not charged with costs.
+      baseline: what is taken off the cost-to-go.
+
+    Example:
+      The straight-through estimator (Bengio et al., 2013; biased): the sample's derivative is the mean's.
+
+      >>> import jax, apgrad as ap, numpyro.distributions as dist
+      >>> def pathwise(distribution, key):
+      ...     x = distribution.sample(key).astype(distribution.mean.dtype)
+      ...     return x + ap.zero_with_gradient(distribution.mean)
+      >>> @ap.stochastic(ap.Estimator("straight_through", pathwise))
+      ... def flip(p):
+      ...     return dist.Bernoulli(probs=p)
+      >>> def program(tape, p):
+      ...     tape, x = flip(tape, p)
+      ...     return tape.cost(3 * x)
+      >>> float(jax.grad(ap.expectation(program, lanes=10), argnums=1)(jax.random.key(0), 0.5)).__round__(4)
+      3.0
+    """
+
+    name: str
+    pathwise: Callable[[Any, Any], Any] | None = None
+    score: Callable[[Any, Any], Any] | None = None
+    baseline: Baseline = None
+
+
+class Mixer(NamedTuple):
+    """Several estimators of one random choice, mixed by weights that a rule computes at the node.
+
+    Attributes:
+      name: for errors.
+      estimators: they share one sample: given one key, those with a pathwise derivative draw the same x.
+      weights: how to weigh them, see `apgrad.weights`.
+      baseline: as in `Estimator`, for the cost-to-go that all of them read.
+      target: what the weights look at: `"arguments"`, what is differentiated of the shared arguments and of arrays that
+        the function closes over, or of the lanes' arguments where none of those is; `"parameters"`, the
+        distribution's; or a linear function of a lane's gradient of the shared arguments, a tuple with zeros for
+        what is not differentiated, to a pytree.
+
+    Example:
+      >>> import apgrad as ap, jax.numpy as jnp
+      >>> half = ap.weights.Weighting(lambda gradients, suffix: jnp.array([0.5, 0.5]))
+      >>> estimators = (ap.reparameterization(), ap.likelihood_ratio())
+      >>> ap.Mixer("half and half", estimators, ap.weights.Weights(half), "leave_one_out").name
+      'half and half'
+    """
+
+    name: str
+    estimators: tuple[Estimator, ...]
+    weights: Weights
+    baseline: Baseline = None
+    target: Target = "arguments"
+
+
+def surrogate(estimator: Estimator, distribution: Any, key: Any, drawn: Any = None) -> tuple[Any, Any]:
+    """The sample and the zero, with the derivatives that the estimator gives them."""
+    if estimator.pathwise is not None:
+        x = estimator.pathwise(distribution, key)
+    else:
+        x = distributions.sample(distribution, key) if drawn is None else drawn
+    return x, None if estimator.score is None else estimator.score(distribution, lax.stop_gradient(x))
+
+
+def surrogates(mixer: Mixer, distribution: Any, key: Any) -> tuple[Any, list[Any]]:
+    """One sample with a zero in the log-density's shape, and each estimator's pullback from both."""
+    scoring = [e for e in mixer.estimators if e.score is not None]
+    zero = port(jax.eval_shape(lambda: surrogate(scoring[0], distribution, key)[1])) if scoring else None
+    drawn, pullbacks = None, {}
+    # Those with a pathwise derivative first, so that the others need not draw the sample again: the compiler
+    # does not merge two runs of the random number generator.
+    for index in sorted(range(len(mixer.estimators)), key=lambda i: mixer.estimators[i].pathwise is None):
+
+        def padded(distribution, estimator=mixer.estimators[index], drawn=drawn):
+            x, own_zero = surrogate(estimator, distribution, key, drawn)
+            # An estimator without a score answers a message to the zero with nothing.
+            return x, zero if own_zero is None else own_zero
+
+        (x, _), pullbacks[index] = jax.vjp(padded, distribution)
+        drawn = x if drawn is None else drawn
+    return (drawn, zero), [pullbacks[index] for index in range(len(mixer.estimators))]
