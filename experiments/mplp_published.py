@@ -5,7 +5,7 @@
 
 *Sinusoid.* A 1-20-20-1 relu network with random weights learns A sin(x + phase) in 5 steps of 10 points, under the
 published rule, Adam and SGD. Given is half the squared error over the domain [-5, 5], and over the training points
-seen so far.
+seen so far; and the network's output before and after each step of one run.
 
 *MNIST.* A 144-50-10 sigmoid network with random weights learns to classify 12x12 digits in 20 steps of 8 images,
 under the published rule, Adam and SGD at the paper's tuned rates. Beside it, the same rule with a step function for the
@@ -39,6 +39,7 @@ METHODS: dict[str, Callable[[], optax.GradientTransformation] | None] = {
     "MPLP, 784-100-10": None,
 }
 PAPER_ACCURACY = {"MPLP": 48.95, "MPLP, step": 43.1, "MPLP, 784-100-10": 37.6, "Adam": 39.5, "SGD": 14.7}
+GRID = np.linspace(-5.0, 5.0, 201)
 CHECKPOINT_HALF_L2 = (0.0253, 0.0113, 0.0055, 0.0031, 0.0019, 0.0013)
 
 
@@ -65,11 +66,12 @@ def cells(config: Config) -> list[harness.Cell]:
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """A curve for each run: (runs, steps + 1)."""
+    """A curve for each run, (runs, steps + 1); of the first sinusoid also target and outputs, (steps + 2, points)."""
     keys = jax.random.split(jax.random.key(config.seed), config.runs)  # the same tasks for every method
     run = sinusoid_run(cell["method"]) if cell["task"] == "sinusoid" else mnist_run(cell["method"])
     curves = jax.jit(lambda keys: jax.lax.map(run, keys, batch_size=4))(keys)
-    return {name: np.round(np.asarray(curve, np.float64), 7).tolist() for name, curve in curves.items()}
+    rounded = {name: np.round(np.asarray(curve, np.float64), 7).tolist() for name, curve in curves.items()}
+    return rounded | ({"example": rounded["example"][0]} if "example" in rounded else {})
 
 
 def build(sizes: tuple[int, ...], *functions: Any, loss: Any) -> tuple[mplp.Sequential, Any]:
@@ -112,7 +114,7 @@ def learn(network: Any, params: Any, batches: Any, method: str, checkpoint: str)
 def sinusoid_run(method: str) -> Callable[[jax.Array], dict[str, jax.Array]]:
     """`key -> curves` of half the squared error."""
     network, draw = build((1, 20, 20, 1), nnx.relu, nnx.relu, loss=mplp.squared_error)
-    grid = jnp.linspace(-5.0, 5.0, 201)[:, None]
+    grid = jnp.asarray(GRID, float)[:, None]
 
     def run(key):
         keys = jax.random.split(key, 4)
@@ -127,7 +129,10 @@ def sinusoid_run(method: str) -> Callable[[jax.Array], dict[str, jax.Array]]:
         # Before step t the points of steps 0 to t - 1 have been seen; before any, those of the first step count.
         counts = jnp.maximum(jnp.arange(SINUSOID_STEPS + 1), 1)
         mask = jnp.arange(SINUSOID_STEPS)[None] < counts[:, None]
-        return {"eval": evaluation, "train": jnp.sum(jnp.where(mask, seen, 0.0), axis=1) / counts}
+        train = jnp.sum(jnp.where(mask, seen, 0.0), axis=1) / counts.astype(x.dtype)
+        outputs = jax.vmap(lambda p: network.predict(p, grid))(params)
+        example = jnp.concatenate([target(grid)[None], outputs])[..., 0]
+        return {"eval": evaluation, "train": train, "example": example}
 
     return run
 
@@ -157,8 +162,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     """Means over runs, with the spread over runs and the standard error of the mean."""
     rows, figures = [], {}
     for cell, result in records:
-        for measure, curves in result.items():
-            values = np.array(curves)
+        for measure in ("eval", "train") if cell["task"] == "sinusoid" else ("accuracy",):
+            values = np.array(result[measure])
             for step, column in enumerate(values.T):
                 deviation = float(np.std(column, ddof=1))
                 row = {**cell, "measure": measure, "step": step, "mean": float(np.mean(column)), "deviation": deviation}
@@ -167,7 +172,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             r for r in rows if r["task"] == cell["task"] and r["method"] == cell["method"] and r["measure"] != "train"
         ]
         figures[f"{cell['task']}, {cell['method']}"] = {k: last[-1][k] for k in ("mean", "deviation", "standard_error")}
-    return harness.Report(figures, rows, _table(rows), _figure(rows))
+    examples = {c["method"]: np.array(r["example"]) for c, r in records if c["task"] == "sinusoid"}
+    return harness.Report(figures, rows, _table(rows), _figure(rows, examples))
 
 
 def _curve(rows, task, method, measure):
@@ -179,7 +185,7 @@ def _table(rows):
     lines = ["half L2 over the domain after 0..5 steps"]
     for method in ("MPLP", "Adam", "SGD"):
         lines.append(f"  {method:<18}" + " ".join(f"{v:.4f}" for v in _curve(rows, "sinusoid", method, "eval")[1]))
-    lines.append("  checkpoint, before" + " ".join(f"{v:.4f}" for v in CHECKPOINT_HALF_L2))
+    lines.append("  checkpoint, given " + " ".join(f"{v:.4f}" for v in CHECKPOINT_HALF_L2))
     lines.append("accuracy after 20 steps, mean ± standard deviation over runs (standard error), paper")
     for method in METHODS:
         _, mean, deviation, error = _curve(rows, "mnist", method, "accuracy")
@@ -189,22 +195,31 @@ def _table(rows):
     return "\n".join(lines)
 
 
-def _figure(rows):
-    figure = Figure(figsize=(12, 3.8), layout="constrained")
-    axes = figure.subplots(1, 3)
-    for ax, measure, title in zip(axes, ("eval", "train"), ("over the domain", "on points seen so far"), strict=False):
+def _figure(rows, examples):
+    figure = Figure(figsize=(13, 6), layout="constrained")
+    axes = figure.subplot_mosaic([["MPLP", "Adam", "mnist"], ["eval", "train", "mnist"]], width_ratios=(1, 1, 1.3))
+    for method in ("MPLP", "Adam"):
+        ax, (target, *outputs) = axes[method], examples[method]
+        for t, output in enumerate(outputs):
+            label = {0: "before", SINUSOID_STEPS: f"after {SINUSOID_STEPS} steps"}.get(t)
+            ax.plot(GRID, output, color=f"{0.8 - 0.16 * t}", label=label)
+        ax.plot(GRID, target, color="C3", linestyle="--", linewidth=1, label="target")
+        ax.set(xlabel="x", title=f"Sinusoid, one run, {method}")
+        ax.legend(fontsize=8)
+    for measure, title in (("eval", "over the domain"), ("train", "on points seen so far")):
+        ax = axes[measure]
         for method in ("MPLP", "Adam", "SGD"):
             step, mean, deviation, _ = _curve(rows, "sinusoid", method, measure)
             (line,) = ax.plot(step, mean, marker="o", markersize=3, label=method)
-            low = np.maximum(mean - deviation, 1e-4)
+            low = np.maximum(mean - deviation, 1e-9)
             ax.fill_between(step, low, mean + deviation, alpha=0.15, color=line.get_color(), linewidth=0)
-        ax.set(yscale="log", xlabel="inner step", ylabel="half squared error", title=f"Sinusoid, {title}")
-        ax.legend()
+        ax.set(yscale="log", ylim=(5e-4, 6e-2), xlabel="inner step", ylabel="half squared error", title=title)
+        ax.legend(fontsize=8)
     for method in METHODS:
         step, mean, _, error = _curve(rows, "mnist", method, "accuracy")
-        axes[2].errorbar(step, mean, yerr=2 * error, marker="o", markersize=3, linewidth=1.2, label=method)
-    axes[2].set(xlabel="inner step", ylabel="test accuracy, %", title="MNIST, 20 steps of 8 images")
-    axes[2].legend(fontsize=8)
+        axes["mnist"].errorbar(step, mean, yerr=2 * error, marker="o", markersize=3, linewidth=1.2, label=method)
+    axes["mnist"].set(xlabel="inner step", ylabel="test accuracy, %", title="MNIST, 20 steps of 8 images (± 2 s.e.)")
+    axes["mnist"].legend(fontsize=8)
     return figure
 
 
