@@ -1,7 +1,7 @@
 """What learned message passing costs: CPU time and memory of the rules on the published tasks, and against width.
 
     python -m experiments.benchmarks.mplp                   # about two minutes
-    python -m experiments.benchmarks.mplp --preset paper    # about fifteen
+    python -m experiments.benchmarks.mplp --preset paper    # about six
 
 *Tasks.* An inner update, and a meta-step (the meta-gradient through all inner steps), of each rule on networks and
 batches of the published tasks: sinusoid (1-20-20-1, 5 steps of 10 points, 4 tasks) and MNIST (144-50-10, 20 steps of 8
