@@ -17,13 +17,15 @@ def blocks(name):
 
 
 def test_the_readme_shows_a_gradient_in_twenty_lines():
-    example, clip = blocks("README.md")
+    example, clip, learned = blocks("README.md")
     assert len([line for line in example.splitlines() if line]) <= 20
     names = {}
     exec(example, names)
     assert abs(names["gradient"] + 0.2213) < 5 * 0.06  # the exact value, and the standard deviation of an estimate
     exec(clip, names)
     assert jax.grad(lambda x: 5 * names["clip"](x))(1.0) == 1
+    exec(learned, names)
+    assert jax.tree.map(jnp.shape, names["updates"]) == jax.tree.map(jnp.shape, names["params"])
 
 
 def test_the_readme_names_every_public_function():

@@ -1,0 +1,1 @@
+"""Learning rules: one file a rule."""

@@ -1,0 +1,284 @@
+"""What learned message passing costs: CPU time and memory of the rules on the published tasks, and against width.
+
+    python -m experiments.benchmarks.mplp                   # about two minutes
+    python -m experiments.benchmarks.mplp --preset paper    # about six
+
+*Tasks.* An inner update, and a meta-step (the meta-gradient through all inner steps), of each rule on networks and
+batches of the published tasks: sinusoid (1-20-20-1, 5 steps of 10 points, 4 tasks) and MNIST (144-50-10, 20 steps of 8
+images, 1 task; random numbers for images, which cost the same). CPU seconds are those of the whole process
+(`time.process_time`), methods taking turns. The *fraction* is useful floating-point operations a CPU second over
+those of matrix products of 1000 by 1000 measured in the same turns; useful are those that XLA counts in an inner
+update, and three times as many for each step of a meta-step (forward, and twice back). Memory is the compiled
+program's, as XLA tells it.
+
+*Width.* An inner update of a 144-n-n-10 network on 8 images: the separable rule without and with whitening, and
+plain SGD (`jax.grad`).
+"""
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from matplotlib.figure import Figure
+
+from apgrad import mplp
+from apgrad.mplp.rules import per_synapse
+from experiments import harness
+from experiments.mplp_published import build
+
+PUBLISHED = {"mnist": 1.08, "sinusoid": 0.222}  # CPU seconds of a meta-step of the published code, one thread
+TASKS = {  # sizes, steps, batch, tasks of a meta-step, options of the published rule
+    "mnist": ((144, 50, 10), 20, 8, 1, {"channels": 4, "hidden": 7, "share": True}),
+    "sinusoid": ((1, 20, 20, 1), 5, 10, 4, {"channels": 8, "hidden": 15}),
+}
+RULES: dict[str, Callable[..., Any]] = {
+    "exact": lambda sites, **_: mplp.Exact(0.1),
+    "separable": lambda sites, **_: mplp.Separable(sites, rngs=nnx.Rngs(0)),
+    "separable, memory, whitening": lambda sites, **_: mplp.Separable(sites, memory=4, whiten=True, rngs=nnx.Rngs(0)),
+    "per synapse, GRU": lambda sites, **o: mplp.PerSynapse(sites, **o, rngs=nnx.Rngs(0)),
+    "per synapse, MLP": lambda sites, **o: mplp.PerSynapse(sites, **o, cell="mlp", rngs=nnx.Rngs(0)),
+    "thesis": lambda sites, **_: mplp.Thesis(sites, rngs=nnx.Rngs(0)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(harness.Config):
+    """Options of the benchmark.
+
+    Attributes:
+      widths: of the hidden layers.
+      rounds: how often each program is timed.
+    """
+
+    widths: tuple[int, ...] = (64, 256, 1024)
+    rounds: int = 5
+
+
+def cells(config: Config) -> list[harness.Cell]:
+    """The tasks, then the widths."""
+    every = [(name, 0) for name in TASKS] + [("width", n) for n in config.widths]
+    return [{"benchmark": name, "size": size} for name, size in every]
+
+
+def problem(task: str) -> tuple[Any, Any, Any, int, int]:
+    """Network, parameters, minibatches of all steps, and the numbers of steps and tasks."""
+    sizes, steps, batch, tasks, _ = TASKS[task]
+    key = jax.random.key(0)
+    x = jax.random.normal(key, (steps, batch, sizes[0]))
+    if task == "mnist":
+        network, draw = build(sizes, nnx.sigmoid, nnx.softmax, loss=mplp.cross_entropy)
+        y = jax.nn.one_hot(jax.random.randint(key, (steps, batch), 0, 10), 10)
+    else:
+        network, draw = build(sizes, nnx.relu, nnx.relu, loss=mplp.squared_error)
+        y = jnp.sin(x)
+    return network, draw(key), (x, y), steps, tasks
+
+
+def meta_step(rule: Any, network: Any, params: Any, batches: Any, tasks: int) -> jax.Array:
+    """The meta-gradient of the mean hint loss through all inner steps, for some tasks at once."""
+
+    def loss(rule, params):
+        first = jax.tree.map(lambda x: x[0], batches)
+        state = mplp.init_state(rule, network, params, first)
+        remat = not isinstance(rule, mplp.PerSynapse)  # which does so by itself
+        params, _, metrics = mplp.unroll(rule, network, params, state, batches, remat=remat)
+        return jnp.mean(metrics["loss"]) + jnp.mean(network(mplp.Places(mplp.Exact(0.0)), _ports(params), first)[0])
+
+    many = jax.tree.map(lambda x: jnp.stack([x] * tasks), params)
+    return jax.grad(lambda rule: jnp.mean(jax.vmap(lambda p: loss(rule, p))(many)))(rule)
+
+
+def _ports(params):
+    return jax.tree.map(mplp.parameter, params)
+
+
+def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
+    """One task, or one width."""
+    if cell["benchmark"] == "width":
+        return _measure_width(config, cell["size"])
+    return _measure_task(config, cell["benchmark"])
+
+
+def _measure_task(config, task):
+    network, params, batches, steps, tasks = problem(task)
+    first = jax.tree.map(lambda x: x[0], batches)
+    sites = mplp.sites(network, params, first)
+    programs, flops = {}, {}
+    for name, make in RULES.items():
+        rule = make(sites, **TASKS[task][-1])
+        state = mplp.init_state(rule, network, params, first)
+        update = lambda rule, params, state, batch: mplp.backward(rule, network, params, state, batch)[:2]
+        inner = jax.jit(update).lower(rule, params, state, first).compile()
+        meta = jax.jit(lambda r, p, b: meta_step(r, network, p, b, tasks)).lower(rule, params, batches).compile()
+        programs[f"{name}/inner"] = (inner, (rule, params, state, first))
+        programs[f"{name}/meta"] = (meta, (rule, params, batches))
+        # XLA counts the body of a loop once: count all synapses as one chunk. A new function, since traces are cached.
+        with mock.patch.object(per_synapse, "CHUNK", 2**62):
+            work = _flops(jax.jit(lambda *args, update=update: update(*args)).lower(rule, params, state, first))
+        flops |= {f"{name}/inner": work, f"{name}/meta": 3 * work * steps * tasks}
+    return {"rows": _rows(config, programs, flops)}
+
+
+def _measure_width(config, width):
+    network, draw = build((144, width, width, 10), nnx.sigmoid, nnx.sigmoid, nnx.softmax, loss=mplp.cross_entropy)
+    key = jax.random.key(0)
+    params = draw(key)
+    batch = jax.random.normal(key, (8, 144)), jax.nn.one_hot(jnp.arange(8), 10)
+    sites = mplp.sites(network, params, batch)
+    descend = lambda p, batch: jax.tree.map(lambda w, g: w - 0.1 * g, p, jax.grad(_plain_loss)(p, batch))
+    sgd = jax.jit(descend).lower(params, batch).compile()
+    programs: dict[str, Any] = {"SGD/inner": (sgd, (params, batch))}
+    flops = {"SGD/inner": _flops(sgd)}
+    for name in ("exact", "separable", "separable, whitening"):
+        rule = mplp.Exact(0.1) if name == "exact" else mplp.Separable(sites, whiten="white" in name, rngs=nnx.Rngs(0))
+        state = mplp.init_state(rule, network, params, batch)
+
+        def update(rule, params, state, batch):
+            updates, state, _ = mplp.backward(rule, network, params, state, batch)
+            return optax.apply_updates(params, updates), state
+
+        compiled = jax.jit(update).lower(rule, params, state, batch).compile()
+        programs[f"{name}/inner"] = (compiled, (rule, params, state, batch))
+        flops[f"{name}/inner"] = _flops(compiled)
+    return {"rows": _rows(config, programs, flops)}
+
+
+def _flops(program):
+    analysis = program.cost_analysis()
+    if analysis is None:
+        raise RuntimeError(f"the backend {jax.default_backend()} counts no operations; run this on CPU")
+    return analysis["flops"]
+
+
+def _plain_loss(params, batch):
+    """The same network in plain JAX."""
+    x, y = batch
+    *hidden, last = params.values()
+    for p in hidden:
+        x = jax.nn.sigmoid(x @ p["kernel"] + p["bias"])
+    return -jnp.mean(jnp.sum(y * jax.nn.log_softmax(x @ last["kernel"] + last["bias"]), axis=-1))
+
+
+def _rows(config, programs, flops):
+    square = jnp.ones((1000, 1000))
+    matmul = jax.jit(lambda a: a @ a).lower(square).compile()
+    seconds = cpu_turns({"matmul": (matmul, (square,)), **programs}, config.rounds)
+    rate = 2e9 / seconds["matmul"]
+    rows = []
+    for name, (program, _) in programs.items():
+        analysis = program.memory_analysis()
+        median = float(np.median(seconds[name]))
+        rows.append(
+            {
+                "rule": name.split("/")[0],
+                "what": name.split("/")[1],
+                "cpu_ms": 1e3 * median,
+                "spread": float(np.subtract(*np.percentile(seconds[name], [75, 25])) / median),
+                "fraction_of_matmul": float(np.median(flops[name] / seconds[name] / rate)),
+                "megabytes": None if analysis is None else analysis.temp_size_in_bytes / 1e6,
+                "matmul_gflops": float(np.median(rate)) / 1e9,
+            }
+        )
+    return rows
+
+
+def cpu_turns(programs: dict[str, tuple[Any, tuple]], rounds: int, at_least: float = 0.02) -> dict[str, np.ndarray]:
+    """CPU seconds of one call of each program in each round, all threads together; short ones are repeated."""
+    repeats = {}
+    for name, (program, args) in programs.items():
+        jax.block_until_ready(program(*args))
+        start = time.process_time()
+        jax.block_until_ready(program(*args))
+        repeats[name] = max(1, min(200, int(at_least / max(time.process_time() - start, 1e-6))))
+    seconds = {name: np.empty(rounds) for name in programs}
+    for r in range(rounds):
+        for name, (program, args) in programs.items():
+            start = time.process_time()
+            for _ in range(repeats[name]):
+                jax.block_until_ready(program(*args))
+            seconds[name][r] = (time.process_time() - start) / repeats[name]
+    return seconds
+
+
+def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
+    """Times, fractions and memory; ratios to SGD, to the separable rule and to the published code."""
+    rows = [{**cell, **row} for cell, result in records for row in result["rows"]]
+    find = lambda benchmark, size, rule, what: next(
+        (
+            r["cpu_ms"]
+            for r in rows
+            if (r["benchmark"], r["size"], r["rule"], r["what"]) == (benchmark, size, rule, what)
+        ),
+        float("nan"),
+    )
+    figures = {}
+    for row in rows:
+        task = row["benchmark"]
+        row["over_published"] = row["over_sgd"] = row["over_separable"] = None
+        if task in PUBLISHED and row["what"] == "meta":
+            row["over_published"] = row["cpu_ms"] / 1e3 / PUBLISHED[task]
+            figures[f"{task}, {row['rule']}: CPU seconds of a meta-step"] = row["cpu_ms"] / 1e3
+        if task == "width":
+            row["over_sgd"] = row["cpu_ms"] / find(task, row["size"], "SGD", "inner")
+            row["over_separable"] = row["cpu_ms"] / find(task, row["size"], "separable", "inner")
+    for task in TASKS:
+        ratio = find(task, 0, "per synapse, GRU", "meta") / find(task, 0, "separable", "meta")
+        figures[f"{task}: per synapse over separable, a meta-step"] = ratio
+    ratios = lambda rule, name: [r[name] for r in rows if (r["benchmark"], r["rule"]) == ("width", rule)]
+    whitening, separable = ratios("separable, whitening", "over_separable"), ratios("separable", "over_sgd")
+    figures["whitening over separable, largest of the widths"] = max(whitening, default=float("nan"))
+    figures["separable over SGD, by width"] = separable
+    return harness.Report(figures, rows, _table(rows), _figure(rows))
+
+
+def _table(rows):
+    lines = [
+        f"{'':>15} {'rule':<29} {'':<5} {'CPU ms':>9} {'matmul':>7} {'MB':>8} {'published':>9} {'SGD':>6} {'sep.':>6}"
+    ]
+    text = lambda value, form: "" if value is None else format(value, form)
+    for r in rows:
+        lines.append(
+            f"{r['benchmark']:>9} {r['size'] or '':>5} {r['rule']:<29} {r['what']:<5} {r['cpu_ms']:>9.2f} "
+            f"{r['fraction_of_matmul']:>7.1%} {text(r['megabytes'], '.1f'):>8} {text(r['over_published'], '.2f'):>9} "
+            f"{text(r['over_sgd'], '.1f'):>6} {text(r['over_separable'], '.2f'):>6}"
+        )
+    return "\n".join(lines)
+
+
+def _figure(rows):
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    meta = [r for r in rows if r["what"] == "meta"]
+    names = [name for name in RULES if any(r["rule"] == name for r in meta)]
+    for i, task in enumerate(TASKS):
+        values = [next(r["cpu_ms"] for r in meta if (r["benchmark"], r["rule"]) == (task, name)) for name in names]
+        left.barh(np.arange(len(names)) + 0.4 * i, values, height=0.4, color=f"C{i}", label=task)
+        left.axvline(1e3 * PUBLISHED[task], color=f"C{i}", linestyle=":", label=f"{task}, published code")
+    left.set(xscale="log", xlabel="CPU ms of a meta-step", yticks=np.arange(len(names)) + 0.2, yticklabels=names)
+    left.legend(fontsize=7)
+    for rule in ("SGD", "exact", "separable", "separable, whitening"):
+        line = [r for r in rows if r["benchmark"] == "width" and r["rule"] == rule]
+        right.plot([r["size"] for r in line], [r["cpu_ms"] for r in line], marker="o", markersize=4, label=rule)
+    right.set(xscale="log", yscale="log", xlabel="units of the hidden layers", ylabel="CPU ms of an inner update")
+    right.legend()
+    return figure
+
+
+EXPERIMENT = harness.Experiment(
+    name="benchmarks.mplp",
+    description="CPU time and memory of MPLP's rules on the published tasks, and against width.",
+    presets={"quick": Config(), "paper": Config(widths=(64, 128, 256, 512, 1024, 2048, 4096), rounds=15)},
+    cells=cells,
+    measure=measure,
+    report=report,
+)
+
+if __name__ == "__main__":
+    harness.main(EXPERIMENT)

@@ -1,0 +1,505 @@
+"""Learned rules: exact where they should be, differentiable, indifferent to the order of a batch, clear in errors."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jax import lax
+from jax.flatten_util import ravel_pytree
+
+from apgrad import mplp
+from apgrad.mplp.protocol import Site
+from apgrad.mplp.rules import whitening
+from apgrad.mplp.standardization import BatchNorm
+from tests.mplp.graphs import GRAPHS, jit, mlp_params
+
+SMALL = {"channels": 2, "hidden": 3, "layers": (6, 5)}
+
+
+def per_synapse(sites, seed=0, **options):
+    return mplp.PerSynapse(sites, rngs=nnx.Rngs(seed), **{**SMALL, **options})
+
+
+def thesis(sites, seed=0, **options):
+    return mplp.Thesis(sites, channels=2, hidden=6, rngs=nnx.Rngs(seed), **options)
+
+
+def separable(sites, seed=0, **options):
+    return mplp.Separable(sites, rngs=nnx.Rngs(seed), **{"channels": 3, "rank": 2, "hidden": 6, **options})
+
+
+RULES = {
+    "exact": lambda sites: mplp.Exact(0.1),
+    "gru": per_synapse,
+    "gru, shared, sum, gradient": functools.partial(
+        per_synapse, share=True, share_standardizers=True, share_scales=True, aggregate="sum", gradient=True
+    ),
+    "gru, from descent": functools.partial(per_synapse, start="gradient_descent"),
+    "two grus": functools.partial(per_synapse, cell="two_grus"),
+    "mlp": functools.partial(per_synapse, cell="mlp", start="gradient_descent"),
+    "thesis": functools.partial(thesis, learning_rate=0.1),
+    "thesis, from descent": functools.partial(thesis, learning_rate=0.1, start="gradient_descent", batch_norm=False),
+    "separable": separable,
+    "separable, random": functools.partial(separable, start="random", learning_rate=0.05),
+    "separable, memory, gradient": functools.partial(separable, memory=3, gradient=True, share=True),
+    "separable, whitening": functools.partial(separable, memory=2, whiten=True),
+    "separable, window": functools.partial(separable, whiten=True, full=1, window=8),
+}
+rules = pytest.mark.parametrize("make", RULES.values(), ids=RULES.keys())
+
+
+def jiggle(tree, scale=0.05, seed=7):
+    """Leaves gains of zero behind: a point in general position."""
+    leaves, treedef = jax.tree.flatten(tree)
+    rng = np.random.default_rng(seed)
+    moved = [np.asarray(x) + scale * rng.standard_normal(x.shape) for x in leaves]
+    return treedef.unflatten([jnp.asarray(new, x.dtype) for new, x in zip(moved, leaves, strict=True)])
+
+
+def task(graph, dtype="float64", steps=5):
+    params, batch = graph.make(dtype)
+    batches = jax.tree.map(
+        lambda x: jnp.stack([x * (1 + 0.1 * i) if jnp.issubdtype(x.dtype, jnp.floating) else x for i in range(steps)]),
+        batch,
+    )
+    return params, batch, batches
+
+
+def check_meta_gradient(meta, *args, tolerance=1e-6):
+    """Along a random direction of all arguments, against central differences of two steps (Richardson)."""
+    flat, unravel = ravel_pytree(args)
+    fitted = lambda path: any(name in jax.tree_util.keystr(path) for name in (".standardizers", ".means"))
+    trained, _ = ravel_pytree(jax.tree_util.tree_map_with_path(lambda p, x: jnp.full_like(x, not fitted(p)), args))
+    direction = jnp.asarray(np.random.default_rng(0).standard_normal(flat.shape)) * trained
+    direction = direction / jnp.linalg.norm(direction)
+    both = jit(jax.value_and_grad(lambda t: meta(*unravel(flat + t * direction))))  # one program: compiling is dear
+    gradient = both(0.0)[1]
+    difference = lambda h: (both(h)[0] - both(-h)[0]) / (2 * h)
+    h = 1e-4
+    numeric = (4 * difference(h / 2) - difference(h)) / 3
+    assert abs(numeric) > 1e-8, "the test says nothing"
+    np.testing.assert_allclose(gradient, numeric, rtol=tolerance)
+
+
+class TestMetaGradients:
+    """With respect to the rule, the prior and the hidden state, through 5 steps, in float64."""
+
+    @rules
+    def test_equal_finite_differences(self, make, x64):
+        graph = "softmax, cross_entropy"
+        network = GRAPHS[graph].network
+        params, batch, batches = task(GRAPHS[graph])
+        rule = jiggle(make(mplp.sites(network, params, batch)))
+        state = jiggle(mplp.init_state(rule, network, params, batch), 0.01)
+
+        def meta(rule, params, state):
+            params, state, metrics = mplp.unroll(rule, network, params, state, batches)
+            squares = sum(jnp.sum(x**2) for x in jax.tree.leaves(state))
+            return jnp.mean(metrics["loss"]) + GRAPHS[graph].plain(params, batch) + 0.1 * squares
+
+        check_meta_gradient(meta, rule, params, state)
+
+    @pytest.mark.parametrize(
+        "graph",
+        [
+            "absolute_error",
+            "readout",
+            "weighted and masked losses",
+            "fork (sum), two losses",
+            "several inputs: a gate",
+            "convolution, pooling, positions",
+            "normalisation, scale, bias",
+            "embedding, recurrence through scan",
+        ],
+    )
+    def test_in_every_graph(self, graph, x64):
+        network = GRAPHS[graph].network
+        params, batch, batches = task(GRAPHS[graph], steps=2)
+        rule = jiggle(separable(mplp.sites(network, params, batch), memory=2, learning_rate=0.05))
+        state = jiggle(mplp.init_state(rule, network, params, batch), 0.01)
+
+        def meta(rule, params, state):
+            params, state, _ = mplp.unroll(rule, network, params, state, batches, remat=False)
+            return GRAPHS[graph].plain(params, batch) + 0.1 * sum(jnp.sum(x**2) for x in jax.tree.leaves(state))
+
+        check_meta_gradient(meta, rule, params, state)
+
+    def test_where_the_output_goes_into_an_ordinary_loss(self, x64):
+        """The value that leaves a network has its true derivative, whatever messages go back beside it."""
+        graph = GRAPHS["squared_error"]
+        params, batch, batches = task(graph)
+
+        def network(at, p, batch):
+            x, y = batch
+            h = mplp.activation(at["a"], jnp.tanh, mplp.dense(at["1"], at.signal(x), p["w0"], p["b0"]))
+            s = mplp.dense(at["2"], h, p["w1"], p["b1"])
+            return mplp.squared_error(at["loss"], s, y), {"entropy": jnp.sum(jnp.cos(h.value)), "output": s.value}
+
+        rule = jiggle(per_synapse(mplp.sites(network, params, batch)))
+        state = mplp.init_state(rule, network, params, batch)
+
+        def meta(rule, params):
+            _, _, metrics = mplp.unroll(rule, network, params, state, batches)
+            return jnp.mean(jnp.sin(metrics["output"])) + 0.1 * jnp.mean(metrics["entropy"])
+
+        check_meta_gradient(meta, rule, params)
+
+    @pytest.mark.parametrize("batched", [False, True])
+    def test_where_a_state_is_used_twice_or_a_branch_is_not_taken(self, batched, x64):
+        params, batch = mlp_params((3, 3, 3))("float64")
+
+        def network(at, p, batch):
+            x, y, which = batch
+            twice = lambda s: mplp.dense(at["twice"], s, p["w0"], p["b0"])
+            s = twice(mplp.activation(at["a"], jnp.tanh, twice(at.signal(x))))
+            left = lambda s: mplp.dense(at["left"], s, p["w1"], p["b1"])
+            right = lambda s: mplp.activation(at["right"], jnp.sin, s)
+            s = lax.cond(which > 0, left, right, s)
+            return mplp.squared_error(at["loss"], s, y)
+
+        batch = (*batch, jnp.asarray(1.0))
+        rule = jiggle(per_synapse(mplp.sites(network, params, batch)))
+        state = jiggle(mplp.init_state(rule, network, params, batch), 0.01)
+
+        def steps(rule, params, state, signs):
+            batches = (*jax.tree.map(lambda x: jnp.stack([x] * 5), batch[:2]), signs)
+            return mplp.unroll(rule, network, params, state, batches)[:2]
+
+        def meta(rule, params, state):
+            signs = jnp.asarray([[1.0, -1, -1, 1, -1], [-1.0, -1, -1, -1, -1]])
+            run = functools.partial(steps, rule, params, state)
+            params, state = jax.vmap(run)(signs) if batched else run(signs[0])
+            return sum(jnp.sum(jnp.sin(x)) for x in jax.tree.leaves((params, state)))
+
+        check_meta_gradient(meta, rule, params, state)
+        run = lambda signs: steps(rule, params, state, signs)
+        never = jnp.full(5, -1.0)
+        got = jit(jax.vmap(run))(jnp.stack([never, -never]))[1] if batched else jit(run)(never)[1]
+        got = jax.tree.map(lambda x: x[0], got) if batched else got
+        jax.tree.map(np.testing.assert_array_equal, got["left"], state["left"])  # not taken: as it was
+        assert jnp.max(jnp.abs(got["right"]["message"]["carry"] - state["right"]["message"]["carry"])) > 1e-4
+
+    def test_a_state_used_twice_is_the_mean_of_both(self, x64):
+        params, batch = mlp_params((3, 3, 3))("float64")
+
+        def network(at, p, batch, names):
+            x, y = batch
+            s = mplp.dense(at[names[0]], at.signal(x), p["w0"], p["b0"])
+            s = mplp.dense(at[names[1]], mplp.activation(at["a"], jnp.tanh, s), p["w0"], p["b0"])
+            return mplp.squared_error(at["loss"], s, y)
+
+        once, twice = (functools.partial(network, names=names) for names in (("d", "e"), ("d", "d")))
+        rule = per_synapse(mplp.sites(once, params, batch), share=True, share_standardizers=True, share_scales=True)
+        make = lambda n: jit(lambda state: mplp.backward(rule, n, params, state, batch))(
+            mplp.init_state(rule, n, params, batch)
+        )
+        (apart, states, _), (together, state, _) = make(once), make(twice)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), apart, together)
+        mean = jax.tree.map(lambda a, b: (a + b) / 2, states["d"], states["e"])
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), state["d"], mean)
+
+
+class TestStarts:
+    @pytest.mark.parametrize(
+        "make",
+        [
+            functools.partial(per_synapse, start="gradient_descent", cell=cell, learning_rate=0.01)
+            for cell in ("gru", "two_grus", "mlp")
+        ]
+        + [
+            functools.partial(thesis, start="gradient_descent", learning_rate=0.01),
+            functools.partial(separable, learning_rate=0.01, memory=2),
+        ],
+    )
+    @pytest.mark.parametrize(
+        "graph",
+        [
+            "softmax, cross_entropy",
+            "skip connection, fan-out, weight sharing",
+            "convolution, pooling, positions",
+            "normalisation, scale, bias",
+            "embedding, recurrence through scan",
+        ],
+    )
+    def test_as_gradient_descent_is_exact(self, make, graph):
+        graph = GRAPHS[graph]
+        with jax.enable_x64(True):
+            params, batch = graph.make("float64")
+            rule = make(mplp.sites(graph.network, params, batch))
+            state = mplp.init_state(rule, graph.network, params, batch)
+            updates, _, _ = jit(lambda p, s: mplp.backward(rule, graph.network, p, s, batch))(params, state)
+            expected = jax.tree.map(lambda g: -0.01 * g, jit(jax.grad(graph.plain))(params, batch))
+            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-11), updates, expected)
+
+    def test_a_random_start_is_not(self):
+        graph = GRAPHS["squared_error"]
+        params, batch = graph.make("float32")
+        for make in (per_synapse, thesis, functools.partial(separable, start="random")):
+            rule = make(mplp.sites(graph.network, params, batch))
+            state = mplp.init_state(rule, graph.network, params, batch)
+            updates, _, _ = jit(lambda p, s, r=rule: mplp.backward(r, graph.network, p, s, batch))(params, state)
+            gradient = jax.grad(graph.plain)(params, batch)
+            a, b = ravel_pytree(updates)[0], ravel_pytree(gradient)[0]
+            assert jnp.max(jnp.abs(a)) > 0
+            assert abs(a @ b) / (jnp.linalg.norm(a) * jnp.linalg.norm(b)) < 0.9
+
+
+@rules
+def test_the_order_of_the_batch_does_not_matter(make, x64):
+    """A permutation kept from step to step; where there is no state for each example, any other each time."""
+    graph = GRAPHS["softmax, cross_entropy"]
+    params, batch, batches = task(graph)
+    rule = jiggle(make(mplp.sites(graph.network, params, batch)))
+    state = mplp.init_state(rule, graph.network, params, batch)
+    run = jit(lambda batches: mplp.unroll(rule, graph.network, params, state, batches)[0])
+    shuffled = jax.tree.map(lambda x: x[:, jnp.array([2, 0, 3, 1])], batches)
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-9)
+    jax.tree.map(close, run(shuffled), run(batches))
+    remembers = any(x.shape[:1] == (4,) for x in jax.tree.leaves(state)) and isinstance(rule, mplp.PerSynapse)
+    if not remembers:
+        order = np.array([np.random.default_rng(i).permutation(4) for i in range(5)])
+        each = jax.tree.map(lambda x: jax.vmap(lambda row, o: row[o])(x, order), batches)
+        jax.tree.map(close, run(each), run(batches))
+
+
+class TestStandardizers:
+    def setup_method(self):
+        self.graph = GRAPHS["softmax, cross_entropy"]
+        self.params, self.batch, self.batches = task(self.graph, "float32")
+        self.params = self.params | {"b0": jnp.zeros(5), "b1": jnp.zeros(2)}
+        self.rule = per_synapse(mplp.sites(self.graph.network, self.params, self.batch))
+
+    def fit(self, **options):
+        return mplp.fit_standardizers(self.rule, self.graph.network, self.params, self.batches, **options)
+
+    def test_the_first_step_by_hand(self):
+        one = jax.tree.map(lambda x: x[:1], self.batches)
+        rule = mplp.fit_standardizers(self.rule, self.graph.network, self.params, one, max_scale=None)
+        got = rule.standardizers["first/weight"]
+        x, w = one[0], self.params["w0"]
+        np.testing.assert_allclose(got.shift[1:], [-jnp.mean(w), -jnp.mean(x)], rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(got.scale[1:], [1 / jnp.std(w), 1 / jnp.std(x)], rtol=1e-4)
+        loss = rule.standardizers["loss/message"]
+        np.testing.assert_allclose(loss.scale[2], 1 / jnp.std(one[1]), rtol=1e-4)
+        np.testing.assert_array_equal(rule.standardizers["first/bias"].scale[1], 1.0)  # the bias is 0: as published
+
+    def test_the_published_fault_and_its_bound(self):
+        published, bounded = self.fit(max_scale=None), self.fit()
+        assert published.standardizers["first/bias"].scale[1] > 100
+        scales = jnp.concatenate([s.scale[...] for s in bounded.standardizers.values()])
+        assert jnp.max(scales) == 30
+        assert self.rule.standardizers["first/bias"].scale[1] == 1  # the rule that was given is as it was
+
+    def test_blending(self):
+        full, half = self.fit(), self.fit(blend=0.5)
+        got, one = half.standardizers["act/message"].scale[...], full.standardizers["act/message"].scale[...]
+        np.testing.assert_allclose(got, 0.5 + 0.5 * one, rtol=1e-6)
+        np.testing.assert_allclose(half.means["first/weight"][...], full.means["first/weight"][...] / 2, rtol=1e-6)
+
+    def test_are_not_meta_trained(self):
+        rule = self.fit()
+        state = mplp.init_state(rule, self.graph.network, self.params, self.batch)
+
+        def meta(rule):
+            params, _, _ = mplp.unroll(rule, self.graph.network, self.params, state, self.batches)
+            return self.graph.plain(params, self.batch)
+
+        gradient = jit(jax.grad(meta))(rule)
+        for part in (gradient.standardizers, gradient.means):
+            assert all(not jnp.any(g) for g in jax.tree.leaves(part))
+        assert all(jnp.any(g) for g in jax.tree.leaves(gradient.scales))
+
+    def test_batch_norm_is_safe_at_zero_variance(self):
+        norm = BatchNorm(3)
+        parts = lambda c: [jnp.full((4, 1, 1), c), jnp.stack([jnp.arange(5.0), jnp.full(5, c)], axis=-1)]
+        constant, (varying, other) = parts(0.3)[0], jnp.split(parts(0.3)[1], 2, axis=-1)
+        got = norm(*parts(0.3))
+        rows = jnp.broadcast_to(varying, (4, 5, 1)).reshape(-1)
+        expected = (varying - rows.mean()) / jnp.std(rows, ddof=1)
+        np.testing.assert_allclose(got[1][:, :1], expected, rtol=1e-5)
+        np.testing.assert_allclose([jnp.max(jnp.abs(got[0])), jnp.max(jnp.abs(got[1][:, 1]))], 0, atol=1e-3)
+        gradient = jax.grad(lambda c: sum(jnp.sum(p**2) for p in norm(*parts(c))))(0.3)
+        assert jnp.isfinite(gradient) and constant.shape and other.shape
+        assert jnp.all(jnp.isfinite(norm(jnp.ones((1, 3)))[0]))
+
+
+class TestWhitening:
+    @pytest.mark.parametrize(("full", "window", "steps"), [(99, 0, 20), (1, 24, 6)])
+    def test_is_recursive_least_squares(self, full, window, steps, x64):
+        """P = (I + lambda sum x x^T / N)^-1: full exactly, a window as long as it has all."""
+        site = Site("d", "dense", "dense", 4, (4, 7, 3))
+        state = whitening.init(site, full, window)
+        xs = jax.random.normal(jax.random.key(0), (steps, 4, 7))
+        gram = jnp.eye(7)
+        for x in xs:
+            gram = gram + 0.5 * x.T @ x / (7 * jnp.mean(x**2))
+            got, state = whitening.whiten(x, state, jnp.asarray(0.5), jnp.asarray(0.0))
+            np.testing.assert_allclose(got, x @ jnp.linalg.inv(gram), rtol=1e-9, atol=1e-12)
+
+    def test_a_window_forgets_whole_minibatches(self, x64):
+        state = whitening.init(Site("d", "dense", "dense", 4, (4, 7, 3)), 1, 11)
+        assert state["rows"].shape == (8, 7)
+        xs = jax.random.normal(jax.random.key(0), (5, 4, 7))
+        for x in xs:
+            got, state = whitening.whiten(x, state, jnp.asarray(0.5), jnp.asarray(0.0))
+        last = jnp.concatenate([x / jnp.sqrt(7 * jnp.mean(x**2)) for x in xs[-2:]])
+        np.testing.assert_allclose(got, xs[-1] @ jnp.linalg.inv(jnp.eye(7) + 0.5 * last.T @ last), rtol=1e-9)
+
+    def test_many_rows(self, x64):
+        state = whitening.init(Site("d", "dense", "dense", 4, (20, 7, 3)), 99, 0)
+        x = jax.random.normal(jax.random.key(0), (20, 7))
+        got, _ = whitening.whiten(x, state, jnp.asarray(0.5), jnp.asarray(0.0))
+        np.testing.assert_allclose(
+            got, x @ jnp.linalg.inv(jnp.eye(7) + 0.5 * x.T @ x / (7 * jnp.mean(x**2))), rtol=1e-9
+        )
+
+    def test_stays_between_zero_and_the_identity_for_long(self):
+        """Symmetric and between 0 and I in float32, and alive, after ten thousand steps of correlated inputs."""
+        mix = jax.random.normal(jax.random.key(1), (30, 30)) ** 3
+
+        def step(state, key):
+            _, state = whitening.whiten(
+                jax.random.normal(key, (8, 30)) @ mix, state, jnp.float32(3.0), jnp.float32(1e-3)
+            )
+            return state, None
+
+        start = whitening.init(Site("d", "dense", "dense", 8, (8, 30, 3)), 99, 0)
+        state, _ = jit(lambda s, k: lax.scan(step, s, k))(start, jax.random.split(jax.random.key(0), 10_000))
+        P = np.asarray(state["P"], np.float64)
+        np.testing.assert_allclose(P, P.T, atol=1e-5)
+        values = np.linalg.eigvalsh((P + P.T) / 2)
+        assert values.min() > -1e-5 and values.max() < 1 + 1e-5 and values.max() > 1e-4
+
+
+class TestErrors:
+    """Each names both sides."""
+
+    graph = GRAPHS["squared_error"]
+
+    def setup_method(self):
+        self.params, self.batch = self.graph.make("float32")
+        self.sites = mplp.sites(self.graph.network, self.params, self.batch)
+
+    @pytest.mark.parametrize("make", [per_synapse, separable])
+    def test_a_rule_for_another_network(self, make):
+        rule = make(self.sites)
+        other = GRAPHS["fork (sum), two losses"]
+        params, batch = other.make("float32")
+        with pytest.raises(ValueError, match=r"made for the places .*'first' \(dense.*asks for '1' \(dense"):
+            mplp.init_state(rule, other.network, params, batch)
+        with pytest.raises(ValueError, match=r"made for .*squared_error.*asks for 'loss' \(absolute_error"):
+            rule = thesis(self.sites)
+            mplp.init_state(rule, GRAPHS["absolute_error"].network, self.params, self.batch)
+
+    def test_a_state_of_another_batch_size(self):
+        rule = per_synapse(self.sites)
+        state = mplp.init_state(rule, self.graph.network, self.params, self.batch)
+        short = jax.tree.map(lambda x: x[:3], self.batch)
+        with pytest.raises(ValueError, match=r"'first' .*batch 3.*\[3, 3, 5, 6\].*got .*\[4, 3, 5, 6\].*init_state"):
+            mplp.backward(rule, self.graph.network, self.params, state, short)
+
+    def test_a_state_of_another_network(self):
+        rule = per_synapse(self.sites)
+        state = mplp.init_state(rule, self.graph.network, self.params, self.batch)
+        with pytest.raises(ValueError, match=r"uses the place 'act', the state has \['first', 'loss', 'second'\]"):
+            mplp.backward(
+                rule, self.graph.network, self.params, {n: s for n, s in state.items() if n != "act"}, self.batch
+            )
+        with pytest.raises(ValueError, match=r"state has the places \['more'\], the network has only"):
+            mplp.backward(rule, self.graph.network, self.params, state | {"more": ()}, self.batch)
+
+    def test_a_message_of_another_size(self):
+        signal = mplp.Places(separable(self.sites)).signal(self.batch[0])
+        places = mplp.Places(mplp.Exact(0.1))
+        with pytest.raises(ValueError, match=r"messages of size 1, .*\(4, 3, 1\); got \(4, 3, 3\)"):
+            mplp.dense(places["d"], signal, mplp.parameter(self.params["w0"]))
+
+    def test_integers(self):
+        places = mplp.Places(mplp.Exact(0.1))
+        with pytest.raises(TypeError, match=r"floating point.*got int32\(4, 3\).*mplp.embedding"):
+            places.signal(jnp.ones((4, 3), jnp.int32))
+        signal = places.signal(jnp.ones((4, 3)))
+        with pytest.raises(ValueError, match=r"float32\(4, 3\), got int32\(4,\).*one_hot\(labels, 3\)"):
+            mplp.softmax_cross_entropy(places["l"], signal, jnp.ones(4, jnp.int32))
+        with pytest.raises(TypeError, match=r"parameters are floating point, got params\['w'\] of dtype int32"):
+            mplp.backward(mplp.Exact(0.1), self.graph.network, {"w": jnp.ones(2, jnp.int32)}, {}, self.batch)
+        with pytest.raises(TypeError, match="embedding takes integers"):
+            mplp.embedding(places["e"], jnp.ones(3), mplp.parameter(jnp.ones((3, 2))))
+
+    def test_nodes(self):
+        places, w = mplp.Places(mplp.Exact(0.1)), mplp.parameter(jnp.ones((3, 2)))
+        signal = places.signal(jnp.ones((4, 3)))
+        with pytest.raises(TypeError, match=r"takes a signal, got .*places.signal"):
+            mplp.dense(places["d"], jnp.ones((4, 3)), w)
+        with pytest.raises(TypeError, match=r"with their ports.*mplp.parameter"):
+            mplp.dense(places["d"], signal, jnp.ones((3, 2)))
+        with pytest.raises(ValueError, match=r"\(3, 2\), so its input must be \(batch, ..., 3\); got \(4, 2\)"):
+            mplp.dense(places["d"], places.signal(jnp.ones((4, 2))), w)
+        with pytest.raises(ValueError, match=r"bias at 'd' must have shape \(2,\)"):
+            mplp.dense(places["d"], signal, w, mplp.parameter(jnp.ones(3)))
+        with pytest.raises(ValueError, match="window with a size for each space axis"):
+            mplp.max_pool(places["p"], signal, (2,))
+        with pytest.raises(ValueError, match="the batch as its first axis"):
+            places.signal(jnp.ones((0, 3)))
+        mplp.activation(places["x"], jnp.tanh, signal)
+        with pytest.raises(ValueError, match=r"'x' is used by two nodes that differ: 'x' \(activation.*'x' \(dense"):
+            mplp.dense(places["x"], signal, w)
+
+    def test_a_network_that_returns_no_loss(self):
+        with pytest.raises(TypeError, match="a network returns its loss"):
+            mplp.backward(mplp.Exact(0.1), lambda at, p, b: None, self.params, {}, self.batch)
+
+    def test_a_rule_whose_answer_does_not_fit(self):
+        class Wrong(mplp.Exact):
+            def at(self, site):
+                return jax.tree_util.Partial(lambda site, q, state: mplp.Answer(q.exact))
+
+        rule = Wrong(0.1)
+        state = mplp.init_state(rule, self.graph.network, self.params, self.batch)
+        with pytest.raises(
+            ValueError, match=r"'loss' .*rule's message must have shape \(4, 2, 1\), got shape \(4, 2\)"
+        ):
+            mplp.backward(rule, self.graph.network, self.params, state, self.batch)
+
+    @pytest.mark.parametrize(
+        ("make", "match"),
+        [
+            (lambda s: per_synapse(s, cell="lstm"), "cell must be one of .*'lstm'"),
+            (lambda s: per_synapse(s, start="warm"), "start must be one of .*'warm'"),
+            (lambda s: per_synapse(s, aggregate="max"), "aggregate must be one of .*'max'"),
+            (lambda s: separable(s, start="warm"), "start must be one of .*'warm'"),
+            (lambda s: thesis(s, start="warm"), "start must be one of .*'warm'"),
+        ],
+    )
+    def test_options(self, make, match):
+        with pytest.raises(ValueError, match=match):
+            make(self.sites)
+
+
+def test_a_zero_message_changes_nothing():
+    """An example of weight zero, in a rule that would answer silence with something."""
+    graph = GRAPHS["squared_error"]
+    params, batch = graph.make("float32")
+    silent = lambda at, p, b: 0.0 * graph.network(at, p, b)
+    rule = per_synapse(mplp.sites(silent, params, batch))
+    state = jiggle(mplp.init_state(rule, silent, params, batch))
+    updates, new, _ = jit(lambda state: mplp.backward(rule, silent, params, state, batch))(state)
+    assert all(not jnp.any(u) for u in jax.tree.leaves(updates))
+    jax.tree.map(np.testing.assert_array_equal, new, state)
+
+
+def test_updates_go_into_optax():
+    graph = GRAPHS["squared_error"]
+    params, batch = graph.make("float32")
+    rule = mplp.Exact(0.1)
+    state = mplp.init_state(rule, graph.network, params, batch)
+    loss = [graph.plain(params, batch)]
+    for _ in range(20):
+        updates, state, _ = jit(lambda p, s: mplp.backward(rule, graph.network, p, s, batch))(params, state)
+        params = optax.apply_updates(params, updates)
+        loss.append(graph.plain(params, batch))
+    assert loss[-1] < 0.2 * loss[0]
