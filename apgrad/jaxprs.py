@@ -177,8 +177,8 @@ def rebuild(eqn: Any, inside: Nested, functions: Sequence[Callable[..., Sequence
     Args:
       eqn: the equation.
       inside: `nested(eqn)`, of kind "call", "remat", "scan", "cond" or "while".
-      functions: one for each program inside, of the same flat inputs and outputs. The body of a scan has one more input,
-        the first: the number of the step, from 0 in the order in which the steps run.
+      functions: one for each program inside, of the same flat inputs and outputs. The body of a scan has one more
+        input, the first: the number of the step, from 0 in the order in which the steps run.
       inputs: of the equation.
 
     Returns:
@@ -196,12 +196,12 @@ def rebuild(eqn: Any, inside: Nested, functions: Sequence[Callable[..., Sequence
         branches = [lambda *operands, f=f: tuple(f(*operands)) for f in functions]
         return list(jax.lax.switch(inputs[0], branches, *inputs[1:]))
     if inside.kind == "while":
-        test, body, _ = _divide(inputs, inside.counts)
+        test, loop, _ = _divide(inputs, inside.counts)
         return list(
             jax.lax.while_loop(
                 lambda carry: functions[0](*test, *carry)[0],
-                lambda carry: tuple(functions[1](*body, *carry)),
-                tuple(inputs[len(test) + len(body) :]),
+                lambda carry: tuple(functions[1](*loop, *carry)),
+                tuple(inputs[len(test) + len(loop) :]),
             )
         )
     if inside.kind == "scan":
