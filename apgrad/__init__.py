@@ -1,5 +1,6 @@
 """apgrad: automatic propagation for JAX, backpropagation with its parts made replaceable."""
 
+from apgrad import randomized as randomized
 from apgrad import testing as testing
 from apgrad.estimators import Estimator as Estimator
 from apgrad.estimators import LearnedBaseline as LearnedBaseline
@@ -27,6 +28,7 @@ from apgrad.propagator import combine as combine
 from apgrad.propagator import first_order as first_order
 from apgrad.propagator import node as node
 from apgrad.propagator import skip as skip
+from apgrad.randomized import randomize as randomize
 from apgrad.tape import Tape as Tape
 
 __version__ = "0.1.0"
