@@ -28,6 +28,7 @@ from apgrad.propagator import combine as combine
 from apgrad.propagator import first_order as first_order
 from apgrad.propagator import node as node
 from apgrad.propagator import skip as skip
+from apgrad.randomized import memory_report as memory_report
 from apgrad.randomized import randomize as randomize
 from apgrad.tape import Tape as Tape
 

@@ -52,6 +52,8 @@ class Coefficient(NamedTuple):
       dtype: of the array.
       count: how often it is remembered: the length of the scans around it.
       nbytes: of one.
+      last: no other sampled coefficient multiplies the messages that it makes: they go to arguments. So is an input in a
+        weight's gradient, where a lot of noise does no harm to others; an activation's derivative is not.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Coefficient(NamedTuple):
     dtype: Any
     count: int
     nbytes: int
+    last: bool
 
 
 class Use(NamedTuple):
@@ -77,7 +80,7 @@ class Slot(NamedTuple):
     """One thing to remember: a variable of the forward program, and how."""
 
     var: Any
-    how: str  # "live", "exact", "bits" or "sampled"
+    how: str  # "live", "exact", "bits", "sampled", or "nested": what a scan or cond remembered inside
     sampler: Any
     coefficient: Coefficient | None
 
@@ -104,6 +107,7 @@ def make_plan(
     linearize: Callable[..., Any],
     inputs: Sequence[Any],
     live: Sequence[bool],
+    ends: Sequence[bool],
     choose: Callable[[Coefficient], Any],
     where: str,
     count: int,
@@ -114,6 +118,7 @@ def make_plan(
       linearize: `(*inputs) -> (outputs, pullback)`, with the pullback of `jax.vjp`.
       inputs: arrays or `jax.ShapeDtypeStruct`s.
       live: for each input, whether it is kept by somebody else.
+      ends: for each message that the pullback returns, whether it is for an argument, where messages end.
       choose: the sampler of a coefficient, or None to keep it exactly.
       where: the name of the program, for its coefficients.
       count: how often it runs.
@@ -150,10 +155,22 @@ def make_plan(
         # A division by a coefficient is not linear in it; its inverse is.
         if len({at[v] for _, v in large}) > 1 or any(e.primitive.name == "div" for e, _ in large):
             collapsed[out] = root
+    needed = graph.needed(collapsed)
+    # Which steps have a message that goes on to other samples, or out to an input that is not live.
+    wrt = back.jaxpr.outvars
+    inner = {v for v, flag in zip(wrt, ends, strict=True) if not flag and not isinstance(v, Literal)}
+    passes_on = set(inner)
+    lasting = []
+    for eqn, root, _ in reversed(needed):
+        lasting.append(passes_on.isdisjoint(eqn.outvars))
+        sampled = root is not None or any(memory.is_large(at[v]) for v in graph.coefficients(eqn))
+        if not lasting[-1] or sampled or jaxprs.nested(eqn) is not None:
+            passes_on.update([root] if root is not None else graph.messages(eqn))
     steps = []
-    for eqn, root, ancestors in graph.needed(collapsed):
+    for (eqn, root, ancestors), last in zip(needed, reversed(lasting), strict=True):
         uses = {}
         name = eqn.primitive.name
+        memory.last = last
         if root is not None:
             uses[1] = memory.use(derivative[eqn.outvars[0]], True, ancestors, len(steps), "chain", eqn)
         else:
@@ -182,6 +199,9 @@ class _Graph:
     def coefficients(self, eqn: Any) -> list[Any]:
         return [v for v in eqn.invars if not isinstance(v, Literal) and v not in self.dependent]
 
+    def messages(self, eqn: Any) -> list[Any]:
+        return [v for v in eqn.invars if not isinstance(v, Literal) and v in self.dependent]
+
     def frontier(self) -> list[Any]:
         found = [v for eqn in self.backward for v in self.coefficients(eqn)]
         outs = [v for v in self.jaxpr.outvars if not isinstance(v, Literal) and v not in self.dependent]
@@ -191,7 +211,7 @@ class _Graph:
         """Outputs of elementwise chains: `{output: (root message, equations)}`."""
         root: dict[Any, Any] = {}
         for eqn in self.backward:
-            messages = [v for v in eqn.invars if not isinstance(v, Literal) and v in self.dependent]
+            messages = self.messages(eqn)
             roots = {root.get(v, v) for v in messages}
             shapes = {v.aval.shape for v in (*messages, *eqn.outvars)}
             if eqn.primitive.name in _LINEAR and len(roots) == 1 and len(shapes) == 1:
@@ -255,6 +275,7 @@ class _Memory:
         self.live = {v for v, flag in zip(jaxpr.invars, live, strict=True) if flag} | set(jaxpr.constvars)
         self.maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         self.choose, self.where, self.count = choose, where, count
+        self.last = False
         self.slots: list[Slot] = []
         self.samplers: dict[Any, Any] = {}
         self.shared: dict[Any, list[tuple[int, int]]] = {}
@@ -274,25 +295,26 @@ class _Memory:
         sampler = self._sampler(source, name, eqn) if linear and cost * 4 > _nbytes(source) else None
         if sampler is None:
             return Use(tuple(self._exact(v) for v in leaves), self._replay(var, leaves))
-        for position, (slot, used) in enumerate(self.shared.get(source, [])):
+        for position, (slot, used) in enumerate(self.shared.get((source, sampler[0]), [])):
             if not used & ancestors:
-                self.shared[source][position] = (slot, used | (1 << step))
+                self.shared[source, sampler[0]][position] = (slot, used | (1 << step))
                 break
         else:
             slot = len(self.slots)
             self.slots.append(Slot(source, "sampled", *sampler))
-            self.shared.setdefault(source, []).append((slot, 1 << step))
+            self.shared.setdefault((source, sampler[0]), []).append((slot, 1 << step))
         return Use((slot,), self._replay(var, [source]))
 
     def _sampler(self, var: Any, name: str, eqn: Any) -> tuple[Any, Coefficient] | None:
         if not jnp.issubdtype(var.aval.dtype, jnp.floating):
             return None
-        if var not in self.samplers:
+        index = (var, self.last)
+        if index not in self.samplers:
             label = "/".join(part for part in (self.where, _clean(jaxprs.scope(eqn)), name) if part)
             label = f"{label}[{len(self.samplers)}]"
-            found = Coefficient(label, var.aval.shape, var.aval.dtype, self.count, _nbytes(var))
-            self.samplers[var] = (self.choose(found), found)
-        chosen = self.samplers[var]
+            found = Coefficient(label, var.aval.shape, var.aval.dtype, self.count, _nbytes(var), self.last)
+            self.samplers[index] = (self.choose(found), found)
+        chosen = self.samplers[index]
         return None if chosen[0] is None else chosen
 
     def _source(self, var: Any) -> Any:
@@ -336,8 +358,9 @@ class _Memory:
         if var not in self.exact:
             self.exact[var] = len(self.slots)
             large_bool = var.aval.dtype == jnp.bool_ and var.aval.size >= 64
-            how = "live" if var in self.live else "bits" if large_bool else "exact"
-            coefficient = Coefficient("", var.aval.shape, var.aval.dtype, self.count, _nbytes(var))
+            nested = var in self.maker and jaxprs.nested(self.maker[var]) is not None
+            how = "live" if var in self.live else "bits" if large_bool else "nested" if nested else "exact"
+            coefficient = Coefficient("", var.aval.shape, var.aval.dtype, self.count, _nbytes(var), False)
             self.slots.append(Slot(var, how, None, coefficient))
         return self.exact[var]
 

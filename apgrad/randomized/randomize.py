@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 
 from apgrad import jaxprs
-from apgrad.propagator import Propagator, first_order, node
+from apgrad.primitives import refuse_derivative
+from apgrad.propagator import Propagator, node
 from apgrad.randomized import plan as planning
 from apgrad.randomized.plan import Coefficient
-from apgrad.randomized.samplers import Sampler, nbytes
+from apgrad.randomized.samplers import Rounding, Sampler, nbytes, rounding
 
 _REASON = (
     "ap.randomize has no second derivative: the random memory is no differentiable function of the inputs. "
@@ -31,6 +32,7 @@ def randomize(
     function: Callable[..., Any],
     sampler: Sampler | Choice | None = None,
     *,
+    through: Sampler | None = rounding(bits=8),  # noqa: B008
     budget_bytes: int | None = None,
     min_size: int = 512,
 ) -> Callable[..., Any]:
@@ -41,6 +43,9 @@ def randomize(
         rules, any library's modules inside.
       sampler: for all coefficients that the reverse pass would keep, and that enter it linearly, or a function
         `(Coefficient) -> sampler or None` that chooses, by name, size or shape; None keeps it exactly.
+      through: stands in for a sampler that keeps a fraction of the entries wherever other samples follow on the way of the
+        messages (activations' derivatives, attention): noise of 100 % and more would multiply there with depth (section
+        3.3). None keeps those exactly.
       budget_bytes: instead of a sampler: how much may be remembered in all. The samplers are then chosen for the least
         added variance, see `apgrad.randomized.budget`.
       min_size: arrays with fewer entries are kept exactly.
@@ -77,7 +82,7 @@ def randomize(
             raise TypeError(
                 f"the first argument of a randomized function is a PRNG key, jax.random.key(seed), got {key!r}"
             )
-        choose = _chooser(sampler, min_size)
+        choose = _chooser(sampler, through, min_size)
         if budget_bytes is not None:
             from apgrad.randomized.budget import allocate
 
@@ -100,7 +105,7 @@ def coefficients(function: Callable[..., Any], *args: Any, min_size: int = 512) 
       min_size: as in `randomize`.
     """
     found: dict[str, tuple[Coefficient, str]] = {}
-    walk = _Walk(_chooser(_Nothing(), min_size), min_size, lambda name, entry: found.setdefault(name, entry))
+    walk = _Walk(_chooser(_Nothing(), None, min_size), min_size, lambda name, entry: found.setdefault(name, entry))
 
     def run(*args):
         leaves, treedef = jax.tree.flatten(args)
@@ -137,8 +142,11 @@ class _Nothing:
         return jnp.zeros_like(x)
 
 
-def _chooser(sampler: Any, min_size: int) -> Choice:
-    choose = (lambda _: sampler) if isinstance(sampler, Sampler) else sampler
+def _chooser(sampler: Any, through: Sampler | None, min_size: int) -> Choice:
+    def choose(coefficient):
+        if not isinstance(sampler, Sampler):
+            return sampler(coefficient)
+        return sampler if coefficient.last or isinstance(sampler, Rounding | _Nothing) else through
 
     def chooser(coefficient):
         size = 1
@@ -198,10 +206,16 @@ class _Walk:
 
             walk_key, draw_key = jax.random.split(key)
             made = planning.make_plan(
-                linearize, (walk_key, *inputs), [True, *flags], self.choose, where, count
+                linearize,
+                (walk_key, *inputs),
+                [True, *flags],
+                [flags[i] for i in chosen],
+                self.choose,
+                where,
+                count,
             )
             for i, slot in enumerate(made.slots):
-                if slot.how != "live":
+                if slot.how not in ("live", "nested"):
                     name = slot.coefficient.name or f"{where}/kept[{i}]"
                     self.record(name, (slot.coefficient._replace(name=name), slot.how))
             outputs, memory = _remember(made, draw_key, (walk_key, *inputs))
@@ -218,7 +232,7 @@ class _Walk:
                 answer[i] = message
             return (None, *answer)
 
-        call = node(first_order(Propagator(forward, backward), _REASON), perturbed=True)
+        call = node(Propagator(forward, backward), perturbed=True)
         return lambda key, *inputs: call(key, *inputs, *program.consts)
 
     def _apply(self, key: jax.Array, where: str, count: int) -> Callable[..., Any]:
@@ -297,6 +311,8 @@ def _remember(made: planning.Plan, key: jax.Array, inputs: Sequence[Any]) -> tup
     memory = []
     for i, slot in enumerate(made.slots):
         value = values[slot.var]
+        if slot.how != "live":
+            value = refuse_derivative(value, _REASON)
         if slot.how == "sampled":
             value = slot.sampler.keep(jax.random.fold_in(key, i), value)
         elif slot.how == "bits":
@@ -322,7 +338,9 @@ def _send(made: planning.Plan, key: jax.Array, memory: tuple[Any, ...], messages
     for step in made.steps:
         inputs = [step.root] if step.root is not None else step.eqn.invars
         present = {i: values[v] for i, v in enumerate(inputs) if not _literal(v) and i not in step.uses}
-        slots = {s: memory[s] for use in step.uses.values() for s in use.slots if made.slots[s].how in ("sampled", "bits")}
+        slots = {
+            s: memory[s] for use in step.uses.values() for s in use.slots if made.slots[s].how in ("sampled", "bits")
+        }
         if slots:
             # Not before the messages are there: else the compiler may restore everything at once.
             slots, present = jax.lax.optimization_barrier((slots, present))

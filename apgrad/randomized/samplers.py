@@ -116,7 +116,7 @@ class Sampling:
             edges = [size * i // k for i in range(k + 1)]
             starts = jnp.array(edges[:-1], jnp.int32)
             runs = jnp.array([b - a for a, b in zip(edges[:-1], edges[1:], strict=True)], jnp.int32)
-            place = (jax.random.uniform(key, shape) * runs).astype(jnp.int32)
+            place = (jax.random.uniform(key, shape, jnp.float32) * runs.astype(jnp.float32)).astype(jnp.int32)
             return starts + jnp.minimum(place, runs - 1), runs.astype(jnp.float32)
         weight = jnp.full((k,), size / k, jnp.float32)
         if self.scheme == "replacement":
