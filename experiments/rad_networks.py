@@ -1,10 +1,12 @@
 """The networks of the RAD paper (Oktay et al., 2021, Appendix A), with any sampler or none.
 
-MLP 784-300-300-300-10; ConvNet 16-32-pool-32-32-pool-10 with 5 x 5 windows; identity RNN of 100 ReLU units over the pixels.
-`loss(name, sampler)` is `(key, parameters, images, labels) -> mean cross-entropy`: with no sampler it is plain JAX. Images are
-bytes, centred inside: the first layer's input is a residual like any other, as in the paper's counts.
+MLP 784-300-300-300-10; ConvNet 16-32-pool-32-32-pool-10 with 5 x 5 windows; identity RNN of 100 ReLU units over the
+pixels. `loss(name, sampler)` is `(key, parameters, images, labels) -> mean cross-entropy`: with no sampler it is
+plain JAX. Images are bytes, centred inside: the first layer's input is a residual like any other, as in the paper's
+counts.
 """
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,10 +30,10 @@ def parameters(name: str, key: jax.Array, shape: tuple[int, int, int]) -> Any:
 
     if name == "mlp":
         widths = (int(np.prod(shape)), 300, 300, 300, 10)
-        return [(weight(a, b), jnp.zeros(b)) for a, b in zip(widths[:-1], widths[1:], strict=True)]
+        return [(weight(a, b), jnp.zeros(b)) for a, b in itertools.pairwise(widths)]
     if name == "convnet":
         channels = (shape[2], 16, 32, 32, 32)
-        convs = [(weight(5, 5, a, b), jnp.zeros(b)) for a, b in zip(channels[:-1], channels[1:], strict=True)]
+        convs = [(weight(5, 5, a, b), jnp.zeros(b)) for a, b in itertools.pairwise(channels)]
         return [*convs, (weight((shape[0] // 4) * (shape[1] // 4) * 32, 10), jnp.zeros(10))]
     if name == "rnn":
         small = 0.001**0.5

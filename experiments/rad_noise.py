@@ -1,8 +1,9 @@
 """Gradient noise of each layer against memory (Oktay et al., 2021, Fig. 5): samplers, and smaller batches.
 
-After some training steps, each method's gradient on a batch is compared with the full gradient, over the whole training set:
-mean squared error a layer, over the squared norm of the full gradient there. The mini-batch's own noise is in it, as in the
-paper; `own` is the part that the method adds to its batch's exact gradient. Standard errors are over batches.
+After some training steps, each method's gradient on a batch is compared with the full gradient, over the whole
+training set: mean squared error a layer, over the squared norm of the full gradient there. The mini-batch's own noise
+is in it, as in the paper; `own` is the part that the method adds to its batch's exact gradient. Standard errors are
+over batches.
 
     python -m experiments.rad_noise
     python -m experiments.rad_noise --preset paper
@@ -139,7 +140,9 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     figure = Figure(figsize=(3.2 * len(layers), 3.4), layout="constrained")
     for ax, layer in zip(np.atleast_1d(figure.subplots(1, len(layers), sharey=True)), layers, strict=True):
         for r in (r for r in last if r["layer"] == layer):
-            ax.errorbar(r["residual_bytes"] / 1e3, r["squared_error"], r["squared_error_se"], fmt="o", label=r["method"])
+            ax.errorbar(
+                r["residual_bytes"] / 1e3, r["squared_error"], r["squared_error_se"], fmt="o", label=r["method"]
+            )
         ax.set(xscale="log", yscale="log", title=f"layer {layer}", xlabel="residuals, kB")
     figure.axes[0].set_ylabel("squared error / squared gradient")
     figure.axes[-1].legend(fontsize=6, frameon=False)
@@ -152,7 +155,9 @@ def _chunks(a: jax.Array, size: int = 500) -> list[jax.Array]:
 
 def _layers(gradient: Any) -> list[np.ndarray]:
     """Each layer's gradient, its weights' and biases' in one."""
-    return [np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(layer)]).astype(np.float64) for layer in gradient]
+    return [
+        np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(layer)]).astype(np.float64) for layer in gradient
+    ]
 
 
 EXPERIMENT = harness.Experiment(

@@ -1,17 +1,18 @@
-"""Control of a reaction-diffusion equation with a random memory (Oktay et al., 2021, section 5, eq. 8, Fig. 7, Appendix B).
+"""Control of a reaction-diffusion equation with a random memory (Oktay et al., 2021, section 5, eq. 8, Fig. 7,
+Appendix B).
 
     phi_{t+1} = M phi_t + dt C_t(theta) * phi_t,    L = mean_t |phi_t - target_t|^2
 
-on a grid of 33 x 33, with dt = 1/4096. A reverse pass needs of each state phi_t two things: dL/dphi_t = 2 (phi_t - target_t)
-dx^2 / T, and the coefficient of C_t in the next step, dt phi_t. Equation 8 samples each independently of the other: k of the
-grid's points, times d/k. (With one sample for both, as in the published code, and without the factor, the expectation is
-about f^2 times the gradient, and its errors correlate.) Messages and C_t are computed anew.
+on a grid of 33 x 33, with dt = 1/4096. A reverse pass needs of each state phi_t two things: dL/dphi_t = 2 (phi_t -
+target_t) dx^2 / T, and the coefficient of C_t in the next step, dt phi_t. Equation 8 samples each independently of
+the other: k of the grid's points, times d/k. (With one sample for both, as in the published code, and without the
+factor, the expectation is about f^2 times the gradient, and its errors correlate.) Messages and C_t are computed anew.
 
     python -m experiments.rad_pde
     python -m experiments.rad_pde --preset paper
 
-The paper has 40,960 steps and 800 iterations, four hours of a GPU for each fraction; the preset paper has time 1 instead of 10,
-and 100 iterations.
+The paper has 40,960 steps and 800 iterations, four hours of a GPU for each fraction; the preset paper has time 1
+instead of 10, and 100 iterations.
 """
 
 import dataclasses
@@ -102,7 +103,7 @@ def sampled_step(sampler: rad.Sampler | None) -> Any:
             jax.ShapeDtypeStruct((N, N), jnp.float32),
         )(to_phi)[0]
         back = back + to_loss * 2 / N**2 * jnp.pad(sampler.restore(two, error, like).reshape(N - 2, N - 2), 1)
-        pull = jax.linear_transpose(lambda theta: source(theta, t), jax.ShapeDtypeStruct(theta.shape, theta.dtype))
+        pull = jax.linear_transpose(lambda v: source(v, t), jax.ShapeDtypeStruct(theta.shape, theta.dtype))
         return None, back, pull(DT * restored * to_phi)[0], None
 
     return node(Propagator(forward, backward))

@@ -1,9 +1,9 @@
 """Training with randomized memory (Oktay et al., 2021, Fig. 6, 8, 9 and 10).
 
-An MLP on MNIST, a ConvNet on CIFAR-10 or the identity RNN on sequential MNIST, trained by reverse mode, the samplers, rounding
-(through `ap.randomize` of the unchanged network) and a smaller batch of the same memory. Adam with the paper's tuned learning
-rates and weight decays (SGD at 1e-4 with clipping at 1 for the RNN); the rate falls by .6 every tenth of the run; each seed
-trains on its own bootstrap of the training set. Figures are over seeds.
+An MLP on MNIST, a ConvNet on CIFAR-10 or the identity RNN on sequential MNIST, trained by reverse mode, the samplers,
+rounding (through `ap.randomize` of the unchanged network) and a smaller batch of the same memory. Adam with the
+paper's tuned learning rates and weight decays (SGD at 1e-4 with clipping at 1 for the RNN); the rate falls by .6
+every tenth of the run; each seed trains on its own bootstrap of the training set. Figures are over seeds.
 
     python -m experiments.rad_training
     python -m experiments.rad_training --preset paper --network convnet
@@ -149,7 +149,9 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     rows = []
     for method in config.methods:
         last = np.array([runs[method, s][-1] for s in range(config.seeds)])
-        base = np.array([runs["baseline", s][-1] for s in range(config.seeds)]) if "baseline" in config.methods else last
+        base = (
+            np.array([runs["baseline", s][-1] for s in range(config.seeds)]) if "baseline" in config.methods else last
+        )
 
         def error(v):
             return float(np.std(v, ddof=1) / np.sqrt(len(v))) if len(v) > 1 else None
@@ -166,7 +168,9 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
                 "seeds": config.seeds,
             }
         )
-    lines = [f"{config.network} on {records[0][1]['data']}, {config.steps} steps: test accuracy, and less than baseline, %"]
+    lines = [
+        f"{config.network} on {records[0][1]['data']}, {config.steps} steps: test accuracy, and less than baseline, %"
+    ]
     lines += [
         f"{r['method']:12} {100 * r['test_accuracy']:6.2f} ± {100 * (r['test_accuracy_se'] or np.nan):.2f}  "
         f"{100 * r['less_than_baseline']:6.2f} ± {100 * (r['less_than_baseline_se'] or np.nan):.2f}"

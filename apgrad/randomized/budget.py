@@ -1,12 +1,14 @@
 """A budget: the samplers with the least added variance that keep within so many bytes.
 
-Every coefficient starts exact. A step down gives one of them the next smaller sampler; taken is, again and again, the step
-with the least added variance for a byte saved, until the budget is kept: greedy, and optimal but for the last step where
-each coefficient's choices lie on the convex hull of (bytes, variance), to which they are cut. Variances are relative to
-the array's own, at their expectation for a normal group of n entries: rounding has scale^2 / 6 with scale = range / (2^bits
-- 1); the ranges of normal samples are about 2 sqrt(2 log n) times .85. They compare samplers, and need no data.
+Every coefficient starts exact. A step down gives one of them the next smaller sampler; taken is, again and again, the
+step with the least added variance for a byte saved, until the budget is kept: greedy, and optimal but for the last
+step where each coefficient's choices lie on the convex hull of (bytes, variance), to which they are cut. Variances
+are relative to the array's own, at their expectation for a normal group of n entries: rounding has scale^2 / 6 with
+scale = range / (2^bits - 1); the ranges of normal samples are about 2 sqrt(2 log n) times .85. They compare samplers,
+and need no data.
 """
 
+import itertools
 import math
 from typing import Any
 
@@ -56,7 +58,7 @@ def allocate(found: list[tuple[Coefficient, str]], budget_bytes: int) -> Any:
             if need < points[-1][0]:
                 points.append((need, relative_variance(sampler), sampler))
         hull = _hull(points)
-        for (a, va, _), (b, vb, sampler) in zip(hull[:-1], hull[1:], strict=True):
+        for (a, va, _), (b, vb, sampler) in itertools.pairwise(hull):
             steps.append(((vb - va) / (a - b), a - b, coefficient.name, sampler))
     chosen: dict[str, Any] = {}
     for _, saved, name, sampler in sorted(steps, key=lambda step: step[0]):

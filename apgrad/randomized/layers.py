@@ -1,11 +1,11 @@
 """Layers with a random or compact memory, as functions `layer(key, *inputs)`.
 
-A layer y = x W + b has the weight gradient x^T m, with the message m: it is linear in x, so x may be remembered by a sampler;
-the messages to x and b stay exact, so only one Jacobian on any path from a weight to the loss is random, and the variance
-does not grow with the depth (Oktay et al., 2021, section 4.2). Convolutions sample positions, with all their channels (Fig. 4).
-What follows is exact, for little: the ReLU family's derivatives are a bit each, a max-pool's the place in its window, a
-dropout's mask is drawn again from its key. A smooth activation remembers its derivative, which enters linearly; its input,
-rounded, would not.
+A layer y = x W + b has the weight gradient x^T m, with the message m: it is linear in x, so x may be remembered by a
+sampler; the messages to x and b stay exact, so only one Jacobian on any path from a weight to the loss is random, and
+the variance does not grow with the depth (Oktay et al., 2021, section 4.2). Convolutions sample positions, with all
+their channels (Fig. 4). What follows is exact, for little: the ReLU family's derivatives are a bit each, a max-pool's
+the place in its window, a dropout's mask is drawn again from its key. A smooth activation remembers its derivative,
+which enters linearly; its input, rounded, would not.
 """
 
 import math

@@ -1,10 +1,10 @@
 """How much memory a function's reverse pass takes: what it remembers, and what the compiled program needs.
 
-Residuals are the arrays that `jax.vjp` leaves behind, less the arguments (and what is a view of one), which the caller has
-anyway. Compiled temp bytes are the compiler's own account of the gradient's scratch memory
-(`compiled.memory_analysis().temp_size_in_bytes`), gradients' own buffers among them. **XLA on the CPU drops optimization
-barriers** (its pass `cse_barrier_expander`), and with them all that `jax.checkpoint` saves outside of a scan; so the report
-compiles with that pass switched off there, and says so.
+Residuals are the arrays that `jax.vjp` leaves behind, less the arguments (and what is a view of one), which the
+caller has anyway. Compiled temp bytes are the compiler's own account of the gradient's scratch memory
+(`compiled.memory_analysis().temp_size_in_bytes`), gradients' own buffers among them. **XLA on the CPU drops
+optimization barriers** (its pass `cse_barrier_expander`), and with them all that `jax.checkpoint` saves outside of a
+scan; so the report compiles with that pass switched off there, and says so.
 """
 
 import math

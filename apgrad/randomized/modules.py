@@ -1,7 +1,8 @@
 """Flax layers with a random memory, in place of Flax's own: the same parameters, the same output.
 
-Linen's take their keys from the stream "randomized" (`module.apply(params, x, rngs={"randomized": key})`), NNX's from a stream
-of that name (`nnx.Rngs(0, randomized=1)`). Where there is no such stream they are plain layers, exact, with their full memory.
+Linen's take their keys from the stream "randomized" (`module.apply(params, x, rngs={"randomized": key})`), NNX's from
+a stream of that name (`nnx.Rngs(0, randomized=1)`). Where there is no such stream they are plain layers, exact, with
+their full memory.
 """
 
 import copy
@@ -14,6 +15,8 @@ from flax import nnx
 
 from apgrad.randomized import layers
 from apgrad.randomized.samplers import Sampler, rounding
+
+_DEFAULT = rounding(bits=4)
 
 
 def _dot_general(
@@ -73,7 +76,7 @@ class _Product(nn.Module):
 class LinenDense(nn.Dense):
     """`flax.linen.Dense` with its input remembered by `sampler`."""
 
-    sampler: Sampler = rounding(bits=4)  # noqa: RUF009
+    sampler: Sampler = rounding(bits=4)
 
     def __post_init__(self):
         """Puts the randomized product in."""
@@ -85,7 +88,7 @@ class LinenDense(nn.Dense):
 class LinenConv(nn.Conv):
     """`flax.linen.Conv` with its input remembered by `sampler`."""
 
-    sampler: Sampler = rounding(bits=4)  # noqa: RUF009
+    sampler: Sampler = rounding(bits=4)
 
     def __post_init__(self):
         """Puts the randomized convolution in."""
@@ -98,7 +101,7 @@ class LinenConv(nn.Conv):
 class Linear(nnx.Linear):
     """`flax.nnx.Linear` with its input remembered by `sampler`."""
 
-    def __init__(self, *args: Any, sampler: Sampler = rounding(bits=4), rngs: nnx.Rngs, **options: Any):
+    def __init__(self, *args: Any, sampler: Sampler = _DEFAULT, rngs: nnx.Rngs, **options: Any):
         super().__init__(*args, rngs=rngs, **options)
         self.sampler = sampler
         self.keys = rngs["randomized"].fork() if "randomized" in rngs else None
@@ -115,7 +118,7 @@ class Linear(nnx.Linear):
 class Conv(nnx.Conv):
     """`flax.nnx.Conv` with its input remembered by `sampler`."""
 
-    def __init__(self, *args: Any, sampler: Sampler = rounding(bits=4), rngs: nnx.Rngs, **options: Any):
+    def __init__(self, *args: Any, sampler: Sampler = _DEFAULT, rngs: nnx.Rngs, **options: Any):
         super().__init__(*args, rngs=rngs, **options)
         self.sampler = sampler
         self.keys = rngs["randomized"].fork() if "randomized" in rngs else None

@@ -1,14 +1,14 @@
 """Path sampling: random sparse backpropagation on any jaxpr (Oktay et al., 2021, Algorithm 1 and Appendix C).
 
 The vertices of the linearized computational graph are the elements of every intermediate array, the edges its local
-derivatives. Going through the vertices in topological order, of the d outgoing edges of a vertex k are drawn, uniformly and
-with replacement, and count d/k for each draw; the others count zero. A vertex none of whose incoming edges was drawn is
-skipped, inputs excepted. Backpropagation with these edges is unbiased:
+derivatives. Going through the vertices in topological order, of the d outgoing edges of a vertex k are drawn,
+uniformly and with replacement, and count d/k for each draw; the others count zero. A vertex none of whose incoming
+edges was drawn is skipped, inputs excepted. Backpropagation with these edges is unbiased:
 
     E[z^] = sum_v d/k E[draws of v] dv/dz E[v^] = sum_v dv/dz E[v^]            (eq. 9 to 11)
 
-The graph is made explicit here, edge by edge: this is for studying the variance, which is constant in the depth where paths
-are independent and grows exponentially where they interleave (Fig. 2), not for saving memory.
+The graph is made explicit here, edge by edge: this is for studying the variance, which is constant in the depth where
+paths are independent and grows exponentially where they interleave (Fig. 2), not for saving memory.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
 from apgrad import jaxprs
 
@@ -46,8 +45,8 @@ def linearized_graph(function: Callable[..., Any], *args: Any) -> Graph:
     """The graph of a function at a point, with calls entered and zero derivatives left out.
 
     Args:
-      function: any JAX function of few elements: each equation's Jacobian is computed in full. An equation with a program
-        inside that is no call (a `scan`) is one vertex layer.
+      function: any JAX function of few elements: each equation's Jacobian is computed in full. An equation with a
+        program inside that is no call (a `scan`) is one vertex layer.
       *args: pytrees of arrays; all floating-point elements are vertices.
 
     Example:

@@ -35,10 +35,9 @@ VIEWS = frozenset(
 _LINEAR = frozenset({"mul", "div", "neg", "add", "add_any", "sub", "select_n", "convert_element_type", "copy"})
 # Cheap enough to be computed again.
 _CHEAP = VIEWS | frozenset(
-    "mul div neg add add_any sub select_n max min sign abs square integer_pow sqrt rsqrt exp log tanh logistic eq ne lt "
-    "le gt ge and or not xor iota shift_right_logical shift_left random_bits random_wrap random_unwrap random_seed "
-    "random_fold_in random_split threefry2x32 bitcast_convert_type slice stop_gradient clamp is_finite "
-    "concatenate pad dynamic_slice".split()
+    """mul div neg add add_any sub select_n max min sign abs square integer_pow sqrt rsqrt exp log tanh logistic clamp
+    eq ne lt le gt ge and or not xor is_finite iota shift_right_logical shift_left random_bits random_wrap random_unwrap
+    random_seed random_fold_in random_split threefry2x32 bitcast_convert_type slice concatenate pad""".split()  # noqa: SIM905
 )
 _DEEPEST = 64
 
@@ -52,8 +51,8 @@ class Coefficient(NamedTuple):
       dtype: of the array.
       count: how often it is remembered: the length of the scans around it.
       nbytes: of one.
-      last: no other sampled coefficient multiplies the messages that it makes: they go to arguments. So is an input in a
-        weight's gradient, where a lot of noise does no harm to others; an activation's derivative is not.
+      last: no other sampled coefficient multiplies the messages that it makes: they go to arguments. So is an input
+        in a weight's gradient, where a lot of noise does no harm to others; an activation's derivative is not.
     """
 
     name: str
@@ -406,7 +405,7 @@ def _nbytes(var: Any) -> int:
 
 
 def _clean(name: str) -> str:
-    """A scope's name without the marks of the transformations: "transpose(jvp(encoder))/Dense_0" is "encoder/Dense_0"."""
+    """A scope's name without the transformations: "transpose(jvp(encoder))/Dense_0" is "encoder/Dense_0"."""
     for mark in ("transpose(", "jvp(", "vmap(", "rematted_computation"):
         name = name.replace(mark, "")
     return "/".join(part.replace("(", "").replace(")", "") for part in name.split("/") if part.strip("()"))

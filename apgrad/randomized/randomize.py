@@ -1,12 +1,13 @@
 """Any JAX function, with a random and smaller memory in its reverse pass.
 
-The function's jaxpr is walked. Straight-line stretches become propagators (`apgrad.node`): forward, the equations as they
-are, and of their pullback's coefficients what `apgrad.randomized.plan` says is to be remembered; backward, the pullback
-with the coefficients restored. `scan`, `cond` and `jax.checkpoint` are rebuilt around stretches of their own, with fresh
-keys in each step; `while` has no reverse mode and stays as it is; calls are entered; a function's own derivative rule is
-used, and its coefficients are remembered like any others.
+The function's jaxpr is walked. Straight-line stretches become propagators (`apgrad.node`): forward, the equations as
+they are, and of their pullback's coefficients what `apgrad.randomized.plan` says is to be remembered; backward, the
+pullback with the coefficients restored. `scan`, `cond` and `jax.checkpoint` are rebuilt around stretches of their
+own, with fresh keys in each step; `while` has no reverse mode and stays as it is; calls are entered; a function's own
+derivative rule is used, and its coefficients are remembered like any others.
 """
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -39,13 +40,13 @@ def randomize(
     """The function, with a reverse pass that remembers samples: the same value, an unbiased gradient, less memory.
 
     Args:
-      function: any JAX function of arrays: `jit`, `scan`, `cond`, `while_loop`, `vmap`, `jax.checkpoint`, custom derivative
-        rules, any library's modules inside.
+      function: any JAX function of arrays: `jit`, `scan`, `cond`, `while_loop`, `vmap`, `jax.checkpoint`, custom
+        derivative rules, any library's modules inside.
       sampler: for all coefficients that the reverse pass would keep, and that enter it linearly, or a function
         `(Coefficient) -> sampler or None` that chooses, by name, size or shape; None keeps it exactly.
-      through: stands in for a sampler that keeps a fraction of the entries wherever other samples follow on the way of the
-        messages (activations' derivatives, attention): noise of 100 % and more would multiply there with depth (section
-        3.3). None keeps those exactly.
+      through: stands in for a sampler that keeps a fraction of the entries wherever other samples follow on the way
+        of the messages (activations' derivatives, attention): noise of 100 % and more would multiply there with depth
+        (section 3.3). None keeps those exactly.
       budget_bytes: instead of a sampler: how much may be remembered in all. The samplers are then chosen for the least
         added variance, see `apgrad.randomized.budget`.
       min_size: arrays with fewer entries are kept exactly.
@@ -78,7 +79,7 @@ def randomize(
         raise TypeError(f"a sampler has keep, restore and variance, or is a function that chooses one; got {sampler!r}")
 
     def randomized(key, *args):
-        if not jnp.issubdtype(jax.typeof(key).dtype, jax.dtypes.prng_key):
+        if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
             raise TypeError(
                 f"the first argument of a randomized function is a PRNG key, jax.random.key(seed), got {key!r}"
             )
@@ -97,7 +98,8 @@ def randomize(
 
 
 def coefficients(function: Callable[..., Any], *args: Any, min_size: int = 512) -> list[tuple[Coefficient, str]]:
-    """What reverse mode of a function remembers, in the form in which `randomize` can: with "sampled", "bits" or "exact".
+    """What reverse mode of a function remembers, in the form in which `randomize` can: with "sampled", "bits" or
+    "exact".
 
     Args:
       function: differentiated with respect to all its floating-point arguments.
@@ -223,7 +225,7 @@ class _Walk:
 
         def backward(memory, messages):
             if memory is None:
-                return tuple(None for _ in flags) + (None,)
+                return (None, *(None for _ in flags))
             memory, key, (made, chosen, size) = memory[0], memory[1], memory[2].value
             messages = [m for m in messages if jnp.issubdtype(m.dtype, jnp.inexact)]
             found = _send(made, key, memory, messages)
@@ -238,7 +240,7 @@ class _Walk:
     def _apply(self, key: jax.Array, where: str, count: int) -> Callable[..., Any]:
         number = 0
 
-        def apply(eqn, marked):
+        def evaluated(eqn, marked):
             nonlocal number
             values, live = [_value(v) for v in marked], [isinstance(v, _Live) for v in marked]
             inside = jaxprs.nested(eqn)
@@ -249,14 +251,19 @@ class _Walk:
             if inside.kind == "call":
                 program = inside.jaxprs[0]
                 program = program._replace(consts=tuple(_Live(c) for c in program.consts))
-                with jax.named_scope(jaxprs.scope(eqn) or "call"):
-                    return jaxprs.evaluate(program, marked, apply)
+                return jaxprs.evaluate(program, marked, apply)
             if inside.kind in ("custom", "while"):
                 return jaxprs.caller(eqn)(*values)
             number += 1
             here = jax.random.fold_in(key, number)
             label = "/".join(p for p in (where, jaxprs.scope(eqn), f"{inside.kind}{number}") if p)
             return self._enter(eqn, inside, values, live, here, label, count)
+
+        def apply(eqn, marked):
+            # Scopes are names of the coefficients.
+            name = jaxprs.scope(eqn)
+            with jax.named_scope(name) if name else contextlib.nullcontext():
+                return evaluated(eqn, marked)
 
         return apply
 
@@ -346,7 +353,8 @@ def _send(made: planning.Plan, key: jax.Array, memory: tuple[Any, ...], messages
             slots, present = jax.lax.optimization_barrier((slots, present))
         restored = {i: u.replay(*(restore(s, slots.get(s, memory[s])) for s in u.slots)) for i, u in step.uses.items()}
         if step.root is not None:
-            values[step.eqn.outvars[0]] = (present[0] * restored[1]).astype(step.eqn.outvars[0].aval.dtype)
+            out = step.eqn.outvars[0]
+            values[out] = present[0].astype(out.aval.dtype) * restored[1].astype(out.aval.dtype)
             continue
         arguments = [v.val if _literal(v) else restored.get(i, present.get(i)) for i, v in enumerate(inputs)]
         values.update(zip(step.eqn.outvars, jaxprs.caller(step.eqn)(*arguments), strict=True))

@@ -15,13 +15,15 @@ a position of an image, for example). With k of d entries kept:
 * projection (Appendix A): x R R^T, R of independent signs over sqrt(k), (d, k);
 * rounding (the paper's future work; Chen et al., "ActNN", ICML 2021): all entries on a grid of 2^bits points between
   the smallest and the largest of a group, rounded up with the probability that makes the expectation right;
-* heavy (Liu et al., "Winner-take-all column row sampling", NeurIPS 2023): the largest entries exactly, the rest sampled.
+* heavy (Liu et al., "Winner-take-all column row sampling", NeurIPS 2023): the largest entries exactly, the rest
+sampled.
 
 Variances (of one element x_i, given x): sampling k of d with replacement (d-1)/k x_i^2, without it (d-k)/k x_i^2;
 stratified (s-1) x_i^2; projection (sum_{j != i} x_j^2)/k; rounding scale^2 p (1-p) <= scale^2 / 4.
 """
 
 import dataclasses
+import itertools
 import math
 from typing import Any, Protocol, runtime_checkable
 
@@ -83,10 +85,8 @@ class Sampling:
         """The drawn entries, scaled: (..., k, ...)."""
         rows, shape = _rows(x, axis)
         index, weight = self.draw(key, rows.shape)
-        if self.shared:
-            kept = jnp.take(rows, index, axis=1)
-        else:
-            kept = jnp.take_along_axis(rows, index[..., None], axis=1)
+        take = jnp.take if self.shared else jnp.take_along_axis
+        kept = take(rows, index if self.shared else index[..., None], axis=1)
         kept = kept * weight[..., None].astype(x.dtype)
         return kept.reshape(shape[0] + (kept.shape[1],) + shape[2])
 
@@ -115,7 +115,7 @@ class Sampling:
         if self.scheme == "stratified":
             edges = [size * i // k for i in range(k + 1)]
             starts = jnp.array(edges[:-1], jnp.int32)
-            runs = jnp.array([b - a for a, b in zip(edges[:-1], edges[1:], strict=True)], jnp.int32)
+            runs = jnp.array([b - a for a, b in itertools.pairwise(edges)], jnp.int32)
             place = (jax.random.uniform(key, shape, jnp.float32) * runs.astype(jnp.float32)).astype(jnp.int32)
             return starts + jnp.minimum(place, runs - 1), runs.astype(jnp.float32)
         weight = jnp.full((k,), size / k, jnp.float32)
@@ -133,8 +133,8 @@ class Sampling:
         if self.scheme == "stratified":
             edges = [size * i // k for i in range(k + 1)]
             runs = jnp.repeat(
-                jnp.array([b - a - 1 for a, b in zip(edges[:-1], edges[1:], strict=True)], x.dtype),
-                jnp.array([b - a for a, b in zip(edges[:-1], edges[1:], strict=True)]),
+                jnp.array([b - a - 1 for a, b in itertools.pairwise(edges)], x.dtype),
+                jnp.array([b - a for a, b in itertools.pairwise(edges)]),
                 total_repeat_length=size,
             )
             return x**2 * runs.reshape((size,) + (1,) * (x.ndim - 1 - axis % x.ndim))
