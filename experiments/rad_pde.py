@@ -178,7 +178,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         )
     lines = ["  fraction   noise/signal   error of mean (s.e.)    residual MB   temp MB   loss"]
     lines += [
-        f"{r['fraction']!s:>10} {r['noise_over_signal']:14.2g} {r['error_of_mean']:13.2g} ({r['error_of_mean_se']:.1g}) "
+        f"{r['fraction']!s:>10} {r['noise_over_signal']:14.2g} "
+        f"{r['error_of_mean']:13.2g} ({r['error_of_mean_se']:.1g}) "
         f"{r['residual_bytes'] / 1e6:14.3f} {r['temp_bytes'] / 1e6:9.3f}   {r['final_loss']:.3g}"
         for r in rows
     ]

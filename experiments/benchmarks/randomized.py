@@ -170,7 +170,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         )
     lines = [f"{'':28}  time over reverse mode   temp MB (reverse mode)   residual MB (reverse mode)"]
     lines += [
-        f"{r['network']:7} {r['method']:20} {r['time_ratio']:7.2f} [{r['time_ratio_low']:.2f}, {r['time_ratio_high']:.2f}] "
+        f"{r['network']:7} {r['method']:20} {r['time_ratio']:7.2f} "
+        f"[{r['time_ratio_low']:.2f}, {r['time_ratio_high']:.2f}] "
         f"{r['temp_MB']:12.2f} ({r['temp_MB_reverse_mode']:.2f}) {r['residual_MB']:15.2f} "
         f"({r['residual_MB_reverse_mode']:.2f})"
         for r in rows
