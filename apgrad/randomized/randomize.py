@@ -314,17 +314,32 @@ def _remember(made: planning.Plan, key: jax.Array, inputs: Sequence[Any]) -> tup
         if eqn.effects or not wanted.isdisjoint(eqn.outvars):
             eqns.append(eqn)
             wanted.update(v for v in eqn.invars if not _literal(v))
-    planning._run(eqns[::-1], values)
-    memory = []
+    waiting: dict[Any, list[int]] = {}
     for i, slot in enumerate(made.slots):
-        value = values[slot.var]
-        if slot.how != "live":
-            value = refuse_derivative(value, _REASON)
-        if slot.how == "sampled":
-            value = slot.sampler.keep(jax.random.fold_in(key, i), value)
-        elif slot.how == "bits":
-            value = jnp.packbits(value.reshape(-1))
-        memory.append(value)
+        waiting.setdefault(slot.var, []).append(i)
+    memory: list[Any] = [None] * len(made.slots)
+
+    def remember(var):
+        for i in waiting.get(var, ()):
+            slot, value = made.slots[i], values[var]
+            if slot.how != "live":
+                value = refuse_derivative(value, _REASON)
+            if slot.how == "sampled":
+                # The draws wait for the value and what comes next for the memory, else the compiler may draw for all
+                # layers at once, or keep the value until the end.
+                raw, value = jax.lax.optimization_barrier((jax.random.key_data(jax.random.fold_in(key, i)), value))
+                value = slot.sampler.keep(jax.random.wrap_key_data(raw, impl=jax.random.key_impl(key)), value)
+                value, values[var] = jax.lax.optimization_barrier((value, values[var]))
+            elif slot.how == "bits":
+                value = jnp.packbits(value.reshape(-1))
+            memory[i] = value
+
+    for var in (*jaxpr.constvars, *jaxpr.invars):
+        remember(var)
+    for eqn in eqns[::-1]:
+        planning._run([eqn], values)
+        for var in eqn.outvars:
+            remember(var)
     outputs = [v.val if _literal(v) else values[v] for v in jaxpr.outvars[: made.outputs]]
     return [jnp.asarray(v) if not hasattr(v, "dtype") else v for v in outputs], tuple(memory)
 
