@@ -116,7 +116,7 @@ def make_loss(fraction: float | str, steps: int) -> Any:
 
     def loss(key, theta):
         def body(phi, i):
-            return step(jax.random.fold_in(key, i), phi, theta, i * DT)
+            return step(jax.random.fold_in(key, i), phi, theta, i.astype(jnp.float32) * DT)
 
         if fraction == "checkpoint":
             block = max(b for b in range(1, int(steps**0.5) + 1) if steps % b == 0)
