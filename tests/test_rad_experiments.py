@@ -2,10 +2,18 @@
 
 import json
 
+import jax
 import pytest
 
 from experiments import harness, images, rad_noise, rad_pde, rad_table1, rad_training
 from experiments.benchmarks import randomized
+
+
+@pytest.fixture(autouse=True)
+def promotion():
+    # Adam multiplies a float by its integer count.
+    with jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 @pytest.fixture
