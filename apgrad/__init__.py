@@ -1,7 +1,11 @@
 """apgrad: automatic propagation for JAX, backpropagation with its parts made replaceable."""
 
+<<<<<<< HEAD
 from apgrad import diagnostics as diagnostics
 from apgrad import mplp as mplp
+=======
+from apgrad import randomized as randomized
+>>>>>>> ff73c0c1a95e574a7f0351effbab2d13e669bb8e
 from apgrad import testing as testing
 from apgrad.estimators import Estimator as Estimator
 from apgrad.estimators import LearnedBaseline as LearnedBaseline
@@ -29,6 +33,8 @@ from apgrad.propagator import combine as combine
 from apgrad.propagator import first_order as first_order
 from apgrad.propagator import node as node
 from apgrad.propagator import skip as skip
+from apgrad.randomized import memory_report as memory_report
+from apgrad.randomized import randomize as randomize
 from apgrad.tape import Tape as Tape
 
 __version__ = "0.1.0"

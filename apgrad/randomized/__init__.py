@@ -1,0 +1,32 @@
+"""Randomized automatic differentiation: less memory in the reverse pass, in return for variance."""
+
+from apgrad.randomized.layers import conv as conv
+from apgrad.randomized.layers import dense as dense
+from apgrad.randomized.layers import dropout as dropout
+from apgrad.randomized.layers import embedding as embedding
+from apgrad.randomized.layers import max_pool as max_pool
+from apgrad.randomized.layers import recurrent_cell as recurrent_cell
+from apgrad.randomized.layers import relu as relu
+from apgrad.randomized.layers import smooth as smooth
+from apgrad.randomized.memory import MemoryReport as MemoryReport
+from apgrad.randomized.memory import memory_report as memory_report
+from apgrad.randomized.memory import residuals as residuals
+from apgrad.randomized.memory import temp_bytes as temp_bytes
+from apgrad.randomized.modules import Conv as Conv
+from apgrad.randomized.modules import Linear as Linear
+from apgrad.randomized.modules import LinenConv as LinenConv
+from apgrad.randomized.modules import LinenDense as LinenDense
+from apgrad.randomized.paths import Graph as Graph
+from apgrad.randomized.paths import linearized_graph as linearized_graph
+from apgrad.randomized.paths import path_sampling as path_sampling
+from apgrad.randomized.plan import Coefficient as Coefficient
+from apgrad.randomized.randomize import coefficients as coefficients
+from apgrad.randomized.randomize import randomize as randomize
+from apgrad.randomized.samplers import Sampler as Sampler
+from apgrad.randomized.samplers import different_sample as different_sample
+from apgrad.randomized.samplers import heavy as heavy
+from apgrad.randomized.samplers import nbytes as nbytes
+from apgrad.randomized.samplers import projection as projection
+from apgrad.randomized.samplers import rounding as rounding
+from apgrad.randomized.samplers import same_sample as same_sample
+from apgrad.randomized.samplers import stratified as stratified

@@ -1,0 +1,411 @@
+"""What a straight-line program's pullback remembers, and in which form.
+
+The pullback of a program is a program of its own, linear in the messages. Its equations fall in two: those that
+do not depend on a message can be evaluated in the forward pass; the others can not, and what they take from the first
+are the *coefficients*, all that the forward pass has to leave behind. A coefficient can be remembered
+
+* exactly and for nothing, by computing it again from live inputs, which somebody else keeps (a weight's transpose, a
+  dropout mask from its key), or from small arrays or booleans (a derivative of the ReLU family): a bit each;
+* by a sampler, if the pullback is linear in it: where it multiplies a message in a product, matrix product or
+  convolution;
+* exactly.
+
+Three rules keep this unbiased and small. A coefficient that stands twice on one path of messages is drawn twice (the
+expectation of a square is not the square of the expectation); uses that no path joins share a draw, as the three
+projections of an attention do. A chain of elementwise equations with several float coefficients is one coefficient,
+its derivative: GELU, with its five products, remembers one array, and what is rounded enters linearly.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from apgrad import jaxprs
+
+# Linear in a coefficient, with a message as the other operand.
+PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
+VIEWS = frozenset(
+    {"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "copy", "convert_element_type", "rev"}
+)
+# Elementwise, linear in messages.
+_LINEAR = frozenset({"mul", "div", "neg", "add", "add_any", "sub", "select_n", "convert_element_type", "copy"})
+# Cheap enough to be computed again.
+_CHEAP = VIEWS | frozenset(
+    """mul div neg add add_any sub select_n max min sign abs square integer_pow sqrt rsqrt exp log tanh logistic clamp
+    eq ne lt le gt ge and or not xor is_finite iota shift_right_logical shift_left random_bits random_wrap random_unwrap
+    random_seed random_fold_in random_split threefry2x32 bitcast_convert_type slice concatenate pad""".split()  # noqa: SIM905
+)
+_DEEPEST = 64
+
+
+class Coefficient(NamedTuple):
+    """An array that a reverse pass remembers, as `apgrad.randomize` shows it to a choice of samplers.
+
+    Attributes:
+      name: where it is and of what: the named scopes, the primitive that uses it and a number, unique in the program.
+      shape: of the array.
+      dtype: of the array.
+      count: how often it is remembered: the length of the scans around it.
+      nbytes: of one.
+      last: no other sampled coefficient multiplies the messages that it makes: they go to arguments. So is an input
+        in a weight's gradient, where a lot of noise does no harm to others; an activation's derivative is not.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    count: int
+    nbytes: int
+    last: bool
+
+
+class Use(NamedTuple):
+    """Where a backward equation takes a coefficient, and from which memory it is made.
+
+    Attributes:
+      slot: which memory.
+      replay: `(memory values) -> coefficient`.
+    """
+
+    slots: tuple[int, ...]
+    replay: Callable[..., Any]
+
+
+class Slot(NamedTuple):
+    """One thing to remember: a variable of the forward program, and how."""
+
+    var: Any
+    how: str  # "live", "exact", "bits", "sampled", or "nested": what a scan or cond remembered inside
+    sampler: Any
+    coefficient: Coefficient | None
+
+
+class Step(NamedTuple):
+    """A step of the backward pass: an equation, or the product of a root message with a chain's derivative."""
+
+    eqn: Any
+    uses: dict[int, Use]
+    root: Any = None
+
+
+class Plan(NamedTuple):
+    """The forward program, what it leaves behind, and the backward program."""
+
+    forward: jaxprs.Program
+    outputs: int
+    slots: tuple[Slot, ...]
+    steps: tuple[Step, ...]
+    pullback: jaxprs.Program
+
+
+def make_plan(
+    linearize: Callable[..., Any],
+    inputs: Sequence[Any],
+    live: Sequence[bool],
+    ends: Sequence[bool],
+    choose: Callable[[Coefficient], Any],
+    where: str,
+    count: int,
+) -> Plan:
+    """The plan of a program.
+
+    Args:
+      linearize: `(*inputs) -> (outputs, pullback)`, with the pullback of `jax.vjp`.
+      inputs: arrays or `jax.ShapeDtypeStruct`s.
+      live: for each input, whether it is kept by somebody else.
+      ends: for each message that the pullback returns, whether it is for an argument, where messages end.
+      choose: the sampler of a coefficient, or None to keep it exactly.
+      where: the name of the program, for its coefficients.
+      count: how often it runs.
+    """
+    structs = [jax.ShapeDtypeStruct(jnp.shape(x), jax.typeof(x).dtype) for x in inputs]
+    box = {}
+
+    def first(*values):
+        outputs, pullback = linearize(*values)
+        leaves, box["tree"] = jax.tree.flatten(pullback)
+        return outputs, leaves
+
+    traced, (outputs, leaves) = jaxprs.trace(first, *structs)
+    messages = [x for x in outputs if jnp.issubdtype(x.dtype, jnp.inexact)]
+    back = _inlined(lambda leaves, m: jax.tree.unflatten(box["tree"], leaves)(m), leaves, messages)
+    graph = _Graph(back, len(leaves))
+    known = graph.frontier()
+    chains = graph.chains()
+
+    def whole(*values):
+        found = jaxprs.inline(traced, values, lambda eqn, inputs: jaxprs.caller(eqn)(*inputs))
+        return found[: len(outputs)], *graph.known(found[len(outputs) :], known, chains)
+
+    forward = _inlined(whole, *structs)
+    variables = forward.jaxpr.outvars[len(outputs) :]
+    at = dict(zip(known, variables[: len(known)], strict=True))
+    derivative = dict(zip(chains, variables[len(known) :], strict=True))
+    memory = _Memory(forward, live, choose, where, count)
+
+    # A chain is one coefficient if it has several that cost as much.
+    collapsed = {}
+    for out, (root, eqns) in chains.items():
+        large = [(e, v) for e in eqns for v in graph.coefficients(e) if memory.is_large(at[v])]
+        # A division by a coefficient is not linear in it; its inverse is.
+        if len({at[v] for _, v in large}) > 1 or any(e.primitive.name == "div" for e, _ in large):
+            collapsed[out] = root
+    needed = graph.needed(collapsed)
+    # Which steps have a message that goes on to other samples, or out to an input that is not live.
+    wrt = back.jaxpr.outvars
+    inner = {v for v, flag in zip(wrt, ends, strict=True) if not flag and not isinstance(v, Literal)}
+    passes_on = set(inner)
+    lasting = []
+    for eqn, root, _ in reversed(needed):
+        lasting.append(passes_on.isdisjoint(eqn.outvars))
+        sampled = root is not None or any(memory.is_large(at[v]) for v in graph.coefficients(eqn))
+        if not lasting[-1] or sampled or jaxprs.nested(eqn) is not None:
+            passes_on.update([root] if root is not None else graph.messages(eqn))
+    steps = []
+    for (eqn, root, ancestors), last in zip(needed, reversed(lasting), strict=True):
+        uses = {}
+        name = eqn.primitive.name
+        memory.last = last
+        if root is not None:
+            uses[1] = memory.use(derivative[eqn.outvars[0]], True, ancestors, len(steps), "chain", eqn)
+        else:
+            for i, v in enumerate(eqn.invars):
+                if not isinstance(v, Literal) and v in at:
+                    uses[i] = memory.use(at[v], name in PRODUCTS, ancestors, len(steps), name, eqn)
+        steps.append(Step(eqn, uses, root))
+    return Plan(forward, len(outputs), tuple(memory.slots), tuple(steps), back)
+
+
+class _Graph:
+    """The pullback's equations: which depend on a message, what they take, and which form elementwise chains."""
+
+    def __init__(self, program: jaxprs.Program, leaves: int):
+        self.jaxpr, self.consts = program
+        self.leaves = self.jaxpr.invars[:leaves]
+        self.dependent = set(self.jaxpr.invars[leaves:])
+        self.backward, self.forward = [], []
+        for eqn in self.jaxpr.eqns:
+            if any(v in self.dependent for v in eqn.invars if not isinstance(v, Literal)):
+                self.dependent.update(eqn.outvars)
+                self.backward.append(eqn)
+            else:
+                self.forward.append(eqn)
+
+    def coefficients(self, eqn: Any) -> list[Any]:
+        return [v for v in eqn.invars if not isinstance(v, Literal) and v not in self.dependent]
+
+    def messages(self, eqn: Any) -> list[Any]:
+        return [v for v in eqn.invars if not isinstance(v, Literal) and v in self.dependent]
+
+    def frontier(self) -> list[Any]:
+        found = [v for eqn in self.backward for v in self.coefficients(eqn)]
+        outs = [v for v in self.jaxpr.outvars if not isinstance(v, Literal) and v not in self.dependent]
+        return list(dict.fromkeys(found + outs))
+
+    def chains(self) -> dict[Any, tuple[Any, list[Any]]]:
+        """Outputs of elementwise chains: `{output: (root message, equations)}`."""
+        root: dict[Any, Any] = {}
+        for eqn in self.backward:
+            messages = self.messages(eqn)
+            roots = {root.get(v, v) for v in messages}
+            shapes = {v.aval.shape for v in (*messages, *eqn.outvars)}
+            if eqn.primitive.name in _LINEAR and len(roots) == 1 and len(shapes) == 1:
+                root[eqn.outvars[0]] = roots.pop()
+        maker = {eqn.outvars[0]: eqn for eqn in self.backward if eqn.outvars[0] in root}
+        outside = {v for v in self.jaxpr.outvars if not isinstance(v, Literal)}
+        for eqn in self.backward:
+            for v in eqn.invars:
+                if not isinstance(v, Literal) and v in root and root.get(eqn.outvars[0]) is not root[v]:
+                    outside.add(v)
+        return {v: (root[v], self._slice(v, maker)) for v in root if v in outside}
+
+    def _slice(self, out: Any, maker: dict[Any, Any]) -> list[Any]:
+        wanted = {out}
+        eqns = []
+        for eqn in reversed(self.backward):
+            if eqn.outvars[0] in wanted and maker.get(eqn.outvars[0]) is eqn:
+                eqns.append(eqn)
+                wanted.update(v for v in eqn.invars if not isinstance(v, Literal) and v in maker)
+        return eqns[::-1]
+
+    def known(self, leaves: Sequence[Any], frontier: Sequence[Any], chains: dict[Any, Any]) -> Any:
+        """Values of the frontier, and of the chains' derivatives."""
+        values = dict(zip(self.leaves, leaves, strict=True))
+        values |= dict(zip(self.jaxpr.constvars, self.consts, strict=True))
+        _run(self.forward, values)
+        derivatives = []
+        for out, (root, eqns) in chains.items():
+            local = values | {root: jnp.ones(root.aval.shape, root.aval.dtype)}
+            _run(eqns, local)
+            derivatives.append(local[out])
+        return [values[v] for v in frontier], derivatives
+
+    def needed(self, collapsed: dict[Any, Any]) -> list[tuple[Any, Any, int]]:
+        """The backward equations that are needed, in order: (equation, root if collapsed, bit set of its ancestors)."""
+        wanted = {v for v in self.jaxpr.outvars if not isinstance(v, Literal)}
+        chosen = []
+        for eqn in reversed(self.backward):
+            if wanted.isdisjoint(eqn.outvars):
+                continue
+            root = collapsed.get(eqn.outvars[0])
+            chosen.append((eqn, root))
+            wanted.update([root] if root is not None else [v for v in eqn.invars if not isinstance(v, Literal)])
+        before: dict[Any, int] = {}
+        found = []
+        for i, (eqn, root) in enumerate(reversed(chosen)):
+            sources = [root] if root is not None else [v for v in eqn.invars if not isinstance(v, Literal)]
+            ancestors = 0
+            for v in sources:
+                ancestors |= before.get(v, 0)
+            found.append((eqn, root, ancestors))
+            before |= dict.fromkeys(eqn.outvars, ancestors | (1 << i))
+        return found
+
+
+class _Memory:
+    """Chooses how coefficients are remembered, and numbers the slots."""
+
+    def __init__(self, forward: jaxprs.Program, live: Sequence[bool], choose: Any, where: str, count: int):
+        jaxpr = forward.jaxpr
+        self.live = {v for v, flag in zip(jaxpr.invars, live, strict=True) if flag} | set(jaxpr.constvars)
+        self.maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        self.choose, self.where, self.count = choose, where, count
+        self.last = False
+        self.slots: list[Slot] = []
+        self.samplers: dict[Any, Any] = {}
+        self.shared: dict[Any, list[tuple[int, int]]] = {}
+        self.exact: dict[Any, int] = {}
+
+    def is_large(self, var: Any) -> bool:
+        """Whether a float would have to be sampled: neither live nor small nor made of what is."""
+        if isinstance(var, Literal) or not jnp.issubdtype(var.aval.dtype, jnp.floating):
+            return False
+        return self._leaves(var)[0] * 4 > _nbytes(var)
+
+    def use(self, var: Any, linear: bool, ancestors: int, step: int, name: str, eqn: Any) -> Use:
+        if isinstance(var, Literal):
+            return Use((), lambda: jnp.asarray(var.val, var.aval.dtype))
+        cost, leaves = self._leaves(var)
+        source = self._source(var)
+        sampler = self._sampler(source, name, eqn) if linear and cost * 4 > _nbytes(source) else None
+        if sampler is None:
+            return Use(tuple(self._exact(v) for v in leaves), self._replay(var, leaves))
+        for position, (slot, used) in enumerate(self.shared.get((source, sampler[0]), [])):
+            if not used & ancestors:
+                self.shared[source, sampler[0]][position] = (slot, used | (1 << step))
+                break
+        else:
+            slot = len(self.slots)
+            self.slots.append(Slot(source, "sampled", *sampler))
+            self.shared.setdefault((source, sampler[0]), []).append((slot, 1 << step))
+        return Use((slot,), self._replay(var, [source]))
+
+    def _sampler(self, var: Any, name: str, eqn: Any) -> tuple[Any, Coefficient] | None:
+        if not jnp.issubdtype(var.aval.dtype, jnp.floating):
+            return None
+        index = (var, self.last)
+        if index not in self.samplers:
+            label = "/".join(part for part in (self.where, _clean(jaxprs.scope(eqn)), name) if part)
+            label = f"{label}[{len(self.samplers)}]"
+            found = Coefficient(label, var.aval.shape, var.aval.dtype, self.count, _nbytes(var), self.last)
+            self.samplers[index] = (self.choose(found), found)
+        chosen = self.samplers[index]
+        return None if chosen[0] is None else chosen
+
+    def _source(self, var: Any) -> Any:
+        """The smallest array that a coefficient is a view of."""
+        best = var
+        while var in self.maker and self.maker[var].primitive.name in VIEWS:
+            var = self.maker[var].invars[0]
+            if isinstance(var, Literal):
+                break
+            if jnp.issubdtype(var.aval.dtype, jnp.floating) and _nbytes(var) < _nbytes(best):
+                best = var
+        return best
+
+    def _leaves(self, var: Any) -> tuple[float, list[Any]]:
+        """The cheapest set of arrays to remember exactly, to compute a variable again from: (bytes, variables)."""
+        seen: dict[Any, tuple[float, frozenset[Any]]] = {}
+        visited = 0
+
+        def bytes_of(v):
+            return 0.0 if v in self.live else _nbytes(v) / (8 if v.aval.dtype == jnp.bool_ else 1)
+
+        def visit(v):
+            nonlocal visited
+            if v in seen:
+                return seen[v]
+            best = (bytes_of(v), frozenset([v]))
+            eqn = self.maker.get(v)
+            if best[0] and eqn is not None and eqn.primitive.name in _CHEAP and visited < _DEEPEST:
+                visited += 1
+                parts = frozenset().union(*(visit(u)[1] for u in eqn.invars if not isinstance(u, Literal)))
+                cost = sum(map(bytes_of, parts))
+                if cost < best[0]:
+                    best = (cost, parts)
+            seen[v] = best
+            return best
+
+        cost, leaves = visit(var)
+        return cost, sorted(leaves, key=lambda v: v.count if hasattr(v, "count") else id(v))
+
+    def _exact(self, var: Any) -> int:
+        if var not in self.exact:
+            self.exact[var] = len(self.slots)
+            large_bool = var.aval.dtype == jnp.bool_ and var.aval.size >= 64
+            nested = var in self.maker and jaxprs.nested(self.maker[var]) is not None
+            how = "live" if var in self.live else "bits" if large_bool else "nested" if nested else "exact"
+            coefficient = Coefficient("", var.aval.shape, var.aval.dtype, self.count, _nbytes(var), False)
+            self.slots.append(Slot(var, how, None, coefficient))
+        return self.exact[var]
+
+    def _replay(self, var: Any, leaves: Sequence[Any]) -> Callable[..., Any]:
+        eqns, wanted = [], [var]
+        done = set(leaves)
+        while wanted:
+            v = wanted.pop()
+            if isinstance(v, Literal) or v in done:
+                continue
+            done.add(v)
+            eqns.append(self.maker[v])
+            wanted.extend(self.maker[v].invars)
+        order = {id(eqn): i for i, eqn in enumerate(eqn for eqn in dict.fromkeys(self.maker.values()))} if eqns else {}
+        eqns = sorted({id(e): e for e in eqns}.values(), key=lambda e: order[id(e)])
+
+        def replay(*memories):
+            values = dict(zip(leaves, memories, strict=True))
+            _run(eqns, values)
+            return values[var]
+
+        return replay
+
+
+def _run(eqns: Sequence[Any], values: dict[Any, Any]) -> None:
+    for eqn in eqns:
+        inputs = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
+        values.update(zip(eqn.outvars, jaxprs.caller(eqn)(*inputs), strict=True))
+
+
+def _inlined(function: Callable[..., Any], *args: Any) -> jaxprs.Program:
+    program, _ = jaxprs.trace(function, *args)
+    flat = jax.tree.leaves(args)
+    return jaxprs.trace(
+        lambda *values: jaxprs.inline(program, values, lambda eqn, inputs: jaxprs.caller(eqn)(*inputs)), *flat
+    )[0]
+
+
+def _nbytes(var: Any) -> int:
+    if jax.dtypes.issubdtype(var.aval.dtype, jax.dtypes.extended):
+        return 8 * int(np.prod(var.aval.shape))
+    return int(np.prod(var.aval.shape)) * var.aval.dtype.itemsize
+
+
+def _clean(name: str) -> str:
+    """A scope's name without the transformations: "transpose(jvp(encoder))/Dense_0" is "encoder/Dense_0"."""
+    for mark in ("transpose(", "jvp(", "vmap(", "rematted_computation"):
+        name = name.replace(mark, "")
+    return "/".join(part.replace("(", "").replace(")", "") for part in name.split("/") if part.strip("()"))

@@ -1,0 +1,199 @@
+"""Step time and compiled memory of random memory, over plain reverse mode in the same process.
+
+A network of equal ReLU layers, unrolled, as one step of `value_and_grad`: reverse mode, `jax.checkpoint` of each
+layer and of blocks of about sqrt(layers), the samplers as layers, rounding through `ap.randomize` of the plain
+network, and `ap.randomize` of the checkpointed one. And the identity RNN under `scan`. Programs are compiled with
+optimization barriers kept, which XLA drops on the CPU by default. Times alternate with the baseline's; the ratio is
+of medians, with the interquartile range of the single ratios.
+
+    python -m experiments.benchmarks.randomized
+    python -m experiments.benchmarks.randomized --preset paper
+"""
+
+import dataclasses
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.figure import Figure
+
+import apgrad as ap
+from apgrad import randomized as rad
+from experiments import harness, rad_networks
+
+LAYERED = (
+    "checkpoint each",
+    "checkpoint blocks",
+    "same",
+    "stratified",
+    "different",
+    "rounding 4",
+    "rounding 2",
+    "blocks + rounding 4",
+)
+RECURRENT = ("checkpoint blocks", "same", "different", "rounding 4", "blocks + rounding 4")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(harness.Config):
+    """Options of this benchmark.
+
+    Attributes:
+      layers: of the network.
+      width: of each.
+      batch: examples of the network.
+      side: of the RNN's images: side^2 steps.
+      rounds: of timing.
+    """
+
+    layers: int = 6
+    width: int = 128
+    batch: int = 256
+    side: int = 8
+    rounds: int = 5
+
+
+PAPER = Config(layers=17, width=512, batch=2048, side=28, rounds=11)
+
+
+def layered(config: Config, method: str) -> Any:
+    """`(key, weights, x) -> scalar`."""
+    name = method.removeprefix("blocks + ")
+    if name in rad_networks.methods(0.1):
+        product, relu = rad.dense(rad_networks.methods(0.1)[name]), rad.relu
+    else:
+        product, relu = lambda key, x, w: x @ w, jax.nn.relu
+
+    def run(key, weights, x):
+        keys = jax.random.split(key, config.layers)
+
+        def layers(x, keys, weights):
+            for k, w in zip(keys, weights, strict=True):
+                x = relu(product(k, x, w))
+            return x
+
+        block = {"checkpoint each": 1, "checkpoint blocks": round(config.layers**0.5)}.get(method, config.layers)
+        block = round(config.layers**0.5) if method.startswith("blocks") else block
+        for i in range(0, config.layers, block):
+            part = jax.checkpoint(layers) if block < config.layers else layers
+            x = part(x, keys[i : i + block], weights[i : i + block])
+        return jnp.mean(x**2)
+
+    if not name.startswith("rounding"):
+        return run
+    sampler = rad.rounding(bits=int(name.split()[1]))
+    return lambda key, weights, x: ap.randomize(lambda w, x: run(key, w, x), sampler)(key, weights, x)
+
+
+def recurrent(config: Config, method: str) -> Any:
+    """`(key, parameters, images, labels) -> loss`."""
+    if method in rad_networks.methods(0.1) or method == "baseline":
+        return rad_networks.method_loss("rnn", method, 0.1)
+    if method.startswith("rounding"):
+        return rad_networks.method_loss("rnn", method, 0.1)
+
+    def blocks(params, images, labels):
+        (w, u, b), (v, c) = params
+        x = images.astype(jnp.float32) / 255 - 0.5
+        pixels = x.reshape(len(x), config.side, config.side, 1).transpose(1, 2, 0, 3)
+
+        @jax.checkpoint
+        def block(h, pixels):
+            return jax.lax.scan(lambda h, p: (jax.nn.relu(p @ w + h @ u + b), None), h, pixels)[0], None
+
+        h, _ = jax.lax.scan(block, jnp.zeros((len(x), u.shape[0])), pixels)
+        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(h @ v + c), labels[:, None], 1))
+
+    if method == "checkpoint blocks":
+        return lambda key, params, images, labels: blocks(params, images, labels)
+    return lambda key, *args: ap.randomize(blocks, rad.rounding(bits=4))(key, *args)
+
+
+def cells(config: Config) -> list[harness.Cell]:
+    """Both networks."""
+    return [{"network": "layers", "method": m} for m in LAYERED] + [{"network": "rnn", "method": m} for m in RECURRENT]
+
+
+def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
+    """Times of the method and of the baseline, in turns, and their memory."""
+    key = jax.random.key(seed)
+    if cell["network"] == "layers":
+        scale = (2 / config.width) ** 0.5
+        weights = [
+            scale * jax.random.normal(k, (config.width, config.width)) for k in jax.random.split(key, config.layers)
+        ]
+        arguments = (weights, jax.random.normal(key, (config.batch, config.width)))
+        make = layered
+    else:
+        shape = (config.side, config.side, 1)
+        images = jax.random.randint(key, (150, *shape), 0, 256).astype(jnp.uint8)
+        arguments = (rad_networks.parameters("rnn", key, shape), images, jnp.zeros(150, jnp.int32))
+        make = recurrent
+    options = {"xla_disable_hlo_passes": "cse_barrier_expander"} if jax.default_backend() == "cpu" else None
+    steps, memory = {}, {}
+    for method in ("baseline", cell["method"]):
+        gradient = jax.jit(jax.value_and_grad(make(config, method), argnums=1))
+        steps[method] = gradient.lower(key, *arguments).compile(compiler_options=options)
+        analysis = steps[method].memory_analysis()
+        loss = make(config, method)
+        kept = rad.residuals(lambda *a, f=loss: f(jax.random.key(0), *a), *arguments)
+        memory[method] = [int(analysis.temp_size_in_bytes), sum(r.nbytes for r in kept)]
+        jax.block_until_ready(steps[method](key, *arguments))
+    seconds: dict[str, list[float]] = {method: [] for method in steps}
+    for _ in range(config.rounds):
+        for method, step in steps.items():
+            start = time.perf_counter()
+            jax.block_until_ready(step(key, *arguments))
+            seconds[method].append(time.perf_counter() - start)
+    return {"seconds": seconds, "memory": memory}
+
+
+def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
+    """Ratios of time; megabytes."""
+    rows = []
+    for cell, result in records:
+        mine, base = (np.array(result["seconds"][m]) for m in (cell["method"], "baseline"))
+        low, high = np.percentile(mine / base, [25, 75])
+        rows.append(
+            {
+                **cell,
+                "time_ratio": float(np.median(mine) / np.median(base)),
+                "time_ratio_low": float(low),
+                "time_ratio_high": float(high),
+                "temp_MB": result["memory"][cell["method"]][0] / 1e6,
+                "temp_MB_reverse_mode": result["memory"]["baseline"][0] / 1e6,
+                "residual_MB": result["memory"][cell["method"]][1] / 1e6,
+                "residual_MB_reverse_mode": result["memory"]["baseline"][1] / 1e6,
+            }
+        )
+    lines = [f"{'':28}  time over reverse mode   temp MB (reverse mode)   residual MB (reverse mode)"]
+    lines += [
+        f"{r['network']:7} {r['method']:20} {r['time_ratio']:7.2f} "
+        f"[{r['time_ratio_low']:.2f}, {r['time_ratio_high']:.2f}] "
+        f"{r['temp_MB']:12.2f} ({r['temp_MB_reverse_mode']:.2f}) {r['residual_MB']:15.2f} "
+        f"({r['residual_MB_reverse_mode']:.2f})"
+        for r in rows
+    ]
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    ax = figure.subplots()
+    for r in rows:
+        ax.scatter(r["temp_MB"] / r["temp_MB_reverse_mode"], r["time_ratio"], c="C0" if r["network"] == "rnn" else "C1")
+        ax.annotate(r["method"], (r["temp_MB"] / r["temp_MB_reverse_mode"], r["time_ratio"]), fontsize=6)
+    ax.set(xlabel="temp bytes over reverse mode's", ylabel="step time over reverse mode's")
+    return harness.Report({}, rows, "\n".join(lines), figure)
+
+
+EXPERIMENT = harness.Experiment(
+    "benchmarks.randomized",
+    "Step time and memory of random memory.",
+    {"quick": Config(), "paper": PAPER},
+    cells,
+    measure,
+    report,
+)
+
+
+if __name__ == "__main__":
+    harness.main(EXPERIMENT)

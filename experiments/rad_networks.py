@@ -1,0 +1,127 @@
+"""The networks of the RAD paper (Oktay et al., 2021, Appendix A), with any sampler or none.
+
+MLP 784-300-300-300-10; ConvNet 16-32-pool-32-32-pool-10 with 5 x 5 windows; identity RNN of 100 ReLU units over the
+pixels. `loss(name, sampler)` is `(key, parameters, images, labels) -> mean cross-entropy`: with no sampler it is
+plain JAX. Images are bytes, centred inside: the first layer's input is a residual like any other, as in the paper's
+counts.
+"""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import apgrad as ap
+from apgrad import randomized as rad
+
+NAMES = ("mlp", "convnet", "rnn")
+SHAPES = {"mlp": (28, 28, 1), "convnet": (32, 32, 3), "rnn": (28, 28, 1)}
+
+
+def parameters(name: str, key: jax.Array, shape: tuple[int, int, int]) -> Any:
+    """Initial parameters for images of a shape (height, width, channels)."""
+    keys = iter(jax.random.split(key, 8))
+
+    def weight(*size):
+        return jax.random.normal(next(keys), size) * np.sqrt(2 / np.prod(size[:-1])).astype(np.float32)
+
+    if name == "mlp":
+        widths = (int(np.prod(shape)), 300, 300, 300, 10)
+        return [(weight(a, b), jnp.zeros(b)) for a, b in itertools.pairwise(widths)]
+    if name == "convnet":
+        channels = (shape[2], 16, 32, 32, 32)
+        convs = [(weight(5, 5, a, b), jnp.zeros(b)) for a, b in itertools.pairwise(channels)]
+        return [*convs, (weight((shape[0] // 4) * (shape[1] // 4) * 32, 10), jnp.zeros(10))]
+    if name == "rnn":
+        small = 0.001**0.5
+        return [
+            (small * jax.random.normal(next(keys), (1, 100)), jnp.eye(100), jnp.zeros(100)),
+            (small * jax.random.normal(next(keys), (100, 10)), jnp.zeros(10)),
+        ]
+    raise ValueError(f"networks are {NAMES}, got {name!r}")
+
+
+def logits(name: str, sampler: rad.Sampler | None) -> Callable[..., jax.Array]:
+    """`(key, parameters, images) -> (n, 10)`, with the layers' inputs remembered by the sampler."""
+    if sampler is None:
+        dense = lambda key, x, w, b: x @ w + b
+        conv = lambda key, x, w, b: (
+            jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) + b
+        )
+        relu = jax.nn.relu
+    else:
+        dense, conv, relu = rad.dense(sampler), rad.conv(sampler), rad.relu
+
+    def pool(x):
+        n, h, w, c = x.shape
+        return x[:, : h // 2 * 2, : w // 2 * 2].reshape(n, h // 2, 2, w // 2, 2, c).mean((2, 4))
+
+    def run(key, params, images):
+        x = images.astype(jnp.float32) / 255 - 0.5
+        keys = jax.random.split(key, len(params))
+        if name == "mlp":
+            x = x.reshape(len(x), -1)
+            for now, (w, b) in zip(keys[:-1], params[:-1], strict=True):
+                x = relu(dense(now, x, w, b))
+            return dense(keys[-1], x, *params[-1])
+        if name == "convnet":
+            for i, (w, b) in enumerate(params[:-1]):
+                x = relu(conv(keys[i], x, w, b))
+                x = pool(x) if i % 2 else x
+            return dense(keys[-1], x.reshape(len(x), -1), *params[-1])
+        (w, u, b), last = params
+        pixels = x.reshape(len(x), -1, 1).swapaxes(0, 1)
+
+        def step(h, inputs):
+            t, pixel = inputs
+            one, two = jax.random.split(jax.random.fold_in(keys[0], t))
+            return relu(dense(one, h, u, b) + dense(two, pixel, w, jnp.zeros(()))), None
+
+        start = jnp.zeros((len(x), u.shape[0]))
+        h, _ = jax.lax.scan(step, start, (jnp.arange(len(pixels)), pixels))
+        return dense(keys[1], h, *last)
+
+    return run
+
+
+def loss(name: str, sampler: rad.Sampler | None) -> Callable[..., jax.Array]:
+    """`(key, parameters, images, labels) -> mean cross-entropy`."""
+    run = logits(name, sampler)
+
+    def cross_entropy(key, params, images, labels):
+        scores = jax.nn.log_softmax(run(key, params, images))
+        return -jnp.mean(jnp.take_along_axis(scores, labels[:, None], 1))
+
+    return cross_entropy
+
+
+def methods(fraction: float) -> dict[str, Any]:
+    """The paper's estimators and ours, by name: what they remember of the layers' inputs."""
+    return {
+        "same": rad.same_sample(fraction),
+        "different": rad.different_sample(fraction),
+        "distinct": rad.different_sample(fraction, replacement=False),
+        "stratified": rad.stratified(fraction),
+        "project": rad.projection(fraction),
+        "heavy": rad.heavy(fraction),
+    }
+
+
+def method_loss(name: str, method: str, fraction: float) -> Callable[..., jax.Array]:
+    """The loss by a method: "baseline", one of `methods`, or "rounding N": `ap.randomize` of the plain network."""
+    if method.startswith("rounding"):
+        return randomized_loss(name, int(method.split()[1]))
+    return loss(name, None if method in ("baseline", "reduced") else methods(fraction)[method])
+
+
+def randomized_loss(name: str, bits: int) -> Callable[..., jax.Array]:
+    """The plain network, unchanged, through `ap.randomize`."""
+    plain = loss(name, None)
+
+    def run(key, params, images, labels):
+        return ap.randomize(lambda p, x, y: plain(key, p, x, y), rad.rounding(bits=bits))(key, params, images, labels)
+
+    return run

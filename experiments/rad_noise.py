@@ -1,0 +1,174 @@
+"""Gradient noise of each layer against memory (Oktay et al., 2021, Fig. 5): samplers, and smaller batches.
+
+After some training steps, each method's gradient on a batch is compared with the full gradient, over the whole
+training set: mean squared error a layer, over the squared norm of the full gradient there. The mini-batch's own noise
+is in it, as in the paper; `own` is the part that the method adds to its batch's exact gradient. Standard errors are
+over batches.
+
+    python -m experiments.rad_noise
+    python -m experiments.rad_noise --preset paper
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from matplotlib.figure import Figure
+
+from apgrad import randomized as rad
+from experiments import harness, images, rad_networks
+
+METHODS = (
+    "baseline",
+    "reduced",
+    "same",
+    "different",
+    "distinct",
+    "stratified",
+    "project",
+    "heavy",
+    "rounding 8",
+    "rounding 4",
+    "rounding 2",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(harness.Config):
+    """Options of this experiment.
+
+    Attributes:
+      network: "mlp" or "convnet".
+      data: "mnist", "cifar10" or "digits", the fall-back.
+      fraction: of the entries kept.
+      batch: examples; the method "reduced" has `reduced` of them.
+      reduced: examples of the smaller batch.
+      training_steps: before the noise is measured; 0 for the initial network as well.
+      draws: batches.
+      examples: of the training set.
+    """
+
+    network: str = "mlp"
+    data: str = "digits"
+    fraction: float = 0.1
+    batch: int = 150
+    reduced: int = 22
+    training_steps: tuple[int, ...] = (0, 100)
+    draws: int = 20
+    examples: int = 1500
+
+
+PAPER = Config(network="convnet", data="cifar10", reduced=20, training_steps=(0, 500), draws=50, examples=3000)
+
+
+def cells(config: Config) -> list[harness.Cell]:
+    """Each method at each time of the training."""
+    return [{"steps": steps, "method": method} for steps in config.training_steps for method in METHODS]
+
+
+def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
+    """Squared errors of each layer's gradient, for each draw."""
+    data = images.load(config.data)
+    x, y = jnp.asarray(data.train[: config.examples]), jnp.asarray(data.train_labels[: config.examples])
+    params = trained(config, x, y, cell["steps"])
+    exact = jax.jit(jax.grad(rad_networks.loss(config.network, None), argnums=1))
+    loss = rad_networks.method_loss(config.network, cell["method"], config.fraction)
+    size = config.reduced if cell["method"] == "reduced" else config.batch
+    noisy = jax.jit(jax.grad(loss, argnums=1))
+    parts = [exact(jax.random.key(0), params, a, b) for a, b in zip(_chunks(x), _chunks(y), strict=True)]
+    full = [sum(p) / len(parts) for p in zip(*map(_layers, parts), strict=True)]
+    errors, own = [], []
+    for key in jax.random.split(jax.random.key(seed), config.draws):
+        chosen = jax.random.randint(key, (size,), 0, len(x))
+        mine = _layers(noisy(key, params, x[chosen], y[chosen]))
+        batch = _layers(exact(key, params, x[chosen], y[chosen]))
+        errors.append([float(np.sum((a - b) ** 2) / np.sum(b**2)) for a, b in zip(mine, full, strict=True)])
+        own.append([float(np.sum((a - b) ** 2) / np.sum(b**2)) for a, b in zip(mine, batch, strict=True)])
+    structs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (params, x[:size], y[:size]))
+    kept = rad.residuals(lambda p, x, y: loss(jax.random.key(0), p, x, y), *structs)
+    return {"errors": errors, "own": own, "residual_bytes": sum(r.nbytes for r in kept), "data": data.name}
+
+
+def trained(config: Config, x: jax.Array, y: jax.Array, steps: int) -> Any:
+    """Parameters after so many steps of Adam on exact gradients: the same for every method."""
+    params = rad_networks.parameters(config.network, jax.random.key(config.seed), x.shape[1:])
+    optimizer = optax.adam(1e-3)
+    loss = rad_networks.loss(config.network, None)
+
+    @jax.jit
+    def step(params, state, key):
+        chosen = jax.random.randint(key, (config.batch,), 0, len(x))
+        gradient = jax.grad(loss, argnums=1)(key, params, x[chosen], y[chosen])
+        updates, state = optimizer.update(gradient, state)
+        return optax.apply_updates(params, updates), state
+
+    state = optimizer.init(params)
+    for i in range(steps):
+        params, state = step(params, state, jax.random.fold_in(jax.random.key(config.seed), i))
+    return params
+
+
+def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
+    """Noise over signal, in squares, by layer; and in all of memory."""
+    rows = []
+    for cell, result in records:
+        errors, own = np.array(result["errors"]), np.array(result["own"])
+        for layer in range(errors.shape[1]):
+            rows.append(
+                {
+                    "steps": cell["steps"],
+                    "method": cell["method"],
+                    "layer": layer + 1,
+                    "residual_bytes": result["residual_bytes"],
+                    "squared_error": errors[:, layer].mean(),
+                    "squared_error_se": errors[:, layer].std(ddof=1) / np.sqrt(len(errors)),
+                    "own": own[:, layer].mean(),
+                    "own_se": own[:, layer].std(ddof=1) / np.sqrt(len(own)),
+                    "own_noise_over_signal": float(np.sqrt(own[:, layer].mean())),
+                }
+            )
+    last = [r for r in rows if r["steps"] == config.training_steps[-1]]
+    layers = sorted({r["layer"] for r in rows})
+    lines = [f"squared error over signal after {config.training_steps[-1]} steps ({records[0][1]['data']}), by layer"]
+    for method in METHODS:
+        mine = [r for r in last if r["method"] == method]
+        values = " ".join(f"{r['squared_error']:8.3f}±{r['squared_error_se']:.3f}" for r in mine)
+        lines.append(f"{method:11} {mine[0]['residual_bytes'] / 1e3:9.1f} kB {values}")
+    figure = Figure(figsize=(3.2 * len(layers), 3.4), layout="constrained")
+    for ax, layer in zip(np.atleast_1d(figure.subplots(1, len(layers), sharey=True)), layers, strict=True):
+        for r in (r for r in last if r["layer"] == layer):
+            ax.errorbar(
+                r["residual_bytes"] / 1e3, r["squared_error"], r["squared_error_se"], fmt="o", label=r["method"]
+            )
+        ax.set(xscale="log", yscale="log", title=f"layer {layer}", xlabel="residuals, kB")
+    figure.axes[0].set_ylabel("squared error / squared gradient")
+    figure.axes[-1].legend(fontsize=6, frameon=False)
+    return harness.Report({"data": records[0][1]["data"]}, rows, "\n".join(lines), figure)
+
+
+def _chunks(a: jax.Array, size: int = 500) -> list[jax.Array]:
+    return [a[i : i + size] for i in range(0, len(a) - size + 1, size)]
+
+
+def _layers(gradient: Any) -> list[np.ndarray]:
+    """Each layer's gradient, its weights' and biases' in one."""
+    return [
+        np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(layer)]).astype(np.float64) for layer in gradient
+    ]
+
+
+EXPERIMENT = harness.Experiment(
+    "rad_noise",
+    "Gradient noise against memory (RAD, Fig. 5).",
+    {"quick": Config(), "paper": PAPER},
+    cells,
+    measure,
+    report,
+)
+
+
+if __name__ == "__main__":
+    harness.main(EXPERIMENT)

@@ -1,0 +1,109 @@
+"""Samplers: unbiased, with the variance and the bytes they say; the same key draws the same."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import apgrad as ap
+
+R = ap.randomized
+SAMPLERS = {
+    "different": R.different_sample(0.3),
+    "different, distinct": R.different_sample(0.3, replacement=False),
+    "same": R.same_sample(0.3),
+    "same, distinct": R.same_sample(0.3, replacement=False),
+    "stratified": R.stratified(0.3),
+    "stratified, even": R.stratified(0.25),
+    "projection": R.projection(0.5),
+    "rounding 8": R.rounding(8, group=8),
+    "rounding 4": R.rounding(4, group=16),
+    "rounding 2": R.rounding(2),
+    "rounding 1": R.rounding(1),
+    "heavy": R.heavy(0.4),
+}
+X = jax.random.normal(jax.random.key(0), (3, 12, 2))
+DRAWS = 4000
+
+
+def estimates(sampler, x, axis, draws=DRAWS):
+    def one(key):
+        return sampler.restore(key, sampler.keep(key, x, axis), jax.ShapeDtypeStruct(x.shape, x.dtype), axis)
+
+    return jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(1), draws))
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("axis", [1, -1])
+def test_mean_and_variance_are_as_said(name, axis):
+    x = X if axis == 1 else X.reshape(3, 24)
+    found = np.asarray(estimates(SAMPLERS[name], x, axis), np.float64)
+    variance = np.asarray(SAMPLERS[name].variance(x, axis), np.float64)
+    error = np.sqrt(variance / DRAWS)
+    # Rounding: to float error where an entry is on the grid.
+    assert np.all(np.abs(found.mean(0) - x) <= 4 * error + 2e-5)
+    # The error of a sample variance is that of the fourth moment; where a draw is rare, at most that of a coin with the
+    # largest step (Rounding) or the same variance.
+    centred = (found - found.mean(0)) ** 2
+    spread = np.maximum(centred.std(0), np.sqrt(4 * variance.max() * variance)) / np.sqrt(DRAWS)
+    assert np.all(np.abs(centred.mean(0) - variance) <= 5 * spread + 1e-4 * variance + 1e-8)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        R.different_sample(1.0, replacement=False),
+        R.same_sample(1.0, replacement=False),
+        R.stratified(1.0),
+        R.rounding(32),
+        R.heavy(1.0),
+    ],
+)
+def test_all_of_it_is_exact(sampler):
+    found = estimates(sampler, X, 1, 2)
+    np.testing.assert_array_equal(found[0], X)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_other_dtypes_and_transformations(name):
+    sampler = SAMPLERS[name]
+
+    def estimate(key, x):
+        return sampler.restore(key, sampler.keep(key, x), jax.ShapeDtypeStruct(x.shape, x.dtype))
+
+    x, key = X.reshape(3, 24), jax.random.key(5)
+    assert jax.jit(estimate)(key, x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+    once = jax.jit(estimate)(key, x)
+    chex.assert_trees_all_close(estimate(key, x), once, rtol=1e-5)
+    chex.assert_trees_all_close(jax.vmap(estimate, (None, 0))(key, jnp.stack([x, x]))[1], once, rtol=1e-5)
+    constant = estimate(key, jnp.zeros_like(x))
+    np.testing.assert_array_equal(constant, 0)
+
+
+def test_bytes():
+    x = jax.ShapeDtypeStruct((100, 128), jnp.float32)
+    assert R.nbytes(R.rounding(8), x) == 12800 + 400
+    assert R.nbytes(R.rounding(2), x) == 3200 + 400
+    assert R.nbytes(R.stratified(0.1), x) == 100 * 13 * 4
+    assert R.nbytes(R.heavy(0.1), x) == 100 * 13 * 4 + 100 * 7
+
+
+def test_rounding_stays_within_a_step():
+    x = jnp.concatenate([1e3 + jax.random.normal(jax.random.key(2), (64,)), jnp.array([1e-30, -4.0, jnp.pi])])
+    for bits, sampler in ((b, R.rounding(b, group=16)) for b in (8, 4, 2)):
+        found = estimates(sampler, x, -1, 4)
+        groups = jnp.pad(x, (0, -x.size % 16), mode="edge").reshape(-1, 16)
+        step = (groups.max(1) - groups.min(1) + 2.0**-6 * jnp.abs(groups).max(1)) / (2**bits - 1)
+        assert np.all(np.abs(found - x) <= 1.01 * np.repeat(step, 16)[: x.size])
+
+
+@pytest.mark.parametrize("bad", [0, -1, 1.5])
+def test_fractions_are_checked(bad):
+    for factory in (R.different_sample, R.same_sample, R.stratified, R.projection, R.heavy):
+        with pytest.raises(ValueError, match=r"in \(0, 1\]"):
+            factory(bad)
+    with pytest.raises(ValueError, match="8, 4, 2 or 1 bits"):
+        R.rounding(3)
+    with pytest.raises(ValueError, match="multiple of 8"):
+        R.rounding(4, group=12)
