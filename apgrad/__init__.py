@@ -1,6 +1,7 @@
 """apgrad: automatic propagation for JAX, backpropagation with its parts made replaceable."""
 
 from apgrad import testing as testing
+from apgrad import tracing as tracing
 from apgrad.estimators import Estimator as Estimator
 from apgrad.estimators import LearnedBaseline as LearnedBaseline
 from apgrad.estimators import Mixer as Mixer
@@ -28,5 +29,6 @@ from apgrad.propagator import first_order as first_order
 from apgrad.propagator import node as node
 from apgrad.propagator import skip as skip
 from apgrad.tape import Tape as Tape
+from apgrad.tracing import backprop as backprop
 
 __version__ = "0.1.0"
