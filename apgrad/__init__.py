@@ -30,5 +30,6 @@ from apgrad.propagator import node as node
 from apgrad.propagator import skip as skip
 from apgrad.tape import Tape as Tape
 from apgrad.tracing import backprop as backprop
+from apgrad.tracing import trace_gradients as trace_gradients
 
 __version__ = "0.1.0"

@@ -75,11 +75,15 @@ def traced(f: Callable[..., Any], args: Any, kwargs: Any, argnums: int | Sequenc
 
     for leaf in jax.tree.leaves(chosen):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            raise TypeError(f"paths end at floating-point arguments, got dtype {jnp.result_type(leaf)}. Choose others with argnums.")
+            raise TypeError(
+                f"paths end at floating-point arguments, got dtype {jnp.result_type(leaf)}. Choose others with argnums."
+            )
     closed, shape = jax.make_jaxpr(function, return_shape=True)(chosen, rest, kwargs)
     output = jax.tree.leaves(shape)
     if len(output) != 1 or output[0].shape or not jnp.issubdtype(output[0].dtype, jnp.floating):
-        raise TypeError(f"paths begin at a loss, so the function must return one floating-point scalar; it returns {shape}")
+        raise TypeError(
+            f"paths begin at a loss, so the function must return one floating-point scalar; it returns {shape}"
+        )
     leaves, treedef = jax.tree.flatten(chosen)
     others = jax.tree.leaves((rest, kwargs))
     inputs = [jnp.asarray(x) if not isinstance(x, jax.Array) else x for x in (*leaves, *others)]

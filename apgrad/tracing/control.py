@@ -23,6 +23,7 @@ from jax.tree_util import Partial
 from apgrad import jaxprs
 from apgrad.tracing.interpreter import Context, Walked, filled, walk
 from apgrad.tracing.linear import require_linear
+from apgrad.tracing.rules import CONSTANTS
 from apgrad.tracing.sums import zeros
 
 SLOTS = 64
@@ -73,7 +74,7 @@ def scan(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> W
     inside, semiring = jaxprs.nested(eqn), context.semiring
     (jaxpr, consts), (fixed, carried, _) = inside.jaxprs[0], inside.counts
     outer, carry, xs = inputs[:fixed], inputs[fixed : fixed + carried], inputs[fixed + carried :]
-    flags = active_carry(context, (jaxpr, consts), carry, active, fixed, carried, list(inputs))
+    flags = active_carry(jaxpr, active, fixed, carried)
     form: dict[str, Any] = {}
 
     def body(carry, x):
@@ -141,11 +142,11 @@ def scan(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> W
     return Walked(outputs, form["active"], Partial(pull, memory))
 
 
-def active_carry(context, program, carry, active, fixed, carried, inputs):
+def active_carry(jaxpr: Any, active: Any, fixed: int, carried: int) -> tuple[bool, ...]:
     """The active inputs of a loop's body: a carry is active if it begins so, or any step makes it so."""
     flags = list(active)
     while True:
-        made = activity(program[0], flags)[:carried]
+        made = activity(jaxpr, flags)[:carried]
         grown = [a or b for a, b in zip(flags[fixed : fixed + carried], made, strict=True)]
         if grown == flags[fixed : fixed + carried]:
             return tuple(flags)
@@ -154,8 +155,6 @@ def active_carry(context, program, carry, active, fixed, carried, inputs):
 
 def activity(jaxpr: Any, active: Any) -> list[bool]:
     """Which outputs of a program depend on its active inputs; for nested equations, all if any."""
-    from apgrad.tracing.rules import CONSTANTS
-
     live = {v for v, a in zip(jaxpr.invars, active, strict=True) if a}
     for eqn in jaxpr.eqns:
         if eqn.primitive.name not in CONSTANTS and any(not hasattr(v, "val") and v in live for v in eqn.invars):
@@ -169,7 +168,7 @@ def while_loop(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]
     (test, test_consts), (body, body_consts) = inside.jaxprs
     first, fixed, carried = inside.counts
     test_outer, outer, carry = inputs[:first], inputs[first : first + fixed], list(inputs[first + fixed :])
-    flags = active_carry(context, (body, body_consts), carry, active[first:], fixed, carried, inputs)
+    flags = active_carry(body, active[first:], fixed, carried)
 
     def advance(outer, consts, state):
         return jax.core.eval_jaxpr(body, consts, *outer, *state)
@@ -196,9 +195,7 @@ def while_loop(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]
 
         slots, _ = lax.fori_loop(0, count, store, (slots, list(carry)))
         totals = [zeros(semiring, *s) if f else None for s, f in zip(shapes, flags[:fixed], strict=True)]
-        arrived = [
-            m if f else None for m, f in zip(filled(semiring, messages, like), flags[fixed:], strict=True)
-        ]
+        arrived = [m if f else None for m, f in zip(filled(semiring, messages, like), flags[fixed:], strict=True)]
 
         def back(k, state):
             arrived, totals = state
@@ -219,6 +216,29 @@ def while_loop(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]
 
 def custom(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
     """A function with its own derivative rule, as the linear program that the rule is."""
+    program, tangents, chosen, real, outputs = _linearized(eqn, inputs, active)
+    walked = walk(context._replace(enter=None), program, tangents, (True,) * len(tangents))
+    count = len(active)
+
+    def pull(inner, messages):
+        answers: list[Any] = [None] * count
+        for i, m in zip(chosen, inner([m for m, r in zip(messages, real, strict=True) if r]), strict=True):
+            answers[i] = m
+        return answers
+
+    return Walked(outputs, tuple(real), Partial(pull, walked.pull))
+
+
+def rule_program(eqn: Any, inputs: Any, active: Any) -> tuple[Any, list[Any], list[int], list[bool]]:
+    """The linear program of a function with its own rule: from tangents of its active inputs to those of its outputs.
+
+    Returns:
+      The program, its inputs (zeros), the numbers of the active inputs, and which outputs have tangents.
+    """
+    return _linearized(eqn, inputs, active)[:4]
+
+
+def _linearized(eqn, inputs, active):
     chosen, single = [i for i, a in enumerate(active) if a], jaxprs.caller(eqn)
 
     def function(*values):
@@ -239,18 +259,9 @@ def custom(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) ->
     else:
         floats, linear, others = jax.linearize(function, *primals, has_aux=True)
     closed = jax.make_jaxpr(linear)(*tangents)
-    walked = walk(context, (closed.jaxpr, closed.consts), tangents, (True,) * len(tangents))
     found = iter(floats)
     outputs = [next(found) if y is None else y for y in others]
-    real, count = [y is None for y in others], len(active)
-
-    def pull(inner, messages):
-        answers: list[Any] = [None] * count
-        for i, m in zip(chosen, inner([m for m, r in zip(messages, real, strict=True) if r]), strict=True):
-            answers[i] = m
-        return answers
-
-    return Walked(outputs, tuple(real), Partial(pull, walked.pull))
+    return (closed.jaxpr, closed.consts), tangents, chosen, [y is None for y in others], outputs
 
 
 def _inexact(outputs):

@@ -24,13 +24,13 @@ class Context(NamedTuple):
       semiring: of the messages.
       nested: for each kind of nested equation its rule, `(context, eqn, inputs, active) -> Walked`.
       scope: the named scopes around the program that is walked.
-      enter: `(message, scope) -> message`, applied before a message goes through an equation.
+      enter: `(message, scope, primitive) -> message`, applied before a message goes through an equation.
     """
 
     semiring: Semiring
     nested: Mapping[str, Callable[..., "Walked"]]
     scope: str = ""
-    enter: Callable[[Value, str], Value] | None = None
+    enter: Callable[[Value, str, str], Value] | None = None
 
     def at(self, eqn: Any) -> "Context":
         """The context of a program inside the equation."""
@@ -147,9 +147,9 @@ def backward(
             if v in found:
                 found[v] = semiring.settle(found[v])
         arrived = [found.get(v) for v in eqn.outvars]
-        if context.enter is not None and jaxprs.nested(eqn) is None:
-            where = join(context.scope, jaxprs.scope(eqn))
-            arrived = [None if m is None else context.enter(m, where) for m in arrived]
+        if context.enter is not None and (jaxprs.nested(eqn) is None or jaxprs.nested(eqn).kind == "custom"):
+            where, name = join(context.scope, jaxprs.scope(eqn)), eqn.primitive.name
+            arrived = [None if m is None else context.enter(m, where, name) for m in arrived]
         for atom, message in zip(reversed(eqn.invars), reversed(pull(arrived)), strict=True):
             add(atom, message)
     return found

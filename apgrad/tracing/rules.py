@@ -24,7 +24,7 @@ from jax import lax
 from jax.tree_util import Partial
 
 from apgrad.tracing.semirings import Semiring, Value
-from apgrad.tracing.sums import additive, bilinear, contract, dtype_of, plus_by_index, plus_over, zeros
+from apgrad.tracing.sums import contract, dtype_of, plus_by_index, plus_over, zeros
 
 LIMIT = 2**24  # elements of a dense Jacobian
 
@@ -83,7 +83,7 @@ def derivatives(site: Site) -> list[Any]:
 
 
 def elementwise(site: Site) -> Pull:
-    """y = f(x_1, ..., x_n), element by element; an x with one element along an axis goes into all of them."""
+    """Y = f(x_1, ..., x_n), element by element; an x with one element along an axis goes into all of them."""
     semiring, shape = site.semiring, jnp.shape(site.outputs[0])
     shapes = [jnp.shape(x) for x in site.inputs]
     dtypes = [jnp.result_type(x) for x in site.inputs]
@@ -219,7 +219,9 @@ def concatenate(site: Site) -> Pull:
     def pull(messages):
         pieces, start = [], 0
         for size, a in zip(sizes, active, strict=True):
-            piece = _map(functools.partial(lax.slice_in_dim, start_index=start, limit_index=start + size, axis=axis), messages[0])
+            piece = _map(
+                functools.partial(lax.slice_in_dim, start_index=start, limit_index=start + size, axis=axis), messages[0]
+            )
             pieces.append(piece if a else None)
             start += size
         return pieces
@@ -280,7 +282,7 @@ def gather(site: Site) -> Pull:
 
 
 def scatter(site: Site) -> Pull:
-    """scatter and scatter-add (operand, indices, updates)."""
+    """Scatter and scatter-add (operand, indices, updates)."""
     semiring, active, params = site.semiring, site.active, site.params
     shape, updates = jnp.shape(site.inputs[0]), jnp.shape(site.inputs[2])
     size, count = _countable(site, math.prod(shape)), _countable(site, math.prod(updates))
@@ -385,19 +387,9 @@ def dot_general(site: Site) -> Pull:
             arrived = message if side == 1 else _map(lambda x: jnp.swapaxes(x, 1, 2), message)  # (B, J, I)
             # The other's contracted axes come in its order, that of the pairs.
             back = functools.partial(mine.restore, batch=mine.batch)
-            if additive(semiring):
-                einsum = functools.partial(jnp.einsum, precision=precision)
-                free_last = side == 1
-                rule = "bjc,bji->bci" if free_last else "bjc,bji->bic"
-                lifted = semiring.lift(weight.astype(dtype_of(message)))
-                found = bilinear(semiring, lifted, arrived, lambda a, b: einsum(rule, a, b))
-                order = (mine.contracted, mine.free) if free_last else (mine.free, mine.contracted)
-            elif mine.last_is_contracted and weight.shape[2] >= 16:
-                found = _contract_swapped(semiring, weight, arrived)
-                order = (mine.free, mine.contracted)
-            else:
-                found = contract(semiring, weight, arrived)
-                order = (mine.contracted, mine.free)
+            swapped = mine.last_is_contracted and (side == 0 or weight.shape[2] >= 16)
+            found = contract(semiring, weight, arrived, swapped=swapped, precision=precision)
+            order = (mine.free, mine.contracted) if swapped else (mine.contracted, mine.free)
             answers[side] = cast(_map(lambda x: back(x, first=order[0], last=order[1]), found), dtypes[side])
         return answers
 
@@ -422,15 +414,8 @@ class _Factor:
         return jnp.transpose(x.reshape(tuple(self.shape[i] for i in order)), inverse)
 
 
-def _contract_swapped(semiring, weight, message):
-    """`contract`, with the result as (B, I, C): the axis that is contiguous in the factor comes last."""
-    flipped = semiring._replace(lift=lambda m: m, times=lambda a, b: semiring.times(b, a))
-    lifted = semiring.lift(weight.astype(dtype_of(message)))
-    return contract(flipped, message, lifted)
-
-
 def along_axis(site: Site) -> Pull:
-    """cumprod and its kin: the Jacobian along the axis, for each line by itself."""
+    """Cumprod and its kin: the Jacobian along the axis, for each line by itself."""
     semiring, axis, dtype = site.semiring, site.params["axis"], site.inputs[0].dtype
     x = jnp.moveaxis(site.inputs[0], axis, -1)
     lines, length = x.reshape(-1, x.shape[-1]), x.shape[-1]
@@ -471,7 +456,9 @@ def dense(site: Site, quiet: bool = False) -> Pull:
 
     def fill(messages):
         wanted = [m for m, r in zip(messages, real, strict=True) if r]
-        return [zeros(semiring, s, d) if m is None else m for m, s, d in zip(wanted, output_shapes, dtypes, strict=True)]
+        return [
+            zeros(semiring, s, d) if m is None else m for m, s, d in zip(wanted, output_shapes, dtypes, strict=True)
+        ]
 
     output_shapes, dtypes = [jnp.shape(y) for y in outputs], [y.dtype for y in outputs]
     count = len(shapes)
@@ -555,13 +542,92 @@ CONSTANT = {
     "convert_element_type": (1.0,),
     "reduce_precision": (1.0,),
 }
-ELEMENTWISE = """acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt clamp cos cosh digamma div
-    convert_element_type erf erf_inv erfc exp exp2 expm1 igamma igamma_grad_a igammac integer_pow lgamma log log1p logistic
-    max min mul neg nextafter polygamma pow random_gamma reduce_precision refuse_derivative regularized_incomplete_beta rem
-    rsqrt sin sinh sqrt square sub tan tanh abs zero_with_gradient zeta""".split()
+ELEMENTWISE = [
+    "acos",
+    "acosh",
+    "add",
+    "add_any",
+    "asin",
+    "asinh",
+    "atan",
+    "atan2",
+    "atanh",
+    "bessel_i0e",
+    "bessel_i1e",
+    "cbrt",
+    "clamp",
+    "cos",
+    "cosh",
+    "digamma",
+    "div",
+    "convert_element_type",
+    "erf",
+    "erf_inv",
+    "erfc",
+    "exp",
+    "exp2",
+    "expm1",
+    "igamma",
+    "igamma_grad_a",
+    "igammac",
+    "integer_pow",
+    "lgamma",
+    "log",
+    "log1p",
+    "logistic",
+    "max",
+    "min",
+    "mul",
+    "neg",
+    "nextafter",
+    "polygamma",
+    "pow",
+    "random_gamma",
+    "reduce_precision",
+    "refuse_derivative",
+    "regularized_incomplete_beta",
+    "rem",
+    "rsqrt",
+    "sin",
+    "sinh",
+    "sqrt",
+    "square",
+    "sub",
+    "tan",
+    "tanh",
+    "abs",
+    "zero_with_gradient",
+    "zeta",
+]
 IDENTITIES = ("copy", "copy_p", "optimization_barrier", "sharding_constraint", "layout_constraint", "pvary", "name")
-CONSTANTS = """sign floor ceil round is_finite eq ne lt le gt ge argmax argmin iota stop_gradient random_bits shift_left
-    shift_right_logical shift_right_arithmetic and or not xor population_count clz bitcast_convert_type""".split()
+CONSTANTS = [
+    "sign",
+    "floor",
+    "ceil",
+    "round",
+    "is_finite",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+    "argmax",
+    "argmin",
+    "iota",
+    "stop_gradient",
+    "random_bits",
+    "shift_left",
+    "shift_right_logical",
+    "shift_right_arithmetic",
+    "and",
+    "or",
+    "not",
+    "xor",
+    "population_count",
+    "clz",
+    "bitcast_convert_type",
+]
 """Primitives whose outputs do not depend on their inputs, as far as derivatives go: no edges."""
 
 RULES: dict[str, Rule] = {

@@ -251,7 +251,6 @@ def _add(a, b):
 
 
 def _log(x, floor=-jnp.inf):
-    """log x, with `floor` for log 0."""
+    """Log x, with `floor` for log 0."""
     positive = x != 0
     return jnp.where(positive, jnp.log(jnp.where(positive, x, jnp.ones_like(x))), jnp.full_like(x, floor))
-

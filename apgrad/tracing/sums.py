@@ -88,13 +88,17 @@ def plus_by_index(semiring: Semiring, value: Value, index: jax.Array, size: int)
     return tuple(r.at[target].set(x, mode="drop") for r, x in zip(result, value, strict=True))
 
 
-def contract(semiring: Semiring, weight: jax.Array, message: Value) -> Value:
+def contract(
+    semiring: Semiring, weight: jax.Array, message: Value, swapped: bool = False, precision: Any = None
+) -> Value:
     """The matrix product with the semiring's plus and times: over j, of weight[b, j, :, None] * message[b, j, None, :].
 
     Args:
       semiring: any.
       weight: (B, J, C), derivatives.
       message: components (B, J, I).
+      swapped: return (B, I, C).
+      precision: of the products, where plus is addition.
 
     Returns:
       Components (B, C, I). The largest array made is of the result's size: products are taken `CHUNK` at a time and
@@ -103,9 +107,11 @@ def contract(semiring: Semiring, weight: jax.Array, message: Value) -> Value:
     lifted = semiring.lift(weight.astype(dtype_of(message)))
     (batch, count, rows), columns = weight.shape, message[0].shape[2]
     if additive(semiring):
-        return bilinear(semiring, lifted, message, lambda a, b: jnp.einsum("bjc,bji->bci", a, b))
-    if 0 in (batch, count, rows, columns):
-        return zeros(semiring, (batch, rows, columns), dtype_of(message))
+        rule = "bjc,bji->bic" if swapped else "bjc,bji->bci"
+        return bilinear(semiring, lifted, message, lambda a, b: jnp.einsum(rule, a, b, precision=precision))
+    size = (columns, rows) if swapped else (rows, columns)
+    if 0 in (batch, count, *size):
+        return zeros(semiring, (batch, *size), dtype_of(message))
     # A result too small to work on in one go is made in parts, each from its own piece of the axis j.
     chunk = min(CHUNK if semiring.kind == "max" else OTHER, count)
     parts = min(SMALL // (batch * rows * columns) + 1, -(-count // chunk))
@@ -123,20 +129,26 @@ def contract(semiring: Semiring, weight: jax.Array, message: Value) -> Value:
     plus = _select_greater if semiring.kind == "max" else semiring.plus
     steps = tuple(split(x) for x in lifted), tuple(split(x) for x in message)
 
+    def rise(x):
+        return x[..., None, :] if swapped else x[..., :, None]
+
+    def run(x):
+        return x[..., :, None] if swapped else x[..., None, :]
+
     def add(total, step):
         left, right = step
         for i in range(chunk):
-            product = semiring.times(tuple(x[i][..., :, None] for x in left), tuple(x[i][..., None, :] for x in right))
-            total = plus(total, product)
+            total = plus(total, semiring.times(tuple(rise(x[i]) for x in left), tuple(run(x[i]) for x in right)))
         return total, None
 
-    total = zeros(semiring, (batch, parts, rows, columns), dtype_of(message))
+    total = zeros(semiring, (batch, parts, *size), dtype_of(message))
     if length == chunk:
         total, _ = add(total, jax.tree.map(lambda x: x[0], steps))
     else:
         total, _ = jax.lax.scan(add, total, steps)
     total = plus_over(semiring, total, (1,))
-    return _poison(semiring, total, lifted, message) if semiring.kind == "max" else total
+    first, second = (message, lifted) if swapped else (lifted, message)
+    return _poison(semiring, total, first, second) if semiring.kind == "max" else total
 
 
 def bilinear(semiring: Semiring, lifted: Value, message: Value, product: Any) -> Value:
@@ -166,10 +178,10 @@ def _select_greater(a, b):
     return (jnp.where(b[0] > a[0], b[0], a[0]),)
 
 
-def _poison(semiring, total, lifted, message):
+def _poison(semiring, total, first, second):
     """NaN where a factor is not a number, or may have made one (0 times infinity)."""
     limit = jnp.isnan if semiring.zero[0] == -jnp.inf else lambda x: ~jnp.isfinite(x)
-    bad = jnp.any(limit(lifted[0]), axis=1)[:, :, None] | jnp.any(limit(message[0]), axis=1)[:, None, :]
+    bad = jnp.any(limit(first[0]), axis=1)[:, :, None] | jnp.any(limit(second[0]), axis=1)[:, None, :]
     return (jnp.where(bad, jnp.full_like(total[0], jnp.nan), total[0]),)
 
 

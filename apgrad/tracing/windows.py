@@ -92,7 +92,9 @@ def _convolve(x, kernel, *, params, shape):
     spec, groups = params["dimension_numbers"], params["feature_group_count"]
     x, kernel = jnp.transpose(x, spec.lhs_spec), jnp.transpose(kernel, spec.rhs_spec)
     out = tuple(shape[d] for d in spec.out_spec)
-    padding = [(lo, hi, dilation - 1) for (lo, hi), dilation in zip(params["padding"], params["lhs_dilation"], strict=True)]
+    padding = [
+        (lo, hi, dilation - 1) for (lo, hi), dilation in zip(params["padding"], params["lhs_dilation"], strict=True)
+    ]
     x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *padding])
     x = x.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
     kernel = kernel.reshape(groups, kernel.shape[0] // groups, *kernel.shape[1:])
