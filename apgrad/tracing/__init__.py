@@ -1,4 +1,4 @@
-"""Gradient tracing: which path taught this weight?"""
+"""Gradient tracing: which path taught this weight."""
 
 from apgrad.tracing.backpropagation import backprop as backprop
 from apgrad.tracing.influence import Influence as Influence

@@ -7,9 +7,9 @@ Each is walked inside. What a rule remembers:
   xs not again;
 * `while`, a number of its states that does not depend on how often it goes round, `SLOTS`, evenly spaced: those between
   are computed again. (`jax.grad` refuses `while`.)
-* a function with its own rule, what the rule does. A `custom_jvp` is walked as the tangent program of its rule, which is
-  linear; a `custom_vjp` as the transposed program of its backward pass, if that is linear: else its messages are no
-  sums over edges, and there is nothing to trace.
+* a function with its own rule, what the rule does. A `custom_jvp` is walked as the tangent program of its rule,
+  which is linear; a `custom_vjp` as the transposed program of its backward pass, if that is linear: else its messages
+  are no sums over edges, and there is nothing to trace.
 """
 
 import functools
@@ -171,10 +171,10 @@ def while_loop(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]
     flags = active_carry(body, active[first:], fixed, carried)
 
     def advance(outer, consts, state):
-        return jax.core.eval_jaxpr(body, consts, *outer, *state)
+        return evaluate((body, consts), [*outer, *state])
 
     def go_on(state):
-        return jax.core.eval_jaxpr(test, test_consts, *test_outer, *state[1])[0]
+        return evaluate((test, test_consts), [*test_outer, *state[1]])[0]
 
     count, final = lax.while_loop(go_on, lambda s: (s[0] + 1, advance(outer, body_consts, s[1])), (jnp.int32(0), carry))
     shapes = [(jnp.shape(x), jnp.result_type(x)) for x in outer]
@@ -262,6 +262,11 @@ def _linearized(eqn, inputs, active):
     found = iter(floats)
     outputs = [next(found) if y is None else y for y in others]
     return (closed.jaxpr, closed.consts), tangents, chosen, [y is None for y in others], outputs
+
+
+def evaluate(program: Any, inputs: Any) -> list[Any]:
+    """Runs a program."""
+    return jaxprs.evaluate(program, inputs, lambda eqn, values: jaxprs.caller(eqn)(*values))
 
 
 def _inexact(outputs):

@@ -12,8 +12,9 @@ from jax.extend.core import Literal
 from jax.tree_util import Partial
 
 from apgrad import jaxprs
-from apgrad.tracing.rules import CONSTANTS, RULES, Pull, Site, dense
+from apgrad.tracing.rules import CONSTANTS, RULES, dense
 from apgrad.tracing.semirings import Semiring, Value
+from apgrad.tracing.site import Pull, Site
 from apgrad.tracing.sums import zeros
 
 
@@ -75,7 +76,7 @@ class Frame(NamedTuple):
 
 def walk(context: Context, program: Any, inputs: Sequence[Any], active: Sequence[bool]) -> Walked:
     """A program `(jaxpr, consts)` as one step: its outputs, and a pull through all of it."""
-    jaxpr, consts = program
+    jaxpr = program[0]
     frame = forward(context, program, inputs, active)
     invars, flags = jaxpr.invars, tuple(active)
 

@@ -19,38 +19,10 @@ from apgrad import jaxprs
 # Zero if any operand is, if the first is, or if all of them are (of select_n all but the first).
 _ANY = {"mul", "dot_general", "conv_general_dilated"}
 _FIRST = {"div", "gather", "dynamic_slice", "integer_pow"}
-_ALL = set(
-    [
-        "add",
-        "add_any",
-        "sub",
-        "neg",
-        "reshape",
-        "transpose",
-        "squeeze",
-        "expand_dims",
-        "broadcast_in_dim",
-        "reduce_sum",
-        "convert_element_type",
-        "slice",
-        "pad",
-        "concatenate",
-        "split",
-        "rev",
-        "copy",
-        "copy_p",
-        "cumsum",
-        "reduce_window_sum",
-        "optimization_barrier",
-        "sharding_constraint",
-        "reduce_precision",
-        "dynamic_update_slice",
-        "scatter",
-        "scatter-add",
-        "scatter-sub",
-        "select_n",
-        "name",
-    ]
+_ALL = frozenset(
+    """add add_any sub neg reshape transpose squeeze expand_dims broadcast_in_dim reduce_sum convert_element_type slice
+    pad concatenate split rev copy copy_p cumsum reduce_window_sum optimization_barrier sharding_constraint
+    reduce_precision dynamic_update_slice scatter scatter-add scatter-sub select_n name""".split()  # noqa: SIM905
 )
 _INDEXED = {"dynamic_update_slice": (0, 1), "scatter": (0, 2), "scatter-add": (0, 2), "scatter-sub": (0, 2)}
 

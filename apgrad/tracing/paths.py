@@ -1,8 +1,8 @@
 """Reading one path: from an element of a parameter, edge by edge, to the loss.
 
-No pointers are stored (Algorithm 1 of the seed stores one for each element of each array). A program is walked once more
-with the messages of all its variables kept, and a path decides at each variable anew which contribution to its element
-was the greatest: among the equations that use it the one that sent most, and inside that, by the column of its Jacobian
+No pointers are stored (Algorithm 1 of the seed stores one for each element of each array). A program is walked once
+more with the messages of all its variables kept, and a path decides at each variable anew which contribution to its
+element was the greatest: among the equations that use it the one that sent most, and inside that, by the column of its Jacobian
 for this one element (a `jax.jvp` with a one-hot tangent), the output element. Inside loops only the steps that the path
 goes through are walked so.
 
@@ -234,7 +234,7 @@ class Reader:
             tested, (fixed, carried, _) = [], inside.counts
         active = control.active_carry(program[0], active, fixed, carried)
         outer, carry, xs = inputs[:fixed], list(inputs[fixed : fixed + carried]), inputs[fixed + carried :]
-        run = jax.jit(lambda *values: jax.core.eval_jaxpr(program[0], program[1], *values))
+        run = jax.jit(lambda *values: control.evaluate(program, values))
         slices, stages = [], []
         if inside.kind == "scan":
             slices = list(range(inside.length))[:: -1 if inside.reverse else 1]
@@ -243,7 +243,7 @@ class Reader:
                 carry = run(*stages[-1])[:carried]
         else:
             test, test_consts = inside.jaxprs[0]
-            go_on = jax.jit(lambda *state: jax.core.eval_jaxpr(test, test_consts, *tested, *state)[0])
+            go_on = jax.jit(lambda *state: control.evaluate((test, test_consts), [*tested, *state])[0])
             while bool(go_on(*carry)):
                 slices.append(len(stages))
                 stages.append([*outer, *carry])

@@ -152,7 +152,7 @@ def contract(
 
 
 def bilinear(semiring: Semiring, lifted: Value, message: Value, product: Any) -> Value:
-    """`semiring.times` with another product of arrays (a matrix product, a convolution) in the place of the elementwise one.
+    """`semiring.times` with another product of arrays, of matrices or a convolution, for the elementwise one.
 
     Where times is bilinear, times(a, b) = sum over i, j of c_kij a_i b_j: its constants c are what it makes of unit
     vectors.
