@@ -114,6 +114,7 @@ def contract(
         return zeros(semiring, (batch, *size), dtype_of(message))
     # A result too small to work on in one go is made in parts, each from its own piece of the axis j.
     chunk = min(CHUNK if semiring.kind == "max" else OTHER, count)
+    chunk = next((n for n in range(chunk, 2 * chunk) if count % n == 0), chunk)  # a divisor needs no padding
     parts = min(SMALL // (batch * rows * columns) + 1, -(-count // chunk))
     length = -(-count // (parts * chunk)) * chunk
     fill = parts * length - count

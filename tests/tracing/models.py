@@ -56,7 +56,7 @@ class BatchNorm(nn.Module):
 
 def classifier(module, x):
     labels = jnp.arange(x.shape[0]) % 3
-    variables = module.init(KEY, x)
+    variables = jax.jit(module.init)(KEY, x)
     params = jax.tree.map(lambda p: p + 0.1 * jax.random.normal(KEY, p.shape), variables["params"])
     state = {name: value for name, value in variables.items() if name != "params"}
 

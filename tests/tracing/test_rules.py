@@ -11,7 +11,7 @@ from apgrad import jaxprs
 from apgrad.tracing import rules, sums
 from apgrad.tracing.backpropagation import NESTED
 from apgrad.tracing.interpreter import Context, step
-from apgrad.tracing.paths import greedy, viterbi
+from apgrad.tracing.paths import greedy
 from apgrad.tracing.site import Site
 
 RNG = np.random.default_rng(0)
