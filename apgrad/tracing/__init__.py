@@ -1,6 +1,10 @@
 """Gradient tracing: which path taught this weight."""
 
 from apgrad.tracing.backpropagation import backprop as backprop
+from apgrad.tracing.drawing import draw as draw
+from apgrad.tracing.drawing import graphviz as graphviz
+from apgrad.tracing.drawing import heat_map as heat_map
+from apgrad.tracing.drawing import influence_over_steps as influence_over_steps
 from apgrad.tracing.influence import Influence as Influence
 from apgrad.tracing.influence import every as every
 from apgrad.tracing.influence import influence as influence

@@ -54,7 +54,8 @@ def window(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) ->
 
 
 def _in_parts(context: Context, function: Callable[..., Any], inputs: Any, active: tuple[bool, ...]) -> Partial:
-    quiet = context._replace(enter=None)
+    # The parts are no vertices: between them nothing is settled, and no component entered.
+    quiet = context._replace(enter=None, semiring=context.semiring._replace(settle=lambda message: message))
 
     def pull(inputs, messages):
         closed = jax.make_jaxpr(function)(*inputs)

@@ -39,7 +39,7 @@ def algorithm_1(loss, x):
                 (y,) = call(*given)
                 out = vertices(y.size)
                 for i, starts in enumerate(given_nodes):
-                    if starts is not None and jnp.issubdtype(y.dtype, jnp.floating):
+                    if starts is not None and all(jnp.issubdtype(a.dtype, jnp.floating) for a in (y, given[i])):
                         at = lambda a, i=i: call(*(a if j == i else b for j, b in enumerate(given)))[0]
                         jacobian = np.asarray(jax.jacfwd(at)(given[i])).reshape(y.size, -1)
                         for u, v in np.argwhere(jacobian):
