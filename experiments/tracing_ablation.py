@@ -1,14 +1,15 @@
-"""Does influence say what a component is worth? (DuSell, "Gradient tracing", section 1.3.)
+"""Whether influence says what a component is worth (DuSell, "Gradient tracing", section 1.3).
 
-An RNN, an LSTM and a GRU read the same text side by side, and the average of their states predicts the next letter. While
-they are trained, the paths by which the gradient reaches the shared embedding are traced: a component's influence is
-the share of the embedding's elements whose path runs through it, averaged over training. Then components are removed:
+An RNN, an LSTM and a GRU read the same text side by side, and the average of their states predicts the next letter.
+While they are trained, the paths by which the gradient reaches the shared embedding are traced: a component's
+influence is the share of the embedding's elements whose path runs through it, averaged over training. Then components are removed:
 
 * from the trained network, each by itself, and all in the order of influence, the most influential first;
 * from the beginning, training the network without it.
 
-If influence is worth, the loss rises most without the most influential. Reported is the rank correlation (Spearman,
-over the three components, the mean over seeds) of influence with the rise of the held-out loss, with its standard error.
+If influence is worth, the loss rises most without the most influential. Reported is the rank
+correlation (Spearman, over the three components, the mean over seeds) of influence with the rise of the held-out loss,
+with its standard error.
 
     python -m experiments.tracing_ablation
     python -m experiments.tracing_ablation --preset paper
@@ -17,6 +18,7 @@ The text is made here: sentences of a small grammar whose verbs agree with a sub
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -99,12 +101,10 @@ def cells(config: Config) -> list[harness.Cell]:
     return [{"network": i} for i in range(config.seeds)]
 
 
-def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """Trains and traces a network, then takes it apart."""
-    network, everything = Network(config.width), jnp.ones(3)
-    train_text, test_text = jnp.asarray(text(20_000, seed)), jnp.asarray(text(6_000, seed + 1))
-    key = jax.random.key(seed)
-    params = jax.jit(network.init)(key, jnp.zeros((1, 2), jnp.int32), everything)
+@functools.cache
+def programs(config: Config) -> tuple[Any, Any, Any, Any]:
+    """Compiled once for all networks: `init(key)`, `train(key, params, letters)`, `retrain(...)` and `test(...)`."""
+    network, everything, without = Network(config.width), jnp.ones(3), 1.0 - jnp.eye(3)
     optimizer = optax.adam(1e-2)
 
     def loss(params, letters, mask):
@@ -119,13 +119,13 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         rows = jnp.array([greedy.components.index(f"Network/{name}") for name in COMPONENTS])
         return jnp.stack([greedy.share[rows, column], viterbi.share[rows, column], viterbi.gradient[rows, column]])
 
-    def train(params, mask, traced):
-        watch = ap.tracing.every(config.every, look)
+    watch = ap.tracing.every(config.every, look)
 
+    def train(key, params, text, mask, traced):
         def step(carry, i):
             params, state = carry
-            starts = jax.random.randint(jax.random.fold_in(key, i), (config.batch, 1), 0, 20_000 - config.length - 1)
-            letters = train_text[starts + jnp.arange(config.length + 1)]
+            starts = jax.random.randint(jax.random.fold_in(key, i), (config.batch, 1), 0, len(text) - config.length - 1)
+            letters = text[starts + jnp.arange(config.length + 1)]
             seen = watch(i, params, letters) if traced else jnp.zeros(())
             updates, state = optimizer.update(jax.grad(loss)(params, letters, mask), state)
             return (optax.apply_updates(params, updates), state), seen
@@ -133,25 +133,40 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         (params, _), seen = jax.lax.scan(step, (params, optimizer.init(params)), jnp.arange(config.steps))
         return params, seen
 
-    held_out = test_text[: len(test_text) // (config.length + 1) * (config.length + 1)].reshape(-1, config.length + 1)
-    test = jax.jit(lambda params, mask: loss(params, held_out, mask))
-    trained, seen = jax.jit(lambda p: train(p, everything, True))(params)
-    without = 1.0 - jnp.eye(3)
-    retrained = jax.jit(jax.vmap(lambda mask: test(train(params, mask, False)[0], mask)))(without)
-    influence = np.nanmean(np.asarray(seen), axis=0)
+    return (
+        jax.jit(lambda key: network.init(key, jnp.zeros((1, 2), jnp.int32), everything)),
+        jax.jit(lambda key, params, text: train(key, params, text, everything, True)),
+        jax.jit(lambda key, params, text: jax.vmap(lambda m: train(key, params, text, m, False)[0])(without)),
+        jax.jit(jax.vmap(loss, in_axes=(None, None, 0))),
+    )
+
+
+def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
+    """Trains and traces a network, then takes it apart."""
+    init, train, retrain, test = programs(dataclasses.replace(config, out=None))
+    train_text, held_out = jnp.asarray(text(20_000, seed)), jnp.asarray(text(6_300, seed + 1))
+    held_out = held_out[: len(held_out) // (config.length + 1) * (config.length + 1)].reshape(-1, config.length + 1)
+    key = jax.random.key(seed)
+    params = init(key)
+    trained, seen = train(key, params, train_text)
+    seen = np.asarray(seen)[:: config.every]
+    influence = seen.mean(axis=0)
     order = np.argsort(-influence[1], kind="stable")
-    removed = [float(test(trained, everything))]
-    for count in (1, 2):
-        removed.append(float(test(trained, everything.at[order[:count]].set(0.0))))
-    opposite = [float(test(trained, everything.at[order[::-1][:count]].set(0.0))) for count in (1, 2)]
+    masks = np.ones((8, 3), np.float32)  # all; without each; without one and two, in order and in opposite order
+    masks[1:4] -= np.eye(3)
+    for row, gone in zip(masks[4:], (order[:1], order[:2], order[::-1][:1], order[::-1][:2]), strict=True):
+        row[gone] = 0
+    losses = np.asarray(test(trained, held_out, masks)).tolist()
+    others = retrain(key, params, train_text)
+    pick = lambda i: jax.tree.map(lambda x: x[i], others)
     return {
         "influence": influence.tolist(),
-        "during": np.asarray(seen)[:: config.every].tolist(),
-        "loss": removed[0],
-        "ablated": [float(test(trained, mask)) for mask in without],
-        "retrained": np.asarray(retrained).tolist(),
-        "in_order": removed,
-        "in_opposite_order": [removed[0], *opposite],
+        "during": seen.tolist(),
+        "loss": losses[0],
+        "ablated": losses[1:4],
+        "retrained": [float(test(pick(i), held_out, masks)[1 + i]) for i in range(3)],
+        "in_order": [losses[0], *losses[4:6]],
+        "in_opposite_order": [losses[0], *losses[6:8]],
     }
 
 
@@ -202,7 +217,7 @@ def _picture(config, results, figures):
     for c, (name, colour) in enumerate(zip(COMPONENTS, colours, strict=True)):
         for k, style in ((0, ":"), (1, "-")):
             label = f"{name}, {MEASURES[k]}"
-            during.plot(steps, np.nanmean(seen[:, :, k, c], axis=0), style, color=colour, label=label)
+            during.plot(steps, seen[:, :, k, c].mean(axis=0), style, color=colour, label=label)
         influence = [r["influence"][1][c] for r in results]
         rises.plot(influence, [r["ablated"][c] - r["loss"] for r in results], "o", color=colour, label=name)
         rises.plot(influence, [r["retrained"][c] - r["loss"] for r in results], "x", color=colour)
@@ -224,7 +239,7 @@ def _picture(config, results, figures):
 EXPERIMENT = harness.Experiment(
     name="tracing_ablation",
     description="Influence of an RNN, an LSTM and a GRU side by side, and what their removal costs.",
-    presets={"quick": Config(), "paper": Config(seeds=20, steps=400, width=24)},
+    presets={"quick": Config(), "paper": Config(seeds=12, steps=400, width=16)},
     cells=cells,
     measure=measure,
     report=report,

@@ -3,9 +3,9 @@
 Three families, each timed for jitted `jax.grad` and every semiring:
 
 * layers: feed-forward networks with tanh, 10 inputs, 20 units a layer, 15 outputs (Fig. 1.2);
-* diamonds: random networks. A layer becomes, with probability .95, a diamond: two layers that read the same input and whose
-  outputs are joined; each may become one again, with half the probability. 10 to 500 units a layer, 10 inputs and
-  outputs (Fig. 1.3);
+* diamonds: random networks. A layer becomes, with probability .95, a diamond: two layers that read the same input
+  and whose outputs are joined; each may become one again, with half the probability. 10 to 500 units a layer, 10
+  inputs and outputs (Fig. 1.3);
 * batch: three layers of 500 on more and more examples, up to 1e9 scalar edges.
 
     python -m experiments.tracing_scaling
@@ -16,6 +16,7 @@ squares in relative errors; shown are its slope and the exponent of a power law 
 """
 
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -116,7 +117,7 @@ def problem(cell: harness.Cell, seed: int) -> tuple[Any, Any]:
         x, y = normal(1, 10), normal(1, 10)
         return lambda p: jnp.mean((jnp.tanh(apply(p[0], x) @ p[1]["w"] + p[1]["b"]) - y) ** 2), params
     widths = (10, *(20,) * (n - 1), 15) if cell["family"] == "layers" else (500,) * 4
-    params = [dense(rng, a, b) for a, b in zip(widths, widths[1:], strict=False)]
+    params = [dense(rng, a, b) for a, b in itertools.pairwise(widths)]
     rows = n if cell["family"] == "batch" else 1
     x, y = normal(rows, widths[0]), normal(rows, widths[-1])
 

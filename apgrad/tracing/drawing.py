@@ -4,6 +4,7 @@
 """
 
 import html
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -123,7 +124,7 @@ def graphviz(trace: Trace, count: int = 3, kind: Kind = "viterbi") -> str:
     made = graph(trace)
     colours = {}
     for i, (_, nodes) in enumerate(heavy(trace, made, count, kind)):
-        for pair in zip(nodes, nodes[1:], strict=False):
+        for pair in itertools.pairwise(nodes):
             colours.setdefault(pair, []).append(COLOURS[i % len(COLOURS)])
     lines = [
         "digraph trace {",

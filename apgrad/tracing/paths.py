@@ -2,9 +2,9 @@
 
 No pointers are stored (Algorithm 1 of the seed stores one for each element of each array). A program is walked once
 more with the messages of all its variables kept, and a path decides at each variable anew which contribution to its
-element was the greatest: among the equations that use it the one that sent most, and inside that, by the column of its Jacobian
-for this one element (a `jax.jvp` with a one-hot tangent), the output element. Inside loops only the steps that the path
-goes through are walked so.
+element was the greatest: among the equations that use it the one that sent most, and inside that, by the column of its
+Jacobian for this one element (a `jax.jvp` with a one-hot tangent), the output element. Inside loops only the steps that
+the path goes through are walked so.
 
 Where two contributions are equal, the first is taken: of equations in the order of the program, then of inputs, steps,
 and elements in row-major order.
