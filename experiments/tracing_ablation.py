@@ -2,7 +2,8 @@
 
 An RNN, an LSTM and a GRU read the same text side by side, and the average of their states predicts the next letter.
 While they are trained, the paths by which the gradient reaches the shared embedding are traced: a component's
-influence is the share of the embedding's elements whose path runs through it, averaged over training. Then components are removed:
+influence is the share of the embedding's elements whose path runs through it, averaged over training. Then components
+are removed:
 
 * from the trained network, each by itself, and all in the order of influence, the most influential first;
 * from the beginning, training the network without it.
