@@ -1,6 +1,5 @@
 """Backpropagation of any JAX function in any semiring."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -45,7 +44,6 @@ def backprop(f: Callable[..., Any], semiring: Semiring, argnums: int | Sequence[
     """
     f = original(f)
 
-    @functools.wraps(f)
     def backpropagated(*args, **kwargs):
         program, inputs, treedef, active = traced(f, args, kwargs, argnums)
         context = Context(semiring, NESTED)
@@ -104,5 +102,10 @@ def values(context: Context, walked: Any, inputs: Sequence[Any], active: Sequenc
 
 
 def original(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a randomized function, the function that it randomizes; of any other, itself."""
-    return f
+    """Of a randomized function the one that it randomizes, still called with a key; of any other, itself.
+
+    A function says what it randomizes by an attribute `original`. Its own backward pass is an estimate, with other edges
+    at each key.
+    """
+    inner = getattr(f, "original", None)
+    return f if inner is None else lambda key, *args, **kwargs: inner(*args, **kwargs)

@@ -140,6 +140,14 @@ def test_arguments():
     assert ap.backprop(lambda x, y: jnp.sum(y), ap.tracing.max_product())(jnp.ones(2), jnp.ones(1)).tolist() == [0, 0]
 
 
+def test_of_a_randomized_function_the_original_is_traced():
+    def randomized(key, x):
+        raise AssertionError("traced")
+
+    randomized.original = lambda x: jnp.sum(x**2)
+    assert ap.backprop(randomized, ap.tracing.max_product(), 1)(KEY, jnp.ones(2)).tolist() == [2, 2]
+
+
 def test_errors():
     s = ap.tracing.max_product()
     with pytest.raises(TypeError, match="one floating-point scalar"):
