@@ -104,8 +104,8 @@ def values(context: Context, walked: Any, inputs: Sequence[Any], active: Sequenc
 def original(f: Callable[..., Any]) -> Callable[..., Any]:
     """Of a randomized function the one that it randomizes, still called with a key; of any other, itself.
 
-    A function says what it randomizes by an attribute `original`. Its own backward pass is an estimate, with other edges
-    at each key.
+    A function says what it randomizes by an attribute `original`. Its own backward pass is an estimate, with other
+    edges at each key.
     """
     inner = getattr(f, "original", None)
     return f if inner is None else lambda key, *args, **kwargs: inner(*args, **kwargs)

@@ -93,6 +93,27 @@ def _cumsum(site):
     return transposed
 
 
+def _tile(site):
+    shape, reps = jnp.shape(site.inputs[0]), site.params["reps"]
+    full = (1,) * (len(reps) - len(shape)) + shape
+    pairs = [n for pair in zip(reps, full, strict=True) for n in pair]
+    axes = tuple(range(0, len(pairs), 2))
+    return lambda semiring, m: each(
+        lambda x: x.reshape(shape), plus_over(semiring, each(lambda x: x.reshape(pairs), m), axes)
+    )
+
+
+def stack(site: Site) -> Pull:
+    """Each operand gets its slice."""
+    active, axis = site.active, site.params["axis"]
+
+    def pull(messages):
+        cut = lambda i: each(functools.partial(lax.index_in_dim, index=i, axis=axis, keepdims=False), messages[0])
+        return [cut(i) if a else None for i, a in enumerate(active)]
+
+    return Partial(pull)
+
+
 def identity(site: Site) -> Pull:
     """Outputs are the inputs."""
     active = site.active
@@ -140,13 +161,14 @@ def concatenate(site: Site) -> Pull:
 
 
 def split(site: Site) -> Pull:
-    """The pieces' messages, joined."""
+    """The pieces' messages, joined; of split and unstack."""
     semiring, axis = site.semiring, site.params["axis"]
     shapes, dtype = [jnp.shape(y) for y in site.outputs], site.outputs[0].dtype
+    join = jnp.stack if site.name == "unstack" else jnp.concatenate
 
     def pull(messages):
         full = [m if m is not None else zeros(semiring, s, dtype) for m, s in zip(messages, shapes, strict=True)]
-        return [tuple(jnp.concatenate(parts, axis) for parts in zip(*full, strict=True))]
+        return [tuple(join(parts, axis) for parts in zip(*full, strict=True))]
 
     return Partial(pull)
 
@@ -273,14 +295,25 @@ RULES: dict[str, Rule] = {
     "select_n": choice,
     "pad": pad,
     "concatenate": concatenate,
-    "split": split,
+    **dict.fromkeys(("split", "unstack"), split),
+    "stack": stack,
+    "tile": move(_tile),
     "dynamic_slice": dynamic_slice,
     "dynamic_update_slice": dynamic_update_slice,
     "gather": gather,
     "sort": sort,
     "top_k": top_k,
     **dict.fromkeys(
-        ("copy", "copy_p", "optimization_barrier", "sharding_constraint", "layout_constraint", "pvary", "name"),
+        (
+            "copy",
+            "copy_p",
+            "optimization_barrier",
+            "sharding_constraint",
+            "layout_constraint",
+            "pvary",
+            "name",
+            "device_put",
+        ),
         identity,
     ),
 }

@@ -70,6 +70,8 @@ CASES = {
     "pad": (lambda x, v: lax.pad(x, v, ((1, 2, 1), (-1, 0, 0))), (r(3, 4), r())),
     "concatenate": (lambda a, b: lax.concatenate([a, b, a], 1), (r(2, 3), r(2, 1))),
     "split": (lambda x: lax.split(x, (1, 3), 0), (r(4, 2),)),
+    "unstack": (lambda x: jnp.stack(jnp.unstack(x, axis=1)[:2], axis=1), (r(2, 3),)),
+    "tile": (lambda x: jnp.tile(x, (2, 3)), (r(2, 2),)),
     "dynamic_slice": (lambda x: lax.dynamic_slice(x, (jnp.int32(1), jnp.int32(9)), (2, 2)), (r(4, 3),)),
     "dynamic_update_slice": (
         lambda x, u: lax.dynamic_update_slice(x, u, (jnp.int32(1), jnp.int32(1))),
