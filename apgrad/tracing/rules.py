@@ -145,9 +145,10 @@ CONSTANT = {
     "reduce_precision": (1.0,),
 }
 ELEMENTWISE = """acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt clamp cos cosh digamma
-    div convert_element_type erf erf_inv erfc exp exp2 expm1 igamma igamma_grad_a igammac integer_pow lgamma log log1p log2
-    logistic max min mul neg nextafter one_minus_square polygamma pow random_gamma reduce_precision refuse_derivative
-    regularized_incomplete_beta rem rsqrt sin sinh sqrt square sub tan tanh abs zero_with_gradient zeta"""
+    div convert_element_type erf erf_inv erfc exp exp2 expm1 igamma igamma_grad_a igammac integer_pow lgamma log log1p
+    log2 logistic max min mul neg nextafter one_minus_square polygamma pow random_gamma reduce_precision
+    refuse_derivative regularized_incomplete_beta rem rsqrt sin sinh sqrt square sub tan tanh abs zero_with_gradient
+    zeta"""
 CONSTANTS = frozenset(
     """sign floor ceil round is_finite eq ne lt le gt ge argmax argmin iota stop_gradient random_bits shift_left
     shift_right_logical shift_right_arithmetic and or not xor population_count clz bitcast_convert_type""".split()  # noqa: SIM905
