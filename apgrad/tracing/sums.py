@@ -104,11 +104,11 @@ def contract(
       Components (B, C, I). The largest array made is of the result's size: products are taken `CHUNK` at a time and
       added up in place.
     """
-    lifted = semiring.lift(weight.astype(dtype_of(message)))
+    weight = weight.astype(dtype_of(message))
     (batch, count, rows), columns = weight.shape, message[0].shape[2]
     if additive(semiring):
         rule = "bjc,bji->bic" if swapped else "bjc,bji->bci"
-        return bilinear(semiring, lifted, message, lambda a, b: jnp.einsum(rule, a, b, precision=precision))
+        return bilinear(semiring, semiring.lift(weight), message, lambda a, b: jnp.einsum(rule, a, b, precision=precision))
     size = (columns, rows) if swapped else (rows, columns)
     if 0 in (batch, count, *size):
         return zeros(semiring, (batch, *size), dtype_of(message))
@@ -119,8 +119,7 @@ def contract(
     length = -(-count // (parts * chunk)) * chunk
     fill = parts * length - count
     if fill:
-        nothing = semiring.lift(jnp.zeros((batch, fill, rows), dtype_of(message)))
-        lifted = _concatenate(lifted, nothing, axis=1)
+        weight = jnp.pad(weight, ((0, 0), (0, fill), (0, 0)))
         message = _concatenate(message, zeros(semiring, (batch, fill, columns), dtype_of(message)), axis=1)
 
     def split(x):  # (steps, chunk, B, parts, C or I)
@@ -128,7 +127,7 @@ def contract(
         return jnp.transpose(x, (2, 3, 0, 1, 4))
 
     plus = _select_greater if semiring.kind == "max" else semiring.plus
-    steps = tuple(split(x) for x in lifted), tuple(split(x) for x in message)
+    steps = split(weight), tuple(split(x) for x in message)
 
     def rise(x):
         return x[..., None, :] if swapped else x[..., :, None]
@@ -137,19 +136,21 @@ def contract(
         return x[..., :, None] if swapped else x[..., None, :]
 
     def add(total, step):
-        left, right = step
+        # Lifted here, a chunk at a time, and once: without the barrier the compiler would do it for every product.
+        left, right = jax.lax.optimization_barrier(semiring.lift(step[0])), step[1]
         for i in range(chunk):
             total = plus(total, semiring.times(tuple(rise(x[i]) for x in left), tuple(run(x[i]) for x in right)))
         return total, None
 
     total = zeros(semiring, (batch, parts, *size), dtype_of(message))
+    if semiring.kind == "max":
+        first, second = (message[0], semiring.lift(weight)[0]) if swapped else (semiring.lift(weight)[0], message[0])
+        total = (jnp.where(_bad(semiring, first, second)[:, None], jnp.nan, total[0]),)
     if length == chunk:
         total, _ = add(total, jax.tree.map(lambda x: x[0], steps))
     else:
         total, _ = jax.lax.scan(add, total, steps)
-    total = plus_over(semiring, total, (1,))
-    first, second = (message, lifted) if swapped else (lifted, message)
-    return _poison(semiring, total, first, second) if semiring.kind == "max" else total
+    return plus_over(semiring, total, (1,))
 
 
 def bilinear(semiring: Semiring, lifted: Value, message: Value, product: Any) -> Value:
@@ -175,15 +176,15 @@ def bilinear(semiring: Semiring, lifted: Value, message: Value, product: Any) ->
 
 
 def _select_greater(a, b):
-    # Twice as fast as jnp.maximum on a CPU, which looks for NaN; `_poison` puts them back.
+    # Twice as fast as jnp.maximum on a CPU, which looks for NaN. So NaN is lost here; but nothing is greater than NaN, and
+    # where one may come, the total begins as NaN.
     return (jnp.where(b[0] > a[0], b[0], a[0]),)
 
 
-def _poison(semiring, total, first, second):
-    """NaN where a factor is not a number, or may have made one (0 times infinity)."""
+def _bad(semiring, first, second):
+    """Where a factor is not a number, or may make one (0 times infinity)."""
     limit = jnp.isnan if semiring.zero[0] == -jnp.inf else lambda x: ~jnp.isfinite(x)
-    bad = jnp.any(limit(first[0]), axis=1)[:, :, None] | jnp.any(limit(second[0]), axis=1)[:, None, :]
-    return (jnp.where(bad, jnp.full_like(total[0], jnp.nan), total[0]),)
+    return jnp.any(limit(first), axis=1)[:, :, None] | jnp.any(limit(second), axis=1)[:, None, :]
 
 
 def _concatenate(a, b, axis=0):

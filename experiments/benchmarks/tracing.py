@@ -153,19 +153,19 @@ def memory(compiled: Any) -> int:
 
 
 def timings(functions: list[Any], repeats: int) -> list[list[float]]:
-    """Seconds a call: (repeats, functions), by turns. A measurement is the least of three calls of at least 2 ms."""
+    """Seconds a call: (repeats, functions), by turns. A measurement is the least of ten runs of at least 1 ms."""
     calls = []
     for f in functions:
         jax.block_until_ready(f())
         start = time.perf_counter()
         jax.block_until_ready(f())
-        calls.append(max(1, int(2e-3 / (time.perf_counter() - start))))
+        calls.append(max(1, int(1e-3 / (time.perf_counter() - start))))
     found = []
     for _ in range(repeats):
         row = []
         for f, n in zip(functions, calls, strict=True):
             best = float("inf")
-            for _ in range(3):
+            for _ in range(10):
                 start = time.perf_counter()
                 for _ in range(n):
                     result = f()
