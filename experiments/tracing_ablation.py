@@ -109,7 +109,7 @@ def programs(config: Config) -> tuple[Any, Any, Any, Any]:
     optimizer = optax.adam(1e-2)
 
     def loss(params, letters, mask):
-        logits = network.apply(params, letters[:, :-1], mask)
+        logits = jnp.asarray(network.apply(params, letters[:, :-1], mask))
         return optax.softmax_cross_entropy_with_integer_labels(logits, letters[:, 1:]).mean()
 
     def look(params, letters):

@@ -208,7 +208,7 @@ EXPERIMENT = harness.Experiment(
     description="Time of tracing against the size of the graph.",
     presets={
         "quick": Config(),
-        "paper": Config((2, 5, 10, 20, 40, 80), 12, (1, 4, 16, 64, 256, 700), repeats=8),
+        "paper": Config(layers=(2, 5, 10, 20, 40, 80), diamonds=12, batches=(1, 4, 16, 64, 256, 700), repeats=8),
     },
     cells=cells,
     measure=measure,

@@ -31,12 +31,12 @@ SLOTS = 64
 
 def call(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
     """A jitted function and the like."""
-    return walk(context, jaxprs.nested(eqn).jaxprs[0], inputs, active)
+    return walk(context, _inside(eqn).jaxprs[0], inputs, active)
 
 
 def remat(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
     """`jax.checkpoint`: walked again on the way back, from its inputs."""
-    jaxpr, consts = jaxprs.nested(eqn).jaxprs[0]
+    jaxpr, consts = _inside(eqn).jaxprs[0]
     outputs = jaxprs.caller(eqn)(*inputs)
 
     def pull(memory, messages):
@@ -48,7 +48,7 @@ def remat(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> 
 
 def cond(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
     """`lax.cond` and `lax.switch`: on the way back, the branch that was taken is walked."""
-    branches, semiring = jaxprs.nested(eqn).jaxprs, context.semiring
+    branches, semiring = _inside(eqn).jaxprs, context.semiring
     outputs = jaxprs.caller(eqn)(*inputs)
     like = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in outputs]
     programs, consts = [b[0] for b in branches], [list(b[1]) for b in branches]
@@ -71,7 +71,7 @@ def cond(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> W
 
 def scan(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
     """`lax.scan`: the body's memory is stacked, and a scan the other way pulls through it."""
-    inside, semiring = jaxprs.nested(eqn), context.semiring
+    inside, semiring = _inside(eqn), context.semiring
     (jaxpr, consts), (fixed, carried, _) = inside.jaxprs[0], inside.counts
     outer, carry, xs = inputs[:fixed], inputs[fixed : fixed + carried], inputs[fixed + carried :]
     flags = active_carry(jaxpr, active, fixed, carried)
@@ -164,7 +164,7 @@ def activity(jaxpr: Any, active: Any) -> list[bool]:
 
 def while_loop(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
     """`lax.while_loop`: `SLOTS` states are remembered, and every step between computed again from the last of them."""
-    inside, semiring = jaxprs.nested(eqn), context.semiring
+    inside, semiring = _inside(eqn), context.semiring
     (test, test_consts), (body, body_consts) = inside.jaxprs
     first, fixed, carried = inside.counts
     test_outer, outer, carry = inputs[:first], inputs[first : first + fixed], list(inputs[first + fixed :])
@@ -267,6 +267,10 @@ def _linearized(eqn, inputs, active):
 def evaluate(program: Any, inputs: Any) -> list[Any]:
     """Runs a program."""
     return jaxprs.evaluate(program, inputs, lambda eqn, values: jaxprs.caller(eqn)(*values))
+
+
+def _inside(eqn: Any) -> Any:
+    return jaxprs.nested(eqn)
 
 
 def _inexact(outputs):

@@ -44,12 +44,12 @@ class Walked(NamedTuple):
     Attributes:
       outputs: arrays.
       active: for each output, whether it depends on an active input.
-      pull: messages backward.
+      pull: a `Pull`, messages backward; None where nothing active goes in or comes out.
     """
 
     outputs: list[Any]
     active: tuple[bool, ...]
-    pull: Pull | None
+    pull: Any
 
 
 class Frame(NamedTuple):
@@ -148,7 +148,8 @@ def backward(
             if v in found:
                 found[v] = semiring.settle(found[v])
         arrived = [found.get(v) for v in eqn.outvars]
-        if context.enter is not None and (jaxprs.nested(eqn) is None or jaxprs.nested(eqn).kind == "custom"):
+        inside = jaxprs.nested(eqn)
+        if context.enter is not None and (inside is None or inside.kind == "custom"):
             where, name = join(context.scope, jaxprs.scope(eqn)), eqn.primitive.name
             arrived = [None if m is None else context.enter(m, where, name) for m in arrived]
         for atom, message in zip(reversed(eqn.invars), reversed(pull(arrived)), strict=True):

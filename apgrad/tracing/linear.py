@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.extend.core import Literal
 
 from apgrad import jaxprs
@@ -92,14 +93,14 @@ def zeros_stay(jaxpr: Any, consts: Sequence[Any], zero: Sequence[bool]) -> list[
 
 def _inside(inside, flags, count):
     if inside.kind in ("call", "remat", "custom"):
-        return zeros_stay(*inside.jaxprs[0], flags)
+        return _through(inside.jaxprs[0], flags)
     if inside.kind == "cond":
-        branches = [zeros_stay(*branch, flags[1:]) for branch in inside.jaxprs]
+        branches = [_through(branch, flags[1:]) for branch in inside.jaxprs]
         return [all(made) for made in zip(*branches, strict=True)]
     if inside.kind == "scan":
         fixed, carried, _ = inside.counts
         while True:
-            made = zeros_stay(*inside.jaxprs[0], flags)
+            made = _through(inside.jaxprs[0], flags)
             kept = [a and b for a, b in zip(flags[fixed : fixed + carried], made, strict=False)]
             if kept == flags[fixed : fixed + carried]:
                 return made
@@ -107,7 +108,12 @@ def _inside(inside, flags, count):
     return [False] * count
 
 
+def _through(program, flags):
+    jaxpr, consts = program
+    return zeros_stay(jaxpr, consts, flags)
+
+
 def _is_zero(value):
-    if isinstance(value, jax.core.Tracer) or not jnp.issubdtype(jnp.result_type(value), jnp.number):
+    if isinstance(value, Tracer) or not jnp.issubdtype(jnp.result_type(value), jnp.number):
         return False
     return not np.any(np.asarray(value))

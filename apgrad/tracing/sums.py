@@ -108,7 +108,9 @@ def contract(
     (batch, count, rows), columns = weight.shape, message[0].shape[2]
     if additive(semiring):
         rule = "bjc,bji->bic" if swapped else "bjc,bji->bci"
-        return bilinear(semiring, semiring.lift(weight), message, lambda a, b: jnp.einsum(rule, a, b, precision=precision))
+        return bilinear(
+            semiring, semiring.lift(weight), message, lambda a, b: jnp.einsum(rule, a, b, precision=precision)
+        )
     size = (columns, rows) if swapped else (rows, columns)
     if 0 in (batch, count, *size):
         return zeros(semiring, (batch, *size), dtype_of(message))
@@ -171,13 +173,12 @@ def bilinear(semiring: Semiring, lifted: Value, message: Value, product: Any) ->
             if coefficient != 0:
                 made = product(lifted[i], message[j])
                 term.append(made if coefficient == 1 else made * float(coefficient))
-    template = product(lifted[0], message[0]) if not all(terms) else None
-    return tuple(sum(t[1:], t[0]) if t else jnp.zeros_like(template) for t in terms)
+    return tuple(sum(t[1:], t[0]) if t else jnp.zeros_like(product(lifted[0], message[0])) for t in terms)
 
 
 def _select_greater(a, b):
-    # Twice as fast as jnp.maximum on a CPU, which looks for NaN. So NaN is lost here; but nothing is greater than NaN, and
-    # where one may come, the total begins as NaN.
+    # Twice as fast as jnp.maximum on a CPU, which looks for NaN. So NaN is lost here; but nothing is greater than NaN,
+    # and where one may come, the total begins as NaN.
     return (jnp.where(b[0] > a[0], b[0], a[0]),)
 
 

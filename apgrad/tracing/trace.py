@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from apgrad.tracing import paths
 from apgrad.tracing.backpropagation import NESTED, backprop, original, traced
@@ -67,7 +68,7 @@ class Trace:
     """
 
     def __init__(self, f: Any, args: Any, kwargs: Any, argnums: Any, in_axes: Any):
-        if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, kwargs))):
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
             raise TypeError(
                 "trace_gradients reads paths at concrete values, but is called inside a JAX transformation. Use "
                 "ap.tracing.influence(f) there (and ap.tracing.every(n, ...) in a training loop)."

@@ -99,7 +99,7 @@ def _convolve(x, kernel, *, params, shape):
     x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *padding])
     x = x.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
     kernel = kernel.reshape(groups, kernel.shape[0] // groups, *kernel.shape[1:])
-    total = None
+    total: Any = None
     for tap, index in _taps(x, 3, kernel.shape[3:], params["window_strides"], params["rhs_dilation"], out[2:]):
         weight = kernel[(..., *index)]
         # (groups, out / groups, batch, *positions)

@@ -76,7 +76,7 @@ class LSTM(nn.Module):
     @nn.compact
     def __call__(self, x):
         """Logits."""
-        return nn.Dense(10)(nn.RNN(nn.OptimizedLSTMCell(self.width))(x)[:, -1])
+        return nn.Dense(10)(jnp.asarray(nn.RNN(nn.OptimizedLSTMCell(self.width))(x))[:, -1])
 
 
 class Transformer(nn.Module):
@@ -106,7 +106,8 @@ def model(name: str, scale: float) -> tuple[Any, Any, int]:
     labels = jnp.arange(x.shape[0]) % 10
 
     def loss(params):
-        return optax.softmax_cross_entropy_with_integer_labels(module.apply(params, x), labels).mean()
+        logits = jnp.asarray(module.apply(params, x))
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
     return loss, params, sum(p.size for p in jax.tree.leaves(params))
 
