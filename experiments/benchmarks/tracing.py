@@ -88,7 +88,7 @@ class Transformer(nn.Module):
     def __call__(self, x):
         """Logits."""
         x = nn.Embed(50, self.width)(x)
-        x = x + nn.SelfAttention(4)(nn.LayerNorm()(x))
+        x = x + nn.MultiHeadDotProductAttention(4)(nn.LayerNorm()(x))
         x = x + nn.Dense(self.width)(nn.gelu(nn.Dense(4 * self.width)(nn.LayerNorm()(x))))
         return nn.Dense(10)(x.mean(1))
 

@@ -42,7 +42,7 @@ class Transformer(nn.Module):
     @nn.compact
     def __call__(self, x):
         x = nn.Embed(7, 4)(x)
-        x = x + nn.SelfAttention(2)(nn.LayerNorm()(x), mask=nn.make_causal_mask(jnp.ones(x.shape[:2])))
+        x = x + nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(x), mask=nn.make_causal_mask(jnp.ones(x.shape[:2])))
         x = x + nn.remat(nn.Dense)(4)(nn.gelu(nn.Dense(6)(nn.RMSNorm()(x))))
         return nn.Dense(3)(x.mean(1))
 
