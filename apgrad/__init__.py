@@ -1,12 +1,10 @@
 """apgrad: automatic propagation for JAX, backpropagation with its parts made replaceable."""
 
-<<<<<<< HEAD
 from apgrad import diagnostics as diagnostics
 from apgrad import mplp as mplp
-=======
 from apgrad import randomized as randomized
->>>>>>> ff73c0c1a95e574a7f0351effbab2d13e669bb8e
 from apgrad import testing as testing
+from apgrad import tracing as tracing
 from apgrad.estimators import Estimator as Estimator
 from apgrad.estimators import LearnedBaseline as LearnedBaseline
 from apgrad.estimators import Mixer as Mixer
@@ -36,5 +34,7 @@ from apgrad.propagator import skip as skip
 from apgrad.randomized import memory_report as memory_report
 from apgrad.randomized import randomize as randomize
 from apgrad.tape import Tape as Tape
+from apgrad.tracing import backprop as backprop
+from apgrad.tracing import trace_gradients as trace_gradients
 
 __version__ = "0.1.0"

@@ -1,0 +1,111 @@
+"""Backpropagation of any JAX function in any semiring."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from apgrad.tracing import control, windows
+from apgrad.tracing.interpreter import Context, walk
+from apgrad.tracing.semirings import Semiring, Value
+from apgrad.tracing.sums import constant, zeros
+
+NESTED = {**control.NESTED, **windows.NESTED}
+
+
+def backprop(f: Callable[..., Any], semiring: Semiring, argnums: int | Sequence[int] = 0) -> Callable[..., Any]:
+    """Backpropagation with the semiring's sum and product: `jax.grad` with the sum made replaceable.
+
+    For each element of an argument, the plus over all paths from it to the loss of the times of the derivatives along
+    the path. The graph is that of the primitives that JAX traces, element by element: inside a matrix product, each
+    input element has an edge to each output element that it goes into.
+
+    Args:
+      f: returns a floating-point scalar, the loss.
+      semiring: of `ap.tracing`: `ordinary()`, `max_product()`, `absolute_sum()`, `entropy()`, `top_k(k)`, or your own.
+      argnums: which arguments, as for `jax.grad`.
+
+    Returns:
+      A function of f's arguments that returns, for each array of the chosen ones, what `semiring.finish` makes of its
+      value, in the argument's structure; a tuple for a sequence of argnums. It works under `jit`, `vmap` and `scan`.
+
+    Raises:
+      TypeError: at trace time, if f returns no floating-point scalar, a chosen argument is not floating point, or f
+        has a backward pass that is no sum over edges.
+      ValueError: at trace time, for a primitive without a rule whose Jacobian is too large.
+
+    Example:
+      >>> import jax.numpy as jnp, apgrad as ap
+      >>> f = lambda x: jnp.sum(jnp.array([[1.0, 2.0], [3.0, -4.0]]) @ x)
+      >>> x = jnp.ones(2)
+      >>> [ap.backprop(f, s())(x).tolist() for s in (ap.tracing.ordinary, ap.tracing.max_product)]
+      [[4.0, -2.0], [3.0, 4.0]]
+    """
+    f = original(f)
+
+    def backpropagated(*args, **kwargs):
+        program, inputs, treedef, active = traced(f, args, kwargs, argnums)
+        context = Context(semiring, NESTED)
+        walked = walk(context, program, inputs, active)
+        found = [semiring.finish(v) for v in values(context, walked, inputs, active)]
+        trees = jax.tree.unflatten(treedef, found)
+        return trees[0] if isinstance(argnums, int) else trees
+
+    return backpropagated
+
+
+def traced(f: Callable[..., Any], args: Any, kwargs: Any, argnums: int | Sequence[int]) -> Any:
+    """The program of f: `((jaxpr, consts), inputs, tree of the chosen arguments, active)`, the chosen inputs first."""
+    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    for n in numbers:
+        if not -len(args) <= n < len(args):
+            raise ValueError(f"argnums has {n}, but the function is called with {len(args)} positional arguments")
+    numbers = tuple(n % len(args) for n in numbers)
+    chosen = tuple(args[n] for n in numbers)
+    rest = [a for i, a in enumerate(args) if i not in numbers]
+
+    def function(chosen, rest, kwargs):
+        full = list(rest)
+        for n, value in sorted(zip(numbers, chosen, strict=True), key=lambda pair: pair[0]):
+            full.insert(n, value)
+        return f(*full, **kwargs)
+
+    for leaf in jax.tree.leaves(chosen):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise TypeError(
+                f"paths end at floating-point arguments, got dtype {jnp.result_type(leaf)}. Choose others with argnums."
+            )
+    closed, shape = jax.make_jaxpr(function, return_shape=True)(chosen, rest, kwargs)
+    output = jax.tree.leaves(shape)
+    if len(output) != 1 or output[0].shape or not jnp.issubdtype(output[0].dtype, jnp.floating):
+        raise TypeError(
+            f"paths begin at a loss, so the function must return one floating-point scalar; it returns {shape}"
+        )
+    leaves, treedef = jax.tree.flatten(chosen)
+    others = jax.tree.leaves((rest, kwargs))
+    inputs = [jnp.asarray(x) if not isinstance(x, jax.Array) else x for x in (*leaves, *others)]
+    return (closed.jaxpr, tuple(closed.consts)), inputs, treedef, (True,) * len(leaves) + (False,) * len(others)
+
+
+def values(context: Context, walked: Any, inputs: Sequence[Any], active: Sequence[bool]) -> list[Value]:
+    """The messages at the active inputs, started with one at the loss."""
+    semiring = context.semiring
+    (loss,) = walked.outputs
+    messages = [constant(semiring.one, (), loss.dtype)] if walked.active[0] else [None]
+    found = walked.pull(messages)
+    return [
+        semiring.settle(m) if m is not None else zeros(semiring, jnp.shape(x), x.dtype)
+        for m, x, a in zip(found, inputs, active, strict=True)
+        if a
+    ]
+
+
+def original(f: Callable[..., Any]) -> Callable[..., Any]:
+    """Of a randomized function the one that it randomizes, still called with a key; of any other, itself.
+
+    A function says what it randomizes by an attribute `original`. Its own backward pass is an estimate, with other
+    edges at each key.
+    """
+    inner = getattr(f, "original", None)
+    return f if inner is None else lambda key, *args, **kwargs: inner(*args, **kwargs)

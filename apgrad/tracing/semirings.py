@@ -1,0 +1,256 @@
+"""Semirings: what backpropagation sums, and how.
+
+Backpropagation computes, for each scalar v of a computation graph, g_v = sum over its edges (u, v) of w(u, v) g_u
+(DuSell, "Analyzing neural network optimization with gradient tracing", eq. 1.6): a sum over all paths from v to the
+loss of the products of the derivatives w along them. Sum and product may be those of any semiring (plus, times, zero,
+one): times distributes over plus, and one walk over the graph computes the plus over all paths of the times along
+them (Goodman, "Semiring parsing", 1999; Du et al., "Generalizing backpropagation for gradient-based
+interpretability", ACL 2023). With max for the sum it is the heaviest path.
+
+A semiring's value is a tuple of arrays, all of the shape of the variable they belong to. An edge's derivative enters
+by `lift`. In the tuples `zero` and `one`, a float stands for a component in the variable's dtype, an int for one of
+unsigned 32-bit integers.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+Value = tuple[Any, ...]
+"""One array for each component, all of one shape."""
+
+
+class Semiring(NamedTuple):
+    """A sum and a product for the messages of backpropagation.
+
+    Attributes:
+      name: what errors and tables call it.
+      lift: `derivative -> value`, elementwise: what an edge's derivative counts.
+      times: `(lifted, message) -> message`, elementwise and broadcasting: a message along an edge.
+      plus: `(value, value) -> value`, elementwise: where edges meet. Associative. Where two are equal the first is to
+        win: contributions come in the order of the program and of the elements.
+      zero: of plus; no path. A tuple of scalars, one for each component.
+      one: of times; the loss's own message.
+      finish: `value -> result`, what the user gets for each argument. By default the value's component, or the tuple.
+      kind: "add" if plus is componentwise addition and times bilinear, "max" if there is one component and plus is
+        its maximum: both then run as fast as can be. "gradient" is "add" where messages are JAX's own cotangents:
+        a primitive without a rule is then left to `jax.vjp`. Otherwise None.
+      settle: `message -> message`, applied when all of a variable's contributions are in. The identity in a semiring.
+
+    Example:
+      The number of paths, in a few lines:
+
+      >>> import jax.numpy as jnp, apgrad as ap
+      >>> paths = ap.tracing.Semiring(
+      ...     "paths", lift=lambda w: ((w != 0).astype(w.dtype),), times=lambda a, b: (a[0] * b[0],),
+      ...     plus=lambda a, b: (a[0] + b[0],), zero=(0.0,), one=(1.0,), kind="add")
+      >>> float(ap.backprop(lambda x: jnp.sum((x * x) * x), paths)(2.0))
+      3.0
+    """
+
+    name: str
+    lift: Callable[[jax.Array], Value]
+    times: Callable[[Value, Value], Value]
+    plus: Callable[[Value, Value], Value]
+    zero: tuple[float | int, ...]
+    one: tuple[float | int, ...]
+    finish: Callable[[Value], Any] = lambda value: value[0] if len(value) == 1 else value
+    kind: Literal["add", "max", "gradient"] | None = None
+    settle: Callable[[Value], Value] = lambda value: value
+
+
+def ordinary(log: bool = False) -> Semiring:
+    """Sums of products: the gradient.
+
+    Args:
+      log: keep signs and logarithms of magnitudes, so that nothing under- or overflows; the result is the pair
+        `(sign, log |gradient|)`.
+
+    Example:
+      >>> import apgrad as ap
+      >>> float(ap.backprop(lambda x: x**2, ap.tracing.ordinary())(3.0))
+      6.0
+    """
+    if not log:
+        return Semiring("ordinary", lambda w: (w,), _multiply, _add, (0.0,), (1.0,), kind="gradient")
+
+    def plus(a, b):
+        (sa, la), (sb, lb) = a, b
+        high = jnp.maximum(la, lb)
+        finite = jnp.where(jnp.isfinite(high), high, jnp.zeros_like(high))
+        total = sa * jnp.exp(la - finite) + sb * jnp.exp(lb - finite)
+        return jnp.sign(total), jnp.where(high == jnp.inf, high, _log(jnp.abs(total)) + finite)
+
+    return Semiring(
+        "log-space ordinary",
+        lambda w: (jnp.sign(w), _log(jnp.abs(w))),
+        lambda a, b: (a[0] * b[0], a[1] + b[1]),
+        plus,
+        (0.0, -jnp.inf),
+        (1.0, 0.0),
+    )
+
+
+def max_product(log: bool = False) -> Semiring:
+    """The weight of the heaviest path, the greatest product of |derivatives| (Viterbi).
+
+    Args:
+      log: keep logarithms; the result is the logarithm of the weight.
+
+    Example:
+      Two paths from x, of weights 3 and 2:
+
+      >>> import apgrad as ap
+      >>> float(ap.backprop(lambda x: 3.0 * x - 2.0 * x, ap.tracing.max_product())(1.0))
+      3.0
+    """
+    if log:
+        lift, times = (lambda w: (_log(jnp.abs(w)),)), (lambda a, b: (a[0] + b[0],))
+    else:
+        lift, times = (lambda w: (jnp.abs(w),)), _multiply
+    zero, one = ((-jnp.inf,), (0.0,)) if log else ((0.0,), (1.0,))
+    name = "log-space max-product" if log else "max-product"
+    return Semiring(name, lift, times, lambda a, b: (jnp.maximum(a[0], b[0]),), zero, one, kind="max")
+
+
+def absolute_sum(log: bool = False) -> Semiring:
+    """The sum over all paths of their weights, the products of |derivatives|.
+
+    Args:
+      log: keep logarithms; the result is the logarithm of the sum.
+
+    Example:
+      >>> import apgrad as ap
+      >>> float(ap.backprop(lambda x: 3.0 * x - 2.0 * x, ap.tracing.absolute_sum())(1.0))
+      5.0
+    """
+    if not log:
+        return Semiring("absolute sum", lambda w: (jnp.abs(w),), _multiply, _add, (0.0,), (1.0,), kind="add")
+    return Semiring(
+        "log-space absolute sum",
+        lambda w: (_log(jnp.abs(w)),),
+        lambda a, b: (a[0] + b[0],),
+        lambda a, b: (jnp.logaddexp(a[0], b[0]),),
+        (-jnp.inf,),
+        (0.0,),
+    )
+
+
+def entropy(log: bool = False) -> Semiring:
+    """The entropy, in nats, of the path when each is drawn in proportion to its weight.
+
+    The expectation semiring (Eisner, "Parameter estimation for probabilistic finite-state transducers", ACL 2002;
+    Li & Eisner, 2009): of each path's weight p it sums p and r = p log p, by (p, r)(p', r') = (pp', pr' + rp').
+    With Z the sum of the p, the entropy is log Z - (sum of r) / Z. It is zero where there is one path, or none.
+
+    Args:
+      log: keep log p and the mean r / p instead of p and r. Plus then averages the means; nothing under- or
+        overflows.
+
+    Example:
+      >>> import apgrad as ap
+      >>> float(ap.backprop(lambda x: 3.0 * x - 3.0 * x, ap.tracing.entropy())(1.0))  # log 2
+      0.6931...
+    """
+    if log:
+        return _log_entropy()
+
+    def finish(value):
+        p, r = value
+        some = p > 0
+        safe = jnp.where(some, p, jnp.ones_like(p))
+        return jnp.where(some | jnp.isnan(p), jnp.log(safe) - r / safe, jnp.zeros_like(p)) + 0 * p
+
+    return Semiring(
+        "entropy",
+        lambda w: (jnp.abs(w), jnp.abs(w) * _log(jnp.abs(w), floor=0.0)),
+        lambda a, b: (a[0] * b[0], a[0] * b[1] + a[1] * b[0]),
+        _add,
+        (0.0, 0.0),
+        (1.0, 0.0),
+        finish,
+        kind="add",
+    )
+
+
+def top_k(k: int, log: bool = False) -> Semiring:
+    """The weights of the k heaviest paths, in descending order; zero where there are fewer.
+
+    Args:
+      k: at least 1.
+      log: keep logarithms; the result is the logarithms.
+
+    Returns:
+      A semiring whose results have a last axis of size k.
+
+    Raises:
+      ValueError: for k below 1.
+
+    Example:
+      >>> import apgrad as ap
+      >>> ap.backprop(lambda x: 3.0 * x - 2.0 * x, ap.tracing.top_k(2))(1.0)
+      Array([3., 2.], dtype=float32)
+    """
+    if k < 1:
+        raise ValueError(f"top_k needs k of at least 1, got k={k}")
+    single = max_product(log)
+
+    def plus(a, b):
+        # Of two descending lists, the greater of a_i and b_(k-1-i) are the k greatest of both; odd-even
+        # transposition puts them in order.
+        best = [jnp.maximum(x, y) for x, y in zip(a, reversed(b), strict=True)]
+        for turn in range(k):
+            for i in range(turn % 2, k - 1, 2):
+                best[i], best[i + 1] = jnp.maximum(best[i], best[i + 1]), jnp.minimum(best[i], best[i + 1])
+        return tuple(best)
+
+    return Semiring(
+        f"top {k}{', log-space' if log else ''}",
+        single.lift,
+        lambda a, b: tuple(single.times(a, (x,))[0] for x in b),
+        plus,
+        k * single.zero,
+        single.one + (k - 1) * single.zero,
+        lambda value: jnp.stack(value, axis=-1),
+    )
+
+
+def _log_entropy():
+    def plus(a, b):
+        (la, ma), (lb, mb) = a, b
+        high = jnp.maximum(la, lb)
+        finite = jnp.where(jnp.isfinite(high), high, jnp.zeros_like(high))
+        pa, pb = jnp.exp(la - finite), jnp.exp(lb - finite)
+        total = pa + pb
+        safe = jnp.where(total > 0, total, jnp.ones_like(total))
+        return jnp.where(high == jnp.inf, high, _log(total) + finite), (pa * ma + pb * mb) / safe
+
+    def lift(w):
+        size = jnp.abs(w)
+        return _log(size), _log(size, floor=0.0)
+
+    def times(a, b):
+        some = (a[0] > -jnp.inf) & (b[0] > -jnp.inf)
+        return a[0] + b[0], jnp.where(some, a[1] + b[1], jnp.zeros_like(a[1] + b[1]))
+
+    def finish(value):
+        log_total, mean = value
+        return jnp.where(log_total == -jnp.inf, jnp.zeros_like(mean), log_total - mean)
+
+    return Semiring("log-space entropy", lift, times, plus, (-jnp.inf, 0.0), (0.0, 0.0), finish)
+
+
+def _multiply(a, b):
+    return (a[0] * b[0],)
+
+
+def _add(a, b):
+    return tuple(x + y for x, y in zip(a, b, strict=True))
+
+
+def _log(x, floor=-jnp.inf):
+    """Log x, with `floor` for log 0."""
+    positive = x != 0
+    return jnp.where(positive, jnp.log(jnp.where(positive, x, jnp.ones_like(x))), jnp.full_like(x, floor))

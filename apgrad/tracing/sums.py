@@ -1,0 +1,197 @@
+"""The plus of many values: over axes, over what an index says, and in products of matrices.
+
+Three sums are all that backpropagation through array programs needs. Each has a plain form for any semiring, which
+calls plus on arrays (so that it is as fast as plus is), and a fast one where plus is addition or the maximum.
+"""
+
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from apgrad.tracing.semirings import Semiring, Value
+
+CHUNK = 16  # products taken at once: fewer, and memory traffic (and XLA's reluctance to use threads) costs more
+OTHER = 4  # the same where plus is no maximum: less to compile
+SMALL = 4096  # elements below which a step of the loop costs more than its work
+
+
+def additive(semiring: Semiring) -> bool:
+    """Whether plus is addition and times bilinear."""
+    return semiring.kind in ("add", "gradient")
+
+
+def constant(scalars: tuple[float | int, ...], shape: Any, dtype: Any) -> Value:
+    """A value with the same scalars everywhere; floats become `dtype`, ints unsigned 32-bit integers."""
+    return tuple(jnp.full(shape, s, jnp.uint32 if isinstance(s, int) else dtype) for s in scalars)
+
+
+def zeros(semiring: Semiring, shape: Any, dtype: Any) -> Value:
+    """The semiring's zero, everywhere."""
+    return constant(semiring.zero, shape, dtype)
+
+
+def plus_over(semiring: Semiring, value: Value, axes: tuple[int, ...]) -> Value:
+    """The plus over axes; where it prefers, the first in row-major order."""
+    if not axes:
+        return value
+    if additive(semiring):
+        return tuple(jnp.sum(x, axis=axes, dtype=x.dtype) for x in value)
+    shape, dtype = jnp.shape(value[0]), dtype_of(value)
+    rest = tuple(i for i in range(len(shape)) if i not in axes)
+    count, remaining = math.prod(shape[i] for i in axes), tuple(shape[i] for i in rest)
+    if count == 0:
+        return zeros(semiring, remaining, dtype)
+    if semiring.kind == "max":
+        return (jnp.max(value[0], axis=axes),)
+    value = tuple(jnp.transpose(x, (*sorted(axes), *rest)).reshape(count, *remaining) for x in value)
+    while count > 1:
+        # Neighbours, so that order is kept.
+        if count % 2:
+            value = _concatenate(value, zeros(semiring, (1, *remaining), dtype))
+        value = semiring.plus(tuple(x[0::2] for x in value), tuple(x[1::2] for x in value))
+        count = -(-count // 2)
+    return tuple(x[0] for x in value)
+
+
+def plus_by_index(semiring: Semiring, value: Value, index: jax.Array, size: int) -> Value:
+    """For each i below `size`, the plus of the elements whose index is i.
+
+    Args:
+      semiring: with its plus.
+      value: of any shape.
+      index: integers, of that shape; those outside [0, size) are left out.
+      size: of the result, (size,).
+    """
+    index = jnp.where((index >= 0) & (index < size), index, size).ravel()
+    value, dtype = tuple(x.ravel() for x in value), dtype_of(value)
+    result = zeros(semiring, (size,), dtype)
+    if index.size == 0:
+        return result
+    if additive(semiring):
+        return tuple(r.at[index].add(x, mode="drop") for r, x in zip(result, value, strict=True))
+    if semiring.kind == "max":
+        return (result[0].at[index].max(value[0], mode="drop"),)
+    order = jnp.argsort(index, stable=True)
+    index, value = index[order], tuple(x[order] for x in value)
+
+    def join(a, b):  # a scan that begins anew where the index changes
+        (ia, va), (ib, vb) = a, b
+        return ib, tuple(jnp.where(ia == ib, x, y) for x, y in zip(semiring.plus(va, vb), vb, strict=True))
+
+    _, value = jax.lax.associative_scan(join, (index, value))
+    last = jnp.concatenate([index[1:] != index[:-1], jnp.ones(1, bool)])
+    target = jnp.where(last, index, size)
+    return tuple(r.at[target].set(x, mode="drop") for r, x in zip(result, value, strict=True))
+
+
+def contract(
+    semiring: Semiring, weight: jax.Array, message: Value, swapped: bool = False, precision: Any = None
+) -> Value:
+    """The matrix product with the semiring's plus and times: over j, of weight[b, j, :, None] * message[b, j, None, :].
+
+    Args:
+      semiring: any.
+      weight: (B, J, C), derivatives.
+      message: components (B, J, I).
+      swapped: return (B, I, C).
+      precision: of the products, where plus is addition.
+
+    Returns:
+      Components (B, C, I). The largest array made is of the result's size: products are taken `CHUNK` at a time and
+      added up in place.
+    """
+    weight = weight.astype(dtype_of(message))
+    (batch, count, rows), columns = weight.shape, message[0].shape[2]
+    if additive(semiring):
+        rule = "bjc,bji->bic" if swapped else "bjc,bji->bci"
+        return bilinear(
+            semiring, semiring.lift(weight), message, lambda a, b: jnp.einsum(rule, a, b, precision=precision)
+        )
+    size = (columns, rows) if swapped else (rows, columns)
+    if 0 in (batch, count, *size):
+        return zeros(semiring, (batch, *size), dtype_of(message))
+    # A result too small to work on in one go is made in parts, each from its own piece of the axis j.
+    chunk = min(CHUNK if semiring.kind == "max" else OTHER, count)
+    chunk = next((n for n in range(chunk, 2 * chunk) if count % n == 0), chunk)  # a divisor needs no padding
+    parts = min(SMALL // (batch * rows * columns) + 1, -(-count // chunk))
+    length = -(-count // (parts * chunk)) * chunk
+    fill = parts * length - count
+    if fill:
+        weight = jnp.pad(weight, ((0, 0), (0, fill), (0, 0)))
+        message = _concatenate(message, zeros(semiring, (batch, fill, columns), dtype_of(message)), axis=1)
+
+    def split(x):  # (steps, chunk, B, parts, C or I)
+        x = x.reshape(batch, parts, length // chunk, chunk, x.shape[2])
+        return jnp.transpose(x, (2, 3, 0, 1, 4))
+
+    plus = _select_greater if semiring.kind == "max" else semiring.plus
+    steps = split(weight), tuple(split(x) for x in message)
+
+    def rise(x):
+        return x[..., None, :] if swapped else x[..., :, None]
+
+    def run(x):
+        return x[..., :, None] if swapped else x[..., None, :]
+
+    def add(total, step):
+        # Lifted here, a chunk at a time, and once: without the barrier the compiler would do it for every product.
+        left, right = jax.lax.optimization_barrier(semiring.lift(step[0])), step[1]
+        for i in range(chunk):
+            total = plus(total, semiring.times(tuple(rise(x[i]) for x in left), tuple(run(x[i]) for x in right)))
+        return total, None
+
+    total = zeros(semiring, (batch, parts, *size), dtype_of(message))
+    if semiring.kind == "max":
+        first, second = (message[0], semiring.lift(weight)[0]) if swapped else (semiring.lift(weight)[0], message[0])
+        total = (jnp.where(_bad(semiring, first, second)[:, None], jnp.nan, total[0]),)
+    if length == chunk:
+        total, _ = add(total, jax.tree.map(lambda x: x[0], steps))
+    else:
+        total, _ = jax.lax.scan(add, total, steps)
+    return plus_over(semiring, total, (1,))
+
+
+def bilinear(semiring: Semiring, lifted: Value, message: Value, product: Any) -> Value:
+    """`semiring.times` with another product of arrays, of matrices or a convolution, for the elementwise one.
+
+    Where times is bilinear, times(a, b) = sum over i, j of c_kij a_i b_j: its constants c are what it makes of unit
+    vectors.
+    """
+
+    def unit(n, i):
+        return tuple(np.float32(i == k) for k in range(n))
+
+    na, nb = len(lifted), len(message)
+    terms: list[list[Any]] = [[] for _ in semiring.zero]
+    for i, j in itertools.product(range(na), range(nb)):
+        coefficients = semiring.times(unit(na, i), unit(nb, j))
+        for term, coefficient in zip(terms, coefficients, strict=True):
+            if coefficient != 0:
+                made = product(lifted[i], message[j])
+                term.append(made if coefficient == 1 else made * float(coefficient))
+    return tuple(sum(t[1:], t[0]) if t else jnp.zeros_like(product(lifted[0], message[0])) for t in terms)
+
+
+def _select_greater(a, b):
+    # Twice as fast as jnp.maximum on a CPU, which looks for NaN. So NaN is lost here; but nothing is greater than NaN,
+    # and where one may come, the total begins as NaN.
+    return (jnp.where(b[0] > a[0], b[0], a[0]),)
+
+
+def _bad(semiring, first, second):
+    """Where a factor is not a number, or may make one (0 times infinity)."""
+    limit = jnp.isnan if semiring.zero[0] == -jnp.inf else lambda x: ~jnp.isfinite(x)
+    return jnp.any(limit(first), axis=1)[:, :, None] | jnp.any(limit(second), axis=1)[:, None, :]
+
+
+def _concatenate(a, b, axis=0):
+    return tuple(jnp.concatenate(pair, axis) for pair in zip(a, b, strict=True))
+
+
+def dtype_of(value: Value) -> Any:
+    """The dtype of the components that are no masks."""
+    return next(x.dtype for x in value if jnp.issubdtype(x.dtype, jnp.inexact))

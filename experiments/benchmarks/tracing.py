@@ -1,0 +1,227 @@
+"""Time and memory of tracing over those of jitted `jax.grad`, in one process.
+
+    python -m experiments.benchmarks.tracing
+
+Models: an MLP with three layers of 300 units on 150 examples of 784, an LSTM of 64 units over 50 steps of 32 examples,
+a transformer block of width 64 with 4 heads on 16 sequences of 32. The two functions are timed by turns, so that a
+load on the machine falls on both; a figure is the median of the ratios of neighbours, and its standard error comes from
+a bootstrap. Memory is the compiler's: temporary buffers and outputs.
+"""
+
+import dataclasses
+import time
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from matplotlib.figure import Figure
+
+import apgrad as ap
+from experiments import harness
+
+KEY = jax.random.key(0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(harness.Config):
+    """Options of this experiment.
+
+    Attributes:
+      semirings: what is timed, of the names here.
+      repeats: pairs of timings for each figure.
+      scale: of batch sizes and widths, for a quick look 0.25.
+    """
+
+    semirings: tuple[str, ...] = (
+        "max-product",
+        "ordinary",
+        "influence",
+        "absolute sum",
+        "log max-product",
+        "entropy",
+        "top 3",
+    )
+    repeats: int = 20
+    scale: float = 0.5
+
+    def __post_init__(self):
+        """Refuses what has no standard error."""
+        if self.repeats < 3 or not 0 < self.scale <= 1:
+            raise ValueError("repeats must be at least 3, and scale in (0, 1]")
+        if unknown := set(self.semirings) - set(semirings()):
+            raise ValueError(f"no semirings {sorted(unknown)}; there are {', '.join(semirings())}")
+
+
+class MLP(nn.Module):
+    """Three hidden layers."""
+
+    width: int
+
+    @nn.compact
+    def __call__(self, x):
+        """Logits."""
+        for _ in range(3):
+            x = nn.relu(nn.Dense(self.width)(x))
+        return nn.Dense(10)(x)
+
+
+class LSTM(nn.Module):
+    """An LSTM, read at its last step."""
+
+    width: int
+
+    @nn.compact
+    def __call__(self, x):
+        """Logits."""
+        return nn.Dense(10)(jnp.asarray(nn.RNN(nn.OptimizedLSTMCell(self.width))(x))[:, -1])
+
+
+class Transformer(nn.Module):
+    """A transformer block on embedded words."""
+
+    width: int
+
+    @nn.compact
+    def __call__(self, x):
+        """Logits."""
+        x = nn.Embed(50, self.width)(x)
+        x = x + nn.MultiHeadDotProductAttention(4)(nn.LayerNorm()(x))
+        x = x + nn.Dense(self.width)(nn.gelu(nn.Dense(4 * self.width)(nn.LayerNorm()(x))))
+        return nn.Dense(10)(x.mean(1))
+
+
+def model(name: str, scale: float) -> tuple[Any, Any, int]:
+    """A loss, its parameters, and their number."""
+    size = lambda n: max(4, int(n * scale) // 4 * 4)
+    if name == "MLP-300":
+        module, x = MLP(size(300)), jax.random.normal(KEY, (size(150) if scale < 1 else 150, 784))
+    elif name == "LSTM-50":
+        module, x = LSTM(size(64)), jax.random.normal(KEY, (size(32), 50, size(64)))
+    else:
+        module, x = Transformer(size(64)), jax.random.randint(KEY, (size(16), 32), 0, 50)
+    params = jax.jit(module.init)(KEY, x)
+    labels = jnp.arange(x.shape[0]) % 10
+
+    def loss(params):
+        logits = jnp.asarray(module.apply(params, x))
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    return loss, params, sum(p.size for p in jax.tree.leaves(params))
+
+
+def semirings() -> dict[str, Any]:
+    """What is timed against `jax.grad`."""
+    t = ap.tracing
+    return {
+        "ordinary": t.ordinary(),
+        "max-product": t.max_product(),
+        "log max-product": t.max_product(log=True),
+        "absolute sum": t.absolute_sum(),
+        "entropy": t.entropy(),
+        "top 3": t.top_k(3),
+        "influence": None,
+    }
+
+
+MODELS = ("MLP-300", "LSTM-50", "transformer")
+
+
+def cells(config: Config) -> list[harness.Cell]:
+    """Models by semirings."""
+    return [{"model": m, "semiring": s} for s in config.semirings for m in MODELS]
+
+
+def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
+    """Neighbouring timings of `jax.grad` and of the semiring."""
+    loss, params, count = model(cell["model"], config.scale)
+    semiring = semirings()[cell["semiring"]]
+    traced = ap.tracing.influence(loss, depth=2) if semiring is None else ap.backprop(loss, semiring)
+    functions = [jax.jit(f).lower(params).compile() for f in (jax.grad(loss), traced)]
+    return {
+        "parameters": count,
+        "memory": [memory(f) for f in functions],
+        "seconds": timings([lambda f=f: f(params) for f in functions], config.repeats),
+    }
+
+
+def memory(compiled: Any) -> int:
+    """Bytes of temporary buffers and outputs."""
+    analysis = compiled.memory_analysis()
+    return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes)
+
+
+def timings(functions: list[Any], repeats: int) -> list[list[float]]:
+    """Seconds a call: (repeats, functions), by turns. A measurement is the least of ten runs of at least 1 ms."""
+    calls = []
+    for f in functions:
+        jax.block_until_ready(f())
+        start = time.perf_counter()
+        jax.block_until_ready(f())
+        calls.append(max(1, int(1e-3 / (time.perf_counter() - start))))
+    found = []
+    for _ in range(repeats):
+        row = []
+        for f, n in zip(functions, calls, strict=True):
+            best = float("inf")
+            for _ in range(10):
+                start = time.perf_counter()
+                for _ in range(n):
+                    result = f()
+                jax.block_until_ready(result)
+                best = min(best, (time.perf_counter() - start) / n)
+            row.append(best)
+        found.append(row)
+    return found
+
+
+def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
+    """Ratios with standard errors."""
+    rows = []
+    for i, (cell, result) in enumerate(records):
+        seconds = np.array(result["seconds"])
+        ratios = seconds[:, 1] / seconds[:, 0]
+        draws = harness.bootstrap(ratios, lambda x: np.median(x, axis=-1), 1000, config.seed + i)
+        rows.append(
+            {
+                **cell,
+                "parameters": result["parameters"],
+                "grad_ms": float(1e3 * np.median(seconds[:, 0])),
+                "ratio": float(np.median(ratios)),
+                "standard_error": float(np.std(draws)),
+                "memory_ratio": result["memory"][1] / result["memory"][0],
+            }
+        )
+    lines = ["Time and memory over those of jitted jax.grad", f"{'':30} grad / ms   ratio          memory"]
+    for row in rows:
+        lines.append(
+            f"{row['model']:12} {row['semiring']:16} {row['grad_ms']:10.2f} {row['ratio']:7.2f} ± "
+            f"{row['standard_error']:.2f} {row['memory_ratio']:9.2f}"
+        )
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    ax = figure.subplots()
+    names = config.semirings
+    for i, m in enumerate(MODELS):
+        chosen = [r for r in rows if r["model"] == m]
+        x = np.arange(len(chosen)) + 0.25 * (i - 1)
+        ax.bar(x, [r["ratio"] for r in chosen], 0.25, yerr=[2 * r["standard_error"] for r in chosen], label=m)
+    ax.axhline(1, color="black", lw=0.8)
+    ax.set_xticks(range(len(names)), names)
+    ax.set(ylabel="time / time of jitted jax.grad", yscale="log", title="Bars: two standard errors")
+    ax.legend()
+    return harness.Report({f"{r['model']} {r['semiring']}": r for r in rows}, rows, "\n".join(lines), figure)
+
+
+EXPERIMENT = harness.Experiment(
+    name="benchmarks.tracing",
+    description="Time and memory of semiring backpropagation over jitted jax.grad.",
+    presets={"quick": Config(repeats=5), "paper": Config(repeats=15, scale=1.0)},
+    cells=cells,
+    measure=measure,
+    report=report,
+)
+
+if __name__ == "__main__":
+    harness.main(EXPERIMENT)

@@ -1,0 +1,219 @@
+"""Time of tracing against the size of the graph (DuSell, "Gradient tracing", Figs 1.2 and 1.3).
+
+Three families, each timed for jitted `jax.grad` and every semiring:
+
+* layers: feed-forward networks with tanh, 10 inputs, 20 units a layer, 15 outputs (Fig. 1.2);
+* diamonds: random networks. A layer becomes, with probability .95, a diamond: two layers that read the same input
+  and whose outputs are joined; each may become one again, with half the probability. 10 to 500 units a layer, 10
+  inputs and outputs (Fig. 1.3);
+* batch: three layers of 500 on more and more examples, up to 1e9 scalar edges.
+
+    python -m experiments.tracing_scaling
+    python -m experiments.tracing_scaling --preset paper
+
+The size is that of the scalar graph: edges of the program's equations, element by element. A line is fitted by least
+squares in relative errors; shown are its slope and the exponent of a power law through the larger half of the sizes.
+"""
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.figure import Figure
+
+import apgrad as ap
+from apgrad import jaxprs
+from experiments import harness
+from experiments.benchmarks.tracing import timings
+
+SEMIRINGS = ("grad", "ordinary", "max-product", "log max-product", "absolute sum", "entropy", "top 3")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(harness.Config):
+    """Options of this experiment.
+
+    Attributes:
+      layers: numbers of layers.
+      diamonds: how many random networks.
+      batches: numbers of examples.
+      repeats: timings of each.
+    """
+
+    layers: tuple[int, ...] = (2, 8, 32)
+    diamonds: int = 3
+    batches: tuple[int, ...] = (1, 8, 64)
+    repeats: int = 5
+
+    def __post_init__(self):
+        """Refuses what gives no line."""
+        if min(len(self.layers), self.diamonds, len(self.batches)) < 3 or self.repeats < 2:
+            raise ValueError("a line wants three points in each family, and repeats at least 2")
+
+
+def semiring(name: str) -> Any:
+    """By its name."""
+    t = ap.tracing
+    return {
+        "ordinary": t.ordinary(),
+        "max-product": t.max_product(),
+        "log max-product": t.max_product(log=True),
+        "absolute sum": t.absolute_sum(),
+        "entropy": t.entropy(),
+        "top 3": t.top_k(3),
+    }[name]
+
+
+def cells(config: Config) -> list[harness.Cell]:
+    """Every network of the three families; the semirings are timed beside each other."""
+    grid: list[harness.Cell] = [{"family": "layers", "n": n} for n in config.layers]
+    grid += [{"family": "diamonds", "n": n} for n in range(config.diamonds)]
+    return grid + [{"family": "batch", "n": n} for n in config.batches]
+
+
+def dense(rng: np.random.Generator, inputs: int, outputs: int) -> dict[str, Any]:
+    """A layer's parameters."""
+    w = rng.normal(size=(inputs, outputs)) / np.sqrt(inputs)
+    return {"w": jnp.asarray(w, jnp.float32), "b": jnp.zeros(outputs)}
+
+
+def diamond(rng: np.random.Generator, inputs: int, probability: float = 0.95) -> tuple[Any, int]:
+    """A random network, as nested lists of layers (lists are diamonds), and the number of its outputs."""
+    if rng.random() >= probability:
+        units = int(rng.integers(10, 501))
+        return dense(rng, inputs, units), units
+    (left, n), (right, m) = (diamond_branch(rng, inputs, probability) for _ in range(2))
+    return [left, right], n + m
+
+
+def diamond_branch(rng: np.random.Generator, inputs: int, probability: float) -> tuple[Any, int]:
+    """A layer of a diamond, followed by what it becomes."""
+    units = int(rng.integers(10, 501))
+    first = dense(rng, inputs, units)
+    rest, outputs = diamond(rng, units, probability / 2)
+    return {"first": first, "rest": rest}, outputs
+
+
+def apply(network: Any, x: jax.Array) -> jax.Array:
+    """Runs a network of `diamond`."""
+    if isinstance(network, list):
+        return jnp.concatenate([apply(branch, x) for branch in network], axis=-1)
+    if "first" in network:
+        return apply(network["rest"], jnp.tanh(x @ network["first"]["w"] + network["first"]["b"]))
+    return jnp.tanh(x @ network["w"] + network["b"])
+
+
+def problem(cell: harness.Cell, seed: int) -> tuple[Any, Any]:
+    """A loss and its parameters."""
+    rng, n = np.random.default_rng(seed), cell["n"]
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
+    if cell["family"] == "diamonds":
+        body, outputs = diamond(rng, 10)
+        params = [body, dense(rng, outputs, 10)]
+        x, y = normal(1, 10), normal(1, 10)
+        return lambda p: jnp.mean((jnp.tanh(apply(p[0], x) @ p[1]["w"] + p[1]["b"]) - y) ** 2), params
+    widths = (10, *(20,) * (n - 1), 15) if cell["family"] == "layers" else (500,) * 4
+    params = [dense(rng, a, b) for a, b in itertools.pairwise(widths)]
+    rows = n if cell["family"] == "batch" else 1
+    x, y = normal(rows, widths[0]), normal(rows, widths[-1])
+
+    def loss(params):
+        h = x
+        for layer in params:
+            h = jnp.tanh(h @ layer["w"] + layer["b"])
+        return jnp.mean((h - y) ** 2)
+
+    return loss, params
+
+
+def edges(loss: Any, params: Any) -> int:
+    """The edges of the scalar graph: of a matrix product two for each multiplication, else one an element."""
+    total = 0
+
+    def apply(eqn, values):
+        nonlocal total
+        sizes = [math.prod(v.aval.shape) for v in (*eqn.invars, *eqn.outvars)]
+        if eqn.primitive.name == "dot_general":
+            (contracted, _), _ = eqn.params["dimension_numbers"]
+            total += 2 * sizes[-1] * math.prod(eqn.invars[0].aval.shape[i] for i in contracted)
+        else:
+            total += max(sizes)
+        return [jnp.zeros(v.aval.shape, v.aval.dtype) for v in eqn.outvars]
+
+    program, _ = jaxprs.trace(loss, params)
+    jaxprs.inline(program, jax.tree.leaves(params), apply)
+    return total
+
+
+def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
+    """Seconds of every semiring, by turns."""
+    loss, params = problem(cell, seed)
+    functions = []
+    for name in SEMIRINGS:
+        f = jax.jit(jax.grad(loss) if name == "grad" else ap.backprop(loss, semiring(name))).lower(params).compile()
+        functions.append(lambda f=f: f(params))
+    return {"edges": edges(loss, params), "seconds": np.median(timings(functions, config.repeats), axis=0).tolist()}
+
+
+def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
+    """A line for each family and semiring."""
+    rows = [
+        {**cell, "edges": result["edges"], **dict(zip(SEMIRINGS, result["seconds"], strict=True))}
+        for cell, result in records
+    ]
+    figures, lines = {}, ["Nanoseconds an edge (slope), exponent of a power law over the larger half, largest graph"]
+    figure = Figure(figsize=(14, 4.3), layout="constrained")
+    for ax, family in zip(np.atleast_1d(figure.subplots(1, 3)), ("layers", "diamonds", "batch"), strict=True):
+        chosen = sorted((r for r in rows if r["family"] == family), key=lambda r: r["edges"])
+        size = np.array([r["edges"] for r in chosen], float)
+        for name in SEMIRINGS:
+            seconds = np.array([r[name] for r in chosen])
+            design = np.stack([np.ones_like(size), size], axis=1) / seconds[:, None]
+            (offset, slope), *_ = np.linalg.lstsq(design, np.ones_like(size), rcond=None)
+            residuals = seconds / (offset + slope * size) - 1
+            half = slice(len(size) // 2 if len(size) >= 4 else 0, None)
+            exponent, error = _power(size[half], seconds[half])
+            figures[f"{family} {name}"] = {
+                "nanoseconds_an_edge": 1e9 * slope,
+                "offset_seconds": offset,
+                "relative_residual": float(np.sqrt(np.mean(residuals**2))),
+                "exponent": exponent,
+                "exponent_standard_error": error,
+            }
+            lines.append(f"{family:9} {name:16} {1e9 * slope:9.4f} {exponent:6.2f} ± {error:.2f} {size[-1]:10.2g}")
+            (line,) = ax.plot(size, seconds, "o", ms=4, label=name)
+            grid = np.geomspace(size[0], size[-1], 50)
+            ax.plot(grid, offset + slope * grid, "-", lw=1, color=line.get_color())
+        ax.set(xscale="log", yscale="log", xlabel="edges of the scalar graph", ylabel="seconds", title=family)
+    figure.axes[0].legend(fontsize=8)
+    return harness.Report(figures, rows, "\n".join(lines), figure)
+
+
+def _power(size, seconds):
+    x, y = np.log(size) - np.log(size).mean(), np.log(seconds)
+    if np.ptp(x) == 0:
+        return float("nan"), float("nan")
+    exponent = np.sum(x * y) / np.sum(x * x)
+    residuals = y - y.mean() - exponent * x
+    error = np.sqrt(np.sum(residuals**2) / max(len(x) - 2, 1) / np.sum(x * x))
+    return float(exponent), float(error)
+
+
+EXPERIMENT = harness.Experiment(
+    name="tracing_scaling",
+    description="Time of tracing against the size of the graph.",
+    presets={
+        "quick": Config(),
+        "paper": Config(layers=(2, 5, 10, 20, 40, 80), diamonds=12, batches=(1, 4, 16, 64, 256, 700), repeats=8),
+    },
+    cells=cells,
+    measure=measure,
+    report=report,
+)
+
+if __name__ == "__main__":
+    harness.main(EXPERIMENT)

@@ -1,0 +1,161 @@
+"""Small models and losses that the tests of tracing share: `MODELS[name]() -> (loss, params)`."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpyro.distributions as dist
+import optax
+from flax import nnx
+
+import apgrad as ap
+
+KEY = jax.random.key(0)
+
+
+class MLP(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Dense(5)(x))
+        return nn.Dense(3)(jnp.tanh(nn.Dense(4)(x)))
+
+
+class CNN(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Conv(4, (3, 3), strides=2)(x))
+        x = nn.max_pool(x, (2, 2), (1, 1))
+        x = nn.Conv(4, (2, 2), feature_group_count=2, kernel_dilation=2)(x)
+        x = nn.GroupNorm(2)(nn.pool(x, 0.0, jax.lax.add, (2, 2), (1, 1), "VALID") / 4.0)
+        x = nn.ConvTranspose(2, (2, 2), strides=(2, 2))(x)
+        return nn.Dense(3)(x.reshape(x.shape[0], -1))
+
+
+class Recurrent(nn.Module):
+    cell: nn.Module
+
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3)(nn.RNN(self.cell)(nn.Embed(7, 3)(x))[:, -1])
+
+
+class Transformer(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.Embed(7, 4)(x)
+        x = x + nn.MultiHeadDotProductAttention(2)(nn.LayerNorm()(x), mask=nn.make_causal_mask(jnp.ones(x.shape[:2])))
+        x = x + nn.remat(nn.Dense)(4)(nn.gelu(nn.Dense(6)(nn.RMSNorm()(x))))
+        return nn.Dense(3)(x.mean(1))
+
+
+class BatchNorm(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.swish(nn.Dense(4)(x))
+        return nn.Dense(3)(nn.softplus(nn.BatchNorm(use_running_average=False)(x)))
+
+
+def classifier(module, x):
+    labels = jnp.arange(x.shape[0]) % 3
+    variables = jax.jit(module.init)(KEY, x)
+    params = jax.tree.map(lambda p: p + 0.1 * jax.random.normal(KEY, p.shape), variables["params"])
+    state = {name: value for name, value in variables.items() if name != "params"}
+
+    def loss(params):
+        logits = module.apply({"params": params, **state}, x, mutable=list(state) or False)
+        logits = logits[0] if state else logits
+        return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+
+    return loss, params
+
+
+def numbers(*shape):
+    return jax.random.normal(jax.random.key(1), shape)
+
+
+def words(*shape):
+    return jax.random.randint(jax.random.key(1), shape, 0, 7)
+
+
+def nnx_lstm():
+    rngs = nnx.Rngs(0)
+    cell, head = nnx.OptimizedLSTMCell(3, 4, rngs=rngs), nnx.Linear(4, 3, rngs=rngs)
+    parts, state = nnx.split((cell, head), nnx.Param, ...)[0], nnx.state((cell, head), nnx.Param)
+    rest = nnx.state((cell, head), nnx.Not(nnx.Param))
+
+    def loss(params):
+        cell, head = nnx.merge(parts, params, rest)
+        carry = (jnp.zeros((2, 4)), jnp.zeros((2, 4)))
+        carry, _ = jax.lax.scan(lambda c, x: cell(c, x), carry, numbers(5, 2, 3))
+        return jnp.mean(jax.nn.logsumexp(head(carry[1]), axis=-1))
+
+    return loss, state
+
+
+def control():
+    """Scans in scans, branches, loops that JAX turns into scans, calls and custom rules, in one program."""
+
+    @jax.custom_vjp
+    def triple(x, y):
+        return 3.0 * x * y
+
+    triple.defvjp(lambda x, y: (3.0 * x * y, (x, y)), lambda r, g: (3.0 * r[1] * g, 3.0 * jnp.sum(r[0] * g, 0)))
+
+    @jax.custom_jvp
+    def safe_root(x):
+        return jnp.sqrt(jnp.where(x > 0, x, 0.0))
+
+    safe_root.defjvp(lambda p, t: (safe_root(*p), t[0] * jnp.where(p[0] > 0, 0.5 / safe_root(*p), 0.0)))
+
+    def loss(params):
+        w, x = params
+
+        def inner(c, u):
+            return jnp.tanh(w @ c + u), c[0] * u
+
+        def outer(carry, u):
+            c, total = carry
+            c, products = jax.lax.scan(inner, c, jnp.outer(u, jnp.arange(1.0, 4.0)).T * 0.2, reverse=True)
+            total = total + jax.lax.cond(c[0] > 0.1, lambda c: jnp.sum(c**2), lambda c: jnp.max(c * 2), c)
+            return (c, total + jnp.sum(products)), jax.checkpoint(jnp.sin)(c)
+
+        (c, total), ys = jax.lax.scan(outer, (x[0], 0.0), x)
+        total += jax.lax.fori_loop(0, 3, lambda i, t: t * jnp.cos(t) + c[i], total)
+        total += jax.lax.switch(1, [jnp.sin, jnp.exp, jnp.cos], c[0])
+        return total + jnp.sum(triple(ys, w[0])) + jnp.sum(safe_root(x)) + jnp.sum(jax.jit(jnp.sort)(ys.ravel()) ** 2)
+
+    return loss, (0.5 * numbers(3, 3), numbers(2, 3))
+
+
+def objective(estimator):
+    """apgrad's own nodes that are ordinary JAX."""
+
+    @ap.stochastic(estimator)
+    def step(theta, x):
+        return dist.Normal(jnp.tanh(theta["w"] * x), jax.nn.softplus(theta["s"]))
+
+    def program(tape, theta):
+        def body(carry, _):
+            tape, x = carry
+            tape, x = step(tape, theta, x)
+            return (tape.cost(x**2), x), None
+
+        (tape, _), _ = jax.lax.scan(body, (tape, jnp.ones(tape.lanes)), length=3)
+        return tape
+
+    expected = ap.expectation(program, lanes=4)
+    return lambda theta: expected(KEY, theta), {"w": jnp.float32(0.7), "s": jnp.float32(-1.0)}
+
+
+MODELS = {
+    "mlp": lambda: classifier(MLP(), numbers(4, 3)),
+    "cnn": lambda: classifier(CNN(), numbers(2, 9, 9, 2)),
+    "rnn": lambda: classifier(Recurrent(nn.SimpleCell(4)), words(2, 5)),
+    "lstm": lambda: classifier(Recurrent(nn.OptimizedLSTMCell(4)), words(2, 5)),
+    "gru": lambda: classifier(Recurrent(nn.GRUCell(4)), words(2, 5)),
+    "transformer": lambda: classifier(Transformer(), words(2, 5)),
+    "batch norm": lambda: classifier(BatchNorm(), numbers(4, 3)),
+    "nnx lstm": nnx_lstm,
+    "control": control,
+    "reparameterization": lambda: objective(ap.reparameterization()),
+    "likelihood ratio": lambda: objective(ap.likelihood_ratio()),
+}

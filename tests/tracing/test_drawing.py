@@ -1,0 +1,56 @@
+"""Pictures of a trace: what is in them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import apgrad as ap
+from apgrad.tracing.drawing import graph, heavy
+
+
+def loss(params):
+    def body(h, x):
+        with jax.named_scope("cell"):
+            return jnp.tanh(params["w"] * h + x), None
+
+    with jax.named_scope("rnn"):
+        h, _ = jax.lax.scan(body, jnp.float32(0.5), jnp.array([0.0, 0.3]))
+    with jax.named_scope("head"):
+        return jax.jit(jax.nn.relu)(params["v"] * h) ** 2
+
+
+@pytest.fixture(scope="module")
+def trace():
+    return ap.trace_gradients(loss)({"v": jnp.float32(2.0), "w": jnp.float32(0.9)})
+
+
+def test_graph(trace):
+    made = graph(trace)
+    names = [(n.primitive, n.scope) for n in made.nodes]
+    assert names[:2] == [("parameter", ""), ("parameter", "")] and names[-1] == ("loss", "")
+    assert ("tanh", "rnn/cell") in names and ("custom rule", "head") in names
+    assert all(made.nodes[u].depth < made.nodes[v].depth for u, v in made.edges)
+    for name, nodes in heavy(trace, made, 2, "viterbi"):
+        assert made.nodes[nodes[0]].name == name and nodes[-1] == len(names) - 1
+
+
+def test_graphviz(trace):
+    text = ap.tracing.graphviz(trace)
+    assert text.startswith("digraph trace {") and text.endswith("}") and text.count("{") == text.count("}")
+    assert 'subgraph "cluster_rnn/cell"' in text and "penwidth=3" in text
+
+
+def test_figures(trace):
+    figures = pytest.importorskip("matplotlib.figure")
+    influence = trace.influence(depth=1)
+    assert isinstance(ap.tracing.draw(trace), figures.Figure)
+    assert isinstance(ap.tracing.heat_map(influence, weighed=True), figures.Figure)
+    many = jax.tree.map(lambda x: jnp.stack([x, np.nan * x, x]), influence)
+    (ax,) = ap.tracing.influence_over_steps([0, 1, 2], many, "w").axes
+    assert [line.get_label() for line in ax.lines] == ["rnn", "head"]
+    assert ax.lines[0].get_xdata().tolist() == [0, 2]
+    with pytest.raises(ValueError, match="no parameter 'u'"):
+        ap.tracing.influence_over_steps([0, 1, 2], many, "u")
+    with pytest.raises(ValueError, match="steps"):
+        ap.tracing.influence_over_steps([0], influence)

@@ -1,0 +1,70 @@
+"""The experiments of tracing: what is counted and reported. (They run in `python -m`; compiling them takes long.)"""
+
+import numpy as np
+import pytest
+
+from experiments import tracing_ablation, tracing_scaling
+from experiments.benchmarks import tracing as benchmark
+
+
+def test_edges_of_the_scalar_graph():
+    loss, params = tracing_scaling.problem({"family": "batch", "n": 3}, 0)
+    products = 3 * 2 * 3 * 500 * 500  # three layers, both factors, three examples
+    assert products < tracing_scaling.edges(loss, params) < 1.02 * products
+
+
+def test_diamonds_are_random_and_run():
+    shapes = set()
+    for seed in range(3):
+        loss, params = tracing_scaling.problem({"family": "diamonds", "n": seed}, seed)
+        assert np.isfinite(loss(params))
+        shapes.add(str(params)[:200])
+    assert len(shapes) == 3
+
+
+def test_text_is_made_of_its_letters():
+    text = tracing_ablation.text(500, 0)
+    assert len(text) == 500 and np.array_equal(text, tracing_ablation.text(500, 0))
+    assert not np.array_equal(text, tracing_ablation.text(500, 1))
+    assert {" ", "."} <= {tracing_ablation.LETTERS[i] for i in text}
+
+
+def test_correlation_of_ranks():
+    assert tracing_ablation.correlation([0.1, 0.5, 0.3], [1, 9, 4]) == pytest.approx(1)
+    assert tracing_ablation.correlation([0.1, 0.5, 0.3], [9, 1, 4]) == pytest.approx(-1)
+    assert tracing_ablation.correlation([0.1, 0.1, 0.1], [9, 1, 4]) == 0
+
+
+def test_report_of_the_ablation():
+    network = {
+        "influence": [[0.1, 0.5, 0.3]] * 3,
+        "during": [[[0.1, 0.5, 0.3]] * 3] * 2,
+        "loss": 1.0,
+        "ablated": [1.1, 2.0, 1.5],
+        "retrained": [1.2, 1.0, 1.1],
+        "in_order": [1.0, 2.0, 3.0],
+        "in_opposite_order": [1.0, 1.1, 2.0],
+    }
+    made = tracing_ablation.report(tracing_ablation.Config(), [({"network": i}, network) for i in range(3)])
+    assert made.figures["correlation viterbi ablated"] == {"value": pytest.approx(1), "standard_error": 0}
+    assert made.figures["correlation viterbi retrained"]["value"] == pytest.approx(-1)
+    assert len(made.rows) == 9
+
+
+def test_report_of_the_scaling_fits_a_line():
+    sizes = [1e4, 1e5, 1e6, 1e7]
+    seconds = lambda n: [1e-6 + 2e-9 * n] * len(tracing_scaling.SEMIRINGS)
+    records = [
+        ({"family": f, "n": i}, {"edges": n, "seconds": seconds(n)})
+        for f in ("layers", "diamonds", "batch")
+        for i, n in enumerate(sizes)
+    ]
+    figures = tracing_scaling.report(tracing_scaling.Config(), records).figures
+    assert figures["layers max-product"]["nanoseconds_an_edge"] == pytest.approx(2)
+    assert figures["batch entropy"]["exponent"] == pytest.approx(1, abs=0.01)
+
+
+def test_benchmark_models_have_their_size():
+    loss, params, count = benchmark.model("MLP-300", 1.0)
+    assert count == 784 * 300 + 300 + 2 * (300 * 300 + 300) + 300 * 10 + 10
+    assert np.isfinite(loss(params))

@@ -1,0 +1,230 @@
+"""Each primitive's rule against its dense Jacobian, and against `jax.vjp`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import apgrad as ap
+from apgrad import jaxprs
+from apgrad.tracing import rules, sums
+from apgrad.tracing.backpropagation import NESTED
+from apgrad.tracing.interpreter import Context, step
+from apgrad.tracing.paths import greedy
+from apgrad.tracing.site import Site
+
+RNG = np.random.default_rng(0)
+
+
+def r(*shape):
+    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+
+
+def p(*shape):
+    return jnp.abs(r(*shape)) + 0.2
+
+
+UNARY = {
+    "tanh": jnp.tanh,
+    "exp": jnp.exp,
+    "logistic": jax.nn.sigmoid,
+    "abs": jnp.abs,
+    "square": jnp.square,
+    "integer_pow": lambda x: x**3,
+    "sin": jnp.sin,
+    "cos": jnp.cos,
+    "erf": lax.erf,
+    "neg": lambda x: -x,
+    "expm1": jnp.expm1,
+    "convert_element_type": lambda x: x.astype(jnp.float16).astype(jnp.float32),
+}
+POSITIVE = {"log": jnp.log, "log1p": jnp.log1p, "sqrt": jnp.sqrt, "rsqrt": lax.rsqrt, "lgamma": lax.lgamma}
+BINARY = {
+    "add": lax.add,
+    "sub": lax.sub,
+    "mul": lax.mul,
+    "div": lax.div,
+    "max": lax.max,
+    "min": lax.min,
+    "pow": lax.pow,
+}
+# name: (function, arguments); all floating-point arguments are active.
+CASES = {
+    **{name: (f, (r(2, 3),)) for name, f in UNARY.items()},
+    **{name: (f, (p(2, 3),)) for name, f in POSITIVE.items()},
+    **{name: (f, (p(2, 3), p(2, 3))) for name, f in BINARY.items()},
+    "scalar operand": (lambda x, s: lax.mul(x, jnp.broadcast_to(s, (2, 3))), (r(2, 3), r())),
+    "clamp": (lambda x: lax.clamp(-0.5, x, 0.5), (r(2, 5),)),
+    "select_n": (lambda a, b: lax.select_n(jnp.array([True, False, True]), a, b), (r(3), r(3))),
+    "select_n, three": (lambda a, b, c: lax.select_n(jnp.array([0, 2, 1, 2]), a, b, c), (r(4), r(4), r(4))),
+    "reshape": (lambda x: x.reshape(3, 2), (r(2, 3),)),
+    "squeeze": (lambda x: lax.squeeze(x, (1,)), (r(2, 1, 3),)),
+    "expand_dims": (lambda x: x[:, None], (r(3),)),
+    "transpose": (lambda x: lax.transpose(x, (2, 0, 1)), (r(2, 3, 4),)),
+    "rev": (lambda x: lax.rev(x, (0,)), (r(3, 2),)),
+    "broadcast_in_dim": (lambda x: lax.broadcast_in_dim(x, (4, 2, 3), (1, 2)), (r(1, 3),)),
+    "slice": (lambda x: lax.slice(x, (1, 0), (6, 3), (2, 1)), (r(7, 4),)),
+    "pad": (lambda x, v: lax.pad(x, v, ((1, 2, 1), (-1, 0, 0))), (r(3, 4), r())),
+    "concatenate": (lambda a, b: lax.concatenate([a, b, a], 1), (r(2, 3), r(2, 1))),
+    "split": (lambda x: lax.split(x, (1, 3), 0), (r(4, 2),)),
+    "unstack": (lambda x: jnp.stack(jnp.unstack(x, axis=1)[:2], axis=1), (r(2, 3),)),
+    "tile": (lambda x: jnp.tile(x, (2, 3)), (r(2, 2),)),
+    "dynamic_slice": (lambda x: lax.dynamic_slice(x, (jnp.int32(1), jnp.int32(9)), (2, 2)), (r(4, 3),)),
+    "dynamic_update_slice": (
+        lambda x, u: lax.dynamic_update_slice(x, u, (jnp.int32(1), jnp.int32(1))),
+        (r(4, 3), r(2, 2)),
+    ),
+    "gather": (lambda x: x[jnp.array([0, 2, 0, 2])], (r(3, 2),)),
+    "gather, out of bounds": (lambda x: x.at[jnp.array([0, 7, 2])].get(mode="fill", fill_value=0.0), (r(3, 2),)),
+    "scatter": (lambda x, u: x.at[jnp.array([0, 2])].set(u), (r(4, 2), r(2, 2))),
+    "scatter-add": (lambda x, u: x.at[jnp.array([0, 2, 0, 9])].add(u, mode="drop"), (r(4, 2), r(4, 2))),
+    "scatter-sub": (lambda x, u: x.at[jnp.array([0, 2, 0])].subtract(u), (r(4), r(3))),
+    "sort": (lambda x: lax.sort(x, dimension=0), (r(4, 2),)),
+    "sort, two": (lambda x, y: lax.sort((x, y), dimension=0, num_keys=1), (r(4), r(4))),
+    "top_k": (lambda x: lax.top_k(x, 2)[0], (r(2, 4),)),
+    "reduce_sum": (lambda x: lax.reduce_sum(x, (0, 2)), (r(2, 3, 2),)),
+    "reduce_max": (lambda x: jnp.max(x, 1), (r(2, 4),)),
+    "reduce_max, tied": (lambda x: jnp.max(x, 0), (jnp.ones((3, 2)),)),
+    "reduce_min": (lambda x: jnp.min(x, 0), (r(4, 2),)),
+    "reduce_prod": (lambda x: jnp.prod(x, 1), (r(2, 3),)),
+    "cumsum": (lambda x: lax.cumsum(x, 0), (r(4, 2),)),
+    "cumsum, reversed": (lambda x: lax.cumsum(x, 1, reverse=True), (r(2, 4),)),
+    "cumprod": (lambda x: lax.cumprod(x, 1), (r(2, 4),)),
+    "cummax": (lambda x: lax.cummax(x, 0), (r(4, 2),)),
+    "cumlogsumexp": (lambda x: lax.cumlogsumexp(x, 0), (r(4, 2),)),
+    "dot_general": (lambda a, b: lax.dot_general(a, b, (((2, 0), (0, 2)), ((1,), (1,)))), (r(3, 2, 4), r(4, 2, 3, 2))),
+    "dot_general, wide": (lambda a, b: a @ b, (r(5, 40), r(40, 3))),
+    "dot_general, outer": (lambda a, b: lax.dot_general(a, b, (((), ()), ((), ()))), (r(3), r(2))),
+    "conv_general_dilated": (
+        lambda x, k: lax.conv_general_dilated(
+            x, k, (2, 1), ((1, 2), (0, 1)), (1, 2), (2, 1), ("NHWC", "HWIO", "NHWC"), feature_group_count=2
+        ),
+        (r(2, 5, 4, 4), r(2, 3, 2, 4)),
+    ),
+    "conv_general_dilated, 1d": (lambda x, k: lax.conv(x, k, (1,), "SAME"), (r(2, 2, 5), r(3, 2, 3))),
+    "reduce_window_sum": (
+        lambda x: lax.reduce_window(x, 0.0, lax.add, (2, 3), (1, 2), ((1, 0), (0, 1))),
+        (r(4, 6),),
+    ),
+    "reduce_window_max": (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (3, 2), (1, 2), "VALID"), (r(5, 6),)),
+    "reduce_window_max, tied": (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2,), (1,), "VALID"), (jnp.ones(4),)),
+    "reduce_window_min": (lambda x: lax.reduce_window(x, jnp.inf, lax.min, (2,), (1,), "SAME"), (r(5),)),
+    "stop_gradient": (lambda x: lax.stop_gradient(x) * x, (r(3),)),
+    "zero_with_gradient": (ap.zero_with_gradient, (r(3),)),
+}
+PLAIN = ap.tracing.Semiring(
+    "mine", lambda w: (w,), lambda a, b: (a[0] * b[0],), lambda a, b: (a[0] + b[0],), (0.0,), (1.0,)
+)
+SEMIRINGS = {
+    "mine": PLAIN,
+    "max": ap.tracing.max_product(),
+    "entropy": ap.tracing.entropy(),
+    "top 2, log": ap.tracing.top_k(2, log=True),
+    "greedy, masks": greedy(1),
+}
+
+
+def equations(function, args):
+    """The equations of a function that have edges, with values for their inputs, inside calls too."""
+    found = []
+
+    def apply(eqn, values):
+        real = [jnp.issubdtype(jnp.result_type(v), jnp.inexact) for v in values]
+        if any(real) and eqn.primitive.name not in rules.CONSTANTS:
+            literal = [hasattr(v, "val") for v in eqn.invars]
+            found.append((eqn, values, tuple(a and not b for a, b in zip(real, literal, strict=True))))
+        return jaxprs.caller(eqn)(*values)
+
+    program, _ = jaxprs.trace(function, *args)
+    jaxprs.inline(program, list(args), apply)
+    return found
+
+
+def put(call, values, places, *chosen):
+    full = list(values)
+    for i, value in zip(places, chosen, strict=True):
+        full[i] = value
+    return call(*full)
+
+
+def messages(semiring, outputs):
+    """Random ones: what a sum of two edges from one gives."""
+    made = []
+    for y in outputs:
+        if not jnp.issubdtype(y.dtype, jnp.inexact):
+            made.append(None)
+            continue
+        one = sums.constant(semiring.one, y.shape, y.dtype)
+        edges = [semiring.times(semiring.lift(r(*y.shape).astype(y.dtype)), one) for _ in range(2)]
+        made.append(semiring.settle(semiring.plus(*edges)))
+    return made
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_rule_is_that_of_the_dense_jacobian(name):
+    function, args = CASES[name]
+    found = [(eqn, values, active) for eqn, values, active in equations(function, args) if any(active)]
+    assert found
+
+    @jax.jit  # one program: compiled once
+    def both(all_values):
+        pairs = []
+        for (eqn, _, active), values in zip(found, all_values, strict=True):
+            call = jaxprs.caller(eqn)
+            for semiring in SEMIRINGS.values():
+                walked = step(Context(semiring, NESTED), eqn, values, active)
+                assert walked.pull is not None
+                arrived = messages(semiring, walked.outputs)
+                site = Site(semiring, name, call, values, active, walked.outputs, eqn.params)
+                got, wanted = walked.pull(arrived), rules.dense(site, quiet=True)(arrived)
+                assert [m is not None for m in got] == list(active)
+                pairs += [
+                    (x, y) for m, n in zip(got, wanted, strict=True) for x, y in zip(m or (), n or (), strict=True)
+                ]
+                if semiring is PLAIN:
+                    none = lambda y: np.zeros(y.shape, jax.dtypes.float0)
+                    cotangents = [m[0] if m else none(y) for m, y in zip(arrived, walked.outputs, strict=True)]
+                    chosen = [i for i, a in enumerate(active) if a]
+                    _, pullback = jax.vjp(functools.partial(put, call, values, chosen), *(values[i] for i in chosen))
+                    pairs += list(zip([got[i][0] for i in chosen], pullback(cotangents), strict=True))
+        return pairs
+
+    for got, wanted in both([values for _, values, _ in found]):
+        assert got.dtype == wanted.dtype
+        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-6)
+
+
+def test_unknown_primitive_is_right_with_a_warning_or_refused():
+    x = jnp.eye(3) * 2 + 0.1
+    loss = lambda x: jnp.sum(jnp.linalg.cholesky(x) ** 2)
+    with pytest.warns(UserWarning, match="no rule for the primitive 'cholesky'"):
+        got = ap.backprop(loss, PLAIN)(x)
+    np.testing.assert_allclose(got, jax.grad(loss)(x), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(ap.backprop(loss, ap.tracing.ordinary())(x), jax.grad(loss)(x), rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match=r"16,777,216.*Trace a smaller input"):
+        jax.eval_shape(ap.backprop(loss, PLAIN), jax.ShapeDtypeStruct((70, 70), jnp.float32))
+
+
+def test_not_a_number_stays_one():
+    x = jnp.ones((20, 20)).at[3, 4].set(jnp.nan)
+    got = ap.backprop(lambda x: jnp.sum(jnp.tanh(x @ x)), ap.tracing.max_product())(x)
+    assert jnp.all(jnp.isnan(got[3])) and jnp.all(jnp.isnan(got[:, 4]))
+
+
+@pytest.mark.parametrize("count", [1, 3, 17, 64])
+def test_products_of_every_size(count):
+    a, m = p(2, count, 3), p(2, count, 4)
+    for swapped in (False, True):
+        got = sums.contract(ap.tracing.max_product(), a, (m,), swapped)[0]
+        wanted = jnp.max(a[:, :, :, None] * m[:, :, None, :], axis=1)
+        np.testing.assert_allclose(got, jnp.swapaxes(wanted, 1, 2) if swapped else wanted, rtol=1e-6)
+
+
+def test_plus_by_index():
+    index = jnp.array([2, 0, 2, -1, 9, 2])
+    value = (jnp.array([1.0, 5.0, 3.0, 7.0, 8.0, 2.0]),)
+    for semiring, wanted in ((PLAIN, [5.0, 0.0, 6.0]), (ap.tracing.max_product(), [5.0, 0.0, 3.0])):
+        assert sums.plus_by_index(semiring, value, index, 3)[0].tolist() == wanted

@@ -1,0 +1,225 @@
+"""Paths and influence: against Algorithm 1 transcribed, each other, and small cases by hand."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import apgrad as ap
+from apgrad import jaxprs
+from tests.tracing.models import MODELS
+
+
+def algorithm_1(loss, x):
+    """The seed's Algorithm 1 on scalars: the program's equations as dense blocks of edges, pointers at every vertex.
+
+    Returns:
+      For each element of x the list of (primitive, element) up to the loss.
+    """
+    program, _ = jaxprs.trace(loss, x)
+    edges, count = [], 0  # (u, v, w, primitive, element), vertices numbered in topological order
+
+    def vertices(size):
+        nonlocal count
+        count += size
+        return list(range(count - size, count))
+
+    def run(jaxpr, consts, inputs):
+        values = dict(zip(jaxpr.constvars, consts, strict=True)) | {
+            v: a for v, (a, _) in zip(jaxpr.invars, inputs, strict=True)
+        }
+        nodes = {v: n for v, (_, n) in zip(jaxpr.invars, inputs, strict=True)}
+        read = lambda a: a.val if hasattr(a, "val") else values[a]
+        for eqn in jaxpr.eqns:
+            given = [read(a) for a in eqn.invars]
+            given_nodes = [None if hasattr(a, "val") else nodes.get(a) for a in eqn.invars]
+            inside = jaxprs.nested(eqn)
+            if inside is not None and inside.kind == "call":
+                outputs = run(*inside.jaxprs[0], list(zip(given, given_nodes, strict=True)))
+            else:
+                call = jaxprs.caller(eqn)
+                (y,) = call(*given)
+                out = vertices(y.size)
+                for i, starts in enumerate(given_nodes):
+                    if starts is not None and all(jnp.issubdtype(a.dtype, jnp.floating) for a in (y, given[i])):
+                        at = lambda a, i=i, f=call, xs=given: f(*(a if j == i else b for j, b in enumerate(xs)))[0]
+                        jacobian = np.asarray(jax.jacfwd(at)(given[i])).reshape(y.size, -1)
+                        for u, v in np.argwhere(jacobian):
+                            element = tuple(int(k) for k in np.unravel_index(u, y.shape))
+                            edges.append((out[u], starts[v], jacobian[u, v], eqn.primitive.name, element))
+                outputs = [(y, out)]
+            for v, (a, n) in zip(eqn.outvars, outputs, strict=True):
+                values[v], nodes[v] = a, n
+        return [(read(v), nodes.get(v)) for v in jaxpr.outvars]
+
+    start = vertices(x.size)
+    ((_, (root,)),) = run(*program, [(x, start)])
+    g, best, t = np.zeros(count), np.zeros(count), [None] * count
+    g[root] = 1.0
+    for v in range(count - 1, -1, -1):  # every vertex after those it feeds
+        mine = [e for e in edges if e[1] == v]
+        incoming = [(w * g[u], (u, primitive, element)) for u, _, w, primitive, element in mine]
+        if v != root and incoming:
+            g[v] = sum(c for c, _ in incoming)
+            k = int(np.argmax([abs(c) for c, _ in incoming]))
+            t[v], best[v] = incoming[k][1], abs(incoming[k][0])
+    paths = []
+    for v in start:
+        path = []
+        while t[v] is not None:
+            v, primitive, element = t[v]
+            path.append((primitive, element))
+        paths.append(path)
+    return paths
+
+
+def small(x):
+    h = jnp.tanh(x @ jnp.array([[1.0, -2.0, 0.3], [0.4, 0.5, -1.5]]))
+    h = jnp.concatenate([h[:, :2] * h[:, 1:], h], axis=1)
+    return jnp.sum(jnp.where(h > 0, h * h, 0.3 * h) * jnp.exp(0.1 * h.sum(0)))
+
+
+def test_greedy_is_algorithm_1():
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(3, 2)), jnp.float32)
+    trace = ap.trace_gradients(small)(x)
+    for index, wanted in zip(np.ndindex(3, 2), algorithm_1(small, x), strict=True):
+        assert [(s.primitive, s.index) for s in trace.path("x", index, "greedy")] == wanted
+
+
+@pytest.mark.parametrize("name", ["control", "reparameterization"])
+def test_a_viterbi_path_has_the_weight_that_backpropagation_found(name):
+    loss, params = MODELS[name]()
+    trace = ap.trace_gradients(loss)(params)
+    rng = np.random.default_rng(0)
+    for parameter, weights in list(zip(trace.parameters, jax.tree.leaves(trace.weights), strict=True))[:3]:
+        index = tuple(int(rng.integers(n)) for n in weights.shape)
+        path = trace.path(parameter, index)
+        assert path and path[-1].message == 1
+        np.testing.assert_allclose(np.prod([abs(s.weight) for s in path]), weights[index], rtol=1e-4)
+
+
+def test_steps_of_loops_and_scopes():
+    def loss(w):
+        def body(h, x):
+            with jax.named_scope("cell"):
+                return jnp.tanh(w * h + x), None
+
+        with jax.named_scope("rnn"):
+            h, _ = jax.lax.scan(body, jnp.float32(0.5), jnp.array([0.0, 2.0, 0.1]))
+        return h**2
+
+    # After the large input tanh is flat: the path of w is by its last use.
+    path = ap.trace_gradients(loss)(jnp.float32(1.5)).path("x")
+    assert [(s.primitive, s.scope, s.steps) for s in path] == [
+        ("mul", "rnn/cell", (2,)),
+        ("add", "rnn/cell", (2,)),
+        ("tanh", "rnn/cell", (2,)),
+        (path[-1].primitive, "", ()),
+    ]
+
+
+@pytest.mark.parametrize("kind", ["greedy", "viterbi"])
+def test_influence_counts_the_paths(kind):
+    loss, params = MODELS["mlp"]()
+    trace = ap.trace_gradients(loss)(params)
+    found = trace.influence(kind)
+    number = len(trace.parameters) - 1
+    leaf = jax.tree.leaves(params)[number]
+    gradient = np.abs(jax.tree.leaves(trace.gradient)[number])
+    counts, weighed, alive = np.zeros(len(found.components)), np.zeros(len(found.components)), 0
+    for index in list(np.ndindex(leaf.shape)):
+        path = trace.path(trace.parameters[number], index, kind)
+        alive += bool(path)
+        for i, component in enumerate(found.components):
+            if any(s.scope == component or s.scope.startswith(component + "/") for s in path):
+                counts[i] += 1
+                weighed[i] += gradient[index]
+    np.testing.assert_allclose(found.share[:, number], counts / alive, atol=1e-6)
+    np.testing.assert_allclose(found.gradient[:, number], weighed / gradient.sum(), rtol=1e-4, atol=1e-6)
+
+
+def test_greedy_and_viterbi_differ_where_gradients_cancel():
+    def loss(x):
+        with jax.named_scope("cancelling"):
+            a = 3.0 * x
+            a = a * 2.0 - a * 1.9
+        with jax.named_scope("steady"):
+            b = 1.0 * x
+        return a + b
+
+    trace = ap.trace_gradients(loss)(1.0)
+    assert trace.path("x", (), "greedy")[0].scope == "steady"
+    assert trace.path("x", (), "viterbi")[0].scope == "cancelling"
+    for kind, wanted in (("greedy", [0, 1]), ("viterbi", [1, 0])):
+        assert trace.influence(kind).share[:, 0].tolist() == wanted
+
+
+@pytest.mark.parametrize("kind", ["greedy", "viterbi"])
+def test_ties_go_to_the_first(kind):
+    def loss(x):
+        with jax.named_scope("a"):
+            a = jnp.sum(jnp.ones((20, 3)) @ x)
+        with jax.named_scope("b"):
+            b = jnp.sum(jnp.ones((20, 3)) @ x)
+        return a + b
+
+    trace = ap.trace_gradients(loss)(jnp.ones((3, 2)))
+    path = trace.path("x", (1, 1), kind)
+    assert path[0].scope == "a" and path[0].index == (0, 1)
+    assert trace.influence(kind).share[:, 0].tolist() == [1, 0]
+
+
+def test_examples_are_traced_by_themselves():
+    def loss(w, x):
+        with jax.named_scope("left"):
+            a = w * x[0]
+        with jax.named_scope("right"):
+            b = w * x[1]
+        return jnp.sum(a + b)
+
+    x = jnp.array([[1.0, 2.0], [3.0, 1.0], [0.0, 0.0]])
+    trace = ap.trace_gradients(loss, in_axes=(None, 0))(jnp.ones(2), x)
+    assert trace.examples == 3
+    np.testing.assert_array_equal(trace.influence().share[:, :, 0], [[0, 1], [1, 0], [np.nan, np.nan]])
+    assert [trace.path("x", 0, example=i)[0].scope for i in (0, 1)] == ["right", "left"]
+    assert trace.path("x", 0, example=2) == []
+    np.testing.assert_allclose(trace.weights[:, 0], [2, 3, 0])
+
+
+def test_in_a_jitted_training_loop():
+    loss, params = MODELS["mlp"]()
+    look = ap.tracing.every(3, ap.tracing.influence(loss, depth=2))
+
+    @jax.jit
+    def train(params):
+        def step(params, i):
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params)), look(i, params)
+
+        return jax.lax.scan(step, params, jnp.arange(6))
+
+    _, seen = train(params)
+    traced = ~jnp.all(jnp.isnan(seen.share), axis=(1, 2))
+    assert traced.tolist() == [True, False, False, True, False, False]
+    alone = jax.jit(ap.tracing.influence(loss, depth=2))(params)
+    np.testing.assert_allclose(seen.share[0], alone.share)
+    assert seen.components == alone.components and "MLP/Dense_0" in seen.components
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="no named scopes"):
+        ap.tracing.influence(lambda x: x**2)(1.0)
+    assert ap.tracing.influence(lambda x: x**3, by="primitive")(1.0).components == ("integer_pow",)
+    for options in ({"kind": "best"}, {"by": "layer"}, {"depth": 0}):
+        with pytest.raises(ValueError, match="got"):
+            ap.tracing.influence(lambda x: x, **options)
+    with pytest.raises(ValueError, match="n of at least 1"):
+        ap.tracing.every(0, lambda: None)
+    trace = ap.trace_gradients(lambda x: jnp.sum(x))(jnp.ones(2))
+    with pytest.raises(ValueError, match="no parameter 'y'; there are x"):
+        trace.path("y")
+    with pytest.raises(IndexError, match="no element"):
+        trace.path("x", 2)
+    with pytest.raises(TypeError, match=r"tracing.influence"):
+        jax.jit(ap.trace_gradients(lambda x: jnp.sum(x)))(1.0)
+    with pytest.raises(ValueError, match="in_axes"):
+        ap.trace_gradients(lambda x, y: jnp.sum(x * y), in_axes=(0, 0))(jnp.ones(2), jnp.ones(3))
