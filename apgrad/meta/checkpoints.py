@@ -33,7 +33,8 @@ class Checkpoints:
             raise ImportError('checkpoints need orbax: pip install "apgrad[meta]"') from error
         self._args = ocp.args
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
-        self._manager = ocp.CheckpointManager(Path(folder).absolute(), options=options)
+        handler = ocp.StandardCheckpointHandler()
+        self._manager = ocp.CheckpointManager(Path(folder).absolute(), options=options, item_handlers=handler)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -61,7 +62,7 @@ class Checkpoints:
           ValueError: if the checkpoint has another form, naming what differs.
         """
         wanted = _flat(like)
-        metadata = self._manager.item_metadata(step)
+        metadata: Any = self._manager.item_metadata(step)
         found = {name: (tuple(m.shape), np.dtype(m.dtype)) for name, m in metadata.items()}
         form = {name: (tuple(x.shape), np.dtype(x.dtype)) for name, x in wanted.items()}
         if found != form:

@@ -51,7 +51,7 @@ def exact(theta, start=START, steps=T):
 @pytest.mark.parametrize("remat", [False, True, 4])
 def test_reverse_and_forward_mode_are_the_derivative(x64, remat):
     theta, key = jnp.asarray(THETA), jax.random.key(0)
-    loss, gradient, _ = meta.backpropagation(quadratic(), remat=remat)(theta, key)
+    _, gradient, _ = meta.backpropagation(quadratic(), remat=remat)(theta, key)
     np.testing.assert_allclose(gradient, exact(THETA), rtol=1e-12)
     np.testing.assert_allclose(meta.forward_mode(quadratic())(theta, key)[1], exact(THETA), rtol=1e-12)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -23,12 +22,13 @@ import sys
 import jax, jax.numpy as jnp, numpy as np, optax
 from apgrad import meta
 
-task = meta.sinusoid(sizes=(1, 5, 1), batch=4, held_out=8)
-learner = meta.optimizer(lambda theta: meta.learned_optimizer(theta), task.loss)
-problem = meta.inner_problem(task, learner, 4, held_out=0.0, hint=1.0)
+problem = meta.Problem(
+    lambda theta, key: jax.random.normal(key), lambda theta, s: (s - theta[0] * s, s**2), lambda theta, s: s**2, 4
+)
 outer = meta.lanes(meta.single_evolution(problem, 2, sigma=0.1), 2)
-done = meta.train(outer, optax.adam(1e-2), meta.init_learned_optimizer(jax.random.key(0), hidden=4), jax.random.key(1),
-                  int(sys.argv[2]), folder=sys.argv[1], every=2, progress=False, log=lambda step, m: print("at", step, flush=True))
+log = lambda step, metrics: print("at", step, flush=True)
+done = meta.train(outer, optax.adam(1e-2), jnp.ones(3), jax.random.key(1), int(sys.argv[2]),
+                  folder=sys.argv[1], every=2, progress=False, log=log)
 key = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 print("bits", b"".join(np.asarray(key(x)).tobytes() for x in jax.tree.leaves(done)).hex())
 """
@@ -40,23 +40,31 @@ def program(folder, steps, **kwargs):
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, **kwargs)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nobody kills: its folder and its bits."""
+    folder = tmp_path_factory.mktemp("whole")
+    out, _ = program(folder, 10).communicate(timeout=300)
+    assert out.splitlines()[-1].startswith("bits")
+    return folder, out.splitlines()[-1]
+
+
 @pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])
-def test_a_killed_run_ends_with_the_same_bits(tmp_path, kill):
-    out, _ = program(tmp_path / "whole", 10).communicate(timeout=300)
-    whole = out.splitlines()[-1]
-    assert whole.startswith("bits")
+def test_a_killed_run_ends_with_the_same_bits(tmp_path, whole, kill):
+    folder, bits = whole
     process = program(tmp_path / "killed", 10, stderr=subprocess.DEVNULL)
     for line in process.stdout:  # killed while it works on what follows step 4
         if line.startswith("at 4"):
             time.sleep(0.01)
             process.send_signal(kill)
             break
+    process.stdout.close()
     process.wait(timeout=60)
     assert process.returncode != 0
     out, _ = program(tmp_path / "killed", 10).communicate(timeout=300)
     steps = [line for line in out.splitlines() if line.startswith("at")]
-    assert steps and "at 2" not in steps and out.splitlines()[-1] == whole
-    assert (tmp_path / "killed" / "metrics.csv").read_text() == (tmp_path / "whole" / "metrics.csv").read_text()
+    assert steps and "at 2" not in steps and out.splitlines()[-1] == bits
+    assert (tmp_path / "killed" / "metrics.csv").read_text() == (folder / "metrics.csv").read_text()
     assert (tmp_path / "killed" / "training.png").stat().st_size > 1000
 
 
@@ -107,9 +115,9 @@ if len(sys.argv) > 1:
 from apgrad import meta
 
 task = meta.sinusoid(sizes=(1, 5, 1), batch=4, held_out=8)
-learner = meta.optimizer(lambda theta: meta.learned_optimizer(theta), task.loss)
+learner = meta.optimizer(lambda log_rate: optax.sgd(jnp.exp(log_rate)), task.loss)
 problem = meta.inner_problem(task, learner, 4)
-theta = meta.init_learned_optimizer(jax.random.key(0), hidden=4)
+theta = jnp.float32(-3.0)
 def trained(mesh):
     outer = meta.lanes(meta.truncated(problem, 2), 8, mesh=mesh)
     return meta.train(outer, optax.sgd(0.1), theta, jax.random.key(1), 6, every=3, mesh=mesh, progress=False)
