@@ -149,7 +149,9 @@ def lanes(estimator: OuterGradient, count: int, *, mesh: Mesh | None = None) -> 
     def spread(tree):
         if mesh is None:
             return tree
-        return jax.lax.with_sharding_constraint(tree, NamedSharding(mesh, PartitionSpec(mesh.axis_names[0])))
+        return jax.lax.with_sharding_constraint(
+            tree, NamedSharding(global_view(mesh), PartitionSpec(mesh.axis_names[0]))
+        )
 
     def init(theta, key):
         return jax.vmap(estimator.init, (None, 0))(theta, jax.random.split(key, count))
@@ -161,6 +163,11 @@ def lanes(estimator: OuterGradient, count: int, *, mesh: Mesh | None = None) -> 
         return mean(losses), jax.tree.map(mean, gradients), carry
 
     return OuterGradient(init, estimate)
+
+
+def global_view(mesh: Mesh) -> Mesh:
+    """The mesh with axes along which the compiler shards (jax.make_mesh makes explicit ones)."""
+    return Mesh(mesh.devices, mesh.axis_names)
 
 
 def average(estimators: Sequence[OuterGradient], weights: Sequence[float] | None = None) -> OuterGradient:

@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from apgrad.meta.checkpoints import Checkpoints
-from apgrad.meta.outer import OuterGradient
+from apgrad.meta.outer import OuterGradient, global_view
 
 
 class Training(NamedTuple):
@@ -84,7 +84,7 @@ def outer_steps(
     def one(training):
         key = jax.random.fold_in(training.key, training.step)
         loss, gradient, carry = estimator.estimate(training.theta, key, training.carry)
-        norm = optax.global_norm(gradient)
+        norm = optax.tree.norm(gradient)
         fine = jnp.isfinite(loss) & jnp.isfinite(norm)
         updates, state = optimizer.update(gradient, training.optimizer, training.theta)
         theta = optax.apply_updates(training.theta, updates)
@@ -157,7 +157,7 @@ def train(
     # A copy: the jitted call gives its argument's memory away.
     training = jax.tree.map(jnp.array, begin(estimator, optimizer, theta, key))
     if mesh is not None:
-        training = jax.tree.map(lambda x: _replicate(x, mesh), training)
+        training = jax.tree.map(lambda x: _replicate(x, global_view(mesh)), training)
     call = jax.jit(outer_steps(estimator, optimizer, every), donate_argnums=0)
     checkpoints = None if folder is None else Checkpoints(Path(folder) / "checkpoints")
     try:
