@@ -1,0 +1,107 @@
+"""Flax layers as networks: the same output, and the exact rule's updates are those of `jax.grad` through Flax."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from apgrad import mplp
+from tests.mplp.graphs import jit
+
+
+def images(rngs):
+    return nnx.Sequential(
+        nnx.Conv(2, 3, (3, 3), strides=2, rngs=rngs),
+        nnx.Sequential(nnx.relu, nnx.Conv(3, 4, (2, 2), padding="VALID", use_bias=False, rngs=rngs)),
+        lambda x: jnp.mean(x, axis=(1, 2), keepdims=True),
+        lambda x: x.reshape(x.shape[0], -1),
+        nnx.LayerNorm(4, rngs=rngs),
+        nnx.Linear(4, 3, rngs=rngs),
+        nnx.softmax,
+    )
+
+
+def sentences(rngs):
+    return nnx.Sequential(
+        nnx.Embed(7, 4, rngs=rngs),
+        nnx.LayerNorm(4, use_bias=False, rngs=rngs),
+        nnx.Linear(4, 3, use_bias=False, rngs=rngs),
+        nnx.softmax,
+    )
+
+
+@pytest.mark.parametrize(("make", "shape", "y_shape"), [(images, (2, 6, 6, 2), (2, 3)), (sentences, (2, 5), (2, 5, 3))])
+def test_a_model_is_what_it_was(make, shape, y_shape):
+    model = make(nnx.Rngs(0))
+    keys = jax.random.split(jax.random.key(0), 2)
+    x = jax.random.randint(keys[0], shape, 0, 7) if make is sentences else jax.random.normal(keys[0], shape)
+    y = jax.nn.softmax(jax.random.normal(keys[1], y_shape))
+    network, params = mplp.from_nnx(model, loss=mplp.cross_entropy)
+
+    def loss(model):
+        with jax.numpy_dtype_promotion("standard"):
+            return -jnp.mean(jnp.sum(y * jnp.log(model(x)), axis=-1))
+
+    @jit
+    def both(model, params):
+        state = mplp.init_state(mplp.Exact(0.5), network, params, (x, y))
+        updates, _, metrics = mplp.backward(mplp.Exact(0.5), network, params, state, (x, y))
+        with jax.numpy_dtype_promotion("standard"):
+            return updates, metrics, network.predict(params, x), model(x), jax.grad(loss)(model)
+
+    updates, metrics, predicted, expected, gradient = both(model, params)
+    np.testing.assert_allclose(predicted, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(metrics["output"], expected, rtol=1e-5, atol=1e-6)
+    # The gradient has the model's form, so it becomes parameters as the model does.
+    _, wanted = mplp.from_nnx(gradient, loss=mplp.cross_entropy)
+    assert jax.tree.structure(updates) == jax.tree.structure(wanted)
+    jax.tree.map(lambda u, g: np.testing.assert_allclose(u, -0.5 * g, rtol=1e-4, atol=2e-6), updates, wanted)
+    assert all(jnp.any(u != 0) for u in jax.tree.leaves(updates))
+    after = optax.apply_updates(params, updates)
+    assert jnp.any(network.predict(after, x) != predicted)
+
+
+class TestErrors:
+    rngs = nnx.Rngs(0)
+
+    def test_a_layer_that_is_not_supported(self):
+        model = nnx.Sequential(nnx.Linear(3, 2, rngs=self.rngs), nnx.BatchNorm(2, rngs=self.rngs))
+        with pytest.raises(TypeError, match=r"has layers Conv, Embed, LayerNorm, Linear and functions, got BatchNorm"):
+            mplp.from_nnx(model, loss=mplp.squared_error)
+
+    def test_a_model_that_is_no_sequence(self):
+        with pytest.raises(TypeError, match=r"from_nnx takes an nnx.Sequential, got Linear"):
+            mplp.from_nnx(nnx.Linear(3, 2, rngs=self.rngs), loss=mplp.squared_error)  # pyright: ignore
+
+    @pytest.mark.parametrize(
+        ("options", "match"),
+        [
+            ({"kernel_dilation": 2}, "kernel_dilation"),
+            ({"feature_group_count": 2}, "feature_group_count"),
+            ({"padding": "CIRCULAR"}, "padding='CIRCULAR'"),
+        ],
+    )
+    def test_a_convolution_with_more_to_it(self, options, match):
+        conv = nnx.Conv(2, 4, (3, 3), rngs=self.rngs, **options)
+        with pytest.raises(TypeError, match=match):
+            mplp.from_nnx(nnx.Sequential(conv), loss=mplp.squared_error)
+
+    def test_integers_for_a_network_that_does_not_begin_with_an_embedding(self):
+        network, params = mplp.from_nnx(nnx.Sequential(nnx.Linear(3, 2, rngs=self.rngs)), loss=mplp.squared_error)
+        with pytest.raises(TypeError, match=r"floating point.*got int32\(4, 3\)"):
+            mplp.sites(network, params, (jnp.ones((4, 3), jnp.int32), jnp.ones((4, 2))))
+
+
+def test_a_layer_of_your_own():
+    class Scale(nnx.Module):
+        def __init__(self, features):
+            self.factor = nnx.Param(2 * jnp.ones(features))
+
+    @mplp.layer.register
+    def _(part: Scale) -> mplp.Layer:
+        return mplp.Layer("scale", part.factor[...], lambda place, p, s: mplp.scale(place, s, p))
+
+    network, params = mplp.from_nnx(nnx.Sequential(Scale(3)), loss=mplp.squared_error)
+    np.testing.assert_allclose(network.predict(params, jnp.ones((2, 3))), 2.0)
