@@ -43,7 +43,7 @@ class Config(harness.Config):
 
 def cells(config: Config) -> list[harness.Cell]:
     """The rule, the baselines, the ablations."""
-    methods = [{"method": m, "k": 8, "share": "role"} for m in ("MPLP", *BASELINES)]
+    methods: list[harness.Cell] = [{"method": m, "k": 8, "share": "role"} for m in ("MPLP", *BASELINES)]
     return methods + [{"method": "ablation", "k": k, "share": s} for k in config.sizes for s in ("none", "kind")]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -90,12 +91,12 @@ class Checkpoints:
 def _flat(tree):
     values = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        values[_name(path)] = jax.random.key_data(leaf) if _is_key(leaf) else jax.numpy.asarray(leaf)
+        values[_name(path)] = jax.random.key_data(leaf) if _is_key(leaf) else jnp.asarray(leaf)
     return values
 
 
 def _is_key(leaf):
-    return jax.dtypes.issubdtype(getattr(leaf, "dtype", np.dtype(float)), jax.dtypes.prng_key)
+    return jnp.issubdtype(getattr(leaf, "dtype", np.dtype(float)), jax.dtypes.prng_key)
 
 
 def _name(path):

@@ -97,7 +97,7 @@ def learned_optimizer(theta: dict[str, jax.Array], decays: tuple[float, ...] = (
         zeros = jax.tree.map(lambda x: jnp.zeros((*x.shape, len(decays)), x.dtype), params)
         return {"momenta": zeros, "square": jax.tree.map(jnp.zeros_like, params)}
 
-    def update(gradients, state, params=None):
+    def update(updates, state, params=None):
         if params is None:
             raise ValueError("the learned optimizer sees the parameters: update(gradients, state, params)")
 
@@ -110,13 +110,13 @@ def learned_optimizer(theta: dict[str, jax.Array], decays: tuple[float, ...] = (
             out = hidden @ theta["kernel_1"] + theta["bias_1"]
             return -1e-2 * out[..., 0] * jnp.exp(1e-2 * out[..., 1]), m, s
 
-        flat, tree = jax.tree.flatten(gradients)
+        flat, tree = jax.tree.flatten(updates)
         rows = [
             one(*x)
             for x in zip(flat, *map(tree.flatten_up_to, (state["momenta"], state["square"], params)), strict=True)
         ]
-        updates, momenta, squares = (tree.unflatten(x) for x in zip(*rows, strict=True))
-        return updates, {"momenta": momenta, "square": squares}
+        steps, momenta, squares = (tree.unflatten(x) for x in zip(*rows, strict=True))
+        return steps, {"momenta": momenta, "square": squares}
 
     return optax.GradientTransformation(init, update)
 

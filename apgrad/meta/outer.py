@@ -11,6 +11,7 @@ estimators live by. `lanes` maps an estimator over tasks, `average` adds several
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -187,7 +188,7 @@ def average(estimators: Sequence[OuterGradient], weights: Sequence[float] | None
     def estimate(theta, key, carry):
         results = [e.estimate(theta, jax.random.fold_in(key, i), carry[i]) for i, e in enumerate(estimators)]
         shares = [w / sum(weights) for w in weights]
-        mix = lambda *xs: sum(s * x for s, x in zip(shares, xs, strict=True))
+        mix = lambda *xs: functools.reduce(jnp.add, [s * x for s, x in zip(shares, xs, strict=True)])
         losses, gradients, carries = zip(*results, strict=True)
         return mix(*losses), jax.tree.map(mix, *gradients), carries
 

@@ -213,7 +213,7 @@ def tensorboard(folder: str | Path) -> Callable[[int, dict[str, float]], None]:
 
 def _replicate(x, mesh):
     sharding = NamedSharding(mesh, PartitionSpec())
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return jax.random.wrap_key_data(_replicate(jax.random.key_data(x), mesh), impl=jax.random.key_impl(x))
     value = np.asarray(x)
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])

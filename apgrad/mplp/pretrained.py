@@ -83,7 +83,8 @@ def save_trained(rule: Separable, card: dict[str, Any], path: str | Path) -> Non
     )  # what is written can be read
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    np.savez(path.with_suffix(".npz"), **{name: np.asarray(x, np.float32) for name, x in names})
+    arrays = {name: np.asarray(x, np.float32) for name, x in names}
+    np.savez(path.with_suffix(".npz"), **arrays)  # pyright: ignore[reportArgumentType]
     path.with_suffix(".json").write_text(json.dumps(card, indent=1) + "\n")
 
 
