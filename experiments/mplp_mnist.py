@@ -66,7 +66,8 @@ class Config(harness.Config):
 
     def __post_init__(self):
         """Refuses what has no standard deviation."""
-        if self.runs < 2 or (unknown := set(self.settings) - set(SETTINGS)):
+        unknown = sorted(set(self.settings) - set(SETTINGS))
+        if self.runs < 2 or unknown:
             raise ValueError(f"runs must be at least 2 and settings of {list(SETTINGS)}, got {self.runs}, {unknown}")
 
 
