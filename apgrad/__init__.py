@@ -1,6 +1,7 @@
 """apgrad: automatic propagation for JAX, backpropagation with its parts made replaceable."""
 
 from apgrad import diagnostics as diagnostics
+from apgrad import meta as meta
 from apgrad import mplp as mplp
 from apgrad import randomized as randomized
 from apgrad import testing as testing

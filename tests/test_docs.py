@@ -17,7 +17,7 @@ def blocks(name):
 
 
 def test_the_readme_shows_a_gradient_in_twenty_lines():
-    example, clip, learned = blocks("README.md")
+    example, clip, learned, apply, train = blocks("README.md")
     assert len([line for line in example.splitlines() if line]) <= 20
     names = {}
     exec(example, names)
@@ -26,6 +26,10 @@ def test_the_readme_shows_a_gradient_in_twenty_lines():
     assert jax.grad(lambda x: 5 * names["clip"](x))(1.0) == 1
     exec(learned, names)
     assert jax.tree.map(jnp.shape, names["updates"]) == jax.tree.map(jnp.shape, names["params"])
+    assert len(apply.splitlines()) <= 10
+    exec(apply, names)
+    assert names["curve"][20] > names["curve"][0] + 0.3  # data that the rule never saw
+    exec("import optax\n" + train, names)
 
 
 def test_the_readme_names_every_public_function():

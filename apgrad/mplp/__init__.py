@@ -30,6 +30,10 @@ from apgrad.mplp.nodes import scale as scale
 from apgrad.mplp.places import Parameter as Parameter
 from apgrad.mplp.places import Place as Place
 from apgrad.mplp.places import Places as Places
+from apgrad.mplp.pretrained import load_pretrained as load_pretrained
+from apgrad.mplp.pretrained import pretrained_card as pretrained_card
+from apgrad.mplp.pretrained import pretrained_names as pretrained_names
+from apgrad.mplp.pretrained import save_trained as save_trained
 from apgrad.mplp.protocol import Answer as Answer
 from apgrad.mplp.protocol import Dense as Dense
 from apgrad.mplp.protocol import Diagonal as Diagonal

@@ -23,6 +23,7 @@ rule can follow its statistics, as Adam does, and tell the first step from the l
 start is then recursive least squares' step along P x.
 """
 
+import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -48,8 +49,11 @@ class Separable(nnx.Module):
       memory: size of a neuron's state; 0 for none.
       whiten: whether dense layers whiten their inputs.
       start: "gradient_descent", exact at first (with `whiten`, along whitened inputs), or "random".
-      share: whether places of a kind share their networks, step sizes and so on; the rule then fits every network of
-        these kinds of nodes.
+      share: who shares networks, step sizes and so on. False: nobody. True: places of a kind; the rule then fits every
+        network of these kinds of nodes. "role": places whose names differ in digits only ("dense_1", "dense_2" are
+        one role, "dense_out" another); it fits every network of these roles, of any depth.
+      normalize: whether a dense layer's step is divided by 1 + mean |x|^2 (normalized least mean squares, Nagumo &
+        Noda, 1967), so that a learned step size means the same in layers of every width.
       gradient: networks also see the true gradient (the hybrid that both papers propose).
       learning_rate: of the start as gradient descent, for each place; meta-trained.
       strength: lambda of the whitening at first.
@@ -82,7 +86,8 @@ class Separable(nnx.Module):
         memory: int = 0,
         whiten: bool = False,
         start: Literal["gradient_descent", "random"] = "gradient_descent",
-        share: bool = False,
+        share: bool | Literal["role"] = False,
+        normalize: bool = False,
         gradient: bool = False,
         learning_rate: float = 0.3,
         strength: float = 3.0,
@@ -98,12 +103,12 @@ class Separable(nnx.Module):
         self.places = nnx.Dict({})
         seen, descent = channels + gradient, start == "gradient_descent"
         for site in sites:
-            key = site.kind if share else site.name
+            key = self._key(site)
             if key in self.places:
                 continue
             if site.family == "dense":
                 white = (strength, forget) if whiten else None
-                made = _Dense(seen, channels, rank, hidden, memory, descent, learning_rate, white, rngs)
+                made = _Dense(seen, channels, rank, hidden, memory, descent, learning_rate, white, normalize, rngs)
             elif site.family == "diagonal":
                 made = _Diagonal(seen, channels, hidden, memory, descent, learning_rate, rngs)
             else:
@@ -127,7 +132,17 @@ class Separable(nnx.Module):
     def at(self, site: Site) -> Any:
         """The networks of a place, or of its kind."""
         require_form(self.known, site, by_name=not self.share)
-        return self.places[site.kind if self.share else site.name]
+        key = self._key(site)
+        if key not in self.places:
+            raise ValueError(
+                f"the rule has the roles {sorted(self.places)}; the network asks for {site.name!r} ({key!r})"
+            )
+        return self.places[key]
+
+    def _key(self, site: Site) -> str:
+        if self.share == "role":
+            return re.sub(r"\d+", "", site.name)
+        return site.kind if self.share else site.name
 
 
 class _Memory(nnx.Module):
@@ -157,7 +172,7 @@ class _Output(nnx.Module):
 
 
 class _Dense(nnx.Module):
-    def __init__(self, seen, channels, rank, hidden, memory, descent, learning_rate, white, rngs):
+    def __init__(self, seen, channels, rank, hidden, memory, descent, learning_rate, white, normalize, rngs):
         make = lambda features, out, gain: _Output(features + memory, hidden, out, gain, descent, rngs)
         self.A = make(seen, rank, (0.0, 0.0))
         self.B = make(1 if white is None else 2, rank, (0.0, 1.0))
@@ -167,7 +182,7 @@ class _Dense(nnx.Module):
         self.inputs = _Memory(1, memory, rngs) if memory else nnx.data(None)
         self.outputs = _Memory(seen, memory, rngs) if memory else nnx.data(None)
         self.log_white = nnx.data(None) if white is None else nnx.Param(jnp.log(jnp.asarray(white, float)))
-        self.seen = seen
+        self.seen, self.normalize = seen, normalize
 
     def __call__(self, site: Site, question: Dense, state: dict[str, Any]) -> Answer:
         m, x, new = question.message, question.inputs, dict(state)
@@ -183,6 +198,8 @@ class _Dense(nnx.Module):
             at_output.append(new["outputs"])
         gradient = m[..., 0]
         rate = jnp.exp(self.log_rate[...])
+        if self.normalize:
+            rate = rate / (1.0 + jnp.mean(jnp.sum(question.inputs**2, axis=-1)))
         A, B = self.A(gradient, *at_output), self.B(x, *at_input)
         update = -rate[0] / site.batch * jnp.einsum("bir,bjr->ij", B, A)
         bias = None

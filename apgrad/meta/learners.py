@@ -1,0 +1,130 @@
+"""Inner learners: what is meta-trained, as a pair of pure functions.
+
+A learner has meta-parameters theta (a rule, the numbers of an optimizer, the weights of a learned one), starts a state
+for a task's parameters, and makes one step for a minibatch. Message passing protocols and optax optimizers are two
+kinds; anything that fits the two functions is a third.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from apgrad import mplp
+
+
+class Init(Protocol):
+    """The first function."""
+
+    def __call__(self, theta: Any, params: Any, batch: Any, /) -> Any:
+        """The state at the start of a task."""
+        ...
+
+
+class Step(Protocol):
+    """The second function."""
+
+    def __call__(self, theta: Any, params: Any, state: Any, batch: Any, /) -> tuple[Any, Any]:
+        """The parameters and the state after learning from a minibatch."""
+        ...
+
+
+class Learner(NamedTuple):
+    """An inner learner.
+
+    Attributes:
+      init: `(theta, params, batch) -> state`.
+      step: `(theta, params, state, batch) -> (params, state)`.
+    """
+
+    init: Init
+    step: Step
+
+
+def message_passing(network: mplp.Network) -> Learner:
+    """A learned message passing protocol; theta is the rule.
+
+    Args:
+      network: that learns.
+    """
+
+    def step(rule, params, state, batch):
+        updates, state, _ = mplp.backward(rule, network, params, state, batch)
+        return optax.apply_updates(params, updates), state
+
+    return Learner(lambda rule, params, batch: mplp.init_state(rule, network, params, batch), step)
+
+
+def optimizer(make: Callable[[Any], optax.GradientTransformation], loss: Callable[[Any, Any], jax.Array]) -> Learner:
+    """An optax optimizer on the true gradient; theta is what it is made of.
+
+    Args:
+      make: `theta -> optimizer`: of hyperparameters, or of the weights of a learned one.
+      loss: `(params, batch) -> scalar`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, optax, apgrad as ap
+      >>> task = ap.meta.sinusoid()
+      >>> learner = ap.meta.optimizer(lambda log_rate: optax.sgd(jnp.exp(log_rate)), task.loss)
+      >>> problem = ap.meta.inner_problem(task, learner, 5)
+      >>> value, gradient, _ = ap.meta.backpropagation(problem)(jnp.log(0.1), jax.random.key(0), None)
+    """
+
+    def init(theta, params, batch):
+        return make(theta).init(params)
+
+    def step(theta, params, state, batch):
+        updates, state = make(theta).update(jax.grad(loss)(params, batch), state, params)
+        return optax.apply_updates(params, updates), state
+
+    return Learner(init, step)
+
+
+def learned_optimizer(theta: dict[str, jax.Array], decays: tuple[float, ...] = (0.5, 0.9, 0.99)):
+    """An optax optimizer with a small network for each parameter (after Metz et al., 2020).
+
+    The network sees the gradient over its root mean square, momenta at several decays over theirs, and the parameter;
+    it gives a direction and a log magnitude: `update = -1e-2 direction exp(1e-2 magnitude)`.
+
+    Args:
+      theta: of `init_learned_optimizer`.
+      decays: of the momenta.
+    """
+
+    def init(params):
+        zeros = jax.tree.map(lambda x: jnp.zeros((*x.shape, len(decays)), x.dtype), params)
+        return {"momenta": zeros, "square": jax.tree.map(jnp.zeros_like, params)}
+
+    def update(updates, state, params=None):
+        if params is None:
+            raise ValueError("the learned optimizer sees the parameters: update(gradients, state, params)")
+
+        def one(g, m, s, p):
+            m = m * jnp.asarray(decays, g.dtype) + g[..., None] * (1 - jnp.asarray(decays, g.dtype))
+            s = 0.9 * s + 0.1 * g**2
+            size = jax.lax.rsqrt(s + 1e-8)
+            seen = jnp.concatenate([(g * size)[..., None], m * size[..., None], p[..., None]], axis=-1)
+            hidden = jnp.tanh(seen @ theta["kernel_0"] + theta["bias_0"])
+            out = hidden @ theta["kernel_1"] + theta["bias_1"]
+            return -1e-2 * out[..., 0] * jnp.exp(1e-2 * out[..., 1]), m, s
+
+        flat, tree = jax.tree.flatten(updates)
+        rows = [
+            one(*x)
+            for x in zip(flat, *map(tree.flatten_up_to, (state["momenta"], state["square"], params)), strict=True)
+        ]
+        steps, momenta, squares = (tree.unflatten(x) for x in zip(*rows, strict=True))
+        return steps, {"momenta": momenta, "square": squares}
+
+    return optax.GradientTransformation(init, update)
+
+
+def init_learned_optimizer(key: jax.Array, hidden: int = 16, momenta: int = 3) -> dict[str, jax.Array]:
+    """The meta-parameters of `learned_optimizer`; it starts as a step along the normalized gradient."""
+    seen = momenta + 2
+    kernel = 0.5 * jax.random.normal(key, (seen, hidden), float) / jnp.sqrt(seen)
+    kernel = kernel.at[:, 0].set(0.0).at[0, 0].set(1.0)
+    last = jnp.zeros((hidden, 2), float).at[0, 0].set(1.0)
+    return {"kernel_0": kernel, "bias_0": jnp.zeros(hidden, float), "kernel_1": last, "bias_1": jnp.zeros(2, float)}

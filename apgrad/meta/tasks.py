@@ -1,0 +1,245 @@
+"""Tasks: what an inner learner has to learn, as pure functions of random keys.
+
+A task family draws tasks (a sinusoid, a permutation of labels), minibatches of a task, held-out data, and priors: the
+parameters that learning starts from. All are JAX functions, so thousands of tasks are drawn inside one jitted program.
+A family over architectures is several `Task`s, one for each architecture, since shapes differ: see
+`estimators.average`.
+"""
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from apgrad import mplp
+from apgrad.meta.data import Images
+
+Batch = tuple[jax.Array, jax.Array]
+"""Inputs (batch, ...) and targets (batch, D)."""
+
+
+class Task(NamedTuple):
+    """A family of tasks.
+
+    Attributes:
+      network: the network that learns; `network.predict(params, x)` is an ordinary function.
+      prior: `key -> params`, the parameters at the start.
+      draw: `key -> what makes one task of the family`, a pytree of arrays.
+      batch: `(task, key) -> (x, y)`, a minibatch to learn from.
+      held_out: `(task, key) -> (x, y)`, to judge by.
+      loss: `(params, (x, y)) -> scalar`, an ordinary function of the parameters: the mean over the batch.
+    """
+
+    network: mplp.Sequential
+    prior: Callable[[jax.Array], Any]
+    draw: Callable[[jax.Array], Any]
+    batch: Callable[[Any, jax.Array], Batch]
+    held_out: Callable[[Any, jax.Array], Batch]
+    loss: Callable[[Any, Batch], jax.Array]
+
+
+def mlp(
+    sizes: Sequence[int],
+    activation: Callable[[jax.Array], jax.Array] | Sequence[Callable[[jax.Array], jax.Array]],
+    loss: Callable[..., jax.Array],
+    *,
+    deviation: float | None = 0.05,
+) -> tuple[mplp.Sequential, Callable[[jax.Array], Any]]:
+    """A multilayer perceptron whose places are named by their role, and its prior.
+
+    The places are "dense_in", "activation_0", "dense_1", "activation_1", ..., "dense_out": with
+    `Separable(share="role")` one rule fits every depth and width.
+
+    Args:
+      sizes: of inputs, hidden layers, outputs.
+      activation: of the hidden layers; one, or one for each.
+      loss: `mplp.squared_error`, `mplp.softmax_cross_entropy`, ...
+      deviation: of the normal prior of the weights (MPLP has .05), with biases 0; None for weights and biases uniform
+        on ±1/sqrt(inputs) (the thesis).
+
+    Returns:
+      The network, and `key -> params`.
+
+    Example:
+      >>> import jax, apgrad as ap
+      >>> network, prior = ap.meta.mlp((4, 3, 2), jax.nn.sigmoid, ap.mplp.softmax_cross_entropy)
+      >>> jax.tree.map(lambda x: x.shape, prior(jax.random.key(0)))
+      {'dense_in': {'bias': (3,), 'kernel': (4, 3)}, 'dense_out': {'bias': (2,), 'kernel': (3, 2)}}
+    """
+    if len(sizes) < 2:
+        raise ValueError(f"an MLP has at least the sizes of inputs and outputs, got {tuple(sizes)}")
+    last = len(sizes) - 2
+    functions = list(activation) if isinstance(activation, Sequence) else [activation] * last
+    if len(functions) != last:
+        raise ValueError(f"{last} hidden layers need as many activations, got {len(functions)}")
+    names = [f"dense_{i}" for i in range(last + 1)]
+    names[0], names[last] = "dense_in", "dense_out"
+    parts: list[Any] = []
+    order: list[str] = []
+    for i, (n, m) in enumerate(itertools.pairwise(sizes)):
+        parts.append(nnx.Linear(n, m, rngs=nnx.Rngs(0)))
+        order.append(names[i])
+        if i < last:
+            parts.append(functions[i])
+            order.append(f"activation_{i}")
+    made, _ = mplp.from_nnx(nnx.Sequential(*parts), loss)
+    network = mplp.Sequential(tuple(zip(order, (f for _, f in made.layers), strict=True)), made.loss)
+
+    def prior(key):
+        params = {}
+        for name, n, m in zip(names, sizes[:-1], sizes[1:], strict=True):
+            key, k, b = jax.random.split(key, 3)
+            if deviation is None:
+                draw = lambda key, shape, n=n: jax.random.uniform(key, shape, float, -(n**-0.5), n**-0.5)
+                params[name] = {"bias": draw(b, (m,)), "kernel": draw(k, (n, m))}
+            else:
+                kernel = deviation * jax.random.normal(k, (n, m), float)
+                params[name] = {"bias": jnp.zeros(m, float), "kernel": kernel}
+        return params
+
+    return network, prior
+
+
+def pool(prior: Callable[[jax.Array], Any], size: int, key: jax.Array) -> Callable[[jax.Array], Any]:
+    """A prior that draws from a fixed pool of parameters, as the published training does.
+
+    Args:
+      prior: `key -> params`, for the pool's members.
+      size: of the pool.
+      key: of its members.
+    """
+    if size < 1:
+        raise ValueError(f"a pool has at least one member, got {size}")
+    keys = jax.random.split(key, size)
+    return lambda key: prior(keys[jax.random.randint(key, (), 0, size)])
+
+
+def sinusoid(
+    *,
+    sizes: Sequence[int] = (1, 20, 20, 1),
+    activation: Callable[[jax.Array], jax.Array] = jax.nn.relu,
+    amplitude: tuple[float, float] = (0.1, 0.5),
+    phase: tuple[float, float] = (0.0, jnp.pi),
+    domain: tuple[float, float] = (-5.0, 5.0),
+    batch: int = 10,
+    held_out: int = 64,
+    deviation: float | None = 0.05,
+) -> Task:
+    """Regression on a sin(x + p).
+
+    The defaults are MPLP's family. The thesis's are `amplitude=(1, 1)` (5.1) or `(1, 5)` (5.2), a phase in (0, 2 pi),
+    `deviation=None`, and a batch of 32; MAML's `amplitude=(0.1, 5)`.
+
+    Args:
+      sizes: of the network.
+      activation: of its hidden layers.
+      amplitude: lowest and highest a.
+      phase: of p.
+      domain: of x.
+      batch: points of a minibatch.
+      held_out: points on a grid over the domain, to judge by.
+      deviation: of the prior; see `mlp`.
+
+    Example:
+      >>> import jax, apgrad as ap
+      >>> task = ap.meta.sinusoid()
+      >>> x, y = task.batch(task.draw(jax.random.key(0)), jax.random.key(1))
+      >>> x.shape, y.shape
+      ((10, 1), (10, 1))
+    """
+    network, prior = mlp(sizes, activation, mplp.squared_error, deviation=deviation)
+
+    def draw(key):
+        a, p = jax.random.split(key)
+        low, high = amplitude
+        return {
+            "amplitude": jax.random.uniform(a, (), float, low, high) if high > low else jnp.asarray(low, float),
+            "phase": jax.random.uniform(p, (), float, *phase),
+        }
+
+    def target(task, x):
+        return task["amplitude"] * jnp.sin(x + task["phase"])
+
+    def minibatch(task, key):
+        x = jax.random.uniform(key, (batch, 1), float, *domain)
+        return x, target(task, x)
+
+    def grid(task, key):
+        x = jnp.linspace(*domain, held_out, dtype=float)[:, None]
+        return x, target(task, x)
+
+    def loss(params, batch):
+        x, y = batch
+        return jnp.mean(jnp.sum((network.predict(params, x) - y) ** 2, axis=-1)) / 2
+
+    return Task(network, prior, draw, minibatch, grid, loss)
+
+
+def images(
+    data: Images,
+    *,
+    hidden: Sequence[int] = (50,),
+    activation: Callable[[jax.Array], jax.Array] | Sequence[Callable[[jax.Array], jax.Array]] = jax.nn.sigmoid,
+    batch: int = 8,
+    held_out: int = 64,
+    permute: bool = False,
+    split: str = "train",
+    deviation: float | None = 0.05,
+) -> Task:
+    """Classification of images by an MLP with logits and softmax cross-entropy.
+
+    A task is a random network and a random stream of images, as published.
+
+    Args:
+      data: of `meta.data.load`.
+      hidden: widths of the hidden layers.
+      activation: of these; one, or one for each.
+      batch: images of a minibatch.
+      held_out: images to judge by.
+      permute: whether each task has its own permutation of the pixels, and of the labels.
+      split: "train": held-out images are drawn from the training images too, as in meta-training; "test": from the
+        test images.
+      deviation: of the prior; see `mlp`.
+    """
+    if split not in ("train", "test"):
+        raise ValueError(f"split must be 'train' or 'test', got {split!r}")
+    pixels, classes = data.x_train.shape[1], data.classes
+    network, prior = mlp((pixels, *hidden, classes), activation, mplp.softmax_cross_entropy, deviation=deviation)
+    train = jnp.asarray(data.x_train, float), jnp.asarray(data.y_train)
+    judge = train if split == "train" else (jnp.asarray(data.x_test, float), jnp.asarray(data.y_test))
+
+    def draw(key):
+        if not permute:
+            return {}
+        p, c = jax.random.split(key)
+        return {"pixels": jax.random.permutation(p, pixels), "labels": jax.random.permutation(c, classes)}
+
+    def sample(task, key, size, source):
+        x, y = source
+        at = jax.random.randint(key, (size,), 0, x.shape[0])
+        x, y = x[at], y[at]
+        if task:
+            x, y = x[:, task["pixels"]], task["labels"][y]
+        return x, jax.nn.one_hot(y, classes, dtype=float)
+
+    def loss(params, batch):
+        x, y = batch
+        return -jnp.mean(jnp.sum(y * jax.nn.log_softmax(network.predict(params, x)), axis=-1))
+
+    return Task(
+        network,
+        prior,
+        draw,
+        lambda task, key: sample(task, key, batch, train),
+        lambda task, key: sample(task, key, held_out, judge),
+        loss,
+    )
+
+
+def accuracy(task: Task, params: Any, batch: Batch) -> jax.Array:
+    """The fraction of a minibatch that is classified right."""
+    x, y = batch
+    return jnp.mean(jnp.argmax(task.network.predict(params, x), axis=-1) == jnp.argmax(y, axis=-1))

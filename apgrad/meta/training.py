@@ -1,0 +1,286 @@
+"""The outer loop: many outer steps in one jitted function, on one device or many, that goes on where it was killed.
+
+    carry, key: of the estimator        gradient = estimate(theta, key_t, carry)
+    skipped if the loss or the gradient is not finite (and counted), else theta <- optax
+
+One call of the jitted function makes `every` steps; between calls come progress, metrics and a checkpoint of
+everything: theta, the optimizer, the estimator's carry, the key, the step. Every call runs the same program from the
+same bits, so a run that was killed and started again ends with the same bits as one that was not.
+"""
+
+import csv
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from apgrad.meta.checkpoints import Checkpoints
+from apgrad.meta.outer import OuterGradient, global_view
+
+
+class Training(NamedTuple):
+    """All that the outer loop carries.
+
+    Attributes:
+      theta: meta-parameters.
+      optimizer: optax's state.
+      carry: the estimator's.
+      key: of the whole run; step t uses `fold_in(key, t)`.
+      step: outer steps made.
+      skipped: those of them whose loss or gradient was not finite.
+    """
+
+    theta: Any
+    optimizer: Any
+    carry: Any
+    key: jax.Array
+    step: jax.Array
+    skipped: jax.Array
+
+
+def normalize_tensors(epsilon: float = 1e-8) -> optax.GradientTransformation:
+    """Divides each array of the gradient by its norm plus epsilon, as published for MPLP.
+
+    Example:
+      >>> import jax.numpy as jnp, optax, apgrad as ap
+      >>> optimizer = optax.chain(ap.meta.normalize_tensors(), optax.adam(1e-3))
+      >>> normalize, state = ap.meta.normalize_tensors(), ap.meta.normalize_tensors().init(None)
+      >>> normalize.update(jnp.array([3.0, 4.0]), state)[0].round(3).tolist()
+      [0.6000000238418579, 0.800000011920929]
+    """
+    one = lambda g: g / (jnp.sqrt(jnp.sum(g**2)) + epsilon)
+    return optax.stateless(lambda updates, params: jax.tree.map(one, updates))
+
+
+def begin(estimator: OuterGradient, optimizer: optax.GradientTransformation, theta: Any, key: jax.Array) -> Training:
+    """The loop's state before the first step."""
+    carry_key, key = jax.random.split(key)
+    zero = jnp.zeros((), int)
+    return Training(theta, optimizer.init(theta), estimator.init(theta, carry_key), key, zero, zero)
+
+
+def outer_steps(
+    estimator: OuterGradient, optimizer: optax.GradientTransformation, every: int
+) -> Callable[[Training, jax.Array], tuple[Training, dict[str, jax.Array]]]:
+    """The function that is jitted: up to `every` outer steps.
+
+    Args:
+      estimator: of the outer gradient.
+      optimizer: optax's, with clipping and schedules as you like.
+      every: steps of a call.
+
+    Returns:
+      `(training, last) -> (training, metrics)`: steps while `training.step < last`; metrics are "loss" and
+      "gradient_norm", (every,).
+    """
+
+    def one(training):
+        key = jax.random.fold_in(training.key, training.step)
+        loss, gradient, carry = estimator.estimate(training.theta, key, training.carry)
+        norm = optax.tree.norm(gradient)
+        fine = jnp.isfinite(loss) & jnp.isfinite(norm)
+        updates, state = optimizer.update(gradient, training.optimizer, training.theta)
+        theta = optax.apply_updates(training.theta, updates)
+        keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(fine, a, b), new, old)
+        # A carry that went wrong would stay so: it begins anew.
+        fresh = lambda: estimator.init(training.theta, jax.random.fold_in(key, 1))
+        carry = lax.cond(fine, lambda: carry, fresh)
+        new = Training(
+            keep(theta, training.theta),
+            keep(state, training.optimizer),
+            carry,
+            training.key,
+            training.step + 1,
+            training.skipped + jnp.where(fine, 0, 1).astype(training.skipped.dtype),
+        )
+        return new, {"loss": loss, "gradient_norm": norm}
+
+    def many(training, last):
+        none = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), jax.eval_shape(one, training)[1])
+        body = lambda t, _: lax.cond(t.step < last, one, lambda t: (t, none), t)
+        return lax.scan(body, training, length=every)
+
+    return many
+
+
+def train(
+    estimator: OuterGradient,
+    optimizer: optax.GradientTransformation,
+    theta: Any,
+    key: jax.Array,
+    steps: int,
+    *,
+    folder: str | Path | None = None,
+    every: int = 50,
+    mesh: Mesh | None = None,
+    log: Callable[[int, dict[str, float]], None] | None = None,
+    progress: bool = True,
+) -> Training:
+    """Meta-trains, and goes on with a run that was begun in the folder.
+
+    Args:
+      estimator: of the outer gradient: `lanes(backpropagation(problem), 8)`, say.
+      optimizer: optax's.
+      theta: meta-parameters at the start: a rule, or any pytree of arrays.
+      key: of everything random.
+      steps: outer steps, those of earlier starts counted in.
+      folder: for checkpoints, `metrics.csv` and, at the end, `training.png`; nothing is written if not given.
+      every: outer steps between checkpoints; they run in one jitted call.
+      mesh: of devices, for `lanes(..., mesh=mesh)`; theta is replicated on it.
+      log: called with the step and means of the metrics, after each call: for TensorBoard, `tensorboard(folder)`.
+      progress: whether to show a tqdm bar.
+
+    Returns:
+      The loop's state; `.theta` is what was trained.
+
+    Raises:
+      FloatingPointError: if all of a call's steps had to be skipped.
+
+    Example:
+      >>> import jax, optax, apgrad as ap
+      >>> task = ap.meta.sinusoid()
+      >>> learner = ap.meta.optimizer(lambda log_rate: optax.sgd(jax.numpy.exp(log_rate)), task.loss)
+      >>> outer = ap.meta.lanes(ap.meta.backpropagation(ap.meta.inner_problem(task, learner, 5)), 4)
+      >>> done = ap.meta.train(outer, optax.adam(0.1), jax.numpy.float32(-3.0), jax.random.key(0), 10, progress=False)
+      >>> int(done.step), int(done.skipped)
+      (10, 0)
+    """
+    if every < 1 or steps < 0:
+        raise ValueError(f"train needs steps >= 0 and every >= 1, got steps={steps}, every={every}")
+    # A copy: the jitted call gives its argument's memory away.
+    training = jax.tree.map(jnp.array, begin(estimator, optimizer, theta, key))
+    if mesh is not None:
+        training = jax.tree.map(lambda x: _replicate(x, global_view(mesh)), training)
+    call = jax.jit(outer_steps(estimator, optimizer, every), donate_argnums=0)
+    checkpoints = None if folder is None else Checkpoints(Path(folder) / "checkpoints")
+    try:
+        if checkpoints is not None and (latest := checkpoints.latest()) is not None:
+            training = checkpoints.restore(latest, training)
+        step, bar = int(training.step), _bar(steps, int(training.step), progress)
+        if folder is not None:
+            _trim(Path(folder) / "metrics.csv", step)
+        while step < steps:
+            skipped = int(training.skipped)
+            training, metrics = call(training, jnp.asarray(steps))
+            made = int(training.step) - step
+            metrics = {name: np.asarray(values)[:made] for name, values in metrics.items()}
+            step += made
+            if int(training.skipped) - skipped == made and made > 1:
+                raise FloatingPointError(
+                    f"no outer step from {step - made} to {step} had a finite loss and gradient. Lower the outer "
+                    "learning rate, clip (optax.clip_by_global_norm), or shorten the unroll."
+                )
+            if checkpoints is not None and folder is not None:
+                if jax.process_index() == 0:
+                    _append(Path(folder) / "metrics.csv", step - made, metrics)
+                checkpoints.save(step, training)
+            means = {name: float(np.mean(values)) for name, values in metrics.items()}
+            if log is not None:
+                log(step, {**means, "skipped": float(training.skipped)})
+            bar.set_postfix(loss=f"{means['loss']:.4g}", skipped=int(training.skipped), refresh=False)
+            bar.update(made)
+        bar.close()
+    finally:
+        if checkpoints is not None:
+            checkpoints.close()
+    if folder is not None and jax.process_index() == 0:
+        _draw(Path(folder))
+    return training
+
+
+def tensorboard(folder: str | Path) -> Callable[[int, dict[str, float]], None]:
+    """A `log` for `train` that writes TensorBoard's event files, by tensorboardX."""
+    try:
+        from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ImportError("TensorBoard files need tensorboardX: pip install tensorboardX") from error
+    writer = SummaryWriter(str(folder))
+
+    def log(step, metrics):
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    return log
+
+
+def _replicate(x, mesh):
+    sharding = NamedSharding(mesh, PartitionSpec())
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(_replicate(jax.random.key_data(x), mesh), impl=jax.random.key_impl(x))
+    value = np.asarray(x)
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+def _bar(steps, step, progress):
+    try:
+        import tqdm
+    except ImportError as error:
+        if progress:
+            raise ImportError(
+                'progress needs tqdm: pip install "apgrad[meta]", or train(..., progress=False)'
+            ) from error
+        return _Silent()
+    return tqdm.tqdm(total=steps, initial=step, unit="step", desc="meta-training", disable=not progress)
+
+
+class _Silent:
+    def set_postfix(self, **_):
+        pass
+
+    def update(self, _):
+        pass
+
+    def close(self):
+        pass
+
+
+def _append(path, first, metrics):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.writer(file)
+        if new:
+            writer.writerow(["step", *metrics])
+        for i, row in enumerate(zip(*metrics.values(), strict=True)):
+            writer.writerow([first + i + 1, *(repr(float(x)) for x in row)])
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _trim(path, step):
+    """Drops rows of steps after the checkpoint: they are made again."""
+    if jax.process_index() != 0 or not path.exists():
+        return
+    rows = list(csv.reader(path.open(newline="")))
+    kept = [r for r in rows[1:] if len(r) == len(rows[0]) and r[0].isdigit() and int(r[0]) <= step]
+    temporary = path.with_suffix(".tmp")
+    with temporary.open("w", newline="") as file:
+        csv.writer(file).writerows([rows[0], *kept])
+    os.replace(temporary, path)
+
+
+def _draw(folder):
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    path = folder / "metrics.csv"
+    if not path.exists():
+        return
+    rows = np.genfromtxt(path, delimiter=",", names=True, ndmin=1)
+    figure = Figure(figsize=(8, 3), layout="constrained")
+    for ax, name in zip(figure.subplots(1, 2), ("loss", "gradient_norm"), strict=True):
+        ax.plot(rows["step"], rows[name], linewidth=0.5)
+        ax.set(xlabel="outer step", ylabel=name.replace("_", " "), yscale="log" if np.all(rows[name] > 0) else "linear")
+    temporary = folder / ".training.png.tmp"
+    FigureCanvasAgg(figure).print_png(str(temporary))
+    os.replace(temporary, folder / "training.png")

@@ -1,0 +1,181 @@
+"""Outer gradients against closed forms.
+
+The inner problem is gradient descent at rate theta on a s^2 / 2 from s_0: s_t = (1 - theta a) s_{t-1}, with the loss
+l_t = s_t^2 / 2. So L = s_0^2 / 2 sum_t (1 - theta a)^{2 t}, a polynomial: its Gaussian smoothings are exact too.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import apgrad as ap
+from apgrad import meta
+
+A, START, T, THETA, SIGMA = 0.8, 1.5, 6, 0.4, 0.1
+
+
+def quadratic(length=T):
+    def init(theta, key):
+        return jnp.full((), START, theta.dtype)
+
+    def step(theta, s):
+        s = s * (1 - theta * A)
+        return s, s**2 / 2
+
+    return meta.Problem(init, step, lambda theta, s: jnp.zeros((), theta.dtype), length)
+
+
+def smoothed(theta, segments):
+    """dL/dtheta of the objective in which each segment of steps has its own perturbation; segments sum to T."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(40)
+    weights = weights / weights.sum()
+
+    def value(theta):
+        shrink = 1 - (theta + SIGMA * nodes) * A
+        total, before = 0.0, 1.0
+        for k in segments:
+            total += before * sum(weights @ shrink ** (2 * t) for t in range(1, k + 1))
+            before *= weights @ shrink ** (2 * k)
+        return START**2 / 2 * total
+
+    h = 1e-5
+    return (value(theta + h) - value(theta - h)) / (2 * h)
+
+
+def exact(theta, start=START, steps=T):
+    rate = 1 - theta * A
+    return start**2 / 2 * sum(-2 * t * A * rate ** (2 * t - 1) for t in range(1, steps + 1))
+
+
+@pytest.mark.parametrize("remat", [False, True, 4])
+def test_reverse_and_forward_mode_are_the_derivative(x64, remat):
+    theta, key = jnp.asarray(THETA), jax.random.key(0)
+    _, gradient, _ = meta.backpropagation(quadratic(), remat=remat)(theta, key)
+    np.testing.assert_allclose(gradient, exact(THETA), rtol=1e-12)
+    np.testing.assert_allclose(meta.forward_mode(quadratic())(theta, key)[1], exact(THETA), rtol=1e-12)
+
+
+def test_truncation_has_the_bias_of_truncation(x64):
+    """Its gradients sum to those of the segments, each from a constant state: not to the gradient of the unroll."""
+    theta, estimator, total = jnp.asarray(THETA), meta.truncated(quadratic(), 2, stagger=False), 0.0
+    carry = estimator.init(theta, jax.random.key(0))
+    for _ in range(3):
+        _, gradient, carry = estimator(theta, jax.random.key(1), carry)
+        total += gradient
+    starts = START * (1 - THETA * A) ** np.array([0, 2, 4])
+    np.testing.assert_allclose(total, sum(exact(THETA, s, 2) for s in starts), rtol=1e-12)
+    assert abs(total / exact(THETA) - 1) > 0.25  # short-sighted
+    assert carry.t == 0  # and begins anew
+    np.testing.assert_allclose(carry.state, START)
+
+
+def unroll_sum(estimator, theta, key):
+    """The sum of an estimator's gradients over one unroll of three segments."""
+    keys = jax.random.split(key, 4)
+    carry, total = estimator.init(theta, keys[0]), 0.0
+    for k in keys[1:]:
+        _, gradient, carry = estimator(theta, k, carry)
+        total += gradient
+    return total
+
+
+@pytest.mark.parametrize(
+    "name, make, segments",
+    [
+        ("full", lambda p: meta.evolution(p, sigma=SIGMA), (T,)),
+        ("single", lambda p: meta.single_evolution(p, 2, sigma=SIGMA, stagger=False), (T,)),
+        ("persistent", lambda p: meta.persistent_evolution(p, 2, sigma=SIGMA, stagger=False), (2, 2, 2)),
+    ],
+)
+def test_evolution_strategies_are_unbiased_for_the_smoothed_objective(name, make, segments):
+    estimator, theta = make(quadratic()), jnp.float32(THETA)
+    if name == "full":
+        estimate = lambda key: estimator(theta, key)[1]
+    else:
+        estimate = lambda key: unroll_sum(estimator, theta, key)
+    truth = smoothed(THETA, segments)
+    assert abs(truth - exact(THETA)) > 0.03 * abs(truth)  # the test can tell the smoothed from the plain
+    ap.testing.assert_unbiased(estimate, jnp.float32(truth), jax.random.key(2), 20_000)
+
+
+def test_truncated_evolution_has_the_bias_of_truncation():
+    estimator, theta = meta.truncated_evolution(quadratic(), 2, sigma=SIGMA, stagger=False), jnp.float32(THETA)
+    starts = START * (1 - THETA * A) ** np.array([0, 2, 4])
+    truth = sum((s / START) ** 2 * smoothed(THETA, (2,)) for s in starts)
+    ap.testing.assert_unbiased(
+        lambda key: unroll_sum(estimator, theta, key), jnp.float32(truth), jax.random.key(3), 20_000
+    )
+
+
+@pytest.mark.parametrize("cross_fit", [False, True])
+def test_total_propagation_over_perturbed_unrolls(cross_fit):
+    """With noise of variance v at each step, E[s_t^2] is r^2 E[s_{t-1}^2] + v; a loss sees the state before noise."""
+    sigma = 0.2
+
+    def value(theta):
+        square, total = START**2, 0.0
+        for _ in range(T):
+            square = (1 - theta * A) ** 2 * square
+            total += square / 2
+            square = square + sigma**2
+        return total
+
+    truth = (value(THETA + 1e-5) - value(THETA - 1e-5)) / 2e-5
+    assert abs(truth / exact(THETA) - 1) > 0.03
+    estimator = meta.perturbed(quadratic(), sigma=sigma, unrolls=8 if cross_fit else 64, cross_fit=cross_fit)
+    if cross_fit:
+        estimate = lambda key: estimator(jnp.float32(THETA), key)[1]
+        ap.testing.assert_unbiased(estimate, jnp.float32(truth), jax.random.key(4), 4_000)
+        return
+    gradients = jax.lax.map(lambda key: estimator(jnp.float32(THETA), key)[1], jax.random.split(jax.random.key(5), 200))
+    assert abs(jnp.mean(gradients) / truth - 1) < 0.1  # biased by its weights, little
+
+
+def test_staggered_lanes_are_out_of_step():
+    estimator = meta.lanes(meta.truncated(quadratic(), 2), 50)
+    carry = estimator.init(jnp.float32(THETA), jax.random.key(0))
+    assert set(np.asarray(carry.t).tolist()) == {0, 2, 4}
+    np.testing.assert_allclose(carry.state, START * (1 - THETA * A) ** np.asarray(carry.t), rtol=1e-5)
+
+
+def test_average_weighs_estimators():
+    theta, key = jnp.float32(THETA), jax.random.key(0)
+    both = meta.average([meta.backpropagation(quadratic()), meta.backpropagation(quadratic(3))], [3, 1])
+    np.testing.assert_allclose(both(theta, key)[1], 0.75 * exact(THETA) + 0.25 * exact(THETA, steps=3), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: meta.truncated(quadratic(), 4)(jnp.float32(1.0), jax.random.key(0)), "K=4, T=6"),
+        (lambda: meta.evolution(quadratic(), sigma=0.0), "sigma=0.0"),
+        (lambda: meta.lanes(meta.backpropagation(quadratic()), 0), "got 0"),
+        (lambda: meta.average([], None), "positive sum"),
+        (lambda: meta.perturbed(quadratic(), sigma=-1.0), "sigma > 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_rematerialised_unrolls_remember_less():
+    """Nested remat of 64 steps, each with large residuals: the compiled gradient's temporaries shrink."""
+
+    def init(theta, key):
+        return jnp.ones(64, float)
+
+    def step(theta, s):
+        for _ in range(4):
+            s = jnp.tanh(s * theta)
+        return s, jnp.sum(jnp.sin(s))
+
+    problem = meta.Problem(init, step, lambda theta, s: jnp.zeros((), float), 64)
+
+    def temporaries(remat):
+        estimate = meta.backpropagation(problem, remat=remat)
+        lowered = jax.jit(lambda theta, key: estimate(theta, key)[1]).lower(jnp.ones(64), jax.random.key(0))
+        return lowered.compile().memory_analysis().temp_size_in_bytes
+
+    assert temporaries(True) < temporaries(False) / 3

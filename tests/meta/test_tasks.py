@@ -1,0 +1,186 @@
+"""Tasks, data, learners and losses against what they are defined as."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+import apgrad as ap
+from apgrad import meta, mplp
+
+
+def test_the_two_papers_sinusoids():
+    for options, low, high in (({}, 0.1, 0.5), ({"amplitude": (1.0, 5.0), "batch": 32, "deviation": None}, 1.0, 5.0)):
+        task = meta.sinusoid(**options)
+        drawn = jax.vmap(task.draw)(jax.random.split(jax.random.key(0), 2000))
+        assert low <= drawn["amplitude"].min() < low + 0.05 * high and 0.95 * high < drawn["amplitude"].max() <= high
+        assert drawn["phase"].min() >= 0 and 3.1 < drawn["phase"].max() <= jnp.pi
+        one = jax.tree.map(lambda x: x[0], drawn)
+        x, y = jax.jit(task.batch)(one, jax.random.key(1))
+        np.testing.assert_allclose(y, one["amplitude"] * np.sin(x + one["phase"]), rtol=1e-5, atol=1e-6)
+
+
+def test_image_tasks_permute_pixels_and_labels_alike_in_both_sets():
+    data = meta.data.load("digits")
+    task = meta.images(data, permute=True, split="test", held_out=5)
+    drawn = task.draw(jax.random.key(0))
+    x, y = task.held_out(drawn, jax.random.key(1))
+    back = np.asarray(x)[:, np.argsort(drawn["pixels"])]
+    for image, target in zip(back, y, strict=True):
+        (at,) = np.flatnonzero(np.all(np.isclose(data.x_test, image, atol=1e-6), axis=1))[:1]
+        assert drawn["labels"][data.y_test[at]] == jnp.argmax(target)
+
+
+def test_data_are_standardized_and_missing_data_say_what_to_do(tmp_path, monkeypatch):
+    data = meta.data.load("digits")
+    assert abs(data.x_train.mean()) < 1e-5 and abs(data.x_train.std() - 1) < 1e-5
+    monkeypatch.delenv("APGRAD_DATA", raising=False)
+    import sklearn.datasets
+
+    def offline(*args, **kwargs):
+        raise OSError("no network")
+
+    monkeypatch.setattr(sklearn.datasets, "fetch_openml", offline)
+    with pytest.raises(FileNotFoundError, match=r"mnist.npz.*no network.*digits"):
+        meta.data.load("mnist", folder=tmp_path)
+    with pytest.raises(ValueError, match="got 'imagenet'"):
+        meta.data.load("imagenet")
+    np.savez(tmp_path / "fashion_mnist.npz", x_train=np.zeros((2, 28, 28)))
+    with pytest.raises(ValueError, match="x_test"):
+        meta.data.load("fashion_mnist", folder=tmp_path)
+
+
+def test_colour_images_are_read_and_scaled(tmp_path):
+    rng = np.random.default_rng(0)
+    images = rng.integers(0, 256, (6, 32, 32, 3), dtype=np.uint8)
+    labels = np.arange(6).reshape(6, 1)
+    np.savez(tmp_path / "cifar10.npz", x_train=images, y_train=labels, x_test=images[:2], y_test=labels[:2])
+    assert meta.data.load("cifar10", size=8, folder=tmp_path).x_train.shape == (6, 8 * 8 * 3)
+
+
+def test_a_pool_has_so_many_members():
+    _, prior = meta.mlp((1, 2, 1), jnp.tanh, mplp.squared_error)
+    pooled = meta.pool(prior, 3, jax.random.key(0))
+    draws = jax.vmap(pooled)(jax.random.split(jax.random.key(1), 100))["dense_in"]["kernel"]
+    assert len(np.unique(np.asarray(draws).reshape(100, -1), axis=0)) == 3
+
+
+def test_a_sgd_step_is_the_exact_rules_step():
+    """Two kinds of learner, one step: the loss of both is the mean over the batch."""
+    task = meta.sinusoid()
+    params = task.prior(jax.random.key(0))
+    batch = task.batch(task.draw(jax.random.key(1)), jax.random.key(2))
+    sgd = meta.optimizer(optax.sgd, task.loss)
+    exact = meta.message_passing(task.network)
+    one, _ = sgd.step(0.1, params, sgd.init(0.1, params, batch), batch)
+    two, _ = exact.step(mplp.Exact(0.1), params, exact.init(mplp.Exact(0.1), params, batch), batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8), one, two)
+
+
+def sgd_problem(**options):
+    task = meta.sinusoid()
+    return task, meta.inner_problem(task, meta.optimizer(optax.sgd, task.loss), 3, **options)
+
+
+def test_losses_are_what_they_are_defined_as():
+    """Written out, step by step: hint after or before, held-out, delta."""
+    task, problem = sgd_problem(hint=0.3, held_out=0.7, delta=0.5)
+    _, before = sgd_problem(hint=1.0, held_out=0.0, hint_before=True)
+    rate, key = jnp.float32(0.1), jax.random.key(0)
+    inner = problem.init(rate, key)
+    params, hints, early = inner.params, [], []
+    for t in range(3):
+        batch = task.batch(inner.task, jax.random.fold_in(inner.key, t))
+        early.append(task.loss(params, batch))
+        params = jax.tree.map(lambda p, g: p - rate * g, params, jax.grad(task.loss)(params, batch))
+        hints.append(task.loss(params, batch))
+    held = task.loss(params, task.held_out(inner.task, key))
+    expected = 0.1 * sum(hints) + 0.5 * (hints[-1] - inner.before) + 0.7 * held
+    np.testing.assert_allclose(meta.objective(problem, rate, key)[0], expected, rtol=1e-5)
+    np.testing.assert_allclose(meta.objective(before, rate, key)[0], sum(early) / 3, rtol=1e-5)
+
+
+def test_random_lengths_stop_where_they_should():
+    _, problem = sgd_problem(shortest=1)
+    run = jax.vmap(lambda key: meta.objective(problem, jnp.float32(0.1), key)[1])
+    losses, state = run(jax.random.split(jax.random.key(0), 60))
+    assert set(np.asarray(state.horizon).tolist()) == {1, 2, 3}
+    np.testing.assert_array_equal(state.t, state.horizon)
+    np.testing.assert_array_equal(np.sum(np.asarray(losses) > 0, axis=1), state.horizon)
+
+
+@pytest.mark.parametrize("form, constant", [("reference", 1.0), ("paper", 1e-5)])
+def test_batch_entropy(form, constant):
+    network, prior = meta.mlp((4, 3, 3, 2), jnp.tanh, mplp.squared_error, deviation=0.3)
+    params, x = prior(jax.random.key(0)), jax.random.normal(jax.random.key(1), (7, 4))
+    first = np.tanh(x @ params["dense_in"]["kernel"] + params["dense_in"]["bias"])
+    second = np.tanh(first @ params["dense_1"]["kernel"] + params["dense_1"]["bias"])
+    entropies = [np.mean(np.log(2 * np.pi * np.e * h.var(axis=0) + constant) / 2) for h in (first, second)]
+    expected = np.mean([max(0, 0.5 - h) for h in entropies])
+    assert expected > 0
+    np.testing.assert_allclose(meta.entropy_penalty(network, params, x, form=form), expected, rtol=1e-4)
+
+
+def test_a_prior_is_trained_jointly():
+    task = meta.sinusoid(sizes=(1, 4, 1))
+    learner = meta.optimizer(lambda log_rate: optax.sgd(jnp.exp(log_rate)), task.loss)
+    problem = meta.inner_problem(task, learner, 2, hint=0.0, learn_prior=True)
+    theta = meta.WithPrior(jnp.float32(-1.0), task.prior(jax.random.key(0)))
+    _, gradient, _ = meta.backpropagation(problem)(theta, jax.random.key(1))
+    assert all(jnp.any(g != 0) for g in jax.tree.leaves(gradient.prior)) and gradient.learner != 0
+    with pytest.raises(TypeError, match="WithPrior"):
+        problem.init(theta.prior, jax.random.key(0))
+
+
+def test_the_learned_optimizer_starts_as_normalized_descent():
+    theta = meta.init_learned_optimizer(jax.random.key(0))
+    optimizer, params = meta.learned_optimizer(theta), {"w": jnp.array([1.0, -2.0])}
+    updates, _ = optimizer.update({"w": jnp.array([1e-3, -1.0])}, optimizer.init(params), params)
+    assert (jnp.sign(updates["w"]) == jnp.array([-1.0, 1.0])).all()
+    np.testing.assert_allclose(jnp.abs(updates["w"]), 0.01 * np.tanh(np.sqrt(10.0)), rtol=1e-2)
+
+
+@pytest.mark.parametrize("share", ["role", True])
+def test_roles_fit_every_depth_and_normalized_steps_every_width(share):
+    """With normalized steps, repeating every input n times changes nothing of the first layer's output's change."""
+    network, prior = meta.mlp((2, 3, 3, 1), jnp.tanh, mplp.squared_error)
+    batch = jax.random.normal(jax.random.key(0), (4, 2)), jnp.ones((4, 1))
+    rule = mplp.Separable(
+        mplp.sites(network, prior(jax.random.key(1)), batch), share=share, normalize=True, rngs=nnx.Rngs(0)
+    )
+    deep, prior = meta.mlp((5, 4, 4, 4, 1), jnp.tanh, mplp.squared_error)
+    params = prior(jax.random.key(2))
+    batch = jnp.ones((4, 5)), jnp.ones((4, 1))
+    updates, _, _ = mplp.backward(rule, deep, params, mplp.init_state(rule, deep, params, batch), batch)
+    assert all(jnp.all(jnp.isfinite(u)) for u in jax.tree.leaves(updates))
+    if share == "role":
+        other, params = mplp.from_nnx(nnx.Sequential(nnx.Linear(5, 1, rngs=nnx.Rngs(0))), mplp.squared_error)
+        with pytest.raises(ValueError, match="dense_in"):
+            mplp.init_state(rule, other, params, batch)
+            mplp.backward(rule, other, params, {"0_dense": {}, "loss": {}}, batch)
+
+
+@pytest.mark.parametrize("name", mplp.pretrained_names())
+def test_trained_rules_are_read_as_they_were_written(name, tmp_path):
+    rule, card = mplp.load_pretrained(name), mplp.pretrained_card(name)
+    mplp.save_trained(rule, card, tmp_path / name)
+    with np.load(tmp_path / f"{name}.npz", allow_pickle=False) as arrays:
+        assert len(arrays.files) == len(jax.tree.leaves(rule))
+    assert {"meta_steps", "seed", "apgrad", "results", "rule", "sites"} <= set(card)
+
+
+def test_the_trained_sinusoid_rule_learns():
+    rule, task = mplp.load_pretrained("sinusoid"), meta.sinusoid()
+    one = lambda key: meta.evaluate(task, meta.message_passing(task.network), rule, key, 5)
+    errors = jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(1), 50))
+    found = mplp.pretrained_card("sinusoid")["results"]["sinusoid"]
+    spread = found["deviation"] / 50**0.5
+    assert abs(float(errors[:, -1].mean()) - found["mean"]) < 4 * spread
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="sinusoid"):
+        mplp.load_pretrained("nothing")
+    assert ap.meta is meta

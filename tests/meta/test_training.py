@@ -1,0 +1,155 @@
+"""The outer loop: the same bits after a kill, the same numbers on many devices, what is not finite skipped."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from apgrad import meta
+
+ROOT = Path(__file__).parent.parent.parent
+
+# A run of its own, that can be killed at any moment; it ends by printing what it trained, bit by bit.
+RUN = """
+import sys
+import jax, jax.numpy as jnp, numpy as np, optax
+from apgrad import meta
+
+problem = meta.Problem(
+    lambda theta, key: jax.random.normal(key), lambda theta, s: (s - theta[0] * s, s**2), lambda theta, s: s**2, 4
+)
+outer = meta.lanes(meta.single_evolution(problem, 2, sigma=0.1), 2)
+log = lambda step, metrics: print("at", step, flush=True)
+done = meta.train(outer, optax.adam(1e-2), jnp.ones(3), jax.random.key(1), int(sys.argv[2]),
+                  folder=sys.argv[1], every=2, progress=False, log=log)
+key = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+print("bits", b"".join(np.asarray(key(x)).tobytes() for x in jax.tree.leaves(done)).hex())
+"""
+
+
+def program(folder, steps, **kwargs):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-W", "ignore", "-c", RUN, str(folder), str(steps)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nobody kills: its folder and its bits."""
+    folder = tmp_path_factory.mktemp("whole")
+    out, _ = program(folder, 10).communicate(timeout=300)
+    assert out.splitlines()[-1].startswith("bits")
+    return folder, out.splitlines()[-1]
+
+
+@pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])
+def test_a_killed_run_ends_with_the_same_bits(tmp_path, whole, kill):
+    folder, bits = whole
+    process = program(tmp_path / "killed", 10, stderr=subprocess.DEVNULL)
+    for line in process.stdout:  # killed while it works on what follows step 4
+        if line.startswith("at 4"):
+            time.sleep(0.01)
+            process.send_signal(kill)
+            break
+    process.stdout.close()
+    process.wait(timeout=60)
+    assert process.returncode != 0
+    out, _ = program(tmp_path / "killed", 10).communicate(timeout=300)
+    steps = [line for line in out.splitlines() if line.startswith("at")]
+    assert steps and "at 2" not in steps and out.splitlines()[-1] == bits
+    assert (tmp_path / "killed" / "metrics.csv").read_text() == (folder / "metrics.csv").read_text()
+    assert (tmp_path / "killed" / "training.png").stat().st_size > 1000
+
+
+def problem_of(loss):
+    return meta.Problem(
+        lambda theta, key: jax.random.normal(key), lambda theta, s: (s, loss(theta, s)), lambda th, s: 0.0 * th, 1
+    )
+
+
+def test_steps_that_are_not_finite_are_skipped_and_counted():
+    problem = problem_of(lambda theta, s: jnp.where(s > 0, jnp.nan, 1.0) * theta)
+    done = meta.train(
+        meta.backpropagation(problem), optax.sgd(1.0), jnp.float32(0.0), jax.random.key(0), 20, every=20, progress=False
+    )
+    assert 0 < int(done.skipped) < 20
+    assert done.theta == -(20 - int(done.skipped))
+
+
+def test_a_run_with_nothing_finite_is_an_error():
+    problem = problem_of(lambda theta, s: theta * jnp.nan)
+    with pytest.raises(FloatingPointError, match="no outer step from 0 to 5"):
+        meta.train(
+            meta.backpropagation(problem),
+            optax.sgd(1.0),
+            jnp.float32(0.0),
+            jax.random.key(0),
+            5,
+            every=5,
+            progress=False,
+        )
+
+
+def test_a_checkpoint_of_another_run_is_refused(tmp_path):
+    problem = problem_of(lambda theta, s: jnp.sum(theta**2))
+    problem = problem._replace(final=lambda theta, s: jnp.zeros(()))
+    args = (meta.backpropagation(problem), optax.sgd(0.1))
+    meta.train(*args, jnp.ones(2), jax.random.key(0), 2, folder=tmp_path, every=2, progress=False)
+    with pytest.raises(ValueError, match="theta"):
+        meta.train(*args, jnp.ones(3), jax.random.key(0), 4, folder=tmp_path, every=2, progress=False)
+
+
+SHARDED = """
+import sys
+import jax, jax.numpy as jnp, numpy as np, optax
+if len(sys.argv) > 1:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, int(sys.argv[2]))
+from apgrad import meta
+
+task = meta.sinusoid(sizes=(1, 5, 1), batch=4, held_out=8)
+learner = meta.optimizer(lambda log_rate: optax.sgd(jnp.exp(log_rate)), task.loss)
+problem = meta.inner_problem(task, learner, 4)
+theta = jnp.float32(-3.0)
+def trained(mesh):
+    outer = meta.lanes(meta.truncated(problem, 2), 8, mesh=mesh)
+    return meta.train(outer, optax.sgd(0.1), theta, jax.random.key(1), 6, every=3, mesh=mesh, progress=False)
+mesh = jax.make_mesh((jax.device_count(),), ("tasks",))
+many = trained(mesh)
+assert len(many.carry.t.sharding.device_set) == jax.device_count()
+one = trained(None)
+for a, b in zip(jax.tree.leaves(many.theta), jax.tree.leaves(one.theta), strict=True):
+    np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-6)
+print("agree on", jax.device_count(), "devices,", jax.process_count(), "processes")
+"""
+
+
+def sharded(devices, *args):
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    command = [sys.executable, "-W", "ignore", "-c", SHARDED, *args]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def test_eight_devices_agree_with_one():
+    out, err = sharded(8).communicate(timeout=300)
+    assert "agree on 8 devices, 1 processes" in out, err
+
+
+def test_two_processes_agree_with_one_device():
+    import socket
+
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        port = str(s.getsockname()[1])
+    runs = [sharded(2, port, str(i)) for i in range(2)]
+    for run in runs:
+        out, err = run.communicate(timeout=300)
+        assert "agree on 4 devices, 2 processes" in out, err

@@ -1,0 +1,42 @@
+"""Tests of the meta-training experiments: a tiny run, and what their cells are."""
+
+import json
+
+import pytest
+
+from experiments import (
+    harness,
+    mplp_batch_entropy,
+    mplp_dynamics,
+    mplp_maml,
+    mplp_mnist,
+    mplp_sgd,
+    mplp_sinusoid,
+    outer_gradients,
+)
+
+ALL = (mplp_batch_entropy, mplp_dynamics, mplp_maml, mplp_mnist, mplp_sgd, mplp_sinusoid, outer_gradients)
+
+
+@pytest.mark.parametrize("module", ALL, ids=lambda module: module.EXPERIMENT.name)
+def test_presets_have_cells_of_their_own_names(module):
+    experiment = module.EXPERIMENT
+    for preset in ("quick", "paper"):
+        names = [harness.cell_name(cell) for cell in experiment.cells(experiment.presets[preset])]
+        assert len(set(names)) == len(names) > 1
+
+
+def test_outer_gradients(tmp_path):
+    options = ("--rates", "0.1", "--lengths", "5", "--estimates", "20", "--reference", "2000")
+    harness.main(outer_gradients.EXPERIMENT, ["--out", str(tmp_path), *options])
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert {row["estimator"] for row in rows} == set(outer_gradients.ESTIMATORS)
+    # One truncation is the whole unroll here: no estimator of the gradient is biased, but for the smoothing.
+    assert all(abs(row["bias"]) < 5 * row["bias_standard_error"] + 0.02 for row in rows)
+
+
+def test_bad_options_are_refused():
+    with pytest.raises(ValueError, match="multiples of 5"):
+        outer_gradients.Config(lengths=(7,))
+    with pytest.raises(ValueError, match="at least 2"):
+        mplp_mnist.Config(runs=1)
