@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -35,7 +35,7 @@ def load(name: str) -> Images:
         return Images(name, x, y.astype(np.int32), xt, yt.astype(np.int32))
     from sklearn.datasets import load_digits
 
-    bunch = load_digits()
+    bunch: Any = load_digits()
     x = np.round(bunch.images[..., None] * (255 / 16)).astype(np.uint8)
     y = bunch.target.astype(np.int32)
     return Images("digits", x[:1500], y[:1500], x[1500:], y[1500:])

@@ -21,7 +21,7 @@ NAMES = ("mlp", "convnet", "rnn")
 SHAPES = {"mlp": (28, 28, 1), "convnet": (32, 32, 3), "rnn": (28, 28, 1)}
 
 
-def parameters(name: str, key: jax.Array, shape: tuple[int, int, int]) -> Any:
+def parameters(name: str, key: jax.Array, shape: tuple[int, ...]) -> Any:
     """Initial parameters for images of a shape (height, width, channels)."""
     keys = iter(jax.random.split(key, 8))
 

@@ -16,6 +16,7 @@ instead of 10, and 100 iterations.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -60,12 +61,14 @@ def source(theta: jax.Array, t: jax.Array) -> jax.Array:
     s, c = jnp.sin(jnp.pi * t), jnp.cos(jnp.pi * t)
     x, y = np.sin(2 * np.pi * X), np.cos(2 * np.pi * X)
     terms = [1.0, s, c, x * s, x * c, y * s, y * c]
-    return sum(theta[i] * term for i, term in enumerate(terms))
+    return functools.reduce(jnp.add, [theta[i] * term for i, term in enumerate(terms)])
 
 
 def target(t: jax.Array) -> jax.Array:
     """phi_0 + sin(pi t) sin(2 pi x) sin(pi y) / 4."""
-    return START + 0.25 * jnp.sin(jnp.pi * t) * (np.sin(2 * np.pi * X) * np.sin(np.pi * Y)).astype(np.float32)
+    return jnp.asarray(START) + 0.25 * jnp.sin(jnp.pi * t) * (np.sin(2 * np.pi * X) * np.sin(np.pi * Y)).astype(
+        np.float32
+    )
 
 
 def diffuse(phi: jax.Array) -> jax.Array:

@@ -52,7 +52,7 @@ def allocate(found: list[tuple[Coefficient, str]], budget_bytes: int) -> Any:
         like = jax.ShapeDtypeStruct(coefficient.shape, coefficient.dtype)
         # Fractions only where no other sample follows, see `randomize`.
         ladder = [s for s in LADDER if coefficient.last or isinstance(s, Rounding)]
-        points = [(size, 0.0, None)]
+        points: list[tuple[float, float, Any]] = [(size, 0.0, None)]
         for sampler in ladder:
             need = nbytes(sampler, like) * coefficient.count
             if need < points[-1][0]:

@@ -126,9 +126,10 @@ def residuals(function: Callable[..., Any], *args: Any) -> tuple[Residual, ...]:
             continue
         if not isinstance(origin, Literal) and origin in found:
             continue
-        keep = origin if origin.aval.size * _itemsize(origin.aval.dtype) <= v.aval.size * _itemsize(v.aval.dtype) else v
+        keep = min(origin, v, key=lambda v: _bytes(v.aval))
         name = "/".join(p for p in (jaxprs.scope(maker[keep]), maker[keep].primitive.name) if p)
-        found[keep] = Residual(name, keep.aval.shape, keep.aval.dtype, keep.aval.size * _itemsize(keep.aval.dtype))
+        aval: Any = keep.aval
+        found[keep] = Residual(name, aval.shape, aval.dtype, _bytes(aval))
     return tuple(found.values())
 
 
@@ -185,7 +186,7 @@ def temp_bytes(function: Callable[..., Any], *args: Any) -> int:
     flat, treedef = jax.tree.flatten(args)
     inexact = tuple(i for i, x in enumerate(flat) if jnp.issubdtype(_dtype(x), jnp.inexact))
     gradient = jax.jit(jax.grad(lambda *v: function(*jax.tree.unflatten(treedef, v)), argnums=inexact))
-    options = _KEEP_BARRIERS if jax.default_backend() == "cpu" else None
+    options: Any = _KEEP_BARRIERS if jax.default_backend() == "cpu" else None
     compiled = gradient.lower(*flat).compile(compiler_options=options)
     analysis = compiled.memory_analysis()
     return int(analysis.temp_size_in_bytes) if analysis is not None else -1
@@ -195,7 +196,11 @@ def _dtype(x: Any) -> Any:
     return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
 
 
+def _bytes(aval: Any) -> int:
+    return aval.size * _itemsize(aval.dtype)
+
+
 def _itemsize(dtype: Any) -> int:
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
         return math.prod(jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype)).shape) * 4
     return dtype.itemsize

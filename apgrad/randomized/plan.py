@@ -288,7 +288,8 @@ class _Memory:
 
     def use(self, var: Any, linear: bool, ancestors: int, step: int, name: str, eqn: Any) -> Use:
         if isinstance(var, Literal):
-            return Use((), lambda: jnp.asarray(var.val, var.aval.dtype))
+            dtype = _dtype(var)
+            return Use((), lambda: jnp.asarray(var.val, dtype))
         cost, leaves = self._leaves(var)
         source = self._source(var)
         sampler = self._sampler(source, name, eqn) if linear and cost * 4 > _nbytes(source) else None
@@ -398,8 +399,12 @@ def _inlined(function: Callable[..., Any], *args: Any) -> jaxprs.Program:
     )[0]
 
 
+def _dtype(var: Any) -> Any:
+    return var.aval.dtype
+
+
 def _nbytes(var: Any) -> int:
-    if jax.dtypes.issubdtype(var.aval.dtype, jax.dtypes.extended):
+    if jnp.issubdtype(var.aval.dtype, jax.dtypes.extended):
         return 8 * int(np.prod(var.aval.shape))
     return int(np.prod(var.aval.shape)) * var.aval.dtype.itemsize
 

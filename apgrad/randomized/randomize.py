@@ -217,7 +217,7 @@ class _Walk:
                 count,
             )
             for i, slot in enumerate(made.slots):
-                if slot.how not in ("live", "nested"):
+                if slot.coefficient is not None and slot.how not in ("live", "nested"):
                     name = slot.coefficient.name or f"{where}/kept[{i}]"
                     self.record(name, (slot.coefficient._replace(name=name), slot.how))
             outputs, memory = _remember(made, draw_key, (walk_key, *inputs))

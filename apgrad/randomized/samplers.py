@@ -107,7 +107,7 @@ class Sampling:
             return spread.reshape(like.shape)
         return jax.vmap(lambda z, i, m: z.at[i].add(m))(zeros, index, memory).reshape(like.shape)
 
-    def draw(self, key: jax.Array, rows: tuple[int, int, int]) -> tuple[jax.Array, jax.Array]:
+    def draw(self, key: jax.Array, rows: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
         """Indices (examples, k), or (k,) if shared, and the weights (k,) of what is kept."""
         count, size, _ = rows
         k = kept(self.fraction, size)
@@ -268,7 +268,7 @@ class Heavy:
         winners = size if k == size else min(math.ceil(self.share * k), k - 1)
         return winners, k - winners
 
-    def _tail(self, key: jax.Array, order: jax.Array, rows: tuple[int, int, int]) -> jax.Array:
+    def _tail(self, key: jax.Array, order: jax.Array, rows: tuple[int, ...]) -> jax.Array:
         """Places of the sampled losers: the r-th that is not a winner, r uniform."""
         winners, losers = self._counts(rows[1])
         if losers == 0:

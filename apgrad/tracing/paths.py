@@ -160,7 +160,9 @@ class Reader:
                 here = [found.get(v) for v in eqn.outvars]
                 dead = pull is None or all(m is None for m in here)
                 arrived.append(None if dead else here)
-                answers = None if dead else [None if m is None else m[self.strength] for m in pull(here)]
+                answers = (
+                    None if dead or pull is None else [None if m is None else m[self.strength] for m in pull(here)]
+                )
                 sent.append(answers)
             known = [v for v in frame.values if not hasattr(v, "val")]
             static.append((known, [tuple(map(frame.is_active, eqn.invars)) for eqn in jaxpr.eqns]))

@@ -113,7 +113,8 @@ def recurrent(config: Config, method: str) -> Any:
 
 def cells(config: Config) -> list[harness.Cell]:
     """Both networks."""
-    return [{"network": "layers", "method": m} for m in LAYERED] + [{"network": "rnn", "method": m} for m in RECURRENT]
+    both = [("layers", m) for m in LAYERED] + [("rnn", m) for m in RECURRENT]
+    return [{"network": network, "method": method} for network, method in both]
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
@@ -131,7 +132,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         images = jax.random.randint(key, (150, *shape), 0, 256).astype(jnp.uint8)
         arguments = (rad_networks.parameters("rnn", key, shape), images, jnp.zeros(150, jnp.int32))
         make = recurrent
-    options = {"xla_disable_hlo_passes": "cse_barrier_expander"} if jax.default_backend() == "cpu" else None
+    options: Any = {"xla_disable_hlo_passes": "cse_barrier_expander"} if jax.default_backend() == "cpu" else None
     steps, memory = {}, {}
     for method in ("baseline", cell["method"]):
         gradient = jax.jit(jax.value_and_grad(make(config, method), argnums=1))
