@@ -156,6 +156,9 @@ def test_nested_pytrees_and_empty_arrays(row):
 
 @rows
 def test_closures_get_the_gradient_of_arguments(row):
+    if isinstance(row.estimator, ap.Mixer):  # the default's suffix is gathered over explicit arguments alone
+        row = row._replace(estimator=row.estimator._replace(weights=ap.weights.local_covariance()))
+
     def closed(tape, theta):
         return rollout(row, lambda _, x: step(theta, x))(tape, jnp.float32(0.7))
 
