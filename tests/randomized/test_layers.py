@@ -146,7 +146,7 @@ def test_nnx_drop_ins():
 
     def loss(module, x):
         graph, params, rest = nnx.split(module, nnx.Param, ...)
-        return jax.value_and_grad(lambda p: jnp.sum(nnx.merge(graph, p, rest)(x) ** 2))(params)
+        return jax.value_and_grad(lambda p: jnp.sum(nnx.merge(graph, p, rest, copy=True)(x) ** 2))(params)
 
     for theirs, mine, arguments in (
         (nnx.Linear, R.Linear, (3, 4)),
