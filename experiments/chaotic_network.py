@@ -69,7 +69,7 @@ METHODS = {
     "TP-CF": Method(PUBLISHED, cross_fit=True),
     "local-CF": Method(_mixed(ap.weights.local_covariance()), cross_fit=True),
     "suffix-CF": Method(_mixed(ap.weights.suffix_covariance()), cross_fit=True),
-    "unshrunk-CF": Method(_mixed(ap.weights.decoupled(shrinkage=0, reluctance=0)), cross_fit=True),
+    "unshrunk-CF": Method(_mixed(ap.weights.decoupled(shrinkage=0)), cross_fit=True),
     "decoupled": Method(ap.total_propagation),
     "decoupled-CF": Method(ap.total_propagation, cross_fit=True),
     "parameters-CF": Method(lambda: ap.total_propagation(target="parameters"), cross_fit=True),

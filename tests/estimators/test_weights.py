@@ -31,21 +31,51 @@ def test_least_variance_is_the_least(seed, x64):
     np.testing.assert_allclose(weights, [1 - best, best], atol=1e-4)
 
 
+def jackknifed(A, D):
+    """The weight k of least variance of A + k D, and what leaving out each lane in turn says of its variance."""
+    k = -(A * D).sum() / (D * D).sum()
+    without = []
+    for i in range(len(A)):
+        a, d = np.delete(A, i, 0), np.delete(D, i, 0)
+        a, d = a - a.mean(0), d - d.mean(0)
+        without.append(-(a * d).sum() / (d * d).sum())
+    return k, ((np.array(without) - k) ** 2).sum()
+
+
 def test_shrinkage_is_the_formula_of_the_module(x64):
     first, second, suffix = draw(1)
     second = 2 * second  # the first is typically the smaller
     suffix = suffix - second
     A, D = suffix + first, second - first
-    A, D = A - A.mean(0), D - D.mean(0)
-    k = -(A * D).sum() / (D * D).sum()
-    residual = A + k * D
-    v = ((D * residual).sum(1) ** 2).sum() / (D * D).sum() ** 2
-    r2 = (A * D).sum() ** 2 / ((A * A).sum() * (D * D).sum())
-    for shrinkage, reluctance in ((4, 0), (0, 0.2), (4, 0.2), (4000, 0)):
-        expected = np.clip(k * max(0, 1 - shrinkage * v / k**2 - reluctance * (1 - r2) / r2), 0, 1)
-        weights = least_variance(shrinkage, reluctance)(jnp.array([first, second]), jnp.array(suffix))
+    k, v = jackknifed(A - A.mean(0), D - D.mean(0))
+    for shrinkage in (0.5, 1, 4, 4000):
+        expected = np.clip(k * max(0, 1 - shrinkage * v / k**2), 0, 1)
+        weights = least_variance(shrinkage)(jnp.array([first, second]), jnp.array(suffix))
         np.testing.assert_allclose(weights, [1 - expected, expected], rtol=1e-10)
     assert expected == 0
+
+
+def test_a_weight_that_one_lane_makes_is_taken_away(x64):
+    # It would take the lane away that has all the variance, which other lanes do not have.
+    first, second, _ = draw(3)
+    first, second = 0.01 * first, 100 * second
+    first[5] = 1e5
+    assert least_variance()(jnp.array([first, second]), jnp.zeros(first.shape))[1] > 0.9
+    np.testing.assert_allclose(least_variance(1.0)(jnp.array([first, second]), jnp.zeros(first.shape)), [1, 0])
+    alone = np.zeros((4, 1))
+    alone[0] = 1
+    np.testing.assert_array_equal(least_variance(1.0)(jnp.array([0 * alone, alone]), jnp.zeros((4, 1))), [1, 0])
+
+
+def test_shrunk_weights_are_better_on_other_lanes(x64):
+    # Where the second estimator is noise alone, k* = 0, shrinkage must save most of what unshrunk weights cost.
+    def cost(key, shrinkage):
+        first, second = jax.random.normal(key, (2, 50, 1)) * jnp.array([1.0, 30.0])[:, None, None]
+        return least_variance(shrinkage)(jnp.stack([first, first + second]), jnp.zeros((50, 1)))[1] ** 2
+
+    keys = jax.random.split(KEY, 2000)
+    unshrunk, shrunk = (jnp.mean(jax.vmap(lambda key, s=s: cost(key, s))(keys)) for s in (0.0, 1.0))
+    assert shrunk < 0.6 * unshrunk
 
 
 def test_the_one_that_typically_explodes_is_the_one_that_is_shrunk(x64):
@@ -54,12 +84,10 @@ def test_the_one_that_typically_explodes_is_the_one_that_is_shrunk(x64):
     suffix = suffix - second
     first = 30 * first + second
     A, D = suffix + second, first - second
-    A, D = A - A.mean(0), D - D.mean(0)
-    j = -(A * D).sum() / (D * D).sum()
-    v = ((D * (A + j * D)).sum(1) ** 2).sum() / (D * D).sum() ** 2
+    j, v = jackknifed(A - A.mean(0), D - D.mean(0))
     for shrinkage in (0.5 * j**2 / v, 2 * j**2 / v):
         expected = np.clip(j * max(0, 1 - shrinkage * v / j**2), 0, 1)
-        weights = least_variance(shrinkage, 0.2)(jnp.array([first, second]), jnp.array(suffix))
+        weights = least_variance(shrinkage)(jnp.array([first, second]), jnp.array(suffix))
         np.testing.assert_allclose(weights, [expected, 1 - expected], rtol=1e-9, atol=1e-12)
     # In one lane alone: the first is typically the smaller, whatever its variance.
     rare = 1e-3 * first
@@ -69,15 +97,16 @@ def test_the_one_that_typically_explodes_is_the_one_that_is_shrunk(x64):
     np.testing.assert_array_equal(weights, [1, 0])
 
 
-def test_the_sandwich_variance_is_that_of_the_weight(x64):
+def test_the_jackknife_variance_is_that_of_the_weight(x64):
     # Over many batches of lanes, heavy-tailed, the mean of v is the variance of k.
     def one(key):
         keys = jax.random.split(key, 2)
         D = jax.random.laplace(keys[0], (400, 1)) * 3
         A = jax.random.normal(keys[1], (400, 1)) * jnp.abs(D) - 0.4 * D
         D, A = D - D.mean(0), A - A.mean(0)
-        k = -jnp.sum(A * D) / jnp.sum(D * D)
-        return k, jnp.sum((D * (A + k * D)) ** 2) / jnp.sum(D * D) ** 2
+        DD = jnp.sum(D * D)
+        k = -jnp.sum(A * D) / DD
+        return k, jnp.sum((D * (A + k * D) / (DD - 400 / 399 * D * D)) ** 2) * (400 / 399) ** 2
 
     k, v = jax.vmap(one)(jax.random.split(KEY, 4000))
     np.testing.assert_allclose(jnp.mean(v), jnp.var(k), rtol=0.15)
@@ -85,7 +114,7 @@ def test_the_sandwich_variance_is_that_of_the_weight(x64):
 
 def test_scales_that_overflow_in_the_square():
     first, second, suffix = (jnp.asarray(x, jnp.float32) for x in draw(2))
-    rule = least_variance(4, 0.2)
+    rule = least_variance(1.0)
     plain = rule(jnp.stack([first, second]), 0 * suffix)
     for scale in (1e-30, 1e30):
         np.testing.assert_allclose(rule(scale * jnp.stack([first, second]), 0 * suffix), plain, rtol=1e-4)
@@ -109,8 +138,6 @@ def test_bad_numbers():
     for bad in (-1, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=r"shrinkage must be a finite number"):
             ap.weights.decoupled(shrinkage=bad)
-        with pytest.raises(ValueError, match=r"reluctance must be a finite number"):
-            ap.weights.decoupled(reluctance=bad)
 
 
 def test_a_sketch_keeps_inner_products_on_average(x64):
