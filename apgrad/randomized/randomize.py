@@ -52,7 +52,8 @@ def randomize(
       min_size: arrays with fewer entries are kept exactly.
 
     Returns:
-      `randomized(key, *args)`: all randomness comes from the key. Reverse mode, once.
+      `randomized(key, *args)`: all randomness comes from the key. Reverse mode, once. Its attribute `original` is the
+      function.
 
     Raises:
       TypeError: if the first argument of the result is no PRNG key, or it is differentiated twice.
@@ -94,6 +95,7 @@ def randomize(
         outputs = walk.stretch(program, [True] * len(leaves), "", 1)(key, *leaves)
         return jax.tree.unflatten(jax.tree.structure(shape), outputs)
 
+    vars(randomized)["original"] = function  # for those who look into programs, as tracing does
     return randomized
 
 
