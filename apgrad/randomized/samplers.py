@@ -182,15 +182,23 @@ class Rounding:
             return (x,)
         groups = self._groups(x)
         low, scale = self._grid(groups)
-        places = (groups - low) / jnp.where(scale > 0, scale, 1)
-        # Up with the probability that is the fraction; 16 random bits have a bias of at most 2^-17 of a step.
-        noise = jax.random.bits(key, groups.shape, jnp.uint16).astype(jnp.float32) * 2.0**-16 + 2.0**-17
-        codes = jnp.clip(jnp.floor(places + noise), 0, 2**self.bits - 1).astype(jnp.uint8)
-        share = 8 // self.bits
-        columns = codes.reshape(groups.shape[0], share, -1)
-        packed = columns[:, 0]
-        for i in range(1, share):
-            packed = packed | (columns[:, i] << (i * self.bits))
+        # Up with the probability that is the fraction. The uniform number is a byte of its own for each entry (half a
+        # byte for 1 bit), and below it bits that the group shares: each alone is uniform, and a word serves four.
+        share, parts = 8 // self.bits, max(4, 8 // self.bits)
+        words = jax.random.bits(key, (len(groups), groups.shape[1] // parts + 1), jnp.uint32)
+        below = ((words[:, -1:] >> 17).astype(jnp.float32) + 0.5) * 2.0**-15
+        inverse = 1 / jnp.where(scale > 0, scale, 1)
+        size, codes = groups.shape[1] // parts, []
+        # Part by part: the compiler makes vector code of slices, of reshaped arrays it does not.
+        for i in range(parts):
+            own = (words[:, :-1] >> (32 // parts * i)) & (2 ** (32 // parts) - 1)
+            noise = (own.astype(jnp.int32).astype(jnp.float32) + below) * 2.0 ** -(32 // parts)
+            places = (groups[:, i * size : (i + 1) * size] - low) * inverse
+            codes.append(jnp.clip((places + noise).astype(jnp.int32), 0, 2**self.bits - 1))
+        columns = [
+            sum(c << (self.bits * j) for j, c in enumerate(codes[i :: parts // share])) for i in range(parts // share)
+        ]
+        packed = jnp.concatenate(columns, 1).astype(jnp.uint8)
         return packed, low[:, 0].astype(jnp.bfloat16), scale[:, 0].astype(jnp.bfloat16)
 
     def restore(
