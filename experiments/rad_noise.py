@@ -154,10 +154,7 @@ def _chunks(a: jax.Array, size: int = 500) -> list[jax.Array]:
 
 
 def _layers(gradient: Any) -> list[np.ndarray]:
-    """Each layer's gradient, its weights' and biases' in one."""
-    return [
-        np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(layer)]).astype(np.float64) for layer in gradient
-    ]
+    return list(rad_networks.layers(gradient).values())
 
 
 EXPERIMENT = harness.Experiment(
