@@ -19,7 +19,7 @@ from apgrad.primitives import refuse_derivative
 from apgrad.propagator import Propagator, node
 from apgrad.randomized import plan as planning
 from apgrad.randomized.plan import Coefficient
-from apgrad.randomized.samplers import Rounding, Sampler, nbytes, rounding
+from apgrad.randomized.samplers import Rounding, Sampler, nbytes, rounding, together
 
 _REASON = (
     "ap.randomize has no second derivative: the random memory is no differentiable function of the inputs. "
@@ -327,13 +327,11 @@ def _remember(made: planning.Plan, key: jax.Array, inputs: Sequence[Any]) -> tup
             if slot.how != "live":
                 value = refuse_derivative(value, _REASON)
             if slot.how == "sampled":
-                # The draws wait for the value and what comes next for the memory, else the compiler may draw for all
-                # layers at once, or keep the value until the end.
-                raw, value = jax.lax.optimization_barrier((jax.random.key_data(jax.random.fold_in(key, i)), value))
-                value = slot.sampler.keep(jax.random.wrap_key_data(raw, impl=jax.random.key_impl(key)), value)
+                # What comes next waits for the memory, else the compiler may keep the value until the end.
+                value = slot.sampler.keep(*together(jax.random.fold_in(key, i), value))
                 value, values[var] = jax.lax.optimization_barrier((value, values[var]))
             elif slot.how == "bits":
-                value = jnp.packbits(value.reshape(-1))
+                value = jax.lax.optimization_barrier(jnp.packbits(value.reshape(-1)))
             memory[i] = value
 
     for var in (*jaxpr.constvars, *jaxpr.invars):
@@ -352,7 +350,7 @@ def _send(made: planning.Plan, key: jax.Array, memory: tuple[Any, ...], messages
     values = dict(zip(jaxpr.constvars, consts, strict=True))
     values |= dict(zip(jaxpr.invars[len(jaxpr.invars) - len(messages) :], messages, strict=True))
 
-    def restore(slot, kept):
+    def restore(key, slot, kept):
         which, like = made.slots[slot], made.slots[slot].var.aval
         if which.how == "sampled":
             like = jax.ShapeDtypeStruct(like.shape, like.dtype)
@@ -367,8 +365,10 @@ def _send(made: planning.Plan, key: jax.Array, memory: tuple[Any, ...], messages
         }
         if slots:
             # Not before the messages are there: else the compiler may restore everything at once.
-            slots, present = jax.lax.optimization_barrier((slots, present))
-        restored = {i: u.replay(*(restore(s, slots.get(s, memory[s])) for s in u.slots)) for i, u in step.uses.items()}
+            key, slots, present = together(key, slots, present)
+        restored = {
+            i: u.replay(*(restore(key, s, slots.get(s, memory[s])) for s in u.slots)) for i, u in step.uses.items()
+        }
         if step.root is not None:
             out = step.eqn.outvars[0]
             values[out] = present[0].astype(out.aval.dtype) * restored[1].astype(out.aval.dtype)

@@ -67,6 +67,22 @@ def nbytes(sampler: Sampler, like: Any, axis: int = -1) -> int:
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(memory))
 
 
+def together(key: jax.Array, *values: Any) -> tuple[Any, ...]:
+    """The key and pytrees of arrays as they are, but none there before all are.
+
+    Else a compiler, which sees that draws, zeros and restored arrays need next to nothing, may make those of all layers
+    at once, or keep an array until it is sampled at the end.
+    """
+    raw, *values = jax.lax.optimization_barrier((jax.random.key_data(key), *values))
+    return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(key)), *values
+
+
+def zeros_after(shape: tuple[int, ...], memory: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Zeros, not before the memory is there; and the memory."""
+    zero, memory = jax.lax.optimization_barrier((jnp.zeros((), memory.dtype), memory))
+    return jnp.broadcast_to(zero, shape), memory
+
+
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """Keeps a fraction of the entries; see `different_sample`, `same_sample` and `stratified`.
@@ -96,7 +112,7 @@ class Sampling:
         rows = (math.prod(before), size, math.prod(after))
         index, _ = self.draw(key, rows)
         memory = memory.reshape(rows[0], index.shape[-1], rows[2])
-        zeros = jnp.zeros(rows, like.dtype)
+        zeros, memory = zeros_after(rows, memory)
         if self.shared:
             return zeros.at[:, index].add(memory).reshape(like.shape)
         if self.scheme == "stratified" and size % index.shape[-1] == 0:
@@ -267,7 +283,8 @@ class Heavy:
         order = order.astype(jnp.int32)
         index = jnp.concatenate([order, self._tail(key, order, rows)], 1)
         values = values.reshape(rows[0], index.shape[1], rows[2])
-        spread = jax.vmap(lambda z, i, m: z.at[i].add(m))(jnp.zeros(rows, like.dtype), index, values)
+        zeros, values = zeros_after(rows, values)
+        spread = jax.vmap(lambda z, i, m: z.at[i].add(m))(zeros, index, values)
         return spread.reshape(like.shape)
 
     def _counts(self, size: int) -> tuple[int, int]:
