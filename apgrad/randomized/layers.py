@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from apgrad.primitives import refuse_derivative
 from apgrad.propagator import Propagator, Static, node
-from apgrad.randomized.samplers import Sampler, Sampling, rounding, together, zeros_after
+from apgrad.randomized.order import together
+from apgrad.randomized.samplers import Sampler, rounding
 
 _REASON = "randomized layers have no second derivative: their memory is no differentiable function of their inputs"
 
@@ -46,12 +47,10 @@ def dense(sampler: Sampler) -> Callable[..., jax.Array]:
         like = jax.ShapeDtypeStruct(*shape.value)
         key, kept, message = together(key, kept, message)
         flat = message.reshape(-1, message.shape[-1])
-        if isinstance(sampler, Sampling) and sampler.shared:
-            # One small product of the drawn columns, and its rows to their places.
-            index, _ = sampler.draw(key, (math.prod(like.shape[:-1]), like.shape[-1], 1))
+        if getattr(sampler, "shared", False):
+            # One small product of what is kept; its rows are restored.
             rows = kept.reshape(flat.shape[0], -1).T @ flat
-            zeros, rows = zeros_after(w.shape, rows.astype(w.dtype))
-            dw = zeros.at[index].add(rows)
+            dw = sampler.restore(key, rows.astype(w.dtype), jax.ShapeDtypeStruct(w.shape, w.dtype), 0)
         else:
             x = sampler.restore(key, kept, like).reshape(-1, like.shape[-1])
             dw = (x.T @ flat).astype(w.dtype)

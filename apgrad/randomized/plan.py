@@ -67,12 +67,14 @@ class Use(NamedTuple):
     """Where a backward equation takes a coefficient, and from which memory it is made.
 
     Attributes:
-      slot: which memory.
+      slots: which memory.
       replay: `(memory values) -> coefficient`.
+      direct: the coefficient is what was remembered.
     """
 
     slots: tuple[int, ...]
     replay: Callable[..., Any]
+    direct: bool = False
 
 
 class Slot(NamedTuple):
@@ -85,11 +87,15 @@ class Slot(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step of the backward pass: an equation, or the product of a root message with a chain's derivative."""
+    """A step of the backward pass: an equation, or the product of a root message with a chain's derivative.
+
+    It is `last` if what it makes goes to arguments only.
+    """
 
     eqn: Any
     uses: dict[int, Use]
-    root: Any = None
+    root: Any
+    last: bool
 
 
 class Plan(NamedTuple):
@@ -176,7 +182,7 @@ def make_plan(
             for i, v in enumerate(eqn.invars):
                 if not isinstance(v, Literal) and v in at:
                     uses[i] = memory.use(at[v], name in PRODUCTS, ancestors, len(steps), name, eqn)
-        steps.append(Step(eqn, uses, root))
+        steps.append(Step(eqn, uses, root, last))
     return Plan(forward, len(outputs), tuple(memory.slots), tuple(steps), back)
 
 
@@ -236,11 +242,11 @@ class _Graph:
         """Values of the frontier, and of the chains' derivatives."""
         values = dict(zip(self.leaves, leaves, strict=True))
         values |= dict(zip(self.jaxpr.constvars, self.consts, strict=True))
-        _run(self.forward, values)
+        run(self.forward, values)
         derivatives = []
         for out, (root, eqns) in chains.items():
             local = values | {root: jnp.ones(root.aval.shape, root.aval.dtype)}
-            _run(eqns, local)
+            run(eqns, local)
             derivatives.append(local[out])
         return [values[v] for v in frontier], derivatives
 
@@ -288,8 +294,7 @@ class _Memory:
 
     def use(self, var: Any, linear: bool, ancestors: int, step: int, name: str, eqn: Any) -> Use:
         if isinstance(var, Literal):
-            dtype = _dtype(var)
-            return Use((), lambda: jnp.asarray(var.val, dtype))
+            return Use((), lambda: jnp.asarray(var.val, var.aval.dtype))
         cost, leaves = self._leaves(var)
         source = self._source(var)
         sampler = self._sampler(source, name, eqn) if linear and cost * 4 > _nbytes(source) else None
@@ -303,7 +308,7 @@ class _Memory:
             slot = len(self.slots)
             self.slots.append(Slot(source, "sampled", *sampler))
             self.shared.setdefault((source, sampler[0]), []).append((slot, 1 << step))
-        return Use((slot,), self._replay(var, [source]))
+        return Use((slot,), self._replay(var, [source]), source is var)
 
     def _sampler(self, var: Any, name: str, eqn: Any) -> tuple[Any, Coefficient] | None:
         if not jnp.issubdtype(var.aval.dtype, jnp.floating):
@@ -379,13 +384,13 @@ class _Memory:
 
         def replay(*memories):
             values = dict(zip(leaves, memories, strict=True))
-            _run(eqns, values)
+            run(eqns, values)
             return values[var]
 
         return replay
 
 
-def _run(eqns: Sequence[Any], values: dict[Any, Any]) -> None:
+def run(eqns: Sequence[Any], values: dict[Any, Any]) -> None:
     for eqn in eqns:
         inputs = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
         values.update(zip(eqn.outvars, jaxprs.caller(eqn)(*inputs), strict=True))
@@ -397,10 +402,6 @@ def _inlined(function: Callable[..., Any], *args: Any) -> jaxprs.Program:
     return jaxprs.trace(
         lambda *values: jaxprs.inline(program, values, lambda eqn, inputs: jaxprs.caller(eqn)(*inputs)), *flat
     )[0]
-
-
-def _dtype(var: Any) -> Any:
-    return var.aval.dtype
 
 
 def _nbytes(var: Any) -> int:

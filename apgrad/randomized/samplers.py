@@ -30,6 +30,8 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
+from apgrad.randomized.order import zeros_after
+
 GROUP = 128
 
 
@@ -37,7 +39,9 @@ GROUP = 128
 class Sampler(Protocol):
     """What `apgrad.randomize` and the layers ask of a sampler; a frozen dataclass, so that it is hashable.
 
-    The estimate must be unbiased, E restore(key, keep(key, x, axis), like, axis) = x over the key.
+    The estimate must be unbiased, E restore(key, keep(key, x, axis), like, axis) = x over the key. A sampler with an
+    attribute `shared` that is true draws the same for all examples: restoring is linear then, and the same along the
+    axis for all, so a product that sums over examples is taken of the small memory, and its result is restored.
     """
 
     def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> Any:
@@ -65,22 +69,6 @@ def nbytes(sampler: Sampler, like: Any, axis: int = -1) -> int:
     like = jax.ShapeDtypeStruct(like.shape, like.dtype)
     memory = jax.eval_shape(lambda x: sampler.keep(jax.random.key(0), x, axis), like)
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(memory))
-
-
-def together(key: jax.Array, *values: Any) -> tuple[Any, ...]:
-    """The key and pytrees of arrays as they are, but none there before all are.
-
-    Else a compiler, which sees that draws, zeros and restored arrays need next to nothing, may make those of all layers
-    at once, or keep an array until it is sampled at the end.
-    """
-    raw, *values = jax.lax.optimization_barrier((jax.random.key_data(key), *values))
-    return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(key)), *values
-
-
-def zeros_after(shape: tuple[int, ...], memory: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Zeros, not before the memory is there; and the memory."""
-    zero, memory = jax.lax.optimization_barrier((jnp.zeros((), memory.dtype), memory))
-    return jnp.broadcast_to(zero, shape), memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,6 +150,7 @@ class Projection:
     """x R R^T with independent signs; see `projection`."""
 
     fraction: float
+    shared = True
 
     def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> jax.Array:
         """X R, (..., k, ...)."""
