@@ -85,7 +85,8 @@ def logits(name: str, sampler: rad.Sampler | None) -> Callable[..., jax.Array]:
     def run(key, params, images):
         x = images.astype(jnp.float32) / 255 - 0.5
         if name == "transformer":
-            return Transformer().apply(params, x)
+            scores: Any = Transformer().apply(params, x)
+            return scores
         keys = jax.random.split(key, len(params))
         if name == "mlp":
             x = x.reshape(len(x), -1)
@@ -102,8 +103,8 @@ def logits(name: str, sampler: rad.Sampler | None) -> Callable[..., jax.Array]:
 
         def step(h, inputs):
             t, pixel = inputs
-            one, two = jax.random.split(jax.random.fold_in(keys[0], t))
-            return relu(dense(one, h, u, b) + dense(two, pixel, w, jnp.zeros(()))), None
+            # The pixel, of one entry, is an input of the scan: it is there anyway.
+            return relu(dense(jax.random.fold_in(keys[0], t), h, u, b) + pixel @ w), None
 
         start = jnp.zeros((len(x), u.shape[0]))
         h, _ = jax.lax.scan(step, start, (jnp.arange(len(pixels)), pixels))

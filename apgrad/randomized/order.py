@@ -15,8 +15,8 @@ def together(key: jax.Array, *values: Any) -> tuple[Any, ...]:
 
     What is drawn with the key comes after the arrays then.
     """
-    raw, *values = jax.lax.optimization_barrier((jax.random.key_data(key), *values))
-    return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(key)), *values
+    raw, *found = jax.lax.optimization_barrier((jax.random.key_data(key), *values))
+    return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(key)), *found
 
 
 def zeros_after(shape: tuple[int, ...], memory: jax.Array) -> tuple[jax.Array, jax.Array]:

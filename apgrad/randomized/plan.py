@@ -294,7 +294,8 @@ class _Memory:
 
     def use(self, var: Any, linear: bool, ancestors: int, step: int, name: str, eqn: Any) -> Use:
         if isinstance(var, Literal):
-            return Use((), lambda: jnp.asarray(var.val, var.aval.dtype))
+            aval: Any = var.aval
+            return Use((), lambda: jnp.asarray(var.val, aval.dtype))
         cost, leaves = self._leaves(var)
         source = self._source(var)
         sampler = self._sampler(source, name, eqn) if linear and cost * 4 > _nbytes(source) else None

@@ -44,7 +44,8 @@ def randomize(
         (section 3.3). None keeps those exactly.
       budget_bytes: instead of a sampler: how much may be remembered in all. The samplers are then chosen for the least
         added variance, see `apgrad.randomized.budget`.
-      min_size: arrays with fewer entries are kept exactly.
+      min_size: arrays with fewer entries, in all steps of the scans around them, are kept exactly; so are those with
+        fewer than 64.
 
     Returns:
       `randomized(key, *args)`: all randomness comes from the key. Reverse mode, once. Its attribute `original` is the
@@ -57,7 +58,8 @@ def randomize(
     Note:
       Where an array is needed twice on one way of the messages, it is remembered twice. Arguments of the function are
       not counted and not sampled: the caller has them. Derivative rules of `jax.custom_vjp` are taken for linear in the
-      message, as derivatives are; a propagator whose backward is not should not be randomized.
+      message, as derivatives are; a propagator whose backward is not should not be randomized. JAX's max-pooling
+      remembers its input, which does not enter linearly, and so exactly: `ap.randomized.max_pool` remembers places.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -151,7 +153,8 @@ def _chooser(sampler: Any, through: Sampler | None, min_size: int) -> Choice:
         size = 1
         for n in coefficient.shape:
             size *= n
-        if size < min_size or not coefficient.shape:
+        few = size < min(64, min_size) or size * max(coefficient.count, 1) < min_size
+        if few or not coefficient.shape:
             return None
         chosen = choose(coefficient)
         like = jax.ShapeDtypeStruct(coefficient.shape, coefficient.dtype)

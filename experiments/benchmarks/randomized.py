@@ -3,9 +3,9 @@
 A network of equal ReLU layers, unrolled, as one step of `value_and_grad`: reverse mode, `jax.checkpoint` of each
 layer and of blocks of about sqrt(layers), the samplers as layers and through `ap.randomize` of the plain network
 ("randomize same"), rounding through `ap.randomize`, and random memory inside of three checkpointed blocks (a block's
-input stays exact, so fewer and longer blocks than of a checkpoint alone). And the identity RNN under `scan`. Programs are compiled with
-optimization barriers kept, which XLA drops on the CPU by default. Times alternate with the baseline's; the ratio is
-of medians, with the interquartile range of the single ratios.
+input stays exact, so fewer and longer blocks than of a checkpoint alone). And the identity RNN under `scan`. Programs
+are compiled with optimization barriers kept, which XLA drops on the CPU by default. Times alternate with the
+baseline's; the ratio is of medians, with the interquartile range of the single ratios.
 
     python -m experiments.benchmarks.randomized
     python -m experiments.benchmarks.randomized --preset paper
