@@ -79,7 +79,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     data = images.load(config.data)
     x, y = jnp.asarray(data.train[: config.examples]), jnp.asarray(data.train_labels[: config.examples])
     params = trained(config, cell["steps"])
-    exact = jax.jit(jax.grad(rad_networks.loss(config.network, None), argnums=1))
+    exact = _exact(config.network)
     loss = rad_networks.method_loss(config.network, cell["method"], config.fraction)
     size = cell["batch"]
     noisy = jax.jit(jax.grad(loss, argnums=1))
@@ -95,6 +95,11 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     structs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (params, x[:size], y[:size]))
     kept = rad.residuals(lambda p, x, y: loss(jax.random.key(0), p, x, y), *structs)
     return {"errors": errors, "own": own, "residual_bytes": sum(r.nbytes for r in kept), "data": data.name}
+
+
+@functools.cache
+def _exact(network: str) -> Any:
+    return jax.jit(jax.grad(rad_networks.loss(network, None), argnums=1))
 
 
 @functools.cache

@@ -13,7 +13,8 @@ are the *coefficients*, all that the forward pass has to leave behind. A coeffic
 Three rules keep this unbiased and small. A coefficient that stands twice on one path of messages is drawn twice (the
 expectation of a square is not the square of the expectation); uses that no path joins share a draw, as the three
 projections of an attention do. A chain of elementwise equations with several float coefficients is one coefficient,
-its derivative: GELU, with its five products, remembers one array, and what is rounded enters linearly.
+its derivative: GELU, with its five products, remembers one array, and what is rounded enters linearly. What is 16 times
+smaller than the largest, and multiplies messages that go on, is kept exactly.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,6 +41,7 @@ _CHEAP = VIEWS | frozenset(
     random_seed random_fold_in random_split threefry2x32 bitcast_convert_type slice concatenate pad""".split()  # noqa: SIM905
 )
 _DEEPEST = 64
+_SMALL = 16
 
 
 class Coefficient(NamedTuple):
@@ -152,6 +154,7 @@ def make_plan(
     at = dict(zip(known, variables[: len(known)], strict=True))
     derivative = dict(zip(chains, variables[len(known) :], strict=True))
     memory = _Memory(forward, live, choose, where, count)
+    memory.largest = max((_nbytes(v) for v in at.values() if memory.is_large(v)), default=0)
 
     # A chain is one coefficient if it has several that cost as much.
     collapsed = {}
@@ -280,7 +283,7 @@ class _Memory:
         self.live = {v for v, flag in zip(jaxpr.invars, live, strict=True) if flag} | set(jaxpr.constvars)
         self.maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         self.choose, self.where, self.count = choose, where, count
-        self.last = False
+        self.last, self.largest = False, 0
         self.slots: list[Slot] = []
         self.samplers: dict[Any, Any] = {}
         self.shared: dict[Any, list[tuple[int, int]]] = {}
@@ -313,6 +316,9 @@ class _Memory:
 
     def _sampler(self, var: Any, name: str, eqn: Any) -> tuple[Any, Coefficient] | None:
         if not jnp.issubdtype(var.aval.dtype, jnp.floating):
+            return None
+        # The noise reaches all that follows, and a cross-entropy's messages p - y shrink, rounded p's noise does not.
+        if not self.last and _SMALL * _nbytes(var) <= self.largest:
             return None
         index = (var, self.last)
         if index not in self.samplers:
