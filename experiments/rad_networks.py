@@ -1,7 +1,8 @@
-"""The networks of the RAD paper (Oktay et al., 2021, Appendix A), with any sampler or none.
+"""The networks of the RAD paper (Oktay et al., 2021, Appendix A), with any sampler or none, and a transformer.
 
 MLP 784-300-300-300-10; ConvNet 16-32-pool-32-32-pool-10 with 5 x 5 windows; identity RNN of 100 ReLU units over the
-pixels. `loss(name, sampler)` is `(key, parameters, images, labels) -> mean cross-entropy`: with no sampler it is
+pixels. The transformer is Flax's own layers, unchanged, through `ap.randomize`: two blocks of width 64 over an image's
+rows. `loss(name, sampler)` is `(key, parameters, images, labels) -> mean cross-entropy`: with no sampler it is
 plain JAX. Images are bytes, centred inside: the first layer's input is a residual like any other, as in the paper's
 counts.
 """
@@ -10,6 +11,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,8 +19,27 @@ import numpy as np
 import apgrad as ap
 from apgrad import randomized as rad
 
-NAMES = ("mlp", "convnet", "rnn")
-SHAPES = {"mlp": (28, 28, 1), "convnet": (32, 32, 3), "rnn": (28, 28, 1)}
+NAMES = ("mlp", "convnet", "rnn", "transformer")
+SHAPES = {"mlp": (28, 28, 1), "convnet": (32, 32, 3), "rnn": (28, 28, 1), "transformer": (28, 28, 1)}
+
+
+class Transformer(nn.Module):
+    """Blocks of attention and a perceptron over the rows of an image (n, height, width, channels), to (n, 10)."""
+
+    width: int = 64
+    blocks: int = 2
+
+    @nn.compact
+    def __call__(self, x):
+        """The scores."""
+        x = nn.Dense(self.width)(x.reshape(*x.shape[:2], -1))
+        x = x + self.param("position", nn.initializers.normal(0.02), x.shape[1:])
+        for _ in range(self.blocks):
+            h = nn.LayerNorm()(x)
+            x = x + nn.MultiHeadDotProductAttention(4)(h, h)
+            h = nn.gelu(nn.Dense(2 * self.width)(nn.LayerNorm()(x)))
+            x = x + nn.Dense(self.width)(h)
+        return nn.Dense(10)(nn.LayerNorm()(x).mean(1))
 
 
 def parameters(name: str, key: jax.Array, shape: tuple[int, ...]) -> Any:
@@ -41,6 +62,8 @@ def parameters(name: str, key: jax.Array, shape: tuple[int, ...]) -> Any:
             (small * jax.random.normal(next(keys), (1, 100)), jnp.eye(100), jnp.zeros(100)),
             (small * jax.random.normal(next(keys), (100, 10)), jnp.zeros(10)),
         ]
+    if name == "transformer":
+        return Transformer().init(next(keys), jnp.zeros((1, *shape)))
     raise ValueError(f"networks are {NAMES}, got {name!r}")
 
 
@@ -61,6 +84,9 @@ def logits(name: str, sampler: rad.Sampler | None) -> Callable[..., jax.Array]:
 
     def run(key, params, images):
         x = images.astype(jnp.float32) / 255 - 0.5
+        if name == "transformer":
+            scores: Any = Transformer().apply(params, x)
+            return scores
         keys = jax.random.split(key, len(params))
         if name == "mlp":
             x = x.reshape(len(x), -1)
@@ -77,8 +103,8 @@ def logits(name: str, sampler: rad.Sampler | None) -> Callable[..., jax.Array]:
 
         def step(h, inputs):
             t, pixel = inputs
-            one, two = jax.random.split(jax.random.fold_in(keys[0], t))
-            return relu(dense(one, h, u, b) + dense(two, pixel, w, jnp.zeros(()))), None
+            # The pixel, of one entry, is an input of the scan: it is there anyway.
+            return relu(dense(jax.random.fold_in(keys[0], t), h, u, b) + pixel @ w), None
 
         start = jnp.zeros((len(x), u.shape[0]))
         h, _ = jax.lax.scan(step, start, (jnp.arange(len(pixels)), pixels))
@@ -112,16 +138,28 @@ def methods(fraction: float) -> dict[str, Any]:
 
 def method_loss(name: str, method: str, fraction: float) -> Callable[..., jax.Array]:
     """The loss by a method: "baseline", one of `methods`, or "rounding N": `ap.randomize` of the plain network."""
+    if method in ("baseline", "reduced"):
+        return loss(name, None)
     if method.startswith("rounding"):
-        return randomized_loss(name, int(method.split()[1]))
-    return loss(name, None if method in ("baseline", "reduced") else methods(fraction)[method])
+        return randomized_loss(name, rad.rounding(bits=int(method.split()[1])))
+    sampler = methods(fraction)[method]
+    return randomized_loss(name, sampler) if name == "transformer" else loss(name, sampler)
 
 
-def randomized_loss(name: str, bits: int) -> Callable[..., jax.Array]:
+def randomized_loss(name: str, sampler: rad.Sampler) -> Callable[..., jax.Array]:
     """The plain network, unchanged, through `ap.randomize`."""
     plain = loss(name, None)
 
     def run(key, params, images, labels):
-        return ap.randomize(lambda p, x, y: plain(key, p, x, y), rad.rounding(bits=bits))(key, params, images, labels)
+        return ap.randomize(lambda p, x, y: plain(key, p, x, y), sampler)(key, params, images, labels)
 
     return run
+
+
+def layers(gradient: Any) -> dict[Any, np.ndarray]:
+    """Each layer's gradient, its weights' and biases' in one, by number or name."""
+    groups = gradient["params"].items() if isinstance(gradient, dict) else enumerate(gradient, 1)
+    return {
+        name: np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(layer)]).astype(np.float64)
+        for name, layer in groups
+    }

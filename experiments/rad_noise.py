@@ -3,13 +3,15 @@
 After some training steps, each method's gradient on a batch is compared with the full gradient, over the whole
 training set: mean squared error a layer, over the squared norm of the full gradient there. The mini-batch's own noise
 is in it, as in the paper; `own` is the part that the method adds to its batch's exact gradient. Standard errors are
-over batches.
+over batches. Rounding's noise is measured at other batch sizes too, beside that of a batch of that size alone (the
+paper's baseline of the same memory).
 
     python -m experiments.rad_noise
     python -m experiments.rad_noise --preset paper
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -23,7 +25,6 @@ from experiments import harness, images, rad_networks
 
 METHODS = (
     "baseline",
-    "reduced",
     "same",
     "different",
     "distinct",
@@ -34,6 +35,7 @@ METHODS = (
     "rounding 4",
     "rounding 2",
 )
+AT_OTHER_BATCHES = ("baseline", "rounding 4", "rounding 2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +46,7 @@ class Config(harness.Config):
       network: "mlp" or "convnet".
       data: "mnist", "cifar10" or "digits", the fall-back.
       fraction: of the entries kept.
-      batch: examples; the method "reduced" has `reduced` of them.
-      reduced: examples of the smaller batch.
+      batches: numbers of examples; all methods at the first, exact gradients and rounding at the others too.
       training_steps: before the noise is measured; 0 for the initial network as well.
       draws: batches.
       examples: of the training set.
@@ -54,29 +55,33 @@ class Config(harness.Config):
     network: str = "mlp"
     data: str = "digits"
     fraction: float = 0.1
-    batch: int = 150
-    reduced: int = 22
+    batches: tuple[int, ...] = (150, 22)
     training_steps: tuple[int, ...] = (0, 100)
     draws: int = 20
     examples: int = 1500
 
 
-PAPER = Config(network="convnet", data="cifar10", reduced=20, training_steps=(0, 500), draws=50, examples=3000)
+PAPER = Config(data="mnist", batches=(150, 22, 600), training_steps=(0, 200, 2000), draws=50, examples=6000)
 
 
 def cells(config: Config) -> list[harness.Cell]:
     """Each method at each time of the training."""
-    return [{"steps": steps, "method": method} for steps in config.training_steps for method in METHODS]
+    return [
+        {"steps": steps, "method": method, "batch": batch}
+        for steps in config.training_steps
+        for batch in config.batches
+        for method in (METHODS if batch == config.batches[0] else AT_OTHER_BATCHES)
+    ]
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     """Squared errors of each layer's gradient, for each draw."""
     data = images.load(config.data)
     x, y = jnp.asarray(data.train[: config.examples]), jnp.asarray(data.train_labels[: config.examples])
-    params = trained(config, x, y, cell["steps"])
-    exact = jax.jit(jax.grad(rad_networks.loss(config.network, None), argnums=1))
+    params = trained(config, cell["steps"])
+    exact = _exact(config.network)
     loss = rad_networks.method_loss(config.network, cell["method"], config.fraction)
-    size = config.reduced if cell["method"] == "reduced" else config.batch
+    size = cell["batch"]
     noisy = jax.jit(jax.grad(loss, argnums=1))
     parts = [exact(jax.random.key(0), params, a, b) for a, b in zip(_chunks(x), _chunks(y), strict=True)]
     full = [sum(p) / len(parts) for p in zip(*map(_layers, parts), strict=True)]
@@ -92,15 +97,23 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     return {"errors": errors, "own": own, "residual_bytes": sum(r.nbytes for r in kept), "data": data.name}
 
 
-def trained(config: Config, x: jax.Array, y: jax.Array, steps: int) -> Any:
+@functools.cache
+def _exact(network: str) -> Any:
+    return jax.jit(jax.grad(rad_networks.loss(network, None), argnums=1))
+
+
+@functools.cache
+def trained(config: Config, steps: int) -> Any:
     """Parameters after so many steps of Adam on exact gradients: the same for every method."""
+    data = images.load(config.data)
+    x, y = jnp.asarray(data.train[: config.examples]), jnp.asarray(data.train_labels[: config.examples])
     params = rad_networks.parameters(config.network, jax.random.key(config.seed), x.shape[1:])
     optimizer = optax.adam(1e-3)
     loss = rad_networks.loss(config.network, None)
 
     @jax.jit
     def step(params, state, key):
-        chosen = jax.random.randint(key, (config.batch,), 0, len(x))
+        chosen = jax.random.randint(key, (config.batches[0],), 0, len(x))
         gradient = jax.grad(loss, argnums=1)(key, params, x[chosen], y[chosen])
         updates, state = optimizer.update(gradient, state)
         return optax.apply_updates(params, updates), state
@@ -121,6 +134,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
                 {
                     "steps": cell["steps"],
                     "method": cell["method"],
+                    "batch": cell["batch"],
                     "layer": layer + 1,
                     "residual_bytes": result["residual_bytes"],
                     "squared_error": errors[:, layer].mean(),
@@ -130,22 +144,45 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
                     "own_noise_over_signal": float(np.sqrt(own[:, layer].mean())),
                 }
             )
-    last = [r for r in rows if r["steps"] == config.training_steps[-1]]
     layers = sorted({r["layer"] for r in rows})
-    lines = [f"squared error over signal after {config.training_steps[-1]} steps ({records[0][1]['data']}), by layer"]
-    for method in METHODS:
-        mine = [r for r in last if r["method"] == method]
+    end, main = config.training_steps[-1], config.batches[0]
+    last = [r for r in rows if r["steps"] == end]
+    lines = [f"squared error over signal after {end} steps ({records[0][1]['data']}), by layer"]
+    for method, batch in dict.fromkeys((r["method"], r["batch"]) for r in last):
+        mine = [r for r in last if (r["method"], r["batch"]) == (method, batch)]
         values = " ".join(f"{r['squared_error']:8.3f}±{r['squared_error_se']:.3f}" for r in mine)
-        lines.append(f"{method:11} {mine[0]['residual_bytes'] / 1e3:9.1f} kB {values}")
-    figure = Figure(figsize=(3.2 * len(layers), 3.4), layout="constrained")
-    for ax, layer in zip(np.atleast_1d(figure.subplots(1, len(layers), sharey=True)), layers, strict=True):
-        for r in (r for r in last if r["layer"] == layer):
+        lines.append(f"{method:11} {batch:4} {mine[0]['residual_bytes'] / 1e3:9.1f} kB {values}")
+    lines.append("own noise over signal, by layer")
+    for r in (r for r in rows if r["layer"] == 1 and r["method"].startswith("rounding")):
+        mine = [q for q in rows if all(q[n] == r[n] for n in ("method", "batch", "steps"))]
+        values = " ".join(f"{100 * q['own_noise_over_signal']:6.1f} %" for q in mine)
+        lines.append(f"{r['method']:11} batch {r['batch']:4} step {r['steps']:5} {values}")
+    figure = Figure(figsize=(3.2 * len(layers), 6.6), layout="constrained")
+    upper, lower = figure.subplots(2, len(layers), sharey="row", squeeze=False)
+    for ax, below, layer in zip(upper, lower, layers, strict=True):
+        for number, method in enumerate(METHODS):
+            found = [r for r in last if r["layer"] == layer and r["method"] == method]
+            color = f"C{number}" if number < 10 else "k"
             ax.errorbar(
-                r["residual_bytes"] / 1e3, r["squared_error"], r["squared_error_se"], fmt="o", label=r["method"]
+                [r["residual_bytes"] / 1e3 for r in found],
+                [r["squared_error"] for r in found],
+                [r["squared_error_se"] for r in found],
+                fmt="o",
+                color=color,
+                label=method,
             )
+            if method == "baseline":
+                continue
+            for batch in config.batches:
+                along = [r for r in rows if (r["layer"], r["method"], r["batch"]) == (layer, method, batch)]
+                noise = [r["own_noise_over_signal"] for r in along]
+                style = "o-" if batch == main else "o--"
+                below.plot([r["steps"] for r in along], noise, style, color=color, alpha=1 if batch == main else 0.4)
         ax.set(xscale="log", yscale="log", title=f"layer {layer}", xlabel="residuals, kB")
-    figure.axes[0].set_ylabel("squared error / squared gradient")
-    figure.axes[-1].legend(fontsize=6, frameon=False)
+        below.set(xscale="symlog", yscale="log", xlabel="training step")
+    upper[0].set_ylabel("squared error / squared gradient")
+    lower[0].set_ylabel(f"own noise / signal (dashed: batches but {main})")
+    upper[-1].legend(fontsize=6, frameon=False)
     return harness.Report({"data": records[0][1]["data"]}, rows, "\n".join(lines), figure)
 
 
@@ -154,10 +191,7 @@ def _chunks(a: jax.Array, size: int = 500) -> list[jax.Array]:
 
 
 def _layers(gradient: Any) -> list[np.ndarray]:
-    """Each layer's gradient, its weights' and biases' in one."""
-    return [
-        np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(layer)]).astype(np.float64) for layer in gradient
-    ]
+    return list(rad_networks.layers(gradient).values())
 
 
 EXPERIMENT = harness.Experiment(

@@ -33,7 +33,7 @@ class Config(harness.Config):
     """Options of this experiment.
 
     Attributes:
-      networks: of "mlp", "convnet" and "rnn".
+      networks: of "mlp", "convnet", "rnn" and "transformer", which is not in the paper.
       fractions: of the entries that "different sample" keeps.
       batch: examples.
     """
@@ -101,7 +101,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         fraction = {"baseline": 1.0}.get(cell["method"]) or (
             float(cell["method"].split()[1]) if cell["method"].startswith("different") else None
         )
-        paper = PAPER_TOTALS[cell["network"]].get(fraction) if fraction and config.batch == 150 else None
+        paper = PAPER_TOTALS.get(cell["network"], {}).get(fraction) if fraction and config.batch == 150 else None
         rows.append(
             {
                 "network": cell["network"],

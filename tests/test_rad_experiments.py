@@ -36,7 +36,7 @@ def test_table1_is_the_papers(run):
 
 
 def test_noise(run):
-    options = ("--data", "digits", "--training-steps", "0", "--draws", "2", "--batch", "32", "--examples", "500")
+    options = ("--data", "digits", "--training-steps", "0", "--draws", "2", "--batches", "32", "--examples", "500")
     rows = run(rad_noise.EXPERIMENT, *options)
     own = {(row["method"], row["layer"]): row["own"] for row in rows}
     assert own["baseline", 2] == 0 < own["rounding 8", 2] < own["rounding 4", 2] < own["different", 2]

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 
 from apgrad.primitives import refuse_derivative
 from apgrad.propagator import Propagator, Static, node
-from apgrad.randomized.samplers import Sampler, Sampling, rounding
+from apgrad.randomized.order import together
+from apgrad.randomized.samplers import Sampler, rounding
 
 _REASON = "randomized layers have no second derivative: their memory is no differentiable function of their inputs"
 
@@ -36,21 +37,25 @@ def dense(sampler: Sampler) -> Callable[..., jax.Array]:
     def forward(key, x, w):
         if x.ndim < 1 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
             raise ValueError(f"dense takes x (..., d) and w (d, m), got {x.shape} and {w.shape}")
+        key, x = together(key, x)
         kept = sampler.keep(key, refuse_derivative(x, _REASON))
+        kept, x = jax.lax.optimization_barrier((kept, x))
         return x @ w, (key, kept, w, Static((x.shape, x.dtype)))
 
     def backward(memory, message):
         key, kept, w, shape = memory
         like = jax.ShapeDtypeStruct(*shape.value)
-        kept, message = jax.lax.optimization_barrier((kept, message))
+        key, kept, message = together(key, kept, message)
         flat = message.reshape(-1, message.shape[-1])
-        if isinstance(sampler, Sampling) and sampler.shared:
-            # One small product of the drawn columns, and its rows to their places.
-            index, _ = sampler.draw(key, (math.prod(like.shape[:-1]), like.shape[-1], 1))
+        if getattr(sampler, "shared", False):
+            # One small product of what is kept; its rows are restored.
             rows = kept.reshape(flat.shape[0], -1).T @ flat
-            return None, message @ w.T, jnp.zeros(w.shape, w.dtype).at[index].add(rows.astype(w.dtype))
-        x = sampler.restore(key, kept, like).reshape(-1, like.shape[-1])
-        return None, message @ w.T, (x.T @ flat).astype(w.dtype)
+            dw = sampler.restore(key, rows.astype(w.dtype), jax.ShapeDtypeStruct(w.shape, w.dtype), 0)
+        else:
+            x = sampler.restore(key, kept, like).reshape(-1, like.shape[-1])
+            dw = (x.T @ flat).astype(w.dtype)
+        dw, message = jax.lax.optimization_barrier((dw, message))
+        return None, message @ w.T, dw
 
     product = node(Propagator(forward, backward))
     return lambda key, x, w, b=None: product(key, x, w) if b is None else product(key, x, w) + b
@@ -104,18 +109,21 @@ def conv(
         )
 
     def forward(key, x, w):
+        key, x = together(key, x)
         rows, _ = positions(refuse_derivative(x, _REASON))
-        return run(x, w), (key, sampler.keep(key, rows, 1), w, Static((x.shape, x.dtype)))
+        kept, x = jax.lax.optimization_barrier((sampler.keep(key, rows, 1), x))
+        return run(x, w), (key, kept, w, Static((x.shape, x.dtype)))
 
     def backward(memory, message):
         key, kept, w, shape = memory
         like = jax.ShapeDtypeStruct(*shape.value)
-        kept, message = jax.lax.optimization_barrier((kept, message))
+        key, kept, message = together(key, kept, message)
         rows, order = jax.eval_shape(lambda x: positions(x)[0], like), positions(jnp.zeros(like.shape, like.dtype))[1]
         spread = sampler.restore(key, kept, rows, 1).reshape([like.shape[i] for i in order])
         x = jnp.transpose(spread, [order.index(i) for i in range(len(order))])
-        (dx,) = jax.linear_transpose(lambda x: run(x, w), like)(message)
         (dw,) = jax.linear_transpose(lambda w: run(x, w), jax.ShapeDtypeStruct(w.shape, w.dtype))(message)
+        dw, message = jax.lax.optimization_barrier((dw, message))
+        (dx,) = jax.linear_transpose(lambda x: run(x, w), like)(message)
         return None, dx, dw
 
     product = node(Propagator(forward, backward))
@@ -166,10 +174,12 @@ def relu(x: jax.Array, slope: float = 0.0) -> jax.Array:
     """max(x, slope x): the ReLU, or the leaky one; remembers a bit an entry. The derivative at 0 is the slope."""
 
     def forward(x):
-        return jnp.where(x > 0, x, slope * x), (jnp.packbits((x > 0).reshape(-1)), Static(x.shape))
+        y, bits = jax.lax.optimization_barrier((jnp.where(x > 0, x, slope * x), jnp.packbits((x > 0).reshape(-1))))
+        return y, (bits, Static(x.shape))
 
     def backward(memory, message):
         bits, shape = memory
+        bits, message = jax.lax.optimization_barrier((bits, message))
         positive = jnp.unpackbits(bits)[: math.prod(shape.value)].reshape(shape.value).astype(bool)
         return (jnp.where(positive, message, slope * message),)
 
@@ -187,14 +197,16 @@ def smooth(activation: Callable[..., Any], sampler: Sampler) -> Callable[..., ja
     """
 
     def forward(key, x):
+        key, x = together(key, x)
         y, derivative = jax.jvp(activation, (x,), (jnp.ones_like(x),))
         if y.shape != x.shape:
             raise ValueError(f"smooth takes an elementwise function, this one maps {x.shape} to {y.shape}")
-        return y, (key, sampler.keep(key, refuse_derivative(derivative, _REASON)), Static((x.shape, x.dtype)))
+        y, kept = jax.lax.optimization_barrier((y, sampler.keep(key, refuse_derivative(derivative, _REASON))))
+        return y, (key, kept, Static((x.shape, x.dtype)))
 
     def backward(memory, message):
         key, kept, shape = memory
-        kept, message = jax.lax.optimization_barrier((kept, message))
+        key, kept, message = together(key, kept, message)
         return None, message * sampler.restore(key, kept, jax.ShapeDtypeStruct(*shape.value))
 
     return node(Propagator(forward, backward))

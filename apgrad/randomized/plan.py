@@ -13,7 +13,8 @@ are the *coefficients*, all that the forward pass has to leave behind. A coeffic
 Three rules keep this unbiased and small. A coefficient that stands twice on one path of messages is drawn twice (the
 expectation of a square is not the square of the expectation); uses that no path joins share a draw, as the three
 projections of an attention do. A chain of elementwise equations with several float coefficients is one coefficient,
-its derivative: GELU, with its five products, remembers one array, and what is rounded enters linearly.
+its derivative: GELU, with its five products, remembers one array, and what is rounded enters linearly. What is 16 times
+smaller than the largest, and multiplies messages that go on, is kept exactly.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,6 +41,7 @@ _CHEAP = VIEWS | frozenset(
     random_seed random_fold_in random_split threefry2x32 bitcast_convert_type slice concatenate pad""".split()  # noqa: SIM905
 )
 _DEEPEST = 64
+_SMALL = 16
 
 
 class Coefficient(NamedTuple):
@@ -67,12 +69,14 @@ class Use(NamedTuple):
     """Where a backward equation takes a coefficient, and from which memory it is made.
 
     Attributes:
-      slot: which memory.
+      slots: which memory.
       replay: `(memory values) -> coefficient`.
+      direct: the coefficient is what was remembered.
     """
 
     slots: tuple[int, ...]
     replay: Callable[..., Any]
+    direct: bool = False
 
 
 class Slot(NamedTuple):
@@ -85,11 +89,15 @@ class Slot(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step of the backward pass: an equation, or the product of a root message with a chain's derivative."""
+    """A step of the backward pass: an equation, or the product of a root message with a chain's derivative.
+
+    It is `last` if what it makes goes to arguments only.
+    """
 
     eqn: Any
     uses: dict[int, Use]
-    root: Any = None
+    root: Any
+    last: bool
 
 
 class Plan(NamedTuple):
@@ -146,6 +154,7 @@ def make_plan(
     at = dict(zip(known, variables[: len(known)], strict=True))
     derivative = dict(zip(chains, variables[len(known) :], strict=True))
     memory = _Memory(forward, live, choose, where, count)
+    memory.largest = max((_nbytes(v) for v in at.values() if memory.is_large(v)), default=0)
 
     # A chain is one coefficient if it has several that cost as much.
     collapsed = {}
@@ -176,7 +185,7 @@ def make_plan(
             for i, v in enumerate(eqn.invars):
                 if not isinstance(v, Literal) and v in at:
                     uses[i] = memory.use(at[v], name in PRODUCTS, ancestors, len(steps), name, eqn)
-        steps.append(Step(eqn, uses, root))
+        steps.append(Step(eqn, uses, root, last))
     return Plan(forward, len(outputs), tuple(memory.slots), tuple(steps), back)
 
 
@@ -236,11 +245,11 @@ class _Graph:
         """Values of the frontier, and of the chains' derivatives."""
         values = dict(zip(self.leaves, leaves, strict=True))
         values |= dict(zip(self.jaxpr.constvars, self.consts, strict=True))
-        _run(self.forward, values)
+        run(self.forward, values)
         derivatives = []
         for out, (root, eqns) in chains.items():
             local = values | {root: jnp.ones(root.aval.shape, root.aval.dtype)}
-            _run(eqns, local)
+            run(eqns, local)
             derivatives.append(local[out])
         return [values[v] for v in frontier], derivatives
 
@@ -274,7 +283,7 @@ class _Memory:
         self.live = {v for v, flag in zip(jaxpr.invars, live, strict=True) if flag} | set(jaxpr.constvars)
         self.maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         self.choose, self.where, self.count = choose, where, count
-        self.last = False
+        self.last, self.largest = False, 0
         self.slots: list[Slot] = []
         self.samplers: dict[Any, Any] = {}
         self.shared: dict[Any, list[tuple[int, int]]] = {}
@@ -288,8 +297,8 @@ class _Memory:
 
     def use(self, var: Any, linear: bool, ancestors: int, step: int, name: str, eqn: Any) -> Use:
         if isinstance(var, Literal):
-            dtype = _dtype(var)
-            return Use((), lambda: jnp.asarray(var.val, dtype))
+            aval: Any = var.aval
+            return Use((), lambda: jnp.asarray(var.val, aval.dtype))
         cost, leaves = self._leaves(var)
         source = self._source(var)
         sampler = self._sampler(source, name, eqn) if linear and cost * 4 > _nbytes(source) else None
@@ -303,10 +312,13 @@ class _Memory:
             slot = len(self.slots)
             self.slots.append(Slot(source, "sampled", *sampler))
             self.shared.setdefault((source, sampler[0]), []).append((slot, 1 << step))
-        return Use((slot,), self._replay(var, [source]))
+        return Use((slot,), self._replay(var, [source]), source is var)
 
     def _sampler(self, var: Any, name: str, eqn: Any) -> tuple[Any, Coefficient] | None:
         if not jnp.issubdtype(var.aval.dtype, jnp.floating):
+            return None
+        # The noise reaches all that follows, and a cross-entropy's messages p - y shrink, rounded p's noise does not.
+        if not self.last and _SMALL * _nbytes(var) <= self.largest:
             return None
         index = (var, self.last)
         if index not in self.samplers:
@@ -379,13 +391,13 @@ class _Memory:
 
         def replay(*memories):
             values = dict(zip(leaves, memories, strict=True))
-            _run(eqns, values)
+            run(eqns, values)
             return values[var]
 
         return replay
 
 
-def _run(eqns: Sequence[Any], values: dict[Any, Any]) -> None:
+def run(eqns: Sequence[Any], values: dict[Any, Any]) -> None:
     for eqn in eqns:
         inputs = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
         values.update(zip(eqn.outvars, jaxprs.caller(eqn)(*inputs), strict=True))
@@ -397,10 +409,6 @@ def _inlined(function: Callable[..., Any], *args: Any) -> jaxprs.Program:
     return jaxprs.trace(
         lambda *values: jaxprs.inline(program, values, lambda eqn, inputs: jaxprs.caller(eqn)(*inputs)), *flat
     )[0]
-
-
-def _dtype(var: Any) -> Any:
-    return var.aval.dtype
 
 
 def _nbytes(var: Any) -> int:

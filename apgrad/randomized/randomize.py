@@ -15,16 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from apgrad import jaxprs
-from apgrad.primitives import refuse_derivative
 from apgrad.propagator import Propagator, node
 from apgrad.randomized import plan as planning
+from apgrad.randomized.passes import remember, send
 from apgrad.randomized.plan import Coefficient
 from apgrad.randomized.samplers import Rounding, Sampler, nbytes, rounding
-
-_REASON = (
-    "ap.randomize has no second derivative: the random memory is no differentiable function of the inputs. "
-    "Differentiate the function itself, or wrap what needs two derivatives apart from the rest"
-)
 
 Choice = Callable[[Coefficient], Sampler | None]
 
@@ -49,10 +44,12 @@ def randomize(
         (section 3.3). None keeps those exactly.
       budget_bytes: instead of a sampler: how much may be remembered in all. The samplers are then chosen for the least
         added variance, see `apgrad.randomized.budget`.
-      min_size: arrays with fewer entries are kept exactly.
+      min_size: arrays with fewer entries, in all steps of the scans around them, are kept exactly; so are those with
+        fewer than 64.
 
     Returns:
-      `randomized(key, *args)`: all randomness comes from the key. Reverse mode, once.
+      `randomized(key, *args)`: all randomness comes from the key. Reverse mode, once. Its attribute `original` is the
+      function.
 
     Raises:
       TypeError: if the first argument of the result is no PRNG key, or it is differentiated twice.
@@ -61,7 +58,8 @@ def randomize(
     Note:
       Where an array is needed twice on one way of the messages, it is remembered twice. Arguments of the function are
       not counted and not sampled: the caller has them. Derivative rules of `jax.custom_vjp` are taken for linear in the
-      message, as derivatives are; a propagator whose backward is not should not be randomized.
+      message, as derivatives are; a propagator whose backward is not should not be randomized. JAX's max-pooling
+      remembers its input, which does not enter linearly, and so exactly: `ap.randomized.max_pool` remembers places.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -94,6 +92,7 @@ def randomize(
         outputs = walk.stretch(program, [True] * len(leaves), "", 1)(key, *leaves)
         return jax.tree.unflatten(jax.tree.structure(shape), outputs)
 
+    vars(randomized)["original"] = function  # for those who look into programs, as tracing does
     return randomized
 
 
@@ -154,7 +153,8 @@ def _chooser(sampler: Any, through: Sampler | None, min_size: int) -> Choice:
         size = 1
         for n in coefficient.shape:
             size *= n
-        if size < min_size or not coefficient.shape:
+        few = size < min(64, min_size) or size * max(coefficient.count, 1) < min_size
+        if few or not coefficient.shape:
             return None
         chosen = choose(coefficient)
         like = jax.ShapeDtypeStruct(coefficient.shape, coefficient.dtype)
@@ -220,7 +220,7 @@ class _Walk:
                 if slot.coefficient is not None and slot.how not in ("live", "nested"):
                     name = slot.coefficient.name or f"{where}/kept[{i}]"
                     self.record(name, (slot.coefficient._replace(name=name), slot.how))
-            outputs, memory = _remember(made, draw_key, (walk_key, *inputs))
+            outputs, memory = remember(made, draw_key, (walk_key, *inputs))
             return outputs, (memory, draw_key, _Backward(made, tuple(chosen), len(inputs)))
 
         def backward(memory, messages):
@@ -228,7 +228,7 @@ class _Walk:
                 return (None, *(None for _ in flags))
             memory, key, (made, chosen, size) = memory[0], memory[1], memory[2].value
             messages = [m for m in messages if jnp.issubdtype(m.dtype, jnp.inexact)]
-            found = _send(made, key, memory, messages)
+            found = send(made, key, memory, messages)
             answer: list[Any] = [None] * size
             for i, message in zip(chosen, found, strict=True):
                 answer[i] = message
@@ -302,87 +302,3 @@ class _Backward:
 
     def __init__(self, *value):
         self.value = value
-
-
-def _remember(made: planning.Plan, key: jax.Array, inputs: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
-    """Evaluates the forward program, and keeps each slot as soon as its variable is there."""
-    jaxpr, consts = made.forward
-    values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, inputs, strict=True))
-    wanted = {v for v in (*jaxpr.outvars[: made.outputs], *(s.var for s in made.slots)) if not _literal(v)}
-    eqns = []
-    for eqn in reversed(jaxpr.eqns):
-        if eqn.effects or not wanted.isdisjoint(eqn.outvars):
-            eqns.append(eqn)
-            wanted.update(v for v in eqn.invars if not _literal(v))
-    waiting: dict[Any, list[int]] = {}
-    for i, slot in enumerate(made.slots):
-        waiting.setdefault(slot.var, []).append(i)
-    memory: list[Any] = [None] * len(made.slots)
-
-    def remember(var):
-        for i in waiting.get(var, ()):
-            slot, value = made.slots[i], values[var]
-            if slot.how != "live":
-                value = refuse_derivative(value, _REASON)
-            if slot.how == "sampled":
-                # The draws wait for the value and what comes next for the memory, else the compiler may draw for all
-                # layers at once, or keep the value until the end.
-                raw, value = jax.lax.optimization_barrier((jax.random.key_data(jax.random.fold_in(key, i)), value))
-                value = slot.sampler.keep(jax.random.wrap_key_data(raw, impl=jax.random.key_impl(key)), value)
-                value, values[var] = jax.lax.optimization_barrier((value, values[var]))
-            elif slot.how == "bits":
-                value = jnp.packbits(value.reshape(-1))
-            memory[i] = value
-
-    for var in (*jaxpr.constvars, *jaxpr.invars):
-        remember(var)
-    for eqn in eqns[::-1]:
-        planning._run([eqn], values)
-        for var in eqn.outvars:
-            remember(var)
-    outputs = [v.val if _literal(v) else values[v] for v in jaxpr.outvars[: made.outputs]]
-    return [jnp.asarray(v) if not hasattr(v, "dtype") else v for v in outputs], tuple(memory)
-
-
-def _send(made: planning.Plan, key: jax.Array, memory: tuple[Any, ...], messages: Sequence[Any]) -> list[Any]:
-    """Evaluates the backward program."""
-    jaxpr, consts = made.pullback
-    values = dict(zip(jaxpr.constvars, consts, strict=True))
-    values |= dict(zip(jaxpr.invars[len(jaxpr.invars) - len(messages) :], messages, strict=True))
-
-    def restore(slot, kept):
-        which, like = made.slots[slot], made.slots[slot].var.aval
-        if which.how == "sampled":
-            like = jax.ShapeDtypeStruct(like.shape, like.dtype)
-            return which.sampler.restore(jax.random.fold_in(key, slot), kept, like)
-        return jnp.unpackbits(kept)[: like.size].reshape(like.shape).astype(bool) if which.how == "bits" else kept
-
-    for step in made.steps:
-        inputs = [step.root] if step.root is not None else step.eqn.invars
-        present = {i: values[v] for i, v in enumerate(inputs) if not _literal(v) and i not in step.uses}
-        slots = {
-            s: memory[s] for use in step.uses.values() for s in use.slots if made.slots[s].how in ("sampled", "bits")
-        }
-        if slots:
-            # Not before the messages are there: else the compiler may restore everything at once.
-            slots, present = jax.lax.optimization_barrier((slots, present))
-        restored = {i: u.replay(*(restore(s, slots.get(s, memory[s])) for s in u.slots)) for i, u in step.uses.items()}
-        if step.root is not None:
-            out = step.eqn.outvars[0]
-            values[out] = present[0].astype(out.aval.dtype) * restored[1].astype(out.aval.dtype)
-            continue
-        arguments = [v.val if _literal(v) else restored.get(i, present.get(i)) for i, v in enumerate(inputs)]
-        values.update(zip(step.eqn.outvars, jaxprs.caller(step.eqn)(*arguments), strict=True))
-    return [_final(v, values) for v in jaxpr.outvars]
-
-
-def _final(v, values):
-    if _literal(v):
-        return jnp.asarray(v.val, v.aval.dtype)
-    if v in values:
-        return values[v]
-    return jnp.zeros(v.aval.shape, v.aval.dtype)
-
-
-def _literal(v: Any) -> bool:
-    return isinstance(v, planning.Literal)

@@ -30,6 +30,8 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 
+from apgrad.randomized.order import zeros_after
+
 GROUP = 128
 
 
@@ -37,7 +39,9 @@ GROUP = 128
 class Sampler(Protocol):
     """What `apgrad.randomize` and the layers ask of a sampler; a frozen dataclass, so that it is hashable.
 
-    The estimate must be unbiased, E restore(key, keep(key, x, axis), like, axis) = x over the key.
+    The estimate must be unbiased, E restore(key, keep(key, x, axis), like, axis) = x over the key. A sampler with an
+    attribute `shared` that is true draws the same for all examples: restoring is linear then, and the same along the
+    axis for all, so a product that sums over examples is taken of the small memory, and its result is restored.
     """
 
     def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> Any:
@@ -96,7 +100,7 @@ class Sampling:
         rows = (math.prod(before), size, math.prod(after))
         index, _ = self.draw(key, rows)
         memory = memory.reshape(rows[0], index.shape[-1], rows[2])
-        zeros = jnp.zeros(rows, like.dtype)
+        zeros, memory = zeros_after(rows, memory)
         if self.shared:
             return zeros.at[:, index].add(memory).reshape(like.shape)
         if self.scheme == "stratified" and size % index.shape[-1] == 0:
@@ -146,6 +150,7 @@ class Projection:
     """x R R^T with independent signs; see `projection`."""
 
     fraction: float
+    shared = True
 
     def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> jax.Array:
         """X R, (..., k, ...)."""
@@ -182,15 +187,23 @@ class Rounding:
             return (x,)
         groups = self._groups(x)
         low, scale = self._grid(groups)
-        places = (groups - low) / jnp.where(scale > 0, scale, 1)
-        # Up with the probability that is the fraction; 16 random bits have a bias of at most 2^-17 of a step.
-        noise = jax.random.bits(key, groups.shape, jnp.uint16).astype(jnp.float32) * 2.0**-16 + 2.0**-17
-        codes = jnp.clip(jnp.floor(places + noise), 0, 2**self.bits - 1).astype(jnp.uint8)
-        share = 8 // self.bits
-        columns = codes.reshape(groups.shape[0], share, -1)
-        packed = columns[:, 0]
-        for i in range(1, share):
-            packed = packed | (columns[:, i] << (i * self.bits))
+        # Up with the probability that is the fraction. The uniform number is a byte of its own for each entry (half a
+        # byte for 1 bit), and below it bits that the group shares: each alone is uniform, and a word serves four.
+        share, parts = 8 // self.bits, max(4, 8 // self.bits)
+        words = jax.random.bits(key, (len(groups), groups.shape[1] // parts + 1), jnp.uint32)
+        below = ((words[:, -1:] >> 17).astype(jnp.float32) + 0.5) * 2.0**-15
+        inverse = 1 / jnp.where(scale > 0, scale, 1)
+        size, codes = groups.shape[1] // parts, []
+        # Part by part: the compiler makes vector code of slices, of reshaped arrays it does not.
+        for i in range(parts):
+            own = (words[:, :-1] >> (32 // parts * i)) & (2 ** (32 // parts) - 1)
+            noise = (own.astype(jnp.int32).astype(jnp.float32) + below) * 2.0 ** -(32 // parts)
+            places = (groups[:, i * size : (i + 1) * size] - low) * inverse
+            codes.append(jnp.clip((places + noise).astype(jnp.int32), 0, 2**self.bits - 1))
+        columns = [
+            sum(c << (self.bits * j) for j, c in enumerate(codes[i :: parts // share])) for i in range(parts // share)
+        ]
+        packed = jnp.concatenate(columns, 1).astype(jnp.uint8)
         return packed, low[:, 0].astype(jnp.bfloat16), scale[:, 0].astype(jnp.bfloat16)
 
     def restore(
@@ -259,7 +272,8 @@ class Heavy:
         order = order.astype(jnp.int32)
         index = jnp.concatenate([order, self._tail(key, order, rows)], 1)
         values = values.reshape(rows[0], index.shape[1], rows[2])
-        spread = jax.vmap(lambda z, i, m: z.at[i].add(m))(jnp.zeros(rows, like.dtype), index, values)
+        zeros, values = zeros_after(rows, values)
+        spread = jax.vmap(lambda z, i, m: z.at[i].add(m))(zeros, index, values)
         return spread.reshape(like.shape)
 
     def _counts(self, size: int) -> tuple[int, int]:

@@ -1,10 +1,11 @@
 """Step time and compiled memory of random memory, over plain reverse mode in the same process.
 
 A network of equal ReLU layers, unrolled, as one step of `value_and_grad`: reverse mode, `jax.checkpoint` of each
-layer and of blocks of about sqrt(layers), the samplers as layers, rounding through `ap.randomize` of the plain
-network, and `ap.randomize` of the checkpointed one. And the identity RNN under `scan`. Programs are compiled with
-optimization barriers kept, which XLA drops on the CPU by default. Times alternate with the baseline's; the ratio is
-of medians, with the interquartile range of the single ratios.
+layer and of blocks of about sqrt(layers), the samplers as layers and through `ap.randomize` of the plain network
+("randomize same"), rounding through `ap.randomize`, and random memory inside of three checkpointed blocks (a block's
+input stays exact, so fewer and longer blocks than of a checkpoint alone). And the identity RNN under `scan`. Programs
+are compiled with optimization barriers kept, which XLA drops on the CPU by default. Times alternate with the
+baseline's; the ratio is of medians, with the interquartile range of the single ratios.
 
     python -m experiments.benchmarks.randomized
     python -m experiments.benchmarks.randomized --preset paper
@@ -31,9 +32,20 @@ LAYERED = (
     "different",
     "rounding 4",
     "rounding 2",
+    "randomize same",
+    "blocks + same",
     "blocks + rounding 4",
 )
-RECURRENT = ("checkpoint blocks", "same", "different", "rounding 4", "blocks + rounding 4")
+RECURRENT = (
+    "checkpoint blocks",
+    "same",
+    "stratified",
+    "different",
+    "rounding 4",
+    "rounding 2",
+    "blocks + same",
+    "blocks + rounding 4",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +67,7 @@ class Config(harness.Config):
     rounds: int = 5
 
 
-PAPER = Config(layers=17, width=512, batch=2048, side=28, rounds=11)
+PAPER = Config(layers=17, width=300, batch=2048, side=28, rounds=11)
 
 
 def layered(config: Config, method: str) -> Any:
@@ -75,15 +87,16 @@ def layered(config: Config, method: str) -> Any:
             return x
 
         block = {"checkpoint each": 1, "checkpoint blocks": round(config.layers**0.5)}.get(method, config.layers)
-        block = round(config.layers**0.5) if method.startswith("blocks") else block
+        block = -(-config.layers // 3) if method.startswith("blocks") else block
         for i in range(0, config.layers, block):
             part = jax.checkpoint(layers) if block < config.layers else layers
             x = part(x, keys[i : i + block], weights[i : i + block])
         return jnp.mean(x**2)
 
-    if not name.startswith("rounding"):
+    if not name.startswith(("rounding", "randomize")):
         return run
-    sampler = rad.rounding(bits=int(name.split()[1]))
+    last = name.split()[1]
+    sampler = rad.rounding(bits=int(last)) if last.isdigit() else rad_networks.methods(0.1)[last]
     return lambda key, weights, x: ap.randomize(lambda w, x: run(key, w, x), sampler)(key, weights, x)
 
 
@@ -108,7 +121,8 @@ def recurrent(config: Config, method: str) -> Any:
 
     if method == "checkpoint blocks":
         return lambda key, params, images, labels: blocks(params, images, labels)
-    return lambda key, *args: ap.randomize(blocks, rad.rounding(bits=4))(key, *args)
+    sampler = rad.same_sample(0.1) if method.endswith("same") else rad.rounding(bits=4)
+    return lambda key, *args: ap.randomize(blocks, sampler)(key, *args)
 
 
 def cells(config: Config) -> list[harness.Cell]:

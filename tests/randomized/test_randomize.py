@@ -194,6 +194,10 @@ def test_budget():
         ap.randomize(mlp, budget_bytes=10)(KEY, params, x)
 
 
+def test_the_original_is_found():
+    assert ap.randomize(mlp, R.rounding(4)).original is mlp
+
+
 def test_choices_by_name():
     seen = []
 
