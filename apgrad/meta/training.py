@@ -211,8 +211,8 @@ def tensorboard(folder: str | Path) -> Callable[[int, dict[str, float]], None]:
     """
     try:
         from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.proto.summary_pb2 import Summary
+        from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
     except ImportError as error:
         raise ImportError('TensorBoard files need tensorboardX: pip install "apgrad[meta]"') from error
     Path(folder).mkdir(parents=True, exist_ok=True)
