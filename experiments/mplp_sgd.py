@@ -65,8 +65,8 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     task = meta.sinusoid(amplitude=(1.0, 1.0), batch=32, deviation=None)
     if cell["method"] != "MPLP":
         make, rates = {
-            "SGD": (optax.sgd, (0.01, 0.03, 0.1, 0.3)),
-            "Adam": (optax.adam, (0.001, 0.003, 0.01, 0.03)),
+            "SGD": (optax.sgd, (0.03, 0.1, 0.3, 1.0)),
+            "Adam": (optax.adam, (0.003, 0.01, 0.03, 0.1)),
         }[cell["method"]]
         rate, values, sweep = meta_curves.tuned(task, make, rates, 0, config.runs, config.length)
         return {"eval": values.tolist(), "rate": rate, "sweep": sweep}
