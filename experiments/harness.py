@@ -119,6 +119,7 @@ def main(experiment: Experiment, argv: Sequence[str] | None = None) -> Path:
     report = experiment.report(config, records)
     header = {
         **_fingerprint(experiment, config),
+        "setting": _setting(experiment, config),
         "device": _device(),
         "wall_seconds": round(seconds, 1),
     }
@@ -199,6 +200,18 @@ def _fingerprint(experiment: Experiment, config: Config) -> dict[str, Any]:
     versions = {"python": platform.python_version(), "apgrad": ap.__version__}
     versions |= {name: importlib.metadata.version(name) for name in packages}
     return {"experiment": experiment.name, "config": options, "versions": versions}
+
+
+def _setting(experiment: Experiment, config: Config) -> str:
+    """What a run is, in words: a preset, or what it has in place of the paper's setting."""
+    paper = dataclasses.asdict(experiment.presets["paper"])
+    options = dataclasses.asdict(config)
+    changed = [
+        f"{name}={options[name]} (paper: {paper[name]})"
+        for name in paper
+        if name not in ("out", "preset", "seed") and options[name] != paper[name]
+    ]
+    return "the paper preset" if not changed else "not the paper preset: " + ", ".join(changed)
 
 
 def _claim(folder: Path, experiment: Experiment, config: Config) -> None:

@@ -44,17 +44,27 @@ def evaluated(
     task: meta.Task, learner: meta.Learner, theta: Any, seed: int, runs: int, steps: int, *, prior: Any = None
 ) -> np.ndarray:
     """Held-out losses (runs, steps + 1), the same tasks for every learner."""
-    one = lambda key: meta.evaluate(task, learner, theta, key, steps, prior=prior)
+    return _evaluation(task, learner, seed, runs, steps)(theta, prior)
+
+
+def _evaluation(task, learner, seed, runs, steps):
+    """`(theta, prior) -> losses`, one jitted program."""
     keys = jax.random.split(jax.random.key(seed), runs)
-    return np.asarray(jax.jit(lambda keys: jax.lax.map(one, keys, batch_size=10))(keys), np.float64)
+
+    @jax.jit
+    def run(theta, prior):
+        one = lambda key: meta.evaluate(task, learner, theta, key, steps, prior=prior)
+        return jax.lax.map(one, keys, batch_size=10)
+
+    return lambda theta, prior=None: np.asarray(run(theta, prior), np.float64)
 
 
 def tuned(
     task: meta.Task, make: Callable[[float], optax.GradientTransformation], rates, seed: int, runs: int, steps: int
 ) -> tuple[float, np.ndarray, dict[str, float]]:
     """An optimizer at the rate that is best at the last step; and the sweep."""
-    # The learning rate is an argument of one jitted program.
-    curves = {r: evaluated(task, meta.optimizer(make, task.loss), r, seed, runs, steps) for r in rates}
+    evaluate = _evaluation(task, meta.optimizer(make, task.loss), seed, runs, steps)
+    curves = {rate: evaluate(np.float32(rate)) for rate in rates}
     sweep = {str(r): float(c[:, -1].mean()) for r, c in curves.items()}
     best = min(rates, key=lambda r: sweep[str(r)] if np.isfinite(sweep[str(r)]) else np.inf)
     return best, curves[best], sweep

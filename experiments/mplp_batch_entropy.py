@@ -1,6 +1,6 @@
 """Batch-entropy regularisation against the flat phase of meta-training (thesis, section 5.3, Figs 9 to 11).
 
-    python -m experiments.mplp_batch_entropy                                   # digits, 64-32-20-10, two seeds
+    python -m experiments.mplp_batch_entropy                                   # digits, 64-32-20-10, one seed
     APGRAD_DATA=... python -m experiments.mplp_batch_entropy --preset paper    # MNIST, 784-32-20-10: days of CPU
 
 A rule from a random start on image classification, with and without the penalty of weight 2. A seed has *started* when
@@ -34,7 +34,7 @@ class Config(harness.Config):
     """
 
     data: str = "digits"
-    seeds: int = 2
+    seeds: int = 1
     steps: int = 200
     length: int = 20
     segment: int = 5

@@ -1,6 +1,6 @@
 """What makes the thesis's rule trainable: message size, batch norm, a learned step size (thesis, section 5.2, Fig. 8).
 
-python -m experiments.mplp_dynamics                   # a smaller size: T=20, one seed, 200 outer steps
+python -m experiments.mplp_dynamics                   # a smaller size: k=8, T=20, one seed, 150 outer steps
 python -m experiments.mplp_dynamics --preset paper    # T=100, K=5, five seeds, 120,000 outer steps: days of CPU
 """
 
@@ -19,7 +19,8 @@ class Config(harness.Config):
     """Options of this experiment.
 
     Attributes:
-      seeds: of the rule's start, for each of the eight configurations.
+      sizes: k, of messages.
+      seeds: of the rule's start, for each configuration.
       steps: outer steps.
       length: T, inner steps of a task.
       segment: K, of a truncation.
@@ -28,8 +29,9 @@ class Config(harness.Config):
       rate: Adam's.
     """
 
+    sizes: tuple[int, ...] = (8,)
     seeds: int = 1
-    steps: int = 200
+    steps: int = 150
     length: int = 20
     segment: int = 5
     hidden: int = 20
@@ -39,7 +41,7 @@ class Config(harness.Config):
 
 def cells(config: Config) -> list[harness.Cell]:
     """The 2 x 2 x 2 grid and the seeds."""
-    grid = [(k, n, r) for k in (1, 8) for n in (False, True) for r in (False, True)]
+    grid = [(k, n, r) for k in config.sizes for n in (False, True) for r in (False, True)]
     return [{"k": k, "norm": n, "rate": r, "seed": s} for k, n, r in grid for s in range(config.seeds)]
 
 
@@ -79,7 +81,7 @@ EXPERIMENT = harness.Experiment(
     description="Message size, batch norm and learned step size in meta-training (MPLP thesis, 5.2, Fig. 8).",
     presets={
         "quick": Config(),
-        "paper": Config(seeds=5, steps=120_000, length=100, hidden=50, tasks=1, rate=1e-3),
+        "paper": Config(sizes=(1, 8), seeds=5, steps=120_000, length=100, hidden=50, tasks=1, rate=1e-3),
     },
     cells=cells,
     measure=measure,

@@ -1,7 +1,7 @@
 """What a rule learns with messages of one number: its functions beside gradient descent's (thesis, 5.1, Figs 3 to 7,
 12, 13).
 
-    python -m experiments.mplp_sgd                   # 600 outer steps of T=20: the shapes begin to show
+    python -m experiments.mplp_sgd                   # 400 outer steps of T=20: only g_loss has its shape
     python -m experiments.mplp_sgd --preset paper    # T=200, K=10, 300,000 outer steps: days of CPU
 
 A random rule without batch norm learns to learn sin(x + p). Then each of its four functions is drawn over the range of
@@ -45,7 +45,7 @@ class Config(harness.Config):
       runs: tasks to judge by.
     """
 
-    steps: int = 600
+    steps: int = 400
     length: int = 20
     segment: int = 10
     hidden: int = 40
@@ -65,8 +65,8 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     task = meta.sinusoid(amplitude=(1.0, 1.0), batch=32, deviation=None)
     if cell["method"] != "MPLP":
         make, rates = {
-            "SGD": (optax.sgd, (0.01, 0.03, 0.1, 0.3)),
-            "Adam": (optax.adam, (0.001, 0.003, 0.01, 0.03)),
+            "SGD": (optax.sgd, (0.03, 0.1, 0.3, 1.0)),
+            "Adam": (optax.adam, (0.003, 0.01, 0.03, 0.1)),
         }[cell["method"]]
         rate, values, sweep = meta_curves.tuned(task, make, rates, 0, config.runs, config.length)
         return {"eval": values.tolist(), "rate": rate, "sweep": sweep}
@@ -121,7 +121,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     axes[2, 0].plot(grid, slope, label="learned g_relu / m")
     axes[2, 0].plot(grid, grid > 0, label="relu's")
     axes[2, 0].set(xlabel="z", title="derivative")
-    axes[2, 1].plot(grid, np.cumsum(slope) * (grid[1] - grid[0]), label="learned")
+    activation = np.cumsum(slope) * (grid[1] - grid[0])
+    axes[2, 1].plot(grid, activation - activation[10], label="learned")  # 0 at 0
     axes[2, 1].plot(grid, np.maximum(grid, 0), label="relu")
     axes[2, 1].set(xlabel="z", title="activation")
     axes[2, 2].plot(np.linspace(0, config.steps, len(rule["losses"])), rule["losses"])

@@ -1,6 +1,6 @@
 """A separable rule on sinusoids in five steps of ten points (MPLP, Fig. 2; ablations of App. B).
 
-    python -m experiments.mplp_sinusoid                   # the trained rule; ablations of 150 outer steps
+    python -m experiments.mplp_sinusoid                   # the trained rule; ablations of 100 outer steps
     python -m experiments.mplp_sinusoid --preset paper    # 100 runs; ablations of 3,000 outer steps
 
 The rule is `mplp.load_pretrained("sinusoid")`; Adam and SGD are tuned by a sweep over learning rates on the same tasks.
@@ -38,7 +38,7 @@ class Config(harness.Config):
 
     runs: int = 50
     sizes: tuple[int, ...] = (1, 8)
-    steps: int = 150
+    steps: int = 100
 
 
 def cells(config: Config) -> list[harness.Cell]:
@@ -71,7 +71,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
     """Errors by step."""
     rows, figures, lines = [], {}, ["half squared error over the domain after 0..5 steps (standard error of the last)"]
-    lines.append(f"  {'published checkpoint':<26}" + " ".join(f"{v:.5f}" for v in CHECKPOINT))
+    lines.append(f"  {'published checkpoint':<34}" + " ".join(f"{v:.5f}" for v in CHECKPOINT))
     figure = Figure(figsize=(6, 4), layout="constrained")
     ax = figure.subplots()
     ax.plot(CHECKPOINT, "k--", label="published checkpoint")
@@ -87,7 +87,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             {**cell, "step": t, "mean": float(m), "standard_error": float(e)}
             for t, (m, e) in enumerate(zip(mean, error, strict=True))
         ]
-        lines.append(f"  {name:<26}" + " ".join(f"{v:.5f}" for v in mean) + f" ({error[-1]:.5f})")
+        lines.append(f"  {name:<34}" + " ".join(f"{v:.5f}" for v in mean) + f" ({error[-1]:.5f})")
         ax.errorbar(np.arange(STEPS + 1), mean, yerr=2 * error, marker="o", markersize=3, label=name)
     ax.set(yscale="log", xlabel="inner step", ylabel="half squared error")
     ax.legend(fontsize=7)

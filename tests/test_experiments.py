@@ -139,8 +139,9 @@ class TestHarness:
         monkeypatch.chdir(tmp_path)
         assert harness.main(toy, []) == Path("results/toy-quick")
         assert harness.main(toy, ["--preset", "paper", "--cells", "2"]) == Path("results/toy-paper")
-        config = stored(tmp_path / "results/toy-paper")["config"]
-        assert config == {"preset": "paper", "seed": 0, "cells": 2}
+        results = stored(tmp_path / "results/toy-paper")
+        assert results["config"] == {"preset": "paper", "seed": 0, "cells": 2}
+        assert results["setting"] == "not the paper preset: cells=2 (paper: 9)"
 
     def test_a_wrong_configuration_is_refused(self, toy, tmp_path, capsys):
         with pytest.raises(SystemExit):

@@ -15,6 +15,9 @@ numbers, so what both have in common cancels (Rechenberg, 1973; Salimans et al.,
 * `single_evolution` (ES-Single / NRES; Vicol, 2023; Li et al., 2023): as PES, but the perturbation is drawn once for
   an unroll and kept, so xi = e: the same smoothing for the whole unroll, and a variance that does not grow with the
   number of truncations.
+
+The last three give the loss and the gradient of a segment of K steps, K/T of an unroll's on average, as `truncated`
+does: an unroll's T/K estimates add up to its gradient (see the head of `outer.py`).
 """
 
 from typing import Any, NamedTuple
@@ -58,6 +61,8 @@ def truncated_evolution(
     problem: Problem, segment: int, *, sigma: float = 0.01, pairs: int = 1, stagger: bool = True
 ) -> OuterGradient:
     """Antithetic evolution strategies over K of T steps, from a state that goes on unperturbed.
+
+    Loss and gradient are those of the K steps, K/T of an unroll's on average.
 
     Args:
       problem: the recurrence.
@@ -103,6 +108,9 @@ def persistent_evolution(
 ) -> OuterGradient:
     """Persistent evolution strategies (PES).
 
+    An estimate is the gradient of the K steps' loss with respect to every perturbation so far; the T/K estimates of an
+    unroll add up to the unroll's gradient, so that one estimate is K/T of it on average.
+
     Args:
       problem: the recurrence.
       segment: K.
@@ -117,11 +125,15 @@ def persistent_evolution(
 def single_evolution(
     problem: Problem, segment: int, *, sigma: float = 0.01, pairs: int = 1, stagger: bool = True
 ) -> OuterGradient:
-    """Evolution strategies with one perturbation for an unroll (ES-Single, NRES); arguments as for PES."""
+    """Evolution strategies with one perturbation for an unroll (ES-Single, NRES).
+
+    Arguments are as for PES, and so is what an estimate is: K/T of an unroll's gradient on average.
+    """
     return _persistent(problem, segment, sigma, pairs, stagger, keep=True)
 
 
 def _persistent(problem, segment, sigma, pairs, stagger, keep):
+    """PES, or ES-Single (keep): of the loss of K of T steps, per segment, not of the whole unroll."""
     _require(sigma, pairs)
 
     def fresh(theta, key):

@@ -6,8 +6,15 @@ estimators live by. `lanes` maps an estimator over tasks, `average` adds several
 
     full:       dL/dtheta by reverse mode; unbiased, and explodes where the recurrence is chaotic
     truncated:  the same over K of T steps, the state at the start held constant; biased towards short horizons
+                (and like all that goes on across truncations, per segment: see below)
     forward:    one tangent for each meta-parameter is carried along (Williams & Zipser, 1989: real-time recurrent
                 learning): memory does not grow with T, cost grows with the number of meta-parameters
+
+*Per segment.* `truncated`, `truncated_evolution`, `persistent_evolution` and `single_evolution` give the loss and the
+gradient of the K steps that an estimate makes (and of the final loss, where the unroll ends there), not of the whole
+unroll. The T/K estimates of an unroll add up to the unroll's; the mean over lanes that are out of step is K/T of it.
+Times T/K, they compare with `backpropagation` and `evolution`. Adam, and gradients that are normalized, do not see the
+factor; plain SGD, clipping, and a mean with whole unrolls (`average`) do.
 """
 
 import dataclasses
@@ -98,6 +105,8 @@ def renew(problem: Problem, theta: Any, key: jax.Array, carry: Segments) -> Segm
 
 def truncated(problem: Problem, segment: int, *, remat: bool | int = False, stagger: bool = True) -> OuterGradient:
     """Reverse mode through K of T steps; the state crosses truncations as a constant.
+
+    Loss and gradient are those of the K steps, K/T of an unroll's on average: see the head of this file.
 
     Args:
       problem: the recurrence.

@@ -10,6 +10,8 @@ same bits, so a run that was killed and started again ends with the same bits as
 
 import csv
 import os
+import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -196,18 +198,32 @@ def train(
 
 
 def tensorboard(folder: str | Path) -> Callable[[int, dict[str, float]], None]:
-    """A `log` for `train` that writes TensorBoard's event files, by tensorboardX."""
+    """A `log` for `train` that writes TensorBoard's event files, by tensorboardX.
+
+    Each call is on disk when it returns (tensorboardX's SummaryWriter writes by a thread, whose last events a kill
+    would lose).
+
+    Args:
+      folder: made if it is not there; each start of a run writes a file of its own.
+
+    Raises:
+      ImportError: without tensorboardX, saying what to install.
+    """
     try:
-        from tensorboardX import SummaryWriter  # pyright: ignore[reportMissingImports]
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+        from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
     except ImportError as error:
-        raise ImportError("TensorBoard files need tensorboardX: pip install tensorboardX") from error
-    writer = SummaryWriter(str(folder))
+        raise ImportError('TensorBoard files need tensorboardX: pip install "apgrad[meta]"') from error
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    writer = EventsWriter(str(Path(folder) / "events"), f".{os.getpid()}")
 
     def log(step, metrics):
-        for name, value in metrics.items():
-            writer.add_scalar(name, value, step)
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
+        writer.write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
         writer.flush()
 
+    weakref.finalize(log, writer.close)
     return log
 
 
