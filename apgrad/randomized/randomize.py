@@ -94,6 +94,7 @@ def randomize(
         outputs = walk.stretch(program, [True] * len(leaves), "", 1)(key, *leaves)
         return jax.tree.unflatten(jax.tree.structure(shape), outputs)
 
+    randomized.original = function
     return randomized
 
 

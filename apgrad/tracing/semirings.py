@@ -39,6 +39,8 @@ class Semiring(NamedTuple):
         its maximum: both then run as fast as can be. "gradient" is "add" where messages are JAX's own cotangents:
         a primitive without a rule is then left to `jax.vjp`. Otherwise None.
       settle: `message -> message`, applied when all of a variable's contributions are in. The identity in a semiring.
+      compared: the number of a component, if plus adds up those before it, and from it on keeps those of the value
+        where it is greatest: then less has to be compiled.
 
     Example:
       The number of paths, in a few lines:
@@ -60,6 +62,7 @@ class Semiring(NamedTuple):
     finish: Callable[[Value], Any] = lambda value: value[0] if len(value) == 1 else value
     kind: Literal["add", "max", "gradient"] | None = None
     settle: Callable[[Value], Value] = lambda value: value
+    compared: int | None = None
 
 
 def ordinary(log: bool = False) -> Semiring:
@@ -243,7 +246,7 @@ def _log_entropy():
 
 
 def greater(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The greater of two, the first if they are equal, NaN if one is. (XLA's maximum on a CPU may pass over NaN.)"""
+    """The greater of two, the first if they are equal; NaN if one is, which XLA's maximum on a CPU may pass over."""
     return jnp.where((b > a) | (b != b), b, a)
 
 

@@ -49,6 +49,10 @@ def plus_over(semiring: Semiring, value: Value, axes: tuple[int, ...]) -> Value:
         best, lost = jnp.max(value[0], axis=axes), jnp.any(jnp.isnan(value[0]), axis=axes)
         return (jnp.where(lost, jnp.nan, best),)  # XLA's maximum on a CPU may pass over NaN
     value = tuple(jnp.transpose(x, (*sorted(axes), *rest)).reshape(count, *remaining) for x in value)
+    if semiring.compared is not None:
+        place = jnp.argmax(value[semiring.compared], axis=0)[None]  # the first, and NaN before all
+        added = tuple(jnp.sum(x, axis=0) for x in value[: semiring.compared])
+        return *added, *(jnp.take_along_axis(x, place, axis=0)[0] for x in value[semiring.compared :])
     return _fold(semiring, value)
 
 
@@ -85,9 +89,18 @@ def plus_by_index(semiring: Semiring, value: Value, index: jax.Array, size: int)
     if additive(semiring):
         return tuple(r.at[index].add(x, mode="drop") for r, x in zip(result, value, strict=True))
     if semiring.kind == "max":
-        best = result[0].at[index].max(value[0], mode="drop")
-        lost = jnp.zeros(size, bool).at[index].max(jnp.isnan(value[0]), mode="drop")
-        return (jnp.where(lost, jnp.nan, best),)
+        return (_greatest_by_index(value[0], index, result[0]),)
+    if semiring.compared is not None:
+        strength = value[semiring.compared]
+        best = _greatest_by_index(strength, index, result[semiring.compared])
+        own = (strength == best.at[index].get(mode="fill", fill_value=-1)) | jnp.isnan(strength)
+        place = jnp.arange(index.size)
+        first = jnp.full(size, index.size).at[index].min(jnp.where(own, place, index.size), mode="drop")
+        added = tuple(
+            r.at[index].add(x, mode="drop")
+            for r, x in zip(result[: semiring.compared], value[: semiring.compared], strict=True)
+        )
+        return *added, *(x.at[first].get(mode="fill", fill_value=0) for x in value[semiring.compared :])
     order = jnp.argsort(index, stable=True)
     index, value = index[order], tuple(x[order] for x in value)
 
@@ -102,6 +115,12 @@ def plus_by_index(semiring: Semiring, value: Value, index: jax.Array, size: int)
     last = jnp.concatenate([index[1:] != index[:-1], jnp.ones(1, bool)])
     target = jnp.where(last, index, size)
     return tuple(r.at[target].set(x, mode="drop") for r, x in zip(result, value, strict=True))
+
+
+def _greatest_by_index(value, index, start):
+    best = start.at[index].max(value, mode="drop")
+    lost = jnp.zeros(start.shape, bool).at[index].max(jnp.isnan(value), mode="drop")
+    return jnp.where(lost, jnp.nan, best)
 
 
 def contract(
@@ -140,7 +159,7 @@ def contract(
     def products(left, right):
         return semiring.times(tuple(rise(x) for x in left), tuple(run(x) for x in right))
 
-    if batch * count * rows * columns <= 4 * SMALL:
+    if batch * count * rows * columns <= SMALL // 8:
         value = products(semiring.lift(weight), message)
         return plus_over(semiring, tuple(jnp.broadcast_to(x, (batch, count, *size)) for x in value), (1,))
     # A result too small to work on in one go is made in parts, each from its own piece of the axis j.
@@ -197,8 +216,8 @@ def bilinear(semiring: Semiring, lifted: Value, message: Value, product: Any) ->
 
 
 def _select_greater(a, b):
-    # Faster than `greater`, which looks for NaN. So NaN is lost here; but nothing is greater than NaN, and where one may
-    # come, the total begins as NaN.
+    # Faster than `greater`, which looks for NaN. So NaN is lost here; but nothing is greater than NaN, and where one
+    # may come, the total begins as NaN.
     return (jnp.where(b[0] > a[0], b[0], a[0]),)
 
 

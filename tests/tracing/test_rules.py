@@ -13,7 +13,7 @@ from apgrad import jaxprs
 from apgrad.tracing import rules, sums
 from apgrad.tracing.backpropagation import NESTED
 from apgrad.tracing.interpreter import Context, step
-from apgrad.tracing.paths import greedy
+from apgrad.tracing.paths import greedy, viterbi
 from apgrad.tracing.site import Site
 
 RNG = np.random.default_rng(0)
@@ -124,6 +124,7 @@ SEMIRINGS = {
     "entropy": ap.tracing.entropy(),
     "top 2, log": ap.tracing.top_k(2, log=True),
     "greedy, masks": greedy(1),
+    "viterbi, masks": viterbi(2),
 }
 
 
