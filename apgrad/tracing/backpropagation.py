@@ -22,7 +22,9 @@ def backprop(f: Callable[..., Any], semiring: Semiring, argnums: int | Sequence[
     input element has an edge to each output element that it goes into.
 
     Args:
-      f: returns a floating-point scalar, the loss.
+      f: returns a floating-point scalar, the loss. If it comes from `ap.randomize`, the function that was randomized is
+        traced in its place (argnums still count the key). Inside another function a randomized one is traced, or
+        refused, as it stands: put the original there.
       semiring: of `ap.tracing`: `ordinary()`, `max_product()`, `absolute_sum()`, `entropy()`, `top_k(k)`, or your own.
       argnums: which arguments, as for `jax.grad`.
 
@@ -105,7 +107,8 @@ def original(f: Callable[..., Any]) -> Callable[..., Any]:
     """Of a randomized function the one that it randomizes, still called with a key; of any other, itself.
 
     A function says what it randomizes by an attribute `original`. Its own backward pass is an estimate, with other
-    edges at each key.
+    edges at each key. JAX's transformations copy attributes, but only what `jit` returns is the same function.
     """
     inner = getattr(f, "original", None)
-    return f if inner is None else lambda key, *args, **kwargs: inner(*args, **kwargs)
+    copied = hasattr(getattr(f, "__wrapped__", None), "original") and not isinstance(f, jax.stages.Wrapped)
+    return f if inner is None or copied else lambda key, *args, **kwargs: inner(*args, **kwargs)

@@ -50,6 +50,7 @@ def require_linear(
         f"cannot trace through a custom_vjp function{name}: its backward pass is no sum over edges, because it is not "
         "linear in the message ({}). Total propagation, MPLP and propagators that clip or replace messages are of this "
         "kind. Trace a program without it; reparameterization() and likelihood_ratio() can be traced."
+        " Inside a function, put what was given to ap.randomize in the place of what it returned."
     )
     closed = jax.make_jaxpr(pullback)(list(outputs))
     zero = zeros_stay(closed.jaxpr, closed.consts, [True] * len(closed.jaxpr.invars))

@@ -59,6 +59,7 @@ def viterbi(masks: int = 0) -> Semiring:
         plus,
         (0.0, *(0,) * masks),
         (1.0, *(0,) * masks),
+        compared=0,
     )
 
 
@@ -81,10 +82,8 @@ def greedy(masks: int = 0) -> Semiring:
         (0.0, 0.0, *(0,) * masks),
         (1.0, 1.0, *(0,) * masks),
         settle=lambda m: (m[0], jnp.abs(m[0]), *m[2:]),
+        compared=1,
     )
-
-
-STRENGTH = {"viterbi": 0, "greedy": 1}  # the component that is compared
 
 
 class Reader:
@@ -96,7 +95,7 @@ class Reader:
 
     def __init__(self, context: Context):
         self.context = context
-        self.strength = STRENGTH[context.semiring.name]
+        self.strength = context.semiring.compared
         self._compiled: dict[Any, Any] = {}
 
     def follow(

@@ -12,6 +12,7 @@ by `lift`. In the tuples `zero` and `one`, a float stands for a component in the
 unsigned 32-bit integers.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -38,6 +39,8 @@ class Semiring(NamedTuple):
         its maximum: both then run as fast as can be. "gradient" is "add" where messages are JAX's own cotangents:
         a primitive without a rule is then left to `jax.vjp`. Otherwise None.
       settle: `message -> message`, applied when all of a variable's contributions are in. The identity in a semiring.
+      compared: the number of a component, if plus adds up those before it, and from it on keeps those of the value
+        where it is greatest: then less has to be compiled.
 
     Example:
       The number of paths, in a few lines:
@@ -59,6 +62,7 @@ class Semiring(NamedTuple):
     finish: Callable[[Value], Any] = lambda value: value[0] if len(value) == 1 else value
     kind: Literal["add", "max", "gradient"] | None = None
     settle: Callable[[Value], Value] = lambda value: value
+    compared: int | None = None
 
 
 def ordinary(log: bool = False) -> Semiring:
@@ -112,7 +116,7 @@ def max_product(log: bool = False) -> Semiring:
         lift, times = (lambda w: (jnp.abs(w),)), _multiply
     zero, one = ((-jnp.inf,), (0.0,)) if log else ((0.0,), (1.0,))
     name = "log-space max-product" if log else "max-product"
-    return Semiring(name, lift, times, lambda a, b: (jnp.maximum(a[0], b[0]),), zero, one, kind="max")
+    return Semiring(name, lift, times, lambda a, b: (greater(a[0], b[0]),), zero, one, kind="max")
 
 
 def absolute_sum(log: bool = False) -> Semiring:
@@ -198,12 +202,11 @@ def top_k(k: int, log: bool = False) -> Semiring:
     single = max_product(log)
 
     def plus(a, b):
-        # Of two descending lists, the greater of a_i and b_(k-1-i) are the k greatest of both; odd-even
-        # transposition puts them in order.
-        best = [jnp.maximum(x, y) for x, y in zip(a, reversed(b), strict=True)]
-        for turn in range(k):
-            for i in range(turn % 2, k - 1, 2):
-                best[i], best[i + 1] = jnp.maximum(best[i], best[i + 1]), jnp.minimum(best[i], best[i + 1])
+        # Of two descending lists: the n-th of both is the greatest that is below n - 1 others, min(a_i, b_(n-i)).
+        best = [greater(a[0], b[0])]
+        for n in range(1, k):
+            below = (jnp.minimum(a[i], b[n - 1 - i]) for i in range(n))
+            best.append(functools.reduce(jnp.maximum, below, jnp.maximum(a[n], b[n])))
         return tuple(best)
 
     return Semiring(
@@ -240,6 +243,11 @@ def _log_entropy():
         return jnp.where(log_total == -jnp.inf, jnp.zeros_like(mean), log_total - mean)
 
     return Semiring("log-space entropy", lift, times, plus, (-jnp.inf, 0.0), (0.0, 0.0), finish)
+
+
+def greater(a: jax.Array, b: jax.Array) -> jax.Array:
+    """The greater of two, the first if they are equal; NaN if one is, which XLA's maximum on a CPU may pass over."""
+    return jnp.where((b > a) | (b != b), b, a)
 
 
 def _multiply(a, b):

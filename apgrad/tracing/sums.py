@@ -4,6 +4,7 @@ Three sums are all that backpropagation through array programs needs. Each has a
 calls plus on arrays (so that it is as fast as plus is), and a fast one where plus is addition or the maximum.
 """
 
+import functools
 import itertools
 import math
 from typing import Any
@@ -14,8 +15,7 @@ import numpy as np
 
 from apgrad.tracing.semirings import Semiring, Value
 
-CHUNK = 16  # products taken at once: fewer, and memory traffic (and XLA's reluctance to use threads) costs more
-OTHER = 4  # the same where plus is no maximum: less to compile
+CHUNK = 16  # maxima taken at once: fewer, and memory traffic costs more (2 to 8: the compiler makes no vectors of them)
 SMALL = 4096  # elements below which a step of the loop costs more than its work
 
 
@@ -46,15 +46,30 @@ def plus_over(semiring: Semiring, value: Value, axes: tuple[int, ...]) -> Value:
     if count == 0:
         return zeros(semiring, remaining, dtype)
     if semiring.kind == "max":
-        return (jnp.max(value[0], axis=axes),)
+        best, lost = jnp.max(value[0], axis=axes), jnp.any(jnp.isnan(value[0]), axis=axes)
+        return (jnp.where(lost, jnp.nan, best),)  # XLA's maximum on a CPU may pass over NaN
     value = tuple(jnp.transpose(x, (*sorted(axes), *rest)).reshape(count, *remaining) for x in value)
-    while count > 1:
-        # Neighbours, so that order is kept.
-        if count % 2:
-            value = _concatenate(value, zeros(semiring, (1, *remaining), dtype))
-        value = semiring.plus(tuple(x[0::2] for x in value), tuple(x[1::2] for x in value))
-        count = -(-count // 2)
-    return tuple(x[0] for x in value)
+    if semiring.compared is not None:
+        place = jnp.argmax(value[semiring.compared], axis=0)[None]  # the first, and NaN before all
+        added = tuple(jnp.sum(x, axis=0) for x in value[: semiring.compared])
+        return *added, *(jnp.take_along_axis(x, place, axis=0)[0] for x in value[semiring.compared :])
+    return _fold(semiring, value)
+
+
+def _fold(semiring: Semiring, value: Value) -> Value:
+    """The plus over the first axis, in order: of pieces beside each other, then of the pieces."""
+    count, rest = value[0].shape[0], value[0].shape[1:]
+    if count <= 8:
+        return functools.reduce(semiring.plus, [tuple(x[i] for x in value) for i in range(count)])
+    pieces = min(SMALL // math.prod(rest) + 1, math.isqrt(count))
+    length = -(-count // pieces)
+    fill = -count % length
+    if fill:
+        value = _concatenate(value, zeros(semiring, (fill, *rest), dtype_of(value)))
+    steps = tuple(jnp.swapaxes(x.reshape(-1, length, *rest), 0, 1) for x in value)
+    first, others = tuple(x[0] for x in steps), tuple(x[1:] for x in steps)
+    total, _ = jax.lax.scan(lambda total, x: (semiring.plus(total, x), None), first, others)
+    return _fold(semiring, total)
 
 
 def plus_by_index(semiring: Semiring, value: Value, index: jax.Array, size: int) -> Value:
@@ -74,18 +89,38 @@ def plus_by_index(semiring: Semiring, value: Value, index: jax.Array, size: int)
     if additive(semiring):
         return tuple(r.at[index].add(x, mode="drop") for r, x in zip(result, value, strict=True))
     if semiring.kind == "max":
-        return (result[0].at[index].max(value[0], mode="drop"),)
+        return (_greatest_by_index(value[0], index, result[0]),)
+    if semiring.compared is not None:
+        strength = value[semiring.compared]
+        best = _greatest_by_index(strength, index, result[semiring.compared])
+        own = (strength == best.at[index].get(mode="fill", fill_value=-1)) | jnp.isnan(strength)
+        place = jnp.arange(index.size)
+        first = jnp.full(size, index.size).at[index].min(jnp.where(own, place, index.size), mode="drop")
+        added = tuple(
+            r.at[index].add(x, mode="drop")
+            for r, x in zip(result[: semiring.compared], value[: semiring.compared], strict=True)
+        )
+        return *added, *(x.at[first].get(mode="fill", fill_value=0) for x in value[semiring.compared :])
     order = jnp.argsort(index, stable=True)
     index, value = index[order], tuple(x[order] for x in value)
 
-    def join(a, b):  # a scan that begins anew where the index changes
-        (ia, va), (ib, vb) = a, b
-        return ib, tuple(jnp.where(ia == ib, x, y) for x, y in zip(semiring.plus(va, vb), vb, strict=True))
+    def double(step, value):  # of each run of one index the plus of twice as many, up to here
+        distance = 1 << step
+        before = lambda x: jax.lax.dynamic_slice(jnp.concatenate([x, x]), (x.size - distance,), (x.size,))
+        inside = (jnp.arange(index.size) >= distance) & (before(index) == index)
+        both = semiring.plus(tuple(before(x) for x in value), value)
+        return tuple(jnp.where(inside, x, y) for x, y in zip(both, value, strict=True))
 
-    _, value = jax.lax.associative_scan(join, (index, value))
+    value = jax.lax.fori_loop(0, (index.size - 1).bit_length(), double, value)
     last = jnp.concatenate([index[1:] != index[:-1], jnp.ones(1, bool)])
     target = jnp.where(last, index, size)
     return tuple(r.at[target].set(x, mode="drop") for r, x in zip(result, value, strict=True))
+
+
+def _greatest_by_index(value, index, start):
+    best = start.at[index].max(value, mode="drop")
+    lost = jnp.zeros(start.shape, bool).at[index].max(jnp.isnan(value), mode="drop")
+    return jnp.where(lost, jnp.nan, best)
 
 
 def contract(
@@ -101,8 +136,8 @@ def contract(
       precision: of the products, where plus is addition.
 
     Returns:
-      Components (B, C, I). The largest array made is of the result's size: products are taken `CHUNK` at a time and
-      added up in place.
+      Components (B, C, I). The largest array made is of the result's size, or small: products are taken one or `CHUNK`
+      at a time and added up in place.
     """
     weight = weight.astype(dtype_of(message))
     (batch, count, rows), columns = weight.shape, message[0].shape[2]
@@ -114,22 +149,6 @@ def contract(
     size = (columns, rows) if swapped else (rows, columns)
     if 0 in (batch, count, *size):
         return zeros(semiring, (batch, *size), dtype_of(message))
-    # A result too small to work on in one go is made in parts, each from its own piece of the axis j.
-    chunk = min(CHUNK if semiring.kind == "max" else OTHER, count)
-    chunk = next((n for n in range(chunk, 2 * chunk) if count % n == 0), chunk)  # a divisor needs no padding
-    parts = min(SMALL // (batch * rows * columns) + 1, -(-count // chunk))
-    length = -(-count // (parts * chunk)) * chunk
-    fill = parts * length - count
-    if fill:
-        weight = jnp.pad(weight, ((0, 0), (0, fill), (0, 0)))
-        message = _concatenate(message, zeros(semiring, (batch, fill, columns), dtype_of(message)), axis=1)
-
-    def split(x):  # (steps, chunk, B, parts, C or I)
-        x = x.reshape(batch, parts, length // chunk, chunk, x.shape[2])
-        return jnp.transpose(x, (2, 3, 0, 1, 4))
-
-    plus = _select_greater if semiring.kind == "max" else semiring.plus
-    steps = split(weight), tuple(split(x) for x in message)
 
     def rise(x):
         return x[..., None, :] if swapped else x[..., :, None]
@@ -137,22 +156,42 @@ def contract(
     def run(x):
         return x[..., :, None] if swapped else x[..., None, :]
 
-    def add(total, step):
+    def products(left, right):
+        return semiring.times(tuple(rise(x) for x in left), tuple(run(x) for x in right))
+
+    if batch * count * rows * columns <= SMALL // 8:
+        value = products(semiring.lift(weight), message)
+        return plus_over(semiring, tuple(jnp.broadcast_to(x, (batch, count, *size)) for x in value), (1,))
+    # A result too small to work on in one go is made in parts, each from its own piece of the axis j.
+    chunk = _divisor(count, CHUNK) if semiring.kind == "max" else 1
+    parts = _divisor(-(-count // chunk), SMALL // (batch * rows * columns) + 1)
+    length = -(-count // (parts * chunk)) * chunk
+    fill = parts * length - count
+    if fill:
+        weight = jnp.pad(weight, ((0, 0), (0, fill), (0, 0)))
+        message = _concatenate(message, zeros(semiring, (batch, fill, columns), dtype_of(message)), axis=1)
+    weight, *message = (x.reshape(batch, parts, length, x.shape[2]) for x in (weight, *message))
+    plus = _select_greater if semiring.kind == "max" else semiring.plus
+
+    def add(step, total):
+        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, step * chunk, chunk, axis=2)
         # Lifted here, a chunk at a time, and once: without the barrier the compiler would do it for every product.
-        left, right = jax.lax.optimization_barrier(semiring.lift(step[0])), step[1]
+        left, right = jax.lax.optimization_barrier(semiring.lift(cut(weight))), [cut(x) for x in message]
         for i in range(chunk):
-            total = plus(total, semiring.times(tuple(rise(x[i]) for x in left), tuple(run(x[i]) for x in right)))
-        return total, None
+            total = plus(total, products([x[:, :, i] for x in left], [x[:, :, i] for x in right]))
+        return total
 
     total = zeros(semiring, (batch, parts, *size), dtype_of(message))
     if semiring.kind == "max":
-        first, second = (message[0], semiring.lift(weight)[0]) if swapped else (semiring.lift(weight)[0], message[0])
-        total = (jnp.where(_bad(semiring, first, second)[:, None], jnp.nan, total[0]),)
-    if length == chunk:
-        total, _ = add(total, jax.tree.map(lambda x: x[0], steps))
-    else:
-        total, _ = jax.lax.scan(add, total, steps)
+        flat = [x.reshape(batch, -1, x.shape[3]) for x in (semiring.lift(weight)[0], message[0])]
+        total = (jnp.where(_bad(semiring, *flat[:: -1 if swapped else 1])[:, None], jnp.nan, total[0]),)
+    total = add(0, total) if length == chunk else jax.lax.fori_loop(0, length // chunk, add, total)
     return plus_over(semiring, total, (1,))
+
+
+def _divisor(count: int, wanted: int) -> int:
+    """A divisor of count, up to twice what is wanted, if there is one, so that nothing has to be filled up."""
+    return next((n for n in range(min(wanted, count), 2 * wanted) if count % n == 0), wanted)
 
 
 def bilinear(semiring: Semiring, lifted: Value, message: Value, product: Any) -> Value:
@@ -177,8 +216,8 @@ def bilinear(semiring: Semiring, lifted: Value, message: Value, product: Any) ->
 
 
 def _select_greater(a, b):
-    # Twice as fast as jnp.maximum on a CPU, which looks for NaN. So NaN is lost here; but nothing is greater than NaN,
-    # and where one may come, the total begins as NaN.
+    # Faster than `greater`, which looks for NaN. So NaN is lost here; but nothing is greater than NaN, and where one
+    # may come, the total begins as NaN.
     return (jnp.where(b[0] > a[0], b[0], a[0]),)
 
 

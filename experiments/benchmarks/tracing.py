@@ -154,19 +154,24 @@ def memory(compiled: Any) -> int:
 
 
 def timings(functions: list[Any], repeats: int) -> list[list[float]]:
-    """Seconds a call: (repeats, functions), by turns. A measurement is the least of ten runs of at least 1 ms."""
-    calls = []
+    """Seconds a call: (repeats, functions), by turns.
+
+    A measurement is the least of ten runs of at least 1 ms, of fewer where they take more than half a second.
+    """
+    calls, runs = [], []
     for f in functions:
         jax.block_until_ready(f())
         start = time.perf_counter()
         jax.block_until_ready(f())
-        calls.append(max(1, int(1e-3 / (time.perf_counter() - start))))
+        seconds = time.perf_counter() - start
+        calls.append(max(1, int(1e-3 / seconds)))
+        runs.append(min(10, max(1, int(0.5 / seconds))))
     found = []
     for _ in range(repeats):
         row = []
-        for f, n in zip(functions, calls, strict=True):
+        for f, n, m in zip(functions, calls, runs, strict=True):
             best = float("inf")
-            for _ in range(10):
+            for _ in range(m):
                 start = time.perf_counter()
                 for _ in range(n):
                     result = f()

@@ -1,7 +1,9 @@
 """Semiring backpropagation of whole programs: against `jax.grad`, all paths enumerated, and errors."""
 
-import itertools
+import functools
 
+import hypothesis
+import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ import numpyro.distributions as dist
 import pytest
 
 import apgrad as ap
-from tests.tracing.models import KEY, MODELS
+from tests.tracing.models import KEY, MODELS, numbers
 
 # The gradient's own sum as a user would write it: all rules are used, none of JAX's transposes.
 MINE = ap.tracing.Semiring(
@@ -31,61 +33,75 @@ def test_the_sum_is_the_gradient(name):
             np.testing.assert_allclose(x, y, rtol=1e-5, atol=2e-6 * scale)
 
 
-def network(seed):
-    """A random graph of scalars: its program, and for each of its two inputs the weights of all paths."""
-    rng = np.random.default_rng(seed)
-    size = 9
-    weights = np.zeros((size, size))
-    for v in range(2, size):
-        for u in rng.choice(v, size=min(v, 1 + rng.integers(3)), replace=False):
-            weights[u, v] = np.round(rng.normal(), 1) or 0.5
-
-    def program(x):
-        values = [x[0], x[1]]
-        for v in range(2, size):
-            terms = [float(weights[u, v]) * values[u] for u in range(v) if weights[u, v]]
-            values.append(jnp.sum(jnp.stack(terms)))
-        return values[-1]
-
-    paths = {0: [], 1: []}
-    for start in paths:
-        for length in range(size):
-            for middle in itertools.combinations(range(start + 1, size - 1), length):
-                nodes = (start, *middle, size - 1)
-                product = np.prod([weights[u, v] for u, v in itertools.pairwise(nodes)])
-                if product:
-                    paths[start].append(product)
-    return program, [np.array(paths[i] or [0.0]) for i in (0, 1)]
+FUNCTIONS = {
+    "identity": (lambda x: x, lambda x: 1.0),
+    "sine": (jnp.sin, np.cos),
+    "square": (jnp.square, lambda x: 2 * x),
+}
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_every_semiring_is_its_sum_over_all_paths(seed):
-    program, paths = network(seed)
-    t, x = ap.tracing, jnp.ones(2)
+@st.composite
+def networks(draw):
+    """A graph of scalars: for each vertex after the first two, its function and its edges, (vertex before, weight)."""
+    weights = st.sampled_from([-2.0, -1.0, -0.7, 0.0, 0.3, 1.0, 1.5])  # equal ones make ties
+    size = draw(st.integers(3, 9))
+    edges = lambda v: st.lists(st.tuples(st.integers(0, v - 1), weights), min_size=1, max_size=4)
+    return [(draw(st.sampled_from(sorted(FUNCTIONS))), draw(edges(v))) for v in range(2, size)]
+
+
+def run(network, x):
+    """The last vertex."""
+    values = [x[0], x[1]]
+    for name, edges in network:
+        terms = [w * values[u] for u, w in edges]
+        values.append(FUNCTIONS[name][0](functools.reduce(jnp.add, terms)))
+    return values[-1]
+
+
+def paths(network, x):
+    """For each input the products of derivatives along all its paths."""
+    values = [*x]
+    for name, edges in network:
+        values.append(float(FUNCTIONS[name][0](sum(w * values[u] for u, w in edges))))
+    found = {0: [], 1: []}
+
+    def back(v, product):
+        if v < 2:
+            return found[v].append(product)
+        name, edges = network[v - 2]
+        slope = FUNCTIONS[name][1](sum(w * values[u] for u, w in edges))
+        return [back(u, product * slope * w) for u, w in edges]
+
+    back(len(network) + 1, 1.0)
+    return [np.array(found[i] or [0.0]) for i in (0, 1)]
+
+
+@hypothesis.settings(max_examples=40, derandomize=True, deadline=None, database=None)
+@hypothesis.given(networks(), st.tuples(*[st.sampled_from([-0.9, 0.4, 1.1])] * 2))
+def test_every_semiring_is_its_sum_over_all_paths(network, x):
+    """Of random graphs, all paths enumerated; nothing is compiled but single operations."""
+    t = ap.tracing
     names = ("ordinary", "max_product", "absolute_sum", "entropy")
-    top = {"top_k": t.top_k(4), "log top_k": t.top_k(4, log=True)}
-    semirings = {n: getattr(t, n)() for n in names} | {f"log {n}": getattr(t, n)(log=True) for n in names} | top
-    got = jax.jit(lambda x: {n: ap.backprop(program, s)(x) for n, s in semirings.items()})(x)
-    for i, products in enumerate(paths):
+    semirings = {n: getattr(t, n)() for n in names} | {f"log {n}": getattr(t, n)(log=True) for n in names}
+    semirings |= {"top_k": t.top_k(3), "log top_k": t.top_k(3, log=True)}
+    got = {n: ap.backprop(lambda x: run(network, x), s)(jnp.array(x)) for n, s in semirings.items()}
+    for i, products in enumerate(paths(network, x)):
         sizes = np.abs(products)
         share = sizes[sizes > 0] / max(sizes.sum(), 1e-30)
-        best = np.sort(np.pad(sizes, (0, 4)))[::-1][:4]
         wanted = {
-            "ordinary": products.sum(),
             "max_product": sizes.max(),
             "absolute_sum": sizes.sum(),
-            "entropy": -np.sum(share * np.log(share)),
-            "top_k": best,
+            "top_k": np.sort(np.pad(sizes, (0, 3)))[::-1][:3],
         }
         for name, value in wanted.items():
-            np.testing.assert_allclose(got[name][i], value, rtol=2e-5, atol=1e-5)
-            if name == "ordinary":
-                sign, size = got["log ordinary"]
-                np.testing.assert_allclose(sign[i] * np.exp(size[i]), value, rtol=1e-4, atol=1e-5)
-            elif name == "entropy":
-                np.testing.assert_allclose(got["log entropy"][i], value, rtol=2e-5, atol=1e-5)
-            else:
-                np.testing.assert_allclose(np.exp(got[f"log {name}"][i]), value, rtol=2e-5, atol=1e-6)
+            np.testing.assert_allclose(got[name][i], value, rtol=2e-5, atol=1e-6)
+            np.testing.assert_allclose(np.exp(got[f"log {name}"][i]), value, rtol=5e-5, atol=1e-6)
+        # A sum that cancels has the rounding of its terms.
+        sign, size = got["log ordinary"]
+        for value in (got["ordinary"][i], sign[i] * np.exp(size[i])):
+            np.testing.assert_allclose(value, products.sum(), atol=2e-5 * max(sizes.sum(), 1e-3))
+        for name in ("entropy", "log entropy"):
+            np.testing.assert_allclose(got[name][i], -np.sum(share * np.log(share)), rtol=5e-5, atol=1e-4)
 
 
 def test_log_space_goes_where_floats_do_not():
@@ -141,11 +157,31 @@ def test_arguments():
 
 
 def test_of_a_randomized_function_the_original_is_traced():
-    def randomized(key, x):
-        raise AssertionError("traced")
+    x, w = numbers(40, 30), numbers(30, 30)
 
-    randomized.original = lambda x: jnp.sum(x**2)
-    assert ap.backprop(randomized, ap.tracing.max_product(), 1)(KEY, jnp.ones(2)).tolist() == [2, 2]
+    def loss(w, x):
+        with jax.named_scope("layer"):
+            return jnp.sum(jnp.tanh(x @ w) ** 2)
+
+    randomized = ap.randomize(loss, ap.randomized.rounding(bits=2))
+    for f in (randomized, jax.jit(randomized)):
+        got = ap.backprop(f, ap.tracing.max_product(), 1)(KEY, w, x)
+        np.testing.assert_array_equal(got, ap.backprop(loss, ap.tracing.max_product())(w, x))
+    trace, original = ap.trace_gradients(randomized, argnums=1)(KEY, w, x), ap.trace_gradients(loss)(w, x)
+    assert trace.path("x", (1, 2)) == original.path("x", (1, 2))
+    np.testing.assert_array_equal(trace.gradient, original.gradient)
+    np.testing.assert_array_equal(trace.influence().share, original.influence().share)
+    with pytest.raises(TypeError, match="Choose others with argnums"):
+        ap.backprop(randomized, ap.tracing.max_product())(KEY, w, x)
+
+
+def test_attributes_that_jax_copies_do_not_count():
+    """What `jax.vmap` returns has the attributes of what it was given, and is another function."""
+    randomized = ap.randomize(lambda w: jnp.sum(w**2), ap.randomized.rounding(bits=2))
+    mapped = jax.vmap(randomized, in_axes=(0, None))
+    assert mapped.original
+    with pytest.raises(TypeError, match="one floating-point scalar"):
+        ap.backprop(mapped, ap.tracing.max_product(), 1)(jax.random.split(KEY, 2), numbers(4))
 
 
 def test_errors():

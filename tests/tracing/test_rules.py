@@ -13,7 +13,7 @@ from apgrad import jaxprs
 from apgrad.tracing import rules, sums
 from apgrad.tracing.backpropagation import NESTED
 from apgrad.tracing.interpreter import Context, step
-from apgrad.tracing.paths import greedy
+from apgrad.tracing.paths import greedy, viterbi
 from apgrad.tracing.site import Site
 
 RNG = np.random.default_rng(0)
@@ -124,6 +124,7 @@ SEMIRINGS = {
     "entropy": ap.tracing.entropy(),
     "top 2, log": ap.tracing.top_k(2, log=True),
     "greedy, masks": greedy(1),
+    "viterbi, masks": viterbi(2),
 }
 
 
@@ -212,6 +213,21 @@ def test_not_a_number_stays_one():
     x = jnp.ones((20, 20)).at[3, 4].set(jnp.nan)
     got = ap.backprop(lambda x: jnp.sum(jnp.tanh(x @ x)), ap.tracing.max_product())(x)
     assert jnp.all(jnp.isnan(got[3])) and jnp.all(jnp.isnan(got[:, 4]))
+
+
+@pytest.mark.parametrize("name", ["max", "top 2, log"])
+def test_not_a_number_is_not_passed_over(name):
+    """XLA's maximum on a CPU may, at a fan-out, over an axis, by an index and in products of every form."""
+    semiring = SEMIRINGS[name]
+    place = jnp.arange(600) % 2
+
+    def loss(x, w):
+        paths = x[0] * 2.0 + w * x[0], jnp.broadcast_to(x[1], (600,)) * w, x[2:4][place] * w
+        return jnp.sum(jnp.stack(paths)) + jnp.sum((w[None, :] * jnp.ones((30, 1))) @ jnp.outer(w, x[4:]))
+
+    at = jax.jit(ap.backprop(lambda x, w: jnp.sum(loss(x, w)), semiring))
+    got = at(jnp.ones(6), jnp.ones(600).at[400].set(jnp.nan)).reshape(6, -1)
+    assert jnp.isnan(got[:, 0]).tolist() == [True, True, True, False, True, True]
 
 
 @pytest.mark.parametrize("count", [1, 3, 17, 64])
