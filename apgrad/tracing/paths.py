@@ -8,6 +8,10 @@ the path goes through are walked so.
 
 Where two contributions are equal, the first is taken: of equations in the order of the program, then of inputs, steps,
 and elements in row-major order.
+
+The k heaviest paths are read in the same way with the messages of `top_k`. The path of rank n takes at each variable
+the n-th of all contributions, each of which comes with the weights of its own k heaviest paths; which of them it was
+is the rank of the path from there on.
 """
 
 from collections.abc import Sequence
@@ -86,16 +90,32 @@ def greedy(masks: int = 0) -> Semiring:
     )
 
 
+NOWHERE: Any = ([], -1, (), 0)
+
+
+def ranked(candidates: Sequence[tuple[Any, Sequence[Any]]], rank: int) -> tuple[Any, int] | None:
+    """Of contributions `(what, the weights of its heaviest paths)`, whose is the weight of a rank among all, and which.
+
+    Example:
+      >>> ranked([("a", [5.0, 1.0]), ("b", [3.0, 2.0])], 2)
+      ('b', 1)
+    """
+    weighed = [(float(w), what, r) for what, weights in candidates for r, w in enumerate(weights) if w > 0]
+    weighed.sort(key=lambda each: -each[0])
+    return weighed[rank][1:] if rank < len(weighed) else None
+
+
 class Reader:
     """Reads paths of one kind; compiled walks are kept.
 
     Args:
-      context: with the semiring `viterbi()` or `greedy()`.
+      context: with the semiring `viterbi()`, `greedy()`, or `top_k(k)` for paths of ranks below k.
     """
 
     def __init__(self, context: Context):
         self.context = context
-        self.strength = context.semiring.compared
+        compared = context.semiring.compared
+        self.weights = slice(None) if compared is None else slice(compared, compared + 1)
         self._compiled: dict[Any, Any] = {}
 
     def follow(
@@ -107,39 +127,41 @@ class Reader:
         messages: Any,
         at: int,
         index: Any,
-    ) -> tuple[list[Step], int, tuple[int, ...]]:
-        """The path from an element of an input of a program to one of its outputs.
+        rank: int = 0,
+    ) -> tuple[list[Step], int, tuple[int, ...], int]:
+        """The path of a rank from an element of an input of a program to one of its outputs.
 
         Returns:
-          The steps, the output's number, and the index of its element. No steps and -1 if no path goes on.
+          The steps, the output's number, the index of its element, and the rank of what follows. No steps and -1 if no
+          path goes on.
         """
         jaxpr = program[0]
         values, arrived, sent, flags = self._walk(program, active)(program[1], list(inputs), messages)
         variable, steps = jaxpr.invars[at], []
         start = 0
         while True:
-            best, choice = 0.0, None
+            candidates: list[Any] = []
             for number, eqn in enumerate(jaxpr.eqns[start:], start):
                 for slot, atom in enumerate(eqn.invars):
                     if atom is variable and sent[number] is not None and sent[number][slot] is not None:
-                        strength = float(sent[number][slot][index])
-                        if strength > best:
-                            best, choice = strength, (number, slot)
+                        candidates.append(((number, slot), [w[index] for w in sent[number][slot]]))
             for number, atom in enumerate(jaxpr.outvars):
                 if atom is variable and messages[number] is not None:
-                    strength = float(messages[number][self.strength][index])
-                    if strength > best:
-                        best, choice = strength, number
-            if choice is None:
-                return [], -1, ()
+                    candidates.append((number, [w[index] for w in messages[number][self.weights]]))
+            chosen = ranked(candidates, rank)
+            if chosen is None:
+                return NOWHERE
+            choice, rank = chosen
             if isinstance(choice, int):
-                return steps, choice, index
+                return steps, choice, index, rank
             number, slot = choice
             eqn = jaxpr.eqns[number]
             given = [v.val if hasattr(v, "val") else values[v] for v in eqn.invars]
-            more, output, index = self._through(scope, eqn, given, flags[number], arrived[number], slot, index)
+            more, output, index, rank = self._through(
+                scope, eqn, given, flags[number], arrived[number], slot, index, rank
+            )
             if output < 0:
-                return [], -1, ()
+                return NOWHERE
             steps += more
             variable, start = eqn.outvars[output], number + 1
 
@@ -159,9 +181,7 @@ class Reader:
                 here = [found.get(v) for v in eqn.outvars]
                 dead = pull is None or all(m is None for m in here)
                 arrived.append(None if dead else here)
-                answers = (
-                    None if dead or pull is None else [None if m is None else m[self.strength] for m in pull(here)]
-                )
+                answers = None if dead or pull is None else [None if m is None else m[self.weights] for m in pull(here)]
                 sent.append(answers)
             known = [v for v in frame.values if not hasattr(v, "val")]
             static.append((known, [tuple(map(frame.is_active, eqn.invars)) for eqn in jaxpr.eqns]))
@@ -177,22 +197,22 @@ class Reader:
         self._compiled[key] = run, jaxpr  # the program stays alive, and its id its own
         return run
 
-    def _through(self, scope, eqn, inputs, active, arrived, slot, index):
-        """The path through one equation: its steps, the output's number, the element's index."""
+    def _through(self, scope, eqn, inputs, active, arrived, slot, index, rank):
+        """The path through one equation: its steps, the output's number, the element's index, the rank after it."""
         inside, name = jaxprs.nested(eqn), jaxprs.scope(eqn)
         scope = join(scope, name)
         if inside is None:
-            return self._edge(scope, eqn, inputs, arrived, slot, index)
+            return self._edge(scope, eqn, inputs, arrived, slot, index, rank)
         if inside.kind in ("call", "remat"):
-            return self.follow(scope, inside.jaxprs[0], inputs, active, arrived, slot, index)
+            return self.follow(scope, inside.jaxprs[0], inputs, active, arrived, slot, index, rank)
         if inside.kind == "cond":
             branch = inside.jaxprs[int(np.clip(int(inputs[0]), 0, len(inside.jaxprs) - 1))]
-            return self.follow(scope, branch, inputs[1:], active[1:], arrived, slot - 1, index)
+            return self.follow(scope, branch, inputs[1:], active[1:], arrived, slot - 1, index, rank)
         if inside.kind == "custom":
-            return self._rule(scope, eqn, inputs, active, arrived, slot, index)
-        return self._loop(scope, inside, inputs, active, arrived, slot, index)
+            return self._rule(scope, eqn, inputs, active, arrived, slot, index, rank)
+        return self._loop(scope, inside, inputs, active, arrived, slot, index, rank)
 
-    def _edge(self, scope, eqn, inputs, arrived, slot, index):
+    def _edge(self, scope, eqn, inputs, arrived, slot, index, rank):
         call = jaxprs.caller(eqn)
 
         def function(x):
@@ -201,31 +221,38 @@ class Reader:
         x = jnp.asarray(inputs[slot])
         hot = jnp.zeros_like(x).at[index].set(1)
         _, columns = jax.jvp(function, (x,), (hot,))
-        best, choice = 0.0, None
+        candidates: list[Any] = []
         for number, (column, message) in enumerate(zip(columns, arrived, strict=True)):
             if message is None:
                 continue
-            column, message = np.asarray(column), np.asarray(message[self.strength])
-            products = np.abs(column) * message
-            if products.size and products.max() > best:
-                place = np.unravel_index(int(np.argmax(products)), products.shape)
-                place = tuple(int(i) for i in place)
-                best, choice = float(products[place]), (number, place, float(column[place]), float(message[place]))
-        if choice is None:
-            return [], -1, ()
-        number, place, weight, message = choice
+            column, weights = np.asarray(column), np.stack([np.asarray(w) for w in message[self.weights]], axis=-1)
+            products = np.where((found := np.abs(column)[..., None] * weights) > 0, found, 0)
+            if products.size == 0:
+                continue
+            flat = products.reshape(-1, products.shape[-1])
+            # No more elements than rank + 1 can count.
+            first = np.argsort(-flat[:, 0], kind="stable")[: rank + 1] if rank else [np.argmax(flat[:, 0])]
+            for place in np.sort(first):
+                element = tuple(int(i) for i in np.unravel_index(place, column.shape))
+                candidates.append(((number, element, float(column[element]), weights[element]), flat[place]))
+        chosen = ranked(candidates, rank)
+        if chosen is None:
+            return NOWHERE
+        (number, place, weight, after), rank = chosen
         shape = tuple(eqn.outvars[number].aval.shape)
-        return [Step(eqn.primitive.name, scope, (), shape, place, weight, message)], number, place
+        return [Step(eqn.primitive.name, scope, (), shape, place, weight, float(after[rank]))], number, place, rank
 
-    def _rule(self, scope, eqn, inputs, active, arrived, slot, index):
+    def _rule(self, scope, eqn, inputs, active, arrived, slot, index, rank):
         program, tangents, chosen, real = control.rule_program(eqn, inputs, active)
         messages = [m for m, r in zip(arrived, real, strict=True) if r]
         flags = (True,) * len(tangents)
-        steps, output, index = self.follow(scope, program, tangents, flags, messages, chosen.index(slot), index)
+        steps, output, index, rank = self.follow(
+            scope, program, tangents, flags, messages, chosen.index(slot), index, rank
+        )
         steps = [s._replace(scope=scope) for s in steps]
-        return steps, [i for i, r in enumerate(real) if r][output] if output >= 0 else -1, index
+        return steps, [i for i, r in enumerate(real) if r][output] if output >= 0 else -1, index, rank
 
-    def _loop(self, scope, inside, inputs, active, arrived, slot, index):
+    def _loop(self, scope, inside, inputs, active, arrived, slot, index, rank):
         """Through the steps of a scan or a while, each walked by itself."""
         semiring, program = self.context.semiring, inside.jaxprs[-1]
         if inside.kind == "while":
@@ -267,21 +294,25 @@ class Reader:
             last = filled(semiring, answers[fixed : fixed + carried], values[fixed : fixed + carried])
         messages, sent = messages[::-1], sent[::-1]
         if not stages:
-            return [], slot - fixed if slot >= fixed else -1, index
+            return [], slot - fixed if slot >= fixed else -1, index, rank
         place = 0
         if slot < fixed:
-            strengths = [0.0 if m is None else float(m[self.strength][index]) for m in sent]
-            place = int(np.argmax(strengths))
+            chosen = ranked([(t, [w[index] for w in m[self.weights]]) for t, m in enumerate(sent) if m], rank)
+            if chosen is None:
+                return NOWHERE
+            place, rank = chosen
         elif slot >= fixed + carried:
             place, index = slices.index(index[0]), index[1:]
         steps = []
         while True:
-            more, output, index = self.follow(scope, program, stages[place], active, messages[place], slot, index)
+            more, output, index, rank = self.follow(
+                scope, program, stages[place], active, messages[place], slot, index, rank
+            )
             if output < 0:
-                return [], -1, ()
+                return NOWHERE
             steps += [s._replace(steps=(slices[place], *s.steps)) for s in more]
             if output >= carried:
-                return steps, output, (slices[place], *index)
+                return steps, output, (slices[place], *index), rank
             place, slot = place + 1, fixed + output
             if place == len(stages):
-                return steps, output, index
+                return steps, output, index, rank

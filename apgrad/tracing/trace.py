@@ -14,7 +14,7 @@ from apgrad.tracing.backpropagation import NESTED, backprop, original, traced
 from apgrad.tracing.influence import Influence, Kind, influence, parameter_names, plain_scope
 from apgrad.tracing.interpreter import Context
 from apgrad.tracing.paths import Reader, Step
-from apgrad.tracing.semirings import max_product
+from apgrad.tracing.semirings import max_product, top_k
 from apgrad.tracing.sums import constant
 
 
@@ -113,24 +113,53 @@ class Trace:
           ValueError: for a parameter or kind that there is not.
           IndexError: for an element that there is not.
         """
-        if parameter not in self.parameters:
-            raise ValueError(f"no parameter {parameter!r}; there are {', '.join(self.parameters)}")
         if kind not in ("viterbi", "greedy"):
             raise ValueError(f"kind must be 'greedy' or 'viterbi', got {kind!r}")
+        return self._read(parameter, index, paths.viterbi() if kind == "viterbi" else paths.greedy(), example, 1)[0]
+
+    def paths(
+        self, parameter: str, index: tuple[int, ...] | int = (), count: int = 5, example: int = 0
+    ) -> list[list[Step]]:
+        """The heaviest paths of one element, the heaviest first; fewer where there are fewer.
+
+        Their weights are what `ap.backprop` finds with `top_k(count)`. Paths that differ in any edge are different.
+
+        Args:
+          parameter: a name of `parameters`.
+          index: of the element.
+          count: how many, at least 1.
+          example: which, if examples are traced by themselves.
+
+        Raises:
+          ValueError: for a parameter that there is not, or a count below 1.
+          IndexError: for an element that there is not.
+
+        Example:
+          >>> import apgrad as ap
+          >>> trace = ap.trace_gradients(lambda x: 3.0 * x - 2.0 * x)(1.0)
+          >>> for path in trace.paths("x"):
+          ...     print([(step.primitive, step.weight) for step in path])
+          [('mul', 3.0), ('sub', 1.0)]
+          [('mul', 2.0), ('sub', -1.0)]
+        """
+        return [p for p in self._read(parameter, index, top_k(count), example, count) if p]
+
+    def _read(self, parameter, index, semiring, example, count):
+        if parameter not in self.parameters:
+            raise ValueError(f"no parameter {parameter!r}; there are {', '.join(self.parameters)}")
         number = self.parameters.index(parameter)
-        if (kind, example) not in self._readers:
+        if (semiring.name, example) not in self._readers:
             program, inputs, _, active = traced(self._f, *self._point(example), self._argnums)
-            semiring = paths.viterbi() if kind == "viterbi" else paths.greedy()
-            self._readers[kind, example] = Reader(Context(semiring, NESTED)), program, inputs, active
-        reader, program, inputs, active = self._readers[kind, example]
+            self._readers[semiring.name, example] = Reader(Context(semiring, NESTED)), program, inputs, active
+        reader, program, inputs, active = self._readers[semiring.name, example]
         shape = jnp.shape(inputs[number])
         index = (index,) if isinstance(index, int) else tuple(index)
         if len(index) != len(shape) or not all(-n <= i < n for i, n in zip(index, shape, strict=True)):
             raise IndexError(f"{parameter} has the shape {shape}, which has no element {index}")
         index = tuple(i % n for i, n in zip(index, shape, strict=True))
         one = constant(reader.context.semiring.one, (), program[0].outvars[0].aval.dtype)
-        steps, _, _ = reader.follow("", program, inputs, active, [one], number, index)
-        return [s._replace(scope=plain_scope(s.scope)) for s in steps]
+        found = [reader.follow("", program, inputs, active, [one], number, index, rank)[0] for rank in range(count)]
+        return [[s._replace(scope=plain_scope(s.scope)) for s in steps] for steps in found]
 
     def heaviest(
         self, count: int = 5, kind: Kind = "viterbi", example: int = 0

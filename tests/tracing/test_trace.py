@@ -98,6 +98,26 @@ def test_a_viterbi_path_has_the_weight_that_backpropagation_found(name):
         np.testing.assert_allclose(np.prod([abs(s.weight) for s in path]), weights[index], rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["control", "mlp"])
+def test_the_heaviest_paths_are_different_and_have_the_weights_of_top_k(name):
+    loss, params = MODELS[name]()
+    trace = ap.trace_gradients(loss)(params)
+    number = len(trace.parameters) - 1
+    weights = jax.tree.leaves(jax.jit(ap.backprop(loss, ap.tracing.top_k(4)))(params))[number]
+    index = (1,) * (weights.ndim - 1)
+    found = trace.paths(trace.parameters[number], index, 4)
+    assert len(found) == 4 and len({str([s[:5] for s in path]) for path in found}) == 4
+    np.testing.assert_allclose([np.prod([abs(s.weight) for s in path]) for path in found], weights[index], rtol=1e-4)
+    assert found[0] == trace.path(trace.parameters[number], index)
+
+
+def test_there_may_be_fewer_paths():
+    trace = ap.trace_gradients(lambda x: 2.0 * x[0] + 0.0 * x[1])(jnp.ones(2))
+    assert len(trace.paths("x", 0)) == 1 and trace.paths("x", 1) == []
+    with pytest.raises(ValueError, match="k of at least 1"):
+        trace.paths("x", 0, 0)
+
+
 def test_steps_of_loops_and_scopes():
     def loss(w):
         def body(h, x):
