@@ -24,6 +24,7 @@ steps and are multiplied by T / K. A bias and variance of 1e20 are those of a me
 import dataclasses
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,7 +36,7 @@ import apgrad as ap
 from apgrad import meta
 from experiments import harness
 
-SEGMENT, TASKS = 5, 32
+SEGMENT, TASKS, LANES = 5, 32, 32
 OBJECTIVES = {
     "BPTT": "nearly exact",
     "truncated": "nearly exact",
@@ -106,14 +107,13 @@ def estimator(name: str, length: int, sigma: float) -> tuple[meta.OuterGradient,
     return meta.lanes(one[name](), TASKS), length // SEGMENT if goes_on else 1
 
 
-def references(name: str, theta: jax.Array, length: int, sigma: float, count: int, key: jax.Array) -> jax.Array:
-    """Samples of the derivative of what an estimator estimates."""
-    p = problem(length)
-    if name == "noise":
-        group = min(1000, count // 20)
-        one = meta.perturbed(p, sigma=sigma, unrolls=group, estimator=ap.likelihood_ratio)
-        count //= group
-    elif name == "by segment":
+@functools.cache
+def sampler(name: str, length: int, sigma: float) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """`(theta, keys) -> samples of a derivative`, jitted: an estimator's estimates or a reference's samples."""
+    p, batch = problem(length), 10_000
+    if name == "reference, noise":
+        one, batch = meta.perturbed(p, sigma=sigma, unrolls=LANES, estimator=ap.likelihood_ratio), 1000
+    elif name == "reference, by segment":
         # One theta for each segment; the derivative is with all of them.
         def step(thetas, state):
             s, t = state
@@ -122,11 +122,23 @@ def references(name: str, theta: jax.Array, length: int, sigma: float, count: in
 
         init = lambda thetas, key: (p.init(thetas[0], key), jnp.zeros((), int))
         one = meta.evolution(p._replace(init=init, step=step), sigma=sigma)
-        theta = jnp.full(length // SEGMENT, theta)
+    elif name in ("reference, smoothed", "reference, nearly exact"):
+        one = meta.evolution(p, sigma=sigma if name == "reference, smoothed" else sigma / 10)
     else:
-        one = meta.evolution(p, sigma=sigma if name == "smoothed" else sigma / 10)
-    draw = jax.jit(lambda keys: jax.lax.map(lambda k: jnp.sum(one(theta, k)[1]), keys, batch_size=min(10_000, count)))
-    return draw(jax.random.split(key, count))
+        one, batch = None, 50
+        estimate, segments = estimator(name, length, sigma)
+
+    def draw(theta, key):
+        if one is not None:
+            spread = jnp.full(length // SEGMENT, theta) if name == "reference, by segment" else theta
+            return jnp.sum(one(spread, key)[1])
+        carry = estimate.init(theta, jax.random.fold_in(key, 0))
+        # An unroll to warm up: particles that began in the middle have not been perturbed before.
+        body = lambda carry, key: (estimate.estimate(theta, key, carry)[2], None)
+        carry, _ = jax.lax.scan(body, carry, jax.random.split(key, segments if segments > 1 else 0))
+        return segments * estimate.estimate(theta, jax.random.fold_in(key, 1), carry)[1]
+
+    return jax.jit(lambda theta, keys: jax.lax.map(lambda k: draw(theta, k), keys, batch_size=min(batch, len(keys))))
 
 
 def cells(config: Config) -> list[harness.Cell]:
@@ -138,21 +150,10 @@ def cells(config: Config) -> list[harness.Cell]:
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     """Mean, variance of one estimate, and the mean's standard error."""
-    theta, key, length = jnp.float32(cell["theta"]), jax.random.key(seed), cell["T"]
-    if cell["estimator"].startswith("reference"):
-        name = cell["estimator"].removeprefix("reference, ")
-        values = references(name, theta, length, config.sigma, config.reference, key)
-    else:
-        estimate, segments = estimator(cell["estimator"], length, config.sigma)
-
-        def one(key):
-            carry = estimate.init(theta, jax.random.fold_in(key, 0))
-            # An unroll to warm up: particles that began in the middle have not been perturbed before.
-            body = lambda carry, key: (estimate.estimate(theta, key, carry)[2], None)
-            carry, _ = jax.lax.scan(body, carry, jax.random.split(key, segments if segments > 1 else 0))
-            return segments * estimate.estimate(theta, jax.random.fold_in(key, 1), carry)[1]
-
-        values = jax.jit(lambda keys: jax.lax.map(one, keys, batch_size=50))(jax.random.split(key, config.estimates))
+    name, draw = cell["estimator"], sampler(cell["estimator"], cell["T"], config.sigma)
+    count = config.reference if name.startswith("reference") else config.estimates
+    count = count // LANES if name == "reference, noise" else count
+    values = draw(jnp.float32(cell["theta"]), jax.random.split(jax.random.key(seed), count))
     values = np.asarray(values, np.float64)
     return {
         "mean": float(values.mean()),
