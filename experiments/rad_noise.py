@@ -180,6 +180,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
                 below.plot([r["steps"] for r in along], noise, style, color=color, alpha=1 if batch == main else 0.4)
         ax.set(xscale="log", yscale="log", title=f"layer {layer}", xlabel="residuals, kB")
         below.set(xscale="symlog", yscale="log", xlabel="training step")
+    lower[0].set_ylim(bottom=1e-4)  # below is rounding of floats
     upper[0].set_ylabel("squared error / squared gradient")
     lower[0].set_ylabel(f"own noise / signal (dashed: batches but {main})")
     upper[-1].legend(fontsize=6, frameon=False)

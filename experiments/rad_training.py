@@ -238,12 +238,17 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             runs = [found[network, method, run] for run in range(config.seeds)]
             mean = np.mean([r["curve"] for r in runs], 0)
             axes[0].plot(mean[:, 0], mean[:, 1], f"C{number}", label=method)
-            axes[1].plot(mean[:, 0], 100 * mean[:, 3], f"C{number}")
+            row = next(r for r in rows if (r["network"], r["method"]) == (network, method))
+            less, spread = row["less_than_baseline"], row["less_than_baseline_se"]
+            axes[1].errorbar(number, 100 * less, 100 * (spread or 0), fmt="o", color=f"C{number}")
             if runs[0]["noise"]:
                 values = [_noise(runs, i, "all") for i in range(len(mean) + 1)]
                 axes[2].plot([0, *mean[:, 0]], values, f"C{number}")
         axes[0].set(yscale="log", xlabel="step", ylabel="training loss", title=network)
-        axes[1].set(xlabel="step", ylabel="test accuracy, %")
+        for percent in (0, 0.3, 1):
+            axes[1].axhline(percent, color="k", alpha=0.3, lw=0.8)
+        axes[1].set_xticks(range(len(config.methods)), config.methods, rotation=20, fontsize=7)
+        axes[1].set_ylabel("test accuracy less than baseline's, %")
         axes[2].set(yscale="log", xlabel="step", ylabel="noise / signal of a gradient")
         axes[0].legend(fontsize=7, frameon=False)
     return harness.Report({}, rows, "\n".join(lines), figure)

@@ -40,8 +40,7 @@ _CHEAP = VIEWS | frozenset(
     eq ne lt le gt ge and or not xor is_finite iota shift_right_logical shift_left random_bits random_wrap random_unwrap
     random_seed random_fold_in random_split threefry2x32 bitcast_convert_type slice concatenate pad""".split()  # noqa: SIM905
 )
-_DEEPEST = 64
-_SMALL = 16
+_DEEPEST, _SMALL = 64, 16
 
 
 class Coefficient(NamedTuple):
@@ -89,10 +88,7 @@ class Slot(NamedTuple):
 
 
 class Step(NamedTuple):
-    """A step of the backward pass: an equation, or the product of a root message with a chain's derivative.
-
-    It is `last` if what it makes goes to arguments only.
-    """
+    """A backward equation, or a root message times a chain's derivative; last if it goes on to arguments only."""
 
     eqn: Any
     uses: dict[int, Use]

@@ -191,12 +191,15 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         f"({r['residual_MB_reverse_mode']:.2f})"
         for r in rows
     ]
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    ax = figure.subplots()
-    for r in rows:
-        ax.scatter(r["temp_MB"] / r["temp_MB_reverse_mode"], r["time_ratio"], c="C0" if r["network"] == "rnn" else "C1")
-        ax.annotate(r["method"], (r["temp_MB"] / r["temp_MB_reverse_mode"], r["time_ratio"]), fontsize=6)
-    ax.set(xlabel="temp bytes over reverse mode's", ylabel="step time over reverse mode's")
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    for ax, network in zip(figure.subplots(1, 2), ("layers", "rnn"), strict=True):
+        mine = sorted((r for r in rows if r["network"] == network), key=lambda r: r["time_ratio"])
+        memory = [r["temp_MB"] / r["temp_MB_reverse_mode"] for r in mine]
+        ax.barh([r["method"] for r in mine], [r["time_ratio"] for r in mine], 0.35, align="edge", label="step time")
+        ax.barh([r["method"] for r in mine], memory, -0.35, align="edge", label="temp bytes")
+        ax.axvline(1, color="k", lw=0.8)
+        ax.set(xlabel="over reverse mode's", title=network)
+        ax.legend(frameon=False)
     return harness.Report({}, rows, "\n".join(lines), figure)
 
 

@@ -243,6 +243,39 @@ def test_errors():
         ap.randomize(mlp, 0.1)
 
 
+def test_what_is_small_near_the_loss_is_exact():
+    # A confident network's messages are small, p - y; with p rounded they would be noise.
+    params, x = [normal(i, 32, n) for i, n in enumerate((32, 32, 2))], normal(9, 64, 32)
+    gradient = jax.jit(jax.grad(ap.randomize(mlp, R.rounding(4), min_size=16), argnums=1))(KEY, params, x)
+    exact = jax.jit(jax.grad(mlp))(params, x)
+    for mine, truth in zip(gradient, exact, strict=True):
+        assert jnp.linalg.norm(mine - truth) < 0.2 * jnp.linalg.norm(truth)
+
+
+def test_scans_count_for_what_is_small():
+    params = normal(1, 8, 64), 0.1 * normal(2, 64, 64)
+    for steps, expected in ((6, True), (2, False)):
+        found = R.coefficients(rnn, params, normal(3, steps, 16, 8), min_size=4096)
+        states = [how for c, how in found if c.shape == (16, 64) and how != "bits"]
+        assert ("sampled" in states) == expected
+
+
+def test_scratch_memory_is_small():
+    weights, x = [normal(i, 64, 64) for i in range(6)], normal(9, 512, 64)
+
+    def network(product, relu):
+        def run(weights, x):
+            for i, w in enumerate(weights):
+                x = relu(product(jax.random.fold_in(KEY, i), x, w))
+            return jnp.mean(x**2)
+
+        return run
+
+    plain = network(lambda key, x, w: x @ w, jax.nn.relu)
+    full = R.temp_bytes(plain, weights, x)
+    assert R.temp_bytes(network(R.dense(R.same_sample(0.1)), R.relu), weights, x) < full / 3
+
+
 def test_report():
     params, x = [0.1 * normal(i, 32, 32) for i in range(3)], normal(9, 64, 32)
     report = ap.memory_report(mlp, params, x, key=KEY)
