@@ -170,7 +170,8 @@ def contract(
     if fill:
         weight = jnp.pad(weight, ((0, 0), (0, fill), (0, 0)))
         message = _concatenate(message, zeros(semiring, (batch, fill, columns), dtype_of(message)), axis=1)
-    weight, *message = (x.reshape(batch, parts, length, x.shape[2]) for x in (weight, *message))
+    weight = weight.reshape(batch, parts, length, rows)
+    message = tuple(x.reshape(batch, parts, length, columns) for x in message)
     plus = _select_greater if semiring.kind == "max" else semiring.plus
 
     def add(step, total):
