@@ -134,8 +134,10 @@ def sampler(name: str, length: int, sigma: float) -> Callable[[jax.Array, jax.Ar
             return jnp.sum(one(spread, key)[1])
         carry = estimate.init(theta, jax.random.fold_in(key, 0))
         # An unroll to warm up: particles that began in the middle have not been perturbed before.
+        # (Keys of their own: split(key)[i] is fold_in(key, i), and perturbations that repeat would bias PES.)
         body = lambda carry, key: (estimate.estimate(theta, key, carry)[2], None)
-        carry, _ = jax.lax.scan(body, carry, jax.random.split(key, segments if segments > 1 else 0))
+        warm = jax.random.split(jax.random.fold_in(key, 2), segments if segments > 1 else 0)
+        carry, _ = jax.lax.scan(body, carry, warm)
         return segments * estimate.estimate(theta, jax.random.fold_in(key, 1), carry)[1]
 
     return jax.jit(lambda theta, keys: jax.lax.map(lambda k: draw(theta, k), keys, batch_size=min(batch, len(keys))))

@@ -45,7 +45,9 @@ class OuterGradient:
     def __call__(self, theta: Any, key: jax.Array, carry: Any = None) -> tuple[jax.Array, Any, Any]:
         """`estimate`, from a fresh carry if none is given."""
         if carry is None:
-            carry = self.init(theta, jax.random.fold_in(key, 0))
+            # split, not fold_in: split(key)[i], which an estimate draws from, is fold_in(key, i)
+            begin, key = jax.random.split(key)
+            carry = self.init(theta, begin)
         return self.estimate(theta, key, carry)
 
 
