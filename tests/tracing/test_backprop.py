@@ -9,8 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 import pytest
+from flax import nnx
 
 import apgrad as ap
+from apgrad import mplp
+from apgrad.port import port
 from tests.tracing.models import KEY, MODELS, numbers
 
 # The gradient's own sum as a user would write it: all rules are used, none of JAX's transposes.
@@ -233,3 +236,19 @@ def test_total_propagation_is_refused(cross_fit):
     objective = ap.expectation(program, lanes=4, cross_fit=cross_fit)
     with pytest.raises(TypeError, match="no sum over edges"):
         ap.backprop(lambda theta: objective(KEY, theta), ap.tracing.max_product())(0.7)
+
+
+def test_message_passing_is_refused():
+    model = nnx.Sequential(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.tanh)
+    network, params = mplp.from_nnx(model, loss=mplp.squared_error)
+    batch = (jnp.ones((4, 3)), jnp.ones((4, 2)))
+    rule = mplp.Separable(mplp.sites(network, params, batch), rngs=nnx.Rngs(0))
+    state = mplp.init_state(rule, network, params, batch)
+
+    def loss(params, into):
+        places = mplp.Places(rule, state, port(state), {name: jnp.zeros(()) for name in state})
+        return jnp.mean(network(places, jax.tree.map(mplp.Parameter, params, into), batch)[0])
+
+    # What leaves through the ports is what a rule answers, and no derivative of anything.
+    with pytest.raises(TypeError, match="no sum over edges"):
+        ap.backprop(lambda into: loss(params, into), ap.tracing.max_product())(port(params))
