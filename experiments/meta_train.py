@@ -1,7 +1,7 @@
 """Meta-trains the rules that come with the package.
 
-    python -m experiments.meta_train sinusoid --steps 4000 --out runs/sinusoid
-    APGRAD_DATA=... python -m experiments.meta_train image_mlp --steps 3000 --out runs/image_mlp
+    python -m experiments.meta_train sinusoid --steps 4200 --out runs/sinusoid
+    APGRAD_DATA=... python -m experiments.meta_train image_mlp --steps 2200 --out runs/image_mlp
 
 It goes on where it was killed, and ends with the rule and its card, `NAME.npz` and `NAME.json`, in the folder; copied
 to `apgrad/mplp/trained/` they are what `mplp.load_pretrained(NAME)` reads.
