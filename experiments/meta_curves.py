@@ -44,11 +44,11 @@ def evaluated(
     task: meta.Task, learner: meta.Learner, theta: Any, seed: int, runs: int, steps: int, *, prior: Any = None
 ) -> np.ndarray:
     """Held-out losses (runs, steps + 1), the same tasks for every learner."""
-    return _evaluation(task, learner, seed, runs, steps)(theta, prior)
+    return evaluation(task, learner, seed, runs, steps)(theta, prior)
 
 
-def _evaluation(task, learner, seed, runs, steps):
-    """`(theta, prior) -> losses`, one jitted program."""
+def evaluation(task: meta.Task, learner: meta.Learner, seed: int, runs: int, steps: int) -> Callable[..., np.ndarray]:
+    """`(theta, prior=None) -> held-out losses (runs, steps + 1)`, one jitted program."""
     keys = jax.random.split(jax.random.key(seed), runs)
 
     @jax.jit
@@ -63,7 +63,7 @@ def tuned(
     task: meta.Task, make: Callable[[float], optax.GradientTransformation], rates, seed: int, runs: int, steps: int
 ) -> tuple[float, np.ndarray, dict[str, float]]:
     """An optimizer at the rate that is best at the last step; and the sweep."""
-    evaluate = _evaluation(task, meta.optimizer(make, task.loss), seed, runs, steps)
+    evaluate = evaluation(task, meta.optimizer(make, task.loss), seed, runs, steps)
     curves = {rate: evaluate(np.float32(rate)) for rate in rates}
     sweep = {str(r): float(c[:, -1].mean()) for r, c in curves.items()}
     best = min(rates, key=lambda r: sweep[str(r)] if np.isfinite(sweep[str(r)]) else np.inf)

@@ -13,6 +13,13 @@ def strict_promotion():
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def forget_compiled_programs():
+    """Thousands of programs would take gigabytes by the end."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def x64():
     with jax.enable_x64(True):
