@@ -14,6 +14,7 @@ from apgrad.meta.learners import optimizer as optimizer
 from apgrad.meta.outer import OuterGradient as OuterGradient
 from apgrad.meta.outer import average as average
 from apgrad.meta.outer import backpropagation as backpropagation
+from apgrad.meta.outer import clipped as clipped
 from apgrad.meta.outer import forward_mode as forward_mode
 from apgrad.meta.outer import lanes as lanes
 from apgrad.meta.outer import truncated as truncated

@@ -2,7 +2,7 @@
 
 An estimator is one function, `(theta, key, carry) -> (loss, gradient, carry)`, and it starts from the carry None, which
 `init` turns into one of fixed form: so unrolls go on across outer steps, which is what truncation and persistent
-estimators live by. `lanes` maps an estimator over tasks, `average` adds several up.
+estimators live by. `lanes` maps an estimator over tasks, `clipped` bounds what each may add, `average` adds up several.
 
     full:       dL/dtheta by reverse mode; unbiased, and explodes where the recurrence is chaotic
     truncated:  the same over K of T steps, the state at the start held constant; biased towards short horizons
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -175,6 +176,34 @@ def lanes(estimator: OuterGradient, count: int, *, mesh: Mesh | None = None) -> 
         return mean(losses), jax.tree.map(mean, gradients), carry
 
     return OuterGradient(init, estimate)
+
+
+def clipped(estimator: OuterGradient, max_norm: float = 1.0) -> OuterGradient:
+    """Clips every estimate's gradient to a global norm, before `lanes` takes the mean over tasks.
+
+    So that one task whose unroll has turned chaotic does not drown the others. A gradient that is not finite stays so,
+    and `train` skips the step.
+
+    Args:
+      estimator: for one task.
+      max_norm: of the gradient over all meta-parameters.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> steep = ap.meta.OuterGradient(lambda theta, key: (), lambda theta, key, carry: (theta, 100 * theta, carry))
+      >>> _, gradient, _ = ap.meta.lanes(ap.meta.clipped(steep), 4)(jnp.float32(3.0), jax.random.key(0))
+      >>> float(gradient)
+      1.0
+    """
+    if not max_norm > 0:
+        raise ValueError(f"max_norm must be above 0, got {max_norm}")
+
+    def estimate(theta, key, carry):
+        loss, gradient, carry = estimator.estimate(theta, key, carry)
+        factor = max_norm / jnp.maximum(optax.tree.norm(gradient), max_norm)
+        return loss, jax.tree.map(lambda g: factor.astype(g.dtype) * g, gradient), carry
+
+    return OuterGradient(estimator.init, estimate)
 
 
 def global_view(mesh: Mesh) -> Mesh:

@@ -31,6 +31,7 @@ from apgrad.mplp.places import Parameter as Parameter
 from apgrad.mplp.places import Place as Place
 from apgrad.mplp.places import Places as Places
 from apgrad.mplp.pretrained import load_pretrained as load_pretrained
+from apgrad.mplp.pretrained import load_trained as load_trained
 from apgrad.mplp.pretrained import pretrained_card as pretrained_card
 from apgrad.mplp.pretrained import pretrained_names as pretrained_names
 from apgrad.mplp.pretrained import save_trained as save_trained

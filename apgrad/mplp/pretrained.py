@@ -56,9 +56,24 @@ def load_pretrained(name: str) -> Separable:
       True
     """
     card = pretrained_card(name)
-    with (FOLDER / f"{name}.npz").open("rb") as file, np.load(file, allow_pickle=False) as arrays:
-        values = {key: arrays[key] for key in arrays.files}
-    return _fill(build(card), values)
+    with (FOLDER / f"{name}.npz").open("rb") as file:
+        return _read(card, file)
+
+
+def load_trained(path: str | Path) -> tuple[Separable, dict[str, Any]]:
+    """A rule that `save_trained` wrote, and its card.
+
+    Args:
+      path: without suffix.
+    """
+    card = json.loads(Path(f"{path}.json").read_text())
+    with Path(f"{path}.npz").open("rb") as file:
+        return _read(card, file), card
+
+
+def _read(card, file):
+    with np.load(file, allow_pickle=False) as arrays:
+        return _fill(build(card), {key: arrays[key] for key in arrays.files})
 
 
 def build(card: dict[str, Any]) -> Separable:

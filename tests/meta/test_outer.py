@@ -145,6 +145,25 @@ def test_average_weighs_estimators():
     np.testing.assert_allclose(both(theta, key)[1], 0.75 * exact(THETA) + 0.25 * exact(THETA, steps=3), rtol=1e-5)
 
 
+def test_clipping_bounds_each_task_and_leaves_small_gradients():
+    """Two tasks with gradients 3 and 4 in two arrays, norm 5, and a hundredth of it: clipped to 1 and left alone."""
+
+    def estimate(theta, key, carry):
+        scale = jnp.where(carry, 1.0, 0.01)
+        return scale, {"a": 3.0 * scale, "b": 4.0 * scale}, carry
+
+    def init(theta, key):
+        return jax.random.key_data(key)[-1] == jax.random.key_data(jax.random.split(jax.random.key(0), 2)[0])[-1]
+
+    both = meta.lanes(meta.clipped(meta.OuterGradient(init, estimate)), 2)
+    carry = both.init(None, jax.random.key(0))
+    assert sorted(carry.tolist()) == [False, True]
+    loss, gradient, _ = both.estimate(None, jax.random.key(1), carry)
+    np.testing.assert_allclose(
+        [loss, gradient["a"], gradient["b"]], [0.505, (0.6 + 0.03) / 2, (0.8 + 0.04) / 2], rtol=1e-6
+    )
+
+
 @pytest.mark.parametrize(
     "make, message",
     [
@@ -152,6 +171,7 @@ def test_average_weighs_estimators():
         (lambda: meta.evolution(quadratic(), sigma=0.0), "sigma=0.0"),
         (lambda: meta.lanes(meta.backpropagation(quadratic()), 0), "got 0"),
         (lambda: meta.average([], None), "positive sum"),
+        (lambda: meta.clipped(meta.backpropagation(quadratic()), 0.0), "max_norm must be above 0, got 0.0"),
         (lambda: meta.perturbed(quadratic(), sigma=-1.0), "sigma > 0"),
     ],
 )
