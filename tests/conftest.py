@@ -1,7 +1,16 @@
 """Tests run under strict dtype promotion: no silent widening anywhere in the library."""
 
+import os
+import re
+
 import jax
 import pytest
+
+# One core for each of pytest-xdist's workers: their pools of threads would wait for each other.
+worker = re.fullmatch(r"gw(\d+)", os.environ.get("PYTEST_XDIST_WORKER", ""))
+if worker and hasattr(os, "sched_setaffinity"):
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(worker[1]) % len(cores)]})
 
 # Two devices for the tests of sharding; everything else stays on the first.
 jax.config.update("jax_num_cpu_devices", 2)
