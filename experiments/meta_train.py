@@ -38,8 +38,8 @@ ABOUT = {
     },
     "image_mlp": {
         "data": "MNIST training images, 12x12 by linear interpolation without antialiasing, standardized",
-        "architecture": "of eight tasks five 144-50-10 and two 144-50-50-10 with sigmoid(z), one 144-50-10 with "
-        "sigmoid(8 z); weights N(0, .05^2), biases 0; softmax cross-entropy; 20 steps of 8",
+        "architecture": "of eight tasks four 144-50-10 and two 144-50-50-10 with sigmoid(z), two 144-50-10 with "
+        "sigmoid(32 z); weights N(0, .05^2), biases 0; softmax cross-entropy; 20 steps of 8",
     },
     "image_mlp_long": {
         "data": "MNIST training images, 12x12 by linear interpolation without antialiasing, standardized",
@@ -67,8 +67,8 @@ def sites_of(task: meta.Task) -> tuple[mplp.Site, ...]:
 
 
 def steep_sigmoid(z: jax.Array) -> jax.Array:
-    """sigmoid(8 z): on the way to a step, with a derivative."""
-    return jax.nn.sigmoid(8.0 * z)
+    """sigmoid(32 z): on the way to a step, with a derivative."""
+    return jax.nn.sigmoid(32.0 * z)
 
 
 def recipe(name: str) -> tuple[list[meta.Task], list[int], tuple[mplp.Site, ...], int]:
@@ -82,7 +82,7 @@ def recipe(name: str) -> tuple[list[meta.Task], list[int], tuple[mplp.Site, ...]
         return tasks, [count for *_, count in LONG], sites_of(tasks[0]), 1000
     family = [((50,), jax.nn.sigmoid), ((50, 50), jax.nn.sigmoid), ((50,), steep_sigmoid)]
     tasks = [meta.images(data, hidden=hidden, activation=f) for hidden, f in family]
-    return tasks, [5, 2, 1], sites_of(tasks[1]), 20
+    return tasks, [4, 2, 2], sites_of(tasks[1]), 20
 
 
 def outer_gradient(name: str) -> meta.OuterGradient:

@@ -6,16 +6,17 @@
 *Tasks.* An inner update, and a meta-step (the meta-gradient through all inner steps), of each rule on networks and
 batches of the published tasks: sinusoid (1-20-20-1, 5 steps of 10 points, 4 tasks) and MNIST (144-50-10, 20 steps of 8
 images, 1 task; random numbers for images, which cost the same). CPU seconds are those of the whole process
-(`time.process_time`), methods taking turns. The *fraction* is useful floating-point operations a CPU second over
-those of matrix products of 1000 by 1000 measured in the same turns; useful are those that XLA counts in an inner
-update, and three times as many for each step of a meta-step (forward, and twice back). Memory is the compiled
-program's, as XLA tells it.
+(`time.process_time`) on one core, as those of the published code are of one thread; methods take turns. The *fraction*
+is useful floating-point operations a CPU second over those of matrix products of 1000 by 1000 measured in the same
+turns; useful are those that XLA counts in an inner update, and three times as many for each step of a meta-step
+(forward, and twice back). Memory is the compiled program's, as XLA tells it.
 
 *Width.* An inner update of a 144-n-n-10 network on 8 images: the separable rule without and with whitening, and
 plain SGD (`jax.grad`).
 """
 
 import dataclasses
+import os
 import time
 from collections.abc import Callable
 from typing import Any
@@ -281,4 +282,6 @@ EXPERIMENT = harness.Experiment(
 )
 
 if __name__ == "__main__":
+    if hasattr(os, "sched_setaffinity"):  # before JAX makes its pools of threads
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     harness.main(EXPERIMENT)
