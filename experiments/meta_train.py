@@ -1,15 +1,16 @@
 """Meta-trains the rules that come with the package.
 
-    python -m experiments.meta_train sinusoid --steps 4200 --out runs/sinusoid
+    python -m experiments.meta_train sinusoid --steps 4200 --out runs/first
+    python -m experiments.meta_train sinusoid --start runs/first/sinusoid --steps 12000 --out runs/sinusoid
 
     export APGRAD_DATA=...
-    python -m experiments.meta_train image_mlp --steps 2200 --out runs/first
-    python -m experiments.meta_train image_mlp_long --start runs/first/image_mlp --steps 1200 --out runs/long
-    python -m experiments.meta_train image_mlp --start runs/long/image_mlp_long --steps 8000 --out runs/image_mlp
+    python -m experiments.meta_train image_mlp --steps 2200 --out runs/image_mlp
+    python -m experiments.meta_train image_mlp_long --start runs/image_mlp/image_mlp --steps 1200 --out runs/long
 
 It goes on where it was killed, and ends with the rule and its card, `NAME.npz` and `NAME.json`, in the folder; copied
-to `apgrad/mplp/trained/` they are what `mplp.load_pretrained(NAME)` reads. The first image rule falls apart after its
-20 steps; from it `image_mlp_long` learns to go on for 1,000, and that is the better start for 20 steps, too.
+to `apgrad/mplp/trained/` they are what `mplp.load_pretrained(NAME)` reads. `image_mlp` falls apart after its 20 steps;
+`image_mlp_long`, which starts from it, learns to go on for 1,000. (Going on from there with 20 steps again, for 8,000
+outer steps, brings 144-50-10 from 76.6 to 78.3 %, and a step function, never seen, from 73.6 down to 70.0 %.)
 """
 
 import datetime
@@ -38,8 +39,8 @@ ABOUT = {
     },
     "image_mlp": {
         "data": "MNIST training images, 12x12 by linear interpolation without antialiasing, standardized",
-        "architecture": "of eight tasks four 144-50-10 and two 144-50-50-10 with sigmoid(z), two 144-50-10 with "
-        "sigmoid(32 z); weights N(0, .05^2), biases 0; softmax cross-entropy; 20 steps of 8",
+        "architecture": "of eight tasks four 144-50-10 and three 144-50-50-10 with sigmoid(z), one 144-50-10 with "
+        "sigmoid(8 z); weights N(0, .05^2), biases 0; softmax cross-entropy; 20 steps of 8",
     },
     "image_mlp_long": {
         "data": "MNIST training images, 12x12 by linear interpolation without antialiasing, standardized",
@@ -51,7 +52,7 @@ ABOUT = {
 }
 SEGMENT = 20
 LONG = [((32, 20), 32, 1000, 2), ((50,), 8, 1000, 1), ((100,), 32, 1000, 1), ((32, 20), 32, 100, 1), ((50,), 8, 100, 1)]
-SCHEDULE = "Adam at {} up to step {}, then a cosine to 0 at step {}; every task's gradient clipped to a norm of 1"
+SCHEDULE = "Adam at {} up to step {}, then a cosine to 0 at step {}; {} clipped to a norm of 1"
 COMMON: dict[str, Any] = {"whiten": True, "share": "role", "normalize": True}
 
 
@@ -67,8 +68,8 @@ def sites_of(task: meta.Task) -> tuple[mplp.Site, ...]:
 
 
 def steep_sigmoid(z: jax.Array) -> jax.Array:
-    """sigmoid(32 z): on the way to a step, with a derivative."""
-    return jax.nn.sigmoid(32.0 * z)
+    """sigmoid(8 z): on the way to a step, with a derivative."""
+    return jax.nn.sigmoid(8.0 * z)
 
 
 def recipe(name: str) -> tuple[list[meta.Task], list[int], tuple[mplp.Site, ...], int]:
@@ -82,13 +83,14 @@ def recipe(name: str) -> tuple[list[meta.Task], list[int], tuple[mplp.Site, ...]
         return tasks, [count for *_, count in LONG], sites_of(tasks[0]), 1000
     family = [((50,), jax.nn.sigmoid), ((50, 50), jax.nn.sigmoid), ((50,), steep_sigmoid)]
     tasks = [meta.images(data, hidden=hidden, activation=f) for hidden, f in family]
-    return tasks, [4, 2, 2], sites_of(tasks[1]), 20
+    return tasks, [4, 3, 1], sites_of(tasks[1]), 20
 
 
-def outer_gradient(name: str) -> meta.OuterGradient:
+def outer_gradient(name: str, clip: bool) -> meta.OuterGradient:
     """Backpropagation through whole unrolls, 0.7 held-out and 0.3 hint loss.
 
-    Long ones are truncated, with the loss on minibatches not learned from yet.
+    Long ones are truncated, with the loss on minibatches not learned from yet. With `clip` every task's gradient is
+    clipped to a norm of 1.
     """
     tasks, counts, _, length = recipe(name)
     parts = []
@@ -100,7 +102,7 @@ def outer_gradient(name: str) -> meta.OuterGradient:
             one = meta.truncated(problem, SEGMENT)
         else:
             one = meta.backpropagation(meta.inner_problem(task, learner, length))
-        parts.append(meta.lanes(meta.clipped(one), count))
+        parts.append(meta.lanes(meta.clipped(one) if clip else one, count))
     return parts[0] if len(parts) == 1 else meta.average(parts, counts)
 
 
@@ -192,8 +194,15 @@ def main(
         (rule, before), peak = mplp.load_trained(start), 1e-3
         history = {"start": {k: v for k, v in before.items() if k not in ("rule", "sites", "results")}}
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule(steps, peak)))
-    done = meta.train(outer_gradient(name), optimizer, rule, jax.random.key(seed), steps, folder=out, every=50)
-    about = {"inner_steps": length, "outer_batch": counts, "schedule": SCHEDULE.format(peak, steps // 2, steps)}
+    done = meta.train(
+        outer_gradient(name, start is not None), optimizer, rule, jax.random.key(seed), steps, folder=out, every=50
+    )
+    clipped = "gradients" if start is None else "every task's gradient"
+    about = {
+        "inner_steps": length,
+        "outer_batch": counts,
+        "schedule": SCHEDULE.format(peak, steps // 2, steps, clipped),
+    }
     more = (
         ABOUT[name]
         | about

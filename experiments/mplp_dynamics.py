@@ -24,6 +24,7 @@ class Config(harness.Config):
       steps: outer steps.
       length: T, inner steps of a task.
       segment: K, of a truncation.
+      learning_rate: of the rule, at first.
       hidden: units of the rule's networks.
       tasks: in an outer batch.
       rate: Adam's.
@@ -34,6 +35,7 @@ class Config(harness.Config):
     steps: int = 150
     length: int = 20
     segment: int = 5
+    learning_rate: float = 0.02
     hidden: int = 20
     tasks: int = 4
     rate: float = 3e-3
@@ -48,7 +50,7 @@ def cells(config: Config) -> list[harness.Cell]:
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     """The outer loss against outer steps."""
     task = meta.sinusoid(amplitude=(1.0, 5.0), batch=32, deviation=None)
-    options = {"batch_norm": cell["norm"], "learn_rate": cell["rate"]}
+    options = {"batch_norm": cell["norm"], "learn_rate": cell["rate"], "learning_rate": config.learning_rate}
     rngs = nnx.Rngs(cell["seed"])
     rule = mplp.Thesis(meta_curves.sites(task), channels=cell["k"], hidden=config.hidden, rngs=rngs, **options)
     learner = meta.message_passing(task.network)
@@ -81,7 +83,7 @@ EXPERIMENT = harness.Experiment(
     description="Message size, batch norm and learned step size in meta-training (MPLP thesis, 5.2, Fig. 8).",
     presets={
         "quick": Config(),
-        "paper": Config(sizes=(1, 8), seeds=5, steps=120_000, length=100, hidden=50, tasks=1, rate=1e-3),
+        "paper": Config((1, 8), 5, steps=120_000, length=100, learning_rate=1e-3, hidden=50, tasks=1, rate=1e-3),
     },
     cells=cells,
     measure=measure,
