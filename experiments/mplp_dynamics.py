@@ -83,7 +83,9 @@ EXPERIMENT = harness.Experiment(
     description="Message size, batch norm and learned step size in meta-training (MPLP thesis, 5.2, Fig. 8).",
     presets={
         "quick": Config(),
-        "paper": Config((1, 8), 5, steps=120_000, length=100, learning_rate=1e-3, hidden=50, tasks=1, rate=1e-3),
+        "paper": Config(
+            sizes=(1, 8), seeds=5, steps=120_000, length=100, learning_rate=1e-3, hidden=50, tasks=1, rate=1e-3
+        ),
     },
     cells=cells,
     measure=measure,

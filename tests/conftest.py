@@ -16,6 +16,11 @@ if worker and hasattr(os, "sched_setaffinity"):
 jax.config.update("jax_num_cpu_devices", 2)
 
 
+def pytest_collection_modifyitems(items):
+    """The longest first: the notebooks, so that no worker waits for another at the end."""
+    items.sort(key=lambda item: "test_notebook_runs" not in item.name)
+
+
 @pytest.fixture(autouse=True)
 def strict_promotion():
     with jax.numpy_dtype_promotion("strict"):
