@@ -86,7 +86,7 @@ def curve_figure(curves: dict[str, dict[str, list[list[float]]]], steps: int, ti
             at = np.linspace(steps / values.shape[1], steps, values.shape[1])
             (line,) = ax.plot(at, np.median(values, axis=0), label=label)
             ax.plot(at, values.T, color=line.get_color(), alpha=0.25, linewidth=0.7)
-        ax.set(xlabel="outer step", ylabel="outer loss", yscale="log", title=panel)
+        ax.set(xlabel="outer step", ylabel="loss", yscale="log", title=panel)
         ax.legend(fontsize=7)
     figure.suptitle(title)
     return figure

@@ -15,7 +15,7 @@ outer steps, brings 144-50-10 from 76.6 to 78.3 %, and a step function, never se
 
 import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from flax import nnx
 
 import apgrad as ap
 from apgrad import meta, mplp
+from experiments import meta_curves
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "sinusoid": {"channels": 8, "rank": 8, "hidden": 32, "memory": 8, "learning_rate": 0.3},
@@ -61,49 +62,50 @@ def step_function(z: jax.Array) -> jax.Array:
     return jnp.maximum(0.0, jnp.sign(z))
 
 
-def sites_of(task: meta.Task) -> tuple[mplp.Site, ...]:
-    """The places of a task's network."""
-    params = task.prior(jax.random.key(0))
-    return mplp.sites(task.network, params, task.batch(task.draw(jax.random.key(0)), jax.random.key(1)))
-
-
 def steep_sigmoid(z: jax.Array) -> jax.Array:
     """sigmoid(8 z): on the way to a step, with a derivative."""
     return jax.nn.sigmoid(8.0 * z)
 
 
-def recipe(name: str) -> tuple[list[meta.Task], list[int], tuple[mplp.Site, ...], int]:
-    """Tasks, how many of each in an outer batch, the places of all roles, and inner steps."""
+class Part(NamedTuple):
+    """A task, how many of it are in an outer batch, and the steps of its unrolls."""
+
+    task: meta.Task
+    count: int
+    length: int
+
+
+def recipe(name: str) -> tuple[list[Part], tuple[mplp.Site, ...]]:
+    """What a rule is trained on, and the places of all its roles."""
     if name == "sinusoid":
-        task = meta.sinusoid()
-        return [task], [16], sites_of(task), 5
+        parts = [Part(meta.sinusoid(), 16, 5)]
+        return parts, meta_curves.sites(parts[0].task)
     data = meta.data.load("mnist", size=12)
     if name == "image_mlp_long":
-        tasks = [meta.images(data, hidden=h, activation=jax.nn.sigmoid, batch=b) for h, b, _, _ in LONG]
-        return tasks, [count for *_, count in LONG], sites_of(tasks[0]), 1000
-    family = [((50,), jax.nn.sigmoid), ((50, 50), jax.nn.sigmoid), ((50,), steep_sigmoid)]
-    tasks = [meta.images(data, hidden=hidden, activation=f) for hidden, f in family]
-    return tasks, [4, 3, 1], sites_of(tasks[1]), 20
+        make = lambda hidden, batch: meta.images(data, hidden=hidden, activation=jax.nn.sigmoid, batch=batch)
+        parts = [Part(make(hidden, batch), count, length) for hidden, batch, length, count in LONG]
+        return parts, meta_curves.sites(parts[0].task)
+    family = [((50,), jax.nn.sigmoid, 4), ((50, 50), jax.nn.sigmoid, 3), ((50,), steep_sigmoid, 1)]
+    parts = [Part(meta.images(data, hidden=hidden, activation=f), count, 20) for hidden, f, count in family]
+    return parts, meta_curves.sites(parts[1].task)
 
 
-def outer_gradient(name: str, clip: bool) -> meta.OuterGradient:
+def outer_gradient(parts: list[Part], clip: bool) -> meta.OuterGradient:
     """Backpropagation through whole unrolls, 0.7 held-out and 0.3 hint loss.
 
     Long ones are truncated, with the loss on minibatches not learned from yet. With `clip` every task's gradient is
     clipped to a norm of 1.
     """
-    tasks, counts, _, length = recipe(name)
-    parts = []
-    for i, (task, count) in enumerate(zip(tasks, counts, strict=True)):
+    estimators = []
+    for task, count, length in parts:
         learner = meta.message_passing(task.network)
-        if name == "image_mlp_long":
-            length = LONG[i][2]
+        if length > SEGMENT:
             problem = meta.inner_problem(task, learner, length, hint=length / SEGMENT, held_out=0.0, hint_before=True)
             one = meta.truncated(problem, SEGMENT)
         else:
             one = meta.backpropagation(meta.inner_problem(task, learner, length))
-        parts.append(meta.lanes(meta.clipped(one) if clip else one, count))
-    return parts[0] if len(parts) == 1 else meta.average(parts, counts)
+        estimators.append(meta.lanes(meta.clipped(one) if clip else one, count))
+    return estimators[0] if len(estimators) == 1 else meta.average(estimators, [count for _, count, _ in parts])
 
 
 def schedule(steps: int, peak: float) -> optax.Schedule:
@@ -129,31 +131,31 @@ def card(name: str, sites: tuple[mplp.Site, ...], steps: int, seed: int, more: d
     }
 
 
-def judge(name: str, rule: mplp.Separable, runs: int = 100, seed: int = 1000) -> dict[str, Any]:
+JUDGED = {  # side, hidden widths, activation, minibatch
+    "image_mlp": {
+        "144-50-10, sigmoid": (12, (50,), jax.nn.sigmoid, 8),
+        "144-50-50-10, sigmoid": (12, (50, 50), jax.nn.sigmoid, 8),
+        "144-50-10, step (a transfer)": (12, (50,), step_function, 8),
+    },
+    "image_mlp_long": {
+        "144-32-20-10, minibatches of 32": (12, (32, 20), jax.nn.sigmoid, 32),
+        "784-32-20-10, minibatches of 32 (a transfer)": (28, (32, 20), jax.nn.sigmoid, 32),
+        "144-50-10, minibatches of 8": (12, (50,), jax.nn.sigmoid, 8),
+    },
+}
+
+
+def judge(name: str, rule: mplp.Separable, length: int, runs: int, seed: int = 1000) -> dict[str, Any]:
     """Half the squared error over the domain, or the test accuracy in percent, after the last inner step."""
     if name == "sinusoid":
         task = meta.sinusoid()
         cases = {"sinusoid": (task, task.loss, 1.0)}
-    elif name == "image_mlp_long":
-        cases = {}
-        for label, size, hidden, batch in (
-            ("144-32-20-10, minibatches of 32", 12, (32, 20), 32),
-            ("784-32-20-10, minibatches of 32 (a transfer)", 28, (32, 20), 32),
-            ("144-50-10, minibatches of 8", 12, (50,), 8),
-        ):
-            data, options = meta.data.load("mnist", size=size), {"split": "test", "held_out": 1000}
-            task = meta.images(data, hidden=hidden, activation=jax.nn.sigmoid, batch=batch, **options)
-            cases[label] = task, lambda p, b, task=task: meta.accuracy(task, p, b), 100.0
     else:
-        data, cases = meta.data.load("mnist", size=12), {}
-        for label, hidden, function in (
-            ("144-50-10, sigmoid", (50,), jax.nn.sigmoid),
-            ("144-50-50-10, sigmoid", (50, 50), jax.nn.sigmoid),
-            ("144-50-10, step (a transfer)", (50,), step_function),
-        ):
-            task = meta.images(data, hidden=hidden, activation=function, split="test", held_out=1000)
+        cases = {}
+        for label, (size, hidden, function, batch) in JUDGED[name].items():
+            data, options = meta.data.load("mnist", size=size), {"split": "test", "held_out": 1000}
+            task = meta.images(data, hidden=hidden, activation=function, batch=batch, **options)
             cases[label] = task, lambda p, b, task=task: meta.accuracy(task, p, b), 100.0
-    _, _, _, length = recipe(name)
     results, keys = {}, jax.random.split(jax.random.key(seed), runs)
     for label, (task, measure, scale) in cases.items():
         learner = meta.message_passing(task.network)
@@ -188,29 +190,24 @@ def main(
       seed: of the rule's start and of all tasks.
       start: a trained rule to go on from, written by this program, without suffix.
     """
-    _, counts, sites, length = recipe(name)
+    parts, sites = recipe(name)
     rule, peak, history = mplp.Separable(sites, rngs=nnx.Rngs(seed), **(OPTIONS[name] | COMMON)), 2e-3, {}
     if start is not None:
         (rule, before), peak = mplp.load_trained(start), 1e-3
         history = {"start": {k: v for k, v in before.items() if k not in ("rule", "sites", "results")}}
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule(steps, peak)))
-    done = meta.train(
-        outer_gradient(name, start is not None), optimizer, rule, jax.random.key(seed), steps, folder=out, every=50
-    )
-    clipped = "gradients" if start is None else "every task's gradient"
+    outer = outer_gradient(parts, clip=start is not None)
+    done = meta.train(outer, optimizer, rule, jax.random.key(seed), steps, folder=out, every=50)
+    length = max(part.length for part in parts)
     about = {
         "inner_steps": length,
-        "outer_batch": counts,
-        "schedule": SCHEDULE.format(peak, steps // 2, steps, clipped),
+        "outer_batch": [part.count for part in parts],
+        "schedule": SCHEDULE.format(peak, steps // 2, steps, "gradients" if start is None else "every task's gradient"),
     }
-    more = (
-        ABOUT[name]
-        | about
-        | history
-        | {"results": judge(name, done.theta, runs=20 if name == "image_mlp_long" else 100)}
-    )
+    results = judge(name, done.theta, length, runs=20 if name == "image_mlp_long" else 100)
+    more = ABOUT[name] | about | history | {"results": results}
     mplp.save_trained(done.theta, card(name, sites, steps, seed, more), out / name)
-    print(more["results"])
+    print(results)
 
 
 if __name__ == "__main__":

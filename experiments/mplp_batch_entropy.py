@@ -101,7 +101,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         below = np.flatnonzero(np.array(losses) < 0.95 * np.log(10))
         phase = config.steps * int(below[0]) // POINTS if len(below) else None
         rows.append({**cell, "last": losses[-1], "flat_phase": phase, "skipped": result["skipped"]})
-        lines.setdefault(cell["arm"], []).append(losses)
+        lines.setdefault(cell["arm"], []).append(losses[1:])  # a curve's points end its stretches of steps
         flat.setdefault(cell["arm"], []).append(phase)
     figures, table = {}, ["seeds that started, outer steps of the flat phase, held-out loss at the end (mean)"]
     for arm, phases in flat.items():
