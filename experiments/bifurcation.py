@@ -58,6 +58,9 @@ class Config(harness.Config):
             raise ValueError("bifurcation needs steps, transient and horizon of at least 1, 2 lanes and a trajectory")
 
 
+PAPER = Config(betas=501, transient=2000, steps=4000, noisy_lanes=64)
+
+
 def cells(config: Config) -> list[harness.Cell]:
     """One for each beta."""
     return [{"beta": round(float(beta), 6)} for beta in np.linspace(config.low, config.high, config.betas)]
@@ -191,14 +194,5 @@ def _picture(config, records, rows):
     return figure
 
 
-EXPERIMENT = harness.Experiment(
-    name="bifurcation",
-    description="The chaotic network: attractor, trajectories, Lyapunov exponent and loss against beta.",
-    presets={"quick": Config(), "paper": Config(betas=501, transient=2000, steps=4000, noisy_lanes=64)},
-    cells=cells,
-    measure=measure,
-    report=report,
-)
-
 if __name__ == "__main__":
-    harness.main(EXPERIMENT)
+    harness.main()

@@ -345,14 +345,5 @@ def _plain_ticks(axis, ticks):
     axis.set_minor_locator(NullLocator())
 
 
-EXPERIMENT = harness.Experiment(
-    name="chaos",
-    description="Variance and bias of RP, LR and TP gradients at the edge of chaos (Proppo, Fig. 4).",
-    presets={"quick": Config(), "paper": PAPER},
-    cells=cells,
-    measure=measure,
-    report=report,
-)
-
 if __name__ == "__main__":
-    harness.main(EXPERIMENT)
+    harness.main()

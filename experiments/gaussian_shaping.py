@@ -39,6 +39,7 @@ class Config(chaos.Config):
     estimates: int = 60
 
 
+measure = chaos.measure
 PAPER = Config(
     horizons=(25, 50),
     betas=(1.0, 1.25, 1.5, 1.75, 2.0, 2.25, 2.4, 2.5, 2.6, 2.75, 3.0, 3.25, 3.5),
@@ -134,14 +135,5 @@ def _picture(config, rows):
     return figure
 
 
-EXPERIMENT = harness.Experiment(
-    name="gaussian_shaping",
-    description="Variance and bias of Gaussian shaping and resampling on the chaotic network (Proppo, App. C.3).",
-    presets={"quick": Config(), "paper": PAPER},
-    cells=cells,
-    measure=chaos.measure,
-    report=report,
-)
-
 if __name__ == "__main__":
-    harness.main(EXPERIMENT)
+    harness.main()

@@ -1,9 +1,19 @@
 """What the experiments share: a command line, a grid of cells that survives being killed, and the results.
 
-An experiment is a configuration, a list of cells, a function that measures a cell, and one that reports on
-all of them. A measured cell is written to a file of its own, in one step (a temporary file, then
-`os.replace`). So a run that is killed at any moment goes on where it stopped when it is started again, and
-ends with the same figures: a cell's seed depends on the run's seed and on the cell only.
+An experiment is a module, run by `python -m experiments.NAME`. The first paragraph of its docstring says what it shows,
+and it has these names:
+
+* `Config`: a frozen dataclass that extends `harness.Config`; its defaults are the preset "quick".
+* `PAPER`: the `Config` of the preset "paper".
+* `cells(config)`: a list of cells, the points of the experiment's grid, in the order in which they are measured.
+* `measure(config, cell, seed)`: a dictionary of numbers, strings and lists.
+* `report(config, [(cell, result), ...])`: a `Report`.
+
+It ends with `if __name__ == "__main__": harness.main()`.
+
+A measured cell is written to a file of its own, in one step (a temporary file, then `os.replace`). So a run that is
+killed at any moment goes on where it stopped when it is started again, and ends with the same figures: a cell's seed
+depends on the run's seed and on the cell only.
 """
 
 import argparse
@@ -19,6 +29,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -65,31 +76,11 @@ class Report(NamedTuple):
     figure: Figure
 
 
-class Experiment(NamedTuple):
-    """An experiment.
-
-    Attributes:
-      name: of its module and its output folder.
-      description: for --help.
-      presets: the configurations "quick" and "paper".
-      cells: `config -> list of cells`, in the order in which they are measured.
-      measure: `(config, cell, seed) -> result`, a dictionary of numbers, strings and lists.
-      report: `(config, [(cell, result), ...]) -> Report`.
-    """
-
-    name: str
-    description: str
-    presets: dict[str, Any]
-    cells: Callable[[Any], Sequence[Cell]]
-    measure: Callable[[Any, Cell, int], dict[str, Any]]
-    report: Callable[[Any, list[tuple[Cell, dict[str, Any]]]], Report]
-
-
-def main(experiment: Experiment, argv: Sequence[str] | None = None) -> Path:
+def main(experiment: ModuleType | None = None, argv: Sequence[str] | None = None) -> Path:
     """Runs an experiment from the command line, and goes on with it if it was begun.
 
     Args:
-      experiment: what to run.
+      experiment: the module to run; the one that Python was started with if not given.
       argv: the command line; that of the process if not given.
 
     Returns:
@@ -99,12 +90,14 @@ def main(experiment: Experiment, argv: Sequence[str] | None = None) -> Path:
     Raises:
       SystemExit: for a wrong command line, or a folder that holds another run.
     """
+    experiment = experiment or sys.modules["__main__"]
+    name = name_of(experiment)
     config = _parse(experiment, sys.argv[1:] if argv is None else list(argv))
-    folder = config.out or Path("results") / f"{experiment.name}-{config.preset}"
+    folder = config.out or Path("results") / f"{name}-{config.preset}"
     _claim(folder, experiment, config)
     cells = experiment.cells(config)
     records, seconds = [], 0.0
-    for cell in tqdm.tqdm(cells, desc=experiment.name, unit="cell"):
+    for cell in tqdm.tqdm(cells, desc=name, unit="cell"):
         path = folder / "cells" / f"{cell_name(cell)}.json"
         if not path.exists():
             start = time.perf_counter()
@@ -124,13 +117,20 @@ def main(experiment: Experiment, argv: Sequence[str] | None = None) -> Path:
         "wall_seconds": round(seconds, 1),
     }
     results = {**header, **report.figures, "rows": report.rows}
-    _write_csv(folder / f"{experiment.name}.csv", report.rows)
-    FigureCanvasAgg(report.figure).print_png(str(folder / f".{experiment.name}.png.tmp"))
-    os.replace(folder / f".{experiment.name}.png.tmp", folder / f"{experiment.name}.png")
+    _write_csv(folder / f"{name}.csv", report.rows)
+    FigureCanvasAgg(report.figure).print_png(str(folder / f".{name}.png.tmp"))
+    os.replace(folder / f".{name}.png.tmp", folder / f"{name}.png")
     write_atomically(folder / "results.json", json.dumps(_strict(results), indent=1, allow_nan=False) + "\n")
     print(report.table)
     print(f"{len(cells)} cells, {seconds:.0f} s of measuring; results.json, CSV and PNG are in {folder}")
     return folder
+
+
+def name_of(experiment: ModuleType) -> str:
+    """The experiment's name, as in `python -m experiments.NAME`."""
+    if experiment.__spec__ is None:  # a file that Python was started with
+        return Path(experiment.__file__ or experiment.__name__).stem
+    return experiment.__spec__.name.removeprefix("experiments.")
 
 
 def cell_name(cell: Cell) -> str:
@@ -179,32 +179,34 @@ def interval(values: np.ndarray) -> list[float]:
     return [float(v) for v in np.percentile(values, [2.5, 97.5])]
 
 
-def _parse(experiment: Experiment, argv: list[str]) -> Any:
+def _parse(experiment: ModuleType, argv: list[str]) -> Any:
     """The configuration: the preset's, with what the command line says otherwise."""
     choose = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    choose.add_argument("--preset", choices=list(experiment.presets), default="quick")
+    presets = {"quick": experiment.Config(), "paper": experiment.PAPER}
+    choose.add_argument("--preset", choices=list(presets), default="quick")
     preset = choose.parse_known_args(argv)[0].preset
-    default = dataclasses.replace(experiment.presets[preset], preset=preset)
-    prog = f"python -m experiments.{experiment.name}"
+    default = dataclasses.replace(presets[preset], preset=preset)
+    prog = f"python -m experiments.{name_of(experiment)}"
+    description = (experiment.__doc__ or "").split("\n\n")[0]
     try:
-        return tyro.cli(type(default), default=default, args=argv, prog=prog, description=experiment.description)
+        return tyro.cli(type(default), default=default, args=argv, prog=prog, description=description)
     except ValueError as error:
         raise SystemExit(f"{prog}: {error}") from error
 
 
-def _fingerprint(experiment: Experiment, config: Config) -> dict[str, Any]:
+def _fingerprint(experiment: ModuleType, config: Config) -> dict[str, Any]:
     """What must agree for a run to go on: with another version of a library its figures may not be the same."""
     options = dataclasses.asdict(config)
     del options["out"]
     packages = ("jax", "jaxlib", "numpyro", "numpy", "scipy")
     versions = {"python": platform.python_version(), "apgrad": ap.__version__}
     versions |= {name: importlib.metadata.version(name) for name in packages}
-    return {"experiment": experiment.name, "config": options, "versions": versions}
+    return {"experiment": name_of(experiment), "config": options, "versions": versions}
 
 
-def _setting(experiment: Experiment, config: Config) -> str:
+def _setting(experiment: ModuleType, config: Config) -> str:
     """What a run is, in words: a preset, or what it has in place of the paper's setting."""
-    paper = dataclasses.asdict(experiment.presets["paper"])
+    paper = dataclasses.asdict(experiment.PAPER)
     options = dataclasses.asdict(config)
     changed = [
         f"{name}={options[name]} (paper: {paper[name]})"
@@ -214,7 +216,7 @@ def _setting(experiment: Experiment, config: Config) -> str:
     return "the paper preset" if not changed else "not the paper preset: " + ", ".join(changed)
 
 
-def _claim(folder: Path, experiment: Experiment, config: Config) -> None:
+def _claim(folder: Path, experiment: ModuleType, config: Config) -> None:
     wanted = json.loads(json.dumps({**_fingerprint(experiment, config), "device": _device()}))
     path = folder / "cells" / "run"
     path.parent.mkdir(parents=True, exist_ok=True)

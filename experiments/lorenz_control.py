@@ -326,14 +326,5 @@ def _picture(config, rows, grown):
     return figure
 
 
-EXPERIMENT = harness.Experiment(
-    name="lorenz_control",
-    description="RP, LR and total propagation on a noisy Lorenz system with a neural controller: a held-out check.",
-    presets={"quick": Config(), "paper": PAPER},
-    cells=cells,
-    measure=measure,
-    report=report,
-)
-
 if __name__ == "__main__":
-    harness.main(EXPERIMENT)
+    harness.main()

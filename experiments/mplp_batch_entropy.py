@@ -18,6 +18,8 @@ from flax import nnx
 from apgrad import meta, mplp
 from experiments import harness, meta_curves
 
+POINTS = 20  # of an outer curve
+
 
 @dataclasses.dataclass(frozen=True)
 class Config(harness.Config):
@@ -55,12 +57,24 @@ class Config(harness.Config):
             raise ValueError(f"steps must be a multiple of {POINTS}, got {self.steps}")
 
 
+PAPER = Config(
+    data="mnist",
+    seeds=5,
+    steps=150_000,
+    length=100,
+    batch=32,
+    learning_rate=1e-3,
+    channels=24,
+    hidden=40,
+    rate=1e-3,
+)
+
+
 ARMS = {
     "random start": ("random", 0.0),
     "random start, batch entropy": ("random", 2.0),
     "started as gradient descent": ("gradient_descent", 0.0),
 }
-POINTS = 20  # of an outer curve
 
 
 def cells(config: Config) -> list[harness.Cell]:
@@ -114,27 +128,5 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     return harness.Report(figures, rows, "\n".join(table), figure)
 
 
-EXPERIMENT = harness.Experiment(
-    name="mplp_batch_entropy",
-    description="Batch-entropy regularisation of meta-training (MPLP thesis, 5.3, Figs 9 to 11).",
-    presets={
-        "quick": Config(),
-        "paper": Config(
-            data="mnist",
-            seeds=5,
-            steps=150_000,
-            length=100,
-            batch=32,
-            learning_rate=1e-3,
-            channels=24,
-            hidden=40,
-            rate=1e-3,
-        ),
-    },
-    cells=cells,
-    measure=measure,
-    report=report,
-)
-
 if __name__ == "__main__":
-    harness.main(EXPERIMENT)
+    harness.main()

@@ -41,6 +41,9 @@ class Config(harness.Config):
     rate: float = 3e-3
 
 
+PAPER = Config(sizes=(1, 8), seeds=5, steps=120_000, length=100, learning_rate=1e-3, hidden=50, tasks=1, rate=1e-3)
+
+
 def cells(config: Config) -> list[harness.Cell]:
     """The 2 x 2 x 2 grid and the seeds."""
     grid = [(k, n, r) for k in config.sizes for n in (False, True) for r in (False, True)]
@@ -78,19 +81,5 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     return harness.Report(figures, rows, table, meta_curves.curve_figure(curves, config.steps, title))
 
 
-EXPERIMENT = harness.Experiment(
-    name="mplp_dynamics",
-    description="Message size, batch norm and learned step size in meta-training (MPLP thesis, 5.2, Fig. 8).",
-    presets={
-        "quick": Config(),
-        "paper": Config(
-            sizes=(1, 8), seeds=5, steps=120_000, length=100, learning_rate=1e-3, hidden=50, tasks=1, rate=1e-3
-        ),
-    },
-    cells=cells,
-    measure=measure,
-    report=report,
-)
-
 if __name__ == "__main__":
-    harness.main(EXPERIMENT)
+    harness.main()

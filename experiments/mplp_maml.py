@@ -41,6 +41,9 @@ class Config(harness.Config):
     rate: float = 1e-3
 
 
+PAPER = Config(steps=258_202, runs=100, rate=1e-4)
+
+
 def cells(config: Config) -> list[harness.Cell]:
     """The two learners."""
     return [{"method": "MPLP"}, {"method": "MAML"}]
@@ -103,14 +106,5 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     return harness.Report(figures, rows, "\n".join(lines), figure)
 
 
-EXPERIMENT = harness.Experiment(
-    name="mplp_maml",
-    description="Prior and rule meta-trained together, beside MAML (MPLP, 4.1.2, Fig. 3).",
-    presets={"quick": Config(), "paper": Config(steps=258_202, runs=100, rate=1e-4)},
-    cells=cells,
-    measure=measure,
-    report=report,
-)
-
 if __name__ == "__main__":
-    harness.main(EXPERIMENT)
+    harness.main()

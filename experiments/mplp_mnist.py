@@ -171,14 +171,5 @@ def _figure(config, best):
     return figure
 
 
-EXPERIMENT = harness.Experiment(
-    name="mplp_mnist",
-    description="A learned rule on images, with transfers, beside tuned Adam and SGD (MPLP, Table 1, Fig. 4).",
-    presets={"quick": Config(), "paper": Config(runs=100, settings=tuple(SETTINGS))},
-    cells=cells,
-    measure=measure,
-    report=report,
-)
-
 if __name__ == "__main__":
-    harness.main(EXPERIMENT)
+    harness.main()

@@ -59,6 +59,9 @@ class Config(harness.Config):
             raise ValueError(f"runs must be at least 2, got {self.runs}")
 
 
+PAPER = Config(runs=100)
+
+
 def cells(config: Config) -> list[harness.Cell]:
     """All methods on both tasks."""
     sinusoid: list[harness.Cell] = [{"task": "sinusoid", "method": m} for m in ("MPLP", "Adam", "SGD")]
@@ -223,14 +226,5 @@ def _figure(rows, examples):
     return figure
 
 
-EXPERIMENT = harness.Experiment(
-    name="mplp_published",
-    description="The published MPLP checkpoints on sinusoids and MNIST (MPLP, Fig. 2, Fig. 4, Table 1).",
-    presets={"quick": Config(), "paper": Config(runs=100)},
-    cells=cells,
-    measure=measure,
-    report=report,
-)
-
 if __name__ == "__main__":
-    harness.main(EXPERIMENT)
+    harness.main()

@@ -55,6 +55,9 @@ class Config(harness.Config):
     runs: int = 20
 
 
+PAPER = Config(steps=300_000, length=200, hidden=80, tasks=1, rate=1e-3)
+
+
 def cells(config: Config) -> list[harness.Cell]:
     """One rule; and SGD and Adam."""
     return [{"method": "MPLP"}, {"method": "SGD"}, {"method": "Adam"}]
@@ -135,17 +138,5 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     return harness.Report(figures, rows, "\n".join(lines), figure)
 
 
-EXPERIMENT = harness.Experiment(
-    name="mplp_sgd",
-    description="The functions of a rule with messages of one number, beside SGD's (MPLP thesis, 5.1).",
-    presets={
-        "quick": Config(),
-        "paper": Config(steps=300_000, length=200, hidden=80, tasks=1, rate=1e-3),
-    },
-    cells=cells,
-    measure=measure,
-    report=report,
-)
-
 if __name__ == "__main__":
-    harness.main(EXPERIMENT)
+    harness.main()

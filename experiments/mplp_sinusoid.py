@@ -41,6 +41,9 @@ class Config(harness.Config):
     steps: int = 100
 
 
+PAPER = Config(runs=100, sizes=(1, 2, 4, 8), steps=3000)
+
+
 def cells(config: Config) -> list[harness.Cell]:
     """The rule, the baselines, the ablations."""
     methods: list[harness.Cell] = [{"method": m, "k": 8, "share": "role"} for m in ("MPLP", *BASELINES)]
@@ -94,14 +97,5 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     return harness.Report(figures, rows, "\n".join(lines), figure)
 
 
-EXPERIMENT = harness.Experiment(
-    name="mplp_sinusoid",
-    description="A separable rule on sinusoids, with ablations (MPLP, Fig. 2, App. B).",
-    presets={"quick": Config(), "paper": Config(runs=100, sizes=(1, 2, 4, 8), steps=3000)},
-    cells=cells,
-    measure=measure,
-    report=report,
-)
-
 if __name__ == "__main__":
-    harness.main(EXPERIMENT)
+    harness.main()

@@ -64,15 +64,18 @@ class Config(harness.Config):
     """
 
     rates: tuple[float, ...] = (0.1, 0.9)
-    lengths: tuple[int, ...] = (5, 10, 20, 40)
+    lengths: tuple[int, ...] = (5, 20)
     estimates: int = 200
-    reference: int = 200_000
+    reference: int = 50_000
     sigma: float = 0.03
 
     def __post_init__(self):
         """Refuses lengths that truncations do not divide."""
         if bad := [t for t in self.lengths if t % SEGMENT]:
             raise ValueError(f"lengths must be multiples of {SEGMENT}, got {bad}")
+
+
+PAPER = Config(lengths=(5, 10, 20, 40, 80), estimates=2000, reference=2_000_000)
 
 
 def problem(length: int) -> meta.Problem:
@@ -238,17 +241,5 @@ def _figure(config, rows):
     return figure
 
 
-EXPERIMENT = harness.Experiment(
-    name="outer_gradients",
-    description="Bias and variance of outer gradients against unroll length on a chaotic inner problem.",
-    presets={
-        "quick": Config(lengths=(5, 20), reference=50_000),
-        "paper": Config(lengths=(5, 10, 20, 40, 80), estimates=2000, reference=2_000_000),
-    },
-    cells=cells,
-    measure=measure,
-    report=report,
-)
-
 if __name__ == "__main__":
-    harness.main(EXPERIMENT)
+    harness.main()

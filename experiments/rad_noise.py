@@ -195,15 +195,5 @@ def _layers(gradient: Any) -> list[np.ndarray]:
     return list(rad_networks.layers(gradient).values())
 
 
-EXPERIMENT = harness.Experiment(
-    "rad_noise",
-    "Gradient noise against memory (RAD, Fig. 5).",
-    {"quick": Config(), "paper": PAPER},
-    cells,
-    measure,
-    report,
-)
-
-
 if __name__ == "__main__":
-    harness.main(EXPERIMENT)
+    harness.main()

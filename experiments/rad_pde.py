@@ -195,15 +195,5 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     return harness.Report({}, rows, "\n".join(lines), figure)
 
 
-EXPERIMENT = harness.Experiment(
-    "rad_pde",
-    "A reaction-diffusion equation with random memory (RAD, Fig. 7).",
-    {"quick": Config(), "paper": PAPER},
-    cells,
-    measure,
-    report,
-)
-
-
 if __name__ == "__main__":
-    harness.main(EXPERIMENT)
+    harness.main()

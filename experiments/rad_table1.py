@@ -129,10 +129,5 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     return harness.Report({}, rows, "\n".join(lines), figure)
 
 
-EXPERIMENT = harness.Experiment(
-    "rad_table1", "Table 1 of the RAD paper, measured.", {"quick": Config(), "paper": PAPER}, cells, measure, report
-)
-
-
 if __name__ == "__main__":
-    harness.main(EXPERIMENT)
+    harness.main()

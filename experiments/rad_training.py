@@ -257,15 +257,5 @@ def _noise(runs: list[dict[str, Any]], evaluation: int, layer: str) -> float:
     return float(np.sqrt(np.mean(squares))) if squares else 0.0
 
 
-EXPERIMENT = harness.Experiment(
-    "rad_training",
-    "Training with randomized memory (RAD, Fig. 6 to 10).",
-    {"quick": Config(), "paper": PAPER},
-    cells,
-    measure,
-    report,
-)
-
-
 if __name__ == "__main__":
-    harness.main(EXPERIMENT)
+    harness.main()

@@ -138,6 +138,9 @@ class Config(harness.Config):
             raise ValueError(f"no such case: {sorted(unknown)}; there are {[*FAMILIES, *GRAPHS]}")
 
 
+PAPER = Config(estimates=20_000)
+
+
 def cells(config: Config) -> list[dict[str, Any]]:
     """Every family, graph, estimator that serves it, and order."""
     return [
@@ -188,14 +191,5 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     return harness.Report(figures, rows, "\n".join(lines), figure)
 
 
-EXPERIMENT = harness.Experiment(
-    name="second_derivatives",
-    description="First and second derivatives of estimates against closed forms.",
-    presets={"quick": Config(), "paper": Config(estimates=20_000)},
-    cells=cells,
-    measure=measure,
-    report=report,
-)
-
 if __name__ == "__main__":
-    harness.main(EXPERIMENT)
+    harness.main()

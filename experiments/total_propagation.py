@@ -235,14 +235,5 @@ def _plot_biases(part, config, biases):
         ax.grid(alpha=0.25)
 
 
-EXPERIMENT = harness.Experiment(
-    name="total_propagation",
-    description="Variance and bias of the ways to weigh total propagation.",
-    presets={"quick": Config(), "paper": PAPER},
-    cells=cells,
-    measure=measure,
-    report=report,
-)
-
 if __name__ == "__main__":
-    harness.main(EXPERIMENT)
+    harness.main()

@@ -64,6 +64,9 @@ class Config(harness.Config):
             raise ValueError("seeds must be at least 2, and all other numbers at least 1")
 
 
+PAPER = Config(seeds=12, steps=400, width=16)
+
+
 class Network(nn.Module):
     """Three recurrent networks side by side; mask (3,) says which are there."""
 
@@ -237,14 +240,5 @@ def _picture(config, results, figures):
     return figure
 
 
-EXPERIMENT = harness.Experiment(
-    name="tracing_ablation",
-    description="Influence of an RNN, an LSTM and a GRU side by side, and what their removal costs.",
-    presets={"quick": Config(), "paper": Config(seeds=12, steps=400, width=16)},
-    cells=cells,
-    measure=measure,
-    report=report,
-)
-
 if __name__ == "__main__":
-    harness.main(EXPERIMENT)
+    harness.main()

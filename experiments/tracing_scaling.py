@@ -55,6 +55,9 @@ class Config(harness.Config):
             raise ValueError("a line wants three points in each family, and repeats at least 2")
 
 
+PAPER = Config(layers=(2, 5, 10, 20, 40, 80), diamonds=12, batches=(1, 4, 16, 64, 256, 700), repeats=8)
+
+
 def semiring(name: str) -> Any:
     """By its name."""
     t = ap.tracing
@@ -203,17 +206,5 @@ def _power(size, seconds):
     return float(exponent), float(error)
 
 
-EXPERIMENT = harness.Experiment(
-    name="tracing_scaling",
-    description="Time of tracing against the size of the graph.",
-    presets={
-        "quick": Config(),
-        "paper": Config(layers=(2, 5, 10, 20, 40, 80), diamonds=12, batches=(1, 4, 16, 64, 256, 700), repeats=8),
-    },
-    cells=cells,
-    measure=measure,
-    report=report,
-)
-
 if __name__ == "__main__":
-    harness.main(EXPERIMENT)
+    harness.main()

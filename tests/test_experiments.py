@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -44,6 +45,11 @@ class Config(harness.Config):
         if self.cells < 1:
             raise ValueError("no cells")
 
+PAPER = Config(cells=9)
+
+def cells(config):
+    return [{"i": i} for i in range(config.cells)]
+
 def measure(config, cell, seed):
     if str(cell["i"]) == os.environ.get("KILL_AT"):
         os.kill(os.getpid(), signal.SIGKILL)
@@ -53,21 +59,17 @@ def report(config, records):
     rows = [{**cell, "mean": float(np.mean(result["values"])), "nan": result["nan"]} for cell, result in records]
     return harness.Report({"sum": sum(row["mean"] for row in rows)}, rows, "the table", Figure())
 
-TOY = harness.Experiment(
-    "toy", "A toy.", {"quick": Config(), "paper": Config(cells=9)},
-    lambda config: [{"i": i} for i in range(config.cells)], measure, report,
-)
 if __name__ == "__main__":
-    harness.main(TOY)
+    harness.main()
 """
 
 
 @pytest.fixture
 def toy(tmp_path):
     """The toy experiment, to run in this process."""
-    scope = {"__name__": "toy"}
-    exec(TOY, scope)
-    return scope["TOY"]
+    module = types.ModuleType("toy", "A toy.")
+    exec(TOY, module.__dict__)
+    return module
 
 
 def run(experiment, folder, *options):
@@ -85,7 +87,7 @@ def stored(folder):
 class TestHarness:
     def test_a_killed_run_goes_on_and_ends_the_same(self, toy, tmp_path):
         whole = run(toy, tmp_path / "whole")
-        program = tmp_path / "toy_program.py"
+        program = tmp_path / "toy.py"
         program.write_text(TOY)
         command = [sys.executable, str(program), "--out", str(tmp_path / "killed")]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -245,8 +247,9 @@ class TestReference:
 
 def tiny_run(experiment, folder, *options):
     results = run(experiment, folder, *options)
-    assert (folder / f"{experiment.name}.png").read_bytes().startswith(b"\x89PNG")
-    with (folder / f"{experiment.name}.csv").open(newline="") as file:
+    name = harness.name_of(experiment)
+    assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    with (folder / f"{name}.csv").open(newline="") as file:
         assert len(list(csv.DictReader(file))) == len(results["rows"])
     return results
 
@@ -255,7 +258,7 @@ class TestExperiments:
     OPTIONS = ("--horizons", "4", "--betas", "1.5", "2.5", "--estimates", "8", "--lanes", "50", "--resamples", "50")
 
     def test_chaos(self, tmp_path, capsys):
-        results = tiny_run(chaos.EXPERIMENT, tmp_path, *self.OPTIONS)
+        results = tiny_run(chaos, tmp_path, *self.OPTIONS)
         assert len(results["rows"]) == 2 * 4
         ratio = results["variance_ratio_decoupled-CF_H4_beta2.5"]
         assert ratio["interval"][0] <= ratio["value"] <= ratio["interval"][1]
@@ -269,7 +272,7 @@ class TestExperiments:
         for cell in ("method=exact,beta=1.5", "method=TP,H=4,beta=2.5"):
             (tmp_path / "cells" / f"{cell}.json").unlink()
         chaotic_network._compiled.cache_clear()
-        assert run(chaos.EXPERIMENT, tmp_path, *self.OPTIONS) == results
+        assert run(chaos, tmp_path, *self.OPTIONS) == results
 
     def test_estimates_that_are_not_finite_are_counted(self):
         config = chaos.Config(horizons=(4,), betas=(1.5,), estimates=4)
@@ -287,7 +290,7 @@ class TestExperiments:
     def test_total_propagation(self, tmp_path, capsys):
         options = ("--horizons", "4", "--betas", "2.5", "--estimates", "8", "--lanes", "50", "--resamples", "50")
         options += ("--bias-points", "4", "10", "20", "--parameters", "5")
-        results = tiny_run(total_propagation.EXPERIMENT, tmp_path, *options)
+        results = tiny_run(total_propagation, tmp_path, *options)
         assert len(results["rows"]) == 8
         for row in results["rows"]:
             assert row["nonfinite"] == 0 and row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
@@ -299,13 +302,13 @@ class TestExperiments:
         assert "worst_ratio_decoupled-CF_P5" in results and "5 parameters" in capsys.readouterr().out
 
     def test_gaussian_shaping(self, tmp_path):
-        results = tiny_run(gaussian_shaping.EXPERIMENT, tmp_path, *self.OPTIONS)
+        results = tiny_run(gaussian_shaping, tmp_path, *self.OPTIONS)
         assert len(results["rows"]) == 2 * 6
         assert all(row["rms_error"] > 0 for row in results["rows"])
 
     def test_bifurcation(self, tmp_path):
         options = ("--betas", "5", "--transient", "300", "--steps", "300", "--noisy-lanes", "8", "--horizon", "5")
-        rows = tiny_run(bifurcation.EXPERIMENT, tmp_path, *options)["rows"]
+        rows = tiny_run(bifurcation, tmp_path, *options)["rows"]
         assert [row["beta"] for row in rows] == [1.0, 1.625, 2.25, 2.875, 3.5]
         # A fixed point, then cycles of two and four, then chaos.
         assert [row["period"] for row in rows[:3]] == [1, 2, 4]
@@ -318,7 +321,7 @@ class TestExperiments:
 
     def test_lorenz_control(self, tmp_path):
         options = ("--horizons", "3", "--rhos", "10", "28", "--estimates", "8", "--lanes", "20", "--resamples", "50")
-        results = tiny_run(lorenz_control.EXPERIMENT, tmp_path, *options)
+        results = tiny_run(lorenz_control, tmp_path, *options)
         assert len(results["rows"]) == 2 * len(lorenz_control.METHODS)
         for row in results["rows"]:
             assert row["variance_low"] <= row["variance"] <= row["variance_high"] and row["seconds"] > 0
@@ -328,7 +331,7 @@ class TestExperiments:
         exponents = [growth["exponent"] for growth in results["growth"].values()]
         assert exponents[0] < 0 < exponents[1]
         with pytest.raises(SystemExit):
-            harness.main(lorenz_control.EXPERIMENT, ["--lanes", "5"])
+            harness.main(lorenz_control, ["--lanes", "5"])
 
     def test_lorenz_gradient_without_noise_is_that_of_the_rollout(self, monkeypatch):
         monkeypatch.setattr(lorenz_control, "SIGMA", 1e-6)
@@ -358,22 +361,22 @@ class TestExperiments:
 
     def test_second_derivatives(self, tmp_path):
         options = ("--estimates", "20", "--families", "bernoulli", "--graphs", "one node")
-        results = tiny_run(second_derivatives.EXPERIMENT, tmp_path, *options)
+        results = tiny_run(second_derivatives, tmp_path, *options)
         assert len(results["rows"]) == 4
         assert results["worst_distance_in_standard_errors"] == max(abs(row["off"]) for row in results["rows"]) < 5
         with pytest.raises(SystemExit):
-            harness.main(second_derivatives.EXPERIMENT, ["--graphs", "three nodes"])
+            harness.main(second_derivatives, ["--graphs", "three nodes"])
 
     def test_benchmark_of_the_estimators(self, tmp_path, monkeypatch):
         monkeypatch.setattr(benchmark, "ROLLOUT_METHODS", ("RP", "TP", "decoupled-CF"))
         options = ("--horizons", "2", "--rounds", "3", "--nodes", "100", "--chain-rounds", "3")
-        results = tiny_run(benchmark.EXPERIMENT, tmp_path, *options)
+        results = tiny_run(benchmark, tmp_path, *options)
         ratios = {row["method"]: row["ratio"] for row in results["rows"] if row["benchmark"] == "chain"}
         assert ratios["plain"] == 1 and set(ratios) == {"plain", "RP", "LR", "TP"}
         assert results["ratio_H2, called: TP"]["value"] > 0
         assert "added_bytes_per_node" in results["node_in_chain_of_100, LR"]
 
-    @pytest.mark.parametrize("experiment", [chaos.EXPERIMENT, gaussian_shaping.EXPERIMENT, bifurcation.EXPERIMENT])
+    @pytest.mark.parametrize("experiment", [chaos, gaussian_shaping, bifurcation])
     def test_presets_have_cells_of_their_own_names(self, experiment):
         for preset in ("quick", "paper"):
             names = [harness.cell_name(cell) for cell in experiment.cells(experiment.presets[preset])]
@@ -384,5 +387,5 @@ class TestExperiments:
     )
     def test_what_has_no_variance_is_refused(self, options, tmp_path, capsys):
         with pytest.raises(SystemExit):
-            harness.main(chaos.EXPERIMENT, ["--out", str(tmp_path / "x"), *options])
+            harness.main(chaos, ["--out", str(tmp_path / "x"), *options])
         assert not (tmp_path / "x").exists()

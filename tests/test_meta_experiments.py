@@ -18,17 +18,16 @@ from experiments import (
 ALL = (mplp_batch_entropy, mplp_dynamics, mplp_maml, mplp_mnist, mplp_sgd, mplp_sinusoid, outer_gradients)
 
 
-@pytest.mark.parametrize("module", ALL, ids=lambda module: module.EXPERIMENT.name)
+@pytest.mark.parametrize("module", ALL, ids=harness.name_of)
 def test_presets_have_cells_of_their_own_names(module):
-    experiment = module.EXPERIMENT
-    for preset in ("quick", "paper"):
-        names = [harness.cell_name(cell) for cell in experiment.cells(experiment.presets[preset])]
+    for config in (module.Config(), module.PAPER):
+        names = [harness.cell_name(cell) for cell in module.cells(config)]
         assert len(set(names)) == len(names) > 1
 
 
 def test_outer_gradients(tmp_path):
     options = ("--rates", "0.1", "--lengths", "5", "--estimates", "20", "--reference", "2000")
-    harness.main(outer_gradients.EXPERIMENT, ["--out", str(tmp_path), *options])
+    harness.main(outer_gradients, ["--out", str(tmp_path), *options])
     rows = json.loads((tmp_path / "results.json").read_text())["rows"]
     assert {row["estimator"] for row in rows} == set(outer_gradients.ESTIMATORS)
     # One truncation is the whole unroll here: no estimator of the gradient is biased, but for the smoothing.

@@ -20,14 +20,14 @@ def promotion():
 def run(tmp_path):
     def run(experiment, *options):
         folder = harness.main(experiment, ["--out", str(tmp_path / "run"), *options])
-        assert (folder / f"{experiment.name}.png").exists()
+        assert (folder / f"{harness.name_of(experiment)}.png").exists()
         return json.loads((folder / "results.json").read_text())["rows"]
 
     return run
 
 
 def test_table1_is_the_papers(run):
-    rows = run(rad_table1.EXPERIMENT, "--networks", "mlp", "--fractions", "0.5", "0.1")
+    rows = run(rad_table1, "--networks", "mlp", "--fractions", "0.5", "0.1")
     found = {row["method"]: row for row in rows}
     for method in ("different 0.5", "different 0.1"):
         assert found[method]["with_weights_MB"] == pytest.approx(found[method]["paper_with_weights_MB"], abs=0.01)
@@ -37,19 +37,19 @@ def test_table1_is_the_papers(run):
 
 def test_noise(run):
     options = ("--data", "digits", "--training-steps", "0", "--draws", "2", "--batches", "32", "--examples", "500")
-    rows = run(rad_noise.EXPERIMENT, *options)
+    rows = run(rad_noise, *options)
     own = {(row["method"], row["layer"]): row["own"] for row in rows}
     assert own["baseline", 2] == 0 < own["rounding 8", 2] < own["rounding 4", 2] < own["different", 2]
 
 
 def test_training(run):
     options = ("--data", "digits", "--methods", "baseline", "rounding 4", "--steps", "40", "--evaluations", "1")
-    rows = run(rad_training.EXPERIMENT, *options, "--seeds", "1")
+    rows = run(rad_training, *options, "--seeds", "1")
     assert all(row["test_accuracy"] > 0.5 for row in rows)
 
 
 def test_pde(run):
-    rows = run(rad_pde.EXPERIMENT, "--time", "0.0078125", "--fractions", "1.0", "0.1", "--iterations", "2")
+    rows = run(rad_pde, "--time", "0.0078125", "--fractions", "1.0", "0.1", "--iterations", "2")
     exact, sampled, checkpoint = rows
     assert exact["noise_over_signal"] < 1e-4 and checkpoint["residual_bytes"] < exact["residual_bytes"]
     assert sampled["residual_bytes"] * 5 < exact["residual_bytes"]
@@ -58,7 +58,7 @@ def test_pde(run):
 
 def test_benchmark(run):
     options = ("--layers", "2", "--width", "64", "--batch", "32", "--side", "2", "--rounds", "1")
-    rows = run(randomized.EXPERIMENT, *options)
+    rows = run(randomized, *options)
     assert all(row["time_ratio"] > 0 and row["residual_MB"] > 0 for row in rows)
 
 

@@ -64,6 +64,9 @@ class Config(harness.Config):
     policy_rounds: int = 0
 
 
+PAPER = Config(horizons=(10, 25, 50, 100), rounds=200, nodes=(1_000, 10_000, 100_000, 1_000_000), policy_rounds=5)
+
+
 def plain_rollout(horizon: int, lanes: int = LANES) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """The rollout's loss without apgrad, with the numbers that `chaotic_network.objective` draws."""
     weights = jnp.array(chaotic_network.WEIGHTS)
@@ -327,19 +330,5 @@ def _figure(rows):
     return figure
 
 
-EXPERIMENT = harness.Experiment(
-    name="benchmarks.estimators",
-    description="Time of the estimators against plain jax.grad, and time and memory of a node.",
-    presets={
-        "quick": Config(),
-        "paper": Config(
-            horizons=(10, 25, 50, 100), rounds=200, nodes=(1_000, 10_000, 100_000, 1_000_000), policy_rounds=5
-        ),
-    },
-    cells=cells,
-    measure=measure,
-    report=report,
-)
-
 if __name__ == "__main__":
-    harness.main(EXPERIMENT)
+    harness.main()

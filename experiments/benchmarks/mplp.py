@@ -62,6 +62,9 @@ class Config(harness.Config):
     rounds: int = 5
 
 
+PAPER = Config(widths=(64, 128, 256, 512, 1024, 2048, 4096), rounds=15)
+
+
 def cells(config: Config) -> list[harness.Cell]:
     """The tasks, then the widths."""
     every = [(name, 0) for name in TASKS] + [("width", n) for n in config.widths]
@@ -272,16 +275,7 @@ def _figure(rows):
     return figure
 
 
-EXPERIMENT = harness.Experiment(
-    name="benchmarks.mplp",
-    description="CPU time and memory of MPLP's rules on the published tasks, and against width.",
-    presets={"quick": Config(), "paper": Config(widths=(64, 128, 256, 512, 1024, 2048, 4096), rounds=15)},
-    cells=cells,
-    measure=measure,
-    report=report,
-)
-
 if __name__ == "__main__":
     if hasattr(os, "sched_setaffinity"):  # before JAX makes its pools of threads
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
-    harness.main(EXPERIMENT)
+    harness.main()

@@ -203,15 +203,5 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     return harness.Report({}, rows, "\n".join(lines), figure)
 
 
-EXPERIMENT = harness.Experiment(
-    "benchmarks.randomized",
-    "Step time and memory of random memory.",
-    {"quick": Config(), "paper": PAPER},
-    cells,
-    measure,
-    report,
-)
-
-
 if __name__ == "__main__":
-    harness.main(EXPERIMENT)
+    harness.main()

@@ -44,7 +44,7 @@ class Config(harness.Config):
         "entropy",
         "top 3",
     )
-    repeats: int = 20
+    repeats: int = 5
     scale: float = 0.5
 
     def __post_init__(self):
@@ -127,6 +127,9 @@ def semirings() -> dict[str, Any]:
 
 
 MODELS = ("MLP-300", "LSTM-50", "transformer")
+
+
+PAPER = Config(repeats=15, scale=1.0)
 
 
 def cells(config: Config) -> list[harness.Cell]:
@@ -219,14 +222,5 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     return harness.Report({f"{r['model']} {r['semiring']}": r for r in rows}, rows, "\n".join(lines), figure)
 
 
-EXPERIMENT = harness.Experiment(
-    name="benchmarks.tracing",
-    description="Time and memory of semiring backpropagation over jitted jax.grad.",
-    presets={"quick": Config(repeats=5), "paper": Config(repeats=15, scale=1.0)},
-    cells=cells,
-    measure=measure,
-    report=report,
-)
-
 if __name__ == "__main__":
-    harness.main(EXPERIMENT)
+    harness.main()
