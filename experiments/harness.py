@@ -129,7 +129,7 @@ def main(experiment: ModuleType | None = None, argv: Sequence[str] | None = None
 def name_of(experiment: ModuleType) -> str:
     """The experiment's name, as in `python -m experiments.NAME`."""
     if experiment.__spec__ is None:  # a file that Python was started with
-        return Path(experiment.__file__ or experiment.__name__).stem
+        return Path(getattr(experiment, "__file__", experiment.__name__)).stem
     return experiment.__spec__.name.removeprefix("experiments.")
 
 
