@@ -95,7 +95,7 @@ def conv(
 
 def _synapses(place, kind, unfold, product, signal, weight, bias):
     """A dense node on what `unfold` makes of the value, (batch, ..., N); `product(x, weight)` is its output."""
-    value, batch = signal.value, signal.value.shape[0]
+    value, batch = signal.value, place.places.batch_size(signal.value)
     unfolded = jax.eval_shape(unfold, value)
     rows, (N, M) = math.prod(unfolded.shape[:-1]), weight.value.shape
     if bias is not None and bias.value.shape != (M,):
@@ -141,7 +141,7 @@ def scale(place: Place, signal: Signal, scale: Parameter) -> Signal:
 
 
 def _diagonal(place, kind, function, derivatives, signal, weight):
-    shape, batch, channels = signal.value.shape, signal.value.shape[0], place.places.channels
+    shape, batch, channels = signal.value.shape, place.places.batch_size(signal.value), place.places.channels
 
     def ask(local):
         x, w = local.values[0], local.parameters[0]
@@ -170,6 +170,7 @@ def embedding(place: Place, tokens: jax.Array, table: Parameter) -> Signal:
         raise TypeError(f"embedding takes integers with the batch first, got {tokens.dtype}{tokens.shape}")
     _require_parameter("embedding", place, table, 2)
     shape, channels = (*tokens.shape, table.value.shape[1]), place.places.channels
+    batch = place.places.batch_size(tokens)
     lookup = lambda table, tokens: jnp.take(table, tokens, axis=0, mode="clip")
 
     def ask(local):
@@ -179,10 +180,10 @@ def embedding(place: Place, tokens: jax.Array, table: Parameter) -> Signal:
         return [Asked(question, _wanted((*shape, channels), shape))]
 
     def use(local, answers):
-        update = answers[0].update / tokens.shape[0]
+        update = answers[0].update / batch
         return [], [jnp.zeros_like(local.parameters[0]).at[local.data[0]].add(update, mode="clip")]
 
-    site = Site(place.name, "embedding", "diagonal", tokens.shape[0], shape)
+    site = Site(place.name, "embedding", "diagonal", batch, shape)
     return learned_node([(place, site)], lookup, ask, use, parameters=[table], data=[tokens])
 
 

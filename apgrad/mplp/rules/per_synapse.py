@@ -181,6 +181,8 @@ class PerSynapse(nnx.Module):
 def _in_chunks(cell: Any, parts: list[jax.Array], carry: Any) -> Any:
     """The cell on some rows (the parts' first axis) at a time, remembering only its inputs for a meta-gradient."""
     shape = jnp.broadcast_shapes(*[part.shape[:-1] for part in parts])
+    # A part with fewer axes (the parameter of a bias) has no rows: its axes stand for the last ones.
+    parts = [part.reshape(*[1] * (len(shape) + 1 - part.ndim), *part.shape) for part in parts]
     chunk = max(1, CHUNK // math.prod(shape[1:]))
     if chunk >= shape[0]:
         return jax.checkpoint(cell)(parts, carry)
