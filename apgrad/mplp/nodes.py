@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from apgrad.mplp.elementwise import activation
@@ -162,16 +163,28 @@ def embedding(place: Place, tokens: jax.Array, table: Parameter) -> Signal:
 
     Args:
       place: its name in the network.
-      tokens: (batch, ...), integers; one out of range is clamped, as JAX does.
+      tokens: (batch, ...), integers. As in NumPy, negative ones count from the end.
       table: (vocabulary, M).
+
+    Raises:
+      ValueError: for a token out of range. Under `jit`, where its value is not known, its row is NaN, as in Flax.
     """
+    if isinstance(tokens, Signal):
+        raise TypeError(f"embedding takes integers, got a signal: {place.name!r} can only come first in a network")
     tokens = jnp.asarray(tokens)
     if not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.ndim == 0 or tokens.shape[0] == 0:
         raise TypeError(f"embedding takes integers with the batch first, got {tokens.dtype}{tokens.shape}")
     _require_parameter("embedding", place, table, 2)
+    vocabulary = table.value.shape[0]
+    if not isinstance(tokens, jax.core.Tracer):
+        values = np.asarray(tokens)
+        if values.min(initial=0) < -vocabulary or values.max(initial=0) >= vocabulary:
+            raise ValueError(
+                f"the embedding {place.name!r} has {vocabulary} rows; got tokens from {values.min()} to {values.max()}"
+            )
     shape, channels = (*tokens.shape, table.value.shape[1]), place.places.channels
     batch = place.places.batch_size(tokens)
-    lookup = lambda table, tokens: jnp.take(table, tokens, axis=0, mode="clip")
+    lookup = lambda table, tokens: jnp.take(table, tokens, axis=0, mode="fill")
 
     def ask(local):
         rows = lookup(local.parameters[0], local.data[0])
@@ -181,7 +194,7 @@ def embedding(place: Place, tokens: jax.Array, table: Parameter) -> Signal:
 
     def use(local, answers):
         update = answers[0].update / batch
-        return [], [jnp.zeros_like(local.parameters[0]).at[local.data[0]].add(update, mode="clip")]
+        return [], [jnp.zeros_like(local.parameters[0]).at[local.data[0]].add(update, mode="drop")]
 
     site = Site(place.name, "embedding", "diagonal", batch, shape)
     return learned_node([(place, site)], lookup, ask, use, parameters=[table], data=[tokens])

@@ -93,9 +93,9 @@ class Places:
             )
         if (batch := self.batch_size(x)) != x.shape[0]:
             raise ValueError(
-                f"a network has one batch size: its first input has {batch} examples, this one, of shape {x.shape}, has "
-                f"{x.shape[0]}. Broadcast it to (batch, ...); or, where no message needs to go back to it, hand it to "
-                "mplp.wire as a plain array, in the function's closure."
+                f"a network has one batch size: its first input has {batch} examples, this one, of shape {x.shape}, "
+                f"has {x.shape[0]}. Broadcast it to (batch, ...); or, where no message needs to go back to it, hand "
+                "it to mplp.wire as a plain array, in the function's closure."
             )
         return Signal.of(x, self.channels)
 

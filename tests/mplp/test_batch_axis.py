@@ -48,6 +48,7 @@ NETWORKS = {}
 
 def network(function):
     NETWORKS[function.__name__] = function
+    return function
 
 
 @network

@@ -31,7 +31,17 @@ import jax.numpy as jnp
 from flax import nnx
 
 from apgrad.mplp import standardization
-from apgrad.mplp.networks import Descent, Fixed, Gru, Mlp, known_forms, require_form, require_one_of
+from apgrad.mplp.networks import (
+    Descent,
+    Fixed,
+    Gru,
+    Mlp,
+    known_forms,
+    require_form,
+    require_one_of,
+    require_positive,
+    require_sizes,
+)
 from apgrad.mplp.protocol import Answer, Dense, Diagonal, Elementwise, Site
 from apgrad.mplp.standardization import Standardizer
 
@@ -92,6 +102,12 @@ class PerSynapse(nnx.Module):
         require_one_of("cell", cell, ("gru", "two_grus", "mlp"))
         require_one_of("start", start, ("random", "gradient_descent"))
         require_one_of("aggregate", aggregate, ("mean", "sum"))
+        flags = {"share": share, "share_standardizers": share_standardizers, "share_scales": share_scales}
+        for name, value in (flags | {"gradient": gradient}).items():
+            require_one_of(name, value)
+        require_sizes(1, channels=channels, **{f"layers[{i}]": n for i, n in enumerate(layers)})
+        require_sizes(0, hidden=hidden)
+        require_positive(learning_rate=learning_rate)
         self.channels, self.aggregate, self.gradient = channels, aggregate, gradient
         self.share, self.share_standardizers, self.share_scales = share, share_standardizers, share_scales
         self.record = False
