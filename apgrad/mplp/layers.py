@@ -180,7 +180,7 @@ class _Layers:
         return _function(part)
 
 
-def _function(function: Callable[..., jax.Array]) -> Layer:
+def _function(function: Callable[..., Any]) -> Layer:
     held = [getattr(function, "__self__", None), *getattr(function, "args", ())]
     held += [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _filled(cell)]
     if modules := [type(x).__name__ for x in held if isinstance(x, nnx.Module)]:
@@ -276,8 +276,8 @@ def _(part: nnx.Embed) -> Layer:
     varied = ["param_dtype"] + (["dtype"] if part.dtype == part.embedding[...].dtype else [])
     _require_plain(part, lambda: nnx.Embed(part.num_embeddings, part.features, rngs=nnx.Rngs(0)), varied)
 
-    def apply(place, p, tokens):
-        if part.num_embeddings == 1 and not isinstance(tokens, Signal):
+    def apply(place: Place, p: Any, tokens: Any) -> Signal:
+        if part.num_embeddings == 1 and hasattr(tokens, "dtype"):
             tokens = jnp.zeros_like(tokens)  # Flax's single row stands for every token
         return nodes.embedding(place, tokens, p["table"])
 
@@ -288,8 +288,10 @@ def _(part: nnx.Embed) -> Layer:
 def _(part: nnx.LayerNorm) -> Layer:
     varied = ["param_dtype", "epsilon", "use_fast_variance"]
     varied += [name for name in ("reduction_axes", "feature_axes") if getattr(part, name) in (-1, (-1,), [-1])]
-    options = {"use_bias": part.use_bias, "use_scale": part.use_scale}
-    _require_plain(part, lambda: nnx.LayerNorm(part.num_features, **options, rngs=nnx.Rngs(0)), varied)
+    bias, scale = part.use_bias, part.use_scale
+    _require_plain(
+        part, lambda: nnx.LayerNorm(part.num_features, use_bias=bias, use_scale=scale, rngs=nnx.Rngs(0)), varied
+    )
     params = {n: getattr(part, n)[...] for n in ("scale", "bias") if getattr(part, n) is not None}
 
     def apply(place, p: dict[str, Parameter], signal):

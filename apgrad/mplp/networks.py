@@ -19,6 +19,7 @@ from apgrad.mplp.protocol import Site
 
 Parts = Sequence[jax.Array]
 GLOROT = jax.nn.initializers.glorot_uniform()
+LARGEST = 2**24  # size of anything in a rule; above it, a size is a mistake
 
 
 class Fixed(nnx.Variable):
@@ -179,10 +180,10 @@ def require_one_of(name: str, value: Any, choices: tuple[Any, ...] = (False, Tru
 
 
 def require_sizes(least: int, **sizes: Any) -> None:
-    """Refuses sizes, by name, that are not integers of at least so much."""
+    """Refuses sizes, by name, that are not integers from `least` to LARGEST."""
     for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-            raise ValueError(f"{name} must be an integer of at least {least}, got {value!r}")
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= LARGEST:
+            raise ValueError(f"{name} must be an integer from {least} to {LARGEST}, got {value!r}")
 
 
 def require_positive(**numbers: Any) -> None:

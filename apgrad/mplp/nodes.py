@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from apgrad.mplp.elementwise import activation
 from apgrad.mplp.learned import Asked, learned_node
@@ -176,7 +177,7 @@ def embedding(place: Place, tokens: jax.Array, table: Parameter) -> Signal:
         raise TypeError(f"embedding takes integers with the batch first, got {tokens.dtype}{tokens.shape}")
     _require_parameter("embedding", place, table, 2)
     vocabulary = table.value.shape[0]
-    if not isinstance(tokens, jax.core.Tracer):
+    if not isinstance(tokens, Tracer):
         values = np.asarray(tokens)
         if values.min(initial=0) < -vocabulary or values.max(initial=0) >= vocabulary:
             raise ValueError(
