@@ -1,5 +1,7 @@
 """A per-synapse rule runs its networks on some rows at a time: how many makes no difference to what comes out."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,7 +41,7 @@ def case(node, batch, positions, units, seed=0):
     return network, params, (x, draw(batch, positions, units))
 
 
-def compare(node, sizes, chunks, monkeypatch, cell="gru"):
+def compare(node, sizes, chunks, monkeypatch, cell: Any = "gru"):
     network, params, batch = case(node, *sizes)
     sites = mplp.sites(network, params, batch)
     rule = mplp.PerSynapse(sites, channels=2, hidden=1, layers=(3,), cell=cell, rngs=nnx.Rngs(0))
