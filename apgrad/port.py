@@ -74,4 +74,8 @@ class Signal(NamedTuple):
         """
         if channels < 1:
             raise ValueError(f"a message needs at least one channel, got channels={channels}")
-        return cls(value, port(jax.ShapeDtypeStruct((*value.shape, channels), value.dtype)))
+        zeros = port(jax.ShapeDtypeStruct((*value.shape, channels), value.dtype))
+        # A constant would not be batched where `jax.vmap` batches the value, and the copies' messages would be summed.
+        # So the zeros depend on the value, in a way that the compiler removes.
+        never = jnp.zeros((), bool)
+        return cls(value, jnp.where(never, jax.lax.stop_gradient(value)[..., None], zeros))

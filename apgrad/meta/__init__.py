@@ -18,6 +18,8 @@ from apgrad.meta.outer import clipped as clipped
 from apgrad.meta.outer import forward_mode as forward_mode
 from apgrad.meta.outer import lanes as lanes
 from apgrad.meta.outer import truncated as truncated
+from apgrad.meta.partition import combine as combine
+from apgrad.meta.partition import partition as partition
 from apgrad.meta.perturbed import perturbed as perturbed
 from apgrad.meta.tasks import Task as Task
 from apgrad.meta.tasks import accuracy as accuracy

@@ -27,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from apgrad.meta.outer import OuterGradient, Segments, advance, renew, start
+from apgrad.meta.partition import combine, partition
 from apgrad.meta.unroll import Problem, objective
 
 
@@ -173,15 +174,18 @@ def _persistent(problem, segment, sigma, pairs, stagger, keep):
 
 
 def perturbation(theta: Any, key: jax.Array, sigma: float) -> Any:
-    """Normal noise of deviation sigma, of theta's structure."""
-    leaves, tree = jax.tree.flatten(theta)
+    """Normal noise of deviation sigma, of theta's structure; zeros for what is not trained."""
+    trained, fixed = partition(theta)
+    leaves, tree = jax.tree.flatten(trained)
     keys = jax.random.split(key, max(1, len(leaves)))
     draw = lambda key, x: sigma * jax.random.normal(key, jnp.shape(x), jnp.result_type(x))
-    return tree.unflatten([draw(k, x) for k, x in zip(keys, leaves, strict=False)])
+    noise = tree.unflatten([draw(k, x) for k, x in zip(keys, leaves, strict=False)])
+    return combine(noise, jax.tree.map(jnp.zeros_like, fixed))
 
 
 def _add(theta, e, sign):
-    return jax.tree.map(lambda x, e: x + sign * e, theta, e)
+    trained, fixed = partition(theta)
+    return combine(jax.tree.map(lambda x, e: x + sign * e, trained, partition(e)[0]), fixed)
 
 
 def _difference(plus, minus, sigma, like):

@@ -28,6 +28,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from apgrad.meta.partition import without_fixed
 from apgrad.meta.unroll import Problem, objective, run
 
 
@@ -44,12 +45,13 @@ class OuterGradient:
     estimate: Callable[[Any, jax.Array, Any], tuple[jax.Array, Any, Any]]
 
     def __call__(self, theta: Any, key: jax.Array, carry: Any = None) -> tuple[jax.Array, Any, Any]:
-        """`estimate`, from a fresh carry if none is given."""
+        """`estimate`, from a fresh carry if none is given; the gradient of what is not trained is zero."""
         if carry is None:
             # split, not fold_in: split(key)[i], which an estimate draws from, is fold_in(key, i)
             begin, key = jax.random.split(key)
             carry = self.init(theta, begin)
-        return self.estimate(theta, key, carry)
+        loss, gradient, carry = self.estimate(theta, key, carry)
+        return loss, without_fixed(gradient), carry
 
 
 def backpropagation(problem: Problem, *, remat: bool | int = False) -> OuterGradient:

@@ -25,6 +25,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from apgrad.meta.checkpoints import Checkpoints
 from apgrad.meta.outer import OuterGradient, global_view
+from apgrad.meta.partition import combine, partition
 
 
 class Training(NamedTuple):
@@ -32,7 +33,7 @@ class Training(NamedTuple):
 
     Attributes:
       theta: meta-parameters.
-      optimizer: optax's state.
+      optimizer: optax's state, of what of theta is trained.
       carry: the estimator's.
       key: of the whole run; step t uses `fold_in(key, t)`.
       step: outer steps made.
@@ -65,7 +66,7 @@ def begin(estimator: OuterGradient, optimizer: optax.GradientTransformation, the
     """The loop's state before the first step."""
     carry_key, key = jax.random.split(key)
     zero = jnp.zeros((), int)
-    return Training(theta, optimizer.init(theta), estimator.init(theta, carry_key), key, zero, zero)
+    return Training(theta, optimizer.init(partition(theta)[0]), estimator.init(theta, carry_key), key, zero, zero)
 
 
 def outer_steps(
@@ -86,10 +87,12 @@ def outer_steps(
     def one(training):
         key = jax.random.fold_in(training.key, training.step)
         loss, gradient, carry = estimator.estimate(training.theta, key, training.carry)
+        gradient, _ = partition(gradient)
+        trained, fixed = partition(training.theta)
         norm = optax.tree.norm(gradient)
         fine = jnp.isfinite(loss) & jnp.isfinite(norm)
-        updates, state = optimizer.update(gradient, training.optimizer, training.theta)
-        theta = optax.apply_updates(training.theta, updates)
+        updates, state = optimizer.update(gradient, training.optimizer, trained)
+        theta = combine(optax.apply_updates(trained, updates), fixed)
         keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(fine, a, b), new, old)
         # A carry that went wrong would stay so: it begins anew.
         fresh = lambda: estimator.init(training.theta, jax.random.fold_in(key, 1))

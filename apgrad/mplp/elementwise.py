@@ -140,5 +140,6 @@ def _transform(place: Place, kind: str, function: Callable, signals: Sequence[Si
 
     suffixes = [""] if len(signals) == 1 else [f".{i}" for i in range(len(signals))]
     at = [place.places[place.name + suffix] for suffix in suffixes]
-    sites = [(p, Site(p.name, kind, "elementwise", shape[0], shape, tuple(names))) for p in at]
+    batch = place.places.batch_size(signals[0].value)
+    sites = [(p, Site(p.name, kind, "elementwise", batch, shape, tuple(names))) for p in at]
     return learned_node(sites, function, ask, lambda _, answers: ([a.message for a in answers], []), signals=signals)

@@ -110,7 +110,7 @@ def _loss(place, kind, function: Callable, features: Callable, prediction: Signa
     def use(local, answers):
         return [answers[0].message * local.message[..., None, None]], []
 
-    site = Site(place.name, kind, "elementwise", p.shape[0], p.shape, tuple(names))
+    site = Site(place.name, kind, "elementwise", place.places.batch_size(p), p.shape, tuple(names))
     return learned_node([(place, site)], function, ask, use, signals=[prediction], data=[target], ends=True)
 
 
@@ -130,6 +130,7 @@ def readout(place: Place, signal: Signal) -> jax.Array:
         question = Elementwise(None, local.message, features, local.message)
         return [Asked(question, Answer((*value.shape, channels)))]  # pyright: ignore[reportArgumentType]
 
-    site = Site(place.name, "readout", "elementwise", value.shape[0], value.shape, ("gradient", "output"))
+    batch = place.places.batch_size(value)
+    site = Site(place.name, "readout", "elementwise", batch, value.shape, ("gradient", "output"))
     use = lambda _, answers: ([answers[0].message], [])
     return learned_node([(place, site)], lambda x: x, ask, use, signals=[signal], ends=True)

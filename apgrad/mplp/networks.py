@@ -6,16 +6,20 @@ so each part is multiplied by its own rows of the kernel where it lives, and onl
 """
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from apgrad.mplp.protocol import Site
 
 Parts = Sequence[jax.Array]
 GLOROT = jax.nn.initializers.glorot_uniform()
+LARGEST = 2**24  # size of anything in a rule; above it, a size is a mistake
 
 
 class Fixed(nnx.Variable):
@@ -169,7 +173,22 @@ def require_form(known: Known, site: Site, *, by_name: bool) -> None:
     )
 
 
-def require_one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
-    """Refuses an unknown option."""
+def require_one_of(name: str, value: Any, choices: tuple[Any, ...] = (False, True)) -> None:
+    """Refuses an unknown option; without choices, one that is not a truth value."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+
+
+def require_sizes(least: int, **sizes: Any) -> None:
+    """Refuses sizes, by name, that are not integers from `least` to LARGEST."""
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= LARGEST:
+            raise ValueError(f"{name} must be an integer from {least} to {LARGEST}, got {value!r}")
+
+
+def require_positive(**numbers: Any) -> None:
+    """Refuses numbers, by name, that are not finite and above 0, as far as they are known."""
+    for name, value in numbers.items():
+        known = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+        if not isinstance(value, jax.Array) and not (known and 0 < value < math.inf):
+            raise ValueError(f"{name} must be a finite number above 0, got {value!r}")

@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from apgrad.mplp.elementwise import activation
 from apgrad.mplp.learned import Asked, learned_node
@@ -95,7 +97,7 @@ def conv(
 
 def _synapses(place, kind, unfold, product, signal, weight, bias):
     """A dense node on what `unfold` makes of the value, (batch, ..., N); `product(x, weight)` is its output."""
-    value, batch = signal.value, signal.value.shape[0]
+    value, batch = signal.value, place.places.batch_size(signal.value)
     unfolded = jax.eval_shape(unfold, value)
     rows, (N, M) = math.prod(unfolded.shape[:-1]), weight.value.shape
     if bias is not None and bias.value.shape != (M,):
@@ -141,7 +143,7 @@ def scale(place: Place, signal: Signal, scale: Parameter) -> Signal:
 
 
 def _diagonal(place, kind, function, derivatives, signal, weight):
-    shape, batch, channels = signal.value.shape, signal.value.shape[0], place.places.channels
+    shape, batch, channels = signal.value.shape, place.places.batch_size(signal.value), place.places.channels
 
     def ask(local):
         x, w = local.values[0], local.parameters[0]
@@ -162,15 +164,28 @@ def embedding(place: Place, tokens: jax.Array, table: Parameter) -> Signal:
 
     Args:
       place: its name in the network.
-      tokens: (batch, ...), integers; one out of range is clamped, as JAX does.
+      tokens: (batch, ...), integers. As in NumPy, negative ones count from the end.
       table: (vocabulary, M).
+
+    Raises:
+      ValueError: for a token out of range. Under `jit`, where its value is not known, its row is NaN, as in Flax.
     """
+    if isinstance(tokens, Signal):
+        raise TypeError(f"embedding takes integers, got a signal: {place.name!r} can only come first in a network")
     tokens = jnp.asarray(tokens)
     if not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.ndim == 0 or tokens.shape[0] == 0:
         raise TypeError(f"embedding takes integers with the batch first, got {tokens.dtype}{tokens.shape}")
     _require_parameter("embedding", place, table, 2)
+    vocabulary = table.value.shape[0]
+    if not isinstance(tokens, Tracer):
+        values = np.asarray(tokens)
+        if values.min(initial=0) < -vocabulary or values.max(initial=0) >= vocabulary:
+            raise ValueError(
+                f"the embedding {place.name!r} has {vocabulary} rows; got tokens from {values.min()} to {values.max()}"
+            )
     shape, channels = (*tokens.shape, table.value.shape[1]), place.places.channels
-    lookup = lambda table, tokens: jnp.take(table, tokens, axis=0, mode="clip")
+    batch = place.places.batch_size(tokens)
+    lookup = lambda table, tokens: jnp.take(table, tokens, axis=0, mode="fill")
 
     def ask(local):
         rows = lookup(local.parameters[0], local.data[0])
@@ -179,10 +194,10 @@ def embedding(place: Place, tokens: jax.Array, table: Parameter) -> Signal:
         return [Asked(question, _wanted((*shape, channels), shape))]
 
     def use(local, answers):
-        update = answers[0].update / tokens.shape[0]
-        return [], [jnp.zeros_like(local.parameters[0]).at[local.data[0]].add(update, mode="clip")]
+        update = answers[0].update / batch
+        return [], [jnp.zeros_like(local.parameters[0]).at[local.data[0]].add(update, mode="drop")]
 
-    site = Site(place.name, "embedding", "diagonal", tokens.shape[0], shape)
+    site = Site(place.name, "embedding", "diagonal", batch, shape)
     return learned_node([(place, site)], lookup, ask, use, parameters=[table], data=[tokens])
 
 

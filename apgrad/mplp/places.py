@@ -63,11 +63,13 @@ class Places:
 
     Attributes:
       sites: what the network asked for so far, by name.
+      batch: the network's batch size, the first axis of its first input; None before that.
     """
 
     def __init__(self, rule: Rule, state: Any = None, state_port: Any = None, uses_port: Any = None):
         self.rule, self.state, self.state_port, self.uses_port = rule, state, state_port, uses_port
         self.sites: dict[str, Site] = {}
+        self.batch: int | None = None
 
     @property
     def channels(self) -> int:
@@ -89,7 +91,27 @@ class Places:
             raise ValueError(
                 f"a signal has the batch as its first axis, with at least one example; got shape {x.shape}"
             )
+        if (batch := self.batch_size(x)) != x.shape[0]:
+            raise ValueError(
+                f"a network has one batch size: its first input has {batch} examples, this one, of shape {x.shape}, "
+                f"has {x.shape[0]}. Broadcast it to (batch, ...); or, where no message needs to go back to it, hand "
+                "it to mplp.wire as a plain array, in the function's closure."
+            )
         return Signal.of(x, self.channels)
+
+    def batch_size(self, value: jax.Array) -> int:
+        """The number of examples, one number for the whole network.
+
+        A loss multiplies its gradient by this number, and a node with parameters divides its update by it. Both must
+        be the same number, also where the network moves the batch to another axis, or merges it with another, between
+        the two. So the number is taken once, from the first input.
+
+        Args:
+          value: of the node that asks; its first axis is the batch if no input came before.
+        """
+        if self.batch is None:
+            self.batch = value.shape[0]
+        return self.batch
 
     def use(self, site: Site) -> Use:
         """Opens a place; called by the nodes."""

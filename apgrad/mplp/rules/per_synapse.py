@@ -31,7 +31,17 @@ import jax.numpy as jnp
 from flax import nnx
 
 from apgrad.mplp import standardization
-from apgrad.mplp.networks import Descent, Fixed, Gru, Mlp, known_forms, require_form, require_one_of
+from apgrad.mplp.networks import (
+    Descent,
+    Fixed,
+    Gru,
+    Mlp,
+    known_forms,
+    require_form,
+    require_one_of,
+    require_positive,
+    require_sizes,
+)
 from apgrad.mplp.protocol import Answer, Dense, Diagonal, Elementwise, Site
 from apgrad.mplp.standardization import Standardizer
 
@@ -92,6 +102,12 @@ class PerSynapse(nnx.Module):
         require_one_of("cell", cell, ("gru", "two_grus", "mlp"))
         require_one_of("start", start, ("random", "gradient_descent"))
         require_one_of("aggregate", aggregate, ("mean", "sum"))
+        flags = {"share": share, "share_standardizers": share_standardizers, "share_scales": share_scales}
+        for name, value in (flags | {"gradient": gradient}).items():
+            require_one_of(name, value)
+        require_sizes(1, channels=channels, **{f"layers[{i}]": n for i, n in enumerate(layers)})
+        require_sizes(0, hidden=hidden)
+        require_positive(learning_rate=learning_rate)
         self.channels, self.aggregate, self.gradient = channels, aggregate, gradient
         self.share, self.share_standardizers, self.share_scales = share, share_standardizers, share_scales
         self.record = False
@@ -181,6 +197,8 @@ class PerSynapse(nnx.Module):
 def _in_chunks(cell: Any, parts: list[jax.Array], carry: Any) -> Any:
     """The cell on some rows (the parts' first axis) at a time, remembering only its inputs for a meta-gradient."""
     shape = jnp.broadcast_shapes(*[part.shape[:-1] for part in parts])
+    # A part with fewer axes (the parameter of a bias) has no rows: its axes stand for the last ones.
+    parts = [part.reshape(*[1] * (len(shape) + 1 - part.ndim), *part.shape) for part in parts]
     chunk = max(1, CHUNK // math.prod(shape[1:]))
     if chunk >= shape[0]:
         return jax.checkpoint(cell)(parts, carry)

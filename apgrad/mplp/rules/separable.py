@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from apgrad.mplp.networks import Mlp, beside, known_forms, require_form, require_one_of
+from apgrad.mplp.networks import Mlp, beside, known_forms, require_form, require_one_of, require_positive, require_sizes
 from apgrad.mplp.protocol import Answer, Dense, Diagonal, Elementwise, Site
 from apgrad.mplp.rules import whitening
 
@@ -97,6 +97,12 @@ class Separable(nnx.Module):
         rngs: nnx.Rngs,
     ):
         require_one_of("start", start, ("gradient_descent", "random"))
+        require_one_of("share", share, (False, True, "role"))
+        for name, value in {"whiten": whiten, "normalize": normalize, "gradient": gradient}.items():
+            require_one_of(name, value)
+        require_sizes(1, channels=channels, rank=rank, hidden=hidden)
+        require_sizes(0, memory=memory, full=full, window=window)
+        require_positive(learning_rate=learning_rate, strength=strength, forget=forget)
         self.channels, self.memory, self.share, self.whitens = channels, memory, share, whiten
         self.full, self.window = full, window
         self.known = known_forms(sites)

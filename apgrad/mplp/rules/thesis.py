@@ -21,7 +21,16 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from apgrad.mplp.networks import Descent, Mlp, known_forms, require_form, require_one_of
+from apgrad.mplp.networks import (
+    Descent,
+    Fixed,
+    Mlp,
+    known_forms,
+    require_form,
+    require_one_of,
+    require_positive,
+    require_sizes,
+)
 from apgrad.mplp.protocol import Answer, Dense, Diagonal, Elementwise, Site
 from apgrad.mplp.standardization import BatchNorm
 
@@ -69,9 +78,13 @@ class Thesis(nnx.Module):
         rngs: nnx.Rngs,
     ):
         require_one_of("start", start, ("random", "gradient_descent"))
+        require_one_of("batch_norm", batch_norm)
+        require_one_of("learn_rate", learn_rate)
+        require_sizes(1, channels=channels, hidden=hidden)
+        require_positive(learning_rate=learning_rate, clip=clip)
         self.channels, self.learn_rate, self.clip = channels, learn_rate, clip
         self.known = known_forms(sites)
-        self.log_rate = nnx.Param(jnp.log(jnp.asarray(learning_rate, float)))
+        self.log_rate = (nnx.Param if learn_rate else Fixed)(jnp.log(jnp.asarray(learning_rate, float)))
         self.networks, self.descents, self.gains = nnx.Dict({}), nnx.Dict({}), nnx.Dict({})
         make = lambda features, out: _Network(features, hidden, out, batch_norm, rngs)
         for site in sites:

@@ -1,0 +1,63 @@
+"""What of a pytree is meta-trained, and what is not.
+
+A rule may hold numbers that are fitted or chosen, not trained (fitted standardizers, a fixed step size). In a Flax NNX
+module such a number is an `nnx.Variable` that is not an `nnx.Param`. A gradient of zero does not protect it: weight
+decay shrinks it, and an evolution strategy perturbs it. So it is split off:
+
+    trained, fixed = meta.partition(theta)
+    updates, state = optimizer.update(meta.partition(gradient)[0], state, trained)
+    theta = meta.combine(optax.apply_updates(trained, updates), fixed)
+
+`meta.train` and every outer gradient do so by themselves.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+def partition(theta: Any) -> tuple[Any, Any]:
+    """Splits a pytree into what is trained and what is fixed.
+
+    Args:
+      theta: a rule, or any pytree. Plain arrays are trained.
+
+    Returns:
+      Two pytrees of theta's form: the first has None in place of every `nnx.Variable` that is not an `nnx.Param`, the
+      second has None in place of everything else.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> from flax import nnx
+      >>> theta = {"weight": nnx.Param(jnp.ones(2)), "scale": nnx.Variable(jnp.zeros(3)), "rate": jnp.ones(())}
+      >>> trained, fixed = ap.meta.partition(theta)
+      >>> [len(jax.tree.leaves(part)) for part in (trained, fixed)], trained["scale"]
+      ([2, 1], None)
+    """
+    trained = jax.tree.map(lambda x: None if is_fixed(x) else x, theta, is_leaf=is_fixed)
+    fixed = jax.tree.map(lambda x: x if is_fixed(x) else None, theta, is_leaf=is_fixed)
+    return trained, fixed
+
+
+def combine(trained: Any, fixed: Any) -> Any:
+    """The pytree that `partition` split.
+
+    Args:
+      trained: the first part, or one of its form, such as a gradient.
+      fixed: the second part.
+    """
+    hole = lambda x: x is None or is_fixed(x)
+    return jax.tree.map(lambda a, b: a if b is None else b, trained, fixed, is_leaf=hole)
+
+
+def without_fixed(gradient: Any) -> Any:
+    """The gradient, with zeros for what is fixed."""
+    trained, fixed = partition(gradient)
+    return combine(trained, jax.tree.map(jnp.zeros_like, fixed))
+
+
+def is_fixed(x: Any) -> bool:
+    """Whether a node of a pytree is a variable that is not trained."""
+    return isinstance(x, nnx.Variable) and not isinstance(x, nnx.Param)

@@ -1,0 +1,143 @@
+"""What is not to be trained comes out of every outer gradient and of every optimizer with the same bits."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from apgrad import meta, mplp
+from apgrad.meta.partition import is_fixed
+from apgrad.mplp.networks import Fixed
+
+TASK = meta.sinusoid(sizes=(1, 1), batch=4, held_out=5)
+SMALL = {"channels": 2, "hidden": 2, "layers": (3,)}
+
+
+@functools.cache
+def sites():
+    params = TASK.prior(jax.random.key(0))
+    return mplp.sites(TASK.network, params, TASK.batch(TASK.draw(jax.random.key(1)), jax.random.key(2)))
+
+
+RULES = {
+    "exact": lambda s: mplp.Exact(0.1),
+    "per synapse": lambda s: mplp.PerSynapse(s, **SMALL, rngs=nnx.Rngs(0)),
+    "per synapse, stateless": lambda s: mplp.PerSynapse(
+        s, **SMALL, cell="mlp", share=True, start="gradient_descent", rngs=nnx.Rngs(0)
+    ),
+    "separable": lambda s: mplp.Separable(s, channels=2, rank=2, hidden=3, memory=2, whiten=True, rngs=nnx.Rngs(0)),
+    "thesis, fixed rate": lambda s: mplp.Thesis(s, channels=2, hidden=3, learn_rate=False, rngs=nnx.Rngs(0)),
+    "thesis": lambda s: mplp.Thesis(s, channels=2, hidden=3, rngs=nnx.Rngs(0)),
+}
+HAVE_FIXED = ("per synapse", "per synapse, stateless", "thesis, fixed rate")
+
+OUTER = {
+    "backpropagation": lambda p: meta.lanes(meta.clipped(meta.backpropagation(p)), 2),
+    "truncated": lambda p: meta.lanes(meta.truncated(p, 1), 2),
+    "forward mode": meta.forward_mode,
+    "evolution": lambda p: meta.lanes(meta.evolution(p), 2),
+    "truncated evolution": lambda p: meta.truncated_evolution(p, 1),
+    "persistent evolution": lambda p: meta.persistent_evolution(p, 1, pairs=2),
+    "single evolution": lambda p: meta.single_evolution(p, 1),
+    "perturbed": lambda p: meta.perturbed(p, unrolls=4),
+    "average": lambda p: meta.average([meta.evolution(p), meta.backpropagation(p)]),
+}
+
+
+def fixed_values(theta):
+    return [x[...] for x in jax.tree.leaves(theta, is_leaf=is_fixed) if is_fixed(x)]
+
+
+@functools.cache
+def rule_of(name):
+    """A rule with values that no accident keeps: also a negative zero, whose sign an addition of zero loses."""
+    rule = RULES[name](sites())
+    leaves, tree = jax.tree.flatten(rule)
+    rng = np.random.default_rng(0)
+    moved = [jnp.asarray(x + 0.1 * rng.standard_normal(x.shape), x.dtype) for x in leaves]
+    rule = tree.unflatten(moved)
+    for x in jax.tree.leaves(rule, is_leaf=is_fixed):
+        if is_fixed(x) and x[...].size > 1:
+            x[...] = x[...].at[0].set(-0.0)
+    return rule
+
+
+def bits(values):
+    return [np.asarray(x).tobytes() for x in values]
+
+
+def toy(theta):
+    """A recurrence whose losses depend on every number of theta, also on those that are fixed."""
+
+    def step(theta, s):
+        s = 0.5 * jnp.sin(s) + sum(jnp.mean(jnp.sin(x + 0.3)) for x in jax.tree.leaves(theta))
+        return s, jnp.sum(s**2)
+
+    return meta.Problem(lambda theta, key: jnp.ones(2), step, lambda theta, s: jnp.sum(s), 2)
+
+
+def trained(theta, outer, problem=None):
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1, weight_decay=0.5))
+    with jax.numpy_dtype_promotion("standard"):  # which optax's adamw needs
+        outer = outer(problem or toy(theta))
+        return meta.train(outer, optimizer, theta, jax.random.key(3), 2, every=2, progress=False)
+
+
+def check(theta, done):
+    assert int(done.skipped) == 0
+    assert bits(fixed_values(done.theta)) == bits(fixed_values(theta))
+    assert jax.tree.structure(done.theta) == jax.tree.structure(theta)
+    for a, b in zip(*(jax.tree.leaves(meta.partition(x)[0]) for x in (done.theta, theta)), strict=True):
+        assert jnp.any(a != b)  # what is trained has moved, all of it
+
+
+@pytest.mark.parametrize("outer", OUTER)
+def test_every_outer_gradient_leaves_it_alone(outer):
+    theta = meta.WithPrior({"fixed": Fixed(jnp.asarray([-0.0, 0.7])), "rate": nnx.Param(jnp.ones(()))}, jnp.ones(2))
+    check(theta, trained(theta, OUTER[outer]))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_in_every_rule(name):
+    rule = rule_of(name)
+    assert bool(fixed_values(rule)) == (name in HAVE_FIXED)
+    check(rule, trained(rule, meta.evolution))
+
+
+def test_in_a_rule_that_learns_a_task():
+    rule = rule_of("thesis, fixed rate")
+    problem = meta.inner_problem(TASK, meta.message_passing(TASK.network), 1)
+    check(rule, trained(rule, meta.evolution, problem))
+
+
+def test_the_loss_sees_it_and_the_gradient_has_zeros(name):
+    """A recurrence whose loss depends on a fixed number, without a stop_gradient in it."""
+    theta = {"w": jnp.ones(3), "fixed": nnx.BatchStat(jnp.asarray([2.0, 3.0]))}
+    seen = []
+
+    def step(theta, s):
+        jax.debug.callback(lambda x: seen.append(np.asarray(x)), theta["fixed"][...])
+        s = 0.5 * s * theta["fixed"][...][0] * jnp.mean(theta["w"])
+        return s, jnp.sum(theta["fixed"][...] * s)
+
+    problem = meta.Problem(lambda theta, key: jnp.ones(2), step, lambda theta, s: jnp.sum(s), 2)
+    _, gradient, _ = OUTER[name](problem)(theta, jax.random.key(0))
+    jax.block_until_ready(gradient)
+    jax.effects_barrier()
+    assert bits([gradient["fixed"][...]]) == bits([jnp.zeros(2)])
+    assert jnp.all(gradient["w"] != 0)
+    assert seen and all(np.array_equal(x, [2.0, 3.0]) for one in seen for x in one.reshape(-1, 2))
+
+
+def test_parts_make_the_whole():
+    rule = RULES["per synapse"](sites())
+    theta = {"rule": rule, "none": None, "prior": [jnp.ones(2)]}
+    parts = meta.partition(theta)
+    assert sum(len(jax.tree.leaves(part)) for part in parts) == len(jax.tree.leaves(theta))
+    whole = meta.combine(*parts)
+    assert jax.tree.structure(whole) == jax.tree.structure(theta)
+    assert bits(jax.tree.leaves(whole)) == bits(jax.tree.leaves(theta))

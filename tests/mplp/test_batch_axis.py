@@ -1,0 +1,233 @@
+"""The exact rule is SGD wherever a network puts its batch: updates are counted over one batch size, in one place."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import apgrad as ap
+from apgrad import mplp
+from tests.mplp.graphs import half_l2, jit, xent
+
+B, T, N = 4, 3, 5
+
+
+def draw(dtype=jnp.float64):
+    rng = np.random.default_rng(0)
+    array = lambda *shape: jnp.asarray(0.7 * rng.standard_normal(shape), dtype)
+    params = {"w": array(N, N), "v": array(N, N), "b": array(N), "heads": array(2, N, N), "table": array(6, N)}
+    return params, (array(B, T, N), array(B, T, N))
+
+
+class Plain:
+    """The same nodes in plain JAX: signals are arrays, places are names."""
+
+    def __getitem__(self, name):
+        return name
+
+    signal = staticmethod(lambda x: x)
+    dense = staticmethod(lambda at, s, w, b=0.0: s @ w + b)
+    bias = staticmethod(lambda at, s, b: s + b)
+    scale = staticmethod(lambda at, s, b: s * b)
+    activation = staticmethod(lambda at, f, *s: f(*s))
+    wire = staticmethod(lambda f, *s: f(*s))
+    embedding = staticmethod(lambda at, tokens, table: table[tokens])
+    squared_error = staticmethod(lambda at, p, y: half_l2(p, y))
+    softmax_cross_entropy = staticmethod(lambda at, p, y: xent(jax.nn.softmax(p), y))
+    readout = staticmethod(lambda at, s: s)
+
+
+def hidden(m, at, p, s):
+    s = m.activation(at["tanh"], jnp.tanh, m.dense(at["in"], s, p["w"], p["b"]))
+    return m.bias(at["bias"], m.scale(at["scale"], s, p["b"]), p["b"])
+
+
+NETWORKS = {}
+
+
+def network(function):
+    NETWORKS[function.__name__] = function
+    return function
+
+
+@network
+def merged_with_positions(m, at, p, x, y):
+    s = m.wire(lambda s: s.reshape(B * T, N), hidden(m, at, p, at.signal(x)))
+    return m.squared_error(at["loss"], m.dense(at["out"], s, p["v"], p["b"]), y.reshape(B * T, N))
+
+
+@network
+def merged_before_the_nodes(m, at, p, x, y):
+    s = m.wire(lambda s: s.reshape(B * T, N), at.signal(x))
+    s = m.wire(lambda s: s.reshape(B, T, N), hidden(m, at, p, s))
+    return m.squared_error(at["loss"], m.dense(at["out"], s, p["v"], p["b"]), y)
+
+
+@network
+def merged_input(m, at, p, x, y):
+    s = m.wire(lambda s: s.reshape(B, T, N), hidden(m, at, p, at.signal(x.reshape(B * T, N))))
+    return m.squared_error(at["loss"], m.dense(at["out"], s, p["v"], p["b"]), y)
+
+
+@network
+def swapped(m, at, p, x, y):
+    s = m.wire(lambda s: jnp.swapaxes(s, 0, 1), hidden(m, at, p, at.signal(x)))
+    return m.squared_error(at["loss"], m.dense(at["out"], s, p["v"], p["b"]), jnp.swapaxes(y, 0, 1))
+
+
+@network
+def the_batch_last(m, at, p, x, y):
+    s = m.wire(lambda s: jnp.transpose(s, (2, 1, 0)), hidden(m, at, p, at.signal(x)))
+    s = m.activation(at["again"], jnp.sin, s)
+    return m.squared_error(at["loss"], s, jnp.transpose(y, (2, 1, 0)))
+
+
+@network
+def two_batches_concatenated(m, at, p, x, y):
+    a, b = hidden(m, at, p, at.signal(x)), m.dense(at["b"], at.signal(jnp.sin(x)), p["w"])
+    s = m.wire(lambda a, b: jnp.concatenate([a, b]), a, b)
+    return m.squared_error(at["loss"], m.dense(at["out"], s, p["v"], p["b"]), jnp.concatenate([y, y + 1]))
+
+
+@network
+def half_of_the_batch(m, at, p, x, y):
+    s = m.wire(lambda s: s[: B // 2], hidden(m, at, p, at.signal(x)))
+    return m.squared_error(at["loss"], m.dense(at["out"], s, p["v"], p["b"]), y[: B // 2])
+
+
+@network
+def mean_over_the_batch(m, at, p, x, y):
+    s = m.wire(lambda s: jnp.mean(s, axis=0, keepdims=True), hidden(m, at, p, at.signal(x)))
+    return m.squared_error(at["loss"], m.dense(at["out"], s, p["v"], p["b"]), y[:1])
+
+
+@network
+def mean_over_the_batch_without_its_axis(m, at, p, x, y):
+    s = m.wire(lambda s: jnp.mean(s, axis=0), hidden(m, at, p, at.signal(x)))
+    return m.softmax_cross_entropy(at["loss"], m.dense(at["out"], s, p["v"]), jax.nn.softmax(y[0]))
+
+
+@network
+def similarities_of_the_batch(m, at, p, x, y):
+    s = m.wire(lambda s: jnp.einsum("btn,ctn->bc", s, s), hidden(m, at, p, at.signal(x)))
+    return m.squared_error(at["loss"], m.activation(at["again"], jnp.sin, s), jnp.eye(B, dtype=x.dtype))
+
+
+@network
+def a_loss_of_another_batch_axis(m, at, p, x, y):
+    s = m.wire(lambda s: s.reshape(B * T, N), hidden(m, at, p, at.signal(x)))
+    other = m.squared_error(at["other"], m.wire(lambda s: jnp.mean(s, axis=0, keepdims=True), s), y[0, :1])
+    out = m.readout(at["read"], m.dense(at["out"], s, p["v"]))
+    return jnp.mean(other) + jnp.mean(jnp.cosh(out)) + 0.3 * jnp.mean(m.squared_error(at["loss"], s, y.reshape(-1, N)))
+
+
+@network
+def embedded_positions(m, at, p, x, y):
+    s = hidden(m, at, p, at.signal(x))
+    s = m.wire(lambda s, e: s + e, s, m.embedding(at["positions"], jnp.arange(T), p["table"]))
+    return m.squared_error(at["loss"], m.dense(at["out"], s, p["v"]), y)
+
+
+@network
+def embedded_tokens_merged(m, at, p, x, y):
+    tokens = jnp.asarray([[0, 1, 1], [2, 3, 1], [5, 5, 5], [0, 1, 4]])
+    s = m.wire(lambda s: s.reshape(B * T, N), m.embedding(at["tokens"], tokens, p["table"]))
+    return m.squared_error(at["loss"], hidden(m, at, p, s), y.reshape(B * T, N))
+
+
+@network
+def heads_by_vmap(m, at, p, x, y):
+    s = at.signal(x)
+    head = lambda w: m.activation(at["head"], jnp.tanh, m.dense(at["heads"], s, w, p["b"]))
+    s = m.wire(lambda s: jnp.sum(s, axis=0), jax.vmap(head)(p["heads"]))
+    return m.squared_error(at["loss"], m.dense(at["out"], s, p["v"], p["b"]), y)
+
+
+@network
+def heads_by_vmap_and_their_losses(m, at, p, x, y):
+    s = hidden(m, at, p, at.signal(x))
+    head = lambda w, c: m.squared_error(at["loss"], m.bias(at["b"], m.dense(at["heads"], s, w), p["b"]), c * y)
+    return jnp.mean(jax.vmap(head)(p["heads"], jnp.asarray([1.0, 2.0], x.dtype)))
+
+
+@network
+def the_same_weights_in_every_copy(m, at, p, x, y):
+    s = at.signal(x)
+    turn = lambda c: m.activation(at["a"], jnp.sin, m.wire(lambda s: c * s, m.dense(at["w"], s, p["w"], p["b"])))
+    s = m.wire(lambda s: jnp.sum(s, axis=0), jax.vmap(turn)(jnp.asarray([0.5, 1.0, 2.0], x.dtype)))
+    return m.squared_error(at["loss"], s, y)
+
+
+@network
+def examples_by_vmap(m, at, p, x, y):
+    one = lambda x, y: m.squared_error(at["loss"], hidden(m, at, p, at.signal(x[None])), y[None])
+    return jnp.mean(jax.vmap(one)(x, y))
+
+
+@network
+def examples_by_vmap_in_vmap(m, at, p, x, y):
+    one = lambda x, w: hidden(m, at, p, m.dense(at["w"], at.signal(x[None]), w))
+    s = jax.vmap(jax.vmap(one, (0, None)), (None, 0))(x, p["heads"])
+    s = m.wire(lambda s: jnp.sum(s, axis=0).reshape(B, T, N), s)
+    return m.squared_error(at["loss"], s, y)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_exact_rule_is_sgd(name, x64):
+    function, (params, batch) = NETWORKS[name], draw()
+
+    @jit
+    def both(params, batch):
+        rule, made = mplp.Exact(0.5), lambda at, p, batch: function(mplp, at, p, *batch)
+        state = mplp.init_state(rule, made, params, batch)
+        updates, _, metrics = mplp.backward(rule, made, params, state, batch)
+        plain = lambda p: jnp.mean(function(Plain, Plain(), p, *batch))
+        loss, gradient = jax.value_and_grad(plain)(params)
+        return (updates, metrics["loss"]), (jax.tree.map(lambda g: -0.5 * g, gradient), loss)
+
+    got, expected = both(params, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12), got, expected)
+    assert sum(bool(jnp.any(u != 0)) for u in jax.tree.leaves(got[0])) >= 2
+
+
+def test_a_learned_rule_does_not_see_where_the_positions_are(x64):
+    """A learned rule that starts at random updates a merged and an unmerged sequence alike."""
+    params, batch = draw()
+
+    def unmerged(m, at, p, x, y):
+        return m.squared_error(at["loss"], m.dense(at["out"], hidden(m, at, p, at.signal(x)), p["v"], p["b"]), y)
+
+    def updates(function):
+        made = lambda at, p, batch: function(mplp, at, p, *batch)
+        rule = mplp.Separable(mplp.sites(made, params, batch), channels=2, hidden=4, start="random", rngs=nnx.Rngs(0))
+        return jit(lambda p: mplp.backward(rule, made, p, mplp.init_state(rule, made, p, batch), batch)[0])(params)
+
+    expected = updates(unmerged)
+    for function in (merged_with_positions, swapped):
+        close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13)
+        jax.tree.map(close, updates(function), expected)
+
+
+def test_inputs_of_two_batch_sizes_are_refused():
+    places = mplp.Places(mplp.Exact(0.1))
+    places.signal(jnp.ones((4, 2)))
+    with pytest.raises(ValueError, match=r"its first input has 4 examples, this one, of shape \(1, 2\), has 1"):
+        places.signal(jnp.ones((1, 2)))
+
+
+def test_a_port_is_batched_as_its_value_is():
+    """Messages of the copies that `jax.vmap` makes arrive at the copies' own ports."""
+    x = jnp.asarray([[1.0], [jnp.inf], [3.0]])
+    ports = jax.vmap(lambda x: ap.Signal.of(x, 2).port)(x)
+    np.testing.assert_array_equal(ports, jnp.zeros((3, 1, 2)))
+    seen = ap.node(
+        ap.Propagator(lambda s: (ap.Signal.of(s.value, 1), None), lambda _, m: (ap.Signal(m.value, m.port**2),))
+    )
+
+    def total(signal):
+        out = jax.vmap(lambda c: seen(ap.Signal.of(c * signal.value, 1)._replace(port=signal.port)))(jnp.ones(3))
+        return jnp.sum(out.port * jnp.asarray([1.0, 2.0, 3.0])[:, None, None])
+
+    got = jax.grad(total)(ap.Signal.of(jnp.ones(2), 1))
+    np.testing.assert_allclose(got.port, 1.0 + 4.0 + 9.0)

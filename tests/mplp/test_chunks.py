@@ -1,0 +1,75 @@
+"""A per-synapse rule runs its networks on some rows at a time: how many makes no difference to what comes out."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from apgrad import mplp
+from apgrad.mplp.rules import per_synapse
+from tests.mplp.graphs import jit
+
+# Each node with parameters, between a signal and a loss: (batch, positions, features) to the same.
+NODES = {
+    "dense": lambda at, s, p: mplp.dense(at, s, p["matrix"]),
+    "dense with a bias": lambda at, s, p: mplp.dense(at, s, p["matrix"], p["vector"]),
+    "convolution": lambda at, s, p: mplp.conv(at, s, p["kernel"], p["vector"]),
+    "bias": lambda at, s, p: mplp.bias(at, s, p["vector"]),
+    "scale": lambda at, s, p: mplp.scale(at, s, p["vector"]),
+    "activation": lambda at, s, p: mplp.activation(at, jnp.tanh, s),
+    "softmax": lambda at, s, p: mplp.softmax(at, s),
+}
+
+
+def case(node, batch, positions, units, seed=0):
+    rng = np.random.default_rng(seed)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    params = {"matrix": draw(units, units), "vector": draw(units), "kernel": draw(2, units, units)}
+    params["table"] = draw(7, units)
+    tokens = jnp.asarray(rng.integers(0, 7, (batch, positions)))
+
+    def network(at, p, batch):
+        x, y = batch
+        if node == "embedding":
+            return mplp.squared_error(at["loss"], mplp.embedding(at["node"], x, p["table"]), y)
+        return mplp.squared_error(at["loss"], NODES[node](at["node"], at.signal(x), p), y)
+
+    x = tokens if node == "embedding" else draw(batch, positions, units)
+    return network, params, (x, draw(batch, positions, units))
+
+
+def compare(node, sizes, chunks, monkeypatch, cell: Any = "gru"):
+    network, params, batch = case(node, *sizes)
+    sites = mplp.sites(network, params, batch)
+    rule = mplp.PerSynapse(sites, channels=2, hidden=1, layers=(3,), cell=cell, rngs=nnx.Rngs(0))
+    # A recurrent state that is not zero.
+    state = jax.tree.map(lambda x: x + 0.3, mplp.init_state(rule, network, params, batch))
+    results = []
+    for chunk in (10**9, *chunks):
+        monkeypatch.setattr(per_synapse, "CHUNK", chunk)
+        run = jit(lambda p, s: mplp.backward(rule, network, p, s, batch)[:2])
+        results.append(run(params, state))
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+    for parts in results[1:]:
+        jax.tree.map(close, parts, results[0])
+    if node not in ("activation", "softmax"):
+        assert any(jnp.any(u != 0) for u in jax.tree.leaves(results[0][0]))
+
+
+@pytest.mark.parametrize("node", [*NODES, "embedding"])
+def test_chunks_are_the_whole(node, monkeypatch):
+    """Rows, positions and units that are equal, that differ, and one of 1; a chunk of one row, and of several."""
+    for sizes, chunks in [((4, 3, 4), (1, 24)), ((5, 2, 1), (4,))]:
+        compare(node, sizes, chunks, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("node", "sizes"), [("bias", (9, 32, 32)), ("scale", (33, 16, 16)), ("embedding", (32, 9, 32))]
+)
+def test_more_elements_than_a_chunk(node, sizes, monkeypatch):
+    """The sizes at which the rule itself begins to chunk."""
+    assert sizes[0] * sizes[1] * sizes[2] > per_synapse.CHUNK
+    compare(node, sizes, [per_synapse.CHUNK], monkeypatch, cell="mlp")

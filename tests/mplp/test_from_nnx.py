@@ -1,0 +1,250 @@
+"""Every option of every layer: the network is what the model is, or `from_nnx` refuses it."""
+
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from apgrad import mplp
+from tests.mplp.graphs import jit
+
+X = np.random.default_rng(0).standard_normal((2, 6, 4)).astype(np.float32)
+TOKENS = np.asarray([[0, 3, 1], [2, 2, -1]])
+
+
+def double_dot(*args, **kwargs):
+    return 2 * jax.lax.dot_general(*args, **kwargs)
+
+
+def double_conv(*args, **kwargs):
+    return 2 * jax.lax.conv_general_dilated(*args, **kwargs)
+
+
+def half(arrays, dtype=None, inexact=True):
+    return tuple(None if a is None else a / 2 for a in arrays)
+
+
+DTYPES = {"dtype": [jnp.bfloat16, jnp.float32], "param_dtype": [jnp.bfloat16, jnp.float32]}
+INIT = [nnx.initializers.normal(1.0)]
+# (a layer without options, its input, values of each option; what is the same for the network is accepted)
+LAYERS = {
+    "Linear": (
+        lambda **o: nnx.Linear(4, 3, rngs=nnx.Rngs(0), **o),
+        X,
+        DTYPES
+        | {
+            "use_bias": [True, False],
+            "precision": [None, "highest"],
+            "dot_general": [double_dot],
+            "promote_dtype": [half],
+            "preferred_element_type": [None, jnp.float16],
+            "kernel_init": INIT,
+            "bias_init": INIT,
+        },
+        {"use_bias", "kernel_init", "bias_init"},
+    ),
+    "Conv": (
+        lambda **o: nnx.Conv(4, 4, (3,), rngs=nnx.Rngs(0), **o),
+        X,
+        DTYPES
+        | {
+            "use_bias": [True, False],
+            "strides": [1, 2, (2,), None],
+            "padding": ["SAME", "VALID", "CIRCULAR", "CAUSAL", "REFLECT", 1, ((1, 0),), (2,)],
+            "kernel_dilation": [1, (1,), None, 2, (2,)],
+            "input_dilation": [1, (1,), None, 2, (2,)],
+            "feature_group_count": [1, 2],
+            "mask": [None, jnp.ones((3, 4, 4)).at[0].set(0.0)],
+            "precision": [None, "highest"],
+            "conv_general_dilated": [double_conv],
+            "promote_dtype": [half],
+            "preferred_element_type": [None, jnp.float16],
+            "kernel_init": INIT,
+            "bias_init": INIT,
+        },
+        {"use_bias", "strides", "kernel_init", "bias_init", ("padding", "VALID"), ("kernel_dilation", (1,))},
+    ),
+    "Embed": (
+        lambda **o: nnx.Embed(4, 3, rngs=nnx.Rngs(0), **o),
+        TOKENS,
+        DTYPES | {"promote_dtype": [half], "embedding_init": INIT},
+        {"embedding_init"},
+    ),
+    "LayerNorm": (
+        lambda **o: nnx.LayerNorm(4, rngs=nnx.Rngs(0), **o),
+        X,
+        DTYPES
+        | {
+            "epsilon": [1e-6, 0.5],
+            "use_bias": [True, False],
+            "use_scale": [True, False],
+            "bias_init": INIT,
+            "scale_init": INIT,
+            "reduction_axes": [-1, (-1,), (1, 2), 1],
+            "feature_axes": [-1, (-1,)],
+            "axis_name": [None, "devices"],
+            "axis_index_groups": [None, ((0,),)],
+            "use_fast_variance": [True, False],
+            "promote_dtype": [half],
+        },
+        {"epsilon", "use_bias", "use_scale", "bias_init", "scale_init", "use_fast_variance", ("reduction_axes", (-1,))},
+    ),
+}
+OPTIONS = [
+    (name, option, i) for name, row in LAYERS.items() for option, values in row[2].items() for i in range(len(values))
+]
+
+
+@pytest.mark.parametrize(("name", "option", "i"), OPTIONS, ids=lambda x: str(x))
+def test_an_option_is_kept_or_refused(name, option, i):
+    make, x, options, supported = LAYERS[name]
+    value = options[option][i]
+    with jax.numpy_dtype_promotion("standard"):
+        model = nnx.Sequential(make(**{option: value}))
+        try:
+            network, params = mplp.from_nnx(model, mplp.squared_error)
+        except TypeError as error:
+            assert option in str(error)
+            default = inspect.signature(type(model.layers[0]).__init__).parameters[option].default
+            if isinstance(value, jax.Array):
+                return
+            assert option not in supported and (option, value) not in supported
+            assert value is not None and value != default
+            return
+        got, expected = network.predict(params, jnp.asarray(x)), model(jnp.asarray(x))
+    assert got.dtype == expected.dtype
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_options_are_all_there_are(name):
+    """An option of a later Flax that this table does not have is refused unless it is at its default."""
+    make, _, options, _ = LAYERS[name]
+    layer = make()
+    layer.an_option_of_a_later_flax = 3
+    with pytest.raises(TypeError, match="an_option_of_a_later_flax=3"):
+        mplp.from_nnx(nnx.Sequential(layer), mplp.squared_error)
+    known = set(inspect.signature(type(make()).__init__).parameters)
+    assert set(options) <= known
+
+
+class TestOtherModules:
+    def refuse(self, match, *parts):
+        with pytest.raises(TypeError, match=match):
+            mplp.from_nnx(nnx.Sequential(*parts), mplp.squared_error)
+
+    @pytest.mark.parametrize("base", [nnx.Linear, nnx.LayerNorm])
+    def test_subclasses(self, base):
+        class Own(base):
+            def __call__(self, x):
+                return x + super().__call__(x)
+
+        part = Own(*((4, 4) if base is nnx.Linear else (4,)), rngs=nnx.Rngs(0))
+        self.refuse(f"got Own, a subclass of {base.__name__}", part)
+        with pytest.raises(TypeError, match="got Own, a subclass"):
+            mplp.layer(part)
+
+    def test_lora(self):
+        self.refuse("LoRALinear, a subclass of Linear", nnx.LoRALinear(4, 4, lora_rank=2, rngs=nnx.Rngs(0)))
+        self.refuse("got LoRA", nnx.LoRA(4, 2, 4, rngs=nnx.Rngs(0)))
+
+    def test_a_residual_sequential(self):
+        class Residual(nnx.Sequential):
+            def __call__(self, x):
+                return x + super().__call__(x)
+
+        inner = Residual(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
+        self.refuse("got Residual", inner)
+        with pytest.raises(TypeError, match=r"takes an nnx.Sequential, got Residual"):
+            mplp.from_nnx(inner, mplp.squared_error)
+
+    def test_a_function_that_holds_a_module(self):
+        linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+        self.refuse("holds a module, Linear", linear.__call__)
+        self.refuse("holds a module, Linear", lambda x: x + linear(x))
+
+    def test_a_parameter_in_two_layers(self):
+        a, b = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 4, rngs=nnx.Rngs(1))
+        b.kernel = a.kernel
+        self.refuse("'0_dense' and '2_dense' share a parameter", a, jnp.tanh, b)
+
+
+def test_a_layer_used_twice_is_one_layer():
+    """Its update is the sum over its uses, as its gradient is."""
+    shared = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
+    inner = nnx.Sequential(shared, jnp.tanh)
+    model = nnx.Sequential(inner, nnx.Linear(4, 4, rngs=nnx.Rngs(1)), inner, shared)
+    x, y = jnp.asarray(X[:, 0]), jnp.asarray(X[:, 1])
+    network, params = mplp.from_nnx(model, mplp.squared_error, x)
+    assert [name for name, _ in network.layers] == [
+        "0_dense",
+        "1_activation",
+        "2_dense",
+        "0_dense",
+        "4_activation",
+        "0_dense",
+    ]
+    assert sorted(params) == ["0_dense", "2_dense"]
+
+    def plain(p):
+        call = lambda name, x: x @ p[name]["kernel"] + p[name]["bias"]
+        h = call("2_dense", jnp.tanh(call("0_dense", x)))
+        return jnp.mean(jnp.sum((call("0_dense", jnp.tanh(call("0_dense", h))) - y) ** 2, -1)) / 2
+
+    state = mplp.init_state(mplp.Exact(1.0), network, params, (x, y))
+    updates, _, _ = jit(lambda p: mplp.backward(mplp.Exact(1.0), network, p, state, (x, y)))(params)
+    close = lambda u, g: np.testing.assert_allclose(u, -g, rtol=1e-4, atol=1e-5)
+    jax.tree.map(close, updates, jax.grad(plain)(params))
+
+
+class TestTheCheck:
+    def test_on_the_minibatch_at_hand(self):
+        calls = []
+
+        def other_each_time(x):
+            calls.append(0)
+            return x * len(calls)
+
+        model = nnx.Sequential(nnx.Linear(4, 3, rngs=nnx.Rngs(0)), other_each_time)
+        with pytest.raises(ValueError, match="predicts something else than the model: values that differ by"):
+            mplp.from_nnx(model, mplp.squared_error, jnp.asarray(X))
+
+    def test_of_a_form_that_differs(self):
+        class Twice(nnx.Module):
+            pass
+
+        @mplp.layer.register
+        def _(part: Twice) -> mplp.Layer:
+            return mplp.Layer("twice", {}, lambda place, _, s: mplp.wire(lambda x: jnp.concatenate([x, x], -1), s))
+
+        Twice.__call__ = lambda self, x: jnp.concatenate([x, x], axis=0)
+        with pytest.raises(ValueError, match=r"float32\(2, 6, 8\), the model float32\(4, 6, 4\)"):
+            mplp.from_nnx(nnx.Sequential(Twice()), mplp.squared_error, jnp.asarray(X))
+
+    def test_passes_where_both_agree(self):
+        layers = [nnx.Conv(4, 5, (3,), rngs=nnx.Rngs(0)), nnx.LayerNorm(5, rngs=nnx.Rngs(0)), nnx.softmax]
+        mplp.from_nnx(nnx.Sequential(*layers), mplp.cross_entropy, jnp.asarray(X))
+
+
+class TestEmbedding:
+    def test_tokens_out_of_range(self):
+        network, params = mplp.from_nnx(nnx.Sequential(nnx.Embed(4, 3, rngs=nnx.Rngs(0))), mplp.squared_error)
+        for tokens in (jnp.asarray([[0, 4]]), jnp.asarray([[0, -5]])):
+            with pytest.raises(ValueError, match=r"has 4 rows; got tokens from (0 to 4|-5 to 0)"):
+                network.predict(params, tokens)
+            got = jax.jit(network.predict)(params, tokens)  # where the tokens are not known, as Flax: never another row
+            assert jnp.all(jnp.isnan(got[0, 1])) and jnp.all(jnp.isfinite(got[0, 0]))
+
+    def test_negative_tokens_and_a_single_row_are_as_in_flax(self):
+        for rows, tokens in ((4, TOKENS), (1, TOKENS)):
+            model = nnx.Sequential(nnx.Embed(rows, 3, rngs=nnx.Rngs(0)))
+            mplp.from_nnx(model, mplp.squared_error, jnp.asarray(tokens))
+
+    def test_not_first(self):
+        model = nnx.Sequential(nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Embed(4, 3, rngs=nnx.Rngs(0)))
+        network, params = mplp.from_nnx(model, mplp.squared_error)
+        with pytest.raises(TypeError, match="embedding takes integers, got a signal"):
+            network.predict(params, jnp.asarray(X))

@@ -1,0 +1,220 @@
+"""Rules on disk: what is read is what was written, or an error says what does not belong together."""
+
+import functools
+import json
+import os
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from apgrad import meta, mplp
+from apgrad.mplp import pretrained
+
+OPTIONS = {"channels": 2, "rank": 2, "hidden": 3, "memory": 1, "whiten": True, "share": "role", "normalize": True}
+
+
+def network():
+    made, prior = meta.mlp((2, 3, 1), jnp.tanh, mplp.squared_error)
+    batch = jnp.ones((4, 2)), jnp.ones((4, 1))
+    return made, prior(jax.random.key(0)), batch
+
+
+@functools.cache
+def sites():
+    return mplp.sites(*network())
+
+
+@pytest.fixture(scope="module")
+def rule():
+    return mplp.Separable(sites(), rngs=nnx.Rngs(0), **OPTIONS)
+
+
+def card(**changed):
+    return {"rule": OPTIONS | changed, "sites": [site._asdict() for site in sites()], "more": 1}
+
+
+def scaled(rule, factor):
+    return jax.tree.map(lambda x: factor * x, rule)
+
+
+def test_names_with_dots_are_names(rule, tmp_path):
+    """One name is not another's suffix, and two rules of one beginning are two rules."""
+    names = ["rule_v1.1", "rule_v1.2", "rule", "rule.json", "a.b/c.d"]
+    for i, name in enumerate(names):
+        mplp.save_trained(scaled(rule, i + 1.0), card() | {"number": i}, tmp_path / name)
+    for i, name in enumerate(names):
+        found, about = mplp.load_trained(tmp_path / name)
+        assert about["number"] == i and about.keys() == card().keys() | {"number"}
+        jax.tree.map(np.testing.assert_array_equal, found, scaled(rule, i + 1.0))
+    assert sum(path.is_file() for path in tmp_path.rglob("*")) == 2 * len(names)  # nothing else is left behind
+
+
+@pytest.mark.parametrize("changed", [{"normalize": False}, {"share": False}, {"full": 3}, {"window": 5}])
+def test_a_card_of_other_options_is_refused(rule, changed, tmp_path):
+    """Options that change what the rule does, though not the shapes of its arrays."""
+    with pytest.raises(ValueError, match=r"normalize|full|window|do not belong together"):
+        mplp.save_trained(rule, card(**changed), tmp_path / "rule")
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_read_does_what_was_written(rule, tmp_path):
+    made, params, batch = network()
+    mplp.save_trained(rule, card(), tmp_path / "rule")
+    again, _ = mplp.load_trained(tmp_path / "rule")
+    assert jax.tree.structure(again) == jax.tree.structure(rule)
+    step = jax.jit(lambda r: mplp.backward(r, made, params, mplp.init_state(rule, made, params, batch), batch)[0])
+    jax.tree.map(np.testing.assert_array_equal, step(rule), step(again))
+
+
+@pytest.mark.parametrize(
+    "value", [np.nan, np.inf, np.float64(1e300), np.complex64(1 + 1j), np.int32(3), jnp.bfloat16(1.0)], ids=repr
+)
+def test_a_number_that_is_not_finite_and_real_is_refused(rule, value, tmp_path):
+    leaves, tree = jax.tree.flatten(rule)
+    dtype = np.float32 if isinstance(value, float) and not isinstance(value, np.float64) else value.dtype
+    odd = tree.unflatten([np.full(leaves[0].shape, value, dtype), *leaves[1:]])
+    with pytest.raises(ValueError, match="numbers are finite and real, of float32; got"):
+        mplp.save_trained(odd, card(), tmp_path / "rule")
+    assert not list(tmp_path.iterdir())
+    mplp.save_trained(rule, card(), tmp_path / "rule")
+    with np.load(tmp_path / "rule.npz") as file:
+        arrays = dict(file)
+    first = next(iter(arrays))
+    arrays[first] = np.full(arrays[first].shape, value, dtype)
+    np.savez(tmp_path / "rule.npz", **arrays)
+    about = json.loads((tmp_path / "rule.json").read_text())
+    del about[pretrained.DIGEST]
+    (tmp_path / "rule.json").write_text(json.dumps(about))
+    with pytest.raises(ValueError, match=r"numbers are finite and real|pickle|do not belong"):
+        mplp.load_trained(tmp_path / "rule")
+
+
+def test_double_precision_is_kept(tmp_path, x64):
+    rule = mplp.Separable(sites(), rngs=nnx.Rngs(0), **OPTIONS)
+    assert jax.tree.leaves(rule)[0].dtype == jnp.float64
+    mplp.save_trained(rule, card(), tmp_path / "rule")
+    jax.tree.map(np.testing.assert_array_equal, mplp.load_trained(tmp_path / "rule")[0], rule)
+
+
+@pytest.mark.parametrize("dies", [1, 2])
+def test_a_write_that_fails_leaves_what_was_there_or_says_so(rule, dies, tmp_path, monkeypatch):
+    """At the first file nothing has changed; between the two, arrays and card are not of one rule, and this is seen."""
+    mplp.save_trained(rule, card(), tmp_path / "rule")
+    replace, calls = os.replace, []
+
+    def fails(*args):
+        calls.append(args)
+        if len(calls) == dies:
+            raise OSError("no space left")
+        replace(*args)
+
+    monkeypatch.setattr(os, "replace", fails)
+    with pytest.raises(OSError, match="no space left"):
+        mplp.save_trained(scaled(rule, 2.0), card(), tmp_path / "rule")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rule.json", "rule.npz"]
+    if dies == 1:
+        jax.tree.map(np.testing.assert_array_equal, mplp.load_trained(tmp_path / "rule")[0], rule)
+    else:
+        with pytest.raises(ValueError, match="were not written together"):
+            mplp.load_trained(tmp_path / "rule")
+
+
+def without(name):
+    made = card()
+    del made[name]
+    return made
+
+
+def site(**changed):
+    made = card()
+    made["sites"][0] = made["sites"][0] | changed
+    return made
+
+
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ([], "a card is a dictionary .* got list"),
+        ("card", "got str"),
+        (None, "got NoneType"),
+        (without("rule"), "got one with"),
+        (without("sites"), "got one with"),
+        (card() | {"rule": [1]}, "a card is a dictionary"),
+        (card() | {"sites": {}}, "a card is a dictionary"),
+        (card() | {"sites": [[]]}, "a site of a card has the entries"),
+        (card() | {"sites": []}, "do not belong together"),
+        (card(hidden=10**7), "do not belong together"),
+        (card(channels=10**7, rank=10**7, memory=10**7), "do not belong together"),
+        (card(hidden=10**12), "hidden must be an integer from 1 to"),
+        (card(rank=10**30), "rank must be an integer from 1 to"),
+        (card(hidden=-3), "hidden must be an integer from 1 to .*, got -3"),
+        (card(hidden=0), "hidden must be an integer"),
+        (card(memory=-1), "memory must be an integer from 0 to .*, got -1"),
+        (card(rank=2.0), "rank must be an integer"),
+        (card(hidden="3"), "hidden must be an integer"),
+        (card(hidden=None), "hidden must be an integer"),
+        (card(share="rol"), "share must be one of .* got 'rol'"),
+        (card(unknown=1), "unknown"),
+        (card(rngs=1), "rngs"),
+        (card(learning_rate=-1.0), "learning_rate must be a finite number above 0, got -1.0"),
+        (site(shape=[4, -2, 3]), "names and sizes above 0"),
+        (site(shape=12), "names and sizes above 0"),
+        (site(batch="4"), "names and sizes above 0"),
+        (site(family="round"), "names and sizes above 0"),
+        (site(features=[1]), "names and sizes above 0"),
+        (site(more=1), "a site of a card has the entries"),
+    ],
+)
+def test_a_card_that_makes_no_rule_is_refused_at_once(rule, wrong, match, tmp_path):
+    mplp.save_trained(rule, card(), tmp_path / "rule")
+    (tmp_path / "rule.json").write_text(json.dumps(wrong))
+    start = time.process_time()
+    with pytest.raises(ValueError, match=match):
+        mplp.load_trained(tmp_path / "rule")
+    assert time.process_time() - start < 30  # of the processor's time: nothing of the card's size is made
+    with pytest.raises(ValueError, match=match):
+        mplp.save_trained(rule, wrong, tmp_path / "other")
+    assert not (tmp_path / "other.npz").exists()
+
+
+def per_synapse(**options):
+    return mplp.PerSynapse(sites(), **({"channels": 2, "hidden": 1, "layers": (3,)} | options), rngs=nnx.Rngs(0))
+
+
+def separable(**options):
+    return mplp.Separable(sites(), **options, rngs=nnx.Rngs(0))
+
+
+def thesis(**options):
+    return mplp.Thesis(sites(), **options, rngs=nnx.Rngs(0))
+
+
+CHOICES = {
+    per_synapse: ["cell", "start", "aggregate", "share", "share_standardizers", "share_scales", "gradient"],
+    separable: ["whiten", "start", "share", "normalize", "gradient"],
+    thesis: ["batch_norm", "learn_rate", "start"],
+}
+
+
+@pytest.mark.parametrize(("make", "name"), [(make, name) for make, names in CHOICES.items() for name in names])
+@pytest.mark.parametrize("value", ["rol", "False", "", None, 2])
+def test_every_choice_of_every_rule_is_checked(make, name, value):
+    with pytest.raises(ValueError, match=f"{name} must be one of .*, got {value!r}"):
+        make(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(per_synapse, n) for n in ("channels", "hidden", "learning_rate")]
+    + [(separable, n) for n in ("channels", "rank", "hidden", "memory", "full", "window")]
+    + [(separable, n) for n in ("learning_rate", "strength", "forget")]
+    + [(thesis, n) for n in ("channels", "hidden", "learning_rate", "clip")],
+)
+@pytest.mark.parametrize("value", [-1, "3", None, float("nan"), True])
+def test_every_number_of_every_rule_is_checked(make, name, value):
+    with pytest.raises(ValueError, match=f"{name} must be "):
+        make(**{name: value})
