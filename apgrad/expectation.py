@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from apgrad.keys import require_key
 from apgrad.lanes import cost_shape_error
 from apgrad.ledger import LEDGER, Ledger, Plan
 from apgrad.propagator import Propagator, Static, first_order, hoist, node
@@ -92,7 +93,7 @@ def expectation(
         )
 
     def objective(key, *args, **kwargs):
-        key = _require_key(key)
+        key = require_key("the objective's first argument", key)
         ledger = Ledger(collecting=True)
         # The abstract trace closes over the arguments, so they may be of any type.
         first = Plan(lanes, folds=1 + cross_fit, keeps=keep_weights, token=object())
@@ -200,7 +201,8 @@ def initial_weights(program: Callable[..., Any], lanes: int, *, has_aux: bool = 
     """
 
     def function(key, *args, **kwargs):
-        key, ledger, first = _require_key(key), Ledger(collecting=True), Plan(lanes, keeps=True, token=object())
+        key = require_key("the function's first argument", key)
+        ledger, first = Ledger(collecting=True), Plan(lanes, keeps=True, token=object())
         jax.eval_shape(lambda: _run(program, ledger, first, has_aux, key, args, kwargs)[0]._key)
         plan = _make_plan(first, ledger)
         empty = {name: jnp.zeros((1, width), plan.dtype) for name, width in ledger.tables.items()}
@@ -333,15 +335,6 @@ def _make_plan(plan: Plan, ledger: Ledger) -> Plan:
     # Sums of costs are kept in float32 or wider, whatever the costs' dtype.
     dtype = max({jnp.dtype(jnp.float32), *ledger.cost_dtypes}, key=lambda dtype: dtype.itemsize)
     return Plan(lanes, dtype, tuple(sorted(ledger.ports.items())), plan.folds, plan.keeps)
-
-
-def _require_key(key: Any) -> jax.Array:
-    typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    raw = not typed and hasattr(key, "dtype") and key.dtype == jnp.uint32 and jnp.ndim(key) == 1
-    if not ((typed and key.ndim == 0) or raw):
-        got = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else type(key).__name__
-        raise TypeError(f"the objective's first argument is one PRNG key, jax.random.key(seed); got {got}")
-    return key if typed else jax.random.wrap_key_data(key)
 
 
 @jax.custom_jvp
