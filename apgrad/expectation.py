@@ -353,17 +353,23 @@ def _(primals, tangents):
 @jax.custom_batching.custom_vmap
 def _nan_flag(bad: jax.Array) -> jax.Array:
     """0, or an error raised on the host: what uses the flag cannot be had without the check."""
+    return _zero_or_fail(bad)
+
+
+# One function for all calls: a new callback or branch at each call would be compiled, and kept by JAX, at each call.
+@jax.jit
+def _zero_or_fail(bad: jax.Array) -> jax.Array:
     flag = jax.ShapeDtypeStruct((), jnp.float32)
+    return lax.cond(bad, lambda: jax.pure_callback(_fail, flag, bad), lambda: jnp.zeros((), jnp.float32))
 
-    def fail(_):
-        raise FloatingPointError(
-            "a lane's cost is NaN (or infinite, so that its baseline is; or weights are kept for fewer nodes than "
-            "there are), and the gradient would be NaN for all of them. Look at the costs and at what feeds them "
-            "(jax.debug.print, or jax.config.update('jax_debug_nans', True)); mask lanes that failed. "
-            "ap.expectation(..., check_nan=False) turns this check off."
-        )
 
-    return lax.cond(bad, lambda: jax.pure_callback(fail, flag, bad), lambda: jnp.zeros((), jnp.float32))
+def _fail(_: Any) -> Any:
+    raise FloatingPointError(
+        "a lane's cost is NaN (or infinite, so that its baseline is; or weights are kept for fewer nodes than "
+        "there are), and the gradient would be NaN for all of them. Look at the costs and at what feeds them "
+        "(jax.debug.print, or jax.config.update('jax_debug_nans', True)); mask lanes that failed. "
+        "ap.expectation(..., check_nan=False) turns this check off."
+    )
 
 
 @_nan_flag.def_vmap
