@@ -19,12 +19,20 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from apgrad.keys import require_key
 from apgrad.lanes import cost_shape_error
 from apgrad.ledger import LEDGER, Ledger, Plan
+from apgrad.primitives import refuse_message
 from apgrad.propagator import Propagator, Static, first_order, hoist, node
 from apgrad.tape import Tape
 
 STREAM = "apgrad stream"  # the name of the axis of streams: 0 is the own stream, 1 the output stream
+
+
+_AUX = (
+    "aux has no derivative in a program with {}: a sample there brings its derivative by the costs after it, and that "
+    "of aux would lack it. Give what you differentiate to tape.cost, or wrap aux in jax.lax.stop_gradient."
+)
 
 
 def expectation(
@@ -53,7 +61,8 @@ def expectation(
         nothing to do with the objective: weights - gradient are those of this iteration, weights - gradient / 10
         a moving average. Weights that come from other samples leave the gradient unbiased, without the cost of
         `cross_fit`; in the first iteration, when all are 0, they come from the same.
-      has_aux: the program returns `(tape, aux)`, the objective `(value, aux)`.
+      has_aux: the program returns `(tape, aux)`, the objective `(value, aux)`. Where a node has a score, aux has no
+        derivative: reverse mode raises an error that says so.
       check_nan: raise an error when a lane's costs are NaN, also under `jit`, by a host callback that runs
         only then. Turn it off to export or serialize a compiled program.
 
@@ -92,7 +101,7 @@ def expectation(
         )
 
     def objective(key, *args, **kwargs):
-        key = _require_key(key)
+        key = require_key("the objective's first argument", key)
         ledger = Ledger(collecting=True)
         # The abstract trace closes over the arguments, so they may be of any type.
         first = Plan(lanes, folds=1 + cross_fit, keeps=keep_weights, token=object())
@@ -106,7 +115,7 @@ def expectation(
 
         def evaluate(key, args, kwargs):
             tape, aux = _run(program, Ledger(collecting=False), plan, has_aux, key, args, kwargs, weights)
-            total = tape._total
+            total, aux = tape._total, _depend_on_choices(tape, aux)
             for name, table in weights.items():
                 total = jnp.where(tape._ports[f"count:{name}"] > len(table), jnp.nan, total)
             return jnp.mean(_refuse_nan(total) if check_nan else total), aux
@@ -114,6 +123,8 @@ def expectation(
         if cross_fit and ledger.weighing:
             evaluate = _in_two_streams(evaluate, ledger.weighing)
         value, aux = evaluate(key, args, kwargs)
+        if ledger.scoring:
+            aux = refuse_message(aux, _AUX.format(ledger.scoring))
         return (value, aux) if has_aux else value
 
     objective.__name__ = getattr(program, "__name__", "objective")
@@ -145,11 +156,14 @@ def value_and_grad(
       >>> [float(v) for v in step(jax.random.key(0), 3.0)]
       [9.0, 6.0]
     """
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
+    several = isinstance(argnums, Sequence)
+    numbers = tuple(map(operator.index, argnums if isinstance(argnums, Sequence) else (argnums,)))
     if any(n < 1 for n in numbers):
         raise ValueError(f"argnums={argnums}: 0 is the key, and the program's first argument is argnums=1")
     inner = jax.value_and_grad(
-        expectation(program, lanes, **options), argnums=argnums, has_aux=options.get("has_aux", False)
+        expectation(program, lanes, **options),
+        argnums=numbers if several else numbers[0],
+        has_aux=options.get("has_aux", False),
     )
 
     def function(key, *args, **kwargs):
@@ -200,7 +214,8 @@ def initial_weights(program: Callable[..., Any], lanes: int, *, has_aux: bool = 
     """
 
     def function(key, *args, **kwargs):
-        key, ledger, first = _require_key(key), Ledger(collecting=True), Plan(lanes, keeps=True, token=object())
+        key = require_key("the function's first argument", key)
+        ledger, first = Ledger(collecting=True), Plan(lanes, keeps=True, token=object())
         jax.eval_shape(lambda: _run(program, ledger, first, has_aux, key, args, kwargs)[0]._key)
         plan = _make_plan(first, ledger)
         empty = {name: jnp.zeros((1, width), plan.dtype) for name, width in ledger.tables.items()}
@@ -212,7 +227,7 @@ def initial_weights(program: Callable[..., Any], lanes: int, *, has_aux: bool = 
 
 
 def lane_costs(
-    program: Callable[..., Any], lanes: int, key: jax.Array, *args: Any, disturbing: bool = False
+    program: Callable[..., Any], lanes: int, key: jax.Array, *args: Any, disturbed: tuple[int, int] | None = None
 ) -> jax.Array:
     """Each lane's sum of costs, (lanes,).
 
@@ -221,11 +236,13 @@ def lane_costs(
       lanes: as in `expectation`.
       key: a PRNG key.
       *args: of the program.
-      disturbing: let the second half of the lanes draw other samples.
+      disturbed: `(bit, value)`: lanes whose number has this bit at this value draw other samples.
     """
+    key = require_key("the key", key)
     ledger, first = Ledger(collecting=True), Plan(lanes, token=object())
     jax.eval_shape(lambda: _run(program, ledger, first, False, key, args, {})[0]._key)
-    return _run(program, Ledger(False, disturbing), _make_plan(first, ledger), False, key, args, {})[0]._total
+    plan = _make_plan(first, ledger)._replace(disturbed=disturbed)
+    return _run(program, Ledger(collecting=False), plan, False, key, args, {})[0]._total
 
 
 def _require_weights(weights, tables):
@@ -237,6 +254,16 @@ def _require_weights(weights, tables):
             f"with keep_weights=True the argument after the key is the weights, of shapes {wanted}; got "
             f"{shapes or jax.tree.structure(weights)}. Make them by ap.initial_weights(program, lanes)(key, *args)."
         )
+
+
+def _depend_on_choices(tape, aux):
+    """The same aux, with a derivative, of zero, with respect to all that the choices' densities depend on."""
+    ports = [x for name, x in tape._ports.items() if ":" not in name]
+    if not ports:
+        return aux
+    zero = 0 * sum(jnp.sum(x) for x in ports)
+    inexact = lambda x: isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)
+    return jax.tree.map(lambda x: x + zero.astype(x.dtype) if inexact(x) else x, aux)
 
 
 def _is_dict_of_arrays(tree):
@@ -335,15 +362,6 @@ def _make_plan(plan: Plan, ledger: Ledger) -> Plan:
     return Plan(lanes, dtype, tuple(sorted(ledger.ports.items())), plan.folds, plan.keeps)
 
 
-def _require_key(key: Any) -> jax.Array:
-    typed = isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-    raw = not typed and hasattr(key, "dtype") and key.dtype == jnp.uint32 and jnp.ndim(key) == 1
-    if not ((typed and key.ndim == 0) or raw):
-        got = f"{key.dtype}{list(key.shape)}" if hasattr(key, "dtype") else type(key).__name__
-        raise TypeError(f"the objective's first argument is one PRNG key, jax.random.key(seed); got {got}")
-    return key if typed else jax.random.wrap_key_data(key)
-
-
 @jax.custom_jvp
 def _refuse_nan(total: jax.Array) -> jax.Array:
     """The same totals; the host raises an error if one is NaN, when value or gradient is asked for."""
@@ -360,17 +378,23 @@ def _(primals, tangents):
 @jax.custom_batching.custom_vmap
 def _nan_flag(bad: jax.Array) -> jax.Array:
     """0, or an error raised on the host: what uses the flag cannot be had without the check."""
+    return _zero_or_fail(bad)
+
+
+# One function for all calls: a new callback or branch at each call would be compiled, and kept by JAX, at each call.
+@jax.jit
+def _zero_or_fail(bad: jax.Array) -> jax.Array:
     flag = jax.ShapeDtypeStruct((), jnp.float32)
+    return lax.cond(bad, lambda: jax.pure_callback(_fail, flag, bad), lambda: jnp.zeros((), jnp.float32))
 
-    def fail(_):
-        raise FloatingPointError(
-            "a lane's cost is NaN (or infinite, so that its baseline is; or weights are kept for fewer nodes than "
-            "there are), and the gradient would be NaN for all of them. Look at the costs and at what feeds them "
-            "(jax.debug.print, or jax.config.update('jax_debug_nans', True)); mask lanes that failed. "
-            "ap.expectation(..., check_nan=False) turns this check off."
-        )
 
-    return lax.cond(bad, lambda: jax.pure_callback(fail, flag, bad), lambda: jnp.zeros((), jnp.float32))
+def _fail(_: Any) -> Any:
+    raise FloatingPointError(
+        "a lane's cost is NaN (or infinite, so that its baseline is; or weights are kept for fewer nodes than "
+        "there are), and the gradient would be NaN for all of them. Look at the costs and at what feeds them "
+        "(jax.debug.print, or jax.config.update('jax_debug_nans', True)); mask lanes that failed. "
+        "ap.expectation(..., check_nan=False) turns this check off."
+    )
 
 
 @_nan_flag.def_vmap

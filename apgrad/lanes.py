@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def require_lanes(what: str, lanes: int, tree: Any) -> None:
@@ -19,6 +20,19 @@ def require_lanes(what: str, lanes: int, tree: Any) -> None:
 def fold(tree: Any, folds: int) -> Any:
     """The lanes, the leading axis of every leaf, as (folds, lanes / folds)."""
     return jax.tree.map(lambda x: x.reshape(folds, x.shape[0] // folds, *x.shape[1:]), tree)
+
+
+def donors(lanes: int, bit: int, value: int) -> np.ndarray:
+    """Whose sample each lane gets: the lanes whose number has `bit` at `value` get that of a lane that has not.
+
+    Example:
+      >>> from apgrad.lanes import donors
+      >>> donors(6, 0, 1), donors(6, 1, 0)
+      (array([0, 0, 2, 2, 4, 4]), array([2, 3, 2, 3, 2, 2]))
+    """
+    lane = np.arange(lanes)
+    partner = lane ^ (1 << bit)
+    return np.where(lane >> bit & 1 == value, np.where(partner < lanes, partner, 1 << bit), lane)
 
 
 def cost_shape_error(lanes: int, shape: tuple[int, ...]) -> str:

@@ -12,16 +12,18 @@ class Plan(NamedTuple):
     ports: tuple[tuple[str, tuple[int, ...]], ...] = ()
     folds: int = 1  # groups of lanes that share batch statistics: 2 with cross-fitting
     keeps: bool = False  # weights come from the objective's argument, and its gradient makes new ones
+    disturbed: tuple[int, int] | None = None  # lanes whose number has this bit at this value draw other samples
     token: object = None  # distinct for each collecting trace, so that no cached inner `jit` hides a request
 
 
 class Ledger:
     """What one trace of a program knows, at trace time only: which tape is current, what nodes ask for."""
 
-    def __init__(self, collecting: bool, disturbing: bool = False):
+    def __init__(self, collecting: bool):
         self.collecting = collecting
-        self.disturbing = disturbing  # the second half of the lanes all draw one sample
+        self.rehearsing = False  # branches of `parallel` are traced to see whether they are independent
         self.stamp = 0
+        self.arrays: tuple[int, ...] = ()  # the identities of the current tape's arrays
         self.ports: dict[str, tuple[int, ...]] = {}
         self.parts: dict[int, str] = {}
         self.cost_shapes: set[tuple[int, ...]] = set()

@@ -41,14 +41,21 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from apgrad.lanes import cost_shape_error, fold, require_lanes
+from apgrad.branches import run_branches
+from apgrad.lanes import cost_shape_error, donors, fold, require_lanes
 from apgrad.ledger import LEDGER, Ledger, Plan
-from apgrad.primitives import zero_with_gradient
+from apgrad.primitives import refuse_batching, zero_with_gradient
 from apgrad.propagator import backpropagation, first_order, node
 
 Kind = Literal["baselined", "plain", "regression"]
 
 
+_BATCHED = (
+    "a tape cannot have a batch axis. In jax.vmap copies of it would draw the same numbers, and in tapes stacked by "
+    "vmap or scan costs would count several times. Give the axis to the arrays, after the lanes: a distribution of "
+    "batch shape (lanes, n), a cost summed over the axis; or run the copies by tape.parallel. Carry a tape through "
+    "scan, and keep it out of the stacked outputs."
+)
 _STAMPS = itertools.count(1)  # one count for all programs, so that no tape of another one is taken for current
 
 
@@ -70,6 +77,7 @@ class Tape:
         self._stamp = 0
         if ledger is not None and isinstance(key, jax.Array):
             ledger.stamp = self._stamp = next(_STAMPS)
+            ledger.arrays = tuple(map(id, jax.tree.leaves((key, total, ports))))
 
     def tree_flatten_with_keys(self):
         """For JAX: the arrays of the tape, and its static structure."""
@@ -82,7 +90,22 @@ class Tape:
     @classmethod
     def tree_unflatten(cls, plan, children):
         """For JAX: the tape with other arrays."""
-        return cls(plan, *children)
+        ledger = LEDGER.get()
+        before = None if ledger is None else (ledger.stamp, ledger.arrays)
+        tape = cls(plan, *children)
+        # A compiled function called for the first time unflattens its outputs twice: both are the same tape.
+        if ledger is not None and before == (before[0], ledger.arrays) and tape._stamp:
+            ledger.stamp = tape._stamp = before[0]
+        return tape
+
+    def follow(self, key: Any = None, total: Any = None, ports: Any = None) -> "Tape":
+        """For authors of nodes: the next tape, with the arrays of this one where others are not given."""
+        key = self._key if key is None else key
+        if self._plan.dtype is None:
+            data = refuse_batching(jax.random.key_data(key), _BATCHED)
+            key = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
+        total, ports = self._total if total is None else total, self._ports if ports is None else ports
+        return Tape(self._plan, key, total, ports)
 
     def __repr__(self) -> str:
         return f"Tape(lanes={self.lanes})"
@@ -120,7 +143,7 @@ class Tape:
         """
         self.require_current("next_key")
         key, fresh = jax.random.split(self._key)
-        return Tape(self._plan, key, self._total, self._ports), fresh
+        return self.follow(key), fresh
 
     def cost(self, cost: Any, *args: Any, shaping: Callable[..., Any] | None = None) -> "Tape":
         """Adds a cost: one value a lane, of which the objective is the mean. May be called many times.
@@ -198,28 +221,7 @@ class Tape:
           >>> len(jax.grad(objective, argnums=(1, 2))(jax.random.key(0), 0.0, 1.0))
           2
         """
-        self.require_current("parallel")
-        if not branches:
-            raise ValueError("parallel needs at least one branch, got none")
-        key, *keys = jax.random.split(self._key, len(branches) + 1)
-        total = self._total
-        around = {name: zeros for name, zeros in self._ports.items() if name.startswith("state:")}
-        ports = {name: (1 - len(branches)) * zeros for name, zeros in self._ports.items() if name not in around}
-        within = self._ports | {name: jnp.zeros_like(zeros) for name, zeros in around.items()}
-        counts = {name: count for name, count in self._ports.items() if name.startswith("count:")}
-        outputs = []
-        for index, (branch, branch_key) in enumerate(zip(branches, keys, strict=True)):
-            result = branch(Tape(self._plan, branch_key, jax.tree.map(jnp.zeros_like, self._total), within))
-            if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tape)):
-                raise TypeError(f"branch {index} of parallel must return (tape, output), got {type(result).__name__}")
-            tape, output = result
-            tape.require_current(f"the end of branch {index}")
-            total = jax.tree.map(jnp.add, total, tape._total)
-            ports = {name: ports[name] + tape._ports[name] for name in ports}
-            counts = {name: tape._ports[name] for name in counts}
-            within |= counts
-            outputs.append(output)
-        return Tape(self._plan, key, total, ports | around | counts), tuple(outputs)
+        return run_branches(self, branches)
 
     def credit(
         self,
@@ -267,7 +269,7 @@ class Tape:
             ledger.ports[_port_name(kind, parts)] = shape
             if learn:
                 ledger.ports[_port_name("regression", parts)] = shape
-            return Tape(self._plan, self._key, self._total, self._ports)
+            return self.follow()
 
         total, ports = self._total, dict(self._ports)
         zero = zero.astype(self._plan.dtype)
@@ -281,7 +283,7 @@ class Tape:
                 regression = _port_name("regression", parts)
                 ports[regression] = ports[regression] - zero_with_gradient(b)
         ports[_port_name(kind, parts)] = ports[_port_name(kind, parts)] + zero
-        return Tape(self._plan, self._key, total, ports)
+        return self.follow(total=total, ports=ports)
 
     def request_port(self, name: str, shape: tuple[int, ...]) -> jax.Array | None:
         """For authors of mixers: a port of the tape's own, through which a node sends to those before it.
@@ -325,7 +327,7 @@ class Tape:
         """For authors of mixers: the next tape, with the port as the node returned it."""
         self.require_current(name)
         ports = self._ports if port is None else {**self._ports, name: port}
-        return Tape(self._plan, self._key, self._total, ports)
+        return self.follow(ports=ports)
 
     def declare_parts(self, shape: tuple[int, ...], name: str) -> None:
         """For authors of nodes: says that the second axis of this shape numbers independent parts."""
@@ -335,14 +337,13 @@ class Tape:
 
     def drawn(self, x: jax.Array) -> jax.Array:
         """For authors of nodes: the samples (lanes, ...) as drawn; where lanes are tested for independence, others."""
-        ledger = self.require_current("drawn")
-        half = self.lanes // 2
-        return x.at[half:].set(x[half]) if ledger.disturbing else x
+        self.require_current("drawn")
+        return x if self._plan.disturbed is None else x[donors(self.lanes, *self._plan.disturbed)]
 
     def mix_lanes(self, name: str) -> "Tape":
         """For authors of nodes that let lanes act on each other: likelihood-ratio credit is then refused."""
         self.require_current(name).mixing = name
-        return Tape(self._plan, self._key, self._total, self._ports)
+        return self.follow()
 
     def require_current(self, what: str) -> Ledger:
         """The trace's ledger, or an error if the tape is not the current one."""
@@ -359,6 +360,10 @@ class Tape:
                 "and cond pass the tape as carry or operand, do not close over it; for branches that do "
                 "not depend on each other use tape.parallel. (jax.eval_shape of a function of the tape is a use.)"
             )
+        shapes = {} if self._plan.dtype is None else {"total": (self.lanes,), **dict(self._plan.ports)}
+        arrays = {"total": self._total, **self._ports}
+        if jnp.shape(self._key) or any(jnp.shape(arrays[name]) != shape for name, shape in shapes.items()):
+            raise ValueError(f"{what}: {_BATCHED}")
         return ledger
 
     def _check_cost(self, cost: Any, ledger: Ledger, parts: bool = True) -> jax.Array:
@@ -374,7 +379,7 @@ class Tape:
     def _add(self, cost: jax.Array, ledger: Ledger, message: jax.Array | None = None) -> "Tape":
         """Adds (*); or, given another message to charge than the cost, `cost + message p`."""
         if ledger.collecting:
-            return Tape(self._plan, self._key, self._total, self._ports)
+            return self.follow()
         p, q, r = (self._logp(kind, cost.ndim) for kind in ("baselined", "plain", "regression"))
         kinds = {name.removesuffix("_parts") for name in self._ports if ":" not in name}
         term = cost
@@ -388,7 +393,7 @@ class Tape:
                 term = term - lax.stop_gradient(others).reshape(cost.shape) * jnp.expm1(p)
         if "regression" in kinds:
             term = term + lax.stop_gradient(cost if message is None else message) * r
-        return Tape(self._plan, self._key, self._total + term.reshape(self.lanes, -1).sum(-1), self._ports)
+        return self.follow(total=self._total + term.reshape(self.lanes, -1).sum(-1))
 
     def _logp(self, kind: Kind, ndim: int) -> jax.Array:
         """The port that a cost of `ndim` axes sees: (lanes,) for all of the lane, or (lanes, parts)."""

@@ -1,6 +1,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro.distributions as dist
 import pytest
 
 import apgrad as ap
@@ -59,3 +60,56 @@ def test_what_a_transformation_changes_is_named():
 
     with pytest.raises(AssertionError, match="under jit"):
         ap.testing.assert_transformable(impure, jnp.float32(1.0))
+
+
+def independent(estimator, couple, scan):
+    """A program of lanes that act on each other by `couple(x)`, through a body that JAX caches."""
+
+    @ap.stochastic(estimator, in_axes=(0,))
+    def step(x):
+        return dist.Normal(x, 1.0)
+
+    def body(carry, _):
+        tape, x = carry
+        return step(tape, x), None
+
+    def program(tape):
+        carry = (tape, jnp.zeros(tape.lanes))
+        tape, x = jax.lax.scan(body, carry, length=2)[0] if scan else body(carry, None)[0]
+        return tape.cost(couple(x))
+
+    return program
+
+
+COUPLED = {
+    "mean": lambda x: (x - jnp.mean(x)) ** 2,
+    "on later lanes": jnp.cumsum,
+    "on earlier lanes": lambda x: jnp.cumsum(x[::-1])[::-1],
+    "neighbours": lambda x: x[jnp.arange(len(x)) ^ 1] + x,
+    "far pairs": lambda x: x[::-1] * x,
+    "one on one": lambda x: x.at[3].add(x[2]),
+}
+
+
+@pytest.mark.parametrize("estimator", [ap.reparameterization(), ap.likelihood_ratio()], ids=["rp", "lr"])
+@pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.parametrize("couple", COUPLED)
+def test_lanes_that_act_on_each_other_are_found(couple, scan, estimator):
+    with pytest.raises(AssertionError, match="moved from"):
+        ap.testing.assert_independent_lanes(independent(estimator, COUPLED[couple], scan), 6, KEY)
+
+
+@pytest.mark.parametrize("lanes", [4, 5, 7])
+def test_lanes_that_do_not_act_on_each_other_pass(lanes):
+    for scan in (False, True):
+        ap.testing.assert_independent_lanes(independent(ap.likelihood_ratio(), jnp.sin, scan), lanes, KEY)
+
+
+def test_costs_that_are_not_finite_do_not_pass():
+    for bad in (jnp.nan, jnp.inf):
+        program = independent(ap.likelihood_ratio(), lambda x: jnp.where(x == jnp.max(x), bad, x), False)  # noqa: B023
+        with pytest.raises(AssertionError, match="not finite"):
+            ap.testing.assert_independent_lanes(program, 4, KEY)
+    hidden = independent(ap.likelihood_ratio(), lambda x: x / (x[0] - x[3]), False)
+    with pytest.raises(AssertionError, match="moved from"):
+        ap.testing.assert_independent_lanes(hidden, 4, KEY)

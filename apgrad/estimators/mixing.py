@@ -57,7 +57,8 @@ def mix_lanes(
     _require(mixer, what, tape)
     leaves, treedef = jax.tree.flatten([x for x, axis in zip(args, axes, strict=True) if axis is None])
     lane = [x for x, axis in zip(args, axes, strict=True) if axis == 0]
-    static = [callable(leaf) or isinstance(leaf, str) for leaf in leaves]
+    # Python's integers and bools stay what they are, so that a function may branch on them.
+    static = [callable(leaf) or isinstance(leaf, str | int | np.bool_ | np.integer) for leaf in leaves]
     arrays = [leaf for leaf, is_static in zip(leaves, static, strict=True) if not is_static]
 
     def restore(arrays):

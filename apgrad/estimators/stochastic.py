@@ -64,8 +64,9 @@ def stochastic(
         name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
 
         @functools.wraps(function)
-        def stochastic_function(tape, *args):
+        def stochastic_function(tape, *args, **kwargs):
             _require_tape(what, tape)
+            args = _positional(what, function, args, kwargs)
             axes = _resolve_axes(what, in_axes, args)
             names = _argument_names(function, len(args))
             require_lanes(what, tape.lanes, {n: x for n, x, axis in zip(names, args, axes, strict=True) if axis == 0})
@@ -162,6 +163,17 @@ def _resolve_axes(what, in_axes, args):
     if any(axis not in (None, 0) for axis in axes):
         raise ValueError(f"{what}: in_axes must be 0 (lanes first) or None (shared) for each argument, got {axes}")
     return axes
+
+
+def _positional(what, function, args, kwargs):
+    """All arguments by position, which is how `in_axes` counts them."""
+    if not kwargs:
+        return args
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    if bound.kwargs:
+        raise TypeError(f"{what}: in_axes counts arguments by position, and {list(bound.kwargs)} have none")
+    return bound.args
 
 
 def _argument_names(function, count):

@@ -1,0 +1,229 @@
+import jax
+import jax.monitoring
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+
+import apgrad as ap
+
+KEY = jax.random.key(0)
+COMPILED = []
+jax.monitoring.register_event_duration_secs_listener(
+    lambda name, *_, **__: COMPILED.append(name) if "backend_compile" in name else None
+)
+ESTIMATORS = {"rp": ap.reparameterization, "lr": ap.likelihood_ratio, "tp": ap.total_propagation}
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_calls_without_jit_compile_nothing_again(estimator):
+    @ap.stochastic(ESTIMATORS[estimator]())
+    def step(theta):
+        return dist.Normal(theta, 1.0)
+
+    def program(tape, theta):
+        tape, x = step(tape, theta)
+        return tape.cost(x**2)
+
+    gradient = jax.grad(ap.expectation(program, 4), argnums=1)
+    for i in range(2):
+        gradient(jax.random.key(i), 1.0)
+    before = len(COMPILED)
+    for i in range(3):
+        gradient(jax.random.key(i), 1.0)
+    # What is compiled again at each call is also kept by JAX at each call: memory would grow.
+    assert before > 0 and len(COMPILED) == before
+
+
+def stepper(estimator, **options):
+    @ap.stochastic(ESTIMATORS[estimator](), **options)
+    def step(theta, x):
+        return dist.Normal(theta + x, 1.0)
+
+    return step
+
+
+def vmapped(step, out, **axes):
+    def program(tape, theta):
+        def each(tape, a):
+            return step(tape, theta, jnp.zeros(4) + a)
+
+        tape, xs = jax.vmap(each, (None, 0), (out, 0), **axes)(tape, jnp.arange(3.0))
+        return tape.cost(xs.sum(0))
+
+    return program
+
+
+def closed_over(step, theta, tape):
+    return jax.vmap(lambda a: step(tape, theta, jnp.zeros(4) + a), out_axes=(None, 0))(jnp.arange(3.0))[0]
+
+
+def scanned_inside(step, theta, tape):
+    def each(tape, a):
+        return jax.lax.scan(lambda t, _: step(t, theta, jnp.zeros(4) + a), tape, length=2)
+
+    return jax.vmap(each, (None, 0), (None, 0))(tape, jnp.arange(3.0))[0]
+
+
+def stacked(step, theta, tape):
+    def body(tape, _):
+        tape, x = step(tape, theta, jnp.zeros(4))
+        tape = tape.cost(x)
+        return tape, tape
+
+    return jax.lax.scan(body, tape, length=2)[1]
+
+
+MAPPED = {
+    "closed_over": closed_over,
+    "scanned_inside": scanned_inside,
+    "stacked": stacked,
+    "cost": lambda step, theta, tape: jax.vmap(lambda a: tape.cost(a * jnp.ones(4)))(jnp.arange(3.0)),
+    "compiled_cost": lambda step, theta, tape: jax.vmap(jax.jit(lambda a: tape.cost(a * jnp.ones(4))))(jnp.arange(3.0)),
+    "key": lambda step, theta, tape: jax.vmap(lambda _: tape.next_key()[0], out_axes=None)(jnp.arange(3.0)),
+    "made_by_hand": lambda step, theta, tape: jax.tree.map(lambda x: jnp.stack([x, x]), tape),
+}
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("form", MAPPED)
+@pytest.mark.parametrize("outside", [False, True], ids=["plain", "vmap"])
+def test_a_tape_with_a_batch_axis_is_refused(estimator, form, outside):
+    def program(tape, theta):
+        tape = MAPPED[form](stepper(estimator), theta, tape.cost(theta * jnp.ones(4)))
+        return tape.cost(jnp.ones(4))
+
+    gradient = jax.grad(ap.expectation(program, 4), argnums=1)
+    with pytest.raises(ValueError, match="cannot have a batch axis"):
+        jax.eval_shape(jax.vmap(gradient, (None, 0)) if outside else gradient, KEY, jnp.ones(2) if outside else 1.0)
+
+
+@pytest.mark.parametrize("out", [0, None])
+def test_a_tape_mapped_as_an_argument_is_refused(out):
+    with pytest.raises(ValueError, match="cannot have a batch axis"):
+        jax.eval_shape(ap.expectation(vmapped(stepper("rp"), out), 4), KEY, 1.0)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_compiled_functions_of_the_tape_within_a_program_that_is_not(estimator):
+    step = stepper(estimator)
+    outer = jax.jit(lambda tape, theta: step(tape, theta, jnp.zeros(4))[0].cost(theta * jnp.ones(4)))
+
+    def program(tape, theta):
+        inner = jax.jit(lambda tape: step(tape, theta, jnp.zeros(4)))
+        tape, x = inner(outer(outer(tape, theta), theta))
+        return tape.cost(0 * x)
+
+    for _ in range(2):
+        value, gradient = ap.value_and_grad(program, 4)(KEY, 3.0)
+        assert value == 6.0
+        jax.block_until_ready(gradient)
+
+    def twice(tape, theta):
+        outer(tape, theta)
+        return outer(tape, theta)
+
+    with pytest.raises(ValueError, match="already used"):
+        ap.expectation(twice, 4)(KEY, 3.0)
+
+
+def test_a_branch_of_parallel_that_uses_another_ones_sample_is_refused():
+    flip = ap.stochastic(ap.likelihood_ratio())(lambda theta: dist.Bernoulli(probs=theta))
+
+    def program(tape, theta, within=lambda f: f):
+        found = {}
+
+        def draw(tape):
+            tape, found["x"] = flip(tape, theta)
+            return tape, None
+
+        def pay(tape):
+            x = found["x"].astype(jnp.float32)
+            return within(lambda tape: tape.cost(x))(tape), None
+
+        return tape.parallel(draw, pay)[0]
+
+    def nested(tape, theta):
+        return tape.parallel(lambda t: (program(t, theta), None), lambda t: (t, None))[0]
+
+    def in_scan(tape, theta):
+        return jax.lax.scan(lambda tape, _: (program(tape, theta), None), tape, length=2)[0]
+
+    for wrong in (program, lambda t, theta: program(t, theta, jax.jit), nested, in_scan):
+        for call in (lambda f: f, jax.jit):
+            with pytest.raises(ValueError, match="made inside another branch"):
+                call(jax.grad(ap.expectation(wrong, 4), argnums=1))(KEY, 0.3)
+
+    def right(tape, theta):
+        shared = jnp.arange(4.0)
+        branch = lambda tape: (lambda tape, x: (tape.cost(shared * x.astype(jnp.float32)), x))(*flip(tape, theta))
+        tape, (x, y) = tape.parallel(branch, lambda tape: tape.parallel(branch, branch))
+        return tape.cost((x + y[0] + y[1]).astype(jnp.float32))
+
+    # d/dtheta of three branches' E[1.5 x], and of E[3 x].
+    gradient = jax.jit(jax.grad(ap.expectation(right, 4), argnums=1))
+    ap.testing.assert_unbiased(lambda key: gradient(key, 0.3), 7.5, KEY, 2000)
+
+
+@pytest.mark.parametrize("options", [{}, {"cross_fit": True}])
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_derivative_of_aux_is_refused_where_it_would_lack_the_choices(estimator, options):
+    step = stepper(estimator)
+
+    def program(tape, theta):
+        tape, x = step(tape, theta, jnp.zeros(4))
+        return tape.cost(x**2), {"x": x, "count": 3, "found": jnp.arange(3)}
+
+    objective = ap.expectation(program, 4, has_aux=True, **options)
+    value, gradient = ap.value_and_grad(program, 4, has_aux=True, **options)(KEY, 1.0)
+    assert value[1]["count"] == 3 and jnp.isfinite(gradient)
+    for call in (lambda f: f, jax.jit):
+        alone = jax.grad(lambda theta: call(objective)(KEY, theta)[0])(1.0)  # noqa: B023
+        assert jnp.allclose(alone, gradient, rtol=1e-5)
+        of_aux = jax.grad(lambda theta: call(objective)(KEY, theta)[1]["x"].mean())  # noqa: B023
+        if estimator == "rp":
+            assert of_aux(1.0) == 1
+        else:
+            with pytest.raises(TypeError, match="aux has no derivative"):
+                of_aux(1.0)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_python_integers_and_bools_of_shared_arguments_are_not_traced(estimator):
+    @ap.stochastic(ESTIMATORS[estimator]())
+    def step(p, x):
+        return dist.Normal(p["w"] * x if p["flag"] else 0 * x, float(range(1, 4)[p["n"]]))
+
+    def program(tape, w):
+        tape, x = step(tape, {"w": w, "flag": True, "n": 0}, jnp.ones(4))
+        return tape.cost(0 * x + w)
+
+    assert jax.grad(ap.expectation(program, 4), argnums=1)(KEY, 2.0) == 1
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_keyword_arguments_of_a_stochastic_function(estimator):
+    step = stepper(estimator)
+
+    def program(call):
+        return ap.value_and_grad(lambda tape, theta: (lambda tape, x: tape.cost(x))(*call(tape, theta)), 4)(KEY, 2.0)
+
+    z = jnp.arange(4.0)
+    assert program(lambda t, theta: step(t, theta, x=z)) == program(lambda t, theta: step(t, theta, z))
+    assert program(lambda t, theta: step(t, x=z, theta=theta)) == program(lambda t, theta: step(t, theta, z))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'y'"):
+        program(lambda t, theta: step(t, theta, x=z, y=z))
+    alone = ap.stochastic(ap.reparameterization())(lambda theta, *, x: dist.Normal(theta + x, 1.0))
+    with pytest.raises(TypeError, match=r"by position, and \['x'\] have none"):
+        program(lambda t, theta: alone(t, theta, x=z))
+
+
+def test_argnums_are_any_integers():
+    def program(tape, a, b):
+        return tape.cost(a * b * jnp.ones(4))
+
+    for one in (np.int64(2), 2):
+        assert ap.value_and_grad(program, 4, argnums=one)(KEY, 3.0, 5.0) == (15, 3)
+    assert ap.value_and_grad(program, 4, argnums=[np.int32(2), 1])(KEY, 3.0, 5.0)[1] == (3, 5)
+    with pytest.raises(TypeError, match="float"):
+        ap.value_and_grad(program, 4, argnums=1.0)

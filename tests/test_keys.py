@@ -1,0 +1,52 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import apgrad as ap
+from apgrad.keys import require_key
+
+
+@pytest.mark.parametrize(
+    "make", [jax.random.key, jax.random.PRNGKey, lambda seed: np.asarray(jax.random.PRNGKey(seed))]
+)
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_typed_and_raw_keys_are_the_same_key(make, transform):
+    draw = transform(lambda key: jax.random.normal(require_key("the key", key)))
+    assert draw(make(3)) == jax.random.normal(jax.random.key(3))
+
+
+def test_typed_and_raw_keys_are_batched_alike():
+    draw = jax.vmap(lambda key: jax.random.normal(require_key("the key", key)))
+    typed = jax.random.split(jax.random.key(0), 3)
+    np.testing.assert_array_equal(draw(jax.random.key_data(typed)), draw(typed))
+
+
+def test_a_key_of_another_implementation_stays_what_it_is():
+    key = jax.random.key(0, impl="rbg")
+    assert require_key("the key", key) is key
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        0,
+        None,
+        jnp.zeros(2),
+        jnp.zeros(3, jnp.uint32),
+        jnp.zeros((3, 2), jnp.uint32),
+        jax.random.split(jax.random.key(0)),
+    ],
+)
+def test_what_is_no_key_is_refused(key):
+    with pytest.raises(TypeError, match="the key is one PRNG key"):
+        require_key("the key", key)
+
+
+def test_an_objective_takes_both():
+    def program(tape, a):
+        tape, key = tape.next_key()
+        return tape.cost(a * jax.random.normal(key, (tape.lanes,)))
+
+    objective = ap.expectation(program, 4)
+    assert objective(jax.random.PRNGKey(1), 2.0) == objective(jax.random.key(1), 2.0)
