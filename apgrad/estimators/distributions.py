@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro
 import numpyro.distributions as dist
 from jax import lax
 from numpyro.distributions import constraints, transforms
@@ -115,7 +116,9 @@ def score(what: str, distribution: Any, x: jax.Array) -> jax.Array:
                 "density of its samples, so that it has no right score. Sample the distribution underneath, and mask, "
                 "censor or transform in the cost (jnp.where)."
             )
-    with _standard_promotion():
+    # A sample needs no validation, which takes one that is rounded to the bound of its support (an exponential's 0, once
+    # in ten million times) for impossible, though its density is finite and right.
+    with _standard_promotion(), numpyro.validation_enabled(False):
         density = distribution.log_prob(lax.stop_gradient(x))
         rounded = ~jnp.isfinite(lax.stop_gradient(density))
         return zero_with_gradient(density) + jnp.where(rounded, jnp.nan, 0.0).astype(density.dtype)

@@ -139,7 +139,7 @@ CASES = {
     "Gamma": (lambda t: dist.Gamma(t, 1.0), "LR RP"),
     "GammaPoisson": (lambda t: dist.GammaPoisson(t, 1.0), "LR"),
     "GaussianCopula": (
-        lambda t: dist.GaussianCopula(dist.Normal(t, 1.0).expand([2]), correlation_cholesky=EYE),
+        lambda t: dist.GaussianCopula(dist.Normal(t * jnp.ones(2), 1.0), correlation_cholesky=EYE),
         "LR RP",
         weighted,
         lambda t: 3 * t,
@@ -229,7 +229,7 @@ CASES = {
         weighted,
         lambda t: (4 + t) / (3 + t),
     ),
-    "MaskedDistribution": (lambda t: dist.Normal(t, 1.0).mask(True), "RP"),
+    "MaskedDistribution": (lambda t: dist.Normal(t, 1.0).mask(False), "RP"),
     "MatrixNormal": (
         lambda t: dist.MatrixNormal(jnp.zeros((2, 2)), t * EYE, EYE),
         "LR RP",
@@ -367,7 +367,7 @@ CASES = {
         weighted,
         lambda t: 18 * t,
     ),
-    "masked transformed Poisson": (lambda t: transformed(dist.Poisson(t), affine(2.0)).mask(True), ""),
+    "masked transformed Poisson": (lambda t: transformed(dist.Poisson(t), affine(2.0)).mask(False), ""),
     "mixture of transformed Poissons": (
         lambda t: mixture(t, transformed(dist.Poisson(t), affine(2.0)), transformed(dist.Poisson(2 * t), affine(1.0))),
         "LR",
@@ -545,7 +545,9 @@ def derivatives(make, cost):
         to_cost = None if path is None else jax.jvp(cost, *((x,) for x in path))[1]
         return cost(x.astype(jnp.float32)), or_refused(lambda: derivative(score)[1]), to_cost
 
-    found = jax.jit(jax.vmap(one, (None, 0)))(jnp.float32(THETA), jax.random.split(KEY, SAMPLES))
+    # Some of NumPyro's constructors need the standard promotion.
+    with jax.numpy_dtype_promotion("standard"):
+        found = jax.jit(jax.vmap(one, (None, 0)))(jnp.float32(THETA), jax.random.split(KEY, SAMPLES))
     costs, scores, paths = (None if x is None else np.asarray(x, np.float64) for x in found)
     # The likelihood ratio with the mean of the other lanes as baseline.
     ratios = None if scores is None else (costs - costs.mean()) * SAMPLES / (SAMPLES - 1) * scores
