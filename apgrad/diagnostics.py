@@ -346,21 +346,12 @@ def _ratio(first: Row, second: Row) -> tuple[float, float, float]:
     variances = math.log(second.variance / first.variance) if second.variance != first.variance else 0.0
     error = math.hypot(*(r.variance_error / r.variance if r.variance else 0.0 for r in (first, second)))
     error *= NormalDist().inv_cdf(1 - SIGNIFICANT / 2)
-    middle = low = high = math.log(second.seconds / first.seconds)
-    if first.times is not None and second.times is not None and len(first.times) == len(second.times):
-        # Round by round: what else the machine does slows down both.
-        logs = np.sort(np.log(second.times / first.times))
-        middle, dropped = float(np.median(logs)), _dropped(len(logs))
-        low, high = float(logs[dropped]), float(logs[-1 - dropped])
-        if len(logs) < 6:
-            low, high = -math.inf, math.inf  # by chance they all lie on one side once in 2^(n - 1) times
+    logs = np.log([second.seconds / first.seconds])
+    if first.times is not None and second.times is not None:
+        # Round by round: what else the machine does slows down both. All are on one side once in 2^(n - 1) times.
+        logs = np.log(second.times / first.times) if len(first.times) > 5 else np.array([-np.inf, 0.0, np.inf])
+    low, middle, high = logs.min(), np.median(logs), logs.max()
     return math.exp(variances + middle), math.exp(variances - error + low), math.exp(variances + error + high)
-
-
-def _dropped(n: int) -> int:
-    """How many of n numbers, in order, to leave out at either end so that the rest spans their law's median."""
-    tails = np.cumsum([math.comb(n, k) for k in range(n // 2)]) * 2.0 ** (1 - n)
-    return max(int(np.sum(tails <= SIGNIFICANT)) - 1, 0)
 
 
 def _compile(objective, argnums, keys, args):

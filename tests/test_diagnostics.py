@@ -132,7 +132,7 @@ def test_recommendations_say_when_nothing_is_better():
 
     # 3.29 standard errors of the logarithm, .1 each: a factor of 1.59.
     assert of(worse(1.5)).startswith("Use A or B, the simplest of them: no difference is significant (A is 1.5 times")
-    assert of(worse(1.7)).startswith("Use A: it is 1.7 (1.07 to 2.7) times as efficient as B")
+    assert of(worse(1.7)).startswith("Use A: it is 1.7 (1.07 to 2.71) times as efficient as B")
     assert of(worse(1.2), worse(1.5), worse(3.0)).startswith("Use A, B or C, the simplest")
     biased = of(row._replace(efficiency=5000.0, off=9.0, biased=True, bias=x + 0.5))
     assert biased.startswith("Use A") and "B is biased by 0.5" in biased and "cross_fit" in biased

@@ -116,8 +116,8 @@ def score(what: str, distribution: Any, x: jax.Array) -> jax.Array:
                 "density of its samples, so that it has no right score. Sample the distribution underneath, and mask, "
                 "censor or transform in the cost (jnp.where)."
             )
-    # A sample needs no validation, which takes one that is rounded to the bound of its support (an exponential's 0, once
-    # in ten million times) for impossible, though its density is finite and right.
+    # A sample needs no validation, which takes one that is rounded to the bound of its support (an exponential's 0,
+    # once in ten million times) for impossible, though its density is finite and right.
     with _standard_promotion(), numpyro.validation_enabled(False):
         density = distribution.log_prob(lax.stop_gradient(x))
         rounded = ~jnp.isfinite(lax.stop_gradient(density))

@@ -460,7 +460,7 @@ CASES = {
         weighted,
         lambda t: 0.5 * t + 5.5 * (1 - t),
     ),
-    "point with a density": (lambda t: dist.Delta(1.0, t), "RP", weighted, lambda t: 0 * t),
+    "point with a density": (lambda t: dist.Delta(jnp.ones(()), t), "RP", weighted, lambda t: 0 * t),
 }
 
 

@@ -204,7 +204,7 @@ def test_each_estimator_of_a_mixer_has_its_own_baseline(first):
     # Equally weighed, the mixture is the mean of what the estimators are by themselves; but a learned baseline also has
     # a gradient of its own, which all that share it have once.
     def learning(name):
-        return (with_baselines(BASELINES[name])[1] - with_baselines(BASELINES["function"])[1]) * (name == "learned")
+        return (with_baselines(BASELINES[name])[1] - with_baselines(BASELINES["function"])[1]) * float(name == "learned")
 
     for second in BASELINES:
         value, gradient = with_baselines(BASELINES[first], BASELINES[second])
