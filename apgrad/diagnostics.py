@@ -4,7 +4,8 @@
 variance V s / time; so what counts is the *efficiency* 1 / (V s), once the bias is known to be small: `compare`. A
 variance is itself an estimate. With d_i the squared distance of estimate i from the mean, it is the mean of the d_i,
 and its standard error is theirs. Where pathwise gradients explode, one d_i is much of the sum, however many there
-are, and the true variance is larger than any sample says: such heavy tails are flagged.
+are, and the true variance is larger than any sample says: such heavy tails are flagged. The seconds are known no better
+than the machine is at rest: objectives take turns, and the ratios of their seconds, round by round, say how well.
 
 *Why.* Pathwise gradients explode where small perturbations do: `perturbation_growth`, of `growth.py`.
 
@@ -29,7 +30,7 @@ from apgrad.expectation import expectation
 from apgrad.growth import Growth as Growth
 from apgrad.growth import perturbation_growth as perturbation_growth
 
-SIGNIFICANT = 1e-3  # how often a difference that is none may be called one
+SIGNIFICANT = 1e-3  # how often a difference that is none may be called one, for the variance and for the time each
 
 
 class Row(NamedTuple):
@@ -44,8 +45,9 @@ class Row(NamedTuple):
       variance: of one estimate, summed over the elements; infinite where an estimate is not finite.
       variance_error: its standard error; too small where tails are heavy.
       heavy_tailed: one estimate makes a fifth of the variance, and three times what is expected of a normal one.
-      seconds: of one compiled gradient.
+      seconds: of one compiled gradient, the median over rounds.
       efficiency: 1 / (variance seconds).
+      times: the seconds in each round; None where they are known exactly.
     """
 
     mean: np.ndarray
@@ -58,6 +60,7 @@ class Row(NamedTuple):
     heavy_tailed: bool
     seconds: float
     efficiency: float
+    times: np.ndarray | None = None
 
 
 class Comparison(NamedTuple):
@@ -173,8 +176,7 @@ def compare(
     elif reference is not None:
         against = _mean_and_error(samples[reference])
     rows = {
-        name: _row(x, float(np.median(seconds[name])), None if name == reference else against)
-        for name, x in samples.items()
+        name: _row(x, np.array(seconds[name]), None if name == reference else against) for name, x in samples.items()
     }
     return Comparison(rows, refused, chunk * rounds)
 
@@ -275,8 +277,9 @@ def node_variances(
 def recommend(comparison: Comparison, *, nodes: NodeVariances | None = None, growth: Growth | None = None) -> str:
     """What to use, and why, in plain words.
 
-    The most efficient row without significant bias or heavy tails; or the first two, where the ratio of their
-    efficiencies is below 1.1 or within two standard errors of 1.
+    The most efficient row without significant bias or heavy tails, and all those that do not differ from it: the ratio
+    of their efficiencies is below 1.1, or its interval includes 1. The interval is that of the ratio of variances, of
+    which one in 1000 misses the true ratio, times that of the ratio of seconds: of ten rounds, all.
 
     Args:
       comparison: of `compare`, with a truth or a reference, so that biases are known.
@@ -289,7 +292,7 @@ def recommend(comparison: Comparison, *, nodes: NodeVariances | None = None, gro
       >>> row = ap.diagnostics.Row(x, x, x, 0.0, False, 1.0, 0.01, False, 1e-3, 1000.0)
       >>> rows = {"RP": row, "LR": row._replace(variance=10.0, efficiency=100.0)}
       >>> print(ap.diagnostics.recommend(ap.diagnostics.Comparison(rows, {}, 100)))
-      Use RP: it is 10 times as efficient as LR, the next.
+      Use RP: it is 10 (9.54 to 10.5) times as efficient as LR, the next.
     """
     rows = comparison.rows
     sound = {n: r for n, r in rows.items() if not (r.biased or r.heavy_tailed)}
@@ -300,15 +303,19 @@ def recommend(comparison: Comparison, *, nodes: NodeVariances | None = None, gro
         what = "the only one" + " without significant bias or heavy tails" * (len(rows) > 1)
         lines = [f"Use {ranked[0]}: it is {what}."]
     else:
-        first, second = (rows[n] for n in ranked[:2])
-        ratio = first.efficiency / second.efficiency if math.isfinite(second.efficiency) else 1.0
-        error = math.hypot(*(r.variance_error / r.variance if r.variance else 0.0 for r in (first, second)))
-        if ratio > 1.1 and math.log(ratio) > 2 * error:
-            lines = [f"Use {ranked[0]}: it is {ratio:.3g} times as efficient as {ranked[1]}, the next."]
-        else:
+        first, second = ranked[:2]
+        ratios = {n: _ratio(rows[first], rows[n]) for n in ranked[1:]}
+        equal = [n for n, (ratio, low, _) in ratios.items() if ratio <= 1.1 or low <= 1]
+        if equal:
+            ratio, low, high = ratios[equal[0]]
             lines = [
-                f"Use {ranked[0]} or {ranked[1]}, the simpler of them: neither is significantly more efficient (ratio "
-                f"{ratio:.2f})."
+                f"Use {', '.join([first, *equal[:-1]])} or {equal[-1]}, the simplest of them: no difference is "
+                f"significant ({first} is {ratio:.3g} times as efficient as {equal[0]}, from {low:.3g} to {high:.3g})."
+            ]
+        else:
+            ratio, low, high = ratios[second]
+            lines = [
+                f"Use {first}: it is {ratio:.3g} ({low:.3g} to {high:.3g}) times as efficient as {second}, the next."
             ]
     for name, r in rows.items():
         if r.biased and r.bias is not None:
@@ -332,6 +339,21 @@ def recommend(comparison: Comparison, *, nodes: NodeVariances | None = None, gro
     return "\n".join(lines)
 
 
+def _ratio(first: Row, second: Row) -> tuple[float, float, float]:
+    """How many times more efficient the first one is, and the ends of the interval."""
+    if first.variance == 0 < second.variance:
+        return math.inf, math.inf, math.inf
+    variances = math.log(second.variance / first.variance) if second.variance != first.variance else 0.0
+    error = math.hypot(*(r.variance_error / r.variance if r.variance else 0.0 for r in (first, second)))
+    error *= NormalDist().inv_cdf(1 - SIGNIFICANT / 2)
+    logs = np.log([second.seconds / first.seconds])
+    if first.times is not None and second.times is not None:
+        # Round by round: what else the machine does slows down both. All are on one side once in 2^(n - 1) times.
+        logs = np.log(second.times / first.times) if len(first.times) > 5 else np.array([-np.inf, 0.0, np.inf])
+    low, middle, high = logs.min(), np.median(logs), logs.max()
+    return math.exp(variances + middle), math.exp(variances - error + low), math.exp(variances + error + high)
+
+
 def _compile(objective, argnums, keys, args):
     gradient = jax.grad(objective, argnums=argnums)
     function = jax.jit(lambda keys, *args: lax.map(lambda key: gradient(key, *args), keys))
@@ -349,7 +371,8 @@ def _mean_and_error(samples):
     return samples.mean(0), samples.std(0, ddof=1) / math.sqrt(len(samples))
 
 
-def _row(samples, seconds, against):
+def _row(samples, times, against):
+    seconds = float(np.median(times))
     n, size = samples.shape
     with np.errstate(invalid="ignore"):
         mean, error = _mean_and_error(samples)
@@ -371,7 +394,7 @@ def _row(samples, seconds, against):
         off = float(np.max(np.where(np.isfinite(offs), offs, np.inf), initial=0)) if finite else math.nan
     biased = off > NormalDist().inv_cdf(1 - SIGNIFICANT / (2 * max(size, 1)))
     efficiency = 1 / (variance * seconds) if variance else math.inf
-    return Row(mean, error, bias, off, biased, variance, variance_error, heavy, seconds, efficiency)
+    return Row(mean, error, bias, off, biased, variance, variance_error, heavy, seconds, efficiency, times)
 
 
 def _first_alone(gradients, suffix):

@@ -391,7 +391,8 @@ def _zero_or_fail(bad: jax.Array) -> jax.Array:
 def _fail(_: Any) -> Any:
     raise FloatingPointError(
         "a lane's cost is NaN (or infinite, so that its baseline is; or weights are kept for fewer nodes than "
-        "there are), and the gradient would be NaN for all of them. Look at the costs and at what feeds them "
+        "there are; or a sample was rounded to where its density is 0 or infinite, which float64 makes rarer), and "
+        "the gradient would be NaN for all of them. Look at the costs and at what feeds them "
         "(jax.debug.print, or jax.config.update('jax_debug_nans', True)); mask lanes that failed. "
         "ap.expectation(..., check_nan=False) turns this check off."
     )

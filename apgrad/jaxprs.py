@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 
 class Program(NamedTuple):
@@ -129,6 +129,43 @@ def trace(function: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
     """
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
     return _open(closed), shape
+
+
+def hoist(function: Callable[..., Any], *inputs: Any) -> tuple[Callable[..., Any], list[Any]]:
+    """A function without closures over traced values: `function(*inputs) == converted(*inputs, *arrays)`.
+
+    A function with a derivative rule of its own may not close over what is traced: not over an array that is to be
+    differentiated, and in a `scan`, where its backward pass runs in another trace, not over an integer or a key.
+    `jax.closure_convert` hoists what can be differentiated alone.
+
+    Args:
+      function: any JAX function.
+      *inputs: what it will be called with, as arrays or `jax.ShapeDtypeStruct`s.
+
+    Returns:
+      The converted function, and the list of arrays: every traced value that the function closes over.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> def outer(n):
+      ...     converted, arrays = hoist(lambda x: n * x, jnp.ones(2, int))
+      ...     return len(arrays), converted(jnp.ones(2, int), *arrays)
+      >>> [x.tolist() for x in jax.jit(outer)(3)]
+      [1, [3, 3]]
+    """
+    (jaxpr, consts), shape = trace(function, *inputs)
+    treedef, count = jax.tree.structure(shape), len(jax.tree.leaves(inputs))
+    traced = [isinstance(value, jax.core.Tracer) for value in consts]
+
+    def converted(*args):
+        leaves = jax.tree.leaves(args[: len(inputs)])
+        if len(leaves) != count:
+            raise ValueError(f"the function was hoisted for {count} arrays, got {len(leaves)}")
+        arrays = iter(args[len(inputs) :])
+        values = [next(arrays) if is_traced else value for is_traced, value in zip(traced, consts, strict=True)]
+        return treedef.unflatten(jaxpr_as_fun(ClosedJaxpr(jaxpr, values))(*leaves))
+
+    return converted, [value for is_traced, value in zip(traced, consts, strict=True) if is_traced]
 
 
 def evaluate(program: Program, inputs: Sequence[Any], apply: Callable[[Any, list[Any]], Sequence[Any]]) -> list[Any]:

@@ -235,8 +235,8 @@ class Tape:
         """For authors of estimators: charges later costs to a random choice.
 
         Args:
-          zero: the choice's `zero_with_gradient(log density)`, of shape (lanes, ...). The cotangent it gets
-            back is the cost-to-go, less the baseline.
+          zero: the choice's log-density, of shape (lanes, ...). Only its derivative counts: the cotangent it gets
+            back is the cost-to-go, less the baseline. Where its value is not finite, the lane's total is NaN.
           name: the estimator, for errors.
           baseline: `"leave_one_out"`, None, or an array: (lanes,), or (lanes, parts) with `parts`. An array
             must be a function of what was there before the choice.
@@ -271,8 +271,10 @@ class Tape:
                 ledger.ports[_port_name("regression", parts)] = shape
             return self.follow()
 
-        total, ports = self._total, dict(self._ports)
-        zero = zero.astype(self._plan.dtype)
+        ports = dict(self._ports)
+        finite = jnp.isfinite(lax.stop_gradient(zero)).reshape(self.lanes, -1).all(-1)
+        total = self._total + jnp.where(finite, 0, jnp.nan).astype(self._plan.dtype)
+        zero = zero_with_gradient(zero).astype(self._plan.dtype)
         if own is not None:
             b = jnp.asarray(own, self._plan.dtype)
             before = self._logp("baselined", len(shape)) + self._logp("plain", len(shape))

@@ -123,15 +123,57 @@ def test_recommendations_say_when_nothing_is_better():
     x = np.zeros(1)
     row = diagnostics.Row(x, x, x, 0.0, False, 1.0, 0.1, False, 1e-3, 1000.0)
 
-    def of(other):
-        return diagnostics.recommend(diagnostics.Comparison({"A": row, "B": other}, {}, 100))
+    def of(*others):
+        rows = {"A": row} | dict(zip("BCD", others, strict=False))
+        return diagnostics.recommend(diagnostics.Comparison(rows, {}, 100))
 
-    assert of(row._replace(efficiency=800.0)).startswith("Use A or B")  # 1.25 within two standard errors, .28
-    assert of(row._replace(efficiency=600.0)).startswith("Use A: it is 1.67 times")
+    def worse(factor, **more):
+        return row._replace(variance=factor, variance_error=0.1 * factor, efficiency=1000 / factor, **more)
+
+    # 3.29 standard errors of the logarithm, .1 each: a factor of 1.59.
+    assert of(worse(1.5)).startswith("Use A or B, the simplest of them: no difference is significant (A is 1.5 times")
+    assert of(worse(1.7)).startswith("Use A: it is 1.7 (1.07 to 2.71) times as efficient as B")
+    assert of(worse(1.2), worse(1.5), worse(3.0)).startswith("Use A, B or C, the simplest")
     biased = of(row._replace(efficiency=5000.0, off=9.0, biased=True, bias=x + 0.5))
     assert biased.startswith("Use A") and "B is biased by 0.5" in biased and "cross_fit" in biased
     unknown = row._replace(bias=None, off=np.nan)
     assert "Biases are not known" in diagnostics.recommend(diagnostics.Comparison({"A": unknown, "B": unknown}, {}, 9))
+    exact = row._replace(variance=0.0, variance_error=0.0, efficiency=np.inf)
+    assert of(exact).startswith("Use B: it is inf")
+    assert diagnostics.recommend(diagnostics.Comparison({"A": exact, "B": exact}, {}, 9)).startswith("Use A or B")
+
+
+@pytest.mark.parametrize("busy", [0.0, 0.5, 2.0])
+def test_no_clock_makes_a_difference_between_equal_objectives(busy, monkeypatch):
+    # Each look at the clock comes later by a time of our own making, however busy the machine that runs the test is:
+    # a gradient takes a second, and up to e^busy times as long, now and then ten times.
+    rng, now = np.random.default_rng(0), [0.0]
+
+    def clock():
+        now[0] += np.exp(busy * rng.exponential()) * (10 if busy and rng.random() < 0.2 else 1)
+        return now[0]
+
+    monkeypatch.setattr(diagnostics.time, "perf_counter", clock)
+
+    def of(deviation):
+        return of_gradient(lambda key: deviation * jax.random.normal(key))
+
+    for seed in range(10):
+        key = jax.random.key(seed)
+        found = diagnostics.compare({"a": of(1.0), "b": of(1.0), "c": of(1.0)}, key, 0.0, num_estimates=100, truth=0.0)
+        assert "no difference is significant" in diagnostics.recommend(found)
+    found = diagnostics.compare({"a": of(1.0), "b": of(300.0)}, KEY, 0.0, num_estimates=100, truth=0.0)
+    assert diagnostics.recommend(found).startswith("Use a: it is")
+
+
+def test_seconds_count_as_much_as_variance():
+    x, times = np.zeros(1), np.linspace(0.9, 1.1, 10)
+    a = diagnostics.Row(x, x, x, 0.0, False, 1.0, 0.01, False, 1.0, 1.0, times)
+    b = a._replace(seconds=3.0, efficiency=1 / 3, times=3 * times[::-1])
+    text = diagnostics.recommend(diagnostics.Comparison({"b": b, "a": a}, {}, 100))
+    assert text.startswith("Use a: it is 3 (2.34 to 3.84) times")  # 3 * .9 / 1.1 and 1.1 / .9, and 4.7 % of variance
+    few = diagnostics.Comparison({"b": b._replace(times=b.times[:5]), "a": a._replace(times=times[:5])}, {}, 100)
+    assert "no difference is significant" in diagnostics.recommend(few)
 
 
 def test_growth_of_a_linear_map_is_its_singular_values(x64):

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from apgrad.estimators import distributions
-from apgrad.estimators.baselines import Baseline
+from apgrad.estimators.baselines import Baseline, LearnedBaseline
 from apgrad.estimators.weights import Weights
 from apgrad.port import port
 
@@ -29,8 +30,9 @@ class Estimator(NamedTuple):
       name: for errors.
       pathwise: `(distribution, key) -> x`, a sample that carries the derivative which the message to x is to
         go through. None: the sample is drawn plainly and carries no derivative.
-      score: `(distribution, x) -> zero`, of the log-density's shape, with the derivative which the cost-to-go
-        is to multiply. None: the choice is not charged with costs.
+      score: `(distribution, x) -> log-density`, or anything else of its shape with the derivative which the
+        cost-to-go is to multiply: only the derivative counts, and where the value is NaN or infinite the objective is
+        NaN. None: the choice is not charged with costs.
       baseline: what is taken off the cost-to-go.
 
     Example:
@@ -61,9 +63,9 @@ class Mixer(NamedTuple):
 
     Attributes:
       name: for errors.
-      estimators: they share one sample: given one key, those with a pathwise derivative draw the same x.
+      estimators: they share one sample: given one key, those with a pathwise derivative draw the same x. Each that
+        has a score reads the cost-to-go less its own baseline.
       weights: how to weigh them, see `apgrad.weights`.
-      baseline: as in `Estimator`, for the cost-to-go that all of them read.
       target: what the weights look at: `"arguments"`, what is differentiated of the shared arguments and of arrays that
         the function closes over, or of the lanes' arguments where none of those is; `"parameters"`, the
         distribution's; or a linear function of a lane's gradient of the shared arguments, a tuple with zeros for
@@ -73,19 +75,18 @@ class Mixer(NamedTuple):
       >>> import apgrad as ap, jax.numpy as jnp
       >>> half = ap.weights.Weighting(lambda gradients, suffix: jnp.array([0.5, 0.5]))
       >>> estimators = (ap.reparameterization(), ap.likelihood_ratio())
-      >>> ap.Mixer("half and half", estimators, ap.weights.Weights(half), "leave_one_out").name
+      >>> ap.Mixer("half and half", estimators, ap.weights.Weights(half)).name
       'half and half'
     """
 
     name: str
     estimators: tuple[Estimator, ...]
     weights: Weights
-    baseline: Baseline = None
     target: Target = "arguments"
 
 
 def surrogate(estimator: Estimator, distribution: Any, key: Any, drawn: Any = None) -> tuple[Any, Any]:
-    """The sample and the zero, with the derivatives that the estimator gives them."""
+    """The sample and the log-density, or None, with the derivatives that the estimator gives them."""
     if estimator.pathwise is not None:
         x = estimator.pathwise(distribution, key)
     else:
@@ -93,20 +94,42 @@ def surrogate(estimator: Estimator, distribution: Any, key: Any, drawn: Any = No
     return x, None if estimator.score is None else estimator.score(distribution, lax.stop_gradient(x))
 
 
+def charged_baselines(estimator: Estimator | Mixer) -> list[Baseline]:
+    """The baselines of those that have a score, each once: the node has a zero on the tape for each of them."""
+    estimators = estimator.estimators if isinstance(estimator, Mixer) else (estimator,)
+    found = {_identity(e.baseline): e.baseline for e in estimators if e.score is not None}
+    return list(found.values())
+
+
 def surrogates(mixer: Mixer, distribution: Any, key: Any) -> tuple[Any, list[Any]]:
-    """One sample with a zero in the log-density's shape, and each estimator's pullback from both."""
-    scoring = [e for e in mixer.estimators if e.score is not None]
-    zero = port(jax.eval_shape(lambda: surrogate(scoring[0], distribution, key)[1])) if scoring else None
-    drawn, pullbacks = None, {}
+    """One sample with the zeros of `charged_baselines`, and the pullbacks, which take the messages of `divide`."""
+    drawn, zeros, pullbacks = None, {}, {}
     # Those with a pathwise derivative first, so that the others need not draw the sample again: the compiler
     # does not merge two runs of the random number generator.
     for index in sorted(range(len(mixer.estimators)), key=lambda i: mixer.estimators[i].pathwise is None):
+        estimator = mixer.estimators[index]
 
-        def padded(distribution, estimator=mixer.estimators[index], drawn=drawn):
-            x, own_zero = surrogate(estimator, distribution, key, drawn)
-            # An estimator without a score answers a message to the zero with nothing.
-            return x, zero if own_zero is None else own_zero
+        def one(distribution, estimator=estimator, drawn=drawn):
+            return surrogate(estimator, distribution, key, drawn)
 
-        (x, _), pullbacks[index] = jax.vjp(padded, distribution)
+        (x, density), pullbacks[index] = jax.vjp(one, distribution)
         drawn = x if drawn is None else drawn
-    return (drawn, zero), [pullbacks[index] for index in range(len(mixer.estimators))]
+        if density is not None:
+            zero = jnp.where(jnp.isfinite(density), port(density), jnp.nan)
+            baseline = _identity(estimator.baseline)
+            zeros[baseline] = zeros[baseline] + zero if baseline in zeros else zero
+    zeros = [zeros[_identity(baseline)] for baseline in charged_baselines(mixer)]
+    return (drawn, zeros), [pullbacks[index] for index in range(len(mixer.estimators))]
+
+
+def divide(mixer: Mixer, to_x: Any, to_zeros: list[Any]) -> list[tuple[Any, Any]]:
+    """The messages of each estimator: to its sample, and to the zero of its own baseline if it has a score."""
+    slots = [_identity(baseline) for baseline in charged_baselines(mixer)]
+    return [(to_x, None if e.score is None else to_zeros[slots.index(_identity(e.baseline))]) for e in mixer.estimators]
+
+
+def _identity(baseline):
+    """Equal for baselines that are the same. A baseline may be any callable object, without an equality of its own."""
+    if baseline is None or isinstance(baseline, str):
+        return baseline
+    return type(baseline), id(baseline.function if isinstance(baseline, LearnedBaseline) else baseline)

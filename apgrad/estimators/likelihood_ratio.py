@@ -26,6 +26,11 @@ def likelihood_ratio(baseline: Baseline = "leave_one_out") -> Estimator:
       ValueError: at trace time, for a single lane with the leave-one-out baseline.
       TypeError: when differentiated, for a distribution whose support moves with a parameter (a uniform's
         bounds): the score does not see that.
+      FloatingPointError: when it runs, for a sample that is rounded to where its density is 0 or infinite.
+
+    Where a parameter makes an outcome impossible (`Bernoulli(probs=0.0)`, a probability of 0 in a categorical
+    choice), no sample shows what the outcome would cost, and the derivative with respect to that probability comes
+    out as 0. Keep probabilities inside the open interval, say by logits.
 
     Example:
       >>> import jax, apgrad as ap, numpyro.distributions as dist

@@ -28,17 +28,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from apgrad.estimators.estimator import Mixer, surrogates
+from apgrad.estimators.estimator import Mixer, divide, surrogates
 from apgrad.estimators.streams import add, drop_float0, join, mixture, shared_mixture, streams, swap, times
 from apgrad.estimators.targets import Layout, Memory, by_chunks, find_target, inexact, leaves_or_none
+from apgrad.jaxprs import hoist
 from apgrad.lanes import fold
-from apgrad.propagator import Propagator, Static, first_order, hoist, node
+from apgrad.propagator import Propagator, Static, first_order, node
 from apgrad.tape import Tape
 
 
 def mix_lanes(
     mixer: Mixer, what: str, name: str, function: Callable[..., Any], tape: Tape, axes: Any, args: Any, keys: Any
-) -> tuple[Tape, jax.Array, jax.Array | None]:
+) -> tuple[Tape, jax.Array, list[jax.Array]]:
     """A mixer's node for a per-lane function.
 
     Args:
@@ -52,7 +53,7 @@ def mix_lanes(
       keys: (lanes,).
 
     Returns:
-      `(tape, x, zero)`.
+      `(tape, x, zeros)`, a zero for each of `charged_baselines`.
     """
     _require(mixer, what, tape)
     leaves, treedef = jax.tree.flatten([x for x, axis in zip(args, axes, strict=True) if axis is None])
@@ -89,11 +90,11 @@ def mix_lanes(
 
     def backward(memory, message):
         shared, lane, pullbacks, given, flags = memory
-        to_x, to_zero, ports = message
+        to_x, to_zeros, ports = message
         own, output = streams(to_x, tape.folds)
         row = None if given is None else given[1]
         memory = Memory(mixer, what, build, restore, shared, lane, pullbacks, flags.value, row)
-        messages = _Messages(own, output, to_zero, ports.get("suffix"), tape.folds)
+        messages = _Messages(own, output, to_zeros, ports.get("suffix"), tape.folds)
         compute = _by_parameters if mixer.target == "parameters" else _by_arguments
         if "kept" in ports:
             answer = _now_and_then(compute, memory, messages, ports["kept"])
@@ -126,13 +127,15 @@ def mix_lanes(
     if tables:
         ports |= tables
         requests |= {kind: (f"{kind}:{name}", None) for kind in tables}
-    x, zero, ports = _mixer_node(mixer, forward, backward, perturbed=True)((arrays, closed_over), lane, keys, ports)
+    x, zeros, ports = _mixer_node(mixer, forward, backward, perturbed=True)((arrays, closed_over), lane, keys, ports)
     for kind, (port, _) in requests.items():
         tape = tape.put_port(port, ports[kind])
-    return tape, x, zero
+    return tape, x, zeros
 
 
-def mix_batch(mixer: Mixer, what: str, distribution: Any, tape: Tape, key: Any) -> tuple[Tape, jax.Array, Any]:
+def mix_batch(
+    mixer: Mixer, what: str, distribution: Any, tape: Tape, key: Any
+) -> tuple[Tape, jax.Array, list[jax.Array]]:
     """A mixer's node for a distribution of all lanes: the target is its parameters that vary by lane.
 
     Args:
@@ -143,7 +146,7 @@ def mix_batch(mixer: Mixer, what: str, distribution: Any, tape: Tape, key: Any) 
       key: one PRNG key.
 
     Returns:
-      `(tape, x, zero)`.
+      `(tape, x, zeros)`, as `mix_lanes`.
     """
     _require(mixer, what, tape)
     lanes, folds, weighting = tape.lanes, tape.folds, mixer.weights.message
@@ -169,11 +172,12 @@ def mix_batch(mixer: Mixer, what: str, distribution: Any, tape: Tape, key: Any) 
         return surrogates(mixer, distribution, key)
 
     def backward(pullbacks, message):
-        to_x, to_zero = message
+        to_x, to_zeros = message
         own, output = streams(to_x, folds)
 
         def weigh(to_x):
-            answers = [pullback((to_x, to_zero))[0] for pullback in pullbacks]
+            messages = divide(mixer, to_x, to_zeros)
+            answers = [pullback(m)[0] for pullback, m in zip(pullbacks, messages, strict=True)]
             rows = [[x for x, is_led in zip(jax.tree.leaves(a), led, strict=True) if is_led] for a in answers]
             return _weigh_rows(mixer, what, rows, folds)[1]
 
@@ -182,9 +186,9 @@ def mix_batch(mixer: Mixer, what: str, distribution: Any, tape: Tape, key: Any) 
         def mixed(to_x, weights):
             # Weighed before they are pulled back, lane by lane: a parameter that lanes share has no lanes to weigh.
             answers = []
-            for weight, pullback in zip(weights.T, pullbacks, strict=True):
+            for weight, pullback, m in zip(weights.T, pullbacks, divide(mixer, to_x, to_zeros), strict=True):
                 lane = jnp.repeat(weight, lanes // folds)
-                answers.append(pullback(jax.tree.map(lambda m, w=lane: times(w, m), (to_x, to_zero)))[0])
+                answers.append(pullback(jax.tree.map(lambda m, w=lane: times(w, m), m))[0])
             return jax.tree.map(lambda *g: add(g), *map(drop_float0, answers))
 
         return join(mixed(own, weights), mixed(output, swap(weights)), folds), None
@@ -193,11 +197,11 @@ def mix_batch(mixer: Mixer, what: str, distribution: Any, tape: Tape, key: Any) 
 
 
 class _Messages(NamedTuple):
-    """What came back to a node: to the sample, by stream; to the zero; the suffix. The lanes are first."""
+    """What came back to a node: to the sample, by stream; to the zeros; the suffix. The lanes are first."""
 
     own: jax.Array
     output: jax.Array
-    to_zero: jax.Array | None
+    to_zeros: list[jax.Array]
     suffix: jax.Array | None
     folds: int
 
@@ -225,13 +229,14 @@ def _by_arguments(memory: Memory, messages: _Messages) -> _Answer:
             )
         contributing = contributing._replace(per="node")
 
-    def one_lane(lane, pullbacks, own, output, to_zero):
+    def one_lane(lane, pullbacks, own, output, to_zeros):
         _, to_arguments = jax.vjp(memory.build, memory.shared, lane)
-        answers = [drop_float0(to_arguments(*pullback((own, to_zero)))) for pullback in pullbacks]
+        to_own, to_output = (divide(mixer, to_x, to_zeros) for to_x in (own, output))
+        answers = [drop_float0(to_arguments(*pullback(m))) for pullback, m in zip(pullbacks, to_own, strict=True)]
         others = [
             # Without a pathwise derivative both streams are answered alike.
-            drop_float0(to_arguments(*pullback((output, to_zero)))) if folds > 1 and e.pathwise is not None else a
-            for e, pullback, a in zip(mixer.estimators, pullbacks, answers, strict=True)
+            drop_float0(to_arguments(*pullback(m))) if folds > 1 and e.pathwise is not None else a
+            for e, pullback, m, a in zip(mixer.estimators, pullbacks, to_output, answers, strict=True)
         ]
         features = jnp.stack([target.layout.features(target.select(answer)) for answer in answers])
         return (features, [lane for _, lane in answers], [lane for _, lane in others]), [x for x, _ in others]
@@ -240,7 +245,7 @@ def _by_arguments(memory: Memory, messages: _Messages) -> _Answer:
         per_lane, to_shared = jax.vmap(jax.vmap(one_lane))(*inputs)
         return per_lane, jax.tree.map(lambda g: jnp.sum(g, axis=1), to_shared)
 
-    inputs = fold((memory.lane, memory.pullbacks, messages.own, messages.output, messages.to_zero), folds)
+    inputs = fold((memory.lane, memory.pullbacks, messages.own, messages.output, messages.to_zeros), folds)
     held = sum(x.size for x, flag in zip(jax.tree.leaves(memory.shared), target.flags, strict=True) if flag)
     (features, own, output), to_shared = by_chunks(some_lanes, inputs, 2 * len(mixer.estimators) * held)
     features = jnp.moveaxis(features, 2, 1)  # (folds, estimators, lanes of a fold, width)
@@ -351,10 +356,11 @@ def _at_parameters(memory, messages):
     """Each estimator's message to the distribution's parameters, for both streams: lists of leaves."""
 
     def pull(message):
-        def one(pullbacks, message, to_zero):
-            return [[drop_float0(z) for z in jax.tree.leaves(p((message, to_zero)))] for p in pullbacks]
+        def one(pullbacks, message, to_zeros):
+            messages = divide(memory.mixer, message, to_zeros)
+            return [[drop_float0(z) for z in jax.tree.leaves(p(m))] for p, m in zip(pullbacks, messages, strict=True)]
 
-        return jax.vmap(one)(memory.pullbacks, message, messages.to_zero)
+        return jax.vmap(one)(memory.pullbacks, message, messages.to_zeros)
 
     own = pull(messages.own)
     return own, own if messages.folds == 1 else pull(messages.output)

@@ -1,8 +1,8 @@
 """Stochastic nodes: a distribution, a sample of it, and an estimator for the derivative.
 
 An *estimator* is what it does with the two messages that come back to a sample x. The cotangent of x goes
-through `pathwise(distribution, key) -> x`, the cost-to-go through `score(distribution, x) -> zero`, a zero
-with the derivative of the log-density. Both are ordinary differentiable JAX, and an estimator has one of
+through `pathwise(distribution, key) -> x`, the cost-to-go through `score(distribution, x)`, which has the
+derivative of the log-density. Both are ordinary differentiable JAX, and an estimator has one of
 them or both: that is all an estimator is, and its derivatives follow by differentiation.
 
 A *mixer* runs several estimators on one sample and adds up their cotangents with weights that it computes: see
@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from apgrad.estimators import baselines, distributions
-from apgrad.estimators.estimator import Estimator, Mixer, surrogate
+from apgrad.estimators.estimator import Estimator, Mixer, charged_baselines, surrogate
 from apgrad.estimators.mixing import mix_batch, mix_lanes
 from apgrad.lanes import require_lanes
 from apgrad.tape import Tape
@@ -79,18 +79,20 @@ def stochastic(
                 return made
 
             if isinstance(estimator, Mixer):
-                tape, x, zero = mix_lanes(estimator, what, name, distribution, tape, axes, args, keys)
+                tape, x, zeros = mix_lanes(estimator, what, name, distribution, tape, axes, args, keys)
             else:
                 draw = functools.partial(surrogate, estimator)
-                x, zero = jax.vmap(lambda key, *a: draw(distribution(*a), key), (0, *axes))(keys, *args)
+                x, density = jax.vmap(lambda key, *a: draw(distribution(*a), key), (0, *axes))(keys, *args)
+                zeros = [] if density is None else [density]
             if parts:
                 tape.declare_parts(x.shape, what)
-            if zero is not None:
+            if zeros:
                 guard = jax.vmap(
                     lambda *a: distributions.support_guard(what, distribution(*a)), axes, axis_size=tape.lanes
-                )
-                zero = zero + guard(*args).reshape(-1, *[1] * (zero.ndim - 1)).astype(zero.dtype)
-                b = baselines.evaluate(estimator.baseline, (axes, tape.lanes), args)
+                )(*args)
+            for zero, baseline in zip(zeros, charged_baselines(estimator), strict=True):
+                zero = zero + guard.reshape(-1, *[1] * (zero.ndim - 1)).astype(zero.dtype)
+                b = baselines.evaluate(baseline, (axes, tape.lanes), args)
                 tape = tape.credit(zero, name=what, parts=parts, **b)
             return tape, tape.drawn(x)
 
@@ -136,9 +138,10 @@ def sample(
     distributions.require_distribution(what, distribution)
     tape, key = tape.next_key()
     if isinstance(estimator, Mixer):
-        tape, x, zero = mix_batch(estimator, what, distribution, tape, key)
+        tape, x, zeros = mix_batch(estimator, what, distribution, tape, key)
     else:
-        x, zero = surrogate(estimator, distribution, key)
+        x, density = surrogate(estimator, distribution, key)
+        zeros = [] if density is None else [density]
     shape = distributions.batch_shape(distribution, x)
     if shape[:1] != (tape.lanes,) or x.shape[:1] != (tape.lanes,):
         raise ValueError(
@@ -147,9 +150,9 @@ def sample(
         )
     if parts:
         tape.declare_parts(x.shape, what)
-    if zero is not None:
+    for zero, baseline in zip(zeros, charged_baselines(estimator), strict=True):
         zero = zero + distributions.support_guard(what, distribution).astype(zero.dtype)
-        b = baselines.evaluate(estimator.baseline, None, (distribution,))
+        b = baselines.evaluate(baseline, None, (distribution,))
         tape = tape.credit(zero, name=what, parts=parts, **b)
     return tape, tape.drawn(x)
 

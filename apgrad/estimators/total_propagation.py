@@ -50,5 +50,4 @@ def total_propagation(
       4.0
     """
     require_baseline("total_propagation", baseline)
-    estimators = (reparameterization(), likelihood_ratio(baseline))
-    return Mixer("total_propagation", estimators, weights, baseline, target)
+    return Mixer("total_propagation", (reparameterization(), likelihood_ratio(baseline)), weights, target)

@@ -277,6 +277,16 @@ def test_a_log_density_of_minus_infinity_does_no_harm():
     assert jnp.isfinite(jax.grad(ap.expectation(program, 4), argnums=1)(KEY, 0.3))
 
 
+@pytest.mark.parametrize("estimator", [ap.likelihood_ratio(), ap.total_propagation()], ids=["LR", "TP"])
+def test_a_sample_that_is_rounded_to_where_the_density_is_infinite_is_an_error(estimator, x64):
+    # Of Gamma(.05, 1), one sample in a hundred is below what float32 has.
+    node = ap.stochastic(estimator)(lambda shape: dist.Gamma(shape, 1.0))
+    objective = ap.expectation(lambda tape, a: (lambda tape, x: tape.cost(x))(*node(tape, a)), 1000)
+    with pytest.raises(Exception, match="rounded to where its density is"):
+        jax.block_until_ready(jax.jit(jax.grad(objective, argnums=1))(KEY, jnp.float32(0.05)))
+    assert jnp.isfinite(jax.jit(jax.grad(objective, argnums=1))(KEY, jnp.float64(0.05)))
+
+
 def test_unknown_baselines_are_refused():
     with pytest.raises(ValueError, match="baseline must be 'leave_one_out', None, a function"):
         ap.likelihood_ratio(baseline=False)

@@ -1,5 +1,7 @@
 """The decorator and `sample`: shapes, lanes, closures, dtypes, errors."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -135,7 +137,6 @@ def test_a_mixer_of_a_user():
         "halves",
         (ap.reparameterization(), ap.likelihood_ratio(None)),
         ap.weights.Weights(ap.weights.Weighting(lambda gradients, suffix: jnp.array([0.5, 0.5]))),
-        baseline=None,
     )
 
     def gradient(estimator):
@@ -149,6 +150,116 @@ def test_a_mixer_of_a_user():
 
     mean = (gradient(ap.reparameterization()) + gradient(ap.likelihood_ratio(None))) / 2
     np.testing.assert_allclose(gradient(halves), mean, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "score", [lambda d, x: d.log_prob(x), lambda d, x: 3 - 2 * ap.zero_with_gradient(d.log_prob(x)) / -2]
+)
+def test_only_the_derivative_of_a_users_score_counts(score):
+    halves = ap.weights.Weights(ap.weights.Weighting(lambda gradients, suffix: jnp.array([0.5, 0.5])))
+
+    def found(score, batch, mixed):
+        estimator = ap.Estimator("mine", score=score, baseline="leave_one_out")
+        if mixed:
+            estimator = ap.Mixer("mine", (ap.reparameterization(), estimator), halves)
+        node = ap.stochastic(estimator)(lambda t: dist.Normal(t, 1.0))
+
+        def program(tape, theta):
+            d = dist.Normal(jnp.broadcast_to(theta, tape.lanes), 1.0)
+            tape, x = ap.sample(tape, d, estimator) if batch else node(tape, theta)
+            return tape.cost(x**2).cost(x)
+
+        return jax.value_and_grad(ap.expectation(program, 8), argnums=1)(KEY, 0.5)
+
+    builtin = ap.likelihood_ratio().score
+    for batch in (False, True):
+        for mixed in (False, True):
+            np.testing.assert_allclose(found(score, batch, mixed), found(builtin, batch, mixed), rtol=1e-6)
+
+
+BASELINES = {
+    "leave one out": "leave_one_out",
+    "none": None,
+    "function": lambda theta: 3 * theta,
+    "learned": ap.learned_baseline(lambda theta: 3 * theta),
+}
+
+
+def with_baselines(*baselines):
+    """Value and gradient of a mixer of likelihood ratios, equally weighed; or of the only one itself."""
+    parts = tuple(ap.likelihood_ratio(baseline) for baseline in baselines)
+    weights = ap.weights.Weighting(lambda gradients, suffix: jnp.full(len(parts), 1 / len(parts)))
+    estimator = ap.Mixer("equal", parts, ap.weights.Weights(weights)) if len(parts) > 1 else parts[0]
+    node = ap.stochastic(estimator)(lambda theta: dist.Normal(theta, 1.0))
+
+    def program(tape, theta):
+        tape, x = node(tape, theta)
+        return tape.cost(7.0 + x).cost(x**2)
+
+    return jax.value_and_grad(ap.expectation(program, 8), argnums=1)(KEY, 0.5)
+
+
+@pytest.mark.parametrize("first", BASELINES)
+def test_each_estimator_of_a_mixer_has_its_own_baseline(first):
+    # Equally weighed, the mixture is the mean of what the estimators are by themselves; but a learned baseline also has
+    # a gradient of its own, which all that share it have once.
+    def learning(name):
+        return (with_baselines(BASELINES[name])[1] - with_baselines(BASELINES["function"])[1]) * float(
+            name == "learned"
+        )
+
+    for second in BASELINES:
+        value, gradient = with_baselines(BASELINES[first], BASELINES[second])
+        alone = [with_baselines(BASELINES[name]) for name in (first, second)]
+        regressions = sum(learning(name) for name in {first, second})
+        scores = sum(found[1] - learning(name) for found, name in zip(alone, (first, second), strict=True)) / 2
+        assert value == alone[0][0]
+        np.testing.assert_allclose(gradient, scores + regressions, rtol=1e-5)
+
+
+def test_total_propagation_hands_its_baseline_to_the_likelihood_ratio():
+    for baseline in BASELINES.values():
+        assert ap.total_propagation(baseline).estimators[1].baseline is baseline
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=IDS)
+def test_functions_close_over_integers_and_keys_of_a_scan(estimator):
+    def mean(theta, i, key):
+        return theta * i.astype(jnp.float32) + jax.random.normal(key)
+
+    def program(tape, theta, closed):
+        def body(carry, inputs):
+            tape, total = carry
+            if closed:
+                node = ap.stochastic(estimator)(lambda theta: dist.Normal(mean(theta, *inputs), 1.0))
+                tape, x = node(tape, theta)
+            else:
+                node = ap.stochastic(estimator, (None, None, None))(lambda *args: dist.Normal(mean(*args), 1.0))
+                tape, x = node(tape, theta, *inputs)
+            return (tape, total + x), None
+
+        inputs = jnp.arange(3), jax.random.split(KEY, 3)
+        (tape, total), _ = jax.lax.scan(body, (tape, jnp.zeros(tape.lanes)), inputs)
+        return tape.cost(total**2)
+
+    found = [
+        jax.value_and_grad(ap.expectation(functools.partial(program, closed=closed), 8), argnums=1)(KEY, 0.7)
+        for closed in (True, False)
+    ]
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS, ids=IDS)
+def test_python_numbers_among_the_shared_arguments_are_no_arrays(estimator):
+    node = ap.stochastic(estimator, (None,))(
+        lambda p: dist.Normal(p["w"] if p["flag"] else 0.0, 1.0 if p["n"] > 2 else p["w"])
+    )
+
+    def program(tape, w):
+        tape, x = node(tape, {"w": w, "flag": True, "n": 3})
+        return tape.cost(x)
+
+    assert jnp.isfinite(jax.grad(ap.expectation(program, 8), argnums=1)(KEY, 0.5))
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS, ids=IDS)
