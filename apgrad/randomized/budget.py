@@ -14,9 +14,10 @@ from typing import Any
 
 import jax
 
-from apgrad.randomized.plan import Coefficient
+from apgrad.randomized.plan import Coefficient, Plan, nbytes_of
 from apgrad.randomized.samplers import Rounding, Sampler, nbytes, rounding, stratified
 
+KEY_BYTES = 8
 LADDER: tuple[Sampler, ...] = (
     *(rounding(bits=b) for b in (8, 4, 2)),
     stratified(1 / 16),
@@ -33,15 +34,28 @@ def relative_variance(sampler: Any) -> float:
     return 1 / sampler.fraction - 1
 
 
-def allocate(found: list[tuple[Coefficient, str]], budget_bytes: int) -> Any:
-    """A choice of samplers: `(Coefficient) -> sampler or None`.
+def remembered_bytes(made: Plan) -> int:
+    """What a plan's forward pass leaves behind: the key of its draws, and all that nobody else keeps."""
+    total = KEY_BYTES
+    for slot in made.slots:
+        size = nbytes_of(slot.var)
+        if slot.how == "bits":
+            size = -(-slot.var.aval.size // 8)
+        elif slot.how == "sampled":
+            size = nbytes(slot.sampler, slot.var.aval)
+        total += 0 if slot.how == "live" else size
+    return total
+
+
+def allocate(found: list[tuple[Coefficient, str]], budget_bytes: float) -> tuple[Any, float, bool]:
+    """Samplers that keep to a budget, as far as can be known from the coefficients alone.
 
     Args:
       found: of `apgrad.randomized.coefficients`.
       budget_bytes: for all that is remembered.
 
-    Raises:
-      ValueError: if the smallest samplers need more, with what they need.
+    Returns:
+      The choice, `(Coefficient) -> sampler or None`; the bytes that it is thought to take; whether it is the smallest.
     """
     total, steps = 0.0, []
     for coefficient, how in found:
@@ -61,17 +75,12 @@ def allocate(found: list[tuple[Coefficient, str]], budget_bytes: int) -> Any:
         for (a, va, _), (b, vb, sampler) in itertools.pairwise(hull):
             steps.append(((vb - va) / (a - b), a - b, coefficient.name, sampler))
     chosen: dict[str, Any] = {}
-    for _, saved, name, sampler in sorted(steps, key=lambda step: step[0]):
-        if total <= budget_bytes:
-            break
+    steps.sort(key=lambda step: step[0], reverse=True)
+    while steps and total > budget_bytes:
+        _, saved, name, sampler = steps.pop()
         total -= saved
         chosen[name] = sampler
-    if total > budget_bytes:
-        raise ValueError(
-            f"a budget of {budget_bytes} bytes cannot be kept: with the smallest samplers the function remembers "
-            f"{math.ceil(total)} bytes. Raise the budget, or checkpoint parts of the function (jax.checkpoint)."
-        )
-    return lambda coefficient: chosen.get(coefficient.name)
+    return lambda coefficient: chosen.get(coefficient.name), total, not steps
 
 
 def _hull(points: list[tuple[float, float, Any]]) -> list[tuple[float, float, Any]]:

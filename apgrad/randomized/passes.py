@@ -6,7 +6,7 @@ coefficient is kept before what comes next is computed, it is restored when its 
 on when the gradients of arguments that need it are done.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,8 +15,9 @@ from jax.extend.core import Literal
 
 from apgrad import jaxprs
 from apgrad.primitives import refuse_derivative
+from apgrad.randomized.graph import run
 from apgrad.randomized.order import together
-from apgrad.randomized.plan import Plan, Step, run
+from apgrad.randomized.plan import Plan, Step
 
 _REASON = (
     "ap.randomize has no second derivative: the random memory is no differentiable function of the inputs. "
@@ -103,6 +104,36 @@ def send(made: Plan, key: jax.Array, memory: tuple[Any, ...], messages: Sequence
             values.update((inputs[i], message) for i, message in present.items())
         values.update(zip(out, found, strict=True))
     return [_final(v, values) for v in jaxpr.outvars]
+
+
+def exact(program: jaxprs.Program, inputs: Sequence[Any]) -> list[Any]:
+    """The outputs of a program whose constants come after its inputs."""
+    return evaluated(program, inputs, lambda eqn, values: jaxprs.caller(eqn)(*values))
+
+
+def evaluated(program: jaxprs.Program, inputs: Sequence[Any], apply: Callable[..., Any]) -> list[Any]:
+    """`jaxprs.evaluate` of a program whose constants come after its inputs."""
+    size = len(program.jaxpr.invars)
+    return jaxprs.evaluate(jaxprs.Program(program.jaxpr, tuple(inputs[size:])), inputs[:size], apply)
+
+
+def inexact(values: Sequence[Any]) -> list[Any]:
+    """Those that have messages."""
+    return [x for x in values if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+
+def differentiated(inputs: Sequence[Any], perturbed: Sequence[bool]) -> tuple[int, ...]:
+    """The numbers of the inputs that get a message."""
+    is_inexact = [jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact) for x in inputs]
+    return tuple(i for i, (p, f) in enumerate(zip(perturbed, is_inexact, strict=True)) if p and f)
+
+
+@jax.tree_util.register_static
+class Traced:
+    """What a backward pass knows from the trace of its forward pass; compared by identity."""
+
+    def __init__(self, *value: Any):
+        self.value = value
 
 
 def _soon(steps: Sequence[Step]) -> list[Step]:

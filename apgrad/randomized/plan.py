@@ -26,14 +26,14 @@ import numpy as np
 from jax.extend.core import Literal
 
 from apgrad import jaxprs
+from apgrad.linearity import CONSTANT, LINEAR, OTHER, linearity
+from apgrad.randomized.graph import Graph, run
 
 # Linear in a coefficient, with a message as the other operand.
 PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
 VIEWS = frozenset(
     {"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "copy", "convert_element_type", "rev"}
 )
-# Elementwise, linear in messages.
-_LINEAR = frozenset({"mul", "div", "neg", "add", "add_any", "sub", "select_n", "convert_element_type", "copy"})
 # Cheap enough to be computed again.
 _CHEAP = VIEWS | frozenset(
     """mul div neg add add_any sub select_n max min sign abs square integer_pow sqrt rsqrt exp log tanh logistic clamp
@@ -41,6 +41,21 @@ _CHEAP = VIEWS | frozenset(
     random_seed random_fold_in random_split threefry2x32 bitcast_convert_type slice concatenate pad""".split()  # noqa: SIM905
 )
 _DEEPEST, _SMALL = 64, 16
+
+
+def is_view(eqn: Any) -> bool:
+    """Whether an equation's output is linear in its first input, and holds all that the input holds.
+
+    A conversion is a view only between floating-point types of which the second has every value of the first: what
+    is rounded at random must not go through a conversion that rounds as well, least of all to integers.
+    """
+    if eqn.primitive.name != "convert_element_type":
+        return eqn.primitive.name in VIEWS
+    old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    if not (jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)):
+        return False
+    a, b = jnp.finfo(old), jnp.finfo(new)
+    return a.nmant <= b.nmant and a.maxexp <= b.maxexp and a.minexp >= b.minexp
 
 
 class Coefficient(NamedTuple):
@@ -114,6 +129,7 @@ def make_plan(
     choose: Callable[[Coefficient], Any],
     where: str,
     count: int,
+    rules: Sequence[str] = (),
 ) -> Plan:
     """The plan of a program.
 
@@ -125,6 +141,11 @@ def make_plan(
       choose: the sampler of a coefficient, or None to keep it exactly.
       where: the name of the program, for its coefficients.
       count: how often it runs.
+      rules: scopes of the `custom_vjp` functions in it, known once it is linearized; if there are any, the pullback is
+        looked at.
+
+    Raises:
+      TypeError: if such a function's backward pass is not linear in the message.
     """
     structs = [jax.ShapeDtypeStruct(jnp.shape(x), jax.typeof(x).dtype) for x in inputs]
     box = {}
@@ -137,7 +158,16 @@ def make_plan(
     traced, (outputs, leaves) = jaxprs.trace(first, *structs)
     messages = [x for x in outputs if jnp.issubdtype(x.dtype, jnp.inexact)]
     back = _inlined(lambda leaves, m: jax.tree.unflatten(box["tree"], leaves)(m), leaves, messages)
-    graph = _Graph(back, len(leaves))
+    kinds = [CONSTANT] * len(leaves) + [LINEAR] * len(messages)
+    if rules and OTHER in linearity(back, kinds):
+        scopes = ", ".join(sorted({repr(_clean(r)) for r in rules if r}))
+        raise TypeError(
+            f"cannot randomize a function with a custom_vjp function inside{scopes and f' (in {scopes})'} whose "
+            "backward pass is not linear in the message, or cannot be seen to be: the mean of what it makes of random "
+            "messages is not what it makes of their mean. Total propagation, MPLP and propagators that clip or replace "
+            "messages are of this kind. Put ap.randomize around the parts of the function without it."
+        )
+    graph = Graph(back, len(leaves))
     known = graph.frontier()
     chains = graph.chains()
 
@@ -150,7 +180,9 @@ def make_plan(
     at = dict(zip(known, variables[: len(known)], strict=True))
     derivative = dict(zip(chains, variables[len(known) :], strict=True))
     memory = _Memory(forward, live, choose, where, count)
-    memory.largest = max((_nbytes(v) for v in at.values() if memory.is_large(v)), default=0)
+    # What a nested program left behind is packed already, and is multiplied by nothing here.
+    own = {v for eqn in graph.backward if jaxprs.nested(eqn) is None for v in graph.coefficients(eqn)}
+    memory.largest = max((nbytes_of(at[v]) for v in own if memory.is_large(at[v])), default=0)
 
     # A chain is one coefficient if it has several that cost as much.
     collapsed = {}
@@ -185,92 +217,6 @@ def make_plan(
     return Plan(forward, len(outputs), tuple(memory.slots), tuple(steps), back)
 
 
-class _Graph:
-    """The pullback's equations: which depend on a message, what they take, and which form elementwise chains."""
-
-    def __init__(self, program: jaxprs.Program, leaves: int):
-        self.jaxpr, self.consts = program
-        self.leaves = self.jaxpr.invars[:leaves]
-        self.dependent = set(self.jaxpr.invars[leaves:])
-        self.backward, self.forward = [], []
-        for eqn in self.jaxpr.eqns:
-            if any(v in self.dependent for v in eqn.invars if not isinstance(v, Literal)):
-                self.dependent.update(eqn.outvars)
-                self.backward.append(eqn)
-            else:
-                self.forward.append(eqn)
-
-    def coefficients(self, eqn: Any) -> list[Any]:
-        return [v for v in eqn.invars if not isinstance(v, Literal) and v not in self.dependent]
-
-    def messages(self, eqn: Any) -> list[Any]:
-        return [v for v in eqn.invars if not isinstance(v, Literal) and v in self.dependent]
-
-    def frontier(self) -> list[Any]:
-        found = [v for eqn in self.backward for v in self.coefficients(eqn)]
-        outs = [v for v in self.jaxpr.outvars if not isinstance(v, Literal) and v not in self.dependent]
-        return list(dict.fromkeys(found + outs))
-
-    def chains(self) -> dict[Any, tuple[Any, list[Any]]]:
-        """Outputs of elementwise chains: `{output: (root message, equations)}`."""
-        root: dict[Any, Any] = {}
-        for eqn in self.backward:
-            messages = self.messages(eqn)
-            roots = {root.get(v, v) for v in messages}
-            shapes = {v.aval.shape for v in (*messages, *eqn.outvars)}
-            if eqn.primitive.name in _LINEAR and len(roots) == 1 and len(shapes) == 1:
-                root[eqn.outvars[0]] = roots.pop()
-        maker = {eqn.outvars[0]: eqn for eqn in self.backward if eqn.outvars[0] in root}
-        outside = {v for v in self.jaxpr.outvars if not isinstance(v, Literal)}
-        for eqn in self.backward:
-            for v in eqn.invars:
-                if not isinstance(v, Literal) and v in root and root.get(eqn.outvars[0]) is not root[v]:
-                    outside.add(v)
-        return {v: (root[v], self._slice(v, maker)) for v in root if v in outside}
-
-    def _slice(self, out: Any, maker: dict[Any, Any]) -> list[Any]:
-        wanted = {out}
-        eqns = []
-        for eqn in reversed(self.backward):
-            if eqn.outvars[0] in wanted and maker.get(eqn.outvars[0]) is eqn:
-                eqns.append(eqn)
-                wanted.update(v for v in eqn.invars if not isinstance(v, Literal) and v in maker)
-        return eqns[::-1]
-
-    def known(self, leaves: Sequence[Any], frontier: Sequence[Any], chains: dict[Any, Any]) -> Any:
-        """Values of the frontier, and of the chains' derivatives."""
-        values = dict(zip(self.leaves, leaves, strict=True))
-        values |= dict(zip(self.jaxpr.constvars, self.consts, strict=True))
-        run(self.forward, values)
-        derivatives = []
-        for out, (root, eqns) in chains.items():
-            local = values | {root: jnp.ones(root.aval.shape, root.aval.dtype)}
-            run(eqns, local)
-            derivatives.append(local[out])
-        return [values[v] for v in frontier], derivatives
-
-    def needed(self, collapsed: dict[Any, Any]) -> list[tuple[Any, Any, int]]:
-        """The backward equations that are needed, in order: (equation, root if collapsed, bit set of its ancestors)."""
-        wanted = {v for v in self.jaxpr.outvars if not isinstance(v, Literal)}
-        chosen = []
-        for eqn in reversed(self.backward):
-            if wanted.isdisjoint(eqn.outvars):
-                continue
-            root = collapsed.get(eqn.outvars[0])
-            chosen.append((eqn, root))
-            wanted.update([root] if root is not None else [v for v in eqn.invars if not isinstance(v, Literal)])
-        before: dict[Any, int] = {}
-        found = []
-        for i, (eqn, root) in enumerate(reversed(chosen)):
-            sources = [root] if root is not None else [v for v in eqn.invars if not isinstance(v, Literal)]
-            ancestors = 0
-            for v in sources:
-                ancestors |= before.get(v, 0)
-            found.append((eqn, root, ancestors))
-            before |= dict.fromkeys(eqn.outvars, ancestors | (1 << i))
-        return found
-
-
 class _Memory:
     """Chooses how coefficients are remembered, and numbers the slots."""
 
@@ -289,7 +235,7 @@ class _Memory:
         """Whether a float would have to be sampled: neither live nor small nor made of what is."""
         if isinstance(var, Literal) or not jnp.issubdtype(var.aval.dtype, jnp.floating):
             return False
-        return self._leaves(var)[0] * 4 > _nbytes(var)
+        return self._leaves(var)[0] * 4 > nbytes_of(var)
 
     def use(self, var: Any, linear: bool, ancestors: int, step: int, name: str, eqn: Any) -> Use:
         if isinstance(var, Literal):
@@ -297,7 +243,7 @@ class _Memory:
             return Use((), lambda: jnp.asarray(var.val, aval.dtype))
         cost, leaves = self._leaves(var)
         source = self._source(var)
-        sampler = self._sampler(source, name, eqn) if linear and cost * 4 > _nbytes(source) else None
+        sampler = self._sampler(source, name, eqn) if linear and cost * 4 > nbytes_of(source) else None
         if sampler is None:
             return Use(tuple(self._exact(v) for v in leaves), self._replay(var, leaves))
         for position, (slot, used) in enumerate(self.shared.get((source, sampler[0]), [])):
@@ -314,13 +260,13 @@ class _Memory:
         if not jnp.issubdtype(var.aval.dtype, jnp.floating):
             return None
         # The noise reaches all that follows, and a cross-entropy's messages p - y shrink, rounded p's noise does not.
-        if not self.last and _SMALL * _nbytes(var) <= self.largest:
+        if not self.last and _SMALL * nbytes_of(var) <= self.largest:
             return None
         index = (var, self.last)
         if index not in self.samplers:
             label = "/".join(part for part in (self.where, _clean(jaxprs.scope(eqn)), name) if part)
             label = f"{label}[{len(self.samplers)}]"
-            found = Coefficient(label, var.aval.shape, var.aval.dtype, self.count, _nbytes(var), self.last)
+            found = Coefficient(label, var.aval.shape, var.aval.dtype, self.count, nbytes_of(var), self.last)
             self.samplers[index] = (self.choose(found), found)
         chosen = self.samplers[index]
         return None if chosen[0] is None else chosen
@@ -328,11 +274,11 @@ class _Memory:
     def _source(self, var: Any) -> Any:
         """The smallest array that a coefficient is a view of."""
         best = var
-        while var in self.maker and self.maker[var].primitive.name in VIEWS:
+        while var in self.maker and is_view(self.maker[var]):
             var = self.maker[var].invars[0]
             if isinstance(var, Literal):
                 break
-            if jnp.issubdtype(var.aval.dtype, jnp.floating) and _nbytes(var) < _nbytes(best):
+            if nbytes_of(var) < nbytes_of(best):
                 best = var
         return best
 
@@ -342,7 +288,7 @@ class _Memory:
         visited = 0
 
         def bytes_of(v):
-            return 0.0 if v in self.live else _nbytes(v) / (8 if v.aval.dtype == jnp.bool_ else 1)
+            return 0.0 if v in self.live else nbytes_of(v) / (8 if v.aval.dtype == jnp.bool_ else 1)
 
         def visit(v):
             nonlocal visited
@@ -368,7 +314,7 @@ class _Memory:
             large_bool = var.aval.dtype == jnp.bool_ and var.aval.size >= 64
             nested = var in self.maker and jaxprs.nested(self.maker[var]) is not None
             how = "live" if var in self.live else "bits" if large_bool else "nested" if nested else "exact"
-            coefficient = Coefficient("", var.aval.shape, var.aval.dtype, self.count, _nbytes(var), False)
+            coefficient = Coefficient("", var.aval.shape, var.aval.dtype, self.count, nbytes_of(var), False)
             self.slots.append(Slot(var, how, None, coefficient))
         return self.exact[var]
 
@@ -393,12 +339,6 @@ class _Memory:
         return replay
 
 
-def run(eqns: Sequence[Any], values: dict[Any, Any]) -> None:
-    for eqn in eqns:
-        inputs = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
-        values.update(zip(eqn.outvars, jaxprs.caller(eqn)(*inputs), strict=True))
-
-
 def _inlined(function: Callable[..., Any], *args: Any) -> jaxprs.Program:
     program, _ = jaxprs.trace(function, *args)
     flat = jax.tree.leaves(args)
@@ -407,10 +347,12 @@ def _inlined(function: Callable[..., Any], *args: Any) -> jaxprs.Program:
     )[0]
 
 
-def _nbytes(var: Any) -> int:
-    if jnp.issubdtype(var.aval.dtype, jax.dtypes.extended):
-        return 8 * int(np.prod(var.aval.shape))
-    return int(np.prod(var.aval.shape)) * var.aval.dtype.itemsize
+def nbytes_of(var: Any) -> int:
+    """The bytes of a variable's array; a PRNG key has those of its data."""
+    aval = jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
+    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+        aval = jax.eval_shape(jax.random.key_data, aval)
+    return int(np.prod(aval.shape)) * aval.dtype.itemsize
 
 
 def _clean(name: str) -> str:

@@ -8,6 +8,7 @@ derivative rule is used, and its coefficients are remembered like any others.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,9 +16,12 @@ import jax
 import jax.numpy as jnp
 
 from apgrad import jaxprs
+from apgrad.keys import require_key
 from apgrad.propagator import Propagator, node
+from apgrad.randomized import branches
 from apgrad.randomized import plan as planning
-from apgrad.randomized.passes import remember, send
+from apgrad.randomized.budget import allocate, remembered_bytes
+from apgrad.randomized.passes import Traced, differentiated, evaluated, exact, inexact, remember, send
 from apgrad.randomized.plan import Coefficient
 from apgrad.randomized.samplers import Rounding, Sampler, nbytes, rounding
 
@@ -48,17 +52,20 @@ def randomize(
         fewer than 64.
 
     Returns:
-      `randomized(key, *args)`: all randomness comes from the key. Reverse mode, once. Its attribute `original` is the
-      function.
+      `randomized(key, *args)`: all randomness comes from the key, typed or raw. Reverse mode, once. Its attribute
+      `original` is the function.
 
     Raises:
-      TypeError: if the first argument of the result is no PRNG key, or it is differentiated twice.
+      TypeError: if the first argument of the result is no PRNG key; if it is differentiated twice; or if a
+        `jax.custom_vjp` function or propagator inside has a backward pass that is not linear in the message (clipping,
+        total propagation, MPLP): of random messages, its mean would be another.
       ValueError: if neither or both of sampler and budget are given, or the budget cannot be kept.
 
     Note:
       Where an array is needed twice on one way of the messages, it is remembered twice. Arguments of the function are
-      not counted and not sampled: the caller has them. Derivative rules of `jax.custom_vjp` are taken for linear in the
-      message, as derivatives are; a propagator whose backward is not should not be randomized. JAX's max-pooling
+      not counted and not sampled: the caller has them. Under `jax.vmap` or `jax.lax.scan` around the result, a budget
+      is for one copy or step. Messages that the function itself rounds (`jax.lax.reduce_precision`, narrower types on
+      its way) are rounded as JAX does it, so that the mean is right to that type's precision. JAX's max-pooling
       remembers its input, which does not enter linearly, and so exactly: `ap.randomized.max_pool` remembers places.
 
     Example:
@@ -77,19 +84,13 @@ def randomize(
         raise TypeError(f"a sampler has keep, restore and variance, or is a function that chooses one; got {sampler!r}")
 
     def randomized(key, *args):
-        if not (isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key)):
-            raise TypeError(
-                f"the first argument of a randomized function is a PRNG key, jax.random.key(seed), got {key!r}"
-            )
-        choose = _chooser(sampler, through, min_size)
-        if budget_bytes is not None:
-            from apgrad.randomized.budget import allocate
-
-            choose = allocate(coefficients(function, *args, min_size=min_size), budget_bytes)
+        key = require_key("the first argument of a randomized function", key)
         leaves, treedef = jax.tree.flatten(args)
         program, shape = jaxprs.trace(lambda *leaves: function(*jax.tree.unflatten(treedef, leaves)), *leaves)
-        walk = _Walk(choose, min_size)
-        outputs = walk.stretch(program, [True] * len(leaves), "", 1)(key, *leaves)
+        walk, plan = _Walk(_chooser(sampler, through, min_size)), None
+        if budget_bytes is not None:
+            plan = functools.partial(_within, budget_bytes, min_size)
+        outputs = walk.stretch(program, [True] * len(leaves), "", 1, plan)(key, *leaves)
         return jax.tree.unflatten(jax.tree.structure(shape), outputs)
 
     vars(randomized)["original"] = function  # for those who look into programs, as tracing does
@@ -105,29 +106,41 @@ def coefficients(function: Callable[..., Any], *args: Any, min_size: int = 512) 
       *args: arrays or `jax.ShapeDtypeStruct`s.
       min_size: as in `randomize`.
     """
+    leaves, treedef = jax.tree.flatten(args)
+    program, _ = jaxprs.trace(lambda *leaves: function(*jax.tree.unflatten(treedef, leaves)), *leaves)
+    chosen = tuple(i for i, x in enumerate(leaves) if jnp.issubdtype(jnp.result_type(x), jnp.inexact))
+    inputs = (*leaves, *program.consts)
+    return _recorded(min_size, program, [True] * len(inputs), chosen, "", 1, jax.random.key(0), inputs)
+
+
+def _recorded(min_size: int, *stretch: Any) -> list[tuple[Coefficient, str]]:
+    """What a stretch remembers, see `_Walk.plan`."""
     found: dict[str, tuple[Coefficient, str]] = {}
-    walk = _Walk(_chooser(_Nothing(), None, min_size), min_size, lambda name, entry: found.setdefault(name, entry))
-
-    def run(*args):
-        leaves, treedef = jax.tree.flatten(args)
-        program, _ = jaxprs.trace(lambda *leaves: function(*jax.tree.unflatten(treedef, leaves)), *leaves)
-        outputs = walk.stretch(program, [True] * len(leaves), "", 1)(jax.random.key(0), *leaves)
-        return [x for x in outputs if jnp.issubdtype(x.dtype, jnp.inexact)]
-
-    flat, treedef = jax.tree.flatten(args)
-    inexact = [i for i, x in enumerate(flat) if jnp.issubdtype(jnp.result_type(x), jnp.inexact)]
-
-    def differentiated(values):
-        def restricted(*chosen):
-            merged = list(values)
-            for i, x in zip(inexact, chosen, strict=True):
-                merged[i] = x
-            return run(*jax.tree.unflatten(treedef, merged))
-
-        return jax.vjp(restricted, *(values[i] for i in inexact))[0]
-
-    jax.eval_shape(differentiated, flat)
+    walk = _Walk(_chooser(_Nothing(), None, min_size), lambda name, entry: found.setdefault(name, entry))
+    walk.plan(*stretch)
     return list(found.values())
+
+
+def _within(budget: int, min_size: int, *stretch: Any) -> planning.Plan:
+    """A plan that remembers at most so many bytes.
+
+    What the coefficients take is estimated, coefficient by coefficient, and then counted in the plan that is made of
+    the estimate: arrays that are drawn twice, keys, and branches that share their memory are in the plan only.
+    """
+    found = _recorded(min_size, *stretch)
+    target = budget
+    while True:
+        choose, estimate, smallest = allocate(found, target)
+        made = _Walk(choose).plan(*stretch)
+        used = remembered_bytes(made)
+        if used <= budget:
+            return made
+        if smallest:
+            raise ValueError(
+                f"a budget of {budget} bytes cannot be kept: with the smallest samplers the function remembers "
+                f"{used} bytes. Raise the budget, or checkpoint parts of the function (jax.checkpoint)."
+            )
+        target = min(target, estimate) - (used - budget)
 
 
 class _Nothing:
@@ -169,75 +182,70 @@ def _chooser(sampler: Any, through: Sampler | None, min_size: int) -> Choice:
 class _Walk:
     """A walk over a program that makes propagators of its straight-line stretches."""
 
-    def __init__(self, choose: Choice, min_size: int, record: Callable[..., Any] = lambda name, entry: None):
-        self.choose, self.min_size, self.record = choose, min_size, record
+    def __init__(self, choose: Choice, record: Callable[..., Any] = lambda name, entry: None):
+        self.choose, self.record = choose, record
 
-    def stretch(self, program: jaxprs.Program, live: Sequence[bool], where: str, count: int) -> Callable[..., Any]:
-        """`(key, *inputs) -> outputs`, a node around the program."""
+    def stretch(
+        self, program: jaxprs.Program, live: Sequence[bool], where: str, count: int, plan: Any = None
+    ) -> Callable[..., Any]:
+        """`(key, *inputs) -> outputs`, a node around the program, with a plan by `self.plan` or another function."""
         flags = [*live, *(True for _ in program.consts)]
-        bare = jaxprs.Program(program.jaxpr, ())
-
-        def split(inputs):
-            size = len(bare.jaxpr.invars)
-            return jaxprs.Program(bare.jaxpr, tuple(inputs[size:])), inputs[:size]
-
-        def plain(key, *inputs):
-            opened, values = split(inputs)
-            marked = [_Live(v) if flag else v for v, flag in zip(values, flags, strict=False)]
-            opened = opened._replace(consts=tuple(_Live(c) for c in opened.consts))
-            return [_value(v) for v in jaxprs.evaluate(opened, marked, self._apply(key, where, count))]
 
         def forward(key, *inputs, perturbed):
-            inexact = [jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact) for x in inputs]
-            chosen = [i for i, (p, f) in enumerate(zip(perturbed[1:], inexact, strict=True)) if p and f]
+            chosen = differentiated(inputs, perturbed[1:])
             if not chosen:
-                opened, values = split(inputs)
-                exact = jaxprs.evaluate(opened, values, lambda eqn, inputs: jaxprs.caller(eqn)(*inputs))
-                return exact, None
-
-            def linearize(key, *inputs):
-                def restricted(*some):
-                    values = list(inputs)
-                    for i, x in zip(chosen, some, strict=True):
-                        values[i] = x
-                    outputs = plain(key, *values)
-                    return [x for x in outputs if jnp.issubdtype(x.dtype, jnp.inexact)], outputs
-
-                _, pullback, outputs = jax.vjp(restricted, *(inputs[i] for i in chosen), has_aux=True)
-                return outputs, pullback
-
+                return exact(program, inputs), None
             walk_key, draw_key = jax.random.split(key)
-            made = planning.make_plan(
-                linearize,
-                (walk_key, *inputs),
-                [True, *flags],
-                [flags[i] for i in chosen],
-                self.choose,
-                where,
-                count,
-            )
-            for i, slot in enumerate(made.slots):
-                if slot.coefficient is not None and slot.how not in ("live", "nested"):
-                    name = slot.coefficient.name or f"{where}/kept[{i}]"
-                    self.record(name, (slot.coefficient._replace(name=name), slot.how))
+            made = (plan or self.plan)(program, flags, chosen, where, count, walk_key, inputs)
             outputs, memory = remember(made, draw_key, (walk_key, *inputs))
-            return outputs, (memory, draw_key, _Backward(made, tuple(chosen), len(inputs)))
+            return outputs, (memory, draw_key, Traced(made, chosen))
 
         def backward(memory, messages):
-            if memory is None:
-                return (None, *(None for _ in flags))
-            memory, key, (made, chosen, size) = memory[0], memory[1], memory[2].value
-            messages = [m for m in messages if jnp.issubdtype(m.dtype, jnp.inexact)]
-            found = send(made, key, memory, messages)
-            answer: list[Any] = [None] * size
-            for i, message in zip(chosen, found, strict=True):
-                answer[i] = message
-            return (None, *answer)
+            answers: list[Any] = [None] * len(flags)
+            if memory is not None:
+                memory, key, (made, chosen) = memory[0], memory[1], memory[2].value
+                for i, message in zip(chosen, send(made, key, memory, inexact(messages)), strict=True):
+                    answers[i] = message
+            return (None, *answers)
 
         call = node(Propagator(forward, backward), perturbed=True)
         return lambda key, *inputs: call(key, *inputs, *program.consts)
 
-    def _apply(self, key: jax.Array, where: str, count: int) -> Callable[..., Any]:
+    def plan(
+        self,
+        program: jaxprs.Program,
+        flags: Sequence[bool],
+        chosen: Sequence[int],
+        where: str,
+        count: int,
+        key: jax.Array,
+        inputs: Sequence[Any],
+    ) -> planning.Plan:
+        """The plan of a program that is differentiated with respect to the chosen ones of its inputs and constants."""
+
+        def linearize(key, *inputs):
+            def restricted(*some):
+                values = list(inputs)
+                for i, x in zip(chosen, some, strict=True):
+                    values[i] = x
+                marked = [_Live(v) if flag else v for v, flag in zip(values, flags, strict=True)]
+                outputs = [_value(v) for v in evaluated(program, marked, self._apply(key, where, count, rules))]
+                return inexact(outputs), outputs
+
+            _, pullback, outputs = jax.vjp(restricted, *(inputs[i] for i in chosen), has_aux=True)
+            return outputs, pullback
+
+        rules: list[str] = []
+        made = planning.make_plan(
+            linearize, (key, *inputs), [True, *flags], [flags[i] for i in chosen], self.choose, where, count, rules
+        )
+        for i, slot in enumerate(made.slots):
+            if slot.coefficient is not None and slot.how not in ("live", "nested"):
+                name = slot.coefficient.name or f"{where}/kept[{i}]"
+                self.record(name, (slot.coefficient._replace(name=name), slot.how))
+        return made
+
+    def _apply(self, key: jax.Array, where: str, count: int, rules: list[str]) -> Callable[..., Any]:
         number = 0
 
         def evaluated(eqn, marked):
@@ -246,13 +254,15 @@ class _Walk:
             inside = jaxprs.nested(eqn)
             if inside is None:
                 outputs = jaxprs.caller(eqn)(*values)
-                view = eqn.primitive.name in planning.VIEWS and live[0]
+                view = live[0] if live and planning.is_view(eqn) else False
                 return [_Live(v) if view else v for v in outputs]
             if inside.kind == "call":
                 program = inside.jaxprs[0]
                 program = program._replace(consts=tuple(_Live(c) for c in program.consts))
                 return jaxprs.evaluate(program, marked, apply)
             if inside.kind in ("custom", "while"):
+                if eqn.primitive.name.startswith("custom_vjp"):
+                    rules.append(jaxprs.scope(eqn))
                 return jaxprs.caller(eqn)(*values)
             number += 1
             here = jax.random.fold_in(key, number)
@@ -277,9 +287,14 @@ class _Walk:
                 eqn, inside, [lambda step, *inputs: body(jax.random.fold_in(key, step), *inputs)], values
             )
         if inside.kind == "cond":
-            branches = [self.stretch(p, live[1:], f"{label}.{i}", count) for i, p in enumerate(inside.jaxprs)]
-            functions = [lambda *inputs, b=b: b(key, *inputs) for b in branches]
-            return jaxprs.rebuild(eqn, inside, functions, values)
+
+            def plan(i, *rest):
+                return self.plan(inside.jaxprs[i], [*live[1:], *(True for _ in inside.jaxprs[i].consts)], *rest)
+
+            return branches.randomized(
+                inside.jaxprs,
+                lambda i, chosen, *rest: plan(i, chosen, f"{label}.{i}", count, *rest),
+            )(key, *values)
         # What is inside a checkpoint is remembered for a moment only: the key goes in as an input.
         inner = self.stretch(inside.jaxprs[0], live, label, 0)
         return list(jax.checkpoint(inner, **inside.options)(key, *values))
@@ -294,11 +309,3 @@ class _Live:
 
 def _value(v):
     return v.value if isinstance(v, _Live) else v
-
-
-@jax.tree_util.register_static
-class _Backward:
-    """What the backward pass knows from the trace of the forward pass; compared by identity."""
-
-    def __init__(self, *value):
-        self.value = value

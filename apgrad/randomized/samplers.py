@@ -29,10 +29,12 @@ from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from apgrad.randomized.order import zeros_after
-
-GROUP = 128
+from apgrad.randomized.rounding import Rounding as Rounding
+from apgrad.randomized.rounding import rounding as rounding
+from apgrad.randomized.rounding import wide
 
 
 @runtime_checkable
@@ -64,7 +66,7 @@ def nbytes(sampler: Sampler, like: Any, axis: int = -1) -> int:
       >>> import jax, jax.numpy as jnp, apgrad as ap
       >>> x = jax.ShapeDtypeStruct((100, 128), jnp.float32)
       >>> ap.randomized.nbytes(ap.randomized.rounding(bits=4), x), 4 * x.size
-      (6800, 51200)
+      (6900, 51200)
     """
     like = jax.ShapeDtypeStruct(like.shape, like.dtype)
     memory = jax.eval_shape(lambda x: sampler.keep(jax.random.key(0), x, axis), like)
@@ -91,7 +93,7 @@ class Sampling:
         index, weight = self.draw(key, rows.shape)
         take = jnp.take if self.shared else jnp.take_along_axis
         kept = take(rows, index if self.shared else index[..., None], axis=1)
-        kept = kept * weight[..., None].astype(x.dtype)
+        kept = kept * jnp.asarray(weight[..., None], x.dtype)
         return kept.reshape(shape[0] + (kept.shape[1],) + shape[2])
 
     def restore(self, key: jax.Array, memory: jax.Array, like: jax.ShapeDtypeStruct, axis: int = -1) -> jax.Array:
@@ -111,7 +113,7 @@ class Sampling:
             return spread.reshape(like.shape)
         return jax.vmap(lambda z, i, m: z.at[i].add(m))(zeros, index, memory).reshape(like.shape)
 
-    def draw(self, key: jax.Array, rows: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
+    def draw(self, key: jax.Array, rows: tuple[int, ...]) -> tuple[jax.Array, np.ndarray]:
         """Indices (examples, k), or (k,) if shared, and the weights (k,) of what is kept."""
         count, size, _ = rows
         k = kept(self.fraction, size)
@@ -119,10 +121,10 @@ class Sampling:
         if self.scheme == "stratified":
             edges = [size * i // k for i in range(k + 1)]
             starts = jnp.array(edges[:-1], jnp.int32)
-            runs = jnp.array([b - a for a, b in itertools.pairwise(edges)], jnp.int32)
-            place = (jax.random.uniform(key, shape, jnp.float32) * runs.astype(jnp.float32)).astype(jnp.int32)
-            return starts + jnp.minimum(place, runs - 1), runs.astype(jnp.float32)
-        weight = jnp.full((k,), size / k, jnp.float32)
+            runs = np.array([b - a for a, b in itertools.pairwise(edges)], np.int32)
+            place = (jax.random.uniform(key, shape, jnp.float32) * runs.astype(np.float32)).astype(jnp.int32)
+            return starts + jnp.minimum(place, runs - 1), runs.astype(np.float64)
+        weight = np.full((k,), size / k)
         if self.scheme == "replacement":
             return jax.random.randint(key, shape, 0, size), weight
         if k == size:
@@ -174,75 +176,6 @@ class Projection:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rounding:
-    """Stochastic rounding; see `rounding`."""
-
-    bits: int
-    group: int
-
-    def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> tuple[jax.Array, ...]:
-        """The codes, packed into bytes (groups, group * bits / 8), and offset and scale of each group in bfloat16."""
-        del axis
-        if self.bits == 32:
-            return (x,)
-        groups = self._groups(x)
-        low, scale = self._grid(groups)
-        # Up with the probability that is the fraction. The uniform number is a byte of its own for each entry (half a
-        # byte for 1 bit), and below it bits that the group shares: each alone is uniform, and a word serves four.
-        share, parts = 8 // self.bits, max(4, 8 // self.bits)
-        words = jax.random.bits(key, (len(groups), groups.shape[1] // parts + 1), jnp.uint32)
-        below = ((words[:, -1:] >> 17).astype(jnp.float32) + 0.5) * 2.0**-15
-        inverse = 1 / jnp.where(scale > 0, scale, 1)
-        size, codes = groups.shape[1] // parts, []
-        # Part by part: the compiler makes vector code of slices, of reshaped arrays it does not.
-        for i in range(parts):
-            own = (words[:, :-1] >> (32 // parts * i)) & (2 ** (32 // parts) - 1)
-            noise = (own.astype(jnp.int32).astype(jnp.float32) + below) * 2.0 ** -(32 // parts)
-            places = (groups[:, i * size : (i + 1) * size] - low) * inverse
-            codes.append(jnp.clip((places + noise).astype(jnp.int32), 0, 2**self.bits - 1))
-        columns = [
-            sum(c << (self.bits * j) for j, c in enumerate(codes[i :: parts // share])) for i in range(parts // share)
-        ]
-        packed = jnp.concatenate(columns, 1).astype(jnp.uint8)
-        return packed, low[:, 0].astype(jnp.bfloat16), scale[:, 0].astype(jnp.bfloat16)
-
-    def restore(
-        self, key: jax.Array, memory: tuple[jax.Array, ...], like: jax.ShapeDtypeStruct, axis: int = -1
-    ) -> jax.Array:
-        """Offset plus code times scale."""
-        del key, axis
-        if self.bits == 32:
-            return memory[0]
-        packed, low, scale = memory
-        parts = [(packed >> (i * self.bits)) & (2**self.bits - 1) for i in range(8 // self.bits)]
-        codes = jnp.concatenate(parts, 1).astype(jnp.float32)
-        values = low.astype(jnp.float32)[:, None] + codes * scale.astype(jnp.float32)[:, None]
-        return values.reshape(-1)[: math.prod(like.shape)].reshape(like.shape).astype(like.dtype)
-
-    def _groups(self, x: jax.Array) -> jax.Array:
-        flat = x.reshape(-1).astype(jnp.float32)
-        group = min(self.group, -(-flat.size // 8) * 8)
-        return jnp.pad(flat, (0, -flat.size % group), mode="edge").reshape(-1, group)
-
-    def _grid(self, groups: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Offset and scale as they are stored: rounded outwards, so that the grid covers the group."""
-        low, high = jnp.min(groups, 1, keepdims=True), jnp.max(groups, 1, keepdims=True)
-        low = _bfloat16(low - jnp.abs(low) * jnp.where(low == _bfloat16(low), 0.0, 2.0**-8))
-        scale = (high - low) / (2**self.bits - 1)
-        return low, _bfloat16(scale * jnp.where(scale == _bfloat16(scale), 1.0, 1 + 2.0**-7))
-
-    def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
-        """scale^2 p (1 - p), with p the probability of rounding up."""
-        del axis
-        if self.bits == 32:
-            return jnp.zeros_like(x)
-        groups = self._groups(x)
-        low, scale = self._grid(groups)
-        up = (groups - low) / jnp.where(scale > 0, scale, 1) % 1
-        return (scale**2 * up * (1 - up)).reshape(-1)[: x.size].reshape(x.shape).astype(x.dtype)
-
-
-@dataclasses.dataclass(frozen=True)
 class Heavy:
     """The largest entries exactly and a sample of the others; see `heavy`."""
 
@@ -253,7 +186,7 @@ class Heavy:
         """The kept values (..., k, ...) and the places of the largest, (examples, winners)."""
         rows, shape = _rows(x, axis)
         winners, losers = self._counts(rows.shape[1])
-        order = jax.lax.top_k(jnp.sum(rows**2, -1), winners)[1]
+        order = _largest(rows, winners)
         tail = self._tail(key, order, rows.shape)
         index = jnp.concatenate([order, tail], 1)
         values = jnp.take_along_axis(rows, index[..., None], 1)
@@ -287,9 +220,9 @@ class Heavy:
         winners, losers = self._counts(rows[1])
         if losers == 0:
             return jnp.zeros((rows[0], 0), order.dtype)
-        rank = jax.random.randint(key, (rows[0], losers), 0, rows[1] - winners)
+        rank = jax.random.randint(key, (rows[0], losers), 0, rows[1] - winners, jnp.int32)
         # The r-th loser is at r plus the number of winners before it: order'[j] - j <= r counts them.
-        gaps = jnp.sort(order, 1) - jnp.arange(winners)
+        gaps = jnp.sort(order, 1) - jnp.arange(winners, dtype=order.dtype)
         return (rank + jax.vmap(lambda g, r: jnp.searchsorted(g, r, side="right"))(gaps, rank)).astype(order.dtype)
 
     def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
@@ -298,7 +231,7 @@ class Heavy:
         winners, losers = self._counts(rows.shape[1])
         if losers == 0:
             return jnp.zeros_like(x)
-        order = jax.lax.top_k(jnp.sum(rows**2, -1), winners)[1]
+        order = _largest(rows, winners)
         won = jax.vmap(lambda i: jnp.zeros(rows.shape[1], bool).at[i].set(True))(order)
         spread = jnp.where(won[..., None], 0, rows**2 * ((rows.shape[1] - winners - 1) / losers))
         return spread.reshape(x.shape)
@@ -347,28 +280,6 @@ def projection(fraction: float) -> Projection:
     return Projection(_fraction(fraction))
 
 
-def rounding(bits: int = 4, *, group: int = GROUP) -> Rounding:
-    """Keeps every entry, rounded at random to 2^bits values: the least noise for the memory.
-
-    Args:
-      bits: 8, 4, 2 or 1; 32 keeps the array as it is.
-      group: how many entries share an offset and a scale (two bfloat16 numbers); a multiple of 8.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, apgrad as ap
-      >>> sampler, x = ap.randomized.rounding(bits=2), jnp.linspace(0.0, 3.0, 7)
-      >>> key = jax.random.key(0)
-      >>> estimate = sampler.restore(key, sampler.keep(key, x), x)
-      >>> bool(jnp.all(jnp.abs(estimate - x) <= 1.01))
-      True
-    """
-    if bits not in (1, 2, 4, 8, 32):
-        raise ValueError(f"rounding has 8, 4, 2 or 1 bits (or 32, exact), got {bits}")
-    if group < 8 or group % 8:
-        raise ValueError(f"a group of rounding must be a positive multiple of 8, got {group}")
-    return Rounding(bits, group)
-
-
 def heavy(fraction: float, *, share: float = 0.5) -> Heavy:
     """Keeps the largest entries exactly and samples the others (winner-take-all, WTA-CRS).
 
@@ -394,8 +305,11 @@ def _fraction(fraction: float) -> float:
     return float(fraction)
 
 
-def _bfloat16(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.bfloat16).astype(jnp.float32)
+def _largest(rows: jax.Array, count: int) -> jax.Array:
+    """Places of the rows of largest norm; squares of entries relative to the largest neither vanish nor overflow."""
+    top = jnp.max(jnp.abs(rows), (1, 2), keepdims=True)
+    relative = (rows / jnp.where(top > 0, top, 1)).astype(wide(rows.dtype))
+    return jax.lax.top_k(jnp.sum(relative**2, -1), count)[1]
 
 
 def _split(shape: tuple[int, ...], axis: int) -> tuple[tuple[int, ...], int, tuple[int, ...]]:

@@ -83,8 +83,8 @@ def test_other_dtypes_and_transformations(name):
 
 def test_bytes():
     x = jax.ShapeDtypeStruct((100, 128), jnp.float32)
-    assert R.nbytes(R.rounding(8), x) == 12800 + 400
-    assert R.nbytes(R.rounding(2), x) == 3200 + 400
+    assert R.nbytes(R.rounding(8), x) == 12800 + 500
+    assert R.nbytes(R.rounding(2), x) == 3200 + 500
     assert R.nbytes(R.stratified(0.1), x) == 100 * 13 * 4
     assert R.nbytes(R.heavy(0.1), x) == 100 * 13 * 4 + 100 * 7
 
@@ -107,3 +107,45 @@ def test_fractions_are_checked(bad):
         R.rounding(3)
     with pytest.raises(ValueError, match="multiple of 8"):
         R.rounding(4, group=12)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("end", ["smallest", "largest"])
+def test_the_ends_of_every_type(dtype, end):
+    with jax.enable_x64(dtype == "float64"):
+        limits = jnp.finfo(dtype)
+        unit = float(limits.tiny) * 256 if end == "smallest" else float(limits.max) / 1024
+        x = jnp.asarray(np.asarray(X.reshape(3, 24), np.float64) * unit, dtype)
+        truth = np.asarray(x).astype(np.float64) / unit
+        for name in (
+            "different",
+            "same",
+            "stratified",
+            "projection",
+            "rounding 8",
+            "rounding 2",
+            "rounding 1",
+            "heavy",
+        ):
+            found = np.asarray(estimates(SAMPLERS[name], x, -1, 1000)).astype(np.float64) / unit
+            error = found.std(0) / np.sqrt(len(found))
+            # What is below the smallest normal number is zero to the compiler.
+            least = 4 * float(limits.eps) * np.abs(truth).max() + float(limits.tiny) / unit
+            assert np.all(np.abs(found.mean(0) - truth) <= 4.5 * error + least), name
+
+
+def test_the_largest_number_stays_finite():
+    for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
+        x = jnp.full((16,), jnp.finfo(dtype).max).at[::2].multiply(-0.3)
+        assert jnp.all(jnp.isfinite(estimates(R.rounding(4, group=16), x.astype(dtype), -1, 100)))
+
+
+def test_groups_of_different_sizes_do_not_disturb_each_other():
+    x = jnp.concatenate([jnp.full(8, 1e-36), jnp.linspace(1e37, 1e38, 8), jnp.linspace(-1.0, 1.0, 8)])
+    found = np.asarray(estimates(R.rounding(8, group=8), x, -1, 4), np.float64)
+    assert np.all(np.abs(found - x) <= 0.02 * np.repeat([1e-36, 1e38, 1.0], 8))
+
+
+def test_what_is_not_finite_stays_so():
+    for bad in (jnp.nan, jnp.inf):
+        assert not np.any(np.isfinite(estimates(R.rounding(4, group=8), jnp.ones(8).at[3].set(bad), -1, 2))[:, 3])
