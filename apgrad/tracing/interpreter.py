@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.extend.core import Literal
+from jax.ref import AbstractRef
 from jax.tree_util import Partial
 
 from apgrad import jaxprs
@@ -107,6 +108,11 @@ def step(context: Context, eqn: Any, inputs: Sequence[Any], active: tuple[bool, 
     name, call = eqn.primitive.name, jaxprs.caller(eqn)
     if not any(active) or name in CONSTANTS:
         return Walked(call(*inputs), (False,) * len(eqn.outvars), None)
+    if any(isinstance(v.aval, AbstractRef) for v in (*eqn.invars, *eqn.outvars)):
+        raise TypeError(
+            f"tracing is of values, and what is traced goes into a mutable reference (jax.new_ref) at the primitive "
+            f"{name!r}. Write the function without it, with the carry of a scan in its place."
+        )
     kind = jaxprs.nested(eqn)
     if kind is not None:
         return context.nested[kind.kind](context.at(eqn), eqn, inputs, active)
