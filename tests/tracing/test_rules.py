@@ -218,17 +218,6 @@ def test_a_rounded_number_has_a_rounded_message_as_jax_grad():
             np.testing.assert_array_equal(got, wanted)
 
 
-def test_a_jacobian_of_a_primitive_that_cannot_be_batched():
-    """A product whose groups are along the contracted axis: JAX has no batching rule for it."""
-    numbers = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
-    loss = lambda a, b: jnp.sum(jnp.tanh(lax.ragged_dot_general(a, b, jnp.array([2, 3]), numbers)))
-    args = r(5, 2), r(5, 3)
-    with pytest.warns(UserWarning, match="no rule for the primitive 'ragged_dot_general'"):
-        found = ap.backprop(loss, PLAIN, (0, 1))(*args)
-    for got, wanted in zip(found, jax.grad(loss, (0, 1))(*args), strict=True):
-        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-6)
-
-
 def test_not_a_number_stays_one():
     x = jnp.ones((20, 20)).at[3, 4].set(jnp.nan)
     got = ap.backprop(lambda x: jnp.sum(jnp.tanh(x @ x)), ap.tracing.max_product())(x)
