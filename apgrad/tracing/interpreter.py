@@ -4,6 +4,7 @@ This is reverse mode on jaxprs with the sum left open. Nothing here knows a prim
 (`control.py`); a walk is a function of arrays, so it works under `jit`, `vmap` and `scan`.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -116,10 +117,13 @@ def step(context: Context, eqn: Any, inputs: Sequence[Any], active: tuple[bool, 
     kind = jaxprs.nested(eqn)
     if kind is not None:
         return context.nested[kind.kind](context.at(eqn), eqn, inputs, active)
-    if name in context.nested:
+    # An array without elements has no edges.
+    active = tuple(a and jnp.size(x) > 0 for a, x in zip(active, inputs, strict=True))
+    some = any(active) and any(math.prod(v.aval.shape) for v in eqn.outvars)
+    if some and name in context.nested:
         return context.nested[name](context, eqn, inputs, active)
     outputs = call(*inputs)
-    flags = tuple(jnp.issubdtype(y.dtype, jnp.inexact) for y in outputs)
+    flags = tuple(some and jnp.issubdtype(y.dtype, jnp.inexact) for y in outputs)
     if not any(flags):
         return Walked(outputs, flags, None)
     if any(jnp.issubdtype(jnp.result_type(x), jnp.complexfloating) for x in (*inputs, *outputs)):
