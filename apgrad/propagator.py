@@ -234,7 +234,7 @@ def combine(*propagators: Propagator) -> Propagator:
             output, memory = _pair(propagator.forward(*inputs))
             if not isinstance(memory, dict):
                 raise TypeError(f"combine needs memories that are dicts, got {describe(memory)}")
-            if both := sorted(shared.keys() & memory.keys()):
+            if both := sorted(shared.keys() & memory.keys(), key=str):
                 raise ValueError(
                     f"two combined propagators write the same memory key {both[0]!r}. Rename one, or use "
                     "chain, which gives each propagator a memory of its own."
