@@ -55,13 +55,10 @@ def elementwise(site: Site) -> Pull:
 
 
 def rounding(site: Site) -> Pull:
-    """reduce_precision: JAX rounds the message too, as a conversion to the narrow dtype and back would."""
-
-    def pull(messages):
-        return [each(lambda x: site_call(x)[0] if jnp.issubdtype(x.dtype, jnp.inexact) else x, messages[0])]
-
-    site_call = site.call
-    return Partial(pull)
+    """reduce_precision: an edge of weight 1. Where messages are cotangents they are rounded too, as JAX does."""
+    if site.semiring.kind == "gradient":
+        return Partial(lambda messages: [(site.call(messages[0][0])[0],)])
+    return Partial(lambda messages: [messages[0]])
 
 
 def reduction(site: Site) -> Pull:
