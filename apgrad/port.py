@@ -41,9 +41,10 @@ def port(template: Any) -> Any:
     """
 
     def zeros(leaf):
-        if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise TypeError(f"a port carries messages as cotangents, so it must be floating point, got {leaf.dtype}")
-        return jnp.zeros(leaf.shape, leaf.dtype)
+        dtype = leaf.dtype if hasattr(leaf, "dtype") else jnp.asarray(leaf).dtype
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"a port carries messages as cotangents, so it must be floating point, got {dtype}")
+        return jnp.zeros(jnp.shape(leaf), dtype)
 
     return jax.tree.map(zeros, template)
 

@@ -10,7 +10,6 @@ graph and lets a node replace the rule. Here a node's rule is a pair of pure fun
 This is the ground floor.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -19,6 +18,10 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
+from apgrad.closures import hoist as hoist
+from apgrad.closures import may_close_over_a_tracer, separate
+from apgrad.messages import Static as Static
+from apgrad.messages import between, check_messages, describe, form_of, has_message, numbered
 from apgrad.primitives import refuse_derivative
 
 
@@ -31,7 +34,8 @@ class Propagator(NamedTuple):
       backward: `(memory, message) -> messages`, where `message` has the structure and shapes of the
         output, and `messages` is a tuple with one message for each input, of that input's structure
         and shapes. `None` stands for no message (zeros), for a whole input or any part of one.
-        Integer inputs and PRNG keys get no message, whatever stands there.
+        Only floating-point and complex arrays have messages: integer inputs, Booleans and PRNG keys get none, whatever
+        stands there, and at an integer output `message` has what JAX puts there, an array of dtype `float0`.
 
     Example:
       Reverse the message, as in domain-adversarial training (Ganin et al., 2016):
@@ -49,14 +53,6 @@ class Propagator(NamedTuple):
     backward: Callable[[Any, Any], Any]
 
 
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Static:
-    """Memory that is no array: a hashable value that is known when the program is traced."""
-
-    value: Any
-
-
 def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., Any]:
     """An ordinary JAX function whose reverse pass is the propagator's `backward`.
 
@@ -65,8 +61,8 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
     Forward mode raises JAX's `TypeError`: a propagator has no forward-mode rule.
 
     Args:
-      propagator: the pair of functions. They may not close over an array that is traced or differentiated
-        outside: it would get no message (and inside a `scan`, JAX cannot compile it). Pass it as an input.
+      propagator: the pair of functions. `forward` may not close over an array that is differentiated outside, which
+        would get no message: pass the array as an input.
       perturbed: tell `forward` what is differentiated: it is called as `forward(*inputs, perturbed=flags)`, with
         Python bools in the structure of the inputs.
 
@@ -74,8 +70,10 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
       `function(*inputs) -> output`.
 
     Raises:
-      TypeError: at trace time, if `forward` does not return a pair or `backward` not a tuple.
-      ValueError: at trace time, if the messages do not match the inputs.
+      TypeError: if `propagator` is no propagator; at trace time, if `forward` does not return a pair or `backward` not
+        a tuple, or a derivative is asked for of an array that `forward` closes over.
+      ValueError: at trace time, if the messages do not match the inputs, or the output has no floating-point array
+        through which a message could come.
 
     Example:
       A message clipped on its way back:
@@ -85,15 +83,10 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
       >>> jax.grad(lambda x: jnp.sum(clip(x) ** 2))(jnp.array([0.25, 3.0]))
       Array([0.5, 1. ], dtype=float32)
     """
+    _require_propagators("node", (propagator,))
 
     def forward(inputs, flags):
-        result = propagator.forward(*inputs, perturbed=flags) if perturbed else propagator.forward(*inputs)
-        if not (isinstance(result, tuple) and len(result) == 2):
-            raise TypeError(
-                "a propagator's forward must return the pair (output, memory), got "
-                f"{_describe(result)}. Return (output, None) if nothing is to be remembered."
-            )
-        return result
+        return _pair(propagator.forward(*inputs, perturbed=flags) if perturbed else propagator.forward(*inputs))
 
     @jax.custom_vjp
     def call(*inputs):
@@ -107,38 +100,81 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
         # The plain forward, never the wrapped `call`: with a learned backward the wrapped one would be
         # differentiated by its own rule, and meta-gradients would be silently wrong.
         output, memory = forward(inputs, flags)
-        leaves, treedef = jax.tree.flatten(inputs)
-        return output, (memory, Static((treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves))))
+        if not any(has_message(x) for x in jax.tree.leaves(output)):
+            raise ValueError(
+                "a propagator is differentiated, but its output has no floating-point array, and JAX carries messages "
+                "only to those: none can reach this node. Return the output in the input's dtype, as ap.skip does; or, "
+                "if nothing is to come back, call the function without ap.node."
+            )
+        return output, (memory, form_of(inputs))
 
     def bwd(residual, message):
         memory, inputs = residual
         if perturbed:
             message = jax.tree.map(_instantiate, message, is_leaf=lambda m: isinstance(m, SymbolicZero))
-        return _check_messages(propagator.backward(memory, message), *inputs.value)
+        return check_messages(propagator.backward(memory, message), inputs)
 
     call.defvjp(fwd, bwd, symbolic_zeros=perturbed)
 
     @functools.wraps(propagator.forward)
     def function(*inputs):
+        if not perturbed and may_close_over_a_tracer(*propagator):
+            return _opened(propagator, inputs)
         try:
             return call(*inputs)
         except jax.errors.UnexpectedTracerError as error:
-            raise ValueError(
-                "a propagator closes over an array that is traced or differentiated outside it, which "
-                "would get no message. Pass the array to the node as an input."
-            ) from error
+            raise ValueError(_CLOSURE) from error
 
     return function
+
+
+_CLOSURE = (
+    "a propagator's forward closes over an array that is differentiated outside it, which would get no message. Pass "
+    "the array to the node as an input, and return a message for it from backward (None for no message)."
+)
+
+
+def _opened(propagator: Propagator, inputs: Any) -> Any:
+    """Calls a node whose functions may close over traced arrays: the arrays become inputs.
+
+    What `forward` closes over refuses its derivative. What only `backward` closes over gets no message, rightly, and
+    takes part in the derivatives of what `backward` computes.
+    """
+    form = form_of(inputs)
+    forward, outside, (output, memory) = separate(lambda *inputs: _pair(propagator.forward(*inputs)), *inputs)
+    outputs = form_of((output,))
+
+    def answer(memory, floats):
+        (message,) = check_messages((floats,), outputs, dense=True)
+        return check_messages(propagator.backward(memory, message), form)
+
+    backward, needed, _ = separate(answer, memory, jax.tree.map(lambda x: x if has_message(x) else None, output))
+
+    def with_memory(inputs, outside, needed):
+        output, memory = forward(outside, *inputs)
+        return output, (memory, needed)
+
+    def answered(memory, message):
+        floats = jax.tree.map(lambda m, x: m if has_message(x) else None, message, output)
+        return backward(memory[1], memory[0], floats), None, None
+
+    outside = refuse_derivative(outside, _CLOSURE)
+    return node(Propagator(with_memory, answered))(inputs, outside, needed)
 
 
 def chain(*propagators: Propagator) -> Propagator:
     """Propagators in sequence, each with its own memory; each feeds its output to the next.
 
     Proppo's ChainProp (section 3.3): propagators nest safely, since none sees another's memory. The
-    first takes all the inputs, each other one the output before it.
+    first takes all the inputs, each other one the output before it. Between two propagators messages are
+    as between two nodes: of the structure, shapes and dtypes of what went forward there, with zeros for `None`.
 
     Args:
       *propagators: at least one.
+
+    Raises:
+      TypeError: if one is no propagator; at trace time, as `node`.
+      ValueError: for no propagators; at trace time, if a message does not match what went forward.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -152,15 +188,16 @@ def chain(*propagators: Propagator) -> Propagator:
     def forward(*inputs):
         memories = []
         for propagator in propagators:
-            output, memory = propagator.forward(*inputs)
-            memories.append(memory)
+            output, memory = _pair(propagator.forward(*inputs))
+            memories.append((memory, form_of((output,))))
             inputs = (output,)
         return output, tuple(memories)  # pyright: ignore[reportPossiblyUnbound]
 
     def backward(memories, message):
-        for propagator, memory in zip(reversed(propagators[1:]), reversed(memories[1:]), strict=True):
-            message = _only(propagator.backward(memory, message))
-        return propagators[0].backward(memories[0], message)
+        for i in reversed(range(1, len(propagators))):
+            messages = propagators[i].backward(memories[i][0], message)
+            message = between("chain", i, messages, memories[i - 1][1])
+        return propagators[0].backward(memories[0][0], message)
 
     return Propagator(forward, backward)
 
@@ -192,24 +229,31 @@ def combine(*propagators: Propagator) -> Propagator:
 
     def forward(*inputs):
         shared: dict[Any, Any] = {}
+        forms = []
         for propagator in propagators:
-            output, memory = propagator.forward(*inputs)
+            output, memory = _pair(propagator.forward(*inputs))
             if not isinstance(memory, dict):
-                raise TypeError(f"combine needs memories that are dicts, got {_describe(memory)}")
-            if both := sorted(shared.keys() & memory.keys()):
+                raise TypeError(f"combine needs memories that are dicts, got {describe(memory)}")
+            if both := sorted(shared.keys() & memory.keys(), key=str):
                 raise ValueError(
                     f"two combined propagators write the same memory key {both[0]!r}. Rename one, or use "
                     "chain, which gives each propagator a memory of its own."
                 )
             shared |= memory
+            forms.append(form_of((output,)))
             inputs = (output,)
-        return output, shared  # pyright: ignore[reportPossiblyUnbound]
+        return output, (shared, forms)  # pyright: ignore[reportPossiblyUnbound]
 
-    def backward(shared, message):
-        for propagator in reversed(propagators[1:]):
-            answer = _only(propagator.backward(shared, message))
-            merge = isinstance(answer, dict) and isinstance(message, dict)
-            message = {**message, **answer} if merge else answer
+    def backward(memory, message):
+        shared, forms = memory
+        for i in reversed(range(1, len(propagators))):
+            messages = propagators[i].backward(shared, message)
+            answer = messages[0] if isinstance(messages, tuple) and len(messages) == 1 else None
+            if isinstance(answer, dict) and isinstance(message, dict):
+                (wanted,) = numbered(forms[i - 1])
+                passed = {k: m for k, m in message.items() if isinstance(wanted, dict) and k in wanted}
+                messages = ({**passed, **answer},)
+            message = between("combine", i, messages, forms[i - 1])
         return propagators[0].backward(shared, message)
 
     return Propagator(forward, backward)
@@ -219,26 +263,51 @@ def skip(propagator: Propagator) -> Propagator:
     """The propagator's forward; backward, the message passes over the node as it came.
 
     Proppo's SkipProp. With a forward that has no useful derivative this is the straight-through
-    estimator (Bengio et al., 2013). It has one input, of the output's structure and shapes.
+    estimator (Bengio et al., 2013). It has one input, of the output's structure and shapes. Where the input is floating
+    point and the forward's output is integer or Boolean, the output comes in the input's dtype: JAX carries no message
+    to an integer.
+
+    Args:
+      propagator: its `backward` is not used.
+
+    Raises:
+      TypeError: if it is no propagator; at trace time, for a complex output of a real input.
+      ValueError: at trace time, if the output has other shapes than the input.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
-      >>> ste = ap.node(ap.skip(ap.backpropagation(jnp.round)))
+      >>> ste = ap.node(ap.skip(ap.backpropagation(lambda x: x > 0)))
       >>> [float(v) for v in jax.value_and_grad(lambda x: 3 * ste(x))(1.4)]
       [3.0, 3.0]
     """
+    _require_propagators("skip", (propagator,))
 
     def forward(value):
-        output, _ = propagator.forward(value)
+        output, _ = _pair(propagator.forward(value))
         given, got = (jax.tree.map(jnp.shape, tree) for tree in (value, output))
         if given != got:
             raise ValueError(
                 f"skip passes the message over the node, so input and output must have the same shapes; "
                 f"got input {given} and output {got}"
             )
-        return output, None
+        return jax.tree.map(_for_messages, value, output), None
 
     return Propagator(forward, lambda _, message: (message,))
+
+
+def _for_messages(value: Any, output: Any) -> Any:
+    """The output in a dtype at which a message for the input can arrive."""
+    mine, other = jnp.result_type(value), jnp.result_type(output)
+    if jnp.issubdtype(mine, jnp.inexact) and not has_message(output):
+        if not (jnp.issubdtype(other, jnp.integer) or jnp.issubdtype(other, jnp.bool_)):
+            raise TypeError(f"skip has an input of dtype {mine} and an output of dtype {other}, which has no messages")
+        return jnp.asarray(output).astype(mine)
+    if jnp.issubdtype(mine, jnp.floating) and jnp.issubdtype(other, jnp.complexfloating):
+        raise TypeError(
+            f"skip has a real input of dtype {mine} and an output of dtype {other}, whose messages are complex: they "
+            "cannot pass to the input. Return the real part, or write the backward pass as a Propagator."
+        )
+    return output
 
 
 def backpropagation(function: Callable[..., Any]) -> Propagator:
@@ -251,6 +320,8 @@ def backpropagation(function: Callable[..., Any]) -> Propagator:
       >>> float(jax.grad(ap.node(ap.backpropagation(jnp.sin)))(0.0))
       1.0
     """
+    if not callable(function):
+        raise TypeError(f"backpropagation takes a function, got {describe(function)}")
     return Propagator(
         forward=lambda *inputs: jax.vjp(function, *inputs),
         backward=lambda pullback, message: pullback(message),
@@ -277,6 +348,7 @@ def first_order(propagator: Propagator, reason: str) -> Propagator:
       ...     print(error)
       no second derivative of double
     """
+    _require_propagators("first_order", (propagator,))
     # Once differentiated, the node is its forward with memory: a derivative that arrives there is the second, as
     # is one of the messages.
     return Propagator(
@@ -285,89 +357,25 @@ def first_order(propagator: Propagator, reason: str) -> Propagator:
     )
 
 
-def hoist(function: Callable[..., Any], *inputs: Any) -> tuple[Callable[..., Any], list[Any]]:
-    """A function without closures over traced arrays: `function(*inputs) == converted(*inputs, *arrays)`.
-
-    A `custom_vjp` function may not close over an array that is to be differentiated; with the arrays as
-    inputs they get their messages like any other.
-
-    Args:
-      function: any JAX function.
-      *inputs: what it will be called with, as arrays or `jax.ShapeDtypeStruct`s.
-
-    Returns:
-      The converted function, and the list of arrays.
-    """
-    converted, arrays = jax.closure_convert(function, *inputs)
-    return converted, arrays
-
-
 def _require_propagators(name: str, propagators: tuple[Any, ...]) -> None:
     if not propagators:
         raise ValueError(f"{name} needs at least one propagator, got none")
     for propagator in propagators:
         if not isinstance(propagator, Propagator):
             raise TypeError(
-                f"{name} takes propagators, got {_describe(propagator)}. Wrap a function f as ap.backpropagation(f)."
+                f"{name} takes propagators, got {describe(propagator)}. Wrap a function f as ap.backpropagation(f)."
             )
 
 
-def _only(messages: Any) -> Any:
-    """The message of a propagator with one input."""
-    if not (isinstance(messages, tuple) and len(messages) == 1):
+def _pair(result: Any) -> tuple[Any, Any]:
+    if not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError(
-            "a propagator fed by another one has one input, so its backward must return a tuple of one "
-            f"message, got {_describe(messages)}"
+            "a propagator's forward must return the pair (output, memory), got "
+            f"{describe(result)}. Return (output, None) if nothing is to be remembered."
         )
-    return messages[0]
+    return result
 
 
 def _instantiate(message: Any) -> Any:
     # A symbolic zero stands for an array, and has its shape and dtype.
     return jnp.zeros_like(message) if isinstance(message, SymbolicZero) else message  # pyright: ignore[reportArgumentType]
-
-
-def _check_messages(messages: Any, treedef: Any, avals: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The messages as `custom_vjp` wants them, or an error that says which one is wrong."""
-    children = treedef.children()
-    if not isinstance(messages, tuple) or len(messages) != len(children):
-        raise TypeError(
-            f"a propagator's backward must return a tuple with one message for each of its {len(children)} "
-            f"input(s), got {_describe(messages)}. A single message m is returned as (m,)."
-        )
-    remaining = iter(avals)
-
-    def check(index, treedef, message):
-        wanted = [next(remaining) for _ in range(treedef.num_leaves)]
-        if message is None:
-            return None
-        try:
-            leaves = treedef.flatten_up_to(message)
-            fits = jax.tree_util.all_leaves(leaves, is_leaf=lambda x: x is None)
-        except (ValueError, TypeError):
-            fits, leaves = False, []
-        if not fits:
-            raise ValueError(
-                f"the message for input {index} has the structure {jax.tree.structure(message)}, the input "
-                f"has {treedef}. A message has the structure of its input; None stands for no message."
-            )
-        return treedef.unflatten([_fit(index, leaf, *aval) for leaf, aval in zip(leaves, wanted, strict=True)])
-
-    return tuple(check(i, t, m) for i, (t, m) in enumerate(zip(children, messages, strict=True)))
-
-
-def _fit(index: int, message: Any, shape: tuple[int, ...], dtype: Any) -> Any:
-    if message is None or not jnp.issubdtype(dtype, jnp.inexact):
-        return None
-    if jnp.shape(message) != shape:
-        raise ValueError(
-            f"the message for input {index} has shape {jnp.shape(message)}, the input has shape {shape}. A "
-            "message has the shape of its input; for any other shape, send it through a port (ap.port)."
-        )
-    return jnp.asarray(message, dtype)
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"a tuple of {len(value)}"
-    return f"{type(value).__name__}"

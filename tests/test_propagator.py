@@ -1,3 +1,5 @@
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -84,13 +86,86 @@ def test_forward_must_return_a_pair():
         ap.node(ap.Propagator(lambda x: x, lambda _, m: (m,)))(1.0)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint])
-def test_a_closed_over_array_that_would_get_no_message_is_an_error(wrap):
-    def f(t):
-        return wrap(ap.node(ap.Propagator(lambda x: (x * t, None), lambda _, m: (m * t,))))(2.0)
+def scanned(f):
+    return lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, length=2)[0]
 
-    with pytest.raises(Exception, match=r"closes over|closed-over"):
-        jax.grad(f)(3.0)
+
+AROUND = {
+    "plain": lambda f: f,
+    "jit": jax.jit,
+    "remat": jax.checkpoint,
+    "scan": scanned,
+    "cond": lambda f: lambda x: jax.lax.cond(x > 0, f, lambda x: x, x),
+    "vmap": lambda f: lambda x: jax.vmap(f)(x[None])[0],
+}
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_a_closed_over_array_that_would_get_no_message_is_an_error(around):
+    def f(t, x):
+        return AROUND[around](ap.node(ap.Propagator(lambda x: (x * t, None), lambda _, m: (m * t,))))(x)
+
+    for g in (jax.grad(f), jax.jit(jax.grad(f)), jax.grad(jax.jit(lambda t, x: f(jnp.sin(t), x)))):
+        with pytest.raises(TypeError, match=r"closes over .* Pass the array to the node as an input"):
+            g(jnp.float32(3.0), jnp.float32(2.0))
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_arrays_that_are_only_traced_may_be_closed_over(around):
+    """Of any dtype: backward's by the product rule, forward's as constants."""
+
+    def f(t, n, x):
+        scale = functools.partial(lambda t, x: t * n.astype(x.dtype) * x, t)
+        propagator = ap.Propagator(lambda x: (scale(x), {"x": x}), lambda memory, m: (2 * scale(m) + 0 * memory["x"],))
+        return AROUND[around](ap.node(ap.chain(identity, propagator)))(x)
+
+    times = 2 if around == "scan" else 1
+    slope = lambda t, n, x: jax.grad(lambda x: f(t, n, x))(x)
+    args = jnp.array([1.5, 0.5]), jnp.array([3, 2]), jnp.array([2.0, 1.0])
+    wanted = (2 * args[0] * args[1].astype(jnp.float32)) ** times
+    for batched in (jax.vmap(slope), jax.jit(jax.vmap(slope)), lambda *a: jax.lax.map(lambda a: slope(*a), a)):
+        np.testing.assert_allclose(batched(*args), wanted, rtol=1e-6)
+    # Outside the node t is differentiated through what backward computes: d/dt of the slope.
+    back = lambda t, x: AROUND[around](ap.node(ap.Propagator(lambda x: (x, None), lambda _, m: (m * t**3,))))(x)
+    second = jax.jit(jax.grad(lambda t: jax.grad(back, argnums=1)(t, jnp.float32(2.0))))
+    power = 3 * times
+    np.testing.assert_allclose(second(jnp.float32(1.5)), power * 1.5 ** (power - 1), rtol=1e-6)
+
+
+def test_none_stands_for_a_subtree_without_message():
+    tree = {"a": (jnp.ones(2), jnp.ones(3)), "b": jnp.ones(4), "n": jnp.arange(2)}
+    f = ap.node(ap.Propagator(lambda t: (t["b"], None), lambda _, m: ({"a": None, "b": m, "n": m},)))
+    got = jax.grad(lambda t: jnp.sum(f(t)), allow_int=True)(tree)
+    chex.assert_trees_all_equal(got["a"], (jnp.zeros(2), jnp.zeros(3)))
+    chex.assert_trees_all_equal(got["b"], jnp.ones(4))
+    assert got["n"].dtype == jax.dtypes.float0
+
+
+def test_messages_of_the_wrong_kind_are_refused_not_cast():
+    real = lambda back: jax.grad(lambda x: jnp.sum(ap.node(ap.Propagator(lambda x: (x, None), back))(x)))(jnp.ones(2))
+    with pytest.raises(TypeError, match=r"dtype complex64, the input is real.*jnp.real"):
+        real(lambda _, m: (jax.lax.complex(m, m),))
+    with pytest.raises(TypeError, match="array of numbers"):
+        real(lambda _, m: (jax.random.split(jax.random.key(0)),))
+    to_complex = ap.node(ap.Propagator(lambda x: (jnp.real(x), None), lambda _, m: (m,)))
+    got = jax.grad(lambda z: jnp.sum(to_complex(z)), holomorphic=False)(jnp.array([1j, 2.0]))
+    assert got.dtype == jnp.complex64 and got.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.parametrize("output", [lambda x: x > 0, lambda x: x.astype(jnp.int32), lambda x: (), lambda x: [x > 0]])
+def test_an_output_to_which_no_message_can_come_is_an_error_where_it_is_differentiated(output):
+    f = ap.node(ap.Propagator(lambda x: (output(x), None), lambda _, m: (m,)))
+    f(jnp.ones(2))
+    loss = lambda x: sum((jnp.sum(y.astype(jnp.float32)) for y in jax.tree.leaves(f(x))), jnp.sum(x))
+    for g in (jax.grad(loss), jax.jit(jax.grad(loss))):
+        with pytest.raises(ValueError, match=r"no floating-point array.*ap\.skip"):
+            g(jnp.ones(2))
+
+
+def test_the_message_of_an_integer_output_is_no_message():
+    f = ap.node(ap.Propagator(lambda x: ((x, x > 0), None), lambda _, m: (m[1],)))
+    with pytest.raises(TypeError, match="sent to an integer is lost"):
+        jax.grad(lambda x: jnp.sum(f(x)[0]))(jnp.ones(2))
 
 
 def test_chain_gives_each_its_own_memory_and_nests():
@@ -127,6 +202,115 @@ def test_skip_passes_the_message_over():
     assert jax.value_and_grad(lambda x: 7 * f(x))(0.3) == (7.0, 7.0)
     with pytest.raises(ValueError, match="same shapes"):
         ap.node(ap.skip(ap.backpropagation(jnp.sum)))(jnp.ones(3))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.complex64])
+@pytest.mark.parametrize(
+    "function", [lambda x: x.real > 0, lambda x: x.real.astype(jnp.int8), lambda x: x.real.astype(jnp.uint4)]
+)
+def test_skip_is_straight_through_for_integers_and_booleans(function, dtype):
+    x = jnp.array([-1.5, 0.25, 2.0], dtype)
+    weights = jnp.arange(3.0).astype(dtype)
+    forward = function(x).astype(dtype)
+
+    def loss(x):
+        y = ap.node(ap.skip(ap.backpropagation(lambda t: {"a": function(t["a"]), "n": t["n"]})))(
+            {"a": x, "n": jnp.arange(2)}
+        )["a"]
+        assert y.dtype == dtype
+        return jnp.sum(y * weights).real, y
+
+    for g in (jax.grad(loss, has_aux=True), jax.jit(jax.grad(loss, has_aux=True))):
+        got, y = g(x)
+        chex.assert_trees_all_equal((got, y), (weights, forward))
+    ste = ap.node(ap.skip(ap.backpropagation(function)))
+    for around in ("scan", "cond", "remat"):
+        f = AROUND[around](ste) if around != "cond" else lambda x: jax.lax.cond(True, ste, lambda x: x, x)
+        chex.assert_trees_all_equal(jax.grad(lambda x, f=f: jnp.sum(f(x) * weights).real)(x), weights)
+    chex.assert_trees_all_equal(jax.vmap(jax.grad(lambda x: ste(x).real))(x), jnp.ones(3, dtype))
+
+
+def test_skip_refuses_what_has_no_message_and_leaves_integers_alone():
+    with pytest.raises(TypeError, match="complex"):
+        ap.node(ap.skip(ap.backpropagation(lambda x: x + 1j)))(1.0)
+    keys = ap.skip(ap.Propagator(lambda x: (jax.random.split(jax.random.key(0), 3), None), lambda _, m: (m,)))
+    with pytest.raises(TypeError, match="no messages"):
+        ap.node(keys)(jnp.ones(3))
+    assert ap.node(ap.skip(ap.backpropagation(lambda n: n > 1)))(jnp.arange(3)).dtype == bool
+
+
+def test_none_and_integers_between_propagators():
+    """As between two nodes: zeros for None, nothing for integers."""
+    back = lambda answer: ap.Propagator(lambda x: (x, None), lambda _, m: (answer,))
+    f = ap.node(ap.chain(ap.backpropagation(jnp.sin), back(None), scale(2.0)))
+    assert jax.grad(f)(1.0) == 0.0
+    pair = ap.backpropagation(lambda x: {"a": x**2, "b": (x, x**3), "n": jnp.int32(3)})
+    through = ap.Propagator(lambda t: (t["a"] * 5 + t["b"][1], t["n"]), lambda n, m: ({"a": 5 * m, "b": None, "n": m},))
+    assert jax.grad(ap.node(ap.chain(pair, through)))(2.0) == 5 * 4.0
+    ste = ap.chain(ap.skip(ap.backpropagation(lambda x: x > 0)), scale(3.0))
+    assert jax.grad(ap.node(ap.chain(ap.backpropagation(jnp.square), ste)))(2.0) == 3 * 4.0
+    shared = lambda back: ap.Propagator(lambda x: (x, {}), back)
+    nothing = ap.combine(shared(lambda _, m: (3 * m,)), shared(lambda _, m: (None,)))
+    assert jax.grad(ap.node(nothing))(1.0) == 0.0
+    part = ap.combine(shared(lambda _, m: (m,)), shared(lambda _, m: ({"a": None},)))
+    got = jax.grad(lambda x: sum(ap.node(part)(x).values()))({"a": 1.0, "b": 1.0})
+    assert got == {"a": 0.0, "b": 1.0}
+
+
+@pytest.mark.parametrize("name", ["chain", "combine"])
+@pytest.mark.parametrize(
+    "answer, error, words",
+    [
+        (lambda m: jnp.ones(3), ValueError, r"shape \(3,\), the input has shape \(2,\)"),
+        (lambda m: {"z": m}, ValueError, "structure"),
+        (lambda m: jax.lax.complex(m, m), TypeError, "is real"),
+    ],
+)
+def test_wrong_messages_between_propagators_are_named(name, answer, error, words):
+    part = lambda back: ap.Propagator(lambda x: (x, {}), back)
+    f = ap.node(getattr(ap, name)(part(lambda _, m: (m,)), part(lambda _, m: (answer(m),)), part(lambda _, m: (m,))))
+    with pytest.raises(error, match=f"propagator 1 in {name} .*{words}"):
+        jax.grad(lambda x: jnp.sum(f(x)))(jnp.ones(2))
+    many = ap.node(getattr(ap, name)(part(lambda _, m: (m,)), part(lambda _, m: (m, m))))
+    with pytest.raises(TypeError, match=f"in {name}, propagator 1"):
+        jax.grad(lambda x: jnp.sum(many(x)))(jnp.ones(2))
+
+
+def test_messages_between_propagators_take_the_dtype_of_what_went_forward():
+    seen = []
+    first = ap.Propagator(lambda x: (x.astype(jnp.bfloat16), None), lambda _, m: (seen.append(m.dtype), m)[1:])
+    wide = ap.Propagator(lambda x: (x.astype(jnp.float32), None), lambda _, m: (m,))
+    jax.grad(ap.node(ap.chain(first, wide)))(jnp.float32(1.0))
+    assert seen == [jnp.bfloat16]
+
+
+def test_combine_refuses_an_answer_to_a_key_that_is_not_there():
+    part = lambda back: ap.Propagator(lambda x: (x, {}), back)
+    f = ap.node(ap.combine(part(lambda _, m: (m,)), part(lambda _, m: ({"typo": m["a"]},))))
+    with pytest.raises(ValueError, match="structure"):
+        jax.grad(lambda x: f(x)["a"])({"a": 1.0})
+
+
+def test_all_of_empty_arrays_and_trees():
+    f = ap.node(ap.chain(ap.backpropagation(lambda t: (t[0] * 2, t[1], None)), identity))
+    got = jax.grad(lambda t: jnp.sum(f(t)[0]) + jnp.sum(f(t)[1]))((jnp.ones(2), jnp.ones((0, 3)), None))
+    chex.assert_trees_all_equal(got, (jnp.full(2, 2.0), jnp.ones((0, 3)), None))
+    ste = ap.node(ap.skip(ap.backpropagation(lambda t: (t[0] > 0, {}))))
+    chex.assert_trees_all_equal(jax.grad(lambda t: jnp.sum(ste(t)[0]))((jnp.ones(0), {})), (jnp.ones(0), {}))
+
+
+@pytest.mark.parametrize("make", [ap.node, ap.skip, lambda p: ap.first_order(p, "once"), ap.chain, ap.combine])
+def test_what_is_no_propagator_is_named(make):
+    with pytest.raises(TypeError, match=r"takes propagators, got PjitFunction.*backpropagation"):
+        make(jnp.square)
+    with pytest.raises(TypeError, match="backpropagation takes a function"):
+        ap.backpropagation(3)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("wrap", [ap.chain, ap.combine, ap.skip, lambda p: ap.first_order(p, "once")])
+def test_forward_must_return_a_pair_inside_too(wrap):
+    with pytest.raises(TypeError, match="pair"):
+        ap.node(wrap(ap.Propagator(lambda x: x, lambda _, m: (m,))))(1.0)
 
 
 @pytest.mark.parametrize("combinator", [ap.chain, ap.combine])

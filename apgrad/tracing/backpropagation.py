@@ -1,5 +1,6 @@
 """Backpropagation of any JAX function in any semiring."""
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,7 +27,8 @@ def backprop(f: Callable[..., Any], semiring: Semiring, argnums: int | Sequence[
         traced in its place (argnums still count the key). Inside another function a randomized one is traced, or
         refused, as it stands: put the original there.
       semiring: of `ap.tracing`: `ordinary()`, `max_product()`, `absolute_sum()`, `entropy()`, `top_k(k)`, or your own.
-      argnums: which arguments, as for `jax.grad`.
+      argnums: which positional arguments, as for `jax.grad`; negative ones count from the end. As there, all other
+        arguments reach f as they are: strings, functions and Python's numbers too.
 
     Returns:
       A function of f's arguments that returns, for each array of the chosen ones, what `semiring.finish` makes of its
@@ -34,8 +36,9 @@ def backprop(f: Callable[..., Any], semiring: Semiring, argnums: int | Sequence[
 
     Raises:
       TypeError: at trace time, if f returns no floating-point scalar, a chosen argument is not floating point, or f
-        has a backward pass that is no sum over edges.
-      ValueError: at trace time, for a primitive without a rule whose Jacobian is too large.
+        has a backward pass that is no sum over edges, or what is traced goes through a mutable reference.
+      ValueError: at trace time, for a primitive without a rule whose Jacobian is too large, or argnums that name no
+        argument or one twice.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -52,42 +55,61 @@ def backprop(f: Callable[..., Any], semiring: Semiring, argnums: int | Sequence[
         walked = walk(context, program, inputs, active)
         found = [semiring.finish(v) for v in values(context, walked, inputs, active)]
         trees = jax.tree.unflatten(treedef, found)
-        return trees[0] if isinstance(argnums, int) else trees
+        return trees[0] if is_single(argnums) else trees
 
     return backpropagated
 
 
 def traced(f: Callable[..., Any], args: Any, kwargs: Any, argnums: int | Sequence[int]) -> Any:
-    """The program of f: `((jaxpr, consts), inputs, tree of the chosen arguments, active)`, the chosen inputs first."""
-    numbers = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-    for n in numbers:
-        if not -len(args) <= n < len(args):
-            raise ValueError(f"argnums has {n}, but the function is called with {len(args)} positional arguments")
-    numbers = tuple(n % len(args) for n in numbers)
+    """The program of f, whose inputs are the chosen arguments: `((jaxpr, consts), inputs, their tree, active)`."""
+    numbers = chosen_numbers(argnums, len(args))
     chosen = tuple(args[n] for n in numbers)
-    rest = [a for i, a in enumerate(args) if i not in numbers]
 
-    def function(chosen, rest, kwargs):
-        full = list(rest)
-        for n, value in sorted(zip(numbers, chosen, strict=True), key=lambda pair: pair[0]):
-            full.insert(n, value)
+    def function(chosen):
+        full = list(args)
+        for n, value in zip(numbers, chosen, strict=True):
+            full[n] = value
         return f(*full, **kwargs)
 
     for leaf in jax.tree.leaves(chosen):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            raise TypeError(
-                f"paths end at floating-point arguments, got dtype {jnp.result_type(leaf)}. Choose others with argnums."
-            )
-    closed, shape = jax.make_jaxpr(function, return_shape=True)(chosen, rest, kwargs)
+        try:
+            dtype = jnp.result_type(leaf)
+        except TypeError:
+            dtype = type(leaf).__name__
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"paths end at floating-point arguments, got {dtype}. Choose others with argnums.")
+    closed, shape = jax.make_jaxpr(function, return_shape=True)(chosen)
     output = jax.tree.leaves(shape)
     if len(output) != 1 or output[0].shape or not jnp.issubdtype(output[0].dtype, jnp.floating):
         raise TypeError(
             f"paths begin at a loss, so the function must return one floating-point scalar; it returns {shape}"
         )
     leaves, treedef = jax.tree.flatten(chosen)
-    others = jax.tree.leaves((rest, kwargs))
-    inputs = [jnp.asarray(x) if not isinstance(x, jax.Array) else x for x in (*leaves, *others)]
-    return (closed.jaxpr, tuple(closed.consts)), inputs, treedef, (True,) * len(leaves) + (False,) * len(others)
+    inputs = [jnp.asarray(x) if not isinstance(x, jax.Array) else x for x in leaves]
+    return (closed.jaxpr, tuple(closed.consts)), inputs, treedef, (True,) * len(leaves)
+
+
+def is_single(argnums: int | Sequence[int]) -> bool:
+    """Whether argnums are one number, of Python, NumPy or JAX, and no sequence."""
+    return hasattr(argnums, "__index__") and not getattr(argnums, "shape", ())
+
+
+def chosen_numbers(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
+    """Which of `count` positional arguments are chosen, counted from 0."""
+    try:
+        given = [operator.index(n) for n in ([argnums] if is_single(argnums) else argnums)]  # pyright: ignore[reportGeneralTypeIssues, reportArgumentType]
+    except TypeError as error:
+        raise TypeError(f"argnums must be an integer or a sequence of integers, got {argnums!r}") from error
+    for n in given:
+        if not -count <= n < count:
+            raise ValueError(
+                f"argnums has {n}, but the function is called with {count} positional arguments. Keyword arguments "
+                "are not counted: give what is to be traced by position."
+            )
+    numbers = tuple(n % count for n in given)
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(f"argnums {argnums} name an argument twice, of {count}. Give each once.")
+    return numbers
 
 
 def values(context: Context, walked: Any, inputs: Sequence[Any], active: Sequence[bool]) -> list[Value]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from apgrad import jaxprs
 from apgrad.tracing import paths
-from apgrad.tracing.backpropagation import NESTED, original, traced, values
+from apgrad.tracing.backpropagation import NESTED, is_single, original, traced, values
 from apgrad.tracing.interpreter import Context, join, walk
 from apgrad.tracing.rules import CONSTANTS
 from apgrad.tracing.semirings import ordinary
@@ -221,7 +221,7 @@ def parameter_names(treedef: Any, argnums: int | Sequence[int]) -> tuple[str, ..
     """The names of the arrays in the chosen arguments."""
     tree = jax.tree.unflatten(treedef, range(treedef.num_leaves))
     keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    keys = [path[1:] if isinstance(argnums, int) else path for path in keys]
+    keys = [path[1:] if is_single(argnums) else path for path in keys]
     return tuple(jax.tree_util.keystr(path, simple=True, separator="/") or "x" for path in keys)
 
 

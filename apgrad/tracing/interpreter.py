@@ -4,11 +4,13 @@ This is reverse mode on jaxprs with the sum left open. Nothing here knows a prim
 (`control.py`); a walk is a function of arrays, so it works under `jit`, `vmap` and `scan`.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.extend.core import Literal
+from jax.ref import AbstractRef
 from jax.tree_util import Partial
 
 from apgrad import jaxprs
@@ -107,13 +109,21 @@ def step(context: Context, eqn: Any, inputs: Sequence[Any], active: tuple[bool, 
     name, call = eqn.primitive.name, jaxprs.caller(eqn)
     if not any(active) or name in CONSTANTS:
         return Walked(call(*inputs), (False,) * len(eqn.outvars), None)
+    if any(isinstance(v.aval, AbstractRef) for v in (*eqn.invars, *eqn.outvars)):
+        raise TypeError(
+            f"tracing is of values, and what is traced goes into a mutable reference (jax.new_ref) at the primitive "
+            f"{name!r}. Write the function without it, with the carry of a scan in its place."
+        )
     kind = jaxprs.nested(eqn)
     if kind is not None:
         return context.nested[kind.kind](context.at(eqn), eqn, inputs, active)
-    if name in context.nested:
+    # An array without elements has no edges.
+    active = tuple(a and jnp.size(x) > 0 for a, x in zip(active, inputs, strict=True))
+    some = any(active) and any(math.prod(v.aval.shape) for v in eqn.outvars)
+    if some and name in context.nested:
         return context.nested[name](context, eqn, inputs, active)
     outputs = call(*inputs)
-    flags = tuple(jnp.issubdtype(y.dtype, jnp.inexact) for y in outputs)
+    flags = tuple(some and jnp.issubdtype(y.dtype, jnp.inexact) for y in outputs)
     if not any(flags):
         return Walked(outputs, flags, None)
     if any(jnp.issubdtype(jnp.result_type(x), jnp.complexfloating) for x in (*inputs, *outputs)):

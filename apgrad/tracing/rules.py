@@ -54,6 +54,13 @@ def elementwise(site: Site) -> Pull:
     return Partial(pull, weights)
 
 
+def rounding(site: Site) -> Pull:
+    """reduce_precision: an edge of weight 1. Where messages are cotangents they are rounded too, as JAX does."""
+    if site.semiring.kind == "gradient":
+        return Partial(lambda messages: [(site.call(messages[0][0])[0],)])
+    return Partial(lambda messages: [messages[0]])
+
+
 def reduction(site: Site) -> Pull:
     """Each input element goes into one output element; the derivative is what `jax.vjp` makes of ones."""
     semiring, shape, axes = site.semiring, jnp.shape(site.inputs[0]), site.params["axes"]
@@ -112,7 +119,11 @@ def dense(site: Site, quiet: bool = False) -> Pull:
     for k, y in enumerate(outputs):
         basis = jnp.eye(y.size, dtype=y.dtype).reshape(y.size, *y.shape)
         place = functools.partial(lambda k, e: [e if j == k else jnp.zeros_like(o) for j, o in enumerate(outputs)], k)
-        jacobians.append(jax.vmap(lambda e, place=place: pullback(place(e)))(basis))
+        rows_of = lambda e, place=place: pullback(place(e))
+        try:
+            jacobians.append(jax.vmap(rows_of)(basis))
+        except NotImplementedError:  # some primitives cannot be batched
+            jacobians.append(jax.lax.map(rows_of, basis))
 
     def pull(jacobians, messages):
         total: list[Value | None] = [None] * len(chosen)
@@ -142,12 +153,11 @@ CONSTANT = {
     "sub": (1.0, -1.0),
     "neg": (-1.0,),
     "convert_element_type": (1.0,),
-    "reduce_precision": (1.0,),
 }
 ELEMENTWISE = """acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt clamp cos cosh digamma
     div convert_element_type erf erf_inv erfc exp exp2 expm1 igamma igamma_grad_a igammac integer_pow lgamma log log1p
-    log2 logistic max min mul neg nextafter one_minus_square polygamma pow random_gamma reduce_precision
-    refuse_derivative regularized_incomplete_beta rem rsqrt sin sinh sqrt square sub tan tanh abs zero_with_gradient
+    log2 logistic max min mul neg nextafter one_minus_square polygamma pow random_gamma refuse_derivative
+    regularized_incomplete_beta rem rsqrt sin sinh sqrt square sub tan tanh abs zero_with_gradient
     zeta"""
 CONSTANTS = frozenset(
     """sign floor ceil round is_finite eq ne lt le gt ge argmax argmin iota stop_gradient random_bits shift_left
@@ -157,6 +167,7 @@ CONSTANTS = frozenset(
 
 RULES: dict[str, Rule] = {
     **dict.fromkeys(ELEMENTWISE.split(), elementwise),
+    "reduce_precision": rounding,
     **dict.fromkeys(("reduce_max", "reduce_min", "reduce_prod"), reduction),
     **moves.RULES,
     **products.RULES,

@@ -10,7 +10,7 @@ import numpy as np
 from jax.core import Tracer
 
 from apgrad.tracing import paths
-from apgrad.tracing.backpropagation import NESTED, backprop, original, traced
+from apgrad.tracing.backpropagation import NESTED, backprop, chosen_numbers, original, traced
 from apgrad.tracing.influence import Influence, Kind, influence, parameter_names, plain_scope
 from apgrad.tracing.interpreter import Context
 from apgrad.tracing.paths import Reader, Step
@@ -190,10 +190,20 @@ class Trace:
         return _pick(self._args, self._axes, example), self._kwargs
 
     def _mapped(self, function):
-        call = lambda *args: function(*args, **self._kwargs)
+        """Calls a compiled function of what is chosen or mapped; all else stays as it was given, strings too."""
+        axes = _axes(self._args, self._axes)
+        numbers = chosen_numbers(self._argnums, len(self._args))
+        places = [i for i, axis in enumerate(axes) if i in numbers or axis is not None]
+
+        def call(*values):
+            full = list(self._args)
+            for i, value in zip(places, values, strict=True):
+                full[i] = value
+            return function(*full, **self._kwargs)
+
         if self._axes is not None:
-            call = jax.vmap(call, in_axes=self._axes)
-        return jax.jit(call)(*self._args)
+            call = jax.vmap(call, in_axes=tuple(axes[i] for i in places))
+        return jax.jit(call)(*(self._args[i] for i in places))
 
 
 def _examples(args, in_axes):
@@ -209,11 +219,15 @@ def _pick(args, in_axes, example):
     return _with_axes(lambda x, axis: jnp.take(x, example, axis=axis), args, in_axes, keep=True)
 
 
-def _with_axes(function, args, in_axes, keep=False):
-    axes = (in_axes,) * len(args) if isinstance(in_axes, int) else tuple(in_axes)
+def _axes(args, in_axes):
+    """The axis of each argument."""
+    axes = (in_axes,) * len(args) if in_axes is None or isinstance(in_axes, int) else tuple(in_axes)
     if len(axes) != len(args):
         raise ValueError(f"in_axes has {len(axes)} entries for {len(args)} arguments")
+    return axes
 
+
+def _with_axes(function, args, in_axes, keep=False):
     def one(arg, axis):
         if axis is None:
             return arg if keep else None
@@ -226,4 +240,4 @@ def _with_axes(function, args, in_axes, keep=False):
             is_leaf=lambda a: a is None,
         )
 
-    return tuple(one(a, x) for a, x in zip(args, axes, strict=True))
+    return tuple(one(a, x) for a, x in zip(args, _axes(args, in_axes), strict=True))

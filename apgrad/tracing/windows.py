@@ -1,4 +1,4 @@
-"""Convolutions and windows, as the products and slices that they are.
+"""Convolutions, windows and ragged products, as the products and slices that they are.
 
 A window's taps are slices of the padded input: y = sum over taps k of w_k . x[k :: stride]. Written so, a convolution
 is a few products of matrices and a window's maximum a choice among slices, and their edges are those of the parts: an
@@ -51,6 +51,27 @@ def window(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) ->
     shape = jnp.shape(outputs[0])
     function = functools.partial(_windowed, name=name, params=params, shape=shape)
     return Walked(outputs, (True,), _in_parts(context, function, inputs, active))
+
+
+def ragged(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
+    """ragged_dot_general as `lax.ragged_dot` makes it: each row of the left factor meets the matrix of its group."""
+    params, call = eqn.params, jaxprs.caller(eqn)
+    outputs = call(*inputs)
+    numbers = params["ragged_dot_dimension_numbers"]
+    plain = numbers.dot_dimension_numbers == (((1,), (1,)), ((), ())) and params["group_offset"] is None
+    rows = tuple(numbers.lhs_ragged_dimensions) == (0,) and tuple(numbers.rhs_group_dimensions) == (0,)
+    if context.semiring.kind == "gradient" or not (plain and rows):
+        site = Site(context.semiring, eqn.primitive.name, call, inputs, active, outputs, params)
+        return Walked(outputs, (True,), dense(site))
+    return Walked(outputs, (True,), _in_parts(context, functools.partial(_grouped, params=params), inputs, active))
+
+
+def _grouped(left, right, sizes, *, params):
+    group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(left.shape[0]), side="right")
+    # Rows after the last group meet zeros.
+    matrices = right.at[group].get(mode="fill", fill_value=0)
+    numbers = (((1,), (1,)), ((0,), (0,)))
+    return [lax.dot_general(left, matrices, numbers, params["precision"], params["preferred_element_type"])]
 
 
 def _in_parts(context: Context, function: Callable[..., Any], inputs: Any, active: tuple[bool, ...]) -> Partial:
@@ -141,4 +162,5 @@ NESTED = {
     "reduce_window_sum": window,
     "reduce_window_max": window,
     "reduce_window_min": window,
+    "ragged_dot_general": ragged,
 }

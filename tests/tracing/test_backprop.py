@@ -252,3 +252,93 @@ def test_message_passing_is_refused():
     # What leaves through the ports is what a rule answers, and no derivative of anything.
     with pytest.raises(TypeError, match="no sum over edges"):
         ap.backprop(lambda into: loss(params, into), ap.tracing.max_product())(port(params))
+
+
+@pytest.mark.parametrize(
+    "argnums",
+    [0, 1, -1, (0, 1), [1, 0], (-1,), (-1, 0), np.int64(1), (np.int64(0),), np.array(1), jnp.int32(-2)],
+    ids=repr,
+)
+def test_argnums_as_jax_grad_takes_them(argnums):
+    f = lambda x, y, z: x * y["a"] ** 2 * jnp.sum(z)
+    args = 2.0, {"a": 3.0}, jnp.arange(3.0)
+    got = ap.backprop(f, MINE, argnums)(*args)
+    wanted = jax.grad(f, argnums)(*args)
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-6)
+    trace = ap.trace_gradients(f, argnums=argnums)(*args)
+    assert len(trace.parameters) == len(jax.tree.leaves(got))
+    assert jax.tree.structure(trace.weights) == jax.tree.structure(wanted)
+
+
+@pytest.mark.parametrize(
+    "argnums, error, words",
+    [
+        (2, ValueError, "argnums has 2"),
+        (-3, ValueError, "argnums has -3"),
+        ((0, -2), ValueError, "twice"),
+        (1.0, TypeError, "integer"),
+        ("x", TypeError, "integer"),
+        (None, TypeError, "integer"),
+    ],
+)
+def test_argnums_that_name_no_argument(argnums, error, words):
+    with pytest.raises(error, match=words):
+        ap.backprop(lambda x, y: x * y, MINE, argnums)(1.0, 2.0)
+
+
+def test_other_arguments_reach_the_function_as_they_are():
+    """Strings, functions, flags and sizes, by position and by keyword, as with `jax.grad`."""
+
+    def f(x, kind, n, act, *, flag, scale):
+        y = jnp.sin(x) if kind == "sin" else jnp.cos(x)
+        return jnp.sum(act(y) * jnp.ones(n)) * (scale if flag else 1.0)
+
+    for flag, scale in ((True, 2.0), (False, None)):
+        args, kwargs = (0.3, "sin", 4, jnp.tanh), {"flag": flag, "scale": scale}
+        wanted = jax.grad(f)(*args, **kwargs)
+        np.testing.assert_allclose(ap.backprop(f, MINE)(*args, **kwargs), wanted, rtol=1e-6)
+        trace = ap.trace_gradients(f)(*args, **kwargs)
+        np.testing.assert_allclose(trace.gradient, wanted, rtol=1e-6)
+        np.testing.assert_allclose(np.prod([step.weight for step in trace.path("x")]), trace.weights, rtol=1e-5)
+        assert trace.influence(by="primitive").parameters == ("x",)
+    each = ap.trace_gradients(lambda w, x, kind: w * getattr(jnp, kind)(x), in_axes=(None, 0, None))
+    xs = jnp.array([0.1, 0.2])
+    np.testing.assert_allclose(each(1.0, xs, "sin").weights, jnp.sin(xs), rtol=1e-6)
+    for bad in ("sin", jax.random.key(0), 3, 1j):
+        with pytest.raises(TypeError, match="paths end at floating-point arguments"):
+            ap.backprop(lambda x, y: x, MINE, 1)(1.0, bad)
+
+
+def test_a_mutable_reference_is_refused_where_what_is_traced_goes_into_it():
+    def kept(x):
+        ref = jax.new_ref(x)
+        ref[...] = ref[...] * 2.0 * x
+        return jnp.sum(ref[...])
+
+    def written(x):
+        ref = jax.new_ref(jnp.zeros(()))
+
+        def body(i, _):
+            ref[...] = ref[...] + x[0] * i
+
+        jax.lax.fori_loop(0, 3, body, None)
+        return ref[...]
+
+    def written_once(x):
+        ref = jax.new_ref(jnp.zeros(()))
+        ref[...] = x[0]
+        return ref[...]
+
+    for f in (kept, written, written_once, jax.jit(written_once), jax.checkpoint(kept)):
+        for semiring in (ap.tracing.ordinary(), ap.tracing.max_product()):
+            with pytest.raises(TypeError, match=r"mutable reference \(jax.new_ref\)"):
+                ap.backprop(f, semiring)(jnp.ones(3))
+
+    def aside(x):
+        ref = jax.new_ref(jnp.ones(3))
+        ref[1] = 5.0
+        return jnp.sum(x * ref[...])
+
+    assert ap.backprop(aside, ap.tracing.max_product())(jnp.ones(3)).tolist() == [1.0, 5.0, 1.0]

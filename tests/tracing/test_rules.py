@@ -112,6 +112,7 @@ CASES = {
     "reduce_window_max": (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (3, 2), (1, 2), "VALID"), (r(5, 6),)),
     "reduce_window_max, tied": (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2,), (1,), "VALID"), (jnp.ones(4),)),
     "reduce_window_min": (lambda x: lax.reduce_window(x, jnp.inf, lax.min, (2,), (1,), "SAME"), (r(5),)),
+    "ragged_dot": (lambda a, b: lax.ragged_dot(a, b, jnp.array([2, 0, 3])), (r(6, 2), r(3, 2, 4))),
     "stop_gradient": (lambda x: lax.stop_gradient(x) * x, (r(3),)),
     "zero_with_gradient": (ap.zero_with_gradient, (r(3),)),
 }
@@ -207,6 +208,16 @@ def test_unknown_primitive_is_right_with_a_warning_or_refused():
     np.testing.assert_allclose(ap.backprop(loss, ap.tracing.ordinary())(x), jax.grad(loss)(x), rtol=1e-5, atol=1e-6)
     with pytest.raises(ValueError, match=r"16,777,216.*Trace a smaller input"):
         jax.eval_shape(ap.backprop(loss, PLAIN), jax.ShapeDtypeStruct((70, 70), jnp.float32))
+
+
+def test_a_rounded_number_has_a_rounded_message_as_jax_grad():
+    loss = lambda x, w: jnp.sum(jnp.sin(lax.reduce_precision(x * w, 5, 3) ** 2))
+    args = r(20), r(20)
+    found = ap.backprop(loss, ap.tracing.ordinary(), (0, 1))(*args)
+    for got, wanted in zip(found, jax.grad(loss, (0, 1))(*args), strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    # An edge of weight 1 elsewhere: rounded part by part, a message of several parts would be no message.
+    assert ap.backprop(lambda x: 3.0 * lax.reduce_precision(x, 5, 0), ap.tracing.max_product())(1.0) == 3.0
 
 
 def test_not_a_number_stays_one():

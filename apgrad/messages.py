@@ -1,0 +1,124 @@
+"""What may go back along a program: messages of the form of what went forward, or an error that says which is wrong."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Static:
+    """Memory that is no array: a hashable value that is known when the program is traced."""
+
+    value: Any
+
+
+def has_message(x: Any) -> bool:
+    """Whether JAX carries messages to an array of this dtype: floating point or complex."""
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def form_of(tree: Any) -> Static:
+    """The structure of a pytree, with the shape and dtype of each leaf."""
+    leaves, treedef = jax.tree.flatten(tree)
+    return Static((treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)))
+
+
+def between(name: str, place: int, messages: Any, form: Static) -> Any:
+    """The message from one propagator to the one before it, whose output has the given form."""
+    if not (isinstance(messages, tuple) and len(messages) == 1):
+        raise TypeError(
+            f"in {name}, propagator {place} (counted from 0) is fed by the one before it, so it has one input, and its "
+            f"backward must return a tuple of one message, got {describe(messages)}. A message m is returned as (m,)."
+        )
+    return check_messages(messages, form, f" of propagator {place} in {name} (counted from 0)", dense=True)[0]
+
+
+def numbered(form: Static) -> Any:
+    """The pytree of a form, with numbers for its leaves."""
+    treedef, avals = form.value
+    return treedef.unflatten(range(len(avals)))
+
+
+def check_messages(messages: Any, form: Static, where: str = "", dense: bool = False) -> tuple[Any, ...]:
+    """The messages as `custom_vjp` wants them, or an error that says which one is wrong.
+
+    Args:
+      messages: what a propagator's `backward` returned.
+      form: of the tuple of inputs that the messages are for.
+      where: for the error, which propagator's input.
+      dense: put zeros in the place of None, and JAX's zeros of dtype float0 where there can be no message.
+    """
+    inputs = numbered(form)
+    if not isinstance(messages, tuple) or len(messages) != len(inputs):
+        raise TypeError(
+            f"a propagator's backward must return a tuple with one message for each of its {len(inputs)} "
+            f"input(s), got {describe(messages)}. A single message m is returned as (m,)."
+        )
+
+    avals, fitted = form.value[1], []
+    for i, (message, part) in enumerate(zip(messages, inputs, strict=True)):
+        name = f"the message for input {i}{where}"
+        if not _is_prefix(message, part):
+            raise ValueError(
+                f"{name} has the structure {jax.tree.structure(message)}, the input has {jax.tree.structure(part)}. A "
+                "message has the structure of its input; None stands for no message."
+            )
+
+        def fit(message, part, name=name):
+            if message is None:
+                return jax.tree.map(lambda n: _fit(name, None, avals[n], dense), part)
+            return _fit(name, message, avals[part], dense)
+
+        fitted.append(jax.tree.map(fit, message, part, is_leaf=_is_none))
+    return tuple(fitted)
+
+
+def _is_none(x: Any) -> bool:
+    return x is None
+
+
+def _is_prefix(message: Any, part: Any) -> bool:
+    """Whether a message has the structure of an input, but for None in the place of a subtree."""
+    fits = lambda m, p: m is None or isinstance(p, int)
+    try:
+        return all(jax.tree.leaves(jax.tree.map(fits, message, part, is_leaf=_is_none)))
+    except (ValueError, TypeError):
+        return False
+
+
+def _fit(name: str, message: Any, aval: tuple[tuple[int, ...], Any], dense: bool) -> Any:
+    shape, dtype = aval
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        return np.zeros(shape, jax.dtypes.float0) if dense else None
+    if message is None:
+        return jnp.zeros(shape, dtype) if dense else None
+    mine = jnp.result_type(message)
+    if mine == jax.dtypes.float0:
+        raise TypeError(
+            f"{name} is JAX's empty message of an integer output (dtype float0), the input has dtype {dtype}: what is "
+            "sent to an integer is lost. Let forward return a floating-point array, or send None."
+        )
+    if not (jnp.issubdtype(mine, jnp.number) or jnp.issubdtype(mine, jnp.bool_)):
+        raise TypeError(f"{name} has dtype {mine}, the input has dtype {dtype}. A message is an array of numbers.")
+    if jnp.issubdtype(mine, jnp.complexfloating) and not jnp.issubdtype(dtype, jnp.complexfloating):
+        raise TypeError(
+            f"{name} has dtype {mine}, the input is real, of dtype {dtype}. Return the part that is meant, such as "
+            "jnp.real(message)."
+        )
+    if jnp.shape(message) != shape:
+        raise ValueError(
+            f"{name} has shape {jnp.shape(message)}, the input has shape {shape}. A "
+            "message has the shape of its input; for any other shape, send it through a port (ap.port)."
+        )
+    return jnp.asarray(message, dtype)
+
+
+def describe(value: Any) -> str:
+    """What an error calls a value."""
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    return f"{type(value).__name__}"

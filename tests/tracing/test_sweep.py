@@ -1,0 +1,162 @@
+"""JAX's own functions, one by one: `ordinary` against `jax.grad`, and what other semirings must satisfy.
+
+Whatever the function, the sum over all paths of their weights is at least the heaviest one's and at least the absolute
+gradient, and the paths' entropy is at least minus the logarithm of the heaviest one's share.
+"""
+
+import jax
+import jax.numpy as jnp
+import jax.scipy as jsp
+import numpy as np
+import pytest
+from jax import lax
+
+import apgrad as ap
+
+RNG = np.random.default_rng(1)
+
+
+def r(*shape):
+    return jnp.asarray(RNG.normal(size=shape), jnp.float32)
+
+
+def p(*shape):
+    return jnp.abs(r(*shape)) + 0.2
+
+
+def u(*shape):
+    return jnp.asarray(RNG.uniform(0.1, 0.9, size=shape), jnp.float32)
+
+
+def spd():
+    a = r(3, 3)
+    return a @ a.T + 3 * jnp.eye(3)
+
+
+def named(module, names, *args):
+    return {name: (getattr(module, name), args) for name in names.split()}
+
+
+KEY = jax.random.key(0)
+INDEX = jnp.array([0, 2, 2])
+GROUPS = {
+    "jnp of any number": named(
+        jnp,
+        """abs sin cos tan tanh sinh cosh exp exp2 expm1 square sinc arctan arcsinh sign floor cbrt i0 nan_to_num flip
+        sort nansum nanmean nanmax std var mean median ptp prod cumsum cumprod nancumprod max trapezoid diff gradient
+        rot90 triu diagonal trace""",
+        r(3, 3),
+    ),
+    "jnp of fractions": named(jnp, "arcsin arccos arctanh log log2 log1p sqrt reciprocal", u(3)),
+    "jnp of two": named(
+        jnp,
+        """add subtract multiply divide maximum minimum arctan2 hypot logaddexp logaddexp2 power mod fmod fmax copysign
+        inner outer dot kron cross convolve correlate""",
+        p(3),
+        p(3) + 0.05,
+    ),
+    "nn": named(
+        jax.nn,
+        """relu relu6 sigmoid softplus soft_sign silu log_sigmoid leaky_relu hard_sigmoid hard_tanh elu celu selu gelu
+        glu squareplus mish logsumexp softmax log_softmax standardize""",
+        r(4, 4),
+    ),
+    "special": named(
+        jsp.special, "gammaln digamma erf erfc erfinv expit logit ndtri log_ndtr ndtr i0e i1e entr spence", u(3)
+    )
+    | named(jsp.special, "betaln gammainc xlogy xlog1py kl_div", u(3), p(3)),
+    "indices": {
+        "add": (lambda a, b: a.at[INDEX].add(b), (p(5), p(3))),
+        "set": (lambda a, b: a.at[INDEX[:2]].set(b), (p(5), p(2))),
+        "min": (lambda a, b: a.at[INDEX].min(b), (p(5), p(3))),
+        "max": (lambda a, b: a.at[INDEX].max(b), (p(5), p(3))),
+        "multiply": (lambda a, b: a.at[INDEX[:2]].multiply(b, unique_indices=True), (p(5), p(2))),
+        "take": (lambda a: jnp.take(a, jnp.array([0, -1, 7]), axis=0, mode="clip"), (r(3, 2),)),
+        "take_along_axis": (lambda a: jnp.take_along_axis(a, jnp.argsort(a, 1), 1), (r(3, 2),)),
+        "interp": (lambda x, f: jnp.interp(x, jnp.arange(5.0), f), (u(4) * 4, r(5))),
+        "bincount": (lambda w: jnp.bincount(jnp.array([0, 1, 1]), w, length=3), (r(3),)),
+        "quantile": (lambda x: jnp.quantile(x, jnp.array([0.1, 0.5]), axis=0), (r(5, 2),)),
+        "one_hot": (lambda a: a * jax.nn.one_hot(jnp.arange(3), 3), (r(3, 3),)),
+        "map_coordinates": (lambda a, c: jsp.ndimage.map_coordinates(a, [c], 1), (r(6), u(3) * 4)),
+        "resize": (lambda a: jax.image.resize(a, (5, 7), "cubic"), (r(3, 4),)),
+        "segment_sum": (lambda a: jax.ops.segment_sum(a, INDEX, 4), (r(3, 2),)),
+    },
+    "lax": {
+        "ragged_dot": (lambda a, b: lax.ragged_dot(a, b, jnp.array([2, 0, 3])), (r(6, 2), r(3, 2, 4))),
+        "reduce_precision": (lambda a, w: jnp.tanh(lax.reduce_precision(a * w, 8, 2)), (r(5), r(5))),
+        "reduce": (lambda a: lax.reduce(a, np.float32(1), lax.mul, (0,)), (r(3, 2),)),
+        "associative_scan": (lambda a: lax.associative_scan(jnp.multiply, a), (r(5),)),
+        "map": (lambda a: lax.map(jnp.sin, a, batch_size=2), (r(5),)),
+        "conv_transpose": (lambda a, k: lax.conv_transpose(a, k, (2,), "SAME"), (r(1, 4, 2), r(3, 2, 3))),
+        "clamp": (lax.clamp, (r(4) - 1, r(4), r(4) + 1)),
+        "integer_pow": (lambda a: lax.integer_pow(a, -2), (p(4),)),
+        "pow at zero": (jnp.power, (jnp.array([0.0, 2.0]), jnp.array([2.0, 0.0]))),
+        "gamma": (lambda a: jax.random.gamma(KEY, a), (p(3),)),
+        "multivariate_normal": (lambda m: jax.random.multivariate_normal(KEY, m, jnp.eye(3)), (r(3),)),
+        "dot_product_attention": (jax.nn.dot_product_attention, (r(1, 3, 2, 4), r(1, 3, 2, 4), r(1, 3, 2, 4))),
+        "vmap of cond": (jax.vmap(lambda x: lax.cond(x > 0, jnp.sin, jnp.cos, x)), (r(3),)),
+        "derivatives": (lambda a: jax.jvp(jax.grad(lambda x: jnp.sum(jnp.sin(x) ** 3)), (a,), (a,))[1], (r(3),)),
+        "remat": (jax.checkpoint(lambda a: jnp.sin(a @ a)), (r(3, 3),)),
+        "while, none": (lambda a: lax.fori_loop(0, 0, lambda _, x: 2 * x, a), (r(3),)),
+        "scan, none": (lambda a: lax.scan(lambda c, x: (c * x, c), a[0], a[:0])[0], (r(3),)),
+        "switch": (lambda a: lax.switch(2, [jnp.sin, jnp.cos, jnp.tanh], a), (r(3),)),
+        "integers": (lambda a: a.astype(jnp.int32).astype(jnp.float32) * a, (3 * r(3),)),
+        "ties": (jnp.maximum, (jnp.ones(2), jnp.ones(2))),
+    },
+    # Arrays without elements, beside a scalar.
+    "empty": {
+        "parameter": (lambda a, b: jnp.sum(a) + b, (r(0), r())),
+        "product": (lambda a, b: jnp.tanh(a @ b), (r(2, 0), r(0, 3))),
+        "rows": (lambda a, b, c: jnp.sum(jnp.tanh(a @ b)) + c, (r(0, 2), r(2, 3), r())),
+        "sort": (lambda a, b: jnp.sum(jnp.sort(a)) + b, (r(0), r())),
+        "cumprod": (lambda a, b: jnp.sum(jnp.cumprod(a)) + b, (r(0), r())),
+        "cumsum": (lambda a, b: jnp.sum(jnp.cumsum(a)) + b, (r(0), r())),
+        "prod": (lambda a, b: jnp.prod(a) + b, (r(0), r())),
+        "cholesky": (lambda a, b: jnp.sum(jnp.linalg.cholesky(a)) + b, (r(0, 0), r())),
+        "gather": (lambda a, b: jnp.sum(a[jnp.zeros(0, int)]) + b, (r(3), r())),
+        "scatter": (lambda a, b: a.at[jnp.zeros(0, int)].set(b), (r(3), r(0))),
+        "concatenate": (lambda a, b: jnp.concatenate([a, b]), (r(0), r(3))),
+        "split": (lambda a: jnp.split(a, [0], 0)[1], (r(3),)),
+        "pad": (lambda a, b: jnp.pad(a, 1) * b, (r(0), r())),
+        "top_k": (lambda a, b: jnp.sum(lax.top_k(a, 0)[0]) + b, (r(3), r())),
+        "conv": (lambda a, k: lax.conv(a, k, (1,), "VALID"), (r(0, 2, 5), r(3, 2, 3))),
+        "window": (lambda a: lax.reduce_window(a, -jnp.inf, lax.max, (1, 2), (1, 1), "VALID"), (r(0, 4),)),
+        "scan": (lambda a, b: lax.scan(lambda c, x: (c * 2 + jnp.sum(jnp.cumprod(x)), x), b, a), (r(4, 0), r())),
+        "cond": (lambda a, b: lax.cond(b > 0, lambda a, b: (a * 2, b), lambda a, b: (a, b * 2), a, b), (r(0), r())),
+    },
+}
+T = ap.tracing
+
+
+def loss_of(function):
+    def loss(*args):
+        arrays = [y for y in jax.tree.leaves(function(*args)) if jnp.issubdtype(y.dtype, jnp.inexact)]
+        weigh = lambda y: jnp.sum(y * (1 + jnp.arange(y.size, dtype=y.dtype).reshape(y.shape) / 7))
+        return sum((weigh(y) for y in arrays), jnp.float32(0))
+
+    return loss
+
+
+@pytest.mark.filterwarnings("ignore:tracing has no rule:UserWarning")
+@pytest.mark.parametrize("group", GROUPS)
+def test_functions_of_jax(group):
+    semirings = [T.ordinary(), T.max_product(), T.absolute_sum(), T.entropy()]
+    for name, (function, args) in GROUPS[group].items():
+        loss, numbers = loss_of(function), tuple(range(len(args)))
+
+        @jax.jit
+        def both(*args, loss=loss, numbers=numbers):
+            return jax.grad(loss, numbers)(*args), [ap.backprop(loss, s, numbers)(*args) for s in semirings]
+
+        wanted, found = both(*args)
+        for gradient, got, heaviest, total, entropy in zip(wanted, *found, strict=True):
+            assert got.dtype == gradient.dtype and got.shape == gradient.shape, name
+            np.testing.assert_allclose(got, gradient, rtol=1e-4, atol=1e-5, err_msg=name)
+            assert jnp.all(jnp.isfinite(gradient)) and jnp.all(jnp.isfinite(total)), name
+            assert jnp.all(total >= heaviest * (1 - 1e-4) - 1e-6), name
+            if name != "reduce_precision":  # JAX rounds its cotangents
+                assert jnp.all(total >= jnp.abs(gradient) * (1 - 1e-3) - 1e-4), name
+            # The entropy is at least minus the logarithm of the heaviest path's share.
+            assert jnp.all(jnp.isfinite(entropy)) and jnp.all(entropy >= -1e-3), name
+            least = jnp.where(total > 0, jnp.log(jnp.where(total > 0, total / heaviest, 1.0)), 0.0)
+            assert jnp.all(entropy >= least - 1e-2), name
