@@ -153,9 +153,9 @@ def forward_mode(problem: Problem) -> OuterGradient:
             if "custom_vjp" not in str(error):
                 raise
             raise TypeError(
-                "forward_mode differentiates only what has a forward mode, and the unroll has a custom_vjp function, as "
-                "the nodes of mplp are, and with them `network.predict` and the losses of `sinusoid` and `images`. Write "
-                "the task's loss in plain JAX, or use backpropagation or an evolution strategy."
+                "forward_mode differentiates only what has a forward mode, and the unroll has a custom_vjp function: "
+                "the nodes of mplp are such, and with them `network.predict` and the losses of `sinusoid` and `images`."
+                " Write the task's loss in plain JAX, or use backpropagation or an evolution strategy."
             ) from error
         return value, unravel(gradient), carry
 
