@@ -1,7 +1,8 @@
 """Checkpoints of a pytree by orbax: complete or not there, and equal to the last bit.
 
 Orbax writes into a temporary folder and renames it, so a process that is killed leaves the checkpoint before. Leaves
-are stored flat, by their path; typed random keys as their data.
+are stored flat, by their path; typed random keys as their data. Beside them are checksums of their bits, since orbax
+reads a file in which a bit has changed without a word.
 """
 
 from pathlib import Path
@@ -10,6 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from apgrad.meta._require import whole
+
+CHECKSUMS = "_checksums"
 
 
 class Checkpoints:
@@ -32,10 +37,11 @@ class Checkpoints:
             import orbax.checkpoint as ocp
         except ImportError as error:
             raise ImportError('checkpoints need orbax: pip install "apgrad[meta]"') from error
-        self._args = ocp.args
+        whole("keep", keep, 1)
+        self._args, self._folder = ocp.args, Path(folder).absolute()
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
         handler = ocp.StandardCheckpointHandler()
-        self._manager = ocp.CheckpointManager(Path(folder).absolute(), options=options, item_handlers=handler)
+        self._manager = ocp.CheckpointManager(self._folder, options=options, item_handlers=handler)
 
     def __enter__(self) -> "Checkpoints":
         return self
@@ -49,7 +55,8 @@ class Checkpoints:
 
     def save(self, step: int, tree: Any) -> None:
         """Writes a checkpoint, and returns when it is there; on several processes, all of them call it."""
-        self._manager.save(step, args=self._args.StandardSave(_flat(tree)))
+        values = _flat(tree)
+        self._manager.save(step, args=self._args.StandardSave({**values, CHECKSUMS: _checksums(values)}))
         self._manager.wait_until_finished()
 
     def restore(self, step: int, like: Any) -> Any:
@@ -60,11 +67,15 @@ class Checkpoints:
           like: a pytree of the same structure, shapes and dtypes; the result has its shardings.
 
         Raises:
-          ValueError: if the checkpoint has another form, naming what differs.
+          ValueError: if the checkpoint has another form, naming what differs, or is damaged, saying what to do.
         """
         wanted = _flat(like)
-        metadata: Any = self._manager.item_metadata(step)
-        found = {name: (tuple(m.shape), np.dtype(m.dtype)) for name, m in metadata.items()}
+        try:
+            metadata: Any = self._manager.item_metadata(step)
+            found = {name: (tuple(m.shape), np.dtype(m.dtype)) for name, m in metadata.items()}
+        except Exception as error:  # orbax raises what its parts raise: of files, JSON, the array store, None
+            raise self._damaged(step, f"{type(error).__name__}: {error}") from error
+        checked = found.pop(CHECKSUMS, None)  # absent in a checkpoint of an earlier version
         form = {name: (tuple(x.shape), np.dtype(x.dtype)) for name, x in wanted.items()}
         if found != form:
             differing = sorted(n for n in found.keys() | form.keys() if found.get(n) != form.get(n))
@@ -76,7 +87,17 @@ class Checkpoints:
                 "another folder, or the rule, optimizer and estimator that it was written with."
             )
         abstract = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for n, x in wanted.items()}
-        stored = self._manager.restore(step, args=self._args.StandardRestore(abstract))
+        if checked:
+            abstract[CHECKSUMS] = np.zeros(checked[0], np.uint32)
+        try:
+            stored = self._manager.restore(step, args=self._args.StandardRestore(abstract))
+        except Exception as error:
+            raise self._damaged(step, f"{type(error).__name__}: {error}") from error
+        if checked:
+            expected = np.asarray(stored.pop(CHECKSUMS))
+            names = sorted(stored)
+            if wrong := [n for n, a, b in zip(names, expected, _checksums(stored), strict=True) if a != b]:
+                raise self._damaged(step, f"the bits of {', '.join(wrong)} have changed")
         leaves = []
         for path, leaf in jax.tree_util.tree_leaves_with_path(like):
             value = stored[_name(path)]
@@ -86,6 +107,32 @@ class Checkpoints:
     def close(self) -> None:
         """Lets go of the folder."""
         self._manager.close()
+
+    def _damaged(self, step: int, reason: str) -> ValueError:
+        before = max((s for s in self._manager.all_steps() if s < step), default=None)
+        then = f"to go on from {before}" if before is not None else "to begin again: there is no checkpoint before it"
+        reason = " ".join(reason.split())[:300]
+        return ValueError(
+            f"the checkpoint of step {step} is damaged; delete {self._folder / str(step)} {then} ({reason})"
+        )
+
+
+def _checksums(values):
+    """For each array, in the order of their names, a sum of its bits that is the same on any devices."""
+    return np.array([int(_checksum(values[name])) for name in sorted(values)], np.uint32)
+
+
+@jax.jit
+def _checksum(x):
+    # Integer sums modulo 2^32 do not depend on the order of addition. Weights are odd, so that a change of one word
+    # always changes the sum, and differ, so that an exchange of two does.
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([x.real, x.imag])
+    if x.dtype == bool:
+        x = x.astype(jnp.uint8)
+    size = min(x.dtype.itemsize, 4)
+    words = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * size}")).reshape(-1).astype(jnp.uint32)
+    return jnp.sum(words * (2 * jnp.arange(words.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
 
 
 def _flat(tree):

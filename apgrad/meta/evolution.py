@@ -26,6 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from apgrad.meta._require import number, whole
 from apgrad.meta.outer import OuterGradient, Segments, advance, renew, start
 from apgrad.meta.partition import combine, partition
 from apgrad.meta.unroll import Problem, objective
@@ -158,12 +159,9 @@ def _persistent(problem, segment, sigma, pairs, stagger, keep):
         done = up.t >= problem.length
         pick = lambda new, old: jax.tree.map(lambda a, b: jnp.where(done, a, b), new, old)
         begun = pick(fresh(theta, key), total)
-        kept = jax.random.wrap_key_data(
-            jnp.where(done, jax.random.key_data(noise), jax.random.key_data(p.key)), impl=jax.random.key_impl(noise)
-        )
         # Both of a pair begin with the same task and parameters.
         up, down = (renew(problem, theta, task, x) for x in (up, down))
-        return (plus + minus) / 2, gradient, Particle(up, down, begun, kept)
+        return (plus + minus) / 2, gradient, Particle(up, down, begun, pick(noise, p.key))
 
     def estimate(theta, key, carry):
         losses, gradients, carry = jax.vmap(one, (None, 0, 0))(theta, jax.random.split(key, pairs), carry)
@@ -198,5 +196,5 @@ def _mean(one, keys):
 
 
 def _require(sigma, pairs):
-    if not sigma > 0 or pairs < 1:
-        raise ValueError(f"evolution strategies need sigma > 0 and at least one pair, got sigma={sigma}, pairs={pairs}")
+    number("sigma", sigma, positive=True)
+    whole("pairs", pairs, 1)

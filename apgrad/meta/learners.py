@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from apgrad import mplp
+from apgrad.meta._require import whole
 
 
 class Init(Protocol):
@@ -123,6 +124,7 @@ def learned_optimizer(theta: dict[str, jax.Array], decays: tuple[float, ...] = (
 
 def init_learned_optimizer(key: jax.Array, hidden: int = 16, momenta: int = 3) -> dict[str, jax.Array]:
     """The meta-parameters of `learned_optimizer`; it starts as a step along the normalized gradient."""
+    whole("hidden", hidden, 2), whole("momenta", momenta, 1)
     seen = momenta + 2
     kernel = 0.5 * jax.random.normal(key, (seen, hidden), float) / jnp.sqrt(seen)
     kernel = kernel.at[:, 0].set(0.0).at[0, 0].set(1.0)

@@ -28,6 +28,7 @@ import optax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from apgrad.meta._require import number, whole
 from apgrad.meta.partition import without_fixed
 from apgrad.meta.unroll import Problem, objective, run
 
@@ -78,7 +79,7 @@ class Segments(NamedTuple):
 
 def start(problem: Problem, theta: Any, key: jax.Array, segment: int, *, stagger: bool = True) -> Segments:
     """An unroll at its start; staggered, at a random multiple of the segment, so that lanes are out of step."""
-    if segment < 1 or problem.length % segment:
+    if problem.length % whole("the truncation K", segment, 1):
         raise ValueError(
             f"a truncation of K steps divides the unroll's T; got K={segment}, T={problem.length}. Choose another K, "
             "or another length."
@@ -132,7 +133,14 @@ def truncated(problem: Problem, segment: int, *, remat: bool | int = False, stag
 
 
 def forward_mode(problem: Problem) -> OuterGradient:
-    """Forward mode through the whole unroll, for few meta-parameters: the same gradient as `backpropagation`."""
+    """Forward mode through the whole unroll, for few meta-parameters: the same gradient as `backpropagation`.
+
+    Args:
+      problem: the recurrence, of functions that have a forward mode; the nodes of `mplp` have none.
+
+    Raises:
+      TypeError: if a function in the unroll has none.
+    """
 
     def estimate(theta, key, carry):
         flat, unravel = ravel_pytree(theta)
@@ -141,7 +149,16 @@ def forward_mode(problem: Problem) -> OuterGradient:
             value, _ = objective(problem, unravel(flat), key)
             return value, value
 
-        gradient, value = jax.jacfwd(loss, has_aux=True)(flat)
+        try:
+            gradient, value = jax.jacfwd(loss, has_aux=True)(flat)
+        except TypeError as error:
+            if "custom_vjp" not in str(error):
+                raise
+            raise TypeError(
+                "forward_mode differentiates only what has a forward mode, and the unroll has a custom_vjp function: "
+                "the nodes of mplp are such, and with them `network.predict` and the losses of `sinusoid` and `images`."
+                " Write the task's loss in plain JAX, or use backpropagation or an evolution strategy."
+            ) from error
         return value, unravel(gradient), carry
 
     return OuterGradient(lambda theta, key: (), estimate)
@@ -156,8 +173,7 @@ def lanes(estimator: OuterGradient, count: int, *, mesh: Mesh | None = None) -> 
       mesh: of devices, over which the tasks are spread (global-view sharding along its first axis); the same numbers
         as on one device, but for rounding.
     """
-    if count < 1:
-        raise ValueError(f"an outer batch has at least one task, got {count}")
+    count = whole("count", count, 1)
     if mesh is not None and count % mesh.shape[mesh.axis_names[0]]:
         raise ValueError(f"{count} tasks do not divide among the {mesh.shape[mesh.axis_names[0]]} devices of the mesh")
 
@@ -197,8 +213,7 @@ def clipped(estimator: OuterGradient, max_norm: float = 1.0) -> OuterGradient:
       >>> float(gradient)
       1.0
     """
-    if not max_norm > 0:
-        raise ValueError(f"max_norm must be above 0, got {max_norm}")
+    number("max_norm", max_norm, positive=True)
 
     def estimate(theta, key, carry):
         loss, gradient, carry = estimator.estimate(theta, key, carry)
@@ -218,9 +233,11 @@ def average(estimators: Sequence[OuterGradient], weights: Sequence[float] | None
 
     Args:
       estimators: with the same theta.
-      weights: relative; equal if not given.
+      weights: relative, none below 0; equal if not given.
     """
     weights = [1.0] * len(estimators) if weights is None else list(weights)
+    for weight in weights:
+        number("weight", weight)
     if not estimators or len(weights) != len(estimators) or not sum(weights) > 0:
         raise ValueError(f"{len(estimators)} estimators need as many weights of positive sum, got {weights}")
 

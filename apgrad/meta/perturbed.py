@@ -21,6 +21,7 @@ from apgrad.estimators.estimator import Estimator, Mixer
 from apgrad.estimators.stochastic import stochastic
 from apgrad.estimators.total_propagation import total_propagation
 from apgrad.expectation import expectation
+from apgrad.meta._require import number, whole
 from apgrad.meta.outer import OuterGradient
 from apgrad.meta.unroll import Problem
 
@@ -48,8 +49,8 @@ def perturbed(
       >>> p = ap.meta.Problem(lambda theta, key: jnp.ones(()), step, lambda theta, s: s**2, 5)
       >>> loss, gradient, _ = jax.jit(ap.meta.perturbed(p))(jnp.float32(2.0), jax.random.key(0))
     """
-    if not sigma > 0:
-        raise ValueError(f"the noise needs a deviation sigma > 0, got {sigma}")
+    number("sigma", sigma, positive=True)
+    whole("unrolls", unrolls, 1)
     take, put = problem.perturb
 
     def estimate(theta, key, carry):

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from apgrad import mplp
+from apgrad.meta._require import number, whole
 from apgrad.meta.data import Images
 
 Batch = tuple[jax.Array, jax.Array]
@@ -71,6 +72,10 @@ def mlp(
     """
     if len(sizes) < 2:
         raise ValueError(f"an MLP has at least the sizes of inputs and outputs, got {tuple(sizes)}")
+    for size in sizes:
+        whole("each of the sizes", size, 1)
+    if deviation is not None:
+        number("deviation", deviation)
     last = len(sizes) - 2
     functions = list(activation) if isinstance(activation, Sequence) else [activation] * last
     if len(functions) != last:
@@ -111,9 +116,7 @@ def pool(prior: Callable[[jax.Array], Any], size: int, key: jax.Array) -> Callab
       size: of the pool.
       key: of its members.
     """
-    if size < 1:
-        raise ValueError(f"a pool has at least one member, got {size}")
-    keys = jax.random.split(key, size)
+    keys = jax.random.split(key, size := whole("size", size, 1))
     return lambda key: prior(keys[jax.random.randint(key, (), 0, size)])
 
 
@@ -150,6 +153,9 @@ def sinusoid(
       >>> x.shape, y.shape
       ((10, 1), (10, 1))
     """
+    whole("batch", batch, 1), whole("held_out", held_out, 1)
+    if amplitude[1] < amplitude[0]:
+        raise ValueError(f"amplitude must be the lowest and the highest, got {amplitude}")
     network, prior = mlp(sizes, activation, mplp.squared_error, deviation=deviation)
 
     def draw(key):
@@ -206,6 +212,7 @@ def images(
     """
     if split not in ("train", "test"):
         raise ValueError(f"split must be 'train' or 'test', got {split!r}")
+    whole("batch", batch, 1), whole("held_out", held_out, 1)
     pixels, classes = data.x_train.shape[1], data.classes
     network, prior = mlp((pixels, *hidden, classes), activation, mplp.softmax_cross_entropy, deviation=deviation)
     train = jnp.asarray(data.x_train, float), jnp.asarray(data.y_train)

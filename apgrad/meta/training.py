@@ -8,7 +8,6 @@ everything: theta, the optimizer, the estimator's carry, the key, the step. Ever
 same bits, so a run that was killed and started again ends with the same bits as one that was not.
 """
 
-import csv
 import os
 import time
 import weakref
@@ -23,6 +22,9 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from apgrad.meta._folder import RunFolder
+from apgrad.meta._identity import identity
+from apgrad.meta._require import number, whole
 from apgrad.meta.checkpoints import Checkpoints
 from apgrad.meta.outer import OuterGradient, global_view
 from apgrad.meta.partition import combine, partition
@@ -58,6 +60,7 @@ def normalize_tensors(epsilon: float = 1e-8) -> optax.GradientTransformation:
       >>> normalize.update(jnp.array([3.0, 4.0]), state)[0].round(3).tolist()
       [0.6000000238418579, 0.800000011920929]
     """
+    number("epsilon", epsilon, positive=True)
     one = lambda g: g / (jnp.sqrt(jnp.sum(g**2)) + epsilon)
     return optax.stateless(lambda updates, params: jax.tree.map(one, updates))
 
@@ -83,6 +86,7 @@ def outer_steps(
       `(training, last) -> (training, metrics)`: steps while `training.step < last`; metrics are "loss" and
       "gradient_norm", (every,).
     """
+    every = whole("every", every, 1)
 
     def one(training):
         key = jax.random.fold_in(training.key, training.step)
@@ -130,13 +134,19 @@ def train(
 ) -> Training:
     """Meta-trains, and goes on with a run that was begun in the folder.
 
+    A run is known by its estimator, optimizer, theta and key. They are described part by part in the folder's
+    `run.json`: numbers, arrays, functions with what they close over, and the code of functions that are yours. A folder
+    of another run is refused, and so is one in which a process is training. `steps`, `every`, `mesh`, `log` and
+    `progress` may change from start to start.
+
     Args:
       estimator: of the outer gradient: `lanes(backpropagation(problem), 8)`, say.
       optimizer: optax's.
       theta: meta-parameters at the start: a rule, or any pytree of arrays.
       key: of everything random.
       steps: outer steps, those of earlier starts counted in.
-      folder: for checkpoints, `metrics.csv` and, at the end, `training.png`; nothing is written if not given.
+      folder: for checkpoints, `run.json`, `metrics.csv` and, at the end, `training.png`; nothing is written if not
+        given.
       every: outer steps between checkpoints; they run in one jitted call.
       mesh: of devices, for `lanes(..., mesh=mesh)`; theta is replicated on it.
       log: called with the step and means of the metrics, after each call: for TensorBoard, `tensorboard(folder)`.
@@ -146,7 +156,9 @@ def train(
       The loop's state; `.theta` is what was trained.
 
     Raises:
-      FloatingPointError: if all of a call's steps had to be skipped.
+      FloatingPointError: if all steps of a call (of more than one), ten in a row, or all steps of the run had to be
+        skipped.
+      ValueError: if the folder is in use, or holds another run or a damaged checkpoint, saying what to do.
 
     Example:
       >>> import jax, optax, apgrad as ap
@@ -157,46 +169,58 @@ def train(
       >>> int(done.step), int(done.skipped)
       (10, 0)
     """
-    if every < 1 or steps < 0:
-        raise ValueError(f"train needs steps >= 0 and every >= 1, got steps={steps}, every={every}")
-    # A copy: the jitted call gives its argument's memory away.
-    training = jax.tree.map(jnp.array, begin(estimator, optimizer, theta, key))
-    if mesh is not None:
-        training = jax.tree.map(lambda x: _replicate(x, global_view(mesh)), training)
-    call = jax.jit(outer_steps(estimator, optimizer, every), donate_argnums=0)
-    checkpoints = None if folder is None else Checkpoints(Path(folder) / "checkpoints")
+    steps, every = whole("steps", steps, 0), whole("every", every, 1)
+    run, checkpoints = None, None
     try:
+        if folder is not None:
+            run = RunFolder(folder)
+            checkpoints = Checkpoints(Path(folder) / "checkpoints")
+            which = identity(key=key, theta=theta, optimizer=optimizer, estimator=estimator)
+            run.claim(which, begun=checkpoints.latest() is not None)
+        # A copy: the jitted call gives its argument's memory away.
+        training = jax.tree.map(jnp.array, begin(estimator, optimizer, theta, key))
+        if mesh is not None:
+            training = jax.tree.map(lambda x: _replicate(x, global_view(mesh)), training)
         if checkpoints is not None and (latest := checkpoints.latest()) is not None:
             training = checkpoints.restore(latest, training)
-        step, bar = int(training.step), _bar(steps, int(training.step), progress)
-        if folder is not None:
-            _trim(Path(folder) / "metrics.csv", step)
-        while step < steps:
-            skipped = int(training.skipped)
-            training, metrics = call(training, jnp.asarray(steps))
-            made = int(training.step) - step
-            metrics = {name: np.asarray(values)[:made] for name, values in metrics.items()}
-            step += made
-            if int(training.skipped) - skipped == made and made > 1:
-                raise FloatingPointError(
-                    f"no outer step from {step - made} to {step} had a finite loss and gradient. Lower the outer "
-                    "learning rate, clip (optax.clip_by_global_norm), or shorten the unroll."
-                )
-            if checkpoints is not None and folder is not None:
-                if jax.process_index() == 0:
-                    _append(Path(folder) / "metrics.csv", step - made, metrics)
-                checkpoints.save(step, training)
-            means = {name: float(np.mean(values)) for name, values in metrics.items()}
-            if log is not None:
-                log(step, {**means, "skipped": float(training.skipped)})
-            bar.set_postfix(loss=f"{means['loss']:.4g}", skipped=int(training.skipped), refresh=False)
-            bar.update(made)
-        bar.close()
+        return _loop(outer_steps(estimator, optimizer, every), training, steps, every, run, checkpoints, log, progress)
     finally:
         if checkpoints is not None:
             checkpoints.close()
-    if folder is not None and jax.process_index() == 0:
-        _draw(Path(folder))
+        if run is not None:
+            run.close()
+
+
+def _loop(many, training, steps, every, run, checkpoints, log, progress):
+    call = jax.jit(many, donate_argnums=0)
+    step, wasted = int(training.step), 0
+    bar = _bar(steps, step, progress)
+    if run is not None:
+        run.trim(step)
+    while step < steps:
+        skipped = int(training.skipped)
+        training, metrics = call(training, jnp.asarray(steps))
+        made = int(training.step) - step
+        metrics = {name: np.asarray(values)[:made] for name, values in metrics.items()}
+        step += made
+        wasted = wasted + made if int(training.skipped) - skipped == made else 0
+        # A single bad step is no proof; many in a row are, and so is a run without a good one.
+        if wasted and (made > 1 or wasted >= 10 or int(training.skipped) == steps):
+            raise FloatingPointError(
+                f"no outer step from {step - wasted} to {step} had a finite loss and gradient. Lower the outer "
+                "learning rate, clip (optax.clip_by_global_norm), or shorten the unroll."
+            )
+        if run is not None:
+            run.append(step - made, metrics)
+            checkpoints.save(step, training)
+        means = {name: float(np.mean(values)) for name, values in metrics.items()}
+        if log is not None:
+            log(step, {**means, "skipped": float(training.skipped)})
+        bar.set_postfix(loss=f"{means['loss']:.4g}", skipped=int(training.skipped), refresh=False)
+        bar.update(made)
+    bar.close()
+    if run is not None:
+        run.draw()
     return training
 
 
@@ -259,47 +283,3 @@ class _Silent:
 
     def close(self):
         pass
-
-
-def _append(path, first, metrics):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    new = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.writer(file)
-        if new:
-            writer.writerow(["step", *metrics])
-        for i, row in enumerate(zip(*metrics.values(), strict=True)):
-            writer.writerow([first + i + 1, *(repr(float(x)) for x in row)])
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _trim(path, step):
-    """Drops rows of steps after the checkpoint: they are made again."""
-    if jax.process_index() != 0 or not path.exists():
-        return
-    rows = list(csv.reader(path.open(newline="")))
-    kept = [r for r in rows[1:] if len(r) == len(rows[0]) and r[0].isdigit() and int(r[0]) <= step]
-    temporary = path.with_suffix(".tmp")
-    with temporary.open("w", newline="") as file:
-        csv.writer(file).writerows([rows[0], *kept])
-    os.replace(temporary, path)
-
-
-def _draw(folder):
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        return
-    path = folder / "metrics.csv"
-    if not path.exists():
-        return
-    rows = np.genfromtxt(path, delimiter=",", names=True, ndmin=1)
-    figure = Figure(figsize=(8, 3), layout="constrained")
-    for ax, name in zip(figure.subplots(1, 2), ("loss", "gradient_norm"), strict=True):
-        ax.plot(rows["step"], rows[name], linewidth=0.5)
-        ax.set(xlabel="outer step", ylabel=name.replace("_", " "), yscale="log" if np.all(rows[name] > 0) else "linear")
-    temporary = folder / ".training.png.tmp"
-    FigureCanvasAgg(figure).print_png(str(temporary))
-    os.replace(temporary, folder / "training.png")

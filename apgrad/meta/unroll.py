@@ -6,11 +6,16 @@ theta are the meta-parameters, s the inner state (parameters, the learner's stat
 gradient needs is in these three functions, so `outer.py` and its neighbours know nothing of tasks or rules, and any
 other recurrence is a problem too.
 
-With hint weight h, held-out weight v and delta weight d (the change of the hint loss, as in learned optimizers),
+With hint weight h, held-out weight v, delta weight d (the change of the hint loss, as in learned optimizers) and
+batch-entropy weight b,
 
-    l_t = h/T hint_t + d (hint_t - hint_{t-1}),    final = v held_out
+    l_t = (h + b penalty_t) hint_t / T + d (hint_t - hint_{t-1}),    final = v held_out
 
-where hint_t is the loss on minibatch t after the step (MPLP, Eq. 12), or before it (the thesis, Algorithm 2).
+where hint_t is the loss on minibatch t after the step (MPLP, Eq. 12), or before it (the thesis, Algorithm 2); hint_0
+is the loss of the prior on a minibatch of its own; and penalty_t is the batch-entropy penalty of the parameters before
+step t on minibatch t. T is the unroll's own length where lengths are random. No part of the loss is held constant, so
+every outer gradient estimates the derivative of this one function. (The thesis's code multiplies the penalty by a loss
+that is detached, and what it follows is the derivative of no function.)
 """
 
 import math
@@ -22,6 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from apgrad import mplp
+from apgrad.meta._require import number, whole
 from apgrad.meta.learners import Learner
 from apgrad.meta.tasks import Task
 
@@ -104,7 +110,7 @@ def inner_problem(
       hint_before: whether the hint loss is that before the step, on data not learned from yet.
       shortest: if given, each unroll has its own length, uniform in [shortest, length]; after it nothing changes and
         losses are 0. (A schedule of lengths is a sequence of calls of `train` with problems of growing length.)
-      batch_entropy: weight of the batch-entropy penalty (2 in the thesis), times the step's detached loss.
+      batch_entropy: weight of the batch-entropy penalty (2 in the thesis), which multiplies each step's hint loss.
       entropy_form: "reference", the thesis's code, log(2 pi e sigma^2 + 1); "paper", its Eq. 7, log(2 pi e sigma^2 +
         1e-5), without a floor at 0.
       learn_prior: theta is then a `WithPrior`, and tasks start from its prior.
@@ -112,8 +118,11 @@ def inner_problem(
     Raises:
       ValueError: for weights that make no loss, or lengths that fit no unroll.
     """
-    if length < 1 or (shortest is not None and not 1 <= shortest <= length):
+    length = whole("length", length, 1)
+    if shortest is not None and whole("shortest", shortest, 1) > length:
         raise ValueError(f"an unroll has 1 <= shortest <= length steps, got shortest={shortest}, length={length}")
+    for name, weight in {"hint": hint, "held_out": held_out, "delta": delta, "batch_entropy": batch_entropy}.items():
+        number(name, weight)
     if not (hint or held_out or delta):
         raise ValueError("the weights of the hint, held-out and delta losses are all 0: there is nothing to minimise")
     if entropy_form not in ("reference", "paper"):
@@ -131,7 +140,7 @@ def inner_problem(
         params = prior if learn_prior else task.prior(keys[1])
         first = task.batch(drawn, keys[2])
         horizon = jnp.asarray(length) if shortest is None else jax.random.randint(keys[3], (), shortest, length + 1)
-        loss = lax.stop_gradient(task.loss(params, first)) if delta else jnp.zeros((), float)
+        loss = task.loss(params, first) if delta else jnp.zeros((), float)
         state = learner.init(meta, params, first)
         return Inner(params, state, drawn, keys[2], jnp.zeros((), int), horizon, loss)
 
@@ -140,10 +149,10 @@ def inner_problem(
         batch = task.batch(inner.task, jax.random.fold_in(inner.key, inner.t))
         params, state = learner.step(meta, inner.params, inner.learner, batch)
         seen = task.loss(inner.params if hint_before else params, batch)
-        loss = hint / inner.horizon.astype(seen.dtype) * seen + delta * (seen - inner.before)
+        weight = jnp.asarray(hint, seen.dtype)
         if batch_entropy:
-            penalty = entropy_penalty(task.network, inner.params, batch[0], form=entropy_form)
-            loss += batch_entropy / length * penalty * lax.stop_gradient(seen)
+            weight += batch_entropy * entropy_penalty(task.network, inner.params, batch[0], form=entropy_form)
+        loss = weight * seen / inner.horizon.astype(seen.dtype) + delta * (seen - inner.before)
         new = Inner(params, state, inner.task, inner.key, inner.t + 1, inner.horizon, seen)
         if shortest is None:
             return new, loss
@@ -169,7 +178,7 @@ def run(problem: Problem, theta: Any, state: Any, steps: int, *, remat: bool | i
       steps: how many.
       remat: whether a gradient computes steps again instead of remembering them. True nests two scans, of about
         sqrt(steps) segments, so that about 2 sqrt(steps) states are remembered in place of all that happened in
-        `steps` steps; a number is the length of a segment.
+        `steps` steps; a number, at least 1, is the length of a segment.
 
     Returns:
       The state after the last step; the losses (steps,).
@@ -181,9 +190,10 @@ def run(problem: Problem, theta: Any, state: Any, steps: int, *, remat: bool | i
       [1.0, 0.5, 0.25, 0.125]
     """
     body = lambda state, _: problem.step(theta, state)
-    if not remat:
+    steps = whole("steps", steps, 0)
+    if remat is False or not steps:
         return lax.scan(body, state, length=steps)
-    segment = max(1, math.isqrt(steps)) if remat is True else min(int(remat), steps)
+    segment = max(1, math.isqrt(steps)) if remat is True else min(whole("remat", remat, 1), steps)
     body = jax.checkpoint(body, prevent_cse=False)
     inner = jax.checkpoint(lambda state, _: lax.scan(body, state, length=segment), prevent_cse=False)
     state, losses = lax.scan(inner, state, length=steps // segment)
@@ -226,7 +236,7 @@ def evaluate(
     Returns:
       (steps + 1,).
     """
-    keys = jax.random.split(key, 4)
+    steps, keys = whole("steps", steps, 0), jax.random.split(key, 4)
     drawn, measure = task.draw(keys[0]), measure or task.loss
     params = task.prior(keys[1]) if prior is None else prior
     judge = task.held_out(drawn, keys[3])

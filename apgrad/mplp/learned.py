@@ -121,7 +121,7 @@ def learned_node(
             true_data,
         )
 
-    return node(Propagator(forward, backward))(
+    output = node(Propagator(forward, backward))(
         [use.learner for use in uses],
         [use.state for use in uses],
         [use.state_port for use in uses],
@@ -130,6 +130,7 @@ def learned_node(
         list(parameters),
         tuple(data),
     )
+    return jax.lax.stop_gradient(output) if ends and sites[0][0].places.ended else output
 
 
 def _require_signal(site: Site, signal: Any, channels: int) -> None:

@@ -17,6 +17,7 @@ from apgrad.mplp.places import Parameter, Places
 from apgrad.mplp.protocol import Rule, Site
 from apgrad.mplp.rules.exact import Exact
 from apgrad.port import port
+from apgrad.propagator import Propagator, node
 
 
 class Network(Protocol):
@@ -66,12 +67,15 @@ def backward(rule: Rule, network: Network, params: Any, state: Any, batch: Any) 
 
     Raises:
       ValueError: at trace time, naming both sides, where rule, network, state and batch do not fit.
+      TypeError: at trace time, where the loss depends on a parameter in another way than through loss nodes: nothing
+        would be learned from that part of it.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             name = jax.tree_util.keystr(path)
             raise TypeError(f"parameters are floating point, got params{name} of dtype {jnp.result_type(leaf)}")
     params = jax.tree.map(jnp.asarray, params)
+    _require_losses_only(rule, network, params, batch)
     found: dict[str, Site] = {}
 
     def run(params_port, state_port, uses_port):
@@ -122,6 +126,31 @@ def unroll(
         step = jax.checkpoint(step, policy=remat if callable(remat) else None, prevent_cse=False)
     (params, state), metrics = jax.lax.scan(step, (params, state), batches)
     return params, state, metrics
+
+
+def _require_losses_only(rule: Rule, network: Network, params: Any, batch: Any) -> None:
+    """Refuses a loss with a derivative that arrives outside the ports, such as that of `signal.value**2`."""
+    depends: list[bool] = []
+
+    def note(loss, perturbed):
+        depends.append(perturbed[0])
+        return loss, None
+
+    tell = node(Propagator(note, lambda _, message: (message,)), perturbed=True)
+
+    def run(values):
+        result = network(Places(rule, ended=True), jax.tree.map(lambda x: Parameter(x, port(x)), values), batch)
+        loss = result[0] if isinstance(result, tuple) else result
+        return tell(loss) if isinstance(loss, jax.Array) else jnp.zeros(())
+
+    jax.eval_shape(lambda values: jax.vjp(run, values)[0], params)
+    if any(depends):
+        raise TypeError(
+            "the network's loss depends on a parameter or a signal's value outside the loss nodes. That part would "
+            "count in the loss, but no message comes of it, so nothing would be learned from it. Lead the signal "
+            "through mplp.readout before it enters the loss, put what you only watch into the metrics, or hold it "
+            "constant by jax.lax.stop_gradient."
+        )
 
 
 def _trace(rule: Rule, network: Network, params: Any, batch: Any) -> dict[str, Site]:

@@ -60,14 +60,18 @@ class Places:
       state: by name; None to find the names out, as `sites` and `init_state` do.
       state_port: of the same form.
       uses_port: scalars by name.
+      ended: whether losses are constants, for finding out what else a network's loss depends on.
 
     Attributes:
       sites: what the network asked for so far, by name.
       batch: the network's batch size, the first axis of its first input; None before that.
     """
 
-    def __init__(self, rule: Rule, state: Any = None, state_port: Any = None, uses_port: Any = None):
+    def __init__(
+        self, rule: Rule, state: Any = None, state_port: Any = None, uses_port: Any = None, *, ended: bool = False
+    ):
         self.rule, self.state, self.state_port, self.uses_port = rule, state, state_port, uses_port
+        self.ended = ended
         self.sites: dict[str, Site] = {}
         self.batch: int | None = None
 

@@ -1,0 +1,51 @@
+"""Checks of the numbers that users give as options, made when a function is called and not inside its program."""
+
+import math
+import operator
+from typing import Any
+
+
+def whole(name: str, value: Any, least: int) -> int:
+    """The value as an int.
+
+    Args:
+      name: of the option, for the error.
+      value: an integer of Python, NumPy or JAX; True and False are none.
+      least: the smallest that makes sense.
+
+    Raises:
+      TypeError: if it is not an integer.
+      ValueError: if it is smaller.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        found = operator.index(value)
+    except TypeError as error:
+        raise TypeError(f"{name} must be an integer of at least {least}, got {value!r}") from error
+    if found < least:
+        raise ValueError(f"{name} must be an integer of at least {least}, got {name}={found}")
+    return found
+
+
+def number(name: str, value: Any, *, positive: bool = False) -> None:
+    """Refuses what is not a finite number, or is negative (or 0, if it must be positive).
+
+    Args:
+      name: of the option, for the error.
+      value: a number.
+      positive: whether 0 is refused too.
+
+    Raises:
+      TypeError: if it is not a number.
+      ValueError: if it is out of range.
+    """
+    bound = "above 0" if positive else "of at least 0"
+    try:
+        if isinstance(value, bool | str):
+            raise TypeError
+        found = float(value)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name} must be a finite number {bound}, got {value!r}") from error
+    if not math.isfinite(found) or found < 0 or (positive and found == 0):
+        raise ValueError(f"{name} must be a finite number {bound}, got {name}={value}")

@@ -1,0 +1,201 @@
+"""Every outer gradient against the loss that `inner_problem` documents, written out and differentiated in float64."""
+
+import itertools
+
+import jax
+import jax.flatten_util
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import apgrad as ap
+from apgrad import meta
+
+T, HIDDEN, BATCH = 2, 2, 3
+WEIGHTS = {"hint": 0.4, "held_out": 0.7, "delta": 1.5}
+
+
+def family():
+    return meta.sinusoid(
+        sizes=(1, HIDDEN, 1), activation=jnp.tanh, batch=BATCH, held_out=4, amplitude=(1.0, 2.0), deviation=0.6
+    )
+
+
+def predict(params, x):
+    hidden = jnp.tanh(x @ params["dense_in"]["kernel"] + params["dense_in"]["bias"])
+    return hidden, hidden @ params["dense_out"]["kernel"] + params["dense_out"]["bias"]
+
+
+def error(params, batch):
+    return jnp.mean(jnp.sum((predict(params, batch[0])[1] - batch[1]) ** 2, axis=-1)) / 2
+
+
+def documented(task, theta, key, options):
+    """The loss at the head of `unroll.py`, with gradient descent at the rate exp(theta) as the learner."""
+    h, v, d, b = (options.get(name, 0.0) for name in ("hint", "held_out", "delta", "batch_entropy"))
+    log_rate, params = theta if options.get("learn_prior") else (theta, None)
+    keys = jax.random.split(key, 4)
+    drawn = task.draw(keys[0])
+    params = task.prior(keys[1]) if params is None else params
+    length = T
+    if options.get("shortest"):
+        length = int(jax.random.randint(keys[3], (), options["shortest"], T + 1))
+    before, total = error(params, task.batch(drawn, keys[2])), 0.0
+    for t in range(length):
+        batch = task.batch(drawn, jax.random.fold_in(keys[2], t))
+        variance = jnp.var(predict(params, batch[0])[0], axis=0)
+        constant = 1e-5 if options.get("entropy_form") == "paper" else 1.0
+        entropy = jnp.mean(jnp.log(2 * jnp.pi * jnp.e * variance + constant) / 2)
+        new = jax.tree.map(lambda p, g: p - jnp.exp(log_rate) * g, params, jax.grad(error)(params, batch))
+        hint = error(params if options.get("hint_before") else new, batch)
+        total += (h + b * jnp.maximum(0.0, 0.5 - entropy)) * hint / length + d * (hint - before)
+        params, before = new, hint
+    return total + v * error(params, task.held_out(drawn, jax.random.fold_in(keys[2], T)))
+
+
+def central(loss, theta, direction, h=1e-5):
+    at = lambda sign: loss(jax.tree.map(lambda x, d: x + sign * h * d, theta, direction))
+    return (at(1) - at(-1)) / (2 * h)
+
+
+def everything():
+    """All forms of a problem with all losses, and each of the losses alone."""
+    axes = {
+        "hint_before": (False, True),
+        "shortest": (None, 1),
+        "entropy": (None, "reference", "paper"),
+        "learn_prior": (False, True),
+    }
+    for values in itertools.product(*axes.values()):
+        options = dict(zip(axes, values, strict=True))
+        form = options.pop("entropy")
+        yield WEIGHTS | options | ({"batch_entropy": 2.0, "entropy_form": form} if form else {})
+    for used in itertools.chain.from_iterable(itertools.combinations(WEIGHTS, n) for n in (1, 2)):
+        yield {name: WEIGHTS[name] if name in used else 0.0 for name in WEIGHTS} | {"learn_prior": True}
+
+
+def setting(options):
+    """A problem, its meta-parameters, the key of a task and the documented loss of that task."""
+    task = family()._replace(loss=error)
+    learner = meta.optimizer(lambda log_rate: optax.sgd(jnp.exp(log_rate)), task.loss)
+    problem = meta.inner_problem(task, learner, T, **options)
+    theta, key = jnp.asarray(-1.0), jax.random.key(3)
+    if options.get("learn_prior"):
+        theta = meta.WithPrior(theta, task.prior(jax.random.key(5)))
+    return problem, theta, key, lambda theta: documented(task, theta, key, options)
+
+
+def described(options):
+    return ",".join(f"{k}={v}" for k, v in options.items() if v) or "none"
+
+
+def dot(a, b):
+    return sum(jnp.sum(x * y) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+@pytest.mark.parametrize("options", list(everything()), ids=described)
+def test_derivatives_are_those_of_the_documented_loss(x64, options):
+    """Reverse and forward mode, and a truncation as long as the unroll: values, and derivatives along a direction."""
+    problem, theta, key, loss = setting(options)
+    makers = [meta.backpropagation, lambda p: meta.truncated(p, T, stagger=False)]
+    if not options.get("batch_entropy"):  # that is computed by nodes, which have no forward mode
+        makers.append(meta.forward_mode)
+
+    @jax.jit
+    def estimates(theta):
+        fixed = problem._replace(init=lambda theta, _: problem.init(theta, key))
+        truncated = meta.outer.Segments(fixed.init(theta, key), jnp.zeros((), int))
+        return [make(fixed).estimate(theta, key, truncated)[:2] for make in makers]
+
+    leaves, tree = jax.tree.flatten(theta)
+    keys = jax.random.split(jax.random.key(7), len(leaves))
+    direction = tree.unflatten([jax.random.normal(k, x.shape) for k, x in zip(keys, leaves, strict=True)])
+    truth = central(loss, theta, direction)
+    assert abs(truth) > 1e-4
+    for make, (value, gradient) in zip(makers, estimates(theta), strict=True):
+        np.testing.assert_allclose(value, loss(theta), rtol=1e-10)
+        if make is makers[1] and options.get("learn_prior"):  # the state that a truncation starts from is a constant
+            gradient, moved = gradient.learner, direction._replace(prior=jax.tree.map(jnp.zeros_like, direction.prior))
+            np.testing.assert_allclose(gradient * direction.learner, central(loss, theta, moved), rtol=1e-6)
+        else:
+            np.testing.assert_allclose(dot(gradient, direction), truth, rtol=1e-6)
+
+
+SIGMA = 1e-4  # so small that what is smoothed is the loss itself
+EVOLUTION = {
+    "whole unrolls": lambda p: meta.evolution(p, sigma=SIGMA),
+    "persistent": lambda p: meta.persistent_evolution(p, T, sigma=SIGMA, stagger=False),
+    "single": lambda p: meta.single_evolution(p, T, sigma=SIGMA, stagger=False),
+    "truncated": lambda p: meta.truncated_evolution(p, T, sigma=SIGMA, stagger=False),
+}
+
+
+@pytest.mark.parametrize("name", EVOLUTION)
+@pytest.mark.parametrize("learn_prior", [False, True])
+def test_evolution_estimates_the_derivative_of_the_documented_loss(x64, name, learn_prior):
+    options = WEIGHTS | {"batch_entropy": 2.0, "shortest": 1, "hint_before": True, "learn_prior": learn_prior}
+    problem, theta, key, loss = setting(options)
+    estimator = EVOLUTION[name](problem._replace(init=lambda theta, _: problem.init(theta, key)))
+    flat, unravel = jax.flatten_util.ravel_pytree(theta)
+    truth = jnp.stack([central(loss, theta, unravel(row)) for row in jnp.eye(len(flat))])
+    estimate = lambda key: jax.flatten_util.ravel_pytree(estimator(theta, key)[1])[0]
+    ap.testing.assert_unbiased(estimate, truth, jax.random.key(2), 4000)
+
+
+def test_perturbed_unrolls_without_noise_have_the_derivative_of_the_documented_loss(x64):
+    options = WEIGHTS | {"batch_entropy": 2.0, "hint_before": True, "learn_prior": True}
+    problem, theta, key, loss = setting(options)
+    problem = problem._replace(init=lambda theta, _: setting(options)[0].init(theta, key))
+    outer = meta.perturbed(problem, sigma=1e-9, unrolls=2, estimator=ap.reparameterization)
+    value, gradient, _ = jax.jit(outer)(theta, jax.random.key(0))
+    np.testing.assert_allclose(value, loss(theta), rtol=1e-6)
+    direction = jax.tree.map(jnp.ones_like, theta)
+    np.testing.assert_allclose(dot(gradient, direction), central(loss, theta, direction), rtol=1e-6)
+
+
+def make_nothing(problem, **options):
+    return meta.inner_problem(family(), meta.optimizer(optax.sgd, family().loss), **{"length": 2, **options})
+
+
+REFUSED = [
+    *[("length", value, make_nothing) for value in (0, -1, 2.5, True)],
+    *[("shortest", value, make_nothing) for value in (0, 3, 1.5)],
+    *[(n, v, make_nothing) for n in ("hint", "held_out", "delta", "batch_entropy") for v in (-0.1, jnp.nan, "1")],
+    *[("segment", v, meta.truncated) for v in (0, -2, 2.0, 4)],
+    *[("segment", v, f) for f in (meta.truncated_evolution, meta.persistent_evolution) for v in (0, 2.0)],
+    *[("pairs", v, meta.evolution) for v in (0, 1.5, -1, None)],
+    *[("sigma", v, meta.single_evolution) for v in (0.0, -1.0, jnp.inf, jnp.nan, "1")],
+    *[("unrolls", v, meta.perturbed) for v in (0, 2.5)],
+    *[("remat", v, meta.backpropagation) for v in (0, -1, 2.5)],
+    *[("remat", v, lambda p, **o: meta.truncated(p, 2, **o)) for v in (-1,)],
+    *[("count", v, lambda p, count: meta.lanes(meta.backpropagation(p), count)) for v in (0, 2.5, "2")],
+    *[("max_norm", v, lambda p, max_norm: meta.clipped(meta.backpropagation(p), max_norm)) for v in (0, jnp.nan)],
+    *[("weights", v, lambda p, weights: meta.average([meta.backpropagation(p)] * 2, weights)) for v in ([2, -1], [1])],
+    *[(n, v, lambda p, **o: meta.sinusoid(**o)) for n in ("batch", "held_out") for v in (0, 2.5)],
+    ("amplitude", (2.0, 1.0), lambda p, **o: meta.sinusoid(**o)),
+    *[("size", v, lambda p, size: meta.pool(family().prior, size, jax.random.key(0))) for v in (0, 1.5)],
+    *[("sizes", v, lambda p, sizes: meta.sinusoid(sizes=sizes)) for v in ((1, 0, 1), (1, 2.5, 1), (1,))],
+]
+
+
+@pytest.mark.parametrize("name, value, make", REFUSED, ids=lambda x: repr(x)[:20] if not callable(x) else "")
+def test_options_that_make_no_sense_are_refused(name, value, make):
+    problem, theta, _, _ = setting({"hint": 1.0})
+    options = {"segment": 2} if make in (meta.persistent_evolution, meta.single_evolution) else {}
+    with pytest.raises((TypeError, ValueError), match="got"):
+        made = make(problem, **options | {name: value})
+        made(theta, jax.random.key(0))
+
+
+@pytest.mark.parametrize("name", ["backpropagation", "truncated", *EVOLUTION, "perturbed"])
+def test_raw_keys_give_the_same_numbers_as_typed_ones(name):
+    makers = EVOLUTION | {
+        "backpropagation": meta.backpropagation,
+        "truncated": lambda p: meta.truncated(p, T),
+        "perturbed": lambda p: meta.perturbed(p, unrolls=2),
+    }
+    problem, theta, _, _ = setting({"hint": 1.0})
+    outer = jax.jit(meta.lanes(makers[name](problem), 2))
+    one, two = (outer(jnp.float32(theta), make(3))[:2] for make in (jax.random.key, jax.random.PRNGKey))
+    np.testing.assert_array_equal(one, two)
