@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -71,7 +72,7 @@ def _simple(x: Any) -> str | None:
         return _name(x)
     if isinstance(x, types.ModuleType):
         return x.__name__
-    if isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return f"{x.dtype} {_simple(jax.random.key_data(x))}"
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return f"{x.dtype}{x.shape}"
@@ -104,7 +105,7 @@ def _parts(x: Any) -> tuple[str, dict[str, Any]]:
     if isinstance(x, nnx.Variable):
         return kind, {"value": x.get_value()}
     if isinstance(x, tuple) and hasattr(x, "_fields"):
-        return kind, x._asdict()
+        return kind, {field: getattr(x, field) for field in x._fields}  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(x, Sequence):
         return f"{kind} of {len(x)}", {str(i): part for i, part in enumerate(x)}
     if isinstance(x, Mapping):

@@ -86,11 +86,13 @@ class Checkpoints:
                 f"the checkpoint of step {step} is that of another run ({len(differing)} arrays differ: {shown}). Use "
                 "another folder, or the rule, optimizer and estimator that it was written with."
             )
-        abstract = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for n, x in wanted.items()}
+        abstract: dict[str, Any] = {
+            n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for n, x in wanted.items()
+        }
         if checked:
             abstract[CHECKSUMS] = np.zeros(checked[0], np.uint32)
         try:
-            stored = self._manager.restore(step, args=self._args.StandardRestore(abstract))
+            stored = dict(self._manager.restore(step, args=self._args.StandardRestore(abstract)))
         except Exception as error:
             raise self._damaged(step, f"{type(error).__name__}: {error}") from error
         if checked:
