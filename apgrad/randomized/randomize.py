@@ -59,7 +59,8 @@ def randomize(
       TypeError: if the first argument of the result is no PRNG key; if it is differentiated twice; or if a
         `jax.custom_vjp` function or propagator inside has a backward pass that is not linear in the message (clipping,
         total propagation, MPLP): of random messages, its mean would be another.
-      ValueError: if neither or both of sampler and budget are given, or the budget cannot be kept.
+      ValueError: if neither or both of sampler and budget are given; when the result is differentiated, if the budget
+        cannot be kept.
 
     Note:
       Where an array is needed twice on one way of the messages, it is remembered twice. Arguments of the function are
