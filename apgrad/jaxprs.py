@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 
@@ -155,7 +156,7 @@ def hoist(function: Callable[..., Any], *inputs: Any) -> tuple[Callable[..., Any
     """
     (jaxpr, consts), shape = trace(function, *inputs)
     treedef, count = jax.tree.structure(shape), len(jax.tree.leaves(inputs))
-    traced = [isinstance(value, jax.core.Tracer) for value in consts]
+    traced = [isinstance(value, Tracer) for value in consts]
 
     def converted(*args):
         leaves = jax.tree.leaves(args[: len(inputs)])

@@ -94,7 +94,7 @@ class Tape:
         before = None if ledger is None else (ledger.stamp, ledger.arrays)
         tape = cls(plan, *children)
         # A compiled function called for the first time unflattens its outputs twice: both are the same tape.
-        if ledger is not None and before == (before[0], ledger.arrays) and tape._stamp:
+        if ledger is not None and before is not None and before[1] == ledger.arrays and tape._stamp:
             ledger.stamp = tape._stamp = before[0]
         return tape
 

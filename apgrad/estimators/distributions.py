@@ -15,6 +15,7 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from jax import lax
+from jax.core import Tracer
 from numpyro.distributions import constraints, transforms
 
 from apgrad.primitives import refuse_derivative, zero_with_gradient
@@ -248,6 +249,7 @@ def _folds(part) -> bool:
 
 def _of(thing, name):
     """The constraint of that name, without the number of its event's axes; None if there is none."""
+    constraint: Any
     try:
         constraint = getattr(thing, name, None)
     except NotImplementedError:
@@ -319,7 +321,7 @@ def _transformed(distribution):
 
 
 def _is_zero(x) -> bool:
-    return not isinstance(x, jax.core.Tracer) and bool(np.all(np.asarray(x) == 0))
+    return not isinstance(x, Tracer) and bool(np.all(np.asarray(x) == 0))
 
 
 def _bounds(distribution):

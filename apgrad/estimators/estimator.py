@@ -97,7 +97,7 @@ def surrogate(estimator: Estimator, distribution: Any, key: Any, drawn: Any = No
 def charged_baselines(estimator: Estimator | Mixer) -> list[Baseline]:
     """The baselines of those that have a score, each once: the node has a zero on the tape for each of them."""
     estimators = estimator.estimators if isinstance(estimator, Mixer) else (estimator,)
-    found = {_identity(e.baseline): e.baseline for e in estimators if e.score is not None}
+    found: dict[Any, Baseline] = {_identity(e.baseline): e.baseline for e in estimators if e.score is not None}
     return list(found.values())
 
 
