@@ -261,7 +261,7 @@ def _depend_on_choices(tape, aux):
     ports = [x for name, x in tape._ports.items() if ":" not in name]
     if not ports:
         return aux
-    zero = 0 * functools.reduce(jnp.add, [jnp.sum(x) for x in ports])
+    zero = 0 * jnp.sum(jnp.stack([jnp.sum(x) for x in ports]))
     inexact = lambda x: isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)
     return jax.tree.map(lambda x: x + zero.astype(x.dtype) if inexact(x) else x, aux)
 

@@ -91,11 +91,11 @@ class Tape:
     def tree_unflatten(cls, plan, children):
         """For JAX: the tape with other arrays."""
         ledger = LEDGER.get()
-        before = None if ledger is None else (ledger.stamp, ledger.arrays)
+        stamp, arrays = (0, ()) if ledger is None else (ledger.stamp, ledger.arrays)
         tape = cls(plan, *children)
         # A compiled function called for the first time unflattens its outputs twice: both are the same tape.
-        if ledger is not None and before is not None and before[1] == ledger.arrays and tape._stamp:
-            ledger.stamp = tape._stamp = before[0]
+        if ledger is not None and tape._stamp and arrays == ledger.arrays:
+            ledger.stamp = tape._stamp = stamp
         return tape
 
     def follow(self, key: Any = None, total: Any = None, ports: Any = None) -> "Tape":

@@ -227,3 +227,15 @@ def test_argnums_are_any_integers():
     assert ap.value_and_grad(program, 4, argnums=[np.int32(2), 1])(KEY, 3.0, 5.0)[1] == (3, 5)
     with pytest.raises(TypeError, match="float"):
         ap.value_and_grad(program, 4, argnums=1.0)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_no_tracer_is_kept(estimator):
+    step = stepper(estimator)
+
+    def program(tape, theta):
+        tape, x = step(tape, theta, jnp.zeros(4))
+        return tape.cost(x**2)
+
+    with jax.checking_leaks():
+        jax.jit(jax.grad(ap.expectation(program, 4), argnums=1))(KEY, 1.0)

@@ -56,6 +56,7 @@ def mix_lanes(
       `(tape, x, zeros)`, a zero for each of `charged_baselines`.
     """
     _require(mixer, what, tape)
+    folds = tape.folds  # no function of the node may hold the tape, whose arrays are of one trace
     leaves, treedef = jax.tree.flatten([x for x, axis in zip(args, axes, strict=True) if axis is None])
     lane = [x for x, axis in zip(args, axes, strict=True) if axis == 0]
     # Python's integers and bools stay what they are, so that a function may branch on them.
@@ -91,10 +92,10 @@ def mix_lanes(
     def backward(memory, message):
         shared, lane, pullbacks, given, flags = memory
         to_x, to_zeros, ports = message
-        own, output = streams(to_x, tape.folds)
+        own, output = streams(to_x, folds)
         row = None if given is None else given[1]
         memory = Memory(mixer, what, build, restore, shared, lane, pullbacks, flags.value, row)
-        messages = _Messages(own, output, to_zeros, ports.get("suffix"), tape.folds)
+        messages = _Messages(own, output, to_zeros, ports.get("suffix"), folds)
         compute = _by_parameters if mixer.target == "parameters" else _by_arguments
         if "kept" in ports:
             answer = _now_and_then(compute, memory, messages, ports["kept"])
@@ -106,7 +107,7 @@ def mix_lanes(
             replies["table"] = table.at[given[0]].add(answer.kept.astype(table.dtype))
         return (
             answer.shared,
-            join(answer.own, answer.output, tape.folds),
+            join(answer.own, answer.output, folds),
             None,
             {kind: replies[kind] for kind in ports},
         )
@@ -119,7 +120,7 @@ def mix_lanes(
     if width and any(w is not None and w.suffix for w in weights[:2]):
         requests["suffix"] = (f"suffix:{name}:{width}", (tape.lanes, width))
     if weights.every > 1:
-        requests["kept"] = (f"state:{name}", (1 + 2 * tape.folds * len(mixer.estimators),))
+        requests["kept"] = (f"state:{name}", (1 + 2 * folds * len(mixer.estimators),))
     ports = {kind: tape.request_port(*request) for kind, request in requests.items()}
     tables = tape.request_table(name, len(mixer.estimators) * (1 + width))
     if tables and (weights.every > 1 or mixer.target == "parameters"):
