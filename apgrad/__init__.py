@@ -1,41 +1,103 @@
-"""apgrad: automatic propagation for JAX, backpropagation with its parts made replaceable."""
+"""apgrad: automatic propagation for JAX, backpropagation with its parts made replaceable.
 
-from apgrad import diagnostics as diagnostics
-from apgrad import meta as meta
-from apgrad import mplp as mplp
-from apgrad import randomized as randomized
-from apgrad import testing as testing
-from apgrad import tracing as tracing
-from apgrad.estimators import Estimator as Estimator
-from apgrad.estimators import LearnedBaseline as LearnedBaseline
-from apgrad.estimators import Mixer as Mixer
-from apgrad.estimators import gaussian_resampling as gaussian_resampling
-from apgrad.estimators import gaussian_shaping as gaussian_shaping
-from apgrad.estimators import learned_baseline as learned_baseline
-from apgrad.estimators import likelihood_ratio as likelihood_ratio
-from apgrad.estimators import reparameterization as reparameterization
-from apgrad.estimators import sample as sample
-from apgrad.estimators import stochastic as stochastic
-from apgrad.estimators import total_propagation as total_propagation
-from apgrad.estimators import weights as weights
-from apgrad.expectation import expectation as expectation
-from apgrad.expectation import initial_weights as initial_weights
-from apgrad.expectation import value_and_grad as value_and_grad
-from apgrad.port import Signal as Signal
-from apgrad.port import port as port
-from apgrad.primitives import refuse_derivative as refuse_derivative
-from apgrad.primitives import zero_with_gradient as zero_with_gradient
-from apgrad.propagator import Propagator as Propagator
-from apgrad.propagator import backpropagation as backpropagation
-from apgrad.propagator import chain as chain
-from apgrad.propagator import combine as combine
-from apgrad.propagator import first_order as first_order
-from apgrad.propagator import node as node
-from apgrad.propagator import skip as skip
-from apgrad.randomized import memory_report as memory_report
-from apgrad.randomized import randomize as randomize
-from apgrad.tape import Tape as Tape
-from apgrad.tracing import backprop as backprop
-from apgrad.tracing import trace_gradients as trace_gradients
+What a user types, sorted by wing. A wing is loaded when one of its names is first used, so that `import apgrad` costs
+little more than `import jax`.
+"""
+
+import importlib as _importlib
+import typing as _typing
+
+from apgrad._ground.port import Signal, port
+from apgrad._ground.primitives import refuse_derivative, zero_with_gradient
+from apgrad._ground.propagator import Propagator, backpropagation, chain, combine, first_order, node, skip
+
+if _typing.TYPE_CHECKING:
+    from apgrad import (
+        expectations as expectations,
+        memory as memory,
+        meta as meta,
+        mplp as mplp,
+        testing as testing,
+        tracing as tracing,
+    )
+    from apgrad.expectations import (
+        Estimator as Estimator,
+        LearnedBaseline as LearnedBaseline,
+        Mixer as Mixer,
+        Tape as Tape,
+        diagnostics as diagnostics,
+        expectation as expectation,
+        gaussian_resampling as gaussian_resampling,
+        gaussian_shaping as gaussian_shaping,
+        initial_weights as initial_weights,
+        learned_baseline as learned_baseline,
+        likelihood_ratio as likelihood_ratio,
+        reparameterization as reparameterization,
+        sample as sample,
+        stochastic as stochastic,
+        total_propagation as total_propagation,
+        value_and_grad as value_and_grad,
+        weights as weights,
+    )
+    from apgrad.memory import memory_report as memory_report, randomize as randomize
+    from apgrad.tracing import backprop as backprop, trace_gradients as trace_gradients
 
 __version__ = "0.1.0"
+
+# The ground floor: nodes, ports, and zeros that carry a derivative.
+__all__ = [
+    "Propagator",
+    "Signal",
+    "backpropagation",
+    "chain",
+    "combine",
+    "first_order",
+    "node",
+    "port",
+    "refuse_derivative",
+    "skip",
+    "zero_with_gradient",
+]
+_WINGS = {
+    "expectations": [
+        "Estimator",
+        "LearnedBaseline",
+        "Mixer",
+        "Tape",
+        "diagnostics",
+        "expectation",
+        "gaussian_resampling",
+        "gaussian_shaping",
+        "initial_weights",
+        "learned_baseline",
+        "likelihood_ratio",
+        "reparameterization",
+        "sample",
+        "stochastic",
+        "total_propagation",
+        "value_and_grad",
+        "weights",
+    ],
+    "memory": ["memory_report", "randomize"],
+    "meta": [],
+    "mplp": [],
+    "testing": [],
+    "tracing": ["backprop", "trace_gradients"],
+}
+_WING_OF = {name: wing for wing, names in _WINGS.items() for name in names}
+__all__ += [*_WINGS, *_WING_OF]  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> _typing.Any:
+    """Loads a wing when a name of it is first asked for (PEP 562)."""
+    if name in _WINGS:
+        return _importlib.import_module(f"apgrad.{name}")
+    if name not in _WING_OF:
+        raise AttributeError(f"module 'apgrad' has no attribute {name!r}")
+    value = globals()[name] = getattr(_importlib.import_module(f"apgrad.{_WING_OF[name]}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    """The public names."""
+    return sorted([*__all__, "__version__"])

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from apgrad.expectation import lane_costs
+from apgrad.expectations._expectation import lane_costs
 
 
 class Moments(NamedTuple):
@@ -136,7 +136,7 @@ def assert_independent_lanes(
     the program's nodes are changed, not other noise. The program runs 1 + 2 log2(lanes) times; few lanes are enough.
 
     Args:
-      program: as in `apgrad.expectation`.
+      program: as in `apgrad.expectations._expectation`.
       lanes: at least 4.
       key: a PRNG key.
       *args: of the program.

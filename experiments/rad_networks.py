@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import apgrad as ap
-from apgrad import randomized as rad
+from apgrad import memory as rad
 
 NAMES = ("mlp", "convnet", "rnn", "transformer")
 SHAPES = {"mlp": (28, 28, 1), "convnet": (32, 32, 3), "rnn": (28, 28, 1), "transformer": (28, 28, 1)}

@@ -20,7 +20,7 @@ import numpy as np
 import optax
 from matplotlib.figure import Figure
 
-from apgrad import randomized as rad
+from apgrad import memory as rad
 from experiments import harness, images, rad_networks
 
 METHODS = (

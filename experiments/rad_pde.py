@@ -25,8 +25,8 @@ import numpy as np
 import optax
 from matplotlib.figure import Figure
 
-from apgrad import randomized as rad
-from apgrad.propagator import Propagator, node
+from apgrad import memory as rad
+from apgrad._ground.propagator import Propagator, node
 from experiments import harness
 
 N, DT, D = 33, 1 / 4096, 0.25

@@ -1,6 +1,6 @@
 """Table 1 of the RAD paper, measured: what reverse mode remembers, in place of a count by hand (Oktay et al., 2021).
 
-Residual bytes of `jax.vjp` (see `apgrad.randomized.memory`) for 150 examples of the three networks: plain reverse mode,
+Residual bytes of `jax.vjp` (see `apgrad.memory._report`) for 150 examples of the three networks: plain reverse mode,
 "different sample" for each fraction, rounding through `ap.randomize` of the unchanged network, and `jax.checkpoint` of
 everything but its inputs for the RNN in blocks of 28 steps. Weights, which the paper's totals have, are a column.
 
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from apgrad import randomized as rad
+from apgrad import memory as rad
 from experiments import harness, rad_networks
 
 PAPER_TOTALS = {

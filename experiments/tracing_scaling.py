@@ -26,7 +26,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import apgrad as ap
-from apgrad import jaxprs
+from apgrad._programs import jaxprs
 from experiments import harness
 from experiments.benchmarks.tracing import timings
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import apgrad as ap
-from apgrad.keys import require_key
+from apgrad._ground.keys import require_key
 
 
 @pytest.mark.parametrize(

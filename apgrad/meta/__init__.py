@@ -1,44 +1,55 @@
 """Meta-training: everything between a learning rule and a trained one."""
 
 from apgrad.meta import data as data
-from apgrad.meta.checkpoints import Checkpoints as Checkpoints
-from apgrad.meta.evolution import evolution as evolution
-from apgrad.meta.evolution import persistent_evolution as persistent_evolution
-from apgrad.meta.evolution import single_evolution as single_evolution
-from apgrad.meta.evolution import truncated_evolution as truncated_evolution
-from apgrad.meta.learners import Learner as Learner
-from apgrad.meta.learners import init_learned_optimizer as init_learned_optimizer
-from apgrad.meta.learners import learned_optimizer as learned_optimizer
-from apgrad.meta.learners import message_passing as message_passing
-from apgrad.meta.learners import optimizer as optimizer
-from apgrad.meta.outer import OuterGradient as OuterGradient
-from apgrad.meta.outer import average as average
-from apgrad.meta.outer import backpropagation as backpropagation
-from apgrad.meta.outer import clipped as clipped
-from apgrad.meta.outer import forward_mode as forward_mode
-from apgrad.meta.outer import lanes as lanes
-from apgrad.meta.outer import truncated as truncated
-from apgrad.meta.partition import combine as combine
-from apgrad.meta.partition import partition as partition
-from apgrad.meta.perturbed import perturbed as perturbed
-from apgrad.meta.tasks import Task as Task
-from apgrad.meta.tasks import accuracy as accuracy
-from apgrad.meta.tasks import images as images
-from apgrad.meta.tasks import mlp as mlp
-from apgrad.meta.tasks import pool as pool
-from apgrad.meta.tasks import sinusoid as sinusoid
-from apgrad.meta.training import Training as Training
-from apgrad.meta.training import begin as begin
-from apgrad.meta.training import normalize_tensors as normalize_tensors
-from apgrad.meta.training import outer_steps as outer_steps
-from apgrad.meta.training import tensorboard as tensorboard
-from apgrad.meta.training import train as train
-from apgrad.meta.unroll import Inner as Inner
-from apgrad.meta.unroll import Problem as Problem
-from apgrad.meta.unroll import WithPrior as WithPrior
-from apgrad.meta.unroll import activations as activations
-from apgrad.meta.unroll import entropy_penalty as entropy_penalty
-from apgrad.meta.unroll import evaluate as evaluate
-from apgrad.meta.unroll import inner_problem as inner_problem
-from apgrad.meta.unroll import objective as objective
-from apgrad.meta.unroll import run as run
+from apgrad.meta._checkpoints import Checkpoints as Checkpoints
+from apgrad.meta._evolution import (
+    evolution as evolution,
+    persistent_evolution as persistent_evolution,
+    single_evolution as single_evolution,
+    truncated_evolution as truncated_evolution,
+)
+from apgrad.meta._learners import (
+    Learner as Learner,
+    init_learned_optimizer as init_learned_optimizer,
+    learned_optimizer as learned_optimizer,
+    message_passing as message_passing,
+    optimizer as optimizer,
+)
+from apgrad.meta._outer import (
+    OuterGradient as OuterGradient,
+    average as average,
+    backpropagation as backpropagation,
+    clipped as clipped,
+    forward_mode as forward_mode,
+    lanes as lanes,
+    truncated as truncated,
+)
+from apgrad.meta._partition import combine as combine, partition as partition
+from apgrad.meta._perturbed import perturbed as perturbed
+from apgrad.meta._tasks import (
+    Task as Task,
+    accuracy as accuracy,
+    images as images,
+    mlp as mlp,
+    pool as pool,
+    sinusoid as sinusoid,
+)
+from apgrad.meta._training import (
+    Training as Training,
+    begin as begin,
+    normalize_tensors as normalize_tensors,
+    outer_steps as outer_steps,
+    tensorboard as tensorboard,
+    train as train,
+)
+from apgrad.meta._unroll import (
+    Inner as Inner,
+    Problem as Problem,
+    WithPrior as WithPrior,
+    activations as activations,
+    entropy_penalty as entropy_penalty,
+    evaluate as evaluate,
+    inner_problem as inner_problem,
+    objective as objective,
+    run as run,
+)

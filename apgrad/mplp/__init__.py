@@ -1,52 +1,58 @@
 """MPLP: networks whose backward pass is a learned protocol of messages."""
 
-from apgrad.mplp.elementwise import activation as activation
-from apgrad.mplp.elementwise import max_pool as max_pool
-from apgrad.mplp.elementwise import mean_pool as mean_pool
-from apgrad.mplp.elementwise import normalize as normalize
-from apgrad.mplp.elementwise import softmax as softmax
-from apgrad.mplp.elementwise import transform as transform
-from apgrad.mplp.layers import Layer as Layer
-from apgrad.mplp.layers import Sequential as Sequential
-from apgrad.mplp.layers import from_nnx as from_nnx
-from apgrad.mplp.layers import layer as layer
-from apgrad.mplp.losses import absolute_error as absolute_error
-from apgrad.mplp.losses import cross_entropy as cross_entropy
-from apgrad.mplp.losses import readout as readout
-from apgrad.mplp.losses import softmax_cross_entropy as softmax_cross_entropy
-from apgrad.mplp.losses import squared_error as squared_error
-from apgrad.mplp.network import Network as Network
-from apgrad.mplp.network import backward as backward
-from apgrad.mplp.network import init_state as init_state
-from apgrad.mplp.network import sites as sites
-from apgrad.mplp.network import unroll as unroll
-from apgrad.mplp.nodes import bias as bias
-from apgrad.mplp.nodes import conv as conv
-from apgrad.mplp.nodes import dense as dense
-from apgrad.mplp.nodes import embedding as embedding
-from apgrad.mplp.nodes import parameter as parameter
-from apgrad.mplp.nodes import recurrent_cell as recurrent_cell
-from apgrad.mplp.nodes import scale as scale
-from apgrad.mplp.places import Parameter as Parameter
-from apgrad.mplp.places import Place as Place
-from apgrad.mplp.places import Places as Places
-from apgrad.mplp.pretrained import load_pretrained as load_pretrained
-from apgrad.mplp.pretrained import load_trained as load_trained
-from apgrad.mplp.pretrained import pretrained_card as pretrained_card
-from apgrad.mplp.pretrained import pretrained_names as pretrained_names
-from apgrad.mplp.pretrained import save_trained as save_trained
-from apgrad.mplp.protocol import Answer as Answer
-from apgrad.mplp.protocol import Dense as Dense
-from apgrad.mplp.protocol import Diagonal as Diagonal
-from apgrad.mplp.protocol import Elementwise as Elementwise
-from apgrad.mplp.protocol import Learner as Learner
-from apgrad.mplp.protocol import Rule as Rule
-from apgrad.mplp.protocol import Site as Site
-from apgrad.mplp.published import load_published as load_published
-from apgrad.mplp.rules.exact import Exact as Exact
-from apgrad.mplp.rules.per_synapse import PerSynapse as PerSynapse
-from apgrad.mplp.rules.separable import Separable as Separable
-from apgrad.mplp.rules.thesis import Thesis as Thesis
-from apgrad.mplp.standardization import fit_standardizers as fit_standardizers
-from apgrad.mplp.wiring import fork as fork
-from apgrad.mplp.wiring import wire as wire
+from apgrad.mplp._elementwise import (
+    activation as activation,
+    max_pool as max_pool,
+    mean_pool as mean_pool,
+    normalize as normalize,
+    softmax as softmax,
+    transform as transform,
+)
+from apgrad.mplp._layers import Layer as Layer, Sequential as Sequential, from_nnx as from_nnx, layer as layer
+from apgrad.mplp._losses import (
+    absolute_error as absolute_error,
+    cross_entropy as cross_entropy,
+    readout as readout,
+    softmax_cross_entropy as softmax_cross_entropy,
+    squared_error as squared_error,
+)
+from apgrad.mplp._nodes import (
+    bias as bias,
+    conv as conv,
+    dense as dense,
+    embedding as embedding,
+    parameter as parameter,
+    recurrent_cell as recurrent_cell,
+    scale as scale,
+)
+from apgrad.mplp._places import Parameter as Parameter, Place as Place, Places as Places
+from apgrad.mplp._pretrained import (
+    load_pretrained as load_pretrained,
+    load_trained as load_trained,
+    pretrained_card as pretrained_card,
+    pretrained_names as pretrained_names,
+    save_trained as save_trained,
+)
+from apgrad.mplp._protocol import (
+    Answer as Answer,
+    Dense as Dense,
+    Diagonal as Diagonal,
+    Elementwise as Elementwise,
+    Learner as Learner,
+    Rule as Rule,
+    Site as Site,
+)
+from apgrad.mplp._published import load_published as load_published
+from apgrad.mplp._standardization import fit_standardizers as fit_standardizers
+from apgrad.mplp._step import (
+    Network as Network,
+    backward as backward,
+    init_state as init_state,
+    sites as sites,
+    unroll as unroll,
+)
+from apgrad.mplp._wiring import fork as fork, wire as wire
+from apgrad.mplp.rules._exact import Exact as Exact
+from apgrad.mplp.rules._per_synapse import PerSynapse as PerSynapse
+from apgrad.mplp.rules._separable import Separable as Separable
+from apgrad.mplp.rules._thesis import Thesis as Thesis

@@ -30,7 +30,7 @@ from flax import nnx
 from matplotlib.figure import Figure
 
 from apgrad import mplp
-from apgrad.mplp.rules import per_synapse
+from apgrad.mplp.rules import _per_synapse as per_synapse
 from experiments import harness
 from experiments.mplp_published import build
 

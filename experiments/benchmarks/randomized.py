@@ -21,7 +21,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 import apgrad as ap
-from apgrad import randomized as rad
+from apgrad import memory as rad
 from experiments import harness, rad_networks
 
 LAYERED = (

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 from apgrad import meta, mplp
-from apgrad.meta.partition import is_fixed
-from apgrad.mplp.networks import Fixed
+from apgrad.meta._partition import is_fixed
+from apgrad.mplp._rule_parts import Fixed
 
 TASK = meta.sinusoid(sizes=(1, 1), batch=4, held_out=5)
 SMALL = {"channels": 2, "hidden": 2, "layers": (3,)}

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from apgrad import mplp
-from apgrad.mplp.rules import per_synapse
+from apgrad.mplp.rules import _per_synapse as per_synapse
 from tests.mplp.graphs import jit
 
 # Each node with parameters, between a signal and a loss: (batch, positions, features) to the same.

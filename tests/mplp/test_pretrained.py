@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from apgrad import meta, mplp
-from apgrad.mplp import pretrained
+from apgrad.mplp import _pretrained as pretrained
 
 OPTIONS = {"channels": 2, "rank": 2, "hidden": 3, "memory": 1, "whiten": True, "share": "role", "normalize": True}
 

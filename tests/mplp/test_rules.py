@@ -12,9 +12,9 @@ from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from apgrad import mplp
-from apgrad.mplp.protocol import Site
-from apgrad.mplp.rules import whitening
-from apgrad.mplp.standardization import BatchNorm
+from apgrad.mplp._protocol import Site
+from apgrad.mplp._standardization import BatchNorm
+from apgrad.mplp.rules import _whitening as whitening
 from tests.mplp.graphs import GRAPHS, jit, mlp_params
 
 SMALL = {"channels": 2, "hidden": 3, "layers": (6, 5)}

@@ -13,7 +13,7 @@ from flax import nnx
 
 import apgrad as ap
 from apgrad import mplp
-from apgrad.port import port
+from apgrad._ground.port import port
 from tests.tracing.models import KEY, MODELS, numbers
 
 # The gradient's own sum as a user would write it: all rules are used, none of JAX's transposes.
@@ -166,7 +166,7 @@ def test_of_a_randomized_function_the_original_is_traced():
         with jax.named_scope("layer"):
             return jnp.sum(jnp.tanh(x @ w) ** 2)
 
-    randomized = ap.randomize(loss, ap.randomized.rounding(bits=2))
+    randomized = ap.randomize(loss, ap.memory.rounding(bits=2))
     for f in (randomized, jax.jit(randomized)):
         got = ap.backprop(f, ap.tracing.max_product(), 1)(KEY, w, x)
         np.testing.assert_array_equal(got, ap.backprop(loss, ap.tracing.max_product())(w, x))
@@ -180,7 +180,7 @@ def test_of_a_randomized_function_the_original_is_traced():
 
 def test_attributes_that_jax_copies_do_not_count():
     """What `jax.vmap` returns has the attributes of what it was given, and is another function."""
-    randomized = ap.randomize(lambda w: jnp.sum(w**2), ap.randomized.rounding(bits=2))
+    randomized = ap.randomize(lambda w: jnp.sum(w**2), ap.memory.rounding(bits=2))
     mapped = jax.vmap(randomized, in_axes=(0, None))
     assert mapped.original
     with pytest.raises(TypeError, match="one floating-point scalar"):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import apgrad as ap
-from apgrad.tracing.drawing import graph, heavy
+from apgrad.tracing._drawing import graph, heavy
 
 
 def loss(params):

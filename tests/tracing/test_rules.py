@@ -9,12 +9,12 @@ import pytest
 from jax import lax
 
 import apgrad as ap
-from apgrad import jaxprs
-from apgrad.tracing import rules, sums
-from apgrad.tracing.backpropagation import NESTED
-from apgrad.tracing.interpreter import Context, step
-from apgrad.tracing.paths import greedy, viterbi
-from apgrad.tracing.site import Site
+from apgrad._programs import jaxprs
+from apgrad.tracing import _rules as rules, _sums as sums
+from apgrad.tracing._backpropagation import NESTED
+from apgrad.tracing._interpreter import Context, step
+from apgrad.tracing._paths import greedy, viterbi
+from apgrad.tracing._site import Site
 
 RNG = np.random.default_rng(0)
 

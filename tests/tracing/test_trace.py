@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import apgrad as ap
-from apgrad import jaxprs
+from apgrad._programs import jaxprs
 from tests.tracing.models import MODELS
 
 

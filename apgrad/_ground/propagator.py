@@ -1,0 +1,379 @@
+"""Propagators: what a node computes, what it remembers, what it sends backward.
+
+Reverse-mode differentiation passes one kind of message (a cotangent) by one kind of rule (the
+transposed Jacobian). *Automatic propagation* (Parmas & Seno, "Proppo: a message passing framework
+for customizable and composable learning algorithms", NeurIPS 2022, section 3) keeps the walk over the
+graph and lets a node replace the rule. Here a node's rule is a pair of pure functions, and
+`jax.custom_vjp` is the graph walker: it adds up messages at a fan-out and works under `jit`, `vmap`,
+`scan`, `cond`, `remat` and sharding.
+
+This is the ground floor.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+
+from apgrad._ground.closures import hoist as hoist, may_close_over_a_tracer, separate
+from apgrad._ground.messages import Static as Static, between, check_messages, describe, form_of, has_message, numbered
+from apgrad._ground.primitives import refuse_derivative
+
+
+class Propagator(NamedTuple):
+    """A node's two pure functions.
+
+    Attributes:
+      forward: `(*inputs) -> (output, memory)`. Inputs, output and memory are pytrees of arrays. Memory
+        is all that `backward` sees of the forward pass.
+      backward: `(memory, message) -> messages`, where `message` has the structure and shapes of the
+        output, and `messages` is a tuple with one message for each input, of that input's structure
+        and shapes. `None` stands for no message (zeros), for a whole input or any part of one.
+        Only floating-point and complex arrays have messages: integer inputs, Booleans and PRNG keys get none, whatever
+        stands there, and at an integer output `message` has what JAX puts there, an array of dtype `float0`.
+
+    Example:
+      Reverse the message, as in domain-adversarial training (Ganin et al., 2016):
+
+      >>> import jax, apgrad as ap
+      >>> reverse = ap.node(ap.Propagator(
+      ...     forward=lambda x: (x, None),
+      ...     backward=lambda memory, message: (-message,),
+      ... ))
+      >>> float(jax.grad(lambda x: reverse(x) ** 2)(3.0))
+      -6.0
+    """
+
+    forward: Callable[..., tuple[Any, Any]]
+    backward: Callable[[Any, Any], Any]
+
+
+def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., Any]:
+    """An ordinary JAX function whose reverse pass is the propagator's `backward`.
+
+    Reverse mode differentiates it any number of times: the second derivative differentiates what
+    `backward` computes. Where that is not the derivative you mean, wrap the propagator in `first_order`.
+    Forward mode raises JAX's `TypeError`: a propagator has no forward-mode rule.
+
+    Args:
+      propagator: the pair of functions. `forward` may not close over an array that is differentiated outside, which
+        would get no message: pass the array as an input.
+      perturbed: tell `forward` what is differentiated: it is called as `forward(*inputs, perturbed=flags)`, with
+        Python bools in the structure of the inputs.
+
+    Returns:
+      `function(*inputs) -> output`.
+
+    Raises:
+      TypeError: if `propagator` is no propagator; at trace time, if `forward` does not return a pair or `backward` not
+        a tuple, or a derivative is asked for of an array that `forward` closes over.
+      ValueError: at trace time, if the messages do not match the inputs, or the output has no floating-point array
+        through which a message could come.
+
+    Example:
+      A message clipped on its way back:
+
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> clip = ap.node(ap.Propagator(lambda x: (x, None), lambda _, m: (jnp.clip(m, -1, 1),)))
+      >>> jax.grad(lambda x: jnp.sum(clip(x) ** 2))(jnp.array([0.25, 3.0]))
+      Array([0.5, 1. ], dtype=float32)
+    """
+    _require_propagators("node", (propagator,))
+
+    def forward(inputs, flags):
+        return _pair(propagator.forward(*inputs, perturbed=flags) if perturbed else propagator.forward(*inputs))
+
+    @jax.custom_vjp
+    def call(*inputs):
+        return forward(inputs, jax.tree.map(lambda _: False, inputs))[0]
+
+    def fwd(*inputs):
+        flags = None
+        if perturbed:
+            flags = jax.tree.map(lambda p: p.perturbed, inputs, is_leaf=lambda p: isinstance(p, CustomVJPPrimal))
+            inputs = jax.tree.map(lambda p: p.value, inputs, is_leaf=lambda p: isinstance(p, CustomVJPPrimal))
+        # The plain forward, never the wrapped `call`: with a learned backward the wrapped one would be
+        # differentiated by its own rule, and meta-gradients would be silently wrong.
+        output, memory = forward(inputs, flags)
+        if not any(has_message(x) for x in jax.tree.leaves(output)):
+            raise ValueError(
+                "a propagator is differentiated, but its output has no floating-point array, and JAX carries messages "
+                "only to those: none can reach this node. Return the output in the input's dtype, as ap.skip does; or, "
+                "if nothing is to come back, call the function without ap.node."
+            )
+        return output, (memory, form_of(inputs))
+
+    def bwd(residual, message):
+        memory, inputs = residual
+        if perturbed:
+            message = jax.tree.map(_instantiate, message, is_leaf=lambda m: isinstance(m, SymbolicZero))
+        return check_messages(propagator.backward(memory, message), inputs)
+
+    call.defvjp(fwd, bwd, symbolic_zeros=perturbed)
+
+    @functools.wraps(propagator.forward)
+    def function(*inputs):
+        if not perturbed and may_close_over_a_tracer(*propagator):
+            return _opened(propagator, inputs)
+        try:
+            return call(*inputs)
+        except jax.errors.UnexpectedTracerError as error:
+            raise ValueError(_CLOSURE) from error
+
+    return function
+
+
+_CLOSURE = (
+    "a propagator's forward closes over an array that is differentiated outside it, which would get no message. Pass "
+    "the array to the node as an input, and return a message for it from backward (None for no message)."
+)
+
+
+def _opened(propagator: Propagator, inputs: Any) -> Any:
+    """Calls a node whose functions may close over traced arrays: the arrays become inputs.
+
+    What `forward` closes over refuses its derivative. What only `backward` closes over gets no message, rightly, and
+    takes part in the derivatives of what `backward` computes.
+    """
+    form = form_of(inputs)
+    forward, outside, (output, memory) = separate(lambda *inputs: _pair(propagator.forward(*inputs)), *inputs)
+    outputs = form_of((output,))
+
+    def answer(memory, floats):
+        (message,) = check_messages((floats,), outputs, dense=True)
+        return check_messages(propagator.backward(memory, message), form)
+
+    backward, needed, _ = separate(answer, memory, jax.tree.map(lambda x: x if has_message(x) else None, output))
+
+    def with_memory(inputs, outside, needed):
+        output, memory = forward(outside, *inputs)
+        return output, (memory, needed)
+
+    def answered(memory, message):
+        floats = jax.tree.map(lambda m, x: m if has_message(x) else None, message, output)
+        return backward(memory[1], memory[0], floats), None, None
+
+    outside = refuse_derivative(outside, _CLOSURE)
+    return node(Propagator(with_memory, answered))(inputs, outside, needed)
+
+
+def chain(*propagators: Propagator) -> Propagator:
+    """Propagators in sequence, each with its own memory; each feeds its output to the next.
+
+    Proppo's ChainProp (section 3.3): propagators nest safely, since none sees another's memory. The
+    first takes all the inputs, each other one the output before it. Between two propagators messages are
+    as between two nodes: of the structure, shapes and dtypes of what went forward there, with zeros for `None`.
+
+    Args:
+      *propagators: at least one.
+
+    Raises:
+      TypeError: if one is no propagator; at trace time, as `node`.
+      ValueError: for no propagators; at trace time, if a message does not match what went forward.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> halve = ap.Propagator(lambda x: (x, None), lambda _, m: (m / 2,))
+      >>> sine = ap.node(ap.chain(ap.backpropagation(jnp.sin), halve))
+      >>> float(jax.grad(sine)(0.0))
+      0.5
+    """
+    _require_propagators("chain", propagators)
+
+    def forward(*inputs):
+        memories = []
+        for propagator in propagators:
+            output, memory = _pair(propagator.forward(*inputs))
+            memories.append((memory, form_of((output,))))
+            inputs = (output,)
+        return output, tuple(memories)  # pyright: ignore[reportPossiblyUnbound]
+
+    def backward(memories, message):
+        for i in reversed(range(1, len(propagators))):
+            messages = propagators[i].backward(memories[i][0], message)
+            message = between("chain", i, messages, memories[i - 1][1])
+        return propagators[0].backward(memories[0][0], message)
+
+    return Propagator(forward, backward)
+
+
+def combine(*propagators: Propagator) -> Propagator:
+    """Propagators in sequence on one shared memory, their messages merged.
+
+    Proppo's ComboProp (section 3.3). Memories are dicts, and every `backward` sees their union, so that
+    one propagator can use what another one stored. Where messages are dicts, a propagator answers the
+    keys it returns, and the keys it does not return pass on to the propagator before it.
+
+    Args:
+      *propagators: at least one; each `forward` returns a dict as its memory.
+
+    Raises:
+      TypeError: at trace time, if a memory is not a dict.
+      ValueError: at trace time, if two propagators write the same key.
+
+    Example:
+      The first one's backward scales by what the second one stored:
+
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> scale = ap.Propagator(lambda x: (x, {}), lambda memory, m: (m * memory["norm"],))
+      >>> store = ap.Propagator(lambda x: (x, {"norm": jnp.abs(x)}), lambda _, m: (m,))
+      >>> float(jax.grad(ap.node(ap.combine(scale, store)))(-3.0))
+      3.0
+    """
+    _require_propagators("combine", propagators)
+
+    def forward(*inputs):
+        shared: dict[Any, Any] = {}
+        forms = []
+        for propagator in propagators:
+            output, memory = _pair(propagator.forward(*inputs))
+            if not isinstance(memory, dict):
+                raise TypeError(f"combine needs memories that are dicts, got {describe(memory)}")
+            if both := sorted(shared.keys() & memory.keys(), key=str):
+                raise ValueError(
+                    f"two combined propagators write the same memory key {both[0]!r}. Rename one, or use "
+                    "chain, which gives each propagator a memory of its own."
+                )
+            shared |= memory
+            forms.append(form_of((output,)))
+            inputs = (output,)
+        return output, (shared, forms)  # pyright: ignore[reportPossiblyUnbound]
+
+    def backward(memory, message):
+        shared, forms = memory
+        for i in reversed(range(1, len(propagators))):
+            messages = propagators[i].backward(shared, message)
+            answer = messages[0] if isinstance(messages, tuple) and len(messages) == 1 else None
+            if isinstance(answer, dict) and isinstance(message, dict):
+                (wanted,) = numbered(forms[i - 1])
+                passed = {k: m for k, m in message.items() if isinstance(wanted, dict) and k in wanted}
+                messages = ({**passed, **answer},)
+            message = between("combine", i, messages, forms[i - 1])
+        return propagators[0].backward(shared, message)
+
+    return Propagator(forward, backward)
+
+
+def skip(propagator: Propagator) -> Propagator:
+    """The propagator's forward; backward, the message passes over the node as it came.
+
+    Proppo's SkipProp. With a forward that has no useful derivative this is the straight-through
+    estimator (Bengio et al., 2013). It has one input, of the output's structure and shapes. Where the input is floating
+    point and the forward's output is integer or Boolean, the output comes in the input's dtype: JAX carries no message
+    to an integer.
+
+    Args:
+      propagator: its `backward` is not used.
+
+    Raises:
+      TypeError: if it is no propagator; at trace time, for a complex output of a real input.
+      ValueError: at trace time, if the output has other shapes than the input.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> ste = ap.node(ap.skip(ap.backpropagation(lambda x: x > 0)))
+      >>> [float(v) for v in jax.value_and_grad(lambda x: 3 * ste(x))(1.4)]
+      [3.0, 3.0]
+    """
+    _require_propagators("skip", (propagator,))
+
+    def forward(value):
+        output, _ = _pair(propagator.forward(value))
+        given, got = (jax.tree.map(jnp.shape, tree) for tree in (value, output))
+        if given != got:
+            raise ValueError(
+                f"skip passes the message over the node, so input and output must have the same shapes; "
+                f"got input {given} and output {got}"
+            )
+        return jax.tree.map(_for_messages, value, output), None
+
+    return Propagator(forward, lambda _, message: (message,))
+
+
+def _for_messages(value: Any, output: Any) -> Any:
+    """The output in a dtype at which a message for the input can arrive."""
+    mine, other = jnp.result_type(value), jnp.result_type(output)
+    if jnp.issubdtype(mine, jnp.inexact) and not has_message(output):
+        if not (jnp.issubdtype(other, jnp.integer) or jnp.issubdtype(other, jnp.bool_)):
+            raise TypeError(f"skip has an input of dtype {mine} and an output of dtype {other}, which has no messages")
+        return jnp.asarray(output).astype(mine)
+    if jnp.issubdtype(mine, jnp.floating) and jnp.issubdtype(other, jnp.complexfloating):
+        raise TypeError(
+            f"skip has a real input of dtype {mine} and an output of dtype {other}, whose messages are complex: they "
+            "cannot pass to the input. Return the real part, or write the backward pass as a Propagator."
+        )
+    return output
+
+
+def backpropagation(function: Callable[..., Any]) -> Propagator:
+    """Reverse-mode differentiation of a JAX function, as a propagator: a part for `chain` and friends.
+
+    Proppo's BackPropagator; a function with several outputs starts backpropagation at all of them.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> float(jax.grad(ap.node(ap.backpropagation(jnp.sin)))(0.0))
+      1.0
+    """
+    if not callable(function):
+        raise TypeError(f"backpropagation takes a function, got {describe(function)}")
+    return Propagator(
+        forward=lambda *inputs: jax.vjp(function, *inputs),
+        backward=lambda pullback, message: pullback(message),
+    )
+
+
+def first_order(propagator: Propagator, reason: str) -> Propagator:
+    """The same propagator, except that differentiating through it twice raises `TypeError(reason)`.
+
+    For a backward rule that is no derivative (or a derivative only once): differentiated again as if it
+    were, it would be wrong without a word.
+
+    Args:
+      propagator: the rule.
+      reason: what the error says: which rule, and what to use instead.
+
+    Example:
+      >>> import jax, apgrad as ap
+      >>> double = ap.Propagator(lambda x: (x, x), lambda x, m: (2 * x * m,))
+      >>> f = ap.node(ap.first_order(double, "no second derivative of double"))
+      >>> try:
+      ...     jax.grad(jax.grad(f))(1.0)
+      ... except TypeError as error:
+      ...     print(error)
+      no second derivative of double
+    """
+    _require_propagators("first_order", (propagator,))
+    # Once differentiated, the node is its forward with memory: a derivative that arrives there is the second, as
+    # is one of the messages.
+    return Propagator(
+        forward=lambda *inputs, **options: propagator.forward(*refuse_derivative(inputs, reason), **options),
+        backward=lambda memory, message: refuse_derivative(propagator.backward(memory, message), reason),
+    )
+
+
+def _require_propagators(name: str, propagators: tuple[Any, ...]) -> None:
+    if not propagators:
+        raise ValueError(f"{name} needs at least one propagator, got none")
+    for propagator in propagators:
+        if not isinstance(propagator, Propagator):
+            raise TypeError(
+                f"{name} takes propagators, got {describe(propagator)}. Wrap a function f as ap.backpropagation(f)."
+            )
+
+
+def _pair(result: Any) -> tuple[Any, Any]:
+    if not (isinstance(result, tuple) and len(result) == 2):
+        raise TypeError(
+            "a propagator's forward must return the pair (output, memory), got "
+            f"{describe(result)}. Return (output, None) if nothing is to be remembered."
+        )
+    return result
+
+
+def _instantiate(message: Any) -> Any:
+    # A symbolic zero stands for an array, and has its shape and dtype.
+    return jnp.zeros_like(message) if isinstance(message, SymbolicZero) else message  # pyright: ignore[reportArgumentType]

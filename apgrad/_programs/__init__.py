@@ -1,0 +1,1 @@
+"""All that reads jaxprs, JAX's records of programs."""

@@ -1,0 +1,84 @@
+"""The branches of `tape.parallel`: how they fork and join a tape."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from apgrad._ground.primitives import refuse_batching
+
+
+def run_branches(tape: Any, branches: tuple[Callable[[Any], tuple[Any, Any]], ...]) -> tuple[Any, tuple[Any, ...]]:
+    """The joined tape and the branches' outputs.
+
+    Args:
+      tape: the current tape.
+      branches: functions `branch(tape) -> (tape, output)`.
+
+    Raises:
+      TypeError: for a branch that does not return a tape and an output.
+      ValueError: for no branches, a branch that returns an earlier tape or uses a value of another branch.
+    """
+    ledger = tape.require_current("parallel")
+    if not branches:
+        raise ValueError("parallel needs at least one branch, got none")
+    key, *keys = jax.random.split(tape._key, len(branches) + 1)
+
+    def run(index, key, ports):
+        total = jax.tree.map(jnp.zeros_like, tape._total)
+        result = branches[index](type(tape)(tape._plan, key, total, ports))
+        if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], type(tape))):
+            raise TypeError(f"branch {index} of parallel must return (tape, output), got {type(result).__name__}")
+        result[0].require_current(f"the end of branch {index}")
+        return result
+
+    if not (ledger.collecting or ledger.rehearsing):
+        ledger.rehearsing = True
+        try:
+            _require_apart(run, keys, tape._ports)
+        finally:
+            ledger.rehearsing = False
+    total = tape._total
+    around = {name: zeros for name, zeros in tape._ports.items() if name.startswith("state:")}
+    ports = {name: (1 - len(branches)) * zeros for name, zeros in tape._ports.items() if name not in around}
+    within = tape._ports | {name: jnp.zeros_like(zeros) for name, zeros in around.items()}
+    counts = {name: count for name, count in tape._ports.items() if name.startswith("count:")}
+    outputs = []
+    for index, branch_key in enumerate(keys):
+        end, output = run(index, branch_key, within)
+        total = jax.tree.map(jnp.add, total, end._total)
+        ports = {name: ports[name] + end._ports[name] for name in ports}
+        counts = {name: end._ports[name] for name in counts}
+        within |= counts
+        outputs.append(output)
+    return tape.follow(key, total, ports | around | counts), tuple(outputs)
+
+
+def _require_apart(run, keys, ports):
+    """Raises a `ValueError` where an equation of one branch reads what an equation of another one made."""
+    begin, data = "a branch of tape.parallel begins", [jax.random.key_data(key) for key in keys]
+
+    def rehearse():
+        results = []
+        for index, key in enumerate(keys):
+            marked = refuse_batching(data[index], begin)
+            wrapped = jax.random.wrap_key_data(marked, impl=jax.random.key_impl(key))
+            end, output = run(index, wrapped, ports)
+            results.append(
+                (marked, jax.tree.leaves(end), [x for x in jax.tree.leaves(output) if isinstance(x, jax.Array)])
+            )
+        return results
+
+    branch, made = -1, {}
+    # What a nested jaxpr closes over is an operand of its equation, so that the outermost ones tell all.
+    for eqn in jax.make_jaxpr(rehearse)().jaxpr.eqns:
+        branch += eqn.params.get("reason") == begin
+        if any(made.get(v, branch) != branch for v in eqn.invars if not isinstance(v, Literal)):
+            raise ValueError(
+                "a branch of tape.parallel uses a value that was made inside another branch, whose choices would not "
+                "be charged with the costs that depend on it. Return the value as the branch's output and use it after "
+                "the join, or make it before the fork."
+            )
+        made |= dict.fromkeys(eqn.outvars, branch)

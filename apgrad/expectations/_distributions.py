@@ -1,0 +1,338 @@
+"""What estimators ask of a distribution.
+
+A distribution is a pytree with `sample(key)` and `log_prob(x)`, as NumPyro's are. Where it has a pathwise
+derivative it says so by `has_rsample` and offers `rsample(key)`; where it has none but a `cdf(x)`, the
+pathwise derivative follows from the implicit function theorem. Nothing else is used, but for
+`batch_shape` and `support` where they are there.
+"""
+
+import contextlib
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from jax import lax
+from jax.core import Tracer
+from numpyro.distributions import constraints, transforms
+
+from apgrad._ground.primitives import refuse_derivative, zero_with_gradient
+
+
+@runtime_checkable
+class Distribution(Protocol):
+    """The least that a distribution offers."""
+
+    def sample(self, key: Any) -> Any:
+        """One sample."""
+
+    def log_prob(self, value: Any) -> Any:
+        """The log-density of a sample."""
+
+
+def require_distribution(what: str, distribution: Any) -> None:
+    if not (callable(getattr(distribution, "sample", None)) and callable(getattr(distribution, "log_prob", None))):
+        raise TypeError(
+            f"{what} needs a distribution, a pytree with sample(key) and log_prob(x) as NumPyro's are; got "
+            f"{type(distribution).__name__}"
+        )
+    if jax.tree_util.all_leaves([distribution]):
+        raise TypeError(
+            f"{what} needs a distribution that is a pytree, and {type(distribution).__name__} is a leaf: its "
+            "parameters would get no gradient. Register it, say by jax.tree_util.register_dataclass."
+        )
+
+
+def sample(distribution: Any, key: jax.Array) -> jax.Array:
+    """A sample without derivative, in the dtype of the distribution's parameters."""
+    return lax.stop_gradient(_draw(distribution, "sample", key))
+
+
+def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
+    """A sample x whose derivative is the pathwise one, in the dtype of the distribution's parameters.
+
+    By `rsample` where there is one. Else, for a continuous univariate distribution with a `cdf` F and density
+    f, implicitly: F(x(theta); theta) is constant along the path, so (Figurnov et al., 2018)
+
+        dx = - (dF / dtheta) / f(x; theta) dtheta .
+
+    Written as Newton steps for F(x; theta) = F(x_0; theta_0) from the sample x_0, which do not move it: each step
+    doubles the order to which x follows the path, and three are right to the seventh derivative.
+
+    Raises:
+      TypeError: at trace time, for a distribution without a pathwise derivative: it has neither `rsample` nor a
+        `cdf`, or samples of any part of it are discrete.
+    """
+
+    def refuse(reason):
+        raise TypeError(
+            f"{what} needs a pathwise derivative, and {type(distribution).__name__} has none: {reason}. Use "
+            "likelihood_ratio() for it."
+        )
+
+    parts = _parts(distribution)
+    for part in parts:
+        if _is_discrete(part, key):
+            refuse(f"samples of {type(part).__name__} are discrete, or no floating-point numbers")
+    if getattr(distribution, "has_rsample", hasattr(distribution, "rsample")):
+        for part in parts:
+            if _claims_rsample_by_default(part):
+                refuse(
+                    f"{type(part).__name__} declares no parameters, neither in arg_constraints nor in "
+                    "reparametrized_params, so that its has_rsample says nothing; declare them, or define rsample"
+                )
+        return _floating(what, distribution, _draw(distribution, "rsample", key))
+    x = _floating(what, distribution, sample(distribution, key))
+    if not _has_cdf(distribution, x):
+        refuse("it has neither rsample nor, as a continuous univariate distribution, a cdf")
+    for part in parts:
+        if _components(part) and not _is_fixed(_support(part)):
+            refuse(
+                f"the supports of the components of {type(part).__name__} are not known to be one fixed interval, and "
+                "between two intervals a sample would have to jump as the weights change"
+            )
+    with _standard_promotion():
+        for _ in range(3):
+            x = x - (zero_with_gradient(distribution.cdf(x)) / jnp.exp(distribution.log_prob(x))).astype(x.dtype)
+    return x
+
+
+def score(what: str, distribution: Any, x: jax.Array) -> jax.Array:
+    """Zero in value, with the derivatives of the log-density at a fixed x: shape `batch_shape`.
+
+    NaN where a sample has a log-density that is not finite. No sample has, but rounded ones: those of a gamma
+    distribution of shape .05 are 0 once in a hundred times in float32, where the score is infinite.
+
+    Raises:
+      TypeError: at trace time, for a distribution whose `log_prob` is not the density of its samples: one that is
+        masked, censored or not normalized, or has a transform that is not one to one.
+    """
+    for part in _parts(distribution):
+        folds = not isinstance(part, dist.FoldedDistribution) and _folds(part)
+        if isinstance(part, _NOT_A_DENSITY) or folds:
+            raise TypeError(
+                f"{what}: the log_prob of {type(part).__name__}{' with AbsTransform' if folds else ''} is not the "
+                "density of its samples, so that it has no right score. Sample the distribution underneath, and mask, "
+                "censor or transform in the cost (jnp.where)."
+            )
+    # A sample needs no validation, which takes one that is rounded to the bound of its support (an exponential's 0,
+    # once in ten million times) for impossible, though its density is finite and right.
+    with _standard_promotion(), numpyro.validation_enabled(False):
+        density = distribution.log_prob(lax.stop_gradient(x))
+        rounded = ~jnp.isfinite(lax.stop_gradient(density))
+        return zero_with_gradient(density) + jnp.where(rounded, jnp.nan, 0.0).astype(density.dtype)
+
+
+def support_guard(what: str, distribution: Any) -> jax.Array:
+    """A zero scalar to add to what has a score: an error where the support moves with a parameter.
+
+    There the log-density's derivative lacks the flow across the bounds, and the estimate would be wrong.
+
+    Raises:
+      TypeError: when differentiated with respect to what the bounds of the support depend on.
+    """
+    guard = jnp.zeros(())
+    for bound in jax.tree.leaves([_bounds(part) for part in _parts(distribution)]):
+        if jnp.issubdtype(jnp.result_type(bound), jnp.floating):
+            fixed = refuse_derivative(
+                jnp.asarray(bound, jnp.float32),
+                f"{what}: the bounds of the support of {type(distribution).__name__} depend on a differentiated "
+                "parameter, so the derivative of the log-density is not that of the expectation. Use "
+                "reparameterization().",
+            )
+            guard = guard + zero_with_gradient(jnp.sum(fixed))
+    return guard
+
+
+def batch_shape(distribution: Any, x: jax.Array) -> tuple[int, ...]:
+    """The shape of the log-density of a sample x."""
+    shape = getattr(distribution, "batch_shape", None)
+    if shape is None:
+        with _standard_promotion():
+            shape = jax.eval_shape(distribution.log_prob, x).shape
+    return tuple(shape)
+
+
+def _draw(distribution, method, key):
+    with _standard_promotion():
+        x = getattr(distribution, method)(key)
+    if not isinstance(x, jax.Array):
+        raise TypeError(f"{type(distribution).__name__}.{method} must return one array, got {type(x).__name__}")
+    parameters = [leaf for leaf in jax.tree.leaves(distribution) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)]
+    if parameters and jnp.issubdtype(x.dtype, jnp.floating):
+        with _standard_promotion():
+            x = x.astype(jnp.result_type(*parameters))
+    return x
+
+
+def _floating(what, distribution, x):
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(
+            f"{what} needs a pathwise derivative, and samples of {type(distribution).__name__} have dtype {x.dtype}, "
+            "which has none. Use likelihood_ratio() for it."
+        )
+    return x
+
+
+def _claims_rsample_by_default(part) -> bool:
+    # NumPyro takes for reparametrizable what declares as many reparametrized parameters as parameters: none and none.
+    cls = type(part)
+    return (
+        getattr(cls, "has_rsample", None) is dist.Distribution.has_rsample
+        and getattr(cls, "rsample", None) is dist.Distribution.rsample
+        and not part.arg_constraints
+    )
+
+
+def _has_cdf(distribution, x) -> bool:
+    if getattr(distribution, "event_shape", ()) != () or not callable(getattr(distribution, "cdf", None)):
+        return False
+    if any(_folds(part) for part in _parts(distribution)):
+        return False  # NumPyro's cdf would forget one of the two sides
+    try:
+        jax.eval_shape(distribution.cdf, x)
+    except NotImplementedError:
+        return False
+    return True
+
+
+_NOT_A_DENSITY = (
+    dist.MaskedDistribution,
+    dist.LeftCensoredDistribution,
+    dist.RightCensoredDistribution,
+    dist.IntervalCensoredDistribution,
+    dist.ImproperUniform,
+    dist.Unit,
+)
+
+
+_INVERSE = type(transforms.ExpTransform().inv)
+_WRAPPERS = (dist.ExpandedDistribution, dist.Independent, dist.MaskedDistribution)
+
+
+def _components(part) -> list[Any]:
+    """The components of a mixture."""
+    one, more = (getattr(part, f"component_distribution{s}", None) for s in ("", "s"))
+    return list(more) if isinstance(more, list | tuple) else [] if one is None else [one]
+
+
+def _parts(distribution) -> list[Any]:
+    """The distribution and those that its samples are made of."""
+    inner = [getattr(distribution, name, None) for name in ("base_dist", "marginal_dist")]
+    found = [distribution]
+    for part in [part for part in inner if part is not None] + _components(distribution):
+        found += _parts(part)
+    return found
+
+
+def _transforms(part) -> list[Any]:
+    """The transforms of a distribution, one after the other, none of them composed."""
+
+    def flatten(transform):
+        if isinstance(transform, transforms.ComposeTransform):
+            return [t for part in transform.parts for t in flatten(part)]
+        if isinstance(transform, transforms.IndependentTransform):
+            return flatten(transform.base_transform)
+        if isinstance(transform, _INVERSE):
+            parts = flatten(transform.inv)
+            return [transform] if len(parts) == 1 else [t.inv for t in reversed(parts)]
+        return [transform]
+
+    return [t for transform in getattr(part, "transforms", ()) for t in flatten(transform)]
+
+
+def _folds(part) -> bool:
+    return any(isinstance(transform, transforms.AbsTransform) for transform in _transforms(part))
+
+
+def _of(thing, name):
+    """The constraint of that name, without the number of its event's axes; None if there is none."""
+    constraint: Any
+    try:
+        constraint = getattr(thing, name, None)
+    except NotImplementedError:
+        return None
+    while hasattr(constraint, "base_constraint"):
+        constraint = constraint.base_constraint
+    half_lines = (constraints.nonnegative, constraints.softplus_positive)
+    return constraints.positive if any(constraint is c for c in half_lines) else constraint
+
+
+def _is_discrete(part, key) -> bool:
+    sets = [_of(part, "support"), *(_of(transform, "codomain") for transform in _transforms(part))]
+    known = []
+    for constraint in sets:
+        try:
+            known.append(bool(constraint.is_discrete))  # pyright: ignore[reportOptionalMemberAccess]
+        except (AttributeError, NotImplementedError):
+            continue
+    if any(known):
+        return True
+    if known:
+        return False
+    try:
+        return not jnp.issubdtype(jax.eval_shape(part.sample, key).dtype, jnp.floating)
+    except NotImplementedError:
+        return False
+
+
+def _is_fixed(support) -> bool:
+    return isinstance(support, constraints.ParameterFreeConstraint)
+
+
+def _tells_its_support(distribution) -> bool:
+    # A subclass that says its own support knows it; the general one tells only its last transform's codomain.
+    return getattr(type(distribution), "support", None) is not dist.TransformedDistribution.support
+
+
+def _support(distribution):
+    """The set that samples lie in, if that is known. Transforms themselves tell it only for the domain they declare."""
+    if isinstance(distribution, _WRAPPERS):
+        return _support(distribution.base_dist)
+    if components := _components(distribution):
+        first, *rest = map(_support, components)
+        return first if _is_fixed(first) and all(type(other) is type(first) for other in rest) else None
+    if isinstance(distribution, dist.FoldedDistribution):
+        return constraints.positive if _support(distribution.base_dist) is constraints.real else None
+    return _of(distribution, "support") if _tells_its_support(distribution) else _transformed(distribution)[0]
+
+
+def _transformed(distribution):
+    """The support of a transformed distribution, and what it depends on besides the support of the base."""
+    support, bounds = _support(distribution.base_dist), []
+    for transform in _transforms(distribution):
+        affine = isinstance(transform, transforms.AffineTransform)
+        if affine and support is constraints.real:
+            continue
+        if affine and support is constraints.positive:
+            # A half-line from 0 keeps its bound under scaling.
+            bounds.append(transform.loc)
+            support = support if _is_zero(transform.loc) else None
+        elif _is_fixed(support) and type(support) is type(_of(transform, "domain")):
+            support = _of(transform, "codomain")
+            bounds.append(transform if support is None else support)
+        else:
+            # The image of a set that is not all of the transform's domain moves with the transform.
+            bounds.append(transform)
+            support = None
+    return support, bounds
+
+
+def _is_zero(x) -> bool:
+    return not isinstance(x, Tracer) and bool(np.all(np.asarray(x) == 0))
+
+
+def _bounds(distribution):
+    """What the support of a distribution depends on, as far as itself tells: not that of its parts."""
+    if isinstance(distribution, dist.Delta):
+        return [distribution.v, distribution.log_density]
+    if isinstance(distribution, _WRAPPERS):
+        return []
+    return [_of(distribution, "support")] if _tells_its_support(distribution) else _transformed(distribution)[1]
+
+
+def _standard_promotion() -> contextlib.AbstractContextManager:
+    # Distribution libraries mix float32 noise with the parameters' dtype; users' code may run in strict mode.
+    return jax.numpy_dtype_promotion("standard")

@@ -1,0 +1,44 @@
+"""The lanes: independent repetitions of a program, the leading axis of its arrays."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def require_lanes(what: str, lanes: int, tree: Any) -> None:
+    """Raises a `ValueError` unless every leaf's leading axis is the lanes."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != lanes:
+            raise ValueError(
+                f"{what}: argument {jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}, expected the lanes as "
+                f"leading axis, ({lanes}, ...). Broadcast it with jnp.broadcast_to(x, (tape.lanes, *x.shape))."
+            )
+
+
+def fold(tree: Any, folds: int) -> Any:
+    """The lanes, the leading axis of every leaf, as (folds, lanes / folds)."""
+    return jax.tree.map(lambda x: x.reshape(folds, x.shape[0] // folds, *x.shape[1:]), tree)
+
+
+def donors(lanes: int, bit: int, value: int) -> np.ndarray:
+    """Whose sample each lane gets: the lanes whose number has `bit` at `value` get that of a lane that has not.
+
+    Example:
+      >>> from apgrad.expectations._lanes import donors
+      >>> donors(6, 0, 1), donors(6, 1, 0)
+      (array([0, 0, 2, 2, 4, 4]), array([2, 3, 2, 3, 2, 2]))
+    """
+    lane = np.arange(lanes)
+    partner = lane ^ (1 << bit)
+    return np.where(lane >> bit & 1 == value, np.where(partner < lanes, partner, 1 << bit), lane)
+
+
+def cost_shape_error(lanes: int, shape: tuple[int, ...]) -> str:
+    """What to say of a cost that is not one value a lane."""
+    return (
+        f"a cost must have shape ({lanes},), one value a lane, got {shape}. Sum over the other axes, and leave "
+        "the mean over lanes to ap.expectation; for costs of independent parts of a lane, (lanes, parts), make "
+        "the nodes with parts=True."
+    )

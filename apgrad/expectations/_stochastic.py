@@ -1,0 +1,201 @@
+"""Stochastic nodes: a distribution, a sample of it, and an estimator for the derivative.
+
+An *estimator* is what it does with the two messages that come back to a sample x. The cotangent of x goes
+through `pathwise(distribution, key) -> x`, the cost-to-go through `score(distribution, x)`, which has the
+derivative of the log-density. Both are ordinary differentiable JAX, and an estimator has one of
+them or both: that is all an estimator is, and its derivatives follow by differentiation.
+
+A *mixer* runs several estimators on one sample and adds up their cotangents with weights that it computes: see
+`mixing.py`.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from apgrad.expectations import _distributions as distributions
+from apgrad.expectations._lanes import require_lanes
+from apgrad.expectations._tape import Tape
+from apgrad.expectations.estimators import _baselines as baselines
+from apgrad.expectations.estimators._estimator import Estimator, Mixer, charged_baselines, surrogate
+from apgrad.expectations.mixing._node import mix_batch, mix_lanes
+
+
+def stochastic(
+    estimator: Estimator | Mixer, in_axes: tuple[int | None, ...] | None = None, *, parts: bool = False
+) -> Callable[[Callable[..., Any]], Callable[..., tuple[Tape, jax.Array]]]:
+    """Decorates a function of one lane that returns a distribution: it then samples it on all lanes.
+
+    Args:
+      estimator: `reparameterization()`, `likelihood_ratio()`, `total_propagation()` or your own.
+      in_axes: for each argument 0 (its leading axis is the lanes) or None (shared by the lanes, as parameters
+        are). By default the first argument is shared and the others are the lanes'. Mixers weigh their
+        estimators by the per-lane gradients of what is differentiated: of the shared arguments and of arrays that
+        the function closes over, or where none of those is, of the lanes' arguments.
+      parts: the distribution's first batch axis numbers parts of a lane that are independent of each other;
+        costs of shape (lanes, parts) are then charged to a part's own choices. Without it, all the
+        choices of a lane are charged with all the costs after them, which is right in any case.
+
+    Returns:
+      A decorator; the decorated function is `(tape, *args) -> (tape, x)`, with x of shape (lanes, ...).
+
+    Raises:
+      TypeError, ValueError: at trace time, for arguments without the lane axis, a function that returns no
+        distribution, or a distribution without what the estimator needs.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
+      >>> @ap.stochastic(ap.total_propagation())
+      ... def step(theta, x):
+      ...     return dist.Normal(jnp.sin(theta * x), 0.1)
+      >>> def rollout(tape, theta):
+      ...     x = jnp.ones(tape.lanes)
+      ...     (tape, x), _ = jax.lax.scan(lambda c, _: (step(c[0], theta, c[1]), None), (tape, x), length=5)
+      ...     return tape.cost(x**2)
+      >>> jax.grad(ap.expectation(rollout, lanes=100), argnums=1)(jax.random.key(0), 2.0).shape
+      ()
+    """
+    _require_estimator("stochastic", estimator)
+
+    def decorate(function):
+        what = f"{getattr(function, '__name__', 'stochastic function')} ({estimator.name})"
+        name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
+
+        @functools.wraps(function)
+        def stochastic_function(tape, *args, **kwargs):
+            _require_tape(what, tape)
+            args = _positional(what, function, args, kwargs)
+            axes = _resolve_axes(what, in_axes, args)
+            names = _argument_names(function, len(args))
+            require_lanes(what, tape.lanes, {n: x for n, x, axis in zip(names, args, axes, strict=True) if axis == 0})
+            tape, key = tape.next_key()
+            keys = jax.random.split(key, tape.lanes)
+
+            def distribution(*lane_args):
+                made = function(*lane_args)
+                distributions.require_distribution(what, made)
+                return made
+
+            if isinstance(estimator, Mixer):
+                tape, x, zeros = mix_lanes(estimator, what, name, distribution, tape, axes, args, keys)
+            else:
+                draw = functools.partial(surrogate, estimator)
+                x, density = jax.vmap(lambda key, *a: draw(distribution(*a), key), (0, *axes))(keys, *args)
+                zeros = [] if density is None else [density]
+            if parts:
+                tape.declare_parts(x.shape, what)
+            if zeros:
+                guard = jax.vmap(
+                    lambda *a: distributions.support_guard(what, distribution(*a)), axes, axis_size=tape.lanes
+                )(*args)
+            for zero, baseline in zip(zeros, charged_baselines(estimator), strict=True):
+                zero = zero + guard.reshape(-1, *[1] * (zero.ndim - 1)).astype(zero.dtype)
+                b = baselines.evaluate(baseline, (axes, tape.lanes), args)
+                tape = tape.credit(zero, name=what, parts=parts, **b)
+            return tape, tape.drawn(x)
+
+        # The tape is one more argument than the signature of the wrapped function has.
+        del stochastic_function.__wrapped__
+        return stochastic_function
+
+    return decorate
+
+
+def sample(
+    tape: Tape, distribution: Any, estimator: Estimator | Mixer, *, parts: bool = False
+) -> tuple[Tape, jax.Array]:
+    """Samples a distribution that is already built, for all lanes at once.
+
+    The node sees the distribution's parameters only; whatever computed them is ordinary JAX. Mixers weigh
+    their estimators by the per-lane gradients of those parameters that have the lanes as leading axis.
+
+    Args:
+      tape: the current tape.
+      distribution: its batch shape starts with the lanes.
+      estimator: as in `stochastic`.
+      parts: the second batch axis numbers independent parts, as in `stochastic`.
+
+    Returns:
+      `(tape, x)`, with x of shape (lanes, ...).
+
+    Raises:
+      TypeError, ValueError: at trace time, as `stochastic`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
+      >>> def program(tape, logits):
+      ...     d = dist.Categorical(logits=jnp.broadcast_to(logits, (tape.lanes, 3)))
+      ...     tape, x = ap.sample(tape, d, ap.likelihood_ratio())
+      ...     return tape.cost(jnp.array([1.0, 4.0, 9.0])[x])
+      >>> jax.grad(ap.expectation(program, lanes=100), argnums=1)(jax.random.key(0), jnp.zeros(3)).shape
+      (3,)
+    """
+    _require_estimator("sample", estimator)
+    what = f"sample ({estimator.name})"
+    _require_tape(what, tape)
+    distributions.require_distribution(what, distribution)
+    tape, key = tape.next_key()
+    if isinstance(estimator, Mixer):
+        tape, x, zeros = mix_batch(estimator, what, distribution, tape, key)
+    else:
+        x, density = surrogate(estimator, distribution, key)
+        zeros = [] if density is None else [density]
+    shape = distributions.batch_shape(distribution, x)
+    if shape[:1] != (tape.lanes,) or x.shape[:1] != (tape.lanes,):
+        raise ValueError(
+            f"{what}: the distribution has batch shape {shape}, which must start with the lanes, ({tape.lanes}, ...): "
+            "else lanes would share one sample. Broadcast a parameter with jnp.broadcast_to."
+        )
+    if parts:
+        tape.declare_parts(x.shape, what)
+    for zero, baseline in zip(zeros, charged_baselines(estimator), strict=True):
+        zero = zero + distributions.support_guard(what, distribution).astype(zero.dtype)
+        b = baselines.evaluate(baseline, None, (distribution,))
+        tape = tape.credit(zero, name=what, parts=parts, **b)
+    return tape, tape.drawn(x)
+
+
+def _resolve_axes(what, in_axes, args):
+    if in_axes is not None and not isinstance(in_axes, tuple | list):
+        raise TypeError(f"{what}: in_axes must be a tuple with 0 or None for each argument, got {in_axes!r}")
+    axes = (None,) + (0,) * (len(args) - 1) if in_axes is None else tuple(in_axes)
+    if len(axes) != len(args):
+        raise ValueError(f"{what}: in_axes={axes} is for {len(axes)} argument(s), called with {len(args)}")
+    if any(axis not in (None, 0) for axis in axes):
+        raise ValueError(f"{what}: in_axes must be 0 (lanes first) or None (shared) for each argument, got {axes}")
+    return axes
+
+
+def _positional(what, function, args, kwargs):
+    """All arguments by position, which is how `in_axes` counts them."""
+    if not kwargs:
+        return args
+    bound = inspect.signature(function).bind(*args, **kwargs)
+    bound.apply_defaults()
+    if bound.kwargs:
+        raise TypeError(f"{what}: in_axes counts arguments by position, and {list(bound.kwargs)} have none")
+    return bound.args
+
+
+def _argument_names(function, count):
+    try:
+        names = list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        names = []
+    return names if len(names) == count else list(range(count))
+
+
+def _require_tape(what, tape):
+    if not isinstance(tape, Tape):
+        raise TypeError(f"{what}: the first argument is the tape, got {type(tape).__name__}; call it as f(tape, ...)")
+
+
+def _require_estimator(what, estimator):
+    if not isinstance(estimator, (Estimator, Mixer)):
+        raise TypeError(
+            f"{what} takes an estimator, as ap.likelihood_ratio() makes it, got {estimator!r}. Did you forget the "
+            "parentheses?"
+        )

@@ -1,0 +1,1 @@
+"""Estimators of the derivative of an expectation, one a file."""

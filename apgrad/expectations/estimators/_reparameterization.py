@@ -1,0 +1,46 @@
+"""Reparameterization (pathwise) gradients.
+
+For x = T(theta, e) with noise e whose law does not depend on theta,
+
+    d/dtheta E[f(x)] = E[f'(x) dT/dtheta]
+
+(Kingma & Welling, 2014; Rezende et al., 2014; Proppo, section 2.2 and its RPProp). The message is the
+cost's derivative with respect to x, and the node sends it through T: plain backpropagation. It is right to
+any order that T can be differentiated to, for costs that are differentiable (continuous, and smooth
+almost everywhere) in x. Its variance grows with the product of the Jacobians after the node, so it
+explodes in chaotic systems.
+"""
+
+import functools
+
+from apgrad.expectations import _distributions as distributions
+from apgrad.expectations._stochastic import Estimator
+
+
+def reparameterization() -> Estimator:
+    """The pathwise estimator.
+
+    For distributions with `rsample` (NumPyro's normal, gamma, Dirichlet, ...), and for other continuous
+    univariate ones with a `cdf` (mixtures), by implicit differentiation.
+
+    JAX differentiates its gamma sampler once: second derivatives of gamma, beta, Dirichlet and Student's t raise
+    JAX's error (about a `while_loop`, or a missing differentiation rule).
+
+    Raises:
+      TypeError: at trace time, for a distribution without a pathwise derivative, discrete ones above all.
+
+    Example:
+      The gamma distribution has an implicit pathwise derivative only:
+
+      >>> import jax, apgrad as ap, numpyro.distributions as dist
+      >>> @ap.stochastic(ap.reparameterization())
+      ... def wait(shape):
+      ...     return dist.Gamma(shape, 1.0)
+      >>> def program(tape, shape):
+      ...     tape, x = wait(tape, shape)
+      ...     return tape.cost(x**2)
+      >>> objective = ap.expectation(program, lanes=100_000)
+      >>> float(jax.grad(objective, argnums=1)(jax.random.key(0), 2.0)).__round__(1)  # 2 a + 1
+      5.0
+    """
+    return Estimator("reparameterization", functools.partial(distributions.pathwise_sample, "reparameterization"))

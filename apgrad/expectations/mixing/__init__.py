@@ -1,0 +1,1 @@
+"""Mixers: several estimators of one random choice, and the weights of each."""

@@ -1,0 +1,124 @@
+"""A `cond` whose branches share their memory.
+
+JAX keeps what any branch remembers side by side, and copies of the operands with it. Here the whole `cond` is one
+node: forward, the branch that is taken writes its memory into arrays that all branches share; operands are remembered
+outside of the branches, where an array that somebody else keeps costs nothing.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from apgrad._ground.propagator import Propagator, node
+from apgrad._programs import jaxprs
+from apgrad.memory._passes import Traced, differentiated, exact, inexact, remember, send
+from apgrad.memory._plan import Plan
+
+
+def randomized(programs: Sequence[jaxprs.Program], plan: Callable[..., Plan]) -> Callable[..., list[Any]]:
+    """`(key, index, *operands) -> outputs`, a node.
+
+    Args:
+      programs: the branches.
+      plan: `(number of the branch, differentiated operands, key, operands and constants of the branch) -> plan`.
+    """
+
+    def forward(key, index, *operands, perturbed):
+        chosen = differentiated(operands, perturbed[2:])
+        if not chosen:
+            functions = [lambda *values, p=p: exact(p, (*values, *p.consts)) for p in programs]
+            return jax.lax.switch(index, functions, *operands), None
+        walk_key, draw_key = jax.random.split(key)
+        inputs = (walk_key, *operands)
+        plans = [plan(i, chosen, walk_key, (*operands, *p.consts)) for i, p in enumerate(programs)]
+
+        def run(i, key, inputs):
+            outputs, memory = remember(plans[i], key, (*inputs, *programs[i].consts))
+            stored = [m if at is None else None for m, at in zip(memory, outside[i], strict=True)]
+            leaves, structure = jax.tree.flatten(stored)
+            impls = [jax.random.key_impl(x) if _is_key(x) else None for x in leaves]
+            kept = [jax.random.key_data(x) if _is_key(x) else x for x in leaves]
+            made[i] = (structure, impls)
+            return outputs, kept
+
+        outside = [_outside(p, len(inputs)) for p in plans]
+        made: dict[int, Any] = {}
+        shapes = [jax.eval_shape(lambda *a, i=i: run(i, *a)[1], draw_key, inputs) for i in range(len(plans))]
+        layout, places = _layout(shapes)
+
+        def branch(i, key, inputs):
+            outputs, kept = run(i, key, inputs)
+            shared = [jnp.zeros(struct.shape, struct.dtype) for struct in layout]
+            for place, leaf in zip(places[i], kept, strict=True):
+                shared[place] = leaf
+            return outputs, shared
+
+        functions = [lambda *a, i=i: branch(i, *a) for i in range(len(plans))]
+        outputs, shared = jax.lax.switch(index, functions, draw_key, inputs)
+        used = sorted({at for row in outside for at in row if at is not None and at < len(inputs)})
+        known = Traced(plans, [p.consts for p in programs], outside, made, places, chosen, len(operands))
+        return outputs, (index, draw_key, {str(at): inputs[at] for at in used}, shared, known)
+
+    def backward(memory, messages):
+        if memory is None:
+            return (None,) * (2 + count[0])
+        index, key, operands, shared, known = memory
+        plans, consts, outside, made, places, chosen, size = known.value
+
+        def run(i, key, operands, shared, messages):
+            structure, impls = made[i]
+            kept = [shared[place] for place in places[i]]
+            leaves = [
+                leaf if m is None else jax.random.wrap_key_data(leaf, impl=m)
+                for leaf, m in zip(kept, impls, strict=True)
+            ]
+            whole = [
+                stored if at is None else operands[str(at)] if at <= size else consts[i][at - size - 1]
+                for stored, at in zip(jax.tree.unflatten(structure, leaves), outside[i], strict=True)
+            ]
+            return send(plans[i], key, tuple(whole), messages)
+
+        functions = [lambda *a, i=i: run(i, *a) for i in range(len(plans))]
+        found = jax.lax.switch(index, functions, key, operands, shared, inexact(messages))
+        answers: list[Any] = [None] * size
+        for i, message in zip(chosen, found, strict=True):
+            answers[i] = message
+        return (None, None, *answers)
+
+    count = [0]
+    call = node(Propagator(forward, backward), perturbed=True)
+
+    def function(key, index, *operands):
+        count[0] = len(operands)
+        return list(call(key, index, *operands))
+
+    return function
+
+
+def _is_key(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jax.dtypes.extended)
+
+
+def _outside(made: Plan, size: int) -> list[int | None]:
+    """For each thing to remember, the number of the input that it is, if it is one."""
+    number = {v: i for i, v in enumerate(made.forward.jaxpr.invars)}
+    return [number.get(slot.var) if slot.how in ("live", "exact") else None for slot in made.slots]
+
+
+def _layout(shapes: Sequence[Sequence[Any]]) -> tuple[list[Any], list[list[int]]]:
+    """Arrays in which each row of arrays has a place: `(shapes of all, the places of each row)`."""
+    layout: list[Any] = []
+    places = []
+    for row in shapes:
+        taken: list[int] = []
+        for struct in row:
+            like = (struct.shape, struct.dtype)
+            fits = [j for j, s in enumerate(layout) if (s.shape, s.dtype) == like and j not in taken]
+            if not fits:
+                fits = [len(layout)]
+                layout.append(struct)
+            taken.append(fits[0])
+        places.append(taken)
+    return layout, places

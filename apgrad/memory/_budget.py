@@ -1,0 +1,96 @@
+"""A budget: the samplers with the least added variance that keep within so many bytes.
+
+Every coefficient starts exact. A step down gives one of them the next smaller sampler; taken is, again and again, the
+step with the least added variance for a byte saved, until the budget is kept: greedy, and optimal but for the last
+step where each coefficient's choices lie on the convex hull of (bytes, variance), to which they are cut. Variances
+are relative to the array's own, at their expectation for a normal group of n entries: rounding has scale^2 / 6 with
+scale = range / (2^bits - 1); the ranges of normal samples are about 2 sqrt(2 log n) times .85. They compare samplers,
+and need no data.
+"""
+
+import itertools
+import math
+from typing import Any
+
+import jax
+
+from apgrad.memory._plan import Coefficient, Plan, nbytes_of
+from apgrad.memory._samplers import Rounding, Sampler, nbytes, rounding, stratified
+
+KEY_BYTES = 8
+LADDER: tuple[Sampler, ...] = (
+    *(rounding(bits=b) for b in (8, 4, 2)),
+    stratified(1 / 16),
+    stratified(1 / 32),
+    stratified(1 / 64),
+)
+
+
+def relative_variance(sampler: Any) -> float:
+    """The expected variance of a sampler's estimate over the square of a normal coefficient."""
+    if isinstance(sampler, Rounding):
+        span = 0.85 * 2 * math.sqrt(2 * math.log(sampler.group))
+        return (span / (2**sampler.bits - 1)) ** 2 / 6 if sampler.bits < 32 else 0.0
+    return 1 / sampler.fraction - 1
+
+
+def remembered_bytes(made: Plan) -> int:
+    """What a plan's forward pass leaves behind: the key of its draws, and all that nobody else keeps."""
+    total = KEY_BYTES
+    for slot in made.slots:
+        size = nbytes_of(slot.var)
+        if slot.how == "bits":
+            size = -(-slot.var.aval.size // 8)
+        elif slot.how == "sampled":
+            size = nbytes(slot.sampler, slot.var.aval)
+        total += 0 if slot.how == "live" else size
+    return total
+
+
+def allocate(found: list[tuple[Coefficient, str]], budget_bytes: float) -> tuple[Any, float, bool]:
+    """Samplers that keep to a budget, as far as can be known from the coefficients alone.
+
+    Args:
+      found: of `apgrad.memory.coefficients`.
+      budget_bytes: for all that is remembered.
+
+    Returns:
+      The choice, `(Coefficient) -> sampler or None`; the bytes that it is thought to take; whether it is the smallest.
+    """
+    total, steps = 0.0, []
+    for coefficient, how in found:
+        size = coefficient.nbytes * max(coefficient.count, 0)
+        total += size / 8 if how == "bits" else size
+        if how != "sampled" or not size:
+            continue
+        like = jax.ShapeDtypeStruct(coefficient.shape, coefficient.dtype)
+        # Fractions only where no other sample follows, see `randomize`.
+        ladder = [s for s in LADDER if coefficient.last or isinstance(s, Rounding)]
+        points: list[tuple[float, float, Any]] = [(size, 0.0, None)]
+        for sampler in ladder:
+            need = nbytes(sampler, like) * coefficient.count
+            if need < points[-1][0]:
+                points.append((need, relative_variance(sampler), sampler))
+        hull = _hull(points)
+        for (a, va, _), (b, vb, sampler) in itertools.pairwise(hull):
+            steps.append(((vb - va) / (a - b), a - b, coefficient.name, sampler))
+    chosen: dict[str, Any] = {}
+    steps.sort(key=lambda step: step[0], reverse=True)
+    while steps and total > budget_bytes:
+        _, saved, name, sampler = steps.pop()
+        total -= saved
+        chosen[name] = sampler
+    return lambda coefficient: chosen.get(coefficient.name), total, not steps
+
+
+def _hull(points: list[tuple[float, float, Any]]) -> list[tuple[float, float, Any]]:
+    """The lower convex hull, bytes falling."""
+    hull: list[tuple[float, float, Any]] = []
+    for p in points:
+        while len(hull) > 1:
+            (a, va, _), (b, vb, _) = hull[-2:]
+            if (p[1] - va) * (a - b) > (vb - va) * (a - p[0]):
+                break
+            hull.pop()
+        hull.append(p)
+    return hull

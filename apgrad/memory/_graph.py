@@ -1,0 +1,107 @@
+"""The equations of a pullback: which depend on a message, what they take, and which form elementwise chains."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from apgrad._programs import jaxprs
+
+# Elementwise, linear in messages.
+_LINEAR = frozenset({"mul", "div", "neg", "add", "add_any", "sub", "select_n", "convert_element_type", "copy"})
+
+
+class Graph:
+    """The pullback's equations: which depend on a message, what they take, and which form elementwise chains."""
+
+    def __init__(self, program: jaxprs.Program, leaves: int):
+        self.jaxpr, self.consts = program
+        self.leaves = self.jaxpr.invars[:leaves]
+        self.dependent = set(self.jaxpr.invars[leaves:])
+        self.backward, self.forward = [], []
+        for eqn in self.jaxpr.eqns:
+            if any(v in self.dependent for v in eqn.invars if not isinstance(v, Literal)):
+                self.dependent.update(eqn.outvars)
+                self.backward.append(eqn)
+            else:
+                self.forward.append(eqn)
+
+    def coefficients(self, eqn: Any) -> list[Any]:
+        """What an equation takes that depends on no message."""
+        return [v for v in eqn.invars if not isinstance(v, Literal) and v not in self.dependent]
+
+    def messages(self, eqn: Any) -> list[Any]:
+        """What an equation takes that does."""
+        return [v for v in eqn.invars if not isinstance(v, Literal) and v in self.dependent]
+
+    def frontier(self) -> list[Any]:
+        """All that the backward equations take from the others."""
+        found = [v for eqn in self.backward for v in self.coefficients(eqn)]
+        outs = [v for v in self.jaxpr.outvars if not isinstance(v, Literal) and v not in self.dependent]
+        return list(dict.fromkeys(found + outs))
+
+    def chains(self) -> dict[Any, tuple[Any, list[Any]]]:
+        """Outputs of elementwise chains: `{output: (root message, equations)}`."""
+        root: dict[Any, Any] = {}
+        for eqn in self.backward:
+            messages = self.messages(eqn)
+            roots = {root.get(v, v) for v in messages}
+            shapes = {v.aval.shape for v in (*messages, *eqn.outvars)}
+            if eqn.primitive.name in _LINEAR and len(roots) == 1 and len(shapes) == 1:
+                root[eqn.outvars[0]] = roots.pop()
+        maker = {eqn.outvars[0]: eqn for eqn in self.backward if eqn.outvars[0] in root}
+        outside = {v for v in self.jaxpr.outvars if not isinstance(v, Literal)}
+        for eqn in self.backward:
+            for v in eqn.invars:
+                if not isinstance(v, Literal) and v in root and root.get(eqn.outvars[0]) is not root[v]:
+                    outside.add(v)
+        return {v: (root[v], self._slice(v, maker)) for v in root if v in outside}
+
+    def _slice(self, out: Any, maker: dict[Any, Any]) -> list[Any]:
+        wanted = {out}
+        eqns = []
+        for eqn in reversed(self.backward):
+            if eqn.outvars[0] in wanted and maker.get(eqn.outvars[0]) is eqn:
+                eqns.append(eqn)
+                wanted.update(v for v in eqn.invars if not isinstance(v, Literal) and v in maker)
+        return eqns[::-1]
+
+    def known(self, leaves: Sequence[Any], frontier: Sequence[Any], chains: dict[Any, Any]) -> Any:
+        """Values of the frontier, and of the chains' derivatives."""
+        values = dict(zip(self.leaves, leaves, strict=True))
+        values |= dict(zip(self.jaxpr.constvars, self.consts, strict=True))
+        run(self.forward, values)
+        derivatives = []
+        for out, (root, eqns) in chains.items():
+            local = values | {root: jnp.ones(root.aval.shape, root.aval.dtype)}
+            run(eqns, local)
+            derivatives.append(local[out])
+        return [values[v] for v in frontier], derivatives
+
+    def needed(self, collapsed: dict[Any, Any]) -> list[tuple[Any, Any, int]]:
+        """The backward equations that are needed, in order: (equation, root if collapsed, bit set of its ancestors)."""
+        wanted = {v for v in self.jaxpr.outvars if not isinstance(v, Literal)}
+        chosen = []
+        for eqn in reversed(self.backward):
+            if wanted.isdisjoint(eqn.outvars):
+                continue
+            root = collapsed.get(eqn.outvars[0])
+            chosen.append((eqn, root))
+            wanted.update([root] if root is not None else [v for v in eqn.invars if not isinstance(v, Literal)])
+        before: dict[Any, int] = {}
+        found = []
+        for i, (eqn, root) in enumerate(reversed(chosen)):
+            sources = [root] if root is not None else [v for v in eqn.invars if not isinstance(v, Literal)]
+            ancestors = 0
+            for v in sources:
+                ancestors |= before.get(v, 0)
+            found.append((eqn, root, ancestors))
+            before |= dict.fromkeys(eqn.outvars, ancestors | (1 << i))
+        return found
+
+
+def run(eqns: Sequence[Any], values: dict[Any, Any]) -> None:
+    for eqn in eqns:
+        inputs = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
+        values.update(zip(eqn.outvars, jaxprs.caller(eqn)(*inputs), strict=True))

@@ -1,0 +1,179 @@
+"""The forward and the backward pass of a plan: what is kept when, and what waits for what.
+
+A compiler orders a program by its data flow, and sees no harm in restoring the arrays of all layers at once, or in
+holding all messages until the weights' gradients are wanted. So barriers say in which order things are to be done: a
+coefficient is kept before what comes next is computed, it is restored when its message is there, and the message goes
+on when the gradients of arguments that need it are done.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from apgrad._ground.primitives import refuse_derivative
+from apgrad._programs import jaxprs
+from apgrad.memory._graph import run
+from apgrad.memory._order import together
+from apgrad.memory._plan import Plan, Step
+
+_REASON = (
+    "ap.randomize has no second derivative: the random memory is no differentiable function of the inputs. "
+    "Differentiate the function itself, or wrap what needs two derivatives apart from the rest"
+)
+
+
+def remember(made: Plan, key: jax.Array, inputs: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
+    """Evaluates the forward program, and keeps each slot as soon as its variable is there."""
+    jaxpr, consts = made.forward
+    values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, inputs, strict=True))
+    wanted = {v for v in (*jaxpr.outvars[: made.outputs], *(s.var for s in made.slots)) if not _literal(v)}
+    eqns = []
+    for eqn in reversed(jaxpr.eqns):
+        if eqn.effects or not wanted.isdisjoint(eqn.outvars):
+            eqns.append(eqn)
+            wanted.update(v for v in eqn.invars if not _literal(v))
+    waiting: dict[Any, list[int]] = {}
+    for i, slot in enumerate(made.slots):
+        waiting.setdefault(slot.var, []).append(i)
+    memory: list[Any] = [None] * len(made.slots)
+
+    def keep(var):
+        for i in waiting.get(var, ()):
+            slot, value = made.slots[i], values[var]
+            if slot.how != "live":
+                value = refuse_derivative(value, _REASON)
+            if slot.how == "sampled":
+                # What comes next waits for the memory, else the compiler may keep the value until the end.
+                value = slot.sampler.keep(*together(jax.random.fold_in(key, i), value))
+                value, values[var] = jax.lax.optimization_barrier((value, values[var]))
+            elif slot.how == "bits":
+                value = jax.lax.optimization_barrier(jnp.packbits(value.reshape(-1)))
+            memory[i] = value
+
+    for var in (*jaxpr.constvars, *jaxpr.invars):
+        keep(var)
+    for eqn in eqns[::-1]:
+        run([eqn], values)
+        for var in eqn.outvars:
+            keep(var)
+    outputs = [v.val if _literal(v) else values[v] for v in jaxpr.outvars[: made.outputs]]
+    return [jnp.asarray(v) if not hasattr(v, "dtype") else v for v in outputs], tuple(memory)
+
+
+def send(made: Plan, key: jax.Array, memory: tuple[Any, ...], messages: Sequence[Any]) -> list[Any]:
+    """Evaluates the backward program."""
+    jaxpr, consts = made.pullback
+    values = dict(zip(jaxpr.constvars, consts, strict=True))
+    values |= dict(zip(jaxpr.invars[len(jaxpr.invars) - len(messages) :], messages, strict=True))
+
+    def restore(key, slot, kept):
+        which, like = made.slots[slot], made.slots[slot].var.aval
+        if which.how == "sampled":
+            like = jax.ShapeDtypeStruct(like.shape, like.dtype)
+            return which.sampler.restore(jax.random.fold_in(key, slot), kept, like)
+        return jnp.unpackbits(kept)[: like.size].reshape(like.shape).astype(bool) if which.how == "bits" else kept
+
+    for step in _soon(made.steps):
+        inputs = _inputs(step)
+        present = {i: values[v] for i, v in enumerate(inputs) if not _literal(v) and i not in step.uses}
+        slots = {
+            s: memory[s] for use in step.uses.values() for s in use.slots if made.slots[s].how in ("sampled", "bits")
+        }
+        if slots:
+            key, slots, present = together(key, slots, present)
+        axis = _commutes(made, step)
+        restored = {}
+        for i, use in step.uses.items():
+            kept = [slots.get(s, memory[s]) for s in use.slots]
+            restored[i] = kept[0] if axis else use.replay(*map(restore, [key] * len(kept), use.slots, kept))
+        out = step.eqn.outvars
+        if step.root is not None:
+            found = [present[0].astype(out[0].aval.dtype) * restored[1].astype(out[0].aval.dtype)]
+        else:
+            arguments = [v.val if _literal(v) else restored.get(i, present.get(i)) for i, v in enumerate(inputs)]
+            found = jaxprs.caller(step.eqn)(*arguments)
+        if axis:
+            (slot,) = (use.slots[0] for use in step.uses.values())
+            like = jax.ShapeDtypeStruct(out[0].aval.shape, out[0].aval.dtype)
+            found = [made.slots[slot].sampler.restore(jax.random.fold_in(key, slot), found[0], like, axis - 1)]
+        if step.last:
+            found, present = jax.lax.optimization_barrier((found, present))
+            values.update((inputs[i], message) for i, message in present.items())
+        values.update(zip(out, found, strict=True))
+    return [_final(v, values) for v in jaxpr.outvars]
+
+
+def exact(program: jaxprs.Program, inputs: Sequence[Any]) -> list[Any]:
+    """The outputs of a program whose constants come after its inputs."""
+    return evaluated(program, inputs, lambda eqn, values: jaxprs.caller(eqn)(*values))
+
+
+def evaluated(program: jaxprs.Program, inputs: Sequence[Any], apply: Callable[..., Any]) -> list[Any]:
+    """`jaxprs.evaluate` of a program whose constants come after its inputs."""
+    size = len(program.jaxpr.invars)
+    return jaxprs.evaluate(jaxprs.Program(program.jaxpr, tuple(inputs[size:])), inputs[:size], apply)
+
+
+def inexact(values: Sequence[Any]) -> list[Any]:
+    """Those that have messages."""
+    return [x for x in values if jnp.issubdtype(x.dtype, jnp.inexact)]
+
+
+def differentiated(inputs: Sequence[Any], perturbed: Sequence[bool]) -> tuple[int, ...]:
+    """The numbers of the inputs that get a message."""
+    is_inexact = [jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact) for x in inputs]
+    return tuple(i for i, (p, f) in enumerate(zip(perturbed, is_inexact, strict=True)) if p and f)
+
+
+@jax.tree_util.register_static
+class Traced:
+    """What a backward pass knows from the trace of its forward pass; compared by identity."""
+
+    def __init__(self, *value: Any):
+        self.value = value
+
+
+def _soon(steps: Sequence[Step]) -> list[Step]:
+    """The steps, those that are last as soon as they can be: an argument's gradient before the message goes on."""
+    place: dict[Any, float] = {}
+    places = []
+    for i, step in enumerate(steps):
+        before = max((place.get(v, -1) for v in _inputs(step) if not _literal(v)), default=-1)
+        places.append(int(before) + 0.5 if step.last else i)
+        place |= dict.fromkeys(step.eqn.outvars, places[-1])
+    return [steps[i] for i in sorted(range(len(steps)), key=places.__getitem__)]
+
+
+def _inputs(step: Step) -> list[Any]:
+    """Variables of the pullback, some of which are coefficients, in `uses`."""
+    return [step.root] if step.root is not None else list(step.eqn.invars)
+
+
+def _commutes(made: Plan, step: Step) -> int:
+    """Where a product may be taken of a small memory, and restored: the axis of its output, plus 1; or 0."""
+    if step.root is not None or step.eqn.primitive.name != "dot_general" or len(step.uses) != 1:
+        return 0
+    ((i, use),) = step.uses.items()
+    if not use.direct or not getattr(made.slots[use.slots[0]].sampler, "shared", False):
+        return 0
+    contracted, batch = (part[i] for part in step.eqn.params["dimension_numbers"])
+    size = step.eqn.invars[i].aval.ndim
+    if size - 1 in (*contracted, *batch):
+        return 0
+    # Of the output's axes, the left operand's free ones come after the batch, then the right one's.
+    return size - len(contracted) if i == 0 else step.eqn.outvars[0].aval.ndim
+
+
+def _final(v, values):
+    if _literal(v):
+        return jnp.asarray(v.val, v.aval.dtype)
+    if v in values:
+        return values[v]
+    return jnp.zeros(v.aval.shape, v.aval.dtype)
+
+
+def _literal(v: Any) -> bool:
+    return isinstance(v, Literal)

@@ -1,0 +1,311 @@
+"""Any JAX function, with a random and smaller memory in its reverse pass.
+
+The function's jaxpr is walked. Straight-line stretches become propagators (`apgrad.node`): forward, the equations as
+they are, and of their pullback's coefficients what `apgrad.memory._plan` says is to be remembered; backward, the
+pullback with the coefficients restored. `scan`, `cond` and `jax.checkpoint` are rebuilt around stretches of their
+own, with fresh keys in each step; `while` has no reverse mode and stays as it is; calls are entered; a function's own
+derivative rule is used, and its coefficients are remembered like any others.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from apgrad._ground.keys import require_key
+from apgrad._ground.propagator import Propagator, node
+from apgrad._programs import jaxprs
+from apgrad.memory import _branches as branches, _plan as planning
+from apgrad.memory._budget import allocate, remembered_bytes
+from apgrad.memory._passes import Traced, differentiated, evaluated, exact, inexact, remember, send
+from apgrad.memory._plan import Coefficient
+from apgrad.memory._samplers import Rounding, Sampler, nbytes, rounding
+
+Choice = Callable[[Coefficient], Sampler | None]
+
+
+def randomize(
+    function: Callable[..., Any],
+    sampler: Sampler | Choice | None = None,
+    *,
+    through: Sampler | None = rounding(bits=8),  # noqa: B008
+    budget_bytes: int | None = None,
+    min_size: int = 512,
+) -> Callable[..., Any]:
+    """The function, with a reverse pass that remembers samples: the same value, an unbiased gradient, less memory.
+
+    Args:
+      function: any JAX function of arrays: `jit`, `scan`, `cond`, `while_loop`, `vmap`, `jax.checkpoint`, custom
+        derivative rules, any library's modules inside.
+      sampler: for all coefficients that the reverse pass would keep, and that enter it linearly, or a function
+        `(Coefficient) -> sampler or None` that chooses, by name, size or shape; None keeps it exactly.
+      through: stands in for a sampler that keeps a fraction of the entries wherever other samples follow on the way
+        of the messages (activations' derivatives, attention): noise of 100 % and more would multiply there with depth
+        (section 3.3). None keeps those exactly.
+      budget_bytes: instead of a sampler: how much may be remembered in all. The samplers are then chosen for the least
+        added variance, see `apgrad.memory._budget`.
+      min_size: arrays with fewer entries, in all steps of the scans around them, are kept exactly; so are those with
+        fewer than 64.
+
+    Returns:
+      `randomized(key, *args)`: all randomness comes from the key, typed or raw. Reverse mode, once. Its attribute
+      `original` is the function.
+
+    Raises:
+      TypeError: if the first argument of the result is no PRNG key; if it is differentiated twice; or if a
+        `jax.custom_vjp` function or propagator inside has a backward pass that is not linear in the message (clipping,
+        total propagation, MPLP): of random messages, its mean would be another.
+      ValueError: if neither or both of sampler and budget are given; when the result is differentiated, if the budget
+        cannot be kept.
+
+    Note:
+      Where an array is needed twice on one way of the messages, it is remembered twice. Arguments of the function are
+      not counted and not sampled: the caller has them. Under `jax.vmap` or `jax.lax.scan` around the result, a budget
+      is for one copy or step. Messages that the function itself rounds (`jax.lax.reduce_precision`, narrower types on
+      its way) are rounded as JAX does it, so that the mean is right to that type's precision. JAX's max-pooling
+      remembers its input, which does not enter linearly, and so exactly: `ap.memory.max_pool` remembers places.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> def loss(w, x):
+      ...     return jnp.mean(jnp.tanh(jnp.tanh(x @ w) @ w) ** 2)
+      >>> w, x = 0.1 * jax.random.normal(jax.random.key(0), (64, 64)), jnp.ones((128, 64))
+      >>> gradient = jax.grad(ap.randomize(loss, ap.memory.rounding(bits=4)), argnums=1)(jax.random.key(1), w, x)
+      >>> error = jnp.linalg.norm(gradient - jax.grad(loss)(w, x)) / jnp.linalg.norm(gradient)
+      >>> bool(0 < error < 0.05)
+      True
+    """
+    if (sampler is None) == (budget_bytes is None):
+        raise ValueError("randomize takes either a sampler or budget_bytes, got " + ("both" if sampler else "neither"))
+    if sampler is not None and not callable(sampler) and not isinstance(sampler, Sampler):
+        raise TypeError(f"a sampler has keep, restore and variance, or is a function that chooses one; got {sampler!r}")
+
+    def randomized(key, *args):
+        key = require_key("the first argument of a randomized function", key)
+        leaves, treedef = jax.tree.flatten(args)
+        program, shape = jaxprs.trace(lambda *leaves: function(*jax.tree.unflatten(treedef, leaves)), *leaves)
+        walk, plan = _Walk(_chooser(sampler, through, min_size)), None
+        if budget_bytes is not None:
+            plan = functools.partial(_within, budget_bytes, min_size)
+        outputs = walk.stretch(program, [True] * len(leaves), "", 1, plan)(key, *leaves)
+        return jax.tree.unflatten(jax.tree.structure(shape), outputs)
+
+    vars(randomized)["original"] = function  # for those who look into programs, as tracing does
+    return randomized
+
+
+def coefficients(function: Callable[..., Any], *args: Any, min_size: int = 512) -> list[tuple[Coefficient, str]]:
+    """What reverse mode of a function remembers, in the form in which `randomize` can: with "sampled", "bits" or
+    "exact".
+
+    Args:
+      function: differentiated with respect to all its floating-point arguments.
+      *args: arrays or `jax.ShapeDtypeStruct`s.
+      min_size: as in `randomize`.
+    """
+    leaves, treedef = jax.tree.flatten(args)
+    program, _ = jaxprs.trace(lambda *leaves: function(*jax.tree.unflatten(treedef, leaves)), *leaves)
+    chosen = tuple(i for i, x in enumerate(leaves) if jnp.issubdtype(jnp.result_type(x), jnp.inexact))
+    inputs = (*leaves, *program.consts)
+    return _recorded(min_size, program, [True] * len(inputs), chosen, "", 1, jax.random.key(0), inputs)
+
+
+def _recorded(min_size: int, *stretch: Any) -> list[tuple[Coefficient, str]]:
+    """What a stretch remembers, see `_Walk.plan`."""
+    found: dict[str, tuple[Coefficient, str]] = {}
+    walk = _Walk(_chooser(_Nothing(), None, min_size), lambda name, entry: found.setdefault(name, entry))
+    walk.plan(*stretch)
+    return list(found.values())
+
+
+def _within(budget: int, min_size: int, *stretch: Any) -> planning.Plan:
+    """A plan that remembers at most so many bytes.
+
+    What the coefficients take is estimated, coefficient by coefficient, and then counted in the plan that is made of
+    the estimate: arrays that are drawn twice, keys, and branches that share their memory are in the plan only.
+    """
+    found = _recorded(min_size, *stretch)
+    target = budget
+    while True:
+        choose, estimate, smallest = allocate(found, target)
+        made = _Walk(choose).plan(*stretch)
+        used = remembered_bytes(made)
+        if used <= budget:
+            return made
+        if smallest:
+            raise ValueError(
+                f"a budget of {budget} bytes cannot be kept: with the smallest samplers the function remembers "
+                f"{used} bytes. Raise the budget, or checkpoint parts of the function (jax.checkpoint)."
+            )
+        target = min(target, estimate) - (used - budget)
+
+
+class _Nothing:
+    """Marks what could be sampled: keeps all of it."""
+
+    def keep(self, key, x, axis=-1):
+        return x
+
+    def restore(self, key, memory, like, axis=-1):
+        return memory
+
+    def variance(self, x, axis=-1):
+        return jnp.zeros_like(x)
+
+
+def _chooser(sampler: Any, through: Sampler | None, min_size: int) -> Choice:
+    def choose(coefficient):
+        if not isinstance(sampler, Sampler):
+            return sampler(coefficient)
+        return sampler if coefficient.last or isinstance(sampler, Rounding | _Nothing) else through
+
+    def chooser(coefficient):
+        size = 1
+        for n in coefficient.shape:
+            size *= n
+        few = size < min(64, min_size) or size * max(coefficient.count, 1) < min_size
+        if few or not coefficient.shape:
+            return None
+        chosen = choose(coefficient)
+        like = jax.ShapeDtypeStruct(coefficient.shape, coefficient.dtype)
+        # A sample of few entries in groups or rows may be larger than the array.
+        if chosen is not None and not isinstance(chosen, _Nothing) and nbytes(chosen, like) > coefficient.nbytes:
+            return None
+        return chosen
+
+    return chooser
+
+
+class _Walk:
+    """A walk over a program that makes propagators of its straight-line stretches."""
+
+    def __init__(self, choose: Choice, record: Callable[..., Any] = lambda name, entry: None):
+        self.choose, self.record = choose, record
+
+    def stretch(
+        self, program: jaxprs.Program, live: Sequence[bool], where: str, count: int, plan: Any = None
+    ) -> Callable[..., Any]:
+        """`(key, *inputs) -> outputs`, a node around the program, with a plan by `self.plan` or another function."""
+        flags = [*live, *(True for _ in program.consts)]
+
+        def forward(key, *inputs, perturbed):
+            chosen = differentiated(inputs, perturbed[1:])
+            if not chosen:
+                return exact(program, inputs), None
+            walk_key, draw_key = jax.random.split(key)
+            made = (plan or self.plan)(program, flags, chosen, where, count, walk_key, inputs)
+            outputs, memory = remember(made, draw_key, (walk_key, *inputs))
+            return outputs, (memory, draw_key, Traced(made, chosen))
+
+        def backward(memory, messages):
+            answers: list[Any] = [None] * len(flags)
+            if memory is not None:
+                memory, key, (made, chosen) = memory[0], memory[1], memory[2].value
+                for i, message in zip(chosen, send(made, key, memory, inexact(messages)), strict=True):
+                    answers[i] = message
+            return (None, *answers)
+
+        call = node(Propagator(forward, backward), perturbed=True)
+        return lambda key, *inputs: call(key, *inputs, *program.consts)
+
+    def plan(
+        self,
+        program: jaxprs.Program,
+        flags: Sequence[bool],
+        chosen: Sequence[int],
+        where: str,
+        count: int,
+        key: jax.Array,
+        inputs: Sequence[Any],
+    ) -> planning.Plan:
+        """The plan of a program that is differentiated with respect to the chosen ones of its inputs and constants."""
+
+        def linearize(key, *inputs):
+            def restricted(*some):
+                values = list(inputs)
+                for i, x in zip(chosen, some, strict=True):
+                    values[i] = x
+                marked = [_Live(v) if flag else v for v, flag in zip(values, flags, strict=True)]
+                outputs = [_value(v) for v in evaluated(program, marked, self._apply(key, where, count, rules))]
+                return inexact(outputs), outputs
+
+            _, pullback, outputs = jax.vjp(restricted, *(inputs[i] for i in chosen), has_aux=True)
+            return outputs, pullback
+
+        rules: list[str] = []
+        made = planning.make_plan(
+            linearize, (key, *inputs), [True, *flags], [flags[i] for i in chosen], self.choose, where, count, rules
+        )
+        for i, slot in enumerate(made.slots):
+            if slot.coefficient is not None and slot.how not in ("live", "nested"):
+                name = slot.coefficient.name or f"{where}/kept[{i}]"
+                self.record(name, (slot.coefficient._replace(name=name), slot.how))
+        return made
+
+    def _apply(self, key: jax.Array, where: str, count: int, rules: list[str]) -> Callable[..., Any]:
+        number = 0
+
+        def evaluated(eqn, marked):
+            nonlocal number
+            values, live = [_value(v) for v in marked], [isinstance(v, _Live) for v in marked]
+            inside = jaxprs.nested(eqn)
+            if inside is None:
+                outputs = jaxprs.caller(eqn)(*values)
+                view = live[0] if live and planning.is_view(eqn) else False
+                return [_Live(v) if view else v for v in outputs]
+            if inside.kind == "call":
+                program = inside.jaxprs[0]
+                program = program._replace(consts=tuple(_Live(c) for c in program.consts))
+                return jaxprs.evaluate(program, marked, apply)
+            if inside.kind in ("custom", "while"):
+                if eqn.primitive.name.startswith("custom_vjp"):
+                    rules.append(jaxprs.scope(eqn))
+                return jaxprs.caller(eqn)(*values)
+            number += 1
+            here = jax.random.fold_in(key, number)
+            label = "/".join(p for p in (where, jaxprs.scope(eqn), f"{inside.kind}{number}") if p)
+            return self._enter(eqn, inside, values, live, here, label, count)
+
+        def apply(eqn, marked):
+            # Scopes are names of the coefficients.
+            name = jaxprs.scope(eqn)
+            with jax.named_scope(name) if name else contextlib.nullcontext():
+                return evaluated(eqn, marked)
+
+        return apply
+
+    def _enter(self, eqn, inside, values, live, key, label, count):
+        if inside.kind == "scan":
+            consts, carry, _ = inside.counts
+            # Constants and inputs of the steps stay where they are, states do not.
+            flags = [flag and not consts <= i < consts + carry for i, flag in enumerate(live)]
+            body = self.stretch(inside.jaxprs[0], flags, label, count * inside.length)
+            return jaxprs.rebuild(
+                eqn, inside, [lambda step, *inputs: body(jax.random.fold_in(key, step), *inputs)], values
+            )
+        if inside.kind == "cond":
+
+            def plan(i, *rest):
+                return self.plan(inside.jaxprs[i], [*live[1:], *(True for _ in inside.jaxprs[i].consts)], *rest)
+
+            return branches.randomized(
+                inside.jaxprs,
+                lambda i, chosen, *rest: plan(i, chosen, f"{label}.{i}", count, *rest),
+            )(key, *values)
+        # What is inside a checkpoint is remembered for a moment only: the key goes in as an input.
+        inner = self.stretch(inside.jaxprs[0], live, label, 0)
+        return list(jax.checkpoint(inner, **inside.options)(key, *values))
+
+
+class _Live:
+    """A value that somebody else keeps."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+def _value(v):
+    return v.value if isinstance(v, _Live) else v

@@ -1,0 +1,220 @@
+"""How much memory a function's reverse pass takes: what it remembers, and what the compiled program needs.
+
+Residuals are the arrays that `jax.vjp` leaves behind, less the arguments (and what is a view of one), which the
+caller has anyway. Compiled temp bytes are the compiler's own account of the gradient's scratch memory
+(`compiled.memory_analysis().temp_size_in_bytes`), gradients' own buffers among them. **XLA on the CPU drops
+optimization barriers** (its pass `cse_barrier_expander`), and with them all that `jax.checkpoint` saves outside of a
+scan; so the report compiles with that pass switched off there, and says so.
+"""
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from apgrad._programs import jaxprs
+from apgrad.memory._plan import is_view, nbytes_of
+
+_SAME = frozenset({"refuse_derivative", "optimization_barrier", "copy_p", "pvary"})
+_KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+
+
+class Residual(NamedTuple):
+    """An array that the reverse pass remembers."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    nbytes: int
+
+
+class Memory(NamedTuple):
+    """One row of a report."""
+
+    residual_bytes: int
+    temp_bytes: int
+    residuals: tuple[Residual, ...]
+
+
+class MemoryReport(NamedTuple):
+    """What `memory_report` found; `str` makes a table of it.
+
+    Attributes:
+      rows: by name of the variant; the first is the function itself.
+      note: how it was compiled.
+    """
+
+    rows: dict[str, Memory]
+    note: str
+
+    def __str__(self) -> str:
+        """The table."""
+        first = next(iter(self.rows.values()))
+        width = max(len(name) for name in self.rows)
+        lines = [f"{'':{width}}  residuals MB   less  temp MB   less"]
+        for name, row in self.rows.items():
+            parts = [
+                f"{mine / 1e6:{w}.3f} {full / max(mine, 1):5.1f}x"
+                for w, mine, full in (
+                    (12, row.residual_bytes, first.residual_bytes),
+                    (8, row.temp_bytes, first.temp_bytes),
+                )
+            ]
+            lines.append(f"{name:{width}}  {' '.join(parts)}")
+        return "\n".join([*lines, self.note])
+
+    def plot(self, ax: Any) -> Any:
+        """Draws the rows as horizontal bars on matplotlib axes."""
+        names = list(self.rows)
+        for i, (label, pick) in enumerate(
+            {"residuals": lambda r: r.residual_bytes, "compiled temp": lambda r: r.temp_bytes}.items()
+        ):
+            places = [j + 0.4 * i - 0.2 for j in range(len(names))]
+            ax.barh(places, [pick(row) / 1e6 for row in self.rows.values()], height=0.4, label=label)
+        ax.set_yticks(range(len(names)), names)
+        ax.invert_yaxis()
+        ax.set_xlabel("MB")
+        ax.legend(frameon=False)
+        return ax
+
+
+def residuals(function: Callable[..., Any], *args: Any) -> tuple[Residual, ...]:
+    """What reverse mode of `function(*args)` remembers with respect to all its floating-point arguments.
+
+    Args:
+      function: any JAX function.
+      *args: pytrees of arrays, keys or `jax.ShapeDtypeStruct`s.
+
+    Example:
+      >>> import jax.numpy as jnp, apgrad as ap
+      >>> [(r.shape, r.nbytes) for r in ap.memory.residuals(lambda x: jnp.sum(jnp.sin(x) * 2), jnp.ones((3, 5)))]
+      [((3, 5), 60)]
+    """
+    flat, treedef = jax.tree.flatten(args)
+    inexact = [i for i, x in enumerate(flat) if jnp.issubdtype(_dtype(x), jnp.inexact)]
+
+    def linearize(*values):
+        def restricted(*some):
+            merged = list(values)
+            for i, x in zip(inexact, some, strict=True):
+                merged[i] = x
+            outputs = jax.tree.leaves(function(*jax.tree.unflatten(treedef, merged)))
+            return [x for x in outputs if jnp.issubdtype(_dtype(x), jnp.inexact)]
+
+        return jax.tree.leaves(jax.vjp(restricted, *(values[i] for i in inexact))[1])
+
+    program, _ = jaxprs.trace(linearize, *flat)
+    structs = [jax.ShapeDtypeStruct(jnp.shape(x), _dtype(x)) for x in flat]
+    jaxpr = jaxprs.trace(
+        lambda *v: jaxprs.inline(program, v, lambda eqn, inputs: jaxprs.caller(eqn)(*inputs)), *structs
+    )[0].jaxpr
+    maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+    free = {*jaxpr.invars, *jaxpr.constvars}
+
+    def source(v):
+        while not isinstance(v, Literal) and v in maker and (is_view(maker[v]) or maker[v].primitive.name in _SAME):
+            v = maker[v].invars[maker[v].outvars.index(v)]
+        return v
+
+    found = {}
+    for v in jaxpr.outvars:
+        origin = source(v)
+        if isinstance(v, Literal) or isinstance(origin, Literal) or origin in free or v in found:
+            continue
+        if not isinstance(origin, Literal) and origin in found:
+            continue
+        keep = min(origin, v, key=nbytes_of)
+        name = "/".join(p for p in (jaxprs.scope(maker[keep]), maker[keep].primitive.name) if p)
+        aval: Any = keep.aval
+        found[keep] = Residual(name, aval.shape, aval.dtype, nbytes_of(keep))
+    return tuple(found.values())
+
+
+def memory_report(
+    function: Callable[..., Any],
+    *args: Any,
+    layers: Callable[..., Any] | None = None,
+    variants: Mapping[str, Callable[..., Any]] | None = None,
+    key: jax.Array | None = None,
+) -> MemoryReport:
+    """The memory of a scalar function's gradient, beside that of plain reverse mode and of checkpointing.
+
+    Args:
+      function: `(*args) -> scalar`.
+      *args: pytrees of arrays or `jax.ShapeDtypeStruct`s; differentiated where floating-point.
+      layers: a function `(wrap) -> function` that makes the same function with `wrap` around each of its layers; then
+        checkpointing of each layer is a row (`wrap=jax.checkpoint`).
+      variants: other rows: names to functions of the same arguments; a nested checkpoint, for example.
+      key: if given, the rows `randomize` with rounding to 4 and 2 bits and their checkpoints are added, with this key.
+
+    Returns:
+      The report. A variant that needs more memory than plain reverse mode is named in its note; if it remembers more,
+      a `UserWarning` says so too.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> def loss(w, x):
+      ...     return jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w))
+      >>> report = ap.memory_report(loss, jnp.ones((64, 64)), jnp.ones((32, 64)), key=jax.random.key(0))
+      >>> report.rows["reverse mode"].residual_bytes > 5 * report.rows["rounding, 4 bits"].residual_bytes
+      True
+    """
+    from apgrad.memory._randomize import randomize
+    from apgrad.memory._samplers import rounding
+
+    functions: dict[str, Callable[..., Any]] = {"reverse mode": function, "checkpoint": jax.checkpoint(function)}
+    if layers is not None:
+        functions["checkpoint each layer"] = layers(jax.checkpoint)
+    if key is not None:
+        for bits in (4, 2):
+            random = randomize(function, rounding(bits=bits))
+            functions[f"rounding, {bits} bits"] = lambda *a, random=random: random(key, *a)
+        if layers is not None:
+            random_layers = randomize(layers(jax.checkpoint), rounding(bits=4))
+            functions["checkpoint each layer + rounding, 4 bits"] = lambda *a: random_layers(key, *a)
+    functions |= dict(variants or {})
+    cpu = jax.default_backend() == "cpu"
+    rows = {}
+    for name, f in functions.items():
+        kept = residuals(f, *args)
+        rows[name] = Memory(sum(r.nbytes for r in kept), temp_bytes(f, *args), kept)
+    note = "compiled on the CPU with optimization barriers kept (XLA drops them there by default)" if cpu else ""
+    first = rows["reverse mode"]
+    more = [
+        f"{name!r} {kind} {mine} bytes, reverse mode {full}"
+        for name, row in rows.items()
+        for kind, mine, full in (
+            ("remembers", row.residual_bytes, first.residual_bytes),
+            ("compiles to", row.temp_bytes, first.temp_bytes),
+        )
+        if mine > full
+    ]
+    if more:
+        note = "\n".join([note, "MORE MEMORY than plain reverse mode: " + "; ".join(more)]).strip()
+    # Scratch memory may grow by chance of the compiler's; that more is remembered is the transformation's doing.
+    worse = [name for name, row in rows.items() if row.residual_bytes > first.residual_bytes]
+    if worse:
+        warnings.warn(
+            f"{', '.join(worse)}: more memory than plain reverse mode ({rows[worse[0]].residual_bytes} bytes are "
+            f"remembered, {first.residual_bytes} by reverse mode). Leave this function, or this part of it, as it is.",
+            stacklevel=2,
+        )
+    return MemoryReport(rows, note)
+
+
+def temp_bytes(function: Callable[..., Any], *args: Any) -> int:
+    """The compiled gradient's scratch memory, with optimization barriers kept on the CPU too."""
+    flat, treedef = jax.tree.flatten(args)
+    inexact = tuple(i for i, x in enumerate(flat) if jnp.issubdtype(_dtype(x), jnp.inexact))
+    gradient = jax.jit(jax.grad(lambda *v: function(*jax.tree.unflatten(treedef, v)), argnums=inexact))
+    options: Any = _KEEP_BARRIERS if jax.default_backend() == "cpu" else None
+    compiled = gradient.lower(*flat).compile(compiler_options=options)
+    analysis = compiled.memory_analysis()
+    return int(analysis.temp_size_in_bytes) if analysis is not None else -1
+
+
+def _dtype(x: Any) -> Any:
+    return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)

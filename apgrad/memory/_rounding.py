@@ -1,0 +1,134 @@
+"""Stochastic rounding: every entry on a coarse grid, rounded up or down at random so that the mean is right.
+
+A group of entries shares its grid: an offset and a scale in bfloat16, and a power of two by which the group is
+multiplied, so that entries of any size that their type can hold are rounded alike.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+GROUP = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class Rounding:
+    """Stochastic rounding; see `rounding`."""
+
+    bits: int
+    group: int
+
+    def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> tuple[jax.Array, ...]:
+        """The codes, packed into bytes (groups, group * bits / 8), and offset, scale and power of each group.
+
+        A group is divided by a power of two first, so that what is computed and stored is neither too small nor too
+        large for float32 and bfloat16, whatever the array's type holds.
+        """
+        del axis
+        if self.bits == 32:
+            return (x,)
+        groups, power = self._groups(x)
+        low, scale = self._grid(groups)
+        # Up with the probability that is the fraction. The uniform number is a byte of its own for each entry (half a
+        # byte for 1 bit), and below it bits that the group shares: each alone is uniform, and a word serves four.
+        share, parts = 8 // self.bits, max(4, 8 // self.bits)
+        words = jax.random.bits(key, (len(groups), groups.shape[1] // parts + 1), jnp.uint32)
+        below = ((words[:, -1:] >> 17).astype(groups.dtype) + 0.5) * 2.0**-15
+        inverse = 1 / jnp.where(scale > 0, scale, 1)
+        size, codes = groups.shape[1] // parts, []
+        # Part by part: the compiler makes vector code of slices, of reshaped arrays it does not.
+        for i in range(parts):
+            own = (words[:, :-1] >> (32 // parts * i)) & (2 ** (32 // parts) - 1)
+            noise = (own.astype(jnp.int32).astype(groups.dtype) + below) * 2.0 ** -(32 // parts)
+            places = (groups[:, i * size : (i + 1) * size] - low) * inverse
+            codes.append(jnp.clip((places + noise).astype(jnp.int32), 0, 2**self.bits - 1))
+        columns = [
+            sum(c << (self.bits * j) for j, c in enumerate(codes[i :: parts // share])) for i in range(parts // share)
+        ]
+        packed = jnp.concatenate(columns, 1).astype(jnp.uint8)
+        return packed, low[:, 0].astype(jnp.bfloat16), scale[:, 0].astype(jnp.bfloat16), power
+
+    def restore(
+        self, key: jax.Array, memory: tuple[jax.Array, ...], like: jax.ShapeDtypeStruct, axis: int = -1
+    ) -> jax.Array:
+        """Offset plus code times scale, times the power; the last point of the grid is cut to what is finite."""
+        del key, axis
+        if self.bits == 32:
+            return memory[0]
+        packed, low, scale, power = memory
+        dtype = wide(like.dtype)
+        parts = [(packed >> (i * self.bits)) & (2**self.bits - 1) for i in range(8 // self.bits)]
+        codes = jnp.concatenate(parts, 1).astype(dtype)
+        values = low.astype(dtype)[:, None] + codes * scale.astype(dtype)[:, None]
+        factor = _factor(power, dtype)[:, None]
+        limit = jnp.asarray(jnp.finfo(like.dtype).max, dtype) / factor
+        values = jnp.clip(values, -limit, limit) * factor
+        return values.reshape(-1)[: math.prod(like.shape)].reshape(like.shape).astype(like.dtype)
+
+    def _groups(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Rows whose largest entries are neither tiny nor huge, and k for each: they are to be times 2^(16 k)."""
+        flat = x.reshape(-1).astype(wide(x.dtype))
+        group = min(self.group, -(-flat.size // 8) * 8)
+        rows = jnp.pad(flat, (0, -flat.size % group), mode="edge").reshape(-1, group)
+        exponent = jnp.frexp(jnp.max(jnp.abs(rows), 1))[1]
+        # The factor and its inverse must be numbers of the type.
+        most = 63 if rows.dtype == jnp.float64 else 7
+        power = jnp.clip(jnp.floor_divide(exponent, 16), -most, most).astype(jnp.int8)
+        return rows * _factor(-power, rows.dtype)[:, None], power
+
+    def _grid(self, groups: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Offset and scale as they are stored: rounded outwards, so that the grid covers the group."""
+        low, high = jnp.min(groups, 1, keepdims=True), jnp.max(groups, 1, keepdims=True)
+        low = _bfloat16(low - jnp.abs(low) * jnp.where(low == _bfloat16(low), 0.0, 2.0**-8).astype(low.dtype))
+        scale = (high - low) / (2**self.bits - 1)
+        return low, _bfloat16(scale * jnp.where(scale == _bfloat16(scale), 1.0, 1 + 2.0**-7).astype(low.dtype))
+
+    def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
+        """scale^2 p (1 - p), with p the probability of rounding up."""
+        del axis
+        if self.bits == 32:
+            return jnp.zeros_like(x)
+        groups, power = self._groups(x)
+        low, scale = self._grid(groups)
+        up = (groups - low) / jnp.where(scale > 0, scale, 1) % 1
+        spread = (scale * _factor(power, groups.dtype)[:, None]) ** 2 * up * (1 - up)
+        return spread.reshape(-1)[: x.size].reshape(x.shape).astype(x.dtype)
+
+
+def rounding(bits: int = 4, *, group: int = GROUP) -> Rounding:
+    """Keeps every entry, rounded at random to 2^bits values: the least noise for the memory.
+
+    Args:
+      bits: 8, 4, 2 or 1; 32 keeps the array as it is.
+      group: how many entries share an offset, a scale and a power of two (five bytes); a multiple of 8.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> sampler, x = ap.memory.rounding(bits=2), jnp.linspace(0.0, 3.0, 7)
+      >>> key = jax.random.key(0)
+      >>> estimate = sampler.restore(key, sampler.keep(key, x), x)
+      >>> bool(jnp.all(jnp.abs(estimate - x) <= 1.01))
+      True
+    """
+    if bits not in (1, 2, 4, 8, 32):
+        raise ValueError(f"rounding has 8, 4, 2 or 1 bits (or 32, exact), got {bits}")
+    if group < 8 or group % 8:
+        raise ValueError(f"a group of rounding must be a positive multiple of 8, got {group}")
+    return Rounding(bits, group)
+
+
+def _bfloat16(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.bfloat16).astype(x.dtype)
+
+
+def wide(dtype: Any) -> Any:
+    """The type that rounding computes in: float64 for itself, else float32."""
+    return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
+
+
+def _factor(power: jax.Array, dtype: Any) -> jax.Array:
+    """2^(16 power), exactly."""
+    return jnp.ldexp(jnp.ones((), dtype), 16 * power.astype(jnp.int32))

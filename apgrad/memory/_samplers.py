@@ -1,0 +1,320 @@
+"""Samplers: a smaller, random memory of an array whose expectation is the array.
+
+A reverse pass multiplies messages by coefficients it remembers. Where a coefficient x enters linearly, an unbiased
+estimate of it, drawn independently of all others, gives an unbiased gradient (Oktay, McGreivy, Aduol, Beatson & Adams,
+"Randomized automatic differentiation", ICLR 2021, section 3.2: with x = P x, E P = I). So a sampler is a pair of
+functions: `keep` draws the small memory, `restore` makes the estimate of it, from the same key: what was drawn is drawn
+again in the backward pass, and not stored.
+
+An array has a sampled axis of size d, the axes before it are examples, those after it go along (the channels at
+a position of an image, for example). With k of d entries kept:
+
+* different sample: k indices for each example, with replacement; entries times d/k;
+* same sample: one set of k indices for all examples;
+* stratified: one entry of each of k runs of neighbours (of s = floor(d/k) or one more), times the size of its run;
+* projection (Appendix A): x R R^T, R of independent signs over sqrt(k), (d, k);
+* rounding (the paper's future work; Chen et al., "ActNN", ICML 2021): all entries on a grid of 2^bits points between
+  the smallest and the largest of a group, rounded up with the probability that makes the expectation right;
+* heavy (Liu et al., "Winner-take-all column row sampling", NeurIPS 2023): the largest entries exactly, the rest
+sampled.
+
+Variances (of one element x_i, given x): sampling k of d with replacement (d-1)/k x_i^2, without it (d-k)/k x_i^2;
+stratified (s-1) x_i^2; projection (sum_{j != i} x_j^2)/k; rounding scale^2 p (1-p) <= scale^2 / 4.
+"""
+
+import dataclasses
+import itertools
+import math
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from apgrad.memory._order import zeros_after
+from apgrad.memory._rounding import Rounding as Rounding, rounding as rounding, wide
+
+
+@runtime_checkable
+class Sampler(Protocol):
+    """What `apgrad.randomize` and the layers ask of a sampler; a frozen dataclass, so that it is hashable.
+
+    The estimate must be unbiased, E restore(key, keep(key, x, axis), like, axis) = x over the key. A sampler with an
+    attribute `shared` that is true draws the same for all examples: restoring is linear then, and the same along the
+    axis for all, so a product that sums over examples is taken of the small memory, and its result is restored.
+    """
+
+    def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> Any:
+        """The memory of `x`, a pytree of arrays: all that the backward pass has of it but the key."""
+        ...
+
+    def restore(self, key: jax.Array, memory: Any, like: jax.ShapeDtypeStruct, axis: int = -1) -> jax.Array:
+        """The estimate of an array of the shape and dtype of `like`, from the key that it was kept with."""
+        ...
+
+    def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
+        """The variance of each element of the estimate, exact, in the shape of `x`."""
+        ...
+
+
+def nbytes(sampler: Sampler, like: Any, axis: int = -1) -> int:
+    """The bytes of a sampler's memory of an array.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> x = jax.ShapeDtypeStruct((100, 128), jnp.float32)
+      >>> ap.memory.nbytes(ap.memory.rounding(bits=4), x), 4 * x.size
+      (6900, 51200)
+    """
+    like = jax.ShapeDtypeStruct(like.shape, like.dtype)
+    memory = jax.eval_shape(lambda x: sampler.keep(jax.random.key(0), x, axis), like)
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(memory))
+
+
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """Keeps a fraction of the entries; see `different_sample`, `same_sample` and `stratified`.
+
+    Attributes:
+      fraction: of the entries, in (0, 1].
+      shared: the same indices for all examples.
+      scheme: "replacement", "distinct" (without replacement) or "stratified".
+    """
+
+    fraction: float
+    shared: bool
+    scheme: str
+
+    def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> jax.Array:
+        """The drawn entries, scaled: (..., k, ...)."""
+        rows, shape = _rows(x, axis)
+        index, weight = self.draw(key, rows.shape)
+        take = jnp.take if self.shared else jnp.take_along_axis
+        kept = take(rows, index if self.shared else index[..., None], axis=1)
+        kept = kept * jnp.asarray(weight[..., None], x.dtype)
+        return kept.reshape(shape[0] + (kept.shape[1],) + shape[2])
+
+    def restore(self, key: jax.Array, memory: jax.Array, like: jax.ShapeDtypeStruct, axis: int = -1) -> jax.Array:
+        """Zeros, with the kept entries added where they were."""
+        before, size, after = _split(like.shape, axis)
+        rows = (math.prod(before), size, math.prod(after))
+        index, _ = self.draw(key, rows)
+        memory = memory.reshape(rows[0], index.shape[-1], rows[2])
+        zeros, memory = zeros_after(rows, memory)
+        if self.shared:
+            return zeros.at[:, index].add(memory).reshape(like.shape)
+        if self.scheme == "stratified" and size % index.shape[-1] == 0:
+            # The run is known, only the place in it is drawn: a comparison in place of a scatter.
+            run = size // index.shape[-1]
+            hit = (index % run)[..., None] == jnp.arange(run, dtype=index.dtype)
+            spread = jnp.where(hit[..., None], memory[:, :, None, :], jnp.zeros((), like.dtype))
+            return spread.reshape(like.shape)
+        return jax.vmap(lambda z, i, m: z.at[i].add(m))(zeros, index, memory).reshape(like.shape)
+
+    def draw(self, key: jax.Array, rows: tuple[int, ...]) -> tuple[jax.Array, np.ndarray]:
+        """Indices (examples, k), or (k,) if shared, and the weights (k,) of what is kept."""
+        count, size, _ = rows
+        k = kept(self.fraction, size)
+        shape = (k,) if self.shared else (count, k)
+        if self.scheme == "stratified":
+            edges = [size * i // k for i in range(k + 1)]
+            starts = jnp.array(edges[:-1], jnp.int32)
+            runs = np.array([b - a for a, b in itertools.pairwise(edges)], np.int32)
+            place = (jax.random.uniform(key, shape, jnp.float32) * runs.astype(np.float32)).astype(jnp.int32)
+            return starts + jnp.minimum(place, runs - 1), runs.astype(np.float64)
+        weight = np.full((k,), size / k)
+        if self.scheme == "replacement":
+            return jax.random.randint(key, shape, 0, size), weight
+        if k == size:
+            return jnp.broadcast_to(jnp.arange(size), shape), weight
+        # Without replacement: the places of the k largest of d independent numbers.
+        return jax.lax.top_k(jax.random.bits(key, (*shape[:-1], size)), k)[1], weight
+
+    def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
+        """(d-1)/k x^2 with replacement, (d-k)/k x^2 without, (s-1) x^2 stratified."""
+        size = x.shape[axis]
+        k = kept(self.fraction, size)
+        if self.scheme == "stratified":
+            edges = [size * i // k for i in range(k + 1)]
+            runs = jnp.repeat(
+                jnp.array([b - a - 1 for a, b in itertools.pairwise(edges)], x.dtype),
+                jnp.array([b - a for a, b in itertools.pairwise(edges)]),
+                total_repeat_length=size,
+            )
+            return x**2 * runs.reshape((size,) + (1,) * (x.ndim - 1 - axis % x.ndim))
+        return x**2 * ((size - 1) / k if self.scheme == "replacement" else (size - k) / k)
+
+
+@dataclasses.dataclass(frozen=True)
+class Projection:
+    """x R R^T with independent signs; see `projection`."""
+
+    fraction: float
+    shared = True
+
+    def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> jax.Array:
+        """X R, (..., k, ...)."""
+        signs = self.signs(key, x.shape[axis], x.dtype)
+        return jnp.moveaxis(jnp.tensordot(x, signs, (axis, 0)), -1, axis)
+
+    def restore(self, key: jax.Array, memory: jax.Array, like: jax.ShapeDtypeStruct, axis: int = -1) -> jax.Array:
+        """(x R) R^T."""
+        signs = self.signs(key, like.shape[axis], like.dtype)
+        return jnp.moveaxis(jnp.tensordot(memory, signs, (axis, 1)), -1, axis)
+
+    def signs(self, key: jax.Array, size: int, dtype: Any) -> jax.Array:
+        """R, (d, k)."""
+        k = kept(self.fraction, size)
+        return jax.random.rademacher(key, (size, k), dtype) * jnp.asarray(k**-0.5, dtype)
+
+    def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
+        """(sum_{j != i} x_j^2) / k."""
+        square = x**2
+        return (jnp.sum(square, axis, keepdims=True) - square) / kept(self.fraction, x.shape[axis])
+
+
+@dataclasses.dataclass(frozen=True)
+class Heavy:
+    """The largest entries exactly and a sample of the others; see `heavy`."""
+
+    fraction: float
+    share: float
+
+    def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> tuple[jax.Array, ...]:
+        """The kept values (..., k, ...) and the places of the largest, (examples, winners)."""
+        rows, shape = _rows(x, axis)
+        winners, losers = self._counts(rows.shape[1])
+        order = _largest(rows, winners)
+        tail = self._tail(key, order, rows.shape)
+        index = jnp.concatenate([order, tail], 1)
+        values = jnp.take_along_axis(rows, index[..., None], 1)
+        weight = jnp.array([1.0] * winners + [(rows.shape[1] - winners) / max(losers, 1)] * losers, x.dtype)
+        values = values * weight[None, :, None]
+        small = jnp.uint8 if rows.shape[1] <= 2**8 else jnp.uint16 if rows.shape[1] <= 2**16 else jnp.uint32
+        return values.reshape(shape[0] + (index.shape[1],) + shape[2]), order.astype(small)
+
+    def restore(
+        self, key: jax.Array, memory: tuple[jax.Array, ...], like: jax.ShapeDtypeStruct, axis: int = -1
+    ) -> jax.Array:
+        """Zeros, with the kept entries added where they were."""
+        values, order = memory
+        before, size, after = _split(like.shape, axis)
+        rows = (math.prod(before), size, math.prod(after))
+        order = order.astype(jnp.int32)
+        index = jnp.concatenate([order, self._tail(key, order, rows)], 1)
+        values = values.reshape(rows[0], index.shape[1], rows[2])
+        zeros, values = zeros_after(rows, values)
+        spread = jax.vmap(lambda z, i, m: z.at[i].add(m))(zeros, index, values)
+        return spread.reshape(like.shape)
+
+    def _counts(self, size: int) -> tuple[int, int]:
+        k = kept(self.fraction, size)
+        # One at least is sampled, unless all are kept: else the others would have no chance, a bias.
+        winners = size if k == size else min(math.ceil(self.share * k), k - 1)
+        return winners, k - winners
+
+    def _tail(self, key: jax.Array, order: jax.Array, rows: tuple[int, ...]) -> jax.Array:
+        """Places of the sampled losers: the r-th that is not a winner, r uniform."""
+        winners, losers = self._counts(rows[1])
+        if losers == 0:
+            return jnp.zeros((rows[0], 0), order.dtype)
+        rank = jax.random.randint(key, (rows[0], losers), 0, rows[1] - winners, jnp.int32)
+        # The r-th loser is at r plus the number of winners before it: order'[j] - j <= r counts them.
+        gaps = jnp.sort(order, 1) - jnp.arange(winners, dtype=order.dtype)
+        return (rank + jax.vmap(lambda g, r: jnp.searchsorted(g, r, side="right"))(gaps, rank)).astype(order.dtype)
+
+    def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
+        """Zero for the winners, ((n - 1) / k) x^2 for n losers of which k are drawn."""
+        rows, _ = _rows(x, axis)
+        winners, losers = self._counts(rows.shape[1])
+        if losers == 0:
+            return jnp.zeros_like(x)
+        order = _largest(rows, winners)
+        won = jax.vmap(lambda i: jnp.zeros(rows.shape[1], bool).at[i].set(True))(order)
+        spread = jnp.where(won[..., None], 0, rows**2 * ((rows.shape[1] - winners - 1) / losers))
+        return spread.reshape(x.shape)
+
+
+def different_sample(fraction: float, *, replacement: bool = True) -> Sampling:
+    """Keeps a fraction of the entries of each example, others for each ("different sample", section 4.3).
+
+    Args:
+      fraction: of the entries, in (0, 1]; at least one is kept.
+      replacement: with replacement, as in the paper. Without, a fraction of 1 is exact, the noise is less.
+    """
+    return Sampling(_fraction(fraction), False, "replacement" if replacement else "distinct")
+
+
+def same_sample(fraction: float, *, replacement: bool = True) -> Sampling:
+    """Keeps a fraction of the entries, the same for all examples ("same sample", section 4.3).
+
+    The cheapest in time: one small matrix product for the weights' gradient. It has the most noise.
+
+    Args:
+      fraction: as in `different_sample`.
+      replacement: as in `different_sample`.
+    """
+    return Sampling(_fraction(fraction), True, "replacement" if replacement else "distinct")
+
+
+def stratified(fraction: float) -> Sampling:
+    """Keeps one entry of each run of neighbours; a fraction of 1 is exact.
+
+    Where the runs are of one size, neither gathers nor scatters are needed to restore: the fastest of the samples
+    that differ between examples.
+
+    Args:
+      fraction: of the entries, in (0, 1].
+    """
+    return Sampling(_fraction(fraction), False, "stratified")
+
+
+def projection(fraction: float) -> Projection:
+    """Keeps x R with R (d, k) of independent signs over sqrt(k) (Appendix A).
+
+    Args:
+      fraction: k / d, in (0, 1].
+    """
+    return Projection(_fraction(fraction))
+
+
+def heavy(fraction: float, *, share: float = 0.5) -> Heavy:
+    """Keeps the largest entries exactly and samples the others (winner-take-all, WTA-CRS).
+
+    Their places are stored, as they cannot be drawn again.
+
+    Args:
+      fraction: of the entries that are kept, in (0, 1].
+      share: of those, how many are the largest; at least one is always left to sampling.
+    """
+    if not 0 <= share <= 1:
+        raise ValueError(f"share must be between 0 and 1, got {share}")
+    return Heavy(_fraction(fraction), share)
+
+
+def kept(fraction: float, size: int) -> int:
+    """How many of `size` entries: the fraction, rounded up, at least one."""
+    return max(1, math.ceil(fraction * size - 1e-9))
+
+
+def _fraction(fraction: float) -> float:
+    if not 0 < fraction <= 1:
+        raise ValueError(f"the fraction of entries that are kept must be in (0, 1], got {fraction}")
+    return float(fraction)
+
+
+def _largest(rows: jax.Array, count: int) -> jax.Array:
+    """Places of the rows of largest norm; squares of entries relative to the largest neither vanish nor overflow."""
+    top = jnp.max(jnp.abs(rows), (1, 2), keepdims=True)
+    relative = (rows / jnp.where(top > 0, top, 1)).astype(wide(rows.dtype))
+    return jax.lax.top_k(jnp.sum(relative**2, -1), count)[1]
+
+
+def _split(shape: tuple[int, ...], axis: int) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
+    axis %= len(shape)
+    return shape[:axis], shape[axis], shape[axis + 1 :]
+
+
+def _rows(x: jax.Array, axis: int) -> tuple[jax.Array, tuple[Any, int, Any]]:
+    shape = _split(x.shape, axis)
+    return x.reshape(math.prod(shape[0]), shape[1], math.prod(shape[2])), shape

@@ -1,0 +1,200 @@
+"""Outer gradients by evolution strategies: no derivative through the unroll, so chaos does not reach them.
+
+For theta_i = theta + e_i, e_i ~ N(0, sigma^2 I), all estimate the gradient of the *smoothed* objective E[L(theta + e)]
+(not L's own: the difference is of order sigma^2). Perturbations come in antithetic pairs ±e with common random
+numbers, so what both have in common cancels (Rechenberg, 1973; Salimans et al., 2017):
+
+    g = 1/(2 sigma^2) mean_pairs (L(theta + e) - L(theta - e)) e
+
+* `evolution`: L is the whole unroll. Unbiased.
+* `truncated_evolution`: L is K steps from a state that all particles share; biased as truncation is.
+* `persistent_evolution` (PES; Vicol, Metz & Sohl-Dickstein, 2021): each particle keeps its own state across
+  truncations and the sum of all perturbations it was given, xi = sum e: g = 1/(2 sigma^2) mean (L_seg(+) - L_seg(-))
+  xi. Unbiased for the sum over a whole unroll, since a loss is charged to every perturbation before it; the variance
+  grows with T/K.
+* `single_evolution` (ES-Single / NRES; Vicol, 2023; Li et al., 2023): as PES, but the perturbation is drawn once for
+  an unroll and kept, so xi = e: the same smoothing for the whole unroll, and a variance that does not grow with the
+  number of truncations.
+
+The last three give the loss and the gradient of a segment of K steps, K/T of an unroll's on average, as `truncated`
+does: an unroll's T/K estimates add up to its gradient (see the head of `outer.py`).
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from apgrad.meta._outer import OuterGradient, Segments, advance, renew, start
+from apgrad.meta._partition import combine, partition
+from apgrad.meta._require import number, whole
+from apgrad.meta._unroll import Problem, objective
+
+
+def evolution(problem: Problem, *, sigma: float = 0.01, pairs: int = 1) -> OuterGradient:
+    """Antithetic evolution strategies over whole unrolls.
+
+    Args:
+      problem: the recurrence.
+      sigma: deviation of the perturbations.
+      pairs: antithetic pairs, each with the same task.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> p = ap.meta.Problem(lambda th, key: jnp.zeros(()), lambda th, s: (s, th * 3), lambda th, s: 0 * th, 2)
+      >>> loss, gradient, _ = ap.meta.evolution(p)(jnp.ones(()), jax.random.key(0))
+    """
+    _require(sigma, pairs)
+
+    def estimate(theta, key, carry):
+        def one(pair, key):
+            e = perturbation(theta, pair, sigma)
+            plus, minus = (objective(problem, _add(theta, e, sign), key)[0] for sign in (1, -1))
+            return (plus + minus) / 2, jax.tree.map(lambda e: _difference(plus, minus, sigma, e) * e, e)
+
+        task, noise = jax.random.split(key)
+        return *_mean(lambda k: one(k, task), jax.random.split(noise, pairs)), carry
+
+    return OuterGradient(lambda theta, key: (), estimate)
+
+
+def truncated_evolution(
+    problem: Problem, segment: int, *, sigma: float = 0.01, pairs: int = 1, stagger: bool = True
+) -> OuterGradient:
+    """Antithetic evolution strategies over K of T steps, from a state that goes on unperturbed.
+
+    Loss and gradient are those of the K steps, K/T of an unroll's on average.
+
+    Args:
+      problem: the recurrence.
+      segment: K.
+      sigma: deviation of the perturbations.
+      pairs: antithetic pairs.
+      stagger: see `truncated`.
+    """
+    _require(sigma, pairs)
+
+    def estimate(theta, key, carry):
+        def one(pair):
+            e = perturbation(theta, pair, sigma)
+            plus, minus = (advance(problem, _add(theta, e, sign), carry, segment)[0] for sign in (1, -1))
+            return (plus + minus) / 2, jax.tree.map(lambda e: _difference(plus, minus, sigma, e) * e, e)
+
+        noise, task = jax.random.split(key)
+        result = _mean(one, jax.random.split(noise, pairs))
+        _, new = advance(problem, theta, carry, segment)
+        return *result, renew(problem, theta, task, new)
+
+    return OuterGradient(lambda theta, key: start(problem, theta, key, segment, stagger=stagger), estimate)
+
+
+class Particle(NamedTuple):
+    """An antithetic pair that goes on.
+
+    Attributes:
+      plus: the unroll of theta + e.
+      minus: that of theta - e, of the same task.
+      sum: xi, the perturbations so far.
+      key: of the perturbation that is kept (`single_evolution`).
+    """
+
+    plus: Segments
+    minus: Segments
+    sum: Any
+    key: jax.Array
+
+
+def persistent_evolution(
+    problem: Problem, segment: int, *, sigma: float = 0.01, pairs: int = 1, stagger: bool = True
+) -> OuterGradient:
+    """Persistent evolution strategies (PES).
+
+    An estimate is the gradient of the K steps' loss with respect to every perturbation so far; the T/K estimates of an
+    unroll add up to the unroll's gradient, so that one estimate is K/T of it on average.
+
+    Args:
+      problem: the recurrence.
+      segment: K.
+      sigma: deviation of the perturbations.
+      pairs: antithetic pairs, each with a task of its own.
+      stagger: see `truncated`. A particle that starts in the middle of an unroll has not been perturbed before: the
+        first T/K estimates are then biased.
+    """
+    return _persistent(problem, segment, sigma, pairs, stagger, keep=False)
+
+
+def single_evolution(
+    problem: Problem, segment: int, *, sigma: float = 0.01, pairs: int = 1, stagger: bool = True
+) -> OuterGradient:
+    """Evolution strategies with one perturbation for an unroll (ES-Single, NRES).
+
+    Arguments are as for PES, and so is what an estimate is: K/T of an unroll's gradient on average.
+    """
+    return _persistent(problem, segment, sigma, pairs, stagger, keep=True)
+
+
+def _persistent(problem, segment, sigma, pairs, stagger, keep):
+    """PES, or ES-Single (keep): of the loss of K of T steps, per segment, not of the whole unroll."""
+    _require(sigma, pairs)
+
+    def fresh(theta, key):
+        return jax.tree.map(jnp.zeros_like, theta)
+
+    def init(theta, key):
+        def one(key):
+            begin, noise = jax.random.split(key)
+            carry = start(problem, theta, begin, segment, stagger=stagger)
+            return Particle(carry, carry, fresh(theta, key), noise)
+
+        return jax.vmap(one)(jax.random.split(key, pairs))
+
+    def one(theta, key, p):
+        noise, task = jax.random.split(key)
+        e = perturbation(theta, p.key if keep else noise, sigma)
+        total = e if keep else jax.tree.map(jnp.add, p.sum, e)
+        plus, up = advance(problem, _add(theta, e, 1), p.plus, segment)
+        minus, down = advance(problem, _add(theta, e, -1), p.minus, segment)
+        gradient = jax.tree.map(lambda x: _difference(plus, minus, sigma, x) * x, total)
+        done = up.t >= problem.length
+        pick = lambda new, old: jax.tree.map(lambda a, b: jnp.where(done, a, b), new, old)
+        begun = pick(fresh(theta, key), total)
+        # Both of a pair begin with the same task and parameters.
+        up, down = (renew(problem, theta, task, x) for x in (up, down))
+        return (plus + minus) / 2, gradient, Particle(up, down, begun, pick(noise, p.key))
+
+    def estimate(theta, key, carry):
+        losses, gradients, carry = jax.vmap(one, (None, 0, 0))(theta, jax.random.split(key, pairs), carry)
+        mean = lambda x: jnp.mean(x, axis=0)
+        return mean(losses), jax.tree.map(mean, gradients), lax.stop_gradient(carry)
+
+    return OuterGradient(init, estimate)
+
+
+def perturbation(theta: Any, key: jax.Array, sigma: float) -> Any:
+    """Normal noise of deviation sigma, of theta's structure; zeros for what is not trained."""
+    trained, fixed = partition(theta)
+    leaves, tree = jax.tree.flatten(trained)
+    keys = jax.random.split(key, max(1, len(leaves)))
+    draw = lambda key, x: sigma * jax.random.normal(key, jnp.shape(x), jnp.result_type(x))
+    noise = tree.unflatten([draw(k, x) for k, x in zip(keys, leaves, strict=False)])
+    return combine(noise, jax.tree.map(jnp.zeros_like, fixed))
+
+
+def _add(theta, e, sign):
+    trained, fixed = partition(theta)
+    return combine(jax.tree.map(lambda x, e: x + sign * e, trained, partition(e)[0]), fixed)
+
+
+def _difference(plus, minus, sigma, like):
+    return ((plus - minus) / (2 * sigma**2)).astype(like.dtype)
+
+
+def _mean(one, keys):
+    losses, gradients = jax.vmap(one)(keys)
+    return jnp.mean(losses), jax.tree.map(lambda x: jnp.mean(x, axis=0), gradients)
+
+
+def _require(sigma, pairs):
+    number("sigma", sigma, positive=True)
+    whole("pairs", pairs, 1)

@@ -1,0 +1,86 @@
+"""Outer gradients by total propagation over perturbed unrolls.
+
+Noise is added to the inner parameters after each step, x_t ~ N(f(theta, x_{t-1}), sigma^2): the unroll becomes a
+stochastic computation graph, and its expected loss is that of a learner that is robust to such noise. Each step then
+has two estimates of the derivative: pathwise through f (low variance until the recurrence is chaotic, then it
+explodes) and by the likelihood ratio (never explodes, grows with T). Total propagation (Parmas et al., 2018) mixes
+them at every step by their variance over perturbed unrolls of the same task, so that backpropagation serves where the
+dynamics are tame, and is cut where they are not.
+
+The gradient is that of the perturbed objective E[L(theta; noise)], which differs from L's by order sigma^2.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpyro.distributions as dist
+from jax.flatten_util import ravel_pytree
+
+from apgrad.expectations._expectation import expectation
+from apgrad.expectations._stochastic import stochastic
+from apgrad.expectations.estimators._estimator import Estimator, Mixer
+from apgrad.expectations.estimators._total_propagation import total_propagation
+from apgrad.meta._outer import OuterGradient
+from apgrad.meta._require import number, whole
+from apgrad.meta._unroll import Problem
+
+
+def perturbed(
+    problem: Problem,
+    *,
+    sigma: float = 0.01,
+    unrolls: int = 16,
+    estimator: Callable[[], Estimator | Mixer] = total_propagation,
+    cross_fit: bool = False,
+) -> OuterGradient:
+    """The gradient over perturbed unrolls of one task.
+
+    Args:
+      problem: the recurrence; what is perturbed is `problem.perturb`'s part of the state, floating point.
+      sigma: deviation of the noise.
+      unrolls: perturbed unrolls of the task, the lanes whose variance total propagation sees.
+      estimator: `total_propagation`, or `reparameterization`, `likelihood_ratio`.
+      cross_fit: weights from the other half of the unrolls: unbiased, also for few.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> step = lambda theta, s: (jnp.sin(theta * s), s**2)
+      >>> p = ap.meta.Problem(lambda theta, key: jnp.ones(()), step, lambda theta, s: s**2, 5)
+      >>> loss, gradient, _ = jax.jit(ap.meta.perturbed(p))(jnp.float32(2.0), jax.random.key(0))
+    """
+    number("sigma", sigma, positive=True)
+    whole("unrolls", unrolls, 1)
+    take, put = problem.perturb
+
+    def estimate(theta, key, carry):
+        task, noise = jax.random.split(key)
+
+        def program(tape, theta):
+            begin = problem.init(theta, task)
+            many = lambda x: jnp.broadcast_to(x, (tape.lanes, *jnp.shape(x)))
+            state = jax.tree.map(many, begin)
+            _, unravel = ravel_pytree(take(begin))
+
+            @stochastic(estimator())
+            def perturb(theta, state):
+                moved, _ = problem.step(theta, state)
+                mean, _ = ravel_pytree(take(moved))
+                return dist.Normal(mean, jnp.asarray(sigma, mean.dtype)).to_event(1)
+
+            def body(carry, _):
+                tape, state = carry
+                # The deterministic rest of the state, and the step's loss, come from the step itself; the perturbed
+                # part from the node.
+                moved, losses = jax.vmap(problem.step, (None, 0))(theta, state)
+                tape = tape.cost(losses)
+                tape, flat = perturb(tape, theta, state)
+                return (tape, jax.vmap(put)(moved, jax.vmap(unravel)(flat))), None
+
+            (tape, state), _ = jax.lax.scan(body, (tape, state), length=problem.length)
+            return tape.cost(jax.vmap(problem.final, (None, 0))(theta, state))
+
+        objective = expectation(program, unrolls, cross_fit=cross_fit, check_nan=False)
+        return *jax.value_and_grad(objective, argnums=1)(noise, theta), carry
+
+    return OuterGradient(lambda theta, key: (), estimate)

@@ -1,0 +1,288 @@
+"""Unrolls: a task and a learner become a problem, a recurrence whose losses the outer loop minimises.
+
+    s_0 = init(theta, key),    s_t, l_t = step(theta, s_{t-1}),    L(theta) = E[sum_t l_t + final(theta, s_T)]
+
+theta are the meta-parameters, s the inner state (parameters, the learner's state, the task, a key). Everything an outer
+gradient needs is in these three functions, so `outer.py` and its neighbours know nothing of tasks or rules, and any
+other recurrence is a problem too.
+
+With hint weight h, held-out weight v, delta weight d (the change of the hint loss, as in learned optimizers) and
+batch-entropy weight b,
+
+    l_t = (h + b penalty_t) hint_t / T + d (hint_t - hint_{t-1}),    final = v held_out
+
+where hint_t is the loss on minibatch t after the step (MPLP, Eq. 12), or before it (the thesis, Algorithm 2); hint_0
+is the loss of the prior on a minibatch of its own; and penalty_t is the batch-entropy penalty of the parameters before
+step t on minibatch t. T is the unroll's own length where lengths are random. No part of the loss is held constant, so
+every outer gradient estimates the derivative of this one function. (The thesis's code multiplies the penalty by a loss
+that is detached, and what it follows is the derivative of no function.)
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from apgrad import mplp
+from apgrad.meta._learners import Learner
+from apgrad.meta._require import number, whole
+from apgrad.meta._tasks import Task
+
+
+class Problem(NamedTuple):
+    """A recurrence with losses.
+
+    Attributes:
+      init: `(theta, key) -> state`.
+      step: `(theta, state) -> (state, loss)`.
+      final: `(theta, state) -> loss`, after the last step.
+      length: T, steps of an unroll.
+      perturb: `state -> the part of it that is perturbed` by total propagation, and `(state, part) -> state`: a pair.
+    """
+
+    init: Callable[[Any, jax.Array], Any]
+    step: Callable[[Any, Any], tuple[Any, jax.Array]]
+    final: Callable[[Any, Any], jax.Array]
+    length: int
+    perturb: tuple[Callable[[Any], Any], Callable[[Any, Any], Any]] = (lambda s: s, lambda s, part: part)
+
+
+class Inner(NamedTuple):
+    """The state of an inner problem.
+
+    Attributes:
+      params: of the network.
+      learner: the learner's state.
+      task: what makes the task.
+      key: of the minibatches to come.
+      t: steps made.
+      horizon: steps to be made.
+      before: the hint loss of the step before.
+    """
+
+    params: Any
+    learner: Any
+    task: Any
+    key: jax.Array
+    t: jax.Array
+    horizon: jax.Array
+    before: jax.Array
+
+
+class WithPrior(NamedTuple):
+    """Meta-parameters with a prior that is trained too (MAML).
+
+    Attributes:
+      learner: the learner's meta-parameters.
+      prior: the parameters that every task starts from.
+    """
+
+    learner: Any
+    prior: Any
+
+
+def inner_problem(
+    task: Task,
+    learner: Learner,
+    length: int,
+    *,
+    hint: float = 0.3,
+    held_out: float = 0.7,
+    delta: float = 0.0,
+    hint_before: bool = False,
+    shortest: int | None = None,
+    batch_entropy: float = 0.0,
+    entropy_form: str = "reference",
+    learn_prior: bool = False,
+) -> Problem:
+    """The problem of learning a task.
+
+    Args:
+      task: a family of tasks.
+      learner: what is meta-trained.
+      length: T, inner steps.
+      hint: weight of the mean loss on the minibatches just learned from.
+      held_out: weight of the held-out loss at the end.
+      delta: weight of the hint loss's change.
+      hint_before: whether the hint loss is that before the step, on data not learned from yet.
+      shortest: if given, each unroll has its own length, uniform in [shortest, length]; after it nothing changes and
+        losses are 0. (A schedule of lengths is a sequence of calls of `train` with problems of growing length.)
+      batch_entropy: weight of the batch-entropy penalty (2 in the thesis), which multiplies each step's hint loss.
+      entropy_form: "reference", the thesis's code, log(2 pi e sigma^2 + 1); "paper", its Eq. 7, log(2 pi e sigma^2 +
+        1e-5), without a floor at 0.
+      learn_prior: theta is then a `WithPrior`, and tasks start from its prior.
+
+    Raises:
+      ValueError: for weights that make no loss, or lengths that fit no unroll.
+    """
+    length = whole("length", length, 1)
+    if shortest is not None and whole("shortest", shortest, 1) > length:
+        raise ValueError(f"an unroll has 1 <= shortest <= length steps, got shortest={shortest}, length={length}")
+    for name, weight in {"hint": hint, "held_out": held_out, "delta": delta, "batch_entropy": batch_entropy}.items():
+        number(name, weight)
+    if not (hint or held_out or delta):
+        raise ValueError("the weights of the hint, held-out and delta losses are all 0: there is nothing to minimise")
+    if entropy_form not in ("reference", "paper"):
+        raise ValueError(f"entropy_form must be 'reference' or 'paper', got {entropy_form!r}")
+
+    def parts(theta):
+        if learn_prior and not isinstance(theta, WithPrior):
+            raise TypeError(f"with learn_prior theta is a WithPrior(learner, prior), got {type(theta).__name__}")
+        return theta if learn_prior else WithPrior(theta, None)
+
+    def init(theta, key):
+        meta, prior = parts(theta)
+        keys = jax.random.split(key, 4)
+        drawn = task.draw(keys[0])
+        params = prior if learn_prior else task.prior(keys[1])
+        first = task.batch(drawn, keys[2])
+        horizon = jnp.asarray(length) if shortest is None else jax.random.randint(keys[3], (), shortest, length + 1)
+        loss = task.loss(params, first) if delta else jnp.zeros((), float)
+        state = learner.init(meta, params, first)
+        return Inner(params, state, drawn, keys[2], jnp.zeros((), int), horizon, loss)
+
+    def step(theta, inner):
+        meta, _ = parts(theta)
+        batch = task.batch(inner.task, jax.random.fold_in(inner.key, inner.t))
+        params, state = learner.step(meta, inner.params, inner.learner, batch)
+        seen = task.loss(inner.params if hint_before else params, batch)
+        weight = jnp.asarray(hint, seen.dtype)
+        if batch_entropy:
+            weight += batch_entropy * entropy_penalty(task.network, inner.params, batch[0], form=entropy_form)
+        loss = weight * seen / inner.horizon.astype(seen.dtype) + delta * (seen - inner.before)
+        new = Inner(params, state, inner.task, inner.key, inner.t + 1, inner.horizon, seen)
+        if shortest is None:
+            return new, loss
+        on = inner.t < inner.horizon
+        return jax.tree.map(lambda a, b: jnp.where(on, a, b), new, inner), jnp.where(on, loss, 0.0)
+
+    def final(theta, inner):
+        if not held_out:
+            return jnp.zeros((), float)
+        batch = task.held_out(inner.task, jax.random.fold_in(inner.key, length))
+        return held_out * task.loss(inner.params, batch)
+
+    return Problem(init, step, final, length, (lambda s: s.params, lambda s, part: s._replace(params=part)))
+
+
+def run(problem: Problem, theta: Any, state: Any, steps: int, *, remat: bool | int = False) -> tuple[Any, jax.Array]:
+    """Steps in a `scan`.
+
+    Args:
+      problem: the recurrence.
+      theta: the meta-parameters.
+      state: where it starts.
+      steps: how many.
+      remat: whether a gradient computes steps again instead of remembering them. True nests two scans, of about
+        sqrt(steps) segments, so that about 2 sqrt(steps) states are remembered in place of all that happened in
+        `steps` steps; a number, at least 1, is the length of a segment.
+
+    Returns:
+      The state after the last step; the losses (steps,).
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> halve = ap.meta.Problem(lambda theta, key: jnp.ones(()), lambda theta, s: (s / 2, s), lambda theta, s: s, 4)
+      >>> ap.meta.run(halve, None, jnp.ones(()), 4)[1].tolist()
+      [1.0, 0.5, 0.25, 0.125]
+    """
+    body = lambda state, _: problem.step(theta, state)
+    steps = whole("steps", steps, 0)
+    if remat is False or not steps:
+        return lax.scan(body, state, length=steps)
+    segment = max(1, math.isqrt(steps)) if remat is True else min(whole("remat", remat, 1), steps)
+    body = jax.checkpoint(body, prevent_cse=False)
+    inner = jax.checkpoint(lambda state, _: lax.scan(body, state, length=segment), prevent_cse=False)
+    state, losses = lax.scan(inner, state, length=steps // segment)
+    losses = losses.reshape(-1)
+    if rest := steps % segment:
+        state, more = lax.scan(body, state, length=rest)
+        losses = jnp.concatenate([losses, more])
+    return state, losses
+
+
+def objective(
+    problem: Problem, theta: Any, key: jax.Array, *, remat: bool | int = False
+) -> tuple[jax.Array, tuple[jax.Array, Any]]:
+    """The loss of one unroll from start to end; beside it each step's loss, and the last state."""
+    state, losses = run(problem, theta, problem.init(theta, key), problem.length, remat=remat)
+    return jnp.sum(losses) + problem.final(theta, state), (losses, state)
+
+
+def evaluate(
+    task: Task,
+    learner: Learner,
+    theta: Any,
+    key: jax.Array,
+    steps: int,
+    measure: Callable[[Any, Any], jax.Array] | None = None,
+    *,
+    prior: Any = None,
+) -> jax.Array:
+    """How well one task is learned: a measure of the parameters before and after each step.
+
+    Args:
+      task: a family of tasks.
+      learner: an inner learner.
+      theta: its meta-parameters.
+      key: of the task.
+      steps: inner steps.
+      measure: `(params, held-out batch) -> number`; the task's loss if not given.
+      prior: the parameters to start from; the task's prior draws them if not given.
+
+    Returns:
+      (steps + 1,).
+    """
+    steps, keys = whole("steps", steps, 0), jax.random.split(key, 4)
+    drawn, measure = task.draw(keys[0]), measure or task.loss
+    params = task.prior(keys[1]) if prior is None else prior
+    judge = task.held_out(drawn, keys[3])
+    state = learner.init(theta, params, task.batch(drawn, keys[2]))
+
+    def step(carry, key):
+        params, state = learner.step(theta, carry[0], carry[1], task.batch(drawn, key))
+        return (params, state), measure(params, judge)
+
+    _, values = lax.scan(step, (params, state), jax.random.split(keys[2], steps))
+    return jnp.concatenate([measure(params, judge)[None], values])
+
+
+def entropy_penalty(
+    network: mplp.Sequential, params: Any, x: jax.Array, *, threshold: float = 0.5, form: str = "reference"
+) -> jax.Array:
+    """Batch-entropy penalty, mean over the layers' activations of max(0, threshold - H) (thesis, Eqs 6 to 8).
+
+    H is the mean over a layer's units of log(2 pi e sigma^2 + c) / 2, sigma^2 the unit's variance over the minibatch;
+    c is 1 in the thesis's code (form "reference") and 1e-5 in Eq. 7 (form "paper"; Eq. 6 has 1).
+
+    Args:
+      network: its places named "activation..." count.
+      params: of the network.
+      x: (batch, ...).
+      threshold: p.
+      form: "reference" or "paper".
+    """
+    constant = 1.0 if form == "reference" else 1e-5
+    entropies = []
+    for value in activations(network, params, x):
+        variance = jnp.var(value, axis=0)
+        entropies.append(jnp.mean(jnp.log(2 * jnp.pi * jnp.e * variance + constant)) / 2)
+    if not entropies:
+        raise ValueError("batch entropy is that of activations, and the network has none")
+    return jnp.mean(jnp.maximum(0.0, threshold - jnp.stack(entropies)))
+
+
+def activations(network: mplp.Sequential, params: Any, x: jax.Array) -> list[jax.Array]:
+    """The outputs of the places named "activation..."."""
+    found = []
+    places = mplp.Places(mplp.Exact(0.0))
+    signal = places.signal(x)
+    wrapped = jax.tree.map(mplp.parameter, params)
+    for name, apply in network.layers:
+        signal = apply(places[name], wrapped.get(name), signal)
+        if "activation" in name:
+            found.append(signal.value)
+    return found

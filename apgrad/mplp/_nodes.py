@@ -1,0 +1,255 @@
+"""Nodes with parameters: dense, convolution, bias, scale, embedding, a recurrent cell.
+
+Each is an ordinary function of a place and signals, so a network is an ordinary Python function of nodes. Values
+have the batch as their first axis and features as their last; axes between are positions (of an image, a
+sequence), where a parameter is used again: an update is the mean over the batch and the sum over positions.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.core import Tracer
+
+from apgrad._ground.port import Signal, port
+from apgrad.mplp._elementwise import activation
+from apgrad.mplp._learned import Asked, learned_node
+from apgrad.mplp._places import Parameter, Place
+from apgrad.mplp._protocol import Answer, Dense, Diagonal, Site
+from apgrad.mplp._wiring import wire
+
+
+def parameter(value: jax.Array) -> Parameter:
+    """A parameter with a fresh port, for calling nodes by hand."""
+    return Parameter(jnp.asarray(value), port(jnp.asarray(value)))
+
+
+def dense(place: Place, signal: Signal, weight: Parameter, bias: Parameter | None = None) -> Signal:
+    """`x @ weight + bias`, a matrix of synapses.
+
+    Args:
+      place: its name in the network.
+      signal: (batch, ..., N).
+      weight: (N, M).
+      bias: (M,); a rule that treats it as an input of its own that is 1 (the thesis's) can do so here.
+
+    Example:
+      >>> import jax.numpy as jnp, apgrad as ap
+      >>> places = ap.mplp.Places(ap.mplp.Exact(0.1))
+      >>> x, w = places.signal(jnp.ones((4, 3))), ap.mplp.parameter(jnp.ones((3, 2)))
+      >>> ap.mplp.dense(places["hidden"], x, w).value.shape
+      (4, 2)
+    """
+    _require_weight("dense", place, signal, weight, 2)
+    return _synapses(place, "dense", lambda x: x, jnp.matmul, signal, weight, bias)
+
+
+def conv(
+    place: Place,
+    signal: Signal,
+    kernel: Parameter,
+    bias: Parameter | None = None,
+    *,
+    strides: int | Sequence[int] = 1,
+    padding: str | Sequence[tuple[int, int]] = "SAME",
+) -> Signal:
+    """Convolution: a dense node on patches, the same synapses at every position.
+
+    Args:
+      place: its name in the network.
+      signal: (batch, *space, channels in), one to three space axes.
+      kernel: (*window, channels in, channels out), as in Flax.
+      bias: (channels out,).
+      strides: of the window, one for all axes or one for each.
+      padding: "SAME", "VALID" or (before, after) for each space axis.
+
+    Example:
+      >>> import jax.numpy as jnp, apgrad as ap
+      >>> places = ap.mplp.Places(ap.mplp.Exact(0.1))
+      >>> x, w = places.signal(jnp.ones((2, 8, 8, 3))), ap.mplp.parameter(jnp.ones((3, 3, 3, 5)))
+      >>> ap.mplp.conv(places["conv"], x, w, strides=2).value.shape
+      (2, 4, 4, 5)
+    """
+    space = signal.value.ndim - 2
+    _require_weight("conv", place, signal, kernel, space + 2)
+    if not 1 <= space <= 3:
+        raise ValueError(f"conv takes one to three space axes, got a signal of shape {signal.value.shape}")
+    window, letters = kernel.value.shape[:-2], "DHW"[-space:]
+    steps = (strides,) * space if isinstance(strides, int) else tuple(strides)
+    layout = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
+
+    def patches(x):
+        return lax.conv_general_dilated_patches(x, window, steps, padding, dimension_numbers=layout)
+
+    # A patch has its channels first, then the window.
+    to_matrix = lambda w: jnp.moveaxis(w, -2, 0).reshape(-1, w.shape[-1])
+    matrix = jax.tree.map(to_matrix, kernel)
+
+    def convolve(x, weight):
+        w = jnp.moveaxis(weight.reshape(-1, *window, weight.shape[-1]), 0, -2)
+        return lax.conv_general_dilated(x, w, steps, padding, dimension_numbers=layout)
+
+    return _synapses(place, "conv", patches, convolve, signal, matrix, bias)
+
+
+def _synapses(place, kind, unfold, product, signal, weight, bias):
+    """A dense node on what `unfold` makes of the value, (batch, ..., N); `product(x, weight)` is its output."""
+    value, batch = signal.value, place.places.batch_size(signal.value)
+    unfolded = jax.eval_shape(unfold, value)
+    rows, (N, M) = math.prod(unfolded.shape[:-1]), weight.value.shape
+    if bias is not None and bias.value.shape != (M,):
+        raise ValueError(f"the bias at {place.name!r} must have shape ({M},) as the weight has, got {bias.value.shape}")
+    channels = place.places.channels
+
+    def ask(local):
+        output = product(local.values[0], local.parameters[0])
+        question = Dense(
+            message=local.message.reshape(rows, M, channels),
+            gradient=local.gradient.reshape(rows, M),
+            inputs=unfold(local.values[0]).reshape(rows, N),
+            output=output.reshape(rows, M),
+            weight=local.parameters[0],
+            bias=None if bias is None else local.parameters[1],
+        )
+        return [Asked(question, _wanted((rows, N, channels), (N, M), None if bias is None else (M,)))]
+
+    def use(local, answers):
+        message = answers[0].message.reshape(*unfolded.shape, channels)
+        fold = lambda m: jax.linear_transpose(unfold, local.values[0])(m)[0]
+        updates = [answers[0].update] if bias is None else [answers[0].update, answers[0].bias]
+        return [jax.vmap(fold, in_axes=-1, out_axes=-1)(message)], updates
+
+    def function(x, weight, *bias):
+        return product(x, weight) + bias[0] if bias else product(x, weight)
+
+    site = Site(place.name, kind, "dense", batch, (rows, N, M), bias=bias is not None)
+    parameters = [weight] if bias is None else [weight, bias]
+    return learned_node([(place, site)], function, ask, use, signals=[signal], parameters=parameters)
+
+
+def bias(place: Place, signal: Signal, bias: Parameter) -> Signal:
+    """`x + bias`, (M,), by itself: after a sum of several dense nodes, say."""
+    _require_weight("bias", place, signal, bias, 1)
+    return _diagonal(place, "bias", jnp.add, lambda x, b: (jnp.ones_like(x), jnp.ones_like(b)), signal, bias)
+
+
+def scale(place: Place, signal: Signal, scale: Parameter) -> Signal:
+    """`x * scale`, (M,): the gain of a normalisation layer."""
+    _require_weight("scale", place, signal, scale, 1)
+    return _diagonal(place, "scale", jnp.multiply, lambda x, g: (x, g), signal, scale)
+
+
+def _diagonal(place, kind, function, derivatives, signal, weight):
+    shape, batch, channels = signal.value.shape, place.places.batch_size(signal.value), place.places.channels
+
+    def ask(local):
+        x, w = local.values[0], local.parameters[0]
+        slope, through = derivatives(x, w)
+        question = Diagonal(local.message, local.gradient, x, w, slope, through)
+        return [Asked(question, _wanted((*shape, channels), shape))]
+
+    def use(local, answers):
+        update = jnp.sum(answers[0].update, axis=tuple(range(len(shape) - 1))) / batch
+        return [answers[0].message], [update]
+
+    site = Site(place.name, kind, "diagonal", batch, shape)
+    return learned_node([(place, site)], function, ask, use, signals=[signal], parameters=[weight])
+
+
+def embedding(place: Place, tokens: jax.Array, table: Parameter) -> Signal:
+    """`table[tokens]`: only the rows looked up are updated.
+
+    Args:
+      place: its name in the network.
+      tokens: (batch, ...), integers. As in NumPy, negative ones count from the end.
+      table: (vocabulary, M).
+
+    Raises:
+      ValueError: for a token out of range. Under `jit`, where its value is not known, its row is NaN, as in Flax.
+    """
+    if isinstance(tokens, Signal):
+        raise TypeError(f"embedding takes integers, got a signal: {place.name!r} can only come first in a network")
+    tokens = jnp.asarray(tokens)
+    if not jnp.issubdtype(tokens.dtype, jnp.integer) or tokens.ndim == 0 or tokens.shape[0] == 0:
+        raise TypeError(f"embedding takes integers with the batch first, got {tokens.dtype}{tokens.shape}")
+    _require_parameter("embedding", place, table, 2)
+    vocabulary = table.value.shape[0]
+    if not isinstance(tokens, Tracer):
+        values = np.asarray(tokens)
+        if values.min(initial=0) < -vocabulary or values.max(initial=0) >= vocabulary:
+            raise ValueError(
+                f"the embedding {place.name!r} has {vocabulary} rows; got tokens from {values.min()} to {values.max()}"
+            )
+    shape, channels = (*tokens.shape, table.value.shape[1]), place.places.channels
+    batch = place.places.batch_size(tokens)
+    lookup = lambda table, tokens: jnp.take(table, tokens, axis=0, mode="fill")
+
+    def ask(local):
+        rows = lookup(local.parameters[0], local.data[0])
+        zeros, ones = jnp.zeros_like(rows), jnp.ones_like(rows)
+        question = Diagonal(local.message, local.gradient, zeros, rows, ones, zeros)
+        return [Asked(question, _wanted((*shape, channels), shape))]
+
+    def use(local, answers):
+        update = answers[0].update / batch
+        return [], [jnp.zeros_like(local.parameters[0]).at[local.data[0]].add(update, mode="drop")]
+
+    site = Site(place.name, "embedding", "diagonal", batch, shape)
+    return learned_node([(place, site)], lookup, ask, use, parameters=[table], data=[tokens])
+
+
+def recurrent_cell(
+    place: Place,
+    carry: Signal,
+    x: Signal,
+    weight: Parameter,
+    bias: Parameter | None = None,
+    function: Callable[[jax.Array], jax.Array] = jnp.tanh,
+) -> Signal:
+    """Elman's cell, `function([x, carry] @ weight + bias)`: a dense node and an activation.
+
+    Over time it runs in `jax.lax.scan`; parameters are closed over. Their updates add up over the steps, as
+    gradients do; the state of a rule comes back as the mean over the steps.
+
+    Args:
+      place: its name in the network; the activation's is the same with ".activation" at its end.
+      carry: (batch, M).
+      x: (batch, N).
+      weight: (N + M, M), the rows of x first.
+      bias: (M,).
+      function: elementwise.
+    """
+    both = wire(lambda x, h: jnp.concatenate([x, h], axis=-1), x, carry)
+    return activation(place.places[f"{place.name}.activation"], function, dense(place, both, weight, bias))
+
+
+def _wanted(message: tuple[int, ...], update: tuple[int, ...], bias: tuple[int, ...] | None = None) -> Answer:
+    return Answer(message, update, bias)  # pyright: ignore[reportArgumentType]
+
+
+def _require_parameter(kind: str, place: Place, weight: Parameter, ndim: int) -> None:
+    if not isinstance(weight, Parameter):
+        raise TypeError(
+            f"the {kind} node {place.name!r} takes its parameters with their ports, as mplp.backward hands them to a "
+            f"network, got {type(weight).__name__}. Wrap an array as mplp.parameter(array)."
+        )
+    if weight.value.ndim != ndim:
+        raise ValueError(f"the {kind} node {place.name!r} needs a parameter of {ndim} axes, got {weight.value.shape}")
+
+
+def _require_weight(kind: str, place: Place, signal: Signal, weight: Parameter, ndim: int) -> None:
+    if not isinstance(signal, Signal):
+        raise TypeError(
+            f"the {kind} node {place.name!r} takes a signal, got {type(signal).__name__}. The network's input becomes "
+            "one by places.signal(x)."
+        )
+    _require_parameter(kind, place, weight, ndim)
+    features = weight.value.shape[-1 if ndim == 1 else -2]
+    if signal.value.ndim < 2 or signal.value.shape[-1] != features:
+        raise ValueError(
+            f"the {kind} node {place.name!r} has a parameter of shape {weight.value.shape}, so its input must be "
+            f"(batch, ..., {features}); got {signal.value.shape}"
+        )

@@ -1,0 +1,214 @@
+"""Rules that come trained: arrays in an `.npz` (no pickle) and a card in JSON beside it, read from the package itself.
+
+A card says what the rule was trained on, for how long, with which seed and version, how well it does with intervals,
+and everything that is needed to build it: its options and its places.
+"""
+
+import hashlib
+import importlib.resources
+import io
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from apgrad.mplp._protocol import Site
+from apgrad.mplp.rules._separable import Separable
+
+FOLDER = importlib.resources.files("apgrad.mplp") / "trained"
+DIGEST = "sha256"  # the card's entry for the digest of the arrays' file
+
+
+def pretrained_names() -> tuple[str, ...]:
+    """The rules that there are."""
+    return tuple(sorted(path.name.removesuffix(".json") for path in FOLDER.iterdir() if path.name.endswith(".json")))
+
+
+def pretrained_card(name: str) -> dict[str, Any]:
+    """What a trained rule is, and how well it does.
+
+    Example:
+      >>> import apgrad as ap
+      >>> ap.mplp.pretrained_card("sinusoid")["rule"]["channels"]
+      8
+    """
+    if name not in pretrained_names():
+        raise ValueError(f"there are the trained rules {pretrained_names()}, got {name!r}")
+    return json.loads((FOLDER / f"{name}.json").read_text())
+
+
+def load_pretrained(name: str) -> Separable:
+    """A trained rule.
+
+    Its places are those of `meta.mlp`'s networks ("dense_in", "activation_0", "dense_1", ..., "dense_out", "loss"),
+    of any width and depth.
+
+    Args:
+      name: of `pretrained_names()`.
+
+    Example:
+      >>> import jax, apgrad as ap
+      >>> rule = ap.mplp.load_pretrained("sinusoid")
+      >>> task = ap.meta.sinusoid()
+      >>> errors = ap.meta.evaluate(task, ap.meta.message_passing(task.network), rule, jax.random.key(0), 5)
+      >>> bool(errors[5] < errors[0] / 5)
+      True
+    """
+    card = pretrained_card(name)
+    with (FOLDER / f"{name}.npz").open("rb") as file:
+        return _read(card, file)
+
+
+def load_trained(path: str | Path) -> tuple[Separable, dict[str, Any]]:
+    """A rule that `save_trained` wrote, and its card.
+
+    Args:
+      path: without suffix.
+
+    Raises:
+      ValueError: if the card makes no rule, or if the arrays are those of another card.
+    """
+    card, data = json.loads(_file(path, ".json").read_text()), _file(path, ".npz").read_bytes()
+    if isinstance(card, dict):
+        digest = card.pop(DIGEST, None)
+        if digest not in (None, hashlib.sha256(data).hexdigest()):
+            raise ValueError(
+                f"{_file(path, '.npz')} and {_file(path, '.json')} were not written together: the arrays are not those "
+                "of which the card has the digest"
+            )
+    return _read(card, io.BytesIO(data)), card
+
+
+def save_trained(rule: Separable, card: dict[str, Any], path: str | Path) -> None:
+    """Writes a rule and its card, `path.npz` and `path.json`.
+
+    Each file is written whole or not at all, and the card holds the digest of the arrays, so what is read back is what
+    was written.
+
+    Args:
+      rule: trained.
+      card: with "rule", the options, and "sites", a list of `Site._asdict()`; and what else is worth knowing.
+      path: without suffix.
+
+    Raises:
+      ValueError: if the card does not describe this rule, or if a value of the rule is no finite real number.
+    """
+    card = json.loads(json.dumps(card, allow_nan=False))
+    form, values = _form(card), {name: np.asarray(x) for name, x in _named(rule)}
+    filled = _fill(form, values)
+    if jax.tree.structure(filled) != jax.tree.structure(rule):
+        there, here = _statics(form), _statics(rule)
+        names = sorted(n for n in there.keys() | here.keys() if there.get(n) != here.get(n))
+        raise ValueError(
+            f"the card's options are not the rule's: they differ in {', '.join(names) or 'the places'}. Write the card "
+            "with the options and sites that the rule was made of."
+        )
+    buffer = io.BytesIO()
+    np.savez(buffer, **values)  # pyright: ignore[reportArgumentType]
+    digest = {DIGEST: hashlib.sha256(buffer.getvalue()).hexdigest()}
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    _write(_file(path, ".npz"), buffer.getvalue())
+    _write(_file(path, ".json"), (json.dumps(card | digest, indent=1) + "\n").encode())
+
+
+def build(card: dict[str, Any]) -> Separable:
+    """A rule of the card's form, untrained."""
+    options, sites = _parts(card)
+    return Separable(sites, rngs=nnx.Rngs(0), **options)
+
+
+def _form(card: Any) -> Separable:
+    """The card's rule with shapes in place of arrays, so that a size costs nothing, however large the card has it."""
+    options, sites = _parts(card)
+    try:
+        return jax.eval_shape(lambda: Separable(sites, rngs=nnx.Rngs(0), **options))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"the card's options make no rule: {error}") from error
+
+
+def _parts(card: Any) -> tuple[dict[str, Any], list[Site]]:
+    """The options and the sites of a card, checked."""
+    if not isinstance(card, dict) or not isinstance(card.get("rule"), dict) or not isinstance(card.get("sites"), list):
+        raise ValueError(
+            'a card is a dictionary with "rule", the options of Separable, and "sites", a list; got '
+            + (f"one with {sorted(card)}" if isinstance(card, dict) else type(card).__name__)
+        )
+    sites = []
+    for site in card["sites"]:
+        if not isinstance(site, dict) or site.keys() != set(Site._fields):
+            raise ValueError(f"a site of a card has the entries {Site._fields}, got {str(site)[:200]}")
+        right = all(isinstance(site[name], str) for name in ("name", "kind"))
+        right &= site["family"] in ("dense", "diagonal", "elementwise") and isinstance(site["bias"], bool)
+        right &= all(isinstance(site[name], list | tuple) for name in ("shape", "features"))
+        right = right and all(type(n) is int and n > 0 for n in [site["batch"], *site["shape"]])
+        if not right or not all(isinstance(name, str) for name in site["features"]):
+            raise ValueError(f"a site of a card has names and sizes above 0, got {str(site)[:200]}")
+        sites.append(Site(**{**site, "shape": tuple(site["shape"]), "features": tuple(site["features"])}))
+    return card["rule"], sites
+
+
+def _read(card, file):
+    with np.load(file, allow_pickle=False) as arrays:
+        return _fill(_form(card), {key: arrays[key] for key in arrays.files})
+
+
+def _fill(form: Separable, values: dict[str, np.ndarray]) -> Separable:
+    """The rule of this form and of these values."""
+    leaves = []
+    for name, leaf in _named(form):
+        if name not in values or values[name].shape != leaf.shape:
+            found = values[name].shape if name in values else "nothing"
+            raise ValueError(
+                f"the file has {found} for {name}, the card's rule {leaf.shape}: they do not belong together"
+            )
+        value = values[name]
+        with np.errstate(over="ignore"):
+            fits = value.dtype in (np.float32, np.float64) and np.all(np.isfinite(value.astype(leaf.dtype)))
+        if not fits:
+            raise ValueError(f"a rule's numbers are finite and real, of {leaf.dtype}; got {value.dtype} for {name}")
+        leaves.append(jnp.asarray(value, leaf.dtype))
+    if len(leaves) != len(values):
+        raise ValueError(
+            f"the file has {len(values)} arrays, the card's rule {len(leaves)}: they do not belong together"
+        )
+    return jax.tree.unflatten(jax.tree.structure(form), leaves)
+
+
+def _named(rule: Any) -> list[tuple[str, Any]]:
+    leaves = jax.tree_util.tree_leaves_with_path(rule)
+    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
+
+
+def _statics(rule: Any) -> dict[str, Any]:
+    """What a rule and its parts have besides arrays, by name."""
+    found = {}
+    for path, module in nnx.iter_modules(rule):
+        for name, value in vars(module).items():
+            if not name.startswith("_") and not isinstance(value, nnx.Variable | nnx.Module):
+                found[".".join(map(str, (*path, name)))] = value
+    return found
+
+
+def _file(path: str | Path, suffix: str) -> Path:
+    return Path(f"{path}{suffix}")  # with_suffix would take the ".1" of "rule_v1.1" for a suffix
+
+
+def _write(path: Path, data: bytes) -> None:
+    """Writes a file that is there whole, or as it was before."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
+        temporary = Path(file.name)
+        try:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            temporary.chmod(0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise

@@ -1,0 +1,194 @@
+"""The small networks inside learned rules, and the start as gradient descent.
+
+Their inputs come in *parts*: arrays that broadcast against each other, each with some features last. A synapse's
+network sees a message (rows, 1, M, k), a weight (1, N, M, 1) and an input (rows, N, 1, 1); its first layer is linear,
+so each part is multiplied by its own rows of the kernel where it lives, and only the sums are as many as the synapses.
+"""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from apgrad.mplp._protocol import Site
+
+Parts = Sequence[jax.Array]
+GLOROT = jax.nn.initializers.glorot_uniform()
+LARGEST = 2**24  # size of anything in a rule; above it, a size is a mistake
+
+
+class Fixed(nnx.Variable):
+    """A number of a rule that is fitted or chosen, and not meta-trained."""
+
+
+def affine(parts: Parts, kernel: jax.Array) -> jax.Array:
+    """`concatenate(parts) @ kernel`, without concatenating."""
+    total, row = None, 0
+    for part in parts:
+        width = part.shape[-1]
+        term = part @ kernel[row : row + width]
+        total = term if total is None else total + term
+        row += width
+    if row != kernel.shape[0] or total is None:
+        raise ValueError(f"a network for {kernel.shape[0]} features was given {row}")
+    return total
+
+
+class Mlp(nnx.Module):
+    """Layers with biases; the activation between them; a last layer with or without a bias.
+
+    Args:
+      sizes: features in, hidden units, features out.
+      activation: between layers.
+      initializer: of the kernels.
+      last_bias: whether the last layer has one.
+      rngs: of the kernels.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        activation: Callable[[jax.Array], jax.Array],
+        *,
+        rngs: nnx.Rngs,
+        initializer: Callable[..., jax.Array] = GLOROT,
+        last_bias: bool = True,
+    ):
+        shapes = list(itertools.pairwise(sizes))
+        self.kernels = nnx.List([nnx.Param(initializer(rngs.params(), shape, float)) for shape in shapes])
+        biases = shapes if last_bias else shapes[:-1]
+        self.biases = nnx.List([nnx.Param(jnp.zeros(m, float)) for _, m in biases])
+        self.activation = activation
+
+    def __call__(self, *parts: jax.Array) -> jax.Array:
+        """From the parts of the input to the output."""
+        return self.tail(affine(parts, self.kernels[0][...]))
+
+    def tail(self, x: jax.Array) -> jax.Array:
+        """From the first layer's product on."""
+        for i in range(len(self.kernels)):
+            x = x @ self.kernels[i][...] if i else x
+            x = x + self.biases[i][...] if i < len(self.biases) else x
+            x = self.activation(x) if i < len(self.kernels) - 1 else x
+        return x
+
+
+class Gru(nnx.Module):
+    """The published recurrent unit (MPLP's code).
+
+        u = sigmoid(x W_ux + c W_uc + b_u)        r alike; both biases -1 at first
+        c' = u c + (1 - u) tanh(MLP_x(x) + MLP_c(r c) + b_n)
+
+    Args:
+      features: of x.
+      state: size of c.
+      hidden: units of the two MLPs' hidden layers, tanh; their last layers have no bias.
+      rngs: of the kernels, Glorot uniform.
+    """
+
+    def __init__(self, features: int, state: int, hidden: Sequence[int], *, rngs: nnx.Rngs):
+        draw = lambda n: nnx.Param(GLOROT(rngs.params(), (n, state), float))
+        self.update_x, self.update_c = draw(features), draw(state)
+        self.reset_x, self.reset_c = draw(features), draw(state)
+        self.update_bias = nnx.Param(-jnp.ones(state, float))
+        self.reset_bias = nnx.Param(-jnp.ones(state, float))
+        self.next_bias = nnx.Param(jnp.zeros(state, float))
+        self.next_x = Mlp([features, *hidden, state], jnp.tanh, rngs=rngs, last_bias=False)
+        self.next_c = Mlp([state, *hidden, state], jnp.tanh, rngs=rngs, last_bias=False)
+        self.size = state
+
+    def __call__(self, parts: Parts, c: jax.Array) -> jax.Array:
+        """The new state."""
+        size = self.size
+        kernels = [self.update_x[...], self.reset_x[...], self.next_x.kernels[0][...]]
+        x = affine(parts, jnp.concatenate(kernels, axis=1))
+        gates = c @ jnp.concatenate([self.update_c[...], self.reset_c[...]], axis=1)
+        u = jax.nn.sigmoid(x[..., :size] + gates[..., :size] + self.update_bias[...])
+        r = jax.nn.sigmoid(x[..., size : 2 * size] + gates[..., size:] + self.reset_bias[...])
+        candidate = self.next_x.tail(x[..., 2 * size :]) + self.next_c(r * c) + self.next_bias[...]
+        return u * c + (1 - u) * jnp.tanh(candidate)
+
+
+class Descent(nnx.Module):
+    """What makes a learner start as gradient descent: the exact answer, plus a correction whose gain begins at 0.
+
+    Channel 0 of the message carries the gradient; the other channels are the learner's own from the beginning.
+
+    Args:
+      channels: of the message.
+      learning_rate: at first, of a learner with an update; meta-trained.
+    """
+
+    def __init__(self, channels: int, learning_rate: float | None = None):
+        self.gain = nnx.Param(jnp.ones(channels, float).at[0].set(0.0))
+        updates = learning_rate is not None
+        self.update_gain = nnx.Param(jnp.zeros((), float)) if updates else nnx.data(None)
+        self.log_rate = nnx.Param(jnp.log(jnp.asarray(learning_rate, float))) if updates else nnx.data(None)
+
+    def message(self, exact: jax.Array, learned: jax.Array) -> jax.Array:
+        """Channel 0 (...) corrected by the learned message (..., k)."""
+        return beside(exact, self.gain[...] * learned)
+
+    def update(self, gradient: jax.Array, learned: jax.Array) -> jax.Array:
+        """The gradient step, corrected."""
+        if self.log_rate is None or self.update_gain is None:
+            raise ValueError("a learner without a learning rate has no update")
+        return -jnp.exp(self.log_rate[...]) * gradient + self.update_gain[...] * learned
+
+
+def beside(exact: jax.Array, learned: jax.Array) -> jax.Array:
+    """Adds to channel 0."""
+    return jnp.concatenate([learned[..., :1] + exact[..., None], learned[..., 1:]], axis=-1)
+
+
+Known = tuple[tuple[str, tuple[str, tuple[str, ...], bool]], ...]
+"""Names and forms of the places that a rule was made for."""
+
+
+def known_forms(sites: Sequence[Site]) -> Known:
+    """What a rule keeps of the sites that it is made for."""
+    return tuple(sorted({(site.name, site.form) for site in sites}))
+
+
+def require_form(known: Known, site: Site, *, by_name: bool) -> None:
+    """Refuses a place that a rule was not made for.
+
+    Args:
+      known: of `known_forms`.
+      site: asked for by a network.
+      by_name: whether the rule has parameters of its own for each name, or for each kind.
+    """
+    if (site.name, site.form) in known or (not by_name and any(site.form == form for _, form in known)):
+        return
+    places = ", ".join(f"{name!r} ({kind}, features {features}, bias {bias})" for name, (kind, features, bias) in known)
+    raise ValueError(
+        f"the rule was made for the places {places}; the network asks for {site.name!r} ({site.kind}, features "
+        f"{site.features}, bias {site.bias}). Make the rule for this network's mplp.sites"
+        + ("; one that shares everything across places of a kind fits other networks too." if by_name else ".")
+    )
+
+
+def require_one_of(name: str, value: Any, choices: tuple[Any, ...] = (False, True)) -> None:
+    """Refuses an unknown option; without choices, one that is not a truth value."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+
+
+def require_sizes(least: int, **sizes: Any) -> None:
+    """Refuses sizes, by name, that are not integers from `least` to LARGEST."""
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= LARGEST:
+            raise ValueError(f"{name} must be an integer from {least} to {LARGEST}, got {value!r}")
+
+
+def require_positive(**numbers: Any) -> None:
+    """Refuses numbers, by name, that are not finite and above 0, as far as they are known."""
+    for name, value in numbers.items():
+        known = isinstance(value, int | float | np.number) and not isinstance(value, bool)
+        if not isinstance(value, jax.Array) and not (known and 0 < value < math.inf):
+            raise ValueError(f"{name} must be a finite number above 0, got {value!r}")

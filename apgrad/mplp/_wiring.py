@@ -1,0 +1,77 @@
+"""Wiring: functions of signals without a rule, and what happens where a signal is used several times.
+
+A function without parameters (the sum of a skip connection, concatenation, a transpose, a mean) needs no rule: its
+transposed Jacobian leads messages back as it leads gradients back, each channel by itself. For that, its Jacobian is
+applied to the port, which stays zero, and reverse mode does the rest.
+
+At a fan-out, where a signal is used n times, reverse mode adds its messages up, as it adds gradients. `fork` aggregates
+them in another way.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from apgrad._ground.port import Signal
+from apgrad._ground.propagator import Propagator, node
+
+
+def wire(function: Callable[..., jax.Array], *signals: Signal) -> Signal:
+    """A function of signals that needs no rule: a sum, a concatenation, a reshape.
+
+    Args:
+      function: `(*values) -> value`. It need not be linear, but a rule has no say in it then.
+      *signals: its inputs.
+
+    Example:
+      >>> import jax.numpy as jnp, apgrad as ap
+      >>> a, b = (ap.Signal.of(jnp.ones((4, n)), channels=8) for n in (2, 3))
+      >>> both = ap.mplp.wire(lambda a, b: jnp.concatenate([a, b], axis=-1), a, b)
+      >>> both.value.shape, both.port.shape
+      ((4, 5), (4, 5, 8))
+    """
+    values = tuple(signal.value for signal in signals)
+    push = lambda *tangents: jax.jvp(function, values, tangents)[1]
+    ports = jax.vmap(push, in_axes=-1, out_axes=-1)(*[signal.port for signal in signals])
+    return Signal(function(*values), ports)
+
+
+def fork(
+    signal: Signal, n: int, aggregate: Literal["sum", "mean"] | Callable[[jax.Array], jax.Array] = "mean"
+) -> tuple[Signal, ...]:
+    """A signal for each of n uses, with their messages aggregated in a way of your own.
+
+    The value's true derivative is the sum over the uses, whatever happens to the messages.
+
+    Args:
+      signal: any.
+      n: at least 1.
+      aggregate: "sum", "mean", or a function from messages (n, ..., k) to one (..., k), which closes over no traced
+        array. A use to which no message comes back counts with zeros.
+
+    Returns:
+      n signals, each to be used once.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> signal = ap.Signal.of(jnp.ones((1, 2)), channels=1)
+      >>> def ports(s):
+      ...     a, b = ap.mplp.fork(s, 2, "mean")
+      ...     return jnp.sum(2 * a.port + 4 * b.port)
+      >>> jax.grad(ports)(signal).port[..., 0]
+      Array([[3., 3.]], dtype=float32)
+    """
+    if n < 1:
+        raise ValueError(f"fork makes at least one signal, got n={n}")
+    named: dict[Any, Callable] = {"sum": lambda m: jnp.sum(m, axis=0), "mean": lambda m: jnp.mean(m, axis=0)}
+    if not callable(aggregate) and aggregate not in named:
+        raise ValueError(f'fork aggregates by "sum", "mean" or a function, got {aggregate!r}')
+    reduce = aggregate if callable(aggregate) else named[aggregate]
+
+    def backward(_, messages):
+        value = jnp.sum(jnp.stack([m.value for m in messages]), axis=0)
+        return (Signal(value, reduce(jnp.stack([m.port for m in messages]))),)
+
+    return node(Propagator(lambda signal: ((signal,) * n, None), backward))(signal)

@@ -1,0 +1,62 @@
+"""Gradient descent as a message passing protocol: the exact rule.
+
+The case k = 1 in which the message is the gradient (MPLP, section 3; thesis, section 4.1):
+
+    loss          m = dL/dp
+    elementwise   m' = J^T m
+    dense         m'_i = sum_j W_ij m_j,    W <- W - lr mean_b x_i m_j
+
+It proves the nodes: with it, a network's updates are `-lr` times its gradient.
+"""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Site
+
+
+class Exact(nnx.Module):
+    """Gradient descent.
+
+    Args:
+      learning_rate: meta-trainable like any other parameter of a rule.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> def network(places, params, batch):
+      ...     x, y = batch
+      ...     p = ap.mplp.dense(places["layer"], places.signal(x), params["w"])
+      ...     return ap.mplp.squared_error(places["loss"], p, y)
+      >>> batch, params = (jnp.ones((4, 1)), 2 * jnp.ones((4, 1))), {"w": jnp.zeros((1, 1))}
+      >>> rule = ap.mplp.Exact(learning_rate=0.1)
+      >>> state = ap.mplp.init_state(rule, network, params, batch)
+      >>> updates, state, metrics = ap.mplp.backward(rule, network, params, state, batch)
+      >>> float(updates["w"][0, 0]), float(metrics["loss"])
+      (0.2..., 2.0)
+    """
+
+    channels = 1
+
+    def __init__(self, learning_rate: float):
+        self.learning_rate = nnx.Param(jnp.asarray(learning_rate, float))
+
+    def init(self, site: Site) -> tuple[()]:
+        """No state."""
+        return ()
+
+    def at(self, site: Site) -> jax.tree_util.Partial:
+        """The same learner everywhere."""
+        return jax.tree_util.Partial(descend, self.learning_rate[...])
+
+
+def descend(learning_rate: jax.Array, site: Site, question: Dense | Diagonal | Elementwise, state: tuple[()]) -> Answer:
+    """Channel 0 of the message is the gradient, and the answer is backpropagation's."""
+    if isinstance(question, Elementwise):
+        return Answer(question.exact[..., None])
+    m = question.message[..., 0]
+    if isinstance(question, Diagonal):
+        return Answer((m * question.through)[..., None], -learning_rate * m * question.slope)
+    message = (m @ question.weight.T)[..., None]
+    bias = None if question.bias is None else -learning_rate * jnp.sum(m, axis=0) / site.batch
+    return Answer(message, -learning_rate * question.inputs.T @ m / site.batch, bias)

@@ -1,0 +1,358 @@
+"""Per-synapse rules: small networks run for every weight and example.
+
+Randazzo, Niklasson & Mordvintsev, "MPLP: learning a message passing learning protocol", 2020, and its published code.
+A synapse ij of a dense node sees the message m_bj at its output, its weight and its input; a network f yields its
+update and a network g its message, averaged over the outputs:
+
+    dW_ij = a (mean_b f(m_bj, W_ij, x_bi; c_bij) - o),        m'_bi = mean_j g(m_bj, W_ij, x_bi; c_bij)
+
+A bias sees [m, b, z], z its input, and goes first: the weights see its message. Activations see [m, z], the softmax
+[m, z, z - max z, exp(z - max z), their sum], losses their features alone. The *state* c is kept across inner steps for
+each synapse and each example's slot in the minibatch. Published:
+
+    stateful      one GRU for f and g: its state's channel 0 is the update, its last k channels are the message
+    stateless     f: 80 relu, 40 relu, 1 tanh;  g: 80 relu, 40 relu, k tanh
+
+(the paper describes separate GRUs for f and g: `cell="two_grus"`). What a network sees is standardized (see
+`standardization.py`); a is learned, o is fitted.
+
+Started *as gradient descent* the update is `-lr mean_b x m_0` and channel 0 of the message `sum_j W_ij m_j0`, plus
+corrections of the above form whose gains begin at 0.
+"""
+
+import copy
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from apgrad.mplp import _standardization as standardization
+from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Site
+from apgrad.mplp._rule_parts import (
+    Descent,
+    Fixed,
+    Gru,
+    Mlp,
+    known_forms,
+    require_form,
+    require_one_of,
+    require_positive,
+    require_sizes,
+)
+from apgrad.mplp._standardization import Standardizer
+
+CHUNK = 8192  # synapses whose hidden layers fit into a core's cache: twice as fast as all at once (measured, CPU)
+
+
+class PerSynapse(nnx.Module):
+    """The published rules.
+
+    Args:
+      sites: of the network, from `mplp.sites`; the rule fits every network whose places have these names (or kinds,
+        where all is shared), whatever their sizes.
+      channels: size k of a message.
+      hidden: further size h of the recurrent state.
+      cell: "gru", "two_grus" or "mlp".
+      start: "random", or "gradient_descent": exact at first.
+      layers: hidden units of the networks.
+      share: networks are shared across places of a kind.
+      share_standardizers: so are standardizers.
+      share_scales: so are the scales a, and the learning rates.
+      aggregate: of messages over a dense node's outputs, "mean" as published, or "sum".
+      gradient: networks also see the true gradient (the hybrid that the papers propose).
+      learning_rate: of the start as gradient descent.
+      output_scale: a at first, of a random start.
+      rngs: of the networks.
+
+    Example:
+      >>> import jax.numpy as jnp, apgrad as ap
+      >>> from flax import nnx
+      >>> model = nnx.Sequential(nnx.Linear(1, 5, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(5, 1, rngs=nnx.Rngs(1)))
+      >>> network, params = ap.mplp.from_nnx(model, loss=ap.mplp.squared_error)
+      >>> batch = jnp.ones((10, 1)), jnp.zeros((10, 1))
+      >>> rule = ap.mplp.PerSynapse(ap.mplp.sites(network, params, batch), channels=4, hidden=3, rngs=nnx.Rngs(2))
+      >>> state = ap.mplp.init_state(rule, network, params, batch)
+      >>> updates, state, metrics = ap.mplp.backward(rule, network, params, state, batch)
+      >>> state["0_dense"]["weight"]["carry"].shape
+      (10, 1, 5, 8)
+    """
+
+    def __init__(
+        self,
+        sites: Sequence[Site],
+        *,
+        channels: int = 8,
+        hidden: int = 15,
+        cell: Literal["gru", "two_grus", "mlp"] = "gru",
+        start: Literal["random", "gradient_descent"] = "random",
+        layers: Sequence[int] = (80, 40),
+        share: bool = False,
+        share_standardizers: bool = False,
+        share_scales: bool = False,
+        aggregate: Literal["mean", "sum"] = "mean",
+        gradient: bool = False,
+        learning_rate: float = 0.1,
+        output_scale: float = 0.01,
+        rngs: nnx.Rngs,
+    ):
+        require_one_of("cell", cell, ("gru", "two_grus", "mlp"))
+        require_one_of("start", start, ("random", "gradient_descent"))
+        require_one_of("aggregate", aggregate, ("mean", "sum"))
+        flags = {"share": share, "share_standardizers": share_standardizers, "share_scales": share_scales}
+        for name, value in (flags | {"gradient": gradient}).items():
+            require_one_of(name, value)
+        require_sizes(1, channels=channels, **{f"layers[{i}]": n for i, n in enumerate(layers)})
+        require_sizes(0, hidden=hidden)
+        require_positive(learning_rate=learning_rate)
+        self.channels, self.aggregate, self.gradient = channels, aggregate, gradient
+        self.share, self.share_standardizers, self.share_scales = share, share_standardizers, share_scales
+        self.record = False
+        self.known = known_forms(sites)
+        self.cells, self.standardizers = nnx.Dict({}), nnx.Dict({})
+        self.scales, self.means = nnx.Dict({}), nnx.Dict({})
+        self.descents = nnx.Dict({})
+        for site in sites:
+            for part, groups, width in self._parts(site):
+                updates = part != "message"
+                key = self._key(site, part, share)
+                if key not in self.cells:
+                    self.cells[key] = _cell(cell, width, channels, hidden, layers, updates, rngs)
+                key = self._key(site, part, share_standardizers)
+                if key not in self.standardizers:
+                    self.standardizers[key] = Standardizer(groups)
+                    if updates:
+                        self.means[key] = Fixed(jnp.zeros((), float))
+                key = self._key(site, part, share_scales)
+                if updates and key not in self.scales:
+                    self.scales[key] = nnx.Param(jnp.asarray(output_scale, float))
+                if start != "random" and key not in self.descents:
+                    self.descents[key] = Descent(channels, learning_rate if updates else None)
+
+    def init(self, site: Site) -> dict[str, Any]:
+        """Zeros for each synapse and example; in a recording rule, also its statistics."""
+        state = {}
+        for part, groups, _ in self._parts(site):
+            rows, *units = site.shape
+            shape = (rows, units[-1]) if part == "bias" and site.family == "dense" else site.shape
+            state[part] = {"carry": self.cells[self._key(site, part, self.share)].init(shape)}
+            if self.record:
+                state[part] |= {"shift": jnp.zeros(groups, float), "scale": jnp.zeros(groups, float)}
+                state[part] |= {"mean": jnp.zeros((), float)}
+        return state
+
+    def at(self, site: Site) -> "_Learner":
+        """The learners of a place."""
+        learners = {}
+        for part, _, _ in self._parts(site):
+            own, pair, scale = (
+                self._key(site, part, s) for s in (self.share, self.share_standardizers, self.share_scales)
+            )
+            size, mean = self.scales.get(scale), self.means.get(pair)
+            learners[part] = _Part(self.cells[own], self.standardizers[pair], size, mean, self.descents.get(scale))
+        return _Learner(learners, self.channels, self.aggregate, self.gradient, self.record)
+
+    def recording(self) -> "PerSynapse":
+        """The same rule, standardizing each step by its own statistics, which its states carry away."""
+        rule = copy.copy(self)
+        rule.record = True
+        return rule
+
+    def fitted(self, states: dict[str, Any], blend: float, max_scale: float | None) -> "PerSynapse":
+        """The same rule with standardizers of a recording rule's states; see `fit_standardizers`."""
+        rule = nnx.clone(self)
+        found: dict[str, list[dict[str, jax.Array]]] = {}
+        forms = dict(self.known)
+        for name, parts in states.items():
+            for part, seen in parts.items():
+                found.setdefault(_key(name, forms[name][0], part, self.share_standardizers), []).append(seen)
+        for key, seen in found.items():
+            shift, scale, mean = (jnp.mean(jnp.stack([s[n] for s in seen]), axis=0) for n in ("shift", "scale", "mean"))
+            scale = scale if max_scale is None else jnp.minimum(scale, max_scale)
+            pairs = [(rule.standardizers[key].shift, shift), (rule.standardizers[key].scale, scale)]
+            pairs += [(rule.means[key], mean)] if key in rule.means else []
+            for variable, new in pairs:
+                variable[...] = variable[...] * (1 - blend) + blend * new
+        return rule
+
+    def _parts(self, site: Site) -> list[tuple[str, int, int]]:
+        """What is learned at a place: its name, and how many groups of features and features it sees."""
+        seen = self.channels + self.gradient
+        if site.family == "elementwise":
+            extra = len(site.features)
+            message = 0 if "loss" in site.features or site.kind == "readout" else 1
+            return [("message", message * (1 + self.gradient) + extra, message * seen + extra)]
+        both = [("bias", 3 + self.gradient, seen + 2), ("weight", 3 + self.gradient, seen + 2)]
+        return both[1 - site.bias :] if site.family == "dense" else both[:1]
+
+    def _key(self, site: Site, part: str, shared: bool) -> str:
+        by_name = not (self.share and self.share_standardizers and self.share_scales)
+        require_form(self.known, site, by_name=by_name)
+        return _key(site.name, site.kind, part, shared)
+
+
+def _in_chunks(cell: Any, parts: list[jax.Array], carry: Any) -> Any:
+    """The cell on some rows (the parts' first axis) at a time, remembering only its inputs for a meta-gradient."""
+    shape = jnp.broadcast_shapes(*[part.shape[:-1] for part in parts])
+    # A part with fewer axes (the parameter of a bias) has no rows: its axes stand for the last ones.
+    parts = [part.reshape(*[1] * (len(shape) + 1 - part.ndim), *part.shape) for part in parts]
+    chunk = max(1, CHUNK // math.prod(shape[1:]))
+    if chunk >= shape[0]:
+        return jax.checkpoint(cell)(parts, carry)
+    moving = [part.shape[0] != 1 for part in parts]
+
+    @jax.checkpoint
+    def row(arguments):
+        own, carry = arguments
+        own = iter(own)
+        return cell([next(own) if m else part[0] for part, m in zip(parts, moving, strict=True)], carry)
+
+    return jax.lax.map(row, ([p for p, m in zip(parts, moving, strict=True) if m], carry), batch_size=chunk)
+
+
+def _key(name: str, kind: str, part: str, shared: bool) -> str:
+    return f"{kind if shared else name}/{part}"
+
+
+class _GruCell(nnx.Module):
+    """One GRU: channel 0 of its state is the update (where there is one), the last k the message."""
+
+    def __init__(self, features, channels, hidden, layers, updates, rngs):
+        self.gru = Gru(features, updates + hidden + channels, layers, rngs=rngs)
+        self.channels, self.updates = channels, updates
+
+    def init(self, shape):
+        return jnp.zeros((*shape, self.gru.size), float)
+
+    def __call__(self, parts, carry):
+        carry = self.gru(parts, carry)
+        return carry[..., 0] if self.updates else None, carry[..., -self.channels :], carry
+
+
+class _TwoGrus(nnx.Module):
+    """f and g with a GRU and a state each."""
+
+    def __init__(self, features, channels, hidden, layers, updates, rngs):
+        self.f = _GruCell(features, 1, hidden, layers, False, rngs) if updates else nnx.data(None)
+        self.g = _GruCell(features, channels, hidden, layers, False, rngs)
+
+    def init(self, shape):
+        return {name: cell.init(shape) for name, cell in (("f", self.f), ("g", self.g)) if cell is not None}
+
+    def __call__(self, parts, carry):
+        _, message, new = self.g(parts, carry["g"])
+        if self.f is None:
+            return None, message, {"g": new}
+        _, update, f = self.f(parts, carry["f"])
+        return update[..., 0], message, {"f": f, "g": new}
+
+
+class _TwoMlps(nnx.Module):
+    """f and g without a state; tanh at the end."""
+
+    def __init__(self, features, channels, hidden, layers, updates, rngs):
+        make = lambda n: Mlp([features, *layers, n], jax.nn.relu, rngs=rngs)
+        self.f = make(1) if updates else nnx.data(None)
+        self.g = make(channels)
+
+    def init(self, shape):
+        return ()
+
+    def __call__(self, parts, carry):
+        update = None if self.f is None else jnp.tanh(self.f(*parts))[..., 0]
+        return update, jnp.tanh(self.g(*parts)), ()
+
+
+def _cell(cell, *args):
+    return {"gru": _GruCell, "two_grus": _TwoGrus, "mlp": _TwoMlps}[cell](*args)
+
+
+class _Part(NamedTuple):
+    """What is learned at a place: for its weights, its biases, or its message alone."""
+
+    cell: Any
+    standardizer: Standardizer
+    scale: nnx.Param | None
+    mean: Fixed | None
+    descent: Descent | None
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Learner:
+    parts: dict[str, _Part]
+    channels: int = dataclasses.field(metadata={"static": True})
+    aggregate: str = dataclasses.field(metadata={"static": True})
+    gradient: bool = dataclasses.field(metadata={"static": True})
+    record: bool = dataclasses.field(metadata={"static": True})
+
+    def __call__(self, site: Site, question: Dense | Diagonal | Elementwise, state: dict[str, Any]) -> Answer:
+        if isinstance(question, Elementwise):
+            return self._elementwise(question, state)
+        if isinstance(question, Diagonal):
+            return self._diagonal(question, state)
+        return self._dense(site, question, state)
+
+    def _run(self, part: str, inputs: list[jax.Array], state: dict[str, Any]) -> Any:
+        """Update (centred and scaled), message and new state of a part."""
+        cell, standardizer, scale, mean, _ = self.parts[part]
+        state, centre = state[part], 0.0
+        if not self.record:
+            update, message, carry = _in_chunks(cell, standardizer(inputs), state["carry"])
+            new = {"carry": carry}
+            centre = 0.0 if mean is None else jax.lax.stop_gradient(mean[...])
+        else:
+            shift, factor = standardization.statistics(inputs)
+            update, message, carry = _in_chunks(cell, standardization.apply(inputs, shift, factor), state["carry"])
+            centre = jnp.zeros(()) if update is None else jnp.mean(update)
+            new = {"carry": carry, "shift": shift, "scale": factor, "mean": centre}
+        return None if update is None or scale is None else (update - centre) * scale[...], message, new
+
+    def _seen(self, message: jax.Array, gradient: jax.Array) -> list[jax.Array]:
+        return [message, gradient[..., None]] if self.gradient else [message]
+
+    def _elementwise(self, question: Elementwise, state: dict[str, Any]) -> Answer:
+        inputs = [] if question.message is None else self._seen(question.message, question.gradient)
+        inputs += [feature[..., None] for feature in question.features.values()]
+        _, message, new = self._run("message", inputs, state)
+        if (descent := self.parts["message"].descent) is not None:
+            message = descent.message(question.exact, message)
+        return Answer(message, state={"message": new})
+
+    def _diagonal(self, question: Diagonal, state: dict[str, Any]) -> Answer:
+        parameter = jnp.broadcast_to(question.parameter, question.inputs.shape[-question.parameter.ndim :])
+        inputs = [*self._seen(question.message, question.gradient), parameter[..., None], question.inputs[..., None]]
+        update, message, new = self._run("bias", inputs, state)
+        part = self.parts["bias"]
+        if part.descent is not None:
+            m = question.message[..., 0]
+            message = part.descent.message(m * question.through, message)
+            update = part.descent.update(m * question.slope, update)
+        return Answer(message, update, state={"bias": new})
+
+    def _dense(self, site: Site, question: Dense, state: dict[str, Any]) -> Answer:
+        message, bias, new = question.message, None, {}
+        if question.bias is not None:
+            ones = jnp.ones((), question.bias.dtype)
+            one = jnp.broadcast_to(ones, question.output.shape)
+            asked = Diagonal(message, question.gradient, question.output, question.bias, one, ones)
+            answer = self._diagonal(asked, state)
+            assert answer.update is not None  # a diagonal answer has one
+            message, new, bias = answer.message, answer.state, jnp.sum(answer.update, axis=0) / site.batch
+        inputs = [
+            *[x[:, None] for x in self._seen(message, question.gradient)],
+            question.weight[None, :, :, None],
+            question.inputs[:, :, None, None],
+        ]
+        update, synapses, new["weight"] = self._run("weight", inputs, state)
+        update = jnp.sum(update, axis=0) / site.batch
+        passed = (jnp.mean if self.aggregate == "mean" else jnp.sum)(synapses, axis=2)
+        part = self.parts["weight"]
+        if part.descent is not None:
+            m = message[..., 0]
+            passed = part.descent.message(m @ question.weight.T, passed)
+            update = part.descent.update(question.inputs.T @ m / site.batch, update)
+        return Answer(passed, update, bias, new)

@@ -1,0 +1,268 @@
+"""The separable rule: networks for every neuron in place of networks for every synapse.
+
+A per-synapse rule (`per_synapse.py`) runs a network for each weight and example. Here a synapse's update is a sum of R
+products of something at its input and something at its output, each made by a small network of one neuron, and a
+message is a weighted sum as in backpropagation:
+
+    dW_ij = -lr mean_b sum_r B_r(x_bi, u_i) A_r(m_bj, v_j),      db_j = -lr' mean_b A_0'(m_bj, v_j)
+    m'_bi = G(sum_j W_ij U(m_bj, v_j), z_bi, s_i)
+
+with x the inputs, m (k channels) the messages at the outputs, and G at the activation. These are matrix products: the
+cost is about (1 + k + R) products of a forward pass's size. Gradient descent is the case k = R = 1, A(m) = m, B(x) = x,
+U(m) = m, G(m, z) = act'(z) m. A loss makes the first message of [L, p, y, ...].
+
+*Started as gradient descent*, channel 0 of m, and A_0, B_0, U_0, are these plus corrections whose gains begin at 0. The
+corrections of A are all 0 at first, so those of B (r > 0) may be there from the beginning, and the other channels of
+messages too: they are read by nobody yet, and ready to be.
+
+*Memory.* u, v, s are recurrent states of neurons (not of synapses, nor of examples, so the order of a minibatch
+does not matter): a gated unit fed with the mean and the mean square over the batch of what the neuron sees. With it a
+rule can follow its statistics, as Adam does, and tell the first step from the last.
+
+*Whitening.* Inputs are whitened as the layer learns: B_0 is P x, and the other B see P x beside x (`whitening.py`). The
+start is then recursive least squares' step along P x.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Site
+from apgrad.mplp._rule_parts import (
+    Mlp,
+    beside,
+    known_forms,
+    require_form,
+    require_one_of,
+    require_positive,
+    require_sizes,
+)
+from apgrad.mplp.rules import _whitening as whitening
+
+NORMAL = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal")
+
+
+class Separable(nnx.Module):
+    """The separable rule.
+
+    Args:
+      sites: of the network, from `mplp.sites`.
+      channels: size k of a message.
+      rank: R, products in an update.
+      hidden: units of the networks, tanh.
+      memory: size of a neuron's state; 0 for none.
+      whiten: whether dense layers whiten their inputs.
+      start: "gradient_descent", exact at first (with `whiten`, along whitened inputs), or "random".
+      share: who shares networks, step sizes and so on. False: nobody. True: places of a kind; the rule then fits every
+        network of these kinds of nodes. "role": places whose names differ in digits only ("dense_1", "dense_2" are
+        one role, "dense_out" another); it fits every network of these roles, of any depth.
+      normalize: whether a dense layer's step is divided by 1 + mean |x|^2 (normalized least mean squares, Nagumo &
+        Noda, 1967), so that a learned step size means the same in layers of every width.
+      gradient: networks also see the true gradient (the hybrid that both papers propose).
+      learning_rate: of the start as gradient descent, for each place; meta-trained.
+      strength: lambda of the whitening at first.
+      forget: epsilon of the whitening at first.
+      full: layers of up to so many inputs have a full P, wider ones a window.
+      window: its rows, about.
+      rngs: of the networks.
+
+    Example:
+      >>> import jax.numpy as jnp, apgrad as ap
+      >>> from flax import nnx
+      >>> model = nnx.Sequential(nnx.Linear(1, 5, rngs=nnx.Rngs(0)), nnx.tanh, nnx.Linear(5, 1, rngs=nnx.Rngs(1)))
+      >>> network, params = ap.mplp.from_nnx(model, loss=ap.mplp.squared_error)
+      >>> batch = jnp.ones((10, 1)), jnp.zeros((10, 1))
+      >>> sites = ap.mplp.sites(network, params, batch)
+      >>> rule = ap.mplp.Separable(sites, memory=4, whiten=True, rngs=nnx.Rngs(2))
+      >>> state = ap.mplp.init_state(rule, network, params, batch)
+      >>> updates, state, metrics = ap.mplp.backward(rule, network, params, state, batch)
+      >>> state["2_dense"]["whitening"]["P"].shape
+      (5, 5)
+    """
+
+    def __init__(
+        self,
+        sites: Sequence[Site],
+        *,
+        channels: int = 8,
+        rank: int = 8,
+        hidden: int = 32,
+        memory: int = 0,
+        whiten: bool = False,
+        start: Literal["gradient_descent", "random"] = "gradient_descent",
+        share: bool | Literal["role"] = False,
+        normalize: bool = False,
+        gradient: bool = False,
+        learning_rate: float = 0.3,
+        strength: float = 3.0,
+        forget: float = 1e-3,
+        full: int = 512,
+        window: int = 64,
+        rngs: nnx.Rngs,
+    ):
+        require_one_of("start", start, ("gradient_descent", "random"))
+        require_one_of("share", share, (False, True, "role"))
+        for name, value in {"whiten": whiten, "normalize": normalize, "gradient": gradient}.items():
+            require_one_of(name, value)
+        require_sizes(1, channels=channels, rank=rank, hidden=hidden)
+        require_sizes(0, memory=memory, full=full, window=window)
+        require_positive(learning_rate=learning_rate, strength=strength, forget=forget)
+        self.channels, self.memory, self.share, self.whitens = channels, memory, share, whiten
+        self.full, self.window = full, window
+        self.known = known_forms(sites)
+        self.places = nnx.Dict({})
+        seen, descent = channels + gradient, start == "gradient_descent"
+        for site in sites:
+            key = self._key(site)
+            if key in self.places:
+                continue
+            if site.family == "dense":
+                white = (strength, forget) if whiten else None
+                made = _Dense(seen, channels, rank, hidden, memory, descent, learning_rate, white, normalize, rngs)
+            elif site.family == "diagonal":
+                made = _Diagonal(seen, channels, hidden, memory, descent, learning_rate, rngs)
+            else:
+                begins = "loss" in site.features or site.kind == "readout"
+                made = _Elementwise(0 if begins else seen, len(site.features), channels, hidden, memory, descent, rngs)
+            self.places[key] = made
+
+    def init(self, site: Site) -> dict[str, Any]:
+        """Memories of zeros for each neuron, and P = I."""
+        state: dict[str, Any] = {}
+        if self.memory and site.family == "dense":
+            _, inputs, outputs = site.shape
+            state = {"inputs": jnp.zeros((inputs, self.memory), float)}
+            state |= {"outputs": jnp.zeros((outputs, self.memory), float)}
+        elif self.memory:
+            state = {"units": jnp.zeros((*site.shape[1:], self.memory), float)}
+        if self.whitens and site.family == "dense":
+            state["whitening"] = whitening.init(site, self.full, self.window)
+        return state
+
+    def at(self, site: Site) -> Any:
+        """The networks of a place, or of its kind."""
+        require_form(self.known, site, by_name=not self.share)
+        key = self._key(site)
+        if key not in self.places:
+            raise ValueError(
+                f"the rule has the roles {sorted(self.places)}; the network asks for {site.name!r} ({key!r})"
+            )
+        return self.places[key]
+
+    def _key(self, site: Site) -> str:
+        if self.share == "role":
+            return re.sub(r"\d+", "", site.name)
+        return site.kind if self.share else site.name
+
+
+class _Memory(nnx.Module):
+    """A gated unit: `s + sigmoid(gate) * (tanh(new) - s)`, fed with the batch's mean and mean square."""
+
+    def __init__(self, features: int, size: int, rngs: nnx.Rngs):
+        self.kernel = nnx.Param(NORMAL(rngs.params(), (2 * features + size, 2 * size), float))
+        self.bias = nnx.Param(jnp.zeros(2 * size, float))
+
+    def __call__(self, seen: jax.Array, state: jax.Array) -> jax.Array:
+        x = jnp.concatenate([jnp.mean(seen, axis=0), jnp.mean(seen**2, axis=0), state], axis=-1)
+        gate, new = jnp.split(x @ self.kernel[...] + self.bias[...], 2, axis=-1)
+        return state + jax.nn.sigmoid(gate) * (jnp.tanh(new) - state)
+
+
+class _Output(nnx.Module):
+    """A network of one neuron: `exact + gain * network`, where only channel 0 has an exact part."""
+
+    def __init__(self, features: int, hidden: int, out: int, gain: tuple[float, float], descent: bool, rngs: nnx.Rngs):
+        self.network = Mlp([features, hidden, out], jnp.tanh, rngs=rngs, initializer=NORMAL)
+        first, others = gain
+        self.gain = nnx.Param(jnp.full(out, others, float).at[0].set(first)) if descent else nnx.data(None)
+
+    def __call__(self, exact: jax.Array, *parts: jax.Array) -> jax.Array:
+        learned = self.network(*parts)
+        return learned if self.gain is None else beside(exact, self.gain[...] * learned)
+
+
+class _Dense(nnx.Module):
+    def __init__(self, seen, channels, rank, hidden, memory, descent, learning_rate, white, normalize, rngs):
+        make = lambda features, out, gain: _Output(features + memory, hidden, out, gain, descent, rngs)
+        self.A = make(seen, rank, (0.0, 0.0))
+        self.B = make(1 if white is None else 2, rank, (0.0, 1.0))
+        self.U = make(seen, channels, (0.0, 1.0))
+        self.bias = make(seen, 1, (0.0, 0.0))
+        self.log_rate = nnx.Param(jnp.full(2, jnp.log(learning_rate), float))
+        self.inputs = _Memory(1, memory, rngs) if memory else nnx.data(None)
+        self.outputs = _Memory(seen, memory, rngs) if memory else nnx.data(None)
+        self.log_white = nnx.data(None) if white is None else nnx.Param(jnp.log(jnp.asarray(white, float)))
+        self.seen, self.normalize = seen, normalize
+
+    def __call__(self, site: Site, question: Dense, state: dict[str, Any]) -> Answer:
+        m, x, new = question.message, question.inputs, dict(state)
+        at_output, at_input = [_seen(question, self.seen)], [x[..., None]]
+        if self.log_white is not None:
+            strength, forget = jnp.exp(self.log_white[...])
+            x, new["whitening"] = whitening.whiten(x, state["whitening"], strength, forget)
+            at_input.append(x[..., None])
+        if self.inputs is not None and self.outputs is not None:
+            new["inputs"] = self.inputs(at_input[0], state["inputs"])
+            new["outputs"] = self.outputs(at_output[0], state["outputs"])
+            at_input.append(new["inputs"])
+            at_output.append(new["outputs"])
+        gradient = m[..., 0]
+        rate = jnp.exp(self.log_rate[...])
+        if self.normalize:
+            rate = rate / (1.0 + jnp.mean(jnp.sum(question.inputs**2, axis=-1)))
+        A, B = self.A(gradient, *at_output), self.B(x, *at_input)
+        update = -rate[0] / site.batch * jnp.einsum("bir,bjr->ij", B, A)
+        bias = None
+        if question.bias is not None:
+            bias = -rate[1] / site.batch * jnp.sum(self.bias(gradient, *at_output)[..., 0], axis=0)
+        message = jnp.einsum("bjk,ij->bik", self.U(gradient, *at_output), question.weight)
+        return Answer(message, update, bias, new)
+
+
+class _Diagonal(nnx.Module):
+    """A bias, a scale, an embedded row: the update and the message are each one network's."""
+
+    def __init__(self, seen, channels, hidden, memory, descent, learning_rate, rngs):
+        make = lambda out, gain: _Output(seen + 2 + memory, hidden, out, gain, descent, rngs)
+        self.update, self.message = make(1, (0.0, 0.0)), make(channels, (0.0, 1.0))
+        self.log_rate = nnx.Param(jnp.log(jnp.asarray(learning_rate, float)))
+        self.memory = _Memory(seen, memory, rngs) if memory else nnx.data(None)
+        self.seen = seen
+
+    def __call__(self, site: Site, question: Diagonal, state: dict[str, Any]) -> Answer:
+        m, new = _seen(question, self.seen), dict(state)
+        parameter = jnp.broadcast_to(question.parameter, question.inputs.shape)
+        parts = [m, parameter[..., None], question.inputs[..., None]]
+        if self.memory is not None:
+            new["units"] = self.memory(m, state["units"])
+            parts.append(new["units"])
+        gradient = question.message[..., 0]
+        update = -jnp.exp(self.log_rate[...]) * self.update(gradient * question.slope, *parts)[..., 0]
+        return Answer(self.message(gradient * question.through, *parts), update, state=new)
+
+
+class _Elementwise(nnx.Module):
+    def __init__(self, seen, features, channels, hidden, memory, descent, rngs):
+        self.G = _Output(seen + features + memory, hidden, channels, (0.0, 1.0), descent, rngs)
+        self.memory = _Memory(seen + features, memory, rngs) if memory else nnx.data(None)
+        self.seen = seen
+
+    def __call__(self, site: Site, question: Elementwise, state: dict[str, Any]) -> Answer:
+        parts = [jnp.stack(list(question.features.values()), axis=-1)]
+        if question.message is not None:
+            parts.insert(0, _seen(question, self.seen))
+        new = dict(state)
+        if self.memory is not None:
+            new["units"] = self.memory(jnp.concatenate(parts, axis=-1), state["units"])
+            parts.append(new["units"])
+        return Answer(self.G(question.exact, *parts), state=new)
+
+
+def _seen(question: Any, size: int) -> jax.Array:
+    """The message, and beside it the gradient for a rule that sees one channel more."""
+    m = question.message
+    return m if m.shape[-1] == size else jnp.concatenate([m, question.gradient[..., None]], axis=-1)

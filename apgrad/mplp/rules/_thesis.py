@@ -1,0 +1,180 @@
+"""The thesis's rule: two-layer networks for every synapse, batch norm, a learned step size, clipped updates.
+
+The stateless protocol of the MPLP thesis (its chapters 4 and 5). With Wa = [W; b] and xa = [x, 1], a bias is the weight
+of an input that is 1:
+
+    loss           m = g_loss([L, p, y])
+    activation     m' = g_act([m, z])
+    dense          D_bij = f([m_bj, xa_bi]),    Wa <- Wa - clip(lr mean_b D, -1, 1)
+                   m'_bi = sum_j g_lin([m_bj, Wa_ij])
+
+Networks are linear, relu, linear; one for each kind of node, shared by all layers. Batch norm on the inputs of each
+network, over all its rows of one call, makes training start at all (thesis, section 5.2). Gradient descent is the case
+k = 1, f = x m, g_lin = W m, g_act = act'(z) m, g_loss = dL/dp.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Site
+from apgrad.mplp._rule_parts import (
+    Descent,
+    Fixed,
+    Mlp,
+    known_forms,
+    require_form,
+    require_one_of,
+    require_positive,
+    require_sizes,
+)
+from apgrad.mplp._standardization import BatchNorm
+
+UNUSED = ("error", "log_prediction")  # features of losses that this rule does not see
+
+
+class Thesis(nnx.Module):
+    """The thesis's rule.
+
+    Args:
+      sites: of the network, from `mplp.sites`; the rule fits every network of these kinds of nodes.
+      channels: size k of a message.
+      hidden: units of the networks.
+      batch_norm: on the networks' inputs.
+      learn_rate: whether the step size is meta-trained.
+      learning_rate: the step size at first; .001 in the thesis.
+      clip: bound on an update.
+      start: "random", or "gradient_descent": exact at first (as long as no update is clipped).
+      rngs: of the networks, uniform within 1 / sqrt(features).
+
+    Example:
+      >>> import jax.numpy as jnp, apgrad as ap
+      >>> from flax import nnx
+      >>> model = nnx.Sequential(nnx.Linear(1, 5, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(5, 1, rngs=nnx.Rngs(1)))
+      >>> network, params = ap.mplp.from_nnx(model, loss=ap.mplp.squared_error)
+      >>> batch = jnp.ones((10, 1)), jnp.zeros((10, 1))
+      >>> rule = ap.mplp.Thesis(ap.mplp.sites(network, params, batch), channels=8, rngs=nnx.Rngs(2))
+      >>> state = ap.mplp.init_state(rule, network, params, batch)
+      >>> updates, state, metrics = ap.mplp.backward(rule, network, params, state, batch)
+      >>> updates["0_dense"]["kernel"].shape
+      (1, 5)
+    """
+
+    def __init__(
+        self,
+        sites: Sequence[Site],
+        *,
+        channels: int = 8,
+        hidden: int = 50,
+        batch_norm: bool = True,
+        learn_rate: bool = True,
+        learning_rate: float = 1e-3,
+        clip: float = 1.0,
+        start: Literal["random", "gradient_descent"] = "random",
+        rngs: nnx.Rngs,
+    ):
+        require_one_of("start", start, ("random", "gradient_descent"))
+        require_one_of("batch_norm", batch_norm)
+        require_one_of("learn_rate", learn_rate)
+        require_sizes(1, channels=channels, hidden=hidden)
+        require_positive(learning_rate=learning_rate, clip=clip)
+        self.channels, self.learn_rate, self.clip = channels, learn_rate, clip
+        self.known = known_forms(sites)
+        self.log_rate = (nnx.Param if learn_rate else Fixed)(jnp.log(jnp.asarray(learning_rate, float)))
+        self.networks, self.descents, self.gains = nnx.Dict({}), nnx.Dict({}), nnx.Dict({})
+        make = lambda features, out: _Network(features, hidden, out, batch_norm, rngs)
+        for site in sites:
+            if f"{site.kind}/g" in self.networks:
+                continue
+            if site.family == "elementwise":
+                seen = 0 if "loss" in site.features or site.kind == "readout" else channels
+                self.networks[f"{site.kind}/g"] = make(seen + len(_used(site.features)), channels)
+            else:
+                self.networks[f"{site.kind}/f"] = make(channels + 1, 1)
+                self.networks[f"{site.kind}/g"] = make(channels + 1, channels)
+            if start == "gradient_descent":
+                self.descents[site.kind] = Descent(channels)
+                self.gains[site.kind] = nnx.Param(jnp.zeros((), float))  # of the correction of an update
+
+    def init(self, site: Site) -> tuple[()]:
+        """No state."""
+        return ()
+
+    def at(self, site: Site) -> "_Learner":
+        """The networks of a kind."""
+        require_form(self.known, site, by_name=False)
+        rate = jnp.exp(self.log_rate[...])
+        return _Learner(
+            self.networks.get(f"{site.kind}/f"),
+            self.networks[f"{site.kind}/g"],
+            self.descents.get(site.kind),
+            self.gains.get(site.kind),
+            rate if self.learn_rate else jax.lax.stop_gradient(rate),
+            self.clip,
+        )
+
+
+def _used(features: Sequence[str]) -> list[str]:
+    return [name for name in features if name not in UNUSED]
+
+
+class _Network(nnx.Module):
+    """Batch norm, linear, relu, linear."""
+
+    def __init__(self, features: int, hidden: int, out: int, batch_norm: bool, rngs: nnx.Rngs):
+        uniform = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
+        self.norm = BatchNorm(features) if batch_norm else nnx.data(None)
+        self.mlp = Mlp([features, hidden, out], jax.nn.relu, rngs=rngs, initializer=uniform)
+
+    def __call__(self, *parts: jax.Array) -> jax.Array:
+        return self.mlp(*(parts if self.norm is None else self.norm(*parts)))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Learner:
+    f: _Network | None
+    g: _Network
+    descent: Descent | None
+    gain: nnx.Param | None
+    rate: jax.Array
+    clip: float = dataclasses.field(metadata={"static": True})
+
+    def __call__(self, site: Site, question: Dense | Diagonal | Elementwise, state: tuple[()]) -> Answer:
+        if isinstance(question, Elementwise):
+            parts = [] if question.message is None else [question.message]
+            learned = self.g(*parts, *[question.features[name][..., None] for name in _used(site.features)])
+            return Answer(self._message(question.exact, learned))
+        m = question.message
+        if isinstance(question, Diagonal):
+            parameter = jnp.broadcast_to(question.parameter, question.slope.shape)
+            step = self._step(m[..., 0] * question.slope, self._f(m, question.slope[..., None])[..., 0])
+            # One example's share of an update: clipped here, since the mean over the batch is the node's.
+            message = self._message(m[..., 0] * question.through, self.g(m, parameter[..., None]))
+            return Answer(message, -jnp.clip(self.rate * step, -self.clip, self.clip))
+        x, W = question.inputs, question.weight
+        inputs = W.shape[0]
+        if question.bias is not None:
+            x = jnp.concatenate([x, jnp.ones((x.shape[0], 1), x.dtype)], axis=1)
+            W = jnp.concatenate([W, question.bias[None]], axis=0)
+        learned = jnp.sum(self._f(m[:, None], x[:, :, None, None])[..., 0], axis=0) / site.batch
+        step = self._step(x.T @ m[..., 0] / site.batch, learned)
+        update = -jnp.clip(self.rate * step, -self.clip, self.clip)
+        synapses = self.g(m[:, None], W[None, :, :, None])[:, :inputs]
+        message = self._message(m[..., 0] @ question.weight.T, jnp.sum(synapses, axis=2))
+        return Answer(message, update[:inputs], None if question.bias is None else update[inputs])
+
+    def _f(self, *parts: jax.Array) -> jax.Array:
+        if self.f is None:
+            raise ValueError("a node without parameters has no update")
+        return self.f(*parts)
+
+    def _message(self, exact: jax.Array, learned: jax.Array) -> jax.Array:
+        return learned if self.descent is None else self.descent.message(exact, learned)
+
+    def _step(self, gradient: jax.Array, learned: jax.Array) -> jax.Array:
+        return learned if self.gain is None else gradient + self.gain[...] * learned

@@ -1,0 +1,290 @@
+"""Looking at a trace: the graph with its scopes and heavy paths, influence as a heat map, influence over training.
+
+`graphviz` makes text for any viewer of the dot language. The figures want matplotlib, which apgrad does not depend on.
+"""
+
+import html
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from apgrad._programs import jaxprs
+from apgrad.tracing._influence import Influence, Kind, plain_scope
+from apgrad.tracing._interpreter import join
+from apgrad.tracing._rules import CONSTANTS
+from apgrad.tracing._trace import Trace
+
+COLOURS = ("#c2255c", "#1f77b4", "#2a8a3e", "#d95f02", "#6a51a3", "#8c6d1f")
+
+
+class Node(NamedTuple):
+    """A vertex of the drawn graph: a parameter (primitive "parameter"), an equation, or the loss ("loss")."""
+
+    primitive: str
+    scope: str
+    shape: tuple[int, ...]
+    name: str
+    depth: int
+
+
+class Graph(NamedTuple):
+    """What depends on the parameters, and the edges between."""
+
+    nodes: list[Node]
+    edges: list[tuple[int, int]]
+
+
+def graph(trace: Trace) -> Graph:
+    """The computation graph, array by array: calls written out, a loop's body drawn once.
+
+    Example:
+      >>> import jax.numpy as jnp, apgrad as ap
+      >>> made = graph(ap.trace_gradients(lambda w: jnp.sum(w**3))(jnp.ones(2)))
+      >>> [node.primitive for node in made.nodes], made.edges
+      (['parameter', 'integer_pow', 'reduce_sum', 'loss'], [(0, 1), (1, 2), (2, 3)])
+    """
+    jaxpr, count = trace.program()
+    nodes: list[Node] = []
+    edges: list[tuple[int, int]] = []
+
+    def place(primitive, scope, shape, name, sources):
+        depth = 1 + max((nodes[s].depth for s in sources), default=-1)
+        nodes.append(Node(primitive, plain_scope(scope), tuple(shape), name, depth))
+        edges.extend((s, len(nodes) - 1) for s in sorted(sources))
+        return len(nodes) - 1
+
+    def run(jaxpr, scope, inputs):
+        known = {v: s for v, s in zip(jaxpr.invars, inputs, strict=True) if s}
+        read = lambda atom: set() if hasattr(atom, "val") else known.get(atom, set())
+        for eqn in jaxpr.eqns:
+            given = [read(v) for v in eqn.invars]
+            sources, name = set().union(*given), eqn.primitive.name
+            if not sources or name in CONSTANTS:
+                continue
+            where, inside = join(scope, jaxprs.scope(eqn)), jaxprs.nested(eqn)
+            if inside is None or inside.kind == "custom":
+                label = "custom rule" if inside else name
+                made = [{place(label, where, eqn.outvars[0].aval.shape, label, sources)}] * len(eqn.outvars)
+            else:
+                skip = {"cond": 1, "while": inside.counts[0] if inside.counts else 0}.get(inside.kind, 0)
+                bodies = inside.jaxprs[1:] if inside.kind == "while" else inside.jaxprs
+                results = [run(body[0], where, given[skip:]) for body in bodies]
+                made = [set().union(*parts) for parts in zip(*results, strict=True)]
+            for v, sources in zip(eqn.outvars, made, strict=True):
+                if jnp.issubdtype(v.aval.dtype, jnp.inexact):
+                    known[v] = sources
+        return [read(v) for v in jaxpr.outvars]
+
+    shapes = [v.aval.shape for v in jaxpr.invars[:count]]
+    starts = [{place("parameter", "", s, n, ())} for s, n in zip(shapes, trace.parameters, strict=True)]
+    (end,) = run(jaxpr, "", [*starts, *(set() for _ in jaxpr.invars[count:])])
+    place("loss", "", (), "loss", end)
+    return Graph(nodes, edges)
+
+
+def heavy(trace: Trace, made: Graph, count: int, kind: Kind) -> list[tuple[str, list[int]]]:
+    """The heaviest paths, as (name, nodes of the graph)."""
+    after: dict[int, list[int]] = {}
+    for u, v in made.edges:
+        after.setdefault(u, []).append(v)
+    found = []
+    for name, index, path in trace.heaviest(count, kind):
+        at = next(i for i, n in enumerate(made.nodes) if n.primitive == "parameter" and n.name == name)
+        nodes = [at]
+        for step in path:
+            fits = [i for i, n in enumerate(made.nodes) if (n.primitive, n.scope) == (step.primitive, step.scope)]
+            rules = [i for i in after.get(nodes[-1], []) if made.nodes[i].primitive == "custom rule"]
+            near = [i for i in after.get(nodes[-1], []) if i in fits]
+            chosen = next(iter(near + rules + fits), None)
+            if chosen is not None and chosen != nodes[-1]:
+                nodes.append(chosen)
+        nodes.append(len(made.nodes) - 1)
+        place = f"[{', '.join(map(str, index))}]" if index else ""
+        found.append((f"{name}{place}", nodes))
+    return found
+
+
+def graphviz(trace: Trace, count: int = 3, kind: Kind = "viterbi") -> str:
+    """The graph in the dot language: scopes are boxes in boxes, heavy paths thick and coloured.
+
+    Args:
+      trace: of `ap.trace_gradients`.
+      count: how many paths are drawn, of the elements with the heaviest.
+      kind: of the paths.
+
+    Example:
+      >>> import jax.numpy as jnp, apgrad as ap
+      >>> text = ap.tracing.graphviz(ap.trace_gradients(lambda w: jnp.sum(w**3))(jnp.ones(2)))
+      >>> text.splitlines()[0]
+      'digraph trace {'
+    """
+    made = graph(trace)
+    colours = {}
+    for i, (_, nodes) in enumerate(heavy(trace, made, count, kind)):
+        for pair in itertools.pairwise(nodes):
+            colours.setdefault(pair, []).append(COLOURS[i % len(COLOURS)])
+    lines = [
+        "digraph trace {",
+        "  rankdir=BT;",
+        '  node [shape=box, style=rounded, fontname="Helvetica", fontsize=10];',
+    ]
+
+    def write(prefix, indent):
+        inner = {}
+        for i, node in enumerate(made.nodes):
+            parts = node.scope.split("/") if node.scope else []
+            if parts[: len(prefix)] != prefix:
+                continue
+            if len(parts) == len(prefix):
+                size = "x".join(map(str, node.shape)) or "scalar"
+                fill = ', style="rounded,filled", fillcolor="#dbe9f6"' if node.primitive == "parameter" else ""
+                lines.append(f'{indent}n{i} [label="{_quote(node.name)}\\n{size}"{fill}];')
+            else:
+                inner.setdefault(parts[len(prefix)], None)
+        for name in inner:
+            path = [*prefix, name]
+            lines.append(f'{indent}subgraph "cluster_{_quote("/".join(path))}" {{')
+            lines.append(f'{indent}  label="{_quote(name)}"; color="gray";')
+            write(path, indent + "  ")
+            lines.append(f"{indent}}}")
+
+    write([], "  ")
+    for pair in dict.fromkeys([*made.edges, *colours]):
+        marks = colours.get(pair)
+        style = f' [color="{":".join(dict.fromkeys(marks))}", penwidth=3]' if marks else ' [color="gray"]'
+        lines.append(f"  n{pair[0]} -> n{pair[1]}{style};")
+    return "\n".join([*lines, "}"])
+
+
+def draw(trace: Trace, count: int = 3, kind: Kind = "viterbi") -> Any:
+    """The graph and its heavy paths as a matplotlib figure: from parameters at the left to the loss at the right.
+
+    Args:
+      trace: of `ap.trace_gradients`.
+      count: how many paths are drawn.
+      kind: of the paths.
+
+    Raises:
+      ImportError: without matplotlib.
+    """
+    made = graph(trace)
+    scopes = list(dict.fromkeys(n.scope for n in made.nodes if n.primitive not in ("parameter", "loss")))
+    height = {scope: i for i, scope in enumerate(reversed(scopes))}
+    taken: dict[tuple[int, float], int] = {}
+    last = max(n.depth for n in made.nodes)
+    position = []
+    for i, node in enumerate(made.nodes):
+        successors = [v for u, v in made.edges if u == i]
+        if node.primitive == "parameter":
+            scope = made.nodes[successors[0]].scope if successors else ""
+            depth = min((made.nodes[v].depth for v in successors), default=1) - 1
+        else:
+            scope, depth = node.scope, node.depth
+        y = height.get(scope, 0) if node.primitive != "loss" else (len(scopes) - 1) / 2
+        crowd = taken[depth, y] = taken.get((depth, y), -1) + 1
+        position.append((depth, y + (0.22 * crowd + (0.3 if node.primitive == "parameter" else 0.0)) % 0.8))
+    figure = _figure((min(3 + 0.55 * last, 24), 1.5 + 0.6 * max(len(scopes), 2)))
+    ax = figure.subplots()
+    for scope, y in height.items():
+        ax.axhspan(y - 0.12, y + 0.78, color="#f1f3f5", lw=0)
+        ax.text(-0.012, y + 0.3, scope or "(no scope)", ha="right", fontsize=8, transform=ax.get_yaxis_transform())
+    for u, v in made.edges:
+        ax.plot(*zip(position[u], position[v], strict=True), color="#adb5bd", lw=0.7, zorder=1)
+    for i, (name, nodes) in enumerate(heavy(trace, made, count, kind)):
+        x, y = np.array([position[n] for n in nodes], float).T
+        ax.plot(x, y + 0.03 * i, color=COLOURS[i % len(COLOURS)], lw=2.5, alpha=0.8, label=name, zorder=2)
+    for node, (x, y) in zip(made.nodes, position, strict=True):
+        parameter = node.primitive == "parameter"
+        ax.plot([x], [y], "s" if parameter else "o", ms=5, color="#1f77b4" if parameter else "#495057", zorder=3)
+        ax.text(x, y + 0.07, node.name.rsplit("/", 1)[-1] if parameter else node.name, fontsize=6, rotation=30)
+    ax.set(yticks=[], xticks=[], title=f"{kind} paths of the greatest weight", xlim=(-0.5, last + 0.7))
+    ax.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+    return figure
+
+
+def heat_map(influence: Influence, weighed: bool = False) -> Any:
+    """Influence as a matplotlib figure: components by parameters; over examples or steps, the mean.
+
+    Args:
+      influence: of `ap.tracing.influence` or `Trace.influence`.
+      weighed: show the share of |gradient| and not that of elements.
+
+    Raises:
+      ImportError: without matplotlib.
+    """
+    values = np.asarray(influence.gradient if weighed else influence.share, float)
+    values = _mean(values.reshape(-1, *values.shape[-2:]))
+    rows, columns = values.shape
+    figure = _figure((3.5 + 0.45 * columns, 1.8 + 0.3 * rows))
+    ax = figure.subplots()
+    image = ax.imshow(values, vmin=0, vmax=1, cmap="viridis", aspect="auto")
+    ax.set_yticks(range(rows), influence.components, fontsize=8)
+    ax.set_xticks(range(columns), influence.parameters, fontsize=8, rotation=40, ha="right")
+    for i, j in np.ndindex(rows, columns):
+        if np.isfinite(values[i, j]):
+            colour = "white" if values[i, j] < 0.6 else "black"
+            ax.text(j, i, f"{values[i, j]:.2f}", ha="center", va="center", fontsize=7, color=colour)
+    ax.set_title(f"share of {'|gradient|' if weighed else 'elements'} whose {influence.kind} path runs through")
+    figure.colorbar(image)
+    return figure
+
+
+def influence_over_steps(steps: Sequence[int], influence: Influence, parameter: str | None = None) -> Any:
+    """Influence over training as a matplotlib figure, a line a component.
+
+    Args:
+      steps: numbers of the steps.
+      influence: with the steps as its leading axis, as `lax.scan` collects what `every` returns. NaN is left out.
+      parameter: which; by default the mean over all.
+
+    Raises:
+      ImportError: without matplotlib.
+      ValueError: for a parameter that there is not, or shares without a leading axis.
+    """
+    values = np.asarray(influence.share, float)
+    if values.ndim != 3 or len(values) != len(steps):
+        raise ValueError(f"shares must be (steps, components, parameters), got {values.shape} for {len(steps)} steps")
+    if parameter is not None and parameter not in influence.parameters:
+        raise ValueError(f"no parameter {parameter!r}; there are {', '.join(influence.parameters)}")
+    if parameter is None:
+        values = _mean(np.moveaxis(values, 2, 0))
+    else:
+        values = values[:, :, influence.parameters.index(parameter)]
+    there = ~np.all(np.isnan(values), axis=1)
+    figure = _figure((7, 4))
+    ax = figure.subplots()
+    for name, column in zip(influence.components, values.T, strict=True):
+        ax.plot(np.asarray(steps)[there], column[there], ".-", label=name)
+    ax.set(
+        xlabel="training step",
+        ylabel="share of elements",
+        title=parameter or "mean over parameters",
+        ylim=(-0.03, 1.03),
+    )
+    ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
+    return figure
+
+
+def _mean(values):
+    """Over the first axis, without NaN; NaN where there is nothing else."""
+    count = np.sum(~np.isnan(values), axis=0)
+    return np.where(count > 0, np.nansum(values, axis=0) / np.maximum(count, 1), np.nan)
+
+
+def _figure(size):
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            "this figure wants matplotlib: pip install matplotlib. ap.tracing.graphviz does not."
+        ) from error
+    return Figure(figsize=size, layout="constrained")
+
+
+def _quote(text):
+    return html.escape(text, quote=True)

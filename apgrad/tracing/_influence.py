@@ -1,0 +1,241 @@
+"""Influence: how much of each parameter is taught through each named component.
+
+A component has the more influence on a parameter, the more of its elements have their path through it (seed, section
+1.3; its "most influence" of section 1.2). No path is read for this. The messages that find the paths carry sets of
+components along, as bits: an equation adds its own to the message that goes through it, and where messages meet, the
+winner's set is kept. So the sets of all elements of all parameters come from one backward walk.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from apgrad._programs import jaxprs
+from apgrad.tracing import _paths as paths
+from apgrad.tracing._backpropagation import NESTED, is_single, original, traced, values
+from apgrad.tracing._interpreter import Context, join, walk
+from apgrad.tracing._rules import CONSTANTS
+from apgrad.tracing._semirings import ordinary
+
+Kind = Literal["greedy", "viterbi"]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Influence:
+    """Components by parameters: a pytree of two arrays, with the names as static data.
+
+    Attributes:
+      share: (..., components, parameters), of each parameter's elements that have a path (a gradient that is not zero)
+        the share whose path runs through the component. NaN for a parameter that has none.
+      gradient: the same share, elements weighed by their |gradient|.
+      components: names of rows.
+      parameters: names of columns.
+      kind: of the paths.
+    """
+
+    share: jax.Array
+    gradient: jax.Array
+    components: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    parameters: tuple[str, ...] = dataclasses.field(metadata={"static": True})
+    kind: str = dataclasses.field(metadata={"static": True})
+
+    def __str__(self) -> str:
+        share = np.asarray(self.share)
+        share = share.reshape(-1, *share.shape[-2:]).mean(0)
+        width = max([9, *map(len, self.components)])
+        columns = [max(6, len(p)) for p in self.parameters]
+        head = " ".join(p.rjust(w) for p, w in zip(self.parameters, columns, strict=True))
+        lines = [f"{self.kind:<{width}} {head}"]
+        for name, row in zip(self.components, share, strict=True):
+            cells = ("-" if np.isnan(v) else f"{v:.3f}" for v in row)
+            lines.append(f"{name:<{width}} " + " ".join(c.rjust(w) for c, w in zip(cells, columns, strict=True)))
+        return "\n".join(lines)
+
+
+class Component(NamedTuple):
+    """A rule for what an equation's component is called.
+
+    Attributes:
+      by: "scope" or "primitive".
+      depth: of scopes: how many names from the outside; None for every level.
+    """
+
+    by: str
+    depth: int | None
+
+    def names(self, scope: str, primitive: str) -> list[str]:
+        """The components that an equation belongs to."""
+        if self.by == "primitive":
+            return [primitive]
+        parts = plain_scope(scope).split("/") if plain_scope(scope) else []
+        if self.depth is None:
+            return ["/".join(parts[:n]) for n in range(1, len(parts) + 1)]
+        return ["/".join(parts[: self.depth])] if parts else []
+
+
+def influence(
+    f: Callable[..., Any],
+    kind: Kind = "viterbi",
+    *,
+    by: Literal["scope", "primitive"] = "scope",
+    depth: int | None = None,
+    argnums: int | Sequence[int] = 0,
+) -> Callable[..., Influence]:
+    """A function of f's arguments that returns how much of each parameter is taught through each component.
+
+    It is made of JAX operations alone, so it works under `jit`, `vmap` (shares get leading axes), `scan` and `cond`:
+    `every` traces each n-th step of a training loop.
+
+    Args:
+      f: returns a scalar loss. Its components are named scopes: Flax Linen names modules itself; elsewhere use
+        `jax.named_scope`.
+      kind: of the paths: "viterbi", the heaviest, or "greedy", the seed's.
+      by: what a component is: a named scope, or a primitive.
+      depth: of scopes, the number of names from the outside; by default a component at every level.
+      argnums: the parameters, as for `jax.grad`.
+
+    Returns:
+      `(*args) -> Influence`.
+
+    Raises:
+      ValueError: for another kind or depth, or if f has no named scope.
+      TypeError: as `ap.backprop`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> def loss(w):
+      ...     with jax.named_scope("weak"):
+      ...         a = jnp.sum(0.1 * w)
+      ...     with jax.named_scope("strong"):
+      ...         b = jnp.sum(2.0 * w)
+      ...     return a + b
+      >>> print(ap.tracing.influence(loss)({"w": jnp.ones(3)}["w"]))
+      viterbi        x
+      weak       0.000
+      strong     1.000
+    """
+    if kind not in ("greedy", "viterbi"):
+        raise ValueError(f"kind must be 'greedy' or 'viterbi', got {kind!r}")
+    if by not in ("scope", "primitive"):
+        raise ValueError(f"by must be 'scope' or 'primitive', got {by!r}")
+    if depth is not None and depth < 1:
+        raise ValueError(f"depth counts names from the outside, from 1; got {depth}")
+    rule, f = Component(by, depth), original(f)
+
+    def influence_of(*args, **kwargs):
+        program, inputs, treedef, active = traced(f, args, kwargs, argnums)
+        components = tuple(dict.fromkeys(n for eqn in equations(program[0]) for n in rule.names(*eqn)))
+        if not components:
+            raise ValueError(
+                "nothing is named: the function has no named scopes. Linen modules name themselves; elsewhere write "
+                "`with jax.named_scope('encoder'):`, or ask by='primitive'."
+            )
+        words = -(-len(components) // 32)
+        number = {name: i for i, name in enumerate(components)}
+
+        def enter(message, scope, primitive):
+            bits = [0] * words
+            for name in rule.names(scope, primitive):
+                bits[number[name] // 32] |= 1 << (number[name] % 32)
+            rest = len(message) - words
+            masks = (m | jnp.uint32(b) if b else m for m, b in zip(message[rest:], bits, strict=True))
+            return (*message[:rest], *masks)
+
+        semiring = (paths.viterbi if kind == "viterbi" else paths.greedy)(words)
+        context = Context(semiring, NESTED, enter=enter)
+        found = values(context, walk(context, program, inputs, active), inputs, active)
+        if kind == "greedy":
+            gradients = [v[0] for v in found]
+        else:
+            plain = Context(ordinary(), NESTED)
+            gradients = [v[0] for v in values(plain, walk(plain, program, inputs, active), inputs, active)]
+        columns = [_column(v, g, len(components), words) for v, g in zip(found, gradients, strict=True)]
+        share, weighed = (jnp.stack(c, axis=1) for c in zip(*columns, strict=True))
+        return Influence(share, weighed, components, parameter_names(treedef, argnums), kind)
+
+    return influence_of
+
+
+def every(n: int, traced: Callable[..., Any]) -> Callable[..., Any]:
+    """Each n-th step of a jitted loop: `(step, *args) -> traced(*args)` where n divides step, NaN elsewhere.
+
+    No callback: a `lax.cond`, so that other steps cost nothing. Collect what it returns as an output of `lax.scan`.
+
+    Args:
+      n: at least 1.
+      traced: a function of arrays, such as `influence(loss)`.
+
+    Raises:
+      ValueError: for n below 1.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> loss = lambda w: jnp.sum(jax.named_scope("cube")(lambda w: w**3)(w))
+      >>> look = ap.tracing.every(2, ap.tracing.influence(loss))
+      >>> def train(w, step):
+      ...     return w - 0.1 * jax.grad(loss)(w), look(step, w)
+      >>> _, seen = jax.jit(lambda w: jax.lax.scan(train, w, jnp.arange(4)))(jnp.ones(2))
+      >>> seen.share[:, 0, 0]
+      Array([ 1., nan,  1., nan], dtype=float32)
+    """
+    if n < 1:
+        raise ValueError(f"every needs n of at least 1, got n={n}")
+
+    def at(step, *args):
+        shape = jax.eval_shape(traced, *args)
+        nothing = jax.tree.map(lambda s: jnp.full(s.shape, jnp.nan, s.dtype), shape)
+        return jax.lax.cond(step % n == 0, lambda args: traced(*args), lambda _: nothing, args)
+
+    return at
+
+
+def equations(jaxpr: Any, scope: str = "") -> list[tuple[str, str]]:
+    """The (scope, primitive) of all equations that have edges, also inside others."""
+    found = []
+    for eqn in jaxpr.eqns:
+        where, inside = join(scope, jaxprs.scope(eqn)), jaxprs.nested(eqn)
+        if eqn.primitive.name in CONSTANTS or not any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars):
+            continue
+        if inside is not None and inside.kind != "custom":
+            for program, _ in inside.jaxprs:
+                found += equations(program, where)
+        else:
+            found.append((where, eqn.primitive.name))
+    return found
+
+
+def plain_scope(scope: str) -> str:
+    """A scope without the marks of transformations: "vmap(encoder)/dense" is "encoder/dense"."""
+    while (plain := re.sub(r"\b\w+\(([^()]*)\)", r"\1", scope)) != scope:
+        scope = plain
+    return "/".join(part for part in scope.split("/") if part)
+
+
+def parameter_names(treedef: Any, argnums: int | Sequence[int]) -> tuple[str, ...]:
+    """The names of the arrays in the chosen arguments."""
+    tree = jax.tree.unflatten(treedef, range(treedef.num_leaves))
+    keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    keys = [path[1:] if is_single(argnums) else path for path in keys]
+    return tuple(jax.tree_util.keystr(path, simple=True, separator="/") or "x" for path in keys)
+
+
+def _column(value, gradient, components, words):
+    """The shares of one parameter, (components,) each."""
+    strength = value[1 if len(value) - words == 2 else 0].ravel()
+    masks = jnp.stack([m.ravel() for m in value[-words:]])
+    size = jnp.abs(gradient).ravel()
+    alive = (strength > 0) | jnp.isnan(strength)
+    place = jnp.arange(components)
+    bits = (masks[place // 32] >> (place % 32).astype(jnp.uint32)[:, None]) & 1
+    through = (bits == 1) & alive
+    dtype = strength.dtype
+    return (
+        jnp.sum(through, axis=1, dtype=dtype) / jnp.sum(alive, dtype=dtype),
+        jnp.sum(jnp.where(through, size, jnp.zeros_like(size)), axis=1) / jnp.sum(size),
+    )

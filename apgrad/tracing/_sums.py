@@ -1,0 +1,237 @@
+"""The plus of many values: over axes, over what an index says, and in products of matrices.
+
+Three sums are all that backpropagation through array programs needs. Each has a plain form for any semiring, which
+calls plus on arrays (so that it is as fast as plus is), and a fast one where plus is addition or the maximum.
+"""
+
+import functools
+import itertools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from apgrad.tracing._semirings import Semiring, Value
+
+CHUNK = 16  # maxima taken at once: fewer, and memory traffic costs more (2 to 8: the compiler makes no vectors of them)
+SMALL = 4096  # elements below which a step of the loop costs more than its work
+
+
+def additive(semiring: Semiring) -> bool:
+    """Whether plus is addition and times bilinear."""
+    return semiring.kind in ("add", "gradient")
+
+
+def constant(scalars: tuple[float | int, ...], shape: Any, dtype: Any) -> Value:
+    """A value with the same scalars everywhere; floats become `dtype`, ints unsigned 32-bit integers."""
+    return tuple(jnp.full(shape, s, jnp.uint32 if isinstance(s, int) else dtype) for s in scalars)
+
+
+def zeros(semiring: Semiring, shape: Any, dtype: Any) -> Value:
+    """The semiring's zero, everywhere."""
+    return constant(semiring.zero, shape, dtype)
+
+
+def plus_over(semiring: Semiring, value: Value, axes: tuple[int, ...]) -> Value:
+    """The plus over axes; where it prefers, the first in row-major order."""
+    if not axes:
+        return value
+    if additive(semiring):
+        return tuple(jnp.sum(x, axis=axes, dtype=x.dtype) for x in value)
+    shape, dtype = jnp.shape(value[0]), dtype_of(value)
+    rest = tuple(i for i in range(len(shape)) if i not in axes)
+    count, remaining = math.prod(shape[i] for i in axes), tuple(shape[i] for i in rest)
+    if count == 0:
+        return zeros(semiring, remaining, dtype)
+    if semiring.kind == "max":
+        best, lost = jnp.max(value[0], axis=axes), jnp.any(jnp.isnan(value[0]), axis=axes)
+        return (jnp.where(lost, jnp.nan, best),)  # XLA's maximum on a CPU may pass over NaN
+    value = tuple(jnp.transpose(x, (*sorted(axes), *rest)).reshape(count, *remaining) for x in value)
+    if semiring.compared is not None:
+        place = jnp.argmax(value[semiring.compared], axis=0)[None]  # the first, and NaN before all
+        added = tuple(jnp.sum(x, axis=0) for x in value[: semiring.compared])
+        return *added, *(jnp.take_along_axis(x, place, axis=0)[0] for x in value[semiring.compared :])
+    return _fold(semiring, value)
+
+
+def _fold(semiring: Semiring, value: Value) -> Value:
+    """The plus over the first axis, in order: of pieces beside each other, then of the pieces."""
+    count, rest = value[0].shape[0], value[0].shape[1:]
+    if count <= 8:
+        return functools.reduce(semiring.plus, [tuple(x[i] for x in value) for i in range(count)])
+    pieces = min(SMALL // math.prod(rest) + 1, math.isqrt(count))
+    length = -(-count // pieces)
+    fill = -count % length
+    if fill:
+        value = _concatenate(value, zeros(semiring, (fill, *rest), dtype_of(value)))
+    steps = tuple(jnp.swapaxes(x.reshape(-1, length, *rest), 0, 1) for x in value)
+    first, others = tuple(x[0] for x in steps), tuple(x[1:] for x in steps)
+    total, _ = jax.lax.scan(lambda total, x: (semiring.plus(total, x), None), first, others)
+    return _fold(semiring, total)
+
+
+def plus_by_index(semiring: Semiring, value: Value, index: jax.Array, size: int) -> Value:
+    """For each i below `size`, the plus of the elements whose index is i.
+
+    Args:
+      semiring: with its plus.
+      value: of any shape.
+      index: integers, of that shape; those outside [0, size) are left out.
+      size: of the result, (size,).
+    """
+    index = jnp.where((index >= 0) & (index < size), index, size).ravel()
+    value, dtype = tuple(x.ravel() for x in value), dtype_of(value)
+    result = zeros(semiring, (size,), dtype)
+    if index.size == 0:
+        return result
+    if additive(semiring):
+        return tuple(r.at[index].add(x, mode="drop") for r, x in zip(result, value, strict=True))
+    if semiring.kind == "max":
+        return (_greatest_by_index(value[0], index, result[0]),)
+    if semiring.compared is not None:
+        strength = value[semiring.compared]
+        best = _greatest_by_index(strength, index, result[semiring.compared])
+        own = (strength == best.at[index].get(mode="fill", fill_value=-1)) | jnp.isnan(strength)
+        place = jnp.arange(index.size)
+        first = jnp.full(size, index.size).at[index].min(jnp.where(own, place, index.size), mode="drop")
+        added = tuple(
+            r.at[index].add(x, mode="drop")
+            for r, x in zip(result[: semiring.compared], value[: semiring.compared], strict=True)
+        )
+        return *added, *(x.at[first].get(mode="fill", fill_value=0) for x in value[semiring.compared :])
+    order = jnp.argsort(index, stable=True)
+    index, value = index[order], tuple(x[order] for x in value)
+
+    def double(step, value):  # of each run of one index the plus of twice as many, up to here
+        distance = 1 << step
+        before = lambda x: jax.lax.dynamic_slice(jnp.concatenate([x, x]), (x.size - distance,), (x.size,))
+        inside = (jnp.arange(index.size) >= distance) & (before(index) == index)
+        both = semiring.plus(tuple(before(x) for x in value), value)
+        return tuple(jnp.where(inside, x, y) for x, y in zip(both, value, strict=True))
+
+    value = jax.lax.fori_loop(0, (index.size - 1).bit_length(), double, value)
+    last = jnp.concatenate([index[1:] != index[:-1], jnp.ones(1, bool)])
+    target = jnp.where(last, index, size)
+    return tuple(r.at[target].set(x, mode="drop") for r, x in zip(result, value, strict=True))
+
+
+def _greatest_by_index(value, index, start):
+    best = start.at[index].max(value, mode="drop")
+    lost = jnp.zeros(start.shape, bool).at[index].max(jnp.isnan(value), mode="drop")
+    return jnp.where(lost, jnp.nan, best)
+
+
+def contract(
+    semiring: Semiring, weight: jax.Array, message: Value, swapped: bool = False, precision: Any = None
+) -> Value:
+    """The matrix product with the semiring's plus and times: over j, of weight[b, j, :, None] * message[b, j, None, :].
+
+    Args:
+      semiring: any.
+      weight: (B, J, C), derivatives.
+      message: components (B, J, I).
+      swapped: return (B, I, C).
+      precision: of the products, where plus is addition.
+
+    Returns:
+      Components (B, C, I). The largest array made is of the result's size, or small: products are taken one or `CHUNK`
+      at a time and added up in place.
+    """
+    weight = weight.astype(dtype_of(message))
+    (batch, count, rows), columns = weight.shape, message[0].shape[2]
+    if additive(semiring):
+        rule = "bjc,bji->bic" if swapped else "bjc,bji->bci"
+        return bilinear(
+            semiring, semiring.lift(weight), message, lambda a, b: jnp.einsum(rule, a, b, precision=precision)
+        )
+    size = (columns, rows) if swapped else (rows, columns)
+    if 0 in (batch, count, *size):
+        return zeros(semiring, (batch, *size), dtype_of(message))
+
+    def rise(x):
+        return x[..., None, :] if swapped else x[..., :, None]
+
+    def run(x):
+        return x[..., :, None] if swapped else x[..., None, :]
+
+    def products(left, right):
+        return semiring.times(tuple(rise(x) for x in left), tuple(run(x) for x in right))
+
+    if batch * count * rows * columns <= SMALL // 8:
+        value = products(semiring.lift(weight), message)
+        return plus_over(semiring, tuple(jnp.broadcast_to(x, (batch, count, *size)) for x in value), (1,))
+    # A result too small to work on in one go is made in parts, each from its own piece of the axis j.
+    chunk = _divisor(count, CHUNK) if semiring.kind == "max" else 1
+    parts = _divisor(-(-count // chunk), SMALL // (batch * rows * columns) + 1)
+    length = -(-count // (parts * chunk)) * chunk
+    fill = parts * length - count
+    if fill:
+        weight = jnp.pad(weight, ((0, 0), (0, fill), (0, 0)))
+        message = _concatenate(message, zeros(semiring, (batch, fill, columns), dtype_of(message)), axis=1)
+    weight = weight.reshape(batch, parts, length, rows)
+    message = tuple(x.reshape(batch, parts, length, columns) for x in message)
+    plus = _select_greater if semiring.kind == "max" else semiring.plus
+
+    def add(step, total):
+        cut = lambda x: jax.lax.dynamic_slice_in_dim(x, step * chunk, chunk, axis=2)
+        # Lifted here, a chunk at a time, and once: without the barrier the compiler would do it for every product.
+        left, right = jax.lax.optimization_barrier(semiring.lift(cut(weight))), [cut(x) for x in message]
+        for i in range(chunk):
+            total = plus(total, products([x[:, :, i] for x in left], [x[:, :, i] for x in right]))
+        return total
+
+    total = zeros(semiring, (batch, parts, *size), dtype_of(message))
+    if semiring.kind == "max":
+        flat = [x.reshape(batch, -1, x.shape[3]) for x in (semiring.lift(weight)[0], message[0])]
+        total = (jnp.where(_bad(semiring, *flat[:: -1 if swapped else 1])[:, None], jnp.nan, total[0]),)
+    total = add(0, total) if length == chunk else jax.lax.fori_loop(0, length // chunk, add, total)
+    return plus_over(semiring, total, (1,))
+
+
+def _divisor(count: int, wanted: int) -> int:
+    """A divisor of count, up to twice what is wanted, if there is one, so that nothing has to be filled up."""
+    return next((n for n in range(min(wanted, count), 2 * wanted) if count % n == 0), wanted)
+
+
+def bilinear(semiring: Semiring, lifted: Value, message: Value, product: Any) -> Value:
+    """`semiring.times` with another product of arrays, of matrices or a convolution, for the elementwise one.
+
+    Where times is bilinear, times(a, b) = sum over i, j of c_kij a_i b_j: its constants c are what it makes of unit
+    vectors.
+    """
+
+    def unit(n, i):
+        return tuple(np.float32(i == k) for k in range(n))
+
+    na, nb = len(lifted), len(message)
+    terms: list[list[Any]] = [[] for _ in semiring.zero]
+    for i, j in itertools.product(range(na), range(nb)):
+        coefficients = semiring.times(unit(na, i), unit(nb, j))
+        for term, coefficient in zip(terms, coefficients, strict=True):
+            if coefficient != 0:
+                made = product(lifted[i], message[j])
+                term.append(made if coefficient == 1 else made * float(coefficient))
+    return tuple(sum(t[1:], t[0]) if t else jnp.zeros_like(product(lifted[0], message[0])) for t in terms)
+
+
+def _select_greater(a, b):
+    # Faster than `greater`, which looks for NaN. So NaN is lost here; but nothing is greater than NaN, and where one
+    # may come, the total begins as NaN.
+    return (jnp.where(b[0] > a[0], b[0], a[0]),)
+
+
+def _bad(semiring, first, second):
+    """Where a factor is not a number, or may make one (0 times infinity)."""
+    limit = jnp.isnan if semiring.zero[0] == -jnp.inf else lambda x: ~jnp.isfinite(x)
+    return jnp.any(limit(first), axis=1)[:, :, None] | jnp.any(limit(second), axis=1)[:, None, :]
+
+
+def _concatenate(a, b, axis=0):
+    return tuple(jnp.concatenate(pair, axis) for pair in zip(a, b, strict=True))
+
+
+def dtype_of(value: Value) -> Any:
+    """The dtype of the components that are no masks."""
+    return next(x.dtype for x in value if jnp.issubdtype(x.dtype, jnp.inexact))

@@ -1,0 +1,243 @@
+"""`trace_gradients`: a loss at one point, with the paths by which its parameters are taught."""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from apgrad.tracing import _paths as paths
+from apgrad.tracing._backpropagation import NESTED, backprop, chosen_numbers, original, traced
+from apgrad.tracing._influence import Influence, Kind, influence, parameter_names, plain_scope
+from apgrad.tracing._interpreter import Context
+from apgrad.tracing._paths import Reader, Step
+from apgrad.tracing._semirings import max_product, top_k
+from apgrad.tracing._sums import constant
+
+
+def trace_gradients(
+    f: Callable[..., Any], *, argnums: int | Sequence[int] = 0, in_axes: Any = None
+) -> Callable[..., "Trace"]:
+    """Which path taught this weight? A function of f's arguments that returns a `Trace`.
+
+    Nothing is computed before it is asked for. Inside `jit` use `ap.tracing.influence`.
+
+    Args:
+      f: returns a scalar loss.
+      argnums: the parameters, as for `jax.grad`.
+      in_axes: if given, as for `jax.vmap`: f is the loss of one example, and each example is traced by itself. None
+        for what the examples share. By default f is the loss of all that it is given, and is traced as a whole.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> def loss(params, x):
+      ...     with jax.named_scope("hidden"):
+      ...         h = jnp.tanh(x @ params["w"])
+      ...     with jax.named_scope("head"):
+      ...         return jnp.sum(h * params["v"])
+      >>> params = {"w": jnp.array([[1.0, 0.5], [0.2, -1.0]]), "v": jnp.array([1.0, -2.0])}
+      >>> trace = ap.trace_gradients(loss)(params, jnp.array([1.0, 2.0]))
+      >>> for step in trace.path("w", (0, 1)):
+      ...     print(step.scope, step.primitive, step.index, f"{step.weight:.2f}")
+      hidden dot_general (1,) 1.00
+      hidden tanh (1,) 0.18
+      head mul (1,) -2.00
+      head reduce_sum () 1.00
+      >>> print(trace.influence(depth=1))
+      viterbi        v      w
+      hidden     0.000  1.000
+      head       1.000  1.000
+    """
+
+    @functools.wraps(f)
+    def trace(*args, **kwargs):
+        return Trace(original(f), args, kwargs, argnums, in_axes)
+
+    return trace
+
+
+class Trace:
+    """A loss at one point. Made by `trace_gradients`; read what you want to know.
+
+    Attributes:
+      parameters: the names of the parameters.
+      examples: the number of examples, or None if the loss is traced as a whole.
+    """
+
+    def __init__(self, f: Any, args: Any, kwargs: Any, argnums: Any, in_axes: Any):
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
+            raise TypeError(
+                "trace_gradients reads paths at concrete values, but is called inside a JAX transformation. Use "
+                "ap.tracing.influence(f) there (and ap.tracing.every(n, ...) in a training loop)."
+            )
+        self._f, self._args, self._kwargs, self._argnums, self._axes = f, args, kwargs, argnums, in_axes
+        self.examples = None if in_axes is None else _examples(args, in_axes)
+        _, _, treedef, _ = traced(f, *self._point(0), argnums)
+        self.parameters = parameter_names(treedef, argnums)
+        self._readers: dict[Any, Any] = {}
+
+    @functools.cached_property
+    def gradient(self) -> Any:
+        """The gradient, in the structure of the parameters; with `in_axes`, an example's along a leading axis."""
+        return self._mapped(jax.grad(self._f, argnums=self._argnums))
+
+    @functools.cached_property
+    def weights(self) -> Any:
+        """For each element of each parameter the weight of its heaviest path."""
+        return self._mapped(backprop(self._f, max_product(), self._argnums))
+
+    def influence(
+        self, kind: Kind = "viterbi", *, by: Literal["scope", "primitive"] = "scope", depth: int | None = None
+    ) -> Influence:
+        """For each component and parameter the share of elements whose path runs through it; see `tracing.influence`.
+
+        With `in_axes` the shares have a leading axis, the examples.
+        """
+        return self._mapped(influence(self._f, kind, by=by, depth=depth, argnums=self._argnums))
+
+    def path(
+        self, parameter: str, index: tuple[int, ...] | int = (), kind: Kind = "viterbi", example: int = 0
+    ) -> list[Step]:
+        """The path of one element: the edges from it to the loss. Empty if no gradient reaches it.
+
+        Args:
+          parameter: a name of `parameters`.
+          index: of the element.
+          kind: "viterbi", the heaviest path, or "greedy", at each step to where most gradient comes from.
+          example: which, if examples are traced by themselves.
+
+        Raises:
+          ValueError: for a parameter or kind that there is not.
+          IndexError: for an element that there is not.
+        """
+        if kind not in ("viterbi", "greedy"):
+            raise ValueError(f"kind must be 'greedy' or 'viterbi', got {kind!r}")
+        return self._read(parameter, index, paths.viterbi() if kind == "viterbi" else paths.greedy(), example, 1)[0]
+
+    def paths(
+        self, parameter: str, index: tuple[int, ...] | int = (), count: int = 5, example: int = 0
+    ) -> list[list[Step]]:
+        """The heaviest paths of one element, the heaviest first; fewer where there are fewer.
+
+        Their weights are what `ap.backprop` finds with `top_k(count)`. Paths that differ in any edge are different.
+
+        Args:
+          parameter: a name of `parameters`.
+          index: of the element.
+          count: how many, at least 1.
+          example: which, if examples are traced by themselves.
+
+        Raises:
+          ValueError: for a parameter that there is not, or a count below 1.
+          IndexError: for an element that there is not.
+
+        Example:
+          >>> import apgrad as ap
+          >>> trace = ap.trace_gradients(lambda x: 3.0 * x - 2.0 * x)(1.0)
+          >>> for path in trace.paths("x"):
+          ...     print([(step.primitive, step.weight) for step in path])
+          [('mul', 3.0), ('sub', 1.0)]
+          [('mul', 2.0), ('sub', -1.0)]
+        """
+        return [p for p in self._read(parameter, index, top_k(count), example, count) if p]
+
+    def _read(self, parameter, index, semiring, example, count):
+        if parameter not in self.parameters:
+            raise ValueError(f"no parameter {parameter!r}; there are {', '.join(self.parameters)}")
+        number = self.parameters.index(parameter)
+        if (semiring.name, example) not in self._readers:
+            program, inputs, _, active = traced(self._f, *self._point(example), self._argnums)
+            self._readers[semiring.name, example] = Reader(Context(semiring, NESTED)), program, inputs, active
+        reader, program, inputs, active = self._readers[semiring.name, example]
+        shape = jnp.shape(inputs[number])
+        index = (index,) if isinstance(index, int) else tuple(index)
+        if len(index) != len(shape) or not all(-n <= i < n for i, n in zip(index, shape, strict=True)):
+            raise IndexError(f"{parameter} has the shape {shape}, which has no element {index}")
+        index = tuple(i % n for i, n in zip(index, shape, strict=True))
+        one = constant(reader.context.semiring.one, (), program[0].outvars[0].aval.dtype)
+        found = [reader.follow("", program, inputs, active, [one], number, index, rank)[0] for rank in range(count)]
+        return [[s._replace(scope=plain_scope(s.scope)) for s in steps] for steps in found]
+
+    def heaviest(
+        self, count: int = 5, kind: Kind = "viterbi", example: int = 0
+    ) -> list[tuple[str, tuple[int, ...], list[Step]]]:
+        """The paths of the elements with the greatest path weights, as (parameter, index, path)."""
+        leaves = [np.asarray(x) for x in jax.tree.leaves(self.weights)]
+        leaves = leaves if self.examples is None else [x[example] for x in leaves]
+        flat = np.concatenate([x.ravel() for x in leaves])
+        starts = np.cumsum([0, *(x.size for x in leaves)])
+        found = []
+        for place in np.argsort(-flat, kind="stable")[:count]:
+            number = int(np.searchsorted(starts, place, side="right")) - 1
+            index = tuple(int(i) for i in np.unravel_index(place - starts[number], leaves[number].shape))
+            name = self.parameters[number]
+            found.append((name, index, self.path(name, index, kind, example)))
+        return found
+
+    def program(self) -> Any:
+        """The traced program (a jaxpr) and its number of parameters, for drawing."""
+        program, _, _, _ = traced(self._f, *self._point(0), self._argnums)
+        return program[0], len(self.parameters)
+
+    def _point(self, example):
+        if self._axes is None:
+            return self._args, self._kwargs
+        if not 0 <= example < self.examples:
+            raise IndexError(f"there are {self.examples} examples, so none has the number {example}")
+        return _pick(self._args, self._axes, example), self._kwargs
+
+    def _mapped(self, function):
+        """Calls a compiled function of what is chosen or mapped; all else stays as it was given, strings too."""
+        axes = _axes(self._args, self._axes)
+        numbers = chosen_numbers(self._argnums, len(self._args))
+        places = [i for i, axis in enumerate(axes) if i in numbers or axis is not None]
+
+        def call(*values):
+            full = list(self._args)
+            for i, value in zip(places, values, strict=True):
+                full[i] = value
+            return function(*full, **self._kwargs)
+
+        if self._axes is not None:
+            call = jax.vmap(call, in_axes=tuple(axes[i] for i in places))
+        return jax.jit(call)(*(self._args[i] for i in places))
+
+
+def _examples(args, in_axes):
+    sizes = jax.tree.leaves(_with_axes(lambda x, axis: jnp.shape(x)[axis], args, in_axes))
+    if not sizes or len(set(sizes)) > 1:
+        raise ValueError(
+            f"in_axes must map at least one argument, all to the same size; got sizes {sorted(set(sizes))}"
+        )
+    return sizes[0]
+
+
+def _pick(args, in_axes, example):
+    return _with_axes(lambda x, axis: jnp.take(x, example, axis=axis), args, in_axes, keep=True)
+
+
+def _axes(args, in_axes):
+    """The axis of each argument."""
+    axes = (in_axes,) * len(args) if in_axes is None or isinstance(in_axes, int) else tuple(in_axes)
+    if len(axes) != len(args):
+        raise ValueError(f"in_axes has {len(axes)} entries for {len(args)} arguments")
+    return axes
+
+
+def _with_axes(function, args, in_axes, keep=False):
+    def one(arg, axis):
+        if axis is None:
+            return arg if keep else None
+        if isinstance(axis, int):
+            return jax.tree.map(lambda x: function(x, axis), arg)
+        return jax.tree.map(
+            lambda a, sub: (sub if keep else None) if a is None else jax.tree.map(lambda x: function(x, a), sub),
+            axis,
+            arg,
+            is_leaf=lambda a: a is None,
+        )
+
+    return tuple(one(a, x) for a, x in zip(args, _axes(args, in_axes), strict=True))

@@ -1,0 +1,166 @@
+"""Convolutions, windows and ragged products, as the products and slices that they are.
+
+A window's taps are slices of the padded input: y = sum over taps k of w_k . x[k :: stride]. Written so, a convolution
+is a few products of matrices and a window's maximum a choice among slices, and their edges are those of the parts: an
+input element meets an output element at one tap at most. The primitive itself computes the outputs; the parts are only
+walked for the way back.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.tree_util import Partial
+
+from apgrad._programs import jaxprs
+from apgrad.tracing._interpreter import Context, Walked, walk
+from apgrad.tracing._rules import Site, cast, dense
+from apgrad.tracing._semirings import Value
+from apgrad.tracing._sums import additive, bilinear, dtype_of
+
+TAPS = 1024  # beyond this a window is left to the Jacobian
+
+
+def convolution(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
+    """conv_general_dilated."""
+    params, call = eqn.params, jaxprs.caller(eqn)
+    outputs = call(*inputs)
+    site = Site(context.semiring, eqn.primitive.name, call, inputs, active, outputs, params)
+    spec = params["dimension_numbers"]
+    size = [jnp.shape(inputs[1])[d] for d in spec.rhs_spec[2:]]
+    if additive(context.semiring):
+        return Walked(outputs, (True,), _bilinear(site))
+    if params["batch_group_count"] != 1 or math.prod(size) > TAPS:
+        return Walked(outputs, (True,), dense(site))
+    function = functools.partial(_convolve, params=params, shape=jnp.shape(outputs[0]))
+    return Walked(outputs, (True,), _in_parts(context, function, inputs, active))
+
+
+def window(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
+    """reduce_window_sum, reduce_window_max, reduce_window_min."""
+    params, call, name = eqn.params, jaxprs.caller(eqn), eqn.primitive.name
+    outputs = call(*inputs)
+    if math.prod(params["window_dimensions"]) > TAPS:
+        return Walked(outputs, (True,), dense(Site(context.semiring, name, call, inputs, active, outputs, params)))
+    shape = jnp.shape(outputs[0])
+    function = functools.partial(_windowed, name=name, params=params, shape=shape)
+    return Walked(outputs, (True,), _in_parts(context, function, inputs, active))
+
+
+def ragged(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
+    """ragged_dot_general as `lax.ragged_dot` makes it: each row of the left factor meets the matrix of its group."""
+    params, call = eqn.params, jaxprs.caller(eqn)
+    outputs = call(*inputs)
+    numbers = params["ragged_dot_dimension_numbers"]
+    plain = numbers.dot_dimension_numbers == (((1,), (1,)), ((), ())) and params["group_offset"] is None
+    rows = tuple(numbers.lhs_ragged_dimensions) == (0,) and tuple(numbers.rhs_group_dimensions) == (0,)
+    if context.semiring.kind == "gradient" or not (plain and rows):
+        site = Site(context.semiring, eqn.primitive.name, call, inputs, active, outputs, params)
+        return Walked(outputs, (True,), dense(site))
+    return Walked(outputs, (True,), _in_parts(context, functools.partial(_grouped, params=params), inputs, active))
+
+
+def _grouped(left, right, sizes, *, params):
+    group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(left.shape[0]), side="right")
+    # Rows after the last group meet zeros.
+    matrices = right.at[group].get(mode="fill", fill_value=0)
+    numbers = (((1,), (1,)), ((0,), (0,)))
+    return [lax.dot_general(left, matrices, numbers, params["precision"], params["preferred_element_type"])]
+
+
+def _in_parts(context: Context, function: Callable[..., Any], inputs: Any, active: tuple[bool, ...]) -> Partial:
+    # The parts are no vertices: between them nothing is settled, and no component entered.
+    quiet = context._replace(enter=None, semiring=context.semiring._replace(settle=lambda message: message))
+
+    def pull(inputs, messages):
+        closed = jax.make_jaxpr(function)(*inputs)
+        return walk(quiet, (closed.jaxpr, closed.consts), inputs, active).pull(messages)
+
+    return Partial(pull, list(inputs))
+
+
+def _bilinear(site: Site) -> Partial:
+    """Where plus is addition: JAX's own transposes, component by component."""
+    semiring, active, call = site.semiring, site.active, site.call
+    like = [(jnp.shape(x), x.dtype) for x in site.inputs]
+
+    def pull(inputs, messages):
+        answers: list[Value | None] = [None, None]
+        for side in (0, 1):
+            if active[side]:
+                shape, dtype = like[side]
+                lifted = semiring.lift(inputs[1 - side].astype(dtype_of(messages[0])))
+
+                def transposed(a, b, side=side, shape=shape, dtype=dtype):
+                    a = a.astype(like[1 - side][1])
+                    linear = (lambda x: call(x, a)[0]) if side == 0 else (lambda x: call(a, x)[0])
+                    (found,) = jax.linear_transpose(linear, jax.ShapeDtypeStruct(shape, dtype))(b)
+                    return found
+
+                answers[side] = cast(bilinear(semiring, lifted, messages[0], transposed), dtype)
+        return answers
+
+    return Partial(pull, list(site.inputs))
+
+
+def _convolve(x, kernel, *, params, shape):
+    """The convolution as a sum over taps of products of matrices (Site.params of conv_general_dilated)."""
+    spec, groups = params["dimension_numbers"], params["feature_group_count"]
+    x, kernel = jnp.transpose(x, spec.lhs_spec), jnp.transpose(kernel, spec.rhs_spec)
+    out = tuple(shape[d] for d in spec.out_spec)
+    padding = [
+        (lo, hi, dilation - 1) for (lo, hi), dilation in zip(params["padding"], params["lhs_dilation"], strict=True)
+    ]
+    x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *padding])
+    x = x.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
+    kernel = kernel.reshape(groups, kernel.shape[0] // groups, *kernel.shape[1:])
+    total: Any = None
+    for tap, index in _taps(x, 3, kernel.shape[3:], params["window_strides"], params["rhs_dilation"], out[2:]):
+        weight = kernel[(..., *index)]
+        # (groups, out / groups, batch, *positions)
+        part = lax.dot_general(weight, tap, (((2,), (2,)), ((0,), (1,))))
+        total = part if total is None else total + part
+    total = jnp.moveaxis(total, 2, 0).reshape(out).astype(params["preferred_element_type"] or x.dtype)
+    return [jnp.transpose(total, tuple(int(i) for i in np.argsort(spec.out_spec)))]
+
+
+def _windowed(x, *, name, params, shape):
+    outside = {"reduce_window_sum": 0, "reduce_window_max": -jnp.inf, "reduce_window_min": jnp.inf}[name]
+    dilation = [(lo, hi, d - 1) for (lo, hi), d in zip(params["padding"], params["base_dilation"], strict=True)]
+    x = lax.pad(x, jnp.asarray(outside, x.dtype), dilation)
+    size, strides = params["window_dimensions"], params["window_strides"]
+    taps = [tap for tap, _ in _taps(x, 0, size, strides, params["window_dilation"], shape)]
+    if name == "reduce_window_sum":
+        return [functools.reduce(jnp.add, taps)]
+    best, total = taps[0], taps[0]
+    for tap in taps[1:]:
+        greater = lax.stop_gradient(tap > best if name == "reduce_window_max" else tap < best)
+        best, total = lax.stop_gradient(jnp.where(greater, tap, best)), jnp.where(greater, tap, total)
+    return [total]
+
+
+def _taps(x, first, size, strides, dilation, shape):
+    """For each position in the window, the slice of x that it sees, (..., *shape), and the position."""
+    for index in itertools.product(*(range(n) for n in size)):
+        starts = [k * d for k, d in zip(index, dilation, strict=True)]
+        ends = [s + (n - 1) * t + 1 if n else s for s, n, t in zip(starts, shape, strides, strict=True)]
+        head = (0,) * first
+        yield (
+            lax.slice(x, (*head, *starts), (*x.shape[:first], *ends), ((1,) * first + tuple(strides))),
+            index,
+        )
+
+
+NESTED = {
+    "conv_general_dilated": convolution,
+    "reduce_window_sum": window,
+    "reduce_window_max": window,
+    "reduce_window_min": window,
+    "ragged_dot_general": ragged,
+}

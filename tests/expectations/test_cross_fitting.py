@@ -1,0 +1,428 @@
+"""Cross-fitting: unbiased where plain total propagation is not, and what else the program may be."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+from flax import nnx
+
+import apgrad as ap
+
+KEY = jax.random.key(0)
+PUBLISHED = ap.total_propagation(weights=ap.weights.inverse_variance())
+WEIGHTS = {
+    "inverse variance": ap.weights.inverse_variance(),
+    "inverse variance, elements": ap.weights.inverse_variance(per="element"),
+    "local": ap.weights.local_covariance(),
+    "suffix": ap.weights.suffix_covariance(),
+    "suffix, elements": ap.weights.suffix_covariance(per="element"),
+    "decoupled": ap.weights.decoupled(),
+    "decoupled, leaves": ap.weights.decoupled(per="leaf"),
+    "decoupled, every 2": ap.weights.decoupled(per="node", every=2),
+    "inverse variance, every 3": ap.weights.inverse_variance(every=3),
+}
+ESTIMATORS = {name: ap.total_propagation(weights=weights) for name, weights in WEIGHTS.items()} | {
+    "parameters": ap.total_propagation(target="parameters", weights=ap.weights.local_covariance()),
+    "parameters, elements": ap.total_propagation(
+        target="parameters", weights=ap.weights.inverse_variance(per="element")
+    ),
+    "function": ap.total_propagation(target=lambda shared: shared[0]["a"], weights=ap.weights.decoupled(per="node")),
+    "no baseline": ap.total_propagation(None),
+}
+
+
+def linear_rollout(estimator, steps=4, **options):
+    """x <- N(a x + b, 1/2), cost x^2 at the end, from x = 1: moments of a Gaussian in closed form."""
+
+    @ap.stochastic(estimator)
+    def step(theta, x):
+        return dist.Normal(theta["a"] * x + theta["b"][0], 0.5)
+
+    def program(tape, theta):
+        def body(carry, _):
+            tape, x = carry
+            tape, x = step(tape, theta, x)
+            return (tape, jnp.exp(jnp.log(x + 50.0)) - 50.0), None  # ordinary code between the nodes
+
+        (tape, x), _ = jax.lax.scan(body, (tape, jnp.ones(tape.lanes, theta["a"].dtype)), length=steps)
+        return tape.cost(x**2)
+
+    return program
+
+
+def linear_truth(theta, steps=4):
+    def value(theta):
+        mean, second = 1.0, 0.0
+        for _ in range(steps):
+            mean, second = theta["a"] * mean + theta["b"][0], theta["a"] ** 2 * second + 0.25
+        return mean**2 + second
+
+    return jax.grad(value)(theta)
+
+
+THETA = {"a": jnp.float32(0.9), "b": (jnp.float32(0.3),)}
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS.values(), ids=ESTIMATORS.keys())
+def test_unbiased_with_few_lanes(estimator):
+    # Without cross-fitting the published weights lose a fifth of this gradient.
+    objective = ap.expectation(linear_rollout(estimator), lanes=10, cross_fit=True)
+    gradient = jax.grad(objective, argnums=1)
+    ap.testing.assert_unbiased(lambda key: gradient(key, THETA), linear_truth(THETA), KEY, 40_000)
+
+
+def test_the_bias_that_cross_fitting_removes():
+    truth = linear_truth(THETA)
+    gradient = jax.grad(ap.expectation(linear_rollout(PUBLISHED), lanes=10), argnums=1)
+    found = ap.testing.moments(lambda key: gradient(key, THETA)["a"], KEY, 10_000)
+    assert found.mean < truth["a"] - 20 * found.standard_error
+
+
+def test_sample_is_unbiased_too_with_a_parameter_that_lanes_share():
+    estimator = ap.total_propagation()
+
+    def program(tape, theta):
+        x = jnp.ones(tape.lanes)
+        for _ in range(3):
+            # The scale has no lanes: its cotangent sums over both folds, which weigh it differently.
+            tape, x = ap.sample(tape, dist.Normal(theta["a"] * x, theta["scale"]), estimator)
+        return tape.cost(x**2)
+
+    def value(theta):
+        mean, variance = 1.0, 0.0
+        for _ in range(3):
+            mean, variance = theta["a"] * mean, theta["a"] ** 2 * variance + theta["scale"] ** 2
+        return mean**2 + variance
+
+    theta = {"a": jnp.float32(0.9), "scale": jnp.float32(0.5)}
+    gradient = jax.grad(ap.expectation(program, lanes=10, cross_fit=True), argnums=1)
+    ap.testing.assert_unbiased(lambda key: gradient(key, theta), jax.grad(value)(theta), KEY, 40_000)
+
+
+def test_by_hand(x64):
+    # Two nodes, six lanes, the published weight, in numpy: own stream and output stream.
+    lanes, half, theta, scale = 6, 3, 0.7, 0.5
+
+    @ap.stochastic(PUBLISHED)
+    def node(theta, x):
+        return dist.Normal(jnp.sin(theta * x), scale)
+
+    start = jnp.linspace(0.5, 1.5, lanes)
+
+    def program(tape, theta, x):
+        tape, y = node(tape, theta, x)
+        tape, z = node(tape, theta, y)
+        return tape.cost(z**3), (y, z)
+
+    objective = ap.expectation(program, lanes, cross_fit=True, has_aux=True)
+    (value, (y, z)), (to_theta, to_x) = jax.value_and_grad(objective, argnums=(1, 2), has_aux=True)(KEY, theta, start)
+    y, z, x = (np.asarray(v) for v in (y, z, start))
+    cost = z**3
+    np.testing.assert_allclose(value, cost.mean(), rtol=1e-12)
+    by_fold = cost.reshape(2, half)
+    centred = (by_fold - (by_fold.sum(1, keepdims=True) - by_fold) / (half - 1)).reshape(lanes)
+
+    def weights(rp, lr):
+        v_rp, v_lr = (np.var(v.reshape(2, half), axis=1) for v in (rp, lr))
+        return v_rp / (v_rp + v_lr)
+
+    total, own, out = 0.0, 3 * z**2, 3 * z**2
+    for sample, given in ((z, y), (y, x)):
+        slope = np.cos(theta * given)
+        lr = centred * (sample - np.sin(theta * given)) / scale**2
+        k = weights(own * slope * given, lr * slope * given)
+        k_own, k_out = np.repeat(k, half), np.repeat(k[::-1], half)
+        total += np.mean((k_out * lr + (1 - k_out) * out) * slope * given)
+        own, out = ((k * lr + (1 - k) * m) * slope * theta for k, m in ((k_own, own), (k_out, out)))
+    np.testing.assert_allclose(to_theta, total, rtol=1e-10)
+    np.testing.assert_allclose(to_x, out / lanes, rtol=1e-10)
+
+
+def test_where_nothing_is_weighed_nothing_changes(x64):
+    # Reparameterization alone has no batch statistics, and keeps its derivatives of any order.
+    plain, fitted = (
+        ap.expectation(linear_rollout(ap.reparameterization()), lanes=8, cross_fit=c) for c in (False, True)
+    )
+    theta = jax.tree.map(lambda x: x.astype(jnp.float64), THETA)
+    for order in (lambda f: f, lambda f: jax.grad(f, argnums=1), lambda f: jax.hessian(f, argnums=1)):
+        jax.tree.map(np.testing.assert_array_equal, order(plain)(KEY, theta), order(fitted)(KEY, theta))
+    second = jax.grad(jax.grad(lambda t: ap.expectation(flip, 20, cross_fit=True)(KEY, t)))
+    assert jnp.isfinite(second(0.3))
+
+
+def flip(tape, theta):
+    tape, x = ap.sample(tape, dist.Bernoulli(probs=theta * jnp.ones(tape.lanes)), ap.likelihood_ratio())
+    return tape.cost(x.astype(theta.dtype))
+
+
+def test_baselines_are_of_one_half():
+    # The cost of the first half explodes: the second's baseline, and so its gradient, does not see it.
+    def program(tape, theta, cost):
+        x = dist.Normal(theta * jnp.ones(tape.lanes), 1.0)
+        tape, _ = ap.sample(tape, x, ap.likelihood_ratio())
+        return tape.cost(cost)
+
+    def gradient(first, cross_fit):
+        cost = jnp.array([first, 2 * first, 1.0, 2.0])
+        lanes = jax.grad(lambda t: ap.expectation(program, 4, cross_fit=cross_fit)(KEY, t, cost))
+        return lanes(jnp.array([0.1, 0.2, 0.3, 0.4]))
+
+    np.testing.assert_array_equal(gradient(1.0, True)[2:], gradient(1e6, True)[2:])
+    assert jnp.all(gradient(1.0, False)[2:] != gradient(1e6, False)[2:])
+
+
+def test_transformations_pytrees_closures_and_modules():
+    module = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+
+    def program(tape, theta, module, flag, name):
+        assert flag is True and name == "static"
+
+        @ap.stochastic(ap.total_propagation())
+        def step(module, x):
+            return dist.Normal(jnp.tanh(theta * module(x)), 0.3).to_event(1)
+
+        def body(carry, _):
+            return step(carry[0], module, carry[1]), None
+
+        carry = (tape, jnp.ones((tape.lanes, 2)))
+        (tape, x), _ = jax.lax.scan(jax.checkpoint(body), carry, length=3)
+        return tape.cost(jnp.sum(x**2, axis=-1))
+
+    objective = ap.expectation(program, lanes=8, cross_fit=True)
+
+    def gradient(key, theta):
+        return jax.grad(objective, argnums=(1, 2))(key, theta, module, True, "static")
+
+    expected = gradient(KEY, 0.7)
+
+    def mapped(key, theta):
+        return jax.tree.map(lambda x: x[0], jax.vmap(gradient)(key[None], theta[None]))
+
+    for transformed in (jax.jit(gradient), mapped):
+        got = transformed(KEY, jnp.float32(0.7))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), expected, got)
+
+    # Arrays that the whole objective closes over.
+    def closed(theta):
+        return ap.expectation(lambda tape: program(tape, theta, module, True, "static"), 8, cross_fit=True)(KEY)
+
+    alone = jax.grad(objective, argnums=1)(KEY, 0.7, module, True, "static")
+    np.testing.assert_allclose(jax.grad(closed)(jnp.float32(0.7)), alone, rtol=1e-4)
+
+
+def test_weights_that_contribute_apart_reach_closures_and_only_what_is_differentiated():
+    def program(tape, theta, frozen, closed):
+        @ap.stochastic(ap.total_propagation(), in_axes=(None, None, 0))
+        def step(theta, frozen, x):
+            return dist.Normal(jnp.sin(theta * x) * frozen + closed, 0.3)
+
+        carry = (tape, jnp.ones(tape.lanes))
+        (tape, x), _ = jax.lax.scan(lambda c, _: (step(c[0], theta, frozen, c[1]), None), carry, length=3)
+        return tape.cost(x**2)
+
+    def truth(argnum):
+        gradient = jax.grad(ap.expectation(plain, 400_000), argnums=argnum)
+        return gradient(jax.random.key(5), 0.7, 0.9, 0.2)
+
+    def plain(tape, theta, frozen, closed):
+        step = ap.stochastic(ap.reparameterization())(lambda t, x: dist.Normal(jnp.sin(t * x) * frozen + closed, 0.3))
+        carry = (tape, jnp.ones(tape.lanes))
+        (tape, x), _ = jax.lax.scan(lambda c, _: (step(c[0], theta, c[1]), None), carry, length=3)
+        return tape.cost(x**2)
+
+    for argnum in (1, 3):
+        gradient = jax.grad(ap.expectation(program, 20, cross_fit=True), argnums=argnum)
+        found = ap.testing.moments(lambda key, g=gradient: g(key, 0.7, 0.9, 0.2), KEY, 5_000)
+        assert abs(found.mean - truth(argnum)) < 4 * np.hypot(found.standard_error, 0.003), (argnum, found)
+
+
+def test_branches_gather_the_suffix_once(x64):
+    # A rule that looks at nothing but the suffix and stores it in its weights: parallel branches must not double it.
+    seen = []
+
+    def look(gradients, suffix):
+        jax.debug.callback(lambda s: seen.append(np.asarray(s)), suffix, ordered=True)
+        return jnp.array([1.0, 0.0])
+
+    weighting = ap.weights.Weighting(look, suffix=True)
+    mixer = ap.Mixer("look", (ap.reparameterization(), ap.likelihood_ratio(None)), ap.weights.Weights(weighting))
+    node = ap.stochastic(mixer)(lambda theta, x: dist.Normal(theta * x, 1.0))
+
+    def program(tape, theta, parallel):
+        tape, x = node(tape, theta, jnp.ones(tape.lanes))
+        branch = lambda tape: node(tape, theta, x)
+        if parallel:
+            tape, (y, z) = tape.parallel(branch, branch)
+        else:
+            (tape, y) = branch(tape)
+            (tape, z) = branch(tape)
+        tape, w = node(tape, theta, y + z)
+        return tape.cost(w)
+
+    for parallel in (False, True):
+        seen.clear()
+        jax.grad(lambda t, p=parallel: ap.expectation(program, 4)(KEY, t, p))(1.0)
+        jax.effects_barrier()
+        # Of the last node: nothing. Of the first: all the others, each once.
+        assert len(seen) == 4 and np.all(seen[0] == 0)
+    assert np.all(seen[1] == seen[2]), "a branch sees what comes after the join, not the other branch"
+
+
+def test_the_estimator_is_linear_in_the_cost_after_the_join():
+    estimator = ap.total_propagation()
+    node = ap.stochastic(estimator)(lambda theta, x: dist.Normal(theta * x, 0.5))
+
+    def program(tape, theta):
+        tape, x = node(tape, theta, jnp.ones(tape.lanes))
+        tape, (y, z) = tape.parallel(lambda t: node(t, theta, x), lambda t: node(t, theta, x))
+        return tape.cost(y * z)
+
+    # E[y z] = theta^2 E[x^2] = theta^2 (theta^2 + 1/4).
+    theta = 0.8
+    gradient = jax.grad(ap.expectation(program, 10, cross_fit=True), argnums=1)
+    ap.testing.assert_unbiased(lambda key: gradient(key, theta), 4 * theta**3 + theta / 2, KEY, 40_000)
+
+
+def test_large_targets_are_chunked_and_sketched(monkeypatch):
+    # The same program with a limit so small that everything is large: unbiased, and near the small one's variance.
+    from apgrad.expectations.mixing import _features as targets
+
+    weights = jax.random.normal(KEY, (30, 4)) / 6
+
+    def program(estimator):
+        step = ap.stochastic(estimator)(lambda w, x: dist.Normal(jnp.tanh(w[:4] @ x) + 0 * jnp.sum(w), 0.3).to_event(1))
+
+        def program(tape, w):
+            carry = (tape, jnp.ones((tape.lanes, 4)))
+            (tape, x), _ = jax.lax.scan(lambda c, _: (step(c[0], w, c[1]), None), carry, length=3)
+            return tape.cost(jnp.sum(x**2, axis=-1))
+
+        return program
+
+    def found(per, cross_fit=True):
+        estimator = ap.total_propagation(weights=ap.weights.decoupled(per=per))
+        gradient = jax.grad(ap.expectation(program(estimator), 40, cross_fit=cross_fit), argnums=1)
+        return ap.testing.moments(lambda key: gradient(key, weights)[:4], KEY, 1_000)
+
+    exact = found("leaf")
+    reference = jax.grad(ap.expectation(program(ap.reparameterization()), 200_000), argnums=1)(KEY, weights)[:4]
+    monkeypatch.setattr(targets, "HELD", 1_000)
+    sketched = found("auto")
+    error = np.sqrt(np.asarray(sketched.standard_error) ** 2 + 0.002**2)
+    assert np.max(np.abs(np.asarray(sketched.mean) - reference) / error) < 4
+    ratio = np.sum(sketched.variance) / np.sum(exact.variance)
+    assert 0.8 < ratio < 1.25, ratio
+    with pytest.raises(ValueError, match=r"120 in all.*limit for all lanes is 1000.*per='leaf'"):
+        found("element")
+
+
+def error(match, program, lanes=4, raised=ValueError, **options):
+    with pytest.raises(raised, match=match):
+        jax.eval_shape(jax.grad(ap.expectation(program, lanes, **options), argnums=1), KEY, 0.5)
+
+
+def test_errors():
+    program = linear_rollout(ap.total_propagation())
+    for lanes in (1, 2, 3, 5):
+        with pytest.raises(ValueError, match=rf"an even number, at least 4, got {lanes}"):
+            ap.expectation(program, lanes, cross_fit=True)
+
+    def resampled(tape, theta):
+        tape, x = ap.sample(tape, dist.Normal(theta * jnp.ones(4), 1.0), ap.reparameterization())
+        tape, x = ap.gaussian_resampling(tape, x)
+        return tape.cost(x)
+
+    error("halves of them are not independent", resampled, cross_fit=True)
+
+    def inside(tape, theta):
+        def rest(theta):
+            _, x = ap.sample(tape, dist.Normal(theta * jnp.ones(4), 1.0), ap.total_propagation())
+            return jnp.sum(x)
+
+        return tape.cost(jax.grad(rest)(theta) * jnp.ones(4))
+
+    with pytest.raises(ValueError, match=r"earlier tape|already used|differentiated as a whole"):
+        jax.grad(ap.expectation(inside, 4, cross_fit=True), argnums=1)(KEY, 0.5)
+
+    objective = ap.expectation(program, 4, cross_fit=True)
+    with pytest.raises(TypeError, match=r"no second derivative.*likelihood_ratio\(\)"):
+        jax.hessian(objective, argnums=1)(KEY, THETA)
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jacfwd(objective, argnums=1)(KEY, THETA)
+
+    def one(weights, target="arguments"):
+        node = ap.stochastic(ap.total_propagation(weights=weights, target=target))(lambda t: dist.Normal(t, 1.0))
+
+        def program(tape, theta):
+            tape, x = node(tape, theta)
+            return tape.cost(x)
+
+        return program
+
+    rule = lambda g, s: jnp.ones(3)
+    error(
+        r"one weight for each of the 2 estimators, got shape \(3,\)",
+        one(ap.weights.Weights(ap.weights.Weighting(rule))),
+    )
+    error(r"kept over 2 nodes.*per='node'", one(ap.weights.decoupled(every=2)))
+    error(r"target that is a function.*per='node'", one(ap.weights.decoupled(per="leaf"), lambda shared: shared))
+
+
+def test_nodes_that_lanes_mix_in_user_code_are_found():
+    def mixed(tape, theta):
+        node = ap.stochastic(ap.reparameterization())(lambda theta, x: dist.Normal(theta * x, 1.0))
+        tape, x = node(tape, theta, jnp.ones(tape.lanes))
+        return tape.cost((x - jnp.mean(x)) ** 2)
+
+    ap.testing.assert_independent_lanes(linear_rollout(ap.total_propagation()), 10, KEY, THETA)
+    with pytest.raises(AssertionError, match="lane"):
+        ap.testing.assert_independent_lanes(mixed, 10, KEY, 0.5)
+
+
+# Weights kept over iterations.
+
+
+def test_kept_weights_are_unbiased_from_the_second_iteration_on():
+    program = linear_rollout(ap.total_propagation())
+    objective = ap.expectation(program, lanes=10, keep_weights=True)
+    weights = ap.initial_weights(program, lanes=10)(KEY, THETA)
+    assert [w.shape for w in weights.values()] == [(4, 6)]
+    gradient = jax.jit(jax.grad(objective, argnums=(1, 2)))
+    for key in jax.random.split(jax.random.key(1), 20):
+        to_weights, _ = gradient(key, weights, THETA)
+        weights = jax.tree.map(lambda w, g: w - 0.3 * g, weights, to_weights)
+    (table,) = weights.values()
+    np.testing.assert_allclose(table.reshape(4, 2, 3).sum(1), 1 - 0.7**20, rtol=1e-5)
+    ap.testing.assert_unbiased(lambda key: gradient(key, weights, THETA)[1], linear_truth(THETA), KEY, 40_000)
+
+
+def test_the_first_iteration_is_plain_total_propagation(x64):
+    theta = jax.tree.map(lambda x: x.astype(jnp.float64), THETA)
+    for estimator in (ap.total_propagation(), PUBLISHED):
+        program = linear_rollout(estimator)
+        weights = ap.initial_weights(program, lanes=10)(KEY, theta)
+        kept = jax.grad(ap.expectation(program, 10, keep_weights=True), argnums=(1, 2))
+        to_weights, first = kept(KEY, weights, theta)
+        plain = jax.grad(ap.expectation(program, 10), argnums=1)(KEY, theta)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), first, plain)
+        # Its gradient is minus the weights: given them, the same samples give the same gradient, and no change.
+        weights = jax.tree.map(lambda w, g: w - g, weights, to_weights)
+        to_weights, again = kept(KEY, weights, theta)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8), again, plain)
+        jax.tree.map(lambda g: np.testing.assert_allclose(g, 0, atol=1e-8), to_weights)
+
+
+def test_errors_of_kept_weights():
+    program = linear_rollout(ap.total_propagation())
+    with pytest.raises(ValueError, match="unbiased without cross_fit"):
+        ap.expectation(program, 10, keep_weights=True, cross_fit=True)
+    objective = ap.expectation(program, 10, keep_weights=True)
+    with pytest.raises(ValueError, match=r"the weights, of shapes.*ap.initial_weights"):
+        jax.eval_shape(objective, KEY, {}, THETA)
+    with pytest.raises(ValueError, match=r"the weights, of shapes.*ap.initial_weights"):
+        jax.eval_shape(objective, KEY, THETA, THETA)
+    weights = ap.initial_weights(program, 10)(KEY, THETA)
+    short = jax.tree.map(lambda w: w[:3], weights)
+    with pytest.raises(Exception, match="fewer nodes"):
+        jax.block_until_ready(objective(KEY, short, THETA))

@@ -1,0 +1,252 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+
+import apgrad as ap
+from apgrad.expectations import diagnostics
+
+KEY = jax.random.key(0)
+
+
+def of_gradient(gradient):
+    """An objective whose gradient at 0 is a sample of `gradient(key)`."""
+    return lambda key, x: jnp.sum(x * gradient(key))
+
+
+def one_node(estimator):
+    @ap.stochastic(estimator)
+    def draw(theta):
+        return dist.Normal(theta, 0.5)
+
+    def program(tape, theta):
+        tape, x = draw(tape, theta)
+        return tape.cost(x**2)
+
+    return program
+
+
+def chain(estimator, length=4):
+    @ap.stochastic(estimator)
+    def step(theta, x):
+        return dist.Normal(theta * x, 0.1)
+
+    def program(tape, theta):
+        (tape, x), _ = jax.lax.scan(
+            lambda c, _: (step(c[0], theta, c[1]), None), (tape, jnp.ones(tape.lanes)), length=length
+        )
+        return tape.cost(x)
+
+    return program
+
+
+def test_moments_of_a_known_gradient_and_the_error_of_the_variance():
+    deviations = jnp.array([1.0, 3.0])
+    objective = of_gradient(lambda key: 5 + deviations * jax.random.normal(key, (2,)))
+    found = diagnostics.compare({"a": objective}, KEY, jnp.zeros(2), num_estimates=4000, truth=np.full(2, 5.0))
+    row = found.rows["a"]
+    np.testing.assert_allclose(row.standard_error, deviations / np.sqrt(4000), rtol=0.05)
+    assert (np.abs(row.bias) < 4 * row.standard_error).all() and not row.biased and not row.heavy_tailed
+    np.testing.assert_allclose(row.variance_error, np.sqrt(2 * (1 + 81) / 4000), rtol=0.15)  # the d_i's, exactly
+    assert abs(row.variance - 10) < 4 * row.variance_error
+    np.testing.assert_allclose(row.efficiency, 1 / (row.variance * row.seconds))
+    assert "norm 7.0" in str(found) and "4000 estimates" in str(found)
+
+
+def test_a_bias_is_found_against_truth_and_against_a_reference():
+    objectives = {
+        "sound": of_gradient(lambda key: jax.random.normal(key)),
+        "off": of_gradient(lambda key: 0.3 + jax.random.normal(key)),
+    }
+    against_truth = diagnostics.compare(objectives, KEY, 0.0, num_estimates=1000, truth=0.0).rows
+    against_sound = diagnostics.compare(objectives, KEY, 0.0, num_estimates=1000, reference="sound").rows
+    for rows in (against_truth, against_sound):
+        assert rows["off"].biased and not rows["sound"].biased
+    assert against_sound["sound"].bias is None
+    bias = against_truth["off"].mean - against_truth["sound"].mean
+    error = np.hypot(against_truth["off"].standard_error, against_truth["sound"].standard_error)
+    np.testing.assert_allclose(against_sound["off"].off, bias / error)  # the reference's error counts too
+
+
+def test_exploding_gradients_are_flagged_and_not_recommended():
+    objectives = {
+        "normal": of_gradient(lambda key: 20 * jax.random.normal(key)),
+        "lognormal": of_gradient(lambda key: jnp.exp(4 * jax.random.normal(key))),  # true variance e^32
+        "infinite": of_gradient(lambda key: jnp.where(jax.random.uniform(key) < 0.1, jnp.inf, 1.0)),
+    }
+    found = diagnostics.compare(objectives, KEY, 1.0, num_estimates=500, truth=0.0)
+    assert [row.heavy_tailed for row in found.rows.values()] == [False, True, True]
+    assert found.rows["infinite"].efficiency == 0
+    assert diagnostics.recommend(found).startswith("Use normal: it is the only one without significant bias or heavy")
+
+
+def test_exact_gradients_have_no_variance_and_no_bias():
+    row = diagnostics.compare({"exact": lambda key, x: 3 * x}, KEY, 1.0, num_estimates=20, truth=3.0).rows["exact"]
+    assert row.variance == 0 and row.efficiency == np.inf and row.off == 0
+
+
+def test_what_has_no_gradient_is_refused_with_its_reason():
+    def objective(estimator):
+        def program(tape, p):
+            tape, x = ap.sample(tape, dist.Bernoulli(probs=jnp.broadcast_to(p, tape.lanes)), estimator)
+            return tape.cost(x.astype(jnp.float32))
+
+        return ap.expectation(program, lanes=10)
+
+    objectives = {"RP": objective(ap.reparameterization()), "LR": objective(ap.likelihood_ratio())}
+    found = diagnostics.compare(objectives, KEY, 0.3, num_estimates=100, truth=1.0)
+    assert list(found.rows) == ["LR"] and "RP: refused, " in str(found)
+    text = diagnostics.recommend(found)
+    assert text.startswith("Use LR") and "RP is refused" in text
+    with pytest.raises(ValueError, match=r"nothing to go by, refused are .*TypeError: reparameterization needs"):
+        diagnostics.compare({"RP": objectives["RP"]}, KEY, 0.3)
+    with pytest.raises(ValueError, match="no reference to go by"):
+        diagnostics.compare(objectives, KEY, 0.3, reference="RP")
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"truth": 0.0, "reference": "a"}, "not both"),
+        ({"reference": "b"}, "none of the objectives"),
+        ({"rounds": 0}, "a round and 2 estimates"),
+        ({"truth": np.zeros(2), "num_estimates": 10}, "has 1 elements, the truth 2"),
+    ],
+)
+def test_bad_comparisons(options, words):
+    with pytest.raises(ValueError, match=words):
+        diagnostics.compare({"a": lambda key, x: x}, KEY, 0.0, **options)
+
+
+def test_recommendations_say_when_nothing_is_better():
+    x = np.zeros(1)
+    row = diagnostics.Row(x, x, x, 0.0, False, 1.0, 0.1, False, 1e-3, 1000.0)
+
+    def of(*others):
+        rows = {"A": row} | dict(zip("BCD", others, strict=False))
+        return diagnostics.recommend(diagnostics.Comparison(rows, {}, 100))
+
+    def worse(factor, **more):
+        return row._replace(variance=factor, variance_error=0.1 * factor, efficiency=1000 / factor, **more)
+
+    # 3.29 standard errors of the logarithm, .1 each: a factor of 1.59.
+    assert of(worse(1.5)).startswith("Use A or B, the simplest of them: no difference is significant (A is 1.5 times")
+    assert of(worse(1.7)).startswith("Use A: it is 1.7 (1.07 to 2.71) times as efficient as B")
+    assert of(worse(1.2), worse(1.5), worse(3.0)).startswith("Use A, B or C, the simplest")
+    biased = of(row._replace(efficiency=5000.0, off=9.0, biased=True, bias=x + 0.5))
+    assert biased.startswith("Use A") and "B is biased by 0.5" in biased and "cross_fit" in biased
+    unknown = row._replace(bias=None, off=np.nan)
+    assert "Biases are not known" in diagnostics.recommend(diagnostics.Comparison({"A": unknown, "B": unknown}, {}, 9))
+    exact = row._replace(variance=0.0, variance_error=0.0, efficiency=np.inf)
+    assert of(exact).startswith("Use B: it is inf")
+    assert diagnostics.recommend(diagnostics.Comparison({"A": exact, "B": exact}, {}, 9)).startswith("Use A or B")
+
+
+@pytest.mark.parametrize("busy", [0.0, 0.5, 2.0])
+def test_no_clock_makes_a_difference_between_equal_objectives(busy, monkeypatch):
+    # Each look at the clock comes later by a time of our own making, however busy the machine that runs the test is:
+    # a gradient takes a second, and up to e^busy times as long, now and then ten times.
+    rng, now = np.random.default_rng(0), [0.0]
+
+    def clock():
+        now[0] += np.exp(busy * rng.exponential()) * (10 if busy and rng.random() < 0.2 else 1)
+        return now[0]
+
+    monkeypatch.setattr(diagnostics.time, "perf_counter", clock)
+
+    def of(deviation):
+        return of_gradient(lambda key: deviation * jax.random.normal(key))
+
+    for seed in range(10):
+        key = jax.random.key(seed)
+        found = diagnostics.compare({"a": of(1.0), "b": of(1.0), "c": of(1.0)}, key, 0.0, num_estimates=100, truth=0.0)
+        assert "no difference is significant" in diagnostics.recommend(found)
+    found = diagnostics.compare({"a": of(1.0), "b": of(300.0)}, KEY, 0.0, num_estimates=100, truth=0.0)
+    assert diagnostics.recommend(found).startswith("Use a: it is")
+
+
+def test_seconds_count_as_much_as_variance():
+    x, times = np.zeros(1), np.linspace(0.9, 1.1, 10)
+    a = diagnostics.Row(x, x, x, 0.0, False, 1.0, 0.01, False, 1.0, 1.0, times)
+    b = a._replace(seconds=3.0, efficiency=1 / 3, times=3 * times[::-1])
+    text = diagnostics.recommend(diagnostics.Comparison({"b": b, "a": a}, {}, 100))
+    assert text.startswith("Use a: it is 3 (2.34 to 3.84) times")  # 3 * .9 / 1.1 and 1.1 / .9, and 4.7 % of variance
+    few = diagnostics.Comparison({"b": b._replace(times=b.times[:5]), "a": a._replace(times=times[:5])}, {}, 100)
+    assert "no difference is significant" in diagnostics.recommend(few)
+
+
+def test_growth_of_a_linear_map_is_its_singular_values(x64):
+    matrices = np.random.default_rng(0).normal(size=(6, 4, 4))
+    exact = np.linalg.svd(np.linalg.multi_dot(matrices[::-1]), compute_uv=False)
+
+    def step(state, matrix):
+        z = matrix @ jnp.concatenate([state["a"], state["b"][0]])
+        return {"a": z[:1], "b": (z[1:],)}
+
+    state = {"a": jnp.ones(1), "b": (jnp.ones(3),)}
+    for num in (1, 2, 4):
+        found = diagnostics.perturbation_growth(step, state, matrices, num=num, rounds=60)
+        np.testing.assert_allclose(found.log_singular_values, np.log(exact[:num]), atol=1e-8)
+        np.testing.assert_allclose(found.steps.sum(0), found.log_singular_values)
+        np.testing.assert_allclose(found.exponents * 6, found.log_singular_values)
+
+
+def test_growth_of_the_logistic_map(x64):
+    # x = sin^2(angle) doubles the angle: the derivative of t steps is 2^t sin(2^(t+1) angle) / sin(2 angle).
+    angle, t = 0.6, 20
+    found = diagnostics.perturbation_growth(lambda x, _: 4 * x * (1 - x), jnp.sin(angle) ** 2, length=t)
+    exact = t * np.log(2) + np.log(abs(np.sin(2 ** (t + 1) * angle) / np.sin(2 * angle)))
+    np.testing.assert_allclose(found.log_singular_values[0], exact, atol=1e-6)
+    found = diagnostics.perturbation_growth(lambda x, _: 4 * x * (1 - x), jnp.float64(0.3), length=20_000, rounds=1)
+    np.testing.assert_allclose(found.exponents[0], np.log(2), atol=1e-3)
+
+
+def test_growth_neither_overflows_nor_needs_full_rank():
+    # As the chaotic network: W has rank one, and u = x_2 - x_1 grows by its own factor.
+    W = 1e3 * jnp.array([[-1.0, 1.0], [-5.0, 5.0]])
+    found = diagnostics.perturbation_growth(lambda x, _: W @ x, jnp.zeros(2), length=50)
+    exact = np.log(np.linalg.norm(W, 2)) + 49 * np.log(4e3)  # W^50 = W 4000^49
+    np.testing.assert_allclose(found.log_singular_values[0], exact, rtol=1e-5)
+    with pytest.raises(ValueError, match="num from 1"):
+        diagnostics.perturbation_growth(lambda x, _: x, jnp.zeros(2), length=3, num=3)
+    with pytest.raises(ValueError, match="at least one step"):
+        diagnostics.perturbation_growth(lambda x, _: x, jnp.zeros(2), length=0)
+    with pytest.raises(ValueError, match="state of the form"):
+        diagnostics.perturbation_growth(lambda x, _: x[:1], jnp.zeros(2), length=3)
+
+
+def test_variances_of_one_node_have_closed_forms():
+    theta, s, lanes = 1.5, 0.5, 100_000
+    found = diagnostics.node_variances(one_node, lanes, KEY, theta)
+    # With x = theta + s z: RP is 2 x; LR is (z / s) (x^2 - E x^2) = 2 theta z^2 + s (z^3 - z).
+    np.testing.assert_allclose(found.rp * lanes, [4 * s**2], rtol=0.03)
+    np.testing.assert_allclose(found.lr * lanes, [8 * theta**2 + 10 * s**2], rtol=0.05)
+    np.testing.assert_allclose(found.tp_rp, found.rp, rtol=1e-5)  # the last node gets the same message
+    assert found.tp <= found.lr
+
+
+@pytest.mark.parametrize("weights", [ap.weights.decoupled(), ap.weights.inverse_variance(per="element")])
+def test_variances_along_a_chain_come_in_the_order_of_the_program(weights):
+    theta, s, lanes, length = 0.8, 0.1, 20_000, 4
+    found = diagnostics.node_variances(chain, lanes, KEY, theta, weights=weights)
+    # Node t's pathwise contribution is theta^(T - t) x_(t-1), and x_0 does not vary.
+    t = np.arange(1, length + 1)
+    exact = theta ** (2 * (length - t)) * s**2 * (theta ** (2 * (t - 1)) - 1) / (theta**2 - 1)
+    np.testing.assert_allclose(found.rp * lanes, exact, rtol=0.05, atol=1e-9)
+    assert (found.lr > found.rp).all() and (found.weight < 0.1).all()
+    assert len(str(found).splitlines()) == 1 + length
+
+
+def test_mixing_pays_where_perturbations_grow():
+    found = diagnostics.node_variances(lambda e: chain(e, 8), 1000, KEY, 3.0)
+    assert (found.tp <= np.minimum(found.tp_rp, found.lr) * 1.01).all()
+    growth = diagnostics.perturbation_growth(lambda x, _: 3 * x, jnp.ones(()), length=8)
+    rows = {"a": diagnostics.Row(np.zeros(1), np.ones(1), None, np.nan, False, 1.0, 0.1, False, 1.0, 1.0)}
+    text = diagnostics.recommend(diagnostics.Comparison(rows, {}, 10), nodes=found, growth=growth)
+    assert "change by 3 a step" in text and "of 8 nodes" in text
+
+
+def test_a_program_without_such_nodes_is_refused():
+    with pytest.raises(ValueError, match="no node weighed"):
+        diagnostics.node_variances(lambda estimator: one_node(ap.reparameterization()), 10, KEY, 1.0)

@@ -1,0 +1,567 @@
+"""Every distribution of NumPyro has the right pathwise derivative and the right score, or is refused."""
+
+import inspect
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+from jax.scipy.special import i0e, i1e
+from numpyro.distributions import constraints
+from numpyro.distributions.transforms import (
+    AbsTransform,
+    AffineTransform,
+    ComposeTransform,
+    ExpTransform,
+    IdentityTransform,
+    PowerTransform,
+    SigmoidTransform,
+)
+
+import apgrad as ap
+from apgrad.expectations import _distributions as distributions
+
+KEY = jax.random.key(0)
+SAMPLES = 4000
+THETA = 0.7
+EYE = np.eye(2, dtype=np.float32)
+REFUSED = "needs a pathwise derivative, and|bounds of the support|not the density of its samples"
+
+
+def weighted(x):
+    """A linear cost, different in each element."""
+    x = x.reshape(-1)
+    return jnp.sum(x * jnp.linspace(1.0, 2.0, x.size, dtype=x.dtype))
+
+
+def square(x):
+    return weighted(x**2)
+
+
+def integrate(function, low, high, n=20_000):
+    x = low + (high - low) * (jnp.arange(n) + 0.5) / n
+    return jnp.sum(function(x)) * (high - low) / n
+
+
+def expected(density, low, high, cost=lambda x: x):
+    """The expectation of a cost under a density that is not normalized."""
+    return integrate(lambda x: cost(x) * density(x), low, high) / integrate(density, low, high)
+
+
+def categorical(logits):
+    return jnp.sum(jax.nn.softmax(logits) * jnp.arange(len(logits)))
+
+
+def normal_above_0(t):
+    return t + jnp.exp(-(t**2) / 2) / jnp.sqrt(2 * jnp.pi) / jax.scipy.stats.norm.cdf(t)
+
+
+def logistic(x):
+    return jax.nn.sigmoid(x) * jax.nn.sigmoid(-x)
+
+
+def affine(t):
+    return AffineTransform(0.0, t)
+
+
+def transformed(base, *steps):
+    return dist.TransformedDistribution(base, list(steps))
+
+
+def exact_mixture(t):
+    return 0.3 * t - 1.4 * t
+
+
+def mixture(t, *components):
+    return dist.MixtureGeneral(dist.Categorical(probs=jnp.array([0.3, 0.7])), [*components])
+
+
+def gamma(a, low, high):
+    return expected(lambda x: x ** (a - 1) * jnp.exp(-x), low, high)
+
+
+# A distribution of t; which estimators are right ("LR RP"; those that are missing are refused); the cost, and its
+# exact expectation, by default that of the distribution's own mean.
+CASES = {
+    "AsymmetricLaplace": (lambda t: dist.AsymmetricLaplace(1.0, 1.0, t), "LR RP"),
+    "AsymmetricLaplaceQuantile": (lambda t: dist.AsymmetricLaplaceQuantile(1.0, 1.0, t), "LR RP"),
+    "BernoulliLogits": (lambda t: dist.Bernoulli(logits=t), "LR"),
+    "BernoulliProbs": (lambda t: dist.Bernoulli(probs=t), "LR"),
+    "Beta": (lambda t: dist.Beta(t, 3.0), "LR RP"),
+    "BetaBinomial": (lambda t: dist.BetaBinomial(t, 3.0, 10), "LR"),
+    "BetaNegativeBinomial": (lambda t: dist.BetaNegativeBinomial(t + 6, 3.0, 5.0), "LR"),
+    "BetaProportion": (lambda t: dist.BetaProportion(t, 5.0), "LR RP"),
+    "BinomialLogits": (lambda t: dist.Binomial(10, logits=t), "LR"),
+    "BinomialProbs": (lambda t: dist.Binomial(10, probs=t), "LR"),
+    "CAR": (lambda t: dist.CAR(t * jnp.ones(2), 0.5, 1.0, jnp.array([[0.0, 1.0], [1.0, 0.0]])), "LR RP"),
+    "CategoricalLogits": (
+        lambda t: dist.Categorical(logits=t * jnp.arange(3.0)),
+        "LR",
+        weighted,
+        lambda t: categorical(t * jnp.arange(3.0)),
+    ),
+    "CategoricalProbs": (lambda t: dist.Categorical(probs=jnp.stack([1 - t, t])), "LR", weighted, lambda t: t),
+    "Cauchy": (lambda t: dist.Cauchy(t, 1.0), "LR RP", lambda x: jnp.sin(x), lambda t: jnp.sin(t) / jnp.e),
+    "Chi2": (lambda t: dist.Chi2(5 * t), "LR RP"),
+    "CirculantNormal": (lambda t: dist.CirculantNormal(t * jnp.ones(3), jnp.array([1.0, 0.2, 0.2])), "LR RP"),
+    "Dagum": (
+        lambda t: dist.Dagum(1.0 + t, 6.0, 1.0),
+        "LR RP",
+        weighted,
+        lambda t: (1 + t) * jnp.exp(jax.scipy.special.betaln(1 + t + 1 / 6, 1 - 1 / 6)),
+    ),
+    "Delta": (lambda t: dist.Delta(t), "RP", square, lambda t: t**2),
+    "Dirichlet": (lambda t: dist.Dirichlet(jnp.stack([t, 1.0 + 0 * t])), "LR RP"),
+    "DirichletMultinomial": (lambda t: dist.DirichletMultinomial(jnp.stack([t, 1.0 + 0 * t]), 10), "LR"),
+    "DiscreteUniform": (lambda t: dist.DiscreteUniform(0, 5), "LR", weighted, lambda t: 0 * t),
+    "DoublyTruncatedPowerLaw": (
+        lambda t: dist.DoublyTruncatedPowerLaw(t, 1.0, 3.0),
+        "LR RP",
+        weighted,
+        lambda t: expected(lambda x: x**t, 1.0, 3.0),
+    ),
+    "EulerMaruyama": (
+        lambda t: dist.EulerMaruyama(jnp.arange(3.0), lambda x, _: (jnp.zeros_like(x), 1.0), dist.Normal(t, 1.0)),
+        "LR",
+        weighted,
+        lambda t: t * 4.5,
+    ),
+    "ExpandedDistribution": (lambda t: dist.Normal(t, 1.0).expand([2]), "LR RP"),
+    "Exponential": (lambda t: dist.Exponential(t), "LR RP"),
+    "FoldedDistribution": (
+        lambda t: dist.FoldedDistribution(dist.Normal(t, 1.0)),
+        "LR RP",
+        weighted,
+        lambda t: jnp.sqrt(2 / jnp.pi) * jnp.exp(-(t**2) / 2) + t * jax.scipy.special.erf(t / jnp.sqrt(2.0)),
+    ),
+    "Gamma": (lambda t: dist.Gamma(t, 1.0), "LR RP"),
+    "GammaPoisson": (lambda t: dist.GammaPoisson(t, 1.0), "LR"),
+    "GaussianCopula": (
+        lambda t: dist.GaussianCopula(dist.Normal(t * jnp.ones(2), 1.0), correlation_cholesky=EYE),
+        "LR RP",
+        weighted,
+        lambda t: 3 * t,
+    ),
+    "GaussianCopulaBeta": (
+        lambda t: dist.GaussianCopulaBeta(t * jnp.ones(2), 3.0 * jnp.ones(2), correlation_cholesky=EYE),
+        "LR",
+        weighted,
+        lambda t: 3 * t / (t + 3),
+    ),
+    "GaussianRandomWalk": (lambda t: dist.GaussianRandomWalk(t, 2), "LR RP", square, lambda t: 5 * t**2),
+    "GaussianStateSpace": (
+        lambda t: dist.GaussianStateSpace(2, 0 * EYE, scale_tril=t * EYE),
+        "LR RP",
+        square,
+        lambda t: 6 * t**2,
+    ),
+    "GeometricLogits": (lambda t: dist.Geometric(logits=t), "LR"),
+    "GeometricProbs": (lambda t: dist.Geometric(probs=t), "LR"),
+    "Gompertz": (
+        lambda t: dist.Gompertz(t, 1.0),
+        "LR RP",
+        weighted,
+        lambda t: expected(lambda x: jnp.exp(x - t * jnp.expm1(x)), 0.0, 5.0),
+    ),
+    "Gumbel": (lambda t: dist.Gumbel(0.0, t), "LR RP"),
+    "HalfCauchy": (lambda t: dist.HalfCauchy(t), "LR RP", jnp.log, jnp.log),
+    "HalfNormal": (lambda t: dist.HalfNormal(t), "LR RP"),
+    "HurdleGamma": (lambda t: dist.HurdleGamma(t, 2.0, 1.0), "LR", weighted, lambda t: 2 * (1 - t)),
+    "HurdleLogNormal": (lambda t: dist.HurdleLogNormal(0.5, t, 0.5), "LR", weighted, lambda t: jnp.exp(t + 0.125) / 2),
+    "HurdleLogits": (
+        lambda t: dist.HurdleLogits(dist.Gamma(2.0, 1.0), gate_logits=t),
+        "LR",
+        weighted,
+        lambda t: 2 * jax.nn.sigmoid(-t),
+    ),
+    "HurdlePoisson": (
+        lambda t: dist.HurdlePoisson(t, 2.0),
+        "LR",
+        weighted,
+        lambda t: (1 - t) * 2 / -jnp.expm1(jnp.asarray(-2.0)),
+    ),
+    "HurdleProbs": (lambda t: dist.HurdleProbs(dist.Gamma(2.0, 1.0), t), "LR", weighted, lambda t: 2 * (1 - t)),
+    "Independent": (lambda t: dist.Normal(t * jnp.ones(2), 1.0).to_event(1), "LR RP"),
+    "IntervalCensoredDistribution": (
+        lambda t: dist.IntervalCensoredDistribution(dist.Normal(t, 1.0), jnp.zeros(()), jnp.zeros(())),
+        "",
+    ),
+    "InverseGamma": (lambda t: dist.InverseGamma(t + 6, 1.0), "LR RP"),
+    "InverseWishart": (lambda t: dist.InverseWishart(9.0, scale_tril=t * EYE), "LR", weighted, lambda t: 3 * t**2 / 6),
+    "InverseWishartCholesky": (
+        lambda t: dist.InverseWishartCholesky(9.0, scale_tril=t * EYE),
+        "LR",
+        lambda x: jnp.sum(x**2),
+        lambda t: 2 * t**2 / 6,
+    ),
+    "Kumaraswamy": (lambda t: dist.Kumaraswamy(t, 2.0), "LR RP"),
+    "LKJ": (lambda t: dist.LKJ(2, t), "LR RP", lambda x: x[1, 0] ** 2, lambda t: 1 / (2 * t + 1)),
+    "LKJCholesky": (lambda t: dist.LKJCholesky(2, t), "LR RP", lambda x: x[1, 0] ** 2, lambda t: 1 / (2 * t + 1)),
+    "Laplace": (lambda t: dist.Laplace(t, 1.0), "LR RP"),
+    "LeftCensoredDistribution": (lambda t: dist.LeftCensoredDistribution(dist.Normal(t, 1.0), True), ""),
+    "LeftTruncatedDistribution": (
+        lambda t: dist.LeftTruncatedDistribution(dist.Normal(t, 1.0), low=0.0),
+        "LR RP",
+        weighted,
+        normal_above_0,
+    ),
+    "LeftTruncatedGamma": (
+        lambda t: dist.LeftTruncatedGamma(dist.Gamma(1 + t, 1.0), low=1.0),
+        "LR RP",
+        weighted,
+        lambda t: gamma(1 + t, 1.0, 40.0),
+    ),
+    "Levy": (lambda t: dist.Levy(0.0, t), "LR RP", lambda x: jnp.exp(-x), lambda t: jnp.exp(-jnp.sqrt(2 * t))),
+    "LogNormal": (lambda t: dist.LogNormal(t, 0.5), "LR RP"),
+    "LogUniform": (lambda t: dist.LogUniform(1.0, 2 + t), "RP", weighted, lambda t: (1 + t) / jnp.log(2 + t)),
+    "Logistic": (lambda t: dist.Logistic(t, 1.0), "LR RP"),
+    "LowRankMultivariateNormal": (
+        lambda t: dist.LowRankMultivariateNormal(jnp.zeros(2), t * jnp.ones((2, 1)), jnp.ones(2)),
+        "LR RP",
+        square,
+        lambda t: 3 * (t**2 + 1),
+    ),
+    "LowerTruncatedPowerLaw": (
+        lambda t: dist.LowerTruncatedPowerLaw(-5 - t, 1.0),
+        "LR RP",
+        weighted,
+        lambda t: (4 + t) / (3 + t),
+    ),
+    "MaskedDistribution": (lambda t: dist.Normal(t, 1.0).mask(False), "RP"),
+    "MatrixNormal": (
+        lambda t: dist.MatrixNormal(jnp.zeros((2, 2)), t * EYE, EYE),
+        "LR RP",
+        square,
+        lambda t: 6 * t**2,
+    ),
+    "MixtureGeneral": (
+        lambda t: mixture(t, dist.Normal(t, 1.0), dist.Normal(-2 * t, 1.0)),
+        "LR RP",
+        weighted,
+        exact_mixture,
+    ),
+    "MixtureSameFamily": (
+        lambda t: dist.MixtureSameFamily(
+            dist.Categorical(logits=jnp.stack([t, 0 * t])), dist.Normal(jnp.array([-1.0, 2.0]), 1.0)
+        ),
+        "LR RP",
+        weighted,
+        lambda t: 2 - 3 * jax.nn.sigmoid(t),
+    ),
+    "MultinomialLogits": (lambda t: dist.Multinomial(5, logits=jnp.stack([t, 0 * t])), "LR"),
+    "MultinomialProbs": (lambda t: dist.Multinomial(5, probs=jnp.stack([t, 1 - t])), "LR"),
+    "MultivariateNormal": (
+        lambda t: dist.MultivariateNormal(jnp.zeros(2), jnp.array([[0.0, 0.5], [0.5, 1.0]]) + t * jnp.diag(EYE[0])),
+        "LR RP",
+        square,
+        lambda t: t + 2,
+    ),
+    "MultivariateStudentT": (
+        lambda t: dist.MultivariateStudentT(9.0 + t, jnp.zeros(2), EYE),
+        "LR RP",
+        square,
+        lambda t: 3 * (9 + t) / (7 + t),
+    ),
+    "NegativeBinomial2": (lambda t: dist.NegativeBinomial2(t, 2.0), "LR"),
+    "NegativeBinomialLogits": (lambda t: dist.NegativeBinomialLogits(5.0, t), "LR"),
+    "NegativeBinomialProbs": (lambda t: dist.NegativeBinomialProbs(5.0, t), "LR"),
+    "Normal": (lambda t: dist.Normal(0.0, t), "LR RP", square, lambda t: t**2),
+    "OrderedLogistic": (
+        lambda t: dist.OrderedLogistic(t, jnp.array([-0.5, 1.0])),
+        "LR",
+        weighted,
+        lambda t: jax.nn.sigmoid(t + 0.5) + jax.nn.sigmoid(t - 1.0),
+    ),
+    "Pareto": (lambda t: dist.Pareto(t, 5.0), "RP"),
+    "ProjectedNormal": (
+        lambda t: dist.ProjectedNormal(jnp.stack([t, 0 * t])),
+        "LR RP",
+        lambda x: x[0],
+        lambda t: jnp.sqrt(jnp.pi / 8) * t * (i0e(t**2 / 4) + i1e(t**2 / 4)),
+    ),
+    "RelaxedBernoulliLogits": (
+        lambda t: dist.RelaxedBernoulliLogits(1.0, t),
+        "LR RP",
+        weighted,
+        lambda t: expected(logistic, -30.0, 30.0, lambda x: jax.nn.sigmoid(x + t)),
+    ),
+    "RightCensoredDistribution": (lambda t: dist.RightCensoredDistribution(dist.Normal(t, 1.0), True), ""),
+    "RightTruncatedDistribution": (
+        lambda t: dist.RightTruncatedDistribution(dist.Normal(t, 1.0), high=0.0),
+        "LR RP",
+        weighted,
+        lambda t: -normal_above_0(-t),
+    ),
+    "RightTruncatedGamma": (
+        lambda t: dist.RightTruncatedGamma(dist.Gamma(1 + t, 1.0), high=2.0),
+        "LR RP",
+        weighted,
+        lambda t: gamma(1 + t, 0.0, 2.0),
+    ),
+    "SineBivariateVonMises": (
+        lambda t: dist.SineBivariateVonMises(t, 0.0, 1.0, 1.0, 0.0),
+        "LR",
+        lambda x: jnp.sin(x[0]),
+        lambda t: jnp.sin(t) * i1e(1.0) / i0e(1.0),
+    ),
+    "SineSkewed": (
+        lambda t: dist.SineSkewed(dist.VonMises(jnp.zeros(1), 1.0).to_event(1), t[None]),
+        "LR",
+        lambda x: jnp.sin(x[0]),
+        lambda t: t * i1e(1.0) / i0e(1.0),
+    ),
+    "SoftLaplace": (lambda t: dist.SoftLaplace(t, 1.0), "LR RP"),
+    "StudentT": (lambda t: dist.StudentT(9.0 + t), "LR RP", square, lambda t: (9 + t) / (7 + t)),
+    "TransformedDistribution": (
+        lambda t: transformed(dist.Normal(t, 1.0), SigmoidTransform()),
+        "LR RP",
+        weighted,
+        lambda t: expected(lambda z: jnp.exp(-(z**2) / 2), -9.0, 9.0, lambda z: jax.nn.sigmoid(t + z)),
+    ),
+    "TruncatedPolyaGamma": (lambda t: dist.TruncatedPolyaGamma(), "LR", weighted, lambda t: 0 * t),
+    "TwoSidedTruncatedDistribution": (
+        lambda t: dist.TwoSidedTruncatedDistribution(dist.Normal(t, 1.0), 0.0, 1.0),
+        "LR RP",
+        weighted,
+        lambda t: expected(lambda x: jnp.exp(-((x - t) ** 2) / 2), 0.0, 1.0),
+    ),
+    "TwoSidedTruncatedGamma": (
+        lambda t: dist.TwoSidedTruncatedGamma(dist.Gamma(1 + t, 1.0), 1.0, 2.0),
+        "LR RP",
+        weighted,
+        lambda t: gamma(1 + t, 1.0, 2.0),
+    ),
+    "Uniform": (lambda t: dist.Uniform(0.0, t), "RP"),
+    "Unit": (lambda t: dist.Unit(t), ""),
+    "VonMises": (lambda t: dist.VonMises(t, 1.0), "LR", jnp.sin, lambda t: jnp.sin(t) * i1e(1.0) / i0e(1.0)),
+    "Weibull": (lambda t: dist.Weibull(1.0, 1 + t), "LR RP"),
+    "Wishart": (lambda t: dist.Wishart(5.0, scale_tril=t * EYE), "LR", weighted, lambda t: 15 * t**2),
+    "WishartCholesky": (
+        lambda t: dist.WishartCholesky(5.0, scale_tril=t * EYE),
+        "LR",
+        lambda x: jnp.sum(x**2),
+        lambda t: 10 * t**2,
+    ),
+    "ZeroInflatedLogits": (
+        lambda t: dist.ZeroInflatedDistribution(dist.Poisson(2.0), gate_logits=t),
+        "LR",
+        weighted,
+        lambda t: 2 * jax.nn.sigmoid(-t),
+    ),
+    "ZeroInflatedPoisson": (lambda t: dist.ZeroInflatedPoisson(t, 2.0), "LR", weighted, lambda t: 2 * (1 - t)),
+    "ZeroInflatedProbs": (
+        lambda t: dist.ZeroInflatedDistribution(dist.Poisson(2.0), gate=t),
+        "LR",
+        weighted,
+        lambda t: 2 * (1 - t),
+    ),
+    "ZeroSumNormal": (lambda t: dist.ZeroSumNormal(t, (3,)), "LR RP", square, lambda t: 3 * t**2),
+    "Poisson": (lambda t: dist.Poisson(t), "LR"),
+    # Discrete or not one to one under a transform, and under what wraps it.
+    "transformed Poisson": (lambda t: transformed(dist.Poisson(t), affine(2.0)), "LR", weighted, lambda t: 2 * t),
+    "twice transformed Poisson": (
+        lambda t: transformed(transformed(dist.Poisson(t), affine(2.0)).expand([2]).to_event(1), affine(3.0)),
+        "LR",
+        weighted,
+        lambda t: 18 * t,
+    ),
+    "masked transformed Poisson": (lambda t: transformed(dist.Poisson(t), affine(2.0)).mask(False), ""),
+    "mixture of transformed Poissons": (
+        lambda t: mixture(t, transformed(dist.Poisson(t), affine(2.0)), transformed(dist.Poisson(2 * t), affine(1.0))),
+        "LR",
+        weighted,
+        lambda t: 0.6 * t + 1.4 * t,
+    ),
+    "scaled Poisson": (lambda t: transformed(dist.Poisson(2.0), affine(t)), ""),
+    "transformed hurdle": (
+        lambda t: transformed(dist.HurdleGamma(t, 2.0, 1.0), affine(2.0)),
+        "LR",
+        weighted,
+        lambda t: 4 * (1 - t),
+    ),
+    "absolute value": (
+        lambda t: transformed(dist.Normal(t, 1.0), AbsTransform()),
+        "RP",
+        weighted,
+        lambda t: jnp.sqrt(2 / jnp.pi) * jnp.exp(-(t**2) / 2) + t * jax.scipy.special.erf(t / jnp.sqrt(2.0)),
+    ),
+    "folded mixture": (
+        lambda t: dist.FoldedDistribution(mixture(t, dist.Normal(t, 1.0), dist.Normal(-2 * t, 1.0))),
+        "LR",
+        square,
+        lambda t: 1 + 0.3 * t**2 + 2.8 * t**2,
+    ),
+    # Supports that move, or do not.
+    "scaled interval within": (
+        lambda t: transformed(
+            dist.Normal(),
+            ComposeTransform([SigmoidTransform(), affine(t)]),
+            ExpTransform(),
+        ),
+        "RP",
+        jnp.log,
+        lambda t: t / 2,
+    ),
+    "inverse of a composition": (
+        lambda t: transformed(
+            dist.Normal(),
+            SigmoidTransform(),
+            ComposeTransform([IdentityTransform(), affine(1 / t)]).inv,
+        ),
+        "RP",
+        weighted,
+        lambda t: t / 2,
+    ),
+    "expanded and scaled interval": (
+        lambda t: transformed(transformed(dist.Normal(), SigmoidTransform()).expand([2]).to_event(1), affine(t)),
+        "RP",
+        weighted,
+        lambda t: 1.5 * t,
+    ),
+    "exponential of a half-line": (
+        lambda t: transformed(dist.Exponential(1.0), affine(t), ExpTransform(), affine(1.0)),
+        "LR RP",
+        jnp.log,
+        lambda t: t,
+    ),
+    "power of a half-line": (
+        lambda t: transformed(dist.Exponential(1.0), PowerTransform(t)),
+        "LR RP",
+        weighted,
+        lambda t: jnp.exp(jax.scipy.special.gammaln(1 + t)),
+    ),
+    "power of an interval": (
+        lambda t: transformed(dist.Beta(2.0, 1.0), PowerTransform(t)),
+        "RP",
+        weighted,
+        lambda t: 2 / (2 + t),
+    ),
+    "shifted half-line": (
+        lambda t: transformed(dist.Exponential(1.0), AffineTransform(t, 1.0)),
+        "RP",
+        weighted,
+        lambda t: t + 1,
+    ),
+    "logit of an interval, moved": (
+        lambda t: transformed(dist.Beta(2.0, 2.0), SigmoidTransform().inv, AffineTransform(t, 1.0)),
+        "LR RP",
+        weighted,
+        lambda t: t,
+    ),
+    # Between these components a sample would have to jump: -1, where the truth is -5.
+    "mixture with a gap": (
+        lambda t: dist.MixtureSameFamily(
+            dist.Categorical(probs=jnp.stack([t, 1 - t])),
+            transformed(dist.Uniform(0.0, 1.0).expand([2]), AffineTransform(jnp.array([0.0, 5.0]), 1.0)),
+        ),
+        "LR",
+        weighted,
+        lambda t: 0.5 * t + 5.5 * (1 - t),
+    ),
+    "point with a density": (lambda t: dist.Delta(jnp.ones(()), t), "RP", weighted, lambda t: 0 * t),
+}
+
+
+# What cannot be sampled.
+LEFT_OUT = {"Distribution", "ImproperUniform"}
+
+
+@pytest.mark.parametrize(
+    "case", ["transformed Poisson", "scaled Poisson", "mixture with a gap", "scaled interval within", "Normal"]
+)
+def test_total_propagation_is_refused_where_one_of_its_estimators_is(case):
+    make, right = CASES[case][:2]
+    node = ap.stochastic(ap.total_propagation())(make)
+    gradient = jax.grad(ap.expectation(lambda tape, t: (lambda tape, x: tape.cost(x))(*node(tape, t)), 4), argnums=1)
+    if right == "LR RP":
+        assert jax.eval_shape(gradient, KEY, THETA).shape == ()
+    else:
+        with pytest.raises(TypeError, match=REFUSED):
+            jax.eval_shape(gradient, KEY, THETA)
+
+
+class Counts(dist.Distribution):
+    """Declares no parameters, so that NumPyro's `has_rsample` is true."""
+
+    def __init__(self, rate, support, dtype):
+        self.rate, self.told, self.dtype = rate, support, dtype
+        super().__init__()
+
+    @property
+    def support(self):
+        return self.told
+
+    def sample(self, key, sample_shape=()):
+        return jax.random.poisson(key, self.rate, sample_shape).astype(self.dtype)
+
+    def log_prob(self, value):
+        return dist.Poisson(self.rate).log_prob(value)
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda d: d, lambda d: transformed(d, affine(2.0)), lambda d: d.expand([2]).to_event(1)]
+)
+@pytest.mark.parametrize(
+    "support, dtype, words",
+    [
+        (constraints.nonnegative_integer, jnp.float32, "samples of Counts are discrete"),
+        (None, jnp.int32, "samples of Counts are discrete"),
+        (None, jnp.float32, "Counts declares no parameters"),
+    ],
+)
+def test_a_claim_that_says_nothing_is_no_pathwise_derivative(support, dtype, words, wrap):
+    assert Counts(1.0, support, dtype).has_rsample
+    with pytest.raises(TypeError, match=words):
+        distributions.pathwise_sample("RP", wrap(Counts(1.0, support, dtype)), KEY)
+
+
+def test_the_sweep_has_every_distribution_of_numpyro():
+    exported = {name for name, value in vars(dist).items() if inspect.isclass(value)}
+    wanted = {name for name in exported if issubclass(getattr(dist, name), dist.Distribution)} - LEFT_OUT
+    assert not wanted - set(CASES), "say which estimators are right for these, and with what expectation"
+
+
+def derivatives(make, cost):
+    """For each estimator that is not refused, samples of the derivative of the expected cost."""
+
+    def or_refused(function):
+        try:
+            return function()
+        except TypeError as error:
+            assert re.search(REFUSED, str(error)), error
+            return None
+
+    def one(t, key):
+        def derivative(function):
+            return jax.jvp(function, (t,), (jnp.ones_like(t),))
+
+        def score(t):
+            return jnp.sum(distributions.score("LR", make(t), x)) + distributions.support_guard("LR", make(t))
+
+        path = or_refused(lambda: derivative(lambda t: distributions.pathwise_sample("RP", make(t), key)))
+        x = distributions.sample(make(t), key) if path is None else path[0]
+        to_cost = None if path is None else jax.jvp(cost, *((x,) for x in path))[1]
+        return cost(x.astype(jnp.float32)), or_refused(lambda: derivative(score)[1]), to_cost
+
+    # Some of NumPyro's constructors need the standard promotion.
+    with jax.numpy_dtype_promotion("standard"):
+        found = jax.jit(jax.vmap(one, (None, 0)))(jnp.float32(THETA), jax.random.split(KEY, SAMPLES))
+    costs, scores, paths = (None if x is None else np.asarray(x, np.float64) for x in found)
+    # The likelihood ratio with the mean of the other lanes as baseline.
+    ratios = None if scores is None else (costs - costs.mean()) * SAMPLES / (SAMPLES - 1) * scores
+    return {name: x for name, x in {"LR": ratios, "RP": paths}.items() if x is not None}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_distribution_is_right_or_refused(case):
+    make, right, cost, exact = CASES[case] if len(CASES[case]) == 4 else (*CASES[case], weighted, None)
+    found = derivatives(make, cost)
+    assert " ".join(found) == right
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        exact = exact or (lambda t: cost(make(t).mean))
+        truth = float(jax.jvp(exact, (jnp.float64(THETA),), (jnp.float64(1.0),))[1]) if right else 0.0
+    for name, samples in found.items():
+        error = samples.std() / np.sqrt(SAMPLES)
+        assert abs(samples.mean() - truth) <= 4 * error + 1e-5 * abs(truth), (name, samples.mean(), error, truth)

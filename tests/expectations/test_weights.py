@@ -1,0 +1,165 @@
+"""Weights from the mathematics: closed forms, then numpy transcriptions."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import apgrad as ap
+from apgrad.expectations.mixing._features import BUCKETS, Layout, sketch
+from apgrad.expectations.weights import least_variance
+
+KEY = jax.random.key(0)
+
+
+def draw(seed, lanes=40, elements=3):
+    keys = jax.random.split(jax.random.key(seed), 3)
+    return [np.asarray(jax.random.normal(key, (lanes, elements)), np.float64) for key in keys]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_least_variance_is_the_least(seed, x64):
+    first, second, suffix = draw(seed)
+    second = 2 * second + first
+
+    def variance(k):
+        return np.var(suffix + (1 - k) * first + k * second, axis=0).sum()
+
+    grid = np.linspace(0, 1, 10_001)
+    best = grid[np.argmin([variance(k) for k in grid])]
+    weights = least_variance()(jnp.array([first, second]), jnp.array(suffix))
+    np.testing.assert_allclose(weights, [1 - best, best], atol=1e-4)
+
+
+def jackknifed(A, D):
+    """The weight k of least variance of A + k D, and what leaving out each lane in turn says of its variance."""
+    k = -(A * D).sum() / (D * D).sum()
+    without = []
+    for i in range(len(A)):
+        a, d = np.delete(A, i, 0), np.delete(D, i, 0)
+        a, d = a - a.mean(0), d - d.mean(0)
+        without.append(-(a * d).sum() / (d * d).sum())
+    return k, ((np.array(without) - k) ** 2).sum()
+
+
+def test_shrinkage_is_the_formula_of_the_module(x64):
+    first, second, suffix = draw(1)
+    second = 2 * second  # the first is typically the smaller
+    suffix = suffix - second
+    A, D = suffix + first, second - first
+    k, v = jackknifed(A - A.mean(0), D - D.mean(0))
+    for shrinkage in (0.5, 1, 4, 4000):
+        expected = np.clip(k * max(0, 1 - shrinkage * v / k**2), 0, 1)
+        weights = least_variance(shrinkage)(jnp.array([first, second]), jnp.array(suffix))
+        np.testing.assert_allclose(weights, [1 - expected, expected], rtol=1e-10)
+    assert expected == 0
+
+
+def test_a_weight_that_one_lane_makes_is_taken_away(x64):
+    # It would take the lane away that has all the variance, which other lanes do not have.
+    first, second, _ = draw(3)
+    first, second = 0.01 * first, 100 * second
+    first[5] = 1e5
+    assert least_variance()(jnp.array([first, second]), jnp.zeros(first.shape))[1] > 0.9
+    np.testing.assert_allclose(least_variance(1.0)(jnp.array([first, second]), jnp.zeros(first.shape)), [1, 0])
+    alone = np.zeros((4, 1))
+    alone[0] = 1
+    np.testing.assert_array_equal(least_variance(1.0)(jnp.array([0 * alone, alone]), jnp.zeros((4, 1))), [1, 0])
+
+
+def test_shrunk_weights_are_better_on_other_lanes(x64):
+    # Where the second estimator is noise alone, k* = 0, shrinkage must save most of what unshrunk weights cost.
+    def cost(key, shrinkage):
+        first, second = jax.random.normal(key, (2, 50, 1)) * jnp.array([1.0, 30.0])[:, None, None]
+        return least_variance(shrinkage)(jnp.stack([first, first + second]), jnp.zeros((50, 1)))[1] ** 2
+
+    keys = jax.random.split(KEY, 2000)
+    unshrunk, shrunk = (jnp.mean(jax.vmap(lambda key, s=s: cost(key, s))(keys)) for s in (0.0, 1.0))
+    assert shrunk < 0.6 * unshrunk
+
+
+def test_the_one_that_typically_explodes_is_the_one_that_is_shrunk(x64):
+    # The first has many times the gradients of the second, in all lanes: its weight is what the formula shrinks.
+    second, first, suffix = draw(2)
+    suffix = suffix - second
+    first = 30 * first + second
+    A, D = suffix + second, first - second
+    j, v = jackknifed(A - A.mean(0), D - D.mean(0))
+    for shrinkage in (0.5 * j**2 / v, 2 * j**2 / v):
+        expected = np.clip(j * max(0, 1 - shrinkage * v / j**2), 0, 1)
+        weights = least_variance(shrinkage)(jnp.array([first, second]), jnp.array(suffix))
+        np.testing.assert_allclose(weights, [expected, 1 - expected], rtol=1e-9, atol=1e-12)
+    # In one lane alone: the first is typically the smaller, whatever its variance.
+    rare = 1e-3 * first
+    rare[7] = 1e4
+    assert np.var(rare) > 100 * np.var(second)
+    weights = least_variance(1e30)(jnp.array([rare, second]), jnp.zeros(rare.shape))
+    np.testing.assert_array_equal(weights, [1, 0])
+
+
+def test_the_jackknife_variance_is_that_of_the_weight(x64):
+    # Over many batches of lanes, heavy-tailed, the mean of v is the variance of k.
+    def one(key):
+        keys = jax.random.split(key, 2)
+        D = jax.random.laplace(keys[0], (400, 1)) * 3
+        A = jax.random.normal(keys[1], (400, 1)) * jnp.abs(D) - 0.4 * D
+        D, A = D - D.mean(0), A - A.mean(0)
+        DD = jnp.sum(D * D)
+        k = -jnp.sum(A * D) / DD
+        return k, jnp.sum((D * (A + k * D) / (DD - 400 / 399 * D * D)) ** 2) * (400 / 399) ** 2
+
+    k, v = jax.vmap(one)(jax.random.split(KEY, 4000))
+    np.testing.assert_allclose(jnp.mean(v), jnp.var(k), rtol=0.15)
+
+
+def test_scales_that_overflow_in_the_square():
+    first, second, suffix = (jnp.asarray(x, jnp.float32) for x in draw(2))
+    rule = least_variance(1.0)
+    plain = rule(jnp.stack([first, second]), 0 * suffix)
+    for scale in (1e-30, 1e30):
+        np.testing.assert_allclose(rule(scale * jnp.stack([first, second]), 0 * suffix), plain, rtol=1e-4)
+    np.testing.assert_allclose(rule(jnp.stack([1e30 * first, second]), suffix), [0, 1], atol=1e-6)
+    np.testing.assert_allclose(rule(jnp.stack([first, 1e30 * second]), suffix), [1, 0], atol=1e-6)
+    for bad in (jnp.inf, jnp.nan):
+        np.testing.assert_array_equal(rule(jnp.stack([first.at[0].set(bad), second]), suffix), [0, 1])
+        np.testing.assert_array_equal(rule(jnp.stack([first, second.at[0].set(bad)]), suffix), [1, 0])
+        np.testing.assert_array_equal(rule(jnp.stack([first * bad, second * bad]), suffix), [1, 0])
+    np.testing.assert_array_equal(rule(jnp.zeros((2, 4, 1)), jnp.zeros((4, 1))), [1, 0])
+
+
+def test_three_estimators(x64):
+    # Independent, of variances 1, 2, 4: inverse variances are the best, and mixing in turn finds them.
+    scale = jnp.sqrt(jnp.array([1.0, 2.0, 4.0]))[:, None, None]
+    g = scale * jax.random.normal(KEY, (3, 100_000, 1))
+    np.testing.assert_allclose(least_variance()(g, jnp.zeros((100_000, 1))), jnp.array([4, 2, 1]) / 7, atol=0.01)
+
+
+def test_bad_numbers():
+    for bad in (-1, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"shrinkage must be a finite number"):
+            ap.weights.decoupled(shrinkage=bad)
+
+
+def test_a_sketch_keeps_inner_products_on_average(x64):
+    # Exactly linear; unbiased over the signs, of which 200 shifts of the vectors stand for draws.
+    size = 1000
+    x, y = jax.random.normal(KEY, (2, size)) + 0.5
+    np.testing.assert_allclose(sketch(2 * x - y), 2 * sketch(x) - sketch(y), rtol=1e-12)
+    products = []
+    for shift in range(200):
+        a, b = (jnp.zeros(size + 200).at[shift : shift + size].set(v) for v in (x, y))
+        products.append(float(sketch(a) @ sketch(b)))
+    error = np.std(products) / np.sqrt(len(products))
+    # Shifts by a multiple of the buckets share buckets but not signs; allow for what they share.
+    assert abs(np.mean(products) - float(x @ y)) < 4 * error
+    bound = np.sqrt((float(x @ x) * float(y @ y) + float(x @ y) ** 2) / BUCKETS)
+    assert np.std(products) < 1.3 * bound
+
+
+def test_layouts():
+    small = Layout.of([jnp.zeros((2, 3)), jnp.zeros(()), jnp.zeros(0)], lanes=10)
+    assert small.widths == [6, 1, 0] and small.width == 7
+    large = Layout.of([jnp.zeros((1000, 100)), jnp.zeros(5)], lanes=1000)
+    assert large.widths == [BUCKETS, 5]
+    features = large.features([jnp.ones((1000, 100)), jnp.arange(5.0)])
+    np.testing.assert_array_equal(large.split(features)[1], np.arange(5))

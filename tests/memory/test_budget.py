@@ -1,0 +1,86 @@
+"""A budget is kept or refused, whatever the program and whatever is differentiated; and what takes more is named."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from hypothesis import given, settings, strategies as st
+
+import apgrad as ap
+
+R = ap.memory
+KEY = jax.random.key(0)
+KINDS = ("dense", "cond", "scan", "scan of cond", "twice")
+
+
+def step(kind, x, w):
+    def branch(x):
+        return jax.lax.cond(x[0, 0] > 0, lambda x: jnp.tanh(x @ w), lambda x: jnp.sin(x @ w) * x, x)
+
+    if kind == "dense":
+        return jnp.tanh(x @ w)
+    if kind == "twice":
+        return jnp.sin((x @ w) * x) @ w
+    if kind == "cond":
+        return branch(x)
+    body = branch if kind == "scan of cond" else lambda x: jax.nn.gelu(x @ w)
+    return jax.lax.scan(lambda x, _: (body(x), None), x, length=3)[0]
+
+
+def remembered(function, *args):
+    return sum(r.nbytes for r in R.residuals(function, *args))
+
+
+@settings(max_examples=6, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.sampled_from(KINDS), st.booleans()), min_size=1, max_size=3), st.integers(2, 12))
+def test_a_budget_is_kept_or_refused(program, parts):
+    x = jnp.ones((64, 32))
+    weights = [0.1 * jax.random.normal(jax.random.key(i), (32, 32)) for i in range(len(program))]
+
+    def loss(weights, x):
+        for (kind, _), w in zip(program, weights, strict=True):
+            x = step(kind, x, w)
+        return jnp.sum(x**2)
+
+    def partial(function):
+        def restricted(some):
+            given = iter(some)
+            return function([next(given) if d else w for (_, d), w in zip(program, weights, strict=True)], x)
+
+        return restricted
+
+    some = [w for (_, d), w in zip(program, weights, strict=True) if d]
+    if not some:
+        return
+    budget = remembered(partial(loss), some) // parts
+    random = ap.randomize(loss, budget_bytes=budget)
+    try:
+        used = remembered(partial(lambda *a: random(KEY, *a)), some)
+    except ValueError as error:
+        assert "cannot be kept" in str(error)
+    else:
+        assert used <= budget
+
+
+@pytest.mark.parametrize("kind", ["cond", "scan of cond"])
+def test_operands_that_are_kept_anyway_stay_outside_of_branches(kind):
+    w, x = 0.1 * jax.random.normal(KEY, (128, 128)), jnp.ones((2, 128))
+
+    def loss(w, x):
+        return jnp.sum(step(kind, x, w))
+
+    random = ap.randomize(loss, R.rounding(8))
+    assert remembered(loss, w, x) > w.nbytes or kind == "cond"
+    assert remembered(lambda w, x: random(KEY, w, x), w, x) < w.nbytes / 2
+    exact, found = jax.grad(loss, (0, 1))(w, x), jax.grad(ap.randomize(loss, R.rounding(32)), (1, 2))(KEY, w, x)
+    for a, b in zip(exact, found, strict=True):
+        assert jnp.allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_report_warns_of_more_memory():
+    def small(x):
+        return jnp.sum(jnp.sin(x))
+
+    worse = {"worse": lambda x: jnp.sum(jnp.sin(x) * jnp.cos(jnp.exp(x)))}
+    with pytest.warns(UserWarning, match="worse: more memory than plain reverse mode"):
+        report = ap.memory_report(small, jnp.ones(64), variants=worse)
+    assert "MORE MEMORY" in str(report)

@@ -1,0 +1,289 @@
+"""randomize: any function, the same value, an unbiased gradient; less memory; under every transformation."""
+
+import chex
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import apgrad as ap
+from tests.memory.unbiased import assert_unbiased
+
+R = ap.memory
+KEY = jax.random.key(0)
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+class ConvNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        x = nn.relu(nn.Conv(4, (3, 3), padding=2)(x))
+        x = nn.max_pool(x, (2, 2), (2, 2))
+        x = nn.leaky_relu(nn.Conv(4, (3, 3), strides=2, feature_group_count=2)(x))
+        return nn.Dense(3)(x.reshape(x.shape[0], -1))
+
+
+class Block(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        h = nn.LayerNorm()(x)
+        x = x + nn.MultiHeadDotProductAttention(2)(h, h)
+        h = nn.gelu(nn.Dense(16)(nn.LayerNorm()(x)))
+        return jnp.mean(x + nn.Dense(8)(h), 1)
+
+
+def cross_entropy(logits):
+    return -jnp.mean(jax.nn.log_softmax(logits)[:, 0])
+
+
+def mlp(params, x):
+    for w in params[:-1]:
+        x = jax.nn.relu(x @ w)
+    return cross_entropy(x @ params[-1])
+
+
+def rnn(params, xs):
+    w, u = params
+
+    def step(h, x):
+        return jax.nn.relu(x @ w + h @ u), None
+
+    return jnp.mean(jax.lax.scan(step, jnp.zeros((xs.shape[1], u.shape[0])), xs)[0] ** 2)
+
+
+def linen(module, x):
+    params = module.init(jax.random.key(1), x)
+    return (lambda params, x: cross_entropy(module.apply(params, x)), params, x)
+
+
+MODELS = {
+    "mlp": lambda: (mlp, [normal(1, 6, 8), normal(2, 8, 8), normal(3, 8, 3)], normal(0, 5, 6)),
+    "cnn": lambda: linen(ConvNet(), normal(0, 3, 8, 8, 2)),
+    "rnn": lambda: (rnn, (0.5 * normal(1, 3, 8), 0.4 * normal(2, 8, 8)), normal(0, 5, 4, 3)),
+    "transformer": lambda: linen(Block(), normal(0, 2, 4, 8)),
+}
+SAMPLERS = {"rounding": R.rounding(4, group=16), "different": R.different_sample(0.5)}
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("model", MODELS)
+def test_unbiased(model, sampler):
+    function, params, x = MODELS[model]()
+    random = ap.randomize(function, SAMPLERS[sampler], min_size=16)
+    gradient = jax.jit(jax.grad(random, argnums=1))
+    truth = jax.grad(function)(params, x)
+    assert_unbiased(lambda key: gradient(key, params, x), truth)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_exact_with_all_bits_and_the_same_value(model):
+    function, params, x = MODELS[model]()
+    random = jax.jit(jax.value_and_grad(ap.randomize(function, R.rounding(32), min_size=16), argnums=1))
+    value, gradient = jax.jit(jax.value_and_grad(function))(params, x)
+    found = random(KEY, params, x)
+    assert found[0] == value
+    chex.assert_trees_all_close(found[1], gradient, rtol=2e-5, atol=1e-6)
+    assert jax.jit(ap.randomize(function, R.rounding(2)))(KEY, params, x) == jax.jit(function)(params, x)
+
+
+def test_transformations():
+    function, params, x = MODELS["mlp"]()
+    random = ap.randomize(function, R.rounding(4), min_size=16)
+    ap.testing.assert_transformable(lambda params: random(KEY, params, x), params)
+
+
+def control(x, w):
+    def body(c, t):
+        return jax.lax.cond(t % 2 == 0, lambda c: jnp.tanh(c @ w), jax.checkpoint(lambda c: jnp.sin(c) @ w), c), None
+
+    x, _ = jax.lax.scan(body, x, jnp.arange(3))
+    limit = jax.lax.while_loop(lambda i: i < 3, lambda i: i + 1, 0)
+    return jnp.sum(x**2) * limit.astype(x.dtype)
+
+
+def test_control_flow():
+    x, w = normal(0, 4, 8), 0.5 * normal(1, 8, 8)
+    exact = jax.grad(control, argnums=(0, 1))(x, w)
+    none = jax.jit(jax.grad(ap.randomize(control, R.rounding(32), min_size=8), argnums=(1, 2)))(KEY, x, w)
+    chex.assert_trees_all_close(none, exact, rtol=1e-5, atol=1e-6)
+    gradient = jax.jit(jax.grad(ap.randomize(control, R.rounding(4, group=8), min_size=8), argnums=(1, 2)))
+    assert_unbiased(lambda key: gradient(key, x, w), exact)
+
+
+def test_steps_and_keys_are_fresh():
+    # The carry is no live argument: give the steps something to sample that is the same in each.
+    def same(w, x):
+        def step(c, _):
+            return c, jnp.sum(c @ w)
+
+        return jax.lax.scan(step, jnp.sin(x), length=2)[1]
+
+    w, x = jnp.eye(16), normal(0, 4, 16)
+    random = ap.randomize(same, R.rounding(2), min_size=8)
+    rows = jax.jacrev(random, argnums=1)(KEY, w, x)
+    assert np.any(rows[0] != rows[1])
+    other = jax.jacrev(random, argnums=1)(jax.random.key(1), w, x)
+    assert np.any(rows[0] != other[0])
+    chex.assert_trees_all_equal(rows, jax.jacrev(random, argnums=1)(KEY, w, x))
+
+
+def test_twice_on_a_path_is_two_draws():
+    # The gradient of w has h twice: once as the factor that the message passes, once as the input of the product.
+    def twice(w, x):
+        h = jnp.sin(x @ w)
+        return jnp.mean(jnp.sin((h @ w) * h) @ w)
+
+    w, x = normal(1, 8, 8), normal(3, 4, 8)
+    gradient = jax.grad(ap.randomize(twice, R.rounding(1, group=8), min_size=8), argnums=(1, 2))
+    assert_unbiased(lambda key: gradient(key, w, x), jax.grad(twice, argnums=(0, 1))(w, x))
+
+
+def test_nnx_vmap_and_custom_rules():
+    @jax.custom_vjp
+    def scaled(x):
+        return x * 2
+
+    scaled.defvjp(lambda x: (x * 2, jnp.cos(x)), lambda c, m: (m * c,))
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(model)
+
+    def loss(state, x):
+        return jnp.sum(jax.vmap(lambda v: jax.nn.silu(scaled(nnx.merge(graph, state)(v))))(x) ** 2)
+
+    x = normal(0, 6, 8)
+    gradient = jax.jit(jax.grad(ap.randomize(loss, R.rounding(4), min_size=16), argnums=1))
+    assert_unbiased(lambda key: gradient(key, state, x), jax.grad(loss)(state, x))
+
+
+def test_residuals_are_fewer():
+    params, x = [0.1 * normal(i, 256, 256) for i in range(4)], normal(9, 128, 256)
+    full = sum(r.nbytes for r in R.residuals(mlp, params, x))
+    for bits, least in ((4, 7), (2, 12)):
+        random = ap.randomize(mlp, R.rounding(bits))
+        few = sum(r.nbytes for r in R.residuals(lambda *a, f=random: f(KEY, *a), params, x))
+        assert full / few > least
+
+
+def test_dropout_masks_are_made_again_from_their_key():
+    def loss(w, x, key):
+        h = jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x @ w, 0.0)
+        return jnp.sum(h)
+
+    kinds = [how for _, how in R.coefficients(lambda w, x: loss(w, x, KEY), normal(0, 32, 32), normal(1, 64, 32))]
+    assert "sampled" not in kinds
+    w, x = normal(0, 32, 32), normal(1, 64, 32)
+    assert not [
+        r
+        for r in R.residuals(lambda w, x, k: ap.randomize(loss, R.rounding(4))(KEY, w, x, k), w, x, KEY)
+        if r.nbytes >= x.size // 8
+    ]
+
+
+def test_budget():
+    params, x = [0.1 * normal(i, 64, 64) for i in range(4)], normal(9, 128, 64)
+    for budget in (100_000, 25_000, 10_000):
+        random = ap.randomize(mlp, budget_bytes=budget)
+        used = sum(r.nbytes for r in R.residuals(lambda *a, f=random: f(KEY, *a), params, x))
+        assert 0.3 * budget < used <= budget
+    with pytest.raises(ValueError, match="cannot be kept"):
+        jax.grad(ap.randomize(mlp, budget_bytes=10), argnums=1)(KEY, params, x)
+
+
+def test_the_original_is_found():
+    assert ap.randomize(mlp, R.rounding(4)).original is mlp
+
+
+def test_choices_by_name():
+    seen = []
+
+    def choose(coefficient):
+        seen.append(coefficient.name)
+        return R.rounding(8) if "inner" in coefficient.name else None
+
+    def loss(w, x):
+        with jax.named_scope("inner"):
+            h = jnp.tanh(x @ w)
+        with jax.named_scope("outer"):
+            return jnp.sum(jnp.sin(h @ w))
+
+    jax.grad(ap.randomize(loss, choose, min_size=16), argnums=1)(KEY, normal(0, 8, 8), normal(1, 4, 8))
+    assert any("inner" in name for name in seen) and any("outer" in name for name in seen)
+
+
+def test_dtypes():
+    _, params, x = MODELS["mlp"]()
+    half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+    gradient = jax.grad(ap.randomize(mlp, R.rounding(8), min_size=16), argnums=1)(KEY, half, x.astype(jnp.bfloat16))
+    assert {g.dtype for g in gradient} == {jnp.dtype(jnp.bfloat16)}
+    with jax.enable_x64(True):
+        double = jax.tree.map(lambda p: jnp.asarray(np.asarray(p), jnp.float64), params)
+        xs = jnp.asarray(np.asarray(x), jnp.float64)
+        gradient = jax.grad(ap.randomize(mlp, R.rounding(8), min_size=16), argnums=1)(KEY, double, xs)
+        exact = jax.grad(mlp)(double, xs)
+        chex.assert_trees_all_close(gradient, exact, rtol=0.5, atol=0.02)
+
+
+def test_errors():
+    _, params, x = MODELS["mlp"]()
+    random = ap.randomize(mlp, R.rounding(4), min_size=16)
+    with pytest.raises(TypeError, match="first argument of a randomized function is one PRNG key"):
+        random(params, x)
+    with pytest.raises(TypeError, match="no second derivative"):
+        jax.hessian(random, argnums=1)(KEY, params, x)
+    with pytest.raises(TypeError, match="no second derivative"):
+        jax.grad(lambda p: jnp.sum(jax.grad(random, argnums=1)(KEY, p, x)[0] ** 2))(params)
+    with pytest.raises(ValueError, match="neither"):
+        ap.randomize(mlp)
+    with pytest.raises(TypeError, match="keep, restore and variance"):
+        ap.randomize(mlp, 0.1)
+
+
+def test_what_is_small_near_the_loss_is_exact():
+    # A confident network's messages are small, p - y; with p rounded they would be noise.
+    params, x = [normal(i, 32, n) for i, n in enumerate((32, 32, 2))], normal(9, 64, 32)
+    gradient = jax.jit(jax.grad(ap.randomize(mlp, R.rounding(4), min_size=16), argnums=1))(KEY, params, x)
+    exact = jax.jit(jax.grad(mlp))(params, x)
+    for mine, truth in zip(gradient, exact, strict=True):
+        assert jnp.linalg.norm(mine - truth) < 0.2 * jnp.linalg.norm(truth)
+
+
+def test_scans_count_for_what_is_small():
+    params = normal(1, 8, 64), 0.1 * normal(2, 64, 64)
+    for steps, expected in ((6, True), (2, False)):
+        found = R.coefficients(rnn, params, normal(3, steps, 16, 8), min_size=4096)
+        states = [how for c, how in found if c.shape == (16, 64) and how != "bits"]
+        assert ("sampled" in states) == expected
+
+
+def test_scratch_memory_is_small():
+    weights, x = [normal(i, 64, 64) for i in range(6)], normal(9, 512, 64)
+
+    def network(product, relu):
+        def run(weights, x):
+            for i, w in enumerate(weights):
+                x = relu(product(jax.random.fold_in(KEY, i), x, w))
+            return jnp.mean(x**2)
+
+        return run
+
+    plain = network(lambda key, x, w: x @ w, jax.nn.relu)
+    full = R.temp_bytes(plain, weights, x)
+    assert R.temp_bytes(network(R.dense(R.same_sample(0.1)), R.relu), weights, x) < full / 3
+
+
+def test_report():
+    params, x = [0.1 * normal(i, 32, 32) for i in range(3)], normal(9, 64, 32)
+    report = ap.memory_report(mlp, params, x, key=KEY)
+    assert list(report.rows) == ["reverse mode", "checkpoint", "rounding, 4 bits", "rounding, 2 bits"]
+    rows = report.rows
+    assert (
+        rows["checkpoint"].residual_bytes
+        < rows["rounding, 4 bits"].residual_bytes
+        < rows["reverse mode"].residual_bytes
+    )
+    assert "barriers" in str(report) and all(row.temp_bytes > 0 for row in rows.values())

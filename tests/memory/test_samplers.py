@@ -1,0 +1,151 @@
+"""Samplers: unbiased, with the variance and the bytes they say; the same key draws the same."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import apgrad as ap
+
+R = ap.memory
+SAMPLERS = {
+    "different": R.different_sample(0.3),
+    "different, distinct": R.different_sample(0.3, replacement=False),
+    "same": R.same_sample(0.3),
+    "same, distinct": R.same_sample(0.3, replacement=False),
+    "stratified": R.stratified(0.3),
+    "stratified, even": R.stratified(0.25),
+    "projection": R.projection(0.5),
+    "rounding 8": R.rounding(8, group=8),
+    "rounding 4": R.rounding(4, group=16),
+    "rounding 2": R.rounding(2),
+    "rounding 1": R.rounding(1),
+    "heavy": R.heavy(0.4),
+}
+X = jax.random.normal(jax.random.key(0), (3, 12, 2))
+DRAWS = 4000
+
+
+def estimates(sampler, x, axis, draws=DRAWS):
+    def one(key):
+        return sampler.restore(key, sampler.keep(key, x, axis), jax.ShapeDtypeStruct(x.shape, x.dtype), axis)
+
+    return jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(1), draws))
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("axis", [1, -1])
+def test_mean_and_variance_are_as_said(name, axis):
+    x = X if axis == 1 else X.reshape(3, 24)
+    found = np.asarray(estimates(SAMPLERS[name], x, axis), np.float64)
+    variance = np.asarray(SAMPLERS[name].variance(x, axis), np.float64)
+    error = np.sqrt(variance / DRAWS)
+    # Rounding: to float error where an entry is on the grid.
+    assert np.all(np.abs(found.mean(0) - x) <= 4 * error + 2e-5)
+    # The error of a sample variance is that of the fourth moment; where a draw is rare, at most that of a coin with the
+    # largest step (Rounding) or the same variance.
+    centred = (found - found.mean(0)) ** 2
+    spread = np.maximum(centred.std(0), np.sqrt(4 * variance.max() * variance)) / np.sqrt(DRAWS)
+    assert np.all(np.abs(centred.mean(0) - variance) <= 5 * spread + 1e-4 * variance + 1e-8)
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        R.different_sample(1.0, replacement=False),
+        R.same_sample(1.0, replacement=False),
+        R.stratified(1.0),
+        R.rounding(32),
+        R.heavy(1.0),
+    ],
+)
+def test_all_of_it_is_exact(sampler):
+    found = estimates(sampler, X, 1, 2)
+    np.testing.assert_array_equal(found[0], X)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_other_dtypes_and_transformations(name):
+    sampler = SAMPLERS[name]
+
+    def estimate(key, x):
+        return sampler.restore(key, sampler.keep(key, x), jax.ShapeDtypeStruct(x.shape, x.dtype))
+
+    x, key = X.reshape(3, 24), jax.random.key(5)
+    assert jax.jit(estimate)(key, x.astype(jnp.bfloat16)).dtype == jnp.bfloat16
+    once = jax.jit(estimate)(key, x)
+    chex.assert_trees_all_close(estimate(key, x), once, rtol=1e-5)
+    chex.assert_trees_all_close(jax.vmap(estimate, (None, 0))(key, jnp.stack([x, x]))[1], once, rtol=1e-5)
+    constant = estimate(key, jnp.zeros_like(x))
+    np.testing.assert_array_equal(constant, 0)
+
+
+def test_bytes():
+    x = jax.ShapeDtypeStruct((100, 128), jnp.float32)
+    assert R.nbytes(R.rounding(8), x) == 12800 + 500
+    assert R.nbytes(R.rounding(2), x) == 3200 + 500
+    assert R.nbytes(R.stratified(0.1), x) == 100 * 13 * 4
+    assert R.nbytes(R.heavy(0.1), x) == 100 * 13 * 4 + 100 * 7
+
+
+def test_rounding_stays_within_a_step():
+    x = jnp.concatenate([1e3 + jax.random.normal(jax.random.key(2), (64,)), jnp.array([1e-30, -4.0, jnp.pi])])
+    for bits, sampler in ((b, R.rounding(b, group=16)) for b in (8, 4, 2)):
+        found = estimates(sampler, x, -1, 4)
+        groups = jnp.pad(x, (0, -x.size % 16), mode="edge").reshape(-1, 16)
+        step = (groups.max(1) - groups.min(1) + 2.0**-6 * jnp.abs(groups).max(1)) / (2**bits - 1)
+        assert np.all(np.abs(found - x) <= 1.01 * np.repeat(step, 16)[: x.size])
+
+
+@pytest.mark.parametrize("bad", [0, -1, 1.5])
+def test_fractions_are_checked(bad):
+    for factory in (R.different_sample, R.same_sample, R.stratified, R.projection, R.heavy):
+        with pytest.raises(ValueError, match=r"in \(0, 1\]"):
+            factory(bad)
+    with pytest.raises(ValueError, match="8, 4, 2 or 1 bits"):
+        R.rounding(3)
+    with pytest.raises(ValueError, match="multiple of 8"):
+        R.rounding(4, group=12)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("end", ["smallest", "largest"])
+def test_the_ends_of_every_type(dtype, end):
+    with jax.enable_x64(dtype == "float64"):
+        limits = jnp.finfo(dtype)
+        unit = float(limits.tiny) * 256 if end == "smallest" else float(limits.max) / 1024
+        x = jnp.asarray(np.asarray(X.reshape(3, 24), np.float64) * unit, dtype)
+        truth = np.asarray(x).astype(np.float64) / unit
+        for name in (
+            "different",
+            "same",
+            "stratified",
+            "projection",
+            "rounding 8",
+            "rounding 2",
+            "rounding 1",
+            "heavy",
+        ):
+            found = np.asarray(estimates(SAMPLERS[name], x, -1, 1000)).astype(np.float64) / unit
+            error = found.std(0) / np.sqrt(len(found))
+            # What is below the smallest normal number is zero to the compiler.
+            least = 4 * float(limits.eps) * np.abs(truth).max() + float(limits.tiny) / unit
+            assert np.all(np.abs(found.mean(0) - truth) <= 4.5 * error + least), name
+
+
+def test_the_largest_number_stays_finite():
+    for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
+        x = jnp.full((16,), jnp.finfo(dtype).max).at[::2].multiply(-0.3)
+        assert jnp.all(jnp.isfinite(estimates(R.rounding(4, group=16), x.astype(dtype), -1, 100)))
+
+
+def test_groups_of_different_sizes_do_not_disturb_each_other():
+    x = jnp.concatenate([jnp.full(8, 1e-36), jnp.linspace(1e37, 1e38, 8), jnp.linspace(-1.0, 1.0, 8)])
+    found = np.asarray(estimates(R.rounding(8, group=8), x, -1, 4), np.float64)
+    assert np.all(np.abs(found - x) <= 0.02 * np.repeat([1e-36, 1e38, 1.0], 8))
+
+
+def test_what_is_not_finite_stays_so():
+    for bad in (jnp.nan, jnp.inf):
+        assert not np.any(np.isfinite(estimates(R.rounding(4, group=8), jnp.ones(8).at[3].set(bad), -1, 2))[:, 3])

@@ -1,0 +1,115 @@
+"""The house: what a user finds at the top, when wings are loaded, and that no floor imports one above it."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import apgrad as ap
+
+PACKAGE = Path(ap.__file__).parent
+
+# What the modules of a part may import of apgrad, besides their own part.
+FLOORS = {
+    "_programs": set(),
+    "_ground": {"_programs"},
+    "expectations": {"_ground", "_programs"},
+    "memory": {"_ground", "_programs"},
+    "mplp": {"_ground", "_programs"},
+    "tracing": {"_ground", "_programs"},
+    "meta": {"_ground", "_programs", "expectations", "mplp"},
+    "testing": {"_ground", "expectations"},
+}
+
+
+def imported(path):
+    """The modules of apgrad that a file imports when it is run, as lists of names."""
+    found, typing_only = [], set()
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            typing_only |= set(ast.walk(node))
+    for node in ast.walk(tree):
+        if node in typing_only:
+            continue
+        if isinstance(node, ast.Import):
+            found += [alias.name.split(".") for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found += [[*(node.module or "").split("."), alias.name] for alias in node.names]
+    return [names for names in found if names[0] == "apgrad"]
+
+
+def test_no_floor_imports_a_higher_one():
+    wrong = []
+    for path in PACKAGE.rglob("*.py"):
+        part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        if part != "__init__":
+            wrong += [(str(path), names) for names in imported(path) if names[1] not in {part} | FLOORS[part]]
+    assert not wrong
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    def name(path):
+        parts = ["apgrad", *path.relative_to(PACKAGE).with_suffix("").parts]
+        return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+    modules = {name(path): path for path in PACKAGE.rglob("*.py")}
+    edges = {}
+    for module, path in modules.items():
+        candidates = [(".".join(names), ".".join(names[:-1])) for names in imported(path)]
+        edges[module] = {long if long in modules else short for long, short in candidates} - {module}
+        if path.name == "__init__.py":
+            # A package that hands names on is no circle: its modules do not import the package.
+            edges[module] = set()
+
+    done, walk = set(), []
+
+    def visit(module):
+        assert module not in walk, " imports ".join([*walk[walk.index(module) :], module])
+        if module not in done:
+            walk.append(module)
+            for other in sorted(edges.get(module, ())):
+                visit(other)
+            walk.pop()
+            done.add(module)
+
+    for module in sorted(modules):
+        visit(module)
+
+
+def test_wings_are_loaded_when_used_and_show_their_public_names_alone():
+    program = """
+import sys
+import apgrad as ap
+loaded = {"flax", "numpyro", "optax"} & set(sys.modules)
+assert not loaded, loaded
+assert set(dir(ap)) == {*ap.__all__, "__version__"}
+for name in ap.__all__:
+    assert getattr(ap, name) is not None, name
+public = {name for name in vars(ap) if not name.startswith("_")}
+assert public == set(ap.__all__), public ^ set(ap.__all__)
+assert len(set(ap.__all__)) == len(ap.__all__)
+try:
+    ap.no_such_name
+except AttributeError as error:
+    assert "no_such_name" in str(error)
+else:
+    raise AssertionError
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, cwd=PACKAGE.parent)
+
+
+def test_type_checkers_see_the_names_that_are_loaded():
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    branch = next(n for n in tree.body if isinstance(n, ast.If))
+    seen = {a.asname or a.name for n in branch.body if isinstance(n, ast.ImportFrom) for a in n.names}
+    assert seen == {*ap._WINGS, *ap._WING_OF}
+
+
+def test_private_modules_begin_with_an_underscore_and_share_no_name_with_a_function():
+    for package in {path.parent for path in PACKAGE.rglob("*.py")}:
+        if any(part.startswith("_") for part in package.relative_to(PACKAGE).parts):
+            continue
+        face = {p.stem for p in package.glob("*.py") if not p.stem.startswith("_")}
+        allowed = {"": {"testing"}, "expectations": {"diagnostics", "weights"}, "meta": {"data"}}
+        assert face <= allowed.get(str(package.relative_to(PACKAGE)).strip("."), set()), (package, face)
