@@ -194,20 +194,25 @@ class Checkpoint(NamedTuple):
         if not self.path.exists():
             return state
         with np.load(self.path) as file:
-            leaves = [file[f"{i}"] for i in range(len(file.files))]
+            leaves = [file[f"arr_{i}"] for i in range(len(file.files))]
         return jax.tree.unflatten(jax.tree.structure(state), leaves)
 
     def save(self, state: Any) -> None:
         """Writes the state, a pytree of arrays, in full or not at all."""
         temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
         with temporary.open("wb") as file:
-            np.savez(file, **{f"{i}": np.asarray(leaf) for i, leaf in enumerate(jax.tree.leaves(state))})
+            np.savez(file, *(np.asarray(leaf) for leaf in jax.tree.leaves(state)))
         os.replace(temporary, self.path)
 
 
 def checkpoint(name: str, config: Config, cell: Cell) -> Checkpoint:
     """The checkpoint of a cell of the experiment with the given name."""
     return Checkpoint(_folder(name, config) / "cells" / f"{cell_name(cell)}.npz")
+
+
+def finished(name: str, config: Config, cell: Cell) -> dict[str, Any]:
+    """The result of an earlier cell of the experiment with the given name, for a cell that builds on it."""
+    return json.loads((_folder(name, config) / "cells" / f"{cell_name(cell)}.json").read_text())["result"]
 
 
 def bootstrap(

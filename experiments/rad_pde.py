@@ -73,7 +73,8 @@ def source(theta: jax.Array, t: jax.Array) -> jax.Array:
 
 def target(t: jax.Array) -> jax.Array:
     """phi_0 + sin(pi t) sin(2 pi x) sin(pi y) / 4 at times (n,): (n, 31, 31)."""
-    return START + 0.25 * jnp.sin(jnp.pi * t)[:, None, None] * (np.sin(2 * np.pi * X) * np.sin(np.pi * Y))
+    wave = jnp.asarray(np.sin(2 * np.pi * X) * np.sin(np.pi * Y))
+    return jnp.asarray(START) + 0.25 * jnp.sin(jnp.pi * t)[:, None, None] * wave
 
 
 def advance(phi: jax.Array, c: jax.Array) -> jax.Array:

@@ -46,8 +46,36 @@ def test_noise(run):
 
 def test_training(run):
     options = ("--data", "digits", "--methods", "baseline", "rounding 4", "--steps", "40", "--evaluations", "1")
-    rows = run(rad_training.EXPERIMENT, *options, "--seeds", "1")
+    rows = run(rad_training.EXPERIMENT, *options, "--seeds", "1", "--pairs", "0")
     assert all(row["test_accuracy"] > 0.5 for row in rows)
+
+
+def test_training_searches_and_says_what_data_it_had(tmp_path, monkeypatch):
+    """The chosen pair is the finalist that validates best, and runs have it; digits are said to be no MNIST."""
+    monkeypatch.delenv("APGRAD_DATA", raising=False)
+    options = (
+        "--data",
+        "mnist",
+        "--methods",
+        "reduced",
+        "different",
+        "--steps",
+        "20",
+        "--evaluations",
+        "1",
+        "--draws",
+        "1",
+    )
+    folder = harness.main(rad_training.EXPERIMENT, ["--out", str(tmp_path), *options, "--pairs", "2", "--seeds", "1"])
+    results = json.loads((folder / "results.json").read_text())
+    reduced, different = results["rows"]
+    assert results["data"]["mlp"].startswith("digits IN PLACE OF mnist")
+    search = json.loads((folder / "cells" / "network=mlp,search=different.json").read_text())["result"]
+    assert search["finalists"] == [int(np.argmax(search["short_accuracies"]))] and len(search["pairs"]) == 3
+    assert different["rate_and_decay"] == search["chosen"] == search["pairs"][search["finalists"][0]]
+    # At equal memory: no more than what is sampled, and one example more would not fit.
+    each = reduced["residual_bytes"] / reduced["batch"]
+    assert reduced["residual_bytes"] <= different["residual_bytes"] < reduced["residual_bytes"] + 1.01 * each
 
 
 def test_pde(run):
@@ -148,6 +176,7 @@ def test_benchmark(run):
 
 def test_images_fall_back_to_digits(monkeypatch):
     monkeypatch.delenv("APGRAD_DATA", raising=False)
-    assert images.load("mnist").name == "digits"
+    found = images.load("mnist")
+    assert found.name == "digits" and found.description.startswith("digits IN PLACE OF mnist")
     with pytest.raises(ValueError, match="data sets are"):
         images.load("imagenet")
