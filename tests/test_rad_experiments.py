@@ -38,10 +38,16 @@ def test_table1_is_the_papers(run):
 
 
 def test_noise(run):
-    options = ("--data", "digits", "--training-steps", "0", "--draws", "2", "--batches", "32", "--examples", "500")
+    options = ("--data", "digits", "--training-steps", "0", "--draws", "30", "--batch", "32", "--smaller", "8")
     rows = run(rad_noise.EXPERIMENT, *options)
-    own = {(row["method"], row["layer"]): row["own"] for row in rows}
-    assert own["baseline", 2] == 0 < own["rounding 8", 2] < own["rounding 4", 2] < own["different", 2]
+    found = {(row["method"], row["batch"], row["layer"]): row for row in rows}
+    own = {method: found[method, 32, 2]["own"] for method in ("baseline", "rounding 8", "rounding 4", "different 0.1")}
+    assert own["baseline"] == 0 < own["rounding 8"] < own["rounding 4"] < own["different 0.1"]
+    # Examples are drawn with replacement: a batch of a quarter has four times the variance.
+    for layer in range(1, 5):
+        small, large = found["baseline", 8, layer], found["baseline", 32, layer]
+        error = np.hypot(small["squared_error_se"], 4 * large["squared_error_se"])
+        assert abs(small["squared_error"] - 4 * large["squared_error"]) < 4 * error
 
 
 def test_training(run):
