@@ -1,5 +1,6 @@
 """One training run of a network with randomized memory, step by step, resumable; see `rad_training`."""
 
+import bisect
 import dataclasses
 import functools
 from typing import Any
@@ -28,8 +29,9 @@ def residual_bytes(network: str, method: str, fraction: float, size: int, shape:
 def reduced(network: str, fraction: float, batch: int, shape: tuple[int, ...]) -> int:
     """The largest batch of reverse mode that remembers no more than "different" of a batch; 1 at least."""
     budget = residual_bytes(network, "different", fraction, batch, shape)
-    fits = (n for n in range(batch, 1, -1) if residual_bytes(network, "baseline", fraction, n, shape) <= budget)
-    return next(fits, 1)
+    # Bytes rise with the examples: the last size that fits.
+    measured = lambda n: residual_bytes(network, "baseline", fraction, n, shape)
+    return max(1, bisect.bisect_right(range(1, batch + 1), budget, key=measured))
 
 
 @functools.cache
