@@ -76,7 +76,7 @@ class Config(harness.Config):
     networks: tuple[str, ...] = ("mlp",)
     steps: tuple[int, ...] = (300,)
     data: tuple[str, ...] = ("digits",)
-    methods: tuple[str, ...] = ("baseline", "reduced", "different", "same", "rounding 4", "rounding 2")
+    methods: tuple[str, ...] = ("baseline", "reduced", "different", "rounding 4")
     fraction: float = 0.1
     batch: int = 150
     pairs: int = 3
