@@ -28,7 +28,7 @@ from experiments import (
 )
 from experiments.benchmarks import estimators as benchmark
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 # An experiment of random numbers, as a program of its own, that kills itself in the middle if it is told to.
 TOY = """
