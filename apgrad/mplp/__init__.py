@@ -1,4 +1,13 @@
-"""MPLP: networks whose backward pass is a learned protocol of messages."""
+"""MPLP: networks whose backward pass is a learned protocol of messages.
+
+    network, params = mplp.from_nnx(model, loss=mplp.softmax_cross_entropy)
+    rule = mplp.Separable(mplp.sites(network, params, batch), rngs=rngs)
+    state = mplp.init_state(rule, network, params, batch)
+    updates, state, metrics = mplp.backward(rule, network, params, state, batch)  # pure: jit, scan, vmap, grad
+
+A network is a function that calls nodes; a rule says what each node does with the message that arrives there.
+`apgrad.meta` trains rules.
+"""
 
 from apgrad.mplp._elementwise import (
     activation as activation,
@@ -38,7 +47,7 @@ from apgrad.mplp._protocol import (
     Dense as Dense,
     Diagonal as Diagonal,
     Elementwise as Elementwise,
-    Learner as Learner,
+    LocalRule as LocalRule,
     Rule as Rule,
     Site as Site,
 )
@@ -48,6 +57,8 @@ from apgrad.mplp._step import (
     Network as Network,
     backward as backward,
     init_state as init_state,
+    inner_step as inner_step,
+    scan_steps as scan_steps,
     sites as sites,
     unroll as unroll,
 )
