@@ -90,13 +90,13 @@ def truncated_evolution(
 
 
 class Particle(NamedTuple):
-    """An antithetic pair that goes on.
+    """An antithetic pair of unrolls of one task, which goes on from one outer step to the next.
 
     Attributes:
       plus: the unroll of theta + e.
-      minus: that of theta - e, of the same task.
-      sum: xi, the perturbations so far.
-      key: of the perturbation that is kept (`single_evolution`).
+      minus: the unroll of theta - e; both have made the same number of steps.
+      sum: xi, the sum of the perturbations so far in this unroll, a pytree like theta.
+      key: PRNG key of this unroll: of its task, and of the perturbation that `single_evolution` keeps.
     """
 
     plus: Segments
@@ -138,30 +138,32 @@ def _persistent(problem, segment, sigma, pairs, stagger, keep):
     """PES, or ES-Single (keep): of the loss of K of T steps, per segment, not of the whole unroll."""
     _require(sigma, pairs)
 
-    def fresh(theta, key):
-        return jax.tree.map(jnp.zeros_like, theta)
-
     def init(theta, key):
         def one(key):
-            begin, noise = jax.random.split(key)
+            begin, unroll = jax.random.split(key)
             carry = start(problem, theta, begin, segment, stagger=stagger)
-            return Particle(carry, carry, fresh(theta, key), noise)
+            return Particle(carry, carry, jax.tree.map(jnp.zeros_like, theta), unroll)
 
         return jax.vmap(one)(jax.random.split(key, pairs))
 
     def one(theta, key, p):
-        noise, task = jax.random.split(key)
-        e = perturbation(theta, p.key if keep else noise, sigma)
+        noise, later = jax.random.split(key)
+        task, kept = jax.random.split(p.key)
+        e = perturbation(theta, kept if keep else noise, sigma)
         total = e if keep else jax.tree.map(jnp.add, p.sum, e)
-        plus, up = advance(problem, _add(theta, e, 1), p.plus, segment)
-        minus, down = advance(problem, _add(theta, e, -1), p.minus, segment)
+
+        def moved(sign, carry):
+            # An unroll starts from the perturbed theta: the prior of a `WithPrior` acts on nothing but the start.
+            shifted = _add(theta, e, sign)
+            new = Segments(problem.init(shifted, task), carry.t)
+            return advance(problem, shifted, _where(carry.t == 0, new, carry), segment)
+
+        plus, up = moved(1, p.plus)
+        minus, down = moved(-1, p.minus)
         gradient = jax.tree.map(lambda x: _difference(plus, minus, sigma, x) * x, total)
-        done = up.t >= problem.length
-        pick = lambda new, old: jax.tree.map(lambda a, b: jnp.where(done, a, b), new, old)
-        begun = pick(fresh(theta, key), total)
-        # Both of a pair begin with the same task and parameters.
-        up, down = (renew(problem, theta, task, x) for x in (up, down))
-        return (plus + minus) / 2, gradient, Particle(up, down, begun, pick(noise, p.key))
+        zeros = jax.tree.map(jnp.zeros_like, (up.t, down.t, total))
+        ended = Particle(up._replace(t=zeros[0]), down._replace(t=zeros[1]), zeros[2], later)
+        return (plus + minus) / 2, gradient, _where(up.t >= problem.length, ended, Particle(up, down, total, p.key))
 
     def estimate(theta, key, carry):
         losses, gradients, carry = jax.vmap(one, (None, 0, 0))(theta, jax.random.split(key, pairs), carry)
@@ -184,6 +186,10 @@ def perturbation(theta: Any, key: jax.Array, sigma: float) -> Any:
 def _add(theta, e, sign):
     trained, fixed = partition(theta)
     return combine(jax.tree.map(lambda x, e: x + sign * e, trained, partition(e)[0]), fixed)
+
+
+def _where(condition, new, old):
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
 
 
 def _difference(plus, minus, sigma, like):

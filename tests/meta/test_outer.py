@@ -169,10 +169,13 @@ def test_clipping_bounds_each_task_and_leaves_small_gradients():
     [
         (lambda: meta.truncated(quadratic(), 4)(jnp.float32(1.0), jax.random.key(0)), "K=4, T=6"),
         (lambda: meta.evolution(quadratic(), sigma=0.0), "sigma=0.0"),
-        (lambda: meta.lanes(meta.backpropagation(quadratic()), 0), "got 0"),
+        (lambda: meta.lanes(meta.backpropagation(quadratic()), 0), "at least 1, got count=0"),
         (lambda: meta.average([], None), "positive sum"),
-        (lambda: meta.clipped(meta.backpropagation(quadratic()), 0.0), "max_norm must be above 0, got 0.0"),
-        (lambda: meta.perturbed(quadratic(), sigma=-1.0), "sigma > 0"),
+        (
+            lambda: meta.clipped(meta.backpropagation(quadratic()), 0.0),
+            "max_norm must be a finite number above 0, got max_norm=0.0",
+        ),
+        (lambda: meta.perturbed(quadratic(), sigma=-1.0), "sigma must be a finite number above 0, got sigma=-1.0"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make, message):
