@@ -20,8 +20,8 @@ import numpy as np
 import optax
 from matplotlib.figure import Figure
 
-from apgrad import memory as rad
-from experiments import harness, images, rad_networks
+from apgrad import memory as rad, meta
+from experiments import harness, rad_networks
 
 METHODS = (
     "baseline",
@@ -76,8 +76,8 @@ def cells(config: Config) -> list[harness.Cell]:
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     """Squared errors of each layer's gradient, for each draw."""
-    data = images.load(config.data)
-    x, y = jnp.asarray(data.train[: config.examples]), jnp.asarray(data.train_labels[: config.examples])
+    data = meta.data.load_bytes(config.data, or_digits=True)
+    x, y = jnp.asarray(data.x_train[: config.examples]), jnp.asarray(data.y_train[: config.examples])
     params = trained(config, cell["steps"])
     exact = _exact(config.network)
     loss = rad_networks.method_loss(config.network, cell["method"], config.fraction)
@@ -94,7 +94,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         own.append([float(np.sum((a - b) ** 2) / np.sum(b**2)) for a, b in zip(mine, batch, strict=True)])
     structs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (params, x[:size], y[:size]))
     kept = rad.residuals(lambda p, x, y: loss(jax.random.key(0), p, x, y), *structs)
-    return {"errors": errors, "own": own, "residual_bytes": sum(r.nbytes for r in kept), "data": data.name}
+    return {"errors": errors, "own": own, "residual_bytes": sum(r.nbytes for r in kept), "data": data.description}
 
 
 @functools.cache
@@ -105,8 +105,8 @@ def _exact(network: str) -> Any:
 @functools.cache
 def trained(config: Config, steps: int) -> Any:
     """Parameters after so many steps of Adam on exact gradients: the same for every method."""
-    data = images.load(config.data)
-    x, y = jnp.asarray(data.train[: config.examples]), jnp.asarray(data.train_labels[: config.examples])
+    data = meta.data.load_bytes(config.data, or_digits=True)
+    x, y = jnp.asarray(data.x_train[: config.examples]), jnp.asarray(data.y_train[: config.examples])
     params = rad_networks.parameters(config.network, jax.random.key(config.seed), x.shape[1:])
     optimizer = optax.adam(1e-3)
     loss = rad_networks.loss(config.network, None)

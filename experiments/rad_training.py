@@ -25,7 +25,8 @@ import numpy as np
 import optax
 from matplotlib.figure import Figure
 
-from experiments import harness, images, rad_networks
+from apgrad import meta
+from experiments import harness, rad_networks
 
 # Learning rate and weight decay that the paper's search found.
 TUNED = {
@@ -111,11 +112,11 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     """Losses and accuracies along one run, and the method's noise."""
     network, method = cell["network"], cell["method"]
     index = config.networks.index(network)
-    data = images.load(config.data[index])
+    data = meta.data.load_bytes(config.data[index], or_digits=True)
     rng = np.random.default_rng([config.seed, cell["run"]])
-    pool = len(data.train) if config.examples == 0 else config.examples
+    pool = len(data.x_train) if config.examples == 0 else config.examples
     boot = rng.integers(pool, size=pool)
-    x, y = jnp.asarray(data.train[boot]), jnp.asarray(data.train_labels[boot])
+    x, y = jnp.asarray(data.x_train[boot]), jnp.asarray(data.y_train[boot])
     steps = config.steps[index]
     loss, exact = (rad_networks.method_loss(network, m, config.fraction) for m in (method, "baseline"))
     size = config.reduced if method == "reduced" else config.batch
@@ -168,11 +169,11 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
             values.append(value)
         # All of the test set at the end only.
         test = slice(None if i + 1 == config.evaluations else 2000)
-        accuracies = evaluate(x[:2000], y[:2000]), evaluate(data.test[test], data.test_labels[test])
+        accuracies = evaluate(x[:2000], y[:2000]), evaluate(data.x_test[test], data.y_test[test])
         curve.append([(i + 1) * every, float(np.mean(values)), *accuracies])
         if noisy:
             noises.append(noise(params, jax.random.fold_in(jax.random.key(seed), i)))
-    return {"curve": curve, "noise": noises, "data": data.name}
+    return {"curve": curve, "noise": noises, "data": data.description}
 
 
 def _optimizer(network: str, method: str, steps: int) -> optax.GradientTransformation:

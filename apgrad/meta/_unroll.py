@@ -2,20 +2,20 @@
 
     s_0 = init(theta, key),    s_t, l_t = step(theta, s_{t-1}),    L(theta) = E[sum_t l_t + final(theta, s_T)]
 
-theta are the meta-parameters, s the inner state (parameters, the learner's state, the task, a key). Everything an outer
-gradient needs is in these three functions, so `outer.py` and its neighbours know nothing of tasks or rules, and any
-other recurrence is a problem too.
+theta are the meta-parameters, s the inner state (parameters, the learner's state, the task, a key). Everything that an
+outer gradient needs is in these three functions, so `_outer.py`, `_evolution.py` and `_perturbed.py` know nothing of
+tasks or rules, and any other recurrence is a problem too.
 
 With hint weight h, held-out weight v, delta weight d (the change of the hint loss, as in learned optimizers) and
 batch-entropy weight b,
 
     l_t = (h + b penalty_t) hint_t / T + d (hint_t - hint_{t-1}),    final = v held_out
 
-where hint_t is the loss on minibatch t after the step (MPLP, Eq. 12), or before it (the thesis, Algorithm 2); hint_0
-is the loss of the prior on a minibatch of its own; and penalty_t is the batch-entropy penalty of the parameters before
-step t on minibatch t. T is the unroll's own length where lengths are random. No part of the loss is held constant, so
-every outer gradient estimates the derivative of this one function. (The thesis's code multiplies the penalty by a loss
-that is detached, and what it follows is the derivative of no function.)
+where hint_t is the loss on minibatch t after the step (MPLP, Eq. 12), or before the step (the thesis, Algorithm 2);
+hint_0 is the loss of the prior on a minibatch of its own; and penalty_t is the batch-entropy penalty of the parameters
+before step t on minibatch t. T is the unroll's own length where lengths are random. No part of the loss is held
+constant, so every outer gradient estimates the derivative of this one function. (The thesis's code multiplies the
+penalty by a loss that is detached, and what it follows is the derivative of no function.)
 """
 
 import math
@@ -39,8 +39,9 @@ class Problem(NamedTuple):
       init: `(theta, key) -> state`.
       step: `(theta, state) -> (state, loss)`.
       final: `(theta, state) -> loss`, after the last step.
-      length: T, steps of an unroll.
-      perturb: `state -> the part of it that is perturbed` by total propagation, and `(state, part) -> state`: a pair.
+      length: T, number of steps of an unroll.
+      perturb: a pair of functions for `perturbed`: `state -> part`, the part of the state that noise is added to, and
+        `(state, part) -> state`, which puts it back.
     """
 
     init: Callable[[Any, jax.Array], Any]
@@ -54,13 +55,13 @@ class Inner(NamedTuple):
     """The state of an inner problem.
 
     Attributes:
-      params: of the network.
-      learner: the learner's state.
-      task: what makes the task.
-      key: of the minibatches to come.
-      t: steps made.
-      horizon: steps to be made.
-      before: the hint loss of the step before.
+      params: parameters of the network.
+      learner: state of the learner.
+      task: what `Task.draw` returned.
+      key: PRNG key of the minibatches.
+      t: () integer, number of steps made.
+      horizon: () integer, number of steps to be made.
+      before: () float, the hint loss of the step before.
     """
 
     params: Any
@@ -76,7 +77,7 @@ class WithPrior(NamedTuple):
     """Meta-parameters with a prior that is trained too (MAML).
 
     Attributes:
-      learner: the learner's meta-parameters.
+      learner: the meta-parameters of the learner.
       prior: the parameters that every task starts from.
     """
 
@@ -102,18 +103,18 @@ def inner_problem(
 
     Args:
       task: a family of tasks.
-      learner: what is meta-trained.
-      length: T, inner steps.
-      hint: weight of the mean loss on the minibatches just learned from.
+      learner: the inner learner, which is meta-trained.
+      length: T, number of inner steps.
+      hint: weight of the mean loss on the minibatches that were just learned from.
       held_out: weight of the held-out loss at the end.
-      delta: weight of the hint loss's change.
-      hint_before: whether the hint loss is that before the step, on data not learned from yet.
-      shortest: if given, each unroll has its own length, uniform in [shortest, length]; after it nothing changes and
-        losses are 0. (A schedule of lengths is a sequence of calls of `train` with problems of growing length.)
+      delta: weight of the change of the hint loss.
+      hint_before: whether the hint loss is taken before the step, on data that were not learned from yet.
+      shortest: if given, each unroll has its own length, uniform in [shortest, length]; after that many steps nothing
+        changes and losses are 0. (A schedule of lengths is a sequence of calls of `train` with growing `length`.)
       batch_entropy: weight of the batch-entropy penalty (2 in the thesis), which multiplies each step's hint loss.
       entropy_form: "reference", the thesis's code, log(2 pi e sigma^2 + 1); "paper", its Eq. 7, log(2 pi e sigma^2 +
         1e-5), without a floor at 0.
-      learn_prior: theta is then a `WithPrior`, and tasks start from its prior.
+      learn_prior: whether theta is a `WithPrior`, from whose prior the tasks start.
 
     Raises:
       ValueError: for weights that make no loss, or lengths that fit no unroll.
@@ -174,8 +175,8 @@ def run(problem: Problem, theta: Any, state: Any, steps: int, *, remat: bool | i
     Args:
       problem: the recurrence.
       theta: the meta-parameters.
-      state: where it starts.
-      steps: how many.
+      state: the state before the first step.
+      steps: number of steps.
       remat: whether a gradient computes steps again instead of remembering them. True nests two scans, of about
         sqrt(steps) segments, so that about 2 sqrt(steps) states are remembered in place of all that happened in
         `steps` steps; a number, at least 1, is the length of a segment.
@@ -207,7 +208,17 @@ def run(problem: Problem, theta: Any, state: Any, steps: int, *, remat: bool | i
 def objective(
     problem: Problem, theta: Any, key: jax.Array, *, remat: bool | int = False
 ) -> tuple[jax.Array, tuple[jax.Array, Any]]:
-    """The loss of one unroll from start to end; beside it each step's loss, and the last state."""
+    """The loss of one unroll from start to end.
+
+    Args:
+      problem: the recurrence.
+      theta: the meta-parameters.
+      key: PRNG key of the unroll.
+      remat: whether a gradient computes steps again instead of remembering them; see `run`.
+
+    Returns:
+      The loss, a scalar; and a pair of the loss of each step, (steps,), and the last state.
+    """
     state, losses = run(problem, theta, problem.init(theta, key), problem.length, remat=remat)
     return jnp.sum(losses) + problem.final(theta, state), (losses, state)
 
@@ -227,14 +238,14 @@ def evaluate(
     Args:
       task: a family of tasks.
       learner: an inner learner.
-      theta: its meta-parameters.
-      key: of the task.
-      steps: inner steps.
+      theta: the meta-parameters of the learner.
+      key: PRNG key of the task.
+      steps: number of inner steps.
       measure: `(params, held-out batch) -> number`; the task's loss if not given.
       prior: the parameters to start from; the task's prior draws them if not given.
 
     Returns:
-      (steps + 1,).
+      The measures, (steps + 1,).
     """
     steps, keys = whole("steps", steps, 0), jax.random.split(key, 4)
     drawn, measure = task.draw(keys[0]), measure or task.loss
@@ -259,11 +270,11 @@ def entropy_penalty(
     c is 1 in the thesis's code (form "reference") and 1e-5 in Eq. 7 (form "paper"; Eq. 6 has 1).
 
     Args:
-      network: its places named "activation..." count.
-      params: of the network.
-      x: (batch, ...).
-      threshold: p.
-      form: "reference" or "paper".
+      network: the network; its places named "activation..." count.
+      params: parameters of the network.
+      x: inputs, (batch, ...).
+      threshold: p, the entropy below which a layer is penalized.
+      form: "reference" or "paper", which of the two constants c is used.
     """
     constant = 1.0 if form == "reference" else 1e-5
     entropies = []
@@ -276,7 +287,13 @@ def entropy_penalty(
 
 
 def activations(network: mplp.Sequential, params: Any, x: jax.Array) -> list[jax.Array]:
-    """The outputs of the places named "activation..."."""
+    """The outputs of the places named "activation...", arrays (batch, ...).
+
+    Args:
+      network: the network.
+      params: parameters of the network.
+      x: inputs, (batch, ...).
+    """
     found = []
     places = mplp.Places(mplp.Exact(0.0))
     signal = places.signal(x)

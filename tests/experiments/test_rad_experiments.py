@@ -5,7 +5,8 @@ import json
 import jax
 import pytest
 
-from experiments import harness, images, rad_noise, rad_pde, rad_table1, rad_training
+from apgrad import meta
+from experiments import harness, rad_noise, rad_pde, rad_table1, rad_training
 from experiments.benchmarks import randomized
 
 
@@ -64,6 +65,7 @@ def test_benchmark(run):
 
 def test_images_fall_back_to_digits(monkeypatch):
     monkeypatch.delenv("APGRAD_DATA", raising=False)
-    assert images.load("mnist").name == "digits"
-    with pytest.raises(ValueError, match="data sets are"):
-        images.load("imagenet")
+    images = meta.data.load_bytes("mnist", or_digits=True)
+    assert images.name == "digits" and images.description.startswith("digits IN PLACE OF mnist")
+    with pytest.raises(ValueError, match="there are the data sets"):
+        meta.data.load_bytes("imagenet", or_digits=True)

@@ -29,7 +29,7 @@ def outer(weight=1.0, sigma=0.1, segment=2):
         return s - 0.1 * theta[0] * s, weight * SCALE * s**2
 
     problem = meta.Problem(lambda theta, key: jax.random.normal(key), step, lambda theta, s: s**2, 4)
-    return meta.lanes(meta.single_evolution(problem, segment, sigma=sigma), 2)
+    return meta.batched(meta.single_evolution(problem, segment, sigma=sigma), 2)
 
 
 def trained(folder, steps=2, *, key=0, start=1.0, rate=1e-2, log=None, **options):

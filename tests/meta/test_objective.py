@@ -169,7 +169,7 @@ REFUSED = [
     *[("unrolls", v, meta.perturbed) for v in (0, 2.5)],
     *[("remat", v, meta.backpropagation) for v in (0, -1, 2.5)],
     *[("remat", v, lambda p, **o: meta.truncated(p, 2, **o)) for v in (-1,)],
-    *[("count", v, lambda p, count: meta.lanes(meta.backpropagation(p), count)) for v in (0, 2.5, "2")],
+    *[("count", v, lambda p, count: meta.batched(meta.backpropagation(p), count)) for v in (0, 2.5, "2")],
     *[("max_norm", v, lambda p, max_norm: meta.clipped(meta.backpropagation(p), max_norm)) for v in (0, jnp.nan)],
     *[("weights", v, lambda p, weights: meta.average([meta.backpropagation(p)] * 2, weights)) for v in ([2, -1], [1])],
     *[(n, v, lambda p, **o: meta.sinusoid(**o)) for n in ("batch", "held_out") for v in (0, 2.5)],
@@ -196,6 +196,6 @@ def test_raw_keys_give_the_same_numbers_as_typed_ones(name):
         "perturbed": lambda p: meta.perturbed(p, unrolls=2),
     }
     problem, theta, _, _ = setting({"hint": 1.0})
-    outer = jax.jit(meta.lanes(makers[name](problem), 2))
+    outer = jax.jit(meta.batched(makers[name](problem), 2))
     one, two = (outer(jnp.float32(theta), make(3))[:2] for make in (jax.random.key, jax.random.PRNGKey))
     np.testing.assert_array_equal(one, two)
