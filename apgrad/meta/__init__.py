@@ -46,7 +46,6 @@ from apgrad.meta._unroll import (
     Inner as Inner,
     Problem as Problem,
     WithPrior as WithPrior,
-    activations as activations,
     entropy_penalty as entropy_penalty,
     evaluate as evaluate,
     inner_problem as inner_problem,

@@ -39,8 +39,7 @@ def message_passing(network: mplp.Network) -> Learner:
     """
 
     def step(rule, params, state, batch):
-        updates, state, _ = mplp.backward(rule, network, params, state, batch)
-        return optax.apply_updates(params, updates), state
+        return mplp.inner_step(rule, network, params, state, batch)[:2]
 
     return Learner(lambda rule, params, batch: mplp.init_state(rule, network, params, batch), step)
 

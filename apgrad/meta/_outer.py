@@ -186,8 +186,8 @@ def forward_mode(problem: Problem) -> OuterGradient:
     """Forward mode through the whole unroll, for few meta-parameters: the same gradient as `backpropagation`.
 
     Args:
-      problem: the recurrence. Its functions must have a forward mode, and the nodes of `mplp` have none: so the learner
-        is `optimizer` or one of yours, not `message_passing`, and the task's loss is written in plain JAX.
+      problem: the recurrence. Its functions must have a forward mode, and a backward pass under a rule has none: so the
+        learner is `optimizer` or one of yours, not `message_passing`.
 
     Raises:
       TypeError: when an estimate is traced, if a function in the unroll has no forward mode.
@@ -207,9 +207,9 @@ def forward_mode(problem: Problem) -> OuterGradient:
                 raise
             raise TypeError(
                 "meta.forward_mode cannot differentiate this unroll: it calls a jax.custom_vjp function, which has a "
-                "reverse mode only. The nodes of mplp are such functions, and with them the learner "
-                "`message_passing` and the batch-entropy penalty. Use backpropagation, truncated or an evolution "
-                "strategy; or the learner `optimizer` with a loss in plain JAX."
+                "reverse mode only. A backward pass under a rule of mplp is such a function, and so `message_passing` "
+                "has no forward mode. Use backpropagation, truncated or an evolution strategy; or the learner "
+                "`optimizer`."
             ) from error
         return value, unravel(gradient), carry
 

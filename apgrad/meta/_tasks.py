@@ -91,7 +91,7 @@ def mlp(
             parts.append(functions[i])
             order.append(f"activation_{i}")
     made, _ = mplp.from_nnx(nnx.Sequential(*parts), loss)
-    network = mplp.Sequential(tuple(zip(order, (f for _, f in made.layers), strict=True)), made.loss)
+    network = made._replace(layers=tuple(zip(order, (apply for _, apply in made.layers), strict=True)))
 
     def prior(key):
         params = {}

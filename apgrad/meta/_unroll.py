@@ -18,13 +18,11 @@ constant, so every outer gradient estimates the derivative of this one function.
 penalty by a loss that is detached, and what it follows is the derivative of no function.)
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from apgrad import mplp
 from apgrad.meta._learners import Learner
@@ -170,7 +168,7 @@ def inner_problem(
 
 
 def run(problem: Problem, theta: Any, state: Any, steps: int, *, remat: bool | int = False) -> tuple[Any, jax.Array]:
-    """Steps in a `scan`.
+    """Steps of the recurrence, in a `scan`.
 
     Args:
       problem: the recurrence.
@@ -190,19 +188,8 @@ def run(problem: Problem, theta: Any, state: Any, steps: int, *, remat: bool | i
       >>> ap.meta.run(halve, None, jnp.ones(()), 4)[1].tolist()
       [1.0, 0.5, 0.25, 0.125]
     """
-    body = lambda state, _: problem.step(theta, state)
     steps = whole("steps", steps, 0)
-    if remat is False or not steps:
-        return lax.scan(body, state, length=steps)
-    segment = max(1, math.isqrt(steps)) if remat is True else min(whole("remat", remat, 1), steps)
-    body = jax.checkpoint(body, prevent_cse=False)
-    inner = jax.checkpoint(lambda state, _: lax.scan(body, state, length=segment), prevent_cse=False)
-    state, losses = lax.scan(inner, state, length=steps // segment)
-    losses = losses.reshape(-1)
-    if rest := steps % segment:
-        state, more = lax.scan(body, state, length=rest)
-        losses = jnp.concatenate([losses, more])
-    return state, losses
+    return mplp.scan_steps(lambda state, _: problem.step(theta, state), state, length=steps, remat=remat)
 
 
 def objective(
@@ -257,7 +244,7 @@ def evaluate(
         params, state = learner.step(theta, carry[0], carry[1], task.batch(drawn, key))
         return (params, state), measure(params, judge)
 
-    _, values = lax.scan(step, (params, state), jax.random.split(keys[2], steps))
+    _, values = mplp.scan_steps(step, (params, state), jax.random.split(keys[2], steps))
     return jnp.concatenate([measure(params, judge)[None], values])
 
 
@@ -278,28 +265,10 @@ def entropy_penalty(
     """
     constant = 1.0 if form == "reference" else 1e-5
     entropies = []
-    for value in activations(network, params, x):
-        variance = jnp.var(value, axis=0)
-        entropies.append(jnp.mean(jnp.log(2 * jnp.pi * jnp.e * variance + constant)) / 2)
+    for name, value in network.layer_outputs(params, x):
+        if "activation" in name:
+            variance = jnp.var(value, axis=0)
+            entropies.append(jnp.mean(jnp.log(2 * jnp.pi * jnp.e * variance + constant)) / 2)
     if not entropies:
         raise ValueError("batch entropy is that of activations, and the network has none")
     return jnp.mean(jnp.maximum(0.0, threshold - jnp.stack(entropies)))
-
-
-def activations(network: mplp.Sequential, params: Any, x: jax.Array) -> list[jax.Array]:
-    """The outputs of the places named "activation...", arrays (batch, ...).
-
-    Args:
-      network: the network.
-      params: parameters of the network.
-      x: inputs, (batch, ...).
-    """
-    found = []
-    places = mplp.Places(mplp.Exact(0.0))
-    signal = places.signal(x)
-    wrapped = jax.tree.map(mplp.parameter, params)
-    for name, apply in network.layers:
-        signal = apply(places[name], wrapped.get(name), signal)
-        if "activation" in name:
-            found.append(signal.value)
-    return found

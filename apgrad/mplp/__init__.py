@@ -38,7 +38,7 @@ from apgrad.mplp._protocol import (
     Dense as Dense,
     Diagonal as Diagonal,
     Elementwise as Elementwise,
-    Learner as Learner,
+    LocalRule as LocalRule,
     Rule as Rule,
     Site as Site,
 )
@@ -48,6 +48,8 @@ from apgrad.mplp._step import (
     Network as Network,
     backward as backward,
     init_state as init_state,
+    inner_step as inner_step,
+    scan_steps as scan_steps,
     sites as sites,
     unroll as unroll,
 )

@@ -1,9 +1,9 @@
 """Nodes without parameters: activations, softmax, pooling, normalisation.
 
-The rule is asked at each element of the input: what arrived there, some features of it, and what backpropagation
-would pass on. Where input and output have the same shape, what arrived is the output's message as it is, so a
-rule can use it where the derivative is zero (the papers' step activation); else (pooling) each channel is led back
-by the transposed Jacobian.
+At each element of the input the rule is asked: it sees the message that arrived, some features of the element, and what
+backpropagation would pass on. If input and output have the same shape, the message that arrived is the output's message
+as it is. So a rule can use the message also where the derivative is zero (the papers' step activation). If the shapes
+differ (pooling), the transposed Jacobian leads each channel of the message to the elements of the input.
 """
 
 import math
@@ -14,24 +14,24 @@ import jax.numpy as jnp
 from jax import lax
 
 from apgrad._ground.port import Signal
-from apgrad.mplp._learned import Asked, Local, learned_node
+from apgrad.mplp._learned import Local, learned_node
 from apgrad.mplp._places import Place
-from apgrad.mplp._protocol import Answer, Elementwise, Site
+from apgrad.mplp._protocol import Elementwise, Site
 from apgrad.mplp._wiring import wire
 
 Features = Callable[..., dict[str, jax.Array]]
 
 
 def activation(place: Place, function: Callable[..., jax.Array], *signals: Signal) -> Signal:
-    """An elementwise function of one signal, or of several of the same shape (a gate's product).
+    """An elementwise function of one signal, or of several signals of the same shape (the product in a gate).
 
-    It need not have a useful derivative. With several signals, the rule is asked for each, at the places "name.0",
-    "name.1", ...; it sees that input and the output.
+    The function needs no useful derivative. With several signals, the rule is asked once for each signal, at the places
+    "name.0", "name.1", ..., and sees this signal's value and the output.
 
     Args:
-      place: its name in the network.
-      function: such as `jax.nn.sigmoid`, `jnp.sign`, `jnp.multiply`.
-      *signals: of any shape.
+      place: The node's place.
+      function: A function of arrays, such as `jax.nn.sigmoid`, `jnp.sign` or `jnp.multiply`.
+      *signals: Signals of one shape, the batch first.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -45,7 +45,12 @@ def activation(place: Place, function: Callable[..., jax.Array], *signals: Signa
 
 
 def softmax(place: Place, signal: Signal) -> Signal:
-    """Softmax over the last axis. Its rule sees z, z - max z, exp(z - max z) and the sum of these."""
+    """Softmax over the last axis. The rule sees z, z - max z, exp(z - max z) and the sum of these exponentials.
+
+    Args:
+      place: The node's place.
+      signal: Signal z, (batch, ..., classes).
+    """
 
     def features(z, _):
         shifted = z - jnp.max(z, axis=-1, keepdims=True)
@@ -57,22 +62,28 @@ def softmax(place: Place, signal: Signal) -> Signal:
 
 
 def max_pool(place: Place, signal: Signal, window: Sequence[int], strides: Sequence[int] | None = None) -> Signal:
-    """Maximum over windows of the space axes, (batch, *space, channels), without padding.
+    """Maximum over windows of the space axes, without padding.
 
-    Messages are led to the elements where the maximum was, as gradients are.
+    Messages are led to the elements at which the maximum was, as gradients are.
 
     Args:
-      place: its name in the network.
-      signal: (batch, *space, channels).
-      window: its size along each space axis.
-      strides: the window's size if not given.
+      place: The node's place.
+      signal: Signal (batch, *space, channels).
+      window: The window's size along each space axis.
+      strides: The step between windows along each space axis; the window's size if not given.
     """
     dims, steps = _window(signal, window, strides)
     return transform(place, "max_pool", lambda x: lax.reduce_window(x, -jnp.inf, lax.max, dims, steps, "VALID"), signal)
 
 
 def mean_pool(signal: Signal, window: Sequence[int], strides: Sequence[int] | None = None) -> Signal:
-    """Mean over windows of the space axes: linear, so it needs no rule and no place."""
+    """Mean over windows of the space axes. The mean is linear, so it needs no rule and no place.
+
+    Args:
+      signal: Signal (batch, *space, channels).
+      window: The window's size along each space axis.
+      strides: The step between windows along each space axis; the window's size if not given.
+    """
     dims, steps = _window(signal, window, strides)
     return wire(lambda x: lax.reduce_window(x, 0.0, lax.add, dims, steps, "VALID") / math.prod(window), signal)
 
@@ -87,15 +98,16 @@ def _window(signal, window, strides):
 
 
 def normalize(place: Place, signal: Signal, axes: int | Sequence[int] = -1, epsilon: float = 1e-6) -> Signal:
-    """Mean 0 and variance 1 over some axes: the last is layer normalisation, 0 batch normalisation.
+    """Mean 0 and variance 1 over some axes: over the last axis this is layer normalisation, over axis 0 batch
+    normalisation.
 
-    Over the batch, the statistics are the minibatch's own: there are no running ones.
+    Over the batch, the statistics are those of the minibatch: there are no running statistics.
 
     Args:
-      place: its name in the network.
-      signal: of any shape.
-      axes: over which the statistics are taken.
-      epsilon: added to the variance.
+      place: The node's place.
+      signal: Signal of any shape, the batch first.
+      axes: The axes over which mean and variance are taken.
+      epsilon: A number that is added to the variance.
     """
     axes = (axes,) if isinstance(axes, int) else tuple(axes)
 
@@ -107,13 +119,13 @@ def normalize(place: Place, signal: Signal, axes: int | Sequence[int] = -1, epsi
 
 
 def transform(place: Place, kind: str, function: Callable[[jax.Array], jax.Array], signal: Signal) -> Signal:
-    """Any function of a value, as a node of a kind of its own; its rule sees the input.
+    """Any function of a value, as a node of a kind of its own; the rule sees the input.
 
     Args:
-      place: its name in the network.
-      kind: a rule can share parameters among places of a kind.
-      function: any JAX function, not only an elementwise one, that closes over no traced array.
-      signal: its input.
+      place: The node's place.
+      kind: The node's kind; a rule can share parameters among the places of a kind.
+      function: Any JAX function of an array, elementwise or not, that closes over no traced array.
+      signal: The input, a signal of any shape, the batch first.
     """
     return _transform(place, kind, function, [signal], lambda x, _: {"input": x})
 
@@ -122,21 +134,20 @@ def _transform(place: Place, kind: str, function: Callable, signals: Sequence[Si
     shapes = [signal.value.shape for signal in signals]
     if len(set(shapes)) != 1:
         raise ValueError(f"the {kind} node {place.name!r} takes one or more signals of the same shape, got {shapes}")
-    shape, channels = shapes[0], place.places.channels
+    shape = shapes[0]
     values = [jax.ShapeDtypeStruct(s.value.shape, s.value.dtype) for s in signals]
     output = jax.eval_shape(function, *values)
     names: list[str] = []
     jax.eval_shape(lambda x, y: names.extend(features(x, y)), values[0], output)  # a dict that leaves JAX is sorted
 
-    def ask(local: Local) -> list[Asked]:
+    def ask(local: Local) -> list[Elementwise]:
         y = function(*local.values)
         exact = local.pull(local.message[..., 0])
         gradient = local.pull(local.gradient)
         routed = [local.message] * len(signals)
         if y.shape != shape:
             routed = jax.vmap(local.pull, in_axes=-1, out_axes=-1)(local.message)
-        questions = [Elementwise(routed[i], gradient[i], features(x, y), exact[i]) for i, x in enumerate(local.values)]
-        return [Asked(question, Answer((*shape, channels))) for question in questions]  # pyright: ignore[reportArgumentType]
+        return [Elementwise(routed[i], gradient[i], features(x, y), exact[i]) for i, x in enumerate(local.values)]
 
     suffixes = [""] if len(signals) == 1 else [f".{i}" for i in range(len(signals))]
     at = [place.places[place.name + suffix] for suffix in suffixes]

@@ -1,7 +1,9 @@
-"""Networks from Flax layers: an `nnx.Sequential` becomes a network with learned messages.
+"""Networks of Flax layers: an `nnx.Sequential` becomes a network with learned messages.
 
-Layers keep their meaning and their initial values; `nnx.Linear` becomes a dense node, a function an activation, and so
-on. A network of another shape is a function of nodes, written by hand.
+    network, params = mplp.from_nnx(model, loss=mplp.cross_entropy)
+
+Layers keep their meaning and their initial values. An `nnx.Linear` becomes a dense node, a function becomes an
+activation, and so on. A network that is no sequence of layers is written by hand, as a function that calls nodes.
 """
 
 import functools
@@ -17,7 +19,6 @@ from apgrad._ground.port import Signal
 from apgrad.mplp import _elementwise as elementwise, _nodes as nodes
 from apgrad.mplp._places import Parameter, Place, Places
 from apgrad.mplp._wiring import wire
-from apgrad.mplp.rules._exact import Exact
 
 Apply = Callable[[Place, Any, Any], Signal]
 """`(place, params, signal) -> signal`."""
@@ -27,66 +28,96 @@ class Layer(NamedTuple):
     """A layer as a node.
 
     Attributes:
-      kind: for its name in the network.
-      params: a pytree of arrays.
+      kind: The word for the layer in the names of the network's places: "dense", "activation", ...
+      params: Pytree of floating-point arrays.
       apply: `(place, params, signal) -> signal`.
+      tokens: Whether the layer takes integers in place of a signal. Such a layer comes first in a network.
     """
 
     kind: str
     params: Any
     apply: Apply
+    tokens: bool = False
 
 
 class Sequential(NamedTuple):
-    """A network of layers in sequence, `(places, params, (x, y)) -> (losses, {"output": prediction})`.
+    """A network of layers in sequence: `(places, params, (x, y)) -> (losses, {"output": prediction})`.
 
     Attributes:
-      layers: names and what they do.
+      layers: For each layer its name and its `apply`.
       loss: `(place, prediction, target) -> losses`, such as `mplp.cross_entropy`.
+      tokens: Whether the first layer takes integers.
     """
 
     layers: tuple[tuple[str, Apply], ...]
     loss: Callable[[Place, Signal, jax.Array], jax.Array]
+    tokens: bool = False
 
     def __call__(self, places: Places, params: Any, batch: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, dict]:
-        """The losses of a minibatch `(x, y)`, with the predictions as a metric."""
+        """The losses of a minibatch, and the predictions as a metric.
+
+        Args:
+          places: The network's places.
+          params: The network's parameters by layer, each a `Parameter`.
+          batch: Inputs (batch, ...), floating point or tokens, and targets, as the loss takes them.
+
+        Returns:
+          The losses (batch, ...), and `{"output": prediction}`, the prediction (batch, ...).
+        """
         x, y = batch
-        prediction = self._run(places, params, x)
+        _, prediction = self._run(places, params, x)[-1]
         return self.loss(places["loss"], prediction, y), {"output": prediction.value}
 
     def predict(self, params: Any, x: jax.Array) -> jax.Array:
-        """The last layer's output: an ordinary JAX function, without any rule."""
-        return self._run(Places(Exact(0.0)), jax.tree.map(nodes.parameter, params), x).value
+        """The output of the last layer, (batch, ...): an ordinary JAX function, without any rule.
 
-    def _run(self, places: Places, params: Any, x: jax.Array) -> Signal:
-        embeds = self.layers[0][0].endswith("_embedding") and jnp.issubdtype(jnp.asarray(x).dtype, jnp.integer)
-        signal: Any = x if embeds else places.signal(x)
+        Args:
+          params: Pytree of floating-point arrays, the network's parameters by layer.
+          x: (batch, ...), floating point or tokens.
+        """
+        return self.layer_outputs(params, x)[-1][1]
+
+    def layer_outputs(self, params: Any, x: jax.Array) -> list[tuple[str, jax.Array]]:
+        """The name and the output (batch, ...) of each layer, in order: an ordinary JAX function, without any rule.
+
+        Args:
+          params: Pytree of floating-point arrays, the network's parameters by layer.
+          x: (batch, ...), floating point or tokens.
+        """
+        run = self._run(Places(), jax.tree.map(nodes.parameter, params), x)
+        return [(name, signal.value) for name, signal in run]
+
+    def _run(self, places: Places, params: Any, x: jax.Array) -> list[tuple[str, Signal]]:
+        tokens = self.tokens and jnp.issubdtype(jnp.asarray(x).dtype, jnp.integer)
+        signal: Any = x if tokens else places.signal(x)
+        outputs = []
         for name, apply in self.layers:
             signal = apply(places[name], params.get(name), signal)
-        return signal
+            outputs.append((name, signal))
+        return outputs
 
 
 def from_nnx(
     model: nnx.Sequential, loss: Callable[..., jax.Array], x: jax.Array | None = None
 ) -> tuple[Sequential, dict[str, Any]]:
-    """A network of a Flax model's layers.
+    """Makes a network of a Flax model's layers.
 
-    A layer that the model uses several times is one layer of the network too: one place, one set of parameters.
+    A layer that the model uses several times is one layer of the network too, with one place and one set of parameters.
 
     Args:
-      model: an `nnx.Sequential` of `nnx.Linear`, `nnx.Conv`, `nnx.Embed` (first), `nnx.LayerNorm`, functions
-        (activations, `jax.nn.softmax`, reshapes, pooling), and Sequentials of these. `layer.register` teaches it
-        others. Subclasses, and options that the nodes do not have, are refused.
-      loss: `mplp.squared_error`, `mplp.cross_entropy`, ...
-      x: the inputs of a minibatch. If they are given, the network's predictions for them are compared with `model(x)`.
+      model: An `nnx.Sequential` of `nnx.Linear`, `nnx.Conv`, `nnx.Embed` (first), `nnx.LayerNorm`, functions
+        (activations, `jax.nn.softmax`, reshapes, pooling), and Sequentials of these. `layer.register` teaches it other
+        layers. Subclasses, and options that the nodes do not have, are refused.
+      loss: A loss node: `mplp.squared_error`, `mplp.cross_entropy`, ...
+      x: (batch, ...), inputs. If they are given, the network's predictions for them are compared with `model(x)`.
 
     Returns:
-      The network, and its parameters by layer: `{"0_dense": {"kernel": ..., "bias": ...}, ...}`. A name is a layer's
-      number and kind; the loss's is "loss".
+      The network, and its parameters by layer: `{"0_dense": {"kernel": ..., "bias": ...}, ...}`. A layer's name is its
+      number and its kind; the name of the loss's place is "loss".
 
     Raises:
-      TypeError: for a layer, or an option of a layer, that is not supported.
-      ValueError: if the network predicts something else than the model does for x.
+      TypeError: If a layer, or an option of a layer, is not supported.
+      ValueError: If the network's predictions for x are not the model's.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -106,12 +137,13 @@ def from_nnx(
     layers, params = [], {}
     made_of: dict[int, tuple[str, Apply]] = {}
     owners: dict[int, str] = {}
+    tokens = False
     for i, part in enumerate(_flatten(model)):
         if isinstance(part, nnx.Module) and id(part) in made_of:
             layers.append(made_of[id(part)])
             continue
         made = layer(part)
-        name = f"{i}_{made.kind}"
+        name, tokens = f"{i}_{made.kind}", tokens or (not i and made.tokens)
         layers.append((name, made.apply))
         made_of[id(part)] = layers[-1]
         for variable in _variables(part):
@@ -122,7 +154,7 @@ def from_nnx(
                 )
         if jax.tree.leaves(made.params):
             params[name] = made.params
-    network = Sequential(tuple(layers), loss)
+    network = Sequential(tuple(layers), loss, tokens)
     if x is not None:
         _require_equal(network, params, model, x)
     return network, params
@@ -155,17 +187,26 @@ def _require_equal(network: Sequential, params: Any, model: Any, x: jax.Array) -
 
 
 class _Layers:
-    """What is made of a part of a model, by the part's exact type: a subclass may do something else."""
+    """Makes a `Layer` of a part of a model, by the part's exact type, since a subclass may do something else."""
 
     def __init__(self):
         self._makers = functools.singledispatch(_function)
 
     def register(self, *args: Any) -> Any:
-        """Decorates a function that makes a `Layer` of a layer of your own, whose type annotates its argument."""
+        """Teaches a type of layer of your own: decorates a function that makes a `Layer` of a part of a model.
+
+        Args:
+          *args: As for `functools.singledispatch`'s `register`: the function, whose annotation says the type; or the
+            type.
+        """
         return self._makers.register(*args)
 
     def __call__(self, part: Any) -> Layer:
-        """A part of a model as a layer of a network."""
+        """A part of a model as a layer of a network.
+
+        Args:
+          part: A Flax layer, or a function of an array.
+        """
         make = self._makers.registry.get(type(part))
         if make is not None:
             return make(part)
@@ -212,12 +253,12 @@ layer = _Layers()
 
 
 def _require_plain(part: Any, default: Callable[[], Any], varied: Sequence[str]) -> None:
-    """Refuses a layer with options that a node does not have.
+    """Refuses a layer that has options which a node does not have.
 
     Args:
-      part: the layer.
-      default: makes one of the same sizes without further options.
-      varied: attributes in which the two may differ.
+      part: The layer.
+      default: Makes a layer of the same sizes, without further options.
+      varied: The attributes in which the two layers may differ.
     """
     plain = vars(nnx.eval_shape(default))
     differing = []
@@ -281,7 +322,7 @@ def _(part: nnx.Embed) -> Layer:
             tokens = jnp.zeros_like(tokens)  # Flax's single row stands for every token
         return nodes.embedding(place, tokens, p["table"])
 
-    return Layer("embedding", {"table": part.embedding[...]}, apply)
+    return Layer("embedding", {"table": part.embedding[...]}, apply, tokens=True)
 
 
 @layer.register

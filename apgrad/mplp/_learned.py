@@ -1,13 +1,15 @@
-"""The one way in which nodes with a rule are made: a function, and a question to the rule.
+"""How a node with a learned backward pass is made: of a function, and of a question to the rule.
 
-A node with inputs x, parameters w and rule r has a forward pass `y = f(x, w)` and two things that go backward:
+A node with inputs x, parameters w and rule r computes `y = f(x, w)`. Two things go backward through the node:
 
-* along values, the cotangent of y becomes those of x and w by f's transposed Jacobian: the true derivative, always,
-  so that a value which leaves the network for an ordinary loss can be differentiated like any other;
-* along ports, the message at y becomes, by the rule's answer, the messages at x, the updates of w and the new state.
+* Along values, f's transposed Jacobian makes the cotangents of x and w of the cotangent of y. This is the true
+  derivative, always, so a value that leaves the network for an ordinary loss can be differentiated like any other
+  value.
+* Along ports, the rule's answer makes the messages at x, the updates of w and the new state of the message at y.
 
-The backward pass is plain JAX in x, w, the rule, the state and the message. So it can be differentiated itself, and
-what comes out is right: the meta-gradient. Nothing here is a derivative that is not one, so nothing refuses one.
+The backward pass is plain JAX in x, w, the rule, the state and the message. So the backward pass can be differentiated
+itself, and the result is right: the meta-gradient. No derivative here is a pretended one, so nothing refuses a
+derivative of higher order.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,15 +25,16 @@ from apgrad.mplp._protocol import Answer, Site
 
 
 class Local(NamedTuple):
-    """What a node has at hand to ask its rule with.
+    """What a node has at hand when it asks its rule. Arrays are floating point, except for `data`.
 
     Attributes:
-      values: the signals' values.
-      parameters: the parameters' values.
-      data: other inputs.
-      message: what arrived at the output's port; at a loss, the weight of each of its elements, 1 in a mean.
-      gradient: the output's true cotangent, times the batch size.
-      pull: the transposed Jacobian, from the output's cotangent to those of the values.
+      values: The signals' values.
+      parameters: The parameters' values.
+      data: Other inputs, such as targets or tokens.
+      message: What arrived at the output's port, (*output.shape, k). At a loss: the weight of each element of the
+        output in the whole loss, (*output.shape,), which is 1 in a mean over the batch.
+      gradient: The output's true cotangent times the batch size, (*output.shape,).
+      pull: The transposed Jacobian: of a cotangent of the output it makes the cotangents of the values.
     """
 
     values: tuple[jax.Array, ...]
@@ -42,71 +45,65 @@ class Local(NamedTuple):
     pull: Callable[[jax.Array], tuple[jax.Array, ...]]
 
 
-class Asked(NamedTuple):
-    """A question, and how the node uses the answer.
-
-    Attributes:
-      question: a `Dense`, `Diagonal` or `Elementwise`.
-      wanted: the answer's shapes.
-    """
-
-    question: Any
-    wanted: Answer
-
-
 def learned_node(
     sites: Sequence[tuple[Place, Site]],
     function: Callable[..., jax.Array],
-    ask: Callable[[Local], list[Asked]],
+    ask: Callable[[Local], list[Any]],
     use: Callable[[Local, list[Answer]], tuple[list[jax.Array], list[jax.Array]]],
     *,
     signals: Sequence[Signal] = (),
     parameters: Sequence[Parameter] = (),
     data: Sequence[Any] = (),
-    ends: bool = False,
 ) -> Any:
-    """Runs a node: the function of the values forward, the rule's answers backward.
+    """Runs a node: the function of the values goes forward, the rule's answers go backward.
 
     Args:
-      sites: the places it uses, one for each question.
-      function: `(*values, *parameters, *data) -> output`, any JAX function that closes over no traced array.
-      ask: `local -> questions`, one for each site.
-      use: `(local, answers) -> (messages, updates)`, one message for each signal, one update for each parameter.
-      signals: the inputs along which messages go back.
-      parameters: what is updated.
-      data: other inputs, such as targets or tokens.
-      ends: whether the output is a plain array, where messages begin (a loss), and no signal.
+      sites: The node's places with their sites, one for each question. At the first site's `begins` the output is a
+        plain array (a loss), otherwise a signal.
+      function: `(*values, *parameters, *data) -> output`: any JAX function that closes over no traced array.
+      ask: `local -> questions`, one `Dense`, `Diagonal` or `Elementwise` for each site.
+      use: `(local, answers) -> (messages, updates)`: one message for each signal, one update for each parameter.
+      signals: The inputs along which messages go back.
+      parameters: The parameters that are updated.
+      data: Other inputs, such as targets or tokens.
 
     Returns:
-      A signal, or an array if it `ends`.
+      A signal; or where messages begin an array.
     """
     channels = sites[0][0].places.channels
     for _, site in sites:
         for signal in signals:
             _require_signal(site, signal, channels)
-    uses = [place.places.use(site) for place, site in sites]
-    batch = sites[0][1].batch
+    opened = [place.places.open(site) for place, site in sites]
+    batch, begins = sites[0][1].batch, sites[0][1].begins
 
     def apply(values, parameters, data):
         return function(*values, *parameters, *data)
 
-    def forward(learners, states, state_ports, use_ports, signals, parameters, data):
-        memory = (learners, states, tuple(s.value for s in signals), tuple(p.value for p in parameters), data)
+    def give(output):
+        return output if begins else Signal.of(output, channels)
+
+    places = [place for place in opened if place is not None]
+    if not places:  # without a rule
+        return give(function(*[s.value for s in signals], *[p.value for p in parameters], *data))
+
+    def forward(rules, states, state_ports, use_ports, signals, parameters, data):
+        memory = (rules, states, tuple(s.value for s in signals), tuple(p.value for p in parameters), data)
         output = apply(*memory[2:])
-        return (output if ends else Signal.of(output, channels)), memory
+        return give(output), memory
 
     def backward(memory, message):
-        learners, states, values, weights, data = memory
-        cotangent = message if ends else message.value
+        rules, states, values, weights, data = memory
+        cotangent = message if begins else message.value
         _, pullback = jax.vjp(apply, values, weights, data)
-        arrived = cotangent * batch if ends else message.port
+        arrived = cotangent * batch if begins else message.port
         local = Local(values, weights, data, arrived, cotangent * batch, lambda c: pullback(c)[0])
         answers = []
-        for (_, site), learner, state, asked in zip(sites, learners, states, ask(local), strict=True):
-            answer = learner(site, asked.question, state)
-            check_answer(site, answer, asked.wanted._replace(state=state))
+        for (_, site), rule, state, question in zip(sites, rules, states, ask(local), strict=True):
+            answer = rule(site, question, state)
+            check_answer(site, answer, channels, state)
             answers.append(answer)
-        # No message, no change.
+        # Where no message arrives, nothing changes.
         active = jnp.any(arrived != 0)
         only = lambda tree: jax.tree.map(lambda x: jnp.where(active, x, jnp.zeros_like(x)), tree)
         messages, updates = use(local, answers)
@@ -122,15 +119,15 @@ def learned_node(
         )
 
     output = node(Propagator(forward, backward))(
-        [use.learner for use in uses],
-        [use.state for use in uses],
-        [use.state_port for use in uses],
-        [use.uses_port for use in uses],
+        [place.local_rule for place in places],
+        [place.state for place in places],
+        [place.state_port for place in places],
+        [place.uses_port for place in places],
         list(signals),
         list(parameters),
         tuple(data),
     )
-    return jax.lax.stop_gradient(output) if ends and sites[0][0].places.ended else output
+    return jax.lax.stop_gradient(output) if begins and sites[0][0].places.ended else output
 
 
 def _require_signal(site: Site, signal: Any, channels: int) -> None:

@@ -1,11 +1,11 @@
-"""Losses: where messages begin.
+"""Losses: nodes at which messages begin.
 
-A loss is a node whose output is a plain array, the loss of each example (and position), to be averaged, weighted or
-masked like any other value. Its message begins at the prediction: what the rule makes of the features named below
-(those of the published code), times the weight of the example in the whole loss relative to a mean, which its true
-cotangent tells. An example of weight zero sends nothing.
+A loss is a node whose output is a plain array: the loss of each example (and position), which the network averages,
+weighs or masks like any other value. The message begins at the prediction. It is what the rule makes of the features
+named below (those of the published code), times the weight that the example has in the whole loss, relative to a mean.
+The true cotangent of the example's loss tells this weight; an example of weight zero sends nothing.
 
-`readout` begins messages with a gradient instead, so that any JAX function can be the loss.
+At a `readout` messages begin with the true gradient instead, so that any JAX function can be the loss.
 """
 
 from collections.abc import Callable
@@ -15,23 +15,23 @@ import jax
 import jax.numpy as jnp
 
 from apgrad._ground.port import Signal
-from apgrad.mplp._learned import Asked, learned_node
+from apgrad.mplp._learned import learned_node
 from apgrad.mplp._places import Place
-from apgrad.mplp._protocol import Answer, Elementwise, Site
+from apgrad.mplp._protocol import Elementwise, Site
 
 CLIP = 1e-7  # of probabilities, as published
 
 
 def squared_error(place: Place, prediction: Signal, target: jax.Array) -> jax.Array:
-    """`sum (y - p)^2 / 2` over the last axis; the rule sees L, p, y, y - p.
+    """`sum (y - p)^2 / 2` over the last axis; the rule sees L, p, y and y - p.
 
     Args:
-      place: its name in the network.
-      prediction: (batch, ..., D).
-      target: of the same shape, floating point.
+      place: The node's place.
+      prediction: Signal p, (batch, ..., D).
+      target: Array y, floating point, of the prediction's shape.
 
     Returns:
-      (batch, ...), the losses.
+      (batch, ...), the losses, in the prediction's dtype.
     """
 
     def features(p, y):
@@ -41,7 +41,16 @@ def squared_error(place: Place, prediction: Signal, target: jax.Array) -> jax.Ar
 
 
 def absolute_error(place: Place, prediction: Signal, target: jax.Array) -> jax.Array:
-    """`sum |y - p|` over the last axis; the rule sees L, p, y, y - p. As `squared_error` otherwise."""
+    """`sum |y - p|` over the last axis; the rule sees L, p, y and y - p.
+
+    Args:
+      place: The node's place.
+      prediction: Signal p, (batch, ..., D).
+      target: Array y, floating point, of the prediction's shape.
+
+    Returns:
+      (batch, ...), the losses, in the prediction's dtype.
+    """
 
     def features(p, y):
         return {"loss": jnp.abs(y - p), "prediction": p, "target": y, "error": y - p}
@@ -50,9 +59,16 @@ def absolute_error(place: Place, prediction: Signal, target: jax.Array) -> jax.A
 
 
 def cross_entropy(place: Place, prediction: Signal, target: jax.Array) -> jax.Array:
-    """`-sum y log p` over the last axis, from probabilities clipped to [1e-7, 1 - 1e-7].
+    """`-sum y log p` over the last axis, from probabilities clipped to [1e-7, 1 - 1e-7]; the rule sees L, p, y and log
+    p.
 
-    The rule sees L, p, y, log p. As `squared_error` otherwise; targets are one-hot or probabilities.
+    Args:
+      place: The node's place.
+      prediction: Signal p, (batch, ..., classes), probabilities.
+      target: Array y, floating point, of the prediction's shape: one-hot, or probabilities.
+
+    Returns:
+      (batch, ...), the losses, in the prediction's dtype.
     """
 
     def features(p, y):
@@ -66,7 +82,15 @@ def cross_entropy(place: Place, prediction: Signal, target: jax.Array) -> jax.Ar
 
 
 def softmax_cross_entropy(place: Place, logits: Signal, target: jax.Array) -> jax.Array:
-    """`-sum y log softmax(z)`, fused: one node, stable for any logits. The rule sees L, p, y, log p.
+    """`-sum y log softmax(z)` over the last axis in one node, stable for any logits; the rule sees L, p, y and log p.
+
+    Args:
+      place: The node's place.
+      logits: Signal z, (batch, ..., classes).
+      target: Array y, floating point, of the logits' shape: one-hot, or probabilities.
+
+    Returns:
+      (batch, ...), the losses, in the logits' dtype.
 
     Example:
       With the exact rule, the message is p - y:
@@ -99,38 +123,38 @@ def _loss(place, kind, function: Callable, features: Callable, prediction: Signa
     target = target.astype(p.dtype)
     names: list[str] = []
     jax.eval_shape(lambda p, y: names.extend(features(p, y)), p, target)
-    channels = place.places.channels
 
     def ask(local):
         p, y = local.values[0], local.data[0]
         (exact,) = local.pull(jnp.ones_like(local.message))
-        question = Elementwise(None, exact, features(p, y), exact)
-        return [Asked(question, Answer((*p.shape, channels)))]  # pyright: ignore[reportArgumentType]
+        return [Elementwise(None, exact, features(p, y), exact)]
 
     def use(local, answers):
         return [answers[0].message * local.message[..., None, None]], []
 
-    site = Site(place.name, kind, "elementwise", place.places.batch_size(p), p.shape, tuple(names))
-    return learned_node([(place, site)], function, ask, use, signals=[prediction], data=[target], ends=True)
+    site = Site(place.name, kind, "elementwise", place.places.batch_size(p), p.shape, tuple(names), begins=True)
+    return learned_node([(place, site)], function, ask, use, signals=[prediction], data=[target])
 
 
 def readout(place: Place, signal: Signal) -> jax.Array:
-    """The value as a plain array, for any loss written in JAX: messages begin with the true gradient.
+    """The signal's value as a plain array, for any loss written in JAX: messages begin with the true gradient.
 
-    The rule sees the gradient of one example and the value.
+    The rule sees the gradient of one example's loss, and the value.
 
     Args:
-      place: its name in the network.
-      signal: of any shape.
+      place: The node's place.
+      signal: Signal of any shape, the batch first.
+
+    Returns:
+      The value, an array.
     """
-    value, channels = signal.value, place.places.channels
+    value = signal.value
 
     def ask(local):
         features = {"gradient": local.message, "output": local.values[0]}
-        question = Elementwise(None, local.message, features, local.message)
-        return [Asked(question, Answer((*value.shape, channels)))]  # pyright: ignore[reportArgumentType]
+        return [Elementwise(None, local.message, features, local.message)]
 
     batch = place.places.batch_size(value)
-    site = Site(place.name, "readout", "elementwise", batch, value.shape, ("gradient", "output"))
+    site = Site(place.name, "readout", "elementwise", batch, value.shape, ("gradient", "output"), begins=True)
     use = lambda _, answers: ([answers[0].message], [])
-    return learned_node([(place, site)], lambda x: x, ask, use, signals=[signal], ends=True)
+    return learned_node([(place, site)], lambda x: x, ask, use, signals=[signal])

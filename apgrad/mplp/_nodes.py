@@ -1,8 +1,11 @@
 """Nodes with parameters: dense, convolution, bias, scale, embedding, a recurrent cell.
 
-Each is an ordinary function of a place and signals, so a network is an ordinary Python function of nodes. Values
-have the batch as their first axis and features as their last; axes between are positions (of an image, a
-sequence), where a parameter is used again: an update is the mean over the batch and the sum over positions.
+    hidden = mplp.activation(places["tanh"], jnp.tanh, mplp.dense(places["hidden"], places.signal(x), params["w"]))
+
+Each node is an ordinary function of a place and of signals, so a network is an ordinary Python function that calls
+nodes. The first axis of a value is the batch, and the last axis are the features. The axes between are positions (of an
+image, or in a sequence); a parameter is used again at each position, so its update is the mean over the batch and the
+sum over the positions.
 """
 
 import math
@@ -16,25 +19,30 @@ from jax.core import Tracer
 
 from apgrad._ground.port import Signal, port
 from apgrad.mplp._elementwise import activation
-from apgrad.mplp._learned import Asked, learned_node
+from apgrad.mplp._learned import learned_node
 from apgrad.mplp._places import Parameter, Place
-from apgrad.mplp._protocol import Answer, Dense, Diagonal, Site
+from apgrad.mplp._protocol import Dense, Diagonal, Site
 from apgrad.mplp._wiring import wire
 
 
 def parameter(value: jax.Array) -> Parameter:
-    """A parameter with a fresh port, for calling nodes by hand."""
+    """A parameter with a new port, for a node that is called by hand.
+
+    Args:
+      value: A floating-point array.
+    """
     return Parameter(jnp.asarray(value), port(jnp.asarray(value)))
 
 
 def dense(place: Place, signal: Signal, weight: Parameter, bias: Parameter | None = None) -> Signal:
-    """`x @ weight + bias`, a matrix of synapses.
+    """A dense layer, `x @ weight + bias`: a matrix of synapses.
 
     Args:
-      place: its name in the network.
-      signal: (batch, ..., N).
-      weight: (N, M).
-      bias: (M,); a rule that treats it as an input of its own that is 1 (the thesis's) can do so here.
+      place: The node's place.
+      signal: Signal x, (batch, ..., N).
+      weight: Parameter (N, M).
+      bias: Parameter (M,), or None. The rule is asked about weight and bias together, so that it can treat a bias as
+        the weight of an input that is 1, as the thesis does.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -56,15 +64,15 @@ def conv(
     strides: int | Sequence[int] = 1,
     padding: str | Sequence[tuple[int, int]] = "SAME",
 ) -> Signal:
-    """Convolution: a dense node on patches, the same synapses at every position.
+    """Convolution: a dense node on patches, with the same synapses at every position.
 
     Args:
-      place: its name in the network.
-      signal: (batch, *space, channels in), one to three space axes.
-      kernel: (*window, channels in, channels out), as in Flax.
-      bias: (channels out,).
-      strides: of the window, one for all axes or one for each.
-      padding: "SAME", "VALID" or (before, after) for each space axis.
+      place: The node's place.
+      signal: Signal (batch, *space, channels in), with one to three space axes.
+      kernel: Parameter (*window, channels in, channels out), as in Flax.
+      bias: Parameter (channels out,), or None.
+      strides: The step between windows: one number for all space axes, or one for each.
+      padding: "SAME", "VALID", or a pair (before, after) for each space axis.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -84,7 +92,7 @@ def conv(
     def patches(x):
         return lax.conv_general_dilated_patches(x, window, steps, padding, dimension_numbers=layout)
 
-    # A patch has its channels first, then the window.
+    # In a patch the channels come first, then the window.
     to_matrix = lambda w: jnp.moveaxis(w, -2, 0).reshape(-1, w.shape[-1])
     matrix = jax.tree.map(to_matrix, kernel)
 
@@ -96,7 +104,9 @@ def conv(
 
 
 def _synapses(place, kind, unfold, product, signal, weight, bias):
-    """A dense node on what `unfold` makes of the value, (batch, ..., N); `product(x, weight)` is its output."""
+    """A dense node on patches: `unfold` makes patches (batch, ..., N) of the value, and `product(x, weight)` the
+    output.
+    """
     value, batch = signal.value, place.places.batch_size(signal.value)
     unfolded = jax.eval_shape(unfold, value)
     rows, (N, M) = math.prod(unfolded.shape[:-1]), weight.value.shape
@@ -106,15 +116,16 @@ def _synapses(place, kind, unfold, product, signal, weight, bias):
 
     def ask(local):
         output = product(local.values[0], local.parameters[0])
-        question = Dense(
-            message=local.message.reshape(rows, M, channels),
-            gradient=local.gradient.reshape(rows, M),
-            inputs=unfold(local.values[0]).reshape(rows, N),
-            output=output.reshape(rows, M),
-            weight=local.parameters[0],
-            bias=None if bias is None else local.parameters[1],
-        )
-        return [Asked(question, _wanted((rows, N, channels), (N, M), None if bias is None else (M,)))]
+        return [
+            Dense(
+                message=local.message.reshape(rows, M, channels),
+                gradient=local.gradient.reshape(rows, M),
+                inputs=unfold(local.values[0]).reshape(rows, N),
+                output=output.reshape(rows, M),
+                weight=local.parameters[0],
+                bias=None if bias is None else local.parameters[1],
+            )
+        ]
 
     def use(local, answers):
         message = answers[0].message.reshape(*unfolded.shape, channels)
@@ -131,25 +142,36 @@ def _synapses(place, kind, unfold, product, signal, weight, bias):
 
 
 def bias(place: Place, signal: Signal, bias: Parameter) -> Signal:
-    """`x + bias`, (M,), by itself: after a sum of several dense nodes, say."""
+    """`x + bias` as a node of its own: after a sum of several dense nodes, for example.
+
+    Args:
+      place: The node's place.
+      signal: Signal x, (batch, ..., M).
+      bias: Parameter (M,).
+    """
     _require_weight("bias", place, signal, bias, 1)
     return _diagonal(place, "bias", jnp.add, lambda x, b: (jnp.ones_like(x), jnp.ones_like(b)), signal, bias)
 
 
 def scale(place: Place, signal: Signal, scale: Parameter) -> Signal:
-    """`x * scale`, (M,): the gain of a normalisation layer."""
+    """`x * scale`: the gain of a normalisation layer.
+
+    Args:
+      place: The node's place.
+      signal: Signal x, (batch, ..., M).
+      scale: Parameter (M,).
+    """
     _require_weight("scale", place, signal, scale, 1)
     return _diagonal(place, "scale", jnp.multiply, lambda x, g: (x, g), signal, scale)
 
 
 def _diagonal(place, kind, function, derivatives, signal, weight):
-    shape, batch, channels = signal.value.shape, place.places.batch_size(signal.value), place.places.channels
+    shape, batch = signal.value.shape, place.places.batch_size(signal.value)
 
     def ask(local):
         x, w = local.values[0], local.parameters[0]
         slope, through = derivatives(x, w)
-        question = Diagonal(local.message, local.gradient, x, w, slope, through)
-        return [Asked(question, _wanted((*shape, channels), shape))]
+        return [Diagonal(local.message, local.gradient, x, w, slope, through)]
 
     def use(local, answers):
         update = jnp.sum(answers[0].update, axis=tuple(range(len(shape) - 1))) / batch
@@ -160,15 +182,16 @@ def _diagonal(place, kind, function, derivatives, signal, weight):
 
 
 def embedding(place: Place, tokens: jax.Array, table: Parameter) -> Signal:
-    """`table[tokens]`: only the rows looked up are updated.
+    """`table[tokens]`; only the rows that are looked up are updated.
 
     Args:
-      place: its name in the network.
-      tokens: (batch, ...), integers. As in NumPy, negative ones count from the end.
-      table: (vocabulary, M).
+      place: The node's place.
+      tokens: (batch, ...), integers. As in NumPy, negative tokens count from the end.
+      table: Parameter (vocabulary, M).
 
     Raises:
-      ValueError: for a token out of range. Under `jit`, where its value is not known, its row is NaN, as in Flax.
+      ValueError: If a token is out of range. Under `jit`, where the tokens' values are not known, the token's row is
+        NaN, as in Flax.
     """
     if isinstance(tokens, Signal):
         raise TypeError(f"embedding takes integers, got a signal: {place.name!r} can only come first in a network")
@@ -183,15 +206,13 @@ def embedding(place: Place, tokens: jax.Array, table: Parameter) -> Signal:
             raise ValueError(
                 f"the embedding {place.name!r} has {vocabulary} rows; got tokens from {values.min()} to {values.max()}"
             )
-    shape, channels = (*tokens.shape, table.value.shape[1]), place.places.channels
-    batch = place.places.batch_size(tokens)
+    shape, batch = (*tokens.shape, table.value.shape[1]), place.places.batch_size(tokens)
     lookup = lambda table, tokens: jnp.take(table, tokens, axis=0, mode="fill")
 
     def ask(local):
         rows = lookup(local.parameters[0], local.data[0])
         zeros, ones = jnp.zeros_like(rows), jnp.ones_like(rows)
-        question = Diagonal(local.message, local.gradient, zeros, rows, ones, zeros)
-        return [Asked(question, _wanted((*shape, channels), shape))]
+        return [Diagonal(local.message, local.gradient, zeros, rows, ones, zeros)]
 
     def use(local, answers):
         update = answers[0].update / batch
@@ -211,23 +232,19 @@ def recurrent_cell(
 ) -> Signal:
     """Elman's cell, `function([x, carry] @ weight + bias)`: a dense node and an activation.
 
-    Over time it runs in `jax.lax.scan`; parameters are closed over. Their updates add up over the steps, as
-    gradients do; the state of a rule comes back as the mean over the steps.
+    Over time the cell runs in `jax.lax.scan`, whose body closes over the parameters. The updates of all steps add up,
+    as gradients do. The rule's state at this place comes back as the mean over the steps.
 
     Args:
-      place: its name in the network; the activation's is the same with ".activation" at its end.
-      carry: (batch, M).
-      x: (batch, N).
-      weight: (N + M, M), the rows of x first.
-      bias: (M,).
-      function: elementwise.
+      place: The place of the dense node. The activation's place has the same name with ".activation" at its end.
+      carry: Signal (batch, M).
+      x: Signal (batch, N).
+      weight: Parameter (N + M, M), the rows of x first.
+      bias: Parameter (M,), or None.
+      function: The activation, an elementwise function.
     """
     both = wire(lambda x, h: jnp.concatenate([x, h], axis=-1), x, carry)
     return activation(place.places[f"{place.name}.activation"], function, dense(place, both, weight, bias))
-
-
-def _wanted(message: tuple[int, ...], update: tuple[int, ...], bias: tuple[int, ...] | None = None) -> Answer:
-    return Answer(message, update, bias)  # pyright: ignore[reportArgumentType]
 
 
 def _require_parameter(kind: str, place: Place, weight: Parameter, ndim: int) -> None:

@@ -1,16 +1,19 @@
-"""Places: where a network's nodes meet the rule, their states and their ports.
+"""Places: where a network's nodes meet the rule, the rule's states and the ports.
 
-A network is a Python function `(places, params, batch) -> loss`. It calls nodes, and gives each a name:
-`mplp.dense(places["hidden"], signal, params["w"])`. Under that name the node finds what the rule does there and its
-state. An answer leaves the backward pass through ports only:
+A network is a Python function `(places, params, batch) -> loss`. The network calls nodes and gives each node a name:
+`mplp.dense(places["hidden"], signal, params["w"])`. Under this name the node finds its local rule and its state.
+Without a rule, `Places()`, the nodes run forward only.
 
-* the message through the signal's port, the update through the parameter's;
-* the new state through a port of the state's form, and a 1 through a scalar port `uses`.
+An answer leaves the backward pass through ports only:
 
-Uses are counted because reverse mode adds things up: a place used n times (in a `scan` over time, say) would come
-back as the sum of n states, and one in a branch not taken as zeros. With the count it is the mean of what the uses made
-of it, or the state as it was. For the same reason a node at which no message arrives (all zeros: a branch not taken,
-an output that nothing depends on) does nothing: no message, no update, the same state.
+* the message leaves through the signal's port, and the update through the parameter's port;
+* the new state leaves through a port that has the state's form, and a 1 through a scalar port for each place.
+
+The ones count how often a place was used, because reverse mode adds up what arrives at a port. A place that is used n
+times (over time in a `scan`, for example) would come back as the sum of n states, and a place in a branch that was not
+taken as zeros. With the count, a place's new state is the mean of the states that its uses made, or the old state if
+there was no use. For the same reason a node does nothing if all of its message is zero (in a branch that was not taken,
+or at an output that no loss depends on): no message, no update, the same state.
 """
 
 from typing import Any, NamedTuple
@@ -19,27 +22,35 @@ import jax
 import jax.numpy as jnp
 
 from apgrad._ground.port import Signal, port
-from apgrad.mplp._protocol import Answer, Learner, Rule, Site
+from apgrad.mplp._protocol import Answer, LocalRule, Rule, Site
 
 
 class Parameter(NamedTuple):
-    """A parameter with the port by which its update leaves.
+    """A parameter with the port through which its update leaves.
 
-    What is done with it besides handing it to a node must be linear and done to both: `jax.tree.map(jnp.transpose, w)`.
+    A function that is applied to a parameter on its way to a node must be linear, and must be applied to value and port
+    alike: `jax.tree.map(jnp.transpose, w)`.
 
     Attributes:
-      value: an array. Its cotangent is the true gradient.
-      port: zeros of the same shape. Its cotangent is the update.
+      value: A floating-point array. Its cotangent is the true gradient.
+      port: Zeros of the same shape and dtype. Their cotangent is the update.
     """
 
     value: jax.Array
     port: jax.Array
 
 
-class Use(NamedTuple):
-    """What a node needs from its place: all arrays that go into its `custom_vjp`."""
+class OpenPlace(NamedTuple):
+    """What a node gets from its place: all of it are arrays that go into the node's `custom_vjp`.
 
-    learner: Learner
+    Attributes:
+      local_rule: The local rule of the place, a pytree.
+      state: The place's state, a pytree of arrays.
+      state_port: Zeros of the state's form, through which the new state leaves.
+      uses_port: A scalar zero, through which a 1 leaves for each use.
+    """
+
+    local_rule: LocalRule
     state: Any
     state_port: Any
     uses_port: jax.Array
@@ -53,22 +64,28 @@ class Place(NamedTuple):
 
 
 class Places:
-    """The places of a network, for one backward pass.
+    """The places of a network, for one backward pass; `places[name]` is a place.
 
     Args:
-      rule: what is done there.
-      state: by name; None to find the names out, as `sites` and `init_state` do.
-      state_port: of the same form.
-      uses_port: scalars by name.
-      ended: whether losses are constants, for finding out what else a network's loss depends on.
+      rule: The rule. None: the network runs forward only.
+      state: The rule's states by name. None: each place begins with a new state, as `sites` and `init_state` need it.
+      state_port: Zeros of the same form.
+      uses_port: Scalar zeros by name.
+      ended: Whether losses are constants. Then what a network's loss still depends on is outside the loss nodes.
 
     Attributes:
-      sites: what the network asked for so far, by name.
-      batch: the network's batch size, the first axis of its first input; None before that.
+      sites: The sites that the network asked for so far, by name.
+      batch: The network's batch size, the first axis of its first input; None before the first input.
     """
 
     def __init__(
-        self, rule: Rule, state: Any = None, state_port: Any = None, uses_port: Any = None, *, ended: bool = False
+        self,
+        rule: Rule | None = None,
+        state: Any = None,
+        state_port: Any = None,
+        uses_port: Any = None,
+        *,
+        ended: bool = False,
     ):
         self.rule, self.state, self.state_port, self.uses_port = rule, state, state_port, uses_port
         self.ended = ended
@@ -77,14 +94,18 @@ class Places:
 
     @property
     def channels(self) -> int:
-        """The size of the rule's messages."""
-        return self.rule.channels
+        """The size of a message; 1 without a rule."""
+        return 1 if self.rule is None else self.rule.channels
 
     def __getitem__(self, name: str) -> Place:
         return Place(self, name)
 
     def signal(self, x: jax.Array) -> Signal:
-        """The network's input, with a port of the rule's channels; floating point, the batch first."""
+        """The network's input as a signal, with a port of as many channels as the rule has.
+
+        Args:
+          x: (batch, ...), floating point.
+        """
         x = jnp.asarray(x)
         if not jnp.issubdtype(x.dtype, jnp.floating):
             raise TypeError(
@@ -104,55 +125,73 @@ class Places:
         return Signal.of(x, self.channels)
 
     def batch_size(self, value: jax.Array) -> int:
-        """The number of examples, one number for the whole network.
+        """The number of examples, which is one number for the whole network.
 
-        A loss multiplies its gradient by this number, and a node with parameters divides its update by it. Both must
-        be the same number, also where the network moves the batch to another axis, or merges it with another, between
-        the two. So the number is taken once, from the first input.
+        A loss multiplies its gradient by this number, and a node with parameters divides its update by this number.
+        Both must use the same number, also where the network moves the batch to another axis between the two, or merges
+        the batch with another axis. So the number is taken once, from the first input.
 
         Args:
-          value: of the node that asks; its first axis is the batch if no input came before.
+          value: (batch, ...), the value of the node that asks. Its first axis is the batch if no input came before.
         """
         if self.batch is None:
             self.batch = value.shape[0]
         return self.batch
 
-    def use(self, site: Site) -> Use:
-        """Opens a place; called by the nodes."""
-        name = site.name
+    def open(self, site: Site) -> OpenPlace | None:
+        """Opens a place for a node. None without a rule.
+
+        Args:
+          site: What the node knows of the place.
+
+        Raises:
+          ValueError: If another node uses the same name, or if the place and the given state do not fit.
+        """
+        name, rule = site.name, self.rule
         known = self.sites.setdefault(name, site)
         if known != site:
             raise ValueError(
                 f"the place {name!r} is used by two nodes that differ: {_describe(known)}, and {_describe(site)}. "
                 "Give each its own name."
             )
-        fresh = jax.eval_shape(lambda: self.rule.init(site))
+        if rule is None:
+            return None
+        fresh = jax.eval_shape(lambda: rule.init(site))
         if self.state is None:
-            state = self.rule.init(site)
-            return Use(self.rule.at(site), state, port(fresh), jnp.zeros(()))
+            return OpenPlace(rule.at(site), rule.init(site), port(fresh), jnp.zeros(()))
         if name not in self.state:
             raise ValueError(
                 f"the network uses the place {name!r}, the state has {sorted(self.state)}. Make the state for this "
                 "network: mplp.init_state(rule, network, params, batch)."
             )
         _check_state(site, fresh, self.state[name])
-        return Use(self.rule.at(site), self.state[name], self.state_port[name], self.uses_port[name])
+        return OpenPlace(rule.at(site), self.state[name], self.state_port[name], self.uses_port[name])
 
 
-def check_answer(site: Site, answer: Answer, wanted: Answer) -> None:
-    """Refuses an answer whose shapes are not the question's.
+def check_answer(site: Site, answer: Answer, channels: int, state: Any) -> None:
+    """Refuses an answer that does not fit its place.
 
     Args:
-      site: the place.
-      answer: what the rule said.
-      wanted: an `Answer` of shapes and of the given state.
+      site: The place.
+      answer: What the rule answered.
+      channels: The number of channels of a message.
+      state: The old state, a pytree of arrays.
+
+    Raises:
+      ValueError: Naming the place, the shape that is wanted and the shape of the answer.
     """
-    for field in ("message", "update", "bias"):
-        got, want = getattr(answer, field), getattr(wanted, field)
+    if site.family == "dense":
+        rows, N, M = site.shape
+        wanted = {"message": (rows, N, channels), "update": (N, M), "bias": (M,) if site.bias else None}
+    else:
+        update = site.shape if site.family == "diagonal" else None
+        wanted = {"message": (*site.shape, channels), "update": update, "bias": None}
+    for field, want in wanted.items():
+        got = getattr(answer, field)
         if (None if got is None else got.shape) != want:
             got = "none" if got is None else f"shape {got.shape}"
             raise ValueError(f"at {_describe(site)}, the rule's {field} must have shape {want}, got {got}")
-    _check_state(site, wanted.state, answer.state, "the rule's new state")
+    _check_state(site, state, answer.state, "the rule's new state")
 
 
 def _check_state(site: Site, wanted: Any, got: Any, what: str = "the state") -> None:

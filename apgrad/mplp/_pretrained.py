@@ -1,7 +1,11 @@
-"""Rules that come trained: arrays in an `.npz` (no pickle) and a card in JSON beside it, read from the package itself.
+"""Trained rules on disk: arrays in an `.npz` (no pickle) with a card in JSON beside it.
 
-A card says what the rule was trained on, for how long, with which seed and version, how well it does with intervals,
-and everything that is needed to build it: its options and its places.
+    rule = mplp.load_pretrained("sinusoid")        # comes with the package
+    mplp.save_trained(rule, card, "folder/name")   # writes folder/name.npz and folder/name.json
+    rule, card = mplp.load_trained("folder/name")
+
+A card says on what the rule was trained, for how long, with which seed and version, and how well the rule does, with
+intervals. The card also has everything that is needed to build the rule: its options and its sites.
 """
 
 import hashlib
@@ -18,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from apgrad._ground.named import named_leaves
 from apgrad.mplp._protocol import Site
 from apgrad.mplp.rules._separable import Separable
 
@@ -26,12 +31,15 @@ DIGEST = "sha256"  # the card's entry for the digest of the arrays' file
 
 
 def pretrained_names() -> tuple[str, ...]:
-    """The rules that there are."""
+    """The names of the trained rules that come with the package."""
     return tuple(sorted(path.name.removesuffix(".json") for path in FOLDER.iterdir() if path.name.endswith(".json")))
 
 
 def pretrained_card(name: str) -> dict[str, Any]:
-    """What a trained rule is, and how well it does.
+    """The card of a trained rule that comes with the package.
+
+    Args:
+      name: One of `pretrained_names()`.
 
     Example:
       >>> import apgrad as ap
@@ -44,13 +52,13 @@ def pretrained_card(name: str) -> dict[str, Any]:
 
 
 def load_pretrained(name: str) -> Separable:
-    """A trained rule.
+    """A trained rule that comes with the package.
 
-    Its places are those of `meta.mlp`'s networks ("dense_in", "activation_0", "dense_1", ..., "dense_out", "loss"),
-    of any width and depth.
+    The rule's places are those of the networks of `meta.mlp` ("dense_in", "activation_0", "dense_1", ..., "dense_out",
+    "loss"), of any width and depth.
 
     Args:
-      name: of `pretrained_names()`.
+      name: One of `pretrained_names()`.
 
     Example:
       >>> import jax, apgrad as ap
@@ -69,10 +77,10 @@ def load_trained(path: str | Path) -> tuple[Separable, dict[str, Any]]:
     """A rule that `save_trained` wrote, and its card.
 
     Args:
-      path: without suffix.
+      path: Path of the two files, without their suffixes.
 
     Raises:
-      ValueError: if the card makes no rule, or if the arrays are those of another card.
+      ValueError: If no rule can be made of the card, or if the arrays belong to another card.
     """
     card, data = json.loads(_file(path, ".json").read_text()), _file(path, ".npz").read_bytes()
     if isinstance(card, dict):
@@ -86,21 +94,22 @@ def load_trained(path: str | Path) -> tuple[Separable, dict[str, Any]]:
 
 
 def save_trained(rule: Separable, card: dict[str, Any], path: str | Path) -> None:
-    """Writes a rule and its card, `path.npz` and `path.json`.
+    """Writes a rule and its card to `path.npz` and `path.json`.
 
-    Each file is written whole or not at all, and the card holds the digest of the arrays, so what is read back is what
-    was written.
+    Each file is written whole or not at all, and the card has the digest of the arrays: what `load_trained` reads is
+    what was written, or `load_trained` raises an error.
 
     Args:
-      rule: trained.
-      card: with "rule", the options, and "sites", a list of `Site._asdict()`; and what else is worth knowing.
-      path: without suffix.
+      rule: A trained rule.
+      card: A dictionary with "rule" (the options of `Separable`), "sites" (a list of `Site._asdict()`), and whatever
+        else is worth knowing.
+      path: Path of the two files, without their suffixes.
 
     Raises:
-      ValueError: if the card does not describe this rule, or if a value of the rule is no finite real number.
+      ValueError: If the card does not describe this rule, or if a number of the rule is not finite and real.
     """
     card = json.loads(json.dumps(card, allow_nan=False))
-    form, values = _form(card), {name: np.asarray(x) for name, x in _named(rule)}
+    form, values = _form(card), {name: np.asarray(x) for name, x in named_leaves(rule).items()}
     filled = _fill(form, values)
     if jax.tree.structure(filled) != jax.tree.structure(rule):
         there, here = _statics(form), _statics(rule)
@@ -117,14 +126,8 @@ def save_trained(rule: Separable, card: dict[str, Any], path: str | Path) -> Non
     _write(_file(path, ".json"), (json.dumps(card | digest, indent=1) + "\n").encode())
 
 
-def build(card: dict[str, Any]) -> Separable:
-    """A rule of the card's form, untrained."""
-    options, sites = _parts(card)
-    return Separable(sites, rngs=nnx.Rngs(0), **options)
-
-
 def _form(card: Any) -> Separable:
-    """The card's rule with shapes in place of arrays, so that a size costs nothing, however large the card has it."""
+    """The card's rule with shapes in place of arrays, so that sizes cost nothing, however large the card has them."""
     options, sites = _parts(card)
     try:
         return jax.eval_shape(lambda: Separable(sites, rngs=nnx.Rngs(0), **options))
@@ -144,7 +147,9 @@ def _parts(card: Any) -> tuple[dict[str, Any], list[Site]]:
         if not isinstance(site, dict) or site.keys() != set(Site._fields):
             raise ValueError(f"a site of a card has the entries {Site._fields}, got {str(site)[:200]}")
         right = all(isinstance(site[name], str) for name in ("name", "kind"))
-        right &= site["family"] in ("dense", "diagonal", "elementwise") and isinstance(site["bias"], bool)
+        right &= site["family"] in ("dense", "diagonal", "elementwise") and all(
+            isinstance(site[name], bool) for name in ("bias", "begins")
+        )
         right &= all(isinstance(site[name], list | tuple) for name in ("shape", "features"))
         right = right and all(type(n) is int and n > 0 for n in [site["batch"], *site["shape"]])
         if not right or not all(isinstance(name, str) for name in site["features"]):
@@ -159,9 +164,9 @@ def _read(card, file):
 
 
 def _fill(form: Separable, values: dict[str, np.ndarray]) -> Separable:
-    """The rule of this form and of these values."""
+    """A rule of this form with these values."""
     leaves = []
-    for name, leaf in _named(form):
+    for name, leaf in named_leaves(form).items():
         if name not in values or values[name].shape != leaf.shape:
             found = values[name].shape if name in values else "nothing"
             raise ValueError(
@@ -180,11 +185,6 @@ def _fill(form: Separable, values: dict[str, np.ndarray]) -> Separable:
     return jax.tree.unflatten(jax.tree.structure(form), leaves)
 
 
-def _named(rule: Any) -> list[tuple[str, Any]]:
-    leaves = jax.tree_util.tree_leaves_with_path(rule)
-    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
-
-
 def _statics(rule: Any) -> dict[str, Any]:
     """What a rule and its parts have besides arrays, by name."""
     found = {}
@@ -200,7 +200,7 @@ def _file(path: str | Path, suffix: str) -> Path:
 
 
 def _write(path: Path, data: bytes) -> None:
-    """Writes a file that is there whole, or as it was before."""
+    """Writes a file so that the path has the whole new file, or the file that was there before."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         temporary = Path(file.name)
         try:

@@ -1,63 +1,73 @@
-"""What a learned rule is, and what a node hands it: two methods, three kinds of question.
+"""The protocol between nodes and learned rules: what a node asks a rule, and what the rule answers.
+
+A rule is a pytree with two methods, `init(site)` and `at(site)`; write one and every node of `apgrad.mplp` works with
+it. `rules/_exact.py` is the shortest example.
 
 A *message passing learning protocol* (Randazzo, Niklasson & Mordvintsev, "MPLP: learning a message passing learning
-protocol", 2020) keeps backpropagation's walk over the graph and learns what a node does with the message
-that arrives: which messages it passes on, how it changes its parameters, what it remembers. A node sees only
-what is local: its message, its inputs and output, its parameters, its own state.
+protocol", 2020) keeps backpropagation's walk over the graph, and learns what a node does with the message that arrives:
+which messages the node passes on, how the node changes its parameters, and what the node remembers. A node knows local
+things only: the message that arrives, the node's inputs and output, its parameters and its state.
 
-There are three families of node, so a rule answers three questions:
+There are three families of nodes, so a rule answers three kinds of question:
 
-* `Dense`: a matrix of synapses between all inputs and all outputs (dense layers; convolutions, by patches);
-* `Diagonal`: one parameter for each output (biases, scales, rows of an embedding);
-* `Elementwise`: no parameters (activations, softmax, pooling, normalisation, and losses, where messages begin).
+* `Dense`: a node with a matrix of synapses between all inputs and all outputs (dense layers, and convolutions, which
+  are dense layers on patches);
+* `Diagonal`: a node with one parameter for each output (biases, scales, rows of an embedding);
+* `Elementwise`: a node without parameters (activations, softmax, pooling, normalisation, and losses, where messages
+  begin).
 
-Gradients appear here scaled by the batch size, as the gradient of one example's own loss: then a loss that is a
-mean over the batch gives messages of the same size for every batch size, and an update is a mean over the batch.
+Gradients in questions are multiplied by the batch size: each is the gradient of one example's own loss. So messages
+have the same size for every batch size if the loss is a mean over the batch, and an update is a mean over the batch.
 """
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import jax
 
 
 class Site(NamedTuple):
-    """A place in a network where a rule works: all that is known before the data.
+    """A place in a network where a rule works: all that is known of the place before the data are.
 
     Attributes:
-      name: of the place; a rule may have parameters for each name.
-      kind: of the node: "dense", "bias", "activation", "softmax", "squared_error", ...; a rule may share parameters
-        among places of a kind.
-      family: "dense", "diagonal" or "elementwise".
-      batch: size of the minibatch.
-      shape: dense: (rows, inputs, outputs), where rows are batch times positions; else that of the input value.
-      features: elementwise: names of the arrays in `Elementwise.features`, in order.
-      bias: dense: whether the node has a bias too.
+      name: The place's name. A rule may have parameters for each name.
+      kind: The node's kind: "dense", "bias", "activation", "softmax", "squared_error", ... A rule may share parameters
+        among the places of a kind.
+      family: The family of the node, and so the kind of question that it asks.
+      batch: The number of examples in a minibatch.
+      shape: For a dense node (rows, inputs, outputs), where the rows are all positions of all examples. For other nodes
+        the shape of the input value.
+      features: For an elementwise node the names of the arrays in `Elementwise.features`, in order.
+      bias: For a dense node whether the node has a bias too.
+      begins: For an elementwise node whether messages begin at this place (a loss), so that no message arrives.
     """
 
     name: str
     kind: str
-    family: str
+    family: Literal["dense", "diagonal", "elementwise"]
     batch: int
     shape: tuple[int, ...]
     features: tuple[str, ...] = ()
     bias: bool = False
+    begins: bool = False
 
     @property
     def form(self) -> tuple[str, tuple[str, ...], bool]:
-        """What a rule's parameters depend on besides the name: not on the sizes."""
+        """What the shapes of a rule's parameters depend on besides the name: kind, features and bias, but no sizes."""
         return self.kind, self.features, self.bias
 
 
 class Dense(NamedTuple):
-    """The question of a dense node, `output = inputs @ weight`, then `+ bias` where it has one.
+    """The question of a dense node, whose output is `inputs @ weight`, and then `+ bias` if the node has a bias.
+
+    All arrays are floating point, of the network's dtype. k is the number of channels of a message.
 
     Attributes:
-      message: (rows, M, k), what arrived at the output.
-      gradient: (rows, M), the loss's true gradient there, of one example.
+      message: (rows, M, k), the message that arrived at the output.
+      gradient: (rows, M), the true gradient of one example's loss with respect to the output.
       inputs: (rows, N).
-      output: (rows, M), before the bias.
+      output: (rows, M), before the bias is added.
       weight: (N, M).
-      bias: (M,) or None.
+      bias: (M,), or None if the node has no bias.
     """
 
     message: jax.Array
@@ -69,15 +79,17 @@ class Dense(NamedTuple):
 
 
 class Diagonal(NamedTuple):
-    """The question of a node whose parameter acts on each output by itself.
+    """The question of a node in which each parameter acts on one output only.
+
+    All arrays are floating point, of the network's dtype. k is the number of channels of a message.
 
     Attributes:
-      message: (..., M, k), what arrived at the output.
-      gradient: (..., M), the loss's true gradient there, of one example.
-      inputs: (..., M); zeros where the node has no input (an embedding).
-      parameter: broadcasts against the inputs: (M,), or for an embedding the rows looked up.
-      slope: (..., M), derivative of the output with respect to the parameter.
-      through: broadcasts against the inputs, derivative of the output with respect to the input.
+      message: (..., M, k), the message that arrived at the output.
+      gradient: (..., M), the true gradient of one example's loss with respect to the output.
+      inputs: (..., M); zeros if the node has no input (an embedding).
+      parameter: (M,), or for an embedding (..., M), the rows that were looked up.
+      slope: (..., M), the derivative of the output with respect to the parameter.
+      through: (M,) or (..., M), the derivative of the output with respect to the input.
     """
 
     message: jax.Array
@@ -91,13 +103,16 @@ class Diagonal(NamedTuple):
 class Elementwise(NamedTuple):
     """The question of a node without parameters.
 
+    All arrays are floating point, of the network's dtype. k is the number of channels of a message.
+
     Attributes:
-      message: (..., k), what arrived, at the input's elements. Where the output has another shape (pooling), each
-        channel is led there by the node's transposed Jacobian. None at a loss: messages begin here.
-      gradient: (...), the true gradient with respect to the input, of one example.
-      features: arrays (...) by name.
-      exact: (...), what backpropagation passes on: the transposed Jacobian applied to channel 0 of the message; at
-        a loss, its derivative.
+      message: (..., k), the message that arrived, at the elements of the input. If the output has another shape
+        (pooling), the node's transposed Jacobian leads each channel to the input's elements. None at a loss, where
+        messages begin.
+      gradient: (...), the true gradient of one example's loss with respect to the input.
+      features: Arrays (...) by name.
+      exact: (...), what backpropagation passes on: the node's transposed Jacobian applied to channel 0 of the message,
+        and at a loss the loss's derivative.
     """
 
     message: jax.Array | None
@@ -107,14 +122,15 @@ class Elementwise(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a rule answers.
+    """What a rule answers. Arrays have the question's dtype.
 
     Attributes:
-      message: to the input, the question's shapes with k channels last: dense (rows, N, k).
-      update: dense: (N, M), added to the weight. Diagonal: (..., M), for each element of the output; the node
-        takes the mean over the batch and the sum over positions. None where there are no parameters.
-      bias: dense: (M,), added to the bias; None if there is none.
-      state: of the same structure, shapes and dtypes as the one given.
+      message: The message to the input, with the input's shape and then k channels; for a dense node (rows, N, k).
+      update: What is added to the parameters. For a dense node (N, M). For a diagonal node (..., M), one update for
+        each element of the output: the node takes the mean over the batch and the sum over positions. None if the node
+        has no parameters.
+      bias: (M,), what is added to a dense node's bias; None if the node has no bias.
+      state: The new state, with the structure, shapes and dtypes of the old one.
     """
 
     message: jax.Array
@@ -123,27 +139,44 @@ class Answer(NamedTuple):
     state: Any = ()
 
 
-class Learner(Protocol):
+class LocalRule(Protocol):
     """What a rule does at one place: a pytree that is called, such as a `jax.tree_util.Partial`."""
 
     def __call__(self, site: Site, question: Any, state: Any, /) -> Answer:
-        """Answers a `Dense`, `Diagonal` or `Elementwise` question at the place that it was made for."""
+        """Answers a question at the place that the local rule was made for.
+
+        Args:
+          site: The place.
+          question: A `Dense`, `Diagonal` or `Elementwise`.
+          state: The state at this place, of `Rule.init` or of the answer before.
+        """
         ...
 
 
 class Rule(Protocol):
-    """A learning rule: a pytree (usually a stateless Flax NNX module) with two methods.
+    """A learning rule: a pytree (usually a Flax NNX module without state of its own) with two methods.
 
     Attributes:
-      channels: size k of a message, for each element of a value.
+      channels: The size k of a message, for each element of a value.
     """
 
     channels: int
 
     def init(self, site: Site) -> Any:
-        """The state at the start of a task: a pytree of floating-point arrays, or ()."""
+        """The state of a place at the start of a task: a pytree of floating-point arrays, or ().
+
+        Args:
+          site: The place.
+        """
         ...
 
-    def at(self, site: Site) -> Learner:
-        """The learner of a place; raises ValueError, naming both sides, for a place that the rule does not know."""
+    def at(self, site: Site) -> LocalRule:
+        """The local rule of a place.
+
+        Args:
+          site: The place.
+
+        Raises:
+          ValueError: If the rule does not know the place. The message names the place and what the rule was made for.
+        """
         ...

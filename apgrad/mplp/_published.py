@@ -1,8 +1,9 @@
-"""The published checkpoints of MPLP, as named arrays, loaded into `PerSynapse`.
+"""The published checkpoints of MPLP, loaded into `PerSynapse`.
 
-A file has, for each node, `{i}_dense/weight/...`, `{i}_dense/bias/...`, `{i}_activation/...`, `{i}_softmax/...`,
-`loss/...`, each with `standardizer/shift|scale`, `gru/...`, and dense ones with `output/scale|mean`. Where dense GRUs
-are shared across layers, they stand once, under `shared/weight/gru` and `shared/bias/gru`.
+A checkpoint is a file of named arrays. For each node the file has `{i}_dense/weight/...`, `{i}_dense/bias/...`,
+`{i}_activation/...`, `{i}_softmax/...` or `loss/...`; each of these has `standardizer/shift|scale` and `gru/...`, and
+weights and biases also have `output/scale|mean`. If all dense layers share their GRUs, the GRUs stand once in the file,
+under `shared/weight/gru` and `shared/bias/gru`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,11 +22,12 @@ def load_published(source: str | Path | Mapping[str, np.ndarray], sites: Sequenc
     """A published rule for a network.
 
     Args:
-      source: an `.npz` file, or its arrays by name.
-      sites: of a network whose places are named as in the file (those of `from_nnx` are), of any width.
+      source: An `.npz` file, or its arrays by name.
+      sites: The sites of a network of any width whose places have the names in the file; the networks of `from_nnx` do.
 
     Raises:
-      ValueError: naming what is missing, left over or of another shape, if the file is of another version or network.
+      ValueError: If the file is of another version or another network. The message names what is missing, what is left
+        over or what has another shape.
     """
     if isinstance(source, Mapping):
         arrays = {name: np.asarray(value) for name, value in source.items()}

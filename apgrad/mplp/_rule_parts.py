@@ -1,8 +1,9 @@
-"""The small networks inside learned rules, and the start as gradient descent.
+"""The small networks inside learned rules, and what makes a rule start as gradient descent.
 
-Their inputs come in *parts*: arrays that broadcast against each other, each with some features last. A synapse's
-network sees a message (rows, 1, M, k), a weight (1, N, M, 1) and an input (rows, N, 1, 1); its first layer is linear,
-so each part is multiplied by its own rows of the kernel where it lives, and only the sums are as many as the synapses.
+The inputs of these networks come in *parts*: floating-point arrays that broadcast against each other, each with some
+features along its last axis. The network of a synapse sees a message (rows, 1, M, k), a weight (1, N, M, 1) and an
+input (rows, N, 1, 1). The network's first layer is linear. So each part is multiplied by its own rows of the kernel
+before it is broadcast, and only the sum of the products is as large as the synapses are many.
 """
 
 import itertools
@@ -27,7 +28,12 @@ class Fixed(nnx.Variable):
 
 
 def affine(parts: Parts, kernel: jax.Array) -> jax.Array:
-    """`concatenate(parts) @ kernel`, without concatenating."""
+    """`concatenate(parts) @ kernel`, without concatenating.
+
+    Args:
+      parts: Arrays (..., features of this part) that broadcast against each other.
+      kernel: (features of all parts, outputs).
+    """
     total, row = None, 0
     for part in parts:
         width = part.shape[-1]
@@ -40,14 +46,14 @@ def affine(parts: Parts, kernel: jax.Array) -> jax.Array:
 
 
 class Mlp(nnx.Module):
-    """Layers with biases; the activation between them; a last layer with or without a bias.
+    """A multilayer perceptron on parts, with the activation between its layers.
 
     Args:
-      sizes: features in, hidden units, features out.
-      activation: between layers.
-      initializer: of the kernels.
-      last_bias: whether the last layer has one.
-      rngs: of the kernels.
+      sizes: The number of features of the input, of units in each hidden layer, and of features of the output.
+      activation: The elementwise function between the layers.
+      initializer: The initializer of the kernels, as in `jax.nn.initializers`.
+      last_bias: Whether the last layer has a bias.
+      rngs: The source of keys for the kernels.
     """
 
     def __init__(
@@ -66,11 +72,19 @@ class Mlp(nnx.Module):
         self.activation = activation
 
     def __call__(self, *parts: jax.Array) -> jax.Array:
-        """From the parts of the input to the output."""
+        """The output, (..., features of the output).
+
+        Args:
+          *parts: Arrays (..., features of this part) that broadcast against each other.
+        """
         return self.tail(affine(parts, self.kernels[0][...]))
 
     def tail(self, x: jax.Array) -> jax.Array:
-        """From the first layer's product on."""
+        """The output, from the product of the input and the first kernel.
+
+        Args:
+          x: (..., units of the first hidden layer), the product.
+        """
         for i in range(len(self.kernels)):
             x = x @ self.kernels[i][...] if i else x
             x = x + self.biases[i][...] if i < len(self.biases) else x
@@ -81,14 +95,14 @@ class Mlp(nnx.Module):
 class Gru(nnx.Module):
     """The published recurrent unit (MPLP's code).
 
-        u = sigmoid(x W_ux + c W_uc + b_u)        r alike; both biases -1 at first
+        u = sigmoid(x W_ux + c W_uc + b_u)        r likewise; both biases are -1 at first
         c' = u c + (1 - u) tanh(MLP_x(x) + MLP_c(r c) + b_n)
 
     Args:
-      features: of x.
-      state: size of c.
-      hidden: units of the two MLPs' hidden layers, tanh; their last layers have no bias.
-      rngs: of the kernels, Glorot uniform.
+      features: The number of features of x.
+      state: The size of the state c.
+      hidden: The number of units in each hidden layer of the two MLPs, which are tanh; the last layers have no bias.
+      rngs: The source of keys for the kernels, which are Glorot uniform.
     """
 
     def __init__(self, features: int, state: int, hidden: Sequence[int], *, rngs: nnx.Rngs):
@@ -103,7 +117,12 @@ class Gru(nnx.Module):
         self.size = state
 
     def __call__(self, parts: Parts, c: jax.Array) -> jax.Array:
-        """The new state."""
+        """The new state, (..., state).
+
+        Args:
+          parts: The parts of x, arrays (..., features of this part).
+          c: (..., state), the old state.
+        """
         size = self.size
         kernels = [self.update_x[...], self.reset_x[...], self.next_x.kernels[0][...]]
         x = affine(parts, jnp.concatenate(kernels, axis=1))
@@ -115,13 +134,13 @@ class Gru(nnx.Module):
 
 
 class Descent(nnx.Module):
-    """What makes a learner start as gradient descent: the exact answer, plus a correction whose gain begins at 0.
+    """Makes a local rule start as gradient descent: the exact answer, plus a correction whose gain begins at 0.
 
-    Channel 0 of the message carries the gradient; the other channels are the learner's own from the beginning.
+    Channel 0 of the message carries the gradient. The other channels are learned from the beginning.
 
     Args:
-      channels: of the message.
-      learning_rate: at first, of a learner with an update; meta-trained.
+      channels: The number of channels of a message.
+      learning_rate: The learning rate at first, which is meta-trained; None for a local rule without an update.
     """
 
     def __init__(self, channels: int, learning_rate: float | None = None):
@@ -131,18 +150,34 @@ class Descent(nnx.Module):
         self.log_rate = nnx.Param(jnp.log(jnp.asarray(learning_rate, float))) if updates else nnx.data(None)
 
     def message(self, exact: jax.Array, learned: jax.Array) -> jax.Array:
-        """Channel 0 (...) corrected by the learned message (..., k)."""
+        """The learned message (..., k), with the exact message added to channel 0, and channel 0 of the learned one
+        gained.
+
+        Args:
+          exact: (...), backpropagation's message.
+          learned: (..., k), the learned message.
+        """
         return beside(exact, self.gain[...] * learned)
 
     def update(self, gradient: jax.Array, learned: jax.Array) -> jax.Array:
-        """The gradient step, corrected."""
+        """The step of gradient descent, plus the correction.
+
+        Args:
+          gradient: The gradient, an array of the parameters' shape.
+          learned: The learned update, of the same shape.
+        """
         if self.log_rate is None or self.update_gain is None:
-            raise ValueError("a learner without a learning rate has no update")
+            raise ValueError("a local rule without a learning rate has no update")
         return -jnp.exp(self.log_rate[...]) * gradient + self.update_gain[...] * learned
 
 
 def beside(exact: jax.Array, learned: jax.Array) -> jax.Array:
-    """Adds to channel 0."""
+    """Adds the exact message to channel 0 of the learned message.
+
+    Args:
+      exact: (...).
+      learned: (..., k).
+    """
     return jnp.concatenate([learned[..., :1] + exact[..., None], learned[..., 1:]], axis=-1)
 
 
@@ -151,7 +186,11 @@ Known = tuple[tuple[str, tuple[str, tuple[str, ...], bool]], ...]
 
 
 def known_forms(sites: Sequence[Site]) -> Known:
-    """What a rule keeps of the sites that it is made for."""
+    """What a rule keeps of the sites that it is made for: their names and forms.
+
+    Args:
+      sites: The sites, in any order.
+    """
     return tuple(sorted({(site.name, site.form) for site in sites}))
 
 
@@ -159,9 +198,9 @@ def require_form(known: Known, site: Site, *, by_name: bool) -> None:
     """Refuses a place that a rule was not made for.
 
     Args:
-      known: of `known_forms`.
-      site: asked for by a network.
-      by_name: whether the rule has parameters of its own for each name, or for each kind.
+      known: The names and forms of the sites that the rule was made for, of `known_forms`.
+      site: The site that a network asks for.
+      by_name: Whether the rule has parameters of its own for each name; otherwise it has them for each kind.
     """
     if (site.name, site.form) in known or (not by_name and any(site.form == form for _, form in known)):
         return
@@ -174,20 +213,35 @@ def require_form(known: Known, site: Site, *, by_name: bool) -> None:
 
 
 def require_one_of(name: str, value: Any, choices: tuple[Any, ...] = (False, True)) -> None:
-    """Refuses an unknown option; without choices, one that is not a truth value."""
+    """Refuses an option that is not among the choices.
+
+    Args:
+      name: The option's name.
+      value: The option's value.
+      choices: The allowed values; True and False if not given.
+    """
     if value not in choices:
         raise ValueError(f"{name} must be one of {choices}, got {value!r}")
 
 
 def require_sizes(least: int, **sizes: Any) -> None:
-    """Refuses sizes, by name, that are not integers from `least` to LARGEST."""
+    """Refuses sizes that are not integers from `least` to LARGEST.
+
+    Args:
+      least: The smallest size that is allowed.
+      **sizes: The sizes, by name.
+    """
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= LARGEST:
             raise ValueError(f"{name} must be an integer from {least} to {LARGEST}, got {value!r}")
 
 
 def require_positive(**numbers: Any) -> None:
-    """Refuses numbers, by name, that are not finite and above 0, as far as they are known."""
+    """Refuses numbers that are not finite and above 0, as far as their values are known.
+
+    Args:
+      **numbers: The numbers, by name.
+    """
     for name, value in numbers.items():
         known = isinstance(value, int | float | np.number) and not isinstance(value, bool)
         if not isinstance(value, jax.Array) and not (known and 0 < value < math.inf):

@@ -1,30 +1,30 @@
-"""Standardizing what a learned network sees, so that it meets numbers of size one.
+"""Standardizers: what a learned network sees is shifted and scaled, so that the network meets numbers of size one.
 
-*Fitted* standardizers (MPLP, appendix A; published code): each group of features v, over all axes, gets one pair,
-`(v + shift) * scale` with shift = -mean and scale = 1/std, and an update is centred by a fitted mean. They are fitted
-on the first minibatches, each step with its own statistics, and then kept. As published, a feature with std < 1e-5
-gets scale 1. That has a fault: biases are 0 at first and 1e-3 while the standardizer is fitted, so their scale comes
-out near 1000, and they are in the hundreds when they have grown. `max_scale` bounds it.
+*Fitted* standardizers (MPLP, appendix A; published code) have one pair of numbers for each group of features v:
+`(v + shift) * scale`, with shift = -mean and scale = 1/std over all axes. An update is centred by a fitted mean. All
+these numbers are fitted on the first minibatches, each step with its own statistics, and then kept. As published, a
+feature with std < 1e-5 gets the scale 1. This has a fault: biases are 0 at first and about 1e-3 while the standardizer
+is fitted, so their scale comes out near 1000, and what the network sees is in the hundreds when the biases have grown.
+`max_scale` bounds the scale.
 
-*Batch norm* (thesis, section 4.3) standardizes at each call by that call's own statistics.
+*Batch norm* (thesis, section 4.3) standardizes at each call by this call's own statistics.
 """
 
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 from flax import nnx
 
 from apgrad.mplp._rule_parts import Fixed
-from apgrad.mplp._step import backward, init_state
+from apgrad.mplp._step import init_state, inner_step, scan_steps
 
 
 class Standardizer(nnx.Module):
-    """A fitted pair for each group of features; the identity at first.
+    """A fitted shift and a fitted scale for each group of features; the identity at first.
 
     Args:
-      groups: how many.
+      groups: The number of groups.
     """
 
     def __init__(self, groups: int):
@@ -32,20 +32,34 @@ class Standardizer(nnx.Module):
         self.scale = Fixed(jnp.ones(groups, float))
 
     def __call__(self, parts: list[jax.Array]) -> list[jax.Array]:
-        """Standardizes one part for each group."""
+        """Standardizes one part for each group.
+
+        Args:
+          parts: Floating-point arrays of any shapes, one for each group.
+        """
         shift, scale = jax.lax.stop_gradient((self.shift[...], self.scale[...]))
         return apply(parts, shift, scale)
 
 
 def apply(parts: list[jax.Array], shift: jax.Array, scale: jax.Array) -> list[jax.Array]:
-    """`(v + shift) * scale` for each part."""
+    """`(v + shift) * scale` for each part v.
+
+    Args:
+      parts: Floating-point arrays of any shapes.
+      shift: (parts,).
+      scale: (parts,).
+    """
     if len(parts) != len(shift):
         raise ValueError(f"a standardizer of {len(shift)} groups of features was given {len(parts)}")
     return [(part + shift[i]) * scale[i] for i, part in enumerate(parts)]
 
 
 def statistics(parts: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Shift and scale of each part, as published."""
+    """Shift and scale of each part, as published: two arrays (parts,).
+
+    Args:
+      parts: Floating-point arrays of any shapes.
+    """
     means = jnp.stack([jnp.mean(part) for part in parts])
     deviations = jnp.stack([jnp.std(part) for part in parts])
     return -means, jnp.where(deviations < 1e-5, 1.0, 1 / jnp.maximum(deviations, 1e-5))
@@ -54,11 +68,11 @@ def statistics(parts: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
 class BatchNorm(nnx.Module):
     """`(v - mean) / sqrt(var + 1e-8) * gain + shift` over all rows of one call, for each feature.
 
-    The variance has ddof 1, as in the thesis. Where it is zero (a constant feature, a single row) the output is the
-    shift and the derivative is finite: the square root never sees zero.
+    The variance has ddof 1, as in the thesis. If the variance is zero (a constant feature, a single row), the output is
+    the shift and the derivative is finite: the square root never sees zero.
 
     Args:
-      features: how many.
+      features: The number of features.
     """
 
     def __init__(self, features: int):
@@ -66,7 +80,11 @@ class BatchNorm(nnx.Module):
         self.shift = nnx.Param(jnp.zeros(features, float))
 
     def __call__(self, *parts: jax.Array) -> list[jax.Array]:
-        """Normalizes parts that broadcast against each other, without broadcasting them."""
+        """Normalizes parts that broadcast against each other, without broadcasting them.
+
+        Args:
+          *parts: Floating-point arrays (..., features of this part).
+        """
         rows = 1
         for n in jnp.broadcast_shapes(*[part.shape[:-1] for part in parts]):
             rows *= n
@@ -86,17 +104,17 @@ def fit_standardizers(
 ) -> Any:
     """Fits a rule's standardizers on the first minibatches of a task.
 
-    Inner steps are run with each step's own statistics, parameters and states moving, and the statistics are averaged
-    over the steps.
+    Inner steps are run, in which parameters and states move and each step is standardized by its own statistics. The
+    fitted statistics are the means over the steps.
 
     Args:
-      rule: a rule with standardizers (`PerSynapse`).
-      network: the network.
-      params: at the start.
-      batches: minibatches, stacked along a new first axis.
-      blend: weight of these statistics against those that the rule has. Published: 1 on one task of 5 steps (sinusoid);
-        .5 in each of 5 rounds of 20 steps (MNIST).
-      max_scale: bound on scales; None as published, with its fault.
+      rule: A rule with standardizers (`PerSynapse`).
+      network: The network that learns.
+      params: Pytree of floating-point arrays, the parameters at the start.
+      batches: The minibatches, stacked: pytree of arrays (steps, batch, ...).
+      blend: The weight of the new statistics, against those that the rule has. Published: 1 on one task of 5 steps
+        (sinusoid); .5 in each of 5 rounds of 20 steps (MNIST).
+      max_scale: The largest scale; None as published, with the published fault.
 
     Returns:
       The rule with fitted standardizers.
@@ -105,12 +123,11 @@ def fit_standardizers(
     state = init_state(recording, network, params, jax.tree.map(lambda x: x[0], batches))
 
     def step(carry, batch):
-        params, state = carry
-        updates, state, _ = backward(recording, network, params, state, batch)
+        params, state, _ = inner_step(recording, network, *carry, batch)
         seen = {
             name: {part: {k: s[k] for k in s if k != "carry"} for part, s in at.items()} for name, at in state.items()
         }
-        return (optax.apply_updates(params, updates), state), seen
+        return (params, state), seen
 
-    _, seen = jax.lax.scan(step, (params, state), batches)
+    _, seen = scan_steps(step, (params, state), batches)
     return rule.fitted(jax.tree.map(lambda x: jnp.mean(x, axis=0), seen), blend, max_scale)

@@ -1,11 +1,17 @@
 """The inner step: one backward pass of a network under a rule, as a pure function.
 
-A network is any function `(places, params, batch) -> loss` or `-> (loss, metrics)`; `layers.py` makes one of a Flax
-model. `backward` runs it, and returns what came out of its ports: updates of the parameters and the new state. It is
-plain JAX, so it runs in `jit`, `scan` and `vmap`, and is differentiable with respect to the rule, the parameters (the
-prior, at the first step) and the state.
+    state = init_state(rule, network, params, batch)
+    updates, state, metrics = backward(rule, network, params, state, batch)
+    params = optax.apply_updates(params, updates)
+
+A network is any function `(places, params, batch) -> loss` or `-> (loss, metrics)`; `from_nnx` makes a network of a
+Flax model. `backward` runs the network and returns what came out of its ports: the updates of the parameters, and the
+new state. All of it is plain JAX: it runs in `jit`, `scan` and `vmap`, and is differentiable with respect to the rule,
+to the parameters (at the first step the prior) and to the state.
 """
 
+import functools
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -17,58 +23,68 @@ from apgrad._ground.port import port
 from apgrad._ground.propagator import Propagator, node
 from apgrad.mplp._places import Parameter, Places
 from apgrad.mplp._protocol import Rule, Site
-from apgrad.mplp.rules._exact import Exact
+from apgrad.mplp._rule_parts import require_sizes
 
 
 class Network(Protocol):
-    """What `backward` runs."""
+    """What `backward` runs: a function that calls nodes."""
 
     def __call__(self, places: Places, params: Any, batch: Any, /) -> Any:
-        """Returns the loss, a scalar or losses whose mean it is, alone or with a dictionary of metrics."""
+        """Runs the nodes on a minibatch.
+
+        Args:
+          places: The places of the network's nodes.
+          params: The network's parameters, each a `Parameter`.
+          batch: A minibatch, in whatever form the network takes it.
+
+        Returns:
+          The loss, alone or with a dictionary of metrics: a scalar, or an array of losses, of which the mean is the
+          loss.
+        """
         ...
 
 
 def sites(network: Network, params: Any, batch: Any) -> tuple[Site, ...]:
-    """The places of a network, in the order in which it calls them: what a rule is made for.
+    """The sites of a network, in the order in which the network calls its nodes. A rule is made for these.
 
     Args:
-      network: the network.
-      params: a pytree of arrays or shapes.
-      batch: a minibatch, or its shapes.
+      network: The network.
+      params: Pytree of floating-point arrays, or of their shapes.
+      batch: A minibatch, or its shapes.
     """
-    return tuple(_trace(Exact(0.0), network, params, batch).values())
+    return tuple(_trace(None, network, params, batch).values())
 
 
 def init_state(rule: Rule, network: Network, params: Any, batch: Any) -> dict[str, Any]:
-    """The rule's state at the start of a task, by place.
+    """The rule's state at the start of a task, by name of the place.
 
     Args:
-      rule: the rule.
-      network: the network.
-      params: a pytree of arrays or shapes.
-      batch: a minibatch, or its shapes; a rule that remembers each example keeps to its size.
+      rule: The rule.
+      network: The network.
+      params: Pytree of floating-point arrays, or of their shapes.
+      batch: A minibatch, or its shapes. If the rule remembers each example, the state fits this batch size only.
     """
     return {name: rule.init(site) for name, site in _trace(rule, network, params, batch).items()}
 
 
 def backward(rule: Rule, network: Network, params: Any, state: Any, batch: Any) -> tuple[Any, Any, dict[str, Any]]:
-    """One inner step: the network's backward pass under the rule.
+    """One backward pass of a network under a rule: the updates, and the new state.
 
     Args:
-      rule: the rule.
+      rule: The rule.
       network: `(places, params, batch) -> loss` or `(loss, metrics)`.
-      params: a pytree of floating-point arrays.
-      state: of `init_state`, or of the step before.
-      batch: what the network takes.
+      params: Pytree of floating-point arrays.
+      state: The rule's state, of `init_state` or of the step before.
+      batch: A minibatch, as the network takes it.
 
     Returns:
-      Updates, of the structure of `params`, for `optax.apply_updates`; the new state; and metrics: `"loss"`, and those
-      of the network. A parameter that no node is given has the update zero.
+      The updates, in the structure, shapes and dtypes of `params`, for `optax.apply_updates`; the new state; and the
+      metrics: `"loss"`, a scalar, and those of the network. A parameter that goes to no node has the update zero.
 
     Raises:
-      ValueError: at trace time, naming both sides, where rule, network, state and batch do not fit.
-      TypeError: at trace time, where the loss depends on a parameter in another way than through loss nodes: nothing
-        would be learned from that part of it.
+      ValueError: At trace time, naming both sides, if rule, network, state and batch do not fit.
+      TypeError: At trace time, if the loss depends on a parameter in another way than through loss nodes: from this
+        part of the loss nothing would be learned.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
@@ -98,33 +114,102 @@ def backward(rule: Rule, network: Network, params: Any, state: Any, batch: Any) 
     return updates, state, metrics
 
 
-def unroll(
-    rule: Rule, network: Network, params: Any, state: Any, batches: Any, *, remat: Callable | bool = True
-) -> tuple[Any, Any, dict[str, Any]]:
-    """Inner steps in a `scan`: `params <- params + updates` for each minibatch in turn.
+def inner_step(rule: Rule, network: Network, params: Any, state: Any, batch: Any) -> tuple[Any, Any, dict[str, Any]]:
+    """`backward`, and its updates added to the parameters.
 
     Args:
-      rule: the rule.
-      network: the network.
-      params: at the start.
-      state: at the start, of `init_state`.
-      batches: minibatches, stacked along a new first axis.
-      remat: whether a meta-gradient computes each step again instead of remembering it: memory for parameters and
-        states of all steps, and for the rest of one. Or a policy of `jax.checkpoint_policies` that says what to
-        remember.
+      rule: The rule.
+      network: The network that learns.
+      params: Pytree of floating-point arrays, the network's parameters.
+      state: The rule's state, of `init_state` or of the step before.
+      batch: A minibatch, as the network takes it.
 
     Returns:
-      Parameters, state, and the metrics of each step, stacked.
+      The new parameters, the new state, and the metrics of `backward`.
+    """
+    updates, state, metrics = backward(rule, network, params, state, batch)
+    return optax.apply_updates(params, updates), state, metrics
+
+
+def scan_steps(
+    step: Callable[[Any, Any], tuple[Any, Any]],
+    carry: Any,
+    inputs: Any = None,
+    *,
+    length: int | None = None,
+    remat: bool | int | Callable = False,
+) -> tuple[Any, Any]:
+    """`jax.lax.scan` with a choice of what reverse mode remembers of the steps. Every inner loop runs in it.
+
+    Args:
+      step: `(carry, input) -> (carry, output)`.
+      carry: Pytree of arrays, the carry before the first step.
+      inputs: Pytree of arrays (steps, ...), one input for each step; None if the steps have no input.
+      length: The number of steps; needed where there are no inputs.
+      remat: What a gradient through the steps remembers and what it computes again. False: it remembers everything.
+        A number S, at least 1: it remembers the carry of every S-th step, and computes segments of S steps again,
+        and within a segment each step. True: S is about the square root of the number of steps, so that about twice
+        the square root of carries is remembered. A policy of `jax.checkpoint_policies`: each step is computed again
+        but for what the policy says.
+
+    Returns:
+      The carry after the last step, and the outputs, stacked: pytree of arrays (steps, ...).
+
+    Example:
+      >>> import jax.numpy as jnp, apgrad as ap
+      >>> ap.mplp.scan_steps(lambda s, _: (s / 2, s), jnp.ones(()), length=4, remat=2)[1].tolist()
+      [1.0, 0.5, 0.25, 0.125]
+    """
+    if length is None:
+        length = len(jax.tree.leaves(inputs)[0])
+    if remat is False or not length:
+        return jax.lax.scan(step, carry, inputs, length)
+    step = jax.checkpoint(step, policy=remat if callable(remat) else None, prevent_cse=False)
+    if callable(remat) or remat is True:
+        segment = 1 if callable(remat) else math.isqrt(length)
+    else:
+        require_sizes(1, remat=remat)
+        segment = min(remat, length)
+    if segment == 1:
+        return jax.lax.scan(step, carry, inputs, length)
+
+    @functools.partial(jax.checkpoint, prevent_cse=False)
+    def several(carry, inputs):
+        return jax.lax.scan(step, carry, inputs, segment)
+
+    count = length // segment
+    split = lambda x: x[: count * segment].reshape(count, segment, *x.shape[1:])
+    carry, outputs = jax.lax.scan(several, carry, jax.tree.map(split, inputs), count)
+    outputs = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), outputs)
+    if rest := length % segment:
+        carry, more = jax.lax.scan(step, carry, jax.tree.map(lambda x: x[-rest:], inputs), rest)
+        outputs = jax.tree.map(lambda a, b: jnp.concatenate([a, b]), outputs, more)
+    return carry, outputs
+
+
+def unroll(
+    rule: Rule, network: Network, params: Any, state: Any, batches: Any, *, remat: bool | int | Callable = 1
+) -> tuple[Any, Any, dict[str, Any]]:
+    """An inner step for each minibatch in turn.
+
+    Args:
+      rule: The rule.
+      network: The network that learns.
+      params: Pytree of floating-point arrays, the parameters at the start.
+      state: The rule's state at the start, of `init_state`.
+      batches: The minibatches, stacked: pytree of arrays (steps, batch, ...).
+      remat: What a meta-gradient remembers; see `scan_steps`. By default it remembers the parameters and states of all
+        steps, and computes each step again.
+
+    Returns:
+      The parameters and the state after the last step; and the metrics of each step, stacked: arrays (steps, ...).
     """
 
     def step(carry, batch):
-        params, state = carry
-        updates, state, metrics = backward(rule, network, params, state, batch)
-        return (optax.apply_updates(params, updates), state), metrics
+        params, state, metrics = inner_step(rule, network, *carry, batch)
+        return (params, state), metrics
 
-    if remat:
-        step = jax.checkpoint(step, policy=remat if callable(remat) else None, prevent_cse=False)
-    (params, state), metrics = jax.lax.scan(step, (params, state), batches)
+    (params, state), metrics = scan_steps(step, (params, state), batches, remat=remat)
     return params, state, metrics
 
 
@@ -153,7 +238,7 @@ def _require_losses_only(rule: Rule, network: Network, params: Any, batch: Any) 
         )
 
 
-def _trace(rule: Rule, network: Network, params: Any, batch: Any) -> dict[str, Site]:
+def _trace(rule: Rule | None, network: Network, params: Any, batch: Any) -> dict[str, Site]:
     places = Places(rule)
     jax.eval_shape(lambda p, b: network(places, jax.tree.map(lambda x: Parameter(x, port(x)), p), b), params, batch)
     return places.sites

@@ -1,11 +1,11 @@
-"""Wiring: functions of signals without a rule, and what happens where a signal is used several times.
+"""Wiring: functions of signals that need no rule, and signals that are used several times.
 
-A function without parameters (the sum of a skip connection, concatenation, a transpose, a mean) needs no rule: its
-transposed Jacobian leads messages back as it leads gradients back, each channel by itself. For that, its Jacobian is
-applied to the port, which stays zero, and reverse mode does the rest.
+A function without parameters (the sum of a skip connection, a concatenation, a transpose, a mean) needs no rule: its
+transposed Jacobian leads each channel of a message back as it leads a gradient back. To this end the function's
+Jacobian is applied to the port, which stays zero, and reverse mode transposes the Jacobian.
 
-At a fan-out, where a signal is used n times, reverse mode adds its messages up, as it adds gradients. `fork` aggregates
-them in another way.
+At a fan-out, where a signal is used n times, reverse mode adds up the n messages, as it adds up gradients. `fork`
+aggregates the messages in another way.
 """
 
 from collections.abc import Callable
@@ -22,8 +22,8 @@ def wire(function: Callable[..., jax.Array], *signals: Signal) -> Signal:
     """A function of signals that needs no rule: a sum, a concatenation, a reshape.
 
     Args:
-      function: `(*values) -> value`. It need not be linear, but a rule has no say in it then.
-      *signals: its inputs.
+      function: `(*values) -> value`. The function need not be linear, but a rule has no say in it.
+      *signals: The inputs, signals of any shapes.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -41,14 +41,14 @@ def wire(function: Callable[..., jax.Array], *signals: Signal) -> Signal:
 def fork(
     signal: Signal, n: int, aggregate: Literal["sum", "mean"] | Callable[[jax.Array], jax.Array] = "mean"
 ) -> tuple[Signal, ...]:
-    """A signal for each of n uses, with their messages aggregated in a way of your own.
+    """A signal for each of n uses, so that you choose how the messages of these uses are aggregated.
 
-    The value's true derivative is the sum over the uses, whatever happens to the messages.
+    The value's true derivative is the sum over the uses, however the messages are aggregated.
 
     Args:
-      signal: any.
-      n: at least 1.
-      aggregate: "sum", "mean", or a function from messages (n, ..., k) to one (..., k), which closes over no traced
+      signal: A signal of any shape.
+      n: The number of uses, at least 1.
+      aggregate: "sum", "mean", or a function of messages (n, ..., k) to one message (..., k) that closes over no traced
         array. A use to which no message comes back counts with zeros.
 
     Returns:

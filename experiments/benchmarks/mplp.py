@@ -42,7 +42,9 @@ TASKS = {  # sizes, steps, batch, tasks of a meta-step, options of the published
 RULES: dict[str, Callable[..., Any]] = {
     "exact": lambda sites, **_: mplp.Exact(0.1),
     "separable": lambda sites, **_: mplp.Separable(sites, rngs=nnx.Rngs(0)),
-    "separable, memory, whitening": lambda sites, **_: mplp.Separable(sites, memory=4, whiten=True, rngs=nnx.Rngs(0)),
+    "separable, memory, whitening": lambda sites, **_: mplp.Separable(
+        sites, neuron_state=4, whiten=True, rngs=nnx.Rngs(0)
+    ),
     "per synapse, GRU": lambda sites, **o: mplp.PerSynapse(sites, **o, rngs=nnx.Rngs(0)),
     "per synapse, MLP": lambda sites, **o: mplp.PerSynapse(sites, **o, cell="mlp", rngs=nnx.Rngs(0)),
     "thesis": lambda sites, **_: mplp.Thesis(sites, rngs=nnx.Rngs(0)),
@@ -91,9 +93,9 @@ def meta_step(rule: Any, network: Any, params: Any, batches: Any, tasks: int) ->
     def loss(rule, params):
         first = jax.tree.map(lambda x: x[0], batches)
         state = mplp.init_state(rule, network, params, first)
-        remat = not isinstance(rule, mplp.PerSynapse)  # which does so by itself
+        remat = False if isinstance(rule, mplp.PerSynapse) else 1  # a per-synapse rule computes again by itself
         params, _, metrics = mplp.unroll(rule, network, params, state, batches, remat=remat)
-        return jnp.mean(metrics["loss"]) + jnp.mean(network(mplp.Places(mplp.Exact(0.0)), _ports(params), first)[0])
+        return jnp.mean(metrics["loss"]) + jnp.mean(network(mplp.Places(), _ports(params), first)[0])
 
     many = jax.tree.map(lambda x: jnp.stack([x] * tasks), params)
     return jax.grad(lambda rule: jnp.mean(jax.vmap(lambda p: loss(rule, p))(many)))(rule)

@@ -97,9 +97,7 @@ def dot(a, b):
 def test_derivatives_are_those_of_the_documented_loss(x64, options):
     """Reverse and forward mode, and a truncation as long as the unroll: values, and derivatives along a direction."""
     problem, theta, key, loss = setting(options)
-    makers = [meta.backpropagation, lambda p: meta.truncated(p, T, stagger=False)]
-    if not options.get("batch_entropy"):  # that is computed by nodes, which have no forward mode
-        makers.append(meta.forward_mode)
+    makers = [meta.backpropagation, lambda p: meta.truncated(p, T, stagger=False), meta.forward_mode]
 
     @jax.jit
     def estimates(theta):

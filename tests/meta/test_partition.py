@@ -29,7 +29,9 @@ RULES = {
     "per synapse, stateless": lambda s: mplp.PerSynapse(
         s, **SMALL, cell="mlp", share=True, start="gradient_descent", rngs=nnx.Rngs(0)
     ),
-    "separable": lambda s: mplp.Separable(s, channels=2, rank=2, hidden=3, memory=2, whiten=True, rngs=nnx.Rngs(0)),
+    "separable": lambda s: mplp.Separable(
+        s, channels=2, rank=2, hidden=3, neuron_state=2, whiten=True, rngs=nnx.Rngs(0)
+    ),
     "thesis, fixed rate": lambda s: mplp.Thesis(s, channels=2, hidden=3, learn_rate=False, rngs=nnx.Rngs(0)),
     "thesis": lambda s: mplp.Thesis(s, channels=2, hidden=3, rngs=nnx.Rngs(0)),
 }

@@ -14,7 +14,7 @@ from flax import nnx
 from apgrad import meta, mplp
 from apgrad.mplp import _pretrained as pretrained
 
-OPTIONS = {"channels": 2, "rank": 2, "hidden": 3, "memory": 1, "whiten": True, "share": "role", "normalize": True}
+OPTIONS = {"channels": 2, "rank": 2, "hidden": 3, "neuron_state": 1, "whiten": True, "share": "role", "normalize": True}
 
 
 def network():
@@ -148,12 +148,12 @@ def site(**changed):
         (card() | {"sites": [[]]}, "a site of a card has the entries"),
         (card() | {"sites": []}, "do not belong together"),
         (card(hidden=10**7), "do not belong together"),
-        (card(channels=10**7, rank=10**7, memory=10**7), "do not belong together"),
+        (card(channels=10**7, rank=10**7, neuron_state=10**7), "do not belong together"),
         (card(hidden=10**12), "hidden must be an integer from 1 to"),
         (card(rank=10**30), "rank must be an integer from 1 to"),
         (card(hidden=-3), "hidden must be an integer from 1 to .*, got -3"),
         (card(hidden=0), "hidden must be an integer"),
-        (card(memory=-1), "memory must be an integer from 0 to .*, got -1"),
+        (card(neuron_state=-1), "neuron_state must be an integer from 0 to .*, got -1"),
         (card(rank=2.0), "rank must be an integer"),
         (card(hidden="3"), "hidden must be an integer"),
         (card(hidden=None), "hidden must be an integer"),
@@ -210,7 +210,7 @@ def test_every_choice_of_every_rule_is_checked(make, name, value):
 @pytest.mark.parametrize(
     ("make", "name"),
     [(per_synapse, n) for n in ("channels", "hidden", "learning_rate")]
-    + [(separable, n) for n in ("channels", "rank", "hidden", "memory", "full", "window")]
+    + [(separable, n) for n in ("channels", "rank", "hidden", "neuron_state", "full", "window")]
     + [(separable, n) for n in ("learning_rate", "strength", "forget")]
     + [(thesis, n) for n in ("channels", "hidden", "learning_rate", "clip")],
 )

@@ -1,1 +1,1 @@
-"""Learning rules: one file a rule."""
+"""Learning rules: each rule has a file."""

@@ -1,12 +1,11 @@
 """Gradient descent as a message passing protocol: the exact rule.
 
-The case k = 1 in which the message is the gradient (MPLP, section 3; thesis, section 4.1):
+With this rule a network's updates are `-learning_rate` times its gradient, which proves the nodes. It is the case k =
+1, in which the message is the gradient (MPLP, section 3; thesis, section 4.1):
 
     loss          m = dL/dp
     elementwise   m' = J^T m
     dense         m'_i = sum_j W_ij m_j,    W <- W - lr mean_b x_i m_j
-
-It proves the nodes: with it, a network's updates are `-lr` times its gradient.
 """
 
 import jax
@@ -20,7 +19,7 @@ class Exact(nnx.Module):
     """Gradient descent.
 
     Args:
-      learning_rate: meta-trainable like any other parameter of a rule.
+      learning_rate: The learning rate, which can be meta-trained like any other parameter of a rule.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -42,16 +41,31 @@ class Exact(nnx.Module):
         self.learning_rate = nnx.Param(jnp.asarray(learning_rate, float))
 
     def init(self, site: Site) -> tuple[()]:
-        """No state."""
+        """The empty state.
+
+        Args:
+          site: The place.
+        """
         return ()
 
     def at(self, site: Site) -> jax.tree_util.Partial:
-        """The same learner everywhere."""
+        """The local rule, which is the same at every place.
+
+        Args:
+          site: The place.
+        """
         return jax.tree_util.Partial(descend, self.learning_rate[...])
 
 
 def descend(learning_rate: jax.Array, site: Site, question: Dense | Diagonal | Elementwise, state: tuple[()]) -> Answer:
-    """Channel 0 of the message is the gradient, and the answer is backpropagation's."""
+    """Backpropagation's answer, where channel 0 of the message is the gradient.
+
+    Args:
+      learning_rate: Scalar, floating point.
+      site: The place.
+      question: What the node asks.
+      state: The empty state.
+    """
     if isinstance(question, Elementwise):
         return Answer(question.exact[..., None])
     m = question.message[..., 0]

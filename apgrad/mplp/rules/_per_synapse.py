@@ -1,23 +1,24 @@
-"""Per-synapse rules: small networks run for every weight and example.
+"""Per-synapse rules: small networks that run for every weight and example.
 
 Randazzo, Niklasson & Mordvintsev, "MPLP: learning a message passing learning protocol", 2020, and its published code.
-A synapse ij of a dense node sees the message m_bj at its output, its weight and its input; a network f yields its
-update and a network g its message, averaged over the outputs:
+The synapse ij of a dense node sees the message m_bj at its output, its weight and its input. A network f makes the
+synapse's update, and a network g makes its message; the node's message is the mean over the outputs:
 
     dW_ij = a (mean_b f(m_bj, W_ij, x_bi; c_bij) - o),        m'_bi = mean_j g(m_bj, W_ij, x_bi; c_bij)
 
-A bias sees [m, b, z], z its input, and goes first: the weights see its message. Activations see [m, z], the softmax
-[m, z, z - max z, exp(z - max z), their sum], losses their features alone. The *state* c is kept across inner steps for
-each synapse and each example's slot in the minibatch. Published:
+A bias sees [m, b, z], where z is the bias's input, and goes first: the weights see the bias's message. Activations see
+[m, z], the softmax sees [m, z, z - max z, exp(z - max z), the sum of these], and losses see their features alone. The
+*state* c is kept from one inner step to the next, for each synapse and each example's slot in the minibatch. Published
+are two kinds of networks:
 
-    stateful      one GRU for f and g: its state's channel 0 is the update, its last k channels are the message
+    stateful      one GRU for f and g: channel 0 of its state is the update, and the last k channels are the message
     stateless     f: 80 relu, 40 relu, 1 tanh;  g: 80 relu, 40 relu, k tanh
 
-(the paper describes separate GRUs for f and g: `cell="two_grus"`). What a network sees is standardized (see
-`standardization.py`); a is learned, o is fitted.
+(The paper describes separate GRUs for f and g: `cell="two_grus"`.) What a network sees is standardized (see
+`_standardization.py`). The scale a is learned, and the mean o is fitted.
 
-Started *as gradient descent* the update is `-lr mean_b x m_0` and channel 0 of the message `sum_j W_ij m_j0`, plus
-corrections of the above form whose gains begin at 0.
+If the rule starts *as gradient descent*, the update is `-lr mean_b x m_0` and channel 0 of the message is
+`sum_j W_ij m_j0`, plus corrections of the above form whose gains begin at 0.
 """
 
 import copy
@@ -52,21 +53,21 @@ class PerSynapse(nnx.Module):
     """The published rules.
 
     Args:
-      sites: of the network, from `mplp.sites`; the rule fits every network whose places have these names (or kinds,
-        where all is shared), whatever their sizes.
-      channels: size k of a message.
-      hidden: further size h of the recurrent state.
+      sites: The sites of a network, from `mplp.sites`. The rule fits every network whose places have these names (or
+        these kinds, if everything is shared), whatever the sizes are.
+      channels: The size k of a message.
+      hidden: The size h of the recurrent state besides update and message.
       cell: "gru", "two_grus" or "mlp".
-      start: "random", or "gradient_descent": exact at first.
-      layers: hidden units of the networks.
-      share: networks are shared across places of a kind.
-      share_standardizers: so are standardizers.
-      share_scales: so are the scales a, and the learning rates.
-      aggregate: of messages over a dense node's outputs, "mean" as published, or "sum".
-      gradient: networks also see the true gradient (the hybrid that the papers propose).
-      learning_rate: of the start as gradient descent.
-      output_scale: a at first, of a random start.
-      rngs: of the networks.
+      start: "random"; or "gradient_descent", which is exact at first.
+      layers: The number of units in each hidden layer of the networks.
+      share: Whether places of a kind share networks.
+      share_standardizers: Whether places of a kind share standardizers.
+      share_scales: Whether places of a kind share the scales a and the learning rates.
+      aggregate: How a dense node aggregates messages over its outputs: "mean" as published, or "sum".
+      gradient: Whether networks also see the true gradient (the hybrid that the papers propose).
+      learning_rate: The learning rate at first, if the rule starts as gradient descent.
+      output_scale: The scale a at first, if the rule starts at random.
+      rngs: The source of keys for the networks.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -133,7 +134,11 @@ class PerSynapse(nnx.Module):
                     self.descents[key] = Descent(channels, learning_rate if updates else None)
 
     def init(self, site: Site) -> dict[str, Any]:
-        """Zeros for each synapse and example; in a recording rule, also its statistics."""
+        """Zeros for each synapse and example; a recording rule's state also has the statistics of the step.
+
+        Args:
+          site: The place.
+        """
         state = {}
         for part, groups, _ in self._parts(site):
             rows, *units = site.shape
@@ -144,25 +149,35 @@ class PerSynapse(nnx.Module):
                 state[part] |= {"mean": jnp.zeros((), float)}
         return state
 
-    def at(self, site: Site) -> "_Learner":
-        """The learners of a place."""
-        learners = {}
+    def at(self, site: Site) -> "_PerSynapseAt":
+        """The local rule of a place.
+
+        Args:
+          site: The place.
+        """
+        parts = {}
         for part, _, _ in self._parts(site):
             own, pair, scale = (
                 self._key(site, part, s) for s in (self.share, self.share_standardizers, self.share_scales)
             )
             size, mean = self.scales.get(scale), self.means.get(pair)
-            learners[part] = _Part(self.cells[own], self.standardizers[pair], size, mean, self.descents.get(scale))
-        return _Learner(learners, self.channels, self.aggregate, self.gradient, self.record)
+            parts[part] = _Part(self.cells[own], self.standardizers[pair], size, mean, self.descents.get(scale))
+        return _PerSynapseAt(parts, self.channels, self.aggregate, self.gradient, self.record)
 
     def recording(self) -> "PerSynapse":
-        """The same rule, standardizing each step by its own statistics, which its states carry away."""
+        """The same rule, but each step is standardized by its own statistics, which the rule's states carry away."""
         rule = copy.copy(self)
         rule.record = True
         return rule
 
     def fitted(self, states: dict[str, Any], blend: float, max_scale: float | None) -> "PerSynapse":
-        """The same rule with standardizers of a recording rule's states; see `fit_standardizers`."""
+        """The same rule, with standardizers made of the states of a recording rule; see `fit_standardizers`.
+
+        Args:
+          states: The recorded statistics by place and part: "shift" and "scale" (groups,), and "mean", a scalar.
+          blend: The weight of the new statistics, against those that the rule has.
+          max_scale: The largest scale, or None.
+        """
         rule = nnx.clone(self)
         found: dict[str, list[dict[str, jax.Array]]] = {}
         forms = dict(self.known)
@@ -179,11 +194,13 @@ class PerSynapse(nnx.Module):
         return rule
 
     def _parts(self, site: Site) -> list[tuple[str, int, int]]:
-        """What is learned at a place: its name, and how many groups of features and features it sees."""
+        """What is learned at a place. For each part: its name, and how many groups of features and how many features it
+        sees.
+        """
         seen = self.channels + self.gradient
         if site.family == "elementwise":
             extra = len(site.features)
-            message = 0 if "loss" in site.features or site.kind == "readout" else 1
+            message = not site.begins
             return [("message", message * (1 + self.gradient) + extra, message * seen + extra)]
         both = [("bias", 3 + self.gradient, seen + 2), ("weight", 3 + self.gradient, seen + 2)]
         return both[1 - site.bias :] if site.family == "dense" else both[:1]
@@ -195,9 +212,9 @@ class PerSynapse(nnx.Module):
 
 
 def _in_chunks(cell: Any, parts: list[jax.Array], carry: Any) -> Any:
-    """The cell on some rows (the parts' first axis) at a time, remembering only its inputs for a meta-gradient."""
+    """Runs the cell on some rows (the first axis) at a time, and remembers only its inputs for a meta-gradient."""
     shape = jnp.broadcast_shapes(*[part.shape[:-1] for part in parts])
-    # A part with fewer axes (the parameter of a bias) has no rows: its axes stand for the last ones.
+    # A part with fewer axes (the parameter of a bias) has no rows: its axes are the last ones of the others.
     parts = [part.reshape(*[1] * (len(shape) + 1 - part.ndim), *part.shape) for part in parts]
     chunk = max(1, CHUNK // math.prod(shape[1:]))
     if chunk >= shape[0]:
@@ -218,7 +235,7 @@ def _key(name: str, kind: str, part: str, shared: bool) -> str:
 
 
 class _GruCell(nnx.Module):
-    """One GRU: channel 0 of its state is the update (where there is one), the last k the message."""
+    """One GRU: channel 0 of its state is the update (if there is one), and the last k channels are the message."""
 
     def __init__(self, features, channels, hidden, layers, updates, rngs):
         self.gru = Gru(features, updates + hidden + channels, layers, rngs=rngs)
@@ -233,7 +250,7 @@ class _GruCell(nnx.Module):
 
 
 class _TwoGrus(nnx.Module):
-    """f and g with a GRU and a state each."""
+    """The networks f and g, each with a GRU and a state of its own."""
 
     def __init__(self, features, channels, hidden, layers, updates, rngs):
         self.f = _GruCell(features, 1, hidden, layers, False, rngs) if updates else nnx.data(None)
@@ -251,7 +268,7 @@ class _TwoGrus(nnx.Module):
 
 
 class _TwoMlps(nnx.Module):
-    """f and g without a state; tanh at the end."""
+    """The networks f and g without a state, with a tanh at the end."""
 
     def __init__(self, features, channels, hidden, layers, updates, rngs):
         make = lambda n: Mlp([features, *layers, n], jax.nn.relu, rngs=rngs)
@@ -271,7 +288,7 @@ def _cell(cell, *args):
 
 
 class _Part(NamedTuple):
-    """What is learned at a place: for its weights, its biases, or its message alone."""
+    """What is learned at a place for its weights, for its biases, or for its message alone."""
 
     cell: Any
     standardizer: Standardizer
@@ -282,7 +299,7 @@ class _Part(NamedTuple):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Learner:
+class _PerSynapseAt:
     parts: dict[str, _Part]
     channels: int = dataclasses.field(metadata={"static": True})
     aggregate: str = dataclasses.field(metadata={"static": True})
@@ -297,7 +314,7 @@ class _Learner:
         return self._dense(site, question, state)
 
     def _run(self, part: str, inputs: list[jax.Array], state: dict[str, Any]) -> Any:
-        """Update (centred and scaled), message and new state of a part."""
+        """The update (centred and scaled), the message and the new state of a part."""
         cell, standardizer, scale, mean, _ = self.parts[part]
         state, centre = state[part], 0.0
         if not self.record:

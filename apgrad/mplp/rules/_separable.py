@@ -1,26 +1,27 @@
-"""The separable rule: networks for every neuron in place of networks for every synapse.
+"""The separable rule: small networks for every neuron, in place of networks for every synapse.
 
-A per-synapse rule (`per_synapse.py`) runs a network for each weight and example. Here a synapse's update is a sum of R
-products of something at its input and something at its output, each made by a small network of one neuron, and a
-message is a weighted sum as in backpropagation:
+A per-synapse rule (`_per_synapse.py`) runs a network for each weight and example. Here the update of a synapse is a sum
+of R products. One factor of each product belongs to the synapse's input and the other to its output, and each factor is
+made by a small network of this one neuron. A message is a weighted sum, as in backpropagation:
 
     dW_ij = -lr mean_b sum_r B_r(x_bi, u_i) A_r(m_bj, v_j),      db_j = -lr' mean_b A_0'(m_bj, v_j)
     m'_bi = G(sum_j W_ij U(m_bj, v_j), z_bi, s_i)
 
-with x the inputs, m (k channels) the messages at the outputs, and G at the activation. These are matrix products: the
-cost is about (1 + k + R) products of a forward pass's size. Gradient descent is the case k = R = 1, A(m) = m, B(x) = x,
-U(m) = m, G(m, z) = act'(z) m. A loss makes the first message of [L, p, y, ...].
+Here x are the inputs, m (k channels) are the messages at the outputs, and G stands at the activation. All of these are
+matrix products, so the cost is about (1 + k + R) products of the size of the forward pass. Gradient descent is the case
+k = R = 1, A(m) = m, B(x) = x, U(m) = m, G(m, z) = act'(z) m. A loss makes the first message of [L, p, y, ...].
 
-*Started as gradient descent*, channel 0 of m, and A_0, B_0, U_0, are these plus corrections whose gains begin at 0. The
-corrections of A are all 0 at first, so those of B (r > 0) may be there from the beginning, and the other channels of
-messages too: they are read by nobody yet, and ready to be.
+*Start as gradient descent.* Channel 0 of m, and A_0, B_0 and U_0, are those of gradient descent plus corrections whose
+gains begin at 0. All corrections of A are 0 at first, so nothing is changed if those of B (r > 0) are there from the
+beginning; likewise the other channels of messages, which nothing reads yet.
 
-*Memory.* u, v, s are recurrent states of neurons (not of synapses, nor of examples, so the order of a minibatch
-does not matter): a gated unit fed with the mean and the mean square over the batch of what the neuron sees. With it a
-rule can follow its statistics, as Adam does, and tell the first step from the last.
+*State of neurons.* u, v and s are recurrent states of neurons: not of synapses, nor of examples, so the order of the
+examples in a minibatch does not matter. A gated unit makes the new state from the mean and the mean square, over the
+batch, of what the neuron sees. With such a state a rule can follow its statistics, as Adam does, and can tell the first
+step from the last.
 
-*Whitening.* Inputs are whitened as the layer learns: B_0 is P x, and the other B see P x beside x (`whitening.py`). The
-start is then recursive least squares' step along P x.
+*Whitening.* Inputs are whitened as the layer learns: B_0 is P x, and the other B see P x beside x (`_whitening.py`).
+The start as gradient descent is then the step of recursive least squares, along P x.
 """
 
 import re
@@ -50,25 +51,25 @@ class Separable(nnx.Module):
     """The separable rule.
 
     Args:
-      sites: of the network, from `mplp.sites`.
-      channels: size k of a message.
-      rank: R, products in an update.
-      hidden: units of the networks, tanh.
-      memory: size of a neuron's state; 0 for none.
-      whiten: whether dense layers whiten their inputs.
-      start: "gradient_descent", exact at first (with `whiten`, along whitened inputs), or "random".
-      share: who shares networks, step sizes and so on. False: nobody. True: places of a kind; the rule then fits every
-        network of these kinds of nodes. "role": places whose names differ in digits only ("dense_1", "dense_2" are
-        one role, "dense_out" another); it fits every network of these roles, of any depth.
-      normalize: whether a dense layer's step is divided by 1 + mean |x|^2 (normalized least mean squares, Nagumo &
+      sites: The sites of a network, from `mplp.sites`.
+      channels: The size k of a message.
+      rank: The number R of products in an update.
+      hidden: The number of hidden units of each network, which are tanh.
+      neuron_state: The size of a neuron's state; 0 for none.
+      whiten: Whether dense layers whiten their inputs.
+      start: "gradient_descent", which is exact at first (with `whiten`, along whitened inputs); or "random".
+      share: Which places share networks and step sizes. False: none. True: places of a kind; the rule then fits every
+        network of these kinds of nodes. "role": places whose names differ in digits only ("dense_1" and "dense_2" have
+        one role, "dense_out" has another); the rule then fits every network of these roles, of any depth.
+      normalize: Whether a dense layer's step is divided by 1 + mean |x|^2 (normalized least mean squares, Nagumo &
         Noda, 1967), so that a learned step size means the same in layers of every width.
-      gradient: networks also see the true gradient (the hybrid that both papers propose).
-      learning_rate: of the start as gradient descent, for each place; meta-trained.
-      strength: lambda of the whitening at first.
-      forget: epsilon of the whitening at first.
-      full: layers of up to so many inputs have a full P, wider ones a window.
-      window: its rows, about.
-      rngs: of the networks.
+      gradient: Whether networks also see the true gradient (the hybrid that both papers propose).
+      learning_rate: The learning rate of each place at first, which is meta-trained.
+      strength: The whitening's lambda at first.
+      forget: The whitening's epsilon at first.
+      full: The largest number of inputs with which a layer has a full P; a wider layer has a window.
+      window: The number of rows of a window, about.
+      rngs: The source of keys for the networks.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -77,7 +78,7 @@ class Separable(nnx.Module):
       >>> network, params = ap.mplp.from_nnx(model, loss=ap.mplp.squared_error)
       >>> batch = jnp.ones((10, 1)), jnp.zeros((10, 1))
       >>> sites = ap.mplp.sites(network, params, batch)
-      >>> rule = ap.mplp.Separable(sites, memory=4, whiten=True, rngs=nnx.Rngs(2))
+      >>> rule = ap.mplp.Separable(sites, neuron_state=4, whiten=True, rngs=nnx.Rngs(2))
       >>> state = ap.mplp.init_state(rule, network, params, batch)
       >>> updates, state, metrics = ap.mplp.backward(rule, network, params, state, batch)
       >>> state["2_dense"]["whitening"]["P"].shape
@@ -91,7 +92,7 @@ class Separable(nnx.Module):
         channels: int = 8,
         rank: int = 8,
         hidden: int = 32,
-        memory: int = 0,
+        neuron_state: int = 0,
         whiten: bool = False,
         start: Literal["gradient_descent", "random"] = "gradient_descent",
         share: bool | Literal["role"] = False,
@@ -109,9 +110,9 @@ class Separable(nnx.Module):
         for name, value in {"whiten": whiten, "normalize": normalize, "gradient": gradient}.items():
             require_one_of(name, value)
         require_sizes(1, channels=channels, rank=rank, hidden=hidden)
-        require_sizes(0, memory=memory, full=full, window=window)
+        require_sizes(0, neuron_state=neuron_state, full=full, window=window)
         require_positive(learning_rate=learning_rate, strength=strength, forget=forget)
-        self.channels, self.memory, self.share, self.whitens = channels, memory, share, whiten
+        self.channels, self.neuron_state, self.share, self.whitens = channels, neuron_state, share, whiten
         self.full, self.window = full, window
         self.known = known_forms(sites)
         self.places = nnx.Dict({})
@@ -122,29 +123,40 @@ class Separable(nnx.Module):
                 continue
             if site.family == "dense":
                 white = (strength, forget) if whiten else None
-                made = _Dense(seen, channels, rank, hidden, memory, descent, learning_rate, white, normalize, rngs)
+                made = _Dense(
+                    seen, channels, rank, hidden, neuron_state, descent, learning_rate, white, normalize, rngs
+                )
             elif site.family == "diagonal":
-                made = _Diagonal(seen, channels, hidden, memory, descent, learning_rate, rngs)
+                made = _Diagonal(seen, channels, hidden, neuron_state, descent, learning_rate, rngs)
             else:
-                begins = "loss" in site.features or site.kind == "readout"
-                made = _Elementwise(0 if begins else seen, len(site.features), channels, hidden, memory, descent, rngs)
+                made = _Elementwise(
+                    0 if site.begins else seen, len(site.features), channels, hidden, neuron_state, descent, rngs
+                )
             self.places[key] = made
 
     def init(self, site: Site) -> dict[str, Any]:
-        """Memories of zeros for each neuron, and P = I."""
+        """Zeros for each neuron, and P = I.
+
+        Args:
+          site: The place.
+        """
         state: dict[str, Any] = {}
-        if self.memory and site.family == "dense":
+        if self.neuron_state and site.family == "dense":
             _, inputs, outputs = site.shape
-            state = {"inputs": jnp.zeros((inputs, self.memory), float)}
-            state |= {"outputs": jnp.zeros((outputs, self.memory), float)}
-        elif self.memory:
-            state = {"units": jnp.zeros((*site.shape[1:], self.memory), float)}
+            state = {"inputs": jnp.zeros((inputs, self.neuron_state), float)}
+            state |= {"outputs": jnp.zeros((outputs, self.neuron_state), float)}
+        elif self.neuron_state:
+            state = {"units": jnp.zeros((*site.shape[1:], self.neuron_state), float)}
         if self.whitens and site.family == "dense":
             state["whitening"] = whitening.init(site, self.full, self.window)
         return state
 
     def at(self, site: Site) -> Any:
-        """The networks of a place, or of its kind."""
+        """The local rule of a place: the networks of the place, of its kind or of its role.
+
+        Args:
+          site: The place.
+        """
         require_form(self.known, site, by_name=not self.share)
         key = self._key(site)
         if key not in self.places:
@@ -159,8 +171,8 @@ class Separable(nnx.Module):
         return site.kind if self.share else site.name
 
 
-class _Memory(nnx.Module):
-    """A gated unit: `s + sigmoid(gate) * (tanh(new) - s)`, fed with the batch's mean and mean square."""
+class _NeuronState(nnx.Module):
+    """A gated unit, `s + sigmoid(gate) * (tanh(new) - s)`, which sees the mean and the mean square over the batch."""
 
     def __init__(self, features: int, size: int, rngs: nnx.Rngs):
         self.kernel = nnx.Param(NORMAL(rngs.params(), (2 * features + size, 2 * size), float))
@@ -173,7 +185,7 @@ class _Memory(nnx.Module):
 
 
 class _Output(nnx.Module):
-    """A network of one neuron: `exact + gain * network`, where only channel 0 has an exact part."""
+    """A network of one neuron: `exact + gain * network`, in which only channel 0 has an exact part."""
 
     def __init__(self, features: int, hidden: int, out: int, gain: tuple[float, float], descent: bool, rngs: nnx.Rngs):
         self.network = Mlp([features, hidden, out], jnp.tanh, rngs=rngs, initializer=NORMAL)
@@ -186,15 +198,17 @@ class _Output(nnx.Module):
 
 
 class _Dense(nnx.Module):
-    def __init__(self, seen, channels, rank, hidden, memory, descent, learning_rate, white, normalize, rngs):
-        make = lambda features, out, gain: _Output(features + memory, hidden, out, gain, descent, rngs)
+    """The local rule of a dense node."""
+
+    def __init__(self, seen, channels, rank, hidden, neuron_state, descent, learning_rate, white, normalize, rngs):
+        make = lambda features, out, gain: _Output(features + neuron_state, hidden, out, gain, descent, rngs)
         self.A = make(seen, rank, (0.0, 0.0))
         self.B = make(1 if white is None else 2, rank, (0.0, 1.0))
         self.U = make(seen, channels, (0.0, 1.0))
         self.bias = make(seen, 1, (0.0, 0.0))
         self.log_rate = nnx.Param(jnp.full(2, jnp.log(learning_rate), float))
-        self.inputs = _Memory(1, memory, rngs) if memory else nnx.data(None)
-        self.outputs = _Memory(seen, memory, rngs) if memory else nnx.data(None)
+        self.inputs = _NeuronState(1, neuron_state, rngs) if neuron_state else nnx.data(None)
+        self.outputs = _NeuronState(seen, neuron_state, rngs) if neuron_state else nnx.data(None)
         self.log_white = nnx.data(None) if white is None else nnx.Param(jnp.log(jnp.asarray(white, float)))
         self.seen, self.normalize = seen, normalize
 
@@ -224,21 +238,21 @@ class _Dense(nnx.Module):
 
 
 class _Diagonal(nnx.Module):
-    """A bias, a scale, an embedded row: the update and the message are each one network's."""
+    """The local rule of a bias, a scale or an embedded row: one network makes the update, and one makes the message."""
 
-    def __init__(self, seen, channels, hidden, memory, descent, learning_rate, rngs):
-        make = lambda out, gain: _Output(seen + 2 + memory, hidden, out, gain, descent, rngs)
+    def __init__(self, seen, channels, hidden, neuron_state, descent, learning_rate, rngs):
+        make = lambda out, gain: _Output(seen + 2 + neuron_state, hidden, out, gain, descent, rngs)
         self.update, self.message = make(1, (0.0, 0.0)), make(channels, (0.0, 1.0))
         self.log_rate = nnx.Param(jnp.log(jnp.asarray(learning_rate, float)))
-        self.memory = _Memory(seen, memory, rngs) if memory else nnx.data(None)
+        self.neuron = _NeuronState(seen, neuron_state, rngs) if neuron_state else nnx.data(None)
         self.seen = seen
 
     def __call__(self, site: Site, question: Diagonal, state: dict[str, Any]) -> Answer:
         m, new = _seen(question, self.seen), dict(state)
         parameter = jnp.broadcast_to(question.parameter, question.inputs.shape)
         parts = [m, parameter[..., None], question.inputs[..., None]]
-        if self.memory is not None:
-            new["units"] = self.memory(m, state["units"])
+        if self.neuron is not None:
+            new["units"] = self.neuron(m, state["units"])
             parts.append(new["units"])
         gradient = question.message[..., 0]
         update = -jnp.exp(self.log_rate[...]) * self.update(gradient * question.slope, *parts)[..., 0]
@@ -246,9 +260,11 @@ class _Diagonal(nnx.Module):
 
 
 class _Elementwise(nnx.Module):
-    def __init__(self, seen, features, channels, hidden, memory, descent, rngs):
-        self.G = _Output(seen + features + memory, hidden, channels, (0.0, 1.0), descent, rngs)
-        self.memory = _Memory(seen + features, memory, rngs) if memory else nnx.data(None)
+    """The local rule of a node without parameters."""
+
+    def __init__(self, seen, features, channels, hidden, neuron_state, descent, rngs):
+        self.G = _Output(seen + features + neuron_state, hidden, channels, (0.0, 1.0), descent, rngs)
+        self.neuron = _NeuronState(seen + features, neuron_state, rngs) if neuron_state else nnx.data(None)
         self.seen = seen
 
     def __call__(self, site: Site, question: Elementwise, state: dict[str, Any]) -> Answer:
@@ -256,13 +272,13 @@ class _Elementwise(nnx.Module):
         if question.message is not None:
             parts.insert(0, _seen(question, self.seen))
         new = dict(state)
-        if self.memory is not None:
-            new["units"] = self.memory(jnp.concatenate(parts, axis=-1), state["units"])
+        if self.neuron is not None:
+            new["units"] = self.neuron(jnp.concatenate(parts, axis=-1), state["units"])
             parts.append(new["units"])
         return Answer(self.G(question.exact, *parts), state=new)
 
 
 def _seen(question: Any, size: int) -> jax.Array:
-    """The message, and beside it the gradient for a rule that sees one channel more."""
+    """The message; and for a rule that sees the gradient too, the gradient beside it as a further channel."""
     m = question.message
     return m if m.shape[-1] == size else jnp.concatenate([m, question.gradient[..., None]], axis=-1)

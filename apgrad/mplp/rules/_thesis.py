@@ -1,21 +1,22 @@
 """The thesis's rule: two-layer networks for every synapse, batch norm, a learned step size, clipped updates.
 
-The stateless protocol of the MPLP thesis (its chapters 4 and 5). With Wa = [W; b] and xa = [x, 1], a bias is the weight
-of an input that is 1:
+This is the stateless protocol of the MPLP thesis (its chapters 4 and 5). With Wa = [W; b] and xa = [x, 1], a bias is
+the weight of an input that is 1:
 
     loss           m = g_loss([L, p, y])
     activation     m' = g_act([m, z])
     dense          D_bij = f([m_bj, xa_bi]),    Wa <- Wa - clip(lr mean_b D, -1, 1)
                    m'_bi = sum_j g_lin([m_bj, Wa_ij])
 
-Networks are linear, relu, linear; one for each kind of node, shared by all layers. Batch norm on the inputs of each
-network, over all its rows of one call, makes training start at all (thesis, section 5.2). Gradient descent is the case
-k = 1, f = x m, g_lin = W m, g_act = act'(z) m, g_loss = dL/dp.
+Each network is linear, relu, linear. There is one network for each kind of node, which all nodes of this kind share.
+Batch norm standardizes the inputs of each network over all rows of one call; without batch norm training does not start
+at all (thesis, section 5.2). Gradient descent is the case k = 1, f = x m, g_lin = W m, g_act = act'(z) m, g_loss =
+dL/dp.
 """
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -41,15 +42,15 @@ class Thesis(nnx.Module):
     """The thesis's rule.
 
     Args:
-      sites: of the network, from `mplp.sites`; the rule fits every network of these kinds of nodes.
-      channels: size k of a message.
-      hidden: units of the networks.
-      batch_norm: on the networks' inputs.
-      learn_rate: whether the step size is meta-trained.
-      learning_rate: the step size at first; .001 in the thesis.
-      clip: bound on an update.
-      start: "random", or "gradient_descent": exact at first (as long as no update is clipped).
-      rngs: of the networks, uniform within 1 / sqrt(features).
+      sites: The sites of a network, from `mplp.sites`. The rule fits every network of these kinds of nodes.
+      channels: The size k of a message.
+      hidden: The number of hidden units of each network.
+      batch_norm: Whether batch norm standardizes the networks' inputs.
+      learn_rate: Whether the step size is meta-trained.
+      learning_rate: The step size at first; .001 in the thesis.
+      clip: The largest size of an update.
+      start: "random"; or "gradient_descent", which is exact at first, as long as no update is clipped.
+      rngs: The source of keys for the networks, whose kernels are uniform within 1 / sqrt(features).
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -91,7 +92,7 @@ class Thesis(nnx.Module):
             if f"{site.kind}/g" in self.networks:
                 continue
             if site.family == "elementwise":
-                seen = 0 if "loss" in site.features or site.kind == "readout" else channels
+                seen = 0 if site.begins else channels
                 self.networks[f"{site.kind}/g"] = make(seen + len(_used(site.features)), channels)
             else:
                 self.networks[f"{site.kind}/f"] = make(channels + 1, 1)
@@ -101,14 +102,22 @@ class Thesis(nnx.Module):
                 self.gains[site.kind] = nnx.Param(jnp.zeros((), float))  # of the correction of an update
 
     def init(self, site: Site) -> tuple[()]:
-        """No state."""
+        """The empty state.
+
+        Args:
+          site: The place.
+        """
         return ()
 
-    def at(self, site: Site) -> "_Learner":
-        """The networks of a kind."""
+    def at(self, site: Site) -> "_ThesisAt":
+        """The local rule of a place: the networks of the place's kind.
+
+        Args:
+          site: The place.
+        """
         require_form(self.known, site, by_name=False)
         rate = jnp.exp(self.log_rate[...])
-        return _Learner(
+        return _ThesisAt(
             self.networks.get(f"{site.kind}/f"),
             self.networks[f"{site.kind}/g"],
             self.descents.get(site.kind),
@@ -136,8 +145,8 @@ class _Network(nnx.Module):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _Learner:
-    f: _Network | None
+class _ThesisAt:
+    f: Any  # a _Network, or None at a node without parameters
     g: _Network
     descent: Descent | None
     gain: nnx.Param | None
@@ -152,8 +161,8 @@ class _Learner:
         m = question.message
         if isinstance(question, Diagonal):
             parameter = jnp.broadcast_to(question.parameter, question.slope.shape)
-            step = self._step(m[..., 0] * question.slope, self._f(m, question.slope[..., None])[..., 0])
-            # One example's share of an update: clipped here, since the mean over the batch is the node's.
+            step = self._step(m[..., 0] * question.slope, self.f(m, question.slope[..., None])[..., 0])
+            # The update of one example is clipped here, since the node takes the mean over the batch.
             message = self._message(m[..., 0] * question.through, self.g(m, parameter[..., None]))
             return Answer(message, -jnp.clip(self.rate * step, -self.clip, self.clip))
         x, W = question.inputs, question.weight
@@ -161,17 +170,12 @@ class _Learner:
         if question.bias is not None:
             x = jnp.concatenate([x, jnp.ones((x.shape[0], 1), x.dtype)], axis=1)
             W = jnp.concatenate([W, question.bias[None]], axis=0)
-        learned = jnp.sum(self._f(m[:, None], x[:, :, None, None])[..., 0], axis=0) / site.batch
+        learned = jnp.sum(self.f(m[:, None], x[:, :, None, None])[..., 0], axis=0) / site.batch
         step = self._step(x.T @ m[..., 0] / site.batch, learned)
         update = -jnp.clip(self.rate * step, -self.clip, self.clip)
         synapses = self.g(m[:, None], W[None, :, :, None])[:, :inputs]
         message = self._message(m[..., 0] @ question.weight.T, jnp.sum(synapses, axis=2))
         return Answer(message, update[:inputs], None if question.bias is None else update[inputs])
-
-    def _f(self, *parts: jax.Array) -> jax.Array:
-        if self.f is None:
-            raise ValueError("a node without parameters has no update")
-        return self.f(*parts)
 
     def _message(self, exact: jax.Array, learned: jax.Array) -> jax.Array:
         return learned if self.descent is None else self.descent.message(exact, learned)

@@ -1,25 +1,30 @@
-"""Whitening a layer's inputs as it learns: recursive least squares inside a learned rule.
+"""Whitening of a layer's inputs as the layer learns: recursive least squares inside a learned rule.
 
-A layer's inputs are correlated, so a gradient step for one example disturbs what others have learned. For linear
+    state = init(site, limit, rank)
+    whitened, state = whiten(x, state, strength, forget)    # for each minibatch x
+
+The inputs of a layer are correlated, so a gradient step for one example disturbs what others have learned. For linear
 regression the cure is recursive least squares (Plackett, 1950): keep P = (I + lambda sum x x^T)^-1 and step along P x
-in place of x. Here each dense layer keeps its own P (lateral messages among its inputs), and the rule's weight update
-uses the whitened inputs. lambda is meta-trained. In P, a minibatch is divided by its root mean square and sqrt(N), so
-that |x|^2 is about one whatever the layer's inputs are: P depends on their directions only, and stays well conditioned.
+in place of x. Here each dense layer keeps its own P (lateral messages among its inputs), and the rule's update of the
+weights uses the whitened inputs. lambda is meta-trained. In P, a minibatch is divided by its root mean square and by
+sqrt(N), so that |x|^2 is about one whatever the layer's inputs are: P depends on the directions of the inputs only, and
+stays well conditioned.
 
 *Full.* For a minibatch X (rows, N), by Woodbury's identity with S = I/lambda + X P X^T (rows, rows):
 
     P <- P - P X^T S^-1 X P,        P_new X^T = P X^T S^-1 / lambda
 
-so whitened inputs cost no product beyond the update: 4 N^2 rows operations. With many rows (a convolution's positions)
-the same P is (P^-1 + lambda X^T X)^-1, N by N. P shrinks like 1/t and learning would stop; so it is led back to the
-identity by a meta-trained fraction, P <- P + epsilon (I - P), which also keeps it between 0 and I.
+So the whitened inputs cost no product beyond those of the update, which takes 4 N^2 rows operations. With many rows
+(the positions of a convolution) the same P is computed as (P^-1 + lambda X^T X)^-1, N by N. P shrinks like 1/t, so
+learning would stop. Therefore a meta-trained fraction leads P back to the identity, P <- P + epsilon (I - P), which
+also keeps P between 0 and I.
 
-*Window.* Where a layer is wide, P is kept as the identity less a low rank: of the last r rows Z (r, N),
+*Window.* If a layer is wide, P is the identity less a matrix of low rank, made of the last r rows Z (r, N):
 
     P = I - Z^T (I/lambda + Z Z^T)^-1 Z
 
-with the Gram matrix Z Z^T kept beside Z. X is among the rows of Z, so Z X^T is among the columns of the Gram matrix,
-and a step costs 4 N r rows operations. What leaves the window is forgotten.
+The Gram matrix Z Z^T is kept beside Z. X is among the rows of Z, so Z X^T is among the columns of the Gram matrix, and
+a step costs 4 N r rows operations. What leaves the window is forgotten.
 """
 
 from typing import Any
@@ -31,19 +36,25 @@ from apgrad.mplp._protocol import Site
 
 
 def window(site: Site, limit: int, rank: int) -> int | None:
-    """How many rows a place's window has (whole minibatches), or None for a full P.
+    """How many rows a place's window has (those of whole minibatches), or None for a full P.
 
     Args:
-      site: dense.
-      limit: layers of up to so many inputs have a full P.
-      rank: r, about.
+      site: A dense place.
+      limit: The largest number of inputs with which a layer has a full P.
+      rank: The number r of rows, about.
     """
     rows, inputs, _ = site.shape
     return None if inputs <= limit or rows > rank else rows * (rank // rows)
 
 
 def init(site: Site, limit: int, rank: int) -> dict[str, jax.Array]:
-    """P = I: nothing seen."""
+    """The state before any minibatch: P = I.
+
+    Args:
+      site: A dense place.
+      limit: The largest number of inputs with which a layer has a full P.
+      rank: The number r of rows of a window, about.
+    """
     inputs, size = site.shape[1], window(site, limit, rank)
     if size is None:
         return {"P": jnp.eye(inputs, dtype=float)}
@@ -53,13 +64,13 @@ def init(site: Site, limit: int, rank: int) -> dict[str, jax.Array]:
 def whiten(
     x: jax.Array, state: dict[str, jax.Array], strength: jax.Array, forget: jax.Array
 ) -> tuple[jax.Array, dict[str, Any]]:
-    """Takes a minibatch into P, and multiplies it by P.
+    """Takes a minibatch into P, and multiplies the minibatch by the new P.
 
     Args:
-      x: (rows, N).
-      state: of `init`.
-      strength: lambda.
-      forget: epsilon; of a full P only.
+      x: (rows, N), the layer's inputs.
+      state: The state, of `init` or of the step before.
+      strength: lambda, a scalar.
+      forget: epsilon, a scalar, which only a full P needs.
 
     Returns:
       P x, (rows, N), with the new P; and the new state.
@@ -73,7 +84,7 @@ def whiten(
     Z = jnp.concatenate([state["rows"][rows:], scaled])
     new = Z @ scaled.T
     gram = jnp.concatenate([jnp.concatenate([state["gram"][rows:, rows:], new[:-rows]], axis=1), new.T])
-    # An empty row of the window has zeros in the Gram matrix, and so no effect.
+    # An empty row of the window has zeros in the Gram matrix, so it has no effect.
     inner = gram + jnp.eye(gram.shape[0], dtype=gram.dtype) / strength
     return (scaled - (new.T @ _inverse(inner)) @ Z) * size, {"rows": Z, "gram": gram}
 
@@ -96,7 +107,7 @@ def _full(x, P, strength, forget):
 
 
 def _inverse(a: jax.Array, leaf: int = 16) -> jax.Array:
-    """The inverse of a symmetric positive definite matrix, by halves down to small ones."""
+    """The inverse of a symmetric positive definite matrix, by halves down to small matrices."""
     n = a.shape[0] // 2
     if 2 * n < leaf:
         return jnp.linalg.inv(a)
