@@ -104,7 +104,7 @@ def outer_gradient(parts: list[Part], clip: bool) -> meta.OuterGradient:
             one = meta.truncated(problem, SEGMENT)
         else:
             one = meta.backpropagation(meta.inner_problem(task, learner, length))
-        estimators.append(meta.lanes(meta.clipped(one) if clip else one, count))
+        estimators.append(meta.batched(meta.clipped(one) if clip else one, count))
     return estimators[0] if len(estimators) == 1 else meta.average(estimators, [count for _, count, _ in parts])
 
 

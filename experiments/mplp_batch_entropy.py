@@ -95,7 +95,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     # The penalty's weight is for a mean over the K steps of a truncation.
     scale = config.length / config.segment
     problem = meta.inner_problem(task, learner, config.length, batch_entropy=weight * scale, **weights)
-    outer = meta.lanes(meta.truncated(problem, config.segment), config.tasks)
+    outer = meta.batched(meta.truncated(problem, config.segment), config.tasks)
     optimizer = meta_curves.thesis_adam(config.rate)
     training = meta.begin(outer, optimizer, rule, jax.random.key(cell["seed"]))
     call = jax.jit(meta.outer_steps(outer, optimizer, config.steps // POINTS))

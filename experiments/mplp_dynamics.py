@@ -58,7 +58,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     rule = mplp.Thesis(meta_curves.sites(task), channels=cell["k"], hidden=config.hidden, rngs=rngs, **options)
     learner = meta.message_passing(task.network)
     problem = meta.inner_problem(task, learner, config.length, hint=config.length, held_out=0.0, hint_before=True)
-    outer = meta.lanes(meta.truncated(problem, config.segment), config.tasks)
+    outer = meta.batched(meta.truncated(problem, config.segment), config.tasks)
     optimizer = meta_curves.thesis_adam(config.rate)
     _, losses, skipped = meta_curves.train(outer, optimizer, rule, cell["seed"], config.steps, 20)
     return {"losses": [loss / config.segment for loss in losses], "skipped": skipped}

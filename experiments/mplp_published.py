@@ -16,7 +16,9 @@ with it, the same checkpoint has 57.7 ± 5.6 % (100 runs). Each run has its own 
 """
 
 import dataclasses
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,8 +28,8 @@ import optax
 from flax import nnx
 from matplotlib.figure import Figure
 
-from apgrad import mplp
-from experiments import harness, mnist
+from apgrad import meta, mplp
+from experiments import harness
 
 SINUSOID_STEPS, SINUSOID_POINTS = 5, 10
 MNIST_STEPS, MNIST_BATCH, MNIST_TEST = 20, 8, 100
@@ -92,13 +94,28 @@ def build(sizes: tuple[int, ...], *functions: Any, loss: Any) -> tuple[mplp.Sequ
     return network, draw
 
 
+def folder() -> Path:
+    """The folder with the data and the published checkpoints.
+
+    Raises:
+      SystemExit: if APGRAD_DATA names none.
+    """
+    path = os.environ.get("APGRAD_DATA")
+    if path is None:
+        raise SystemExit(
+            "this experiment needs data: set APGRAD_DATA to a folder with mnist.npz (Keras layout: x_train, y_train, "
+            "x_test, y_test) and, for the published checkpoints, mplp_published/sinusoid.npz and mnist.npz"
+        )
+    return Path(path)
+
+
 def learn(network: Any, params: Any, batches: Any, method: str, checkpoint: str) -> Any:
     """The parameters before and after each step, stacked."""
     make, first = METHODS[method], jax.tree.map(lambda x: x[0], batches)
     # The exact rule's updates at rate 1 are minus the gradient: what an optimizer takes.
     rule: Any = mplp.Exact(1.0)
     if make is None:
-        path = mnist.folder() / "mplp_published" / f"{checkpoint}.npz"
+        path = folder() / "mplp_published" / f"{checkpoint}.npz"
         rule = mplp.load_published(path, mplp.sites(network, params, first))
     optimizer = optax.sgd(1.0) if make is None else make()
 
@@ -143,11 +160,11 @@ def sinusoid_run(method: str) -> Callable[[jax.Array], dict[str, jax.Array]]:
 def mnist_run(method: str) -> Callable[[jax.Array], dict[str, jax.Array]]:
     """`key -> curve` of the accuracy on test images."""
     large = "784" in method
-    images = mnist.load(28 if large else 12)
+    images = meta.data.load("mnist", size=28 if large else 12, folder=folder())
     step = lambda z: jnp.maximum(0.0, jnp.sign(z))
     hidden = step if "step" in method else nnx.sigmoid
     network, draw = build((784, 100, 10) if large else (144, 50, 10), hidden, nnx.softmax, loss=mplp.cross_entropy)
-    x_train, y_train, x_test, y_test = (jnp.asarray(a) for a in images)
+    x_train, y_train, x_test, y_test = (jnp.asarray(a) for a in images[2:])
 
     def run(key):
         keys = jax.random.split(key, 3)

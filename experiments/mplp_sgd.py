@@ -77,7 +77,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     rule = mplp.Thesis(meta_curves.sites(task), channels=1, hidden=config.hidden, rngs=nnx.Rngs(seed % 1000), **options)
     learner = meta.message_passing(task.network)
     problem = meta.inner_problem(task, learner, config.length, hint=config.length, held_out=0.0, hint_before=True)
-    outer = meta.lanes(meta.truncated(problem, config.segment), config.tasks)
+    outer = meta.batched(meta.truncated(problem, config.segment), config.tasks)
     rule, losses, skipped = meta_curves.train(outer, meta_curves.thesis_adam(config.rate), rule, seed, config.steps, 30)
     values = meta_curves.evaluated(task, learner, rule, 0, config.runs, config.length)
     surfaces = {name: surface(rule, name) for name in SURFACES}

@@ -105,9 +105,9 @@ def estimator(name: str, length: int, sigma: float) -> tuple[meta.OuterGradient,
         "ES-Single": lambda: meta.single_evolution(p, SEGMENT, sigma=sigma),
     }
     if name == "total propagation":
-        return meta.lanes(meta.perturbed(p, sigma=sigma, unrolls=TASKS // 2), 2), 1
+        return meta.batched(meta.perturbed(p, sigma=sigma, unrolls=TASKS // 2), 2), 1
     goes_on = name in ("truncated", "truncated ES", "PES", "ES-Single")
-    return meta.lanes(one[name](), TASKS), length // SEGMENT if goes_on else 1
+    return meta.batched(one[name](), TASKS), length // SEGMENT if goes_on else 1
 
 
 @functools.cache

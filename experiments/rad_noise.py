@@ -29,7 +29,8 @@ import numpy as np
 import optax
 from matplotlib.figure import Figure
 
-from experiments import harness, images, rad_networks, rad_run
+from apgrad import meta
+from experiments import harness, rad_networks, rad_run
 
 SAMPLERS = ("same", "different", "distinct", "stratified", "project", "heavy")
 ROUNDINGS = ("rounding 8", "rounding 4", "rounding 2")
@@ -112,10 +113,10 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 
 @functools.cache
 def _images(name: str, examples: int) -> tuple[str, jax.Array, jax.Array]:
-    data = images.load(name)
-    count = examples or len(data.train)
-    part = "" if count == len(data.train) else f"; the first {count} are used"
-    return data.description + part, jnp.asarray(data.train[:count]), jnp.asarray(data.train_labels[:count])
+    data = meta.data.load_bytes(name, or_digits=True)
+    count = examples or len(data.x_train)
+    part = "" if count == len(data.x_train) else f"; the first {count} are used"
+    return data.description + part, jnp.asarray(data.x_train[:count]), jnp.asarray(data.y_train[:count])
 
 
 @functools.cache

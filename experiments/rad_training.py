@@ -30,7 +30,8 @@ import jax
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments import harness, images, rad_networks, rad_run
+from apgrad import meta
+from experiments import harness, rad_networks, rad_run
 
 # Learning rate and weight decay that the paper's search found.
 TUNED = {
@@ -136,12 +137,12 @@ def cells(config: Config) -> list[harness.Cell]:
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     """A search, or one run: losses and accuracies along it, and the method's noise."""
     network = cell["network"]
-    data = images.load(config.data[config.networks.index(network)])
+    data = meta.data.load_bytes(config.data[config.networks.index(network)], or_digits=True)
     if "search" in cell:
         return _search(config, cell, data)
     method, steps = cell["method"], config.steps[config.networks.index(network)]
     rng = np.random.default_rng([config.seed, cell["run"]])
-    pool = len(data.train) if config.examples == 0 else config.examples
+    pool = len(data.x_train) if config.examples == 0 else config.examples
     boot = rng.integers(pool, size=pool)
     pair = TUNED.get(network, {}).get(_tuned_as(method), TUNED.get(network, {}).get("baseline", (1e-4, 0.0)))
     if _is_searched(config, network):
@@ -149,9 +150,9 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         pair = harness.finished("rad_training", config, search)["chosen"]
     start = jax.random.key(int(rng.integers(2**31)))
     run = _run(config, network, method, steps, tuple(pair))
-    sets = (data.train[boot], data.train_labels[boot], data.test, data.test_labels)
+    sets = (data.x_train[boot], data.y_train[boot], data.x_test, data.y_test)
     result = run.train(start, jax.random.key(seed), sets, harness.checkpoint("rad_training", config, cell))
-    shape = data.train.shape[1:]
+    shape = data.x_train.shape[1:]
     return {
         **result,
         "rate_and_decay": list(pair),
@@ -161,15 +162,15 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     }
 
 
-def _search(config: Config, cell: harness.Cell, data: images.Images) -> dict[str, Any]:
+def _search(config: Config, cell: harness.Cell, data: meta.data.Images) -> dict[str, Any]:
     """The pair of rate and decay with the highest validation accuracy; see the top of the file."""
     network, method = cell["network"], cell["search"]
     steps = config.steps[config.networks.index(network)]
     rng = np.random.default_rng([config.seed, 2**20])
-    pool = len(data.train) if config.examples == 0 else config.examples
+    pool = len(data.x_train) if config.examples == 0 else config.examples
     order = rng.permutation(pool)
     held, rest = order[: config.validation], order[config.validation :]
-    sets = (data.train[rest], data.train_labels[rest], data.train[held], data.train_labels[held])
+    sets = (data.x_train[rest], data.y_train[rest], data.x_train[held], data.y_train[held])
     start, noise = jax.random.split(jax.random.key(int(rng.integers(2**31))))
     drawn = 10 ** rng.uniform([-6, -7], [-2, -3], size=(config.pairs, 2))
     tuned = TUNED[network]

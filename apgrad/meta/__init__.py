@@ -1,4 +1,4 @@
-"""Meta-training: everything between a learning rule and a trained one."""
+"""Meta-training: tasks, inner learners, unrolls, outer gradients, and the loop that trains meta-parameters."""
 
 from apgrad.meta import data as data
 from apgrad.meta._checkpoints import Checkpoints as Checkpoints
@@ -15,13 +15,14 @@ from apgrad.meta._learners import (
     message_passing as message_passing,
     optimizer as optimizer,
 )
+from apgrad.meta._log import tensorboard as tensorboard
 from apgrad.meta._outer import (
     OuterGradient as OuterGradient,
     average as average,
     backpropagation as backpropagation,
+    batched as batched,
     clipped as clipped,
     forward_mode as forward_mode,
-    lanes as lanes,
     truncated as truncated,
 )
 from apgrad.meta._partition import combine as combine, partition as partition
@@ -39,14 +40,12 @@ from apgrad.meta._training import (
     begin as begin,
     normalize_tensors as normalize_tensors,
     outer_steps as outer_steps,
-    tensorboard as tensorboard,
     train as train,
 )
 from apgrad.meta._unroll import (
     Inner as Inner,
     Problem as Problem,
     WithPrior as WithPrior,
-    activations as activations,
     entropy_penalty as entropy_penalty,
     evaluate as evaluate,
     inner_problem as inner_problem,

@@ -1,8 +1,13 @@
-"""Checkpoints of a pytree by orbax: complete or not there, and equal to the last bit.
+"""Checkpoints of a pytree: each one is complete or absent, and is restored with the same bits.
 
-Orbax writes into a temporary folder and renames it, so a process that is killed leaves the checkpoint before. Leaves
-are stored flat, by their path; typed random keys as their data. Beside them are checksums of their bits, since orbax
-reads a file in which a bit has changed without a word.
+    with meta.Checkpoints(folder) as checkpoints:
+        checkpoints.save(step, tree)
+        tree = checkpoints.restore(checkpoints.latest(), tree)
+
+Orbax writes a checkpoint into a temporary folder and renames the folder at the end. So a process that is killed while
+it writes leaves the earlier checkpoints as they were. Each leaf of the tree is stored under its path, and a typed
+random key is stored as its data. Orbax does not notice a changed bit in a file; for this reason a checkpoint also holds
+checksums of the arrays.
 """
 
 from pathlib import Path
@@ -12,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from apgrad._ground.named import named_leaves
 from apgrad.meta._require import whole
 
 CHECKSUMS = "_checksums"
@@ -21,8 +27,8 @@ class Checkpoints:
     """A folder of checkpoints, numbered by step.
 
     Args:
-      folder: where; made if it is not there.
-      keep: how many of the last ones.
+      folder: where the checkpoints are; it is made if it does not exist.
+      keep: how many checkpoints stay; older ones are deleted.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, apgrad as ap
@@ -54,7 +60,12 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, step: int, tree: Any) -> None:
-        """Writes a checkpoint, and returns when it is there; on several processes, all of them call it."""
+        """Writes a checkpoint and returns when it is on disk; in a run of several processes all of them call this.
+
+        Args:
+          step: the number of the checkpoint.
+          tree: a pytree of arrays and PRNG keys.
+        """
         values = _flat(tree)
         self._manager.save(step, args=self._args.StandardSave({**values, CHECKSUMS: _checksums(values)}))
         self._manager.wait_until_finished()
@@ -63,8 +74,8 @@ class Checkpoints:
         """Reads a checkpoint.
 
         Args:
-          step: of the checkpoint.
-          like: a pytree of the same structure, shapes and dtypes; the result has its shardings.
+          step: the number of the checkpoint.
+          like: a pytree of the same structure, shapes and dtypes; the arrays that are read get its shardings.
 
         Raises:
           ValueError: if the checkpoint has another form, naming what differs, or is damaged, saying what to do.
@@ -84,7 +95,7 @@ class Checkpoints:
             )
             raise ValueError(
                 f"the checkpoint of step {step} is that of another run ({len(differing)} arrays differ: {shown}). Use "
-                "another folder, or the rule, optimizer and estimator that it was written with."
+                "another folder, or the rule, optimizer and outer gradient that it was written with."
             )
         abstract: dict[str, Any] = {
             n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for n, x in wanted.items()
@@ -100,10 +111,7 @@ class Checkpoints:
             names = sorted(stored)
             if wrong := [n for n, a, b in zip(names, expected, _checksums(stored), strict=True) if a != b]:
                 raise self._damaged(step, f"the bits of {', '.join(wrong)} have changed")
-        leaves = []
-        for path, leaf in jax.tree_util.tree_leaves_with_path(like):
-            value = stored[_name(path)]
-            leaves.append(jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else value)
+        leaves = [_like(leaf, stored[name]) for name, leaf in named_leaves(like).items()]
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
     def close(self) -> None:
@@ -120,7 +128,7 @@ class Checkpoints:
 
 
 def _checksums(values):
-    """For each array, in the order of their names, a sum of its bits that is the same on any devices."""
+    """A checksum for each array, in the order of the names; sharding does not change the checksums."""
     return np.array([int(_checksum(values[name])) for name in sorted(values)], np.uint32)
 
 
@@ -138,15 +146,14 @@ def _checksum(x):
 
 
 def _flat(tree):
-    values = {}
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        values[_name(path)] = jax.random.key_data(leaf) if _is_key(leaf) else jnp.asarray(leaf)
-    return values
+    """The leaves by name, with typed random keys as their data."""
+    data = lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else jnp.asarray(leaf)
+    return {name: data(leaf) for name, leaf in named_leaves(tree).items()}
+
+
+def _like(leaf, value):
+    return jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else value
 
 
 def _is_key(leaf):
     return jnp.issubdtype(getattr(leaf, "dtype", np.dtype(float)), jax.dtypes.prng_key)
-
-
-def _name(path):
-    return jax.tree_util.keystr(path, simple=True, separator=".") or "value"

@@ -1,23 +1,24 @@
-"""Outer gradients by evolution strategies: no derivative through the unroll, so chaos does not reach them.
+"""Outer gradients by evolution strategies: chaos in an unroll does not reach them, since they do not differentiate it.
 
-For theta_i = theta + e_i, e_i ~ N(0, sigma^2 I), all estimate the gradient of the *smoothed* objective E[L(theta + e)]
-(not L's own: the difference is of order sigma^2). Perturbations come in antithetic pairs ±e with common random
-numbers, so what both have in common cancels (Rechenberg, 1973; Salimans et al., 2017):
+    outer = meta.batched(meta.single_evolution(problem, 20, sigma=0.01), 8)
+
+For theta_i = theta + e_i, e_i ~ N(0, sigma^2 I), all of them estimate the gradient of the *smoothed* objective
+E[L(theta + e)]; the gradient of L itself differs from it by order sigma^2. Perturbations come in antithetic pairs ±e
+with common random numbers, so that what both have in common cancels (Rechenberg, 1973; Salimans et al., 2017):
 
     g = 1/(2 sigma^2) mean_pairs (L(theta + e) - L(theta - e)) e
 
-* `evolution`: L is the whole unroll. Unbiased.
-* `truncated_evolution`: L is K steps from a state that all particles share; biased as truncation is.
-* `persistent_evolution` (PES; Vicol, Metz & Sohl-Dickstein, 2021): each particle keeps its own state across
-  truncations and the sum of all perturbations it was given, xi = sum e: g = 1/(2 sigma^2) mean (L_seg(+) - L_seg(-))
-  xi. Unbiased for the sum over a whole unroll, since a loss is charged to every perturbation before it; the variance
-  grows with T/K.
-* `single_evolution` (ES-Single / NRES; Vicol, 2023; Li et al., 2023): as PES, but the perturbation is drawn once for
-  an unroll and kept, so xi = e: the same smoothing for the whole unroll, and a variance that does not grow with the
-  number of truncations.
+* `evolution`: L is the loss of the whole unroll. Unbiased.
+* `truncated_evolution`: L is the loss of K steps from a state that all pairs share; biased as truncation is.
+* `persistent_evolution` (PES; Vicol, Metz & Sohl-Dickstein, 2021): each pair keeps its own two states from segment to
+  segment, and the sum of all perturbations that it was given, xi = sum e: g = 1/(2 sigma^2) mean (L_segment(+) -
+  L_segment(-)) xi. Unbiased for the sum over a whole unroll, since a loss is charged to every perturbation before it;
+  the variance grows with T/K.
+* `single_evolution` (ES-Single or NRES; Vicol, 2023; Li et al., 2023): as PES, but a pair draws one perturbation for an
+  unroll and keeps it, so xi = e: the whole unroll is smoothed alike, and the variance does not grow with T/K.
 
 The last three give the loss and the gradient of a segment of K steps, K/T of an unroll's on average, as `truncated`
-does: an unroll's T/K estimates add up to its gradient (see the head of `outer.py`).
+does: the T/K estimates of an unroll add up to the gradient of the unroll (see the head of `_outer.py`).
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from apgrad.meta._outer import OuterGradient, Segments, advance, renew, start
+from apgrad.meta._outer import OuterGradient, Segments, advance, renew, start, where
 from apgrad.meta._partition import combine, partition
 from apgrad.meta._require import number, whole
 from apgrad.meta._unroll import Problem, objective
@@ -37,8 +38,8 @@ def evolution(problem: Problem, *, sigma: float = 0.01, pairs: int = 1) -> Outer
 
     Args:
       problem: the recurrence.
-      sigma: deviation of the perturbations.
-      pairs: antithetic pairs, each with the same task.
+      sigma: standard deviation of the perturbations.
+      pairs: how many antithetic pairs there are; all have the same task.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -64,14 +65,15 @@ def truncated_evolution(
 ) -> OuterGradient:
     """Antithetic evolution strategies over K of T steps, from a state that goes on unperturbed.
 
-    Loss and gradient are those of the K steps, K/T of an unroll's on average.
+    Loss and gradient are those of the K steps, K/T of an unroll's on average. What acts on the start of an unroll only,
+    such as the prior of a `WithPrior`, has the gradient zero on average.
 
     Args:
       problem: the recurrence.
-      segment: K.
-      sigma: deviation of the perturbations.
-      pairs: antithetic pairs.
-      stagger: see `truncated`.
+      segment: K, steps of a segment; it divides the length of the unroll.
+      sigma: standard deviation of the perturbations.
+      pairs: how many antithetic pairs there are; all have the same task.
+      stagger: whether tasks start out of step, so that every outer step sees all parts of an unroll.
     """
     _require(sigma, pairs)
 
@@ -90,13 +92,13 @@ def truncated_evolution(
 
 
 class Particle(NamedTuple):
-    """An antithetic pair that goes on.
+    """An antithetic pair of unrolls of one task, which goes on from one outer step to the next.
 
     Attributes:
       plus: the unroll of theta + e.
-      minus: that of theta - e, of the same task.
-      sum: xi, the perturbations so far.
-      key: of the perturbation that is kept (`single_evolution`).
+      minus: the unroll of theta - e; both have made the same number of steps.
+      sum: xi, the sum of the perturbations so far in this unroll, a pytree like theta.
+      key: PRNG key of this unroll: of its task, and of the perturbation that `single_evolution` keeps.
     """
 
     plus: Segments
@@ -115,11 +117,11 @@ def persistent_evolution(
 
     Args:
       problem: the recurrence.
-      segment: K.
-      sigma: deviation of the perturbations.
-      pairs: antithetic pairs, each with a task of its own.
-      stagger: see `truncated`. A particle that starts in the middle of an unroll has not been perturbed before: the
-        first T/K estimates are then biased.
+      segment: K, steps of a segment; it divides the length of the unroll.
+      sigma: standard deviation of the perturbations.
+      pairs: how many antithetic pairs there are; each has a task of its own.
+      stagger: whether pairs start out of step. A pair that starts in the middle of an unroll has not been perturbed
+        before, so the first T/K estimates are biased.
     """
     return _persistent(problem, segment, sigma, pairs, stagger, keep=False)
 
@@ -129,39 +131,48 @@ def single_evolution(
 ) -> OuterGradient:
     """Evolution strategies with one perturbation for an unroll (ES-Single, NRES).
 
-    Arguments are as for PES, and so is what an estimate is: K/T of an unroll's gradient on average.
+    As with PES, an estimate is K/T of an unroll's gradient on average.
+
+    Args:
+      problem: the recurrence.
+      segment: K, steps of a segment; it divides the length of the unroll.
+      sigma: standard deviation of the perturbations.
+      pairs: how many antithetic pairs there are; each has a task of its own.
+      stagger: see `persistent_evolution`.
     """
     return _persistent(problem, segment, sigma, pairs, stagger, keep=True)
 
 
 def _persistent(problem, segment, sigma, pairs, stagger, keep):
-    """PES, or ES-Single (keep): of the loss of K of T steps, per segment, not of the whole unroll."""
+    """PES or, with `keep`, ES-Single."""
     _require(sigma, pairs)
-
-    def fresh(theta, key):
-        return jax.tree.map(jnp.zeros_like, theta)
 
     def init(theta, key):
         def one(key):
-            begin, noise = jax.random.split(key)
+            begin, unroll = jax.random.split(key)
             carry = start(problem, theta, begin, segment, stagger=stagger)
-            return Particle(carry, carry, fresh(theta, key), noise)
+            return Particle(carry, carry, jax.tree.map(jnp.zeros_like, theta), unroll)
 
         return jax.vmap(one)(jax.random.split(key, pairs))
 
     def one(theta, key, p):
-        noise, task = jax.random.split(key)
-        e = perturbation(theta, p.key if keep else noise, sigma)
+        noise, later = jax.random.split(key)
+        task, kept = jax.random.split(p.key)
+        e = perturbation(theta, kept if keep else noise, sigma)
         total = e if keep else jax.tree.map(jnp.add, p.sum, e)
-        plus, up = advance(problem, _add(theta, e, 1), p.plus, segment)
-        minus, down = advance(problem, _add(theta, e, -1), p.minus, segment)
+
+        def moved(sign, carry):
+            # An unroll starts from the perturbed theta: the prior of a `WithPrior` acts on nothing but the start.
+            shifted = _add(theta, e, sign)
+            new = Segments(problem.init(shifted, task), carry.t)
+            return advance(problem, shifted, where(carry.t == 0, new, carry), segment)
+
+        plus, up = moved(1, p.plus)
+        minus, down = moved(-1, p.minus)
         gradient = jax.tree.map(lambda x: _difference(plus, minus, sigma, x) * x, total)
-        done = up.t >= problem.length
-        pick = lambda new, old: jax.tree.map(lambda a, b: jnp.where(done, a, b), new, old)
-        begun = pick(fresh(theta, key), total)
-        # Both of a pair begin with the same task and parameters.
-        up, down = (renew(problem, theta, task, x) for x in (up, down))
-        return (plus + minus) / 2, gradient, Particle(up, down, begun, pick(noise, p.key))
+        zeros = jax.tree.map(jnp.zeros_like, (up.t, down.t, total))
+        ended = Particle(up._replace(t=zeros[0]), down._replace(t=zeros[1]), zeros[2], later)
+        return (plus + minus) / 2, gradient, where(up.t >= problem.length, ended, Particle(up, down, total, p.key))
 
     def estimate(theta, key, carry):
         losses, gradients, carry = jax.vmap(one, (None, 0, 0))(theta, jax.random.split(key, pairs), carry)
@@ -172,7 +183,13 @@ def _persistent(problem, segment, sigma, pairs, stagger, keep):
 
 
 def perturbation(theta: Any, key: jax.Array, sigma: float) -> Any:
-    """Normal noise of deviation sigma, of theta's structure; zeros for what is not trained."""
+    """Normal noise with the structure, shapes and dtypes of theta; zeros for what is not trained.
+
+    Args:
+      theta: the meta-parameters.
+      key: PRNG key.
+      sigma: standard deviation of the noise.
+    """
     trained, fixed = partition(theta)
     leaves, tree = jax.tree.flatten(trained)
     keys = jax.random.split(key, max(1, len(leaves)))

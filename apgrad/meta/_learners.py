@@ -1,12 +1,15 @@
 """Inner learners: what is meta-trained, as a pair of pure functions.
 
-A learner has meta-parameters theta (a rule, the numbers of an optimizer, the weights of a learned one), starts a state
-for a task's parameters, and makes one step for a minibatch. Message passing protocols and optax optimizers are two
-kinds; anything that fits the two functions is a third.
+    learner = meta.message_passing(network)                                   # theta is a rule
+    learner = meta.optimizer(lambda theta: optax.sgd(jnp.exp(theta)), loss)   # theta is a log learning rate
+
+A learner has meta-parameters theta (a rule, the numbers of an optimizer, the weights of a learned optimizer). It makes
+a state for the parameters of a task, and makes one step for a minibatch. Message passing protocols and optax optimizers
+are two kinds of learners; whatever fits the two functions is a third.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,44 +19,27 @@ from apgrad import mplp
 from apgrad.meta._require import whole
 
 
-class Init(Protocol):
-    """The first function."""
-
-    def __call__(self, theta: Any, params: Any, batch: Any, /) -> Any:
-        """The state at the start of a task."""
-        ...
-
-
-class Step(Protocol):
-    """The second function."""
-
-    def __call__(self, theta: Any, params: Any, state: Any, batch: Any, /) -> tuple[Any, Any]:
-        """The parameters and the state after learning from a minibatch."""
-        ...
-
-
 class Learner(NamedTuple):
     """An inner learner.
 
     Attributes:
-      init: `(theta, params, batch) -> state`.
-      step: `(theta, params, state, batch) -> (params, state)`.
+      init: `(theta, params, batch) -> state`, the state at the start of a task.
+      step: `(theta, params, state, batch) -> (params, state)`, what one minibatch makes of parameters and state.
     """
 
-    init: Init
-    step: Step
+    init: Callable[[Any, Any, Any], Any]
+    step: Callable[[Any, Any, Any, Any], tuple[Any, Any]]
 
 
 def message_passing(network: mplp.Network) -> Learner:
     """A learned message passing protocol; theta is the rule.
 
     Args:
-      network: that learns.
+      network: the network that learns.
     """
 
     def step(rule, params, state, batch):
-        updates, state, _ = mplp.backward(rule, network, params, state, batch)
-        return optax.apply_updates(params, updates), state
+        return mplp.inner_step(rule, network, params, state, batch)[:2]
 
     return Learner(lambda rule, params, batch: mplp.init_state(rule, network, params, batch), step)
 
@@ -62,8 +48,8 @@ def optimizer(make: Callable[[Any], optax.GradientTransformation], loss: Callabl
     """An optax optimizer on the true gradient; theta is what it is made of.
 
     Args:
-      make: `theta -> optimizer`: of hyperparameters, or of the weights of a learned one.
-      loss: `(params, batch) -> scalar`.
+      make: `theta -> optimizer`, where theta holds hyperparameters or the weights of a learned optimizer.
+      loss: `(params, batch) -> scalar`, the loss whose gradient the optimizer gets.
 
     Example:
       >>> import jax, jax.numpy as jnp, optax, apgrad as ap
@@ -90,8 +76,8 @@ def learned_optimizer(theta: dict[str, jax.Array], decays: tuple[float, ...] = (
     it gives a direction and a log magnitude: `update = -1e-2 direction exp(1e-2 magnitude)`.
 
     Args:
-      theta: of `init_learned_optimizer`.
-      decays: of the momenta.
+      theta: the network's arrays, made by `init_learned_optimizer`.
+      decays: the decay of each momentum, in (0, 1).
     """
 
     def init(params):
@@ -123,7 +109,16 @@ def learned_optimizer(theta: dict[str, jax.Array], decays: tuple[float, ...] = (
 
 
 def init_learned_optimizer(key: jax.Array, hidden: int = 16, momenta: int = 3) -> dict[str, jax.Array]:
-    """The meta-parameters of `learned_optimizer`; it starts as a step along the normalized gradient."""
+    """The meta-parameters of `learned_optimizer`, which starts as a step along the normalized gradient.
+
+    Args:
+      key: PRNG key.
+      hidden: width of the hidden layer, at least 2.
+      momenta: how many momenta the network sees, the number of `decays`.
+
+    Returns:
+      Arrays "kernel_0" (momenta + 2, hidden), "bias_0" (hidden,), "kernel_1" (hidden, 2), "bias_1" (2,).
+    """
     whole("hidden", hidden, 2), whole("momenta", momenta, 1)
     seen = momenta + 2
     kernel = 0.5 * jax.random.normal(key, (seen, hidden), float) / jnp.sqrt(seen)

@@ -1,20 +1,24 @@
-"""Outer gradients by differentiation: through the whole unroll, through pieces of it, and forward.
+"""Outer gradients by differentiation: through a whole unroll, through pieces of an unroll, and forward.
 
-An estimator is one function, `(theta, key, carry) -> (loss, gradient, carry)`, and it starts from the carry None, which
-`init` turns into one of fixed form: so unrolls go on across outer steps, which is what truncation and persistent
-estimators live by. `lanes` maps an estimator over tasks, `clipped` bounds what each may add, `average` adds up several.
+    outer = meta.batched(meta.clipped(meta.truncated(problem, 20)), 8)
+    carry = outer.init(theta, key)
+    loss, gradient, carry = outer.estimate(theta, key, carry)
 
-    full:       dL/dtheta by reverse mode; unbiased, and explodes where the recurrence is chaotic
-    truncated:  the same over K of T steps, the state at the start held constant; biased towards short horizons
-                (and like all that goes on across truncations, per segment: see below)
-    forward:    one tangent for each meta-parameter is carried along (Williams & Zipser, 1989: real-time recurrent
-                learning): memory does not grow with T, cost grows with the number of meta-parameters
+An outer gradient is a pair of functions: `estimate` returns a loss and its gradient with respect to the meta-parameters
+theta, and `init` makes the carry, which holds what goes on from one outer step to the next, such as an unroll that is
+half done. `batched` takes the mean over tasks, `clipped` bounds the gradient of each task, and `average` takes the
+weighted mean of several outer gradients.
 
-*Per segment.* `truncated`, `truncated_evolution`, `persistent_evolution` and `single_evolution` give the loss and the
-gradient of the K steps that an estimate makes (and of the final loss, where the unroll ends there), not of the whole
-unroll. The T/K estimates of an unroll add up to the unroll's; the mean over lanes that are out of step is K/T of it.
-Times T/K, they compare with `backpropagation` and `evolution`. Adam, and gradients that are normalized, do not see the
-factor; plain SGD, clipping, and a mean with whole unrolls (`average`) do.
+    backpropagation  dL/dtheta by reverse mode: unbiased; explodes where the recurrence is chaotic
+    truncated        the same over K of T steps, from a state that is held constant: biased towards short horizons
+    forward_mode     one tangent for each meta-parameter goes along (Williams & Zipser, 1989: real-time recurrent
+                     learning): memory does not grow with T, the cost grows with the number of meta-parameters
+
+*Losses of segments.* `truncated`, `truncated_evolution`, `persistent_evolution` and `single_evolution` make K steps for
+each estimate. Loss and gradient are those of these K steps (and of the final loss where the unroll ends), not of the
+whole unroll. The T/K estimates of an unroll add up to the loss and gradient of the unroll; the mean over tasks that are
+out of step is K/T of them. Multiply by T/K to compare with `backpropagation` and `evolution`. Adam and normalized
+gradients do not notice the factor; plain SGD, clipping, and `average` with outer gradients of whole unrolls do.
 """
 
 import dataclasses
@@ -35,18 +39,24 @@ from apgrad.meta._unroll import Problem, objective, run
 
 @dataclasses.dataclass(frozen=True)
 class OuterGradient:
-    """An estimator of the outer gradient.
+    """A way to estimate the gradient of an unroll's loss with respect to the meta-parameters.
 
     Attributes:
       init: `(theta, key) -> carry`, what is kept from one outer step to the next.
-      estimate: `(theta, key, carry) -> (loss, gradient, carry)`.
+      estimate: `(theta, key, carry) -> (loss, gradient, carry)`: a scalar, a pytree like theta, and the new carry.
     """
 
     init: Callable[[Any, jax.Array], Any]
     estimate: Callable[[Any, jax.Array, Any], tuple[jax.Array, Any, Any]]
 
     def __call__(self, theta: Any, key: jax.Array, carry: Any = None) -> tuple[jax.Array, Any, Any]:
-        """`estimate`, from a fresh carry if none is given; the gradient of what is not trained is zero."""
+        """Loss, gradient and carry by `estimate`; the gradient of what is not trained is zero.
+
+        Args:
+          theta: the meta-parameters.
+          key: PRNG key of this estimate.
+          carry: the carry of the estimate before; if not given, `init` makes one.
+        """
         if carry is None:
             # split, not fold_in: split(key)[i], which an estimate draws from, is fold_in(key, i)
             begin, key = jax.random.split(key)
@@ -56,11 +66,11 @@ class OuterGradient:
 
 
 def backpropagation(problem: Problem, *, remat: bool | int = False) -> OuterGradient:
-    """Reverse mode through the whole unroll, a new task each time.
+    """Reverse mode through the whole unroll of a new task for each estimate.
 
     Args:
       problem: the recurrence.
-      remat: see `run`.
+      remat: whether steps are computed again instead of remembered; see `run`.
     """
 
     def estimate(theta, key, carry):
@@ -71,14 +81,27 @@ def backpropagation(problem: Problem, *, remat: bool | int = False) -> OuterGrad
 
 
 class Segments(NamedTuple):
-    """Unrolls that go on: the inner state, the key of this unroll, and the steps made."""
+    """An unroll that is made segment by segment.
+
+    Attributes:
+      state: the state of the problem, which holds the keys that its steps use.
+      t: () integer, the number of steps made.
+    """
 
     state: Any
     t: jax.Array
 
 
 def start(problem: Problem, theta: Any, key: jax.Array, segment: int, *, stagger: bool = True) -> Segments:
-    """An unroll at its start; staggered, at a random multiple of the segment, so that lanes are out of step."""
+    """An unroll at its start or, staggered, after a random number of segments, so that tasks are out of step.
+
+    Args:
+      problem: the recurrence.
+      theta: the meta-parameters.
+      key: PRNG key of the task and of the number of segments.
+      segment: K, steps of a segment; it divides the length of the unroll.
+      stagger: whether the unroll starts after a random number of segments.
+    """
     if problem.length % whole("the truncation K", segment, 1):
         raise ValueError(
             f"a truncation of K steps divides the unroll's T; got K={segment}, T={problem.length}. Choose another K, "
@@ -89,42 +112,69 @@ def start(problem: Problem, theta: Any, key: jax.Array, segment: int, *, stagger
     if stagger and segment < problem.length:
         count = problem.length // segment
         t = segment * jax.random.randint(keys[1], (), 0, count)
-        one = lambda s, i: (jax.tree.map(lambda a, b: jnp.where(i < t, a, b), problem.step(theta, s)[0], s), None)
+        one = lambda s, i: (where(i < t, problem.step(theta, s)[0], s), None)
         state, _ = jax.lax.scan(one, state, jnp.arange(problem.length - segment))
     return Segments(jax.lax.stop_gradient(state), t)
 
 
-def advance(problem: Problem, theta: Any, carry: Segments, segment: int, *, remat: bool | int = False):
-    """K steps on: their loss, with the final one where the unroll ends here; and the carry."""
+def advance(
+    problem: Problem, theta: Any, carry: Segments, segment: int, *, remat: bool | int = False
+) -> tuple[jax.Array, Segments]:
+    """The next segment: its loss, with the final loss where the unroll ends, and the unroll after it.
+
+    Args:
+      problem: the recurrence.
+      theta: the meta-parameters.
+      carry: the unroll so far.
+      segment: K, steps of a segment.
+      remat: whether steps are computed again instead of remembered; see `run`.
+    """
     state, losses = run(problem, theta, carry.state, segment, remat=remat)
     t = carry.t + segment
-    done = t >= problem.length
-    loss = jnp.sum(losses) + jnp.where(done, problem.final(theta, state), 0.0)
+    loss = jnp.sum(losses) + jnp.where(t >= problem.length, problem.final(theta, state), 0.0)
     return loss, Segments(state, t)
 
 
 def renew(problem: Problem, theta: Any, key: jax.Array, carry: Segments) -> Segments:
-    """A new task in place of an unroll that has ended."""
-    fresh = Segments(problem.init(theta, key), jnp.zeros((), int))
-    return jax.tree.map(lambda new, old: jnp.where(carry.t >= problem.length, new, old), fresh, carry)
-
-
-def truncated(problem: Problem, segment: int, *, remat: bool | int = False, stagger: bool = True) -> OuterGradient:
-    """Reverse mode through K of T steps; the state crosses truncations as a constant.
-
-    Loss and gradient are those of the K steps, K/T of an unroll's on average: see the head of this file.
+    """The unroll of a new task in place of an unroll that has ended.
 
     Args:
       problem: the recurrence.
-      segment: K.
-      remat: see `run`.
-      stagger: whether lanes start out of step, so that every outer step sees all parts of an unroll.
+      theta: the meta-parameters.
+      key: PRNG key of the new task.
+      carry: the unroll so far, which stays if it has not ended.
+    """
+    fresh = Segments(problem.init(theta, key), jnp.zeros((), int))
+    return where(carry.t >= problem.length, fresh, carry)
+
+
+def where(condition: jax.Array, new: Any, old: Any) -> Any:
+    """`jnp.where` for each leaf of two pytrees.
+
+    Args:
+      condition: () bool.
+      new: the pytree that is taken where the condition holds.
+      old: the pytree that is taken where it does not.
+    """
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
+
+
+def truncated(problem: Problem, segment: int, *, remat: bool | int = False, stagger: bool = True) -> OuterGradient:
+    """Reverse mode through K of T steps; the state goes from one segment to the next as a constant.
+
+    Loss and gradient are those of the K steps, K/T of an unroll's on average: see the head of this file. What acts on
+    the start of an unroll only, such as the prior of a `WithPrior`, has the gradient zero.
+
+    Args:
+      problem: the recurrence.
+      segment: K, steps of a segment; it divides the length of the unroll.
+      remat: whether steps are computed again instead of remembered; see `run`.
+      stagger: whether tasks start out of step, so that every outer step sees all parts of an unroll.
     """
 
     def estimate(theta, key, carry):
         def loss(theta):
-            value, new = advance(problem, theta, jax.lax.stop_gradient(carry), segment, remat=remat)
-            return value, new
+            return advance(problem, theta, jax.lax.stop_gradient(carry), segment, remat=remat)
 
         (value, new), gradient = jax.value_and_grad(loss, has_aux=True)(theta)
         return value, gradient, jax.lax.stop_gradient(renew(problem, theta, key, new))
@@ -136,10 +186,11 @@ def forward_mode(problem: Problem) -> OuterGradient:
     """Forward mode through the whole unroll, for few meta-parameters: the same gradient as `backpropagation`.
 
     Args:
-      problem: the recurrence, of functions that have a forward mode; the nodes of `mplp` have none.
+      problem: the recurrence. Its functions must have a forward mode, and a backward pass under a rule has none: so the
+        learner is `optimizer` or one of yours, not `message_passing`.
 
     Raises:
-      TypeError: if a function in the unroll has none.
+      TypeError: when an estimate is traced, if a function in the unroll has no forward mode.
     """
 
     def estimate(theta, key, carry):
@@ -155,23 +206,24 @@ def forward_mode(problem: Problem) -> OuterGradient:
             if "custom_vjp" not in str(error):
                 raise
             raise TypeError(
-                "forward_mode differentiates only what has a forward mode, and the unroll has a custom_vjp function: "
-                "the nodes of mplp are such, and with them `network.predict` and the losses of `sinusoid` and `images`."
-                " Write the task's loss in plain JAX, or use backpropagation or an evolution strategy."
+                "meta.forward_mode cannot differentiate this unroll: it calls a jax.custom_vjp function, which has a "
+                "reverse mode only. A backward pass under a rule of mplp is such a function, and so `message_passing` "
+                "has no forward mode. Use backpropagation, truncated or an evolution strategy; or the learner "
+                "`optimizer`."
             ) from error
         return value, unravel(gradient), carry
 
     return OuterGradient(lambda theta, key: (), estimate)
 
 
-def lanes(estimator: OuterGradient, count: int, *, mesh: Mesh | None = None) -> OuterGradient:
+def batched(outer: OuterGradient, count: int, *, mesh: Mesh | None = None) -> OuterGradient:
     """The mean over `count` tasks, each with its own carry: the outer batch.
 
     Args:
-      estimator: for one task.
-      count: tasks.
-      mesh: of devices, over which the tasks are spread (global-view sharding along its first axis); the same numbers
-        as on one device, but for rounding.
+      outer: the outer gradient of one task.
+      count: how many tasks.
+      mesh: devices over which the tasks are spread (global-view sharding along the mesh's first axis); the results are
+        those of one device, but for rounding.
     """
     count = whole("count", count, 1)
     if mesh is not None and count % mesh.shape[mesh.axis_names[0]]:
@@ -185,67 +237,71 @@ def lanes(estimator: OuterGradient, count: int, *, mesh: Mesh | None = None) -> 
         )
 
     def init(theta, key):
-        return jax.vmap(estimator.init, (None, 0))(theta, jax.random.split(key, count))
+        return jax.vmap(outer.init, (None, 0))(theta, jax.random.split(key, count))
 
     def estimate(theta, key, carry):
         keys = spread(jax.random.split(key, count))
-        losses, gradients, carry = jax.vmap(estimator.estimate, (None, 0, 0))(theta, keys, spread(carry))
+        losses, gradients, carry = jax.vmap(outer.estimate, (None, 0, 0))(theta, keys, spread(carry))
         mean = lambda x: jnp.mean(x, axis=0)
         return mean(losses), jax.tree.map(mean, gradients), carry
 
     return OuterGradient(init, estimate)
 
 
-def clipped(estimator: OuterGradient, max_norm: float = 1.0) -> OuterGradient:
-    """Clips every estimate's gradient to a global norm, before `lanes` takes the mean over tasks.
+def clipped(outer: OuterGradient, max_norm: float = 1.0) -> OuterGradient:
+    """Clips the gradient of every estimate to a global norm; within `batched`, the gradient of each task.
 
-    So that one task whose unroll has turned chaotic does not drown the others. A gradient that is not finite stays so,
+    So one task whose unroll has turned chaotic does not drown the other tasks. A gradient that is not finite stays so,
     and `train` skips the step.
 
     Args:
-      estimator: for one task.
-      max_norm: of the gradient over all meta-parameters.
+      outer: the outer gradient of one task.
+      max_norm: the largest norm of the gradient over all meta-parameters.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
       >>> steep = ap.meta.OuterGradient(lambda theta, key: (), lambda theta, key, carry: (theta, 100 * theta, carry))
-      >>> _, gradient, _ = ap.meta.lanes(ap.meta.clipped(steep), 4)(jnp.float32(3.0), jax.random.key(0))
+      >>> _, gradient, _ = ap.meta.batched(ap.meta.clipped(steep), 4)(jnp.float32(3.0), jax.random.key(0))
       >>> float(gradient)
       1.0
     """
     number("max_norm", max_norm, positive=True)
 
     def estimate(theta, key, carry):
-        loss, gradient, carry = estimator.estimate(theta, key, carry)
+        loss, gradient, carry = outer.estimate(theta, key, carry)
         factor = max_norm / jnp.maximum(optax.tree.norm(gradient), max_norm)
         return loss, jax.tree.map(lambda g: factor.astype(g.dtype) * g, gradient), carry
 
-    return OuterGradient(estimator.init, estimate)
+    return OuterGradient(outer.init, estimate)
 
 
 def global_view(mesh: Mesh) -> Mesh:
-    """The mesh with axes along which the compiler shards (jax.make_mesh makes explicit ones)."""
+    """The mesh with axes along which the compiler shards (`jax.make_mesh` makes explicit axes).
+
+    Args:
+      mesh: any mesh.
+    """
     return Mesh(mesh.devices, mesh.axis_names)
 
 
-def average(estimators: Sequence[OuterGradient], weights: Sequence[float] | None = None) -> OuterGradient:
-    """Several estimators' weighted mean: a family over architectures is one for each.
+def average(outers: Sequence[OuterGradient], weights: Sequence[float] | None = None) -> OuterGradient:
+    """The weighted mean of several outer gradients; for several architectures, one outer gradient for each.
 
     Args:
-      estimators: with the same theta.
-      weights: relative, none below 0; equal if not given.
+      outers: outer gradients of the same theta.
+      weights: relative weights of at least 0; equal if not given.
     """
-    weights = [1.0] * len(estimators) if weights is None else list(weights)
+    weights = [1.0] * len(outers) if weights is None else list(weights)
     for weight in weights:
         number("weight", weight)
-    if not estimators or len(weights) != len(estimators) or not sum(weights) > 0:
-        raise ValueError(f"{len(estimators)} estimators need as many weights of positive sum, got {weights}")
+    if not outers or len(weights) != len(outers) or not sum(weights) > 0:
+        raise ValueError(f"{len(outers)} outer gradients need as many weights of positive sum, got {weights}")
 
     def init(theta, key):
-        return tuple(e.init(theta, jax.random.fold_in(key, i)) for i, e in enumerate(estimators))
+        return tuple(outer.init(theta, jax.random.fold_in(key, i)) for i, outer in enumerate(outers))
 
     def estimate(theta, key, carry):
-        results = [e.estimate(theta, jax.random.fold_in(key, i), carry[i]) for i, e in enumerate(estimators)]
+        results = [outer.estimate(theta, jax.random.fold_in(key, i), carry[i]) for i, outer in enumerate(outers)]
         shares = [w / sum(weights) for w in weights]
         mix = lambda *xs: functools.reduce(jnp.add, [s * x for s, x in zip(shares, xs, strict=True)])
         losses, gradients, carries = zip(*results, strict=True)

@@ -1,13 +1,16 @@
 """Outer gradients by total propagation over perturbed unrolls.
 
-Noise is added to the inner parameters after each step, x_t ~ N(f(theta, x_{t-1}), sigma^2): the unroll becomes a
-stochastic computation graph, and its expected loss is that of a learner that is robust to such noise. Each step then
-has two estimates of the derivative: pathwise through f (low variance until the recurrence is chaotic, then it
-explodes) and by the likelihood ratio (never explodes, grows with T). Total propagation (Parmas et al., 2018) mixes
-them at every step by their variance over perturbed unrolls of the same task, so that backpropagation serves where the
-dynamics are tame, and is cut where they are not.
+    outer = meta.batched(meta.perturbed(problem, sigma=0.01, unrolls=16), 2)
 
-The gradient is that of the perturbed objective E[L(theta; noise)], which differs from L's by order sigma^2.
+Noise is added to the inner parameters after each step, x_t ~ N(f(theta, x_{t-1}), sigma^2). So the unroll becomes a
+stochastic computation graph, whose expected loss is small for a learner that is robust to such noise. Each step then
+has two estimates of the derivative: pathwise through f (of low variance until the recurrence is chaotic, where it
+explodes) and by the likelihood ratio (which never explodes, and whose variance grows with T). Total propagation (Parmas
+et al., 2018) mixes them at every step by their variance over perturbed unrolls of the same task. So backpropagation
+serves where the dynamics are tame, and is cut where they are not.
+
+What is estimated is the gradient of the perturbed objective E[L(theta; noise)]; the gradient of L differs from it by
+order sigma^2.
 """
 
 from collections.abc import Callable
@@ -37,11 +40,11 @@ def perturbed(
     """The gradient over perturbed unrolls of one task.
 
     Args:
-      problem: the recurrence; what is perturbed is `problem.perturb`'s part of the state, floating point.
-      sigma: deviation of the noise.
-      unrolls: perturbed unrolls of the task, the lanes whose variance total propagation sees.
-      estimator: `total_propagation`, or `reparameterization`, `likelihood_ratio`.
-      cross_fit: weights from the other half of the unrolls: unbiased, also for few.
+      problem: the recurrence; `problem.perturb` says which part of the state gets noise. That part is floating point.
+      sigma: standard deviation of the noise.
+      unrolls: number of perturbed unrolls of the task, the lanes over which total propagation takes variances.
+      estimator: `total_propagation`, `reparameterization` or `likelihood_ratio`.
+      cross_fit: whether each half of the unrolls is weighed by the other half, which is unbiased however few there are.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap

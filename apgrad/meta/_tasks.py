@@ -2,8 +2,8 @@
 
 A task family draws tasks (a sinusoid, a permutation of labels), minibatches of a task, held-out data, and priors: the
 parameters that learning starts from. All are JAX functions, so thousands of tasks are drawn inside one jitted program.
-A family over architectures is several `Task`s, one for each architecture, since shapes differ: see
-`estimators.average`.
+A family over architectures is several `Task`s, one for each architecture, since shapes differ: `meta.average` takes the
+mean of their outer gradients.
 """
 
 import itertools
@@ -30,7 +30,7 @@ class Task(NamedTuple):
       prior: `key -> params`, the parameters at the start.
       draw: `key -> what makes one task of the family`, a pytree of arrays.
       batch: `(task, key) -> (x, y)`, a minibatch to learn from.
-      held_out: `(task, key) -> (x, y)`, to judge by.
+      held_out: `(task, key) -> (x, y)`, a batch to judge by.
       loss: `(params, (x, y)) -> scalar`, an ordinary function of the parameters: the mean over the batch.
     """
 
@@ -55,11 +55,11 @@ def mlp(
     `Separable(share="role")` one rule fits every depth and width.
 
     Args:
-      sizes: of inputs, hidden layers, outputs.
-      activation: of the hidden layers; one, or one for each.
-      loss: `mplp.squared_error`, `mplp.softmax_cross_entropy`, ...
-      deviation: of the normal prior of the weights (MPLP has .05), with biases 0; None for weights and biases uniform
-        on ±1/sqrt(inputs) (the thesis).
+      sizes: number of inputs, width of each hidden layer, number of outputs.
+      activation: the activation function of the hidden layers, or a sequence of one function for each.
+      loss: the loss node: `mplp.squared_error`, `mplp.softmax_cross_entropy`, ...
+      deviation: standard deviation of the normal prior of the weights (.05 in MPLP), with biases 0; None for weights
+        and biases that are uniform on ±1/sqrt(inputs) (as in the thesis).
 
     Returns:
       The network, and `key -> params`.
@@ -91,7 +91,7 @@ def mlp(
             parts.append(functions[i])
             order.append(f"activation_{i}")
     made, _ = mplp.from_nnx(nnx.Sequential(*parts), loss)
-    network = mplp.Sequential(tuple(zip(order, (f for _, f in made.layers), strict=True)), made.loss)
+    network = made._replace(layers=tuple(zip(order, (apply for _, apply in made.layers), strict=True)))
 
     def prior(key):
         params = {}
@@ -112,9 +112,9 @@ def pool(prior: Callable[[jax.Array], Any], size: int, key: jax.Array) -> Callab
     """A prior that draws from a fixed pool of parameters, as the published training does.
 
     Args:
-      prior: `key -> params`, for the pool's members.
-      size: of the pool.
-      key: of its members.
+      prior: `key -> params`, which draws the members of the pool.
+      size: number of members.
+      key: PRNG key of the members.
     """
     keys = jax.random.split(key, size := whole("size", size, 1))
     return lambda key: prior(keys[jax.random.randint(key, (), 0, size)])
@@ -137,14 +137,14 @@ def sinusoid(
     `deviation=None`, and a batch of 32; MAML's `amplitude=(0.1, 5)`.
 
     Args:
-      sizes: of the network.
-      activation: of its hidden layers.
+      sizes: number of inputs, width of each hidden layer, number of outputs.
+      activation: activation function of the hidden layers.
       amplitude: lowest and highest a.
-      phase: of p.
-      domain: of x.
-      batch: points of a minibatch.
-      held_out: points on a grid over the domain, to judge by.
-      deviation: of the prior; see `mlp`.
+      phase: lowest and highest p.
+      domain: lowest and highest x.
+      batch: number of points in a minibatch.
+      held_out: number of points to judge by, on a grid over the domain.
+      deviation: standard deviation of the prior, or None; see `mlp`.
 
     Example:
       >>> import jax, apgrad as ap
@@ -200,15 +200,15 @@ def images(
     A task is a random network and a random stream of images, as published.
 
     Args:
-      data: of `meta.data.load`.
-      hidden: widths of the hidden layers.
-      activation: of these; one, or one for each.
-      batch: images of a minibatch.
-      held_out: images to judge by.
+      data: standardized images from `meta.data.load`.
+      hidden: width of each hidden layer.
+      activation: the activation function of the hidden layers, or a sequence of one function for each.
+      batch: number of images in a minibatch.
+      held_out: number of images to judge by.
       permute: whether each task has its own permutation of the pixels, and of the labels.
       split: "train": held-out images are drawn from the training images too, as in meta-training; "test": from the
         test images.
-      deviation: of the prior; see `mlp`.
+      deviation: standard deviation of the prior, or None; see `mlp`.
     """
     if split not in ("train", "test"):
         raise ValueError(f"split must be 'train' or 'test', got {split!r}")
@@ -247,6 +247,12 @@ def images(
 
 
 def accuracy(task: Task, params: Any, batch: Batch) -> jax.Array:
-    """The fraction of a minibatch that is classified right."""
+    """The fraction of a minibatch that the network classifies right.
+
+    Args:
+      task: the family, whose network is asked.
+      params: parameters of the network.
+      batch: inputs (batch, ...) and one-hot targets (batch, classes).
+    """
     x, y = batch
     return jnp.mean(jnp.argmax(task.network.predict(params, x), axis=-1) == jnp.argmax(y, axis=-1))

@@ -1,16 +1,19 @@
-"""The outer loop: many outer steps in one jitted function, on one device or many, that goes on where it was killed.
+"""The outer loop: many outer steps in one jitted function, on one device or many; a killed run goes on.
 
-    carry, key: of the estimator        gradient = estimate(theta, key_t, carry)
-    skipped if the loss or the gradient is not finite (and counted), else theta <- optax
+    outer = meta.batched(meta.backpropagation(problem), 8)
+    done = meta.train(outer, optax.adam(1e-3), theta, jax.random.key(0), 10_000, folder="run")
 
-One call of the jitted function makes `every` steps; between calls come progress, metrics and a checkpoint of
-everything: theta, the optimizer, the estimator's carry, the key, the step. Every call runs the same program from the
-same bits, so a run that was killed and started again ends with the same bits as one that was not.
+An outer step is
+
+    loss, gradient, carry = outer.estimate(theta, key_t, carry);    theta <- optax
+
+and is skipped, and counted, if the loss or the norm of the gradient is not finite. One call of the jitted function
+makes `every` steps. Between calls come metrics, progress and a checkpoint of all that goes on: theta, the optimizer's
+state, the carry, the key, the step. Every call runs the same program from the same bits, so a run that was killed and
+started again ends with the same bits as a run that was not killed.
 """
 
-import os
-import time
-import weakref
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,21 +28,22 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from apgrad.meta._checkpoints import Checkpoints
 from apgrad.meta._folder import RunFolder
 from apgrad.meta._identity import identity
-from apgrad.meta._outer import OuterGradient, global_view
+from apgrad.meta._log import Log, MetricsFile, progress_bar
+from apgrad.meta._outer import OuterGradient, global_view, where
 from apgrad.meta._partition import combine, partition
 from apgrad.meta._require import number, whole
 
 
 class Training(NamedTuple):
-    """All that the outer loop carries.
+    """All that goes on from one outer step to the next.
 
     Attributes:
-      theta: meta-parameters.
-      optimizer: optax's state, of what of theta is trained.
-      carry: the estimator's.
-      key: of the whole run; step t uses `fold_in(key, t)`.
-      step: outer steps made.
-      skipped: those of them whose loss or gradient was not finite.
+      theta: the meta-parameters.
+      optimizer: optax's state for the part of theta that is trained.
+      carry: the carry of the outer gradient.
+      key: PRNG key of the whole run; step t uses `fold_in(key, t)`.
+      step: () integer, outer steps made.
+      skipped: () integer, how many of these steps had a loss or gradient that was not finite.
     """
 
     theta: Any
@@ -51,7 +55,10 @@ class Training(NamedTuple):
 
 
 def normalize_tensors(epsilon: float = 1e-8) -> optax.GradientTransformation:
-    """Divides each array of the gradient by its norm plus epsilon, as published for MPLP.
+    """An optax transformation that divides each array of the gradient by its norm plus epsilon, as published for MPLP.
+
+    Args:
+      epsilon: what is added to the norm, above 0.
 
     Example:
       >>> import jax.numpy as jnp, optax, apgrad as ap
@@ -65,50 +72,50 @@ def normalize_tensors(epsilon: float = 1e-8) -> optax.GradientTransformation:
     return optax.stateless(lambda updates, params: jax.tree.map(one, updates))
 
 
-def begin(estimator: OuterGradient, optimizer: optax.GradientTransformation, theta: Any, key: jax.Array) -> Training:
-    """The loop's state before the first step."""
+def begin(outer: OuterGradient, optimizer: optax.GradientTransformation, theta: Any, key: jax.Array) -> Training:
+    """The state of the outer loop before the first step.
+
+    Args:
+      outer: the outer gradient.
+      optimizer: optax's.
+      theta: the meta-parameters at the start.
+      key: PRNG key of the whole run.
+    """
     carry_key, key = jax.random.split(key)
     zero = jnp.zeros((), int)
-    return Training(theta, optimizer.init(partition(theta)[0]), estimator.init(theta, carry_key), key, zero, zero)
+    return Training(theta, optimizer.init(partition(theta)[0]), outer.init(theta, carry_key), key, zero, zero)
 
 
 def outer_steps(
-    estimator: OuterGradient, optimizer: optax.GradientTransformation, every: int
+    outer: OuterGradient, optimizer: optax.GradientTransformation, every: int
 ) -> Callable[[Training, jax.Array], tuple[Training, dict[str, jax.Array]]]:
-    """The function that is jitted: up to `every` outer steps.
+    """The function that `train` jits: up to `every` outer steps.
 
     Args:
-      estimator: of the outer gradient.
+      outer: the outer gradient.
       optimizer: optax's, with clipping and schedules as you like.
-      every: steps of a call.
+      every: how many steps a call makes.
 
     Returns:
-      `(training, last) -> (training, metrics)`: steps while `training.step < last`; metrics are "loss" and
-      "gradient_norm", (every,).
+      `(training, last) -> (training, metrics)`: it makes steps while `training.step < last`; metrics are "loss" and
+      "gradient_norm", each (every,).
     """
     every = whole("every", every, 1)
 
     def one(training):
         key = jax.random.fold_in(training.key, training.step)
-        loss, gradient, carry = estimator.estimate(training.theta, key, training.carry)
+        loss, gradient, carry = outer.estimate(training.theta, key, training.carry)
         gradient, _ = partition(gradient)
         trained, fixed = partition(training.theta)
         norm = optax.tree.norm(gradient)
         fine = jnp.isfinite(loss) & jnp.isfinite(norm)
         updates, state = optimizer.update(gradient, training.optimizer, trained)
-        theta = combine(optax.apply_updates(trained, updates), fixed)
-        keep = lambda new, old: jax.tree.map(lambda a, b: jnp.where(fine, a, b), new, old)
+        moved = combine(optax.apply_updates(trained, updates), fixed)
         # A carry that went wrong would stay so: it begins anew.
-        fresh = lambda: estimator.init(training.theta, jax.random.fold_in(key, 1))
-        carry = lax.cond(fine, lambda: carry, fresh)
-        new = Training(
-            keep(theta, training.theta),
-            keep(state, training.optimizer),
-            carry,
-            training.key,
-            training.step + 1,
-            training.skipped + jnp.where(fine, 0, 1).astype(training.skipped.dtype),
-        )
+        carry = lax.cond(fine, lambda: carry, lambda: outer.init(training.theta, jax.random.fold_in(key, 1)))
+        theta, state = where(fine, (moved, state), (training.theta, training.optimizer))
+        skipped = training.skipped + (~fine).astype(training.skipped.dtype)
+        new = Training(theta, state, carry, training.key, training.step + 1, skipped)
         return new, {"loss": loss, "gradient_norm": norm}
 
     def many(training, last):
@@ -120,7 +127,7 @@ def outer_steps(
 
 
 def train(
-    estimator: OuterGradient,
+    outer: OuterGradient,
     optimizer: optax.GradientTransformation,
     theta: Any,
     key: jax.Array,
@@ -129,31 +136,32 @@ def train(
     folder: str | Path | None = None,
     every: int = 50,
     mesh: Mesh | None = None,
-    log: Callable[[int, dict[str, float]], None] | None = None,
+    log: Log | None = None,
     progress: bool = True,
 ) -> Training:
     """Meta-trains, and goes on with a run that was begun in the folder.
 
-    A run is known by its estimator, optimizer, theta and key. They are described part by part in the folder's
-    `run.json`: numbers, arrays, functions with what they close over, and the code of functions that are yours. A folder
-    of another run is refused, and so is one in which a process is training. `steps`, `every`, `mesh`, `log` and
+    A run is known by its outer gradient, optimizer, theta and key. The folder's `run.json` describes them part by part:
+    numbers, arrays, functions with what they close over, and the code of functions that are yours. The folder of
+    another run is refused, and so is a folder in which a process is training. `steps`, `every`, `mesh`, `log` and
     `progress` may change from start to start.
 
     Args:
-      estimator: of the outer gradient: `lanes(backpropagation(problem), 8)`, say.
+      outer: the outer gradient, such as `batched(backpropagation(problem), 8)`.
       optimizer: optax's.
-      theta: meta-parameters at the start: a rule, or any pytree of arrays.
-      key: of everything random.
-      steps: outer steps, those of earlier starts counted in.
-      folder: for checkpoints, `run.json`, `metrics.csv` and, at the end, `training.png`; nothing is written if not
-        given.
+      theta: the meta-parameters at the start: a rule, or any pytree of arrays.
+      key: PRNG key of everything random.
+      steps: outer steps, with the steps of earlier starts counted in.
+      folder: where checkpoints, `run.json`, `metrics.csv` and, at the end, `training.png` are written; nothing is
+        written if it is not given.
       every: outer steps between checkpoints; they run in one jitted call.
-      mesh: of devices, for `lanes(..., mesh=mesh)`; theta is replicated on it.
-      log: called with the step and means of the metrics, after each call: for TensorBoard, `tensorboard(folder)`.
+      mesh: the devices, for `batched(..., mesh=mesh)`; theta is replicated on them.
+      log: a function that is called after each jitted call with the step and a dictionary: the means of "loss" and
+        "gradient_norm", and "skipped". For TensorBoard, `tensorboard(folder)`.
       progress: whether to show a tqdm bar.
 
     Returns:
-      The loop's state; `.theta` is what was trained.
+      The state of the loop; `.theta` is what was trained.
 
     Raises:
       FloatingPointError: if all steps of a call (of more than one), ten in a row, or all steps of the run had to be
@@ -164,44 +172,52 @@ def train(
       >>> import jax, optax, apgrad as ap
       >>> task = ap.meta.sinusoid()
       >>> learner = ap.meta.optimizer(lambda log_rate: optax.sgd(jax.numpy.exp(log_rate)), task.loss)
-      >>> outer = ap.meta.lanes(ap.meta.backpropagation(ap.meta.inner_problem(task, learner, 5)), 4)
+      >>> outer = ap.meta.batched(ap.meta.backpropagation(ap.meta.inner_problem(task, learner, 5)), 4)
       >>> done = ap.meta.train(outer, optax.adam(0.1), jax.numpy.float32(-3.0), jax.random.key(0), 10, progress=False)
       >>> int(done.step), int(done.skipped)
       (10, 0)
     """
     steps, every = whole("steps", steps, 0), whole("every", every, 1)
-    run, checkpoints = None, None
-    try:
+    with contextlib.ExitStack() as stack:
+        run, checkpoints = None, None
         if folder is not None:
-            run = RunFolder(folder)
-            checkpoints = Checkpoints(Path(folder) / "checkpoints")
-            which = identity(key=key, theta=theta, optimizer=optimizer, estimator=estimator)
+            run = stack.enter_context(contextlib.closing(RunFolder(folder)))
+            checkpoints = stack.enter_context(Checkpoints(run.folder / "checkpoints"))
+            which = identity(key=key, theta=theta, optimizer=optimizer, outer=outer)
             run.claim(which, begun=checkpoints.latest() is not None)
-        # A copy: the jitted call gives its argument's memory away.
-        training = jax.tree.map(jnp.array, begin(estimator, optimizer, theta, key))
+        # A copy, since the jitted call gives the memory of its argument away.
+        training = jax.tree.map(jnp.array, begin(outer, optimizer, theta, key))
         if mesh is not None:
             training = jax.tree.map(lambda x: _replicate(x, global_view(mesh)), training)
         if checkpoints is not None and (latest := checkpoints.latest()) is not None:
             training = checkpoints.restore(latest, training)
-        return _loop(outer_steps(estimator, optimizer, every), training, steps, every, run, checkpoints, log, progress)
-    finally:
-        if checkpoints is not None:
-            checkpoints.close()
-        if run is not None:
-            run.close()
+        step = int(training.step)
+        rows = MetricsFile(run.folder, step) if run is not None and run.first else None
+        bar = progress_bar(step, steps) if progress and step < steps else None
+
+        def record(step, training, metrics):
+            if rows is not None:
+                rows(step, metrics)
+            if checkpoints is not None:
+                checkpoints.save(step, training)
+            means = {name: float(np.mean(values)) for name, values in metrics.items()}
+            for f in (log, bar):
+                if f is not None:
+                    f(step, {**means, "skipped": float(training.skipped)})
+
+        training = _loop(outer_steps(outer, optimizer, every), training, steps, record)
+        if rows is not None:
+            rows.draw()
+        return training
 
 
-def _loop(many, training, steps, every, run, checkpoints, log, progress):
+def _loop(many, training, steps, record):
     call = jax.jit(many, donate_argnums=0)
     step, wasted = int(training.step), 0
-    bar = _bar(steps, step, progress)
-    if run is not None:
-        run.trim(step)
     while step < steps:
         skipped = int(training.skipped)
         training, metrics = call(training, jnp.asarray(steps))
         made = int(training.step) - step
-        metrics = {name: np.asarray(values)[:made] for name, values in metrics.items()}
         step += made
         wasted = wasted + made if int(training.skipped) - skipped == made else 0
         # A single bad step is no proof; many in a row are, and so is a run without a good one.
@@ -210,48 +226,8 @@ def _loop(many, training, steps, every, run, checkpoints, log, progress):
                 f"no outer step from {step - wasted} to {step} had a finite loss and gradient. Lower the outer "
                 "learning rate, clip (optax.clip_by_global_norm), or shorten the unroll."
             )
-        if run is not None:
-            run.append(step - made, metrics)
-            checkpoints.save(step, training)
-        means = {name: float(np.mean(values)) for name, values in metrics.items()}
-        if log is not None:
-            log(step, {**means, "skipped": float(training.skipped)})
-        bar.set_postfix(loss=f"{means['loss']:.4g}", skipped=int(training.skipped), refresh=False)
-        bar.update(made)
-    bar.close()
-    if run is not None:
-        run.draw()
+        record(step, training, {name: np.asarray(values)[:made] for name, values in metrics.items()})
     return training
-
-
-def tensorboard(folder: str | Path) -> Callable[[int, dict[str, float]], None]:
-    """A `log` for `train` that writes TensorBoard's event files, by tensorboardX.
-
-    Each call is on disk when it returns (tensorboardX's SummaryWriter writes by a thread, whose last events a kill
-    would lose).
-
-    Args:
-      folder: made if it is not there; each start of a run writes a file of its own.
-
-    Raises:
-      ImportError: without tensorboardX, saying what to install.
-    """
-    try:
-        from tensorboardX.event_file_writer import EventsWriter
-        from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
-        from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
-    except ImportError as error:
-        raise ImportError('TensorBoard files need tensorboardX: pip install "apgrad[meta]"') from error
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    writer = EventsWriter(str(Path(folder) / "events"), f".{os.getpid()}")
-
-    def log(step, metrics):
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        writer.write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
-        writer.flush()
-
-    weakref.finalize(log, writer.close)
-    return log
 
 
 def _replicate(x, mesh):
@@ -260,26 +236,3 @@ def _replicate(x, mesh):
         return jax.random.wrap_key_data(_replicate(jax.random.key_data(x), mesh), impl=jax.random.key_impl(x))
     value = np.asarray(x)
     return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
-
-
-def _bar(steps, step, progress):
-    try:
-        import tqdm
-    except ImportError as error:
-        if progress:
-            raise ImportError(
-                'progress needs tqdm: pip install "apgrad[meta]", or train(..., progress=False)'
-            ) from error
-        return _Silent()
-    return tqdm.tqdm(total=steps, initial=step, unit="step", desc="meta-training", disable=not progress)
-
-
-class _Silent:
-    def set_postfix(self, **_):
-        pass
-
-    def update(self, _):
-        pass
-
-    def close(self):
-        pass

@@ -2,29 +2,27 @@
 
     s_0 = init(theta, key),    s_t, l_t = step(theta, s_{t-1}),    L(theta) = E[sum_t l_t + final(theta, s_T)]
 
-theta are the meta-parameters, s the inner state (parameters, the learner's state, the task, a key). Everything an outer
-gradient needs is in these three functions, so `outer.py` and its neighbours know nothing of tasks or rules, and any
-other recurrence is a problem too.
+theta are the meta-parameters, s the inner state (parameters, the learner's state, the task, a key). Everything that an
+outer gradient needs is in these three functions, so `_outer.py`, `_evolution.py` and `_perturbed.py` know nothing of
+tasks or rules, and any other recurrence is a problem too.
 
 With hint weight h, held-out weight v, delta weight d (the change of the hint loss, as in learned optimizers) and
 batch-entropy weight b,
 
     l_t = (h + b penalty_t) hint_t / T + d (hint_t - hint_{t-1}),    final = v held_out
 
-where hint_t is the loss on minibatch t after the step (MPLP, Eq. 12), or before it (the thesis, Algorithm 2); hint_0
-is the loss of the prior on a minibatch of its own; and penalty_t is the batch-entropy penalty of the parameters before
-step t on minibatch t. T is the unroll's own length where lengths are random. No part of the loss is held constant, so
-every outer gradient estimates the derivative of this one function. (The thesis's code multiplies the penalty by a loss
-that is detached, and what it follows is the derivative of no function.)
+where hint_t is the loss on minibatch t after the step (MPLP, Eq. 12), or before the step (the thesis, Algorithm 2);
+hint_0 is the loss of the prior on a minibatch of its own; and penalty_t is the batch-entropy penalty of the parameters
+before step t on minibatch t. T is the unroll's own length where lengths are random. No part of the loss is held
+constant, so every outer gradient estimates the derivative of this one function. (The thesis's code multiplies the
+penalty by a loss that is detached, and what it follows is the derivative of no function.)
 """
 
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from apgrad import mplp
 from apgrad.meta._learners import Learner
@@ -39,8 +37,9 @@ class Problem(NamedTuple):
       init: `(theta, key) -> state`.
       step: `(theta, state) -> (state, loss)`.
       final: `(theta, state) -> loss`, after the last step.
-      length: T, steps of an unroll.
-      perturb: `state -> the part of it that is perturbed` by total propagation, and `(state, part) -> state`: a pair.
+      length: T, number of steps of an unroll.
+      perturb: a pair of functions for `perturbed`: `state -> part`, the part of the state that noise is added to, and
+        `(state, part) -> state`, which puts it back.
     """
 
     init: Callable[[Any, jax.Array], Any]
@@ -54,13 +53,13 @@ class Inner(NamedTuple):
     """The state of an inner problem.
 
     Attributes:
-      params: of the network.
-      learner: the learner's state.
-      task: what makes the task.
-      key: of the minibatches to come.
-      t: steps made.
-      horizon: steps to be made.
-      before: the hint loss of the step before.
+      params: parameters of the network.
+      learner: state of the learner.
+      task: what `Task.draw` returned.
+      key: PRNG key of the minibatches.
+      t: () integer, number of steps made.
+      horizon: () integer, number of steps to be made.
+      before: () float, the hint loss of the step before.
     """
 
     params: Any
@@ -76,7 +75,7 @@ class WithPrior(NamedTuple):
     """Meta-parameters with a prior that is trained too (MAML).
 
     Attributes:
-      learner: the learner's meta-parameters.
+      learner: the meta-parameters of the learner.
       prior: the parameters that every task starts from.
     """
 
@@ -102,18 +101,18 @@ def inner_problem(
 
     Args:
       task: a family of tasks.
-      learner: what is meta-trained.
-      length: T, inner steps.
-      hint: weight of the mean loss on the minibatches just learned from.
+      learner: the inner learner, which is meta-trained.
+      length: T, number of inner steps.
+      hint: weight of the mean loss on the minibatches that were just learned from.
       held_out: weight of the held-out loss at the end.
-      delta: weight of the hint loss's change.
-      hint_before: whether the hint loss is that before the step, on data not learned from yet.
-      shortest: if given, each unroll has its own length, uniform in [shortest, length]; after it nothing changes and
-        losses are 0. (A schedule of lengths is a sequence of calls of `train` with problems of growing length.)
+      delta: weight of the change of the hint loss.
+      hint_before: whether the hint loss is taken before the step, on data that were not learned from yet.
+      shortest: if given, each unroll has its own length, uniform in [shortest, length]; after that many steps nothing
+        changes and losses are 0. (A schedule of lengths is a sequence of calls of `train` with growing `length`.)
       batch_entropy: weight of the batch-entropy penalty (2 in the thesis), which multiplies each step's hint loss.
       entropy_form: "reference", the thesis's code, log(2 pi e sigma^2 + 1); "paper", its Eq. 7, log(2 pi e sigma^2 +
         1e-5), without a floor at 0.
-      learn_prior: theta is then a `WithPrior`, and tasks start from its prior.
+      learn_prior: whether theta is a `WithPrior`, from whose prior the tasks start.
 
     Raises:
       ValueError: for weights that make no loss, or lengths that fit no unroll.
@@ -169,13 +168,13 @@ def inner_problem(
 
 
 def run(problem: Problem, theta: Any, state: Any, steps: int, *, remat: bool | int = False) -> tuple[Any, jax.Array]:
-    """Steps in a `scan`.
+    """Steps of the recurrence, in a `scan`.
 
     Args:
       problem: the recurrence.
       theta: the meta-parameters.
-      state: where it starts.
-      steps: how many.
+      state: the state before the first step.
+      steps: number of steps.
       remat: whether a gradient computes steps again instead of remembering them. True nests two scans, of about
         sqrt(steps) segments, so that about 2 sqrt(steps) states are remembered in place of all that happened in
         `steps` steps; a number, at least 1, is the length of a segment.
@@ -189,25 +188,24 @@ def run(problem: Problem, theta: Any, state: Any, steps: int, *, remat: bool | i
       >>> ap.meta.run(halve, None, jnp.ones(()), 4)[1].tolist()
       [1.0, 0.5, 0.25, 0.125]
     """
-    body = lambda state, _: problem.step(theta, state)
     steps = whole("steps", steps, 0)
-    if remat is False or not steps:
-        return lax.scan(body, state, length=steps)
-    segment = max(1, math.isqrt(steps)) if remat is True else min(whole("remat", remat, 1), steps)
-    body = jax.checkpoint(body, prevent_cse=False)
-    inner = jax.checkpoint(lambda state, _: lax.scan(body, state, length=segment), prevent_cse=False)
-    state, losses = lax.scan(inner, state, length=steps // segment)
-    losses = losses.reshape(-1)
-    if rest := steps % segment:
-        state, more = lax.scan(body, state, length=rest)
-        losses = jnp.concatenate([losses, more])
-    return state, losses
+    return mplp.scan_steps(lambda state, _: problem.step(theta, state), state, length=steps, remat=remat)
 
 
 def objective(
     problem: Problem, theta: Any, key: jax.Array, *, remat: bool | int = False
 ) -> tuple[jax.Array, tuple[jax.Array, Any]]:
-    """The loss of one unroll from start to end; beside it each step's loss, and the last state."""
+    """The loss of one unroll from start to end.
+
+    Args:
+      problem: the recurrence.
+      theta: the meta-parameters.
+      key: PRNG key of the unroll.
+      remat: whether a gradient computes steps again instead of remembering them; see `run`.
+
+    Returns:
+      The loss, a scalar; and a pair of the loss of each step, (steps,), and the last state.
+    """
     state, losses = run(problem, theta, problem.init(theta, key), problem.length, remat=remat)
     return jnp.sum(losses) + problem.final(theta, state), (losses, state)
 
@@ -227,14 +225,14 @@ def evaluate(
     Args:
       task: a family of tasks.
       learner: an inner learner.
-      theta: its meta-parameters.
-      key: of the task.
-      steps: inner steps.
+      theta: the meta-parameters of the learner.
+      key: PRNG key of the task.
+      steps: number of inner steps.
       measure: `(params, held-out batch) -> number`; the task's loss if not given.
       prior: the parameters to start from; the task's prior draws them if not given.
 
     Returns:
-      (steps + 1,).
+      The measures, (steps + 1,).
     """
     steps, keys = whole("steps", steps, 0), jax.random.split(key, 4)
     drawn, measure = task.draw(keys[0]), measure or task.loss
@@ -246,7 +244,7 @@ def evaluate(
         params, state = learner.step(theta, carry[0], carry[1], task.batch(drawn, key))
         return (params, state), measure(params, judge)
 
-    _, values = lax.scan(step, (params, state), jax.random.split(keys[2], steps))
+    _, values = mplp.scan_steps(step, (params, state), jax.random.split(keys[2], steps))
     return jnp.concatenate([measure(params, judge)[None], values])
 
 
@@ -259,30 +257,18 @@ def entropy_penalty(
     c is 1 in the thesis's code (form "reference") and 1e-5 in Eq. 7 (form "paper"; Eq. 6 has 1).
 
     Args:
-      network: its places named "activation..." count.
-      params: of the network.
-      x: (batch, ...).
-      threshold: p.
-      form: "reference" or "paper".
+      network: the network; its places named "activation..." count.
+      params: parameters of the network.
+      x: inputs, (batch, ...).
+      threshold: p, the entropy below which a layer is penalized.
+      form: "reference" or "paper", which of the two constants c is used.
     """
     constant = 1.0 if form == "reference" else 1e-5
     entropies = []
-    for value in activations(network, params, x):
-        variance = jnp.var(value, axis=0)
-        entropies.append(jnp.mean(jnp.log(2 * jnp.pi * jnp.e * variance + constant)) / 2)
+    for name, value in network.layer_outputs(params, x):
+        if "activation" in name:
+            variance = jnp.var(value, axis=0)
+            entropies.append(jnp.mean(jnp.log(2 * jnp.pi * jnp.e * variance + constant)) / 2)
     if not entropies:
         raise ValueError("batch entropy is that of activations, and the network has none")
     return jnp.mean(jnp.maximum(0.0, threshold - jnp.stack(entropies)))
-
-
-def activations(network: mplp.Sequential, params: Any, x: jax.Array) -> list[jax.Array]:
-    """The outputs of the places named "activation..."."""
-    found = []
-    places = mplp.Places(mplp.Exact(0.0))
-    signal = places.signal(x)
-    wrapped = jax.tree.map(mplp.parameter, params)
-    for name, apply in network.layers:
-        signal = apply(places[name], wrapped.get(name), signal)
-        if "activation" in name:
-            found.append(signal.value)
-    return found

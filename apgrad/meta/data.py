@@ -1,8 +1,12 @@
-"""Images for tasks: scikit-learn's digits at once, the others from a file or by scikit-learn's OpenML loader.
+"""Images for tasks and experiments: scikit-learn's digits, and MNIST, Fashion-MNIST and CIFAR-10.
 
-A data set is looked for, in this order: as `NAME.npz` (the Keras layout: `x_train`, `y_train`, `x_test`, `y_test`) in
-the given folder or the one that the environment variable APGRAD_DATA names; then by `sklearn.datasets.fetch_openml`,
-which downloads it once, checks it, and keeps it in scikit-learn's cache. "digits" comes with scikit-learn.
+    data = meta.data.load("mnist", size=12)      # standardized rows, for `meta.images`
+    data = meta.data.load_bytes("cifar10")       # bytes, (images, height, width, channels)
+    data.description                             # which images these really are, for the head of results
+
+A data set is looked for, in this order: as a file in the Keras layout (`x_train`, `y_train`, `x_test`, `y_test`) in the
+given folder or in the folder that the environment variable APGRAD_DATA names; then by `sklearn.datasets.fetch_openml`,
+which downloads it once, checks it, and keeps it in scikit-learn's cache. The digits come with scikit-learn.
 """
 
 import functools
@@ -14,20 +18,39 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-OPENML = {"mnist": ("mnist_784", 28), "fashion_mnist": ("Fashion-MNIST", 28), "cifar10": ("CIFAR_10", 32)}
-FILES = {"mnist": "mnist.npz", "fashion_mnist": "fashion_mnist.npz", "cifar10": "cifar10*.npz"}
+
+class _Source(NamedTuple):
+    """A data set: the pattern of its file's name, its title at OpenML, and what its images are."""
+
+    file: str
+    title: str
+    side: int
+    train: int
+    channels: int
+
+
+SOURCES = {
+    "mnist": _Source("mnist.npz", "mnist_784", 28, 60_000, 1),
+    "fashion_mnist": _Source("fashion_mnist.npz", "Fashion-MNIST", 28, 60_000, 1),
+    "cifar10": _Source("cifar10*.npz", "CIFAR_10", 32, 50_000, 3),
+}
+DIGITS = 1437  # training images: the first four fifths, by other writers than the last fifth
 
 
 class Images(NamedTuple):
-    """Images as rows, standardized by the training images' mean and deviation, with labels.
+    """Images with labels, as bytes or as standardized rows.
 
     Attributes:
-      x_train: (images, features) float32.
-      y_train: (images,) int32.
-      x_test: (images, features).
-      y_test: (images,).
+      name: the data set that these images are from.
+      description: the name, what it stands in for, if anything, and how many images there are.
+      x_train: training images, (images, height, width, channels) uint8 or (images, features) float32.
+      y_train: their labels, (images,) int32.
+      x_test: test images, of the same form.
+      y_test: their labels, (images,) int32.
     """
 
+    name: str
+    description: str
     x_train: np.ndarray
     y_train: np.ndarray
     x_test: np.ndarray
@@ -43,13 +66,13 @@ class Images(NamedTuple):
 def load(
     name: str = "digits", *, size: int | None = None, antialias: bool = False, folder: str | Path | None = None
 ) -> Images:
-    """Images, scaled to `size` by `size`.
+    """Images as rows, scaled to `size` by `size` and standardized by the mean and deviation of the training images.
 
     Args:
-      name: "digits" (8x8, comes with scikit-learn), "mnist", "fashion_mnist", "cifar10".
-      size: of the scaled images; as they are if not given. Colours stay.
-      antialias: whether scaling averages over what it leaves out. Without it, it is as TensorFlow does.
-      folder: with NAME.npz; APGRAD_DATA if not given.
+      name: "digits" (8x8, comes with scikit-learn), "mnist", "fashion_mnist" or "cifar10".
+      size: height and width after scaling; images stay as they are if it is not given. Colours stay.
+      antialias: whether scaling averages over what it leaves out. TensorFlow does not.
+      folder: the folder with the file; the folder that APGRAD_DATA names if not given.
 
     Raises:
       ValueError: for another name, or a file without the Keras layout.
@@ -61,30 +84,63 @@ def load(
       >>> digits.x_train.shape, digits.classes
       ((1437, 64), 10)
     """
-    if name == "digits":
-        arrays = _digits()
-    elif name in OPENML:
-        arrays = _stored(name, folder) or _download(name)
-    else:
-        raise ValueError(f"there are the data sets {['digits', *OPENML]}, got {name!r}")
-    x_train, y_train, x_test, y_test = arrays
-    train, test = (_scale(x, size, antialias) for x in (x_train, x_test))
+    data = load_bytes(name, folder=folder)
+    train, test = (_scale(x, size, antialias) for x in (data.x_train, data.x_test))
     mean, deviation = train.mean(), train.std()
-    labels = [np.asarray(y).reshape(-1).astype(np.int32) for y in (y_train, y_test)]
-    return Images((train - mean) / deviation, labels[0], (test - mean) / deviation, labels[1])
+    return data._replace(x_train=(train - mean) / deviation, x_test=(test - mean) / deviation)
 
 
-def _digits():
+def load_bytes(name: str = "digits", *, folder: str | Path | None = None, or_digits: bool = False) -> Images:
+    """Images as bytes.
+
+    Args:
+      name: "digits", "mnist", "fashion_mnist" or "cifar10".
+      folder: the folder with the file; the folder that APGRAD_DATA names if not given.
+      or_digits: whether the digits stand in for data that are in no file, in place of a download. The description of
+        the images then says so.
+
+    Raises:
+      ValueError: for another name, or a file without the Keras layout.
+      FileNotFoundError: if the data are neither there nor to be had, saying what to do.
+
+    Example:
+      >>> import apgrad as ap
+      >>> ap.meta.data.load_bytes("digits").description
+      'digits: 1437 training images of 8 x 8 pixels, 360 test images'
+    """
+    if name == "digits":
+        return _digits("")
+    if name not in SOURCES:
+        raise ValueError(f"there are the data sets {['digits', *SOURCES]}, got {name!r}")
+    source = SOURCES[name]
+    arrays = _stored(source, folder)
+    if arrays is None and or_digits:
+        return _digits(f" IN PLACE OF {name}, since APGRAD_DATA names no folder with {source.file}")
+    x_train, y_train, x_test, y_test = arrays or _download(name, source)
+    part = "" if len(x_train) == source.train else f" of {source.train}, a subset"
+    description = f"{name}: {len(x_train)} training images{part}, {len(x_test)} test images"
+    return _images(name, description, x_train, y_train, x_test, y_test)
+
+
+def _digits(missing: str) -> Images:
     from sklearn import datasets
 
     x, y = datasets.load_digits(return_X_y=True)
-    x = (x * (255 / 16)).reshape(-1, 8, 8)
-    return x[:1437], y[:1437], x[1437:], y[1437:]  # the first four fifths: other writers than the last
+    x, n = np.round(x.reshape(-1, 8, 8) * (255 / 16)), DIGITS
+    description = f"digits{missing}: {n} training images of 8 x 8 pixels, {len(x) - n} test images"
+    return _images("digits", description, x[:n], y[:n], x[n:], y[n:])
 
 
-def _stored(name, folder):
+def _images(name, description, *arrays):
+    x_train, y_train, x_test, y_test = map(np.asarray, arrays)
+    pixels = lambda x: (x[..., None] if x.ndim == 3 else x).astype(np.uint8)
+    labels = lambda y: y.reshape(-1).astype(np.int32)
+    return Images(name, description, pixels(x_train), labels(y_train), pixels(x_test), labels(y_test))
+
+
+def _stored(source, folder):
     root = folder or os.environ.get("APGRAD_DATA")
-    found = sorted(Path(root).glob(FILES[name])) if root else []
+    found = sorted(Path(root).glob(source.file)) if root else []
     if not found:
         return None
     with np.load(found[0]) as file:
@@ -98,29 +154,27 @@ def _stored(name, folder):
     return arrays
 
 
-def _download(name):
+def _download(name, source):
     from sklearn import datasets
 
-    title, side = OPENML[name]
     try:
-        x, y = datasets.fetch_openml(title, version=1, return_X_y=True, as_frame=False, parser="liac-arff")
+        x, y = datasets.fetch_openml(source.title, version=1, return_X_y=True, as_frame=False, parser="liac-arff")
     except Exception as error:  # the network, the server, the cache: each its own exceptions
         raise FileNotFoundError(
-            f"{name} is neither in the folder that APGRAD_DATA names ({FILES[name]}, Keras layout) nor to be had from "
+            f"{name} is neither in the folder that APGRAD_DATA names ({source.file}, Keras layout) nor to be had from "
             f"OpenML ({type(error).__name__}: {error}). Put the file there, or use load('digits'), which comes with "
             "scikit-learn."
         ) from error
-    shape = (-1, 3, side, side) if name == "cifar10" else (-1, side, side)
-    x = np.asarray(x).reshape(shape)
-    x = x.transpose(0, 2, 3, 1) if name == "cifar10" else x
-    y, cut = np.asarray(y).astype(np.int32), len(x) * 6 // 7 if name != "cifar10" else len(x) * 5 // 6
-    return x[:cut], y[:cut], x[cut:], y[cut:]
+    x = np.asarray(x).reshape(-1, source.channels, source.side, source.side).transpose(0, 2, 3, 1)
+    y, n = np.asarray(y).astype(np.int32), source.train
+    return x[:n], y[:n], x[n:], y[n:]
 
 
 def _scale(images, size, antialias):
-    x = np.asarray(images).astype(np.float32) / 255
+    x = images.astype(np.float32) / 255
     if size is not None and size != x.shape[1]:
-        shape = (size, size, *x.shape[3:])
-        shrink = jax.jit(lambda x: jax.image.resize(x, (x.shape[0], *shape), "linear", antialias=antialias))
+        shrink = jax.jit(
+            lambda x: jax.image.resize(x, (x.shape[0], size, size, x.shape[3]), "linear", antialias=antialias)
+        )
         x = np.concatenate([np.asarray(shrink(jnp.asarray(x[i : i + 10_000]))) for i in range(0, len(x), 10_000)])
     return x.reshape(len(x), -1)

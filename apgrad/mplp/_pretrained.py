@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from apgrad._ground.named import named_leaves
 from apgrad.mplp._protocol import Site
 from apgrad.mplp.rules._separable import Separable
 
@@ -108,7 +109,7 @@ def save_trained(rule: Separable, card: dict[str, Any], path: str | Path) -> Non
       ValueError: If the card does not describe this rule, or if a number of the rule is not finite and real.
     """
     card = json.loads(json.dumps(card, allow_nan=False))
-    form, values = _form(card), {name: np.asarray(x) for name, x in _named(rule)}
+    form, values = _form(card), {name: np.asarray(x) for name, x in named_leaves(rule).items()}
     filled = _fill(form, values)
     if jax.tree.structure(filled) != jax.tree.structure(rule):
         there, here = _statics(form), _statics(rule)
@@ -165,7 +166,7 @@ def _read(card, file):
 def _fill(form: Separable, values: dict[str, np.ndarray]) -> Separable:
     """A rule of this form with these values."""
     leaves = []
-    for name, leaf in _named(form):
+    for name, leaf in named_leaves(form).items():
         if name not in values or values[name].shape != leaf.shape:
             found = values[name].shape if name in values else "nothing"
             raise ValueError(
@@ -182,11 +183,6 @@ def _fill(form: Separable, values: dict[str, np.ndarray]) -> Separable:
             f"the file has {len(values)} arrays, the card's rule {len(leaves)}: they do not belong together"
         )
     return jax.tree.unflatten(jax.tree.structure(form), leaves)
-
-
-def _named(rule: Any) -> list[tuple[str, Any]]:
-    leaves = jax.tree_util.tree_leaves_with_path(rule)
-    return [(jax.tree_util.keystr(path, simple=True, separator="."), leaf) for path, leaf in leaves]
 
 
 def _statics(rule: Any) -> dict[str, Any]:

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import harness, images, rad_noise, rad_pde, rad_table1, rad_training
+from apgrad import meta
+from experiments import harness, rad_noise, rad_pde, rad_table1, rad_training
 from experiments.benchmarks import randomized
 
 
@@ -182,7 +183,7 @@ def test_benchmark(run):
 
 def test_images_fall_back_to_digits(monkeypatch):
     monkeypatch.delenv("APGRAD_DATA", raising=False)
-    found = images.load("mnist")
+    found = meta.data.load_bytes("mnist", or_digits=True)
     assert found.name == "digits" and found.description.startswith("digits IN PLACE OF mnist")
-    with pytest.raises(ValueError, match="data sets are"):
-        images.load("imagenet")
+    with pytest.raises(ValueError, match="there are the data sets"):
+        meta.data.load_bytes("imagenet", or_digits=True)

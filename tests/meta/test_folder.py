@@ -1,6 +1,8 @@
 """A run's folder: it holds one run, for one process at a time, and says what is wrong with it."""
 
+import contextlib
 import functools
+import io
 import os
 import shutil
 import subprocess
@@ -27,7 +29,7 @@ def outer(weight=1.0, sigma=0.1, segment=2):
         return s - 0.1 * theta[0] * s, weight * SCALE * s**2
 
     problem = meta.Problem(lambda theta, key: jax.random.normal(key), step, lambda theta, s: s**2, 4)
-    return meta.lanes(meta.single_evolution(problem, segment, sigma=sigma), 2)
+    return meta.batched(meta.single_evolution(problem, segment, sigma=sigma), 2)
 
 
 def trained(folder, steps=2, *, key=0, start=1.0, rate=1e-2, log=None, **options):
@@ -105,12 +107,14 @@ print(json.dumps(identity(key=jax.random.key(0), theta=rule, optimizer=optimizer
 
 
 def test_the_identity_is_the_same_in_every_process():
-    found = []
-    for seed in ("1", "2"):
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": seed}
-        command = [sys.executable, "-W", "ignore", "-c", IDENTITY]
-        found.append(subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout)
-    assert found[0] == found[1] and " at 0x" not in found[0] and len(found[0]) > 1000
+    """In this process and in another one, with other hashes."""
+    here = io.StringIO()
+    with contextlib.redirect_stdout(here):
+        exec(IDENTITY, {"__name__": "__main__"})
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", IDENTITY]
+    there = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert here.getvalue() == there and " at 0x" not in there and len(there) > 1000
 
 
 def test_every_array_and_option_of_a_start_counts():
@@ -186,6 +190,8 @@ def files(run):
     return sorted(p for p in (run / "checkpoints" / "4").rglob("*") if p.is_file() and p.stat().st_size)
 
 
+# Orbax leaves coroutines behind when it gives up on a damaged file; on a slow machine they outlive its event loop.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("how", ["halved", "gone", "a bit"])
 def test_a_damaged_checkpoint_is_named_or_does_no_harm(run, begun, how):
     """Each file of the newest checkpoint, damaged: what is read is right, or an error says what to do."""

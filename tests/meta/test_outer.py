@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import apgrad as ap
-from apgrad import meta
+from apgrad import meta, mplp
 
 A, START, T, THETA, SIGMA = 0.8, 1.5, 6, 0.4, 0.1
 
@@ -133,7 +133,7 @@ def test_total_propagation_over_perturbed_unrolls(cross_fit):
 
 
 def test_staggered_lanes_are_out_of_step():
-    estimator = meta.lanes(meta.truncated(quadratic(), 2), 50)
+    estimator = meta.batched(meta.truncated(quadratic(), 2), 50)
     carry = estimator.init(jnp.float32(THETA), jax.random.key(0))
     assert set(np.asarray(carry.t).tolist()) == {0, 2, 4}
     np.testing.assert_allclose(carry.state, START * (1 - THETA * A) ** np.asarray(carry.t), rtol=1e-5)
@@ -155,7 +155,7 @@ def test_clipping_bounds_each_task_and_leaves_small_gradients():
     def init(theta, key):
         return jax.random.key_data(key)[-1] == jax.random.key_data(jax.random.split(jax.random.key(0), 2)[0])[-1]
 
-    both = meta.lanes(meta.clipped(meta.OuterGradient(init, estimate)), 2)
+    both = meta.batched(meta.clipped(meta.OuterGradient(init, estimate)), 2)
     carry = both.init(None, jax.random.key(0))
     assert sorted(carry.tolist()) == [False, True]
     loss, gradient, _ = both.estimate(None, jax.random.key(1), carry)
@@ -169,15 +169,25 @@ def test_clipping_bounds_each_task_and_leaves_small_gradients():
     [
         (lambda: meta.truncated(quadratic(), 4)(jnp.float32(1.0), jax.random.key(0)), "K=4, T=6"),
         (lambda: meta.evolution(quadratic(), sigma=0.0), "sigma=0.0"),
-        (lambda: meta.lanes(meta.backpropagation(quadratic()), 0), "got 0"),
+        (lambda: meta.batched(meta.backpropagation(quadratic()), 0), "at least 1, got count=0"),
         (lambda: meta.average([], None), "positive sum"),
-        (lambda: meta.clipped(meta.backpropagation(quadratic()), 0.0), "max_norm must be above 0, got 0.0"),
-        (lambda: meta.perturbed(quadratic(), sigma=-1.0), "sigma > 0"),
+        (
+            lambda: meta.clipped(meta.backpropagation(quadratic()), 0.0),
+            "max_norm must be a finite number above 0, got max_norm=0.0",
+        ),
+        (lambda: meta.perturbed(quadratic(), sigma=-1.0), "sigma must be a finite number above 0, got sigma=-1.0"),
     ],
 )
 def test_what_makes_no_sense_is_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_forward_mode_says_that_it_cannot_differentiate_message_passing():
+    task = meta.sinusoid(sizes=(1, 1), batch=2, held_out=2)
+    problem = meta.inner_problem(task, meta.message_passing(task.network), 1)
+    with pytest.raises(TypeError, match=r"forward_mode cannot differentiate this unroll.*`message_passing`"):
+        jax.eval_shape(meta.forward_mode(problem), mplp.Exact(0.1), jax.random.key(0))
 
 
 def test_rematerialised_unrolls_remember_less():

@@ -38,10 +38,10 @@ RULES = {
 HAVE_FIXED = ("per synapse", "per synapse, stateless", "thesis, fixed rate")
 
 OUTER = {
-    "backpropagation": lambda p: meta.lanes(meta.clipped(meta.backpropagation(p)), 2),
-    "truncated": lambda p: meta.lanes(meta.truncated(p, 1), 2),
+    "backpropagation": lambda p: meta.batched(meta.clipped(meta.backpropagation(p)), 2),
+    "truncated": lambda p: meta.batched(meta.truncated(p, 1), 2),
     "forward mode": meta.forward_mode,
-    "evolution": lambda p: meta.lanes(meta.evolution(p), 2),
+    "evolution": lambda p: meta.batched(meta.evolution(p), 2),
     "truncated evolution": lambda p: meta.truncated_evolution(p, 1),
     "persistent evolution": lambda p: meta.persistent_evolution(p, 1, pairs=2),
     "single evolution": lambda p: meta.single_evolution(p, 1),

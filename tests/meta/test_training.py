@@ -26,7 +26,7 @@ from apgrad import meta
 problem = meta.Problem(
     lambda theta, key: jax.random.normal(key), lambda theta, s: (s - theta[0] * s, s**2), lambda theta, s: s**2, 4
 )
-outer = meta.lanes(meta.single_evolution(problem, 2, sigma=0.1), 2)
+outer = meta.batched(meta.single_evolution(problem, 2, sigma=0.1), 2)
 kill, after = (int(sys.argv[3]), float(sys.argv[4])) if len(sys.argv) > 3 else (None, 0.0)
 killer = threading.Timer(after, lambda: os.kill(os.getpid(), kill))
 def log(step, metrics):
@@ -121,7 +121,7 @@ learner = meta.optimizer(lambda log_rate: optax.sgd(jnp.exp(log_rate)), task.los
 problem = meta.inner_problem(task, learner, 4)
 theta = jnp.float32(-3.0)
 def trained(mesh):
-    outer = meta.lanes(meta.truncated(problem, 2), 8, mesh=mesh)
+    outer = meta.batched(meta.truncated(problem, 2), 8, mesh=mesh)
     return meta.train(outer, optax.sgd(0.1), theta, jax.random.key(1), 6, every=3, mesh=mesh, progress=False)
 mesh = jax.make_mesh((jax.device_count(),), ("tasks",))
 many = trained(mesh)

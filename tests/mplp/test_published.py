@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 from apgrad import mplp
-from experiments import harness, mnist, mplp_published
+from experiments import harness, mplp_published
 from experiments.benchmarks import mplp as benchmark
 
 DATA = os.environ.get("APGRAD_DATA")
@@ -95,7 +95,7 @@ def test_the_published_rule_on_a_few_sinusoids():
 def test_without_data_the_experiment_says_what_it_needs(monkeypatch):
     monkeypatch.delenv("APGRAD_DATA", raising=False)
     with pytest.raises(SystemExit, match=r"set APGRAD_DATA to a folder with mnist.npz"):
-        mnist.folder()
+        mplp_published.folder()
 
 
 def test_the_benchmark_runs_on_one_width(tmp_path, monkeypatch):
