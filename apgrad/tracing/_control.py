@@ -35,12 +35,12 @@ SLOTS = 64
 
 def _call(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
     """Calls, as of a jitted function."""
-    return walk(context, jaxprs.nested(eqn).jaxprs[0], inputs, active)
+    return walk(context, _inside(eqn).jaxprs[0], inputs, active)
 
 
 def _remat(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
     """`jax.checkpoint`: the program is walked again on the way back, from its inputs."""
-    jaxpr, consts = jaxprs.nested(eqn).jaxprs[0]
+    jaxpr, consts = _inside(eqn).jaxprs[0]
     outputs = jaxprs.caller(eqn)(*inputs)
 
     def pull(memory, messages):
@@ -52,7 +52,7 @@ def _remat(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) ->
 
 def _cond(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
     """`lax.cond` and `lax.switch`: on the way back, the branch that was taken is walked."""
-    branches, semiring = jaxprs.nested(eqn).jaxprs, context.semiring
+    branches, semiring = _inside(eqn).jaxprs, context.semiring
     outputs = jaxprs.caller(eqn)(*inputs)
     like = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in outputs]
     bodies, consts = [b.jaxpr for b in branches], [list(b.consts) for b in branches]
@@ -75,7 +75,7 @@ def _cond(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> 
 
 def _scan(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
     """`lax.scan`: what the body remembers is stacked, and a scan in the other direction pulls messages through it."""
-    inside, semiring = jaxprs.nested(eqn), context.semiring
+    inside, semiring = _inside(eqn), context.semiring
     (program,), (fixed, carried, _) = inside.jaxprs, inside.counts
     outer, carry, xs = inputs[:fixed], inputs[fixed : fixed + carried], inputs[fixed + carried :]
     flags = active_carry(program, active, fixed, carried)
@@ -174,7 +174,7 @@ def _depends(eqn, flags):
 
 def _while_loop(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
     """`lax.while_loop`: each step's state is computed again from the last remembered state before it."""
-    inside, semiring = jaxprs.nested(eqn), context.semiring
+    inside, semiring = _inside(eqn), context.semiring
     test, body = inside.jaxprs
     first, fixed, carried = inside.counts
     test_outer, outer, carry = inputs[:first], inputs[first : first + fixed], list(inputs[first + fixed :])
@@ -267,6 +267,10 @@ def _linearized(eqn, inputs, active):
     else:
         _, linear, outputs = jax.linearize(function, *primals, has_aux=True)
     return jaxprs.trace(linear, *tangents)[0], tangents, chosen, real, outputs
+
+
+def _inside(eqn: Any) -> Any:
+    return jaxprs.nested(eqn)  # which is None for plain primitives, and they do not come here
 
 
 def _inexact(outputs):
