@@ -14,7 +14,7 @@ import numpy as np
 
 from apgrad._programs import jaxprs
 from apgrad._programs.kinds import NO_DERIVATIVE
-from apgrad.tracing._influence import Influence, Kind
+from apgrad.tracing._influence import Influence, PathKind
 from apgrad.tracing._trace import Trace
 
 COLOURS = ("#c2255c", "#1f77b4", "#2a8a3e", "#d95f02", "#6a51a3", "#8c6d1f")
@@ -86,7 +86,7 @@ def graph(trace: Trace) -> DrawnGraph:
     return DrawnGraph(nodes, edges)
 
 
-def heavy(trace: Trace, made: DrawnGraph, count: int, kind: Kind) -> list[tuple[str, list[int]]]:
+def heavy(trace: Trace, made: DrawnGraph, count: int, kind: PathKind) -> list[tuple[str, list[int]]]:
     """The heaviest paths, as pairs (name of the element, numbers of vertices).
 
     Args:
@@ -115,7 +115,7 @@ def heavy(trace: Trace, made: DrawnGraph, count: int, kind: Kind) -> list[tuple[
     return found
 
 
-def graphviz(trace: Trace, count: int = 3, kind: Kind = "viterbi") -> str:
+def graphviz(trace: Trace, count: int = 3, kind: PathKind = "viterbi") -> str:
     """The graph in the dot language: scopes are boxes in boxes, heavy paths thick and coloured.
 
     Args:
@@ -167,7 +167,7 @@ def graphviz(trace: Trace, count: int = 3, kind: Kind = "viterbi") -> str:
     return "\n".join([*lines, "}"])
 
 
-def draw(trace: Trace, count: int = 3, kind: Kind = "viterbi") -> Any:
+def draw(trace: Trace, count: int = 3, kind: PathKind = "viterbi") -> Any:
     """The graph and its heavy paths as a matplotlib figure: from parameters at the left to the loss at the right.
 
     Args:

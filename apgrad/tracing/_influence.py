@@ -22,7 +22,7 @@ from apgrad.tracing._interpreter import Context, walk
 from apgrad.tracing._semiring_grad import NESTED, is_single, original, traced, values
 from apgrad.tracing._semirings import ordinary
 
-Kind = Literal["greedy", "viterbi"]
+PathKind = Literal["greedy", "viterbi"]
 
 
 @jax.tree_util.register_dataclass
@@ -86,7 +86,7 @@ class Component(NamedTuple):
 
 def influence(
     f: Callable[..., Any],
-    kind: Kind = "viterbi",
+    kind: PathKind = "viterbi",
     *,
     by: Literal["scope", "primitive"] = "scope",
     depth: int | None = None,

@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from apgrad._programs.jaxprs import plain_scope, restrict
 from apgrad.tracing import _paths as paths
-from apgrad.tracing._influence import Influence, Kind, influence, parameter_names
+from apgrad.tracing._influence import Influence, PathKind, influence, parameter_names
 from apgrad.tracing._interpreter import Context
 from apgrad.tracing._paths import PathStep, Reader
 from apgrad.tracing._semiring_grad import NESTED, chosen_numbers, original, semiring_grad, traced
@@ -91,7 +91,7 @@ class Trace:
         return self._mapped(semiring_grad(self._f, max_product(), self._argnums))
 
     def influence(
-        self, kind: Kind = "viterbi", *, by: Literal["scope", "primitive"] = "scope", depth: int | None = None
+        self, kind: PathKind = "viterbi", *, by: Literal["scope", "primitive"] = "scope", depth: int | None = None
     ) -> Influence:
         """For each component and parameter the share of elements whose path runs through it; see `tracing.influence`.
 
@@ -105,7 +105,7 @@ class Trace:
         return self._mapped(influence(self._f, kind, by=by, depth=depth, argnums=self._argnums))
 
     def path(
-        self, parameter: str, index: tuple[int, ...] | int = (), kind: Kind = "viterbi", example: int = 0
+        self, parameter: str, index: tuple[int, ...] | int = (), kind: PathKind = "viterbi", example: int = 0
     ) -> list[PathStep]:
         """The path of one element: the edges from the element to the loss. Empty if no gradient reaches the element.
 
@@ -169,7 +169,7 @@ class Trace:
         return [[s._replace(scope=plain_scope(s.scope)) for s in steps] for steps in found]
 
     def heaviest(
-        self, count: int = 5, kind: Kind = "viterbi", example: int = 0
+        self, count: int = 5, kind: PathKind = "viterbi", example: int = 0
     ) -> list[tuple[str, tuple[int, ...], list[PathStep]]]:
         """The paths of the elements with the greatest path weights, as (parameter, index, path).
 
