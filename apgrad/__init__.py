@@ -40,7 +40,7 @@ if _typing.TYPE_CHECKING:
         weights as weights,
     )
     from apgrad.memory import memory_report as memory_report, randomize as randomize
-    from apgrad.tracing import backprop as backprop, trace_gradients as trace_gradients
+    from apgrad.tracing import semiring_grad as semiring_grad, trace_gradients as trace_gradients
 
 __version__ = "0.1.0"
 
@@ -82,7 +82,7 @@ _WINGS = {
     "meta": [],
     "mplp": [],
     "testing": [],
-    "tracing": ["backprop", "trace_gradients"],
+    "tracing": ["semiring_grad", "trace_gradients"],
 }
 _WING_OF = {name: wing for wing, names in _WINGS.items() for name in names}
 __all__ += [*_WINGS, *_WING_OF]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -157,7 +157,11 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     loss, params = problem(cell, seed)
     functions = []
     for name in SEMIRINGS:
-        f = jax.jit(jax.grad(loss) if name == "grad" else ap.backprop(loss, semiring(name))).lower(params).compile()
+        f = (
+            jax.jit(jax.grad(loss) if name == "grad" else ap.semiring_grad(loss, semiring(name)))
+            .lower(params)
+            .compile()
+        )
         functions.append(lambda f=f: f(params))
     return {"edges": edges(loss, params), "seconds": np.median(timings(functions, config.repeats), axis=0).tolist()}
 

@@ -1,4 +1,4 @@
-"""What may go back along a program: messages of the form of what went forward, or an error that says which is wrong."""
+"""Messages: each has the form of the value that went forward, or an error says which message is wrong."""
 
 import dataclasses
 from typing import Any
@@ -11,24 +11,47 @@ import numpy as np
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """Memory that is no array: a hashable value that is known when the program is traced."""
+    """Memory that is no array: a hashable value that is known when the program is traced.
+
+    Attributes:
+      value: the value.
+    """
 
     value: Any
 
 
 def has_message(x: Any) -> bool:
-    """Whether JAX carries messages to an array of this dtype: floating point or complex."""
+    """Whether JAX carries messages to an array: it has to be floating point or complex.
+
+    Args:
+      x: an array, or something with a dtype.
+    """
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
 def form_of(tree: Any) -> Static:
-    """The structure of a pytree, with the shape and dtype of each leaf."""
+    """The structure of a pytree, with the shape and dtype of each leaf.
+
+    Args:
+      tree: a pytree of arrays.
+    """
     leaves, treedef = jax.tree.flatten(tree)
     return Static((treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)))
 
 
 def between(name: str, place: int, messages: Any, form: Static) -> Any:
-    """The message from one propagator to the one before it, whose output has the given form."""
+    """The message from one propagator to the propagator before it.
+
+    Args:
+      name: the function that joined the propagators, for errors.
+      place: the number of the propagator that sends the message, for errors.
+      messages: what its `backward` returned.
+      form: the form of what went forward between the two propagators, in a tuple of one.
+
+    Raises:
+      TypeError: if the messages are not a tuple of one.
+      ValueError: if the message has another structure or shape than what went forward.
+    """
     if not (isinstance(messages, tuple) and len(messages) == 1):
         raise TypeError(
             f"in {name}, propagator {place} (counted from 0) is fed by the one before it, so it has one input, and its "
@@ -38,7 +61,11 @@ def between(name: str, place: int, messages: Any, form: Static) -> Any:
 
 
 def numbered(form: Static) -> Any:
-    """The pytree of a form, with numbers for its leaves."""
+    """The pytree of a form, with numbers for its leaves.
+
+    Args:
+      form: made by `form_of`.
+    """
     treedef, avals = form.value
     return treedef.unflatten(range(len(avals)))
 
@@ -48,9 +75,13 @@ def check_messages(messages: Any, form: Static, where: str = "", dense: bool = F
 
     Args:
       messages: what a propagator's `backward` returned.
-      form: of the tuple of inputs that the messages are for.
-      where: for the error, which propagator's input.
+      form: the form of the tuple of inputs that the messages are for.
+      where: which propagator's input it is, for errors.
       dense: put zeros in the place of None, and JAX's zeros of dtype float0 where there can be no message.
+
+    Raises:
+      TypeError: if the messages are not a tuple with one message for each input, or a dtype is no number's.
+      ValueError: if a message has another structure or shape than its input.
     """
     inputs = numbered(form)
     if not isinstance(messages, tuple) or len(messages) != len(inputs):
@@ -118,7 +149,11 @@ def _fit(name: str, message: Any, aval: tuple[tuple[int, ...], Any], dense: bool
 
 
 def describe(value: Any) -> str:
-    """What an error calls a value."""
+    """What an error calls a value.
+
+    Args:
+      value: anything.
+    """
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"
     return f"{type(value).__name__}"

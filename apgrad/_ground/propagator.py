@@ -6,8 +6,6 @@ for customizable and composable learning algorithms", NeurIPS 2022, section 3) k
 graph and lets a node replace the rule. Here a node's rule is a pair of pure functions, and
 `jax.custom_vjp` is the graph walker: it adds up messages at a fan-out and works under `jit`, `vmap`,
 `scan`, `cond`, `remat` and sharding.
-
-This is the ground floor.
 """
 
 import functools
@@ -18,9 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from apgrad._ground.closures import hoist as hoist, may_close_over_a_tracer, separate
+from apgrad._ground.closures import may_close_over_a_tracer
 from apgrad._ground.messages import Static as Static, between, check_messages, describe, form_of, has_message, numbered
 from apgrad._ground.primitives import refuse_derivative
+from apgrad._programs.jaxprs import hoist as hoist
 
 
 class Propagator(NamedTuple):
@@ -139,22 +138,23 @@ def _opened(propagator: Propagator, inputs: Any) -> Any:
     takes part in the derivatives of what `backward` computes.
     """
     form = form_of(inputs)
-    forward, outside, (output, memory) = separate(lambda *inputs: _pair(propagator.forward(*inputs)), *inputs)
+    forward, outside = hoist(lambda *inputs: _pair(propagator.forward(*inputs)), *inputs)
+    output, memory = jax.eval_shape(forward, *inputs, *outside)
     outputs = form_of((output,))
 
     def answer(memory, floats):
         (message,) = check_messages((floats,), outputs, dense=True)
         return check_messages(propagator.backward(memory, message), form)
 
-    backward, needed, _ = separate(answer, memory, jax.tree.map(lambda x: x if has_message(x) else None, output))
+    backward, needed = hoist(answer, memory, jax.tree.map(lambda x: x if has_message(x) else None, output))
 
     def with_memory(inputs, outside, needed):
-        output, memory = forward(outside, *inputs)
+        output, memory = forward(*inputs, *outside)
         return output, (memory, needed)
 
     def answered(memory, message):
         floats = jax.tree.map(lambda m, x: m if has_message(x) else None, message, output)
-        return backward(memory[1], memory[0], floats), None, None
+        return backward(memory[0], floats, *memory[1]), None, None
 
     outside = refuse_derivative(outside, _CLOSURE)
     return node(Propagator(with_memory, answered))(inputs, outside, needed)
@@ -312,6 +312,12 @@ def backpropagation(function: Callable[..., Any]) -> Propagator:
     """Reverse-mode differentiation of a JAX function, as a propagator: a part for `chain` and friends.
 
     Proppo's BackPropagator; a function with several outputs starts backpropagation at all of them.
+
+    Args:
+      function: any differentiable JAX function.
+
+    Raises:
+      TypeError: if it is not callable.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap

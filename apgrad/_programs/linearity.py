@@ -1,9 +1,11 @@
-"""Whether a program is linear in some of its inputs, as a backward pass must be if messages are to be sums over edges.
+"""Whether a program is linear in some of its inputs, as a backward pass must be if messages are sums over edges.
 
-The backward pass of a `custom_vjp` function is any function of the cotangent: one may clip messages, normalise them,
-or put others in their place. What weighs or randomises edges is right for linear passes only, so it asks here, before
-anything runs. Each variable of the program is zero, constant (it does not depend on the inputs in question), linear in
-them, or something else; what is not known to be linear is something else.
+    linearity(program, [CONSTANT, LINEAR])
+
+The backward pass of a `custom_vjp` function is any function of the message: one may clip messages, normalise them, or
+put other values in their place. Whatever weighs or randomises edges is right for linear passes only, and so asks here
+before anything runs. Each variable of the program is zero, constant (it does not depend on the inputs in question),
+linear in these inputs, or something else. What is not known to be linear counts as something else.
 """
 
 from collections.abc import Sequence
@@ -11,107 +13,63 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.core import Literal
 
-from apgrad._programs import jaxprs
+from apgrad._programs.flow import flow
+from apgrad._programs.jaxprs import Program, nested
+from apgrad._programs.kinds import IDENTITY, LINEAR_IN, LINEAR_IN_ALL, LINEAR_IN_EACH
 
 ZERO, CONSTANT, LINEAR, OTHER = range(4)
 
-# Linear in each operand, in the first alone, or in all of them together (of those in _INDEXED, in these).
-_EACH = {"mul", "dot_general", "conv_general_dilated"}
-_FIRST = {"div", "gather", "dynamic_slice"}
-_TOGETHER = frozenset(
-    """add add_any sub neg reshape transpose squeeze expand_dims broadcast_in_dim reduce_sum convert_element_type slice
-    pad concatenate split rev copy copy_p cumsum reduce_window_sum sharding_constraint reduce_precision
-    dynamic_update_slice scatter scatter-add scatter-sub select_n name real imag complex conj fft tile
-    select_and_scatter_add refuse_derivative""".split()  # noqa: SIM905
-)
-_INDEXED = {
-    "dynamic_update_slice": (0, 1),
-    "scatter": (0, 2),
-    "scatter-add": (0, 2),
-    "scatter-sub": (0, 2),
-    "select_and_scatter_add": (0,),
-}
 
-
-def linearity(program: jaxprs.Program, inputs: Sequence[int]) -> list[int]:
-    """What the outputs of a program are: ZERO, CONSTANT, LINEAR in the linear inputs (ZERO among them), or OTHER.
+def linearity(program: Program, inputs: Sequence[int]) -> list[int]:
+    """What each output of a program is: ZERO, CONSTANT, LINEAR in the linear inputs together, or OTHER.
 
     Args:
-      program: its constants are looked at, for zeros.
-      inputs: what each input is.
+      program: the program. Its constants are looked at, for zeros.
+      inputs: what each input is, one of the four.
+
+    Returns:
+      One of the four for each output.
 
     Example:
-      >>> import jax.numpy as jnp
-      >>> program, _ = jaxprs.trace(lambda c, m: (c * m, c, m * m, 0 * m, m + c), 1.0, 1.0)
+      >>> from apgrad._programs.jaxprs import trace
+      >>> program, _ = trace(lambda c, m: (c * m, c, m * m, 0 * m, m + c), 1.0, 1.0)
       >>> linearity(program, [CONSTANT, LINEAR]) == [LINEAR, CONSTANT, OTHER, ZERO, OTHER]
       True
     """
-    jaxpr, consts = program
-    known = dict(zip(jaxpr.invars, inputs, strict=True))
-    known |= {v: ZERO if _is_zero(c) else CONSTANT for v, c in zip(jaxpr.constvars, consts, strict=True)}
-
-    def at(atom):
-        if isinstance(atom, Literal):
-            return ZERO if _is_zero(atom.val) else CONSTANT
-        return known[atom]
-
-    for eqn in jaxpr.eqns:
-        known.update(zip(eqn.outvars, _through(eqn, [at(v) for v in eqn.invars]), strict=True))
-    return [at(v) for v in jaxpr.outvars]
+    return flow(program, inputs, _through, _either, lambda value: ZERO if _is_zero(value) else CONSTANT)
 
 
-def _through(eqn, kinds):
-    name, inside, count = eqn.primitive.name, jaxprs.nested(eqn), len(eqn.outvars)
+def _through(eqn, facts):
+    name, inside, count = eqn.primitive.name, nested(eqn), len(eqn.outvars)
+    worst = max(facts, default=CONSTANT)
     if inside is not None:
-        return _inside(inside, kinds, count)
-    if name == "optimization_barrier":
-        return kinds
-    constant, worst = max(kinds, default=CONSTANT) <= CONSTANT, max(kinds, default=CONSTANT)
+        if inside.kind == "while":
+            return [CONSTANT if worst <= CONSTANT else OTHER] * count
+        return [OTHER] * count if inside.kind == "cond" and facts[0] >= LINEAR else None
+    if name in IDENTITY:
+        return facts
     if worst == OTHER:
         made = OTHER
-    elif name in _EACH:
-        made = ZERO if ZERO in kinds else OTHER if kinds.count(LINEAR) > 1 else worst
-    elif name in _FIRST:
-        made = OTHER if LINEAR in kinds[1:] else kinds[0]
-    elif name in _TOGETHER:
-        numbers = _INDEXED.get(name, range(name == "select_n", len(kinds)))
-        values = [kinds[i] for i in numbers]
-        others = [k for i, k in enumerate(kinds) if i not in numbers]
+    elif name in LINEAR_IN_EACH:
+        made = ZERO if ZERO in facts else OTHER if facts.count(LINEAR) > 1 else worst
+    elif name in LINEAR_IN or name in LINEAR_IN_ALL:
+        numbers = LINEAR_IN.get(name, range(name == "select_n", len(facts)))
+        values = [facts[i] for i in numbers]
+        others = [fact for i, fact in enumerate(facts) if i not in numbers]
         inexact = all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
-        if LINEAR in kinds:
+        if LINEAR in facts:
             made = OTHER if LINEAR in others or CONSTANT in values or not inexact else LINEAR
         else:
             made = max(values)
     else:
-        made = CONSTANT if constant else OTHER
+        made = CONSTANT if worst <= CONSTANT else OTHER
     return [made] * count
 
 
-def _inside(inside, kinds, count):
-    if inside.kind in ("call", "remat", "custom"):
-        return linearity(inside.jaxprs[0], kinds)
-    if inside.kind == "cond":
-        if kinds[0] >= LINEAR:
-            return [OTHER] * count
-        return [_either(made) for made in zip(*(linearity(b, kinds[1:]) for b in inside.jaxprs), strict=True)]
-    if inside.kind == "scan":
-        fixed, carried, _ = inside.counts
-        kinds = list(kinds)
-        while True:
-            made = linearity(inside.jaxprs[0], kinds)
-            before = kinds[fixed : fixed + carried]
-            after = [_either(pair) for pair in zip(before, made[:carried], strict=True)]
-            if after == before:
-                return made
-            kinds[fixed : fixed + carried] = after
-    return [CONSTANT if max(kinds, default=CONSTANT) <= CONSTANT else OTHER] * count
-
-
-def _either(kinds):
-    """One of several: a constant that may be linear too is neither."""
-    return OTHER if {CONSTANT, LINEAR} <= set(kinds) else max(kinds)
+def _either(a, b):
+    """What a variable is that is one of two: a constant that may be linear too is neither."""
+    return OTHER if {CONSTANT, LINEAR} == {a, b} else max(a, b)
 
 
 def _is_zero(value):

@@ -1,6 +1,5 @@
 """Gradient tracing: which path taught this weight."""
 
-from apgrad.tracing._backpropagation import backprop as backprop
 from apgrad.tracing._drawing import (
     draw as draw,
     graphviz as graphviz,
@@ -8,7 +7,8 @@ from apgrad.tracing._drawing import (
     influence_over_steps as influence_over_steps,
 )
 from apgrad.tracing._influence import Influence as Influence, every as every, influence as influence
-from apgrad.tracing._paths import Step as Step
+from apgrad.tracing._paths import PathStep as PathStep
+from apgrad.tracing._semiring_grad import semiring_grad as semiring_grad
 from apgrad.tracing._semirings import (
     Semiring as Semiring,
     absolute_sum as absolute_sum,

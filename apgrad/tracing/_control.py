@@ -1,18 +1,21 @@
-"""Programs inside equations: calls, loops, branches, and functions with a derivative rule of their own.
+"""Rules of the equations with programs inside: calls, loops, branches, and functions with their own derivative rule.
 
-Each is walked inside. What a rule remembers:
+The programs inside are walked. The rules remember different things for the way back:
 
-* a call, what is inside; `remat` and `cond`, their inputs (they are walked again on the way back);
-* `scan`, what its body remembers, stacked over the steps: but once only what is the same in each, and what came in with
-  xs not again;
-* `while`, a number of its states that does not depend on how often it goes round, `SLOTS`, evenly spaced: those between
-  are computed again. (`jax.grad` refuses `while`.)
-* a function with its own rule, what the rule does. A `custom_jvp` is walked as the tangent program of its rule,
-  which is linear; a `custom_vjp` as the transposed program of its backward pass, if that is linear: else its messages
-  are no sums over edges, and there is nothing to trace.
+* a call remembers what its program remembers;
+* `remat` and `cond` remember their inputs, and are walked again on the way back;
+* `scan` stacks what its body remembers over the steps. An array that is the same in each step is remembered once, and
+  an array that came in with xs is not remembered again;
+* `while` remembers `SLOTS` of its states, evenly spaced, however many steps it makes, and computes the states between
+  again. (`jax.grad` refuses `while`.)
+* a function with its own derivative rule remembers what the rule remembers. A `custom_jvp` function is walked as the
+  tangent program of its rule, which is linear. A `custom_vjp` function is walked as the transposed program of its
+  backward pass if that pass is linear. Otherwise its messages are no sums over edges, and there is nothing to trace.
 """
 
 import functools
+import operator
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -21,37 +24,38 @@ from jax import lax
 from jax.tree_util import Partial
 
 from apgrad._programs import jaxprs
+from apgrad._programs.flow import flow, steady
+from apgrad._programs.kinds import NO_DERIVATIVE
 from apgrad.tracing._interpreter import Context, Walked, filled, walk
 from apgrad.tracing._linear import require_linear
-from apgrad.tracing._rules import CONSTANTS
 from apgrad.tracing._sums import zeros
 
 SLOTS = 64
 
 
-def call(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
-    """A jitted function and the like."""
+def _call(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
+    """Calls, as of a jitted function."""
     return walk(context, _inside(eqn).jaxprs[0], inputs, active)
 
 
-def remat(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
-    """`jax.checkpoint`: walked again on the way back, from its inputs."""
+def _remat(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
+    """`jax.checkpoint`: the program is walked again on the way back, from its inputs."""
     jaxpr, consts = _inside(eqn).jaxprs[0]
     outputs = jaxprs.caller(eqn)(*inputs)
 
     def pull(memory, messages):
         consts, inputs = lax.optimization_barrier(memory)  # or the compiler merges both walks, and remembers
-        return walk(context, (jaxpr, consts), inputs, active).pull(messages)
+        return walk(context, jaxprs.Program(jaxpr, consts), inputs, active).pull(messages)
 
     return Walked(outputs, _inexact(outputs), Partial(pull, (list(consts), list(inputs))))
 
 
-def cond(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
+def _cond(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
     """`lax.cond` and `lax.switch`: on the way back, the branch that was taken is walked."""
     branches, semiring = _inside(eqn).jaxprs, context.semiring
     outputs = jaxprs.caller(eqn)(*inputs)
     like = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in outputs]
-    programs, consts = [b[0] for b in branches], [list(b[1]) for b in branches]
+    bodies, consts = [b.jaxpr for b in branches], [list(b.consts) for b in branches]
     wanted = active[1:]
 
     def pull(memory, messages):
@@ -59,26 +63,26 @@ def cond(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> W
         full = filled(semiring, messages, like)
 
         def through(jaxpr, consts, operands, full):
-            answers = walk(context, (jaxpr, consts), operands, wanted).pull(full)
+            answers = walk(context, jaxprs.Program(jaxpr, consts), operands, wanted).pull(full)
             answers = filled(semiring, answers, operands)
             return [m if a else None for m, a in zip(answers, wanted, strict=True)]
 
-        paths = [functools.partial(through, p, c) for p, c in zip(programs, consts, strict=True)]
+        paths = [functools.partial(through, p, c) for p, c in zip(bodies, consts, strict=True)]
         return [None, *lax.switch(index, paths, operands, full)]
 
     return Walked(outputs, _inexact(outputs), Partial(pull, (list(inputs), consts)))
 
 
-def scan(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
-    """`lax.scan`: the body's memory is stacked, and a scan the other way pulls through it."""
+def _scan(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
+    """`lax.scan`: what the body remembers is stacked, and a scan in the other direction pulls messages through it."""
     inside, semiring = _inside(eqn), context.semiring
-    (jaxpr, consts), (fixed, carried, _) = inside.jaxprs[0], inside.counts
+    (program,), (fixed, carried, _) = inside.jaxprs, inside.counts
     outer, carry, xs = inputs[:fixed], inputs[fixed : fixed + carried], inputs[fixed + carried :]
-    flags = active_carry(jaxpr, active, fixed, carried)
+    flags = active_carry(program, active, fixed, carried)
     form: dict[str, Any] = {}
 
     def body(carry, x):
-        walked = walk(context, (jaxpr, consts), [*outer, *carry, *x], flags)
+        walked = walk(context, program, [*outer, *carry, *x], flags)
         leaves, treedef = jax.tree.flatten(walked.pull)
         # A leaf that is there anyway is not stacked: what the loop closes over, and its xs.
         known = {id(v): ("outer", i) for i, v in enumerate(outer)} | {id(v): ("xs", i) for i, v in enumerate(x)}
@@ -142,41 +146,47 @@ def scan(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> W
     return Walked(outputs, form["active"], Partial(pull, memory))
 
 
-def active_carry(jaxpr: Any, active: Any, fixed: int, carried: int) -> tuple[bool, ...]:
-    """The active inputs of a loop's body: a carry is active if it begins so, or any step makes it so."""
-    flags = list(active)
-    while True:
-        made = activity(jaxpr, flags)[:carried]
-        grown = [a or b for a, b in zip(flags[fixed : fixed + carried], made, strict=True)]
-        if grown == flags[fixed : fixed + carried]:
-            return tuple(flags)
-        flags[fixed : fixed + carried] = grown
+def active_carry(body: jaxprs.Program, active: Sequence[bool], fixed: int, carried: int) -> tuple[bool, ...]:
+    """The active inputs of a loop's body: a carry is active if it begins so, or any step makes it so.
+
+    Args:
+      body: the program of a step, whose first outputs are the carry.
+      active: whether each input of the first step is active.
+      fixed: how many inputs come before the carry.
+      carried: how many inputs are the carry.
+    """
+
+    def walked(flags):
+        return flow(body, flags, _depends, operator.or_, lambda value: False)
+
+    return tuple(steady(walked, active, fixed, carried, operator.or_)[0])
 
 
-def activity(jaxpr: Any, active: Any) -> list[bool]:
-    """Which outputs of a program depend on its active inputs; for nested equations, all if any."""
-    live = {v for v, a in zip(jaxpr.invars, active, strict=True) if a}
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name not in CONSTANTS and any(not hasattr(v, "val") and v in live for v in eqn.invars):
-            live.update(v for v in eqn.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact))
-    return [not hasattr(v, "val") and v in live for v in jaxpr.outvars]
+def _depends(eqn, flags):
+    """Which outputs of an equation depend on an active input; None asks for a look inside the equation."""
+    if eqn.primitive.name in NO_DERIVATIVE or not any(flags):
+        return [False] * len(eqn.outvars)
+    inside = jaxprs.nested(eqn)
+    if inside is None or inside.kind == "custom":
+        return [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars]
+    return None
 
 
-def while_loop(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
-    """`lax.while_loop`: `SLOTS` states are remembered, and every step between computed again from the last of them."""
+def _while_loop(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
+    """`lax.while_loop`: each step's state is computed again from the last remembered state before it."""
     inside, semiring = _inside(eqn), context.semiring
-    (test, test_consts), (body, body_consts) = inside.jaxprs
+    test, body = inside.jaxprs
     first, fixed, carried = inside.counts
     test_outer, outer, carry = inputs[:first], inputs[first : first + fixed], list(inputs[first + fixed :])
     flags = active_carry(body, active[first:], fixed, carried)
 
     def advance(outer, consts, state):
-        return evaluate((body, consts), [*outer, *state])
+        return jaxprs.evaluate(body._replace(consts=consts), [*outer, *state])
 
     def go_on(state):
-        return evaluate((test, test_consts), [*test_outer, *state[1]])[0]
+        return jaxprs.evaluate(test, [*test_outer, *state[1]])[0]
 
-    count, final = lax.while_loop(go_on, lambda s: (s[0] + 1, advance(outer, body_consts, s[1])), (jnp.int32(0), carry))
+    count, final = lax.while_loop(go_on, lambda s: (s[0] + 1, advance(outer, body.consts, s[1])), (jnp.int32(0), carry))
     shapes = [(jnp.shape(x), jnp.result_type(x)) for x in outer]
     like = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in final]
     heads = [None] * first
@@ -202,7 +212,7 @@ def while_loop(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]
             i = count - 1 - k
             start = [s[i // stride] for s in slots]
             now = lax.fori_loop(0, i % stride, lambda _, s: advance(outer, consts, s), start)
-            answers = walk(context, (body, consts), [*outer, *now], flags).pull(arrived)
+            answers = walk(context, body._replace(consts=consts), [*outer, *now], flags).pull(arrived)
             totals = [t if m is None else semiring.plus(m, t) for m, t in zip(answers[:fixed], totals, strict=True)]
             before = filled(semiring, answers[fixed:], like)
             return [m if f else None for m, f in zip(before, flags[fixed:], strict=True)], totals
@@ -210,78 +220,68 @@ def while_loop(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]
         arrived, totals = lax.fori_loop(0, count, back, (arrived, totals))
         return [*heads, *totals, *arrived]
 
-    memory = (count, list(carry), list(outer), list(body_consts))
+    memory = (count, list(carry), list(outer), list(body.consts))
     return Walked(list(final), tuple(flags[fixed:]), Partial(pull, memory))
 
 
-def custom(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
-    """A function with its own derivative rule, as the linear program that the rule is."""
+def _custom(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
+    """A function with its own derivative rule: the rule's linear program is walked in its place."""
     program, tangents, chosen, real, outputs = _linearized(eqn, inputs, active)
     walked = walk(context._replace(enter=None), program, tangents, (True,) * len(tangents))
     count = len(active)
 
     def pull(inner, messages):
-        answers: list[Any] = [None] * count
-        for i, m in zip(chosen, inner([m for m, r in zip(messages, real, strict=True) if r]), strict=True):
-            answers[i] = m
-        return answers
+        answers = inner([m for m, r in zip(messages, real, strict=True) if r])
+        return jaxprs.place(answers, chosen, [None] * count)
 
     return Walked(outputs, tuple(real), Partial(pull, walked.pull))
 
 
 def rule_program(eqn: Any, inputs: Any, active: Any) -> tuple[Any, list[Any], list[int], list[bool]]:
-    """The linear program of a function with its own rule: from tangents of its active inputs to those of its outputs.
+    """The linear program of a function with its own rule: from tangents of active inputs to tangents of outputs.
+
+    Args:
+      eqn: the equation of a `custom_jvp` or `custom_vjp` function.
+      inputs: the values of its inputs, arrays.
+      active: for each input, whether its tangent is wanted.
 
     Returns:
-      The program, its inputs (zeros), the numbers of the active inputs, and which outputs have tangents.
+      The program, its inputs (zeros), the numbers of the active inputs, and for each output whether it has a tangent.
     """
     return _linearized(eqn, inputs, active)[:4]
 
 
 def _linearized(eqn, inputs, active):
-    chosen, single = [i for i, a in enumerate(active) if a], jaxprs.caller(eqn)
+    chosen, call = [i for i, a in enumerate(active) if a], jaxprs.caller(eqn)
+    real = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars]
 
-    def function(*values):
-        full = list(inputs)
-        for i, value in zip(chosen, values, strict=True):
-            full[i] = value
-        outputs = single(*full)
-        real = [jnp.issubdtype(y.dtype, jnp.inexact) for y in outputs]
-        return [y for y, r in zip(outputs, real, strict=True) if r], [
-            None if r else y for y, r in zip(outputs, real, strict=True)
-        ]
+    def with_messages(*inputs):
+        outputs = call(*inputs)
+        return [y for y, r in zip(outputs, real, strict=True) if r], outputs
 
-    primals = [inputs[i] for i in chosen]
+    function, primals = jaxprs.restrict(with_messages, inputs, chosen)
     tangents = [jnp.zeros_like(x) for x in primals]
     if eqn.primitive.name.startswith("custom_vjp"):
-        floats, pullback, others = jax.vjp(function, *primals, has_aux=True)
+        floats, pullback, outputs = jax.vjp(function, *primals, has_aux=True)
         linear = require_linear(pullback, floats, primals, jaxprs.scope(eqn))
     else:
-        floats, linear, others = jax.linearize(function, *primals, has_aux=True)
-    closed = jax.make_jaxpr(linear)(*tangents)
-    found = iter(floats)
-    outputs = [next(found) if y is None else y for y in others]
-    return (closed.jaxpr, closed.consts), tangents, chosen, [y is None for y in others], outputs
-
-
-def evaluate(program: Any, inputs: Any) -> list[Any]:
-    """Runs a program."""
-    return jaxprs.evaluate(program, inputs, lambda eqn, values: jaxprs.caller(eqn)(*values))
+        _, linear, outputs = jax.linearize(function, *primals, has_aux=True)
+    return jaxprs.trace(linear, *tangents)[0], tangents, chosen, real, outputs
 
 
 def _inside(eqn: Any) -> Any:
-    return jaxprs.nested(eqn)
+    return jaxprs.nested(eqn)  # which is None for plain primitives, and they do not come here
 
 
 def _inexact(outputs):
     return tuple(jnp.issubdtype(y.dtype, jnp.inexact) for y in outputs)
 
 
-NESTED = {
-    "call": call,
-    "remat": remat,
-    "cond": cond,
-    "scan": scan,
-    "while": while_loop,
-    "custom": custom,
+CONTROL_RULES = {
+    "call": _call,
+    "remat": _remat,
+    "cond": _cond,
+    "scan": _scan,
+    "while": _while_loop,
+    "custom": _custom,
 }

@@ -1,8 +1,9 @@
-"""Looking at a trace: the graph with its scopes and heavy paths, influence as a heat map, influence over training.
+"""Pictures of a trace: the graph with its scopes and heavy paths, influence as a heat map, influence over training.
 
-`graphviz` makes text for any viewer of the dot language. The figures want matplotlib, which apgrad does not depend on.
+`graphviz` makes text for any viewer of the dot language. The figures need matplotlib, which apgrad does not depend on.
 """
 
+import functools
 import html
 import itertools
 from collections.abc import Sequence
@@ -12,15 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from apgrad._programs import jaxprs
-from apgrad.tracing._influence import Influence, Kind, plain_scope
-from apgrad.tracing._interpreter import join
-from apgrad.tracing._rules import CONSTANTS
+from apgrad._programs.kinds import NO_DERIVATIVE
+from apgrad.tracing._influence import Influence, PathKind
 from apgrad.tracing._trace import Trace
 
 COLOURS = ("#c2255c", "#1f77b4", "#2a8a3e", "#d95f02", "#6a51a3", "#8c6d1f")
 
 
-class Node(NamedTuple):
+class DrawnNode(NamedTuple):
     """A vertex of the drawn graph: a parameter (primitive "parameter"), an equation, or the loss ("loss")."""
 
     primitive: str
@@ -30,15 +30,18 @@ class Node(NamedTuple):
     depth: int
 
 
-class Graph(NamedTuple):
-    """What depends on the parameters, and the edges between."""
+class DrawnGraph(NamedTuple):
+    """The vertices that depend on the parameters, and the edges between them, as pairs of numbers of vertices."""
 
-    nodes: list[Node]
+    nodes: list[DrawnNode]
     edges: list[tuple[int, int]]
 
 
-def graph(trace: Trace) -> Graph:
-    """The computation graph, array by array: calls written out, a loop's body drawn once.
+def graph(trace: Trace) -> DrawnGraph:
+    """The computation graph, array by array. Calls are written out, and the body of a loop is drawn once.
+
+    Args:
+      trace: made by `ap.trace_gradients`.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -46,47 +49,52 @@ def graph(trace: Trace) -> Graph:
       >>> [node.primitive for node in made.nodes], made.edges
       (['parameter', 'integer_pow', 'reduce_sum', 'loss'], [(0, 1), (1, 2), (2, 3)])
     """
-    jaxpr, count = trace.program()
-    nodes: list[Node] = []
+    program, count = trace.program()
+    nodes: list[DrawnNode] = []
     edges: list[tuple[int, int]] = []
 
     def place(primitive, scope, shape, name, sources):
         depth = 1 + max((nodes[s].depth for s in sources), default=-1)
-        nodes.append(Node(primitive, plain_scope(scope), tuple(shape), name, depth))
+        nodes.append(DrawnNode(primitive, jaxprs.plain_scope(scope), tuple(shape), name, depth))
         edges.extend((s, len(nodes) - 1) for s in sorted(sources))
         return len(nodes) - 1
 
-    def run(jaxpr, scope, inputs):
-        known = {v: s for v, s in zip(jaxpr.invars, inputs, strict=True) if s}
-        read = lambda atom: set() if hasattr(atom, "val") else known.get(atom, set())
-        for eqn in jaxpr.eqns:
-            given = [read(v) for v in eqn.invars]
-            sources, name = set().union(*given), eqn.primitive.name
-            if not sources or name in CONSTANTS:
-                continue
-            where, inside = join(scope, jaxprs.scope(eqn)), jaxprs.nested(eqn)
-            if inside is None or inside.kind == "custom":
-                label = "custom rule" if inside else name
-                made = [{place(label, where, eqn.outvars[0].aval.shape, label, sources)}] * len(eqn.outvars)
-            else:
-                skip = {"cond": 1, "while": inside.counts[0] if inside.counts else 0}.get(inside.kind, 0)
-                bodies = inside.jaxprs[1:] if inside.kind == "while" else inside.jaxprs
-                results = [run(body[0], where, given[skip:]) for body in bodies]
-                made = [set().union(*parts) for parts in zip(*results, strict=True)]
-            for v, sources in zip(eqn.outvars, made, strict=True):
-                if jnp.issubdtype(v.aval.dtype, jnp.inexact):
-                    known[v] = sources
-        return [read(v) for v in jaxpr.outvars]
+    def run(program, scope, inputs):
+        return jaxprs.evaluate(program, inputs, functools.partial(draw_equation, scope), lambda value: set())
 
-    shapes = [v.aval.shape for v in jaxpr.invars[:count]]
+    def draw_equation(scope, eqn, given):
+        sources, name = set().union(*given), eqn.primitive.name
+        if not sources or name in NO_DERIVATIVE:
+            return [set()] * len(eqn.outvars)
+        where, inside = jaxprs.join(scope, jaxprs.scope(eqn)), jaxprs.nested(eqn)
+        if inside is None or inside.kind == "custom":
+            label = "custom rule" if inside else name
+            made = [{place(label, where, eqn.outvars[0].aval.shape, label, sources)}] * len(eqn.outvars)
+        else:
+            skip = {"cond": 1, "while": inside.counts[0] if inside.counts else 0}.get(inside.kind, 0)
+            bodies = inside.jaxprs[1:] if inside.kind == "while" else inside.jaxprs
+            results = [run(body, where, given[skip:]) for body in bodies]
+            made = [set().union(*parts) for parts in zip(*results, strict=True)]
+        real = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars]
+        return [found if r else set() for found, r in zip(made, real, strict=True)]
+
+    invars = program.jaxpr.invars
+    shapes = [v.aval.shape for v in invars[:count]]
     starts = [{place("parameter", "", s, n, ())} for s, n in zip(shapes, trace.parameters, strict=True)]
-    (end,) = run(jaxpr, "", [*starts, *(set() for _ in jaxpr.invars[count:])])
+    (end,) = run(program, "", [*starts, *(set() for _ in invars[count:])])
     place("loss", "", (), "loss", end)
-    return Graph(nodes, edges)
+    return DrawnGraph(nodes, edges)
 
 
-def heavy(trace: Trace, made: Graph, count: int, kind: Kind) -> list[tuple[str, list[int]]]:
-    """The heaviest paths, as (name, nodes of the graph)."""
+def heavy(trace: Trace, made: DrawnGraph, count: int, kind: PathKind) -> list[tuple[str, list[int]]]:
+    """The heaviest paths, as pairs (name of the element, numbers of vertices).
+
+    Args:
+      trace: made by `ap.trace_gradients`.
+      made: the graph of the trace.
+      count: how many paths.
+      kind: of the paths, "viterbi" or "greedy".
+    """
     after: dict[int, list[int]] = {}
     for u, v in made.edges:
         after.setdefault(u, []).append(v)
@@ -107,13 +115,13 @@ def heavy(trace: Trace, made: Graph, count: int, kind: Kind) -> list[tuple[str, 
     return found
 
 
-def graphviz(trace: Trace, count: int = 3, kind: Kind = "viterbi") -> str:
+def graphviz(trace: Trace, count: int = 3, kind: PathKind = "viterbi") -> str:
     """The graph in the dot language: scopes are boxes in boxes, heavy paths thick and coloured.
 
     Args:
-      trace: of `ap.trace_gradients`.
-      count: how many paths are drawn, of the elements with the heaviest.
-      kind: of the paths.
+      trace: made by `ap.trace_gradients`.
+      count: how many paths are drawn: one of each element, for the elements with the heaviest paths.
+      kind: of the paths, "viterbi" or "greedy".
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -159,13 +167,13 @@ def graphviz(trace: Trace, count: int = 3, kind: Kind = "viterbi") -> str:
     return "\n".join([*lines, "}"])
 
 
-def draw(trace: Trace, count: int = 3, kind: Kind = "viterbi") -> Any:
+def draw(trace: Trace, count: int = 3, kind: PathKind = "viterbi") -> Any:
     """The graph and its heavy paths as a matplotlib figure: from parameters at the left to the loss at the right.
 
     Args:
-      trace: of `ap.trace_gradients`.
-      count: how many paths are drawn.
-      kind: of the paths.
+      trace: made by `ap.trace_gradients`.
+      count: how many paths are drawn: one of each element, for the elements with the heaviest paths.
+      kind: of the paths, "viterbi" or "greedy".
 
     Raises:
       ImportError: without matplotlib.
@@ -208,11 +216,11 @@ def draw(trace: Trace, count: int = 3, kind: Kind = "viterbi") -> Any:
 
 
 def heat_map(influence: Influence, weighed: bool = False) -> Any:
-    """Influence as a matplotlib figure: components by parameters; over examples or steps, the mean.
+    """Influence as a matplotlib figure, components by parameters, with the mean over examples or steps.
 
     Args:
-      influence: of `ap.tracing.influence` or `Trace.influence`.
-      weighed: show the share of |gradient| and not that of elements.
+      influence: from `ap.tracing.influence` or `Trace.influence`.
+      weighed: show the share of |gradient| in place of the share of elements.
 
     Raises:
       ImportError: without matplotlib.
@@ -235,16 +243,16 @@ def heat_map(influence: Influence, weighed: bool = False) -> Any:
 
 
 def influence_over_steps(steps: Sequence[int], influence: Influence, parameter: str | None = None) -> Any:
-    """Influence over training as a matplotlib figure, a line a component.
+    """Influence over training as a matplotlib figure, with one line for each component.
 
     Args:
-      steps: numbers of the steps.
-      influence: with the steps as its leading axis, as `lax.scan` collects what `every` returns. NaN is left out.
-      parameter: which; by default the mean over all.
+      steps: the numbers of the steps.
+      influence: has the steps as its leading axis, as `lax.scan` collects what `every` returns. NaN is left out.
+      parameter: the name of one parameter; by default the mean over all parameters is drawn.
 
     Raises:
       ImportError: without matplotlib.
-      ValueError: for a parameter that there is not, or shares without a leading axis.
+      ValueError: for an unknown parameter, or shares without a leading axis.
     """
     values = np.asarray(influence.share, float)
     if values.ndim != 3 or len(values) != len(steps):
@@ -271,7 +279,7 @@ def influence_over_steps(steps: Sequence[int], influence: Influence, parameter: 
 
 
 def _mean(values):
-    """Over the first axis, without NaN; NaN where there is nothing else."""
+    """The mean over the first axis without NaN, and NaN where there is nothing else."""
     count = np.sum(~np.isnan(values), axis=0)
     return np.where(count > 0, np.nansum(values, axis=0) / np.maximum(count, 1), np.nan)
 

@@ -1,13 +1,13 @@
 """Influence: how much of each parameter is taught through each named component.
 
-A component has the more influence on a parameter, the more of its elements have their path through it (seed, section
-1.3; its "most influence" of section 1.2). No path is read for this. The messages that find the paths carry sets of
-components along, as bits: an equation adds its own to the message that goes through it, and where messages meet, the
-winner's set is kept. So the sets of all elements of all parameters come from one backward walk.
+The influence of a component on a parameter is the share of the parameter's elements whose path runs through the
+component (DuSell, "Analyzing neural network optimization with gradient tracing", sections 1.2 and 1.3). No path is read
+for this. The messages that find the paths carry sets of components along, as bits: an equation adds its own component
+to each message that goes through, and where messages meet, the set of the greatest message is kept. So one backward
+walk gives the sets of all elements of all parameters.
 """
 
 import dataclasses
-import re
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -16,13 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from apgrad._programs import jaxprs
+from apgrad._programs.kinds import NO_DERIVATIVE
 from apgrad.tracing import _paths as paths
-from apgrad.tracing._backpropagation import NESTED, is_single, original, traced, values
-from apgrad.tracing._interpreter import Context, join, walk
-from apgrad.tracing._rules import CONSTANTS
+from apgrad.tracing._interpreter import Context, walk
+from apgrad.tracing._semiring_grad import NESTED, is_single, original, traced, values
 from apgrad.tracing._semirings import ordinary
 
-Kind = Literal["greedy", "viterbi"]
+PathKind = Literal["greedy", "viterbi"]
 
 
 @jax.tree_util.register_dataclass
@@ -31,12 +31,12 @@ class Influence:
     """Components by parameters: a pytree of two arrays, with the names as static data.
 
     Attributes:
-      share: (..., components, parameters), of each parameter's elements that have a path (a gradient that is not zero)
-        the share whose path runs through the component. NaN for a parameter that has none.
-      gradient: the same share, elements weighed by their |gradient|.
-      components: names of rows.
-      parameters: names of columns.
-      kind: of the paths.
+      share: (..., components, parameters), floating point. Of the parameter's elements that have a path (a gradient
+        that is not zero), the share whose path runs through the component. NaN for a parameter without such elements.
+      gradient: the same share, with each element weighed by its |gradient|.
+      components: names of the rows.
+      parameters: names of the columns.
+      kind: which paths: "viterbi" or "greedy".
     """
 
     share: jax.Array
@@ -59,21 +59,26 @@ class Influence:
 
 
 class Component(NamedTuple):
-    """A rule for what an equation's component is called.
+    """Says which components an equation belongs to.
 
     Attributes:
       by: "scope" or "primitive".
-      depth: of scopes: how many names from the outside; None for every level.
+      depth: how many names of a scope, counted from the outside, make a component; None for a component at every level.
     """
 
     by: str
     depth: int | None
 
     def names(self, scope: str, primitive: str) -> list[str]:
-        """The components that an equation belongs to."""
+        """The names of the components that an equation belongs to.
+
+        Args:
+          scope: the named scopes around the equation.
+          primitive: the name of the equation's primitive.
+        """
         if self.by == "primitive":
             return [primitive]
-        parts = plain_scope(scope).split("/") if plain_scope(scope) else []
+        parts = jaxprs.plain_scope(scope).split("/") if jaxprs.plain_scope(scope) else []
         if self.depth is None:
             return ["/".join(parts[:n]) for n in range(1, len(parts) + 1)]
         return ["/".join(parts[: self.depth])] if parts else []
@@ -81,7 +86,7 @@ class Component(NamedTuple):
 
 def influence(
     f: Callable[..., Any],
-    kind: Kind = "viterbi",
+    kind: PathKind = "viterbi",
     *,
     by: Literal["scope", "primitive"] = "scope",
     depth: int | None = None,
@@ -89,23 +94,24 @@ def influence(
 ) -> Callable[..., Influence]:
     """A function of f's arguments that returns how much of each parameter is taught through each component.
 
-    It is made of JAX operations alone, so it works under `jit`, `vmap` (shares get leading axes), `scan` and `cond`:
-    `every` traces each n-th step of a training loop.
+    The function is made of JAX operations alone, so it works under `jit`, `vmap` (shares get leading axes), `scan` and
+    `cond`: `every` traces each n-th step of a training loop.
 
     Args:
-      f: returns a scalar loss. Its components are named scopes: Flax Linen names modules itself; elsewhere use
-        `jax.named_scope`.
-      kind: of the paths: "viterbi", the heaviest, or "greedy", the seed's.
+      f: the loss, a function that returns a floating-point scalar. Its components are named scopes. Flax Linen names
+        modules itself; elsewhere use `jax.named_scope`.
+      kind: which path an element has: "viterbi", the heaviest, or "greedy", DuSell's Algorithm 1.
       by: what a component is: a named scope, or a primitive.
-      depth: of scopes, the number of names from the outside; by default a component at every level.
-      argnums: the parameters, as for `jax.grad`.
+      depth: how many names of a scope, counted from the outside, make a component; by default there is a component at
+        every level.
+      argnums: which positional arguments are the parameters, as for `jax.grad`.
 
     Returns:
       `(*args) -> Influence`.
 
     Raises:
       ValueError: for another kind or depth, or if f has no named scope.
-      TypeError: as `ap.backprop`.
+      TypeError: as for `ap.semiring_grad`.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -130,7 +136,7 @@ def influence(
 
     def influence_of(*args, **kwargs):
         program, inputs, treedef, active = traced(f, args, kwargs, argnums)
-        components = tuple(dict.fromkeys(n for eqn in equations(program[0]) for n in rule.names(*eqn)))
+        components = tuple(dict.fromkeys(n for eqn in equations(program) for n in rule.names(*eqn)))
         if not components:
             raise ValueError(
                 "nothing is named: the function has no named scopes. Linen modules name themselves; elsewhere write "
@@ -165,11 +171,12 @@ def influence(
 def every(n: int, traced: Callable[..., Any]) -> Callable[..., Any]:
     """Each n-th step of a jitted loop: `(step, *args) -> traced(*args)` where n divides step, NaN elsewhere.
 
-    No callback: a `lax.cond`, so that other steps cost nothing. Collect what it returns as an output of `lax.scan`.
+    The choice is a `lax.cond` and no callback, so that other steps cost nothing. Collect the results as an output of
+    `lax.scan`.
 
     Args:
-      n: at least 1.
-      traced: a function of arrays, such as `influence(loss)`.
+      n: how many steps there are from one traced step to the next, at least 1.
+      traced: a function of arrays that returns floating-point arrays, such as `influence(loss)`.
 
     Raises:
       ValueError: for n below 1.
@@ -195,30 +202,35 @@ def every(n: int, traced: Callable[..., Any]) -> Callable[..., Any]:
     return at
 
 
-def equations(jaxpr: Any, scope: str = "") -> list[tuple[str, str]]:
-    """The (scope, primitive) of all equations that have edges, also inside others."""
+def equations(program: jaxprs.Program, scope: str = "") -> list[tuple[str, str]]:
+    """The (scope, primitive) of all equations that have edges, also of those inside other equations.
+
+    Args:
+      program: the traced program.
+      scope: the named scopes around the program.
+    """
     found = []
-    for eqn in jaxpr.eqns:
-        where, inside = join(scope, jaxprs.scope(eqn)), jaxprs.nested(eqn)
-        if eqn.primitive.name in CONSTANTS or not any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars):
+    for eqn in program.jaxpr.eqns:
+        where, inside = jaxprs.join(scope, jaxprs.scope(eqn)), jaxprs.nested(eqn)
+        if eqn.primitive.name in NO_DERIVATIVE or not any(
+            jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars
+        ):
             continue
         if inside is not None and inside.kind != "custom":
-            for program, _ in inside.jaxprs:
-                found += equations(program, where)
+            for body in inside.jaxprs:
+                found += equations(body, where)
         else:
             found.append((where, eqn.primitive.name))
     return found
 
 
-def plain_scope(scope: str) -> str:
-    """A scope without the marks of transformations: "vmap(encoder)/dense" is "encoder/dense"."""
-    while (plain := re.sub(r"\b\w+\(([^()]*)\)", r"\1", scope)) != scope:
-        scope = plain
-    return "/".join(part for part in scope.split("/") if part)
-
-
 def parameter_names(treedef: Any, argnums: int | Sequence[int]) -> tuple[str, ...]:
-    """The names of the arrays in the chosen arguments."""
+    """The names of the arrays in the chosen arguments.
+
+    Args:
+      treedef: the structure of the chosen arguments.
+      argnums: which arguments were chosen; if it is one number, names do not begin with the argument's number.
+    """
     tree = jax.tree.unflatten(treedef, range(treedef.num_leaves))
     keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     keys = [path[1:] if is_single(argnums) else path for path in keys]

@@ -1,7 +1,7 @@
-"""The walk: a program forward, equation by equation, with each equation's pull; then backward through the pulls.
+"""The walk of tracing: forward through a program, collecting each equation's pull, then backward through the pulls.
 
-This is reverse mode on jaxprs with the sum left open. Nothing here knows a primitive (`rules.py`) or a loop
-(`control.py`); a walk is a function of arrays, so it works under `jit`, `vmap` and `scan`.
+This is reverse mode on jaxprs in which the semiring says what the sum is. Nothing here knows a primitive (`_rules.py`
+does) or a loop (`_control.py` does). A walk is a function of arrays, so it works under `jit`, `vmap` and `scan`.
 """
 
 import math
@@ -14,9 +14,10 @@ from jax.ref import AbstractRef
 from jax.tree_util import Partial
 
 from apgrad._programs import jaxprs
-from apgrad.tracing._rules import CONSTANTS, RULES, dense
+from apgrad._programs.kinds import NO_DERIVATIVE
+from apgrad.tracing._equation import Equation, Pull
+from apgrad.tracing._rules import RULES, dense
 from apgrad.tracing._semirings import Semiring, Value
-from apgrad.tracing._site import Pull, Site
 from apgrad.tracing._sums import zeros
 
 
@@ -24,8 +25,9 @@ class Context(NamedTuple):
     """What is the same for all of a walk.
 
     Attributes:
-      semiring: of the messages.
-      nested: for each kind of nested equation its rule, `(context, eqn, inputs, active) -> Walked`.
+      semiring: the semiring of the messages.
+      nested: the rules `(context, eqn, inputs, active) -> Walked` of equations with programs inside, by kind, and of
+        primitives that are walked in parts, by name.
       scope: the named scopes around the program that is walked.
       enter: `(message, scope, primitive) -> message`, applied before a message goes through an equation.
     """
@@ -36,17 +38,21 @@ class Context(NamedTuple):
     enter: Callable[[Value, str, str], Value] | None = None
 
     def at(self, eqn: Any) -> "Context":
-        """The context of a program inside the equation."""
-        return self._replace(scope=join(self.scope, jaxprs.scope(eqn)))
+        """The context of a program inside an equation.
+
+        Args:
+          eqn: the equation.
+        """
+        return self._replace(scope=jaxprs.join(self.scope, jaxprs.scope(eqn)))
 
 
 class Walked(NamedTuple):
-    """A program or equation, walked forward.
+    """What a program or equation is after its walk forward.
 
     Attributes:
-      outputs: arrays.
+      outputs: the values of the outputs, arrays.
       active: for each output, whether it depends on an active input.
-      pull: a `Pull`, messages backward; None where nothing active goes in or comes out.
+      pull: the `Pull` that carries messages backward; None where nothing active goes in or comes out.
     """
 
     outputs: list[Any]
@@ -55,12 +61,12 @@ class Walked(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """A program walked forward, with all that was on the way.
+    """What a program is after its walk forward, with everything inside.
 
     Attributes:
-      values: of each variable.
+      values: the value of each variable.
       active: the variables that depend on an active input.
-      pulls: of each equation; None where nothing active goes in or comes out.
+      pulls: the pull of each equation; None where nothing active goes in or comes out.
     """
 
     values: dict[Any, Any]
@@ -68,17 +74,32 @@ class Frame(NamedTuple):
     pulls: list[Pull | None]
 
     def read(self, atom: Any) -> Any:
-        """The value of a variable or literal."""
+        """The value of a variable or literal.
+
+        Args:
+          atom: the variable or literal.
+        """
         return atom.val if isinstance(atom, Literal) else self.values[atom]
 
     def is_active(self, atom: Any) -> bool:
-        """Whether the atom depends on an active input."""
+        """Whether a variable depends on an active input; a literal never does.
+
+        Args:
+          atom: the variable or literal.
+        """
         return not isinstance(atom, Literal) and atom in self.active
 
 
-def walk(context: Context, program: Any, inputs: Sequence[Any], active: Sequence[bool]) -> Walked:
-    """A program `(jaxpr, consts)` as one step: its outputs, and a pull through all of it."""
-    jaxpr = program[0]
+def walk(context: Context, program: jaxprs.Program, inputs: Sequence[Any], active: Sequence[bool]) -> Walked:
+    """A program as one step: its outputs, and a pull through all of it.
+
+    Args:
+      context: what is the same for all of the walk.
+      program: the program that is walked.
+      inputs: its inputs, arrays.
+      active: for each input, whether a message for this input is wanted.
+    """
+    jaxpr = program.jaxpr
     frame = forward(context, program, inputs, active)
     invars, flags = jaxpr.invars, tuple(active)
 
@@ -90,8 +111,15 @@ def walk(context: Context, program: Any, inputs: Sequence[Any], active: Sequence
     return Walked(outputs, tuple(frame.is_active(v) for v in jaxpr.outvars), Partial(pull, frame.pulls))
 
 
-def forward(context: Context, program: Any, inputs: Sequence[Any], active: Sequence[bool]) -> Frame:
-    """Evaluates a program, and collects the pulls of its equations."""
+def forward(context: Context, program: jaxprs.Program, inputs: Sequence[Any], active: Sequence[bool]) -> Frame:
+    """Evaluates a program, and collects the pulls of its equations.
+
+    Args:
+      context: what is the same for all of the walk.
+      program: the program that is walked.
+      inputs: its inputs, arrays.
+      active: for each input, whether a message for this input is wanted.
+    """
     jaxpr, consts = program
     frame = Frame(dict(zip(jaxpr.constvars, consts, strict=True)), set(), [])
     frame.values.update(zip(jaxpr.invars, inputs, strict=True))
@@ -105,9 +133,19 @@ def forward(context: Context, program: Any, inputs: Sequence[Any], active: Seque
 
 
 def step(context: Context, eqn: Any, inputs: Sequence[Any], active: tuple[bool, ...]) -> Walked:
-    """Evaluates one equation, and finds its pull."""
+    """Evaluates one equation, and finds its pull.
+
+    Args:
+      context: what is the same for all of the walk.
+      eqn: the equation.
+      inputs: the values of its inputs, arrays.
+      active: for each input, whether a message for this input is wanted.
+
+    Raises:
+      TypeError: if an active value is complex, or goes through a mutable reference.
+    """
     name, call = eqn.primitive.name, jaxprs.caller(eqn)
-    if not any(active) or name in CONSTANTS:
+    if not any(active) or name in NO_DERIVATIVE:
         return Walked(call(*inputs), (False,) * len(eqn.outvars), None)
     if any(isinstance(v.aval, AbstractRef) for v in (*eqn.invars, *eqn.outvars)):
         raise TypeError(
@@ -132,16 +170,25 @@ def step(context: Context, eqn: Any, inputs: Sequence[Any], active: tuple[bool, 
             "what is traced, or trace real and imaginary parts that are computed apart."
         )
     rule = RULES.get(name, dense)
-    return Walked(outputs, flags, rule(Site(context.semiring, name, call, inputs, active, outputs, eqn.params)))
+    return Walked(outputs, flags, rule(Equation(context.semiring, name, call, inputs, active, outputs, eqn.params)))
 
 
 def backward(
     context: Context, jaxpr: Any, pulls: Sequence[Pull | None], messages: Sequence[Value | None]
 ) -> dict[Any, Value]:
-    """The message at each variable, from those at the outputs.
+    """The messages at all variables of a program, from the messages at its outputs.
 
-    Contributions are added so that the plus sees them in the order of the program; where it prefers, the first. The
-    inputs' messages are not settled: outside, more may come.
+    The plus gets contributions in the order of the program, because of two equal ones the first is to win. Messages at
+    the inputs are not settled: the program around this one may add more.
+
+    Args:
+      context: what is the same for all of the walk.
+      jaxpr: the program.
+      pulls: the pull of each equation, from `forward`.
+      messages: a message for each output, or None.
+
+    Returns:
+      The message of each variable that got one.
     """
     semiring, found = context.semiring, {}
 
@@ -160,7 +207,7 @@ def backward(
         arrived = [found.get(v) for v in eqn.outvars]
         inside = jaxprs.nested(eqn)
         if context.enter is not None and (inside is None or inside.kind == "custom"):
-            where, name = join(context.scope, jaxprs.scope(eqn)), eqn.primitive.name
+            where, name = jaxprs.join(context.scope, jaxprs.scope(eqn)), eqn.primitive.name
             arrived = [None if m is None else context.enter(m, where, name) for m in arrived]
         for atom, message in zip(reversed(eqn.invars), reversed(pull(arrived)), strict=True):
             add(atom, message)
@@ -168,7 +215,13 @@ def backward(
 
 
 def filled(semiring: Semiring, messages: Sequence[Value | None], like: Sequence[Any]) -> list[Value | None]:
-    """Messages with zeros where there are none, for all floating-point arrays of `like`; None for the others."""
+    """The messages, with the semiring's zeros in place of None where an array can have a message.
+
+    Args:
+      semiring: the semiring of the messages.
+      messages: messages or None.
+      like: for each message its array, or something with its shape and dtype. Only floating-point arrays have messages.
+    """
     return [
         None
         if not jnp.issubdtype(jnp.result_type(x), jnp.inexact)
@@ -177,8 +230,3 @@ def filled(semiring: Semiring, messages: Sequence[Value | None], like: Sequence[
         else m
         for m, x in zip(messages, like, strict=True)
     ]
-
-
-def join(*scopes: str) -> str:
-    """Scopes inside each other."""
-    return "/".join(s for s in scopes if s)

@@ -1,4 +1,4 @@
-"""The tangent map of a function whose own backward pass is linear; an error if the pass is not."""
+"""The tangent map of a function with its own backward pass, if this pass is linear; otherwise an error."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,13 +12,13 @@ from apgrad._programs.linearity import LINEAR, ZERO, linearity
 def require_linear(
     pullback: Callable[..., Any], outputs: Sequence[Any], inputs: Sequence[Any], where: str
 ) -> Callable[..., list[Any]]:
-    """The tangent map of which a pullback is the transpose.
+    """The tangent map whose transpose is the given pullback.
 
     Args:
       pullback: `(cotangents of outputs) -> cotangents of inputs`, as from `jax.vjp`.
-      outputs: arrays, a list.
-      inputs: arrays.
-      where: named scopes, for the error.
+      outputs: the values of the outputs, a list of arrays.
+      inputs: the values of the inputs, arrays.
+      where: the named scopes around the function, for the error.
 
     Returns:
       `(*tangents of inputs) -> list of tangents of outputs`.
@@ -33,9 +33,8 @@ def require_linear(
         "kind. Trace a program without it; reparameterization() and likelihood_ratio() can be traced."
         " Inside a function, put what was given to ap.randomize in the place of what it returned."
     )
-    closed = jax.make_jaxpr(pullback)(list(outputs))
-    program = jaxprs.Program(closed.jaxpr, tuple(closed.consts))
-    if not {ZERO, LINEAR}.issuperset(linearity(program, [LINEAR] * len(closed.jaxpr.invars))):
+    program, _ = jaxprs.trace(pullback, list(outputs))
+    if not {ZERO, LINEAR}.issuperset(linearity(program, [LINEAR] * len(program.jaxpr.invars))):
         raise TypeError(message.format("it is a sum, product or other function of messages and constants"))
     transposed = jax.linear_transpose(pullback, list(outputs))
 

@@ -1,7 +1,7 @@
-"""Rules of the primitives that move elements: each output is one of the inputs, and the derivative 1.
+"""Rules of the primitives that move elements: each output element is an input element, and the derivative is 1.
 
-A message goes back by the transposed move. Where an element went to several places, their plus comes back; where it
-went nowhere, the semiring's zero.
+A message goes back by the transposed move. An input element that went to several places gets the plus of their
+messages; an input element that went nowhere gets the semiring's zero.
 """
 
 import functools
@@ -12,14 +12,15 @@ import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import Partial
 
+from apgrad._programs.kinds import IDENTITY
+from apgrad.tracing._equation import EdgeRule, Equation, Pull, each, each_with_zero, edge, require_countable, where
 from apgrad.tracing._semirings import Semiring, Value
-from apgrad.tracing._site import Pull, Rule, Site, each, each_with_zero, edge, require_countable, where
 from apgrad.tracing._sums import dtype_of, plus_by_index, plus_over, zeros
 
 
-def choice(site: Site) -> Pull:
-    """Each case where it is chosen, by select_n."""
-    semiring, active, shape = site.semiring, site.active, jnp.shape(site.outputs[0])
+def _choice(equation: Equation) -> Pull:
+    """select_n: each case gets the message where this case was chosen."""
+    semiring, active, shape = equation.semiring, equation.active, jnp.shape(equation.outputs[0])
 
     def pull(which, messages):
         (message,) = messages
@@ -31,45 +32,45 @@ def choice(site: Site) -> Pull:
             answers.append(where(chosen, message, nothing) if a else None)
         return answers
 
-    return Partial(pull, jnp.asarray(site.inputs[0]))
+    return Partial(pull, jnp.asarray(equation.inputs[0]))
 
 
-def move(transposed: Callable[[Site], Callable[[Semiring, Value], Value]]) -> Rule:
-    """The rule of a primitive with one array input whose outputs are some of its elements."""
+def _move(transposed: Callable[[Equation], Callable[[Semiring, Value], Value]]) -> EdgeRule:
+    """The rule of a primitive with one array input, whose output elements are some of the input's elements."""
 
-    def rule(site):
-        function, semiring, rest = transposed(site), site.semiring, [None] * (len(site.inputs) - 1)
+    def rule(equation):
+        function, semiring, rest = transposed(equation), equation.semiring, [None] * (len(equation.inputs) - 1)
         return Partial(lambda messages: [function(semiring, messages[0]), *rest])
 
     return rule
 
 
-def _reshape(site):
-    shape = jnp.shape(site.inputs[0])
+def _reshape(equation):
+    shape = jnp.shape(equation.inputs[0])
     return lambda _, m: each(lambda x: x.reshape(shape), m)
 
 
-def _transpose(site):
-    inverse = tuple(sorted(range(len(site.params["permutation"])), key=lambda i: site.params["permutation"][i]))
+def _transpose(equation):
+    inverse = tuple(sorted(range(len(equation.params["permutation"])), key=lambda i: equation.params["permutation"][i]))
     return lambda _, m: each(lambda x: jnp.transpose(x, inverse), m)
 
 
-def _reverse(site):
-    dimensions = site.params["dimensions"]
+def _reverse(equation):
+    dimensions = equation.params["dimensions"]
     return lambda _, m: each(lambda x: lax.rev(x, dimensions), m)
 
 
-def _broadcast(site):
-    shape, wide, kept = jnp.shape(site.inputs[0]), site.params["shape"], site.params["broadcast_dimensions"]
+def _broadcast(equation):
+    shape, wide, kept = jnp.shape(equation.inputs[0]), equation.params["shape"], equation.params["broadcast_dimensions"]
     grown = {d for n, d in zip(shape, kept, strict=True) if n == 1 and wide[d] != 1}
     axes = tuple(i for i in range(len(wide)) if i not in kept or i in grown)
     return lambda semiring, m: each(lambda x: x.reshape(shape), plus_over(semiring, m, axes))
 
 
-def _slice(site):
-    shape, start = jnp.shape(site.inputs[0]), site.params["start_indices"]
-    strides = site.params["strides"] or (1,) * len(shape)
-    taken = jnp.shape(site.outputs[0])
+def _slice(equation):
+    shape, start = jnp.shape(equation.inputs[0]), equation.params["start_indices"]
+    strides = equation.params["strides"] or (1,) * len(shape)
+    taken = jnp.shape(equation.outputs[0])
     ends = [n - s - ((t - 1) * d + 1 if t else 0) for n, s, t, d in zip(shape, start, taken, strides, strict=True)]
     config = [(s, e, d - 1) for s, e, d in zip(start, ends, strides, strict=True)]
     return lambda semiring, m: each_with_zero(
@@ -77,13 +78,13 @@ def _slice(site):
     )
 
 
-def _reduce_sum(site):
-    shape, axes = jnp.shape(site.inputs[0]), site.params["axes"]
+def _reduce_sum(equation):
+    shape, axes = jnp.shape(equation.inputs[0]), equation.params["axes"]
     return lambda _, m: each(lambda x: jnp.broadcast_to(jnp.expand_dims(x, axes), shape), m)
 
 
-def _cumsum(site):
-    axis, reverse = site.params["axis"], not site.params["reverse"]
+def _cumsum(equation):
+    axis, reverse = equation.params["axis"], not equation.params["reverse"]
 
     def transposed(semiring, m):
         # The scan joins (what it has, the next): going backward, the next comes first.
@@ -93,8 +94,8 @@ def _cumsum(site):
     return transposed
 
 
-def _tile(site):
-    shape, reps = jnp.shape(site.inputs[0]), site.params["reps"]
+def _tile(equation):
+    shape, reps = jnp.shape(equation.inputs[0]), equation.params["reps"]
     full = (1,) * (len(reps) - len(shape)) + shape
     pairs = [n for pair in zip(reps, full, strict=True) for n in pair]
     axes = tuple(range(0, len(pairs), 2))
@@ -103,9 +104,9 @@ def _tile(site):
     )
 
 
-def stack(site: Site) -> Pull:
-    """Each operand gets its slice."""
-    active, axis = site.active, site.params["axis"]
+def _stack(equation: Equation) -> Pull:
+    """stack: each operand gets its slice of the message."""
+    active, axis = equation.active, equation.params["axis"]
 
     def pull(messages):
         cut = lambda i: each(functools.partial(lax.index_in_dim, index=i, axis=axis, keepdims=False), messages[0])
@@ -114,15 +115,15 @@ def stack(site: Site) -> Pull:
     return Partial(pull)
 
 
-def identity(site: Site) -> Pull:
-    """Outputs are the inputs."""
-    active = site.active
+def _identity(equation: Equation) -> Pull:
+    """Primitives whose outputs are their inputs: each message goes through."""
+    active = equation.active
     return Partial(lambda messages: [m if a else None for m, a in zip(messages, active, strict=True)])
 
 
-def pad(site: Site) -> Pull:
-    """The operand and what it is padded with: the padding's message is the plus of all that is no operand."""
-    semiring, active, config = site.semiring, site.active, site.params["padding_config"]
+def _pad(equation: Equation) -> Pull:
+    """pad: the operand gets its part of the message, and the padding value the plus of all the rest."""
+    semiring, active, config = equation.semiring, equation.active, equation.params["padding_config"]
 
     def pull(messages):
         (message,) = messages
@@ -138,14 +139,14 @@ def pad(site: Site) -> Pull:
             padding = plus_over(semiring, outside, tuple(range(len(config))))
         return [each_with_zero(semiring, crop, message) if active[0] else None, padding]
 
-    shape = jnp.shape(site.inputs[0])
+    shape = jnp.shape(equation.inputs[0])
     return Partial(pull)
 
 
-def concatenate(site: Site) -> Pull:
-    """Each operand gets its piece."""
-    active, axis = site.active, site.params["dimension"]
-    sizes = [jnp.shape(x)[axis] for x in site.inputs]
+def _concatenate(equation: Equation) -> Pull:
+    """concatenate: each operand gets its piece of the message."""
+    active, axis = equation.active, equation.params["dimension"]
+    sizes = [jnp.shape(x)[axis] for x in equation.inputs]
 
     def pull(messages):
         pieces, start = [], 0
@@ -160,11 +161,11 @@ def concatenate(site: Site) -> Pull:
     return Partial(pull)
 
 
-def split(site: Site) -> Pull:
-    """The pieces' messages, joined; of split and unstack."""
-    semiring, axis = site.semiring, site.params["axis"]
-    shapes, dtype = [jnp.shape(y) for y in site.outputs], site.outputs[0].dtype
-    join = jnp.stack if site.name == "unstack" else jnp.concatenate
+def _split(equation: Equation) -> Pull:
+    """Split and unstack: the input gets the joined messages of its pieces."""
+    semiring, axis = equation.semiring, equation.params["axis"]
+    shapes, dtype = [jnp.shape(y) for y in equation.outputs], equation.outputs[0].dtype
+    join = jnp.stack if equation.name == "unstack" else jnp.concatenate
 
     def pull(messages):
         full = [m if m is not None else zeros(semiring, s, dtype) for m, s in zip(messages, shapes, strict=True)]
@@ -173,9 +174,9 @@ def split(site: Site) -> Pull:
     return Partial(pull)
 
 
-def dynamic_slice(site: Site) -> Pull:
-    """The operand; starts have no message."""
-    semiring, shape = site.semiring, jnp.shape(site.inputs[0])
+def _dynamic_slice(equation: Equation) -> Pull:
+    """dynamic_slice: the operand gets the message at the place of the slice. Start indices get no message."""
+    semiring, shape = equation.semiring, jnp.shape(equation.inputs[0])
 
     def pull(starts, messages):
         (message,) = messages
@@ -183,12 +184,12 @@ def dynamic_slice(site: Site) -> Pull:
         placed = tuple(lax.dynamic_update_slice(w, x, starts) for w, x in zip(whole, message, strict=True))
         return [placed, *(None for _ in starts)]
 
-    return Partial(pull, list(site.inputs[1:]))
+    return Partial(pull, list(equation.inputs[1:]))
 
 
-def dynamic_update_slice(site: Site) -> Pull:
-    """The operand, less a hole, and the update, which is in it."""
-    semiring, active, shape = site.semiring, site.active, jnp.shape(site.inputs[1])
+def _dynamic_update_slice(equation: Equation) -> Pull:
+    """dynamic_update_slice: the update gets the message at its place, and the operand gets the rest."""
+    semiring, active, shape = equation.semiring, equation.active, jnp.shape(equation.inputs[1])
 
     def pull(starts, messages):
         (message,) = messages
@@ -197,29 +198,29 @@ def dynamic_update_slice(site: Site) -> Pull:
         update = each(lambda x: lax.dynamic_slice(x, starts, shape), message)
         return [operand if active[0] else None, update if active[1] else None, *(None for _ in starts)]
 
-    return Partial(pull, list(site.inputs[2:]))
+    return Partial(pull, list(equation.inputs[2:]))
 
 
-def gather(site: Site) -> Pull:
-    """Which element each output is, is what gather makes of the elements' numbers."""
-    semiring, shape = site.semiring, jnp.shape(site.inputs[0])
-    size = require_countable(site, math.prod(shape))
+def _gather(equation: Equation) -> Pull:
+    """gather: gathering the numbers of the operand's elements tells which element each output element is."""
+    semiring, shape = equation.semiring, jnp.shape(equation.inputs[0])
+    size = require_countable(equation, math.prod(shape))
 
     def pull(indices, messages):
-        source = site_call(jnp.arange(size, dtype=jnp.int32).reshape(shape), indices, fill_value=-1)[0]
+        source = call(jnp.arange(size, dtype=jnp.int32).reshape(shape), indices, fill_value=-1)[0]
         return [each(lambda x: x.reshape(shape), plus_by_index(semiring, messages[0], source, size)), None]
 
-    site_call = site.call
-    return Partial(pull, site.inputs[1])
+    call = equation.call
+    return Partial(pull, equation.inputs[1])
 
 
-def scatter(site: Site) -> Pull:
-    """Scatter and scatter-add (operand, indices, updates)."""
-    semiring, active, params = site.semiring, site.active, site.params
-    shape, updates = jnp.shape(site.inputs[0]), jnp.shape(site.inputs[2])
-    size, count = require_countable(site, math.prod(shape)), require_countable(site, math.prod(updates))
-    numbers, replaces, site_call = params["dimension_numbers"], site.name == "scatter", site.call
-    sign = -1.0 if site.name == "scatter-sub" else 1.0
+def _scatter(equation: Equation) -> Pull:
+    """scatter, scatter-add and scatter-sub, with inputs (operand, indices, updates)."""
+    semiring, active, params = equation.semiring, equation.active, equation.params
+    shape, updates = jnp.shape(equation.inputs[0]), jnp.shape(equation.inputs[2])
+    size, count = require_countable(equation, math.prod(shape)), require_countable(equation, math.prod(updates))
+    numbers, replaces, call = params["dimension_numbers"], equation.name == "scatter", equation.call
+    sign = -1.0 if equation.name == "scatter-sub" else 1.0
     collapsed = set(numbers.inserted_window_dims) | set(numbers.operand_batching_dims)
     window = iter(updates[d] for d in numbers.update_window_dims)
     read = functools.partial(
@@ -235,7 +236,7 @@ def scatter(site: Site) -> Pull:
         mode=params["mode"],
         fill_value=-1,
     )
-    dtypes = [jnp.result_type(x) for x in site.inputs]
+    dtypes = [jnp.result_type(x) for x in equation.inputs]
 
     def pull(indices, messages):
         (message,) = messages
@@ -244,7 +245,7 @@ def scatter(site: Site) -> Pull:
         operand = message
         if replaces:
             own = jnp.arange(count, dtype=jnp.int32).reshape(updates)
-            last = site_call(jnp.full(shape, -1, jnp.int32), indices, own)[0]
+            last = call(jnp.full(shape, -1, jnp.int32), indices, own)[0]
             operand = where(last < 0, message, zeros(semiring, shape, dtype_of(message)))
             kept &= last.ravel()[jnp.clip(target, 0)] == own
         arrived = each(lambda x: x.ravel()[jnp.clip(target, 0)], message)
@@ -252,14 +253,16 @@ def scatter(site: Site) -> Pull:
         update = edge(semiring, sign, update, dtypes[2])
         return [operand if active[0] else None, None, update if active[2] else None]
 
-    return Partial(pull, site.inputs[1])
+    return Partial(pull, equation.inputs[1])
 
 
-def sort(site: Site) -> Pull:
-    """All operands go where the order of the keys says."""
-    axis, active = site.params["dimension"], site.active
-    place = lax.broadcasted_iota(jnp.int32, jnp.shape(site.inputs[0]), axis)
-    order = lax.sort((*site.inputs, place), dimension=axis, is_stable=True, num_keys=site.params["num_keys"])[-1]
+def _sort(equation: Equation) -> Pull:
+    """sort: every operand is moved in the order of the keys, and its message is moved back."""
+    axis, active = equation.params["dimension"], equation.active
+    place = lax.broadcasted_iota(jnp.int32, jnp.shape(equation.inputs[0]), axis)
+    order = lax.sort((*equation.inputs, place), dimension=axis, is_stable=True, num_keys=equation.params["num_keys"])[
+        -1
+    ]
 
     def pull(order, messages):
         back = jnp.argsort(order, axis=axis)
@@ -269,10 +272,10 @@ def sort(site: Site) -> Pull:
     return Partial(pull, order)
 
 
-def top_k(site: Site) -> Pull:
-    """The values come from where the indices say."""
-    semiring, shape = site.semiring, jnp.shape(site.inputs[0])
-    axis = site.params.get("axis", len(shape) - 1)
+def _top_k(equation: Equation) -> Pull:
+    """top_k: the indices say where in the operand the values come from."""
+    semiring, shape = equation.semiring, jnp.shape(equation.inputs[0])
+    axis = equation.params.get("axis", len(shape) - 1)
 
     def pull(index, messages):
         message = messages[0]
@@ -280,40 +283,28 @@ def top_k(site: Site) -> Pull:
         put = lambda w, x: jnp.put_along_axis(w, index, x, axis, inplace=False)
         return [tuple(put(w, x) for w, x in zip(whole, message, strict=True))]
 
-    return Partial(pull, site.outputs[1])
+    return Partial(pull, equation.outputs[1])
 
 
-RULES: dict[str, Rule] = {
-    **dict.fromkeys(("reshape", "expand_dims", "squeeze"), move(_reshape)),
-    "transpose": move(_transpose),
-    "rev": move(_reverse),
-    "broadcast_in_dim": move(_broadcast),
-    "slice": move(_slice),
-    "reduce_sum": move(_reduce_sum),
-    "cumsum": move(_cumsum),
-    **dict.fromkeys(("scatter", "scatter-add", "scatter-sub"), scatter),
-    "select_n": choice,
-    "pad": pad,
-    "concatenate": concatenate,
-    **dict.fromkeys(("split", "unstack"), split),
-    "stack": stack,
-    "tile": move(_tile),
-    "dynamic_slice": dynamic_slice,
-    "dynamic_update_slice": dynamic_update_slice,
-    "gather": gather,
-    "sort": sort,
-    "top_k": top_k,
-    **dict.fromkeys(
-        (
-            "copy",
-            "copy_p",
-            "optimization_barrier",
-            "sharding_constraint",
-            "layout_constraint",
-            "pvary",
-            "name",
-            "device_put",
-        ),
-        identity,
-    ),
+MOVE_RULES: dict[str, EdgeRule] = {
+    **dict.fromkeys(("reshape", "expand_dims", "squeeze"), _move(_reshape)),
+    "transpose": _move(_transpose),
+    "rev": _move(_reverse),
+    "broadcast_in_dim": _move(_broadcast),
+    "slice": _move(_slice),
+    "reduce_sum": _move(_reduce_sum),
+    "cumsum": _move(_cumsum),
+    **dict.fromkeys(("scatter", "scatter-add", "scatter-sub"), _scatter),
+    "select_n": _choice,
+    "pad": _pad,
+    "concatenate": _concatenate,
+    **dict.fromkeys(("split", "unstack"), _split),
+    "stack": _stack,
+    "tile": _move(_tile),
+    "dynamic_slice": _dynamic_slice,
+    "dynamic_update_slice": _dynamic_update_slice,
+    "gather": _gather,
+    "sort": _sort,
+    "top_k": _top_k,
+    **dict.fromkeys(IDENTITY, _identity),
 }

@@ -1,17 +1,17 @@
 """Reading one path: from an element of a parameter, edge by edge, to the loss.
 
-No pointers are stored (Algorithm 1 of the seed stores one for each element of each array). A program is walked once
-more with the messages of all its variables kept, and a path decides at each variable anew which contribution to its
-element was the greatest: among the equations that use it the one that sent most, and inside that, by the column of its
-Jacobian for this one element (a `jax.jvp` with a one-hot tangent), the output element. Inside loops only the steps that
-the path goes through are walked so.
+No pointers are stored (Algorithm 1 of DuSell's "Analyzing neural network optimization with gradient tracing" stores one
+for each element of each array). A program is walked once more, and the messages of all its variables are kept. At each
+variable the path goes to the greatest contribution to the variable's element: first to the equation that sent most,
+then to the output element of this equation that sent most. One column of the equation's Jacobian (a `jax.jvp` with a
+one-hot tangent) shows which element that is. Inside loops, only the steps that the path goes through are walked so.
 
-Where two contributions are equal, the first is taken: of equations in the order of the program, then of inputs, steps,
-and elements in row-major order.
+Of two equal contributions the first is taken: the first equation in the order of the program, then the first input, the
+first step, and the first element in row-major order.
 
-The k heaviest paths are read in the same way with the messages of `top_k`. The path of rank n takes at each variable
-the n-th of all contributions, each of which comes with the weights of its own k heaviest paths; which of them it was
-is the rank of the path from there on.
+The k heaviest paths are read in the same way, with the messages of `top_k`. Each contribution comes with the weights of
+its own k heaviest paths. The path of rank n goes to the contribution that has the n-th greatest of all these weights,
+and continues as the path that has this weight there.
 """
 
 from collections.abc import Sequence
@@ -23,21 +23,22 @@ import numpy as np
 
 from apgrad._programs import jaxprs
 from apgrad.tracing import _control as control
-from apgrad.tracing._interpreter import Context, backward, filled, forward, join
+from apgrad.tracing._interpreter import Context, backward, filled, forward
 from apgrad.tracing._semirings import Semiring
 
 
-class Step(NamedTuple):
+class PathStep(NamedTuple):
     """One edge of a path.
 
     Attributes:
-      primitive: whose edge it is.
-      scope: the named scopes around it, "encoder/LSTM_0".
-      steps: of the loops around it, which iteration, outermost first.
-      shape: of the primitive's output.
-      index: the output's element.
+      primitive: the name of the primitive that the edge belongs to.
+      scope: the named scopes around the primitive, as "encoder/LSTM_0".
+      steps: for each loop around the primitive, the outermost first, the number of the iteration.
+      shape: the shape of the primitive's output.
+      index: the index of the element of the output at which the edge ends.
       weight: the derivative along the edge.
-      message: what arrived at the output's element: `greedy` |gradient|, `viterbi` the weight of the path from there.
+      message: what arrived at this element: its |gradient| on a greedy path, the weight of the rest of the path on a
+        viterbi path.
     """
 
     primitive: str
@@ -50,7 +51,11 @@ class Step(NamedTuple):
 
 
 def viterbi(masks: int = 0) -> Semiring:
-    """The heaviest path, the greatest product of |derivatives|, with masks that travel along it."""
+    """The semiring of the heaviest path, which has the greatest product of |derivatives|.
+
+    Args:
+      masks: how many uint32 components travel along the path.
+    """
 
     def plus(a, b):
         greater = (b[0] > a[0]) | (b[0] != b[0])
@@ -68,10 +73,13 @@ def viterbi(masks: int = 0) -> Semiring:
 
 
 def greedy(masks: int = 0) -> Semiring:
-    """The seed's path (Algorithm 1): at each vertex to the edge that brings most gradient, |w g|.
+    """DuSell's greedy path (Algorithm 1): at each vertex it follows the edge that brings most gradient, |w g|.
 
-    The components are the gradient g, the greatest |w g| among the contributions, and masks that go with that one.
-    When a vertex has all its contributions, what it sends on is of its whole gradient: `settle`. This is no semiring.
+    The components are the gradient g, the greatest |w g| among the contributions, and the masks of this contribution.
+    A vertex that has all its contributions sends on its whole gradient (`settle`). So this is no semiring.
+
+    Args:
+      masks: how many uint32 components travel along the path.
     """
 
     def plus(a, b):
@@ -94,7 +102,14 @@ NOWHERE: Any = ([], -1, (), 0)
 
 
 def ranked(candidates: Sequence[tuple[Any, Sequence[Any]]], rank: int) -> tuple[Any, int] | None:
-    """Of contributions `(what, the weights of its heaviest paths)`, whose is the weight of a rank among all, and which.
+    """The contribution that has the weight of a given rank among all weights.
+
+    Args:
+      candidates: contributions `(what, the weights of its heaviest paths)`.
+      rank: counted from 0, the greatest weight.
+
+    Returns:
+      `what`, and which of its weights it is; None if there are not so many positive weights.
 
     Example:
       >>> ranked([("a", [5.0, 1.0]), ("b", [3.0, 2.0])], 2)
@@ -106,10 +121,10 @@ def ranked(candidates: Sequence[tuple[Any, Sequence[Any]]], rank: int) -> tuple[
 
 
 class Reader:
-    """Reads paths of one kind; compiled walks are kept.
+    """Reads paths of one kind, and keeps the compiled walks for the next path.
 
     Args:
-      context: with the semiring `viterbi()`, `greedy()`, or `top_k(k)` for paths of ranks below k.
+      context: the context of the walk. Its semiring is `viterbi()`, `greedy()`, or `top_k(k)` for ranks below k.
     """
 
     def __init__(self, context: Context):
@@ -128,15 +143,25 @@ class Reader:
         at: int,
         index: Any,
         rank: int = 0,
-    ) -> tuple[list[Step], int, tuple[int, ...], int]:
-        """The path of a rank from an element of an input of a program to one of its outputs.
+    ) -> tuple[list[PathStep], int, tuple[int, ...], int]:
+        """The path of a given rank from an input element of a program to an output element.
+
+        Args:
+          scope: the named scopes around the program.
+          program: the program.
+          inputs: its inputs, arrays.
+          active: for each input, whether it depends on a parameter.
+          messages: for each output its message, or None.
+          at: the number of the input at which the path begins.
+          index: the index of the element at which the path begins.
+          rank: of the path among all paths from this element, from 0.
 
         Returns:
-          The steps, the output's number, the index of its element, and the rank of what follows. No steps and -1 if no
-          path goes on.
+          The steps, the number of the output, the index of the output's element, and the rank of the path from there
+          on. No steps and -1 if no path goes on.
         """
-        jaxpr = program[0]
-        values, arrived, sent, flags = self._walk(program, active)(program[1], list(inputs), messages)
+        jaxpr = program.jaxpr
+        values, arrived, sent, flags = self._walk(program, active)(program.consts, list(inputs), messages)
         variable, steps = jaxpr.invars[at], []
         start = 0
         while True:
@@ -166,7 +191,7 @@ class Reader:
             variable, start = eqn.outvars[output], number + 1
 
     def _walk(self, program, active):
-        jaxpr = program[0]
+        jaxpr = program.jaxpr
         key = id(jaxpr), tuple(active)
         if key in self._compiled:
             return self._compiled[key][0]
@@ -174,7 +199,7 @@ class Reader:
 
         @jax.jit
         def walk(consts, inputs, messages):
-            frame = forward(context, (jaxpr, consts), inputs, active)
+            frame = forward(context, jaxprs.Program(jaxpr, consts), inputs, active)
             found = backward(context, jaxpr, frame.pulls, messages)
             arrived, sent = [], []
             for eqn, pull in zip(jaxpr.eqns, frame.pulls, strict=True):
@@ -200,7 +225,7 @@ class Reader:
     def _through(self, scope, eqn, inputs, active, arrived, slot, index, rank):
         """The path through one equation: its steps, the output's number, the element's index, the rank after it."""
         inside, name = jaxprs.nested(eqn), jaxprs.scope(eqn)
-        scope = join(scope, name)
+        scope = jaxprs.join(scope, name)
         if inside is None:
             return self._edge(scope, eqn, inputs, arrived, slot, index, rank)
         if inside.kind in ("call", "remat"):
@@ -213,12 +238,8 @@ class Reader:
         return self._loop(scope, inside, inputs, active, arrived, slot, index, rank)
 
     def _edge(self, scope, eqn, inputs, arrived, slot, index, rank):
-        call = jaxprs.caller(eqn)
-
-        def function(x):
-            return call(*(x if i == slot else y for i, y in enumerate(inputs)))
-
-        x = jnp.asarray(inputs[slot])
+        function, (x,) = jaxprs.restrict(jaxprs.caller(eqn), inputs, [slot])
+        x = jnp.asarray(x)
         hot = jnp.zeros_like(x).at[index].set(1)
         _, columns = jax.jvp(function, (x,), (hot,))
         candidates: list[Any] = []
@@ -240,7 +261,7 @@ class Reader:
             return NOWHERE
         (number, place, weight, after), rank = chosen
         shape = tuple(eqn.outvars[number].aval.shape)
-        return [Step(eqn.primitive.name, scope, (), shape, place, weight, float(after[rank]))], number, place, rank
+        return [PathStep(eqn.primitive.name, scope, (), shape, place, weight, float(after[rank]))], number, place, rank
 
     def _rule(self, scope, eqn, inputs, active, arrived, slot, index, rank):
         program, tangents, chosen, real = control.rule_program(eqn, inputs, active)
@@ -260,9 +281,9 @@ class Reader:
             tested, inputs, active, slot = inputs[:first], inputs[first:], active[first:], slot - first
         else:
             tested, (fixed, carried, _) = [], inside.counts
-        active = control.active_carry(program[0], active, fixed, carried)
+        active = control.active_carry(program, active, fixed, carried)
         outer, carry, xs = inputs[:fixed], list(inputs[fixed : fixed + carried]), inputs[fixed + carried :]
-        run = jax.jit(lambda *values: control.evaluate(program, values))
+        run = jax.jit(lambda *values: jaxprs.evaluate(program, values))
         slices, stages = [], []
         if inside.kind == "scan":
             slices = list(range(inside.length))[:: -1 if inside.reverse else 1]
@@ -270,8 +291,7 @@ class Reader:
                 stages.append([*outer, *carry, *(x[t] for x in xs)])
                 carry = run(*stages[-1])[:carried]
         else:
-            test, test_consts = inside.jaxprs[0]
-            go_on = jax.jit(lambda *state: control.evaluate((test, test_consts), [*tested, *state])[0])
+            go_on = jax.jit(lambda *state: jaxprs.evaluate(inside.jaxprs[0], [*tested, *state])[0])
             while bool(go_on(*carry)):
                 slices.append(len(stages))
                 stages.append([*outer, *carry])
@@ -282,8 +302,8 @@ class Reader:
         @jax.jit
         def back(values, messages):
             frame = forward(context, program, values, active)
-            found = backward(context, program[0], frame.pulls, messages)
-            return [found.get(v) for v in program[0].invars]
+            found = backward(context, program.jaxpr, frame.pulls, messages)
+            return [found.get(v) for v in program.jaxpr.invars]
 
         messages, sent = [], []
         for t, values in zip(reversed(slices), reversed(stages), strict=True):

@@ -1,4 +1,4 @@
-"""Rules of matrix products, and of the scans along an axis that have a matrix for a derivative."""
+"""Rules of matrix products, and of cumulative operations, whose derivative along an axis is a matrix."""
 
 import functools
 import math
@@ -7,19 +7,19 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
+from apgrad.tracing._equation import EdgeRule, Equation, Pull, cast, each, require_small
 from apgrad.tracing._semirings import Value
-from apgrad.tracing._site import Pull, Rule, Site, cast, each, require_small
 from apgrad.tracing._sums import contract
 
 
-def dot_general(site: Site) -> Pull:
-    """Products of matrices: to one factor goes the semiring's product of the message with the other."""
-    ((left_sum, right_sum), (left_batch, right_batch)) = site.params["dimension_numbers"]
-    left, right = site.inputs
+def _dot_general(equation: Equation) -> Pull:
+    """dot_general: each factor gets the matrix product, in the semiring, of the message with the other factor."""
+    ((left_sum, right_sum), (left_batch, right_batch)) = equation.params["dimension_numbers"]
+    left, right = equation.inputs
     factors = _Factor(jnp.shape(left), left_batch, left_sum), _Factor(jnp.shape(right), right_batch, right_sum)
-    semiring, active, precision = site.semiring, site.active, site.params["precision"]
+    semiring, active, precision = equation.semiring, equation.active, equation.params["precision"]
     dtypes = left.dtype, right.dtype
-    shape = jnp.shape(site.outputs[0])
+    shape = jnp.shape(equation.outputs[0])
 
     def pull(memory, messages):
         batch = len(left_batch)
@@ -62,17 +62,17 @@ class _Factor:
         return jnp.transpose(x.reshape(tuple(self.shape[i] for i in order)), inverse)
 
 
-def along_axis(site: Site) -> Pull:
-    """Cumprod and its kin: the Jacobian along the axis, for each line by itself."""
-    semiring, axis, dtype = site.semiring, site.params["axis"], site.inputs[0].dtype
-    x = jnp.moveaxis(site.inputs[0], axis, -1)
+def _along_axis(equation: Equation) -> Pull:
+    """cumprod, cummax, cummin and cumlogsumexp: each line along the axis has its own Jacobian."""
+    semiring, axis, dtype = equation.semiring, equation.params["axis"], equation.inputs[0].dtype
+    x = jnp.moveaxis(equation.inputs[0], axis, -1)
     lines, length = x.reshape(-1, x.shape[-1]), x.shape[-1]
-    require_small(site.name, lines.size * length)
+    require_small(equation.name, lines.size * length)
 
     def line(values):
         shape = [1] * x.ndim
         shape[axis] = length
-        return site.call(values.reshape(shape))[0].reshape(length)
+        return equation.call(values.reshape(shape))[0].reshape(length)
 
     moved = x.shape
 
@@ -84,7 +84,7 @@ def along_axis(site: Site) -> Pull:
     return Partial(pull, jax.vmap(jax.jacrev(line))(lines))
 
 
-RULES: dict[str, Rule] = {
-    "dot_general": dot_general,
-    **dict.fromkeys(("cumprod", "cummax", "cummin", "cumlogsumexp"), along_axis),
+PRODUCT_RULES: dict[str, EdgeRule] = {
+    "dot_general": _dot_general,
+    **dict.fromkeys(("cumprod", "cummax", "cummin", "cumlogsumexp"), _along_axis),
 }

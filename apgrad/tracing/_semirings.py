@@ -27,20 +27,20 @@ class Semiring(NamedTuple):
     """A sum and a product for the messages of backpropagation.
 
     Attributes:
-      name: what errors and tables call it.
-      lift: `derivative -> value`, elementwise: what an edge's derivative counts.
-      times: `(lifted, message) -> message`, elementwise and broadcasting: a message along an edge.
-      plus: `(value, value) -> value`, elementwise: where edges meet. Associative. Where two are equal the first is to
-        win: contributions come in the order of the program and of the elements.
-      zero: of plus; no path. A tuple of scalars, one for each component.
-      one: of times; the loss's own message.
-      finish: `value -> result`, what the user gets for each argument. By default the value's component, or the tuple.
-      kind: "add" if plus is componentwise addition and times bilinear, "max" if there is one component and plus is
-        its maximum: both then run as fast as can be. "gradient" is "add" where messages are JAX's own cotangents:
+      name: what errors and tables call the semiring.
+      lift: `derivative -> value`, elementwise: what the derivative along an edge counts.
+      times: `(lifted, message) -> message`, elementwise and broadcasting: the message at the other end of an edge.
+      plus: `(value, value) -> value`, elementwise: what edges that meet add up to. It is associative. Of two equal
+        values the first is to win: contributions come in the order of the program and of the elements.
+      zero: the zero of plus, the value of no path: a tuple of scalars, one for each component.
+      one: the one of times, the message at the loss: a tuple of scalars, one for each component.
+      finish: `value -> result`, what the user gets for each argument. By default the only component, or the tuple.
+      kind: "add" if plus is componentwise addition and times is bilinear, "max" if there is one component and plus is
+        its maximum: both then run as fast as can be. "gradient" is an "add" whose messages are JAX's own cotangents:
         a primitive without a rule is then left to `jax.vjp`. Otherwise None.
-      settle: `message -> message`, applied when all of a variable's contributions are in. The identity in a semiring.
-      compared: the number of a component, if plus adds up those before it, and from it on keeps those of the value
-        where it is greatest: then less has to be compiled.
+      settle: `message -> message`, applied when all contributions to a variable are in. The identity in a semiring.
+      compared: the number of a component. Give it if plus adds up the components before this one, and takes this one
+        and all later ones from the value in which this component is greater: then less has to be compiled.
 
     Example:
       The number of paths, in a few lines:
@@ -49,7 +49,7 @@ class Semiring(NamedTuple):
       >>> paths = ap.tracing.Semiring(
       ...     "paths", lift=lambda w: ((w != 0).astype(w.dtype),), times=lambda a, b: (a[0] * b[0],),
       ...     plus=lambda a, b: (a[0] + b[0],), zero=(0.0,), one=(1.0,), kind="add")
-      >>> float(ap.backprop(lambda x: jnp.sum((x * x) * x), paths)(2.0))
+      >>> float(ap.semiring_grad(lambda x: jnp.sum((x * x) * x), paths)(2.0))
       3.0
     """
 
@@ -74,7 +74,7 @@ def ordinary(log: bool = False) -> Semiring:
 
     Example:
       >>> import apgrad as ap
-      >>> float(ap.backprop(lambda x: x**2, ap.tracing.ordinary())(3.0))
+      >>> float(ap.semiring_grad(lambda x: x**2, ap.tracing.ordinary())(3.0))
       6.0
     """
     if not log:
@@ -107,7 +107,7 @@ def max_product(log: bool = False) -> Semiring:
       Two paths from x, of weights 3 and 2:
 
       >>> import apgrad as ap
-      >>> float(ap.backprop(lambda x: 3.0 * x - 2.0 * x, ap.tracing.max_product())(1.0))
+      >>> float(ap.semiring_grad(lambda x: 3.0 * x - 2.0 * x, ap.tracing.max_product())(1.0))
       3.0
     """
     if log:
@@ -127,7 +127,7 @@ def absolute_sum(log: bool = False) -> Semiring:
 
     Example:
       >>> import apgrad as ap
-      >>> float(ap.backprop(lambda x: 3.0 * x - 2.0 * x, ap.tracing.absolute_sum())(1.0))
+      >>> float(ap.semiring_grad(lambda x: 3.0 * x - 2.0 * x, ap.tracing.absolute_sum())(1.0))
       5.0
     """
     if not log:
@@ -155,7 +155,7 @@ def entropy(log: bool = False) -> Semiring:
 
     Example:
       >>> import apgrad as ap
-      >>> float(ap.backprop(lambda x: 3.0 * x - 3.0 * x, ap.tracing.entropy())(1.0))  # log 2
+      >>> float(ap.semiring_grad(lambda x: 3.0 * x - 3.0 * x, ap.tracing.entropy())(1.0))  # log 2
       0.6931...
     """
     if log:
@@ -194,7 +194,7 @@ def top_k(k: int, log: bool = False) -> Semiring:
 
     Example:
       >>> import apgrad as ap
-      >>> ap.backprop(lambda x: 3.0 * x - 2.0 * x, ap.tracing.top_k(2))(1.0)
+      >>> ap.semiring_grad(lambda x: 3.0 * x - 2.0 * x, ap.tracing.top_k(2))(1.0)
       Array([3., 2.], dtype=float32)
     """
     if k < 1:
@@ -246,7 +246,12 @@ def _log_entropy():
 
 
 def greater(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The greater of two, the first if they are equal; NaN if one is, which XLA's maximum on a CPU may pass over."""
+    """The greater of two, the first if they are equal; NaN if one is NaN, which XLA's maximum on a CPU may pass over.
+
+    Args:
+      a: an array.
+      b: an array that broadcasts against a.
+    """
     return jnp.where((b > a) | (b != b), b, a)
 
 

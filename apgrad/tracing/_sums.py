@@ -1,7 +1,7 @@
-"""The plus of many values: over axes, over what an index says, and in products of matrices.
+"""The plus of many values: over axes, over elements with the same index, and in matrix products.
 
-Three sums are all that backpropagation through array programs needs. Each has a plain form for any semiring, which
-calls plus on arrays (so that it is as fast as plus is), and a fast one where plus is addition or the maximum.
+Backpropagation through array programs needs these three sums and no other. Each has a plain form for any semiring,
+which calls plus on whole arrays, and a fast form for a plus that is addition or the maximum.
 """
 
 import functools
@@ -20,22 +20,44 @@ SMALL = 4096  # elements below which a step of the loop costs more than its work
 
 
 def additive(semiring: Semiring) -> bool:
-    """Whether plus is addition and times bilinear."""
+    """Whether the semiring's plus is addition and its times bilinear.
+
+    Args:
+      semiring: any.
+    """
     return semiring.kind in ("add", "gradient")
 
 
 def constant(scalars: tuple[float | int, ...], shape: Any, dtype: Any) -> Value:
-    """A value with the same scalars everywhere; floats become `dtype`, ints unsigned 32-bit integers."""
+    """A value that is the same everywhere.
+
+    Args:
+      scalars: one for each component. A float becomes an array of `dtype`, an int an array of dtype uint32.
+      shape: the shape of the components.
+      dtype: a floating-point dtype.
+    """
     return tuple(jnp.full(shape, s, jnp.uint32 if isinstance(s, int) else dtype) for s in scalars)
 
 
 def zeros(semiring: Semiring, shape: Any, dtype: Any) -> Value:
-    """The semiring's zero, everywhere."""
+    """A value that is the semiring's zero everywhere.
+
+    Args:
+      semiring: any.
+      shape: the shape of the components.
+      dtype: a floating-point dtype.
+    """
     return constant(semiring.zero, shape, dtype)
 
 
 def plus_over(semiring: Semiring, value: Value, axes: tuple[int, ...]) -> Value:
-    """The plus over axes; where it prefers, the first in row-major order."""
+    """The plus over axes. Of equal elements, the first in row-major order wins.
+
+    Args:
+      semiring: any.
+      value: components of one shape.
+      axes: the axes that the result lacks.
+    """
     if not axes:
         return value
     if additive(semiring):
@@ -76,10 +98,10 @@ def plus_by_index(semiring: Semiring, value: Value, index: jax.Array, size: int)
     """For each i below `size`, the plus of the elements whose index is i.
 
     Args:
-      semiring: with its plus.
-      value: of any shape.
-      index: integers, of that shape; those outside [0, size) are left out.
-      size: of the result, (size,).
+      semiring: any.
+      value: components of any one shape.
+      index: integers, of the same shape. Elements whose index is outside [0, size) are left out.
+      size: the components of the result have the shape (size,).
     """
     index = jnp.where((index >= 0) & (index < size), index, size).ravel()
     value, dtype = tuple(x.ravel() for x in value), dtype_of(value)
@@ -196,10 +218,15 @@ def _divisor(count: int, wanted: int) -> int:
 
 
 def bilinear(semiring: Semiring, lifted: Value, message: Value, product: Any) -> Value:
-    """`semiring.times` with another product of arrays, of matrices or a convolution, for the elementwise one.
+    """`semiring.times` with another product of arrays, such as a matrix product, in place of the elementwise product.
 
-    Where times is bilinear, times(a, b) = sum over i, j of c_kij a_i b_j: its constants c are what it makes of unit
-    vectors.
+    A bilinear times is times(a, b)_k = sum over i, j of c_kij a_i b_j. The times of unit vectors gives the constants c.
+
+    Args:
+      semiring: its times is bilinear.
+      lifted: the components a.
+      message: the components b.
+      product: `(array, array) -> array`, bilinear.
     """
 
     def unit(n, i):
@@ -233,5 +260,9 @@ def _concatenate(a, b, axis=0):
 
 
 def dtype_of(value: Value) -> Any:
-    """The dtype of the components that are no masks."""
+    """The dtype of the floating-point components; other components are masks.
+
+    Args:
+      value: at least one of its components is floating point.
+    """
     return next(x.dtype for x in value if jnp.issubdtype(x.dtype, jnp.inexact))

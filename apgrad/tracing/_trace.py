@@ -1,4 +1,4 @@
-"""`trace_gradients`: a loss at one point, with the paths by which its parameters are taught."""
+"""`trace_gradients`: a loss at one point, with the paths along which its parameters get their gradients."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from apgrad._programs.jaxprs import plain_scope, restrict
 from apgrad.tracing import _paths as paths
-from apgrad.tracing._backpropagation import NESTED, backprop, chosen_numbers, original, traced
-from apgrad.tracing._influence import Influence, Kind, influence, parameter_names, plain_scope
+from apgrad.tracing._influence import Influence, PathKind, influence, parameter_names
 from apgrad.tracing._interpreter import Context
-from apgrad.tracing._paths import Reader, Step
+from apgrad.tracing._paths import PathStep, Reader
+from apgrad.tracing._semiring_grad import NESTED, chosen_numbers, original, semiring_grad, traced
 from apgrad.tracing._semirings import max_product, top_k
 from apgrad.tracing._sums import constant
 
@@ -23,13 +24,13 @@ def trace_gradients(
 ) -> Callable[..., "Trace"]:
     """Which path taught this weight? A function of f's arguments that returns a `Trace`.
 
-    Nothing is computed before it is asked for. Inside `jit` use `ap.tracing.influence`.
+    The trace computes a thing when it is first asked for. Inside `jit` use `ap.tracing.influence`.
 
     Args:
-      f: returns a scalar loss.
-      argnums: the parameters, as for `jax.grad`.
-      in_axes: if given, as for `jax.vmap`: f is the loss of one example, and each example is traced by itself. None
-        for what the examples share. By default f is the loss of all that it is given, and is traced as a whole.
+      f: the loss, a function that returns a floating-point scalar.
+      argnums: which positional arguments are the parameters, as for `jax.grad`.
+      in_axes: the axes of examples, as for `jax.vmap`, with None for an argument that the examples share. If given, f
+        is the loss of one example, and each example is traced by itself. By default f is traced as a whole.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -60,7 +61,7 @@ def trace_gradients(
 
 
 class Trace:
-    """A loss at one point. Made by `trace_gradients`; read what you want to know.
+    """A loss at one point, made by `trace_gradients`: ask it for weights, paths and influence.
 
     Attributes:
       parameters: the names of the parameters.
@@ -81,37 +82,42 @@ class Trace:
 
     @functools.cached_property
     def gradient(self) -> Any:
-        """The gradient, in the structure of the parameters; with `in_axes`, an example's along a leading axis."""
+        """The gradient, in the structure of the parameters; with `in_axes`, it has a leading axis of examples."""
         return self._mapped(jax.grad(self._f, argnums=self._argnums))
 
     @functools.cached_property
     def weights(self) -> Any:
-        """For each element of each parameter the weight of its heaviest path."""
-        return self._mapped(backprop(self._f, max_product(), self._argnums))
+        """The weight of the heaviest path of each element, in the structure of the parameters."""
+        return self._mapped(semiring_grad(self._f, max_product(), self._argnums))
 
     def influence(
-        self, kind: Kind = "viterbi", *, by: Literal["scope", "primitive"] = "scope", depth: int | None = None
+        self, kind: PathKind = "viterbi", *, by: Literal["scope", "primitive"] = "scope", depth: int | None = None
     ) -> Influence:
         """For each component and parameter the share of elements whose path runs through it; see `tracing.influence`.
 
-        With `in_axes` the shares have a leading axis, the examples.
+        With `in_axes` the shares have a leading axis of examples.
+
+        Args:
+          kind: which path an element has: "viterbi", the heaviest, or "greedy".
+          by: what a component is: a named scope or a primitive.
+          depth: how many names of a scope, counted from the outside, make a component; by default all levels do.
         """
         return self._mapped(influence(self._f, kind, by=by, depth=depth, argnums=self._argnums))
 
     def path(
-        self, parameter: str, index: tuple[int, ...] | int = (), kind: Kind = "viterbi", example: int = 0
-    ) -> list[Step]:
-        """The path of one element: the edges from it to the loss. Empty if no gradient reaches it.
+        self, parameter: str, index: tuple[int, ...] | int = (), kind: PathKind = "viterbi", example: int = 0
+    ) -> list[PathStep]:
+        """The path of one element: the edges from the element to the loss. Empty if no gradient reaches the element.
 
         Args:
-          parameter: a name of `parameters`.
-          index: of the element.
-          kind: "viterbi", the heaviest path, or "greedy", at each step to where most gradient comes from.
-          example: which, if examples are traced by themselves.
+          parameter: one of the names in `parameters`.
+          index: the index of the element in the parameter.
+          kind: "viterbi", the heaviest path, or "greedy", which goes at each step to where most gradient comes from.
+          example: the number of the example, if examples are traced by themselves.
 
         Raises:
-          ValueError: for a parameter or kind that there is not.
-          IndexError: for an element that there is not.
+          ValueError: for an unknown parameter or kind.
+          IndexError: for an index outside the parameter's shape.
         """
         if kind not in ("viterbi", "greedy"):
             raise ValueError(f"kind must be 'greedy' or 'viterbi', got {kind!r}")
@@ -119,20 +125,21 @@ class Trace:
 
     def paths(
         self, parameter: str, index: tuple[int, ...] | int = (), count: int = 5, example: int = 0
-    ) -> list[list[Step]]:
+    ) -> list[list[PathStep]]:
         """The heaviest paths of one element, the heaviest first; fewer where there are fewer.
 
-        Their weights are what `ap.backprop` finds with `top_k(count)`. Paths that differ in any edge are different.
+        `ap.semiring_grad` with `top_k(count)` finds the weights of these paths. Two paths are different if they differ
+        in any edge.
 
         Args:
-          parameter: a name of `parameters`.
-          index: of the element.
-          count: how many, at least 1.
-          example: which, if examples are traced by themselves.
+          parameter: one of the names in `parameters`.
+          index: the index of the element in the parameter.
+          count: how many paths, at least 1.
+          example: the number of the example, if examples are traced by themselves.
 
         Raises:
-          ValueError: for a parameter that there is not, or a count below 1.
-          IndexError: for an element that there is not.
+          ValueError: for an unknown parameter, or a count below 1.
+          IndexError: for an index outside the parameter's shape.
 
         Example:
           >>> import apgrad as ap
@@ -157,14 +164,20 @@ class Trace:
         if len(index) != len(shape) or not all(-n <= i < n for i, n in zip(index, shape, strict=True)):
             raise IndexError(f"{parameter} has the shape {shape}, which has no element {index}")
         index = tuple(i % n for i, n in zip(index, shape, strict=True))
-        one = constant(reader.context.semiring.one, (), program[0].outvars[0].aval.dtype)
+        one = constant(reader.context.semiring.one, (), program.jaxpr.outvars[0].aval.dtype)
         found = [reader.follow("", program, inputs, active, [one], number, index, rank)[0] for rank in range(count)]
         return [[s._replace(scope=plain_scope(s.scope)) for s in steps] for steps in found]
 
     def heaviest(
-        self, count: int = 5, kind: Kind = "viterbi", example: int = 0
-    ) -> list[tuple[str, tuple[int, ...], list[Step]]]:
-        """The paths of the elements with the greatest path weights, as (parameter, index, path)."""
+        self, count: int = 5, kind: PathKind = "viterbi", example: int = 0
+    ) -> list[tuple[str, tuple[int, ...], list[PathStep]]]:
+        """The paths of the elements with the greatest path weights, as (parameter, index, path).
+
+        Args:
+          count: how many elements.
+          kind: of the paths, "viterbi" or "greedy".
+          example: the number of the example, if examples are traced by themselves.
+        """
         leaves = [np.asarray(x) for x in jax.tree.leaves(self.weights)]
         leaves = leaves if self.examples is None else [x[example] for x in leaves]
         flat = np.concatenate([x.ravel() for x in leaves])
@@ -178,9 +191,9 @@ class Trace:
         return found
 
     def program(self) -> Any:
-        """The traced program (a jaxpr) and its number of parameters, for drawing."""
+        """The traced program and its number of parameters, for drawing."""
         program, _, _, _ = traced(self._f, *self._point(0), self._argnums)
-        return program[0], len(self.parameters)
+        return program, len(self.parameters)
 
     def _point(self, example):
         if self._axes is None:
@@ -195,15 +208,10 @@ class Trace:
         numbers = chosen_numbers(self._argnums, len(self._args))
         places = [i for i, axis in enumerate(axes) if i in numbers or axis is not None]
 
-        def call(*values):
-            full = list(self._args)
-            for i, value in zip(places, values, strict=True):
-                full[i] = value
-            return function(*full, **self._kwargs)
-
+        call, values = restrict(functools.partial(function, **self._kwargs), self._args, places)
         if self._axes is not None:
             call = jax.vmap(call, in_axes=tuple(axes[i] for i in places))
-        return jax.jit(call)(*(self._args[i] for i in places))
+        return jax.jit(call)(*values)
 
 
 def _examples(args, in_axes):

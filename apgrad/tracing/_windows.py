@@ -1,9 +1,9 @@
 """Convolutions, windows and ragged products, as the products and slices that they are.
 
 A window's taps are slices of the padded input: y = sum over taps k of w_k . x[k :: stride]. Written so, a convolution
-is a few products of matrices and a window's maximum a choice among slices, and their edges are those of the parts: an
-input element meets an output element at one tap at most. The primitive itself computes the outputs; the parts are only
-walked for the way back.
+is a few products of matrices, and the maximum over a window is a choice among slices. The edges of the primitive are
+the edges of these parts, because an input element meets an output element at one tap at most. The primitive itself
+computes the outputs; the parts are walked for the way back only.
 """
 
 import functools
@@ -19,41 +19,42 @@ from jax import lax
 from jax.tree_util import Partial
 
 from apgrad._programs import jaxprs
+from apgrad.tracing._equation import Equation, cast
 from apgrad.tracing._interpreter import Context, Walked, walk
-from apgrad.tracing._rules import Site, cast, dense
+from apgrad.tracing._rules import dense
 from apgrad.tracing._semirings import Value
 from apgrad.tracing._sums import additive, bilinear, dtype_of
 
-TAPS = 1024  # beyond this a window is left to the Jacobian
+TAPS = 1024  # a window with more taps is left to `dense`
 
 
-def convolution(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
-    """conv_general_dilated."""
+def _convolution(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
+    """conv_general_dilated: a sum over taps of products of matrices."""
     params, call = eqn.params, jaxprs.caller(eqn)
     outputs = call(*inputs)
-    site = Site(context.semiring, eqn.primitive.name, call, inputs, active, outputs, params)
+    equation = Equation(context.semiring, eqn.primitive.name, call, inputs, active, outputs, params)
     spec = params["dimension_numbers"]
     size = [jnp.shape(inputs[1])[d] for d in spec.rhs_spec[2:]]
     if additive(context.semiring):
-        return Walked(outputs, (True,), _bilinear(site))
+        return Walked(outputs, (True,), _bilinear(equation))
     if params["batch_group_count"] != 1 or math.prod(size) > TAPS:
-        return Walked(outputs, (True,), dense(site))
+        return Walked(outputs, (True,), dense(equation))
     function = functools.partial(_convolve, params=params, shape=jnp.shape(outputs[0]))
     return Walked(outputs, (True,), _in_parts(context, function, inputs, active))
 
 
-def window(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
-    """reduce_window_sum, reduce_window_max, reduce_window_min."""
+def _window(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
+    """reduce_window_sum, reduce_window_max and reduce_window_min: a sum of slices, or a choice among slices."""
     params, call, name = eqn.params, jaxprs.caller(eqn), eqn.primitive.name
     outputs = call(*inputs)
     if math.prod(params["window_dimensions"]) > TAPS:
-        return Walked(outputs, (True,), dense(Site(context.semiring, name, call, inputs, active, outputs, params)))
+        return Walked(outputs, (True,), dense(Equation(context.semiring, name, call, inputs, active, outputs, params)))
     shape = jnp.shape(outputs[0])
     function = functools.partial(_windowed, name=name, params=params, shape=shape)
     return Walked(outputs, (True,), _in_parts(context, function, inputs, active))
 
 
-def ragged(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
+def _ragged(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
     """ragged_dot_general as `lax.ragged_dot` makes it: each row of the left factor meets the matrix of its group."""
     params, call = eqn.params, jaxprs.caller(eqn)
     outputs = call(*inputs)
@@ -61,8 +62,8 @@ def ragged(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) ->
     plain = numbers.dot_dimension_numbers == (((1,), (1,)), ((), ())) and params["group_offset"] is None
     rows = tuple(numbers.lhs_ragged_dimensions) == (0,) and tuple(numbers.rhs_group_dimensions) == (0,)
     if context.semiring.kind == "gradient" or not (plain and rows):
-        site = Site(context.semiring, eqn.primitive.name, call, inputs, active, outputs, params)
-        return Walked(outputs, (True,), dense(site))
+        equation = Equation(context.semiring, eqn.primitive.name, call, inputs, active, outputs, params)
+        return Walked(outputs, (True,), dense(equation))
     return Walked(outputs, (True,), _in_parts(context, functools.partial(_grouped, params=params), inputs, active))
 
 
@@ -79,16 +80,16 @@ def _in_parts(context: Context, function: Callable[..., Any], inputs: Any, activ
     quiet = context._replace(enter=None, semiring=context.semiring._replace(settle=lambda message: message))
 
     def pull(inputs, messages):
-        closed = jax.make_jaxpr(function)(*inputs)
-        return walk(quiet, (closed.jaxpr, closed.consts), inputs, active).pull(messages)
+        program, _ = jaxprs.trace(function, *inputs)
+        return walk(quiet, program, inputs, active).pull(messages)
 
     return Partial(pull, list(inputs))
 
 
-def _bilinear(site: Site) -> Partial:
+def _bilinear(equation: Equation) -> Partial:
     """Where plus is addition: JAX's own transposes, component by component."""
-    semiring, active, call = site.semiring, site.active, site.call
-    like = [(jnp.shape(x), x.dtype) for x in site.inputs]
+    semiring, active, call = equation.semiring, equation.active, equation.call
+    like = [(jnp.shape(x), x.dtype) for x in equation.inputs]
 
     def pull(inputs, messages):
         answers: list[Value | None] = [None, None]
@@ -106,11 +107,11 @@ def _bilinear(site: Site) -> Partial:
                 answers[side] = cast(bilinear(semiring, lifted, messages[0], transposed), dtype)
         return answers
 
-    return Partial(pull, list(site.inputs))
+    return Partial(pull, list(equation.inputs))
 
 
 def _convolve(x, kernel, *, params, shape):
-    """The convolution as a sum over taps of products of matrices (Site.params of conv_general_dilated)."""
+    """The convolution as a sum over taps of products of matrices (Equation.params of conv_general_dilated)."""
     spec, groups = params["dimension_numbers"], params["feature_group_count"]
     x, kernel = jnp.transpose(x, spec.lhs_spec), jnp.transpose(kernel, spec.rhs_spec)
     out = tuple(shape[d] for d in spec.out_spec)
@@ -157,10 +158,10 @@ def _taps(x, first, size, strides, dilation, shape):
         )
 
 
-NESTED = {
-    "conv_general_dilated": convolution,
-    "reduce_window_sum": window,
-    "reduce_window_max": window,
-    "reduce_window_min": window,
-    "ragged_dot_general": ragged,
+WINDOW_RULES = {
+    "conv_general_dilated": _convolution,
+    "reduce_window_sum": _window,
+    "reduce_window_max": _window,
+    "reduce_window_min": _window,
+    "ragged_dot_general": _ragged,
 }

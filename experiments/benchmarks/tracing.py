@@ -141,7 +141,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     """Neighbouring timings of `jax.grad` and of the semiring."""
     loss, params, count = model(cell["model"], config.scale)
     semiring = semirings()[cell["semiring"]]
-    traced = ap.tracing.influence(loss, depth=2) if semiring is None else ap.backprop(loss, semiring)
+    traced = ap.tracing.influence(loss, depth=2) if semiring is None else ap.semiring_grad(loss, semiring)
     functions = [jax.jit(f).lower(params).compile() for f in (jax.grad(loss), traced)]
     return {
         "parameters": count,

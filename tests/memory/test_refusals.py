@@ -55,7 +55,7 @@ def test_a_backward_pass_that_is_not_linear_is_refused(name):
     with pytest.raises(TypeError, match="not linear in the message"):
         jax.grad(ap.randomize(function, R.rounding(4), min_size=16), argnums=1)(KEY, W, X)
     with pytest.raises(TypeError, match="not linear in the message"):
-        ap.backprop(lambda w: function(w, X), ap.tracing.ordinary)(W)
+        ap.semiring_grad(lambda w: function(w, X), ap.tracing.ordinary)(W)
 
 
 @pytest.mark.parametrize("name", LINEAR)

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from apgrad._programs import jaxprs
+from apgrad._programs.flow import flow
+from apgrad._programs.linearity import CONSTANT, LINEAR, OTHER, ZERO, linearity
 
 
 def scan(x):
@@ -61,7 +63,7 @@ class TestEveryKind:
     def test_is_evaluated(self, kind):
         function, _ = PROGRAMS[kind]
         program, _ = jaxprs.trace(function, X)
-        got = jaxprs.evaluate(program, [X], lambda eqn, inputs: jaxprs.caller(eqn)(*inputs))
+        got = jaxprs.evaluate(program, [X])
         chex.assert_trees_all_equal(got, jax.tree.leaves(function(X)))
 
     def test_is_rebuilt(self, kind):
@@ -113,7 +115,7 @@ def test_inline_enters_calls_and_keeps_names():
             return inner(x) + 1
 
     program, _ = jaxprs.trace(outer, X)
-    flat = lambda x: jaxprs.inline(program, [x], lambda eqn, inputs: jaxprs.caller(eqn)(*inputs))
+    flat = lambda x: jaxprs.inline(program, [x])
     eqns = jaxprs.trace(flat, X)[0].jaxpr.eqns
     assert [eqn.primitive.name for eqn in eqns] == ["sin", "add"]
     assert jaxprs.scope(eqns[0]).endswith("inner") and "outer" in jaxprs.scope(eqns[0])
@@ -130,3 +132,52 @@ def test_parameters_that_are_not_known_are_an_error_with_the_version():
     strange = types.SimpleNamespace(primitive=eqn.primitive, params={"jaxpr": eqn.params["jaxpr"]}, invars=eqn.invars)
     with pytest.raises(NotImplementedError, match=jax.__version__):
         jaxprs.nested(strange)
+
+
+def reaches(function, *facts):
+    """Which outputs of a function depend on the inputs with a True; the transfer leaves programs inside to the flow."""
+    program, _ = jaxprs.trace(function, *([X] * len(facts)))
+
+    def transfer(eqn, facts):
+        return [any(facts)] * len(eqn.outvars) if jaxprs.nested(eqn) is None else None
+
+    return flow(program, facts, transfer, lambda a, b: a or b, lambda value: False)
+
+
+def test_facts_go_through_loops_until_they_rest_and_branches_are_joined():
+    def rotate(x, y, z):
+        return jax.lax.scan(lambda c, _: ((c[1], c[2], c[0] * 2), c[0]), (x, y, z), length=3)
+
+    assert reaches(rotate, False, False, True) == [True] * 4
+    still = lambda x, y: jax.lax.scan(lambda c, _: ((c[0] + 1, c[1] + 1), None), (x, y), length=3)[0]
+    assert reaches(still, True, False) == [True, False]
+    looped = lambda x, y: jax.lax.while_loop(lambda c: c[0].sum() < 9, lambda c: (c[0] + 1, c[0] * c[1]), (x, y))
+    assert reaches(looped, True, False) == [True, True]
+    assert reaches(looped, False, True) == [False, True]
+    branch = lambda x, y: jax.lax.cond(x.sum() > 0, lambda y: (y, 0 * X), lambda y: (X, 0 * X), y)
+    assert reaches(branch, False, True) == [True, False]
+
+
+def test_a_loop_without_steps_hands_on_what_it_was_given():
+    linear = lambda c, m: jax.lax.scan(lambda _, x: (m, None), c, jnp.zeros((0, 3)))[0]
+    program, _ = jaxprs.trace(linear, X, X)
+    assert linearity(program, [CONSTANT, LINEAR]) == [OTHER]
+    assert linearity(program, [ZERO, LINEAR]) == [LINEAR]
+
+
+def test_restricted_functions_take_what_is_chosen():
+    function, values = jaxprs.restrict(lambda name, x, n, y: (name, x + n * y), ["a", X, 2, X], [3, 1])
+    name, value = function(2 * values[0], values[1])
+    assert name == "a"
+    chex.assert_trees_all_equal(value, X + 2 * 2 * X)
+
+
+def test_hoist_takes_out_every_traced_value():
+    def around(key, n, x):
+        converted, arrays = jaxprs.hoist(lambda y: y * n + jax.random.normal(key) * x + X, X)
+        return converted(X, *arrays), len(arrays)
+
+    key = jax.random.key(0)
+    value, count = jax.jit(around)(key, 3, X)
+    assert count == 3
+    chex.assert_trees_all_close(value, X * 3 + jax.random.normal(key) * X + X, rtol=1e-6)

@@ -10,11 +10,12 @@ from jax import lax
 
 import apgrad as ap
 from apgrad._programs import jaxprs
+from apgrad._programs.kinds import NO_DERIVATIVE
 from apgrad.tracing import _rules as rules, _sums as sums
-from apgrad.tracing._backpropagation import NESTED
+from apgrad.tracing._equation import Equation
 from apgrad.tracing._interpreter import Context, step
 from apgrad.tracing._paths import greedy, viterbi
-from apgrad.tracing._site import Site
+from apgrad.tracing._semiring_grad import NESTED
 
 RNG = np.random.default_rng(0)
 
@@ -135,7 +136,7 @@ def equations(function, args):
 
     def apply(eqn, values):
         real = [jnp.issubdtype(jnp.result_type(v), jnp.inexact) for v in values]
-        if any(real) and eqn.primitive.name not in rules.CONSTANTS:
+        if any(real) and eqn.primitive.name not in NO_DERIVATIVE:
             literal = [hasattr(v, "val") for v in eqn.invars]
             found.append((eqn, values, tuple(a and not b for a, b in zip(real, literal, strict=True))))
         return jaxprs.caller(eqn)(*values)
@@ -180,7 +181,7 @@ def test_rule_is_that_of_the_dense_jacobian(name):
                 walked = step(Context(semiring, NESTED), eqn, values, active)
                 assert walked.pull is not None
                 arrived = messages(semiring, walked.outputs)
-                site = Site(semiring, name, call, values, active, walked.outputs, eqn.params)
+                site = Equation(semiring, name, call, values, active, walked.outputs, eqn.params)
                 got, wanted = walked.pull(arrived), rules.dense(site, quiet=True)(arrived)
                 assert [m is not None for m in got] == list(active)
                 pairs += [
@@ -203,26 +204,28 @@ def test_unknown_primitive_is_right_with_a_warning_or_refused():
     x = jnp.eye(3) * 2 + 0.1
     loss = lambda x: jnp.sum(jnp.linalg.cholesky(x) ** 2)
     with pytest.warns(UserWarning, match="no rule for the primitive 'cholesky'"):
-        got = ap.backprop(loss, PLAIN)(x)
+        got = ap.semiring_grad(loss, PLAIN)(x)
     np.testing.assert_allclose(got, jax.grad(loss)(x), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(ap.backprop(loss, ap.tracing.ordinary())(x), jax.grad(loss)(x), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(
+        ap.semiring_grad(loss, ap.tracing.ordinary())(x), jax.grad(loss)(x), rtol=1e-5, atol=1e-6
+    )
     with pytest.raises(ValueError, match=r"16,777,216.*Trace a smaller input"):
-        jax.eval_shape(ap.backprop(loss, PLAIN), jax.ShapeDtypeStruct((70, 70), jnp.float32))
+        jax.eval_shape(ap.semiring_grad(loss, PLAIN), jax.ShapeDtypeStruct((70, 70), jnp.float32))
 
 
 def test_a_rounded_number_has_a_rounded_message_as_jax_grad():
     loss = lambda x, w: jnp.sum(jnp.sin(lax.reduce_precision(x * w, 5, 3) ** 2))
     args = r(20), r(20)
-    found = ap.backprop(loss, ap.tracing.ordinary(), (0, 1))(*args)
+    found = ap.semiring_grad(loss, ap.tracing.ordinary(), (0, 1))(*args)
     for got, wanted in zip(found, jax.grad(loss, (0, 1))(*args), strict=True):
         np.testing.assert_array_equal(got, wanted)
     # An edge of weight 1 elsewhere: rounded part by part, a message of several parts would be no message.
-    assert ap.backprop(lambda x: 3.0 * lax.reduce_precision(x, 5, 0), ap.tracing.max_product())(1.0) == 3.0
+    assert ap.semiring_grad(lambda x: 3.0 * lax.reduce_precision(x, 5, 0), ap.tracing.max_product())(1.0) == 3.0
 
 
 def test_not_a_number_stays_one():
     x = jnp.ones((20, 20)).at[3, 4].set(jnp.nan)
-    got = ap.backprop(lambda x: jnp.sum(jnp.tanh(x @ x)), ap.tracing.max_product())(x)
+    got = ap.semiring_grad(lambda x: jnp.sum(jnp.tanh(x @ x)), ap.tracing.max_product())(x)
     assert jnp.all(jnp.isnan(got[3])) and jnp.all(jnp.isnan(got[:, 4]))
 
 
@@ -236,7 +239,7 @@ def test_not_a_number_is_not_passed_over(name):
         paths = x[0] * 2.0 + w * x[0], jnp.broadcast_to(x[1], (600,)) * w, x[2:4][place] * w
         return jnp.sum(jnp.stack(paths)) + jnp.sum((w[None, :] * jnp.ones((30, 1))) @ jnp.outer(w, x[4:]))
 
-    at = jax.jit(ap.backprop(lambda x, w: jnp.sum(loss(x, w)), semiring))
+    at = jax.jit(ap.semiring_grad(lambda x, w: jnp.sum(loss(x, w)), semiring))
     got = at(jnp.ones(6), jnp.ones(600).at[400].set(jnp.nan)).reshape(6, -1)
     assert jnp.isnan(got[:, 0]).tolist() == [True, True, True, False, True, True]
 

@@ -103,7 +103,7 @@ def test_the_heaviest_paths_are_different_and_have_the_weights_of_top_k(name):
     loss, params = MODELS[name]()
     trace = ap.trace_gradients(loss)(params)
     number = len(trace.parameters) - 1
-    weights = jax.tree.leaves(jax.jit(ap.backprop(loss, ap.tracing.top_k(4)))(params))[number]
+    weights = jax.tree.leaves(jax.jit(ap.semiring_grad(loss, ap.tracing.top_k(4)))(params))[number]
     index = (1,) * (weights.ndim - 1)
     found = trace.paths(trace.parameters[number], index, 4)
     assert len(found) == 4 and len({str([s[:5] for s in path]) for path in found}) == 4

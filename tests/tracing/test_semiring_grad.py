@@ -26,7 +26,7 @@ MINE = ap.tracing.Semiring(
 def test_the_sum_is_the_gradient(name):
     loss, params = MODELS[name]()
     together = jax.jit(
-        lambda p: (jax.grad(loss)(p), ap.backprop(loss, ap.tracing.ordinary())(p), ap.backprop(loss, MINE)(p))
+        lambda p: (jax.grad(loss)(p), ap.semiring_grad(loss, ap.tracing.ordinary())(p), ap.semiring_grad(loss, MINE)(p))
     )
     wanted, *found = map(jax.tree.leaves, together(params))
     scale = max(float(jnp.max(jnp.abs(g))) for g in wanted)
@@ -87,7 +87,7 @@ def test_every_semiring_is_its_sum_over_all_paths(network, x):
     names = ("ordinary", "max_product", "absolute_sum", "entropy")
     semirings = {n: getattr(t, n)() for n in names} | {f"log {n}": getattr(t, n)(log=True) for n in names}
     semirings |= {"top_k": t.top_k(3), "log top_k": t.top_k(3, log=True)}
-    got = {n: ap.backprop(lambda x: run(network, x), s)(jnp.array(x)) for n, s in semirings.items()}
+    got = {n: ap.semiring_grad(lambda x: run(network, x), s)(jnp.array(x)) for n, s in semirings.items()}
     for i, products in enumerate(paths(network, x)):
         sizes = np.abs(products)
         share = sizes[sizes > 0] / max(sizes.sum(), 1e-30)
@@ -111,10 +111,10 @@ def test_log_space_goes_where_floats_do_not():
     def loss(x):
         return jax.lax.fori_loop(0, 60, lambda _, y: 1e-3 * y, x) * 2.0
 
-    assert ap.backprop(loss, ap.tracing.max_product())(1.0) == 0
-    got = ap.backprop(loss, ap.tracing.max_product(log=True))(1.0)
+    assert ap.semiring_grad(loss, ap.tracing.max_product())(1.0) == 0
+    got = ap.semiring_grad(loss, ap.tracing.max_product(log=True))(1.0)
     np.testing.assert_allclose(got, 60 * np.log(1e-3) + np.log(2), rtol=1e-6)
-    sign, size = ap.backprop(loss, ap.tracing.ordinary(log=True))(1.0)
+    sign, size = ap.semiring_grad(loss, ap.tracing.ordinary(log=True))(1.0)
     np.testing.assert_allclose([sign, size], [1.0, 60 * np.log(1e-3) + np.log(2)], rtol=1e-6)
 
 
@@ -123,14 +123,14 @@ def test_while_is_walked_backward(steps):
     def loss(x, w, n):
         return jax.lax.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, jnp.tanh(w * c[1] + 0.1)), (0, x))[1]
 
-    got = jax.jit(ap.backprop(loss, ap.tracing.ordinary(), (0, 1)))(0.5, 0.9, steps)
+    got = jax.jit(ap.semiring_grad(loss, ap.tracing.ordinary(), (0, 1)))(0.5, 0.9, steps)
     wanted = jax.grad(lambda x, w: jax.lax.fori_loop(0, steps, lambda _, y: jnp.tanh(w * y + 0.1), x), (0, 1))(0.5, 0.9)
     np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-7)
 
 
 def test_transformations():
     loss, params = MODELS["mlp"]()
-    heavy = jax.jit(ap.backprop(loss, ap.tracing.max_product()))
+    heavy = jax.jit(ap.semiring_grad(loss, ap.tracing.max_product()))
     scales = jnp.array([0.5, 1.0, 2.0])
     scaled = lambda s: heavy(jax.tree.map(lambda p: s * p, params))
     mapped = jax.jit(jax.vmap(scaled))(scales)
@@ -146,17 +146,20 @@ def test_dtypes(dtype):
         x = jnp.asarray([[0.5, -1.0], [2.0, 0.25]], dtype)
         loss = lambda x: jnp.sum(jnp.tanh(x @ x)).astype(jnp.float32)
         for semiring in (ap.tracing.ordinary(), ap.tracing.max_product(), ap.tracing.entropy(log=True)):
-            got = ap.backprop(loss, semiring)(x)
+            got = ap.semiring_grad(loss, semiring)(x)
             assert got.dtype == x.dtype and jnp.all(jnp.isfinite(got))
 
 
 def test_arguments():
     f = lambda a, b, *, c: jnp.sum(a["x"] * b * c)
     args = ({"x": jnp.ones(2)}, jnp.full(2, 3.0))
-    got = ap.backprop(f, ap.tracing.ordinary(), (1, 0))(*args, c=2.0)
+    got = ap.semiring_grad(f, ap.tracing.ordinary(), (1, 0))(*args, c=2.0)
     np.testing.assert_allclose(got[0], [2, 2])
     np.testing.assert_allclose(got[1]["x"], [6, 6])
-    assert ap.backprop(lambda x, y: jnp.sum(y), ap.tracing.max_product())(jnp.ones(2), jnp.ones(1)).tolist() == [0, 0]
+    assert ap.semiring_grad(lambda x, y: jnp.sum(y), ap.tracing.max_product())(jnp.ones(2), jnp.ones(1)).tolist() == [
+        0,
+        0,
+    ]
 
 
 def test_of_a_randomized_function_the_original_is_traced():
@@ -168,14 +171,14 @@ def test_of_a_randomized_function_the_original_is_traced():
 
     randomized = ap.randomize(loss, ap.memory.rounding(bits=2))
     for f in (randomized, jax.jit(randomized)):
-        got = ap.backprop(f, ap.tracing.max_product(), 1)(KEY, w, x)
-        np.testing.assert_array_equal(got, ap.backprop(loss, ap.tracing.max_product())(w, x))
+        got = ap.semiring_grad(f, ap.tracing.max_product(), 1)(KEY, w, x)
+        np.testing.assert_array_equal(got, ap.semiring_grad(loss, ap.tracing.max_product())(w, x))
     trace, original = ap.trace_gradients(randomized, argnums=1)(KEY, w, x), ap.trace_gradients(loss)(w, x)
     assert trace.path("x", (1, 2)) == original.path("x", (1, 2))
     np.testing.assert_array_equal(trace.gradient, original.gradient)
     np.testing.assert_array_equal(trace.influence().share, original.influence().share)
     with pytest.raises(TypeError, match="Choose others with argnums"):
-        ap.backprop(randomized, ap.tracing.max_product())(KEY, w, x)
+        ap.semiring_grad(randomized, ap.tracing.max_product())(KEY, w, x)
 
 
 def test_attributes_that_jax_copies_do_not_count():
@@ -184,21 +187,21 @@ def test_attributes_that_jax_copies_do_not_count():
     mapped = jax.vmap(randomized, in_axes=(0, None))
     assert mapped.original
     with pytest.raises(TypeError, match="one floating-point scalar"):
-        ap.backprop(mapped, ap.tracing.max_product(), 1)(jax.random.split(KEY, 2), numbers(4))
+        ap.semiring_grad(mapped, ap.tracing.max_product(), 1)(jax.random.split(KEY, 2), numbers(4))
 
 
 def test_errors():
     s = ap.tracing.max_product()
     with pytest.raises(TypeError, match="one floating-point scalar"):
-        ap.backprop(lambda x: x, s)(jnp.ones(2))
+        ap.semiring_grad(lambda x: x, s)(jnp.ones(2))
     with pytest.raises(TypeError, match="got dtype int32"):
-        ap.backprop(lambda x: 1.0 * x, s)(1)
+        ap.semiring_grad(lambda x: 1.0 * x, s)(1)
     with pytest.raises(ValueError, match="called with 1 positional"):
-        ap.backprop(lambda x: x, s, 1)(1.0)
+        ap.semiring_grad(lambda x: x, s, 1)(1.0)
     with pytest.raises(TypeError, match=r"real numbers, got complex ones at the primitive"):
-        ap.backprop(lambda x: jnp.sum(jnp.abs(jnp.fft.fft(x))), s)(jnp.ones(4))
+        ap.semiring_grad(lambda x: jnp.sum(jnp.abs(jnp.fft.fft(x))), s)(jnp.ones(4))
     with pytest.raises(TypeError, match="x is data"):
-        ap.backprop(lambda x: ap.refuse_derivative(x, "x is data") * 2.0, s)(1.0)
+        ap.semiring_grad(lambda x: ap.refuse_derivative(x, "x is data") * 2.0, s)(1.0)
     with pytest.raises(ValueError, match="k of at least 1"):
         ap.tracing.top_k(0)
 
@@ -215,14 +218,14 @@ NODES = {
 def test_a_backward_pass_that_is_no_sum_over_edges_is_refused(name):
     node = ap.node(NODES[name])
     with pytest.raises(TypeError, match="no sum over edges"):
-        ap.backprop(lambda x: jnp.sum(node(x) ** 2), ap.tracing.max_product())(jnp.ones(2))
+        ap.semiring_grad(lambda x: jnp.sum(node(x) ** 2), ap.tracing.max_product())(jnp.ones(2))
 
 
 def test_a_linear_propagator_is_traced_as_it_propagates():
     reverse = ap.node(ap.Propagator(lambda x: (x, None), lambda _, m: (-2.0 * m,)))
     loss = lambda x: jnp.sum(reverse(x) ** 2)
     for semiring, wanted in ((ap.tracing.ordinary(), -4.0), (ap.tracing.max_product(), 4.0)):
-        assert ap.backprop(loss, semiring)(jnp.ones(1)).tolist() == [wanted]
+        assert ap.semiring_grad(loss, semiring)(jnp.ones(1)).tolist() == [wanted]
 
 
 @pytest.mark.parametrize("cross_fit", [False, True])
@@ -235,7 +238,7 @@ def test_total_propagation_is_refused(cross_fit):
 
     objective = ap.expectation(program, lanes=4, cross_fit=cross_fit)
     with pytest.raises(TypeError, match="no sum over edges"):
-        ap.backprop(lambda theta: objective(KEY, theta), ap.tracing.max_product())(0.7)
+        ap.semiring_grad(lambda theta: objective(KEY, theta), ap.tracing.max_product())(0.7)
 
 
 def test_message_passing_is_refused():
@@ -251,7 +254,7 @@ def test_message_passing_is_refused():
 
     # What leaves through the ports is what a rule answers, and no derivative of anything.
     with pytest.raises(TypeError, match="no sum over edges"):
-        ap.backprop(lambda into: loss(params, into), ap.tracing.max_product())(port(params))
+        ap.semiring_grad(lambda into: loss(params, into), ap.tracing.max_product())(port(params))
 
 
 @pytest.mark.parametrize(
@@ -262,7 +265,7 @@ def test_message_passing_is_refused():
 def test_argnums_as_jax_grad_takes_them(argnums):
     f = lambda x, y, z: x * y["a"] ** 2 * jnp.sum(z)
     args = 2.0, {"a": 3.0}, jnp.arange(3.0)
-    got = ap.backprop(f, MINE, argnums)(*args)
+    got = ap.semiring_grad(f, MINE, argnums)(*args)
     wanted = jax.grad(f, argnums)(*args)
     assert jax.tree.structure(got) == jax.tree.structure(wanted)
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
@@ -285,7 +288,7 @@ def test_argnums_as_jax_grad_takes_them(argnums):
 )
 def test_argnums_that_name_no_argument(argnums, error, words):
     with pytest.raises(error, match=words):
-        ap.backprop(lambda x, y: x * y, MINE, argnums)(1.0, 2.0)
+        ap.semiring_grad(lambda x, y: x * y, MINE, argnums)(1.0, 2.0)
 
 
 def test_other_arguments_reach_the_function_as_they_are():
@@ -298,7 +301,7 @@ def test_other_arguments_reach_the_function_as_they_are():
     for flag, scale in ((True, 2.0), (False, None)):
         args, kwargs = (0.3, "sin", 4, jnp.tanh), {"flag": flag, "scale": scale}
         wanted = jax.grad(f)(*args, **kwargs)
-        np.testing.assert_allclose(ap.backprop(f, MINE)(*args, **kwargs), wanted, rtol=1e-6)
+        np.testing.assert_allclose(ap.semiring_grad(f, MINE)(*args, **kwargs), wanted, rtol=1e-6)
         trace = ap.trace_gradients(f)(*args, **kwargs)
         np.testing.assert_allclose(trace.gradient, wanted, rtol=1e-6)
         np.testing.assert_allclose(np.prod([step.weight for step in trace.path("x")]), trace.weights, rtol=1e-5)
@@ -308,7 +311,7 @@ def test_other_arguments_reach_the_function_as_they_are():
     np.testing.assert_allclose(each(1.0, xs, "sin").weights, jnp.sin(xs), rtol=1e-6)
     for bad in ("sin", jax.random.key(0), 3, 1j):
         with pytest.raises(TypeError, match="paths end at floating-point arguments"):
-            ap.backprop(lambda x, y: x, MINE, 1)(1.0, bad)
+            ap.semiring_grad(lambda x, y: x, MINE, 1)(1.0, bad)
 
 
 def test_a_mutable_reference_is_refused_where_what_is_traced_goes_into_it():
@@ -334,11 +337,11 @@ def test_a_mutable_reference_is_refused_where_what_is_traced_goes_into_it():
     for f in (kept, written, written_once, jax.jit(written_once), jax.checkpoint(kept)):
         for semiring in (ap.tracing.ordinary(), ap.tracing.max_product()):
             with pytest.raises(TypeError, match=r"mutable reference \(jax.new_ref\)"):
-                ap.backprop(f, semiring)(jnp.ones(3))
+                ap.semiring_grad(f, semiring)(jnp.ones(3))
 
     def aside(x):
         ref = jax.new_ref(jnp.ones(3))
         ref[1] = 5.0
         return jnp.sum(x * ref[...])
 
-    assert ap.backprop(aside, ap.tracing.max_product())(jnp.ones(3)).tolist() == [1.0, 5.0, 1.0]
+    assert ap.semiring_grad(aside, ap.tracing.max_product())(jnp.ones(3)).tolist() == [1.0, 5.0, 1.0]

@@ -1,5 +1,6 @@
-"""Backpropagation of any JAX function in any semiring."""
+"""`semiring_grad`: the gradient of any JAX function with the sum and product of any semiring."""
 
+import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,32 +8,34 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from apgrad._programs import jaxprs
 from apgrad.tracing import _control as control, _windows as windows
 from apgrad.tracing._interpreter import Context, walk
 from apgrad.tracing._semirings import Semiring, Value
 from apgrad.tracing._sums import constant, zeros
 
-NESTED = {**control.NESTED, **windows.NESTED}
+NESTED = {**control.CONTROL_RULES, **windows.WINDOW_RULES}
 
 
-def backprop(f: Callable[..., Any], semiring: Semiring, argnums: int | Sequence[int] = 0) -> Callable[..., Any]:
-    """Backpropagation with the semiring's sum and product: `jax.grad` with the sum made replaceable.
+def semiring_grad(f: Callable[..., Any], semiring: Semiring, argnums: int | Sequence[int] = 0) -> Callable[..., Any]:
+    """Backpropagation with the semiring's sum and product: `jax.grad` with another sum.
 
-    For each element of an argument, the plus over all paths from it to the loss of the times of the derivatives along
-    the path. The graph is that of the primitives that JAX traces, element by element: inside a matrix product, each
-    input element has an edge to each output element that it goes into.
+    For each element of an argument: along every path from the element to the loss the semiring multiplies the
+    derivatives, and over all these paths it adds the products. The paths go through the primitives that JAX traces,
+    element by element: in a matrix product, each input element has an edge to each output element that it goes into.
 
     Args:
-      f: returns a floating-point scalar, the loss. If it comes from `ap.randomize`, the function that was randomized is
-        traced in its place (argnums still count the key). Inside another function a randomized one is traced, or
-        refused, as it stands: put the original there.
-      semiring: of `ap.tracing`: `ordinary()`, `max_product()`, `absolute_sum()`, `entropy()`, `top_k(k)`, or your own.
-      argnums: which positional arguments, as for `jax.grad`; negative ones count from the end. As there, all other
-        arguments reach f as they are: strings, functions and Python's numbers too.
+      f: the loss, a function that returns a floating-point scalar. If f comes from `ap.randomize`, the function that
+        was randomized is traced in its place (argnums still count the key). A randomized function inside f is traced,
+        or refused, as it stands: put the original there.
+      semiring: one of `ap.tracing`: `ordinary()`, `max_product()`, `absolute_sum()`, `entropy()`, `top_k(k)`, or your
+        own `Semiring`.
+      argnums: which positional arguments, as for `jax.grad`; negative numbers count from the end. All other arguments
+        reach f as they are: strings, functions and Python's numbers too.
 
     Returns:
-      A function of f's arguments that returns, for each array of the chosen ones, what `semiring.finish` makes of its
-      value, in the argument's structure; a tuple for a sequence of argnums. It works under `jit`, `vmap` and `scan`.
+      A function of f's arguments. For each array of the chosen arguments it returns `semiring.finish(value)`, in the
+      argument's structure; for a sequence of argnums a tuple. It works under `jit`, `vmap` and `scan`.
 
     Raises:
       TypeError: at trace time, if f returns no floating-point scalar, a chosen argument is not floating point, or f
@@ -44,7 +47,7 @@ def backprop(f: Callable[..., Any], semiring: Semiring, argnums: int | Sequence[
       >>> import jax.numpy as jnp, apgrad as ap
       >>> f = lambda x: jnp.sum(jnp.array([[1.0, 2.0], [3.0, -4.0]]) @ x)
       >>> x = jnp.ones(2)
-      >>> [ap.backprop(f, s())(x).tolist() for s in (ap.tracing.ordinary, ap.tracing.max_product)]
+      >>> [ap.semiring_grad(f, s())(x).tolist() for s in (ap.tracing.ordinary, ap.tracing.max_product)]
       [[4.0, -2.0], [3.0, 4.0]]
     """
     f = original(f)
@@ -61,15 +64,19 @@ def backprop(f: Callable[..., Any], semiring: Semiring, argnums: int | Sequence[
 
 
 def traced(f: Callable[..., Any], args: Any, kwargs: Any, argnums: int | Sequence[int]) -> Any:
-    """The program of f, whose inputs are the chosen arguments: `((jaxpr, consts), inputs, their tree, active)`."""
-    numbers = chosen_numbers(argnums, len(args))
-    chosen = tuple(args[n] for n in numbers)
+    """The program of f, whose inputs are the arrays of the chosen arguments.
 
-    def function(chosen):
-        full = list(args)
-        for n, value in zip(numbers, chosen, strict=True):
-            full[n] = value
-        return f(*full, **kwargs)
+    Args:
+      f: the loss.
+      args: all positional arguments of f.
+      kwargs: the keyword arguments of f.
+      argnums: which positional arguments are chosen.
+
+    Returns:
+      `(program, inputs, the tree of the chosen arguments, a True for each input)`.
+    """
+    function, values = jaxprs.restrict(functools.partial(f, **kwargs), args, chosen_numbers(argnums, len(args)))
+    chosen = tuple(values)
 
     for leaf in jax.tree.leaves(chosen):
         try:
@@ -78,7 +85,7 @@ def traced(f: Callable[..., Any], args: Any, kwargs: Any, argnums: int | Sequenc
             dtype = type(leaf).__name__
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(f"paths end at floating-point arguments, got {dtype}. Choose others with argnums.")
-    closed, shape = jax.make_jaxpr(function, return_shape=True)(chosen)
+    program, shape = jaxprs.trace(function, *chosen)
     output = jax.tree.leaves(shape)
     if len(output) != 1 or output[0].shape or not jnp.issubdtype(output[0].dtype, jnp.floating):
         raise TypeError(
@@ -86,16 +93,29 @@ def traced(f: Callable[..., Any], args: Any, kwargs: Any, argnums: int | Sequenc
         )
     leaves, treedef = jax.tree.flatten(chosen)
     inputs = [jnp.asarray(x) if not isinstance(x, jax.Array) else x for x in leaves]
-    return (closed.jaxpr, tuple(closed.consts)), inputs, treedef, (True,) * len(leaves)
+    return program, inputs, treedef, (True,) * len(leaves)
 
 
 def is_single(argnums: int | Sequence[int]) -> bool:
-    """Whether argnums are one number, of Python, NumPy or JAX, and no sequence."""
+    """Whether argnums are one number, of Python, NumPy or JAX, and no sequence.
+
+    Args:
+      argnums: as for `jax.grad`.
+    """
     return hasattr(argnums, "__index__") and not getattr(argnums, "shape", ())
 
 
 def chosen_numbers(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
-    """Which of `count` positional arguments are chosen, counted from 0."""
+    """The numbers of the chosen arguments, counted from 0.
+
+    Args:
+      argnums: as for `jax.grad`.
+      count: how many positional arguments there are.
+
+    Raises:
+      TypeError: if argnums are no integers.
+      ValueError: if argnums name no argument, or name one twice.
+    """
     try:
         given = [operator.index(n) for n in ([argnums] if is_single(argnums) else argnums)]  # pyright: ignore[reportGeneralTypeIssues, reportArgumentType]
     except TypeError as error:
@@ -113,7 +133,14 @@ def chosen_numbers(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
 
 
 def values(context: Context, walked: Any, inputs: Sequence[Any], active: Sequence[bool]) -> list[Value]:
-    """The messages at the active inputs, started with one at the loss."""
+    """The messages at the active inputs, when the message at the loss is the semiring's one.
+
+    Args:
+      context: the context of the walk.
+      walked: the loss's program after its walk forward.
+      inputs: the program's inputs, arrays.
+      active: for each input, whether its message is wanted.
+    """
     semiring = context.semiring
     (loss,) = walked.outputs
     messages = [constant(semiring.one, (), loss.dtype)] if walked.active[0] else [None]
@@ -126,10 +153,13 @@ def values(context: Context, walked: Any, inputs: Sequence[Any], active: Sequenc
 
 
 def original(f: Callable[..., Any]) -> Callable[..., Any]:
-    """Of a randomized function the one that it randomizes, still called with a key; of any other, itself.
+    """The function that a randomized function randomizes, still called with a key. Other functions stay as they are.
 
-    A function says what it randomizes by an attribute `original`. Its own backward pass is an estimate, with other
-    edges at each key. JAX's transformations copy attributes, but only what `jit` returns is the same function.
+    A randomized function names its original by the attribute `original`. Its own backward pass is an estimate, and has
+    other edges at each key. JAX's transformations copy attributes, but only `jit` returns the same function.
+
+    Args:
+      f: any function.
     """
     inner = getattr(f, "original", None)
     copied = hasattr(getattr(f, "__wrapped__", None), "original") and not isinstance(f, jax.stages.Wrapped)

@@ -1,0 +1,174 @@
+"""Control flow in programs: the only file that reads the parameters of `scan`, `while`, `cond`, calls and `remat`.
+
+These parameters are no stable interface of JAX: `scan` has had `num_consts` and `num_carry` (JAX 0.10) and has `ft_in`
+(0.11), and a program inside an equation has been a `ClosedJaxpr` and a `Jaxpr`. The rest of the package sees an
+equation through `nested`, and puts other functions in the place of the programs inside the equation by `rebuild`. A JAX
+whose parameters differ again needs a change here and nowhere else; until then `nested` raises an error with JAX's
+version.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr
+
+
+class Program(NamedTuple):
+    """A jaxpr and the values of its constants.
+
+    Attributes:
+      jaxpr: the jaxpr, with `constvars`, `invars`, `eqns` and `outvars`.
+      consts: values, for `constvars`.
+    """
+
+    jaxpr: Any
+    consts: tuple[Any, ...]
+
+
+class Nested(NamedTuple):
+    """An equation with programs inside.
+
+    Attributes:
+      kind: "call", "remat", "scan", "while", "cond" or "custom" (a function with a derivative rule of its own).
+      jaxprs: the programs inside. "while" has two, the condition and the body. "cond" has its branches; the first one
+        runs when the equation's first input is 0. All others have one.
+      counts: how many inputs of each sort the equation has, in their order: for "scan" (consts, carry, xs), for "while"
+        (consts of the condition, consts of the body, carry).
+      length: number of steps of a scan.
+      reverse: whether a scan runs from its last step to its first.
+      options: keywords for the JAX function that made the equation: `unroll` of a scan, `prevent_cse` and `policy` of
+        a remat.
+    """
+
+    kind: str
+    jaxprs: tuple[Program, ...]
+    counts: tuple[int, ...] = ()
+    length: int = 0
+    reverse: bool = False
+    options: dict[str, Any] = {}  # noqa: RUF012
+
+
+_KINDS = {
+    "jit": ("call", "jaxpr"),
+    "pjit": ("call", "jaxpr"),
+    "closed_call": ("call", "call_jaxpr"),
+    "core_call": ("call", "call_jaxpr"),
+    "remat2": ("remat", "jaxpr"),
+    "checkpoint": ("remat", "jaxpr"),
+    "custom_jvp_call": ("custom", "call_jaxpr"),
+    "custom_vjp_call": ("custom", "call_jaxpr"),
+}
+
+
+def nested(eqn: Any) -> Nested | None:
+    """The programs inside an equation, or None if the equation is a plain primitive.
+
+    Args:
+      eqn: an equation of a jaxpr.
+
+    Raises:
+      NotImplementedError: if this version of JAX gives the equation parameters that are not known here.
+
+    Example:
+      >>> import jax
+      >>> eqn = jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, _: (2 * c, c), x, length=3))(1.0).eqns[0]
+      >>> inside = nested(eqn)
+      >>> inside.kind, inside.counts, inside.length
+      ('scan', (0, 1, 0), 3)
+    """
+    name, params = eqn.primitive.name, eqn.params
+    try:
+        if name in _KINDS:
+            kind, key = _KINDS[name]
+            options = {n: params[n] for n in ("prevent_cse", "policy")} if kind == "remat" else {}
+            return Nested(kind, (opened(params[key]),), options=options)
+        if name == "scan":
+            body, options = opened(params["jaxpr"]), {"unroll": params["unroll"]}
+            if "ft_in" in params:
+                counts = tuple(len(part) for part in params["ft_in"].unpack())
+            else:
+                consts, carry = params["num_consts"], params["num_carry"]
+                counts = (consts, carry, len(eqn.invars) - consts - carry)
+            if len(counts) != 3 or sum(counts) != len(eqn.invars):
+                raise ValueError(f"consts, carry, xs = {counts}, {len(eqn.invars)} inputs")
+            return Nested("scan", (body,), counts, params["length"], params["reverse"], options)
+        if name == "while":
+            consts = params["cond_nconsts"], params["body_nconsts"]
+            counts = (*consts, len(eqn.invars) - sum(consts))
+            return Nested("while", (opened(params["cond_jaxpr"]), opened(params["body_jaxpr"])), counts)
+        if name == "cond":
+            return Nested("cond", tuple(opened(branch) for branch in params["branches"]))
+    except (KeyError, AttributeError, TypeError, ValueError) as error:
+        raise NotImplementedError(
+            f"JAX {jax.__version__} gives the primitive {name!r} parameters that apgrad does not know ({error!r}); "
+            f"they are {sorted(params)}. Please report it; versions 0.10.2 to 0.12 are known to work."
+        ) from error
+    return None
+
+
+def rebuild(eqn: Any, inside: Nested, functions: Sequence[Callable[..., Sequence[Any]]], inputs: Sequence[Any]) -> Any:
+    """Evaluates an equation with other functions in place of the programs inside it.
+
+    Args:
+      eqn: the equation.
+      inside: `nested(eqn)`, of any kind but "custom".
+      functions: one function for each program inside, with the flat inputs and outputs of that program. The function
+        for a scan's body gets one more input, its first: the number of the step, an int32 scalar, which counts from 0
+        in the order in which the steps run.
+      inputs: the equation's inputs, arrays.
+
+    Returns:
+      The list of outputs.
+
+    Raises:
+      ValueError: for a function with a derivative rule of its own: another function would lose that rule.
+    """
+    inputs = list(inputs)
+    if inside.kind == "call":
+        return list(functions[0](*inputs))
+    if inside.kind == "remat":
+        return list(jax.checkpoint(functions[0], **inside.options)(*inputs))
+    if inside.kind == "cond":
+        branches = [lambda *operands, f=f: tuple(f(*operands)) for f in functions]
+        return list(jax.lax.switch(inputs[0], branches, *inputs[1:]))
+    if inside.kind == "while":
+        test, loop, _ = _divide(inputs, inside.counts)
+        return list(
+            jax.lax.while_loop(
+                lambda carry: functions[0](*test, *carry)[0],
+                lambda carry: tuple(functions[1](*loop, *carry)),
+                tuple(inputs[len(test) + len(loop) :]),
+            )
+        )
+    if inside.kind == "scan":
+        consts, carry, xs = _divide(inputs, inside.counts)
+
+        def body(state, x):
+            step, carry = state
+            outputs = list(functions[0](step, *consts, *carry, *x))
+            return (step + 1, tuple(outputs[: len(carry)])), tuple(outputs[len(carry) :])
+
+        state = (jnp.zeros((), jnp.int32), tuple(carry))
+        (_, carry), ys = jax.lax.scan(
+            body, state, tuple(xs), length=inside.length, reverse=inside.reverse, **inside.options
+        )
+        return [*carry, *ys]
+    raise ValueError(f"{eqn.primitive.name!r} has a derivative rule of its own: evaluate it with caller(eqn)")
+
+
+def opened(jaxpr: Any) -> Program:
+    """The program of a jaxpr, which some versions of JAX close with its constants and others do not.
+
+    Args:
+      jaxpr: a `ClosedJaxpr` or a `Jaxpr`.
+    """
+    if isinstance(jaxpr, ClosedJaxpr):
+        return Program(jaxpr.jaxpr, tuple(jaxpr.consts))
+    return Program(jaxpr, tuple(getattr(jaxpr, "consts", ())))
+
+
+def _divide(values: list[Any], counts: tuple[int, ...]) -> list[list[Any]]:
+    first, second = counts[0], counts[0] + counts[1]
+    return [values[:first], values[first:second], values[second:]]

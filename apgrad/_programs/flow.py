@@ -1,0 +1,98 @@
+"""The data-flow walk: facts about a program's inputs become facts about its outputs.
+
+    flow(program, facts_of_inputs, transfer, join, constant)
+
+A fact is any value that can be compared: "is linear in the message", "depends on a parameter". `transfer` says what an
+equation makes of the facts at its inputs. Where `transfer` has no answer for an equation with programs inside, the walk
+goes inside: branches are joined, and the body of a loop is walked until the facts at its carry no longer change.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from apgrad._programs.control import Nested, Program, nested
+from apgrad._programs.jaxprs import evaluate
+
+Transfer = Callable[[Any, list[Any]], Sequence[Any] | None]
+Join = Callable[[Any, Any], Any]
+
+
+def flow(
+    program: Program, inputs: Sequence[Any], transfer: Transfer, join: Join, constant: Callable[[Any], Any]
+) -> list[Any]:
+    """The facts at a program's outputs.
+
+    Args:
+      program: what is walked.
+      inputs: a fact for each input of the program.
+      transfer: `(eqn, facts at inputs) -> facts at outputs`, or None to go into the programs inside the equation.
+      join: `(fact, fact) -> fact`, what is known of a variable that is one of two. Joined again and again, facts must
+        come to rest.
+      constant: the fact about a literal or a constant of the program, given its value.
+
+    Returns:
+      A fact for each output.
+
+    Example:
+      >>> import jax, operator
+      >>> from apgrad._programs.jaxprs import trace
+      >>> program, _ = trace(lambda x, y: jax.lax.scan(lambda c, _: (c[::-1], c[0]), [x, y], length=2), 1.0, 2.0)
+      >>> flow(program, [True, False], lambda eqn, facts: None, operator.or_, lambda value: False)
+      [True, True, True]
+    """
+
+    def enter(inner, facts):
+        return flow(inner, facts, transfer, join, constant)
+
+    def apply(eqn, facts):
+        made = transfer(eqn, facts)
+        return _inside(nested(eqn), facts, enter, join) if made is None else made
+
+    return evaluate(program, inputs, apply, constant)
+
+
+def steady(
+    walk: Callable[[list[Any]], Sequence[Any]], inputs: Sequence[Any], first: int, carried: int, join: Join
+) -> tuple[list[Any], Sequence[Any]]:
+    """The facts that hold at every step of a loop.
+
+    Args:
+      walk: facts at the inputs of the loop's body -> facts at its outputs, of which the carry comes first.
+      inputs: facts at the inputs of the body, before the first step.
+      first: number of the first input that is carried.
+      carried: how many inputs are carried.
+      join: as in `flow`.
+
+    Returns:
+      The facts at the inputs of the body, and at its outputs.
+    """
+    facts = list(inputs)
+    while True:
+        made = walk(facts)
+        before = facts[first : first + carried]
+        after = [join(*pair) for pair in zip(before, made[:carried], strict=True)]
+        if after == before:
+            return facts, made
+        facts[first : first + carried] = after
+
+
+def _inside(inside: Nested | None, facts: list[Any], enter: Callable[..., Any], join: Join) -> Sequence[Any]:
+    if inside is None:
+        raise TypeError("transfer has no answer for an equation without programs inside")
+    if inside.kind == "cond":
+        first, *others = [enter(branch, facts[1:]) for branch in inside.jaxprs]
+        for other in others:
+            first = [join(*pair) for pair in zip(first, other, strict=True)]
+        return first
+    if inside.kind not in ("scan", "while"):
+        return enter(inside.jaxprs[0], facts)
+    body = inside.jaxprs[-1]
+    if inside.kind == "while":
+        facts = facts[inside.counts[0] :]
+        first, carried = inside.counts[1:]
+    else:
+        first, carried, _ = inside.counts
+    found, made = steady(lambda facts: enter(body, facts), facts, first, carried, join)
+    # A loop that may make no step at all hands on what it was given.
+    never = inside.kind == "while" or inside.length == 0
+    return [*(found[first : first + carried] if never else made[:carried]), *made[carried:]]

@@ -1,0 +1,58 @@
+"""Primitives by what they do: the one table of their names.
+
+A set has the names of the primitives that its comment describes. A primitive can stand in several sets. What is in no
+set is treated with the greatest care: it is not linear, it has a derivative, it moves nothing.
+"""
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Each output is the input of the same number.
+IDENTITY = _names("copy copy_p device_put layout_constraint name optimization_barrier pvary sharding_constraint")
+
+# One output, linear in the first input, that holds all elements of that input (for conversions see `memory`).
+VIEW = _names("broadcast_in_dim convert_element_type copy expand_dims reshape rev squeeze transpose")
+
+# One output, each element of which is a function of the elements at the same place of the inputs.
+ELEMENTWISE = _names(
+    """abs acos acosh add add_any asin asinh atan atan2 atanh bessel_i0e bessel_i1e cbrt clamp convert_element_type cos
+    cosh digamma div erf erf_inv erfc exp exp2 expm1 igamma igamma_grad_a igammac integer_pow lgamma log log1p log2
+    logistic max min mul neg nextafter one_minus_square polygamma pow random_gamma refuse_derivative
+    regularized_incomplete_beta rem rsqrt sin sinh sqrt square sub tan tanh zero_with_gradient zeta"""
+)
+
+# Outputs that do not depend on the inputs as far as derivatives go.
+NO_DERIVATIVE = _names(
+    """and argmax argmin bitcast_convert_type ceil clz eq floor ge gt iota is_finite le lt ne not or population_count
+    random_bits round shift_left shift_right_arithmetic shift_right_logical sign stop_gradient xor"""
+)
+
+# Linear in each operand while the others are constant.
+LINEAR_IN_EACH = _names("conv_general_dilated dot_general mul")
+
+# Linear in all operands together. `select_n` is too, but for its first operand.
+LINEAR_IN_ALL = (
+    IDENTITY
+    | VIEW
+    | _names(
+        """add add_any complex concatenate conj cumsum fft imag neg pad real reduce_precision reduce_sum
+        reduce_window_sum refuse_derivative select_n slice split stack sub tile unstack"""
+    )
+)
+
+# Linear in the operands with these numbers together.
+LINEAR_IN = {
+    "div": (0,),
+    "dynamic_slice": (0,),
+    "dynamic_update_slice": (0, 1),
+    "gather": (0,),
+    "scatter": (0, 2),
+    "scatter-add": (0, 2),
+    "scatter-sub": (0, 2),
+    "select_and_scatter_add": (0,),
+}
+
+# Elementwise, and linear in messages.
+LINEAR_ELEMENTWISE = _names("add add_any convert_element_type copy div mul neg select_n sub")
