@@ -83,13 +83,13 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     loss = rad_networks.method_loss(config.network, cell["method"], config.fraction)
     size = cell["batch"]
     noisy = jax.jit(jax.grad(loss, argnums=1))
-    parts = [exact(jax.random.key(0), params, a, b) for a, b in zip(_chunks(x), _chunks(y), strict=True)]
+    parts = [exact(params, a, b) for a, b in zip(_chunks(x), _chunks(y), strict=True)]
     full = [sum(p) / len(parts) for p in zip(*map(_layers, parts), strict=True)]
     errors, own = [], []
     for key in jax.random.split(jax.random.key(seed), config.draws):
         chosen = jax.random.randint(key, (size,), 0, len(x))
         mine = _layers(noisy(key, params, x[chosen], y[chosen]))
-        batch = _layers(exact(key, params, x[chosen], y[chosen]))
+        batch = _layers(exact(params, x[chosen], y[chosen]))
         errors.append([float(np.sum((a - b) ** 2) / np.sum(b**2)) for a, b in zip(mine, full, strict=True)])
         own.append([float(np.sum((a - b) ** 2) / np.sum(b**2)) for a, b in zip(mine, batch, strict=True)])
     structs = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (params, x[:size], y[:size]))
@@ -99,7 +99,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 
 @functools.cache
 def _exact(network: str) -> Any:
-    return jax.jit(jax.grad(rad_networks.loss(network, None), argnums=1))
+    return jax.jit(jax.grad(rad_networks.loss(network)))
 
 
 @functools.cache
@@ -109,12 +109,12 @@ def trained(config: Config, steps: int) -> Any:
     x, y = jnp.asarray(data.train[: config.examples]), jnp.asarray(data.train_labels[: config.examples])
     params = rad_networks.parameters(config.network, jax.random.key(config.seed), x.shape[1:])
     optimizer = optax.adam(1e-3)
-    loss = rad_networks.loss(config.network, None)
+    loss = rad_networks.loss(config.network)
 
     @jax.jit
     def step(params, state, key):
         chosen = jax.random.randint(key, (config.batches[0],), 0, len(x))
-        gradient = jax.grad(loss, argnums=1)(key, params, x[chosen], y[chosen])
+        gradient = jax.grad(loss)(params, x[chosen], y[chosen])
         updates, state = optimizer.update(gradient, state)
         return optax.apply_updates(params, updates), state
 

@@ -1,8 +1,8 @@
 """Training with randomized memory (Oktay et al., 2021, Fig. 6, 8, 9 and 10).
 
 An MLP on MNIST, a ConvNet on CIFAR-10, the identity RNN on sequential MNIST or a small transformer on MNIST's rows,
-trained by reverse mode, the samplers, rounding (through `ap.randomize` of the unchanged network) and a smaller batch of
-the same memory. Adam with the paper's tuned learning rates and weight decays (SGD at 1e-4 with clipping at 1 for the
+trained by reverse mode, by `ap.randomize` with the samplers or with rounding, and with a smaller batch of the same
+memory. Adam with the paper's tuned learning rates and weight decays (SGD at 1e-4 with clipping at 1 for the
 RNN); the rate falls by .6 every tenth of the run; each seed trains on its own bootstrap of the training set. A seed's
 runs have the same start, bootstrap and batches whatever the method, so differences of accuracy are of pairs. Figures
 are over seeds. Along the way the noise of the method is measured: |g - exact g| / |exact g| on one batch, root mean
@@ -147,12 +147,10 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
             found.append({str(name): float(a / b) for name, (a, b) in squares.items()})
         return {name: float(np.mean([f[name] for f in found])) for name in found[0]}
 
-    run = jax.jit(rad_networks.logits(network, None))
+    run = jax.jit(rad_networks.logits(network))
 
     def evaluate(images, labels):
-        scores = np.concatenate(
-            [np.asarray(run(jax.random.key(0), params, images[i : i + 500])) for i in range(0, len(images), 500)]
-        )
+        scores = np.concatenate([np.asarray(run(params, images[i : i + 500])) for i in range(0, len(images), 500)])
         return float(np.mean(scores.argmax(1) == np.asarray(labels)))
 
     state = optimizer.init(params)

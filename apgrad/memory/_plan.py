@@ -22,12 +22,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Literal
 
 from apgrad._programs import jaxprs
 from apgrad._programs.linearity import CONSTANT, LINEAR, OTHER, linearity
-from apgrad.memory._graph import Graph, run
+from apgrad.memory._graph import PullbackGraph, run
+from apgrad.memory._samplers import OfPositions, Rounding, array_bytes, nbytes
 
 # Linear in a coefficient, with a message as the other operand.
 PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
@@ -62,13 +62,16 @@ class Coefficient(NamedTuple):
     """An array that a reverse pass remembers, as `apgrad.randomize` shows it to a choice of samplers.
 
     Attributes:
-      name: where it is and of what: the named scopes, the primitive that uses it and a number, unique in the program.
-      shape: of the array.
-      dtype: of the array.
-      count: how often it is remembered: the length of the scans around it.
-      nbytes: of one.
-      last: no other sampled coefficient multiplies the messages that it makes: they go to arguments. So is an input
-        in a weight's gradient, where a lot of noise does no harm to others; an activation's derivative is not.
+      name: the named scopes around the coefficient, the primitive that uses it and a number; unique in the program.
+      shape: the array's shape.
+      dtype: the array's dtype.
+      count: how often an array is remembered here: the product of the lengths of the scans around it.
+      nbytes: the bytes of one array.
+      last: whether the messages that the coefficient makes go to arguments only, and meet no other sampled
+        coefficient. The input in a weight's gradient is last: much noise there does no harm to other gradients. An
+        activation's derivative is not.
+      order: for an image that a convolution takes, its axes as (example, positions ..., channels); else None. Samplers
+        draw positions of an image, each with all its channels (Fig. 4 of the RAD paper).
     """
 
     name: str
@@ -77,15 +80,16 @@ class Coefficient(NamedTuple):
     count: int
     nbytes: int
     last: bool
+    order: tuple[int, ...] | None = None
 
 
-class Use(NamedTuple):
-    """Where a backward equation takes a coefficient, and from which memory it is made.
+class CoefficientUse(NamedTuple):
+    """A coefficient that a backward equation takes, and the memory that it is made of.
 
     Attributes:
-      slots: which memory.
-      replay: `(memory values) -> coefficient`.
-      direct: the coefficient is what was remembered.
+      slots: numbers of the slots that are needed.
+      replay: `(values of these slots) -> coefficient`.
+      direct: whether the coefficient is the very array that was remembered.
     """
 
     slots: tuple[int, ...]
@@ -94,30 +98,58 @@ class Use(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """One thing to remember: a variable of the forward program, and how."""
+    """One array to remember.
+
+    Attributes:
+      var: the variable of the forward program.
+      how: "live" (somebody else keeps the array), "exact", "bits" (a Boolean array, packed), "sampled", or "nested" (a
+        scan or cond has remembered it inside, and it is packed already).
+      sampler: the sampler, if the array is sampled.
+      coefficient: what is known of the array.
+    """
 
     var: Any
-    how: str  # "live", "exact", "bits", "sampled", or "nested": what a scan or cond remembered inside
+    how: str
     sampler: Any
-    coefficient: Coefficient | None
+    coefficient: Coefficient
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the slot adds to what is remembered."""
+        return kept_bytes(self.how, self.sampler, self.var.aval)
 
 
-class Step(NamedTuple):
-    """A backward equation, or a root message times a chain's derivative; last if it goes on to arguments only."""
+class BackwardStep(NamedTuple):
+    """One step of the backward pass.
+
+    Attributes:
+      eqn: a backward equation; or, if there is a root, the last equation of an elementwise chain.
+      uses: the coefficients that the equation takes, by the number of the input.
+      root: the message that enters the chain, which is multiplied by the chain's derivative; else None.
+      last: whether the result goes to arguments only.
+    """
 
     eqn: Any
-    uses: dict[int, Use]
+    uses: dict[int, CoefficientUse]
     root: Any
     last: bool
 
 
-class Plan(NamedTuple):
-    """The forward program, what it leaves behind, and the backward program."""
+class MemoryPlan(NamedTuple):
+    """The forward program, what it leaves behind, and the backward program.
+
+    Attributes:
+      forward: the program that makes outputs and all variables of the slots.
+      outputs: how many of its outputs are the function's.
+      slots: what is remembered.
+      steps: the steps of the backward pass, in order.
+      pullback: the program that the steps are of.
+    """
 
     forward: jaxprs.Program
     outputs: int
     slots: tuple[Slot, ...]
-    steps: tuple[Step, ...]
+    steps: tuple[BackwardStep, ...]
     pullback: jaxprs.Program
 
 
@@ -130,7 +162,7 @@ def make_plan(
     where: str,
     count: int,
     rules: Sequence[str] = (),
-) -> Plan:
+) -> MemoryPlan:
     """The plan of a program.
 
     Args:
@@ -160,14 +192,14 @@ def make_plan(
     back = _inlined(lambda leaves, m: jax.tree.unflatten(box["tree"], leaves)(m), leaves, messages)
     kinds = [CONSTANT] * len(leaves) + [LINEAR] * len(messages)
     if rules and OTHER in linearity(back, kinds):
-        scopes = ", ".join(sorted({repr(_clean(r)) for r in rules if r}))
+        scopes = ", ".join(sorted({repr(plain_scope(r)) for r in rules if r}))
         raise TypeError(
             f"cannot randomize a function with a custom_vjp function inside{scopes and f' (in {scopes})'} whose "
             "backward pass is not linear in the message, or cannot be seen to be: the mean of what it makes of random "
             "messages is not what it makes of their mean. Total propagation, MPLP and propagators that clip or replace "
             "messages are of this kind. Put ap.randomize around the parts of the function without it."
         )
-    graph = Graph(back, len(leaves))
+    graph = PullbackGraph(back, len(leaves))
     known = graph.frontier()
     chains = graph.chains()
 
@@ -179,10 +211,10 @@ def make_plan(
     variables = forward.jaxpr.outvars[len(outputs) :]
     at = dict(zip(known, variables[: len(known)], strict=True))
     derivative = dict(zip(chains, variables[len(known) :], strict=True))
-    memory = _Memory(forward, live, choose, where, count)
+    memory = _SlotMaker(forward, live, choose, where, count)
     # What a nested program left behind is packed already, and is multiplied by nothing here.
     own = {v for eqn in graph.backward if jaxprs.nested(eqn) is None for v in graph.coefficients(eqn)}
-    memory.largest = max((nbytes_of(at[v]) for v in own if memory.is_large(at[v])), default=0)
+    memory.largest = max((array_bytes(at[v].aval) for v in own if memory.is_large(at[v])), default=0)
 
     # A chain is one coefficient if it has several that cost as much.
     collapsed = {}
@@ -212,12 +244,12 @@ def make_plan(
         else:
             for i, v in enumerate(eqn.invars):
                 if not isinstance(v, Literal) and v in at:
-                    uses[i] = memory.use(at[v], name in PRODUCTS, ancestors, len(steps), name, eqn)
-        steps.append(Step(eqn, uses, root, last))
-    return Plan(forward, len(outputs), tuple(memory.slots), tuple(steps), back)
+                    uses[i] = memory.use(at[v], name in PRODUCTS, ancestors, len(steps), name, eqn, i)
+        steps.append(BackwardStep(eqn, uses, root, last))
+    return MemoryPlan(forward, len(outputs), tuple(memory.slots), tuple(steps), back)
 
 
-class _Memory:
+class _SlotMaker:
     """Chooses how coefficients are remembered, and numbers the slots."""
 
     def __init__(self, forward: jaxprs.Program, live: Sequence[bool], choose: Any, where: str, count: int):
@@ -235,17 +267,20 @@ class _Memory:
         """Whether a float would have to be sampled: neither live nor small nor made of what is."""
         if isinstance(var, Literal) or not jnp.issubdtype(var.aval.dtype, jnp.floating):
             return False
-        return self._leaves(var)[0] * 4 > nbytes_of(var)
+        return self._leaves(var)[0] * 4 > array_bytes(var.aval)
 
-    def use(self, var: Any, linear: bool, ancestors: int, step: int, name: str, eqn: Any) -> Use:
+    def use(
+        self, var: Any, linear: bool, ancestors: int, step: int, name: str, eqn: Any, number: int = 1
+    ) -> CoefficientUse:
         if isinstance(var, Literal):
             aval: Any = var.aval
-            return Use((), lambda: jnp.asarray(var.val, aval.dtype))
+            return CoefficientUse((), lambda: jnp.asarray(var.val, aval.dtype))
         cost, leaves = self._leaves(var)
         source = self._source(var)
-        sampler = self._sampler(source, name, eqn) if linear and cost * 4 > nbytes_of(source) else None
+        order = _image_order(eqn, number) if source.aval.shape == var.aval.shape else None
+        sampler = self._sampler(source, name, eqn, order) if linear and cost * 4 > array_bytes(source.aval) else None
         if sampler is None:
-            return Use(tuple(self._exact(v) for v in leaves), self._replay(var, leaves))
+            return CoefficientUse(tuple(self._exact(v) for v in leaves), self._replay(var, leaves))
         for position, (slot, used) in enumerate(self.shared.get((source, sampler[0]), [])):
             if not used & ancestors:
                 self.shared[source, sampler[0]][position] = (slot, used | (1 << step))
@@ -254,20 +289,22 @@ class _Memory:
             slot = len(self.slots)
             self.slots.append(Slot(source, "sampled", *sampler))
             self.shared.setdefault((source, sampler[0]), []).append((slot, 1 << step))
-        return Use((slot,), self._replay(var, [source]), source is var)
+        return CoefficientUse((slot,), self._replay(var, [source]), source is var)
 
-    def _sampler(self, var: Any, name: str, eqn: Any) -> tuple[Any, Coefficient] | None:
+    def _sampler(self, var: Any, name: str, eqn: Any, order: Any) -> tuple[Any, Coefficient] | None:
         if not jnp.issubdtype(var.aval.dtype, jnp.floating):
             return None
         # The noise reaches all that follows, and a cross-entropy's messages p - y shrink, rounded p's noise does not.
-        if not self.last and _SMALL * nbytes_of(var) <= self.largest:
+        if not self.last and _SMALL * array_bytes(var.aval) <= self.largest:
             return None
-        index = (var, self.last)
+        index = (var, self.last, order)
         if index not in self.samplers:
-            label = "/".join(part for part in (self.where, _clean(jaxprs.scope(eqn)), name) if part)
+            label = "/".join(part for part in (self.where, plain_scope(jaxprs.scope(eqn)), name) if part)
             label = f"{label}[{len(self.samplers)}]"
-            found = Coefficient(label, var.aval.shape, var.aval.dtype, self.count, nbytes_of(var), self.last)
-            self.samplers[index] = (self.choose(found), found)
+            found = Coefficient(
+                label, var.aval.shape, var.aval.dtype, self.count, array_bytes(var.aval), self.last, order
+            )
+            self.samplers[index] = (fitted(self.choose(found), found), found)
         chosen = self.samplers[index]
         return None if chosen[0] is None else chosen
 
@@ -278,7 +315,7 @@ class _Memory:
             var = self.maker[var].invars[0]
             if isinstance(var, Literal):
                 break
-            if nbytes_of(var) < nbytes_of(best):
+            if array_bytes(var.aval) < array_bytes(best.aval):
                 best = var
         return best
 
@@ -288,7 +325,7 @@ class _Memory:
         visited = 0
 
         def bytes_of(v):
-            return 0.0 if v in self.live else nbytes_of(v) / (8 if v.aval.dtype == jnp.bool_ else 1)
+            return kept_bytes(self._how(v), None, v.aval)
 
         def visit(v):
             nonlocal visited
@@ -311,12 +348,17 @@ class _Memory:
     def _exact(self, var: Any) -> int:
         if var not in self.exact:
             self.exact[var] = len(self.slots)
-            large_bool = var.aval.dtype == jnp.bool_ and var.aval.size >= 64
-            nested = var in self.maker and jaxprs.nested(self.maker[var]) is not None
-            how = "live" if var in self.live else "bits" if large_bool else "nested" if nested else "exact"
-            coefficient = Coefficient("", var.aval.shape, var.aval.dtype, self.count, nbytes_of(var), False)
-            self.slots.append(Slot(var, how, None, coefficient))
+            coefficient = Coefficient("", var.aval.shape, var.aval.dtype, self.count, array_bytes(var.aval), False)
+            self.slots.append(Slot(var, self._how(var), None, coefficient))
         return self.exact[var]
+
+    def _how(self, var: Any) -> str:
+        """How a variable is remembered if it is not sampled, see `Slot`."""
+        if var in self.live:
+            return "live"
+        if var.aval.dtype == jnp.bool_ and var.aval.size >= 64:
+            return "bits"
+        return "nested" if var in self.maker and jaxprs.nested(self.maker[var]) is not None else "exact"
 
     def _replay(self, var: Any, leaves: Sequence[Any]) -> Callable[..., Any]:
         eqns, wanted = [], [var]
@@ -347,16 +389,46 @@ def _inlined(function: Callable[..., Any], *args: Any) -> jaxprs.Program:
     )[0]
 
 
-def nbytes_of(var: Any) -> int:
-    """The bytes of a variable's array; a PRNG key has those of its data."""
-    aval = jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
-    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
-        aval = jax.eval_shape(jax.random.key_data, aval)
-    return int(np.prod(aval.shape)) * aval.dtype.itemsize
+def kept_bytes(how: str, sampler: Any, like: Any) -> int:
+    """The bytes of an array that is remembered in one of the forms of `Slot`.
+
+    Args:
+      how: the form.
+      sampler: the sampler of an array that is sampled; None keeps all of it.
+      like: the array's shape and dtype.
+    """
+    if how == "live":
+        return 0
+    if how == "bits":
+        return -(-like.size // 8)
+    return array_bytes(like) if sampler is None else nbytes(sampler, like)
 
 
-def _clean(name: str) -> str:
-    """A scope's name without the transformations: "transpose(jvp(encoder))/Dense_0" is "encoder/Dense_0"."""
+def fitted(sampler: Any, coefficient: Coefficient) -> Any:
+    """The sampler in the form in which it remembers a coefficient: positions of an image, entries of other arrays."""
+    if coefficient.order is None or sampler is None or isinstance(sampler, Rounding):
+        return sampler
+    return OfPositions(sampler, coefficient.order)
+
+
+def _image_order(eqn: Any, number: int) -> tuple[int, ...] | None:
+    """The axes of the image in a convolution's weight gradient as (example, positions ..., channels).
+
+    This gradient is a convolution of the image, its first input, with the messages, in which examples and channels
+    have changed places.
+    """
+    if eqn.primitive.name != "conv_general_dilated" or number != 0:
+        return None
+    channels, examples, *positions = eqn.params["dimension_numbers"].lhs_spec
+    return (examples, *positions, channels)
+
+
+def plain_scope(name: str) -> str:
+    """A scope's name without the transformations: "transpose(jvp(encoder))/Dense_0" is "encoder/Dense_0".
+
+    Args:
+      name: the name, see `jaxprs.scope`.
+    """
     for mark in ("transpose(", "jvp(", "vmap(", "rematted_computation"):
         name = name.replace(mark, "")
     return "/".join(part.replace("(", "").replace(")", "") for part in name.split("/") if part.strip("()"))
