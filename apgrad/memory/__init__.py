@@ -5,7 +5,6 @@ gradient, and `ap.memory_report` measures what that saves. The samplers say how 
 """
 
 from apgrad.memory._max_pool import max_pool as max_pool
-from apgrad.memory._plan import Coefficient as Coefficient
 from apgrad.memory._randomize import coefficients as coefficients, randomize as randomize
 from apgrad.memory._report import (
     MemoryReport as MemoryReport,
@@ -23,3 +22,4 @@ from apgrad.memory._samplers import (
     same_sample as same_sample,
     stratified as stratified,
 )
+from apgrad.memory._slots import Coefficient as Coefficient

@@ -14,8 +14,9 @@ from typing import Any
 
 import jax
 
-from apgrad.memory._plan import Coefficient, MemoryPlan, fitted, kept_bytes
+from apgrad.memory._plan import MemoryPlan
 from apgrad.memory._samplers import Rounding, Sampler, nbytes, rounding, stratified
+from apgrad.memory._slots import Coefficient, fitted, kept_bytes
 
 KEY_BYTES = 8
 LADDER: tuple[Sampler, ...] = (

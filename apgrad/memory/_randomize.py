@@ -18,12 +18,12 @@ import jax.numpy as jnp
 from apgrad._ground.keys import require_key
 from apgrad._ground.propagator import Propagator, node
 from apgrad._programs import jaxprs
-from apgrad.memory import _plan as planning
 from apgrad.memory._branches import randomized_cond
 from apgrad.memory._budget import allocate, remembered_bytes
 from apgrad.memory._passes import Traced, differentiated, evaluated, exact, inexact, remember, send
-from apgrad.memory._plan import Coefficient
+from apgrad.memory._plan import MemoryPlan, make_plan
 from apgrad.memory._samplers import Rounding, Sampler, nbytes, rounding
+from apgrad.memory._slots import Coefficient, fitted, is_view
 
 Choice = Callable[[Coefficient], Sampler | None]
 
@@ -122,7 +122,7 @@ def _recorded(min_size: int, *stretch: Any) -> list[tuple[Coefficient, str]]:
     return list(found.values())
 
 
-def _within(budget: int, min_size: int, *stretch: Any) -> planning.MemoryPlan:
+def _within(budget: int, min_size: int, *stretch: Any) -> MemoryPlan:
     """A plan that remembers at most so many bytes.
 
     What the coefficients take is estimated, coefficient by coefficient, and then counted in the plan that is made of
@@ -183,7 +183,7 @@ def _chooser(sampler: Any, through: Sampler | None, min_size: int) -> Choice:
         if (
             chosen is not None
             and not isinstance(chosen, _Nothing)
-            and nbytes(planning.fitted(chosen, coefficient), like) > coefficient.nbytes
+            and nbytes(fitted(chosen, coefficient), like) > coefficient.nbytes
         ):
             return None
         return chosen
@@ -232,7 +232,7 @@ class _Walk:
         count: int,
         key: jax.Array,
         inputs: Sequence[Any],
-    ) -> planning.MemoryPlan:
+    ) -> MemoryPlan:
         """The plan of a program that is differentiated with respect to the chosen ones of its inputs and constants."""
 
         def linearize(key, *inputs):
@@ -248,7 +248,7 @@ class _Walk:
             return outputs, pullback
 
         rules: list[str] = []
-        made = planning.make_plan(
+        made = make_plan(
             linearize, (key, *inputs), [True, *flags], [flags[i] for i in chosen], self.choose, where, count, rules
         )
         for i, slot in enumerate(made.slots):
@@ -266,7 +266,7 @@ class _Walk:
             inside = jaxprs.nested(eqn)
             if inside is None:
                 outputs = jaxprs.caller(eqn)(*values)
-                view = live[0] if live and planning.is_view(eqn) else False
+                view = live[0] if live and is_view(eqn) else False
                 return [_Live(v) if view else v for v in outputs]
             if inside.kind == "call":
                 program = inside.jaxprs[0]

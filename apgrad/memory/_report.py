@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from apgrad._programs import jaxprs
-from apgrad.memory._plan import is_view, plain_scope
 from apgrad.memory._randomize import randomize
 from apgrad.memory._samplers import array_bytes, rounding
+from apgrad.memory._slots import is_view, plain_scope
 
 _SAME = frozenset({"refuse_derivative", "optimization_barrier", "copy_p", "pvary"})
 _KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
