@@ -142,14 +142,16 @@ def method_loss(name: str, method: str, fraction: float) -> Callable[..., jax.Ar
     Args:
       name: one of `NAMES`.
       method: "baseline" or "reduced", which remember everything; one of `methods`; or "rounding N", with N bits.
+        "different 0.5" has that fraction in place of the given one.
       fraction: of the entries that samplers keep.
     """
-    if method in ("baseline", "reduced"):
+    kind, *rest = method.split()
+    if kind in ("baseline", "reduced"):
         plain = loss(name)
         return lambda key, *args: plain(*args)
-    if method.startswith("rounding"):
-        return ap.randomize(loss(name), rad.rounding(bits=int(method.split()[1])))
-    sampler = methods(fraction)[method]
+    if kind == "rounding":
+        return ap.randomize(loss(name), rad.rounding(bits=int(rest[0])))
+    sampler = methods(float(rest[0]) if rest else fraction)[kind]
     if name == "transformer":
         return ap.randomize(loss(name), sampler)
     # As in the paper, inputs of layers are sampled, and all that messages pass on their way is exact.

@@ -181,7 +181,7 @@ def test_what_it_needs_is_asked_for():
         error(lambda tape, t: (lambda t, x: t.cost(x))(*empty(tape, t)), jnp.zeros(0))
 
     discrete = ap.stochastic(ap.total_propagation())(lambda t: dist.Bernoulli(probs=t))
-    with pytest.raises(TypeError, match="has neither rsample"):
+    with pytest.raises(TypeError, match="samples of BernoulliProbs are discrete"):
         error(lambda tape, t: (lambda t, x: t.cost(x))(*discrete(tape, t)), 0.5)
 
     # A target without the lanes would silently give equal weights.
