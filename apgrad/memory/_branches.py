@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from apgrad._ground.propagator import Propagator, node
 from apgrad._programs import jaxprs
 from apgrad.memory._passes import Traced, differentiated, exact, inexact, remember, send
-from apgrad.memory._plan import Plan
+from apgrad.memory._plan import MemoryPlan
 
 
-def randomized(programs: Sequence[jaxprs.Program], plan: Callable[..., Plan]) -> Callable[..., list[Any]]:
+def randomized_cond(programs: Sequence[jaxprs.Program], plan: Callable[..., MemoryPlan]) -> Callable[..., list[Any]]:
     """`(key, index, *operands) -> outputs`, a node.
 
     Args:
@@ -101,7 +101,7 @@ def _is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
-def _outside(made: Plan, size: int) -> list[int | None]:
+def _outside(made: MemoryPlan, size: int) -> list[int | None]:
     """For each thing to remember, the number of the input that it is, if it is one."""
     number = {v: i for i, v in enumerate(made.forward.jaxpr.invars)}
     return [number.get(slot.var) if slot.how in ("live", "exact") else None for slot in made.slots]

@@ -14,8 +14,9 @@ from typing import Any
 
 import jax
 
-from apgrad.memory._plan import Coefficient, Plan, nbytes_of
+from apgrad.memory._plan import MemoryPlan
 from apgrad.memory._samplers import Rounding, Sampler, nbytes, rounding, stratified
+from apgrad.memory._slots import Coefficient, fitted, kept_bytes
 
 KEY_BYTES = 8
 LADDER: tuple[Sampler, ...] = (
@@ -34,17 +35,13 @@ def relative_variance(sampler: Any) -> float:
     return 1 / sampler.fraction - 1
 
 
-def remembered_bytes(made: Plan) -> int:
-    """What a plan's forward pass leaves behind: the key of its draws, and all that nobody else keeps."""
-    total = KEY_BYTES
-    for slot in made.slots:
-        size = nbytes_of(slot.var)
-        if slot.how == "bits":
-            size = -(-slot.var.aval.size // 8)
-        elif slot.how == "sampled":
-            size = nbytes(slot.sampler, slot.var.aval)
-        total += 0 if slot.how == "live" else size
-    return total
+def remembered_bytes(made: MemoryPlan) -> int:
+    """The bytes that a plan's forward pass leaves behind: the key of its draws, and all that nobody else keeps.
+
+    Args:
+      made: the plan.
+    """
+    return KEY_BYTES + sum(slot.nbytes for slot in made.slots)
 
 
 def allocate(found: list[tuple[Coefficient, str]], budget_bytes: float) -> tuple[Any, float, bool]:
@@ -59,16 +56,16 @@ def allocate(found: list[tuple[Coefficient, str]], budget_bytes: float) -> tuple
     """
     total, steps = 0.0, []
     for coefficient, how in found:
-        size = coefficient.nbytes * max(coefficient.count, 0)
-        total += size / 8 if how == "bits" else size
+        like = jax.ShapeDtypeStruct(coefficient.shape, coefficient.dtype)
+        size = kept_bytes(how, None, like) * coefficient.count
+        total += size
         if how != "sampled" or not size:
             continue
-        like = jax.ShapeDtypeStruct(coefficient.shape, coefficient.dtype)
         # Fractions only where no other sample follows, see `randomize`.
         ladder = [s for s in LADDER if coefficient.last or isinstance(s, Rounding)]
         points: list[tuple[float, float, Any]] = [(size, 0.0, None)]
         for sampler in ladder:
-            need = nbytes(sampler, like) * coefficient.count
+            need = nbytes(fitted(sampler, coefficient), like) * coefficient.count
             if need < points[-1][0]:
                 points.append((need, relative_variance(sampler), sampler))
         hull = _hull(points)

@@ -12,7 +12,7 @@ from apgrad._programs import jaxprs
 _LINEAR = frozenset({"mul", "div", "neg", "add", "add_any", "sub", "select_n", "convert_element_type", "copy"})
 
 
-class Graph:
+class PullbackGraph:
     """The pullback's equations: which depend on a message, what they take, and which form elementwise chains."""
 
     def __init__(self, program: jaxprs.Program, leaves: int):

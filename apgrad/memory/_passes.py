@@ -17,7 +17,7 @@ from apgrad._ground.primitives import refuse_derivative
 from apgrad._programs import jaxprs
 from apgrad.memory._graph import run
 from apgrad.memory._order import together
-from apgrad.memory._plan import Plan, Step
+from apgrad.memory._plan import BackwardStep, MemoryPlan
 
 _REASON = (
     "ap.randomize has no second derivative: the random memory is no differentiable function of the inputs. "
@@ -25,7 +25,7 @@ _REASON = (
 )
 
 
-def remember(made: Plan, key: jax.Array, inputs: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
+def remember(made: MemoryPlan, key: jax.Array, inputs: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
     """Evaluates the forward program, and keeps each slot as soon as its variable is there."""
     jaxpr, consts = made.forward
     values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, inputs, strict=True))
@@ -63,7 +63,7 @@ def remember(made: Plan, key: jax.Array, inputs: Sequence[Any]) -> tuple[list[An
     return [jnp.asarray(v) if not hasattr(v, "dtype") else v for v in outputs], tuple(memory)
 
 
-def send(made: Plan, key: jax.Array, memory: tuple[Any, ...], messages: Sequence[Any]) -> list[Any]:
+def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Sequence[Any]) -> list[Any]:
     """Evaluates the backward program."""
     jaxpr, consts = made.pullback
     values = dict(zip(jaxpr.constvars, consts, strict=True))
@@ -136,7 +136,7 @@ class Traced:
         self.value = value
 
 
-def _soon(steps: Sequence[Step]) -> list[Step]:
+def _soon(steps: Sequence[BackwardStep]) -> list[BackwardStep]:
     """The steps, those that are last as soon as they can be: an argument's gradient before the message goes on."""
     place: dict[Any, float] = {}
     places = []
@@ -147,12 +147,12 @@ def _soon(steps: Sequence[Step]) -> list[Step]:
     return [steps[i] for i in sorted(range(len(steps)), key=places.__getitem__)]
 
 
-def _inputs(step: Step) -> list[Any]:
+def _inputs(step: BackwardStep) -> list[Any]:
     """Variables of the pullback, some of which are coefficients, in `uses`."""
     return [step.root] if step.root is not None else list(step.eqn.invars)
 
 
-def _commutes(made: Plan, step: Step) -> int:
+def _commutes(made: MemoryPlan, step: BackwardStep) -> int:
     """Where a product may be taken of a small memory, and restored: the axis of its output, plus 1; or 0."""
     if step.root is not None or step.eqn.primitive.name != "dot_general" or len(step.uses) != 1:
         return 0

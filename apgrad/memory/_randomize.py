@@ -18,11 +18,12 @@ import jax.numpy as jnp
 from apgrad._ground.keys import require_key
 from apgrad._ground.propagator import Propagator, node
 from apgrad._programs import jaxprs
-from apgrad.memory import _branches as branches, _plan as planning
+from apgrad.memory._branches import randomized_cond
 from apgrad.memory._budget import allocate, remembered_bytes
 from apgrad.memory._passes import Traced, differentiated, evaluated, exact, inexact, remember, send
-from apgrad.memory._plan import Coefficient
+from apgrad.memory._plan import MemoryPlan, make_plan
 from apgrad.memory._samplers import Rounding, Sampler, nbytes, rounding
+from apgrad.memory._slots import Coefficient, fitted, is_view
 
 Choice = Callable[[Coefficient], Sampler | None]
 
@@ -121,20 +122,27 @@ def _recorded(min_size: int, *stretch: Any) -> list[tuple[Coefficient, str]]:
     return list(found.values())
 
 
-def _within(budget: int, min_size: int, *stretch: Any) -> planning.Plan:
+def _within(budget: int, min_size: int, *stretch: Any) -> MemoryPlan:
     """A plan that remembers at most so many bytes.
 
     What the coefficients take is estimated, coefficient by coefficient, and then counted in the plan that is made of
     the estimate: arrays that are drawn twice, keys, and branches that share their memory are in the plan only.
     """
     found = _recorded(min_size, *stretch)
-    target = budget
+    target, best = float(budget), None
     while True:
         choose, estimate, smallest = allocate(found, target)
         made = _Walk(choose).plan(*stretch)
         used = remembered_bytes(made)
         if used <= budget:
-            return made
+            # Branches share memory, which the estimate adds up: what is left of the budget is given out as well.
+            best, higher = made, budget + estimate - used
+            if higher <= target:
+                return best
+            target = higher
+            continue
+        if best is not None:
+            return best
         if smallest:
             raise ValueError(
                 f"a budget of {budget} bytes cannot be kept: with the smallest samplers the function remembers "
@@ -172,7 +180,11 @@ def _chooser(sampler: Any, through: Sampler | None, min_size: int) -> Choice:
         chosen = choose(coefficient)
         like = jax.ShapeDtypeStruct(coefficient.shape, coefficient.dtype)
         # A sample of few entries in groups or rows may be larger than the array.
-        if chosen is not None and not isinstance(chosen, _Nothing) and nbytes(chosen, like) > coefficient.nbytes:
+        if (
+            chosen is not None
+            and not isinstance(chosen, _Nothing)
+            and nbytes(fitted(chosen, coefficient), like) > coefficient.nbytes
+        ):
             return None
         return chosen
 
@@ -220,7 +232,7 @@ class _Walk:
         count: int,
         key: jax.Array,
         inputs: Sequence[Any],
-    ) -> planning.Plan:
+    ) -> MemoryPlan:
         """The plan of a program that is differentiated with respect to the chosen ones of its inputs and constants."""
 
         def linearize(key, *inputs):
@@ -236,7 +248,7 @@ class _Walk:
             return outputs, pullback
 
         rules: list[str] = []
-        made = planning.make_plan(
+        made = make_plan(
             linearize, (key, *inputs), [True, *flags], [flags[i] for i in chosen], self.choose, where, count, rules
         )
         for i, slot in enumerate(made.slots):
@@ -254,7 +266,7 @@ class _Walk:
             inside = jaxprs.nested(eqn)
             if inside is None:
                 outputs = jaxprs.caller(eqn)(*values)
-                view = live[0] if live and planning.is_view(eqn) else False
+                view = live[0] if live and is_view(eqn) else False
                 return [_Live(v) if view else v for v in outputs]
             if inside.kind == "call":
                 program = inside.jaxprs[0]
@@ -291,7 +303,7 @@ class _Walk:
             def plan(i, *rest):
                 return self.plan(inside.jaxprs[i], [*live[1:], *(True for _ in inside.jaxprs[i].consts)], *rest)
 
-            return branches.randomized(
+            return randomized_cond(
                 inside.jaxprs,
                 lambda i, chosen, *rest: plan(i, chosen, f"{label}.{i}", count, *rest),
             )(key, *values)

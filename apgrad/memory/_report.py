@@ -16,14 +16,23 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from apgrad._programs import jaxprs
-from apgrad.memory._plan import is_view, nbytes_of
+from apgrad.memory._randomize import randomize
+from apgrad.memory._samplers import array_bytes, rounding
+from apgrad.memory._slots import is_view, plain_scope
 
 _SAME = frozenset({"refuse_derivative", "optimization_barrier", "copy_p", "pvary"})
 _KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
 
 class Residual(NamedTuple):
-    """An array that the reverse pass remembers."""
+    """An array that the reverse pass remembers.
+
+    Attributes:
+      name: the named scopes and the primitive that made the array.
+      shape: the array's shape.
+      dtype: the array's dtype.
+      nbytes: the array's bytes.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -31,8 +40,14 @@ class Residual(NamedTuple):
     nbytes: int
 
 
-class Memory(NamedTuple):
-    """One row of a report."""
+class MemoryBytes(NamedTuple):
+    """One row of a report.
+
+    Attributes:
+      residual_bytes: what reverse mode remembers.
+      temp_bytes: the compiled gradient's scratch memory.
+      residuals: the arrays that are remembered.
+    """
 
     residual_bytes: int
     temp_bytes: int
@@ -47,7 +62,7 @@ class MemoryReport(NamedTuple):
       note: how it was compiled.
     """
 
-    rows: dict[str, Memory]
+    rows: dict[str, MemoryBytes]
     note: str
 
     def __str__(self) -> str:
@@ -126,10 +141,10 @@ def residuals(function: Callable[..., Any], *args: Any) -> tuple[Residual, ...]:
             continue
         if not isinstance(origin, Literal) and origin in found:
             continue
-        keep = min(origin, v, key=nbytes_of)
-        name = "/".join(p for p in (jaxprs.scope(maker[keep]), maker[keep].primitive.name) if p)
+        keep = min(origin, v, key=lambda v: array_bytes(v.aval))
+        name = "/".join(p for p in (plain_scope(jaxprs.scope(maker[keep])), maker[keep].primitive.name) if p)
         aval: Any = keep.aval
-        found[keep] = Residual(name, aval.shape, aval.dtype, nbytes_of(keep))
+        found[keep] = Residual(name, aval.shape, aval.dtype, array_bytes(aval))
     return tuple(found.values())
 
 
@@ -162,9 +177,6 @@ def memory_report(
       >>> report.rows["reverse mode"].residual_bytes > 5 * report.rows["rounding, 4 bits"].residual_bytes
       True
     """
-    from apgrad.memory._randomize import randomize
-    from apgrad.memory._samplers import rounding
-
     functions: dict[str, Callable[..., Any]] = {"reverse mode": function, "checkpoint": jax.checkpoint(function)}
     if layers is not None:
         functions["checkpoint each layer"] = layers(jax.checkpoint)
@@ -180,7 +192,7 @@ def memory_report(
     rows = {}
     for name, f in functions.items():
         kept = residuals(f, *args)
-        rows[name] = Memory(sum(r.nbytes for r in kept), temp_bytes(f, *args), kept)
+        rows[name] = MemoryBytes(sum(r.nbytes for r in kept), temp_bytes(f, *args), kept)
     note = "compiled on the CPU with optimization barriers kept (XLA drops them there by default)" if cpu else ""
     first = rows["reverse mode"]
     more = [

@@ -37,7 +37,7 @@ from apgrad.memory._rounding import Rounding as Rounding, rounding as rounding, 
 
 @runtime_checkable
 class Sampler(Protocol):
-    """What `apgrad.randomize` and the layers ask of a sampler; a frozen dataclass, so that it is hashable.
+    """What `apgrad.randomize` asks of a sampler; a frozen dataclass, so that it is hashable.
 
     The estimate must be unbiased, E restore(key, keep(key, x, axis), like, axis) = x over the key. A sampler with an
     attribute `shared` that is true draws the same for all examples: restoring is linear then, and the same along the
@@ -57,8 +57,25 @@ class Sampler(Protocol):
         ...
 
 
+def array_bytes(like: Any) -> int:
+    """The bytes of an array; a PRNG key has the bytes of its data.
+
+    Args:
+      like: has the array's shape and dtype.
+    """
+    aval = jax.ShapeDtypeStruct(like.shape, like.dtype)
+    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+        aval = jax.eval_shape(jax.random.key_data, aval)
+    return math.prod(aval.shape) * aval.dtype.itemsize
+
+
 def nbytes(sampler: Sampler, like: Any, axis: int = -1) -> int:
     """The bytes of a sampler's memory of an array.
+
+    Args:
+      sampler: any sampler.
+      like: has the array's shape and dtype.
+      axis: the sampled axis.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -68,7 +85,44 @@ def nbytes(sampler: Sampler, like: Any, axis: int = -1) -> int:
     """
     like = jax.ShapeDtypeStruct(like.shape, like.dtype)
     memory = jax.eval_shape(lambda x: sampler.keep(jax.random.key(0), x, axis), like)
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(memory))
+    return sum(array_bytes(leaf) for leaf in jax.tree.leaves(memory))
+
+
+@dataclasses.dataclass(frozen=True)
+class OfPositions:
+    """A sampler of an image's positions, each with all its channels, for images with any order of axes.
+
+    Attributes:
+      sampler: draws along the positions, row by row.
+      order: the image's axes as (example, positions ..., channels).
+    """
+
+    sampler: Sampler
+    order: tuple[int, ...]
+
+    def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> Any:
+        """The sampler's memory of (examples, positions, channels)."""
+        del axis
+        return self.sampler.keep(key, self._rows(x), 1)
+
+    def restore(self, key: jax.Array, memory: Any, like: jax.ShapeDtypeStruct, axis: int = -1) -> jax.Array:
+        """The sampler's estimate, as an image."""
+        del axis
+        rows = jax.eval_shape(self._rows, like)
+        return self._image(self.sampler.restore(key, memory, rows, 1), like)
+
+    def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
+        """The sampler's variance, as an image."""
+        del axis
+        return self._image(self.sampler.variance(self._rows(x), 1), x)
+
+    def _rows(self, x: jax.Array) -> jax.Array:
+        ordered = jnp.transpose(x, self.order)
+        return ordered.reshape(ordered.shape[0], -1, ordered.shape[-1])
+
+    def _image(self, rows: jax.Array, like: Any) -> jax.Array:
+        ordered = rows.reshape([like.shape[i] for i in self.order])
+        return jnp.transpose(ordered, [self.order.index(i) for i in range(len(self.order))])
 
 
 @dataclasses.dataclass(frozen=True)
