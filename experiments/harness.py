@@ -8,12 +8,15 @@ and it has these names:
 * `cells(config)`: a list of cells, the points of the experiment's grid, in the order in which they are measured.
 * `measure(config, cell, seed)`: a dictionary of numbers, strings and lists.
 * `report(config, [(cell, result), ...])`: a `Report`.
+* `PARTIAL = True`, if `report` takes any of the cells, not only all of them.
 
 It ends with `if __name__ == "__main__": harness.main()`.
 
 A measured cell is written to a file of its own, in one step (a temporary file, then `os.replace`). So a run that is
 killed at any moment goes on where it stopped when it is started again, and ends with the same figures: a cell's seed
-depends on the run's seed and on the cell only.
+depends on the run's seed and on the cell only. A long cell saves where it is by `checkpoint`.
+With `--only-report` nothing is measured: the report is on the cells that are finished, and results.json says how many
+of how many they are.
 """
 
 import argparse
@@ -25,6 +28,7 @@ import json
 import math
 import os
 import platform
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -53,11 +57,13 @@ class Config:
       preset: what the other options start from: quick takes minutes, paper has the paper's settings.
       out: where to write; results/NAME-PRESET if not given.
       seed: of all random numbers.
+      only_report: measure nothing, and report on the cells that are finished.
     """
 
     preset: Literal["quick", "paper"] = "quick"
     out: Path | None = None
     seed: int = 0
+    only_report: bool = False
 
 
 class Report(NamedTuple):
@@ -93,20 +99,28 @@ def main(experiment: ModuleType | None = None, argv: Sequence[str] | None = None
     experiment = experiment or sys.modules["__main__"]
     name = name_of(experiment)
     config = _parse(experiment, sys.argv[1:] if argv is None else list(argv))
-    folder = config.out or Path("results") / f"{name}-{config.preset}"
+    folder = _folder(name, config)
+    if config.only_report and not (getattr(experiment, "PARTIAL", False) and any((folder / "cells").glob("*.json"))):
+        raise SystemExit(f"{folder} has no finished cells, or {name} reports on all cells only.")
     _claim(folder, experiment, config)
     cells = experiment.cells(config)
-    records, seconds = [], 0.0
-    for cell in tqdm.tqdm(cells, desc=name, unit="cell"):
+    records, seconds, commits, commit = [], 0.0, [], _commit()
+    for cell in tqdm.tqdm(cells, desc=name, unit="cell", disable=config.only_report):
         path = folder / "cells" / f"{cell_name(cell)}.json"
         if not path.exists():
+            if config.only_report:
+                continue
             start = time.perf_counter()
             result = experiment.measure(config, cell, cell_seed(config.seed, cell))
-            write_atomically(path, json.dumps({"result": result, "seconds": time.perf_counter() - start}))
+            measured = {"result": result, "seconds": time.perf_counter() - start, "commit": commit}
+            write_atomically(path, json.dumps(measured))
+            checkpoint(name, config, cell).path.unlink(missing_ok=True)
         stored = json.loads(path.read_text())
         records.append((cell, stored["result"]))
         seconds += stored["seconds"]
-    for leftover in (folder / "cells").glob("*.tmp"):
+        commits.append(stored.get("commit"))
+    # While a run may be under way, its temporary files are left alone.
+    for leftover in () if config.only_report else (folder / "cells").glob("*.tmp"):
         leftover.unlink(missing_ok=True)
 
     report = experiment.report(config, records)
@@ -114,6 +128,9 @@ def main(experiment: ModuleType | None = None, argv: Sequence[str] | None = None
         **_fingerprint(experiment, config),
         "setting": _setting(experiment, config),
         "device": _device(),
+        "commits": sorted({c for c in commits if c}),
+        "cells_finished": len(records),
+        "cells": len(cells),
         "wall_seconds": round(seconds, 1),
     }
     results = {**header, **report.figures, "rows": report.rows}
@@ -122,7 +139,9 @@ def main(experiment: ModuleType | None = None, argv: Sequence[str] | None = None
     os.replace(folder / f".{name}.png.tmp", folder / f"{name}.png")
     write_atomically(folder / "results.json", json.dumps(_strict(results), indent=1, allow_nan=False) + "\n")
     print(report.table)
-    print(f"{len(cells)} cells, {seconds:.0f} s of measuring; results.json, CSV and PNG are in {folder}")
+    print(
+        f"{len(records)} of {len(cells)} cells, {seconds:.0f} s of measuring; results.json, CSV and PNG are in {folder}"
+    )
     return folder
 
 
@@ -156,6 +175,45 @@ def write_atomically(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
+class Checkpoint(NamedTuple):
+    """Where a long cell saves its state, so that a kill loses little of it; deleted when the cell is finished.
+
+    Attributes:
+      path: of the file.
+    """
+
+    path: Path
+
+    def load(self, state: Any) -> Any:
+        """The saved state, or the given one where nothing is saved.
+
+        Args:
+          state: a pytree of arrays with the structure of the saved one; their shapes may differ.
+        """
+        if not self.path.exists():
+            return state
+        with np.load(self.path) as file:
+            leaves = [file[f"arr_{i}"] for i in range(len(file.files))]
+        return jax.tree.unflatten(jax.tree.structure(state), leaves)
+
+    def save(self, state: Any) -> None:
+        """Writes the state, a pytree of arrays, in full or not at all."""
+        temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
+        with temporary.open("wb") as file:
+            np.savez(file, *(np.asarray(leaf) for leaf in jax.tree.leaves(state)))
+        os.replace(temporary, self.path)
+
+
+def checkpoint(name: str, config: Config, cell: Cell) -> Checkpoint:
+    """The checkpoint of a cell of the experiment with the given name."""
+    return Checkpoint(_folder(name, config) / "cells" / f"{cell_name(cell)}.npz")
+
+
+def finished(name: str, config: Config, cell: Cell) -> dict[str, Any]:
+    """The result of an earlier cell of the experiment with the given name, for a cell that builds on it."""
+    return json.loads((_folder(name, config) / "cells" / f"{cell_name(cell)}.json").read_text())["result"]
+
+
 def bootstrap(
     samples: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray], resamples: int, seed: int
 ) -> np.ndarray:
@@ -179,6 +237,28 @@ def interval(values: np.ndarray) -> list[float]:
     return [float(v) for v in np.percentile(values, [2.5, 97.5])]
 
 
+def _folder(name: str, config: Config) -> Path:
+    return config.out or Path("results") / f"{name}-{config.preset}"
+
+
+def _commit() -> str | None:
+    """The commit of the code that runs, with "+" if files differ from it; nothing outside a repository."""
+    try:
+        call = [
+            "git",
+            "-C",
+            str(Path(__file__).parent),
+            "describe",
+            "--always",
+            "--abbrev=12",
+            "--dirty=+",
+            "--exclude=*",
+        ]
+        return subprocess.run(call, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
 def _parse(experiment: ModuleType, argv: list[str]) -> Any:
     """The configuration: the preset's, with what the command line says otherwise."""
     choose = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -197,7 +277,7 @@ def _parse(experiment: ModuleType, argv: list[str]) -> Any:
 def _fingerprint(experiment: ModuleType, config: Config) -> dict[str, Any]:
     """What must agree for a run to go on: with another version of a library its figures may not be the same."""
     options = dataclasses.asdict(config)
-    del options["out"]
+    del options["out"], options["only_report"]
     packages = ("jax", "jaxlib", "numpyro", "numpy", "scipy")
     versions = {"python": platform.python_version(), "apgrad": ap.__version__}
     versions |= {name: importlib.metadata.version(name) for name in packages}
@@ -211,7 +291,7 @@ def _setting(experiment: ModuleType, config: Config) -> str:
     changed = [
         f"{name}={options[name]} (paper: {paper[name]})"
         for name in paper
-        if name not in ("out", "preset", "seed") and options[name] != paper[name]
+        if name not in ("out", "preset", "seed", "only_report") and options[name] != paper[name]
     ]
     return "the paper preset" if not changed else "not the paper preset: " + ", ".join(changed)
 

@@ -137,12 +137,20 @@ def methods(fraction: float) -> dict[str, Any]:
 
 
 def method_loss(name: str, method: str, fraction: float) -> Callable[..., jax.Array]:
-    """The loss by a method: "baseline", one of `methods`, or "rounding N": `ap.randomize` of the plain network."""
-    if method in ("baseline", "reduced"):
+    """The loss by a method.
+
+    Args:
+      name: of the network.
+      method: "baseline" or "reduced" for reverse mode, one of `methods`, or "rounding N": `ap.randomize` of the plain
+        network. "different 0.5" has that fraction in place of the given one.
+      fraction: of the entries kept.
+    """
+    kind, *rest = method.split()
+    if kind in ("baseline", "reduced"):
         return loss(name, None)
-    if method.startswith("rounding"):
-        return randomized_loss(name, rad.rounding(bits=int(method.split()[1])))
-    sampler = methods(fraction)[method]
+    if kind == "rounding":
+        return randomized_loss(name, rad.rounding(bits=int(rest[0])))
+    sampler = methods(float(rest[0]) if rest else fraction)[kind]
     return randomized_loss(name, sampler) if name == "transformer" else loss(name, sampler)
 
 

@@ -92,7 +92,7 @@ def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
             "likelihood_ratio() for it."
         )
 
-    parts = _parts(distribution)
+    parts = _parts(distribution)[::-1]  # the innermost first, so that errors name what is at fault
     for part in parts:
         if _is_discrete(part, key):
             refuse(f"samples of {type(part).__name__} are discrete, or no floating-point numbers")
@@ -108,7 +108,7 @@ def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
     if not _has_cdf(distribution, x):
         refuse("it has neither rsample nor, as a continuous univariate distribution, a cdf")
     for part in parts:
-        if _components(part) and not _is_fixed(_support(part)):
+        if not _have_one_support(_components(part)):
             refuse(
                 f"the supports of the components of {type(part).__name__} are not known to be one fixed interval, and "
                 "between two intervals a sample would have to jump as the weights change"
@@ -132,7 +132,8 @@ def score(what: str, distribution: Any, x: jax.Array) -> jax.Array:
 
     Raises:
       TypeError: at trace time, for a distribution whose `log_prob` is not the density of its samples: one that is
-        masked, censored or not normalized, or has a transform that is not one to one.
+        masked, censored or not normalized, has a transform that is not one to one, or mixes components with
+        different supports.
     """
     for part in _parts(distribution):
         folds = not isinstance(part, dist.FoldedDistribution) and _folds(part)
@@ -141,6 +142,12 @@ def score(what: str, distribution: Any, x: jax.Array) -> jax.Array:
                 f"{what}: the log_prob of {type(part).__name__}{' with AbsTransform' if folds else ''} is not the "
                 "density of its samples, so that it has no right score. Sample the distribution underneath, and mask, "
                 "censor or transform in the cost (jnp.where)."
+            )
+        if not _have_one_support(_components(part)):
+            raise TypeError(
+                f"{what}: the components of {type(part).__name__} are not known to have one and the same support, and "
+                "the log_prob of a component is not -inf where the component has no samples, so that the mixture's is "
+                "not the density of its samples. Sample the component first, by likelihood_ratio(), and then from it."
             )
     # A sample needs no validation, which takes one that is rounded to the bound of its support (an exponential's 0,
     # once in ten million times) for impossible, though its density is finite and right.
@@ -286,7 +293,7 @@ def _of(thing, name):
     constraint: Any
     try:
         constraint = getattr(thing, name, None)
-    except NotImplementedError:
+    except (NotImplementedError, AssertionError):  # NumPyro asserts that what it wraps has a support
         return None
     while hasattr(constraint, "base_constraint"):
         constraint = constraint.base_constraint
@@ -307,13 +314,20 @@ def _is_discrete(part, key) -> bool:
     if known:
         return False
     try:
-        return not jnp.issubdtype(jax.eval_shape(part.sample, key).dtype, jnp.floating)
+        sample = jax.eval_shape(part.sample, key)
+        return isinstance(sample, jax.ShapeDtypeStruct) and not jnp.issubdtype(sample.dtype, jnp.floating)
     except NotImplementedError:
         return False
 
 
 def _is_fixed(support) -> bool:
     return isinstance(support, constraints.ParameterFreeConstraint)
+
+
+def _have_one_support(components) -> bool:
+    """Whether the supports of a mixture's components are known to be the same set; true of none."""
+    supports = [_support(component) for component in components]
+    return all(map(_is_fixed, supports)) and len({type(support) for support in supports}) <= 1
 
 
 def _tells_its_support(distribution) -> bool:
@@ -326,8 +340,7 @@ def _support(distribution):
     if isinstance(distribution, _WRAPPERS):
         return _support(distribution.base_dist)
     if components := _components(distribution):
-        first, *rest = map(_support, components)
-        return first if _is_fixed(first) and all(type(other) is type(first) for other in rest) else None
+        return _support(components[0]) if _have_one_support(components) else None
     if isinstance(distribution, dist.FoldedDistribution):
         return constraints.positive if _support(distribution.base_dist) is constraints.real else None
     return _of(distribution, "support") if _tells_its_support(distribution) else _transformed(distribution)[0]

@@ -370,9 +370,7 @@ CASES = {
     "masked transformed Poisson": (lambda t: transformed(dist.Poisson(t), affine(2.0)).mask(False), ""),
     "mixture of transformed Poissons": (
         lambda t: mixture(t, transformed(dist.Poisson(t), affine(2.0)), transformed(dist.Poisson(2 * t), affine(1.0))),
-        "LR",
-        weighted,
-        lambda t: 0.6 * t + 1.4 * t,
+        "",
     ),
     "scaled Poisson": (lambda t: transformed(dist.Poisson(2.0), affine(t)), ""),
     "transformed hurdle": (
@@ -456,9 +454,7 @@ CASES = {
             dist.Categorical(probs=jnp.stack([t, 1 - t])),
             transformed(dist.Uniform(0.0, 1.0).expand([2]), AffineTransform(jnp.array([0.0, 5.0]), 1.0)),
         ),
-        "LR",
-        weighted,
-        lambda t: 0.5 * t + 5.5 * (1 - t),
+        "",
     ),
     "point with a density": (lambda t: dist.Delta(jnp.ones(()), t), "RP", weighted, lambda t: 0 * t),
 }
@@ -556,6 +552,8 @@ def derivatives(make, cost):
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_distribution_is_right_or_refused(case):
+    if case == "GaussianCopulaBeta":
+        pytest.importorskip("tensorflow_probability", reason="NumPyro draws it with TensorFlow Probability")
     make, right, cost, exact = CASES[case] if len(CASES[case]) == 4 else (*CASES[case], weighted, None)
     found = derivatives(make, cost)
     assert " ".join(found) == right

@@ -28,7 +28,7 @@ from experiments import (
 )
 from experiments.benchmarks import estimators as benchmark
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 # An experiment of random numbers, as a program of its own, that kills itself in the middle if it is told to.
 TOY = """
@@ -378,8 +378,8 @@ class TestExperiments:
 
     @pytest.mark.parametrize("experiment", [chaos, gaussian_shaping, bifurcation])
     def test_presets_have_cells_of_their_own_names(self, experiment):
-        for preset in ("quick", "paper"):
-            names = [harness.cell_name(cell) for cell in experiment.cells(experiment.presets[preset])]
+        for config in (experiment.Config(), experiment.PAPER):
+            names = [harness.cell_name(cell) for cell in experiment.cells(config)]
             assert len(names) == len(set(names)) > 10
 
     @pytest.mark.parametrize(
