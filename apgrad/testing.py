@@ -1,5 +1,7 @@
 """Statistical tests of estimators, for apgrad's own and for yours.
 
+    ap.testing.assert_unbiased(lambda key: gradient(key, theta), truth, jax.random.key(0), num_samples=10_000)
+
 A statistic is tested as a statistic: the mean of many independent estimates against an exact reference, in
 units of its standard error, with a fixed seed. Four standard errors are exceeded by chance once in 16,000
 times; a bias of a standard error or two is found by more samples, not by a tighter bound.
@@ -20,10 +22,10 @@ class Moments(NamedTuple):
     """Sample moments of an estimator: pytrees of float64 arrays, of the estimate's structure.
 
     Attributes:
-      mean: over the samples.
-      variance: unbiased.
-      standard_error: of the mean.
-      num_samples: how many.
+      mean: the mean over the samples.
+      variance: the unbiased variance of one sample.
+      standard_error: the standard error of the mean.
+      num_samples: how many samples there are.
     """
 
     mean: Any
@@ -40,7 +42,7 @@ def moments(
     Args:
       estimate_fn: `key -> estimate`, a pytree of real arrays. It is jitted, and mapped over keys.
       key: a PRNG key.
-      num_samples: at least 2.
+      num_samples: how many estimates are made, at least 2.
       batch_size: how many estimates are computed at once.
 
     Example:
@@ -136,10 +138,10 @@ def assert_independent_lanes(
     the program's nodes are changed, not other noise. The program runs 1 + 2 log2(lanes) times; few lanes are enough.
 
     Args:
-      program: as in `apgrad.expectations._expectation`.
-      lanes: at least 4.
+      program: `program(tape, *args) -> tape`, as in `ap.expectation`.
+      lanes: how many lanes the program runs with, at least 4.
       key: a PRNG key.
-      *args: of the program.
+      *args: the program's arguments after the tape.
       rtol: how far costs may move by rounding, relative to the largest.
 
     Raises:

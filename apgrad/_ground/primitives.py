@@ -65,7 +65,8 @@ def refuse_derivative(tree: Any, reason: str) -> Any:
 def refuse_message(tree: Any, reason: str) -> Any:
     """The same pytree; a message that comes back to it in reverse mode raises `TypeError(reason)` at trace time.
 
-    Unlike `refuse_derivative` it lets a derivative pass that nobody uses, as that of the `aux` of `jax.grad`.
+    Unlike `refuse_derivative` it lets a derivative pass that nobody uses, as that of the `aux` of `jax.grad`. Forward
+    mode computes derivatives before anyone can know whether they are used: there the derivative is NaN.
 
     Args:
       tree: a pytree; leaves that are no floating-point arrays stay as they are.
@@ -135,7 +136,11 @@ _refuse_p = _elementwise("refuse_derivative", lambda x, *, reason: x, _refuse_jv
 
 
 def _mute_jvp(primals, tangents, *, reason):
-    return _mute_p.bind(*primals, reason=reason), _mute_p.bind(*tangents, reason=reason)
+    return _mute_p.bind(*primals, reason=reason), _muted_p.bind(*tangents, reason=reason)
+
+
+def _muted_jvp(primals, tangents, *, reason):
+    return _muted_p.bind(*primals, reason=reason), _muted_p.bind(*tangents, reason=reason)
 
 
 def _mute_transpose(message, _, *, reason):
@@ -145,7 +150,9 @@ def _mute_transpose(message, _, *, reason):
 
 
 _mute_p = _elementwise("refuse_message", lambda x, *, reason: x, _mute_jvp)
-ad.primitive_transposes[_mute_p] = _mute_transpose
+# What a derivative goes through: transposed in reverse mode, evaluated in forward mode alone.
+_muted_p = _elementwise("refused_message", lambda x, *, reason: jnp.full_like(x, jnp.nan), _muted_jvp)
+ad.primitive_transposes[_muted_p] = _mute_transpose
 
 
 def _alone_batching(axis, values, dims, *, reason):

@@ -21,7 +21,7 @@ def run_branches(tape: Any, branches: tuple[Callable[[Any], tuple[Any, Any]], ..
       TypeError: for a branch that does not return a tape and an output.
       ValueError: for no branches, a branch that returns an earlier tape or uses a value of another branch.
     """
-    ledger = tape.require_current("parallel")
+    ledger = tape._require_current("parallel")
     if not branches:
         raise ValueError("parallel needs at least one branch, got none")
     key, *keys = jax.random.split(tape._key, len(branches) + 1)
@@ -31,7 +31,7 @@ def run_branches(tape: Any, branches: tuple[Callable[[Any], tuple[Any, Any]], ..
         result = branches[index](type(tape)(tape._plan, key, total, ports))
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], type(tape))):
             raise TypeError(f"branch {index} of parallel must return (tape, output), got {type(result).__name__}")
-        result[0].require_current(f"the end of branch {index}")
+        result[0]._require_current(f"the end of branch {index}")
         return result
 
     if not (ledger.collecting or ledger.rehearsing):
@@ -40,24 +40,18 @@ def run_branches(tape: Any, branches: tuple[Callable[[Any], tuple[Any, Any]], ..
             _require_apart(run, keys, tape._ports)
         finally:
             ledger.rehearsing = False
-    total = tape._total
-    around = {name: zeros for name, zeros in tape._ports.items() if name.startswith("state:")}
-    ports = {name: (1 - len(branches)) * zeros for name, zeros in tape._ports.items() if name not in around}
-    within = tape._ports | {name: jnp.zeros_like(zeros) for name, zeros in around.items()}
-    counts = {name: count for name, count in tape._ports.items() if name.startswith("count:")}
-    outputs = []
+    total, outputs = tape._total, []
+    ports = {channel: (1 - len(branches)) * port for channel, port in tape._ports.items()}
     for index, branch_key in enumerate(keys):
-        end, output = run(index, branch_key, within)
+        end, output = run(index, branch_key, tape._ports)
         total = jax.tree.map(jnp.add, total, end._total)
-        ports = {name: ports[name] + end._ports[name] for name in ports}
-        counts = {name: end._ports[name] for name in counts}
-        within |= counts
+        ports = {channel: port + end._ports[channel] for channel, port in ports.items()}
         outputs.append(output)
-    return tape.follow(key, total, ports | around | counts), tuple(outputs)
+    return tape._follow(key, total, ports), tuple(outputs)
 
 
 def _require_apart(run, keys, ports):
-    """Raises a `ValueError` where an equation of one branch reads what an equation of another one made."""
+    """Raises a `ValueError` where an equation of one branch reads what an equation of another branch made."""
     begin, data = "a branch of tape.parallel begins", [jax.random.key_data(key) for key in keys]
 
     def rehearse():

@@ -1,9 +1,12 @@
 """What estimators ask of a distribution.
 
-A distribution is a pytree with `sample(key)` and `log_prob(x)`, as NumPyro's are. Where it has a pathwise
-derivative it says so by `has_rsample` and offers `rsample(key)`; where it has none but a `cdf(x)`, the
-pathwise derivative follows from the implicit function theorem. Nothing else is used, but for
-`batch_shape` and `support` where they are there.
+    x = pathwise_sample("my estimator", distribution, key)      # a sample with its pathwise derivative
+    zero = score("my estimator", distribution, x)               # a zero with the derivative of the log-density
+
+A distribution is a pytree with `sample(key)` and `log_prob(x)`, as NumPyro's distributions are. A distribution with a
+pathwise derivative says so by `has_rsample` and offers `rsample(key)`. Where a distribution has a `cdf(x)` alone, the
+pathwise derivative follows from the implicit function theorem. Nothing else is used, but for `batch_shape` and
+`support` where the distribution has them.
 """
 
 import contextlib
@@ -33,6 +36,12 @@ class Distribution(Protocol):
 
 
 def require_distribution(what: str, distribution: Any) -> None:
+    """Raises a `TypeError` for what is no distribution, or no pytree.
+
+    Args:
+      what: the node's name in the error.
+      distribution: what was given.
+    """
     if not (callable(getattr(distribution, "sample", None)) and callable(getattr(distribution, "log_prob", None))):
         raise TypeError(
             f"{what} needs a distribution, a pytree with sample(key) and log_prob(x) as NumPyro's are; got "
@@ -46,20 +55,31 @@ def require_distribution(what: str, distribution: Any) -> None:
 
 
 def sample(distribution: Any, key: jax.Array) -> jax.Array:
-    """A sample without derivative, in the dtype of the distribution's parameters."""
+    """A sample without derivative, in the dtype of the distribution's parameters.
+
+    Args:
+      distribution: what is sampled.
+      key: a PRNG key.
+    """
     return lax.stop_gradient(_draw(distribution, "sample", key))
 
 
 def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
     """A sample x whose derivative is the pathwise one, in the dtype of the distribution's parameters.
 
-    By `rsample` where there is one. Else, for a continuous univariate distribution with a `cdf` F and density
-    f, implicitly: F(x(theta); theta) is constant along the path, so (Figurnov et al., 2018)
+    The derivative is that of `rsample` where the distribution has one. Else, for a continuous univariate distribution
+    with a `cdf` F and density f, it is implicit: F(x(theta); theta) is constant along the path, so (Figurnov et al.,
+    2018)
 
         dx = - (dF / dtheta) / f(x; theta) dtheta .
 
-    Written as Newton steps for F(x; theta) = F(x_0; theta_0) from the sample x_0, which do not move it: each step
-    doubles the order to which x follows the path, and three are right to the seventh derivative.
+    The code takes Newton steps for F(x; theta) = F(x_0; theta_0) from the sample x_0. They do not move the sample, and
+    each step doubles the order to which x follows the path: three steps are right to the seventh derivative.
+
+    Args:
+      what: the estimator's name in errors.
+      distribution: what is sampled.
+      key: a PRNG key.
 
     Raises:
       TypeError: at trace time, for a distribution without a pathwise derivative: it has neither `rsample` nor a
@@ -102,8 +122,13 @@ def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
 def score(what: str, distribution: Any, x: jax.Array) -> jax.Array:
     """Zero in value, with the derivatives of the log-density at a fixed x: shape `batch_shape`.
 
-    NaN where a sample has a log-density that is not finite. No sample has, but rounded ones: those of a gamma
-    distribution of shape .05 are 0 once in a hundred times in float32, where the score is infinite.
+    It is NaN where the log-density of a sample is not finite. Only rounded samples have such a log-density: a sample of
+    a gamma distribution of shape .05 is 0 once in a hundred times in float32, and there the score is infinite.
+
+    Args:
+      what: the estimator's name in errors.
+      distribution: what was sampled.
+      x: the sample.
 
     Raises:
       TypeError: at trace time, for a distribution whose `log_prob` is not the density of its samples: one that is
@@ -137,6 +162,10 @@ def support_guard(what: str, distribution: Any) -> jax.Array:
 
     There the log-density's derivative lacks the flow across the bounds, and the estimate would be wrong.
 
+    Args:
+      what: the estimator's name in errors.
+      distribution: what was sampled.
+
     Raises:
       TypeError: when differentiated with respect to what the bounds of the support depend on.
     """
@@ -154,7 +183,12 @@ def support_guard(what: str, distribution: Any) -> jax.Array:
 
 
 def batch_shape(distribution: Any, x: jax.Array) -> tuple[int, ...]:
-    """The shape of the log-density of a sample x."""
+    """The shape of the log-density of a sample.
+
+    Args:
+      distribution: what was sampled.
+      x: the sample.
+    """
     shape = getattr(distribution, "batch_shape", None)
     if shape is None:
         with _standard_promotion():
@@ -226,7 +260,7 @@ def _components(part) -> list[Any]:
 
 
 def _parts(distribution) -> list[Any]:
-    """The distribution and those that its samples are made of."""
+    """The distribution, and the distributions that its samples are made of."""
     inner = [getattr(distribution, name, None) for name in ("base_dist", "marginal_dist")]
     found = [distribution]
     for part in [part for part in inner if part is not None] + _components(distribution):
@@ -255,7 +289,7 @@ def _folds(part) -> bool:
 
 
 def _of(thing, name):
-    """The constraint of that name, without the number of its event's axes; None if there is none."""
+    """The constraint of this name, without the number of its event's axes; None if there is none."""
     constraint: Any
     try:
         constraint = getattr(thing, name, None)
@@ -338,7 +372,7 @@ def _is_zero(x) -> bool:
 
 
 def _bounds(distribution):
-    """What the support of a distribution depends on, as far as itself tells: not that of its parts."""
+    """What the support of a distribution depends on, without what its parts' supports depend on."""
     if isinstance(distribution, dist.Delta):
         return [distribution.v, distribution.log_density]
     if isinstance(distribution, _WRAPPERS):

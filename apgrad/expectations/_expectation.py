@@ -1,16 +1,13 @@
 """Objectives: the expectation of a program's costs, as an ordinary JAX function.
 
-*Cross-fitting.* Where nodes take weights from the samples that they weigh, as total propagation does, the gradient
-is biased. It is not if each half of the lanes is weighed by statistics of the other half alone. But the messages
-that a half sends back with the other's weights depend on both halves, and so would the statistics taken from
-them further back. Hence two streams of messages: the *own* stream, in which each half is weighed by its own
-weights, gives the statistics, which so depend on one half only; the *output* stream, in which each half is weighed
-by the other's, gives the gradient. With one half fixed, the output of the other is a mixture with fixed weights,
-so unbiased. The code between the nodes, and JAX's reverse pass, know nothing of this: the objective is a node
-whose forward keeps the program's pullback and whose backward maps it over an axis of two streams.
+    objective = ap.expectation(program, lanes=1000)
+    gradient = jax.grad(objective, argnums=1)(key, theta)
+
+The program is traced twice: first abstractly, to collect what its nodes ask of the tape (`_ledger.py`), and then with a
+tape that has what they asked for. With `cross_fit=True` the objective is differentiated in two streams
+(`_cross_fitting.py`).
 """
 
-import functools
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,13 +18,10 @@ from jax import lax
 
 from apgrad._ground.keys import require_key
 from apgrad._ground.primitives import refuse_message
-from apgrad._ground.propagator import Propagator, Static, first_order, hoist, node
+from apgrad.expectations._cross_fitting import in_two_streams
 from apgrad.expectations._lanes import cost_shape_error
-from apgrad.expectations._ledger import LEDGER, Ledger, Plan
+from apgrad.expectations._ledger import LEDGER, Kind, Ledger, TapePlan
 from apgrad.expectations._tape import Tape
-
-STREAM = "apgrad stream"  # the name of the axis of streams: 0 is the own stream, 1 the output stream
-
 
 _AUX = (
     "aux has no derivative in a program with {}: a sample there brings its derivative by the costs after it, and that "
@@ -40,7 +34,6 @@ def expectation(
     lanes: int,
     *,
     cross_fit: bool = False,
-    keep_weights: bool = False,
     has_aux: bool = False,
     check_nan: bool = True,
 ) -> Callable[..., Any]:
@@ -56,13 +49,8 @@ def expectation(
       cross_fit: take every batch statistic (weights, baselines, shaping) from one half of the lanes, the first or the
         second, such that gradients of total propagation are unbiased. Lanes must be even and at least 4, and must
         not act on each other; `apgrad.testing.assert_independent_lanes` looks whether they do.
-      keep_weights: mix with weights from earlier iterations, an argument of the objective after the key, which begins
-        as `ap.initial_weights(program, lanes)(key, *args)`. Its gradient is that of (given - new)^2 / 2 and has
-        nothing to do with the objective: weights - gradient are those of this iteration, weights - gradient / 10
-        a moving average. Weights that come from other samples leave the gradient unbiased, without the cost of
-        `cross_fit`; in the first iteration, when all are 0, they come from the same.
       has_aux: the program returns `(tape, aux)`, the objective `(value, aux)`. Where a node has a score, aux has no
-        derivative: reverse mode raises an error that says so.
+        derivative: reverse mode raises an error that says so, and in forward mode the derivative of aux is NaN.
       check_nan: raise an error when a lane's costs are NaN, also under `jit`, by a host callback that runs
         only then. Turn it off to export or serialize a compiled program.
 
@@ -93,8 +81,6 @@ def expectation(
     if isinstance(lanes, bool) or not hasattr(lanes, "__index__") or operator.index(lanes) < 1:
         raise ValueError(f"expectation needs at least one lane, an integer, got lanes={lanes!r}")
     lanes = operator.index(lanes)
-    if cross_fit and keep_weights:
-        raise ValueError("keep_weights=True is unbiased without cross_fit: its weights come from other samples")
     if cross_fit and (lanes < 4 or lanes % 2):
         raise ValueError(
             f"cross_fit=True needs two halves of at least 2 lanes: an even number, at least 4, got {lanes}"
@@ -102,26 +88,15 @@ def expectation(
 
     def objective(key, *args, **kwargs):
         key = require_key("the objective's first argument", key)
-        ledger = Ledger(collecting=True)
-        # The abstract trace closes over the arguments, so they may be of any type.
-        first = Plan(lanes, folds=1 + cross_fit, keeps=keep_weights, token=object())
-        weights = {}
-        if keep_weights:
-            weights, args = args[0], args[1:]
-        jax.eval_shape(lambda: _run(program, ledger, first, has_aux, key, args, kwargs)[0]._key)
-        plan = _make_plan(first, ledger)
-        if keep_weights:
-            _require_weights(weights, ledger.tables)
+        plan, ledger = _plan(program, TapePlan(lanes, folds=1 + cross_fit), has_aux, key, args, kwargs)
 
         def evaluate(key, args, kwargs):
-            tape, aux = _run(program, Ledger(collecting=False), plan, has_aux, key, args, kwargs, weights)
+            tape, aux = _run(program, Ledger(collecting=False), plan, has_aux, key, args, kwargs)
             total, aux = tape._total, _depend_on_choices(tape, aux)
-            for name, table in weights.items():
-                total = jnp.where(tape._ports[f"count:{name}"] > len(table), jnp.nan, total)
             return jnp.mean(_refuse_nan(total) if check_nan else total), aux
 
         if cross_fit and ledger.weighing:
-            evaluate = _in_two_streams(evaluate, ledger.weighing)
+            evaluate = in_two_streams(evaluate, ledger.weighing)
         value, aux = evaluate(key, args, kwargs)
         if ledger.scoring:
             aux = refuse_message(aux, _AUX.format(ledger.scoring))
@@ -183,49 +158,6 @@ def value_and_grad(
     return function
 
 
-def initial_weights(program: Callable[..., Any], lanes: int, *, has_aux: bool = False) -> Callable[..., Any]:
-    """The weights that an objective with `keep_weights=True` begins with: zeros, for there are none yet.
-
-    Args:
-      program: as in `expectation`.
-      lanes: as in `expectation`.
-      has_aux: as in `expectation`.
-
-    Returns:
-      `function(key, *args)`, which runs the program once to count its nodes: a dictionary with an array (nodes,
-      weights) for each stochastic function with a mixer. The number of nodes must not depend on chance.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, optax, apgrad as ap, numpyro.distributions as dist
-      >>> @ap.stochastic(ap.total_propagation())
-      ... def step(theta, x):
-      ...     return dist.Normal(jnp.sin(theta * x), 0.1)
-      >>> def rollout(tape, theta):
-      ...     carry = tape, jnp.ones(tape.lanes)
-      ...     (tape, x), _ = jax.lax.scan(lambda c, _: (step(c[0], theta, c[1]), None), carry, length=5)
-      ...     return tape.cost(x**2)
-      >>> weights = ap.initial_weights(rollout, lanes=100)(jax.random.key(0), 2.0)
-      >>> [w.shape for w in weights.values()]    # 5 nodes; two estimators, message and one element
-      [(5, 4)]
-      >>> gradient = jax.jit(jax.grad(ap.expectation(rollout, lanes=100, keep_weights=True), argnums=(1, 2)))
-      >>> for key in jax.random.split(jax.random.key(0), 3):
-      ...     to_weights, to_theta = gradient(key, weights, 2.0)
-      ...     weights = jax.tree.map(lambda w, g: w - 0.5 * g, weights, to_weights)
-    """
-
-    def function(key, *args, **kwargs):
-        key = require_key("the function's first argument", key)
-        ledger, first = Ledger(collecting=True), Plan(lanes, keeps=True, token=object())
-        jax.eval_shape(lambda: _run(program, ledger, first, has_aux, key, args, kwargs)[0]._key)
-        plan = _make_plan(first, ledger)
-        empty = {name: jnp.zeros((1, width), plan.dtype) for name, width in ledger.tables.items()}
-        tape, _ = _run(program, Ledger(collecting=False), plan, has_aux, key, args, kwargs, empty)
-        counts = {name: int(tape._ports[f"count:{name}"]) for name in ledger.tables}
-        return {name: jnp.zeros((count, ledger.tables[name]), plan.dtype) for name, count in counts.items()}
-
-    return function
-
-
 def lane_costs(
     program: Callable[..., Any], lanes: int, key: jax.Array, *args: Any, disturbed: tuple[int, int] | None = None
 ) -> jax.Array:
@@ -239,26 +171,14 @@ def lane_costs(
       disturbed: `(bit, value)`: lanes whose number has this bit at this value draw other samples.
     """
     key = require_key("the key", key)
-    ledger, first = Ledger(collecting=True), Plan(lanes, token=object())
-    jax.eval_shape(lambda: _run(program, ledger, first, False, key, args, {})[0]._key)
-    plan = _make_plan(first, ledger)._replace(disturbed=disturbed)
+    plan, _ = _plan(program, TapePlan(lanes), False, key, args, {})
+    plan = plan._replace(disturbed=disturbed)
     return _run(program, Ledger(collecting=False), plan, False, key, args, {})[0]._total
-
-
-def _require_weights(weights, tables):
-    """Raises a `ValueError` unless there is an array (nodes, width) for each name."""
-    shapes = {name: jnp.shape(w) for name, w in weights.items()} if _is_dict_of_arrays(weights) else {}
-    if {name: shape[1:] for name, shape in shapes.items()} != {name: (width,) for name, width in tables.items()}:
-        wanted = {name: ("nodes", width) for name, width in tables.items()}
-        raise ValueError(
-            f"with keep_weights=True the argument after the key is the weights, of shapes {wanted}; got "
-            f"{shapes or jax.tree.structure(weights)}. Make them by ap.initial_weights(program, lanes)(key, *args)."
-        )
 
 
 def _depend_on_choices(tape, aux):
     """The same aux, with a derivative, of zero, with respect to all that the choices' densities depend on."""
-    ports = [x for name, x in tape._ports.items() if ":" not in name]
+    ports = [port for channel, port in tape._ports.items() if channel.kind != Kind.SUFFIX]
     if not ports:
         return aux
     zero = 0 * jnp.sum(jnp.stack([jnp.sum(x) for x in ports]))
@@ -266,18 +186,12 @@ def _depend_on_choices(tape, aux):
     return jax.tree.map(lambda x: x + zero.astype(x.dtype) if inexact(x) else x, aux)
 
 
-def _is_dict_of_arrays(tree):
-    return isinstance(tree, dict) and all(hasattr(x, "shape") for x in tree.values())
-
-
-def _run(program, ledger, plan, has_aux, key, args, kwargs, weights=None):
+def _run(program, ledger, plan, has_aux, key, args, kwargs):
     """One trace of the program, from its first tape to its last."""
     token = LEDGER.set(ledger)
     try:
         total = None if plan.dtype is None else jnp.zeros((plan.lanes,), plan.dtype)
-        ports = {name: jnp.zeros(shape, plan.dtype) for name, shape in plan.ports}
-        for name, table in (weights or {}).items():
-            ports |= {f"table:{name}": jnp.asarray(table, plan.dtype), f"count:{name}": jnp.zeros((), plan.dtype)}
+        ports = {channel: jnp.zeros(channel.shape, plan.dtype) for channel in plan.channels}
         result = program(Tape(plan, key, total, ports), *args, **kwargs)
         if has_aux and not (isinstance(result, tuple) and len(result) == 2):
             raise TypeError(f"with has_aux=True the program must return (tape, aux), got {type(result).__name__}")
@@ -287,7 +201,7 @@ def _run(program, ledger, plan, has_aux, key, args, kwargs, weights=None):
                 f"the program must return its last tape, got {type(tape).__name__}. Costs are given to the tape, "
                 "`return tape.cost(c)`; anything else to return needs has_aux=True and `return tape, aux`."
             )
-        tape.require_current("the program returned an earlier tape")
+        tape._require_current("the program returned an earlier tape")
         if any(isinstance(leaf, Tape) for leaf in jax.tree.leaves(aux, is_leaf=lambda x: isinstance(x, Tape))):
             raise TypeError("aux holds a tape, which is of no use outside the program; return (tape, aux) without it")
     finally:
@@ -295,49 +209,12 @@ def _run(program, ledger, plan, has_aux, key, args, kwargs, weights=None):
     return tape, aux
 
 
-def _in_two_streams(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The same function; its derivative is the output stream's."""
-
-    def wrapped(*inputs):
-        leaves, treedef = jax.tree.flatten(inputs)
-        is_array = [isinstance(x, jax.Array) for x in leaves]
-        arrays = [x for x, array in zip(leaves, is_array, strict=True) if array]
-
-        def of_arrays(*arrays):
-            given = iter(arrays)
-            return function(
-                *treedef.unflatten([next(given) if array else x for x, array in zip(leaves, is_array, strict=True)])
-            )
-
-        converted, closed_over = hoist(of_arrays, *arrays)
-        return node(first_order(Propagator(functools.partial(forward, converted), backward), reason), perturbed=True)(
-            *arrays, *closed_over
-        )
-
-    def forward(function, *arrays, perturbed):
-        def differentiated(*chosen):
-            chosen = iter(chosen)
-            return function(*(next(chosen) if flag else x for x, flag in zip(arrays, perturbed, strict=True)))
-
-        # Nodes find in what is perturbed their target, so that nothing else may be.
-        output, pullback = jax.vjp(differentiated, *(x for x, flag in zip(arrays, perturbed, strict=True) if flag))
-        return output, (pullback, Static(perturbed))
-
-    def backward(memory, message):
-        pullback, perturbed = memory
-        streams = jax.vmap(lambda _: pullback(message), axis_name=STREAM, axis_size=2)(jnp.arange(2))
-        answers = iter(x[1] for x in streams)
-        return tuple(next(answers) if flag else None for flag in perturbed.value)
-
-    reason = (
-        f"an objective with {name} has no second derivative: its weights are no part of it, and differentiating them "
-        "would be silently wrong. Use likelihood_ratio() or reparameterization() for higher orders."
-    )
-    return wrapped
-
-
-def _make_plan(plan: Plan, ledger: Ledger) -> Plan:
-    lanes = plan.lanes
+def _plan(program, plan: TapePlan, has_aux, key, args, kwargs) -> tuple[TapePlan, Ledger]:
+    """The plan of a program's tape, from what its nodes ask for in an abstract trace, and the ledger of that trace."""
+    lanes, ledger = plan.lanes, Ledger(collecting=True)
+    first = plan._replace(token=object())
+    # The abstract trace closes over the arguments, so they may be of any type.
+    jax.eval_shape(lambda: _run(program, ledger, first, has_aux, key, args, kwargs)[0]._key)
     if not ledger.cost_shapes:
         raise ValueError("the program never calls tape.cost, so there is nothing to take the expectation of")
     if len(ledger.parts) > 1:
@@ -347,19 +224,19 @@ def _make_plan(plan: Plan, ledger: Ledger) -> Plan:
             raise ValueError(cost_shape_error(lanes, shape))
         if len(shape) == 2 and shape[1] not in ledger.parts:
             raise ValueError(f"a cost of shape {shape} has {shape[1]} parts, but nodes have {ledger.parts}")
-    if ledger.mixing and ledger.scoring:
+    if ledger.interacting and ledger.scoring:
         raise ValueError(
-            f"{ledger.mixing} lets lanes act on each other, and {ledger.scoring} charges a lane for its own costs "
+            f"{ledger.interacting} lets lanes act on each other, and {ledger.scoring} charges a lane for its own costs "
             "only: together they are wrong. Use reparameterization in this program."
         )
-    if ledger.mixing and plan.folds > 1:
+    if ledger.interacting and plan.folds > 1:
         raise ValueError(
-            f"{ledger.mixing} lets lanes act on each other, so that halves of them are not independent, which "
+            f"{ledger.interacting} lets lanes act on each other, so that halves of them are not independent, which "
             "cross_fit=True relies on. Leave it out."
         )
     # Sums of costs are kept in float32 or wider, whatever the costs' dtype.
     dtype = max({jnp.dtype(jnp.float32), *ledger.cost_dtypes}, key=lambda dtype: dtype.itemsize)
-    return Plan(lanes, dtype, tuple(sorted(ledger.ports.items())), plan.folds, plan.keeps)
+    return plan._replace(dtype=dtype, channels=tuple(sorted(ledger.channels))), ledger
 
 
 @jax.custom_jvp
@@ -390,9 +267,9 @@ def _zero_or_fail(bad: jax.Array) -> jax.Array:
 
 def _fail(_: Any) -> Any:
     raise FloatingPointError(
-        "a lane's cost is NaN (or infinite, so that its baseline is; or weights are kept for fewer nodes than "
-        "there are; or a sample was rounded to where its density is 0 or infinite, which float64 makes rarer), and "
-        "the gradient would be NaN for all of them. Look at the costs and at what feeds them "
+        "a lane's cost is NaN (or infinite, so that its baseline is; or a sample was rounded to where its density is 0 "
+        "or infinite, which float64 makes rarer), and the gradient would be NaN for all of them. Look at the costs and "
+        "at what feeds them "
         "(jax.debug.print, or jax.config.update('jax_debug_nans', True)); mask lanes that failed. "
         "ap.expectation(..., check_nan=False) turns this check off."
     )

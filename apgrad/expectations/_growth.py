@@ -21,9 +21,10 @@ class Growth(NamedTuple):
     """How perturbations grow along a trajectory, by the largest singular values of its Jacobian.
 
     Attributes:
-      log_singular_values: (num,), of the Jacobian of all steps, largest first.
-      exponents: the same over the number of steps: finite-time Lyapunov exponents.
-      steps: (steps, num), the growth in each step; they sum to the logarithms.
+      log_singular_values: (num,) float64, the logarithms of the largest singular values of the Jacobian of all steps,
+        the largest first.
+      exponents: (num,) float64, these logarithms over the number of steps: finite-time Lyapunov exponents.
+      steps: (steps, num) float64, the logarithm of the growth in each step, whose sum over steps are the logarithms.
     """
 
     log_singular_values: np.ndarray
@@ -54,10 +55,10 @@ def perturbation_growth(
       state: a pytree of floating-point arrays, where the trajectory begins.
       xs: inputs of the steps, with the steps as leading axis, as in `lax.scan`.
       length: the number of steps, without `xs`.
-      num: how many singular values.
-      rounds: of the iteration. The error of value k falls by (sigma_{num+1} / sigma_k)^2 a round; with all of
-        them, of neighbours' ratios.
-      seed: of the vectors that it begins with.
+      num: how many singular values are found.
+      rounds: how many rounds of the iteration are done. The error of value k falls by (sigma_{num+1} / sigma_k)^2 in a
+        round. Where all singular values are asked for, it falls by the squared ratios of neighbouring values.
+      seed: the seed of the vectors that the iteration begins with.
 
     Returns:
       A `Growth`.

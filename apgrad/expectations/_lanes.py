@@ -8,7 +8,13 @@ import numpy as np
 
 
 def require_lanes(what: str, lanes: int, tree: Any) -> None:
-    """Raises a `ValueError` unless every leaf's leading axis is the lanes."""
+    """Raises a `ValueError` unless every leaf's leading axis is the lanes.
+
+    Args:
+      what: the node's name in the error.
+      lanes: how many lanes there are.
+      tree: a pytree of arrays.
+    """
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != lanes:
             raise ValueError(
@@ -17,13 +23,16 @@ def require_lanes(what: str, lanes: int, tree: Any) -> None:
             )
 
 
-def fold(tree: Any, folds: int) -> Any:
-    """The lanes, the leading axis of every leaf, as (folds, lanes / folds)."""
-    return jax.tree.map(lambda x: x.reshape(folds, x.shape[0] // folds, *x.shape[1:]), tree)
-
-
 def donors(lanes: int, bit: int, value: int) -> np.ndarray:
-    """Whose sample each lane gets: the lanes whose number has `bit` at `value` get that of a lane that has not.
+    """Whose sample each lane gets: a lane whose number has `bit` at `value` gets the sample of a lane whose has not.
+
+    Args:
+      lanes: how many lanes there are.
+      bit: the number of a bit, from 0.
+      value: 0 or 1.
+
+    Returns:
+      Numbers of lanes, an integer array (lanes,).
 
     Example:
       >>> from apgrad.expectations._lanes import donors
@@ -36,7 +45,12 @@ def donors(lanes: int, bit: int, value: int) -> np.ndarray:
 
 
 def cost_shape_error(lanes: int, shape: tuple[int, ...]) -> str:
-    """What to say of a cost that is not one value a lane."""
+    """What an error says of a cost that is not one value a lane.
+
+    Args:
+      lanes: how many lanes there are.
+      shape: the cost's shape.
+    """
     return (
         f"a cost must have shape ({lanes},), one value a lane, got {shape}. Sum over the other axes, and leave "
         "the mean over lanes to ap.expectation; for costs of independent parts of a lane, (lanes, parts), make "

@@ -6,7 +6,7 @@ derivative of the log-density. Both are ordinary differentiable JAX, and an esti
 them or both: that is all an estimator is, and its derivatives follow by differentiation.
 
 A *mixer* runs several estimators on one sample and adds up their cotangents with weights that it computes: see
-`mixing.py`.
+`mixing/_node.py`.
 """
 
 import functools
@@ -16,12 +16,12 @@ from typing import Any
 
 import jax
 
-from apgrad.expectations import _distributions as distributions
+from apgrad.expectations import _channels as channels, _distributions as distributions
 from apgrad.expectations._lanes import require_lanes
 from apgrad.expectations._tape import Tape
 from apgrad.expectations.estimators import _baselines as baselines
-from apgrad.expectations.estimators._estimator import Estimator, Mixer, charged_baselines, surrogate
-from apgrad.expectations.mixing._node import mix_batch, mix_lanes
+from apgrad.expectations.estimators._estimator import Estimator, Mixer, surrogate
+from apgrad.expectations.mixing._node import LaneCall, draw_batch_by_mixer, draw_by_mixer
 
 
 def stochastic(
@@ -80,22 +80,23 @@ def stochastic(
                 return made
 
             if isinstance(estimator, Mixer):
-                tape, x, zeros = mix_lanes(estimator, what, name, distribution, tape, axes, args, keys)
+                call = LaneCall(estimator, what, name, distribution, axes, args, keys)
+                tape, x, charges = draw_by_mixer(tape, call)
             else:
                 draw = functools.partial(surrogate, estimator)
                 x, density = jax.vmap(lambda key, *a: draw(distribution(*a), key), (0, *axes))(keys, *args)
-                zeros = [] if density is None else [density]
+                charges = [] if density is None else [(density, estimator.baseline)]
             if parts:
-                tape.declare_parts(x.shape, what)
-            if zeros:
+                channels.declare_parts(tape, x.shape, what)
+            if charges:
                 guard = jax.vmap(
                     lambda *a: distributions.support_guard(what, distribution(*a)), axes, axis_size=tape.lanes
                 )(*args)
-            for zero, baseline in zip(zeros, charged_baselines(estimator), strict=True):
+            for zero, baseline in charges:
                 zero = zero + guard.reshape(-1, *[1] * (zero.ndim - 1)).astype(zero.dtype)
                 b = baselines.evaluate(baseline, (axes, tape.lanes), args)
-                tape = tape.credit(zero, name=what, parts=parts, **b)
-            return tape, tape.drawn(x)
+                tape = channels.credit(tape, zero, name=what, parts=parts, **b)
+            return tape, channels.drawn(tape, x)
 
         # The tape is one more argument than the signature of the wrapped function has.
         del stochastic_function.__wrapped__
@@ -139,10 +140,10 @@ def sample(
     distributions.require_distribution(what, distribution)
     tape, key = tape.next_key()
     if isinstance(estimator, Mixer):
-        tape, x, zeros = mix_batch(estimator, what, distribution, tape, key)
+        tape, x, charges = draw_batch_by_mixer(tape, estimator, what, distribution, key)
     else:
         x, density = surrogate(estimator, distribution, key)
-        zeros = [] if density is None else [density]
+        charges = [] if density is None else [(density, estimator.baseline)]
     shape = distributions.batch_shape(distribution, x)
     if shape[:1] != (tape.lanes,) or x.shape[:1] != (tape.lanes,):
         raise ValueError(
@@ -150,12 +151,12 @@ def sample(
             "else lanes would share one sample. Broadcast a parameter with jnp.broadcast_to."
         )
     if parts:
-        tape.declare_parts(x.shape, what)
-    for zero, baseline in zip(zeros, charged_baselines(estimator), strict=True):
+        channels.declare_parts(tape, x.shape, what)
+    for zero, baseline in charges:
         zero = zero + distributions.support_guard(what, distribution).astype(zero.dtype)
         b = baselines.evaluate(baseline, None, (distribution,))
-        tape = tape.credit(zero, name=what, parts=parts, **b)
-    return tape, tape.drawn(x)
+        tape = channels.credit(tape, zero, name=what, parts=parts, **b)
+    return tape, channels.drawn(tape, x)
 
 
 def _resolve_axes(what, in_axes, args):

@@ -17,15 +17,15 @@ derivatives of c come with them. The baseline b, a constant to differentiation, 
 lane's own choices, since then E[b d^k exp(p)] = 0 for every k >= 1. Leave-one-out: b_i is the mean of the
 *other* lanes' c.
 
-So the cotangent that arrives at a random choice through p is, for each lane, the cost incurred after it in
-program order, less the baseline, over B. Likelihood ratio multiplies it by the score; total propagation
-reads it. Kinds of port, made only where a node asks for them:
+So the cotangent that arrives at a random choice through p is, for each lane, the cost incurred after the choice in
+program order, less the baseline, over B. Likelihood ratio multiplies this cotangent by the score; total propagation
+reads it. The kinds of channel (`_ledger.py`), which are made only where a node asks for them (`_channels.py`):
 
 * `baselined`: the p of (*), seen by the leave-one-out baseline.
-* `plain`: the same without b. A node with a baseline of its own, a function b of what was there before its
+* `plain`: the p of a cost without b. A node with a baseline of its own, a function b of what was there before its
   choice, adds `b exp(all before) (1 - exp(z))` to the total, with z the node's own zero: again zero in
   value and of zero expectation in any derivative.
-* `regression`: linear, a cost adds `stop_gradient(c) r`. Its cotangent is the raw cost-to-go G, at any
+* `regression`: a linear port, to which a cost adds `stop_gradient(c) r`. Its cotangent is the raw cost-to-go G, at any
   order. A learned baseline adds `zero_with_gradient(b^2 / 2)` to the total and `-zero_with_gradient(b)` to
   r, so that its gradient is that of (b - G)^2 / 2.
 
@@ -35,20 +35,18 @@ each other, (lanes, parts), so that a part's choices pay for the costs of that p
 
 import itertools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from apgrad._ground.primitives import refuse_batching, zero_with_gradient
+from apgrad._ground.primitives import refuse_batching
 from apgrad._ground.propagator import backpropagation, first_order, node
 from apgrad.expectations._branches import run_branches
-from apgrad.expectations._lanes import cost_shape_error, donors, fold, require_lanes
-from apgrad.expectations._ledger import LEDGER, Ledger, Plan
-
-Kind = Literal["baselined", "plain", "regression"]
-
+from apgrad.expectations._cross_fitting import fold
+from apgrad.expectations._lanes import cost_shape_error, require_lanes
+from apgrad.expectations._ledger import LEDGER, Channel, Kind, Ledger, TapePlan
 
 _BATCHED = (
     "a tape cannot have a batch axis. In jax.vmap copies of it would draw the same numbers, and in tapes stacked by "
@@ -59,7 +57,6 @@ _BATCHED = (
 _STAMPS = itertools.count(1)  # one count for all programs, so that no tape of another one is taken for current
 
 
-@jax.tree_util.register_pytree_with_keys_class
 class Tape:
     """A value to thread through a program: it brings each cost back to the choices before it.
 
@@ -71,7 +68,7 @@ class Tape:
       lanes: the number of independent repetitions of the program, the leading axis of its arrays.
     """
 
-    def __init__(self, plan: Plan, key: Any, total: Any, ports: dict[str, Any]):
+    def __init__(self, plan: TapePlan, key: Any, total: Any, ports: dict[Channel, Any]):
         self._plan, self._key, self._total, self._ports = plan, key, total, ports
         ledger = LEDGER.get()
         self._stamp = 0
@@ -79,27 +76,8 @@ class Tape:
             ledger.stamp = self._stamp = next(_STAMPS)
             ledger.arrays = tuple(map(id, jax.tree.leaves((key, total, ports))))
 
-    def tree_flatten_with_keys(self):
-        """For JAX: the arrays of the tape, and its static structure."""
-        if LEDGER.get() is not None and self._stamp:
-            self.require_current("a tape given to a JAX transformation")
-        names = ("key", "total", "ports")
-        values = (self._key, self._total, self._ports)
-        return [(jax.tree_util.GetAttrKey(n), v) for n, v in zip(names, values, strict=True)], self._plan
-
-    @classmethod
-    def tree_unflatten(cls, plan, children):
-        """For JAX: the tape with other arrays."""
-        ledger = LEDGER.get()
-        stamp, arrays = (0, ()) if ledger is None else (ledger.stamp, ledger.arrays)
-        tape = cls(plan, *children)
-        # A compiled function called for the first time unflattens its outputs twice: both are the same tape.
-        if ledger is not None and tape._stamp and arrays == ledger.arrays:
-            ledger.stamp = tape._stamp = stamp
-        return tape
-
-    def follow(self, key: Any = None, total: Any = None, ports: Any = None) -> "Tape":
-        """For authors of nodes: the next tape, with the arrays of this one where others are not given."""
+    def _follow(self, key: Any = None, total: Any = None, ports: Any = None) -> "Tape":
+        """The next tape, with the arrays of this one where others are not given."""
         key = self._key if key is None else key
         if self._plan.dtype is None:
             data = refuse_batching(jax.random.key_data(key), _BATCHED)
@@ -114,16 +92,6 @@ class Tape:
     def lanes(self) -> int:
         """The number of lanes."""
         return self._plan.lanes
-
-    @property
-    def keeps(self) -> bool:
-        """For authors of nodes: weights are given to the objective, see `ap.expectation(..., keep_weights=True)`."""
-        return self._plan.keeps
-
-    @property
-    def folds(self) -> int:
-        """For authors of nodes: the lanes come in this many equal groups, and a batch statistic is of one group."""
-        return self._plan.folds
 
     def next_key(self) -> tuple["Tape", jax.Array]:
         """A fresh PRNG key, for noise that takes no part in the estimator (say, a random initial state).
@@ -141,9 +109,9 @@ class Tape:
           >>> float(jax.grad(objective, argnums=1)(jax.random.key(0), 1.0)).__round__()
           2
         """
-        self.require_current("next_key")
+        self._require_current("next_key")
         key, fresh = jax.random.split(self._key)
-        return self.follow(key), fresh
+        return self._follow(key), fresh
 
     def cost(self, cost: Any, *args: Any, shaping: Callable[..., Any] | None = None) -> "Tape":
         """Adds a cost: one value a lane, of which the objective is the mean. May be called many times.
@@ -174,17 +142,17 @@ class Tape:
           >>> float(objective(jax.random.key(0), 2.0)).__round__(1)
           5.0
         """
-        ledger = self.require_current("cost")
+        ledger = self._require_current("cost")
         if shaping is not None:
             if not callable(cost):
                 raise TypeError("shaping acts on a cost function: call tape.cost(function, x, shaping=...)")
             tape, key = self.next_key()
             require_lanes("tape.cost", self.lanes, args)
-            if self.folds == 1:
+            if self._plan.folds == 1:
                 pathwise, message = shaping(key, cost, *args)
             else:
                 folded = jax.vmap(lambda key, args: shaping(key, cost, *args))
-                both = folded(jax.random.split(key, self.folds), fold(args, self.folds))
+                both = folded(jax.random.split(key, self._plan.folds), fold(args, self._plan.folds))
                 pathwise, message = jax.tree.map(lambda x: x.reshape(self.lanes, *x.shape[2:]), both)
             pathwise, message = (tape._check_cost(array, ledger, parts=False) for array in (pathwise, message))
             return tape._add(pathwise, ledger, message)
@@ -223,131 +191,7 @@ class Tape:
         """
         return run_branches(self, branches)
 
-    def credit(
-        self,
-        zero: jax.Array,
-        *,
-        name: str,
-        baseline: jax.Array | Literal["leave_one_out"] | None,
-        learn: bool = False,
-        parts: bool = False,
-    ) -> "Tape":
-        """For authors of estimators: charges later costs to a random choice.
-
-        Args:
-          zero: the choice's log-density, of shape (lanes, ...). Only its derivative counts: the cotangent it gets
-            back is the cost-to-go, less the baseline. Where its value is not finite, the lane's total is NaN.
-          name: the estimator, for errors.
-          baseline: `"leave_one_out"`, None, or an array: (lanes,), or (lanes, parts) with `parts`. An array
-            must be a function of what was there before the choice.
-          learn: train the array towards the cost-to-go, by the gradient of (b - G)^2 / 2.
-          parts: the second axis of `zero` numbers parts of a lane that are independent of each other.
-
-        Returns:
-          The next tape.
-        """
-        ledger = self.require_current(name)
-        ledger.scoring = name
-        if zero.ndim < 1 + parts or zero.shape[0] != self.lanes:
-            raise ValueError(
-                f"{name}: the log-density has shape {zero.shape}, expected the lanes first, "
-                f"({self.lanes},{' parts,' if parts else ''} ...)"
-            )
-        shape = zero.shape[: 1 + parts]
-        zero = zero.reshape(*shape, -1).sum(-1)
-        leave_one_out = isinstance(baseline, str)
-        own = None if isinstance(baseline, str) else baseline
-        if leave_one_out and self.lanes < 2:
-            raise ValueError(
-                f"{name}: the leave-one-out baseline is the mean over the other lanes and needs at least 2, "
-                f"got lanes={self.lanes}. Use more lanes, or {name}(baseline=None)."
-            )
-        kind: Kind = "baselined" if leave_one_out else "plain"
-        if own is not None and jnp.shape(own) != shape:
-            raise ValueError(f"{name}: the baseline has shape {jnp.shape(own)}, expected {shape}")
-        if ledger.collecting:
-            ledger.ports[_port_name(kind, parts)] = shape
-            if learn:
-                ledger.ports[_port_name("regression", parts)] = shape
-            return self.follow()
-
-        ports = dict(self._ports)
-        finite = jnp.isfinite(lax.stop_gradient(zero)).reshape(self.lanes, -1).all(-1)
-        total = self._total + jnp.where(finite, 0, jnp.nan).astype(self._plan.dtype)
-        zero = zero_with_gradient(zero).astype(self._plan.dtype)
-        if own is not None:
-            b = jnp.asarray(own, self._plan.dtype)
-            before = self._logp("baselined", len(shape)) + self._logp("plain", len(shape))
-            correction = -lax.stop_gradient(b) * jnp.exp(before) * jnp.expm1(zero)
-            total = total + correction.reshape(self.lanes, -1).sum(-1)
-            if learn:
-                total = total + zero_with_gradient(b**2 / 2).reshape(self.lanes, -1).sum(-1)
-                regression = _port_name("regression", parts)
-                ports[regression] = ports[regression] - zero_with_gradient(b)
-        ports[_port_name(kind, parts)] = ports[_port_name(kind, parts)] + zero
-        return self.follow(total=total, ports=ports)
-
-    def request_port(self, name: str, shape: tuple[int, ...]) -> jax.Array | None:
-        """For authors of mixers: a port of the tape's own, through which a node sends to those before it.
-
-        Costs take no notice of it. A node takes the port as an input and returns it as an output for `put_port`: its
-        `backward` then finds there what later nodes sent, and answers with what earlier ones shall find.
-
-        Args:
-          name: the same name is the same port. One that starts with `state:` goes around `parallel` branches,
-            whose own begin at zero, and one with `count:` through them in turn; others add up what the branches send.
-          shape: of the messages, of the costs' dtype.
-
-        Returns:
-          Zeros, or None where the program is traced for the first time and has no ports yet.
-        """
-        ledger = self.require_current(name)
-        if ledger.collecting:
-            if ledger.ports.setdefault(name, shape) != shape:
-                raise ValueError(f"port {name!r} was requested with shapes {ledger.ports[name]} and {shape}")
-            return None
-        return self._ports[name]
-
-    def request_table(self, name: str, width: int) -> dict[str, jax.Array]:
-        """For authors of mixers: the weights that the objective was given for this node, and how many came before.
-
-        Args:
-          name: of the function.
-          width: how many weights a node has.
-
-        Returns:
-          Nothing unless weights are kept and ports are there; else the ports `table`, (nodes, width), and `count`.
-        """
-        ledger = self.require_current(name)
-        if self._plan.keeps and ledger.tables.setdefault(name, width) != width:
-            raise ValueError(f"{name} is called with {width} weights here and {ledger.tables[name]} there")
-        if not self._plan.keeps or ledger.collecting:
-            return {}
-        return {kind: self._ports[f"{kind}:{name}"] for kind in ("table", "count")}
-
-    def put_port(self, name: str, port: jax.Array | None) -> "Tape":
-        """For authors of mixers: the next tape, with the port as the node returned it."""
-        self.require_current(name)
-        ports = self._ports if port is None else {**self._ports, name: port}
-        return self.follow(ports=ports)
-
-    def declare_parts(self, shape: tuple[int, ...], name: str) -> None:
-        """For authors of nodes: says that the second axis of this shape numbers independent parts."""
-        if len(shape) < 2:
-            raise ValueError(f"{name}: with parts=True the sample's shape is (lanes, parts, ...), got {shape}")
-        self.require_current(name).parts.setdefault(shape[1], name)
-
-    def drawn(self, x: jax.Array) -> jax.Array:
-        """For authors of nodes: the samples (lanes, ...) as drawn; where lanes are tested for independence, others."""
-        self.require_current("drawn")
-        return x if self._plan.disturbed is None else x[donors(self.lanes, *self._plan.disturbed)]
-
-    def mix_lanes(self, name: str) -> "Tape":
-        """For authors of nodes that let lanes act on each other: likelihood-ratio credit is then refused."""
-        self.require_current(name).mixing = name
-        return self.follow()
-
-    def require_current(self, what: str) -> Ledger:
+    def _require_current(self, what: str) -> Ledger:
         """The trace's ledger, or an error if the tape is not the current one."""
         ledger = LEDGER.get()
         if ledger is None:
@@ -362,9 +206,9 @@ class Tape:
                 "and cond pass the tape as carry or operand, do not close over it; for branches that do "
                 "not depend on each other use tape.parallel. (jax.eval_shape of a function of the tape is a use.)"
             )
-        shapes = {} if self._plan.dtype is None else {"total": (self.lanes,), **dict(self._plan.ports)}
-        arrays = {"total": self._total, **self._ports}
-        if jnp.shape(self._key) or any(jnp.shape(arrays[name]) != shape for name, shape in shapes.items()):
+        collecting = self._plan.dtype is None
+        wrong = [jnp.shape(port) != channel.shape for channel, port in self._ports.items()]
+        if jnp.shape(self._key) or any(wrong) or not (collecting or jnp.shape(self._total) == (self.lanes,)):
             raise ValueError(f"{what}: {_BATCHED}")
         return ledger
 
@@ -381,26 +225,27 @@ class Tape:
     def _add(self, cost: jax.Array, ledger: Ledger, message: jax.Array | None = None) -> "Tape":
         """Adds (*); or, given another message to charge than the cost, `cost + message p`."""
         if ledger.collecting:
-            return self.follow()
-        p, q, r = (self._logp(kind, cost.ndim) for kind in ("baselined", "plain", "regression"))
-        kinds = {name.removesuffix("_parts") for name in self._ports if ":" not in name}
+            return self._follow()
+        p, q, r = (self._logp(kind, cost.ndim) for kind in (Kind.BASELINED, Kind.PLAIN, Kind.REGRESSION))
+        kinds = {channel.kind for channel in self._ports}
         term = cost
-        if message is not None and kinds:
+        charged = bool(kinds - {Kind.SUFFIX})
+        if message is not None and charged:
             term = term + _charge(message, p + q)
-        elif kinds:
+        elif charged:
             term = term * jnp.exp(p + q)
-            if "baselined" in kinds:
-                each = fold(cost, self.folds)
+            if Kind.BASELINED in kinds:
+                each = fold(cost, self._plan.folds)
                 others = (jnp.sum(each, axis=1, keepdims=True) - each) / (each.shape[1] - 1)
                 term = term - lax.stop_gradient(others).reshape(cost.shape) * jnp.expm1(p)
-        if "regression" in kinds:
+        if Kind.REGRESSION in kinds:
             term = term + lax.stop_gradient(cost if message is None else message) * r
-        return self.follow(total=self._total + term.reshape(self.lanes, -1).sum(-1))
+        return self._follow(total=self._total + term.reshape(self.lanes, -1).sum(-1))
 
     def _logp(self, kind: Kind, ndim: int) -> jax.Array:
         """The port that a cost of `ndim` axes sees: (lanes,) for all of the lane, or (lanes, parts)."""
-        lane = self._ports.get(_port_name(kind, False), jnp.zeros((self.lanes,), self._plan.dtype))
-        parts = self._ports.get(_port_name(kind, True))
+        ports = {len(channel.shape): port for channel, port in self._ports.items() if channel.kind == kind}
+        lane, parts = ports.get(1, jnp.zeros((self.lanes,), self._plan.dtype)), ports.get(2)
         if ndim == 1:
             return lane if parts is None else lane + parts.sum(-1)
         return lane[:, None] if parts is None else lane[:, None] + parts
@@ -416,5 +261,23 @@ _charge = node(
 )
 
 
-def _port_name(kind: Kind, parts: bool) -> str:
-    return f"{kind}_parts" if parts else kind
+def _flatten(tape: Tape) -> tuple[Any, TapePlan]:
+    """The arrays of the tape, with their names, and its static structure."""
+    if LEDGER.get() is not None and tape._stamp:
+        tape._require_current("a tape given to a JAX transformation")
+    arrays = {"key": tape._key, "total": tape._total, "ports": tape._ports}
+    return [(jax.tree_util.GetAttrKey(name), array) for name, array in arrays.items()], tape._plan
+
+
+def _unflatten(plan: TapePlan, arrays: Any) -> Tape:
+    """The tape with other arrays."""
+    ledger = LEDGER.get()
+    stamp, identities = (0, ()) if ledger is None else (ledger.stamp, ledger.arrays)
+    tape = Tape(plan, *arrays)
+    # A compiled function called for the first time unflattens its outputs twice: both are the same tape.
+    if ledger is not None and tape._stamp and identities == ledger.arrays:
+        ledger.stamp = tape._stamp = stamp
+    return tape
+
+
+jax.tree_util.register_pytree_with_keys(Tape, _flatten, _unflatten)

@@ -1,15 +1,21 @@
 """Diagnostics: which estimator suits a program, measured.
 
-*What a gradient costs.* With a given time to compute, estimates of variance V that take s seconds each average to a
-variance V s / time; so what counts is the *efficiency* 1 / (V s), once the bias is known to be small: `compare`. A
-variance is itself an estimate. With d_i the squared distance of estimate i from the mean, it is the mean of the d_i,
-and its standard error is theirs. Where pathwise gradients explode, one d_i is much of the sum, however many there
-are, and the true variance is larger than any sample says: such heavy tails are flagged. The seconds are known no better
-than the machine is at rest: objectives take turns, and the ratios of their seconds, round by round, say how well.
+    found = ap.diagnostics.compare({"RP": one, "LR": other}, key, theta, reference="LR")
+    print(found)
+    print(ap.diagnostics.recommend(found))
 
-*Why.* Pathwise gradients explode where small perturbations do: `perturbation_growth`, of `growth.py`.
+*What a gradient costs.* In a given time to compute, estimates of variance V that take s seconds each average to a
+variance V s / time. So what counts is the *efficiency* 1 / (V s), once the bias is known to be small: `compare`. A
+variance is itself an estimate. With d_i the squared distance of estimate i from the mean, the variance is the mean of
+the d_i, and has the standard error of that mean. Where pathwise gradients explode, one d_i is much of the sum, however
+many estimates there are, and the true variance is larger than any sample says: such heavy tails are flagged. The
+seconds are known no better than the machine is at rest. So objectives take turns, and the ratios of their seconds,
+round by round, say how well the seconds are known.
 
-*Where.* Total propagation has both estimators' gradients at every node: `node_variances` listens to its weights.
+*Why.* Pathwise gradients explode where small perturbations do: `perturbation_growth`, of `_growth.py`.
+
+*Where.* Total propagation has both estimators' gradients at every node: `node_variances`, of `_node_variances.py`,
+listens to its weights.
 """
 
 import math
@@ -19,15 +25,15 @@ from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental import io_callback
 
-from apgrad.expectations._expectation import expectation
 from apgrad.expectations._growth import Growth as Growth, perturbation_growth as perturbation_growth
-from apgrad.expectations.estimators._total_propagation import total_propagation
-from apgrad.expectations.weights import Rule, Weighting, Weights, decoupled
+from apgrad.expectations._node_variances import (
+    NodeVariances as NodeVariances,
+    node_variances as node_variances,
+    table,
+)
 
 SIGNIFICANT = 1e-3  # how often a difference that is none may be called one, for the variance and for the time each
 
@@ -36,15 +42,15 @@ class Row(NamedTuple):
     """What `compare` found of one gradient. Arrays are float64, (elements,), the gradient's leaves in a row.
 
     Attributes:
-      mean: of the estimates.
-      standard_error: of the mean.
-      bias: mean less truth; None where no truth is known.
-      off: the bias in standard errors (of the difference, against a reference), of the worst element; nan without.
-      biased: `off` is more than chance explains (1 in 1000, for all the elements together).
-      variance: of one estimate, summed over the elements; infinite where an estimate is not finite.
-      variance_error: its standard error; too small where tails are heavy.
-      heavy_tailed: one estimate makes a fifth of the variance, and three times what is expected of a normal one.
-      seconds: of one compiled gradient, the median over rounds.
+      mean: the mean of the estimates.
+      standard_error: the standard error of the mean.
+      bias: the mean less the truth; None where no truth is known.
+      off: the bias of the worst element in standard errors (of the difference, against a reference); nan without truth.
+      biased: whether `off` is more than chance explains (1 in 1000, for all the elements together).
+      variance: the variance of one estimate, summed over the elements; infinite where an estimate is not finite.
+      variance_error: the standard error of the variance; it is too small where tails are heavy.
+      heavy_tailed: whether one estimate makes a fifth of the variance, and three times what a normal one would.
+      seconds: the time of one compiled gradient, the median over rounds.
       efficiency: 1 / (variance seconds).
       times: the seconds in each round; None where they are known exactly.
     """
@@ -66,9 +72,9 @@ class Comparison(NamedTuple):
     """What `compare` found; printed, it is a table.
 
     Attributes:
-      rows: by name.
-      refused: by name, why an objective has no such gradient, as a pathwise one of discrete choices.
-      num_estimates: that each row is made of.
+      rows: for the name of each objective what was found.
+      refused: for the name of each objective without such a gradient (a pathwise one of discrete choices) the reason.
+      num_estimates: how many estimates each row is made of.
     """
 
     rows: dict[str, Row]
@@ -87,7 +93,7 @@ class Comparison(NamedTuple):
             relative = "1" if r.efficiency == best else f"{r.efficiency / best:.2g}"
             notes = ", ".join(["biased"] * r.biased + ["heavy tails"] * r.heavy_tailed)
             cells.append((name, mean, off, variance, f"{1e3 * r.seconds:.3g}", relative, notes))
-        lines = [_table(cells), f"{self.num_estimates} estimates each; efficiency relative to the best"]
+        lines = [table(cells), f"{self.num_estimates} estimates each; efficiency relative to the best"]
         return "\n".join(lines + [f"{name}: refused, {why}" for name, why in self.refused.items()])
 
 
@@ -111,9 +117,9 @@ def compare(
       key: a PRNG key; each objective and estimate gets its own.
       *args: the objectives' arguments after the key.
       argnums: what to differentiate, as in `jax.grad`: 1 is the first argument after the key.
-      num_estimates: of each gradient; rounded up to a multiple of `rounds`.
+      num_estimates: how many estimates of each gradient are made, rounded up to a multiple of `rounds`.
       truth: the exact gradient, if it is known.
-      reference: else the name of an unbiased objective, whose mean the others' are compared with.
+      reference: where no truth is known, the name of an unbiased objective, whose mean the others are compared with.
       rounds: how often the objectives take turns.
 
     Returns:
@@ -180,110 +186,18 @@ def compare(
     return Comparison(rows, refused, chunk * rounds)
 
 
-class NodeVariances(NamedTuple):
-    """The variance of each node's contribution to the gradient, in the order of the program: arrays (nodes,).
-
-    Variances are those of the mean over lanes, summed over the target's elements, as of the gradient itself.
-
-    Attributes:
-      rp: of reparameterization, in a rollout of it alone.
-      lr: of likelihood ratio; it is the same whatever comes back.
-      tp_rp: of reparameterization, on the messages that total propagation sends back.
-      tp: of the mixture of `tp_rp` and `lr` with the message's weight.
-      weight: of likelihood ratio in the message.
-    """
-
-    rp: np.ndarray
-    lr: np.ndarray
-    tp_rp: np.ndarray
-    tp: np.ndarray
-    weight: np.ndarray
-
-    def __str__(self) -> str:
-        cells: list[Sequence[str]] = [("node", "RP", "LR", "RP within TP", "TP", "weight of LR")]
-        shown = range(len(self.rp))
-        if len(shown) > 20:
-            shown = [*np.unique(np.linspace(0, len(self.rp) - 1, 20).astype(int))]
-        for i in shown:
-            cells.append((str(i + 1), *(f"{x[i]:.2g}" for x in self[:4]), f"{self.weight[i]:.2f}"))
-        return _table(cells)
-
-
-def node_variances(
-    build: Callable[[Any], Callable[..., Any]],
-    lanes: int,
-    key: jax.Array,
-    *args: Any,
-    argnums: int | Sequence[int] = 1,
-    weights: Weights = decoupled(),  # noqa: B008 (a tuple)
-) -> NodeVariances:
-    """The variances of both estimators, node by node.
-
-    Two backward passes of one forward pass: one sends back reparameterization alone, one total propagation. A host
-    callback at each node brings the figures out, in the order in which messages come back; so for a program that is a
-    chain the order is certain, and for parallel branches it is only among the nodes of a branch.
-
-    Args:
-      build: `build(estimator) -> program`, a program with that estimator at its nodes, made with `ap.stochastic`.
-      lanes: of `ap.expectation`.
-      key: a PRNG key.
-      *args: of the program.
-      argnums: what to differentiate, the target.
-      weights: of total propagation.
-
-    Returns:
-      `NodeVariances`.
-
-    Raises:
-      ValueError: for a program without a node that has this estimator.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
-      >>> def build(estimator):
-      ...     @ap.stochastic(estimator)
-      ...     def step(theta, x):
-      ...         return dist.Normal(theta * x, 0.1)
-      ...     def program(tape, theta):
-      ...         x = jnp.ones(tape.lanes)
-      ...         (tape, x), _ = jax.lax.scan(lambda c, _: (step(c[0], theta, c[1]), None), (tape, x), length=3)
-      ...         return tape.cost(x)
-      ...     return program
-      >>> found = ap.diagnostics.node_variances(build, 1000, jax.random.key(0), 2.0)
-      >>> len(found.rp), bool((found.rp < found.lr).all())
-      (3, True)
-    """
-
-    def record(message: Weighting, contribution: Weighting | None):
-        records = []
-        listening = Weights(message._replace(rule=_listen(message.rule, records), per="node"), contribution)
-        objective = expectation(build(total_propagation(weights=listening)), lanes)
-        jax.block_until_ready(jax.jit(jax.grad(objective, argnums=argnums))(key, *args))
-        jax.effects_barrier()
-        if not records:
-            raise ValueError(
-                "no node weighed its estimators: build(estimator) must put the estimator into ap.stochastic or "
-                "ap.sample, and the gradient must pass through it"
-            )
-        shares, scales, variances = (np.stack(x).astype(np.float64) for x in zip(*reversed(records), strict=True))
-        variances = np.where(np.isfinite(scales), variances * scales**2, np.inf)
-        return shares, variances * lanes**2 / (lanes - 1)
-
-    _, pathwise = record(Weighting(_first_alone), None)
-    shares, mixed = record(weights.message, weights.contribution or weights.message)
-    return NodeVariances(pathwise[:, 0], mixed[:, 1], mixed[:, 0], mixed[:, 2], shares[:, 1])
-
-
 def recommend(comparison: Comparison, *, nodes: NodeVariances | None = None, growth: Growth | None = None) -> str:
     """What to use, and why, in plain words.
 
-    The most efficient row without significant bias or heavy tails, and all those that do not differ from it: the ratio
-    of their efficiencies is below 1.1, or its interval includes 1. The interval is that of the ratio of variances, of
-    which one in 1000 misses the true ratio, times that of the ratio of seconds: of ten rounds, all.
+    The most efficient row without significant bias or heavy tails is recommended, with all the rows that do not differ
+    from it. Two rows do not differ where the ratio of their efficiencies is below 1.1, or the ratio's interval includes
+    1. This interval is the product of two: one for the ratio of variances, which misses the true ratio once in 1000
+    times, and one for the ratio of seconds, from the least to the largest ratio of all rounds.
 
     Args:
-      comparison: of `compare`, with a truth or a reference, so that biases are known.
-      nodes: of `node_variances`, for the reason.
-      growth: of `perturbation_growth`, for the reason.
+      comparison: what `compare` found, with a truth or a reference, so that biases are known.
+      nodes: what `node_variances` found, to give the reason.
+      growth: what `perturbation_growth` found, to give the reason.
 
     Example:
       >>> import numpy as np, apgrad as ap
@@ -394,37 +308,3 @@ def _row(samples, times, against):
     biased = off > NormalDist().inv_cdf(1 - SIGNIFICANT / (2 * max(size, 1)))
     efficiency = 1 / (variance * seconds) if variance else math.inf
     return Row(mean, error, bias, off, biased, variance, variance_error, heavy, seconds, efficiency, times)
-
-
-def _first_alone(gradients, suffix):
-    return jnp.zeros(len(gradients), gradients.dtype).at[0].set(1)
-
-
-def _listen(rule: Rule, records: list[Any]) -> Rule:
-    """The same rule; the host is sent weights, scales and variances of the estimators and of their mixture."""
-
-    def listening(gradients, suffix):
-        weights = rule(gradients, suffix)
-        w = weights[:, None, None]
-        rows = jnp.concatenate([gradients, jnp.where(w == 0, 0, w * gradients).sum(0)[None]])
-        # Scaled before they are squared, which could overflow.
-        scale = jnp.max(jnp.abs(rows), axis=(1, 2))
-        safe = jnp.where((scale > 0) & jnp.isfinite(scale), scale, 1)
-        variance = jnp.sum(jnp.var(rows / safe[:, None, None], axis=1), axis=-1)
-
-        def append(*found):
-            records.append([np.array(x) for x in found])
-            return np.zeros((), weights.dtype)
-
-        # The messages depend on the callback's answer: nodes before this one are heard after it.
-        return weights + io_callback(append, jax.ShapeDtypeStruct((), weights.dtype), weights, scale, variance)
-
-    return listening
-
-
-def _table(cells):
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return "\n".join(
-        "  ".join([row[0].ljust(widths[0])] + [c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)]).rstrip()
-        for row in cells
-    )

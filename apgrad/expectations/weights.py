@@ -1,10 +1,17 @@
 """Weights: how total propagation mixes its estimators at a node.
 
-At a node stand n estimators (reparameterization first, then likelihood ratio), each with a message for the node
-before and a contribution to the gradient of the target, the parameters. Both are linear in what is mixed, and
-all the estimators have the same expectation whatever happened before the node; so any weights that sum to 1,
-and do not depend on the samples that they mix, leave the gradient unbiased, and even two different ones do: one
-for the message, one for the contribution. `ap.expectation(..., cross_fit=True)` makes the weights independent.
+    estimator = ap.total_propagation(weights=ap.weights.inverse_variance())     # as published
+    estimator = ap.total_propagation(weights=ap.weights.Weights(ap.weights.Weighting(my_rule)))
+
+A rule is a function of the per-lane gradients of all the estimators at a node, and returns one weight for each. The
+functions of this module return the rules that follow.
+
+At a node stand n estimators (reparameterization first, then likelihood ratio). Each has a message for the node before
+and a contribution to the gradient of the target, the parameters. Both are linear in what is mixed, and all the
+estimators have the same expectation whatever happened before the node. So any weights that sum to 1, and do not depend
+on the samples that they mix, leave the gradient unbiased; the message may even have other weights than the
+contribution. `ap.expectation(..., cross_fit=True)` makes the weights independent of the samples.
+
 What remains is to make the variance small. Let c_e be the per-lane contributions to the target, V the variance over
 lanes summed over the target's elements, and D = c_2 - c_1. All are centred over lanes, and < , > is the inner product
 over lanes and elements.
@@ -16,7 +23,7 @@ over lanes and elements.
   the lane's gradient gathered so far on the way back, the least V(G + c_1 + k D) is at - <G + c_1, D> / <D, D>: D is a
   control variate for all that is there. Good for the contribution. For the message it is greedy: a message that
   suits this node's contribution may explode in the nodes before it.
-* *Decoupled*: the message by local covariance, the contribution, element by element, by suffix covariance.
+* *Decoupled*: the message by local covariance, the contribution by suffix covariance.
 
 *Shrinkage.* An estimated k is noisy, and where c_1 alone is good by far (V(D) 10,000 times V(c_1)), the noise of tens
 of nodes is all that mixing adds. Used on lanes that it has not seen, s k costs <D, D> E (s k - k*)^2 more than the
@@ -39,87 +46,74 @@ can have 100 times the variance of that with v, while what it saves elsewhere is
 """
 
 import math
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
-Resolution = Literal["node", "leaf", "element", "auto"]
 
-
-class Rule(Protocol):
-    """A rule that weighs the estimators of a node, or of one array or one element of the target."""
+class WeightRule(Protocol):
+    """A function that weighs the estimators of a node."""
 
     def __call__(self, gradients: jax.Array, suffix: jax.Array) -> jax.Array:
         """The weights.
 
         Args:
-          gradients: (n, lanes, elements), each estimator's contribution to the target, lane by lane. Elements are
-            the target's, or coordinates of a random sketch of it, which keeps inner products on average.
-          suffix: (lanes, elements), the same of the nodes after this one; zeros without `Weighting.suffix`.
+          gradients: (estimators, lanes, features), each estimator's contribution to the target, lane by lane. Features
+            are the target's elements, or coordinates of a random sketch of them, which keeps inner products on average.
+          suffix: (lanes, features), the sum of the contributions of the nodes after this one; zeros without
+            `Weighting.suffix`.
 
         Returns:
-          (n,), which should sum to 1.
+          (estimators,), which should sum to 1.
         """
         ...
 
 
 class Weighting(NamedTuple):
-    """A rule, and what it is applied to.
+    """A rule, and whether the rule looks at later nodes.
 
     Attributes:
-      rule: see `Rule`.
-      per: one weight for each `"node"`, for each `"leaf"` (array) of the target or for each `"element"`; `"auto"` is
-        elements while lanes times elements are at most 2^23, and leaves beyond.
-      suffix: gather the gradient of later nodes for the rule. It is gathered over the calls of one decorated
-        function, of its shared arguments (not of arrays that it closes over).
+      rule: see `WeightRule`.
+      suffix: whether the gradient of later nodes is gathered for the rule. It is gathered over the calls of one
+        decorated function, and of the function's shared arguments (not of arrays that the function closes over).
     """
 
-    rule: Rule
-    per: Resolution = "node"
+    rule: WeightRule
     suffix: bool = False
 
 
 class Weights(NamedTuple):
-    """How a mixer weighs what it sends.
+    """How a mixer weighs what it sends: one weight a node and estimator for each of two purposes.
+
+    With `target="parameters"`, and in `ap.sample`, estimators are mixed at the distribution's parameters, where message
+    and contribution are one. There the message's rule weighs each coordinate by itself (TPX: Parmas, Seno & Aoki,
+    2023), and the suffix is zero.
 
     Attributes:
-      message: weighs the message to the node before. It has one weight a node, whatever `per` says, unless the target
-        is the distribution's parameters.
-      contribution: weighs the contribution to the target; None: the message's rule does, `per` as it says.
-      every: compute new weights at every so many nodes, and keep them for those in between, which then cost no
-        per-lane gradients of the target. Weights must be one a node.
+      message: weighs the message to the lanes' own arguments, and so to the nodes before.
+      contribution: weighs the contribution to the arguments that lanes share; None stands for the message's.
     """
 
     message: Weighting
     contribution: Weighting | None = None
-    every: int = 1
 
 
-def inverse_variance(*, per: Resolution = "node", every: int = 1) -> Weights:
+def inverse_variance() -> Weights:
     """Weights proportional to the inverse of each estimator's variance over lanes, as published.
-
-    Args:
-      per: one weight a node (Proppo), or coordinate by coordinate (TPX: Parmas, Seno & Aoki, 2023, with
-        `total_propagation(target="parameters")`); see `Weighting`.
-      every: see `Weights`.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
       >>> rule = ap.weights.inverse_variance().message.rule
-      >>> gradients = jnp.array([[[1.0], [-1.0]], [[2.0], [-2.0]]])       # 2 estimators, 2 lanes, 1 element
+      >>> gradients = jnp.array([[[1.0], [-1.0]], [[2.0], [-2.0]]])       # 2 estimators, 2 lanes, 1 feature
       >>> [round(float(w), 3) for w in rule(gradients, jnp.zeros((2, 1)))]
       [0.8, 0.2]
     """
-    return Weights(Weighting(_inverse_variance, per), every=every)
+    return Weights(Weighting(_inverse_variance))
 
 
-def local_covariance(*, per: Resolution = "node", every: int = 1) -> Weights:
+def local_covariance() -> Weights:
     """Weights of least variance of the node's own contribution, given how the estimators correlate.
-
-    Args:
-      per: see `Weighting`.
-      every: see `Weights`.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -128,15 +122,11 @@ def local_covariance(*, per: Resolution = "node", every: int = 1) -> Weights:
       >>> rule(jnp.stack([noise, -noise]), jnp.zeros((4, 1))).tolist()    # they cancel
       [0.5, 0.5]
     """
-    return Weights(Weighting(least_variance(), per), every=every)
+    return Weights(Weighting(least_variance()))
 
 
-def suffix_covariance(*, per: Resolution = "node", every: int = 1) -> Weights:
+def suffix_covariance() -> Weights:
     """Weights of least variance of all the gradient gathered so far on the way back.
-
-    Args:
-      per: of the contribution, see `Weighting`; the message has one weight a node.
-      every: see `Weights`.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -145,31 +135,33 @@ def suffix_covariance(*, per: Resolution = "node", every: int = 1) -> Weights:
       >>> rule(jnp.stack([0 * noise, 2 * noise]), -noise).tolist()    # the second takes away what is there
       [0.5, 0.5]
     """
-    return Weights(Weighting(least_variance(), per, suffix=True), every=every)
+    return Weights(Weighting(least_variance(), suffix=True))
 
 
-def decoupled(*, per: Resolution = "auto", shrinkage: float = 1.0, every: int = 1) -> Weights:
+def decoupled(*, shrinkage: float = 1.0) -> Weights:
     """The message by local covariance, the contribution by suffix covariance, both shrunk. The default.
 
     Args:
-      per: of the contribution, see `Weighting`.
-      shrinkage: the factor of v / k^2 in this module's formula; 0 for none.
-      every: see `Weights`; more than 1 needs `per="node"`.
+      shrinkage: the factor of v / k^2 in this module's formula; 0 for no shrinkage.
+
+    Raises:
+      ValueError: for a shrinkage that is not a finite number of at least 0.
 
     Example:
       >>> import apgrad as ap
-      >>> ap.weights.decoupled().contribution.per
-      'auto'
+      >>> weights = ap.weights.decoupled()
+      >>> weights.message.suffix, weights.contribution.suffix
+      (False, True)
     """
     rule = least_variance(shrinkage)
-    return Weights(Weighting(rule), Weighting(rule, per, suffix=True), every)
+    return Weights(Weighting(rule), Weighting(rule, suffix=True))
 
 
-def least_variance(shrinkage: float = 0.0) -> Rule:
+def least_variance(shrinkage: float = 0.0) -> WeightRule:
     """The rule of least variance of `suffix + sum_e w_e gradients_e`, with weights in [0, 1] that sum to 1.
 
-    For two estimators this is the module's formula; others are mixed in one after the other, each with the mixture
-    of those before it.
+    For two estimators this is the module's formula; further estimators are mixed in one after the other, each with the
+    mixture of the estimators before it.
 
     Args:
       shrinkage: the factor of v / k^2 in the module's formula; 0 for none.

@@ -13,21 +13,13 @@ KEY = jax.random.key(0)
 PUBLISHED = ap.total_propagation(weights=ap.weights.inverse_variance())
 WEIGHTS = {
     "inverse variance": ap.weights.inverse_variance(),
-    "inverse variance, elements": ap.weights.inverse_variance(per="element"),
     "local": ap.weights.local_covariance(),
     "suffix": ap.weights.suffix_covariance(),
-    "suffix, elements": ap.weights.suffix_covariance(per="element"),
     "decoupled": ap.weights.decoupled(),
-    "decoupled, leaves": ap.weights.decoupled(per="leaf"),
-    "decoupled, every 2": ap.weights.decoupled(per="node", every=2),
-    "inverse variance, every 3": ap.weights.inverse_variance(every=3),
 }
 ESTIMATORS = {name: ap.total_propagation(weights=weights) for name, weights in WEIGHTS.items()} | {
     "parameters": ap.total_propagation(target="parameters", weights=ap.weights.local_covariance()),
-    "parameters, elements": ap.total_propagation(
-        target="parameters", weights=ap.weights.inverse_variance(per="element")
-    ),
-    "function": ap.total_propagation(target=lambda shared: shared[0]["a"], weights=ap.weights.decoupled(per="node")),
+    "parameters, inverse variance": ap.total_propagation(target="parameters", weights=ap.weights.inverse_variance()),
     "no baseline": ap.total_propagation(None),
 }
 
@@ -300,21 +292,18 @@ def test_large_targets_are_chunked_and_sketched(monkeypatch):
 
         return program
 
-    def found(per, cross_fit=True):
-        estimator = ap.total_propagation(weights=ap.weights.decoupled(per=per))
-        gradient = jax.grad(ap.expectation(program(estimator), 40, cross_fit=cross_fit), argnums=1)
+    def found():
+        gradient = jax.grad(ap.expectation(program(ap.total_propagation()), 40, cross_fit=True), argnums=1)
         return ap.testing.moments(lambda key: gradient(key, weights)[:4], KEY, 1_000)
 
-    exact = found("leaf")
+    exact = found()
     reference = jax.grad(ap.expectation(program(ap.reparameterization()), 200_000), argnums=1)(KEY, weights)[:4]
     monkeypatch.setattr(targets, "HELD", 1_000)
-    sketched = found("auto")
+    sketched = found()
     error = np.sqrt(np.asarray(sketched.standard_error) ** 2 + 0.002**2)
     assert np.max(np.abs(np.asarray(sketched.mean) - reference) / error) < 4
     ratio = np.sum(sketched.variance) / np.sum(exact.variance)
     assert 0.8 < ratio < 1.25, ratio
-    with pytest.raises(ValueError, match=r"120 in all.*limit for all lanes is 1000.*per='leaf'"):
-        found("element")
 
 
 def error(match, program, lanes=4, raised=ValueError, **options):
@@ -365,8 +354,7 @@ def test_errors():
         r"one weight for each of the 2 estimators, got shape \(3,\)",
         one(ap.weights.Weights(ap.weights.Weighting(rule))),
     )
-    error(r"kept over 2 nodes.*per='node'", one(ap.weights.decoupled(every=2)))
-    error(r"target that is a function.*per='node'", one(ap.weights.decoupled(per="leaf"), lambda shared: shared))
+    error("target is 'arguments' or 'parameters'", one(ap.weights.decoupled(), "arrays"))
 
 
 def test_nodes_that_lanes_mix_in_user_code_are_found():
@@ -378,51 +366,3 @@ def test_nodes_that_lanes_mix_in_user_code_are_found():
     ap.testing.assert_independent_lanes(linear_rollout(ap.total_propagation()), 10, KEY, THETA)
     with pytest.raises(AssertionError, match="lane"):
         ap.testing.assert_independent_lanes(mixed, 10, KEY, 0.5)
-
-
-# Weights kept over iterations.
-
-
-def test_kept_weights_are_unbiased_from_the_second_iteration_on():
-    program = linear_rollout(ap.total_propagation())
-    objective = ap.expectation(program, lanes=10, keep_weights=True)
-    weights = ap.initial_weights(program, lanes=10)(KEY, THETA)
-    assert [w.shape for w in weights.values()] == [(4, 6)]
-    gradient = jax.jit(jax.grad(objective, argnums=(1, 2)))
-    for key in jax.random.split(jax.random.key(1), 20):
-        to_weights, _ = gradient(key, weights, THETA)
-        weights = jax.tree.map(lambda w, g: w - 0.3 * g, weights, to_weights)
-    (table,) = weights.values()
-    np.testing.assert_allclose(table.reshape(4, 2, 3).sum(1), 1 - 0.7**20, rtol=1e-5)
-    ap.testing.assert_unbiased(lambda key: gradient(key, weights, THETA)[1], linear_truth(THETA), KEY, 40_000)
-
-
-def test_the_first_iteration_is_plain_total_propagation(x64):
-    theta = jax.tree.map(lambda x: x.astype(jnp.float64), THETA)
-    for estimator in (ap.total_propagation(), PUBLISHED):
-        program = linear_rollout(estimator)
-        weights = ap.initial_weights(program, lanes=10)(KEY, theta)
-        kept = jax.grad(ap.expectation(program, 10, keep_weights=True), argnums=(1, 2))
-        to_weights, first = kept(KEY, weights, theta)
-        plain = jax.grad(ap.expectation(program, 10), argnums=1)(KEY, theta)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-10), first, plain)
-        # Its gradient is minus the weights: given them, the same samples give the same gradient, and no change.
-        weights = jax.tree.map(lambda w, g: w - g, weights, to_weights)
-        to_weights, again = kept(KEY, weights, theta)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8), again, plain)
-        jax.tree.map(lambda g: np.testing.assert_allclose(g, 0, atol=1e-8), to_weights)
-
-
-def test_errors_of_kept_weights():
-    program = linear_rollout(ap.total_propagation())
-    with pytest.raises(ValueError, match="unbiased without cross_fit"):
-        ap.expectation(program, 10, keep_weights=True, cross_fit=True)
-    objective = ap.expectation(program, 10, keep_weights=True)
-    with pytest.raises(ValueError, match=r"the weights, of shapes.*ap.initial_weights"):
-        jax.eval_shape(objective, KEY, {}, THETA)
-    with pytest.raises(ValueError, match=r"the weights, of shapes.*ap.initial_weights"):
-        jax.eval_shape(objective, KEY, THETA, THETA)
-    weights = ap.initial_weights(program, 10)(KEY, THETA)
-    short = jax.tree.map(lambda w: w[:3], weights)
-    with pytest.raises(Exception, match="fewer nodes"):
-        jax.block_until_ready(objective(KEY, short, THETA))

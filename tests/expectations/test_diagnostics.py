@@ -226,7 +226,7 @@ def test_variances_of_one_node_have_closed_forms():
     assert found.tp <= found.lr
 
 
-@pytest.mark.parametrize("weights", [ap.weights.decoupled(), ap.weights.inverse_variance(per="element")])
+@pytest.mark.parametrize("weights", [ap.weights.decoupled(), ap.weights.inverse_variance()])
 def test_variances_along_a_chain_come_in_the_order_of_the_program(weights):
     theta, s, lanes, length = 0.8, 0.1, 20_000, 4
     found = diagnostics.node_variances(chain, lanes, KEY, theta, weights=weights)

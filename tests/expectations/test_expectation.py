@@ -188,6 +188,26 @@ def test_a_derivative_of_aux_is_refused_where_it_would_lack_the_choices(estimato
                 of_aux(1.0)
 
 
+@pytest.mark.parametrize("estimator", ["rp", "lr"])
+def test_a_forward_mode_derivative_of_aux_is_nan_where_it_would_lack_the_choices(estimator):
+    step = stepper(estimator)
+
+    def program(tape, theta):
+        tape, x = step(tape, theta, jnp.zeros(4))
+        return tape.cost(x**2), x
+
+    objective = ap.expectation(program, 4, has_aux=True)
+    for call in (lambda f: f, jax.jit):
+        both = call(lambda theta: jax.tree.map(jnp.mean, objective(KEY, theta)))
+        _, (to_value, to_aux) = jax.jvp(both, (1.0,), (1.0,))
+        assert jnp.isfinite(to_value) and (to_aux == 1 if estimator == "rp" else jnp.isnan(to_aux))
+        # Where aux is put aside nothing is refused, at any order.
+        gradient, x = call(jax.jacfwd(objective, argnums=1, has_aux=True))(KEY, 1.0)
+        np.testing.assert_allclose(gradient, to_value, rtol=1e-5)
+        second, _ = call(jax.hessian(objective, argnums=1, has_aux=True))(KEY, 1.0)
+        assert jnp.isfinite(second) and jnp.isfinite(x).all()
+
+
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_python_integers_and_bools_of_shared_arguments_are_not_traced(estimator):
     @ap.stochastic(ESTIMATORS[estimator]())

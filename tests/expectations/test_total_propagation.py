@@ -12,8 +12,6 @@ WEIGHTS = {
     "local": ap.weights.local_covariance(),
     "suffix": ap.weights.suffix_covariance(),
     "decoupled": ap.weights.decoupled(),
-    "decoupled, leaves": ap.weights.decoupled(per="leaf"),
-    "inverse variance, every 3": ap.weights.inverse_variance(every=3),
 }
 PUBLISHED = ap.total_propagation(weights=ap.weights.inverse_variance())
 
@@ -62,6 +60,24 @@ def test_the_target_of_sample_is_the_parameters_that_vary_by_lane(x64):
     k = jnp.var(rp) / (jnp.var(rp) + jnp.var(lr))
     np.testing.assert_allclose(to_loc * lanes, k * lr + (1 - k) * rp, rtol=1e-10)
     np.testing.assert_allclose(to_scale, jnp.mean(k * centred * (z**2 - 1) / 0.5 + (1 - k) * rp * z), rtol=1e-10)
+
+
+def test_sample_weighs_each_coordinate_by_itself(x64):
+    lanes = 6
+    loc = jnp.linspace(-1.0, 1.0, 2 * lanes).reshape(lanes, 2)
+
+    def program(tape, loc):
+        tape, y = ap.sample(tape, dist.Normal(loc, 0.5), PUBLISHED)
+        return tape.cost(jnp.sin(y[:, 0]) + y[:, 1] ** 2), y
+
+    objective = ap.expectation(program, lanes, has_aux=True)
+    (_, y), to_loc = jax.value_and_grad(objective, argnums=1, has_aux=True)(KEY, loc)
+    z = (y - loc) / 0.5
+    cost = jnp.sin(y[:, 0]) + y[:, 1] ** 2
+    centred = cost - (cost.sum() - cost) / (lanes - 1)
+    rp, lr = jnp.stack([jnp.cos(y[:, 0]), 2 * y[:, 1]], axis=1), centred[:, None] * z / 0.5
+    k = jnp.var(rp, axis=0) / (jnp.var(rp, axis=0) + jnp.var(lr, axis=0))
+    np.testing.assert_allclose(to_loc * lanes, k * lr + (1 - k) * rp, rtol=1e-10)
 
 
 def test_inverse_variance_weights():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import apgrad as ap
-from apgrad.expectations.mixing._features import BUCKETS, Layout, sketch
+from apgrad.expectations.mixing._features import BUCKETS, features, sketch, width
 from apgrad.expectations.weights import least_variance
 
 KEY = jax.random.key(0)
@@ -156,10 +156,12 @@ def test_a_sketch_keeps_inner_products_on_average(x64):
     assert np.std(products) < 1.3 * bound
 
 
-def test_layouts():
-    small = Layout.of([jnp.zeros((2, 3)), jnp.zeros(()), jnp.zeros(0)], lanes=10)
-    assert small.widths == [6, 1, 0] and small.width == 7
-    large = Layout.of([jnp.zeros((1000, 100)), jnp.zeros(5)], lanes=1000)
-    assert large.widths == [BUCKETS, 5]
-    features = large.features([jnp.ones((1000, 100)), jnp.arange(5.0)])
-    np.testing.assert_array_equal(large.split(features)[1], np.arange(5))
+def test_features_are_exact_where_they_are_few_and_sketched_beyond():
+    small = [jnp.arange(6.0).reshape(2, 3), jnp.zeros(()), jnp.zeros(0)]
+    assert width(small, lanes=10) == 7
+    np.testing.assert_array_equal(features([small], lanes=10), [*range(6), 0])
+    large = [jnp.ones((1000, 100)), jnp.arange(5.0)]
+    assert width(large, lanes=1000) == BUCKETS + 5
+    found = features([large, small], lanes=1000)
+    assert found.shape == (BUCKETS + 5 + 7,)
+    np.testing.assert_array_equal(found[BUCKETS : BUCKETS + 5], np.arange(5))

@@ -1,5 +1,7 @@
 """Baselines: what is taken off the cost-to-go before the score multiplies it.
 
+    ap.likelihood_ratio(baseline=lambda theta, x: x**2)
+
 For a random choice x with score s(x), E[s(x) b] = 0 for every b that does not depend on x, so
 E[s (G - b)] = E[s G] with less variance where b is near the cost-to-go G (Williams, 1992; Weaver & Tao,
 2001). An estimator with a score takes one of:
@@ -58,6 +60,12 @@ def learned_baseline(function: Callable[..., Any]) -> LearnedBaseline:
 
 
 def require_baseline(name: str, baseline: Any) -> None:
+    """Raises a `ValueError` for what is no baseline.
+
+    Args:
+      name: the estimator's name in the error.
+      baseline: what was given.
+    """
     if baseline is None or baseline == "leave_one_out" or callable(baseline) or isinstance(baseline, LearnedBaseline):
         return
     raise ValueError(
@@ -67,12 +75,13 @@ def require_baseline(name: str, baseline: Any) -> None:
 
 
 def evaluate(baseline: Baseline, mapped: tuple[tuple[int | None, ...], int] | None, inputs: Any) -> dict[str, Any]:
-    """The baseline as `Tape.credit` wants it: its keyword arguments `baseline` and `learn`.
+    """The baseline as `credit` of `_channels.py` takes it: the keyword arguments `baseline` and `learn`.
 
     Args:
-      baseline: as an estimator has it.
-      mapped: the inputs' axes and the lanes, to map the function over; None: it takes all lanes at once.
-      inputs: the node's.
+      baseline: an estimator's baseline.
+      mapped: the inputs' axes and the number of lanes, to map the function over; None where the function takes all the
+        lanes at once.
+      inputs: the node's arguments, or its distribution.
     """
     if baseline is None or isinstance(baseline, str):
         return {"baseline": baseline}

@@ -8,16 +8,13 @@ differentiation. A *mixer* has several estimators share a sample, and weighs wha
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
-import jax
-import jax.numpy as jnp
 from jax import lax
 
-from apgrad._ground.port import port
 from apgrad.expectations import _distributions as distributions
-from apgrad.expectations.estimators._baselines import Baseline, LearnedBaseline
+from apgrad.expectations.estimators._baselines import Baseline
 from apgrad.expectations.weights import Weights
 
-Target = Literal["arguments", "parameters"] | Callable[[Any], Any]
+TargetName = Literal["arguments", "parameters"]
 
 
 class Estimator(NamedTuple):
@@ -66,10 +63,9 @@ class Mixer(NamedTuple):
       estimators: they share one sample: given one key, those with a pathwise derivative draw the same x. Each that
         has a score reads the cost-to-go less its own baseline.
       weights: how to weigh them, see `apgrad.weights`.
-      target: what the weights look at: `"arguments"`, what is differentiated of the shared arguments and of arrays that
-        the function closes over, or of the lanes' arguments where none of those is; `"parameters"`, the
-        distribution's; or a linear function of a lane's gradient of the shared arguments, a tuple with zeros for
-        what is not differentiated, to a pytree.
+      target: what the weights look at. `"arguments"`: what is differentiated of the shared arguments and of arrays that
+        the function closes over, or where none of these is differentiated, of the lanes' own arguments.
+        `"parameters"`: the distribution's parameters, each coordinate by itself.
 
     Example:
       >>> import apgrad as ap, jax.numpy as jnp
@@ -82,54 +78,20 @@ class Mixer(NamedTuple):
     name: str
     estimators: tuple[Estimator, ...]
     weights: Weights
-    target: Target = "arguments"
+    target: TargetName = "arguments"
 
 
 def surrogate(estimator: Estimator, distribution: Any, key: Any, drawn: Any = None) -> tuple[Any, Any]:
-    """The sample and the log-density, or None, with the derivatives that the estimator gives them."""
+    """The sample and the log-density, or None, with the derivatives that the estimator gives them.
+
+    Args:
+      estimator: the estimator.
+      distribution: what is sampled.
+      key: a PRNG key.
+      drawn: the sample, where an estimator with a pathwise derivative has drawn it already.
+    """
     if estimator.pathwise is not None:
         x = estimator.pathwise(distribution, key)
     else:
         x = distributions.sample(distribution, key) if drawn is None else drawn
     return x, None if estimator.score is None else estimator.score(distribution, lax.stop_gradient(x))
-
-
-def charged_baselines(estimator: Estimator | Mixer) -> list[Baseline]:
-    """The baselines of those that have a score, each once: the node has a zero on the tape for each of them."""
-    estimators = estimator.estimators if isinstance(estimator, Mixer) else (estimator,)
-    found: dict[Any, Baseline] = {_identity(e.baseline): e.baseline for e in estimators if e.score is not None}
-    return list(found.values())
-
-
-def surrogates(mixer: Mixer, distribution: Any, key: Any) -> tuple[Any, list[Any]]:
-    """One sample with the zeros of `charged_baselines`, and the pullbacks, which take the messages of `divide`."""
-    drawn, zeros, pullbacks = None, {}, {}
-    # Those with a pathwise derivative first, so that the others need not draw the sample again: the compiler
-    # does not merge two runs of the random number generator.
-    for index in sorted(range(len(mixer.estimators)), key=lambda i: mixer.estimators[i].pathwise is None):
-        estimator = mixer.estimators[index]
-
-        def one(distribution, estimator=estimator, drawn=drawn):
-            return surrogate(estimator, distribution, key, drawn)
-
-        (x, density), pullbacks[index] = jax.vjp(one, distribution)
-        drawn = x if drawn is None else drawn
-        if density is not None:
-            zero = jnp.where(jnp.isfinite(density), port(density), jnp.nan)
-            baseline = _identity(estimator.baseline)
-            zeros[baseline] = zeros[baseline] + zero if baseline in zeros else zero
-    zeros = [zeros[_identity(baseline)] for baseline in charged_baselines(mixer)]
-    return (drawn, zeros), [pullbacks[index] for index in range(len(mixer.estimators))]
-
-
-def divide(mixer: Mixer, to_x: Any, to_zeros: list[Any]) -> list[tuple[Any, Any]]:
-    """The messages of each estimator: to its sample, and to the zero of its own baseline if it has a score."""
-    slots = [_identity(baseline) for baseline in charged_baselines(mixer)]
-    return [(to_x, None if e.score is None else to_zeros[slots.index(_identity(e.baseline))]) for e in mixer.estimators]
-
-
-def _identity(baseline):
-    """Equal for baselines that are the same. A baseline may be any callable object, without an equality of its own."""
-    if baseline is None or isinstance(baseline, str):
-        return baseline
-    return type(baseline), id(baseline.function if isinstance(baseline, LearnedBaseline) else baseline)

@@ -14,6 +14,7 @@ beta = 2.5, and it explodes itself at beta = 2.25 to 2.4 (`experiments.gaussian_
 
 import jax
 
+from apgrad.expectations import _channels as channels
 from apgrad.expectations._lanes import require_lanes
 from apgrad.expectations._tape import Tape
 from apgrad.expectations.estimators._gaussian_shaping import cholesky, moments, ravel_lanes
@@ -48,7 +49,7 @@ def gaussian_resampling(tape: Tape, x: jax.Array) -> tuple[Tape, jax.Array]:
       >>> float(jax.grad(objective, argnums=1)(jax.random.key(0), 2.0)).__round__(1)
       8.0
     """
-    tape = tape.mix_lanes("gaussian_resampling")
+    tape = channels.declare_lanes_interact(tape, "gaussian_resampling")
     require_lanes("gaussian_resampling", tape.lanes, x)
     tape, key = tape.next_key()
     flat, unravel = ravel_lanes("gaussian_resampling", x)

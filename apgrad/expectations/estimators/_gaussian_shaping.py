@@ -1,4 +1,6 @@
-"""Gaussian shaping: likelihood ratio with the cost replaced by what a Gaussian fit explains of it.
+"""Gaussian shaping: likelihood ratio with the cost replaced by what a Gaussian fit explains of the cost.
+
+    tape = tape.cost(cost_function, x, shaping=ap.gaussian_shaping())
 
 Many choices blur a state into something near a Gaussian. Gaussian shaping (Parmas, 2018; Proppo, appendix C.3)
 fits one to the lanes' states x before the cost, mu and Sigma, and asks how the expected cost under the fit,
@@ -37,7 +39,7 @@ def gaussian_shaping(pathwise: Literal["shaped", "raw"] = "shaped") -> Callable[
     cost function closes over stays the raw one.
 
     Args:
-      pathwise: what the cost sends to x: the derivative of the shaped cost, or that of the raw cost.
+      pathwise: what the cost sends to x: the derivative of the shaped cost (`"shaped"`) or of the raw cost (`"raw"`).
 
     Raises:
       ValueError: at trace time, for fewer than 2 lanes or another `pathwise`.
@@ -79,7 +81,12 @@ def gaussian_shaping(pathwise: Literal["shaped", "raw"] = "shaped") -> Callable[
 
 
 def ravel_lanes(what: str, tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
-    """The lanes' states as rows, (B, D), and the function that gives rows the states' structure back."""
+    """The lanes' states as rows, (B, D), and the function that gives rows the states' structure back.
+
+    Args:
+      what: the caller's name in errors.
+      tree: the states, a pytree of floating-point arrays (B, ...).
+    """
     for leaf in jax.tree.leaves(tree):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise TypeError(f"{what} fits a Gaussian to floating-point states, got dtype {jnp.result_type(leaf)}")
@@ -88,7 +95,12 @@ def ravel_lanes(what: str, tree: Any) -> tuple[jax.Array, Callable[[jax.Array], 
 
 
 def moments(what: str, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The mean (D,) of x (B, D) and a matrix S (B, D) with S^T S the unbiased covariance."""
+    """The mean (D,) of x, and a matrix S (B, D) such that S^T S is the unbiased covariance.
+
+    Args:
+      what: the caller's name in errors.
+      x: states, (B, D).
+    """
     if x.shape[0] < 2:
         raise ValueError(f"{what} fits a Gaussian to the lanes and needs at least 2, got lanes={x.shape[0]}")
     mean = jnp.mean(x, axis=0)
@@ -98,8 +110,11 @@ def moments(what: str, x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def cholesky(covariance: jax.Array) -> jax.Array:
     """The lower Cholesky factor, with a millionth added to each variance; zero for a component without any.
 
-    It is that of the correlations, scaled, so that a component in metres does not swamp one in millimetres. The
-    addition keeps a covariance of fewer lanes than dimensions positive definite.
+    The factor of the correlations is taken and then scaled, so that a component in metres does not swamp a component in
+    millimetres. The addition keeps the covariance of fewer lanes than dimensions positive definite.
+
+    Args:
+      covariance: (D, D), symmetric.
     """
     size = len(covariance)
     variance = jnp.diag(covariance)

@@ -5,14 +5,14 @@
 (Glynn, 1990; Williams, 1992; Proppo, section 2.2 and its LRProp). Only the density is differentiated, never f
 or the sampler, so it serves discrete choices and costs that are not differentiable, and no Jacobian
 product can explode. The node's message is the lane's cost-to-go less a baseline, which the tape brings
-(see `tape.py`); by the tape's exp(p), higher derivatives are right in expectation too.
+(see `_tape.py`); by the tape's exp(p), higher derivatives are right in expectation too.
 """
 
 import functools
 
 from apgrad.expectations import _distributions as distributions
-from apgrad.expectations._stochastic import Estimator
 from apgrad.expectations.estimators._baselines import Baseline, require_baseline
+from apgrad.expectations.estimators._estimator import Estimator
 
 
 def likelihood_ratio(baseline: Baseline = "leave_one_out") -> Estimator:
@@ -20,7 +20,7 @@ def likelihood_ratio(baseline: Baseline = "leave_one_out") -> Estimator:
 
     Args:
       baseline: `"leave_one_out"`, None, a function of the node's inputs, or `learned_baseline(function)`;
-        see `estimators/baselines.py`. Without one, the variance is often tens of times higher.
+        see `estimators/_baselines.py`. Without a baseline the variance is often tens of times higher.
 
     Raises:
       ValueError: at trace time, for a single lane with the leave-one-out baseline.

@@ -14,7 +14,7 @@ explodes in chaotic systems.
 import functools
 
 from apgrad.expectations import _distributions as distributions
-from apgrad.expectations._stochastic import Estimator
+from apgrad.expectations.estimators._estimator import Estimator
 
 
 def reparameterization() -> Estimator:

@@ -15,7 +15,7 @@ is unbiased, at about the same variance.
 
 from apgrad.expectations import weights as weighing
 from apgrad.expectations.estimators._baselines import Baseline, require_baseline
-from apgrad.expectations.estimators._estimator import Mixer, Target
+from apgrad.expectations.estimators._estimator import Mixer, TargetName
 from apgrad.expectations.estimators._likelihood_ratio import likelihood_ratio
 from apgrad.expectations.estimators._reparameterization import reparameterization
 
@@ -24,14 +24,14 @@ def total_propagation(
     baseline: Baseline = "leave_one_out",
     *,
     weights: weighing.Weights = weighing.decoupled(),  # noqa: B008 (a tuple)
-    target: Target = "arguments",
+    target: TargetName = "arguments",
 ) -> Mixer:
     """Total propagation: unbiased under `ap.expectation(..., cross_fit=True)`.
 
     Args:
-      baseline: of the likelihood-ratio part, as in `likelihood_ratio`.
-      weights: how to mix, see `apgrad.weights`. `ap.sample` uses the message's alone.
-      target: what the weights look at, see `Mixer`.
+      baseline: the baseline of the likelihood-ratio part, as in `likelihood_ratio`.
+      weights: how to mix, see `apgrad.weights`. `ap.sample` uses the weights of the message alone.
+      target: what the weights look at, `"arguments"` or `"parameters"`, see `Mixer`.
 
     Raises:
       TypeError: at trace time, for a distribution without a pathwise derivative; when differentiated twice.

@@ -1,12 +1,14 @@
-"""Targets: what a mixer's weights look at, and how much of it is held.
+"""Features: what a mixer's weights look at, one short vector for each lane and estimator.
 
-The target of a node is a list of arrays, and its *features* are, lane by lane, each estimator's gradient of them. Where
-lanes x elements is at most 2^23, features are the gradients themselves. Beyond, gradients are made for some lanes at a
-time, and what is kept of each array is a sketch (Charikar et al., 2002): its elements are put into 64 buckets, with
-random signs, and summed, which keeps inner products on average, and all that weights need are inner products.
+The *target* of a node is a list of arrays: what is differentiated of the arguments that lanes share and of the arrays
+that the function closes over; where none of these is differentiated, the lanes' own arguments. The *features* of a lane
+are each estimator's gradient of the target, written in a row.
+
+Where lanes times elements is at most 2^23, features are the gradients themselves. Beyond that, gradients are made for
+some lanes at a time, and of each array a sketch is kept (Charikar et al., 2002): the array's elements are put into 64
+buckets, with random signs, and summed. A sketch keeps inner products on average, and weights need nothing else.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,185 +18,140 @@ import jax.numpy as jnp
 from jax import lax
 
 from apgrad.expectations.estimators._estimator import Mixer
-from apgrad.expectations.weights import Weighting
 
 HELD = 2**23  # the most elements of per-lane gradients that are held at a time
 BUCKETS = 64  # of a sketch
 
 
-class Layout(NamedTuple):
-    """How a target's arrays lie in the features of a lane.
+class NodeMemory(NamedTuple):
+    """What a mixer's node keeps of its forward pass.
 
     Attributes:
-      sizes: of the arrays.
-      sketched: for each, whether its features are a sketch.
+      mixer: the mixer.
+      what: the node's name in errors.
+      build: `(shared, lane) -> distribution`, for one lane.
+      shared: the arrays that lanes share: the arguments, and the arrays that the function closes over.
+      lane: the lanes' own arguments, a pytree of arrays (lanes, ...).
+      pullbacks: of each estimator, with arrays (lanes, ...).
+      perturbed: for each array among the shared arguments, those closed over, and the lanes' arguments, whether it is
+        differentiated.
     """
-
-    sizes: tuple[int, ...]
-    sketched: tuple[bool, ...]
-
-    @classmethod
-    def of(cls, leaves: Sequence[Any], lanes: int) -> "Layout":
-        """The layout of a target of these arrays."""
-        sizes = tuple(int(math.prod(jnp.shape(leaf))) for leaf in leaves)
-        return cls(sizes, (lanes * sum(sizes) > HELD,) * len(sizes))
-
-    @property
-    def widths(self) -> list[int]:
-        """How many features an array has."""
-        return [min(n, BUCKETS) if sketched else n for n, sketched in zip(self.sizes, self.sketched, strict=True)]
-
-    @property
-    def width(self) -> int:
-        """How many features a lane has."""
-        return sum(self.widths)
-
-    def features(self, leaves: Sequence[jax.Array]) -> jax.Array:
-        """The features (width,) of one lane, from its gradient of each array."""
-        flat = [leaf.reshape(-1).astype(wide(leaf.dtype)) for leaf in leaves]
-        return jnp.concatenate([sketch(x) if sketched else x for x, sketched in zip(flat, self.sketched, strict=True)])
-
-    def split(self, features: jax.Array) -> list[jax.Array]:
-        """The parts (..., width of the array) of each array."""
-        ends = list(itertools.accumulate(self.widths))
-        return [features[..., end - width : end] for end, width in zip(ends, self.widths, strict=True)]
-
-    def weigh(self, what: str, weighting: Weighting, features: jax.Array, suffix: jax.Array) -> jax.Array:
-        """The weights of one fold, for each feature.
-
-        Args:
-          what: for errors.
-          weighting: the rule, and whether it weighs nodes, leaves or elements.
-          features: (estimators, lanes of the fold, width).
-          suffix: (lanes of the fold, width).
-
-        Returns:
-          (estimators, width).
-
-        Raises:
-          ValueError: at trace time, for an empty target, or elements of one that is too large.
-        """
-        if not self.width:
-            raise ValueError(
-                f"{what} weighs its estimators by their gradients of a target, and the target is empty: what is "
-                "differentiated of the node's arguments has no elements"
-            )
-
-        def rule(gradients, suffix):
-            weights = weighting.rule(gradients, suffix)
-            if jnp.shape(weights) != gradients.shape[:1]:
-                raise ValueError(
-                    f"{what}: a weight rule must return one weight for each of the {len(gradients)} estimators, got "
-                    f"shape {jnp.shape(weights)}"
-                )
-            return weights
-
-        def broadcast(weights, width):
-            return jnp.broadcast_to(weights[:, None], (len(features), width))
-
-        if weighting.per == "node":
-            return broadcast(rule(features, suffix), self.width)
-        parts = []
-        for size, sketched, g, s in zip(
-            self.sizes, self.sketched, self.split(features), self.split(suffix), strict=True
-        ):
-            if weighting.per == "element" and sketched:
-                lanes = features.shape[1]
-                raise ValueError(
-                    f"{what}: weights for each element need the target's gradients lane by lane: an array of {size} "
-                    f"elements and others, {sum(self.sizes)} in all, on {lanes} lanes a fold; the limit for all lanes "
-                    f"is {HELD} numbers. Use per='leaf', one weight for each array, or per='auto'."
-                )
-            if weighting.per == "leaf" or sketched:
-                parts.append(broadcast(rule(g, s), g.shape[-1]) if g.shape[-1] else g[:, 0])
-            else:
-                parts.append(
-                    jax.vmap(lambda g, s: rule(g[..., None], s[..., None]), (0, 0), 1)(jnp.moveaxis(g, 2, 0), s.T)
-                )
-        return jnp.concatenate(parts, axis=1)
-
-
-class Memory(NamedTuple):
-    """What a node knows of its forward pass. Arrays of `lane` and `pullbacks` have the lanes first."""
 
     mixer: Mixer
     what: str
-    build: Callable[..., Any]  # (shared, lane) -> the distribution of one lane
-    restore: Callable[..., Any]  # the shared arrays -> the shared arguments
-    shared: tuple[list[Any], list[Any]]  # arguments, arrays closed over
+    build: Callable[..., Any]
+    shared: tuple[list[Any], list[Any]]
     lane: Any
     pullbacks: list[Any]
-    perturbed: tuple[tuple[bool, ...], ...]  # of the arguments, of what is closed over, of the lanes' arguments
-    row: jax.Array | None = None  # the weights that the objective was given for this node
+    perturbed: tuple[tuple[bool, ...], ...]
 
 
 class Target(NamedTuple):
     """What the weights of a node look at.
 
     Attributes:
-      select: a lane's gradients of (shared, lane) -> those in the target.
-      layout: of those.
-      of_shared: they are of the shared arguments, or of what is closed over.
-      flags: for each shared array, whether its gradients are needed lane by lane.
-      slots: for each shared array, its place in the layout, if it has one.
+      features: one lane's gradients of `(shared, lane)` -> the lane's features, (width,).
+      of_shared: whether the target is shared by the lanes; else it is the lanes' own arguments.
     """
 
-    select: Callable[[Any], list[jax.Array]]
-    layout: Layout
+    features: Callable[[Any], jax.Array]
     of_shared: bool
-    flags: list[bool]
-    slots: list[int | None]
 
 
-def find_target(memory: Memory, lanes: int) -> Target:
-    """The target of a node."""
+def find_target(memory: NodeMemory, lanes: int) -> Target:
+    """The target of a node.
+
+    Args:
+      memory: of the node.
+      lanes: how many lanes there are.
+
+    Raises:
+      ValueError: at trace time, for a target without elements.
+    """
     arguments, closed = memory.shared
     to_arguments, to_closed, to_lane = memory.perturbed
-    flags = [*to_arguments, *to_closed]
-    nowhere: list[int | None] = [None] * len(flags)
-    if not any(flags):
+    of_shared = any((*to_arguments, *to_closed))
 
-        def select_lane(answer):
-            return [g for g, flag in zip(leaves_or_none(answer[1]), to_lane, strict=True) if flag and g is not None]
-
-        leaves = [x[0] for x, flag in zip(jax.tree.leaves(memory.lane), to_lane, strict=True) if flag]
-        return Target(select_lane, Layout.of([x for x in leaves if is_inexact(x)], lanes), False, flags, nowhere)
-
-    def explicit(gradients):
-        # The same arrays whatever is differentiated, as the suffix wants them.
-        return [
+    def of_one_lane(answer):
+        if not of_shared:
+            return features([_chosen(leaves_or_none(answer[1]), to_lane)], lanes)
+        explicit = [
+            # The same features whatever is differentiated, as the suffix wants them.
             jnp.zeros(jnp.shape(x), jnp.result_type(x)) if g is None or not flag else g
-            for g, x, flag in zip(gradients, arguments, to_arguments, strict=True)
+            for g, x, flag in zip(answer[0][0], arguments, to_arguments, strict=True)
+            if is_inexact(x)
         ]
+        return features([explicit, _chosen(answer[0][1], to_closed)], lanes)
 
-    mapping = memory.mixer.target
-    if callable(mapping):
+    leaves = [*inexact(arguments), *_chosen(closed, to_closed)]
+    if not of_shared:
+        leaves = [x[0] for x in _chosen(jax.tree.leaves(memory.lane), to_lane)]
+    if not width(leaves, 1):
+        raise ValueError(empty_target(memory.what))
+    return Target(of_one_lane, of_shared)
 
-        def select_mapped(answer):
-            return inexact(mapping(memory.restore(explicit(answer[0][0]))))
 
-        shapes = jax.eval_shape(lambda: mapping(memory.restore(arguments)))
-        return Target(select_mapped, Layout.of(inexact(shapes), lanes), True, flags, nowhere)
+def empty_target(what: str) -> str:
+    """What an error says of a target without elements.
 
-    def select(answer):
-        more = [g for g, flag in zip(answer[0][1], to_closed, strict=True) if flag and g is not None]
-        return inexact(explicit(answer[0][0])) + more
+    Args:
+      what: the node's name.
+    """
+    return (
+        f"{what} weighs its estimators by their gradients of a target, and the target is empty: what is "
+        "differentiated of the node's arguments has no elements"
+    )
 
-    parts = [is_inexact(x) for x in arguments] + [f and is_inexact(x) for x, f in zip(closed, to_closed, strict=True)]
-    numbers = itertools.count()
-    slots = [next(numbers) if part else None for part in parts]
-    own = Layout.of(inexact(arguments), lanes)
-    more = Layout.of([x for x, flag in zip(closed, to_closed, strict=True) if flag and is_inexact(x)], lanes)
-    return Target(select, Layout(own.sizes + more.sizes, own.sketched + more.sketched), True, flags, slots)
+
+def width(leaves: Sequence[Any], lanes: int) -> int:
+    """How many features these arrays have.
+
+    Args:
+      leaves: arrays, or what has their shapes.
+      lanes: how many lanes there are.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from apgrad.expectations.mixing._features import width
+      >>> width([jnp.zeros((1000, 100)), jnp.zeros(5)], lanes=10), width([jnp.zeros((1000, 100))], lanes=1000)
+      (100005, 64)
+    """
+    sizes = [math.prod(jnp.shape(leaf)) for leaf in leaves]
+    return sum(min(size, BUCKETS) for size in sizes) if lanes * sum(sizes) > HELD else sum(sizes)
+
+
+def features(groups: Sequence[Sequence[jax.Array]], lanes: int) -> jax.Array:
+    """The features of one lane, (width of the groups,), float32 or wider.
+
+    Args:
+      groups: lists of the lane's gradients of some arrays. Each group is sketched or not, as `width` says.
+      lanes: how many lanes there are.
+    """
+    rows = []
+    for leaves in groups:
+        flat = [leaf.reshape(-1).astype(wide(leaf.dtype)) for leaf in leaves]
+        rows += map(sketch, flat) if lanes * sum(x.size for x in flat) > HELD else flat
+    return jnp.concatenate(rows)
+
+
+def _chosen(leaves, flags):
+    return [x for x, flag in zip(leaves, flags, strict=True) if flag and x is not None and is_inexact(x)]
 
 
 def wide(dtype: Any) -> Any:
-    """Float32, or the dtype where that is wider."""
+    """Float32, or the dtype where the dtype is wider.
+
+    Args:
+      dtype: of floating-point numbers.
+    """
     return max(jnp.dtype(dtype), jnp.dtype(jnp.float32), key=lambda dtype: dtype.itemsize)
 
 
 def sketch(x: jax.Array) -> jax.Array:
-    """A count sketch (64,) of a vector; of at most 64 elements, the vector itself.
+    """A count sketch (64,) of a vector; a vector of at most 64 elements is its own sketch.
+
+    Args:
+      x: the vector.
 
     Example:
       >>> import jax.numpy as jnp
@@ -216,13 +173,13 @@ def by_chunks(function: Callable[[Any], Any], inputs: Any, elements: int) -> Any
     """`function` of all lanes, evaluated for some of them at a time.
 
     Args:
-      function: of arrays (folds, lanes, ...); returns `(per_lane, sums)`, arrays (folds, lanes, ...) and sums over
-        lanes.
-      inputs: arrays (folds, lanes, ...).
-      elements: how many a lane holds in a fold.
+      function: takes a pytree of arrays (folds, lanes, ...) and returns `(per_lane, sums)`: arrays (folds, lanes, ...),
+        and sums over the lanes.
+      inputs: a pytree of arrays (folds, lanes, ...).
+      elements: how many elements are held for one lane of a fold.
 
     Returns:
-      As `function`.
+      What `function` returns.
     """
     folds, lanes = jax.tree.leaves(inputs)[0].shape[:2]
     most = max(HELD // max(folds * elements, 1), 1)
@@ -246,15 +203,36 @@ def by_chunks(function: Callable[[Any], Any], inputs: Any, elements: int) -> Any
 
 
 def is_inexact(x: Any) -> bool:
-    """Whether an array can have a gradient."""
+    """Whether an array can have a gradient.
+
+    Args:
+      x: an array, or what has its dtype.
+    """
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
 def inexact(tree: Any) -> list[Any]:
-    """The leaves that can have a gradient."""
+    """The leaves that can have a gradient.
+
+    Args:
+      tree: a pytree of arrays.
+    """
     return [x for x in jax.tree.leaves(tree) if is_inexact(x)]
 
 
 def leaves_or_none(tree: Any) -> list[Any]:
-    """The leaves, None being one: it stands for the gradient of an integer."""
+    """The leaves, where None is a leaf too, which stands for the gradient of an integer.
+
+    Args:
+      tree: a pytree of arrays and None.
+    """
     return jax.tree.leaves(tree, is_leaf=lambda x: x is None)
+
+
+def drop_float0(tree: Any) -> Any:
+    """Replaces the cotangents of integers and keys, which `vmap` cannot return, by None.
+
+    Args:
+      tree: a pytree of cotangents.
+    """
+    return jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g, tree)

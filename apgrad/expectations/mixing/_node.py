@@ -1,84 +1,105 @@
-"""Mixers: several estimators of one random choice, and weights that the node computes on its way back.
+"""A mixer's node: several estimators of one random choice, and weights that the node computes on its way back.
 
-A mixer's node draws one sample, keeps each estimator's pullback, and in the backward pass
+`draw_by_mixer` draws one sample and keeps each estimator's pullback. In the backward pass the node
 
-1. pulls the message back through each estimator, lane by lane, to the distribution's parameters and on to the
-   *target*, the differentiated parameters: the *features*, (estimators, lanes, elements);
-2. lets a rule (`weights.py`) make weights of them, one set for the message to the lanes' own arguments, another one
-   for the contribution to the shared arguments;
-3. adds up.
+1. pulls the message back through each estimator, lane by lane, to the distribution's parameters and on to the target:
+   the features of `_features.py`;
+2. lets a rule of `weights.py` make weights of the features, one set for the message to the lanes' own arguments, and
+   one set for the contribution to the arguments that lanes share;
+3. adds up what the estimators answer, in each stream of `_cross_fitting.py`. Statistics are taken from one fold of the
+   own stream. In the own stream a fold is weighed by its own weights, in the output stream by the other fold's.
 
-It is a rule of its own and no derivative, so second derivatives are refused.
+The backward pass is a rule of its own and no derivative, so second derivatives are refused.
 
-*Folds.* With cross-fitting the lanes come in two folds, and the node sees the messages of two streams (see
-`expectation.py`). All statistics are of the own stream and of one fold. In the own stream a fold is weighed by its
-weights, in the output stream by the other fold's. Estimators without a pathwise derivative answer both
-streams alike, and are evaluated once.
-
-*Suffix.* A rule may look at the gradient that later nodes have gathered, lane by lane. It travels in a port of the
-tape.
+*Suffix.* A rule may look at the gradient that later nodes have gathered, lane by lane. This gradient travels on a
+channel of the tape.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
+from apgrad._ground.port import port
 from apgrad._ground.propagator import Propagator, Static, first_order, node
 from apgrad._programs.jaxprs import hoist
-from apgrad.expectations._lanes import fold
-from apgrad.expectations._tape import Tape
-from apgrad.expectations.estimators._estimator import Mixer, divide, surrogates
-from apgrad.expectations.mixing._cross_fitting import (
+from apgrad.expectations import _channels as channels
+from apgrad.expectations._cross_fitting import (
+    Streams,
     add,
-    drop_float0,
-    join,
+    fold,
+    in_each_stream,
     mixture,
     shared_mixture,
-    streams,
     swap,
     times,
 )
-from apgrad.expectations.mixing._features import Layout, Memory, by_chunks, find_target, inexact, leaves_or_none
+from apgrad.expectations._tape import Tape
+from apgrad.expectations.estimators._baselines import Baseline, LearnedBaseline
+from apgrad.expectations.estimators._estimator import Mixer, surrogate
+from apgrad.expectations.mixing._features import (
+    NodeMemory,
+    by_chunks,
+    drop_float0,
+    empty_target,
+    find_target,
+    inexact,
+    is_inexact,
+    wide,
+    width,
+)
+
+Charge = tuple[jax.Array, Baseline]  # a zero to be charged with later costs, and the baseline that is taken off
 
 
-def mix_lanes(
-    mixer: Mixer, what: str, name: str, function: Callable[..., Any], tape: Tape, axes: Any, args: Any, keys: Any
-) -> tuple[Tape, jax.Array, list[jax.Array]]:
-    """A mixer's node for a per-lane function.
+class LaneCall(NamedTuple):
+    """A call of a stochastic function whose estimator is a mixer.
+
+    Attributes:
+      mixer: the mixer.
+      what: the node's name in errors.
+      name: the function's name: calls of one function gather a suffix together.
+      function: one lane's arguments -> distribution.
+      axes: for each argument 0, where its leading axis is the lanes, or None, where lanes share it.
+      args: the arguments of all lanes.
+      keys: PRNG keys, (lanes,).
+    """
+
+    mixer: Mixer
+    what: str
+    name: str
+    function: Callable[..., Any]
+    axes: tuple[int | None, ...]
+    args: tuple[Any, ...]
+    keys: jax.Array
+
+
+def draw_by_mixer(tape: Tape, call: LaneCall) -> tuple[Tape, jax.Array, list[Charge]]:
+    """Samples the distribution of each lane, with a mixer's node for the way back.
 
     Args:
-      mixer: see there.
-      what: for errors.
-      name: of the function: calls of the same one gather a suffix together.
-      function: one lane's arguments to a distribution.
       tape: the current tape.
-      axes: for each argument, 0 or None (shared).
-      args: of all lanes.
-      keys: (lanes,).
+      call: what is called.
 
     Returns:
-      `(tape, x, zeros)`, a zero for each of `charged_baselines`.
+      `(tape, x, charges)`, x of shape (lanes, ...), with a charge for each baseline of the mixer's scores.
     """
+    mixer, what, axes = call.mixer, call.what, call.axes
     _require(mixer, what, tape)
-    folds = tape.folds  # no function of the node may hold the tape, whose arrays are of one trace
-    leaves, treedef = jax.tree.flatten([x for x, axis in zip(args, axes, strict=True) if axis is None])
-    lane = [x for x, axis in zip(args, axes, strict=True) if axis == 0]
+    lanes, folds = tape.lanes, channels.folds(tape)  # no function of the node may hold the tape, which is of one trace
+    leaves, treedef = jax.tree.flatten([x for x, axis in zip(call.args, axes, strict=True) if axis is None])
+    lane = [x for x, axis in zip(call.args, axes, strict=True) if axis == 0]
     # Python's integers and bools stay what they are, so that a function may branch on them.
     static = [callable(leaf) or isinstance(leaf, str | int | np.bool_ | np.integer) for leaf in leaves]
     arrays = [leaf for leaf, is_static in zip(leaves, static, strict=True) if not is_static]
 
-    def restore(arrays):
-        arrays = iter(arrays)
-        return tuple(treedef.unflatten([x if s else next(arrays) for x, s in zip(leaves, static, strict=True)]))
-
     def ordered(arrays, lane):
-        shared, lane = iter(restore(arrays)), iter(lane)
-        return function(*(next(shared if axis is None else lane) for axis in axes))
+        arrays = iter(arrays)
+        restored = treedef.unflatten([x if s else next(arrays) for x, s in zip(leaves, static, strict=True)])
+        shared, lane = iter(restored), iter(lane)
+        return call.function(*(next(shared if axis is None else lane) for axis in axes))
 
     one_lane = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), lane)
     converted, closed_over = hoist(ordered, arrays, one_lane)
@@ -86,124 +107,107 @@ def mix_lanes(
     def build(shared, lane):
         return converted(shared[0], lane, *shared[1])
 
-    def forward(shared, lane, keys, ports, perturbed):
-        output, pullbacks = jax.vmap(lambda lane, key: surrogates(mixer, build(shared, lane), key))(lane, keys)
+    def forward(shared, lane, keys, suffix, perturbed):
+        output, pullbacks = jax.vmap(lambda lane, key: _surrogates(mixer, build(shared, lane), key))(lane, keys)
         # The function is differentiated again in the backward pass: cheaper to keep than its linearization,
         # which holds a copy of the shared arguments for each lane.
         flags = tuple(tuple(jax.tree.leaves(tree)) for tree in (*perturbed[0], perturbed[1]))
-        given = None
-        if "table" in ports:
-            index = ports["count"].astype(jnp.int32)
-            given = index, ports["table"][index]
-            ports = ports | {"count": ports["count"] + 1}
-        return (*output, ports), (shared, lane, pullbacks, given, Static(flags))
+        return (*output, suffix), (shared, lane, pullbacks, Static(flags))
 
-    def backward(memory, message):
-        shared, lane, pullbacks, given, flags = memory
-        to_x, to_zeros, ports = message
-        own, output = streams(to_x, folds)
-        row = None if given is None else given[1]
-        memory = Memory(mixer, what, build, restore, shared, lane, pullbacks, flags.value, row)
-        messages = _Messages(own, output, to_zeros, ports.get("suffix"), folds)
-        compute = _by_parameters if mixer.target == "parameters" else _by_arguments
-        if "kept" in ports:
-            answer = _now_and_then(compute, memory, messages, ports["kept"])
-        else:
-            answer = compute(memory, messages)
-        replies = {"suffix": answer.suffix, "kept": answer.kept, "count": None}
-        if given is not None:
-            table = ports["table"]
-            replies["table"] = table.at[given[0]].add(answer.kept.astype(table.dtype))
-        return (
-            answer.shared,
-            join(answer.own, answer.output, folds),
-            None,
-            {kind: replies[kind] for kind in ports},
-        )
+    def backward(memory, to_x, to_zeros, suffix):
+        shared, lane, pullbacks, flags = memory
+        memory = NodeMemory(mixer, what, build, shared, lane, pullbacks, flags.value)
+        messages = _Messages(*to_x, to_zeros, suffix, folds)
+        answer = (_by_parameters if mixer.target == "parameters" else _by_arguments)(memory, messages)
+        return answer.shared, answer.lane, answer.suffix
 
-    requests, width, weights = {}, 0, mixer.weights
-    if mixer.target != "parameters":
-        mapping = mixer.target
-        explicit = jax.eval_shape(lambda: mapping(restore(arrays))) if callable(mapping) else arrays
-        width = Layout.of(inexact(explicit), tape.lanes).width
-    if width and any(w is not None and w.suffix for w in weights[:2]):
-        requests["suffix"] = (f"suffix:{name}:{width}", (tape.lanes, width))
-    if weights.every > 1:
-        requests["kept"] = (f"state:{name}", (1 + 2 * folds * len(mixer.estimators),))
-    ports = {kind: tape.request_port(*request) for kind, request in requests.items()}
-    tables = tape.request_table(name, len(mixer.estimators) * (1 + width))
-    if tables and (weights.every > 1 or mixer.target == "parameters"):
-        raise ValueError(f"{what}: keep_weights=True keeps weights of arguments, new at every node (every=1)")
-    if tables:
-        ports |= tables
-        requests |= {kind: (f"{kind}:{name}", None) for kind in tables}
-    x, zeros, ports = _mixer_node(mixer, forward, backward, perturbed=True)((arrays, closed_over), lane, keys, ports)
-    for kind, (port, _) in requests.items():
-        tape = tape.put_port(port, ports[kind])
-    return tape, x, zeros
+    def answered(memory, message):
+        shared, lane, suffix = in_each_stream(backward, folds)(memory, message)
+        return shared, lane, None, suffix
+
+    channel = suffix = None
+    elements = width(inexact(arrays), lanes)
+    if mixer.target != "parameters" and elements and any(w is not None and w.suffix for w in mixer.weights):
+        channel = channels.Channel(channels.SUFFIX, call.name, (lanes, elements))
+        suffix = channels.request(tape, channel, what)
+    x, zeros, suffix = _mixer_node(mixer, forward, answered, perturbed=True)(
+        (arrays, closed_over), lane, call.keys, suffix
+    )
+    if channel is not None:
+        tape = channels.put(tape, channel, suffix, what)
+    return tape, x, list(zip(zeros, _charged(mixer), strict=True))
 
 
-def mix_batch(
-    mixer: Mixer, what: str, distribution: Any, tape: Tape, key: Any
-) -> tuple[Tape, jax.Array, list[jax.Array]]:
-    """A mixer's node for a distribution of all lanes: the target is its parameters that vary by lane.
+def draw_batch_by_mixer(
+    tape: Tape, mixer: Mixer, what: str, distribution: Any, key: jax.Array
+) -> tuple[Tape, jax.Array, list[Charge]]:
+    """Samples a distribution of all lanes, with a mixer's node for the way back.
+
+    The parameters that have the lanes as leading axis are the target, and are weighed coordinate by coordinate.
+    Parameters that lanes share have one weight, made from all of the target.
 
     Args:
-      mixer: only the weights of its message are used.
-      what: for errors.
-      distribution: its batch shape starts with the lanes.
       tape: the current tape.
+      mixer: the mixer, of whose weights the message's alone are used.
+      what: the node's name in errors.
+      distribution: its batch shape starts with the lanes.
       key: one PRNG key.
 
     Returns:
-      `(tape, x, zeros)`, as `mix_lanes`.
+      What `draw_by_mixer` returns.
     """
     _require(mixer, what, tape)
-    lanes, folds, weighting = tape.lanes, tape.folds, mixer.weights.message
-    led = [
-        jnp.ndim(leaf) > 0 and jnp.shape(leaf)[0] == lanes and jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
-        for leaf in jax.tree.leaves(distribution)
-    ]
+    lanes, folds, weighting = tape.lanes, channels.folds(tape), mixer.weights.message
+    parameters, treedef = jax.tree.flatten(distribution)
+    led = [jnp.ndim(x) > 0 and jnp.shape(x)[0] == lanes and is_inexact(x) for x in parameters]
+    is_shared = any(is_inexact(x) and not flag for x, flag in zip(parameters, led, strict=True))
     if not any(led):
-        shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(distribution)]
         raise ValueError(
             f"{what} weighs its estimators by the per-lane gradients of the distribution's parameters, "
-            f"and none has the lanes ({lanes}) as leading axis; got shapes {shapes}. Broadcast a parameter to the "
-            "lanes, or use ap.stochastic, whose target is the shared arguments."
-        )
-    if weighting.per != "node" or weighting.suffix or mixer.weights.every > 1 or tape.keeps:
-        raise ValueError(
-            f"{what} sees a distribution of all lanes, with one weight a node from that node alone; got per="
-            f"{weighting.per!r}, suffix={weighting.suffix}, every={mixer.weights.every}, keep_weights={tape.keeps}. "
-            "Use ap.stochastic for others."
+            f"and none has the lanes ({lanes}) as leading axis; got shapes {[jnp.shape(x) for x in parameters]}. "
+            "Broadcast a parameter to the lanes, or use ap.stochastic, whose target is the shared arguments."
         )
 
     def forward(distribution, key):
-        return surrogates(mixer, distribution, key)
+        return _surrogates(mixer, distribution, key)
 
-    def backward(pullbacks, message):
-        to_x, to_zeros = message
-        own, output = streams(to_x, folds)
+    def backward(pullbacks, to_x, to_zeros, _):
+        def pull(messages):
+            """The estimators' messages to each parameter, of its shape."""
+            answers = [jax.tree.leaves(pullback(m)[0]) for pullback, m in zip(pullbacks, messages, strict=True)]
+            return [tuple(map(drop_float0, each)) for each in zip(*answers, strict=True)]
 
-        def weigh(to_x):
-            messages = divide(mixer, to_x, to_zeros)
-            answers = [pullback(m)[0] for pullback, m in zip(pullbacks, messages, strict=True)]
-            rows = [[x for x, is_led in zip(jax.tree.leaves(a), led, strict=True) if is_led] for a in answers]
-            return _weigh_rows(mixer, what, rows, folds)[1]
+        own = pull(_divide(mixer, to_x.own, to_zeros))
+        by_leaf = [
+            _of_coordinates(what, weighting, each, folds) if flag else None for each, flag in zip(own, led, strict=True)
+        ]
+        node_weights = None
+        if is_shared:
+            target = zip(*(each for each, flag in zip(own, led, strict=True) if flag), strict=True)
+            rows = [jnp.concatenate([g.reshape(lanes, -1).astype(wide(g.dtype)) for g in each], 1) for each in target]
+            node_weights = _weigh(what, weighting, jnp.stack([fold(row, folds) for row in rows], axis=1), None)
 
-        weights = weigh(own)[..., 0]
+        def mixed(to_x, swapped):
+            messages = _divide(mixer, to_x, to_zeros)
+            leaves = [
+                None if w is None else _mix_coordinates(swapped(w), each)
+                for w, each in zip(by_leaf, pull(messages), strict=True)
+            ]
+            if node_weights is not None:
+                # Weighed before they are pulled back, lane by lane: a parameter that lanes share has no lanes to weigh.
+                by_lane = jnp.repeat(swapped(node_weights), lanes // folds, axis=0).T
+                weighed = [jax.tree.map(lambda m, w=w: times(w, m), m) for w, m in zip(by_lane, messages, strict=True)]
+                for i, each in enumerate(pull(weighed)):
+                    leaves[i] = leaves[i] if led[i] or each[0] is None else add(each)
+            return jax.tree.unflatten(treedef, leaves)
 
-        def mixed(to_x, weights):
-            # Weighed before they are pulled back, lane by lane: a parameter that lanes share has no lanes to weigh.
-            answers = []
-            for weight, pullback, m in zip(weights.T, pullbacks, divide(mixer, to_x, to_zeros), strict=True):
-                lane = jnp.repeat(weight, lanes // folds)
-                answers.append(pullback(jax.tree.map(lambda m, w=lane: times(w, m), m))[0])
-            return jax.tree.map(lambda *g: add(g), *map(drop_float0, answers))
+        return None, Streams(mixed(to_x.own, lambda w: w), mixed(to_x.output, swap)), None
 
-        return join(mixed(own, weights), mixed(output, swap(weights)), folds), None
+    def answered(pullbacks, message):
+        return in_each_stream(backward, folds)(pullbacks, (*message, None))[1], None
 
-    return tape, *_mixer_node(mixer, forward, backward)(distribution, key)
+    x, zeros = _mixer_node(mixer, forward, answered)(distribution, key)
+    return tape, x, list(zip(zeros, _charged(mixer), strict=True))
 
 
 class _Messages(NamedTuple):
@@ -217,38 +221,28 @@ class _Messages(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """What a node answers: to the shared arguments; to the lanes', by stream; on its ports."""
+    """What a node answers: to the shared arguments; to the lanes', by stream; to the suffix."""
 
     shared: Any
-    own: Any
-    output: Any
+    lane: Streams
     suffix: jax.Array | None
-    kept: jax.Array  # (2, folds, estimators): weights of message and contribution, one a node; or the row's gradient
 
 
-def _by_arguments(memory: Memory, messages: _Messages) -> _Answer:
-    """Weights from per-lane gradients of the arguments."""
-    mixer, what, folds, lanes = memory.mixer, memory.what, messages.folds, len(messages.own)
+def _by_arguments(memory: NodeMemory, messages: _Messages) -> _Answer:
+    """One weight a node, from per-lane gradients of the arguments."""
+    mixer, folds, lanes = memory.mixer, messages.folds, len(messages.own)
     target = find_target(memory, lanes)
-    contributing = mixer.weights.contribution or mixer.weights.message
-    if callable(mixer.target):
-        if contributing.per not in ("node", "auto"):
-            raise ValueError(
-                f"{what}: elements of a target that is a function are not those of the contribution: it has one weight "
-                f"a node, got per={contributing.per!r}. Use per='node'."
-            )
-        contributing = contributing._replace(per="node")
 
     def one_lane(lane, pullbacks, own, output, to_zeros):
         _, to_arguments = jax.vjp(memory.build, memory.shared, lane)
-        to_own, to_output = (divide(mixer, to_x, to_zeros) for to_x in (own, output))
+        to_own, to_output = (_divide(mixer, to_x, to_zeros) for to_x in (own, output))
         answers = [drop_float0(to_arguments(*pullback(m))) for pullback, m in zip(pullbacks, to_own, strict=True)]
         others = [
             # Without a pathwise derivative both streams are answered alike.
             drop_float0(to_arguments(*pullback(m))) if folds > 1 and e.pathwise is not None else a
             for e, pullback, m, a in zip(mixer.estimators, pullbacks, to_output, answers, strict=True)
         ]
-        features = jnp.stack([target.layout.features(target.select(answer)) for answer in answers])
+        features = jnp.stack([target.features(answer) for answer in answers])
         return (features, [lane for _, lane in answers], [lane for _, lane in others]), [x for x, _ in others]
 
     def some_lanes(inputs):
@@ -256,159 +250,143 @@ def _by_arguments(memory: Memory, messages: _Messages) -> _Answer:
         return per_lane, jax.tree.map(lambda g: jnp.sum(g, axis=1), to_shared)
 
     inputs = fold((memory.lane, memory.pullbacks, messages.own, messages.output, messages.to_zeros), folds)
-    held = sum(x.size for x, flag in zip(jax.tree.leaves(memory.shared), target.flags, strict=True) if flag)
+    flags = (*memory.perturbed[0], *memory.perturbed[1])
+    held = sum(x.size for x, flag in zip(jax.tree.leaves(memory.shared), flags, strict=True) if flag)
     (features, own, output), to_shared = by_chunks(some_lanes, inputs, 2 * len(mixer.estimators) * held)
     features = jnp.moveaxis(features, 2, 1)  # (folds, estimators, lanes of a fold, width)
 
-    suffix = jnp.zeros((folds, lanes // folds, target.layout.width), features.dtype)
+    suffix = None
     if messages.suffix is not None and target.of_shared:
+        suffix = jnp.zeros((folds, *features.shape[2:]), features.dtype)
         suffix = suffix.at[..., : messages.suffix.shape[1]].set(fold(messages.suffix, folds).astype(features.dtype))
-
-    def weigh(weighting):
-        looks = suffix if weighting.suffix else jnp.zeros_like(suffix)
-        return jax.vmap(functools.partial(target.layout.weigh, what, weighting))(features, looks)
-
-    weighting = mixer.weights.message._replace(per="node")
-    message = weigh(weighting)
-    contribution = weigh(contributing) if target.of_shared and contributing != weighting else message
-    message = message[..., :1]
-    kept = jnp.stack([message[..., 0], contribution[..., 0]])
-    if memory.row is not None:
-        message, contribution, kept = _given(memory.row, message, contribution if target.of_shared else message)
-    message = message[..., 0]
+    message = _weigh(memory.what, mixer.weights.message, features, suffix)
+    contribution = message
+    if target.of_shared and mixer.weights.contribution not in (None, mixer.weights.message):
+        contribution = _weigh(memory.what, mixer.weights.contribution, features, suffix)
     gathered = messages.suffix
     if gathered is not None and target.of_shared:
-        more = jnp.sum(times(contribution[:, :, None], features), axis=1).reshape(lanes, -1)
+        more = jnp.sum(times(contribution, features), axis=1).reshape(lanes, -1)
         gathered = gathered + more[:, : gathered.shape[1]].astype(gathered.dtype)
-
-    crossed = swap(contribution)
-    parts = target.layout.split(crossed)
-    to_shared = [
-        shared_mixture(crossed[..., :1] if slot is None else parts[slot], answers)
-        for slot, *answers in zip(target.slots, *map(leaves_or_none, to_shared), strict=True)
-    ]
     return _Answer(
-        jax.tree.unflatten(jax.tree.structure(memory.shared), to_shared),
-        mixture(message, own),
-        mixture(swap(message), output),
+        shared_mixture(swap(contribution), to_shared),
+        Streams(mixture(message, own), mixture(swap(message), output)),
         gathered,
-        kept,
     )
 
 
-def _given(row, message, contribution):
-    """The weights that the objective was given, in the place of the node's, and the difference as their gradient.
+def _by_parameters(memory: NodeMemory, messages: _Messages) -> _Answer:
+    """One weight for each coordinate of the distribution's parameters, where the estimators are mixed."""
+    mixer, folds, lanes = memory.mixer, messages.folds, len(messages.own)
 
-    Where they sum to 0 there are none yet. What the row has no weight for is weighed as the message.
-    """
-    row = row.reshape(message.shape[1], -1)
-    rest = contribution.shape[-1] - (row.shape[-1] - 1)
-    filled = jnp.concatenate([contribution, jnp.repeat(message, max(-rest, 0), axis=-1)], axis=-1)
-    new = jnp.concatenate([message, filled[..., : row.shape[-1] - 1]], axis=-1).astype(row.dtype)
-    total = jnp.sum(row, axis=0)
-    used = jnp.where(total == 0, new, row / jnp.where(total == 0, 1, total)).astype(message.dtype)
-    message = used[..., :1]
-    return (
-        message,
-        jnp.concatenate([used[..., 1:], jnp.repeat(message, max(rest, 0), axis=-1)], -1),
-        (row - new).ravel(),
-    )
+    def pull(to_x):
+        """The estimators' messages to each array of parameters, (lanes, ...)."""
 
-
-def _by_parameters(memory: Memory, messages: _Messages) -> _Answer:
-    """Weights from the distribution's parameters, where the estimators are mixed: coordinates may differ."""
-    own, output = _at_parameters(memory, messages)
-    rows = [[z for z in leaves if z is not None] for leaves in own]
-    layout, weights = _weigh_rows(memory.mixer, memory.what, rows, messages.folds)
-    to_shared, to_own, to_output = _pull_mixture(memory, layout, own, output, weights, None)
-    return _Answer(to_shared, to_own, to_output, None, jnp.stack([weights[..., 0]] * 2))
-
-
-def _weigh_rows(mixer, what, rows, folds):
-    """The layout and the weights (folds, estimators, width) of each estimator's gradients, arrays (lanes, ...)."""
-    layout = Layout.of([leaf[0] for leaf in rows[0]], len(rows[0][0]) if rows[0] else 0)
-    features = jnp.stack([jax.vmap(layout.features)(leaves) for leaves in rows])
-    features = jnp.moveaxis(fold(jnp.moveaxis(features, 0, 1), folds), 2, 1)
-    weigh = functools.partial(layout.weigh, what, mixer.weights.message)
-    return layout, jax.vmap(weigh)(features, jnp.zeros_like(features[:, 0]))
-
-
-def _now_and_then(compute, memory: Memory, messages: _Messages, state: jax.Array) -> _Answer:
-    """New weights where the count of nodes says so, else those that the node after this one used."""
-    weights, folds = memory.mixer.weights, messages.folds
-    if any(w is not None and w.per != "node" for w in weights[:2]):
-        raise ValueError(
-            f"{memory.what}: weights kept over {weights.every} nodes are one number a node, got per="
-            f"{[w.per for w in weights[:2] if w is not None]}. Use per='node', or every=1."
-        )
-    count = state[0]
-    kept = state[1:].reshape(2, folds, -1)
-
-    def again():
-        own, output = _at_parameters(memory, messages)
-        layout = Layout.of([z[0] for z in own[0] if z is not None], len(messages.own))
-        message, contribution = (jnp.broadcast_to(w[..., None], (*w.shape, layout.width)) for w in kept)
-        same = weights.contribution is None
-        answer = _pull_mixture(memory, layout, own, output, message, None if same else contribution)
-        return _Answer(*answer, messages.suffix, kept)
-
-    answer = lax.cond(count == 0, lambda: _like(again, compute(memory, messages)), again)
-    count = jnp.where(count + 1 == weights.every, 0, count + 1)
-    return answer._replace(kept=jnp.concatenate([count[None], answer.kept.reshape(-1).astype(state.dtype)]))
-
-
-def _like(function, tree):
-    """The tree, in the dtypes of what the function would return."""
-    return jax.tree.map(lambda x, y: x.astype(y.dtype), tree, jax.eval_shape(function))
-
-
-def _at_parameters(memory, messages):
-    """Each estimator's message to the distribution's parameters, for both streams: lists of leaves."""
-
-    def pull(message):
-        def one(pullbacks, message, to_zeros):
-            messages = divide(memory.mixer, message, to_zeros)
+        def one(pullbacks, to_x, to_zeros):
+            messages = _divide(mixer, to_x, to_zeros)
             return [[drop_float0(z) for z in jax.tree.leaves(p(m))] for p, m in zip(pullbacks, messages, strict=True)]
 
-        return jax.vmap(one)(memory.pullbacks, message, messages.to_zeros)
+        return list(zip(*jax.vmap(one)(memory.pullbacks, to_x, messages.to_zeros), strict=True))
 
     own = pull(messages.own)
-    return own, own if messages.folds == 1 else pull(messages.output)
-
-
-def _pull_mixture(memory, layout, own, output, message, contribution):
-    """The answers from what is mixed at the parameters: `(to_shared, to_lane own, to_lane output)`.
-
-    Weights are (folds, estimators, width); those of the contribution are the message's if None.
-    """
-    lanes, folds = len(jax.tree.leaves(own)[0]), len(message)
+    if not sum(each[0].size for each in own if each[0] is not None):
+        raise ValueError(empty_target(memory.what))
+    weighting = mixer.weights.message
+    weights = [None if each[0] is None else _of_coordinates(memory.what, weighting, each, folds) for each in own]
 
     def build(shared, lane):
         return jax.vmap(lambda x: jax.tree.leaves(memory.build(shared, x)), axis_size=lanes)(lane)
 
     leaves, pullback = jax.vjp(build, memory.shared, memory.lane)
 
-    def pull(weights, answers):
-        parts = iter(layout.split(weights))
-        mixed = []
-        for leaf, *estimators in zip(leaves, *answers, strict=True):
-            if estimators[0] is None:
-                mixed.append(np.zeros(leaf.shape, jax.dtypes.float0))
-                continue
-            part = next(parts)
-            w = part if part.shape[-1] == leaf[0].size else part[..., :1]
-            w = w.reshape(folds, -1, 1, *(leaf.shape[1:] if w.shape[-1] == leaf[0].size else [1] * (leaf.ndim - 1)))
-            mixed.append(add(times(w[:, e], fold(z, folds)) for e, z in enumerate(estimators)).reshape(leaf.shape))
+    def answer(to_parameters, swapped):
+        mixed = [
+            np.zeros(leaf.shape, jax.dtypes.float0) if w is None else _mix_coordinates(swapped(w), each)
+            for leaf, w, each in zip(leaves, weights, to_parameters, strict=True)
+        ]
         return drop_float0(pullback(mixed))
 
-    to_shared, to_output = pull(swap(message if contribution is None else contribution), output)
-    if contribution is not None:
-        to_output = pull(swap(message), output)[1]
-    return to_shared, to_output if folds == 1 else pull(message, own)[1], to_output
+    to_shared, to_lane = answer(own if folds == 1 else pull(messages.output), swap)
+    to_own = to_lane if folds == 1 else answer(own, lambda w: w)[1]
+    return _Answer(to_shared, Streams(to_own, to_lane), messages.suffix)
+
+
+def _weigh(what, weighting, features, suffix):
+    """The weights (folds, estimators) of features (folds, estimators, lanes / folds, width)."""
+    if suffix is None or not weighting.suffix:
+        suffix = jnp.zeros_like(features[:, 0])
+
+    def one_fold(features, suffix):
+        weights = weighting.rule(features, suffix)
+        if jnp.shape(weights) != features.shape[:1]:
+            raise ValueError(
+                f"{what}: a weight rule must return one weight for each of the {len(features)} estimators, got "
+                f"shape {jnp.shape(weights)}"
+            )
+        return weights
+
+    return jax.vmap(one_fold)(features, suffix)
+
+
+def _of_coordinates(what, weighting, gradients, folds):
+    """The weights (folds, estimators, size) of the estimators' gradients of one array of parameters, (lanes, ...)."""
+    rows = [fold(g.reshape(len(g), -1).astype(wide(g.dtype)), folds) for g in gradients]
+    features = jnp.stack(rows, axis=1)  # (folds, estimators, lanes of a fold, size)
+    if not features.shape[-1]:
+        return features[:, :, 0]
+    return jax.vmap(lambda column: _weigh(what, weighting, column[..., None], None), 3, 2)(features)
+
+
+def _mix_coordinates(weights, gradients):
+    """The estimators' gradients of one array of parameters, (lanes, ...), weighed by (folds, estimators, size)."""
+    folds, shape = len(weights), gradients[0].shape
+    mixed = (times(weights[:, e].reshape(folds, 1, *shape[1:]), fold(g, folds)) for e, g in enumerate(gradients))
+    return add(mixed).reshape(shape)
+
+
+def _charged(mixer: Mixer) -> list[Baseline]:
+    """The baselines of the estimators with a score, each once: the node has a zero on the tape for each of them."""
+    found = {_identity(e.baseline): e.baseline for e in mixer.estimators if e.score is not None}
+    return list(found.values())
+
+
+def _surrogates(mixer, distribution, key):
+    """One sample with the zeros of `_charged`, and the pullbacks, which take the messages of `_divide`."""
+    drawn, zeros, pullbacks = None, {}, {}
+    # Estimators with a pathwise derivative come first, so that the others need not draw the sample again: the compiler
+    # does not merge two runs of the random number generator.
+    for index in sorted(range(len(mixer.estimators)), key=lambda i: mixer.estimators[i].pathwise is None):
+        estimator = mixer.estimators[index]
+
+        def one(distribution, estimator=estimator, drawn=drawn):
+            return surrogate(estimator, distribution, key, drawn)
+
+        (x, density), pullbacks[index] = jax.vjp(one, distribution)
+        drawn = x if drawn is None else drawn
+        if density is not None:
+            zero = jnp.where(jnp.isfinite(density), port(density), jnp.nan)
+            baseline = _identity(estimator.baseline)
+            zeros[baseline] = zeros[baseline] + zero if baseline in zeros else zero
+    zeros = [zeros[_identity(baseline)] for baseline in _charged(mixer)]
+    return (drawn, zeros), [pullbacks[index] for index in range(len(mixer.estimators))]
+
+
+def _divide(mixer, to_x, to_zeros):
+    """The messages of each estimator: to its sample, and to the zero of its own baseline if it has a score."""
+    slots = [_identity(baseline) for baseline in _charged(mixer)]
+    return [(to_x, None if e.score is None else to_zeros[slots.index(_identity(e.baseline))]) for e in mixer.estimators]
+
+
+def _identity(baseline):
+    """Equal for baselines that are the same. A baseline may be any callable object, without an equality of its own."""
+    if baseline is None or isinstance(baseline, str):
+        return baseline
+    return type(baseline), id(baseline.function if isinstance(baseline, LearnedBaseline) else baseline)
 
 
 def _require(mixer, what, tape):
-    tape.require_current(what).weighing = what
+    channels.declare_weighing(tape, what)
+    if mixer.target not in ("arguments", "parameters"):
+        raise ValueError(f"{what}: a mixer's target is 'arguments' or 'parameters', got {mixer.target!r}")
     if tape.lanes < 2:
         raise ValueError(f"{what} takes the variance over lanes and needs at least 2, got lanes={tape.lanes}")
 

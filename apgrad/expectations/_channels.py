@@ -1,0 +1,175 @@
+"""What authors of nodes ask of a tape: credit, channels, and declarations.
+
+    tape = channels.credit(tape, log_density, name="my node", baseline="leave_one_out")
+
+`credit` charges the costs after a random choice to the choice. A `Channel` is a port of the tape: a node takes the port
+as an input and returns it as an output, and its `backward` finds there what later nodes sent, and answers with what
+earlier nodes shall find. The program is traced twice. In the first trace nodes ask for channels, and in the second the
+tape has their ports.
+"""
+
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from apgrad._ground.primitives import zero_with_gradient
+from apgrad.expectations._lanes import donors
+from apgrad.expectations._ledger import Channel as Channel, Kind
+from apgrad.expectations._tape import Tape
+
+SUFFIX = Kind.SUFFIX
+
+
+def credit(
+    tape: Tape,
+    zero: jax.Array,
+    *,
+    name: str,
+    baseline: jax.Array | Literal["leave_one_out"] | None,
+    learn: bool = False,
+    parts: bool = False,
+) -> Tape:
+    """Charges later costs to a random choice.
+
+    Args:
+      tape: the current tape.
+      zero: the choice's log-density, of shape (lanes, ...). Only its derivative counts: the cotangent that comes back
+        to it is the cost-to-go, less the baseline. Where its value is not finite, the lane's total is NaN.
+      name: the node's name in errors.
+      baseline: `"leave_one_out"`, None, or an array: (lanes,), or (lanes, parts) with `parts`. An array
+        must be a function of what was there before the choice.
+      learn: train the array towards the cost-to-go, by the gradient of (b - G)^2 / 2.
+      parts: the second axis of `zero` numbers parts of a lane that are independent of each other.
+
+    Returns:
+      The next tape.
+    """
+    ledger = tape._require_current(name)
+    ledger.scoring = name
+    if zero.ndim < 1 + parts or zero.shape[0] != tape.lanes:
+        raise ValueError(
+            f"{name}: the log-density has shape {zero.shape}, expected the lanes first, "
+            f"({tape.lanes},{' parts,' if parts else ''} ...)"
+        )
+    shape = zero.shape[: 1 + parts]
+    zero = zero.reshape(*shape, -1).sum(-1)
+    own = None if isinstance(baseline, str) else baseline
+    if isinstance(baseline, str) and tape.lanes < 2:
+        raise ValueError(
+            f"{name}: the leave-one-out baseline is the mean over the other lanes and needs at least 2, "
+            f"got lanes={tape.lanes}. Use more lanes, or {name}(baseline=None)."
+        )
+    if own is not None and jnp.shape(own) != shape:
+        raise ValueError(f"{name}: the baseline has shape {jnp.shape(own)}, expected {shape}")
+    charged = Channel(Kind.BASELINED if isinstance(baseline, str) else Kind.PLAIN, "", shape)
+    regression = Channel(Kind.REGRESSION, "", shape)
+    if ledger.collecting:
+        ledger.channels |= {charged, regression} if learn else {charged}
+        return tape._follow()
+
+    ports, dtype = dict(tape._ports), tape._plan.dtype
+    finite = jnp.isfinite(lax.stop_gradient(zero)).reshape(tape.lanes, -1).all(-1)
+    total = tape._total + jnp.where(finite, 0, jnp.nan).astype(dtype)
+    zero = zero_with_gradient(zero).astype(dtype)
+    if own is not None:
+        b = jnp.asarray(own, dtype)
+        before = tape._logp(Kind.BASELINED, len(shape)) + tape._logp(Kind.PLAIN, len(shape))
+        correction = -lax.stop_gradient(b) * jnp.exp(before) * jnp.expm1(zero)
+        total = total + correction.reshape(tape.lanes, -1).sum(-1)
+        if learn:
+            total = total + zero_with_gradient(b**2 / 2).reshape(tape.lanes, -1).sum(-1)
+            ports[regression] = ports[regression] - zero_with_gradient(b)
+    ports[charged] = ports[charged] + zero
+    return tape._follow(total=total, ports=ports)
+
+
+def request(tape: Tape, channel: Channel, what: str) -> jax.Array | None:
+    """The port of a channel, zeros of the costs' dtype, for a node to take as an input.
+
+    Costs take no notice of a channel that carries no costs.
+
+    Args:
+      tape: the current tape.
+      channel: the channel; an equal one is the same channel.
+      what: the node's name in errors.
+
+    Returns:
+      The port, or None in the first trace of the program, where the tape has no ports yet.
+    """
+    ledger = tape._require_current(what)
+    if ledger.collecting:
+        ledger.channels.add(channel)
+        return None
+    return tape._ports[channel]
+
+
+def put(tape: Tape, channel: Channel, port: jax.Array | None, what: str) -> Tape:
+    """The next tape, with a channel's port as the node returned it.
+
+    Args:
+      tape: the current tape.
+      channel: the channel.
+      port: what `request` gave, from the node's output.
+      what: the node's name in errors.
+    """
+    tape._require_current(what)
+    return tape._follow(ports=tape._ports if port is None else {**tape._ports, channel: port})
+
+
+def folds(tape: Tape) -> int:
+    """How many groups of equal size the lanes come in: a batch statistic is of one group.
+
+    Args:
+      tape: any tape.
+    """
+    return tape._plan.folds
+
+
+def drawn(tape: Tape, x: jax.Array) -> jax.Array:
+    """The samples as the node drew them; where lanes are tested for independence, some get another lane's sample.
+
+    Args:
+      tape: the current tape.
+      x: samples (lanes, ...).
+    """
+    tape._require_current("drawn")
+    return x if tape._plan.disturbed is None else x[donors(tape.lanes, *tape._plan.disturbed)]
+
+
+def declare_parts(tape: Tape, shape: tuple[int, ...], what: str) -> None:
+    """Says that the second axis of a sample numbers parts of a lane that are independent of each other.
+
+    Args:
+      tape: the current tape.
+      shape: the sample's.
+      what: the node's name in errors.
+    """
+    if len(shape) < 2:
+        raise ValueError(f"{what}: with parts=True the sample's shape is (lanes, parts, ...), got {shape}")
+    tape._require_current(what).parts.setdefault(shape[1], what)
+
+
+def declare_lanes_interact(tape: Tape, what: str) -> Tape:
+    """Says that a node lets lanes act on each other: credit, which goes to a lane's own choices, is then refused.
+
+    Args:
+      tape: the current tape.
+      what: the node's name in errors.
+
+    Returns:
+      The next tape.
+    """
+    tape._require_current(what).interacting = what
+    return tape._follow()
+
+
+def declare_weighing(tape: Tape, what: str) -> None:
+    """Says that a node takes weights from the samples that it weighs, so that cross-fitting has two streams.
+
+    Args:
+      tape: the current tape.
+      what: the node's name in errors.
+    """
+    tape._require_current(what).weighing = what

@@ -1,0 +1,183 @@
+"""Cross-fitting: each half of the lanes is weighed by statistics of the other half alone.
+
+Where nodes take weights from the samples that they weigh, as total propagation does, the gradient is biased. With
+`ap.expectation(..., cross_fit=True)` the lanes come in two *folds*, the first half and the second, and the gradient is
+unbiased if each fold is weighed by the statistics of the other fold alone.
+
+But the messages that a fold sends back with the other fold's weights depend on both folds, and so would statistics that
+are taken from these messages further back. Hence two *streams* of messages go back. In the *own* stream each fold is
+weighed by its own weights; this stream gives the statistics, which so depend on one fold only. In the *output* stream
+each fold is weighed by the other fold's weights; this stream gives the gradient. With one fold held fixed, the output
+of the other fold is a mixture with fixed weights, and so unbiased.
+
+The code between the nodes, and JAX's reverse pass, know nothing of this. The whole objective is a node, whose forward
+pass keeps the program's pullback, and whose backward pass maps the pullback over an axis of two streams
+(`in_two_streams`). A mixer's node inside looks at the messages of both streams and answers in each (`in_each_stream`).
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from apgrad._ground.propagator import Propagator, Static, first_order, hoist, node
+
+STREAM = "apgrad stream"  # the name of the axis of streams: 0 is the own stream, 1 the output stream
+
+
+class Streams(NamedTuple):
+    """One pytree of messages for each stream. Without cross-fitting both are the same."""
+
+    own: Any
+    output: Any
+
+
+def in_two_streams(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """The same function, whose derivative is that of the output stream.
+
+    Args:
+      function: a JAX function of any arguments.
+      name: the mixer that errors name.
+    """
+
+    def wrapped(*inputs):
+        leaves, treedef = jax.tree.flatten(inputs)
+        is_array = [isinstance(x, jax.Array) for x in leaves]
+        arrays = [x for x, array in zip(leaves, is_array, strict=True) if array]
+
+        def of_arrays(*arrays):
+            given = iter(arrays)
+            return function(
+                *treedef.unflatten([next(given) if array else x for x, array in zip(leaves, is_array, strict=True)])
+            )
+
+        converted, closed_over = hoist(of_arrays, *arrays)
+        return node(first_order(Propagator(functools.partial(forward, converted), backward), reason), perturbed=True)(
+            *arrays, *closed_over
+        )
+
+    def forward(function, *arrays, perturbed):
+        def differentiated(*chosen):
+            chosen = iter(chosen)
+            return function(*(next(chosen) if flag else x for x, flag in zip(arrays, perturbed, strict=True)))
+
+        # Nodes look for their target in what is perturbed, so nothing else may be.
+        output, pullback = jax.vjp(differentiated, *(x for x, flag in zip(arrays, perturbed, strict=True) if flag))
+        return output, (pullback, Static(perturbed))
+
+    def backward(memory, message):
+        pullback, perturbed = memory
+        streams = jax.vmap(lambda _: pullback(message), axis_name=STREAM, axis_size=2)(jnp.arange(2))
+        answers = iter(x[1] for x in streams)
+        return tuple(next(answers) if flag else None for flag in perturbed.value)
+
+    reason = (
+        f"an objective with {name} has no second derivative: its weights are no part of it, and differentiating them "
+        "would be silently wrong. Use likelihood_ratio() or reparameterization() for higher orders."
+    )
+    return wrapped
+
+
+def in_each_stream(backward: Callable[..., Any], folds: int) -> Callable[..., Any]:
+    """The backward pass of a mixer's node, from one that sees both streams.
+
+    Args:
+      backward: `(memory, to_x: Streams, to_zeros, suffix) -> (shared, lane: Streams, suffix)`. It gets the messages to
+        the sample, to the zeros of its scores, and the suffix; it answers to the arguments that lanes share, to the
+        lanes' own arguments and to the suffix.
+      folds: 2 with cross-fitting, 1 without.
+
+    Returns:
+      `(memory, (to_x, to_zeros, suffix)) -> (shared, lane, suffix)`, in the stream at hand.
+    """
+
+    def answered(memory, message):
+        to_x, to_zeros, suffix = message
+        both = (to_x, to_x)
+        if folds > 1:
+            try:
+                both = lax.all_gather(to_x, STREAM)
+            except NameError as error:
+                raise ValueError(
+                    "a program with cross_fit=True is differentiated as a whole, by its objective: the two streams of "
+                    "messages begin there, and a derivative taken inside the program has none"
+                ) from error
+        shared, lane, suffix = backward(memory, Streams(*both), to_zeros, suffix)
+        if folds > 1:
+            lane = jax.tree.map(lambda *x: jnp.where(lax.axis_index(STREAM) == 0, *x), lane.own, lane.output)
+        else:
+            lane = lane.output
+        return shared, lane, suffix
+
+    return answered
+
+
+def fold(tree: Any, folds: int) -> Any:
+    """Splits the lanes, the leading axis of every leaf, into (folds, lanes / folds).
+
+    Args:
+      tree: a pytree of arrays (lanes, ...).
+      folds: how many folds there are.
+    """
+    return jax.tree.map(lambda x: x.reshape(folds, x.shape[0] // folds, *x.shape[1:]), tree)
+
+
+def swap(weights: jax.Array) -> jax.Array:
+    """Each fold gets the weights of the other one, as in the output stream; with one fold nothing changes.
+
+    Args:
+      weights: (folds, ...).
+    """
+    return weights[::-1]
+
+
+def times(weight: jax.Array, x: jax.Array) -> jax.Array:
+    """The product of a weight and an array, where a weight of 0 makes 0 of an infinite value also.
+
+    Args:
+      weight: an array whose axes are the first axes of `x`.
+      x: the array.
+    """
+    # An exploding estimator of weight 0 must leave nothing behind: 0 * inf would be NaN.
+    weight = weight.astype(x.dtype)
+    weight = weight.reshape(weight.shape + (1,) * (x.ndim - weight.ndim))
+    return jnp.where(weight == 0, 0, weight * x)
+
+
+def add(arrays: Iterable[jax.Array]) -> jax.Array:
+    """The sum of at least one array.
+
+    Args:
+      arrays: of the same shape.
+    """
+    return functools.reduce(jnp.add, arrays)
+
+
+def mixture(weights: jax.Array, answers: Sequence[Any]) -> Any:
+    """The estimators' answers to the lanes' arguments, each fold weighed by its weights: arrays (lanes, ...).
+
+    Args:
+      weights: (folds, estimators).
+      answers: for each estimator a pytree of arrays (folds, lanes / folds, ...).
+    """
+
+    def mix(*leaves):
+        mixed = add(times(weights[:, e], leaf) for e, leaf in enumerate(leaves))
+        return mixed.reshape(mixed.shape[0] * mixed.shape[1], *mixed.shape[2:])
+
+    return jax.tree.map(mix, *answers)
+
+
+def shared_mixture(weights: jax.Array, answers: Sequence[Any]) -> Any:
+    """The estimators' answers to the arguments that lanes share, weighed fold by fold and summed over folds.
+
+    Args:
+      weights: (folds, estimators).
+      answers: for each estimator a pytree of arrays (folds, ...), sums over the lanes of a fold.
+    """
+    return jax.tree.map(
+        lambda *leaves: add(jnp.sum(times(weights[:, e], g), axis=0) for e, g in enumerate(leaves)), *answers
+    )

@@ -1,0 +1,149 @@
+"""How much each node's contribution to the gradient varies: `ap.diagnostics.node_variances`.
+
+Total propagation has the per-lane gradients of both estimators at every node, and hands them to its rule for weights.
+So a rule that listens, and else does what another rule does, hears the variances.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import io_callback
+
+from apgrad.expectations._expectation import expectation
+from apgrad.expectations.estimators._total_propagation import total_propagation
+from apgrad.expectations.weights import Weighting, WeightRule, Weights, decoupled
+
+
+class NodeVariances(NamedTuple):
+    """The variance of each node's contribution to the gradient, in the order of the program: arrays (nodes,).
+
+    These are variances of the mean over lanes, summed over the target's elements, as the gradient's own variance is.
+
+    Attributes:
+      rp: the variance of reparameterization, where reparameterization alone is sent back.
+      lr: the variance of likelihood ratio, which is the same whatever is sent back.
+      tp_rp: the variance of reparameterization, on the messages that total propagation sends back.
+      tp: the variance of the mixture of `tp_rp` and `lr` with the message's weight.
+      weight: the weight of likelihood ratio in the message.
+    """
+
+    rp: np.ndarray
+    lr: np.ndarray
+    tp_rp: np.ndarray
+    tp: np.ndarray
+    weight: np.ndarray
+
+    def __str__(self) -> str:
+        cells: list[Sequence[str]] = [("node", "RP", "LR", "RP within TP", "TP", "weight of LR")]
+        shown = range(len(self.rp))
+        if len(shown) > 20:
+            shown = [*np.unique(np.linspace(0, len(self.rp) - 1, 20).astype(int))]
+        for i in shown:
+            cells.append((str(i + 1), *(f"{x[i]:.2g}" for x in self[:4]), f"{self.weight[i]:.2f}"))
+        return table(cells)
+
+
+def node_variances(
+    build: Callable[[Any], Callable[..., Any]],
+    lanes: int,
+    key: jax.Array,
+    *args: Any,
+    argnums: int | Sequence[int] = 1,
+    weights: Weights = decoupled(),  # noqa: B008 (a tuple)
+) -> NodeVariances:
+    """The variances of both estimators, node by node.
+
+    Two backward passes of one forward pass: one sends back reparameterization alone, one total propagation. A host
+    callback at each node brings the figures out, in the order in which messages come back; so for a program that is a
+    chain the order is certain, and for parallel branches it is only among the nodes of a branch.
+
+    Args:
+      build: `build(estimator) -> program`, a program with that estimator at its nodes, made with `ap.stochastic`.
+      lanes: how many lanes there are, as in `ap.expectation`.
+      key: a PRNG key.
+      *args: the program's arguments after the tape.
+      argnums: what to differentiate, the target; 1 is the first argument after the key.
+      weights: how total propagation mixes.
+
+    Returns:
+      `NodeVariances`.
+
+    Raises:
+      ValueError: for a program without a node that has this estimator.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
+      >>> def build(estimator):
+      ...     @ap.stochastic(estimator)
+      ...     def step(theta, x):
+      ...         return dist.Normal(theta * x, 0.1)
+      ...     def program(tape, theta):
+      ...         x = jnp.ones(tape.lanes)
+      ...         (tape, x), _ = jax.lax.scan(lambda c, _: (step(c[0], theta, c[1]), None), (tape, x), length=3)
+      ...         return tape.cost(x)
+      ...     return program
+      >>> found = ap.diagnostics.node_variances(build, 1000, jax.random.key(0), 2.0)
+      >>> len(found.rp), bool((found.rp < found.lr).all())
+      (3, True)
+    """
+
+    def record(message: Weighting, contribution: Weighting | None):
+        records = []
+        listening = Weights(message._replace(rule=_listen(message.rule, records)), contribution)
+        objective = expectation(build(total_propagation(weights=listening)), lanes)
+        jax.block_until_ready(jax.jit(jax.grad(objective, argnums=argnums))(key, *args))
+        jax.effects_barrier()
+        if not records:
+            raise ValueError(
+                "no node weighed its estimators: build(estimator) must put the estimator into ap.stochastic, "
+                "and the gradient must pass through it"
+            )
+        shares, scales, variances = (np.stack(x).astype(np.float64) for x in zip(*reversed(records), strict=True))
+        variances = np.where(np.isfinite(scales), variances * scales**2, np.inf)
+        return shares, variances * lanes**2 / (lanes - 1)
+
+    _, pathwise = record(Weighting(_first_alone), None)
+    shares, mixed = record(weights.message, weights.contribution or weights.message)
+    return NodeVariances(pathwise[:, 0], mixed[:, 1], mixed[:, 0], mixed[:, 2], shares[:, 1])
+
+
+def _first_alone(gradients, suffix):
+    return jnp.zeros(len(gradients), gradients.dtype).at[0].set(1)
+
+
+def _listen(rule: WeightRule, records: list[Any]) -> WeightRule:
+    """The same rule, which also sends the host weights, and the estimators' and the mixture's scales and variances."""
+
+    def listening(gradients, suffix):
+        weights = rule(gradients, suffix)
+        w = weights[:, None, None]
+        rows = jnp.concatenate([gradients, jnp.where(w == 0, 0, w * gradients).sum(0)[None]])
+        # Scaled before they are squared, which could overflow.
+        scale = jnp.max(jnp.abs(rows), axis=(1, 2))
+        safe = jnp.where((scale > 0) & jnp.isfinite(scale), scale, 1)
+        variance = jnp.sum(jnp.var(rows / safe[:, None, None], axis=1), axis=-1)
+
+        def append(*found):
+            records.append([np.array(x) for x in found])
+            return np.zeros((), weights.dtype)
+
+        # The messages depend on the callback's answer: nodes before this one are heard after it.
+        return weights + io_callback(append, jax.ShapeDtypeStruct((), weights.dtype), weights, scale, variance)
+
+    return listening
+
+
+def table(cells: Sequence[Sequence[str]]) -> str:
+    """The cells as a table of text: the first column to the left, the others to the right.
+
+    Args:
+      cells: rows of equally many cells, the head first.
+    """
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    return "\n".join(
+        "  ".join([row[0].ljust(widths[0])] + [c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)]).rstrip()
+        for row in cells
+    )
