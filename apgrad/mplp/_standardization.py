@@ -123,7 +123,8 @@ def fit_standardizers(
     state = init_state(recording, network, params, jax.tree.map(lambda x: x[0], batches))
 
     def step(carry, batch):
-        params, state, _ = inner_step(recording, network, *carry, batch)
+        params, state = carry
+        params, state, _ = inner_step(recording, network, params, state, batch)
         seen = {
             name: {part: {k: s[k] for k in s if k != "carry"} for part, s in at.items()} for name, at in state.items()
         }

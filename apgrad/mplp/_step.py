@@ -206,7 +206,8 @@ def unroll(
     """
 
     def step(carry, batch):
-        params, state, metrics = inner_step(rule, network, *carry, batch)
+        params, state = carry
+        params, state, metrics = inner_step(rule, network, params, state, batch)
         return (params, state), metrics
 
     (params, state), metrics = scan_steps(step, (params, state), batches, remat=remat)

@@ -270,18 +270,21 @@ def test_the_order_of_the_batch_does_not_matter(make, x64):
 
 
 class TestStandardizers:
-    def setup_method(self):
-        self.graph = GRAPHS["softmax, cross_entropy"]
-        self.params, self.batch, self.batches = task(self.graph, "float32")
-        self.params = self.params | {"b0": jnp.zeros(5), "b1": jnp.zeros(2)}
-        self.rule = per_synapse(mplp.sites(self.graph.network, self.params, self.batch))
+    @classmethod
+    def setup_class(cls):
+        cls.graph = GRAPHS["softmax, cross_entropy"]
+        cls.params, cls.batch, cls.batches = task(cls.graph, "float32")
+        cls.params = cls.params | {"b0": jnp.zeros(5), "b1": jnp.zeros(2)}
+        cls.rule = per_synapse(mplp.sites(cls.graph.network, cls.params, cls.batch))
 
-    def fit(self, **options):
-        return mplp.fit_standardizers(self.rule, self.graph.network, self.params, self.batches, **options)
+    @classmethod
+    @functools.cache
+    def fit(cls, steps=5, **options):
+        batches = jax.tree.map(lambda x: x[:steps], cls.batches)
+        return jit(lambda: mplp.fit_standardizers(cls.rule, cls.graph.network, cls.params, batches, **options))()
 
     def test_the_first_step_by_hand(self):
-        one = jax.tree.map(lambda x: x[:1], self.batches)
-        rule = mplp.fit_standardizers(self.rule, self.graph.network, self.params, one, max_scale=None)
+        one, rule = jax.tree.map(lambda x: x[:1], self.batches), self.fit(1, max_scale=None)
         got = rule.standardizers["first/weight"]
         x, w = one[0], self.params["w0"]
         np.testing.assert_allclose(got.shift[1:], [-jnp.mean(w), -jnp.mean(x)], rtol=1e-4, atol=1e-6)
