@@ -96,7 +96,7 @@ def outer_gradient(parts: list[Part], clip: bool) -> meta.OuterGradient:
     Long ones are truncated, with the loss on minibatches not learned from yet. With `clip` every task's gradient is
     clipped to a norm of 1.
     """
-    estimators = []
+    outers = []
     for task, count, length in parts:
         learner = meta.message_passing(task.network)
         if length > SEGMENT:
@@ -104,8 +104,8 @@ def outer_gradient(parts: list[Part], clip: bool) -> meta.OuterGradient:
             one = meta.truncated(problem, SEGMENT)
         else:
             one = meta.backpropagation(meta.inner_problem(task, learner, length))
-        estimators.append(meta.batched(meta.clipped(one) if clip else one, count))
-    return estimators[0] if len(estimators) == 1 else meta.average(estimators, [count for _, count, _ in parts])
+        outers.append(meta.batched(meta.clipped(one) if clip else one, count))
+    return outers[0] if len(outers) == 1 else meta.average(outers, [count for _, count, _ in parts])
 
 
 def schedule(steps: int, peak: float) -> optax.Schedule:

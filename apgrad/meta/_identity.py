@@ -1,11 +1,12 @@
 """What makes a run of meta-training this run and no other: a description that is the same in every process.
 
-A value is described part by part, by names that say where the part is: `optimizer.update.learning_rate: 0.1`.
+`identity(optimizer=..., theta=...)` describes values part by part, under names that say where the part is, such as
+`optimizer.update.learning_rate: 0.1`.
 
-* Numbers, strings and the like by what Python prints, arrays and long strings by a digest of their bytes.
-* Functions by their qualified names and the values that they close over or have as defaults. A function of yours (one
-  that comes from no installed package) also by its code and by the global values that it reads.
-* Containers, dataclasses, Flax modules and other objects by their type and their parts.
+* Numbers, strings and the like are described by what Python prints, arrays and long strings by a digest of their bytes.
+* Functions are described by their qualified names and by the values that they close over or have as defaults. A
+  function of yours (from no installed package) is also described by its code and by the global values that it reads.
+* Containers, dataclasses, Flax modules and other objects are described by their type and their parts.
 
 An object that shows no state to Python is described by its type alone. Meshes and devices are left out, since a run may
 go on on other devices.
@@ -37,7 +38,11 @@ _LEFT_OUT = (jax.sharding.Mesh, jax.sharding.AbstractMesh, jax.sharding.Sharding
 
 
 def identity(**parts: Any) -> dict[str, str]:
-    """The description of the parts, by the names of everything in them."""
+    """The description of some values: texts, by the names of all their parts.
+
+    Args:
+      **parts: the values, by name.
+    """
     found: dict[str, str] = {}
     seen: dict[int, tuple[str, Any]] = {}
     for name, part in parts.items():

@@ -186,8 +186,8 @@ def forward_mode(problem: Problem) -> OuterGradient:
     """Forward mode through the whole unroll, for few meta-parameters: the same gradient as `backpropagation`.
 
     Args:
-      problem: the recurrence. Its functions must have a forward mode, and a backward pass under a rule has none: so the
-        learner is `optimizer` or one of yours, not `message_passing`.
+      problem: the recurrence. Its functions must have a forward mode. A `jax.custom_vjp` function such as a node has
+        none, unless the unroll itself differentiates it, as the steps of `message_passing` and `optimizer` do.
 
     Raises:
       TypeError: when an estimate is traced, if a function in the unroll has no forward mode.
@@ -207,9 +207,8 @@ def forward_mode(problem: Problem) -> OuterGradient:
                 raise
             raise TypeError(
                 "meta.forward_mode cannot differentiate this unroll: it calls a jax.custom_vjp function, which has a "
-                "reverse mode only. A backward pass under a rule of mplp is such a function, and so `message_passing` "
-                "has no forward mode. Use backpropagation, truncated or an evolution strategy; or the learner "
-                "`optimizer`."
+                "reverse mode only, outside of what the unroll itself differentiates. Nodes are such functions. Use "
+                "backpropagation, truncated or an evolution strategy, or write this function in plain JAX."
             ) from error
         return value, unravel(gradient), carry
 

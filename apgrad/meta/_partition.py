@@ -1,14 +1,14 @@
 """What of a pytree is meta-trained, and what is not.
 
 A rule may hold numbers that are fitted or chosen, not trained (fitted standardizers, a fixed step size). In a Flax NNX
-module such a number is an `nnx.Variable` that is not an `nnx.Param`. A gradient of zero does not protect it: weight
-decay shrinks it, and an evolution strategy perturbs it. So it is split off:
+module such a number is an `nnx.Variable` that is not an `nnx.Param`. A gradient of zero does not protect the number:
+weight decay shrinks it, and an evolution strategy perturbs it. So these numbers are split off:
 
     trained, fixed = meta.partition(theta)
     updates, state = optimizer.update(meta.partition(gradient)[0], state, trained)
     theta = meta.combine(optax.apply_updates(trained, updates), fixed)
 
-`meta.train` and every outer gradient do so by themselves.
+`meta.train` and every outer gradient do this by themselves.
 """
 
 from typing import Any
@@ -53,11 +53,19 @@ def combine(trained: Any, fixed: Any) -> Any:
 
 
 def without_fixed(gradient: Any) -> Any:
-    """The gradient, with zeros for what is fixed."""
+    """The gradient, with zeros for what is fixed.
+
+    Args:
+      gradient: a pytree like theta.
+    """
     trained, fixed = partition(gradient)
     return combine(trained, jax.tree.map(jnp.zeros_like, fixed))
 
 
 def is_fixed(x: Any) -> bool:
-    """Whether a node of a pytree is a variable that is not trained."""
+    """Whether a node of a pytree is a variable that is not trained.
+
+    Args:
+      x: any object.
+    """
     return isinstance(x, nnx.Variable) and not isinstance(x, nnx.Param)

@@ -1,4 +1,4 @@
-"""Checks of the numbers that users give as options, made when a function is called and not inside its program."""
+"""Checks of the numbers that users give as options, at the call of a function and not inside its program."""
 
 import math
 import operator
@@ -9,13 +9,13 @@ def whole(name: str, value: Any, least: int) -> int:
     """The value as an int.
 
     Args:
-      name: of the option, for the error.
-      value: an integer of Python, NumPy or JAX; True and False are none.
-      least: the smallest that makes sense.
+      name: the name of the option, for the error.
+      value: an integer of Python, NumPy or JAX; True and False are no integers.
+      least: the smallest integer that makes sense.
 
     Raises:
-      TypeError: if it is not an integer.
-      ValueError: if it is smaller.
+      TypeError: if the value is not an integer.
+      ValueError: if the value is smaller.
     """
     try:
         if isinstance(value, bool):
@@ -32,13 +32,13 @@ def number(name: str, value: Any, *, positive: bool = False) -> None:
     """Refuses what is not a finite number, or is negative (or 0, if it must be positive).
 
     Args:
-      name: of the option, for the error.
+      name: the name of the option, for the error.
       value: a number.
       positive: whether 0 is refused too.
 
     Raises:
-      TypeError: if it is not a number.
-      ValueError: if it is out of range.
+      TypeError: if the value is not a number.
+      ValueError: if the value is out of range.
     """
     bound = "above 0" if positive else "of at least 0"
     try:

@@ -183,11 +183,23 @@ def test_what_makes_no_sense_is_refused(make, message):
         make()
 
 
-def test_forward_mode_says_that_it_cannot_differentiate_message_passing():
-    task = meta.sinusoid(sizes=(1, 1), batch=2, held_out=2)
-    problem = meta.inner_problem(task, meta.message_passing(task.network), 1)
-    with pytest.raises(TypeError, match=r"forward_mode cannot differentiate this unroll.*`message_passing`"):
-        jax.eval_shape(meta.forward_mode(problem), mplp.Exact(0.1), jax.random.key(0))
+def test_forward_mode_differentiates_message_passing():
+    """Its nodes have no forward mode, but the inner step differentiates them itself."""
+    task = meta.sinusoid(sizes=(1, 2, 1), batch=2, held_out=2)
+    problem = meta.inner_problem(task, meta.message_passing(task.network), 2)
+    rule, key = mplp.Exact(0.1), jax.random.key(0)
+    both = [meta.forward_mode(problem), meta.backpropagation(problem)]
+    one, two = jax.jit(lambda rule: [outer(rule, key)[:2] for outer in both])(rule)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), one, two)
+    assert all(jnp.any(g != 0) for g in jax.tree.leaves(two[1]))
+
+
+def test_forward_mode_says_what_it_cannot_differentiate():
+    """While it is traced, in words of its own."""
+    halved = ap.node(ap.backpropagation(lambda x: x / 2))
+    problem = meta.Problem(lambda theta, key: theta, lambda theta, s: (halved(s), s), lambda theta, s: s, 2)
+    with pytest.raises(TypeError, match=r"forward_mode cannot differentiate this unroll.*Nodes are such functions"):
+        jax.eval_shape(meta.forward_mode(problem), jnp.float32(1.0), jax.random.key(0))
 
 
 def test_rematerialised_unrolls_remember_less():

@@ -1,10 +1,13 @@
 """The outer loop: the same bits after a kill, the same numbers on many devices, what is not finite skipped."""
 
+import contextlib
+import io
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -48,13 +51,21 @@ def program(folder, steps, *kill, **kwargs):
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, **kwargs)
 
 
+def here(folder, steps):
+    """The same in this process: the lines that it prints."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out), mock.patch.object(sys, "argv", ["", str(folder), str(steps)]):
+        exec(RUN, {"__name__": "__main__"})
+    return out.getvalue().splitlines()
+
+
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A run that nobody kills: its folder and its bits."""
     folder = tmp_path_factory.mktemp("whole")
-    out, _ = program(folder, 10).communicate(timeout=300)
-    assert out.splitlines()[-1].startswith("bits")
-    return folder, out.splitlines()[-1]
+    *_, bits = here(folder, 10)
+    assert bits.startswith("bits")
+    return folder, bits
 
 
 @pytest.mark.parametrize("kill, after", [(signal.SIGINT, 0.01), (signal.SIGKILL, 0.01), (signal.SIGKILL, 0.1)])
@@ -63,9 +74,8 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path, whole, kill, after):
     process = program(tmp_path / "killed", 10, kill.value, after, stderr=subprocess.DEVNULL)
     out, _ = process.communicate(timeout=300)
     assert process.returncode != 0 and "at 4" in out and "at 10" not in out
-    out, _ = program(tmp_path / "killed", 10).communicate(timeout=300)
-    steps = [line for line in out.splitlines() if line.startswith("at")]
-    assert steps and "at 2" not in steps and out.splitlines()[-1] == bits
+    *steps, last = here(tmp_path / "killed", 10)
+    assert steps and "at 2" not in steps and last == bits
     assert (tmp_path / "killed" / "metrics.csv").read_text() == (folder / "metrics.csv").read_text()
     assert (tmp_path / "killed" / "training.png").stat().st_size > 1000
 
