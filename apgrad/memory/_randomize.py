@@ -1,10 +1,10 @@
-"""Any JAX function, with a random and smaller memory in its reverse pass.
+"""`ap.randomize`: any JAX function, with a random and smaller memory in its reverse pass.
 
-The function's jaxpr is walked. Straight-line stretches become propagators (`apgrad.node`): forward, the equations as
-they are, and of their pullback's coefficients what `apgrad.memory._plan` says is to be remembered; backward, the
-pullback with the coefficients restored. `scan`, `cond` and `jax.checkpoint` are rebuilt around stretches of their
-own, with fresh keys in each step; `while` has no reverse mode and stays as it is; calls are entered; a function's own
-derivative rule is used, and its coefficients are remembered like any others.
+The function's jaxpr is walked, and each straight-line stretch becomes a propagator (`apgrad.node`). Its forward pass
+evaluates the equations and remembers the coefficients of their pullback, in the forms that `apgrad.memory._plan`
+chooses; its backward pass is the pullback with the coefficients restored. A `scan`, `cond` or `jax.checkpoint` is
+rebuilt around stretches of its own, with fresh keys in each step. A `while` has no reverse mode and stays as it is.
+Calls are entered. A function's own derivative rule is used, and its coefficients are remembered like any others.
 """
 
 import contextlib
@@ -41,15 +41,16 @@ def randomize(
     Args:
       function: any JAX function of arrays: `jit`, `scan`, `cond`, `while_loop`, `vmap`, `jax.checkpoint`, custom
         derivative rules, any library's modules inside.
-      sampler: for all coefficients that the reverse pass would keep, and that enter it linearly, or a function
-        `(Coefficient) -> sampler or None` that chooses, by name, size or shape; None keeps it exactly.
-      through: stands in for a sampler that keeps a fraction of the entries wherever other samples follow on the way
-        of the messages (activations' derivatives, attention): noise of 100 % and more would multiply there with depth
-        (section 3.3). None keeps those exactly.
-      budget_bytes: instead of a sampler: how much may be remembered in all. The samplers are then chosen for the least
-        added variance, see `apgrad.memory._budget`.
-      min_size: arrays with fewer entries, in all steps of the scans around them, are kept exactly; so are those with
-        fewer than 64.
+      sampler: remembers every coefficient that the reverse pass would keep and that enters it linearly; of a
+        convolution's input, positions with all their channels. Or a function `(Coefficient) -> sampler or None` that
+        chooses by name, size or shape; None keeps a coefficient exactly.
+      through: the sampler, in place of one that keeps a fraction of the entries, of coefficients whose messages go on
+        to other samples (activations' derivatives, attention): noise of 100 % and more would multiply there with depth
+        (section 3.3). None keeps these coefficients exactly.
+      budget_bytes: given instead of a sampler, how much may be remembered in all. The samplers are then chosen for the
+        least added variance, see `apgrad.memory._budget`.
+      min_size: arrays with fewer entries, counted over all steps of the scans around them, are kept exactly, and so
+        are arrays with fewer than 64 entries.
 
     Returns:
       `randomized(key, *args)`: all randomness comes from the key, typed or raw. Reverse mode, once. Its attribute
@@ -99,8 +100,9 @@ def randomize(
 
 
 def coefficients(function: Callable[..., Any], *args: Any, min_size: int = 512) -> list[tuple[Coefficient, str]]:
-    """What reverse mode of a function remembers, in the form in which `randomize` can: with "sampled", "bits" or
-    "exact".
+    """The coefficients that reverse mode of a function remembers, each with the form in which `randomize` can.
+
+    The form is "sampled", "bits" (a Boolean array, packed) or "exact".
 
     Args:
       function: differentiated with respect to all its floating-point arguments.
@@ -115,7 +117,7 @@ def coefficients(function: Callable[..., Any], *args: Any, min_size: int = 512) 
 
 
 def _recorded(min_size: int, *stretch: Any) -> list[tuple[Coefficient, str]]:
-    """What a stretch remembers, see `_Walk.plan`."""
+    """The coefficients of a stretch and their forms, see `_Walk.plan`."""
     found: dict[str, tuple[Coefficient, str]] = {}
     walk = _Walk(_chooser(_Nothing(), None, min_size), lambda name, entry: found.setdefault(name, entry))
     walk.plan(*stretch)
@@ -125,8 +127,8 @@ def _recorded(min_size: int, *stretch: Any) -> list[tuple[Coefficient, str]]:
 def _within(budget: int, min_size: int, *stretch: Any) -> MemoryPlan:
     """A plan that remembers at most so many bytes.
 
-    What the coefficients take is estimated, coefficient by coefficient, and then counted in the plan that is made of
-    the estimate: arrays that are drawn twice, keys, and branches that share their memory are in the plan only.
+    `allocate` estimates the bytes coefficient by coefficient; then they are counted in the plan that is made. Only the
+    plan shows which arrays are drawn twice, which keys are kept, and what the branches of a `cond` share.
     """
     found = _recorded(min_size, *stretch)
     target, best = float(budget), None
@@ -152,7 +154,7 @@ def _within(budget: int, min_size: int, *stretch: Any) -> MemoryPlan:
 
 
 class _Nothing:
-    """Marks what could be sampled: keeps all of it."""
+    """A sampler that keeps all of an array, and so marks what could be sampled."""
 
     def keep(self, key, x, axis=-1):
         return x

@@ -1,10 +1,11 @@
 """How much memory a function's reverse pass takes: what it remembers, and what the compiled program needs.
 
-Residuals are the arrays that `jax.vjp` leaves behind, less the arguments (and what is a view of one), which the
-caller has anyway. Compiled temp bytes are the compiler's own account of the gradient's scratch memory
-(`compiled.memory_analysis().temp_size_in_bytes`), gradients' own buffers among them. **XLA on the CPU drops
+`memory_report` compares a function with checkpointing and with `ap.randomize`; `residuals` and `temp_bytes` are its
+parts. Residuals are the arrays that `jax.vjp` leaves behind, without the arguments and their views, which the caller
+has anyway. Temp bytes are the compiler's own account of the gradient's scratch memory
+(`compiled.memory_analysis().temp_size_in_bytes`), in which buffers of the gradients are counted. **XLA on the CPU drops
 optimization barriers** (its pass `cse_barrier_expander`), and with them all that `jax.checkpoint` saves outside of a
-scan; so the report compiles with that pass switched off there, and says so.
+scan. So the report compiles with this pass switched off there, and says so.
 """
 
 import warnings
@@ -58,8 +59,8 @@ class MemoryReport(NamedTuple):
     """What `memory_report` found; `str` makes a table of it.
 
     Attributes:
-      rows: by name of the variant; the first is the function itself.
-      note: how it was compiled.
+      rows: a row for each variant, by name; the first is plain reverse mode.
+      note: how the gradients were compiled, and which variants need more memory than plain reverse mode.
     """
 
     rows: dict[str, MemoryBytes]
@@ -82,7 +83,11 @@ class MemoryReport(NamedTuple):
         return "\n".join([*lines, self.note])
 
     def plot(self, ax: Any) -> Any:
-        """Draws the rows as horizontal bars on matplotlib axes."""
+        """Draws the rows as horizontal bars.
+
+        Args:
+          ax: matplotlib axes.
+        """
         names = list(self.rows)
         for i, (label, pick) in enumerate(
             {"residuals": lambda r: r.residual_bytes, "compiled temp": lambda r: r.temp_bytes}.items()
@@ -206,7 +211,7 @@ def memory_report(
     ]
     if more:
         note = "\n".join([note, "MORE MEMORY than plain reverse mode: " + "; ".join(more)]).strip()
-    # Scratch memory may grow by chance of the compiler's; that more is remembered is the transformation's doing.
+    # The compiler may need more scratch memory by chance; but what is remembered is the transformation's choice.
     worse = [name for name, row in rows.items() if row.residual_bytes > first.residual_bytes]
     if worse:
         warnings.warn(
@@ -218,7 +223,15 @@ def memory_report(
 
 
 def temp_bytes(function: Callable[..., Any], *args: Any) -> int:
-    """The compiled gradient's scratch memory, with optimization barriers kept on the CPU too."""
+    """The bytes of the compiled gradient's scratch memory, with optimization barriers kept on the CPU too.
+
+    Args:
+      function: `(*args) -> scalar`.
+      *args: pytrees of arrays or `jax.ShapeDtypeStruct`s; differentiated where floating-point.
+
+    Returns:
+      The bytes, or -1 where the compiler gives no account.
+    """
     flat, treedef = jax.tree.flatten(args)
     inexact = tuple(i for i, x in enumerate(flat) if jnp.issubdtype(_dtype(x), jnp.inexact))
     gradient = jax.jit(jax.grad(lambda *v: function(*jax.tree.unflatten(treedef, v)), argnums=inexact))
