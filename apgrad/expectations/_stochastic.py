@@ -1,11 +1,18 @@
 """Stochastic nodes: a distribution, a sample of it, and an estimator for the derivative.
 
-An *estimator* is what it does with the two messages that come back to a sample x. The cotangent of x goes
-through `pathwise(distribution, key) -> x`, the cost-to-go through `score(distribution, x)`, which has the
-derivative of the log-density. Both are ordinary differentiable JAX, and an estimator has one of
-them or both: that is all an estimator is, and its derivatives follow by differentiation.
+    @ap.stochastic(ap.likelihood_ratio())
+    def flip(theta):
+        return dist.Bernoulli(probs=theta)
 
-A *mixer* runs several estimators on one sample and adds up their cotangents with weights that it computes: see
+    tape, x = flip(tape, theta)                                        # from a function of one lane
+    tape, x = ap.sample(tape, distribution, ap.likelihood_ratio())     # from a distribution of all lanes
+
+Two messages come back to a sample x, and an *estimator* says what is done with them. The cotangent of x goes through
+`pathwise(distribution, key) -> x`. The cost-to-go goes through `score(distribution, x)`, which has the derivative of
+the log-density. Both are ordinary differentiable JAX. An estimator has one of them or both, and its derivatives follow
+by differentiation.
+
+A *mixer* runs several estimators on one sample, and adds up their cotangents with weights that the mixer computes: see
 `mixing/_node.py`.
 """
 
@@ -27,14 +34,14 @@ from apgrad.expectations.mixing._node import LaneCall, draw_batch_by_mixer, draw
 def stochastic(
     estimator: Estimator | Mixer, in_axes: tuple[int | None, ...] | None = None, *, parts: bool = False
 ) -> Callable[[Callable[..., Any]], Callable[..., tuple[Tape, jax.Array]]]:
-    """Decorates a function of one lane that returns a distribution: it then samples it on all lanes.
+    """Decorates a function of one lane that returns a distribution: the decorated function samples it on all lanes.
 
     Args:
       estimator: `reparameterization()`, `likelihood_ratio()`, `total_propagation()` or your own.
       in_axes: for each argument 0 (its leading axis is the lanes) or None (shared by the lanes, as parameters
-        are). By default the first argument is shared and the others are the lanes'. Mixers weigh their
-        estimators by the per-lane gradients of what is differentiated: of the shared arguments and of arrays that
-        the function closes over, or where none of those is, of the lanes' arguments.
+        are). By default the first argument is shared, and the further arguments are the lanes' own. Mixers weigh their
+        estimators by the per-lane gradients of what is differentiated of the shared arguments and of arrays that the
+        function closes over; where none of these is differentiated, of the lanes' own arguments.
       parts: the distribution's first batch axis numbers parts of a lane that are independent of each other;
         costs of shape (lanes, parts) are then charged to a part's own choices. Without it, all the
         choices of a lane are charged with all the costs after them, which is right in any case.
@@ -110,8 +117,9 @@ def sample(
 ) -> tuple[Tape, jax.Array]:
     """Samples a distribution that is already built, for all lanes at once.
 
-    The node sees the distribution's parameters only; whatever computed them is ordinary JAX. Mixers weigh
-    their estimators by the per-lane gradients of those parameters that have the lanes as leading axis.
+    The node sees the distribution's parameters only; whatever computed them is ordinary JAX. Mixers weigh their
+    estimators by the per-lane gradients of the parameters that have the lanes as leading axis, each coordinate by
+    itself. A parameter that lanes share gets one weight, made from all these coordinates.
 
     Args:
       tape: the current tape.

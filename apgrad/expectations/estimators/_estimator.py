@@ -1,8 +1,10 @@
 """Estimators and mixers: what a random choice does with the messages that come back to it.
 
-The messages are the cotangent of the sample x and the cost-to-go, which comes as the cotangent of a zero with the
-derivative of the log-density. An *estimator* pulls either or both back to the distribution's parameters by ordinary
-differentiation. A *mixer* has several estimators share a sample, and weighs what they answer.
+    mine = ap.Estimator("mine", pathwise=lambda distribution, key: ..., score=lambda distribution, x: ...)
+
+Two messages come back: the cotangent of the sample x, and the cost-to-go, which comes as the cotangent of a zero with
+the derivative of the log-density. An *estimator* pulls one or both of them back to the distribution's parameters by
+ordinary differentiation. A *mixer* has several estimators share a sample, and weighs what they answer.
 """
 
 from collections.abc import Callable
@@ -24,7 +26,7 @@ class Estimator(NamedTuple):
     number of lanes.
 
     Attributes:
-      name: for errors.
+      name: the estimator's name in errors.
       pathwise: `(distribution, key) -> x`, a sample that carries the derivative which the message to x is to
         go through. None: the sample is drawn plainly and carries no derivative.
       score: `(distribution, x) -> log-density`, or anything else of its shape with the derivative which the
@@ -59,10 +61,10 @@ class Mixer(NamedTuple):
     """Several estimators of one random choice, mixed by weights that a rule computes at the node.
 
     Attributes:
-      name: for errors.
-      estimators: they share one sample: given one key, those with a pathwise derivative draw the same x. Each that
-        has a score reads the cost-to-go less its own baseline.
-      weights: how to weigh them, see `apgrad.weights`.
+      name: the mixer's name in errors.
+      estimators: estimators that share one sample: given one key, all that have a pathwise derivative draw the same x.
+        Each estimator that has a score reads the cost-to-go less its own baseline.
+      weights: how to weigh the estimators, see `apgrad.weights`.
       target: what the weights look at. `"arguments"`: what is differentiated of the shared arguments and of arrays that
         the function closes over, or where none of these is differentiated, of the lanes' own arguments.
         `"parameters"`: the distribution's parameters, each coordinate by itself.
