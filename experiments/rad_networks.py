@@ -1,10 +1,8 @@
-"""The networks of the RAD paper (Oktay et al., 2021, Appendix A), with any sampler or none, and a transformer.
+"""The networks of the RAD paper (Oktay et al., 2021, Appendix A) and a transformer, in plain JAX and Flax.
 
 MLP 784-300-300-300-10; ConvNet 16-32-pool-32-32-pool-10 with 5 x 5 windows; identity RNN of 100 ReLU units over the
-pixels. The transformer is Flax's own layers, unchanged, through `ap.randomize`: two blocks of width 64 over an image's
-rows. `loss(name, sampler)` is `(key, parameters, images, labels) -> mean cross-entropy`: with no sampler it is
-plain JAX. Images are bytes, centred inside: the first layer's input is a residual like any other, as in the paper's
-counts.
+pixels; two transformer blocks of width 64 over an image's rows. `loss(name)` is `(parameters, images, labels) -> mean
+cross-entropy`, and `method_loss` gives the same function a random memory by `ap.randomize`.
 """
 
 import itertools
@@ -67,58 +65,60 @@ def parameters(name: str, key: jax.Array, shape: tuple[int, ...]) -> Any:
     raise ValueError(f"networks are {NAMES}, got {name!r}")
 
 
-def logits(name: str, sampler: rad.Sampler | None) -> Callable[..., jax.Array]:
-    """`(key, parameters, images) -> (n, 10)`, with the layers' inputs remembered by the sampler."""
-    if sampler is None:
-        dense = lambda key, x, w, b: x @ w + b
-        conv = lambda key, x, w, b: (
-            jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) + b
-        )
-        relu = jax.nn.relu
-    else:
-        dense, conv, relu = rad.dense(sampler), rad.conv(sampler), rad.relu
+def logits(name: str, *, input_is_remembered: bool = False) -> Callable[..., jax.Array]:
+    """`(parameters, images) -> (n, 10)`, for images of bytes, which are centred inside.
+
+    Args:
+      name: one of `NAMES`.
+      input_is_remembered: whether a reverse pass remembers the centred images like any other layer's input, as the
+        paper counts it; else it may compute them again from the bytes, which the caller has.
+    """
+
+    def conv(x, w, b):
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) + b
 
     def pool(x):
         n, h, w, c = x.shape
         return x[:, : h // 2 * 2, : w // 2 * 2].reshape(n, h // 2, 2, w // 2, 2, c).mean((2, 4))
 
-    def run(key, params, images):
+    def run(params, images):
         x = images.astype(jnp.float32) / 255 - 0.5
+        if input_is_remembered:
+            x = jax.lax.optimization_barrier(x)
         if name == "transformer":
             scores: Any = Transformer().apply(params, x)
             return scores
-        keys = jax.random.split(key, len(params))
         if name == "mlp":
             x = x.reshape(len(x), -1)
-            for now, (w, b) in zip(keys[:-1], params[:-1], strict=True):
-                x = relu(dense(now, x, w, b))
-            return dense(keys[-1], x, *params[-1])
-        if name == "convnet":
+            for w, b in params[:-1]:
+                x = jax.nn.relu(x @ w + b)
+        elif name == "convnet":
             for i, (w, b) in enumerate(params[:-1]):
-                x = relu(conv(keys[i], x, w, b))
+                x = jax.nn.relu(conv(x, w, b))
                 x = pool(x) if i % 2 else x
-            return dense(keys[-1], x.reshape(len(x), -1), *params[-1])
-        (w, u, b), last = params
-        pixels = x.reshape(len(x), -1, 1).swapaxes(0, 1)
-
-        def step(h, inputs):
-            t, pixel = inputs
-            # The pixel, of one entry, is an input of the scan: it is there anyway.
-            return relu(dense(jax.random.fold_in(keys[0], t), h, u, b) + pixel @ w), None
-
-        start = jnp.zeros((len(x), u.shape[0]))
-        h, _ = jax.lax.scan(step, start, (jnp.arange(len(pixels)), pixels))
-        return dense(keys[1], h, *last)
+            x = x.reshape(len(x), -1)
+        else:
+            w, u, b = params[0]
+            pixels = x.reshape(len(x), -1, 1).swapaxes(0, 1)
+            start = jnp.zeros((len(x), u.shape[0]))
+            x, _ = jax.lax.scan(lambda h, pixel: (jax.nn.relu(h @ u + b + pixel @ w), None), start, pixels)
+        w, b = params[-1]
+        return x @ w + b
 
     return run
 
 
-def loss(name: str, sampler: rad.Sampler | None) -> Callable[..., jax.Array]:
-    """`(key, parameters, images, labels) -> mean cross-entropy`."""
-    run = logits(name, sampler)
+def loss(name: str, *, input_is_remembered: bool = False) -> Callable[..., jax.Array]:
+    """`(parameters, images, labels) -> mean cross-entropy`.
 
-    def cross_entropy(key, params, images, labels):
-        scores = jax.nn.log_softmax(run(key, params, images))
+    Args:
+      name: one of `NAMES`.
+      input_is_remembered: see `logits`.
+    """
+    run = logits(name, input_is_remembered=input_is_remembered)
+
+    def cross_entropy(params, images, labels):
+        scores = jax.nn.log_softmax(run(params, images))
         return -jnp.mean(jnp.take_along_axis(scores, labels[:, None], 1))
 
     return cross_entropy
@@ -137,31 +137,25 @@ def methods(fraction: float) -> dict[str, Any]:
 
 
 def method_loss(name: str, method: str, fraction: float) -> Callable[..., jax.Array]:
-    """The loss by a method.
+    """`(key, parameters, images, labels) -> mean cross-entropy` with the memory of a method.
 
     Args:
-      name: of the network.
-      method: "baseline" or "reduced" for reverse mode, one of `methods`, or "rounding N": `ap.randomize` of the plain
-        network. "different 0.5" has that fraction in place of the given one.
-      fraction: of the entries kept.
+      name: one of `NAMES`.
+      method: "baseline" or "reduced", which remember everything; one of `methods`; or "rounding N", with N bits.
+        "different 0.5" has that fraction in place of the given one.
+      fraction: of the entries that samplers keep.
     """
     kind, *rest = method.split()
     if kind in ("baseline", "reduced"):
-        return loss(name, None)
+        plain = loss(name)
+        return lambda key, *args: plain(*args)
     if kind == "rounding":
-        return randomized_loss(name, rad.rounding(bits=int(rest[0])))
+        return ap.randomize(loss(name), rad.rounding(bits=int(rest[0])))
     sampler = methods(float(rest[0]) if rest else fraction)[kind]
-    return randomized_loss(name, sampler) if name == "transformer" else loss(name, sampler)
-
-
-def randomized_loss(name: str, sampler: rad.Sampler) -> Callable[..., jax.Array]:
-    """The plain network, unchanged, through `ap.randomize`."""
-    plain = loss(name, None)
-
-    def run(key, params, images, labels):
-        return ap.randomize(lambda p, x, y: plain(key, p, x, y), sampler)(key, params, images, labels)
-
-    return run
+    if name == "transformer":
+        return ap.randomize(loss(name), sampler)
+    # As in the paper, inputs of layers are sampled, and all that messages pass on their way is exact.
+    return ap.randomize(loss(name, input_is_remembered=True), sampler, through=None)
 
 
 def layers(gradient: Any) -> dict[Any, np.ndarray]:

@@ -120,7 +120,7 @@ def _images(name: str, examples: int) -> tuple[str, jax.Array, jax.Array]:
 
 @functools.cache
 def _exact(network: str) -> Any:
-    return jax.jit(jax.grad(rad_networks.loss(network, None), argnums=1))
+    return jax.jit(jax.grad(rad_networks.loss(network)))
 
 
 def _batch(config: Config, size: int, draw: int) -> jax.Array:
@@ -135,7 +135,7 @@ def _exact_of_batches(config: Config, steps: int, size: int) -> list[list[np.nda
     _, x, y = _images(config.data, config.examples)
     params, _ = trained(config, steps)
     chosen = [_batch(config, size, i) for i in range(config.draws)]
-    return [_layers(_exact(config.network)(jax.random.key(0), params, x[c], y[c])) for c in chosen]
+    return [_layers(_exact(config.network)(params, x[c], y[c])) for c in chosen]
 
 
 @functools.cache
@@ -144,13 +144,13 @@ def trained(config: Config, steps: int) -> tuple[Any, list[np.ndarray]]:
     _, x, y = _images(config.data, config.examples)
     params = rad_networks.parameters(config.network, jax.random.key(config.seed), x.shape[1:])
     optimizer = optax.adam(1e-3)
-    loss = rad_networks.loss(config.network, None)
+    loss = rad_networks.loss(config.network)
     exact = _exact(config.network)
 
     @jax.jit
     def step(params, state, key):
         chosen = jax.random.randint(key, (config.batch,), 0, len(x))
-        gradient = jax.grad(loss, argnums=1)(key, params, x[chosen], y[chosen])
+        gradient = jax.grad(loss)(params, x[chosen], y[chosen])
         updates, state = optimizer.update(gradient, state)
         return optax.apply_updates(params, updates), state
 
@@ -163,9 +163,7 @@ def trained(config: Config, steps: int) -> tuple[Any, list[np.ndarray]]:
             checkpoint.save((params, moments, full, np.int32(i + 1)))
     if full[0].size == 0:
         ends = [(i, min(i + 500, len(x))) for i in range(0, len(x), 500)]
-        parts = [
-            [(b - a) / len(x) * g for g in _layers(exact(jax.random.key(0), params, x[a:b], y[a:b]))] for a, b in ends
-        ]
+        parts = [[(b - a) / len(x) * g for g in _layers(exact(params, x[a:b], y[a:b]))] for a, b in ends]
         full = [np.sum(p, 0) for p in zip(*parts, strict=True)]
         checkpoint.save((params, moments, full, np.int32(steps)))
     return params, full

@@ -54,7 +54,7 @@ def _compiled(network: str, method: str, fraction: float, size: int, batch: int,
         chosen = jax.random.randint(pick, (batch,), 0, len(x))
         return [jax.grad(f, argnums=1)(noise, params, x[chosen], y[chosen]) for f in (exact, loss)]
 
-    return step, gradients, jax.jit(rad_networks.logits(network, None))
+    return step, gradients, jax.jit(rad_networks.logits(network))
 
 
 def _optimizer(network: str, steps: int, rate: Any, decay: Any) -> optax.GradientTransformation:
@@ -125,7 +125,7 @@ class Run:
             return np.mean(found, 0)[None]
 
         def evaluate(images, labels):
-            parts = [scores(key, params, images[i : i + 500]) for i in range(0, len(images), 500)]
+            parts = [scores(params, images[i : i + 500]) for i in range(0, len(images), 500)]
             logs = np.concatenate([np.asarray(jax.nn.log_softmax(p)) for p in parts])
             labels = np.asarray(labels)
             return -logs[np.arange(len(labels)), labels].mean(), (logs.argmax(1) == labels).mean()

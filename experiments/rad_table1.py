@@ -1,8 +1,8 @@
 """Table 1 of the RAD paper, measured: what reverse mode remembers, in place of a count by hand (Oktay et al., 2021).
 
-Residual bytes of `jax.vjp` (see `apgrad.memory._report`) for 150 examples of the three networks: plain reverse mode,
-"different sample" for each fraction, rounding through `ap.randomize` of the unchanged network, and `jax.checkpoint` of
-everything but its inputs for the RNN in blocks of 28 steps. Weights, which the paper's totals have, are a column.
+Residual bytes of `jax.vjp` (see `ap.memory.residuals`) for 150 examples of the three networks: plain reverse mode,
+`ap.randomize` with "different sample" for each fraction and with rounding, and `jax.checkpoint` of everything but its
+inputs for the RNN in blocks of 28 steps. Weights, which the paper's totals have, are a column.
 
     python -m experiments.rad_table1
     python -m experiments.rad_table1 --preset paper

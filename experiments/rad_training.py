@@ -1,7 +1,7 @@
 """Training with randomized memory (Oktay et al., 2021, Fig. 6, 8, 9 and 10).
 
 An MLP on MNIST, a ConvNet on CIFAR-10, the identity RNN on sequential MNIST or a small transformer on MNIST's rows,
-trained by reverse mode, the samplers, rounding (through `ap.randomize` of the unchanged network) and a smaller batch.
+trained by reverse mode, by `ap.randomize` with the samplers or with rounding, and with a smaller batch.
 Adam, the rate falls by .6 every tenth of the run (SGD at 1e-4 with clipping at 1 for the RNN). Learning rate and weight
 decay are chosen for each method by a validation split. Each seed trains on its own bootstrap of the training set; a
 seed's runs have the same start, bootstrap and batches whatever the method, so differences of accuracy are of pairs.

@@ -1,18 +1,10 @@
-"""Randomized automatic differentiation: less memory in the reverse pass, in return for variance."""
+"""Randomized automatic differentiation: less memory in the reverse pass, in return for variance.
 
-from apgrad.memory._layers import (
-    conv as conv,
-    dense as dense,
-    dropout as dropout,
-    embedding as embedding,
-    max_pool as max_pool,
-    recurrent_cell as recurrent_cell,
-    relu as relu,
-    smooth as smooth,
-)
-from apgrad.memory._modules import Conv as Conv, Linear as Linear, LinenConv as LinenConv, LinenDense as LinenDense
-from apgrad.memory._paths import Graph as Graph, linearized_graph as linearized_graph, path_sampling as path_sampling
-from apgrad.memory._plan import Coefficient as Coefficient
+`ap.randomize(f, ap.memory.rounding(bits=4))` is a function `(key, *args)` with the value of `f` and an unbiased
+gradient, and `ap.memory_report` measures what that saves. The samplers say how an array is remembered.
+"""
+
+from apgrad.memory._max_pool import max_pool as max_pool
 from apgrad.memory._randomize import coefficients as coefficients, randomize as randomize
 from apgrad.memory._report import (
     MemoryReport as MemoryReport,
@@ -30,3 +22,4 @@ from apgrad.memory._samplers import (
     same_sample as same_sample,
     stratified as stratified,
 )
+from apgrad.memory._slots import Coefficient as Coefficient

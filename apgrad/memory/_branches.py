@@ -1,8 +1,8 @@
 """A `cond` whose branches share their memory.
 
-JAX keeps what any branch remembers side by side, and copies of the operands with it. Here the whole `cond` is one
-node: forward, the branch that is taken writes its memory into arrays that all branches share; operands are remembered
-outside of the branches, where an array that somebody else keeps costs nothing.
+JAX gives each branch of a `cond` memory of its own, with copies of the operands in it. `randomized_cond` makes the
+whole `cond` one node. In the forward pass, the branch that is taken writes its memory into arrays that all branches
+share. Operands are remembered outside of the branches, where an array that somebody else keeps costs nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,15 +14,18 @@ import jax.numpy as jnp
 from apgrad._ground.propagator import Propagator, node
 from apgrad._programs import jaxprs
 from apgrad.memory._passes import Traced, differentiated, exact, inexact, remember, send
-from apgrad.memory._plan import Plan
+from apgrad.memory._plan import MemoryPlan
 
 
-def randomized(programs: Sequence[jaxprs.Program], plan: Callable[..., Plan]) -> Callable[..., list[Any]]:
+def randomized_cond(programs: Sequence[jaxprs.Program], plan: Callable[..., MemoryPlan]) -> Callable[..., list[Any]]:
     """`(key, index, *operands) -> outputs`, a node.
 
     Args:
-      programs: the branches.
-      plan: `(number of the branch, differentiated operands, key, operands and constants of the branch) -> plan`.
+      programs: the programs of the branches.
+      plan: `(number of the branch, numbers of the differentiated operands, key, operands and constants) -> plan`.
+
+    Returns:
+      A function whose operands are those of the `cond`, after a PRNG key and the number of the branch to take.
     """
 
     def forward(key, index, *operands, perturbed):
@@ -101,7 +104,7 @@ def _is_key(x: Any) -> bool:
     return jnp.issubdtype(x.dtype, jax.dtypes.extended)
 
 
-def _outside(made: Plan, size: int) -> list[int | None]:
+def _outside(made: MemoryPlan, size: int) -> list[int | None]:
     """For each thing to remember, the number of the input that it is, if it is one."""
     number = {v: i for i, v in enumerate(made.forward.jaxpr.invars)}
     return [number.get(slot.var) if slot.how in ("live", "exact") else None for slot in made.slots]

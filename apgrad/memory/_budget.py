@@ -1,11 +1,12 @@
-"""A budget: the samplers with the least added variance that keep within so many bytes.
+"""Samplers for a budget: those with the least added variance that take at most so many bytes.
 
-Every coefficient starts exact. A step down gives one of them the next smaller sampler; taken is, again and again, the
-step with the least added variance for a byte saved, until the budget is kept: greedy, and optimal but for the last
-step where each coefficient's choices lie on the convex hull of (bytes, variance), to which they are cut. Variances
-are relative to the array's own, at their expectation for a normal group of n entries: rounding has scale^2 / 6 with
-scale = range / (2^bits - 1); the ranges of normal samples are about 2 sqrt(2 log n) times .85. They compare samplers,
-and need no data.
+`allocate` starts with every coefficient exact. Again and again it takes the step that adds the least variance for a
+byte saved, where a step gives one coefficient its next smaller sampler, until the budget is kept. This choice is
+optimal but for its last step, since each coefficient's samplers are first cut to the convex hull of (bytes, variance).
+
+Variances compare samplers and need no data: each is relative to the squared array, and is the expectation for a group
+of n normal entries. Rounding has the variance scale^2 / 6 with scale = range / (2^bits - 1), and the range of n normal
+entries is about .85 times 2 sqrt(2 log n).
 """
 
 import itertools
@@ -14,8 +15,9 @@ from typing import Any
 
 import jax
 
-from apgrad.memory._plan import Coefficient, Plan, nbytes_of
+from apgrad.memory._plan import MemoryPlan
 from apgrad.memory._samplers import Rounding, Sampler, nbytes, rounding, stratified
+from apgrad.memory._slots import Coefficient, fitted, kept_bytes
 
 KEY_BYTES = 8
 LADDER: tuple[Sampler, ...] = (
@@ -27,48 +29,49 @@ LADDER: tuple[Sampler, ...] = (
 
 
 def relative_variance(sampler: Any) -> float:
-    """The expected variance of a sampler's estimate over the square of a normal coefficient."""
+    """The expected variance of a sampler's estimate over the square of a normal coefficient.
+
+    Args:
+      sampler: one of `LADDER`.
+    """
     if isinstance(sampler, Rounding):
         span = 0.85 * 2 * math.sqrt(2 * math.log(sampler.group))
         return (span / (2**sampler.bits - 1)) ** 2 / 6 if sampler.bits < 32 else 0.0
     return 1 / sampler.fraction - 1
 
 
-def remembered_bytes(made: Plan) -> int:
-    """What a plan's forward pass leaves behind: the key of its draws, and all that nobody else keeps."""
-    total = KEY_BYTES
-    for slot in made.slots:
-        size = nbytes_of(slot.var)
-        if slot.how == "bits":
-            size = -(-slot.var.aval.size // 8)
-        elif slot.how == "sampled":
-            size = nbytes(slot.sampler, slot.var.aval)
-        total += 0 if slot.how == "live" else size
-    return total
+def remembered_bytes(made: MemoryPlan) -> int:
+    """The bytes that a plan's forward pass leaves behind: the key of its draws, and all that nobody else keeps.
+
+    Args:
+      made: the plan.
+    """
+    return KEY_BYTES + sum(slot.nbytes for slot in made.slots)
 
 
 def allocate(found: list[tuple[Coefficient, str]], budget_bytes: float) -> tuple[Any, float, bool]:
-    """Samplers that keep to a budget, as far as can be known from the coefficients alone.
+    """Samplers that keep to a budget, as far as the coefficients alone can tell.
 
     Args:
-      found: of `apgrad.memory.coefficients`.
-      budget_bytes: for all that is remembered.
+      found: the coefficients and their forms, as `apgrad.memory.coefficients` lists them.
+      budget_bytes: the bytes that may be remembered.
 
     Returns:
-      The choice, `(Coefficient) -> sampler or None`; the bytes that it is thought to take; whether it is the smallest.
+      The choice, `(Coefficient) -> sampler or None`; an estimate of the bytes that it takes, which counts every branch
+      of a `cond`; and whether no smaller choice is left.
     """
     total, steps = 0.0, []
     for coefficient, how in found:
-        size = coefficient.nbytes * max(coefficient.count, 0)
-        total += size / 8 if how == "bits" else size
+        like = jax.ShapeDtypeStruct(coefficient.shape, coefficient.dtype)
+        size = kept_bytes(how, None, like) * coefficient.count
+        total += size
         if how != "sampled" or not size:
             continue
-        like = jax.ShapeDtypeStruct(coefficient.shape, coefficient.dtype)
         # Fractions only where no other sample follows, see `randomize`.
         ladder = [s for s in LADDER if coefficient.last or isinstance(s, Rounding)]
         points: list[tuple[float, float, Any]] = [(size, 0.0, None)]
         for sampler in ladder:
-            need = nbytes(sampler, like) * coefficient.count
+            need = nbytes(fitted(sampler, coefficient), like) * coefficient.count
             if need < points[-1][0]:
                 points.append((need, relative_variance(sampler), sampler))
         hull = _hull(points)

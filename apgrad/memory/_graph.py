@@ -1,4 +1,9 @@
-"""The equations of a pullback: which depend on a message, what they take, and which form elementwise chains."""
+"""The equations of a pullback, sorted by what they need.
+
+A `PullbackGraph` divides the pullback's equations into those that depend on a message, which run in the backward pass,
+and the others, which can run in the forward pass. It finds the coefficients, which the former take from the latter, and
+the chains of elementwise equations, each of which multiplies its message by one derivative.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,8 +17,13 @@ from apgrad._programs import jaxprs
 _LINEAR = frozenset({"mul", "div", "neg", "add", "add_any", "sub", "select_n", "convert_element_type", "copy"})
 
 
-class Graph:
-    """The pullback's equations: which depend on a message, what they take, and which form elementwise chains."""
+class PullbackGraph:
+    """The equations of a pullback.
+
+    Args:
+      program: the pullback, a function of its residuals and of messages.
+      leaves: how many of its inputs are residuals; these come first.
+    """
 
     def __init__(self, program: jaxprs.Program, leaves: int):
         self.jaxpr, self.consts = program
@@ -28,21 +38,29 @@ class Graph:
                 self.forward.append(eqn)
 
     def coefficients(self, eqn: Any) -> list[Any]:
-        """What an equation takes that depends on no message."""
+        """The inputs of an equation that depend on no message.
+
+        Args:
+          eqn: an equation of the pullback.
+        """
         return [v for v in eqn.invars if not isinstance(v, Literal) and v not in self.dependent]
 
     def messages(self, eqn: Any) -> list[Any]:
-        """What an equation takes that does."""
+        """The inputs of an equation that depend on a message.
+
+        Args:
+          eqn: an equation of the pullback.
+        """
         return [v for v in eqn.invars if not isinstance(v, Literal) and v in self.dependent]
 
     def frontier(self) -> list[Any]:
-        """All that the backward equations take from the others."""
+        """All that the backward pass takes from equations that depend on no message."""
         found = [v for eqn in self.backward for v in self.coefficients(eqn)]
         outs = [v for v in self.jaxpr.outvars if not isinstance(v, Literal) and v not in self.dependent]
         return list(dict.fromkeys(found + outs))
 
     def chains(self) -> dict[Any, tuple[Any, list[Any]]]:
-        """Outputs of elementwise chains: `{output: (root message, equations)}`."""
+        """The elementwise chains that begin at one message, the root: `{output: (root, equations)}`."""
         root: dict[Any, Any] = {}
         for eqn in self.backward:
             messages = self.messages(eqn)
@@ -68,7 +86,13 @@ class Graph:
         return eqns[::-1]
 
     def known(self, leaves: Sequence[Any], frontier: Sequence[Any], chains: dict[Any, Any]) -> Any:
-        """Values of the frontier, and of the chains' derivatives."""
+        """The values of the frontier and of the chains' derivatives, in two lists.
+
+        Args:
+          leaves: values of the residuals.
+          frontier: see `frontier`.
+          chains: see `chains`.
+        """
         values = dict(zip(self.leaves, leaves, strict=True))
         values |= dict(zip(self.jaxpr.constvars, self.consts, strict=True))
         run(self.forward, values)
@@ -80,7 +104,15 @@ class Graph:
         return [values[v] for v in frontier], derivatives
 
     def needed(self, collapsed: dict[Any, Any]) -> list[tuple[Any, Any, int]]:
-        """The backward equations that are needed, in order: (equation, root if collapsed, bit set of its ancestors)."""
+        """The backward equations that the pullback's outputs need, in order.
+
+        Args:
+          collapsed: `{output: root}` of the chains that become one product with their derivative.
+
+        Returns:
+          A list of (equation, root of its chain if it is collapsed, bit set of the numbers of the equations before it
+          on the paths of its messages).
+        """
         wanted = {v for v in self.jaxpr.outvars if not isinstance(v, Literal)}
         chosen = []
         for eqn in reversed(self.backward):
@@ -102,6 +134,12 @@ class Graph:
 
 
 def run(eqns: Sequence[Any], values: dict[Any, Any]) -> None:
+    """Evaluates equations in order.
+
+    Args:
+      eqns: the equations.
+      values: of all variables that the equations need; the values of their outputs are added.
+    """
     for eqn in eqns:
         inputs = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
         values.update(zip(eqn.outvars, jaxprs.caller(eqn)(*inputs), strict=True))

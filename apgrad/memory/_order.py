@@ -1,7 +1,7 @@
-"""What waits for what: barriers that a compiler may not move work across.
+"""Barriers, across which a compiler may not move work.
 
-A compiler orders a program by its data flow, and sees no harm in drawing the samples of all layers at once, since a
-draw needs nothing but a key.
+A draw needs nothing but a key. So a compiler, which orders a program by its data flow, may draw the samples of all
+layers at once, unless a barrier makes each draw wait for the array that it is for.
 """
 
 from typing import Any
@@ -11,15 +11,24 @@ import jax.numpy as jnp
 
 
 def together(key: jax.Array, *values: Any) -> tuple[Any, ...]:
-    """The key and pytrees of arrays as they are, but none there before all are.
+    """The key and the values unchanged, none of which is there before all of them are.
 
-    What is drawn with the key comes after the arrays then.
+    So draws from the returned key wait for the values.
+
+    Args:
+      key: a typed PRNG key.
+      *values: pytrees of arrays.
     """
     raw, *found = jax.lax.optimization_barrier((jax.random.key_data(key), *values))
     return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(key)), *found
 
 
 def zeros_after(shape: tuple[int, ...], memory: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Zeros, not before the memory is there; and the memory."""
+    """Zeros that are not there before the memory is, and the memory.
+
+    Args:
+      shape: of the zeros.
+      memory: an array, whose dtype the zeros have.
+    """
     zero, memory = jax.lax.optimization_barrier((jnp.zeros((), memory.dtype), memory))
     return jnp.broadcast_to(zero, shape), memory

@@ -1,9 +1,10 @@
-"""The forward and the backward pass of a plan: what is kept when, and what waits for what.
+"""The forward and the backward pass of a plan, in an order that needs little memory.
 
-A compiler orders a program by its data flow, and sees no harm in restoring the arrays of all layers at once, or in
-holding all messages until the weights' gradients are wanted. So barriers say in which order things are to be done: a
-coefficient is kept before what comes next is computed, it is restored when its message is there, and the message goes
-on when the gradients of arguments that need it are done.
+`remember` runs a plan's forward program and keeps its slots; `send` runs the backward steps with the coefficients
+restored. A compiler orders a program by its data flow alone: it may restore the arrays of all layers at once, or hold
+all messages until the gradients of the weights are wanted. So barriers fix the order: a coefficient is kept before the
+next equation runs, it is restored when its message is there, and a message goes on when the gradients of arguments that
+need it are done.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from apgrad._ground.primitives import refuse_derivative
 from apgrad._programs import jaxprs
 from apgrad.memory._graph import run
 from apgrad.memory._order import together
-from apgrad.memory._plan import Plan, Step
+from apgrad.memory._plan import BackwardStep, MemoryPlan
 
 _REASON = (
     "ap.randomize has no second derivative: the random memory is no differentiable function of the inputs. "
@@ -25,8 +26,17 @@ _REASON = (
 )
 
 
-def remember(made: Plan, key: jax.Array, inputs: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
-    """Evaluates the forward program, and keeps each slot as soon as its variable is there."""
+def remember(made: MemoryPlan, key: jax.Array, inputs: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
+    """Evaluates the forward program, and keeps each slot as soon as its variable is there.
+
+    Args:
+      made: the plan.
+      key: for the samplers' draws.
+      inputs: of the forward program.
+
+    Returns:
+      The function's outputs, and the memory, one entry a slot.
+    """
     jaxpr, consts = made.forward
     values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, inputs, strict=True))
     wanted = {v for v in (*jaxpr.outvars[: made.outputs], *(s.var for s in made.slots)) if not _literal(v)}
@@ -63,8 +73,18 @@ def remember(made: Plan, key: jax.Array, inputs: Sequence[Any]) -> tuple[list[An
     return [jnp.asarray(v) if not hasattr(v, "dtype") else v for v in outputs], tuple(memory)
 
 
-def send(made: Plan, key: jax.Array, memory: tuple[Any, ...], messages: Sequence[Any]) -> list[Any]:
-    """Evaluates the backward program."""
+def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Sequence[Any]) -> list[Any]:
+    """Evaluates the backward steps.
+
+    Args:
+      made: the plan.
+      key: the key of `remember`.
+      memory: the memory that `remember` made.
+      messages: for the floating-point outputs.
+
+    Returns:
+      The messages for the differentiated inputs.
+    """
     jaxpr, consts = made.pullback
     values = dict(zip(jaxpr.constvars, consts, strict=True))
     values |= dict(zip(jaxpr.invars[len(jaxpr.invars) - len(messages) :], messages, strict=True))
@@ -107,37 +127,57 @@ def send(made: Plan, key: jax.Array, memory: tuple[Any, ...], messages: Sequence
 
 
 def exact(program: jaxprs.Program, inputs: Sequence[Any]) -> list[Any]:
-    """The outputs of a program whose constants come after its inputs."""
+    """The outputs of a program.
+
+    Args:
+      program: the program; the values of its own constants are not used.
+      inputs: of the program, and after them values for its constants.
+    """
     return evaluated(program, inputs, lambda eqn, values: jaxprs.caller(eqn)(*values))
 
 
 def evaluated(program: jaxprs.Program, inputs: Sequence[Any], apply: Callable[..., Any]) -> list[Any]:
-    """`jaxprs.evaluate` of a program whose constants come after its inputs."""
+    """`jaxprs.evaluate` of a program with values for its constants.
+
+    Args:
+      program: the program; the values of its own constants are not used.
+      inputs: of the program, and after them values for its constants.
+      apply: `(eqn, inputs) -> outputs`, in place of each equation.
+    """
     size = len(program.jaxpr.invars)
     return jaxprs.evaluate(jaxprs.Program(program.jaxpr, tuple(inputs[size:])), inputs[:size], apply)
 
 
 def inexact(values: Sequence[Any]) -> list[Any]:
-    """Those that have messages."""
+    """The values that can have messages: floating-point and complex ones.
+
+    Args:
+      values: arrays.
+    """
     return [x for x in values if jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
 def differentiated(inputs: Sequence[Any], perturbed: Sequence[bool]) -> tuple[int, ...]:
-    """The numbers of the inputs that get a message."""
+    """The numbers of the inputs that get a message.
+
+    Args:
+      inputs: arrays.
+      perturbed: for each input, whether it is differentiated.
+    """
     is_inexact = [jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact) for x in inputs]
     return tuple(i for i, (p, f) in enumerate(zip(perturbed, is_inexact, strict=True)) if p and f)
 
 
 @jax.tree_util.register_static
 class Traced:
-    """What a backward pass knows from the trace of its forward pass; compared by identity."""
+    """Values that a backward pass has from the trace of its forward pass; equal if they are the same object."""
 
     def __init__(self, *value: Any):
         self.value = value
 
 
-def _soon(steps: Sequence[Step]) -> list[Step]:
-    """The steps, those that are last as soon as they can be: an argument's gradient before the message goes on."""
+def _soon(steps: Sequence[BackwardStep]) -> list[BackwardStep]:
+    """The steps, each last one as early as it can be: an argument's gradient comes before the message goes on."""
     place: dict[Any, float] = {}
     places = []
     for i, step in enumerate(steps):
@@ -147,13 +187,13 @@ def _soon(steps: Sequence[Step]) -> list[Step]:
     return [steps[i] for i in sorted(range(len(steps)), key=places.__getitem__)]
 
 
-def _inputs(step: Step) -> list[Any]:
-    """Variables of the pullback, some of which are coefficients, in `uses`."""
+def _inputs(step: BackwardStep) -> list[Any]:
+    """The variables that a step takes; coefficients, which `uses` lists, are among them."""
     return [step.root] if step.root is not None else list(step.eqn.invars)
 
 
-def _commutes(made: Plan, step: Step) -> int:
-    """Where a product may be taken of a small memory, and restored: the axis of its output, plus 1; or 0."""
+def _commutes(made: MemoryPlan, step: BackwardStep) -> int:
+    """If a step may multiply a sampler's small memory and restore the product: its output's axis plus 1; else 0."""
     if step.root is not None or step.eqn.primitive.name != "dot_general" or len(step.uses) != 1:
         return 0
     ((i, use),) = step.uses.items()

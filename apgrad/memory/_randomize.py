@@ -1,10 +1,10 @@
-"""Any JAX function, with a random and smaller memory in its reverse pass.
+"""`ap.randomize`: any JAX function, with a random and smaller memory in its reverse pass.
 
-The function's jaxpr is walked. Straight-line stretches become propagators (`apgrad.node`): forward, the equations as
-they are, and of their pullback's coefficients what `apgrad.memory._plan` says is to be remembered; backward, the
-pullback with the coefficients restored. `scan`, `cond` and `jax.checkpoint` are rebuilt around stretches of their
-own, with fresh keys in each step; `while` has no reverse mode and stays as it is; calls are entered; a function's own
-derivative rule is used, and its coefficients are remembered like any others.
+The function's jaxpr is walked, and each straight-line stretch becomes a propagator (`apgrad.node`). Its forward pass
+evaluates the equations and remembers the coefficients of their pullback, in the forms that `apgrad.memory._plan`
+chooses; its backward pass is the pullback with the coefficients restored. A `scan`, `cond` or `jax.checkpoint` is
+rebuilt around stretches of its own, with fresh keys in each step. A `while` has no reverse mode and stays as it is.
+Calls are entered. A function's own derivative rule is used, and its coefficients are remembered like any others.
 """
 
 import contextlib
@@ -18,11 +18,12 @@ import jax.numpy as jnp
 from apgrad._ground.keys import require_key
 from apgrad._ground.propagator import Propagator, node
 from apgrad._programs import jaxprs
-from apgrad.memory import _branches as branches, _plan as planning
+from apgrad.memory._branches import randomized_cond
 from apgrad.memory._budget import allocate, remembered_bytes
 from apgrad.memory._passes import Traced, differentiated, evaluated, exact, inexact, remember, send
-from apgrad.memory._plan import Coefficient
+from apgrad.memory._plan import MemoryPlan, make_plan
 from apgrad.memory._samplers import Rounding, Sampler, nbytes, rounding
+from apgrad.memory._slots import Coefficient, fitted, is_view
 
 Choice = Callable[[Coefficient], Sampler | None]
 
@@ -40,15 +41,16 @@ def randomize(
     Args:
       function: any JAX function of arrays: `jit`, `scan`, `cond`, `while_loop`, `vmap`, `jax.checkpoint`, custom
         derivative rules, any library's modules inside.
-      sampler: for all coefficients that the reverse pass would keep, and that enter it linearly, or a function
-        `(Coefficient) -> sampler or None` that chooses, by name, size or shape; None keeps it exactly.
-      through: stands in for a sampler that keeps a fraction of the entries wherever other samples follow on the way
-        of the messages (activations' derivatives, attention): noise of 100 % and more would multiply there with depth
-        (section 3.3). None keeps those exactly.
-      budget_bytes: instead of a sampler: how much may be remembered in all. The samplers are then chosen for the least
-        added variance, see `apgrad.memory._budget`.
-      min_size: arrays with fewer entries, in all steps of the scans around them, are kept exactly; so are those with
-        fewer than 64.
+      sampler: remembers every coefficient that the reverse pass would keep and that enters it linearly; of a
+        convolution's input, positions with all their channels. Or a function `(Coefficient) -> sampler or None` that
+        chooses by name, size or shape; None keeps a coefficient exactly.
+      through: the sampler, in place of one that keeps a fraction of the entries, of coefficients whose messages go on
+        to other samples (activations' derivatives, attention): noise of 100 % and more would multiply there with depth
+        (section 3.3). None keeps these coefficients exactly.
+      budget_bytes: given instead of a sampler, how much may be remembered in all. The samplers are then chosen for the
+        least added variance, see `apgrad.memory._budget`.
+      min_size: arrays with fewer entries, counted over all steps of the scans around them, are kept exactly, and so
+        are arrays with fewer than 64 entries.
 
     Returns:
       `randomized(key, *args)`: all randomness comes from the key, typed or raw. Reverse mode, once. Its attribute
@@ -98,8 +100,9 @@ def randomize(
 
 
 def coefficients(function: Callable[..., Any], *args: Any, min_size: int = 512) -> list[tuple[Coefficient, str]]:
-    """What reverse mode of a function remembers, in the form in which `randomize` can: with "sampled", "bits" or
-    "exact".
+    """The coefficients that reverse mode of a function remembers, each with the form in which `randomize` can.
+
+    The form is "sampled", "bits" (a Boolean array, packed) or "exact".
 
     Args:
       function: differentiated with respect to all its floating-point arguments.
@@ -114,27 +117,34 @@ def coefficients(function: Callable[..., Any], *args: Any, min_size: int = 512) 
 
 
 def _recorded(min_size: int, *stretch: Any) -> list[tuple[Coefficient, str]]:
-    """What a stretch remembers, see `_Walk.plan`."""
+    """The coefficients of a stretch and their forms, see `_Walk.plan`."""
     found: dict[str, tuple[Coefficient, str]] = {}
     walk = _Walk(_chooser(_Nothing(), None, min_size), lambda name, entry: found.setdefault(name, entry))
     walk.plan(*stretch)
     return list(found.values())
 
 
-def _within(budget: int, min_size: int, *stretch: Any) -> planning.Plan:
+def _within(budget: int, min_size: int, *stretch: Any) -> MemoryPlan:
     """A plan that remembers at most so many bytes.
 
-    What the coefficients take is estimated, coefficient by coefficient, and then counted in the plan that is made of
-    the estimate: arrays that are drawn twice, keys, and branches that share their memory are in the plan only.
+    `allocate` estimates the bytes coefficient by coefficient; then they are counted in the plan that is made. Only the
+    plan shows which arrays are drawn twice, which keys are kept, and what the branches of a `cond` share.
     """
     found = _recorded(min_size, *stretch)
-    target = budget
+    target, best = float(budget), None
     while True:
         choose, estimate, smallest = allocate(found, target)
         made = _Walk(choose).plan(*stretch)
         used = remembered_bytes(made)
         if used <= budget:
-            return made
+            # Branches share memory, which the estimate adds up: what is left of the budget is given out as well.
+            best, higher = made, budget + estimate - used
+            if higher <= target:
+                return best
+            target = higher
+            continue
+        if best is not None:
+            return best
         if smallest:
             raise ValueError(
                 f"a budget of {budget} bytes cannot be kept: with the smallest samplers the function remembers "
@@ -144,7 +154,7 @@ def _within(budget: int, min_size: int, *stretch: Any) -> planning.Plan:
 
 
 class _Nothing:
-    """Marks what could be sampled: keeps all of it."""
+    """A sampler that keeps all of an array, and so marks what could be sampled."""
 
     def keep(self, key, x, axis=-1):
         return x
@@ -172,7 +182,11 @@ def _chooser(sampler: Any, through: Sampler | None, min_size: int) -> Choice:
         chosen = choose(coefficient)
         like = jax.ShapeDtypeStruct(coefficient.shape, coefficient.dtype)
         # A sample of few entries in groups or rows may be larger than the array.
-        if chosen is not None and not isinstance(chosen, _Nothing) and nbytes(chosen, like) > coefficient.nbytes:
+        if (
+            chosen is not None
+            and not isinstance(chosen, _Nothing)
+            and nbytes(fitted(chosen, coefficient), like) > coefficient.nbytes
+        ):
             return None
         return chosen
 
@@ -220,7 +234,7 @@ class _Walk:
         count: int,
         key: jax.Array,
         inputs: Sequence[Any],
-    ) -> planning.Plan:
+    ) -> MemoryPlan:
         """The plan of a program that is differentiated with respect to the chosen ones of its inputs and constants."""
 
         def linearize(key, *inputs):
@@ -236,7 +250,7 @@ class _Walk:
             return outputs, pullback
 
         rules: list[str] = []
-        made = planning.make_plan(
+        made = make_plan(
             linearize, (key, *inputs), [True, *flags], [flags[i] for i in chosen], self.choose, where, count, rules
         )
         for i, slot in enumerate(made.slots):
@@ -254,7 +268,7 @@ class _Walk:
             inside = jaxprs.nested(eqn)
             if inside is None:
                 outputs = jaxprs.caller(eqn)(*values)
-                view = live[0] if live and planning.is_view(eqn) else False
+                view = live[0] if live and is_view(eqn) else False
                 return [_Live(v) if view else v for v in outputs]
             if inside.kind == "call":
                 program = inside.jaxprs[0]
@@ -291,7 +305,7 @@ class _Walk:
             def plan(i, *rest):
                 return self.plan(inside.jaxprs[i], [*live[1:], *(True for _ in inside.jaxprs[i].consts)], *rest)
 
-            return branches.randomized(
+            return randomized_cond(
                 inside.jaxprs,
                 lambda i, chosen, *rest: plan(i, chosen, f"{label}.{i}", count, *rest),
             )(key, *values)

@@ -1,10 +1,11 @@
 """How much memory a function's reverse pass takes: what it remembers, and what the compiled program needs.
 
-Residuals are the arrays that `jax.vjp` leaves behind, less the arguments (and what is a view of one), which the
-caller has anyway. Compiled temp bytes are the compiler's own account of the gradient's scratch memory
-(`compiled.memory_analysis().temp_size_in_bytes`), gradients' own buffers among them. **XLA on the CPU drops
+`memory_report` compares a function with checkpointing and with `ap.randomize`; `residuals` and `temp_bytes` are its
+parts. Residuals are the arrays that `jax.vjp` leaves behind, without the arguments and their views, which the caller
+has anyway. Temp bytes are the compiler's own account of the gradient's scratch memory
+(`compiled.memory_analysis().temp_size_in_bytes`), in which buffers of the gradients are counted. **XLA on the CPU drops
 optimization barriers** (its pass `cse_barrier_expander`), and with them all that `jax.checkpoint` saves outside of a
-scan; so the report compiles with that pass switched off there, and says so.
+scan. So the report compiles with this pass switched off there, and says so.
 """
 
 import warnings
@@ -16,14 +17,23 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from apgrad._programs import jaxprs
-from apgrad.memory._plan import is_view, nbytes_of
+from apgrad.memory._randomize import randomize
+from apgrad.memory._samplers import array_bytes, rounding
+from apgrad.memory._slots import is_view, plain_scope
 
 _SAME = frozenset({"refuse_derivative", "optimization_barrier", "copy_p", "pvary"})
 _KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
 
 class Residual(NamedTuple):
-    """An array that the reverse pass remembers."""
+    """An array that the reverse pass remembers.
+
+    Attributes:
+      name: the named scopes and the primitive that made the array.
+      shape: the array's shape.
+      dtype: the array's dtype.
+      nbytes: the array's bytes.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -31,8 +41,14 @@ class Residual(NamedTuple):
     nbytes: int
 
 
-class Memory(NamedTuple):
-    """One row of a report."""
+class MemoryBytes(NamedTuple):
+    """One row of a report.
+
+    Attributes:
+      residual_bytes: what reverse mode remembers.
+      temp_bytes: the compiled gradient's scratch memory.
+      residuals: the arrays that are remembered.
+    """
 
     residual_bytes: int
     temp_bytes: int
@@ -43,11 +59,11 @@ class MemoryReport(NamedTuple):
     """What `memory_report` found; `str` makes a table of it.
 
     Attributes:
-      rows: by name of the variant; the first is the function itself.
-      note: how it was compiled.
+      rows: a row for each variant, by name; the first is plain reverse mode.
+      note: how the gradients were compiled, and which variants need more memory than plain reverse mode.
     """
 
-    rows: dict[str, Memory]
+    rows: dict[str, MemoryBytes]
     note: str
 
     def __str__(self) -> str:
@@ -67,7 +83,11 @@ class MemoryReport(NamedTuple):
         return "\n".join([*lines, self.note])
 
     def plot(self, ax: Any) -> Any:
-        """Draws the rows as horizontal bars on matplotlib axes."""
+        """Draws the rows as horizontal bars.
+
+        Args:
+          ax: matplotlib axes.
+        """
         names = list(self.rows)
         for i, (label, pick) in enumerate(
             {"residuals": lambda r: r.residual_bytes, "compiled temp": lambda r: r.temp_bytes}.items()
@@ -126,10 +146,10 @@ def residuals(function: Callable[..., Any], *args: Any) -> tuple[Residual, ...]:
             continue
         if not isinstance(origin, Literal) and origin in found:
             continue
-        keep = min(origin, v, key=nbytes_of)
-        name = "/".join(p for p in (jaxprs.scope(maker[keep]), maker[keep].primitive.name) if p)
+        keep = min(origin, v, key=lambda v: array_bytes(v.aval))
+        name = "/".join(p for p in (plain_scope(jaxprs.scope(maker[keep])), maker[keep].primitive.name) if p)
         aval: Any = keep.aval
-        found[keep] = Residual(name, aval.shape, aval.dtype, nbytes_of(keep))
+        found[keep] = Residual(name, aval.shape, aval.dtype, array_bytes(aval))
     return tuple(found.values())
 
 
@@ -162,9 +182,6 @@ def memory_report(
       >>> report.rows["reverse mode"].residual_bytes > 5 * report.rows["rounding, 4 bits"].residual_bytes
       True
     """
-    from apgrad.memory._randomize import randomize
-    from apgrad.memory._samplers import rounding
-
     functions: dict[str, Callable[..., Any]] = {"reverse mode": function, "checkpoint": jax.checkpoint(function)}
     if layers is not None:
         functions["checkpoint each layer"] = layers(jax.checkpoint)
@@ -180,7 +197,7 @@ def memory_report(
     rows = {}
     for name, f in functions.items():
         kept = residuals(f, *args)
-        rows[name] = Memory(sum(r.nbytes for r in kept), temp_bytes(f, *args), kept)
+        rows[name] = MemoryBytes(sum(r.nbytes for r in kept), temp_bytes(f, *args), kept)
     note = "compiled on the CPU with optimization barriers kept (XLA drops them there by default)" if cpu else ""
     first = rows["reverse mode"]
     more = [
@@ -194,7 +211,7 @@ def memory_report(
     ]
     if more:
         note = "\n".join([note, "MORE MEMORY than plain reverse mode: " + "; ".join(more)]).strip()
-    # Scratch memory may grow by chance of the compiler's; that more is remembered is the transformation's doing.
+    # The compiler may need more scratch memory by chance; but what is remembered is the transformation's choice.
     worse = [name for name, row in rows.items() if row.residual_bytes > first.residual_bytes]
     if worse:
         warnings.warn(
@@ -206,7 +223,15 @@ def memory_report(
 
 
 def temp_bytes(function: Callable[..., Any], *args: Any) -> int:
-    """The compiled gradient's scratch memory, with optimization barriers kept on the CPU too."""
+    """The bytes of the compiled gradient's scratch memory, with optimization barriers kept on the CPU too.
+
+    Args:
+      function: `(*args) -> scalar`.
+      *args: pytrees of arrays or `jax.ShapeDtypeStruct`s; differentiated where floating-point.
+
+    Returns:
+      The bytes, or -1 where the compiler gives no account.
+    """
     flat, treedef = jax.tree.flatten(args)
     inexact = tuple(i for i, x in enumerate(flat) if jnp.issubdtype(_dtype(x), jnp.inexact))
     gradient = jax.jit(jax.grad(lambda *v: function(*jax.tree.unflatten(treedef, v)), argnums=inexact))

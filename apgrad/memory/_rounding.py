@@ -1,7 +1,7 @@
-"""Stochastic rounding: every entry on a coarse grid, rounded up or down at random so that the mean is right.
+"""Stochastic rounding: every entry is rounded up or down to a coarse grid, at random so that the mean is right.
 
-A group of entries shares its grid: an offset and a scale in bfloat16, and a power of two by which the group is
-multiplied, so that entries of any size that their type can hold are rounded alike.
+The entries of a group share a grid: an offset and a scale in bfloat16, and a power of two that multiplies the group, so
+that entries of any size that their dtype can hold are rounded alike.
 """
 
 import dataclasses
@@ -16,16 +16,29 @@ GROUP = 128
 
 @dataclasses.dataclass(frozen=True)
 class Rounding:
-    """Stochastic rounding; see `rounding`."""
+    """Stochastic rounding; see `rounding`.
+
+    Attributes:
+      bits: of each code.
+      group: how many entries share a grid.
+    """
 
     bits: int
     group: int
 
     def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> tuple[jax.Array, ...]:
-        """The codes, packed into bytes (groups, group * bits / 8), and offset, scale and power of each group.
+        """The codes, packed into bytes, and offset, scale and power of each group.
 
         A group is divided by a power of two first, so that what is computed and stored is neither too small nor too
-        large for float32 and bfloat16, whatever the array's type holds.
+        large for float32 and bfloat16, whatever the array's dtype holds.
+
+        Args:
+          key: a PRNG key.
+          x: an array of any shape and floating-point dtype.
+          axis: not used, since all entries are kept.
+
+        Returns:
+          (groups, group * bits / 8) uint8, and (groups,) bfloat16, bfloat16 and int8; with 32 bits, x alone.
         """
         del axis
         if self.bits == 32:
@@ -54,7 +67,14 @@ class Rounding:
     def restore(
         self, key: jax.Array, memory: tuple[jax.Array, ...], like: jax.ShapeDtypeStruct, axis: int = -1
     ) -> jax.Array:
-        """Offset plus code times scale, times the power; the last point of the grid is cut to what is finite."""
+        """Offset plus code times scale, times the power; the last point of the grid is cut to what is finite.
+
+        Args:
+          key: not used.
+          memory: what `keep` returned.
+          like: the array's shape and dtype.
+          axis: not used.
+        """
         del key, axis
         if self.bits == 32:
             return memory[0]
@@ -87,7 +107,12 @@ class Rounding:
         return low, _bfloat16(scale * jnp.where(scale == _bfloat16(scale), 1.0, 1 + 2.0**-7).astype(low.dtype))
 
     def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
-        """scale^2 p (1 - p), with p the probability of rounding up."""
+        """scale^2 p (1 - p), with p the probability of rounding up.
+
+        Args:
+          x: an array.
+          axis: not used.
+        """
         del axis
         if self.bits == 32:
             return jnp.zeros_like(x)
@@ -125,7 +150,11 @@ def _bfloat16(x: jax.Array) -> jax.Array:
 
 
 def wide(dtype: Any) -> Any:
-    """The type that rounding computes in: float64 for itself, else float32."""
+    """The dtype that rounding computes in: float64 for float64, else float32.
+
+    Args:
+      dtype: of the array.
+    """
     return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
 
 

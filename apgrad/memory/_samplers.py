@@ -3,11 +3,11 @@
 A reverse pass multiplies messages by coefficients it remembers. Where a coefficient x enters linearly, an unbiased
 estimate of it, drawn independently of all others, gives an unbiased gradient (Oktay, McGreivy, Aduol, Beatson & Adams,
 "Randomized automatic differentiation", ICLR 2021, section 3.2: with x = P x, E P = I). So a sampler is a pair of
-functions: `keep` draws the small memory, `restore` makes the estimate of it, from the same key: what was drawn is drawn
-again in the backward pass, and not stored.
+functions: `keep` draws the small memory, and `restore` makes the estimate from this memory and the same key. So indices
+are drawn again in the backward pass, and need not be stored.
 
-An array has a sampled axis of size d, the axes before it are examples, those after it go along (the channels at
-a position of an image, for example). With k of d entries kept:
+An array has a sampled axis of size d. The axes before this axis are examples, and the axes after it go along, as the
+channels at a position of an image do. With k of d entries kept:
 
 * different sample: k indices for each example, with replacement; entries times d/k;
 * same sample: one set of k indices for all examples;
@@ -37,7 +37,7 @@ from apgrad.memory._rounding import Rounding as Rounding, rounding as rounding, 
 
 @runtime_checkable
 class Sampler(Protocol):
-    """What `apgrad.randomize` and the layers ask of a sampler; a frozen dataclass, so that it is hashable.
+    """What `apgrad.randomize` asks of a sampler; a frozen dataclass, so that it is hashable.
 
     The estimate must be unbiased, E restore(key, keep(key, x, axis), like, axis) = x over the key. A sampler with an
     attribute `shared` that is true draws the same for all examples: restoring is linear then, and the same along the
@@ -45,20 +45,58 @@ class Sampler(Protocol):
     """
 
     def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> Any:
-        """The memory of `x`, a pytree of arrays: all that the backward pass has of it but the key."""
+        """The memory of an array: all that the backward pass has of the array, besides the key.
+
+        Args:
+          key: a typed PRNG key.
+          x: an array of any shape and floating-point dtype.
+          axis: the sampled axis.
+
+        Returns:
+          A pytree of arrays.
+        """
         ...
 
     def restore(self, key: jax.Array, memory: Any, like: jax.ShapeDtypeStruct, axis: int = -1) -> jax.Array:
-        """The estimate of an array of the shape and dtype of `like`, from the key that it was kept with."""
+        """The estimate of an array.
+
+        Args:
+          key: the key of `keep`.
+          memory: what `keep` returned.
+          like: the array's shape and dtype.
+          axis: the sampled axis.
+        """
         ...
 
     def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
-        """The variance of each element of the estimate, exact, in the shape of `x`."""
+        """The exact variance of each element of the estimate, in the shape and dtype of the array.
+
+        Args:
+          x: an array.
+          axis: the sampled axis.
+        """
         ...
+
+
+def array_bytes(like: Any) -> int:
+    """The bytes of an array; a PRNG key has the bytes of its data.
+
+    Args:
+      like: has the array's shape and dtype.
+    """
+    aval = jax.ShapeDtypeStruct(like.shape, like.dtype)
+    if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
+        aval = jax.eval_shape(jax.random.key_data, aval)
+    return math.prod(aval.shape) * aval.dtype.itemsize
 
 
 def nbytes(sampler: Sampler, like: Any, axis: int = -1) -> int:
     """The bytes of a sampler's memory of an array.
+
+    Args:
+      sampler: any sampler.
+      like: has the array's shape and dtype.
+      axis: the sampled axis.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -68,7 +106,44 @@ def nbytes(sampler: Sampler, like: Any, axis: int = -1) -> int:
     """
     like = jax.ShapeDtypeStruct(like.shape, like.dtype)
     memory = jax.eval_shape(lambda x: sampler.keep(jax.random.key(0), x, axis), like)
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(memory))
+    return sum(array_bytes(leaf) for leaf in jax.tree.leaves(memory))
+
+
+@dataclasses.dataclass(frozen=True)
+class OfPositions:
+    """A sampler of an image's positions, each with all its channels, for images with any order of axes.
+
+    Attributes:
+      sampler: draws along the positions, row by row.
+      order: the image's axes as (example, positions ..., channels).
+    """
+
+    sampler: Sampler
+    order: tuple[int, ...]
+
+    def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> Any:
+        """The sampler's memory of (examples, positions, channels)."""
+        del axis
+        return self.sampler.keep(key, self._rows(x), 1)
+
+    def restore(self, key: jax.Array, memory: Any, like: jax.ShapeDtypeStruct, axis: int = -1) -> jax.Array:
+        """The sampler's estimate, as an image."""
+        del axis
+        rows = jax.eval_shape(self._rows, like)
+        return self._image(self.sampler.restore(key, memory, rows, 1), like)
+
+    def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
+        """The sampler's variance, as an image."""
+        del axis
+        return self._image(self.sampler.variance(self._rows(x), 1), x)
+
+    def _rows(self, x: jax.Array) -> jax.Array:
+        ordered = jnp.transpose(x, self.order)
+        return ordered.reshape(ordered.shape[0], -1, ordered.shape[-1])
+
+    def _image(self, rows: jax.Array, like: Any) -> jax.Array:
+        ordered = rows.reshape([like.shape[i] for i in self.order])
+        return jnp.transpose(ordered, [self.order.index(i) for i in range(len(self.order))])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +151,8 @@ class Sampling:
     """Keeps a fraction of the entries; see `different_sample`, `same_sample` and `stratified`.
 
     Attributes:
-      fraction: of the entries, in (0, 1].
-      shared: the same indices for all examples.
+      fraction: of the entries that are kept, in (0, 1].
+      shared: whether all examples have the same indices.
       scheme: "replacement", "distinct" (without replacement) or "stratified".
     """
 
@@ -112,7 +187,12 @@ class Sampling:
         return jax.vmap(lambda z, i, m: z.at[i].add(m))(zeros, index, memory).reshape(like.shape)
 
     def draw(self, key: jax.Array, rows: tuple[int, ...]) -> tuple[jax.Array, np.ndarray]:
-        """Indices (examples, k), or (k,) if shared, and the weights (k,) of what is kept."""
+        """Indices (examples, k), or (k,) if shared, int32, and the weights (k,) of what is kept, float64.
+
+        Args:
+          key: a PRNG key.
+          rows: examples, entries of the sampled axis, and entries that go along.
+        """
         count, size, _ = rows
         k = kept(self.fraction, size)
         shape = (k,) if self.shared else (count, k)
@@ -147,7 +227,11 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True)
 class Projection:
-    """x R R^T with independent signs; see `projection`."""
+    """x R R^T with independent signs; see `projection`.
+
+    Attributes:
+      fraction: k / d, in (0, 1].
+    """
 
     fraction: float
     shared = True
@@ -163,7 +247,13 @@ class Projection:
         return jnp.moveaxis(jnp.tensordot(memory, signs, (axis, 1)), -1, axis)
 
     def signs(self, key: jax.Array, size: int, dtype: Any) -> jax.Array:
-        """R, (d, k)."""
+        """R, (d, k).
+
+        Args:
+          key: a PRNG key.
+          size: d.
+          dtype: of R.
+        """
         k = kept(self.fraction, size)
         return jax.random.rademacher(key, (size, k), dtype) * jnp.asarray(k**-0.5, dtype)
 
@@ -175,7 +265,12 @@ class Projection:
 
 @dataclasses.dataclass(frozen=True)
 class Heavy:
-    """The largest entries exactly and a sample of the others; see `heavy`."""
+    """The largest entries exactly and a sample of the others; see `heavy`.
+
+    Attributes:
+      fraction: of the entries that are kept, in (0, 1].
+      share: of the kept entries, how many are the largest.
+    """
 
     fraction: float
     share: float
@@ -236,11 +331,12 @@ class Heavy:
 
 
 def different_sample(fraction: float, *, replacement: bool = True) -> Sampling:
-    """Keeps a fraction of the entries of each example, others for each ("different sample", section 4.3).
+    """Keeps a fraction of the entries of each example, drawn anew for each ("different sample", section 4.3).
 
     Args:
-      fraction: of the entries, in (0, 1]; at least one is kept.
-      replacement: with replacement, as in the paper. Without, a fraction of 1 is exact, the noise is less.
+      fraction: of the entries that are kept, in (0, 1]; at least one is kept.
+      replacement: whether entries are drawn with replacement, as in the paper. Without replacement the noise is less,
+        and a fraction of 1 is exact.
     """
     return Sampling(_fraction(fraction), False, "replacement" if replacement else "distinct")
 
@@ -264,7 +360,7 @@ def stratified(fraction: float) -> Sampling:
     that differ between examples.
 
     Args:
-      fraction: of the entries, in (0, 1].
+      fraction: of the entries that are kept, in (0, 1].
     """
     return Sampling(_fraction(fraction), False, "stratified")
 
@@ -293,7 +389,12 @@ def heavy(fraction: float, *, share: float = 0.5) -> Heavy:
 
 
 def kept(fraction: float, size: int) -> int:
-    """How many of `size` entries: the fraction, rounded up, at least one."""
+    """How many of `size` entries are kept: the fraction, rounded up, at least one.
+
+    Args:
+      fraction: of the entries.
+      size: how many entries there are.
+    """
     return max(1, math.ceil(fraction * size - 1e-9))
 
 

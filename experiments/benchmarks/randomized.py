@@ -1,11 +1,11 @@
 """Step time and compiled memory of random memory, over plain reverse mode in the same process.
 
 A network of equal ReLU layers, unrolled, as one step of `value_and_grad`: reverse mode, `jax.checkpoint` of each
-layer and of blocks of about sqrt(layers), the samplers as layers and through `ap.randomize` of the plain network
-("randomize same"), rounding through `ap.randomize`, and random memory inside of three checkpointed blocks (a block's
-input stays exact, so fewer and longer blocks than of a checkpoint alone). And the identity RNN under `scan`. Programs
-are compiled with optimization barriers kept, which XLA drops on the CPU by default. Times alternate with the
-baseline's; the ratio is of medians, with the interquartile range of the single ratios.
+layer and of blocks of about sqrt(layers), `ap.randomize` with the samplers and with rounding, and random memory inside
+of three checkpointed blocks (a block's input stays exact, so fewer and longer blocks than of a checkpoint alone). And
+the identity RNN under `scan`. Programs are compiled with optimization barriers kept, which XLA drops on the CPU by
+default. Times alternate with the baseline's; the ratio is of medians, with the interquartile range of the single
+ratios.
 
     python -m experiments.benchmarks.randomized
     python -m experiments.benchmarks.randomized --preset paper
@@ -32,7 +32,6 @@ LAYERED = (
     "different",
     "rounding 4",
     "rounding 2",
-    "randomize same",
     "blocks + same",
     "blocks + rounding 4",
 )
@@ -73,31 +72,25 @@ PAPER = Config(layers=17, width=300, batch=2048, side=28, rounds=11)
 def layered(config: Config, method: str) -> Any:
     """`(key, weights, x) -> scalar`."""
     name = method.removeprefix("blocks + ")
-    if name in rad_networks.methods(0.1):
-        product, relu = rad.dense(rad_networks.methods(0.1)[name]), rad.relu
-    else:
-        product, relu = lambda key, x, w: x @ w, jax.nn.relu
 
-    def run(key, weights, x):
-        keys = jax.random.split(key, config.layers)
-
-        def layers(x, keys, weights):
-            for k, w in zip(keys, weights, strict=True):
-                x = relu(product(k, x, w))
+    def run(weights, x):
+        def layers(x, weights):
+            for w in weights:
+                x = jax.nn.relu(x @ w)
             return x
 
         block = {"checkpoint each": 1, "checkpoint blocks": round(config.layers**0.5)}.get(method, config.layers)
         block = -(-config.layers // 3) if method.startswith("blocks") else block
         for i in range(0, config.layers, block):
             part = jax.checkpoint(layers) if block < config.layers else layers
-            x = part(x, keys[i : i + block], weights[i : i + block])
+            x = part(x, weights[i : i + block])
         return jnp.mean(x**2)
 
-    if not name.startswith(("rounding", "randomize")):
-        return run
-    last = name.split()[1]
-    sampler = rad.rounding(bits=int(last)) if last.isdigit() else rad_networks.methods(0.1)[last]
-    return lambda key, weights, x: ap.randomize(lambda w, x: run(key, w, x), sampler)(key, weights, x)
+    if name.startswith("rounding"):
+        return ap.randomize(run, rad.rounding(bits=int(name.split()[1])))
+    if name in rad_networks.methods(0.1):
+        return ap.randomize(run, rad_networks.methods(0.1)[name], through=None)
+    return lambda key, *args: run(*args)
 
 
 def recurrent(config: Config, method: str) -> Any:

@@ -61,6 +61,20 @@ def test_a_budget_is_kept_or_refused(program, parts):
         assert used <= budget
 
 
+def test_what_branches_share_is_given_out():
+    w, x = 0.1 * jax.random.normal(KEY, (32, 32)), jnp.ones((512, 32))
+
+    def loss(w, x):
+        for _ in range(2):
+            x = jax.lax.switch((x[0, 0] > 0).astype(int), [lambda x, f=f: f(x @ w) @ w for f in (jnp.tanh, jnp.sin)], x)
+        return jnp.sum(x**2)
+
+    exact = remembered(lambda *a: ap.randomize(loss, R.rounding(32))(KEY, *a), w, x)
+    budget = exact // 2
+    random = ap.randomize(loss, budget_bytes=budget)
+    assert 0.7 * budget < remembered(lambda *a: random(KEY, *a), w, x) <= budget
+
+
 @pytest.mark.parametrize("kind", ["cond", "scan of cond"])
 def test_operands_that_are_kept_anyway_stay_outside_of_branches(kind):
     w, x = 0.1 * jax.random.normal(KEY, (128, 128)), jnp.ones((2, 128))

@@ -1,0 +1,67 @@
+"""Max-pooling that remembers places in windows, in place of its input.
+
+`ap.randomize` has to keep the input of JAX's max-pooling exactly, since the input does not enter the reverse pass
+linearly. The reverse pass needs no more than the place of each window's largest entry, a byte.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from apgrad._ground.messages import Static
+from apgrad._ground.propagator import Propagator, node
+
+
+def max_pool(x: jax.Array, window: tuple[int, int], strides: tuple[int, int] | None = None) -> jax.Array:
+    """The largest entry of each window, without padding; a window's place takes a byte, or two if it has many entries.
+
+    Of equal entries the first one gets the message, as in JAX.
+
+    Args:
+      x: (n, height, width, channels), of a floating-point dtype.
+      window: its height and width.
+      strides: the steps of the window along height and width; the window's size if not given.
+
+    Returns:
+      (n, rows, columns, channels), of the dtype of x.
+
+    Raises:
+      ValueError: if x has not four axes or is smaller than the window.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> x = jax.random.normal(jax.random.key(0), (2, 8, 8, 3))
+      >>> y = ap.memory.max_pool(x, (2, 2))
+      >>> y.shape, sum(r.nbytes for r in ap.memory.residuals(lambda x: ap.memory.max_pool(x, (2, 2)), x)) == y.size
+      ((2, 4, 4, 3), True)
+    """
+    strides = strides or window
+    small = jnp.uint8 if math.prod(window) <= 2**8 else jnp.uint16
+
+    def windows(x):
+        high, wide = ((n - k) // s + 1 for n, k, s in zip(x.shape[1:3], window, strides, strict=True))
+        return jnp.stack(
+            [
+                x[:, i : i + (high - 1) * strides[0] + 1 : strides[0], j : j + (wide - 1) * strides[1] + 1 : strides[1]]
+                for i in range(window[0])
+                for j in range(window[1])
+            ]
+        )
+
+    def forward(x):
+        parts = windows(x)
+        return jnp.max(parts, 0), (jnp.argmax(parts, 0).astype(small), Static((x.shape, x.dtype)))
+
+    def backward(memory, message):
+        place, shape = memory
+        spread = jnp.where(
+            place[None] == jnp.arange(math.prod(window), dtype=small)[:, None, None, None, None],
+            message[None],
+            jnp.zeros((), message.dtype),
+        )
+        return jax.linear_transpose(windows, jax.ShapeDtypeStruct(*shape.value))(spread)
+
+    if x.ndim != 4 or any(n < k for n, k in zip(x.shape[1:3], window, strict=True)):
+        raise ValueError(f"max_pool takes x (n, h, w, c) not smaller than its window, got {x.shape} and {window}")
+    return node(Propagator(forward, backward))(x)

@@ -1,0 +1,300 @@
+"""In which form a coefficient is remembered, and how it is made again.
+
+`SlotMaker.use` takes a coefficient that a backward equation needs, and finds the cheapest form: what it can be computed
+from again, a sample of it, or the array itself. It opens slots, one for each array to remember, and says of which slots
+the coefficient is made in the backward pass.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax.extend.core import Literal
+
+from apgrad._programs import jaxprs
+from apgrad.memory._graph import run
+from apgrad.memory._samplers import OfPositions, Rounding, array_bytes, nbytes
+
+# Linear in a coefficient, with a message as the other operand.
+PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
+VIEWS = frozenset(
+    {"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "copy", "convert_element_type", "rev"}
+)
+# Cheap enough to be computed again.
+_CHEAP = VIEWS | frozenset(
+    """mul div neg add add_any sub select_n max min sign abs square integer_pow sqrt rsqrt exp log tanh logistic clamp
+    eq ne lt le gt ge and or not xor is_finite iota shift_right_logical shift_left random_bits random_wrap random_unwrap
+    random_seed random_fold_in random_split threefry2x32 bitcast_convert_type slice concatenate pad""".split()  # noqa: SIM905
+)
+_DEEPEST, _SMALL = 64, 16
+
+
+def is_view(eqn: Any) -> bool:
+    """Whether an equation's output is linear in its first input, and holds all that the input holds.
+
+    A conversion is a view only between floating-point types of which the second has every value of the first: what
+    is rounded at random must not go through a conversion that rounds as well, least of all to integers.
+    """
+    if eqn.primitive.name != "convert_element_type":
+        return eqn.primitive.name in VIEWS
+    old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    if not (jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)):
+        return False
+    a, b = jnp.finfo(old), jnp.finfo(new)
+    return a.nmant <= b.nmant and a.maxexp <= b.maxexp and a.minexp >= b.minexp
+
+
+class Coefficient(NamedTuple):
+    """An array that a reverse pass remembers, as `apgrad.randomize` shows it to a choice of samplers.
+
+    Attributes:
+      name: the named scopes around the coefficient, the primitive that uses it and a number; unique in the program.
+      shape: the array's shape.
+      dtype: the array's dtype.
+      count: how often an array is remembered here: the product of the lengths of the scans around it.
+      nbytes: the bytes of one array.
+      last: whether the messages that the coefficient makes go to arguments only, and meet no other sampled
+        coefficient. The input in a weight's gradient is last: much noise there does no harm to other gradients. An
+        activation's derivative is not.
+      order: for an image that a convolution takes, its axes as (example, positions ..., channels); else None. Samplers
+        draw positions of an image, each with all its channels (Fig. 4 of the RAD paper).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: Any
+    count: int
+    nbytes: int
+    last: bool
+    order: tuple[int, ...] | None = None
+
+
+class CoefficientUse(NamedTuple):
+    """A coefficient that a backward equation takes, and the memory that it is made of.
+
+    Attributes:
+      slots: numbers of the slots that are needed.
+      replay: `(values of these slots) -> coefficient`.
+      direct: whether the coefficient is the very array that was remembered.
+    """
+
+    slots: tuple[int, ...]
+    replay: Callable[..., Any]
+    direct: bool = False
+
+
+class Slot(NamedTuple):
+    """One array to remember.
+
+    Attributes:
+      var: the variable of the forward program.
+      how: "live" (somebody else keeps the array), "exact", "bits" (a Boolean array, packed), "sampled", or "nested" (a
+        scan or cond has remembered it inside, and it is packed already).
+      sampler: the sampler, if the array is sampled.
+      coefficient: what is known of the array.
+    """
+
+    var: Any
+    how: str
+    sampler: Any
+    coefficient: Coefficient
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that the slot adds to what is remembered."""
+        return kept_bytes(self.how, self.sampler, self.var.aval)
+
+
+class SlotMaker:
+    """Chooses how coefficients are remembered, and numbers the slots.
+
+    Attributes:
+      last: whether the backward equation at hand sends its messages to arguments only; the planner sets it.
+      largest: the bytes of the largest coefficient that a sampler may take; the planner sets it.
+      slots: what is to be remembered so far.
+    """
+
+    def __init__(self, forward: jaxprs.Program, live: Sequence[bool], choose: Any, where: str, count: int):
+        jaxpr = forward.jaxpr
+        self.live = {v for v, flag in zip(jaxpr.invars, live, strict=True) if flag} | set(jaxpr.constvars)
+        self.maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        self.choose, self.where, self.count = choose, where, count
+        self.last, self.largest = False, 0
+        self.slots: list[Slot] = []
+        self.samplers: dict[Any, Any] = {}
+        self.shared: dict[Any, list[tuple[int, int]]] = {}
+        self.exact: dict[Any, int] = {}
+
+    def is_large(self, var: Any) -> bool:
+        """Whether a floating-point array costs more than a quarter of its bytes unless it is sampled."""
+        if isinstance(var, Literal) or not jnp.issubdtype(var.aval.dtype, jnp.floating):
+            return False
+        return self._leaves(var)[0] * 4 > array_bytes(var.aval)
+
+    def use(
+        self, var: Any, linear: bool, ancestors: int, step: int, name: str, eqn: Any, number: int = 1
+    ) -> CoefficientUse:
+        """Opens the slots for a coefficient, or finds them among the slots that are open.
+
+        Args:
+          var: the coefficient's variable in the forward program.
+          linear: whether the backward equation is linear in the coefficient, so that it may be sampled.
+          ancestors: bit set of the steps whose results the equation's messages depend on.
+          step: the number of the equation's step.
+          name: of the primitive that takes the coefficient.
+          eqn: the backward equation.
+          number: of the coefficient among the equation's inputs.
+        """
+        if isinstance(var, Literal):
+            aval: Any = var.aval
+            return CoefficientUse((), lambda: jnp.asarray(var.val, aval.dtype))
+        cost, leaves = self._leaves(var)
+        source = self._source(var)
+        order = _image_order(eqn, number) if source.aval.shape == var.aval.shape else None
+        sampler = self._sampler(source, name, eqn, order) if linear and cost * 4 > array_bytes(source.aval) else None
+        if sampler is None:
+            return CoefficientUse(tuple(self._exact(v) for v in leaves), self._replay(var, leaves))
+        for position, (slot, used) in enumerate(self.shared.get((source, sampler[0]), [])):
+            if not used & ancestors:
+                self.shared[source, sampler[0]][position] = (slot, used | (1 << step))
+                break
+        else:
+            slot = len(self.slots)
+            self.slots.append(Slot(source, "sampled", *sampler))
+            self.shared.setdefault((source, sampler[0]), []).append((slot, 1 << step))
+        return CoefficientUse((slot,), self._replay(var, [source]), source is var)
+
+    def _sampler(self, var: Any, name: str, eqn: Any, order: Any) -> tuple[Any, Coefficient] | None:
+        if not jnp.issubdtype(var.aval.dtype, jnp.floating):
+            return None
+        # Noise here reaches all messages that follow. A cross-entropy's messages p - y shrink as a network learns, and
+        # the noise of a rounded p does not: so what is small beside the largest coefficient is kept exactly.
+        if not self.last and _SMALL * array_bytes(var.aval) <= self.largest:
+            return None
+        index = (var, self.last, order)
+        if index not in self.samplers:
+            label = "/".join(part for part in (self.where, plain_scope(jaxprs.scope(eqn)), name) if part)
+            label = f"{label}[{len(self.samplers)}]"
+            found = Coefficient(
+                label, var.aval.shape, var.aval.dtype, self.count, array_bytes(var.aval), self.last, order
+            )
+            self.samplers[index] = (fitted(self.choose(found), found), found)
+        chosen = self.samplers[index]
+        return None if chosen[0] is None else chosen
+
+    def _source(self, var: Any) -> Any:
+        """The smallest array that a coefficient is a view of."""
+        best = var
+        while var in self.maker and is_view(self.maker[var]):
+            var = self.maker[var].invars[0]
+            if isinstance(var, Literal):
+                break
+            if array_bytes(var.aval) < array_bytes(best.aval):
+                best = var
+        return best
+
+    def _leaves(self, var: Any) -> tuple[float, list[Any]]:
+        """The cheapest set of arrays to remember exactly, to compute a variable again from: (bytes, variables)."""
+        seen: dict[Any, tuple[float, frozenset[Any]]] = {}
+        visited = 0
+
+        def bytes_of(v):
+            return kept_bytes(self._how(v), None, v.aval)
+
+        def visit(v):
+            nonlocal visited
+            if v in seen:
+                return seen[v]
+            best = (bytes_of(v), frozenset([v]))
+            eqn = self.maker.get(v)
+            if best[0] and eqn is not None and eqn.primitive.name in _CHEAP and visited < _DEEPEST:
+                visited += 1
+                parts = frozenset().union(*(visit(u)[1] for u in eqn.invars if not isinstance(u, Literal)))
+                cost = sum(map(bytes_of, parts))
+                if cost < best[0]:
+                    best = (cost, parts)
+            seen[v] = best
+            return best
+
+        cost, leaves = visit(var)
+        return cost, sorted(leaves, key=lambda v: v.count if hasattr(v, "count") else id(v))
+
+    def _exact(self, var: Any) -> int:
+        if var not in self.exact:
+            self.exact[var] = len(self.slots)
+            coefficient = Coefficient("", var.aval.shape, var.aval.dtype, self.count, array_bytes(var.aval), False)
+            self.slots.append(Slot(var, self._how(var), None, coefficient))
+        return self.exact[var]
+
+    def _how(self, var: Any) -> str:
+        """How a variable is remembered if it is not sampled, see `Slot`."""
+        if var in self.live:
+            return "live"
+        if var.aval.dtype == jnp.bool_ and var.aval.size >= 64:
+            return "bits"
+        return "nested" if var in self.maker and jaxprs.nested(self.maker[var]) is not None else "exact"
+
+    def _replay(self, var: Any, leaves: Sequence[Any]) -> Callable[..., Any]:
+        eqns, wanted = [], [var]
+        done = set(leaves)
+        while wanted:
+            v = wanted.pop()
+            if isinstance(v, Literal) or v in done:
+                continue
+            done.add(v)
+            eqns.append(self.maker[v])
+            wanted.extend(self.maker[v].invars)
+        order = {id(eqn): i for i, eqn in enumerate(eqn for eqn in dict.fromkeys(self.maker.values()))} if eqns else {}
+        eqns = sorted({id(e): e for e in eqns}.values(), key=lambda e: order[id(e)])
+
+        def replay(*memories):
+            values = dict(zip(leaves, memories, strict=True))
+            run(eqns, values)
+            return values[var]
+
+        return replay
+
+
+def kept_bytes(how: str, sampler: Any, like: Any) -> int:
+    """The bytes of an array that is remembered in one of the forms of `Slot`.
+
+    Args:
+      how: the form.
+      sampler: the sampler of an array that is sampled; None keeps all of it.
+      like: the array's shape and dtype.
+    """
+    if how == "live":
+        return 0
+    if how == "bits":
+        return -(-like.size // 8)
+    return array_bytes(like) if sampler is None else nbytes(sampler, like)
+
+
+def fitted(sampler: Any, coefficient: Coefficient) -> Any:
+    """The sampler in the form in which it remembers a coefficient: positions of an image, entries of other arrays."""
+    if coefficient.order is None or sampler is None or isinstance(sampler, Rounding):
+        return sampler
+    return OfPositions(sampler, coefficient.order)
+
+
+def _image_order(eqn: Any, number: int) -> tuple[int, ...] | None:
+    """The axes of the image in a convolution's weight gradient as (example, positions ..., channels).
+
+    This gradient is a convolution of the image, its first input, with the messages, in which examples and channels
+    have changed places.
+    """
+    if eqn.primitive.name != "conv_general_dilated" or number != 0:
+        return None
+    channels, examples, *positions = eqn.params["dimension_numbers"].lhs_spec
+    return (examples, *positions, channels)
+
+
+def plain_scope(name: str) -> str:
+    """A scope's name without the transformations: "transpose(jvp(encoder))/Dense_0" is "encoder/Dense_0".
+
+    Args:
+      name: the name, see `jaxprs.scope`.
+    """
+    for mark in ("transpose(", "jvp(", "vmap(", "rematted_computation"):
+        name = name.replace(mark, "")
+    return "/".join(part.replace("(", "").replace(")", "") for part in name.split("/") if part.strip("()"))

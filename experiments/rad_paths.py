@@ -1,0 +1,298 @@
+"""The variance of path sampling: constant in the depth where paths are independent, exponential where they interleave
+(Oktay et al., 2021, Algorithm 1, Appendix C and Fig. 2).
+
+The vertices of a function's linearized graph are the elements of every intermediate array, and its edges are the local
+derivatives. Going through the vertices in topological order, k of a vertex's d outgoing edges are drawn, uniformly and
+with replacement; each draw of an edge counts d/k, and edges that are not drawn count zero. A vertex is skipped if none
+of its incoming edges was drawn, unless it is an input. Backpropagation along these edges is unbiased:
+
+    E[z^] = sum_v d/k E[draws of v] dv/dz E[v^] = sum_v dv/dz E[v^]            (eq. 9 to 11)
+
+Measured are the variance over the squared gradient, with bootstrap intervals, and the edges that are used, for a graph
+of independent chains and for a graph of interleaved layers of the same width.
+
+    python -m experiments.rad_paths
+    python -m experiments.rad_paths --preset paper
+
+The paper draws the two graphs and states how their variances grow; it gives no sizes.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.figure import Figure
+
+from apgrad._programs import jaxprs
+from experiments import harness
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(harness.Config):
+    """Options of this experiment.
+
+    Attributes:
+      width: vertices of a layer, or chains.
+      depths: layers.
+      samples: edges that are drawn at each vertex.
+      estimates: of the gradient, for each variance.
+    """
+
+    width: int = 6
+    depths: tuple[int, ...] = (1, 2, 4, 8)
+    samples: tuple[int, ...] = (1, 2)
+    estimates: int = 1000
+
+
+PAPER = Config(depths=(1, 2, 4, 8, 12, 16), samples=(1, 2, 4), estimates=4000)
+
+
+class LinearizedGraph(NamedTuple):
+    """A linearized computational graph, whose vertices are numbered in topological order.
+
+    Attributes:
+      source: (edges,) the vertex that each edge leaves.
+      target: (edges,) the vertex that each edge enters, of a greater number.
+      weight: (edges,) the local derivatives, float64.
+      vertices: how many vertices there are.
+      inputs: (n,) the vertices of the inputs' elements.
+      outputs: (m,) the vertices of the outputs' elements.
+    """
+
+    source: np.ndarray
+    target: np.ndarray
+    weight: np.ndarray
+    vertices: int
+    inputs: np.ndarray
+    outputs: np.ndarray
+
+    def outgoing(self) -> list[np.ndarray]:
+        """The numbers of the edges that leave each vertex."""
+        order = np.argsort(self.source, kind="stable")
+        return np.split(order, np.searchsorted(self.source[order], np.arange(1, self.vertices)))
+
+
+class _Element(NamedTuple):
+    """An array, and the numbers of its vertices; None if it has no derivative."""
+
+    value: Any
+    numbers: Any
+
+
+def linearized_graph(function: Callable[..., Any], *args: Any) -> LinearizedGraph:
+    """The graph of a function at a point, with calls entered and zero derivatives left out.
+
+    Args:
+      function: any JAX function of few elements: each equation's Jacobian is computed in full. An equation with a
+        program inside that is no call (a `scan`) is one layer of vertices.
+      *args: pytrees of arrays; their floating-point elements are the inputs.
+
+    Raises:
+      ValueError: if no output depends on a floating-point input.
+
+    Example:
+      >>> graph = linearized_graph(lambda x: jnp.sum(jnp.sin(x) * 2), jnp.zeros(3))
+      >>> graph.vertices, len(graph.weight)
+      (10, 9)
+    """
+    flat, treedef = jax.tree.flatten(args)
+    program, _ = jaxprs.trace(lambda *v: function(*jax.tree.unflatten(treedef, v)), *flat)
+    total = 0
+    edges: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+
+    def element(value):
+        nonlocal total
+        if not jnp.issubdtype(jnp.result_type(value), jnp.inexact):
+            return _Element(value, None)
+        total += jnp.size(value)
+        return _Element(value, np.arange(total - jnp.size(value), total))
+
+    def apply(eqn, inputs):
+        inputs = [v if isinstance(v, _Element) else _Element(v, None) for v in inputs]
+        inexact = [i for i, v in enumerate(inputs) if v.numbers is not None]
+
+        def restricted(*some):
+            values = [v.value for v in inputs]
+            for i, x in zip(inexact, some, strict=True):
+                values[i] = x
+            return jaxprs.caller(eqn)(*values)
+
+        some = [inputs[i].value for i in inexact]
+        values = restricted(*some)
+        if not inexact:
+            return [_Element(v, None) for v in values]
+        outputs = [element(v) for v in values]
+        for j, out in enumerate(outputs):
+            if out.numbers is None:
+                continue
+            jacobians = jax.jacrev(lambda *s, j=j: restricted(*s)[j], argnums=tuple(range(len(some))))(*some)
+            for i, jacobian in zip(inexact, jacobians, strict=True):
+                matrix = np.asarray(jacobian, np.float64).reshape(out.numbers.size, inputs[i].numbers.size)
+                rows, columns = np.nonzero(matrix)
+                edges.append((inputs[i].numbers[columns], out.numbers[rows], matrix[rows, columns]))
+        return outputs
+
+    leaves = [element(jnp.asarray(x)) for x in flat]
+    first = [v.numbers for v in leaves if v.numbers is not None]
+    results = jaxprs.inline(program, leaves, apply)
+    last = [v.numbers for v in results if isinstance(v, _Element) and v.numbers is not None]
+    if not first or not last:
+        raise ValueError("a linearized graph needs a floating-point input, and an output that depends on one")
+    columns = [np.concatenate(c) for c in zip(*edges, strict=True)] if edges else [np.zeros(0, int)] * 2 + [np.zeros(0)]
+    return LinearizedGraph(columns[0], columns[1], columns[2], total, np.concatenate(first), np.concatenate(last))
+
+
+def path_sampling(graph: LinearizedGraph, samples: int, seed: int, estimates: int = 1) -> tuple[np.ndarray, np.ndarray]:
+    """Independent estimates of the gradient of the outputs' sum, with so many edges drawn at each vertex.
+
+    Args:
+      graph: see `linearized_graph`.
+      samples: k, at least 1.
+      seed: of the draws.
+      estimates: how many.
+
+    Returns:
+      The estimates, (estimates, n) float64, and for each the number of different edges that were drawn, (estimates,).
+
+    Example:
+      >>> graph = linearized_graph(lambda x: jnp.sum(3 * x), jnp.zeros(3))
+      >>> gradients, edges = path_sampling(graph, 1, seed=0)
+      >>> gradients.tolist(), edges.tolist()
+      ([[3.0, 3.0, 3.0]], [6])
+    """
+    if samples < 1:
+        raise ValueError(f"path sampling draws at least one edge a vertex, got {samples}")
+    rng = np.random.default_rng(seed)
+    draws = np.zeros((estimates, len(graph.weight)))
+    reached = np.zeros((estimates, graph.vertices), bool)
+    reached[:, graph.inputs] = True
+    for v, outgoing in enumerate(graph.outgoing()):
+        rows = np.flatnonzero(reached[:, v])[:, None]
+        if not len(rows) or not len(outgoing):
+            continue
+        chosen = outgoing[rng.integers(len(outgoing), size=(len(rows), samples))]
+        np.add.at(draws, (rows, chosen), len(outgoing) / samples)
+        reached[rows, graph.target[chosen]] = True
+    return backpropagate(graph, draws), np.count_nonzero(draws, axis=1)
+
+
+def backpropagate(graph: LinearizedGraph, draws: np.ndarray | None = None) -> np.ndarray:
+    """Backpropagation of the outputs' sum along the edges.
+
+    Args:
+      graph: see `linearized_graph`.
+      draws: (estimates, edges) factors of the edges; if not given, one row of ones, so that the gradient is exact.
+
+    Returns:
+      (estimates, n) gradients, float64.
+    """
+    weight = graph.weight * (np.ones((1, len(graph.weight))) if draws is None else draws)
+    messages = np.zeros((len(weight), graph.vertices))
+    messages[:, graph.outputs] = 1
+    for v, outgoing in reversed(list(enumerate(graph.outgoing()))):
+        messages[:, v] += np.sum(weight[:, outgoing] * messages[:, graph.target[outgoing]], 1)
+    return messages[:, graph.inputs]
+
+
+def independent(width: int, depth: int) -> Callable[[jax.Array], jax.Array]:
+    """Chains from one input that never meet before the last sum (Fig. 2, left): a function of a scalar.
+
+    Args:
+      width: how many chains.
+      depth: steps of each.
+    """
+
+    def function(x):
+        values = x * (1 + 0.5 * jnp.cos(3.0 * jnp.arange(width)))
+        for i in range(depth):
+            values = values * (1 + 0.1 * jnp.cos(jnp.arange(width) + float(i)))
+        return jnp.sum(values) / width
+
+    return function
+
+
+def interleaved(width: int, depth: int) -> Callable[[jax.Array], jax.Array]:
+    """Layers each of whose vertices is joined with all of the next layer (Fig. 2, right): a function of a scalar.
+
+    Args:
+      width: vertices of each layer.
+      depth: how many layers.
+    """
+    rng = np.random.default_rng(0)
+    weights = [(rng.standard_normal((width, width)) / width**0.5).astype(np.float32) for _ in range(depth)]
+
+    def function(x):
+        values = x * (1 + 0.5 * jnp.cos(3.0 * jnp.arange(width)))
+        for w in weights:
+            values = w @ values
+        # The norm, so that no gradient is small by chance.
+        return jnp.sum(values * jax.lax.stop_gradient(jnp.sign(values))) / width
+
+    return function
+
+
+GRAPHS = {"independent": independent, "interleaved": interleaved}
+
+
+@functools.cache
+def _graph(name: str, width: int, depth: int) -> LinearizedGraph:
+    return linearized_graph(GRAPHS[name](width, depth), jnp.array(1.0))
+
+
+def cells(config: Config) -> list[harness.Cell]:
+    """Graph by graph."""
+    return [
+        {"graph": graph, "depth": depth, "samples": samples}
+        for graph in GRAPHS
+        for depth in config.depths
+        for samples in config.samples
+    ]
+
+
+def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
+    """Relative variance of the estimates with its interval, their distance from the gradient, and the edges used."""
+    graph = _graph(cell["graph"], config.width, cell["depth"])
+    exact = backpropagate(graph)[0, 0]
+    found, edges = path_sampling(graph, cell["samples"], seed, config.estimates)
+    relative = found[:, 0] / exact
+    error = relative.std(ddof=1) / len(relative) ** 0.5
+    return {
+        "relative_variance": float(relative.var(ddof=1)),
+        "interval": harness.interval(harness.bootstrap(relative, lambda x: x.var(-1), 200, seed)),
+        "standard_errors_off": float((relative.mean() - 1) / error) if error > 1e-12 else 0.0,
+        "edges_used": float(edges.mean() / len(graph.weight)),
+    }
+
+
+def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
+    """Variance and edges by depth, and the factor by which a layer multiplies the variance."""
+    rows = [{**cell, **result} for cell, result in records]
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    growth = {}
+    for graph, line in zip(GRAPHS, ("-", "--"), strict=True):
+        for number, samples in enumerate(config.samples):
+            mine = [r for r in rows if (r["graph"], r["samples"]) == (graph, samples)]
+            depths, variances = ([r[name] for r in mine] for name in ("depth", "relative_variance"))
+            growth[f"{graph}, {samples} edges"] = float(np.exp(np.polyfit(depths, np.log(variances), 1)[0]))
+            left.plot(depths, variances, f"C{number}o{line}", ms=3, label=f"{graph}, {samples}")
+            left.fill_between(depths, *np.transpose([r["interval"] for r in mine]), color=f"C{number}", alpha=0.2, lw=0)
+            right.plot(depths, [r["edges_used"] for r in mine], f"C{number}o{line}", ms=3)
+    left.set(yscale="log", xlabel="depth", ylabel="variance / squared gradient")
+    right.set(ylim=(0, 1), xlabel="depth", ylabel="share of the edges that are used")
+    left.legend(title="graph, edges drawn at a vertex", fontsize=7, title_fontsize=7, frameon=False)
+    lines = [f"{'':12} edges  depth  variance / squared gradient     off by (standard errors)  edges used"]
+    lines += [
+        f"{r['graph']:12} {r['samples']:5} {r['depth']:6}  {r['relative_variance']:9.4g} "
+        f"[{r['interval'][0]:.4g}, {r['interval'][1]:.4g}] {r['standard_errors_off']:12.1f} {r['edges_used']:21.2f}"
+        for r in rows
+    ]
+    return harness.Report({"variance_factor_of_a_layer": growth}, rows, "\n".join(lines), figure)
+
+
+if __name__ == "__main__":
+    harness.main()
