@@ -12,9 +12,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from apgrad._programs import jaxprs
-
-# Elementwise, linear in messages.
-_LINEAR = frozenset({"mul", "div", "neg", "add", "add_any", "sub", "select_n", "convert_element_type", "copy"})
+from apgrad._programs.kinds import LINEAR_ELEMENTWISE
 
 
 class PullbackGraph:
@@ -66,7 +64,7 @@ class PullbackGraph:
             messages = self.messages(eqn)
             roots = {root.get(v, v) for v in messages}
             shapes = {v.aval.shape for v in (*messages, *eqn.outvars)}
-            if eqn.primitive.name in _LINEAR and len(roots) == 1 and len(shapes) == 1:
+            if eqn.primitive.name in LINEAR_ELEMENTWISE and len(roots) == 1 and len(shapes) == 1:
                 root[eqn.outvars[0]] = roots.pop()
         maker = {eqn.outvars[0]: eqn for eqn in self.backward if eqn.outvars[0] in root}
         outside = {v for v in self.jaxpr.outvars if not isinstance(v, Literal)}
@@ -142,4 +140,4 @@ def run(eqns: Sequence[Any], values: dict[Any, Any]) -> None:
     """
     for eqn in eqns:
         inputs = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
-        values.update(zip(eqn.outvars, jaxprs.caller(eqn)(*inputs), strict=True))
+        values.update(zip(eqn.outvars, jaxprs.run(eqn, inputs), strict=True))

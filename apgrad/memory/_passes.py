@@ -133,7 +133,7 @@ def exact(program: jaxprs.Program, inputs: Sequence[Any]) -> list[Any]:
       program: the program; the values of its own constants are not used.
       inputs: of the program, and after them values for its constants.
     """
-    return evaluated(program, inputs, lambda eqn, values: jaxprs.caller(eqn)(*values))
+    return evaluated(program, inputs, jaxprs.run)
 
 
 def evaluated(program: jaxprs.Program, inputs: Sequence[Any], apply: Callable[..., Any]) -> list[Any]:

@@ -29,10 +29,11 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from apgrad._programs import jaxprs
+from apgrad._programs.kinds import LINEAR_IN_EACH
 from apgrad._programs.linearity import CONSTANT, LINEAR, OTHER, linearity
 from apgrad.memory._graph import PullbackGraph
 from apgrad.memory._samplers import array_bytes
-from apgrad.memory._slots import PRODUCTS, Coefficient, CoefficientUse, Slot, SlotMaker, plain_scope
+from apgrad.memory._slots import Coefficient, CoefficientUse, Slot, SlotMaker
 
 
 class BackwardStep(NamedTuple):
@@ -108,7 +109,7 @@ def make_plan(
     back = _inlined(lambda leaves, m: jax.tree.unflatten(box["tree"], leaves)(m), leaves, messages)
     kinds = [CONSTANT] * len(leaves) + [LINEAR] * len(messages)
     if rules and OTHER in linearity(back, kinds):
-        scopes = ", ".join(sorted({repr(plain_scope(r)) for r in rules if r}))
+        scopes = ", ".join(sorted({repr(jaxprs.plain_scope(r)) for r in rules if r}))
         raise TypeError(
             f"cannot randomize a function with a custom_vjp function inside{scopes and f' (in {scopes})'} whose "
             "backward pass is not linear in the message, or cannot be seen to be: the mean of what it makes of random "
@@ -120,7 +121,7 @@ def make_plan(
     chains = graph.chains()
 
     def whole(*values):
-        found = jaxprs.inline(traced, values, lambda eqn, inputs: jaxprs.caller(eqn)(*inputs))
+        found = jaxprs.inline(traced, values)
         return found[: len(outputs)], *graph.known(found[len(outputs) :], known, chains)
 
     forward = _inlined(whole, *structs)
@@ -160,7 +161,7 @@ def make_plan(
         else:
             for i, v in enumerate(eqn.invars):
                 if not isinstance(v, Literal) and v in at:
-                    uses[i] = memory.use(at[v], name in PRODUCTS, ancestors, len(steps), name, eqn, i)
+                    uses[i] = memory.use(at[v], name in LINEAR_IN_EACH, ancestors, len(steps), name, eqn, i)
         steps.append(BackwardStep(eqn, uses, root, last))
     return MemoryPlan(forward, len(outputs), tuple(memory.slots), tuple(steps), back)
 
@@ -168,6 +169,4 @@ def make_plan(
 def _inlined(function: Callable[..., Any], *args: Any) -> jaxprs.Program:
     program, _ = jaxprs.trace(function, *args)
     flat = jax.tree.leaves(args)
-    return jaxprs.trace(
-        lambda *values: jaxprs.inline(program, values, lambda eqn, inputs: jaxprs.caller(eqn)(*inputs)), *flat
-    )[0]
+    return jaxprs.trace(lambda *values: jaxprs.inline(program, values), *flat)[0]

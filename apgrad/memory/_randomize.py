@@ -218,8 +218,7 @@ class _Walk:
             answers: list[Any] = [None] * len(flags)
             if memory is not None:
                 memory, key, (made, chosen) = memory[0], memory[1], memory[2].value
-                for i, message in zip(chosen, send(made, key, memory, inexact(messages)), strict=True):
-                    answers[i] = message
+                answers = jaxprs.place(send(made, key, memory, inexact(messages)), chosen, answers)
             return (None, *answers)
 
         call = node(Propagator(forward, backward), perturbed=True)
@@ -238,15 +237,13 @@ class _Walk:
         """The plan of a program that is differentiated with respect to the chosen ones of its inputs and constants."""
 
         def linearize(key, *inputs):
-            def restricted(*some):
-                values = list(inputs)
-                for i, x in zip(chosen, some, strict=True):
-                    values[i] = x
+            def walked(*values):
                 marked = [_Live(v) if flag else v for v, flag in zip(values, flags, strict=True)]
                 outputs = [_value(v) for v in evaluated(program, marked, self._apply(key, where, count, rules))]
                 return inexact(outputs), outputs
 
-            _, pullback, outputs = jax.vjp(restricted, *(inputs[i] for i in chosen), has_aux=True)
+            restricted, some = jaxprs.restrict(walked, inputs, chosen)
+            _, pullback, outputs = jax.vjp(restricted, *some, has_aux=True)
             return outputs, pullback
 
         rules: list[str] = []

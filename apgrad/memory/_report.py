@@ -17,11 +17,12 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from apgrad._programs import jaxprs
+from apgrad._programs.kinds import IDENTITY
 from apgrad.memory._randomize import randomize
 from apgrad.memory._samplers import array_bytes, rounding
-from apgrad.memory._slots import is_view, plain_scope
+from apgrad.memory._slots import is_view
 
-_SAME = frozenset({"refuse_derivative", "optimization_barrier", "copy_p", "pvary"})
+_SAME = IDENTITY | {"refuse_derivative"}
 _KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
 
@@ -117,20 +118,16 @@ def residuals(function: Callable[..., Any], *args: Any) -> tuple[Residual, ...]:
     inexact = [i for i, x in enumerate(flat) if jnp.issubdtype(_dtype(x), jnp.inexact)]
 
     def linearize(*values):
-        def restricted(*some):
-            merged = list(values)
-            for i, x in zip(inexact, some, strict=True):
-                merged[i] = x
-            outputs = jax.tree.leaves(function(*jax.tree.unflatten(treedef, merged)))
+        def with_messages(*values):
+            outputs = jax.tree.leaves(function(*jax.tree.unflatten(treedef, values)))
             return [x for x in outputs if jnp.issubdtype(_dtype(x), jnp.inexact)]
 
-        return jax.tree.leaves(jax.vjp(restricted, *(values[i] for i in inexact))[1])
+        restricted, some = jaxprs.restrict(with_messages, values, inexact)
+        return jax.tree.leaves(jax.vjp(restricted, *some)[1])
 
     program, _ = jaxprs.trace(linearize, *flat)
     structs = [jax.ShapeDtypeStruct(jnp.shape(x), _dtype(x)) for x in flat]
-    jaxpr = jaxprs.trace(
-        lambda *v: jaxprs.inline(program, v, lambda eqn, inputs: jaxprs.caller(eqn)(*inputs)), *structs
-    )[0].jaxpr
+    jaxpr = jaxprs.trace(lambda *v: jaxprs.inline(program, v), *structs)[0].jaxpr
     maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     free = {*jaxpr.invars, *jaxpr.constvars}
 
@@ -147,7 +144,7 @@ def residuals(function: Callable[..., Any], *args: Any) -> tuple[Residual, ...]:
         if not isinstance(origin, Literal) and origin in found:
             continue
         keep = min(origin, v, key=lambda v: array_bytes(v.aval))
-        name = "/".join(p for p in (plain_scope(jaxprs.scope(maker[keep])), maker[keep].primitive.name) if p)
+        name = "/".join(p for p in (jaxprs.plain_scope(jaxprs.scope(maker[keep])), maker[keep].primitive.name) if p)
         aval: Any = keep.aval
         found[keep] = Residual(name, aval.shape, aval.dtype, array_bytes(aval))
     return tuple(found.values())

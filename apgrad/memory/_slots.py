@@ -12,16 +12,12 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from apgrad._programs import jaxprs
+from apgrad._programs.kinds import VIEW
 from apgrad.memory._graph import run
 from apgrad.memory._samplers import OfPositions, Rounding, array_bytes, nbytes
 
-# Linear in a coefficient, with a message as the other operand.
-PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
-VIEWS = frozenset(
-    {"broadcast_in_dim", "reshape", "transpose", "squeeze", "expand_dims", "copy", "convert_element_type", "rev"}
-)
 # Cheap enough to be computed again.
-_CHEAP = VIEWS | frozenset(
+_CHEAP = VIEW | frozenset(
     """mul div neg add add_any sub select_n max min sign abs square integer_pow sqrt rsqrt exp log tanh logistic clamp
     eq ne lt le gt ge and or not xor is_finite iota shift_right_logical shift_left random_bits random_wrap random_unwrap
     random_seed random_fold_in random_split threefry2x32 bitcast_convert_type slice concatenate pad""".split()  # noqa: SIM905
@@ -36,7 +32,7 @@ def is_view(eqn: Any) -> bool:
     is rounded at random must not go through a conversion that rounds as well, least of all to integers.
     """
     if eqn.primitive.name != "convert_element_type":
-        return eqn.primitive.name in VIEWS
+        return eqn.primitive.name in VIEW
     old, new = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
     if not (jnp.issubdtype(old, jnp.floating) and jnp.issubdtype(new, jnp.floating)):
         return False
@@ -173,7 +169,7 @@ class SlotMaker:
             return None
         index = (var, self.last, order)
         if index not in self.samplers:
-            label = "/".join(part for part in (self.where, plain_scope(jaxprs.scope(eqn)), name) if part)
+            label = "/".join(part for part in (self.where, jaxprs.plain_scope(jaxprs.scope(eqn)), name) if part)
             label = f"{label}[{len(self.samplers)}]"
             found = Coefficient(
                 label, var.aval.shape, var.aval.dtype, self.count, array_bytes(var.aval), self.last, order
@@ -287,14 +283,3 @@ def _image_order(eqn: Any, number: int) -> tuple[int, ...] | None:
         return None
     channels, examples, *positions = eqn.params["dimension_numbers"].lhs_spec
     return (examples, *positions, channels)
-
-
-def plain_scope(name: str) -> str:
-    """A scope's name without the transformations: "transpose(jvp(encoder))/Dense_0" is "encoder/Dense_0".
-
-    Args:
-      name: the name, see `jaxprs.scope`.
-    """
-    for mark in ("transpose(", "jvp(", "vmap(", "rematted_computation"):
-        name = name.replace(mark, "")
-    return "/".join(part.replace("(", "").replace(")", "") for part in name.split("/") if part.strip("()"))
