@@ -13,7 +13,8 @@ from jax.extend.core import Literal
 
 from apgrad._programs import jaxprs
 from apgrad.memory._graph import run
-from apgrad.memory._samplers import OfPositions, Rounding, array_bytes, nbytes
+from apgrad.memory._positions import OfPositions
+from apgrad.memory._samplers import Rounding, array_bytes, nbytes
 
 # Linear in a coefficient, with a message as the other operand.
 PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
