@@ -14,7 +14,8 @@ from jax.extend.core import Literal
 from apgrad._programs import jaxprs
 from apgrad._programs.kinds import VIEW
 from apgrad.memory._graph import run
-from apgrad.memory._samplers import OfPositions, Rounding, array_bytes, nbytes
+from apgrad.memory._positions import OfPositions
+from apgrad.memory._samplers import Rounding, array_bytes, nbytes
 
 # Cheap enough to be computed again.
 _CHEAP = VIEW | frozenset(
