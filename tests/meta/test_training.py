@@ -56,7 +56,8 @@ def program(folder, steps, *kill, **kwargs):
 def here(folder, steps):
     """The same in this process: the lines that it prints."""
     out = io.StringIO()
-    with contextlib.redirect_stdout(out), mock.patch.object(sys, "argv", ["", str(folder), str(steps)]):
+    arguments = mock.patch.object(sys, "argv", ["", str(folder), str(steps)])
+    with contextlib.redirect_stdout(out), arguments, jax.numpy_dtype_promotion("standard"):
         exec(RUN, {"__name__": "__main__"})
     return out.getvalue().splitlines()
 
