@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent.parent
 # while after step 4, whatever it is doing then. It waits for that at step 8, so that however slow the machine is, the
 # kill comes after step 4 and before the end.
 RUN = """
-import os, sys, threading
+import os, signal, sys, threading
 import jax, jax.numpy as jnp, numpy as np, optax
 from apgrad import meta
 
@@ -31,6 +31,8 @@ problem = meta.Problem(
 )
 outer = meta.batched(meta.single_evolution(problem, 2, sigma=0.1), 2)
 kill, after = (int(sys.argv[3]), float(sys.argv[4])) if len(sys.argv) > 3 else (None, 0.0)
+if kill:  # a process that is started in the background ignores SIGINT
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 killer = threading.Timer(after, lambda: os.kill(os.getpid(), kill))
 def log(step, metrics):
     print("at", step, flush=True)
@@ -54,7 +56,8 @@ def program(folder, steps, *kill, **kwargs):
 def here(folder, steps):
     """The same in this process: the lines that it prints."""
     out = io.StringIO()
-    with contextlib.redirect_stdout(out), mock.patch.object(sys, "argv", ["", str(folder), str(steps)]):
+    arguments = mock.patch.object(sys, "argv", ["", str(folder), str(steps)])
+    with contextlib.redirect_stdout(out), arguments, jax.numpy_dtype_promotion("standard"):
         exec(RUN, {"__name__": "__main__"})
     return out.getvalue().splitlines()
 
