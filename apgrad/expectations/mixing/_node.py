@@ -117,7 +117,7 @@ def draw_by_mixer(tape: Tape, call: LaneCall) -> tuple[Tape, jax.Array, list[Cha
     def backward(memory, to_x, to_zeros, suffix):
         shared, lane, pullbacks, flags = memory
         memory = NodeMemory(mixer, what, build, shared, lane, pullbacks, flags.value)
-        messages = _Messages(*to_x, to_zeros, suffix, folds)
+        messages = _Messages(to_x.own, to_x.output, to_zeros, suffix, folds)
         answer = (_by_parameters if mixer.target == "parameters" else _by_arguments)(memory, messages)
         return answer.shared, answer.lane, answer.suffix
 
@@ -345,7 +345,7 @@ def _mix_coordinates(weights, gradients):
 
 def _charged(mixer: Mixer) -> list[Baseline]:
     """The baselines of the estimators with a score, each once: the node has a zero on the tape for each of them."""
-    found = {_identity(e.baseline): e.baseline for e in mixer.estimators if e.score is not None}
+    found: dict[Any, Baseline] = {_identity(e.baseline): e.baseline for e in mixer.estimators if e.score is not None}
     return list(found.values())
 
 
