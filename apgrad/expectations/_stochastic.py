@@ -28,7 +28,7 @@ from apgrad.expectations._lanes import require_lanes
 from apgrad.expectations._tape import Tape
 from apgrad.expectations.estimators import _baselines as baselines
 from apgrad.expectations.estimators._estimator import Estimator, Mixer, surrogate
-from apgrad.expectations.mixing._node import LaneCall, draw_batch_by_mixer, draw_by_mixer
+from apgrad.expectations.mixing._node import Charge, LaneCall, draw_batch_by_mixer, draw_by_mixer
 
 
 def stochastic(
@@ -86,6 +86,7 @@ def stochastic(
                 distributions.require_distribution(what, made)
                 return made
 
+            charges: list[Charge]
             if isinstance(estimator, Mixer):
                 call = LaneCall(estimator, what, name, distribution, axes, args, keys)
                 tape, x, charges = draw_by_mixer(tape, call)
@@ -147,6 +148,7 @@ def sample(
     _require_tape(what, tape)
     distributions.require_distribution(what, distribution)
     tape, key = tape.next_key()
+    charges: list[Charge]
     if isinstance(estimator, Mixer):
         tape, x, charges = draw_batch_by_mixer(tape, estimator, what, distribution, key)
     else:
