@@ -116,6 +116,7 @@ def test_in_a_rule_that_learns_a_task():
     check(rule, trained(rule, meta.evolution, problem))
 
 
+@pytest.mark.parametrize("name", OUTER)
 def test_the_loss_sees_it_and_the_gradient_has_zeros(name):
     """A recurrence whose loss depends on a fixed number, without a stop_gradient in it."""
     theta = {"w": jnp.ones(3), "fixed": nnx.BatchStat(jnp.asarray([2.0, 3.0]))}
