@@ -205,7 +205,7 @@ def recommend(comparison: Comparison, *, nodes: NodeVariances | None = None, gro
       >>> row = ap.diagnostics.Row(x, x, x, 0.0, False, 1.0, 0.01, False, 1e-3, 1000.0)
       >>> rows = {"RP": row, "LR": row._replace(variance=10.0, efficiency=100.0)}
       >>> print(ap.diagnostics.recommend(ap.diagnostics.Comparison(rows, {}, 100)))
-      Use RP: it is 10 (9.54 to 10.5) times as efficient as LR, the next.
+      Use RP: it is 10 (9.67 to 10.3) times as efficient as LR, the next.
     """
     rows = comparison.rows
     sound = {n: r for n, r in rows.items() if not (r.biased or r.heavy_tailed)}
