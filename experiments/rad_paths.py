@@ -207,9 +207,9 @@ def independent(width: int, depth: int) -> Callable[[jax.Array], jax.Array]:
     """
 
     def function(x):
-        values = x * (1 + 0.5 * jnp.cos(3.0 * jnp.arange(width)))
+        values = x * (1 + 0.5 * jnp.cos(3.0 * jnp.arange(width, dtype=jnp.float32)))
         for i in range(depth):
-            values = values * (1 + 0.1 * jnp.cos(jnp.arange(width) + float(i)))
+            values = values * (1 + 0.1 * jnp.cos(jnp.arange(width, dtype=jnp.float32) + i))
         return jnp.sum(values) / width
 
     return function
@@ -226,7 +226,7 @@ def interleaved(width: int, depth: int) -> Callable[[jax.Array], jax.Array]:
     weights = [(rng.standard_normal((width, width)) / width**0.5).astype(np.float32) for _ in range(depth)]
 
     def function(x):
-        values = x * (1 + 0.5 * jnp.cos(3.0 * jnp.arange(width)))
+        values = x * (1 + 0.5 * jnp.cos(3.0 * jnp.arange(width, dtype=jnp.float32)))
         for w in weights:
             values = w @ values
         # The norm, so that no gradient is small by chance.
