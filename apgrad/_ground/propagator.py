@@ -19,7 +19,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from apgrad._ground.closures import may_close_over_a_tracer
 from apgrad._ground.messages import Static as Static, between, check_messages, describe, form_of, has_message, numbered
 from apgrad._ground.primitives import refuse_derivative
-from apgrad._programs.jaxprs import hoist as hoist
+from apgrad._programs.jaxprs import hoist
 
 
 class Propagator(NamedTuple):

@@ -23,7 +23,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from apgrad._ground.propagator import Propagator, Static, first_order, hoist, node
+from apgrad._ground.propagator import Propagator, Static, first_order, node
+from apgrad._programs.jaxprs import hoist
 
 STREAM = "apgrad stream"  # the name of the axis of streams: 0 is the own stream, 1 the output stream
 
