@@ -18,9 +18,6 @@ def may_close_over_a_tracer(*functions: Any) -> bool:
     The search goes through variables from outside, default arguments, parts of `functools.partial`, the object of a
     bound method, and the same of every function found on the way. An array in an attribute of any other object is not
     found.
-
-    Args:
-      *functions: Python functions or other callables.
     """
     seen, queue = set(), list(functions)
     while queue:

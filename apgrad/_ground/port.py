@@ -1,9 +1,8 @@
 """Ports: a way back through a program for messages that are no gradients.
 
-Reverse mode carries, for each value, a cotangent of that value's shape. A *port* is a zero-valued array
-(or pytree) that goes forward beside the value: its own cotangent is free to mean anything, so it carries
-the message. Where paths meet, JAX adds the messages up as it adds cotangents; the zeros cost nothing,
-the compiler drops them.
+Reverse mode carries, for each value, a cotangent of that value's shape. A *port* is a zero-valued array (or pytree)
+that goes forward beside the value: its own cotangent is free to mean anything, so it carries the message. Where paths
+meet, JAX adds the messages up as it adds cotangents; the zeros cost nothing, the compiler drops them.
 
 A node is given a port by taking it as an input and returning it as an output, so that its `backward`
 receives the message at the output and answers at the input.

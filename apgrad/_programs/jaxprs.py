@@ -16,23 +16,13 @@ import jax
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from apgrad._programs.control import (
-    Nested as Nested,
-    Program as Program,
-    nested as nested,
-    opened,
-    rebuild as rebuild,
-)
+from apgrad._programs.control import Nested as Nested, Program as Program, nested as nested, opened, rebuild as rebuild
 
 ApplyEquation = Callable[[Any, list[Any]], Sequence[Any]]
 
 
 def caller(eqn: Any) -> Callable[..., list[Any]]:
-    """The equation's primitive as a function `(*inputs) -> list of outputs`; keywords override its parameters.
-
-    Args:
-      eqn: an equation of a jaxpr.
-    """
+    """The equation's primitive as a function `(*inputs) -> list of outputs`; keywords override its parameters."""
 
     def call(*inputs, **changes):
         outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params({**eqn.params, **changes}))
@@ -42,28 +32,17 @@ def caller(eqn: Any) -> Callable[..., list[Any]]:
 
 
 def scope(eqn: Any) -> str:
-    """The named scopes around an equation within its own program, as "encoder/LSTM_0".
-
-    Args:
-      eqn: an equation of a jaxpr.
-    """
+    """The named scopes around an equation within its own program, as "encoder/LSTM_0"."""
     return str(eqn.source_info.name_stack)
 
 
 def join(*scopes: str) -> str:
-    """Names one inside the other, as "encoder/LSTM_0"; empty names are left out.
-
-    Args:
-      *scopes: names, the outermost first.
-    """
+    """Names one inside the other, as "encoder/LSTM_0"; empty names are left out."""
     return "/".join(s for s in scopes if s)
 
 
 def plain_scope(scope: str) -> str:
     """A scope without the marks of JAX's transformations.
-
-    Args:
-      scope: named scopes as JAX writes them.
 
     Example:
       >>> plain_scope("transpose(jvp(encoder))/rematted_computation/dense")
@@ -139,14 +118,6 @@ def inline(program: Program, inputs: Sequence[Any], apply: ApplyEquation = run) 
     """`evaluate`, but the program inside a call (of `jit` and its like) is evaluated in place of the call.
 
     Named scopes stay whole: what was in a call is evaluated under the call's scope.
-
-    Args:
-      program: what is evaluated.
-      inputs: one value for each input of the program.
-      apply: evaluates one equation that is no call.
-
-    Returns:
-      The list of outputs.
     """
 
     def enter(eqn, values):
@@ -161,11 +132,6 @@ def inline(program: Program, inputs: Sequence[Any], apply: ApplyEquation = run) 
 
 def place(values: Sequence[Any], numbers: Sequence[int], into: Sequence[Any]) -> list[Any]:
     """A copy of a list with values put at the given places.
-
-    Args:
-      values: what is put in.
-      numbers: for each value its place.
-      into: the list that is copied.
 
     Example:
       >>> place(["a", "b"], [2, 0], [None] * 4)

@@ -36,19 +36,11 @@ class PullbackGraph:
                 self.forward.append(eqn)
 
     def coefficients(self, eqn: Any) -> list[Any]:
-        """The inputs of an equation that depend on no message.
-
-        Args:
-          eqn: an equation of the pullback.
-        """
+        """The inputs of an equation that depend on no message."""
         return [v for v in eqn.invars if not isinstance(v, Literal) and v not in self.dependent]
 
     def messages(self, eqn: Any) -> list[Any]:
-        """The inputs of an equation that depend on a message.
-
-        Args:
-          eqn: an equation of the pullback.
-        """
+        """The inputs of an equation that depend on a message."""
         return [v for v in eqn.invars if not isinstance(v, Literal) and v in self.dependent]
 
     def frontier(self) -> list[Any]:
@@ -84,13 +76,7 @@ class PullbackGraph:
         return eqns[::-1]
 
     def known(self, leaves: Sequence[Any], frontier: Sequence[Any], chains: dict[Any, Any]) -> Any:
-        """The values of the frontier and of the chains' derivatives, in two lists.
-
-        Args:
-          leaves: values of the residuals.
-          frontier: see `frontier`.
-          chains: see `chains`.
-        """
+        """The values of the frontier and of the chains' derivatives, in two lists."""
         values = dict(zip(self.leaves, leaves, strict=True))
         values |= dict(zip(self.jaxpr.constvars, self.consts, strict=True))
         run(self.forward, values)

@@ -14,21 +14,12 @@ def together(key: jax.Array, *values: Any) -> tuple[Any, ...]:
     """The key and the values unchanged, none of which is there before all of them are.
 
     So draws from the returned key wait for the values.
-
-    Args:
-      key: a typed PRNG key.
-      *values: pytrees of arrays.
     """
     raw, *found = jax.lax.optimization_barrier((jax.random.key_data(key), *values))
     return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(key)), *found
 
 
 def zeros_after(shape: tuple[int, ...], memory: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Zeros that are not there before the memory is, and the memory.
-
-    Args:
-      shape: of the zeros.
-      memory: an array, whose dtype the zeros have.
-    """
+    """Zeros that are not there before the memory is, and the memory."""
     zero, memory = jax.lax.optimization_barrier((jnp.zeros((), memory.dtype), memory))
     return jnp.broadcast_to(zero, shape), memory

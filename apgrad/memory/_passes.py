@@ -27,16 +27,7 @@ _REASON = (
 
 
 def remember(made: MemoryPlan, key: jax.Array, inputs: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
-    """Evaluates the forward program, and keeps each slot as soon as its variable is there.
-
-    Args:
-      made: the plan.
-      key: for the samplers' draws.
-      inputs: of the forward program.
-
-    Returns:
-      The function's outputs, and the memory, one entry a slot.
-    """
+    """Evaluates the forward program: the function's outputs, and the memory, one entry a slot, each kept at once."""
     jaxpr, consts = made.forward
     values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, inputs, strict=True))
     wanted = {v for v in (*jaxpr.outvars[: made.outputs], *(s.var for s in made.slots)) if not _literal(v)}
@@ -74,17 +65,7 @@ def remember(made: MemoryPlan, key: jax.Array, inputs: Sequence[Any]) -> tuple[l
 
 
 def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Sequence[Any]) -> list[Any]:
-    """Evaluates the backward steps.
-
-    Args:
-      made: the plan.
-      key: the key of `remember`.
-      memory: the memory that `remember` made.
-      messages: for the floating-point outputs.
-
-    Returns:
-      The messages for the differentiated inputs.
-    """
+    """Evaluates the backward steps, which turn messages to floating-point outputs into those to chosen inputs."""
     jaxpr, consts = made.pullback
     values = dict(zip(jaxpr.constvars, consts, strict=True))
     values |= dict(zip(jaxpr.invars[len(jaxpr.invars) - len(messages) :], messages, strict=True))
@@ -127,43 +108,23 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
 
 
 def exact(program: jaxprs.Program, inputs: Sequence[Any]) -> list[Any]:
-    """The outputs of a program.
-
-    Args:
-      program: the program; the values of its own constants are not used.
-      inputs: of the program, and after them values for its constants.
-    """
+    """The outputs of a program, from its inputs and, after them, values for its constants."""
     return evaluated(program, inputs, jaxprs.run)
 
 
 def evaluated(program: jaxprs.Program, inputs: Sequence[Any], apply: Callable[..., Any]) -> list[Any]:
-    """`jaxprs.evaluate` of a program with values for its constants.
-
-    Args:
-      program: the program; the values of its own constants are not used.
-      inputs: of the program, and after them values for its constants.
-      apply: `(eqn, inputs) -> outputs`, in place of each equation.
-    """
+    """`jaxprs.evaluate` of a program, from its inputs and, after them, values for its constants."""
     size = len(program.jaxpr.invars)
     return jaxprs.evaluate(jaxprs.Program(program.jaxpr, tuple(inputs[size:])), inputs[:size], apply)
 
 
 def inexact(values: Sequence[Any]) -> list[Any]:
-    """The values that can have messages: floating-point and complex ones.
-
-    Args:
-      values: arrays.
-    """
+    """The values that can have messages: floating-point and complex ones."""
     return [x for x in values if jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
 def differentiated(inputs: Sequence[Any], perturbed: Sequence[bool]) -> tuple[int, ...]:
-    """The numbers of the inputs that get a message.
-
-    Args:
-      inputs: arrays.
-      perturbed: for each input, whether it is differentiated.
-    """
+    """The numbers of the inputs that get a message."""
     is_inexact = [jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact) for x in inputs]
     return tuple(i for i, (p, f) in enumerate(zip(perturbed, is_inexact, strict=True)) if p and f)
 

@@ -303,8 +303,7 @@ class _Walk:
                 return self.plan(inside.jaxprs[i], [*live[1:], *(True for _ in inside.jaxprs[i].consts)], *rest)
 
             return randomized_cond(
-                inside.jaxprs,
-                lambda i, chosen, *rest: plan(i, chosen, f"{label}.{i}", count, *rest),
+                inside.jaxprs, lambda i, chosen, *rest: plan(i, chosen, f"{label}.{i}", count, *rest)
             )(key, *values)
         # What is inside a checkpoint is remembered for a moment only: the key goes in as an input.
         inner = self.stretch(inside.jaxprs[0], live, label, 0)

@@ -79,11 +79,7 @@ class Sampler(Protocol):
 
 
 def array_bytes(like: Any) -> int:
-    """The bytes of an array; a PRNG key has the bytes of its data.
-
-    Args:
-      like: has the array's shape and dtype.
-    """
+    """The bytes of an array; a PRNG key has the bytes of its data."""
     aval = jax.ShapeDtypeStruct(like.shape, like.dtype)
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         aval = jax.eval_shape(jax.random.key_data, aval)
@@ -210,13 +206,7 @@ class Projection:
         return jnp.moveaxis(jnp.tensordot(memory, signs, (axis, 1)), -1, axis)
 
     def signs(self, key: jax.Array, size: int, dtype: Any) -> jax.Array:
-        """R, (d, k).
-
-        Args:
-          key: a PRNG key.
-          size: d.
-          dtype: of R.
-        """
+        """R, (d, k), for d = `size`."""
         k = kept(self.fraction, size)
         return jax.random.rademacher(key, (size, k), dtype) * jnp.asarray(k**-0.5, dtype)
 
@@ -352,12 +342,7 @@ def heavy(fraction: float, *, share: float = 0.5) -> Heavy:
 
 
 def kept(fraction: float, size: int) -> int:
-    """How many of `size` entries are kept: the fraction, rounded up, at least one.
-
-    Args:
-      fraction: of the entries.
-      size: how many entries there are.
-    """
+    """How many of `size` entries are kept: the fraction, rounded up, at least one."""
     return max(1, math.ceil(fraction * size - 1e-9))
 
 

@@ -58,10 +58,6 @@ class RunFolder:
     def claim(self, identity: dict[str, str], *, begun: bool) -> None:
         """Writes down which run this is or, if the run has begun, compares this run with what is written.
 
-        Args:
-          identity: the description of this run by `_identity.identity`.
-          begun: whether there is a checkpoint to go on from.
-
         Raises:
           ValueError: if the folder holds another run, saying what differs.
         """
@@ -87,12 +83,7 @@ class RunFolder:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Writes a file that is there in full or as it was before, even if the process is killed meanwhile.
-
-    Args:
-      path: of the file.
-      text: all that is written.
-    """
+    """Writes a file that is there in full or as it was before, even if the process is killed meanwhile."""
     temporary = path.with_name(f".{path.name}.tmp")
     with temporary.open("w", newline="") as file:
         file.write(text)

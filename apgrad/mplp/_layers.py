@@ -202,11 +202,7 @@ class _Layers:
         return self._makers.register(*args)
 
     def __call__(self, part: Any) -> Layer:
-        """A part of a model as a layer of a network.
-
-        Args:
-          part: A Flax layer, or a function of an array.
-        """
+        """A part of a model as a layer of a network."""
         make = self._makers.registry.get(type(part))
         if make is not None:
             return make(part)
@@ -253,13 +249,7 @@ layer = _Layers()
 
 
 def _require_plain(part: Any, default: Callable[[], Any], varied: Sequence[str]) -> None:
-    """Refuses a layer that has options which a node does not have.
-
-    Args:
-      part: The layer.
-      default: Makes a layer of the same sizes, without further options.
-      varied: The attributes in which the two layers may differ.
-    """
+    """Refuses a layer that has options which a node does not have."""
     plain = vars(nnx.eval_shape(default))
     differing = []
     for name, value in vars(part).items():

@@ -171,12 +171,6 @@ class Places:
 def check_answer(site: Site, answer: Answer, channels: int, state: Any) -> None:
     """Refuses an answer that does not fit its place.
 
-    Args:
-      site: The place.
-      answer: What the rule answered.
-      channels: The number of channels of a message.
-      state: The old state, a pytree of arrays.
-
     Raises:
       ValueError: Naming the place, the shape that is wanted and the shape of the answer.
     """

@@ -277,11 +277,4 @@ def _inexact(outputs):
     return tuple(jnp.issubdtype(y.dtype, jnp.inexact) for y in outputs)
 
 
-CONTROL_RULES = {
-    "call": _call,
-    "remat": _remat,
-    "cond": _cond,
-    "scan": _scan,
-    "while": _while_loop,
-    "custom": _custom,
-}
+CONTROL_RULES = {"call": _call, "remat": _remat, "cond": _cond, "scan": _scan, "while": _while_loop, "custom": _custom}

@@ -1,7 +1,8 @@
 """The walk of tracing: forward through a program, collecting each equation's pull, then backward through the pulls.
 
 This is reverse mode on jaxprs in which the semiring says what the sum is. Nothing here knows a primitive (`_rules.py`
-does) or a loop (`_control.py` does). A walk is a function of arrays, so it works under `jit`, `vmap` and `scan`.
+does) or a loop (`_control.py` does). A walk is a function of arrays, so it works under `jit`, `vmap` and `scan`. A
+value is *active* if it depends on an input for which a message is wanted.
 """
 
 import math
@@ -38,11 +39,7 @@ class Context(NamedTuple):
     enter: Callable[[Value, str, str], Value] | None = None
 
     def at(self, eqn: Any) -> "Context":
-        """The context of a program inside an equation.
-
-        Args:
-          eqn: the equation.
-        """
+        """The context of a program inside an equation."""
         return self._replace(scope=jaxprs.join(self.scope, jaxprs.scope(eqn)))
 
 
@@ -74,31 +71,16 @@ class Frame(NamedTuple):
     pulls: list[Pull | None]
 
     def read(self, atom: Any) -> Any:
-        """The value of a variable or literal.
-
-        Args:
-          atom: the variable or literal.
-        """
+        """The value of a variable or literal."""
         return atom.val if isinstance(atom, Literal) else self.values[atom]
 
     def is_active(self, atom: Any) -> bool:
-        """Whether a variable depends on an active input; a literal never does.
-
-        Args:
-          atom: the variable or literal.
-        """
+        """Whether a variable depends on an active input; a literal never does."""
         return not isinstance(atom, Literal) and atom in self.active
 
 
 def walk(context: Context, program: jaxprs.Program, inputs: Sequence[Any], active: Sequence[bool]) -> Walked:
-    """A program as one step: its outputs, and a pull through all of it.
-
-    Args:
-      context: what is the same for all of the walk.
-      program: the program that is walked.
-      inputs: its inputs, arrays.
-      active: for each input, whether a message for this input is wanted.
-    """
+    """A program as one step: its outputs, and a pull through all of it."""
     jaxpr = program.jaxpr
     frame = forward(context, program, inputs, active)
     invars, flags = jaxpr.invars, tuple(active)
@@ -112,14 +94,7 @@ def walk(context: Context, program: jaxprs.Program, inputs: Sequence[Any], activ
 
 
 def forward(context: Context, program: jaxprs.Program, inputs: Sequence[Any], active: Sequence[bool]) -> Frame:
-    """Evaluates a program, and collects the pulls of its equations.
-
-    Args:
-      context: what is the same for all of the walk.
-      program: the program that is walked.
-      inputs: its inputs, arrays.
-      active: for each input, whether a message for this input is wanted.
-    """
+    """Evaluates a program, and collects the pulls of its equations."""
     jaxpr, consts = program
     frame = Frame(dict(zip(jaxpr.constvars, consts, strict=True)), set(), [])
     frame.values.update(zip(jaxpr.invars, inputs, strict=True))
@@ -134,12 +109,6 @@ def forward(context: Context, program: jaxprs.Program, inputs: Sequence[Any], ac
 
 def step(context: Context, eqn: Any, inputs: Sequence[Any], active: tuple[bool, ...]) -> Walked:
     """Evaluates one equation, and finds its pull.
-
-    Args:
-      context: what is the same for all of the walk.
-      eqn: the equation.
-      inputs: the values of its inputs, arrays.
-      active: for each input, whether a message for this input is wanted.
 
     Raises:
       TypeError: if an active value is complex, or goes through a mutable reference.
@@ -215,13 +184,7 @@ def backward(
 
 
 def filled(semiring: Semiring, messages: Sequence[Value | None], like: Sequence[Any]) -> list[Value | None]:
-    """The messages, with the semiring's zeros in place of None where an array can have a message.
-
-    Args:
-      semiring: the semiring of the messages.
-      messages: messages or None.
-      like: for each message its array, or something with its shape and dtype. Only floating-point arrays have messages.
-    """
+    """The messages to some arrays, with zeros in place of None where an array is floating point and so has messages."""
     return [
         None
         if not jnp.issubdtype(jnp.result_type(x), jnp.inexact)

@@ -14,15 +14,6 @@ def require_linear(
 ) -> Callable[..., list[Any]]:
     """The tangent map whose transpose is the given pullback.
 
-    Args:
-      pullback: `(cotangents of outputs) -> cotangents of inputs`, as from `jax.vjp`.
-      outputs: the values of the outputs, a list of arrays.
-      inputs: the values of the inputs, arrays.
-      where: the named scopes around the function, for the error.
-
-    Returns:
-      `(*tangents of inputs) -> list of tangents of outputs`.
-
     Raises:
       TypeError: if the pullback is not linear, or cannot be seen to be.
     """

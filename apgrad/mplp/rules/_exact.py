@@ -58,14 +58,7 @@ class Exact(nnx.Module):
 
 
 def descend(learning_rate: jax.Array, site: Site, question: Dense | Diagonal | Elementwise, state: tuple[()]) -> Answer:
-    """Backpropagation's answer, where channel 0 of the message is the gradient.
-
-    Args:
-      learning_rate: Scalar, floating point.
-      site: The place.
-      question: What the node asks.
-      state: The empty state.
-    """
+    """Backpropagation's answer, where channel 0 of the message is the gradient."""
     if isinstance(question, Elementwise):
         return Answer(question.exact[..., None])
     m = question.message[..., 0]
