@@ -30,5 +30,5 @@ def test_signal():
     signal = ap.Signal.of(jnp.ones((4, 3)), 8)
     assert signal.port.shape == (4, 3, 8)
     assert len(jax.tree.leaves(signal)) == 2
-    with pytest.raises(ValueError, match="at least one channel"):
+    with pytest.raises(ValueError, match="at least one component"):
         ap.Signal.of(jnp.ones(3), 0)

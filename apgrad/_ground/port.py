@@ -53,28 +53,28 @@ class Signal(NamedTuple):
 
     Attributes:
       value: an array. Its cotangent stays the true derivative.
-      port: zeros of shape `value.shape + (channels,)`. Its cotangent is the message.
+      port: zeros of shape `value.shape + (message_size,)`. Its cotangent is the message.
     """
 
     value: jax.Array
     port: jax.Array
 
     @classmethod
-    def of(cls, value: jax.Array, channels: int) -> "Signal":
+    def of(cls, value: jax.Array, message_size: int) -> "Signal":
         """A signal with a fresh port.
 
         Args:
           value: a floating-point array.
-          channels: the size of the message for each element of `value`, at least 1.
+          message_size: the size of the message for each element of `value`, at least 1.
 
         Example:
           >>> import jax.numpy as jnp, apgrad as ap
-          >>> ap.Signal.of(jnp.ones((4, 3)), channels=8).port.shape
+          >>> ap.Signal.of(jnp.ones((4, 3)), message_size=8).port.shape
           (4, 3, 8)
         """
-        if channels < 1:
-            raise ValueError(f"a message needs at least one channel, got channels={channels}")
-        zeros = port(jax.ShapeDtypeStruct((*value.shape, channels), value.dtype))
+        if message_size < 1:
+            raise ValueError(f"a message needs at least one component, got message_size={message_size}")
+        zeros = port(jax.ShapeDtypeStruct((*value.shape, message_size), value.dtype))
         # A constant would not be batched where `jax.vmap` batches the value, and the copies' messages would be summed.
         # So the zeros depend on the value, in a way that the compiler removes.
         never = jnp.zeros((), bool)

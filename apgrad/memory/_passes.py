@@ -16,8 +16,6 @@ from jax.extend.core import Literal
 
 from apgrad._ground.primitives import refuse_derivative
 from apgrad._programs import jaxprs
-from apgrad.memory._graph import run
-from apgrad.memory._order import together
 from apgrad.memory._plan import BackwardStep, MemoryPlan
 
 _REASON = (
@@ -30,12 +28,6 @@ def remember(made: MemoryPlan, key: jax.Array, inputs: Sequence[Any]) -> tuple[l
     """Evaluates the forward program: the function's outputs, and the memory, one entry a slot, each kept at once."""
     jaxpr, consts = made.forward
     values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, inputs, strict=True))
-    wanted = {v for v in (*jaxpr.outvars[: made.outputs], *(s.var for s in made.slots)) if not _literal(v)}
-    eqns = []
-    for eqn in reversed(jaxpr.eqns):
-        if eqn.effects or not wanted.isdisjoint(eqn.outvars):
-            eqns.append(eqn)
-            wanted.update(v for v in eqn.invars if not _literal(v))
     waiting: dict[Any, list[int]] = {}
     for i, slot in enumerate(made.slots):
         waiting.setdefault(slot.var, []).append(i)
@@ -56,8 +48,9 @@ def remember(made: MemoryPlan, key: jax.Array, inputs: Sequence[Any]) -> tuple[l
 
     for var in (*jaxpr.constvars, *jaxpr.invars):
         keep(var)
-    for eqn in eqns[::-1]:
-        run([eqn], values)
+    wanted = (*jaxpr.outvars[: made.outputs], *(slot.var for slot in made.slots))
+    for eqn in jaxprs.needed(jaxpr.eqns, wanted, effects=True):
+        jaxprs.run_all([eqn], values)
         for var in eqn.outvars:
             keep(var)
     outputs = [v.val if _literal(v) else values[v] for v in jaxpr.outvars[: made.outputs]]
@@ -107,6 +100,12 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
     return [_final(v, values) for v in jaxpr.outvars]
 
 
+def together(key: jax.Array, *values: Any) -> tuple[Any, ...]:
+    """The key and the values unchanged, none of which is there before all of them are: draws wait for the values."""
+    raw, *found = jax.lax.optimization_barrier((jax.random.key_data(key), *values))
+    return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(key)), *found
+
+
 def exact(program: jaxprs.Program, inputs: Sequence[Any]) -> list[Any]:
     """The outputs of a program, from its inputs and, after them, values for its constants."""
     return evaluated(program, inputs, jaxprs.run)
@@ -142,7 +141,7 @@ def _soon(steps: Sequence[BackwardStep]) -> list[BackwardStep]:
     place: dict[Any, float] = {}
     places = []
     for i, step in enumerate(steps):
-        before = max((place.get(v, -1) for v in _inputs(step) if not _literal(v)), default=-1)
+        before = max((place.get(v, -1) for v in jaxprs.variables(_inputs(step))), default=-1)
         places.append(int(before) + 0.5 if step.last else i)
         place |= dict.fromkeys(step.eqn.outvars, places[-1])
     return [steps[i] for i in sorted(range(len(steps)), key=places.__getitem__)]

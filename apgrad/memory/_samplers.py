@@ -31,7 +31,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from apgrad.memory._order import zeros_after
 from apgrad.memory._rounding import Rounding as Rounding, rounding as rounding, wide
 
 
@@ -134,7 +133,7 @@ class Sampling:
         rows = (math.prod(before), size, math.prod(after))
         index, _ = self.draw(key, rows)
         memory = memory.reshape(rows[0], index.shape[-1], rows[2])
-        zeros, memory = zeros_after(rows, memory)
+        zeros, memory = _zeros_after(rows, memory)
         if self.shared:
             return zeros.at[:, index].add(memory).reshape(like.shape)
         if self.scheme == "stratified" and size % index.shape[-1] == 0:
@@ -251,7 +250,7 @@ class Heavy:
         order = order.astype(jnp.int32)
         index = jnp.concatenate([order, self._tail(key, order, rows)], 1)
         values = values.reshape(rows[0], index.shape[1], rows[2])
-        zeros, values = zeros_after(rows, values)
+        zeros, values = _zeros_after(rows, values)
         spread = jax.vmap(lambda z, i, m: z.at[i].add(m))(zeros, index, values)
         return spread.reshape(like.shape)
 
@@ -357,6 +356,12 @@ def _largest(rows: jax.Array, count: int) -> jax.Array:
     top = jnp.max(jnp.abs(rows), (1, 2), keepdims=True)
     relative = (rows / jnp.where(top > 0, top, 1)).astype(wide(rows.dtype))
     return jax.lax.top_k(jnp.sum(relative**2, -1), count)[1]
+
+
+def _zeros_after(shape: tuple[int, ...], memory: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Zeros that a compiler cannot make before the memory is there, and the memory."""
+    zero, memory = jax.lax.optimization_barrier((jnp.zeros((), memory.dtype), memory))
+    return jnp.broadcast_to(zero, shape), memory
 
 
 def _split(shape: tuple[int, ...], axis: int) -> tuple[tuple[int, ...], int, tuple[int, ...]]:

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import jax
 
+from apgrad._ground.files import write_atomically
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -80,13 +82,3 @@ class RunFolder:
                 )
         elif self.first:
             write_atomically(path, json.dumps(identity, indent=1))
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file that is there in full or as it was before, even if the process is killed meanwhile."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

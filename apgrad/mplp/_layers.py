@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from apgrad._ground.closures import closed_over
 from apgrad._ground.port import Signal
 from apgrad.mplp import _elementwise as elementwise, _nodes as nodes
 from apgrad.mplp._places import Parameter, Place, Places
@@ -219,7 +220,7 @@ class _Layers:
 
 def _function(function: Callable[..., Any]) -> Layer:
     held = [getattr(function, "__self__", None), *getattr(function, "args", ())]
-    held += [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _filled(cell)]
+    held += closed_over(function).values()
     if modules := [type(x).__name__ for x in held if isinstance(x, nnx.Module)]:
         raise TypeError(
             f"a function of the model holds a module, {modules[0]}, whose parameters the network would not learn. Make "
@@ -235,13 +236,6 @@ def _function(function: Callable[..., Any]) -> Layer:
         return wire(function, signal)  # a reshape, a pooling: messages go back by its Jacobian
 
     return Layer("activation", {}, apply)
-
-
-def _filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
 
 
 layer = _Layers()

@@ -112,13 +112,13 @@ def _synapses(place, kind, unfold, product, signal, weight, bias):
     rows, (N, M) = math.prod(unfolded.shape[:-1]), weight.value.shape
     if bias is not None and bias.value.shape != (M,):
         raise ValueError(f"the bias at {place.name!r} must have shape ({M},) as the weight has, got {bias.value.shape}")
-    channels = place.places.channels
+    message_size = place.places.message_size
 
     def ask(local):
         output = product(local.values[0], local.parameters[0])
         return [
             Dense(
-                message=local.message.reshape(rows, M, channels),
+                message=local.message.reshape(rows, M, message_size),
                 gradient=local.gradient.reshape(rows, M),
                 inputs=unfold(local.values[0]).reshape(rows, N),
                 output=output.reshape(rows, M),
@@ -128,7 +128,7 @@ def _synapses(place, kind, unfold, product, signal, weight, bias):
         ]
 
     def use(local, answers):
-        message = answers[0].message.reshape(*unfolded.shape, channels)
+        message = answers[0].message.reshape(*unfolded.shape, message_size)
         fold = lambda m: jax.linear_transpose(unfold, local.values[0])(m)[0]
         updates = [answers[0].update] if bias is None else [answers[0].update, answers[0].bias]
         return [jax.vmap(fold, in_axes=-1, out_axes=-1)(message)], updates

@@ -118,21 +118,21 @@ class Gru(nnx.Module):
 class Descent(nnx.Module):
     """Makes a local rule start as gradient descent: the exact answer, plus a correction whose gain begins at 0.
 
-    Channel 0 of the message carries the gradient. The other channels are learned from the beginning.
+    Component 0 of the message carries the gradient. The other components are learned from the beginning.
 
     Args:
-      channels: The number of channels of a message.
+      message_size: The size k of a message.
       learning_rate: The learning rate at first, which is meta-trained; None for a local rule without an update.
     """
 
-    def __init__(self, channels: int, learning_rate: float | None = None):
-        self.gain = nnx.Param(jnp.ones(channels, float).at[0].set(0.0))
+    def __init__(self, message_size: int, learning_rate: float | None = None):
+        self.gain = nnx.Param(jnp.ones(message_size, float).at[0].set(0.0))
         updates = learning_rate is not None
         self.update_gain = nnx.Param(jnp.zeros((), float)) if updates else nnx.data(None)
         self.log_rate = nnx.Param(jnp.log(jnp.asarray(learning_rate, float))) if updates else nnx.data(None)
 
     def message(self, exact: jax.Array, learned: jax.Array) -> jax.Array:
-        """The learned message (..., k), with the exact message added to channel 0, and channel 0 of the learned one
+        """The learned message (..., k), with the exact message added to component 0, and component 0 of the learned one
         gained.
         """
         return beside(exact, self.gain[...] * learned)
@@ -145,7 +145,7 @@ class Descent(nnx.Module):
 
 
 def beside(exact: jax.Array, learned: jax.Array) -> jax.Array:
-    """Adds the exact message to channel 0 of the learned message."""
+    """Adds the exact message to component 0 of the learned message."""
     return jnp.concatenate([learned[..., :1] + exact[..., None], learned[..., 1:]], axis=-1)
 
 

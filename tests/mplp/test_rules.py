@@ -17,7 +17,7 @@ from apgrad.mplp._standardization import BatchNorm
 from apgrad.mplp.rules import _whitening as whitening
 from tests.mplp.graphs import GRAPHS, jit, mlp_params
 
-SMALL = {"channels": 2, "hidden": 3, "layers": (6, 5)}
+SMALL = {"message_size": 2, "hidden": 3, "layers": (6, 5)}
 
 
 def per_synapse(sites, seed=0, **options):
@@ -25,11 +25,11 @@ def per_synapse(sites, seed=0, **options):
 
 
 def thesis(sites, seed=0, **options):
-    return mplp.Thesis(sites, channels=2, hidden=6, rngs=nnx.Rngs(seed), **options)
+    return mplp.Thesis(sites, message_size=2, hidden=6, rngs=nnx.Rngs(seed), **options)
 
 
 def separable(sites, seed=0, **options):
-    return mplp.Separable(sites, rngs=nnx.Rngs(seed), **{"channels": 3, "rank": 2, "hidden": 6, **options})
+    return mplp.Separable(sites, rngs=nnx.Rngs(seed), **{"message_size": 3, "rank": 2, "hidden": 6, **options})
 
 
 RULES = {

@@ -35,7 +35,7 @@ class Exact(nnx.Module):
       (0.2..., 2.0)
     """
 
-    channels = 1
+    message_size = 1
 
     def __init__(self, learning_rate: float):
         self.learning_rate = nnx.Param(jnp.asarray(learning_rate, float))
@@ -58,7 +58,7 @@ class Exact(nnx.Module):
 
 
 def descend(learning_rate: jax.Array, site: Site, question: Dense | Diagonal | Elementwise, state: tuple[()]) -> Answer:
-    """Backpropagation's answer, where channel 0 of the message is the gradient."""
+    """Backpropagation's answer, where component 0 of the message is the gradient."""
     if isinstance(question, Elementwise):
         return Answer(question.exact[..., None])
     m = question.message[..., 0]
