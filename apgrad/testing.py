@@ -196,7 +196,6 @@ def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float =
       >>> import jax.numpy as jnp, apgrad as ap
       >>> ap.testing.assert_transformable(ap.node(ap.backpropagation(jnp.sin)), jnp.array(1.0))
     """
-
     both = jax.value_and_grad(function)
     expected = both(*args)
     zero = jnp.zeros_like(expected[0])
