@@ -1,8 +1,8 @@
 """Tests run under strict dtype promotion: no silent widening anywhere in the library.
 
 Most of a test's time is the compiler's, so programs are compiled without LLVM's optimizations, which is three times as
-fast. A module of tests that need them (of speed, of scratch memory, of the last bit) has `pytestmark =
-pytest.mark.optimized`; with the environment variable APGRAD_OPTIMIZED=1 all tests have them.
+fast. A test that needs them, or runs for longer than it saves, is marked `optimized`; with the environment variable
+APGRAD_OPTIMIZED=1 all tests are.
 """
 
 import os
@@ -35,14 +35,19 @@ def strict_promotion():
         yield
 
 
-@pytest.fixture(autouse=True, scope="module")
-def compiled_programs(request):
-    """A module's programs are compiled as it asks, and forgotten after it: thousands would take gigabytes."""
+@pytest.fixture(autouse=True)
+def optimized_where_marked(request):
     marked = request.node.get_closest_marker("optimized") is not None
     jax.config.update("jax_disable_most_optimizations", QUICKLY and not marked)
     yield
-    jax.clear_caches()
     jax.config.update("jax_disable_most_optimizations", QUICKLY)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def forget_compiled_programs():
+    """Thousands of programs would take gigabytes by the end."""
+    yield
+    jax.clear_caches()
 
 
 @pytest.fixture
