@@ -15,7 +15,7 @@ The programs inside are walked. The rules remember different things for the way 
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,8 +26,8 @@ from jax.tree_util import Partial
 from apgrad._programs import jaxprs
 from apgrad._programs.flow import flow, steady
 from apgrad._programs.kinds import NO_DERIVATIVE
+from apgrad._programs.linearity import LINEAR, ZERO, linearity
 from apgrad.tracing._interpreter import Context, Walked, filled, walk
-from apgrad.tracing._linear import require_linear
 from apgrad.tracing._sums import zeros
 
 SLOTS = 64
@@ -263,10 +263,39 @@ def _linearized(eqn, inputs, active):
     tangents = [jnp.zeros_like(x) for x in primals]
     if eqn.primitive.name.startswith("custom_vjp"):
         floats, pullback, outputs = jax.vjp(function, *primals, has_aux=True)
-        linear = require_linear(pullback, floats, primals, jaxprs.scope(eqn))
+        linear = _require_linear(pullback, floats, primals, jaxprs.scope(eqn))
     else:
         _, linear, outputs = jax.linearize(function, *primals, has_aux=True)
     return jaxprs.trace(linear, *tangents)[0], tangents, chosen, real, outputs
+
+
+def _require_linear(
+    pullback: Callable[..., Any], outputs: Sequence[Any], inputs: Sequence[Any], where: str
+) -> Callable[..., list[Any]]:
+    """The tangent map whose transpose is the given pullback.
+
+    Raises:
+      TypeError: if the pullback is not linear, or cannot be seen to be.
+    """
+    name = f" in {where!r}" if where else ""
+    message = (
+        f"cannot trace through a custom_vjp function{name}: its backward pass is no sum over edges, because it is not "
+        "linear in the message ({}). Total propagation, MPLP and propagators that clip or replace messages are of this "
+        "kind. Trace a program without it; reparameterization() and likelihood_ratio() can be traced."
+        " Inside a function, put what was given to ap.randomize in the place of what it returned."
+    )
+    program, _ = jaxprs.trace(pullback, list(outputs))
+    if not {ZERO, LINEAR}.issuperset(linearity(program, [LINEAR] * len(program.jaxpr.invars))):
+        raise TypeError(message.format("it is a sum, product or other function of messages and constants"))
+    transposed = jax.linear_transpose(pullback, list(outputs))
+
+    def tangent_map(*tangents):
+        try:
+            return transposed(tuple(tangents))[0]
+        except (NotImplementedError, AssertionError, TypeError, ValueError, jax.errors.UnexpectedTracerError) as error:
+            raise TypeError(message.format(f"JAX cannot transpose it: {type(error).__name__} {error}")) from error
+
+    return tangent_map
 
 
 def _inside(eqn: Any) -> Any:

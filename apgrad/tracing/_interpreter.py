@@ -57,57 +57,50 @@ class Walked(NamedTuple):
     pull: Any
 
 
-class Frame(NamedTuple):
-    """What a program is after its walk forward, with everything inside.
+class Step(NamedTuple):
+    """What an equation of a program is after the program's walk forward.
 
     Attributes:
-      values: the value of each variable.
-      active: the variables that depend on an active input.
-      pulls: the pull of each equation; None where nothing active goes in or comes out.
+      inputs: the values of the equation's inputs, arrays.
+      active: for each input, whether it is active.
+      pull: the equation's `Pull`; None where nothing active goes in or comes out.
     """
 
-    values: dict[Any, Any]
-    active: set[Any]
-    pulls: list[Pull | None]
-
-    def read(self, atom: Any) -> Any:
-        """The value of a variable or literal."""
-        return atom.val if isinstance(atom, Literal) else self.values[atom]
-
-    def is_active(self, atom: Any) -> bool:
-        """Whether a variable depends on an active input; a literal never does."""
-        return not isinstance(atom, Literal) and atom in self.active
+    inputs: list[Any]
+    active: tuple[bool, ...]
+    pull: Pull | None
 
 
 def walk(context: Context, program: jaxprs.Program, inputs: Sequence[Any], active: Sequence[bool]) -> Walked:
     """A program as one step: its outputs, and a pull through all of it."""
-    jaxpr = program.jaxpr
-    frame = forward(context, program, inputs, active)
-    invars, flags = jaxpr.invars, tuple(active)
+    jaxpr, flags = program.jaxpr, tuple(active)
+    outputs, steps = forward(context, program, inputs, active)
 
     def pull(pulls, messages):
         found = backward(context, jaxpr, pulls, messages)
-        return [found.get(v) if a else None for v, a in zip(invars, flags, strict=True)]
+        return [found.get(v) if a else None for v, a in zip(jaxpr.invars, flags, strict=True)]
 
-    outputs = [frame.read(v) for v in jaxpr.outvars]
-    return Walked(outputs, tuple(frame.is_active(v) for v in jaxpr.outvars), Partial(pull, frame.pulls))
-
-
-def forward(context: Context, program: jaxprs.Program, inputs: Sequence[Any], active: Sequence[bool]) -> Frame:
-    """Evaluates a program, and collects the pulls of its equations."""
-    jaxpr, consts = program
-    frame = Frame(dict(zip(jaxpr.constvars, consts, strict=True)), set(), [])
-    frame.values.update(zip(jaxpr.invars, inputs, strict=True))
-    frame.active.update(v for v, a in zip(jaxpr.invars, active, strict=True) if a)
-    for eqn in jaxpr.eqns:
-        walked = step(context, eqn, [frame.read(v) for v in eqn.invars], tuple(map(frame.is_active, eqn.invars)))
-        frame.pulls.append(walked.pull)
-        frame.values.update(zip(eqn.outvars, walked.outputs, strict=True))
-        frame.active.update(v for v, a in zip(eqn.outvars, walked.active, strict=True) if a)
-    return frame
+    pulls = [step.pull for step in steps]
+    return Walked([value for value, _ in outputs], tuple(active for _, active in outputs), Partial(pull, pulls))
 
 
-def step(context: Context, eqn: Any, inputs: Sequence[Any], active: tuple[bool, ...]) -> Walked:
+def forward(
+    context: Context, program: jaxprs.Program, inputs: Sequence[Any], active: Sequence[bool]
+) -> tuple[list[tuple[Any, bool]], list[Step]]:
+    """Evaluates a program: each output as (value, active), and the steps of its equations."""
+    steps = []
+
+    def apply(eqn, given):
+        values, flags = [value for value, _ in given], tuple(active for _, active in given)
+        walked = walk_equation(context, eqn, values, flags)
+        steps.append(Step(values, flags, walked.pull))
+        return zip(walked.outputs, walked.active, strict=True)
+
+    pairs = list(zip(inputs, active, strict=True))
+    return jaxprs.evaluate(program, pairs, apply, lambda value: (value, False)), steps
+
+
+def walk_equation(context: Context, eqn: Any, inputs: Sequence[Any], active: tuple[bool, ...]) -> Walked:
     """Evaluates one equation, and finds its pull.
 
     Raises:
