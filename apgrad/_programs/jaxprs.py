@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
 from apgrad._programs.control import Nested as Nested, Program as Program, nested as nested, opened, rebuild as rebuild
 
-ApplyEquation = Callable[[Any, list[Any]], Sequence[Any]]
+ApplyEquation = Callable[[Any, list[Any]], Iterable[Any]]
 
 
 def caller(eqn: Any) -> Callable[..., list[Any]]:

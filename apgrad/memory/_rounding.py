@@ -32,11 +32,6 @@ class Rounding:
         A group is divided by a power of two first, so that what is computed and stored is neither too small nor too
         large for float32 and bfloat16, whatever the array's dtype holds.
 
-        Args:
-          key: a PRNG key.
-          x: an array of any shape and floating-point dtype.
-          axis: not used, since all entries are kept.
-
         Returns:
           (groups, group * bits / 8) uint8, and (groups,) bfloat16, bfloat16 and int8; with 32 bits, x alone.
         """

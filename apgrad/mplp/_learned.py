@@ -73,7 +73,7 @@ def learned_node(
     message_size = sites[0][0].places.message_size
     for _, site in sites:
         for signal in signals:
-            _require_signal(site, signal, message_size)
+            require_signal(f"the {site.kind} node {site.name!r}", signal, message_size)
     opened = [place.places.open(site) for place, site in sites]
     batch, begins = sites[0][1].batch, sites[0][1].begins
 
@@ -130,11 +130,11 @@ def learned_node(
     return jax.lax.stop_gradient(output) if begins and sites[0][0].places.ended else output
 
 
-def _require_signal(site: Site, signal: Any, message_size: int) -> None:
-    where = f"the node {site.name!r} ({site.kind})"
+def require_signal(where: str, signal: Any, message_size: int) -> None:
+    """Refuses an input that is no signal, or has a port for messages of another size than the rule's."""
     if not isinstance(signal, Signal):
         raise TypeError(
-            f"{where} takes signals, got {type(signal).__name__}. The network's input becomes one by places.signal(x)."
+            f"{where} takes a signal, got {type(signal).__name__}. The network's input becomes one by places.signal(x)."
         )
     if signal.port.shape != (*signal.value.shape, message_size):
         raise ValueError(

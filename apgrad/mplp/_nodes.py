@@ -19,7 +19,7 @@ from jax.core import Tracer
 
 from apgrad._ground.port import Signal, port
 from apgrad.mplp._elementwise import activation
-from apgrad.mplp._learned import learned_node
+from apgrad.mplp._learned import learned_node, require_signal
 from apgrad.mplp._places import Parameter, Place
 from apgrad.mplp._protocol import Dense, Diagonal, Site
 from apgrad.mplp._wiring import wire
@@ -258,11 +258,7 @@ def _require_parameter(kind: str, place: Place, weight: Parameter, ndim: int) ->
 
 
 def _require_weight(kind: str, place: Place, signal: Signal, weight: Parameter, ndim: int) -> None:
-    if not isinstance(signal, Signal):
-        raise TypeError(
-            f"the {kind} node {place.name!r} takes a signal, got {type(signal).__name__}. The network's input becomes "
-            "one by places.signal(x)."
-        )
+    require_signal(f"the {kind} node {place.name!r}", signal, place.places.message_size)
     _require_parameter(kind, place, weight, ndim)
     features = weight.value.shape[-1 if ndim == 1 else -2]
     if signal.value.ndim < 2 or signal.value.shape[-1] != features:

@@ -170,10 +170,11 @@ def require_form(known: Known, site: Site, *, by_name: bool) -> None:
     )
 
 
-def require_one_of(name: str, value: Any, choices: tuple[Any, ...] = (False, True)) -> None:
-    """Refuses an option that is not among the choices."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+def require_one_of(choices: tuple[Any, ...], **options: Any) -> None:
+    """Refuses options that are not among the choices."""
+    for name, value in options.items():
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {choices}, got {value!r}")
 
 
 def require_sizes(least: int, **sizes: Any) -> None:

@@ -41,19 +41,11 @@ class Exact(nnx.Module):
         self.learning_rate = nnx.Param(jnp.asarray(learning_rate, float))
 
     def init(self, site: Site) -> tuple[()]:
-        """The empty state.
-
-        Args:
-          site: The place.
-        """
+        """The empty state."""
         return ()
 
     def at(self, site: Site) -> jax.tree_util.Partial:
-        """The local rule, which is the same at every place.
-
-        Args:
-          site: The place.
-        """
+        """The local rule, which is the same at every place."""
         return jax.tree_util.Partial(descend, self.learning_rate[...])
 
 

@@ -100,12 +100,11 @@ class PerSynapse(nnx.Module):
         output_scale: float = 0.01,
         rngs: nnx.Rngs,
     ):
-        require_one_of("cell", cell, ("gru", "two_grus", "mlp"))
-        require_one_of("start", start, ("random", "gradient_descent"))
-        require_one_of("aggregate", aggregate, ("mean", "sum"))
+        require_one_of(("gru", "two_grus", "mlp"), cell=cell)
+        require_one_of(("random", "gradient_descent"), start=start)
+        require_one_of(("mean", "sum"), aggregate=aggregate)
         flags = {"share": share, "share_standardizers": share_standardizers, "share_scales": share_scales}
-        for name, value in (flags | {"gradient": gradient}).items():
-            require_one_of(name, value)
+        require_one_of((False, True), gradient=gradient, **flags)
         require_sizes(1, message_size=message_size, **{f"layers[{i}]": n for i, n in enumerate(layers)})
         require_sizes(0, hidden=hidden)
         require_positive(learning_rate=learning_rate)
@@ -134,11 +133,7 @@ class PerSynapse(nnx.Module):
                     self.descents[key] = Descent(message_size, learning_rate if updates else None)
 
     def init(self, site: Site) -> dict[str, Any]:
-        """Zeros for each synapse and example; a recording rule's state also has the statistics of the step.
-
-        Args:
-          site: The place.
-        """
+        """Zeros for each synapse and example; a recording rule's state also has the statistics of the step."""
         state = {}
         for part, groups, _ in self._parts(site):
             rows, *units = site.shape
@@ -150,11 +145,7 @@ class PerSynapse(nnx.Module):
         return state
 
     def at(self, site: Site) -> "_PerSynapseAt":
-        """The local rule of a place.
-
-        Args:
-          site: The place.
-        """
+        """The local rule of a place."""
         parts = {}
         for part, _, _ in self._parts(site):
             own, pair, scale = (

@@ -105,10 +105,9 @@ class Separable(nnx.Module):
         window: int = 64,
         rngs: nnx.Rngs,
     ):
-        require_one_of("start", start, ("gradient_descent", "random"))
-        require_one_of("share", share, (False, True, "role"))
-        for name, value in {"whiten": whiten, "normalize": normalize, "gradient": gradient}.items():
-            require_one_of(name, value)
+        require_one_of(("gradient_descent", "random"), start=start)
+        require_one_of((False, True, "role"), share=share)
+        require_one_of((False, True), whiten=whiten, normalize=normalize, gradient=gradient)
         require_sizes(1, message_size=message_size, rank=rank, hidden=hidden)
         require_sizes(0, neuron_state=neuron_state, full=full, window=window)
         require_positive(learning_rate=learning_rate, strength=strength, forget=forget)
@@ -135,11 +134,7 @@ class Separable(nnx.Module):
             self.places[key] = made
 
     def init(self, site: Site) -> dict[str, Any]:
-        """Zeros for each neuron, and P = I.
-
-        Args:
-          site: The place.
-        """
+        """Zeros for each neuron, and P = I."""
         state: dict[str, Any] = {}
         if self.neuron_state and site.family == "dense":
             _, inputs, outputs = site.shape
@@ -152,11 +147,7 @@ class Separable(nnx.Module):
         return state
 
     def at(self, site: Site) -> Any:
-        """The local rule of a place: the networks of the place, of its kind or of its role.
-
-        Args:
-          site: The place.
-        """
+        """The local rule of a place: the networks of the place, of its kind or of its role."""
         require_form(self.known, site, by_name=not self.share)
         key = self._key(site)
         if key not in self.places:

@@ -78,9 +78,8 @@ class Thesis(nnx.Module):
         start: Literal["random", "gradient_descent"] = "random",
         rngs: nnx.Rngs,
     ):
-        require_one_of("start", start, ("random", "gradient_descent"))
-        require_one_of("batch_norm", batch_norm)
-        require_one_of("learn_rate", learn_rate)
+        require_one_of(("random", "gradient_descent"), start=start)
+        require_one_of((False, True), batch_norm=batch_norm, learn_rate=learn_rate)
         require_sizes(1, message_size=message_size, hidden=hidden)
         require_positive(learning_rate=learning_rate, clip=clip)
         self.message_size, self.learn_rate, self.clip = message_size, learn_rate, clip
@@ -102,19 +101,11 @@ class Thesis(nnx.Module):
                 self.gains[site.kind] = nnx.Param(jnp.zeros((), float))  # of the correction of an update
 
     def init(self, site: Site) -> tuple[()]:
-        """The empty state.
-
-        Args:
-          site: The place.
-        """
+        """The empty state."""
         return ()
 
     def at(self, site: Site) -> "_ThesisAt":
-        """The local rule of a place: the networks of the place's kind.
-
-        Args:
-          site: The place.
-        """
+        """The local rule of a place: the networks of the place's kind."""
         require_form(self.known, site, by_name=False)
         rate = jnp.exp(self.log_rate[...])
         return _ThesisAt(
