@@ -139,6 +139,7 @@ def test_dtypes(row, dtype):
 
 
 @rows
+@pytest.mark.quick
 def test_nested_pytrees_and_empty_arrays(row):
     def make(theta, x):
         return dist.Normal(jnp.tanh(theta["layer"]["w"] @ x["h"] + theta["b"][0]), 0.3).to_event(1)

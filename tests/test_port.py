@@ -5,6 +5,8 @@ import pytest
 
 import apgrad as ap
 
+pytestmark = pytest.mark.quick
+
 
 def test_port_is_zeros_of_any_pytree_and_its_cotangent_is_the_message():
     template = {"a": jax.ShapeDtypeStruct((2, 3), jnp.float32), "b": (jnp.ones(4, jnp.bfloat16),)}

@@ -106,6 +106,7 @@ def control(x, w):
     return jnp.sum(x**2) * limit.astype(x.dtype)
 
 
+@pytest.mark.quick
 def test_control_flow():
     x, w = normal(0, 4, 8), 0.5 * normal(1, 8, 8)
     exact = jax.jit(jax.grad(control, argnums=(0, 1)))(x, w)
@@ -227,6 +228,7 @@ def test_dtypes():
         chex.assert_trees_all_close(random(KEY, double, xs), exact, rtol=0.5, atol=0.02)
 
 
+@pytest.mark.quick
 def test_errors():
     _, params, x = MODELS["mlp"]()
     random = ap.randomize(mlp, R.rounding(4), min_size=16)

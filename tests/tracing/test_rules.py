@@ -255,6 +255,7 @@ def test_products_of_every_size(count):
         np.testing.assert_allclose(got, jnp.swapaxes(wanted, 1, 2) if swapped else wanted, rtol=1e-6)
 
 
+@pytest.mark.quick
 def test_plus_by_index():
     index = jnp.array([2, 0, 2, -1, 9, 2])
     value = (jnp.array([1.0, 5.0, 3.0, 7.0, 8.0, 2.0]),)
