@@ -18,6 +18,7 @@ if worker and hasattr(os, "sched_setaffinity"):
     os.sched_setaffinity(0, {cores[int(worker[1]) % len(cores)]})
 
 QUICKLY = os.environ.get("APGRAD_OPTIMIZED") != "1"
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(QUICKLY)  # for processes that tests start
 jax.config.update("jax_disable_most_optimizations", QUICKLY)
 
 # Two devices for the tests of sharding; everything else stays on the first.

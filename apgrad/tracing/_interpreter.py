@@ -176,13 +176,14 @@ def backward(
     return found
 
 
-def filled(semiring: Semiring, messages: Sequence[Value | None], like: Sequence[Any]) -> list[Value | None]:
-    """The messages to some arrays, with zeros in place of None where an array is floating point and so has messages."""
-    return [
-        None
-        if not jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-        else zeros(semiring, jnp.shape(x), jnp.result_type(x))
-        if m is None
-        else m
-        for m, x in zip(messages, like, strict=True)
-    ]
+def filled(
+    semiring: Semiring, messages: Sequence[Value | None], like: Sequence[Any], wanted: Sequence[bool] | None = None
+) -> list[Value | None]:
+    """The messages to some arrays, with zeros in place of None where an array has messages and they are wanted."""
+
+    def fill(message, x, wanted):
+        if not (wanted and jnp.issubdtype(jnp.result_type(x), jnp.inexact)):
+            return None
+        return zeros(semiring, jnp.shape(x), jnp.result_type(x)) if message is None else message
+
+    return [fill(*row) for row in zip(messages, like, wanted or [True] * len(like), strict=True)]
