@@ -1,8 +1,8 @@
 """Tests run under strict dtype promotion: no silent widening anywhere in the library.
 
-Most of a test's time is the compiler's. So programs are compiled without LLVM's optimizations and, in JAX 0.10, by XLA's
-earlier emitters, which is three times as fast. A test that needs optimizations, or runs for longer than they take, is
-marked `optimized`; with the environment variable APGRAD_OPTIMIZED=1 everything is compiled as users compile it.
+Most of a test's time is the compiler's. So programs are compiled without LLVM's optimizations and, in JAX 0.10, by
+XLA's earlier emitters, which is three times as fast. A test that needs optimizations, or runs for longer than they
+take, is marked `optimized`; with the environment variable APGRAD_OPTIMIZED=1 all is compiled as users compile it.
 """
 
 import os
