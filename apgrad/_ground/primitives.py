@@ -114,6 +114,16 @@ def refuse_batching(x: jax.Array, reason: str) -> jax.Array:
     return _alone_p.bind(x, reason=reason)
 
 
+def mark(x: jax.Array, name: str) -> jax.Array:
+    """Returns the array as it is, and leaves a mark in the program, which `apgrad._programs.marks` counts.
+
+    Args:
+      x: an array of any shape and dtype.
+      name: the name of the mark.
+    """
+    return _mark_p.bind(x, name=name)
+
+
 def _elementwise(name: str, implementation: Callable[..., Any], jvp: Callable[..., Any]) -> Primitive:
     primitive = Primitive(name)
     primitive.def_impl(implementation)
@@ -137,6 +147,10 @@ def _refuse_jvp(primals, tangents, *, reason):
     raise TypeError(reason)
 
 
+def _mark_jvp(primals, tangents, *, name):
+    return _mark_p.bind(*primals, name=name), tangents[0]
+
+
 def _mute_jvp(primals, tangents, *, reason):
     return _mute_p.bind(*primals, reason=reason), _muted_p.bind(*tangents, reason=reason)
 
@@ -157,6 +171,7 @@ def _alone_batching(axis, values, dims, *, reason):
 
 _zero_p = _elementwise("zero_with_gradient", jnp.zeros_like, _zero_jvp)
 _refuse_p = _elementwise("refuse_derivative", _same, _refuse_jvp)
+_mark_p = _elementwise("mark", lambda x, *, name: x, _mark_jvp)
 _mute_p = _elementwise("refuse_message", _same, _mute_jvp)
 # The derivative of `refuse_message`: reverse mode transposes this primitive, forward mode evaluates it.
 _muted_p = _elementwise("refused_message", lambda x, *, reason: jnp.full_like(x, jnp.nan), _muted_jvp)
