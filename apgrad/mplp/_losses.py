@@ -33,11 +33,7 @@ def squared_error(place: Place, prediction: Signal, target: jax.Array) -> jax.Ar
     Returns:
       (batch, ...), the losses, in the prediction's dtype.
     """
-
-    def features(p, y):
-        return {"loss": (y - p) ** 2 / 2, "prediction": p, "target": y, "error": y - p}
-
-    return _loss(place, "squared_error", features, prediction, target)
+    return _loss(place, "squared_error", _of_error(lambda error: error**2 / 2), prediction, target)
 
 
 def absolute_error(place: Place, prediction: Signal, target: jax.Array) -> jax.Array:
@@ -51,11 +47,7 @@ def absolute_error(place: Place, prediction: Signal, target: jax.Array) -> jax.A
     Returns:
       (batch, ...), the losses, in the prediction's dtype.
     """
-
-    def features(p, y):
-        return {"loss": jnp.abs(y - p), "prediction": p, "target": y, "error": y - p}
-
-    return _loss(place, "absolute_error", features, prediction, target)
+    return _loss(place, "absolute_error", _of_error(jnp.abs), prediction, target)
 
 
 def cross_entropy(place: Place, prediction: Signal, target: jax.Array) -> jax.Array:
@@ -105,6 +97,10 @@ def softmax_cross_entropy(place: Place, logits: Signal, target: jax.Array) -> ja
         return {"loss": -y * log_p, "prediction": jnp.exp(log_p), "target": y, "log_prediction": log_p}
 
     return _loss(place, "softmax_cross_entropy", features, logits, target)
+
+
+def _of_error(loss: Callable[[jax.Array], jax.Array]) -> Callable[..., dict[str, jax.Array]]:
+    return lambda p, y: {"loss": loss(y - p), "prediction": p, "target": y, "error": y - p}
 
 
 def _loss(place: Place, kind: str, features: Callable[..., Any], prediction: Signal, target: Any) -> jax.Array:
