@@ -72,7 +72,7 @@ class Separable(nnx.Module):
       rngs: The source of keys for the networks.
 
     Example:
-      >>> import jax.numpy as jnp, apgrad as ap
+      >>> import jax, jax.numpy as jnp, apgrad as ap
       >>> from flax import nnx
       >>> model = nnx.Sequential(nnx.Linear(1, 5, rngs=nnx.Rngs(0)), nnx.tanh, nnx.Linear(5, 1, rngs=nnx.Rngs(1)))
       >>> network, params = ap.mplp.from_nnx(model, loss=ap.mplp.squared_error)
@@ -80,7 +80,8 @@ class Separable(nnx.Module):
       >>> sites = ap.mplp.sites(network, params, batch)
       >>> rule = ap.mplp.Separable(sites, neuron_state=4, whiten=True, rngs=nnx.Rngs(2))
       >>> state = ap.mplp.init_state(rule, network, params, batch)
-      >>> updates, state, metrics = ap.mplp.backward(rule, network, params, state, batch)
+      >>> backward = jax.jit(ap.mplp.backward, static_argnums=1)
+      >>> updates, state, metrics = backward(rule, network, params, state, batch)
       >>> state["2_dense"]["whitening"]["P"].shape
       (5, 5)
     """

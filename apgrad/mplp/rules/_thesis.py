@@ -53,14 +53,15 @@ class Thesis(nnx.Module):
       rngs: The source of keys for the networks, whose kernels are uniform within 1 / sqrt(features).
 
     Example:
-      >>> import jax.numpy as jnp, apgrad as ap
+      >>> import jax, jax.numpy as jnp, apgrad as ap
       >>> from flax import nnx
       >>> model = nnx.Sequential(nnx.Linear(1, 5, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(5, 1, rngs=nnx.Rngs(1)))
       >>> network, params = ap.mplp.from_nnx(model, loss=ap.mplp.squared_error)
       >>> batch = jnp.ones((10, 1)), jnp.zeros((10, 1))
       >>> rule = ap.mplp.Thesis(ap.mplp.sites(network, params, batch), message_size=8, rngs=nnx.Rngs(2))
       >>> state = ap.mplp.init_state(rule, network, params, batch)
-      >>> updates, state, metrics = ap.mplp.backward(rule, network, params, state, batch)
+      >>> backward = jax.jit(ap.mplp.backward, static_argnums=1)
+      >>> updates, state, metrics = backward(rule, network, params, state, batch)
       >>> updates["0_dense"]["kernel"].shape
       (1, 5)
     """
