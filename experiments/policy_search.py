@@ -163,7 +163,10 @@ def objective(method: Method, task: str, horizon: int, lanes: int) -> Callable[[
 
 
 class Learning(NamedTuple):
-    """A learner as pure functions: `init(key) -> state` and `step(state, key, rate) -> state`; a state starts with parameters."""
+    """A learner as pure functions, `init(key) -> state` and `step(state, key, rate) -> state`.
+
+    The first element of a state is the parameters.
+    """
 
     init: Callable[[jax.Array], Any]
     step: Callable[[Any, jax.Array, jax.Array], Any]
@@ -318,15 +321,14 @@ def _speed(row):
 
 def _table(rows):
     lines = [
-        f"{'task':22} {'method':22} {'rate':6} {'cost at the end (95 %)':22} {'success':7} steps to it     seconds
-        s/step"
+        f"{'task':22} {'method':14} {'rate':6} {'cost at the end (95 %)':22} {'success':7} steps to it     seconds  ms a step"
     ]
     for r in rows:
         cost = f"{r['cost']:.3f} ({r['cost_low']:.3f} to {r['cost_high']:.3f})"
         steps = f"{r['steps']:.0f} ({r['steps_low']:.0f} to {r['steps_high']:.0f})"
         lines.append(
-            f"{r['units']:4d} {r['task']:17} {r['method']:22} {r['rate']:<6g} {cost:22} {r['success']:<7.0%} {steps:15}
-            " f"{r['success_seconds']:7.2f} {1e3 * r['seconds_per_step']:5.1f} ms ({r['seconds_over_RP']:.2f})"
+            f"{r['units']:4d} {r['task']:17} {r['method']:14} {r['rate']:<6g} {cost:22} {r['success']:<7.0%} {steps:15} "
+            f"{r['success_seconds']:7.2f} {1e3 * r['seconds_per_step']:5.1f} ({r['seconds_over_RP']:.2f} of RP)"
         )
     return "\n".join(lines)
 
@@ -335,8 +337,8 @@ def _picture(config, rows, curves):
     points = [(u, t) for u in config.policies for t in config.tasks]
     figure = Figure(figsize=(13, 0.8 + 4.2 * len(points)), layout="constrained")
     figure.suptitle(
-        f"Policies for the noisy Lorenz system, H = {config.horizon}, {config.lanes} lanes, best of {len(config.rates)}
-        learning " f"rates; mean of {config.seeds} seeds with 95 % intervals"
+        f"Policies for the noisy Lorenz system, H = {config.horizon}, {config.lanes} lanes, best of {len(config.rates)} "
+        f"learning rates; mean of {config.seeds} seeds with 95 % intervals"
     )
     grid = figure.subplots(len(points), 2, squeeze=False, sharey="row")
     steps = np.arange(1, config.evaluations + 1) * (config.iterations // config.evaluations)
