@@ -29,7 +29,7 @@ parameters and divided by the squared length of their mean.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -233,6 +233,14 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     return found
 
 
+class Curves(NamedTuple):
+    """What `measure` found in all runs of a method, each (runs, episodes)."""
+
+    costs: np.ndarray
+    noise: np.ndarray
+    last: np.ndarray
+
+
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
     """Success rates and episodes to success."""
     rows, curves = [], {}
@@ -249,7 +257,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         row |= {"success_low": low, "success_high": high, "episodes": float(mean.mean())}
         row |= {"episodes_low": few, "episodes_high": many, "cost": float(costs[:, -1].mean())}
         rows.append(row | {"noise": float(np.median(noise[:, -1]))})
-        curves[method] = (costs, noise, last)
+        curves[method] = Curves(costs, noise, last)
     lines = [f"{'method':14} {'success (95 %)':24} {'episodes to it*':26} last cost   variance / gradient^2"]
     for r in rows:
         success = f"{r['success']:.0%} ({r['success_low']:.0%} to {r['success_high']:.0%})"
@@ -268,17 +276,17 @@ def _picture(config, curves):
     axes = figure.subplots(1, 3)
     episodes = np.arange(1, config.episodes + 1)
     panels = (
-        ("mean cost of a real episode", lambda costs, noise, last: costs, np.mean),
+        ("mean cost of a real episode", lambda found: found.costs, np.mean),
         (
-            "share of runs that have succeeded",
-            lambda costs, noise, last: np.maximum.accumulate(last <= SUCCESS, 1),
+            "share of runs with success so far",
+            lambda found: np.logical_or.accumulate(found.last <= SUCCESS, 1),
             np.mean,
         ),
-        ("gradient variance / squared gradient (median)", lambda costs, noise, last: noise, np.median),
+        ("gradient variance / squared gradient (median)", lambda found: found.noise, np.median),
     )
     for axis, (title, choose, centre) in zip(axes, panels, strict=True):
         for method, found in curves.items():
-            values = choose(*found).astype(float)
+            values = choose(found).astype(float)
             bands = [
                 harness.interval(harness.bootstrap(c, lambda x: centre(x, axis=-1), config.resamples, config.seed))  # noqa: B023
                 for c in values.T
