@@ -68,8 +68,8 @@ class Config(harness.Config):
         """Refuses what has no variance."""
         if self.estimates < 2 or not self.lanes or any(n < 4 or n % 2 for n in self.lanes):
             raise ValueError("estimates must be at least 2, and lanes even and at least 4")
-        if self.reference < 10_000 or self.reference % 10_000:
-            raise ValueError("reference must be a multiple of 10,000")
+        if self.reference < 20_000 or self.reference % 10_000:
+            raise ValueError("reference must be a multiple of 10,000, at least 20,000")
 
 
 PAPER = Config(estimates=1000, reference=20_000_000)

@@ -270,8 +270,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
 def _picture(config, curves):
     figure = Figure(figsize=(15, 4.4), layout="constrained")
     figure.suptitle(
-        f"Cart-pole swing-up through a learned model: {config.particles} particles, {config.iterations} steps of Adam an "
-        f"episode, {config.seeds} runs; bands are 95 % intervals"
+        f"Cart-pole swing-up through a learned model: {config.particles} particles, {config.iterations} steps of Adam "
+        f"an episode, {config.seeds} runs; bands are 95 % intervals"
     )
     axes = figure.subplots(1, 3)
     episodes = np.arange(1, config.episodes + 1)

@@ -15,7 +15,8 @@ KEY = jax.random.key(0)
 
 
 def tiny_run(experiment, folder, *options):
-    harness.main(experiment, ["--out", str(folder), *options])
+    with jax.numpy_dtype_promotion("standard"):  # optax's Adam needs it
+        harness.main(experiment, ["--out", str(folder), *options])
     assert list(folder.glob("*.png"))
     return json.loads((folder / "results.json").read_text())
 
@@ -49,7 +50,7 @@ def test_the_stop_takes_speed_and_keeps_the_place():
 def test_contact(tmp_path, monkeypatch):
     monkeypatch.setattr(contact, "METHODS", ("RP", "LR", "mean test"))
     monkeypatch.setattr(contact, "POINTS", {"ball": (0.3, 0.5), "pendulum": (0.2, 0.4)})
-    results = tiny_run(contact, tmp_path, "--lanes", "10", "--estimates", "8", "--reference", "10000")
+    results = tiny_run(contact, tmp_path, "--lanes", "10", "--estimates", "8", "--reference", "20000")
     assert len(results["rows"]) == 2 * 3 * 2 and all(row["rmse"] > 0 for row in results["rows"])
     with pytest.raises(SystemExit):
         harness.main(contact, ["--lanes", "5"])
@@ -61,7 +62,7 @@ def test_first_success():
 
 
 def test_short_horizons_stop_the_gradient():
-    # With a segment as long as the rollout nothing is stopped; with shorter ones the value stays and the gradient moves.
+    # With a segment as long as the rollout nothing is stopped; with shorter ones the gradient moves, the value stays.
     policy = policy_search.policy(4, policy_search.nnx.Rngs(0))
     values = {}
     for segment in (0, 6, 2):
@@ -69,9 +70,9 @@ def test_short_horizons_stop_the_gradient():
         function = policy_search.objective(method, "every step", 6, 8)
         values[segment] = jax.jit(jax.value_and_grad(function, argnums=1))(KEY, policy)
     for other, equal in ((6, True), (2, False)):
-        assert values[other][0] == pytest.approx(values[0][0], rel=1e-6)
+        assert float(values[other][0]) == pytest.approx(float(values[0][0]), rel=1e-6)
         pairs = zip(*(jax.tree.leaves(values[s][1]) for s in (0, other)), strict=True)
-        assert all(np.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in pairs) == equal
+        assert all(np.allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-6) for a, b in pairs) == equal
 
 
 def test_policy_search(tmp_path, monkeypatch):
