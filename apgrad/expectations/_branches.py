@@ -28,7 +28,7 @@ def run_branches(tape: Any, branches: tuple[Callable[[Any], tuple[Any, Any]], ..
 
     def run(index, key, ports):
         total = jax.tree.map(jnp.zeros_like, tape._total)
-        result = branches[index](type(tape)(tape._plan, key, total, ports))
+        result = branches[index](type(tape)(tape._plan, key, total, ports, tape._seed))
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], type(tape))):
             raise TypeError(f"branch {index} of parallel must return (tape, output), got {type(result).__name__}")
         result[0]._require_current(f"the end of branch {index}")

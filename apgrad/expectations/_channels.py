@@ -127,6 +127,15 @@ def folds(tape: Tape) -> int:
     return tape._plan.folds
 
 
+def seed(tape: Tape) -> jax.Array:
+    """A seed for hashes, uint32: one for the whole of a program's call, and another one in every call.
+
+    Args:
+      tape: any tape.
+    """
+    return tape._seed
+
+
 def drawn(tape: Tape, x: jax.Array) -> jax.Array:
     """The samples as the node drew them; where lanes are tested for independence, some get another lane's sample.
 

@@ -158,7 +158,7 @@ def add(arrays: Iterable[jax.Array]) -> jax.Array:
 
 
 def mixture(weights: jax.Array, answers: Sequence[Any]) -> Any:
-    """The estimators' answers to the lanes' arguments, each fold weighed by its weights: arrays (lanes, ...).
+    """The estimators' answers, each fold weighed by its weights: arrays (lanes, ...).
 
     Args:
       weights: (folds, estimators).
@@ -170,15 +170,3 @@ def mixture(weights: jax.Array, answers: Sequence[Any]) -> Any:
         return mixed.reshape(mixed.shape[0] * mixed.shape[1], *mixed.shape[2:])
 
     return jax.tree.map(mix, *answers)
-
-
-def shared_mixture(weights: jax.Array, answers: Sequence[Any]) -> Any:
-    """The estimators' answers to the arguments that lanes share, weighed fold by fold and summed over folds.
-
-    Args:
-      weights: (folds, estimators).
-      answers: for each estimator a pytree of arrays (folds, ...), sums over the lanes of a fold.
-    """
-    return jax.tree.map(
-        lambda *leaves: add(jnp.sum(times(weights[:, e], g), axis=0) for e, g in enumerate(leaves)), *answers
-    )

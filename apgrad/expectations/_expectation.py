@@ -192,7 +192,8 @@ def _run(program, ledger, plan, has_aux, key, args, kwargs):
     try:
         total = None if plan.dtype is None else jnp.zeros((plan.lanes,), plan.dtype)
         ports = {channel: jnp.zeros(channel.shape, plan.dtype) for channel in plan.channels}
-        result = program(Tape(plan, key, total, ports), *args, **kwargs)
+        seed = jax.random.bits(jax.random.fold_in(key, 2**32 - 1), (), jnp.uint32)
+        result = program(Tape(plan, key, total, ports, seed), *args, **kwargs)
         if has_aux and not (isinstance(result, tuple) and len(result) == 2):
             raise TypeError(f"with has_aux=True the program must return (tape, aux), got {type(result).__name__}")
         tape, aux = result if has_aux else (result, None)
