@@ -77,7 +77,7 @@ class Config(harness.Config):
             raise ValueError("seeds, episodes and repetitions must be at least 2, particles even and at least 4")
 
 
-PAPER = Config(seeds=10, episodes=8, iterations=200)
+PAPER = Config(seeds=10, episodes=8, iterations=150)
 
 
 def real_step(s: jax.Array, force: jax.Array) -> jax.Array:

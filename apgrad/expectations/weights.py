@@ -165,11 +165,11 @@ def decoupled(*, shrinkage: float = 1.0) -> Weights:
 def per_step_inverse_variance() -> Weights:
     """Inverse-variance weights of each step's contribution; messages go back by reparameterization alone.
 
-    This is IVW-H (Onoda, Parmas, Yaguchi & Matsuo, 2026, arXiv 2604.18161) as far as we know it: at each step of
-    control the analytic gradient of the action, backpropagated through the simulator, is mixed with the likelihood
-    ratio by inverse variances over lanes. We had the abstract, the public reviews and an implementation by others, not
-    the paper's formulas: there each dimension of the action has its own weight, here all have one. In total propagation
-    the message is mixed as well; here it is not, and explodes wherever reparameterization explodes.
+    This is IVW-H (Onoda, Parmas, Yaguchi & Matsuo, 2026, arXiv 2604.18161) as far as we know it, from the abstract, the
+    public reviews and an implementation by others: at each step of control the analytic gradient of the action,
+    backpropagated through the simulator, is mixed with the likelihood ratio by inverse variances over lanes. There each
+    dimension of the action has its own weight, here all have one. Total propagation mixes the message as well; here
+    the message explodes wherever reparameterization explodes.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -205,11 +205,9 @@ def alpha_order(gamma: float, *, confidence: float = 0.95) -> Weights:
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
-      >>> same = jnp.zeros((100, 1))                                      # reparameterization sees no slope
-      >>> noisy = 0.01 + 1e-4 * jnp.where(jnp.arange(100) % 2, 1.0, -1.0)[:, None]      # likelihood ratio sees 1
-      >>> rules = [ap.weights.alpha_order(gamma).message.rule for gamma in (0.1, 9)]
-      >>> [round(float(rule(jnp.stack([same, noisy]), same)[0]), 2) for rule in rules]
-      [0.1, 1.0]
+      >>> pair = jnp.stack([jnp.zeros((100, 1)), jnp.full((100, 1), 0.01)])  # slopes of 0 and 1 in all
+      >>> [round(float(ap.weights.alpha_order(gamma).message.rule(pair, pair[0])[0]), 2) for gamma in (0.1, 9)]
+      [0.1, 0.5]
     """
     if not gamma > 0:
         raise ValueError(f"alpha_order needs a positive gamma, got {gamma!r}")
@@ -223,11 +221,9 @@ def alpha_order(gamma: float, *, confidence: float = 0.95) -> Weights:
         pathwise, ratio = jnp.sum(gradients, axis=1)
         distance = jnp.linalg.norm(pathwise - ratio)
         epsilon = factor * jnp.sqrt(lanes * jnp.sum(jnp.var(gradients[1], axis=0, ddof=min(1, lanes - 1))))
-        bound = jnp.where(
-            distance == 0, jnp.inf, jnp.maximum(gamma - epsilon, 0) / jnp.where(distance == 0, 1, distance)
-        )
-        bound = jnp.where(jnp.isnan(bound), 0, bound)
-        alpha = jnp.minimum(_inverse_variance(gradients, suffix)[0], bound)
+        room = jnp.maximum(gamma - epsilon, 0) / jnp.where(distance == 0, 1, distance)
+        room = jnp.where(distance == 0, 1, jnp.where(jnp.isnan(room), 0, room))
+        alpha = jnp.minimum(_inverse_variance(gradients, suffix)[0], room)
         return jnp.stack([alpha, 1 - alpha])
 
     return Weights(Weighting(rule))
@@ -267,7 +263,6 @@ def mean_test(weights: Weights | None = None, *, threshold: float = 3.5) -> Weig
         scale = jnp.max(jnp.abs(D), initial=0)
         D = D / jnp.where((scale > 0) & jnp.isfinite(scale), scale, 1)  # no overflow in the square
         variance = jnp.sum(jnp.var(D, axis=0, ddof=min(1, len(D) - 1)))
-        # Constant differences have no variance beyond rounding: they differ, if they are not 0.
         return jnp.sum(jnp.sum(D, axis=0) ** 2) > threshold**2 * len(D) * variance  # False for NaN
 
     return _turn_to_ratio("mean_test", decoupled() if weights is None else weights, differs)
@@ -292,8 +287,8 @@ def variance_test(weights: Weights | None = None, *, dimensions: int = 1, c: flo
     away costs that do not jump.
 
     Noise that comes after the node adds to X and not to P as well: the test is for one choice that all the cost follows
-    from, such as noise on the parameters of an open-loop plan, and not for rollouts with noise at every step. X and P
-    must be of the noise itself, up to one scale: the target is the mean of the choice.
+    from, such as noise on an open-loop plan, and not for rollouts with noise at every step. The target is the mean of
+    the choice, so that X and P are of the noise itself, up to one scale.
 
     Args:
       weights: for where no jump is found; `inverse_variance()` if not given.
