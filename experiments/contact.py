@@ -13,8 +13,8 @@ at q = .5 that throws it back: q - .5 and q' change their sign and are halved. N
 cost is (q^2 + q'^2) / 2 at the end. The speed jumps at the stop, and so does the cost as a function of any earlier
 state. The reference is the mean of the likelihood ratio's estimates on many lanes.
 
-For both: the bias of each method with its 95 % interval, and the root mean square error of one estimate, which counts
-bias and noise. Both are summed over parameters. Methods but for RP, LR and TP published are cross-fitted.
+For both: the bias of each method, in the figure that of theta_0 with its 95 % interval, and the root mean square error
+of one estimate, which counts bias and noise in all parameters. All but RP, LR and TP published are cross-fitted.
 """
 
 import dataclasses
@@ -72,7 +72,7 @@ class Config(harness.Config):
             raise ValueError("reference must be a multiple of 10,000, at least 20,000")
 
 
-PAPER = Config(estimates=1000, reference=20_000_000)
+PAPER = Config(estimates=400, reference=4_000_000)
 
 
 def estimator(method: str, gamma: float) -> ap.Estimator | ap.Mixer:
@@ -182,11 +182,11 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         truth, mine = found[system, "reference", None, point], found[system, method, lanes, point]
         off, variance = np.subtract(mine["mean"], truth["mean"]), np.array(mine["variance"])
         error = np.sqrt(variance / config.estimates + np.square(truth["error"]))
-        # The parameter with the largest bias in standard errors stands for all.
-        worst = int(np.argmax(np.abs(off) / np.where(error == 0, 1e-12, error)))
+        z = float(np.max(np.abs(off) / np.where(error == 0, 1e-12, error)))
         square = float(np.sum(off**2 - error**2))  # of the bias, without what noise adds to it
-        row = {"system": system, "method": method, "lanes": lanes, "point": point, "parameter": worst}
-        row |= {"truth": truth["mean"][worst], "bias": float(off[worst]), "bias_error": float(error[worst])}
+        row = {"system": system, "method": method, "lanes": lanes, "point": point, "truth": truth["mean"][0]}
+        row |= {"bias": float(off[0]), "bias_error": float(error[0]), "largest_z": z}
+        row |= {"bias_norm": float(np.sqrt(max(square, 0)))}
         row |= {"variance": float(variance.sum()), "gradient_norm": float(np.linalg.norm(truth["mean"]))}
         rows.append(row | {"rmse": float(np.sqrt(max(square, 0) + variance.sum()))})
     summary = {}
@@ -195,11 +195,10 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             for method in METHODS:
                 mine = [r for r in rows if (r["system"], r["method"], r["lanes"]) == (system, method, lanes)]
                 scale = np.sqrt(np.mean([r["gradient_norm"] ** 2 for r in mine]))
-                z = np.array([abs(r["bias"]) / max(r["bias_error"], 1e-12) for r in mine])
                 summary[f"{system}, {lanes} lanes, {method}"] = {
                     "rmse_over_gradient": float(np.sqrt(np.mean([r["rmse"] ** 2 for r in mine])) / scale),
-                    "largest_bias_over_gradient": float(max(abs(r["bias"]) for r in mine) / scale),
-                    "biased_points": int((z > 4).sum()),
+                    "largest_bias_over_gradient": float(max(r["bias_norm"] for r in mine) / scale),
+                    "biased_points": sum(r["largest_z"] > 4 for r in mine),
                     "points": len(mine),
                 }
     return harness.Report({"summary": summary}, rows, _table(summary), _picture(config, rows))
@@ -222,7 +221,7 @@ def _picture(config, rows):
         "LR and TP published are cross-fitted"
     )
     grid = figure.subplots(len(POINTS), len(config.lanes) + 1, squeeze=False)
-    labels = {"ball": "mean angle", "pendulum": "torque $\\theta_0$"}
+    labels = {"ball": "the mean angle", "pendulum": "the torque $\\theta_0$"}
     for system, line in zip(POINTS, grid, strict=True):
         points = np.array(POINTS[system])
         width = 0.05 * np.min(np.diff(points))
@@ -235,6 +234,7 @@ def _picture(config, rows):
                 )  # fmt: skip
             axis.axhline(0, color="black", lw=0.8)
             axis.set_title(f"{system}: bias, {lanes} lanes", fontsize=10)
+            axis.set_ylabel("bias of the derivative by " + labels[system])
             if system == "ball":
                 dense = np.linspace(points[0], points[-1], 60)
                 axis.plot(dense, [exact_ball(t, 20_001) for t in dense], color="gray", lw=0.8, label="exact gradient")
