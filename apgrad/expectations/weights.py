@@ -324,9 +324,6 @@ def _turn_to_ratio(name, weights, found):
     """The weights, but [0, 1] where `found(gradients)`."""
 
     def wrap(weighting):
-        if weighting is None:
-            return None
-
         def rule(gradients, suffix):
             _require_two(name, gradients)
             ordinary = weighting.rule(gradients, suffix)
@@ -335,7 +332,7 @@ def _turn_to_ratio(name, weights, found):
 
         return weighting._replace(rule=rule)
 
-    return Weights(*map(wrap, weights))
+    return Weights(wrap(weights.message), weights.contribution and wrap(weights.contribution))
 
 
 def _require_two(name, gradients):
