@@ -115,9 +115,7 @@ class Config(harness.Config):
             raise ValueError(f"iterations must be a multiple of evaluations, at least 5, and tasks of {list(TASKS)}")
 
 
-PAPER = Config(
-    tasks=tuple(TASKS), iterations=240, evaluations=24, rates=(1e-3, 3e-3, 1e-2), tuning=2, seeds=6, rounds=20
-)
+PAPER = Config(iterations=240, evaluations=24, rates=(1e-3, 3e-3, 1e-2), tuning=2, seeds=6, rounds=20)
 
 
 def policy(units: int, rngs: nnx.Rngs) -> nnx.Module:
