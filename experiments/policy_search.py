@@ -13,9 +13,10 @@ the chaos.
 Adam's learning rate is the best of `rates` for each method, by the cost over the last fifth of the evaluations, on
 seeds of its own; curves are of the other seeds. `METHODS` are reparameterization (RP), likelihood ratio (LR) and total
 propagation (TP): with the published weights, and with the default ones, cross-fitted; each with one weight a step from
-the gradient of the policy, and mixed "at parameters" of the distribution, coordinate by coordinate. What people do
-about exploding gradients stands beside them: every method's gradient is clipped by its global norm, but for "RP,
-unclipped", and "RP, short" stops the gradient at every tenth step. Updates that are not finite are skipped.
+the gradient of the policy, and mixed "at parameters" of the distribution, coordinate by coordinate; "TP adaptive" takes
+the weights from the moments of earlier steps, `ap.adaptive`. What people do about exploding gradients stands beside
+them: every method's gradient is clipped by its global norm, but for "RP, unclipped", and "RP, short" stops the gradient
+at every tenth step. Updates that are not finite are skipped.
 
 *Success* is an evaluated cost of at most `success` of the task. *Seconds* are steps times the seconds of a step, and
 these are measured apart from the curves, methods taking turns in one process, the fastest of many rounds: a curve is
@@ -52,6 +53,7 @@ class Method(NamedTuple):
     Attributes:
       estimator: of each random choice.
       cross_fit: of `ap.expectation`.
+      adaptive: weigh by the moments of earlier calls, `ap.adaptive`.
       clip: the largest norm of a gradient; 0 for any.
       segment: the number of steps after which the gradient stops; 0 for none.
       colour: of its curves.
@@ -59,6 +61,7 @@ class Method(NamedTuple):
 
     estimator: ap.Estimator | ap.Mixer
     cross_fit: bool = False
+    adaptive: bool = False
     clip: float = CLIP
     segment: int = 0
     colour: str = "black"
@@ -72,8 +75,9 @@ METHODS = {
     "LR": Method(ap.likelihood_ratio(), colour="#d95f02"),
     "TP published": Method(ap.total_propagation(weights=INVERSE), colour="#8e3fb1"),
     "TP published, at parameters": Method(ap.total_propagation(weights=INVERSE, target="parameters"), colour="#d4a6e8"),
-    "TP": Method(ap.total_propagation(), cross_fit=True),
-    "TP, at parameters": Method(ap.total_propagation(target="parameters"), cross_fit=True, colour="#999999"),
+    "TP": Method(ap.total_propagation(), cross_fit=True, colour="#777777"),
+    "TP, at parameters": Method(ap.total_propagation(target="parameters"), cross_fit=True, colour="#cccccc"),
+    "TP adaptive": Method(ap.total_propagation(), adaptive=True),
 }
 
 
@@ -137,8 +141,8 @@ def flow(policy: nnx.Module, s: jax.Array) -> jax.Array:
     return s + DT / 6 * (a + 2 * b + 2 * c + velocity(s + DT * c))
 
 
-def objective(method: Method, task: str, horizon: int, lanes: int) -> Callable[[jax.Array, nnx.Module], jax.Array]:
-    """The expected cost as an ordinary JAX function, `(key, policy) -> scalar`."""
+def program(method: Method, task: str, horizon: int) -> Callable[[ap.Tape, nnx.Module], ap.Tape]:
+    """The rollout of a policy, with its costs."""
     step = ap.stochastic(method.estimator)(lambda policy, s: dist.Normal(flow(policy, s), SIGMA))
 
     def cost(s):
@@ -158,38 +162,53 @@ def objective(method: Method, task: str, horizon: int, lanes: int) -> Callable[[
         (tape, s), _ = jax.lax.scan(body, (tape, start), jnp.arange(horizon))
         return tape if task == "every step" else tape.cost(cost(s))
 
-    return ap.expectation(rollout, lanes, cross_fit=method.cross_fit, check_nan=False)
+    return rollout
+
+
+def gradients(method: Method, program: Callable[..., ap.Tape], lanes: int) -> ap.Adaptive:
+    """The method's gradients as `ap.adaptive` has them; the state is empty for all that are not adaptive.
+
+    Args:
+      method: how to differentiate.
+      program: its first argument is what is differentiated.
+      lanes: of an estimate.
+    """
+    if method.adaptive:
+        return ap.adaptive(program, lanes, check_nan=False)
+    function = ap.value_and_grad(program, lanes, cross_fit=method.cross_fit, check_nan=False)
+    return ap.Adaptive(lambda key, *args: (), lambda key, state, *args: (*function(key, *args), state))  # pyright: ignore
 
 
 class Learning(NamedTuple):
-    """A learner as pure functions, `init(key) -> state` and `step(state, key, rate, *args) -> state`.
+    """A learner as pure functions, `init(key, *args) -> state` and `step(state, key, rate, *args) -> state`.
 
     The first element of a state is the parameters.
     """
 
-    init: Callable[[jax.Array], Any]
+    init: Callable[..., Any]
     step: Callable[..., Any]
 
 
-def learning(function: Callable[..., jax.Array], init: Callable[[jax.Array], Any], clip: float) -> Learning:
-    """Adam on an objective.
+def learning(gradients: ap.Adaptive, init: Callable[[jax.Array], Any], clip: float) -> Learning:
+    """Adam on an expected cost.
 
     Args:
-      function: `(key, parameters, *args) -> scalar`, to be minimised.
+      gradients: of the cost in its first argument, the parameters.
       init: `key -> parameters`.
       clip: the largest norm of a gradient; 0 for any.
     """
     clipped = optax.clip_by_global_norm(clip) if clip else optax.identity()
     optimizer = optax.apply_if_finite(optax.chain(clipped, optax.scale_by_adam()), 10**9)
 
-    def start(key):
+    def start(key, *args):
         parameters = init(key)
-        return parameters, optimizer.init(parameters)
+        return parameters, optimizer.init(parameters), gradients.init(jax.random.fold_in(key, 1), parameters, *args)
 
     def step(state, key, rate, *args):
-        parameters, moments = state
-        updates, moments = optimizer.update(jax.grad(function, argnums=1)(key, parameters, *args), moments)
-        return optax.apply_updates(parameters, jax.tree.map(lambda u: -rate * u, updates)), moments
+        parameters, moments, weights = state
+        _, gradient, weights = gradients.value_and_grad(key, weights, parameters, *args)
+        updates, moments = optimizer.update(gradient, moments)
+        return optax.apply_updates(parameters, jax.tree.map(lambda u: -rate * u, updates)), moments, weights
 
     return Learning(start, step)
 
@@ -198,19 +217,19 @@ def learning(function: Callable[..., jax.Array], init: Callable[[jax.Array], Any
 def _advance(name, units, task, horizon, lanes):
     """A learner, and its steps compiled once for all learning rates: `(state, keys, rate) -> state`, a step a key."""
     method = METHODS[name]
-    function = objective(method, task, horizon, lanes)
-    learner = learning(function, lambda key: policy(units, nnx.Rngs(key)), method.clip)
+    estimates = gradients(method, program(method, task, horizon), lanes)
+    learner = learning(estimates, lambda key: policy(units, nnx.Rngs(key)), method.clip)
 
     def advance(state, keys, rate):
         return jax.lax.scan(lambda state, key: (learner.step(state, key, rate), None), state, keys)[0]
 
-    return learner, jax.jit(advance)
+    return learner._replace(init=jax.jit(learner.init)), jax.jit(advance)
 
 
 @functools.cache
 def _evaluate(task, horizon):
     """The cost of a policy on 500 lanes, the same for all policies."""
-    function = jax.jit(objective(METHODS["RP"], task, horizon, 500))
+    function = jax.jit(ap.expectation(program(METHODS["RP"], task, horizon), 500, check_nan=False))
     return lambda policy: float(function(jax.random.key(0), policy))
 
 

@@ -41,12 +41,12 @@ from matplotlib.figure import Figure
 
 import apgrad as ap
 from experiments import harness
-from experiments.policy_search import METHODS as ALL_METHODS, first_success, learning
+from experiments.policy_search import METHODS as ALL_METHODS, first_success, gradients, learning
 
 CART, POLE, LENGTH, FRICTION, GRAVITY, FORCE = 0.5, 0.5, 0.5, 0.1, 9.82, 10.0
 DT, SUBSTEPS, NOISE, HORIZON, WIDTH, UNITS = 0.1, 4, 0.01, 25, 0.5, 32
 FEATURES, RIDGE, SUCCESS, SCALES = 150, 1e-3, 0.25, (3.0, 6.0, 1.0, 1.0, 10.0)
-METHODS = ("RP", "LR", "TP published", "TP")
+METHODS = ("RP", "LR", "TP published", "TP adaptive")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,8 +149,8 @@ def start(key: jax.Array) -> jax.Array:
     return 0.1 * jax.random.normal(key, (4,))
 
 
-def objective(method: str, particles: int) -> Any:
-    """The expected cost of a policy under the model, `(key, policy, model) -> scalar`."""
+def program(method: str) -> Any:
+    """The rollout of a policy through the model, `(tape, policy, model) -> tape`."""
     chosen = ALL_METHODS[method]
     step = ap.stochastic(chosen.estimator, in_axes=(None, None, 0))(lambda p, model, s: model_step(model, p, s))
 
@@ -164,7 +164,7 @@ def objective(method: str, particles: int) -> Any:
         states = jax.vmap(start)(jax.random.split(key, tape.lanes))
         return jax.lax.scan(body, (tape, states), length=HORIZON)[0][0]
 
-    return ap.expectation(rollout, particles, cross_fit=chosen.cross_fit, check_nan=False)
+    return rollout
 
 
 def episode(key: jax.Array, policy: nnx.Module, random: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -183,19 +183,19 @@ def episode(key: jax.Array, policy: nnx.Module, random: jax.Array) -> tuple[jax.
 
 @functools.cache
 def _compiled(method, particles, repetitions):
-    function = objective(method, particles)
-    learner = learning(function, policy, ALL_METHODS[method].clip)
+    estimates = gradients(ALL_METHODS[method], program(method), particles)
+    learner = learning(estimates, policy, ALL_METHODS[method].clip)
 
     def learn(state, keys, rate, model):
         return jax.lax.scan(lambda state, key: (learner.step(state, key, rate, model), None), state, keys)[0]
 
-    def noise(key, policy, model):
+    def noise(key, state, model):
         """The gradient's variance over the squared length of its mean."""
-        gradient = lambda key: ravel_pytree(jax.grad(function, argnums=1)(key, policy, model))[0]
+        gradient = lambda key: ravel_pytree(estimates.value_and_grad(key, state[2], state[0], model)[1])[0]
         found = jax.lax.map(gradient, jax.random.split(key, repetitions))
         return jnp.sum(jnp.var(found, axis=0, ddof=1)) / jnp.sum(jnp.mean(found, axis=0) ** 2)
 
-    return learner.init, jax.jit(learn), jax.jit(noise)
+    return jax.jit(learner.init), jax.jit(learn), jax.jit(noise)
 
 
 _FIT, _EPISODE = jax.jit(fit), jax.jit(episode)
@@ -212,13 +212,13 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     key = jax.random.key(harness.cell_seed(config.seed, {"seed": cell["seed"]}))  # the same for all methods
     key, one, two, three = jax.random.split(key, 4)
     basis = jax.random.normal(one, (FEATURES, 5)), jax.random.uniform(two, (FEATURES,), maxval=2 * jnp.pi)
-    state = init(three)
+    start_key, state, first = three, None, policy(three)
     room = HORIZON * (config.episodes + 1)
     data = [np.zeros((room, n) if n else room, np.float32) for n in (4, 0, 4, 0)]
     found = {"costs": [], "last": [], "noise": []}
     for number in range(config.episodes + 1):
         key, one, two, three = jax.random.split(key, 4)
-        states, forces = _EPISODE(one, state[0], jnp.asarray(number == 0))
+        states, forces = _EPISODE(one, first if state is None else state[0], jnp.asarray(number == 0))
         costs = np.asarray(jax.vmap(cost)(states[1:]), np.float64)
         if number:
             found["costs"].append(costs.mean())
@@ -228,8 +228,10 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
             array[here] = new
         if number < config.episodes:
             model = _FIT(basis, *map(jnp.asarray, data))
+            # The first policy is that of the random episode.
+            state = init(start_key, model) if state is None else state
             state = learn(state, jax.random.split(two, config.iterations), jnp.float32(config.rate), model)
-            found["noise"].append(float(noise(three, state[0], model)))
+            found["noise"].append(float(noise(three, state, model)))
     return found
 
 

@@ -257,8 +257,8 @@ class _Walk:
         """A use: `function(*arrays) -> list`, of the equation if there is one."""
         raise NotImplementedError
 
-    def loop(self, inside, program, fixed, carry, xs):
-        """A scan: fixed inputs are the same in all steps. Returns the carry and the stacked outputs, as arrays."""
+    def loop(self, inside, program, inputs, moving, carry, xs):
+        """A scan with `inputs(carry, x)` for its body; returns the carry and the stacked outputs, as arrays."""
         raise NotImplementedError
 
     def _scan(self, inside, values):

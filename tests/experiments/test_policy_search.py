@@ -9,6 +9,7 @@ import pytest
 from scipy.optimize import brentq
 from scipy.stats import norm
 
+import apgrad as ap
 from experiments import contact, harness, policy_search, policy_search_cartpole as cartpole
 
 KEY = jax.random.key(0)
@@ -67,8 +68,8 @@ def test_short_horizons_stop_the_gradient():
     values = {}
     for segment in (0, 6, 2):
         method = policy_search.METHODS["RP"]._replace(segment=segment)
-        function = policy_search.objective(method, "every step", 6, 8)
-        values[segment] = jax.jit(jax.value_and_grad(function, argnums=1))(KEY, policy)
+        function = ap.value_and_grad(policy_search.program(method, "every step", 6), 8)
+        values[segment] = jax.jit(function)(KEY, policy)
     for other, equal in ((6, True), (2, False)):
         assert float(values[other][0]) == pytest.approx(float(values[0][0]), rel=1e-6)
         pairs = zip(*(jax.tree.leaves(values[s][1]) for s in (0, other)), strict=True)
@@ -76,7 +77,7 @@ def test_short_horizons_stop_the_gradient():
 
 
 def test_policy_search(tmp_path, monkeypatch):
-    methods = {name: policy_search.METHODS[name] for name in ("RP", "TP published")}
+    methods = {name: policy_search.METHODS[name] for name in ("RP", "TP adaptive")}
     monkeypatch.setattr(policy_search, "METHODS", methods)
     options = ("--policies", "4", "--horizon", "3", "--lanes", "4", "--iterations", "5", "--evaluations", "5")
     results = tiny_run(

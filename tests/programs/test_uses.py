@@ -120,8 +120,8 @@ def test_no_gradient_of_a_lane_is_made(name):
     many = jax.tree.map(lambda x: jax.ShapeDtypeStruct((50, *x.shape), x.dtype), parts[2:])
     with jax.numpy_dtype_promotion("standard"):
         text = str(jax.make_jaxpr(of_lanes)(*many))
-    shape = max(leaves, key=jnp.size).shape
-    for shape in {shape, shape[::-1]} - {()}:
+    largest = max(leaves, key=jnp.size).shape
+    for shape in {largest, largest[::-1]} - {()}:
         assert f"[50,{','.join(map(str, shape))}]" not in text
 
 

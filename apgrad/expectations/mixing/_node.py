@@ -38,6 +38,7 @@ from apgrad.expectations._cross_fitting import (
 from apgrad.expectations._tape import Tape
 from apgrad.expectations.estimators._baselines import Baseline, LearnedBaseline
 from apgrad.expectations.estimators._estimator import Mixer, surrogate
+from apgrad.expectations.mixing import _moments as moments
 from apgrad.expectations.mixing._features import (
     NodeMemory,
     backward_pass,
@@ -49,6 +50,18 @@ from apgrad.expectations.mixing._features import (
 )
 
 Charge = tuple[jax.Array, Baseline]  # a zero to be charged with later costs, and the baseline that is taken off
+
+
+class Gathered(NamedTuple):
+    """What messages gather on their way back through the mixers' nodes.
+
+    Attributes:
+      suffix: the gradient of later nodes, (lanes, width), or None.
+      rows: what `ap.adaptive` is told of later nodes, (slots, 5), or None.
+    """
+
+    suffix: jax.Array | None
+    rows: jax.Array | None
 
 
 class LaneCall(NamedTuple):
@@ -84,7 +97,7 @@ def draw_by_mixer(tape: Tape, call: LaneCall) -> tuple[Tape, jax.Array, list[Cha
       `(tape, x, charges)`, x of shape (lanes, ...), with a charge for each baseline of the mixer's scores.
     """
     mixer, what, axes = call.mixer, call.what, call.axes
-    _require(mixer, what, tape)
+    _require(mixer, what, tape, mixer.target == "parameters")
     lanes, folds = tape.lanes, channels.folds(tape)  # no function of the node may hold the tape, which is of one trace
     leaves, treedef = jax.tree.flatten([x for x, axis in zip(call.args, axes, strict=True) if axis is None])
     lane = [x for x, axis in zip(call.args, axes, strict=True) if axis == 0]
@@ -104,34 +117,47 @@ def draw_by_mixer(tape: Tape, call: LaneCall) -> tuple[Tape, jax.Array, list[Cha
     def build(shared, lane):
         return converted(shared[0], lane, *shared[1])
 
-    def forward(shared, lane, keys, seed, suffix, perturbed):
+    tape, visit = channels.visit(tape, what)
+
+    def forward(shared, lane, keys, given, gathered, perturbed):
         output, pullbacks = jax.vmap(lambda lane, key: _surrogates(mixer, build(shared, lane), key))(lane, keys)
         # The function is differentiated again in the backward pass: cheaper to keep than its linearization,
         # which holds a copy of the shared arguments for each lane.
         flags = tuple(tuple(jax.tree.leaves(tree)) for tree in (*perturbed[0], perturbed[1]))
-        return (*output, suffix), (shared, lane, pullbacks, seed, Static(flags))
+        return (*output, gathered), (shared, lane, pullbacks, given, Static(flags))
 
-    def backward(memory, to_x, to_zeros, suffix):
-        shared, lane, pullbacks, seed, flags = memory
+    def backward(memory, to_x, to_zeros, gathered):
+        shared, lane, pullbacks, (seed, visit), flags = memory
         memory = NodeMemory(mixer, what, build, shared, lane, pullbacks, flags.value, seed)
-        messages = _Messages(to_x.own, to_x.output, to_zeros, suffix, folds)
-        answer = (_by_parameters if mixer.target == "parameters" else _by_arguments)(memory, messages)
-        return answer.shared, answer.lane, answer.suffix
+        messages = _Messages(to_x.own, to_x.output, to_zeros, gathered.suffix, folds)
+        if mixer.target == "parameters":
+            answer = _by_parameters(memory, messages)
+        else:
+            answer = _by_arguments(memory, messages, visit)
+        rows = gathered.rows
+        if visit is not None:
+            rows = rows.at[visit.slot].set(answer.row.astype(rows.dtype))
+        return answer.shared, answer.lane, Gathered(answer.suffix, rows)
 
     def answered(memory, message):
-        shared, lane, suffix = in_each_stream(backward, folds)(memory, message)
-        return shared, lane, None, None, suffix
+        shared, lane, gathered = in_each_stream(backward, folds)(memory, message)
+        return shared, lane, None, None, gathered
 
-    channel = suffix = None
+    channel = suffix = rows = None
     target = [x for x in (*arrays, *closed_over) if is_inexact(x)]
-    if mixer.target != "parameters" and target and any(w is not None and w.suffix for w in mixer.weights):
+    looks = channels.is_adaptive(tape) or any(w is not None and w.suffix for w in mixer.weights)
+    if mixer.target != "parameters" and target and looks:
         channel = channels.Channel(channels.SUFFIX, call.name, (lanes, width(target)))
         suffix = channels.request(tape, channel, what)
-    x, zeros, suffix = _mixer_node(mixer, forward, answered, perturbed=True)(
-        (arrays, closed_over), lane, call.keys, channels.seed(tape), suffix
+    if visit is not None:
+        rows = channels.request(tape, channels.moments(tape), what)
+    x, zeros, gathered = _mixer_node(mixer, forward, answered, perturbed=True)(
+        (arrays, closed_over), lane, call.keys, (channels.seed(tape), visit), Gathered(suffix, rows)
     )
     if channel is not None:
-        tape = channels.put(tape, channel, suffix, what)
+        tape = channels.put(tape, channel, gathered.suffix, what)
+    if visit is not None:
+        tape = channels.put(tape, channels.moments(tape), gathered.rows, what)
     return tape, x, list(zip(zeros, _charged(mixer), strict=True))
 
 
@@ -153,7 +179,7 @@ def draw_batch_by_mixer(
     Returns:
       What `draw_by_mixer` returns.
     """
-    _require(mixer, what, tape)
+    _require(mixer, what, tape, True)
     lanes, folds, weighting = tape.lanes, channels.folds(tape), mixer.weights.message
     parameters, treedef = jax.tree.flatten(distribution)
     led = [jnp.ndim(x) > 0 and jnp.shape(x)[0] == lanes and is_inexact(x) for x in parameters]
@@ -218,15 +244,16 @@ class _Messages(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """What a node answers: to the shared arguments; to the lanes', by stream; to the suffix."""
+    """What a node answers: to the shared arguments; to the lanes', by stream; to the suffix; to `ap.adaptive`."""
 
     shared: Any
     lane: Streams
     suffix: jax.Array | None
+    row: Any = None
 
 
-def _by_arguments(memory: NodeMemory, messages: _Messages) -> _Answer:
-    """One weight a node, from features of the arguments."""
+def _by_arguments(memory: NodeMemory, messages: _Messages, visit: channels.Visit | None) -> _Answer:
+    """One weight a node: that of `ap.adaptive`, or from features of the arguments."""
     mixer, folds, lanes = memory.mixer, messages.folds, len(messages.own)
     own = _to_parameters(memory, messages.own, messages.to_zeros)
     sent = [(message, True) for message in own]
@@ -243,11 +270,18 @@ def _by_arguments(memory: NodeMemory, messages: _Messages) -> _Answer:
     suffix = None
     if messages.suffix is not None and back.of_shared:
         suffix = fold(messages.suffix, folds).astype(features.dtype)
-    message = _weigh(memory.what, mixer.weights.message, features, suffix)
-    contribution = message
-    if back.of_shared and mixer.weights.contribution not in (None, mixer.weights.message):
-        contribution = _weigh(memory.what, mixer.weights.contribution, features, suffix)
-    gathered = messages.suffix
+    if visit is not None and visit.weights is not None:
+        message = contribution = visit.weights[None, :2]
+        if back.of_shared:
+            contribution = visit.weights[None, 2:]
+    else:
+        message = contribution = _weigh(memory.what, mixer.weights.message, features, suffix)
+        if back.of_shared and mixer.weights.contribution not in (None, mixer.weights.message):
+            contribution = _weigh(memory.what, mixer.weights.contribution, features, suffix)
+    row = None
+    if visit is not None:
+        row = moments.row(features[0], jnp.zeros_like(features[0, 0]) if suffix is None else suffix[0])
+    gathered: Any = messages.suffix
     if suffix is not None:
         more = jnp.sum(times(contribution, features), axis=1)
         gathered = (suffix + more).reshape(lanes, -1).astype(gathered.dtype)
@@ -258,6 +292,7 @@ def _by_arguments(memory: NodeMemory, messages: _Messages) -> _Answer:
             mixture(swap(message), [fold(answer.lane, folds) for answer in in_output]),
         ),
         gathered,
+        row,
     )
 
 
@@ -378,8 +413,17 @@ def _identity(baseline):
     return type(baseline), id(baseline.function if isinstance(baseline, LearnedBaseline) else baseline)
 
 
-def _require(mixer, what, tape):
+def _require(mixer, what, tape, by_coordinates):
     channels.declare_weighing(tape, what)
+    if channels.is_adaptive(tape) and (by_coordinates or len(mixer.estimators) != 2):
+        raise ValueError(
+            f"{what}: ap.adaptive keeps one weight a node for two estimators, and this mixer has "
+            + (
+                "a weight for each coordinate: use ap.stochastic with target='arguments'"
+                if by_coordinates
+                else f"{len(mixer.estimators)} estimators"
+            )
+        )
     if mixer.target not in ("arguments", "parameters"):
         raise ValueError(f"{what}: a mixer's target is 'arguments' or 'parameters', got {mixer.target!r}")
     if tape.lanes < 2:
