@@ -46,6 +46,7 @@ from experiments.policy_search import METHODS as ALL_METHODS, first_success, gra
 CART, POLE, LENGTH, FRICTION, GRAVITY, FORCE = 0.5, 0.5, 0.5, 0.1, 9.82, 10.0
 DT, SUBSTEPS, NOISE, HORIZON, WIDTH, UNITS = 0.1, 4, 0.01, 25, 0.5, 32
 FEATURES, RIDGE, SUCCESS, SCALES = 150, 1e-3, 0.25, (3.0, 6.0, 1.0, 1.0, 10.0)
+PARTIAL = True
 METHODS = ("RP", "LR", "TP published", "TP adaptive")
 
 
@@ -248,6 +249,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     rows, curves = [], {}
     for method in METHODS:
         runs = [r for c, r in records if c["method"] == method]
+        if len(runs) < 2:
+            continue
         last, noise = (np.array([r[name] for r in runs]) for name in ("last", "noise"))
         episodes = first_success(last, SUCCESS, 1)
         costs = np.array([r["costs"] for r in runs])
@@ -266,14 +269,14 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         count = f"{r['episodes']:.1f} ({r['episodes_low']:.1f} to {r['episodes_high']:.1f})"
         lines.append(f"{r['method']:14} {success:24} {count:26} {r['cost']:<11.3f} {r['noise']:.3g}")
     lines.append(f"* runs without success count as {config.episodes + 1}")
-    return harness.Report({}, rows, "\n".join(lines), _picture(config, curves))
+    return harness.Report({}, rows, "\n".join(lines), _picture(config, rows, curves))
 
 
-def _picture(config, curves):
+def _picture(config, rows, curves):
     figure = Figure(figsize=(15, 4.4), layout="constrained")
     figure.suptitle(
         f"Cart-pole swing-up through a learned model: {config.particles} particles, {config.iterations} steps of Adam "
-        f"an episode, {config.seeds} runs; bands are 95 % intervals"
+        f"an episode, {max(r['runs'] for r in rows)} runs; bands are 95 % intervals"
     )
     axes = figure.subplots(1, 3)
     episodes = np.arange(1, config.episodes + 1)
