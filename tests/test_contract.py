@@ -45,6 +45,12 @@ ESTIMATORS = {
     "total_propagation, no baseline": Row(ap.total_propagation(None), second="refused"),
     "total_propagation, learned": Row(ap.total_propagation(ap.learned_baseline(by_function)), second="refused"),
     "total_propagation, published": Row(ap.total_propagation(weights=ap.weights.inverse_variance()), second="refused"),
+    "total_propagation, per step": Row(
+        ap.total_propagation(weights=ap.weights.per_step_inverse_variance()), second="refused"
+    ),
+    "total_propagation, alpha order": Row(ap.total_propagation(weights=ap.weights.alpha_order(0.5)), second="refused"),
+    "total_propagation, mean test": Row(ap.total_propagation(weights=ap.weights.mean_test()), second="refused"),
+    "total_propagation, variance test": Row(ap.total_propagation(weights=ap.weights.variance_test()), second="refused"),
     "gaussian_shaping, LR": Row(ap.likelihood_ratio(), "refused", cost={"shaping": ap.gaussian_shaping()}),
     "gaussian_shaping, RP": Row(ap.reparameterization(), "refused", cost={"shaping": ap.gaussian_shaping()}),
     "gaussian_shaping, TP": Row(ap.total_propagation(), "refused", cost={"shaping": ap.gaussian_shaping("raw")}),
