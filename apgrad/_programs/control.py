@@ -169,6 +169,16 @@ def opened(jaxpr: Any) -> Program:
     return Program(jaxpr, tuple(getattr(jaxpr, "consts", ())))
 
 
+def inside_of(eqn: Any) -> list[Program]:
+    """The programs inside an equation of any kind, also of a kind that `nested` does not know.
+
+    Args:
+      eqn: an equation of a jaxpr.
+    """
+    parts = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda part: hasattr(part, "eqns"))
+    return [opened(part) for part in parts if hasattr(part, "eqns")]
+
+
 def _divide(values: list[Any], counts: tuple[int, ...]) -> list[list[Any]]:
     first, second = counts[0], counts[0] + counts[1]
     return [values[:first], values[first:second], values[second:]]

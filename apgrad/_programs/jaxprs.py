@@ -19,6 +19,7 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from apgrad._programs.control import (
     Nested as Nested,
     Program as Program,
+    inside_of as inside_of,
     nested as nested,
     opened,
     rebuild as rebuild,
