@@ -40,7 +40,7 @@ if _typing.TYPE_CHECKING:
         weights as weights,
     )
     from apgrad.memory import memory_report as memory_report, randomize as randomize
-    from apgrad.rewiring import tap as tap, with_taps as with_taps
+    from apgrad.rewiring import rewire as rewire, tap as tap, with_taps as with_taps
     from apgrad.tracing import semiring_grad as semiring_grad, trace_gradients as trace_gradients
 
 __version__ = "0.1.0"
@@ -81,7 +81,7 @@ _WINGS = {
     "memory": ["memory_report", "randomize"],
     "meta": [],
     "mplp": [],
-    "rewiring": ["tap", "with_taps"],
+    "rewiring": ["rewire", "tap", "with_taps"],
     "testing": [],
     "tracing": ["semiring_grad", "trace_gradients"],
 }

@@ -183,8 +183,8 @@ def _inside(eqn: Any, values: Any, name: str) -> tuple[list[Any], dict[str, Any]
     if inside is None or inside.kind in ("custom", "while"):
         raise ValueError(
             f"the message of the tap {name!r} passes inside the primitive {eqn.primitive.name!r}, out of which it "
-            "cannot be taken. Use a scan in place of a while_loop; differentiate a function with a derivative rule of its "
-            "own together with what is around it."
+            "cannot be taken. Use a scan in place of a while_loop; differentiate a function with a derivative rule of "
+            "its own together with what is around it."
         )
     count = len(eqn.outvars)
     shapes: dict[str, Any] = {}
