@@ -6,36 +6,32 @@ y; feedback alignment sends B' m, with B drawn once. The weight has its usual gr
 two messages are less than 90 degrees apart. In a convolution B stands in the place of the kernel.
 """
 
+from typing import Any
+
 import jax
 
-from apgrad._ground.propagator import Propagator
-from apgrad.rewiring._layers import chosen, is_layer, random_weight, to_input, to_weight
+from apgrad.rewiring._layers import Where, chosen, is_layer, layer, random_weight, to_input
 from apgrad.rewiring._rewire import Rule
 
 
-def feedback_alignment(key: jax.Array, scale: float | None = None, where=None) -> Rule:
-    """Dense layers and convolutions send their messages through fixed random weights.
+def feedback_alignment(key: jax.Array, *, scale: float | None = None, where: Where = None, memory: Any = None) -> Rule:
+    """Layers send their messages back through fixed random weights.
 
     Args:
       key: of the random weights, which are normal.
-      scale: their standard deviation; 1 over the square root of the number of the layer's inputs if not given.
-      where: which layers, a function `Site -> bool` or labels; all if not given.
+      scale: their standard deviation; 1 over the square root of the number of a neuron's inputs if not given.
+      where: which layers, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
+      memory: a sampler by which layers remember their inputs, such as `ap.memory.rounding(bits=4)`. The rewired
+        function then takes a PRNG key first.
 
     Returns:
-      A rule with parameters: for each layer its feedback weights. They get no updates.
+      A rule with parameters, the feedback weights of each layer, which get no update.
 
     Example:
       See `ap.rewire`.
     """
 
-    def init(site):
-        return random_weight(site, jax.random.fold_in(key, site.number), scale)
-
     def at(site, feedback):
-        def backward(memory, message):
-            x, w = memory
-            return None, to_input(site, x, feedback, message), to_weight(site, x, w, message)
+        return layer(site, memory, lambda w, message, update: (None, to_input(site, feedback, message), update))
 
-        return Propagator(lambda x, w: (site.function(x, w), (x, w)), backward)
-
-    return Rule(chosen(where, is_layer), at, init)
+    return Rule(chosen(where, is_layer), at, lambda site: random_weight(site, key, scale), random=memory is not None)

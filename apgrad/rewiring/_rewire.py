@@ -185,9 +185,9 @@ def _evaluate(plan, leaves, key, params, rule, shape):
     """The flat outputs of a plan, and their structure."""
     outputs, treedef = jax.tree.flatten(shape)
     floats = [i for i, x in enumerate(outputs) if has_message(x)] if rule.direct else []
-    zeros = [jnp.zeros(outputs[i].shape, outputs[i].dtype) for i in floats]
+    shapes = [jax.ShapeDtypeStruct(outputs[i].shape, outputs[i].dtype) for i in floats]
     ports = _Ports(
-        zeros, lambda messages: jax.tree.unflatten(treedef, jaxprs.place(messages, floats, [None] * len(outputs)))
+        shapes, lambda messages: jax.tree.unflatten(treedef, jaxprs.place(messages, floats, [None] * len(outputs)))
     )
     outputs, port = _walk(plan, leaves, key, params, rule, ports)
     if rule.direct:
@@ -196,10 +196,15 @@ def _evaluate(plan, leaves, key, params, rule, shape):
 
 
 class _Ports(NamedTuple):
-    """What carries the output's message: `zeros`, and `as_result`, from a port's message to one for the output."""
+    """What carries the output's message: the form of a port, and a function from its message to the output's."""
 
-    zeros: list[jax.Array]
+    shapes: list[jax.ShapeDtypeStruct]
     as_result: Callable[[Sequence[Any]], Any]
+
+    @property
+    def zeros(self) -> list[jax.Array]:
+        """A port."""
+        return [jnp.zeros(s.shape, s.dtype) for s in self.shapes]
 
 
 # The outputs; their messages go back to the port too.

@@ -265,9 +265,8 @@ class Planner:
         if self.hidden:
             raise ValueError(
                 f"the rule takes the site {site}, which is inside {self.hidden}, where it cannot be rewired. A "
-                "while_loop has no way back: use a scan, or a fori_loop of a fixed length. A function with a derivative "
-                "rule of its own has its own way back: take that function itself as a site, or leave the site out "
-                "(where=)."
+                "while_loop has no way back: use a scan, or a fori_loop of a fixed length. A function with its own "
+                "derivative rule has its own way back: take that function as a site, or leave the site out (where=)."
             )
         if kind in ("dense", "conv") and CLOSED in facts:
             raise ValueError(
