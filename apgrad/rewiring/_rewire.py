@@ -231,7 +231,7 @@ def _walk(plan, inputs, key, params, rule, ports):
             elif not step.plans:
                 return jaxprs.run(step.eqn, values)
             else:
-                inside = jaxprs.nested(step.eqn)
+                inside: Any = jaxprs.nested(step.eqn)
                 functions = [_inner(p, inside.kind, here, params, rule, ports) for p in step.plans]
                 made = jaxprs.rebuild(step.eqn, inside, functions, values, summed=ports.zeros)
                 outputs, made = made[: len(step.outvars)], made[len(step.outvars) :]

@@ -197,7 +197,7 @@ class Planner:
         elif inside is None and (name in ELEMENTWISE or name in NO_DERIVATIVE):
             taken = self.offer("elementwise", name, around, facts, step, call)
         elif inside is not None and inside.kind in ("call", "custom"):
-            kind = "elementwise" if _is_elementwise(eqn) else "call"
+            kind = "elementwise" if _is_elementwise(eqn, inside) else "call"
             taken = self.offer(kind, inside.label, around, facts, step, call)
         return [taken or self._open(step, inside, facts, around)]
 
@@ -296,7 +296,7 @@ def _is_weighted(facts, eqn):
     return sorted(f == WEIGHT for f in facts[:2]) == [False, True]
 
 
-def _is_elementwise(eqn):
+def _is_elementwise(eqn, inside):
     shapes = [v.aval.shape for v in eqn.invars if v.aval.shape] or [()]
     if len(shapes) > 1 or [v.aval.shape for v in eqn.outvars] != shapes:
         return False
@@ -305,7 +305,7 @@ def _is_elementwise(eqn):
         inner = [(e, jaxprs.inside_of(e)) for e in program.jaxpr.eqns]
         return all(all(map(plain, programs)) if programs else e.primitive.name in _PLAIN for e, programs in inner)
 
-    return plain(jaxprs.nested(eqn).jaxprs[0])
+    return plain(inside.jaxprs[0])
 
 
 def _has_product(program):
