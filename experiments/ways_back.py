@@ -12,9 +12,9 @@ gradient of one batch over that of `jax.grad`, each in turn in one process.
     python -m experiments.ways_back
     python -m experiments.ways_back --preset paper
 
-The preset paper is on MNIST (the digits if APGRAD_DATA names no folder with it), and the preset quick on the digits, with
-one rate. There is no one paper that has all the rules: sizes, rates and the number of steps are ours. Target propagation
-is for the perceptron alone, since its inverses are dense layers.
+The preset paper is on MNIST (the digits if APGRAD_DATA names no folder with it), and the preset quick on the digits,
+with one rate. There is no one paper that has all the rules: sizes, rates and the number of steps are ours. Target
+propagation is for the perceptron alone, since its inverses are dense layers.
 """
 
 import dataclasses
