@@ -200,7 +200,8 @@ def compiled(config: Config, name: str, network: str) -> Compiled:
         updates, state = optax.adamw(rate, weight_decay=config.decay).update(
             mine.gradient(key, own, params, x, y), state, (own, params)
         )
-        return (*optax.apply_updates((own, params), updates), state)
+        updated: Any = optax.apply_updates((own, params), updates)
+        return *updated, state
 
     @jax.jit
     def angles(key, own, params, x, y):
