@@ -125,7 +125,7 @@ def parameters(config: Config, network: str, key: jax.Array, shape: tuple[int, .
     """Initial parameters for images (height, width, channels)."""
     if network == "mlp":
         sizes = (int(np.prod(shape)), *(config.width,) * 3, 10)
-        shapes = list(itertools.pairwise(sizes))
+        shapes: list[Any] = list(itertools.pairwise(sizes))
     else:
         channels = (shape[-1], *config.channels)
         shapes = [(3, 3, a, b) for a, b in itertools.pairwise(channels)]

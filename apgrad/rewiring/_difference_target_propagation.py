@@ -33,7 +33,7 @@ def difference_target_propagation(
     Args:
       key: of the first inverses, g(h) = activation(h V + c).
       where: which layers, see `ap.rewiring.Where`: functions of one array (..., n) and of weights to an array (..., m),
-        with their activation. Put `jax.jit` or `jax.named_scope` around a layer to make it one site.
+        with their activation. Put `jax.jit` around a layer to make it one site.
       activation: of the inverses.
       noise: standard deviation of what is added to a layer's input when its inverse learns.
       step: the rate of the gradient descent that makes the topmost target.

@@ -71,7 +71,8 @@ def rewire(function: Callable[..., Any], rule: Rule, *, argnums: int | Sequence[
         inside. What is not to be rewired keeps its derivative.
       rule: says which sites it takes, and what their way back is; see `apgrad.rewiring`.
       argnums: the numbers of the arguments that hold parameters, as in `jax.grad`. A product of something with an array
-        made of parameters alone is a layer ("dense" or "conv") to the rule; all other arguments are data.
+        made of parameters alone is a layer ("dense" or "conv") to the rule; all other arguments are data. A weight that
+        is mixed with data (noise drawn from a key, fast weights) is no weight of a layer; `rewired.sites` shows what is.
 
     Returns:
       `rewired(*args)`, with the output of the function. A rule with parameters takes them before the arguments,
@@ -123,7 +124,8 @@ class Rewired:
         """The function's output; see `ap.rewire` for the arguments."""
         given, key, params = list(args), None, None
         if self.rule.random:
-            key = require_key("the first argument of a function that a random rule has rewired", given.pop(0))
+            key = require_key("the first argument of a function rewired by a random rule", *given[:1] or [None])
+            given = given[1:]
         if self.rule.init is not None:
             if not given:
                 raise TypeError(

@@ -33,8 +33,8 @@ class Site(NamedTuple):
     """A node of a program, as a rule sees it.
 
     Attributes:
-      kind: "function" (all of it), "scope" (the equations in a `jax.named_scope`; each module of Flax Linen is one),
-        "call" (a function under `jax.jit`, or one with a derivative rule of its own), "dense" (a matrix product of an
+      kind: "function" (all of it), "scope" (neighbouring equations in one `jax.named_scope`; each module of Flax Linen
+        is one; a scope that is used twice in a row is one site, so prefer `jax.jit` around a function there), "call" (a function under `jax.jit`, or one with a derivative rule of its own), "dense" (a matrix product of an
         input and a weight), "conv" (the same of a convolution), "matmul" (any other product), "elementwise" (a
         primitive, a call or a function with a derivative rule of its own that acts element by element), or "name"
         (`jax.ad_checkpoint.checkpoint_name`, the identity).

@@ -6,6 +6,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro.distributions as dist
 import pytest
 from flax import nnx
 from hypothesis import given, settings, strategies as st
@@ -192,6 +193,22 @@ def test_a_random_rule_draws_anew_at_each_site_and_step():
     assert len({*draws.tolist(), *other.tolist()}) == 6
     with pytest.raises(TypeError, match="is one PRNG key"):
         rewired(jnp.ones(3), 1.0)
+
+
+@pytest.mark.parametrize("estimator", [ap.reparameterization(), ap.likelihood_ratio()])
+def test_rewired_functions_inside_objectives(estimator):
+    """A rule that leaves messages as they are leaves the estimate as it is, and one that halves them halves it."""
+
+    def gradient(rule):
+        f = lambda w, x: jnp.sum(jnp.tanh(x @ w))
+        f = f if rule is None else ap.rewire(f, rule)
+        node = ap.stochastic(estimator)(lambda w, x: dist.Normal(f(w, x), 0.3))
+        program = lambda tape, w: (lambda tape, x: tape.cost(lambda x: x**2, x))(*node(tape, w, jnp.ones((4, 3))))
+        return jax.jit(jax.grad(ap.expectation(program, 4), argnums=1))(KEY, W)
+
+    halves = ap.rewiring.gradient_reversal("tanh", strength=-0.5)
+    np.testing.assert_allclose(gradient(ap.rewiring.clip_messages(1e6)), gradient(None), rtol=1e-6)
+    np.testing.assert_allclose(gradient(halves), gradient(None) / 2, rtol=1e-6)
 
 
 @jax.custom_vjp
