@@ -71,8 +71,9 @@ def rewire(function: Callable[..., Any], rule: Rule, *, argnums: int | Sequence[
         inside. What is not to be rewired keeps its derivative.
       rule: says which sites it takes, and what their way back is; see `apgrad.rewiring`.
       argnums: the numbers of the arguments that hold parameters, as in `jax.grad`. A product of something with an array
-        made of parameters alone is a layer ("dense" or "conv") to the rule; all other arguments are data. A weight that
-        is mixed with data (noise drawn from a key, fast weights) is no weight of a layer; `rewired.sites` shows what is.
+        made of parameters alone is a layer ("dense" or "conv") to the rule; all other arguments are data. What is made
+        of parameters and data (noisy or fast weights) is no layer's weight; `rewired.sites` shows which products are
+        layers.
 
     Returns:
       `rewired(*args)`, with the output of the function. A rule with parameters takes them before the arguments,

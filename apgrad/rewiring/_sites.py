@@ -34,8 +34,9 @@ class Site(NamedTuple):
 
     Attributes:
       kind: "function" (all of it), "scope" (neighbouring equations in one `jax.named_scope`; each module of Flax Linen
-        is one; a scope that is used twice in a row is one site, so prefer `jax.jit` around a function there), "call" (a function under `jax.jit`, or one with a derivative rule of its own), "dense" (a matrix product of an
-        input and a weight), "conv" (the same of a convolution), "matmul" (any other product), "elementwise" (a
+        is one; a scope that is used twice in a row is one site, so put `jax.jit` around a function to tell them
+        apart), "call" (a function under `jax.jit`, or one with a derivative rule of its own), "dense" (a matrix product
+        of an input and a weight), "conv" (the same of a convolution), "matmul" (any other product), "elementwise" (a
         primitive, a call or a function with a derivative rule of its own that acts element by element), or "name"
         (`jax.ad_checkpoint.checkpoint_name`, the identity).
       label: the name of the scope, of the called function or of the primitive, or what `checkpoint_name` got.
