@@ -72,11 +72,15 @@ METHODS = {
     "unshrunk-CF": Method(_mixed(ap.weights.decoupled(shrinkage=0)), cross_fit=True),
     "decoupled": Method(ap.total_propagation),
     "decoupled-CF": Method(ap.total_propagation, cross_fit=True),
+    "adaptive": Method(ap.total_propagation),
     "parameters-CF": Method(lambda: ap.total_propagation(target="parameters"), cross_fit=True),
     "GS-LR": Method(ap.likelihood_ratio, shaping=True),
     "GS-TP": Method(PUBLISHED, shaping=True),
     "GR": Method(ap.reparameterization, resampling=True),
 }
+
+
+PAST = 200  # earlier calls from which `ap.adaptive` has its weights
 
 
 def objective(
@@ -96,6 +100,19 @@ def objective(
       >>> gradient = jax.grad(objective("RP", horizon=2, lanes=100), argnums=1)(jax.random.key(0), 1.0)
       >>> float(gradient).__round__(3) == round(exact(1.0, [2])[2].gradient, 3)
       True
+    """
+    return ap.expectation(
+        program(method, horizon, parameters), lanes=lanes, cross_fit=METHODS[method].cross_fit, check_nan=check_nan
+    )
+
+
+def program(method: str, horizon: int, parameters: int = 1) -> Callable[[ap.Tape, Any], ap.Tape]:
+    """The program whose expected cost is the loss.
+
+    Args:
+      method: a name in `METHODS`.
+      horizon: the number of steps.
+      parameters: as in `objective`.
     """
     chosen = METHODS[method]
     weights = jnp.array(WEIGHTS)
@@ -119,7 +136,7 @@ def objective(
         (tape, x), _ = jax.lax.scan(body, (tape, start), length=horizon)
         return tape.cost(loss, x, shaping=ap.gaussian_shaping() if chosen.shaping else None)
 
-    return ap.expectation(rollout, lanes=lanes, cross_fit=chosen.cross_fit, check_nan=check_nan)
+    return rollout
 
 
 def gradients(
@@ -127,7 +144,8 @@ def gradients(
 ) -> np.ndarray:
     """Independent estimates of the gradient, (num_estimates,) float32, or (num_estimates, 5).
 
-    Compiled once for a method, horizon and number of lanes and estimates: beta and the seed are arguments.
+    Compiled once for a method, horizon and number of lanes and estimates: beta and the seed are arguments. The method
+    "adaptive" is `ap.adaptive` with one state for all estimates, from `PAST` earlier calls.
 
     Args:
       method: a name in `METHODS`.
@@ -145,8 +163,22 @@ def gradients(
 
 @functools.cache
 def _compiled(method, horizon, lanes, parameters):
+    if method == "adaptive":
+        return jax.jit(_adaptive(horizon, lanes, parameters))
     gradient = jax.grad(objective(method, horizon, lanes, parameters), argnums=1)
     return jax.jit(lambda keys, beta: jax.lax.map(lambda key: gradient(key, beta), keys, batch_size=min(10, len(keys))))
+
+
+def _adaptive(horizon, lanes, parameters):
+    made = ap.adaptive(program("adaptive", horizon, parameters), lanes)
+
+    def estimates(keys, theta):
+        past = jax.random.split(jax.random.fold_in(keys[0], 1), PAST + 1)
+        step = lambda state, key: (made.value_and_grad(key, state, theta)[2], None)
+        state, _ = jax.lax.scan(step, made.init(past[0], theta), past[1:])
+        return jax.lax.map(lambda key: made.value_and_grad(key, state, theta)[1], keys, batch_size=min(10, len(keys)))
+
+    return estimates
 
 
 class Exact(NamedTuple):

@@ -10,7 +10,8 @@ W. Each way to mix reparameterization (RP) and likelihood ratio (LR) is compared
 
 TP is the published way, inverse variances from the samples that are mixed. CF is cross-fitted: weights of one half of
 the lanes are used on the other. `apgrad.weights` has the derivations of local covariance, suffix covariance, and
-decoupled, which is the default and shrunk; unshrunk-CF is the same without. The lower panels show what the weights cost
+decoupled, which is the default and shrunk; unshrunk-CF is the same without. adaptive is `ap.adaptive`, with weights
+from 200 earlier calls. The lower panels show what the weights cost
 in bias, far from chaos where the exact gradient can be told: only cross-fitting is right.
 
 Intervals are 95 % percentile bootstrap intervals over the K estimates. Where RP explodes its variance is known to an
@@ -25,7 +26,7 @@ from matplotlib.figure import Figure
 
 from experiments import chaotic_network, harness
 
-RULES = ("TP", "TP-CF", "local-CF", "suffix-CF", "unshrunk-CF", "decoupled-CF")
+RULES = ("TP", "TP-CF", "local-CF", "suffix-CF", "unshrunk-CF", "decoupled-CF", "adaptive")
 BIASED = ("TP", "decoupled", "TP-CF", "local-CF", "suffix-CF", "decoupled-CF")
 DEFAULT = "decoupled-CF"
 STYLES = {
@@ -35,6 +36,7 @@ STYLES = {
     "suffix-CF": ("#e7298a", "-"),
     "unshrunk-CF": ("#8c6d1f", "-"),
     "decoupled-CF": ("black", "-"),
+    "adaptive": ("#d95f02", "-"),
 }
 
 

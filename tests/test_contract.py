@@ -233,6 +233,28 @@ def test_discrete_choices_or_a_clear_error(row):
             gradient(KEY, 0.3)
 
 
+@pytest.mark.parametrize("name", ["total_propagation", "total_propagation, no baseline", "total_propagation, learned"])
+@pytest.mark.parametrize("inner", ["scan", "remat", "jit"])
+def test_adaptive_weighs_the_same_programs(name, inner):
+    # The gradient of a program with one visit a step is unbiased from the first state on, in every transformation.
+    node = ap.stochastic(ESTIMATORS[name].estimator)(lambda theta, x: dist.Normal(theta * x, 0.3))
+    wrap = {"scan": lambda f: f, "remat": jax.checkpoint, "jit": jax.jit}[inner]
+
+    def program(tape, theta):
+        body = wrap(lambda tape, x: node(tape, theta, x))
+        (tape, x), _ = jax.lax.scan(lambda carry, _: (body(*carry), None), (tape, jnp.ones(tape.lanes)), length=2)
+        return tape.cost(x**2)
+
+    objective, theta = ap.adaptive(program, lanes=10), jnp.float32(0.7)
+    state = objective.init(KEY, theta)
+    ap.testing.assert_unbiased(
+        lambda key: objective.value_and_grad(key, state, theta)[1],
+        4 * 0.7**3 + 2 * 0.7 * 0.09,
+        jax.random.key(1),
+        2_000,
+    )
+
+
 @rows
 def test_one_step_of_a_gaussian_is_unbiased(row):
     # The one case where all of them are (shaping and mixing up to O(1 / lanes), hence many lanes).

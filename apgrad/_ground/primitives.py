@@ -112,6 +112,16 @@ def refuse_batching(x: jax.Array, reason: str) -> jax.Array:
     return _alone_p.bind(x, reason=reason)
 
 
+def mark(x: jax.Array, name: str) -> jax.Array:
+    """The same array, with a mark in the program that a walk over the program finds (`apgrad/_programs/marks.py`).
+
+    Args:
+      x: an array.
+      name: of the mark.
+    """
+    return _mark_p.bind(x, name=name)
+
+
 def _elementwise(name: str, implementation: Callable[..., Any], jvp: Callable[..., Any]) -> Primitive:
     primitive = Primitive(name)
     primitive.def_impl(implementation)
@@ -131,6 +141,11 @@ def _refuse_jvp(primals, tangents, *, reason):
     raise TypeError(reason)
 
 
+def _mark_jvp(primals, tangents, *, name):
+    return _mark_p.bind(*primals, name=name), tangents[0]
+
+
+_mark_p = _elementwise("mark", lambda x, *, name: x, _mark_jvp)
 _zero_p = _elementwise("zero_with_gradient", jnp.zeros_like, _zero_jvp)
 _refuse_p = _elementwise("refuse_derivative", lambda x, *, reason: x, _refuse_jvp)
 

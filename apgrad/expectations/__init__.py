@@ -1,7 +1,16 @@
 """Derivatives of expectations: what a random choice sends backward."""
 
 from apgrad.expectations import diagnostics as diagnostics, weights as weights
-from apgrad.expectations._expectation import expectation as expectation, value_and_grad as value_and_grad
+from apgrad.expectations._adaptive import (
+    Adaptive as Adaptive,
+    AdaptiveState as AdaptiveState,
+    adaptive as adaptive,
+)
+from apgrad.expectations._expectation import (
+    expectation as expectation,
+    grad as grad,
+    value_and_grad as value_and_grad,
+)
 from apgrad.expectations._stochastic import sample as sample, stochastic as stochastic
 from apgrad.expectations._tape import Tape as Tape
 from apgrad.expectations.estimators._baselines import (

@@ -1,5 +1,6 @@
 """The branches of `tape.parallel`: how they fork and join a tape."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -26,28 +27,32 @@ def run_branches(tape: Any, branches: tuple[Callable[[Any], tuple[Any, Any]], ..
         raise ValueError("parallel needs at least one branch, got none")
     key, *keys = jax.random.split(tape._key, len(branches) + 1)
 
-    def run(index, key, ports):
+    def run(index, key, ports, plan=tape._plan):
         total = jax.tree.map(jnp.zeros_like, tape._total)
-        result = branches[index](type(tape)(tape._plan, key, total, ports))
+        result = branches[index](type(tape)(plan, key, total, ports, tape._carried))
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], type(tape))):
             raise TypeError(f"branch {index} of parallel must return (tape, output), got {type(result).__name__}")
         result[0]._require_current(f"the end of branch {index}")
         return result
 
     if not (ledger.collecting or ledger.rehearsing):
-        ledger.rehearsing = True
+        ledger.rehearsing, met = True, len(ledger.sites)
+        # A token of its own: what is traced here must be traced again, where sites are counted.
+        plan = tape._plan if tape._plan.sites is None else tape._plan._replace(token=object())
         try:
-            _require_apart(run, keys, tape._ports)
+            _require_apart(functools.partial(run, plan=plan), keys, tape._ports)
         finally:
             ledger.rehearsing = False
-    total, outputs = tape._total, []
+            del ledger.sites[met:]
+    total, outputs, carried = tape._total, [], tape._carried
     ports = {channel: (1 - len(branches)) * port for channel, port in tape._ports.items()}
     for index, branch_key in enumerate(keys):
         end, output = run(index, branch_key, tape._ports)
         total = jax.tree.map(jnp.add, total, end._total)
         ports = {channel: port + end._ports[channel] for channel, port in ports.items()}
+        carried = carried.join(end._carried, tape._carried)
         outputs.append(output)
-    return tape._follow(key, total, ports), tuple(outputs)
+    return tape._follow(key, total, ports, carried), tuple(outputs)
 
 
 def _require_apart(run, keys, ports):

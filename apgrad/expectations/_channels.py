@@ -8,13 +8,13 @@ earlier nodes shall find. The program is traced twice. In the first trace nodes 
 tape has their ports.
 """
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from apgrad._ground.primitives import zero_with_gradient
+from apgrad._ground.primitives import mark, zero_with_gradient
 from apgrad.expectations._lanes import donors
 from apgrad.expectations._ledger import Channel as Channel, Kind
 from apgrad.expectations._tape import Tape
@@ -105,6 +105,15 @@ def request(tape: Tape, channel: Channel, what: str) -> jax.Array | None:
     return tape._ports[channel]
 
 
+def moments(tape: Tape) -> Channel:
+    """The channel of the rows that mixers send to `ap.adaptive`.
+
+    Args:
+      tape: a tape of the second trace.
+    """
+    return next(channel for channel in tape._ports if channel.kind == Kind.MOMENTS)
+
+
 def put(tape: Tape, channel: Channel, port: jax.Array | None, what: str) -> Tape:
     """The next tape, with a channel's port as the node returned it.
 
@@ -125,6 +134,60 @@ def folds(tape: Tape) -> int:
       tape: any tape.
     """
     return tape._plan.folds
+
+
+def seed(tape: Tape) -> jax.Array:
+    """A seed for hashes, uint32: one for the whole of a program's call, and another one in every call.
+
+    Args:
+      tape: any tape.
+    """
+    return tape._carried.seed
+
+
+def is_adaptive(tape: Tape) -> bool:
+    """Whether the program is that of `ap.adaptive`.
+
+    Args:
+      tape: any tape.
+    """
+    return tape._plan.sites is not None
+
+
+class Visit(NamedTuple):
+    """One visit of a mixer's site, under `ap.adaptive`.
+
+    Attributes:
+      slot: the row of the visit.
+      weights: the row of the mixer's weights; None where the mixer weighs by what it sees.
+    """
+
+    slot: jax.Array
+    weights: jax.Array | None
+
+
+def visit(tape: Tape, what: str) -> tuple[Tape, Visit | None]:
+    """Counts a visit of a mixer's site, and gives what `ap.adaptive` knows of it; None without `ap.adaptive`.
+
+    Args:
+      tape: the current tape.
+      what: the node's name in errors.
+
+    Returns:
+      The next tape, and the visit.
+    """
+    ledger, sites, carried = tape._require_current(what), tape._plan.sites, tape._carried
+    if sites is None:
+        return tape, None
+    number = len(ledger.sites)
+    ledger.sites.append(what)
+    if ledger.collecting:
+        return tape._follow(carried=carried._replace(seed=mark(carried.seed, str(number)))), None
+    if number >= len(sites):
+        raise ValueError(f"{what}: the program did not do the same at each of its two traces, as ap.adaptive needs")
+    slot = sum(sites[:number]) + carried.visits[number]
+    weights = None if carried.weights is None else lax.stop_gradient(carried.weights[slot])
+    return tape._follow(carried=carried._replace(visits=carried.visits.at[number].add(1))), Visit(slot, weights)
 
 
 def drawn(tape: Tape, x: jax.Array) -> jax.Array:

@@ -86,17 +86,17 @@ def in_each_stream(backward: Callable[..., Any], folds: int) -> Callable[..., An
     """The backward pass of a mixer's node, from one that sees both streams.
 
     Args:
-      backward: `(memory, to_x: Streams, to_zeros, suffix) -> (shared, lane: Streams, suffix)`. It gets the messages to
-        the sample, to the zeros of its scores, and the suffix; it answers to the arguments that lanes share, to the
-        lanes' own arguments and to the suffix.
+      backward: `(memory, to_x: Streams, to_zeros, gathered) -> (shared, lane: Streams, gathered)`. It gets the messages
+        to the sample, to the zeros of its scores, and what is gathered on the way; it answers to the arguments that
+        lanes share, to the lanes' own arguments, and what is gathered now.
       folds: 2 with cross-fitting, 1 without.
 
     Returns:
-      `(memory, (to_x, to_zeros, suffix)) -> (shared, lane, suffix)`, in the stream at hand.
+      `(memory, (to_x, to_zeros, gathered)) -> (shared, lane, gathered)`, in the stream at hand.
     """
 
     def answered(memory, message):
-        to_x, to_zeros, suffix = message
+        to_x, to_zeros, gathered = message
         both = (to_x, to_x)
         if folds > 1:
             try:
@@ -106,12 +106,12 @@ def in_each_stream(backward: Callable[..., Any], folds: int) -> Callable[..., An
                     "a program with cross_fit=True is differentiated as a whole, by its objective: the two streams of "
                     "messages begin there, and a derivative taken inside the program has none"
                 ) from error
-        shared, lane, suffix = backward(memory, Streams(*both), to_zeros, suffix)
+        shared, lane, gathered = backward(memory, Streams(*both), to_zeros, gathered)
         if folds > 1:
             lane = jax.tree.map(lambda *x: jnp.where(lax.axis_index(STREAM) == 0, *x), lane.own, lane.output)
         else:
             lane = lane.output
-        return shared, lane, suffix
+        return shared, lane, gathered
 
     return answered
 
@@ -158,7 +158,7 @@ def add(arrays: Iterable[jax.Array]) -> jax.Array:
 
 
 def mixture(weights: jax.Array, answers: Sequence[Any]) -> Any:
-    """The estimators' answers to the lanes' arguments, each fold weighed by its weights: arrays (lanes, ...).
+    """The estimators' answers, each fold weighed by its weights: arrays (lanes, ...).
 
     Args:
       weights: (folds, estimators).
@@ -170,15 +170,3 @@ def mixture(weights: jax.Array, answers: Sequence[Any]) -> Any:
         return mixed.reshape(mixed.shape[0] * mixed.shape[1], *mixed.shape[2:])
 
     return jax.tree.map(mix, *answers)
-
-
-def shared_mixture(weights: jax.Array, answers: Sequence[Any]) -> Any:
-    """The estimators' answers to the arguments that lanes share, weighed fold by fold and summed over folds.
-
-    Args:
-      weights: (folds, estimators).
-      answers: for each estimator a pytree of arrays (folds, ...), sums over the lanes of a fold.
-    """
-    return jax.tree.map(
-        lambda *leaves: add(jnp.sum(times(weights[:, e], g), axis=0) for e, g in enumerate(leaves)), *answers
-    )

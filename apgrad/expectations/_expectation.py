@@ -18,9 +18,11 @@ from jax import lax
 
 from apgrad._ground.keys import require_key
 from apgrad._ground.primitives import refuse_message
+from apgrad._programs.jaxprs import trace
+from apgrad._programs.marks import count_marks
 from apgrad.expectations._cross_fitting import in_two_streams
 from apgrad.expectations._lanes import cost_shape_error
-from apgrad.expectations._ledger import LEDGER, Kind, Ledger, TapePlan
+from apgrad.expectations._ledger import LEDGER, ROW, Carried, Channel, Kind, Ledger, TapePlan
 from apgrad.expectations._tape import Tape
 
 _AUX = (
@@ -88,12 +90,12 @@ def expectation(
 
     def objective(key, *args, **kwargs):
         key = require_key("the objective's first argument", key)
-        plan, ledger = _plan(program, TapePlan(lanes, folds=1 + cross_fit), has_aux, key, args, kwargs)
+        plan, ledger = make_plan(program, TapePlan(lanes, folds=1 + cross_fit), has_aux, key, args, kwargs)
 
         def evaluate(key, args, kwargs):
-            tape, aux = _run(program, Ledger(collecting=False), plan, has_aux, key, args, kwargs)
+            tape, aux = run_program(program, Ledger(collecting=False), plan, has_aux, key, args, kwargs)
             total, aux = tape._total, _depend_on_choices(tape, aux)
-            return jnp.mean(_refuse_nan(total) if check_nan else total), aux
+            return jnp.mean(refuse_nan(total) if check_nan else total), aux
 
         if cross_fit and ledger.weighing:
             evaluate = in_two_streams(evaluate, ledger.weighing)
@@ -131,10 +133,7 @@ def value_and_grad(
       >>> [float(v) for v in step(jax.random.key(0), 3.0)]
       [9.0, 6.0]
     """
-    several = isinstance(argnums, Sequence)
-    numbers = tuple(map(operator.index, argnums if isinstance(argnums, Sequence) else (argnums,)))
-    if any(n < 1 for n in numbers):
-        raise ValueError(f"argnums={argnums}: 0 is the key, and the program's first argument is argnums=1")
+    several, numbers = argument_numbers(argnums)
     inner = jax.value_and_grad(
         expectation(program, lanes, **options),
         argnums=numbers if several else numbers[0],
@@ -142,20 +141,75 @@ def value_and_grad(
     )
 
     def function(key, *args, **kwargs):
-        for n in numbers:
-            if n > len(args):
-                raise ValueError(
-                    f"argnums={argnums}, but the objective was called with the key and {len(args)} argument(s)"
-                )
-            for path, leaf in jax.tree_util.tree_leaves_with_path(args[n - 1]):
-                if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-                    raise TypeError(
-                        f"argument {n}{jax.tree_util.keystr(path)} has dtype {jnp.result_type(leaf)}, which has no "
-                        "gradient. Convert it with .astype(jnp.float32), or leave it out of argnums."
-                    )
+        require_differentiable(argnums, args)
         return inner(key, *args, **kwargs)
 
     return function
+
+
+def grad(
+    program: Callable[..., Any], lanes: int, argnums: int | Sequence[int] = 1, **options: Any
+) -> Callable[..., Any]:
+    """`jax.grad` of the program's `expectation`, with respect to the program's first argument by default.
+
+    Args:
+      program: as in `expectation`.
+      lanes: as in `expectation`.
+      argnums: as in `value_and_grad`.
+      **options: of `expectation`.
+
+    Returns:
+      `function(key, *args) -> gradient`; with `has_aux`, `(gradient, aux)`.
+
+    Raises:
+      ValueError, TypeError: as `value_and_grad`.
+
+    Example:
+      >>> import jax, apgrad as ap
+      >>> gradient = ap.grad(lambda tape, x: tape.cost(jax.numpy.full(tape.lanes, x**2)), lanes=4)
+      >>> float(gradient(jax.random.key(0), 3.0))
+      6.0
+    """
+    both = value_and_grad(program, lanes, argnums, **options)
+
+    def function(key, *args, **kwargs):
+        value, gradient = both(key, *args, **kwargs)
+        return (gradient, value[1]) if options.get("has_aux", False) else gradient
+
+    return function
+
+
+def argument_numbers(argnums: int | Sequence[int]) -> tuple[bool, tuple[int, ...]]:
+    """Whether argnums is a sequence, and its numbers, of which 1 is the program's first argument.
+
+    Args:
+      argnums: as in `value_and_grad`.
+    """
+    several = isinstance(argnums, Sequence)
+    numbers = tuple(map(operator.index, argnums if isinstance(argnums, Sequence) else (argnums,)))
+    if any(n < 1 for n in numbers):
+        raise ValueError(f"argnums={argnums}: 0 is the key, and the program's first argument is argnums=1")
+    return several, numbers
+
+
+def require_differentiable(argnums: int | Sequence[int], args: Sequence[Any]) -> None:
+    """Raises an error where an argument that is to be differentiated is missing or has no gradient.
+
+    Args:
+      argnums: as in `value_and_grad`.
+      args: the program's arguments.
+    """
+    for n in argument_numbers(argnums)[1]:
+        if n > len(args):
+            raise ValueError(
+                f"argnums={argnums}, but the objective was called with the key and {len(args)} argument(s)"
+            )
+        for path, leaf in jax.tree_util.tree_leaves_with_path(args[n - 1]):
+            if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
+                raise TypeError(
+                    f"argument {n}{jax.tree_util.keystr(path)} has dtype {jnp.result_type(leaf)}, which has no "
+                    "gradient. Convert it with .astype(jnp.float32), or leave it out of argnums."
+                )
 
 
 def lane_costs(
@@ -171,14 +225,14 @@ def lane_costs(
       disturbed: `(bit, value)`: lanes whose number has this bit at this value draw other samples.
     """
     key = require_key("the key", key)
-    plan, _ = _plan(program, TapePlan(lanes), False, key, args, {})
+    plan, _ = make_plan(program, TapePlan(lanes), False, key, args, {})
     plan = plan._replace(disturbed=disturbed)
-    return _run(program, Ledger(collecting=False), plan, False, key, args, {})[0]._total
+    return run_program(program, Ledger(collecting=False), plan, False, key, args, {})[0]._total
 
 
 def _depend_on_choices(tape, aux):
     """The same aux, with a derivative, of zero, with respect to all that the choices' densities depend on."""
-    ports = [port for channel, port in tape._ports.items() if channel.kind != Kind.SUFFIX]
+    ports = [port for channel, port in tape._ports.items() if channel.kind not in (Kind.SUFFIX, Kind.MOMENTS)]
     if not ports:
         return aux
     zero = 0 * jnp.sum(jnp.stack([jnp.sum(x) for x in ports]))
@@ -186,13 +240,37 @@ def _depend_on_choices(tape, aux):
     return jax.tree.map(lambda x: x + zero.astype(x.dtype) if inexact(x) else x, aux)
 
 
-def _run(program, ledger, plan, has_aux, key, args, kwargs):
-    """One trace of the program, from its first tape to its last."""
+def run_program(
+    program: Callable[..., Any],
+    ledger: Ledger,
+    plan: TapePlan,
+    has_aux: bool,
+    key: jax.Array,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    ports: dict[Channel, jax.Array] | None = None,
+    weights: jax.Array | None = None,
+) -> tuple[Tape, Any]:
+    """One trace of the program, from its first tape to its last: `(tape, aux)`.
+
+    Args:
+      program: as in `expectation`.
+      ledger: of this trace.
+      plan: of the tape.
+      has_aux: as in `expectation`.
+      key: a PRNG key.
+      args: of the program.
+      kwargs: of the program.
+      ports: of the first tape, in place of zeros.
+      weights: of the mixers, by visits, under `ap.adaptive`.
+    """
     token = LEDGER.set(ledger)
     try:
         total = None if plan.dtype is None else jnp.zeros((plan.lanes,), plan.dtype)
-        ports = {channel: jnp.zeros(channel.shape, plan.dtype) for channel in plan.channels}
-        result = program(Tape(plan, key, total, ports), *args, **kwargs)
+        ports = {channel: jnp.zeros(channel.shape, plan.dtype) for channel in plan.channels} | dict(ports or {})
+        seed = jax.random.bits(jax.random.fold_in(key, 2**32 - 1), (), jnp.uint32)
+        visits = None if plan.sites is None else jnp.zeros(len(plan.sites), jnp.int32)
+        result = program(Tape(plan, key, total, ports, Carried(seed, visits, weights)), *args, **kwargs)
         if has_aux and not (isinstance(result, tuple) and len(result) == 2):
             raise TypeError(f"with has_aux=True the program must return (tape, aux), got {type(result).__name__}")
         tape, aux = result if has_aux else (result, None)
@@ -209,12 +287,28 @@ def _run(program, ledger, plan, has_aux, key, args, kwargs):
     return tape, aux
 
 
-def _plan(program, plan: TapePlan, has_aux, key, args, kwargs) -> tuple[TapePlan, Ledger]:
-    """The plan of a program's tape, from what its nodes ask for in an abstract trace, and the ledger of that trace."""
+def make_plan(
+    program: Callable[..., Any],
+    plan: TapePlan,
+    has_aux: bool,
+    key: jax.Array,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> tuple[TapePlan, Ledger]:
+    """The plan of a program's tape, from what its nodes ask for in an abstract trace, and the ledger of that trace.
+
+    Args:
+      program: as in `expectation`.
+      plan: what is known before; with `sites` empty, the sites of mixers are counted.
+      has_aux: as in `expectation`.
+      key: a PRNG key.
+      args: of the program.
+      kwargs: of the program.
+    """
     lanes, ledger = plan.lanes, Ledger(collecting=True)
     first = plan._replace(token=object())
     # The abstract trace closes over the arguments, so they may be of any type.
-    jax.eval_shape(lambda: _run(program, ledger, first, has_aux, key, args, kwargs)[0]._key)
+    collected, _ = trace(lambda: run_program(program, ledger, first, has_aux, key, args, kwargs)[0]._key)
     if not ledger.cost_shapes:
         raise ValueError("the program never calls tape.cost, so there is nothing to take the expectation of")
     if len(ledger.parts) > 1:
@@ -236,20 +330,25 @@ def _plan(program, plan: TapePlan, has_aux, key, args, kwargs) -> tuple[TapePlan
         )
     # Sums of costs are kept in float32 or wider, whatever the costs' dtype.
     dtype = max({jnp.dtype(jnp.float32), *ledger.cost_dtypes}, key=lambda dtype: dtype.itemsize)
+    if plan.sites is not None:
+        passed = count_marks(collected)
+        sites = tuple(passed[str(number)] for number in range(len(ledger.sites)))
+        ledger.channels.add(Channel(Kind.MOMENTS, "", (sum(sites), ROW)))
+        plan = plan._replace(sites=sites, token=object())
     return plan._replace(dtype=dtype, channels=tuple(sorted(ledger.channels))), ledger
 
 
 @jax.custom_jvp
-def _refuse_nan(total: jax.Array) -> jax.Array:
+def refuse_nan(total: jax.Array) -> jax.Array:
     """The same totals; the host raises an error if one is NaN, when value or gradient is asked for."""
     return total + _nan_flag(jnp.isnan(total).any()).astype(total.dtype)
 
 
-@_refuse_nan.defjvp
+@refuse_nan.defjvp
 def _(primals, tangents):
     (total,), (total_dot,) = primals, tangents
     flag = _nan_flag(jnp.isnan(lax.stop_gradient(total)).any()).astype(total.dtype)
-    return _refuse_nan(total), total_dot * (1 + flag)
+    return refuse_nan(total), total_dot * (1 + flag)
 
 
 @jax.custom_batching.custom_vmap

@@ -4,6 +4,8 @@ import contextvars
 import enum
 from typing import Any, NamedTuple
 
+ROW = 5  # numbers that a mixer sends to `ap.adaptive` at each visit
+
 
 class Kind(enum.StrEnum):
     """What the messages on a channel are."""
@@ -12,6 +14,7 @@ class Kind(enum.StrEnum):
     PLAIN = "plain"  # costs later than a choice
     REGRESSION = "regression"  # costs later than a choice, undisturbed by baselines
     SUFFIX = "suffix"  # the gradient that later nodes have gathered, lane by lane
+    MOMENTS = "moments"  # what mixers saw at their visits, a row each
 
 
 class Channel(NamedTuple):
@@ -31,6 +34,29 @@ class Channel(NamedTuple):
     shape: tuple[int, ...]
 
 
+class Carried(NamedTuple):
+    """Arrays that a tape carries for its nodes, and that no derivative goes through.
+
+    Attributes:
+      seed: for hashes, uint32: one for the whole of a program's call, and another one in every call.
+      visits: how often each site has drawn a sample so far, (sites,); None without `ap.adaptive`.
+      weights: of the mixers, a row for each visit of each site; None where mixers weigh by what they see.
+    """
+
+    seed: Any
+    visits: Any = None
+    weights: Any = None
+
+    def join(self, branch: "Carried", fork: "Carried") -> "Carried":
+        """What is carried on after one more branch of a fork.
+
+        Args:
+          branch: at the end of the branch.
+          fork: where the branch began.
+        """
+        return self if self.visits is None else self._replace(visits=self.visits + branch.visits - fork.visits)
+
+
 class TapePlan(NamedTuple):
     """The static structure of a tape: the same all through a program, so that `scan` can carry it."""
 
@@ -39,7 +65,8 @@ class TapePlan(NamedTuple):
     channels: tuple[Channel, ...] = ()
     folds: int = 1  # groups of lanes that share batch statistics: 2 with cross-fitting
     disturbed: tuple[int, int] | None = None  # lanes whose number has this bit at this value draw other samples
-    token: object = None  # distinct for each collecting trace, so that no cached inner `jit` hides a request
+    sites: tuple[int, ...] | None = None  # with `ap.adaptive`, how often each site of a mixer is visited
+    token: object = None  # distinct for each trace that counts sites or requests, so that no cached `jit` hides one
 
 
 class Ledger:
@@ -57,6 +84,7 @@ class Ledger:
         self.interacting: str | None = None  # what lets lanes act on each other
         self.scoring: str | None = None  # what charges choices with costs
         self.weighing: str | None = None  # what takes weights from the samples
+        self.sites: list[str] = []  # the mixers met in this trace, for `ap.adaptive`
 
 
 LEDGER: contextvars.ContextVar[Ledger | None] = contextvars.ContextVar("ledger", default=None)

@@ -68,22 +68,22 @@ class Tape:
       lanes: the number of independent repetitions of the program, the leading axis of its arrays.
     """
 
-    def __init__(self, plan: TapePlan, key: Any, total: Any, ports: dict[Channel, Any]):
-        self._plan, self._key, self._total, self._ports = plan, key, total, ports
+    def __init__(self, plan: TapePlan, key: Any, total: Any, ports: dict[Channel, Any], carried: Any):
+        self._plan, self._key, self._total, self._ports, self._carried = plan, key, total, ports, carried
         ledger = LEDGER.get()
         self._stamp = 0
         if ledger is not None and isinstance(key, jax.Array):
             ledger.stamp = self._stamp = next(_STAMPS)
-            ledger.arrays = tuple(map(id, jax.tree.leaves((key, total, ports))))
+            ledger.arrays = tuple(map(id, jax.tree.leaves((key, total, ports, carried))))
 
-    def _follow(self, key: Any = None, total: Any = None, ports: Any = None) -> "Tape":
+    def _follow(self, key: Any = None, total: Any = None, ports: Any = None, carried: Any = None) -> "Tape":
         """The next tape, with the arrays of this one where others are not given."""
         key = self._key if key is None else key
         if self._plan.dtype is None:
             data = refuse_batching(jax.random.key_data(key), _BATCHED)
             key = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
         total, ports = self._total if total is None else total, self._ports if ports is None else ports
-        return Tape(self._plan, key, total, ports)
+        return Tape(self._plan, key, total, ports, self._carried if carried is None else carried)
 
     def __repr__(self) -> str:
         return f"Tape(lanes={self.lanes})"
@@ -229,7 +229,7 @@ class Tape:
         p, q, r = (self._logp(kind, cost.ndim) for kind in (Kind.BASELINED, Kind.PLAIN, Kind.REGRESSION))
         kinds = {channel.kind for channel in self._ports}
         term = cost
-        charged = bool(kinds - {Kind.SUFFIX})
+        charged = bool(kinds - {Kind.SUFFIX, Kind.MOMENTS})
         if message is not None and charged:
             term = term + _charge(message, p + q)
         elif charged:
@@ -265,7 +265,7 @@ def _flatten(tape: Tape) -> tuple[Any, TapePlan]:
     """The arrays of the tape, with their names, and its static structure."""
     if LEDGER.get() is not None and tape._stamp:
         tape._require_current("a tape given to a JAX transformation")
-    arrays = {"key": tape._key, "total": tape._total, "ports": tape._ports}
+    arrays = {"key": tape._key, "total": tape._total, "ports": tape._ports, "carried": tape._carried}
     return [(jax.tree_util.GetAttrKey(name), array) for name, array in arrays.items()], tape._plan
 
 

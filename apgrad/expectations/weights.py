@@ -182,34 +182,39 @@ def least_variance(shrinkage: float = 0.0) -> WeightRule:
 
 def _shares(first, second, suffix, shrinkage):
     """The weights of two estimators."""
-    swap = _typical(second) < _typical(first) if shrinkage else jnp.zeros((), bool)
-    base, other = jnp.where(swap, second, first), jnp.where(swap, first, second)
+    sizes = _sizes(first), _sizes(second)
+    swap = _typical(sizes[1]) < _typical(sizes[0]) if shrinkage else jnp.zeros((), bool)
     # Scaled before they are squared: gradients of an exploding estimator overflow float32 in the square.
-    pair = jnp.stack([base + suffix, other - base])
-    scale = jnp.max(jnp.abs(pair), axis=(1, 2), initial=0)
-    usable = (scale > 0) & jnp.isfinite(scale)
-    pair = pair / jnp.where(usable, scale, 1)[:, None, None]
-    A, D = pair - jnp.mean(pair, axis=1, keepdims=True)
-    AD, DD = jnp.sum(A * D), jnp.sum(D * D)
-    safe = jnp.where(DD > 0, DD, 1)
-    k = -AD / safe  # the weight of the other one, in units of the scales
+    scales = [jnp.max(jnp.where(swap, sizes[1], sizes[0]) + _sizes(suffix)), jnp.max(sizes[0] + sizes[1])]
+    usable = [(scale > 0) & jnp.isfinite(scale) for scale in scales]
+    base = (jnp.where(swap, second, first) + suffix) / jnp.where(usable[0], scales[0], 1)
+    difference = (second - first) * (jnp.where(swap, -1, 1) / jnp.where(usable[1], scales[1], 1))
+    A, D = (x - jnp.mean(x, axis=0) for x in (base, difference))
+    # Nothing but each lane's inner products is needed.
+    each, square = jnp.sum(A * D, axis=1), jnp.sum(D * D, axis=1)
+    AD, DD = jnp.sum(each), jnp.sum(square)
+    k = -AD / jnp.where(DD > 0, DD, 1)  # the weight of the other one, in units of the scales
     if shrinkage:
         ratio = len(D) / max(len(D) - 1, 1)
-        rest = DD - ratio * jnp.sum(D * D, axis=1)  # <D, D> without each lane
+        rest = DD - ratio * square  # <D, D> without each lane
         alone = rest <= 1e-6 * DD  # nothing but rounding: the others say nothing of k
-        moves = ratio * jnp.sum(D * (A + k * D), axis=1) / jnp.where(alone, 1, rest)
+        moves = ratio * (each + k * square) / jnp.where(alone, 1, rest)
         v = jnp.sum(jnp.where(alone, k, moves) ** 2)
         k = k * jnp.clip(1 - shrinkage * v / jnp.where(k == 0, 1, k**2), 0, 1)
-    k = jnp.where(usable[1] & (DD > 0), jnp.clip(k * scale[0] / jnp.where(usable[1], scale[1], 1), 0, 1), 0)
+    k = jnp.where(usable[1] & (DD > 0), jnp.clip(k * scales[0] / jnp.where(usable[1], scales[1], 1), 0, 1), 0)
     # What overflows gets nothing, and the first one the rest where both do.
-    overflow = ~jnp.isfinite(scale[1]) & jnp.isfinite(jnp.max(jnp.abs(other), initial=0))
+    overflow = ~jnp.isfinite(scales[1]) & jnp.isfinite(jnp.max(jnp.where(swap, sizes[0], sizes[1])))
     k = jnp.where(overflow, 1, jnp.where(jnp.isnan(k), 0, k))
     return jnp.where(swap, k, 1 - k), jnp.where(swap, 1 - k, k)
 
 
-def _typical(gradients):
+def _sizes(gradients):
+    return jnp.sum(jnp.abs(gradients), axis=1)
+
+
+def _typical(sizes):
     """The mean over lanes of log |c|_1, not centred, as a few lanes would move the centre; NaN where it overflows."""
-    logs = jnp.log(jnp.sum(jnp.abs(gradients), axis=1) + jnp.finfo(gradients.dtype).tiny)
+    logs = jnp.log(sizes + jnp.finfo(sizes.dtype).tiny)
     # Not jnp.mean: XLA:CPU fuses the logarithm into the sum, where it is no vector code, and three times slower.
     return jnp.dot(logs, jnp.full(len(logs), 1 / len(logs), logs.dtype), precision="highest")
 

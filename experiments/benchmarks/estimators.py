@@ -15,9 +15,9 @@ training runs it.
 node adds to the baseline, drawing the same numbers: microseconds, and bytes of the compiled program's
 temporary memory (`memory_analysis().temp_size_in_bytes`, which counts what the scan keeps for its backward pass).
 
-*Policy.* A network of 100,444 parameters that moves a state of 8 numbers for 50 steps, on 1,000 lanes: the gradient of
-plain `jax.grad`, and of total propagation cross-fitted, whose target is too large to be held lane by lane. Seconds,
-and bytes of temporary memory.
+*Policies.* Networks of 41, 4,866 and 100,444 parameters that move a state of 3 or 8 numbers for 50, 20 and 10 steps, on
+1,000 lanes: the gradient of plain `jax.grad`, and of total propagation, cross-fitted, by `ap.adaptive`, and with
+`target="parameters"`. Seconds, and bytes of temporary memory.
 """
 
 import dataclasses
@@ -36,7 +36,7 @@ from experiments import chaotic_network, harness
 
 BETA = 2.5
 LANES = 1000
-POLICY_HORIZON = 50
+POLICIES = {41: ((3, 8, 1), 50), 4_866: ((8, 64, 64, 2), 20), 100_444: ((8, 310, 310, 4), 10)}  # sizes, horizon
 CHAIN_METHODS: dict[str, Callable[[], Any]] = {
     "RP": ap.reparameterization,
     "LR": ap.likelihood_ratio,
@@ -54,17 +54,17 @@ class Config(harness.Config):
       rounds: how often each rollout is timed.
       nodes: lengths of the chains.
       chain_rounds: how often each chain is timed.
-      policy_rounds: how often the policy is timed; 0 leaves it out.
+      policy_rounds: how often the policies are timed.
     """
 
     horizons: tuple[int, ...] = (50,)
     rounds: int = 60
     nodes: tuple[int, ...] = (1_000, 10_000, 100_000)
     chain_rounds: int = 7
-    policy_rounds: int = 0
+    policy_rounds: int = 5
 
 
-PAPER = Config(horizons=(10, 25, 50, 100), rounds=200, nodes=(1_000, 10_000, 100_000, 1_000_000), policy_rounds=5)
+PAPER = Config(horizons=(10, 25, 50, 100), rounds=200, nodes=(1_000, 10_000, 100_000, 1_000_000), policy_rounds=25)
 
 
 def plain_rollout(horizon: int, lanes: int = LANES) -> Callable[[jax.Array, jax.Array], jax.Array]:
@@ -130,8 +130,8 @@ def take_turns(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str
 def cells(config: Config) -> list[dict[str, Any]]:
     """The rollouts, then the chains."""
     rollouts = [{"benchmark": "rollout", "size": h} for h in config.horizons]
-    policy = [{"benchmark": "policy", "size": POLICY_HORIZON}] * (config.policy_rounds > 0)
-    return rollouts + [{"benchmark": "chain", "size": n} for n in config.nodes] + policy
+    policies = [{"benchmark": "policy", "size": n} for n in POLICIES]
+    return rollouts + [{"benchmark": "chain", "size": n} for n in config.nodes] + policies
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
@@ -148,6 +148,9 @@ def _measure_rollout(config, horizon, key):
         losses[method] = chaotic_network.objective(method, horizon, LANES)
         losses[f"{method}, check_nan=False"] = chaotic_network.objective(method, horizon, LANES, check_nan=False)
     gradients = {name: jax.grad(loss, argnums=1) for name, loss in losses.items()}
+    adaptive = ap.adaptive(chaotic_network.program("adaptive", horizon), LANES)
+    state = jax.jit(adaptive.init)(key, beta)
+    gradients["adaptive"] = lambda key, beta: adaptive.value_and_grad(key, state, beta)
     calls = {name: jax.jit(g) for name, g in gradients.items()}
     np.testing.assert_allclose(calls["RP"](key, beta), calls["plain"](key, beta), rtol=1e-3)
 
@@ -186,63 +189,69 @@ def _measure_chain(config, nodes, key):
     return {"rows": rows}
 
 
-def _measure_policy(config, horizon, key):
-    parameters = policy_parameters(key)
-    objectives = {"plain": policy_cost(horizon, None), "RP": policy_cost(horizon, ap.reparameterization())}
-    objectives["decoupled-CF"] = policy_cost(horizon, ap.total_propagation(), cross_fit=True)
-    compiled = {
-        name: jax.jit(jax.grad(f, argnums=1)).lower(key, parameters).compile() for name, f in objectives.items()
-    }
+def _measure_policy(config, size, key):
+    sizes, horizon = POLICIES[size]
+    parameters = policy_parameters(key, sizes)
+    of = lambda estimator: policy(sizes, horizon, estimator)
+    total = {"decoupled-CF": ap.total_propagation(), "parameters-CF": ap.total_propagation(target="parameters")}
+    objectives = {"plain": plain_policy(sizes, horizon), "RP": ap.expectation(of(ap.reparameterization()), LANES)}
+    objectives |= {name: ap.expectation(of(e), LANES, cross_fit=True) for name, e in total.items()}
+    gradients = {name: jax.grad(f, argnums=1) for name, f in objectives.items()}
+    adaptive = ap.adaptive(of(ap.total_propagation()), LANES)
+    state = jax.jit(adaptive.init)(key, parameters)
+    gradients["adaptive"] = lambda key, parameters: adaptive.value_and_grad(key, state, parameters)
+    compiled = {name: jax.jit(f).lower(key, parameters).compile() for name, f in gradients.items()}
     seconds = take_turns({n: lambda f=f: f(key, parameters) for n, f in compiled.items()}, config.policy_rounds)
     return {
         "rows": [_row(n, seconds[n], seconds["plain"]) | {"bytes": _temporary_bytes(compiled[n])} for n in compiled]
     }
 
 
-def policy_parameters(key: jax.Array, state: int = 8, hidden: int = 310, action: int = 4) -> list[list[jax.Array]]:
-    """Weights and biases of a network with two hidden layers: 100,444 numbers."""
-    sizes = (state, hidden, hidden, action)
-    keys = jax.random.split(key, 3)
+def policy_parameters(key: jax.Array, sizes: tuple[int, ...]) -> list[list[jax.Array]]:
+    """Weights and biases of a network with layers of these sizes."""
+    keys = jax.random.split(key, len(sizes) - 1)
     return [
         [jax.random.normal(k, (n, m)) / np.sqrt(n), jnp.zeros(m)]
         for k, n, m in zip(keys, sizes[:-1], sizes[1:], strict=True)
     ]
 
 
-def policy_cost(horizon: int, estimator: Any, *, cross_fit: bool = False, lanes: int = LANES) -> Callable[..., Any]:
-    """The cost of a policy that moves a state, `(key, parameters) -> scalar`; without an estimator, in plain JAX."""
-    effect = 0.3 * jax.random.normal(jax.random.key(5), (8, 4))
+def _next_mean(parameters, x):
+    h = x
+    for w, b in parameters[:-1]:
+        h = jnp.tanh(h @ w + b)
+    action = h @ parameters[-1][0] + parameters[-1][1]
+    effect = 0.3 * jax.random.normal(jax.random.key(5), (x.shape[0], action.shape[0]))
+    return 0.9 * x + effect @ action
 
-    def mean(parameters, x):
-        h = x
-        for w, b in parameters[:-1]:
-            h = jnp.tanh(h @ w + b)
-        return 0.9 * x + effect @ (h @ parameters[-1][0] + parameters[-1][1])
 
-    if estimator is None:
+def plain_policy(sizes: tuple[int, ...], horizon: int) -> Callable[[jax.Array, Any], jax.Array]:
+    """The cost of a policy that moves a state, `(key, parameters) -> scalar`, without apgrad."""
 
-        def plain(key, parameters):
-            def body(x, key):
-                keys = jax.random.split(key, lanes)
-                noise = jax.vmap(lambda key: jax.random.normal(key, (8,)))(keys)
-                x = jax.vmap(lambda x: mean(parameters, x))(x) + 0.05 * noise
-                return x, jnp.mean(jnp.sum(x**2, axis=-1))
+    def cost(key, parameters):
+        def body(x, key):
+            noise = jax.vmap(lambda key: jax.random.normal(key, sizes[:1]))(jax.random.split(key, LANES))
+            x = jax.vmap(_next_mean, (None, 0))(parameters, x) + 0.05 * noise
+            return x, jnp.mean(jnp.sum(x**2, axis=-1))
 
-            return jnp.sum(jax.lax.scan(body, jnp.ones((lanes, 8)), jax.random.split(key, horizon))[1])
+        return jnp.sum(jax.lax.scan(body, jnp.ones((LANES, sizes[0])), jax.random.split(key, horizon))[1])
 
-        return plain
+    return cost
 
-    step = ap.stochastic(estimator)(lambda parameters, x: dist.Normal(mean(parameters, x), 0.05).to_event(1))
+
+def policy(sizes: tuple[int, ...], horizon: int, estimator: Any) -> Callable[[ap.Tape, Any], ap.Tape]:
+    """The same as a program of apgrad's."""
+    step = ap.stochastic(estimator)(lambda parameters, x: dist.Normal(_next_mean(parameters, x), 0.05).to_event(1))
 
     def program(tape, parameters):
         def body(carry, _):
             tape, x = step(carry[0], parameters, carry[1])
             return (tape.cost(jnp.sum(x**2, axis=-1)), x), None
 
-        (tape, _), _ = jax.lax.scan(body, (tape, jnp.ones((lanes, 8))), length=horizon)
+        (tape, _), _ = jax.lax.scan(body, (tape, jnp.ones((tape.lanes, sizes[0]))), length=horizon)
         return tape
 
-    return ap.expectation(program, lanes, cross_fit=cross_fit)
+    return program
 
 
 def _temporary_bytes(compiled):
@@ -279,7 +288,9 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             name = f"ratio_H{row['size']}, {row['method']}"
             figures[name] = {"value": row["ratio"], "interval": row["ratio_interval"]}
         if row["benchmark"] == "policy":
-            figures[f"policy, {row['method']}"] = {k: row[k] for k in ("milliseconds", "ratio", "bytes")}
+            figures[f"policy of {row['size']}, {row['method']}"] = {
+                k: row[k] for k in ("milliseconds", "ratio", "bytes")
+            }
     largest = max((r["size"] for r in rows if r["benchmark"] == "chain"), default=0)
     for row in rows:
         if row["benchmark"] == "chain" and row["size"] == largest and row["method"] != "plain":

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import apgrad as ap
-from apgrad.expectations.mixing._features import BUCKETS, features, sketch, width
 from apgrad.expectations.weights import least_variance
 
 KEY = jax.random.key(0)
@@ -138,30 +137,3 @@ def test_bad_numbers():
     for bad in (-1, float("nan"), float("inf")):
         with pytest.raises(ValueError, match=r"shrinkage must be a finite number"):
             ap.weights.decoupled(shrinkage=bad)
-
-
-def test_a_sketch_keeps_inner_products_on_average(x64):
-    # Exactly linear; unbiased over the signs, of which 200 shifts of the vectors stand for draws.
-    size = 1000
-    x, y = jax.random.normal(KEY, (2, size)) + 0.5
-    np.testing.assert_allclose(sketch(2 * x - y), 2 * sketch(x) - sketch(y), rtol=1e-12)
-    products = []
-    for shift in range(200):
-        a, b = (jnp.zeros(size + 200).at[shift : shift + size].set(v) for v in (x, y))
-        products.append(float(sketch(a) @ sketch(b)))
-    error = np.std(products) / np.sqrt(len(products))
-    # Shifts by a multiple of the buckets share buckets but not signs; allow for what they share.
-    assert abs(np.mean(products) - float(x @ y)) < 4 * error
-    bound = np.sqrt((float(x @ x) * float(y @ y) + float(x @ y) ** 2) / BUCKETS)
-    assert np.std(products) < 1.3 * bound
-
-
-def test_features_are_exact_where_they_are_few_and_sketched_beyond():
-    small = [jnp.arange(6.0).reshape(2, 3), jnp.zeros(()), jnp.zeros(0)]
-    assert width(small, lanes=10) == 7
-    np.testing.assert_array_equal(features([small], lanes=10), [*range(6), 0])
-    large = [jnp.ones((1000, 100)), jnp.arange(5.0)]
-    assert width(large, lanes=1000) == BUCKETS + 5
-    found = features([large, small], lanes=1000)
-    assert found.shape == (BUCKETS + 5 + 7,)
-    np.testing.assert_array_equal(found[BUCKETS : BUCKETS + 5], np.arange(5))

@@ -2,25 +2,27 @@
 
 The *target* of a node is a list of arrays: what is differentiated of the arguments that lanes share and of the arrays
 that the function closes over; where none of these is differentiated, the lanes' own arguments. The *features* of a lane
-are each estimator's gradient of the target, written in a row.
+are each estimator's gradient of the target, written in a row. Where the target has more than `EXACT` elements they are
+a sketch of the gradient, which keeps inner products on average, and weights need nothing else
+(`apgrad/_programs/uses.py`).
 
-Where lanes times elements is at most 2^23, features are the gradients themselves. Beyond that, gradients are made for
-some lanes at a time, and of each array a sketch is kept (Charikar et al., 2002): the array's elements are put into 64
-buckets, with random signs, and summed. A sketch keeps inner products on average, and weights need nothing else.
+The gradients of single lanes are not made for it. `backward_pass` takes the estimators' messages back to the places
+where parameters enter the node's function, and there both come cheaply: the features of each lane, and the sum over
+lanes of what the node contributes to the parameters, once the messages are mixed.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
+from apgrad._programs import uses
+from apgrad._programs.jaxprs import place, trace
+from apgrad._programs.uses import Kind, Value, wide as wide
 from apgrad.expectations.estimators._estimator import Mixer
 
-HELD = 2**23  # the most elements of per-lane gradients that are held at a time
-BUCKETS = 64  # of a sketch
+EXACT = 16  # the most elements of a target whose gradients are features as they are
 
 
 class NodeMemory(NamedTuple):
@@ -35,6 +37,7 @@ class NodeMemory(NamedTuple):
       pullbacks: of each estimator, with arrays (lanes, ...).
       perturbed: for each array among the shared arguments, those closed over, and the lanes' arguments, whether it is
         differentiated.
+      seed: of the sketch's signs, uint32.
     """
 
     mixer: Mixer
@@ -44,51 +47,109 @@ class NodeMemory(NamedTuple):
     lane: Any
     pullbacks: list[Any]
     perturbed: tuple[tuple[bool, ...], ...]
+    seed: jax.Array
 
 
-class Target(NamedTuple):
-    """What the weights of a node look at.
+class Answers(NamedTuple):
+    """What a set of messages to all lanes' distributions comes to.
 
     Attributes:
-      features: one lane's gradients of `(shared, lane)` -> the lane's features, (width,).
+      lane: messages to the lanes' own arguments: for each array among them (lanes, ...), or None.
+      uses: messages to the uses of parameters, a pytree of arrays (lanes, ...).
+      features: (lanes, width); None where they were not asked for.
+    """
+
+    lane: list[Any]
+    uses: Any
+    features: jax.Array | None
+
+
+class BackwardPass(NamedTuple):
+    """The way back from a node's distributions to its arguments.
+
+    Attributes:
+      answers: for each set of messages what it comes to.
+      to_shared: messages to the uses of parameters -> the sum over lanes of their pullbacks, in the structure of
+        `shared`, with None for what is not differentiated.
       of_shared: whether the target is shared by the lanes; else it is the lanes' own arguments.
     """
 
-    features: Callable[[Any], jax.Array]
+    answers: list[Answers]
+    to_shared: Callable[[Any], tuple[list[Any], list[Any]]]
     of_shared: bool
 
 
-def find_target(memory: NodeMemory, lanes: int) -> Target:
-    """The target of a node.
+def backward_pass(memory: NodeMemory, lanes: int, messages: Sequence[tuple[list[Any], bool]]) -> BackwardPass:
+    """Takes messages to a node's distributions back to its arguments.
 
     Args:
       memory: of the node.
       lanes: how many lanes there are.
+      messages: pairs of messages to the distributions, for each of their arrays (lanes, ...) or None, and whether
+        features are wanted.
 
     Raises:
       ValueError: at trace time, for a target without elements.
     """
-    arguments, closed = memory.shared
-    to_arguments, to_closed, to_lane = memory.perturbed
-    of_shared = any((*to_arguments, *to_closed))
-
-    def of_one_lane(answer):
-        if not of_shared:
-            return features([_chosen(leaves_or_none(answer[1]), to_lane)], lanes)
-        explicit = [
-            # The same features whatever is differentiated, as the suffix wants them.
-            jnp.zeros(jnp.shape(x), jnp.result_type(x)) if g is None or not flag else g
-            for g, x, flag in zip(answer[0][0], arguments, to_arguments, strict=True)
-            if is_inexact(x)
-        ]
-        return features([explicit, _chosen(answer[0][1], to_closed)], lanes)
-
-    leaves = [*inexact(arguments), *_chosen(closed, to_closed)]
-    if not of_shared:
-        leaves = [x[0] for x in _chosen(jax.tree.leaves(memory.lane), to_lane)]
-    if not width(leaves, 1):
+    shared, structure = jax.tree.flatten(memory.shared)
+    lane = jax.tree.leaves(memory.lane)
+    flags = [*memory.perturbed[0], *memory.perturbed[1]]
+    chosen = [i for i, (x, flag) in enumerate(zip(shared, flags, strict=True)) if flag and is_inexact(x)]
+    moving = [i for i, (x, flag) in enumerate(zip(lane, memory.perturbed[2], strict=True)) if flag and is_inexact(x)]
+    one_lane = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), memory.lane)
+    program, shapes = trace(memory.build, memory.shared, one_lane)
+    floats = [i for i, x in enumerate(jax.tree.leaves(shapes)) if is_inexact(x)]
+    fixed = place([Value(Kind.VIEW, shared[i]) for i in chosen], chosen, [Value(Kind.FIXED, x) for x in shared])
+    target = [x for x in shared if is_inexact(x)] if chosen else [lane[i][0] for i in moving]
+    if not sum(x.size for x in target):
         raise ValueError(empty_target(memory.what))
-    return Target(of_one_lane, of_shared)
+
+    def inputs(lane):
+        return [*fixed, *(Value(Kind.LANE, x) for x in lane)]
+
+    def features(operands, to_uses, to_lane):
+        if not chosen:
+            gradients, numbers = [to_lane[i] for i in moving], range(len(moving))
+            exact, rows = is_exact(target), gradients
+        else:
+            exact, numbers = is_exact(target), chosen
+            if not exact:
+                signs = [uses.random_signs(memory.seed, i, shared[i].shape) for i in numbers]
+                return uses.sketch(program, inputs(lane), operands, to_uses, signs) * uses.NUMBER**-0.5
+            gradients = uses.gradient(program, inputs(lane), operands, to_uses)
+            # The same features whatever is differentiated, as the suffix wants them.
+            rows = place(gradients, chosen, [jnp.zeros(jnp.shape(x), jnp.result_type(x)) for x in shared])
+            rows = [row for row in rows if is_inexact(row)]
+        if exact:
+            return jnp.concatenate([x.reshape(-1).astype(wide(x.dtype)) for x in rows])
+        return uses.inner(
+            rows, [uses.random_signs(memory.seed, i, x.shape) for x, i in zip(rows, numbers, strict=True)]
+        )
+
+    def some(lane, ports, messages):
+        def exposed(values, ports):
+            outputs, operands, _ = uses.expose(program, inputs(place(values, moving, lane)), ports)
+            return [outputs[i] for i in floats], operands
+
+        _, pullback, operands = jax.vjp(exposed, [lane[i] for i in moving], ports, has_aux=True)
+        answers = []
+        for wanted, message in zip(wants, messages, strict=True):
+            to_moving, to_uses = pullback([message[i] for i in floats])
+            to_lane = place(to_moving, moving, [None] * len(lane))
+            answers.append(Answers(to_lane, to_uses, features(operands, to_uses, to_lane) if wanted else None))
+        return answers, operands
+
+    wants = [wanted for _, wanted in messages]
+    made = jax.eval_shape(lambda lane: uses.expose(program, inputs(lane))[2], jax.tree.leaves(one_lane))
+    ports = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
+    sent = [message for message, _ in messages]
+    answers, operands = jax.vmap(some, (0, None, 0), axis_size=lanes)(lane, ports, sent)
+
+    def to_shared(to_uses):
+        found = uses.gradient(program, inputs(lane), operands, to_uses, lanes)
+        return jax.tree.unflatten(structure, place(found, chosen, [None] * len(shared)))
+
+    return BackwardPass(answers, to_shared, bool(chosen))
 
 
 def empty_target(what: str) -> str:
@@ -103,103 +164,28 @@ def empty_target(what: str) -> str:
     )
 
 
-def width(leaves: Sequence[Any], lanes: int) -> int:
-    """How many features these arrays have.
+def is_exact(target: Sequence[Any]) -> bool:
+    """Whether the gradients of a target are features as they are.
 
     Args:
-      leaves: arrays, or what has their shapes.
-      lanes: how many lanes there are.
+      target: arrays, or what has their shapes.
+    """
+    return sum(jnp.size(x) for x in target) <= EXACT
+
+
+def width(target: Sequence[Any]) -> int:
+    """How many features a target has.
+
+    Args:
+      target: arrays, or what has their shapes.
 
     Example:
       >>> import jax.numpy as jnp
       >>> from apgrad.expectations.mixing._features import width
-      >>> width([jnp.zeros((1000, 100)), jnp.zeros(5)], lanes=10), width([jnp.zeros((1000, 100))], lanes=1000)
-      (100005, 64)
+      >>> width([jnp.zeros((2, 3)), jnp.zeros(3)]), width([jnp.zeros((8, 64)), jnp.zeros(64)])
+      (9, 16)
     """
-    sizes = [math.prod(jnp.shape(leaf)) for leaf in leaves]
-    return sum(min(size, BUCKETS) for size in sizes) if lanes * sum(sizes) > HELD else sum(sizes)
-
-
-def features(groups: Sequence[Sequence[jax.Array]], lanes: int) -> jax.Array:
-    """The features of one lane, (width of the groups,), float32 or wider.
-
-    Args:
-      groups: lists of the lane's gradients of some arrays. Each group is sketched or not, as `width` says.
-      lanes: how many lanes there are.
-    """
-    rows = []
-    for leaves in groups:
-        flat = [leaf.reshape(-1).astype(wide(leaf.dtype)) for leaf in leaves]
-        rows += map(sketch, flat) if lanes * sum(x.size for x in flat) > HELD else flat
-    return jnp.concatenate(rows)
-
-
-def _chosen(leaves, flags):
-    return [x for x, flag in zip(leaves, flags, strict=True) if flag and x is not None and is_inexact(x)]
-
-
-def wide(dtype: Any) -> Any:
-    """Float32, or the dtype where the dtype is wider.
-
-    Args:
-      dtype: of floating-point numbers.
-    """
-    return max(jnp.dtype(dtype), jnp.dtype(jnp.float32), key=lambda dtype: dtype.itemsize)
-
-
-def sketch(x: jax.Array) -> jax.Array:
-    """A count sketch (64,) of a vector; a vector of at most 64 elements is its own sketch.
-
-    Args:
-      x: the vector.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from apgrad.expectations.mixing._features import sketch
-      >>> sketch(jnp.ones(1000)).shape
-      (64,)
-    """
-    if x.size <= BUCKETS:
-        return x
-    # Signs by a hash of the index (the finalizer of MurmurHash3): made where they are used, never stored.
-    h = lax.iota(jnp.uint32, x.size)
-    for factor in (0x85EBCA6B, 0xC2B2AE35):
-        h = (h ^ (h >> 16)) * jnp.uint32(factor)
-    signed = jnp.where((h ^ (h >> 16)) & 1 == 1, x, -x)
-    return jnp.pad(signed, (0, -x.size % BUCKETS)).reshape(-1, BUCKETS).sum(0)
-
-
-def by_chunks(function: Callable[[Any], Any], inputs: Any, elements: int) -> Any:
-    """`function` of all lanes, evaluated for some of them at a time.
-
-    Args:
-      function: takes a pytree of arrays (folds, lanes, ...) and returns `(per_lane, sums)`: arrays (folds, lanes, ...),
-        and sums over the lanes.
-      inputs: a pytree of arrays (folds, lanes, ...).
-      elements: how many elements are held for one lane of a fold.
-
-    Returns:
-      What `function` returns.
-    """
-    folds, lanes = jax.tree.leaves(inputs)[0].shape[:2]
-    most = max(HELD // max(folds * elements, 1), 1)
-    chunk = next(c for c in range(min(most, lanes), 0, -1) if lanes % c == 0)
-    if chunk == lanes:
-        return function(inputs)
-
-    def split(x):
-        return jnp.moveaxis(x.reshape(folds, lanes // chunk, chunk, *x.shape[2:]), 1, 0)
-
-    chunks = jax.tree.map(split, inputs)
-    _, shapes = jax.eval_shape(function, jax.tree.map(lambda x: x[0], chunks))
-    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-
-    def body(total, inputs):
-        per_lane, sums = function(inputs)
-        return jax.tree.map(jnp.add, total, sums), per_lane
-
-    sums, per_lane = lax.scan(body, zeros, chunks)
-    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(folds, lanes, *x.shape[3:]), per_lane), sums
+    return sum(jnp.size(x) for x in target) if is_exact(target) else uses.NUMBER
 
 
 def is_inexact(x: Any) -> bool:
@@ -209,24 +195,6 @@ def is_inexact(x: Any) -> bool:
       x: an array, or what has its dtype.
     """
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-
-
-def inexact(tree: Any) -> list[Any]:
-    """The leaves that can have a gradient.
-
-    Args:
-      tree: a pytree of arrays.
-    """
-    return [x for x in jax.tree.leaves(tree) if is_inexact(x)]
-
-
-def leaves_or_none(tree: Any) -> list[Any]:
-    """The leaves, where None is a leaf too, which stands for the gradient of an integer.
-
-    Args:
-      tree: a pytree of arrays and None.
-    """
-    return jax.tree.leaves(tree, is_leaf=lambda x: x is None)
 
 
 def drop_float0(tree: Any) -> Any:

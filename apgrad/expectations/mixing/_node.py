@@ -24,7 +24,7 @@ import numpy as np
 
 from apgrad._ground.port import port
 from apgrad._ground.propagator import Propagator, Static, first_order, node
-from apgrad._programs.jaxprs import hoist
+from apgrad._programs.jaxprs import hoist, place
 from apgrad.expectations import _channels as channels
 from apgrad.expectations._cross_fitting import (
     Streams,
@@ -32,26 +32,36 @@ from apgrad.expectations._cross_fitting import (
     fold,
     in_each_stream,
     mixture,
-    shared_mixture,
     swap,
     times,
 )
 from apgrad.expectations._tape import Tape
 from apgrad.expectations.estimators._baselines import Baseline, LearnedBaseline
 from apgrad.expectations.estimators._estimator import Mixer, surrogate
+from apgrad.expectations.mixing import _moments as moments
 from apgrad.expectations.mixing._features import (
     NodeMemory,
-    by_chunks,
+    backward_pass,
     drop_float0,
     empty_target,
-    find_target,
-    inexact,
     is_inexact,
     wide,
     width,
 )
 
 Charge = tuple[jax.Array, Baseline]  # a zero to be charged with later costs, and the baseline that is taken off
+
+
+class Gathered(NamedTuple):
+    """What messages gather on their way back through the mixers' nodes.
+
+    Attributes:
+      suffix: the gradient of later nodes, (lanes, width), or None.
+      rows: what `ap.adaptive` is told of later nodes, (slots, 5), or None.
+    """
+
+    suffix: jax.Array | None
+    rows: jax.Array | None
 
 
 class LaneCall(NamedTuple):
@@ -87,7 +97,7 @@ def draw_by_mixer(tape: Tape, call: LaneCall) -> tuple[Tape, jax.Array, list[Cha
       `(tape, x, charges)`, x of shape (lanes, ...), with a charge for each baseline of the mixer's scores.
     """
     mixer, what, axes = call.mixer, call.what, call.axes
-    _require(mixer, what, tape)
+    _require(mixer, what, tape, mixer.target == "parameters")
     lanes, folds = tape.lanes, channels.folds(tape)  # no function of the node may hold the tape, which is of one trace
     leaves, treedef = jax.tree.flatten([x for x, axis in zip(call.args, axes, strict=True) if axis is None])
     lane = [x for x, axis in zip(call.args, axes, strict=True) if axis == 0]
@@ -107,34 +117,47 @@ def draw_by_mixer(tape: Tape, call: LaneCall) -> tuple[Tape, jax.Array, list[Cha
     def build(shared, lane):
         return converted(shared[0], lane, *shared[1])
 
-    def forward(shared, lane, keys, suffix, perturbed):
+    tape, visit = channels.visit(tape, what)
+
+    def forward(shared, lane, keys, given, gathered, perturbed):
         output, pullbacks = jax.vmap(lambda lane, key: _surrogates(mixer, build(shared, lane), key))(lane, keys)
         # The function is differentiated again in the backward pass: cheaper to keep than its linearization,
         # which holds a copy of the shared arguments for each lane.
         flags = tuple(tuple(jax.tree.leaves(tree)) for tree in (*perturbed[0], perturbed[1]))
-        return (*output, suffix), (shared, lane, pullbacks, Static(flags))
+        return (*output, gathered), (shared, lane, pullbacks, given, Static(flags))
 
-    def backward(memory, to_x, to_zeros, suffix):
-        shared, lane, pullbacks, flags = memory
-        memory = NodeMemory(mixer, what, build, shared, lane, pullbacks, flags.value)
-        messages = _Messages(to_x.own, to_x.output, to_zeros, suffix, folds)
-        answer = (_by_parameters if mixer.target == "parameters" else _by_arguments)(memory, messages)
-        return answer.shared, answer.lane, answer.suffix
+    def backward(memory, to_x, to_zeros, gathered):
+        shared, lane, pullbacks, (seed, visit), flags = memory
+        memory = NodeMemory(mixer, what, build, shared, lane, pullbacks, flags.value, seed)
+        messages = _Messages(to_x.own, to_x.output, to_zeros, gathered.suffix, folds)
+        if mixer.target == "parameters":
+            answer = _by_parameters(memory, messages)
+        else:
+            answer = _by_arguments(memory, messages, visit)
+        rows = gathered.rows
+        if visit is not None:
+            rows = rows.at[visit.slot].set(answer.row.astype(rows.dtype))
+        return answer.shared, answer.lane, Gathered(answer.suffix, rows)
 
     def answered(memory, message):
-        shared, lane, suffix = in_each_stream(backward, folds)(memory, message)
-        return shared, lane, None, suffix
+        shared, lane, gathered = in_each_stream(backward, folds)(memory, message)
+        return shared, lane, None, None, gathered
 
-    channel = suffix = None
-    elements = width(inexact(arrays), lanes)
-    if mixer.target != "parameters" and elements and any(w is not None and w.suffix for w in mixer.weights):
-        channel = channels.Channel(channels.SUFFIX, call.name, (lanes, elements))
+    channel = suffix = rows = None
+    target = [x for x in (*arrays, *closed_over) if is_inexact(x)]
+    looks = channels.is_adaptive(tape) or any(w is not None and w.suffix for w in mixer.weights)
+    if mixer.target != "parameters" and target and looks:
+        channel = channels.Channel(channels.SUFFIX, call.name, (lanes, width(target)))
         suffix = channels.request(tape, channel, what)
-    x, zeros, suffix = _mixer_node(mixer, forward, answered, perturbed=True)(
-        (arrays, closed_over), lane, call.keys, suffix
+    if visit is not None:
+        rows = channels.request(tape, channels.moments(tape), what)
+    x, zeros, gathered = _mixer_node(mixer, forward, answered, perturbed=True)(
+        (arrays, closed_over), lane, call.keys, (channels.seed(tape), visit), Gathered(suffix, rows)
     )
     if channel is not None:
-        tape = channels.put(tape, channel, suffix, what)
+        tape = channels.put(tape, channel, gathered.suffix, what)
+    if visit is not None:
+        tape = channels.put(tape, channels.moments(tape), gathered.rows, what)
     return tape, x, list(zip(zeros, _charged(mixer), strict=True))
 
 
@@ -156,7 +179,7 @@ def draw_batch_by_mixer(
     Returns:
       What `draw_by_mixer` returns.
     """
-    _require(mixer, what, tape)
+    _require(mixer, what, tape, True)
     lanes, folds, weighting = tape.lanes, channels.folds(tape), mixer.weights.message
     parameters, treedef = jax.tree.flatten(distribution)
     led = [jnp.ndim(x) > 0 and jnp.shape(x)[0] == lanes and is_inexact(x) for x in parameters]
@@ -221,57 +244,69 @@ class _Messages(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """What a node answers: to the shared arguments; to the lanes', by stream; to the suffix."""
+    """What a node answers: to the shared arguments; to the lanes', by stream; to the suffix; to `ap.adaptive`."""
 
     shared: Any
     lane: Streams
     suffix: jax.Array | None
+    row: Any = None
 
 
-def _by_arguments(memory: NodeMemory, messages: _Messages) -> _Answer:
-    """One weight a node, from per-lane gradients of the arguments."""
+def _by_arguments(memory: NodeMemory, messages: _Messages, visit: channels.Visit | None) -> _Answer:
+    """One weight a node: that of `ap.adaptive`, or from features of the arguments."""
     mixer, folds, lanes = memory.mixer, messages.folds, len(messages.own)
-    target = find_target(memory, lanes)
-
-    def one_lane(lane, pullbacks, own, output, to_zeros):
-        _, to_arguments = jax.vjp(memory.build, memory.shared, lane)
-        to_own, to_output = (_divide(mixer, to_x, to_zeros) for to_x in (own, output))
-        answers = [drop_float0(to_arguments(*pullback(m))) for pullback, m in zip(pullbacks, to_own, strict=True)]
-        others = [
-            # Without a pathwise derivative both streams are answered alike.
-            drop_float0(to_arguments(*pullback(m))) if folds > 1 and e.pathwise is not None else a
-            for e, pullback, m, a in zip(mixer.estimators, pullbacks, to_output, answers, strict=True)
-        ]
-        features = jnp.stack([target.features(answer) for answer in answers])
-        return (features, [lane for _, lane in answers], [lane for _, lane in others]), [x for x, _ in others]
-
-    def some_lanes(inputs):
-        per_lane, to_shared = jax.vmap(jax.vmap(one_lane))(*inputs)
-        return per_lane, jax.tree.map(lambda g: jnp.sum(g, axis=1), to_shared)
-
-    inputs = fold((memory.lane, memory.pullbacks, messages.own, messages.output, messages.to_zeros), folds)
-    flags = (*memory.perturbed[0], *memory.perturbed[1])
-    held = sum(x.size for x, flag in zip(jax.tree.leaves(memory.shared), flags, strict=True) if flag)
-    (features, own, output), to_shared = by_chunks(some_lanes, inputs, 2 * len(mixer.estimators) * held)
-    features = jnp.moveaxis(features, 2, 1)  # (folds, estimators, lanes of a fold, width)
+    own = _to_parameters(memory, messages.own, messages.to_zeros)
+    sent = [(message, True) for message in own]
+    if folds > 1:
+        # Without a pathwise derivative both streams are answered alike.
+        apart = [e for e, estimator in enumerate(mixer.estimators) if estimator.pathwise is not None]
+        output = _to_parameters(memory, messages.output, messages.to_zeros)
+        sent += [(output[e], False) for e in apart]
+    back = backward_pass(memory, lanes, sent)
+    in_own = back.answers[: len(own)]
+    in_output = place(back.answers[len(own) :], apart, in_own) if folds > 1 else in_own
+    features = jnp.stack([fold(answer.features, folds) for answer in in_own], axis=1)
 
     suffix = None
-    if messages.suffix is not None and target.of_shared:
-        suffix = jnp.zeros((folds, *features.shape[2:]), features.dtype)
-        suffix = suffix.at[..., : messages.suffix.shape[1]].set(fold(messages.suffix, folds).astype(features.dtype))
-    message = _weigh(memory.what, mixer.weights.message, features, suffix)
-    contribution = message
-    if target.of_shared and mixer.weights.contribution not in (None, mixer.weights.message):
-        contribution = _weigh(memory.what, mixer.weights.contribution, features, suffix)
-    gathered = messages.suffix
-    if gathered is not None and target.of_shared:
-        more = jnp.sum(times(contribution, features), axis=1).reshape(lanes, -1)
-        gathered = gathered + more[:, : gathered.shape[1]].astype(gathered.dtype)
+    if messages.suffix is not None and back.of_shared:
+        suffix = fold(messages.suffix, folds).astype(features.dtype)
+    if visit is not None and visit.weights is not None:
+        message = contribution = visit.weights[None, :2]
+        if back.of_shared:
+            contribution = visit.weights[None, 2:]
+    else:
+        message = contribution = _weigh(memory.what, mixer.weights.message, features, suffix)
+        if back.of_shared and mixer.weights.contribution not in (None, mixer.weights.message):
+            contribution = _weigh(memory.what, mixer.weights.contribution, features, suffix)
+    row = None
+    if visit is not None:
+        row = moments.row(features[0], jnp.zeros_like(features[0, 0]) if suffix is None else suffix[0])
+    gathered: Any = messages.suffix
+    if suffix is not None:
+        more = jnp.sum(times(contribution, features), axis=1)
+        gathered = (suffix + more).reshape(lanes, -1).astype(gathered.dtype)
     return _Answer(
-        shared_mixture(swap(contribution), to_shared),
-        Streams(mixture(message, own), mixture(swap(message), output)),
+        back.to_shared(mixture(swap(contribution), [fold(answer.uses, folds) for answer in in_output])),
+        Streams(
+            mixture(message, [fold(answer.lane, folds) for answer in in_own]),
+            mixture(swap(message), [fold(answer.lane, folds) for answer in in_output]),
+        ),
         gathered,
+        row,
     )
+
+
+def _to_parameters(memory, to_x, to_zeros):
+    """Each estimator's messages to the distribution's parameters: for each array (lanes, ...), or None."""
+
+    def one(pullbacks, to_x, to_zeros):
+        messages = _divide(memory.mixer, to_x, to_zeros)
+        return [
+            jax.tree.leaves(drop_float0(p(m)[0]), is_leaf=lambda x: x is None)
+            for p, m in zip(pullbacks, messages, strict=True)
+        ]
+
+    return jax.vmap(one)(memory.pullbacks, to_x, to_zeros)
 
 
 def _by_parameters(memory: NodeMemory, messages: _Messages) -> _Answer:
@@ -280,12 +315,7 @@ def _by_parameters(memory: NodeMemory, messages: _Messages) -> _Answer:
 
     def pull(to_x):
         """The estimators' messages to each array of parameters, (lanes, ...)."""
-
-        def one(pullbacks, to_x, to_zeros):
-            messages = _divide(mixer, to_x, to_zeros)
-            return [[drop_float0(z) for z in jax.tree.leaves(p(m))] for p, m in zip(pullbacks, messages, strict=True)]
-
-        return list(zip(*jax.vmap(one)(memory.pullbacks, to_x, messages.to_zeros), strict=True))
+        return list(zip(*_to_parameters(memory, to_x, messages.to_zeros), strict=True))
 
     own = pull(messages.own)
     if not sum(each[0].size for each in own if each[0] is not None):
@@ -383,8 +413,17 @@ def _identity(baseline):
     return type(baseline), id(baseline.function if isinstance(baseline, LearnedBaseline) else baseline)
 
 
-def _require(mixer, what, tape):
+def _require(mixer, what, tape, by_coordinates):
     channels.declare_weighing(tape, what)
+    if channels.is_adaptive(tape) and (by_coordinates or len(mixer.estimators) != 2):
+        raise ValueError(
+            f"{what}: ap.adaptive keeps one weight a node for two estimators, and this mixer has "
+            + (
+                "a weight for each coordinate: use ap.stochastic with target='arguments'"
+                if by_coordinates
+                else f"{len(mixer.estimators)} estimators"
+            )
+        )
     if mixer.target not in ("arguments", "parameters"):
         raise ValueError(f"{what}: a mixer's target is 'arguments' or 'parameters', got {mixer.target!r}")
     if tape.lanes < 2:

@@ -1,0 +1,525 @@
+"""Where parameters enter a program: their uses, and what gradients are made of there.
+
+A program of one lane takes *parameters*, which lanes share, and values of its own lane. What it computes of parameters
+alone is a *view* of them: a transposed matrix, a broadcast bias. A *use* is an equation that takes a view together with
+values of the lane. All that the program knows of the parameters comes in at its uses, so the gradient of the parameters
+is a sum over the uses, each of which needs three things only: the views, the *operands* (what the use takes of the
+lane), and the message to what the use makes.
+
+    outputs, operands, made = expose(program, inputs, ports)     # ports: zeros added to what the uses make
+    made = replay(program, inputs, operands)                     # the same, as a function of the parameters alone
+
+`jax.vjp` of `expose` with respect to the ports gives the messages; `jax.vjp` of `replay` takes the messages to the
+parameters. Mapped over lanes, the second makes the sum over lanes by one product a layer, and the messages can be mixed
+in between. The gradients of single lanes are never made.
+
+*Sketches.* Weights of estimators need inner products of single lanes' gradients, and for these a short vector does.
+With random signs z_k of the parameters' shapes, f_k = <gradient, z_k>, the inner product of two gradients is the mean
+over k of f_k f'_k, on average over the signs. And f_k is a sum over the uses as well,
+
+    f_k = sum over uses of <message, derivative of the use along z_k>.
+
+Signs are products of one sign for each coordinate, z_k[i, j] = u_k[i] v_k[j]. For a dense layer y = x W this makes
+f_k = (x . u_k)(message . v_k): two thin products in place of a gradient. What holds for a matrix product holds for
+adding and multiplying, and for layers that are applied along a sequence, in `scan`, in `vmap`, with shared or stacked
+weights. Other uses (a convolution, a table of embeddings) take `NUMBER` derivatives of that one equation; and where an
+equation forbids them (`jax.custom_vjp`), the lane's gradient is made.
+"""
+
+from collections.abc import Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from apgrad._programs.control import Program, nested
+from apgrad._programs.jaxprs import caller, inline, place, restrict
+
+NUMBER = 16  # signs of a sketch: weights made from them add a few per cent to a variance
+
+
+class Kind(IntEnum):
+    """What a value depends on: neither lane nor parameters, parameters alone, or the lane."""
+
+    FIXED = 0
+    VIEW = 1
+    LANE = 2
+
+
+class Value(NamedTuple):
+    """A value in a program.
+
+    Attributes:
+      kind: what it depends on.
+      array: the value; None for values of the lane in `replay`.
+      signs: for a view in a sketch, the derivatives of the view along the parameters' signs.
+    """
+
+    kind: Kind
+    array: Any = None
+    signs: Any = None
+
+
+class Factors(NamedTuple):
+    """Tensors z_k = scale_k times the product over axes of one factor each.
+
+    Attributes:
+      scale: (NUMBER,).
+      axes: for each axis the factors, (NUMBER, size of the axis), or None for ones.
+    """
+
+    scale: jax.Array
+    axes: tuple[Any, ...]
+
+
+def expose(program: Program, inputs: Sequence[Value], ports: Any = None) -> tuple[list[Any], list[Any], list[Any]]:
+    """Evaluates a program, with ports added to what its uses make.
+
+    Args:
+      program: of one lane.
+      inputs: the program's inputs.
+      ports: zeros in the form of `made`; None for none.
+
+    Returns:
+      `(outputs, operands, made)`: the program's outputs; for each use what it takes of the lane, and its floating-point
+      outputs. For a `scan` with uses inside, lists of such entries, stacked along the steps.
+    """
+    walk = _Expose(ports)
+    return [walk.of_lane(output).array for output in walk.through(program, inputs)], walk.operands, walk.made
+
+
+def replay(program: Program, inputs: Sequence[Value], operands: Sequence[Any]) -> list[Any]:
+    """What the uses of a program make, as a function of the parameters and of what the uses take of the lane.
+
+    Args:
+      program: of one lane.
+      inputs: the program's inputs; those of the lane are not looked at.
+      operands: from `expose`.
+
+    Returns:
+      `made`, as `expose` gives it.
+    """
+    walk = _Replay(operands)
+    for output in walk.through(program, _without_lane(inputs)):
+        walk.of_lane(output)
+    return walk.made
+
+
+def sketch(
+    program: Program, inputs: Sequence[Value], operands: Sequence[Any], messages: Sequence[Any], signs: Sequence[Any]
+) -> jax.Array:
+    """The inner products of one lane's gradient of the parameters with random signs, (NUMBER,).
+
+    Args:
+      program: of one lane.
+      inputs: the program's inputs; those of the lane are not looked at.
+      operands: from `expose`.
+      messages: to what the uses make.
+      signs: for each input of the program that is a parameter its signs, in order.
+    """
+    parameters = [i for i, value in enumerate(inputs) if value.kind == Kind.VIEW]
+    signed = place(
+        [inputs[i]._replace(signs=s) for i, s in zip(parameters, signs, strict=True)], parameters, _without_lane(inputs)
+    )
+    walk = _Sketch(operands, messages)
+    try:
+        for output in walk.through(program, signed):
+            walk.of_lane(output)
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        # A function with a reverse-mode rule alone: the lane's gradient is made.
+        return inner(gradient(program, inputs, operands, messages), signs)
+    return walk.total
+
+
+def gradient(
+    program: Program,
+    inputs: Sequence[Value],
+    operands: Sequence[Any],
+    messages: Sequence[Any],
+    lanes: int | None = None,
+) -> list[jax.Array]:
+    """The gradient of the parameters, in order: of one lane, or the sum over lanes.
+
+    Args:
+      program: of one lane.
+      inputs: the program's inputs; those of the lane are not looked at.
+      operands: from `expose`.
+      messages: to what the uses make.
+      lanes: how many lanes `operands` and `messages` have as leading axis; None for one lane, without the axis.
+    """
+    parameters = [i for i, value in enumerate(inputs) if value.kind == Kind.VIEW]
+
+    def made(*arrays):
+        given = place([Value(Kind.VIEW, x) for x in arrays], parameters, inputs)
+        of_one = lambda operands: replay(program, given, operands)
+        return of_one(operands) if lanes is None else jax.vmap(of_one, axis_size=lanes)(operands)
+
+    return list(jax.vjp(made, *(inputs[i].array for i in parameters))[1](list(messages)))
+
+
+def random_signs(seed: jax.Array, number: int, shape: Sequence[int]) -> Factors:
+    """Signs for one array of parameters: the same for the same seed and number, independent otherwise.
+
+    Arrays share the factors of axes of equal size, as a bias and the last axis of its weights, so that products are
+    made once; a sign of each array by itself makes the tensors uncorrelated.
+
+    Args:
+      seed: uint32, a scalar.
+      number: of the array.
+      shape: of the array.
+    """
+
+    def signs(name, size):
+        # The bits of a hash (the finalizer of MurmurHash3): made where they are used, never stored.
+        start = _hash(seed + jnp.uint32(name * 0x9E3779B9 % 2**32))
+        bits = _hash(lax.iota(jnp.uint32, size) * jnp.uint32(0x9E3779B1) ^ start)
+        return 1 - 2 * (bits >> lax.broadcasted_iota(jnp.uint32, (NUMBER, size), 0) & 1).astype(jnp.float32)
+
+    axes = [signs(2**16 + 16 * size + len(shape) - axis, size) for axis, size in enumerate(shape)]
+    return Factors(signs(number + 1, 1)[:, 0], tuple(axes))
+
+
+def inner(arrays: Sequence[jax.Array], signs: Sequence[Any]) -> jax.Array:
+    """The inner products of some arrays with signs, summed over the arrays, (NUMBER,).
+
+    Args:
+      arrays: any.
+      signs: for each array its signs, factors or whole (NUMBER, ...).
+    """
+    return sum((_inner(x, z) for x, z in zip(arrays, signs, strict=True)), jnp.zeros(NUMBER, jnp.float32))
+
+
+def _hash(x):
+    for factor in (0x85EBCA6B, 0xC2B2AE35):
+        x = (x ^ (x >> 16)) * jnp.uint32(factor)
+    return x ^ (x >> 16)
+
+
+def wide(dtype: Any) -> Any:
+    """Float32, or the dtype where the dtype is wider.
+
+    Args:
+      dtype: of floating-point numbers.
+    """
+    return max(jnp.dtype(dtype), jnp.dtype(jnp.float32), key=lambda dtype: dtype.itemsize)
+
+
+def _is_inexact(x):
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def _without_lane(inputs):
+    return [Value(Kind.LANE) if value.kind == Kind.LANE else value for value in inputs]
+
+
+class _Walk:
+    """A walk over a program that meets each use once, always in the same order."""
+
+    def through(self, program: Program, inputs: Sequence[Value]) -> list[Value]:
+        outputs = inline(program, list(inputs), self._apply)
+        return [_tagged(value) for value in outputs]
+
+    def of_lane(self, value: Value) -> Value:
+        """A view that becomes a value of the lane is a use by itself."""
+        if value.kind != Kind.VIEW:
+            return Value(Kind.LANE, value.array)
+        (array,) = self.use(lambda x: [x], [value])
+        return Value(Kind.LANE, array)
+
+    def _apply(self, eqn, values):
+        values = [_tagged(value) for value in values]
+        kinds = {value.kind for value in values}
+        if Kind.LANE not in kinds:
+            return self.of_views(eqn, values, max(kinds, default=Kind.FIXED))
+        if Kind.VIEW not in kinds:
+            return [Value(Kind.LANE, x) for x in self.of_lanes(eqn, values)]
+        inside = nested(eqn)
+        if inside is not None and inside.kind == "remat":
+            return self.through(inside.jaxprs[0], values)
+        if inside is not None and inside.kind == "scan":
+            return self._scan(inside, values)
+        return [Value(Kind.LANE, x) for x in self.use(caller(eqn), values, eqn)]
+
+    def of_views(self, eqn, values, kind):
+        """An equation without values of the lane."""
+        made = caller(eqn)(*(value.array for value in values))
+        return [Value(kind if _is_inexact(x) else Kind.FIXED, x) for x in made]
+
+    def of_lanes(self, eqn, values):
+        """An equation without views."""
+        raise NotImplementedError
+
+    def use(self, function, values, eqn=None):
+        """A use: `function(*arrays) -> list`, of the equation if there is one."""
+        raise NotImplementedError
+
+    def loop(self, inside, program, inputs, moving, carry, xs):
+        """A scan with `inputs(carry, x)` for its body; returns the carry and the stacked outputs, as arrays."""
+        raise NotImplementedError
+
+    def _scan(self, inside, values):
+        program, (consts, carried, _) = inside.jaxprs[0], inside.counts
+        before, carry, xs = values[:consts], values[consts : consts + carried], values[consts + carried :]
+        heads = program.jaxpr.invars[consts : consts + carried]
+        # What a step hands on as it got it does not change.
+        still = [
+            head is out and c.kind != Kind.LANE
+            for head, out, c in zip(heads, program.jaxpr.outvars[:carried], carry, strict=True)
+        ]
+        moving = [i for i in range(carried) if not still[i]]
+
+        def inputs(values, x):
+            return [*before, *place(values, moving, carry), *x]
+
+        made = self.loop(inside, program, inputs, moving, [self.of_lane(carry[i]) for i in moving], xs)
+        outputs = [Value(Kind.LANE, x) for x in made]
+        return [*place(outputs[: len(moving)], moving, carry), *outputs[len(moving) :]]
+
+
+class _Expose(_Walk):
+    def __init__(self, ports):
+        self.ports, self.operands, self.made = None if ports is None else iter(ports), [], []
+
+    def of_lanes(self, eqn, values):
+        return caller(eqn)(*(value.array for value in values))
+
+    def use(self, function, values, eqn=None):
+        outputs = function(*(value.array for value in values))
+        chosen = [i for i, x in enumerate(outputs) if _is_inexact(x)]
+        self.operands.append([value.array for value in values if value.kind == Kind.LANE])
+        self.made.append([outputs[i] for i in chosen])
+        if self.ports is None:
+            return outputs
+        return place([outputs[i] + p for i, p in zip(chosen, next(self.ports), strict=True)], chosen, outputs)
+
+    def loop(self, inside, program, inputs, moving, carry, xs):
+        def body(state, x):
+            arrays, ports = x
+            inner = _Expose(ports)
+            values = inputs(
+                [Value(Kind.LANE, c) for c in state], [v._replace(array=a) for v, a in zip(xs, arrays, strict=True)]
+            )
+            outputs = [inner.of_lane(value).array for value in inner.through(program, values)]
+            after, ys = _split(outputs, inside.counts, moving)
+            return after, (ys, inner.operands, inner.made)
+
+        ports = None if self.ports is None else next(self.ports)
+        after, (ys, operands, made) = lax.scan(
+            body,
+            [value.array for value in carry],
+            ([value.array for value in xs], ports),
+            length=inside.length,
+            reverse=inside.reverse,
+            **inside.options,
+        )
+        self.operands.append(operands)
+        self.made.append(made)
+        return [*after, *ys]
+
+
+class _Replay(_Walk):
+    def __init__(self, operands):
+        self.operands, self.made = iter(operands), []
+
+    def of_lanes(self, eqn, values):
+        return [None] * len(eqn.outvars)
+
+    def arrays(self, values):
+        """The arrays that a use takes, those of the lane as they were."""
+        lane = iter(next(self.operands))
+        return [next(lane) if value.kind == Kind.LANE else value.array for value in values]
+
+    def use(self, function, values, eqn=None):
+        outputs = function(*self.arrays(values))
+        self.made.append([x for x in outputs if _is_inexact(x)])
+        return [None] * len(outputs)
+
+    def loop(self, inside, program, inputs, moving, carry, xs):
+        def step(arrays, operands):
+            inner = _Replay(operands)
+            values = inputs(carry, [v._replace(array=a) for v, a in zip(xs, arrays, strict=True)])
+            for value in inner.through(program, values):
+                inner.of_lane(value)
+            return inner.made
+
+        arrays = [value.array for value in xs]
+        self.made.append(jax.vmap(step, axis_size=inside.length)(arrays, next(self.operands)))
+        return [None] * (len(moving) + len(program.jaxpr.outvars) - inside.counts[1])
+
+
+class _Sketch(_Replay):
+    def __init__(self, operands, messages):
+        super().__init__(operands)
+        self.messages, self.total = iter(messages), jnp.zeros(NUMBER, jnp.float32)
+
+    def of_views(self, eqn, values, kind):
+        outputs = super().of_views(eqn, values, kind)
+        if kind == Kind.FIXED:
+            return outputs
+        factors = _moved(eqn, values, outputs)
+        if factors is not None:
+            return [outputs[0]._replace(signs=factors)]
+        chosen = [i for i, value in enumerate(outputs) if value.kind == Kind.VIEW]
+        signs = _derivatives(caller(eqn), values, [value.array for value in values], chosen)
+        return place([outputs[i]._replace(signs=s) for i, s in zip(chosen, signs, strict=True)], chosen, outputs)
+
+    def use(self, function, values, eqn=None):
+        messages, arrays = next(self.messages), self.arrays(values)
+        shapes = jax.eval_shape(lambda *arrays: list(function(*arrays)), *arrays)
+        self.total = self.total + self._of_use(function, values, arrays, eqn, messages, shapes)
+        return [None] * len(shapes)
+
+    def _of_use(self, function, values, arrays, eqn, messages, shapes):
+        if eqn is None:
+            return inner(messages, [values[0].signs])
+        terms = _factored(eqn, values, arrays, messages)
+        if terms is not None:
+            return terms
+        chosen = [i for i, x in enumerate(shapes) if _is_inexact(x)]
+        return inner(messages, _derivatives(function, values, arrays, chosen))
+
+    def loop(self, inside, program, inputs, moving, carry, xs):
+        def step(arrays, signs, operands, messages):
+            inner = _Sketch(operands, messages)
+            given = [Value(v.kind, a, _rest(v.signs, s)) for v, a, s in zip(xs, arrays, signs, strict=True)]
+            for value in inner.through(program, inputs(carry, given)):
+                inner.of_lane(value)
+            return inner.total
+
+        arrays, signs = [value.array for value in xs], [_leading(value.signs, inside.length) for value in xs]
+        totals = jax.vmap(step, axis_size=inside.length)(arrays, signs, next(self.operands), next(self.messages))
+        self.total = self.total + jnp.sum(totals, axis=0)
+        return [None] * (len(moving) + len(program.jaxpr.outvars) - inside.counts[1])
+
+
+def _tagged(value):
+    return value if isinstance(value, Value) else Value(Kind.FIXED, value)
+
+
+def _split(outputs, counts, moving):
+    return [outputs[i] for i in moving], outputs[counts[1] :]
+
+
+def _leading(signs, length):
+    """What of a stacked view's signs is of single steps, (steps, NUMBER, ...)."""
+    if signs is None or not isinstance(signs, Factors):
+        return None if signs is None else jnp.moveaxis(signs, 1, 0)
+    lead = signs.axes[0]
+    return jnp.broadcast_to(signs.scale, (length, NUMBER)) * (1 if lead is None else lead.T)
+
+
+def _rest(signs, of_step):
+    """The signs of one step of a stacked view."""
+    return Factors(of_step, signs.axes[1:]) if isinstance(signs, Factors) else of_step
+
+
+def _moved(eqn, values, outputs):
+    """The factors of a view that an equation makes of one other, if the elements only move or are scaled."""
+    name, params = eqn.primitive.name, eqn.params
+    if name == "mul" and values[0].kind == Kind.FIXED:
+        values = values[::-1]
+    if not isinstance(values[0].signs, Factors) or outputs[0].kind != Kind.VIEW:
+        return None
+    (scale, axes), shape = values[0].signs, jnp.shape(outputs[0].array)
+    if name in ("mul", "div") and values[1].kind == Kind.FIXED and jnp.ndim(values[1].array) == 0:
+        by = jnp.asarray(values[1].array, scale.dtype)
+        return Factors(scale * by if name == "mul" else scale / by, axes)
+    if name == "neg":
+        return Factors(-scale, axes)
+    if name in ("convert_element_type", "copy", "stop_gradient"):
+        return values[0].signs
+    if name == "transpose":
+        return Factors(scale, tuple(axes[i] for i in params["permutation"]))
+    if name == "slice":
+        strides = params["strides"] or (1,) * len(axes)
+        cut = zip(axes, params["start_indices"], params["limit_indices"], strides, strict=True)
+        return Factors(scale, tuple(None if x is None else x[:, a:b:s] for x, a, b, s in cut))
+    old = jnp.shape(values[0].array)
+    # An axis of one element is a factor of the whole.
+    for x, size in zip(axes, old, strict=True):
+        scale = scale if size != 1 or x is None else scale * x[:, 0]
+    if name == "broadcast_in_dim":
+        kept = dict(zip(params["broadcast_dimensions"], zip(axes, old, strict=True), strict=True))
+        return Factors(scale, tuple(None if kept.get(i, (0, 1))[1] == 1 else kept[i][0] for i in range(len(shape))))
+    if name in ("reshape", "squeeze") and [n for n in old if n != 1] == [n for n in shape if n != 1]:
+        left = iter([x for x, n in zip(axes, old, strict=True) if n != 1])
+        return Factors(scale, tuple(None if n == 1 else next(left) for n in shape))
+    return None
+
+
+def _factored(eqn, values, arrays, messages):
+    """A use's part of the sketch by thin products, or None for a use of another form."""
+    views = [i for i, value in enumerate(values) if value.kind == Kind.VIEW]
+    name = eqn.primitive.name
+    if len(views) != 1 or len(values) != 2 or not isinstance(values[views[0]].signs, Factors):
+        return None
+    view, (message,), factors = views[0], messages, values[views[0]].signs
+    shapes, ndim = [jnp.shape(x) for x in arrays], jnp.ndim(message)
+    if name == "dot_general":
+        contracted, batched = eqn.params["dimension_numbers"]
+        labels = [[-1] * len(shape) for shape in shapes]
+        for pairs, start in ((batched, 0), (contracted, 100)):
+            for n, axes in enumerate(zip(*pairs, strict=True)):
+                for side, axis in enumerate(axes):
+                    labels[side][axis] = start + n
+        free = iter(range(len(batched[0]), ndim))
+        labels = [[next(free) if label < 0 else label for label in side] for side in labels]
+        terms = [(message, list(range(ndim))), (arrays[1 - view], labels[1 - view])]
+    elif name in ("add", "add_any", "sub", "mul") and shapes[0] == shapes[1]:
+        labels = [list(range(ndim))] * 2
+        terms = [(message, labels[0])] + [(arrays[1 - view], labels[0])] * (name == "mul")
+    else:
+        return None
+    sign = -1 if name == "sub" and view == 1 else 1
+    return sign * _product(terms, factors, labels[view])
+
+
+def _product(terms, factors, labels):
+    """The sum of products of arrays with labelled axes and of factors, (NUMBER,)."""
+    dtype = wide(jnp.result_type(*(x for x, _ in terms)))
+    each = [(x.astype(dtype), axes) for x, axes in terms]
+    each += [(x.astype(dtype), [999, label]) for x, label in zip(factors.axes, labels, strict=True) if x is not None]
+    each.append((factors.scale.astype(dtype), [999]))
+    return _einsum(each)
+
+
+def _einsum(terms):
+    names = {label: chr(97 + n) for n, label in enumerate(dict.fromkeys(x for _, axes in terms for x in axes))}
+    formula = ",".join("".join(names[x] for x in axes) for _, axes in terms) + "->" + names[999]
+    return jnp.einsum(formula, *(x for x, _ in terms), optimize="optimal")
+
+
+def _inner(array, signs):
+    labels = list(range(jnp.ndim(array)))
+    if isinstance(signs, Factors):
+        return _product([(array, labels)], signs, labels)
+    dtype = wide(array.dtype)
+    return _einsum([(array.astype(dtype), labels), (signs.astype(dtype), [999, *labels])])
+
+
+def _derivatives(function, values, arrays, chosen):
+    """The derivatives of the chosen outputs along the views' signs, each (NUMBER, ...)."""
+    views = [i for i, value in enumerate(values) if value.kind == Kind.VIEW]
+
+    def outputs(*args):
+        made = function(*args)
+        return [made[i] for i in chosen]
+
+    restricted, primals = restrict(outputs, arrays, views)
+    tangents = [_dense(values[i].signs, jnp.shape(x)).astype(x.dtype) for i, x in zip(views, primals, strict=True)]
+    return jax.vmap(lambda *z: jax.jvp(restricted, tuple(primals), z)[1])(*tangents)
+
+
+def _dense(signs, shape):
+    """The tensors themselves, (NUMBER, ...)."""
+    if not isinstance(signs, Factors):
+        return signs
+    made = signs.scale.reshape(-1, *[1] * len(shape))
+    for axis, (factor, size) in enumerate(zip(signs.axes, shape, strict=True)):
+        if factor is not None:
+            made = made * factor.reshape(-1, *[size if i == axis else 1 for i in range(len(shape))])
+    return jnp.broadcast_to(made, (NUMBER, *shape))

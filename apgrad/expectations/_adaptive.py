@@ -1,0 +1,161 @@
+"""Total propagation in training: weights from the calls before.
+
+    objective = ap.adaptive(program, lanes=1000)            # the program's nodes have ap.total_propagation()
+    state = objective.init(key, theta)
+    value, gradient, state = objective.value_and_grad(key, state, theta)
+
+A mixer needs weights that do not depend on the samples that it mixes. Cross-fitting takes the weights of one half of
+the lanes from the other half, which is right for a single gradient. In training there are better ones: what the
+nodes saw in earlier calls (`mixing/_moments.py`). The lanes stay whole, messages go back once, a lane in thousands that
+explodes counts for what it is, and no weight is fitted on the way.
+
+*Unbiased given the past.* Given the state and the parameters, the weights are constants, and a mixture with constant
+weights that sum to 1 has the right expectation. So the gradient is unbiased if the call's key is independent of all the
+keys that went into the state and the parameters. A key that is used twice makes weights and samples depend on each
+other, and the gradient is biased.
+
+*How it is done.* Each visit of a mixer has a row of weights, which goes in with the tape, and sends back a row of
+moments, as the cotangent of a channel. Visits are counted in the program's jaxpr: a node in a `scan` has as many as
+the scan has steps, and nodes in the branches of a `cond` have their own.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from apgrad._ground.keys import require_key
+from apgrad._programs.jaxprs import place
+from apgrad.expectations._expectation import (
+    argument_numbers,
+    make_plan,
+    refuse_nan,
+    require_differentiable,
+    run_program,
+)
+from apgrad.expectations._ledger import ROW, Kind, Ledger, TapePlan
+from apgrad.expectations.mixing import _moments as moments
+
+SLOWER = 10  # how much more slowly the second average forgets
+
+
+class AdaptiveState(NamedTuple):
+    """What earlier calls left: a pytree of arrays, to be carried through training and kept in checkpoints.
+
+    Attributes:
+      averages: of the moments, one that forgets fast and one that forgets slowly, float32 (2, visits, 5).
+      count: how many calls there were, an int32 scalar.
+    """
+
+    averages: jax.Array
+    count: jax.Array
+
+
+class Adaptive(NamedTuple):
+    """A pair of pure functions, which work under `jit`, `scan` and `vmap`.
+
+    Attributes:
+      init: `(key, *args) -> state`. It makes one gradient, for its moments alone.
+      value_and_grad: `(key, state, *args) -> (value, gradient, state)`; with `has_aux`, the value is `(value, aux)`.
+        Each call needs a key of its own, independent of all keys that went into state and arguments.
+    """
+
+    init: Callable[..., AdaptiveState]
+    value_and_grad: Callable[..., tuple[Any, Any, AdaptiveState]]
+
+
+def adaptive(
+    program: Callable[..., Any],
+    lanes: int,
+    argnums: int | Sequence[int] = 1,
+    *,
+    rate: float = 0.1,
+    has_aux: bool = False,
+    check_nan: bool = True,
+) -> Adaptive:
+    """Gradients for training, whose mixers are weighed by what they saw in earlier calls.
+
+    Args:
+      program: as in `expectation`. Its mixers have two estimators and one weight a node, as `total_propagation()`.
+      lanes: as in `expectation`, at least 2.
+      argnums: which arguments to differentiate: 1 is the program's first one, as in `value_and_grad`.
+      rate: the share of a call in the average that forgets fast, once there were more than 1 / rate calls; in the
+        average that forgets slowly it is a tenth of that.
+      has_aux: as in `expectation`.
+      check_nan: as in `expectation`.
+
+    Returns:
+      An `Adaptive`, the pair of `init` and `value_and_grad`.
+
+    Raises:
+      ValueError: for a rate that is not in (0, 1]; at trace time, for a program without mixers, mixers with other than
+        two estimators or with a weight for each coordinate, and a state that is of another program.
+      TypeError: at trace time, as `value_and_grad`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap, optax, numpyro.distributions as dist
+      >>> @ap.stochastic(ap.total_propagation())
+      ... def step(theta, x):
+      ...     return dist.Normal(x + theta, 0.1)
+      >>> def program(tape, theta):
+      ...     carry = (tape, jnp.zeros(tape.lanes))
+      ...     (tape, x), _ = jax.lax.scan(lambda c, _: (step(c[0], theta, c[1]), None), carry, length=5)
+      ...     return tape.cost((x - 1) ** 2)
+      >>> objective, optimizer = ap.adaptive(program, lanes=100), optax.sgd(0.02)
+      >>> def train(carry, key):
+      ...     theta, state, optimizer_state = carry
+      ...     value, gradient, state = objective.value_and_grad(key, state, theta)
+      ...     updates, optimizer_state = optimizer.update(gradient, optimizer_state)
+      ...     return (optax.apply_updates(theta, updates), state, optimizer_state), value
+      >>> keys, theta = jax.random.split(jax.random.key(0), 31), jnp.float32(0)
+      >>> carry = theta, objective.init(keys[0], theta), optimizer.init(theta)
+      >>> (theta, state, _), values = jax.lax.scan(train, carry, keys[1:])
+      >>> float(theta).__round__(2), state.averages.shape
+      (0.2, (2, 5, 5))
+    """
+    if isinstance(rate, bool) or not 0 < rate <= 1:
+        raise ValueError(f"rate is the share of one call in the averages, in (0, 1], got {rate!r}")
+    several, numbers = argument_numbers(argnums)
+
+    def differentiate(key, averages, args, kwargs):
+        key = require_key("the first argument", key)
+        require_differentiable(argnums, args)
+        plan, counted = make_plan(program, TapePlan(lanes, sites=()), has_aux, key, args, kwargs)
+        slots = sum(plan.sites or ())
+        if not slots:
+            raise ValueError("no node of the program has a mixer, as ap.total_propagation() is: use ap.value_and_grad")
+        if averages is not None and jnp.shape(averages) != (2, slots, ROW):
+            raise ValueError(
+                f"the state has averages of shape {jnp.shape(averages)}, and this program with these arguments needs "
+                f"(2, {slots}, {ROW}), a row for each visit of a mixer. Make the state with init for these arguments."
+            )
+        channel = next(channel for channel in plan.channels if channel.kind == Kind.MOMENTS)
+        weights = None if averages is None else moments.cautious(*map(moments.weights, averages))
+
+        def objective(chosen, rows):
+            given, ledger = place(chosen, [n - 1 for n in numbers], args), Ledger(collecting=False)
+            tape, aux = run_program(program, ledger, plan, has_aux, key, given, kwargs, {channel: rows}, weights)
+            if ledger.sites != counted.sites:
+                raise ValueError("the program did not do the same at each of its two traces, as ap.adaptive needs")
+            return jnp.mean(refuse_nan(tape._total) if check_nan else tape._total), aux
+
+        port = jnp.zeros(channel.shape, plan.dtype)
+        value, pullback, aux = jax.vjp(objective, [args[n - 1] for n in numbers], port, has_aux=True)
+        gradients, rows = pullback(jnp.ones_like(value))
+        gradient = tuple(gradients) if several else gradients[0]
+        return (value, aux) if has_aux else value, gradient, rows.astype(jnp.float32)
+
+    def init(key, *args, **kwargs):
+        _, _, rows = differentiate(key, None, args, kwargs)
+        return AdaptiveState(jnp.stack([rows, rows]), jnp.ones((), jnp.int32))
+
+    def value_and_grad(key, state, *args, **kwargs):
+        if not isinstance(state, AdaptiveState):
+            raise TypeError(f"value_and_grad takes (key, state, *args), and the state is from init; got {type(state)}")
+        value, gradient, rows = differentiate(key, state.averages, args, kwargs)
+        rates = jnp.maximum(1 / (state.count + 1).astype(jnp.float32), jnp.array([rate, rate / SLOWER], jnp.float32))
+        averages = jax.vmap(moments.average, (0, None, 0))(state.averages, rows, rates)
+        return value, gradient, AdaptiveState(averages, state.count + 1)
+
+    return Adaptive(init, value_and_grad)

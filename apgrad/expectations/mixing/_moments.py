@@ -1,0 +1,99 @@
+"""Weights from the moments that a node saw in earlier calls, for `ap.adaptive`.
+
+With the features c_1 and c_2 of a node's two estimators, D = c_2 - c_1, and the gradient G that later nodes have
+gathered, all centred over lanes, the weights of least variance are (`weights.py`)
+
+    k = - <c_1, D> / <D, D> for the message,    k = - <c_1 + G, D> / <D, D> for the contribution.
+
+Weights that come from other samples leave a gradient unbiased. What is averaged over calls is the inner products and
+not the weights: one lane in thousands that explodes would turn the weight of its call to the other estimator, while in
+the mean of the inner products it counts for what it is.
+
+Inner products of an exploding estimator overflow float32, and where its weight is 1e-15 the other weight is 1 - 1e-15.
+So a row has `<c_1, D>` and `<c_2, D>`, whose difference is `<D, D>`, so that both weights are ratios without
+cancellation, the same two with G, and a common power of two apart:
+
+    row = (<c_1, D>, <c_2, D>, <c_1 + G, D>, <c_2 + G, D>) / 2^e, and e.
+
+*Two averages.* Where pathwise gradients explode, an average that forgets fast has not seen the lane in 100,000 that
+makes the variance, and gives them too much weight; one that forgets slowly lags behind parameters that move. Both are
+kept, and the second estimator, the likelihood ratio, which does not explode, gets the larger of its two weights.
+"""
+
+import jax
+import jax.numpy as jnp
+
+_NOTHING = -1e9  # the exponent of a row of zeros
+_HUGE = 256.0  # the exponent of a row that overflowed
+
+
+def row(features: jax.Array, suffix: jax.Array) -> jax.Array:
+    """What a node saw in one call, float32 (5,).
+
+    Args:
+      features: of the two estimators, (2, lanes, width).
+      suffix: the gradient that later nodes have gathered, (lanes, width).
+    """
+    three = jnp.concatenate([features, suffix[None]])
+    sizes = jnp.max(jnp.abs(three), axis=(1, 2), initial=0)
+    size = jnp.max(sizes)
+    _, exponent = jnp.frexp(jnp.where((size > 0) & jnp.isfinite(size), size, 1))
+    exponent = jnp.clip(exponent, -126, 126)
+    three = three * jnp.ldexp(jnp.ones((), three.dtype), -exponent)  # of arrays jnp.ldexp is slow
+    # With one side of an inner product centred the other need not be.
+    difference = three[1] - three[0]
+    difference = difference - jnp.mean(difference, axis=0)
+    first, second, gathered = jnp.sum(three * difference, axis=(1, 2)) / len(difference)
+    found = jnp.stack([first, second, first + gathered, second + gathered])
+    # What overflows gets no weight; where both do, the first one has it, as in `weights.py`.
+    overflowed = jnp.where(jnp.isfinite(sizes[1]) & ~jnp.isfinite(sizes[0]), 1.0, 0.0)
+    instead = jnp.stack([-overflowed, 1 - overflowed] * 2).astype(found.dtype)
+    finite = jnp.isfinite(size) & jnp.isfinite(found).all()
+    exponent = jnp.where(finite, (2 * exponent).astype(found.dtype), _HUGE)
+    return jnp.concatenate([jnp.where(finite, found, instead), exponent[None]]).astype(jnp.float32)
+
+
+def cautious(fast: jax.Array, slow: jax.Array) -> jax.Array:
+    """Of two sets of weights, (slots, 4), the one in which the second estimator has more, pair by pair.
+
+    Args:
+      fast: from the average that forgets fast.
+      slow: from the average that forgets slowly.
+    """
+    pairs = fast.reshape(-1, 2, 2), slow.reshape(-1, 2, 2)
+    return jnp.where(pairs[0][..., 1:] >= pairs[1][..., 1:], *pairs).reshape(-1, 4)
+
+
+def average(before: jax.Array, rows: jax.Array, rate: jax.Array) -> jax.Array:
+    """The moving averages with one more call.
+
+    Args:
+      before: averages, (slots, 5).
+      rows: of the call, (slots, 5).
+      rate: the share of the new rows.
+    """
+    # Slots that no call has visited, as in the branch of a cond that was not taken, are all zero.
+    seen = [jnp.any(x[:, :4] != 0, axis=1, keepdims=True) for x in (before, rows)]
+    exponents = [jnp.where(s, x[:, 4:], _NOTHING) for s, x in zip(seen, (before, rows), strict=True)]
+    exponent = jnp.maximum(*exponents)
+    shares = [x[:, :4] * jnp.exp2(e - exponent) for e, x in zip(exponents, (before, rows), strict=True)]
+    mixed = (1 - rate) * shares[0] + rate * shares[1]
+    _, shift = jnp.frexp(jnp.max(jnp.abs(mixed), axis=1, keepdims=True))
+    mixed = jnp.concatenate([jnp.ldexp(mixed, -shift), exponent + shift.astype(exponent.dtype)], axis=1)
+    return jnp.where(seen[0] & seen[1], mixed, jnp.where(seen[1], rows, before))
+
+
+def weights(averages: jax.Array) -> jax.Array:
+    """For each slot the weights of the message and of the contribution, (slots, 4): of first and second estimator each.
+
+    Args:
+      averages: (slots, 5). Where nothing was seen, the first estimator has all the weight.
+    """
+
+    def pair(first, second):
+        square = second - first
+        safe = jnp.where(square > 0, square, 1)
+        shares = jnp.clip(jnp.stack([second, -first], axis=1) / safe[:, None], 0, 1)
+        return jnp.where((square > 0)[:, None], shares, jnp.array([1, 0], shares.dtype))
+
+    return jnp.concatenate([pair(averages[:, 0], averages[:, 1]), pair(averages[:, 2], averages[:, 3])], axis=1)

@@ -1,0 +1,260 @@
+"""`ap.adaptive`: moments from the mathematics, gradients against truths in closed form."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+from jax import lax
+
+import apgrad as ap
+from apgrad.expectations.mixing import _moments as moments
+
+KEY = jax.random.key(0)
+
+
+def test_weights_of_rows_are_those_of_least_variance(x64):
+    first, second, suffix = (np.asarray(jax.random.normal(jax.random.key(i), (40, 3))) for i in range(3))
+    second = 2 * second + 0.5 * first
+    row = moments.row(jnp.array([first, second]), jnp.array(suffix))
+    message, contribution = np.split(np.asarray(moments.weights(row[None])[0]), 2)
+    grid = np.linspace(0, 1, 10_001)
+    for found, gathered in ((message, 0 * suffix), (contribution, suffix)):
+        variances = [np.var(gathered + (1 - k) * first + k * second, axis=0).sum() for k in grid]
+        np.testing.assert_allclose(found, [1 - grid[np.argmin(variances)], grid[np.argmin(variances)]], atol=2e-4)
+
+
+def test_rows_of_any_size_keep_small_weights():
+    first, second, suffix = jax.random.normal(KEY, (3, 50, 2))
+    for scale in (1e-30, 1e15, 1e37):
+        row = moments.row(jnp.stack([scale * first, scale * second]), scale * suffix)
+        plain = moments.row(jnp.stack([first, second]), suffix)
+        np.testing.assert_allclose(moments.weights(row[None]), moments.weights(plain[None]), rtol=1e-4)
+    # <c_2, c_2 - c_1> / <D, D> where c_1 is 1e15 times c_2: the weight of the first is 1e-15 of a ratio, not 0.
+    weights = moments.weights(moments.row(jnp.stack([1e15 * first, second]), 0 * suffix)[None])[0]
+    expected = -jnp.sum((second - second.mean(0)) * first) / jnp.sum((first - first.mean(0)) ** 2) * 1e-15
+    np.testing.assert_allclose(weights[0], max(expected, 0), rtol=1e-3)
+    np.testing.assert_allclose(weights[1], 1, rtol=1e-6)
+    for bad, expected in (
+        ((jnp.inf, 1), [0, 1, 0, 1]),
+        ((1, jnp.nan), [1, 0, 1, 0]),
+        ((jnp.inf, jnp.inf), [1, 0, 1, 0]),
+    ):
+        row = moments.row(jnp.stack([first * bad[0], second * bad[1]]), suffix)
+        np.testing.assert_array_equal(moments.weights(row[None])[0], expected)
+
+
+def test_averages_are_averages():
+    rows = jnp.stack([moments.row(s * jax.random.normal(KEY, (2, 9, 2)), jnp.ones((9, 2))) for s in (1.0, 1e3, 1e18)])
+    one, other = rows, rows[::-1]
+    found = moments.average(one, other, jnp.float32(0.25))
+    plain = lambda r: np.asarray(r, np.float64)[:, :4] * 2.0 ** np.asarray(r, np.float64)[:, 4:]
+    np.testing.assert_allclose(plain(found), 0.75 * plain(one) + 0.25 * plain(other), rtol=1e-5)
+    # What a call does not visit stays as it is, and what was never visited takes the first row.
+    nothing = jnp.zeros_like(rows)
+    np.testing.assert_array_equal(moments.average(rows, nothing, jnp.float32(0.5)), rows)
+    np.testing.assert_array_equal(moments.average(nothing, rows, jnp.float32(0.5)), rows)
+    np.testing.assert_array_equal(moments.weights(nothing), [[1, 0, 1, 0]] * 3)
+
+
+def test_the_second_estimator_gets_the_larger_of_its_weights():
+    fast, slow = jnp.array([[0.9, 0.1, 0.2, 0.8]]), jnp.array([[0.7, 0.3, 0.5, 0.5]])
+    np.testing.assert_array_equal(moments.cautious(fast, slow), jnp.array([[0.7, 0.3, 0.2, 0.8]]))
+
+
+@ap.stochastic(ap.total_propagation())
+def step(theta, x):
+    return dist.Normal(theta["a"] * x + theta["b"][0], 0.5)
+
+
+def body(carry, theta):
+    return step(carry[0], theta, carry[1]), None
+
+
+def linear(tape, theta):
+    thetas = jax.tree.map(lambda x: jnp.broadcast_to(x, (4, *x.shape)), theta)
+    (tape, x), _ = lax.scan(body, (tape, jnp.ones(tape.lanes)), thetas)
+    return tape.cost(x**2)
+
+
+def truth(theta):
+    mean, variance = 1.0, 0.0
+    for _ in range(4):
+        mean, variance = theta["a"] * mean + theta["b"][0], theta["a"] ** 2 * variance + 0.25
+    return mean**2 + variance
+
+
+THETA = {"a": jnp.float32(0.9), "b": (jnp.float32(0.3),)}
+
+
+def test_unbiased_given_the_past_with_few_lanes():
+    objective = ap.adaptive(linear, lanes=6)
+
+    def estimate(key):
+        # Few lanes and a short past: the state is random too, and independent of the last key.
+        keys = jax.random.split(key, 3)
+        state = objective.init(keys[0], THETA)
+        _, _, state = objective.value_and_grad(keys[1], state, THETA)
+        return objective.value_and_grad(keys[2], state, THETA)[1]
+
+    ap.testing.assert_unbiased(estimate, jax.grad(truth)(THETA), KEY, 40_000)
+
+
+def test_a_key_that_is_used_twice_biases():
+    objective = ap.adaptive(linear, lanes=6)
+
+    def estimate(key):
+        return objective.value_and_grad(key, objective.init(key, THETA), THETA)[1]["a"]
+
+    found = ap.testing.moments(estimate, KEY, 10_000)
+    assert abs(found.mean - jax.grad(truth)(THETA)["a"]) > 8 * found.standard_error
+
+
+def test_every_visit_has_a_row():
+    flip = lambda tape, theta: tape.parallel(lambda t: step(t, theta, jnp.ones(t.lanes)), lambda t: (t, None))
+
+    def program(tape, theta, up):
+        x = jnp.ones(tape.lanes)
+        inner = jax.jit(lambda tape, x: step(tape, theta, x))
+        tape, x = inner(tape, x)
+        (tape, x), _ = lax.scan(body, (tape, x), jax.tree.map(lambda v: jnp.stack([v] * 3), theta))
+        tape, x = inner(tape, x)
+        tape, x = lax.cond(up, lambda t: step(*step(t, theta, x)[:1], theta, x), lambda t: step(t, theta, x), tape)
+        tape, (y, _) = flip(tape, theta)
+        return tape.cost(x**2 + y)
+
+    objective = ap.adaptive(program, lanes=8)
+    for up, empty in ((True, [7]), (False, [5, 6])):
+        state = jax.jit(objective.init)(KEY, THETA, up)
+        assert state.averages.shape == (2, 9, 5)
+        assert np.flatnonzero(~np.any(state.averages[0], axis=1)).tolist() == empty
+    _, gradient, after = jax.jit(objective.value_and_grad)(jax.random.key(1), state, THETA, True)
+    assert np.isfinite(gradient["a"]) and not np.any(np.all(after.averages == 0, axis=2))
+
+
+def test_jit_scan_and_vmap_agree_and_a_state_is_a_pytree():
+    objective = ap.adaptive(linear, lanes=8, rate=0.3)
+    keys = jax.random.split(KEY, 5)
+    state = objective.init(keys[0], THETA)
+
+    def train(state, key):
+        value, gradient, state = objective.value_and_grad(key, state, THETA)
+        return state, (value, gradient)
+
+    last, (values, gradients) = jax.jit(lambda state: lax.scan(train, state, keys[1:]))(state)
+    single = state
+    for key in keys[1:]:
+        single, (value, gradient) = jax.jit(train)(single, key)
+    np.testing.assert_allclose(values[-1], value, rtol=1e-5)
+    np.testing.assert_allclose(gradients["a"][-1], gradient["a"], rtol=1e-3)
+    np.testing.assert_allclose(last.averages, single.averages, rtol=1e-3, atol=1e-6)
+    assert last.count == 5
+    states = jax.vmap(objective.init, (0, None))(keys[:2], THETA)
+    both = jax.vmap(objective.value_and_grad, (0, 0, None))(keys[1:3], states, THETA)[1]
+    one = objective.value_and_grad(keys[2], jax.tree.map(lambda x: x[1], states), THETA)[1]
+    np.testing.assert_allclose(both["a"][1], one["a"], rtol=1e-4)
+
+
+def test_argnums_aux_integers_and_keywords():
+    def program(tape, theta, n, scale, *, shift=0.0):
+        tape, x = step(tape, theta, jnp.ones(tape.lanes) * scale)
+        return tape.cost(x**2 + shift), {"n": n + 1}
+
+    objective = ap.adaptive(program, lanes=50, argnums=(3, 1), has_aux=True)
+    state = objective.init(KEY, THETA, 3, 2.0, shift=1.0)
+    (value, aux), (to_scale, to_theta), _ = objective.value_and_grad(jax.random.key(1), state, THETA, 3, 2.0, shift=1.0)
+    assert aux["n"] == 4 and value > 1 and jnp.shape(to_scale) == () and set(to_theta) == {"a", "b"}
+
+
+def test_at_the_edge_of_chaos_it_betters_both_from_the_first_call():
+    weights, scale = jnp.array([[-5.0, 5.0], [-25.0, 25.0]]), 1e-3
+
+    def program(estimator):
+        node = ap.stochastic(estimator)(
+            lambda beta, x: dist.Normal(jax.nn.sigmoid(beta * (weights @ x)), scale).to_event(1)
+        )
+
+        def program(tape, beta):
+            carry = (tape, jnp.tile(jnp.array([0.35, 0.55]), (tape.lanes, 1)))
+            (tape, x), _ = lax.scan(lambda c, _: (node(c[0], beta, c[1]), None), carry, length=50)
+            return tape.cost(jnp.sum((x - 1) ** 2, axis=-1) / 2)
+
+        return program
+
+    def variance(estimate):
+        return ap.testing.moments(estimate, KEY, 60, batch_size=6).variance
+
+    of = lambda e: variance(lambda key: jax.grad(ap.expectation(program(e), 300), argnums=1)(key, 2.5))
+    best = min(of(ap.reparameterization()), of(ap.likelihood_ratio()))
+    objective = ap.adaptive(program(ap.total_propagation()), 300)
+    state = jax.jit(objective.init)(jax.random.key(5), 2.5)
+    assert variance(lambda key: objective.value_and_grad(key, state, 2.5)[1]) < best / 20
+
+
+def test_an_exploding_pathwise_gradient_leaves_nothing_behind():
+    node = ap.stochastic(ap.total_propagation())(lambda theta, x: dist.Normal(theta * x, 0.1))
+
+    def program(tape, theta):
+        tape, x = node(tape, theta, jnp.ones(tape.lanes))
+        tape, x = node(tape, theta, x)
+        return tape.cost(jnp.sin(jnp.exp(60 * x)) + jnp.where(x > 1, jnp.inf, 1) * 0)
+
+    objective = ap.adaptive(lambda tape, theta: program(tape, theta), 20, check_nan=False)
+    state = objective.init(KEY, 1.5)
+    assert np.all(np.isfinite(state.averages))
+
+
+def test_training_converges_in_a_scan():
+    def cost(tape, theta):
+        (tape, x), _ = lax.scan(lambda c, _: (step(c[0], theta, c[1]), None), (tape, jnp.ones(tape.lanes)), length=3)
+        return tape.cost((x - 4) ** 2)
+
+    objective = ap.adaptive(cost, lanes=200)
+
+    def train(carry, key):
+        theta, state = carry
+        value, gradient, state = objective.value_and_grad(key, state, theta)
+        return (jax.tree.map(lambda x, g: x - jnp.float32(0.01) * g, theta, gradient), state), value
+
+    keys = jax.random.split(KEY, 301)
+    carry = (THETA, objective.init(keys[0], THETA))
+    values = jax.jit(lambda carry: lax.scan(train, carry, keys[1:])[1])(carry)
+    # The best is x = 4 with the noise of one step left, 1/4.
+    assert values[0] > 5 and values[-20:].mean() < 0.6
+
+
+def test_errors():
+    objective = ap.adaptive(linear, lanes=8)
+    state = objective.init(KEY, THETA)
+    with pytest.raises(ValueError, match=r"averages of shape \(3, 5\).*needs \(2, 4, 5\)"):
+        objective.value_and_grad(KEY, state._replace(averages=jnp.zeros((3, 5))), THETA)
+    with pytest.raises(TypeError, match="the state is from init"):
+        objective.value_and_grad(KEY, THETA, THETA)
+    with pytest.raises(TypeError, match="dtype int32, which has no gradient"):
+        objective.init(KEY, {"a": 1, "b": (2,)})
+    with pytest.raises(ValueError, match=r"in \(0, 1\], got 2"):
+        ap.adaptive(linear, 8, rate=2)
+    with pytest.raises(ValueError, match="argnums=0: 0 is the key"):
+        ap.adaptive(linear, 8, argnums=0)
+
+    def one(tape, theta, draw):
+        tape, x = draw(tape, theta)
+        return tape.cost(x)
+
+    def raises(match, draw, error=ValueError):
+        with pytest.raises(error, match=match):
+            jax.eval_shape(ap.adaptive(lambda tape, theta: one(tape, theta, draw), 8).init, KEY, 0.5)
+
+    normal = lambda theta: dist.Normal(theta, 1.0)
+    raises("no node of the program has a mixer", ap.stochastic(ap.reparameterization())(normal))
+    raises("a weight for each coordinate", ap.stochastic(ap.total_propagation(target="parameters"))(normal))
+    three = ap.Mixer("three", (ap.reparameterization(),) * 3, ap.weights.inverse_variance())
+    raises("this mixer has 3 estimators", ap.stochastic(three)(normal))
+
+    def loop(tape, theta):
+        node = ap.stochastic(ap.total_propagation())(normal)
+        return lax.while_loop(lambda c: c[1][0] < 0, lambda c: node(c[0], theta), (tape, jnp.zeros(8)))
+
+    raises("use lax.scan", loop)
+    with pytest.raises(TypeError, match="no second derivative"):
+        jax.grad(lambda theta: objective.value_and_grad(KEY, state, theta)[1]["a"])(THETA)

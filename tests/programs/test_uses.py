@@ -1,0 +1,140 @@
+"""Uses of parameters: gradients and sketches from the uses alone, against `jax.vjp` of the whole program."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax import lax
+
+from apgrad._programs import uses
+from apgrad._programs.jaxprs import trace
+from apgrad._programs.uses import Kind, Value
+
+KEY = jax.random.key(0)
+
+
+def draw(*shape):
+    return jax.random.normal(jax.random.fold_in(KEY, len(shape) + sum(shape)), shape) / 2
+
+
+@jax.custom_vjp
+def custom(w, x):
+    return x @ w
+
+
+custom.defvjp(lambda w, x: (x @ w, (w, x)), lambda memory, m: (jnp.outer(memory[1], m), m @ memory[0].T))
+
+
+def recurrent(p, x):
+    def body(h, t):
+        h = jnp.tanh(h @ p[0] + t @ p[1] + p[2])
+        return h, h
+
+    return lax.scan(body, p[3], x, reverse=True)[1]
+
+
+def stacked(p, x):
+    return lax.scan(lambda h, w: (jnp.tanh(h @ w[0] + w[1]), None), x, p)[0]
+
+
+def carried(p, x):
+    def body(carry, i):
+        h, p = carry
+        return (jnp.tanh(h @ p[0][i] + p[1]), p), None
+
+    return lax.scan(body, (x, p), jnp.arange(3))[0][0]
+
+
+LINEAR = nnx.split(nnx.Sequential(nnx.Linear(5, 8, rngs=nnx.Rngs(0)), jnp.tanh, nnx.Linear(8, 3, rngs=nnx.Rngs(1))))
+ATTENTION = nnx.split(
+    nnx.MultiHeadAttention(num_heads=2, in_features=4, decode=False, rngs=nnx.Rngs(0)), nnx.Param, ...
+)
+
+# Name: function of parameters and one lane, parameters, lane.
+PROGRAMS = {
+    "dense": (lambda p, x: jnp.tanh(x @ p[0] + p[1]) @ p[2], [draw(5, 7), draw(7), draw(7, 3)], draw(5)),
+    "tied": (lambda p, x: jnp.tanh(x @ p[0] + p[1]) @ p[0].T, [draw(5, 7), draw(7)], draw(5)),
+    "along a sequence": (lambda p, x: jax.nn.relu(2 * (x @ p[0]) - p[1]), [draw(24, 40), draw(40)], draw(9, 24)),
+    "recurrent": (recurrent, [draw(4, 4), draw(5, 4), draw(4), draw(4)], draw(9, 5)),
+    "stacked layers": (stacked, [draw(3, 24, 24), draw(3, 24)], draw(24)),
+    "parameters in the carry": (carried, [draw(3, 4, 4), draw(4)], draw(4)),
+    "vmapped": (lambda p, x: jax.vmap(jnp.dot)(x, p[0]), [draw(3, 5, 20)], draw(3, 5)),
+    "convolution": (lambda p, x: lax.conv(x[None], p[0], (1, 1), "SAME"), [draw(3, 2, 3, 3)], draw(2, 5, 5)),
+    "embedding": (lambda p, x: p[0][jnp.array([1, 2, 1])] * x, [draw(6, 4)], draw(3, 4)),
+    "normalised": (lambda p, x: x @ (p[0] / jnp.linalg.norm(p[0], axis=0)), [draw(5, 7)], draw(5)),
+    "scaled view": (lambda p, x: x @ (0.3 * -p[0][:, 1:3].T / 2)[None, :, :], [draw(5, 7)], draw(2)),
+    "scalars": (lambda p, x: p[0] * jnp.sin(x) + p[1] ** 2, [jnp.float32(0.3), jnp.float32(2.0)], draw(5)),
+    "custom_vjp": (lambda p, x: jnp.tanh(custom(p[0], x)), [draw(5, 7)], draw(5)),
+    "remat": (lambda p, x: jax.checkpoint(lambda w, x: jnp.tanh(x @ w))(p[0], x), [draw(5, 7)], draw(5)),
+    "layer norm": (lambda p, x: jax.nn.standardize(x @ p[0]) * p[1] + p[2], [draw(5, 7), draw(7), draw(7)], draw(5)),
+    "an output of its own": (lambda p, x: (jnp.exp(p[0]), 2 * x, jnp.argmax(p[0])), [draw(5)], draw(5)),
+    "NNX": (lambda p, x: nnx.merge(LINEAR[0], p)(x), LINEAR[1], draw(5)),
+    "attention": (lambda p, x: nnx.merge(ATTENTION[0], p, ATTENTION[2])(x), ATTENTION[1], draw(6, 4)),
+}
+THIN = ("dense", "tied", "along a sequence", "recurrent", "stacked layers", "vmapped", "scalars", "NNX", "scaled view")
+
+
+def of_program(name):
+    """Messages to the uses of one lane, and what they should come to."""
+    function, parameters, lane = PROGRAMS[name]
+    with jax.numpy_dtype_promotion("standard"):
+        leaves, structure = jax.tree.flatten(parameters)
+        program, shapes = trace(lambda leaves, x: function(structure.unflatten(leaves), x), leaves, lane)
+        floats = [i for i, x in enumerate(jax.tree.leaves(shapes)) if jnp.issubdtype(x.dtype, jnp.floating)]
+        inputs = [*(Value(Kind.VIEW, p) for p in leaves), Value(Kind.LANE, lane)]
+        made = uses.expose(program, inputs)[2]
+
+        def exposed(ports):
+            outputs, operands, _ = uses.expose(program, inputs, ports)
+            return [outputs[i] for i in floats], operands
+
+        outputs, pullback, operands = jax.vjp(exposed, jax.tree.map(jnp.zeros_like, made), has_aux=True)
+        to_outputs = [jax.random.normal(KEY, x.shape) for x in outputs]
+        wanted = lambda p: [jax.tree.leaves(function(structure.unflatten(p), lane))[i] for i in floats]
+        truth = jax.vjp(wanted, leaves)[1](to_outputs)[0]
+        return (program, inputs, operands, pullback(to_outputs)[0]), leaves, truth
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_gradient_and_sketch_are_those_of_the_program(name):
+    parts, leaves, truth = of_program(name)
+    with jax.numpy_dtype_promotion("standard"):
+        for found, expected in zip(uses.gradient(*parts), truth, strict=True):
+            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+        signs = [uses.random_signs(jnp.uint32(7), i, x.shape) for i, x in enumerate(leaves)]
+        found = jax.jit(lambda operands, messages: uses.sketch(*parts[:2], operands, messages, signs))(*parts[2:])
+    expected = uses.inner(truth, signs)
+    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", THIN)
+def test_no_gradient_of_a_lane_is_made(name):
+    # Mapped over 50 lanes: no array of the lanes times an array of parameters.
+    parts, leaves, _ = of_program(name)
+    signs = [uses.random_signs(jnp.uint32(7), i, x.shape) for i, x in enumerate(leaves)]
+
+    def of_lanes(operands, messages):
+        return jax.vmap(lambda o, m: uses.sketch(*parts[:2], o, m, signs))(operands, messages)
+
+    many = jax.tree.map(lambda x: jax.ShapeDtypeStruct((50, *x.shape), x.dtype), parts[2:])
+    with jax.numpy_dtype_promotion("standard"):
+        text = str(jax.make_jaxpr(of_lanes)(*many))
+    largest = max(leaves, key=jnp.size).shape
+    for shape in {largest, largest[::-1]} - {()}:
+        assert f"[50,{','.join(map(str, shape))}]" not in text
+
+
+def test_a_sketch_keeps_inner_products_on_average():
+    # Over the signs: the mean of f . f' / 16 is the inner product, and no array's sketch correlates with another's.
+    x = [draw(6, 8), draw(8), draw(), draw(8, 8)]
+    y = [a + jnp.flip(a) / 2 for a in x]
+
+    def product(seed):
+        signs = [uses.random_signs(seed, i, a.shape) for i, a in enumerate(x)]
+        return jnp.mean(uses.inner(x, signs) * uses.inner(y, signs))
+
+    found = jax.jit(jax.vmap(product))(jax.random.bits(KEY, (10_000,), jnp.uint32))
+    truth = sum(float(jnp.vdot(a, b)) for a, b in zip(x, y, strict=True))
+    assert abs(np.mean(found) - truth) < 4 * np.std(found) / 100
+    assert np.std(found) < 0.6 * truth
