@@ -16,7 +16,14 @@ import jax
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
-from apgrad._programs.control import Nested as Nested, Program as Program, nested as nested, opened, rebuild as rebuild
+from apgrad._programs.control import (
+    Nested as Nested,
+    Program as Program,
+    inside_of as inside_of,
+    nested as nested,
+    opened,
+    rebuild as rebuild,
+)
 
 ApplyEquation = Callable[[Any, list[Any]], Iterable[Any]]
 
