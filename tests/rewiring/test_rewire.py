@@ -153,11 +153,15 @@ def test_flax_models_unchanged(kind):
 
 
 def test_modules_with_functions_inside():
-    """Equinox keeps activations among the leaves of a module, and maps the module over examples."""
+    """Equinox keeps activations among the leaves of a module, and maps the module over examples; `train` is static."""
     rule, messages = rebuilding(("dense",))
-    f = lambda module, x: jnp.sum(jax.vmap(lambda x: module["activation"](module["weight"] @ x))(x))
+
+    def f(module, x, train):
+        x = jax.vmap(lambda x: module["activation"](module["weight"] @ x))(x)
+        return jnp.sum(x if train else x**2)
+
     rewired = ap.rewire(f, rule)
-    loss = lambda f: jax.jit(jax.grad(lambda w: f({"weight": w, "activation": jnp.tanh}, X)))
+    loss = lambda f: jax.jit(jax.grad(lambda w: f({"weight": w, "activation": jnp.tanh}, X, True)))
     np.testing.assert_array_equal(loss(rewired)(W), loss(f)(W))
     assert messages == ["dot_general[0]"]
 
