@@ -5,7 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import apgrad as ap
+
+pytestmark = pytest.mark.quick
 
 PACKAGE = Path(ap.__file__).parent
 

@@ -16,6 +16,10 @@ WEIGHTS = {
     "local": ap.weights.local_covariance(),
     "suffix": ap.weights.suffix_covariance(),
     "decoupled": ap.weights.decoupled(),
+    "per step": ap.weights.per_step_inverse_variance(),
+    "alpha order": ap.weights.alpha_order(0.5),
+    "mean test": ap.weights.mean_test(threshold=1.0),
+    "variance test": ap.weights.variance_test(c=2.0),
 }
 ESTIMATORS = {name: ap.total_propagation(weights=weights) for name, weights in WEIGHTS.items()} | {
     "parameters": ap.total_propagation(target="parameters", weights=ap.weights.local_covariance()),

@@ -1,0 +1,263 @@
+"""Contact: a jump in the simulator biases pathwise gradients, and which mixers see it.
+
+    python -m experiments.contact                   # under two minutes
+    python -m experiments.contact --preset paper
+
+*Ball and wall* (after Suh et al., 2022). A ball is thrown at an angle a ~ N(theta, .1^2) and flies sin(2 a) far, in
+units of v^2 / g. A wall of height .1 stands at .6: a ball that reaches it lower stays there. The cost is minus the
+distance. The cost is discontinuous in the angle where the ball just clears the wall. One random choice, one parameter;
+the exact gradient is an integral over the angle.
+
+*Pendulum with a stop.* Twenty steps (dt = .2, semi-implicit Euler) of q'' = -sin q + theta_0 - theta_1 q', and a stop
+at q = .5 that throws it back: q - .5 and q' change their sign and are halved. Noise N(0, .05^2 I) after each step. The
+cost is (q^2 + q'^2) / 2 at the end. The speed jumps at the stop, and so does the cost as a function of any earlier
+state. The reference is the mean of the likelihood ratio's estimates on many lanes.
+
+For both: the bias of each method, in the figure that of theta_0 with its 95 % interval, and the root mean square error
+of one estimate, which counts bias and noise in all parameters. All but RP, LR and TP published are cross-fitted.
+
+*What comes out.* Rules that make the variance small take the biased estimator, whose variance is small: TP published,
+TP and per step are as biased as RP. `alpha_order` sees the ball's jump with its gamma, and not the pendulum's with
+1,000 lanes, where gamma is spent at each of twenty nodes. `mean_test` sees what is beyond the likelihood ratio's noise:
+most of the ball's jump with 1,000 lanes, little of the pendulum's. `variance_test` sees most in both, but at the
+pendulum it turns to the likelihood ratio where nothing is biased as well, since later noise looks like a jump.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from matplotlib.figure import Figure
+
+import apgrad as ap
+from experiments import harness
+
+WALL, HEIGHT, THROW = 0.6, 0.1, 0.1
+STOP, DT, NOISE, STEPS, DAMPING = 0.5, 0.2, 0.05, 20, 0.1
+POINTS = {
+    "ball": (0.2, 0.3, 0.4, 0.45, 0.5, 0.55, 0.6, 0.7, 0.8, 1.0, 1.2),
+    "pendulum": (-0.4, -0.2, 0.0, 0.2, 0.4, 0.6),
+}
+
+
+def _mixed(weights):
+    return ap.total_propagation(weights=weights)
+
+
+COLOURS = {"RP": "#1f77b4", "LR": "#d95f02", "TP published": "#2a8a3e", "per step": "#7fc97f", "TP": "black"}
+COLOURS |= {"alpha order": "#e7298a", "mean test": "#e0a100", "variance test": "#8e3fb1"}
+METHODS = tuple(COLOURS)
+PLAIN = ("RP", "LR", "TP published")  # not cross-fitted
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(harness.Config):
+    """Options of this experiment.
+
+    Attributes:
+      lanes: numbers of lanes for an estimate.
+      estimates: repetitions of each estimate, K.
+      reference: lanes of the pendulum's reference.
+      gamma: the error that `ap.weights.alpha_order` may make, in the whole gradient.
+    """
+
+    lanes: tuple[int, ...] = (100, 1000)
+    estimates: int = 100
+    reference: int = 2_000_000
+    gamma: float = 0.2
+
+    def __post_init__(self):
+        """Refuses what has no variance."""
+        if self.estimates < 2 or not self.lanes or any(n < 4 or n % 2 for n in self.lanes):
+            raise ValueError("estimates must be at least 2, and lanes even and at least 4")
+        if self.reference < 20_000 or self.reference % 10_000:
+            raise ValueError("reference must be a multiple of 10,000, at least 20,000")
+
+
+PAPER = Config(estimates=400, reference=4_000_000)
+
+
+def estimator(method: str, gamma: float) -> ap.Estimator | ap.Mixer:
+    """The estimator of each random choice."""
+    weights = ap.weights
+    return {
+        "RP": lambda: ap.reparameterization(),
+        "LR": lambda: ap.likelihood_ratio(),
+        "TP published": lambda: _mixed(weights.inverse_variance()),
+        "per step": lambda: _mixed(weights.per_step_inverse_variance()),
+        "TP": lambda: ap.total_propagation(),
+        "alpha order": lambda: _mixed(weights.alpha_order(gamma / 2)),  # the rule sees half of the lanes
+        "mean test": lambda: _mixed(weights.mean_test()),
+        "variance test": lambda: _mixed(weights.variance_test()),
+    }[method]()
+
+
+def distance(angle: Any, numpy: Any = jnp) -> Any:
+    """How far the ball flies."""
+    flown = numpy.sin(2 * angle)
+    height = WALL * numpy.tan(angle) - WALL**2 / (2 * numpy.cos(angle) ** 2)
+    return numpy.where((flown > WALL) & (height < HEIGHT), WALL, flown)
+
+
+def pendulum_step(theta: jax.Array, s: jax.Array) -> jax.Array:
+    """The pendulum's angle and speed (2,) a step later, without noise."""
+    q, v = s
+    v = v + DT * (-jnp.sin(q) + theta[0] - theta[1] * v)
+    q = q + DT * v
+    hit = q > STOP
+    return jnp.stack([jnp.where(hit, STOP - (q - STOP) / 2, q), jnp.where(hit, -v / 2, v)])
+
+
+def ball(tape: ap.Tape, theta: jax.Array, chosen: Any) -> ap.Tape:
+    """The program of one throw."""
+    tape, angle = ap.stochastic(chosen)(lambda theta: dist.Normal(theta[0], THROW))(tape, theta)
+    return tape.cost(-distance(angle))
+
+
+def pendulum(tape: ap.Tape, theta: jax.Array, chosen: Any) -> ap.Tape:
+    """The program of twenty steps."""
+    step = ap.stochastic(chosen)(lambda theta, s: dist.Normal(pendulum_step(theta, s), NOISE).to_event(1))
+    start = jnp.broadcast_to(jnp.array([-0.8, 0.0]), (tape.lanes, 2))
+    (tape, s), _ = jax.lax.scan(lambda c, _: (step(c[0], theta, c[1]), None), (tape, start), length=STEPS)
+    return tape.cost(jnp.sum(s**2, axis=-1) / 2)
+
+
+def parameters(system: str, point: float) -> list[float]:
+    """theta: the angle, or torque and damping."""
+    return [point] if system == "ball" else [point, DAMPING]
+
+
+@functools.cache
+def _compiled(system, method, lanes, gamma):
+    chosen, program = estimator(method, gamma), {"ball": ball, "pendulum": pendulum}[system]
+    objective = ap.expectation(
+        lambda tape, theta: program(tape, theta, chosen), lanes, cross_fit=method not in PLAIN, check_nan=False
+    )
+    return jax.jit(lambda keys, theta: jax.lax.map(lambda key: jax.grad(objective, argnums=1)(key, theta), keys))
+
+
+def gradients(system: str, method: str, point: float, lanes: int, count: int, seed: int, gamma: float) -> np.ndarray:
+    """Independent estimates of the gradient, (count, parameters)."""
+    keys = jax.random.split(jax.random.key(seed), count)
+    theta = jnp.array(parameters(system, point), jnp.float32)
+    return np.asarray(_compiled(system, method, lanes, gamma)(keys, theta), np.float64)
+
+
+def exact_ball(theta: float, points: int = 400_001) -> float:
+    """The derivative in theta of the expected cost: the integral of cost times the derivative of the density."""
+    a = theta + THROW * np.linspace(-9, 9, points)
+    density = np.exp(-0.5 * ((a - theta) / THROW) ** 2) / (THROW * np.sqrt(2 * np.pi))
+    return float(np.trapezoid(-distance(a, np) * density * (a - theta) / THROW**2, a))
+
+
+def cells(config: Config) -> list[harness.Cell]:
+    """For each point the truth, then the methods."""
+    found: list[harness.Cell] = []
+    for system, points in POINTS.items():
+        found += [{"system": system, "method": "reference", "point": p} for p in points]
+        for method in METHODS:
+            found += [
+                {"system": system, "method": method, "lanes": n, "point": p} for n in config.lanes for p in points
+            ]
+    return found
+
+
+def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
+    """The true gradient with its standard error, or the moments of the estimates."""
+    system, point = cell["system"], cell["point"]
+    if cell["method"] != "reference":
+        found = gradients(system, cell["method"], point, cell["lanes"], config.estimates, seed, config.gamma)
+        return {"mean": found.mean(0).tolist(), "variance": found.var(0, ddof=1).tolist()}
+    if system == "ball":
+        return {"mean": [exact_ball(point)], "error": [0.0]}
+    found = gradients(system, "LR", point, 10_000, config.reference // 10_000, seed, config.gamma)
+    return {"mean": found.mean(0).tolist(), "error": (found.std(0, ddof=1) / len(found) ** 0.5).tolist()}
+
+
+def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
+    """Bias and error of each method at each point."""
+    found = {(c["system"], c["method"], c.get("lanes"), c["point"]): r for c, r in records}
+    rows = []
+    for system, method, lanes, point in found:
+        if method == "reference":
+            continue
+        truth, mine = found[system, "reference", None, point], found[system, method, lanes, point]
+        off, variance = np.subtract(mine["mean"], truth["mean"]), np.array(mine["variance"])
+        error = np.sqrt(variance / config.estimates + np.square(truth["error"]))
+        z = float(np.max(np.abs(off) / np.where(error == 0, 1e-12, error)))
+        square = float(np.sum(off**2 - error**2))  # of the bias, without what noise adds to it
+        row = {"system": system, "method": method, "lanes": lanes, "point": point, "truth": truth["mean"][0]}
+        row |= {"bias": float(off[0]), "bias_error": float(error[0]), "largest_z": z}
+        row |= {"bias_norm": float(np.sqrt(max(square, 0)))}
+        row |= {"variance": float(variance.sum()), "gradient_norm": float(np.linalg.norm(truth["mean"]))}
+        rows.append(row | {"rmse": float(np.sqrt(max(square, 0) + variance.sum()))})
+    summary = {}
+    for system in POINTS:
+        for lanes in config.lanes:
+            for method in METHODS:
+                mine = [r for r in rows if (r["system"], r["method"], r["lanes"]) == (system, method, lanes)]
+                scale = np.sqrt(np.mean([r["gradient_norm"] ** 2 for r in mine]))
+                summary[f"{system}, {lanes} lanes, {method}"] = {
+                    "rmse_over_gradient": float(np.sqrt(np.mean([r["rmse"] ** 2 for r in mine])) / scale),
+                    "largest_bias_over_gradient": float(max(r["bias_norm"] for r in mine) / scale),
+                    "biased_points": sum(r["largest_z"] > 4 for r in mine),
+                    "points": len(mine),
+                }
+    return harness.Report({"summary": summary}, rows, _table(summary), _picture(config, rows))
+
+
+def _table(summary):
+    lines = [f"{'':38} error of an estimate  largest bias  points with a bias beyond 4 standard errors"]
+    for name, s in summary.items():
+        lines.append(
+            f"{name:38} {s['rmse_over_gradient']:20.3f} {s['largest_bias_over_gradient']:13.3f}  "
+            f"{s['biased_points']} of {s['points']}"
+        )
+    return "\n".join([*lines, "in units of the gradient's root mean square over points"])
+
+
+def _picture(config, rows):
+    figure = Figure(figsize=(5.2 * len(config.lanes) + 5, 8.5), layout="constrained")
+    figure.suptitle(
+        f"Contact: bias (bars are 95 % intervals, {config.estimates} estimates) and error of one estimate; all but RP, "
+        "LR and TP published are cross-fitted"
+    )
+    grid = figure.subplots(len(POINTS), len(config.lanes) + 1, squeeze=False)
+    labels = {"ball": "the mean angle", "pendulum": "the torque $\\theta_0$"}
+    for system, line in zip(POINTS, grid, strict=True):
+        points = np.array(POINTS[system])
+        width = 0.05 * np.min(np.diff(points))
+        for lanes, axis in zip(config.lanes, line[:-1], strict=True):
+            for i, method in enumerate(METHODS):
+                mine = [r for r in rows if (r["system"], r["method"], r["lanes"]) == (system, method, lanes)]
+                axis.errorbar(
+                    points + width * (i - 3.5), [r["bias"] for r in mine], [1.96 * r["bias_error"] for r in mine],
+                    color=COLOURS[method], marker="o", ms=3, lw=0, elinewidth=1, label=method,
+                )  # fmt: skip
+            axis.axhline(0, color="black", lw=0.8)
+            axis.set_title(f"{system}: bias, {lanes} lanes", fontsize=10)
+            axis.set_ylabel("bias of the derivative by " + labels[system])
+            if system == "ball":
+                dense = np.linspace(points[0], points[-1], 60)
+                axis.plot(dense, [exact_ball(t, 20_001) for t in dense], color="gray", lw=0.8, label="exact gradient")
+        lanes = config.lanes[-1]
+        for method in METHODS:
+            mine = [r for r in rows if (r["system"], r["method"], r["lanes"]) == (system, method, lanes)]
+            dashes = "--" if method in PLAIN else "-"
+            line[-1].plot(points, [r["rmse"] for r in mine], color=COLOURS[method], marker="o", ms=3, ls=dashes)
+        line[-1].set_yscale("log")
+        line[-1].set_title(f"{system}: root mean square error, {lanes} lanes", fontsize=10)
+        for axis in line:
+            axis.set_xlabel(labels[system])
+            axis.grid(alpha=0.25)
+    grid[1, 0].legend(fontsize=8, loc="lower right")
+    grid[0, 0].legend(*[found[:1] for found in grid[0, 0].get_legend_handles_labels()], fontsize=8)
+    return figure
+
+
+if __name__ == "__main__":
+    harness.main()

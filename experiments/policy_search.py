@@ -1,0 +1,388 @@
+"""Policy search in a known stochastic simulator: Flax policies learn to hold the noisy Lorenz system at a fixed point.
+
+    python -m experiments.policy_search                   # under two minutes
+    python -m experiments.policy_search --preset paper
+
+The system is that of `experiments.lorenz_control`: steps of Runge and Kutta (dt = .08) of Lorenz's equations with rho =
+28, a force of 20 tanh(network) on y, and noise N(0, .1^2 I) after each step. A lane starts at (0, 0, 25) + N(0, 8^2 I).
+The policy is an NNX network of tanh units with two hidden layers. The cost of a state is |s - s*|^2 / 200, s* the fixed
+point with x > 0 of the system without force. Two tasks: the mean of the costs over all the steps, and the cost of the
+last state alone. Uncontrolled, trajectories are chaotic, and the gradient through H steps explodes; a good policy ends
+the chaos.
+
+Adam's learning rate is the best of `rates` for each method, by the cost over the last fifth of the evaluations, on
+seeds of its own; curves are of the other seeds. `METHODS` are reparameterization (RP), likelihood ratio (LR) and total
+propagation (TP): with the published weights, and with the default ones, cross-fitted; each with one weight a step from
+the gradient of the policy, and mixed "at parameters" of the distribution, coordinate by coordinate; "TP adaptive" takes
+the weights from the moments of earlier steps, `ap.adaptive`. What people do about exploding gradients stands beside
+them: every method's gradient is clipped by its global norm, but for "RP, unclipped", and "RP, short" stops the gradient
+at every tenth step. Updates that are not finite are skipped.
+
+*Success* is an evaluated cost of at most `success` of the task. *Seconds* are steps times the seconds of a step, and
+these are measured apart from the curves, methods taking turns in one process, the fastest of many rounds: a curve is
+then not changed by what else the machine does. Seeds run one after the other: under `vmap` a step of a seed was 10 to
+20 % slower on one core.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import optax
+from flax import nnx
+from matplotlib.figure import Figure
+
+import apgrad as ap
+from experiments import harness
+
+DT, SIGMA, RHO, FORCE, CLIP, SEGMENT = 0.08, 0.1, 28.0, 20.0, 0.1, 10
+EDGE = (8 / 3 * (RHO - 1)) ** 0.5
+TARGET = (EDGE, EDGE, RHO - 1)
+TASKS = {"every step": 0.45, "last step": 0.3}  # with the cost that counts as success
+
+
+class Method(NamedTuple):
+    """A way to estimate the gradient, and what is done about its explosion.
+
+    Attributes:
+      estimator: of each random choice.
+      cross_fit: of `ap.expectation`.
+      adaptive: weigh by the moments of earlier calls, `ap.adaptive`.
+      clip: the largest norm of a gradient; 0 for any.
+      segment: the number of steps after which the gradient stops; 0 for none.
+      colour: of its curves.
+    """
+
+    estimator: ap.Estimator | ap.Mixer
+    cross_fit: bool = False
+    adaptive: bool = False
+    clip: float = CLIP
+    segment: int = 0
+    colour: str = "black"
+
+
+INVERSE = ap.weights.inverse_variance()
+METHODS = {
+    "RP, unclipped": Method(ap.reparameterization(), clip=0, colour="#9ecae1"),
+    "RP": Method(ap.reparameterization(), colour="#1f77b4"),
+    "RP, short": Method(ap.reparameterization(), segment=SEGMENT, colour="#2a8a3e"),
+    "LR": Method(ap.likelihood_ratio(), colour="#d95f02"),
+    "TP published": Method(ap.total_propagation(weights=INVERSE), colour="#8e3fb1"),
+    "TP published, at parameters": Method(ap.total_propagation(weights=INVERSE, target="parameters"), colour="#d4a6e8"),
+    "TP": Method(ap.total_propagation(), cross_fit=True, colour="#777777"),
+    "TP, at parameters": Method(ap.total_propagation(target="parameters"), cross_fit=True, colour="#cccccc"),
+    "TP adaptive": Method(ap.total_propagation(), adaptive=True),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(harness.Config):
+    """Options of this experiment.
+
+    Attributes:
+      policies: the widths of the hidden layers, one number for both, one policy each.
+      tasks: names in `TASKS`.
+      horizon: H, the number of steps.
+      lanes: trajectories for each gradient.
+      iterations: steps of Adam.
+      evaluations: how often the cost is evaluated on the way, on 500 lanes.
+      rates: learning rates to choose from.
+      tuning: seeds on which they are chosen.
+      seeds: other seeds, for the curves.
+      rounds: how often seconds are measured.
+      resamples: of the bootstrap.
+    """
+
+    policies: tuple[int, ...] = (64,)
+    tasks: tuple[str, ...] = ("every step",)
+    horizon: int = 50
+    lanes: int = 100
+    iterations: int = 60
+    evaluations: int = 15
+    rates: tuple[float, ...] = (3e-3,)
+    tuning: int = 1
+    seeds: int = 3
+    rounds: int = 2
+    resamples: int = 1000
+
+    def __post_init__(self):
+        """Refuses what cannot be measured."""
+        if self.lanes < 4 or self.lanes % 2 or self.tuning < 1 or self.seeds < 2 or self.rounds < 1:
+            raise ValueError("lanes must be even and at least 4, tuning and rounds at least 1, seeds at least 2")
+        if self.evaluations < 5 or self.iterations % self.evaluations or set(self.tasks) - set(TASKS):
+            raise ValueError(f"iterations must be a multiple of evaluations, at least 5, and tasks of {list(TASKS)}")
+
+
+PAPER = Config(iterations=240, evaluations=24, rates=(1e-3, 3e-3, 1e-2), tuning=2, seeds=6, rounds=20)
+
+
+def policy(units: int, rngs: nnx.Rngs) -> nnx.Module:
+    """A network of two hidden layers from a state (3,) to the force (1,) in units of `FORCE`."""
+    first, second, third = (nnx.Linear(i, o, rngs=rngs) for i, o in ((3, units), (units, units), (units, 1)))
+    return nnx.Sequential(first, nnx.tanh, second, nnx.tanh, third, nnx.tanh)
+
+
+def flow(policy: nnx.Module, s: jax.Array) -> jax.Array:
+    """The state (3,) a step later, without noise."""
+    force = FORCE * policy(s / 10 - jnp.array([0.0, 0.0, 2.5]))[0]  # pyright: ignore[reportCallIssue]
+
+    def velocity(s):
+        x, y, z = s
+        return jnp.stack([10 * (y - x), x * (RHO - z) - y + force, x * y - 8 / 3 * z])
+
+    b = velocity(s + DT / 2 * (a := velocity(s)))
+    c = velocity(s + DT / 2 * b)
+    return s + DT / 6 * (a + 2 * b + 2 * c + velocity(s + DT * c))
+
+
+def program(method: Method, task: str, horizon: int) -> Callable[[ap.Tape, nnx.Module], ap.Tape]:
+    """The rollout of a policy, with its costs."""
+    step = ap.stochastic(method.estimator)(lambda policy, s: dist.Normal(flow(policy, s), SIGMA))
+
+    def cost(s):
+        return jnp.sum((s - jnp.array(TARGET)) ** 2, axis=-1) / 200
+
+    def rollout(tape, policy):
+        tape, key = tape.next_key()
+        start = jnp.array([0.0, 0.0, 25.0]) + 8 * jax.random.normal(key, (tape.lanes, 3))
+
+        def body(carry, t):
+            tape, s = carry
+            if method.segment:
+                s = jnp.where(t % method.segment == 0, jax.lax.stop_gradient(s), s)
+            tape, s = step(tape, policy, s)
+            return (tape.cost(cost(s) / horizon) if task == "every step" else tape, s), None
+
+        (tape, s), _ = jax.lax.scan(body, (tape, start), jnp.arange(horizon))
+        return tape if task == "every step" else tape.cost(cost(s))
+
+    return rollout
+
+
+def gradients(method: Method, program: Callable[..., ap.Tape], lanes: int) -> ap.Adaptive:
+    """The method's gradients as `ap.adaptive` has them; the state is empty for all that are not adaptive.
+
+    Args:
+      method: how to differentiate.
+      program: its first argument is what is differentiated.
+      lanes: of an estimate.
+    """
+    if method.adaptive:
+        return ap.adaptive(program, lanes, check_nan=False)
+    function = ap.value_and_grad(program, lanes, cross_fit=method.cross_fit, check_nan=False)
+    return ap.Adaptive(lambda key, *args: (), lambda key, state, *args: (*function(key, *args), state))  # pyright: ignore
+
+
+class Learning(NamedTuple):
+    """A learner as pure functions, `init(key, *args) -> state` and `step(state, key, rate, *args) -> state`.
+
+    The first element of a state is the parameters.
+    """
+
+    init: Callable[..., Any]
+    step: Callable[..., Any]
+
+
+def learning(gradients: ap.Adaptive, init: Callable[[jax.Array], Any], clip: float) -> Learning:
+    """Adam on an expected cost.
+
+    Args:
+      gradients: of the cost in its first argument, the parameters.
+      init: `key -> parameters`.
+      clip: the largest norm of a gradient; 0 for any.
+    """
+    clipped = optax.clip_by_global_norm(clip) if clip else optax.identity()
+    optimizer = optax.apply_if_finite(optax.chain(clipped, optax.scale_by_adam()), 10**9)
+
+    def start(key, *args):
+        parameters = init(key)
+        return parameters, optimizer.init(parameters), gradients.init(jax.random.fold_in(key, 1), parameters, *args)
+
+    def step(state, key, rate, *args):
+        parameters, moments, weights = state
+        _, gradient, weights = gradients.value_and_grad(key, weights, parameters, *args)
+        updates, moments = optimizer.update(gradient, moments)
+        return optax.apply_updates(parameters, jax.tree.map(lambda u: -rate * u, updates)), moments, weights
+
+    return Learning(start, step)
+
+
+@functools.cache
+def _advance(name, units, task, horizon, lanes):
+    """A learner, and its steps compiled once for all learning rates: `(state, keys, rate) -> state`, a step a key."""
+    method = METHODS[name]
+    estimates = gradients(method, program(method, task, horizon), lanes)
+    learner = learning(estimates, lambda key: policy(units, nnx.Rngs(key)), method.clip)
+
+    def advance(state, keys, rate):
+        return jax.lax.scan(lambda state, key: (learner.step(state, key, rate), None), state, keys)[0]
+
+    return learner._replace(init=jax.jit(learner.init)), jax.jit(advance)
+
+
+@functools.cache
+def _evaluate(task, horizon):
+    """The cost of a policy on 500 lanes, the same for all policies."""
+    function = jax.jit(ap.expectation(program(METHODS["RP"], task, horizon), 500, check_nan=False))
+    return lambda policy: float(function(jax.random.key(0), policy))
+
+
+def cells(config: Config) -> list[harness.Cell]:
+    """Seconds of a step, then the curves."""
+    found: list[harness.Cell] = [
+        {"units": u, "task": t, "method": "seconds"} for u in config.policies for t in config.tasks
+    ]
+    for units in config.policies:
+        for task in config.tasks:
+            found += [{"units": units, "task": task, "method": m, "rate": r} for m in METHODS for r in config.rates]
+    return found
+
+
+def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
+    """The seconds of a step of each method, or the costs of each seed at each evaluation."""
+    if cell["method"] == "seconds":
+        return {"seconds": seconds(config, cell["units"], cell["task"])}
+    task, units = cell["task"], cell["units"]
+    learner, advance = _advance(cell["method"], units, task, config.horizon, config.lanes)
+    evaluate = _evaluate(task, config.horizon)
+    costs = []
+    # The same seeds for all methods and rates: the same first policies.
+    for key in jax.random.split(jax.random.key(config.seed), config.tuning + config.seeds):
+        first, second = jax.random.split(key)
+        state, curve = learner.init(first), []
+        for key in jax.random.split(second, config.evaluations):
+            keys = jax.random.split(key, config.iterations // config.evaluations)
+            state = advance(state, keys, jnp.float32(cell["rate"]))
+            curve.append(evaluate(state[0]))
+        costs.append(curve)
+    return {"costs": costs}
+
+
+def seconds(config: Config, units: int, task: str) -> dict[str, float]:
+    """The fastest step of each method; all take turns."""
+    times = {name: [] for name in METHODS}
+    keys = jax.random.split(jax.random.key(1), config.iterations // config.evaluations)
+    for turn in range(config.rounds + 1):
+        for name in METHODS:
+            learner, advance = _advance(name, units, task, config.horizon, config.lanes)
+            arguments = learner.init(jax.random.key(0)), keys, jnp.float32(1e-3)
+            start = time.perf_counter()
+            jax.block_until_ready(advance(*arguments))
+            if turn:  # the first one compiles
+                times[name].append((time.perf_counter() - start) / len(keys))
+    return {name: min(found) for name, found in times.items()}
+
+
+def first_success(costs: np.ndarray, limit: float, every: int) -> np.ndarray:
+    """The steps until a curve's cost is at most the limit, (seeds,); infinite where it never is.
+
+    Args:
+      costs: (seeds, evaluations).
+      limit: what counts as success.
+      every: steps from one evaluation to the next.
+    """
+    below = costs <= limit
+    return np.where(below.any(1), every * (1 + below.argmax(1)), np.inf)
+
+
+def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
+    """Each method at its best learning rate."""
+    rows, figures, curves = [], {}, {}
+    last = max(1, config.evaluations // 5)
+    every = config.iterations // config.evaluations
+    for units in config.policies:
+        for task in config.tasks:
+            mine = [(c, r) for c, r in records if (c["units"], c["task"]) == (units, task)]
+            took = next(r["seconds"] for c, r in mine if c["method"] == "seconds")
+            for name in METHODS:
+                costs = {c["rate"]: np.array(r["costs"]) for c, r in mine if c["method"] == name}
+                costs = {rate: np.where(np.isfinite(c), c, np.inf) for rate, c in costs.items()}
+                rate = min(costs, key=lambda rate: costs[rate][: config.tuning, -last:].mean())
+                chosen = costs[rate][config.tuning :]
+                draws = functools.partial(harness.bootstrap, resamples=config.resamples, seed=config.seed)
+                low, high = harness.interval(draws(chosen[:, -last:].mean(1), lambda x: x.mean(-1)))
+                steps = first_success(chosen, TASKS[task], every)
+                # The middle of the sorted seeds, not of neighbours, as infinity has no mean.
+                median = lambda x: np.percentile(x, 50, axis=-1, method="higher")
+                with np.errstate(invalid="ignore"):
+                    fast, slow = np.percentile(draws(steps, median), [2.5, 97.5], method="nearest")
+                row = {"units": units, "task": task, "method": name, "rate": rate, "seconds_per_step": took[name]}
+                row |= {"seconds_over_RP": took[name] / took["RP"], "cost": float(chosen[:, -last:].mean())}
+                row |= {"cost_low": low, "cost_high": high, "success": float(np.isfinite(steps).mean())}
+                row |= {"steps": float(median(steps)), "steps_low": float(fast), "steps_high": float(slow)}
+                row |= {f"success_{k}": row[k.replace("seconds", "steps")] * took[name] for k in _SECONDS}
+                rows.append(row)
+                curves[units, task, name] = chosen
+            better = {k: min((r for r in rows[-len(METHODS) :] if r["method"] in k), key=_speed) for k in (_PLAIN, _TP)}
+            figures[f"{units}, {task}"] = {
+                "best_without_total_propagation": better[_PLAIN]["method"],
+                "best_total_propagation": better[_TP]["method"],
+                "seconds_to_success_ratio": _speed(better[_TP])[0] / _speed(better[_PLAIN])[0],
+            }
+    return harness.Report(figures, rows, _table(rows), _picture(config, rows, curves))
+
+
+_SECONDS = ("seconds", "seconds_low", "seconds_high")
+_TP = tuple(name for name in METHODS if name.startswith("TP"))
+_PLAIN = tuple(name for name in METHODS if not name.startswith("TP"))
+
+
+def _speed(row):
+    return row["success_seconds"], row["cost"]
+
+
+def _table(rows):
+    lines = [
+        f"{'task':22} {'method':27} {'rate':6} {'cost at the end (95 %)':22} {'success':7} {'steps to it':15} seconds "
+        "ms a step (over RP)"
+    ]
+    for r in rows:
+        cost = f"{r['cost']:.3f} ({r['cost_low']:.3f} to {r['cost_high']:.3f})"
+        steps = f"{r['steps']:.0f} ({r['steps_low']:.0f} to {r['steps_high']:.0f})"
+        lines.append(
+            f"{r['units']:4d} {r['task']:17} {r['method']:27} {r['rate']:<6g} {cost:22} {r['success']:<7.0%} "
+            f"{steps:15} {r['success_seconds']:7.2f} {1e3 * r['seconds_per_step']:5.1f} ({r['seconds_over_RP']:.2f})"
+        )
+    return "\n".join(lines)
+
+
+def _picture(config, rows, curves):
+    points = [(u, t) for u in config.policies for t in config.tasks]
+    figure = Figure(figsize=(13, 0.8 + 4.2 * len(points)), layout="constrained")
+    figure.suptitle(
+        f"Policies for the noisy Lorenz system, H = {config.horizon}, {config.lanes} lanes, best of "
+        f"{len(config.rates)} learning rates; mean of {config.seeds} seeds with 95 % intervals"
+    )
+    grid = figure.subplots(len(points), 2, squeeze=False, sharey="row")
+    steps = np.arange(1, config.evaluations + 1) * (config.iterations // config.evaluations)
+    for (units, task), line in zip(points, grid, strict=True):
+        for row in (r for r in rows if (r["units"], r["task"]) == (units, task)):
+            costs = curves[units, task, row["method"]]
+            bands = [
+                harness.interval(harness.bootstrap(c, lambda x: x.mean(-1), config.resamples, config.seed))
+                for c in costs.T
+            ]
+            style = {"color": METHODS[row["method"]].colour}
+            dashes = "--" if row["method"] in _PLAIN else "-"
+            for axis, x in zip(line, (steps, steps * row["seconds_per_step"]), strict=True):
+                axis.plot(x, costs.mean(0), label=f"{row['method']} (rate {row['rate']:g})", ls=dashes, **style)
+                axis.fill_between(x, *np.transpose(bands), alpha=0.12, lw=0, **style)
+        line[0].set_ylabel(f"cost of {task}, policy {units}-{units}")
+        line[0].set_xlabel("steps of Adam")
+        line[1].set_xlabel("seconds (steps times measured seconds a step)")
+        for axis in line:
+            axis.axhline(TASKS[task], color="gray", lw=0.8, ls=":")
+            axis.set_yscale("log")
+            axis.grid(alpha=0.25)
+        line[1].legend(fontsize=8)
+    return figure
+
+
+if __name__ == "__main__":
+    harness.main()

@@ -1,0 +1,311 @@
+"""Cart-pole swing-up through a learned probabilistic model, as in PIPPS: episodes of real interaction to success.
+
+    python -m experiments.policy_search_cartpole                   # under two minutes
+    python -m experiments.policy_search_cartpole --preset paper
+
+The set-up of PILCO and PIPPS (Deisenroth & Rasmussen, 2011; Parmas et al., 2018): a pole hangs from a cart, and a force
+on the cart, of at most 10 N, is to swing it up and hold it there. After each real episode of 2.5 s (25 steps) a
+probabilistic model of the step is fitted to all the data, particles go through the model, and the policy is improved by
+gradients of their expected cost. The first episode has random forces. Success is a real episode whose last five steps
+cost less than `SUCCESS` each.
+
+*The model* is Bayesian linear regression on random Fourier features (Rahimi & Recht, 2007) of speeds, angle and force,
+beside these themselves: a Gaussian process with a sparse spectrum (Lazaro-Gredilla et al., 2010). PIPPS has exact
+Gaussian processes. The regression was chosen because its posterior is two matrix products, so that a gradient through
+25 steps on 100 particles takes milliseconds, where an exact process's cost grows with the square of the number of data.
+A step is
+
+    s' = s + N(W' f(s, u), diag(v) (1 + f' A f)),    A = (F' F + 1e-3 I)^-1,    W = A F' Y,
+
+F the features of the data, Y the changes of state, and v what is left of Y: what the model does not know is part of the
+noise.
+
+*The policy* is a network of `UNITS` tanh units on speeds, position, and sine and cosine of the angle. Each method has
+the same Adam, the same number of steps after each episode, and clipped gradients.
+
+*Gradient variance*: after each episode's learning, over `repetitions` estimates at that policy, summed over the
+parameters and divided by the squared length of their mean.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from flax import nnx
+from jax.flatten_util import ravel_pytree
+from matplotlib.figure import Figure
+
+import apgrad as ap
+from experiments import harness
+from experiments.policy_search import METHODS as ALL_METHODS, first_success, gradients, learning
+
+CART, POLE, LENGTH, FRICTION, GRAVITY, FORCE = 0.5, 0.5, 0.5, 0.1, 9.82, 10.0
+DT, SUBSTEPS, NOISE, HORIZON, WIDTH, UNITS = 0.1, 4, 0.01, 25, 0.5, 32
+FEATURES, RIDGE, SUCCESS, SCALES = 150, 1e-3, 0.25, (3.0, 6.0, 1.0, 1.0, 10.0)
+PARTIAL = True
+METHODS = ("RP", "LR", "TP published", "TP adaptive")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(harness.Config):
+    """Options of this experiment.
+
+    Attributes:
+      seeds: runs of each method.
+      episodes: real episodes with a learned policy, after the random one.
+      iterations: steps of Adam after each episode.
+      rate: learning rate.
+      particles: lanes.
+      repetitions: estimates for a gradient's variance.
+      resamples: of the bootstrap.
+    """
+
+    seeds: int = 2
+    episodes: int = 3
+    iterations: int = 40
+    rate: float = 1e-2
+    particles: int = 100
+    repetitions: int = 10
+    resamples: int = 1000
+
+    def __post_init__(self):
+        """Refuses what cannot be measured."""
+        if min(self.seeds, self.episodes, self.repetitions) < 2 or self.particles < 4 or self.particles % 2:
+            raise ValueError("seeds, episodes and repetitions must be at least 2, particles even and at least 4")
+
+
+PAPER = Config(seeds=10, episodes=8, iterations=150)
+
+
+def real_step(s: jax.Array, force: jax.Array) -> jax.Array:
+    """The true state (4,) a step later: position, speed, angle from hanging, its speed."""
+
+    def velocity(s):
+        _, v, a, w = s
+        sine, cosine, total = jnp.sin(a), jnp.cos(a), CART + POLE
+        push = force - FRICTION * v
+        bottom = 4 * total - 3 * POLE * cosine**2
+        cart = (2 * POLE * LENGTH * w**2 * sine + 3 * POLE * GRAVITY * sine * cosine + 4 * push) / bottom
+        pole = -3 * POLE * LENGTH * w**2 * sine * cosine - 6 * total * GRAVITY * sine - 6 * push * cosine
+        return jnp.stack([v, cart, w, pole / (LENGTH * bottom)])
+
+    step = DT / SUBSTEPS
+    for _ in range(SUBSTEPS):
+        b = velocity(s + step / 2 * (a := velocity(s)))
+        c = velocity(s + step / 2 * b)
+        s = s + step / 6 * (a + 2 * b + 2 * c + velocity(s + step * c))
+    return s
+
+
+def cost(s: jax.Array) -> jax.Array:
+    """Between 0 and 1, by the distance of the pole's tip from where it is to stand."""
+    x, _, a, _ = s
+    square = (x + LENGTH * jnp.sin(a)) ** 2 + (LENGTH * jnp.cos(a) + LENGTH) ** 2
+    return 1 - jnp.exp(-square / (2 * WIDTH**2))
+
+
+def policy(key: jax.Array) -> nnx.Module:
+    """A network from what is seen of a state (5,) to the force (1,) in units of `FORCE`."""
+    rngs = nnx.Rngs(key)
+    return nnx.Sequential(nnx.Linear(5, UNITS, rngs=rngs), nnx.tanh, nnx.Linear(UNITS, 1, rngs=rngs), nnx.tanh)
+
+
+def act(policy: nnx.Module, s: jax.Array) -> jax.Array:
+    """The force in a state (4,)."""
+    x, v, a, w = s
+    seen = jnp.stack([x, v / 3, jnp.sin(a), jnp.cos(a), w / 6])
+    return FORCE * policy(seen)[0]  # pyright: ignore[reportCallIssue]
+
+
+def features(basis: tuple[jax.Array, jax.Array], s: jax.Array, force: jax.Array) -> jax.Array:
+    """Random Fourier features of a state (4,) and a force, beside what they are made of."""
+    _, v, a, w = s
+    z = jnp.stack([v, w, jnp.sin(a), jnp.cos(a), force]) / jnp.array(SCALES)
+    return jnp.concatenate([(2 / FEATURES) ** 0.5 * jnp.cos(basis[0] @ z + basis[1]), z, jnp.ones(1)])
+
+
+def fit(basis: Any, states: jax.Array, forces: jax.Array, changes: jax.Array, used: jax.Array) -> Any:
+    """The model of the data, each (n, ...), of which `used` (n,) is 1 where there are data, and 0 elsewhere."""
+    F = jax.vmap(features, (None, 0, 0))(basis, states, forces) * used[:, None]
+    Y = changes * used[:, None]
+    A = jnp.linalg.inv(F.T @ F + RIDGE * jnp.eye(F.shape[1]))
+    W = A @ F.T @ Y
+    v = jnp.sum((Y - F @ W) ** 2, axis=0) / jnp.sum(used) + 1e-6
+    return basis, W, (A + A.T) / 2, v
+
+
+def model_step(model: Any, policy: nnx.Module, s: jax.Array) -> dist.Distribution:
+    """The model's distribution of the next state (4,)."""
+    basis, W, A, v = model
+    f = features(basis, s, act(policy, s))
+    return dist.Normal(s + f @ W, jnp.sqrt(v * (1 + jnp.maximum(f @ A @ f, 0)))).to_event(1)
+
+
+def start(key: jax.Array) -> jax.Array:
+    """A state near hanging at rest."""
+    return 0.1 * jax.random.normal(key, (4,))
+
+
+def program(method: str) -> Any:
+    """The rollout of a policy through the model, `(tape, policy, model) -> tape`."""
+    chosen = ALL_METHODS[method]
+    step = ap.stochastic(chosen.estimator, in_axes=(None, None, 0))(lambda p, model, s: model_step(model, p, s))
+
+    def rollout(tape, policy, model):
+        tape, key = tape.next_key()
+
+        def body(carry, _):
+            tape, s = step(carry[0], policy, model, carry[1])
+            return (tape.cost(jax.vmap(cost)(s) / HORIZON), s), None
+
+        states = jax.vmap(start)(jax.random.split(key, tape.lanes))
+        return jax.lax.scan(body, (tape, states), length=HORIZON)[0][0]
+
+    return rollout
+
+
+def episode(key: jax.Array, policy: nnx.Module, random: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A real episode: states (HORIZON + 1, 4) and forces (HORIZON,), which are random ones if told so."""
+
+    def body(s, key):
+        first, second = jax.random.split(key)
+        force = jnp.where(random, FORCE * jax.random.uniform(first, minval=-1, maxval=1), act(policy, s))
+        after = real_step(s, force) + NOISE * jax.random.normal(second, (4,))
+        return after, (after, force)
+
+    first, *keys = jax.random.split(key, HORIZON + 1)
+    _, (states, forces) = jax.lax.scan(body, start(first), jnp.stack(keys))
+    return jnp.concatenate([start(first)[None], states]), forces
+
+
+@functools.cache
+def _compiled(method, particles, repetitions):
+    estimates = gradients(ALL_METHODS[method], program(method), particles)
+    learner = learning(estimates, policy, ALL_METHODS[method].clip)
+
+    def learn(state, keys, rate, model):
+        return jax.lax.scan(lambda state, key: (learner.step(state, key, rate, model), None), state, keys)[0]
+
+    def noise(key, state, model):
+        """The gradient's variance over the squared length of its mean."""
+        gradient = lambda key: ravel_pytree(estimates.value_and_grad(key, state[2], state[0], model)[1])[0]
+        found = jax.lax.map(gradient, jax.random.split(key, repetitions))
+        return jnp.sum(jnp.var(found, axis=0, ddof=1)) / jnp.sum(jnp.mean(found, axis=0) ** 2)
+
+    return jax.jit(learner.init), jax.jit(learn), jax.jit(noise)
+
+
+_FIT, _EPISODE = jax.jit(fit), jax.jit(episode)
+
+
+def cells(config: Config) -> list[harness.Cell]:
+    """Each run is a cell."""
+    return [{"method": method, "seed": seed} for seed in range(config.seeds) for method in METHODS]
+
+
+def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
+    """One run: real costs, and the gradient's variance, after each episode."""
+    init, learn, noise = _compiled(cell["method"], config.particles, config.repetitions)
+    key = jax.random.key(harness.cell_seed(config.seed, {"seed": cell["seed"]}))  # the same for all methods
+    key, one, two, three = jax.random.split(key, 4)
+    basis = jax.random.normal(one, (FEATURES, 5)), jax.random.uniform(two, (FEATURES,), maxval=2 * jnp.pi)
+    start_key, state, first = three, None, policy(three)
+    room = HORIZON * (config.episodes + 1)
+    data = [np.zeros((room, n) if n else room, np.float32) for n in (4, 0, 4, 0)]
+    found = {"costs": [], "last": [], "noise": []}
+    for number in range(config.episodes + 1):
+        key, one, two, three = jax.random.split(key, 4)
+        states, forces = _EPISODE(one, first if state is None else state[0], jnp.asarray(number == 0))
+        costs = np.asarray(jax.vmap(cost)(states[1:]), np.float64)
+        if number:
+            found["costs"].append(costs.mean())
+            found["last"].append(costs[-10:].mean())
+        here = slice(HORIZON * number, HORIZON * (number + 1))
+        for array, new in zip(data, (states[:-1], forces, states[1:] - states[:-1], np.ones(HORIZON)), strict=True):
+            array[here] = new
+        if number < config.episodes:
+            model = _FIT(basis, *map(jnp.asarray, data))
+            # The first policy is that of the random episode.
+            state = init(start_key, model) if state is None else state
+            state = learn(state, jax.random.split(two, config.iterations), jnp.float32(config.rate), model)
+            found["noise"].append(float(noise(three, state, model)))
+    return found
+
+
+class Curves(NamedTuple):
+    """What `measure` found in all runs of a method, each (runs, episodes)."""
+
+    costs: np.ndarray
+    noise: np.ndarray
+    last: np.ndarray
+
+
+def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
+    """Success rates and episodes to success."""
+    rows, curves = [], {}
+    for method in METHODS:
+        runs = [r for c, r in records if c["method"] == method]
+        if len(runs) < 2:
+            continue
+        last, noise = (np.array([r[name] for r in runs]) for name in ("last", "noise"))
+        episodes = first_success(last, SUCCESS, 1)
+        costs = np.array([r["costs"] for r in runs])
+        draws = functools.partial(harness.bootstrap, resamples=config.resamples, seed=config.seed)
+        low, high = harness.interval(draws(np.isfinite(episodes).astype(float), lambda x: x.mean(-1)))
+        mean = np.minimum(episodes, config.episodes + 1)
+        few, many = harness.interval(draws(mean, lambda x: x.mean(-1)))
+        row = {"method": method, "runs": len(runs), "success": float(np.isfinite(episodes).mean())}
+        row |= {"success_low": low, "success_high": high, "episodes": float(mean.mean())}
+        row |= {"episodes_low": few, "episodes_high": many, "cost": float(costs[:, -1].mean())}
+        rows.append(row | {"noise": float(np.median(noise[:, -1]))})
+        curves[method] = Curves(costs, noise, last)
+    lines = [f"{'method':14} {'success (95 %)':24} {'episodes to it*':26} last cost   variance / gradient^2"]
+    for r in rows:
+        success = f"{r['success']:.0%} ({r['success_low']:.0%} to {r['success_high']:.0%})"
+        count = f"{r['episodes']:.1f} ({r['episodes_low']:.1f} to {r['episodes_high']:.1f})"
+        lines.append(f"{r['method']:14} {success:24} {count:26} {r['cost']:<11.3f} {r['noise']:.3g}")
+    lines.append(f"* runs without success count as {config.episodes + 1}")
+    return harness.Report({}, rows, "\n".join(lines), _picture(config, rows, curves))
+
+
+def _picture(config, rows, curves):
+    figure = Figure(figsize=(15, 4.4), layout="constrained")
+    figure.suptitle(
+        f"Cart-pole swing-up through a learned model: {config.particles} particles, {config.iterations} steps of Adam "
+        f"an episode, {max(r['runs'] for r in rows)} runs; bands are 95 % intervals"
+    )
+    axes = figure.subplots(1, 3)
+    episodes = np.arange(1, config.episodes + 1)
+    panels = (
+        ("mean cost of a real episode", lambda found: found.costs, np.mean),
+        (
+            "share of runs with success so far",
+            lambda found: np.logical_or.accumulate(found.last <= SUCCESS, 1),
+            np.mean,
+        ),
+        ("gradient variance / squared gradient (median)", lambda found: found.noise, np.median),
+    )
+    for axis, (title, choose, centre) in zip(axes, panels, strict=True):
+        for method, found in curves.items():
+            values = choose(found).astype(float)
+            bands = [
+                harness.interval(harness.bootstrap(c, lambda x: centre(x, axis=-1), config.resamples, config.seed))  # noqa: B023
+                for c in values.T
+            ]
+            style = {"color": ALL_METHODS[method].colour}
+            axis.plot(episodes, centre(values, axis=0), label=method, marker="o", ms=3, **style)
+            axis.fill_between(episodes, *np.transpose(bands), alpha=0.12, lw=0, **style)
+        axis.set_title(title, fontsize=10)
+        axis.set_xlabel("real episodes with a learned policy")
+        axis.grid(alpha=0.25)
+    axes[2].set_yscale("log")
+    axes[0].legend(fontsize=8)
+    return figure
+
+
+if __name__ == "__main__":
+    harness.main()

@@ -1,0 +1,125 @@
+"""Weights for simulators that jump: closed forms, bounds that hold for any cost, and power where there is a jump."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.stats import norm
+
+import apgrad as ap
+
+KEY = jax.random.key(0)
+JUMP = lambda e: jnp.where(e > 0.5, 2.0, 0.0) + 0.1 * e
+
+
+def features(f, lanes, key=KEY, repetitions=1):
+    """Contributions of N(theta, 1) at theta = 0 to the gradient of a mean over lanes: (repetitions, 2, lanes, 1)."""
+    e = jax.random.normal(key, (repetitions, lanes, 1))
+    slope = jax.vmap(jax.vmap(jax.grad(lambda e: f(e[0]))))(e)
+    cost = f(e)
+    centred = (cost - jnp.mean(cost, axis=1, keepdims=True)) * lanes / (lanes - 1)  # leave one out
+    return jnp.stack([slope, centred * e], axis=1) / lanes
+
+
+def rule(weights):
+    return lambda gradients: weights.message.rule(gradients, jnp.zeros(gradients.shape[1:]))
+
+
+def test_alpha_order_is_the_constrained_minimum(x64):
+    gradients = features(JUMP, 500)[0]
+    pathwise, ratio = np.asarray(gradients)
+    epsilon = np.sqrt(500 * ratio.var(ddof=1)) * (1 + math.sqrt(2 * math.log(20)))
+    grid = np.linspace(0, 1, 100_001)
+    variance = grid**2 * pathwise.var() + (1 - grid) ** 2 * ratio.var()
+    distance = abs(pathwise.sum() - ratio.sum())
+    for gamma in (0.5 * epsilon, epsilon + 0.3 * distance, epsilon + 10 * distance, math.inf):
+        allowed = epsilon + grid * distance <= gamma
+        best = grid[allowed][np.argmin(variance[allowed])] if allowed.any() else 0
+        np.testing.assert_allclose(rule(ap.weights.alpha_order(gamma))(gradients), [best, 1 - best], atol=2e-5)
+
+
+def test_the_mean_test_keeps_its_level_and_has_the_power_of_a_t_test(x64):
+    smooth = features(jnp.sin, 300, repetitions=4000)
+    for threshold in (1.0, 2.0):
+        weights = jax.vmap(rule(ap.weights.mean_test(ap.weights.Weights(HALF), threshold=threshold)))(smooth)
+        false, p = np.mean(np.asarray(weights)[:, 1] == 1), 2 * norm.sf(threshold)
+        assert abs(false - p) < 4 * math.sqrt(p / 4000) + 0.01, (threshold, false, p)
+    # D = jump's part of the likelihood ratio, whose mean is 2 phi(.5); a power of one half where that is 2 errors.
+    found = features(JUMP, 2000, repetitions=50)
+    D = np.asarray(found[:, 1] - found[:, 0]) * 2000
+    assert abs(D.mean() - 2 * norm.pdf(0.5)) < 4 * D.std() / math.sqrt(D.size)
+    lanes = int((2 * D.std() / (2 * norm.pdf(0.5))) ** 2)
+    weights = jax.vmap(rule(ap.weights.mean_test(threshold=2.0)))(features(JUMP, lanes, repetitions=1000))
+    assert 0.4 < np.mean(np.asarray(weights)[:, 1] == 1) < 0.6
+
+
+HALF = ap.weights.Weighting(lambda gradients, suffix: jnp.full(2, 0.5, gradients.dtype))
+
+
+@pytest.mark.parametrize("dimensions", [1, 4])
+def test_no_cost_without_jumps_exceeds_the_bound_of_the_variance_test(dimensions, x64):
+    e = jax.random.normal(KEY, (100_000, dimensions))
+    a = jax.random.normal(jax.random.key(1), (dimensions,))
+    limit = (1 + math.sqrt(1 + dimensions)) ** 2
+    costs = {
+        "linear": lambda e: e @ a,
+        "quadratic": lambda e: jnp.sum(e**2, axis=-1),
+        "cubic": lambda e: (e @ a) ** 3,
+        "waves": lambda e: jnp.sin(3 * e @ a),
+        "kink": lambda e: jnp.abs(e @ a),
+        "steep": lambda e: jnp.tanh(5 * e @ a),
+    }
+    for name, cost in costs.items():
+        f, slope = cost(e), jax.vmap(jax.grad(cost))(e)
+        gradients = jnp.stack([slope, (f - jnp.mean(f))[:, None] * e])
+        ratio = float(jnp.sum(gradients[1] ** 2) / jnp.sum(gradients[0] ** 2))
+        assert ratio < limit, (name, ratio, limit)
+        if name == "linear":
+            assert abs(ratio - (dimensions + 2)) < 0.1
+        assert rule(ap.weights.variance_test(dimensions=dimensions))(gradients)[0] > 0, name
+    jump = jnp.where(e @ a > 0, 1.0, -1.0)
+    gradients = jnp.stack([0.2 * jnp.broadcast_to(a, e.shape), (jump + 0.2 * e @ a)[:, None] * e])
+    np.testing.assert_array_equal(rule(ap.weights.variance_test(dimensions=dimensions))(gradients), [0, 1])
+
+
+def test_per_step_weights_send_the_pathwise_message():
+    gradients = features(jnp.sin, 50)[0]
+    weights = ap.weights.per_step_inverse_variance()
+    zeros = jnp.zeros((50, 1))
+    np.testing.assert_array_equal(weights.message.rule(gradients, zeros), [1, 0])
+    expected = ap.weights.inverse_variance().message.rule(gradients, zeros)
+    np.testing.assert_array_equal(weights.contribution.rule(gradients, zeros), expected)
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        ap.weights.per_step_inverse_variance(),
+        ap.weights.alpha_order(0.1),
+        ap.weights.mean_test(),
+        ap.weights.variance_test(),
+    ],
+    ids=["per step", "alpha order", "mean test", "variance test"],
+)
+def test_finite_where_gradients_overflow(weights):
+    pathwise, ratio = features(jnp.sin, 20)[0]
+    for bad in (1e30, jnp.inf, jnp.nan):
+        for gradients in ((bad * pathwise, ratio), (pathwise, bad * ratio), (bad * pathwise, bad * ratio)):
+            for weighting in (w for w in weights if w is not None):
+                found = weighting.rule(jnp.stack(gradients), jnp.zeros((20, 1)))
+                assert jnp.all(jnp.isfinite(found)) and abs(float(jnp.sum(found)) - 1) < 1e-6
+    with pytest.raises(ValueError, match="two estimators"):
+        rule(ap.weights.alpha_order(1.0))(jnp.zeros((3, 4, 1)))
+
+
+def test_bad_numbers():
+    for make, match in (
+        (lambda: ap.weights.alpha_order(0), "positive gamma"),
+        (lambda: ap.weights.alpha_order(1, confidence=1), "between 0 and 1"),
+        (lambda: ap.weights.mean_test(threshold=0), "positive threshold"),
+        (lambda: ap.weights.variance_test(dimensions=0), "positive dimensions"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            make()

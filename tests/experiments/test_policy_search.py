@@ -1,0 +1,127 @@
+"""The experiments on contact and policy search: closed forms of their systems, and a tiny run of each."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy.optimize import brentq
+from scipy.stats import norm
+
+import apgrad as ap
+from experiments import contact, harness, policy_search, policy_search_cartpole as cartpole
+
+KEY = jax.random.key(0)
+
+
+def tiny_run(experiment, folder, *options):
+    with jax.numpy_dtype_promotion("standard"):  # optax's Adam needs it
+        harness.main(experiment, ["--out", str(folder), *options])
+    assert list(folder.glob("*.png"))
+    return json.loads((folder / "results.json").read_text())
+
+
+def test_the_pathwise_bias_of_the_ball_is_the_jump_times_its_density():
+    # d/dtheta E f = E f' + the sum of the jumps times the density where they are; the wall is cleared at two angles.
+    def clears(a):
+        return contact.WALL * np.tan(a) - contact.WALL**2 / (2 * np.cos(a) ** 2) - contact.HEIGHT
+
+    theta = 0.55
+    jumps = 0.0
+    for angle, sign in ((brentq(clears, 0.3, 0.8), -1), (brentq(clears, 0.8, 1.4), 1)):
+        size = np.sin(2 * angle) - contact.WALL
+        jumps += sign * size * norm.pdf(angle, theta, contact.THROW)
+    smooth = contact.gradients("ball", "RP", theta, 200_000, 2, 0, 0.2).mean()
+    assert contact.exact_ball(theta) == pytest.approx(smooth + jumps, abs=0.01)
+    unbiased = contact.gradients("ball", "LR", theta, 10_000, 100, 0, 0.2)
+    error = unbiased.std() / len(unbiased) ** 0.5
+    assert abs(unbiased.mean() - contact.exact_ball(theta)) < 4 * error
+    assert abs(jumps) > 50 * error
+
+
+def test_the_stop_takes_speed_and_keeps_the_place():
+    before = jnp.array([contact.STOP - 1e-4, 1.0])
+    q, v = contact.pendulum_step(jnp.array([0.0, 0.0]), before)
+    free = 1.0 - contact.DT * np.sin(contact.STOP)
+    np.testing.assert_allclose(v, -free / 2, rtol=1e-3)
+    np.testing.assert_allclose(contact.STOP - q, contact.DT * free / 2, rtol=1e-3)
+
+
+def test_contact(tmp_path, monkeypatch):
+    monkeypatch.setattr(contact, "METHODS", ("RP", "LR", "mean test"))
+    monkeypatch.setattr(contact, "POINTS", {"ball": (0.3, 0.5), "pendulum": (0.2, 0.4)})
+    results = tiny_run(contact, tmp_path, "--lanes", "10", "--estimates", "8", "--reference", "20000")
+    assert len(results["rows"]) == 2 * 3 * 2 and all(row["rmse"] > 0 for row in results["rows"])
+    with pytest.raises(SystemExit):
+        harness.main(contact, ["--lanes", "5"])
+
+
+def test_first_success():
+    curves = np.array([[3.0, 1.0, 2.0, 0.5], [3.0, 3.0, 3.0, 3.0], [0.0, 3.0, 3.0, 3.0]])
+    assert policy_search.first_success(curves, 1.0, every=10).tolist() == [20, np.inf, 10]
+
+
+def test_short_horizons_stop_the_gradient():
+    # With a segment as long as the rollout nothing is stopped; with shorter ones the gradient moves, the value stays.
+    policy = policy_search.policy(4, policy_search.nnx.Rngs(0))
+    values = {}
+    for segment in (0, 6, 2):
+        method = policy_search.METHODS["RP"]._replace(segment=segment)
+        function = ap.value_and_grad(policy_search.program(method, "every step", 6), 8)
+        values[segment] = jax.jit(function)(KEY, policy)
+    for other, equal in ((6, True), (2, False)):
+        assert float(values[other][0]) == pytest.approx(float(values[0][0]), rel=1e-6)
+        pairs = zip(*(jax.tree.leaves(values[s][1]) for s in (0, other)), strict=True)
+        assert all(np.allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-6) for a, b in pairs) == equal
+
+
+def test_policy_search(tmp_path, monkeypatch):
+    methods = {name: policy_search.METHODS[name] for name in ("RP", "TP adaptive")}
+    monkeypatch.setattr(policy_search, "METHODS", methods)
+    options = ("--policies", "4", "--horizon", "3", "--lanes", "4", "--iterations", "5", "--evaluations", "5")
+    results = tiny_run(
+        policy_search, tmp_path, *options, "--rates", "0.001", "0.01", "--seeds", "2", "--resamples", "20"
+    )
+    assert [row["method"] for row in results["rows"]] == list(methods)
+    assert all(row["cost_low"] <= row["cost"] <= row["cost_high"] for row in results["rows"])
+
+
+def test_the_cart_pole_keeps_its_energy(monkeypatch):
+    monkeypatch.setattr(cartpole, "FRICTION", 0.0)
+    monkeypatch.setattr(cartpole, "SUBSTEPS", 20)
+    m, total, length, g = cartpole.POLE, cartpole.CART + cartpole.POLE, cartpole.LENGTH, cartpole.GRAVITY
+
+    def energy(s):  # a uniform rod on a cart: its middle is at half its length, its moment about the hinge m l^2 / 3
+        _, v, a, w = np.asarray(s, np.float64)
+        moving = total * v**2 / 2 + m * length * v * w * np.cos(a) / 2 + m * length**2 * w**2 / 6
+        return moving - m * g * length * np.cos(a) / 2
+
+    states = [jnp.array([0.0, 0.5, 1.0, 2.0])]
+    for _ in range(5):
+        states.append(cartpole.real_step(states[-1], jnp.float32(0.0)))
+    np.testing.assert_allclose([energy(s) for s in states], energy(states[0]), atol=1e-3)
+
+
+def test_the_model_is_bayesian_linear_regression():
+    keys = jax.random.split(KEY, 5)
+    basis = jax.random.normal(keys[0], (cartpole.FEATURES, 5)), jax.random.uniform(keys[1], (cartpole.FEATURES,))
+    states, forces = jax.random.normal(keys[2], (60, 4)), jax.random.normal(keys[3], (60,))
+    changes, used = jax.random.normal(keys[4], (60, 4)), jnp.arange(60) < 50
+    _, W, A, v = cartpole.fit(basis, states, forces, changes, used.astype(jnp.float32))
+    F = np.asarray(jax.vmap(cartpole.features, (None, 0, 0))(basis, states, forces), np.float64)[:50]
+    precision = F.T @ F + cartpole.RIDGE * np.eye(F.shape[1])
+    Y = np.asarray(changes, np.float64)[:50]
+    expected = F @ np.linalg.solve(precision, F.T @ Y)
+    np.testing.assert_allclose(F @ np.asarray(W), expected, atol=0.05)
+    np.testing.assert_allclose(v, np.mean((Y - expected) ** 2, axis=0), atol=0.02)
+    spread = np.einsum("ni,ij,nj->n", F, np.linalg.inv(precision), F)
+    np.testing.assert_allclose(np.einsum("ni,ij,nj->n", F, np.asarray(A, np.float64), F), spread, atol=0.02)
+
+
+def test_cart_pole(tmp_path, monkeypatch):
+    monkeypatch.setattr(cartpole, "METHODS", ("RP",))
+    monkeypatch.setattr(cartpole, "HORIZON", 4)
+    options = ("--episodes", "2", "--iterations", "3", "--particles", "4", "--repetitions", "2", "--resamples", "20")
+    results = tiny_run(cartpole, tmp_path, *options)
+    assert results["rows"][0]["runs"] == 2 and 0 <= results["rows"][0]["success"] <= 1
