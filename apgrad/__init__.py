@@ -17,6 +17,7 @@ if _typing.TYPE_CHECKING:
         memory as memory,
         meta as meta,
         mplp as mplp,
+        rewiring as rewiring,
         testing as testing,
         tracing as tracing,
     )
@@ -43,6 +44,7 @@ if _typing.TYPE_CHECKING:
         weights as weights,
     )
     from apgrad.memory import memory_report as memory_report, randomize as randomize
+    from apgrad.rewiring import rewire as rewire, tap as tap, with_taps as with_taps
     from apgrad.tracing import semiring_grad as semiring_grad, trace_gradients as trace_gradients
 
 __version__ = "0.1.0"
@@ -87,6 +89,7 @@ _WINGS = {
     "memory": ["memory_report", "randomize"],
     "meta": [],
     "mplp": [],
+    "rewiring": ["rewire", "tap", "with_taps"],
     "testing": [],
     "tracing": ["semiring_grad", "trace_gradients"],
 }

@@ -196,28 +196,23 @@ def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float =
       >>> import jax.numpy as jnp, apgrad as ap
       >>> ap.testing.assert_transformable(ap.node(ap.backpropagation(jnp.sin)), jnp.array(1.0))
     """
+    both = jax.value_and_grad(function)
+    expected = both(*args)
+    zero = jnp.zeros_like(expected[0])
 
-    def both(*args):
-        return jax.value_and_grad(function)(*args)
+    def scanned(*args):
+        return jax.lax.scan(lambda total, _: (total + function(*args), None), zero, length=3)[0] / 3
 
-    def scanned(first, *rest):
-        def body(total, _):
-            return total + function(first, *rest), None
+    def looped(*args):
+        return jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, function(*args)), (0, zero))[1]
 
-        return jax.lax.scan(body, jnp.zeros_like(function(first, *rest)), length=3)[0] / 3
-
-    def looped(first, *rest):
-        zero = jnp.zeros_like(function(first, *rest))
-        return jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, function(first, *rest)), (0, zero))[1]
-
-    def branched(first, *rest):
-        return jax.lax.cond(jnp.array(True), function, lambda *a: 2 * function(*a), first, *rest)
+    def branched(*args):
+        return jax.lax.cond(jnp.array(True), function, lambda *a: 2 * function(*a), *args)
 
     def batched(*args):
         stacked = jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * 2), args)
         return jax.tree.map(lambda x: x[1], jax.vmap(both)(*stacked))
 
-    expected = both(*args)
     variants = {
         "jit": both,
         "checkpoint": jax.value_and_grad(jax.checkpoint(function)),

@@ -29,8 +29,8 @@ from apgrad import meta, mplp
 from experiments import meta_curves
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "sinusoid": {"channels": 8, "rank": 8, "hidden": 32, "neuron_state": 8, "learning_rate": 0.3},
-    "image_mlp": {"channels": 8, "rank": 8, "hidden": 32, "neuron_state": 4, "learning_rate": 10.0, "full": 1024},
+    "sinusoid": {"message_size": 8, "rank": 8, "hidden": 32, "neuron_state": 8, "learning_rate": 0.3},
+    "image_mlp": {"message_size": 8, "rank": 8, "hidden": 32, "neuron_state": 4, "learning_rate": 10.0, "full": 1024},
 }
 OPTIONS["image_mlp_long"] = OPTIONS["image_mlp"]
 ABOUT = {

@@ -33,7 +33,7 @@ class Config(harness.Config):
       segment: K.
       batch: examples of an inner step.
       learning_rate: of the rule, at first.
-      channels: k.
+      message_size: k.
       hidden: units of the rule's networks.
       tasks: in an outer batch.
       rate: Adam's.
@@ -46,7 +46,7 @@ class Config(harness.Config):
     segment: int = 5
     batch: int = 16
     learning_rate: float = 0.05
-    channels: int = 8
+    message_size: int = 8
     hidden: int = 16
     tasks: int = 1
     rate: float = 3e-4
@@ -64,7 +64,7 @@ PAPER = Config(
     length=100,
     batch=32,
     learning_rate=1e-3,
-    channels=24,
+    message_size=24,
     hidden=40,
     rate=1e-3,
 )
@@ -89,7 +89,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     )
     (start, weight), rngs = ARMS[cell["arm"]], nnx.Rngs(cell["seed"])
     options: dict[str, Any] = {"learning_rate": config.learning_rate, "start": start, "hidden": config.hidden}
-    rule = mplp.Thesis(meta_curves.sites(task), channels=config.channels, rngs=rngs, **options)
+    rule = mplp.Thesis(meta_curves.sites(task), message_size=config.message_size, rngs=rngs, **options)
     weights: dict[str, Any] = {"hint": config.length, "held_out": 0.0, "hint_before": True}
     learner = meta.message_passing(task.network)
     # The penalty's weight is for a mean over the K steps of a truncation.

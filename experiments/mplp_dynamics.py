@@ -55,7 +55,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     task = meta.sinusoid(amplitude=(1.0, 5.0), batch=32, deviation=None)
     options = {"batch_norm": cell["norm"], "learn_rate": cell["rate"], "learning_rate": config.learning_rate}
     rngs = nnx.Rngs(cell["seed"])
-    rule = mplp.Thesis(meta_curves.sites(task), channels=cell["k"], hidden=config.hidden, rngs=rngs, **options)
+    rule = mplp.Thesis(meta_curves.sites(task), message_size=cell["k"], hidden=config.hidden, rngs=rngs, **options)
     learner = meta.message_passing(task.network)
     problem = meta.inner_problem(task, learner, config.length, hint=config.length, held_out=0.0, hint_before=True)
     outer = meta.batched(meta.truncated(problem, config.segment), config.tasks)

@@ -74,7 +74,9 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         rate, values, sweep = meta_curves.tuned(task, make, rates, 0, config.runs, config.length)
         return {"eval": values.tolist(), "rate": rate, "sweep": sweep}
     options: dict[str, Any] = {"batch_norm": False, "learn_rate": True, "learning_rate": 0.01, "start": config.start}
-    rule = mplp.Thesis(meta_curves.sites(task), channels=1, hidden=config.hidden, rngs=nnx.Rngs(seed % 1000), **options)
+    rule = mplp.Thesis(
+        meta_curves.sites(task), message_size=1, hidden=config.hidden, rngs=nnx.Rngs(seed % 1000), **options
+    )
     learner = meta.message_passing(task.network)
     problem = meta.inner_problem(task, learner, config.length, hint=config.length, held_out=0.0, hint_before=True)
     outer = meta.batched(meta.truncated(problem, config.segment), config.tasks)

@@ -63,7 +63,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         return {"eval": values.tolist(), "rate": rate, "sweep": sweep}
     options: dict[str, Any] = {"whiten": True, "normalize": True, "learning_rate": 0.3}
     rule = mplp.Separable(
-        meta_curves.sites(task), channels=cell["k"], share=cell["share"] == "kind", rngs=nnx.Rngs(0), **options
+        meta_curves.sites(task), message_size=cell["k"], share=cell["share"] == "kind", rngs=nnx.Rngs(0), **options
     )
     outer = meta.batched(meta.backpropagation(meta.inner_problem(task, learner, STEPS)), 8)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(3e-3, config.steps)))

@@ -28,7 +28,7 @@ from matplotlib.figure import Figure
 import apgrad as ap
 from apgrad._programs import jaxprs
 from experiments import harness
-from experiments.benchmarks.tracing import timings
+from experiments.benchmarks.tracing import semirings, timings
 
 SEMIRINGS = ("grad", "ordinary", "max-product", "log max-product", "absolute sum", "entropy", "top 3")
 
@@ -56,19 +56,6 @@ class Config(harness.Config):
 
 
 PAPER = Config(layers=(2, 5, 10, 20, 40, 80), diamonds=12, batches=(1, 4, 16, 64, 256, 700), repeats=8)
-
-
-def semiring(name: str) -> Any:
-    """By its name."""
-    t = ap.tracing
-    return {
-        "ordinary": t.ordinary(),
-        "max-product": t.max_product(),
-        "log max-product": t.max_product(log=True),
-        "absolute sum": t.absolute_sum(),
-        "entropy": t.entropy(),
-        "top 3": t.top_k(3),
-    }[name]
 
 
 def cells(config: Config) -> list[harness.Cell]:
@@ -158,7 +145,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     functions = []
     for name in SEMIRINGS:
         f = (
-            jax.jit(jax.grad(loss) if name == "grad" else ap.semiring_grad(loss, semiring(name)))
+            jax.jit(jax.grad(loss) if name == "grad" else ap.semiring_grad(loss, semirings()[name]))
             .lower(params)
             .compile()
         )

@@ -1,4 +1,9 @@
-"""Tests run under strict dtype promotion: no silent widening anywhere in the library."""
+"""Tests run under strict dtype promotion: no silent widening anywhere in the library.
+
+Most of a test's time is the compiler's. So programs are compiled without LLVM's optimizations and, in JAX 0.10, by
+XLA's earlier emitters, which is three times as fast. A test that needs optimizations, or runs for longer than they
+take, is marked `optimized`; with the environment variable APGRAD_OPTIMIZED=1 all is compiled as users compile it.
+"""
 
 import os
 import re
@@ -11,6 +16,12 @@ worker = re.fullmatch(r"gw(\d+)", os.environ.get("PYTEST_XDIST_WORKER", ""))
 if worker and hasattr(os, "sched_setaffinity"):
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[int(worker[1]) % len(cores)]})
+
+QUICKLY = os.environ.get("APGRAD_OPTIMIZED") != "1"
+os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(QUICKLY)  # for processes that tests start
+jax.config.update("jax_disable_most_optimizations", QUICKLY)
+if QUICKLY and jax.__version_info__ < (0, 11):  # the flag goes then
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
 
 # Two devices for the tests of sharding; everything else stays on the first.
 jax.config.update("jax_num_cpu_devices", 2)
@@ -25,6 +36,14 @@ def pytest_collection_modifyitems(items):
 def strict_promotion():
     with jax.numpy_dtype_promotion("strict"):
         yield
+
+
+@pytest.fixture(autouse=True)
+def optimized_where_marked(request):
+    marked = request.node.get_closest_marker("optimized") is not None
+    jax.config.update("jax_disable_most_optimizations", QUICKLY and not marked)
+    yield
+    jax.config.update("jax_disable_most_optimizations", QUICKLY)
 
 
 @pytest.fixture(autouse=True, scope="module")

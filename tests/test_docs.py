@@ -32,6 +32,7 @@ def test_the_readme_shows_a_gradient_in_twenty_lines():
     exec("import optax\n" + train, names)
 
 
+@pytest.mark.quick
 def test_the_readme_names_every_public_function():
     text = (ROOT / "README.md").read_text()
     missing = {n for n in ap.__all__ if n[0].islower() and n not in text}

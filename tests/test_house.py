@@ -5,7 +5,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import apgrad as ap
+
+pytestmark = pytest.mark.quick
 
 PACKAGE = Path(ap.__file__).parent
 
@@ -16,6 +20,7 @@ FLOORS = {
     "expectations": {"_ground", "_programs"},
     "memory": {"_ground", "_programs"},
     "mplp": {"_ground", "_programs"},
+    "rewiring": {"_ground", "_programs"},
     "tracing": {"_ground", "_programs"},
     "meta": {"_ground", "_programs", "expectations", "mplp"},
     "testing": {"_ground", "expectations"},

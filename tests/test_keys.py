@@ -6,6 +6,8 @@ import pytest
 import apgrad as ap
 from apgrad._ground.keys import require_key
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize(
     "make", [jax.random.key, jax.random.PRNGKey, lambda seed: np.asarray(jax.random.PRNGKey(seed))]

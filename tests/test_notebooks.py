@@ -46,6 +46,9 @@ def test_notebook_runs(path, tmp_path, monkeypatch):
     notebook = nbformat.read(path, as_version=4)
     # The kernel imports this checkout, and has no word on frozen modules to say to debuggers.
     monkeypatch.setenv("PYDEVD_DISABLE_FILE_VALIDATION", "1")
+    # Notebooks compute for longer than they compile: compiled as a reader's kernel compiles them.
+    for name in ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")])))
     # An error in a cell is raised as nbclient.exceptions.CellExecutionError, with the cell and its traceback.
     nbclient.NotebookClient(

@@ -5,6 +5,8 @@ import pytest
 
 import apgrad as ap
 
+pytestmark = pytest.mark.quick
+
 
 def test_port_is_zeros_of_any_pytree_and_its_cotangent_is_the_message():
     template = {"a": jax.ShapeDtypeStruct((2, 3), jnp.float32), "b": (jnp.ones(4, jnp.bfloat16),)}
@@ -30,5 +32,5 @@ def test_signal():
     signal = ap.Signal.of(jnp.ones((4, 3)), 8)
     assert signal.port.shape == (4, 3, 8)
     assert len(jax.tree.leaves(signal)) == 2
-    with pytest.raises(ValueError, match="at least one channel"):
+    with pytest.raises(ValueError, match="at least one component"):
         ap.Signal.of(jnp.ones(3), 0)

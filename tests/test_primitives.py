@@ -5,6 +5,8 @@ import pytest
 
 import apgrad as ap
 
+pytestmark = pytest.mark.quick
+
 
 def test_zero_with_gradient_has_every_derivative_of_its_argument(x64):
     f = lambda x: ap.zero_with_gradient(jnp.sin(x) * x**2)

@@ -5,6 +5,7 @@ would get no message. If it is not, JAX cannot compile the function inside anoth
 ("No constant handler for type DynamicJaxprTracer") much later, without naming the function.
 """
 
+import contextlib
 import functools
 from typing import Any
 
@@ -18,9 +19,6 @@ def may_close_over_a_tracer(*functions: Any) -> bool:
     The search goes through variables from outside, default arguments, parts of `functools.partial`, the object of a
     bound method, and the same of every function found on the way. An array in an attribute of any other object is not
     found.
-
-    Args:
-      *functions: Python functions or other callables.
     """
     seen, queue = set(), list(functions)
     while queue:
@@ -37,16 +35,17 @@ def may_close_over_a_tracer(*functions: Any) -> bool:
                 return True
             queue += [leaf for leaf in leaves if callable(leaf)]
             continue
-        queue += [cell.cell_contents for cell in getattr(found, "__closure__", None) or () if _is_full(cell)]
-        queue += [getattr(found, "__defaults__", None), getattr(found, "__kwdefaults__", None)]
-        queue += [getattr(found, "__self__", None), getattr(found, "__wrapped__", None)]
+        queue += closed_over(found).values()
+        queue += [getattr(found, f"__{name}__", None) for name in ("defaults", "kwdefaults", "self", "wrapped")]
         queue += jax.tree.leaves(found)  # a callable object that is a pytree, as Flax's modules are
     return False
 
 
-def _is_full(cell):
-    try:
-        cell.cell_contents  # noqa: B018
-    except ValueError:  # a variable that has no value yet
-        return False
-    return True
+def closed_over(function: Any) -> dict[str, Any]:
+    """What a Python function closes over, by the names of the variables; other callables close over nothing."""
+    found = {}
+    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
+    for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
+        with contextlib.suppress(ValueError):  # a variable that has no value yet
+            found[name] = cell.cell_contents
+    return found

@@ -1,4 +1,4 @@
-"""The one rule for PRNG keys: typed keys and raw `uint32` keys are taken alike, and go on as typed keys."""
+"""PRNG keys: functions of apgrad take typed keys and raw `uint32` keys alike, and work with typed keys."""
 
 from typing import Any
 
@@ -7,17 +7,17 @@ import jax.numpy as jnp
 
 
 def require_key(what: str, key: Any) -> jax.Array:
-    """One PRNG key as a typed key.
+    """Returns one PRNG key as a typed key, and refuses anything else.
 
     Args:
-      what: names the argument in errors, as in "the objective's first argument".
-      key: `jax.random.key(seed)`, or a raw key as `jax.random.PRNGKey(seed)` makes it, of JAX's default implementation.
+      what: the argument's name in errors, such as "the objective's first argument".
+      key: `jax.random.key(seed)`, or a raw key of JAX's default implementation, `jax.random.PRNGKey(seed)`.
 
     Returns:
       The typed key, a scalar.
 
     Raises:
-      TypeError: for anything else, an array of several keys above all.
+      TypeError: if the value is no key, or an array of several keys.
 
     Example:
       >>> import jax

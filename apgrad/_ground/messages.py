@@ -21,32 +21,20 @@ class Static:
 
 
 def has_message(x: Any) -> bool:
-    """Whether JAX carries messages to an array: it has to be floating point or complex.
-
-    Args:
-      x: an array, or something with a dtype.
-    """
+    """Whether JAX carries messages to an array: it has to be floating point or complex."""
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
 def form_of(tree: Any) -> Static:
-    """The structure of a pytree, with the shape and dtype of each leaf.
-
-    Args:
-      tree: a pytree of arrays.
-    """
+    """The structure of a pytree, with the shape and dtype of each leaf."""
     leaves, treedef = jax.tree.flatten(tree)
     return Static((treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)))
 
 
 def between(name: str, place: int, messages: Any, form: Static) -> Any:
-    """The message from one propagator to the propagator before it.
+    """The message from one propagator, the one of number `place`, to the propagator before it.
 
-    Args:
-      name: the function that joined the propagators, for errors.
-      place: the number of the propagator that sends the message, for errors.
-      messages: what its `backward` returned.
-      form: the form of what went forward between the two propagators, in a tuple of one.
+    The form is that of a tuple of one: of what went forward between the two.
 
     Raises:
       TypeError: if the messages are not a tuple of one.
@@ -61,11 +49,7 @@ def between(name: str, place: int, messages: Any, form: Static) -> Any:
 
 
 def numbered(form: Static) -> Any:
-    """The pytree of a form, with numbers for its leaves.
-
-    Args:
-      form: made by `form_of`.
-    """
+    """The pytree of a form, with numbers for its leaves."""
     treedef, avals = form.value
     return treedef.unflatten(range(len(avals)))
 
@@ -149,11 +133,7 @@ def _fit(name: str, message: Any, aval: tuple[tuple[int, ...], Any], dense: bool
 
 
 def describe(value: Any) -> str:
-    """What an error calls a value.
-
-    Args:
-      value: anything.
-    """
+    """What an error calls a value."""
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"
     return f"{type(value).__name__}"

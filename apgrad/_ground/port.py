@@ -1,12 +1,15 @@
-"""Ports: a way back through a program for messages that are no gradients.
+"""Ports: the way back through a program for messages that are no gradients.
 
-Reverse mode carries, for each value, a cotangent of that value's shape. A *port* is a zero-valued array
-(or pytree) that goes forward beside the value: its own cotangent is free to mean anything, so it carries
-the message. Where paths meet, JAX adds the messages up as it adds cotangents; the zeros cost nothing,
-the compiler drops them.
+    signal = Signal.of(x, message_size=8)      # x, and zeros of shape (*x.shape, 8) beside it
+    y, port = some_node(signal.value, signal.port)
 
-A node is given a port by taking it as an input and returning it as an output, so that its `backward`
-receives the message at the output and answers at the input.
+In reverse mode each value has a cotangent of its own shape, which is the gradient. A *port* is an array (or pytree) of
+zeros that goes forward beside a value. The cotangent of the zeros is free to mean anything, so it carries the message.
+Where several messages arrive at one port, JAX adds them up, as it adds up cotangents. The zeros cost nothing, because
+the compiler removes them.
+
+A node takes a port as an input and returns it as an output. Its `backward` then receives the message at the output, and
+answers with the message at the input.
 """
 
 from typing import Any, NamedTuple
@@ -16,19 +19,19 @@ import jax.numpy as jnp
 
 
 def port(template: Any) -> Any:
-    """A port: zeros of the template's structure, shapes and dtypes.
+    """Makes a port for messages of the template's form.
 
     Args:
-      template: a pytree of floating-point arrays or `jax.ShapeDtypeStruct`s, the form of the messages.
+      template: a pytree of floating-point arrays or `jax.ShapeDtypeStruct`s, which has the form of the messages.
 
     Returns:
-      A pytree of zeros. `jax.grad` with respect to it is the message that arrived.
+      Zeros of the template's structure, shapes and dtypes. The gradient with respect to them is the message.
 
     Raises:
-      TypeError: if a leaf is not floating point: JAX gives other dtypes no cotangent.
+      TypeError: if a leaf is not floating point, because JAX gives other dtypes no cotangent.
 
     Example:
-      A node that sends back what it saw, beside the gradient:
+      A node that sends back its input as a message, beside the gradient:
 
       >>> import jax, jax.numpy as jnp, apgrad as ap
       >>> seen = ap.node(ap.Propagator(
@@ -50,33 +53,33 @@ def port(template: Any) -> Any:
 
 
 class Signal(NamedTuple):
-    """A value with a message port beside it: what a node with learned messages passes on.
+    """A value with a port for messages beside it, as a node with learned messages takes and returns it.
 
     Attributes:
-      value: an array. Its cotangent stays the true derivative.
-      port: zeros of shape `value.shape + (channels,)`. Its cotangent is the message.
+      value: a floating-point array. Its cotangent is the true derivative.
+      port: zeros of shape `value.shape + (message_size,)`. Its cotangent is the message.
     """
 
     value: jax.Array
     port: jax.Array
 
     @classmethod
-    def of(cls, value: jax.Array, channels: int) -> "Signal":
-        """A signal with a fresh port.
+    def of(cls, value: jax.Array, message_size: int) -> "Signal":
+        """Puts a new port beside a value.
 
         Args:
-          value: a floating-point array.
-          channels: the size of the message for each element of `value`, at least 1.
+          value: a floating-point array of any shape.
+          message_size: how many components the message has for each element of the value, at least 1.
 
         Example:
           >>> import jax.numpy as jnp, apgrad as ap
-          >>> ap.Signal.of(jnp.ones((4, 3)), channels=8).port.shape
+          >>> ap.Signal.of(jnp.ones((4, 3)), message_size=8).port.shape
           (4, 3, 8)
         """
-        if channels < 1:
-            raise ValueError(f"a message needs at least one channel, got channels={channels}")
-        zeros = port(jax.ShapeDtypeStruct((*value.shape, channels), value.dtype))
-        # A constant would not be batched where `jax.vmap` batches the value, and the copies' messages would be summed.
-        # So the zeros depend on the value, in a way that the compiler removes.
+        if message_size < 1:
+            raise ValueError(f"a message needs at least one component, got message_size={message_size}")
+        zeros = port(jax.ShapeDtypeStruct((*value.shape, message_size), value.dtype))
+        # `jax.vmap` does not batch a constant, and would add up the messages of all copies of the value. So the zeros
+        # depend on the value, in a way that the compiler removes.
         never = jnp.zeros((), bool)
         return cls(value, jnp.where(never, jax.lax.stop_gradient(value)[..., None], zeros))

@@ -1,10 +1,12 @@
-"""JAX primitives: a zero with a gradient, and values that refuse a derivative, a message or a batch axis.
+"""JAX primitives: a zero with a gradient, and arrays that refuse a derivative, a message or `jax.vmap`.
 
-The first two could be `jax.custom_jvp` functions of one line, and would be wrong. When `scan` is differentiated, JAX
-evaluates the part of its body that needs no derivative with the custom rules dropped
-(`JaxprTrace.process_custom_jvp_call`), so a second derivative sees the function's plain body: of a zero with
-a gradient, a plain zero. That error is silent (the second derivative of a likelihood-ratio estimate came out
-as -0.09 where 5.2 is right). A primitive keeps its rule wherever it goes.
+    total + zero_with_gradient(log_density)    # adds nothing to the value, and all to the derivatives
+    refuse_derivative(x, "x is data")          # is x; whoever differentiates it gets this error at trace time
+
+Why no `jax.custom_jvp` functions, which take one line each? When JAX differentiates a `scan`, it drops custom rules in
+the part of the body that needs no derivative (`JaxprTrace.process_custom_jvp_call`). A second derivative then sees the
+plain body of the function, which for a zero with a gradient is a plain zero. That is wrong without a word: the second
+derivative of a likelihood-ratio estimate came out as -0.09 where 5.2 is right. A primitive keeps its rule everywhere.
 """
 
 from collections.abc import Callable
@@ -17,16 +19,16 @@ from jax.interpreters import ad, batching, mlir
 
 
 def zero_with_gradient(x: jax.Array) -> jax.Array:
-    """Zero in value, with the derivatives of `x`, of any order.
+    """An array of zeros whose derivatives, of any order, are those of `x`.
 
-    Like `x - stop_gradient(x)`, but zero also where `x` is infinite or NaN, and nothing has to compute `x`
-    for its value alone.
+    The function `x - stop_gradient(x)` has the same derivatives, but its value is NaN where `x` is infinite or NaN, and
+    `x` has to be computed for it. Here the compiler leaves `x` out where only the value is wanted.
 
     Args:
-      x: a floating-point array.
+      x: a floating-point or complex array of any shape.
 
     Raises:
-      TypeError: for another dtype, which has no gradient.
+      TypeError: if the array has another dtype, which has no gradient.
 
     Example:
       >>> import jax, apgrad as ap
@@ -40,11 +42,11 @@ def zero_with_gradient(x: jax.Array) -> jax.Array:
 
 
 def refuse_derivative(tree: Any, reason: str) -> Any:
-    """The same pytree; differentiating it raises `TypeError(reason)` at trace time.
+    """Returns the pytree as it is; whoever differentiates the result gets `TypeError(reason)` at trace time.
 
     Args:
-      tree: a pytree of arrays.
-      reason: what the error says.
+      tree: a pytree of arrays; integers, Booleans and keys have no derivative and pass.
+      reason: the text of the error: what has no derivative, and what to do.
 
     Example:
       >>> import jax, apgrad as ap
@@ -63,14 +65,14 @@ def refuse_derivative(tree: Any, reason: str) -> Any:
 
 
 def refuse_message(tree: Any, reason: str) -> Any:
-    """The same pytree; a message that comes back to it in reverse mode raises `TypeError(reason)` at trace time.
+    """Returns the pytree as it is; a message that comes back to the result raises `TypeError(reason)` at trace time.
 
-    Unlike `refuse_derivative` it lets a derivative pass that nobody uses, as that of the `aux` of `jax.grad`. Forward
-    mode computes derivatives before anyone can know whether they are used: there the derivative is NaN.
+    A derivative that nobody uses may pass, such as the derivative of the `aux` of `jax.grad`; `refuse_derivative` would
+    raise an error there too. In forward mode nobody knows yet whether a derivative will be used, so it is NaN.
 
     Args:
-      tree: a pytree; leaves that are no floating-point arrays stay as they are.
-      reason: what the error says.
+      tree: a pytree; leaves that are no floating-point arrays pass.
+      reason: the text of the error.
 
     Example:
       >>> import jax
@@ -94,11 +96,11 @@ def refuse_message(tree: Any, reason: str) -> Any:
 
 
 def refuse_batching(x: jax.Array, reason: str) -> jax.Array:
-    """The same array; any `jax.vmap` around it, whether it maps the array or not, raises `ValueError(reason)`.
+    """Returns the array as it is; any `jax.vmap` around the call, even if it maps nothing, raises `ValueError(reason)`.
 
     Args:
-      x: an array.
-      reason: what the error says.
+      x: an array of any shape and dtype.
+      reason: the text of the error.
 
     Example:
       >>> import jax
@@ -113,11 +115,11 @@ def refuse_batching(x: jax.Array, reason: str) -> jax.Array:
 
 
 def mark(x: jax.Array, name: str) -> jax.Array:
-    """The same array, with a mark in the program that a walk over the program finds (`apgrad/_programs/marks.py`).
+    """Returns the array as it is, and leaves a mark in the program, which `apgrad._programs.marks` counts.
 
     Args:
-      x: an array.
-      name: of the mark.
+      x: an array of any shape and dtype.
+      name: the name of the mark.
     """
     return _mark_p.bind(x, name=name)
 
@@ -133,8 +135,12 @@ def _elementwise(name: str, implementation: Callable[..., Any], jvp: Callable[..
 
 
 def _zero_jvp(primals, tangents):
-    # The primitive itself, not plain zeros: the next derivative must still see x in the zero.
+    # The primitive again, and no plain zeros: the next derivative must still find x in the zero.
     return _zero_p.bind(*primals), tangents[0]
+
+
+def _same(x, *, reason):
+    return x
 
 
 def _refuse_jvp(primals, tangents, *, reason):
@@ -145,11 +151,6 @@ def _mark_jvp(primals, tangents, *, name):
     return _mark_p.bind(*primals, name=name), tangents[0]
 
 
-_mark_p = _elementwise("mark", lambda x, *, name: x, _mark_jvp)
-_zero_p = _elementwise("zero_with_gradient", jnp.zeros_like, _zero_jvp)
-_refuse_p = _elementwise("refuse_derivative", lambda x, *, reason: x, _refuse_jvp)
-
-
 def _mute_jvp(primals, tangents, *, reason):
     return _mute_p.bind(*primals, reason=reason), _muted_p.bind(*tangents, reason=reason)
 
@@ -158,22 +159,23 @@ def _muted_jvp(primals, tangents, *, reason):
     return _muted_p.bind(*primals, reason=reason), _muted_p.bind(*tangents, reason=reason)
 
 
-def _mute_transpose(message, _, *, reason):
-    if type(message) is ad.Zero:
+def _muted_transpose(message, _, *, reason):
+    if type(message) is ad.Zero:  # nobody has used the derivative
         return [message]
     raise TypeError(reason)
-
-
-_mute_p = _elementwise("refuse_message", lambda x, *, reason: x, _mute_jvp)
-# What a derivative goes through: transposed in reverse mode, evaluated in forward mode alone.
-_muted_p = _elementwise("refused_message", lambda x, *, reason: jnp.full_like(x, jnp.nan), _muted_jvp)
-ad.primitive_transposes[_muted_p] = _mute_transpose
 
 
 def _alone_batching(axis, values, dims, *, reason):
     raise ValueError(reason)
 
 
-_alone_p = _elementwise("refuse_batching", lambda x, *, reason: x, _refuse_jvp)
-# Rules of this table are called also where no operand is mapped.
+_zero_p = _elementwise("zero_with_gradient", jnp.zeros_like, _zero_jvp)
+_refuse_p = _elementwise("refuse_derivative", _same, _refuse_jvp)
+_mark_p = _elementwise("mark", lambda x, *, name: x, _mark_jvp)
+_mute_p = _elementwise("refuse_message", _same, _mute_jvp)
+# The derivative of `refuse_message`: reverse mode transposes this primitive, forward mode evaluates it.
+_muted_p = _elementwise("refused_message", lambda x, *, reason: jnp.full_like(x, jnp.nan), _muted_jvp)
+ad.primitive_transposes[_muted_p] = _muted_transpose
+_alone_p = _elementwise("refuse_batching", _same, _refuse_jvp)
+# JAX calls the rules in this table even where no operand is mapped.
 batching.fancy_primitive_batchers[_alone_p] = _alone_batching

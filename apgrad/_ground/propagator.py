@@ -1,11 +1,10 @@
 """Propagators: what a node computes, what it remembers, what it sends backward.
 
-Reverse-mode differentiation passes one kind of message (a cotangent) by one kind of rule (the
-transposed Jacobian). *Automatic propagation* (Parmas & Seno, "Proppo: a message passing framework
-for customizable and composable learning algorithms", NeurIPS 2022, section 3) keeps the walk over the
-graph and lets a node replace the rule. Here a node's rule is a pair of pure functions, and
-`jax.custom_vjp` is the graph walker: it adds up messages at a fan-out and works under `jit`, `vmap`,
-`scan`, `cond`, `remat` and sharding.
+Reverse-mode differentiation passes one kind of message (a cotangent) by one kind of rule (the transposed Jacobian).
+*Automatic propagation* (Parmas & Seno, "Proppo: a message passing framework for customizable and composable learning
+algorithms", NeurIPS 2022, section 3) keeps the walk over the graph and lets a node replace the rule. Here a node's rule
+is a pair of pure functions, and `jax.custom_vjp` is the graph walker: it adds up messages at a fan-out and works under
+`jit`, `vmap`, `scan`, `cond`, `remat` and sharding.
 """
 
 import functools
@@ -260,10 +259,9 @@ def combine(*propagators: Propagator) -> Propagator:
 def skip(propagator: Propagator) -> Propagator:
     """The propagator's forward; backward, the message passes over the node as it came.
 
-    Proppo's SkipProp. With a forward that has no useful derivative this is the straight-through
-    estimator (Bengio et al., 2013). It has one input, of the output's structure and shapes. Where the input is floating
-    point and the forward's output is integer or Boolean, the output comes in the input's dtype: JAX carries no message
-    to an integer.
+    Proppo's SkipProp. With a forward that has no useful derivative this is the straight-through estimator (Bengio et
+    al., 2013). It has one input, of the output's structure and shapes. Where the input is floating point and the
+    forward's output is integer or Boolean, the output comes in the input's dtype: JAX carries no message to an integer.
 
     Args:
       propagator: its `backward` is not used.
@@ -327,8 +325,7 @@ def backpropagation(function: Callable[..., Any]) -> Propagator:
     if not callable(function):
         raise TypeError(f"backpropagation takes a function, got {describe(function)}")
     return Propagator(
-        forward=lambda *inputs: jax.vjp(function, *inputs),
-        backward=lambda pullback, message: pullback(message),
+        forward=lambda *inputs: jax.vjp(function, *inputs), backward=lambda pullback, message: pullback(message)
     )
 
 

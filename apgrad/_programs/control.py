@@ -40,6 +40,7 @@ class Nested(NamedTuple):
       reverse: whether a scan runs from its last step to its first.
       options: keywords for the JAX function that made the equation: `unroll` of a scan, `prevent_cse` and `policy` of
         a remat.
+      label: the name of the Python function that a call or a custom rule stands for, as far as JAX knows it.
     """
 
     kind: str
@@ -48,6 +49,7 @@ class Nested(NamedTuple):
     length: int = 0
     reverse: bool = False
     options: dict[str, Any] = {}  # noqa: RUF012
+    label: str = ""
 
 
 _KINDS = {
@@ -83,7 +85,9 @@ def nested(eqn: Any) -> Nested | None:
         if name in _KINDS:
             kind, key = _KINDS[name]
             options = {n: params[n] for n in ("prevent_cse", "policy")} if kind == "remat" else {}
-            return Nested(kind, (opened(params[key]),), options=options)
+            program = opened(params[key])
+            label = params.get("name") or getattr(program.jaxpr.debug_info, "func_name", None) or name
+            return Nested(kind, (program,), options=options, label=label)
         if name == "scan":
             body, options = opened(params["jaxpr"]), {"unroll": params["unroll"]}
             if "ft_in" in params:
@@ -108,7 +112,13 @@ def nested(eqn: Any) -> Nested | None:
     return None
 
 
-def rebuild(eqn: Any, inside: Nested, functions: Sequence[Callable[..., Sequence[Any]]], inputs: Sequence[Any]) -> Any:
+def rebuild(
+    eqn: Any,
+    inside: Nested,
+    functions: Sequence[Callable[..., Sequence[Any]]],
+    inputs: Sequence[Any],
+    summed: Sequence[Any] = (),
+) -> Any:
     """Evaluates an equation with other functions in place of the programs inside it.
 
     Args:
@@ -116,8 +126,10 @@ def rebuild(eqn: Any, inside: Nested, functions: Sequence[Callable[..., Sequence
       inside: `nested(eqn)`, of any kind but "custom".
       functions: one function for each program inside, with the flat inputs and outputs of that program. The function
         for a scan's body gets one more input, its first: the number of the step, an int32 scalar, which counts from 0
-        in the order in which the steps run.
+        in the order in which the steps run. All functions of an equation may return the same further outputs, which
+        become further outputs of the equation; a scan stacks them.
       inputs: the equation's inputs, arrays.
+      summed: zeros in the form of the last further outputs that a scan adds up in place of stacking them.
 
     Returns:
       The list of outputs.
@@ -146,27 +158,35 @@ def rebuild(eqn: Any, inside: Nested, functions: Sequence[Callable[..., Sequence
         consts, carry, xs = _divide(inputs, inside.counts)
 
         def body(state, x):
-            step, carry = state
+            step, carry, sums = state
             outputs = list(functions[0](step, *consts, *carry, *x))
-            return (step + 1, tuple(outputs[: len(carry)])), tuple(outputs[len(carry) :])
+            last = len(outputs) - len(sums)
+            sums = tuple(a + b for a, b in zip(sums, outputs[last:], strict=True))
+            return (step + 1, tuple(outputs[: len(carry)]), sums), tuple(outputs[len(carry) : last])
 
-        state = (jnp.zeros((), jnp.int32), tuple(carry))
-        (_, carry), ys = jax.lax.scan(
+        state = (jnp.zeros((), jnp.int32), tuple(carry), tuple(summed))
+        (_, carry, sums), ys = jax.lax.scan(
             body, state, tuple(xs), length=inside.length, reverse=inside.reverse, **inside.options
         )
-        return [*carry, *ys]
+        return [*carry, *ys, *sums]
     raise ValueError(f"{eqn.primitive.name!r} has a derivative rule of its own: evaluate it with caller(eqn)")
 
 
 def opened(jaxpr: Any) -> Program:
-    """The program of a jaxpr, which some versions of JAX close with its constants and others do not.
-
-    Args:
-      jaxpr: a `ClosedJaxpr` or a `Jaxpr`.
-    """
+    """The program of a jaxpr, which some versions of JAX close with its constants and others do not."""
     if isinstance(jaxpr, ClosedJaxpr):
         return Program(jaxpr.jaxpr, tuple(jaxpr.consts))
     return Program(jaxpr, tuple(getattr(jaxpr, "consts", ())))
+
+
+def inside_of(eqn: Any) -> list[Program]:
+    """The programs inside an equation of any kind, also of a kind that `nested` does not know.
+
+    Args:
+      eqn: an equation of a jaxpr.
+    """
+    parts = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda part: hasattr(part, "eqns"))
+    return [opened(part) for part in parts if hasattr(part, "eqns")]
 
 
 def _divide(values: list[Any], counts: tuple[int, ...]) -> list[list[Any]]:

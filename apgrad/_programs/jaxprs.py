@@ -9,7 +9,7 @@ stands inside an equation (`nested`, `rebuild`) comes from `control`, the one fi
 
 import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -19,20 +19,17 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from apgrad._programs.control import (
     Nested as Nested,
     Program as Program,
+    inside_of as inside_of,
     nested as nested,
     opened,
     rebuild as rebuild,
 )
 
-ApplyEquation = Callable[[Any, list[Any]], Sequence[Any]]
+ApplyEquation = Callable[[Any, list[Any]], Iterable[Any]]
 
 
 def caller(eqn: Any) -> Callable[..., list[Any]]:
-    """The equation's primitive as a function `(*inputs) -> list of outputs`; keywords override its parameters.
-
-    Args:
-      eqn: an equation of a jaxpr.
-    """
+    """The equation's primitive as a function `(*inputs) -> list of outputs`; keywords override its parameters."""
 
     def call(*inputs, **changes):
         outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params({**eqn.params, **changes}))
@@ -42,28 +39,17 @@ def caller(eqn: Any) -> Callable[..., list[Any]]:
 
 
 def scope(eqn: Any) -> str:
-    """The named scopes around an equation within its own program, as "encoder/LSTM_0".
-
-    Args:
-      eqn: an equation of a jaxpr.
-    """
+    """The named scopes around an equation within its own program, as "encoder/LSTM_0"."""
     return str(eqn.source_info.name_stack)
 
 
 def join(*scopes: str) -> str:
-    """Names one inside the other, as "encoder/LSTM_0"; empty names are left out.
-
-    Args:
-      *scopes: names, the outermost first.
-    """
+    """Names one inside the other, as "encoder/LSTM_0"; empty names are left out."""
     return "/".join(s for s in scopes if s)
 
 
 def plain_scope(scope: str) -> str:
     """A scope without the marks of JAX's transformations.
-
-    Args:
-      scope: named scopes as JAX writes them.
 
     Example:
       >>> plain_scope("transpose(jvp(encoder))/rematted_computation/dense")
@@ -126,27 +112,56 @@ def evaluate(
     jaxpr, consts = program
     known = constant or (lambda value: value)
     values = dict(zip(jaxpr.constvars, map(known, consts), strict=True)) | dict(zip(jaxpr.invars, inputs, strict=True))
+    run_all(jaxpr.eqns, values, apply, known)
+    return [known(atom.val) if isinstance(atom, Literal) else values[atom] for atom in jaxpr.outvars]
 
-    def read(atom):
-        return known(atom.val) if isinstance(atom, Literal) else values[atom]
 
-    for eqn in jaxpr.eqns:
-        values.update(zip(eqn.outvars, apply(eqn, [read(atom) for atom in eqn.invars]), strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+def run_all(
+    eqns: Iterable[Any],
+    values: dict[Any, Any],
+    apply: ApplyEquation = run,
+    constant: Callable[[Any], Any] = lambda value: value,
+) -> None:
+    """Evaluates equations in order; `values`, of all variables that they need, gets the values of their outputs."""
+    for eqn in eqns:
+        inputs = [constant(atom.val) if isinstance(atom, Literal) else values[atom] for atom in eqn.invars]
+        values.update(zip(eqn.outvars, apply(eqn, inputs), strict=True))
+
+
+def variables(atoms: Iterable[Any]) -> list[Any]:
+    """The variables among inputs or outputs, which may be literals too."""
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
+
+
+def needed(
+    eqns: Sequence[Any], wanted: Iterable[Any], known: Collection[Any] = (), *, effects: bool = False
+) -> list[Any]:
+    """Those of the equations that the wanted atoms are computed by, in order.
+
+    Args:
+      eqns: equations of a jaxpr, in order.
+      wanted: variables or literals.
+      known: variables that need not be computed.
+      effects: whether equations with effects are needed too.
+    """
+    missing, found = set(variables(wanted)).difference(known), []
+    for eqn in reversed(eqns):
+        if (effects and eqn.effects) or not missing.isdisjoint(eqn.outvars):
+            found.append(eqn)
+            missing.update(v for v in variables(eqn.invars) if v not in known)
+    return found[::-1]
+
+
+def inlined(function: Callable[..., Any], *args: Any) -> Program:
+    """The function's program with calls written out, see `inline`; its inputs are the leaves of the arguments."""
+    program, _ = trace(function, *args)
+    return trace(lambda *values: inline(program, values), *jax.tree.leaves(args))[0]
 
 
 def inline(program: Program, inputs: Sequence[Any], apply: ApplyEquation = run) -> list[Any]:
     """`evaluate`, but the program inside a call (of `jit` and its like) is evaluated in place of the call.
 
     Named scopes stay whole: what was in a call is evaluated under the call's scope.
-
-    Args:
-      program: what is evaluated.
-      inputs: one value for each input of the program.
-      apply: evaluates one equation that is no call.
-
-    Returns:
-      The list of outputs.
     """
 
     def enter(eqn, values):
@@ -161,11 +176,6 @@ def inline(program: Program, inputs: Sequence[Any], apply: ApplyEquation = run) 
 
 def place(values: Sequence[Any], numbers: Sequence[int], into: Sequence[Any]) -> list[Any]:
     """A copy of a list with values put at the given places.
-
-    Args:
-      values: what is put in.
-      numbers: for each value its place.
-      into: the list that is copied.
 
     Example:
       >>> place(["a", "b"], [2, 0], [None] * 4)

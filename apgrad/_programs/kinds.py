@@ -10,7 +10,7 @@ def _names(text: str) -> frozenset[str]:
 
 
 # Each output is the input of the same number.
-IDENTITY = _names("copy copy_p device_put layout_constraint name optimization_barrier pvary sharding_constraint")
+IDENTITY = _names("copy copy_p device_put layout_constraint name optimization_barrier pvary sharding_constraint tap")
 
 # One output, linear in the first input, that holds all elements of that input (for conversions see `memory`).
 VIEW = _names("broadcast_in_dim convert_element_type copy expand_dims reshape rev squeeze transpose")
@@ -52,6 +52,7 @@ LINEAR_IN = {
     "scatter-add": (0, 2),
     "scatter-sub": (0, 2),
     "select_and_scatter_add": (0,),
+    "tap_message": (0,),
 }
 
 # Elementwise, and linear in messages.

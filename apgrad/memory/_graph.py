@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from jax.extend.core import Literal
 
-from apgrad._programs import jaxprs
+from apgrad._programs.jaxprs import Program, needed, run_all, variables
 from apgrad._programs.kinds import LINEAR_ELEMENTWISE
 
 
@@ -23,38 +22,30 @@ class PullbackGraph:
       leaves: how many of its inputs are residuals; these come first.
     """
 
-    def __init__(self, program: jaxprs.Program, leaves: int):
+    def __init__(self, program: Program, leaves: int):
         self.jaxpr, self.consts = program
         self.leaves = self.jaxpr.invars[:leaves]
         self.dependent = set(self.jaxpr.invars[leaves:])
         self.backward, self.forward = [], []
         for eqn in self.jaxpr.eqns:
-            if any(v in self.dependent for v in eqn.invars if not isinstance(v, Literal)):
+            if self.messages(eqn):
                 self.dependent.update(eqn.outvars)
                 self.backward.append(eqn)
             else:
                 self.forward.append(eqn)
 
     def coefficients(self, eqn: Any) -> list[Any]:
-        """The inputs of an equation that depend on no message.
-
-        Args:
-          eqn: an equation of the pullback.
-        """
-        return [v for v in eqn.invars if not isinstance(v, Literal) and v not in self.dependent]
+        """The inputs of an equation that depend on no message."""
+        return [v for v in variables(eqn.invars) if v not in self.dependent]
 
     def messages(self, eqn: Any) -> list[Any]:
-        """The inputs of an equation that depend on a message.
-
-        Args:
-          eqn: an equation of the pullback.
-        """
-        return [v for v in eqn.invars if not isinstance(v, Literal) and v in self.dependent]
+        """The inputs of an equation that depend on a message."""
+        return [v for v in variables(eqn.invars) if v in self.dependent]
 
     def frontier(self) -> list[Any]:
         """All that the backward pass takes from equations that depend on no message."""
         found = [v for eqn in self.backward for v in self.coefficients(eqn)]
-        outs = [v for v in self.jaxpr.outvars if not isinstance(v, Literal) and v not in self.dependent]
+        outs = [v for v in variables(self.jaxpr.outvars) if v not in self.dependent]
         return list(dict.fromkeys(found + outs))
 
     def chains(self) -> dict[Any, tuple[Any, list[Any]]]:
@@ -66,38 +57,21 @@ class PullbackGraph:
             shapes = {v.aval.shape for v in (*messages, *eqn.outvars)}
             if eqn.primitive.name in LINEAR_ELEMENTWISE and len(roots) == 1 and len(shapes) == 1:
                 root[eqn.outvars[0]] = roots.pop()
-        maker = {eqn.outvars[0]: eqn for eqn in self.backward if eqn.outvars[0] in root}
-        outside = {v for v in self.jaxpr.outvars if not isinstance(v, Literal)}
+        elementwise = [eqn for eqn in self.backward if eqn.outvars[0] in root]
+        outside = set(variables(self.jaxpr.outvars))
         for eqn in self.backward:
-            for v in eqn.invars:
-                if not isinstance(v, Literal) and v in root and root.get(eqn.outvars[0]) is not root[v]:
-                    outside.add(v)
-        return {v: (root[v], self._slice(v, maker)) for v in root if v in outside}
-
-    def _slice(self, out: Any, maker: dict[Any, Any]) -> list[Any]:
-        wanted = {out}
-        eqns = []
-        for eqn in reversed(self.backward):
-            if eqn.outvars[0] in wanted and maker.get(eqn.outvars[0]) is eqn:
-                eqns.append(eqn)
-                wanted.update(v for v in eqn.invars if not isinstance(v, Literal) and v in maker)
-        return eqns[::-1]
+            outside |= {v for v in variables(eqn.invars) if v in root and root.get(eqn.outvars[0]) is not root[v]}
+        return {v: (root[v], needed(elementwise, [v])) for v in root if v in outside}
 
     def known(self, leaves: Sequence[Any], frontier: Sequence[Any], chains: dict[Any, Any]) -> Any:
-        """The values of the frontier and of the chains' derivatives, in two lists.
-
-        Args:
-          leaves: values of the residuals.
-          frontier: see `frontier`.
-          chains: see `chains`.
-        """
+        """The values of the frontier and of the chains' derivatives, in two lists."""
         values = dict(zip(self.leaves, leaves, strict=True))
         values |= dict(zip(self.jaxpr.constvars, self.consts, strict=True))
-        run(self.forward, values)
+        run_all(self.forward, values)
         derivatives = []
         for out, (root, eqns) in chains.items():
             local = values | {root: jnp.ones(root.aval.shape, root.aval.dtype)}
-            run(eqns, local)
+            run_all(eqns, local)
             derivatives.append(local[out])
         return [values[v] for v in frontier], derivatives
 
@@ -111,33 +85,21 @@ class PullbackGraph:
           A list of (equation, root of its chain if it is collapsed, bit set of the numbers of the equations before it
           on the paths of its messages).
         """
-        wanted = {v for v in self.jaxpr.outvars if not isinstance(v, Literal)}
+        wanted = set(variables(self.jaxpr.outvars))
         chosen = []
         for eqn in reversed(self.backward):
             if wanted.isdisjoint(eqn.outvars):
                 continue
             root = collapsed.get(eqn.outvars[0])
-            chosen.append((eqn, root))
-            wanted.update([root] if root is not None else [v for v in eqn.invars if not isinstance(v, Literal)])
+            sources = variables(eqn.invars) if root is None else [root]
+            chosen.append((eqn, root, sources))
+            wanted.update(sources)
         before: dict[Any, int] = {}
         found = []
-        for i, (eqn, root) in enumerate(reversed(chosen)):
-            sources = [root] if root is not None else [v for v in eqn.invars if not isinstance(v, Literal)]
+        for i, (eqn, root, sources) in enumerate(reversed(chosen)):
             ancestors = 0
             for v in sources:
                 ancestors |= before.get(v, 0)
             found.append((eqn, root, ancestors))
             before |= dict.fromkeys(eqn.outvars, ancestors | (1 << i))
         return found
-
-
-def run(eqns: Sequence[Any], values: dict[Any, Any]) -> None:
-    """Evaluates equations in order.
-
-    Args:
-      eqns: the equations.
-      values: of all variables that the equations need; the values of their outputs are added.
-    """
-    for eqn in eqns:
-        inputs = [v.val if isinstance(v, Literal) else values[v] for v in eqn.invars]
-        values.update(zip(eqn.outvars, jaxprs.run(eqn, inputs), strict=True))

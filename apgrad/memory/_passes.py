@@ -16,8 +16,6 @@ from jax.extend.core import Literal
 
 from apgrad._ground.primitives import refuse_derivative
 from apgrad._programs import jaxprs
-from apgrad.memory._graph import run
-from apgrad.memory._order import together
 from apgrad.memory._plan import BackwardStep, MemoryPlan
 
 _REASON = (
@@ -27,24 +25,9 @@ _REASON = (
 
 
 def remember(made: MemoryPlan, key: jax.Array, inputs: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
-    """Evaluates the forward program, and keeps each slot as soon as its variable is there.
-
-    Args:
-      made: the plan.
-      key: for the samplers' draws.
-      inputs: of the forward program.
-
-    Returns:
-      The function's outputs, and the memory, one entry a slot.
-    """
+    """Evaluates the forward program: the function's outputs, and the memory, one entry a slot, each kept at once."""
     jaxpr, consts = made.forward
     values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, inputs, strict=True))
-    wanted = {v for v in (*jaxpr.outvars[: made.outputs], *(s.var for s in made.slots)) if not _literal(v)}
-    eqns = []
-    for eqn in reversed(jaxpr.eqns):
-        if eqn.effects or not wanted.isdisjoint(eqn.outvars):
-            eqns.append(eqn)
-            wanted.update(v for v in eqn.invars if not _literal(v))
     waiting: dict[Any, list[int]] = {}
     for i, slot in enumerate(made.slots):
         waiting.setdefault(slot.var, []).append(i)
@@ -65,8 +48,9 @@ def remember(made: MemoryPlan, key: jax.Array, inputs: Sequence[Any]) -> tuple[l
 
     for var in (*jaxpr.constvars, *jaxpr.invars):
         keep(var)
-    for eqn in eqns[::-1]:
-        run([eqn], values)
+    wanted = (*jaxpr.outvars[: made.outputs], *(slot.var for slot in made.slots))
+    for eqn in jaxprs.needed(jaxpr.eqns, wanted, effects=True):
+        jaxprs.run_all([eqn], values)
         for var in eqn.outvars:
             keep(var)
     outputs = [v.val if _literal(v) else values[v] for v in jaxpr.outvars[: made.outputs]]
@@ -74,17 +58,7 @@ def remember(made: MemoryPlan, key: jax.Array, inputs: Sequence[Any]) -> tuple[l
 
 
 def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Sequence[Any]) -> list[Any]:
-    """Evaluates the backward steps.
-
-    Args:
-      made: the plan.
-      key: the key of `remember`.
-      memory: the memory that `remember` made.
-      messages: for the floating-point outputs.
-
-    Returns:
-      The messages for the differentiated inputs.
-    """
+    """Evaluates the backward steps, which turn messages to floating-point outputs into those to chosen inputs."""
     jaxpr, consts = made.pullback
     values = dict(zip(jaxpr.constvars, consts, strict=True))
     values |= dict(zip(jaxpr.invars[len(jaxpr.invars) - len(messages) :], messages, strict=True))
@@ -126,44 +100,30 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
     return [_final(v, values) for v in jaxpr.outvars]
 
 
-def exact(program: jaxprs.Program, inputs: Sequence[Any]) -> list[Any]:
-    """The outputs of a program.
+def together(key: jax.Array, *values: Any) -> tuple[Any, ...]:
+    """The key and the values unchanged, none of which is there before all of them are: draws wait for the values."""
+    raw, *found = jax.lax.optimization_barrier((jax.random.key_data(key), *values))
+    return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(key)), *found
 
-    Args:
-      program: the program; the values of its own constants are not used.
-      inputs: of the program, and after them values for its constants.
-    """
+
+def exact(program: jaxprs.Program, inputs: Sequence[Any]) -> list[Any]:
+    """The outputs of a program, from its inputs and, after them, values for its constants."""
     return evaluated(program, inputs, jaxprs.run)
 
 
 def evaluated(program: jaxprs.Program, inputs: Sequence[Any], apply: Callable[..., Any]) -> list[Any]:
-    """`jaxprs.evaluate` of a program with values for its constants.
-
-    Args:
-      program: the program; the values of its own constants are not used.
-      inputs: of the program, and after them values for its constants.
-      apply: `(eqn, inputs) -> outputs`, in place of each equation.
-    """
+    """`jaxprs.evaluate` of a program, from its inputs and, after them, values for its constants."""
     size = len(program.jaxpr.invars)
     return jaxprs.evaluate(jaxprs.Program(program.jaxpr, tuple(inputs[size:])), inputs[:size], apply)
 
 
 def inexact(values: Sequence[Any]) -> list[Any]:
-    """The values that can have messages: floating-point and complex ones.
-
-    Args:
-      values: arrays.
-    """
+    """The values that can have messages: floating-point and complex ones."""
     return [x for x in values if jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
 def differentiated(inputs: Sequence[Any], perturbed: Sequence[bool]) -> tuple[int, ...]:
-    """The numbers of the inputs that get a message.
-
-    Args:
-      inputs: arrays.
-      perturbed: for each input, whether it is differentiated.
-    """
+    """The numbers of the inputs that get a message."""
     is_inexact = [jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact) for x in inputs]
     return tuple(i for i, (p, f) in enumerate(zip(perturbed, is_inexact, strict=True)) if p and f)
 
@@ -181,7 +141,7 @@ def _soon(steps: Sequence[BackwardStep]) -> list[BackwardStep]:
     place: dict[Any, float] = {}
     places = []
     for i, step in enumerate(steps):
-        before = max((place.get(v, -1) for v in _inputs(step) if not _literal(v)), default=-1)
+        before = max((place.get(v, -1) for v in jaxprs.variables(_inputs(step))), default=-1)
         places.append(int(before) + 0.5 if step.last else i)
         place |= dict.fromkeys(step.eqn.outvars, places[-1])
     return [steps[i] for i in sorted(range(len(steps)), key=places.__getitem__)]

@@ -106,7 +106,7 @@ def make_plan(
 
     traced, (outputs, leaves) = jaxprs.trace(first, *structs)
     messages = [x for x in outputs if jnp.issubdtype(x.dtype, jnp.inexact)]
-    back = _inlined(lambda leaves, m: jax.tree.unflatten(box["tree"], leaves)(m), leaves, messages)
+    back = jaxprs.inlined(lambda leaves, m: jax.tree.unflatten(box["tree"], leaves)(m), leaves, messages)
     kinds = [CONSTANT] * len(leaves) + [LINEAR] * len(messages)
     if rules and OTHER in linearity(back, kinds):
         scopes = ", ".join(sorted({repr(jaxprs.plain_scope(r)) for r in rules if r}))
@@ -124,7 +124,7 @@ def make_plan(
         found = jaxprs.inline(traced, values)
         return found[: len(outputs)], *graph.known(found[len(outputs) :], known, chains)
 
-    forward = _inlined(whole, *structs)
+    forward = jaxprs.inlined(whole, *structs)
     variables = forward.jaxpr.outvars[len(outputs) :]
     at = dict(zip(known, variables[: len(known)], strict=True))
     derivative = dict(zip(chains, variables[len(known) :], strict=True))
@@ -164,9 +164,3 @@ def make_plan(
                     uses[i] = memory.use(at[v], name in LINEAR_IN_EACH, ancestors, len(steps), name, eqn, i)
         steps.append(BackwardStep(eqn, uses, root, last))
     return MemoryPlan(forward, len(outputs), tuple(memory.slots), tuple(steps), back)
-
-
-def _inlined(function: Callable[..., Any], *args: Any) -> jaxprs.Program:
-    program, _ = jaxprs.trace(function, *args)
-    flat = jax.tree.leaves(args)
-    return jaxprs.trace(lambda *values: jaxprs.inline(program, values), *flat)[0]

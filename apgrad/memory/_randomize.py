@@ -9,6 +9,7 @@ Calls are entered. A function's own derivative rule is used, and its coefficient
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -173,22 +174,16 @@ def _chooser(sampler: Any, through: Sampler | None, min_size: int) -> Choice:
         return sampler if coefficient.last or isinstance(sampler, Rounding | _Nothing) else through
 
     def chooser(coefficient):
-        size = 1
-        for n in coefficient.shape:
-            size *= n
+        size = math.prod(coefficient.shape)
         few = size < min(64, min_size) or size * max(coefficient.count, 1) < min_size
         if few or not coefficient.shape:
             return None
         chosen = choose(coefficient)
         like = jax.ShapeDtypeStruct(coefficient.shape, coefficient.dtype)
         # A sample of few entries in groups or rows may be larger than the array.
-        if (
-            chosen is not None
-            and not isinstance(chosen, _Nothing)
-            and nbytes(fitted(chosen, coefficient), like) > coefficient.nbytes
-        ):
-            return None
-        return chosen
+        if chosen is None or isinstance(chosen, _Nothing):
+            return chosen
+        return chosen if nbytes(fitted(chosen, coefficient), like) <= coefficient.nbytes else None
 
     return chooser
 
@@ -277,7 +272,7 @@ class _Walk:
                 return jaxprs.caller(eqn)(*values)
             number += 1
             here = jax.random.fold_in(key, number)
-            label = "/".join(p for p in (where, jaxprs.scope(eqn), f"{inside.kind}{number}") if p)
+            label = jaxprs.join(where, jaxprs.scope(eqn), f"{inside.kind}{number}")
             return self._enter(eqn, inside, values, live, here, label, count)
 
         def apply(eqn, marked):
@@ -299,13 +294,11 @@ class _Walk:
             )
         if inside.kind == "cond":
 
-            def plan(i, *rest):
-                return self.plan(inside.jaxprs[i], [*live[1:], *(True for _ in inside.jaxprs[i].consts)], *rest)
+            def plan(i, chosen, *rest):
+                flags = [*live[1:], *(True for _ in inside.jaxprs[i].consts)]
+                return self.plan(inside.jaxprs[i], flags, chosen, f"{label}.{i}", count, *rest)
 
-            return randomized_cond(
-                inside.jaxprs,
-                lambda i, chosen, *rest: plan(i, chosen, f"{label}.{i}", count, *rest),
-            )(key, *values)
+            return randomized_cond(inside.jaxprs, plan)(key, *values)
         # What is inside a checkpoint is remembered for a moment only: the key goes in as an input.
         inner = self.stretch(inside.jaxprs[0], live, label, 0)
         return list(jax.checkpoint(inner, **inside.options)(key, *values))

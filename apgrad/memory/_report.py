@@ -125,9 +125,8 @@ def residuals(function: Callable[..., Any], *args: Any) -> tuple[Residual, ...]:
         restricted, some = jaxprs.restrict(with_messages, values, inexact)
         return jax.tree.leaves(jax.vjp(restricted, *some)[1])
 
-    program, _ = jaxprs.trace(linearize, *flat)
     structs = [jax.ShapeDtypeStruct(jnp.shape(x), _dtype(x)) for x in flat]
-    jaxpr = jaxprs.trace(lambda *v: jaxprs.inline(program, v), *structs)[0].jaxpr
+    jaxpr = jaxprs.inlined(linearize, *structs).jaxpr
     maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     free = {*jaxpr.invars, *jaxpr.constvars}
 
@@ -139,12 +138,10 @@ def residuals(function: Callable[..., Any], *args: Any) -> tuple[Residual, ...]:
     found = {}
     for v in jaxpr.outvars:
         origin = source(v)
-        if isinstance(v, Literal) or isinstance(origin, Literal) or origin in free or v in found:
-            continue
-        if not isinstance(origin, Literal) and origin in found:
+        if isinstance(origin, Literal) or origin in free or v in found or origin in found:
             continue
         keep = min(origin, v, key=lambda v: array_bytes(v.aval))
-        name = "/".join(p for p in (jaxprs.plain_scope(jaxprs.scope(maker[keep])), maker[keep].primitive.name) if p)
+        name = jaxprs.join(jaxprs.plain_scope(jaxprs.scope(maker[keep])), maker[keep].primitive.name)
         aval: Any = keep.aval
         found[keep] = Residual(name, aval.shape, aval.dtype, array_bytes(aval))
     return tuple(found.values())

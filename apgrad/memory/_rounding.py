@@ -32,11 +32,6 @@ class Rounding:
         A group is divided by a power of two first, so that what is computed and stored is neither too small nor too
         large for float32 and bfloat16, whatever the array's dtype holds.
 
-        Args:
-          key: a PRNG key.
-          x: an array of any shape and floating-point dtype.
-          axis: not used, since all entries are kept.
-
         Returns:
           (groups, group * bits / 8) uint8, and (groups,) bfloat16, bfloat16 and int8; with 32 bits, x alone.
         """
@@ -67,14 +62,7 @@ class Rounding:
     def restore(
         self, key: jax.Array, memory: tuple[jax.Array, ...], like: jax.ShapeDtypeStruct, axis: int = -1
     ) -> jax.Array:
-        """Offset plus code times scale, times the power; the last point of the grid is cut to what is finite.
-
-        Args:
-          key: not used.
-          memory: what `keep` returned.
-          like: the array's shape and dtype.
-          axis: not used.
-        """
+        """Offset plus code times scale, times the power; the last point of the grid is cut to what is finite."""
         del key, axis
         if self.bits == 32:
             return memory[0]
@@ -107,12 +95,7 @@ class Rounding:
         return low, _bfloat16(scale * jnp.where(scale == _bfloat16(scale), 1.0, 1 + 2.0**-7).astype(low.dtype))
 
     def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
-        """scale^2 p (1 - p), with p the probability of rounding up.
-
-        Args:
-          x: an array.
-          axis: not used.
-        """
+        """scale^2 p (1 - p), with p the probability of rounding up."""
         del axis
         if self.bits == 32:
             return jnp.zeros_like(x)
@@ -150,11 +133,7 @@ def _bfloat16(x: jax.Array) -> jax.Array:
 
 
 def wide(dtype: Any) -> Any:
-    """The dtype that rounding computes in: float64 for float64, else float32.
-
-    Args:
-      dtype: of the array.
-    """
+    """The dtype that rounding computes in: float64 for float64, else float32."""
     return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
 
 

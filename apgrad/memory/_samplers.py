@@ -31,7 +31,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from apgrad.memory._order import zeros_after
 from apgrad.memory._rounding import Rounding as Rounding, rounding as rounding, wide
 
 
@@ -79,11 +78,7 @@ class Sampler(Protocol):
 
 
 def array_bytes(like: Any) -> int:
-    """The bytes of an array; a PRNG key has the bytes of its data.
-
-    Args:
-      like: has the array's shape and dtype.
-    """
+    """The bytes of an array; a PRNG key has the bytes of its data."""
     aval = jax.ShapeDtypeStruct(like.shape, like.dtype)
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         aval = jax.eval_shape(jax.random.key_data, aval)
@@ -138,7 +133,7 @@ class Sampling:
         rows = (math.prod(before), size, math.prod(after))
         index, _ = self.draw(key, rows)
         memory = memory.reshape(rows[0], index.shape[-1], rows[2])
-        zeros, memory = zeros_after(rows, memory)
+        zeros, memory = _zeros_after(rows, memory)
         if self.shared:
             return zeros.at[:, index].add(memory).reshape(like.shape)
         if self.scheme == "stratified" and size % index.shape[-1] == 0:
@@ -210,13 +205,7 @@ class Projection:
         return jnp.moveaxis(jnp.tensordot(memory, signs, (axis, 1)), -1, axis)
 
     def signs(self, key: jax.Array, size: int, dtype: Any) -> jax.Array:
-        """R, (d, k).
-
-        Args:
-          key: a PRNG key.
-          size: d.
-          dtype: of R.
-        """
+        """R, (d, k), for d = `size`."""
         k = kept(self.fraction, size)
         return jax.random.rademacher(key, (size, k), dtype) * jnp.asarray(k**-0.5, dtype)
 
@@ -261,7 +250,7 @@ class Heavy:
         order = order.astype(jnp.int32)
         index = jnp.concatenate([order, self._tail(key, order, rows)], 1)
         values = values.reshape(rows[0], index.shape[1], rows[2])
-        zeros, values = zeros_after(rows, values)
+        zeros, values = _zeros_after(rows, values)
         spread = jax.vmap(lambda z, i, m: z.at[i].add(m))(zeros, index, values)
         return spread.reshape(like.shape)
 
@@ -352,12 +341,7 @@ def heavy(fraction: float, *, share: float = 0.5) -> Heavy:
 
 
 def kept(fraction: float, size: int) -> int:
-    """How many of `size` entries are kept: the fraction, rounded up, at least one.
-
-    Args:
-      fraction: of the entries.
-      size: how many entries there are.
-    """
+    """How many of `size` entries are kept: the fraction, rounded up, at least one."""
     return max(1, math.ceil(fraction * size - 1e-9))
 
 
@@ -372,6 +356,12 @@ def _largest(rows: jax.Array, count: int) -> jax.Array:
     top = jnp.max(jnp.abs(rows), (1, 2), keepdims=True)
     relative = (rows / jnp.where(top > 0, top, 1)).astype(wide(rows.dtype))
     return jax.lax.top_k(jnp.sum(relative**2, -1), count)[1]
+
+
+def _zeros_after(shape: tuple[int, ...], memory: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Zeros that a compiler cannot make before the memory is there, and the memory."""
+    zero, memory = jax.lax.optimization_barrier((jnp.zeros((), memory.dtype), memory))
+    return jnp.broadcast_to(zero, shape), memory
 
 
 def _split(shape: tuple[int, ...], axis: int) -> tuple[tuple[int, ...], int, tuple[int, ...]]:

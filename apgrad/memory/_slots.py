@@ -5,17 +5,17 @@ from again, a sample of it, or the array itself. It opens slots, one for each ar
 the coefficient is made in the backward pass.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from apgrad._programs import jaxprs
 from apgrad._programs.kinds import VIEW
-from apgrad.memory._graph import run
-from apgrad.memory._positions import OfPositions
-from apgrad.memory._samplers import Rounding, array_bytes, nbytes
+from apgrad.memory._samplers import Rounding, Sampler, array_bytes, nbytes
 
 # Cheap enough to be computed again.
 _CHEAP = VIEW | frozenset(
@@ -114,7 +114,7 @@ class SlotMaker:
     def __init__(self, forward: jaxprs.Program, live: Sequence[bool], choose: Any, where: str, count: int):
         jaxpr = forward.jaxpr
         self.live = {v for v, flag in zip(jaxpr.invars, live, strict=True) if flag} | set(jaxpr.constvars)
-        self.maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        self.eqns, self.maker = jaxpr.eqns, {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         self.choose, self.where, self.count = choose, where, count
         self.last, self.largest = False, 0
         self.slots: list[Slot] = []
@@ -170,7 +170,7 @@ class SlotMaker:
             return None
         index = (var, self.last, order)
         if index not in self.samplers:
-            label = "/".join(part for part in (self.where, jaxprs.plain_scope(jaxprs.scope(eqn)), name) if part)
+            label = jaxprs.join(self.where, jaxprs.plain_scope(jaxprs.scope(eqn)), name)
             label = f"{label}[{len(self.samplers)}]"
             found = Coefficient(
                 label, var.aval.shape, var.aval.dtype, self.count, array_bytes(var.aval), self.last, order
@@ -206,7 +206,7 @@ class SlotMaker:
             eqn = self.maker.get(v)
             if best[0] and eqn is not None and eqn.primitive.name in _CHEAP and visited < _DEEPEST:
                 visited += 1
-                parts = frozenset().union(*(visit(u)[1] for u in eqn.invars if not isinstance(u, Literal)))
+                parts = frozenset().union(*(visit(u)[1] for u in jaxprs.variables(eqn.invars)))
                 cost = sum(map(bytes_of, parts))
                 if cost < best[0]:
                     best = (cost, parts)
@@ -232,21 +232,11 @@ class SlotMaker:
         return "nested" if var in self.maker and jaxprs.nested(self.maker[var]) is not None else "exact"
 
     def _replay(self, var: Any, leaves: Sequence[Any]) -> Callable[..., Any]:
-        eqns, wanted = [], [var]
-        done = set(leaves)
-        while wanted:
-            v = wanted.pop()
-            if isinstance(v, Literal) or v in done:
-                continue
-            done.add(v)
-            eqns.append(self.maker[v])
-            wanted.extend(self.maker[v].invars)
-        order = {id(eqn): i for i, eqn in enumerate(eqn for eqn in dict.fromkeys(self.maker.values()))} if eqns else {}
-        eqns = sorted({id(e): e for e in eqns}.values(), key=lambda e: order[id(e)])
+        eqns = [] if list(leaves) == [var] else jaxprs.needed(self.eqns, [var], leaves)
 
         def replay(*memories):
             values = dict(zip(leaves, memories, strict=True))
-            run(eqns, values)
+            jaxprs.run_all(eqns, values)
             return values[var]
 
         return replay
@@ -272,6 +262,43 @@ def fitted(sampler: Any, coefficient: Coefficient) -> Any:
     if coefficient.order is None or sampler is None or isinstance(sampler, Rounding):
         return sampler
     return OfPositions(sampler, coefficient.order)
+
+
+@dataclasses.dataclass(frozen=True)
+class OfPositions:
+    """A sampler of an image's positions, each with all its channels (Fig. 4 of the RAD paper), in any order of axes.
+
+    Attributes:
+      sampler: draws along the positions, row by row.
+      order: the image's axes as (example, positions ..., channels).
+    """
+
+    sampler: Sampler
+    order: tuple[int, ...]
+
+    def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> Any:
+        """The sampler's memory of (examples, positions, channels)."""
+        del axis
+        return self.sampler.keep(key, self._rows(x), 1)
+
+    def restore(self, key: jax.Array, memory: Any, like: jax.ShapeDtypeStruct, axis: int = -1) -> jax.Array:
+        """The sampler's estimate, as an image."""
+        del axis
+        rows = jax.eval_shape(self._rows, like)
+        return self._image(self.sampler.restore(key, memory, rows, 1), like)
+
+    def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
+        """The sampler's variance, as an image."""
+        del axis
+        return self._image(self.sampler.variance(self._rows(x), 1), x)
+
+    def _rows(self, x: jax.Array) -> jax.Array:
+        ordered = jnp.transpose(x, self.order)
+        return ordered.reshape(ordered.shape[0], -1, ordered.shape[-1])
+
+    def _image(self, rows: jax.Array, like: Any) -> jax.Array:
+        ordered = rows.reshape([like.shape[i] for i in self.order])
+        return jnp.transpose(ordered, [self.order.index(i) for i in range(len(self.order))])
 
 
 def _image_order(eqn: Any, number: int) -> tuple[int, ...] | None:

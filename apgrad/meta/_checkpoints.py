@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from apgrad._ground.named import named_leaves
+from apgrad._ground.files import named_leaves
 from apgrad.meta._require import whole
 
 CHECKSUMS = "_checksums"

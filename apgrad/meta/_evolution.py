@@ -183,13 +183,7 @@ def _persistent(problem, segment, sigma, pairs, stagger, keep):
 
 
 def perturbation(theta: Any, key: jax.Array, sigma: float) -> Any:
-    """Normal noise with the structure, shapes and dtypes of theta; zeros for what is not trained.
-
-    Args:
-      theta: the meta-parameters.
-      key: PRNG key.
-      sigma: standard deviation of the noise.
-    """
+    """Normal noise with the structure, shapes and dtypes of theta; zeros for what is not trained."""
     trained, fixed = partition(theta)
     leaves, tree = jax.tree.flatten(trained)
     keys = jax.random.split(key, max(1, len(leaves)))

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import jax
 
+from apgrad._ground.files import write_atomically
+
 try:
     import fcntl
 except ImportError:  # Windows
@@ -58,10 +60,6 @@ class RunFolder:
     def claim(self, identity: dict[str, str], *, begun: bool) -> None:
         """Writes down which run this is or, if the run has begun, compares this run with what is written.
 
-        Args:
-          identity: the description of this run by `_identity.identity`.
-          begun: whether there is a checkpoint to go on from.
-
         Raises:
           ValueError: if the folder holds another run, saying what differs.
         """
@@ -84,18 +82,3 @@ class RunFolder:
                 )
         elif self.first:
             write_atomically(path, json.dumps(identity, indent=1))
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file that is there in full or as it was before, even if the process is killed meanwhile.
-
-    Args:
-      path: of the file.
-      text: all that is written.
-    """
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", newline="") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

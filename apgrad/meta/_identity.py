@@ -29,6 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from apgrad._ground.closures import closed_over
+
 _INSTALLED = (
     *{sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")},
     str(Path(__file__).parent.parent),
@@ -38,11 +40,7 @@ _LEFT_OUT = (jax.sharding.Mesh, jax.sharding.AbstractMesh, jax.sharding.Sharding
 
 
 def identity(**parts: Any) -> dict[str, str]:
-    """The description of some values: texts, by the names of all their parts.
-
-    Args:
-      **parts: the values, by name.
-    """
+    """The description of some values: texts, by the names of all their parts."""
     found: dict[str, str] = {}
     seen: dict[int, tuple[str, Any]] = {}
     for name, part in parts.items():
@@ -131,12 +129,7 @@ def _parts(x: Any) -> tuple[str, dict[str, Any]]:
 
 
 def _function(f: types.FunctionType) -> tuple[str, dict[str, Any]]:
-    parts: dict[str, Any] = {}
-    for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
-        try:
-            parts[name] = cell.cell_contents
-        except ValueError:  # not bound yet
-            parts[name] = None
+    parts = closed_over(f)
     for name, value in inspect.signature(f, follow_wrapped=False).parameters.items():
         if value.default is not inspect.Parameter.empty:
             parts[name] = value.default

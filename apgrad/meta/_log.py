@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from apgrad.meta._folder import write_atomically
+from apgrad._ground.files import write_atomically
 
 Log = Callable[[int, dict[str, float]], None]
 COLUMNS = ("step", "loss", "gradient_norm")
@@ -53,10 +53,6 @@ def tensorboard(folder: str | Path) -> Log:
 
 def progress_bar(step: int, steps: int) -> Log:
     """A `log` that shows a tqdm bar.
-
-    Args:
-      step: outer steps made so far.
-      steps: outer steps at the end.
 
     Raises:
       ImportError: without tqdm, saying what to do.
@@ -98,12 +94,7 @@ class MetricsFile:
         write_atomically(self._path, "".join(map(_line, [COLUMNS, *rows])))
 
     def __call__(self, step: int, metrics: dict[str, np.ndarray]) -> None:
-        """Adds the rows of the last steps; they are on disk when this returns.
-
-        Args:
-          step: outer steps made so far.
-          metrics: "loss" and "gradient_norm", arrays (steps since the last call,).
-        """
+        """Adds the rows of the last steps, metrics (steps,), up to this step; they are on disk when this returns."""
         with self._path.open("a", newline="") as file:
             if file.tell() == 0:
                 file.write(_line(COLUMNS))

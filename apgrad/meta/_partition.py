@@ -53,19 +53,11 @@ def combine(trained: Any, fixed: Any) -> Any:
 
 
 def without_fixed(gradient: Any) -> Any:
-    """The gradient, with zeros for what is fixed.
-
-    Args:
-      gradient: a pytree like theta.
-    """
+    """The gradient, with zeros for what is fixed."""
     trained, fixed = partition(gradient)
     return combine(trained, jax.tree.map(jnp.zeros_like, fixed))
 
 
 def is_fixed(x: Any) -> bool:
-    """Whether a node of a pytree is a variable that is not trained.
-
-    Args:
-      x: any object.
-    """
+    """Whether a node of a pytree is a variable that is not trained."""
     return isinstance(x, nnx.Variable) and not isinstance(x, nnx.Param)

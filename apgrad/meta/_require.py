@@ -8,11 +8,6 @@ from typing import Any
 def whole(name: str, value: Any, least: int) -> int:
     """The value as an int.
 
-    Args:
-      name: the name of the option, for the error.
-      value: an integer of Python, NumPy or JAX; True and False are no integers.
-      least: the smallest integer that makes sense.
-
     Raises:
       TypeError: if the value is not an integer.
       ValueError: if the value is smaller.
@@ -30,11 +25,6 @@ def whole(name: str, value: Any, least: int) -> int:
 
 def number(name: str, value: Any, *, positive: bool = False) -> None:
     """Refuses what is not a finite number, or is negative (or 0, if it must be positive).
-
-    Args:
-      name: the name of the option, for the error.
-      value: a number.
-      positive: whether 0 is refused too.
 
     Raises:
       TypeError: if the value is not a number.

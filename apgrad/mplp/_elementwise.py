@@ -3,7 +3,7 @@
 At each element of the input the rule is asked: it sees the message that arrived, some features of the element, and what
 backpropagation would pass on. If input and output have the same shape, the message that arrived is the output's message
 as it is. So a rule can use the message also where the derivative is zero (the papers' step activation). If the shapes
-differ (pooling), the transposed Jacobian leads each channel of the message to the elements of the input.
+differ (pooling), the transposed Jacobian leads each component of the message to the elements of the input.
 """
 
 import math

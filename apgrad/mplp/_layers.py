@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from apgrad._ground.closures import closed_over
 from apgrad._ground.port import Signal
 from apgrad.mplp import _elementwise as elementwise, _nodes as nodes
 from apgrad.mplp._places import Parameter, Place, Places
@@ -202,11 +203,7 @@ class _Layers:
         return self._makers.register(*args)
 
     def __call__(self, part: Any) -> Layer:
-        """A part of a model as a layer of a network.
-
-        Args:
-          part: A Flax layer, or a function of an array.
-        """
+        """A part of a model as a layer of a network."""
         make = self._makers.registry.get(type(part))
         if make is not None:
             return make(part)
@@ -223,7 +220,7 @@ class _Layers:
 
 def _function(function: Callable[..., Any]) -> Layer:
     held = [getattr(function, "__self__", None), *getattr(function, "args", ())]
-    held += [cell.cell_contents for cell in getattr(function, "__closure__", None) or () if _filled(cell)]
+    held += closed_over(function).values()
     if modules := [type(x).__name__ for x in held if isinstance(x, nnx.Module)]:
         raise TypeError(
             f"a function of the model holds a module, {modules[0]}, whose parameters the network would not learn. Make "
@@ -241,25 +238,12 @@ def _function(function: Callable[..., Any]) -> Layer:
     return Layer("activation", {}, apply)
 
 
-def _filled(cell: Any) -> bool:
-    try:
-        return cell.cell_contents is not None
-    except ValueError:
-        return False
-
-
 layer = _Layers()
 """`layer(part)` is a part of a model as a `Layer`; `layer.register` teaches it a type of your own, by a decorator."""
 
 
 def _require_plain(part: Any, default: Callable[[], Any], varied: Sequence[str]) -> None:
-    """Refuses a layer that has options which a node does not have.
-
-    Args:
-      part: The layer.
-      default: Makes a layer of the same sizes, without further options.
-      varied: The attributes in which the two layers may differ.
-    """
+    """Refuses a layer that has options which a node does not have."""
     plain = vars(nnx.eval_shape(default))
     differing = []
     for name, value in vars(part).items():

@@ -70,10 +70,10 @@ def learned_node(
     Returns:
       A signal; or where messages begin an array.
     """
-    channels = sites[0][0].places.channels
+    message_size = sites[0][0].places.message_size
     for _, site in sites:
         for signal in signals:
-            _require_signal(site, signal, channels)
+            require_signal(f"the {site.kind} node {site.name!r}", signal, message_size)
     opened = [place.places.open(site) for place, site in sites]
     batch, begins = sites[0][1].batch, sites[0][1].begins
 
@@ -81,7 +81,7 @@ def learned_node(
         return function(*values, *parameters, *data)
 
     def give(output):
-        return output if begins else Signal.of(output, channels)
+        return output if begins else Signal.of(output, message_size)
 
     places = [place for place in opened if place is not None]
     if not places:  # without a rule
@@ -101,7 +101,7 @@ def learned_node(
         answers = []
         for (_, site), rule, state, question in zip(sites, rules, states, ask(local), strict=True):
             answer = rule(site, question, state)
-            check_answer(site, answer, channels, state)
+            check_answer(site, answer, message_size, state)
             answers.append(answer)
         # Where no message arrives, nothing changes.
         active = jnp.any(arrived != 0)
@@ -130,14 +130,14 @@ def learned_node(
     return jax.lax.stop_gradient(output) if begins and sites[0][0].places.ended else output
 
 
-def _require_signal(site: Site, signal: Any, channels: int) -> None:
-    where = f"the node {site.name!r} ({site.kind})"
+def require_signal(where: str, signal: Any, message_size: int) -> None:
+    """Refuses an input that is no signal, or has a port for messages of another size than the rule's."""
     if not isinstance(signal, Signal):
         raise TypeError(
-            f"{where} takes signals, got {type(signal).__name__}. The network's input becomes one by places.signal(x)."
+            f"{where} takes a signal, got {type(signal).__name__}. The network's input becomes one by places.signal(x)."
         )
-    if signal.port.shape != (*signal.value.shape, channels):
+    if signal.port.shape != (*signal.value.shape, message_size):
         raise ValueError(
-            f"{where} belongs to a rule with messages of size {channels}, so the port of a value of shape "
-            f"{signal.value.shape} has shape {(*signal.value.shape, channels)}; got {signal.port.shape}"
+            f"{where} belongs to a rule with messages of size {message_size}, so the port of a value of shape "
+            f"{signal.value.shape} has shape {(*signal.value.shape, message_size)}; got {signal.port.shape}"
         )

@@ -33,11 +33,7 @@ def squared_error(place: Place, prediction: Signal, target: jax.Array) -> jax.Ar
     Returns:
       (batch, ...), the losses, in the prediction's dtype.
     """
-
-    def features(p, y):
-        return {"loss": (y - p) ** 2 / 2, "prediction": p, "target": y, "error": y - p}
-
-    return _loss(place, "squared_error", lambda p, y: jnp.sum((y - p) ** 2, axis=-1) / 2, features, prediction, target)
+    return _loss(place, "squared_error", _of_error(lambda error: error**2 / 2), prediction, target)
 
 
 def absolute_error(place: Place, prediction: Signal, target: jax.Array) -> jax.Array:
@@ -51,11 +47,7 @@ def absolute_error(place: Place, prediction: Signal, target: jax.Array) -> jax.A
     Returns:
       (batch, ...), the losses, in the prediction's dtype.
     """
-
-    def features(p, y):
-        return {"loss": jnp.abs(y - p), "prediction": p, "target": y, "error": y - p}
-
-    return _loss(place, "absolute_error", lambda p, y: jnp.sum(jnp.abs(y - p), axis=-1), features, prediction, target)
+    return _loss(place, "absolute_error", _of_error(jnp.abs), prediction, target)
 
 
 def cross_entropy(place: Place, prediction: Signal, target: jax.Array) -> jax.Array:
@@ -75,10 +67,7 @@ def cross_entropy(place: Place, prediction: Signal, target: jax.Array) -> jax.Ar
         p = jnp.clip(p, CLIP, 1 - CLIP)
         return {"loss": -y * jnp.log(p), "prediction": p, "target": y, "log_prediction": jnp.log(p)}
 
-    def function(p, y):
-        return -jnp.sum(y * jnp.log(jnp.clip(p, CLIP, 1 - CLIP)), axis=-1)
-
-    return _loss(place, "cross_entropy", function, features, prediction, target)
+    return _loss(place, "cross_entropy", features, prediction, target)
 
 
 def softmax_cross_entropy(place: Place, logits: Signal, target: jax.Array) -> jax.Array:
@@ -107,11 +96,15 @@ def softmax_cross_entropy(place: Place, logits: Signal, target: jax.Array) -> ja
         log_p = jax.nn.log_softmax(z)
         return {"loss": -y * log_p, "prediction": jnp.exp(log_p), "target": y, "log_prediction": log_p}
 
-    function = lambda z, y: -jnp.sum(y * jax.nn.log_softmax(z), axis=-1)
-    return _loss(place, "softmax_cross_entropy", function, features, logits, target)
+    return _loss(place, "softmax_cross_entropy", features, logits, target)
 
 
-def _loss(place, kind, function: Callable, features: Callable, prediction: Signal, target: Any) -> jax.Array:
+def _of_error(loss: Callable[[jax.Array], jax.Array]) -> Callable[..., dict[str, jax.Array]]:
+    return lambda p, y: {"loss": loss(y - p), "prediction": p, "target": y, "error": y - p}
+
+
+def _loss(place: Place, kind: str, features: Callable[..., Any], prediction: Signal, target: Any) -> jax.Array:
+    """The node of a loss that is the sum of the feature "loss" over the last axis."""
     target = jnp.asarray(target)
     p = prediction.value
     if not jnp.issubdtype(target.dtype, jnp.floating) or target.shape != p.shape:
@@ -133,6 +126,7 @@ def _loss(place, kind, function: Callable, features: Callable, prediction: Signa
         return [answers[0].message * local.message[..., None, None]], []
 
     site = Site(place.name, kind, "elementwise", place.places.batch_size(p), p.shape, tuple(names), begins=True)
+    function = lambda p, y: jnp.sum(features(p, y)["loss"], axis=-1)
     return learned_node([(place, site)], function, ask, use, signals=[prediction], data=[target])
 
 

@@ -19,7 +19,7 @@ from jax.core import Tracer
 
 from apgrad._ground.port import Signal, port
 from apgrad.mplp._elementwise import activation
-from apgrad.mplp._learned import learned_node
+from apgrad.mplp._learned import learned_node, require_signal
 from apgrad.mplp._places import Parameter, Place
 from apgrad.mplp._protocol import Dense, Diagonal, Site
 from apgrad.mplp._wiring import wire
@@ -112,13 +112,13 @@ def _synapses(place, kind, unfold, product, signal, weight, bias):
     rows, (N, M) = math.prod(unfolded.shape[:-1]), weight.value.shape
     if bias is not None and bias.value.shape != (M,):
         raise ValueError(f"the bias at {place.name!r} must have shape ({M},) as the weight has, got {bias.value.shape}")
-    channels = place.places.channels
+    message_size = place.places.message_size
 
     def ask(local):
         output = product(local.values[0], local.parameters[0])
         return [
             Dense(
-                message=local.message.reshape(rows, M, channels),
+                message=local.message.reshape(rows, M, message_size),
                 gradient=local.gradient.reshape(rows, M),
                 inputs=unfold(local.values[0]).reshape(rows, N),
                 output=output.reshape(rows, M),
@@ -128,7 +128,7 @@ def _synapses(place, kind, unfold, product, signal, weight, bias):
         ]
 
     def use(local, answers):
-        message = answers[0].message.reshape(*unfolded.shape, channels)
+        message = answers[0].message.reshape(*unfolded.shape, message_size)
         fold = lambda m: jax.linear_transpose(unfold, local.values[0])(m)[0]
         updates = [answers[0].update] if bias is None else [answers[0].update, answers[0].bias]
         return [jax.vmap(fold, in_axes=-1, out_axes=-1)(message)], updates
@@ -258,11 +258,7 @@ def _require_parameter(kind: str, place: Place, weight: Parameter, ndim: int) ->
 
 
 def _require_weight(kind: str, place: Place, signal: Signal, weight: Parameter, ndim: int) -> None:
-    if not isinstance(signal, Signal):
-        raise TypeError(
-            f"the {kind} node {place.name!r} takes a signal, got {type(signal).__name__}. The network's input becomes "
-            "one by places.signal(x)."
-        )
+    require_signal(f"the {kind} node {place.name!r}", signal, place.places.message_size)
     _require_parameter(kind, place, weight, ndim)
     features = weight.value.shape[-1 if ndim == 1 else -2]
     if signal.value.ndim < 2 or signal.value.shape[-1] != features:

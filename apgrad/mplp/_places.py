@@ -93,15 +93,15 @@ class Places:
         self.batch: int | None = None
 
     @property
-    def channels(self) -> int:
+    def message_size(self) -> int:
         """The size of a message; 1 without a rule."""
-        return 1 if self.rule is None else self.rule.channels
+        return 1 if self.rule is None else self.rule.message_size
 
     def __getitem__(self, name: str) -> Place:
         return Place(self, name)
 
     def signal(self, x: jax.Array) -> Signal:
-        """The network's input as a signal, with a port of as many channels as the rule has.
+        """The network's input as a signal, with a port for messages of the rule's size.
 
         Args:
           x: (batch, ...), floating point.
@@ -122,7 +122,7 @@ class Places:
                 f"has {x.shape[0]}. Broadcast it to (batch, ...); or, where no message needs to go back to it, hand "
                 "it to mplp.wire as a plain array, in the function's closure."
             )
-        return Signal.of(x, self.channels)
+        return Signal.of(x, self.message_size)
 
     def batch_size(self, value: jax.Array) -> int:
         """The number of examples, which is one number for the whole network.
@@ -168,24 +168,18 @@ class Places:
         return OpenPlace(rule.at(site), self.state[name], self.state_port[name], self.uses_port[name])
 
 
-def check_answer(site: Site, answer: Answer, channels: int, state: Any) -> None:
+def check_answer(site: Site, answer: Answer, message_size: int, state: Any) -> None:
     """Refuses an answer that does not fit its place.
-
-    Args:
-      site: The place.
-      answer: What the rule answered.
-      channels: The number of channels of a message.
-      state: The old state, a pytree of arrays.
 
     Raises:
       ValueError: Naming the place, the shape that is wanted and the shape of the answer.
     """
     if site.family == "dense":
         rows, N, M = site.shape
-        wanted = {"message": (rows, N, channels), "update": (N, M), "bias": (M,) if site.bias else None}
+        wanted = {"message": (rows, N, message_size), "update": (N, M), "bias": (M,) if site.bias else None}
     else:
         update = site.shape if site.family == "diagonal" else None
-        wanted = {"message": (*site.shape, channels), "update": update, "bias": None}
+        wanted = {"message": (*site.shape, message_size), "update": update, "bias": None}
     for field, want in wanted.items():
         got = getattr(answer, field)
         if (None if got is None else got.shape) != want:

@@ -12,8 +12,6 @@ import hashlib
 import importlib.resources
 import io
 import json
-import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from apgrad._ground.named import named_leaves
+from apgrad._ground.files import named_leaves, write_atomically
 from apgrad.mplp._protocol import Site
 from apgrad.mplp.rules._separable import Separable
 
@@ -43,7 +41,7 @@ def pretrained_card(name: str) -> dict[str, Any]:
 
     Example:
       >>> import apgrad as ap
-      >>> ap.mplp.pretrained_card("sinusoid")["rule"]["channels"]
+      >>> ap.mplp.pretrained_card("sinusoid")["rule"]["message_size"]
       8
     """
     if name not in pretrained_names():
@@ -122,8 +120,8 @@ def save_trained(rule: Separable, card: dict[str, Any], path: str | Path) -> Non
     np.savez(buffer, **values)  # pyright: ignore[reportArgumentType]
     digest = {DIGEST: hashlib.sha256(buffer.getvalue()).hexdigest()}
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    _write(_file(path, ".npz"), buffer.getvalue())
-    _write(_file(path, ".json"), (json.dumps(card | digest, indent=1) + "\n").encode())
+    write_atomically(_file(path, ".npz"), buffer.getvalue())
+    write_atomically(_file(path, ".json"), json.dumps(card | digest, indent=1) + "\n")
 
 
 def _form(card: Any) -> Separable:
@@ -197,18 +195,3 @@ def _statics(rule: Any) -> dict[str, Any]:
 
 def _file(path: str | Path, suffix: str) -> Path:
     return Path(f"{path}{suffix}")  # with_suffix would take the ".1" of "rule_v1.1" for a suffix
-
-
-def _write(path: Path, data: bytes) -> None:
-    """Writes a file so that the path has the whole new file, or the file that was there before."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
-        temporary = Path(file.name)
-        try:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-            temporary.chmod(0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise

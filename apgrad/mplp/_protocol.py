@@ -59,7 +59,7 @@ class Site(NamedTuple):
 class Dense(NamedTuple):
     """The question of a dense node, whose output is `inputs @ weight`, and then `+ bias` if the node has a bias.
 
-    All arrays are floating point, of the network's dtype. k is the number of channels of a message.
+    All arrays are floating point, of the network's dtype. k is the size of a message.
 
     Attributes:
       message: (rows, M, k), the message that arrived at the output.
@@ -81,7 +81,7 @@ class Dense(NamedTuple):
 class Diagonal(NamedTuple):
     """The question of a node in which each parameter acts on one output only.
 
-    All arrays are floating point, of the network's dtype. k is the number of channels of a message.
+    All arrays are floating point, of the network's dtype. k is the size of a message.
 
     Attributes:
       message: (..., M, k), the message that arrived at the output.
@@ -103,16 +103,16 @@ class Diagonal(NamedTuple):
 class Elementwise(NamedTuple):
     """The question of a node without parameters.
 
-    All arrays are floating point, of the network's dtype. k is the number of channels of a message.
+    All arrays are floating point, of the network's dtype. k is the size of a message.
 
     Attributes:
       message: (..., k), the message that arrived, at the elements of the input. If the output has another shape
-        (pooling), the node's transposed Jacobian leads each channel to the input's elements. None at a loss, where
+        (pooling), the node's transposed Jacobian leads each component to the input's elements. None at a loss, where
         messages begin.
       gradient: (...), the true gradient of one example's loss with respect to the input.
       features: Arrays (...) by name.
-      exact: (...), what backpropagation passes on: the node's transposed Jacobian applied to channel 0 of the message,
-        and at a loss the loss's derivative.
+      exact: (...), what backpropagation passes on: the node's transposed Jacobian applied to component 0 of the
+        message, and at a loss the loss's derivative.
     """
 
     message: jax.Array | None
@@ -125,7 +125,7 @@ class Answer(NamedTuple):
     """What a rule answers. Arrays have the question's dtype.
 
     Attributes:
-      message: The message to the input, with the input's shape and then k channels; for a dense node (rows, N, k).
+      message: The message to the input, with the input's shape and then k components; for a dense node (rows, N, k).
       update: What is added to the parameters. For a dense node (N, M). For a diagonal node (..., M), one update for
         each element of the output: the node takes the mean over the batch and the sum over positions. None if the node
         has no parameters.
@@ -157,10 +157,10 @@ class Rule(Protocol):
     """A learning rule: a pytree (usually a Flax NNX module without state of its own) with two methods.
 
     Attributes:
-      channels: The size k of a message, for each element of a value.
+      message_size: The size k of a message, for each element of a value.
     """
 
-    channels: int
+    message_size: int
 
     def init(self, site: Site) -> Any:
         """The state of a place at the start of a task: a pytree of floating-point arrays, or ().

@@ -50,8 +50,8 @@ def load_published(source: str | Path | Mapping[str, np.ndarray], sites: Sequenc
     )
     elementwise = next(site.name for site in sites if site.family == "elementwise")
     size = _take(arrays, f"{gru(elementwise)}/b_next").shape[0]
-    channels = _take(arrays, f"{gru(one + '/weight')}/W_update_x").shape[0] - 2
-    rule = PerSynapse(sites, channels=channels, hidden=size - channels, share=shared, rngs=nnx.Rngs(0))
+    message_size = _take(arrays, f"{gru(one + '/weight')}/W_update_x").shape[0] - 2
+    rule = PerSynapse(sites, message_size=message_size, hidden=size - message_size, share=shared, rngs=nnx.Rngs(0))
     used: set[str] = set()
 
     def put(variable: nnx.Variable, name: str) -> None:

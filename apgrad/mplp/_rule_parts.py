@@ -28,12 +28,7 @@ class Fixed(nnx.Variable):
 
 
 def affine(parts: Parts, kernel: jax.Array) -> jax.Array:
-    """`concatenate(parts) @ kernel`, without concatenating.
-
-    Args:
-      parts: Arrays (..., features of this part) that broadcast against each other.
-      kernel: (features of all parts, outputs).
-    """
+    """`concatenate(parts) @ kernel`, without concatenating."""
     total, row = None, 0
     for part in parts:
         width = part.shape[-1]
@@ -72,19 +67,11 @@ class Mlp(nnx.Module):
         self.activation = activation
 
     def __call__(self, *parts: jax.Array) -> jax.Array:
-        """The output, (..., features of the output).
-
-        Args:
-          *parts: Arrays (..., features of this part) that broadcast against each other.
-        """
+        """The output, (..., features of the output)."""
         return self.tail(affine(parts, self.kernels[0][...]))
 
     def tail(self, x: jax.Array) -> jax.Array:
-        """The output, from the product of the input and the first kernel.
-
-        Args:
-          x: (..., units of the first hidden layer), the product.
-        """
+        """The output, from the product of the input and the first kernel."""
         for i in range(len(self.kernels)):
             x = x @ self.kernels[i][...] if i else x
             x = x + self.biases[i][...] if i < len(self.biases) else x
@@ -117,12 +104,7 @@ class Gru(nnx.Module):
         self.size = state
 
     def __call__(self, parts: Parts, c: jax.Array) -> jax.Array:
-        """The new state, (..., state).
-
-        Args:
-          parts: The parts of x, arrays (..., features of this part).
-          c: (..., state), the old state.
-        """
+        """The new state, (..., state)."""
         size = self.size
         kernels = [self.update_x[...], self.reset_x[...], self.next_x.kernels[0][...]]
         x = affine(parts, jnp.concatenate(kernels, axis=1))
@@ -136,48 +118,34 @@ class Gru(nnx.Module):
 class Descent(nnx.Module):
     """Makes a local rule start as gradient descent: the exact answer, plus a correction whose gain begins at 0.
 
-    Channel 0 of the message carries the gradient. The other channels are learned from the beginning.
+    Component 0 of the message carries the gradient. The other components are learned from the beginning.
 
     Args:
-      channels: The number of channels of a message.
+      message_size: The size k of a message.
       learning_rate: The learning rate at first, which is meta-trained; None for a local rule without an update.
     """
 
-    def __init__(self, channels: int, learning_rate: float | None = None):
-        self.gain = nnx.Param(jnp.ones(channels, float).at[0].set(0.0))
+    def __init__(self, message_size: int, learning_rate: float | None = None):
+        self.gain = nnx.Param(jnp.ones(message_size, float).at[0].set(0.0))
         updates = learning_rate is not None
         self.update_gain = nnx.Param(jnp.zeros((), float)) if updates else nnx.data(None)
         self.log_rate = nnx.Param(jnp.log(jnp.asarray(learning_rate, float))) if updates else nnx.data(None)
 
     def message(self, exact: jax.Array, learned: jax.Array) -> jax.Array:
-        """The learned message (..., k), with the exact message added to channel 0, and channel 0 of the learned one
+        """The learned message (..., k), with the exact message added to component 0, and component 0 of the learned one
         gained.
-
-        Args:
-          exact: (...), backpropagation's message.
-          learned: (..., k), the learned message.
         """
         return beside(exact, self.gain[...] * learned)
 
     def update(self, gradient: jax.Array, learned: jax.Array) -> jax.Array:
-        """The step of gradient descent, plus the correction.
-
-        Args:
-          gradient: The gradient, an array of the parameters' shape.
-          learned: The learned update, of the same shape.
-        """
+        """The step of gradient descent, plus the correction."""
         if self.log_rate is None or self.update_gain is None:
             raise ValueError("a local rule without a learning rate has no update")
         return -jnp.exp(self.log_rate[...]) * gradient + self.update_gain[...] * learned
 
 
 def beside(exact: jax.Array, learned: jax.Array) -> jax.Array:
-    """Adds the exact message to channel 0 of the learned message.
-
-    Args:
-      exact: (...).
-      learned: (..., k).
-    """
+    """Adds the exact message to component 0 of the learned message."""
     return jnp.concatenate([learned[..., :1] + exact[..., None], learned[..., 1:]], axis=-1)
 
 
@@ -186,22 +154,12 @@ Known = tuple[tuple[str, tuple[str, tuple[str, ...], bool]], ...]
 
 
 def known_forms(sites: Sequence[Site]) -> Known:
-    """What a rule keeps of the sites that it is made for: their names and forms.
-
-    Args:
-      sites: The sites, in any order.
-    """
+    """What a rule keeps of the sites that it is made for: their names and forms."""
     return tuple(sorted({(site.name, site.form) for site in sites}))
 
 
 def require_form(known: Known, site: Site, *, by_name: bool) -> None:
-    """Refuses a place that a rule was not made for.
-
-    Args:
-      known: The names and forms of the sites that the rule was made for, of `known_forms`.
-      site: The site that a network asks for.
-      by_name: Whether the rule has parameters of its own for each name; otherwise it has them for each kind.
-    """
+    """Refuses a place that a rule was not made for: one of another name, or of another kind if it shares by kind."""
     if (site.name, site.form) in known or (not by_name and any(site.form == form for _, form in known)):
         return
     places = ", ".join(f"{name!r} ({kind}, features {features}, bias {bias})" for name, (kind, features, bias) in known)
@@ -212,36 +170,22 @@ def require_form(known: Known, site: Site, *, by_name: bool) -> None:
     )
 
 
-def require_one_of(name: str, value: Any, choices: tuple[Any, ...] = (False, True)) -> None:
-    """Refuses an option that is not among the choices.
-
-    Args:
-      name: The option's name.
-      value: The option's value.
-      choices: The allowed values; True and False if not given.
-    """
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {choices}, got {value!r}")
+def require_one_of(choices: tuple[Any, ...], **options: Any) -> None:
+    """Refuses options that are not among the choices."""
+    for name, value in options.items():
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {choices}, got {value!r}")
 
 
 def require_sizes(least: int, **sizes: Any) -> None:
-    """Refuses sizes that are not integers from `least` to LARGEST.
-
-    Args:
-      least: The smallest size that is allowed.
-      **sizes: The sizes, by name.
-    """
+    """Refuses sizes that are not integers from `least` to LARGEST."""
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= LARGEST:
             raise ValueError(f"{name} must be an integer from {least} to {LARGEST}, got {value!r}")
 
 
 def require_positive(**numbers: Any) -> None:
-    """Refuses numbers that are not finite and above 0, as far as their values are known.
-
-    Args:
-      **numbers: The numbers, by name.
-    """
+    """Refuses numbers that are not finite and above 0, as far as their values are known."""
     for name, value in numbers.items():
         known = isinstance(value, int | float | np.number) and not isinstance(value, bool)
         if not isinstance(value, jax.Array) and not (known and 0 < value < math.inf):

@@ -21,45 +21,27 @@ from apgrad.mplp._step import init_state, inner_step, scan_steps
 
 
 class Standardizer(nnx.Module):
-    """A fitted shift and a fitted scale for each group of features; the identity at first.
-
-    Args:
-      groups: The number of groups.
-    """
+    """A fitted shift and a fitted scale for each group of features; the identity at first."""
 
     def __init__(self, groups: int):
         self.shift = Fixed(jnp.zeros(groups, float))
         self.scale = Fixed(jnp.ones(groups, float))
 
     def __call__(self, parts: list[jax.Array]) -> list[jax.Array]:
-        """Standardizes one part for each group.
-
-        Args:
-          parts: Floating-point arrays of any shapes, one for each group.
-        """
+        """Standardizes one part for each group."""
         shift, scale = jax.lax.stop_gradient((self.shift[...], self.scale[...]))
         return apply(parts, shift, scale)
 
 
 def apply(parts: list[jax.Array], shift: jax.Array, scale: jax.Array) -> list[jax.Array]:
-    """`(v + shift) * scale` for each part v.
-
-    Args:
-      parts: Floating-point arrays of any shapes.
-      shift: (parts,).
-      scale: (parts,).
-    """
+    """`(v + shift) * scale` for each part v."""
     if len(parts) != len(shift):
         raise ValueError(f"a standardizer of {len(shift)} groups of features was given {len(parts)}")
     return [(part + shift[i]) * scale[i] for i, part in enumerate(parts)]
 
 
 def statistics(parts: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Shift and scale of each part, as published: two arrays (parts,).
-
-    Args:
-      parts: Floating-point arrays of any shapes.
-    """
+    """Shift and scale of each part, as published: two arrays (parts,)."""
     means = jnp.stack([jnp.mean(part) for part in parts])
     deviations = jnp.stack([jnp.std(part) for part in parts])
     return -means, jnp.where(deviations < 1e-5, 1.0, 1 / jnp.maximum(deviations, 1e-5))
@@ -70,9 +52,6 @@ class BatchNorm(nnx.Module):
 
     The variance has ddof 1, as in the thesis. If the variance is zero (a constant feature, a single row), the output is
     the shift and the derivative is finite: the square root never sees zero.
-
-    Args:
-      features: The number of features.
     """
 
     def __init__(self, features: int):
@@ -80,11 +59,7 @@ class BatchNorm(nnx.Module):
         self.shift = nnx.Param(jnp.zeros(features, float))
 
     def __call__(self, *parts: jax.Array) -> list[jax.Array]:
-        """Normalizes parts that broadcast against each other, without broadcasting them.
-
-        Args:
-          *parts: Floating-point arrays (..., features of this part).
-        """
+        """Normalizes parts that broadcast against each other, without broadcasting them."""
         rows = 1
         for n in jnp.broadcast_shapes(*[part.shape[:-1] for part in parts]):
             rows *= n

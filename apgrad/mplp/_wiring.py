@@ -1,7 +1,7 @@
 """Wiring: functions of signals that need no rule, and signals that are used several times.
 
 A function without parameters (the sum of a skip connection, a concatenation, a transpose, a mean) needs no rule: its
-transposed Jacobian leads each channel of a message back as it leads a gradient back. To this end the function's
+transposed Jacobian leads each component of a message back as it leads a gradient back. To this end the function's
 Jacobian is applied to the port, which stays zero, and reverse mode transposes the Jacobian.
 
 At a fan-out, where a signal is used n times, reverse mode adds up the n messages, as it adds up gradients. `fork`
@@ -27,7 +27,7 @@ def wire(function: Callable[..., jax.Array], *signals: Signal) -> Signal:
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
-      >>> a, b = (ap.Signal.of(jnp.ones((4, n)), channels=8) for n in (2, 3))
+      >>> a, b = (ap.Signal.of(jnp.ones((4, n)), message_size=8) for n in (2, 3))
       >>> both = ap.mplp.wire(lambda a, b: jnp.concatenate([a, b], axis=-1), a, b)
       >>> both.value.shape, both.port.shape
       ((4, 5), (4, 5, 8))
@@ -56,7 +56,7 @@ def fork(
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
-      >>> signal = ap.Signal.of(jnp.ones((1, 2)), channels=1)
+      >>> signal = ap.Signal.of(jnp.ones((1, 2)), message_size=1)
       >>> def ports(s):
       ...     a, b = ap.mplp.fork(s, 2, "mean")
       ...     return jnp.sum(2 * a.port + 4 * b.port)

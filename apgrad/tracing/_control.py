@@ -15,7 +15,7 @@ The programs inside are walked. The rules remember different things for the way 
 
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -26,9 +26,8 @@ from jax.tree_util import Partial
 from apgrad._programs import jaxprs
 from apgrad._programs.flow import flow, steady
 from apgrad._programs.kinds import NO_DERIVATIVE
+from apgrad._programs.linearity import LINEAR, ZERO, linearity
 from apgrad.tracing._interpreter import Context, Walked, filled, walk
-from apgrad.tracing._linear import require_linear
-from apgrad.tracing._sums import zeros
 
 SLOTS = 64
 
@@ -54,7 +53,7 @@ def _cond(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> 
     """`lax.cond` and `lax.switch`: on the way back, the branch that was taken is walked."""
     branches, semiring = _inside(eqn).jaxprs, context.semiring
     outputs = jaxprs.caller(eqn)(*inputs)
-    like = [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in outputs]
+    like = _structs(outputs)
     bodies, consts = [b.jaxpr for b in branches], [list(b.consts) for b in branches]
     wanted = active[1:]
 
@@ -64,8 +63,7 @@ def _cond(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> 
 
         def through(jaxpr, consts, operands, full):
             answers = walk(context, jaxprs.Program(jaxpr, consts), operands, wanted).pull(full)
-            answers = filled(semiring, answers, operands)
-            return [m if a else None for m, a in zip(answers, wanted, strict=True)]
+            return filled(semiring, answers, operands, wanted)
 
         paths = [functools.partial(through, p, c) for p, c in zip(bodies, consts, strict=True)]
         return [None, *lax.switch(index, paths, operands, full)]
@@ -100,7 +98,6 @@ def _scan(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> 
     final, (ys, kept) = loop(body, list(carry), list(xs))
     outputs = [*final, *ys]
     treedef, places = form["treedef"], form["places"]
-    like = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in outputs]
     # Only what is used: an xs that no pull remembers need not be alive.
     used = {place for place in places if place[0] != "kept"}
     memory = {
@@ -109,13 +106,13 @@ def _scan(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> 
         "xs": {i: v for i, v in enumerate(xs) if ("xs", i) in used},
     }
     length, reverse = inside.length, inside.reverse
-    shapes = [(jnp.shape(x), jnp.result_type(x)) for x in outer]
+    like, outer_like = _structs(outputs), _structs(outer)
+    xs_like = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in _structs(xs)]
+    outer_flags, carry_flags, xs_flags = flags[:fixed], flags[fixed : fixed + carried], flags[fixed + carried :]
 
     def pull(memory, messages):
-        last = filled(semiring, messages, like)
-        totals = [zeros(semiring, *s) if f else None for s, f in zip(shapes, flags[:fixed], strict=True)]
-        carry_flags = flags[fixed : fixed + carried]
-        arrived = [m if f else None for m, f in zip(last[:carried], carry_flags, strict=True)]
+        totals = filled(semiring, [None] * fixed, outer_like, outer_flags)
+        arrived = filled(semiring, messages[:carried], like[:carried], carry_flags)
 
         def back(state, step):
             arrived, totals = state
@@ -123,26 +120,14 @@ def _scan(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> 
             found = {"kept": kept, "outer": memory["outer"], "xs": xs}
             pullback = jax.tree.unflatten(treedef, [found[kind][i] for kind, i in places])
             answers = pullback([*arrived, *arriving])
-            given, before, xs_messages = answers[:fixed], answers[fixed : fixed + carried], answers[fixed + carried :]
-            totals = [
-                t if m is None else semiring.plus(m, t) if t is not None else None
-                for m, t in zip(given, totals, strict=True)
-            ]
-            before = filled(semiring, before, like[:carried])
-            before = [m if f else None for m, f in zip(before, carry_flags, strict=True)]
-            return (before, totals), filled_xs(xs_messages)
+            before = filled(semiring, answers[fixed : fixed + carried], like[:carried], carry_flags)
+            through = filled(semiring, answers[fixed + carried :], xs_like, xs_flags)
+            return (before, _add(semiring, answers[:fixed], totals)), through
 
-        def filled_xs(found):
-            return [
-                None if not f else zeros(semiring, s, d) if m is None else m
-                for m, f, (s, d) in zip(found, flags[fixed + carried :], xs_shapes, strict=True)
-            ]
-
-        steps = (last[carried:], memory["kept"], memory["xs"])
+        steps = (filled(semiring, messages[carried:], like[carried:]), memory["kept"], memory["xs"])
         (arrived, totals), through = lax.scan(back, (arrived, totals), steps, length=length, reverse=not reverse)
         return [*totals, *arrived, *through]
 
-    xs_shapes = [(jnp.shape(x)[1:], jnp.result_type(x)) for x in xs]
     return Walked(outputs, form["active"], Partial(pull, memory))
 
 
@@ -187,9 +172,7 @@ def _while_loop(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...
         return jaxprs.evaluate(test, [*test_outer, *state[1]])[0]
 
     count, final = lax.while_loop(go_on, lambda s: (s[0] + 1, advance(outer, body.consts, s[1])), (jnp.int32(0), carry))
-    shapes = [(jnp.shape(x), jnp.result_type(x)) for x in outer]
-    like = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in final]
-    heads = [None] * first
+    like, outer_like, heads = _structs(final), _structs(outer), [None] * first
 
     def pull(memory, messages):
         count, carry, outer, consts = memory
@@ -204,8 +187,8 @@ def _while_loop(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...
             return [s.at[slot].set(x, mode="drop") for s, x in zip(slots, now, strict=True)], now
 
         slots, _ = lax.fori_loop(0, count, store, (slots, list(carry)))
-        totals = [zeros(semiring, *s) if f else None for s, f in zip(shapes, flags[:fixed], strict=True)]
-        arrived = [m if f else None for m, f in zip(filled(semiring, messages, like), flags[fixed:], strict=True)]
+        totals = filled(semiring, [None] * fixed, outer_like, flags[:fixed])
+        arrived = filled(semiring, messages, like, flags[fixed:])
 
         def back(k, state):
             arrived, totals = state
@@ -213,9 +196,8 @@ def _while_loop(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...
             start = [s[i // stride] for s in slots]
             now = lax.fori_loop(0, i % stride, lambda _, s: advance(outer, consts, s), start)
             answers = walk(context, body._replace(consts=consts), [*outer, *now], flags).pull(arrived)
-            totals = [t if m is None else semiring.plus(m, t) for m, t in zip(answers[:fixed], totals, strict=True)]
-            before = filled(semiring, answers[fixed:], like)
-            return [m if f else None for m, f in zip(before, flags[fixed:], strict=True)], totals
+            totals = _add(semiring, answers[:fixed], totals)
+            return filled(semiring, answers[fixed:], like, flags[fixed:]), totals
 
         arrived, totals = lax.fori_loop(0, count, back, (arrived, totals))
         return [*heads, *totals, *arrived]
@@ -263,25 +245,55 @@ def _linearized(eqn, inputs, active):
     tangents = [jnp.zeros_like(x) for x in primals]
     if eqn.primitive.name.startswith("custom_vjp"):
         floats, pullback, outputs = jax.vjp(function, *primals, has_aux=True)
-        linear = require_linear(pullback, floats, primals, jaxprs.scope(eqn))
+        linear = _require_linear(pullback, floats, primals, jaxprs.scope(eqn))
     else:
         _, linear, outputs = jax.linearize(function, *primals, has_aux=True)
     return jaxprs.trace(linear, *tangents)[0], tangents, chosen, real, outputs
+
+
+def _require_linear(
+    pullback: Callable[..., Any], outputs: Sequence[Any], inputs: Sequence[Any], where: str
+) -> Callable[..., list[Any]]:
+    """The tangent map whose transpose is the given pullback.
+
+    Raises:
+      TypeError: if the pullback is not linear, or cannot be seen to be.
+    """
+    name = f" in {where!r}" if where else ""
+    message = (
+        f"cannot trace through a custom_vjp function{name}: its backward pass is no sum over edges, because it is not "
+        "linear in the message ({}). Total propagation, MPLP and propagators that clip or replace messages are of this "
+        "kind. Trace a program without it; reparameterization() and likelihood_ratio() can be traced."
+        " Inside a function, put what was given to ap.randomize in the place of what it returned."
+    )
+    program, _ = jaxprs.trace(pullback, list(outputs))
+    if not {ZERO, LINEAR}.issuperset(linearity(program, [LINEAR] * len(program.jaxpr.invars))):
+        raise TypeError(message.format("it is a sum, product or other function of messages and constants"))
+    transposed = jax.linear_transpose(pullback, list(outputs))
+
+    def tangent_map(*tangents):
+        try:
+            return transposed(tuple(tangents))[0]
+        except (NotImplementedError, AssertionError, TypeError, ValueError, jax.errors.UnexpectedTracerError) as error:
+            raise TypeError(message.format(f"JAX cannot transpose it: {type(error).__name__} {error}")) from error
+
+    return tangent_map
 
 
 def _inside(eqn: Any) -> Any:
     return jaxprs.nested(eqn)  # which is None for plain primitives, and they do not come here
 
 
+def _structs(values):
+    return [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in values]
+
+
+def _add(semiring, messages, totals):
+    return [t if m is None or t is None else semiring.plus(m, t) for m, t in zip(messages, totals, strict=True)]
+
+
 def _inexact(outputs):
     return tuple(jnp.issubdtype(y.dtype, jnp.inexact) for y in outputs)
 
 
-CONTROL_RULES = {
-    "call": _call,
-    "remat": _remat,
-    "cond": _cond,
-    "scan": _scan,
-    "while": _while_loop,
-    "custom": _custom,
-}
+CONTROL_RULES = {"call": _call, "remat": _remat, "cond": _cond, "scan": _scan, "while": _while_loop, "custom": _custom}

@@ -43,34 +43,18 @@ EdgeRule = Callable[[Equation], Pull]
 
 
 def edge(semiring: Semiring, weight: Any, message: Value, dtype: Any) -> Value:
-    """The message at the other end of edges.
-
-    Args:
-      semiring: the semiring of the message.
-      weight: derivatives along the edges, an array or a number that broadcasts against the message.
-      message: the message to the edges' outputs.
-      dtype: the dtype of the edges' inputs, which the result gets.
-    """
+    """The message at the other end of edges, whose inputs have this dtype; weights are the derivatives along them."""
     weight = jnp.asarray(weight, dtype_of(message))
     return cast(semiring.times(semiring.lift(weight), message), dtype)
 
 
 def cast(message: Value, dtype: Any) -> Value:
-    """The message with its floating-point components in another dtype.
-
-    Args:
-      message: any message.
-      dtype: a floating-point dtype.
-    """
+    """The message with its floating-point components in another dtype."""
     return tuple(x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.inexact) else x for x in message)
 
 
 def derivatives(equation: Equation) -> list[Any]:
-    """The pullback of ones for each active input, an array of the input's shape; None for the others.
-
-    Args:
-      equation: each element of its inputs goes into one element of its outputs.
-    """
+    """The pullback of ones for each active input, an array of the input's shape; None for the others."""
     chosen = [i for i, a in enumerate(equation.active) if a]
     function, values = restrict(equation.call, equation.inputs, chosen)
     outputs, pullback = jax.vjp(function, *values)
@@ -79,10 +63,6 @@ def derivatives(equation: Equation) -> list[Any]:
 
 def require_small(name: str, elements: int) -> None:
     """Refuses a Jacobian that is too large.
-
-    Args:
-      name: the primitive, for the error.
-      elements: how many elements the Jacobian has.
 
     Raises:
       ValueError: for more than `LIMIT` elements.
@@ -97,10 +77,6 @@ def require_small(name: str, elements: int) -> None:
 def require_countable(equation: Equation, size: int) -> int:
     """The size of an array whose elements are numbered by int32.
 
-    Args:
-      equation: for the error.
-      size: how many elements the array has.
-
     Raises:
       ValueError: for 2**31 elements or more.
     """
@@ -110,32 +86,15 @@ def require_countable(equation: Equation, size: int) -> int:
 
 
 def each(function: Callable[[Any], Any], message: Value) -> Value:
-    """The message with a function applied to each of its components.
-
-    Args:
-      function: `array -> array`.
-      message: any message.
-    """
+    """The message with a function applied to each of its components."""
     return tuple(function(x) for x in message)
 
 
 def each_with_zero(semiring: Semiring, function: Callable[[Any, Any], Any], message: Value) -> Value:
-    """The message with a function applied to each of its components and this component's zero.
-
-    Args:
-      semiring: the semiring of the message.
-      function: `(array, the scalar of semiring.zero) -> array`.
-      message: any message.
-    """
+    """The message with a function applied to each of its components and this component's zero."""
     return tuple(function(x, zero) for x, zero in zip(message, semiring.zero, strict=True))
 
 
 def where(condition: Any, a: Value, b: Value) -> Value:
-    """`jnp.where`, component by component.
-
-    Args:
-      condition: a Boolean array that broadcasts against the components.
-      a: the message where the condition is true.
-      b: the message where the condition is false.
-    """
+    """`jnp.where`, component by component."""
     return tuple(jnp.where(condition, x, y) for x, y in zip(a, b, strict=True))

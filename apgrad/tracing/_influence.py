@@ -70,12 +70,7 @@ class Component(NamedTuple):
     depth: int | None
 
     def names(self, scope: str, primitive: str) -> list[str]:
-        """The names of the components that an equation belongs to.
-
-        Args:
-          scope: the named scopes around the equation.
-          primitive: the name of the equation's primitive.
-        """
+        """The names of the components that an equation belongs to."""
         if self.by == "primitive":
             return [primitive]
         parts = jaxprs.plain_scope(scope).split("/") if jaxprs.plain_scope(scope) else []
@@ -203,12 +198,7 @@ def every(n: int, traced: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def equations(program: jaxprs.Program, scope: str = "") -> list[tuple[str, str]]:
-    """The (scope, primitive) of all equations that have edges, also of those inside other equations.
-
-    Args:
-      program: the traced program.
-      scope: the named scopes around the program.
-    """
+    """The (scope, primitive) of all equations that have edges, also of those inside other equations."""
     found = []
     for eqn in program.jaxpr.eqns:
         where, inside = jaxprs.join(scope, jaxprs.scope(eqn)), jaxprs.nested(eqn)
@@ -225,12 +215,7 @@ def equations(program: jaxprs.Program, scope: str = "") -> list[tuple[str, str]]
 
 
 def parameter_names(treedef: Any, argnums: int | Sequence[int]) -> tuple[str, ...]:
-    """The names of the arrays in the chosen arguments.
-
-    Args:
-      treedef: the structure of the chosen arguments.
-      argnums: which arguments were chosen; if it is one number, names do not begin with the argument's number.
-    """
+    """The names of the arrays in the chosen arguments."""
     tree = jax.tree.unflatten(treedef, range(treedef.num_leaves))
     keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     keys = [path[1:] if is_single(argnums) else path for path in keys]

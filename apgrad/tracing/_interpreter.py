@@ -1,7 +1,8 @@
 """The walk of tracing: forward through a program, collecting each equation's pull, then backward through the pulls.
 
 This is reverse mode on jaxprs in which the semiring says what the sum is. Nothing here knows a primitive (`_rules.py`
-does) or a loop (`_control.py` does). A walk is a function of arrays, so it works under `jit`, `vmap` and `scan`.
+does) or a loop (`_control.py` does). A walk is a function of arrays, so it works under `jit`, `vmap` and `scan`. A
+value is *active* if it depends on an input for which a message is wanted.
 """
 
 import math
@@ -38,11 +39,7 @@ class Context(NamedTuple):
     enter: Callable[[Value, str, str], Value] | None = None
 
     def at(self, eqn: Any) -> "Context":
-        """The context of a program inside an equation.
-
-        Args:
-          eqn: the equation.
-        """
+        """The context of a program inside an equation."""
         return self._replace(scope=jaxprs.join(self.scope, jaxprs.scope(eqn)))
 
 
@@ -60,86 +57,51 @@ class Walked(NamedTuple):
     pull: Any
 
 
-class Frame(NamedTuple):
-    """What a program is after its walk forward, with everything inside.
+class Step(NamedTuple):
+    """What an equation of a program is after the program's walk forward.
 
     Attributes:
-      values: the value of each variable.
-      active: the variables that depend on an active input.
-      pulls: the pull of each equation; None where nothing active goes in or comes out.
+      inputs: the values of the equation's inputs, arrays.
+      active: for each input, whether it is active.
+      pull: the equation's `Pull`; None where nothing active goes in or comes out.
     """
 
-    values: dict[Any, Any]
-    active: set[Any]
-    pulls: list[Pull | None]
-
-    def read(self, atom: Any) -> Any:
-        """The value of a variable or literal.
-
-        Args:
-          atom: the variable or literal.
-        """
-        return atom.val if isinstance(atom, Literal) else self.values[atom]
-
-    def is_active(self, atom: Any) -> bool:
-        """Whether a variable depends on an active input; a literal never does.
-
-        Args:
-          atom: the variable or literal.
-        """
-        return not isinstance(atom, Literal) and atom in self.active
+    inputs: list[Any]
+    active: tuple[bool, ...]
+    pull: Pull | None
 
 
 def walk(context: Context, program: jaxprs.Program, inputs: Sequence[Any], active: Sequence[bool]) -> Walked:
-    """A program as one step: its outputs, and a pull through all of it.
-
-    Args:
-      context: what is the same for all of the walk.
-      program: the program that is walked.
-      inputs: its inputs, arrays.
-      active: for each input, whether a message for this input is wanted.
-    """
-    jaxpr = program.jaxpr
-    frame = forward(context, program, inputs, active)
-    invars, flags = jaxpr.invars, tuple(active)
+    """A program as one step: its outputs, and a pull through all of it."""
+    jaxpr, flags = program.jaxpr, tuple(active)
+    outputs, steps = forward(context, program, inputs, active)
 
     def pull(pulls, messages):
         found = backward(context, jaxpr, pulls, messages)
-        return [found.get(v) if a else None for v, a in zip(invars, flags, strict=True)]
+        return [found.get(v) if a else None for v, a in zip(jaxpr.invars, flags, strict=True)]
 
-    outputs = [frame.read(v) for v in jaxpr.outvars]
-    return Walked(outputs, tuple(frame.is_active(v) for v in jaxpr.outvars), Partial(pull, frame.pulls))
-
-
-def forward(context: Context, program: jaxprs.Program, inputs: Sequence[Any], active: Sequence[bool]) -> Frame:
-    """Evaluates a program, and collects the pulls of its equations.
-
-    Args:
-      context: what is the same for all of the walk.
-      program: the program that is walked.
-      inputs: its inputs, arrays.
-      active: for each input, whether a message for this input is wanted.
-    """
-    jaxpr, consts = program
-    frame = Frame(dict(zip(jaxpr.constvars, consts, strict=True)), set(), [])
-    frame.values.update(zip(jaxpr.invars, inputs, strict=True))
-    frame.active.update(v for v, a in zip(jaxpr.invars, active, strict=True) if a)
-    for eqn in jaxpr.eqns:
-        walked = step(context, eqn, [frame.read(v) for v in eqn.invars], tuple(map(frame.is_active, eqn.invars)))
-        frame.pulls.append(walked.pull)
-        frame.values.update(zip(eqn.outvars, walked.outputs, strict=True))
-        frame.active.update(v for v, a in zip(eqn.outvars, walked.active, strict=True) if a)
-    return frame
+    pulls = [step.pull for step in steps]
+    return Walked([value for value, _ in outputs], tuple(active for _, active in outputs), Partial(pull, pulls))
 
 
-def step(context: Context, eqn: Any, inputs: Sequence[Any], active: tuple[bool, ...]) -> Walked:
+def forward(
+    context: Context, program: jaxprs.Program, inputs: Sequence[Any], active: Sequence[bool]
+) -> tuple[list[tuple[Any, bool]], list[Step]]:
+    """Evaluates a program: each output as (value, active), and the steps of its equations."""
+    steps = []
+
+    def apply(eqn, given):
+        values, flags = [value for value, _ in given], tuple(active for _, active in given)
+        walked = walk_equation(context, eqn, values, flags)
+        steps.append(Step(values, flags, walked.pull))
+        return zip(walked.outputs, walked.active, strict=True)
+
+    pairs = list(zip(inputs, active, strict=True))
+    return jaxprs.evaluate(program, pairs, apply, lambda value: (value, False)), steps
+
+
+def walk_equation(context: Context, eqn: Any, inputs: Sequence[Any], active: tuple[bool, ...]) -> Walked:
     """Evaluates one equation, and finds its pull.
-
-    Args:
-      context: what is the same for all of the walk.
-      eqn: the equation.
-      inputs: the values of its inputs, arrays.
-      active: for each input, whether a message for this input is wanted.
 
     Raises:
       TypeError: if an active value is complex, or goes through a mutable reference.
@@ -214,19 +176,14 @@ def backward(
     return found
 
 
-def filled(semiring: Semiring, messages: Sequence[Value | None], like: Sequence[Any]) -> list[Value | None]:
-    """The messages, with the semiring's zeros in place of None where an array can have a message.
+def filled(
+    semiring: Semiring, messages: Sequence[Value | None], like: Sequence[Any], wanted: Sequence[bool] | None = None
+) -> list[Value | None]:
+    """The messages to some arrays, with zeros in place of None where an array has messages and they are wanted."""
 
-    Args:
-      semiring: the semiring of the messages.
-      messages: messages or None.
-      like: for each message its array, or something with its shape and dtype. Only floating-point arrays have messages.
-    """
-    return [
-        None
-        if not jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-        else zeros(semiring, jnp.shape(x), jnp.result_type(x))
-        if m is None
-        else m
-        for m, x in zip(messages, like, strict=True)
-    ]
+    def fill(message, x, wanted):
+        if not (wanted and jnp.issubdtype(jnp.result_type(x), jnp.inexact)):
+            return None
+        return zeros(semiring, jnp.shape(x), jnp.result_type(x)) if message is None else message
+
+    return [fill(*row) for row in zip(messages, like, wanted or [True] * len(like), strict=True)]

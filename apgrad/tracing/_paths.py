@@ -23,7 +23,7 @@ import numpy as np
 
 from apgrad._programs import jaxprs
 from apgrad.tracing import _control as control
-from apgrad.tracing._interpreter import Context, backward, filled, forward
+from apgrad.tracing._interpreter import Context, backward, filled, forward, walk
 from apgrad.tracing._semirings import Semiring
 
 
@@ -161,7 +161,7 @@ class Reader:
           on. No steps and -1 if no path goes on.
         """
         jaxpr = program.jaxpr
-        values, arrived, sent, flags = self._walk(program, active)(program.consts, list(inputs), messages)
+        given, flags, arrived, sent = self._walk(program, active)(program.consts, list(inputs), messages)
         variable, steps = jaxpr.invars[at], []
         start = 0
         while True:
@@ -181,9 +181,8 @@ class Reader:
                 return steps, choice, index, rank
             number, slot = choice
             eqn = jaxpr.eqns[number]
-            given = [v.val if hasattr(v, "val") else values[v] for v in eqn.invars]
             more, output, index, rank = self._through(
-                scope, eqn, given, flags[number], arrived[number], slot, index, rank
+                scope, eqn, given[number], flags[number], arrived[number], slot, index, rank
             )
             if output < 0:
                 return NOWHERE
@@ -198,26 +197,28 @@ class Reader:
         context = self.context
 
         @jax.jit
-        def walk(consts, inputs, messages):
-            frame = forward(context, jaxprs.Program(jaxpr, consts), inputs, active)
-            found = backward(context, jaxpr, frame.pulls, messages)
+        def walked(consts, inputs, messages):
+            _, steps = forward(context, jaxprs.Program(jaxpr, consts), inputs, active)
+            found = backward(context, jaxpr, [step.pull for step in steps], messages)
             arrived, sent = [], []
-            for eqn, pull in zip(jaxpr.eqns, frame.pulls, strict=True):
+            for eqn, (_, _, pull) in zip(jaxpr.eqns, steps, strict=True):
                 here = [found.get(v) for v in eqn.outvars]
                 dead = pull is None or all(m is None for m in here)
                 arrived.append(None if dead else here)
                 answers = None if dead or pull is None else [None if m is None else m[self.weights] for m in pull(here)]
                 sent.append(answers)
-            known = [v for v in frame.values if not hasattr(v, "val")]
-            static.append((known, [tuple(map(frame.is_active, eqn.invars)) for eqn in jaxpr.eqns]))
-            return [frame.values[v] for v in known], arrived, sent
+            # Each value once, however many equations it goes into.
+            values = {id(x): x for step in steps for x in step.inputs}
+            place = {name: i for i, name in enumerate(values)}
+            static.append(([[place[id(x)] for x in step.inputs] for step in steps], [step.active for step in steps]))
+            return list(values.values()), arrived, sent
 
         static: list[Any] = []
 
         def run(consts, inputs, messages):
-            values, arrived, sent = walk(list(consts), inputs, messages)
-            known, flags = static[0]
-            return dict(zip(known, values, strict=True)), arrived, sent, flags
+            values, arrived, sent = walked(list(consts), inputs, messages)
+            places, flags = static[0]
+            return [[values[i] for i in row] for row in places], flags, arrived, sent
 
         self._compiled[key] = run, jaxpr  # the program stays alive, and its id its own
         return run
@@ -299,12 +300,7 @@ class Reader:
         last = filled(semiring, arrived[:carried], carry)
         context = self.context
 
-        @jax.jit
-        def back(values, messages):
-            frame = forward(context, program, values, active)
-            found = backward(context, program.jaxpr, frame.pulls, messages)
-            return [found.get(v) for v in program.jaxpr.invars]
-
+        back = jax.jit(lambda values, messages: walk(context, program, values, active).pull(messages))
         messages, sent = [], []
         for t, values in zip(reversed(slices), reversed(stages), strict=True):
             ys = [None if m is None else tuple(x[t] for x in m) for m in arrived[carried:]]

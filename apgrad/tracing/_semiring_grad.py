@@ -64,17 +64,7 @@ def semiring_grad(f: Callable[..., Any], semiring: Semiring, argnums: int | Sequ
 
 
 def traced(f: Callable[..., Any], args: Any, kwargs: Any, argnums: int | Sequence[int]) -> Any:
-    """The program of f, whose inputs are the arrays of the chosen arguments.
-
-    Args:
-      f: the loss.
-      args: all positional arguments of f.
-      kwargs: the keyword arguments of f.
-      argnums: which positional arguments are chosen.
-
-    Returns:
-      `(program, inputs, the tree of the chosen arguments, a True for each input)`.
-    """
+    """The program of f, the arrays of the chosen arguments, which are its inputs, their tree, and a True for each."""
     function, values = jaxprs.restrict(functools.partial(f, **kwargs), args, chosen_numbers(argnums, len(args)))
     chosen = tuple(values)
 
@@ -97,20 +87,12 @@ def traced(f: Callable[..., Any], args: Any, kwargs: Any, argnums: int | Sequenc
 
 
 def is_single(argnums: int | Sequence[int]) -> bool:
-    """Whether argnums are one number, of Python, NumPy or JAX, and no sequence.
-
-    Args:
-      argnums: as for `jax.grad`.
-    """
+    """Whether argnums are one number, of Python, NumPy or JAX, and no sequence."""
     return hasattr(argnums, "__index__") and not getattr(argnums, "shape", ())
 
 
 def chosen_numbers(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
     """The numbers of the chosen arguments, counted from 0.
-
-    Args:
-      argnums: as for `jax.grad`.
-      count: how many positional arguments there are.
 
     Raises:
       TypeError: if argnums are no integers.
@@ -133,14 +115,7 @@ def chosen_numbers(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
 
 
 def values(context: Context, walked: Any, inputs: Sequence[Any], active: Sequence[bool]) -> list[Value]:
-    """The messages at the active inputs, when the message at the loss is the semiring's one.
-
-    Args:
-      context: the context of the walk.
-      walked: the loss's program after its walk forward.
-      inputs: the program's inputs, arrays.
-      active: for each input, whether its message is wanted.
-    """
+    """The messages at the active inputs, when the message at the loss is the semiring's one."""
     semiring = context.semiring
     (loss,) = walked.outputs
     messages = [constant(semiring.one, (), loss.dtype)] if walked.active[0] else [None]
@@ -157,9 +132,6 @@ def original(f: Callable[..., Any]) -> Callable[..., Any]:
 
     A randomized function names its original by the attribute `original`. Its own backward pass is an estimate, and has
     other edges at each key. JAX's transformations copy attributes, but only `jit` returns the same function.
-
-    Args:
-      f: any function.
     """
     inner = getattr(f, "original", None)
     copied = hasattr(getattr(f, "__wrapped__", None), "original") and not isinstance(f, jax.stages.Wrapped)

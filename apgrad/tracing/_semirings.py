@@ -246,12 +246,7 @@ def _log_entropy():
 
 
 def greater(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The greater of two, the first if they are equal; NaN if one is NaN, which XLA's maximum on a CPU may pass over.
-
-    Args:
-      a: an array.
-      b: an array that broadcasts against a.
-    """
+    """The greater of two, the first of equals; NaN if one is NaN, which XLA's maximum on a CPU may pass over."""
     return jnp.where((b > a) | (b != b), b, a)
 
 

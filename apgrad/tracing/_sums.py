@@ -20,44 +20,22 @@ SMALL = 4096  # elements below which a step of the loop costs more than its work
 
 
 def additive(semiring: Semiring) -> bool:
-    """Whether the semiring's plus is addition and its times bilinear.
-
-    Args:
-      semiring: any.
-    """
+    """Whether the semiring's plus is addition and its times bilinear."""
     return semiring.kind in ("add", "gradient")
 
 
 def constant(scalars: tuple[float | int, ...], shape: Any, dtype: Any) -> Value:
-    """A value that is the same everywhere.
-
-    Args:
-      scalars: one for each component. A float becomes an array of `dtype`, an int an array of dtype uint32.
-      shape: the shape of the components.
-      dtype: a floating-point dtype.
-    """
+    """A value that is the same everywhere: a float makes an array of the dtype, an int one of dtype uint32."""
     return tuple(jnp.full(shape, s, jnp.uint32 if isinstance(s, int) else dtype) for s in scalars)
 
 
 def zeros(semiring: Semiring, shape: Any, dtype: Any) -> Value:
-    """A value that is the semiring's zero everywhere.
-
-    Args:
-      semiring: any.
-      shape: the shape of the components.
-      dtype: a floating-point dtype.
-    """
+    """A value that is the semiring's zero everywhere."""
     return constant(semiring.zero, shape, dtype)
 
 
 def plus_over(semiring: Semiring, value: Value, axes: tuple[int, ...]) -> Value:
-    """The plus over axes. Of equal elements, the first in row-major order wins.
-
-    Args:
-      semiring: any.
-      value: components of one shape.
-      axes: the axes that the result lacks.
-    """
+    """The plus over axes. Of equal elements, the first in row-major order wins."""
     if not axes:
         return value
     if additive(semiring):
@@ -260,9 +238,5 @@ def _concatenate(a, b, axis=0):
 
 
 def dtype_of(value: Value) -> Any:
-    """The dtype of the floating-point components; other components are masks.
-
-    Args:
-      value: at least one of its components is floating point.
-    """
+    """The dtype of the floating-point components; others are masks."""
     return next(x.dtype for x in value if jnp.issubdtype(x.dtype, jnp.inexact))

@@ -215,16 +215,17 @@ class Trace:
 
 
 def _examples(args, in_axes):
-    sizes = jax.tree.leaves(_with_axes(lambda x, axis: jnp.shape(x)[axis], args, in_axes))
-    if not sizes or len(set(sizes)) > 1:
-        raise ValueError(
-            f"in_axes must map at least one argument, all to the same size; got sizes {sorted(set(sizes))}"
-        )
-    return sizes[0]
+    axes = _leaf_axes(args, in_axes)
+    pairs = zip(jax.tree.leaves(args, is_leaf=_is_none), jax.tree.leaves(axes, is_leaf=_is_none), strict=True)
+    sizes = {jnp.shape(x)[axis] for x, axis in pairs if axis is not None}
+    if len(sizes) != 1:
+        raise ValueError(f"in_axes must map at least one argument, all to the same size; got sizes {sorted(sizes)}")
+    return sizes.pop()
 
 
 def _pick(args, in_axes, example):
-    return _with_axes(lambda x, axis: jnp.take(x, example, axis=axis), args, in_axes, keep=True)
+    one = lambda x, axis: x if axis is None else jnp.take(x, example, axis=axis)
+    return jax.tree.map(one, args, _leaf_axes(args, in_axes), is_leaf=_is_none)
 
 
 def _axes(args, in_axes):
@@ -235,17 +236,10 @@ def _axes(args, in_axes):
     return axes
 
 
-def _with_axes(function, args, in_axes, keep=False):
-    def one(arg, axis):
-        if axis is None:
-            return arg if keep else None
-        if isinstance(axis, int):
-            return jax.tree.map(lambda x: function(x, axis), arg)
-        return jax.tree.map(
-            lambda a, sub: (sub if keep else None) if a is None else jax.tree.map(lambda x: function(x, a), sub),
-            axis,
-            arg,
-            is_leaf=lambda a: a is None,
-        )
+def _leaf_axes(args, in_axes):
+    """The axis of each leaf of the arguments."""
+    return jax.tree.broadcast(_axes(args, in_axes), tuple(args), is_leaf=_is_none)
 
-    return tuple(one(a, x) for a, x in zip(args, _axes(args, in_axes), strict=True))
+
+def _is_none(x):
+    return x is None

@@ -152,10 +152,7 @@ def _taps(x, first, size, strides, dilation, shape):
         starts = [k * d for k, d in zip(index, dilation, strict=True)]
         ends = [s + (n - 1) * t + 1 if n else s for s, n, t in zip(starts, shape, strides, strict=True)]
         head = (0,) * first
-        yield (
-            lax.slice(x, (*head, *starts), (*x.shape[:first], *ends), ((1,) * first + tuple(strides))),
-            index,
-        )
+        yield (lax.slice(x, (*head, *starts), (*x.shape[:first], *ends), ((1,) * first + tuple(strides))), index)
 
 
 WINDOW_RULES = {

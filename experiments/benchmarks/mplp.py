@@ -36,8 +36,8 @@ from experiments.mplp_published import build
 
 PUBLISHED = {"mnist": 1.08, "sinusoid": 0.222}  # CPU seconds of a meta-step of the published code, one thread
 TASKS = {  # sizes, steps, batch, tasks of a meta-step, options of the published rule
-    "mnist": ((144, 50, 10), 20, 8, 1, {"channels": 4, "hidden": 7, "share": True}),
-    "sinusoid": ((1, 20, 20, 1), 5, 10, 4, {"channels": 8, "hidden": 15}),
+    "mnist": ((144, 50, 10), 20, 8, 1, {"message_size": 4, "hidden": 7, "share": True}),
+    "sinusoid": ((1, 20, 20, 1), 5, 10, 4, {"message_size": 8, "hidden": 15}),
 }
 RULES: dict[str, Callable[..., Any]] = {
     "exact": lambda sites, **_: mplp.Exact(0.1),

@@ -24,17 +24,6 @@ import apgrad as ap
 from apgrad import memory as rad
 from experiments import harness, rad_networks
 
-LAYERED = (
-    "checkpoint each",
-    "checkpoint blocks",
-    "same",
-    "stratified",
-    "different",
-    "rounding 4",
-    "rounding 2",
-    "blocks + same",
-    "blocks + rounding 4",
-)
 RECURRENT = (
     "checkpoint blocks",
     "same",
@@ -45,6 +34,7 @@ RECURRENT = (
     "blocks + same",
     "blocks + rounding 4",
 )
+LAYERED = ("checkpoint each", *RECURRENT)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -132,7 +132,7 @@ def test_an_estimator_of_a_user_in_a_scan():
     assert gradient(node) == gradient(builtin)
 
 
-def test_a_mixer_of_a_user():
+def test_a_mixer_of_a_user(x64):
     halves = ap.Mixer(
         "halves",
         (ap.reparameterization(), ap.likelihood_ratio(None)),
@@ -149,7 +149,7 @@ def test_a_mixer_of_a_user():
         return jax.grad(ap.expectation(program, 8), argnums=1)(KEY, 0.3)
 
     mean = (gradient(ap.reparameterization()) + gradient(ap.likelihood_ratio(None))) / 2
-    np.testing.assert_allclose(gradient(halves), mean, rtol=1e-6)
+    np.testing.assert_allclose(gradient(halves), mean, rtol=1e-12)
 
 
 @pytest.mark.parametrize(

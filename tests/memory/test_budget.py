@@ -7,6 +7,8 @@ from hypothesis import given, settings, strategies as st
 
 import apgrad as ap
 
+pytestmark = pytest.mark.quick
+
 R = ap.memory
 KEY = jax.random.key(0)
 KINDS = ("dense", "cond", "scan", "scan of cond", "twice")

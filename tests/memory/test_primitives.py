@@ -107,7 +107,7 @@ def test_unbiased_and_of_the_same_value(names):
     found, exact = jax.jit(random)(jax.random.key(0), params), jax.jit(function)(params)
     np.testing.assert_array_equal(list(found.values()), list(exact.values()))
     # Along the gradient and along a random direction, so that there are not thousands of elements to compare.
-    random, truth = ap.randomize(total, R.rounding(2, group=8), min_size=16), jax.grad(total)(params)
+    random, truth = ap.randomize(total, R.rounding(2, group=8), min_size=16), jax.jit(jax.grad(total))(params)
     signs = jax.tree.map(lambda x: jax.random.rademacher(jax.random.key(x.size), x.shape, x.dtype), truth)
 
     def along(gradient):

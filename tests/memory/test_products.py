@@ -33,7 +33,7 @@ SAMPLERS = [
     R.same_sample(0.4, replacement=False),
     R.stratified(0.5),
     R.projection(0.5),
-    R.rounding(2, group=8),
+    pytest.param(R.rounding(2, group=8), marks=pytest.mark.optimized),  # its convolutions take long otherwise
     R.heavy(0.5),
 ]
 
@@ -52,7 +52,7 @@ def test_unbiased(name, sampler):
     loss, x, w = loss_of(name)
     random = ap.randomize(loss, sampler, through=None, min_size=16)
     gradient = jax.jit(jax.grad(random, argnums=(1, 2)))
-    truth = jax.grad(loss, argnums=(0, 1))(x, w)
+    truth = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, w)
     if sampler == R.rounding(2, group=8):  # the cosine that multiplies the message to x is rounded too
         assert_unbiased(lambda key: gradient(key, x, w), truth)
         return
@@ -64,9 +64,9 @@ def test_unbiased(name, sampler):
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_exact_at_fraction_one_and_32_bits(name):
     loss, x, w = loss_of(name)
-    truth = jax.grad(loss, argnums=(0, 1))(x, w)
+    truth = jax.jit(jax.grad(loss, argnums=(0, 1)))(x, w)
     for sampler in (R.rounding(32), R.stratified(1.0), R.same_sample(1.0, replacement=False)):
-        found = jax.grad(ap.randomize(loss, sampler, through=None, min_size=16), argnums=(1, 2))(KEY, x, w)
+        found = jax.jit(jax.grad(ap.randomize(loss, sampler, through=None, min_size=16), argnums=(1, 2)))(KEY, x, w)
         chex.assert_trees_all_close(found, truth, rtol=1e-5, atol=1e-5)
 
 
@@ -129,7 +129,7 @@ def test_nnx_modules_unchanged_are_unbiased():
     loss, params = nnx_loss(4, 3 * 3 * 8)
     x = normal(0, 2, 6, 6, 3)
     gradient = jax.jit(jax.grad(ap.randomize(loss, R.rounding(2), min_size=16), argnums=1))
-    assert_unbiased(lambda key: gradient(key, params, x), jax.grad(loss)(params, x))
+    assert_unbiased(lambda key: gradient(key, params, x), jax.jit(jax.grad(loss))(params, x))
 
 
 def test_max_pool_is_exact():

@@ -7,6 +7,8 @@ import pytest
 
 import apgrad as ap
 
+pytestmark = pytest.mark.quick
+
 R = ap.memory
 KEY = jax.random.key(0)
 W, X = 0.3 * jax.random.normal(KEY, (8, 8)), jax.random.normal(jax.random.key(1), (16, 8))

@@ -49,6 +49,7 @@ def exact(theta, start=START, steps=T):
 
 
 @pytest.mark.parametrize("remat", [False, True, 4])
+@pytest.mark.quick
 def test_reverse_and_forward_mode_are_the_derivative(x64, remat):
     theta, key = jnp.asarray(THETA), jax.random.key(0)
     _, gradient, _ = meta.backpropagation(quadratic(), remat=remat)(theta, key)
@@ -56,6 +57,7 @@ def test_reverse_and_forward_mode_are_the_derivative(x64, remat):
     np.testing.assert_allclose(meta.forward_mode(quadratic())(theta, key)[1], exact(THETA), rtol=1e-12)
 
 
+@pytest.mark.quick
 def test_truncation_has_the_bias_of_truncation(x64):
     """Its gradients sum to those of the segments, each from a constant state: not to the gradient of the unroll."""
     theta, estimator, total = jnp.asarray(THETA), meta.truncated(quadratic(), 2, stagger=False), 0.0

@@ -14,7 +14,7 @@ from apgrad.meta._partition import is_fixed
 from apgrad.mplp._rule_parts import Fixed
 
 TASK = meta.sinusoid(sizes=(1, 1), batch=4, held_out=5)
-SMALL = {"channels": 2, "hidden": 2, "layers": (3,)}
+SMALL = {"message_size": 2, "hidden": 2, "layers": (3,)}
 
 
 @functools.cache
@@ -30,10 +30,10 @@ RULES = {
         s, **SMALL, cell="mlp", share=True, start="gradient_descent", rngs=nnx.Rngs(0)
     ),
     "separable": lambda s: mplp.Separable(
-        s, channels=2, rank=2, hidden=3, neuron_state=2, whiten=True, rngs=nnx.Rngs(0)
+        s, message_size=2, rank=2, hidden=3, neuron_state=2, whiten=True, rngs=nnx.Rngs(0)
     ),
-    "thesis, fixed rate": lambda s: mplp.Thesis(s, channels=2, hidden=3, learn_rate=False, rngs=nnx.Rngs(0)),
-    "thesis": lambda s: mplp.Thesis(s, channels=2, hidden=3, rngs=nnx.Rngs(0)),
+    "thesis, fixed rate": lambda s: mplp.Thesis(s, message_size=2, hidden=3, learn_rate=False, rngs=nnx.Rngs(0)),
+    "thesis": lambda s: mplp.Thesis(s, message_size=2, hidden=3, rngs=nnx.Rngs(0)),
 }
 HAVE_FIXED = ("per synapse", "per synapse, stateless", "thesis, fixed rate")
 

@@ -67,6 +67,7 @@ def test_a_pool_has_so_many_members():
     assert len(np.unique(np.asarray(draws).reshape(100, -1), axis=0)) == 3
 
 
+@pytest.mark.quick
 def test_a_sgd_step_is_the_exact_rules_step():
     """Two kinds of learner, one step: the loss of both is the mean over the batch."""
     task = meta.sinusoid()

@@ -274,7 +274,7 @@ def _():
         tokens, y = batch
         x = mplp.embedding(at["embed"], tokens, p["table"])
         steps = mplp.wire(lambda x: jnp.moveaxis(x, 1, 0), x)
-        carry = ap.Signal.of(jnp.zeros((tokens.shape[0], 4), y.dtype), at.channels)
+        carry = ap.Signal.of(jnp.zeros((tokens.shape[0], 4), y.dtype), at.message_size)
 
         def cell(carry, x):
             carry = mplp.recurrent_cell(at["cell"], carry, x, p["w"], p["b"])

@@ -200,7 +200,9 @@ def test_a_learned_rule_does_not_see_where_the_positions_are(x64):
 
     def updates(function):
         made = lambda at, p, batch: function(mplp, at, p, *batch)
-        rule = mplp.Separable(mplp.sites(made, params, batch), channels=2, hidden=4, start="random", rngs=nnx.Rngs(0))
+        rule = mplp.Separable(
+            mplp.sites(made, params, batch), message_size=2, hidden=4, start="random", rngs=nnx.Rngs(0)
+        )
         return jit(lambda p: mplp.backward(rule, made, p, mplp.init_state(rule, made, p, batch), batch)[0])(params)
 
     expected = updates(unmerged)

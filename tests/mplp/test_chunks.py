@@ -44,7 +44,7 @@ def case(node, batch, positions, units, seed=0):
 def compare(node, sizes, chunks, monkeypatch, cell: Any = "gru"):
     network, params, batch = case(node, *sizes)
     sites = mplp.sites(network, params, batch)
-    rule = mplp.PerSynapse(sites, channels=2, hidden=1, layers=(3,), cell=cell, rngs=nnx.Rngs(0))
+    rule = mplp.PerSynapse(sites, message_size=2, hidden=1, layers=(3,), cell=cell, rngs=nnx.Rngs(0))
     # A recurrent state that is not zero.
     state = jax.tree.map(lambda x: x + 0.3, mplp.init_state(rule, network, params, batch))
     results = []

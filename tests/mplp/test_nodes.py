@@ -109,7 +109,7 @@ class TestWiring:
         np.testing.assert_allclose(ports("mean"), 3.0)
         np.testing.assert_allclose(ports(lambda m: jnp.max(m, axis=0)), 6.0)
 
-    def test_wire_leads_each_channel_back_by_the_transposed_jacobian(self):
+    def test_wire_leads_each_component_back_by_the_transposed_jacobian(self):
         x, m = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3), jax.random.normal(jax.random.key(0), (2, 2, 2))
         function = lambda x: jnp.sin(x) @ jnp.ones((3, 2)) + 1.0
         out, pull = jax.vjp(lambda s: mplp.wire(function, s), ap.Signal.of(x, 2))

@@ -14,7 +14,15 @@ from flax import nnx
 from apgrad import meta, mplp
 from apgrad.mplp import _pretrained as pretrained
 
-OPTIONS = {"channels": 2, "rank": 2, "hidden": 3, "neuron_state": 1, "whiten": True, "share": "role", "normalize": True}
+OPTIONS = {
+    "message_size": 2,
+    "rank": 2,
+    "hidden": 3,
+    "neuron_state": 1,
+    "whiten": True,
+    "share": "role",
+    "normalize": True,
+}
 
 
 def network():
@@ -148,7 +156,7 @@ def site(**changed):
         (card() | {"sites": [[]]}, "a site of a card has the entries"),
         (card() | {"sites": []}, "do not belong together"),
         (card(hidden=10**7), "do not belong together"),
-        (card(channels=10**7, rank=10**7, neuron_state=10**7), "do not belong together"),
+        (card(message_size=10**7, rank=10**7, neuron_state=10**7), "do not belong together"),
         (card(hidden=10**12), "hidden must be an integer from 1 to"),
         (card(rank=10**30), "rank must be an integer from 1 to"),
         (card(hidden=-3), "hidden must be an integer from 1 to .*, got -3"),
@@ -182,7 +190,7 @@ def test_a_card_that_makes_no_rule_is_refused_at_once(rule, wrong, match, tmp_pa
 
 
 def per_synapse(**options):
-    return mplp.PerSynapse(sites(), **({"channels": 2, "hidden": 1, "layers": (3,)} | options), rngs=nnx.Rngs(0))
+    return mplp.PerSynapse(sites(), **({"message_size": 2, "hidden": 1, "layers": (3,)} | options), rngs=nnx.Rngs(0))
 
 
 def separable(**options):
@@ -209,10 +217,10 @@ def test_every_choice_of_every_rule_is_checked(make, name, value):
 
 @pytest.mark.parametrize(
     ("make", "name"),
-    [(per_synapse, n) for n in ("channels", "hidden", "learning_rate")]
-    + [(separable, n) for n in ("channels", "rank", "hidden", "neuron_state", "full", "window")]
+    [(per_synapse, n) for n in ("message_size", "hidden", "learning_rate")]
+    + [(separable, n) for n in ("message_size", "rank", "hidden", "neuron_state", "full", "window")]
     + [(separable, n) for n in ("learning_rate", "strength", "forget")]
-    + [(thesis, n) for n in ("channels", "hidden", "learning_rate", "clip")],
+    + [(thesis, n) for n in ("message_size", "hidden", "learning_rate", "clip")],
 )
 @pytest.mark.parametrize("value", [-1, "3", None, float("nan"), True])
 def test_every_number_of_every_rule_is_checked(make, name, value):

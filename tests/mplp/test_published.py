@@ -37,6 +37,7 @@ def load(task):
 
 @needs_data
 @pytest.mark.parametrize("task", TASKS)
+@pytest.mark.quick
 def test_golden_steps(task):
     arrays = load(task)
     network, params = build(*TASKS[task])

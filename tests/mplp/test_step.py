@@ -8,6 +8,8 @@ from flax import nnx
 
 from apgrad import mplp
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.mark.parametrize("remat", [False, True, 1, 3, 99, jax.checkpoint_policies.nothing_saveable])
 def test_a_scan_is_the_same_whatever_it_remembers(remat):

@@ -12,6 +12,8 @@ from apgrad._programs import jaxprs
 from apgrad._programs.flow import flow
 from apgrad._programs.linearity import CONSTANT, LINEAR, OTHER, ZERO, linearity
 
+pytestmark = pytest.mark.quick
+
 
 def scan(x):
     return jax.lax.scan(lambda c, y: (jnp.sin(c) * y + x, c * y), x, jnp.arange(12.0).reshape(4, 3), reverse=True)

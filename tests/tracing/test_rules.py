@@ -13,7 +13,7 @@ from apgrad._programs import jaxprs
 from apgrad._programs.kinds import NO_DERIVATIVE
 from apgrad.tracing import _rules as rules, _sums as sums
 from apgrad.tracing._equation import Equation
-from apgrad.tracing._interpreter import Context, step
+from apgrad.tracing._interpreter import Context, walk_equation
 from apgrad.tracing._paths import greedy, viterbi
 from apgrad.tracing._semiring_grad import NESTED
 
@@ -178,7 +178,7 @@ def test_rule_is_that_of_the_dense_jacobian(name):
         for (eqn, _, active), values in zip(found, all_values, strict=True):
             call = jaxprs.caller(eqn)
             for semiring in SEMIRINGS.values():
-                walked = step(Context(semiring, NESTED), eqn, values, active)
+                walked = walk_equation(Context(semiring, NESTED), eqn, values, active)
                 assert walked.pull is not None
                 arrived = messages(semiring, walked.outputs)
                 site = Equation(semiring, name, call, values, active, walked.outputs, eqn.params)
@@ -223,12 +223,14 @@ def test_a_rounded_number_has_a_rounded_message_as_jax_grad():
     assert ap.semiring_grad(lambda x: 3.0 * lax.reduce_precision(x, 5, 0), ap.tracing.max_product())(1.0) == 3.0
 
 
+@pytest.mark.optimized
 def test_not_a_number_stays_one():
     x = jnp.ones((20, 20)).at[3, 4].set(jnp.nan)
     got = ap.semiring_grad(lambda x: jnp.sum(jnp.tanh(x @ x)), ap.tracing.max_product())(x)
     assert jnp.all(jnp.isnan(got[3])) and jnp.all(jnp.isnan(got[:, 4]))
 
 
+@pytest.mark.optimized
 @pytest.mark.parametrize("name", ["max", "top 2, log"])
 def test_not_a_number_is_not_passed_over(name):
     """XLA's maximum on a CPU may, at a fan-out, over an axis, by an index and in products of every form."""
@@ -253,6 +255,7 @@ def test_products_of_every_size(count):
         np.testing.assert_allclose(got, jnp.swapaxes(wanted, 1, 2) if swapped else wanted, rtol=1e-6)
 
 
+@pytest.mark.quick
 def test_plus_by_index():
     index = jnp.array([2, 0, 2, -1, 9, 2])
     value = (jnp.array([1.0, 5.0, 3.0, 7.0, 8.0, 2.0]),)

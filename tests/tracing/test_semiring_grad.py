@@ -81,6 +81,7 @@ def paths(network, x):
 
 @hypothesis.settings(max_examples=40, derandomize=True, deadline=None, database=None)
 @hypothesis.given(networks(), st.tuples(*[st.sampled_from([-0.9, 0.4, 1.1])] * 2))
+@pytest.mark.quick
 def test_every_semiring_is_its_sum_over_all_paths(network, x):
     """Of random graphs, all paths enumerated; nothing is compiled but single operations."""
     t = ap.tracing

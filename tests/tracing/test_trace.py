@@ -175,6 +175,7 @@ def test_greedy_and_viterbi_differ_where_gradients_cancel():
 
 
 @pytest.mark.parametrize("kind", ["greedy", "viterbi"])
+@pytest.mark.quick
 def test_ties_go_to_the_first(kind):
     def loss(x):
         with jax.named_scope("a"):

@@ -30,42 +30,28 @@ class Exact(nnx.Module):
       >>> batch, params = (jnp.ones((4, 1)), 2 * jnp.ones((4, 1))), {"w": jnp.zeros((1, 1))}
       >>> rule = ap.mplp.Exact(learning_rate=0.1)
       >>> state = ap.mplp.init_state(rule, network, params, batch)
-      >>> updates, state, metrics = ap.mplp.backward(rule, network, params, state, batch)
+      >>> backward = jax.jit(ap.mplp.backward, static_argnums=1)
+      >>> updates, state, metrics = backward(rule, network, params, state, batch)
       >>> float(updates["w"][0, 0]), float(metrics["loss"])
       (0.2..., 2.0)
     """
 
-    channels = 1
+    message_size = 1
 
     def __init__(self, learning_rate: float):
         self.learning_rate = nnx.Param(jnp.asarray(learning_rate, float))
 
     def init(self, site: Site) -> tuple[()]:
-        """The empty state.
-
-        Args:
-          site: The place.
-        """
+        """The empty state."""
         return ()
 
     def at(self, site: Site) -> jax.tree_util.Partial:
-        """The local rule, which is the same at every place.
-
-        Args:
-          site: The place.
-        """
+        """The local rule, which is the same at every place."""
         return jax.tree_util.Partial(descend, self.learning_rate[...])
 
 
 def descend(learning_rate: jax.Array, site: Site, question: Dense | Diagonal | Elementwise, state: tuple[()]) -> Answer:
-    """Backpropagation's answer, where channel 0 of the message is the gradient.
-
-    Args:
-      learning_rate: Scalar, floating point.
-      site: The place.
-      question: What the node asks.
-      state: The empty state.
-    """
+    """Backpropagation's answer, where component 0 of the message is the gradient."""
     if isinstance(question, Elementwise):
         return Answer(question.exact[..., None])
     m = question.message[..., 0]

@@ -11,13 +11,13 @@ A bias sees [m, b, z], where z is the bias's input, and goes first: the weights 
 *state* c is kept from one inner step to the next, for each synapse and each example's slot in the minibatch. Published
 are two kinds of networks:
 
-    stateful      one GRU for f and g: channel 0 of its state is the update, and the last k channels are the message
+    stateful      one GRU for f and g: component 0 of its state is the update, and the last k components are the message
     stateless     f: 80 relu, 40 relu, 1 tanh;  g: 80 relu, 40 relu, k tanh
 
 (The paper describes separate GRUs for f and g: `cell="two_grus"`.) What a network sees is standardized (see
 `_standardization.py`). The scale a is learned, and the mean o is fitted.
 
-If the rule starts *as gradient descent*, the update is `-lr mean_b x m_0` and channel 0 of the message is
+If the rule starts *as gradient descent*, the update is `-lr mean_b x m_0` and component 0 of the message is
 `sum_j W_ij m_j0`, plus corrections of the above form whose gains begin at 0.
 """
 
@@ -55,7 +55,7 @@ class PerSynapse(nnx.Module):
     Args:
       sites: The sites of a network, from `mplp.sites`. The rule fits every network whose places have these names (or
         these kinds, if everything is shared), whatever the sizes are.
-      channels: The size k of a message.
+      message_size: The size k of a message.
       hidden: The size h of the recurrent state besides update and message.
       cell: "gru", "two_grus" or "mlp".
       start: "random"; or "gradient_descent", which is exact at first.
@@ -70,14 +70,15 @@ class PerSynapse(nnx.Module):
       rngs: The source of keys for the networks.
 
     Example:
-      >>> import jax.numpy as jnp, apgrad as ap
+      >>> import jax, jax.numpy as jnp, apgrad as ap
       >>> from flax import nnx
       >>> model = nnx.Sequential(nnx.Linear(1, 5, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(5, 1, rngs=nnx.Rngs(1)))
       >>> network, params = ap.mplp.from_nnx(model, loss=ap.mplp.squared_error)
       >>> batch = jnp.ones((10, 1)), jnp.zeros((10, 1))
-      >>> rule = ap.mplp.PerSynapse(ap.mplp.sites(network, params, batch), channels=4, hidden=3, rngs=nnx.Rngs(2))
+      >>> rule = ap.mplp.PerSynapse(ap.mplp.sites(network, params, batch), message_size=4, hidden=3, rngs=nnx.Rngs(2))
       >>> state = ap.mplp.init_state(rule, network, params, batch)
-      >>> updates, state, metrics = ap.mplp.backward(rule, network, params, state, batch)
+      >>> backward = jax.jit(ap.mplp.backward, static_argnums=1)
+      >>> updates, state, metrics = backward(rule, network, params, state, batch)
       >>> state["0_dense"]["weight"]["carry"].shape
       (10, 1, 5, 8)
     """
@@ -86,7 +87,7 @@ class PerSynapse(nnx.Module):
         self,
         sites: Sequence[Site],
         *,
-        channels: int = 8,
+        message_size: int = 8,
         hidden: int = 15,
         cell: Literal["gru", "two_grus", "mlp"] = "gru",
         start: Literal["random", "gradient_descent"] = "random",
@@ -100,16 +101,15 @@ class PerSynapse(nnx.Module):
         output_scale: float = 0.01,
         rngs: nnx.Rngs,
     ):
-        require_one_of("cell", cell, ("gru", "two_grus", "mlp"))
-        require_one_of("start", start, ("random", "gradient_descent"))
-        require_one_of("aggregate", aggregate, ("mean", "sum"))
+        require_one_of(("gru", "two_grus", "mlp"), cell=cell)
+        require_one_of(("random", "gradient_descent"), start=start)
+        require_one_of(("mean", "sum"), aggregate=aggregate)
         flags = {"share": share, "share_standardizers": share_standardizers, "share_scales": share_scales}
-        for name, value in (flags | {"gradient": gradient}).items():
-            require_one_of(name, value)
-        require_sizes(1, channels=channels, **{f"layers[{i}]": n for i, n in enumerate(layers)})
+        require_one_of((False, True), gradient=gradient, **flags)
+        require_sizes(1, message_size=message_size, **{f"layers[{i}]": n for i, n in enumerate(layers)})
         require_sizes(0, hidden=hidden)
         require_positive(learning_rate=learning_rate)
-        self.channels, self.aggregate, self.gradient = channels, aggregate, gradient
+        self.message_size, self.aggregate, self.gradient = message_size, aggregate, gradient
         self.share, self.share_standardizers, self.share_scales = share, share_standardizers, share_scales
         self.record = False
         self.known = known_forms(sites)
@@ -121,7 +121,7 @@ class PerSynapse(nnx.Module):
                 updates = part != "message"
                 key = self._key(site, part, share)
                 if key not in self.cells:
-                    self.cells[key] = _cell(cell, width, channels, hidden, layers, updates, rngs)
+                    self.cells[key] = _cell(cell, width, message_size, hidden, layers, updates, rngs)
                 key = self._key(site, part, share_standardizers)
                 if key not in self.standardizers:
                     self.standardizers[key] = Standardizer(groups)
@@ -131,14 +131,10 @@ class PerSynapse(nnx.Module):
                 if updates and key not in self.scales:
                     self.scales[key] = nnx.Param(jnp.asarray(output_scale, float))
                 if start != "random" and key not in self.descents:
-                    self.descents[key] = Descent(channels, learning_rate if updates else None)
+                    self.descents[key] = Descent(message_size, learning_rate if updates else None)
 
     def init(self, site: Site) -> dict[str, Any]:
-        """Zeros for each synapse and example; a recording rule's state also has the statistics of the step.
-
-        Args:
-          site: The place.
-        """
+        """Zeros for each synapse and example; a recording rule's state also has the statistics of the step."""
         state = {}
         for part, groups, _ in self._parts(site):
             rows, *units = site.shape
@@ -150,11 +146,7 @@ class PerSynapse(nnx.Module):
         return state
 
     def at(self, site: Site) -> "_PerSynapseAt":
-        """The local rule of a place.
-
-        Args:
-          site: The place.
-        """
+        """The local rule of a place."""
         parts = {}
         for part, _, _ in self._parts(site):
             own, pair, scale = (
@@ -162,7 +154,7 @@ class PerSynapse(nnx.Module):
             )
             size, mean = self.scales.get(scale), self.means.get(pair)
             parts[part] = _Part(self.cells[own], self.standardizers[pair], size, mean, self.descents.get(scale))
-        return _PerSynapseAt(parts, self.channels, self.aggregate, self.gradient, self.record)
+        return _PerSynapseAt(parts, self.message_size, self.aggregate, self.gradient, self.record)
 
     def recording(self) -> "PerSynapse":
         """The same rule, but each step is standardized by its own statistics, which the rule's states carry away."""
@@ -197,7 +189,7 @@ class PerSynapse(nnx.Module):
         """What is learned at a place. For each part: its name, and how many groups of features and how many features it
         sees.
         """
-        seen = self.channels + self.gradient
+        seen = self.message_size + self.gradient
         if site.family == "elementwise":
             extra = len(site.features)
             message = not site.begins
@@ -235,26 +227,26 @@ def _key(name: str, kind: str, part: str, shared: bool) -> str:
 
 
 class _GruCell(nnx.Module):
-    """One GRU: channel 0 of its state is the update (if there is one), and the last k channels are the message."""
+    """One GRU: component 0 of its state is the update (if there is one), and the last k components are the message."""
 
-    def __init__(self, features, channels, hidden, layers, updates, rngs):
-        self.gru = Gru(features, updates + hidden + channels, layers, rngs=rngs)
-        self.channels, self.updates = channels, updates
+    def __init__(self, features, message_size, hidden, layers, updates, rngs):
+        self.gru = Gru(features, updates + hidden + message_size, layers, rngs=rngs)
+        self.message_size, self.updates = message_size, updates
 
     def init(self, shape):
         return jnp.zeros((*shape, self.gru.size), float)
 
     def __call__(self, parts, carry):
         carry = self.gru(parts, carry)
-        return carry[..., 0] if self.updates else None, carry[..., -self.channels :], carry
+        return carry[..., 0] if self.updates else None, carry[..., -self.message_size :], carry
 
 
 class _TwoGrus(nnx.Module):
     """The networks f and g, each with a GRU and a state of its own."""
 
-    def __init__(self, features, channels, hidden, layers, updates, rngs):
+    def __init__(self, features, message_size, hidden, layers, updates, rngs):
         self.f = _GruCell(features, 1, hidden, layers, False, rngs) if updates else nnx.data(None)
-        self.g = _GruCell(features, channels, hidden, layers, False, rngs)
+        self.g = _GruCell(features, message_size, hidden, layers, False, rngs)
 
     def init(self, shape):
         return {name: cell.init(shape) for name, cell in (("f", self.f), ("g", self.g)) if cell is not None}
@@ -270,10 +262,10 @@ class _TwoGrus(nnx.Module):
 class _TwoMlps(nnx.Module):
     """The networks f and g without a state, with a tanh at the end."""
 
-    def __init__(self, features, channels, hidden, layers, updates, rngs):
+    def __init__(self, features, message_size, hidden, layers, updates, rngs):
         make = lambda n: Mlp([features, *layers, n], jax.nn.relu, rngs=rngs)
         self.f = make(1) if updates else nnx.data(None)
-        self.g = make(channels)
+        self.g = make(message_size)
 
     def init(self, shape):
         return ()
@@ -301,7 +293,7 @@ class _Part(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class _PerSynapseAt:
     parts: dict[str, _Part]
-    channels: int = dataclasses.field(metadata={"static": True})
+    message_size: int = dataclasses.field(metadata={"static": True})
     aggregate: str = dataclasses.field(metadata={"static": True})
     gradient: bool = dataclasses.field(metadata={"static": True})
     record: bool = dataclasses.field(metadata={"static": True})

@@ -7,13 +7,13 @@ made by a small network of this one neuron. A message is a weighted sum, as in b
     dW_ij = -lr mean_b sum_r B_r(x_bi, u_i) A_r(m_bj, v_j),      db_j = -lr' mean_b A_0'(m_bj, v_j)
     m'_bi = G(sum_j W_ij U(m_bj, v_j), z_bi, s_i)
 
-Here x are the inputs, m (k channels) are the messages at the outputs, and G stands at the activation. All of these are
+Here x are the inputs, m (of size k) are the messages at the outputs, and G stands at the activation. All of these are
 matrix products, so the cost is about (1 + k + R) products of the size of the forward pass. Gradient descent is the case
 k = R = 1, A(m) = m, B(x) = x, U(m) = m, G(m, z) = act'(z) m. A loss makes the first message of [L, p, y, ...].
 
-*Start as gradient descent.* Channel 0 of m, and A_0, B_0 and U_0, are those of gradient descent plus corrections whose
-gains begin at 0. All corrections of A are 0 at first, so nothing is changed if those of B (r > 0) are there from the
-beginning; likewise the other channels of messages, which nothing reads yet.
+*Start as gradient descent.* Component 0 of m, and A_0, B_0 and U_0, are those of gradient descent plus corrections
+whose gains begin at 0. All corrections of A are 0 at first, so nothing is changed if those of B (r > 0) are there from
+the beginning; likewise the other components of messages, which nothing reads yet.
 
 *State of neurons.* u, v and s are recurrent states of neurons: not of synapses, nor of examples, so the order of the
 examples in a minibatch does not matter. A gated unit makes the new state from the mean and the mean square, over the
@@ -52,7 +52,7 @@ class Separable(nnx.Module):
 
     Args:
       sites: The sites of a network, from `mplp.sites`.
-      channels: The size k of a message.
+      message_size: The size k of a message.
       rank: The number R of products in an update.
       hidden: The number of hidden units of each network, which are tanh.
       neuron_state: The size of a neuron's state; 0 for none.
@@ -72,7 +72,7 @@ class Separable(nnx.Module):
       rngs: The source of keys for the networks.
 
     Example:
-      >>> import jax.numpy as jnp, apgrad as ap
+      >>> import jax, jax.numpy as jnp, apgrad as ap
       >>> from flax import nnx
       >>> model = nnx.Sequential(nnx.Linear(1, 5, rngs=nnx.Rngs(0)), nnx.tanh, nnx.Linear(5, 1, rngs=nnx.Rngs(1)))
       >>> network, params = ap.mplp.from_nnx(model, loss=ap.mplp.squared_error)
@@ -80,7 +80,8 @@ class Separable(nnx.Module):
       >>> sites = ap.mplp.sites(network, params, batch)
       >>> rule = ap.mplp.Separable(sites, neuron_state=4, whiten=True, rngs=nnx.Rngs(2))
       >>> state = ap.mplp.init_state(rule, network, params, batch)
-      >>> updates, state, metrics = ap.mplp.backward(rule, network, params, state, batch)
+      >>> backward = jax.jit(ap.mplp.backward, static_argnums=1)
+      >>> updates, state, metrics = backward(rule, network, params, state, batch)
       >>> state["2_dense"]["whitening"]["P"].shape
       (5, 5)
     """
@@ -89,7 +90,7 @@ class Separable(nnx.Module):
         self,
         sites: Sequence[Site],
         *,
-        channels: int = 8,
+        message_size: int = 8,
         rank: int = 8,
         hidden: int = 32,
         neuron_state: int = 0,
@@ -105,18 +106,17 @@ class Separable(nnx.Module):
         window: int = 64,
         rngs: nnx.Rngs,
     ):
-        require_one_of("start", start, ("gradient_descent", "random"))
-        require_one_of("share", share, (False, True, "role"))
-        for name, value in {"whiten": whiten, "normalize": normalize, "gradient": gradient}.items():
-            require_one_of(name, value)
-        require_sizes(1, channels=channels, rank=rank, hidden=hidden)
+        require_one_of(("gradient_descent", "random"), start=start)
+        require_one_of((False, True, "role"), share=share)
+        require_one_of((False, True), whiten=whiten, normalize=normalize, gradient=gradient)
+        require_sizes(1, message_size=message_size, rank=rank, hidden=hidden)
         require_sizes(0, neuron_state=neuron_state, full=full, window=window)
         require_positive(learning_rate=learning_rate, strength=strength, forget=forget)
-        self.channels, self.neuron_state, self.share, self.whitens = channels, neuron_state, share, whiten
+        self.message_size, self.neuron_state, self.share, self.whitens = message_size, neuron_state, share, whiten
         self.full, self.window = full, window
         self.known = known_forms(sites)
         self.places = nnx.Dict({})
-        seen, descent = channels + gradient, start == "gradient_descent"
+        seen, descent = message_size + gradient, start == "gradient_descent"
         for site in sites:
             key = self._key(site)
             if key in self.places:
@@ -124,22 +124,18 @@ class Separable(nnx.Module):
             if site.family == "dense":
                 white = (strength, forget) if whiten else None
                 made = _Dense(
-                    seen, channels, rank, hidden, neuron_state, descent, learning_rate, white, normalize, rngs
+                    seen, message_size, rank, hidden, neuron_state, descent, learning_rate, white, normalize, rngs
                 )
             elif site.family == "diagonal":
-                made = _Diagonal(seen, channels, hidden, neuron_state, descent, learning_rate, rngs)
+                made = _Diagonal(seen, message_size, hidden, neuron_state, descent, learning_rate, rngs)
             else:
                 made = _Elementwise(
-                    0 if site.begins else seen, len(site.features), channels, hidden, neuron_state, descent, rngs
+                    0 if site.begins else seen, len(site.features), message_size, hidden, neuron_state, descent, rngs
                 )
             self.places[key] = made
 
     def init(self, site: Site) -> dict[str, Any]:
-        """Zeros for each neuron, and P = I.
-
-        Args:
-          site: The place.
-        """
+        """Zeros for each neuron, and P = I."""
         state: dict[str, Any] = {}
         if self.neuron_state and site.family == "dense":
             _, inputs, outputs = site.shape
@@ -152,11 +148,7 @@ class Separable(nnx.Module):
         return state
 
     def at(self, site: Site) -> Any:
-        """The local rule of a place: the networks of the place, of its kind or of its role.
-
-        Args:
-          site: The place.
-        """
+        """The local rule of a place: the networks of the place, of its kind or of its role."""
         require_form(self.known, site, by_name=not self.share)
         key = self._key(site)
         if key not in self.places:
@@ -185,7 +177,7 @@ class _NeuronState(nnx.Module):
 
 
 class _Output(nnx.Module):
-    """A network of one neuron: `exact + gain * network`, in which only channel 0 has an exact part."""
+    """A network of one neuron: `exact + gain * network`, in which only component 0 has an exact part."""
 
     def __init__(self, features: int, hidden: int, out: int, gain: tuple[float, float], descent: bool, rngs: nnx.Rngs):
         self.network = Mlp([features, hidden, out], jnp.tanh, rngs=rngs, initializer=NORMAL)
@@ -200,11 +192,11 @@ class _Output(nnx.Module):
 class _Dense(nnx.Module):
     """The local rule of a dense node."""
 
-    def __init__(self, seen, channels, rank, hidden, neuron_state, descent, learning_rate, white, normalize, rngs):
+    def __init__(self, seen, message_size, rank, hidden, neuron_state, descent, learning_rate, white, normalize, rngs):
         make = lambda features, out, gain: _Output(features + neuron_state, hidden, out, gain, descent, rngs)
         self.A = make(seen, rank, (0.0, 0.0))
         self.B = make(1 if white is None else 2, rank, (0.0, 1.0))
-        self.U = make(seen, channels, (0.0, 1.0))
+        self.U = make(seen, message_size, (0.0, 1.0))
         self.bias = make(seen, 1, (0.0, 0.0))
         self.log_rate = nnx.Param(jnp.full(2, jnp.log(learning_rate), float))
         self.inputs = _NeuronState(1, neuron_state, rngs) if neuron_state else nnx.data(None)
@@ -240,9 +232,9 @@ class _Dense(nnx.Module):
 class _Diagonal(nnx.Module):
     """The local rule of a bias, a scale or an embedded row: one network makes the update, and one makes the message."""
 
-    def __init__(self, seen, channels, hidden, neuron_state, descent, learning_rate, rngs):
+    def __init__(self, seen, message_size, hidden, neuron_state, descent, learning_rate, rngs):
         make = lambda out, gain: _Output(seen + 2 + neuron_state, hidden, out, gain, descent, rngs)
-        self.update, self.message = make(1, (0.0, 0.0)), make(channels, (0.0, 1.0))
+        self.update, self.message = make(1, (0.0, 0.0)), make(message_size, (0.0, 1.0))
         self.log_rate = nnx.Param(jnp.log(jnp.asarray(learning_rate, float)))
         self.neuron = _NeuronState(seen, neuron_state, rngs) if neuron_state else nnx.data(None)
         self.seen = seen
@@ -262,8 +254,8 @@ class _Diagonal(nnx.Module):
 class _Elementwise(nnx.Module):
     """The local rule of a node without parameters."""
 
-    def __init__(self, seen, features, channels, hidden, neuron_state, descent, rngs):
-        self.G = _Output(seen + features + neuron_state, hidden, channels, (0.0, 1.0), descent, rngs)
+    def __init__(self, seen, features, message_size, hidden, neuron_state, descent, rngs):
+        self.G = _Output(seen + features + neuron_state, hidden, message_size, (0.0, 1.0), descent, rngs)
         self.neuron = _NeuronState(seen + features, neuron_state, rngs) if neuron_state else nnx.data(None)
         self.seen = seen
 
@@ -279,6 +271,6 @@ class _Elementwise(nnx.Module):
 
 
 def _seen(question: Any, size: int) -> jax.Array:
-    """The message; and for a rule that sees the gradient too, the gradient beside it as a further channel."""
+    """The message; and for a rule that sees the gradient too, the gradient beside it as a further component."""
     m = question.message
     return m if m.shape[-1] == size else jnp.concatenate([m, question.gradient[..., None]], axis=-1)

@@ -43,7 +43,7 @@ class Thesis(nnx.Module):
 
     Args:
       sites: The sites of a network, from `mplp.sites`. The rule fits every network of these kinds of nodes.
-      channels: The size k of a message.
+      message_size: The size k of a message.
       hidden: The number of hidden units of each network.
       batch_norm: Whether batch norm standardizes the networks' inputs.
       learn_rate: Whether the step size is meta-trained.
@@ -53,14 +53,15 @@ class Thesis(nnx.Module):
       rngs: The source of keys for the networks, whose kernels are uniform within 1 / sqrt(features).
 
     Example:
-      >>> import jax.numpy as jnp, apgrad as ap
+      >>> import jax, jax.numpy as jnp, apgrad as ap
       >>> from flax import nnx
       >>> model = nnx.Sequential(nnx.Linear(1, 5, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(5, 1, rngs=nnx.Rngs(1)))
       >>> network, params = ap.mplp.from_nnx(model, loss=ap.mplp.squared_error)
       >>> batch = jnp.ones((10, 1)), jnp.zeros((10, 1))
-      >>> rule = ap.mplp.Thesis(ap.mplp.sites(network, params, batch), channels=8, rngs=nnx.Rngs(2))
+      >>> rule = ap.mplp.Thesis(ap.mplp.sites(network, params, batch), message_size=8, rngs=nnx.Rngs(2))
       >>> state = ap.mplp.init_state(rule, network, params, batch)
-      >>> updates, state, metrics = ap.mplp.backward(rule, network, params, state, batch)
+      >>> backward = jax.jit(ap.mplp.backward, static_argnums=1)
+      >>> updates, state, metrics = backward(rule, network, params, state, batch)
       >>> updates["0_dense"]["kernel"].shape
       (1, 5)
     """
@@ -69,7 +70,7 @@ class Thesis(nnx.Module):
         self,
         sites: Sequence[Site],
         *,
-        channels: int = 8,
+        message_size: int = 8,
         hidden: int = 50,
         batch_norm: bool = True,
         learn_rate: bool = True,
@@ -78,12 +79,11 @@ class Thesis(nnx.Module):
         start: Literal["random", "gradient_descent"] = "random",
         rngs: nnx.Rngs,
     ):
-        require_one_of("start", start, ("random", "gradient_descent"))
-        require_one_of("batch_norm", batch_norm)
-        require_one_of("learn_rate", learn_rate)
-        require_sizes(1, channels=channels, hidden=hidden)
+        require_one_of(("random", "gradient_descent"), start=start)
+        require_one_of((False, True), batch_norm=batch_norm, learn_rate=learn_rate)
+        require_sizes(1, message_size=message_size, hidden=hidden)
         require_positive(learning_rate=learning_rate, clip=clip)
-        self.channels, self.learn_rate, self.clip = channels, learn_rate, clip
+        self.message_size, self.learn_rate, self.clip = message_size, learn_rate, clip
         self.known = known_forms(sites)
         self.log_rate = (nnx.Param if learn_rate else Fixed)(jnp.log(jnp.asarray(learning_rate, float)))
         self.networks, self.descents, self.gains = nnx.Dict({}), nnx.Dict({}), nnx.Dict({})
@@ -92,29 +92,21 @@ class Thesis(nnx.Module):
             if f"{site.kind}/g" in self.networks:
                 continue
             if site.family == "elementwise":
-                seen = 0 if site.begins else channels
-                self.networks[f"{site.kind}/g"] = make(seen + len(_used(site.features)), channels)
+                seen = 0 if site.begins else message_size
+                self.networks[f"{site.kind}/g"] = make(seen + len(_used(site.features)), message_size)
             else:
-                self.networks[f"{site.kind}/f"] = make(channels + 1, 1)
-                self.networks[f"{site.kind}/g"] = make(channels + 1, channels)
+                self.networks[f"{site.kind}/f"] = make(message_size + 1, 1)
+                self.networks[f"{site.kind}/g"] = make(message_size + 1, message_size)
             if start == "gradient_descent":
-                self.descents[site.kind] = Descent(channels)
+                self.descents[site.kind] = Descent(message_size)
                 self.gains[site.kind] = nnx.Param(jnp.zeros((), float))  # of the correction of an update
 
     def init(self, site: Site) -> tuple[()]:
-        """The empty state.
-
-        Args:
-          site: The place.
-        """
+        """The empty state."""
         return ()
 
     def at(self, site: Site) -> "_ThesisAt":
-        """The local rule of a place: the networks of the place's kind.
-
-        Args:
-          site: The place.
-        """
+        """The local rule of a place: the networks of the place's kind."""
         require_form(self.known, site, by_name=False)
         rate = jnp.exp(self.log_rate[...])
         return _ThesisAt(

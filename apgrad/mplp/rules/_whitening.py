@@ -48,13 +48,7 @@ def window(site: Site, limit: int, rank: int) -> int | None:
 
 
 def init(site: Site, limit: int, rank: int) -> dict[str, jax.Array]:
-    """The state before any minibatch: P = I.
-
-    Args:
-      site: A dense place.
-      limit: The largest number of inputs with which a layer has a full P.
-      rank: The number r of rows of a window, about.
-    """
+    """The state before any minibatch: P = I."""
     inputs, size = site.shape[1], window(site, limit, rank)
     if size is None:
         return {"P": jnp.eye(inputs, dtype=float)}

@@ -1,0 +1,87 @@
+"""Difference target propagation: layers pass on targets, through learned approximate inverses.
+
+Lee, Zhang, Fischer & Bengio, "Difference target propagation", ECML 2015, algorithm 1. A layer h' = f(h) has an inverse
+g, and the target of h is t = h + g(t') - g(h'), with t' the target of h'. The weights of f are moved to lower
+|f(h) - t'|^2 / 2, and the inverse to lower |g(f(h + noise)) - (h + noise)|^2 / 2.
+
+The message is h - t. Above the topmost of these layers it is the gradient: a step of gradient descent of rate 1 makes
+the target. At the layer it is g(h') - g(h' - m), with m the message to h'. The message to the weights is the transposed
+derivative of f with respect to them, applied to m. A `step` other than 1 makes the targets with another rate, and
+divides the messages by it, so that they stay comparable to gradients.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from apgrad._ground.propagator import Propagator
+from apgrad.rewiring._layers import Where, chosen
+from apgrad.rewiring._rewire import Rule
+
+
+def difference_target_propagation(
+    key: jax.Array,
+    where: Where,
+    *,
+    activation: Callable[[jax.Array], jax.Array] = jnp.tanh,
+    noise: float = 0.1,
+    step: float = 1.0,
+) -> Rule:
+    """Layers send the difference between a value and its target, computed by a learned inverse.
+
+    Args:
+      key: of the first inverses, g(h) = activation(h V + c).
+      where: which layers, see `ap.rewiring.Where`: functions of one array (..., n) and of weights to an array (..., m),
+        with their activation. Put `jax.jit` around a layer to make it one site.
+      activation: of the inverses.
+      noise: standard deviation of what is added to a layer's input when its inverse learns.
+      step: the rate of the gradient descent that makes the topmost target.
+
+    Returns:
+      A rule with parameters that draws, so the rewired function is `(key, params, *args)`. The parameters are (V, c)
+      for each layer, of shapes (m, n) and (n,), and their updates the gradients of the inverse's loss.
+
+    Raises:
+      ValueError: at trace time, for a site of another form.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> @jax.jit
+      ... def layer(w, x):
+      ...     return jnp.tanh(x @ w)
+      >>> rule = ap.rewiring.difference_target_propagation(jax.random.key(0), "layer")
+      >>> rewired = ap.rewire(lambda ws, x: jnp.sum(layer(ws[1], layer(ws[0], x))), rule)
+      >>> args = [jnp.ones((3, 4)), jnp.ones((4, 2))], jnp.ones((8, 3))
+      >>> inverses = rewired.init(*args)
+      >>> update, gradient = jax.grad(rewired, argnums=(1, 2))(jax.random.key(1), inverses, *args)
+      >>> jax.tree.map(jnp.shape, update)
+      {'layer[0]': ((4, 3), (3,)), 'layer[1]': ((2, 4), (4,))}
+    """
+
+    def init(site):
+        if len(site.inputs) - site.weights != 1 or not site.weights or isinstance(site.output, tuple):
+            raise ValueError(
+                f"difference target propagation takes layers with one array besides weights, and one output; got {site}"
+            )
+        m, n, dtype = site.output.shape[-1], site.inputs[0].shape[-1], site.inputs[0].dtype
+        draw = jax.random.normal(jax.random.fold_in(key, site.number), (m, n), dtype)
+        return draw * jnp.asarray(m**-0.5, dtype), jnp.zeros(n, dtype)
+
+    def at(site, params):
+        inverse = lambda params, h: activation(h @ params[0] + params[1])
+
+        def forward(h, *weights):
+            output, pullback = jax.vjp(lambda *weights: site.function(h, *weights), *weights)
+            return output, (h, weights, output, pullback)
+
+        def backward(memory, message):
+            h, weights, output, pullback = memory
+            to_h = (inverse(params, output) - inverse(params, output - step * message)) / step
+            noisy = h + noise * jax.random.normal(site.key, h.shape, h.dtype)
+            guess, to_params = jax.vjp(lambda params: inverse(params, site.function(noisy, *weights)), params)
+            return *to_params(guess - noisy), to_h, *pullback(message)
+
+        return Propagator(forward, backward)
+
+    return Rule(chosen(where, where), at, init, random=True)

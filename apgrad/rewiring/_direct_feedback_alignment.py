@@ -1,0 +1,75 @@
+"""Direct feedback alignment: every layer hears the error at the output, through fixed random weights.
+
+Nokland, "Direct feedback alignment provides learning in deep neural networks", NeurIPS 2016. With e the message to the
+output of the whole network, the message to the input x of a layer is B e, with B drawn once for the layer, in place of
+what later layers send. So f is the network, whose output is the scores, and the loss stands outside of f. The message
+then passes the derivative of the activation as usual, and the weight has its usual gradient.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from apgrad.rewiring._layers import Where, chosen, is_layer, layer
+from apgrad.rewiring._rewire import Rule
+
+
+def direct_feedback_alignment(
+    key: jax.Array, *, scale: float | None = None, where: Where = None, memory: Any = None
+) -> Rule:
+    """Layers send the output's message, through fixed random weights, to their inputs.
+
+    The output is one array (..., outputs), and its leading axes are those of the layers' inputs.
+
+    Args:
+      key: of the random weights, which are normal.
+      scale: their standard deviation; 1 over the square root of the number of outputs if not given.
+      where: which layers, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
+      memory: see `ap.rewiring.feedback_alignment`.
+
+    Returns:
+      A rule with parameters, for each layer an array (outputs, ...) that ends in the axes of the layer's input without
+      the leading ones. They get no update.
+
+    Raises:
+      ValueError: at trace time, if the output is not one array, or its leading axes are not those of a layer's input.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> def network(ws, x):
+      ...     return jnp.tanh(x @ ws[0]) @ ws[1]
+      >>> rewired = ap.rewire(network, ap.rewiring.direct_feedback_alignment(jax.random.key(0)))
+      >>> feedback = rewired.init([jnp.ones((3, 4)), jnp.ones((4, 2))], jnp.ones((8, 3)))
+      >>> {name: f.shape for name, f in feedback.items()}
+      {'dot_general[0]': (2, 3), 'dot_general[1]': (2, 4)}
+    """
+
+    def axes(site):
+        """The leading axes, the number of outputs, and the other axes of the input."""
+        (output, *others), x = jax.tree.leaves(site.result), site.inputs[0]
+        if others or not output.shape or output.shape[:-1] != x.shape[: output.ndim - 1]:
+            raise ValueError(
+                "direct feedback alignment needs a function whose output is one array (..., outputs), with the leading "
+                f"axes of every layer's input. The output is {site.result}, and {site} has the input {x.shape}. "
+                "Leave the loss outside of the function, or layers of other axes out of the rule (where=)."
+            )
+        return output.shape[:-1], output.shape[-1], x.shape[output.ndim - 1 :]
+
+    def init(site):
+        _, outputs, rest = axes(site)
+        draw = jax.random.normal(jax.random.fold_in(key, site.number), (outputs, *rest), site.inputs[0].dtype)
+        return draw * jnp.asarray(outputs**-0.5 if scale is None else scale, draw.dtype)
+
+    def at(site, feedback):
+        leading, outputs, rest = axes(site)
+
+        def answer(w, message, update, result):
+            (error,) = jax.tree.leaves(result)
+            flat = error.astype(feedback.dtype) @ feedback.reshape(outputs, math.prod(rest))
+            return None, flat.reshape(*leading, *rest), update
+
+        return layer(site, memory, answer)
+
+    return Rule(chosen(where, is_layer), at, init, random=memory is not None, direct=True)

@@ -1,0 +1,56 @@
+"""Several rules on one function: the first one that takes a site has it."""
+
+from apgrad._ground.propagator import Propagator
+from apgrad.rewiring._rewire import Rule
+
+
+def first_of(*rules: Rule) -> Rule:
+    """One rule of several; each site goes to the first rule that takes it.
+
+    To compose rules *at* a site, compose their propagators, by `ap.chain` in an `at` of your own.
+
+    Args:
+      *rules: at least one.
+
+    Returns:
+      A rule that has parameters, draws or is direct if one of the rules is so. At the sites of a rule without
+      parameters its parameters are None.
+
+    Raises:
+      ValueError: for no rules.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> clip = ap.rewiring.clip_messages(1.0, where="sin")
+      >>> rule = ap.rewiring.first_of(clip, ap.rewiring.straight_through())
+      >>> float(jax.grad(ap.rewire(lambda x: 5 * jnp.sin(jnp.round(x)), rule))(0.2))
+      1.0
+    """
+    if not rules:
+        raise ValueError("first_of needs at least one rule, got none")
+    parameters, direct = any(r.init is not None for r in rules), any(r.direct for r in rules)
+
+    def of(site):
+        return next(r for r in rules if r.where(site))
+
+    def init(site):
+        make = of(site).init
+        return None if make is None else make(site)
+
+    def at(site, params):
+        rule = of(site)
+        forward, backward = rule.at(site, params)
+
+        def answered(memory, message, *result):
+            messages = backward(memory, message, *(result if rule.direct else ()))
+            return (None, *messages) if parameters and rule.init is None else messages
+
+        return Propagator(forward, answered)
+
+    return Rule(
+        lambda site: any(r.where(site) for r in rules),
+        at,
+        init if parameters else None,
+        any(r.random for r in rules),
+        direct,
+    )

@@ -1,0 +1,62 @@
+"""Forward gradients: a derivative along one random direction, which is an unbiased estimate of the message.
+
+Baydin, Pearlmutter, Syme, Wood & Torr, "Gradients without backpropagation", 2022; Ren, Kornblith, Liao & Hinton,
+"Scaling forward gradient with local losses", ICLR 2023, take it at parts of a network. For y = f(x) and a direction v
+with E v v' = 1, forward mode gives J v together with y, and nothing else is remembered. To a message m the answer is
+(m . J v) v, whose expectation is E v v' J' m = J' m. Its variance grows with the number of inputs.
+
+The message may come from other sites that draw by themselves: they are independent, so the whole is unbiased.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from apgrad._ground.messages import has_message
+from apgrad._ground.propagator import Propagator
+from apgrad.rewiring._layers import Where, chosen
+from apgrad.rewiring._rewire import Rule
+
+
+def forward_gradient(where: Where = None) -> Rule:
+    """Sites remember one random direction and the derivative along it, and answer with an unbiased estimate.
+
+    Args:
+      where: which sites, see `ap.rewiring.Where`; the function as a whole if not given.
+
+    Returns:
+      A rule without parameters that draws, so the rewired function is `(key, *args)`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> estimate = jax.grad(ap.rewire(lambda x: jnp.sum(x**2), ap.rewiring.forward_gradient()), argnums=1)
+      >>> x = jnp.array([1.0, -2.0])
+      >>> estimates = jax.vmap(estimate, (0, None))(jax.random.split(jax.random.key(0), 10_000), x)
+      >>> bool(jnp.allclose(estimates.mean(0), 2 * x, atol=0.3))
+      True
+    """
+
+    def at(site, params):
+        def forward(*inputs):
+            keys = jax.random.split(site.key, len(inputs))
+            floats = [i for i, x in enumerate(inputs) if has_message(x)]
+            draws = [jax.random.normal(keys[i], inputs[i].shape, inputs[i].dtype) for i in floats]
+
+            def some(*values):
+                full = list(inputs)
+                for i, value in zip(floats, values, strict=True):
+                    full[i] = value
+                return site.function(*full)
+
+            output, tangent = jax.jvp(some, [inputs[i] for i in floats], draws)
+            return output, (dict(zip(map(str, floats), draws, strict=True)), tangent)
+
+        def backward(memory, message):
+            draws, tangent = memory
+            pairs = zip(jax.tree.leaves(message), jax.tree.leaves(tangent), strict=True)
+            along = sum(jnp.sum(m * t) for m, t in pairs if t.dtype != jax.dtypes.float0)
+            draw = lambda i: draws.get(str(i))
+            return tuple(None if draw(i) is None else along * draw(i) for i in range(len(site.inputs)))
+
+        return Propagator(forward, backward)
+
+    return Rule(chosen(where, lambda site: site.kind == "function"), at, random=True)

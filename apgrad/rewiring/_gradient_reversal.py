@@ -1,0 +1,32 @@
+"""Gradient reversal: the message changes its sign at a place, so that what is before it learns the opposite.
+
+Ganin, Ustinova, Ajakan, Germain, Larochelle, Laviolette, Marchand & Lempitsky, "Domain-adversarial training of neural
+networks", JMLR 17, 2016, section 4.2.
+"""
+
+import jax
+
+from apgrad.rewiring._layers import Where, chosen, on_message
+from apgrad.rewiring._rewire import Rule
+
+
+def gradient_reversal(where: Where, *, strength: float | jax.Array = 1.0) -> Rule:
+    """Sites multiply the message by a negative number, and are otherwise as they were.
+
+    Args:
+      where: which sites, see `ap.rewiring.Where`; the name in `checkpoint_name(x, name)` marks a place.
+      strength: the message is multiplied by minus this, a number or a scalar array; the paper raises it from 0 to 1.
+
+    Returns:
+      A rule without parameters.
+
+    Example:
+      >>> import jax, apgrad as ap
+      >>> from jax.ad_checkpoint import checkpoint_name
+      >>> f = ap.rewire(lambda x: checkpoint_name(x, "features") ** 2, ap.rewiring.gradient_reversal("features"))
+      >>> float(jax.grad(f)(3.0))
+      -6.0
+    """
+    return Rule(
+        chosen(where, where), lambda site, params: on_message(site, lambda m: -jax.numpy.asarray(strength, m.dtype) * m)
+    )

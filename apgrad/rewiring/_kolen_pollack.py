@@ -1,0 +1,44 @@
+"""Kolen-Pollack learning: feedback weights that get the same updates as the weights, and so become equal to them.
+
+Kolen & Pollack, "Backpropagation without weight transport", ICNN 1994; Akrout, Wilson, Humphreys, Lillicrap & Tweed,
+"Deep learning without weight transport", NeurIPS 2019, section 4. A layer y = w x sends B' m back. Both w and B get the
+update m x', and both decay, w <- (1 - decay) w - rate m x', the same for B. So the difference w - B shrinks by the
+factor 1 - decay at each step, and the messages become those of backpropagation.
+"""
+
+from typing import Any
+
+import jax
+
+from apgrad.rewiring._layers import Where, chosen, is_layer, layer, random_weight, to_input
+from apgrad.rewiring._rewire import Rule
+
+
+def kolen_pollack(key: jax.Array, *, scale: float | None = None, where: Where = None, memory: Any = None) -> Rule:
+    """Layers send their messages back through weights that learn with the layers' own updates.
+
+    Train the rule's parameters as the weights are trained: with the same optimizer, rate and weight decay. Without
+    weight decay the two do not become equal.
+
+    Args:
+      key: of the first feedback weights, which are normal.
+      scale: their standard deviation; 1 over the square root of the number of a neuron's inputs if not given.
+      where: which layers, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
+      memory: see `ap.rewiring.feedback_alignment`.
+
+    Returns:
+      A rule with parameters, the feedback weights of each layer, whose updates are those of the layer's weights.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> rewired = ap.rewire(lambda w, x: jnp.sum(x @ w), ap.rewiring.kolen_pollack(jax.random.key(0)))
+      >>> args = jnp.ones((3, 2)), jnp.ones((4, 3))
+      >>> update, gradient = jax.grad(rewired, argnums=(0, 1))(rewired.init(*args), *args)
+      >>> bool(jnp.all(update["dot_general[0]"] == gradient))
+      True
+    """
+
+    def at(site, feedback):
+        return layer(site, memory, lambda w, message, update: (update, to_input(site, feedback, message), update))
+
+    return Rule(chosen(where, is_layer), at, lambda site: random_weight(site, key, scale), random=memory is not None)

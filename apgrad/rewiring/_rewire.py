@@ -1,0 +1,291 @@
+"""`ap.rewire`: any JAX function, with another backward pass at the nodes that a rule takes.
+
+    model = nnx.Linear(...)                                     # or any function of parameters and data
+    rewired = ap.rewire(lambda model, x: model(x), ap.rewiring.feedback_alignment(key))
+    feedback = rewired.init(model, x)                           # the rule's own parameters
+    gradient = jax.grad(lambda m: loss(rewired(feedback, m, x)))(model)
+
+The function is traced, `apgrad.rewiring._sites` plans which nodes the rule takes, and the program is evaluated again
+with `ap.node` in the place of each of these. What `ap.randomize` and `ap.with_taps` share with this walk is in
+`apgrad._programs`: `trace`, `evaluate`, and `nested` and `rebuild` for control flow. The walks differ in what they put
+in: `randomize` makes one node of each stretch without control flow, as it needs the pullback of all of it, and `rewire`
+makes a node of each site.
+
+A rule may also ask for the message to the output of the whole function at each site (direct feedback alignment). Each
+node then returns a port of the output's form, zeros. The ports are added up, through `scan`, `cond` and all, and meet
+the output in a last node, which sends the output's message to the sum. A sum hands its message to all that it is made
+of.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from apgrad._ground.keys import require_key
+from apgrad._ground.messages import describe, has_message
+from apgrad._ground.propagator import Propagator, first_order, node
+from apgrad._programs import jaxprs
+from apgrad.rewiring._sites import DATA, WEIGHT, Planner, Site, Step
+
+
+class Rule(NamedTuple):
+    """Another way back through the nodes that it takes.
+
+    Attributes:
+      where: `(Site) -> bool`, whether the rule takes a site. The function as a whole is offered first, then scopes and
+        calls, then single equations; what is inside a site that is taken is not offered.
+      at: `(site, params) -> Propagator`, a propagator with the inputs of `site.function`. With `init` its `backward`
+        returns one more message before the others, the update of `params`, or None.
+      init: `site -> params`, the parameters of the rule at a site: a pytree of arrays. None for a rule without any.
+      random: whether the rule draws: the rewired function takes a PRNG key first, and `site.key` is one of the site's
+        and step's own.
+      direct: whether `backward` is called as `backward(memory, message, result)`, where `result` is the message to the
+        output of the whole function, a pytree with None in the place of integers.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> halve = ap.rewiring.Rule(
+      ...     where=lambda site: site.label == "sin",
+      ...     at=lambda site, params: ap.Propagator(lambda x: (jnp.sin(x), x), lambda x, m: (m * jnp.cos(x) / 2,)),
+      ... )
+      >>> float(jax.grad(ap.rewire(lambda x: jnp.sin(x) * 3, halve))(0.0))
+      1.5
+    """
+
+    where: Callable[[Site], bool]
+    at: Callable[[Site, Any], Propagator]
+    init: Callable[[Site], Any] | None = None
+    random: bool = False
+    direct: bool = False
+
+
+def rewire(function: Callable[..., Any], rule: Rule, *, argnums: int | Sequence[int] = 0) -> "Rewired":
+    """The function, with the backward pass of the sites that a rule takes replaced by the rule's.
+
+    Args:
+      function: any JAX function of arrays: `jit`, `scan`, `cond`, `vmap`, `jax.checkpoint`, any library's modules
+        inside. What is not to be rewired keeps its derivative.
+      rule: says which sites it takes, and what their way back is; see `apgrad.rewiring`.
+      argnums: the numbers of the arguments that hold parameters, as in `jax.grad`. A product of something with an array
+        made of parameters alone is a layer ("dense" or "conv") to the rule; all other arguments are data. What is made
+        of parameters and data (noisy or fast weights) is no layer's weight; `rewired.sites` shows which products are
+        layers.
+
+    Returns:
+      `rewired(*args)`, with the output of the function. A rule with parameters takes them before the arguments,
+      `rewired(params, *args)`, and their cotangents are the updates that the rule proposes; a rule that draws takes a
+      PRNG key before all. `rewired.init(*args)` makes the parameters, and `rewired.sites(*args)` lists what there is to
+      take. Reverse mode, once.
+
+    Raises:
+      ValueError: at trace time, if the rule takes no site; or a site that cannot be rewired, inside a `while_loop` or a
+        function with a derivative rule of its own; or if the rule's parameters are not those of its sites.
+      NotImplementedError: for products inside a primitive that is not known here.
+      TypeError: for a second derivative.
+
+    Example:
+      Feedback alignment: the messages take fixed random weights, and the weights their usual gradients.
+
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> def network(weights, x):
+      ...     return jnp.tanh(x @ weights[0]) @ weights[1]
+      >>> rewired = ap.rewire(network, ap.rewiring.feedback_alignment(jax.random.key(0)))
+      >>> args = [jnp.ones((3, 4)), jnp.ones((4, 2))], jnp.ones((8, 3))
+      >>> feedback = rewired.init(*args)
+      >>> sorted(feedback)
+      ['dot_general[0]', 'dot_general[1]']
+      >>> gradient = jax.grad(lambda weights, x: jnp.sum(rewired(feedback, weights, x)))(*args)
+      >>> [g.shape for g in gradient]
+      [(3, 4), (4, 2)]
+    """
+    if not isinstance(rule, Rule):
+        raise TypeError(f"rewire takes a rule (ap.rewiring.Rule), got {describe(rule)}")
+    return Rewired(function, rule, (argnums,) if isinstance(argnums, int) else tuple(argnums))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rewired:
+    """A function whose backward pass a rule has replaced at its sites; made by `ap.rewire`.
+
+    Attributes:
+      function: the original function.
+      rule: the rule.
+      argnums: the numbers of the arguments that hold parameters.
+    """
+
+    function: Callable[..., Any]
+    rule: Rule
+    argnums: tuple[int, ...]
+
+    def __call__(self, *args: Any) -> Any:
+        """The function's output; see `ap.rewire` for the arguments."""
+        given, key, params = list(args), None, None
+        if self.rule.random:
+            key = require_key("the first argument of a function rewired by a random rule", *given[:1] or [None])
+            given = given[1:]
+        if self.rule.init is not None:
+            if not given:
+                raise TypeError(
+                    "the rule has parameters, which come before the arguments: rewired.init(*args) makes them"
+                )
+            params = given.pop(0)
+        leaves = jax.tree.leaves(tuple(given))
+        plan, planner, shape = self._plan(given)
+        if not planner.taken:
+            raise ValueError(
+                "the rule takes no site of the function, so nothing would be rewired. The sites are "
+                + (", ".join(map(repr, planner.offered)) or "none")
+                + ". Is the right argument named by argnums, and are the weights arguments of the function?"
+            )
+        if self.rule.init is not None and (not isinstance(params, dict) or params.keys() != _names(planner)):
+            got = sorted(params) if isinstance(params, dict) else describe(params)
+            raise ValueError(
+                f"the rule's parameters are a dictionary with the sites {sorted(_names(planner))}, got {got}. "
+                "rewired.init(*args) makes them."
+            )
+        outputs, treedef = _evaluate(plan, leaves, key, params, self.rule, shape)
+        return jax.tree.unflatten(treedef, outputs)
+
+    def init(self, *args: Any) -> dict[str, Any]:
+        """The parameters of the rule, by the names of the sites; empty for a rule without any.
+
+        Args:
+          *args: what the function will be called with, as arrays or `jax.ShapeDtypeStruct`s.
+        """
+        init = self.rule.init
+        return {} if init is None else {site.name: init(site) for site in self._plan(args)[1].taken}
+
+    def sites(self, *args: Any) -> list[Site]:
+        """The sites that were offered to the rule, in the order of the program.
+
+        Args:
+          *args: what the function will be called with, as arrays or `jax.ShapeDtypeStruct`s.
+        """
+        return self._plan(args)[1].offered
+
+    def _plan(self, args: Sequence[Any]) -> tuple[jaxprs.Program, Planner, Any]:
+        leaves, treedef = jax.tree.flatten(tuple(args))
+        if wrong := [n for n in self.argnums if not -len(args) <= n < len(args)]:
+            raise ValueError(
+                f"argnums={self.argnums}, but the function got {len(args)} arguments: there is no {wrong[0]}"
+            )
+        numbers = {n % len(args) for n in self.argnums}
+        facts = [f for i, a in enumerate(args) for f in [WEIGHT if i in numbers else DATA] * len(jax.tree.leaves(a))]
+        program, shape = jaxprs.trace(lambda *leaves: self.function(*jax.tree.unflatten(treedef, leaves)), *leaves)
+        planner = Planner(self.rule.where, shape)
+        return planner.whole(program, facts, getattr(self.function, "__name__", "function")), planner, shape
+
+
+def _names(planner: Planner) -> set[str]:
+    return {site.name for site in planner.taken}
+
+
+def _evaluate(plan, leaves, key, params, rule, shape):
+    """The flat outputs of a plan, and their structure."""
+    outputs, treedef = jax.tree.flatten(shape)
+    floats = [i for i, x in enumerate(outputs) if has_message(x)] if rule.direct else []
+    shapes = [jax.ShapeDtypeStruct(outputs[i].shape, outputs[i].dtype) for i in floats]
+    ports = _Ports(
+        shapes, lambda messages: jax.tree.unflatten(treedef, jaxprs.place(messages, floats, [None] * len(outputs)))
+    )
+    outputs, port = _walk(plan, leaves, key, params, rule, ports)
+    if rule.direct:
+        outputs = _join(outputs, port)
+    return outputs, treedef
+
+
+class _Ports(NamedTuple):
+    """What carries the output's message: the form of a port, and a function from its message to the output's."""
+
+    shapes: list[jax.ShapeDtypeStruct]
+    as_result: Callable[[Sequence[Any]], Any]
+
+    @property
+    def zeros(self) -> list[jax.Array]:
+        """A port."""
+        return [jnp.zeros(s.shape, s.dtype) for s in self.shapes]
+
+
+# The outputs; their messages go back to the port too.
+_join = node(
+    Propagator(
+        lambda outputs, port: (outputs, None),
+        lambda _, messages: (messages, [m for m in messages if m.dtype != jax.dtypes.float0]),
+    )
+)
+
+
+def _walk(plan, inputs, key, params, rule, ports):
+    """The outputs of a plan, and the sum of the ports of its nodes."""
+    port, number = list(ports.zeros), 0
+
+    def apply(step: Step, values):
+        nonlocal port, number
+        number += 1
+        here = None if key is None else jax.random.fold_in(key, number)
+        with jax.named_scope(step.scope) if step.scope else contextlib.nullcontext():
+            if step.site is not None:
+                mine = None if params is None else params[step.site.name]
+                outputs, made = _rewired(step.site, rule, ports)(here, mine, *(values[i] for i in step.order))
+            elif not step.plans:
+                return jaxprs.run(step.eqn, values)
+            else:
+                inside: Any = jaxprs.nested(step.eqn)
+                functions = [_inner(p, inside.kind, here, params, rule, ports) for p in step.plans]
+                made = jaxprs.rebuild(step.eqn, inside, functions, values, summed=ports.zeros)
+                outputs, made = made[: len(step.outvars)], made[len(step.outvars) :]
+        port = [a + b for a, b in zip(port, made, strict=True)]
+        return outputs
+
+    return jaxprs.evaluate(plan, inputs, apply), port
+
+
+def _inner(plan, kind, key, params, rule, ports):
+    def function(*inputs):
+        here = key
+        if kind == "scan":
+            step, *inputs = inputs
+            here = None if key is None else jax.random.fold_in(key, step)
+        outputs, port = _walk(plan, inputs, here, params, rule, ports)
+        return [*outputs, *port]
+
+    return function
+
+
+def _rewired(site: Site, rule: Rule, ports: _Ports) -> Callable[..., Any]:
+    """The node `(key, params, *inputs) -> (outputs, port)` of a site."""
+
+    def forward(key, params, *inputs):
+        output, memory = rule.at(site._replace(key=key), params).forward(*inputs)
+        got, wanted = (jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), t) for t in (output, site.output))
+        if got != wanted:
+            raise ValueError(f"the rule's forward at the site {site} must return {wanted} (shape, dtype), got {got}")
+        outputs = list(output) if isinstance(site.output, tuple) else [output]
+        return (outputs, list(ports.zeros)), (key, params, memory)
+
+    def backward(memory, message):
+        key, params, memory = memory
+        outputs, result = message
+        message = tuple(outputs) if isinstance(site.output, tuple) else outputs[0]
+        propagator: Any = rule.at(site._replace(key=key), params)
+        direct = (ports.as_result(result),) if rule.direct else ()
+        messages = propagator.backward(memory, message, *direct)
+        if not isinstance(messages, tuple) or len(messages) != len(site.inputs) + (rule.init is not None):
+            update = "the update of its parameters and " if rule.init is not None else ""
+            raise TypeError(
+                f"the rule's backward at the site {site} must return a tuple of {update}a message for each of the "
+                f"{len(site.inputs)} inputs, got {describe(messages)}. None stands for no message."
+            )
+        return (None, *messages) if rule.init is not None else (None, None, *messages)
+
+    return node(first_order(Propagator(forward, backward), _SECOND.format(site=site.name)))
+
+
+_SECOND = (
+    "the backward pass of the site {site} was replaced by ap.rewire, so it is no derivative, and there is no second "
+    "derivative of a rewired function. Use the function itself for second derivatives."
+)

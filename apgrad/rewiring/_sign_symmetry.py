@@ -1,0 +1,44 @@
+"""Sign-symmetry: messages go back through the signs of the weights.
+
+Liao, Leibo & Poggio, "How important is weight symmetry in backpropagation?", AAAI 2016 (uniform sign-concordant
+feedback); Xiao, Chen, Liao & Poggio, "Biologically-plausible learning algorithms can scale to large datasets", ICLR
+2019. A layer y = w x sends sign(w)' m back. Both papers keep the size of messages by batch normalization or by updates
+of fixed size; here the signs can be given the root mean square of the weights, so that the messages keep about the size
+that they have in backpropagation.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from apgrad.rewiring._layers import Where, chosen, is_layer, layer, to_input
+from apgrad.rewiring._rewire import Rule
+
+
+def sign_symmetry(*, scale: float | None = None, where: Where = None, memory: Any = None) -> Rule:
+    """Layers send their messages back through the signs of their weights.
+
+    Args:
+      scale: what the signs are multiplied by: 1 is the published rule; the root mean square of the layer's weights if
+        not given.
+      where: which layers, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
+      memory: see `ap.rewiring.feedback_alignment`.
+
+    Returns:
+      A rule without parameters.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> rewired = ap.rewire(lambda w, x: x @ w, ap.rewiring.sign_symmetry(scale=1.0))
+      >>> jax.grad(lambda x: rewired(jnp.array([0.5, -3.0]), x))(jnp.ones(2))
+      Array([ 1., -1.], dtype=float32)
+    """
+
+    def at(site, params):
+        def answer(w, message, update):
+            size = jnp.sqrt(jnp.mean(w**2)) if scale is None else jnp.asarray(scale, w.dtype)
+            return to_input(site, size * jnp.sign(w), message), update
+
+        return layer(site, memory, answer)
+
+    return Rule(chosen(where, is_layer), at, random=memory is not None)

@@ -1,0 +1,318 @@
+"""Sites: the nodes of a program that a rule may rewire, found in the program's jaxpr before anything runs.
+
+A `Planner` reads a program and offers its parts to a rule, the large ones first: the function as a whole, named scopes,
+calls, and single equations. A part that the rule takes becomes one step of the plan, a site. A part that the rule does
+not take is opened, and what is inside is offered. A part that cannot be opened (a `while_loop`, a function with a
+derivative rule of its own) must not hold a site that the rule would take: that is an error.
+
+Which operand of a product is the weight follows from a fact about each variable. A weight is made of the function's
+parameters alone; what a product of a weight and anything else gives is an activation, and so is all that depends on the
+other arguments.
+"""
+
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Literal
+
+from apgrad._programs import jaxprs
+from apgrad._programs.flow import flow, steady
+from apgrad._programs.kinds import ELEMENTWISE, IDENTITY, NO_DERIVATIVE
+
+# The facts: made inside the program, an array that the function closes over, made of parameters alone, anything else.
+MADE, CLOSED, WEIGHT, DATA = range(4)
+_PRODUCTS = {"dot_general": "dense", "conv_general_dilated": "conv"}
+_PLAIN = ELEMENTWISE | NO_DERIVATIVE | IDENTITY | {"select_n", "broadcast_in_dim", "reshape", "squeeze"}
+
+
+class Site(NamedTuple):
+    """A node of a program, as a rule sees it.
+
+    Attributes:
+      kind: "function" (all of it), "scope" (neighbouring equations in one `jax.named_scope`; each module of Flax Linen
+        is one; a scope that is used twice in a row is one site, so put `jax.jit` around a function to tell them
+        apart), "call" (a function under `jax.jit`, or one with a derivative rule of its own), "dense" (a matrix product
+        of an input and a weight), "conv" (the same of a convolution), "matmul" (any other product), "elementwise" (a
+        primitive, a call or a function with a derivative rule of its own that acts element by element), or "name"
+        (`jax.ad_checkpoint.checkpoint_name`, the identity).
+      label: the name of the scope, of the called function or of the primitive, or what `checkpoint_name` got.
+      name: the scopes around the site, its label and a number: unique in the function, and the same at each call.
+      number: counts the sites that are offered to the rule, in the order of the program.
+      function: `(*inputs) -> output`, what the site computes: inputs that are no weights first, then the weights.
+        Several outputs are a tuple.
+      inputs: the shapes and dtypes of the inputs.
+      weights: how many of the inputs, the last ones, are made of parameters alone.
+      output: the shape and dtype of the output, or a tuple of them.
+      result: the shapes and dtypes of the output of the whole function, a pytree.
+      key: for a rule with `random`, a PRNG key of this site's and step's own; otherwise None.
+    """
+
+    kind: str
+    label: str
+    name: str
+    number: int
+    function: Callable[..., Any]
+    inputs: tuple[jax.ShapeDtypeStruct, ...]
+    weights: int
+    output: Any
+    result: Any
+    key: Any = None
+
+    def __repr__(self) -> str:
+        """The name, and the shapes of inputs and output."""
+        shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in self.inputs)
+        return f"<{self.kind} {self.name}: {shapes}; weights: {self.weights}>"
+
+
+class Step(NamedTuple):
+    """A step of a plan, which stands where an equation stood.
+
+    Attributes:
+      invars: variables and literals.
+      outvars: variables.
+      scope: named scopes around the step.
+      eqn: the equation, if there is one.
+      site: the site, if the rule takes the step.
+      order: for a site, the numbers of the inputs in the order in which the site's function takes them.
+      plans: the plans of the programs inside, if one of them has a site.
+    """
+
+    invars: Sequence[Any]
+    outvars: Sequence[Any]
+    scope: str
+    eqn: Any = None
+    site: Site | None = None
+    order: Sequence[int] = ()
+    plans: Sequence[jaxprs.Program] = ()
+
+
+def part(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], like: Any = None) -> jaxprs.Program:
+    """A program of some equations, or steps, with the constants of another program if it is given.
+
+    Args:
+      eqns: the equations.
+      invars: variables that are inputs.
+      outvars: variables and literals that are outputs.
+      like: the program whose constants are used.
+    """
+    constvars, consts = (like.jaxpr.constvars, like.consts) if like else ((), ())
+    jaxpr = types.SimpleNamespace(constvars=constvars, invars=invars, eqns=eqns, outvars=outvars)
+    return jaxprs.Program(jaxpr, consts)
+
+
+class Planner:
+    """Offers the sites of a program to a rule, and writes down which ones it takes.
+
+    Attributes:
+      where: `(Site) -> bool`, whether the rule takes a site.
+      result: the output of the whole function, a pytree of shapes and dtypes.
+      offered: the sites that were offered so far.
+      taken: those that the rule took.
+    """
+
+    def __init__(self, where: Callable[[Site], bool], result: Any):
+        self.where, self.result = where, result
+        self.offered: list[Site] = []
+        self.taken: list[Site] = []
+        self.names: dict[str, int] = {}
+        self.hidden = ""
+
+    def whole(self, program: jaxprs.Program, facts: Sequence[int], label: str) -> jaxprs.Program:
+        """The plan of a program, which is offered as a whole first.
+
+        Args:
+          program: the program.
+          facts: about its inputs.
+          label: the function's name.
+        """
+        jaxpr = program.jaxpr
+        function = lambda *inputs: jaxprs.evaluate(program, inputs)
+        step = self.offer("function", label, "", facts, Step(jaxpr.invars, jaxpr.outvars, ""), function)
+        return self.plan(program, facts, "") if step is None else part([step], jaxpr.invars, jaxpr.outvars)
+
+    def plan(self, program: jaxprs.Program, facts: Sequence[int], where: str) -> jaxprs.Program:
+        """The plan of a program: the same program, with steps in place of equations.
+
+        Args:
+          program: the program.
+          facts: about its inputs.
+          where: names of what is around the program.
+        """
+        jaxpr = program.jaxpr
+        known = dict(zip(jaxpr.constvars, map(constant, program.consts), strict=True))
+        known |= dict(zip(jaxpr.invars, facts, strict=True))
+        steps = self._scopes(jaxpr.eqns, jaxpr.outvars, known, where, 0)
+        return part(steps, jaxpr.invars, jaxpr.outvars, program)
+
+    def _scopes(self, eqns, needed, known, where, depth) -> list[Step]:
+        """The steps of equations whose scopes agree up to a depth; neighbours in a deeper scope are one site."""
+        steps, start = [], 0
+        scopes = [tuple(s for s in jaxprs.plain_scope(jaxprs.scope(e)).split("/") if s)[depth:][:1] for e in eqns]
+        while start < len(eqns):
+            stop = start + 1
+            while stop < len(eqns) and scopes[start] and scopes[stop] == scopes[start]:
+                stop += 1
+            group, after = eqns[start:stop], [v for e in eqns[stop:] for v in e.invars]
+            after = {v for v in (*after, *needed) if not isinstance(v, Literal)}
+            if scopes[start]:
+                steps += self._scope(group, after, known, where, depth, scopes[start][0])
+            else:
+                steps += self._equation(group[0], known, where)
+            start = stop
+        return steps
+
+    def _scope(self, eqns, after, known, where, depth, label):
+        made = [v for e in eqns for v in e.outvars]
+        used = [v for e in eqns for v in e.invars if not isinstance(v, Literal)]
+        inputs = list(dict.fromkeys(v for v in used if v not in set(made)))
+        outputs = [v for v in made if v in after]
+        program = part(eqns, inputs, outputs)
+        function = lambda *values: jaxprs.evaluate(program, values)
+        facts = [known[v] for v in inputs]
+        scope = jaxprs.plain_scope(jaxprs.scope(eqns[0])).split("/")[:depth]
+        step = self.offer("scope", label, jaxprs.join(where, *scope), facts, Step(inputs, outputs, ""), function)
+        if step is None:
+            return self._scopes(eqns, after, known, where, depth + 1)
+        known.update(zip(outputs, flow(program, facts, through, max, constant), strict=True))
+        return [step]
+
+    def _equation(self, eqn, known, where) -> list[Step]:
+        facts = [constant(v.val) if isinstance(v, Literal) else known[v] for v in eqn.invars]
+        scope = jaxprs.scope(eqn)
+        around = jaxprs.join(where, jaxprs.plain_scope(scope))
+        step = Step(eqn.invars, eqn.outvars, scope, eqn)
+        inputs = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal)))
+        made = flow(part([eqn], inputs, eqn.outvars), [known[v] for v in inputs], through, max, constant)
+        known.update(zip(eqn.outvars, made, strict=True))
+        name, inside, call = eqn.primitive.name, jaxprs.nested(eqn), jaxprs.caller(eqn)
+        taken = None
+        if inside is None and name in _PRODUCTS:
+            kind = _PRODUCTS[name] if _is_weighted(facts, eqn) else "matmul"
+            taken = self.offer(kind, name, around, facts, step, call)
+        elif inside is None and name == "name":
+            taken = self.offer("name", eqn.params["name"], around, facts, step, call)
+        elif inside is None and (name in ELEMENTWISE or name in NO_DERIVATIVE):
+            taken = self.offer("elementwise", name, around, facts, step, call)
+        elif inside is not None and inside.kind in ("call", "custom"):
+            kind = "elementwise" if _is_elementwise(eqn, inside) else "call"
+            taken = self.offer(kind, inside.label, around, facts, step, call)
+        return [taken or self._open(step, inside, facts, around)]
+
+    def _open(self, step, inside, facts, around) -> Step:
+        """The step, with the plans of the programs inside if the rule takes a site there."""
+        before, name = len(self.taken), step.eqn.primitive.name
+        if inside is None:
+            if any(_has_product(program) for program in jaxprs.inside_of(step.eqn)):
+                raise NotImplementedError(
+                    f"rewire cannot see into the primitive {name!r} ({around or 'at the top'}), and there are products "
+                    "inside. Take a scope or call around it as one site (where=), or leave it out of the function."
+                )
+            return step
+        if inside.kind == "cond":
+            plans = [self.plan(p, facts[1:], jaxprs.join(around, f"branch{i}")) for i, p in enumerate(inside.jaxprs)]
+        elif inside.kind == "scan":
+            consts, carry, _ = inside.counts
+            body = inside.jaxprs[0]
+            walk = lambda facts: flow(body, facts, through, max, constant)
+            plans = [self.plan(body, steady(walk, facts, consts, carry, max)[0], jaxprs.join(around, "scan"))]
+        elif inside.kind in ("call", "remat"):
+            plans = [self.plan(inside.jaxprs[0], facts, jaxprs.join(around, inside.label))]
+        else:
+            outer, self.hidden = self.hidden, self.hidden or f"{name} {around}".strip()
+            if inside.kind == "while":
+                self.plan(inside.jaxprs[1], facts[inside.counts[0] :], around)
+            else:
+                self.plan(inside.jaxprs[0], facts, jaxprs.join(around, inside.label))
+            self.hidden = outer
+            return step
+        return step._replace(plans=plans) if len(self.taken) > before else step
+
+    def offer(self, kind, label, around, facts, step: Step, call) -> Step | None:
+        """The step as a site, if the rule takes it."""
+        floats = lambda variables: [v for v in variables if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
+        if not floats(step.invars) or not floats(step.outvars):
+            return None
+        numbers = [i for i, v in enumerate(step.invars) if not isinstance(v, Literal)]
+        heavy = [i for i in numbers if facts[i] == WEIGHT]
+        order = [i for i in numbers if i not in heavy] + heavy
+        literals = [v.val if isinstance(v, Literal) else None for v in step.invars]
+        count = len(step.outvars)
+
+        def function(*inputs):
+            outputs = call(*jaxprs.place(inputs, order, literals))
+            return outputs[0] if count == 1 else tuple(outputs)
+
+        name = jaxprs.join(around, label)
+        self.names[name] = self.names.get(name, -1) + 1
+        shapes = [_shape(v) for v in step.outvars]
+        site = Site(
+            kind,
+            label,
+            f"{name}[{self.names[name]}]",
+            len(self.offered),
+            function,
+            tuple(_shape(step.invars[i]) for i in order),
+            len(heavy),
+            shapes[0] if count == 1 else tuple(shapes),
+            self.result,
+        )
+        self.offered.append(site)
+        if not self.where(site):
+            return None
+        if self.hidden:
+            raise ValueError(
+                f"the rule takes the site {site}, which is inside {self.hidden}, where it cannot be rewired. A "
+                "while_loop has no way back: use a scan, or a fori_loop of a fixed length. A function with its own "
+                "derivative rule has its own way back: take that function as a site, or leave the site out (where=)."
+            )
+        if kind in ("dense", "conv") and CLOSED in facts:
+            raise ValueError(
+                f"the function closes over the array of shape {step.invars[facts.index(CLOSED)].aval.shape} that the "
+                f"site {site} multiplies a parameter by, so rewire cannot know which of the two is the weight. Pass "
+                "the array to the function as an argument, and name the arguments that are parameters by argnums."
+            )
+        self.taken.append(site)
+        return step._replace(site=site, order=order)
+
+
+def constant(value: Any) -> int:
+    """The fact about a literal or a constant."""
+    return CLOSED if np.ndim(value) and jnp.issubdtype(jnp.result_type(value), jnp.inexact) else MADE
+
+
+def through(eqn: Any, facts: Sequence[int]) -> list[int] | None:
+    """What an equation makes of the facts about its inputs; None for one with programs inside."""
+    if jaxprs.nested(eqn) is not None:
+        return None
+    made = DATA if eqn.primitive.name in _PRODUCTS and _is_weighted(facts, eqn) else max(facts, default=MADE)
+    return [made] * len(eqn.outvars)
+
+
+def _is_weighted(facts, eqn):
+    """Whether a product is one of a weight and something else."""
+    return sorted(f == WEIGHT for f in facts[:2]) == [False, True]
+
+
+def _is_elementwise(eqn, inside):
+    shapes = [v.aval.shape for v in eqn.invars if v.aval.shape] or [()]
+    if len(shapes) > 1 or [v.aval.shape for v in eqn.outvars] != shapes:
+        return False
+
+    def plain(program):
+        inner = [(e, jaxprs.inside_of(e)) for e in program.jaxpr.eqns]
+        return all(all(map(plain, programs)) if programs else e.primitive.name in _PLAIN for e, programs in inner)
+
+    return plain(inside.jaxprs[0])
+
+
+def _has_product(program):
+    eqns = program.jaxpr.eqns
+    return any(e.primitive.name in _PRODUCTS or any(map(_has_product, jaxprs.inside_of(e))) for e in eqns)
+
+
+def _shape(v):
+    return jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype)

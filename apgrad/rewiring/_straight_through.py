@@ -1,0 +1,27 @@
+"""Straight-through: the message passes over a step function as if it were the identity.
+
+Bengio, Leonard & Courville, "Estimating or propagating gradients through stochastic neurons for conditional
+computation", 2013. As a propagator it is `ap.skip`.
+"""
+
+from apgrad._ground.propagator import backpropagation, skip
+from apgrad.rewiring._layers import Where, chosen
+from apgrad.rewiring._rewire import Rule
+
+
+def straight_through(where: Where = ("round", "sign", "floor", "ceil", "heaviside")) -> Rule:
+    """Step functions send the message on as it came.
+
+    Args:
+      where: which functions of one array to an array of the same shape, see `ap.rewiring.Where`.
+
+    Returns:
+      A rule without parameters.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> quantized = ap.rewire(lambda w: jnp.round(3 * w) ** 2, ap.rewiring.straight_through())
+      >>> [float(v) for v in jax.value_and_grad(quantized)(0.7)]
+      [4.0, 12.0]
+    """
+    return Rule(chosen(where, where), lambda site, params: skip(backpropagation(site.function)))

@@ -1,0 +1,53 @@
+"""Surrogate gradients: a spike has the derivative of a smooth function on the way back.
+
+Neftci, Mostafa & Zenke, "Surrogate gradient learning in spiking neural networks", IEEE Signal Processing Magazine 36,
+2019; the default is the fast sigmoid of Zenke & Ganguli, "SuperSpike", Neural Computation 30, 2018: a spike, which is 1
+where the membrane potential v is over the threshold 0, gets the derivative 1 / (1 + beta |v|)^2.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from apgrad._ground.propagator import Propagator
+from apgrad.rewiring._layers import Where, chosen
+from apgrad.rewiring._rewire import Rule
+
+
+def surrogate_gradient(
+    where: Where = ("spike", "heaviside"),
+    *,
+    derivative: Callable[[jax.Array], jax.Array] | None = None,
+    beta: float = 10.0,
+) -> Rule:
+    """Functions of one array get a derivative of the user's choice.
+
+    Args:
+      where: which functions, see `ap.rewiring.Where`. Put `jax.jit` around a function of several operations, such as
+        `spike(v) = (v > 0).astype(v.dtype)`, to make it one site with the function's name.
+      derivative: the elementwise derivative; that of the fast sigmoid if not given.
+      beta: the steepness of the fast sigmoid.
+
+    Returns:
+      A rule without parameters.
+
+    Raises:
+      ValueError: at trace time, for a site that is no function of one array to an array of the same shape.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> spiking = ap.rewire(lambda w, x: jnp.heaviside(w * x, 0.0), ap.rewiring.surrogate_gradient(beta=1.0))
+      >>> [float(v) for v in jax.value_and_grad(spiking)(0.5, 2.0)]
+      [1.0, 0.5]
+    """
+    slope = derivative or (lambda v: (1 + beta * jnp.abs(v)) ** -2)
+
+    def at(site, params):
+        if len(site.inputs) != 1 or getattr(site.output, "shape", None) != site.inputs[0].shape:
+            raise ValueError(f"a surrogate gradient is for a function of one array to one of its shape, got {site}")
+        return Propagator(
+            lambda v: (site.function(v), v), lambda v, message: (message * slope(v).astype(message.dtype),)
+        )
+
+    return Rule(chosen(where, where), at)

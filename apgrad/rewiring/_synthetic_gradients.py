@@ -1,0 +1,51 @@
+"""Synthetic gradients: a layer sends a guess of its message, and learns to guess from the message that came.
+
+Jaderberg, Czarnecki, Osindero, Vinyals, Graves, Silver & Kavukcuoglu, "Decoupled neural interfaces using synthetic
+gradients", ICML 2017. The message to the input x of a layer is guessed as S(x) = x A + c. The target of S is the
+message that the layer would have sent, computed from the (synthetic) message that the layer itself got, and S has the
+loss |S(x) - target|^2 / 2. A and c begin at zero, as in the paper.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from apgrad._ground.propagator import Propagator
+from apgrad.rewiring._layers import Where, chosen, is_layer, to_input, to_weight
+from apgrad.rewiring._rewire import Rule
+
+
+def synthetic_gradients(*, where: Where = None) -> Rule:
+    """Layers send a linear guess of their message, made of their input alone.
+
+    Args:
+      where: which layers, see `ap.rewiring.Where`; all dense layers and convolutions if not given. The guess is linear
+        in the last axis of the layer's input.
+
+    Returns:
+      A rule with parameters, for each layer (A, c) of shapes (n, n) and (n,). Their updates are the gradients of the
+      squared error of the guess.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> rewired = ap.rewire(lambda w, x: jnp.sum(x @ w), ap.rewiring.synthetic_gradients())
+      >>> args = jnp.array([[2.0], [3.0]]), jnp.array([[1.0, 1.0]])
+      >>> guess = rewired.init(*args)
+      >>> update, message = jax.grad(rewired, argnums=(0, 2))(guess, *args)
+      >>> message, update["dot_general[0]"][1]
+      (Array([[0., 0.]], dtype=float32), Array([-2., -3.], dtype=float32))
+    """
+
+    def init(site):
+        x = site.inputs[0]
+        return jnp.zeros((x.shape[-1], x.shape[-1]), x.dtype), jnp.zeros(x.shape[-1], x.dtype)
+
+    def at(site, params):
+        def backward(memory, message):
+            x, w = memory
+            guess, pullback = jax.vjp(lambda params: x @ params[0] + params[1], params)
+            (update,) = pullback(guess - to_input(site, w, message))
+            return update, guess, to_weight(site, x, message)
+
+        return Propagator(lambda x, w: (site.function(x, w), (x, w)), backward)
+
+    return Rule(chosen(where, is_layer), at, init)

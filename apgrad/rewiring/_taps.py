@@ -1,0 +1,256 @@
+"""Taps: the value at a place in a program, and the message that passes there on the way back.
+
+    def loss(w, x):
+        h = ap.tap(jnp.tanh(x @ w), "hidden")
+        return jnp.mean(h**2)
+
+    gradient, taps = ap.with_taps(jax.grad(loss))(w, x)
+    taps["hidden"].message                        # the derivative of the loss with respect to h
+
+A tap is a JAX primitive, the identity. The tangent of a tap goes through a second primitive, which is linear and
+remembers the tapped value. When JAX transposes this second primitive, its rule puts a third one on the cotangent, the
+*marker*. So the program of a gradient holds one marker for each message, wherever JAX has moved the message: into the
+backward pass of a `scan`, of a `jax.checkpoint`, of a `cond`. `with_taps` traces the function, finds the markers, and
+rebuilds the program so that what the markers see is an output. Without `with_taps` all three do nothing.
+
+The walk is that of `apgrad._programs`: `evaluate` for equations, `nested` and `rebuild` for control flow.
+"""
+
+import contextvars
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from apgrad._ground.messages import form_of
+from apgrad._programs import jaxprs
+
+
+class Tapped(NamedTuple):
+    """What a tap saw.
+
+    Attributes:
+      value: the tapped array.
+      message: the message to it, of the same shape and dtype. In plain backpropagation it is the derivative.
+    """
+
+    value: jax.Array
+    message: jax.Array
+
+
+def tap(x: jax.Array, name: str, statistic: Callable[[jax.Array, jax.Array], Any] = Tapped) -> jax.Array:
+    """The same array; `ap.with_taps` returns its value and the message that comes back to it.
+
+    Args:
+      x: a floating-point array.
+      name: by which `ap.with_taps` returns the tap. Each tap of a program has a name of its own; taps in different
+        branches of a `cond` may share one.
+      statistic: `(value, message) -> any pytree of arrays`, what is returned in place of the two arrays. In a `scan` it
+        is computed in each step, and under `jax.vmap` for each example, so that the arrays themselves are not kept.
+
+    Returns:
+      The array.
+
+    Raises:
+      TypeError: for an array that is not floating point, to which no message comes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> def loss(x):
+      ...     return jnp.sum(ap.tap(jnp.sin(x), "sine", lambda value, message: jnp.max(message)) ** 2)
+      >>> _, taps = ap.with_taps(jax.grad(loss))(jnp.array([0.0, jnp.pi / 2]))
+      >>> float(taps["sine"])
+      2.0
+    """
+    dtype = jnp.result_type(x)
+    if not jnp.issubdtype(dtype, jnp.inexact):
+        raise TypeError(
+            f"the tap {name!r} is on an array of dtype {dtype}, to which no message comes; tap a float array"
+        )
+    if not isinstance(name, str):
+        raise TypeError(f"a tap is named by a string, got {name!r}")
+    called = _called.get()
+    if called is not None:
+        called.add(name)
+    return _tap_p.bind(jnp.asarray(x), name=name, statistic=statistic, mapped=0)
+
+
+# The names of the taps that were called while `with_taps` traces its function. JAX drops a tap whose value nobody uses,
+# and then only the call shows that the tap was there.
+_called: contextvars.ContextVar[set[str] | None] = contextvars.ContextVar("taps", default=None)
+
+
+def with_taps(function: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str, Any]]]:
+    """The function, with what its taps saw beside its output.
+
+    Args:
+      function: takes a gradient inside, by `jax.grad`, `jax.value_and_grad` or `jax.vjp`. It may be a whole training
+        step, and hold `jit`, `scan`, `cond`, `vmap` and `jax.checkpoint`.
+
+    Returns:
+      `(*args, **keywords) -> (output, taps)`, where `taps` is a dictionary from names to `ap.rewiring.Tapped`, or to
+      what the statistic of the tap returns. A tap in a `scan` is stacked over the steps, a tap under `jax.vmap` over
+      the examples (unless value and message are the same for all examples: then they stand there once); axes of scans
+      come first. A tap in a branch of a `cond` that was not taken is zeros. The result is traced at each call, so put
+      `jax.jit` around it.
+
+    Raises:
+      ValueError: at trace time, if there is no tap; if a message passes no tap of a given name, or two messages do; if
+        a message passes inside a `while_loop`, where the number of steps is not known, or inside a function with a
+        derivative rule of its own that is not itself differentiated.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> def loss(w, xs):
+      ...     def step(h, x):
+      ...         h = ap.tap(jnp.tanh(w * h + x), "state")
+      ...         return h, None
+      ...     return jax.lax.scan(step, 0.0, xs)[0]
+      >>> gradient, taps = jax.jit(ap.with_taps(jax.grad(loss)))(0.5, jnp.ones(3))
+      >>> taps["state"].message.shape, float(taps["state"].message[-1])
+      ((3,), 1.0)
+    """
+
+    def tapped(*args, **keywords):
+        leaves, treedef = jax.tree.flatten((args, keywords))
+
+        def flat(*leaves):
+            args, keywords = jax.tree.unflatten(treedef, leaves)
+            return function(*args, **keywords)
+
+        called: set[str] = set()
+        token = _called.set(called)
+        try:
+            program, shape = jaxprs.trace(flat, *leaves)
+        finally:
+            _called.reset(token)
+        names = called | _names(program, _tap_p)
+        if not names:
+            raise ValueError(
+                "with_taps got a function without taps: mark arrays inside the function by ap.tap(x, name)"
+            )
+        outputs, seen = _collect(program, leaves)
+        if missing := sorted(names - seen.keys()):
+            raise ValueError(
+                f"no message passed the tap {missing[0]!r}. Either the function takes no gradient (give jax.grad(f) to "
+                "with_taps, not f); or what is differentiated does not depend on the tapped array; or the array does "
+                "not depend on what the gradient is taken of; or the derivative ends on the way, as at stop_gradient "
+                "or in a node or another function with a derivative rule of its own."
+            )
+        return jax.tree.unflatten(jax.tree.structure(shape), outputs), dict(sorted(seen.items()))
+
+    return tapped
+
+
+def _names(program: jaxprs.Program, primitive: Primitive) -> set[str]:
+    """The names of all taps of a program, or of all its markers."""
+    found = set()
+    for eqn in program.jaxpr.eqns:
+        found |= {eqn.params["name"]} if eqn.primitive is primitive else set()
+        found |= {name for inner in jaxprs.inside_of(eqn) for name in _names(inner, primitive)}
+    return found
+
+
+def _collect(program: jaxprs.Program, inputs: Any) -> tuple[list[Any], dict[str, Any]]:
+    """The outputs of a program, and what its markers see."""
+    seen: dict[str, Any] = {}
+
+    def apply(eqn, values):
+        if eqn.primitive is _marker_p:
+            found = {eqn.params["name"]: _statistic(*values, **eqn.params)}
+            outputs = [values[0]]
+        else:
+            names = {name for inner in jaxprs.inside_of(eqn) for name in _names(inner, _marker_p)}
+            if not names:
+                return jaxprs.run(eqn, values)
+            outputs, found = _inside(eqn, values, min(names))
+        if both := sorted(seen.keys() & found.keys()):
+            raise ValueError(
+                f"two messages passed the tap {both[0]!r}: the place stands twice in the program (a loop in Python, a "
+                "layer used twice, a second derivative). Give each place a name of its own."
+            )
+        seen.update(found)
+        return outputs
+
+    return jaxprs.evaluate(program, inputs, apply), seen
+
+
+def _inside(eqn: Any, values: Any, name: str) -> tuple[list[Any], dict[str, Any]]:
+    inside = jaxprs.nested(eqn)
+    if inside is None or inside.kind in ("custom", "while"):
+        raise ValueError(
+            f"the message of the tap {name!r} passes inside the primitive {eqn.primitive.name!r}, out of which it "
+            "cannot be taken. Use a scan in place of a while_loop; differentiate a function with a derivative rule of "
+            "its own together with what is around it."
+        )
+    count = len(eqn.outvars)
+    shapes: dict[str, Any] = {}
+    for program in inside.jaxprs:
+        operands = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.jaxpr.invars]
+        for key, shape in jax.eval_shape(lambda *x, p=program: _collect(p, x), *operands)[1].items():
+            if form_of(shapes.setdefault(key, shape)) != form_of(shape):
+                raise ValueError(f"the tap {key!r} has two forms in two branches: {shapes[key]} and {shape}")
+    structure = jax.tree.structure(shapes)
+
+    def function(*inputs, program):
+        outputs, found = _collect(program, inputs[inside.kind == "scan" :])
+        zeros = {n: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), s) for n, s in shapes.items() if n not in found}
+        return [*outputs, *jax.tree.leaves(found | zeros)]
+
+    functions = [lambda *inputs, p=p: function(*inputs, program=p) for p in inside.jaxprs]
+    made = jaxprs.rebuild(eqn, inside, functions, values)
+    return made[:count], jax.tree.unflatten(structure, made[count:])
+
+
+def _statistic(message, value, *, name, statistic, mapped):
+    for _ in range(mapped):
+        statistic = jax.vmap(statistic)
+    return statistic(value, message)
+
+
+def _identity(name: str) -> Primitive:
+    """A primitive whose output is its first operand. All operands have one shape, mapped axes first."""
+    primitive = Primitive(name)
+    first = lambda x, *_, **__: x
+    primitive.def_impl(first)
+    primitive.def_abstract_eval(first)
+    mlir.register_lowering(primitive, lambda context, x, *_, **__: [x])
+
+    def batched(values, dims, *, mapped, **params):
+        size = next(x.shape[d] for x, d in zip(values, dims, strict=True) if d is not None)
+        values = [batching.bdim_at_front(x, d, size) for x, d in zip(values, dims, strict=True)]
+        return primitive.bind(*values, mapped=mapped + 1, **params), 0
+
+    batching.primitive_batchers[primitive] = batched
+    return primitive
+
+
+_tap_p = _identity("tap")
+_tangent_p = _identity("tap_tangent")
+_marker_p = _identity("tap_message")
+
+
+def _tap_jvp(primals, tangents, **params):
+    return _tap_p.bind(*primals, **params), _tangent_p.bind(*tangents, *primals, **params)
+
+
+def _tangent_jvp(primals, tangents, **params):
+    tangent = ad.instantiate_zeros(tangents[0])
+    return _tangent_p.bind(*primals, **params), _tangent_p.bind(tangent, primals[1], **params)
+
+
+def _tangent_transpose(message, _, value, **params):
+    return [message if type(message) is ad.Zero else _marker_p.bind(message, value, **params), None]
+
+
+ad.primitive_jvps[_tap_p] = _tap_jvp
+ad.primitive_jvps[_tangent_p] = _tangent_jvp
+ad.primitive_transposes[_tangent_p] = _tangent_transpose
+# A derivative of the message is not marked: the tap saw one message.
+ad.primitive_jvps[_marker_p] = lambda primals, tangents, **params: (
+    _marker_p.bind(*primals, **params),
+    ad.instantiate_zeros(tangents[0]),
+)

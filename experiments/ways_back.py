@@ -1,0 +1,353 @@
+"""Other ways back than backpropagation, on images: accuracy, angles to the true gradient, and seconds a step.
+
+A perceptron with three hidden layers and a convolutional network with two learn to classify images, with the messages
+of each rule of `apgrad.rewiring` in place of backpropagation's. The parameters of a rule (feedback weights, inverses,
+guesses) learn with the same optimizer, AdamW, from the updates that come back as their cotangents. The rate is the one
+of the grid that is best on held-out training images, on average over the seeds; the test images are looked at once.
+
+The angle at a hidden layer is the one between the rule's message and the true gradient, at the same parameters and
+images: `ap.tap` shows both. It is measured along training, at the chosen rate. `time_ratio` is the median time of the
+gradient of one batch over that of `jax.grad`, each in turn in one process.
+
+    python -m experiments.ways_back
+    python -m experiments.ways_back --preset paper
+
+The preset paper is on MNIST (the digits if APGRAD_DATA names no folder with it), and the preset quick on the digits,
+with one rate. There is no one paper that has all the rules: sizes, rates and the number of steps are ours. Target
+propagation is for the perceptron alone, since its inverses are dense layers.
+"""
+
+import dataclasses
+import functools
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from matplotlib.figure import Figure
+
+import apgrad as ap
+from apgrad import meta, rewiring
+from experiments import harness
+
+RULES = (
+    "backpropagation",
+    "feedback_alignment",
+    "direct_feedback_alignment",
+    "sign_symmetry",
+    "kolen_pollack",
+    "synthetic_gradients",
+    "difference_target_propagation",
+    "forward_gradient",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(harness.Config):
+    """Options of this experiment.
+
+    Attributes:
+      data: "mnist" (the digits stand in where it is missing) or "digits".
+      networks: of "mlp" and "convnet".
+      rules: of `RULES`.
+      rates: the grid of learning rates.
+      seeds: of initial parameters, batches and rules; at least 3 for intervals.
+      width: of the perceptron's hidden layers.
+      channels: of the convolutions.
+      steps: of training.
+      batch: images a step.
+      decay: AdamW's weight decay.
+      points: how often the angles are measured.
+    """
+
+    data: str = "digits"
+    networks: tuple[str, ...] = ("mlp", "convnet")
+    rules: tuple[str, ...] = RULES
+    rates: tuple[float, ...] = (0.004,)
+    seeds: int = 3
+    width: int = 64
+    channels: tuple[int, ...] = (8, 16)
+    steps: int = 150
+    batch: int = 50
+    decay: float = 0.01
+    points: int = 4
+
+
+PARTIAL = True
+PAPER = Config(
+    data="mnist",
+    rates=(0.0003, 0.001, 0.003, 0.01),
+    seeds=5,
+    width=240,
+    channels=(16, 32),
+    steps=6000,
+    batch=100,
+    points=12,
+)
+
+
+def cells(config: Config) -> list[harness.Cell]:
+    """Each network, rule, rate and seed."""
+    return [
+        {"network": network, "rule": rule, "rate": rate, "trial": trial}
+        for network in config.networks
+        for rule in config.rules
+        if not (network == "convnet" and rule == "difference_target_propagation")
+        for rate in config.rates
+        for trial in range(config.seeds)
+    ]
+
+
+@jax.jit
+def hidden(x: jax.Array, w: jax.Array, b: jax.Array) -> jax.Array:
+    """A hidden layer with its activation; a site of its own for target propagation."""
+    return jnp.tanh(x @ w + b)
+
+
+def scores(network: str, params: Any, x: jax.Array) -> jax.Array:
+    """The scores (n, 10) of images (n, height, width, 1); the output of each hidden layer has a tap."""
+    for i, (w, b) in enumerate(params[:-1]):
+        if network == "mlp":
+            x = hidden(x.reshape(len(x), -1), w, b)
+        else:
+            layout = ("NHWC", "HWIO", "NHWC")
+            x = jnp.tanh(jax.lax.conv_general_dilated(x, w, (2, 2), "SAME", dimension_numbers=layout) + b)
+        x = ap.tap(x, f"layer {i + 1}")
+    w, b = params[-1]
+    return x.reshape(len(x), -1) @ w + b
+
+
+def parameters(config: Config, network: str, key: jax.Array, shape: tuple[int, ...]) -> Any:
+    """Initial parameters for images (height, width, channels)."""
+    if network == "mlp":
+        sizes = (int(np.prod(shape)), *(config.width,) * 3, 10)
+        shapes: list[Any] = list(itertools.pairwise(sizes))
+    else:
+        channels = (shape[-1], *config.channels)
+        shapes = [(3, 3, a, b) for a, b in itertools.pairwise(channels)]
+        side = [-(-s // 2 ** len(config.channels)) for s in shape[:2]]
+        shapes.append((side[0] * side[1] * channels[-1], 10))
+    keys = jax.random.split(key, len(shapes))
+    draw = lambda key, s: jax.random.normal(key, s) / np.sqrt(np.prod(s[:-1])).astype(np.float32)
+    return [(draw(k, s), jnp.zeros(s[-1])) for k, s in zip(keys, shapes, strict=True)]
+
+
+class Way(NamedTuple):
+    """A rule on a network.
+
+    Attributes:
+      init: `(key, params, images) -> the rule's own parameters`.
+      gradient: `(key, own, params, images, labels) -> updates of own and gradients of params`.
+      messages: the same, to the messages at the hidden layers by name.
+    """
+
+    init: Callable[..., Any]
+    gradient: Callable[..., Any]
+    messages: Callable[..., dict[str, rewiring.Tapped]]
+
+
+def way(name: str, network: str) -> Way:
+    """The rule of the given name on a network."""
+
+    def made(key):
+        if name == "difference_target_propagation":
+            return rewiring.difference_target_propagation(key, "hidden")
+        factory = getattr(rewiring, name)
+        return factory() if name in ("sign_symmetry", "synthetic_gradients", "forward_gradient") else factory(key)
+
+    plain = functools.partial(scores, network)
+    rewired = lambda key: ap.rewire(plain, made(key))
+
+    def gradient(key, own, params, x, y):
+        def loss(own, params):
+            if name == "backpropagation":
+                out = plain(params, x)
+            else:
+                f = rewired(jax.random.key(0))  # this key is for `init` alone
+                before = ([key] if f.rule.random else []) + ([own] if f.rule.init else [])
+                out = f(*before, params, x)
+            return optax.softmax_cross_entropy_with_integer_labels(out, y).mean()
+
+        return jax.grad(loss, argnums=(0, 1))(own, params)
+
+    init = lambda key, params, x: {} if name == "backpropagation" else rewired(key).init(params, x)
+    messages = lambda *args: ap.with_taps(gradient)(*args)[1]
+    return Way(init, gradient, messages)
+
+
+class Compiled(NamedTuple):
+    """The compiled functions of a rule on a network, and the time of its gradient over that of `jax.grad`."""
+
+    init: Any
+    step: Any
+    angles: Any
+    accuracy: Any
+    time_ratio: float
+    milliseconds: float
+
+
+@functools.cache
+def compiled(config: Config, name: str, network: str) -> Compiled:
+    """What a cell runs; the learning rate is an argument, so that it is compiled once for all rates and seeds."""
+    mine, plain = way(name, network), way("backpropagation", network)
+
+    @jax.jit
+    def step(key, rate, own, params, state, x, y):
+        updates, state = optax.adamw(rate, weight_decay=config.decay).update(
+            mine.gradient(key, own, params, x, y), state, (own, params)
+        )
+        updated: Any = optax.apply_updates((own, params), updates)
+        return *updated, state
+
+    @jax.jit
+    def angles(key, own, params, x, y):
+        if name == "forward_gradient":  # one node: no messages inside, so the angle of the gradient as a whole
+            got, exact = mine.gradient(key, own, params, x, y)[1], plain.gradient(key, {}, params, x, y)[1]
+            pairs = [(got, exact)] * (len(params) - 1)
+        else:
+            got, exact = mine.messages(key, own, params, x, y), plain.messages(key, {}, params, x, y)
+            pairs = [(got[n].message, exact[n].message) for n in sorted(exact)]
+        return jnp.stack([_angle(a, b) for a, b in pairs])
+
+    accuracy = jax.jit(lambda params, x, y: jnp.mean((scores(network, params, x).argmax(1) == y).astype(jnp.float32)))
+    x, y = (v[: config.batch] for v in images(config)[1][:2])
+    params = parameters(config, network, jax.random.key(0), x.shape[1:])
+    args = (jax.random.key(1), mine.init(jax.random.key(2), params, x), params, x, y)
+    times = _times(
+        (jax.jit(mine.gradient), args), (jax.jit(plain.gradient), (args[0], {}, *args[2:])), 100 if len(x) < 100 else 40
+    )
+    init = jax.jit(mine.init)
+    return Compiled(init, step, angles, accuracy, times[0] / times[1], 1e3 * times[0])
+
+
+def _angle(a, b):
+    """The angle between two pytrees as vectors, in degrees."""
+    a, b = (jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(t)]) for t in (a, b))
+    cosine = jnp.vdot(a, b) / jnp.maximum(jnp.linalg.norm(a) * jnp.linalg.norm(b), 1e-30)
+    return jnp.degrees(jnp.arccos(jnp.clip(cosine, -1, 1)))
+
+
+def _times(*calls):
+    """The median seconds of each call, which take turns."""
+    *functions, repeats = calls
+    seconds = [[] for _ in functions]
+    for i in range(repeats + 3):
+        for (function, args), mine in zip(functions, seconds, strict=True):
+            start = time.perf_counter()
+            jax.block_until_ready(function(*args))
+            if i >= 3:
+                mine.append(time.perf_counter() - start)
+    return [float(np.median(mine)) for mine in seconds]
+
+
+@functools.cache
+def images(config: Config) -> tuple[str, tuple[Any, ...]]:
+    """A description, and images and labels to learn from, to choose by (a tenth) and to test by."""
+    data = meta.data.load_bytes(config.data, or_digits=True)
+    x, test = (v.astype(np.float32) / 255 - 0.5 for v in (data.x_train, data.x_test))
+    order = np.random.default_rng(0).permutation(len(x))
+    held, kept = order[: len(x) // 10], order[len(x) // 10 :]
+    arrays = (x[kept], data.y_train[kept], x[held], data.y_train[held], test, data.y_test)
+    return data.description, tuple(map(jnp.asarray, arrays))
+
+
+def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
+    """Accuracies and angles of one run; runs of the same trial have the same first parameters and the same batches."""
+    description, (x, y, *rest) = images(config)
+    f = compiled(config, cell["rule"], cell["network"])
+    keys = jax.random.split(jax.random.key(harness.cell_seed(config.seed, {"trial": cell["trial"]})), 3)
+    params = parameters(config, cell["network"], keys[0], x.shape[1:])
+    own = f.init(keys[1], params, x[: config.batch])
+    state = optax.adamw(0.0).init((own, params))
+    rng = np.random.default_rng(cell["trial"])
+    marks = {round(m) for m in np.linspace(0, config.steps - 1, config.points)}
+    curve = []
+    for i in range(config.steps):
+        key, chosen = jax.random.fold_in(keys[2], i), rng.integers(len(x), size=config.batch)
+        if i in marks:
+            curve.append([i, *map(float, f.angles(key, own, params, x[: config.batch], y[: config.batch]))])
+        own, params, state = f.step(key, cell["rate"], own, params, state, x[chosen], y[chosen])
+    held, test = (float(f.accuracy(params, *rest[i : i + 2])) for i in (0, 2))
+    return {
+        "held_out": held,
+        "test": test,
+        "angles": curve,
+        "time_ratio": f.time_ratio,
+        "milliseconds": f.milliseconds,
+        "data": description,
+    }
+
+
+def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
+    """For each network and rule the rate that is best on held-out images: accuracies, angles, times."""
+    rows, curves = [], {}
+    for network, rule in dict.fromkeys((c["network"], c["rule"]) for c, _ in records):
+        by_rate: dict[float, list[dict[str, Any]]] = {}
+        for cell, result in records:
+            if (cell["network"], cell["rule"]) == (network, rule):
+                by_rate.setdefault(cell["rate"], []).append(result)
+        rate = max(by_rate, key=lambda r: np.mean([x["held_out"] for x in by_rate[r]]))
+        runs = by_rate[rate]
+        test, curve = np.array([r["test"] for r in runs]), np.array([r["angles"] for r in runs])
+        curves[network, rule] = curve
+        error = lambda values: float(np.std(values, ddof=1, axis=0) / np.sqrt(len(values))) if len(values) > 1 else None
+        row = {
+            "network": network,
+            "rule": rule,
+            "rate": rate,
+            "seeds": len(runs),
+            "test_accuracy": float(test.mean()),
+            "test_accuracy_se": error(test),
+            "time_ratio": float(np.median([r["time_ratio"] for rs in by_rate.values() for r in rs])),
+            "milliseconds": float(np.median([r["milliseconds"] for rs in by_rate.values() for r in rs])),
+            "angle_first_layer": float(curve[:, -1, 1].mean()),
+            "angle_first_layer_se": error(curve[:, -1, 1]),
+            "angle_last_layer": float(curve[:, -1, -1].mean()),
+            "angle_last_layer_se": error(curve[:, -1, -1]),
+        }
+        rows.append(row)
+    data = records[0][1]["data"]
+    lines = [data, "test accuracy, angle to the gradient at the first and last hidden layer (end), time over jax.grad"]
+    lines += [
+        f"{r['network']:8} {r['rule']:30} rate {r['rate']:<7} {100 * r['test_accuracy']:5.1f}"
+        f" ± {100 * (r['test_accuracy_se'] or np.nan):.1f} %  {r['angle_first_layer']:5.1f}"
+        f" {r['angle_last_layer']:5.1f}  {r['time_ratio']:5.2f}"
+        for r in rows
+    ]
+    return harness.Report({"data": data}, rows, "\n".join(lines), _figure(rows, curves))
+
+
+def _figure(rows, curves):
+    networks = list(dict.fromkeys(r["network"] for r in rows))
+    rules = list(dict.fromkeys(r["rule"] for r in rows))
+    figure = Figure(figsize=(13, 3.4 * len(networks)), layout="constrained")
+    axes = figure.subplots(len(networks), 3, squeeze=False)
+    for (accuracy, first, last), network in zip(axes, networks, strict=True):
+        mine = [r for r in rows if r["network"] == network]
+        for row in mine:
+            color = f"C{rules.index(row['rule'])}"
+            place = rules.index(row["rule"])
+            accuracy.barh(place, 100 * row["test_accuracy"], xerr=100 * (row["test_accuracy_se"] or 0), color=color)
+            text = f" {100 * row['test_accuracy']:.1f} %, {row['time_ratio']:.2f} x time"
+            accuracy.text(1, place, text, va="center", fontsize=7, color="white")
+            curve = curves[network, row["rule"]]
+            for ax, layer in ((first, 1), (last, -1)):
+                mean = curve[:, :, layer].mean(0)
+                error = curve[:, :, layer].std(0, ddof=1) / np.sqrt(len(curve)) if len(curve) > 1 else 0 * mean
+                ax.errorbar(curve[0, :, 0], mean, error, color=color, marker="o", ms=3, label=row["rule"])
+        accuracy.set_yticks([rules.index(r["rule"]) for r in mine], [r["rule"].replace("_", " ") for r in mine])
+        accuracy.invert_yaxis()
+        accuracy.set(xlim=(0, 100), xlabel="test accuracy, %", title=network)
+        for ax, words in ((first, "first"), (last, "last")):
+            ax.axhline(90, color="0.7", lw=0.8, zorder=0)
+            ax.set(ylim=(-3, 120), xlabel="step", title=f"{network}: {words} hidden layer")
+        first.set_ylabel("angle of message and gradient, degrees")
+    return figure
+
+
+if __name__ == "__main__":
+    harness.main()

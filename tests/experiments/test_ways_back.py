@@ -1,0 +1,55 @@
+"""The experiment of other ways back: its cells, its angles and its report."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import ways_back
+
+
+def test_target_propagation_is_for_the_perceptron_alone():
+    found = {(c["network"], c["rule"]) for c in ways_back.cells(ways_back.Config())}
+    assert len(found) == 2 * len(ways_back.RULES) - 1
+    assert ("convnet", "difference_target_propagation") not in found
+
+
+@pytest.mark.parametrize("network", ["mlp", "convnet"])
+def test_the_messages_of_backpropagation_are_the_derivatives_of_the_hidden_layers(network):
+    config = ways_back.Config(width=4, channels=(2, 3))
+    x, y = jax.random.normal(jax.random.key(0), (5, 8, 8, 1)), jnp.arange(5)
+    params = ways_back.parameters(config, network, jax.random.key(1), x.shape[1:])
+    way = ways_back.way("backpropagation", network)
+    taps = way.messages(jax.random.key(2), {}, params, x, y)
+    assert sorted(taps) == [f"layer {i + 1}" for i in range(len(params) - 1)]
+    scores = taps[max(taps)].value.reshape(5, -1) @ params[-1][0] + params[-1][1]
+    error = (jax.nn.softmax(scores) - jax.nn.one_hot(y, 10)) / 5
+    expected = (error @ params[-1][0].T).reshape(taps[max(taps)].message.shape)
+    np.testing.assert_allclose(taps[max(taps)].message, expected, rtol=1e-4, atol=1e-7)
+
+
+def test_angles():
+    a = {"a": jnp.array([1.0, 0.0]), "b": jnp.zeros(1)}
+    b = {"a": jnp.array([0.0, 2.0]), "b": jnp.zeros(1)}
+    assert float(ways_back._angle(a, b)) == pytest.approx(90)
+    assert float(ways_back._angle(a, a)) == pytest.approx(0, abs=0.1)
+
+
+def test_the_report_takes_the_rate_that_is_best_on_held_out_images():
+    def result(held, test):
+        angles = [[0, 90.0, 80.0], [10, 60.0, 50.0]]
+        return {
+            "held_out": held,
+            "test": test,
+            "angles": angles,
+            "time_ratio": 1.1,
+            "milliseconds": 2.0,
+            "data": "none",
+        }
+
+    cell = {"network": "mlp", "rule": "feedback_alignment"}
+    records = [({**cell, "rate": 0.1, "trial": i}, result(0.5, 0.99)) for i in range(2)]
+    records += [({**cell, "rate": 0.2, "trial": i}, result(0.6, 0.7 + 0.1 * i)) for i in range(2)]
+    (row,) = ways_back.report(ways_back.Config(), records).rows
+    assert row["rate"] == 0.2 and row["test_accuracy"] == pytest.approx(0.75)
+    assert row["test_accuracy_se"] == pytest.approx(0.05) and row["angle_first_layer"] == 60

@@ -1,0 +1,267 @@
+"""`ap.rewire`: a rule that rebuilds each site's own derivative changes nothing; what cannot be seen is an error."""
+
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+from flax import nnx
+from hypothesis import given, settings, strategies as st
+from jax.ad_checkpoint import checkpoint_name
+
+import apgrad as ap
+from apgrad.rewiring import Rule
+
+KEY = jax.random.key(0)
+W = 0.5 * jax.random.normal(KEY, (3, 3))
+X = jax.random.normal(jax.random.key(1), (4, 3))
+SINGLE = ("dense", "conv", "matmul", "elementwise", "name")
+
+
+def rebuilding(kinds):
+    """Each site's own derivative, for the kinds given; `messages` counts the messages that sites got."""
+    messages = []
+
+    def at(site, params):
+        def backward(pullback, message):
+            messages.append(site.name)
+            return pullback(message)
+
+        return ap.Propagator(lambda *inputs: jax.vjp(site.function, *inputs), backward)
+
+    return Rule(lambda site: site.kind in kinds, at), messages
+
+
+def scanned(f):
+    return lambda w, x: jax.lax.scan(lambda h, _: (f(w, h), None), x, length=2)[0]
+
+
+STEPS = {
+    "dense": lambda w, x: x @ w,
+    "flipped": lambda w, x: (w.T @ x.T).T,
+    "tanh": lambda w, x: jnp.tanh(x),
+    "relu": lambda w, x: jax.nn.relu(x),
+    "softmax": lambda w, x: jax.nn.softmax(x),
+    "attention": lambda w, x: jax.nn.softmax(x @ (x @ w).T) @ x,
+    "bias": lambda w, x: x + w[0],
+    "scan": scanned(lambda w, x: jnp.sin(x @ w)),
+    "remat": jax.checkpoint(lambda w, x: jnp.sin(x @ w)),
+    "jit": jax.jit(lambda w, x: jnp.sin(x) * (x @ w)),
+    "vmap": lambda w, x: jax.vmap(lambda x: jnp.sin(w @ x))(x),
+    "cond": lambda w, x: jax.lax.cond(x[0, 0] > 0, lambda x: jnp.sin(x @ w), lambda x: 2 * x, x),
+    "scan of remat": scanned(jax.checkpoint(lambda w, x: jnp.cos(x @ w))),
+    "name": lambda w, x: checkpoint_name(x @ w, "here") * x,
+    "scope": jax.named_scope("block")(lambda w, x: jnp.sin(x @ w) + x),
+    "conv": lambda w, x: jax.lax.conv(x[:, :, None], w[:, :, None], (1,), "SAME")[:, :, 0] * x,
+    "integers": lambda w, x: x * jnp.argmax(x, axis=1)[:, None].astype(x.dtype),
+}
+
+
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=4),
+    st.sampled_from([SINGLE, (*SINGLE, "call"), (*SINGLE, "scope"), ("function",)]),
+)
+def test_rebuilding_every_site_changes_no_bit(names, kinds):
+    """Under `jit`, value and gradient are those of the function, to the last bit, and every site got a message."""
+
+    def f(ws, x):
+        for w, name in zip(ws, names, strict=True):
+            x = STEPS[name](w, x)
+        return jnp.sum(x**2)
+
+    rule, messages = rebuilding(kinds)
+    ws = [W * (1 + 0.1 * i) for i in range(len(names))]
+    rewired = ap.rewire(f, rule)
+    planned = rewired._plan((ws, X))[1].taken
+    assert set(planned) and {s.kind for s in planned} <= set(kinds)
+    got, expected = (jax.jit(jax.value_and_grad(g, argnums=(0, 1)))(ws, X) for g in (rewired, f))
+    assert {s.name for s in planned} == set(messages)
+    exact = np.testing.assert_array_equal
+    jax.tree.map(exact, got, expected)
+
+
+def test_a_rule_sees_what_a_node_is():
+    def f(w, x):
+        h = checkpoint_name(jnp.tanh(x @ w["in"]), "hidden")
+        h, _ = jax.lax.scan(lambda h, _: (jax.nn.relu(h @ w["loop"].T), None), h, length=2)
+        return jnp.sum(h @ h.T), jnp.arange(3)
+
+    sites = {s.name: s for s in ap.rewire(f, rebuilding(())[0]).sites({"in": W, "loop": W}, X)}
+    kinds = {name: (s.kind, s.label, s.weights) for name, s in sites.items() if s.kind != "function"}
+    assert kinds == {
+        "dot_general[0]": ("dense", "dot_general", 1),
+        "tanh[0]": ("elementwise", "tanh", 0),
+        "hidden[0]": ("name", "hidden", 0),
+        "scan/dot_general[0]": ("dense", "dot_general", 1),
+        "scan/relu[0]": ("elementwise", "relu", 0),
+        "scan/relu/relu[0]": ("elementwise", "relu", 0),
+        "scan/relu/relu/max[0]": ("elementwise", "max", 0),
+        "dot_general[1]": ("matmul", "dot_general", 0),
+    }
+    site = sites["scan/dot_general[0]"]
+    np.testing.assert_array_equal(site.function(X, W.T), X @ W.T)  # the input first, then the weight
+    assert site.result[0].shape == () and site.result[1].dtype == jnp.int32
+
+
+def test_weights_are_made_of_parameters_alone_and_activations_are_not():
+    mask = np.eye(3, dtype=np.float32)
+
+    def f(w, x):
+        w = w * mask / jnp.linalg.norm(w)  # normalised and masked
+        x = jnp.zeros((4, 3)) @ w + x @ w  # a state that begins at zero
+        return x @ w @ jnp.ones((3, 1))
+
+    found = [(s.kind, s.weights) for s in ap.rewire(f, rebuilding(())[0]).sites(W, X) if s.label == "dot_general"]
+    assert found == [("dense", 1), ("dense", 1), ("dense", 1), ("matmul", 0)]
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.layers = nnx.List([nnx.Linear(3, 3, rngs=rngs) for _ in range(2)])
+
+    def __call__(self, x):
+        for layer in self.layers:
+            x = nnx.relu(layer(x))
+        return x
+
+
+class LinenNet(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return nn.Dense(3)(nn.relu(nn.Dense(3)(x)))
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_flax_models_unchanged(kind):
+    if kind == "nnx":
+        params, f = Net(nnx.Rngs(0)), lambda model, x: model(x)
+    else:
+        f = LinenNet().apply
+        params = LinenNet().init(KEY, X)
+    rule, messages = rebuilding(SINGLE)
+    loss = lambda f: lambda params: jnp.sum(f(params, X) ** 2)
+    got, expected = (jax.jit(jax.grad(loss(g)))(params) for g in (ap.rewire(f, rule), f))
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    assert sum("dot_general" in name for name in messages) == 2
+    if kind == "linen":  # each module is a scope
+        scopes = [s.name for s in ap.rewire(f, rebuilding(())[0]).sites(params, X) if s.kind == "scope"]
+        assert sorted(scopes) == ["LinenNet/Dense_0[0]", "LinenNet/Dense_1[0]", "LinenNet[0]"]
+
+
+@pytest.mark.parametrize("around", ["plain", "scan", "cond", "remat", "jit"])
+def test_parameters_of_a_rule_get_updates_and_every_node_the_message_of_the_output(around):
+    # At a site y = x w, with parameter p: the update is the sum of x, and the message to x is p times the output's.
+    def at(site, p):
+        return ap.Propagator(
+            lambda x, w: (x * w, x), lambda x, message, result: (jnp.sum(x), p * result["out"], 0 * message)
+        )
+
+    rule = Rule(lambda s: s.label == "mul" and s.weights == 1, at, lambda site: jnp.float32(3), direct=True)
+
+    def f(w, x):
+        step = {"jit": jax.jit, "remat": jax.checkpoint}.get(around, lambda f: f)(lambda x: x * w + 1)
+        if around == "scan":
+            return {"out": jax.lax.scan(lambda x, _: (step(x), None), x, length=2)[0], "n": jnp.int32(7)}
+        if around == "cond":
+            return {"out": jax.lax.cond(x > 0, lambda x: step(step(x)), lambda x: x, x), "n": jnp.int32(7)}
+        return {"out": step(step(x)), "n": jnp.int32(7)}
+
+    rewired = ap.rewire(f, rule)
+    params = rewired.init(2.0, 5.0)
+    assert rewired(params, 2.0, 5.0) == {"out": 23, "n": 7}
+    update, to_w, to_x = jax.grad(lambda *a: rewired(*a)["out"] * 10, argnums=(0, 1, 2))(params, 2.0, 5.0)
+    assert to_w == 0 and to_x == 30  # 3 times the output's 10, not 3 * 3 * 10
+    assert sum(update.values()) == 5 + 11  # the inputs of both uses
+
+
+def test_a_random_rule_draws_anew_at_each_site_and_step():
+    at = lambda site, _: ap.Propagator(
+        lambda x, w: (site.function(x, w), None), lambda _, m: (m, jax.random.normal(site.key))
+    )
+    rewired = ap.rewire(
+        lambda ws, x: jax.lax.scan(lambda x, w: (x * w * w, None), x, ws)[0],
+        Rule(lambda site: site.label == "mul", at, random=True),
+    )
+    draws = jax.grad(rewired, argnums=1)(KEY, jnp.ones(3), 1.0)
+    again = jax.grad(rewired, argnums=1)(KEY, jnp.ones(3), 1.0)
+    other = jax.grad(rewired, argnums=1)(jax.random.key(1), jnp.ones(3), 1.0)
+    np.testing.assert_array_equal(draws, again)
+    assert len({*draws.tolist(), *other.tolist()}) == 6
+    with pytest.raises(TypeError, match="is one PRNG key"):
+        rewired(jnp.ones(3), 1.0)
+
+
+@pytest.mark.parametrize("estimator", [ap.reparameterization(), ap.likelihood_ratio()])
+def test_rewired_functions_inside_objectives(estimator):
+    """A rule that leaves messages as they are leaves the estimate as it is, and one that halves them halves it."""
+
+    def gradient(rule):
+        f = lambda w, x: jnp.sum(jnp.tanh(x @ w))
+        f = f if rule is None else ap.rewire(f, rule)
+        node = ap.stochastic(estimator)(lambda w, x: dist.Normal(f(w, x), 0.3))
+        program = lambda tape, w: (lambda tape, x: tape.cost(lambda x: x**2, x))(*node(tape, w, jnp.ones((4, 3))))
+        return jax.jit(jax.grad(ap.expectation(program, 4), argnums=1))(KEY, W)
+
+    halves = ap.rewiring.gradient_reversal("tanh", strength=-0.5)
+    np.testing.assert_allclose(gradient(ap.rewiring.clip_messages(1e6)), gradient(None), rtol=1e-6)
+    np.testing.assert_allclose(gradient(halves), gradient(None) / 2, rtol=1e-6)
+
+
+@jax.custom_vjp
+def own_rule(w, x):
+    return x @ w
+
+
+own_rule.defvjp(lambda w, x: (x @ w, None), lambda _, m: (m, m))
+WRONG = {
+    "nothing": (lambda w, x: jnp.sin(x) * jnp.sum(w), "the rule takes no site"),
+    "weights closed over": (lambda w, x: jnp.sin(x @ W), "the rule takes no site"),
+    "while": (lambda w, x: jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ w, x), "inside while"),
+    "custom_vjp": (lambda w, x: own_rule(w, x) @ w, "inside custom_vjp_call"),
+    "custom in scan": (lambda w, x: jax.lax.scan(lambda x, _: (own_rule(w, x), None), x, length=2)[0], "inside custom"),
+    "data closed over": (lambda w, x: X @ w + x, r"closes over the array of shape \(4, 3\)"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_seen_is_an_error(case):
+    function, words = WRONG[case]
+    with pytest.raises(ValueError, match=words):
+        ap.rewire(function, rebuilding(("dense",))[0])(W, X)
+
+
+def test_a_primitive_with_unknown_programs_inside_is_an_error():
+    mesh = jax.make_mesh((1,), ("i",))
+    f = lambda w, x: jax.shard_map(lambda w, x: x @ w, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())(w, x) @ w
+    with pytest.raises(NotImplementedError, match="cannot see into the primitive 'shard_map'"):
+        ap.rewire(f, rebuilding(("dense",))[0])(W, X)
+
+
+def test_errors_of_rules_and_arguments():
+    f = lambda w, x: x @ w
+    dense = lambda site: site.kind == "dense"
+    rule = functools.partial(Rule, dense)
+    good = lambda site, p: ap.Propagator(lambda x, w: (x @ w, None), lambda _, m: (m, None))
+    grad = lambda rewired, *args: jax.grad(lambda w: jnp.sum(rewired(*args, w, X)))(W)
+    with pytest.raises(TypeError, match="takes a rule"):
+        ap.rewire(f, good)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match=r"argnums=.*there is no 5"):
+        ap.rewire(f, rule(good), argnums=5)(W, X)
+    with pytest.raises(TypeError, match=r"must return a tuple of a message for each of the 2 inputs, got a tuple of 1"):
+        grad(ap.rewire(f, rule(lambda site, p: ap.Propagator(lambda x, w: (x @ w, None), lambda _, m: (m,)))))
+    with pytest.raises(TypeError, match=r"a tuple of the update of its parameters and a message for each"):
+        grad(ap.rewire(f, rule(good, lambda site: jnp.ones(1))), {"dot_general[0]": jnp.ones(1)})
+    with pytest.raises(ValueError, match=r"must return .*\(4, 3\).*, got .*\(3, 3\)"):
+        grad(ap.rewire(f, rule(lambda site, p: ap.Propagator(lambda x, w: (w, None), lambda _, m: (m, None)))))
+    with pytest.raises(ValueError, match=r"dictionary with the sites \['dot_general\[0\]'\], got \['other'\]"):
+        ap.rewire(f, rule(good, lambda site: jnp.ones(1)))({"other": 1}, W, X)
+    with pytest.raises(TypeError, match="parameters, which come before"):
+        ap.rewire(f, rule(good, lambda site: jnp.ones(1)))()
+    with pytest.raises(TypeError, match="no second derivative of a rewired function"):
+        jax.grad(lambda w: jnp.sum(grad(ap.rewire(lambda v, x: x @ v * w, rule(good))) ** 2))(1.0)
+    with pytest.raises(TypeError, match="no second derivative of a rewired function"):
+        jax.hessian(lambda w: jnp.sum(ap.rewire(f, rule(good))(w, X)))(W)

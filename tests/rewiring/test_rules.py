@@ -1,0 +1,294 @@
+"""Each rule equals a backward pass written by hand, to float precision."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import apgrad as ap
+from apgrad import rewiring
+
+KEY = jax.random.key(0)
+SIZES = (5, 4, 3, 2)
+WS = [jax.random.normal(jax.random.key(i), (a, b)) for i, (a, b) in enumerate(itertools.pairwise(SIZES))]
+X = jax.random.normal(jax.random.key(7), (6, 5))
+TARGET = jax.random.normal(jax.random.key(8), (6, 2))
+
+
+def network(ws, x):
+    for w in ws[:-1]:
+        x = jnp.tanh(x @ w)
+    return x @ ws[-1]
+
+
+def close(got, expected, rtol=2e-5):
+    """To float precision: relative to the largest element of each array."""
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=rtol * float(jnp.max(jnp.abs(b))))
+
+
+def learned(rule, f=network, args=(WS, X), key=()):
+    """The updates of the rule's parameters and the gradients of the weights, under `jit`, for a squared error."""
+    rewired = ap.rewire(f, rule)
+    params = (rewired.init(*args),) if rule.init else ()
+    loss = lambda *a: jnp.sum((rewired(*key, *a) - TARGET) ** 2) / 2
+    gradients = jax.jit(jax.grad(loss, argnums=tuple(range(len(params) + len(args)))))(*params, *args)
+    return [*params, *gradients]
+
+
+def by_hand(feedback):
+    """Gradients of the weights and the message to x, by `feedback(i, message to the output of layer i, error)`."""
+    hs = [X]
+    for w in WS[:-1]:
+        hs.append(jnp.tanh(hs[-1] @ w))
+    error = message = hs[-1] @ WS[-1] - TARGET
+    gradients = []
+    for i in (2, 1, 0):
+        gradients.insert(0, hs[i].T @ message)
+        message = feedback(i, message, error) * (1 - hs[i] ** 2 if i else 1)
+    return gradients, message
+
+
+def names(n=3):
+    return [f"dot_general[{i}]" for i in range(n)]
+
+
+def test_feedback_alignment():
+    params, update, *gradients = learned(rewiring.feedback_alignment(KEY))
+    close(gradients, by_hand(lambda i, m, e: m @ params[names()[i]].T))
+    assert not any(jnp.any(u) for u in update.values())
+    wide = rewiring.feedback_alignment(KEY)
+    draw = ap.rewire(lambda w, x: x @ w, wide).init(jnp.ones((400, 300)), jnp.ones((2, 400)))["dot_general[0]"]
+    assert abs(float(jnp.std(draw)) * 20 - 1) < 4 / np.sqrt(2 * draw.size)
+
+
+def test_direct_feedback_alignment():
+    params, _, *gradients = learned(rewiring.direct_feedback_alignment(KEY))
+    close(gradients, by_hand(lambda i, m, e: e @ params[names()[i]]))
+
+
+def test_kolen_pollack_gives_the_feedback_the_updates_of_the_weights():
+    params, update, *gradients = learned(rewiring.kolen_pollack(KEY))
+    close(gradients, by_hand(lambda i, m, e: m @ params[names()[i]].T))
+    close([update[n] for n in names()], gradients[0], 0)
+
+
+def test_kolen_pollack_with_decay_approaches_backpropagation():
+    """The difference of weights and feedback shrinks by the decay at each step, whatever is learned."""
+    rewired = ap.rewire(network, rewiring.kolen_pollack(KEY))
+    decay = lambda p, g: jax.tree.map(lambda p, g: 0.9 * p - 0.01 * g, p, g)
+
+    def step(carry, _):
+        updates = jax.grad(lambda p, ws: jnp.sum((rewired(p, ws, X) - TARGET) ** 2), argnums=(0, 1))(*carry)
+        return tuple(map(decay, carry, updates)), None
+
+    first = rewired.init(WS, X)
+    (params, ws), _ = jax.jit(lambda c: jax.lax.scan(step, c, length=10))((first, WS))
+    difference = lambda ws, params: [w - params[n] for w, n in zip(ws, names(), strict=True)]
+    close(difference(ws, params), [0.9**10 * d for d in difference(WS, first)])
+
+
+@pytest.mark.parametrize("scale", [None, 2.0])
+def test_sign_symmetry(scale):
+    size = lambda w: jnp.sqrt(jnp.mean(w**2)) if scale is None else scale
+    gradients = learned(rewiring.sign_symmetry(scale=scale))
+    close(gradients, by_hand(lambda i, m, e: m @ (size(WS[i]) * jnp.sign(WS[i])).T))
+
+
+def test_synthetic_gradients():
+    rewired = ap.rewire(network, rewiring.synthetic_gradients())
+    params = jax.tree.map(lambda p: p + 0.3, rewired.init(WS, X))
+    loss = lambda *a: jnp.sum((rewired(*a) - TARGET) ** 2) / 2
+    update, *gradients = jax.grad(loss, argnums=(0, 1, 2))(params, WS, X)
+    seen = {}
+
+    def guess(i, m, e):
+        h = X
+        for w in WS[:i]:
+            h = jnp.tanh(h @ w)
+        a, c = params[names()[i]]
+        seen[names()[i]] = jax.grad(lambda p: jnp.sum((h @ p[0] + p[1] - m @ WS[i].T) ** 2) / 2)((a, c))
+        return h @ a + c
+
+    close(gradients, by_hand(guess))
+    close(update, seen)
+
+
+@jax.jit
+def tanh_layer(w, x):
+    return jnp.tanh(x @ w)
+
+
+def test_difference_target_propagation():
+    """By the paper's algorithm 1, in targets: t = h + g(t') - g(h')."""
+    step, noise = 0.5, 0.2
+    f = lambda ws, x: tanh_layer(ws[1], tanh_layer(ws[0], x)) @ ws[2]
+    rule = rewiring.difference_target_propagation(KEY, "tanh_layer", step=step, noise=noise)
+    params, _, *gradients = learned(rule, f, key=(jax.random.key(3),))
+    (v1, c1), (v2, c2) = (params[f"tanh_layer[{i}]"] for i in range(2))
+    h1 = jnp.tanh(X @ WS[0])
+    h2 = jnp.tanh(h1 @ WS[1])
+    error = h2 @ WS[2] - TARGET
+    inverse = lambda h, v, c: jnp.tanh(h @ v + c)
+    t2 = h2 - step * error @ WS[2].T
+    t1 = h1 + inverse(t2, v2, c2) - inverse(h2, v2, c2)
+    t0 = X + inverse(t1, v1, c1) - inverse(h1, v1, c1)
+    local = lambda w, h, t: jax.grad(lambda w: jnp.sum((jnp.tanh(h @ w) - t) ** 2) / 2)(w) / step
+    close(gradients, ([local(WS[0], X, t1), local(WS[1], h1, t2), h2.T @ error], (X - t0) / step), 1e-4)
+
+    # The inverse's update in the mean over the noise: a gradient, so that following it lowers the loss.
+    rewired, forever = ap.rewire(f, rule), jax.random.split(KEY, 300)
+
+    def loss(params, key):
+        v, c = params["tanh_layer[0]"]
+        x = X + noise * jax.random.normal(key, X.shape)
+        return jnp.sum((inverse(jnp.tanh(x @ WS[0]), v, c) - x) ** 2) / 2
+
+    average = lambda f: jax.jit(jax.vmap(f))(forever)
+    mine = average(lambda k: jax.grad(lambda p: jnp.sum(rewired(k, p, WS, X)))(params)["tanh_layer[0]"][1])
+    expected = average(lambda k: jax.grad(loss)(params, k)["tanh_layer[0]"][1])
+    error = jnp.sqrt((mine.var(0) + expected.var(0)) / len(forever))
+    assert jnp.all(jnp.abs(mine.mean(0) - expected.mean(0)) < 4 * error)
+
+
+def test_difference_target_propagation_refuses_other_sites():
+    with pytest.raises(ValueError, match="takes layers with one array besides weights"):
+        learned(rewiring.difference_target_propagation(KEY, "tanh"))
+
+
+def test_surrogate_gradient_of_a_spiking_network_in_a_scan():
+    @jax.jit
+    def spike(v):
+        return (v > 0).astype(v.dtype)
+
+    def spiking(w, currents, spike=spike):
+        def step(v, current):
+            v = 0.9 * v + current @ w
+            s = spike(v - 1)
+            return v * (1 - s), s
+
+        return jax.lax.scan(step, jnp.zeros(4), currents)[1]
+
+    @jax.custom_jvp
+    def by_hand(v):
+        return spike(v)
+
+    by_hand.defjvp(lambda v, t: (spike(v[0]), t[0] / (1 + 5.0 * jnp.abs(v[0])) ** 2))
+    rewired = ap.rewire(spiking, rewiring.surrogate_gradient(beta=5.0))
+    currents = 3 * jnp.abs(X)
+    loss = lambda f: lambda w: jnp.sum(f(w, currents) * jnp.arange(24.0).reshape(6, 4))
+    got, expected = (
+        jax.jit(jax.value_and_grad(loss(f)))(WS[0]) for f in (rewired, lambda w, c: spiking(w, c, by_hand))
+    )
+    close(got, expected)
+    assert got[0] > 0 and jnp.any(expected[1] != 0)
+    with pytest.raises(ValueError, match="one array to one of its shape"):
+        ap.rewire(lambda w, x: x @ w, rewiring.surrogate_gradient("dot_general"))(WS[0], X)
+
+
+def test_straight_through_and_gradient_reversal_and_sizes():
+    f = lambda w, x: jnp.sum(checkpoint_name(jnp.round(x @ w), "here") ** 2)
+    h = jnp.round(X @ WS[0])
+    passed = jax.grad(ap.rewire(f, rewiring.straight_through()))(WS[0], X)
+    close(passed, X.T @ (2 * h))
+
+    g = lambda w, x: jnp.sum(checkpoint_name(x @ w, "here") ** 2)
+    exact = 2 * X @ WS[0]
+    norm = jnp.linalg.norm(exact)
+    cases = {
+        "gradient_reversal": (rewiring.gradient_reversal("here", strength=jnp.float32(0.3)), -0.3 * exact),
+        "clip": (rewiring.clip_messages(1.5), 1.5 * exact / norm),
+        "no clip": (rewiring.clip_messages(1e6), exact),
+        "normalize": (rewiring.normalize_messages(1e6, where="here"), 1e6 * exact / norm),
+    }
+    for rule, message in cases.values():
+        close(jax.grad(ap.rewire(g, rule))(WS[0], X), X.T @ message)
+    zero = jax.grad(ap.rewire(g, rewiring.normalize_messages()))(jnp.zeros((5, 4)), X)
+    assert not jnp.any(zero)
+    huge = jax.grad(ap.rewire(lambda w, x: 1e30 * jnp.sum(x @ w), rewiring.clip_messages(1.0)))(WS[0], X)
+    assert jnp.all(jnp.isfinite(huge))
+
+
+@pytest.mark.parametrize("rule", ["clip_messages", "normalize_messages"])
+def test_sizes_are_positive(rule):
+    with pytest.raises(ValueError, match="needs a positive"):
+        getattr(rewiring, rule)(0.0)
+
+
+def test_forward_gradients_are_unbiased_of_the_whole_and_layer_by_layer():
+    def loss(ws, x, n):
+        return jnp.sum((network(ws, x) - TARGET) ** 2) / 2 + n.astype(jnp.float32)
+
+    expected = jax.grad(loss, argnums=(0, 1))(WS, X, jnp.int32(1))
+    layers = rewiring.forward_gradient(lambda site: site.kind == "dense")
+    for rule in (rewiring.forward_gradient(), layers):
+        estimate = jax.grad(ap.rewire(loss, rule), argnums=(1, 2))
+        ap.testing.assert_unbiased(lambda key, e=estimate: e(key, WS, X, jnp.int32(1)), expected, KEY, 4000)
+
+
+@pytest.mark.parametrize("make", ["sign_symmetry", "direct_feedback_alignment"])
+def test_a_sampler_for_what_a_layer_remembers(make):
+    args = () if make == "sign_symmetry" else (KEY,)
+    exact = learned(getattr(rewiring, make)(*args))
+    rule = getattr(rewiring, make)(*args, memory=ap.memory.rounding(bits=2))
+    rewired = ap.rewire(network, rule)
+    params = (rewired.init(WS, X),) if rule.init else ()
+    n = len(params)
+    gradient = jax.grad(lambda key, *a: jnp.sum((rewired(key, *a) - TARGET) ** 2) / 2, argnums=n + 1)
+    ap.testing.assert_unbiased(lambda key: gradient(key, *params, WS, X), exact[2 * n], KEY, 1000)
+    assert jnp.any(gradient(KEY, *params, WS, X)[0] != exact[2 * n][0])
+
+
+def conv(x, w, stride):
+    layout = ("NHWC", "HWIO", "NHWC")
+    return jax.lax.conv_general_dilated(x, w, (stride, stride), "SAME", dimension_numbers=layout)
+
+
+def test_convolutions():
+    def convnet(params, x):
+        return conv(jnp.tanh(conv(x, params[0], 1)), params[1], 2).reshape(len(x), -1) @ params[2]
+
+    params = [jax.random.normal(jax.random.key(i), s) for i, s in enumerate([(3, 3, 1, 2), (3, 3, 2, 3), (12, 2)])]
+    images = jax.random.normal(KEY, (6, 4, 4, 1))
+    error = convnet(params, images) - TARGET
+    _, pullback = jax.vjp(lambda w: jnp.tanh(conv(images, w, 1)), params[0])
+    fed, _, gradients, _ = learned(rewiring.direct_feedback_alignment(KEY), convnet, (params, images))
+    message = (error @ fed["conv_general_dilated[1]"].reshape(2, -1)).reshape(6, 4, 4, 2)
+    close(gradients[0], pullback(message)[0])
+
+    fed, _, gradients, _ = learned(rewiring.feedback_alignment(KEY), convnet, (params, images))
+    back = lambda h: conv(h, fed["conv_general_dilated[1]"], 2).reshape(6, -1) @ fed["dot_general[0]"]
+    message = jax.linear_transpose(back, jax.ShapeDtypeStruct((6, 4, 4, 2), jnp.float32))(error)[0]
+    close(gradients[0], pullback(message)[0])
+
+
+def test_direct_feedback_alignment_needs_the_networks_output():
+    with pytest.raises(ValueError, match="Leave the loss outside of the function"):
+        ap.rewire(lambda ws, x: jnp.sum(network(ws, x)), rewiring.direct_feedback_alignment(KEY)).init(WS, X)
+
+
+def test_rules_compose():
+    """By site with `first_of`, and at a site with `ap.chain`."""
+    alignment = rewiring.feedback_alignment(KEY, where=lambda s: s.kind == "dense" and s.inputs[1].shape[1] > 2)
+    direct = rewiring.direct_feedback_alignment(KEY)
+    rule = rewiring.first_of(alignment, rewiring.clip_messages(0.1, where="tanh"), direct)
+    params, update, gradients, _ = learned(rule)
+    assert params["tanh[0]"] is None and update["tanh[0]"] is None
+    clip = lambda m: m * (0.1 / jnp.maximum(jnp.linalg.norm(m), 0.1))
+    h1 = jnp.tanh(X @ WS[0])
+    h2 = jnp.tanh(h1 @ WS[1])
+    error = h2 @ WS[2] - TARGET
+    m2 = clip(error @ params["dot_general[2]"]) * (1 - h2**2)
+    m1 = clip(m2 @ params["dot_general[1]"].T) * (1 - h1**2)
+    close(gradients, [X.T @ m1, h1.T @ m2, h2.T @ error])
+
+    halve = ap.Propagator(lambda x: (x, None), lambda _, m: (m / 2,))
+    plain = rewiring.feedback_alignment(KEY)
+    chained = plain._replace(at=lambda site, params: ap.chain(plain.at(site, params), halve))
+    params, _, *gradients = learned(chained)
+    expected, to_x = by_hand(lambda i, m, e: m / 2 @ params[names()[i]].T)
+    close(gradients[1], to_x)
+    close(gradients[0], [g / 2 for g in expected])

@@ -1,0 +1,188 @@
+"""Taps: the message that passes a place equals the derivative with respect to the place, wherever JAX moves it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+import apgrad as ap
+
+W = jnp.asarray(np.random.default_rng(0).normal(size=(3, 3)), jnp.float32)
+XS = jnp.asarray(np.random.default_rng(1).normal(size=(4, 3)), jnp.float32)
+
+
+def close(got, expected):
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+
+def recurrent(step):
+    """A loss of a recurrence whose states are offset by `offsets`: its derivative is what the tap must see."""
+
+    def loss(w, offsets, wrap):
+        def body(h, x):
+            h = step(w, h, x[0]) + x[1]
+            return ap.tap(h, "state"), None
+
+        return jnp.sum(jax.lax.scan(wrap(body), jnp.ones(3), (XS, offsets))[0] ** 2)
+
+    return loss
+
+
+WRAPS = {
+    "plain": lambda body: body,
+    "jit": jax.jit,
+    "remat": jax.checkpoint,
+    "remat of jit": lambda body: jax.checkpoint(jax.jit(body), policy=jax.checkpoint_policies.dots_saveable),
+    "cond": lambda body: lambda h, x: jax.lax.cond(h[0] < 1e9, body, lambda h, x: (h, None), h, x),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS)
+def test_messages_in_a_scan_are_derivatives_with_respect_to_the_states(wrap):
+    loss = recurrent(lambda w, h, x: jnp.tanh(h @ w + x))
+    zeros = jnp.zeros_like(XS)
+    gradient = jax.grad(lambda w, offsets: loss(w, offsets, WRAPS[wrap]), argnums=(0, 1))
+    (to_w, to_states), taps = jax.jit(ap.with_taps(gradient))(W, zeros)
+    close(taps["state"].message, to_states)
+    np.testing.assert_array_equal(to_w, jax.jit(gradient)(W, zeros)[0])
+    h, states = jnp.ones(3), []
+    for x in XS:
+        states.append(h := jnp.tanh(h @ W + x))
+    close(taps["state"].value, jnp.stack(states))
+
+
+def test_vmap_outside_and_inside():
+    norm = lambda value, message: (jnp.sum(value), jnp.sqrt(jnp.sum(message**2)))
+
+    def loss(w, x):
+        h = ap.tap(jnp.tanh(x @ ap.tap(jnp.sin(w), "shared", norm)), "hidden", norm)
+        return jnp.sum(h**2)
+
+    def by_hand(x):
+        h, pullback = jax.vjp(lambda s: jnp.tanh(x @ s), jnp.sin(W))
+        return jnp.sum(h), jnp.linalg.norm(2 * h), pullback(2 * h)[0]
+
+    values, norms, messages = [jnp.stack(parts) for parts in zip(*map(by_hand, XS), strict=True)]
+    inside = ap.with_taps(jax.grad(lambda w: jnp.sum(jax.vmap(loss, (None, 0))(w, XS))))(W)[1]
+    outside = ap.with_taps(jax.vmap(jax.grad(loss), (None, 0)))(W, XS)[1]
+    around = jax.vmap(ap.with_taps(jax.grad(loss)), (None, 0))(W, XS)[1]
+    for taps in (inside, outside, around):
+        close(taps["hidden"][0], values)
+        close(taps["hidden"][1], norms)
+    # The examples share one array: one message in the gradient of the sum, a message for each example otherwise.
+    close(inside["shared"][1], jnp.linalg.norm(jnp.sum(messages, 0)))
+    for taps in (outside, around):
+        close(taps["shared"][1], jax.vmap(jnp.linalg.norm)(messages))
+
+
+def test_branches_share_a_name_and_a_branch_that_is_not_taken_is_zeros():
+    def loss(x, positive):
+        def sine(x):
+            return ap.tap(ap.tap(jnp.sin(x), "both"), "sine")
+
+        return jax.lax.cond(positive, sine, lambda x: 3 * ap.tap(x, "both"), x)
+
+    taken, other = (ap.with_taps(jax.grad(loss))(0.5, p)[1] for p in (True, False))
+    assert (taken["both"].message, taken["sine"].message) == (1, 1)
+    assert (other["both"].message, other["sine"].message, other["sine"].value) == (3, 0, 0)
+
+
+def test_nested_scans_stack_twice_and_dtypes_stay():
+    def loss(x):
+        def inner(h, _):
+            return ap.tap(h * 2, "inner"), None
+
+        def outer(h, _):
+            return jax.lax.scan(inner, h, length=2)[0], None
+
+        return jax.lax.scan(outer, x, length=3)[0].astype(jnp.float32)
+
+    message = ap.with_taps(jax.grad(loss))(jnp.bfloat16(1))[1]["inner"].message
+    assert message.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(message, 2.0 ** np.arange(5, -1, -1).reshape(3, 2))
+
+
+def test_without_with_taps_a_tap_is_the_identity():
+    f = lambda x: jnp.sum(ap.tap(jnp.sin(x), "a") ** 2)
+    g = lambda x: jnp.sum(jnp.sin(x) ** 2)
+    x = jnp.arange(3.0)
+    for derive in (lambda f: f, jax.grad, jax.hessian, lambda f: lambda x: jax.jvp(f, (x,), (x,))):
+        np.testing.assert_array_equal(jax.jit(derive(f))(x), jax.jit(derive(g))(x))
+    np.testing.assert_array_equal(jax.vmap(jax.grad(f))(x), jax.vmap(jax.grad(g))(x))
+
+
+def test_a_product_of_the_hessian_taps_the_first_message():
+    f = lambda x: ap.tap(x**2, "square") ** 2
+    hvp = lambda x: jax.jvp(jax.grad(f), (x,), (1.0,))
+    (gradient, second), taps = ap.with_taps(hvp)(3.0)
+    assert (gradient, second, taps["square"].message) == (108, 108, 18)
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.lists(st.sampled_from(["sin", "scan", "jit", "remat", "vmap", "double"]), min_size=1, max_size=4))
+def test_any_nest_of_transformations(steps):
+    """The message at the end of each step is the derivative with respect to an offset there."""
+
+    def run(x, offsets, mark):
+        for i, kind in enumerate(steps):
+            f = jnp.sin
+            if kind == "scan":
+                f = lambda x: jax.lax.scan(lambda c, _: (jnp.sin(c), None), x, length=2)[0]
+            elif kind == "vmap":
+                f = jax.vmap(jnp.sin)
+            elif kind == "double":
+                f = lambda x: 2 * x
+            g = lambda x, f=f, i=i: mark(f(x) + offsets[i], f"step {i}")
+            x = {"jit": jax.jit, "remat": jax.checkpoint}.get(kind, lambda g: g)(g)(x)
+        return jnp.sum(x**2)
+
+    offsets = [jnp.zeros(2)] * len(steps)
+    x = jnp.array([0.3, 0.7])
+    _, taps = ap.with_taps(jax.grad(lambda x: run(x, offsets, ap.tap)))(x)
+    expected = jax.grad(lambda offsets: run(x, offsets, lambda x, _: x))(offsets)
+    for i, message in enumerate(expected):
+        close(taps[f"step {i}"].message, message)
+
+
+@jax.custom_vjp
+def opaque(x):
+    return jnp.sum(ap.tap(x, "inside") ** 2)
+
+
+opaque.defvjp(lambda x: (opaque(x), x), lambda x, m: (m * x,))
+
+
+def unused(x):
+    def step(c, _):
+        ap.tap(2 * c, "unused")
+        return ap.tap(c, "used"), None
+
+    return jax.lax.scan(step, x, length=2)[0]
+
+
+@pytest.mark.parametrize(
+    "function, words",
+    [
+        (jax.grad(lambda x: x**2), "without taps"),
+        (lambda x: ap.tap(x, "a"), "no message passed the tap 'a'"),
+        (jax.grad(lambda x: jax.lax.stop_gradient(ap.tap(x, "b")) * x), "no message passed the tap 'b'"),
+        (jax.grad(lambda x: ap.tap(jnp.ones(2), "c").sum() * x), "no message passed the tap 'c'"),
+        (jax.grad(opaque), "no message passed the tap 'inside'"),
+        (jax.grad(unused), "no message passed the tap 'unused'"),
+        (jax.grad(lambda x: ap.tap(ap.tap(x, "d") * 2, "d")), "two messages passed the tap 'd'"),
+        (jax.grad(jax.grad(lambda x: ap.tap(x**3, "e") ** 2)), "two messages passed the tap 'e'"),
+        (
+            lambda x: jax.lax.while_loop(lambda x: x < 3, lambda x: x + jax.grad(lambda x: ap.tap(x, "f"))(x), x),
+            "the tap 'f' passes inside the primitive 'while'",
+        ),
+    ],
+)
+def test_what_cannot_be_seen_is_an_error_that_names_the_tap(function, words):
+    with pytest.raises(ValueError, match=words):
+        ap.with_taps(function)(1.0)
+
+
+def test_an_integer_has_no_message():
+    with pytest.raises(TypeError, match="the tap 'n' is on an array of dtype int32"):
+        ap.tap(jnp.arange(3), "n")
