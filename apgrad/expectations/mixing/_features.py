@@ -70,12 +70,14 @@ class BackwardPass(NamedTuple):
 
     Attributes:
       answers: for each set of messages what it comes to.
+      to_lane: messages to the lanes' own arguments, as `Answers.lane` has them -> the same in the arguments' structure.
       to_shared: messages to the uses of parameters -> the sum over lanes of their pullbacks, in the structure of
         `shared`, with None for what is not differentiated.
       of_shared: whether the target is shared by the lanes; else it is the lanes' own arguments.
     """
 
     answers: list[Answers]
+    to_lane: Callable[[list[Any]], Any]
     to_shared: Callable[[Any], tuple[list[Any], list[Any]]]
     of_shared: bool
 
@@ -148,7 +150,7 @@ def backward_pass(memory: NodeMemory, lanes: int, messages: Sequence[tuple[list[
         found = uses.gradient(program, inputs(lane), operands, to_uses, lanes)
         return jax.tree.unflatten(structure, place(found, chosen, [None] * len(shared)))
 
-    return BackwardPass(answers, to_shared, bool(chosen))
+    return BackwardPass(answers, jax.tree.structure(memory.lane).unflatten, to_shared, bool(chosen))
 
 
 def empty_target(what: str) -> str:

@@ -189,8 +189,8 @@ def _by_arguments(memory: NodeMemory, messages: Messages, visit: channels.Visit 
     return Answer(
         back.to_shared(mixture(swap(contribution), [fold(answer.uses, folds) for answer in in_output])),
         Streams(
-            mixture(message, [fold(answer.lane, folds) for answer in in_own]),
-            mixture(swap(message), [fold(answer.lane, folds) for answer in in_output]),
+            back.to_lane(mixture(message, [fold(answer.lane, folds) for answer in in_own])),
+            back.to_lane(mixture(swap(message), [fold(answer.lane, folds) for answer in in_output])),
         ),
         gathered,
         row,
