@@ -27,6 +27,7 @@ equation forbids them (`jax.custom_vjp`), the lane's gradient is made.
 """
 
 from collections.abc import Sequence
+from contextvars import ContextVar
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -37,6 +38,8 @@ from jax import lax
 from apgrad._programs.control import Program, nested
 from apgrad._programs.jaxprs import caller, inline, place, restrict
 from apgrad._programs.signs import NUMBER, Factors, dense, inner, moved, of_step, of_steps, product
+
+RECORD: ContextVar[list[Any] | None] = ContextVar("record", default=None)  # who listens to how sketches are made
 
 
 class Kind(IntEnum):
@@ -118,6 +121,7 @@ def sketch(
         if "forward-mode" not in str(error):
             raise
         # A function with a reverse-mode rule alone: the lane's gradient is made.
+        record((tuple(jnp.shape(inputs[i].array) for i in parameters), "all", "the gradient of each lane"))
         return inner(gradient(program, inputs, operands, messages), signs)
     return walk.total
 
@@ -146,6 +150,17 @@ def gradient(
         return of_one(operands) if lanes is None else jax.vmap(of_one, axis_size=lanes)(operands)
 
     return list(jax.vjp(made, *(inputs[i].array for i in parameters))[1](list(messages)))
+
+
+def record(entry: Any) -> None:
+    """Tells who listens: the name of a node, or the parameters' shapes, the operation and how its sketch is made.
+
+    Args:
+      entry: what is told.
+    """
+    listening = RECORD.get()
+    if listening is not None:
+        listening.append(entry)
 
 
 def _is_inexact(x):
@@ -314,9 +329,13 @@ class _Sketch(_Replay):
         return [None] * len(shapes)
 
     def _of_use(self, function, values, arrays, eqn, messages, shapes):
+        name = "none" if eqn is None else eqn.primitive.name
+        views = tuple(jnp.shape(value.array) for value in values if value.kind == Kind.VIEW)
         if eqn is None:
+            record((views, name, "thin products"))
             return inner(messages, [values[0].signs])
         terms = _factored(eqn, values, arrays, messages)
+        record((views, name, f"{NUMBER} derivatives" if terms is None else "thin products"))
         if terms is not None:
             return terms
         chosen = [i for i, x in enumerate(shapes) if _is_inexact(x)]

@@ -16,6 +16,9 @@ round by round, say how well the seconds are known.
 
 *Where.* Total propagation has both estimators' gradients at every node: `node_variances`, of `_node_variances.py`,
 listens to its weights.
+
+*At what cost.* Total propagation looks at the gradients of single lanes by sketches: `sketches`, of `_sketches.py`,
+says which parameters are cheap to sketch and which are not.
 """
 
 import math
@@ -34,6 +37,7 @@ from apgrad.expectations._node_variances import (
     node_variances as node_variances,
     table,
 )
+from apgrad.expectations._sketches import Sketch as Sketch, Sketches as Sketches, sketches as sketches
 
 SIGNIFICANT = 1e-3  # how often a difference that is none may be called one, for the variance and for the time each
 

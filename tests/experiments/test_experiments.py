@@ -291,7 +291,7 @@ class TestExperiments:
         options = ("--horizons", "4", "--betas", "2.5", "--estimates", "8", "--lanes", "50", "--resamples", "50")
         options += ("--bias-points", "4", "10", "20", "--parameters", "5")
         results = tiny_run(total_propagation, tmp_path, *options)
-        assert len(results["rows"]) == 8
+        assert len(results["rows"]) == 9
         for row in results["rows"]:
             assert row["nonfinite"] == 0 and row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
         # Of the better one of RP and LR the ratio is 1, and RP is the better one so early.
@@ -369,12 +369,14 @@ class TestExperiments:
 
     def test_benchmark_of_the_estimators(self, tmp_path, monkeypatch):
         monkeypatch.setattr(benchmark, "ROLLOUT_METHODS", ("RP", "TP", "decoupled-CF"))
-        options = ("--horizons", "2", "--rounds", "3", "--nodes", "100", "--chain-rounds", "3")
+        monkeypatch.setattr(benchmark, "POLICIES", {41: ((3, 8, 1), 2)})
+        options = ("--horizons", "2", "--rounds", "3", "--nodes", "100", "--chain-rounds", "3", "--policy-rounds", "3")
         results = tiny_run(benchmark, tmp_path, *options)
         ratios = {row["method"]: row["ratio"] for row in results["rows"] if row["benchmark"] == "chain"}
         assert ratios["plain"] == 1 and set(ratios) == {"plain", "RP", "LR", "TP"}
         assert results["ratio_H2, called: TP"]["value"] > 0
         assert "added_bytes_per_node" in results["node_in_chain_of_100, LR"]
+        assert results["policy of 41, adaptive"]["bytes"] > 0
 
     @pytest.mark.parametrize("experiment", [chaos, gaussian_shaping, bifurcation])
     def test_presets_have_cells_of_their_own_names(self, experiment):

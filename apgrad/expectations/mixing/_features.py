@@ -111,6 +111,7 @@ def backward_pass(memory: NodeMemory, lanes: int, messages: Sequence[tuple[list[
         return [*fixed, *(Value(Kind.LANE, x) for x in lane)]
 
     def features(operands, to_uses, to_lane):
+        uses.record(memory.what)
         if not chosen:
             gradients, numbers = [to_lane[i] for i in moving], range(len(moving))
             exact, rows = is_exact(target), gradients
@@ -125,7 +126,8 @@ def backward_pass(memory: NodeMemory, lanes: int, messages: Sequence[tuple[list[
             rows = [row for row in rows if is_inexact(row)]
         if exact:
             return jnp.concatenate([x.reshape(-1).astype(wide(x.dtype)) for x in rows])
-        return inner(rows, [random_signs(memory.seed, i, x.shape) for x, i in zip(rows, numbers, strict=True)])
+        signs = [random_signs(memory.seed, i, x.shape) for x, i in zip(rows, numbers, strict=True)]
+        return inner(rows, signs) * NUMBER**-0.5
 
     def some(lane, ports, messages):
         def exposed(values, ports):
