@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 
@@ -73,6 +74,24 @@ def trace(function: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
     """
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
     return opened(closed), shape
+
+
+def arrays_of(tree: Any) -> tuple[list[Any], Callable[..., Any]]:
+    """The arrays of a pytree, and a function that makes the pytree again with others in their place.
+
+    Args:
+      tree: a pytree. Leaves that are neither arrays nor Python's floating-point numbers stay as they are: Python's
+        integers and bools, which a function may branch on, and functions, such as those in an Equinox module.
+
+    Example:
+      >>> arrays, put = arrays_of({"weight": 2.0, "activation": abs})
+      >>> arrays, put(3.0)
+      ([2.0], {'activation': <built-in function abs>, 'weight': 3.0})
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    kinds = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, float, complex)
+    numbers = [i for i, leaf in enumerate(leaves) if isinstance(leaf, kinds)]
+    return [leaves[i] for i in numbers], lambda *arrays: treedef.unflatten(place(arrays, numbers, leaves))
 
 
 def run(eqn: Any, inputs: list[Any]) -> list[Any]:

@@ -133,7 +133,6 @@ class Rewired:
                     "the rule has parameters, which come before the arguments: rewired.init(*args) makes them"
                 )
             params = given.pop(0)
-        leaves = jax.tree.leaves(tuple(given))
         plan, planner, shape = self._plan(given)
         if not planner.taken:
             raise ValueError(
@@ -147,7 +146,7 @@ class Rewired:
                 f"the rule's parameters are a dictionary with the sites {sorted(_names(planner))}, got {got}. "
                 "rewired.init(*args) makes them."
             )
-        outputs, treedef = _evaluate(plan, leaves, key, params, self.rule, shape)
+        outputs, treedef = _evaluate(plan, jaxprs.arrays_of(tuple(given))[0], key, params, self.rule, shape)
         return jax.tree.unflatten(treedef, outputs)
 
     def init(self, *args: Any) -> dict[str, Any]:
@@ -168,14 +167,16 @@ class Rewired:
         return self._plan(args)[1].offered
 
     def _plan(self, args: Sequence[Any]) -> tuple[jaxprs.Program, Planner, Any]:
-        leaves, treedef = jax.tree.flatten(tuple(args))
+        arrays, put = jaxprs.arrays_of(tuple(args))
         if wrong := [n for n in self.argnums if not -len(args) <= n < len(args)]:
             raise ValueError(
                 f"argnums={self.argnums}, but the function got {len(args)} arguments: there is no {wrong[0]}"
             )
         numbers = {n % len(args) for n in self.argnums}
-        facts = [f for i, a in enumerate(args) for f in [WEIGHT if i in numbers else DATA] * len(jax.tree.leaves(a))]
-        program, shape = jaxprs.trace(lambda *leaves: self.function(*jax.tree.unflatten(treedef, leaves)), *leaves)
+        facts = [
+            f for i, a in enumerate(args) for f in [WEIGHT if i in numbers else DATA] * len(jaxprs.arrays_of(a)[0])
+        ]
+        program, shape = jaxprs.trace(lambda *arrays: self.function(*put(*arrays)), *arrays)
         planner = Planner(self.rule.where, shape)
         return planner.whole(program, facts, getattr(self.function, "__name__", "function")), planner, shape
 
@@ -184,7 +185,7 @@ def _names(planner: Planner) -> set[str]:
     return {site.name for site in planner.taken}
 
 
-def _evaluate(plan, leaves, key, params, rule, shape):
+def _evaluate(plan, arrays, key, params, rule, shape):
     """The flat outputs of a plan, and their structure."""
     outputs, treedef = jax.tree.flatten(shape)
     floats = [i for i, x in enumerate(outputs) if has_message(x)] if rule.direct else []
@@ -192,7 +193,7 @@ def _evaluate(plan, leaves, key, params, rule, shape):
     ports = _Ports(
         shapes, lambda messages: jax.tree.unflatten(treedef, jaxprs.place(messages, floats, [None] * len(outputs)))
     )
-    outputs, port = _walk(plan, leaves, key, params, rule, ports)
+    outputs, port = _walk(plan, arrays, key, params, rule, ports)
     if rule.direct:
         outputs = _join(outputs, port)
     return outputs, treedef

@@ -115,16 +115,16 @@ def with_taps(function: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str
     """
 
     def tapped(*args, **keywords):
-        leaves, treedef = jax.tree.flatten((args, keywords))
+        arrays, put = jaxprs.arrays_of((args, keywords))
 
-        def flat(*leaves):
-            args, keywords = jax.tree.unflatten(treedef, leaves)
+        def flat(*arrays):
+            args, keywords = put(*arrays)
             return function(*args, **keywords)
 
         called: set[str] = set()
         token = _called.set(called)
         try:
-            program, shape = jaxprs.trace(flat, *leaves)
+            program, shape = jaxprs.trace(flat, *arrays)
         finally:
             _called.reset(token)
         names = called | _names(program, _tap_p)
@@ -132,7 +132,7 @@ def with_taps(function: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str
             raise ValueError(
                 "with_taps got a function without taps: mark arrays inside the function by ap.tap(x, name)"
             )
-        outputs, seen = _collect(program, leaves)
+        outputs, seen = _collect(program, arrays)
         if missing := sorted(names - seen.keys()):
             raise ValueError(
                 f"no message passed the tap {missing[0]!r}. Either the function takes no gradient (give jax.grad(f) to "
