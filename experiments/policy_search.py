@@ -22,6 +22,10 @@ at every tenth step. Updates that are not finite are skipped.
 these are measured apart from the curves: seconds of the processor, on one core, methods taking turns in one process,
 the least of many rounds. So a curve is not changed by what else the machine does. Seeds run one after the other: under
 `vmap` a step of a seed was 10 to 20 % slower on one core.
+
+*What comes out.* Where every step has a cost, short horizons win by far: all seeds succeed, before any other method's.
+Full horizons explode, and clipping is enough of a remedy for Adam: no way of total propagation is better than clipped
+reparameterization beyond the intervals, the cross-fitted one is worse, and a step costs 1 to 2.7 times as much.
 """
 
 import dataclasses

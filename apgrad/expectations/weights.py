@@ -205,7 +205,7 @@ def alpha_order(gamma: float, *, confidence: float = 0.95) -> Weights:
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
-      >>> pair = jnp.stack([jnp.zeros((100, 1)), jnp.full((100, 1), 0.01)])  # slopes of 0 and 1 in all
+      >>> pair = jnp.stack([jnp.zeros((64, 1)), jnp.full((64, 1), 1 / 64)])  # slopes of 0 and 1 in all
       >>> [round(float(ap.weights.alpha_order(gamma).message.rule(pair, pair[0])[0]), 2) for gamma in (0.1, 9)]
       [0.1, 0.5]
     """
