@@ -19,9 +19,9 @@ them: every method's gradient is clipped by its global norm, but for "RP, unclip
 at every tenth step. Updates that are not finite are skipped.
 
 *Success* is an evaluated cost of at most `success` of the task. *Seconds* are steps times the seconds of a step, and
-these are measured apart from the curves, methods taking turns in one process, the fastest of many rounds: a curve is
-then not changed by what else the machine does. Seeds run one after the other: under `vmap` a step of a seed was 10 to
-20 % slower on one core.
+these are measured apart from the curves: seconds of the processor, on one core, methods taking turns in one process,
+the least of many rounds. So a curve is not changed by what else the machine does. Seeds run one after the other: under
+`vmap` a step of a seed was 10 to 20 % slower on one core.
 """
 
 import dataclasses
@@ -265,17 +265,17 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 
 
 def seconds(config: Config, units: int, task: str) -> dict[str, float]:
-    """The fastest step of each method; all take turns."""
+    """The processor's seconds for the fastest step of each method; all take turns."""
     times = {name: [] for name in METHODS}
     keys = jax.random.split(jax.random.key(1), config.iterations // config.evaluations)
     for turn in range(config.rounds + 1):
         for name in METHODS:
             learner, advance = _advance(name, units, task, config.horizon, config.lanes)
             arguments = learner.init(jax.random.key(0)), keys, jnp.float32(1e-3)
-            start = time.perf_counter()
+            start = time.process_time()
             jax.block_until_ready(advance(*arguments))
             if turn:  # the first one compiles
-                times[name].append((time.perf_counter() - start) / len(keys))
+                times[name].append((time.process_time() - start) / len(keys))
     return {name: min(found) for name, found in times.items()}
 
 
@@ -375,7 +375,7 @@ def _picture(config, rows, curves):
                 axis.fill_between(x, *np.transpose(bands), alpha=0.12, lw=0, **style)
         line[0].set_ylabel(f"cost of {task}, policy {units}-{units}")
         line[0].set_xlabel("steps of Adam")
-        line[1].set_xlabel("seconds (steps times measured seconds a step)")
+        line[1].set_xlabel("processor seconds (steps times seconds a step)")
         for axis in line:
             axis.axhline(TASKS[task], color="gray", lw=0.8, ls=":")
             axis.set_yscale("log")

@@ -36,8 +36,7 @@ from jax import lax
 
 from apgrad._programs.control import Program, nested
 from apgrad._programs.jaxprs import caller, inline, place, restrict
-
-NUMBER = 16  # signs of a sketch: weights made from them add a few per cent to a variance
+from apgrad._programs.signs import NUMBER, Factors, dense, inner, moved, of_step, of_steps, product
 
 
 class Kind(IntEnum):
@@ -60,18 +59,6 @@ class Value(NamedTuple):
     kind: Kind
     array: Any = None
     signs: Any = None
-
-
-class Factors(NamedTuple):
-    """Tensors z_k = scale_k times the product over axes of one factor each.
-
-    Attributes:
-      scale: (NUMBER,).
-      axes: for each axis the factors, (NUMBER, size of the axis), or None for ones.
-    """
-
-    scale: jax.Array
-    axes: tuple[Any, ...]
 
 
 def expose(program: Program, inputs: Sequence[Value], ports: Any = None) -> tuple[list[Any], list[Any], list[Any]]:
@@ -159,53 +146,6 @@ def gradient(
         return of_one(operands) if lanes is None else jax.vmap(of_one, axis_size=lanes)(operands)
 
     return list(jax.vjp(made, *(inputs[i].array for i in parameters))[1](list(messages)))
-
-
-def random_signs(seed: jax.Array, number: int, shape: Sequence[int]) -> Factors:
-    """Signs for one array of parameters: the same for the same seed and number, independent otherwise.
-
-    Arrays share the factors of axes of equal size, as a bias and the last axis of its weights, so that products are
-    made once; a sign of each array by itself makes the tensors uncorrelated.
-
-    Args:
-      seed: uint32, a scalar.
-      number: of the array.
-      shape: of the array.
-    """
-
-    def signs(name, size):
-        # The bits of a hash (the finalizer of MurmurHash3): made where they are used, never stored.
-        start = _hash(seed + jnp.uint32(name * 0x9E3779B9 % 2**32))
-        bits = _hash(lax.iota(jnp.uint32, size) * jnp.uint32(0x9E3779B1) ^ start)
-        return 1 - 2 * (bits >> lax.broadcasted_iota(jnp.uint32, (NUMBER, size), 0) & 1).astype(jnp.float32)
-
-    axes = [signs(2**16 + 16 * size + len(shape) - axis, size) for axis, size in enumerate(shape)]
-    return Factors(signs(number + 1, 1)[:, 0], tuple(axes))
-
-
-def inner(arrays: Sequence[jax.Array], signs: Sequence[Any]) -> jax.Array:
-    """The inner products of some arrays with signs, summed over the arrays, (NUMBER,).
-
-    Args:
-      arrays: any.
-      signs: for each array its signs, factors or whole (NUMBER, ...).
-    """
-    return sum((_inner(x, z) for x, z in zip(arrays, signs, strict=True)), jnp.zeros(NUMBER, jnp.float32))
-
-
-def _hash(x):
-    for factor in (0x85EBCA6B, 0xC2B2AE35):
-        x = (x ^ (x >> 16)) * jnp.uint32(factor)
-    return x ^ (x >> 16)
-
-
-def wide(dtype: Any) -> Any:
-    """Float32, or the dtype where the dtype is wider.
-
-    Args:
-      dtype: of floating-point numbers.
-    """
-    return max(jnp.dtype(dtype), jnp.dtype(jnp.float32), key=lambda dtype: dtype.itemsize)
 
 
 def _is_inexact(x):
@@ -385,12 +325,12 @@ class _Sketch(_Replay):
     def loop(self, inside, program, inputs, moving, carry, xs):
         def step(arrays, signs, operands, messages):
             inner = _Sketch(operands, messages)
-            given = [Value(v.kind, a, _rest(v.signs, s)) for v, a, s in zip(xs, arrays, signs, strict=True)]
+            given = [Value(v.kind, a, of_step(v.signs, s)) for v, a, s in zip(xs, arrays, signs, strict=True)]
             for value in inner.through(program, inputs(carry, given)):
                 inner.of_lane(value)
             return inner.total
 
-        arrays, signs = [value.array for value in xs], [_leading(value.signs, inside.length) for value in xs]
+        arrays, signs = [value.array for value in xs], [of_steps(value.signs, inside.length) for value in xs]
         totals = jax.vmap(step, axis_size=inside.length)(arrays, signs, next(self.operands), next(self.messages))
         self.total = self.total + jnp.sum(totals, axis=0)
         return [None] * (len(moving) + len(program.jaxpr.outvars) - inside.counts[1])
@@ -404,51 +344,15 @@ def _split(outputs, counts, moving):
     return [outputs[i] for i in moving], outputs[counts[1] :]
 
 
-def _leading(signs, length):
-    """What of a stacked view's signs is of single steps, (steps, NUMBER, ...)."""
-    if signs is None or not isinstance(signs, Factors):
-        return None if signs is None else jnp.moveaxis(signs, 1, 0)
-    lead = signs.axes[0]
-    return jnp.broadcast_to(signs.scale, (length, NUMBER)) * (1 if lead is None else lead.T)
-
-
-def _rest(signs, of_step):
-    """The signs of one step of a stacked view."""
-    return Factors(of_step, signs.axes[1:]) if isinstance(signs, Factors) else of_step
-
-
 def _moved(eqn, values, outputs):
-    """The factors of a view that an equation makes of one other, if the elements only move or are scaled."""
-    name, params = eqn.primitive.name, eqn.params
-    if name == "mul" and values[0].kind == Kind.FIXED:
+    """The factors of a view that an equation makes of one other, or None if they are not factors any more."""
+    if eqn.primitive.name == "mul" and values[0].kind == Kind.FIXED:
         values = values[::-1]
-    if not isinstance(values[0].signs, Factors) or outputs[0].kind != Kind.VIEW:
+    view, *others = values
+    if not isinstance(view.signs, Factors) or outputs[0].kind != Kind.VIEW:
         return None
-    (scale, axes), shape = values[0].signs, jnp.shape(outputs[0].array)
-    if name in ("mul", "div") and values[1].kind == Kind.FIXED and jnp.ndim(values[1].array) == 0:
-        by = jnp.asarray(values[1].array, scale.dtype)
-        return Factors(scale * by if name == "mul" else scale / by, axes)
-    if name == "neg":
-        return Factors(-scale, axes)
-    if name in ("convert_element_type", "copy", "stop_gradient"):
-        return values[0].signs
-    if name == "transpose":
-        return Factors(scale, tuple(axes[i] for i in params["permutation"]))
-    if name == "slice":
-        strides = params["strides"] or (1,) * len(axes)
-        cut = zip(axes, params["start_indices"], params["limit_indices"], strides, strict=True)
-        return Factors(scale, tuple(None if x is None else x[:, a:b:s] for x, a, b, s in cut))
-    old = jnp.shape(values[0].array)
-    # An axis of one element is a factor of the whole.
-    for x, size in zip(axes, old, strict=True):
-        scale = scale if size != 1 or x is None else scale * x[:, 0]
-    if name == "broadcast_in_dim":
-        kept = dict(zip(params["broadcast_dimensions"], zip(axes, old, strict=True), strict=True))
-        return Factors(scale, tuple(None if kept.get(i, (0, 1))[1] == 1 else kept[i][0] for i in range(len(shape))))
-    if name in ("reshape", "squeeze") and [n for n in old if n != 1] == [n for n in shape if n != 1]:
-        left = iter([x for x, n in zip(axes, old, strict=True) if n != 1])
-        return Factors(scale, tuple(None if n == 1 else next(left) for n in shape))
-    return None
+    by = others[0].array if others and others[0].kind == Kind.FIXED and jnp.ndim(others[0].array) == 0 else None
+    return moved(eqn, view.signs, jnp.shape(view.array), jnp.shape(outputs[0].array), by)
 
 
 def _factored(eqn, values, arrays, messages):
@@ -475,30 +379,7 @@ def _factored(eqn, values, arrays, messages):
     else:
         return None
     sign = -1 if name == "sub" and view == 1 else 1
-    return sign * _product(terms, factors, labels[view])
-
-
-def _product(terms, factors, labels):
-    """The sum of products of arrays with labelled axes and of factors, (NUMBER,)."""
-    dtype = wide(jnp.result_type(*(x for x, _ in terms)))
-    each = [(x.astype(dtype), axes) for x, axes in terms]
-    each += [(x.astype(dtype), [999, label]) for x, label in zip(factors.axes, labels, strict=True) if x is not None]
-    each.append((factors.scale.astype(dtype), [999]))
-    return _einsum(each)
-
-
-def _einsum(terms):
-    names = {label: chr(97 + n) for n, label in enumerate(dict.fromkeys(x for _, axes in terms for x in axes))}
-    formula = ",".join("".join(names[x] for x in axes) for _, axes in terms) + "->" + names[999]
-    return jnp.einsum(formula, *(x for x, _ in terms), optimize="optimal")
-
-
-def _inner(array, signs):
-    labels = list(range(jnp.ndim(array)))
-    if isinstance(signs, Factors):
-        return _product([(array, labels)], signs, labels)
-    dtype = wide(array.dtype)
-    return _einsum([(array.astype(dtype), labels), (signs.astype(dtype), [999, *labels])])
+    return sign * product(terms, factors, labels[view])
 
 
 def _derivatives(function, values, arrays, chosen):
@@ -510,16 +391,5 @@ def _derivatives(function, values, arrays, chosen):
         return [made[i] for i in chosen]
 
     restricted, primals = restrict(outputs, arrays, views)
-    tangents = [_dense(values[i].signs, jnp.shape(x)).astype(x.dtype) for i, x in zip(views, primals, strict=True)]
+    tangents = [dense(values[i].signs, jnp.shape(x)).astype(x.dtype) for i, x in zip(views, primals, strict=True)]
     return jax.vmap(lambda *z: jax.jvp(restricted, tuple(primals), z)[1])(*tangents)
-
-
-def _dense(signs, shape):
-    """The tensors themselves, (NUMBER, ...)."""
-    if not isinstance(signs, Factors):
-        return signs
-    made = signs.scale.reshape(-1, *[1] * len(shape))
-    for axis, (factor, size) in enumerate(zip(signs.axes, shape, strict=True)):
-        if factor is not None:
-            made = made * factor.reshape(-1, *[size if i == axis else 1 for i in range(len(shape))])
-    return jnp.broadcast_to(made, (NUMBER, *shape))

@@ -9,6 +9,7 @@ from jax import lax
 
 from apgrad._programs import uses
 from apgrad._programs.jaxprs import trace
+from apgrad._programs.signs import inner, random_signs
 from apgrad._programs.uses import Kind, Value
 
 KEY = jax.random.key(0)
@@ -102,9 +103,9 @@ def test_gradient_and_sketch_are_those_of_the_program(name):
     with jax.numpy_dtype_promotion("standard"):
         for found, expected in zip(uses.gradient(*parts), truth, strict=True):
             np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-        signs = [uses.random_signs(jnp.uint32(7), i, x.shape) for i, x in enumerate(leaves)]
+        signs = [random_signs(jnp.uint32(7), i, x.shape) for i, x in enumerate(leaves)]
         found = jax.jit(lambda operands, messages: uses.sketch(*parts[:2], operands, messages, signs))(*parts[2:])
-    expected = uses.inner(truth, signs)
+    expected = inner(truth, signs)
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
 
 
@@ -112,7 +113,7 @@ def test_gradient_and_sketch_are_those_of_the_program(name):
 def test_no_gradient_of_a_lane_is_made(name):
     # Mapped over 50 lanes: no array of the lanes times an array of parameters.
     parts, leaves, _ = of_program(name)
-    signs = [uses.random_signs(jnp.uint32(7), i, x.shape) for i, x in enumerate(leaves)]
+    signs = [random_signs(jnp.uint32(7), i, x.shape) for i, x in enumerate(leaves)]
 
     def of_lanes(operands, messages):
         return jax.vmap(lambda o, m: uses.sketch(*parts[:2], o, m, signs))(operands, messages)
@@ -131,8 +132,8 @@ def test_a_sketch_keeps_inner_products_on_average():
     y = [a + jnp.flip(a) / 2 for a in x]
 
     def product(seed):
-        signs = [uses.random_signs(seed, i, a.shape) for i, a in enumerate(x)]
-        return jnp.mean(uses.inner(x, signs) * uses.inner(y, signs))
+        signs = [random_signs(seed, i, a.shape) for i, a in enumerate(x)]
+        return jnp.mean(inner(x, signs) * inner(y, signs))
 
     found = jax.jit(jax.vmap(product))(jax.random.bits(KEY, (10_000,), jnp.uint32))
     truth = sum(float(jnp.vdot(a, b)) for a, b in zip(x, y, strict=True))

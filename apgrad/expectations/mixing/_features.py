@@ -19,7 +19,8 @@ import jax.numpy as jnp
 
 from apgrad._programs import uses
 from apgrad._programs.jaxprs import place, trace
-from apgrad._programs.uses import Kind, Value, wide as wide
+from apgrad._programs.signs import NUMBER, inner, random_signs, wide as wide
+from apgrad._programs.uses import Kind, Value
 from apgrad.expectations.estimators._estimator import Mixer
 
 EXACT = 16  # the most elements of a target whose gradients are features as they are
@@ -69,12 +70,14 @@ class BackwardPass(NamedTuple):
 
     Attributes:
       answers: for each set of messages what it comes to.
+      to_lane: messages to the lanes' own arguments, as `Answers.lane` has them -> the same in the arguments' structure.
       to_shared: messages to the uses of parameters -> the sum over lanes of their pullbacks, in the structure of
         `shared`, with None for what is not differentiated.
       of_shared: whether the target is shared by the lanes; else it is the lanes' own arguments.
     """
 
     answers: list[Answers]
+    to_lane: Callable[[list[Any]], Any]
     to_shared: Callable[[Any], tuple[list[Any], list[Any]]]
     of_shared: bool
 
@@ -114,17 +117,15 @@ def backward_pass(memory: NodeMemory, lanes: int, messages: Sequence[tuple[list[
         else:
             exact, numbers = is_exact(target), chosen
             if not exact:
-                signs = [uses.random_signs(memory.seed, i, shared[i].shape) for i in numbers]
-                return uses.sketch(program, inputs(lane), operands, to_uses, signs) * uses.NUMBER**-0.5
+                signs = [random_signs(memory.seed, i, shared[i].shape) for i in numbers]
+                return uses.sketch(program, inputs(lane), operands, to_uses, signs) * NUMBER**-0.5
             gradients = uses.gradient(program, inputs(lane), operands, to_uses)
             # The same features whatever is differentiated, as the suffix wants them.
             rows = place(gradients, chosen, [jnp.zeros(jnp.shape(x), jnp.result_type(x)) for x in shared])
             rows = [row for row in rows if is_inexact(row)]
         if exact:
             return jnp.concatenate([x.reshape(-1).astype(wide(x.dtype)) for x in rows])
-        return uses.inner(
-            rows, [uses.random_signs(memory.seed, i, x.shape) for x, i in zip(rows, numbers, strict=True)]
-        )
+        return inner(rows, [random_signs(memory.seed, i, x.shape) for x, i in zip(rows, numbers, strict=True)])
 
     def some(lane, ports, messages):
         def exposed(values, ports):
@@ -149,7 +150,7 @@ def backward_pass(memory: NodeMemory, lanes: int, messages: Sequence[tuple[list[
         found = uses.gradient(program, inputs(lane), operands, to_uses, lanes)
         return jax.tree.unflatten(structure, place(found, chosen, [None] * len(shared)))
 
-    return BackwardPass(answers, to_shared, bool(chosen))
+    return BackwardPass(answers, jax.tree.structure(memory.lane).unflatten, to_shared, bool(chosen))
 
 
 def empty_target(what: str) -> str:
@@ -185,7 +186,7 @@ def width(target: Sequence[Any]) -> int:
       >>> width([jnp.zeros((2, 3)), jnp.zeros(3)]), width([jnp.zeros((8, 64)), jnp.zeros(64)])
       (9, 16)
     """
-    return sum(jnp.size(x) for x in target) if is_exact(target) else uses.NUMBER
+    return sum(jnp.size(x) for x in target) if is_exact(target) else NUMBER
 
 
 def is_inexact(x: Any) -> bool:

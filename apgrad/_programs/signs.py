@@ -1,0 +1,180 @@
+"""Random signs in factors: tensors of +1 and -1, made of one factor for each axis.
+
+    signs = random_signs(seed, number, shape)      # z_k[i, j, ...] = s_k u_k[i] v_k[j] ..., for k = 1 .. NUMBER
+    products = inner([array], [signs])             # <array, z_k>, (NUMBER,)
+
+Products of independent signs are uncorrelated, which is all that a sketch of inner products needs (`uses.py`), and an
+inner product with an outer product a (x) b is two short ones, (a . u_k)(b . v_k).
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+NUMBER = 16  # signs of a sketch: weights made from them add a few per cent to a variance
+
+
+class Factors(NamedTuple):
+    """Tensors z_k = scale_k times the product over axes of one factor each.
+
+    Attributes:
+      scale: (NUMBER,).
+      axes: for each axis the factors, (NUMBER, size of the axis), or None for ones.
+    """
+
+    scale: jax.Array
+    axes: tuple[Any, ...]
+
+
+def random_signs(seed: jax.Array, number: int, shape: Sequence[int]) -> Factors:
+    """Signs for one array of parameters: the same for the same seed and number, independent otherwise.
+
+    Arrays share the factors of axes of equal size, as a bias and the last axis of its weights, so that products are
+    made once; a sign of each array by itself makes the tensors uncorrelated.
+
+    Args:
+      seed: uint32, a scalar.
+      number: of the array.
+      shape: of the array.
+    """
+
+    def signs(name, size):
+        # The bits of a hash (the finalizer of MurmurHash3): made where they are used, never stored.
+        start = _hash(seed + jnp.uint32(name * 0x9E3779B9 % 2**32))
+        bits = _hash(lax.iota(jnp.uint32, size) * jnp.uint32(0x9E3779B1) ^ start)
+        return 1 - 2 * (bits >> lax.broadcasted_iota(jnp.uint32, (NUMBER, size), 0) & 1).astype(jnp.float32)
+
+    axes = [signs(2**16 + 16 * size + len(shape) - axis, size) for axis, size in enumerate(shape)]
+    return Factors(signs(number + 1, 1)[:, 0], tuple(axes))
+
+
+def inner(arrays: Sequence[jax.Array], signs: Sequence[Any]) -> jax.Array:
+    """The inner products of some arrays with signs, summed over the arrays, (NUMBER,).
+
+    Args:
+      arrays: any.
+      signs: for each array its signs, factors or whole (NUMBER, ...).
+    """
+    return sum((_inner(x, z) for x, z in zip(arrays, signs, strict=True)), jnp.zeros(NUMBER, jnp.float32))
+
+
+def _hash(x):
+    for factor in (0x85EBCA6B, 0xC2B2AE35):
+        x = (x ^ (x >> 16)) * jnp.uint32(factor)
+    return x ^ (x >> 16)
+
+
+def wide(dtype: Any) -> Any:
+    """Float32, or the dtype where the dtype is wider.
+
+    Args:
+      dtype: of floating-point numbers.
+    """
+    return max(jnp.dtype(dtype), jnp.dtype(jnp.float32), key=lambda dtype: dtype.itemsize)
+
+
+def of_steps(signs: Any, length: int) -> Any:
+    """What of stacked tensors is of single steps, (length, NUMBER, ...); None of None.
+
+    Args:
+      signs: of arrays (length, ...), in factors or whole.
+      length: how many steps there are.
+    """
+    if signs is None or not isinstance(signs, Factors):
+        return None if signs is None else jnp.moveaxis(signs, 1, 0)
+    lead = signs.axes[0]
+    return jnp.broadcast_to(signs.scale, (length, NUMBER)) * (1 if lead is None else lead.T)
+
+
+def of_step(signs: Any, scale: Any) -> Any:
+    """The tensors of one step.
+
+    Args:
+      signs: of arrays (length, ...), in factors or whole.
+      scale: what `of_steps` has of this step.
+    """
+    return Factors(scale, signs.axes[1:]) if isinstance(signs, Factors) else scale
+
+
+def moved(eqn: Any, signs: Factors, old: Sequence[int], shape: Sequence[int], by: Any) -> Factors | None:
+    """The factors of what an equation makes of tensors in factors, where it only moves or scales their elements.
+
+    Args:
+      eqn: an equation, which is linear in the tensors.
+      signs: of the equation's input.
+      old: shape of the input.
+      shape: shape of the output.
+      by: the number that the input is multiplied or divided by, or None.
+    """
+    (scale, axes), name, params = signs, eqn.primitive.name, eqn.params
+    if name in ("mul", "div") and by is not None:
+        by = jnp.asarray(by, scale.dtype)
+        return Factors(scale * by if name == "mul" else scale / by, axes)
+    if name == "neg":
+        return Factors(-scale, axes)
+    if name in ("convert_element_type", "copy", "stop_gradient"):
+        return signs
+    if name == "transpose":
+        return Factors(scale, tuple(axes[i] for i in params["permutation"]))
+    if name == "slice":
+        strides = params["strides"] or (1,) * len(axes)
+        cut = zip(axes, params["start_indices"], params["limit_indices"], strides, strict=True)
+        return Factors(scale, tuple(None if x is None else x[:, a:b:s] for x, a, b, s in cut))
+    # An axis of one element is a factor of the whole.
+    for x, size in zip(axes, old, strict=True):
+        scale = scale if size != 1 or x is None else scale * x[:, 0]
+    if name == "broadcast_in_dim":
+        kept = dict(zip(params["broadcast_dimensions"], zip(axes, old, strict=True), strict=True))
+        return Factors(scale, tuple(None if kept.get(i, (0, 1))[1] == 1 else kept[i][0] for i in range(len(shape))))
+    if name in ("reshape", "squeeze") and [n for n in old if n != 1] == [n for n in shape if n != 1]:
+        left = iter([x for x, n in zip(axes, old, strict=True) if n != 1])
+        return Factors(scale, tuple(None if n == 1 else next(left) for n in shape))
+    return None
+
+
+def product(terms: Sequence[tuple[jax.Array, list[int]]], factors: Factors, labels: Sequence[int]) -> jax.Array:
+    """The sum over all labels of products of arrays and of tensors in factors, (NUMBER,).
+
+    Args:
+      terms: arrays, and for each of its axes a label.
+      factors: the tensors.
+      labels: of their axes.
+    """
+    dtype = wide(jnp.result_type(*(x for x, _ in terms)))
+    each = [(x.astype(dtype), axes) for x, axes in terms]
+    each += [(x.astype(dtype), [999, label]) for x, label in zip(factors.axes, labels, strict=True) if x is not None]
+    each.append((factors.scale.astype(dtype), [999]))
+    return _einsum(each)
+
+
+def _einsum(terms):
+    names = {label: chr(97 + n) for n, label in enumerate(dict.fromkeys(x for _, axes in terms for x in axes))}
+    formula = ",".join("".join(names[x] for x in axes) for _, axes in terms) + "->" + names[999]
+    return jnp.einsum(formula, *(x for x, _ in terms), optimize="optimal")
+
+
+def _inner(array, signs):
+    labels = list(range(jnp.ndim(array)))
+    if isinstance(signs, Factors):
+        return product([(array, labels)], signs, labels)
+    dtype = wide(array.dtype)
+    return _einsum([(array.astype(dtype), labels), (signs.astype(dtype), [999, *labels])])
+
+
+def dense(signs: Any, shape: Sequence[int]) -> jax.Array:
+    """The tensors themselves, (NUMBER, ...).
+
+    Args:
+      signs: in factors or whole.
+      shape: of one tensor.
+    """
+    if not isinstance(signs, Factors):
+        return signs
+    made = signs.scale.reshape(-1, *[1] * len(shape))
+    for axis, (factor, size) in enumerate(zip(signs.axes, shape, strict=True)):
+        if factor is not None:
+            made = made * factor.reshape(-1, *[size if i == axis else 1 for i in range(len(shape))])
+    return jnp.broadcast_to(made, (NUMBER, *shape))

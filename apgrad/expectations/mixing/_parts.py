@@ -1,0 +1,137 @@
+"""What the nodes of mixers are made of: one sample with each estimator's pullback, messages, weights, refusals."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from apgrad._ground.port import port
+from apgrad._ground.propagator import Propagator, first_order, node
+from apgrad.expectations import _channels as channels
+from apgrad.expectations._cross_fitting import Streams
+from apgrad.expectations._tape import Tape
+from apgrad.expectations.estimators._baselines import Baseline, LearnedBaseline
+from apgrad.expectations.estimators._estimator import Mixer, surrogate
+from apgrad.expectations.mixing._features import NodeMemory, drop_float0
+from apgrad.expectations.weights import Weighting
+
+Charge = tuple[jax.Array, Baseline]  # a zero to be charged with later costs, and the baseline that is taken off
+
+
+class Messages(NamedTuple):
+    """What came back to a node: to the sample, by stream; to the zeros; the suffix. The lanes are first."""
+
+    own: jax.Array
+    output: jax.Array
+    to_zeros: list[jax.Array]
+    suffix: jax.Array | None
+    folds: int
+
+
+class Answer(NamedTuple):
+    """What a node answers: to the shared arguments; to the lanes', by stream; to the suffix; to `ap.adaptive`."""
+
+    shared: Any
+    lane: Streams
+    suffix: jax.Array | None
+    row: Any = None
+
+
+def charged(mixer: Mixer) -> list[Baseline]:
+    """The baselines of the estimators with a score, each once: the node has a zero on the tape for each of them."""
+    found: dict[Any, Baseline] = {_identity(e.baseline): e.baseline for e in mixer.estimators if e.score is not None}
+    return list(found.values())
+
+
+def surrogates(mixer: Mixer, distribution: Any, key: jax.Array) -> tuple[tuple[Any, list[Any]], list[Any]]:
+    """One sample with the zeros of `charged`, and the pullbacks, which take the messages of `divide`."""
+    drawn, zeros, pullbacks = None, {}, {}
+    # Estimators with a pathwise derivative come first, so that the others need not draw the sample again: the compiler
+    # does not merge two runs of the random number generator.
+    for index in sorted(range(len(mixer.estimators)), key=lambda i: mixer.estimators[i].pathwise is None):
+        estimator = mixer.estimators[index]
+
+        def one(distribution, estimator=estimator, drawn=drawn):
+            return surrogate(estimator, distribution, key, drawn)
+
+        (x, density), pullbacks[index] = jax.vjp(one, distribution)
+        drawn = x if drawn is None else drawn
+        if density is not None:
+            zero = jnp.where(jnp.isfinite(density), port(density), jnp.nan)
+            baseline = _identity(estimator.baseline)
+            zeros[baseline] = zeros[baseline] + zero if baseline in zeros else zero
+    zeros = [zeros[_identity(baseline)] for baseline in charged(mixer)]
+    return (drawn, zeros), [pullbacks[index] for index in range(len(mixer.estimators))]
+
+
+def divide(mixer: Mixer, to_x: jax.Array, to_zeros: list[Any]) -> list[tuple[Any, Any]]:
+    """The messages of each estimator: to its sample, and to the zero of its own baseline if it has a score."""
+    slots = [_identity(baseline) for baseline in charged(mixer)]
+    return [(to_x, None if e.score is None else to_zeros[slots.index(_identity(e.baseline))]) for e in mixer.estimators]
+
+
+def _identity(baseline):
+    """Equal for baselines that are the same. A baseline may be any callable object, without an equality of its own."""
+    if baseline is None or isinstance(baseline, str):
+        return baseline
+    return type(baseline), id(baseline.function if isinstance(baseline, LearnedBaseline) else baseline)
+
+
+def require_mixer(mixer: Mixer, what: str, tape: Tape, by_coordinates: bool) -> None:
+    """Raises an error for a mixer that cannot be mixed here."""
+    channels.declare_weighing(tape, what)
+    if channels.is_adaptive(tape) and (by_coordinates or len(mixer.estimators) != 2):
+        raise ValueError(
+            f"{what}: ap.adaptive keeps one weight a node for two estimators, and this mixer has "
+            + (
+                "a weight for each coordinate: use ap.stochastic with target='arguments'"
+                if by_coordinates
+                else f"{len(mixer.estimators)} estimators"
+            )
+        )
+    if mixer.target not in ("arguments", "parameters"):
+        raise ValueError(f"{what}: a mixer's target is 'arguments' or 'parameters', got {mixer.target!r}")
+    if tape.lanes < 2:
+        raise ValueError(f"{what} takes the variance over lanes and needs at least 2, got lanes={tape.lanes}")
+
+
+def mixer_node(
+    mixer: Mixer, forward: Callable[..., Any], backward: Callable[..., Any], **options: Any
+) -> Callable[..., Any]:
+    """A node whose second derivative is refused."""
+    reason = (
+        f"{mixer.name} has no second derivative: its weights are no part of the objective, and differentiating "
+        "them would be silently wrong. Use likelihood_ratio() or reparameterization() for higher orders."
+    )
+    return node(first_order(Propagator(forward, backward), reason), **options)
+
+
+def to_parameters(memory: NodeMemory, to_x: jax.Array, to_zeros: list[Any]) -> list[list[Any]]:
+    """Each estimator's messages to the distribution's parameters: for each array (lanes, ...), or None."""
+
+    def one(pullbacks, to_x, to_zeros):
+        messages = divide(memory.mixer, to_x, to_zeros)
+        return [
+            jax.tree.leaves(drop_float0(p(m)[0]), is_leaf=lambda x: x is None)
+            for p, m in zip(pullbacks, messages, strict=True)
+        ]
+
+    return jax.vmap(one)(memory.pullbacks, to_x, to_zeros)
+
+
+def weigh(what: str, weighting: Weighting, features: jax.Array, suffix: jax.Array | None) -> jax.Array:
+    """The weights (folds, estimators) of features (folds, estimators, lanes / folds, width)."""
+    if suffix is None or not weighting.suffix:
+        suffix = jnp.zeros_like(features[:, 0])
+
+    def one_fold(features, suffix):
+        weights = weighting.rule(features, suffix)
+        if jnp.shape(weights) != features.shape[:1]:
+            raise ValueError(
+                f"{what}: a weight rule must return one weight for each of the {len(features)} estimators, got "
+                f"shape {jnp.shape(weights)}"
+            )
+        return weights
+
+    return jax.vmap(one_fold)(features, suffix)
