@@ -184,13 +184,14 @@ def _table(config, rows, biases):
 
 def _figure(config, rows, biases):
     columns = max(len(config.horizons), 2)
-    figure = Figure(figsize=(4.2 * columns, 3.4 * len(config.parameters) + 3.2), layout="constrained")
+    height = 3.4 * len(config.parameters) + 3.2 * bool(biases)
+    figure = Figure(figsize=(4.2 * columns, height), layout="constrained")
     figure.suptitle(
         f"Variance over the better of RP and LR: {config.lanes} lanes an estimate, {config.estimates} estimates a "
         "point, bands are 95 % bootstrap intervals",
         fontsize=11,
     )
-    heights = [1.0] * len(config.parameters) + [0.9]
+    heights = [1.0] * len(config.parameters) + [0.9] * bool(biases)
     parts = np.ravel(np.asarray(figure.subfigures(len(heights), 1, height_ratios=heights), object))
     for part, p in zip(parts, config.parameters, strict=False):
         axes = part.subplots(1, len(config.horizons), sharey=True, squeeze=False)[0]
