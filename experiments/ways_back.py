@@ -98,8 +98,10 @@ def cells(config: Config) -> list[harness.Cell]:
         for rule in config.rules
         if not (network == "convnet" and rule == "difference_target_propagation")
     ]
-    runs = [{**pair, "rate": r, "trial": t} for pair in pairs for r in config.rates for t in range(config.seeds)]
-    return [{**pair, "measure": "time"} for pair in pairs] + runs
+    runs: list[harness.Cell] = [
+        {**pair, "rate": r, "trial": t} for pair in pairs for r in config.rates for t in range(config.seeds)
+    ]
+    return [*({**pair, "measure": "time"} for pair in pairs), *runs]
 
 
 @jax.jit
