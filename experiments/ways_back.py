@@ -6,8 +6,8 @@ guesses) learn with the same optimizer, AdamW, from the updates that come back a
 of the grid that is best on held-out training images, on average over the seeds; the test images are looked at once.
 
 The angle at a hidden layer is the one between the rule's message and the true gradient, at the same parameters and
-images: `ap.tap` shows both. It is measured along training, at the chosen rate. `time_ratio` is the median time of the
-gradient of one batch over that of `jax.grad`, each in turn in one process.
+images: `ap.tap` shows both. It is measured along training, at the chosen rate. `time_ratio` is the median processor
+time of the gradient of one batch over that of `jax.grad`, each in turn in one process; cells of their own measure it.
 
     python -m experiments.ways_back
     python -m experiments.ways_back --preset paper
@@ -91,15 +91,17 @@ PAPER = Config(
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    """Each network, rule, rate and seed."""
-    return [
-        {"network": network, "rule": rule, "rate": rate, "trial": trial}
+    """The time of each rule on each network; then each network, rule, rate and seed."""
+    pairs: list[dict[str, Any]] = [
+        {"network": network, "rule": rule}
         for network in config.networks
         for rule in config.rules
         if not (network == "convnet" and rule == "difference_target_propagation")
-        for rate in config.rates
-        for trial in range(config.seeds)
     ]
+    runs: list[harness.Cell] = [
+        {**pair, "rate": r, "trial": t} for pair in pairs for r in config.rates for t in range(config.seeds)
+    ]
+    return [*({**pair, "measure": "time"} for pair in pairs), *runs]
 
 
 @jax.jit
@@ -180,14 +182,12 @@ def way(name: str, network: str) -> Way:
 
 
 class Compiled(NamedTuple):
-    """The compiled functions of a rule on a network, and the time of its gradient over that of `jax.grad`."""
+    """The compiled functions of a rule on a network."""
 
     init: Any
     step: Any
     angles: Any
     accuracy: Any
-    time_ratio: float
-    milliseconds: float
 
 
 @functools.cache
@@ -214,14 +214,25 @@ def compiled(config: Config, name: str, network: str) -> Compiled:
         return jnp.stack([_angle(a, b) for a, b in pairs])
 
     accuracy = jax.jit(lambda params, x, y: jnp.mean((scores(network, params, x).argmax(1) == y).astype(jnp.float32)))
+    return Compiled(jax.jit(mine.init), step, angles, accuracy)
+
+
+def times(config: Config, name: str, network: str) -> dict[str, Any]:
+    """Processor milliseconds of the gradient of one batch, and their ratio to those of `jax.grad`."""
+    mine, plain = way(name, network), way("backpropagation", network)
     x, y = (v[: config.batch] for v in images(config)[1][:2])
     params = parameters(config, network, jax.random.key(0), x.shape[1:])
-    args = (jax.random.key(1), mine.init(jax.random.key(2), params, x), params, x, y)
-    times = _times(
-        (jax.jit(mine.gradient), args), (jax.jit(plain.gradient), (args[0], {}, *args[2:])), 100 if len(x) < 100 else 40
-    )
-    init = jax.jit(mine.init)
-    return Compiled(init, step, angles, accuracy, times[0] / times[1], 1e3 * times[0])
+    own = jax.jit(mine.init)(jax.random.key(2), params, x)
+    calls = [(jax.jit(w.gradient), (jax.random.key(1), o, params, x, y)) for w, o in ((mine, own), (plain, {}))]
+    seconds: list[list[float]] = [[], []]
+    for i in range(63):
+        for (function, args), found in zip(calls, seconds, strict=True):
+            start = time.process_time()
+            jax.block_until_ready(function(*args))
+            if i >= 3:
+                found.append(time.process_time() - start)
+    first, second = (1e3 * float(np.median(found)) for found in seconds)
+    return {"time_ratio": first / second, "milliseconds": first, "data": images(config)[0]}
 
 
 def _angle(a, b):
@@ -229,19 +240,6 @@ def _angle(a, b):
     a, b = (jnp.concatenate([jnp.ravel(leaf) for leaf in jax.tree.leaves(t)]) for t in (a, b))
     cosine = jnp.vdot(a, b) / jnp.maximum(jnp.linalg.norm(a) * jnp.linalg.norm(b), 1e-30)
     return jnp.degrees(jnp.arccos(jnp.clip(cosine, -1, 1)))
-
-
-def _times(*calls):
-    """The median seconds of each call, which take turns."""
-    *functions, repeats = calls
-    seconds = [[] for _ in functions]
-    for i in range(repeats + 3):
-        for (function, args), mine in zip(functions, seconds, strict=True):
-            start = time.perf_counter()
-            jax.block_until_ready(function(*args))
-            if i >= 3:
-                mine.append(time.perf_counter() - start)
-    return [float(np.median(mine)) for mine in seconds]
 
 
 @functools.cache
@@ -257,6 +255,8 @@ def images(config: Config) -> tuple[str, tuple[Any, ...]]:
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     """Accuracies and angles of one run; runs of the same trial have the same first parameters and the same batches."""
+    if cell.get("measure") == "time":
+        return times(config, cell["rule"], cell["network"])
     description, (x, y, *rest) = images(config)
     f = compiled(config, cell["rule"], cell["network"])
     keys = jax.random.split(jax.random.key(harness.cell_seed(config.seed, {"trial": cell["trial"]})), 3)
@@ -276,8 +276,6 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         "held_out": held,
         "test": test,
         "angles": curve,
-        "time_ratio": f.time_ratio,
-        "milliseconds": f.milliseconds,
         "data": description,
     }
 
@@ -285,6 +283,8 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
     """For each network and rule the rate that is best on held-out images: accuracies, angles, times."""
     rows, curves = [], {}
+    timed = {(c["network"], c["rule"]): result for c, result in records if "measure" in c}
+    data, records = records[0][1]["data"], [(c, result) for c, result in records if "rate" in c]
     for network, rule in dict.fromkeys((c["network"], c["rule"]) for c, _ in records):
         by_rate: dict[float, list[dict[str, Any]]] = {}
         for cell, result in records:
@@ -302,15 +302,14 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             "seeds": len(runs),
             "test_accuracy": float(test.mean()),
             "test_accuracy_se": error(test),
-            "time_ratio": float(np.median([r["time_ratio"] for rs in by_rate.values() for r in rs])),
-            "milliseconds": float(np.median([r["milliseconds"] for rs in by_rate.values() for r in rs])),
+            "time_ratio": timed.get((network, rule), {}).get("time_ratio", np.nan),
+            "milliseconds": timed.get((network, rule), {}).get("milliseconds", np.nan),
             "angle_first_layer": float(curve[:, -1, 1].mean()),
             "angle_first_layer_se": error(curve[:, -1, 1]),
             "angle_last_layer": float(curve[:, -1, -1].mean()),
             "angle_last_layer_se": error(curve[:, -1, -1]),
         }
         rows.append(row)
-    data = records[0][1]["data"]
     lines = [data, "test accuracy, angle to the gradient at the first and last hidden layer (end), time over jax.grad"]
     lines += [
         f"{r['network']:8} {r['rule']:30} rate {r['rate']:<7} {100 * r['test_accuracy']:5.1f}"

@@ -38,18 +38,13 @@ def test_angles():
 def test_the_report_takes_the_rate_that_is_best_on_held_out_images():
     def result(held, test):
         angles = [[0, 90.0, 80.0], [10, 60.0, 50.0]]
-        return {
-            "held_out": held,
-            "test": test,
-            "angles": angles,
-            "time_ratio": 1.1,
-            "milliseconds": 2.0,
-            "data": "none",
-        }
+        return {"held_out": held, "test": test, "angles": angles, "data": "none"}
 
     cell = {"network": "mlp", "rule": "feedback_alignment"}
-    records = [({**cell, "rate": 0.1, "trial": i}, result(0.5, 0.99)) for i in range(2)]
+    records = [({**cell, "measure": "time"}, {"time_ratio": 1.1, "milliseconds": 2.0, "data": "none"})]
+    records += [({**cell, "rate": 0.1, "trial": i}, result(0.5, 0.99)) for i in range(2)]
     records += [({**cell, "rate": 0.2, "trial": i}, result(0.6, 0.7 + 0.1 * i)) for i in range(2)]
     (row,) = ways_back.report(ways_back.Config(), records).rows
     assert row["rate"] == 0.2 and row["test_accuracy"] == pytest.approx(0.75)
+    assert row["time_ratio"] == 1.1
     assert row["test_accuracy_se"] == pytest.approx(0.05) and row["angle_first_layer"] == 60

@@ -60,6 +60,7 @@ STEPS = {
 }
 
 
+@pytest.mark.optimized
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(
     st.lists(st.sampled_from(sorted(STEPS)), min_size=1, max_size=4),

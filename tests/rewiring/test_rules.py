@@ -56,6 +56,7 @@ def names(n=3):
     return [f"dot_general[{i}]" for i in range(n)]
 
 
+@pytest.mark.quick
 def test_feedback_alignment():
     params, update, *gradients = learned(rewiring.feedback_alignment(KEY))
     close(gradients, by_hand(lambda i, m, e: m @ params[names()[i]].T))

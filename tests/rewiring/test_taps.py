@@ -76,6 +76,7 @@ def test_vmap_outside_and_inside():
         close(taps["shared"][1], jax.vmap(jnp.linalg.norm)(messages))
 
 
+@pytest.mark.quick
 def test_branches_share_a_name_and_a_branch_that_is_not_taken_is_zeros():
     def loss(x, positive):
         def sine(x):
