@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 NUMBER = 16  # signs of a sketch: weights made from them add a few per cent to a variance
+_K = -1  # the label of the axis of signs
 
 
 class Factors(NamedTuple):
@@ -144,16 +145,23 @@ def product(terms: Sequence[tuple[jax.Array, list[int]]], factors: Factors, labe
       labels: of their axes.
     """
     dtype = wide(jnp.result_type(*(x for x, _ in terms)))
-    each = [(x.astype(dtype), axes) for x, axes in terms]
-    each += [(x.astype(dtype), [999, label]) for x, label in zip(factors.axes, labels, strict=True) if x is not None]
-    each.append((factors.scale.astype(dtype), [999]))
-    return _einsum(each)
+    shared = [label for label in labels if sum(label in axes for _, axes in terms) != 1]
+    whole = [([_K, label], x.astype(dtype)) for x, label in zip(factors.axes, labels, strict=True) if x is not None]
+    # A factor of one array alone first, always in the same way: a layer and its bias have such products in common.
+    made = []
+    for x, axes in terms:
+        mine = [factor for factor in whole if factor[0][1] in axes and factor[0][1] not in shared]
+        left = [label for label in axes if all(label not in pair for pair, _ in mine)] + [_K] * bool(mine)
+        made.append((left, _einsum([(axes, x.astype(dtype)), *mine], left)))
+    made += [factor for factor in whole if factor[0][1] in shared]
+    total = _einsum(made, [_K] if any(_K in axes for axes, _ in made) else [])
+    return total * factors.scale.astype(dtype)
 
 
-def _einsum(terms):
-    names = {label: chr(97 + n) for n, label in enumerate(dict.fromkeys(x for _, axes in terms for x in axes))}
-    formula = ",".join("".join(names[x] for x in axes) for _, axes in terms) + "->" + names[999]
-    return jnp.einsum(formula, *(x for x, _ in terms), optimize="optimal")
+def _einsum(terms, output):
+    names = {label: chr(97 + n) for n, label in enumerate(dict.fromkeys(x for axes, _ in terms for x in axes))}
+    formula = ",".join("".join(names[x] for x in axes) for axes, _ in terms) + "->" + "".join(names[x] for x in output)
+    return jnp.einsum(formula, *(x for _, x in terms), optimize="optimal")
 
 
 def _inner(array, signs):
@@ -161,7 +169,7 @@ def _inner(array, signs):
     if isinstance(signs, Factors):
         return product([(array, labels)], signs, labels)
     dtype = wide(array.dtype)
-    return _einsum([(array.astype(dtype), labels), (signs.astype(dtype), [999, *labels])])
+    return _einsum([(labels, array.astype(dtype)), ([_K, *labels], signs.astype(dtype))], [_K])
 
 
 def dense(signs: Any, shape: Sequence[int]) -> jax.Array:
