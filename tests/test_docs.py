@@ -17,13 +17,16 @@ def blocks(name):
 
 
 def test_the_readme_shows_a_gradient_in_twenty_lines():
-    example, clip, learned, apply, train = blocks("README.md")
+    example, clip, policy, learned, apply, train = blocks("README.md")
     assert len([line for line in example.splitlines() if line]) <= 20
     names = {}
     exec(example, names)
     assert abs(names["gradient"] + 0.2213) < 5 * 0.06  # the exact value, and the standard deviation of an estimate
     exec(clip, names)
     assert jax.grad(lambda x: 5 * names["clip"](x))(1.0) == 1
+    with jax.numpy_dtype_promotion("standard"):  # optax.adam needs it
+        exec(policy, names)
+    assert names["costs"][-5:].mean() < 0.5 * names["costs"][0]
     exec(learned, names)
     assert jax.tree.map(jnp.shape, names["updates"]) == jax.tree.map(jnp.shape, names["params"])
     assert len(apply.splitlines()) <= 10

@@ -97,7 +97,9 @@ class Comparison(NamedTuple):
             relative = "1" if r.efficiency == best else f"{r.efficiency / best:.2g}"
             notes = ", ".join(["biased"] * r.biased + ["heavy tails"] * r.heavy_tailed)
             cells.append((name, mean, off, variance, f"{1e3 * r.seconds:.3g}", relative, notes))
-        lines = [table(cells), f"{self.num_estimates} estimates each; efficiency relative to the best"]
+        elements = next(iter(self.rows.values())).mean.size
+        of_all = f"; variance and norm over {elements} elements" if elements > 1 else ""
+        lines = [table(cells), f"{self.num_estimates} estimates each{of_all}; efficiency relative to the best"]
         return "\n".join(lines + [f"{name}: refused, {why}" for name, why in self.refused.items()])
 
 
