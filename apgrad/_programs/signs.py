@@ -31,7 +31,7 @@ class Factors(NamedTuple):
 
 
 def random_signs(seed: jax.Array, number: int, shape: Sequence[int]) -> Factors:
-    """Signs for one array of parameters: the same for the same seed and number, independent otherwise.
+    """Signs for one array of parameters: the same for the same seed and number, uncorrelated with all others.
 
     Arrays share the factors of axes of equal size, as a bias and the last axis of its weights, so that products are
     made once; a sign of each array by itself makes the tensors uncorrelated.
@@ -116,7 +116,7 @@ def moved(eqn: Any, signs: Factors, old: Sequence[int], shape: Sequence[int], by
         return Factors(scale * by if name == "mul" else scale / by, axes)
     if name == "neg":
         return Factors(-scale, axes)
-    if name in ("convert_element_type", "copy", "stop_gradient"):
+    if name in ("convert_element_type", "copy"):
         return signs
     if name == "transpose":
         return Factors(scale, tuple(axes[i] for i in params["permutation"]))
@@ -134,6 +134,42 @@ def moved(eqn: Any, signs: Factors, old: Sequence[int], shape: Sequence[int], by
         left = iter([x for x, n in zip(axes, old, strict=True) if n != 1])
         return Factors(scale, tuple(None if n == 1 else next(left) for n in shape))
     return None
+
+
+def thin(eqn: Any, arrays: Sequence[Any], view: int, signs: Any, messages: Sequence[jax.Array]) -> jax.Array | None:
+    """The inner products of messages with the derivatives of an equation along tensors, (NUMBER,), by thin products.
+
+    Args:
+      eqn: an equation of two inputs.
+      arrays: its inputs.
+      view: the number of the input that the tensors are derivatives of.
+      signs: the tensors.
+      messages: to the equation's outputs.
+
+    Returns:
+      None for tensors that are not in factors, and for equations that are no product and no sum.
+    """
+    if not isinstance(signs, Factors):
+        return None
+    (message,), name = messages, eqn.primitive.name
+    shapes, ndim = [jnp.shape(x) for x in arrays], jnp.ndim(message)
+    if name == "dot_general":
+        contracted, batched = eqn.params["dimension_numbers"]
+        labels = [[-1] * len(shape) for shape in shapes]
+        for pairs, start in ((batched, 0), (contracted, 100)):
+            for n, axes in enumerate(zip(*pairs, strict=True)):
+                for side, axis in enumerate(axes):
+                    labels[side][axis] = start + n
+        free = iter(range(len(batched[0]), ndim))
+        labels = [[next(free) if label < 0 else label for label in side] for side in labels]
+        terms = [(message, list(range(ndim))), (arrays[1 - view], labels[1 - view])]
+    elif name in ("add", "add_any", "sub", "mul") and shapes[0] == shapes[1]:
+        labels = [list(range(ndim))] * 2
+        terms = [(message, labels[0])] + [(arrays[1 - view], labels[0])] * (name == "mul")
+    else:
+        return None
+    sign = -1 if name == "sub" and view == 1 else 1
+    return sign * product(terms, signs, labels[view])
 
 
 def product(terms: Sequence[tuple[jax.Array, list[int]]], factors: Factors, labels: Sequence[int]) -> jax.Array:

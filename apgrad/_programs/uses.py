@@ -37,7 +37,7 @@ from jax import lax
 
 from apgrad._programs.control import Program, nested
 from apgrad._programs.jaxprs import caller, inline, place, restrict
-from apgrad._programs.signs import NUMBER, Factors, dense, inner, moved, of_step, of_steps, product
+from apgrad._programs.signs import NUMBER, Factors, dense, inner, moved, of_step, of_steps, thin
 
 RECORD: ContextVar[list[Any] | None] = ContextVar("record", default=None)  # who listens to how sketches are made
 
@@ -65,11 +65,11 @@ class Value(NamedTuple):
 
 
 def expose(program: Program, inputs: Sequence[Value], ports: Any = None) -> tuple[list[Any], list[Any], list[Any]]:
-    """Evaluates a program, with ports added to what its uses make.
+    """Evaluates a program of one lane, with ports added to what its uses make.
 
     Args:
-      program: of one lane.
-      inputs: the program's inputs.
+      program: the program.
+      inputs: its inputs.
       ports: zeros in the form of `made`; None for none.
 
     Returns:
@@ -171,6 +171,17 @@ def _without_lane(inputs):
     return [Value(Kind.LANE) if value.kind == Kind.LANE else value for value in inputs]
 
 
+def _refuse(_, message):
+    raise TypeError(
+        "reverse-mode differentiation does not work for lax.while_loop, which a parameter of the node goes through. "
+        "Use lax.scan, or lax.fori_loop with a number of steps that is known"
+    )
+
+
+_without_message = jax.custom_vjp(lambda x: x)
+_without_message.defvjp(lambda x: (x, None), _refuse)
+
+
 class _Walk:
     """A walk over a program that meets each use once, always in the same order."""
 
@@ -182,8 +193,7 @@ class _Walk:
         """A view that becomes a value of the lane is a use by itself."""
         if value.kind != Kind.VIEW:
             return Value(Kind.LANE, value.array)
-        (array,) = self.use(lambda x: [x], [value])
-        return Value(Kind.LANE, array)
+        return Value(Kind.LANE, self.use(lambda x: [x], [value])[0])
 
     def _apply(self, eqn, values):
         values = [_tagged(value) for value in values]
@@ -197,7 +207,8 @@ class _Walk:
             return self.through(inside.jaxprs[0], values)
         if inside is not None and inside.kind == "scan":
             return self._scan(inside, values)
-        return [Value(Kind.LANE, x) for x in self.use(caller(eqn), values, eqn)]
+        make = self.blocked if inside is not None and inside.kind == "while" else self.use
+        return [Value(Kind.LANE, x) for x in make(caller(eqn), values, eqn)]
 
     def of_views(self, eqn, values, kind):
         """An equation without values of the lane."""
@@ -210,6 +221,10 @@ class _Walk:
 
     def use(self, function, values, eqn=None):
         """A use: `function(*arrays) -> list`, of the equation if there is one."""
+        raise NotImplementedError
+
+    def blocked(self, function, values, eqn):
+        """A use that no message passes: a `while_loop`, which has no reverse mode."""
         raise NotImplementedError
 
     def loop(self, inside, program, inputs, moving, carry, xs):
@@ -251,6 +266,18 @@ class _Expose(_Walk):
             return outputs
         return place([outputs[i] + p for i, p in zip(chosen, next(self.ports), strict=True)], chosen, outputs)
 
+    def blocked(self, function, values, eqn):
+        outputs = function(*(lax.stop_gradient(value.array) for value in values))
+        chosen = [i for i, x in enumerate(outputs) if _is_inexact(x)]
+        self.operands.append([outputs[i] for i in chosen])
+        self.made.append(self.operands[-1])
+        ports = [] if self.ports is None else next(self.ports)
+        return place(
+            [_without_message(outputs[i] + p) for i, p in zip(chosen, ports, strict=False)],
+            chosen[: len(ports)],
+            outputs,
+        )
+
     def loop(self, inside, program, inputs, moving, carry, xs):
         def body(state, x):
             arrays, ports = x
@@ -259,8 +286,8 @@ class _Expose(_Walk):
                 [Value(Kind.LANE, c) for c in state], [v._replace(array=a) for v, a in zip(xs, arrays, strict=True)]
             )
             outputs = [inner.of_lane(value).array for value in inner.through(program, values)]
-            after, ys = _split(outputs, inside.counts, moving)
-            return after, (ys, inner.operands, inner.made)
+            ys = outputs[inside.counts[1] :]
+            return [outputs[i] for i in moving], (ys, inner.operands, inner.made)
 
         ports = None if self.ports is None else next(self.ports)
         after, (ys, operands, made) = lax.scan(
@@ -293,6 +320,10 @@ class _Replay(_Walk):
         self.made.append([x for x in outputs if _is_inexact(x)])
         return [None] * len(outputs)
 
+    def blocked(self, function, values, eqn):
+        self.made.append(next(self.operands))
+        return [None] * len(eqn.outvars)
+
     def loop(self, inside, program, inputs, moving, carry, xs):
         def step(arrays, operands):
             inner = _Replay(operands)
@@ -301,8 +332,7 @@ class _Replay(_Walk):
                 inner.of_lane(value)
             return inner.made
 
-        arrays = [value.array for value in xs]
-        self.made.append(jax.vmap(step, axis_size=inside.length)(arrays, next(self.operands)))
+        self.made.append(jax.vmap(step, axis_size=inside.length)([v.array for v in xs], next(self.operands)))
         return [None] * (len(moving) + len(program.jaxpr.outvars) - inside.counts[1])
 
 
@@ -334,12 +364,19 @@ class _Sketch(_Replay):
         if eqn is None:
             record((views, name, "thin products"))
             return inner(messages, [values[0].signs])
-        terms = _factored(eqn, values, arrays, messages)
+        terms = None
+        if len(views) == 1 and len(values) == 2:
+            (view,) = (i for i, value in enumerate(values) if value.kind == Kind.VIEW)
+            terms = thin(eqn, arrays, view, values[view].signs, messages)
         record((views, name, f"{NUMBER} derivatives" if terms is None else "thin products"))
         if terms is not None:
             return terms
         chosen = [i for i, x in enumerate(shapes) if _is_inexact(x)]
         return inner(messages, _derivatives(function, values, arrays, chosen))
+
+    def blocked(self, function, values, eqn):
+        next(self.messages)
+        return super().blocked(function, values, eqn)
 
     def loop(self, inside, program, inputs, moving, carry, xs):
         def step(arrays, signs, operands, messages):
@@ -359,10 +396,6 @@ def _tagged(value):
     return value if isinstance(value, Value) else Value(Kind.FIXED, value)
 
 
-def _split(outputs, counts, moving):
-    return [outputs[i] for i in moving], outputs[counts[1] :]
-
-
 def _moved(eqn, values, outputs):
     """The factors of a view that an equation makes of one other, or None if they are not factors any more."""
     if eqn.primitive.name == "mul" and values[0].kind == Kind.FIXED:
@@ -372,33 +405,6 @@ def _moved(eqn, values, outputs):
         return None
     by = others[0].array if others and others[0].kind == Kind.FIXED and jnp.ndim(others[0].array) == 0 else None
     return moved(eqn, view.signs, jnp.shape(view.array), jnp.shape(outputs[0].array), by)
-
-
-def _factored(eqn, values, arrays, messages):
-    """A use's part of the sketch by thin products, or None for a use of another form."""
-    views = [i for i, value in enumerate(values) if value.kind == Kind.VIEW]
-    name = eqn.primitive.name
-    if len(views) != 1 or len(values) != 2 or not isinstance(values[views[0]].signs, Factors):
-        return None
-    view, (message,), factors = views[0], messages, values[views[0]].signs
-    shapes, ndim = [jnp.shape(x) for x in arrays], jnp.ndim(message)
-    if name == "dot_general":
-        contracted, batched = eqn.params["dimension_numbers"]
-        labels = [[-1] * len(shape) for shape in shapes]
-        for pairs, start in ((batched, 0), (contracted, 100)):
-            for n, axes in enumerate(zip(*pairs, strict=True)):
-                for side, axis in enumerate(axes):
-                    labels[side][axis] = start + n
-        free = iter(range(len(batched[0]), ndim))
-        labels = [[next(free) if label < 0 else label for label in side] for side in labels]
-        terms = [(message, list(range(ndim))), (arrays[1 - view], labels[1 - view])]
-    elif name in ("add", "add_any", "sub", "mul") and shapes[0] == shapes[1]:
-        labels = [list(range(ndim))] * 2
-        terms = [(message, labels[0])] + [(arrays[1 - view], labels[0])] * (name == "mul")
-    else:
-        return None
-    sign = -1 if name == "sub" and view == 1 else 1
-    return sign * product(terms, factors, labels[view])
 
 
 def _derivatives(function, values, arrays, chosen):

@@ -78,11 +78,7 @@ def expectation(
       >>> float(gradient).__round__(2)     # (1 - 0.45)^2 - 0.45^2
       0.1
     """
-    if not callable(program):
-        raise TypeError(f"expectation takes a program, a function of (tape, *args), got {type(program).__name__}")
-    if isinstance(lanes, bool) or not hasattr(lanes, "__index__") or operator.index(lanes) < 1:
-        raise ValueError(f"expectation needs at least one lane, an integer, got lanes={lanes!r}")
-    lanes = operator.index(lanes)
+    lanes = require_program(program, lanes)
     if cross_fit and (lanes < 4 or lanes % 2):
         raise ValueError(
             f"cross_fit=True needs two halves of at least 2 lanes: an even number, at least 4, got {lanes}"
@@ -107,6 +103,20 @@ def expectation(
     objective.__name__ = getattr(program, "__name__", "objective")
     objective.__doc__ = f"Expected cost of {objective.__name__}, estimated with {lanes} lanes: (key, *args) -> scalar."
     return objective
+
+
+def require_program(program: Any, lanes: Any) -> int:
+    """The number of lanes as an integer, or an error if the two are no program and no number of lanes.
+
+    Args:
+      program: as in `expectation`.
+      lanes: as in `expectation`.
+    """
+    if not callable(program):
+        raise TypeError(f"expectation takes a program, a function of (tape, *args), got {type(program).__name__}")
+    if isinstance(lanes, bool) or not hasattr(lanes, "__index__") or operator.index(lanes) < 1:
+        raise ValueError(f"expectation needs at least one lane, an integer, got lanes={lanes!r}")
+    return operator.index(lanes)
 
 
 def value_and_grad(
@@ -187,6 +197,8 @@ def argument_numbers(argnums: int | Sequence[int]) -> tuple[bool, tuple[int, ...
     """
     several = isinstance(argnums, Sequence)
     numbers = tuple(map(operator.index, argnums if isinstance(argnums, Sequence) else (argnums,)))
+    if not numbers:
+        raise ValueError("argnums is empty: name at least one argument to differentiate")
     if any(n < 1 for n in numbers):
         raise ValueError(f"argnums={argnums}: 0 is the key, and the program's first argument is argnums=1")
     return several, numbers

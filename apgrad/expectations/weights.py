@@ -50,6 +50,7 @@ biased, its variance is small, and all the rules above give it the weight. `alph
 `experiments.contact` measures which of them see what.
 """
 
+import functools
 import math
 from typing import NamedTuple, Protocol
 
@@ -344,6 +345,7 @@ def _first_alone(gradients, suffix):
     return jnp.zeros(len(gradients), gradients.dtype).at[0].set(1)
 
 
+@functools.cache  # so that equal weights are equal
 def least_variance(shrinkage: float = 0.0) -> WeightRule:
     """The rule of least variance of `suffix + sum_e w_e gradients_e`, with weights in [0, 1] that sum to 1.
 

@@ -258,3 +258,52 @@ def test_errors():
     raises("use lax.scan", loop)
     with pytest.raises(TypeError, match="no second derivative"):
         jax.grad(lambda theta: objective.value_and_grad(KEY, state, theta)[1]["a"])(THETA)
+
+
+def test_a_rule_of_the_mixers_own_is_refused():
+    # It would not be asked, and where it guards against a bias that would be silent.
+    node = ap.stochastic(ap.total_propagation(weights=ap.weights.inverse_variance()))(lambda t: dist.Normal(t, 1.0))
+
+    def program(tape, theta):
+        tape, x = node(tape, theta)
+        return tape.cost(x)
+
+    with pytest.raises(ValueError, match="a rule of its own, which would not be asked"):
+        ap.adaptive(program, 4).init(KEY, 0.5)
+    never = lambda tape, theta: lax.scan(lambda c, _: (step(c[0], THETA, c[1]), None), (tape, theta), length=0)[0][0]
+    with pytest.raises(ValueError, match="is never visited"):
+        ap.adaptive(lambda tape, theta: never(tape, jnp.full(4, theta)).cost(jnp.ones(4)), 4).init(KEY, 0.5)
+    for lanes in (8.0, True):
+        with pytest.raises(ValueError, match="at least one lane, an integer"):
+            ap.adaptive(program, lanes)
+
+
+def test_float64_of_any_size(x64):
+    node = ap.stochastic(ap.total_propagation())(lambda theta, x: dist.Normal(theta * x, 1.0))
+
+    def program(tape, theta, scale):
+        tape, x = node(tape, theta, jnp.ones(tape.lanes))
+        return tape.cost(jnp.sin(scale * x))
+
+    objective = ap.adaptive(program, 8)
+    for scale in (1e60, 1e-60):
+        state = objective.init(KEY, 0.5, scale)
+        _, gradient, state = objective.value_and_grad(jax.random.key(1), state, 0.5, scale)
+        assert np.isfinite(gradient) and np.all(np.isfinite(state.averages)) and np.any(state.averages != 0)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_nodes_of_constants_let_messages_by(first, x64):
+    # The other node's target is empty, and it is reached since the suffix or the moments come past it.
+    node = ap.stochastic(ap.total_propagation())(lambda theta, x: dist.Normal(theta * x, 1.0))
+
+    def program(tape, theta):
+        pair = (theta, jnp.float64(1.0)) if first else (jnp.float64(1.0), theta)
+        tape, x = node(tape, pair[0], jnp.ones(tape.lanes))
+        tape, y = node(tape, pair[1], jnp.ones(tape.lanes))
+        return tape.cost(x**2 + y**2)
+
+    objective, plain = ap.adaptive(program, 10), ap.grad(program, 10, cross_fit=True)
+    state, keys = objective.init(KEY, jnp.float64(0.7)), jax.random.key(3)
+    ap.testing.assert_unbiased(lambda key: objective.value_and_grad(key, state, 0.7)[1], 1.4, keys, 2_000)
+    ap.testing.assert_unbiased(lambda key: plain(key, 0.7), 1.4, keys, 2_000)

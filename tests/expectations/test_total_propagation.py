@@ -203,3 +203,64 @@ def test_what_it_needs_is_asked_for():
     # A target without the lanes would silently give equal weights.
     with pytest.raises(ValueError, match=r"none has the lanes \(4\) as leading axis"):
         error(lambda tape, t: ap.sample(tape, dist.Normal(t, 1.0).expand((4,)), ap.total_propagation())[0], 1.0)
+
+
+def test_closures_are_seen_alike_eagerly_and_compiled():
+    # What is traced abstractly is a tracer there and an array in an eager call.
+    def program(tape, theta, constant):
+        factor = 2 * constant + jnp.ones(3).sum()
+        node = ap.stochastic(ap.total_propagation())(lambda theta, x: dist.Normal(theta * factor * x, constant))
+        tape, x = node(tape, theta, jnp.ones(tape.lanes))
+        return tape.cost(x**2)
+
+    for cross_fit in (False, True):
+        gradient = ap.grad(program, 4, argnums=(1, 2), cross_fit=cross_fit)
+        eager, compiled = gradient(KEY, 0.5, 1.5), jax.jit(gradient)(KEY, 0.5, 1.5)
+        np.testing.assert_allclose(eager, compiled, rtol=1e-4)
+
+
+def test_while_loops_none_and_complex_parameters_in_a_node():
+    def gradient(make, theta):
+        node = ap.stochastic(ap.total_propagation())(make)
+
+        def program(tape, theta):
+            tape, x = node(tape, theta, jnp.ones(tape.lanes))
+            return tape.cost(x)
+
+        return ap.grad(program, 4)(KEY, theta)
+
+    def loop(theta, x):
+        return jax.lax.while_loop(lambda c: c < 5, lambda c: c + theta**2 * x + 1, theta * x)
+
+    stopped = gradient(lambda theta, x: dist.Normal(theta + jax.lax.stop_gradient(loop(theta, x)), 1.0), 0.5)
+    assert jnp.isfinite(stopped)
+    with pytest.raises(TypeError, match=r"lax.while_loop, which a parameter of the node goes through"):
+        gradient(lambda theta, x: dist.Normal(loop(theta, x), 1.0), 0.5)
+
+    @jax.tree_util.register_pytree_node_class
+    class Shifted:
+        def __init__(self, loc, scale):
+            self.loc, self.scale = loc, scale
+
+        def tree_flatten(self):
+            return (self.loc, None, self.scale), None
+
+        @classmethod
+        def tree_unflatten(cls, _, children):
+            return cls(children[0], children[2])
+
+        def rsample(self, key):
+            return self.loc + self.scale * jax.random.normal(key)
+
+        sample = rsample
+
+        def log_prob(self, x):
+            return -(((x - self.loc) / self.scale) ** 2) / 2 - jnp.log(self.scale)
+
+    assert jnp.isfinite(gradient(lambda theta, x: Shifted(theta * x, jnp.float32(1.0)), 0.5))
+    small = gradient(lambda theta, x: dist.Normal(jnp.real(theta) * x, 1.0), jnp.complex64(1 + 1j))
+    assert jnp.abs(small) > 0
+    with pytest.raises(TypeError, match="a sketch is of real numbers"):
+        gradient(lambda theta, x: dist.Normal(jnp.real(theta.sum()) * x, 1.0), jnp.ones(20, jnp.complex64))
+    with pytest.raises(ValueError, match="argnums is empty"):
+        ap.grad(lambda tape, theta: tape, 4, ())

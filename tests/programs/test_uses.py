@@ -139,3 +139,19 @@ def test_a_sketch_keeps_inner_products_on_average():
     truth = sum(float(jnp.vdot(a, b)) for a, b in zip(x, y, strict=True))
     assert abs(np.mean(found) - truth) < 4 * np.std(found) / 100
     assert np.std(found) < 0.6 * truth
+
+
+def test_a_stopped_gradient_has_no_sketch():
+    leaves = [draw(4, 5)]
+    program, _ = trace(lambda p, x: jnp.tanh(x @ lax.stop_gradient(p[0])) + 2 * (x @ p[0]), leaves, draw(4))
+    inputs = [Value(Kind.VIEW, leaves[0]), Value(Kind.LANE, draw(4))]
+    made = uses.expose(program, inputs)[2]
+    _, pullback, operands = jax.vjp(
+        lambda ports: uses.expose(program, inputs, ports)[:2], jax.tree.map(jnp.zeros_like, made), has_aux=True
+    )
+    (messages,) = pullback([draw(5)])
+    signs = [random_signs(jnp.uint32(3), 0, (4, 5))]
+    gradient = uses.gradient(program, inputs, operands, messages)
+    np.testing.assert_allclose(
+        uses.sketch(program, inputs, operands, messages, signs), inner(gradient, signs), rtol=1e-4
+    )

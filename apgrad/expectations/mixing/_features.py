@@ -95,7 +95,7 @@ def backward_pass(memory: NodeMemory, lanes: int, messages: Sequence[tuple[list[
       ValueError: at trace time, for a target without elements.
     """
     shared, structure = jax.tree.flatten(memory.shared)
-    lane = jax.tree.leaves(memory.lane)
+    lane, explicit = jax.tree.leaves(memory.lane), len(memory.shared[0])
     flags = [*memory.perturbed[0], *memory.perturbed[1]]
     chosen = [i for i, (x, flag) in enumerate(zip(shared, flags, strict=True)) if flag and is_inexact(x)]
     moving = [i for i, (x, flag) in enumerate(zip(lane, memory.perturbed[2], strict=True)) if flag and is_inexact(x)]
@@ -103,31 +103,39 @@ def backward_pass(memory: NodeMemory, lanes: int, messages: Sequence[tuple[list[
     program, shapes = trace(memory.build, memory.shared, one_lane)
     floats = [i for i, x in enumerate(jax.tree.leaves(shapes)) if is_inexact(x)]
     fixed = place([Value(Kind.VIEW, shared[i]) for i in chosen], chosen, [Value(Kind.FIXED, x) for x in shared])
-    target = [x for x in shared if is_inexact(x)] if chosen else [lane[i][0] for i in moving]
-    if not sum(x.size for x in target):
+    if not sum(x.size for x in ([shared[i] for i in chosen] or [lane[i] for i in moving])):
         raise ValueError(empty_target(memory.what))
 
     def inputs(lane):
         return [*fixed, *(Value(Kind.LANE, x) for x in lane)]
 
+    def sketched(operands, to_uses, numbers):
+        """Of the gradients of the parameters with these numbers."""
+        signs = [random_signs(memory.seed, i, shared[i].shape) for i in chosen]
+        signs = [z if i in numbers else z._replace(scale=0 * z.scale) for i, z in zip(chosen, signs, strict=True)]
+        _require_real(memory.what, [shared[i] for i in numbers])
+        return uses.sketch(program, inputs(lane), operands, to_uses, signs) * NUMBER**-0.5
+
     def features(operands, to_uses, to_lane):
         uses.record(memory.what)
         if not chosen:
-            gradients, numbers = [to_lane[i] for i in moving], range(len(moving))
-            exact, rows = is_exact(target), gradients
-        else:
-            exact, numbers = is_exact(target), chosen
-            if not exact:
-                signs = [random_signs(memory.seed, i, shared[i].shape) for i in numbers]
-                return uses.sketch(program, inputs(lane), operands, to_uses, signs) * NUMBER**-0.5
-            gradients = uses.gradient(program, inputs(lane), operands, to_uses)
-            # The same features whatever is differentiated, as the suffix wants them.
-            rows = place(gradients, chosen, [jnp.zeros(jnp.shape(x), jnp.result_type(x)) for x in shared])
-            rows = [row for row in rows if is_inexact(row)]
-        if exact:
-            return jnp.concatenate([x.reshape(-1).astype(wide(x.dtype)) for x in rows])
-        signs = [random_signs(memory.seed, i, x.shape) for x, i in zip(rows, numbers, strict=True)]
-        return inner(rows, signs) * NUMBER**-0.5
+            rows = [to_lane[i] for i in moving]
+            if is_exact(rows):
+                return _row(rows)
+            _require_real(memory.what, rows)
+            signs = [random_signs(memory.seed, i, x.shape) for i, x in enumerate(rows)]
+            return inner(rows, signs) * NUMBER**-0.5
+        given, closed = [x for x in shared[:explicit] if is_inexact(x)], [i for i in chosen if i >= explicit]
+        if not is_exact(given):
+            return sketched(operands, to_uses, chosen)
+        # The same features of arguments whatever is differentiated, as the suffix wants them; then of closures.
+        gradients = uses.gradient(program, inputs(lane), operands, to_uses)
+        rows = place(gradients, chosen, [jnp.zeros(jnp.shape(x), jnp.result_type(x)) for x in shared])
+        of_closures = [rows[i] for i in closed]
+        parts = [_row([row for row in rows[:explicit] if is_inexact(row)])]
+        parts.append(_row(of_closures) if is_exact(of_closures) else sketched(operands, to_uses, closed))
+        dtype = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
+        return jnp.concatenate([part.astype(dtype) for part in parts])
 
     def some(lane, ports, messages):
         def exposed(values, ports):
@@ -173,7 +181,7 @@ def is_exact(target: Sequence[Any]) -> bool:
     Args:
       target: arrays, or what has their shapes.
     """
-    return sum(jnp.size(x) for x in target) <= EXACT
+    return _size(target) <= EXACT
 
 
 def width(target: Sequence[Any]) -> int:
@@ -188,7 +196,27 @@ def width(target: Sequence[Any]) -> int:
       >>> width([jnp.zeros((2, 3)), jnp.zeros(3)]), width([jnp.zeros((8, 64)), jnp.zeros(64)])
       (9, 16)
     """
-    return sum(jnp.size(x) for x in target) if is_exact(target) else NUMBER
+    return _size(target) if is_exact(target) else NUMBER
+
+
+def _size(target):
+    """How many real numbers there are."""
+    return sum(jnp.size(x) * (1 + jnp.iscomplexobj(x)) for x in target)
+
+
+def _row(arrays):
+    """The real numbers of some arrays in a row, float32 or wider; those of no arrays are an empty row."""
+    real = [part for x in arrays for part in ([x.real, x.imag] if jnp.iscomplexobj(x) else [x])]
+    dtype = max([jnp.dtype(jnp.float32), *(wide(x.dtype) for x in real)], key=lambda dtype: dtype.itemsize)
+    return jnp.concatenate([jnp.zeros(0, dtype)] + [x.reshape(-1).astype(dtype) for x in real])
+
+
+def _require_real(what, arrays):
+    if any(map(jnp.iscomplexobj, arrays)):
+        raise TypeError(
+            f"{what}: more than {EXACT} parameters are sketched, and a sketch is of real numbers; got dtypes "
+            f"{sorted({str(x.dtype) for x in arrays})}. Give real and imaginary parts as arrays of their own."
+        )
 
 
 def is_inexact(x: Any) -> bool:

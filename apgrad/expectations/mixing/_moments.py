@@ -38,7 +38,8 @@ def row(features: jax.Array, suffix: jax.Array) -> jax.Array:
     sizes = jnp.max(jnp.abs(three), axis=(1, 2), initial=0)
     size = jnp.max(sizes)
     _, exponent = jnp.frexp(jnp.where((size > 0) & jnp.isfinite(size), size, 1))
-    exponent = jnp.clip(exponent, -126, 126)
+    most = jnp.finfo(three.dtype).maxexp - 2
+    exponent = jnp.clip(exponent, -most, most)
     three = three * jnp.ldexp(jnp.ones((), three.dtype), -exponent)  # of arrays jnp.ldexp is slow
     # With one side of an inner product centred the other need not be.
     difference = three[1] - three[0]

@@ -120,6 +120,8 @@ def draw_by_mixer(tape: Tape, call: LaneCall) -> tuple[Tape, jax.Array, list[Cha
 
     def backward(memory, to_x, to_zeros, gathered):
         shared, lane, pullbacks, (seed, visit), flags = memory
+        if not any(any(group) for group in flags.value):
+            return None, Streams(None, None), gathered  # only what is gathered comes by
         memory = NodeMemory(mixer, what, build, shared, lane, pullbacks, flags.value, seed)
         messages = Messages(to_x.own, to_x.output, to_zeros, gathered.suffix, folds)
         if mixer.target == "parameters":
@@ -136,7 +138,7 @@ def draw_by_mixer(tape: Tape, call: LaneCall) -> tuple[Tape, jax.Array, list[Cha
         return shared, lane, None, None, gathered
 
     channel = suffix = rows = None
-    target = [x for x in (*arrays, *closed_over) if is_inexact(x)]
+    target = [x for x in arrays if is_inexact(x)]  # of closures two traces may see different ones
     looks = channels.is_adaptive(tape) or any(w is not None and w.suffix for w in mixer.weights)
     if mixer.target != "parameters" and target and looks:
         channel = channels.Channel(channels.SUFFIX, call.name, (lanes, width(target)))
@@ -171,6 +173,7 @@ def _by_arguments(memory: NodeMemory, messages: Messages, visit: channels.Visit 
     suffix = None
     if messages.suffix is not None and back.of_shared:
         suffix = fold(messages.suffix, folds).astype(features.dtype)
+        suffix = jnp.pad(suffix, [(0, 0), (0, 0), (0, features.shape[-1] - suffix.shape[-1])])
     if visit is not None and visit.weights is not None:
         message = contribution = visit.weights[None, :2]
         if back.of_shared:
@@ -185,7 +188,7 @@ def _by_arguments(memory: NodeMemory, messages: Messages, visit: channels.Visit 
     gathered: Any = messages.suffix
     if suffix is not None:
         more = jnp.sum(times(contribution, features), axis=1)
-        gathered = (suffix + more).reshape(lanes, -1).astype(gathered.dtype)
+        gathered = (suffix + more).reshape(lanes, -1)[:, : gathered.shape[1]].astype(gathered.dtype)
     return Answer(
         back.to_shared(mixture(swap(contribution), [fold(answer.uses, folds) for answer in in_output])),
         Streams(

@@ -13,8 +13,8 @@ from apgrad.expectations._cross_fitting import Streams
 from apgrad.expectations._tape import Tape
 from apgrad.expectations.estimators._baselines import Baseline, LearnedBaseline
 from apgrad.expectations.estimators._estimator import Mixer, surrogate
-from apgrad.expectations.mixing._features import NodeMemory, drop_float0
-from apgrad.expectations.weights import Weighting
+from apgrad.expectations.mixing._features import NodeMemory
+from apgrad.expectations.weights import Weighting, decoupled
 
 Charge = tuple[jax.Array, Baseline]  # a zero to be charged with later costs, and the baseline that is taken off
 
@@ -81,15 +81,18 @@ def _identity(baseline):
 def require_mixer(mixer: Mixer, what: str, tape: Tape, by_coordinates: bool) -> None:
     """Raises an error for a mixer that cannot be mixed here."""
     channels.declare_weighing(tape, what)
-    if channels.is_adaptive(tape) and (by_coordinates or len(mixer.estimators) != 2):
-        raise ValueError(
-            f"{what}: ap.adaptive keeps one weight a node for two estimators, and this mixer has "
-            + (
-                "a weight for each coordinate: use ap.stochastic with target='arguments'"
-                if by_coordinates
-                else f"{len(mixer.estimators)} estimators"
+    if channels.is_adaptive(tape):
+        trouble = None
+        if by_coordinates:
+            trouble = "this one has a weight for each coordinate: use ap.stochastic with target='arguments'"
+        elif len(mixer.estimators) != 2:
+            trouble = f"this mixer has {len(mixer.estimators)} estimators"
+        elif mixer.weights != decoupled():
+            trouble = "this mixer has a rule of its own, which would not be asked: leave weights= out, or use ap.grad"
+        if trouble:
+            raise ValueError(
+                f"{what}: ap.adaptive gives weights of least variance to a node's two estimators, and {trouble}"
             )
-        )
     if mixer.target not in ("arguments", "parameters"):
         raise ValueError(f"{what}: a mixer's target is 'arguments' or 'parameters', got {mixer.target!r}")
     if tape.lanes < 2:
@@ -112,10 +115,8 @@ def to_parameters(memory: NodeMemory, to_x: jax.Array, to_zeros: list[Any]) -> l
 
     def one(pullbacks, to_x, to_zeros):
         messages = divide(memory.mixer, to_x, to_zeros)
-        return [
-            jax.tree.leaves(drop_float0(p(m)[0]), is_leaf=lambda x: x is None)
-            for p, m in zip(pullbacks, messages, strict=True)
-        ]
+        answers = [jax.tree.leaves(p(m)[0]) for p, m in zip(pullbacks, messages, strict=True)]
+        return [[None if z.dtype == jax.dtypes.float0 else z for z in leaves] for leaves in answers]
 
     return jax.vmap(one)(memory.pullbacks, to_x, to_zeros)
 
