@@ -15,6 +15,10 @@ has not: `experiments.contact`). So the gradient is unbiased if the call's key i
 into the state and the parameters. A key that is used twice makes weights and samples depend on each other, and the
 gradient is biased.
 
+*What it is slow at.* Where gradients exploded in earlier calls and do not any more, the average that forgets slowly
+remembers the explosion for hundreds of calls, and the likelihood ratio keeps its weight for as long. Parameters that
+have left chaos behind deserve a new state: call `init` again.
+
 *How it is done.* Each visit of a mixer has a row of weights, which goes in with the tape, and sends back a row of
 moments, as the cotangent of a channel. Visits are counted in the program's jaxpr: a node in a `scan` has as many as
 the scan has steps, and nodes in the branches of a `cond` have their own.
