@@ -9,7 +9,8 @@
 3. adds up what the estimators answer, in each stream of `_cross_fitting.py`. Statistics are taken from one fold of the
    own stream. In the own stream a fold is weighed by its own weights, in the output stream by the other fold's.
 
-The backward pass is a rule of its own and no derivative, so second derivatives are refused.
+The backward pass is a rule of its own and no derivative, so second derivatives are refused: by `mixer_node` of
+`_parts.py`, and with cross-fitting already by `in_two_streams` of `_cross_fitting.py`.
 
 *Suffix.* A rule may look at the gradient that later nodes have gathered, lane by lane. This gradient travels on a
 channel of the tape.
