@@ -37,7 +37,7 @@ from jax import lax
 
 from apgrad._programs.control import Program, nested
 from apgrad._programs.jaxprs import caller, inline, place, restrict
-from apgrad._programs.signs import NUMBER, Factors, dense, inner, moved, of_step, of_steps, thin
+from apgrad._programs.signs import NUMBER, Factors, dense, inner, is_inexact, moved, of_step, of_steps, thin
 
 RECORD: ContextVar[list[Any] | None] = ContextVar("record", default=None)  # who listens to how sketches are made
 
@@ -163,10 +163,6 @@ def record(entry: Any) -> None:
         listening.append(entry)
 
 
-def _is_inexact(x):
-    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-
-
 def _without_lane(inputs):
     return [Value(Kind.LANE) if value.kind == Kind.LANE else value for value in inputs]
 
@@ -213,7 +209,7 @@ class _Walk:
     def of_views(self, eqn, values, kind):
         """An equation without values of the lane."""
         made = caller(eqn)(*(value.array for value in values))
-        return [Value(kind if _is_inexact(x) else Kind.FIXED, x) for x in made]
+        return [Value(kind if is_inexact(x) else Kind.FIXED, x) for x in made]
 
     def of_lanes(self, eqn, values):
         """An equation without views."""
@@ -259,7 +255,7 @@ class _Expose(_Walk):
 
     def use(self, function, values, eqn=None):
         outputs = function(*(value.array for value in values))
-        chosen = [i for i, x in enumerate(outputs) if _is_inexact(x)]
+        chosen = [i for i, x in enumerate(outputs) if is_inexact(x)]
         self.operands.append([value.array for value in values if value.kind == Kind.LANE])
         self.made.append([outputs[i] for i in chosen])
         if self.ports is None:
@@ -268,7 +264,7 @@ class _Expose(_Walk):
 
     def blocked(self, function, values, eqn):
         outputs = function(*(lax.stop_gradient(value.array) for value in values))
-        chosen = [i for i, x in enumerate(outputs) if _is_inexact(x)]
+        chosen = [i for i, x in enumerate(outputs) if is_inexact(x)]
         self.operands.append([outputs[i] for i in chosen])
         self.made.append(self.operands[-1])
         ports = [] if self.ports is None else next(self.ports)
@@ -317,7 +313,7 @@ class _Replay(_Walk):
 
     def use(self, function, values, eqn=None):
         outputs = function(*self.arrays(values))
-        self.made.append([x for x in outputs if _is_inexact(x)])
+        self.made.append([x for x in outputs if is_inexact(x)])
         return [None] * len(outputs)
 
     def blocked(self, function, values, eqn):
@@ -371,7 +367,7 @@ class _Sketch(_Replay):
         record((views, name, f"{NUMBER} derivatives" if terms is None else "thin products"))
         if terms is not None:
             return terms
-        chosen = [i for i, x in enumerate(shapes) if _is_inexact(x)]
+        chosen = [i for i, x in enumerate(shapes) if is_inexact(x)]
         return inner(messages, _derivatives(function, values, arrays, chosen))
 
     def blocked(self, function, values, eqn):

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from apgrad._programs import uses
 from apgrad._programs.jaxprs import place, trace
-from apgrad._programs.signs import NUMBER, inner, random_signs, wide as wide
+from apgrad._programs.signs import NUMBER, inner, is_inexact as is_inexact, random_signs, wide as wide
 from apgrad._programs.uses import Kind, Value
 from apgrad.expectations.estimators._estimator import Mixer
 
@@ -217,15 +217,6 @@ def _require_real(what, arrays):
             f"{what}: more than {EXACT} parameters are sketched, and a sketch is of real numbers; got dtypes "
             f"{sorted({str(x.dtype) for x in arrays})}. Give real and imaginary parts as arrays of their own."
         )
-
-
-def is_inexact(x: Any) -> bool:
-    """Whether an array can have a gradient.
-
-    Args:
-      x: an array, or what has its dtype.
-    """
-    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
 def drop_float0(tree: Any) -> Any:
