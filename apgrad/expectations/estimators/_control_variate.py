@@ -30,7 +30,8 @@ which is logit(v) for a uniform v; for categorical ones the maximum z_x does not
     z'_i = -log(exp(-z_x) + w_i / p_i),     w_i = p_i (exp(-z_i) - exp(-z_x)).
 
 So w may be computed from z itself, held fixed: then z' = z in value, and only the derivatives differ. (*) asks nothing
-of how z and z' depend on each other; sharing the noise takes away the variance between them.
+of how z and z' depend on each other; sharing the noise takes away the variance between them. And k at z and at z' is
+one computation, of which the compiler keeps one.
 
 *Training.* (*) has expectation 0 for all parameters of k, so that k may be trained to make the variance small. The
 gradient g of the lane's cost with respect to phi has a mean that does not depend on k, so E|g|^2 is the variance up to
@@ -70,8 +71,8 @@ def relaxed(choices: Choices, key: jax.Array) -> tuple[jax.Array, Callable[[Any]
         x, size = z > 0, jnp.abs(z)
         sign = jnp.where(x, 1, -1).astype(dtype)
         w = size + jnp.log(-jnp.expm1(-size)) - jax.nn.softplus(sign * phi)
-        conditional = lambda phi: sign * jax.nn.softplus(w + jax.nn.softplus(sign * phi))
-        return x.astype(jnp.result_type(int)), lambda phi: phi + noise, conditional
+        conditional = lambda phi: z + zero_with_gradient(sign * jax.nn.softplus(w + jax.nn.softplus(sign * phi)))
+        return x.astype(jnp.result_type(int)), lambda phi: z + zero_with_gradient(phi), conditional
     noise = -jnp.log(-jnp.log(u))
     z = phi + noise
     x = jnp.argmax(z, axis=-1)
@@ -79,8 +80,8 @@ def relaxed(choices: Choices, key: jax.Array) -> tuple[jax.Array, Callable[[Any]
     chosen = jnp.arange(phi.shape[-1]) == x[..., None]
     gap = jnp.where(chosen, -1, z - most)
     w = phi - z + jnp.log(-jnp.expm1(gap))  # log w_i
-    conditional = lambda phi: jnp.where(chosen, most, -jnp.logaddexp(-most, w - phi))
-    return x, lambda phi: phi + noise, conditional
+    conditional = lambda phi: z + zero_with_gradient(jnp.where(chosen, most, -jnp.logaddexp(-most, w - phi)))
+    return x, lambda phi: z + zero_with_gradient(phi), conditional
 
 
 def with_control_variate(

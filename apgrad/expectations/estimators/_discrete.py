@@ -77,9 +77,9 @@ def choices(what: str, distribution: Any, *, bernoulli: bool = True, categorical
     shape = sample_shape(distribution)
     with distributions._standard_promotion():
         if bernoulli and isinstance(one, dist.BernoulliLogits | dist.BernoulliProbs):
-            return Choices(jnp.broadcast_to(one.logits, shape), False)
+            return Choices(jnp.broadcast_to(_logits(one), shape), False)
         if categorical and _is_categorical(one):
-            logits = _logits(one)
+            logits = jax.nn.log_softmax(_logits(one))
             return Choices(jnp.broadcast_to(logits, (*shape, logits.shape[-1])), True)
     wanted = " or ".join(["Bernoulli"] * bernoulli + ["categorical"] * categorical)
     raise TypeError(
@@ -115,7 +115,7 @@ def relaxed_mean(what: str, distribution: Any) -> jax.Array:
     one, shape = base(distribution), sample_shape(distribution)
     with distributions._standard_promotion():
         if _is_categorical(one):
-            probs = jnp.exp(_logits(one))
+            probs = jax.nn.softmax(_logits(one))
             return jnp.broadcast_to(probs, (*shape, probs.shape[-1])).astype(_dtype(one))
         discrete = getattr(getattr(one, "support", None), "is_discrete", False)
         mean = getattr(one, "mean", None) if discrete and not one.event_shape else None
@@ -185,8 +185,8 @@ def _is_categorical(one) -> bool:
     return isinstance(one, dist.CategoricalLogits | dist.CategoricalProbs)
 
 
-def _logits(one):
-    return jax.nn.log_softmax(one.logits)
+def _logits(one: Any) -> Any:
+    return one.logits
 
 
 def _dtype(one):

@@ -57,7 +57,7 @@ def rao_blackwellized(top: int) -> ChoiceEstimator:
         chosen = lax.top_k(known.T, top)[1].T  # (top, lanes)
         others = known.at[chosen, lanes].set(-jnp.inf)
         rest_key, going_key = jax.random.split(key)
-        number = jax.random.categorical(rest_key, others, axis=0)
+        number = jax.random.categorical(rest_key, others, axis=0).astype(chosen.dtype)
         rest = jax.nn.logsumexp(others, axis=0)
         # Where nothing is left beside the chosen outcomes, the sample of the rest counts for nothing.
         left = jnp.isfinite(rest)

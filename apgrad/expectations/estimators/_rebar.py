@@ -69,7 +69,7 @@ def rebar(temperature: Any = 0.5, eta: Any = 1.0) -> ChoiceEstimator:
     return ChoiceEstimator(
         "rebar",
         estimate,
-        lambda distribution: 3,
+        lambda distribution: 2,
         bias="none",
         assumptions="The continuation's cost is differentiable in relaxed outcomes.",
         relaxed=True,
