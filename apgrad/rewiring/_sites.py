@@ -10,6 +10,7 @@ parameters alone; what a product of a weight and anything else gives is an activ
 other arguments.
 """
 
+import contextlib
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -48,6 +49,7 @@ class Site(NamedTuple):
       weights: how many of the inputs, the last ones, are made of parameters alone.
       output: the shape and dtype of the output, or a tuple of them.
       result: the shapes and dtypes of the output of the whole function, a pytree.
+      repeated: whether the site stands in a `scan`, so that one call of the function runs the site several times.
       key: for a rule with `random`, a PRNG key of this site's and step's own; otherwise None.
     """
 
@@ -60,6 +62,7 @@ class Site(NamedTuple):
     weights: int
     output: Any
     result: Any
+    repeated: bool = False
     key: Any = None
 
     def __repr__(self) -> str:
@@ -120,6 +123,7 @@ class Planner:
         self.taken: list[Site] = []
         self.names: dict[str, int] = {}
         self.hidden = ""
+        self.loops = 0
 
     def whole(self, program: jaxprs.Program, facts: Sequence[int], label: str) -> jaxprs.Program:
         """The plan of a program, which is offered as a whole first.
@@ -130,7 +134,7 @@ class Planner:
           label: the function's name.
         """
         jaxpr = program.jaxpr
-        function = lambda *inputs: jaxprs.evaluate(program, inputs)
+        function = lambda *inputs: jaxprs.evaluate(program, inputs, _run)
         step = self.offer("function", label, "", facts, Step(jaxpr.invars, jaxpr.outvars, ""), function)
         return self.plan(program, facts, "") if step is None else part([step], jaxpr.invars, jaxpr.outvars)
 
@@ -171,7 +175,7 @@ class Planner:
         inputs = list(dict.fromkeys(v for v in used if v not in set(made)))
         outputs = [v for v in made if v in after]
         program = part(eqns, inputs, outputs)
-        function = lambda *values: jaxprs.evaluate(program, values)
+        function = lambda *values: jaxprs.evaluate(program, values, _run)
         facts = [known[v] for v in inputs]
         scope = jaxprs.plain_scope(jaxprs.scope(eqns[0])).split("/")[:depth]
         step = self.offer("scope", label, jaxprs.join(where, *scope), facts, Step(inputs, outputs, ""), function)
@@ -218,7 +222,9 @@ class Planner:
             consts, carry, _ = inside.counts
             body = inside.jaxprs[0]
             walk = lambda facts: flow(body, facts, through, max, constant)
+            self.loops += 1
             plans = [self.plan(body, steady(walk, facts, consts, carry, max)[0], jaxprs.join(around, "scan"))]
+            self.loops -= 1
         elif inside.kind in ("call", "remat"):
             plans = [self.plan(inside.jaxprs[0], facts, jaxprs.join(around, inside.label))]
         else:
@@ -259,6 +265,7 @@ class Planner:
             len(heavy),
             shapes[0] if count == 1 else tuple(shapes),
             self.result,
+            self.loops > 0,
         )
         self.offered.append(site)
         if not self.where(site):
@@ -277,6 +284,13 @@ class Planner:
             )
         self.taken.append(site)
         return step._replace(site=site, order=order)
+
+
+def _run(eqn, values):
+    """Evaluates an equation in its scopes, so that a rule that traces a site's function again finds the same scopes."""
+    scope = jaxprs.scope(eqn)
+    with jax.named_scope(scope) if scope else contextlib.nullcontext():
+        return jaxprs.run(eqn, values)
 
 
 def constant(value: Any) -> int:
