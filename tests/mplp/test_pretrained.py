@@ -259,7 +259,7 @@ def test_a_trained_rule_learns_in_a_flax_model_and_gives_it_back():
     learned = mplp.to_nnx(model, params, names="role")
     np.testing.assert_allclose(learned(batch[0]), network.predict(params, batch[0]), rtol=1e-6)
     assert not np.allclose(model(batch[0]), learned(batch[0]))
-    with pytest.raises(ValueError, match="dense_in"):
+    with pytest.raises(ValueError, match="0_dense"):
         mplp.to_nnx(model, params)
     with pytest.raises(TypeError, match="for MLPs"):
         mplp.from_nnx(nnx.Sequential(model, nnx.softmax), mplp.cross_entropy, names="role")
