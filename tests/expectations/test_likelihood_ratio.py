@@ -335,6 +335,6 @@ def test_logits_of_exactly_zero_have_a_right_score():
         return jax.grad(ap.expectation(program, 50), argnums=1)
 
     gradient = both(jnp.zeros(2))
-    # At p = 1/2: the derivative of E[(x + y)^2] is 2 n p + 2 E[y] times that of the mean, n / 4; for n = 1 and for n = 3.
+    # At p = 1/2 the derivative of E[(x + y)^2] is n / 4 times (1 + 2 n p): for n = 1 and for n = 3.
     wanted = np.full(2, 2 * 0.25 + 6 * 0.75)
     ap.testing.assert_unbiased(lambda key: gradient(key, jnp.zeros(2)), wanted, KEY, 1_000)
