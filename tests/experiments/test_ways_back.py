@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import ways_back
+from experiments import predictive_coding, ways_back
 
 
 def test_target_propagation_is_for_the_perceptron_alone():
@@ -61,3 +61,16 @@ def test_the_report_takes_the_rate_that_is_best_on_held_out_images():
     assert row["rate"] == 0.2 and row["test_accuracy"] == pytest.approx(0.75)
     assert row["time_ratio"] == 1.1 and "98.15 % (Bartunov" in row["published"]
     assert row["test_accuracy_se"] == pytest.approx(0.05) and row["angle_first_layer"] == 60
+
+
+def test_predictive_coding_stands_beside_jpc():
+    config = predictive_coding.Config(data="mnist")
+    result = lambda last: {"accuracies": [0.9, 0.94, last], "data": "mnist: none"}
+    records = [
+        ({"method": m, "trial": t}, result(0.95 + 0.02 * t)) for t in range(2) for m in predictive_coding.METHODS
+    ]
+    rows = predictive_coding.report(config, records).rows
+    last = rows[2]
+    assert (last["method"], last["steps"], last["jpc_notebook"]) == ("predictive coding", 300, 0.95903442)
+    assert last["test_accuracy"] == pytest.approx(0.96) and last["test_accuracy_se"] == pytest.approx(0.01)
+    assert rows[5]["jpc_notebook"] is None
