@@ -29,7 +29,7 @@ WHAT = (
     "weights of a gradient",
     "weights of a randomized model",
 )
-STEPS = 20  # of the rollout and of the unroll
+STEPS = 20  # of the rollout
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,10 +39,10 @@ def lanes():
 
 
 def tasks():
-    """An outer gradient by backpropagation through an unroll, 64 tasks."""
+    """An outer gradient by backpropagation through an unroll of 5 steps, 64 tasks."""
     task = meta.sinusoid()
     rule = mplp.load_pretrained("sinusoid")
-    problem = meta.inner_problem(task, meta.message_passing(task.network), STEPS)
+    problem = meta.inner_problem(task, meta.message_passing(task.network), 5)
     outer = meta.batched(meta.backpropagation(problem), 64, mesh=mesh)
     return lambda rule, key: outer(rule, key)[1], (rule, jax.random.key(0)), (WHOLE, WHOLE), rule
 
