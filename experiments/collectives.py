@@ -1,11 +1,11 @@
-"""What devices exchange in a step: collectives counted in the compiled program, by simulated devices and by what is sharded.
+"""What devices exchange in a step: collectives counted in the compiled program, by what is sharded.
 
     python -m experiments.collectives                   # 1 and 8 devices
     python -m experiments.collectives --preset paper    # 1, 8 and 64 devices
 
-No time is measured: the devices are threads of one CPU. What is counted is what XLA's partitioner has put into the program
-for that many devices: how many collective operations, and the bytes of their results on one device; an operation in the
-body of a loop counts once for each turn of the loop.
+No time is measured: the devices are threads of one CPU. What is counted is what XLA's partitioner has put into the
+program for that many devices: how many collective operations, and the bytes of their results on one device; an
+operation in the body of a loop counts once for each turn of the loop.
 """
 
 import dataclasses
@@ -70,7 +70,7 @@ ARRAY = re.compile(r"\b(?P<type>pred|[subf]\w*?(?P<bits>\d+))\[(?P<sizes>[\d,]*)
 
 
 def count(text: str) -> dict[str, Any]:
-    """The collectives of a compiled program.
+    r"""The collectives of a compiled program.
 
     Args:
       text: the program as HLO text.
@@ -79,7 +79,7 @@ def count(text: str) -> dict[str, Any]:
       The number of operations by kind outside of loops and in each turn of a loop, and their bytes in all.
 
     Example:
-      >>> found = count("ENTRY main {\\n  %a = f32[4,2]{1,0} all-reduce(%b), to_apply=%sum\\n}")
+      >>> found = count("ENTRY main {\n  %a = f32[4,2]{1,0} all-reduce(%b), to_apply=%sum\n}")
       >>> found["once"], found["each turn"], found["bytes once"]
       ({'all-reduce': 1}, {}, 32)
     """
@@ -108,7 +108,7 @@ def _words(counts: dict[str, int]) -> str:
 
 
 def report(config: Config, records: Sequence[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """A row for each cell, and bytes against devices."""
+    """A row for each cell, and the bytes at the largest number of devices."""
     rows = []
     for cell, result in records:
         rows.append(
@@ -124,15 +124,12 @@ def report(config: Config, records: Sequence[tuple[harness.Cell, dict[str, Any]]
                 "temp_bytes_per_device": result["temp bytes"],
             }
         )
-    figure = Figure((6.5, 4), layout="constrained")
+    most = max(config.devices)
+    figure = Figure((7, 3.2), layout="constrained")
     axes = figure.subplots()
-    for what in WHAT:
-        chosen = [r for r in rows if r["sharded"] == what]
-        points = [(r["devices"], r["bytes_once"] + r["turns"] * r["bytes_each_turn"]) for r in chosen]
-        axes.plot(*zip(*points, strict=True), "o-", label=what)
-    axes.set(xlabel="devices", ylabel="bytes of collectives a step, on one device", xscale="log")
-    axes.set_yscale("symlog", linthresh=10)
-    axes.legend(fontsize=8)
+    shown = [r for r in rows if r["devices"] == most][::-1]
+    axes.barh([r["sharded"] for r in shown], [r["bytes_once"] + r["turns"] * r["bytes_each_turn"] for r in shown])
+    axes.set(xscale="log", xlabel=f"bytes that a device exchanges in a step, {most} devices")
     lines = [f"{r['devices']:3d} {r['sharded']:30s} once: {r['once']}; each turn: {r['each_turn']}" for r in rows]
     table = "\n".join(lines)
     return harness.Report({}, rows, table, figure)

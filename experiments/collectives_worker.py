@@ -1,5 +1,6 @@
 """Compiles one sharded step and prints what it exchanges: the process that `experiments.collectives` starts."""
 
+import itertools
 import json
 import sys
 
@@ -21,7 +22,7 @@ COLUMNS = NamedSharding(mesh, PartitionSpec(None, "x"))
 def lanes():
     """A gradient of total propagation over 6,400 lanes of a policy of 4,866 parameters."""
     sizes = (8, 64, 64, 2)
-    policy = [0.1 * jnp.ones((n, m)) for n, m in zip(sizes, sizes[1:], strict=False)]
+    policy = [0.1 * jnp.ones((n, m)) for n, m in itertools.pairwise(sizes)]
 
     @ap.stochastic(ap.total_propagation())
     def move(policy, x):

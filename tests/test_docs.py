@@ -71,7 +71,9 @@ def test_every_public_name_is_in_the_api_reference():
     there = {id(value) for _, value in entries}
     modules = ["expectations", "memory", "meta", "mplp", "rewiring", "tracing", "testing"]
     modules += ["expectations.diagnostics", "expectations.weights", "meta.data"]
-    missing = [f"ap.{n}" for n in ap.__all__ if not inspect.ismodule(getattr(ap, n)) and id(getattr(ap, n)) not in there]
+    missing = [
+        f"ap.{n}" for n in ap.__all__ if not inspect.ismodule(getattr(ap, n)) and id(getattr(ap, n)) not in there
+    ]
     for name in modules:
         module = importlib.import_module(f"apgrad.{name}")
         values = {n: getattr(module, n) for n in public(module)}

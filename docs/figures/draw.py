@@ -1,5 +1,6 @@
 """Draws the figures of the pages: `python docs/figures/draw.py`. Numbers come from experiments/results alone."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -81,8 +82,8 @@ class Board:
 
     def box(self, x, y, text, colour=GRAY, width=1.7, height=0.62):
         """A box with text, centred on a point."""
-        shape = FancyBboxPatch((x - width / 2, y - height / 2), width, height, boxstyle="round,pad=0.02,rounding_size=0.1",
-                               fc="white", ec=colour, lw=1.6)  # fmt: skip
+        style, corner = "round,pad=0.02,rounding_size=0.1", (x - width / 2, y - height / 2)
+        shape = FancyBboxPatch(corner, width, height, boxstyle=style, fc="white", ec=colour, lw=1.6)
         self.axes.add_patch(shape)
         self.axes.text(x, y, text, ha="center", va="center", fontsize=10)
 
@@ -119,7 +120,9 @@ def message():
     board.arrow((5.0, 2.97), (5.0, 2.62), GREEN)
     board.text(3.45, 3.25, "forward keeps", GREEN, 9)
     board.text(6.05, 3.25, "backward reads", GREEN, 9)
-    board.text(4.7, 0.78, "zeros go forward through a port, beside the value; what comes back as their cotangent", GRAY, 9)
+    board.text(
+        4.7, 0.78, "zeros go forward through a port, beside the value; what comes back as their cotangent", GRAY, 9
+    )
     board.text(4.7, 0.5, "is a message that need not be a gradient", GRAY, 9)
     board.save("message.svg")
 
@@ -130,12 +133,12 @@ def cost():
     xs = (1.3, 3.6, 5.9, 8.2)
     for x, text in zip(xs, ("choice 1", "choice 2", "cost c", "choice 3"), strict=True):
         board.box(x, 2.55, text, ORANGE if "cost" in text else BLUE)
-    for a, b in zip(xs, xs[1:], strict=False):
+    for a, b in itertools.pairwise(xs):
         board.arrow((a + 0.87, 2.55), (b - 0.87, 2.55), GRAY)
     board.text(4.75, 3.5, "the tape goes forward, one lane a row: zeros p and the sum of the costs", GRAY)
     for x in xs[:2]:
         board.arrow((5.9, 2.18), (x, 2.18), ORANGE, bend=-0.33)
-    board.text(4.3, 1.28, "c − baseline", ORANGE)
+    board.text(4.3, 1.28, "c - baseline", ORANGE)
     board.text(8.2, 1.75, "chosen after c:\nnothing comes back", GRAY, 9)
     for x in xs[:2]:
         board.text(x, 0.72, "times the score,\nof its own lane", BLUE, 9)

@@ -163,6 +163,18 @@ def ways_back(results) -> Rows:
     return rows
 
 
+def collectives(results) -> Rows:
+    """What devices exchange in a step."""
+    rows = [
+        ["devices", "sharded", "collectives once", "in each turn of the loop", "bytes a step", "scratch MB a device"]
+    ]
+    for r in results["rows"]:
+        size = r["bytes_once"] + r["turns"] * r["bytes_each_turn"]
+        scratch = f"{r['temp_bytes_per_device'] / 1e6:.1f}"
+        rows.append([str(r["devices"]), r["sharded"], r["once"], r["each_turn"], f"{size:,}", scratch])
+    return rows
+
+
 TABLES = [
     Table(
         "Total propagation on the chaotic network",
@@ -247,4 +259,11 @@ TABLES = [
         tracing_time,
     ),
     Table("Other ways back", "ways_back-mnist", "An MLP on MNIST, 500 steps at one rate, 3 seeds.", ways_back),
+    Table(
+        "What devices exchange",
+        "collectives-paper",
+        "Collective operations in the compiled program of one step, on simulated devices; [Scaling](scaling.md) says "
+        "what each step is. Bytes are those of the results on one device, loops counted with their 20 turns.",
+        collectives,
+    ),
 ]
