@@ -1,15 +1,11 @@
 """apgrad: automatic propagation for JAX, backpropagation with its parts made replaceable.
 
-What a user types, sorted by wing. A wing is loaded when one of its names is first used, so that `import apgrad` costs
-little more than `import jax`.
+What a user types, sorted by wing. A module is loaded when one of its names is first used, so that `import apgrad` costs
+nothing: not even JAX is imported.
 """
 
 import importlib as _importlib
 import typing as _typing
-
-from apgrad._ground.port import Signal, port
-from apgrad._ground.primitives import refuse_derivative, zero_with_gradient
-from apgrad._ground.propagator import Propagator, backpropagation, chain, combine, first_order, node, skip
 
 if _typing.TYPE_CHECKING:
     from apgrad import (
@@ -21,24 +17,53 @@ if _typing.TYPE_CHECKING:
         testing as testing,
         tracing as tracing,
     )
+    from apgrad._ground.port import Signal as Signal, port as port
+    from apgrad._ground.primitives import (
+        refuse_derivative as refuse_derivative,
+        zero_with_gradient as zero_with_gradient,
+    )
+    from apgrad._ground.propagator import (
+        Propagator as Propagator,
+        backpropagation as backpropagation,
+        chain as chain,
+        combine as combine,
+        first_order as first_order,
+        node as node,
+        skip as skip,
+    )
     from apgrad.expectations import (
         Adaptive as Adaptive,
         AdaptiveState as AdaptiveState,
+        ChoiceEstimator as ChoiceEstimator,
         Estimator as Estimator,
         LearnedBaseline as LearnedBaseline,
         Mixer as Mixer,
         Tape as Tape,
         adaptive as adaptive,
+        arm as arm,
+        choose as choose,
         diagnostics as diagnostics,
+        disarm as disarm,
+        disarm_stick_breaking as disarm_stick_breaking,
+        double_control_variates as double_control_variates,
+        enumeration as enumeration,
         expectation as expectation,
         gaussian_resampling as gaussian_resampling,
         gaussian_shaping as gaussian_shaping,
         grad as grad,
+        gumbel_softmax as gumbel_softmax,
         learned_baseline as learned_baseline,
         likelihood_ratio as likelihood_ratio,
+        measure_valued as measure_valued,
+        rao_blackwellized as rao_blackwellized,
+        rebar as rebar,
+        reinmax as reinmax,
+        relax as relax,
         reparameterization as reparameterization,
+        rloo as rloo,
         sample as sample,
         stochastic as stochastic,
+        straight_through as straight_through,
         total_propagation as total_propagation,
         value_and_grad as value_and_grad,
         weights as weights,
@@ -50,19 +75,11 @@ if _typing.TYPE_CHECKING:
 __version__ = "0.1.0"
 
 # The ground floor: nodes, ports, and zeros that carry a derivative.
-__all__ = [
-    "Propagator",
-    "Signal",
-    "backpropagation",
-    "chain",
-    "combine",
-    "first_order",
-    "node",
-    "port",
-    "refuse_derivative",
-    "skip",
-    "zero_with_gradient",
-]
+_GROUND = {
+    "_ground.port": ["Signal", "port"],
+    "_ground.primitives": ["refuse_derivative", "zero_with_gradient"],
+    "_ground.propagator": ["Propagator", "backpropagation", "chain", "combine", "first_order", "node", "skip"],
+}
 _WINGS = {
     "expectations": [
         "Estimator",
@@ -85,6 +102,21 @@ _WINGS = {
         "AdaptiveState",
         "adaptive",
         "weights",
+        "ChoiceEstimator",
+        "arm",
+        "choose",
+        "disarm",
+        "disarm_stick_breaking",
+        "double_control_variates",
+        "enumeration",
+        "gumbel_softmax",
+        "measure_valued",
+        "rao_blackwellized",
+        "rebar",
+        "reinmax",
+        "relax",
+        "rloo",
+        "straight_through",
     ],
     "memory": ["memory_report", "randomize"],
     "meta": [],
@@ -93,17 +125,17 @@ _WINGS = {
     "testing": [],
     "tracing": ["semiring_grad", "trace_gradients"],
 }
-_WING_OF = {name: wing for wing, names in _WINGS.items() for name in names}
-__all__ += [*_WINGS, *_WING_OF]  # pyright: ignore[reportUnsupportedDunderAll]
+_MODULE_OF = {name: module for module, names in (_GROUND | _WINGS).items() for name in names}
+__all__ = [*_WINGS, *_MODULE_OF]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> _typing.Any:
-    """Loads a wing when a name of it is first asked for (PEP 562)."""
+    """Loads a module when a name of it is first asked for (PEP 562)."""
     if name in _WINGS:
         return _importlib.import_module(f"apgrad.{name}")
-    if name not in _WING_OF:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'apgrad' has no attribute {name!r}")
-    value = globals()[name] = getattr(_importlib.import_module(f"apgrad.{_WING_OF[name]}"), name)
+    value = globals()[name] = getattr(_importlib.import_module(f"apgrad.{_MODULE_OF[name]}"), name)
     return value
 
 

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from apgrad._ground.primitives import mark, zero_with_gradient
+from apgrad.expectations._cross_fitting import mean_of_others
+from apgrad.expectations._data_axis import MARK, per_lane
 from apgrad.expectations._lanes import donors
 from apgrad.expectations._ledger import Channel as Channel, Kind
 from apgrad.expectations._tape import Tape
@@ -29,6 +31,7 @@ def credit(
     name: str,
     baseline: jax.Array | Literal["leave_one_out"] | None,
     learn: bool = False,
+    residual: bool = False,
     parts: bool = False,
 ) -> Tape:
     """Charges later costs to a random choice.
@@ -40,6 +43,7 @@ def credit(
       name: the node's name in errors.
       baseline: `"leave_one_out"`, None, or an array: (lanes,), or (lanes, parts) with `parts`. An array
         must be a function of what was there before the choice.
+      residual: take the mean of the other lanes' cost-to-go, less their own baselines, off as well.
       learn: train the array towards the cost-to-go, by the gradient of (b - G)^2 / 2.
       parts: the second axis of `zero` numbers parts of a lane that are independent of each other.
 
@@ -56,17 +60,22 @@ def credit(
     shape = zero.shape[: 1 + parts]
     zero = zero.reshape(*shape, -1).sum(-1)
     own = None if isinstance(baseline, str) else baseline
-    if isinstance(baseline, str) and tape.lanes < 2:
+    others = residual or isinstance(baseline, str)
+    if others and tape.lanes < 2:
         raise ValueError(
             f"{name}: the leave-one-out baseline is the mean over the other lanes and needs at least 2, "
             f"got lanes={tape.lanes}. Use more lanes, or {name}(baseline=None)."
         )
     if own is not None and jnp.shape(own) != shape:
         raise ValueError(f"{name}: the baseline has shape {jnp.shape(own)}, expected {shape}")
-    charged = Channel(Kind.BASELINED if isinstance(baseline, str) else Kind.PLAIN, "", shape)
+    charged = Channel(Kind.BASELINED if others else Kind.PLAIN, "", shape)
     regression = Channel(Kind.REGRESSION, "", shape)
     if ledger.collecting:
         ledger.channels |= {charged, regression} if learn else {charged}
+        ledger.charged_parts = name if parts else ledger.charged_parts
+        if isinstance(baseline, str):
+            ledger.leaving_one_out = True
+            mark(zero, MARK + name)
         return tape._follow()
 
     ports, dtype = dict(tape._ports), tape._plan.dtype
@@ -75,11 +84,12 @@ def credit(
     zero = zero_with_gradient(zero).astype(dtype)
     if own is not None:
         b = jnp.asarray(own, dtype)
+        taken = b - mean_of_others(b, tape._plan.folds) if residual else b
         before = tape._logp(Kind.BASELINED, len(shape)) + tape._logp(Kind.PLAIN, len(shape))
-        correction = -lax.stop_gradient(b) * jnp.exp(before) * jnp.expm1(zero)
-        total = total + correction.reshape(tape.lanes, -1).sum(-1)
+        correction = -lax.stop_gradient(taken) * jnp.exp(before) * jnp.expm1(zero)
+        total = total + per_lane(tape._plan, correction)
         if learn:
-            total = total + zero_with_gradient(b**2 / 2).reshape(tape.lanes, -1).sum(-1)
+            total = total + per_lane(tape._plan, zero_with_gradient(b**2 / 2))
             ports[regression] = ports[regression] - zero_with_gradient(b)
     ports[charged] = ports[charged] + zero
     return tape._follow(total=total, ports=ports)
@@ -201,17 +211,34 @@ def drawn(tape: Tape, x: jax.Array) -> jax.Array:
     return x if tape._plan.disturbed is None else x[donors(tape.lanes, *tape._plan.disturbed)]
 
 
-def declare_parts(tape: Tape, shape: tuple[int, ...], what: str) -> None:
-    """Says that the second axis of a sample numbers parts of a lane that are independent of each other.
+def declare_parts(tape: Tape, shape: tuple[int, ...], what: str, parts: bool | None, charged: bool) -> bool:
+    """Says whether the second axis of a sample numbers parts of a lane that are independent of each other.
 
     Args:
       tape: the current tape.
       shape: the sample's.
       what: the node's name in errors.
+      parts: what the user said; None where nothing was said.
+      charged: whether the choice is charged with costs, so that it matters.
+
+    Returns:
+      Whether it does.
+
+    Raises:
+      ValueError: for a sample without a second axis, or one that seems to have the data axis, where nothing was said.
     """
+    if not parts:
+        data = tape._plan.data
+        if parts is None and charged and data is not None and shape[1:2] == (data,):
+            raise ValueError(
+                f"{what}: the sample has shape {shape}, whose second axis is as long as data={data}. Say parts=True if "
+                "it is one choice for each datum, which then pays for the costs of its datum only; parts=False if not."
+            )
+        return False
     if len(shape) < 2:
         raise ValueError(f"{what}: with parts=True the sample's shape is (lanes, parts, ...), got {shape}")
     tape._require_current(what).parts.setdefault(shape[1], what)
+    return True
 
 
 def declare_lanes_interact(tape: Tape, what: str) -> Tape:

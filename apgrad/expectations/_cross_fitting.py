@@ -126,6 +126,17 @@ def fold(tree: Any, folds: int) -> Any:
     return jax.tree.map(lambda x: x.reshape(folds, x.shape[0] // folds, *x.shape[1:]), tree)
 
 
+def mean_of_others(x: jax.Array, folds: int) -> jax.Array:
+    """For each lane the mean over the other lanes of its fold: the leave-one-out mean, of the same shape.
+
+    Args:
+      x: (lanes, ...), with at least 2 lanes in a fold.
+      folds: how many folds there are.
+    """
+    each = fold(x, folds)
+    return ((jnp.sum(each, axis=1, keepdims=True) - each) / (each.shape[1] - 1)).reshape(x.shape)
+
+
 def swap(weights: jax.Array) -> jax.Array:
     """Each fold gets the weights of the other one, as in the output stream; with one fold nothing changes.
 

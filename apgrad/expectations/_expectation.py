@@ -21,6 +21,7 @@ from apgrad._ground.primitives import refuse_message
 from apgrad._programs.jaxprs import trace
 from apgrad._programs.marks import count_marks
 from apgrad.expectations._cross_fitting import in_two_streams
+from apgrad.expectations._data_axis import require_data_axis, warn_of_mixed_data
 from apgrad.expectations._lanes import cost_shape_error
 from apgrad.expectations._ledger import LEDGER, ROW, Carried, Channel, Kind, Ledger, TapePlan
 from apgrad.expectations._tape import Tape
@@ -35,6 +36,7 @@ def expectation(
     program: Callable[..., Any],
     lanes: int,
     *,
+    data: int | None = None,
     cross_fit: bool = False,
     has_aux: bool = False,
     check_nan: bool = True,
@@ -48,6 +50,9 @@ def expectation(
         lanes as leading axis. Lanes must not act on each other (no batch normalisation over lanes):
         likelihood-ratio credit goes to a lane's own choices. It returns the last tape.
       lanes: how many lanes, at least 1; estimators with batch statistics need 2.
+      data: how many data the minibatch has, where the program draws samples for each of them. The lanes are then the
+        samples of a datum, and the data are the second axis of its choices (`parts=True`) and of its costs,
+        (lanes, data), of which the objective is the mean: see `expectations/_data_axis.py`.
       cross_fit: take every batch statistic (weights, baselines, shaping) from one half of the lanes, the first or the
         second, such that gradients of total propagation are unbiased. Lanes must be even and at least 4, and must
         not act on each other; `apgrad.testing.assert_independent_lanes` looks whether they do.
@@ -79,6 +84,8 @@ def expectation(
       0.1
     """
     lanes = require_program(program, lanes)
+    if data is not None:
+        data = require_count("the minibatch", "datum", "data", data)
     if cross_fit and (lanes < 4 or lanes % 2):
         raise ValueError(
             f"cross_fit=True needs two halves of at least 2 lanes: an even number, at least 4, got {lanes}"
@@ -86,7 +93,7 @@ def expectation(
 
     def objective(key, *args, **kwargs):
         key = require_key("the objective's first argument", key)
-        plan, ledger = make_plan(program, TapePlan(lanes, folds=1 + cross_fit), has_aux, key, args, kwargs)
+        plan, ledger = make_plan(program, TapePlan(lanes, folds=1 + cross_fit, data=data), has_aux, key, args, kwargs)
 
         def evaluate(key, args, kwargs):
             tape, aux = run_program(program, Ledger(collecting=False), plan, has_aux, key, args, kwargs)
@@ -114,9 +121,21 @@ def require_program(program: Any, lanes: Any) -> int:
     """
     if not callable(program):
         raise TypeError(f"expectation takes a program, a function of (tape, *args), got {type(program).__name__}")
-    if isinstance(lanes, bool) or not hasattr(lanes, "__index__") or operator.index(lanes) < 1:
-        raise ValueError(f"expectation needs at least one lane, an integer, got lanes={lanes!r}")
-    return operator.index(lanes)
+    return require_count("expectation", "lane", "lanes", lanes)
+
+
+def require_count(what: str, one: str, name: str, count: Any) -> int:
+    """The number as an integer, or an error if it is no positive integer.
+
+    Args:
+      what: needs the number.
+      one: what is counted, in the singular.
+      name: the argument's name.
+      count: what was given.
+    """
+    if isinstance(count, bool) or not hasattr(count, "__index__") or operator.index(count) < 1:
+        raise ValueError(f"{what} needs at least one {one}, an integer, got {name}={count!r}")
+    return operator.index(count)
 
 
 def value_and_grad(
@@ -325,7 +344,8 @@ def make_plan(
         raise ValueError("the program never calls tape.cost, so there is nothing to take the expectation of")
     if len(ledger.parts) > 1:
         raise ValueError(f"nodes with different numbers of parts in one program: {ledger.parts}")
-    for shape in ledger.cost_shapes:
+    require_data_axis(plan, ledger)
+    for shape in ledger.cost_shapes if plan.data is None else ():
         if len(shape) == 2 and not ledger.parts:
             raise ValueError(cost_shape_error(lanes, shape))
         if len(shape) == 2 and shape[1] not in ledger.parts:
@@ -340,6 +360,8 @@ def make_plan(
             f"{ledger.interacting} lets lanes act on each other, so that halves of them are not independent, which "
             "cross_fit=True relies on. Leave it out."
         )
+    if ledger.leaving_one_out:
+        warn_of_mixed_data(collected, lanes)
     # Sums of costs are kept in float32 or wider, whatever the costs' dtype.
     dtype = max({jnp.dtype(jnp.float32), *ledger.cost_dtypes}, key=lambda dtype: dtype.itemsize)
     if plan.sites is not None:

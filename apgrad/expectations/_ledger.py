@@ -66,6 +66,7 @@ class TapePlan(NamedTuple):
     folds: int = 1  # groups of lanes that share batch statistics: 2 with cross-fitting
     disturbed: tuple[int, int] | None = None  # lanes whose number has this bit at this value draw other samples
     sites: tuple[int, ...] | None = None  # with `ap.adaptive`, how often each site of a mixer is visited
+    data: int | None = None  # how many data the minibatch has, which are then the parts of a lane
     token: object = None  # distinct for each trace that counts sites or requests, so that no cached `jit` hides one
 
 
@@ -83,6 +84,8 @@ class Ledger:
         self.cost_dtypes: set[Any] = set()
         self.interacting: str | None = None  # what lets lanes act on each other
         self.scoring: str | None = None  # what charges choices with costs
+        self.charged_parts: str | None = None  # what charges the choices of a part with the part's own costs
+        self.leaving_one_out = False  # whether a leave-one-out baseline is used
         self.weighing: str | None = None  # what takes weights from the samples
         self.sites: list[str] = []  # the mixers met in this trace, for `ap.adaptive`
 

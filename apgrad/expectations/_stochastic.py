@@ -27,6 +27,7 @@ from apgrad.expectations import _channels as channels, _distributions as distrib
 from apgrad.expectations._lanes import require_lanes
 from apgrad.expectations._tape import Tape
 from apgrad.expectations.estimators import _baselines as baselines
+from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
 from apgrad.expectations.estimators._estimator import Estimator, Mixer, surrogate
 from apgrad.expectations.mixing._coordinates import draw_batch_by_mixer
 from apgrad.expectations.mixing._node import LaneCall, draw_by_mixer
@@ -34,7 +35,7 @@ from apgrad.expectations.mixing._parts import Charge
 
 
 def stochastic(
-    estimator: Estimator | Mixer, in_axes: tuple[int | None, ...] | None = None, *, parts: bool = False
+    estimator: Estimator | Mixer, in_axes: tuple[int | None, ...] | None = None, *, parts: bool | None = None
 ) -> Callable[[Callable[..., Any]], Callable[..., tuple[Tape, jax.Array]]]:
     """Decorates a function of one lane that returns a distribution: the decorated function samples it on all lanes.
 
@@ -46,7 +47,9 @@ def stochastic(
         function closes over; where none of these is differentiated, of the lanes' own arguments.
       parts: the distribution's first batch axis numbers parts of a lane that are independent of each other;
         costs of shape (lanes, parts) are then charged to a part's own choices. Without it, all the
-        choices of a lane are charged with all the costs after them, which is right in any case.
+        choices of a lane are charged with all the costs after them, which is right in any case. With `data` given to
+        `ap.expectation` the parts are the data of the minibatch, and a choice of shape (lanes, data, ...) must say
+        whether it is one for each datum (True) or not (False).
 
     Returns:
       A decorator; the decorated function is `(tape, *args) -> (tape, x)`, with x of shape (lanes, ...).
@@ -96,8 +99,7 @@ def stochastic(
                 draw = functools.partial(surrogate, estimator)
                 x, density = jax.vmap(lambda key, *a: draw(distribution(*a), key), (0, *axes))(keys, *args)
                 charges = [] if density is None else [(density, estimator.baseline)]
-            if parts:
-                channels.declare_parts(tape, x.shape, what)
+            by_part = channels.declare_parts(tape, x.shape, what, parts, bool(charges))
             if charges:
                 guard = jax.vmap(
                     lambda *a: distributions.support_guard(what, distribution(*a)), axes, axis_size=tape.lanes
@@ -105,7 +107,7 @@ def stochastic(
             for zero, baseline in charges:
                 zero = zero + guard.reshape(-1, *[1] * (zero.ndim - 1)).astype(zero.dtype)
                 b = baselines.evaluate(baseline, (axes, tape.lanes), args)
-                tape = channels.credit(tape, zero, name=what, parts=parts, **b)
+                tape = channels.credit(tape, zero, name=what, parts=by_part, **b)
             return tape, channels.drawn(tape, x)
 
         # The tape is one more argument than the signature of the wrapped function has.
@@ -116,7 +118,7 @@ def stochastic(
 
 
 def sample(
-    tape: Tape, distribution: Any, estimator: Estimator | Mixer, *, parts: bool = False
+    tape: Tape, distribution: Any, estimator: Estimator | Mixer, *, parts: bool | None = None
 ) -> tuple[Tape, jax.Array]:
     """Samples a distribution that is already built, for all lanes at once.
 
@@ -162,12 +164,11 @@ def sample(
             f"{what}: the distribution has batch shape {shape}, which must start with the lanes, ({tape.lanes}, ...): "
             "else lanes would share one sample. Broadcast a parameter with jnp.broadcast_to."
         )
-    if parts:
-        channels.declare_parts(tape, x.shape, what)
+    by_part = channels.declare_parts(tape, x.shape, what, parts, bool(charges))
     for zero, baseline in charges:
         zero = zero + distributions.support_guard(what, distribution).astype(zero.dtype)
         b = baselines.evaluate(baseline, None, (distribution,))
-        tape = channels.credit(tape, zero, name=what, parts=parts, **b)
+        tape = channels.credit(tape, zero, name=what, parts=by_part, **b)
     return tape, channels.drawn(tape, x)
 
 
@@ -207,6 +208,11 @@ def _require_tape(what, tape):
 
 
 def _require_estimator(what, estimator):
+    if isinstance(estimator, ChoiceEstimator):
+        raise TypeError(
+            f"{what}: {estimator.name} looks at a choice's alternatives, and needs what comes after the choice as a "
+            f"function: tape, y = ap.choose(tape, distribution, continuation, ap.{estimator.name}(...), *args)"
+        )
     if not isinstance(estimator, (Estimator, Mixer)):
         raise TypeError(
             f"{what} takes an estimator, as ap.likelihood_ratio() makes it, got {estimator!r}. Did you forget the "

@@ -44,7 +44,8 @@ from jax import lax
 from apgrad._ground.primitives import refuse_batching
 from apgrad._ground.propagator import backpropagation, first_order, node
 from apgrad.expectations._branches import run_branches
-from apgrad.expectations._cross_fitting import fold
+from apgrad.expectations._cross_fitting import fold, mean_of_others
+from apgrad.expectations._data_axis import per_lane
 from apgrad.expectations._lanes import cost_shape_error, require_lanes
 from apgrad.expectations._ledger import LEDGER, Channel, Kind, Ledger, TapePlan
 
@@ -66,6 +67,7 @@ class Tape:
 
     Attributes:
       lanes: the number of independent repetitions of the program, the leading axis of its arrays.
+      data: the number of data in the minibatch, the second axis of choices and costs of a datum; None without one.
     """
 
     def __init__(self, plan: TapePlan, key: Any, total: Any, ports: dict[Channel, Any], carried: Any):
@@ -93,6 +95,11 @@ class Tape:
         """The number of lanes."""
         return self._plan.lanes
 
+    @property
+    def data(self) -> int | None:
+        """The number of data in the minibatch, as `ap.expectation` was told."""
+        return self._plan.data
+
     def next_key(self) -> tuple["Tape", jax.Array]:
         """A fresh PRNG key, for noise that takes no part in the estimator (say, a random initial state).
 
@@ -118,7 +125,8 @@ class Tape:
 
         Args:
           cost: an array (lanes,), or (lanes, parts) where nodes were made with `parts=True`: column j is
-            then the cost of part j, and must not depend on another part's choices. Or a function of one
+            then the cost of part j, and must not depend on another part's choices. With `data` given to
+            `ap.expectation` the parts are the data, and the mean over data is taken. Or a function of one
             lane of `args`, returning a scalar (or (parts,)).
           *args: only with a function: pytrees with the lanes as leading axis.
           shaping: only with a function: `apgrad.gaussian_shaping()`, or any function
@@ -235,12 +243,10 @@ class Tape:
         elif charged:
             term = term * jnp.exp(p + q)
             if Kind.BASELINED in kinds:
-                each = fold(cost, self._plan.folds)
-                others = (jnp.sum(each, axis=1, keepdims=True) - each) / (each.shape[1] - 1)
-                term = term - lax.stop_gradient(others).reshape(cost.shape) * jnp.expm1(p)
+                term = term - lax.stop_gradient(mean_of_others(cost, self._plan.folds)) * jnp.expm1(p)
         if Kind.REGRESSION in kinds:
             term = term + lax.stop_gradient(cost if message is None else message) * r
-        return self._follow(total=self._total + term.reshape(self.lanes, -1).sum(-1))
+        return self._follow(total=self._total + per_lane(self._plan, term))
 
     def _logp(self, kind: Kind, ndim: int) -> jax.Array:
         """The port that a cost of `ndim` axes sees: (lanes,) for all of the lane, or (lanes, parts)."""

@@ -12,6 +12,9 @@ import apgrad as ap
 
 KEY = jax.random.key(0)
 
+# The probes' parameters are the lanes' own.
+pytestmark = pytest.mark.filterwarnings("ignore:.*the baseline averages over other data")
+
 
 def probe(baseline=None):
     return ap.Estimator("probe", score=lambda d, x: ap.zero_with_gradient(d.loc), baseline=baseline)

@@ -11,7 +11,9 @@ E[s (G - b)] = E[s G] with less variance where b is near the cost-to-go G (Willi
 * a function of the node's inputs: for `stochastic` of one lane's arguments, returning a scalar (with
   `parts`, one value a part); for `sample` of the distribution, returning (lanes,). It is a constant to
   differentiation.
-* `learned_baseline(function)`: the same, whose parameters are trained by the objective's own gradient.
+* `learned_baseline(function)`: the same, whose parameters are trained by the objective's own gradient. With
+  `leave_one_out=True` the mean of the other lanes' residuals comes off too: lane i is charged with
+  (G_i - b_i) - mean of (G_j - b_j) over j != i.
 """
 
 from collections.abc import Callable
@@ -25,12 +27,13 @@ class LearnedBaseline(NamedTuple):
     """A baseline function whose parameters learn the cost-to-go. Made by `learned_baseline`."""
 
     function: Callable[..., Any]
+    leave_one_out: bool = False
 
 
 Baseline = Literal["leave_one_out"] | None | Callable[..., Any] | LearnedBaseline
 
 
-def learned_baseline(function: Callable[..., Any]) -> LearnedBaseline:
+def learned_baseline(function: Callable[..., Any], *, leave_one_out: bool = False) -> LearnedBaseline:
     """A baseline b(parameters, inputs) that learns the cost-to-go G by the gradient of (b - G)^2 / 2.
 
     Its parameters are arguments of the objective like any other: the value of the objective does not depend
@@ -40,6 +43,8 @@ def learned_baseline(function: Callable[..., Any]) -> LearnedBaseline:
 
     Args:
       function: as a baseline function, see this module.
+      leave_one_out: take also the mean of the other lanes' residual G - b off the lane's residual, which removes what
+        all lanes have in common and the function has not learned yet.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
@@ -56,7 +61,7 @@ def learned_baseline(function: Callable[..., Any]) -> LearnedBaseline:
     """
     if not callable(function):
         raise TypeError(f"learned_baseline takes a function of the node's inputs, got {type(function).__name__}")
-    return LearnedBaseline(function)
+    return LearnedBaseline(function, leave_one_out)
 
 
 def require_baseline(name: str, baseline: Any) -> None:
@@ -75,7 +80,7 @@ def require_baseline(name: str, baseline: Any) -> None:
 
 
 def evaluate(baseline: Baseline, mapped: tuple[tuple[int | None, ...], int] | None, inputs: Any) -> dict[str, Any]:
-    """The baseline as `credit` of `_channels.py` takes it: the keyword arguments `baseline` and `learn`.
+    """The baseline as `credit` of `_channels.py` takes it: the keyword arguments `baseline`, `learn`, `residual`.
 
     Args:
       baseline: an estimator's baseline.
@@ -93,4 +98,5 @@ def evaluate(baseline: Baseline, mapped: tuple[tuple[int | None, ...], int] | No
         axes, lanes = mapped
         inputs = [x if axis is None else lax.stop_gradient(x) for x, axis in zip(inputs, axes, strict=True)]
         b = jax.vmap(function, axes, axis_size=lanes)(*inputs)
-    return {"baseline": b if learn else lax.stop_gradient(b), "learn": learn}
+    residual = isinstance(baseline, LearnedBaseline) and baseline.leave_one_out
+    return {"baseline": b if learn else lax.stop_gradient(b), "learn": learn, "residual": residual}

@@ -1,0 +1,96 @@
+"""Which marked values of a program have their leading axis from an array outside of the program.
+
+A value that is computed from an array of shape (n, ...) may still have the array's leading axis, somewhere: after an
+elementwise function, a product with a matrix, a transposition. The walk follows that one axis, and forgets it where an
+equation does something else with it. So what is found is sure, and something may be missed.
+"""
+
+from typing import Any
+
+import numpy as np
+from jax.core import Tracer
+
+from apgrad._programs import kinds
+from apgrad._programs.control import Program, nested
+from apgrad._programs.flow import flow
+
+
+def marks_with_outer_axis(program: Program, prefix: str, size: int) -> list[str]:
+    """The marks whose operand has, as its leading axis, the leading axis of an array that the program closes over.
+
+    Arrays whose values are known, and the same all along their leading axis, do not count.
+
+    Args:
+      program: a program without inputs, whose constants are what it closes over.
+      prefix: the names of the marks begin with it.
+      size: the length of the axis.
+
+    Returns:
+      The names of the marks, without the prefix, in the program's order.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from apgrad._ground.primitives import mark
+      >>> from apgrad._programs.jaxprs import trace
+      >>> x, w = jnp.arange(12.0).reshape(4, 3), jnp.ones((3, 4))
+      >>> program, _ = trace(lambda: (mark(jnp.tanh(x @ w).sum(-1), "at x"), mark(jnp.sum(x @ w, 0), "at w")))
+      >>> marks_with_outer_axis(program, "at ", 4)
+      ['x']
+    """
+    found: list[str] = []
+
+    def constant(value):
+        # The axis is the fact. None: the value does not have it.
+        if np.ndim(value) == 0 or np.shape(value)[0] != size:
+            return None
+        known = not isinstance(value, Tracer) and np.issubdtype(getattr(value, "dtype", object), np.number)
+        return None if known and bool(np.all(np.asarray(value) == np.asarray(value)[:1])) else 0
+
+    def transfer(eqn, facts):
+        if eqn.primitive.name == "mark" and facts[0] == 0 and eqn.params["name"].startswith(prefix):
+            found.append(eqn.params["name"].removeprefix(prefix))
+        if all(fact is None for fact in facts) and nested(eqn) is None:
+            return [None] * len(eqn.outvars)
+        if nested(eqn) is not None:
+            return None
+        axes = {_moved(eqn, number, fact) for number, fact in enumerate(facts) if fact is not None} - {None}
+        axis = axes.pop() if len(axes) == 1 else None
+        return [
+            axis if axis is not None and np.shape(v.aval)[axis : axis + 1] == (size,) else None for v in eqn.outvars
+        ]
+
+    if all(constant(value) is None for value in program.consts):
+        return []
+    flow(program, [], transfer, lambda a, b: b if a is None else a, constant)
+    return list(dict.fromkeys(found))
+
+
+def _moved(eqn: Any, number: int, axis: int) -> int | None:
+    """Where an equation leaves an axis of its operand of this number; None where that is not known."""
+    name, params = eqn.primitive.name, eqn.params
+    if name in kinds.ELEMENTWISE or name in kinds.IDENTITY or name in ("mark", "select_n", "stop_gradient"):
+        # An operand of `select_n` may be a scalar, which has no axis.
+        return axis
+    if name == "broadcast_in_dim":
+        return params["broadcast_dimensions"][axis]
+    if name == "transpose":
+        return params["permutation"].index(axis)
+    if name == "reshape" and axis == 0 and params["dimensions"] is None:
+        return 0
+    if name.startswith("reduce_") and "axes" in params and axis not in params["axes"]:
+        return axis - sum(a < axis for a in params["axes"])
+    if name == "squeeze":
+        return axis - sum(a < axis for a in params["dimensions"])
+    if name == "dot_general":
+        (contracted, batch) = params["dimension_numbers"]
+        if axis in batch[number]:
+            return batch[number].index(axis)
+        if axis in contracted[number]:
+            return None
+        taken = {*contracted[number], *batch[number]}
+        free = [a for a in range(eqn.invars[number].aval.ndim) if a not in taken]
+        before = len(batch[0])
+        if number == 1:
+            before += eqn.invars[0].aval.ndim - len(contracted[0]) - len(batch[0])
+        return before + free.index(axis)
+    return None

@@ -1,0 +1,65 @@
+"""A pytest plugin: the fixture `certify`, and a summary of the certificates at the end of a run.
+
+    def test_my_gradient(certify):
+        certify(my_gradient, exact_value, theta)
+
+It is `apgrad.testing.certify` with a PRNG key that is made of the test's name, so that a test's result does not depend
+on the tests before it. `pytest --certify-samples=10` makes ten times as many estimates, say in a nightly run. Neither
+JAX nor the rest of apgrad is imported before a test asks for the fixture.
+"""
+
+import zlib
+from typing import Any
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the option `--certify-samples`."""
+    parser.getgroup("apgrad").addoption(
+        "--certify-samples",
+        type=float,
+        default=1.0,
+        metavar="FACTOR",
+        help="make FACTOR times as many estimates in each test that uses the fixture certify",
+    )
+
+
+@pytest.fixture
+def certify(request: pytest.FixtureRequest) -> Any:
+    """`apgrad.testing.certify`, with a key made of the test's name."""
+    from apgrad import testing
+
+    factor, certificates = request.config.getoption("certify_samples"), _certificates(request.config)
+
+    def certify(estimate, truth, *args, num_samples=10_000, key=None, **options):
+        if key is None:
+            import jax
+
+            key = jax.random.key(zlib.crc32(request.node.nodeid.encode()))
+        try:
+            certificate = testing.certify(
+                estimate, truth, *args, key=key, num_samples=max(2, int(num_samples * factor)), **options
+            )
+        except testing.NotCertifiedError as error:
+            certificates.append((request.node.nodeid, error.certificate))
+            raise
+        certificates.append((request.node.nodeid, certificate))
+        return certificate
+
+    return certify
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Writes the certificates of the run, where there are any."""
+    if certificates := _certificates(config):
+        terminalreporter.section("gradient certificates")
+        for test, certificate in certificates:
+            terminalreporter.write_line(f"{test}\n{certificate}")
+
+
+def _certificates(config: pytest.Config) -> list[Any]:
+    return config.stash.setdefault(_KEY, [])
+
+
+_KEY = pytest.StashKey[list[Any]]()

@@ -1,0 +1,85 @@
+"""The data axis: a minibatch of B data, with K samples for each.
+
+    def program(tape, theta, x):                                         # x: (B, ...)
+        q = encoder(theta, x)                                            # batch shape (B,)
+        tape, z = ap.sample(tape, q.expand((tape.lanes, tape.data)), ap.likelihood_ratio(), parts=True)
+        return tape.cost(loss(theta, x, z))                              # (K, B)
+
+    objective = ap.expectation(program, lanes=K, data=B)
+
+The lanes are the samples, and the data are parts of a lane: the choices for one datum pay for the costs of the same
+datum only, and the leave-one-out baseline is the mean over the other samples *of the same datum*. The objective is the
+mean over lanes and data. The mean over data is taken in one place, `per_lane`.
+
+Written the other way, with a lane for each datum and sample, the gradient is right too, but its variance is several
+times as large: the leave-one-out baseline is then mostly the mean over other data, which says nothing about this one.
+`warn_of_mixed_data` finds that where a score has its lanes from an array that the program was given.
+"""
+
+import warnings
+
+import jax
+
+from apgrad._programs.jaxprs import Program
+from apgrad._programs.leading_axes import marks_with_outer_axis
+from apgrad.expectations._ledger import Ledger, TapePlan
+
+MARK = "leave one out: "
+
+
+def per_lane(plan: TapePlan, term: jax.Array) -> jax.Array:
+    """What a term adds to its lane's total, (lanes,): the mean over data, or the sum over other parts.
+
+    Args:
+      plan: of the tape.
+      term: an array (lanes,) or (lanes, parts).
+    """
+    if term.ndim == 1:
+        return term
+    return term.mean(-1) if plan.data is not None else term.sum(-1)
+
+
+def require_data_axis(plan: TapePlan, ledger: Ledger) -> None:
+    """Raises a `ValueError` for parts, data and costs that do not fit each other.
+
+    Args:
+      plan: of the tape.
+      ledger: of the first trace of the program.
+    """
+    lanes, data = plan.lanes, plan.data
+    by_part = [shape for shape in ledger.cost_shapes if len(shape) == 2]
+    if data is not None:
+        for size, what in ledger.parts.items():
+            if size != data:
+                raise ValueError(f"{what} has {size} parts, and the minibatch has data={data}: these are the parts")
+        for shape in by_part:
+            if shape[1] != data:
+                raise ValueError(f"a cost of shape {shape}, expected ({lanes}, {data}): the lanes and the data")
+    if ledger.charged_parts and not by_part:
+        axis = "a datum" if data is not None else "a part"
+        raise ValueError(
+            f"{ledger.charged_parts} was made with parts=True, and no cost has shape (lanes, parts): the costs were "
+            f"summed or averaged to ({lanes},) before, so that every part would pay for all of them. Give costs of "
+            f"shape ({lanes}, {next(iter(ledger.parts))}), one value for each lane and {axis}; the mean over lanes "
+            f"{'and data ' if data is not None else ''}is taken by ap.expectation."
+        )
+
+
+def warn_of_mixed_data(program: Program, lanes: int) -> None:
+    """Warns of leave-one-out baselines over lanes that have data of their own.
+
+    Args:
+      program: of the first trace, where the nodes that use the baseline have left marks.
+      lanes: how many lanes there are.
+    """
+    if mixed := marks_with_outer_axis(program, MARK, lanes):
+        warnings.warn(
+            f"{mixed[0]}: the leave-one-out baseline is the mean over other lanes, and here lanes differ by more than "
+            f"their samples: the program was given an array with a row for each of the {lanes} lanes. The gradient is "
+            "right, but its variance can be several times what it need be: the baseline averages over other data. "
+            "Let lanes be samples of one datum, and data a second axis: ap.expectation(program, lanes=samples, "
+            "data=batch), a distribution of batch shape (samples, batch), parts=True, costs of shape (samples, batch). "
+            "Or give the node a baseline of its own: baseline=ap.learned_baseline(...), a function, or None.",
+            UserWarning,
+            stacklevel=4,
+        )

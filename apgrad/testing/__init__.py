@@ -1,0 +1,19 @@
+"""Statistical tests of gradient estimators, for apgrad's own and for yours.
+
+    ap.testing.certify(jax.grad(objective, argnums=1), exact_value, theta)
+    ap.testing.assert_unbiased(lambda key: gradient(key, theta), truth, jax.random.key(0), num_samples=10_000)
+
+A statistic is tested as a statistic: the mean of many independent estimates against an exact reference, in
+units of its standard error, with a fixed seed. Four standard errors are exceeded by chance once in 16,000
+times; a bias of a standard error or two is found by more samples, not by a tighter bound.
+"""
+
+from apgrad.testing._certify import (
+    Certificate as Certificate,
+    Check as Check,
+    NotCertifiedError as NotCertifiedError,
+    certify as certify,
+)
+from apgrad.testing._lanes import assert_independent_lanes as assert_independent_lanes
+from apgrad.testing._moments import Moments as Moments, assert_unbiased as assert_unbiased, moments as moments
+from apgrad.testing._transformable import assert_transformable as assert_transformable

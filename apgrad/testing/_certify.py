@@ -1,0 +1,276 @@
+"""Certificates: a function that claims to be a gradient is one, and behaves as JAX functions do.
+
+    certificate = ap.testing.certify(jax.grad(objective, argnums=1), exact_value, theta)
+    print(certificate)
+
+`certify` takes any function `(key, *args) -> gradient`, of this library or not, and the exact expectation that the
+gradient is claimed to be of. What it tests:
+
+* `bias`: the mean of many estimates is the exact gradient, within 4 standard errors in every element.
+* `resolution`: there were estimates enough. Of an estimate with a large variance every mean would pass, so the test
+  also fails where a bias of a tenth of the gradient would not have been seen.
+* `variance`: the variance is not above the bound that is claimed, if one is.
+* `order two`: the derivative of the estimate is an unbiased estimate of the Hessian, if that is claimed. Surrogate
+  losses that are right once are often wrong here, without an error.
+* `jit`, `vmap`, `scan`: the estimate for a key is the same under each of them. With order two, so is the derivative of
+  a sum of estimates that a `scan` makes: it is there that JAX drops custom rules (see `_ground/primitives.py`).
+* `keys`: an estimate is a function of its key, and consumes no key twice (`jax.debug_key_reuse`).
+
+The exact gradient is that of `truth`, in float64.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from apgrad.testing._moments import Moments, describe, draw, farthest, moments, moments_of
+
+
+class Check(NamedTuple):
+    """One test of a certificate.
+
+    Attributes:
+      name: what was tested.
+      passed: whether the function passed.
+      found: what was found, in words.
+    """
+
+    name: str
+    passed: bool
+    found: str
+
+
+class Certificate(NamedTuple):
+    """What `certify` found.
+
+    Attributes:
+      name: the function's name.
+      checks: the tests, in the order of this module's text.
+      moments: the moments of the estimates.
+    """
+
+    name: str
+    checks: tuple[Check, ...]
+    moments: Moments
+
+    @property
+    def passed(self) -> bool:
+        """Whether all tests passed."""
+        return all(check.passed for check in self.checks)
+
+    def __str__(self) -> str:
+        """The tests as lines of text."""
+        lines = [f"  {'pass' if check.passed else 'FAIL'}  {check.name:11} {check.found}" for check in self.checks]
+        return "\n".join([f"{self.name}: {'certified' if self.passed else 'not certified'}", *lines])
+
+
+class NotCertifiedError(AssertionError):
+    """Raised by `certify`: its text is the certificate, and `certificate` holds it."""
+
+    def __init__(self, certificate: Certificate):
+        super().__init__(str(certificate))
+        self.certificate = certificate
+
+
+def certify(
+    estimate: Callable[..., Any],
+    truth: Any,
+    *args: Any,
+    key: jax.Array | None = None,
+    num_samples: int = 10_000,
+    order: int = 1,
+    max_variance: Any = None,
+    resolution: float = 0.1,
+    max_standard_errors: float = 4.0,
+    batch_size: int = 100,
+    rtol: float = 1e-4,
+    name: str | None = None,
+) -> Certificate:
+    """Tests a function that claims to be an unbiased estimate of a gradient, and says what it found.
+
+    Args:
+      estimate: `(key, *args) -> gradient` with respect to the first of `args`, a pytree of its structure.
+      truth: the exact expectation, `(*args) -> scalar`, which JAX can differentiate in float64; or the exact gradient
+        as a pytree of numbers, which is enough for order one.
+      *args: where the gradient is taken. The first argument is a pytree of floating-point arrays.
+      key: a PRNG key; `jax.random.key(0)` by default.
+      num_samples: how many estimates are made, at least 2.
+      order: 1, or 2 for a function whose derivative is claimed to be an estimate of the Hessian.
+      max_variance: the variance that is claimed, of one estimate: a number for all elements, or a pytree of the
+        gradient's structure. None: no variance is claimed.
+      resolution: the smallest bias that the test must be able to see, in units of the largest element of the truth.
+      max_standard_errors: how far off a mean may be, and a variance above its bound.
+      batch_size: how many estimates are computed at once.
+      rtol: how far estimates may differ between compilations, relative to the largest element.
+      name: the function's name in the certificate.
+
+    Returns:
+      The certificate, all of whose tests passed.
+
+    Raises:
+      NotCertifiedError: an `AssertionError`, if a test failed. It names every test that failed.
+      ValueError: for an order other than 1 and 2, order two without the exact expectation as a function, or a truth
+        of another structure than the estimate.
+
+    Example:
+      The gradient of E[x^2] for x of mean theta and variance 1, and what a forgotten factor of 2 looks like:
+
+      >>> import jax, apgrad as ap
+      >>> def gradient(key, theta):
+      ...     return 2 * (theta + jax.random.normal(key))
+      >>> print(ap.testing.certify(gradient, lambda theta: theta**2 + 1, 1.5))
+      gradient: certified
+        pass  bias        ... standard errors off (10000 samples)
+        pass  resolution  a bias of ... % would be seen
+        pass  jit         the same
+        pass  vmap        the same
+        pass  scan        the same
+        pass  keys        a function of the key; no key is used twice
+      >>> ap.testing.certify(lambda key, theta: gradient(key, theta) / 2, lambda theta: theta**2 + 1, 1.5)
+      Traceback (most recent call last):
+          ...
+      apgrad.testing._certify.NotCertifiedError: <lambda>: not certified
+        FAIL  bias        biased: mean ... against 3.0, off by 150... standard errors (10000 samples)
+        ...
+    """
+    if order not in (1, 2):
+        raise ValueError(f"certify tests orders 1 and 2, got order={order!r}")
+    if order == 2 and not callable(truth):
+        raise ValueError("order=2 needs the exact expectation as a function, to differentiate it twice")
+    key = jax.random.key(0) if key is None else key
+    gradient = _exactly(jax.grad(truth), args) if callable(truth) else truth
+    samples = draw(lambda key: estimate(key, *args), key, num_samples, batch_size)
+    found = moments_of(samples)
+    checks = [*_bias("", found, gradient, max_standard_errors, resolution)]
+    if max_variance is not None:
+        checks.append(_variance(samples, found, max_variance, max_standard_errors))
+    if order == 2:
+        second = jax.jacrev(estimate, argnums=1)
+        try:
+            curvature = moments(lambda key: second(key, *args), key, num_samples, batch_size)
+        except (TypeError, ValueError, NotImplementedError) as error:
+            checks.append(Check("order two", False, f"refused: {_first_line(error)}"))
+            order = 1
+        else:
+            exact = _exactly(jax.hessian(truth), args)
+            checks += _bias("order two", curvature, exact, max_standard_errors, resolution)
+    keys = jax.random.split(jax.random.fold_in(key, 1), 3)
+    checks += _transformations(estimate, args, keys, rtol, order)
+    checks.append(_keys(estimate, args, keys[0]))
+    certificate = Certificate(name or getattr(estimate, "__name__", "estimate"), tuple(checks), found)
+    if not certificate.passed:
+        raise NotCertifiedError(certificate)
+    return certificate
+
+
+def _exactly(function, args):
+    """The function's value in float64, as NumPy arrays."""
+
+    def widen(x):
+        floating = jnp.issubdtype(jnp.result_type(x), jnp.floating)
+        return jnp.asarray(x, jnp.float64) if floating else jnp.asarray(x)
+
+    with jax.enable_x64(True):
+        return jax.tree.map(np.asarray, function(*jax.tree.map(widen, args)))
+
+
+def _largest(tree) -> float:
+    return max((float(np.max(np.abs(x))) for x in jax.tree.leaves(tree) if np.size(x)), default=0.0)
+
+
+def _bias(what, found: Moments, truth, bound: float, resolution: float) -> Iterator[Check]:
+    """The tests of a mean: that it is right, and that it could have been seen to be wrong."""
+    worst = farthest(found, truth)
+    right = worst.off <= bound
+    passed = f"{worst.off:.1f} standard errors off ({found.num_samples} samples)"
+    yield Check(what or "bias", right, passed if right else describe(worst, found.num_samples))
+    scale, visible = _largest(truth), bound * _largest(found.standard_error)
+    if not right or scale == 0:
+        return
+    words = f"a bias of {100 * visible / scale:.2g} % would be seen"
+    if visible > resolution * scale:
+        needed = int(np.ceil(found.num_samples * (visible / (resolution * scale)) ** 2))
+        yield Check("resolution", False, f"only {words}, not one of {100 * resolution:g} %: num_samples={needed}?")
+    else:
+        yield Check("resolution", True, words)
+
+
+def _variance(samples, found: Moments, claimed, bound: float) -> Check:
+    """The test that no element's variance is above the claimed one by more than its standard error allows."""
+    if jax.tree.structure(claimed) != jax.tree.structure(found.variance):
+        claimed = jax.tree.map(lambda v: np.broadcast_to(claimed, np.shape(v)), found.variance)
+    worst, words = -np.inf, "no elements"
+    for x, mean, variance, limit in zip(
+        *map(jax.tree.leaves, (samples, found.mean, found.variance, claimed)), strict=True
+    ):
+        # The variance of a sample variance is (fourth central moment - variance^2) / n, up to O(1 / n^2).
+        fourth = np.mean((x - mean) ** 4, axis=0)
+        error = np.sqrt(np.maximum(fourth - variance**2, 0) / found.num_samples)
+        rounding = 1e-5 * np.abs(limit)
+        excess = np.where(variance <= limit + rounding, 0.0, (variance - limit) / np.maximum(error, 1e-300))
+        if excess.size and np.max(excess) > worst:
+            worst, at = float(np.max(excess)), np.argmax(excess)
+            words = f"{np.ravel(variance)[at]:.4g} ± {np.ravel(error)[at]:.2g}, claimed {np.ravel(limit)[at]:.4g}"
+    return Check("variance", bool(worst <= bound), words)
+
+
+def _transformations(estimate, args, keys, rtol: float, order: int) -> Iterator[Check]:
+    """The tests that an estimate for a key is the same under JAX's transformations."""
+    stacked = lambda trees: jax.tree.map(lambda *x: np.stack([np.asarray(leaf) for leaf in x]), *trees)
+    singles = [keys[number] for number in range(len(keys))]
+    expected = stacked([estimate(key, *args) for key in singles])
+    copies = jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * len(keys)), args)
+
+    def scanned(keys, *args):
+        return jax.lax.scan(lambda carry, key: (carry, estimate(key, *args)), None, keys)[1]
+
+    def slope_of_scan(*args):
+        total = lambda *args: jax.tree.map(lambda x: jnp.sum(x, axis=0), scanned(keys, *args))
+        return jax.jacrev(total)(*args)
+
+    def sum_of_slopes(*args):
+        slopes = [jax.jacrev(estimate, argnums=1)(key, *args) for key in singles]
+        return jax.tree.map(lambda *x: sum(x), *slopes)
+
+    yield _same("jit", lambda: stacked([jax.jit(estimate)(key, *args) for key in singles]), expected, rtol)
+    yield _same("vmap", lambda: jax.jit(jax.vmap(estimate))(keys, *copies), expected, rtol)
+    yield _same("scan", lambda: jax.jit(scanned)(keys, *args), expected, rtol)
+    if order == 2:
+        slopes = jax.tree.map(np.asarray, jax.jit(sum_of_slopes)(*args))
+        yield _same("scan, two", lambda: jax.jit(slope_of_scan)(*args), slopes, rtol)
+
+
+def _same(name: str, function, expected, rtol: float) -> Check:
+    try:
+        got = jax.tree.map(np.asarray, function())
+    except Exception as error:  # whatever a transformation raises is the finding
+        return Check(name, False, f"raises {type(error).__name__}: {_first_line(error)}")
+    scale = max(_largest(expected), np.finfo(np.float32).tiny)
+    far = _largest(jax.tree.map(lambda a, b: np.where(np.isnan(a - b), np.inf, a - b), got, expected)) / scale
+    return Check(name, far <= rtol, "the same" if far <= rtol else f"other estimates, by {far:.2g} of the largest")
+
+
+def _keys(estimate, args, key) -> Check:
+    """The test of what a function does with its key."""
+    first, again = (jax.tree.map(np.asarray, estimate(key, *args)) for _ in range(2))
+    equal = all(
+        np.array_equal(a, b, equal_nan=True) for a, b in zip(*map(jax.tree.leaves, (first, again)), strict=True)
+    )
+    if not equal:
+        return Check("keys", False, "two calls with one key differ: the estimate has a hidden state")
+    data, implementation = jax.random.key_data(key), jax.random.key_impl(key)
+    with jax.debug_key_reuse(True):
+        try:
+            # A key of its own, since the checker takes notes of what is consumed.
+            jax.jit(lambda data: estimate(jax.random.wrap_key_data(data, impl=implementation), *args))(data)
+        except jax.errors.KeyReuseError as error:
+            return Check("keys", False, f"a key is used twice: {_first_line(error)}")
+    return Check("keys", True, "a function of the key; no key is used twice")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,58 @@
+"""A test of programs: lanes must not act on each other."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from apgrad.expectations._expectation import lane_costs
+
+
+def assert_independent_lanes(
+    program: Callable[..., Any], lanes: int, key: jax.Array, *args: Any, rtol: float = 1e-5
+) -> None:
+    """Asserts that lanes do not act on each other: other samples in some of them leave the others' costs as they are.
+
+    Likelihood-ratio credit and cross-fitting rely on it, and a mean over lanes in a program breaks it. The samples of
+    the program's nodes are changed, not other noise. The program runs 1 + 2 log2(lanes) times; few lanes are enough.
+
+    Args:
+      program: `program(tape, *args) -> tape`, as in `ap.expectation`.
+      lanes: how many lanes the program runs with, at least 4.
+      key: a PRNG key.
+      *args: the program's arguments after the tape.
+      rtol: how far costs may move by rounding, relative to the largest.
+
+    Raises:
+      AssertionError: naming a lane whose cost moved, or for costs that are not finite.
+      ValueError: for fewer than 4 lanes.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, numpyro.distributions as dist, apgrad as ap
+      >>> def program(tape, theta):
+      ...     tape, x = ap.sample(tape, dist.Normal(theta * jnp.ones(tape.lanes), 1.0), ap.reparameterization())
+      ...     return tape.cost((x - jnp.mean(x)) ** 2)
+      >>> ap.testing.assert_independent_lanes(program, 4, jax.random.key(0), 1.0)
+      Traceback (most recent call last):
+          ...
+      AssertionError: the cost of lane ... moved from ... to ... when other lanes drew other samples: ...
+    """
+    if lanes < 4:
+        raise ValueError(f"assert_independent_lanes disturbs half of the lanes and needs at least 4, got {lanes}")
+    before = np.asarray(lane_costs(program, lanes, key, *args))
+    if not np.isfinite(before).all():
+        raise AssertionError(f"costs are not finite, so that none can be seen to move: {before}")
+    lane_numbers = np.arange(lanes)
+    # Any two lanes differ in some bit of their numbers: with one at 0 and one at 1 disturbed, each acts on the other.
+    for bit, value in itertools.product(range((lanes - 1).bit_length()), (0, 1)):
+        after = np.asarray(lane_costs(program, lanes, key, *args, disturbed=(bit, value)))
+        moved = np.where(lane_numbers >> bit & 1 == value, 0, np.abs(after - before))
+        moved = np.where(np.isnan(moved), np.inf, moved)
+        lane = int(np.argmax(moved))
+        if moved[lane] > rtol * np.max(np.abs(before)):
+            raise AssertionError(
+                f"the cost of lane {lane} moved from {before[lane]} to {after[lane]} when other lanes drew other "
+                "samples: the program lets lanes act on each other (a mean or a normalisation over the leading axis?)"
+            )

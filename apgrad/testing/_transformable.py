@@ -1,0 +1,60 @@
+"""A test of functions: JAX's transformations must leave value and gradient as they are."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
+    """Asserts that a function's value and gradient stay the same under JAX's transformations.
+
+    Under `jit`, `checkpoint`, inside `scan`, `cond`, `while_loop` (value only) and `vmap`.
+
+    Args:
+      function: `(*args) -> scalar`, deterministic (bind its PRNG key). It is differentiated with respect
+        to the first argument.
+      *args: its arguments.
+      rtol: relative tolerance, for float differences between compilations.
+      atol: absolute tolerance.
+
+    Raises:
+      AssertionError: naming the transformation.
+
+    Example:
+      >>> import jax.numpy as jnp, apgrad as ap
+      >>> ap.testing.assert_transformable(ap.node(ap.backpropagation(jnp.sin)), jnp.array(1.0))
+    """
+    both = jax.value_and_grad(function)
+    expected = both(*args)
+    zero = jnp.zeros_like(expected[0])
+
+    def scanned(*args):
+        return jax.lax.scan(lambda total, _: (total + function(*args), None), zero, length=3)[0] / 3
+
+    def looped(*args):
+        return jax.lax.while_loop(lambda c: c[0] < 2, lambda c: (c[0] + 1, function(*args)), (0, zero))[1]
+
+    def branched(*args):
+        return jax.lax.cond(jnp.array(True), function, lambda *a: 2 * function(*a), *args)
+
+    def batched(*args):
+        stacked = jax.tree.map(lambda x: jnp.stack([jnp.asarray(x)] * 2), args)
+        return jax.tree.map(lambda x: x[1], jax.vmap(both)(*stacked))
+
+    variants = {
+        "jit": both,
+        "checkpoint": jax.value_and_grad(jax.checkpoint(function)),
+        "scan": jax.value_and_grad(scanned),
+        "cond": jax.value_and_grad(branched),
+        "vmap": batched,
+        "while_loop": lambda *args: (looped(*args), expected[1]),
+    }
+    for name, variant in variants.items():
+        got = jax.jit(variant)(*args)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(
+                np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=rtol, atol=atol, err_msg=f"under {name}"
+            )

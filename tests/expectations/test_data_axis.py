@@ -1,0 +1,205 @@
+"""The data axis: exact variances of minibatches, errors for axes that do not fit, and a warning of mixed data."""
+
+import itertools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+
+import apgrad as ap
+
+KEY = jax.random.key(0)
+OFFSETS = jnp.array([5.0, -1.0, 2.0])  # of the costs, by datum
+THETA = 0.3
+
+
+def probability(theta=THETA):
+    return 1 / (1 + np.exp(-theta))
+
+
+def costs(b, offsets):
+    return offsets + jnp.where(b > 0, 2.0, 0.5 * offsets)
+
+
+def by_data(samples, baseline="leave_one_out"):
+    def program(tape, theta, offsets):
+        d = dist.Bernoulli(logits=jnp.broadcast_to(theta, (tape.lanes, tape.data)))
+        tape, b = ap.sample(tape, d, ap.likelihood_ratio(baseline), parts=True)
+        return tape.cost(costs(b, offsets))
+
+    return ap.expectation(program, lanes=samples, data=3)
+
+
+def all_lanes(samples):
+    """The obvious way to write it: a lane for each datum and sample."""
+
+    @ap.stochastic(ap.likelihood_ratio())
+    def flip(theta, offset):
+        return dist.Bernoulli(logits=theta + 0 * offset)
+
+    def program(tape, theta, offsets):
+        tape, b = flip(tape, theta, offsets)
+        return tape.cost(costs(b, offsets))
+
+    return ap.expectation(program, lanes=3 * samples), jnp.repeat(OFFSETS, samples)
+
+
+def exact(samples, mixed):
+    """Mean and variance of leave-one-out estimates, by enumeration of all outcomes."""
+    p, count = probability(), 3 * samples
+    offsets = np.repeat(np.asarray(OFFSETS), samples)
+    mean = square = 0.0
+    for outcome in itertools.product((0, 1), repeat=count):
+        b = np.array(outcome)
+        c = np.asarray(costs(b, offsets), np.float64)
+        if mixed:
+            baseline = (c.sum() - c) / (count - 1)
+        else:
+            grouped = c.reshape(3, samples)
+            baseline = ((grouped.sum(1, keepdims=True) - grouped) / (samples - 1)).ravel()
+        estimate = np.mean((c - baseline) * (b - p))
+        chance = p ** b.sum() * (1 - p) ** (count - b.sum())
+        mean, square = mean + chance * estimate, square + chance * estimate**2
+    return mean, square - mean**2
+
+
+def test_the_variance_is_that_of_a_baseline_which_does_not_mix_data():
+    truth, variance = exact(2, mixed=False)
+    gradient = jax.grad(by_data(2), argnums=1)
+    found = ap.testing.moments(lambda key: gradient(key, THETA, OFFSETS), KEY, 20_000)
+    assert abs(found.mean - truth) < 4 * found.standard_error
+    np.testing.assert_allclose(found.variance, variance, rtol=0.05)
+
+
+@pytest.mark.filterwarnings("ignore:.*averages over other data")
+def test_the_obvious_way_is_right_and_several_times_worse():
+    objective, offsets = all_lanes(2)
+    gradient = jax.grad(objective, argnums=1)
+    found = ap.testing.moments(lambda key: gradient(key, THETA, offsets), KEY, 20_000)
+    truth, variance = exact(2, mixed=True)
+    assert abs(found.mean - truth) < 4 * found.standard_error
+    np.testing.assert_allclose(found.variance, variance, rtol=0.05)
+    assert variance > 3 * exact(2, mixed=False)[1]
+
+
+def test_value_and_lane_wide_choices():
+    """The objective is the mean over data; a choice that data share pays for that mean and for its own cost."""
+    shared = jnp.array([[1.0, 2.0, 6.0], [0.0, 3.0, 0.0]])
+
+    def program(tape, a, b):
+        tape, _ = ap.sample(tape, dist.Normal(a, 1.0), ap.likelihood_ratio(None))
+        tape, _ = ap.sample(tape, dist.Normal(b, 1.0), ap.likelihood_ratio(None), parts=True)
+        return tape.cost(jnp.array([10.0, 20.0])).cost(shared)
+
+    objective = ap.expectation(program, lanes=2, data=3)
+    value, (a, b) = jax.value_and_grad(objective, argnums=(1, 2))(KEY, jnp.zeros(2), jnp.zeros((2, 3)))
+    assert value == pytest.approx(float(jnp.mean(shared)) + 15)
+    # The score of a normal of variance 1 at mean 0 is the sample itself.
+    x, y = samples(KEY, (2,)), samples(jax.random.split(KEY)[0], (2, 3))
+    to_go = jnp.array([10.0, 20.0])
+    np.testing.assert_allclose(a, x * (to_go + shared.mean(-1)) / 2, rtol=1e-5)
+    np.testing.assert_allclose(b, y * (to_go[:, None] + shared / 3) / 2, rtol=1e-5)
+
+
+def samples(key, shape):
+    """What a program's first `ap.sample` of standard normals draws."""
+    return jax.random.normal(jax.random.split(key)[1], shape)
+
+
+def test_a_baseline_that_knows_the_data_leaves_no_variance():
+    """Costs of 2 b + offset: leave-one-out of what the learned baseline has not learned takes the rest off."""
+    constant = jnp.array([5.0, -1.0, 2.0])
+
+    def objective(leave_one_out):
+        learned = ap.learned_baseline(lambda d: jnp.broadcast_to(constant, (4, 3)) - 7.0, leave_one_out=leave_one_out)
+
+        def program(tape, theta):
+            d = dist.Bernoulli(logits=jnp.broadcast_to(theta, (tape.lanes, tape.data)))
+            tape, _ = ap.sample(tape, d, ap.likelihood_ratio(learned), parts=True)
+            return tape.cost(jnp.broadcast_to(constant, (tape.lanes, tape.data)))
+
+        return jax.grad(ap.expectation(program, lanes=4, data=3), argnums=1)
+
+    assert abs(objective(True)(KEY, THETA)) < 1e-6
+    assert abs(objective(False)(KEY, THETA)) > 0.01
+
+
+def test_leave_one_out_of_a_residual_learns_the_same_and_is_unbiased():
+    def program(tape, theta, phi, offsets, leave_one_out):
+        learned = ap.learned_baseline(lambda d: phi * jnp.ones((tape.lanes, 3)), leave_one_out=leave_one_out)
+        d = dist.Bernoulli(logits=jnp.broadcast_to(theta, (tape.lanes, tape.data)))
+        tape, b = ap.sample(tape, d, ap.likelihood_ratio(learned), parts=True)
+        return tape.cost(costs(b, offsets))
+
+    def gradient(key, leave_one_out):
+        objective = ap.expectation(program, lanes=2, data=3)
+        return jax.grad(objective, argnums=(1, 2))(key, THETA, 1.5, OFFSETS, leave_one_out)
+
+    truth, variance = exact(2, mixed=False)
+    found = ap.testing.moments(lambda key: gradient(key, True), KEY, 20_000)
+    assert abs(found.mean[0] - truth) < 4 * found.standard_error[0]
+    np.testing.assert_allclose(found.variance[0], variance, rtol=0.05)  # what is the same for all lanes changes nothing
+    assert gradient(KEY, True)[1] == gradient(KEY, False)[1]
+
+
+def second(samples):
+    return lambda key: jax.grad(jax.grad(by_data(samples), argnums=1), argnums=1)(key, THETA, OFFSETS)
+
+
+def test_second_derivatives():
+    p = probability()
+    slope = float(jnp.mean(costs(jnp.ones(3), OFFSETS) - costs(jnp.zeros(3), OFFSETS)))
+    ap.testing.assert_unbiased(second(2), slope * p * (1 - p) * (1 - 2 * p), KEY, 10_000)
+
+
+def wrong(cost, parts=True, data=3, size=3):
+    def program(tape, theta):
+        d = dist.Bernoulli(logits=jnp.broadcast_to(theta, (tape.lanes, size)))
+        tape, b = ap.sample(tape, d, ap.likelihood_ratio(), parts=parts)
+        return tape.cost(cost(b.astype(jnp.float32)))
+
+    return ap.expectation(program, lanes=2, data=data)(KEY, THETA)
+
+
+def test_axes_that_do_not_fit_are_errors():
+    for data in (None, 3):
+        with pytest.raises(ValueError, match=r"summed or averaged to \(2,\) before.*costs of shape \(2, 3\)"):
+            wrong(lambda b: b.mean(-1), data=data)
+    with pytest.raises(ValueError, match="has 4 parts, and the minibatch has data=3"):
+        wrong(lambda b: b[:, :3], size=4)
+    with pytest.raises(ValueError, match=r"a cost of shape \(2, 2\), expected \(2, 3\)"):
+        wrong(lambda b: b[:, :2])
+    with pytest.raises(ValueError, match="Say parts=True if it is one choice for each datum"):
+        wrong(lambda b: b, parts=None)
+    with pytest.raises(ValueError, match="at least one datum, an integer, got data=0"):
+        wrong(lambda b: b, data=0)
+    assert jnp.isfinite(wrong(lambda b: b, parts=False))
+
+
+def test_a_baseline_that_mixes_data_is_named():
+    objective, offsets = all_lanes(2)
+    with pytest.warns(UserWarning, match=r"flip \(likelihood_ratio\): the leave-one-out baseline .* other data"):
+        objective(KEY, THETA, offsets)
+    with pytest.warns(UserWarning, match="other data"):
+        jax.jit(objective)(KEY, THETA, offsets)
+
+
+def network(tape, theta, x, baseline="leave_one_out"):
+    logits = jnp.tanh(x @ theta["a"]) @ theta["b"]
+    tape, b = ap.sample(tape, dist.Bernoulli(logits=logits[:, 0]), ap.likelihood_ratio(baseline))
+    return tape.cost(jnp.where(b > 0, 1.0, 0.0))
+
+
+def test_data_are_followed_through_a_network_and_parameters_are_not():
+    theta = {"a": jnp.eye(6) + 0.1, "b": jnp.ones((6, 1)).at[0].set(2.0)}
+    x = jnp.arange(36.0).reshape(6, 6) / 36
+    with pytest.warns(UserWarning, match="other data"):
+        ap.expectation(network, lanes=6)(KEY, theta, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ap.expectation(network, lanes=6)(KEY, theta, jnp.ones((6, 6)))  # the same for all lanes
+        ap.expectation(lambda *a: network(*a, baseline=None), lanes=6)(KEY, theta, x)
+        jax.jit(ap.expectation(lambda tape, theta: network(tape, theta, jnp.ones((6, 6))), lanes=6))(KEY, theta)

@@ -1,0 +1,194 @@
+"""Certificates: right gradients get one, and errors that public libraries had are named.
+
+Each wrong gradient restates, small and in our own words, an error that was reported of a library of gradient
+estimators. The cost is that of the usual toy, (b - .45)^2 for b Bernoulli with logit theta.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+
+import apgrad as ap
+
+THETA = 0.4
+
+
+def cost(b):
+    return (b - 0.45) ** 2
+
+
+def truth(theta):
+    p = jax.nn.sigmoid(theta)
+    return p * cost(1.0) + (1 - p) * cost(0.0)
+
+
+def rebar(key, theta, *, other_interval=False, detached=False, twice=False):
+    """REBAR of one Bernoulli sample (Tucker et al., 2017) with temperature 1 and weight 1; right without a flag."""
+    p = jax.nn.sigmoid(theta)
+    u, v = jax.random.uniform(key, (2,), minval=1e-6, maxval=1 - 1e-6)
+    b = jax.lax.stop_gradient((u < p).astype(jnp.float32))
+
+    def relaxed(theta):
+        return cost(jax.nn.sigmoid(theta + jnp.log(1 - u) - jnp.log(u)))
+
+    def relaxed_given_b(theta):
+        p = jax.nn.sigmoid(-theta if other_interval else theta)
+        w = b * v * p + (1 - b) * (p + v * (1 - p))
+        return cost(jax.nn.sigmoid((jax.lax.stop_gradient(theta) if detached else theta) + jnp.log(1 - w) - jnp.log(w)))
+
+    score = b - p
+    difference = jax.grad(lambda theta: relaxed(theta) - relaxed_given_b(theta))(theta)
+    return (cost(b) - relaxed_given_b(theta)) * score + (2 if twice else 1) * difference
+
+
+def by_branches(key, theta, samples=3):
+    """The derivative p (1 - p) (E[f | 1] - E[f | 0]) from means over the samples in each branch."""
+    p = jax.nn.sigmoid(theta)
+    b = jax.random.bernoulli(key, p, (samples,)).astype(jnp.float32)
+    mean_of = lambda branch: jnp.sum((1 + cost(b)) * branch) / jnp.maximum(jnp.sum(branch), 1)
+    return p * (1 - p) * (mean_of(b) - mean_of(1 - b))
+
+
+def test_a_right_gradient_is_certified():
+    certificate = ap.testing.certify(rebar, truth, THETA, num_samples=20_000, resolution=0.2)
+    assert certificate.passed and str(certificate).startswith("rebar: certified")
+    assert {check.name for check in certificate.checks} == {"bias", "resolution", "jit", "vmap", "scan", "keys"}
+
+
+WRONG = {
+    # A branch that no sample took counts with the mean 0.
+    "an empty branch": by_branches,
+    # The relaxed choice is made of a logit that no derivative passes.
+    "a logit detached": lambda key, theta: rebar(key, theta, detached=True),
+    # The relaxation given the choice takes its noise from an interval with p where 1 - p belongs.
+    "the other interval": lambda key, theta: rebar(key, theta, other_interval=True),
+    # The estimator adds the derivative of its control variate, and a general backward pass adds the derivative again.
+    "a derivative twice": lambda key, theta: rebar(key, theta, twice=True),
+}
+
+
+@pytest.mark.parametrize("error", WRONG)
+def test_errors_that_libraries_had_are_named(error):
+    with pytest.raises(ap.testing.NotCertifiedError, match="FAIL  bias        biased: mean") as raised:
+        ap.testing.certify(WRONG[error], truth, THETA, num_samples=20_000, resolution=0.2)
+    failed = [check.name for check in raised.value.certificate.checks if not check.passed]
+    assert failed == ["bias"]
+
+
+def flip(tape, theta):
+    tape, b = ap.sample(tape, dist.Bernoulli(logits=jnp.broadcast_to(theta, (tape.lanes,))), ap.likelihood_ratio())
+    return tape.cost(cost(b.astype(jnp.float32)))
+
+
+def test_order_two_is_right_where_it_is_claimed():
+    gradient = ap.grad(flip, lanes=4)
+    certificate = ap.testing.certify(gradient, truth, THETA, num_samples=10_000, order=2, resolution=0.5)
+    assert {"order two", "scan, two"} <= {check.name for check in certificate.checks}
+
+
+def test_a_surrogate_loss_is_wrong_at_order_two():
+    def surrogate(key, theta):
+        b = jax.random.bernoulli(key, jax.nn.sigmoid(theta)).astype(jnp.float32)
+        return jax.lax.stop_gradient(cost(b)) * (b * theta - jnp.log1p(jnp.exp(theta)))
+
+    gradient = jax.grad(surrogate, argnums=1)
+    ap.testing.certify(gradient, truth, THETA, resolution=0.3)
+    with pytest.raises(ap.testing.NotCertifiedError, match="FAIL  order two   biased"):
+        ap.testing.certify(gradient, truth, THETA, order=2)
+
+
+def test_a_refused_derivative_is_no_certificate_of_order_two():
+    once = ap.node(ap.first_order(ap.backpropagation(lambda theta, noise: theta**2 + noise * theta), "only once"))
+    gradient = jax.grad(lambda key, theta: once(theta, jax.random.normal(key)), argnums=1)
+    with pytest.raises(ap.testing.NotCertifiedError, match="FAIL  order two   refused: only once"):
+        ap.testing.certify(gradient, lambda theta: theta**2, 3.0, order=2, num_samples=1000)
+
+
+def test_variance_is_held_to_what_is_claimed():
+    estimate = lambda key, theta: {"a": 2 * theta["a"] + jax.random.normal(key, (2,)) * jnp.array([1.0, 2.0])}
+    square = lambda theta: jnp.sum(theta["a"] ** 2)
+    theta = {"a": jnp.array([1.0, 2.0])}
+    ap.testing.certify(estimate, square, theta, max_variance={"a": np.array([1.0, 4.0])})
+    ap.testing.certify(estimate, square, theta, max_variance=4.0)
+    with pytest.raises(ap.testing.NotCertifiedError, match=r"FAIL  variance    .* claimed 3\.5"):
+        ap.testing.certify(estimate, square, theta, max_variance={"a": np.array([1.0, 3.5])})
+
+
+def test_too_few_samples_certify_nothing():
+    with pytest.raises(ap.testing.NotCertifiedError, match=r"FAIL  resolution  only a bias of .* num_samples=\d+\?"):
+        ap.testing.certify(lambda key, theta: 2 * theta + 9 * jax.random.normal(key), jnp.square, 1.0, num_samples=100)
+
+
+CALLS = []
+
+
+def counting(key, theta):
+    CALLS.append(None)
+    return theta * (2 + jax.random.normal(key)) + 0.01 * len(CALLS)
+
+
+def same_noise_twice(key, theta):
+    return 2 * theta + jax.random.normal(key) * (1 + jax.random.normal(key) ** 2)
+
+
+def other_under_vmap(key, theta):
+    @jax.custom_batching.custom_vmap
+    def noise(x):
+        return x
+
+    noise.def_vmap(lambda size, batched, x: (-x, True))
+    return 2 * theta + noise(jax.random.normal(key))
+
+
+@pytest.mark.parametrize(
+    "estimate, words",
+    [
+        (counting, "FAIL  keys        two calls with one key differ"),
+        (same_noise_twice, "FAIL  keys        a key is used twice"),
+        (other_under_vmap, "FAIL  vmap        other estimates, by"),
+    ],
+)
+def test_what_is_no_function_of_its_key_is_named(estimate, words):
+    with pytest.raises(ap.testing.NotCertifiedError, match=words):
+        ap.testing.certify(estimate, jnp.square, 1.0, num_samples=1000, resolution=1.0)
+
+
+def test_orders_and_truths_that_do_not_fit_are_errors():
+    with pytest.raises(ValueError, match="orders 1 and 2"):
+        ap.testing.certify(rebar, truth, THETA, order=3)
+    with pytest.raises(ValueError, match="exact expectation as a function"):
+        ap.testing.certify(rebar, 0.1, THETA, order=2)
+
+
+PLUGIN = """
+import sys
+assert "jax" not in sys.modules                 # the plugin is loaded, and nothing has asked for JAX yet
+
+def test_right(certify):
+    import jax
+    certificate = certify(lambda key, theta: 2 * theta + jax.random.normal(key), lambda theta: theta**2, 1.0)
+    assert certificate.moments.num_samples == 20_000
+
+def test_wrong(certify):
+    import jax
+    certify(lambda key, theta: theta + jax.random.normal(key), lambda theta: theta**2, 1.0)
+"""
+
+
+def test_the_plugin_makes_certificates_and_lists_them(tmp_path):
+    (tmp_path / "test_mine.py").write_text(PLUGIN)
+    command = [sys.executable, "-m", "pytest", "-p", "apgrad._pytest_plugin", "--certify-samples=2", "test_mine.py"]
+    root = str(Path(ap.__file__).parents[1])
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": root}
+    ran = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert "1 failed, 1 passed" in ran.stdout, ran.stdout + ran.stderr
+    assert "= gradient certificates =" in ran.stdout
+    assert "test_mine.py::test_right\n<lambda>: certified\n" in ran.stdout
+    assert "FAIL  bias        biased" in ran.stdout
