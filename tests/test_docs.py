@@ -92,7 +92,7 @@ def test_links_of_a_page_lead_somewhere(path):
             continue
         target, _, anchor = link.partition("#")
         page = (path.parent / target) if target else path
-        if "notebooks" in page.parts:  # copied there when the pages are built
+        if page.suffix == ".ipynb":  # copied there when the pages are built
             page = ROOT / "notebooks" / page.name
         assert page.exists(), link
         if anchor:
