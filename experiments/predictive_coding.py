@@ -137,7 +137,9 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             published = PUBLISHED[number] if method == METHODS[0] else None
             rows.append({**row, "test_accuracy_se": float(error), "jpc_notebook": published})
     if config.data == "mnist":
-        ax.plot(list(PUBLISHED), [100 * v for v in PUBLISHED.values()], "k*", label="JPC's notebook, one seed")
+        ax.plot(
+            list(PUBLISHED), [100 * v for v in PUBLISHED.values()], "k*", zorder=5, label="JPC's notebook, one seed"
+        )
     ax.set(xlabel="step", ylabel="test accuracy, %", title=data.split(":")[0])
     ax.legend()
     lines = [

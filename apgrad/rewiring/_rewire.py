@@ -35,7 +35,8 @@ from apgrad._ground.keys import require_key
 from apgrad._ground.messages import describe, has_message
 from apgrad._ground.propagator import Propagator, first_order, node
 from apgrad._programs import jaxprs
-from apgrad.rewiring._sites import DATA, WEIGHT, Planner, Site, Step
+from apgrad._programs.flow import flow
+from apgrad.rewiring._sites import DATA, WEIGHT, Planner, Site, Step, part
 
 
 class Rule(NamedTuple):
@@ -88,8 +89,9 @@ def rewire(function: Callable[..., Any], rule: Rule, *, argnums: int | Sequence[
       take. Reverse mode, once.
 
     Raises:
-      ValueError: at trace time, if the rule takes no site; or a site that cannot be rewired, inside a `while_loop` or a
-        function with a derivative rule of its own; or if the rule's parameters are not those of its sites.
+      ValueError: at trace time, if the rule takes no site; or a site that cannot be rewired, inside a `while_loop`, a
+        `shard_map` or a function with a derivative rule of its own; or if the rule's parameters are not those of its
+        sites; or if the function changes its arguments in place.
       NotImplementedError: for products inside a primitive that is not known here.
       TypeError: for a second derivative.
 
@@ -182,23 +184,43 @@ class Rewired:
         facts = [
             f for i, a in enumerate(args) for f in [WEIGHT if i in numbers else DATA] * len(jaxprs.arrays_of(a)[0])
         ]
-        program, shape = jaxprs.trace(lambda *arrays: _unchanged(self.function, put(*arrays)), *arrays)
+        program, shape = _trace(self.function, put, arrays)
         planner = Planner(self.rule.where, shape)
         return planner.whole(program, facts, getattr(self.function, "__name__", "function")), planner, shape
 
 
-def _unchanged(function, args):
-    """The function's output, or an error if the function writes to its arguments, as some modules do."""
-    before = jax.tree.leaves(args)
-    output = function(*args)
-    after = jax.tree.leaves(args)
-    if len(before) != len(after) or any(a is not b for a, b in zip(before, after, strict=True)):
-        raise ValueError(
-            "the function changes its arguments in place (as a module with dropout or batch normalization changes "
-            "itself). ap.rewire calls it with copies, so the changes would be lost. Return what changes: with Flax "
-            "NNX, pass what nnx.split gives, and call nnx.merge inside the function."
-        )
-    return output
+def _trace(function, put, arrays) -> tuple[jaxprs.Program, Any]:
+    """The function's program and its output's shapes, or an error if the function writes to its arguments.
+
+    A module that is called by a transformation of Flax NNX writes back what it was, which is no change. So the test is
+    whether what stands in the argument afterwards is, in the program, what came in.
+    """
+
+    def traced(*arrays):
+        args = put(*arrays)
+        before = jax.tree.leaves(args)
+        output = function(*args)
+        after = jax.tree.leaves(args)
+        if len(before) != len(after):
+            raise ValueError(_CHANGES)
+        return output, [pair for pair in zip(before, after, strict=True) if pair[0] is not pair[1]]
+
+    program, (shape, written) = jaxprs.trace(traced, *arrays)
+    jaxpr, count = program.jaxpr, len(jax.tree.leaves(shape))
+    if written:
+        through = lambda eqn, facts: None if jaxprs.nested(eqn) is not None else [None] * len(eqn.outvars)
+        same = lambda a, b: a if a == b else None
+        sources = flow(program, range(len(jaxpr.invars)), through, same, lambda value: None)[count:]
+        if any(a is None or a != b for a, b in zip(sources[::2], sources[1::2], strict=True)):
+            raise ValueError(_CHANGES)
+    return part(jaxpr.eqns, jaxpr.invars, jaxpr.outvars[:count], program), shape
+
+
+_CHANGES = (
+    "the function changes its arguments in place (as a module with dropout or batch normalization changes itself). "
+    "ap.rewire calls it with copies, so the changes would be lost. Return what changes: with Flax NNX, pass what "
+    "nnx.split gives, and call nnx.merge inside the function."
+)
 
 
 def _names(planner: Planner) -> set[str]:

@@ -230,7 +230,11 @@ class Planner:
         elif inside.kind == "scan":
             consts, carry, _ = inside.counts
             body = inside.jaxprs[0]
-            facts = [STACKED if f == WEIGHT and i >= consts else f for i, f in enumerate(facts)]
+            # What the body carries on as it came is the same at each step, as the constants are.
+            carried = zip(body.jaxpr.invars[consts : consts + carry], body.jaxpr.outvars[:carry], strict=True)
+            stays = {*body.jaxpr.invars[:consts], *(v for v, after in carried if v is after)}
+            inputs = zip(facts, body.jaxpr.invars, strict=True)
+            facts = [STACKED if f == WEIGHT and v not in stays else f for f, v in inputs]
             walk = lambda facts: flow(body, facts, through, max, constant)
             self.loops += 1
             plans = [self.plan(body, steady(walk, facts, consts, carry, max)[0], jaxprs.join(around, "scan"))]

@@ -173,10 +173,11 @@ def _collect(program: jaxprs.Program, inputs: Any, here: set[str]) -> tuple[list
         else:
             programs, inside = jaxprs.inside_of(eqn), jaxprs.nested(eqn)
             messages = {name for inner in programs for name in _names(inner, _marker_p)}
-            closed = inside is None or inside.kind == "custom"
+            kind = "" if inside is None else inside.kind
+            closed = kind in ("", "custom")
             if not messages and (closed or not any(here & _names(inner, _tap_p) for inner in programs)):
                 return jaxprs.run(eqn, values)
-            if messages and (closed or inside.kind == "while"):
+            if messages and (closed or kind == "while"):
                 raise ValueError(
                     f"the message of the tap {min(messages)!r} passes inside the primitive {eqn.primitive.name!r}, out "
                     "of which it cannot be taken. Use a scan in place of a while_loop; differentiate a function with a "

@@ -103,6 +103,15 @@ def test_an_unchanged_module_with_remat_integers_and_cross_entropy():
     assert not jnp.allclose(got.first.kernel[...], exact.first.kernel[...], rtol=1e-3)
 
 
+def test_dtypes_and_second_derivatives():
+    rewired = ap.rewire(loss, ap.rewiring.predictive_coding("tanh", steps=2))
+    low = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (WS, X, TARGET))
+    gradient = jax.jit(jax.grad(rewired))(*low)
+    assert all(g.dtype == jnp.bfloat16 and jnp.all(jnp.isfinite(g)) and jnp.any(g != 0) for g in gradient)
+    with pytest.raises(TypeError, match="no second derivative of a rewired function"):
+        jax.grad(lambda ws: jnp.sum(jax.grad(rewired)(ws, X, TARGET)[0] ** 2))(WS)
+
+
 WRONG = {
     "no scalar": (lambda ws, x, t: jnp.tanh(x @ ws[0]), "needs the loss"),
     "scan": (lambda ws, x, t: jax.lax.scan(lambda h, _: (jnp.tanh(h), None), x, length=2)[0].sum(), "is in a scan"),

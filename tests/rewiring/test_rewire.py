@@ -295,6 +295,10 @@ def test_a_function_that_changes_its_arguments_is_an_error():
             return self.layer(self.linear(x))
 
     rule = rebuilding(("dense",))[0]
+    for transform in (nnx.remat, nnx.jit):  # they write back what was there
+        model, call = Net(nnx.Rngs(0)), transform(lambda model, x: model(x))
+        gradients = [jax.grad(lambda m, f=f: jnp.sum(f(m, X) ** 2))(model) for f in (ap.rewire(call, rule), call)]
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *gradients)
     for layer in (nnx.Dropout(0.5, rngs=nnx.Rngs(1)), nnx.BatchNorm(3, rngs=nnx.Rngs(1))):
         model = Noisy(layer, nnx.Rngs(0))
         with pytest.raises(ValueError, match="changes its arguments in place"):

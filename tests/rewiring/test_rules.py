@@ -284,10 +284,14 @@ def test_layers_that_a_scan_runs_one_after_the_other_are_not_one_layer(make):
     """Stacked weights would share what a rule learns or draws for each layer; a weight that stays is one layer."""
     run = lambda ws, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
     again = lambda w, x: jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=2)[0]
+    carried = lambda w, x: jax.lax.scan(lambda c, _: ((c[0], c[1] @ c[0]), None), (w, x), length=2)[0][1]
+    turns = lambda ws, x: jax.lax.scan(lambda c, _: ((c[1], c[0], c[2] @ c[0]), None), (*ws, x), length=2)[0][2]
     w, x = jnp.ones((3, 3)), X[:, :3]
-    with pytest.raises(ValueError, match="another layer at each step of a scan"):
-        ap.rewire(run, make()).init(jnp.stack([w, w]), x)
-    assert ap.rewire(again, make()).init(w, x)
+    for several in (run, turns):
+        with pytest.raises(ValueError, match="another layer at each step of a scan"):
+            ap.rewire(several, make()).init(jnp.stack([w, w]), x)
+    for one in (again, carried):
+        assert ap.rewire(one, make()).init(w, x)
 
 
 def test_messages_of_several_arrays_with_integers():
