@@ -10,6 +10,7 @@ pathwise derivative follows from the implicit function theorem. Nothing else is 
 """
 
 import contextlib
+import copy
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -152,9 +153,32 @@ def score(what: str, distribution: Any, x: jax.Array) -> jax.Array:
     # A sample needs no validation, which takes one that is rounded to the bound of its support (an exponential's 0,
     # once in ten million times) for impossible, though its density is finite and right.
     with _standard_promotion(), numpyro.validation_enabled(False):
-        density = distribution.log_prob(lax.stop_gradient(x))
+        density = log_prob(distribution, lax.stop_gradient(x))
         rounded = ~jnp.isfinite(lax.stop_gradient(density))
         return zero_with_gradient(density) + jnp.where(rounded, jnp.nan, 0.0).astype(density.dtype)
+
+
+def log_prob(distribution: Any, x: jax.Array) -> jax.Array:
+    """The log-density of samples, to be differentiated with respect to the distribution's parameters.
+
+    NumPyro computes that of Bernoulli and binomial distributions from max(logits, 0) and |logits|, whose derivatives at
+    logits of exactly 0 JAX takes to be 0: there the score of a Bernoulli choice x came out as x, where x - 1/2 is
+    right. So logits of 0 become the smallest positive number.
+
+    Args:
+      distribution: what was sampled.
+      x: samples.
+    """
+
+    def without_kink(part):
+        if not isinstance(part, _KINKED):
+            return part
+        part, logits = copy.copy(part), jnp.asarray(part.logits)
+        part.logits = logits + jnp.where(logits == 0, jnp.finfo(logits.dtype).tiny, 0).astype(logits.dtype)
+        return part
+
+    is_kinked = lambda part: isinstance(part, _KINKED)
+    return jax.tree.map(without_kink, distribution, is_leaf=is_kinked).log_prob(x)
 
 
 def support_guard(what: str, distribution: Any) -> jax.Array:
@@ -239,6 +263,7 @@ def _has_cdf(distribution, x) -> bool:
     return True
 
 
+_KINKED = (dist.BernoulliLogits, dist.BinomialLogits)
 _NOT_A_DENSITY = (
     dist.MaskedDistribution,
     dist.LeftCensoredDistribution,
