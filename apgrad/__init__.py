@@ -51,6 +51,7 @@ if _typing.TYPE_CHECKING:
         stochastic as stochastic,
         total_propagation as total_propagation,
         value_and_grad as value_and_grad,
+        variational as variational,
         weights as weights,
     )
     from apgrad.memory import memory_report as memory_report, randomize as randomize
@@ -83,6 +84,7 @@ _WINGS = {
         "stochastic",
         "total_propagation",
         "value_and_grad",
+        "variational",
         "Adaptive",
         "AdaptiveState",
         "adaptive",

@@ -10,6 +10,7 @@ pathwise derivative follows from the implicit function theorem. Nothing else is 
 """
 
 import contextlib
+import copy
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -119,6 +120,32 @@ def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
     return x
 
 
+def log_prob(distribution: Any, x: Any, *intermediates: Any) -> jax.Array:
+    """The log-density of a sample, with the right derivative also where logits are exactly 0.
+
+    NumPyro's log-densities of Bernoulli and binomial distributions have a kink there, max(logits, 0), that another one,
+    |logits|, should cancel; the derivatives that JAX takes at the two kinks do not cancel, and log p(1) has the
+    derivative 1 with respect to the logit, not 1/2. Zero is where networks begin. So a zero is moved to the smallest
+    positive number, which changes no value.
+
+    Args:
+      distribution: what was sampled.
+      x: the sample.
+      *intermediates: what NumPyro's `log_prob` takes besides.
+    """
+
+    def moved(part):
+        if not isinstance(part, (dist.BernoulliLogits, dist.BinomialLogits)):
+            return part
+        logits = jnp.asarray(part.logits)
+        part = copy.copy(part)
+        part.logits = logits + jnp.where(logits == 0, jnp.finfo(logits.dtype).tiny, 0).astype(logits.dtype)
+        return part
+
+    kinked = lambda part: isinstance(part, (dist.BernoulliLogits, dist.BinomialLogits))
+    return jax.tree.map(moved, distribution, is_leaf=kinked).log_prob(x, *intermediates)
+
+
 def score(what: str, distribution: Any, x: jax.Array) -> jax.Array:
     """Zero in value, with the derivatives of the log-density at a fixed x: shape `batch_shape`.
 
@@ -152,7 +179,7 @@ def score(what: str, distribution: Any, x: jax.Array) -> jax.Array:
     # A sample needs no validation, which takes one that is rounded to the bound of its support (an exponential's 0,
     # once in ten million times) for impossible, though its density is finite and right.
     with _standard_promotion(), numpyro.validation_enabled(False):
-        density = distribution.log_prob(lax.stop_gradient(x))
+        density = log_prob(distribution, lax.stop_gradient(x))
         rounded = ~jnp.isfinite(lax.stop_gradient(density))
         return zero_with_gradient(density) + jnp.where(rounded, jnp.nan, 0.0).astype(density.dtype)
 
