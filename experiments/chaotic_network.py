@@ -173,12 +173,23 @@ def _adaptive(horizon, lanes, parameters):
     made = ap.adaptive(program("adaptive", horizon, parameters), lanes)
 
     def estimates(keys, theta):
-        past = jax.random.split(jax.random.fold_in(keys[0], 1), PAST + 1)
-        step = lambda state, key: (made.value_and_grad(key, state, theta)[2], None)
-        state, _ = jax.lax.scan(step, made.init(past[0], theta), past[1:])
+        state = past(made, jax.random.fold_in(keys[0], 1), theta)
         return jax.lax.map(lambda key: made.value_and_grad(key, state, theta)[1], keys, batch_size=min(10, len(keys)))
 
     return estimates
+
+
+def past(made: ap.Adaptive, key: jax.Array, *args: Any) -> ap.AdaptiveState:
+    """The state after `PAST` calls with the same arguments.
+
+    Args:
+      made: what `ap.adaptive` returned.
+      key: a PRNG key, which no later call may have.
+      *args: of the program.
+    """
+    keys = jax.random.split(key, PAST + 1)
+    step = lambda state, key: (made.value_and_grad(key, state, *args)[2], None)
+    return jax.lax.scan(step, made.init(keys[0], *args), keys[1:])[0]
 
 
 class Exact(NamedTuple):

@@ -11,7 +11,7 @@ u = 10 a the output of a network of 8 tanh units on the scaled state, with rando
 the mean over steps of (|s - s*|^2 / 100 + a^2 / 10) / 2, s* the fixed point with x > 0 of the system without force.
 At rho = 20 perturbations neither grow nor decay for long, at rho = 28, Lorenz's own, trajectories are chaotic. Wanted
 is the gradient of the expected cost in all parameters, at random ones; variances are summed over them. The methods
-are those of `experiments.total_propagation`.
+are those of `experiments.total_propagation`; "adaptive" has one state for all estimates of a point.
 
 *Bias.* The reference is the mean of estimates, with noise of their own, of whichever of `REFERENCES`, all unbiased, has
 the least variance in a pilot run. Against it stand, both with the reference's own error, the largest |z| over the
@@ -45,8 +45,8 @@ CHUNK = 5  # estimates that a call makes
 
 
 COLOURS = {"RP": "#1f77b4", "LR": "#d95f02", "TP": "#e0a100", "local": "#8e6fc1", "suffix": "#e7298a"}
-COLOURS |= {"unshrunk": "#8c6d1f", "decoupled": "black"}  # of what stands before -CF
-METHODS = ("RP", "LR", "TP", "TP-CF", "local-CF", "suffix-CF", "unshrunk-CF", "decoupled", "decoupled-CF")
+COLOURS |= {"unshrunk": "#8c6d1f", "decoupled": "black", "adaptive": "#2a8a3e"}  # of what stands before -CF
+METHODS = ("RP", "LR", "TP", "TP-CF", "local-CF", "suffix-CF", "unshrunk-CF", "decoupled", "decoupled-CF", "adaptive")
 BIASED = ("TP", "decoupled")  # not cross-fitted
 REFERENCES = ("RP", "LR", "unshrunk-CF")
 DEFAULT = "decoupled-CF"
@@ -117,8 +117,8 @@ def cost(theta: dict[str, jax.Array], s: jax.Array, rho: jax.Array) -> jax.Array
     return 0.5 * (jnp.sum((s - jnp.stack([x, x, rho - 1])) ** 2) / 100 + 0.1 * action(theta, s) ** 2)
 
 
-def objective(method: str, horizon: int, lanes: int) -> Callable[..., jax.Array]:
-    """The expected cost as an ordinary JAX function, `(key, theta, rho) -> scalar`."""
+def program(method: str, horizon: int) -> Callable[..., ap.Tape]:
+    """The program whose expected cost is the controller's, `(tape, theta, rho) -> tape`."""
     chosen = chaotic_network.METHODS[method]
 
     def rollout(tape, theta, rho):
@@ -134,22 +134,32 @@ def objective(method: str, horizon: int, lanes: int) -> Callable[..., jax.Array]
         start = jnp.broadcast_to(jnp.array(START), (tape.lanes, 3))
         return jax.lax.scan(body, (tape, start), length=horizon)[0][0]
 
-    return ap.expectation(rollout, lanes=lanes, cross_fit=chosen.cross_fit)
+    return rollout
 
 
 @functools.cache
 def _compiled(method, horizon, lanes):
-    gradient = jax.grad(objective(method, horizon, lanes), argnums=1)
-    return jax.jit(lambda keys, theta, rho: jax.lax.map(lambda key: ravel_pytree(gradient(key, theta, rho))[0], keys))
+    """`(state, keys, theta, rho) -> estimates`, and what makes the state."""
+    if method == "adaptive":
+        made = ap.adaptive(program(method, horizon), lanes)
+        gradient = lambda state, key, *args: made.value_and_grad(key, state, *args)[1]
+        begin = jax.jit(lambda keys, *args: chaotic_network.past(made, keys, *args))
+    else:
+        cross_fit = chaotic_network.METHODS[method].cross_fit
+        plain = jax.grad(ap.expectation(program(method, horizon), lanes, cross_fit=cross_fit), argnums=1)
+        gradient, begin = lambda state, *args: plain(*args), lambda *args: None
+    one = lambda state, key, *args: ravel_pytree(gradient(state, key, *args))[0]
+    return begin, jax.jit(lambda state, keys, *args: jax.lax.map(lambda key: one(state, key, *args), keys))
 
 
 def gradients(config: Config, method: str, rho: float, horizon: int, count: int, seed: int) -> tuple[np.ndarray, float]:
     """Independent estimates of the gradient, (count, 41), with the same seed of the same noise; seconds for one."""
-    theta, function = controller(config.seed), _compiled(method, horizon, config.lanes)
+    theta, (begin, function) = controller(config.seed), _compiled(method, horizon, config.lanes)
     found, seconds = [], []
+    state = begin(jax.random.key(seed + 1), theta, rho)
     for keys in jax.random.split(jax.random.key(seed), (-(-count // CHUNK), CHUNK)):
         start = time.perf_counter()
-        found.append(np.asarray(function(keys, theta, rho), np.float64))
+        found.append(np.asarray(function(state, keys, theta, rho), np.float64))
         seconds.append((time.perf_counter() - start) / CHUNK)
     return np.concatenate(found)[:count], min(seconds)
 

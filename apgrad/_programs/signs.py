@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-NUMBER = 16  # signs of a sketch: weights made from them add a few per cent to a variance
+NUMBER = 8  # signs of a sketch: weights made from them add a per cent to a variance
 _K = -1  # the label of the axis of signs
 
 

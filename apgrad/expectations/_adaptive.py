@@ -15,9 +15,10 @@ has not: `experiments.contact`). So the gradient is unbiased if the call's key i
 into the state and the parameters. A key that is used twice makes weights and samples depend on each other, and the
 gradient is biased.
 
-*What it is slow at.* Where gradients exploded in earlier calls and do not any more, the average that forgets slowly
-remembers the explosion for hundreds of calls, and the likelihood ratio keeps its weight for as long. Parameters that
-have left chaos behind deserve a new state: call `init` again.
+*What it is slow at.* Where gradients exploded in earlier calls and do not any more, the likelihood ratio keeps its
+weight until the explosion has left the window, after one or two windows of calls, and node by node somewhat longer,
+since what a node sees depends on the weights of the nodes behind it. Meanwhile the variance is nearer to the likelihood
+ratio's. The other way there is no delay: one explosion outweighs all that was before.
 
 *How it is done.* Each visit of a mixer has a row of weights, which goes in with the tape, and sends back a row of
 moments, as the cotangent of a channel. Visits are counted in the program's jaxpr: a node in a `scan` has as many as
@@ -29,6 +30,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from apgrad._ground.keys import require_key
 from apgrad._programs.jaxprs import place
@@ -43,18 +45,19 @@ from apgrad.expectations._expectation import (
 from apgrad.expectations._ledger import ROW, Kind, Ledger, TapePlan
 from apgrad.expectations.mixing import _moments as moments
 
-SLOWER = 10  # how much more slowly the second average forgets
+SHORTER = 10  # how many times shorter the second window is
 
 
 class AdaptiveState(NamedTuple):
     """What earlier calls left: a pytree of arrays, to be carried through training and kept in checkpoints.
 
     Attributes:
-      averages: of the moments, one that forgets fast and one that forgets slowly, float32 (2, visits, 5).
+      moments: means over a short window and a long one, each of the block of calls before and the current block,
+        float32 (2, 2, visits, 5).
       count: how many calls there were, an int32 scalar.
     """
 
-    averages: jax.Array
+    moments: jax.Array
     count: jax.Array
 
 
@@ -76,7 +79,7 @@ def adaptive(
     lanes: int,
     argnums: int | Sequence[int] = 1,
     *,
-    rate: float = 0.1,
+    window: int = 200,
     has_aux: bool = False,
     check_nan: bool = True,
 ) -> Adaptive:
@@ -87,8 +90,7 @@ def adaptive(
         the weights are of least variance by earlier calls, and no rule of the mixer's own is asked.
       lanes: as in `expectation`, at least 2.
       argnums: which arguments to differentiate: 1 is the program's first one, as in `value_and_grad`.
-      rate: the share of a call in the average that forgets fast, once there were more than 1 / rate calls; in the
-        average that forgets slowly it is a tenth of that.
+      window: how many calls are remembered for sure; all are forgotten after twice as many.
       has_aux: as in `expectation`.
       check_nan: as in `expectation`.
 
@@ -96,8 +98,8 @@ def adaptive(
       An `Adaptive`, the pair of `init` and `value_and_grad`.
 
     Raises:
-      ValueError: for a rate that is not in (0, 1]; at trace time, for a program without mixers, mixers with other than
-        two estimators or with a weight for each coordinate, and a state that is of another program.
+      ValueError: for a window that is not a positive integer; at trace time, for a program without mixers, mixers with
+        other than two estimators or with a weight for each coordinate, and a state that is of another program.
       TypeError: at trace time, as `value_and_grad`.
 
     Example:
@@ -118,15 +120,15 @@ def adaptive(
       >>> keys, theta = jax.random.split(jax.random.key(0), 31), jnp.float32(0)
       >>> carry = theta, objective.init(keys[0], theta), optimizer.init(theta)
       >>> (theta, state, _), values = jax.lax.scan(train, carry, keys[1:])
-      >>> bool(abs(theta - 0.2) < 0.05), state.averages.shape
-      (True, (2, 5, 5))
+      >>> bool(abs(theta - 0.2) < 0.05), state.moments.shape
+      (True, (2, 2, 5, 5))
     """
-    if isinstance(rate, bool) or not 0 < rate <= 1:
-        raise ValueError(f"rate is the share of one call in the averages, in (0, 1], got {rate!r}")
-    lanes = require_program(program, lanes)
+    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        raise ValueError(f"window is a number of calls, a positive integer, got {window!r}")
+    lanes, lengths = require_program(program, lanes), np.array([max(1, window // SHORTER), window], np.int32)
     several, numbers = argument_numbers(argnums)
 
-    def differentiate(key, averages, args, kwargs):
+    def differentiate(key, state, args, kwargs):
         key = require_key("the first argument", key)
         require_differentiable(argnums, args)
         plan, counted = make_plan(program, TapePlan(lanes, sites=()), has_aux, key, args, kwargs)
@@ -136,13 +138,14 @@ def adaptive(
             raise ValueError(
                 f"{trouble}: ap.adaptive weighs mixers, as ap.total_propagation() is. Use ap.value_and_grad"
             )
-        if averages is not None and jnp.shape(averages) != (2, slots, ROW):
+        if state is not None and jnp.shape(state.moments) != (2, 2, slots, ROW):
             raise ValueError(
-                f"the state has averages of shape {jnp.shape(averages)}, and this program with these arguments needs "
-                f"(2, {slots}, {ROW}), a row for each visit of a mixer. Make the state with init for these arguments."
+                f"the state has moments of shape {jnp.shape(state.moments)}, and this program with these arguments "
+                f"needs (2, 2, {slots}, {ROW}), a row for each visit of a mixer. Make the state with init for these "
+                "arguments."
             )
         channel = next(channel for channel in plan.channels if channel.kind == Kind.MOMENTS)
-        weights = None if averages is None else moments.cautious(*map(moments.weights, averages))
+        weights = None if state is None else moments.cautious(*jax.vmap(moments.weights)(_means(state, lengths)))
 
         def objective(chosen, rows):
             given, ledger = place(chosen, [n - 1 for n in numbers], args), Ledger(collecting=False)
@@ -159,14 +162,22 @@ def adaptive(
 
     def init(key, *args, **kwargs):
         _, _, rows = differentiate(key, None, args, kwargs)
-        return AdaptiveState(jnp.stack([rows, rows]), jnp.ones((), jnp.int32))
+        return AdaptiveState(
+            jnp.broadcast_to(jnp.stack([jnp.zeros_like(rows), rows]), (2, 2, *rows.shape)), jnp.int32(1)
+        )
 
     def value_and_grad(key, state, *args, **kwargs):
         if not isinstance(state, AdaptiveState):
             raise TypeError(f"value_and_grad takes (key, state, *args), and the state is from init; got {type(state)}")
-        value, gradient, rows = differentiate(key, state.averages, args, kwargs)
-        rates = jnp.maximum(1 / (state.count + 1).astype(jnp.float32), jnp.array([rate, rate / SLOWER], jnp.float32))
-        averages = jax.vmap(moments.average, (0, None, 0))(state.averages, rows, rates)
-        return value, gradient, AdaptiveState(averages, state.count + 1)
+        value, gradient, rows = differentiate(key, state, args, kwargs)
+        remembered = jax.vmap(moments.remember, (0, None, 0))(state.moments, rows, state.count % lengths)
+        return value, gradient, AdaptiveState(remembered, state.count + 1)
 
     return Adaptive(init, value_and_grad)
+
+
+def _means(state, lengths):
+    """Of each window, (2, visits, 5)."""
+    current = (state.count - 1) % lengths + 1
+    shares = (current / (lengths + current)).astype(jnp.float32)
+    return jax.vmap(moments.average)(state.moments[:, 0], state.moments[:, 1], shares)

@@ -17,7 +17,7 @@ class Sketch(NamedTuple):
       node: the node's name.
       shapes: of the parameters, as the operation takes them.
       operation: the primitive; "none" where the distribution has the parameters themselves, "all" for all of a node.
-      form: "thin products", which cost little; "16 derivatives" of the operation; or "the gradient of each lane".
+      form: "thin products", which cost little; "8 derivatives" of the operation; or "the gradient of each lane".
     """
 
     node: str

@@ -27,6 +27,7 @@ from apgrad.expectations import _channels as channels, _distributions as distrib
 from apgrad.expectations._lanes import require_lanes
 from apgrad.expectations._tape import Tape
 from apgrad.expectations.estimators import _baselines as baselines
+from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
 from apgrad.expectations.estimators._estimator import Estimator, Mixer, surrogate
 from apgrad.expectations.mixing._coordinates import draw_batch_by_mixer
 from apgrad.expectations.mixing._node import LaneCall, draw_by_mixer
@@ -207,6 +208,11 @@ def _require_tape(what, tape):
 
 
 def _require_estimator(what, estimator):
+    if isinstance(estimator, ChoiceEstimator):
+        raise TypeError(
+            f"{what}: {estimator.name} looks at a choice's alternatives, and needs what comes after the choice as a "
+            f"function: tape, y = ap.choose(tape, distribution, continuation, ap.{estimator.name}(...), *args)"
+        )
     if not isinstance(estimator, (Estimator, Mixer)):
         raise TypeError(
             f"{what} takes an estimator, as ap.likelihood_ratio() makes it, got {estimator!r}. Did you forget the "

@@ -80,18 +80,10 @@ def mlp(
     functions = list(activation) if isinstance(activation, Sequence) else [activation] * last
     if len(functions) != last:
         raise ValueError(f"{last} hidden layers need as many activations, got {len(functions)}")
-    names = [f"dense_{i}" for i in range(last + 1)]
-    names[0], names[last] = "dense_in", "dense_out"
-    parts: list[Any] = []
-    order: list[str] = []
-    for i, (n, m) in enumerate(itertools.pairwise(sizes)):
-        parts.append(nnx.Linear(n, m, rngs=nnx.Rngs(0)))
-        order.append(names[i])
-        if i < last:
-            parts.append(functions[i])
-            order.append(f"activation_{i}")
-    made, _ = mplp.from_nnx(nnx.Sequential(*parts), loss)
-    network = made._replace(layers=tuple(zip(order, (apply for _, apply in made.layers), strict=True)))
+    linear = [nnx.Linear(n, m, rngs=nnx.Rngs(0)) for n, m in itertools.pairwise(sizes)]
+    parts = [part for pair in zip(linear, functions, strict=False) for part in pair]
+    network, first = mplp.from_nnx(nnx.Sequential(*parts, linear[-1]), loss, names="role")
+    names = list(first)
 
     def prior(key):
         params = {}

@@ -17,7 +17,13 @@ from apgrad.mplp._elementwise import (
     softmax as softmax,
     transform as transform,
 )
-from apgrad.mplp._layers import Layer as Layer, Sequential as Sequential, from_nnx as from_nnx, layer as layer
+from apgrad.mplp._layers import (
+    Layer as Layer,
+    Sequential as Sequential,
+    from_nnx as from_nnx,
+    layer as layer,
+    to_nnx as to_nnx,
+)
 from apgrad.mplp._losses import (
     absolute_error as absolute_error,
     cross_entropy as cross_entropy,

@@ -1,6 +1,7 @@
 """Networks of Flax layers: an `nnx.Sequential` becomes a network with learned messages.
 
     network, params = mplp.from_nnx(model, loss=mplp.cross_entropy)
+    model = mplp.to_nnx(model, params)                                   # with what was learned
 
 Layers keep their meaning and their initial values. An `nnx.Linear` becomes a dense node, a function becomes an
 activation, and so on. A network that is no sequence of layers is written by hand, as a function that calls nodes.
@@ -8,7 +9,7 @@ activation, and so on. A network that is no sequence of layers is written by han
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -98,8 +99,16 @@ class Sequential(NamedTuple):
         return outputs
 
 
+Names = Literal["number", "role"]
+"""How `from_nnx` names layers: by their number, or by their role in an MLP."""
+
+
 def from_nnx(
-    model: nnx.Sequential, loss: Callable[..., jax.Array], x: jax.Array | None = None
+    model: nnx.Sequential,
+    loss: Callable[..., jax.Array],
+    x: jax.Array | None = None,
+    *,
+    names: Names = "number",
 ) -> tuple[Sequential, dict[str, Any]]:
     """Makes a network of a Flax model's layers.
 
@@ -111,13 +120,17 @@ def from_nnx(
         layers. Subclasses, and options that the nodes do not have, are refused.
       loss: A loss node: `mplp.squared_error`, `mplp.cross_entropy`, ...
       x: (batch, ...), inputs. If they are given, the network's predictions for them are compared with `model(x)`.
+      names: "number": a layer's name is its number and its kind. "role": the names "dense_in", "activation_0",
+        "dense_1", "activation_1", ..., "dense_out", which the rules of `load_pretrained` go by; the model is then an
+        MLP.
 
     Returns:
-      The network, and its parameters by layer: `{"0_dense": {"kernel": ..., "bias": ...}, ...}`. A layer's name is its
-      number and its kind; the name of the loss's place is "loss".
+      The network, and its parameters by layer: `{"0_dense": {"kernel": ..., "bias": ...}, ...}`. The name of the loss's
+      place is "loss". `to_nnx` puts parameters back into the model.
 
     Raises:
-      TypeError: If a layer, or an option of a layer, is not supported.
+      TypeError: If a layer, or an option of a layer, is not supported; with roles, for layers other than those of an
+        MLP.
       ValueError: If the network's predictions for x are not the model's.
 
     Example:
@@ -135,16 +148,16 @@ def from_nnx(
             f"from_nnx takes an nnx.Sequential, got {type(model).__name__}. A network of another shape is a function "
             "(places, params, batch) -> loss that calls nodes: mplp.dense, mplp.activation, mplp.wire, ..."
         )
+    parts = _flatten(model)
+    made_layers = [layer(part) for part in parts]
     layers, params = [], {}
     made_of: dict[int, tuple[str, Apply]] = {}
     owners: dict[int, str] = {}
-    tokens = False
-    for i, part in enumerate(_flatten(model)):
+    tokens = bool(made_layers) and made_layers[0].tokens
+    for part, made, name in zip(parts, made_layers, _names(parts, made_layers, names), strict=True):
         if isinstance(part, nnx.Module) and id(part) in made_of:
             layers.append(made_of[id(part)])
             continue
-        made = layer(part)
-        name, tokens = f"{i}_{made.kind}", tokens or (not i and made.tokens)
         layers.append((name, made.apply))
         made_of[id(part)] = layers[-1]
         for variable in _variables(part):
@@ -159,6 +172,64 @@ def from_nnx(
     if x is not None:
         _require_equal(network, params, model, x)
     return network, params
+
+
+def to_nnx(model: nnx.Sequential, params: Any, *, names: Names = "number") -> nnx.Sequential:
+    """A copy of the model with the parameters of its network: the way back of `from_nnx`.
+
+    Args:
+      model: The model that `from_nnx` took.
+      params: The network's parameters by layer, as `from_nnx` gave them and learning has changed them.
+      names: As in `from_nnx`.
+
+    Raises:
+      ValueError: If the parameters are not those of the model's network.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> from flax import nnx
+      >>> model = nnx.Sequential(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.tanh)
+      >>> network, params = ap.mplp.from_nnx(model, ap.mplp.squared_error)
+      >>> learned = ap.mplp.to_nnx(model, jax.tree.map(lambda x: x + 1, params))
+      >>> bool(jnp.all(learned.layers[0].kernel[...] == model.layers[0].kernel[...] + 1))
+      True
+    """
+    model = nnx.clone(model)
+    parts = _flatten(model)
+    made_layers = [layer(part) for part in parts]
+    triples = zip(parts, made_layers, _names(parts, made_layers, names), strict=True)
+    found = {name: (part, made.params) for part, made, name in triples if jax.tree.leaves(made.params)}
+    for name, (part, old) in found.items():
+        new = params.get(name)
+        if jax.tree.map(jnp.shape, new) != jax.tree.map(jnp.shape, old):
+            raise ValueError(
+                f"the layer {name!r} has parameters of shapes {jax.tree.map(jnp.shape, old)}, got "
+                f"{jax.tree.map(jnp.shape, new)}. Give the parameters that from_nnx made of this model."
+            )
+        for entry, value in new.items():
+            getattr(part, "embedding" if entry == "table" else entry)[...] = value
+    if unknown := sorted(params.keys() - found.keys()):
+        raise ValueError(f"the model has the layers {sorted(found)} with parameters, got others: {unknown}")
+    return model
+
+
+def _names(parts: list[Any], made_layers: list[Layer], how: Names) -> list[str]:
+    """A name for each layer; a layer that is used twice has the name of its first use."""
+    kinds = [made.kind for made in made_layers]
+    if how == "number":
+        names = [f"{i}_{kind}" for i, kind in enumerate(kinds)]
+    elif how == "role":
+        if not all(kind == ("dense", "activation")[i % 2] for i, kind in enumerate(kinds)) or len(kinds) % 2 == 0:
+            raise TypeError(
+                f'names="role" is for MLPs, whose layers are dense, activation, dense, ..., dense; got {kinds}. Leave '
+                "out a softmax at the end (mplp.softmax_cross_entropy has its own), or name the layers by number."
+            )
+        ends = {0: "dense_in", len(kinds) - 1: "dense_out"}
+        names = [ends.get(i, f"{kind}_{i // 2}") for i, kind in enumerate(kinds)]
+    else:
+        raise ValueError(f"names must be 'number' or 'role', got {how!r}")
+    first = {id(part): name for part, name in zip(reversed(parts), reversed(names), strict=True)}
+    return [first[id(part)] if isinstance(part, nnx.Module) else name for part, name in zip(parts, names, strict=True)]
 
 
 def _flatten(model: Any) -> list[Any]:

@@ -1,6 +1,6 @@
 """Trained rules on disk: arrays in an `.npz` (no pickle) with a card in JSON beside it.
 
-    rule = mplp.load_pretrained("sinusoid")        # comes with the package
+    rule = mplp.load_pretrained("sinusoid", x)     # comes with the package; x are inputs that it is to learn from
     mplp.save_trained(rule, card, "folder/name")   # writes folder/name.npz and folder/name.json
     rule, card = mplp.load_trained("folder/name")
 
@@ -49,14 +49,21 @@ def pretrained_card(name: str) -> dict[str, Any]:
     return json.loads((FOLDER / f"{name}.json").read_text())
 
 
-def load_pretrained(name: str) -> Separable:
+def load_pretrained(name: str, x: jax.Array | None = None) -> Separable:
     """A trained rule that comes with the package.
 
-    The rule's places are those of the networks of `meta.mlp` ("dense_in", "activation_0", "dense_1", ..., "dense_out",
-    "loss"), of any width and depth.
+    The rule's places are those of an MLP of any width and depth, as `meta.mlp` and `from_nnx(..., names="role")` name
+    them: "dense_in", "activation_0", "dense_1", ..., "dense_out", "loss". The rules for images want *standardized*
+    inputs, of mean 0 and deviation 1 over all pixels, as `meta.data.load` makes them; on inputs in [0, 1] they learn
+    much worse, without an error.
 
     Args:
       name: One of `pretrained_names()`.
+      x: (batch, ...), concrete inputs that the rule is to learn from. If they are given, a rule for images checks that
+        they are standardized.
+
+    Raises:
+      ValueError: For a name that is none of a trained rule, or for x that is not standardized.
 
     Example:
       >>> import jax, apgrad as ap
@@ -67,6 +74,13 @@ def load_pretrained(name: str) -> Separable:
       True
     """
     card = pretrained_card(name)
+    if x is not None and name.startswith("image"):
+        mean, deviation = float(np.mean(x)), float(np.std(x))
+        if not (abs(mean) < 0.5 and 0.5 < deviation < 2):
+            raise ValueError(
+                f"the rule {name!r} was trained on standardized inputs, got a mean of {mean:.3g} and a deviation of "
+                f"{deviation:.3g}. Use (x - x_train.mean()) / x_train.std(), over all pixels of the training images."
+            )
     with (FOLDER / f"{name}.npz").open("rb") as file:
         return _read(card, file)
 
@@ -99,14 +113,28 @@ def save_trained(rule: Separable, card: dict[str, Any], path: str | Path) -> Non
 
     Args:
       rule: A trained rule.
-      card: A dictionary with "rule" (the options of `Separable`), "sites" (a list of `Site._asdict()`), and whatever
-        else is worth knowing.
+      card: What is worth knowing, at least one entry: on what the rule was trained, for how long, with which seed, and
+        how well it does. What `load_trained` needs, "rule" (the options of `Separable`) and "sites" (a list of
+        `Site._asdict()`), is taken from the rule where the card lacks it.
       path: Path of the two files, without their suffixes.
 
     Raises:
-      ValueError: If the card does not describe this rule, or if a number of the rule is not finite and real.
+      ValueError: If the card does not describe this rule or says nothing, or if a number of the rule is not finite and
+        real.
+
+    Example:
+      >>> import tempfile, apgrad as ap
+      >>> rule = ap.mplp.load_pretrained("sinusoid")
+      >>> with tempfile.TemporaryDirectory() as folder:
+      ...     ap.mplp.save_trained(rule, {"trained": "the published rule, again"}, f"{folder}/mine")
+      ...     again, card = ap.mplp.load_trained(f"{folder}/mine")
+      >>> card["rule"]["message_size"], again.message_size
+      (8, 8)
     """
-    card = json.loads(json.dumps(card, allow_nan=False))
+    if isinstance(card, dict) and not card:
+        raise ValueError("a card says on what the rule was trained, and how well it does; got an empty one")
+    own = {"rule": dict(rule.options), "sites": [site._asdict() for site in rule.sites]}
+    card = json.loads(json.dumps(own | card if isinstance(card, dict) else card, allow_nan=False))
     form, values = _form(card), {name: np.asarray(x) for name, x in named_leaves(rule).items()}
     filled = _fill(form, values)
     if jax.tree.structure(filled) != jax.tree.structure(rule):

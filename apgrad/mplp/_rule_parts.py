@@ -6,6 +6,7 @@ input (rows, N, 1, 1). The network's first layer is linear. So each part is mult
 before it is broadcast, and only the sum of the products is as large as the synapses are many.
 """
 
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -151,6 +152,13 @@ def beside(exact: jax.Array, learned: jax.Array) -> jax.Array:
 
 Known = tuple[tuple[str, tuple[str, tuple[str, ...], bool]], ...]
 """Names and forms of the places that a rule was made for."""
+
+
+def shows_signature(cls: Any) -> Any:
+    """Decorates an NNX module: `help` and editors show the arguments of its `__init__`, not `(*args, **kwargs)`."""
+    signature = inspect.signature(cls.__init__)
+    cls.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
+    return cls
 
 
 def known_forms(sites: Sequence[Site]) -> Known:

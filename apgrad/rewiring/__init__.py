@@ -16,6 +16,7 @@ from apgrad.rewiring._gradient_reversal import gradient_reversal as gradient_rev
 from apgrad.rewiring._kolen_pollack import kolen_pollack as kolen_pollack
 from apgrad.rewiring._layers import Where as Where
 from apgrad.rewiring._message_size import clip_messages as clip_messages, normalize_messages as normalize_messages
+from apgrad.rewiring._predictive_coding import predictive_coding as predictive_coding
 from apgrad.rewiring._rewire import Rewired as Rewired, Rule as Rule, rewire as rewire
 from apgrad.rewiring._sign_symmetry import sign_symmetry as sign_symmetry
 from apgrad.rewiring._sites import Site as Site

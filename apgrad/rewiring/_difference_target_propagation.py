@@ -64,6 +64,8 @@ def difference_target_propagation(
             raise ValueError(
                 f"difference target propagation takes layers with one array besides weights, and one output; got {site}"
             )
+        if site.stacked:
+            raise ValueError(f"{site} is another layer at each step of a scan; call the layers in a Python loop")
         m, n, dtype = site.output.shape[-1], site.inputs[0].shape[-1], site.inputs[0].dtype
         draw = jax.random.normal(jax.random.fold_in(key, site.number), (m, n), dtype)
         return draw * jnp.asarray(m**-0.5, dtype), jnp.zeros(n, dtype)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from apgrad.rewiring._layers import Where, chosen, is_layer, layer
+from apgrad.rewiring._layers import Where, chosen, is_layer, layer, require_one_layer
 from apgrad.rewiring._rewire import Rule
 
 
@@ -48,6 +48,7 @@ def direct_feedback_alignment(
 
     def axes(site):
         """The leading axes, the number of outputs, and the other axes of the input."""
+        require_one_layer(site)
         (output, *others), x = jax.tree.leaves(site.result), site.inputs[0]
         if others or not output.shape or output.shape[:-1] != x.shape[: output.ndim - 1]:
             raise ValueError(

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from apgrad._ground.propagator import Propagator
+from apgrad._ground.propagator import Propagator, backpropagation, chain
 from apgrad.rewiring._sites import Site
 
 Where = Callable[[Site], bool] | str | tuple[str, ...] | None
@@ -20,6 +20,43 @@ Where = Callable[[Site], bool] | str | tuple[str, ...] | None
 def is_layer(site: Site) -> bool:
     """Whether a site is a dense layer or a convolution."""
     return site.kind in ("dense", "conv")
+
+
+def require_layer(site: Site) -> None:
+    """For rules that send messages through another weight than the layer's.
+
+    Raises:
+      ValueError: for a site that is no layer.
+    """
+    if not is_layer(site):
+        raise ValueError(
+            f"the rule is for layers, products of an input and a weight made of parameters alone; got {site}. Choose "
+            "the sites by where=, and the arguments that are parameters by argnums."
+        )
+
+
+def require_one_layer(site: Site) -> None:
+    """For rules with parameters of their own for each layer.
+
+    Raises:
+      ValueError: for a site that is no layer, or that is one layer at one step of a scan and another one at the next.
+    """
+    require_layer(site)
+    if site.stacked:
+        raise ValueError(
+            f"{site} is another layer at each step of a scan, and the rule has parameters of its own for each layer, "
+            "but only one set for a site. Call the layers in a Python loop, or leave the site out (where=)."
+        )
+
+
+def require_one_array(site: Site, rule: str) -> None:
+    """For rules whose message to the input has the shape of the message to the output.
+
+    Raises:
+      ValueError: for a site that is no function of one array to an array of the same shape.
+    """
+    if len(site.inputs) != 1 or getattr(site.output, "shape", None) != site.inputs[0].shape:
+        raise ValueError(f"{rule} is for a function of one array to one of its shape, got {site}")
 
 
 def chosen(where: Where, default: Where) -> Callable[[Site], bool]:
@@ -57,6 +94,7 @@ def layer(site: Site, memory: Any, answer: Callable[..., tuple[Any, ...]]) -> Pr
       answer: `(weight, message, gradient of the weight, ...) -> messages`, the messages that `backward` returns; a
         direct rule's answer gets the output's message last.
     """
+    require_layer(site)
 
     def forward(x, w):
         return site.function(x, w), (x if memory is None else memory.keep(site.key, x), w)
@@ -69,12 +107,20 @@ def layer(site: Site, memory: Any, answer: Callable[..., tuple[Any, ...]]) -> Pr
     return Propagator(forward, backward)
 
 
-def on_message(site: Site, transform: Callable[[jax.Array], jax.Array]) -> Propagator:
-    """A propagator that changes the message to the output of a site, and then sends it back by the usual derivative."""
-    return Propagator(
-        lambda *inputs: jax.vjp(site.function, *inputs),
-        lambda pullback, message: pullback(jax.tree.map(transform, message)),
-    )
+def on_message(site: Site, transform: Callable[[jax.Array], jax.Array], memory: Any = None) -> Propagator:
+    """A propagator that changes the message to the output of a site, and then sends it back by the usual derivative.
+
+    Args:
+      site: any site; with a sampler, a layer.
+      transform: what each array of the message is changed to.
+      memory: see `layer`.
+    """
+    change = lambda message: message if message.dtype == jax.dtypes.float0 else transform(message)
+    changed = Propagator(lambda y: (y, None), lambda _, message: (jax.tree.map(change, message),))
+    usual = backpropagation(site.function)
+    if memory is not None:
+        usual = layer(site, memory, lambda w, message, update: (to_input(site, w, message), update))
+    return chain(usual, changed)
 
 
 def random_weight(site: Site, key: jax.Array, scale: float | None) -> jax.Array:
@@ -84,8 +130,16 @@ def random_weight(site: Site, key: jax.Array, scale: float | None) -> jax.Array:
       site: a layer.
       key: a PRNG key, into which the number of the site is folded.
       scale: the standard deviation; 1 over the square root of the number of a neuron's inputs if None.
+
+    Raises:
+      ValueError: for another site, or for an output without elements, at which inputs cannot be counted.
     """
+    require_one_layer(site)
+    if scale is None and not site.output.size:
+        raise ValueError(
+            f"the output of {site} is empty: make the rule's parameters with a batch that is not, or give scale"
+        )
     x, w = (jnp.ones(s.shape, s.dtype) for s in site.inputs)
-    deviation = jnp.max(site.function(x, w)) ** -0.5 if scale is None else jnp.asarray(scale)
+    deviation = jnp.max(jnp.abs(site.function(x, w))) ** -0.5 if scale is None else jnp.asarray(scale)
     draw = jax.random.normal(jax.random.fold_in(key, site.number), w.shape, w.dtype)
     return deviation.astype(w.dtype) * draw

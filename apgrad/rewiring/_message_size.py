@@ -5,6 +5,8 @@ whole, when it has already exploded. At the nodes, a message can be kept from gr
 network at each step. Normalization sends a message of one length always, and the direction alone is what was computed.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -12,12 +14,13 @@ from apgrad.rewiring._layers import Where, chosen, is_layer, on_message
 from apgrad.rewiring._rewire import Rule
 
 
-def clip_messages(max_norm: float, *, where: Where = None) -> Rule:
+def clip_messages(max_norm: float, *, where: Where = None, memory: Any = None) -> Rule:
     """Sites scale the message to their output down to a norm of at most `max_norm`; their derivatives stay.
 
     Args:
       max_norm: positive; bounds the Euclidean norm of the whole array.
       where: which sites, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
+      memory: for layers, see `ap.rewiring.feedback_alignment`.
 
     Returns:
       A rule without parameters.
@@ -37,15 +40,17 @@ def clip_messages(max_norm: float, *, where: Where = None) -> Rule:
     def clip(message):
         return message * (max_norm / jnp.maximum(_norm(message), max_norm)).astype(message.dtype)
 
-    return Rule(chosen(where, is_layer), lambda site, params: on_message(site, clip))
+    at = lambda site, params: on_message(site, clip, memory)
+    return Rule(chosen(where, is_layer), at, random=memory is not None)
 
 
-def normalize_messages(norm: float = 1.0, *, where: Where = None) -> Rule:
+def normalize_messages(norm: float = 1.0, *, where: Where = None, memory: Any = None) -> Rule:
     """Sites scale the message to their output to one norm; their derivatives stay. A message of zeros stays zeros.
 
     Args:
       norm: positive; the Euclidean norm of the whole array.
       where: which sites, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
+      memory: for layers, see `ap.rewiring.feedback_alignment`.
 
     Returns:
       A rule without parameters.
@@ -66,7 +71,8 @@ def normalize_messages(norm: float = 1.0, *, where: Where = None) -> Rule:
         length = _norm(message)
         return message * jnp.where(length > 0, norm / jnp.where(length > 0, length, 1), 0).astype(message.dtype)
 
-    return Rule(chosen(where, is_layer), lambda site, params: on_message(site, normalize))
+    at = lambda site, params: on_message(site, normalize, memory)
+    return Rule(chosen(where, is_layer), at, random=memory is not None)
 
 
 def _norm(message: jax.Array) -> jax.Array:

@@ -11,6 +11,12 @@ with `ap.node` in the place of each of these. What `ap.randomize` and `ap.with_t
 in: `randomize` makes one node of each stretch without control flow, as it needs the pullback of all of it, and `rewire`
 makes a node of each site.
 
+A rule is more than `init(sites) -> params` and `at(site, params) -> Propagator | None`, for three reasons. Which sites
+are taken is asked before there are parameters, by `init` and `sites`; so `where` stands apart from `at`. `init` takes
+one site, so that the parameters are a dictionary with the names of the sites, which each call can check. And two things
+must be known before any site is asked: `random` puts a key before the arguments, and `direct` sends a port past every
+node.
+
 A rule may also ask for the message to the output of the whole function at each site (direct feedback alignment). Each
 node then returns a port of the output's form, zeros. The ports are added up, through `scan`, `cond` and all, and meet
 the output in a last node, which sends the output's message to the sum. A sum hands its message to all that it is made
@@ -29,7 +35,8 @@ from apgrad._ground.keys import require_key
 from apgrad._ground.messages import describe, has_message
 from apgrad._ground.propagator import Propagator, first_order, node
 from apgrad._programs import jaxprs
-from apgrad.rewiring._sites import DATA, WEIGHT, Planner, Site, Step
+from apgrad._programs.flow import flow
+from apgrad.rewiring._sites import DATA, WEIGHT, Planner, Site, Step, part
 
 
 class Rule(NamedTuple):
@@ -82,8 +89,9 @@ def rewire(function: Callable[..., Any], rule: Rule, *, argnums: int | Sequence[
       take. Reverse mode, once.
 
     Raises:
-      ValueError: at trace time, if the rule takes no site; or a site that cannot be rewired, inside a `while_loop` or a
-        function with a derivative rule of its own; or if the rule's parameters are not those of its sites.
+      ValueError: at trace time, if the rule takes no site; or a site that cannot be rewired, inside a `while_loop`, a
+        `shard_map` or a function with a derivative rule of its own; or if the rule's parameters are not those of its
+        sites; or if the function changes its arguments in place.
       NotImplementedError: for products inside a primitive that is not known here.
       TypeError: for a second derivative.
 
@@ -176,9 +184,43 @@ class Rewired:
         facts = [
             f for i, a in enumerate(args) for f in [WEIGHT if i in numbers else DATA] * len(jaxprs.arrays_of(a)[0])
         ]
-        program, shape = jaxprs.trace(lambda *arrays: self.function(*put(*arrays)), *arrays)
+        program, shape = _trace(self.function, put, arrays)
         planner = Planner(self.rule.where, shape)
         return planner.whole(program, facts, getattr(self.function, "__name__", "function")), planner, shape
+
+
+def _trace(function, put, arrays) -> tuple[jaxprs.Program, Any]:
+    """The function's program and its output's shapes, or an error if the function writes to its arguments.
+
+    A module that is called by a transformation of Flax NNX writes back what it was, which is no change. So the test is
+    whether what stands in the argument afterwards is, in the program, what came in.
+    """
+
+    def traced(*arrays):
+        args = put(*arrays)
+        before = jax.tree.leaves(args)
+        output = function(*args)
+        after = jax.tree.leaves(args)
+        if len(before) != len(after):
+            raise ValueError(_CHANGES)
+        return output, [pair for pair in zip(before, after, strict=True) if pair[0] is not pair[1]]
+
+    program, (shape, written) = jaxprs.trace(traced, *arrays)
+    jaxpr, count = program.jaxpr, len(jax.tree.leaves(shape))
+    if written:
+        through = lambda eqn, facts: None if jaxprs.nested(eqn) is not None else [None] * len(eqn.outvars)
+        same = lambda a, b: a if a == b else None
+        sources = flow(program, range(len(jaxpr.invars)), through, same, lambda value: None)[count:]
+        if any(a is None or a != b for a, b in zip(sources[::2], sources[1::2], strict=True)):
+            raise ValueError(_CHANGES)
+    return part(jaxpr.eqns, jaxpr.invars, jaxpr.outvars[:count], program), shape
+
+
+_CHANGES = (
+    "the function changes its arguments in place (as a module with dropout or batch normalization changes itself). "
+    "ap.rewire calls it with copies, so the changes would be lost. Return what changes: with Flax NNX, pass what "
+    "nnx.split gives, and call nnx.merge inside the function."
+)
 
 
 def _names(planner: Planner) -> set[str]:
@@ -209,6 +251,16 @@ class _Ports(NamedTuple):
     def zeros(self) -> list[jax.Array]:
         """A port."""
         return [jnp.zeros(s.shape, s.dtype) for s in self.shapes]
+
+    def beside(self, outputs: Sequence[Any]) -> list[jax.Array]:
+        """A port that is mapped by `jax.vmap` where the outputs are mapped.
+
+        Plain zeros would be the same for all examples, and the message to what examples share is a sum over them.
+        """
+        never = jnp.zeros((), bool)
+        for x in outputs if self.shapes else ():
+            never |= jnp.any(jnp.isnan(x)) & False if has_message(x) else False
+        return [z + never.astype(z.dtype) for z in self.zeros]
 
 
 # The outputs; their messages go back to the port too.
@@ -266,7 +318,7 @@ def _rewired(site: Site, rule: Rule, ports: _Ports) -> Callable[..., Any]:
         if got != wanted:
             raise ValueError(f"the rule's forward at the site {site} must return {wanted} (shape, dtype), got {got}")
         outputs = list(output) if isinstance(site.output, tuple) else [output]
-        return (outputs, list(ports.zeros)), (key, params, memory)
+        return (outputs, ports.beside(outputs)), (key, params, memory)
 
     def backward(memory, message):
         key, params, memory = memory

@@ -10,6 +10,7 @@ parameters alone; what a product of a weight and anything else gives is an activ
 other arguments.
 """
 
+import contextlib
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -23,9 +24,12 @@ from apgrad._programs import jaxprs
 from apgrad._programs.flow import flow, steady
 from apgrad._programs.kinds import ELEMENTWISE, IDENTITY, NO_DERIVATIVE
 
-# The facts: made inside the program, an array that the function closes over, made of parameters alone, anything else.
-MADE, CLOSED, WEIGHT, DATA = range(4)
+# The facts: made inside the program, an array that the function closes over, made of parameters alone, the same but
+# another one at each step of a scan, anything else.
+MADE, CLOSED, WEIGHT, STACKED, DATA = range(5)
 _PRODUCTS = {"dot_general": "dense", "conv_general_dilated": "conv"}
+# Primitives whose inner programs only say how two elements are combined.
+_COMBINERS = ("reduce", "scatter", "select_and")
 _PLAIN = ELEMENTWISE | NO_DERIVATIVE | IDENTITY | {"select_n", "broadcast_in_dim", "reshape", "squeeze"}
 
 
@@ -48,6 +52,8 @@ class Site(NamedTuple):
       weights: how many of the inputs, the last ones, are made of parameters alone.
       output: the shape and dtype of the output, or a tuple of them.
       result: the shapes and dtypes of the output of the whole function, a pytree.
+      repeated: whether the site stands in a `scan`, so that one call of the function runs the site several times.
+      stacked: whether a weight is another one at each step of the scan.
       key: for a rule with `random`, a PRNG key of this site's and step's own; otherwise None.
     """
 
@@ -60,6 +66,8 @@ class Site(NamedTuple):
     weights: int
     output: Any
     result: Any
+    repeated: bool = False
+    stacked: bool = False
     key: Any = None
 
     def __repr__(self) -> str:
@@ -120,6 +128,7 @@ class Planner:
         self.taken: list[Site] = []
         self.names: dict[str, int] = {}
         self.hidden = ""
+        self.loops = 0
 
     def whole(self, program: jaxprs.Program, facts: Sequence[int], label: str) -> jaxprs.Program:
         """The plan of a program, which is offered as a whole first.
@@ -130,7 +139,7 @@ class Planner:
           label: the function's name.
         """
         jaxpr = program.jaxpr
-        function = lambda *inputs: jaxprs.evaluate(program, inputs)
+        function = lambda *inputs: jaxprs.evaluate(program, inputs, _run)
         step = self.offer("function", label, "", facts, Step(jaxpr.invars, jaxpr.outvars, ""), function)
         return self.plan(program, facts, "") if step is None else part([step], jaxpr.invars, jaxpr.outvars)
 
@@ -171,7 +180,7 @@ class Planner:
         inputs = list(dict.fromkeys(v for v in used if v not in set(made)))
         outputs = [v for v in made if v in after]
         program = part(eqns, inputs, outputs)
-        function = lambda *values: jaxprs.evaluate(program, values)
+        function = lambda *values: jaxprs.evaluate(program, values, _run)
         facts = [known[v] for v in inputs]
         scope = jaxprs.plain_scope(jaxprs.scope(eqns[0])).split("/")[:depth]
         step = self.offer("scope", label, jaxprs.join(where, *scope), facts, Step(inputs, outputs, ""), function)
@@ -211,25 +220,40 @@ class Planner:
                     f"rewire cannot see into the primitive {name!r} ({around or 'at the top'}), and there are products "
                     "inside. Take a scope or call around it as one site (where=), or leave it out of the function."
                 )
+            if not name.startswith(_COMBINERS):
+                for program in jaxprs.inside_of(step.eqn):
+                    same = len(program.jaxpr.invars) == len(facts)
+                    self._hide(program, facts if same else [DATA] * len(program.jaxpr.invars), around, name)
             return step
         if inside.kind == "cond":
             plans = [self.plan(p, facts[1:], jaxprs.join(around, f"branch{i}")) for i, p in enumerate(inside.jaxprs)]
         elif inside.kind == "scan":
             consts, carry, _ = inside.counts
             body = inside.jaxprs[0]
+            # What the body carries on as it came is the same at each step, as the constants are.
+            carried = zip(body.jaxpr.invars[consts : consts + carry], body.jaxpr.outvars[:carry], strict=True)
+            stays = {*body.jaxpr.invars[:consts], *(v for v, after in carried if v is after)}
+            inputs = zip(facts, body.jaxpr.invars, strict=True)
+            facts = [STACKED if f == WEIGHT and v not in stays else f for f, v in inputs]
             walk = lambda facts: flow(body, facts, through, max, constant)
+            self.loops += 1
             plans = [self.plan(body, steady(walk, facts, consts, carry, max)[0], jaxprs.join(around, "scan"))]
+            self.loops -= 1
         elif inside.kind in ("call", "remat"):
             plans = [self.plan(inside.jaxprs[0], facts, jaxprs.join(around, inside.label))]
         else:
-            outer, self.hidden = self.hidden, self.hidden or f"{name} {around}".strip()
             if inside.kind == "while":
-                self.plan(inside.jaxprs[1], facts[inside.counts[0] :], around)
+                self._hide(inside.jaxprs[1], facts[inside.counts[0] :], around, name)
             else:
-                self.plan(inside.jaxprs[0], facts, jaxprs.join(around, inside.label))
-            self.hidden = outer
+                self._hide(inside.jaxprs[0], facts, jaxprs.join(around, inside.label), name)
             return step
         return step._replace(plans=plans) if len(self.taken) > before else step
+
+    def _hide(self, program, facts, around, name) -> None:
+        """Offers the sites of a program in which none can be taken: to take one is an error."""
+        outer, self.hidden = self.hidden, self.hidden or f"{name} {around}".strip()
+        self.plan(program, facts, around)
+        self.hidden = outer
 
     def offer(self, kind, label, around, facts, step: Step, call) -> Step | None:
         """The step as a site, if the rule takes it."""
@@ -237,7 +261,7 @@ class Planner:
         if not floats(step.invars) or not floats(step.outvars):
             return None
         numbers = [i for i, v in enumerate(step.invars) if not isinstance(v, Literal)]
-        heavy = [i for i in numbers if facts[i] == WEIGHT]
+        heavy = [i for i in numbers if _is_weight(facts[i])]
         order = [i for i in numbers if i not in heavy] + heavy
         literals = [v.val if isinstance(v, Literal) else None for v in step.invars]
         count = len(step.outvars)
@@ -259,6 +283,8 @@ class Planner:
             len(heavy),
             shapes[0] if count == 1 else tuple(shapes),
             self.result,
+            self.loops > 0,
+            any(facts[i] == STACKED for i in heavy),
         )
         self.offered.append(site)
         if not self.where(site):
@@ -267,7 +293,8 @@ class Planner:
             raise ValueError(
                 f"the rule takes the site {site}, which is inside {self.hidden}, where it cannot be rewired. A "
                 "while_loop has no way back: use a scan, or a fori_loop of a fixed length. A function with its own "
-                "derivative rule has its own way back: take that function as a site, or leave the site out (where=)."
+                "derivative rule has its own way back: take that function as a site, or leave the site out (where=). "
+                "Inside shard_map or pmap, rewire the function that is mapped."
             )
         if kind in ("dense", "conv") and CLOSED in facts:
             raise ValueError(
@@ -277,6 +304,13 @@ class Planner:
             )
         self.taken.append(site)
         return step._replace(site=site, order=order)
+
+
+def _run(eqn, values):
+    """Evaluates an equation in its scopes, so that a rule that traces a site's function again finds the same scopes."""
+    scope = jaxprs.scope(eqn)
+    with jax.named_scope(scope) if scope else contextlib.nullcontext():
+        return jaxprs.run(eqn, values)
 
 
 def constant(value: Any) -> int:
@@ -294,7 +328,11 @@ def through(eqn: Any, facts: Sequence[int]) -> list[int] | None:
 
 def _is_weighted(facts, eqn):
     """Whether a product is one of a weight and something else."""
-    return sorted(f == WEIGHT for f in facts[:2]) == [False, True]
+    return sorted(map(_is_weight, facts[:2])) == [False, True]
+
+
+def _is_weight(fact):
+    return fact in (WEIGHT, STACKED)
 
 
 def _is_elementwise(eqn, inside):

@@ -5,7 +5,7 @@ computation", 2013. As a propagator it is `ap.skip`.
 """
 
 from apgrad._ground.propagator import backpropagation, skip
-from apgrad.rewiring._layers import Where, chosen
+from apgrad.rewiring._layers import Where, chosen, require_one_array
 from apgrad.rewiring._rewire import Rule
 
 
@@ -18,10 +18,18 @@ def straight_through(where: Where = ("round", "sign", "floor", "ceil", "heavisid
     Returns:
       A rule without parameters.
 
+    Raises:
+      ValueError: at trace time, for a site that is no function of one array to an array of the same shape.
+
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
       >>> quantized = ap.rewire(lambda w: jnp.round(3 * w) ** 2, ap.rewiring.straight_through())
       >>> [float(v) for v in jax.value_and_grad(quantized)(0.7)]
       [4.0, 12.0]
     """
-    return Rule(chosen(where, where), lambda site, params: skip(backpropagation(site.function)))
+
+    def at(site, params):
+        require_one_array(site, "straight-through")
+        return skip(backpropagation(site.function))
+
+    return Rule(chosen(where, where), at)

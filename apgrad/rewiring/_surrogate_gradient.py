@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from apgrad._ground.propagator import Propagator
-from apgrad.rewiring._layers import Where, chosen
+from apgrad.rewiring._layers import Where, chosen, require_one_array
 from apgrad.rewiring._rewire import Rule
 
 
@@ -44,8 +44,7 @@ def surrogate_gradient(
     slope = derivative or (lambda v: (1 + beta * jnp.abs(v)) ** -2)
 
     def at(site, params):
-        if len(site.inputs) != 1 or getattr(site.output, "shape", None) != site.inputs[0].shape:
-            raise ValueError(f"a surrogate gradient is for a function of one array to one of its shape, got {site}")
+        require_one_array(site, "a surrogate gradient")
         return Propagator(
             lambda v: (site.function(v), v), lambda v, message: (message * slope(v).astype(message.dtype),)
         )

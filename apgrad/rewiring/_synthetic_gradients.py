@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from apgrad._ground.propagator import Propagator
-from apgrad.rewiring._layers import Where, chosen, is_layer, to_input, to_weight
+from apgrad.rewiring._layers import Where, chosen, is_layer, require_one_layer, to_input, to_weight
 from apgrad.rewiring._rewire import Rule
 
 
@@ -36,6 +36,7 @@ def synthetic_gradients(*, where: Where = None) -> Rule:
     """
 
     def init(site):
+        require_one_layer(site)
         x = site.inputs[0]
         return jnp.zeros((x.shape[-1], x.shape[-1]), x.dtype), jnp.zeros(x.shape[-1], x.dtype)
 

@@ -95,7 +95,8 @@ def with_taps(function: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str
       what the statistic of the tap returns. A tap in a `scan` is stacked over the steps, a tap under `jax.vmap` over
       the examples (unless value and message are the same for all examples: then they stand there once); axes of scans
       come first. A tap in a branch of a `cond` that was not taken is zeros. The result is traced at each call, so put
-      `jax.jit` around it.
+      `jax.jit` around it. Within a function that another `with_taps` takes, this one takes the taps whose messages pass
+      in its own function, and leaves the others to the one around it.
 
     Raises:
       ValueError: at trace time, if there is no tap; if a message passes no tap of a given name, or two messages do; if
@@ -122,17 +123,21 @@ def with_taps(function: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str
             return function(*args, **keywords)
 
         called: set[str] = set()
+        outer = _called.get()
         token = _called.set(called)
         try:
             program, shape = jaxprs.trace(flat, *arrays)
         finally:
             _called.reset(token)
-        names = called | _names(program, _tap_p)
-        if not names:
+        names, here = called | _names(program, _tap_p), _names(program, _marker_p)
+        if outer is not None:  # another `with_taps` is around this one, and takes the other taps
+            outer |= names - here
+            names = here
+        elif not names:
             raise ValueError(
                 "with_taps got a function without taps: mark arrays inside the function by ap.tap(x, name)"
             )
-        outputs, seen = _collect(program, arrays)
+        outputs, seen = _collect(program, arrays, here)
         if missing := sorted(names - seen.keys()):
             raise ValueError(
                 f"no message passed the tap {missing[0]!r}. Either the function takes no gradient (give jax.grad(f) to "
@@ -154,19 +159,31 @@ def _names(program: jaxprs.Program, primitive: Primitive) -> set[str]:
     return found
 
 
-def _collect(program: jaxprs.Program, inputs: Any) -> tuple[list[Any], dict[str, Any]]:
-    """The outputs of a program, and what its markers see."""
+def _collect(program: jaxprs.Program, inputs: Any, here: set[str]) -> tuple[list[Any], dict[str, Any]]:
+    """The outputs of a program, and what its markers see; the taps with the names `here` are taken out of it."""
     seen: dict[str, Any] = {}
 
     def apply(eqn, values):
+        found = {}
         if eqn.primitive is _marker_p:
             found = {eqn.params["name"]: _statistic(*values, **eqn.params)}
             outputs = [values[0]]
+        elif eqn.primitive is _tap_p and eqn.params["name"] in here:
+            outputs = [values[0]]
         else:
-            names = {name for inner in jaxprs.inside_of(eqn) for name in _names(inner, _marker_p)}
-            if not names:
+            programs, inside = jaxprs.inside_of(eqn), jaxprs.nested(eqn)
+            messages = {name for inner in programs for name in _names(inner, _marker_p)}
+            kind = "" if inside is None else inside.kind
+            closed = kind in ("", "custom")
+            if not messages and (closed or not any(here & _names(inner, _tap_p) for inner in programs)):
                 return jaxprs.run(eqn, values)
-            outputs, found = _inside(eqn, values, min(names))
+            if messages and (closed or kind == "while"):
+                raise ValueError(
+                    f"the message of the tap {min(messages)!r} passes inside the primitive {eqn.primitive.name!r}, out "
+                    "of which it cannot be taken. Use a scan in place of a while_loop; differentiate a function with a "
+                    "derivative rule of its own together with what is around it."
+                )
+            outputs, found = _inside(eqn, inside, values, here)
         if both := sorted(seen.keys() & found.keys()):
             raise ValueError(
                 f"two messages passed the tap {both[0]!r}: the place stands twice in the program (a loop in Python, a "
@@ -178,25 +195,18 @@ def _collect(program: jaxprs.Program, inputs: Any) -> tuple[list[Any], dict[str,
     return jaxprs.evaluate(program, inputs, apply), seen
 
 
-def _inside(eqn: Any, values: Any, name: str) -> tuple[list[Any], dict[str, Any]]:
-    inside = jaxprs.nested(eqn)
-    if inside is None or inside.kind in ("custom", "while"):
-        raise ValueError(
-            f"the message of the tap {name!r} passes inside the primitive {eqn.primitive.name!r}, out of which it "
-            "cannot be taken. Use a scan in place of a while_loop; differentiate a function with a derivative rule of "
-            "its own together with what is around it."
-        )
+def _inside(eqn: Any, inside: Any, values: Any, here: set[str]) -> tuple[list[Any], dict[str, Any]]:
     count = len(eqn.outvars)
     shapes: dict[str, Any] = {}
     for program in inside.jaxprs:
         operands = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.jaxpr.invars]
-        for key, shape in jax.eval_shape(lambda *x, p=program: _collect(p, x), *operands)[1].items():
+        for key, shape in jax.eval_shape(lambda *x, p=program: _collect(p, x, here), *operands)[1].items():
             if form_of(shapes.setdefault(key, shape)) != form_of(shape):
                 raise ValueError(f"the tap {key!r} has two forms in two branches: {shapes[key]} and {shape}")
     structure = jax.tree.structure(shapes)
 
     def function(*inputs, program):
-        outputs, found = _collect(program, inputs[inside.kind == "scan" :])
+        outputs, found = _collect(program, inputs[inside.kind == "scan" :], here)
         zeros = {n: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), s) for n, s in shapes.items() if n not in found}
         return [*outputs, *jax.tree.leaves(found | zeros)]
 

@@ -57,9 +57,26 @@ def test_averages_are_averages():
     np.testing.assert_array_equal(moments.weights(nothing), [[1, 0, 1, 0]] * 3)
 
 
+def test_a_window_is_the_mean_of_its_calls_and_forgets():
+    rows = jax.vmap(lambda k: moments.row(jax.random.normal(k, (2, 9, 2)), jnp.ones((9, 2))))(jax.random.split(KEY, 11))
+    plain = lambda r: np.asarray(r, np.float64)[..., :4] * 2.0 ** np.asarray(r, np.float64)[..., 4:]
+    rows = rows.at[1, 4].add(200.0)  # an explosion in the second call
+    blocks = jnp.stack([jnp.zeros((2, 5)), jnp.stack([rows[0], rows[0]])])
+    for count in range(1, 11):
+        seen = jnp.stack([rows[count], jnp.zeros(5) if count > 3 else rows[count]])
+        blocks = moments.remember(blocks, seen, jnp.int32(count % 4))
+        if count in (6, 9):  # blocks of calls (0..3), (4..7), (8..11)
+            start, middle = (0, 4) if count == 6 else (4, 8)
+            np.testing.assert_allclose(plain(blocks[0, 0]), plain(rows[start:middle]).mean(0), rtol=1e-4)
+            np.testing.assert_allclose(plain(blocks[1, 0]), plain(rows[middle : count + 1]).mean(0), rtol=1e-4)
+    # What is not visited any more stays as it was.
+    np.testing.assert_allclose(plain(blocks[0, 1]), plain(rows[:4]).mean(0), rtol=1e-4)
+    np.testing.assert_array_equal(blocks[1, 1], 0)
+
+
 def test_the_second_estimator_gets_the_larger_of_its_weights():
-    fast, slow = jnp.array([[0.9, 0.1, 0.2, 0.8]]), jnp.array([[0.7, 0.3, 0.5, 0.5]])
-    np.testing.assert_array_equal(moments.cautious(fast, slow), jnp.array([[0.7, 0.3, 0.2, 0.8]]))
+    short, long = jnp.array([[0.9, 0.1, 0.2, 0.8]]), jnp.array([[0.7, 0.3, 0.5, 0.5]])
+    np.testing.assert_array_equal(moments.cautious(short, long), jnp.array([[0.7, 0.3, 0.2, 0.8]]))
 
 
 @ap.stochastic(ap.total_propagation())
@@ -126,14 +143,14 @@ def test_every_visit_has_a_row():
     objective = ap.adaptive(program, lanes=8)
     for up, empty in ((True, [7]), (False, [5, 6])):
         state = jax.jit(objective.init)(KEY, THETA, up)
-        assert state.averages.shape == (2, 9, 5)
-        assert np.flatnonzero(~np.any(state.averages[0], axis=1)).tolist() == empty
+        assert state.moments.shape == (2, 2, 9, 5)
+        assert np.flatnonzero(~np.any(state.moments[0, 1], axis=1)).tolist() == empty
     _, gradient, after = jax.jit(objective.value_and_grad)(jax.random.key(1), state, THETA, True)
-    assert np.isfinite(gradient["a"]) and not np.any(np.all(after.averages == 0, axis=2))
+    assert np.isfinite(gradient["a"]) and not np.any(np.all(after.moments[:, 1] == 0, axis=2))
 
 
 def test_jit_scan_and_vmap_agree_and_a_state_is_a_pytree():
-    objective = ap.adaptive(linear, lanes=8, rate=0.3)
+    objective = ap.adaptive(linear, lanes=8, window=2)
     keys = jax.random.split(KEY, 5)
     state = objective.init(keys[0], THETA)
 
@@ -147,7 +164,7 @@ def test_jit_scan_and_vmap_agree_and_a_state_is_a_pytree():
         single, (value, gradient) = jax.jit(train)(single, key)
     np.testing.assert_allclose(values[-1], value, rtol=1e-5)
     np.testing.assert_allclose(gradients["a"][-1], gradient["a"], rtol=1e-3)
-    np.testing.assert_allclose(last.averages, single.averages, rtol=1e-3, atol=1e-6)
+    np.testing.assert_allclose(last.moments, single.moments, rtol=1e-3, atol=1e-6)
     assert last.count == 5
     states = jax.vmap(objective.init, (0, None))(keys[:2], THETA)
     both = jax.vmap(objective.value_and_grad, (0, 0, None))(keys[1:3], states, THETA)[1]
@@ -201,7 +218,7 @@ def test_an_exploding_pathwise_gradient_leaves_nothing_behind():
 
     objective = ap.adaptive(lambda tape, theta: program(tape, theta), 20, check_nan=False)
     state = objective.init(KEY, 1.5)
-    assert np.all(np.isfinite(state.averages))
+    assert np.all(np.isfinite(state.moments))
 
 
 def test_training_converges_in_a_scan():
@@ -226,14 +243,14 @@ def test_training_converges_in_a_scan():
 def test_errors():
     objective = ap.adaptive(linear, lanes=8)
     state = objective.init(KEY, THETA)
-    with pytest.raises(ValueError, match=r"averages of shape \(3, 5\).*needs \(2, 4, 5\)"):
-        objective.value_and_grad(KEY, state._replace(averages=jnp.zeros((3, 5))), THETA)
+    with pytest.raises(ValueError, match=r"moments of shape \(3, 5\).*needs \(2, 2, 4, 5\)"):
+        objective.value_and_grad(KEY, state._replace(moments=jnp.zeros((3, 5))), THETA)
     with pytest.raises(TypeError, match="the state is from init"):
         objective.value_and_grad(KEY, THETA, THETA)
     with pytest.raises(TypeError, match="dtype int32, which has no gradient"):
         objective.init(KEY, {"a": 1, "b": (2,)})
-    with pytest.raises(ValueError, match=r"in \(0, 1\], got 2"):
-        ap.adaptive(linear, 8, rate=2)
+    with pytest.raises(ValueError, match="a positive integer, got 0"):
+        ap.adaptive(linear, 8, window=0)
     with pytest.raises(ValueError, match="argnums=0: 0 is the key"):
         ap.adaptive(linear, 8, argnums=0)
 
@@ -289,7 +306,7 @@ def test_float64_of_any_size(x64):
     for scale in (1e60, 1e-60):
         state = objective.init(KEY, 0.5, scale)
         _, gradient, state = objective.value_and_grad(jax.random.key(1), state, 0.5, scale)
-        assert np.isfinite(gradient) and np.all(np.isfinite(state.averages)) and np.any(state.averages != 0)
+        assert np.isfinite(gradient) and np.all(np.isfinite(state.moments)) and np.any(state.moments != 0)
 
 
 @pytest.mark.parametrize("first", [True, False])

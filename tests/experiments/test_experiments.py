@@ -344,7 +344,7 @@ class TestExperiments:
                 total += lorenz_control.cost(theta, s, rho) / 4
             return total
 
-        objective = lorenz_control.objective("decoupled-CF", 4, 20)
+        objective = ap.expectation(lorenz_control.program("decoupled-CF", 4), 20, cross_fit=True)
         value, gradient = jax.value_and_grad(objective, argnums=1)(jax.random.key(0), theta, rho)
         assert value == pytest.approx(float(rollout(theta)), rel=1e-5)
         expected, _ = jax.flatten_util.ravel_pytree(jax.grad(rollout)(theta))

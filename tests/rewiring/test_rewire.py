@@ -153,6 +153,22 @@ def test_flax_models_unchanged(kind):
         assert sorted(scopes) == ["LinenNet/Dense_0[0]", "LinenNet/Dense_1[0]", "LinenNet[0]"]
 
 
+def test_equinox_models_unchanged():
+    eqx = pytest.importorskip("equinox")
+    model = eqx.nn.MLP(3, 2, 4, 2, key=KEY)
+    rule, messages = rebuilding(SINGLE)
+    f = lambda model, x: jax.vmap(model)(x)
+    loss = lambda f: eqx.filter_jit(eqx.filter_grad(lambda model: jnp.sum(f(model, X) ** 2)))
+    got, expected = (jax.tree.leaves(eqx.filter(loss(g)(model), eqx.is_array)) for g in (ap.rewire(f, rule), f))
+    jax.tree.map(np.testing.assert_array_equal, got, expected)
+    assert sum("dot_general" in name for name in messages) == 3
+    aligned = ap.rewire(f, ap.rewiring.feedback_alignment(KEY))
+    feedback = aligned.init(model, X)
+    first, *others = jax.tree.leaves(loss(lambda *args: aligned(feedback, *args))(model))
+    assert [b.shape for b in feedback.values()] == [w.weight.shape for w in model.layers]
+    assert jnp.any(first != expected[0]) and all(jnp.all(jnp.isfinite(g)) for g in others)
+
+
 def test_modules_with_functions_inside():
     """Equinox keeps activations among the leaves of a module, and maps the module over examples; `train` is static."""
     rule, messages = rebuilding(("dense",))
@@ -254,6 +270,69 @@ def test_a_primitive_with_unknown_programs_inside_is_an_error():
     f = lambda w, x: jax.shard_map(lambda w, x: x @ w, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())(w, x) @ w
     with pytest.raises(NotImplementedError, match="cannot see into the primitive 'shard_map'"):
         ap.rewire(f, rebuilding(("dense",))[0])(W, X)
+
+
+def test_a_site_inside_such_a_primitive_is_an_error_too_but_the_sum_of_a_scatter_is_no_site():
+    mesh = jax.make_mesh((1,), ("i",))
+    halve = ap.rewiring.gradient_reversal(("tanh", "add"), strength=-0.5)
+    mapped = jax.shard_map(jnp.tanh, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
+    solved = lambda x: jax.lax.custom_linear_solve(lambda v: v * jnp.tanh(x), x, lambda _, b: b / x, symmetric=True)
+    for inner, words in ((mapped, "inside shard_map"), (solved, "inside custom_linear_solve")):
+        with pytest.raises(ValueError, match=words):
+            ap.rewire(lambda w, x, inner=inner: jnp.tanh(inner(w * x)), halve)(0.5, 1.0)
+    scattered = lambda w, x: jnp.sum(jnp.zeros(3).at[jnp.array([0, 0, 1])].add(w * x) + w)
+    assert jax.grad(ap.rewire(scattered, halve))(0.5, jnp.ones(3)) == 3  # half of 6
+
+
+def test_a_function_that_changes_its_arguments_is_an_error():
+    """NNX modules change themselves, and the changes would be lost with the copy that is traced."""
+
+    class Noisy(nnx.Module):
+        def __init__(self, layer, rngs):
+            self.linear, self.layer = nnx.Linear(3, 3, rngs=rngs), layer
+
+        def __call__(self, x):
+            return self.layer(self.linear(x))
+
+    rule = rebuilding(("dense",))[0]
+    for transform in (nnx.remat, nnx.jit):  # they write back what was there
+        model, call = Net(nnx.Rngs(0)), transform(lambda model, x: model(x))
+        gradients = [jax.grad(lambda m, f=f: jnp.sum(f(m, X) ** 2))(model) for f in (ap.rewire(call, rule), call)]
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), *gradients)
+    for layer in (nnx.Dropout(0.5, rngs=nnx.Rngs(1)), nnx.BatchNorm(3, rngs=nnx.Rngs(1))):
+        model = Noisy(layer, nnx.Rngs(0))
+        with pytest.raises(ValueError, match="changes its arguments in place"):
+            ap.rewire(lambda model, x: model(x), rule)(model, X)
+        graph, params, state = nnx.split(model, nnx.Param, ...)
+
+        def pure(params, state, x, graph=graph):
+            model = nnx.merge(graph, params, state, copy=True)
+            return model(x), nnx.state(model, nnx.Not(nnx.Param))
+
+        got, expected = (f(params, state, X) for f in (ap.rewire(pure, rule), pure))
+        jax.tree.map(lambda a, b: np.testing.assert_array_equal(*map(jnp.asarray, (a, b))), got[0], expected[0])
+        assert len(jax.tree.leaves(got[1])) == len(jax.tree.leaves(state))
+
+
+def test_the_message_of_the_output_under_vmap_is_each_examples_own():
+    """`vmap` does not map constants: a port of plain zeros would bring each example the sum of all messages."""
+
+    def at(site, _):
+        return ap.Propagator(lambda x, w: (x * w, None), lambda _, message, result: (result, None))
+
+    rule = Rule(lambda site: site.label == "mul" and site.weights == 1, at, direct=True)
+    plain = lambda w, x: (x * w) ** 2
+    scan = lambda w, x: jax.lax.scan(lambda x, _: (x * w, None), x, length=2)[0] ** 2
+    branch = lambda w, x: jax.lax.cond(x > 0, lambda x: (x * w) ** 2, lambda x: x, x)
+    xs, weights = jnp.array([1.0, 2.0, -3.0]), jnp.array([1.0, 10.0, 100.0])
+    for f in (plain, scan, branch):
+        rewired = ap.rewire(f, rule)
+        each = jnp.stack([jax.grad(lambda x, f=rewired: f(2.0, x))(xs[i]) * weights[i] for i in range(3)])
+        mapped = jax.grad(lambda xs, f=rewired: jnp.sum(weights * jax.vmap(f, (None, 0))(2.0, xs)))(xs)
+        np.testing.assert_array_equal(mapped, each)
+    shared = ap.rewire(lambda v, x: (v * v) * x, rule._replace(where=lambda s: s.weights == 2 and s.label == "mul"))
+    to_v = jax.grad(lambda v: jnp.sum(weights * jax.vmap(shared, (None, 0))(v, xs)))(2.0)
+    assert to_v == 111  # a node that the examples share gets the sum of their messages
 
 
 def test_errors_of_rules_and_arguments():

@@ -1,5 +1,6 @@
 """Each rule equals a backward pass written by hand, to float precision."""
 
+import functools
 import itertools
 
 import jax
@@ -190,6 +191,11 @@ def test_surrogate_gradient_of_a_spiking_network_in_a_scan():
         ap.rewire(lambda w, x: x @ w, rewiring.surrogate_gradient("dot_general"))(WS[0], X)
 
 
+def test_straight_through_refuses_other_functions():
+    with pytest.raises(ValueError, match="straight-through is for a function of one array"):
+        ap.rewire(lambda w, x: x @ w, rewiring.straight_through("dot_general"))(WS[0], X)
+
+
 def test_straight_through_and_gradient_reversal_and_sizes():
     f = lambda w, x: jnp.sum(checkpoint_name(jnp.round(x @ w), "here") ** 2)
     h = jnp.round(X @ WS[0])
@@ -230,17 +236,79 @@ def test_forward_gradients_are_unbiased_of_the_whole_and_layer_by_layer():
         ap.testing.assert_unbiased(lambda key, e=estimate: e(key, WS, X, jnp.int32(1)), expected, KEY, 4000)
 
 
-@pytest.mark.parametrize("make", ["sign_symmetry", "direct_feedback_alignment"])
+REMEMBERING = {
+    "feedback_alignment": functools.partial(rewiring.feedback_alignment, KEY),
+    "direct_feedback_alignment": functools.partial(rewiring.direct_feedback_alignment, KEY),
+    "kolen_pollack": functools.partial(rewiring.kolen_pollack, KEY),
+    "sign_symmetry": rewiring.sign_symmetry,
+    "clip_messages": functools.partial(rewiring.clip_messages, 0.5),
+    "normalize_messages": rewiring.normalize_messages,
+}
+
+
+@pytest.mark.parametrize("make", REMEMBERING.values(), ids=REMEMBERING.keys())
 def test_a_sampler_for_what_a_layer_remembers(make):
-    args = () if make == "sign_symmetry" else (KEY,)
-    exact = learned(getattr(rewiring, make)(*args))
-    rule = getattr(rewiring, make)(*args, memory=ap.memory.rounding(bits=2))
-    rewired = ap.rewire(network, rule)
-    params = (rewired.init(WS, X),) if rule.init else ()
+    """The gradient is unbiased, and a layer's memory shrinks to the sampler's bytes."""
+    last = lambda w, x: x @ w  # the message to the layer's output does not depend on what is remembered
+    rule = make(memory=ap.memory.rounding(bits=4))
+    exact = learned(make(), last, (WS[2], X[:, :3]))
+    rewired = ap.rewire(last, rule)
+    params = (rewired.init(WS[2], X[:, :3]),) if rule.init else ()
     n = len(params)
     gradient = jax.grad(lambda key, *a: jnp.sum((rewired(key, *a) - TARGET) ** 2) / 2, argnums=n + 1)
-    ap.testing.assert_unbiased(lambda key: gradient(key, *params, WS, X), exact[2 * n], KEY, 1000)
-    assert jnp.any(gradient(KEY, *params, WS, X)[0] != exact[2 * n][0])
+    ap.testing.assert_unbiased(lambda key: gradient(key, *params, WS[2], X[:, :3]), exact[2 * n], KEY, 1000)
+
+    def remembered(rule):
+        rewired = ap.rewire(lambda w, x: jnp.tanh(x) @ w, rule)
+        args = jnp.ones((64, 2)), jnp.ones((256, 64))
+        params = (rewired.init(*args),) if rule.init else ()
+        keys = (KEY,) if rule.random else ()
+        pullback = jax.eval_shape(lambda *a: jax.vjp(lambda w, x: rewired(*keys, *params, w, x), *a)[1], *args)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(pullback))
+
+    assert remembered(make()) - remembered(rule) > 0.8 * 4 * 256 * 64  # of 4 bytes, half a byte stays
+
+
+@pytest.mark.parametrize("where", ["tanh", "dot_general"])
+@pytest.mark.parametrize("make", [*REMEMBERING.values(), rewiring.synthetic_gradients])
+def test_rules_for_layers_refuse_other_sites(make, where):
+    options = {"memory": ap.memory.rounding(bits=4)} if make in list(REMEMBERING.values())[-2:] else {}
+    f = lambda w, x: jnp.tanh(x @ x.T) @ (x @ w)
+    with pytest.raises(ValueError, match="the rule is for layers"):
+        rewired = ap.rewire(f, make(where=where, **options))
+        rewired(*([KEY] if options else []), *([rewired.init(WS[0], X)] if rewired.rule.init else []), WS[0], X)
+
+
+@pytest.mark.parametrize("make", [*list(REMEMBERING.values())[:3], rewiring.synthetic_gradients])
+def test_layers_that_a_scan_runs_one_after_the_other_are_not_one_layer(make):
+    """Stacked weights would share what a rule learns or draws for each layer; a weight that stays is one layer."""
+    run = lambda ws, x: jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, ws)[0]
+    again = lambda w, x: jax.lax.scan(lambda x, _: (jnp.tanh(x @ w), None), x, length=2)[0]
+    carried = lambda w, x: jax.lax.scan(lambda c, _: ((c[0], c[1] @ c[0]), None), (w, x), length=2)[0][1]
+    turns = lambda ws, x: jax.lax.scan(lambda c, _: ((c[1], c[0], c[2] @ c[0]), None), (*ws, x), length=2)[0][2]
+    w, x = jnp.ones((3, 3)), X[:, :3]
+    for several in (run, turns):
+        with pytest.raises(ValueError, match="another layer at each step of a scan"):
+            ap.rewire(several, make()).init(jnp.stack([w, w]), x)
+    for one in (again, carried):
+        assert ap.rewire(one, make()).init(w, x)
+
+
+def test_messages_of_several_arrays_with_integers():
+    pair = jax.jit(lambda x: (jnp.sin(x), jnp.argmax(x)))
+    pair.__name__ = "pair"
+    f = lambda w, x: 5 * jnp.sum(pair(w * x)[0])
+    where = lambda site: site.kind == "call"
+    for rule, length in (
+        (rewiring.gradient_reversal(where, strength=-0.5), 2.5),
+        (rewiring.clip_messages(1, where=where), 1),
+    ):
+        assert jax.grad(ap.rewire(f, rule))(0.0, jnp.ones(1)) == length
+
+
+def test_feedback_weights_need_inputs_to_count():
+    with pytest.raises(ValueError, match="is empty: make the rule's parameters with a batch"):
+        ap.rewire(lambda w, x: x @ w, rewiring.feedback_alignment(KEY)).init(WS[0], X[:0])
 
 
 def conv(x, w, stride):

@@ -146,6 +146,37 @@ def test_any_nest_of_transformations(steps):
         close(taps[f"step {i}"].message, message)
 
 
+def test_with_taps_within_with_taps_takes_its_own():
+    """The inner one takes the taps of its own derivative; names may come again, and the rest is for the outer one."""
+
+    def recurrence(w, x, offsets):
+        step = lambda h, offset: (ap.tap(jnp.tanh(h * w) + offset, "state"), None)
+        return jnp.sum(jax.lax.scan(step, x, offsets)[0] ** 2)
+
+    def loss(w, offset, inner_taps):
+        x = ap.tap(jnp.sin(w), "state") + offset
+        derivative = jax.grad(lambda w, o: recurrence(ap.tap(w, "weight"), x, o), argnums=(0, 1))
+        if inner_taps:
+            (to_w, _), taps = ap.with_taps(derivative)(w, jnp.zeros(3))
+            return to_w + jnp.sum(taps["state"].message)
+        to_w, messages = derivative(w, jnp.zeros(3))
+        return to_w + jnp.sum(messages)
+
+    gradient = lambda w: jax.value_and_grad(lambda w: loss(w, 0.0, True))(w)
+    got, taps = jax.jit(ap.with_taps(gradient))(0.5)
+    expected = jax.value_and_grad(loss, argnums=(0, 1))(0.5, 0.0, False)
+    close(got, (expected[0], expected[1][0]))
+    assert taps.keys() == {"state"}
+    close(taps["state"].message, expected[1][1])
+
+    def left(w):  # a tap within the inner function, whose message passes in the outer one
+        return ap.with_taps(lambda w: ap.tap(w**2, "left") * jax.grad(lambda v: ap.tap(v**3, "own"))(w))(w)[0]
+
+    assert ap.with_taps(jax.grad(left))(2.0)[1]["left"].message == 12
+    with pytest.raises(ValueError, match="no message passed the tap 'left'"):
+        ap.with_taps(left)(2.0)
+
+
 @jax.custom_vjp
 def opaque(x):
     return jnp.sum(ap.tap(x, "inside") ** 2)

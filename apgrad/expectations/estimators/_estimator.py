@@ -18,6 +18,13 @@ from apgrad.expectations.weights import Weights
 
 TargetName = Literal["arguments", "parameters"]
 
+Bias = Literal["none", "unless cross-fitted", "yes"]
+"""What is known of an estimator's bias.
+
+`"none"`: the gradient is unbiased. `"unless cross-fitted"`: it is unbiased with `ap.expectation(..., cross_fit=True)`
+and under `ap.adaptive`, and biased otherwise. `"yes"`: it is biased.
+"""
+
 
 class Estimator(NamedTuple):
     """How one random choice is differentiated.
@@ -33,6 +40,8 @@ class Estimator(NamedTuple):
         cost-to-go is to multiply: only the derivative counts, and where the value is NaN or infinite the objective is
         NaN. None: the choice is not charged with costs.
       baseline: what is taken off the cost-to-go.
+      bias: `"none"`, `"unless cross-fitted"` or `"yes"`; None where nothing is claimed.
+      assumptions: what the claim about the bias assumes, or what the bias is, in words.
 
     Example:
       The straight-through estimator (Bengio et al., 2013; biased): the sample's derivative is the mean's.
@@ -55,6 +64,8 @@ class Estimator(NamedTuple):
     pathwise: Callable[[Any, Any], Any] | None = None
     score: Callable[[Any, Any], Any] | None = None
     baseline: Baseline = None
+    bias: Bias | None = None
+    assumptions: str = ""
 
 
 class Mixer(NamedTuple):
@@ -68,6 +79,8 @@ class Mixer(NamedTuple):
       target: what the weights look at. `"arguments"`: what is differentiated of the shared arguments and of arrays that
         the function closes over, or where none of these is differentiated, of the lanes' own arguments.
         `"parameters"`: the distribution's parameters, each coordinate by itself.
+      bias: as for an `Estimator`.
+      assumptions: as for an `Estimator`.
 
     Example:
       >>> import apgrad as ap, jax.numpy as jnp
@@ -81,6 +94,8 @@ class Mixer(NamedTuple):
     estimators: tuple[Estimator, ...]
     weights: Weights
     target: TargetName = "arguments"
+    bias: Bias | None = None
+    assumptions: str = ""
 
 
 def surrogate(estimator: Estimator, distribution: Any, key: Any, drawn: Any = None) -> tuple[Any, Any]:

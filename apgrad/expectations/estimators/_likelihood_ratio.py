@@ -48,4 +48,10 @@ def likelihood_ratio(baseline: Baseline = "leave_one_out") -> Estimator:
     require_baseline("likelihood_ratio", baseline)
 
     score = functools.partial(distributions.score, "likelihood_ratio")
-    return Estimator("likelihood_ratio", score=score, baseline=baseline)
+    return Estimator(
+        "likelihood_ratio",
+        score=score,
+        baseline=baseline,
+        bias="none",
+        assumptions="No outcome is impossible; a baseline function looks at nothing that the choice decides.",
+    )

@@ -43,4 +43,9 @@ def reparameterization() -> Estimator:
       >>> float(jax.grad(objective, argnums=1)(jax.random.key(0), 2.0)).__round__(1)  # 2 a + 1
       5.0
     """
-    return Estimator("reparameterization", functools.partial(distributions.pathwise_sample, "reparameterization"))
+    return Estimator(
+        "reparameterization",
+        functools.partial(distributions.pathwise_sample, "reparameterization"),
+        bias="none",
+        assumptions="Costs are continuous in the sample, and differentiable almost everywhere.",
+    )

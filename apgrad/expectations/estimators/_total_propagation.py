@@ -52,4 +52,11 @@ def total_propagation(
       4.0
     """
     require_baseline("total_propagation", baseline)
-    return Mixer("total_propagation", (reparameterization(), likelihood_ratio(baseline)), weights, target)
+    return Mixer(
+        "total_propagation",
+        (reparameterization(), likelihood_ratio(baseline)),
+        weights,
+        target,
+        bias="unless cross-fitted",
+        assumptions="The assumptions of reparameterization and of the likelihood ratio; no lane acts on another one.",
+    )

@@ -194,7 +194,7 @@ def width(target: Sequence[Any]) -> int:
       >>> import jax.numpy as jnp
       >>> from apgrad.expectations.mixing._features import width
       >>> width([jnp.zeros((2, 3)), jnp.zeros(3)]), width([jnp.zeros((8, 64)), jnp.zeros(64)])
-      (9, 16)
+      (9, 8)
     """
     return _size(target) if is_exact(target) else NUMBER
 

@@ -15,9 +15,13 @@ cancellation, the same two with G, and a common power of two apart:
 
     row = (<c_1, D>, <c_2, D>, <c_1 + G, D>, <c_2 + G, D>) / 2^e, and e.
 
-*Two averages.* Where pathwise gradients explode, an average that forgets fast has not seen the lane in 100,000 that
-makes the variance, and gives them too much weight; one that forgets slowly lags behind parameters that move. Both are
+*Two windows.* Where pathwise gradients explode, the mean over a short window has not seen the lane in 100,000 that
+makes the variance, and gives them too much weight; the mean over a long one lags behind parameters that move. Both are
 kept, and the second estimator, the likelihood ratio, which does not explode, gets the larger of its two weights.
+
+A window is of calls and forgets at once what leaves it. A moving average of exponential weights does not: an explosion
+of 1e30 in one call is above all the others until its weight is below 1e-30. So a window of n calls is two rows for each
+visit, the mean of the current block of at most n calls and the mean of the n calls before the block.
 """
 
 import jax
@@ -54,34 +58,59 @@ def row(features: jax.Array, suffix: jax.Array) -> jax.Array:
     return jnp.concatenate([jnp.where(finite, found, instead), exponent[None]]).astype(jnp.float32)
 
 
-def cautious(fast: jax.Array, slow: jax.Array) -> jax.Array:
+def cautious(short: jax.Array, long: jax.Array) -> jax.Array:
     """Of two sets of weights, (slots, 4), the one in which the second estimator has more, pair by pair.
 
     Args:
-      fast: from the average that forgets fast.
-      slow: from the average that forgets slowly.
+      short: from the short window.
+      long: from the long window.
     """
-    pairs = fast.reshape(-1, 2, 2), slow.reshape(-1, 2, 2)
+    pairs = short.reshape(-1, 2, 2), long.reshape(-1, 2, 2)
     return jnp.where(pairs[0][..., 1:] >= pairs[1][..., 1:], *pairs).reshape(-1, 4)
 
 
-def average(before: jax.Array, rows: jax.Array, rate: jax.Array) -> jax.Array:
-    """The moving averages with one more call.
+def remember(blocks: jax.Array, rows: jax.Array, place: jax.Array) -> jax.Array:
+    """A window with one more call.
 
     Args:
-      before: averages, (slots, 5).
+      blocks: the previous block's means and the current block's, (2, slots, 5).
       rows: of the call, (slots, 5).
-      rate: the share of the new rows.
+      place: how many calls are in the current block; none if it is full, so that the call begins a block.
+    """
+    previous, current = blocks
+    share = (1 / (place + 1)).astype(jnp.float32)
+    begins = place == 0
+    # A slot that no call of a block has visited keeps what it knows.
+    kept = jnp.where(begins & seen(current), current, previous)
+    return jnp.stack([kept, jnp.where(begins, rows, average(current, rows, share))])
+
+
+def average(before: jax.Array, rows: jax.Array, share: jax.Array) -> jax.Array:
+    """The means of two sets of rows.
+
+    Args:
+      before: (slots, 5).
+      rows: (slots, 5).
+      share: of `rows` in the mean, a scalar.
     """
     # Slots that no call has visited, as in the branch of a cond that was not taken, are all zero.
-    seen = [jnp.any(x[:, :4] != 0, axis=1, keepdims=True) for x in (before, rows)]
-    exponents = [jnp.where(s, x[:, 4:], _NOTHING) for s, x in zip(seen, (before, rows), strict=True)]
+    visited = [seen(x) for x in (before, rows)]
+    exponents = [jnp.where(v, x[:, 4:], _NOTHING) for v, x in zip(visited, (before, rows), strict=True)]
     exponent = jnp.maximum(*exponents)
     shares = [x[:, :4] * jnp.exp2(e - exponent) for e, x in zip(exponents, (before, rows), strict=True)]
-    mixed = (1 - rate) * shares[0] + rate * shares[1]
+    mixed = (1 - share) * shares[0] + share * shares[1]
     _, shift = jnp.frexp(jnp.max(jnp.abs(mixed), axis=1, keepdims=True))
     mixed = jnp.concatenate([jnp.ldexp(mixed, -shift), exponent + shift.astype(exponent.dtype)], axis=1)
-    return jnp.where(seen[0] & seen[1], mixed, jnp.where(seen[1], rows, before))
+    return jnp.where(visited[0] & visited[1], mixed, jnp.where(visited[1], rows, before))
+
+
+def seen(rows: jax.Array) -> jax.Array:
+    """Which slots were visited, (slots, 1).
+
+    Args:
+      rows: (slots, 5).
+    """
+    return jnp.any(rows[:, :4] != 0, axis=1, keepdims=True)
 
 
 def weights(averages: jax.Array) -> jax.Array:

@@ -43,12 +43,14 @@ from apgrad.mplp._rule_parts import (
     require_one_of,
     require_positive,
     require_sizes,
+    shows_signature,
 )
 from apgrad.mplp._standardization import Standardizer
 
 CHUNK = 8192  # synapses whose hidden layers fit into a core's cache: twice as fast as all at once (measured, CPU)
 
 
+@shows_signature
 class PerSynapse(nnx.Module):
     """The published rules.
 

@@ -41,12 +41,14 @@ from apgrad.mplp._rule_parts import (
     require_one_of,
     require_positive,
     require_sizes,
+    shows_signature,
 )
 from apgrad.mplp.rules import _whitening as whitening
 
 NORMAL = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal")
 
 
+@shows_signature
 class Separable(nnx.Module):
     """The separable rule.
 
@@ -115,6 +117,21 @@ class Separable(nnx.Module):
         self.message_size, self.neuron_state, self.share, self.whitens = message_size, neuron_state, share, whiten
         self.full, self.window = full, window
         self.known = known_forms(sites)
+        # What a card needs to build the rule again; the networks' sizes are not the rule's.
+        self.options = (
+            ("message_size", message_size),
+            ("rank", rank),
+            ("hidden", hidden),
+            ("neuron_state", neuron_state),
+            ("whiten", whiten),
+            ("start", start),
+            ("share", share),
+            ("normalize", normalize),
+            ("gradient", gradient),
+            ("full", full),
+            ("window", window),
+        )
+        self.sites = tuple(sorted({site._replace(batch=1, shape=(1,) * len(site.shape)) for site in sites}))
         self.places = nnx.Dict({})
         seen, descent = message_size + gradient, start == "gradient_descent"
         for site in sites:

@@ -32,12 +32,14 @@ from apgrad.mplp._rule_parts import (
     require_one_of,
     require_positive,
     require_sizes,
+    shows_signature,
 )
 from apgrad.mplp._standardization import BatchNorm
 
 UNUSED = ("error", "log_prediction")  # features of losses that this rule does not see
 
 
+@shows_signature
 class Thesis(nnx.Module):
     """The thesis's rule.
 

@@ -1,0 +1,152 @@
+"""A random choice whose alternatives are looked at: `ap.choose`.
+
+    tape, y = ap.choose(tape, distribution, continuation, ap.disarm(), *args)
+
+A choice x ~ p(theta) is followed by the cost c(x) and by a value y(x), and y by further costs R(y). The expectation
+
+    J = E[c(x)] + E[R(y(x))]
+
+has two terms, and each of them has an estimator of its own.
+
+* *The cost of the continuation.* Given what came before the choice, E[c(x)] is a function of theta and of what the
+  continuation depends on. The estimator may evaluate c where it likes. It answers with a number C such that C and its
+  derivatives are right in expectation, given the past. The tape adds C as a cost, **before** the choice is credited:
+  the tape's term is `C exp(p)`, with p the zeros of the earlier choices alone (`_tape.py`). As E[C | past] has the
+  right derivatives, so has E[C exp(p)], and to every order to which C has them.
+* *What follows y.* The program goes on with the sample x alone, and costs after it are known for this sample only. So
+  they are charged by the likelihood ratio: the choice's log-probability at x is credited to the tape, with a baseline,
+  and E[R exp(p + log p(x))] has the right derivatives to every order. This asks for no more than that x is a sample
+  of the distribution given the past; how x and the outcomes that C was made of depend on each other plays no part,
+  since the two terms add up. Where the continuation hands on no array, there is nothing to charge and no score.
+  The derivative of y itself, at the fixed sample, is JAX's.
+
+So what an estimator can do for variance it does for the costs within the continuation: put into it what the choice
+decides first. A program that ends with its continuation, as the bound of a variational autoencoder does, has no
+likelihood-ratio term at all.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from apgrad.expectations import _channels as channels, _distributions as distributions
+from apgrad.expectations._lanes import require_lanes
+from apgrad.expectations._tape import Tape
+from apgrad.expectations.estimators import _baselines as baselines
+from apgrad.expectations.estimators._baselines import Baseline
+from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
+from apgrad.expectations.estimators._discrete import relaxable
+from apgrad.expectations.estimators._estimator import Estimator, Mixer
+
+
+def choose(
+    tape: Tape,
+    distribution: Any,
+    continuation: Callable[..., tuple[Any, Any]],
+    estimator: ChoiceEstimator,
+    *args: Any,
+    baseline: Baseline = "leave_one_out",
+) -> tuple[Tape, Any]:
+    """Samples a distribution and goes on with a function of the sample, which the estimator evaluates at alternatives.
+
+    Args:
+      tape: the current tape.
+      distribution: its batch shape starts with the lanes; further axes are independent choices of one lane.
+      continuation: `(x, *args) -> (cost, y)` for one lane, pure: a scalar cost, and what goes on in the program, a
+        pytree or None. It is differentiable with respect to its arguments and all that it closes over.
+      estimator: `enumeration()`, `rao_blackwellized(top)`, `rloo(samples)`, `arm()`, `disarm()`,
+        `disarm_stick_breaking()`, `rebar()`, `relax(control)`, `double_control_variates(samples)`, `measure_valued()`,
+        or an `ap.ChoiceEstimator` of your own. Its `evaluations(distribution)` says at how many outcomes it evaluates
+        the continuation.
+      *args: pytrees with the lanes as leading axis. What the lanes share, the continuation closes over.
+      baseline: what is taken off the costs that follow y, as in `likelihood_ratio`.
+
+    Returns:
+      `(tape, y)`, with the lanes as leading axis of y. Costs after it are charged to the choice by the likelihood
+      ratio.
+
+    Raises:
+      TypeError, ValueError: at trace time, for an estimator of another kind, a distribution that the estimator does not
+        take, or a continuation that does not return a scalar cost and a value.
+
+    Example:
+      The exact gradient of a sum over three outcomes, with one lane:
+
+      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
+      >>> def program(tape, logits):
+      ...     d = dist.Categorical(logits=jnp.broadcast_to(logits, (tape.lanes, 3)))
+      ...     tape, _ = ap.choose(tape, d, lambda x: (jnp.array([0.0, 3.0, 6.0])[x], None), ap.enumeration())
+      ...     return tape
+      >>> objective = ap.expectation(program, lanes=1)
+      >>> jax.grad(objective, argnums=1)(jax.random.key(0), jnp.zeros(3)).round(3)
+      Array([-1.,  0.,  1.], dtype=float32)
+    """
+    if isinstance(estimator, Estimator | Mixer):
+        raise TypeError(
+            f"choose: {estimator.name} does not look at alternatives of a choice; use it as ap.stochastic("
+            f"{estimator.name}()) or ap.sample(tape, distribution, {estimator.name}()), and give the costs to the tape"
+        )
+    if not isinstance(estimator, ChoiceEstimator):
+        raise TypeError(
+            f"choose takes an estimator that looks at alternatives, as ap.enumeration() makes it, got {estimator!r}. "
+            "Did you forget the parentheses?"
+        )
+    what = f"choose ({estimator.name})"
+    if not isinstance(tape, Tape):
+        raise TypeError(f"{what}: the first argument is the tape, got {type(tape).__name__}")
+    distributions.require_distribution(what, distribution)
+    require_lanes(what, tape.lanes, args)
+    tape, key = tape.next_key()
+    shape = tuple(getattr(distribution, "batch_shape", ()))
+    if shape[:1] != (tape.lanes,):
+        raise ValueError(
+            f"{what}: the distribution has batch shape {shape}, which must start with the lanes, ({tape.lanes}, ...): "
+            "else lanes would share one sample. Broadcast a parameter with jnp.broadcast_to."
+        )
+
+    def seen(x):
+        return relaxable(distribution, x) if estimator.relaxed else x
+
+    def cost_of(x, *lane):
+        cost = jnp.asarray(continuation(x, *lane)[0])
+        return cost if jnp.issubdtype(cost.dtype, jnp.floating) else cost.astype(jnp.result_type(float))
+
+    def costs(xs):
+        return jax.vmap(lambda x: jax.vmap(cost_of)(x, *args))(xs)
+
+    drawn = jax.eval_shape(lambda key: seen(distributions.sample(distribution, key)), key)
+    form = _form(what, continuation, drawn, args)
+    x, cost = estimator.estimate(distribution, key, costs)
+    x = channels.drawn(tape, lax.stop_gradient(x))
+    tape = tape.cost(cost)
+    if not jax.tree.leaves(form):
+        return tape, form
+    y = jax.vmap(lambda x, *lane: continuation(x, *lane)[1])(seen(x), *args)
+    zero = distributions.score(what, distribution, x)
+    zero = zero + distributions.support_guard(what, distribution).astype(zero.dtype)
+    return channels.credit(tape, zero, name=what, **baselines.evaluate(baseline, None, (distribution,))), y
+
+
+def _form(what, continuation, drawn, args):
+    """The structure of y, or an error where the continuation does not return a scalar cost and a value."""
+    lane = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x)), (drawn, *args))
+    found = jax.eval_shape(lambda *inputs: _pair(what, continuation(*inputs)), *lane)
+    cost = found[0]
+    if jnp.shape(cost) != () or not any(jnp.issubdtype(cost.dtype, kind) for kind in (jnp.floating, jnp.integer, bool)):
+        raise ValueError(
+            f"{what}: the continuation's cost must be one real number, got shape {jnp.shape(cost)} and dtype "
+            f"{cost.dtype}; it is given one lane at a time"
+        )
+    return found[1]
+
+
+def _pair(what, found):
+    if not (isinstance(found, tuple) and len(found) == 2):
+        raise TypeError(
+            f"{what}: the continuation must return (cost, y), got {type(found).__name__}. Return (cost, None) if "
+            "nothing goes on."
+        )
+    return jnp.asarray(found[0]), found[1]

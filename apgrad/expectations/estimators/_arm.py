@@ -1,0 +1,49 @@
+"""ARM: augment, REINFORCE, merge, for Bernoulli choices.
+
+Yin & Zhou, "ARM: augment-REINFORCE-merge gradient for stochastic binary networks", ICLR 2019, theorem 1. With logits
+phi (one or many choices), u uniform on (0, 1) and one u a choice,
+
+    d/dphi E[c(x)] = E[(c(1[u > sigmoid(-phi)]) - c(1[u < sigmoid(phi)])) (u - 1/2)].
+
+*Derivation.* For one choice, the right side is the integral of c(x') (u - 1/2) less that of c(x) (u - 1/2), with
+x' = 1[u > 1 - p] and x = 1[u < p]. The integral of u - 1/2 over u < p is -p (1 - p) / 2, and over u > 1 - p it is
+p (1 - p) / 2; so both give p (1 - p) (c(1) - c(0)) / 2, together the derivative with respect to the logit. For many
+choices, x and x' each are samples of p, so that the same holds for one choice given the others.
+
+Both outcomes are samples: the first goes on, and the cost is the mean of the two. `disarm()` is its conditional
+expectation given the outcomes, at the same two evaluations, and never has more variance.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator, charged, once, per_lane
+from apgrad.expectations.estimators._discrete import choices
+
+
+def arm() -> ChoiceEstimator:
+    """Augment-REINFORCE-merge, for Bernoulli choices; `ap.choose` takes it.
+
+    Raises:
+      TypeError: at trace time, for another distribution; when differentiated twice.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
+      >>> def program(tape, logit):
+      ...     d = dist.Bernoulli(logits=jnp.broadcast_to(logit, (tape.lanes,)))
+      ...     return ap.choose(tape, d, lambda x: (4 * x, None), ap.arm())[0]
+      >>> objective = ap.expectation(program, lanes=10_000)
+      >>> float(jax.grad(objective, argnums=1)(jax.random.key(0), 0.0)).__round__(1)
+      1.0
+    """
+
+    def estimate(distribution, key, costs):
+        logits = choices("arm", distribution, categorical=False).logits
+        u = jax.random.uniform(key, logits.shape, logits.dtype)
+        p = jax.nn.sigmoid(logits)
+        xs = jnp.stack([u < p, u > 1 - p]).astype(jnp.result_type(int))
+        cost = costs(xs)
+        score = per_lane((u - 0.5) * logits)
+        return xs[0], once("arm", charged(jnp.mean(cost, axis=0), cost[1] - cost[0], score))
+
+    return ChoiceEstimator("arm", estimate, lambda distribution: 2, bias="none", assumptions="Choices are Bernoulli.")

@@ -1,0 +1,121 @@
+"""What REBAR and RELAX share: a control variate along a relaxation of the choice, trained on the variance.
+
+Grathwohl, Choi, Wu, Roeder & Duvenaud, "Backpropagation through the void: optimizing control variates for black-box
+gradient estimation", ICLR 2018, equation 7 and appendix A (Tucker et al., 2017, for the conditional relaxation). A
+discrete choice is x = H(z) of a continuous z: of a Bernoulli choice with logit phi
+
+    z = phi + logit(u),  x = 1[z > 0],
+
+and of a categorical one with log-probabilities phi_i
+
+    z_i = phi_i - log(-log u_i),  x = argmax z_i.
+
+Let z' be another z with the same x, drawn from p(z | x), and k any function. Then E[k(z)] = E_x[E[k(z') | x]] for every
+theta, so that with both z and z' as differentiable functions of theta, and e the exponential of a zero with the
+derivatives of log p(x),
+
+    k(z) - k(z') e                                                                                    (*)
+
+has expectation 0, together with all of its derivatives: a control variate for c(x) e. It enters as a zero with the
+derivatives of (*), so that the value of the cost stays c(x).
+
+*The conditional relaxation, from the same noise* (Tucker et al., appendix: the coupling). Given x, z is a fixed
+function of noise w whose distribution does not depend on theta: for Bernoulli choices (x = 1; x = 0 is the mirror
+image)
+
+    z' = softplus(w + softplus(phi)),     w = log(exp(z) - 1) - softplus(phi),
+
+which is logit(v) for a uniform v; for categorical ones the maximum z_x does not depend on theta at all, and
+
+    z'_i = -log(exp(-z_x) + w_i / p_i),     w_i = p_i (exp(-z_i) - exp(-z_x)).
+
+So w may be computed from z itself, held fixed: then z' = z in value, and only the derivatives differ. (*) asks nothing
+of how z and z' depend on each other; sharing the noise takes away the variance between them. And k at z and at z' is
+one computation, of which the compiler keeps one.
+
+*Training.* (*) has expectation 0 for all parameters of k, so that k may be trained to make the variance small. The
+gradient g of the lane's cost with respect to phi has a mean that does not depend on k, so E|g|^2 is the variance up to
+a constant, and the derivative of |g|^2 with respect to the parameters of k estimates that of the variance. It enters as
+a zero with this derivative, with phi and all else held fixed; and in the estimate k's own parameters are held fixed. So
+the parameters get as their gradient that of the variance, and nothing else does.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from apgrad._ground.primitives import zero_with_gradient
+from apgrad.expectations.estimators._choice_estimator import per_lane
+from apgrad.expectations.estimators._discrete import Choices
+
+
+def relaxed(choices: Choices, key: jax.Array) -> tuple[jax.Array, Callable[[Any], Any], Callable[[Any], Any]]:
+    """A sample x, and z and z' as functions of the logits.
+
+    Args:
+      choices: Bernoulli or categorical choices.
+      key: a PRNG key.
+
+    Returns:
+      x, integers (lanes, *rest), and two functions from logits to arrays of the shape of the logits.
+    """
+    phi = lax.stop_gradient(choices.logits)
+    dtype = phi.dtype
+    u = jax.random.uniform(key, phi.shape, dtype, minval=jnp.finfo(dtype).tiny)
+    if not choices.categorical:
+        noise = jnp.log(u) - jnp.log1p(-u)
+        z = phi + noise
+        x, size = z > 0, jnp.abs(z)
+        sign = jnp.where(x, 1, -1).astype(dtype)
+        w = size + jnp.log(-jnp.expm1(-size)) - jax.nn.softplus(sign * phi)
+        conditional = lambda phi: z + zero_with_gradient(sign * jax.nn.softplus(w + jax.nn.softplus(sign * phi)))
+        return x.astype(jnp.result_type(int)), lambda phi: z + zero_with_gradient(phi), conditional
+    noise = -jnp.log(-jnp.log(u))
+    z = phi + noise
+    x = jnp.argmax(z, axis=-1)
+    most = jnp.max(z, axis=-1, keepdims=True)
+    chosen = jnp.arange(phi.shape[-1]) == x[..., None]
+    gap = jnp.where(chosen, -1, z - most)
+    w = phi - z + jnp.log(-jnp.expm1(gap))  # log w_i
+    conditional = lambda phi: z + zero_with_gradient(jnp.where(chosen, most, -jnp.logaddexp(-most, w - phi)))
+    return x, lambda phi: z + zero_with_gradient(phi), conditional
+
+
+def with_control_variate(
+    choices: Choices,
+    key: jax.Array,
+    costs: Callable[[Any], Any],
+    control: Callable[[Any, Any], Any],
+    parameters: Any,
+) -> tuple[jax.Array, jax.Array]:
+    """The sample, and the cost with the control variate; the parameters get the gradient of the variance.
+
+    Args:
+      choices: what is sampled.
+      key: a PRNG key.
+      costs: `x -> (lanes,)`, for integers x (lanes, *rest).
+      control: `(parameters, z) -> (lanes,)`, with z of the shape of the logits; only z and the parameters may have a
+        derivative.
+      parameters: a pytree.
+    """
+    x, unconditional, conditional = relaxed(choices, key)
+    cost = costs(x)
+
+    def surrogate(phi, parameters, cost):
+        zero = zero_with_gradient(per_lane(choices._replace(logits=phi).log_prob(x))).astype(cost.dtype)
+        weight = jnp.exp(zero)
+        free, given = (control(parameters, z(phi)).astype(cost.dtype) for z in (unconditional, conditional))
+        return cost * weight + zero_with_gradient(free - given * weight)
+
+    def second_moment(parameters):
+        of_logits = lambda phi: jnp.sum(surrogate(phi, parameters, lax.stop_gradient(cost)))
+        return per_lane(jax.grad(of_logits)(lax.stop_gradient(choices.logits)) ** 2)
+
+    held = jax.tree.map(lambda p: lax.stop_gradient(p) if isinstance(p, jax.Array) else p, parameters)
+    estimate = surrogate(choices.logits, held, cost)
+    if any(isinstance(p, jax.Array) for p in jax.tree.leaves(parameters)):
+        estimate = estimate + zero_with_gradient(second_moment(parameters)).astype(cost.dtype)
+    return x, estimate

@@ -1,0 +1,55 @@
+"""DisARM: an antithetic pair for Bernoulli choices.
+
+Dong, Mnih & Tucker, "DisARM: an antithetic gradient estimator for binary latent variables", NeurIPS 2020, equation 6
+(also Yin, Ho, Yan, Qian & Zhou, "Probabilistic best subset selection via gradient-based optimization", 2020, as U2G).
+With logits phi, p = sigmoid(phi), u uniform, x = 1[u < p] and x' = 1[1 - u < p],
+
+    1/2 (c(x) - c(x')) (x - x') max(p, 1 - p)
+
+estimates the derivative with respect to phi, one choice and one u a component.
+
+*Derivation.* Let h(x, x') be antisymmetric. The joint distribution of the pair is symmetric, so that
+E[1/2 (c(x) - c(x')) h] = E[c(x) h] = E[c(x) E[h | x]], also where c looks at many choices, since the pairs of different
+choices are independent. So h may be anything with E[h | x] = d log p(x) / dphi = x - p. The pair differs with
+probability 2 min(p, 1 - p), each way equally likely. For h = r (x - x') therefore
+E[h | x = 1] = r min(p, 1 - p) / p, which is 1 - p for r = max(p, 1 - p), and E[h | x = 0] = -p likewise.
+
+Both outcomes are samples: the first goes on, and the cost is the mean of the two.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator, charged, once, per_lane
+from apgrad.expectations.estimators._discrete import choices
+
+
+def disarm() -> ChoiceEstimator:
+    """DisARM, for Bernoulli choices; `ap.choose` takes it. It has two evaluations for any number of choices.
+
+    Raises:
+      TypeError: at trace time, for another distribution; when differentiated twice.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
+      >>> def program(tape, logit):
+      ...     d = dist.Bernoulli(logits=jnp.broadcast_to(logit, (tape.lanes,)))
+      ...     return ap.choose(tape, d, lambda x: (4 * x, None), ap.disarm())[0]
+      >>> float(jax.grad(ap.expectation(program, lanes=1), argnums=1)(jax.random.key(0), 0.0))
+      1.0
+    """
+
+    def estimate(distribution, key, costs):
+        logits = choices("disarm", distribution, categorical=False).logits
+        u = jax.random.uniform(key, logits.shape, logits.dtype)
+        p = jax.nn.sigmoid(logits)
+        xs = jnp.stack([u < p, 1 - u < p]).astype(jnp.result_type(int))
+        cost = costs(xs)
+        difference = (xs[0] - xs[1]).astype(logits.dtype)
+        score = per_lane(0.5 * lax.stop_gradient(difference * jnp.maximum(p, 1 - p)) * logits)
+        return xs[0], once("disarm", charged(jnp.mean(cost, axis=0), cost[0] - cost[1], score))
+
+    return ChoiceEstimator(
+        "disarm", estimate, lambda distribution: 2, bias="none", assumptions="Choices are Bernoulli."
+    )

@@ -1,0 +1,195 @@
+"""What the estimators of discrete choices ask of a distribution: its outcomes, its logits, and floating-point outcomes.
+
+A distribution of batch shape (lanes, *rest) is taken as independent choices of shape `rest` on each lane, also where
+`to_event` or `expand` stand around it.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from jax import lax
+
+from apgrad.expectations import _distributions as distributions
+
+MOST_OUTCOMES = 2**16
+
+
+class Choices(NamedTuple):
+    """Independent Bernoulli or categorical choices on each lane.
+
+    Attributes:
+      logits: of Bernoulli choices (lanes, *rest), the logarithm of the odds of 1; of categorical choices
+        (lanes, *rest, categories), the logarithms of the probabilities.
+      categorical: which of the two.
+    """
+
+    logits: jax.Array
+    categorical: bool
+
+    def log_prob(self, x: jax.Array) -> jax.Array:
+        """The logarithm of the probability of each choice: (..., lanes, *rest).
+
+        Args:
+          x: integer outcomes (..., lanes, *rest).
+        """
+        if self.categorical:
+            picked = jnp.broadcast_to(self.logits, (*x.shape, self.logits.shape[-1]))
+            return jnp.take_along_axis(picked, x[..., None], axis=-1)[..., 0]
+        return -jax.nn.softplus(jnp.where(x == 1, -self.logits, self.logits))
+
+
+def base(distribution: Any) -> Any:
+    """The distribution of one choice, without what `to_event` and `expand` put around it.
+
+    Args:
+      distribution: any distribution.
+    """
+    while isinstance(distribution, dist.Independent | dist.ExpandedDistribution):
+        distribution = distribution.base_dist
+    return distribution
+
+
+def sample_shape(distribution: Any) -> tuple[int, ...]:
+    """The shape of a sample.
+
+    Args:
+      distribution: a distribution with batch shape and event shape.
+    """
+    return (*distribution.batch_shape, *distribution.event_shape)
+
+
+def choices(what: str, distribution: Any, *, bernoulli: bool = True, categorical: bool = True) -> Choices:
+    """The distribution as Bernoulli or categorical choices.
+
+    Args:
+      what: the estimator's name in the error.
+      distribution: what is sampled.
+      bernoulli: whether Bernoulli choices will do.
+      categorical: whether categorical choices will do.
+
+    Raises:
+      TypeError: at trace time, for another distribution.
+    """
+    one = base(distribution)
+    shape = sample_shape(distribution)
+    with distributions._standard_promotion():
+        if bernoulli and isinstance(one, dist.BernoulliLogits | dist.BernoulliProbs):
+            return Choices(jnp.broadcast_to(_logits(one), shape), False)
+        if categorical and _is_categorical(one):
+            logits = jax.nn.log_softmax(_logits(one))
+            return Choices(jnp.broadcast_to(logits, (*shape, logits.shape[-1])), True)
+    wanted = " or ".join(["Bernoulli"] * bernoulli + ["categorical"] * categorical)
+    raise TypeError(
+        f"{what} takes {wanted} choices, got {type(one).__name__}. Use likelihood_ratio() for it, or in ap.choose "
+        "rloo(), or enumeration() where the outcomes are few."
+    )
+
+
+def relaxable(distribution: Any, x: jax.Array) -> jax.Array:
+    """A sample in floating point, such that the outcomes lie in a space where there is something between them.
+
+    Args:
+      distribution: what was sampled.
+      x: samples (..., lanes, *rest); of Bernoulli and other choices of numbers they become floating-point numbers, of
+        categorical choices one-hot vectors (..., lanes, *rest, categories).
+    """
+    one = base(distribution)
+    if _is_categorical(one):
+        return jax.nn.one_hot(x, _logits(one).shape[-1], dtype=_dtype(one))
+    return x.astype(_dtype(one))
+
+
+def relaxed_mean(what: str, distribution: Any) -> jax.Array:
+    """The mean of the outcomes that `relaxable` makes: the probabilities, where choices are categorical.
+
+    Args:
+      what: the estimator's name in the error.
+      distribution: a discrete distribution.
+
+    Raises:
+      TypeError: at trace time, for a continuous distribution or one without a mean.
+    """
+    one, shape = base(distribution), sample_shape(distribution)
+    with distributions._standard_promotion():
+        if _is_categorical(one):
+            probs = jax.nn.softmax(_logits(one))
+            return jnp.broadcast_to(probs, (*shape, probs.shape[-1])).astype(_dtype(one))
+        discrete = getattr(getattr(one, "support", None), "is_discrete", False)
+        mean = getattr(one, "mean", None) if discrete and not one.event_shape else None
+        if mean is None or isinstance(one, dist.OrderedLogistic):
+            raise TypeError(
+                f"{what} takes discrete choices of numbers with a mean, and categorical ones; got {type(one).__name__}"
+                ". Use reparameterization() for continuous choices, likelihood_ratio() for any."
+            )
+        return jnp.broadcast_to(mean, shape).astype(_dtype(one))
+
+
+def enumerated(what: str, distribution: Any) -> tuple[jax.Array, jax.Array]:
+    """All joint outcomes of a lane's choices, and the logarithms of their probabilities.
+
+    Args:
+      what: the estimator's name in errors.
+      distribution: a distribution with `enumerate_support` of batch shape (lanes, *rest).
+
+    Returns:
+      Outcomes (n, lanes, *rest), and log-probabilities (n, lanes).
+
+    Raises:
+      TypeError: at trace time, for a distribution whose outcomes cannot be enumerated.
+      ValueError: at trace time, for too many joint outcomes.
+    """
+    values = _support(what, distribution)
+    shape = sample_shape(distribution)
+    number = int(np.prod(shape[1:], dtype=int))
+    if number * np.log(max(len(values), 1)) > np.log(MOST_OUTCOMES) + 1e-9:
+        raise ValueError(
+            f"{what}: {number} choices of {len(values)} outcomes each have {len(values)}^{number} joint outcomes, more "
+            f"than {MOST_OUTCOMES}. Use disarm(), rebar() or rloo() for many choices at once, or choose one after the "
+            "other."
+        )
+    grid = np.indices((len(values),) * number).reshape(number, -1).T
+    outcomes = values[grid].reshape(-1, 1, *shape[1:])
+    outcomes = jnp.broadcast_to(outcomes, (outcomes.shape[0], *shape))
+    with distributions._standard_promotion():
+        density = distribution.log_prob(outcomes)
+    return outcomes, density.reshape(*density.shape[:2], -1).sum(-1)
+
+
+def number_of_outcomes(what: str, distribution: Any) -> int:
+    """How many joint outcomes the choices of a lane have.
+
+    Args:
+      what: the estimator's name in errors.
+      distribution: as for `enumerated`.
+    """
+    return len(_support(what, distribution)) ** int(np.prod(sample_shape(distribution)[1:], dtype=int))
+
+
+def _support(what, distribution):
+    one = base(distribution)
+    try:
+        if not getattr(one, "has_enumerate_support", False) or one.event_shape:
+            raise NotImplementedError("it has no enumerate_support of single numbers")
+        return lax.stop_gradient(one.enumerate_support(expand=False)).reshape(-1)
+    except (NotImplementedError, jax.errors.ConcretizationTypeError) as error:
+        raise TypeError(
+            f"{what} sums over all outcomes, and those of {type(one).__name__} cannot be enumerated: "
+            f"{str(error).splitlines()[0]}. Use rloo() or likelihood_ratio() for it."
+        ) from error
+
+
+def _is_categorical(one) -> bool:
+    return isinstance(one, dist.CategoricalLogits | dist.CategoricalProbs)
+
+
+def _logits(one: Any) -> Any:
+    return one.logits
+
+
+def _dtype(one):
+    with distributions._standard_promotion():
+        floats = [x for x in jax.tree.leaves(one) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
+        return jnp.result_type(*floats) if floats else jnp.result_type(float)

@@ -1,0 +1,71 @@
+"""Gumbel-softmax, also called the concrete distribution: the choice is relaxed to something smooth. Biased.
+
+Jang, Gu & Poole, "Categorical reparameterization with Gumbel-softmax", ICLR 2017; Maddison, Mnih & Teh, "The concrete
+distribution: a continuous relaxation of discrete random variables", ICLR 2017. A categorical choice with
+log-probabilities phi is the argmax of phi + g with Gumbel noise g. At a temperature T > 0 the relaxed sample is
+
+    softmax((phi + g) / T),     for a Bernoulli choice sigmoid((phi + logit(u)) / T).
+
+*Bias.* The program goes on with the relaxed sample, so that the objective is another one, the expected cost of relaxed
+choices; it tends to the true one as T goes to 0, where the variance grows without bound. Its derivatives, of any order,
+are right for this other objective. With `hard=True` (straight-through Gumbel-softmax) the program goes on with the
+choice, so that the objective's value is the true one, and only the derivative is that of the relaxed sample.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from apgrad.expectations.estimators._discrete import choices
+from apgrad.expectations.estimators._estimator import Estimator
+from apgrad.expectations.estimators._straight_through import as_if
+
+
+def gumbel_softmax(temperature: Any = 0.5, *, hard: bool = False) -> Estimator:
+    """Gumbel-softmax, for Bernoulli and categorical choices; `ap.stochastic` and `ap.sample` take it; biased.
+
+    The sample is in floating point; that of a categorical choice is a vector (lanes, ..., categories).
+
+    Args:
+      temperature: of the relaxation, positive, a scalar.
+      hard: go on with the choice itself, and use the relaxed sample's derivative.
+
+    Raises:
+      ValueError: for a temperature that is not positive.
+      TypeError: at trace time, for another distribution; when differentiated twice with `hard`.
+
+    Example:
+      >>> import jax, apgrad as ap, numpyro.distributions as dist
+      >>> choose = ap.stochastic(ap.gumbel_softmax(0.5))(lambda logits: dist.Categorical(logits=logits))
+      >>> def program(tape, logits):
+      ...     tape, x = choose(tape, logits)
+      ...     return tape.cost(x @ jax.numpy.array([1.0, 2.0, 4.0]))
+      >>> jax.grad(ap.expectation(program, lanes=10), argnums=1)(jax.random.key(0), jax.numpy.zeros(3)).shape
+      (3,)
+    """
+    if isinstance(temperature, int | float | np.ndarray) and not np.all(np.asarray(temperature) > 0):
+        raise ValueError(f"gumbel_softmax needs a positive temperature, got {temperature}")
+
+    def pathwise(distribution, key):
+        made = choices("gumbel_softmax", distribution)
+        logits = made.logits
+        t = jnp.asarray(temperature, logits.dtype)
+        if made.categorical:
+            z = logits + jax.random.gumbel(key, logits.shape, logits.dtype)
+            smooth = jax.nn.softmax(z / t)
+            x = jax.nn.one_hot(jnp.argmax(z, axis=-1), z.shape[-1], dtype=z.dtype)
+        else:
+            z = logits + jax.random.logistic(key, logits.shape, logits.dtype)
+            smooth = jax.nn.sigmoid(z / t)
+            x = (z > 0).astype(z.dtype)
+        return as_if("gumbel_softmax", lax.stop_gradient(x), smooth) if hard else smooth
+
+    return Estimator(
+        "gumbel_softmax",
+        pathwise,
+        bias="yes",
+        assumptions="The derivative is that of relaxed choices, which tend to choices as the temperature goes to 0.",
+    )

@@ -1,0 +1,152 @@
+"""Measure-valued derivatives: the difference of two expected costs, coupled.
+
+Pflug, "Gradient estimates for the performance of Markov chains and discrete event processes", 1992; Heidergott &
+Vazquez- Abad, 2008; Mohamed, Rosca, Figurnov & Mnih, "Monte Carlo gradient estimation in machine learning", JMLR 2020,
+section 6. The derivative of a density with respect to a parameter is a constant times the difference of two densities,
+dp/dtheta = r (p+ - p-), so that
+
+    d/dtheta E[c(x)] = r (E[c(x+)] - E[c(x-)]),
+
+which asks nothing of c: it may jump. If x+ and x- are made of the same noise, most of the variance cancels.
+
+| distribution | parameter | r | x+ | x- |
+|---|---|---|---|---|
+| normal | mean m | 1 / (s sqrt(2 pi)) | m + s w, w Rayleigh | m - s w |
+| normal | deviation s | 1 / s | m + s t, t two-sided Maxwell | m + s t u, u uniform |
+| Bernoulli | probability | 1 | 1 | 0 |
+| Poisson | rate | 1 | x + 1 | x, the sample |
+| gamma | rate | shape / rate | x, the sample | x + an exponential with this rate |
+
+*Derivations.* Normal density n: dn/dm = n (x - m) / s^2, whose positive part is that of a Rayleigh variable w (density
+w exp(-w^2 / 2)) to the right, of mass 1 / (s sqrt(2 pi)). dn/ds = (z^2 - 1) n / s with z = (x - m) / s, and z^2 times
+the standard normal density is the two-sided Maxwell density; t u is standard normal, since |t| has three degrees of
+freedom and a coordinate of a uniform direction in three dimensions is uniform (Archimedes). Poisson:
+dp(x)/d(rate) = p(x - 1) - p(x). Gamma of shape a and rate b: dp/db = p (a / b - x), and x p(x; a, b) = a / b p(x; a +
+1, b), a gamma variable plus an exponential one.
+
+Several choices of one lane: each coordinate by itself, with the others at their sample.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+from jax import lax
+
+from apgrad._ground.primitives import refuse_derivative, zero_with_gradient
+from apgrad.expectations import _distributions as distributions
+from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator, once, per_lane
+from apgrad.expectations.estimators._discrete import base, sample_shape
+
+_SHAPE = (
+    "measure_valued has no derivative with respect to the shape of a gamma distribution, which is no "
+    "simple difference of two densities. Use reparameterization() or likelihood_ratio() for it."
+)
+
+
+def measure_valued() -> ChoiceEstimator:
+    """Measure-valued derivatives, for normal, Bernoulli, Poisson and gamma choices; `ap.choose` takes it.
+
+    Raises:
+      TypeError: at trace time, for another distribution; when differentiated twice, or with respect to a gamma
+        distribution's shape.
+
+    Example:
+      The cost jumps at 0, and the derivative is the density there:
+
+      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
+      >>> def program(tape, mean):
+      ...     d = dist.Normal(jnp.broadcast_to(mean, (tape.lanes,)), 1.0)
+      ...     return ap.choose(tape, d, lambda x: (jnp.where(x > 0, 1.0, 0.0), None), ap.measure_valued())[0]
+      >>> float(jax.grad(ap.expectation(program, lanes=1), argnums=1)(jax.random.key(0), 0.0)).__round__(4)
+      0.3989
+    """
+
+    def estimate(distribution, key, costs):
+        own, noise = jax.random.split(key)
+        x = distributions.sample(distribution, own)
+        one, shape = base(distribution), sample_shape(distribution)
+        # The alternatives of one coordinate after the other: all but this one stay at the sample.
+        number = int(np.prod(shape[1:], dtype=int))
+        place = np.eye(number, dtype=bool).reshape(number, 1, *shape[1:])
+        pairs = _pairs(one, jnp.shape(x), x, noise)
+        stacked = [x[None]]
+        for _, _, plus, minus in pairs:
+            stacked += [jnp.where(place, plus, x), jnp.where(place, minus, x)]
+        cost = costs(jnp.concatenate(stacked))
+        estimate, at = cost[0], 1
+        for parameter, rate, _, _ in pairs:
+            difference = cost[at : at + number] - cost[at + number : at + 2 * number]
+            at += 2 * number
+            difference = lax.stop_gradient(jnp.moveaxis(difference, 0, 1).reshape(shape))
+            zero = zero_with_gradient(jnp.broadcast_to(parameter, shape)).astype(cost.dtype)
+            rate = lax.stop_gradient(jnp.broadcast_to(rate, shape)).astype(cost.dtype)
+            estimate = estimate + per_lane(rate * difference * zero)
+        return x, once("measure_valued", estimate)
+
+    def evaluations(distribution):
+        number = int(np.prod(sample_shape(distribution)[1:], dtype=int))
+        return 1 + 2 * number * (2 if isinstance(base(distribution), dist.Normal) else 1)
+
+    return ChoiceEstimator(
+        "measure_valued",
+        estimate,
+        evaluations,
+        bias="none",
+        assumptions="Expected costs exist at the alternatives; a gamma distribution's shape is not differentiated.",
+    )
+
+
+def _pairs(one: Any, shape: tuple[int, ...], x: Any, key: Any) -> list[tuple[Any, Any, Any, Any]]:
+    """For each parameter: the parameter, r, x+ and x-."""
+    for kind, pairs in _PAIRS.items():
+        if isinstance(one, kind):
+            with distributions._standard_promotion():
+                return [(p, r, a.astype(x.dtype), b.astype(x.dtype)) for p, r, a, b in pairs(one, shape, x, key)]
+    raise TypeError(
+        f"measure_valued takes normal, Bernoulli, Poisson and gamma choices, got {type(one).__name__}. Use "
+        "likelihood_ratio(), rloo() or reparameterization() for it."
+    )
+
+
+def _normal(one, shape, x, key):
+    mean, deviation = lax.stop_gradient((one.loc, one.scale))
+    keys = jax.random.split(key, 4)
+    exponential = jax.random.exponential(keys[0], shape, x.dtype)
+    w = jnp.sqrt(2 * exponential)
+    t = jnp.linalg.norm(jax.random.normal(keys[1], (*shape, 3), x.dtype), axis=-1)
+    t = t * jax.random.rademacher(keys[2], shape, x.dtype)
+    u = jax.random.uniform(keys[3], shape, x.dtype)
+    return [
+        (one.loc, 1 / (deviation * math.sqrt(2 * math.pi)), mean + deviation * w, mean - deviation * w),
+        (one.scale, 1 / deviation, mean + deviation * t, mean + deviation * t * u),
+    ]
+
+
+def _bernoulli(one, shape, x, key):
+    return [(one.probs, 1.0, jnp.ones(shape), jnp.zeros(shape))]
+
+
+def _poisson(one, shape, x, key):
+    return [(one.rate, 1.0, x + 1, x)]
+
+
+def _gamma(one, shape, x, key):
+    concentration = refuse_derivative(one.concentration, _SHAPE)
+    rate = lax.stop_gradient(one.rate)
+    more = x + jax.random.exponential(key, shape, x.dtype) / rate
+    refused = 0 * zero_with_gradient(jnp.asarray(concentration, x.dtype))
+    return [(one.rate + refused, lax.stop_gradient(one.concentration) / rate, x, more)]
+
+
+_PAIRS: dict[Any, Callable[..., list[tuple[Any, Any, Any, Any]]]] = {
+    dist.Normal: _normal,
+    dist.BernoulliLogits: _bernoulli,
+    dist.BernoulliProbs: _bernoulli,
+    dist.Poisson: _poisson,
+    dist.Gamma: _gamma,
+}

@@ -1,0 +1,75 @@
+"""ReinMax: straight-through of second order, by Heun's method. Biased, less so.
+
+Liu, Dong, Liu, Yu & Gao, "Bridging discrete and backpropagation: straight-through and beyond", NeurIPS 2023, algorithm
+2. The derivative of the expected cost of a categorical choice with probabilities p and outcomes x_i is a sum of
+differences c(x_i) - c(x_j), weighed by p_i dp_j. Straight-through replaces a difference by the slope at one of its ends
+(Euler's method); ReinMax takes the mean of the slopes at both (Heun's), which is exact for costs that are quadratic in
+the one-hot vector. With d the sample as a one-hot vector, temperature T and
+
+    q = (d + softmax(phi / T)) / 2,
+
+the derivative that the sample borrows is that of 2 q(phi) - p(phi) / 2, where q(phi) is the softmax whose logits are
+log q plus the change of phi. Its expectation for one choice, at T = 1, is
+
+    sum over i of p_i c'(x_i) . (2 dq_i - dp / 2),      q_i = (x_i + p) / 2.
+
+A Bernoulli choice is one of two categories, of which the second is what the sample shows.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from apgrad._ground.primitives import zero_with_gradient
+from apgrad.expectations import _distributions as distributions
+from apgrad.expectations.estimators._discrete import choices, relaxable
+from apgrad.expectations.estimators._estimator import Estimator
+from apgrad.expectations.estimators._straight_through import as_if
+
+
+def reinmax(temperature: Any = 1.0) -> Estimator:
+    """ReinMax, for Bernoulli and categorical choices; `ap.stochastic` and `ap.sample` take it; biased.
+
+    The sample is in floating point; that of a categorical choice is a one-hot vector, (lanes, ..., categories).
+
+    Args:
+      temperature: positive, a scalar. At 1 the derivative is exact for costs that are quadratic in one choice's sample;
+        the paper finds higher ones better in training.
+
+    Raises:
+      ValueError: for a temperature that is not positive.
+      TypeError: at trace time, for another distribution; when differentiated twice.
+
+    Example:
+      >>> import jax, apgrad as ap, numpyro.distributions as dist
+      >>> flip = ap.stochastic(ap.reinmax())(lambda logit: dist.Bernoulli(logits=logit))
+      >>> def program(tape, logit):
+      ...     tape, x = flip(tape, logit)
+      ...     return tape.cost((x - 0.45) ** 2)
+      >>> objective = ap.expectation(program, lanes=100_000)
+      >>> float(jax.grad(objective, argnums=1)(jax.random.key(0), 0.0)).__round__(3)  # (.55^2 - .45^2) / 4
+      0.025
+    """
+    if isinstance(temperature, int | float | np.ndarray) and not np.all(np.asarray(temperature) > 0):
+        raise ValueError(f"reinmax needs a positive temperature, got {temperature}")
+
+    def pathwise(distribution, key):
+        made = choices("reinmax", distribution)
+        logits = made.logits
+        x = relaxable(distribution, distributions.sample(distribution, key)).astype(logits.dtype)
+        squash = jax.nn.softmax if made.categorical else jax.nn.sigmoid
+        q = lax.stop_gradient((x + squash(logits / jnp.asarray(temperature, logits.dtype))) / 2)
+        start = jnp.log(q) if made.categorical else jnp.log(q) - jnp.log1p(-q)
+        smooth = 2 * squash(start + zero_with_gradient(logits)) - squash(logits) / 2
+        return as_if("reinmax", x, smooth)
+
+    return Estimator(
+        "reinmax",
+        pathwise,
+        bias="yes",
+        assumptions="Slopes at both ends stand in for differences of costs; right, at temperature 1, where the cost is "
+        "quadratic in the sample of a single choice.",
+    )

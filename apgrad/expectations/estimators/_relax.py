@@ -1,0 +1,81 @@
+"""RELAX: a learned function of a relaxation of the choice as control variate.
+
+Grathwohl, Choi, Wu, Roeder & Duvenaud, "Backpropagation through the void: optimizing control variates for black-box
+gradient estimation", ICLR 2018. The control variate of `_control_variate.py` with any differentiable function k, such
+as a small network, whose parameters learn to make the variance small. The continuation is evaluated once, at the
+choice, and may be a black box.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from apgrad._ground.primitives import refuse_derivative
+from apgrad._programs.jaxprs import hoist
+from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
+from apgrad.expectations.estimators._control_variate import with_control_variate
+from apgrad.expectations.estimators._discrete import choices
+
+_CLOSURE = (
+    "the control of relax closes over an array that is differentiated, which would get the gradient of the variance "
+    "instead of its own. Make what is trained a leaf of the control, which is a pytree (an NNX module, or "
+    "jax.tree_util.Partial(function, parameters)), and wrap in jax.lax.stop_gradient what is not."
+)
+
+
+def relax(control: Callable[..., Any]) -> ChoiceEstimator:
+    """RELAX, for Bernoulli and categorical choices; `ap.choose` takes it.
+
+    Args:
+      control: `z -> scalar`, differentiable; z is one lane's relaxation, of the shape of its logits. A Bernoulli choice
+        is 1 where z > 0, and a categorical choice is the argmax over the last axis. It is a function, or a callable
+        pytree such as an NNX module: where the module is an argument of the objective, the gradient with respect to it
+        is that of the estimate's variance. Descend it by an optimizer, beside the gradient of the parameters.
+
+    Raises:
+      TypeError: for a control that cannot be called; at trace time, for a distribution that is neither Bernoulli nor
+        categorical; when differentiated, for a control that closes over what is differentiated.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
+      >>> def program(tape, logit, scale):
+      ...     d = dist.Bernoulli(logits=jnp.broadcast_to(logit, (tape.lanes,)))
+      ...     control = jax.tree_util.Partial(lambda scale, z: scale * jax.nn.sigmoid(z), scale)
+      ...     return ap.choose(tape, d, lambda x: ((x - 0.45) ** 2, None), ap.relax(control))[0]
+      >>> objective = ap.expectation(program, lanes=20_000)
+      >>> gradient, descent = jax.grad(objective, argnums=(1, 2))(jax.random.key(0), 0.0, 0.0)
+      >>> float(gradient).__round__(2), bool(descent < 0)
+      (0.03, True)
+    """
+    if not callable(control):
+        raise TypeError(f"relax takes a function of one lane's relaxation, got {type(control).__name__}")
+
+    def estimate(distribution, key, costs):
+        def controlled(control, z):
+            leaves, treedef = jax.tree.flatten(control)
+            is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
+
+            def of_arrays(arrays, z):
+                given = iter(arrays)
+                called = treedef.unflatten([next(given) if a else x for a, x in zip(is_array, leaves, strict=True)])
+                return jax.vmap(called)(z)
+
+            arrays = [x for a, x in zip(is_array, leaves, strict=True) if a]
+            converted, closed_over = hoist(of_arrays, arrays, z)
+            value = converted(arrays, z, *refuse_derivative(closed_over, _CLOSURE))
+            if value.shape != z.shape[:1]:
+                raise ValueError(f"relax: the control must return a scalar for one lane, got shape {value.shape[1:]}")
+            return value
+
+        return with_control_variate(
+            choices("relax", distribution), key, lambda x: costs(x[None])[0], controlled, control
+        )
+
+    return ChoiceEstimator(
+        "relax",
+        estimate,
+        lambda distribution: 1,
+        bias="none",
+        assumptions="The control looks at nothing that depends on the choice but z.",
+    )

@@ -1,0 +1,56 @@
+"""Leave-one-out over several samples of a lane's choice (RLOO).
+
+Kool, van Hoof & Welling, "Buy 4 REINFORCE samples, get a baseline for free!", ICLR workshop 2019. Of k independent
+samples x_1 ... x_k each one has the mean cost of the others as its baseline b_j, and with e_j the exponential of a zero
+that has the derivatives of log p(x_j),
+
+    1/k  sum over j of  c(x_j) + (c(x_j) - b_j) (e_j - 1).
+
+E[c(x_j) e_j] has the right derivatives to every order, and E[b_j (e_j - 1)] = 0 to every order, since b_j does not
+depend on x_j. Samples of other lanes play no part: lanes may be different data. The first sample goes on in the
+program.
+"""
+
+import operator
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from apgrad.expectations import _distributions as distributions
+from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
+
+
+def rloo(samples: int = 2) -> ChoiceEstimator:
+    """The likelihood ratio with the other samples of the same lane as baseline; `ap.choose` takes it.
+
+    Args:
+      samples: how many independent samples of each lane's choice the continuation is evaluated at, at least 2.
+
+    Raises:
+      ValueError: for fewer than 2 samples.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
+      >>> def program(tape, log_rate):
+      ...     d = dist.Poisson(jnp.exp(jnp.broadcast_to(log_rate, (tape.lanes,))))
+      ...     return ap.choose(tape, d, lambda x: (x, None), ap.rloo(4))[0]
+      >>> objective = ap.expectation(program, lanes=20_000)
+      >>> float(jax.grad(objective, argnums=1)(jax.random.key(0), 0.0)).__round__(1)
+      1.0
+    """
+    if isinstance(samples, bool) or not hasattr(samples, "__index__") or operator.index(samples) < 2:
+        raise ValueError(f"rloo needs at least 2 samples, an integer, got samples={samples!r}")
+
+    def estimate(distribution, key, costs):
+        xs = jax.vmap(lambda key: distributions.sample(distribution, key))(jax.random.split(key, samples))
+        zero = distributions.score("rloo", distribution, xs)
+        zero = zero + distributions.support_guard("rloo", distribution).astype(zero.dtype)
+        cost = costs(xs)
+        zero = zero.reshape(*cost.shape, -1).sum(-1).astype(cost.dtype)
+        others = lax.stop_gradient((jnp.sum(cost, axis=0) - cost) / (samples - 1))
+        return xs[0], jnp.mean(cost + (cost - others) * jnp.expm1(zero), axis=0)
+
+    return ChoiceEstimator(
+        "rloo", estimate, lambda distribution: samples, bias="none", assumptions="No outcome is impossible."
+    )

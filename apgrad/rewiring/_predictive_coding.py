@@ -1,0 +1,124 @@
+"""Predictive coding: hidden values first settle between what predicts them and what they predict; then weights learn.
+
+Whittington & Bogacz, "An approximation of the error backpropagation algorithm in a predictive coding network with local
+Hebbian synaptic plasticity", Neural Computation 29, 2017. A network predicts the values of its hidden layers,
+mu_l = f_l(z_{l-1}), and has the energy
+
+    E(z, w) = sum over l of |z_l - mu_l|^2 / 2  +  loss(last z, w).
+
+Inference follows - dE/dz for some steps, from z_l = mu_l on. The weights then follow - dE/dw at the z that was found.
+With the errors e_l = z_l - mu_l both derivatives are local (equations 2.9 and 2.13):
+
+    dE/dz_l = e_l - (df_{l+1}/dz_l)' e_{l+1},      dE/dw_l = - (df_l/dw_l)' e_l.
+
+As a propagator: a value node replaces the prediction mu by z. To the message m the node answers with e + m for z, and
+it sends - (derivative of f)' e to the inputs of f, whatever m was. So one backward pass through value nodes gives dE/dz
+and dE/dw together. Inference, however, needs many such passes for one message, and a rule at a layer is asked once. So
+the rule takes the function as a whole as its site, the loss with it, and puts value nodes into that function by a
+second `rewire`. Without inference, e = 0 and the weights would not move; the first step makes e_L the negative gradient
+times the rate, and the errors travel down one layer a step. So at least as many steps as there are value nodes in a
+row are needed before all weights learn.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from apgrad._ground.messages import has_message
+from apgrad._ground.propagator import Propagator
+from apgrad.rewiring._layers import Where, chosen
+from apgrad.rewiring._rewire import Rule, rewire
+from apgrad.rewiring._sites import Site
+
+
+def predictive_coding(where: Where, *, steps: int = 20, rate: float = 0.1) -> Rule:
+    """The gradients are those of predictive coding's energy, after inference of the hidden values.
+
+    The function returns its loss, a scalar: the sum of the examples' losses. A mean would make the loss weigh less in
+    the energy than the errors of the hidden values; divide outside of the rewired function.
+
+    Args:
+      where: the sites whose outputs are hidden values, see `ap.rewiring.Where`: the label of the activation function,
+        of a layer under `jax.jit`, or what `checkpoint_name` got.
+      steps: of gradient descent on the energy, at least as many as there are hidden values in a row.
+      rate: of each step.
+
+    Returns:
+      A rule without parameters, which takes the function as a whole.
+
+    Raises:
+      ValueError: for fewer than one step or a rate that is not positive; at trace time, if the function's output is no
+        scalar, or a hidden value is in a `scan`, is of several arrays, or does not exist.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> def loss(ws, x, y):
+      ...     return jnp.sum((jnp.tanh(x @ ws[0]) @ ws[1] - y) ** 2) / 2
+      >>> args = [jnp.ones((3, 4)), jnp.ones((4, 2))], jnp.ones((8, 3)), jnp.ones((8, 2))
+      >>> gradient = jax.grad(ap.rewire(loss, ap.rewiring.predictive_coding("tanh")))(*args)
+      >>> [g.shape for g in gradient]
+      [(3, 4), (4, 2)]
+    """
+    if steps < 1 or not rate > 0:
+        raise ValueError(f"predictive coding takes at least one step of a positive rate, got {steps=}, {rate=}")
+
+    def at(site, params):
+        if getattr(site.output, "shape", None) != ():
+            raise ValueError(
+                "predictive coding needs the loss: a function whose output is one scalar, the sum of the losses of the "
+                f"examples. The output of {site} is {site.output}."
+            )
+        weights = range(len(site.inputs) - site.weights, len(site.inputs))
+        with_values = rewire(site.function, Rule(chosen(where, where), _value_node, _zeros), argnums=weights)
+        predictions = rewire(site.function, Rule(chosen(where, where), _prediction, _zeros), argnums=weights)
+
+        def infer(*inputs):
+            # The prediction rule sends predictions where a derivative with respect to zeros would be.
+            first = jax.grad(predictions)(predictions.init(*inputs), *inputs)
+            step = lambda _, z: jax.tree.map(lambda z, g: z - rate * g, z, jax.grad(with_values)(z, *inputs))
+            return jax.lax.fori_loop(0, steps, step, first)
+
+        def backward(inputs, message):
+            values = infer(*inputs)
+            _, pullback = jax.vjp(lambda *inputs: with_values(values, *inputs), *inputs)
+            gradients = pullback(jnp.ones_like(message))
+            return tuple(message * g if has_message(x) else None for x, g in zip(inputs, gradients, strict=True))
+
+        return Propagator(lambda *inputs: (site.function(*inputs), inputs), backward)
+
+    return Rule(lambda site: site.kind == "function", at)
+
+
+def _zeros(site: Site) -> jax.Array:
+    if isinstance(site.output, tuple) or site.repeated:
+        reason = "is in a scan, which would give all of its steps one value" if site.repeated else "is several arrays"
+        raise ValueError(f"the hidden value of {site} {reason}; predictive coding cannot infer it")
+    return jnp.zeros(site.output.shape, site.output.dtype)
+
+
+def _value_node(site: Site, value: jax.Array) -> Propagator:
+    """The output is the value; the messages are the derivatives of |value - prediction|^2 / 2 and of what follows."""
+
+    def forward(*inputs):
+        prediction, pullback = jax.vjp(site.function, *inputs)
+        return value, (value - prediction, pullback)
+
+    def backward(memory, message):
+        error, pullback = memory
+        return message + error, *pullback(-error)
+
+    return Propagator(forward, backward)
+
+
+def _prediction(site: Site, zeros: jax.Array) -> Propagator:
+    """The output is the prediction, which is also the message to the zeros."""
+
+    def forward(*inputs):
+        prediction = site.function(*inputs)
+        return prediction, (prediction, inputs)
+
+    def backward(memory, message):
+        # Zeros, not None: JAX asks no node for messages to which none comes.
+        prediction, inputs = memory
+        return prediction, *(jnp.zeros_like(x) if has_message(x) else None for x in inputs)
+
+    return Propagator(forward, backward)

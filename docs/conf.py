@@ -1,0 +1,120 @@
+"""Sphinx's configuration: `python -m sphinx -W docs build/docs` makes the pages in build/docs.
+
+Docstrings are written in plain Markdown and Google's style; `to_rst` turns their backticks and stars into
+reStructuredText, and napoleon reads their sections. The address of the repository stands in pyproject.toml alone.
+"""
+
+import re
+import shutil
+import tomllib
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+
+settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+repository = settings["urls"]["Repository"]
+
+project = "apgrad"
+author = settings["authors"][0]["name"]
+copyright = f"{author}; Apache-2.0"
+html_title = "apgrad"
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.mathjax",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["figures"]
+templates_path = []
+suppress_warnings = ["toc.empty_glob", "misc.highlighting_failure"]
+
+# The theme is furo: light and dark, readable on a phone, searched in the browser, three packages.
+html_theme = "furo"
+html_theme_options = {"source_repository": repository, "source_branch": "main", "source_directory": "docs/"}
+html_show_sphinx = False
+html_static_path = ["static"]
+html_css_files = ["style.css"]
+pygments_style = "friendly"
+pygments_dark_style = "monokai"
+
+# Notebooks are shown with the outputs that they were committed with; the tests execute them.
+nb_execution_mode = "off"
+nb_merge_streams = True
+myst_enable_extensions = ["colon_fence", "dollarmath", "deflist"]
+myst_heading_anchors = 3
+myst_url_schemes = {
+    "http": None,
+    "https": None,
+    "repo": {"url": repository + "/blob/main/{{path}}", "title": "{{path}}"},
+}
+
+autodoc_member_order = "bysource"
+autodoc_preserve_defaults = True
+autodoc_typehints_format = "short"
+autodoc_class_signature = "mixed"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+napoleon_use_ivar = True
+python_maximum_signature_line_length = 88
+toc_object_entries_show_parents = "hide"
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+SECTIONS = re.compile(r"\s*(Args|Returns|Raises|Example|Examples|Attributes|Note|Yields):$")
+
+
+def to_rst(app, what, name, obj, options, lines):
+    """Turns a Markdown docstring into reStructuredText, in place.
+
+    Text in single backticks becomes a literal; stars, bars and trailing underscores outside of literals are escaped;
+    a block of code, indented after an empty line, becomes a literal block. Examples after `>>>` stay as they are.
+    """
+    written, code, doctest, before, depth = [], None, False, "", 0
+    for line in lines:
+        indent = len(line) - len(line.lstrip())
+        blank = not line.strip()
+        doctest = line.lstrip().startswith((">>>", "...")) or (doctest and not blank)
+        if code is not None and not blank and indent < code:
+            code = None
+        begins_code = not blank and not doctest and code is None and not before and indent >= depth + 4
+        if begins_code:
+            written += [" " * depth + "::", ""]
+            code = indent
+        if not blank and not doctest and code is None:
+            depth = indent + 2 if SECTIONS.fullmatch(line) else indent
+        if not doctest and code is None and not blank and not SECTIONS.fullmatch(line):
+            outside, literal = line.split("`")[::2], line.split("`")[1::2]
+            if line.lstrip().startswith("* "):
+                outside[0] = outside[0].replace("* ", "\0 ", 1)
+            outside = [re.sub(r"(?<=\w)_(?=\W|$)", r"\\_", re.sub(r"([*|])", r"\\\1", text)) for text in outside]
+            outside[0] = outside[0].replace("\0", "*")
+            outside[1:] = [re.sub(r"^(?=\w)", r"\\ ", text) for text in outside[1:]]
+            parts = [text for pair in zip(outside, [f"``{t}``" for t in literal] + [""], strict=False) for text in pair]
+            line = "".join(parts)
+        written.append(line)
+        before = line.strip()
+    lines[:] = written
+
+
+def skip_fields(app, what, name, obj, skip, options):
+    """The fields of a NamedTuple stand in its docstring already; its machinery is nobody's business."""
+    return True if type(obj).__name__ == "_tuplegetter" or name in ("_fields", "_make") else None
+
+
+def copy_notebooks(app, config):
+    """Sphinx reads notebooks in its own folder only; the copies are not committed."""
+    target = HERE / "notebooks"
+    target.mkdir(exist_ok=True)
+    for path in (ROOT / "notebooks").glob("*.ipynb"):
+        if not (target / path.name).exists() or (target / path.name).read_bytes() != path.read_bytes():
+            shutil.copyfile(path, target / path.name)
+
+
+def setup(app):
+    app.connect("config-inited", copy_notebooks)
+    app.connect("autodoc-process-docstring", to_rst, priority=400)
+    app.connect("autodoc-skip-member", skip_fields)

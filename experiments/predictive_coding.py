@@ -1,0 +1,154 @@
+"""Predictive coding on the example of JPC: an ordinary perceptron by `ap.rewire`, and the accuracies that JPC prints.
+
+JPC (Innocenti, Kinghorn, Yun-Farmbrough, De Llanza Varona, Singh & Buckley, "JPC: flexible inference for predictive
+coding networks in JAX", 2024) is a library for networks of its own layers. Its notebook "Discriminative predictive
+coding" trains a perceptron with two hidden layers of 300 on MNIST for 300 steps of 64 images: squared error against
+one-hot labels, Adam with the rate .001, and prints the test accuracy after 100, 200 and 300 steps (`PUBLISHED`).
+
+JPC's hidden values are the sums before the activation function, so a hidden layer here is `linear`. JPC divides its
+energy by the number of images and follows the gradient flow for the time 20, so a value moves for the time 20 / 64
+along the gradient of the sum. Here that is ten steps of gradient descent. The same network learns by backpropagation
+too, from the same first parameters and batches.
+
+    python -m experiments.predictive_coding
+    python -m experiments.predictive_coding --preset paper
+
+The preset quick is on the digits, the preset paper on MNIST (the digits if APGRAD_DATA names no folder with it).
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from matplotlib.figure import Figure
+
+import apgrad as ap
+from apgrad import meta
+from experiments import harness
+
+PUBLISHED = {100: 0.93309296, 200: 0.95462738, 300: 0.95903442}  # printed in JPC's notebook, one seed
+METHODS = ("predictive coding", "backpropagation")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(harness.Config):
+    """Options of this experiment.
+
+    Attributes:
+      data: "mnist" (the digits stand in where it is missing) or "digits".
+      seeds: of first parameters and batches.
+      width: of the two hidden layers.
+      batch: images a step.
+      rate: of Adam.
+      inference_steps: of gradient descent on the energy.
+      inference_time: their number times their rate, in units of the energy of the sum over images.
+    """
+
+    data: str = "digits"
+    seeds: int = 3
+    width: int = 300
+    batch: int = 64
+    rate: float = 1e-3
+    inference_steps: int = 10
+    inference_time: float = 20 / 64
+
+
+PARTIAL = True
+PAPER = Config(data="mnist", seeds=5)
+
+
+def cells(config: Config) -> list[harness.Cell]:
+    """Each method and seed."""
+    return [{"method": method, "trial": t} for t in range(config.seeds) for method in METHODS]
+
+
+@jax.jit
+def linear(w: jax.Array, b: jax.Array, x: jax.Array) -> jax.Array:
+    """The sums of a hidden layer; a site of its own."""
+    return x @ w + b
+
+
+def scores(params: Any, x: jax.Array) -> jax.Array:
+    """The outputs (n, 10) for images (n, pixels)."""
+    for w, b in params[:-1]:
+        x = jax.nn.relu(linear(w, b, x))
+    w, b = params[-1]
+    return x @ w + b
+
+
+def loss(params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Half of the squared error, summed over the images; labels y are one-hot, (n, 10)."""
+    return jnp.sum((scores(params, x) - y) ** 2) / 2
+
+
+def parameters(config: Config, key: jax.Array, inputs: int) -> Any:
+    """Weights and biases, uniform within one over the square root of the number of inputs."""
+    sizes = (inputs, config.width, config.width, 10)
+    draw = lambda key, a, shape: jax.random.uniform(key, shape, minval=-(a**-0.5), maxval=a**-0.5)
+    keys = jax.random.split(key, 6)
+    return [(draw(keys[i], sizes[i], sizes[i : i + 2]), draw(keys[3 + i], sizes[i], sizes[i + 1])) for i in range(3)]
+
+
+def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
+    """Test accuracies along one run; methods of the same trial share first parameters and batches."""
+    data = meta.data.load_bytes(config.data, or_digits=True)
+    x, test = (v.reshape(len(v), -1).astype(np.float32) / 255 for v in (data.x_train, data.x_test))
+    x, test = (((v - x.mean()) / x.std()).astype(np.float32) for v in (x, test))
+    labels = np.eye(10, dtype=np.float32)[data.y_train]
+    function = loss
+    if cell["method"] == "predictive coding":
+        rate = config.inference_time / config.inference_steps
+        function = ap.rewire(loss, ap.rewiring.predictive_coding("linear", steps=config.inference_steps, rate=rate))
+    optimizer = optax.adam(config.rate)
+
+    @jax.jit
+    def step(params, state, x, y):
+        gradient = jax.grad(lambda params: function(params, x, y) / config.batch)(params)
+        updates, state = optimizer.update(gradient, state)
+        return optax.apply_updates(params, updates), state
+
+    accuracy = jax.jit(lambda params: jnp.mean((scores(params, test).argmax(1) == data.y_test).astype(jnp.float32)))
+    params: Any = parameters(config, jax.random.key(cell["trial"]), x.shape[1])
+    state, rng, found = optimizer.init(params), np.random.default_rng(cell["trial"]), []
+    for number in range(1, max(PUBLISHED) + 1):
+        batch = rng.integers(len(x), size=config.batch)
+        params, state = step(params, state, x[batch], labels[batch])
+        if number in PUBLISHED:
+            found.append(float(accuracy(params)))
+    return {"accuracies": found, "data": data.description}
+
+
+def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
+    """Accuracies after the published numbers of steps, beside JPC's."""
+    data, rows = records[0][1]["data"], []
+    figure = Figure(figsize=(5, 3.4), layout="constrained")
+    ax = figure.subplots()
+    for method in METHODS:
+        found = np.array([result["accuracies"] for cell, result in records if cell["method"] == method])
+        if not len(found):
+            continue
+        errors = found.std(0, ddof=1) / np.sqrt(len(found)) if len(found) > 1 else np.full(3, np.nan)
+        ax.errorbar(list(PUBLISHED), 100 * found.mean(0), 100 * errors, marker="o", capsize=3, label=method)
+        for number, mean, error in zip(PUBLISHED, found.mean(0), errors, strict=True):
+            row = {"method": method, "steps": number, "seeds": len(found), "test_accuracy": float(mean)}
+            published = PUBLISHED[number] if method == METHODS[0] else None
+            rows.append({**row, "test_accuracy_se": float(error), "jpc_notebook": published})
+    if config.data == "mnist":
+        ax.plot(
+            list(PUBLISHED), [100 * v for v in PUBLISHED.values()], "k*", zorder=5, label="JPC's notebook, one seed"
+        )
+    ax.set(xlabel="step", ylabel="test accuracy, %", title=data.split(":")[0])
+    ax.legend()
+    lines = [
+        f"{r['method']:18} step {r['steps']}  {100 * r['test_accuracy']:.2f} ± {100 * r['test_accuracy_se']:.2f} %"
+        + (f"  JPC's notebook, MNIST: {100 * r['jpc_notebook']:.2f} %" if r["jpc_notebook"] else "")
+        for r in rows
+    ]
+    return harness.Report({"data": data}, rows, "\n".join([data, *lines]), figure)
+
+
+if __name__ == "__main__":
+    harness.main()

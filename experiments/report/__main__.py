@@ -1,0 +1,114 @@
+"""Writes docs/results.md and docs/gallery.md, or checks them: see the package's docstring."""
+
+import argparse
+import importlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from experiments.report.claims import CLAIMS, NOTES, Value, figure, is_small, verdict
+from experiments.report.tables import TABLES
+
+ROOT = Path(__file__).parent.parent.parent
+RESULTS = ROOT / "experiments" / "results"
+COMMAND = "python -m experiments.report"
+
+
+def load() -> dict[str, dict[str, Any]]:
+    """The results by the name of their folder."""
+    return {path.parent.name: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*/results.json"))}
+
+
+def table(rows: list[list[str]]) -> str:
+    """A table in Markdown, the first row its head."""
+    head, *body = rows
+    lines = [head, ["---"] * len(head), *body]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+
+
+def link(run: str) -> str:
+    """The name of a run, as a link to its file."""
+    return f"[{run}](../experiments/results/{run}/results.json)"
+
+
+def summary(results: dict[str, Any]) -> str:
+    """The first paragraph of the docstring of a run's experiment."""
+    module = importlib.import_module(f"experiments.{results['experiment']}")
+    return " ".join((module.__doc__ or "").split("\n\n")[0].split())
+
+
+def age(results: dict[str, Any]) -> str:
+    """The commits whose code a run measured; "old" if it is from before commits were recorded."""
+    return ", ".join(c.rstrip("+")[:7] for c in results.get("commits") or []) or "old"
+
+
+def results_page(runs: dict[str, dict[str, Any]]) -> str:
+    """The page *Results*."""
+    parts = [
+        "# Results\n",
+        f"This page is written by `{COMMAND}` from the files in `experiments/results/`, and a test holds it to them. "
+        "Figures are means ± standard errors. The papers' figures stand beside ours with a verdict that is computed: "
+        "*matches* (within two standard errors, or 10 % where there is none), *beats*, *not reproduced*, and *small* "
+        "for a run that has not the paper's setting and so settles nothing. The pictures are in the "
+        "[gallery](gallery.md).\n",
+        "## Beside the papers\n",
+    ]
+    for paper, claims in CLAIMS.items():
+        rows = [["paper", "what", "published", "ours", "run", "verdict"]]
+        for claim in claims:
+            ours = claim.ours(runs[claim.run])
+            published = claim.published if isinstance(claim.published, str) else figure(claim.published)
+            shown = figure(ours) if isinstance(ours, Value) else ours[0]
+            judged = verdict(claim, runs[claim.run])
+            rows.append([claim.source, claim.what, published, shown, link(claim.run), f"**{judged}**"])
+        parts += [f"### {paper}\n", table(rows), *([NOTES[paper] + "\n"] if paper in NOTES else [])]
+    parts.append("## What was measured\n")
+    for entry in TABLES:
+        parts += [f"### {entry.title}\n", f"{entry.text} Run: {link(entry.run)}.\n", table(entry.rows(runs[entry.run]))]
+    parts += [
+        "## All runs\n",
+        'The last column has the commits of the code that was measured; "old" means a run from before commits were '
+        "recorded, with code that has changed since. Start any of them again with "
+        "`python -m experiments.NAME --preset paper`.\n",
+    ]
+    rows = [["run", "setting", "cells", "seconds", "device", "commits"]]
+    for name, results in runs.items():
+        cells = f"{results['cells_finished']} of {results['cells']}" if results.get("cells") else ""
+        setting = results["setting"] if is_small(results) else "the paper preset"
+        rows.append([link(name), setting, cells, f"{results['wall_seconds']:,.0f}", results["device"], age(results)])
+    parts.append(table(rows))
+    return "\n".join(parts)
+
+
+def gallery_page(runs: dict[str, dict[str, Any]]) -> str:
+    """The page *Gallery*."""
+    parts = ["# Gallery\n", f"Every figure that the experiments have drawn, written by `{COMMAND}`. "
+             "[Results](results.md) has the numbers.\n"]  # fmt: skip
+    for name, results in runs.items():
+        picture = f"../experiments/results/{name}/{results['experiment']}.png"
+        command = f"`python -m experiments.{results['experiment']}`"
+        parts += [f"## {name}\n", f"{summary(results)}\n", f"{command}; {link(name)}\n", f"![{name}]({picture})\n"]
+    return "\n".join(parts)
+
+
+def main(arguments: list[str]) -> int:
+    """Writes or checks the pages."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description="Writes docs/results.md and docs/gallery.md.")
+    parser.add_argument("--check", action="store_true", help="write nothing, end with 1 if a page differs")
+    check = parser.parse_args(arguments).check
+    runs = load()
+    stale = []
+    for name, page in (("results.md", results_page(runs)), ("gallery.md", gallery_page(runs))):
+        path = ROOT / "docs" / name
+        if not path.exists() or path.read_text() != page:
+            stale.append(name)
+            if not check:
+                path.write_text(page)
+    if stale:
+        print(f"docs/{', docs/'.join(stale)} {'differ from the results: run ' + COMMAND if check else 'written'}")
+    return int(check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

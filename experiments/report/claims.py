@@ -1,0 +1,390 @@
+"""What the papers say, what was measured, and the verdict, which is computed and not written.
+
+A figure *matches* if it is within two standard errors of the paper's (of the two errors together, where the paper has
+one), or within 10 % where neither has an error. Outside, it *beats* the paper's if it is off in the direction that is
+better, and else is *not reproduced*. A claim in words is held by a function of the results. A run whose setting is not
+the paper's has the verdict *small*, whatever it found, unless the compared part of the run does have the paper's
+setting.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+Results = dict[str, Any]
+
+
+class Value(NamedTuple):
+    """A figure: its mean, and its standard error or None."""
+
+    mean: float
+    error: float | None = None
+
+
+class Claim(NamedTuple):
+    """One statement of a paper.
+
+    Attributes:
+      source: where the paper says it.
+      what: the quantity, in words.
+      run: the folder of the results.
+      published: the paper's figure, or its statement in words.
+      ours: a function of the results: a figure, or for a statement `(words, whether it holds)`.
+      better: which direction is better.
+      same: the compared part has the paper's setting, even if the run as a whole has not.
+    """
+
+    source: str
+    what: str
+    run: str
+    published: Value | str
+    ours: Callable[[Results], Value | tuple[str, bool]]
+    better: Literal["lower", "higher"] = "lower"
+    same: bool = False
+
+
+def verdict(claim: Claim, results: Results) -> str:
+    """One of "matches", "beats", "small" and "not reproduced".
+
+    Args:
+      claim: the claim.
+      results: of the claim's run.
+
+    Example:
+      >>> claim = Claim("Fig. 1", "error", "run", Value(1.0, 0.1), lambda results: Value(results["error"], 0.1))
+      >>> [verdict(claim, {"error": e}) for e in (1.2, 0.5, 1.5)]
+      ['matches', 'beats', 'not reproduced']
+    """
+    if is_small(results) and not claim.same:
+        return "small"
+    ours = claim.ours(results)
+    if not isinstance(ours, Value) or isinstance(claim.published, str):
+        return "matches" if ours[1] else "not reproduced"
+    distance = ours.mean - claim.published.mean
+    errors = [v.error for v in (ours, claim.published) if v.error is not None]
+    bound = 2 * sum(e**2 for e in errors) ** 0.5 if errors else 0.1 * abs(claim.published.mean)
+    if abs(distance) <= bound:
+        return "matches"
+    return "beats" if (distance < 0) == (claim.better == "lower") else "not reproduced"
+
+
+def is_small(results: Results) -> bool:
+    """Whether the run's setting differs from the paper's."""
+    return (results.get("setting") or "").startswith("not the paper")
+
+
+def figure(value: Value) -> str:
+    """The figure with its standard error, as many digits as the error allows.
+
+    Example:
+      >>> figure(Value(76.637, 0.213)), figure(Value(0.00116334, 0.00013)), figure(Value(2.69)), figure(Value(8.4e14))
+      ('76.6 ± 0.2', '0.00116 ± 0.00013', '2.69', '8.4e+14')
+    """
+    if value.error is None:
+        return f"{value.mean:.3g}"
+    rounded = f"{value.error:.1e}"
+    digits = 1 - int(rounded.split("e")[1]) if rounded[0] == "1" else -int(rounded.split("e")[1])
+    if digits < 0 or digits > 7:
+        return f"{value.mean:.3g} ± {value.error:.1g}"
+    return f"{value.mean:.{digits}f} ± {value.error:.{digits}f}"
+
+
+def _named(key: str) -> Callable[[Results], Value]:
+    return lambda results: Value(results[key]["mean"], results[key]["standard_error"])
+
+
+def _interval(key: str) -> Callable[[Results], Value]:
+    """The value with a quarter of its 95 % interval's width, about its standard error."""
+
+    def read(results):
+        low, high = results[key]["interval"]
+        return Value(results[key]["value"], (high - low) / 4)
+
+    return read
+
+
+def _megabytes(network: str, method: str) -> Callable[[Results], Value]:
+    def read(results):
+        row = next(r for r in results["rows"] if (r["network"], r["method"]) == (network, method))
+        return Value(row["with_weights_MB"])
+
+    return read
+
+
+def _largest_ratio(method: str) -> Callable[[Results], Value]:
+    def read(results):
+        found = {k: v["value"] for k, v in results.items() if k.startswith(f"variance_ratio_{method}_H50_")}
+        return _interval(max(found, key=lambda k: found[k]))(results)
+
+    return read
+
+
+def _pde_losses(results: Results) -> tuple[str, bool]:
+    first = {r["fraction"]: r["final_losses"][0] for r in results["rows"] if r["iterations"] == 800}
+    ratios = {f: loss / first[1.0] for f, loss in first.items() if f != 1.0}
+    words = ", ".join(f"{f:g}: {ratio:.3f}" for f, ratio in ratios.items())
+    return f"final loss over exact reverse mode's, by fraction: {words}", all(abs(r - 1) < 0.1 for r in ratios.values())
+
+
+def _path_variance(results: Results) -> tuple[str, bool]:
+    factors = results["variance_factor_of_a_layer"]
+    independent = max(v for k, v in factors.items() if k.startswith("independent"))
+    interleaved = min(v for k, v in factors.items() if k.startswith("interleaved"))
+    words = f"a layer multiplies it by at most {independent:.2f} and at least {interleaved:.2f}"
+    return words, independent < 1.05 and interleaved > 1.2
+
+
+def _flat_phase(results: Results) -> tuple[str, bool]:
+    arms = ("random start", "random start, batch entropy", "started as gradient descent")
+    words = "; ".join(f"{arm}: {results[arm]['seeds_started']} of {results[arm]['of']} seeds start" for arm in arms)
+    return words, results[arms[1]]["seeds_started"] > results[arms[0]]["seeds_started"]
+
+
+def _dynamics(results: Results) -> tuple[str, bool]:
+    losses = {k: v for k, v in results.items() if k.startswith("k = ")}
+    best = min(losses, key=lambda k: losses[k])
+    return (
+        f"best: {best} ({losses[best]:.2f}; worst {max(losses.values()):.2f})",
+        best == "k = 8, batch norm, learned rate",
+    )
+
+
+def _between(results: Results) -> tuple[str, bool]:
+    rule, sgd, adam = (results[name]["mean"] for name in ("MPLP", "SGD", "Adam"))
+    return f"rule {rule:.3f}, SGD {sgd:.3f}, Adam {adam:.3f}", adam < rule < sgd
+
+
+def _shaping(results: Results) -> tuple[str, bool]:
+    rows = {(r["H"], r["beta"], r["method"]): r["variance"] for r in results["rows"]}
+    ratios = [v / rows[h, b, "LR"] for (h, b, method), v in rows.items() if method == "GS-LR"]
+    return f"{min(ratios):.2g} to {max(ratios):.2g} times the variance without it", min(ratios) > 0.5
+
+
+def _accuracy(steps: int) -> Callable[[Results], Value]:
+    def read(results):
+        row = next(r for r in results["rows"] if (r["method"], r["steps"]) == ("predictive coding", steps))
+        return Value(100 * row["test_accuracy"], 100 * row["test_accuracy_se"])
+
+    return read
+
+
+NOTES = {
+    "JPC: predictive coding": "JPC's notebook is one run. Its error here is the standard deviation over our seeds.",
+    "Proppo and PIPPS: total propagation": "The published code was run 60 times at each point, which is where its "
+    "standard errors come from.",
+    "MPLP": "Accuracies are in percent over 100 random networks. The checkpoint that the authors published is a little "
+    "better than the paper's figure, in their code as in ours.",
+    "Randomized automatic differentiation": "The paper's table is a count by hand of what has to be kept. Ours is "
+    "measured: the arrays that `jax.vjp` keeps, which are more in the ConvNet and in the RNN.",
+}
+
+CLAIMS = {
+    "Proppo and PIPPS: total propagation": [
+        Claim(
+            "Proppo, Fig. 4",
+            "largest gain over the better of reparameterization and likelihood ratio, 50 steps: "
+            "default weights, cross-fitted; the paper says up to about 100",
+            "chaos-paper",
+            Value(100),
+            _largest_ratio("decoupled-CF"),
+            "higher",
+        ),
+        Claim(
+            "published code",
+            "the same gain with the published weights",
+            "chaos-paper",
+            Value(49, 12.6),
+            _largest_ratio("TP"),
+            "higher",
+        ),
+        Claim(
+            "published code",
+            "variance at beta 2.5, 50 steps: reparameterization",
+            "chaos-paper",
+            Value(0.25, 0.046),
+            _interval("variance_RP_H50_beta2.5"),
+        ),
+        Claim(
+            "published code",
+            "likelihood ratio",
+            "chaos-paper",
+            Value(0.175, 0.032),
+            _interval("variance_LR_H50_beta2.5"),
+        ),
+        Claim(
+            "published code",
+            "total propagation, as published",
+            "chaos-paper",
+            Value(0.0036, 0.00066),
+            _interval("variance_TP_H50_beta2.5"),
+        ),
+        Claim(
+            "Proppo, App. C.3",
+            "Gaussian shaping of likelihood ratio on the chaotic network",
+            "gaussian_shaping-paper",
+            "no clear gain",
+            _shaping,
+        ),
+    ],
+    "MPLP": [
+        Claim(
+            "Fig. 2",
+            "sinusoids after 5 steps, half squared error: published checkpoint",
+            "mplp_published-paper",
+            Value(0.0013),
+            _named("sinusoid, MPLP"),
+        ),
+        Claim(
+            "Fig. 2",
+            "the same, the rule that comes with apgrad (50 runs)",
+            "mplp_sinusoid-small",
+            Value(0.0013),
+            _named("MPLP"),
+            same=True,
+        ),
+        Claim(
+            "Fig. 3",
+            "sinusoids after 2 steps, rule and prior learned together",
+            "mplp_maml-small",
+            Value(0.0010),
+            _named("MPLP, learned prior"),
+        ),
+        Claim(
+            "Fig. 4",
+            "12x12 MNIST after 20 steps of 8 images, accuracy: published checkpoint",
+            "mplp_published-paper",
+            Value(48.95, 0.635),
+            _named("mnist, MPLP"),
+            "higher",
+        ),
+        Claim(
+            "authors' code",
+            "the same checkpoint, run by the authors' code",
+            "mplp_published-paper",
+            Value(50.3, 0.68),
+            _named("mnist, MPLP"),
+            "higher",
+        ),
+        Claim(
+            "Table 1",
+            "with a step function",
+            "mplp_published-paper",
+            Value(43.1, 0.74),
+            _named("mnist, MPLP, step"),
+            "higher",
+        ),
+        Claim(
+            "Table 1",
+            "784-100-10, 28x28 MNIST",
+            "mplp_published-paper",
+            Value(37.6, 0.96),
+            _named("mnist, MPLP, 784-100-10"),
+            "higher",
+        ),
+        Claim("Fig. 4", "tuned Adam", "mplp_published-paper", Value(39.5), _named("mnist, Adam"), "higher"),
+        Claim("Fig. 4", "tuned SGD", "mplp_published-paper", Value(14.7), _named("mnist, SGD"), "higher"),
+        Claim(
+            "Fig. 4",
+            "12x12 MNIST, the rule that comes with apgrad",
+            "mplp_mnist-paper",
+            Value(48.95, 0.635),
+            _named("144-50-10, MPLP"),
+            "higher",
+            same=True,
+        ),
+        Claim(
+            "Table 1",
+            "with a step function, the same rule",
+            "mplp_mnist-paper",
+            Value(43.1, 0.74),
+            _named("144-50-10, step, MPLP"),
+            "higher",
+            same=True,
+        ),
+        Claim(
+            "Table 1",
+            "784-100-10, the same rule",
+            "mplp_mnist-paper",
+            Value(37.6, 0.96),
+            _named("784-100-10, MPLP"),
+            "higher",
+            same=True,
+        ),
+    ],
+    "The MPLP thesis": [
+        Claim(
+            "5.1",
+            "messages of one number, loss of the learned rule",
+            "mplp_sgd-small",
+            "better than tuned SGD, worse than tuned Adam",
+            _between,
+        ),
+        Claim(
+            "5.2",
+            "message size, batch norm, learned step size",
+            "mplp_dynamics-small",
+            "best: all three together",
+            _dynamics,
+        ),
+        Claim(
+            "5.3",
+            "batch entropy against the flat phase",
+            "mplp_batch_entropy-small",
+            "with it every seed starts, without it four of five",
+            _flat_phase,
+        ),
+    ],
+    "Randomized automatic differentiation": [
+        Claim(
+            "Table 1",
+            f"{network}, {label}: MB of 150 examples, weights included",
+            "rad_table1-paper",
+            Value(published),
+            _megabytes(network, method),
+        )
+        for network, label, method, published in (
+            ("mlp", "reverse mode", "baseline", 2.69),
+            ("mlp", "a sample of .1", "different 0.1", 1.80),
+            ("convnet", "reverse mode", "baseline", 23.08),
+            ("convnet", "a sample of .1", "different 0.1", 3.28),
+            ("rnn", "reverse mode", "baseline", 47.93),
+            ("rnn", "a sample of .1", "different 0.1", 7.01),
+        )
+    ]
+    + [
+        Claim(
+            "Fig. 2",
+            "variance of path sampling with depth",
+            "rad_paths-paper",
+            "constant for independent paths, exponential for interleaved ones",
+            _path_variance,
+        ),
+        Claim(
+            "Fig. 7",
+            "control of a reaction-diffusion equation, first start (8 of 25 cells)",
+            "rad_pde-paper",
+            "small samples train as well",
+            _pde_losses,
+            same=True,
+        ),
+    ],
+    "Gradient tracing": [
+        Claim(
+            "Fig. 1.3",
+            "exponent of time against the size of the graph, max-product, batches",
+            "tracing_scaling-paper",
+            Value(1.0),
+            lambda r: Value(r["batch max-product"]["exponent"], r["batch max-product"]["exponent_standard_error"]),
+        ),
+    ],
+    "JPC: predictive coding": [
+        Claim(
+            "notebook 'Discriminative predictive coding'",
+            f"test accuracy on MNIST after {steps} steps, %",
+            "predictive_coding-paper",
+            Value(*published),
+            _accuracy(steps),
+            "higher",
+        )
+        for steps, published in {100: (93.31, 0.51), 200: (95.46, 0.18), 300: (95.90, 0.12)}.items()
+    ],
+}

@@ -1,0 +1,280 @@
+"""Tables of single runs, each a function of the run's results that returns rows of text, the head first."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from experiments.report.claims import Value, figure
+
+Rows = list[list[str]]
+
+
+class Table(NamedTuple):
+    """A table of the page.
+
+    Attributes:
+      title: its heading.
+      run: the folder of the results.
+      text: what a reader must know: the setting, and what it means.
+      rows: a function of the results.
+    """
+
+    title: str
+    run: str
+    text: str
+    rows: Callable[[dict[str, Any]], Rows]
+
+
+def _with_error(row, name):
+    return figure(Value(row[name], row[f"{name}_se"]))
+
+
+def chaos(results) -> Rows:
+    """Variance of the gradient against beta at 50 steps."""
+    methods = ("RP", "LR", "TP", "decoupled-CF")
+    found = {(r["beta"], r["method"]): r for r in results["rows"] if r["H"] == 50}
+    rows = [
+        ["beta", "RP", "LR", "TP, as published", "TP, default, cross-fitted", "bias, as published", "bias, default"]
+    ]
+    for beta in (1.0, 1.5, 2.0, 2.4, 2.5, 2.75, 3.0, 3.5):
+        variances = [f"{found[beta, m]['variance']:.2g}" for m in methods]
+        biases = [f"{found[beta, m]['bias_in_standard_errors']:+.1f} s.e." for m in methods[2:]]
+        rows.append([f"{beta:g}", *variances, *biases])
+    return rows
+
+
+def growth_with_the_policy(results) -> Rows:
+    """What total propagation costs over a plain gradient."""
+    rows = [["parameters", "default, cross-fitted", "`ap.adaptive`", '`target="parameters"`, cross-fitted']]
+    for size in (41, 4866, 100444):
+        ratio = [results[f"policy of {size}, {m}"]["ratio"] for m in ("decoupled-CF", "adaptive", "parameters-CF")]
+        rows.append([f"{size:,}", *(f"{r:.2f}" for r in ratio)])
+    return rows
+
+
+def policy_search(results) -> Rows:
+    """Cost of the learned policy, and steps to success."""
+    rows = [["method", "cost at the end (95 %)", "seconds a step over RP's", "runs that succeed"]]
+    for r in sorted(results["rows"], key=lambda r: r["cost"]):
+        cost = f"{r['cost']:.3f} ({r['cost_low']:.3f} to {r['cost_high']:.3f})"
+        rows.append([r["method"], cost, f"{r['seconds_over_RP']:.2f}", f"{100 * r['success']:.0f} %"])
+    return rows
+
+
+def rule_beside_adam(results) -> Rows:
+    """Accuracy after 20 steps of 8 images."""
+    rows = [["network", "trained rule", "tuned Adam", "tuned SGD"]]
+    for setting in ("144-50-10", "144-50-50-10", "144-50-10, step", "784-100-10", "784-256-128-10", "digits 64-50-10"):
+        values = [results[f"{setting}, {m}"] for m in ("MPLP", "Adam", "SGD")]
+        rows.append([setting, *(figure(Value(v["mean"], v["standard_error"])) for v in values)])
+    return rows
+
+
+def rule_for_long(results) -> Rows:
+    """Accuracy over 1,000 steps, for rule, Adam and SGD."""
+    rows = [["network", "learner", *(f"{t} steps" for t in (20, 100, 200, 1000))]]
+    for setting in ("784-32-20-10, B=32, long", "144-50-10, long", "digits 64-50-10, long"):
+        for method in ("MPLP", "Adam", "SGD"):
+            at = results[f"{setting}, {method}"]["at steps"]
+            name = setting.removesuffix(", long") if method == "MPLP" else ""
+            rows.append([name, method, *(figure(Value(*at[t])) for t in ("20", "100", "200", "1000"))])
+    return rows
+
+
+def outer_gradients(results) -> Rows:
+    """Variance and bias of outer gradients, tame and chaotic."""
+    found = {(r["estimator"], r["theta"]): r for r in results["rows"] if r["T"] == 40}
+    rows = [["outer gradient", "variance, tame", "bias", "variance, chaotic", "bias"]]
+    for name in dict.fromkeys(r["estimator"] for r in results["rows"]):
+        row = [name]
+        for theta in (0.1, 0.9):
+            r = found.get((name, theta))
+            usable = r is not None and r["variance"] is not None
+            row.append(f"{r['variance']:.2g}" if usable else "-")
+            row.append(figure(Value(r["bias"], r["bias_standard_error"])) if usable and r["variance"] < 1e6 else "-")
+        rows.append(row)
+    return rows
+
+
+def residuals(results) -> Rows:
+    """How many times fewer bytes are kept than by reverse mode."""
+    methods = ("different 0.1", "rounding 4", "rounding 2", "checkpoint")
+    found = {(r["network"], r["method"]): r["times_fewer"] for r in results["rows"]}
+    rows = [["network", "a sample of .1", "rounding, 4 bits", "rounding, 2 bits", "nested checkpoint, exact"]]
+    for network in ("mlp", "convnet", "rnn", "transformer"):
+        rows.append([network, *(f"1/{found[network, m]:.1f}" if (network, m) in found else "" for m in methods)])
+    return rows
+
+
+def compiled_memory(results) -> Rows:
+    """Compiled scratch memory and time."""
+    rows = [["network", "method", "MB", "reverse mode's MB", "time over reverse mode's"]]
+    for r in results["rows"]:
+        rows.append([r["network"], r["method"], f"{r['temp_MB']:.1f}", f"{r['temp_MB_reverse_mode']:.1f}",
+                     f"{r['time_ratio']:.2f}"])  # fmt: skip
+    return rows
+
+
+def training(results) -> Rows:
+    """Accuracy that random memory trains to."""
+    rows = [["network", "steps", "method", "test accuracy, %", "less than reverse mode, points"]]
+    for r in results["rows"]:
+        accuracy = figure(Value(100 * r["test_accuracy"], 100 * r["test_accuracy_se"]))
+        less = figure(Value(100 * r["less_than_baseline"], 100 * r["less_than_baseline_se"]))
+        rows.append([r["network"], f"{r['steps']:,}", r["method"], accuracy, "" if r["method"] == "baseline" else less])
+    return rows
+
+
+def pde(results) -> Rows:
+    """Loss and noise by kept fraction."""
+    rows = [["kept fraction", "starts", "iterations", "final loss", "noise over signal", "residual MB", "scratch MB"]]
+    for r in results["rows"]:
+        sizes = [f"{r[k] / 1e6:.2f}" for k in ("residual_bytes", "temp_bytes")]
+        rows.append([str(r["fraction"]), str(r["starts"]), str(r["iterations"]), f"{r['final_loss']:.3g}",
+                     f"{r['noise_over_signal']:.2g}", *sizes])  # fmt: skip
+    return rows
+
+
+def ablation(results) -> Rows:
+    """Rank correlation of influence with what removing a component costs."""
+    rows = [["path", "removed from the trained network", "trained without it"]]
+    for kind in ("greedy", "viterbi", "gradient share"):
+        values = [results[f"correlation {kind} {how}"] for how in ("ablated", "retrained")]
+        rows.append([kind, *(figure(Value(v["value"], v["standard_error"])) for v in values)])
+    return rows
+
+
+def tracing_time(results) -> Rows:
+    """Time of tracing over jitted `jax.grad`."""
+    semirings = list(dict.fromkeys(r["semiring"] for r in results["rows"]))
+    found = {(r["model"], r["semiring"]): r for r in results["rows"]}
+    rows = [["model", *semirings]]
+    for model in dict.fromkeys(r["model"] for r in results["rows"]):
+        cells = [found[model, s] for s in semirings]
+        rows.append([model, *(figure(Value(c["ratio"], c["standard_error"])) for c in cells)])
+    return rows
+
+
+def ways_back(results) -> Rows:
+    """Accuracy, angle, time and operations by network and rule."""
+    rows = [
+        [
+            *("network", "rule", "seeds", "test accuracy, %", "angle to the gradient, first layer"),
+            *("time over backpropagation's", "operations over backpropagation's", "published, on MNIST"),
+        ]
+    ]
+    for r in results["rows"]:
+        accuracy = figure(Value(100 * r["test_accuracy"], 100 * r["test_accuracy_se"]))
+        measured = [accuracy, _with_error(r, "angle_first_layer") + "°", f"{r['time_ratio']:.2f}"]
+        rows.append(
+            [r["network"], r["rule"], str(r["seeds"]), *measured, f"{r['flops_ratio']:.2f}", r["published"] or "-"]
+        )
+    return rows
+
+
+def predictive_coding(results) -> Rows:
+    """Accuracy by method and number of steps."""
+    rows = [["method", "steps", "test accuracy, %", "JPC's notebook, one seed, %"]]
+    for r in results["rows"]:
+        accuracy = figure(Value(100 * r["test_accuracy"], 100 * r["test_accuracy_se"]))
+        known = r["jpc_notebook"]
+        rows.append([r["method"], str(r["steps"]), accuracy, f"{100 * known:.2f}" if known else "-"])
+    return rows
+
+
+TABLES = [
+    Table(
+        "Total propagation on the chaotic network",
+        "chaos-paper",
+        "Variance of the gradient of the expected loss after 50 steps with respect to beta, 1,000 lanes an estimate, "
+        "800 estimates a point. RP is reparameterization, LR likelihood ratio, TP total propagation. The bias is "
+        "against an exact float64 recursion, in standard errors.",
+        chaos,
+    ),
+    Table(
+        "What total propagation costs",
+        "benchmarks.estimators-paper",
+        "Time of a gradient over plain `jax.grad` of the same rollout, 1,000 lanes, one CPU core, by the number of the "
+        "policy's parameters.",
+        growth_with_the_policy,
+    ),
+    Table(
+        "A policy learns to control a chaotic system",
+        "policy_search-paper",
+        "A policy of 64-64 units holds the noisy Lorenz system. Here simpler wins: reparameterization over short "
+        "horizons (`RP, short`) has the lowest cost and is first.",
+        policy_search,
+    ),
+    Table(
+        "A trained rule beside tuned optimizers",
+        "mplp_mnist-paper",
+        "Accuracy in percent after 20 steps of 8 images, 100 random networks, 1,000 test images each. Adam and SGD at "
+        "the best of five rates on the same tasks. The rule `image_mlp` was trained on 12x12 MNIST with 144-50-10 and "
+        "similar networks; the others are transfers.",
+        rule_beside_adam,
+    ),
+    Table(
+        "The same for a thousand steps",
+        "mplp_mnist-long",
+        "The rule `image_mlp_long`, trained on unrolls of 1,000 steps, 20 runs. It is ahead for the first hundreds "
+        "of steps, and has nothing ahead of Adam or SGD at 1,000.",
+        rule_for_long,
+    ),
+    Table(
+        "Outer gradients",
+        "outer_gradients-40",
+        "Gradient descent in a rippled bowl, its learning rate as meta-parameter, 40 steps, segments of 5, 32 tasks an "
+        "estimate.",
+        outer_gradients,
+    ),
+    Table(
+        "What reverse mode keeps", "rad_table1-paper", "Residual bytes of 150 examples over reverse mode's.", residuals
+    ),
+    Table(
+        "Compiled memory and time",
+        "benchmarks.randomized-paper",
+        "Scratch memory of a gradient, with XLA's optimization barriers kept (on a CPU they are dropped unless the "
+        "compiler option of *Sharp bits* is given). `layers` is 17 ReLU layers of 300 with a batch of 2048, `rnn` an "
+        "RNN of 784 steps.",
+        compiled_memory,
+    ),
+    Table(
+        "Training with a random memory",
+        "rad_training-small",
+        "Five pairs of runs with the same start and batches. `reduced` is a batch of 22 of 150 examples, with a step "
+        "size of its own, as in the paper; it is the batch that a tenth of the activations' memory would hold. The "
+        "transformer and the ConvNet are far from converged.",
+        training,
+    ),
+    Table(
+        "Control of a partial differential equation",
+        "rad_pde-paper",
+        "The paper's horizon; 8 of 25 cells are finished.",
+        pde,
+    ),
+    Table(
+        "Influence and what a component is worth",
+        "tracing_ablation-paper",
+        "An RNN, an LSTM and a GRU side by side, 12 networks: rank correlation of a component's influence on the "
+        "embedding with the rise of the held-out loss without the component.",
+        ablation,
+    ),
+    Table(
+        "What tracing costs",
+        "benchmarks.tracing-paper",
+        "Time over that of jitted `jax.grad`, one process.",
+        tracing_time,
+    ),
+    Table(
+        "Other ways back",
+        "ways_back-paper",
+        "Networks on MNIST, 1,500 steps of 100 images; the rate is tuned on held-out images. The published figures are "
+        "of other networks, most of them trained for longer.",
+        ways_back,
+    ),
+    Table(
+        "Predictive coding on JPC's example",
+        "predictive_coding-paper",
+        "A perceptron with two hidden layers of 300 units on MNIST, steps of 64 images.",
+        predictive_coding,
+    ),
+]

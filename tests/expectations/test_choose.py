@@ -1,0 +1,432 @@
+"""`ap.choose`: every estimator against exact sums, two choices in a row, in scan and vmap, float32 and float64."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import optax
+import pytest
+import scipy.special
+from flax import nnx
+
+import apgrad as ap
+
+KEY = jax.random.key(0)
+
+
+class Family(NamedTuple):
+    """Two choices of one lane from two numbers u, and all of their outcomes.
+
+    Attributes:
+      make: `u (lanes, 2) -> distribution` of samples (lanes, 2).
+      outcomes: `u (2,) -> (outcomes (n, 2), probabilities (n,))`.
+    """
+
+    make: Callable[[Any], Any]
+    outcomes: Callable[[Any], tuple[Any, Any]]
+
+
+def product(values, probabilities):
+    """The joint outcomes of two independent choices: values (2, n) and probabilities (2, n)."""
+    i, j = (index.reshape(-1) for index in np.indices((values.shape[1],) * 2))
+    return jnp.stack([values[0, i], values[1, j]], axis=-1), probabilities[0, i] * probabilities[1, j]
+
+
+def bernoulli(u):
+    p = jax.nn.sigmoid(u)
+    return product(jnp.array([[0.0, 1.0]] * 2), jnp.stack([1 - p, p], axis=-1))
+
+
+SLOPES = np.array([0.5, -1.0, 1.5])  # a categorical choice's logits are these times u
+
+
+def categorical(u):
+    return product(jnp.array([[0.0, 1.0, 2.0]] * 2), jax.nn.softmax(u[:, None] * SLOPES, axis=-1))
+
+
+def binomial(u):
+    x = np.arange(4.0)
+    p = jax.nn.sigmoid(u)[:, None]
+    return product(jnp.array([x, x]), scipy.special.comb(3, x) * p**x * (1 - p) ** (3 - x))
+
+
+def poisson(u):
+    x = np.arange(40.0)
+    rate = jnp.exp(0.3 * u)[:, None]
+    return product(jnp.array([x, x]), jnp.exp(x * jnp.log(rate) - rate - scipy.special.gammaln(x + 1)))
+
+
+def normal(u):
+    nodes, weights = np.polynomial.hermite_e.hermegauss(30)
+    values = u[:, None] + jnp.exp(0.2 * u)[:, None] * nodes
+    return product(values, jnp.broadcast_to(weights / weights.sum(), values.shape))
+
+
+def gamma(u):
+    nodes, weights = scipy.special.roots_genlaguerre(30, 0.5)
+    values = nodes * jnp.exp(-0.3 * u)[:, None]
+    return product(values, jnp.broadcast_to(weights / weights.sum(), values.shape))
+
+
+FAMILIES = {
+    "bernoulli": Family(lambda u: dist.Bernoulli(logits=u), bernoulli),
+    "bernoulli, probs": Family(lambda u: dist.Bernoulli(probs=jax.nn.sigmoid(u)).to_event(1), bernoulli),
+    "categorical": Family(lambda u: dist.Categorical(logits=u[..., None] * SLOPES.astype(u.dtype)), categorical),
+    "binomial": Family(lambda u: dist.Binomial(3, logits=u), binomial),
+    "poisson": Family(lambda u: dist.Poisson(jnp.exp(0.3 * u)), poisson),
+    "normal": Family(lambda u: dist.Normal(u, jnp.exp(0.2 * u)), normal),
+    "gamma": Family(lambda u: dist.Gamma(1.5 * jnp.ones_like(u), jnp.exp(0.3 * u)), gamma),
+}
+
+
+def wave(z):
+    return jnp.sum(jnp.sin(z))
+
+
+class Row(NamedTuple):
+    estimator: ap.ChoiceEstimator
+    family: str
+    second: str = "right"
+
+
+ROWS = {
+    "enumeration, bernoulli": Row(ap.enumeration(), "bernoulli, probs"),
+    "enumeration, binomial": Row(ap.enumeration(), "binomial"),
+    "rao_blackwellized, bernoulli": Row(ap.rao_blackwellized(2), "bernoulli"),
+    "rao_blackwellized, categorical": Row(ap.rao_blackwellized(3), "categorical"),
+    "rloo, categorical": Row(ap.rloo(3), "categorical"),
+    "rloo, poisson": Row(ap.rloo(2), "poisson"),
+    "rloo, normal": Row(ap.rloo(2), "normal"),
+    "arm": Row(ap.arm(), "bernoulli", "refused"),
+    "disarm": Row(ap.disarm(), "bernoulli", "refused"),
+    "disarm, probs": Row(ap.disarm(), "bernoulli, probs", "refused"),
+    "disarm_stick_breaking": Row(ap.disarm_stick_breaking(), "categorical", "refused"),
+    "rebar, bernoulli": Row(ap.rebar(0.7, 0.8), "bernoulli"),
+    "rebar, categorical": Row(ap.rebar(0.7, 0.8), "categorical"),
+    "relax, bernoulli": Row(ap.relax(wave), "bernoulli, probs"),
+    "relax, categorical": Row(ap.relax(wave), "categorical"),
+    "double_control_variates, bernoulli": Row(ap.double_control_variates(2), "bernoulli"),
+    "double_control_variates, categorical": Row(ap.double_control_variates(3), "categorical"),
+    "double_control_variates, binomial": Row(ap.double_control_variates(2, 0.7), "binomial"),
+    "measure_valued, bernoulli": Row(ap.measure_valued(), "bernoulli", "refused"),
+    "measure_valued, poisson": Row(ap.measure_valued(), "poisson", "refused"),
+    "measure_valued, normal": Row(ap.measure_valued(), "normal", "refused"),
+    "measure_valued, gamma": Row(ap.measure_valued(), "gamma", "refused"),
+}
+rows = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS.keys())
+FIRST = {row.estimator.name: row for row in reversed(ROWS.values())}  # one row for each estimator
+one_row_each = pytest.mark.parametrize("row", FIRST.values(), ids=FIRST.keys())
+
+# Eight models: what the choices' parameters and the costs are made of. The first numbers of theta reach both choices.
+MODELS = np.random.default_rng(0).normal(size=(8, 9)) * np.linspace(0.3, 1.5, 8)[:, None]
+THETA = np.array([0.4, -0.3, 0.8])
+
+
+def features(x, categorical):
+    """A sample's two numbers, also where the sample is integers or one-hot vectors."""
+    floats = x if jnp.issubdtype(x.dtype, jnp.floating) else x.astype(float)
+    return floats @ jnp.arange(3, dtype=floats.dtype) if categorical and floats.ndim > 1 else floats
+
+
+def parameters(theta, model, y):
+    return theta[0] + model[:2] + theta[1] * jnp.tanh(model[2:4] * y)
+
+
+def cost(theta, model, x, y):
+    a, b = jnp.tanh(x[0]), jnp.tanh(x[1])
+    return theta[2] * (model[4] * a + model[5] * b + 3 * model[6] * a * b + model[7] * a**2) + model[8] * b * y[0]
+
+
+def exact(family, steps=2):
+    """`(theta, model) -> ` the expected sum of the costs, by sums over all outcomes."""
+
+    def expected(theta, model, y, steps):
+        if steps == 0:
+            return 0.0
+        xs, ps = FAMILIES[family].outcomes(parameters(theta, model, y))
+        after = lambda x: cost(theta, model, x, y) + expected(theta, model, x, steps - 1)
+        return jnp.sum(ps * jax.vmap(after)(xs))
+
+    return lambda theta, model: expected(theta, model, jnp.full(2, 0.5), steps)
+
+
+def truth(family, steps=2, derivative=jax.grad):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        function = jax.jit(jax.vmap(derivative(exact(family, steps)), (None, 0)))
+        return np.asarray(function(jnp.asarray(THETA), jnp.asarray(MODELS)))
+
+
+def program(row, steps=2, unrolled=False):
+    """The same as a program: each step's cost and sample come from one choice, and the next step goes on from y = x."""
+    make = FAMILIES[row.family].make
+
+    def run(tape, theta, model):
+        def continuation(x, y):
+            x = features(x, row.family == "categorical").astype(theta.dtype)
+            return cost(theta, model, x, y), x
+
+        def step(carry, _):
+            tape, y = carry
+            u = jax.vmap(lambda y: parameters(theta, model, y))(y)
+            return ap.choose(tape, make(u), continuation, row.estimator, y), None
+
+        carry = (tape, jnp.full((tape.lanes, 2), 0.5, theta.dtype))
+        if not unrolled:
+            return jax.lax.scan(step, carry, length=steps)[0][0]
+        for _ in range(steps):
+            carry, _ = step(carry, None)
+        return carry[0]
+
+    return run
+
+
+def assert_exact_on_average(row, dtype, samples):
+    theta, models = jnp.asarray(THETA, dtype), jnp.asarray(MODELS, dtype)
+    by_model = jax.vmap(jax.grad(ap.expectation(program(row), 20), argnums=1), (None, None, 0))
+    ap.testing.assert_unbiased(lambda key: by_model(key, theta, models), truth(row.family), KEY, samples)
+
+
+@rows
+def test_two_choices_in_a_scan_have_the_exact_gradient_of_eight_models(row):
+    assert row.estimator.bias == "none" and row.estimator.assumptions
+    assert_exact_on_average(row, "float32", 1_000)
+
+
+@one_row_each
+def test_the_same_in_float64(row, x64):
+    assert_exact_on_average(row, "float64", 200)
+
+
+@one_row_each
+def test_unrolled_and_one_model_alone_give_the_same_numbers(row):
+    theta, models = jnp.asarray(THETA, jnp.float32), jnp.asarray(MODELS, jnp.float32)
+    ways = [ap.expectation(program(row, unrolled=unrolled), 4) for unrolled in (False, True)]
+    scanned, unrolled = (jax.value_and_grad(way, argnums=1) for way in ways)
+
+    @jax.jit
+    def all_ways(key):
+        each = jax.vmap(scanned, (None, None, 0))(key, theta, models[:2])
+        return jax.tree.map(lambda x: x[1], each), scanned(key, theta, models[1]), unrolled(key, theta, models[1])
+
+    mapped, alone, unrolled = all_ways(KEY)
+    for found in (mapped, unrolled):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), found, alone)
+
+
+@one_row_each
+def test_second_derivatives_are_exact_or_refused(row):
+    theta, model, along = (jnp.asarray(x, jnp.float32) for x in (THETA, MODELS[3], [1.0, -0.5, 2.0]))
+    gradient = jax.grad(ap.expectation(program(row), 50), argnums=1)
+    second = jax.grad(lambda theta, key: gradient(key, theta, model) @ along)
+    if row.second == "refused":
+        with pytest.raises(TypeError, match=r"has no second derivative.*Use"):
+            second(theta, KEY)
+    else:
+        wanted = truth(row.family, derivative=jax.hessian)[3] @ np.asarray(along)
+        ap.testing.assert_unbiased(lambda key: second(theta, key), wanted, KEY, 1_000)
+
+
+@rows
+def test_evaluations_are_as_many_as_the_estimator_says(row):
+    lanes, counted = 3, []
+    distribution = FAMILIES[row.family].make(jnp.full((lanes, 2), 0.3))
+
+    def costs(xs):
+        counted.append(xs.shape[0])
+        return jnp.sum(xs.reshape(*xs.shape[:2], -1), axis=-1).astype(jnp.float32)
+
+    given = jax.eval_shape(lambda key: row.estimator.estimate(distribution, key, costs), KEY)
+    assert sum(counted) == row.estimator.evaluations(distribution)
+    assert [x.shape for x in given] == [(lanes, 2), (lanes,)]
+
+
+def test_later_costs_and_earlier_choices_are_charged_rightly():
+    # x by likelihood ratio, then a choice that depends on x, then a third choice by likelihood ratio and its cost.
+    theta = jnp.array([0.3, -0.5])
+
+    def run(tape, theta):
+        logit = jnp.broadcast_to(theta[0], (tape.lanes,))
+        tape, a = ap.sample(tape, dist.Bernoulli(logits=logit), ap.likelihood_ratio())
+        a = a.astype(jnp.float32)
+
+        def follow(b, a):
+            b = b.astype(jnp.float32)
+            return (b - a - theta[1]) ** 2, b + a * theta[1]
+
+        tape, y = ap.choose(tape, dist.Bernoulli(logits=theta[1] * (1 + a)), follow, ap.disarm(), a)
+        tape, c = ap.sample(tape, dist.Bernoulli(logits=y), ap.likelihood_ratio(None))
+        return tape.cost(2.0 * c.astype(jnp.float32) * y + a)
+
+    def expected(theta):
+        p = jax.nn.sigmoid(theta[0])
+        total = 0.0
+        for a in (0.0, 1.0):
+            q = jax.nn.sigmoid(theta[1] * (1 + a))
+            for b in (0.0, 1.0):
+                y = b + a * theta[1]
+                rest = (b - a - theta[1]) ** 2 + 2 * jax.nn.sigmoid(y) * y + a
+                total += jnp.where(a, p, 1 - p) * jnp.where(b, q, 1 - q) * rest
+        return total
+
+    estimate = jax.grad(ap.expectation(run, 100), argnums=1)
+    ap.testing.assert_unbiased(lambda key: estimate(key, theta), jax.grad(expected)(theta), KEY, 1_000)
+
+
+def test_without_a_value_that_goes_on_one_lane_is_enough():
+    def run(tape, p):
+        d = dist.Bernoulli(probs=jnp.broadcast_to(p, (tape.lanes,)))
+        return ap.choose(tape, d, lambda x: (x, None), ap.enumeration())[0]
+
+    np.testing.assert_allclose(jax.grad(ap.expectation(run, 1), argnums=1)(KEY, 0.3), 1.0, rtol=1e-6)
+
+
+@pytest.mark.quick
+def test_estimators_of_one_kind_name_the_function_of_the_other():
+    coin = dist.Bernoulli(probs=jnp.full(4, 0.5))
+    for estimator in (row.estimator for row in FIRST.values()):
+        for use in (ap.stochastic, lambda e: ap.sample(None, coin, e)):
+            with pytest.raises(TypeError, match=rf"ap\.choose\(.*{estimator.name}"):
+                use(estimator)
+
+    def run(tape, estimator):
+        return ap.choose(tape, coin, lambda x: (x, None), estimator)[0]
+
+    with pytest.raises(TypeError, match=r"ap\.sample"):
+        ap.expectation(run, 4)(KEY, ap.likelihood_ratio())
+    with pytest.raises(TypeError, match="forget the parentheses"):
+        ap.expectation(run, 4)(KEY, ap.enumeration)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("estimator", "distribution", "error", "message"),
+    [
+        (ap.enumeration(), dist.Poisson(jnp.ones(4)), TypeError, "Poisson cannot be enumerated"),
+        (ap.enumeration(), dist.Bernoulli(probs=jnp.full((4, 20), 0.5)), ValueError, r"2\^20 joint outcomes"),
+        (ap.enumeration(), dist.Bernoulli(probs=0.5), ValueError, "must start with the lanes"),
+        (ap.disarm(), dist.Poisson(jnp.ones(4)), TypeError, "takes Bernoulli choices, got Poisson"),
+        (ap.disarm_stick_breaking(), dist.Bernoulli(probs=jnp.ones(4)), TypeError, "takes categorical choices"),
+        (ap.rebar(), dist.Normal(jnp.ones(4), 1.0), TypeError, "takes Bernoulli or categorical choices"),
+        (ap.double_control_variates(), dist.Normal(jnp.ones(4), 1.0), TypeError, "discrete choices"),
+        (ap.measure_valued(), dist.Beta(jnp.ones(4), 1.0), TypeError, "takes normal, Bernoulli"),
+    ],
+)
+def test_what_an_estimator_does_not_take_is_an_error(estimator, distribution, error, message):
+    program = lambda tape: ap.choose(tape, distribution, lambda x: (jnp.sum(x), None), estimator)[0]
+    with pytest.raises(error, match=message):
+        ap.expectation(program, 4)(KEY)
+
+
+@pytest.mark.quick
+def test_wrong_arguments_are_errors():
+    coin = dist.Bernoulli(probs=jnp.full(4, 0.5))
+
+    def run(continuation, *args):
+        return ap.expectation(lambda tape: ap.choose(tape, coin, continuation, ap.enumeration(), *args)[0], 4)(KEY)
+
+    with pytest.raises(TypeError, match=r"must return \(cost, y\)"):
+        run(lambda x: x)
+    with pytest.raises(ValueError, match="must be one real number"):
+        run(lambda x: (jnp.ones(2), x))
+    with pytest.raises(ValueError, match="expected the lanes as leading axis"):
+        run(lambda x, a: (x, a), jnp.ones(3))
+    for wrong in (0, 1.5, True):
+        with pytest.raises(ValueError, match="at least one outcome"):
+            ap.rao_blackwellized(wrong)
+    for factory in (ap.rloo, ap.double_control_variates):
+        with pytest.raises(ValueError, match="at least 2 samples"):
+            factory(1)
+    for factory in (ap.rebar, ap.gumbel_softmax, ap.reinmax):
+        with pytest.raises(ValueError, match="positive temperature"):
+            factory(0.0)
+    with pytest.raises(TypeError, match="takes a function"):
+        ap.relax(3)
+
+
+def test_the_shape_of_a_gamma_distribution_has_no_measure_valued_derivative():
+    def run(tape, shape):
+        d = dist.Gamma(jnp.broadcast_to(shape, (tape.lanes,)), 1.0)
+        return ap.choose(tape, d, lambda x: (x, None), ap.measure_valued())[0]
+
+    with pytest.raises(TypeError, match="shape of a gamma distribution"):
+        jax.grad(ap.expectation(run, 4), argnums=1)(KEY, 2.0)
+
+
+# Control variates that learn.
+
+
+def two_coins(tape, theta, estimator):
+    logits = jnp.broadcast_to(theta, (tape.lanes, 2))
+
+    def continuation(x):
+        x = x.astype(theta.dtype)
+        return 1 + (x[0] - 0.3) ** 2 * (1 + x[1]), None
+
+    return ap.choose(tape, dist.Bernoulli(logits=logits), continuation, estimator)[0]
+
+
+@pytest.mark.parametrize("name", ["rebar", "relax"])
+def test_the_parameters_of_a_control_variate_get_the_gradient_of_the_variance(name, x64):
+    theta = jnp.array([0.2, -0.4])
+    phi = jnp.array([0.6, 0.7])
+
+    def make(phi):
+        if name == "rebar":
+            return ap.rebar(phi[0], phi[1])
+        return ap.relax(jax.tree_util.Partial(lambda phi, z: phi[0] * jnp.sum(jnp.tanh(phi[1] * z)), phi))
+
+    objective = ap.expectation(lambda tape, theta, phi: two_coins(tape, theta, make(phi)), lanes=1)
+
+    @jax.jit
+    def both(phi):
+        given = jax.vmap(jax.grad(objective, argnums=(1, 2)), (0, None, None))(jax.random.split(KEY, 50), theta, phi)
+        return jnp.mean(jnp.sum(given[0] ** 2, axis=-1)), jnp.mean(given[1], axis=0)
+
+    descent = both(phi)[1]
+    for i, step in enumerate(1e-4 * np.eye(2)):
+        difference = (both(phi + step)[0] - both(phi - step)[0]) / 2e-4
+        np.testing.assert_allclose(descent[i], difference, rtol=1e-4)
+
+
+def test_relax_trains_a_module_on_the_variance():
+    class Control(nnx.Module):
+        def __init__(self, rngs):
+            self.hidden, self.out = nnx.Linear(2, 8, rngs=rngs), nnx.Linear(8, 1, rngs=rngs)
+
+        def __call__(self, z):
+            return self.out(jnp.tanh(self.hidden(jax.nn.sigmoid(z))))[0]
+
+    theta, control = jnp.array([0.2, -0.4]), Control(nnx.Rngs(0))
+    objective = ap.expectation(lambda tape, theta, control: two_coins(tape, theta, ap.relax(control)), lanes=50)
+
+    optimizer = optax.adam(0.02)
+
+    @jax.jit
+    def train(control, keys):
+        def step(carry, key):
+            control, state = carry
+            gradient, descent = jax.grad(objective, argnums=(1, 2))(key, theta, control)
+            updates, state = optimizer.update(descent, state)
+            return (optax.apply_updates(control, updates), state), gradient
+
+        (control, _), gradients = jax.lax.scan(step, (control, optimizer.init(control)), keys)
+        return control, gradients
+
+    with jax.numpy_dtype_promotion("standard"):  # optax.adam needs it
+        trained, gradients = train(control, jax.random.split(KEY, 800))
+    first, last = (np.sum(np.var(g, axis=0)) for g in (gradients[:100], gradients[-200:]))
+    assert last < 0.4 * first
+    wanted = jax.grad(ap.expectation(lambda tape, theta: two_coins(tape, theta, ap.enumeration()), 1), argnums=1)
+    estimate = jax.grad(objective, argnums=1)
+    ap.testing.assert_unbiased(lambda key: estimate(key, theta, trained), wanted(KEY, theta), KEY, 500)
+
+
+def test_a_control_that_closes_over_what_is_differentiated_is_an_error():
+    def run(tape, theta):
+        return two_coins(tape, theta, ap.relax(lambda z: jnp.sum(theta * z)))
+
+    with pytest.raises(TypeError, match="control of relax closes over"):
+        jax.grad(ap.expectation(run, 2), argnums=1)(KEY, jnp.zeros(2))

@@ -1,0 +1,135 @@
+"""Predictive coding: gradients of its energy after inference, both written by hand; and what it cannot take."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import apgrad as ap
+
+SIZES = (5, 4, 3, 2)
+WS = [0.7 * jax.random.normal(jax.random.key(i), (a, b)) for i, (a, b) in enumerate(itertools.pairwise(SIZES))]
+X = jax.random.normal(jax.random.key(7), (6, 5))
+TARGET = jax.random.normal(jax.random.key(8), (6, 2))
+
+
+def loss(ws, x, target):
+    for w in ws[:-1]:
+        x = jnp.tanh(x @ w)
+    return jnp.sum((x @ ws[-1] - target) ** 2) / 2
+
+
+def energy(values, ws, x, target):
+    total = 0.0
+    for z, w in zip(values, ws[:-1], strict=True):
+        total, x = total + jnp.sum((z - jnp.tanh(x @ w)) ** 2) / 2, z
+    return total + jnp.sum((x @ ws[-1] - target) ** 2) / 2
+
+
+def by_hand(ws, x, target, steps, rate):
+    values, h = [], x
+    for w in ws[:-1]:
+        values.append(h := jnp.tanh(h @ w))
+    for _ in range(steps):
+        values = [z - rate * g for z, g in zip(values, jax.grad(energy)(values, ws, x, target), strict=True)]
+    return jax.grad(energy, argnums=(1, 2, 3))(values, ws, x, target)
+
+
+def close(got, expected, rtol=2e-5):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=rtol * float(jnp.max(jnp.abs(b))))
+
+
+@pytest.mark.parametrize("steps, rate", [(1, 0.1), (7, 0.3)])
+def test_gradients_of_the_energy_after_inference(steps, rate):
+    rewired = ap.rewire(loss, ap.rewiring.predictive_coding("tanh", steps=steps, rate=rate))
+    value, gradients = jax.jit(jax.value_and_grad(rewired, argnums=(0, 1, 2)))(WS, X, TARGET)
+    np.testing.assert_allclose(value, loss(WS, X, TARGET), rtol=1e-6)
+    close(gradients, by_hand(WS, X, TARGET, steps, rate))
+
+
+def test_message_scales_all_and_examples_are_inferred_apart():
+    """The mean outside is the sum divided, and `vmap` over examples gives what the batch gives."""
+    rewired = ap.rewire(loss, ap.rewiring.predictive_coding("tanh", steps=5))
+    batch = jax.grad(lambda ws: rewired(ws, X, TARGET))(WS)
+    mean = lambda ws: jnp.mean(jax.vmap(rewired, (None, 0, 0))(ws, X, TARGET))
+    close(jax.tree.map(lambda g: 6 * g, jax.jit(jax.grad(mean))(WS)), batch)
+
+
+def test_at_rest_the_gradients_are_those_of_the_least_energy():
+    """After long inference the derivative with respect to the hidden values is zero (in float64)."""
+    with jax.enable_x64(True):
+        ws, x, target = jax.tree.map(lambda a: a.astype(jnp.float64), (WS, X, TARGET))
+        rule = ap.rewiring.predictive_coding("tanh", steps=2000, rate=0.2)
+        got = jax.jit(jax.grad(ap.rewire(loss, rule)))(ws, x, target)
+
+        def least(w):  # the envelope theorem: the derivative of the least energy, by differences
+            ws_ = [ws[0].at[1, 2].add(w), *ws[1:]]
+            values, h = [], x
+            for v in ws_[:-1]:
+                values.append(h := jnp.tanh(h @ v))
+            step = lambda z, _: (jax.tree.map(lambda z, g: z - 0.2 * g, z, jax.grad(energy)(z, ws_, x, target)), None)
+            return energy(jax.lax.scan(step, values, length=2000)[0], ws_, x, target)
+
+        h = 1e-4
+        difference = jax.jit(lambda: (least(h) - least(-h)) / (2 * h))()
+        np.testing.assert_allclose(got[0][1, 2], difference, rtol=1e-6)
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.first, self.second = nnx.Linear(5, 4, rngs=rngs), nnx.Linear(4, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.second(jax.checkpoint(jax.nn.relu)(self.first(x)))
+
+
+def test_an_unchanged_module_with_remat_integers_and_cross_entropy():
+    labels = jnp.array([0, 1, 1, 0, 1, 0])
+
+    def f(model, x, labels):
+        x = jax.lax.cond(labels[0] == 0, lambda x: jnp.sin(x), lambda x: x, x)
+        return -jnp.sum(jnp.take_along_axis(jax.nn.log_softmax(model(x)), labels[:, None], 1))
+
+    model = Net(nnx.Rngs(0))
+    rewired = ap.rewire(f, ap.rewiring.predictive_coding(("relu", "sin"), steps=3))
+    got = jax.jit(jax.grad(rewired))(model, X, labels)
+    exact = jax.grad(f)(model, X, labels)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(exact), strict=True):
+        assert jnp.vdot(a, b) > 0.5 * jnp.linalg.norm(a) * jnp.linalg.norm(b)
+    assert not jnp.allclose(got.first.kernel[...], exact.first.kernel[...], rtol=1e-3)
+
+
+def test_dtypes_and_second_derivatives():
+    rewired = ap.rewire(loss, ap.rewiring.predictive_coding("tanh", steps=2))
+    low = jax.tree.map(lambda a: a.astype(jnp.bfloat16), (WS, X, TARGET))
+    gradient = jax.jit(jax.grad(rewired))(*low)
+    assert all(g.dtype == jnp.bfloat16 and jnp.all(jnp.isfinite(g)) and jnp.any(g != 0) for g in gradient)
+    with pytest.raises(TypeError, match="no second derivative of a rewired function"):
+        jax.grad(lambda ws: jnp.sum(jax.grad(rewired)(ws, X, TARGET)[0] ** 2))(WS)
+
+
+WRONG = {
+    "no scalar": (lambda ws, x, t: jnp.tanh(x @ ws[0]), "needs the loss"),
+    "scan": (lambda ws, x, t: jax.lax.scan(lambda h, _: (jnp.tanh(h), None), x, length=2)[0].sum(), "is in a scan"),
+    "nothing": (lambda ws, x, t: jnp.sum(x @ ws[0]), "the rule takes no site"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_it_cannot_take_is_an_error(case):
+    function, words = WRONG[case]
+    with pytest.raises(ValueError, match=words):
+        jax.grad(ap.rewire(function, ap.rewiring.predictive_coding("tanh")))(WS, X, TARGET)
+
+
+def test_a_closed_over_array_and_wrong_options_are_errors():
+    rule = ap.rewiring.predictive_coding("tanh")
+    with pytest.raises(TypeError, match="closes over an array that is differentiated"):
+        jax.grad(lambda s: ap.rewire(lambda ws, x: s * loss(ws, x, TARGET), rule)(WS, X))(1.0)
+    for options in ({"steps": 0}, {"rate": 0.0}):
+        with pytest.raises(ValueError, match="at least one step of a positive rate"):
+            ap.rewiring.predictive_coding("tanh", **options)
