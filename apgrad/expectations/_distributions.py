@@ -120,32 +120,6 @@ def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
     return x
 
 
-def log_prob(distribution: Any, x: Any, *intermediates: Any) -> jax.Array:
-    """The log-density of a sample, with the right derivative also where logits are exactly 0.
-
-    NumPyro's log-densities of Bernoulli and binomial distributions have a kink there, max(logits, 0), that another one,
-    |logits|, should cancel; the derivatives that JAX takes at the two kinks do not cancel, and log p(1) has the
-    derivative 1 with respect to the logit, not 1/2. Zero is where networks begin. So a zero is moved to the smallest
-    positive number, which changes no value.
-
-    Args:
-      distribution: what was sampled.
-      x: the sample.
-      *intermediates: what NumPyro's `log_prob` takes besides.
-    """
-
-    def moved(part):
-        if not isinstance(part, (dist.BernoulliLogits, dist.BinomialLogits)):
-            return part
-        logits = jnp.asarray(part.logits)
-        part = copy.copy(part)
-        part.logits = logits + jnp.where(logits == 0, jnp.finfo(logits.dtype).tiny, 0).astype(logits.dtype)
-        return part
-
-    kinked = lambda part: isinstance(part, (dist.BernoulliLogits, dist.BinomialLogits))
-    return jax.tree.map(moved, distribution, is_leaf=kinked).log_prob(x, *intermediates)
-
-
 def score(what: str, distribution: Any, x: jax.Array) -> jax.Array:
     """Zero in value, with the derivatives of the log-density at a fixed x: shape `batch_shape`.
 
@@ -182,6 +156,29 @@ def score(what: str, distribution: Any, x: jax.Array) -> jax.Array:
         density = log_prob(distribution, lax.stop_gradient(x))
         rounded = ~jnp.isfinite(lax.stop_gradient(density))
         return zero_with_gradient(density) + jnp.where(rounded, jnp.nan, 0.0).astype(density.dtype)
+
+
+def log_prob(distribution: Any, x: jax.Array) -> jax.Array:
+    """The log-density of samples, to be differentiated with respect to the distribution's parameters.
+
+    NumPyro computes that of Bernoulli and binomial distributions from max(logits, 0) and |logits|, whose derivatives at
+    logits of exactly 0 JAX takes to be 0: there the score of a Bernoulli choice x came out as x, where x - 1/2 is
+    right. So logits of 0 become the smallest positive number.
+
+    Args:
+      distribution: what was sampled.
+      x: samples.
+    """
+
+    def without_kink(part):
+        if not isinstance(part, _KINKED):
+            return part
+        part, logits = copy.copy(part), jnp.asarray(part.logits)
+        part.logits = logits + jnp.where(logits == 0, jnp.finfo(logits.dtype).tiny, 0).astype(logits.dtype)
+        return part
+
+    is_kinked = lambda part: isinstance(part, _KINKED)
+    return jax.tree.map(without_kink, distribution, is_leaf=is_kinked).log_prob(x)
 
 
 def support_guard(what: str, distribution: Any) -> jax.Array:
@@ -266,6 +263,7 @@ def _has_cdf(distribution, x) -> bool:
     return True
 
 
+_KINKED = (dist.BernoulliLogits, dist.BinomialLogits)
 _NOT_A_DENSITY = (
     dist.MaskedDistribution,
     dist.LeftCensoredDistribution,

@@ -123,15 +123,6 @@ def test_bounds_have_a_value_for_each_member_of_the_batch_and_refuse_other_shape
         V.importance_weighted(2)(KEY, dist.Bernoulli(0.5), lambda z: z)
 
 
-@pytest.mark.parametrize("logit", [0.0, 0.7])
-def test_scores_are_right_where_logits_are_zero(logit):
-    for x in (0, 1):
-        score = jax.grad(lambda t, x=x: ap.likelihood_ratio().score(dist.Bernoulli(logits=t), jnp.float32(x)))(logit)
-        np.testing.assert_allclose(score, x - jax.nn.sigmoid(logit), rtol=1e-5)
-    score = jax.grad(lambda t: ap.likelihood_ratio().score(dist.Binomial(5, logits=t), jnp.float32(2)))(logit)
-    np.testing.assert_allclose(score, 2 - 5 * jax.nn.sigmoid(logit), rtol=1e-5)
-
-
 # A mixture with two plates: a global location, a discrete class of each datum, and a shift of each datum.
 DATA = jnp.array([-1.0, 0.5, 2.0])
 PARAMS = {"loc": 0.3, "scale": 0.5, "logits": jnp.array([-0.4, 0.2, 0.6]), "shift": jnp.array([0.1, -0.2, 0.3])}

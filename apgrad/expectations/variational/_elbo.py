@@ -273,8 +273,7 @@ def _run(elbo, key, shared_key, params, model, guide, args, kwargs, given):
 
 
 def _log_prob(site):
-    rest = [site["intermediates"]] if site["intermediates"] else []
-    return _scaled(site, distributions.log_prob(site["fn"], site["value"], *rest))
+    return _scaled(site, distributions.log_prob(site["fn"], site["value"]))
 
 
 def _scaled(site, density):
