@@ -1,9 +1,13 @@
 """The exact variances of the benchmark of discrete choices, and the estimators' own."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import numpyro.distributions as dist
 import pytest
 
+import apgrad as ap
+from experiments import discrete_vae as vae
 from experiments.benchmarks import discrete_choices as bench
 
 # One choice with the cost (b - .499)^2, with respect to the logit.
@@ -35,3 +39,26 @@ def test_the_estimators_have_their_exact_variances(problem):
         exact = bench.exact_variance(method, bench.PROBLEMS[problem])
         # float32 adds the rounding of a cost of .25 to a difference of costs
         assert abs(squares.mean() - exact) < 4 * squares.std() / np.sqrt(len(squares)) + 1e-4 * exact + 1e-14, method
+
+
+def test_the_autoencoders_gradients_are_exact_on_average_and_its_divergence_is():
+    x = jnp.array([[1.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 0.0]])
+    logits, prior = jnp.array([0.3, -1.2]), jnp.array([-0.4, 0.5])
+    coins = dist.Bernoulli(logits=logits).to_event(1), dist.Bernoulli(logits=prior).to_event(1)
+    z = jnp.array([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
+    with jax.numpy_dtype_promotion("standard"):
+        q, p = (c.log_prob(z) for c in coins)
+    np.testing.assert_allclose(vae.divergence(logits, prior), jnp.sum(jnp.exp(q) * (q - p)), rtol=1e-5)
+
+    def gradient(method):
+        parameters = vae.start(jax.random.key(1), "linear", 4, 2, method)
+        of = jax.grad(ap.expectation(vae.program(method), 2), argnums=1)
+        return lambda key: {name: of(key, parameters, x)[name] for name in ("encoder", "decoder", "prior")}
+
+    vae.METHODS["enumeration"] = lambda control: ap.enumeration()
+    try:
+        exact = jax.tree.map(np.asarray, jax.jit(gradient("enumeration"))(jax.random.key(0)))
+    finally:
+        del vae.METHODS["enumeration"]
+    for method in ("learned baseline", "RLOO, 2", "DisARM", "REBAR", "RELAX", "double control variates, 2"):
+        ap.testing.assert_unbiased(gradient(method), exact, jax.random.key(2), 2_000)
