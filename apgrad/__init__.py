@@ -66,6 +66,7 @@ if _typing.TYPE_CHECKING:
         straight_through as straight_through,
         total_propagation as total_propagation,
         value_and_grad as value_and_grad,
+        variational as variational,
         weights as weights,
     )
     from apgrad.memory import memory_report as memory_report, randomize as randomize
@@ -98,6 +99,7 @@ _WINGS = {
         "stochastic",
         "total_propagation",
         "value_and_grad",
+        "variational",
         "Adaptive",
         "AdaptiveState",
         "adaptive",

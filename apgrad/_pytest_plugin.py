@@ -30,7 +30,7 @@ def certify(request: pytest.FixtureRequest) -> Any:
     """`apgrad.testing.certify`, with a key made of the test's name."""
     from apgrad import testing
 
-    factor, certificates = request.config.getoption("certify_samples"), _certificates(request.config)
+    factor, certificates = float(request.config.getoption("certify_samples") or 1), _certificates(request.config)
 
     def certify(estimate, truth, *args, num_samples=10_000, key=None, **options):
         if key is None:

@@ -1,6 +1,6 @@
 """Derivatives of expectations: what a random choice sends backward."""
 
-from apgrad.expectations import diagnostics as diagnostics, weights as weights
+from apgrad.expectations import diagnostics as diagnostics, variational as variational, weights as weights
 from apgrad.expectations._adaptive import (
     Adaptive as Adaptive,
     AdaptiveState as AdaptiveState,

@@ -1,0 +1,347 @@
+"""The ELBO of a NumPyro model and guide, with an estimator for each site.
+
+    elbo = ap.variational.elbo({"z": ap.likelihood_ratio(), "w": ap.reparameterization()}, lanes=10)
+    svi = numpyro.infer.SVI(model, guide, optax.adam(1e-3), elbo)
+
+The loss is E[sum of log q of the guide's sites - sum of log p of the model's sites]: each site is a cost, an array over
+the plates that the site is in. A choice with a score pays for the costs that depend on it, as in NumPyro's
+`TraceGraph_ELBO` (Schulman et al., 2015): the dependence is read from the program, and within a plate that a choice and
+a cost are both in, a member's choice pays for the member's cost. With l the zeros that have the derivatives of the log-
+densities of the choices that a cost c depends on, the loss is the mean over lanes of the sum of
+
+    c exp(sum of l) - b (exp(sum of l) - 1) ,
+
+with b the mean of c over the other lanes (`_tape.py` has the derivation), so that derivatives of any order are right in
+expectation. `TraceGraph_ELBO` has no baseline, and is right at order one.
+
+The cost log q has a derivative at the fixed sample as well, the score itself, which is zero in expectation. At choices
+with a score q(z; phi) / q(z) - 1 is taken off the loss, whose derivatives of any order are zero in expectation, and
+whose first one is the score; see `_sticking_the_landing.py`.
+
+Plates that subsample draw one minibatch for all lanes, not one for each, so that the baseline of a lane's cost is the
+mean of the same data's costs in other lanes.
+"""
+
+import zlib
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpyro
+from jax import lax
+from numpyro.primitives import Messenger
+
+from apgrad._ground.primitives import zero_with_gradient
+from apgrad._programs.control import nested
+from apgrad._programs.flow import flow
+from apgrad._programs.jaxprs import trace
+from apgrad.expectations import _distributions as distributions
+from apgrad.expectations._cross_fitting import mean_of_others
+from apgrad.expectations.estimators import _baselines as baselines
+from apgrad.expectations.estimators._estimator import Estimator, surrogate
+from apgrad.expectations.estimators._likelihood_ratio import likelihood_ratio
+from apgrad.expectations.estimators._reparameterization import reparameterization
+
+
+def elbo(
+    estimators: Mapping[str, Estimator] | None = None,
+    lanes: int = 1,
+    *,
+    default: Estimator | None = None,
+    sticking_the_landing: bool = False,
+) -> Any:
+    """An ELBO for `numpyro.infer.SVI`, whose gradient is estimated as each site's estimator says.
+
+    Args:
+      estimators: an estimator for each site of the guide that is named.
+      lanes: how many independent samples of the guide the estimate is the mean of: NumPyro's particles.
+      default: the estimator of all other sites; None is `reparameterization()` where the distribution has a pathwise
+        derivative, and else `likelihood_ratio()`, without a baseline where there is one lane.
+      sticking_the_landing: take the score of q out of the derivative at sites with a pathwise derivative, see
+        `_sticking_the_landing.py`.
+
+    Returns:
+      A `numpyro.infer.ELBO`, whose `loss(key, params, model, guide, *args, **kwargs)` is an ordinary JAX function of
+      the key and of the constrained parameters.
+
+    Raises:
+      TypeError: for what is no estimator, and at trace time for a distribution without what its estimator needs.
+      ValueError: at trace time, for an estimator of no site of the guide, a latent site of the model that the guide has
+        not, or a leave-one-out baseline with one lane.
+
+    Example:
+      >>> import jax, numpyro, numpyro.distributions as dist, apgrad as ap
+      >>> def model(x):
+      ...     z = numpyro.sample("z", dist.Bernoulli(0.5))
+      ...     numpyro.sample("x", dist.Normal(2.0 * z, 1.0), obs=x)
+      >>> def guide(x):
+      ...     numpyro.sample("z", dist.Bernoulli(logits=numpyro.param("logit", 0.0)))
+      >>> elbo = ap.variational.elbo({"z": ap.likelihood_ratio()}, lanes=1000)
+      >>> gradient = jax.grad(elbo.loss, argnums=1)(jax.random.key(0), {"logit": 0.0}, model, guide, 1.5)
+      >>> float(gradient["logit"]).__round__(1)          # the exact value is -0.25
+      -0.2
+    """
+    estimators = dict(estimators or {})
+    for name, estimator in [*estimators.items(), ("default", default)]:
+        if not (isinstance(estimator, Estimator) or (name == "default" and estimator is None)):
+            raise TypeError(
+                f"variational.elbo: {name} needs an estimator with a pathwise derivative or a score, such as "
+                f"ap.likelihood_ratio(), got {type(estimator).__name__}"
+            )
+    if isinstance(lanes, bool) or not isinstance(lanes, int) or lanes < 1:
+        raise ValueError(f"variational.elbo needs at least one lane, an integer, got lanes={lanes!r}")
+    return _ELBO(estimators, lanes, default, sticking_the_landing)
+
+
+class _ELBO(numpyro.infer.ELBO):
+    can_infer_discrete = True
+
+    def __init__(self, estimators, lanes, default, sticking_the_landing):
+        super().__init__(num_particles=lanes)
+        self.estimators, self.default, self.sticking = estimators, default, sticking_the_landing
+
+    def choose(self, name: str, distribution: Any, key: jax.Array) -> Estimator:
+        """The estimator of a site."""
+        estimator = self.estimators.get(name, self.default)
+        if estimator is not None:
+            return estimator
+        try:
+            jax.eval_shape(lambda key: distributions.pathwise_sample(name, distribution, key), key)
+        except TypeError:
+            return likelihood_ratio("leave_one_out" if self.num_particles > 1 else None)
+        return reparameterization()
+
+    def loss(self, rng_key, param_map, model, guide, *args, **kwargs):
+        """The estimate of the negative ELBO; see `elbo`."""
+        shared_key, lane_key = jax.random.split(rng_key)
+
+        def run(key, given=None):
+            return _run(self, key, shared_key, param_map, model, guide, args, kwargs, given)
+
+        record: dict[str, Any] = {}
+
+        def first(key):
+            sites, costs, _ = run(key)
+            record["sites"] = {
+                name: site._replace(value=None, zero=None, baseline=None) for name, site in sites.items()
+            }
+            record["costs"] = {name: cost.plates for name, cost in costs.items()}
+            values = {name: site.value for name, site in sites.items() if site.zero is not None}
+            return values, {name: cost.value for name, cost in costs.items()}
+
+        values, _ = jax.eval_shape(first, lane_key)
+        self._check(record["sites"])
+        causes = _causes(lambda values: run(lane_key, values), values)
+
+        def arrays(key):
+            sites, costs, free = run(key)
+            return (
+                {name: (site.zero, site.baseline) for name, site in sites.items() if site.zero is not None},
+                {name: cost.value for name, cost in costs.items()},
+                free,
+            )
+
+        zeros, costs, free = jax.vmap(arrays)(jax.random.split(lane_key, self.num_particles))
+        choices = {name: (record["sites"][name], *arrays) for name, arrays in zeros.items()}
+        total = sum(_own_baseline(*choice) for choice in choices.values())
+        for name, cost in costs.items():
+            total += _charged(cost, record["costs"][name], [choices[cause] for cause in sorted(causes[name])])
+        return jnp.mean(total - free)
+
+    def _check(self, sites: dict[str, Any]) -> None:
+        unknown = set(self.estimators) - set(sites)
+        if unknown:
+            raise ValueError(
+                f"variational.elbo: the guide has no site {sorted(unknown)}; its sites are {sorted(sites)}"
+            )
+        for name, site in sites.items():
+            if self.num_particles == 1 and _leaves_one_out(site.estimator):
+                raise ValueError(
+                    f"variational.elbo: the baseline of {name} is a mean over other lanes, and there is one lane: give "
+                    "lanes=2 or more, or likelihood_ratio(baseline=None)"
+                )
+
+
+def _causes(run, values: dict[str, Any]) -> dict[str, frozenset[str]]:
+    """The choices with a score that each cost depends on, also by way of other choices' distributions.
+
+    Args:
+      run: `values -> (sites, costs)`, one lane with the given samples of the choices with a score.
+      values: the shapes of the samples.
+    """
+    names: list[str] = []
+
+    def outputs(values):
+        sites, costs, _ = run(values)
+        names.extend(costs)
+        return [sites[name].zero for name in sorted(values)] + [cost.value for cost in costs.values()]
+
+    program, _ = trace(outputs, values)
+    facts = flow(program, [frozenset({n}) for n in sorted(values)], _depends, frozenset.union, lambda _: frozenset())
+    ancestors = dict(zip(sorted(values), facts, strict=False))
+    for _ in ancestors:  # a chain of choices is no longer than there are choices
+        ancestors = {name: of.union(*(ancestors[a] for a in of)) for name, of in ancestors.items()}
+    direct = dict(zip(names, facts[len(values) :], strict=True))
+    return {name: of.union(*(ancestors[a] for a in of)) for name, of in direct.items()}
+
+
+class _Site(NamedTuple):
+    """A site of the guide: its plates, its sample, and with a score the zeros of its log-density and a baseline."""
+
+    estimator: Estimator
+    plates: frozenset[tuple[str, int, int]]
+    value: Any
+    zero: Any
+    baseline: Any
+
+
+class _Cost(NamedTuple):
+    """The cost of a site, with the plates that its axes belong to."""
+
+    value: Any
+    plates: frozenset[tuple[str, int, int]]
+
+
+class _Draw(Messenger):
+    """Draws the guide's latent sites as their estimators say."""
+
+    def __init__(self, function, elbo, given):
+        super().__init__(function)
+        self.elbo, self.given, self.sites = elbo, given, {}
+
+    def process_message(self, msg):
+        """Puts the site's sample in place of what NumPyro would draw."""
+        if msg["type"] != "sample" or msg["is_observed"] or msg["value"] is not None:
+            return
+        name, distribution, key = msg["name"], msg["fn"], msg["kwargs"]["rng_key"]
+        estimator = self.elbo.choose(name, distribution, key)
+        what = f"{name} ({estimator.name})"
+        given = None if self.given is None else self.given.get(name)
+        drawn, density = surrogate(estimator, distribution, key, given)
+        zero = baseline = None
+        if density is not None:
+            guard = distributions.support_guard(what, distribution)
+            zero = density + guard.astype(density.dtype)
+            baseline = baselines.evaluate(estimator.baseline, None, (distribution,)).get("baseline")
+            baseline = None if isinstance(baseline, str) else baseline
+        msg["value"] = drawn if given is None else given
+        self.sites[name] = _Site(estimator, _plates(msg), msg["value"], zero, baseline)
+
+
+class _OneMinibatch(Messenger):
+    """Plates that subsample draw the same members in all lanes, in model and guide."""
+
+    def __init__(self, function, key):
+        super().__init__(function)
+        self.key = key
+
+    def process_message(self, msg):
+        """Draws the members of a plate."""
+        if msg["type"] == "plate" and msg["value"] is None:
+            key = jax.random.fold_in(self.key, zlib.crc32(msg["name"].encode()))
+            msg["value"] = msg["fn"](*msg["args"], rng_key=key)
+
+
+def _run(elbo, key, shared_key, params, model, guide, args, kwargs, given):
+    """One lane: the sites of the guide, the costs of all sites, and what takes scores out of log q."""
+    handlers = numpyro.handlers
+    guide_key, model_key = jax.random.split(key)
+    batched = _OneMinibatch(handlers.substitute(guide, data=params), shared_key)
+    with jax.numpy_dtype_promotion("standard"):
+        draw = _Draw(handlers.seed(batched, guide_key), elbo, given)
+        guide_trace = handlers.trace(draw).get_trace(*args, **kwargs)
+        replayed = handlers.replay(handlers.substitute(model, data=params), guide_trace)
+        model_trace = handlers.trace(handlers.seed(_OneMinibatch(replayed, shared_key), model_key)).get_trace(
+            *args, **kwargs
+        )
+        costs, free = {}, jnp.zeros(())
+        for sign, prefix, sites in ((1.0, "guide ", guide_trace), (-1.0, "model ", model_trace)):
+            for name, site in sites.items():
+                if site["type"] != "sample":
+                    continue
+                latent = not site["is_observed"]
+                if prefix == "model " and latent and name not in draw.sites:
+                    raise ValueError(f"variational.elbo: the model's latent site {name} is not in the guide")
+                log_prob = _log_prob(site)
+                if prefix == "guide " and latent and (draw.sites[name].zero is not None or elbo.sticking):
+                    # The derivative of log q at a fixed sample has a variance and no mean; see the module's text.
+                    fixed = distributions.score(name, site["fn"], lax.stop_gradient(site["value"]))
+                    free = free + jnp.sum(_scaled(site, jnp.expm1(fixed)))
+                costs[prefix + name] = _Cost(sign * log_prob, _plates(site))
+    return draw.sites, costs, free
+
+
+def _log_prob(site):
+    return _scaled(site, distributions.log_prob(site["fn"], site["value"]))
+
+
+def _scaled(site, density):
+    return density if site["scale"] is None else site["scale"] * density
+
+
+def _plates(site) -> frozenset[tuple[str, int, int]]:
+    """The plates that a site is in: name, axis from the right, size."""
+    return frozenset((frame.name, frame.dim, frame.size) for frame in site["cond_indep_stack"])
+
+
+def _depends(eqn, facts):
+    """What an equation's outputs depend on: all inputs, but for calls, which are looked into."""
+    inside = nested(eqn)
+    if inside is not None and inside.kind == "call":
+        return None
+    return [frozenset().union(*facts)] * len(eqn.outvars)
+
+
+def _leaves_one_out(estimator: Estimator) -> bool:
+    baseline = estimator.baseline
+    residual = isinstance(baseline, baselines.LearnedBaseline) and baseline.leave_one_out
+    return estimator.score is not None and (isinstance(baseline, str) or residual)
+
+
+def _summed_to(x: jax.Array, plates: Any, shape: tuple[int, ...], wanted: Any) -> jax.Array:
+    """A choice's array, summed over the axes that are no plate of the cost: what broadcasts to the cost.
+
+    Args:
+      x: (lanes, *batch of the choice).
+      plates: of the choice.
+      shape: of the cost, with the lanes.
+      wanted: the cost's plates.
+    """
+    shared = {dim for _, dim, _ in plates & wanted}
+    x = jnp.sum(x, axis=tuple(a for a in range(1, x.ndim) if a - x.ndim not in shared), keepdims=True)
+    # Axes beyond those of the cost have been summed, and axes that the choice lacks are put in after the lanes.
+    return x.reshape(x.shape[0], *[1] * (len(shape) - x.ndim), *x.shape[1:][max(0, x.ndim - len(shape)) :])
+
+
+def _charged(cost: jax.Array, plates: Any, choices: list[Any]) -> jax.Array:
+    """A cost of all lanes with the scores of the choices that it depends on, summed to (lanes,)."""
+    others, own = jnp.zeros(()), jnp.zeros(())
+    regression = jnp.zeros(())
+    for site, zero, baseline in choices:
+        zero = _summed_to(zero, site.plates, cost.shape, plates)
+        if _leaves_one_out(site.estimator):
+            others = others + zero
+        else:
+            own = own + zero
+        if isinstance(site.estimator.baseline, baselines.LearnedBaseline):
+            regression = regression - _summed_to(zero_with_gradient(baseline), site.plates, cost.shape, plates)
+    term = cost * jnp.exp(others + own)
+    if others.ndim:
+        term = term - lax.stop_gradient(mean_of_others(cost, 1)) * jnp.expm1(others)
+    term = term + lax.stop_gradient(cost) * regression
+    return jnp.sum(term.reshape(term.shape[0], -1), axis=-1)
+
+
+def _own_baseline(site: _Site, zero: jax.Array, baseline: Any) -> jax.Array:
+    """What a choice's own baseline adds to the loss, (lanes,): zero in value and expectation."""
+    if baseline is None:
+        return jnp.zeros(zero.shape[0], zero.dtype)
+    if jnp.shape(baseline) != zero.shape:
+        raise ValueError(f"the baseline of a site has shape {jnp.shape(baseline)[1:]}, expected {zero.shape[1:]}")
+    learned = isinstance(site.estimator.baseline, baselines.LearnedBaseline)
+    taken = baseline - mean_of_others(baseline, 1) if _leaves_one_out(site.estimator) else baseline
+    term = -lax.stop_gradient(taken) * jnp.expm1(zero)
+    if learned:
+        term = term + zero_with_gradient(baseline**2 / 2)
+    return jnp.sum(term.reshape(zero.shape[0], -1), axis=-1)

@@ -1,0 +1,44 @@
+"""The importance-weighted bound, differentiated through its samples.
+
+Burda, Grosse & Salakhutdinov, Importance weighted autoencoders, ICLR 2016, equation 8. Its gradient with respect to the
+proposal gets noisier, relative to its size, as the samples get more (Rainforth et al., 2018): see
+`doubly_reparameterized`.
+"""
+
+from apgrad.expectations.variational._bounds import (
+    Bound,
+    log_mean_exp,
+    log_weights,
+    pathwise_samples,
+    require_samples,
+)
+
+
+def importance_weighted(samples: int) -> Bound:
+    """The importance-weighted bound with K samples, by reparameterization.
+
+    Args:
+      samples: K, at least 1; with 1 it is the ELBO.
+
+    Returns:
+      The bound, `(key, proposal, log_joint) -> (*batch)`.
+
+    Raises:
+      TypeError: at trace time, for a proposal without a pathwise derivative.
+
+    Example:
+      For p(z) = N(0, 1), p(x | z) = N(z, 1) and the exact posterior as proposal, the bound is log N(x; 0, 2):
+
+      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
+      >>> log_joint = lambda z: dist.Normal(0, 1).log_prob(z) + dist.Normal(z, 1).log_prob(1.0)
+      >>> bound = ap.variational.importance_weighted(samples=4)
+      >>> float(bound(jax.random.key(0), dist.Normal(0.5, 0.5**0.5), log_joint)).__round__(3)
+      -1.516
+    """
+    samples = require_samples("importance_weighted", samples, 1)
+
+    def bound(key, proposal, log_joint):
+        z = pathwise_samples("importance_weighted", key, proposal, samples)
+        return log_mean_exp(log_weights("importance_weighted", proposal, log_joint, z))
+
+    return bound

@@ -1,0 +1,44 @@
+"""Sticking the landing: the ELBO's gradient without the score of the proposal.
+
+Roeder, Wu & Duvenaud, Sticking the landing: simple, lower-variance gradient estimators for variational inference,
+NeurIPS 2017, equation 7. The derivative of log p(x, z) - log q(z; phi) with respect to phi has a pathwise part and the
+score of q at a fixed z. The score is zero in expectation and has a variance even where q is the exact posterior, where
+the pathwise part is exactly zero. So it is taken off.
+
+The paper's programs stop the gradient of q's parameters in log q, which is wrong at order two: the second derivative of
+log q is not zero in expectation. Here q(z; phi) / q(z) - 1 is added, at the fixed sample z. Its first derivative is the
+score, and *all* its derivatives are zero in expectation, since they are those of the integral of q.
+
+With more samples inside the logarithm the score is not zero in expectation (Tucker et al., 2019, section 4), so there
+is no number of samples here: take `doubly_reparameterized`.
+"""
+
+from apgrad.expectations.variational._bounds import Bound, log_weights, pathwise_samples, score_only, scores
+
+
+def sticking_the_landing() -> Bound:
+    """The ELBO of one sample, without the score of the proposal in its gradient.
+
+    Returns:
+      The bound, `(key, proposal, log_joint) -> (*batch)`.
+
+    Raises:
+      TypeError: at trace time, for a proposal without a pathwise derivative or without a density.
+
+    Example:
+      At the exact posterior every estimate of the gradient is zero:
+
+      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
+      >>> log_joint = lambda z: dist.Normal(0, 1).log_prob(z) + dist.Normal(z, 1).log_prob(1.0)
+      >>> bound = ap.variational.sticking_the_landing()
+      >>> gradient = jax.grad(lambda m: bound(jax.random.key(0), dist.Normal(m, 0.5**0.5), log_joint))
+      >>> abs(float(gradient(0.5))) < 1e-6
+      True
+    """
+
+    def bound(key, proposal, log_joint):
+        z = pathwise_samples("sticking_the_landing", key, proposal, 1)
+        weights = log_weights("sticking_the_landing", proposal, log_joint, z)
+        return (weights + score_only(scores("sticking_the_landing", proposal, z)))[0]
+
+    return bound

@@ -1,0 +1,56 @@
+"""VIMCO: the importance-weighted bound of samples that have no pathwise derivative.
+
+Mnih & Rezende, Variational inference for Monte Carlo objectives, ICML 2016, equations 7 to 9. Each sample's score is
+multiplied by the bound less what the bound is with the sample's own weight replaced by the geometric mean of the other
+weights,
+
+    b_k = log (sum of the other w + exp(mean of the other log w)) / K .
+"""
+
+import jax
+import jax.numpy as jnp
+
+from apgrad.expectations.variational._bounds import (
+    Bound,
+    charged,
+    log_mean_exp,
+    log_weights,
+    plain_samples,
+    require_samples,
+    scores,
+)
+
+
+def vimco(samples: int) -> Bound:
+    """The importance-weighted bound with K samples, by scores with VIMCO's baselines.
+
+    Args:
+      samples: K, at least 2.
+
+    Returns:
+      The bound, `(key, proposal, log_joint) -> (*batch)`.
+
+    Raises:
+      TypeError: at trace time, for a proposal without a density.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
+      >>> log_joint = lambda z: jnp.where(z == 1, jnp.log(0.3), jnp.log(0.1))     # p(x) = 0.4
+      >>> bound = ap.variational.vimco(samples=3)
+      >>> posterior = dist.Bernoulli(logits=jnp.log(3.0))
+      >>> float(jnp.exp(bound(jax.random.key(0), posterior, log_joint))).__round__(3)
+      0.4
+    """
+    samples = require_samples("vimco", samples, 2)
+
+    def bound(key, proposal, log_joint):
+        z = plain_samples("vimco", key, proposal, samples)
+        weights = log_weights("vimco", proposal, log_joint, z)
+        replaced = jax.lax.stop_gradient(weights)
+        geometric = (jnp.sum(replaced, axis=0) - replaced) / (samples - 1)
+        own = jnp.eye(samples, dtype=bool).reshape(samples, samples, *[1] * (weights.ndim - 1))
+        # Along axis 0 the samples whose baseline it is, along axis 1 the weights.
+        baselines = jax.vmap(log_mean_exp)(jnp.where(own, geometric[:, None], replaced[None]))
+        return charged(log_mean_exp(weights), baselines, scores("vimco", proposal, z))
+
+    return bound

@@ -1,0 +1,245 @@
+"""Bounds against exact values, and the ELBO of NumPyro models beside NumPyro's own."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+import optax
+import pytest
+from numpyro.infer import SVI, Trace_ELBO, TraceGraph_ELBO
+
+import apgrad as ap
+
+V = ap.variational
+KEY = jax.random.key(0)
+X = 1.3  # the observation of p(z) = N(theta, 1), p(x | z) = N(z, 1)
+
+
+def log_joint(theta):
+    return lambda z: -((z - theta) ** 2 + (X - z) ** 2) / 2 - jnp.log(2 * jnp.pi)
+
+
+def elbo_of_gaussian(params):
+    """The exact ELBO of q = N(m, s^2)."""
+    m, s = params["m"], jnp.exp(params["log_s"])
+    expected = -((m - params["theta"]) ** 2 + (X - m) ** 2 + 2 * s**2) / 2 - jnp.log(2 * jnp.pi)
+    return expected + jnp.log(s) + (1 + jnp.log(2 * jnp.pi)) / 2
+
+
+GAUSSIAN = {"m": 0.2, "log_s": -0.4, "theta": 0.5}
+
+
+def gaussian(bound):
+    def value(key, params):
+        return bound(key, dist.Normal(params["m"], jnp.exp(params["log_s"])), log_joint(params["theta"]))
+
+    return value
+
+
+def quadrature(params):
+    """The importance-weighted bound of two samples, by Gauss-Hermite quadrature in both."""
+    nodes, weights = np.polynomial.hermite_e.hermegauss(60)
+    s = jnp.exp(params["log_s"])
+    z = params["m"] + s * jnp.asarray(nodes)
+    log_w = log_joint(params["theta"])(z) + jnp.asarray(nodes) ** 2 / 2 + jnp.log(s) + jnp.log(2 * jnp.pi) / 2
+    chance = jnp.asarray(weights / weights.sum())
+    return chance @ (jnp.logaddexp(log_w[:, None], log_w[None]) - jnp.log(2.0)) @ chance
+
+
+EXACT = {
+    "sticking_the_landing": (V.sticking_the_landing(), elbo_of_gaussian),
+    "importance_weighted": (V.importance_weighted(2), quadrature),
+    "doubly_reparameterized": (V.doubly_reparameterized(2), quadrature),
+    "vimco": (V.vimco(2), quadrature),
+    "leave_one_out": (V.leave_one_out(2), quadrature),
+}
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_bounds_of_a_gaussian_are_certified_to_order_two(name):
+    bound, exact = EXACT[name]
+    gradient = jax.grad(gaussian(bound), argnums=1)
+    ap.testing.certify(gradient, exact, GAUSSIAN, num_samples=20_000, order=2, resolution=0.5, name=name)
+
+
+def test_doubly_reparameterized_is_its_formula():
+    """Equation 8 of the paper, written out, for the proposal's parameters, and the plain gradient for the model's."""
+    samples, params = 3, GAUSSIAN
+    value = jax.grad(gaussian(V.doubly_reparameterized(samples)), argnums=1)(KEY, params)
+    plain = jax.grad(gaussian(V.importance_weighted(samples)), argnums=1)(KEY, params)
+    noise = jax.vmap(jax.random.normal)(jax.random.split(KEY, samples))
+    z = params["m"] + jnp.exp(params["log_s"]) * noise
+    log_q = lambda z: dist.Normal(params["m"], jnp.exp(params["log_s"])).log_prob(z)
+    log_w = lambda z: log_joint(params["theta"])(z) - log_q(z)
+    message = jax.nn.softmax(log_w(z)) ** 2 * jax.vmap(jax.grad(log_w))(z)
+    np.testing.assert_allclose(value["m"], jnp.sum(message), rtol=1e-4)
+    np.testing.assert_allclose(value["log_s"], jnp.sum(message * noise * jnp.exp(params["log_s"])), rtol=1e-4)
+    np.testing.assert_allclose(value["theta"], plain["theta"], rtol=1e-5)
+
+
+def test_with_many_samples_dreg_has_the_better_signal_to_noise_ratio():
+    def ratio(bound):
+        found = ap.testing.moments(lambda key: jax.grad(gaussian(bound), argnums=1)(key, GAUSSIAN)["m"], KEY, 4000)
+        return abs(found.mean) / np.sqrt(found.variance)
+
+    dreg, plain = (ratio(bound(32)) for bound in (V.doubly_reparameterized, V.importance_weighted))
+    assert dreg > 1.5 * plain, (dreg, plain)
+
+
+TABLE = jnp.log(jnp.array([0.1, 0.35, 0.05]))  # log p(x, z) of three outcomes
+
+
+def enumerated(logits, samples):
+    """The exact importance-weighted bound of a categorical proposal."""
+    log_q = jax.nn.log_softmax(logits)
+    total = 0.0
+    for z in itertools.product(range(3), repeat=samples):
+        index = jnp.array(z)
+        weights = TABLE.astype(logits.dtype)[index] - log_q[index]
+        total += jnp.exp(jnp.sum(log_q[index])) * (jax.nn.logsumexp(weights) - jnp.log(float(samples)))
+    return total
+
+
+@pytest.mark.parametrize("name", ["vimco", "leave_one_out"])
+def test_bounds_of_a_discrete_choice(name):
+    bound = getattr(V, name)(3)
+    gradient = jax.grad(lambda key, logits: bound(key, dist.Categorical(logits=logits), lambda z: TABLE[z]), argnums=1)
+    exact = lambda logits: enumerated(logits, 3)
+    ap.testing.certify(gradient, exact, jnp.array([0.3, 0.0, -0.5]), num_samples=20_000, resolution=0.5)
+
+
+def test_bounds_have_a_value_for_each_member_of_the_batch_and_refuse_other_shapes():
+    bound = V.doubly_reparameterized(4)
+    proposal = dist.Normal(jnp.zeros((5, 2)), 1.0).to_event(1)
+    assert bound(KEY, proposal, lambda z: -jnp.sum(z**2, -1)).shape == (5,)
+    with pytest.raises(ValueError, match=r"log_joint returned shape \(4, 5, 2\) .* has shape \(4, 5\)"):
+        bound(KEY, proposal, lambda z: -(z**2))
+    with pytest.raises(ValueError, match="vimco needs at least 2 samples"):
+        V.vimco(1)
+    with pytest.raises(TypeError, match=r"needs a pathwise derivative.*discrete"):
+        V.importance_weighted(2)(KEY, dist.Bernoulli(0.5), lambda z: z)
+
+
+# A mixture with two plates: a global location, a discrete class of each datum, and a shift of each datum.
+DATA = jnp.array([-1.0, 0.5, 2.0])
+PARAMS = {"loc": 0.3, "scale": 0.5, "logits": jnp.array([-0.4, 0.2, 0.6]), "shift": jnp.array([0.1, -0.2, 0.3])}
+
+
+def model(data, size=None):
+    mu = numpyro.sample("mu", dist.Normal(0.0, 1.0))
+    with numpyro.plate("data", 3, subsample_size=size) as index:
+        c = numpyro.sample("c", dist.Bernoulli(0.3))
+        e = numpyro.sample("e", dist.Normal(0.0, 1.0))
+        numpyro.sample("x", dist.Normal(mu + 2.0 * c + e, 1.0), obs=data[index])
+
+
+def guide(data, size=None):
+    loc = numpyro.param("loc", 0.0)
+    numpyro.sample("mu", dist.Normal(loc, numpyro.param("scale", 1.0)))
+    logits, shift = numpyro.param("logits", jnp.zeros(3)), numpyro.param("shift", jnp.zeros(3))
+    with numpyro.plate("data", 3, subsample_size=size) as index:
+        c = numpyro.sample("c", dist.Bernoulli(logits=logits[index]))
+        numpyro.sample("e", dist.Normal(shift[index] + 0.5 * c, 0.7))
+
+
+def exact_loss(params):
+    """The negative ELBO by hand: all is Gaussian given the classes."""
+    m, s, total = params["loc"], params["scale"], 0.0
+    total += (m**2 + s**2) / 2 - jnp.log(s) - 0.5
+    for i in range(3):
+        q = jax.nn.sigmoid(params["logits"][i])
+        total += q * jnp.log(q / 0.3) + (1 - q) * jnp.log((1 - q) / 0.7)
+        for c, chance in ((0.0, 1 - q), (1.0, q)):
+            shift = params["shift"][i] + 0.5 * c
+            kl = (shift**2 + 0.49) / 2 - jnp.log(0.7) - 0.5
+            fit = ((float(DATA[i]) - m - 2 * c - shift) ** 2 + s**2 + 0.49) / 2 + jnp.log(2 * jnp.pi) / 2
+            total += chance * (kl + fit)
+    return total
+
+
+LOSSES = {
+    "default": V.elbo(lanes=2),
+    "no baseline": V.elbo({"c": ap.likelihood_ratio(None)}),
+    "all scores": V.elbo(default=ap.likelihood_ratio(), lanes=3),
+    "own baseline": V.elbo({"c": ap.likelihood_ratio(lambda d: 1.0 + 0 * d.logits)}, sticking_the_landing=True),
+}
+
+
+@pytest.mark.parametrize(
+    "name, size", [("default", None), ("default", 2), ("no baseline", None), ("all scores", 2), ("own baseline", None)]
+)
+def test_the_elbo_of_a_model_is_certified(name, size):
+    gradient = jax.grad(lambda key, params: LOSSES[name].loss(key, params, model, guide, DATA, size=size), argnums=1)
+    order = 2 if size is None and name == "default" else 1
+    ap.testing.certify(
+        gradient, exact_loss, PARAMS, num_samples=10_000, order=order, resolution=1.0, name=name, key_reuse=False
+    )
+
+
+@pytest.mark.parametrize("peer", [Trace_ELBO(), TraceGraph_ELBO()])
+def test_the_value_is_that_of_numpyro(peer):
+    with jax.numpy_dtype_promotion("standard"):
+        ours, theirs = (
+            ap.testing.moments(lambda key, e=elbo: e.loss(key, PARAMS, model, guide, DATA), KEY, 4000)
+            for elbo in (LOSSES["default"], peer)
+        )
+    assert abs(ours.mean - theirs.mean) < 4 * np.hypot(ours.standard_error, theirs.standard_error)
+
+
+def test_a_choice_in_a_plate_pays_for_its_own_datum_and_less_than_without_a_baseline():
+    def variance(elbo):
+        estimate = lambda key: jax.grad(elbo.loss, argnums=1)(key, PARAMS, model, guide, DATA)["logits"]
+        return np.sum(ap.testing.moments(estimate, KEY, 4000).variance)
+
+    with jax.numpy_dtype_promotion("standard"):
+        graph = variance(TraceGraph_ELBO(4))
+    np.testing.assert_allclose(variance(V.elbo({"c": ap.likelihood_ratio(None)}, lanes=4)), graph, rtol=0.2)
+    assert variance(V.elbo(lanes=4)) < 0.5 * graph
+
+
+def test_a_choice_pays_for_what_depends_on_it_by_way_of_another_choice():
+    def model():
+        numpyro.sample("c", dist.Bernoulli(0.5))
+        numpyro.sample("d", dist.Bernoulli(0.9))
+
+    def guide():
+        c = numpyro.sample("c", dist.Bernoulli(logits=numpyro.param("a", 0.1)))
+        numpyro.sample("d", dist.Bernoulli(logits=numpyro.param("b", 0.2) + 2.0 * c))
+
+    def exact(params):
+        q, total = jax.nn.sigmoid(params["a"]), 0.0
+        for c, chance in ((0, 1 - q), (1, q)):
+            r = jax.nn.sigmoid(params["b"] + 2.0 * c)
+            total += chance * (jnp.log(chance / 0.5) + r * jnp.log(r / 0.9) + (1 - r) * jnp.log((1 - r) / 0.1))
+        return total
+
+    gradient = jax.grad(lambda key, params: V.elbo(lanes=2).loss(key, params, model, guide), argnums=1)
+    ap.testing.certify(gradient, exact, {"a": 0.1, "b": 0.2}, resolution=1.0, key_reuse=False)
+
+
+def test_it_is_a_loss_of_svi():
+    svi = SVI(model, guide, optax.adam(0.05), V.elbo(lanes=4))
+    with jax.numpy_dtype_promotion("standard"):
+        result = svi.run(KEY, 200, DATA, progress_bar=False)
+    assert np.mean(result.losses[-50:]) < np.mean(result.losses[:10])
+
+
+def test_what_does_not_fit_is_an_error():
+    def loss(elbo, model=model, guide=guide):
+        return elbo.loss(KEY, PARAMS, model, guide, DATA)
+
+    with pytest.raises(ValueError, match=r"the guide has no site \['z'\]; its sites are \['c', 'e', 'mu'\]"):
+        loss(V.elbo({"z": ap.likelihood_ratio()}, lanes=2))
+    with pytest.raises(ValueError, match="the baseline of c is a mean over other lanes"):
+        loss(V.elbo({"c": ap.likelihood_ratio()}))
+    with pytest.raises(TypeError, match="needs a pathwise derivative"):
+        loss(V.elbo({"c": ap.reparameterization()}))
+    with pytest.raises(ValueError, match="latent site mu is not in the guide"):
+        loss(V.elbo(), guide=lambda data: None)
+    with pytest.raises(TypeError, match="got Mixer"):
+        V.elbo({"mu": ap.total_propagation()})
+    with pytest.raises(ValueError, match="at least one lane"):
+        V.elbo(lanes=0)
