@@ -87,7 +87,7 @@ def move(theta: jax.Array, x: jax.Array) -> tuple[jax.Array, Callable[[jax.Array
     return logit, follow
 
 
-def exact(problem: str) -> Callable[[jax.Array], jax.Array]:
+def exact(problem: str) -> Callable[[jax.Array], Any]:
     """The exact objective, by a sum over outcomes."""
 
     def of_data(theta):
@@ -183,7 +183,7 @@ def in_numpyro(problem: str, elbo: Any) -> Callable[..., Any]:
 
     def chain(in_guide):
         def run():
-            theta = numpyro.param("theta", THETA["chain"]) if in_guide else THETA["chain"]
+            theta = jnp.asarray(numpyro.param("theta", THETA["chain"]) if in_guide else THETA["chain"])
 
             def step(x, number):
                 name = "" if number is None else f"_{number}"
@@ -320,11 +320,14 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         for number, method in enumerate(METHODS):
             mine = [row for row in rows if row["method"] == method]
             places = [i - 0.32 + 0.16 * number for i in range(len(mine))]
-            axis.barh(places, [row[name] or 0 for row in mine], height=0.15, label=method)
+            bars = axis.barh(places, [row[name] or 0 for row in mine], height=0.15, label=method)
+            for bar, row in zip(bars, mine, strict=True):
+                bar.set_hatch("///" if row["order_1"].startswith("wrong") else "")
         axis.set_yticks(range(len(records)), [cell["problem"] for cell, _ in records])
         axis.set_xscale("log")
         axis.axvline(1, color="gray", linewidth=0.8)
         axis.set_xlabel(f"{label} over that of a surrogate loss by hand")
+    figure.suptitle("Hatched: the gradient is wrong. No bar: refused or not run.", fontsize="medium")
     figure.axes[0].invert_yaxis()
     figure.axes[1].legend(fontsize="small")
     return harness.Report({}, rows, "\n".join([header, *lines]), figure)

@@ -25,7 +25,7 @@ def test_apgrad_is_right_in_a_scan():
 
 def test_the_table_has_a_row_for_each_method():
     right = {"variance": 2.0, "seconds": 1.0, "order 1": "right", "order 2": "wrong, 9 s.e."}
-    result = {method: right for method in peers.METHODS} | {"GenJAX": {"order 1": "not run", "order 2": "not run"}}
+    result = dict.fromkeys(peers.METHODS, right) | {"GenJAX": {"order 1": "not run", "order 2": "not run"}}
     made = peers.report(peers.Config(), [({"problem": "data"}, result)])
     assert [row["method"] for row in made.rows] == list(peers.METHODS)
     assert made.rows[0]["variance_over_surrogate"] == 1 and made.rows[2]["variance"] is None

@@ -266,7 +266,7 @@ def _run(elbo, key, shared_key, params, model, guide, args, kwargs, given):
                 if prefix == "guide " and latent and name not in draw.sites:
                     raise ValueError(
                         f"variational.elbo: the guide's site {name} was drawn out of sight, in a scan or cond of "
-                        "NumPyro. Write the loop out, or the model as a program of ap.expectation, where lax.scan is right."
+                        "NumPyro. Write the loop out, or the model as a program of ap.expectation, which may scan."
                     )
                 log_prob = _log_prob(site)
                 if prefix == "guide " and latent and (draw.sites[name].zero is not None or elbo.sticking):
