@@ -1,7 +1,8 @@
 """One contract for every estimator and rule: JAX's transformations, dtypes, pytrees, closures, modules.
 
-To add an estimator, add a row to ESTIMATORS. `second` says what its second derivative is: right, or refused. To add a
-rule of `ap.rewire`, add a row to RULES.
+To add an estimator, add a row to ESTIMATORS. `second` says what its second derivative is: right, or refused. To add an
+estimator of `ap.choose`, add a row to CHOICES, and one to ROWS of `expectations/test_choose.py`, which compares it with
+exact sums. To add a rule of `ap.rewire`, add a row to RULES.
 """
 
 from collections.abc import Mapping
@@ -284,6 +285,131 @@ def test_lanes_sharded_over_devices_give_the_same_numbers(row):
     gradient = jax.jit(jax.value_and_grad(ap.expectation(program, 6), argnums=1), static_argnums=2)
     got, expected = gradient(KEY, 0.7, True), gradient(KEY, 0.7, False)
     np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+@rows
+def test_the_bias_of_a_node_is_as_claimed(row):
+    # Two steps of a linear system, 10 lanes: weights from the samples that they weigh lose a part of the gradient.
+    estimator = row.estimator
+    assert estimator.bias in ("none", "unless cross-fitted") and estimator.assumptions.endswith(".")
+    if row.cost or row.resample or (estimator.bias != "none" and estimator.name != "total_propagation"):
+        return
+    linear = rollout(row, lambda theta, x: dist.Normal(theta * x, 0.3))
+    theta, wanted = 0.7, 2 * 0.7 + 1 + 4 * 0.7**3 + 2 * 0.7 * 0.09 + 2 * 0.7
+    of = lambda **options: jax.grad(ap.expectation(linear, 10, **options), argnums=1)
+    gradient = of(cross_fit=estimator.bias != "none")
+    ap.testing.assert_unbiased(lambda key: gradient(key, theta), wanted, KEY, 2_000)
+    if row is ESTIMATORS["total_propagation, published"]:
+        with pytest.raises(AssertionError, match="biased"):
+            ap.testing.assert_unbiased(lambda key: of()(key, theta), wanted, KEY, 2_000)
+
+
+class Choice(NamedTuple):
+    estimator: ap.Estimator | ap.ChoiceEstimator
+    make: Any
+    bias: str = "none"
+
+
+def coins(u):
+    return dist.Bernoulli(logits=u)
+
+
+def outcomes(u):
+    return dist.Categorical(logits=jnp.stack([u, -u, 0 * u], axis=-1))
+
+
+CHOICES = {
+    "enumeration": Choice(ap.enumeration(), coins),
+    "rao_blackwellized": Choice(ap.rao_blackwellized(2), outcomes),
+    "rloo": Choice(ap.rloo(2), lambda u: dist.Normal(u, 0.3)),
+    "arm": Choice(ap.arm(), coins),
+    "disarm": Choice(ap.disarm(), coins),
+    "disarm_stick_breaking": Choice(ap.disarm_stick_breaking(), outcomes),
+    "rebar": Choice(ap.rebar(), outcomes),
+    "relax": Choice(ap.relax(lambda z: jnp.sum(jnp.sin(z))), coins),
+    "double_control_variates": Choice(ap.double_control_variates(), coins),
+    "measure_valued": Choice(ap.measure_valued(), lambda u: dist.Normal(u, 0.3)),
+    "straight_through": Choice(ap.straight_through(), outcomes, "yes"),
+    "gumbel_softmax": Choice(ap.gumbel_softmax(0.5), outcomes, "yes"),
+    "reinmax": Choice(ap.reinmax(), coins, "yes"),
+}
+every_choice = pytest.mark.parametrize("row", CHOICES.values(), ids=CHOICES.keys())
+
+
+def chosen(row, wrap=lambda body: body):
+    """Two choices in a scan, with a module, closures, arguments in a pytree and empty arrays."""
+
+    def program(tape, theta):
+        module, shift = theta["module"], theta["nested"][0]
+        dtype = shift.dtype
+
+        def continuation(x, state):
+            x = x.astype(dtype).reshape(2, -1)
+            h = jnp.tanh(module(x[:, 0] + state["h"]) + shift) + jnp.sum(state["none"])
+            return jnp.sum(h**2), {"h": h, "none": state["none"]}
+
+        def body(carry, _):
+            tape, state = carry
+            distribution = row.make(state["h"] + shift)
+            if isinstance(row.estimator, ap.ChoiceEstimator):
+                return ap.choose(tape, distribution, continuation, row.estimator, state), None
+            tape, x = ap.sample(tape, distribution, row.estimator)
+            cost, state = jax.vmap(continuation)(x, state)
+            return (tape.cost(cost), state), None
+
+        state = {"h": jnp.full((tape.lanes, 2), 0.5, dtype), "none": jnp.zeros((tape.lanes, 0), dtype)}
+        return jax.lax.scan(wrap(body), (tape, state), length=2)[0][0]
+
+    return program
+
+
+def parameters_of_choices(dtype):
+    module = nnx.Linear(2, 2, rngs=nnx.Rngs(0), param_dtype=dtype, dtype=dtype)
+    return {"module": module, "nested": (jnp.asarray([0.3, -0.2], dtype), jnp.zeros((0, 2), dtype))}
+
+
+@every_choice
+def test_choices_claim_their_bias(row):
+    assert row.estimator.bias == row.bias and row.estimator.assumptions.endswith(".")
+
+
+@every_choice
+def test_choices_under_transformations(row):
+    def program(tape, shift):
+        distribution = row.make(shift * jnp.ones((tape.lanes, 1)))
+        cost = lambda x: jnp.sum(jnp.sin(x.astype(shift.dtype) + shift))
+        if isinstance(row.estimator, ap.ChoiceEstimator):
+            return ap.choose(tape, distribution, lambda x: (cost(x), None), row.estimator)[0]
+        tape, x = ap.sample(tape, distribution, row.estimator)
+        return tape.cost(cost, x)
+
+    objective = jax.jit(ap.expectation(program, 4))
+    ap.testing.assert_transformable(lambda shift: objective(KEY, shift), jnp.float32(0.3), rtol=5e-5, atol=1e-5)
+
+
+@every_choice
+def test_choices_in_remat_and_jit_with_modules_closures_and_empty_arrays(row):
+    theta = parameters_of_choices(jnp.float32)
+    bodies = {"plain": lambda body: body, "remat": jax.checkpoint, "jit": jax.jit}
+    ways = {name: jax.grad(ap.expectation(chosen(row, wrap), 4), argnums=1) for name, wrap in bodies.items()}
+    found = jax.jit(lambda key, theta: {name: way(key, theta) for name, way in ways.items()})(KEY, theta)
+    assert isinstance(found["plain"]["module"], nnx.Linear)
+    for x in jax.tree.leaves(found["plain"]):
+        assert jnp.all(jnp.isfinite(x)) and (x.size == 0 or jnp.any(x != 0))
+    for name in ("remat", "jit"):
+        compare = lambda a, b: np.testing.assert_allclose(a, b, rtol=5e-5, atol=1e-5)
+        jax.tree.map(compare, found[name], found["plain"])
+
+
+@every_choice
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_dtypes_of_choices(row, dtype):
+    with jax.enable_x64(dtype == "float64"):
+        theta = parameters_of_choices(jnp.dtype(dtype))
+        value, gradient = jax.jit(jax.value_and_grad(ap.expectation(chosen(row), 4), argnums=1))(KEY, theta)
+        assert value.dtype == (jnp.float64 if dtype == "float64" else jnp.float32)
+        for x in jax.tree.leaves(gradient):
+            assert x.dtype == dtype and jnp.all(jnp.isfinite(x))
 
 
 RULES = {

@@ -81,6 +81,8 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
     """
     _require_propagators("node", (propagator,))
 
+    residuals = _Residuals() if perturbed else None
+
     def forward(inputs, flags):
         return _pair(propagator.forward(*inputs, perturbed=flags) if perturbed else propagator.forward(*inputs))
 
@@ -102,10 +104,15 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
                 "only to those: none can reach this node. Return the output in the input's dtype, as ap.skip does; or, "
                 "if nothing is to come back, call the function without ap.node."
             )
-        return output, (memory, form_of(inputs))
+        residual = memory, form_of(inputs)
+        if residuals is not None:
+            everything = jax.tree.map(lambda _: True, inputs)
+            largest = jax.eval_shape(lambda inputs: forward(inputs, everything)[1], inputs)
+            residual = residuals.packed(residual, len(jax.tree.leaves(largest)))
+        return output, residual
 
     def bwd(residual, message):
-        memory, inputs = residual
+        memory, inputs = residual if residuals is None else residuals.unpacked(residual)
         if perturbed:
             message = jax.tree.map(_instantiate, message, is_leaf=lambda m: isinstance(m, SymbolicZero))
         return check_messages(propagator.backward(memory, message), inputs)
@@ -122,6 +129,31 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
             raise ValueError(_CLOSURE) from error
 
     return function
+
+
+class _Residuals:
+    """Residuals whose structure depends on what is differentiated, in a form that does not.
+
+    JAX keeps one structure of the residual for each call in a jaxpr, that of the last trace of `fwd`. A program that is
+    evaluated again and differentiated with respect to other inputs then unpacks a residual of one structure by another
+    (JAX 0.10.2). Here the structure travels with the residual itself, as the number of columns of an empty array, and
+    all residuals are padded to one number of arrays.
+    """
+
+    def __init__(self):
+        self.structures: list[Any] = []
+
+    def packed(self, residual: Any, size: int) -> Any:
+        leaves, structure = jax.tree.flatten(residual)
+        if structure not in self.structures:
+            self.structures.append(structure)
+        number = jnp.zeros((0, self.structures.index(structure)))
+        return number, leaves, [jnp.zeros(0)] * (size - len(leaves))
+
+    def unpacked(self, packed: Any) -> Any:
+        number, *leaves = jax.tree.leaves(packed)
+        structure = self.structures[number.shape[-1]]
+        return jax.tree.unflatten(structure, leaves[: structure.num_leaves])
 
 
 _CLOSURE = (

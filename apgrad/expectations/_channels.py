@@ -33,6 +33,7 @@ def credit(
     learn: bool = False,
     residual: bool = False,
     parts: bool = False,
+    mask: jax.Array | None = None,
 ) -> Tape:
     """Charges later costs to a random choice.
 
@@ -46,6 +47,7 @@ def credit(
       residual: take the mean of the other lanes' cost-to-go, less their own baselines, off as well.
       learn: train the array towards the cost-to-go, by the gradient of (b - G)^2 / 2.
       parts: the second axis of `zero` numbers parts of a lane that are independent of each other.
+      mask: Booleans (lanes,), or (lanes, parts) with `parts`: where False, the choice is charged with nothing.
 
     Returns:
       The next tape.
@@ -60,6 +62,14 @@ def credit(
     shape = zero.shape[: 1 + parts]
     zero = zero.reshape(*shape, -1).sum(-1)
     own = None if isinstance(baseline, str) else baseline
+    if mask is not None:
+        mask = jnp.asarray(mask)
+        if jnp.shape(mask) not in (shape[:1], shape) or not jnp.issubdtype(mask.dtype, jnp.bool_):
+            raise ValueError(
+                f"{name}: the mask has shape {jnp.shape(mask)} and dtype {mask.dtype}, expected Booleans {shape}"
+            )
+        mask = mask.reshape(*mask.shape, *[1] * (len(shape) - mask.ndim))
+        zero = jnp.where(mask, zero, 0)
     others = residual or isinstance(baseline, str)
     if others and tape.lanes < 2:
         raise ValueError(
@@ -83,7 +93,7 @@ def credit(
     total = tape._total + jnp.where(finite, 0, jnp.nan).astype(dtype)
     zero = zero_with_gradient(zero).astype(dtype)
     if own is not None:
-        b = jnp.asarray(own, dtype)
+        b = jnp.asarray(own, dtype) if mask is None else jnp.where(mask, jnp.asarray(own, dtype), 0)
         taken = b - mean_of_others(b, tape._plan.folds) if residual else b
         before = tape._logp(Kind.BASELINED, len(shape)) + tape._logp(Kind.PLAIN, len(shape))
         correction = -lax.stop_gradient(taken) * jnp.exp(before) * jnp.expm1(zero)

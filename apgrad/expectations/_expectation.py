@@ -360,6 +360,11 @@ def make_plan(
             f"{ledger.interacting} lets lanes act on each other, so that halves of them are not independent, which "
             "cross_fit=True relies on. Leave it out."
         )
+    if ledger.discounting and ledger.weighing:
+        raise ValueError(
+            f"tape.discount fades what costs charge choices with, and {ledger.weighing} mixes that with pathwise "
+            "derivatives, which do not fade: the two would estimate different gradients. Use likelihood_ratio()."
+        )
     if ledger.leaving_one_out:
         warn_of_mixed_data(collected, lanes)
     # Sums of costs are kept in float32 or wider, whatever the costs' dtype.

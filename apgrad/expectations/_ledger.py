@@ -86,6 +86,7 @@ class Ledger:
         self.scoring: str | None = None  # what charges choices with costs
         self.charged_parts: str | None = None  # what charges the choices of a part with the part's own costs
         self.leaving_one_out = False  # whether a leave-one-out baseline is used
+        self.discounting = False  # whether the credit of choices fades
         self.weighing: str | None = None  # what takes weights from the samples
         self.sites: list[str] = []  # the mixers met in this trace, for `ap.adaptive`
 

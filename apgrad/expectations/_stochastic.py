@@ -52,7 +52,10 @@ def stochastic(
         whether it is one for each datum (True) or not (False).
 
     Returns:
-      A decorator; the decorated function is `(tape, *args) -> (tape, x)`, with x of shape (lanes, ...).
+      A decorator; the decorated function is `(tape, *args, mask=None) -> (tape, x)`, with x of shape (lanes, ...). The
+      mask is for episodes of different lengths: Booleans (lanes,), known before the choice, False where the lane's
+      episode is over. There the choice is charged with nothing, and no baseline adds noise. Give the tape costs that
+      are 0 there (`jnp.where(alive, c, 0)`), and the distribution parameters that are valid.
 
     Raises:
       TypeError, ValueError: at trace time, for arguments without the lane axis, a function that returns no
@@ -74,11 +77,13 @@ def stochastic(
 
     def decorate(function):
         what = f"{getattr(function, '__name__', 'stochastic function')} ({estimator.name})"
+        signature = _parameters(function)
         name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__name__)}"
 
         @functools.wraps(function)
         def stochastic_function(tape, *args, **kwargs):
             _require_tape(what, tape)
+            mask = kwargs.pop("mask", None) if "mask" not in signature else None
             args = _positional(what, function, args, kwargs)
             axes = _resolve_axes(what, in_axes, args)
             names = _argument_names(function, len(args))
@@ -107,7 +112,7 @@ def stochastic(
             for zero, baseline in charges:
                 zero = zero + guard.reshape(-1, *[1] * (zero.ndim - 1)).astype(zero.dtype)
                 b = baselines.evaluate(baseline, (axes, tape.lanes), args)
-                tape = channels.credit(tape, zero, name=what, parts=by_part, **b)
+                tape = channels.credit(tape, zero, name=what, parts=by_part, mask=mask, **b)
             return tape, channels.drawn(tape, x)
 
         # The tape is one more argument than the signature of the wrapped function has.
@@ -118,7 +123,12 @@ def stochastic(
 
 
 def sample(
-    tape: Tape, distribution: Any, estimator: Estimator | Mixer, *, parts: bool | None = None
+    tape: Tape,
+    distribution: Any,
+    estimator: Estimator | Mixer,
+    *,
+    parts: bool | None = None,
+    mask: jax.Array | None = None,
 ) -> tuple[Tape, jax.Array]:
     """Samples a distribution that is already built, for all lanes at once.
 
@@ -131,6 +141,7 @@ def sample(
       distribution: its batch shape starts with the lanes.
       estimator: as in `stochastic`.
       parts: the second batch axis numbers independent parts, as in `stochastic`.
+      mask: as for a function that `stochastic` has decorated.
 
     Returns:
       `(tape, x)`, with x of shape (lanes, ...).
@@ -168,7 +179,7 @@ def sample(
     for zero, baseline in charges:
         zero = zero + distributions.support_guard(what, distribution).astype(zero.dtype)
         b = baselines.evaluate(baseline, None, (distribution,))
-        tape = channels.credit(tape, zero, name=what, parts=by_part, **b)
+        tape = channels.credit(tape, zero, name=what, parts=by_part, mask=mask, **b)
     return tape, channels.drawn(tape, x)
 
 
@@ -194,11 +205,15 @@ def _positional(what, function, args, kwargs):
     return bound.args
 
 
-def _argument_names(function, count):
+def _parameters(function):
     try:
-        names = list(inspect.signature(function).parameters)
+        return list(inspect.signature(function).parameters)
     except (TypeError, ValueError):
-        names = []
+        return []
+
+
+def _argument_names(function, count):
+    names = _parameters(function)
     return names if len(names) == count else list(range(count))
 
 

@@ -172,6 +172,57 @@ class Tape:
         cost = self._check_cost(cost, ledger)
         return self._add(cost, ledger)
 
+    def discount(self, factor: Any) -> "Tape":
+        """Lets the credit of all choices so far fade: of later costs they are charged with a part, the factor.
+
+        Called once a step, before the step's choice, it charges a choice at step s with the costs at step t times
+        factor^(t - s): the policy gradient with discounted costs-to-go, of less variance, and **biased** for the sum of
+        the costs, unless late costs depend little on early choices. To discount the costs themselves, which biases
+        nothing, multiply what you give to `cost`. Pathwise derivatives do not fade.
+
+        A zero p of the tape becomes log(1 + factor (exp(p) - 1)), so that what costs are multiplied by, exp(p) - 1,
+        fades as a whole: its expectation stays 0 in every derivative, and with it that of all baselines. In the second
+        derivative the product of the scores of two choices fades too from the later one on, and between the two, as in
+        Loaded DiCE (Farquhar, Whiteson & Foerster, 2019).
+
+        Args:
+          factor: from 0 to 1, a scalar, or one a lane, (lanes,). It is a constant to differentiation.
+
+        Returns:
+          The next tape.
+
+        Raises:
+          ValueError: for a factor out of range; at trace time, in a program with a mixer, which adds pathwise
+            derivatives that are not faded.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
+          >>> flip = ap.stochastic(ap.likelihood_ratio())(lambda logit: dist.Bernoulli(logits=logit))
+          >>> def program(tape, logit):
+          ...     tape, x = flip(tape, logit)
+          ...     return tape.discount(0.5).cost(x.astype(jnp.float32))
+          >>> objective = ap.expectation(program, lanes=100_000)
+          >>> float(jax.grad(objective, argnums=1)(jax.random.key(0), 0.0)).__round__(2)     # half of p (1 - p)
+          0.13
+        """
+        ledger = self._require_current("discount")
+        if isinstance(factor, int | float) and not 0 <= factor <= 1:
+            raise ValueError(f"discount takes a factor from 0 to 1, got {factor}")
+        if jnp.shape(factor) not in ((), (self.lanes,)):
+            raise ValueError(f"discount takes a scalar or ({self.lanes},), one factor a lane, got {jnp.shape(factor)}")
+        ledger.discounting = True
+        if ledger.collecting:
+            return self._follow()
+
+        def fade(channel, port):
+            if channel.kind in (Kind.SUFFIX, Kind.MOMENTS):
+                return port
+            by_lane = jnp.broadcast_to(lax.stop_gradient(jnp.asarray(factor, port.dtype)), (self.lanes,))
+            by_lane = by_lane.reshape(-1, *[1] * (port.ndim - 1))
+            return by_lane * port if channel.kind == Kind.REGRESSION else jnp.log1p(by_lane * jnp.expm1(port))
+
+        return self._follow(ports={channel: fade(channel, port) for channel, port in self._ports.items()})
+
     def parallel(self, *branches: Callable[["Tape"], tuple["Tape", Any]]) -> tuple["Tape", tuple[Any, ...]]:
         """Runs branches that do not depend on each other, so that one's choices do not pay for another's costs.
 

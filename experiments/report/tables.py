@@ -181,6 +181,18 @@ def predictive_coding(results) -> Rows:
     return rows
 
 
+def collectives(results) -> Rows:
+    """What devices exchange in a step."""
+    rows = [
+        ["devices", "sharded", "collectives once", "in each turn of the loop", "bytes a step", "scratch MB a device"]
+    ]
+    for r in results["rows"]:
+        size = r["bytes_once"] + r["turns"] * r["bytes_each_turn"]
+        scratch = f"{r['temp_bytes_per_device'] / 1e6:.1f}"
+        rows.append([str(r["devices"]), r["sharded"], r["once"], r["each_turn"], f"{size:,}", scratch])
+    return rows
+
+
 TABLES = [
     Table(
         "Total propagation on the chaotic network",
@@ -276,5 +288,12 @@ TABLES = [
         "predictive_coding-paper",
         "A perceptron with two hidden layers of 300 units on MNIST, steps of 64 images.",
         predictive_coding,
+    ),
+    Table(
+        "What devices exchange",
+        "collectives-paper",
+        "Collective operations in the compiled program of one step, on simulated devices; [Scaling](scaling.md) says "
+        "what each step is. Bytes are those of the results on one device, loops counted with their 20 turns.",
+        collectives,
     ),
 ]

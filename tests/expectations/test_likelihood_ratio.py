@@ -320,3 +320,21 @@ def test_a_learned_baseline_learns_the_cost_to_go():
     phi = jnp.zeros(2)
     (phi, _), _ = jax.jit(lambda c: jax.lax.scan(update, c, jax.random.split(KEY, 200)))((phi, optimizer.init(phi)))
     np.testing.assert_allclose(phi, [1.5, 3.0], atol=0.05)
+
+
+def test_logits_of_exactly_zero_have_a_right_score():
+    # NumPyro's log-densities have kinks there, and JAX takes the derivative of a kink for 0.
+    def both(logits):
+        def program(tape, logits):
+            for make in (dist.Bernoulli, lambda logits: dist.Binomial(3, logits=logits).to_event(1)):
+                d = make(logits=jnp.broadcast_to(logits, (tape.lanes, 2)))
+                tape, x = ap.sample(tape, d, ap.likelihood_ratio())
+                tape = tape.cost(jnp.sum(x.astype(jnp.float32), axis=-1) ** 2)
+            return tape
+
+        return jax.grad(ap.expectation(program, 50), argnums=1)
+
+    gradient = both(jnp.zeros(2))
+    # At p = 1/2 the derivative of E[(x + y)^2] is n / 4 times (1 + 2 n p): for n = 1 and for n = 3.
+    wanted = np.full(2, 2 * 0.25 + 6 * 0.75)
+    ap.testing.assert_unbiased(lambda key: gradient(key, jnp.zeros(2)), wanted, KEY, 1_000)

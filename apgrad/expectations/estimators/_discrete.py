@@ -154,7 +154,7 @@ def enumerated(what: str, distribution: Any) -> tuple[jax.Array, jax.Array]:
     outcomes = values[grid].reshape(-1, 1, *shape[1:])
     outcomes = jnp.broadcast_to(outcomes, (outcomes.shape[0], *shape))
     with distributions._standard_promotion():
-        density = distribution.log_prob(outcomes)
+        density = distributions.log_prob(distribution, outcomes)
     return outcomes, density.reshape(*density.shape[:2], -1).sum(-1)
 
 

@@ -1,0 +1,139 @@
+"""What devices exchange in a step: collectives counted in the compiled program, by what is sharded.
+
+    python -m experiments.collectives                   # 1 and 8 devices
+    python -m experiments.collectives --preset paper    # 1, 8 and 64 devices
+
+No time is measured: the devices are threads of one CPU. What is counted is what XLA's partitioner has put into the
+program for that many devices: how many collective operations, and the bytes of their results on one device; an
+operation in the body of a loop counts once for each turn of the loop.
+"""
+
+import dataclasses
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from experiments import harness
+
+WHAT = (
+    "lanes",
+    "outer tasks",
+    "batch of a gradient",
+    "batch of a randomized model",
+    "weights of a gradient",
+    "weights of a randomized model",
+)
+STEPS = 20  # of the rollout
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(harness.Config):
+    """Options.
+
+    Attributes:
+      devices: numbers of simulated devices.
+    """
+
+    devices: tuple[int, ...] = (1, 8)
+
+
+PAPER = Config(devices=(1, 8, 64))
+
+
+def cells(config: Config) -> list[harness.Cell]:
+    """One for each number of devices and each thing that is sharded."""
+    return [{"devices": n, "sharded": what} for n in config.devices for what in WHAT]
+
+
+def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
+    """Counts in a process of its own, since the number of devices is fixed when JAX starts."""
+    flags = f"--xla_force_host_platform_device_count={cell['devices']}"
+    command = [sys.executable, "-m", "experiments.collectives_worker", cell["sharded"]]
+    done = subprocess.run(
+        command, env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-2000:])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+COLLECTIVE = re.compile(
+    r"= (?P<shape>\(?[^=]*?\)?) (?P<kind>all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(-start)?\("
+)
+ARRAY = re.compile(r"\b(?P<type>pred|[subf]\w*?(?P<bits>\d+))\[(?P<sizes>[\d,]*)\]")
+
+
+def count(text: str) -> dict[str, Any]:
+    r"""The collectives of a compiled program.
+
+    Args:
+      text: the program as HLO text.
+
+    Returns:
+      The number of operations by kind outside of loops and in each turn of a loop, and their bytes in all.
+
+    Example:
+      >>> found = count("ENTRY main {\n  %a = f32[4,2]{1,0} all-reduce(%b), to_apply=%sum\n}")
+      >>> found["once"], found["each turn"], found["bytes once"]
+      ({'all-reduce': 1}, {}, 32)
+    """
+    bodies = {name for pair in re.findall(r"condition=%?([\w.-]+), body=%?([\w.-]+)", text) for name in pair}
+    found: dict[str, Any] = {"once": {}, "each turn": {}, "bytes once": 0, "bytes each turn": 0}
+    inside = ""
+    for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
+        if header := re.match(r"(?:ENTRY )?%?([\w.-]+) (?:\(.*\) -> .*)?\{$", line):
+            inside = header[1]
+        if operation := COLLECTIVE.search(line):
+            when = "each turn" if inside in bodies else "once"
+            found[when][operation["kind"]] = found[when].get(operation["kind"], 0) + 1
+            found[f"bytes {when}"] += sum(_bytes(array) for array in ARRAY.finditer(operation["shape"]))
+    return found
+
+
+def _bytes(array: re.Match[str]) -> int:
+    size = 1
+    for n in array["sizes"].split(","):
+        size *= int(n or 1)
+    return size * max(1, int(array["bits"] or 8) // 8)
+
+
+def _words(counts: dict[str, int]) -> str:
+    return ", ".join(f"{n} {kind}" for kind, n in counts.items()) or "none"
+
+
+def report(config: Config, records: Sequence[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
+    """A row for each cell, and the bytes at the largest number of devices."""
+    rows = []
+    for cell, result in records:
+        rows.append(
+            {
+                **cell,
+                "once": _words(result["once"]),
+                "each_turn": _words(result["each turn"]),
+                "turns": STEPS if result["each turn"] else 0,
+                "bytes_once": result["bytes once"],
+                "bytes_each_turn": result["bytes each turn"],
+                "parameter_bytes": result["parameter bytes"],
+                "argument_bytes_per_device": result["argument bytes"],
+                "temp_bytes_per_device": result["temp bytes"],
+            }
+        )
+    most = max(config.devices)
+    figure = Figure((7, 3.2), layout="constrained")
+    axes = figure.subplots()
+    shown = [r for r in rows if r["devices"] == most][::-1]
+    axes.barh([r["sharded"] for r in shown], [r["bytes_once"] + r["turns"] * r["bytes_each_turn"] for r in shown])
+    axes.set(xscale="log", xlabel=f"bytes that a device exchanges in a step, {most} devices")
+    lines = [f"{r['devices']:3d} {r['sharded']:30s} once: {r['once']}; each turn: {r['each_turn']}" for r in rows]
+    table = "\n".join(lines)
+    return harness.Report({}, rows, table, figure)
+
+
+if __name__ == "__main__":
+    harness.main()

@@ -1,0 +1,289 @@
+"""Variational autoencoders with binary latents: the test bound and gradient variance of every estimator in training.
+
+    python -m experiments.discrete_vae                                 # linear, 20 latents, digits: under two minutes
+    python -m experiments.discrete_vae --preset paper                  # MNIST if APGRAD_DATA has it, 200 latents: hours
+
+The setting of Tucker et al. (2017), Grathwohl et al. (2018) and Dong et al. (2020): images, binarized anew in every
+minibatch, an encoder to independent Bernoulli latents and a decoder back, either linear or with a hidden layer of tanh
+units ("two-layer"). The bound is
+
+    log p(x)  >=  E_q[log p(x | z)] - KL(q(z | x) || p(z)),
+
+whose second term is known exactly, so that an estimator has the reconstruction alone to deal with. Each image is a
+lane; estimators look at several latent codes of the same image, and none at those of other images.
+
+Every method has the same optimizer and the same minibatches. REBAR's and RELAX's control variates and the learned
+baseline are trained beside the model, the control variates ten times as fast. The variance is that of the encoder's
+gradient on one fixed minibatch, summed over its parameters. Seconds are the processor's.
+"""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import optax
+from flax import nnx
+from matplotlib.figure import Figure
+
+import apgrad as ap
+from experiments import harness
+from experiments.benchmarks.discrete_choices import Control
+
+METHODS: dict[str, Callable[[Any], Any]] = {
+    "learned baseline": lambda control: None,
+    "RLOO, 2": lambda control: ap.rloo(2),
+    "RLOO, 4": lambda control: ap.rloo(4),
+    "ARM": lambda control: ap.arm(),
+    "DisARM": lambda control: ap.disarm(),
+    "REBAR": lambda control: ap.rebar(jnp.exp(control["log_temperature"]), control["eta"]),
+    "RELAX": lambda control: ap.relax(control),
+    "double control variates, 2": lambda control: ap.double_control_variates(2),
+    "straight-through": lambda control: ap.straight_through(),
+    "Gumbel-softmax": lambda control: ap.gumbel_softmax(0.5),
+    "ReinMax": lambda control: ap.reinmax(),
+}
+BATCH = 50
+HIDDEN = 100
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(harness.Config):
+    """Options of this experiment.
+
+    Attributes:
+      data: "digits" or "mnist"; the digits stand in for MNIST where it is missing.
+      networks: "linear" and "two-layer".
+      latents: how many.
+      methods: names in METHODS.
+      seeds: how many runs of each.
+      steps: of training.
+      records: how often bound and variance are measured in a run.
+      learning_rate: of Adam.
+    """
+
+    data: str = "digits"
+    networks: tuple[str, ...] = ("linear",)
+    latents: tuple[int, ...] = (20,)
+    methods: tuple[str, ...] = ("learned baseline", "RLOO, 2", "DisARM", "REBAR", "straight-through")
+    seeds: int = 1
+    steps: int = 1_000
+    records: int = 5
+    learning_rate: float = 3e-3
+
+
+PAPER = Config(
+    data="mnist",
+    networks=("linear", "two-layer"),
+    latents=(20, 200),
+    methods=tuple(METHODS),
+    seeds=3,
+    steps=100_000,
+    records=20,
+    learning_rate=1e-3,
+)
+PARTIAL = True
+
+
+def images(name: str) -> tuple[jax.Array, jax.Array, str]:
+    """Intensities between 0 and 1 of the training and the test images, as rows, and what they are."""
+    data = ap.meta.data.load_bytes(name, or_digits=True)
+    flat = [np.asarray(x, np.float32).reshape(len(x), -1) for x in (data.x_train, data.x_test)]
+    train, test = (jnp.asarray(x / flat[0].max()) for x in flat)
+    return train, test, data.description
+
+
+def layers(key: jax.Array, sizes: tuple[int, ...]) -> list[dict[str, jax.Array]]:
+    """A network's parameters, layer by layer."""
+    keys = jax.random.split(key, len(sizes) - 1)
+    return [
+        {"w": jax.random.normal(k, (n, m)) / np.sqrt(n), "b": jnp.zeros(m)}
+        for k, n, m in zip(keys, sizes[:-1], sizes[1:], strict=True)
+    ]
+
+
+def apply(network: list[dict[str, jax.Array]], x: jax.Array) -> jax.Array:
+    """The network's output, with tanh between layers."""
+    for layer in network[:-1]:
+        x = jnp.tanh(x @ layer["w"] + layer["b"])
+    return x @ network[-1]["w"] + network[-1]["b"]
+
+
+def start(key: jax.Array, network: str, pixels: int, latents: int, method: str) -> Any:
+    """The model's parameters, those of the baseline and those of the control variate."""
+    hidden = (HIDDEN,) if network == "two-layer" else ()
+    keys = jax.random.split(key, 3)
+    controls = {
+        "REBAR": lambda: {"log_temperature": jnp.float32(np.log(0.5)), "eta": jnp.float32(1.0)},
+        "RELAX": lambda: Control(latents, nnx.Rngs(0)),
+    }
+    return {
+        "encoder": layers(keys[0], (pixels, *hidden, latents)),
+        "decoder": layers(keys[1], (latents, *hidden, pixels)),
+        "prior": jnp.zeros(latents),
+        "baseline": layers(keys[2], (pixels, HIDDEN, 1)),
+        "control": controls.get(method, lambda: None)(),
+    }
+
+
+def divergence(logits: jax.Array, prior: jax.Array) -> jax.Array:
+    """KL of independent Bernoulli choices with these logits against others, summed over the last axis."""
+    q = jax.nn.sigmoid(logits)
+    return jnp.sum(q * (logits - prior) + jax.nn.softplus(prior) - jax.nn.softplus(logits), axis=-1)
+
+
+def program(method: str) -> Callable[..., ap.Tape]:
+    """`program(tape, parameters, x)`: the negative bound of each image."""
+
+    def reconstruction(z, x, decoder):
+        logits = apply(decoder, z.astype(jnp.float32))
+        return jnp.sum(jax.nn.softplus(logits) - x * logits)
+
+    def run(tape, parameters, x):
+        logits = apply(parameters["encoder"], x)
+        q, decoder = dist.Bernoulli(logits=logits), parameters["decoder"]
+        tape = tape.cost(divergence(logits, parameters["prior"]))
+        made = METHODS[method](parameters["control"])
+        if isinstance(made, ap.ChoiceEstimator):
+            return ap.choose(tape, q, lambda z, x: (reconstruction(z, x, decoder), None), made, x)[0]
+        if made is None:
+            made = ap.likelihood_ratio(ap.learned_baseline(lambda q: 20 * apply(parameters["baseline"], x)[:, 0]))
+        tape, z = ap.sample(tape, q, made)
+        return tape.cost(lambda z, x: reconstruction(z, x, decoder), z, x)
+
+    return run
+
+
+def binarized(key: jax.Array, intensities: jax.Array) -> jax.Array:
+    """Black and white images."""
+    return jax.random.bernoulli(key, intensities).astype(jnp.float32)
+
+
+def cells(config: Config) -> list[dict[str, Any]]:
+    """Every network, number of latents, method and seed."""
+    return [
+        {"network": network, "latents": latents, "method": method, "run": run}
+        for network in config.networks
+        for latents in config.latents
+        for method in config.methods
+        for run in range(config.seeds)
+    ]
+
+
+@functools.cache
+def functions(config: Config, method: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Training from one record to the next, and a look at bound and variance: both compiled once for all runs."""
+    train_images, test_images, _ = images(config.data)
+    objective = ap.expectation(program(method), BATCH)
+    tested = ap.expectation(program("RLOO, 2"), len(test_images))
+    optimizer = optax.adam(config.learning_rate)
+
+    def minibatch(key):
+        chosen, pixel_key = jax.random.split(key)
+        rows = jax.random.randint(chosen, (BATCH,), 0, len(train_images))
+        return binarized(pixel_key, train_images[rows])
+
+    @jax.jit
+    def train(key, parameters, state, step):
+        data_key, noise = jax.random.split(key)
+
+        def body(carry, step):
+            parameters, state = carry
+            x = minibatch(jax.random.fold_in(data_key, step))
+            gradient = jax.grad(objective, argnums=1)(jax.random.fold_in(noise, step), parameters, x)
+            updates, state = optimizer.update(gradient, state)
+            faster = jax.tree.map(lambda u: 10 * u, updates["control"])
+            return (optax.apply_updates(parameters, updates | {"control": faster}), state), None
+
+        return jax.lax.scan(body, (parameters, state), step + jnp.arange(config.steps // config.records))[0]
+
+    @jax.jit
+    def look(key, parameters):
+        x = binarized(key, test_images)
+        same_for_all = parameters | {"control": None}
+        bounds = jax.lax.map(lambda key: -tested(key, same_for_all, x), jax.random.split(key, 5))
+        x = minibatch(key)
+        encoder = lambda key: jax.grad(objective, argnums=1)(key, parameters, x)["encoder"]
+        gradients = jax.lax.map(encoder, jax.random.split(key, 50))
+        return jnp.mean(bounds), sum(jnp.sum(jnp.var(g, axis=0, ddof=1)) for g in jax.tree.leaves(gradients))
+
+    return train, look
+
+
+def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
+    """Bound and variance along one training. Runs of one number have the same start and minibatches."""
+    train_images, _, description = images(config.data)
+    init_key, train_key, look_key = jax.random.split(jax.random.key(cell["run"]), 3)
+    parameters = start(init_key, cell["network"], train_images.shape[1], cell["latents"], cell["method"])
+    state, seconds = optax.adam(config.learning_rate).init(parameters), 0.0
+    train, look = functions(config, cell["method"])
+    jax.block_until_ready(train(train_key, parameters, state, 0))  # compiled before the clock starts
+    curve = [(0, 0.0, *map(float, look(look_key, parameters)))]
+    every = config.steps // config.records
+    for record in range(config.records):
+        begun = time.process_time()
+        parameters, state = jax.block_until_ready(train(train_key, parameters, state, record * every))
+        seconds += time.process_time() - begun
+        curve.append(((record + 1) * every, seconds, *map(float, look(look_key, parameters))))
+    steps, at, bounds, variances = map(list, zip(*curve, strict=True))
+    return {"images": description, "steps": steps, "seconds": at, "bound": bounds, "variance": variances}
+
+
+def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
+    """The last bounds with standard errors over runs, and curves."""
+    groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
+    for cell, result in records:
+        groups.setdefault((cell["network"], cell["latents"], cell["method"]), []).append(result)
+    rows, figures = [], {"images": records[0][1]["images"]}
+    for (network, latents, method), results in groups.items():
+        last = np.array([r["bound"][-1] for r in results])
+        row = {
+            "network": network,
+            "latents": latents,
+            "method": method,
+            "runs": len(results),
+            "bound": float(last.mean()),
+            "standard_error": float(last.std(ddof=1) / np.sqrt(len(last))) if len(last) > 1 else None,
+            "variance_first": float(np.mean([r["variance"][1] for r in results])),
+            "variance_last": float(np.mean([r["variance"][-1] for r in results])),
+            "milliseconds_a_step": float(np.median([1e3 * r["seconds"][-1] / r["steps"][-1] for r in results])),
+        }
+        rows.append(row)
+        figures[f"{network}, {latents} latents: {method}"] = {k: row[k] for k in list(row)[3:]}
+    head = f"{'network':<10} {'latents':>7} {'method':<27} {'bound':>9} {'± s.e.':>7} {'variance':>10} {'ms/step':>8}"
+    lines = [head]
+    for r in rows:
+        error = "" if r["standard_error"] is None else f"{r['standard_error']:.2f}"
+        lines.append(
+            f"{r['network']:<10} {r['latents']:>7} {r['method']:<27} {r['bound']:>9.2f} {error:>7} "
+            f"{r['variance_last']:>10.3g} {r['milliseconds_a_step']:>8.2f}"
+        )
+    return harness.Report(figures, rows, "\n".join(lines), _figure(groups))
+
+
+def _figure(groups):
+    settings = list(dict.fromkeys((network, latents) for network, latents, _ in groups))
+    figure = Figure(figsize=(12, 3.6 * len(settings)), layout="constrained")
+    panels = figure.subplots(len(settings), 3, squeeze=False)
+    colours = dict(zip(METHODS, [f"C{i}" for i in range(10)] + ["black"], strict=True))
+    for line, setting in zip(panels, settings, strict=True):
+        for (network, latents, method), results in groups.items():
+            if (network, latents) != setting:
+                continue
+            curves = {k: np.mean([r[k] for r in results], axis=0) for k in ("steps", "seconds", "bound", "variance")}
+            for axes, x, y in zip(line, ("steps", "seconds", "steps"), ("bound", "bound", "variance"), strict=True):
+                axes.plot(curves[x][1:], curves[y][1:], color=colours[method], label=method, linewidth=1)
+                axes.set(xlabel=x, ylabel=f"test {y}" if y == "bound" else "variance of the encoder's gradient")
+        line[2].set_yscale("log")
+        line[0].set_title(f"{setting[0]}, {setting[1]} latents")
+        line[0].legend(fontsize=6)
+    return figure
+
+
+if __name__ == "__main__":
+    harness.main()

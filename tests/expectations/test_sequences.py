@@ -1,0 +1,174 @@
+"""Sequences: groups of samples as baselines, credit that fades, and episodes of different lengths."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+
+import apgrad as ap
+
+KEY = jax.random.key(0)
+STEPS = 3
+THETA = jnp.array([0.3, -0.6])
+
+
+def logit(theta, t, before):
+    return theta[0] + theta[1] * before * (1.0 + 0.5 * t)
+
+
+def cost_at(t, x, before):
+    return (1.5 * x - 0.4) * (1.0 + before) * (1.0 + t)
+
+
+def faded(factor, theta, end=lambda t, xs: False):
+    """The expectation of the sum over t of c_t e_t, where e_t = (1 + factor (e_{t-1} - 1)) exp(l_t - its own value)."""
+    total = 0.0
+    for xs in itertools.product((0.0, 1.0), repeat=STEPS):
+        before, e, probability, value = 1.0, 1.0, 1.0, 0.0
+        for t, x in enumerate(xs):
+            density = -jax.nn.softplus((1 - 2 * x) * logit(theta, t, before))
+            over = end(t, xs[:t])
+            probability = probability * jax.lax.stop_gradient(jnp.exp(density))
+            e = (1 + factor * (e - 1)) * (1.0 if over else jnp.exp(density - jax.lax.stop_gradient(density)))
+            value = value + (0.0 if over else cost_at(t, x, before)) * e
+            before = x
+        total = total + probability * value
+    return total
+
+
+def program(estimator, factor):
+    flip = ap.stochastic(estimator, in_axes=(None, None, 0))(
+        lambda theta, t, x: dist.Bernoulli(logits=logit(theta, t, x))
+    )
+
+    def run(tape, theta):
+        def step(carry, t):
+            tape, before = carry
+            tape, x = flip(tape.discount(factor), theta, t, before)
+            x = x.astype(jnp.float32)
+            return (tape.cost(cost_at(t, x, before)), x), None
+
+        return jax.lax.scan(step, (tape, jnp.ones(tape.lanes)), jnp.arange(STEPS, dtype=jnp.float32))[0][0]
+
+    return run
+
+
+BASELINES = {
+    "leave_one_out": "leave_one_out",
+    "function": lambda theta, t, before: 3.0 - t + before,
+    "learned": ap.learned_baseline(lambda theta, t, before: 3.0 - t + before),
+}
+
+
+@pytest.mark.parametrize("baseline", BASELINES.values(), ids=BASELINES.keys())
+def test_faded_credit_is_exact_to_second_order(baseline):
+    factor = 0.6
+    objective = ap.expectation(program(ap.likelihood_ratio(baseline), factor), 100)
+
+    def derivatives(key):
+        gradient = jax.grad(objective, argnums=1)
+        return gradient(key, THETA), jax.grad(lambda theta: jnp.sum(gradient(key, theta)))(THETA)
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        theta = jnp.asarray(THETA, float)
+        first = jax.grad(faded, argnums=1)
+        wanted = jax.jit(lambda: (first(factor, theta), jax.grad(lambda u: jnp.sum(first(factor, u)))(theta)))()
+    ap.testing.assert_unbiased(derivatives, jax.tree.map(np.asarray, wanted), KEY, 1_000)
+
+
+def test_a_learned_baseline_learns_the_faded_cost_to_go():
+    value = ap.learned_baseline(lambda b: b)
+    flip = ap.stochastic(ap.likelihood_ratio(value), in_axes=(None,))(lambda b: dist.Bernoulli(probs=0.5))
+
+    def run(tape, b):
+        tape, _ = flip(tape, b)
+        return tape.discount(0.5).cost(jnp.full(tape.lanes, 8.0))
+
+    assert jax.grad(ap.expectation(run, 4), argnums=1)(KEY, 1.0) == 1.0 - 4.0
+
+
+def test_discount_refuses_what_it_would_get_wrong():
+    run = lambda tape, theta: ap.sample(
+        tape.discount(0.5), dist.Normal(theta * jnp.ones(tape.lanes), 1.0), ap.total_propagation()
+    )[0].cost(jnp.ones(4))
+    with pytest.raises(ValueError, match=r"tape.discount fades.*total_propagation"):
+        ap.expectation(run, 4)(KEY, 1.0)
+    for factor, message in ((1.5, "from 0 to 1"), (jnp.ones(3), "one factor a lane")):
+        with pytest.raises(ValueError, match=message):
+            ap.expectation(lambda tape, factor=factor: tape.discount(factor).cost(jnp.ones(4)), 4)(KEY)
+
+
+def masked_program(baseline, masked):
+    """An episode ends after the first 1; what is drawn later plays no part."""
+    flip = ap.stochastic(ap.likelihood_ratio(baseline), in_axes=(None, None, 0))(
+        lambda theta, t, x: dist.Bernoulli(logits=logit(theta, t, x))
+    )
+
+    def run(tape, theta):
+        def step(carry, t):
+            tape, before, alive = carry
+            tape, x = flip(tape, theta, t, before, mask=alive if masked else None)
+            x = x.astype(jnp.float32)
+            tape = tape.cost(jnp.where(alive, cost_at(t, x, before) + 5.0, 0.0))
+            return (tape, x, alive & (x == 0)), None
+
+        start = (tape, jnp.ones(tape.lanes), jnp.ones(tape.lanes, bool))
+        return jax.lax.scan(step, start, jnp.arange(STEPS, dtype=jnp.float32))[0][0]
+
+    return run
+
+
+def test_masked_choices_of_finished_episodes_are_charged_with_nothing():
+    # Exact: with the choices of finished episodes left out of the density, and the 5 a step added to the costs.
+    def expected(theta):
+        over = lambda t, xs: any(xs)
+        length = 0.0
+        alive, before = 1.0, 1.0
+        for t in range(STEPS):
+            length += alive
+            alive, before = alive * jax.nn.sigmoid(-logit(theta, t, before)), 0.0
+        return faded(1.0, theta, over) + 5.0 * length
+
+    gradients = {
+        name: jax.grad(ap.expectation(masked_program(lambda *_: 10.0, masked), 20), argnums=1)
+        for name, masked in (("masked", True), ("not masked", False))
+    }
+    estimate = lambda key: {name: gradient(key, THETA) for name, gradient in gradients.items()}
+    wanted = np.asarray(jax.jit(jax.grad(expected))(THETA))
+    ap.testing.assert_unbiased(estimate, dict.fromkeys(gradients, wanted), KEY, 2_000)
+    variance = ap.testing.moments(estimate, KEY, 2_000).variance
+    assert variance["masked"].sum() < 0.5 * variance["not masked"].sum()
+
+
+@pytest.mark.quick
+def test_masks_that_fit_nothing_are_errors():
+    flip = ap.stochastic(ap.likelihood_ratio())(lambda p: dist.Bernoulli(probs=p))
+    for mask in (jnp.ones(4), jnp.ones(3, bool)):
+        with pytest.raises(ValueError, match="expected Booleans"):
+            ap.expectation(lambda tape, mask=mask: flip(tape, 0.5, mask=mask)[0].cost(jnp.ones(4)), 4)(KEY)
+
+
+def test_groups_of_samples_are_the_lanes_of_the_data_axis():
+    # RLOO for P prompts with G answers each: the baseline of an answer is the mean reward of the other answers to the
+    # same prompt. The mean of all answers of the group, GRPO's, gives (G - 1) / G of that gradient.
+    prompts, group = 3, 4
+    skill = jnp.array([0.5, -1.0, 2.0])
+    reward = lambda x: x * jnp.arange(1.0, prompts + 1) - 10.0 * jnp.arange(0.0, prompts)
+
+    def run(tape, theta):
+        d = dist.Bernoulli(logits=jnp.broadcast_to(theta * skill, (tape.lanes, prompts)))
+        tape, x = ap.sample(tape, d, ap.likelihood_ratio(), parts=True)
+        x = x.astype(jnp.float32)
+        return tape.cost(-reward(x)), x
+
+    objective = ap.expectation(run, lanes=group, data=prompts, has_aux=True)
+    gradient, x = jax.jit(jax.grad(objective, argnums=1, has_aux=True))(KEY, 0.3)
+    score = (x - jax.nn.sigmoid(0.3 * skill)) * skill
+    rewards = reward(x)
+    rloo = rewards - (rewards.sum(0) - rewards) / (group - 1)
+    grpo = rewards - rewards.mean(0)
+    np.testing.assert_allclose(gradient, -jnp.mean(rloo * score), rtol=1e-5)
+    np.testing.assert_allclose(gradient * (group - 1) / group, -jnp.mean(grpo * score), rtol=1e-5)

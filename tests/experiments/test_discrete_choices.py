@@ -1,0 +1,64 @@
+"""The exact variances of the benchmark of discrete choices, and the estimators' own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+
+import apgrad as ap
+from experiments import discrete_vae as vae
+from experiments.benchmarks import discrete_choices as bench
+
+# One choice with the cost (b - .499)^2, with respect to the logit.
+KNOWN = {
+    0.5: {"rloo, 2": 2.5e-7, "reinforce": 1.5625e-2, "disarm": 0.0},
+    0.1: {"rloo, 2": 1.476e-7, "reinforce": 5.66e-3, "disarm": 1.296e-7},
+}
+
+
+@pytest.mark.parametrize("theta", KNOWN)
+def test_exact_variances_are_the_known_ones(theta):
+    for method, wanted in KNOWN[theta].items():
+        np.testing.assert_allclose(bench.exact_variance(method, (theta,)), wanted, rtol=2e-3, atol=1e-15)
+
+
+@pytest.mark.parametrize("problem", ["toy, theta .5", "toy, theta .1", "quadratic, 6"])
+def test_the_estimators_have_their_exact_variances(problem):
+    logits = bench.logits_of(problem)
+    methods = ("reinforce", "rloo, 2", "arm", "disarm")
+    gradients = {method: jax.grad(bench.objective(method, 1), argnums=1) for method in methods}
+
+    @jax.jit
+    def estimates(keys):
+        return jax.lax.map(lambda k: {m: g(k, logits, None) for m, g in gradients.items()}, keys, batch_size=500)
+
+    for method, samples in estimates(jax.random.split(jax.random.key(0), 20_000)).items():
+        samples = np.asarray(samples, np.float64)
+        squares = np.sum((samples - samples.mean(axis=0)) ** 2, axis=1)
+        exact = bench.exact_variance(method, bench.PROBLEMS[problem])
+        # float32 adds the rounding of a cost of .25 to a difference of costs
+        assert abs(squares.mean() - exact) < 4 * squares.std() / np.sqrt(len(squares)) + 1e-4 * exact + 1e-14, method
+
+
+def test_the_autoencoders_gradients_are_exact_on_average_and_its_divergence_is():
+    x = jnp.array([[1.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 0.0]])
+    logits, prior = jnp.array([0.3, -1.2]), jnp.array([-0.4, 0.5])
+    coins = dist.Bernoulli(logits=logits).to_event(1), dist.Bernoulli(logits=prior).to_event(1)
+    z = jnp.array([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]])
+    with jax.numpy_dtype_promotion("standard"):
+        q, p = (c.log_prob(z) for c in coins)
+    np.testing.assert_allclose(vae.divergence(logits, prior), jnp.sum(jnp.exp(q) * (q - p)), rtol=1e-5)
+
+    def gradient(method):
+        parameters = vae.start(jax.random.key(1), "linear", 4, 2, method)
+        of = jax.grad(ap.expectation(vae.program(method), 2), argnums=1)
+        return lambda key: {name: of(key, parameters, x)[name] for name in ("encoder", "decoder", "prior")}
+
+    vae.METHODS["enumeration"] = lambda control: ap.enumeration()
+    try:
+        exact = jax.tree.map(np.asarray, jax.jit(gradient("enumeration"))(jax.random.key(0)))
+    finally:
+        del vae.METHODS["enumeration"]
+    for method in ("learned baseline", "RLOO, 2", "DisARM", "REBAR", "RELAX", "double control variates, 2"):
+        ap.testing.assert_unbiased(gradient(method), exact, jax.random.key(2), 2_000)
