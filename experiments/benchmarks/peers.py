@@ -115,14 +115,15 @@ def surrogate(problem: str, samples: int) -> Callable[..., Any]:
     """The gradient of a surrogate loss, as it is written by hand."""
 
     def of_data(theta, key):
-        z = lax.stop_gradient(dist.Bernoulli(logits=theta).sample(key, (samples,)).astype(theta.dtype))
+        p = jax.nn.sigmoid(lax.stop_gradient(theta))
+        z = jax.random.bernoulli(key, p, (samples, len(DATA))).astype(theta.dtype)
         score = log_bernoulli(theta, z)
         return jnp.mean(jnp.sum(score * lax.stop_gradient(score + fit(z, DATA)), axis=-1))
 
     def of_chain(theta, key):
         def step(x, key):
             logit, follow = move(theta, x)
-            a = lax.stop_gradient(dist.Bernoulli(logits=logit).sample(key).astype(theta.dtype))
+            a = jax.random.bernoulli(key, jax.nn.sigmoid(lax.stop_gradient(logit))).astype(theta.dtype)
             after, cost = follow(a)
             return after, (log_bernoulli(logit, a), cost)
 
