@@ -1,4 +1,4 @@
-"""What a newcomer meets first: figures where pyplot looks for them, tables that fit, messages that say what to install."""
+"""What a newcomer meets first: figures where pyplot finds them, tables that fit, messages that name what is missing."""
 
 import inspect
 import sys
