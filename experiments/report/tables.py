@@ -87,10 +87,11 @@ def outer_gradients(results) -> Rows:
     for name in dict.fromkeys(r["estimator"] for r in results["rows"]):
         row = [name]
         for theta in (0.1, 0.9):
-            r = found.get((name, theta))
-            usable = r is not None and r["variance"] is not None
-            row.append(f"{r['variance']:.2g}" if usable else "-")
-            row.append(figure(Value(r["bias"], r["bias_standard_error"])) if usable and r["variance"] < 1e6 else "-")
+            r = found.get((name, theta), {"variance": None})
+            variance = r["variance"]
+            row.append("-" if variance is None else f"{variance:.2g}")
+            tame = variance is not None and variance < 1e6
+            row.append(figure(Value(r["bias"], r["bias_standard_error"])) if tame else "-")
         rows.append(row)
     return rows
 
