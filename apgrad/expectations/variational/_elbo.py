@@ -263,6 +263,11 @@ def _run(elbo, key, shared_key, params, model, guide, args, kwargs, given):
                 latent = not site["is_observed"]
                 if prefix == "model " and latent and name not in draw.sites:
                     raise ValueError(f"variational.elbo: the model's latent site {name} is not in the guide")
+                if prefix == "guide " and latent and name not in draw.sites:
+                    raise ValueError(
+                        f"variational.elbo: the guide's site {name} was drawn out of sight, in a scan or cond of "
+                        "NumPyro. Write the loop out, or the model as a program of ap.expectation, which may scan."
+                    )
                 log_prob = _log_prob(site)
                 if prefix == "guide " and latent and (draw.sites[name].zero is not None or elbo.sticking):
                     # The derivative of log q at a fixed sample has a variance and no mean; see the module's text.
