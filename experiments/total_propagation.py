@@ -215,6 +215,8 @@ def _plot_ratios(ax, rows):
     betas = sorted({r["beta"] for r in rows})
     for method, (colour, line) in STYLES.items():
         found = {r["beta"]: r for r in rows if r["method"] == method}
+        if not found:
+            continue
         values, low, high = (np.array([found[b][k] for b in betas]) for k in ("ratio", "ratio_low", "ratio_high"))
         ax.plot(betas, values, line, color=colour, marker="o", ms=3, lw=2 if method == DEFAULT else 1.2, label=method)
         if method == DEFAULT:

@@ -88,9 +88,10 @@ def outer_gradients(results) -> Rows:
         row = [name]
         for theta in (0.1, 0.9):
             r = found.get((name, theta), {"variance": None})
-            variance, small = r["variance"], (r["variance"] or 1e6) < 1e6
+            variance = r["variance"]
             row.append("-" if variance is None else f"{variance:.2g}")
-            row.append(figure(Value(r["bias"], r["bias_standard_error"])) if small else "-")
+            tame = variance is not None and variance < 1e6
+            row.append(figure(Value(r["bias"], r["bias_standard_error"])) if tame else "-")
         rows.append(row)
     return rows
 
