@@ -5,7 +5,6 @@ reStructuredText, and napoleon reads their sections. The address of the reposito
 """
 
 import re
-import shutil
 import tomllib
 from pathlib import Path
 
@@ -106,12 +105,13 @@ def skip_fields(app, what, name, obj, skip, options):
 
 
 def copy_notebooks(app, config):
-    """Sphinx reads notebooks in its own folder only; the copies are not committed."""
+    """Sphinx reads notebooks in its own folder only; the copies are not committed, and link from docs/notebooks."""
     target = HERE / "notebooks"
     target.mkdir(exist_ok=True)
     for path in (ROOT / "notebooks").glob("*.ipynb"):
-        if not (target / path.name).exists() or (target / path.name).read_bytes() != path.read_bytes():
-            shutil.copyfile(path, target / path.name)
+        text, copy = path.read_text().replace("](../docs/", "](../"), target / path.name
+        if not copy.exists() or copy.read_text() != text:
+            copy.write_text(text)
 
 
 def setup(app):

@@ -196,6 +196,7 @@ def functions(config: Config, method: str) -> tuple[Callable[..., Any], Callable
             parameters, state = carry
             x = minibatch(jax.random.fold_in(data_key, step))
             gradient = jax.grad(objective, argnums=1)(jax.random.fold_in(noise, step), parameters, x)
+            updates: Any
             updates, state = optimizer.update(gradient, state)
             faster = jax.tree.map(lambda u: 10 * u, updates["control"])
             return (optax.apply_updates(parameters, updates | {"control": faster}), state), None

@@ -8,6 +8,7 @@ optimization barriers** (its pass `cse_barrier_expander`), and with them all tha
 scan. So the report compiles with this pass switched off there, and says so.
 """
 
+import sys
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from apgrad._ground.pictures import new_figure
 from apgrad._programs import jaxprs
 from apgrad._programs.kinds import IDENTITY
 from apgrad.memory._randomize import randomize
@@ -74,21 +76,30 @@ class MemoryReport(NamedTuple):
         lines = [f"{'':{width}}  residuals MB   less  temp MB   less"]
         for name, row in self.rows.items():
             parts = [
-                f"{mine / 1e6:{w}.3f} {full / max(mine, 1):5.1f}x"
+                f"{mine / 1e6:{w}.3f} {_times_less(mine, full):>6}"
                 for w, mine, full in (
                     (12, row.residual_bytes, first.residual_bytes),
                     (8, row.temp_bytes, first.temp_bytes),
                 )
             ]
             lines.append(f"{name:{width}}  {' '.join(parts)}")
+        largest = sorted(first.residuals, key=lambda r: -r.nbytes)[:5]
+        kept = [f"  {r.nbytes / 1e6:.3f} MB  {r.name}  {r.dtype}{list(r.shape)}" for r in largest]
+        if kept:
+            lines += [f"the largest of {len(first.residuals)} arrays that {next(iter(self.rows))} keeps:", *kept]
         return "\n".join([*lines, self.note])
 
-    def plot(self, ax: Any) -> Any:
+    def plot(self, ax: Any = None) -> Any:
         """Draws the rows as horizontal bars.
 
         Args:
-          ax: matplotlib axes.
+          ax: matplotlib axes; those of a new figure if not given.
+
+        Returns:
+          The axes; `ax.figure` is the figure.
         """
+        if ax is None:
+            ax = new_figure((7.0, 1.2 + 0.4 * len(self.rows))).subplots()
         names = list(self.rows)
         for i, (label, pick) in enumerate(
             {"residuals": lambda r: r.residual_bytes, "compiled temp": lambda r: r.temp_bytes}.items()
@@ -100,6 +111,11 @@ class MemoryReport(NamedTuple):
         ax.set_xlabel("MB")
         ax.legend(frameon=False)
         return ax
+
+
+def _times_less(mine: int, full: int) -> str:
+    """How many times less than reverse mode, where both are of a size to be compared."""
+    return f"{full / mine:.1f}x" if mine * 1000 > full else "-"
 
 
 def residuals(function: Callable[..., Any], *args: Any) -> tuple[Residual, ...]:
@@ -189,7 +205,9 @@ def memory_report(
     functions |= dict(variants or {})
     cpu = jax.default_backend() == "cpu"
     rows = {}
-    for name, f in functions.items():
+    for i, (name, f) in enumerate(functions.items()):
+        if sys.stderr.isatty():  # compiling a large model takes minutes
+            print(f"memory_report: {name}, {i + 1} of {len(functions)} gradients to compile", file=sys.stderr)
         kept = residuals(f, *args)
         rows[name] = MemoryBytes(sum(r.nbytes for r in kept), temp_bytes(f, *args), kept)
     note = "compiled on the CPU with optimization barriers kept (XLA drops them there by default)" if cpu else ""

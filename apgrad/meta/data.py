@@ -123,7 +123,7 @@ def load_bytes(name: str = "digits", *, folder: str | Path | None = None, or_dig
 
 
 def _digits(missing: str) -> Images:
-    from sklearn import datasets
+    datasets = _datasets()
 
     x, y = datasets.load_digits(return_X_y=True)
     x, n = np.round(x.reshape(-1, 8, 8) * (255 / 16)), DIGITS
@@ -155,8 +155,7 @@ def _stored(source, folder):
 
 
 def _download(name, source):
-    from sklearn import datasets
-
+    datasets = _datasets()
     try:
         x, y = datasets.fetch_openml(source.title, version=1, return_X_y=True, as_frame=False, parser="liac-arff")
     except Exception as error:  # the network, the server, the cache: each its own exceptions
@@ -168,6 +167,14 @@ def _download(name, source):
     x = np.asarray(x).reshape(-1, source.channels, source.side, source.side).transpose(0, 2, 3, 1)
     y, n = np.asarray(y).astype(np.int32), source.train
     return x[:n], y[:n], x[n:], y[n:]
+
+
+def _datasets():
+    try:
+        from sklearn import datasets
+    except ImportError as error:
+        raise ImportError('images come by scikit-learn: pip install scikit-learn, or the extra "meta"') from error
+    return datasets
 
 
 def _scale(images, size, antialias):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from apgrad._ground.pictures import new_figure
 from apgrad._programs import jaxprs
 from apgrad._programs.kinds import NO_DERIVATIVE
 from apgrad.tracing._influence import Influence, PathKind
@@ -282,13 +283,7 @@ def _mean(values):
 
 
 def _figure(size):
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "this figure wants matplotlib: pip install matplotlib. ap.tracing.graphviz does not."
-        ) from error
-    return Figure(figsize=size, layout="constrained")
+    return new_figure(size, "ap.tracing.graphviz does without.")
 
 
 def _quote(text):

@@ -45,6 +45,18 @@ class Influence:
     parameters: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     kind: str = dataclasses.field(metadata={"static": True})
 
+    def to_dict(self, weighed: bool = False) -> dict[str, dict[str, float]]:
+        """The shares by parameter and component, the mean over leading axes.
+
+        Args:
+          weighed: give the share of |gradient| in place of the share of elements.
+        """
+        values = np.asarray(self.gradient if weighed else self.share, float)
+        values = values.reshape(-1, *values.shape[-2:]).mean(0)
+        return {
+            p: dict(zip(self.components, values[:, j].tolist(), strict=True)) for j, p in enumerate(self.parameters)
+        }
+
     def __str__(self) -> str:
         share = np.asarray(self.share)
         share = share.reshape(-1, *share.shape[-2:]).mean(0)

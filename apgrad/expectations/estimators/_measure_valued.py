@@ -1,7 +1,7 @@
 """Measure-valued derivatives: the difference of two expected costs, coupled.
 
 Pflug, "Gradient estimates for the performance of Markov chains and discrete event processes", 1992; Heidergott &
-Vazquez- Abad, 2008; Mohamed, Rosca, Figurnov & Mnih, "Monte Carlo gradient estimation in machine learning", JMLR 2020,
+Vazquez-Abad, 2008; Mohamed, Rosca, Figurnov & Mnih, "Monte Carlo gradient estimation in machine learning", JMLR 2020,
 section 6. The derivative of a density with respect to a parameter is a constant times the difference of two densities,
 dp/dtheta = r (p+ - p-), so that
 
@@ -21,8 +21,8 @@ which asks nothing of c: it may jump. If x+ and x- are made of the same noise, m
 w exp(-w^2 / 2)) to the right, of mass 1 / (s sqrt(2 pi)). dn/ds = (z^2 - 1) n / s with z = (x - m) / s, and z^2 times
 the standard normal density is the two-sided Maxwell density; t u is standard normal, since |t| has three degrees of
 freedom and a coordinate of a uniform direction in three dimensions is uniform (Archimedes). Poisson:
-dp(x)/d(rate) = p(x - 1) - p(x). Gamma of shape a and rate b: dp/db = p (a / b - x), and x p(x; a, b) = a / b p(x; a +
-1, b), a gamma variable plus an exponential one.
+dp(x)/d(rate) = p(x - 1) - p(x). Gamma of shape a and rate b: dp/db = p (a / b - x), and x p(x; a, b) is
+a / b p(x; a + 1, b), a gamma variable plus an exponential one.
 
 Several choices of one lane: each coordinate by itself, with the others at their sample.
 """

@@ -25,14 +25,15 @@ from apgrad.expectations.estimators._reparameterization import reparameterizatio
 def total_propagation(
     baseline: Baseline = "leave_one_out",
     *,
-    weights: weighing.Weights = weighing.decoupled(),  # noqa: B008 (a tuple)
+    weights: weighing.Weights | None = None,
     target: TargetName = "arguments",
 ) -> Mixer:
     """Total propagation: unbiased under `ap.expectation(..., cross_fit=True)`.
 
     Args:
       baseline: the baseline of the likelihood-ratio part, as in `likelihood_ratio`.
-      weights: how to mix, see `apgrad.weights`. `ap.sample` uses the weights of the message alone.
+      weights: how to mix, see `apgrad.weights`; `ap.weights.decoupled()` if not given. `ap.sample` uses the
+        weights of the message alone.
       target: what the weights look at, `"arguments"` or `"parameters"`, see `Mixer`.
 
     Raises:
@@ -55,7 +56,7 @@ def total_propagation(
     return Mixer(
         "total_propagation",
         (reparameterization(), likelihood_ratio(baseline)),
-        weights,
+        weights or weighing.decoupled(),
         target,
         bias="unless cross-fitted",
         assumptions="The assumptions of reparameterization and of the likelihood ratio; no lane acts on another one.",
