@@ -74,7 +74,7 @@ def credit(
     if others and tape.lanes < 2:
         raise ValueError(
             f"{name}: the leave-one-out baseline is the mean over the other lanes and needs at least 2, "
-            f"got lanes={tape.lanes}. Use more lanes, or {name}(baseline=None)."
+            f"got lanes={tape.lanes}. Use more lanes, or give the estimator baseline=None."
         )
     if own is not None and jnp.shape(own) != shape:
         raise ValueError(f"{name}: the baseline has shape {jnp.shape(own)}, expected {shape}")

@@ -2,12 +2,14 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from experiments import (
     harness,
     mplp_batch_entropy,
     mplp_dynamics,
+    mplp_from_random,
     mplp_maml,
     mplp_mnist,
     mplp_sgd,
@@ -15,7 +17,8 @@ from experiments import (
     outer_gradients,
 )
 
-ALL = (mplp_batch_entropy, mplp_dynamics, mplp_maml, mplp_mnist, mplp_sgd, mplp_sinusoid, outer_gradients)
+ALL = (mplp_batch_entropy, mplp_dynamics, mplp_from_random, mplp_maml, mplp_mnist, mplp_sgd, mplp_sinusoid)
+ALL = (*ALL, outer_gradients)
 
 
 @pytest.mark.parametrize("module", ALL, ids=harness.name_of)
@@ -34,8 +37,27 @@ def test_outer_gradients(tmp_path):
     assert all(abs(row["bias"]) < 5 * row["bias_standard_error"] + 0.02 for row in rows)
 
 
+def test_the_rule_from_a_random_start_has_the_published_places_and_fitted_standardizers():
+    task = mplp_from_random.task_of("sinusoid")
+    dense = [f"{i}_dense/{part}" for i in (0, 2, 4) for part in ("bias", "weight")]
+    rule = mplp_from_random.new_rule("sinusoid", task, 0, None)
+    assert sorted(rule.standardizers) == sorted(
+        [*dense, *(f"{name}/message" for name in ("1_activation", "3_activation", "loss"))]
+    )
+    shifts, scales = (
+        [np.asarray(s[name]) for s in map(vars, rule.standardizers.values())] for name in ("shift", "scale")
+    )
+    assert all(np.all(np.isfinite(x)) for x in (*shifts, *scales))
+    # Inputs are uniform in [-5, 5]; the published checkpoint has 1000 for a bias as well, and no bound.
+    fitted = rule.standardizers["0_dense/weight"]
+    assert fitted.scale[-1] == pytest.approx(1 / 2.89, rel=0.3) and abs(fitted.shift[-1]) < 1.5
+    assert np.max(np.concatenate(scales)) > 30
+
+
 def test_bad_options_are_refused():
     with pytest.raises(ValueError, match="multiples of 5"):
         outer_gradients.Config(lengths=(7,))
+    with pytest.raises(ValueError, match="runs at least 2"):
+        mplp_from_random.Config(runs=1)
     with pytest.raises(ValueError, match="at least 2"):
         mplp_mnist.Config(runs=1)
