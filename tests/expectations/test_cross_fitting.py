@@ -152,6 +152,7 @@ def flip(tape, theta):
     return tape.cost(x.astype(theta.dtype))
 
 
+@pytest.mark.filterwarnings("ignore:.*the baseline averages over other data")
 def test_baselines_are_of_one_half():
     # The cost of the first half explodes: the second's baseline, and so its gradient, does not see it.
     def program(tape, theta, cost):

@@ -221,6 +221,7 @@ def test_python_integers_and_bools_of_shared_arguments_are_not_traced(estimator)
     assert jax.grad(ap.expectation(program, 4), argnums=1)(KEY, 2.0) == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*the baseline averages over other data")
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_keyword_arguments_of_a_stochastic_function(estimator):
     step = stepper(estimator)

@@ -133,6 +133,25 @@ def charged(bound: jax.Array, baselines: jax.Array, zeros: jax.Array) -> jax.Arr
     return bound * jnp.exp(jnp.sum(zeros, axis=0)) - jnp.sum(lax.stop_gradient(baselines) * jnp.expm1(zeros), axis=0)
 
 
+def by_scores(what: str, samples: int, baselines: Callable[[jax.Array], jax.Array]) -> Bound:
+    """The importance-weighted bound of samples without pathwise derivative.
+
+    Args:
+      what: the bound's name.
+      samples: K, at least 2.
+      baselines: from log-weights, constants (samples, *batch), to each sample's baseline, which must not depend on the
+        sample's own weight, (samples, *batch).
+    """
+    samples = require_samples(what, samples, 2)
+
+    def bound(key, proposal, log_joint):
+        z = plain_samples(what, key, proposal, samples)
+        weights = log_weights(what, proposal, log_joint, z)
+        return charged(log_mean_exp(weights), baselines(lax.stop_gradient(weights)), scores(what, proposal, z))
+
+    return bound
+
+
 def score_only(zeros: jax.Array) -> jax.Array:
     """Zero in value and in expectation at any order, with the score as first derivative: q(z; phi) / q(z) - 1.
 

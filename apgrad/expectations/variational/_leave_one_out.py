@@ -8,15 +8,7 @@ that is a logarithm of a mean over samples. `vimco` differs in what stands for t
 import jax
 import jax.numpy as jnp
 
-from apgrad.expectations.variational._bounds import (
-    Bound,
-    charged,
-    log_mean_exp,
-    log_weights,
-    plain_samples,
-    require_samples,
-    scores,
-)
+from apgrad.expectations.variational._bounds import Bound, by_scores
 
 
 def leave_one_out(samples: int) -> Bound:
@@ -39,14 +31,10 @@ def leave_one_out(samples: int) -> Bound:
       >>> float(jnp.exp(bound(jax.random.key(0), posterior, log_joint))).__round__(3)     # p(x)
       0.4
     """
-    samples = require_samples("leave_one_out", samples, 2)
 
-    def bound(key, proposal, log_joint):
-        z = plain_samples("leave_one_out", key, proposal, samples)
-        weights = log_weights("leave_one_out", proposal, log_joint, z)
-        own = jnp.eye(samples, dtype=bool).reshape(samples, samples, *[1] * (weights.ndim - 1))
-        others = jnp.where(own, -jnp.inf, jax.lax.stop_gradient(weights)[None])
-        baselines = jax.nn.logsumexp(others, axis=1) - jnp.log(jnp.asarray(samples - 1, weights.dtype))
-        return charged(log_mean_exp(weights), baselines, scores("leave_one_out", proposal, z))
+    def baselines(weights):
+        own = jnp.eye(len(weights), dtype=bool).reshape(len(weights), *weights.shape[:1], *[1] * (weights.ndim - 1))
+        others = jnp.where(own, -jnp.inf, weights[None])
+        return jax.nn.logsumexp(others, axis=1) - jnp.log(jnp.asarray(len(weights) - 1, weights.dtype))
 
-    return bound
+    return by_scores("leave_one_out", samples, baselines)

@@ -10,15 +10,7 @@ weights,
 import jax
 import jax.numpy as jnp
 
-from apgrad.expectations.variational._bounds import (
-    Bound,
-    charged,
-    log_mean_exp,
-    log_weights,
-    plain_samples,
-    require_samples,
-    scores,
-)
+from apgrad.expectations.variational._bounds import Bound, by_scores, log_mean_exp
 
 
 def vimco(samples: int) -> Bound:
@@ -41,16 +33,11 @@ def vimco(samples: int) -> Bound:
       >>> float(jnp.exp(bound(jax.random.key(0), posterior, log_joint))).__round__(3)
       0.4
     """
-    samples = require_samples("vimco", samples, 2)
 
-    def bound(key, proposal, log_joint):
-        z = plain_samples("vimco", key, proposal, samples)
-        weights = log_weights("vimco", proposal, log_joint, z)
-        replaced = jax.lax.stop_gradient(weights)
-        geometric = (jnp.sum(replaced, axis=0) - replaced) / (samples - 1)
-        own = jnp.eye(samples, dtype=bool).reshape(samples, samples, *[1] * (weights.ndim - 1))
+    def baselines(weights):
+        geometric = (jnp.sum(weights, axis=0) - weights) / (len(weights) - 1)
+        own = jnp.eye(len(weights), dtype=bool).reshape(len(weights), *weights.shape[:1], *[1] * (weights.ndim - 1))
         # Along axis 0 the samples whose baseline it is, along axis 1 the weights.
-        baselines = jax.vmap(log_mean_exp)(jnp.where(own, geometric[:, None], replaced[None]))
-        return charged(log_mean_exp(weights), baselines, scores("vimco", proposal, z))
+        return jax.vmap(log_mean_exp)(jnp.where(own, geometric[:, None], weights[None]))
 
-    return bound
+    return by_scores("vimco", samples, baselines)
