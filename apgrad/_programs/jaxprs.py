@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
@@ -20,6 +21,7 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from apgrad._programs.control import (
     Nested as Nested,
     Program as Program,
+    all_equations as all_equations,
     inside_of as inside_of,
     nested as nested,
     opened,
@@ -92,6 +94,24 @@ def arrays_of(tree: Any) -> tuple[list[Any], Callable[..., Any]]:
     kinds = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, float, complex)
     numbers = [i for i, leaf in enumerate(leaves) if isinstance(leaf, kinds)]
     return [leaves[i] for i in numbers], lambda *arrays: treedef.unflatten(place(arrays, numbers, leaves))
+
+
+def is_inexact(x: Any) -> bool:
+    """Whether JAX carries messages to an array: whether it is of floating-point or complex numbers.
+
+    Args:
+      x: an array, or what has its dtype: an abstract value, a Python number.
+    """
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def inexact_outputs(eqn: Any) -> list[bool]:
+    """For each output of an equation, whether JAX carries messages to it.
+
+    Args:
+      eqn: an equation of a jaxpr.
+    """
+    return [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars]
 
 
 def run(eqn: Any, inputs: list[Any]) -> list[Any]:

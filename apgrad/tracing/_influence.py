@@ -214,9 +214,7 @@ def equations(program: jaxprs.Program, scope: str = "") -> list[tuple[str, str]]
     found = []
     for eqn in program.jaxpr.eqns:
         where, inside = jaxprs.join(scope, jaxprs.scope(eqn)), jaxprs.nested(eqn)
-        if eqn.primitive.name in NO_DERIVATIVE or not any(
-            jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars
-        ):
+        if eqn.primitive.name in NO_DERIVATIVE or not any(jaxprs.inexact_outputs(eqn)):
             continue
         if inside is not None and inside.kind != "custom":
             for body in inside.jaxprs:
