@@ -424,6 +424,26 @@ def test_relax_trains_a_module_on_the_variance():
     ap.testing.assert_unbiased(lambda key: estimate(key, theta, trained), wanted(KEY, theta), KEY, 500)
 
 
+def test_relax_gives_the_control_what_the_lane_has():
+    # The cost of lane i is a_i x. The baseline a_i (1 - p), a control that is constant in z, leaves no variance:
+    # (x - (1 - p)) (x - p) is p (1 - p) for both outcomes.
+    a, p = jnp.array([3.0, -1.0, 0.5]), jax.nn.sigmoid(0.4)
+
+    def run(tape, logit, a, given):
+        coins = dist.Bernoulli(logits=jnp.broadcast_to(logit, (tape.lanes,)))
+        made = ap.relax(lambda z, given: given["a"] * (1 - p) + 0 * z, given)
+        return ap.choose(tape, coins, lambda x, a: (a * x.astype(a.dtype), None), made, a)[0]
+
+    gradient = jax.jit(jax.grad(ap.expectation(run, lanes=3), argnums=(1, 2, 3)))
+    for key in jax.random.split(KEY, 3):
+        of_logit, of_a, of_given = gradient(key, 0.4, a, {"a": a})
+        np.testing.assert_allclose(of_logit, a.mean() * p * (1 - p), rtol=1e-5)
+        assert set(np.unique(3 * of_a)) <= {0.0, 1.0}
+        np.testing.assert_array_equal(of_given["a"], jnp.zeros(3))
+    with pytest.raises(ValueError, match="relax: argument .* expected the lanes as leading axis"):
+        gradient(KEY, 0.4, a, {"a": a[0]})
+
+
 def test_a_control_that_closes_over_what_is_differentiated_is_an_error():
     def run(tape, theta):
         return two_coins(tape, theta, ap.relax(lambda z: jnp.sum(theta * z)))
