@@ -71,9 +71,7 @@ def relax(control: Callable[..., Any], *given: Any) -> ChoiceEstimator:
 
             def of_arrays(arrays, z, held):
                 remaining = iter(arrays)
-                called = treedef.unflatten(
-                    [next(remaining) if a else x for a, x in zip(is_array, leaves, strict=True)]
-                )
+                called = treedef.unflatten([next(remaining) if a else x for a, x in zip(is_array, leaves, strict=True)])
                 return jax.vmap(called)(z, *held)
 
             arrays = [x for a, x in zip(is_array, leaves, strict=True) if a]
