@@ -440,7 +440,7 @@ def test_relax_gives_the_control_what_the_lane_has():
         np.testing.assert_allclose(of_logit, a.mean() * p * (1 - p), rtol=1e-5)
         assert set(np.unique(3 * of_a)) <= {0.0, 1.0}
         np.testing.assert_array_equal(of_given["a"], jnp.zeros(3))
-    with pytest.raises(ValueError, match="relax: argument .* expected the lanes as leading axis"):
+    with pytest.raises(ValueError, match=r"relax: argument .* expected the lanes as leading axis"):
         gradient(KEY, 0.4, a, {"a": a[0]})
 
 
