@@ -95,6 +95,7 @@ def choose(
             "Did you forget the parentheses?"
         )
     what = f"choose ({estimator.name})"
+    baselines.require_baseline(what, baseline)
     if not isinstance(tape, Tape):
         raise TypeError(f"{what}: the first argument is the tape, got {type(tape).__name__}")
     distributions.require_distribution(what, distribution)

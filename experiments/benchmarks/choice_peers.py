@@ -78,7 +78,7 @@ def toy(name: str, lanes: int) -> Problem:
     def model(parameters):
         with numpyro.plate("lanes", lanes):
             x = numpyro.sample("x", dist.Bernoulli(logits=lax.stop_gradient(logits(parameters))).to_event(1))
-            numpyro.factor("cost", -jax.vmap(toys.cost)(x.astype(jnp.float32)))
+            numpyro.factor("cost", -jax.vmap(toys.cost)(jnp.asarray(x, jnp.float32)))
 
     return Problem(start, logits, toys.cost, (), lambda parameters: 0.0, (model, guide))
 
@@ -106,7 +106,7 @@ def autoencoder(steps: int) -> Problem:
     def model(encoder):
         with numpyro.plate("images", len(x)):
             z = numpyro.sample("z", dist.Bernoulli(logits=jnp.broadcast_to(prior, (len(x), 20))).to_event(1))
-            means = vae.apply(decoder, z.astype(jnp.float32))
+            means = vae.apply(decoder, jnp.asarray(z, jnp.float32))
             numpyro.sample("x", dist.Bernoulli(logits=means).to_event(1), obs=x)
 
     known = lambda encoder: jnp.mean(vae.divergence(logits(encoder), prior))

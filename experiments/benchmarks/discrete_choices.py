@@ -264,8 +264,9 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         shown = [r for r in rows if r["problem"] == problem][::-1]
         values = [r["variance_times_evaluations"] for r in shown]
         axes.barh([r["method"] for r in shown], values, color="0.7")
-        axes.set(xscale="log", xlabel="variance times evaluations (0: no bar)", title=problem)
-        axes.set_xlim(left=0.3 * min(v for v in values if v > 1e-12))  # below it is rounding
+        axes.set(xscale="log", xlabel="variance x evaluations (0: no bar)", title=problem)
+        axes.set_xlim(left=10 ** np.floor(np.log10(min(v for v in values if v > 1e-12))))  # below it is rounding
+        axes.xaxis.set_minor_formatter("")
         axes.tick_params(axis="y", labelsize=7)
     return harness.Report(figures, rows, "\n".join(lines), figure)
 

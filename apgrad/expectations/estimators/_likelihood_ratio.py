@@ -21,6 +21,8 @@ def likelihood_ratio(baseline: Baseline = "leave_one_out") -> Estimator:
     Args:
       baseline: `"leave_one_out"`, None, a function of the node's inputs, or `learned_baseline(function)`;
         see `estimators/_baselines.py`. Without a baseline the variance is often tens of times higher.
+        `"standardized"` is GRPO's group baseline: the cost less the mean over all lanes, over their standard
+        deviation. It is biased, and `bias` of the estimator says so.
 
     Raises:
       ValueError: at trace time, for a single lane with the leave-one-out baseline.
@@ -45,9 +47,12 @@ def likelihood_ratio(baseline: Baseline = "leave_one_out") -> Estimator:
       >>> float(second(jax.random.key(0), 0.0)).__round__(1)
       1.0
     """
-    require_baseline("likelihood_ratio", baseline)
+    require_baseline("likelihood_ratio", baseline, biased=True)
 
     score = functools.partial(distributions.score, "likelihood_ratio")
+    if isinstance(baseline, str) and baseline == "standardized":
+        assumptions = "The gradient is that of the mean of the costs' standard scores among the lanes, held fixed."
+        return Estimator("likelihood_ratio", score=score, baseline=baseline, bias="yes", assumptions=assumptions)
     return Estimator(
         "likelihood_ratio",
         score=score,

@@ -91,6 +91,8 @@ def elbo(
                 f"variational.elbo: {name} needs an estimator with a pathwise derivative or a score, such as "
                 f"ap.likelihood_ratio(), {_unfit(estimator)}"
             )
+        if estimator is not None:
+            baselines.require_baseline(f"variational.elbo: {name}", estimator.baseline)
     if isinstance(lanes, bool) or not isinstance(lanes, int) or lanes < 1:
         raise ValueError(f"variational.elbo needs at least one lane, an integer, got lanes={lanes!r}")
     return _ELBO(estimators, lanes, default, sticking_the_landing)
