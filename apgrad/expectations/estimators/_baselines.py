@@ -77,9 +77,9 @@ def require_baseline(name: str, baseline: Any, *, biased: bool = False) -> None:
       biased: whether the standardized baseline will do.
     """
     if isinstance(baseline, str):
-        if baseline == "leave_one_out" or (biased and baseline == "standardized"):
+        if baseline == "leave_one_out" or (biased and is_standardized(baseline)):
             return
-        if baseline == "standardized":
+        if is_standardized(baseline):
             raise ValueError(
                 f"{name}: the standardized baseline is biased and goes with likelihood_ratio() in ap.stochastic and "
                 "ap.sample alone"
@@ -90,6 +90,15 @@ def require_baseline(name: str, baseline: Any, *, biased: bool = False) -> None:
         f"{name}: baseline must be 'leave_one_out', None, a function of the node's inputs or "
         f"ap.learned_baseline(function), got {baseline!r}"
     )
+
+
+def is_standardized(baseline: object) -> bool:
+    """Whether this is the standardized baseline, which is biased.
+
+    Args:
+      baseline: an estimator's baseline.
+    """
+    return isinstance(baseline, str) and baseline == "standardized"
 
 
 def evaluate(baseline: Baseline, mapped: tuple[tuple[int | None, ...], int] | None, inputs: Any) -> dict[str, Any]:

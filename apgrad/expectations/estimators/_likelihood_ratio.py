@@ -11,7 +11,7 @@ product can explode. The node's message is the lane's cost-to-go less a baseline
 import functools
 
 from apgrad.expectations import _distributions as distributions
-from apgrad.expectations.estimators._baselines import Baseline, require_baseline
+from apgrad.expectations.estimators._baselines import Baseline, is_standardized, require_baseline
 from apgrad.expectations.estimators._estimator import Estimator
 
 
@@ -49,14 +49,13 @@ def likelihood_ratio(baseline: Baseline = "leave_one_out") -> Estimator:
     """
     require_baseline("likelihood_ratio", baseline, biased=True)
 
-    score = functools.partial(distributions.score, "likelihood_ratio")
-    if isinstance(baseline, str) and baseline == "standardized":
-        assumptions = "The gradient is that of the mean of the costs' standard scores among the lanes, held fixed."
-        return Estimator("likelihood_ratio", score=score, baseline=baseline, bias="yes", assumptions=assumptions)
+    standardized = is_standardized(baseline)
     return Estimator(
         "likelihood_ratio",
-        score=score,
+        score=functools.partial(distributions.score, "likelihood_ratio"),
         baseline=baseline,
-        bias="none",
-        assumptions="No outcome is impossible; a baseline function looks at nothing that the choice decides.",
+        bias="yes" if standardized else "none",
+        assumptions="The gradient is that of the mean of the costs' standard scores among the lanes, held fixed."
+        if standardized
+        else "No outcome is impossible; a baseline function looks at nothing that the choice decides.",
     )
