@@ -42,6 +42,7 @@ OURS: dict[str, Callable[[], ap.ChoiceEstimator]] = {
     "ap.rloo, 4": lambda: ap.rloo(4),
     "ap.arm": ap.arm,
     "ap.disarm": ap.disarm,
+    "ap.arms, 4": lambda: ap.arms(4),
     "ap.rebar": ap.rebar,
 }
 

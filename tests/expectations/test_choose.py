@@ -101,6 +101,8 @@ ROWS = {
     "rloo, poisson": Row(ap.rloo(2), "poisson"),
     "rloo, normal": Row(ap.rloo(2), "normal"),
     "arm": Row(ap.arm(), "bernoulli", "refused"),
+    "arms, 3": Row(ap.arms(3), "bernoulli", "refused"),
+    "arms, 4": Row(ap.arms(4), "bernoulli, probs", "refused"),
     "disarm": Row(ap.disarm(), "bernoulli", "refused"),
     "disarm, probs": Row(ap.disarm(), "bernoulli, probs", "refused"),
     "disarm_stick_breaking": Row(ap.disarm_stick_breaking(), "categorical", "refused"),
@@ -342,7 +344,7 @@ def test_wrong_arguments_are_errors():
     for wrong in (0, 1.5, True):
         with pytest.raises(ValueError, match="at least one outcome"):
             ap.rao_blackwellized(wrong)
-    for factory in (ap.rloo, ap.double_control_variates):
+    for factory in (ap.rloo, ap.arms, ap.double_control_variates):
         with pytest.raises(ValueError, match="at least 2 samples"):
             factory(1)
     for factory in (ap.rebar, ap.gumbel_softmax, ap.reinmax):
@@ -430,6 +432,34 @@ def test_relax_trains_a_module_on_the_variance():
     wanted = jax.grad(ap.expectation(lambda tape, theta: two_coins(tape, theta, ap.enumeration()), 1), argnums=1)
     estimate = jax.grad(objective, argnums=1)
     ap.testing.assert_unbiased(lambda key: estimate(key, theta, trained), wanted(KEY, theta), KEY, 500)
+
+
+def test_arms_of_two_is_disarm_and_its_samples_avoid_each_other():
+    # With one sample in 4 a choice of probability 1/8 is never 1 twice; a fair coin's samples are 1 together with
+    # probability (2^(2/3) - 1)^3 = .2027 in place of 1/4.
+    def estimates(estimator, logit):
+        def run(tape, logit):
+            coins = dist.Bernoulli(logits=jnp.broadcast_to(logit, (tape.lanes, 1)))
+            return ap.choose(tape, coins, lambda x: (jnp.exp(x[0]).astype(jnp.float32), None), estimator)[0]
+
+        one = jax.grad(ap.expectation(run, lanes=1), argnums=1)
+        return np.asarray(jax.jit(jax.vmap(one, (0, None)))(jax.random.split(KEY, 20_000), logit))
+
+    for logit in (-1.5, 0.4):
+        two, pair = (estimates(e, logit) for e in (ap.arms(2), ap.disarm()))
+        np.testing.assert_allclose(np.unique(two.round(5)), np.unique(pair.round(5)), atol=2e-5)
+    drawn = []
+
+    def costs(xs):
+        drawn.append(xs)
+        return jnp.sum(xs, axis=-1).astype(jnp.float32)
+
+    for p, together in ((0.125, 0.0), (0.5, (2 ** (2 / 3) - 1) ** 3), (0.875, 0.75)):
+        ap.arms(4).estimate(dist.Bernoulli(probs=jnp.full((20_000, 1), p)), KEY, costs)
+        xs = drawn.pop()[..., 0].astype(float)
+        np.testing.assert_allclose(xs.mean(axis=1), p, atol=4 * np.sqrt(p * (1 - p) / 20_000))
+        both = np.mean(xs[0] * xs[1])
+        assert abs(both - together) <= 4 * np.sqrt(together * (1 - together) / 20_000) + 1e-6
 
 
 def test_relax_gives_the_control_what_the_lane_has():
