@@ -9,7 +9,9 @@ stands inside an equation (`nested`, `rebuild`) comes from `control`, the one fi
 
 import contextlib
 import re
+import sysconfig
 from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.source_info_util import user_context
 
 from apgrad._programs.control import (
     Nested as Nested,
@@ -27,6 +30,8 @@ from apgrad._programs.control import (
     opened,
     rebuild as rebuild,
 )
+
+_NOT_THE_USERS = (str(Path(__file__).parent.parent), *(sysconfig.get_path(p) for p in ("stdlib", "purelib", "platlib")))
 
 ApplyEquation = Callable[[Any, list[Any]], Iterable[Any]]
 
@@ -62,6 +67,18 @@ def plain_scope(scope: str) -> str:
     while (plain := re.sub(r"\b\w+\(([^()]*)\)", r"\1", scope)) != scope:
         scope = plain
     return join(*scope.split("/"))
+
+
+def source_line(eqn: Any) -> str:
+    """The line of the user's code that an equation comes from, as "model.py:12"; empty if there is none.
+
+    It is the innermost line that is neither in an installed package nor in this one.
+    """
+    trace = eqn.source_info.traceback
+    for frame in trace.frames if trace is not None else ():
+        if not frame.file_name.startswith(_NOT_THE_USERS):
+            return f"{Path(frame.file_name).name}:{frame.line_num}"
+    return ""
 
 
 def trace(function: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
@@ -200,12 +217,13 @@ def inlined(function: Callable[..., Any], *args: Any) -> Program:
 def inline(program: Program, inputs: Sequence[Any], apply: ApplyEquation = run) -> list[Any]:
     """`evaluate`, but the program inside a call (of `jit` and its like) is evaluated in place of the call.
 
-    Named scopes stay whole: what was in a call is evaluated under the call's scope.
+    Named scopes stay whole: what was in a call is evaluated under the call's scope. Lines of source stay too.
     """
 
     def enter(eqn, values):
         inside = nested(eqn)
-        with jax.named_scope(scope(eqn)) if scope(eqn) else contextlib.nullcontext():
+        named = jax.named_scope(scope(eqn)) if scope(eqn) else contextlib.nullcontext()
+        with user_context(eqn.source_info.traceback), named:
             if inside is not None and inside.kind == "call":
                 return inline(inside.jaxprs[0], values, apply)
             return apply(eqn, values)
