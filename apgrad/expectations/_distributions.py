@@ -30,10 +30,18 @@ class Distribution(Protocol):
     """The least that a distribution offers."""
 
     def sample(self, key: Any) -> Any:
-        """One sample."""
+        """One sample, an array (*batch, *event).
+
+        Args:
+          key: a PRNG key.
+        """
 
     def log_prob(self, value: Any) -> Any:
-        """The log-density of a sample."""
+        """The log-density of a sample, floating point, (*batch).
+
+        Args:
+          value: a sample, (*batch, *event).
+        """
 
 
 def require_distribution(what: str, distribution: Any) -> None:

@@ -379,7 +379,11 @@ def make_plan(
 
 @jax.custom_jvp
 def refuse_nan(total: jax.Array) -> jax.Array:
-    """The same totals; the host raises an error if one is NaN, when value or gradient is asked for."""
+    """The same totals; the host raises an error if one is NaN, when value or gradient is asked for.
+
+    Args:
+      total: each lane's sum of costs, floating point, (lanes,).
+    """
     return total + _nan_flag(jnp.isnan(total).any()).astype(total.dtype)
 
 

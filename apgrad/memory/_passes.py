@@ -25,7 +25,16 @@ _REASON = (
 
 
 def remember(made: MemoryPlan, key: jax.Array, inputs: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
-    """Evaluates the forward program: the function's outputs, and the memory, one entry a slot, each kept at once."""
+    """Evaluates the forward program of a plan, and keeps each slot as soon as its array is there.
+
+    Args:
+      made: the plan.
+      key: the PRNG key of the samplers' draws; each slot's number is folded into it.
+      inputs: the values of the forward program's inputs, arrays.
+
+    Returns:
+      The function's outputs; and the memory, one entry for each slot.
+    """
     jaxpr, consts = made.forward
     values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, inputs, strict=True))
     waiting: dict[Any, list[int]] = {}
@@ -40,7 +49,7 @@ def remember(made: MemoryPlan, key: jax.Array, inputs: Sequence[Any]) -> tuple[l
                 value = refuse_derivative(value, _REASON)
             if slot.how == "sampled":
                 # What comes next waits for the memory, else the compiler may keep the value until the end.
-                value = slot.sampler.keep(*together(jax.random.fold_in(key, i), value))
+                value = slot.sampler.keep(*_together(jax.random.fold_in(key, i), value))
                 value, values[var] = jax.lax.optimization_barrier((value, values[var]))
             elif slot.how == "bits":
                 value = jax.lax.optimization_barrier(jnp.packbits(value.reshape(-1)))
@@ -58,7 +67,17 @@ def remember(made: MemoryPlan, key: jax.Array, inputs: Sequence[Any]) -> tuple[l
 
 
 def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Sequence[Any]) -> list[Any]:
-    """Evaluates the backward steps, which turn messages to floating-point outputs into those to chosen inputs."""
+    """Evaluates the backward steps of a plan.
+
+    Args:
+      made: the plan.
+      key: the key that `remember` got.
+      memory: the memory that `remember` returned.
+      messages: arrays, one for each floating-point or complex output of the function, in order.
+
+    Returns:
+      The messages to the inputs that the plan was made for, in order.
+    """
     jaxpr, consts = made.pullback
     values = dict(zip(jaxpr.constvars, consts, strict=True))
     values |= dict(zip(jaxpr.invars[len(jaxpr.invars) - len(messages) :], messages, strict=True))
@@ -77,7 +96,7 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
             s: memory[s] for use in step.uses.values() for s in use.slots if made.slots[s].how in ("sampled", "bits")
         }
         if slots:
-            key, slots, present = together(key, slots, present)
+            key, slots, present = _together(key, slots, present)
         axis = _commutes(made, step)
         restored = {}
         for i, use in step.uses.items():
@@ -100,30 +119,51 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
     return [_final(v, values) for v in jaxpr.outvars]
 
 
-def together(key: jax.Array, *values: Any) -> tuple[Any, ...]:
+def _together(key: jax.Array, *values: Any) -> tuple[Any, ...]:
     """The key and the values unchanged, none of which is there before all of them are: draws wait for the values."""
     raw, *found = jax.lax.optimization_barrier((jax.random.key_data(key), *values))
     return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(key)), *found
 
 
 def exact(program: jaxprs.Program, inputs: Sequence[Any]) -> list[Any]:
-    """The outputs of a program, from its inputs and, after them, values for its constants."""
+    """The outputs of a program whose constants are given as further inputs.
+
+    Args:
+      program: what is evaluated.
+      inputs: the values of the program's inputs, and then those of its constants, arrays.
+    """
     return evaluated(program, inputs, jaxprs.run)
 
 
 def evaluated(program: jaxprs.Program, inputs: Sequence[Any], apply: Callable[..., Any]) -> list[Any]:
-    """`jaxprs.evaluate` of a program, from its inputs and, after them, values for its constants."""
+    """`jaxprs.evaluate` of a program whose constants are given as further inputs.
+
+    Args:
+      program: what is evaluated.
+      inputs: the values of the program's inputs, and then those of its constants. With an `apply` of your own they can
+        be anything.
+      apply: evaluates one equation, as in `jaxprs.evaluate`.
+    """
     size = len(program.jaxpr.invars)
     return jaxprs.evaluate(jaxprs.Program(program.jaxpr, tuple(inputs[size:])), inputs[:size], apply)
 
 
 def inexact(values: Sequence[Any]) -> list[Any]:
-    """The values that can have messages: floating-point and complex ones."""
+    """The values that can have messages: floating-point and complex ones.
+
+    Args:
+      values: arrays of any dtypes.
+    """
     return [x for x in values if jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
 def differentiated(inputs: Sequence[Any], perturbed: Sequence[bool]) -> tuple[int, ...]:
-    """The numbers of the inputs that get a message."""
+    """The numbers of the inputs that get a message.
+
+    Args:
+      inputs: arrays of any dtypes.
+      perturbed: for each input, whether JAX differentiates with respect to it.
+    """
     is_inexact = [jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact) for x in inputs]
     return tuple(i for i, (p, f) in enumerate(zip(perturbed, is_inexact, strict=True)) if p and f)
 

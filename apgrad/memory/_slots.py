@@ -31,6 +31,9 @@ def is_view(eqn: Any) -> bool:
 
     A conversion is a view only between floating-point types of which the second has every value of the first: what
     is rounded at random must not go through a conversion that rounds as well, least of all to integers.
+
+    Args:
+      eqn: an equation of a jaxpr.
     """
     if eqn.primitive.name != "convert_element_type":
         return eqn.primitive.name in VIEW
@@ -123,7 +126,11 @@ class SlotMaker:
         self.exact: dict[Any, int] = {}
 
     def is_large(self, var: Any) -> bool:
-        """Whether a floating-point array costs more than a quarter of its bytes unless it is sampled."""
+        """Whether a floating-point array costs more than a quarter of its bytes unless it is sampled.
+
+        Args:
+          var: a variable of the forward program, or a literal.
+        """
         if isinstance(var, Literal) or not jnp.issubdtype(var.aval.dtype, jnp.floating):
             return False
         return self._leaves(var)[0] * 4 > array_bytes(var.aval)
@@ -258,7 +265,12 @@ def kept_bytes(how: str, sampler: Any, like: Any) -> int:
 
 
 def fitted(sampler: Any, coefficient: Coefficient) -> Any:
-    """The sampler in the form in which it remembers a coefficient: positions of an image, entries of other arrays."""
+    """The sampler in the form in which it remembers a coefficient: positions of an image, entries of other arrays.
+
+    Args:
+      sampler: any sampler, or None.
+      coefficient: what is to be remembered.
+    """
     if coefficient.order is None or sampler is None or isinstance(sampler, Rounding):
         return sampler
     return OfPositions(sampler, coefficient.order)

@@ -34,14 +34,27 @@ class Standardizer(nnx.Module):
 
 
 def apply(parts: list[jax.Array], shift: jax.Array, scale: jax.Array) -> list[jax.Array]:
-    """`(v + shift) * scale` for each part v."""
+    """`(v + shift) * scale` for each part v.
+
+    Args:
+      parts: floating-point arrays of any shapes, one for each group of features.
+      shift: floating point, (parts,).
+      scale: floating point, (parts,).
+
+    Raises:
+      ValueError: if there is not one part for each group.
+    """
     if len(parts) != len(shift):
         raise ValueError(f"a standardizer of {len(shift)} groups of features was given {len(parts)}")
     return [(part + shift[i]) * scale[i] for i, part in enumerate(parts)]
 
 
 def statistics(parts: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Shift and scale of each part, as published: two arrays (parts,)."""
+    """Shift and scale of each part, as published: two arrays (parts,).
+
+    Args:
+      parts: floating-point arrays of any shapes.
+    """
     means = jnp.stack([jnp.mean(part) for part in parts])
     deviations = jnp.stack([jnp.std(part) for part in parts])
     return -means, jnp.where(deviations < 1e-5, 1.0, 1 / jnp.maximum(deviations, 1e-5))
@@ -83,13 +96,13 @@ def fit_standardizers(
     fitted statistics are the means over the steps.
 
     Args:
-      rule: A rule with standardizers (`PerSynapse`).
-      network: The network that learns.
-      params: Pytree of floating-point arrays, the parameters at the start.
-      batches: The minibatches, stacked: pytree of arrays (steps, batch, ...).
-      blend: The weight of the new statistics, against those that the rule has. Published: 1 on one task of 5 steps
+      rule: a rule with standardizers (`PerSynapse`).
+      network: the network that learns.
+      params: pytree of floating-point arrays, the parameters at the start.
+      batches: the minibatches, stacked: pytree of arrays (steps, batch, ...).
+      blend: the weight of the new statistics, against those that the rule has. Published: 1 on one task of 5 steps
         (sinusoid); .5 in each of 5 rounds of 20 steps (MNIST).
-      max_scale: The largest scale; None as published, with the published fault.
+      max_scale: the largest scale; None as published, with the published fault.
 
     Returns:
       The rule with fitted standardizers.

@@ -41,6 +41,9 @@ class DrawnGraph(NamedTuple):
 def graph(trace: Trace) -> DrawnGraph:
     """The computation graph, array by array. Calls are written out, and the body of a loop is drawn once.
 
+    Args:
+      trace: the trace, as `ap.trace_gradients` makes it.
+
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
       >>> made = graph(ap.trace_gradients(lambda w: jnp.sum(w**3))(jnp.ones(2)))

@@ -31,7 +31,12 @@ from apgrad.expectations.mixing._parts import (
 
 
 def by_parameters(memory: NodeMemory, messages: Messages) -> Answer:
-    """One weight for each coordinate of the distribution's parameters, where the estimators are mixed."""
+    """One weight for each coordinate of the distribution's parameters, where the estimators are mixed.
+
+    Args:
+      memory: what the node keeps of its forward pass.
+      messages: what came back to the node.
+    """
     mixer, folds, lanes = memory.mixer, messages.folds, len(messages.own)
 
     def pull(to_x):
