@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from apgrad._ground.port import Signal, port
-from apgrad.mplp._protocol import Answer, LocalRule, Rule, Site
+from apgrad.mplp._protocol import Answer, LearnedRule, LocalRule, Site
 
 
 class Parameter(NamedTuple):
@@ -80,7 +80,7 @@ class Places:
 
     def __init__(
         self,
-        rule: Rule | None = None,
+        rule: LearnedRule | None = None,
         state: Any = None,
         state_port: Any = None,
         uses_port: Any = None,

@@ -148,12 +148,12 @@ class LocalRule(Protocol):
         Args:
           site: the place.
           question: a `Dense`, `Diagonal` or `Elementwise`.
-          state: the state at this place, of `Rule.init` or of the answer before.
+          state: the state at this place, of `LearnedRule.init` or of the answer before.
         """
         ...
 
 
-class Rule(Protocol):
+class LearnedRule(Protocol):
     """A learning rule: a pytree (usually a Flax NNX module without state of its own) with two methods.
 
     Attributes:

@@ -22,7 +22,7 @@ import optax
 from apgrad._ground.port import port
 from apgrad._ground.propagator import Propagator, node
 from apgrad.mplp._places import Parameter, Places
-from apgrad.mplp._protocol import Rule, Site
+from apgrad.mplp._protocol import LearnedRule, Site
 from apgrad.mplp._rule_parts import require_sizes
 
 
@@ -55,7 +55,7 @@ def sites(network: Network, params: Any, batch: Any) -> tuple[Site, ...]:
     return tuple(_trace(None, network, params, batch).values())
 
 
-def init_state(rule: Rule, network: Network, params: Any, batch: Any) -> dict[str, Any]:
+def init_state(rule: LearnedRule, network: Network, params: Any, batch: Any) -> dict[str, Any]:
     """The rule's state at the start of a task, by name of the place.
 
     Args:
@@ -67,7 +67,9 @@ def init_state(rule: Rule, network: Network, params: Any, batch: Any) -> dict[st
     return {name: rule.init(site) for name, site in _trace(rule, network, params, batch).items()}
 
 
-def backward(rule: Rule, network: Network, params: Any, state: Any, batch: Any) -> tuple[Any, Any, dict[str, Any]]:
+def backward(
+    rule: LearnedRule, network: Network, params: Any, state: Any, batch: Any
+) -> tuple[Any, Any, dict[str, Any]]:
     """One backward pass of a network under a rule: the updates, and the new state.
 
     Args:
@@ -114,7 +116,9 @@ def backward(rule: Rule, network: Network, params: Any, state: Any, batch: Any) 
     return updates, state, metrics
 
 
-def inner_step(rule: Rule, network: Network, params: Any, state: Any, batch: Any) -> tuple[Any, Any, dict[str, Any]]:
+def inner_step(
+    rule: LearnedRule, network: Network, params: Any, state: Any, batch: Any
+) -> tuple[Any, Any, dict[str, Any]]:
     """`backward`, and its updates added to the parameters.
 
     Args:
@@ -188,7 +192,7 @@ def scan_steps(
 
 
 def unroll(
-    rule: Rule, network: Network, params: Any, state: Any, batches: Any, *, remat: bool | int | Callable = 1
+    rule: LearnedRule, network: Network, params: Any, state: Any, batches: Any, *, remat: bool | int | Callable = 1
 ) -> tuple[Any, Any, dict[str, Any]]:
     """An inner step for each minibatch in turn.
 
@@ -214,7 +218,7 @@ def unroll(
     return params, state, metrics
 
 
-def _require_losses_only(rule: Rule, network: Network, params: Any, batch: Any) -> None:
+def _require_losses_only(rule: LearnedRule, network: Network, params: Any, batch: Any) -> None:
     """Refuses a loss with a derivative that arrives outside the ports, such as that of `signal.value**2`."""
     depends: list[bool] = []
 
@@ -239,7 +243,7 @@ def _require_losses_only(rule: Rule, network: Network, params: Any, batch: Any) 
         )
 
 
-def _trace(rule: Rule | None, network: Network, params: Any, batch: Any) -> dict[str, Site]:
+def _trace(rule: LearnedRule | None, network: Network, params: Any, batch: Any) -> dict[str, Site]:
     places = Places(rule)
     jax.eval_shape(lambda p, b: network(places, jax.tree.map(lambda x: Parameter(x, port(x)), p), b), params, batch)
     return places.sites

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 
 from apgrad._ground.propagator import Propagator, backpropagation, chain
-from apgrad.rewiring._sites import Site
+from apgrad.rewiring._sites import ProgramSite
 
-Where = Callable[[Site], bool] | str | tuple[str, ...] | None
-"""Which sites a rule takes: a function `Site -> bool`, a label, labels, or None for the rule's default."""
+Where = Callable[[ProgramSite], bool] | str | tuple[str, ...] | None
+"""Which sites a rule takes: a function `ProgramSite -> bool`, a label, labels, or None for the rule's default."""
 
 
-def is_layer(site: Site) -> bool:
+def is_layer(site: ProgramSite) -> bool:
     """Whether a site is a dense layer or a convolution.
 
     Args:
@@ -26,7 +26,7 @@ def is_layer(site: Site) -> bool:
     return site.kind in ("dense", "conv")
 
 
-def _require_layer(site: Site) -> None:
+def _require_layer(site: ProgramSite) -> None:
     """For rules that send messages through another weight than the layer's.
 
     Raises:
@@ -39,7 +39,7 @@ def _require_layer(site: Site) -> None:
         )
 
 
-def require_one_layer(site: Site) -> None:
+def require_one_layer(site: ProgramSite) -> None:
     """For rules with parameters of their own for each layer.
 
     Args:
@@ -56,7 +56,7 @@ def require_one_layer(site: Site) -> None:
         )
 
 
-def require_one_array(site: Site, rule: str) -> None:
+def require_one_array(site: ProgramSite, rule: str) -> None:
     """For rules whose message to the input has the shape of the message to the output.
 
     Args:
@@ -70,7 +70,7 @@ def require_one_array(site: Site, rule: str) -> None:
         raise ValueError(f"{rule} is for a function of one array to one of its shape, got {site}")
 
 
-def chosen(where: Where, default: Where) -> Callable[[Site], bool]:
+def chosen(where: Where, default: Where) -> Callable[[ProgramSite], bool]:
     """A function that says whether a rule takes a site.
 
     Args:
@@ -89,7 +89,7 @@ def chosen(where: Where, default: Where) -> Callable[[Site], bool]:
     return where
 
 
-def to_input(site: Site, w: jax.Array, message: jax.Array) -> jax.Array:
+def to_input(site: ProgramSite, w: jax.Array, message: jax.Array) -> jax.Array:
     """The message to the input of a layer with the weight w.
 
     Args:
@@ -100,7 +100,7 @@ def to_input(site: Site, w: jax.Array, message: jax.Array) -> jax.Array:
     return jax.linear_transpose(lambda x: site.function(x, w), site.inputs[0])(message)[0]
 
 
-def to_weight(site: Site, x: jax.Array, message: jax.Array) -> jax.Array:
+def to_weight(site: ProgramSite, x: jax.Array, message: jax.Array) -> jax.Array:
     """The gradient of the weight of a layer with the input x.
 
     Args:
@@ -111,7 +111,7 @@ def to_weight(site: Site, x: jax.Array, message: jax.Array) -> jax.Array:
     return jax.linear_transpose(lambda w: site.function(x, w), site.inputs[1])(message)[0]
 
 
-def layer(site: Site, memory: Any, answer: Callable[..., tuple[Any, ...]]) -> Propagator:
+def layer(site: ProgramSite, memory: Any, answer: Callable[..., tuple[Any, ...]]) -> Propagator:
     """A propagator at a layer, whose weight gets its usual gradient unless the answer says otherwise.
 
     Args:
@@ -134,7 +134,7 @@ def layer(site: Site, memory: Any, answer: Callable[..., tuple[Any, ...]]) -> Pr
     return Propagator(forward, backward)
 
 
-def on_message(site: Site, transform: Callable[[jax.Array], jax.Array], memory: Any = None) -> Propagator:
+def on_message(site: ProgramSite, transform: Callable[[jax.Array], jax.Array], memory: Any = None) -> Propagator:
     """A propagator that changes the message to the output of a site, and then sends it back by the usual derivative.
 
     Args:
@@ -150,7 +150,7 @@ def on_message(site: Site, transform: Callable[[jax.Array], jax.Array], memory: 
     return chain(usual, changed)
 
 
-def random_weight(site: Site, key: jax.Array, scale: float | None) -> jax.Array:
+def random_weight(site: ProgramSite, key: jax.Array, scale: float | None) -> jax.Array:
     """A normal draw in the form of a layer's weight.
 
     Args:

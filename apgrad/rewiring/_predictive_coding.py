@@ -27,7 +27,7 @@ from apgrad._ground.messages import has_message
 from apgrad._ground.propagator import Propagator
 from apgrad.rewiring._layers import Where, chosen
 from apgrad.rewiring._rewire import Rule, rewire
-from apgrad.rewiring._sites import Site
+from apgrad.rewiring._sites import ProgramSite
 
 
 def predictive_coding(where: Where, *, steps: int = 20, rate: float = 0.1) -> Rule:
@@ -88,14 +88,14 @@ def predictive_coding(where: Where, *, steps: int = 20, rate: float = 0.1) -> Ru
     return Rule(lambda site: site.kind == "function", at)
 
 
-def _zeros(site: Site) -> jax.Array:
+def _zeros(site: ProgramSite) -> jax.Array:
     if isinstance(site.output, tuple) or site.repeated:
         reason = "is in a scan, which would give all of its steps one value" if site.repeated else "is several arrays"
         raise ValueError(f"the hidden value of {site} {reason}; predictive coding cannot infer it")
     return jnp.zeros(site.output.shape, site.output.dtype)
 
 
-def _value_node(site: Site, value: jax.Array) -> Propagator:
+def _value_node(site: ProgramSite, value: jax.Array) -> Propagator:
     """The output is the value; the messages are the derivatives of |value - prediction|^2 / 2 and of what follows."""
 
     def forward(*inputs):
@@ -109,7 +109,7 @@ def _value_node(site: Site, value: jax.Array) -> Propagator:
     return Propagator(forward, backward)
 
 
-def _prediction(site: Site, zeros: jax.Array) -> Propagator:
+def _prediction(site: ProgramSite, zeros: jax.Array) -> Propagator:
     """The output is the prediction, which is also the message to the zeros."""
 
     def forward(*inputs):

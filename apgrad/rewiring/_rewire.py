@@ -36,15 +36,15 @@ from apgrad._ground.messages import describe, has_message
 from apgrad._ground.propagator import Propagator, first_order, node
 from apgrad._programs import jaxprs
 from apgrad._programs.flow import flow
-from apgrad.rewiring._sites import DATA, WEIGHT, Planner, Site, Step, part
+from apgrad.rewiring._sites import DATA, WEIGHT, Planner, PlanStep, ProgramSite, part
 
 
 class Rule(NamedTuple):
     """Another way back through the nodes that it takes.
 
     Attributes:
-      where: `(Site) -> bool`, whether the rule takes a site. The function as a whole is offered first, then scopes and
-        calls, then single equations; what is inside a site that is taken is not offered.
+      where: `(ProgramSite) -> bool`, whether the rule takes a site. The function as a whole is offered first, then
+        scopes and calls, then single equations; what is inside a site that is taken is not offered.
       at: `(site, params) -> Propagator`, a propagator with the inputs of `site.function`. With `init` its `backward`
         returns one more message before the others, the update of `params`, or None.
       init: `site -> params`, the parameters of the rule at a site: a pytree of arrays. None for a rule without any.
@@ -63,9 +63,9 @@ class Rule(NamedTuple):
       1.5
     """
 
-    where: Callable[[Site], bool]
-    at: Callable[[Site, Any], Propagator]
-    init: Callable[[Site], Any] | None = None
+    where: Callable[[ProgramSite], bool]
+    at: Callable[[ProgramSite, Any], Propagator]
+    init: Callable[[ProgramSite], Any] | None = None
     random: bool = False
     direct: bool = False
 
@@ -166,7 +166,7 @@ class Rewired:
         init = self.rule.init
         return {} if init is None else {site.name: init(site) for site in self._plan(args)[1].taken}
 
-    def sites(self, *args: Any) -> list[Site]:
+    def sites(self, *args: Any) -> list[ProgramSite]:
         """The sites that were offered to the rule, in the order of the program.
 
         Args:
@@ -276,7 +276,7 @@ def _walk(plan, inputs, key, params, rule, ports):
     """The outputs of a plan, and the sum of the ports of its nodes."""
     port, number = list(ports.zeros), 0
 
-    def apply(step: Step, values):
+    def apply(step: PlanStep, values):
         nonlocal port, number
         number += 1
         here = None if key is None else jax.random.fold_in(key, number)
@@ -309,7 +309,7 @@ def _inner(plan, kind, key, params, rule, ports):
     return function
 
 
-def _rewired(site: Site, rule: Rule, ports: _Ports) -> Callable[..., Any]:
+def _rewired(site: ProgramSite, rule: Rule, ports: _Ports) -> Callable[..., Any]:
     """The node `(key, params, *inputs) -> (outputs, port)` of a site."""
 
     def forward(key, params, *inputs):

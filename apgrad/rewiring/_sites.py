@@ -33,7 +33,7 @@ _COMBINERS = ("reduce", "scatter", "select_and")
 _PLAIN = ELEMENTWISE | NO_DERIVATIVE | IDENTITY | {"select_n", "broadcast_in_dim", "reshape", "squeeze"}
 
 
-class Site(NamedTuple):
+class ProgramSite(NamedTuple):
     """A node of a program, as a rule sees it.
 
     Attributes:
@@ -76,7 +76,7 @@ class Site(NamedTuple):
         return f"<{self.kind} {self.name}: {shapes}; weights: {self.weights}>"
 
 
-class Step(NamedTuple):
+class PlanStep(NamedTuple):
     """A step of a plan, which stands where an equation stood.
 
     Attributes:
@@ -93,7 +93,7 @@ class Step(NamedTuple):
     outvars: Sequence[Any]
     scope: str
     eqn: Any = None
-    site: Site | None = None
+    site: ProgramSite | None = None
     order: Sequence[int] = ()
     plans: Sequence[jaxprs.Program] = ()
 
@@ -116,16 +116,16 @@ class Planner:
     """Offers the sites of a program to a rule, and writes down which ones it takes.
 
     Attributes:
-      where: `(Site) -> bool`, whether the rule takes a site.
+      where: `(ProgramSite) -> bool`, whether the rule takes a site.
       result: the output of the whole function, a pytree of shapes and dtypes.
       offered: the sites that were offered so far.
       taken: those that the rule took.
     """
 
-    def __init__(self, where: Callable[[Site], bool], result: Any):
+    def __init__(self, where: Callable[[ProgramSite], bool], result: Any):
         self.where, self.result = where, result
-        self.offered: list[Site] = []
-        self.taken: list[Site] = []
+        self.offered: list[ProgramSite] = []
+        self.taken: list[ProgramSite] = []
         self.names: dict[str, int] = {}
         self.hidden = ""
         self.loops = 0
@@ -140,7 +140,7 @@ class Planner:
         """
         jaxpr = program.jaxpr
         function = lambda *inputs: jaxprs.evaluate(program, inputs, _run)
-        step = self._offer("function", label, "", facts, Step(jaxpr.invars, jaxpr.outvars, ""), function)
+        step = self._offer("function", label, "", facts, PlanStep(jaxpr.invars, jaxpr.outvars, ""), function)
         return self.plan(program, facts, "") if step is None else part([step], jaxpr.invars, jaxpr.outvars)
 
     def plan(self, program: jaxprs.Program, facts: Sequence[int], where: str) -> jaxprs.Program:
@@ -157,7 +157,7 @@ class Planner:
         steps = self._scopes(jaxpr.eqns, jaxpr.outvars, known, where, 0)
         return part(steps, jaxpr.invars, jaxpr.outvars, program)
 
-    def _scopes(self, eqns, needed, known, where, depth) -> list[Step]:
+    def _scopes(self, eqns, needed, known, where, depth) -> list[PlanStep]:
         """The steps of equations whose scopes agree up to a depth; neighbours in a deeper scope are one site."""
         steps, start = [], 0
         scopes = [tuple(s for s in jaxprs.plain_scope(jaxprs.scope(e)).split("/") if s)[depth:][:1] for e in eqns]
@@ -183,17 +183,17 @@ class Planner:
         function = lambda *values: jaxprs.evaluate(program, values, _run)
         facts = [known[v] for v in inputs]
         scope = jaxprs.plain_scope(jaxprs.scope(eqns[0])).split("/")[:depth]
-        step = self._offer("scope", label, jaxprs.join(where, *scope), facts, Step(inputs, outputs, ""), function)
+        step = self._offer("scope", label, jaxprs.join(where, *scope), facts, PlanStep(inputs, outputs, ""), function)
         if step is None:
             return self._scopes(eqns, after, known, where, depth + 1)
         known.update(zip(outputs, flow(program, facts, through, max, constant), strict=True))
         return [step]
 
-    def _equation(self, eqn, known, where) -> list[Step]:
+    def _equation(self, eqn, known, where) -> list[PlanStep]:
         facts = [constant(v.val) if isinstance(v, Literal) else known[v] for v in eqn.invars]
         scope = jaxprs.scope(eqn)
         around = jaxprs.join(where, jaxprs.plain_scope(scope))
-        step = Step(eqn.invars, eqn.outvars, scope, eqn)
+        step = PlanStep(eqn.invars, eqn.outvars, scope, eqn)
         inputs = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal)))
         made = flow(part([eqn], inputs, eqn.outvars), [known[v] for v in inputs], through, max, constant)
         known.update(zip(eqn.outvars, made, strict=True))
@@ -211,7 +211,7 @@ class Planner:
             taken = self._offer(kind, inside.label, around, facts, step, call)
         return [taken or self._open(step, inside, facts, around)]
 
-    def _open(self, step, inside, facts, around) -> Step:
+    def _open(self, step, inside, facts, around) -> PlanStep:
         """The step, with the plans of the programs inside if the rule takes a site there."""
         before, name = len(self.taken), step.eqn.primitive.name
         if inside is None:
@@ -255,7 +255,7 @@ class Planner:
         self.plan(program, facts, around)
         self.hidden = outer
 
-    def _offer(self, kind, label, around, facts, step: Step, call) -> Step | None:
+    def _offer(self, kind, label, around, facts, step: PlanStep, call) -> PlanStep | None:
         """The step as a site, if the rule takes it."""
         floats = lambda variables: [v for v in variables if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
         if not floats(step.invars) or not floats(step.outvars):
@@ -273,7 +273,7 @@ class Planner:
         name = jaxprs.join(around, label)
         self.names[name] = self.names.get(name, -1) + 1
         shapes = [_shape(v) for v in step.outvars]
-        site = Site(
+        site = ProgramSite(
             kind,
             label,
             f"{name}[{self.names[name]}]",

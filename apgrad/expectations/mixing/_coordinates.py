@@ -17,9 +17,9 @@ from apgrad.expectations._tape import Tape
 from apgrad.expectations.estimators._estimator import Mixer
 from apgrad.expectations.mixing._features import NodeMemory, drop_float0, empty_target, is_inexact, wide
 from apgrad.expectations.mixing._parts import (
-    Answer,
     Charge,
     Messages,
+    NodeAnswer,
     charged,
     divide,
     mixer_node,
@@ -30,7 +30,7 @@ from apgrad.expectations.mixing._parts import (
 )
 
 
-def by_parameters(memory: NodeMemory, messages: Messages) -> Answer:
+def by_parameters(memory: NodeMemory, messages: Messages) -> NodeAnswer:
     """One weight for each coordinate of the distribution's parameters, where the estimators are mixed.
 
     Args:
@@ -63,7 +63,7 @@ def by_parameters(memory: NodeMemory, messages: Messages) -> Answer:
 
     to_shared, to_lane = answer(own if folds == 1 else pull(messages.output), swap)
     to_own = to_lane if folds == 1 else answer(own, lambda w: w)[1]
-    return Answer(to_shared, Streams(to_own, to_lane), messages.suffix)
+    return NodeAnswer(to_shared, Streams(to_own, to_lane), messages.suffix)
 
 
 def draw_batch_by_mixer(

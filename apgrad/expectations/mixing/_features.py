@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from apgrad._programs import uses
 from apgrad._programs.jaxprs import place, trace
 from apgrad._programs.signs import NUMBER, inner, is_inexact as is_inexact, random_signs, wide as wide
-from apgrad._programs.uses import Kind, Value
+from apgrad._programs.uses import Value, ValueKind
 from apgrad.expectations.estimators._estimator import Mixer
 
 EXACT = 16  # the most elements of a target whose gradients are features as they are
@@ -102,12 +102,14 @@ def backward_pass(memory: NodeMemory, lanes: int, messages: Sequence[tuple[list[
     one_lane = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), memory.lane)
     program, shapes = trace(memory.build, memory.shared, one_lane)
     floats = [i for i, x in enumerate(jax.tree.leaves(shapes)) if is_inexact(x)]
-    fixed = place([Value(Kind.VIEW, shared[i]) for i in chosen], chosen, [Value(Kind.FIXED, x) for x in shared])
+    fixed = place(
+        [Value(ValueKind.VIEW, shared[i]) for i in chosen], chosen, [Value(ValueKind.FIXED, x) for x in shared]
+    )
     if not sum(x.size for x in ([shared[i] for i in chosen] or [lane[i] for i in moving])):
         raise ValueError(empty_target(memory.what))
 
     def inputs(lane):
-        return [*fixed, *(Value(Kind.LANE, x) for x in lane)]
+        return [*fixed, *(Value(ValueKind.LANE, x) for x in lane)]
 
     def sketched(operands, to_uses, numbers):
         """Of the gradients of the parameters with these numbers."""

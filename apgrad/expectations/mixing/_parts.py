@@ -29,7 +29,7 @@ class Messages(NamedTuple):
     folds: int
 
 
-class Answer(NamedTuple):
+class NodeAnswer(NamedTuple):
     """What a node answers: to the shared arguments; to the lanes', by stream; to the suffix; to `ap.adaptive`."""
 
     shared: Any
