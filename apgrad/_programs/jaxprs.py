@@ -182,7 +182,7 @@ def variables(atoms: Iterable[Any]) -> list[Any]:
 def needed(
     eqns: Sequence[Any], wanted: Iterable[Any], known: Collection[Any] = (), *, effects: bool = False
 ) -> list[Any]:
-    """Those of the equations that the wanted atoms are computed by, in order.
+    """The equations that are needed to compute the wanted variables, in order.
 
     Args:
       eqns: equations of a jaxpr, in order.
@@ -210,8 +210,7 @@ def inlined(function: Callable[..., Any], *args: Any) -> Program:
 
 
 def inline(program: Program, inputs: Sequence[Any], apply: ApplyEquation = run) -> list[Any]:
-    """Evaluates a program as `evaluate` does, but with the program inside a call (of `jit` and its like) in place of
-    the call.
+    """Evaluates a program, and the program inside a call (of `jit` and its like) in place of the call.
 
     Named scopes stay whole: what was in a call is evaluated under the call's scope.
 

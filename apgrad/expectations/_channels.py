@@ -140,7 +140,7 @@ def put(tape: Tape, channel: Channel, port: jax.Array | None, what: str) -> Tape
     Args:
       tape: the current tape.
       channel: the channel.
-      port: what `request` gave, from the node's output.
+      port: the channel's port as the node returned it, of the channel's shape; None where `request` returned None.
       what: the node's name in errors.
     """
     tape._require_current(what)
@@ -166,7 +166,7 @@ def seed(tape: Tape) -> jax.Array:
 
 
 def is_adaptive(tape: Tape) -> bool:
-    """Whether the program is that of `ap.adaptive`.
+    """Whether the program runs under `ap.adaptive`.
 
     Args:
       tape: any tape.

@@ -24,9 +24,9 @@ class Channel(NamedTuple):
 
     Attributes:
       kind: what the messages are.
-      name: which function's nodes gather a suffix; empty for the other kinds.
-      shape: of the messages. For the kinds that carry costs it is (lanes,), or (lanes, parts) for parts of a lane that
-        are independent of each other.
+      name: the function whose nodes gather a suffix; empty for the other kinds.
+      shape: the shape of the messages. For the kinds that carry costs it is (lanes,), or (lanes, parts) for parts of a
+        lane that are independent of each other.
     """
 
     kind: Kind
@@ -38,9 +38,10 @@ class Carried(NamedTuple):
     """Arrays that a tape carries for its nodes, and that no derivative goes through.
 
     Attributes:
-      seed: for hashes, uint32: one for the whole of a program's call, and another one in every call.
+      seed: a seed for hashes, a uint32 scalar: one for the whole of a program's call, and another one in every call.
       visits: how often each site has drawn a sample so far, (sites,); None without `ap.adaptive`.
-      weights: of the mixers, a row for each visit of each site; None where mixers weigh by what they see.
+      weights: the mixers' weights, a row for each visit of each site, (visits, 4); None where mixers weigh by what they
+        see.
     """
 
     seed: Any
@@ -51,8 +52,8 @@ class Carried(NamedTuple):
         """What is carried on after one more branch of a fork.
 
         Args:
-          branch: at the end of the branch.
-          fork: where the branch began.
+          branch: what is carried at the end of the branch.
+          fork: what was carried where the branch began.
         """
         return self if self.visits is None else self._replace(visits=self.visits + branch.visits - fork.visits)
 

@@ -27,7 +27,7 @@ reads it. The kinds of channel (`_ledger.py`), which are made only where a node 
   value and of zero expectation in any derivative.
 * `regression`: a linear port, to which a cost adds `stop_gradient(c) r`. Its cotangent is the raw cost-to-go G, at any
   order. A learned baseline adds `zero_with_gradient(b^2 / 2)` to the total and `-zero_with_gradient(b)` to
-  r, so that its gradient is that of (b - G)^2 / 2.
+  r, so that its gradient is the gradient of (b - G)^2 / 2.
 
 Each exists for the lane and, where nodes ask, for *parts*: components of a lane that are independent of
 each other, (lanes, parts), so that a part's choices pay for the costs of that part only.
@@ -181,12 +181,12 @@ class Tape:
         nothing, multiply what you give to `cost`. Pathwise derivatives do not fade.
 
         A zero p of the tape becomes log(1 + factor (exp(p) - 1)), so that what costs are multiplied by, exp(p) - 1,
-        fades as a whole: its expectation stays 0 in every derivative, and with it that of all baselines. In the second
+        fades as a whole: its expectation stays 0 in every derivative, and so does every baseline's. In the second
         derivative the product of the scores of two choices fades too from the later one on, and between the two, as in
         Loaded DiCE (Farquhar, Whiteson & Foerster, 2019).
 
         Args:
-          factor: from 0 to 1, a scalar, or one a lane, (lanes,). It is a constant to differentiation.
+          factor: a number from 0 to 1, or one for each lane, (lanes,). It is a constant to differentiation.
 
         Returns:
           The next tape.

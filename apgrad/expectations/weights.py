@@ -243,8 +243,8 @@ def mean_test(weights: Weights | None = None, *, threshold: float = 3.5) -> Weig
     likelihood ratio is: what bias that noise hides stays.
 
     Args:
-      weights: for where no difference is found; `decoupled()` if not given.
-      threshold: in root mean squares; positive.
+      weights: the weights where no difference is found; `decoupled()` if not given.
+      threshold: how long the sum may be, in root mean squares; positive.
 
     Raises:
       ValueError: for a threshold that is not positive.
@@ -292,7 +292,7 @@ def variance_test(weights: Weights | None = None, *, dimensions: int = 1, c: flo
     the choice, so that X and P are of the noise itself, up to one scale.
 
     Args:
-      weights: for where no jump is found; `inverse_variance()` if not given.
+      weights: the weights where no jump is found; `inverse_variance()` if not given.
       dimensions: d, of the choice.
       c: the strictness of the test; positive.
 

@@ -71,7 +71,7 @@ class Sampler(Protocol):
         """The exact variance of each element of the estimate, in the shape and dtype of the array.
 
         Args:
-          x: an array.
+          x: an array of any shape and floating-point dtype.
           axis: the sampled axis.
         """
         ...
@@ -113,7 +113,7 @@ class Sampling:
     """Keeps a fraction of the entries; see `different_sample`, `same_sample` and `stratified`.
 
     Attributes:
-      fraction: of the entries that are kept, in (0, 1].
+      fraction: the fraction of the entries that are kept, in (0, 1].
       shared: whether all examples have the same indices.
       scheme: "replacement", "distinct" (without replacement) or "stratified".
     """
@@ -224,8 +224,8 @@ class Heavy:
     """The largest entries exactly and a sample of the others; see `heavy`.
 
     Attributes:
-      fraction: of the entries that are kept, in (0, 1].
-      share: of the kept entries, how many are the largest.
+      fraction: the fraction of the entries that are kept, in (0, 1].
+      share: the share of the largest entries among the entries that are kept.
     """
 
     fraction: float
@@ -290,7 +290,7 @@ def different_sample(fraction: float, *, replacement: bool = True) -> Sampling:
     """Keeps a fraction of the entries of each example, drawn anew for each ("different sample", section 4.3).
 
     Args:
-      fraction: of the entries that are kept, in (0, 1]; at least one is kept.
+      fraction: the fraction of the entries that are kept, in (0, 1]; at least one is kept.
       replacement: whether entries are drawn with replacement, as in the paper. Without replacement the noise is less,
         and a fraction of 1 is exact.
     """
@@ -316,7 +316,7 @@ def stratified(fraction: float) -> Sampling:
     that differ between examples.
 
     Args:
-      fraction: of the entries that are kept, in (0, 1].
+      fraction: the fraction of the entries that are kept, in (0, 1].
     """
     return Sampling(_fraction(fraction), False, "stratified")
 
@@ -336,8 +336,9 @@ def heavy(fraction: float, *, share: float = 0.5) -> Heavy:
     Their places are stored, as they cannot be drawn again.
 
     Args:
-      fraction: of the entries that are kept, in (0, 1].
-      share: of those, how many are the largest; at least one is always left to sampling.
+      fraction: the fraction of the entries that are kept, in (0, 1].
+      share: the share of the largest entries among the entries that are kept; at least one entry is always left to
+        sampling.
     """
     if not 0 <= share <= 1:
         raise ValueError(f"share must be between 0 and 1, got {share}")

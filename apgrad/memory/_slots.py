@@ -145,9 +145,9 @@ class SlotMaker:
           linear: whether the backward equation is linear in the coefficient, so that it may be sampled.
           ancestors: bit set of the steps whose results the equation's messages depend on.
           step: the number of the equation's step.
-          name: of the primitive that takes the coefficient.
+          name: the name of the primitive that takes the coefficient.
           eqn: the backward equation.
-          number: of the coefficient among the equation's inputs.
+          number: the coefficient's number among the equation's inputs.
         """
         if isinstance(var, Literal):
             aval: Any = var.aval

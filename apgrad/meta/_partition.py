@@ -1,4 +1,4 @@
-"""What of a pytree is meta-trained, and what is not.
+"""Which parts of a pytree are meta-trained, and which are not.
 
 A rule may hold numbers that are fitted or chosen, not trained (fitted standardizers, a fixed step size). In a Flax NNX
 module such a number is an `nnx.Variable` that is not an `nnx.Param`. A gradient of zero does not protect the number:

@@ -27,7 +27,7 @@ def is_layer(site: ProgramSite) -> bool:
 
 
 def _require_layer(site: ProgramSite) -> None:
-    """For rules that send messages through another weight than the layer's.
+    """Refuses a site that is no layer, for rules that send messages through another weight than the layer's.
 
     Raises:
       ValueError: for a site that is no layer.
@@ -40,7 +40,7 @@ def _require_layer(site: ProgramSite) -> None:
 
 
 def require_one_layer(site: ProgramSite) -> None:
-    """For rules with parameters of their own for each layer.
+    """Refuses a site that is not one layer, for rules with parameters of their own for each layer.
 
     Args:
       site: the site that the rule was given.
@@ -57,7 +57,7 @@ def require_one_layer(site: ProgramSite) -> None:
 
 
 def require_one_array(site: ProgramSite, rule: str) -> None:
-    """For rules whose message to the input has the shape of the message to the output.
+    """Refuses a site that is no function of one array to an array of the same shape.
 
     Args:
       site: the site that the rule was given.

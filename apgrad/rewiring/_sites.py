@@ -119,7 +119,7 @@ class Planner:
       where: `(ProgramSite) -> bool`, whether the rule takes a site.
       result: the output of the whole function, a pytree of shapes and dtypes.
       offered: the sites that were offered so far.
-      taken: those that the rule took.
+      taken: the sites that the rule took.
     """
 
     def __init__(self, where: Callable[[ProgramSite], bool], result: Any):

@@ -133,7 +133,7 @@ def heavy(trace: Trace, made: DrawnGraph, count: int, kind: PathKind) -> list[tu
       trace: made by `ap.trace_gradients`.
       made: the graph of the trace.
       count: how many paths.
-      kind: of the paths, "viterbi" or "greedy".
+      kind: which paths, "viterbi" or "greedy".
     """
     after: dict[int, list[int]] = {}
     for u, v in made.edges:
@@ -161,7 +161,7 @@ def graphviz(trace: Trace, count: int = 3, kind: PathKind = "viterbi") -> str:
     Args:
       trace: made by `ap.trace_gradients`.
       count: how many paths are drawn: one of each element, for the elements with the heaviest paths.
-      kind: of the paths, "viterbi" or "greedy".
+      kind: which paths, "viterbi" or "greedy".
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -213,7 +213,7 @@ def draw(trace: Trace, count: int = 3, kind: PathKind = "viterbi") -> Any:
     Args:
       trace: made by `ap.trace_gradients`.
       count: how many paths are drawn: one of each element, for the elements with the heaviest paths.
-      kind: of the paths, "viterbi" or "greedy".
+      kind: which paths, "viterbi" or "greedy".
 
     Raises:
       ImportError: without matplotlib.
@@ -259,7 +259,7 @@ def heat_map(influence: Influence, weighed: bool = False) -> Any:
     """Influence as a matplotlib figure, components by parameters, with the mean over examples or steps.
 
     Args:
-      influence: from `ap.tracing.influence` or `Trace.influence`.
+      influence: what `ap.tracing.influence` or `Trace.influence` returned.
       weighed: show the share of |gradient| in place of the share of elements.
 
     Raises:

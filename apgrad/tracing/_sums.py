@@ -152,10 +152,10 @@ def contract(
 
     Args:
       semiring: any.
-      weight: (B, J, C), derivatives.
-      message: components (B, J, I).
+      weight: the derivatives, floating point, (B, J, C).
+      message: components of shape (B, J, I).
       swapped: return (B, I, C).
-      precision: of the products, where plus is addition.
+      precision: the precision of matrix products, as for `jnp.einsum`, where plus is addition.
 
     Returns:
       Components (B, C, I). The largest array made is of the result's size, or small: products are taken one or `CHUNK`

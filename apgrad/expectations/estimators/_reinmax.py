@@ -33,7 +33,7 @@ from apgrad.expectations.estimators._straight_through import as_if
 def reinmax(temperature: Any = 1.0) -> Estimator:
     """ReinMax, for Bernoulli and categorical choices; `ap.stochastic` and `ap.sample` take it; biased.
 
-    The sample is in floating point; that of a categorical choice is a one-hot vector, (lanes, ..., categories).
+    The sample is in floating point; for a categorical choice it is a one-hot vector, (lanes, ..., categories).
 
     Args:
       temperature: positive, a scalar. At 1 the derivative is exact for costs that are quadratic in one choice's sample;

@@ -1,8 +1,8 @@
 """Mixing at a distribution's parameters, where each coordinate has its own weight (TPX: Parmas, Seno & Aoki, 2023).
 
-Message and contribution are one there, so there is no suffix, and the weights are those of the message's rule.
+Message and contribution are one there, so there is no suffix, and the message's rule makes the weights.
 `by_parameters` is the backward pass of `_node.py` with `target="parameters"`; `draw_batch_by_mixer` is the node of
-`ap.sample`, whose distribution is that of all lanes.
+`ap.sample`, which samples one distribution of all lanes.
 """
 
 from typing import Any
@@ -76,9 +76,9 @@ def draw_batch_by_mixer(
 
     Args:
       tape: the current tape.
-      mixer: the mixer, of whose weights the message's alone are used.
+      mixer: the mixer; of its weights only the message's rule is used.
       what: the node's name in errors.
-      distribution: its batch shape starts with the lanes.
+      distribution: a distribution whose batch shape starts with the lanes.
       key: one PRNG key.
 
     Returns:

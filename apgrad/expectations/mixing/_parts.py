@@ -137,7 +137,7 @@ def mixer_node(
       mixer: the mixer, which the error names.
       forward: the `forward` of the node's propagator.
       backward: the `backward` of the node's propagator.
-      **options: of `apgrad.node`.
+      **options: the options of `apgrad.node`.
     """
     reason = (
         f"{mixer.name} has no second derivative: its weights are no part of the objective, and differentiating "
