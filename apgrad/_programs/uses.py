@@ -153,7 +153,7 @@ def gradient(
 
 
 def record(entry: Any) -> None:
-    """Tells who listens: the name of a node, or the parameters' shapes, the operation and how its sketch is made.
+    """Tells a listener the name of a node, or of a use the parameters' shapes, the operation and how it is sketched.
 
     Args:
       entry: what is told.

@@ -30,7 +30,12 @@ STREAM = "apgrad stream"  # the name of the axis of streams: 0 is the own stream
 
 
 class Streams(NamedTuple):
-    """One pytree of messages for each stream. Without cross-fitting both are the same."""
+    """One pytree of messages for each stream. Without cross-fitting both are the same.
+
+    Attributes:
+      own: the messages of the own stream.
+      output: the messages of the output stream.
+    """
 
     own: Any
     output: Any

@@ -190,7 +190,7 @@ def log_prob(distribution: Any, x: jax.Array) -> jax.Array:
 
 
 def support_guard(what: str, distribution: Any) -> jax.Array:
-    """A zero scalar to add to what has a score: an error where the support moves with a parameter.
+    """A scalar zero to add to a score: its derivative is an error where the support moves with a parameter.
 
     There the log-density's derivative lacks the flow across the bounds, and the estimate would be wrong.
 

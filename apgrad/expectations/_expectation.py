@@ -112,7 +112,7 @@ def expectation(
 
 
 def require_program(program: Any, lanes: Any) -> int:
-    """The number of lanes as an integer, or an error if the two are no program and no number of lanes.
+    """The number of lanes as an integer, or an error for what is no program or no number of lanes.
 
     Args:
       program: as in `expectation`.

@@ -59,20 +59,35 @@ class Carried(NamedTuple):
 
 
 class TapePlan(NamedTuple):
-    """The static structure of a tape: the same all through a program, so that `scan` can carry it."""
+    """The static structure of a tape: the same all through a program, so that `scan` can carry it.
+
+    Attributes:
+      lanes: how many lanes there are.
+      dtype: the dtype in which costs are summed; None in the first trace.
+      channels: the channels that the tape has ports for.
+      folds: groups of lanes that share batch statistics: 2 with cross-fitting, else 1.
+      disturbed: `(bit, value)`: lanes whose number has this bit at this value draw other samples.
+      sites: with `ap.adaptive`, how often each site of a mixer is visited; else None.
+      data: how many data the minibatch has, which are then the parts of a lane.
+      token: distinct for each trace that counts sites or requests, so that no cached `jit` hides one.
+    """
 
     lanes: int
     dtype: Any = None
     channels: tuple[Channel, ...] = ()
-    folds: int = 1  # groups of lanes that share batch statistics: 2 with cross-fitting
-    disturbed: tuple[int, int] | None = None  # lanes whose number has this bit at this value draw other samples
-    sites: tuple[int, ...] | None = None  # with `ap.adaptive`, how often each site of a mixer is visited
-    data: int | None = None  # how many data the minibatch has, which are then the parts of a lane
-    token: object = None  # distinct for each trace that counts sites or requests, so that no cached `jit` hides one
+    folds: int = 1
+    disturbed: tuple[int, int] | None = None
+    sites: tuple[int, ...] | None = None
+    data: int | None = None
+    token: object = None
 
 
 class Ledger:
-    """What one trace of a program knows, at trace time only: which tape is current, and what nodes ask for."""
+    """What one trace of a program knows, at trace time only: which tape is current, and what nodes ask for.
+
+    Args:
+      collecting: whether this is the first trace, in which nodes ask for what they need.
+    """
 
     def __init__(self, collecting: bool):
         self.collecting = collecting

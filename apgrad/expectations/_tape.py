@@ -11,7 +11,7 @@ The tape carries, for each of B independent *lanes* (repetitions of the program,
     c exp(p) + b (1 - exp(p))                                                        (*)
 
 to the lane's total; the objective is the mean of the totals over lanes. In value, (*) is c. Its derivatives
-are those of `c exp(sum of the log-densities before c)`, which is the DiCE objective (Foerster et al., 2018;
+are the derivatives of `c exp(sum of the log-densities before c)`, which is the DiCE objective (Foerster et al., 2018;
 with baselines, Mao et al., 2019): in expectation right to any order, and pathwise
 derivatives of c come with them. The baseline b, a constant to differentiation, must not depend on the
 lane's own choices, since then E[b d^k exp(p)] = 0 for every k >= 1. Leave-one-out: b_i is the mean of the
@@ -173,7 +173,7 @@ class Tape:
         return self._add(cost, ledger)
 
     def discount(self, factor: Any) -> "Tape":
-        """Lets the credit of all choices so far fade: of later costs they are charged with a part, the factor.
+        """Lets the credit of all choices so far fade: they are charged with later costs times a factor.
 
         Called once a step, before the step's choice, it charges a choice at step s with the costs at step t times
         factor^(t - s): the policy gradient with discounted costs-to-go, of less variance, and **biased** for the sum of
@@ -227,7 +227,7 @@ class Tape:
         """Runs branches that do not depend on each other, so that one's choices do not pay for another's costs.
 
         Each branch starts from its own tape. Costs after the join are charged to the choices of all of them:
-        the joined port is the sum of the branches' less (n - 1) times the fork's.
+        a port after the join is the sum of the branches' ports, less (n - 1) times the port before the fork.
 
         Args:
           *branches: functions `branch(tape) -> (tape, output)`.

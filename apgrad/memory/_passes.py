@@ -120,7 +120,7 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
 
 
 def _together(key: jax.Array, *values: Any) -> tuple[Any, ...]:
-    """The key and the values unchanged, none of which is there before all of them are: draws wait for the values."""
+    """The key and the values as they are, of which none is there before all are: so draws wait for the values."""
     raw, *found = jax.lax.optimization_barrier((jax.random.key_data(key), *values))
     return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(key)), *found
 

@@ -108,6 +108,13 @@ class Slot(NamedTuple):
 class SlotMaker:
     """Chooses how coefficients are remembered, and numbers the slots.
 
+    Args:
+      forward: the forward program.
+      live: for each input of the program, whether somebody else keeps it.
+      choose: `Coefficient -> sampler or None`.
+      where: names of what is around the program.
+      count: how often the program runs: the product of the lengths of the scans around it.
+
     Attributes:
       last: whether the backward equation at hand sends its messages to arguments only; the planner sets it.
       largest: the bytes of the largest coefficient that a sampler may take; the planner sets it.

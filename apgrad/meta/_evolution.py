@@ -65,7 +65,7 @@ def truncated_evolution(
 ) -> OuterGradient:
     """Antithetic evolution strategies over K of T steps, from a state that goes on unperturbed.
 
-    Loss and gradient are those of the K steps, K/T of an unroll's on average. What acts on the start of an unroll only,
+    Loss and gradient are of the K steps alone: K/T of an unroll's on average. What acts on the start of an unroll only,
     such as the prior of a `WithPrior`, has the gradient zero on average.
 
     Args:

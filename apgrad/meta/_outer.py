@@ -162,7 +162,7 @@ def where(condition: jax.Array, new: Any, old: Any) -> Any:
 def truncated(problem: Problem, segment: int, *, remat: bool | int = False, stagger: bool = True) -> OuterGradient:
     """Reverse mode through K of T steps; the state goes from one segment to the next as a constant.
 
-    Loss and gradient are those of the K steps, K/T of an unroll's on average: see the head of this file. What acts on
+    Loss and gradient are of the K steps alone, K/T of an unroll's on average: see the head of this file. What acts on
     the start of an unroll only, such as the prior of a `WithPrior`, has the gradient zero.
 
     Args:

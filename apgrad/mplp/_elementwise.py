@@ -101,7 +101,7 @@ def normalize(place: Place, signal: Signal, axes: int | Sequence[int] = -1, epsi
     """Mean 0 and variance 1 over some axes: over the last axis this is layer normalisation, over axis 0 batch
     normalisation.
 
-    Over the batch, the statistics are those of the minibatch: there are no running statistics.
+    Over the batch, the statistics are the minibatch's: there are no running statistics.
 
     Args:
       place: the node's place.

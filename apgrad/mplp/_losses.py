@@ -51,8 +51,7 @@ def absolute_error(place: Place, prediction: Signal, target: jax.Array) -> jax.A
 
 
 def cross_entropy(place: Place, prediction: Signal, target: jax.Array) -> jax.Array:
-    """`-sum y log p` over the last axis, from probabilities clipped to [1e-7, 1 - 1e-7]; the rule sees L, p, y and log
-    p.
+    """`-sum y log p` over the last axis, with probabilities clipped to [1e-7, 1 - 1e-7]. The rule sees L, p, y, log p.
 
     Args:
       place: the node's place.

@@ -57,7 +57,12 @@ class OpenPlace(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A name in `Places`; the first argument of every node with a rule."""
+    """A name in `Places`; the first argument of every node with a rule.
+
+    Attributes:
+      places: the places of the network.
+      name: the place's name.
+    """
 
     places: "Places"
     name: str

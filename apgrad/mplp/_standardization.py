@@ -21,7 +21,11 @@ from apgrad.mplp._step import init_state, inner_step, scan_steps
 
 
 class Standardizer(nnx.Module):
-    """A fitted shift and a fitted scale for each group of features; the identity at first."""
+    """A fitted shift and a fitted scale for each group of features; the identity at first.
+
+    Args:
+      groups: how many groups of features there are.
+    """
 
     def __init__(self, groups: int):
         self.shift = Fixed(jnp.zeros(groups, float))
@@ -65,6 +69,9 @@ class BatchNorm(nnx.Module):
 
     The variance has ddof 1, as in the thesis. If the variance is zero (a constant feature, a single row), the output is
     the shift and the derivative is finite: the square root never sees zero.
+
+    Args:
+      features: how many features all parts have together.
     """
 
     def __init__(self, features: int):

@@ -68,7 +68,11 @@ class Certificate(NamedTuple):
 
 
 class NotCertifiedError(AssertionError):
-    """Raised by `certify`: its text is the certificate, and `certificate` holds it."""
+    """Raised by `certify`: its text is the certificate, and `certificate` holds it.
+
+    Args:
+      certificate: what `certify` found.
+    """
 
     def __init__(self, certificate: Certificate):
         super().__init__(str(certificate))

@@ -24,7 +24,15 @@ COLOURS = ("#c2255c", "#1f77b4", "#2a8a3e", "#d95f02", "#6a51a3", "#8c6d1f")
 
 
 class DrawnNode(NamedTuple):
-    """A vertex of the drawn graph: a parameter (primitive "parameter"), an equation, or the loss ("loss")."""
+    """A vertex of the drawn graph: a parameter, an equation, or the loss.
+
+    Attributes:
+      primitive: the name of the primitive, or "parameter" or "loss".
+      scope: the named scopes around the equation.
+      shape: the shape of the array.
+      name: the parameter's name, or what stands at the vertex.
+      depth: the number of edges on the longest way from a parameter.
+    """
 
     primitive: str
     scope: str
@@ -34,7 +42,12 @@ class DrawnNode(NamedTuple):
 
 
 class DrawnGraph(NamedTuple):
-    """The vertices that depend on the parameters, and the edges between them, as pairs of numbers of vertices."""
+    """The drawn graph.
+
+    Attributes:
+      nodes: the vertices that depend on the parameters.
+      edges: pairs of numbers of vertices, from and to.
+    """
 
     nodes: list[DrawnNode]
     edges: list[tuple[int, int]]

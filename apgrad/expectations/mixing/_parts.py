@@ -20,7 +20,15 @@ Charge = tuple[jax.Array, Baseline]  # a zero to be charged with later costs, an
 
 
 class Messages(NamedTuple):
-    """What came back to a node: to the sample, by stream; to the zeros; the suffix. The lanes are first."""
+    """The messages that come back to a mixer's node.
+
+    Attributes:
+      own: the message to the sample in the own stream, (lanes, ...).
+      output: the message to the sample in the output stream, (lanes, ...).
+      to_zeros: for each of the baselines that `charged` lists the message to its zero, (lanes, ...).
+      suffix: the gradient that later nodes have gathered, (lanes, width), or None.
+      folds: 2 with cross-fitting, 1 without.
+    """
 
     own: jax.Array
     output: jax.Array
@@ -30,7 +38,14 @@ class Messages(NamedTuple):
 
 
 class NodeAnswer(NamedTuple):
-    """What a node answers: to the shared arguments; to the lanes', by stream; to the suffix; to `ap.adaptive`."""
+    """What a mixer's node sends on.
+
+    Attributes:
+      shared: the messages to the arguments that lanes share, summed over lanes.
+      lane: the messages to the lanes' own arguments, in each stream.
+      suffix: the gradient gathered so far, with this node's, (lanes, width), or None.
+      row: what `ap.adaptive` is told of the node, float32 (5,); None without `ap.adaptive`.
+    """
 
     shared: Any
     lane: Streams
