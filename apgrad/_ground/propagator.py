@@ -134,7 +134,7 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
 class _Residuals:
     """Residuals whose structure depends on what is differentiated, in a form that does not.
 
-    JAX keeps one structure of the residual for each call in a jaxpr, that of the last trace of `fwd`. A program that is
+    JAX keeps one structure of the residual for each call in a jaxpr, from the last trace of `fwd`. A program that is
     evaluated again and differentiated with respect to other inputs then unpacks a residual of one structure by another
     (JAX 0.10.2). Here the structure travels with the residual itself, as the number of columns of an empty array, and
     all residuals are padded to one number of arrays.

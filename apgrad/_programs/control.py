@@ -173,7 +173,11 @@ def rebuild(
 
 
 def opened(jaxpr: Any) -> Program:
-    """The program of a jaxpr, which some versions of JAX close with its constants and others do not."""
+    """The program of a jaxpr, which some versions of JAX close with its constants and others do not.
+
+    Args:
+      jaxpr: a `Jaxpr` or a `ClosedJaxpr`.
+    """
     if isinstance(jaxpr, ClosedJaxpr):
         return Program(jaxpr.jaxpr, tuple(jaxpr.consts))
     return Program(jaxpr, tuple(getattr(jaxpr, "consts", ())))

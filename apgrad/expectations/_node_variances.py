@@ -24,7 +24,7 @@ class NodeVariances(NamedTuple):
 
     Attributes:
       rp: the variance of reparameterization, where reparameterization alone is sent back.
-      lr: the variance of likelihood ratio, which is the same whatever is sent back.
+      lr: the variance of likelihood ratio, which does not depend on what is sent back.
       tp_rp: the variance of reparameterization, on the messages that total propagation sends back.
       tp: the variance of the mixture of `tp_rp` and `lr` with the message's weight.
       weight: the weight of likelihood ratio in the message.

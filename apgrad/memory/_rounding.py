@@ -133,7 +133,11 @@ def _bfloat16(x: jax.Array) -> jax.Array:
 
 
 def wide(dtype: Any) -> Any:
-    """The dtype that rounding computes in: float64 for float64, else float32."""
+    """The dtype that rounding computes in: float64 for float64, else float32.
+
+    Args:
+      dtype: a floating-point dtype, that of the array.
+    """
     return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
 
 

@@ -39,8 +39,9 @@ def predictive_coding(where: Where, *, steps: int = 20, rate: float = 0.1) -> Ru
     Args:
       where: the sites whose outputs are hidden values, see `ap.rewiring.Where`: the label of the activation function,
         of a layer under `jax.jit`, or what `checkpoint_name` got.
-      steps: of gradient descent on the energy, at least as many as there are hidden values in a row.
-      rate: of each step.
+      steps: the number of steps of gradient descent on the energy, at least as many as there are hidden values in a
+        row.
+      rate: the learning rate of this descent, positive.
 
     Returns:
       A rule without parameters, which takes the function as a whole.

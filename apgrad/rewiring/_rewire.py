@@ -243,7 +243,7 @@ def _evaluate(plan, arrays, key, params, rule, shape):
 
 
 class _Ports(NamedTuple):
-    """What carries the output's message: the form of a port, and a function from its message to the output's."""
+    """What carries the output's message: a port's form, and a function from a port's message to the output's."""
 
     shapes: list[jax.ShapeDtypeStruct]
     as_result: Callable[[Sequence[Any]], Any]

@@ -24,7 +24,15 @@ COLOURS = ("#c2255c", "#1f77b4", "#2a8a3e", "#d95f02", "#6a51a3", "#8c6d1f")
 
 
 class DrawnNode(NamedTuple):
-    """A vertex of the drawn graph: a parameter (primitive "parameter"), an equation, or the loss ("loss")."""
+    """A vertex of the drawn graph: a parameter, an equation, or the loss.
+
+    Attributes:
+      primitive: the name of the primitive, or "parameter" or "loss".
+      scope: the named scopes around the equation.
+      shape: the shape of the array.
+      name: the parameter's name, or what stands at the vertex.
+      depth: the number of edges on the longest way from a parameter.
+    """
 
     primitive: str
     scope: str
@@ -34,7 +42,12 @@ class DrawnNode(NamedTuple):
 
 
 class DrawnGraph(NamedTuple):
-    """The vertices that depend on the parameters, and the edges between them, as pairs of numbers of vertices."""
+    """The drawn graph.
+
+    Attributes:
+      nodes: the vertices that depend on the parameters.
+      edges: pairs of numbers of vertices, from and to.
+    """
 
     nodes: list[DrawnNode]
     edges: list[tuple[int, int]]
@@ -45,6 +58,9 @@ def graph(trace: Trace) -> DrawnGraph:
 
     What a loop's body takes from the step before is drawn as if it came from before the loop; the loop's output comes
     from all that reaches it in any number of steps.
+
+    Args:
+      trace: the trace, as `ap.trace_gradients` makes it.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -117,7 +133,7 @@ def heavy(trace: Trace, made: DrawnGraph, count: int, kind: PathKind) -> list[tu
       trace: made by `ap.trace_gradients`.
       made: the graph of the trace.
       count: how many paths.
-      kind: of the paths, "viterbi" or "greedy".
+      kind: which paths, "viterbi" or "greedy".
     """
     after: dict[int, list[int]] = {}
     for u, v in made.edges:
@@ -145,7 +161,7 @@ def graphviz(trace: Trace, count: int = 3, kind: PathKind = "viterbi") -> str:
     Args:
       trace: made by `ap.trace_gradients`.
       count: how many paths are drawn: one of each element, for the elements with the heaviest paths.
-      kind: of the paths, "viterbi" or "greedy".
+      kind: which paths, "viterbi" or "greedy".
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -197,7 +213,7 @@ def draw(trace: Trace, count: int = 3, kind: PathKind = "viterbi") -> Any:
     Args:
       trace: made by `ap.trace_gradients`.
       count: how many paths are drawn: one of each element, for the elements with the heaviest paths.
-      kind: of the paths, "viterbi" or "greedy".
+      kind: which paths, "viterbi" or "greedy".
 
     Raises:
       ImportError: without matplotlib.
@@ -243,7 +259,7 @@ def heat_map(influence: Influence, weighed: bool = False) -> Any:
     """Influence as a matplotlib figure, components by parameters, with the mean over examples or steps.
 
     Args:
-      influence: from `ap.tracing.influence` or `Trace.influence`.
+      influence: what `ap.tracing.influence` or `Trace.influence` returned.
       weighed: show the share of |gradient| in place of the share of elements.
 
     Raises:
