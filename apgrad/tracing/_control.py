@@ -147,8 +147,13 @@ def active_carry(body: jaxprs.Program, active: Sequence[bool], fixed: int, carri
     return tuple(steady(walked, active, fixed, carried, operator.or_)[0])
 
 
-def depends(eqn, flags):
-    """Which outputs of an equation depend on an active input; None asks for a look inside the equation."""
+def depends(eqn: Any, flags: list[bool]) -> list[bool] | None:
+    """Which outputs of an equation depend on an active input; None asks for a look inside the equation.
+
+    Args:
+      eqn: an equation of a jaxpr.
+      flags: for each input, whether it is active.
+    """
     if eqn.primitive.name in NO_DERIVATIVE or not any(flags):
         return [False] * len(eqn.outvars)
     inside = jaxprs.nested(eqn)
