@@ -47,6 +47,7 @@ def test_the_signature_of_total_propagation_has_no_address():
 
 
 def test_digits_without_scikit_learn_name_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "sklearn", None)
+    for name in ("sklearn", "sklearn.datasets"):  # other tests may have loaded both
+        monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ImportError, match='the extra "meta"'):
         ap.meta.data.load("digits")
