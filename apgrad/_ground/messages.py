@@ -20,15 +20,6 @@ class Static:
     value: Any
 
 
-def has_message(x: Any) -> bool:
-    """Whether JAX carries messages to an array: it has to be floating point or complex.
-
-    Args:
-      x: an array, or a Python number.
-    """
-    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-
-
 def form_of(tree: Any) -> Static:
     """The structure of a pytree, with the shape and dtype of each leaf.
 

@@ -9,22 +9,29 @@ stands inside an equation (`nested`, `rebuild`) comes from `control`, the one fi
 
 import contextlib
 import re
+import sysconfig
 from collections.abc import Callable, Collection, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.source_info_util import user_context
 
 from apgrad._programs.control import (
     Nested as Nested,
     Program as Program,
+    all_equations as all_equations,
     inside_of as inside_of,
     nested as nested,
     opened,
     rebuild as rebuild,
 )
+
+_NOT_THE_USERS = (str(Path(__file__).parent.parent), *(sysconfig.get_path(p) for p in ("stdlib", "purelib", "platlib")))
 
 ApplyEquation = Callable[[Any, list[Any]], Iterable[Any]]
 
@@ -77,6 +84,18 @@ def plain_scope(scope: str) -> str:
     return join(*scope.split("/"))
 
 
+def source_line(eqn: Any) -> str:
+    """The line of the user's code that an equation comes from, as "model.py:12"; empty if there is none.
+
+    It is the innermost line that is neither in an installed package nor in this one.
+    """
+    trace = eqn.source_info.traceback
+    for frame in trace.frames if trace is not None else ():
+        if not frame.file_name.startswith(_NOT_THE_USERS):
+            return f"{Path(frame.file_name).name}:{frame.line_num}"
+    return ""
+
+
 def trace(function: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
     """The function's program, which has flat inputs and outputs, and the shapes of the function's output.
 
@@ -107,6 +126,24 @@ def arrays_of(tree: Any) -> tuple[list[Any], Callable[..., Any]]:
     kinds = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, float, complex)
     numbers = [i for i, leaf in enumerate(leaves) if isinstance(leaf, kinds)]
     return [leaves[i] for i in numbers], lambda *arrays: treedef.unflatten(place(arrays, numbers, leaves))
+
+
+def is_inexact(x: Any) -> bool:
+    """Whether JAX carries messages to an array: whether it is of floating-point or complex numbers.
+
+    Args:
+      x: an array, or what has its dtype: an abstract value, a Python number.
+    """
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def inexact_outputs(eqn: Any) -> list[bool]:
+    """For each output of an equation, whether JAX carries messages to it.
+
+    Args:
+      eqn: an equation of a jaxpr.
+    """
+    return [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars]
 
 
 def run(eqn: Any, inputs: list[Any]) -> list[Any]:
@@ -212,7 +249,7 @@ def inlined(function: Callable[..., Any], *args: Any) -> Program:
 def inline(program: Program, inputs: Sequence[Any], apply: ApplyEquation = run) -> list[Any]:
     """Evaluates a program, and the program inside a call (of `jit` and its like) in place of the call.
 
-    Named scopes stay whole: what was in a call is evaluated under the call's scope.
+    Named scopes stay whole: what was in a call is evaluated under the call's scope. Lines of source stay too.
 
     Args:
       program: what is evaluated.
@@ -222,7 +259,8 @@ def inline(program: Program, inputs: Sequence[Any], apply: ApplyEquation = run) 
 
     def enter(eqn, values):
         inside = nested(eqn)
-        with jax.named_scope(scope(eqn)) if scope(eqn) else contextlib.nullcontext():
+        named = jax.named_scope(scope(eqn)) if scope(eqn) else contextlib.nullcontext()
+        with user_context(eqn.source_info.traceback), named:
             if inside is not None and inside.kind == "call":
                 return inline(inside.jaxprs[0], values, apply)
             return apply(eqn, values)

@@ -77,15 +77,6 @@ def wide(dtype: Any) -> Any:
     return max(jnp.dtype(dtype), jnp.dtype(jnp.float32), key=lambda dtype: dtype.itemsize)
 
 
-def is_inexact(x: Any) -> bool:
-    """Whether an array can have a gradient.
-
-    Args:
-      x: an array, or anything that has a dtype.
-    """
-    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-
-
 def of_steps(signs: Any, length: int) -> Any:
     """What differs from step to step in tensors of arrays that are stacked over the steps; see `of_step`.
 

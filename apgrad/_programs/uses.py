@@ -36,8 +36,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from apgrad._programs.control import Program, nested
-from apgrad._programs.jaxprs import caller, inline, place, restrict
-from apgrad._programs.signs import NUMBER, Factors, dense, inner, is_inexact, moved, of_step, of_steps, thin
+from apgrad._programs.jaxprs import caller, inline, is_inexact, place, restrict
+from apgrad._programs.signs import NUMBER, Factors, dense, inner, moved, of_step, of_steps, thin
 
 RECORD: ContextVar[list[Any] | None] = ContextVar("record", default=None)  # who listens to how sketches are made
 

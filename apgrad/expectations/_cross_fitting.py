@@ -142,6 +142,18 @@ def mean_of_others(x: jax.Array, folds: int) -> jax.Array:
     return ((jnp.sum(each, axis=1, keepdims=True) - each) / (each.shape[1] - 1)).reshape(x.shape)
 
 
+def standard_score(x: jax.Array, folds: int) -> jax.Array:
+    """For each lane the difference from its fold's mean, over the fold's standard deviation plus 1e-4.
+
+    Args:
+      x: (lanes, ...).
+      folds: how many folds there are.
+    """
+    each = fold(x, folds)
+    away = each - jnp.mean(each, axis=1, keepdims=True)
+    return (away / (jnp.sqrt(jnp.mean(away**2, axis=1, keepdims=True)) + 1e-4)).reshape(x.shape)
+
+
 def swap(weights: jax.Array) -> jax.Array:
     """Each fold gets the weights of the other one, as in the output stream; with one fold nothing changes.
 

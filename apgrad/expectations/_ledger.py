@@ -12,6 +12,7 @@ class Kind(enum.StrEnum):
 
     BASELINED = "baselined"  # costs later than a choice, less the mean of the other lanes' costs
     PLAIN = "plain"  # costs later than a choice
+    STANDARDIZED = "standardized"  # costs later than a choice, each as the lanes' standard score
     REGRESSION = "regression"  # costs later than a choice, undisturbed by baselines
     SUFFIX = "suffix"  # the gradient that later nodes have gathered, lane by lane
     MOMENTS = "moments"  # what mixers saw at their visits, a row each

@@ -22,6 +22,8 @@ program order, less the baseline, over B. Likelihood ratio multiplies this cotan
 reads it. The kinds of channel (`_ledger.py`), which are made only where a node asks for them (`_channels.py`):
 
 * `baselined`: the p of (*), seen by the leave-one-out baseline.
+* `standardized`: a linear port g, to which a cost adds `stop_gradient(s) g` with s the lane's standard score, the cost
+  less the mean over lanes, over their standard deviation. It is a biased gradient of the first order alone.
 * `plain`: the p of a cost without b. A node with a baseline of its own, a function b of what was there before its
   choice, adds `b exp(all before) (1 - exp(z))` to the total, with z the node's own zero: again zero in
   value and of zero expectation in any derivative.
@@ -44,7 +46,7 @@ from jax import lax
 from apgrad._ground.primitives import refuse_batching
 from apgrad._ground.propagator import backpropagation, first_order, node
 from apgrad.expectations._branches import run_branches
-from apgrad.expectations._cross_fitting import fold, mean_of_others
+from apgrad.expectations._cross_fitting import fold, mean_of_others, standard_score
 from apgrad.expectations._data_axis import per_lane
 from apgrad.expectations._lanes import cost_shape_error, require_lanes
 from apgrad.expectations._ledger import LEDGER, Channel, Kind, Ledger, TapePlan
@@ -288,13 +290,16 @@ class Tape:
         p, q, r = (self._logp(kind, cost.ndim) for kind in (Kind.BASELINED, Kind.PLAIN, Kind.REGRESSION))
         kinds = {channel.kind for channel in self._ports}
         term = cost
-        charged = bool(kinds - {Kind.SUFFIX, Kind.MOMENTS})
+        charged = bool(kinds - {Kind.SUFFIX, Kind.MOMENTS, Kind.STANDARDIZED})
         if message is not None and charged:
             term = term + _charge(message, p + q)
         elif charged:
             term = term * jnp.exp(p + q)
             if Kind.BASELINED in kinds:
                 term = term - lax.stop_gradient(mean_of_others(cost, self._plan.folds)) * jnp.expm1(p)
+        if Kind.STANDARDIZED in kinds:
+            score = standard_score(lax.stop_gradient(cost if message is None else message), self._plan.folds)
+            term = term + _charge_score(score, self._logp(Kind.STANDARDIZED, cost.ndim))
         if Kind.REGRESSION in kinds:
             term = term + lax.stop_gradient(cost if message is None else message) * r
         return self._follow(total=self._total + per_lane(self._plan, term))
@@ -308,12 +313,20 @@ class Tape:
         return lane[:, None] if parts is None else lane[:, None] + parts
 
 
-# Zero in value; its derivative charges a message in the place of a cost, which is right once.
+# Zero in value; their derivatives charge a message in the place of a cost, once.
+_linear = backpropagation(lambda message, p: lax.stop_gradient(message) * p)
 _charge = node(
     first_order(
-        backpropagation(lambda message, p: lax.stop_gradient(message) * p),
+        _linear,
         "a shaped cost has no second derivative: what it charges is a linearization, and differentiating it again "
         "would be silently wrong. Use tape.cost without shaping for higher orders.",
+    )
+)
+_charge_score = node(
+    first_order(
+        _linear,
+        "the standardized baseline has no second derivative: what it charges is no cost, and differentiating it again "
+        "would be silently wrong. Use the leave-one-out baseline for higher orders.",
     )
 )
 

@@ -7,6 +7,7 @@ next equation runs, it is restored when its message is there, and a message goes
 need it are done.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from jax.extend.core import Literal
 from apgrad._ground.primitives import refuse_derivative
 from apgrad._programs import jaxprs
 from apgrad.memory._plan import BackwardStep, MemoryPlan
+from apgrad.memory._samplers import Sampler
 
 _REASON = (
     "ap.randomize has no second derivative: the random memory is no differentiable function of the inputs. "
@@ -41,6 +43,7 @@ def remember(made: MemoryPlan, key: jax.Array, inputs: Sequence[Any]) -> tuple[l
     for i, slot in enumerate(made.slots):
         waiting.setdefault(slot.var, []).append(i)
     memory: list[Any] = [None] * len(made.slots)
+    keys = _keys(made, key)
 
     def keep(var):
         for i in waiting.get(var, ()):
@@ -49,7 +52,7 @@ def remember(made: MemoryPlan, key: jax.Array, inputs: Sequence[Any]) -> tuple[l
                 value = refuse_derivative(value, _REASON)
             if slot.how == "sampled":
                 # What comes next waits for the memory, else the compiler may keep the value until the end.
-                value = slot.sampler.keep(*_together(jax.random.fold_in(key, i), value))
+                value = _kept(slot.sampler, keys[i], value)
                 value, values[var] = jax.lax.optimization_barrier((value, values[var]))
             elif slot.how == "bits":
                 value = jax.lax.optimization_barrier(jnp.packbits(value.reshape(-1)))
@@ -82,11 +85,12 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
     values = dict(zip(jaxpr.constvars, consts, strict=True))
     values |= dict(zip(jaxpr.invars[len(jaxpr.invars) - len(messages) :], messages, strict=True))
 
-    def restore(key, slot, kept):
+    keys = _keys(made, key)
+
+    def restore(keys, slot, kept):
         which, like = made.slots[slot], made.slots[slot].var.aval
         if which.how == "sampled":
-            like = jax.ShapeDtypeStruct(like.shape, like.dtype)
-            return which.sampler.restore(jax.random.fold_in(key, slot), kept, like)
+            return _restored(which.sampler, like.shape, like.dtype, keys[slot], kept)
         return jnp.unpackbits(kept)[: like.size].reshape(like.shape).astype(bool) if which.how == "bits" else kept
 
     for step in _soon(made.steps):
@@ -96,12 +100,12 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
             s: memory[s] for use in step.uses.values() for s in use.slots if made.slots[s].how in ("sampled", "bits")
         }
         if slots:
-            key, slots, present = _together(key, slots, present)
+            keys, slots, present = _together(keys, slots, present)
         axis = _commutes(made, step)
         restored = {}
         for i, use in step.uses.items():
             kept = [slots.get(s, memory[s]) for s in use.slots]
-            restored[i] = kept[0] if axis else use.replay(*map(restore, [key] * len(kept), use.slots, kept))
+            restored[i] = kept[0] if axis else use.replay(*map(restore, [keys] * len(kept), use.slots, kept))
         out = step.eqn.outvars
         if step.root is not None:
             found = [present[0].astype(out[0].aval.dtype) * restored[1].astype(out[0].aval.dtype)]
@@ -110,8 +114,9 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
             found = jaxprs.caller(step.eqn)(*arguments)
         if axis:
             (slot,) = (use.slots[0] for use in step.uses.values())
-            like = jax.ShapeDtypeStruct(out[0].aval.shape, out[0].aval.dtype)
-            found = [made.slots[slot].sampler.restore(jax.random.fold_in(key, slot), found[0], like, axis - 1)]
+            like = out[0].aval
+            sampler = made.slots[slot].sampler
+            found = [_restored(sampler, like.shape, like.dtype, keys[slot], found[0], axis - 1)]
         if step.last:
             found, present = jax.lax.optimization_barrier((found, present))
             values.update((inputs[i], message) for i, message in present.items())
@@ -119,8 +124,28 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
     return [_final(v, values) for v in jaxpr.outvars]
 
 
+def _keys(made: MemoryPlan, key: jax.Array) -> jax.Array:
+    """A key for each slot, all made at once: a compiler takes as long for one key as for hundreds."""
+    return jax.random.split(key, max(1, len(made.slots)))
+
+
+# Jitted, so that arrays of one shape are traced once: a deep network has hundreds of them.
+@functools.partial(jax.jit, static_argnums=0)
+def _kept(sampler: Sampler, key: jax.Array, value: jax.Array) -> Any:
+    """The sampler's memory of a value, drawn when the value is there."""
+    return sampler.keep(*_together(key, value))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 5))
+def _restored(
+    sampler: Sampler, shape: tuple[int, ...], dtype: Any, key: jax.Array, memory: Any, axis: int = -1
+) -> jax.Array:
+    """The sampler's estimate of an array of this shape."""
+    return sampler.restore(key, memory, jax.ShapeDtypeStruct(shape, dtype), axis)
+
+
 def _together(key: jax.Array, *values: Any) -> tuple[Any, ...]:
-    """The key and the values as they are, of which none is there before all are: so draws wait for the values."""
+    """Keys and values as they are, of which none is there before all are: so draws wait for the values."""
     raw, *found = jax.lax.optimization_barrier((jax.random.key_data(key), *values))
     return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(key)), *found
 

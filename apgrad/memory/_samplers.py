@@ -23,6 +23,7 @@ stratified (s-1) x_i^2; projection (sum_{j != i} x_j^2)/k; rounding scale^2 p (1
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from typing import Any, Protocol, runtime_checkable
@@ -103,7 +104,13 @@ def nbytes(sampler: Sampler, like: Any, axis: int = -1) -> int:
       >>> ap.memory.nbytes(ap.memory.rounding(bits=4), x), 4 * x.size
       (6900, 51200)
     """
-    like = jax.ShapeDtypeStruct(like.shape, like.dtype)
+    return _nbytes(sampler, like.shape, like.dtype, axis)
+
+
+# A plan asks for each coefficient of a function, many of which have one shape, and tracing `keep` takes milliseconds.
+@functools.lru_cache(1024)
+def _nbytes(sampler: Sampler, shape: tuple[int, ...], dtype: Any, axis: int) -> int:
+    like = jax.ShapeDtypeStruct(shape, dtype)
     memory = jax.eval_shape(lambda x: sampler.keep(jax.random.key(0), x, axis), like)
     return sum(array_bytes(leaf) for leaf in jax.tree.leaves(memory))
 

@@ -23,8 +23,8 @@ row are needed before all weights learn.
 import jax
 import jax.numpy as jnp
 
-from apgrad._ground.messages import has_message
 from apgrad._ground.propagator import Propagator
+from apgrad._programs.jaxprs import is_inexact
 from apgrad.rewiring._layers import Where, chosen
 from apgrad.rewiring._rewire import Rule, rewire
 from apgrad.rewiring._sites import ProgramSite
@@ -82,7 +82,7 @@ def predictive_coding(where: Where, *, steps: int = 20, rate: float = 0.1) -> Ru
             values = infer(*inputs)
             _, pullback = jax.vjp(lambda *inputs: with_values(values, *inputs), *inputs)
             gradients = pullback(jnp.ones_like(message))
-            return tuple(message * g if has_message(x) else None for x, g in zip(inputs, gradients, strict=True))
+            return tuple(message * g if is_inexact(x) else None for x, g in zip(inputs, gradients, strict=True))
 
         return Propagator(lambda *inputs: (site.function(*inputs), inputs), backward)
 
@@ -120,6 +120,6 @@ def _prediction(site: ProgramSite, zeros: jax.Array) -> Propagator:
     def backward(memory, message):
         # Zeros, not None: JAX asks no node for messages to which none comes.
         prediction, inputs = memory
-        return prediction, *(jnp.zeros_like(x) if has_message(x) else None for x in inputs)
+        return prediction, *(jnp.zeros_like(x) if is_inexact(x) else None for x in inputs)
 
     return Propagator(forward, backward)

@@ -348,17 +348,12 @@ def _is_elementwise(eqn, inside):
     shapes = [v.aval.shape for v in eqn.invars if v.aval.shape] or [()]
     if len(shapes) > 1 or [v.aval.shape for v in eqn.outvars] != shapes:
         return False
-
-    def plain(program):
-        inner = [(e, jaxprs.inside_of(e)) for e in program.jaxpr.eqns]
-        return all(all(map(plain, programs)) if programs else e.primitive.name in _PLAIN for e, programs in inner)
-
-    return plain(inside.jaxprs[0])
+    plain = lambda eqn: eqn.primitive.name in _PLAIN or bool(jaxprs.inside_of(eqn))
+    return all(map(plain, jaxprs.all_equations(inside.jaxprs[0])))
 
 
 def _has_product(program):
-    eqns = program.jaxpr.eqns
-    return any(e.primitive.name in _PRODUCTS or any(map(_has_product, jaxprs.inside_of(e))) for e in eqns)
+    return any(eqn.primitive.name in _PRODUCTS for eqn in jaxprs.all_equations(program))
 
 
 def _shape(v):

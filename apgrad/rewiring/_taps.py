@@ -152,11 +152,7 @@ def with_taps(function: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str
 
 def _names(program: jaxprs.Program, primitive: Primitive) -> set[str]:
     """The names of all taps of a program, or of all its markers."""
-    found = set()
-    for eqn in program.jaxpr.eqns:
-        found |= {eqn.params["name"]} if eqn.primitive is primitive else set()
-        found |= {name for inner in jaxprs.inside_of(eqn) for name in _names(inner, primitive)}
-    return found
+    return {eqn.params["name"] for eqn in jaxprs.all_equations(program) if eqn.primitive is primitive}
 
 
 def _collect(program: jaxprs.Program, inputs: Any, here: set[str]) -> tuple[list[Any], dict[str, Any]]:

@@ -10,13 +10,13 @@ import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from apgrad._ground.pictures import new_figure
 from apgrad._programs import jaxprs
 from apgrad._programs.flow import flow, steady
 from apgrad._programs.kinds import NO_DERIVATIVE
+from apgrad.tracing._control import depends
 from apgrad.tracing._influence import Influence, PathKind
 from apgrad.tracing._trace import Trace
 
@@ -95,10 +95,10 @@ def graph(trace: Trace) -> DrawnGraph:
         else:
             given = given[1:] if inside.kind == "cond" else given
             made = [set().union(*parts) for parts in zip(*(run(b, where, given) for b in inside.jaxprs), strict=True)]
-        return [found if is_real else set() for found, is_real in zip(made, _real(eqn), strict=True)]
+        return [found if is_real else set() for found, is_real in zip(made, jaxprs.inexact_outputs(eqn), strict=True)]
 
     def draw_loop(body, where, given, first, carried):
-        walk = functools.partial(flow, body, transfer=_depends, join=operator.or_, constant=lambda value: False)
+        walk = functools.partial(flow, body, transfer=depends, join=operator.or_, constant=lambda value: False)
         reached, _ = steady(walk, [bool(sources) for sources in given], first, carried, operator.or_)
         before = {i: next(carries) for i in range(first, first + carried) if reached[i]}
         made = run(body, where, [{before[i]} if i in before else sources for i, sources in enumerate(given)])
@@ -124,19 +124,6 @@ def graph(trace: Trace) -> DrawnGraph:
     for u, v in sorted(edges, key=lambda edge: edge[1]):  # an edge goes to a later vertex
         nodes[v] = nodes[v]._replace(depth=max(nodes[v].depth, nodes[u].depth + 1))
     return DrawnGraph(nodes, list(edges))
-
-
-def _depends(eqn, given):
-    """Which outputs of an equation depend on a parameter, given which inputs do; None to look inside the equation."""
-    inside = jaxprs.nested(eqn)
-    if inside is not None and inside.kind != "custom":
-        return None
-    on = any(given) and eqn.primitive.name not in NO_DERIVATIVE
-    return [on and is_real for is_real in _real(eqn)]
-
-
-def _real(eqn):
-    return [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars]
 
 
 def heavy(trace: Trace, made: DrawnGraph, count: int, kind: PathKind) -> list[tuple[str, list[int]]]:

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from apgrad._programs import uses
-from apgrad._programs.jaxprs import place, trace
-from apgrad._programs.signs import NUMBER, inner, is_inexact as is_inexact, random_signs, wide as wide
+from apgrad._programs.jaxprs import is_inexact as is_inexact, place, trace
+from apgrad._programs.signs import NUMBER, inner, random_signs, wide as wide
 from apgrad._programs.uses import Value, ValueKind
 from apgrad.expectations.estimators._estimator import Mixer
 
