@@ -88,6 +88,9 @@ def source_line(eqn: Any) -> str:
     """The line of the user's code that an equation comes from, as "model.py:12"; empty if there is none.
 
     It is the innermost line that is neither in an installed package nor in this one.
+
+    Args:
+      eqn: an equation of a jaxpr.
     """
     trace = eqn.source_info.traceback
     for frame in trace.frames if trace is not None else ():

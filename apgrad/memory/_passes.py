@@ -31,7 +31,7 @@ def remember(made: MemoryPlan, key: jax.Array, inputs: Sequence[Any]) -> tuple[l
 
     Args:
       made: the plan.
-      key: the PRNG key of the samplers' draws; each slot's number is folded into it.
+      key: the PRNG key that is split into a key for each slot, by which samplers draw.
       inputs: the values of the forward program's inputs, arrays.
 
     Returns:

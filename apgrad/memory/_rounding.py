@@ -19,7 +19,7 @@ class Rounding:
     """Stochastic rounding; see `rounding`.
 
     Attributes:
-      bits: of each code.
+      bits: the number of bits of a code.
       group: how many entries share a grid.
     """
 

@@ -148,7 +148,12 @@ def active_carry(body: jaxprs.Program, active: Sequence[bool], fixed: int, carri
 
 
 def depends(eqn, flags):
-    """Which outputs of an equation depend on an active input; None asks for a look inside the equation."""
+    """Which outputs of an equation depend on an active input; None asks for a look inside the equation.
+
+    Args:
+      eqn: an equation of a jaxpr.
+      flags: for each input of the equation, whether it is active.
+    """
     if eqn.primitive.name in NO_DERIVATIVE or not any(flags):
         return [False] * len(eqn.outvars)
     inside = jaxprs.nested(eqn)
