@@ -145,7 +145,7 @@ def _restored(
 
 
 def _together(key: jax.Array, *values: Any) -> tuple[Any, ...]:
-    """Keys and values as they are, of which none is there before all are: so draws wait for the values."""
+    """The key and the values as they are, of which none is there before all are: so draws wait for the values."""
     raw, *found = jax.lax.optimization_barrier((jax.random.key_data(key), *values))
     return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(key)), *found
 

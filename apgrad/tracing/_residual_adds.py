@@ -5,7 +5,7 @@ scope, whose influence is then 1. The program shows this: an equation in the sco
 something that depends on the same value.
 """
 
-import os.path
+import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -51,7 +51,8 @@ def _scopes(program, active, made, scope) -> list[str]:
             made_in = None if isinstance(around, Literal) or around not in alive else origin.get(around)
             if made_in is None:
                 continue
-            shared = len(os.path.commonprefix([parts, made_in]))
+            same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(parts, made_in, strict=False))
+            shared = len(list(same))
             if shared < len(parts) and around in _needed(branch, maker):
                 found += ["/".join(parts[:n]) for n in range(shared + 1, len(parts) + 1)]
     return found
