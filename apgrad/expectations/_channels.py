@@ -47,7 +47,7 @@ def credit(
       residual: take the mean of the other lanes' cost-to-go, less their own baselines, off as well.
       learn: train the array towards the cost-to-go, by the gradient of (b - G)^2 / 2.
       parts: the second axis of `zero` numbers parts of a lane that are independent of each other.
-      mask: booleans (lanes,), or (lanes, parts) with `parts`: where False, the choice is charged with nothing.
+      mask: a Boolean array, (lanes,), or (lanes, parts) with `parts`: where False, the choice is charged with nothing.
 
     Returns:
       The next tape.

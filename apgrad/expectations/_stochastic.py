@@ -141,7 +141,8 @@ def sample(
       distribution: its batch shape starts with the lanes.
       estimator: as in `stochastic`.
       parts: the second batch axis numbers independent parts, as in `stochastic`.
-      mask: Booleans (lanes,), or (lanes, parts) with `parts`; as for a function that `stochastic` has decorated.
+      mask: a Boolean array, (lanes,), or (lanes, parts) with `parts`; as for a function that `stochastic` has
+        decorated.
 
     Returns:
       `(tape, x)`, with x of shape (lanes, ...).

@@ -31,7 +31,7 @@ def remember(made: MemoryPlan, key: jax.Array, inputs: Sequence[Any]) -> tuple[l
 
     Args:
       made: the plan.
-      key: the PRNG key of the samplers' draws; each slot's number is folded into it.
+      key: the PRNG key that is split into a key for each slot, by which samplers draw.
       inputs: the values of the forward program's inputs, arrays.
 
     Returns:
@@ -155,7 +155,7 @@ def exact(program: jaxprs.Program, inputs: Sequence[Any]) -> list[Any]:
 
     Args:
       program: what is evaluated.
-      inputs: the values of the program's inputs, and then those of its constants, arrays.
+      inputs: arrays, the values of the program's inputs and then of its constants.
     """
     return evaluated(program, inputs, jaxprs.run)
 
@@ -165,8 +165,8 @@ def evaluated(program: jaxprs.Program, inputs: Sequence[Any], apply: Callable[..
 
     Args:
       program: what is evaluated.
-      inputs: the values of the program's inputs, and then those of its constants. With an `apply` of your own they can
-        be anything.
+      inputs: the values of the program's inputs and then of its constants. With an `apply` of your own they can be
+        anything.
       apply: evaluates one equation, as in `jaxprs.evaluate`.
     """
     size = len(program.jaxpr.invars)

@@ -17,7 +17,7 @@ from apgrad._programs.kinds import NO_DERIVATIVE
 
 
 def scopes_with_residual_adds(program: jaxprs.Program, active: Sequence[bool]) -> list[str]:
-    """The plain names of those scopes, in the order of the program.
+    """The plain names of the scopes that hold a residual add, in the order of the program.
 
     Args:
       program: what is traced.
