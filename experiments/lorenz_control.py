@@ -18,14 +18,13 @@ the least variance in a pilot run. Against it stand, both with the reference's o
 parameters with Sidak's p-value (p < .05 / number of points and methods is called significant), and the bias along the
 gradient in percent of its length, the direction being the pilot run's, which is independent of the rest.
 
-*Time* is that of the fastest call of a cell; with other work on the machine it is rough.
+What these gradients cost is measured by `experiments.benchmarks.estimators`.
 
 Each method has its own cells: to measure one anew, delete `cells/method=NAME,*` and start the experiment again.
 """
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -152,16 +151,12 @@ def _compiled(method, horizon, lanes):
     return begin, jax.jit(lambda state, keys, *args: jax.lax.map(lambda key: one(state, key, *args), keys))
 
 
-def gradients(config: Config, method: str, rho: float, horizon: int, count: int, seed: int) -> tuple[np.ndarray, float]:
-    """Independent estimates of the gradient, (count, 41), with the same seed of the same noise; seconds for one."""
+def gradients(config: Config, method: str, rho: float, horizon: int, count: int, seed: int) -> np.ndarray:
+    """Independent estimates of the gradient, (count, 41), with the same seed of the same noise."""
     theta, (begin, function) = controller(config.seed), _compiled(method, horizon, config.lanes)
-    found, seconds = [], []
     state = begin(jax.random.key(seed + 1), theta, rho)
-    for keys in jax.random.split(jax.random.key(seed), (-(-count // CHUNK), CHUNK)):
-        start = time.perf_counter()
-        found.append(np.asarray(function(state, keys, theta, rho), np.float64))
-        seconds.append((time.perf_counter() - start) / CHUNK)
-    return np.concatenate(found)[:count], min(seconds)
+    chunks = jax.random.split(jax.random.key(seed), (-(-count // CHUNK), CHUNK))
+    return np.concatenate([np.asarray(function(state, keys, theta, rho), np.float64) for keys in chunks])[:count]
 
 
 def growth(config: Config, rho: float, seed: int, lanes: int = 256) -> dict[str, Any]:
@@ -205,11 +200,10 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     if cell["method"] != "reference":
         # The seed of the point: the methods see the same noise.
         seed = harness.cell_seed(config.seed, {"H": cell["H"], "rho": cell["rho"]})
-        found, seconds = draw(cell["method"], count=config.estimates, seed=seed)
-        return {"estimates": found.tolist(), "seconds": seconds}
-    pilots = {m: draw(m, count=config.reference // 5, seed=seed)[0] for m in REFERENCES}
+        return {"estimates": draw(cell["method"], count=config.estimates, seed=seed).tolist()}
+    pilots = {m: draw(m, count=config.reference // 5, seed=seed) for m in REFERENCES}
     chosen = min(pilots, key=lambda m: total_variance(pilots[m]))
-    found, _ = draw(chosen, count=config.reference, seed=seed + 1)
+    found = draw(chosen, count=config.reference, seed=seed + 1)
     return {"chosen": chosen, "direction": pilots[chosen].mean(0).tolist(), "estimates": found.tolist()}
 
 
@@ -262,8 +256,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             row |= {"ratio_low": ratio[0], "ratio_high": ratio[1], "largest_share": float(square.max() / square.sum())}
             row |= {"gradient_norm": float(np.linalg.norm(reference.mean(0))), "reference": truth["chosen"]}
             row |= bias(g, reference, np.array(truth["direction"]))
-            row |= {"significant": row["p"] < level, "seconds": found[m, h, rho]["seconds"]}
-            rows.append(row | {"efficiency": 1 / (variance[m] * row["seconds"])})
+            rows.append(row | {"significant": row["p"] < level})
     worst = max((r for r in rows if r["method"] == DEFAULT), key=lambda r: r["ratio"])
     figures = {
         f"worst_ratio_{DEFAULT}": {k: worst[k] for k in ("H", "rho", "better", "ratio", "ratio_low", "ratio_high")},
@@ -276,20 +269,20 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
 def _table(rows, grown):
     lines = [f"rho = {rho:g}: Lyapunov exponent {g['exponent']:+.2f} per unit of time" for rho, g in grown.items()]
     lines.append(
-        f"{'H':>3} {'rho':>4} {'method':12} {'variance':>9}  {'over the better (95 %)':30} {'bias, %':16} max|z| ms"
+        f"{'H':>3} {'rho':>4} {'method':12} {'variance':>9}  {'over the better (95 %)':30} {'bias, %':16} max|z|"
     )
     for r in rows:
         ratio = f"{r['ratio']:.3g} ({r['ratio_low']:.3g} to {r['ratio_high']:.3g}) of {r['better']}"
         off = f"{r['bias_percent']:+.2g} ± {r['bias_percent_error']:.1g}"
         lines.append(
             f"{r['H']:3d} {r['rho']:4g} {r['method']:12} {r['variance']:9.2e}  {ratio:30} {off:16} "
-            f"{r['max_z']:4.1f}{'*' if r['significant'] else ' '} {1e3 * r['seconds']:.0f}"
+            f"{r['max_z']:4.1f}{'*' if r['significant'] else ' '}"
         )
     return "\n".join([*lines, "* significant after correction for all parameters, points and methods"])
 
 
 def _picture(config, rows, grown):
-    figure = Figure(figsize=(16, 0.6 + 3.8 * len(config.rhos)), layout="constrained")
+    figure = Figure(figsize=(13, 0.6 + 3.8 * len(config.rhos)), layout="constrained")
     figure.suptitle(
         f"Controller of the noisy Lorenz system, 41 parameters: {config.lanes} lanes an estimate, {config.estimates} "
         "estimates a point; bands and bars are 95 % intervals; dashed and hollow: not cross-fitted"
@@ -298,7 +291,6 @@ def _picture(config, rows, grown):
         "variance": "variance, summed over parameters",
         "ratio": "variance over the better of RP and LR",
         "bias": "bias along the gradient, %",
-        "seconds": "seconds an estimate",
     }
     horizons = np.array(config.horizons)
     grid = figure.subplots(len(config.rhos), len(panels), squeeze=False)
@@ -309,13 +301,10 @@ def _picture(config, rows, grown):
             get = {key: np.array([r[key] for r in mine]) for key in mine[0]}
             colour, wide = COLOURS[name.removesuffix("-CF")], 2.2 if name == DEFAULT else 1.3
             style = {"color": colour, "marker": "o", "ms": 4, "mfc": "white" if name in BIASED else colour}
-            for key in ("variance", "ratio", "seconds"):
+            for key in ("variance", "ratio"):
                 dashes = "--" if name in BIASED else "-"
                 axes[key].plot(horizons, get[key], label=name, ls=dashes, lw=wide, **style)
-                if key != "seconds":
-                    axes[key].fill_between(
-                        horizons, get[f"{key}_low"], get[f"{key}_high"], color=colour, alpha=0.1, lw=0
-                    )
+                axes[key].fill_between(horizons, get[f"{key}_low"], get[f"{key}_high"], color=colour, alpha=0.1, lw=0)
             if name not in ("RP", "LR"):
                 places = np.arange(len(horizons)) + 0.1 * (i - 5)
                 axes["bias"].errorbar(places, get["bias_percent"], 1.96 * get["bias_percent_error"], ls="", **style)

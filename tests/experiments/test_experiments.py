@@ -324,7 +324,7 @@ class TestExperiments:
         results = tiny_run(lorenz_control, tmp_path, *options)
         assert len(results["rows"]) == 2 * len(lorenz_control.METHODS)
         for row in results["rows"]:
-            assert row["variance_low"] <= row["variance"] <= row["variance_high"] and row["seconds"] > 0
+            assert row["variance_low"] <= row["variance"] <= row["variance_high"]
             assert not row["significant"] or row["method"] in lorenz_control.BIASED
             if row["method"] == row["better"]:
                 assert row["ratio"] == 1
