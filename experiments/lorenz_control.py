@@ -284,7 +284,7 @@ def _table(rows, grown):
 def _picture(config, rows, grown):
     figure = Figure(figsize=(13, 0.6 + 3.8 * len(config.rhos)), layout="constrained")
     figure.suptitle(
-        f"Controller of the noisy Lorenz system, 41 parameters: {config.lanes} lanes an estimate, {config.estimates} "
+        f"Controller of the noisy Lorenz system, 41 parameters: {config.lanes} lanes an estimate, {config.estimates}\n"
         "estimates a point; bands and bars are 95 % intervals; dashed and hollow: not cross-fitted"
     )
     panels = {
