@@ -1,4 +1,4 @@
-"""A learned rule on images beside tuned Adam and SGD (MPLP, Table 1 and Fig. 4, and further transfers).
+"""A learned rule on images beside tuned optimizers (MPLP, Table 1 and Fig. 4, and further transfers).
 
     APGRAD_DATA=... python -m experiments.mplp_mnist                   # 20 runs of each, two minutes
     APGRAD_DATA=... python -m experiments.mplp_mnist --preset paper    # 100 runs, also 784-256-128-10 and long unrolls
@@ -6,18 +6,21 @@
 The rule is `mplp.load_pretrained("image_mlp")`: separable with whitening, meta-trained on 12x12 MNIST with 144-50-10
 and 144-50-50-10, 20 steps of 8 images (its card says all). Networks are drawn at random. Settings other than these two
 are transfers: a step function, other sizes and depths, other images. Long unrolls are by `"image_mlp_long"`, which was
-trained on them. Adam and SGD are tuned for each setting by a sweep over learning rates on the same tasks; the best at
-the last step is shown (at step 200 where there are 1,000), and the sweep is in results.json. Adam's and SGD's sigmoid
-stays where the rule has a step: a step has no derivative to follow. Accuracy is on 1,000 test images a run (the paper's
-runs have 100).
+trained on them. Adam, SGD, SGD with momentum .9 and Muon (Jordan et al., 2024: the matrices' momentum is brought near
+an orthogonal matrix, biases have Adam) are tuned for each setting by a sweep over learning rates on the same tasks; the
+best at the last step is shown (at step 200 where there are 1,000), and the sweep is in results.json. The optimizers'
+sigmoid stays where the rule has a step: a step has no derivative to follow. Accuracy is on 1,000 test images a run (the
+paper's runs have 100).
 """
 
 import dataclasses
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import optax
+import optax.contrib
 from matplotlib.figure import Figure
 
 from apgrad import meta, mplp
@@ -60,7 +63,18 @@ TARGETS = {
     "784-100-10": 73,
     "784-256-128-10": 70,
 }
-RATES = {"Adam": (0.001, 0.003, 0.01, 0.03, 0.1), "SGD": (0.03, 0.1, 0.3, 1.0, 3.0)}
+RATES = {
+    "Adam": (0.001, 0.003, 0.01, 0.03, 0.1),
+    "SGD": (0.03, 0.1, 0.3, 1.0, 3.0),
+    "momentum": (0.01, 0.03, 0.1, 0.3, 1.0),
+    "Muon": (0.01, 0.03, 0.1, 0.3, 1.0),
+}
+OPTIMIZERS = {
+    "Adam": optax.adam,
+    "SGD": optax.sgd,
+    "momentum": functools.partial(optax.sgd, momentum=0.9),
+    "Muon": optax.contrib.muon,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +119,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     if learned:
         learner, thetas = meta.message_passing(task.network), {"trained": mplp.load_pretrained(setting.rule)}
     else:
-        learner = meta.optimizer({"Adam": optax.adam, "SGD": optax.sgd}[cell["method"]], task.loss)
+        learner = meta.optimizer(OPTIMIZERS[cell["method"]], task.loss)
         thetas = {str(rate): jax.numpy.float32(rate) for rate in RATES[cell["method"]]}
     keys = jax.random.split(jax.random.key(config.seed), config.runs)  # the same tasks for every method
     measure = lambda p, b: meta.accuracy(task, p, b)
@@ -139,7 +153,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             "sweep": sweeps[f"{name}, {method}"],
         }
         tail = f"  {PAPER_ACCURACY.get(name, '-')}  {TARGETS.get(name, '-')}" if method == "MPLP" else f"  rate {rate}"
-        lines.append(f"  {name:<26}{method:<6}{mean[-1]:6.1f} ± {deviation[-1]:.1f} ({error[-1]:.1f}){tail}")
+        lines.append(f"  {name:<26}{method:<9}{mean[-1]:6.1f} ± {deviation[-1]:.1f} ({error[-1]:.1f}){tail}")
         if len(mean) > MARKS[1]:
             marks = [t for t in MARKS if t < len(mean)]
             figures[f"{name}, {method}"]["at steps"] = {str(t): [float(mean[t]), float(error[t])] for t in marks}

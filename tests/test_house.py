@@ -148,3 +148,27 @@ def test_the_page_of_the_house_names_folders_that_are_there():
     assert len(named) >= 8 and all((PACKAGE.parent / name).exists() for name in named), named
     parts = {f"apgrad/{path.name}/" for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
     assert parts <= set(named), parts - set(named)
+
+
+def test_functions_with_arguments_document_them():
+    entries, found = {}, []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        top = ast.parse(path.read_text()).body
+        classes = [node for node in top if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+        for owner, body in [("", top), *((node.name, node.body) for node in classes)]:
+            for node in body:
+                if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
+                    continue
+                section = re.search(r"^Args:\n((?:  .*\n|\n)*)", (ast.get_docstring(node) or "") + "\n", re.MULTILINE)
+                named = set(re.findall(r"^  \*{0,2}(\w+): ", section[1] if section else "", re.MULTILINE))
+                a = node.args
+                arguments = {x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg) if x}
+                found.append((path, owner, node.name, arguments - {"self", "cls"} - named))
+                # A method is documented where one class of its part documents the method of this name.
+                entries.setdefault((path.relative_to(PACKAGE).parts[0], owner and node.name), set()).update(named)
+    missing = [
+        (str(path), owner, name, sorted(left))
+        for path, owner, name, without in found
+        if (left := without - (entries[path.relative_to(PACKAGE).parts[0], name] if owner else set()))
+    ]
+    assert not missing

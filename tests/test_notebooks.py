@@ -5,6 +5,7 @@ What a notebook claims is checked by its author when it is executed and committe
 
 import os
 import pathlib
+import tomllib
 
 import pytest
 
@@ -14,8 +15,9 @@ pytest.importorskip("ipykernel", reason="notebooks need a kernel, ipykernel (the
 
 FOLDER = pathlib.Path(__file__).parent.parent / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
-COLAB = "https://colab.research.google.com/github/apgrad/apgrad/blob/main/notebooks/"
-INSTALL = '%pip install -q "apgrad[experiments] @ git+https://github.com/apgrad/apgrad"'
+ADDRESS = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
+COLAB = f"https://colab.research.google.com/{ADDRESS.removeprefix('https://').replace('.com', '')}/blob/main/notebooks/"
+INSTALL = f'%pip install -q "apgrad[experiments] @ git+{ADDRESS}"'
 # A notebook should take less than 90 seconds on two cores. The bound is on a single cell and generous: it ends what
 # hangs, and does not fail on a busy machine.
 SECONDS_A_CELL = 300

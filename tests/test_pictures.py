@@ -36,7 +36,8 @@ def test_a_figure_is_pyplots_where_pyplot_is_loaded(tmp_path):
 
 def test_a_report_names_what_is_kept_and_has_no_ratio_to_nothing():
     report = ap.memory_report(loss, jnp.ones((64, 64)), jnp.ones((32, 64)))
-    assert "hidden/tanh" in str(report) and report.rows["checkpoint"].residual_bytes == 0
+    assert "hidden/tanh" in str(report) and "float32[32, 64]  test_pictures.py:" in str(report)
+    assert report.rows["checkpoint"].residual_bytes == 0
     row = next(line for line in str(report).splitlines() if line.startswith("checkpoint"))
     assert "-" in row and "e+" not in row and len(row) < 60
 
@@ -46,6 +47,7 @@ def test_the_signature_of_total_propagation_has_no_address():
 
 
 def test_digits_without_scikit_learn_name_the_extra(monkeypatch):
+    ap.meta.data.load.cache_clear()  # other tests may have loaded the digits
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(ImportError, match='the extra "meta"'):
         ap.meta.data.load("digits")

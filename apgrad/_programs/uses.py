@@ -36,8 +36,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from apgrad._programs.control import Program, nested
-from apgrad._programs.jaxprs import caller, inline, place, restrict
-from apgrad._programs.signs import NUMBER, Factors, dense, inner, is_inexact, moved, of_step, of_steps, thin
+from apgrad._programs.jaxprs import caller, inline, is_inexact, place, restrict
+from apgrad._programs.signs import NUMBER, Factors, dense, inner, moved, of_step, of_steps, thin
 
 RECORD: ContextVar[list[Any] | None] = ContextVar("record", default=None)  # who listens to how sketches are made
 
@@ -68,8 +68,8 @@ def expose(program: Program, inputs: Sequence[Value], ports: Any = None) -> tupl
     """Evaluates a program of one lane, with ports added to what its uses make.
 
     Args:
-      program: the program.
-      inputs: its inputs.
+      program: a program of one lane.
+      inputs: the values of the program's inputs.
       ports: zeros in the form of `made`; None for none.
 
     Returns:
@@ -84,9 +84,9 @@ def replay(program: Program, inputs: Sequence[Value], operands: Sequence[Any]) -
     """What the uses of a program make, as a function of the parameters and of what the uses take of the lane.
 
     Args:
-      program: of one lane.
-      inputs: the program's inputs; those of the lane are not looked at.
-      operands: from `expose`.
+      program: a program of one lane.
+      inputs: the values of the program's inputs; arrays of the lane's own inputs are not looked at.
+      operands: what the uses take of the lane, as `expose` returns it.
 
     Returns:
       `made`, as `expose` gives it.
@@ -103,11 +103,11 @@ def sketch(
     """The inner products of one lane's gradient of the parameters with random signs, (NUMBER,).
 
     Args:
-      program: of one lane.
-      inputs: the program's inputs; those of the lane are not looked at.
-      operands: from `expose`.
-      messages: to what the uses make.
-      signs: for each input of the program that is a parameter its signs, in order.
+      program: a program of one lane.
+      inputs: the values of the program's inputs; arrays of the lane's own inputs are not looked at.
+      operands: what the uses take of the lane, as `expose` returns it.
+      messages: the messages to what the uses make, arrays in the form of `made` of `expose`.
+      signs: the signs of each parameter among the inputs, in order.
     """
     parameters = [i for i, value in enumerate(inputs) if value.kind == ValueKind.VIEW]
     signed = place(
@@ -136,10 +136,10 @@ def gradient(
     """The gradient of the parameters, in order: of one lane, or the sum over lanes.
 
     Args:
-      program: of one lane.
-      inputs: the program's inputs; those of the lane are not looked at.
-      operands: from `expose`.
-      messages: to what the uses make.
+      program: a program of one lane.
+      inputs: the values of the program's inputs; arrays of the lane's own inputs are not looked at.
+      operands: what the uses take of the lane, as `expose` returns it.
+      messages: the messages to what the uses make, arrays in the form of `made` of `expose`.
       lanes: how many lanes `operands` and `messages` have as leading axis; None for one lane, without the axis.
     """
     parameters = [i for i, value in enumerate(inputs) if value.kind == ValueKind.VIEW]
@@ -153,7 +153,7 @@ def gradient(
 
 
 def record(entry: Any) -> None:
-    """Tells who listens: the name of a node, or the parameters' shapes, the operation and how its sketch is made.
+    """Tells a listener the name of a node, or of a use the parameters' shapes, the operation and how it is sketched.
 
     Args:
       entry: what is told.
@@ -308,7 +308,7 @@ class _Replay(_Walk):
         return [None] * len(eqn.outvars)
 
     def arrays(self, values):
-        """The arrays that a use takes, those of the lane as they were."""
+        """The arrays that a use takes: views as they are now, values of the lane as they were in `expose`."""
         lane = iter(next(self.operands))
         return [next(lane) if value.kind == ValueKind.LANE else value.array for value in values]
 

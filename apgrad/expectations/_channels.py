@@ -47,7 +47,7 @@ def credit(
       residual: take the mean of the other lanes' cost-to-go, less their own baselines, off as well.
       learn: train the array towards the cost-to-go, by the gradient of (b - G)^2 / 2.
       parts: the second axis of `zero` numbers parts of a lane that are independent of each other.
-      mask: Booleans (lanes,), or (lanes, parts) with `parts`: where False, the choice is charged with nothing.
+      mask: a Boolean array, (lanes,), or (lanes, parts) with `parts`: where False, the choice is charged with nothing.
 
     Returns:
       The next tape.
@@ -141,7 +141,7 @@ def put(tape: Tape, channel: Channel, port: jax.Array | None, what: str) -> Tape
     Args:
       tape: the current tape.
       channel: the channel.
-      port: what `request` gave, from the node's output.
+      port: the channel's port as the node returned it, of the channel's shape; None where `request` returned None.
       what: the node's name in errors.
     """
     tape._require_current(what)
@@ -167,7 +167,7 @@ def seed(tape: Tape) -> jax.Array:
 
 
 def is_adaptive(tape: Tape) -> bool:
-    """Whether the program is that of `ap.adaptive`.
+    """Whether the program runs under `ap.adaptive`.
 
     Args:
       tape: any tape.

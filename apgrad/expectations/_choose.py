@@ -54,7 +54,8 @@ def choose(
 
     Args:
       tape: the current tape.
-      distribution: its batch shape starts with the lanes; further axes are independent choices of one lane.
+      distribution: a distribution whose batch shape starts with the lanes; further axes are independent choices of one
+        lane.
       continuation: `(x, *args) -> (cost, y)` for one lane, pure: a scalar cost, and what goes on in the program, a
         pytree or None. It is differentiable with respect to its arguments and all that it closes over.
       estimator: `enumeration()`, `rao_blackwellized(top)`, `rloo(samples)`, `arm()`, `disarm()`, `arms(samples)`,

@@ -30,14 +30,19 @@ STREAM = "apgrad stream"  # the name of the axis of streams: 0 is the own stream
 
 
 class Streams(NamedTuple):
-    """One pytree of messages for each stream. Without cross-fitting both are the same."""
+    """One pytree of messages for each stream. Without cross-fitting both are the same.
+
+    Attributes:
+      own: the messages of the own stream.
+      output: the messages of the output stream.
+    """
 
     own: Any
     output: Any
 
 
 def in_two_streams(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The same function, whose derivative is that of the output stream.
+    """The same function, whose derivative is taken from the output stream.
 
     Args:
       function: a JAX function of any arguments.
@@ -162,8 +167,8 @@ def times(weight: jax.Array, x: jax.Array) -> jax.Array:
     """The product of a weight and an array, where a weight of 0 makes 0 of an infinite value also.
 
     Args:
-      weight: an array whose axes are the first axes of `x`.
-      x: the array.
+      weight: a floating-point array whose axes are the first axes of `x`.
+      x: a floating-point array of any shape.
     """
     # An exploding estimator of weight 0 must leave nothing behind: 0 * inf would be NaN.
     weight = weight.astype(x.dtype)
@@ -175,7 +180,7 @@ def add(arrays: Iterable[jax.Array]) -> jax.Array:
     """The sum of at least one array.
 
     Args:
-      arrays: of the same shape.
+      arrays: arrays of one shape and dtype.
     """
     return functools.reduce(jnp.add, arrays)
 

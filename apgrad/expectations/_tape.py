@@ -11,7 +11,7 @@ The tape carries, for each of B independent *lanes* (repetitions of the program,
     c exp(p) + b (1 - exp(p))                                                        (*)
 
 to the lane's total; the objective is the mean of the totals over lanes. In value, (*) is c. Its derivatives
-are those of `c exp(sum of the log-densities before c)`, which is the DiCE objective (Foerster et al., 2018;
+are the derivatives of `c exp(sum of the log-densities before c)`, which is the DiCE objective (Foerster et al., 2018;
 with baselines, Mao et al., 2019): in expectation right to any order, and pathwise
 derivatives of c come with them. The baseline b, a constant to differentiation, must not depend on the
 lane's own choices, since then E[b d^k exp(p)] = 0 for every k >= 1. Leave-one-out: b_i is the mean of the
@@ -29,7 +29,7 @@ reads it. The kinds of channel (`_ledger.py`), which are made only where a node 
   value and of zero expectation in any derivative.
 * `regression`: a linear port, to which a cost adds `stop_gradient(c) r`. Its cotangent is the raw cost-to-go G, at any
   order. A learned baseline adds `zero_with_gradient(b^2 / 2)` to the total and `-zero_with_gradient(b)` to
-  r, so that its gradient is that of (b - G)^2 / 2.
+  r, so that its gradient is the gradient of (b - G)^2 / 2.
 
 Each exists for the lane and, where nodes ask, for *parts*: components of a lane that are independent of
 each other, (lanes, parts), so that a part's choices pay for the costs of that part only.
@@ -175,7 +175,7 @@ class Tape:
         return self._add(cost, ledger)
 
     def discount(self, factor: Any) -> "Tape":
-        """Lets the credit of all choices so far fade: of later costs they are charged with a part, the factor.
+        """Lets the credit of all choices so far fade: they are charged with later costs times a factor.
 
         Called once a step, before the step's choice, it charges a choice at step s with the costs at step t times
         factor^(t - s): the policy gradient with discounted costs-to-go, of less variance, and **biased** for the sum of
@@ -183,12 +183,12 @@ class Tape:
         nothing, multiply what you give to `cost`. Pathwise derivatives do not fade.
 
         A zero p of the tape becomes log(1 + factor (exp(p) - 1)), so that what costs are multiplied by, exp(p) - 1,
-        fades as a whole: its expectation stays 0 in every derivative, and with it that of all baselines. In the second
+        fades as a whole: its expectation stays 0 in every derivative, and so does every baseline's. In the second
         derivative the product of the scores of two choices fades too from the later one on, and between the two, as in
         Loaded DiCE (Farquhar, Whiteson & Foerster, 2019).
 
         Args:
-          factor: from 0 to 1, a scalar, or one a lane, (lanes,). It is a constant to differentiation.
+          factor: a number from 0 to 1, or one for each lane, (lanes,). It is a constant to differentiation.
 
         Returns:
           The next tape.
@@ -229,7 +229,7 @@ class Tape:
         """Runs branches that do not depend on each other, so that one's choices do not pay for another's costs.
 
         Each branch starts from its own tape. Costs after the join are charged to the choices of all of them:
-        the joined port is the sum of the branches' less (n - 1) times the fork's.
+        a port after the join is the sum of the branches' ports, less (n - 1) times the port before the fork.
 
         Args:
           *branches: functions `branch(tape) -> (tape, output)`.

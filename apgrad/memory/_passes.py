@@ -7,6 +7,7 @@ next equation runs, it is restored when its message is there, and a message goes
 need it are done.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from jax.extend.core import Literal
 from apgrad._ground.primitives import refuse_derivative
 from apgrad._programs import jaxprs
 from apgrad.memory._plan import BackwardStep, MemoryPlan
+from apgrad.memory._samplers import Sampler
 
 _REASON = (
     "ap.randomize has no second derivative: the random memory is no differentiable function of the inputs. "
@@ -25,13 +27,23 @@ _REASON = (
 
 
 def remember(made: MemoryPlan, key: jax.Array, inputs: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
-    """Evaluates the forward program: the function's outputs, and the memory, one entry a slot, each kept at once."""
+    """Evaluates the forward program of a plan, and keeps each slot as soon as its array is there.
+
+    Args:
+      made: the plan.
+      key: the PRNG key that is split into a key for each slot, by which samplers draw.
+      inputs: the values of the forward program's inputs, arrays.
+
+    Returns:
+      The function's outputs; and the memory, one entry for each slot.
+    """
     jaxpr, consts = made.forward
     values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, inputs, strict=True))
     waiting: dict[Any, list[int]] = {}
     for i, slot in enumerate(made.slots):
         waiting.setdefault(slot.var, []).append(i)
     memory: list[Any] = [None] * len(made.slots)
+    keys = _keys(made, key)
 
     def keep(var):
         for i in waiting.get(var, ()):
@@ -40,7 +52,7 @@ def remember(made: MemoryPlan, key: jax.Array, inputs: Sequence[Any]) -> tuple[l
                 value = refuse_derivative(value, _REASON)
             if slot.how == "sampled":
                 # What comes next waits for the memory, else the compiler may keep the value until the end.
-                value = slot.sampler.keep(*together(jax.random.fold_in(key, i), value))
+                value = _kept(slot.sampler, keys[i], value)
                 value, values[var] = jax.lax.optimization_barrier((value, values[var]))
             elif slot.how == "bits":
                 value = jax.lax.optimization_barrier(jnp.packbits(value.reshape(-1)))
@@ -58,16 +70,27 @@ def remember(made: MemoryPlan, key: jax.Array, inputs: Sequence[Any]) -> tuple[l
 
 
 def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Sequence[Any]) -> list[Any]:
-    """Evaluates the backward steps, which turn messages to floating-point outputs into those to chosen inputs."""
+    """Evaluates the backward steps of a plan.
+
+    Args:
+      made: the plan.
+      key: the key that `remember` got.
+      memory: the memory that `remember` returned.
+      messages: arrays, one for each floating-point or complex output of the function, in order.
+
+    Returns:
+      The messages to the inputs that the plan was made for, in order.
+    """
     jaxpr, consts = made.pullback
     values = dict(zip(jaxpr.constvars, consts, strict=True))
     values |= dict(zip(jaxpr.invars[len(jaxpr.invars) - len(messages) :], messages, strict=True))
 
-    def restore(key, slot, kept):
+    keys = _keys(made, key)
+
+    def restore(keys, slot, kept):
         which, like = made.slots[slot], made.slots[slot].var.aval
         if which.how == "sampled":
-            like = jax.ShapeDtypeStruct(like.shape, like.dtype)
-            return which.sampler.restore(jax.random.fold_in(key, slot), kept, like)
+            return _restored(which.sampler, like.shape, like.dtype, keys[slot], kept)
         return jnp.unpackbits(kept)[: like.size].reshape(like.shape).astype(bool) if which.how == "bits" else kept
 
     for step in _soon(made.steps):
@@ -77,12 +100,12 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
             s: memory[s] for use in step.uses.values() for s in use.slots if made.slots[s].how in ("sampled", "bits")
         }
         if slots:
-            key, slots, present = together(key, slots, present)
+            keys, slots, present = _together(keys, slots, present)
         axis = _commutes(made, step)
         restored = {}
         for i, use in step.uses.items():
             kept = [slots.get(s, memory[s]) for s in use.slots]
-            restored[i] = kept[0] if axis else use.replay(*map(restore, [key] * len(kept), use.slots, kept))
+            restored[i] = kept[0] if axis else use.replay(*map(restore, [keys] * len(kept), use.slots, kept))
         out = step.eqn.outvars
         if step.root is not None:
             found = [present[0].astype(out[0].aval.dtype) * restored[1].astype(out[0].aval.dtype)]
@@ -91,8 +114,9 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
             found = jaxprs.caller(step.eqn)(*arguments)
         if axis:
             (slot,) = (use.slots[0] for use in step.uses.values())
-            like = jax.ShapeDtypeStruct(out[0].aval.shape, out[0].aval.dtype)
-            found = [made.slots[slot].sampler.restore(jax.random.fold_in(key, slot), found[0], like, axis - 1)]
+            like = out[0].aval
+            sampler = made.slots[slot].sampler
+            found = [_restored(sampler, like.shape, like.dtype, keys[slot], found[0], axis - 1)]
         if step.last:
             found, present = jax.lax.optimization_barrier((found, present))
             values.update((inputs[i], message) for i, message in present.items())
@@ -100,30 +124,71 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
     return [_final(v, values) for v in jaxpr.outvars]
 
 
-def together(key: jax.Array, *values: Any) -> tuple[Any, ...]:
-    """The key and the values unchanged, none of which is there before all of them are: draws wait for the values."""
+def _keys(made: MemoryPlan, key: jax.Array) -> jax.Array:
+    """A key for each slot, all made at once: a compiler takes as long for one key as for hundreds."""
+    return jax.random.split(key, max(1, len(made.slots)))
+
+
+# Jitted, so that arrays of one shape are traced once: a deep network has hundreds of them.
+@functools.partial(jax.jit, static_argnums=0)
+def _kept(sampler: Sampler, key: jax.Array, value: jax.Array) -> Any:
+    """The sampler's memory of a value, drawn when the value is there."""
+    return sampler.keep(*_together(key, value))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 5))
+def _restored(
+    sampler: Sampler, shape: tuple[int, ...], dtype: Any, key: jax.Array, memory: Any, axis: int = -1
+) -> jax.Array:
+    """The sampler's estimate of an array of this shape."""
+    return sampler.restore(key, memory, jax.ShapeDtypeStruct(shape, dtype), axis)
+
+
+def _together(key: jax.Array, *values: Any) -> tuple[Any, ...]:
+    """The key and the values as they are, of which none is there before all are: so draws wait for the values."""
     raw, *found = jax.lax.optimization_barrier((jax.random.key_data(key), *values))
     return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(key)), *found
 
 
 def exact(program: jaxprs.Program, inputs: Sequence[Any]) -> list[Any]:
-    """The outputs of a program, from its inputs and, after them, values for its constants."""
+    """The outputs of a program whose constants are given as further inputs.
+
+    Args:
+      program: what is evaluated.
+      inputs: arrays, the values of the program's inputs and then of its constants.
+    """
     return evaluated(program, inputs, jaxprs.run)
 
 
 def evaluated(program: jaxprs.Program, inputs: Sequence[Any], apply: Callable[..., Any]) -> list[Any]:
-    """`jaxprs.evaluate` of a program, from its inputs and, after them, values for its constants."""
+    """`jaxprs.evaluate` of a program whose constants are given as further inputs.
+
+    Args:
+      program: what is evaluated.
+      inputs: the values of the program's inputs and then of its constants. With an `apply` of your own they can be
+        anything.
+      apply: evaluates one equation, as in `jaxprs.evaluate`.
+    """
     size = len(program.jaxpr.invars)
     return jaxprs.evaluate(jaxprs.Program(program.jaxpr, tuple(inputs[size:])), inputs[:size], apply)
 
 
 def inexact(values: Sequence[Any]) -> list[Any]:
-    """The values that can have messages: floating-point and complex ones."""
+    """The values that can have messages: floating-point and complex ones.
+
+    Args:
+      values: arrays of any dtypes.
+    """
     return [x for x in values if jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
 def differentiated(inputs: Sequence[Any], perturbed: Sequence[bool]) -> tuple[int, ...]:
-    """The numbers of the inputs that get a message."""
+    """The numbers of the inputs that get a message.
+
+    Args:
+      inputs: arrays of any dtypes.
+      perturbed: for each input, whether JAX differentiates with respect to it.
+    """
     is_inexact = [jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact) for x in inputs]
     return tuple(i for i, (p, f) in enumerate(zip(perturbed, is_inexact, strict=True)) if p and f)
 

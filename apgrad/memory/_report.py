@@ -25,7 +25,12 @@ from apgrad.memory._samplers import array_bytes, rounding
 from apgrad.memory._slots import is_view
 
 _SAME = IDENTITY | {"refuse_derivative"}
-_KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+# LLVM's optimizations, which take half of a compilation, come after the buffers have been assigned.
+_KEEP_BARRIERS = {
+    "xla_disable_hlo_passes": "cse_barrier_expander",
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
 
 
 class Residual(NamedTuple):
@@ -36,12 +41,14 @@ class Residual(NamedTuple):
       shape: the array's shape.
       dtype: the array's dtype.
       nbytes: the array's bytes.
+      source: the line of the user's code that computes the array, as "model.py:12"; empty where it is not known.
     """
 
     name: str
     shape: tuple[int, ...]
     dtype: Any
     nbytes: int
+    source: str = ""
 
 
 class MemoryBytes(NamedTuple):
@@ -84,7 +91,7 @@ class MemoryReport(NamedTuple):
             ]
             lines.append(f"{name:{width}}  {' '.join(parts)}")
         largest = sorted(first.residuals, key=lambda r: -r.nbytes)[:5]
-        kept = [f"  {r.nbytes / 1e6:.3f} MB  {r.name}  {r.dtype}{list(r.shape)}" for r in largest]
+        kept = [f"  {r.nbytes / 1e6:.3f} MB  {r.name}  {r.dtype}{list(r.shape)}  {r.source}".rstrip() for r in largest]
         if kept:
             lines += [f"the largest of {len(first.residuals)} arrays that {next(iter(self.rows))} keeps:", *kept]
         return "\n".join([*lines, self.note])
@@ -93,7 +100,7 @@ class MemoryReport(NamedTuple):
         """Draws the rows as horizontal bars.
 
         Args:
-          ax: matplotlib axes; those of a new figure if not given.
+          ax: matplotlib axes; a new figure's if not given.
 
         Returns:
           The axes; `ax.figure` is the figure.
@@ -159,7 +166,7 @@ def residuals(function: Callable[..., Any], *args: Any) -> tuple[Residual, ...]:
         keep = min(origin, v, key=lambda v: array_bytes(v.aval))
         name = jaxprs.join(jaxprs.plain_scope(jaxprs.scope(maker[keep])), maker[keep].primitive.name)
         aval: Any = keep.aval
-        found[keep] = Residual(name, aval.shape, aval.dtype, array_bytes(aval))
+        found[keep] = Residual(name, aval.shape, aval.dtype, array_bytes(aval), jaxprs.source_line(maker[keep]))
     return tuple(found.values())
 
 
@@ -170,7 +177,7 @@ def memory_report(
     variants: Mapping[str, Callable[..., Any]] | None = None,
     key: jax.Array | None = None,
 ) -> MemoryReport:
-    """The memory of a scalar function's gradient, beside that of plain reverse mode and of checkpointing.
+    """The memory of a scalar function's gradient, beside the memory of plain reverse mode and of checkpointing.
 
     Args:
       function: `(*args) -> scalar`.

@@ -33,9 +33,9 @@ class Network(Protocol):
         """Runs the nodes on a minibatch.
 
         Args:
-          places: The places of the network's nodes.
-          params: The network's parameters, each a `Parameter`.
-          batch: A minibatch, in whatever form the network takes it.
+          places: the places of the network's nodes.
+          params: the network's parameters, each a `Parameter`.
+          batch: a minibatch, in whatever form the network takes it.
 
         Returns:
           The loss, alone or with a dictionary of metrics: a scalar, or an array of losses, of which the mean is the
@@ -48,9 +48,9 @@ def sites(network: Network, params: Any, batch: Any) -> tuple[Site, ...]:
     """The sites of a network, in the order in which the network calls its nodes. A rule is made for these.
 
     Args:
-      network: The network.
-      params: Pytree of floating-point arrays, or of their shapes.
-      batch: A minibatch, or its shapes.
+      network: the network.
+      params: pytree of floating-point arrays, or of their shapes.
+      batch: a minibatch, or its shapes.
     """
     return tuple(_trace(None, network, params, batch).values())
 
@@ -59,10 +59,10 @@ def init_state(rule: LearnedRule, network: Network, params: Any, batch: Any) -> 
     """The rule's state at the start of a task, by name of the place.
 
     Args:
-      rule: The rule.
-      network: The network.
-      params: Pytree of floating-point arrays, or of their shapes.
-      batch: A minibatch, or its shapes. If the rule remembers each example, the state fits this batch size only.
+      rule: the rule.
+      network: the network.
+      params: pytree of floating-point arrays, or of their shapes.
+      batch: a minibatch, or its shapes. If the rule remembers each example, the state fits this batch size only.
     """
     return {name: rule.init(site) for name, site in _trace(rule, network, params, batch).items()}
 
@@ -73,19 +73,19 @@ def backward(
     """One backward pass of a network under a rule: the updates, and the new state.
 
     Args:
-      rule: The rule.
+      rule: the rule.
       network: `(places, params, batch) -> loss` or `(loss, metrics)`.
-      params: Pytree of floating-point arrays.
-      state: The rule's state, of `init_state` or of the step before.
-      batch: A minibatch, as the network takes it.
+      params: pytree of floating-point arrays.
+      state: the rule's state, of `init_state` or of the step before.
+      batch: a minibatch, as the network takes it.
 
     Returns:
       The updates, in the structure, shapes and dtypes of `params`, for `optax.apply_updates`; the new state; and the
       metrics: `"loss"`, a scalar, and those of the network. A parameter that goes to no node has the update zero.
 
     Raises:
-      ValueError: At trace time, naming both sides, if rule, network, state and batch do not fit.
-      TypeError: At trace time, if the loss depends on a parameter in another way than through loss nodes: from this
+      ValueError: at trace time, naming both sides, if rule, network, state and batch do not fit.
+      TypeError: at trace time, if the loss depends on a parameter in another way than through loss nodes: from this
         part of the loss nothing would be learned.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -122,11 +122,11 @@ def inner_step(
     """`backward`, and its updates added to the parameters.
 
     Args:
-      rule: The rule.
-      network: The network that learns.
-      params: Pytree of floating-point arrays, the network's parameters.
-      state: The rule's state, of `init_state` or of the step before.
-      batch: A minibatch, as the network takes it.
+      rule: the rule.
+      network: the network that learns.
+      params: pytree of floating-point arrays, the network's parameters.
+      state: the rule's state, of `init_state` or of the step before.
+      batch: a minibatch, as the network takes it.
 
     Returns:
       The new parameters, the new state, and the metrics of `backward`.
@@ -147,10 +147,10 @@ def scan_steps(
 
     Args:
       step: `(carry, input) -> (carry, output)`.
-      carry: Pytree of arrays, the carry before the first step.
-      inputs: Pytree of arrays (steps, ...), one input for each step; None if the steps have no input.
-      length: The number of steps; needed where there are no inputs.
-      remat: What a gradient through the steps remembers and what it computes again. False: it remembers everything.
+      carry: pytree of arrays, the carry before the first step.
+      inputs: pytree of arrays (steps, ...), one input for each step; None if the steps have no input.
+      length: the number of steps; needed where there are no inputs.
+      remat: what a gradient through the steps remembers and what it computes again. False: it remembers everything.
         A number S, at least 1: it remembers the carry of every S-th step, and computes segments of S steps again,
         and within a segment each step. True: S is about the square root of the number of steps, so that about twice
         the square root of carries is remembered. A policy of `jax.checkpoint_policies`: each step is computed again
@@ -197,12 +197,12 @@ def unroll(
     """An inner step for each minibatch in turn.
 
     Args:
-      rule: The rule.
-      network: The network that learns.
-      params: Pytree of floating-point arrays, the parameters at the start.
-      state: The rule's state at the start, of `init_state`.
-      batches: The minibatches, stacked: pytree of arrays (steps, batch, ...).
-      remat: What a meta-gradient remembers; see `scan_steps`. By default it remembers the parameters and states of all
+      rule: the rule.
+      network: the network that learns.
+      params: pytree of floating-point arrays, the parameters at the start.
+      state: the rule's state at the start, of `init_state`.
+      batches: the minibatches, stacked: pytree of arrays (steps, batch, ...).
+      remat: what a meta-gradient remembers; see `scan_steps`. By default it remembers the parameters and states of all
         steps, and computes each step again.
 
     Returns:

@@ -18,12 +18,16 @@ Where = Callable[[ProgramSite], bool] | str | tuple[str, ...] | None
 
 
 def is_layer(site: ProgramSite) -> bool:
-    """Whether a site is a dense layer or a convolution."""
+    """Whether a site is a dense layer or a convolution.
+
+    Args:
+      site: any site.
+    """
     return site.kind in ("dense", "conv")
 
 
-def require_layer(site: ProgramSite) -> None:
-    """For rules that send messages through another weight than the layer's.
+def _require_layer(site: ProgramSite) -> None:
+    """Refuses a site that is no layer, for rules that send messages through another weight than the layer's.
 
     Raises:
       ValueError: for a site that is no layer.
@@ -36,12 +40,15 @@ def require_layer(site: ProgramSite) -> None:
 
 
 def require_one_layer(site: ProgramSite) -> None:
-    """For rules with parameters of their own for each layer.
+    """Refuses a site that is not one layer, for rules with parameters of their own for each layer.
+
+    Args:
+      site: the site that the rule was given.
 
     Raises:
       ValueError: for a site that is no layer, or that is one layer at one step of a scan and another one at the next.
     """
-    require_layer(site)
+    _require_layer(site)
     if site.stacked:
         raise ValueError(
             f"{site} is another layer at each step of a scan, and the rule has parameters of its own for each layer, "
@@ -50,7 +57,11 @@ def require_one_layer(site: ProgramSite) -> None:
 
 
 def require_one_array(site: ProgramSite, rule: str) -> None:
-    """For rules whose message to the input has the shape of the message to the output.
+    """Refuses a site that is no function of one array to an array of the same shape.
+
+    Args:
+      site: the site that the rule was given.
+      rule: the rule's name in the error.
 
     Raises:
       ValueError: for a site that is no function of one array to an array of the same shape.
@@ -61,6 +72,10 @@ def require_one_array(site: ProgramSite, rule: str) -> None:
 
 def chosen(where: Where, default: Where) -> Callable[[ProgramSite], bool]:
     """A function that says whether a rule takes a site.
+
+    Args:
+      where: which sites the user wants the rule to take.
+      default: which sites it takes if `where` is None.
 
     Raises:
       TypeError: if `where` is something else.
@@ -75,12 +90,24 @@ def chosen(where: Where, default: Where) -> Callable[[ProgramSite], bool]:
 
 
 def to_input(site: ProgramSite, w: jax.Array, message: jax.Array) -> jax.Array:
-    """The message to the input of a layer with the weight w."""
+    """The message to the input of a layer with the weight w.
+
+    Args:
+      site: a layer.
+      w: the weight, of the shape and dtype of `site.inputs[1]`.
+      message: the message to the output, of the shape and dtype of `site.output`.
+    """
     return jax.linear_transpose(lambda x: site.function(x, w), site.inputs[0])(message)[0]
 
 
 def to_weight(site: ProgramSite, x: jax.Array, message: jax.Array) -> jax.Array:
-    """The gradient of the weight of a layer with the input x."""
+    """The gradient of the weight of a layer with the input x.
+
+    Args:
+      site: a layer.
+      x: the input, of the shape and dtype of `site.inputs[0]`.
+      message: the message to the output, of the shape and dtype of `site.output`.
+    """
     return jax.linear_transpose(lambda w: site.function(x, w), site.inputs[1])(message)[0]
 
 
@@ -94,7 +121,7 @@ def layer(site: ProgramSite, memory: Any, answer: Callable[..., tuple[Any, ...]]
       answer: `(weight, message, gradient of the weight, ...) -> messages`, the messages that `backward` returns; a
         direct rule's answer gets the output's message last.
     """
-    require_layer(site)
+    _require_layer(site)
 
     def forward(x, w):
         return site.function(x, w), (x if memory is None else memory.keep(site.key, x), w)

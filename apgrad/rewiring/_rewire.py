@@ -32,10 +32,11 @@ import jax
 import jax.numpy as jnp
 
 from apgrad._ground.keys import require_key
-from apgrad._ground.messages import describe, has_message
+from apgrad._ground.messages import describe
 from apgrad._ground.propagator import Propagator, first_order, node
 from apgrad._programs import jaxprs
 from apgrad._programs.flow import flow
+from apgrad._programs.jaxprs import is_inexact
 from apgrad.rewiring._sites import DATA, WEIGHT, Planner, PlanStep, ProgramSite, part
 
 
@@ -230,7 +231,7 @@ def _names(planner: Planner) -> set[str]:
 def _evaluate(plan, arrays, key, params, rule, shape):
     """The flat outputs of a plan, and their structure."""
     outputs, treedef = jax.tree.flatten(shape)
-    floats = [i for i, x in enumerate(outputs) if has_message(x)] if rule.direct else []
+    floats = [i for i, x in enumerate(outputs) if is_inexact(x)] if rule.direct else []
     shapes = [jax.ShapeDtypeStruct(outputs[i].shape, outputs[i].dtype) for i in floats]
     ports = _Ports(
         shapes, lambda messages: jax.tree.unflatten(treedef, jaxprs.place(messages, floats, [None] * len(outputs)))
@@ -242,7 +243,7 @@ def _evaluate(plan, arrays, key, params, rule, shape):
 
 
 class _Ports(NamedTuple):
-    """What carries the output's message: the form of a port, and a function from its message to the output's."""
+    """What carries the output's message: a port's form, and a function from a port's message to the output's."""
 
     shapes: list[jax.ShapeDtypeStruct]
     as_result: Callable[[Sequence[Any]], Any]
@@ -259,7 +260,7 @@ class _Ports(NamedTuple):
         """
         never = jnp.zeros((), bool)
         for x in outputs if self.shapes else ():
-            never |= jnp.any(jnp.isnan(x)) & False if has_message(x) else False
+            never |= jnp.any(jnp.isnan(x)) & False if is_inexact(x) else False
         return [z + never.astype(z.dtype) for z in self.zeros]
 
 

@@ -119,7 +119,7 @@ class Planner:
       where: `(ProgramSite) -> bool`, whether the rule takes a site.
       result: the output of the whole function, a pytree of shapes and dtypes.
       offered: the sites that were offered so far.
-      taken: those that the rule took.
+      taken: the sites that the rule took.
     """
 
     def __init__(self, where: Callable[[ProgramSite], bool], result: Any):
@@ -140,7 +140,7 @@ class Planner:
         """
         jaxpr = program.jaxpr
         function = lambda *inputs: jaxprs.evaluate(program, inputs, _run)
-        step = self.offer("function", label, "", facts, PlanStep(jaxpr.invars, jaxpr.outvars, ""), function)
+        step = self._offer("function", label, "", facts, PlanStep(jaxpr.invars, jaxpr.outvars, ""), function)
         return self.plan(program, facts, "") if step is None else part([step], jaxpr.invars, jaxpr.outvars)
 
     def plan(self, program: jaxprs.Program, facts: Sequence[int], where: str) -> jaxprs.Program:
@@ -183,7 +183,7 @@ class Planner:
         function = lambda *values: jaxprs.evaluate(program, values, _run)
         facts = [known[v] for v in inputs]
         scope = jaxprs.plain_scope(jaxprs.scope(eqns[0])).split("/")[:depth]
-        step = self.offer("scope", label, jaxprs.join(where, *scope), facts, PlanStep(inputs, outputs, ""), function)
+        step = self._offer("scope", label, jaxprs.join(where, *scope), facts, PlanStep(inputs, outputs, ""), function)
         if step is None:
             return self._scopes(eqns, after, known, where, depth + 1)
         known.update(zip(outputs, flow(program, facts, through, max, constant), strict=True))
@@ -201,14 +201,14 @@ class Planner:
         taken = None
         if inside is None and name in _PRODUCTS:
             kind = _PRODUCTS[name] if _is_weighted(facts, eqn) else "matmul"
-            taken = self.offer(kind, name, around, facts, step, call)
+            taken = self._offer(kind, name, around, facts, step, call)
         elif inside is None and name == "name":
-            taken = self.offer("name", eqn.params["name"], around, facts, step, call)
+            taken = self._offer("name", eqn.params["name"], around, facts, step, call)
         elif inside is None and (name in ELEMENTWISE or name in NO_DERIVATIVE):
-            taken = self.offer("elementwise", name, around, facts, step, call)
+            taken = self._offer("elementwise", name, around, facts, step, call)
         elif inside is not None and inside.kind in ("call", "custom"):
             kind = "elementwise" if _is_elementwise(eqn, inside) else "call"
-            taken = self.offer(kind, inside.label, around, facts, step, call)
+            taken = self._offer(kind, inside.label, around, facts, step, call)
         return [taken or self._open(step, inside, facts, around)]
 
     def _open(self, step, inside, facts, around) -> PlanStep:
@@ -255,7 +255,7 @@ class Planner:
         self.plan(program, facts, around)
         self.hidden = outer
 
-    def offer(self, kind, label, around, facts, step: PlanStep, call) -> PlanStep | None:
+    def _offer(self, kind, label, around, facts, step: PlanStep, call) -> PlanStep | None:
         """The step as a site, if the rule takes it."""
         floats = lambda variables: [v for v in variables if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
         if not floats(step.invars) or not floats(step.outvars):
@@ -314,12 +314,21 @@ def _run(eqn, values):
 
 
 def constant(value: Any) -> int:
-    """The fact about a literal or a constant."""
+    """The fact about a literal or a constant.
+
+    Args:
+      value: the value of the literal or constant.
+    """
     return CLOSED if np.ndim(value) and jnp.issubdtype(jnp.result_type(value), jnp.inexact) else MADE
 
 
 def through(eqn: Any, facts: Sequence[int]) -> list[int] | None:
-    """What an equation makes of the facts about its inputs; None for one with programs inside."""
+    """What an equation makes of the facts about its inputs; None for one with programs inside.
+
+    Args:
+      eqn: an equation of a jaxpr.
+      facts: the facts about its inputs.
+    """
     if jaxprs.nested(eqn) is not None:
         return None
     made = DATA if eqn.primitive.name in _PRODUCTS and _is_weighted(facts, eqn) else max(facts, default=MADE)
@@ -339,17 +348,12 @@ def _is_elementwise(eqn, inside):
     shapes = [v.aval.shape for v in eqn.invars if v.aval.shape] or [()]
     if len(shapes) > 1 or [v.aval.shape for v in eqn.outvars] != shapes:
         return False
-
-    def plain(program):
-        inner = [(e, jaxprs.inside_of(e)) for e in program.jaxpr.eqns]
-        return all(all(map(plain, programs)) if programs else e.primitive.name in _PLAIN for e, programs in inner)
-
-    return plain(inside.jaxprs[0])
+    plain = lambda eqn: eqn.primitive.name in _PLAIN or bool(jaxprs.inside_of(eqn))
+    return all(map(plain, jaxprs.all_equations(inside.jaxprs[0])))
 
 
 def _has_product(program):
-    eqns = program.jaxpr.eqns
-    return any(e.primitive.name in _PRODUCTS or any(map(_has_product, jaxprs.inside_of(e))) for e in eqns)
+    return any(eqn.primitive.name in _PRODUCTS for eqn in jaxprs.all_equations(program))
 
 
 def _shape(v):

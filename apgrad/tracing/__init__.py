@@ -7,6 +7,7 @@ from apgrad.tracing._drawing import (
     influence_over_steps as influence_over_steps,
 )
 from apgrad.tracing._influence import Influence as Influence, every as every, influence as influence
+from apgrad.tracing._modules import name_modules as name_modules
 from apgrad.tracing._paths import PathStep as PathStep
 from apgrad.tracing._semiring_grad import semiring_grad as semiring_grad
 from apgrad.tracing._semirings import (

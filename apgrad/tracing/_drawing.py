@@ -10,13 +10,13 @@ import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from apgrad._ground.pictures import new_figure
 from apgrad._programs import jaxprs
 from apgrad._programs.flow import flow, steady
 from apgrad._programs.kinds import NO_DERIVATIVE
+from apgrad.tracing._control import depends
 from apgrad.tracing._influence import Influence, PathKind
 from apgrad.tracing._trace import Trace
 
@@ -24,7 +24,15 @@ COLOURS = ("#c2255c", "#1f77b4", "#2a8a3e", "#d95f02", "#6a51a3", "#8c6d1f")
 
 
 class DrawnNode(NamedTuple):
-    """A vertex of the drawn graph: a parameter (primitive "parameter"), an equation, or the loss ("loss")."""
+    """A vertex of the drawn graph: a parameter, an equation, or the loss.
+
+    Attributes:
+      primitive: the name of the primitive, or "parameter" or "loss".
+      scope: the named scopes around the equation.
+      shape: the shape of the array.
+      name: the parameter's name, or what stands at the vertex.
+      depth: the number of edges on the longest way from a parameter.
+    """
 
     primitive: str
     scope: str
@@ -34,7 +42,12 @@ class DrawnNode(NamedTuple):
 
 
 class DrawnGraph(NamedTuple):
-    """The vertices that depend on the parameters, and the edges between them, as pairs of numbers of vertices."""
+    """The drawn graph.
+
+    Attributes:
+      nodes: the vertices that depend on the parameters.
+      edges: pairs of numbers of vertices, from and to.
+    """
 
     nodes: list[DrawnNode]
     edges: list[tuple[int, int]]
@@ -45,6 +58,9 @@ def graph(trace: Trace) -> DrawnGraph:
 
     What a loop's body takes from the step before is drawn as if it came from before the loop; the loop's output comes
     from all that reaches it in any number of steps.
+
+    Args:
+      trace: the trace, as `ap.trace_gradients` makes it.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -79,10 +95,10 @@ def graph(trace: Trace) -> DrawnGraph:
         else:
             given = given[1:] if inside.kind == "cond" else given
             made = [set().union(*parts) for parts in zip(*(run(b, where, given) for b in inside.jaxprs), strict=True)]
-        return [found if is_real else set() for found, is_real in zip(made, _real(eqn), strict=True)]
+        return [found if is_real else set() for found, is_real in zip(made, jaxprs.inexact_outputs(eqn), strict=True)]
 
     def draw_loop(body, where, given, first, carried):
-        walk = functools.partial(flow, body, transfer=_depends, join=operator.or_, constant=lambda value: False)
+        walk = functools.partial(flow, body, transfer=depends, join=operator.or_, constant=lambda value: False)
         reached, _ = steady(walk, [bool(sources) for sources in given], first, carried, operator.or_)
         before = {i: next(carries) for i in range(first, first + carried) if reached[i]}
         made = run(body, where, [{before[i]} if i in before else sources for i, sources in enumerate(given)])
@@ -110,19 +126,6 @@ def graph(trace: Trace) -> DrawnGraph:
     return DrawnGraph(nodes, list(edges))
 
 
-def _depends(eqn, given):
-    """Which outputs of an equation depend on a parameter, given which inputs do; None to look inside the equation."""
-    inside = jaxprs.nested(eqn)
-    if inside is not None and inside.kind != "custom":
-        return None
-    on = any(given) and eqn.primitive.name not in NO_DERIVATIVE
-    return [on and is_real for is_real in _real(eqn)]
-
-
-def _real(eqn):
-    return [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars]
-
-
 def heavy(trace: Trace, made: DrawnGraph, count: int, kind: PathKind) -> list[tuple[str, list[int]]]:
     """The heaviest paths, as pairs (name of the element, numbers of vertices).
 
@@ -130,7 +133,7 @@ def heavy(trace: Trace, made: DrawnGraph, count: int, kind: PathKind) -> list[tu
       trace: made by `ap.trace_gradients`.
       made: the graph of the trace.
       count: how many paths.
-      kind: of the paths, "viterbi" or "greedy".
+      kind: which paths, "viterbi" or "greedy".
     """
     after: dict[int, list[int]] = {}
     for u, v in made.edges:
@@ -158,7 +161,7 @@ def graphviz(trace: Trace, count: int = 3, kind: PathKind = "viterbi") -> str:
     Args:
       trace: made by `ap.trace_gradients`.
       count: how many paths are drawn: one of each element, for the elements with the heaviest paths.
-      kind: of the paths, "viterbi" or "greedy".
+      kind: which paths, "viterbi" or "greedy".
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -210,7 +213,7 @@ def draw(trace: Trace, count: int = 3, kind: PathKind = "viterbi") -> Any:
     Args:
       trace: made by `ap.trace_gradients`.
       count: how many paths are drawn: one of each element, for the elements with the heaviest paths.
-      kind: of the paths, "viterbi" or "greedy".
+      kind: which paths, "viterbi" or "greedy".
 
     Raises:
       ImportError: without matplotlib.
@@ -256,7 +259,7 @@ def heat_map(influence: Influence, weighed: bool = False) -> Any:
     """Influence as a matplotlib figure, components by parameters, with the mean over examples or steps.
 
     Args:
-      influence: from `ap.tracing.influence` or `Trace.influence`.
+      influence: what `ap.tracing.influence` or `Trace.influence` returned.
       weighed: show the share of |gradient| in place of the share of elements.
 
     Raises:

@@ -8,6 +8,7 @@ walk gives the sets of all elements of all parameters.
 """
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -19,6 +20,7 @@ from apgrad._programs import jaxprs
 from apgrad._programs.kinds import NO_DERIVATIVE
 from apgrad.tracing import _paths as paths
 from apgrad.tracing._interpreter import Context, walk
+from apgrad.tracing._residual_adds import scopes_with_residual_adds
 from apgrad.tracing._semiring_grad import NESTED, is_single, original, traced, values
 from apgrad.tracing._semirings import ordinary
 
@@ -58,15 +60,17 @@ class Influence:
         }
 
     def __str__(self) -> str:
+        """The mean over leading axes; of many parameters, a row for each."""
         share = np.asarray(self.share)
         share = share.reshape(-1, *share.shape[-2:]).mean(0)
-        width = max([9, *map(len, self.components)])
-        columns = [max(6, len(p)) for p in self.parameters]
-        head = " ".join(p.rjust(w) for p, w in zip(self.parameters, columns, strict=True))
-        lines = [f"{self.kind:<{width}} {head}"]
-        for name, row in zip(self.components, share, strict=True):
+        rows, columns = self.components, self.parameters
+        if max(9, *map(len, rows)) + sum(1 + max(6, len(c)) for c in columns) > 100:
+            share, rows, columns = share.T, columns, rows
+        width, sizes = max([9, *map(len, rows)]), [max(6, len(c)) for c in columns]
+        lines = [f"{self.kind:<{width}} " + " ".join(c.rjust(w) for c, w in zip(columns, sizes, strict=True))]
+        for name, row in zip(rows, share, strict=True):
             cells = ("-" if np.isnan(v) else f"{v:.3f}" for v in row)
-            lines.append(f"{name:<{width}} " + " ".join(c.rjust(w) for c, w in zip(cells, columns, strict=True)))
+            lines.append(f"{name:<{width}} " + " ".join(c.rjust(w) for c, w in zip(cells, sizes, strict=True)))
         return "\n".join(lines)
 
 
@@ -82,7 +86,12 @@ class Component(NamedTuple):
     depth: int | None
 
     def names(self, scope: str, primitive: str) -> list[str]:
-        """The names of the components that an equation belongs to."""
+        """The names of the components that an equation belongs to.
+
+        Args:
+          scope: the named scopes around the equation, as "encoder/LSTM_0".
+          primitive: the name of the equation's primitive.
+        """
         if self.by == "primitive":
             return [primitive]
         parts = jaxprs.plain_scope(scope).split("/") if jaxprs.plain_scope(scope) else []
@@ -106,7 +115,7 @@ def influence(
 
     Args:
       f: the loss, a function that returns a floating-point scalar. Its components are named scopes. Flax Linen names
-        modules itself; elsewhere use `jax.named_scope`.
+        modules itself, `ap.tracing.name_modules` does it for Flax NNX; elsewhere use `jax.named_scope`.
       kind: which path an element has: "viterbi", the heaviest, or "greedy", DuSell's Algorithm 1.
       by: what a component is: a named scope, or a primitive.
       depth: how many names of a scope, counted from the outside, make a component; by default there is a component at
@@ -114,7 +123,7 @@ def influence(
       argnums: which positional arguments are the parameters, as for `jax.grad`.
 
     Returns:
-      `(*args) -> Influence`.
+      `(*args) -> Influence`. A scope that holds a residual add, and so has influence 1, is a `UserWarning`.
 
     Raises:
       ValueError: for another kind or depth, or if f has no named scope.
@@ -143,12 +152,15 @@ def influence(
 
     def influence_of(*args, **kwargs):
         program, inputs, treedef, active = traced(f, args, kwargs, argnums)
-        components = tuple(dict.fromkeys(n for eqn in equations(program) for n in rule.names(*eqn)))
+        components = tuple(dict.fromkeys(n for eqn in _equations(program) for n in rule.names(*eqn)))
         if not components:
             raise ValueError(
-                "nothing is named: the function has no named scopes. Linen modules name themselves; elsewhere write "
-                "`with jax.named_scope('encoder'):`, or ask by='primitive'."
+                "nothing is named: the function has no named scopes. Linen modules name themselves, for an NNX model "
+                "use ap.tracing.name_modules(model); elsewhere write `with jax.named_scope('encoder'):`, or ask "
+                "by='primitive'."
             )
+        if by == "scope":
+            _warn_of_residual_adds(program, active, components)
         words = -(-len(components) // 32)
         number = {name: i for i, name in enumerate(components)}
 
@@ -209,29 +221,46 @@ def every(n: int, traced: Callable[..., Any]) -> Callable[..., Any]:
     return at
 
 
-def equations(program: jaxprs.Program, scope: str = "") -> list[tuple[str, str]]:
+def _equations(program: jaxprs.Program, scope: str = "") -> list[tuple[str, str]]:
     """The (scope, primitive) of all equations that have edges, also of those inside other equations."""
     found = []
     for eqn in program.jaxpr.eqns:
         where, inside = jaxprs.join(scope, jaxprs.scope(eqn)), jaxprs.nested(eqn)
-        if eqn.primitive.name in NO_DERIVATIVE or not any(
-            jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars
-        ):
+        if eqn.primitive.name in NO_DERIVATIVE or not any(jaxprs.inexact_outputs(eqn)):
             continue
         if inside is not None and inside.kind != "custom":
             for body in inside.jaxprs:
-                found += equations(body, where)
+                found += _equations(body, where)
         else:
             found.append((where, eqn.primitive.name))
     return found
 
 
 def parameter_names(treedef: Any, argnums: int | Sequence[int]) -> tuple[str, ...]:
-    """The names of the arrays in the chosen arguments."""
+    """The names of the arrays in the chosen arguments.
+
+    Args:
+      treedef: the structure of the tuple of chosen arguments.
+      argnums: which arguments were chosen; if it is one number, the argument's own number is left out of the names.
+    """
     tree = jax.tree.unflatten(treedef, range(treedef.num_leaves))
     keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     keys = [path[1:] if is_single(argnums) else path for path in keys]
     return tuple(jax.tree_util.keystr(path, simple=True, separator="/") or "x" for path in keys)
+
+
+def _warn_of_residual_adds(program, active, components):
+    """Says which components have influence 1 because they hold the way around their branch too."""
+    holding = [s for s in scopes_with_residual_adds(program, active) if s in components]
+    if holding:
+        several = f" (and {len(holding) - 3} more)" if len(holding) > 3 else ""
+        warnings.warn(
+            f"influence: {', '.join(map(repr, holding[:3]))}{several}: a scope adds what comes in to what it makes of "
+            "it, as a residual block does. Its paths and those around it are all inside the scope, so that its "
+            "influence is 1. To see the branch alone, put the add outside of the scope: `x + block(x)`, with the "
+            "scope within `block`.",
+            stacklevel=3,
+        )
 
 
 def _column(value, gradient, components, words):

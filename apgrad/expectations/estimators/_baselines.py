@@ -28,7 +28,12 @@ from jax import lax
 
 
 class LearnedBaseline(NamedTuple):
-    """A baseline function whose parameters learn the cost-to-go. Made by `learned_baseline`."""
+    """A baseline function whose parameters learn the cost-to-go. Made by `learned_baseline`.
+
+    Attributes:
+      function: the baseline function, see this module.
+      leave_one_out: whether the mean of the other lanes' residuals is taken off too.
+    """
 
     function: Callable[..., Any]
     leave_one_out: bool = False
@@ -40,10 +45,10 @@ Baseline = Literal["leave_one_out", "standardized"] | None | Callable[..., Any] 
 def learned_baseline(function: Callable[..., Any], *, leave_one_out: bool = False) -> LearnedBaseline:
     """A baseline b(parameters, inputs) that learns the cost-to-go G by the gradient of (b - G)^2 / 2.
 
-    Its parameters are arguments of the objective like any other: the value of the objective does not depend
-    on them, and their gradient is that of the regression, averaged over lanes and summed over nodes, so
-    that one optax update serves both. The gradient reaches the arguments that lanes share, not the lane's
-    own inputs: the regression does not change what it regresses on.
+    Its parameters are arguments of the objective like any other: the objective's value does not depend on them, and
+    their gradient is the regression's, averaged over lanes and summed over nodes, so that one optax update serves both.
+    The gradient reaches the arguments that lanes share, not the lane's own inputs: the regression does not change what
+    it regresses on.
 
     Args:
       function: as a baseline function, see this module.

@@ -35,9 +35,9 @@ one computation, of which the compiler keeps one.
 
 *Training.* (*) has expectation 0 for all parameters of k, so that k may be trained to make the variance small. The
 gradient g of the lane's cost with respect to phi has a mean that does not depend on k, so E|g|^2 is the variance up to
-a constant, and the derivative of |g|^2 with respect to the parameters of k estimates that of the variance. It enters as
-a zero with this derivative, with phi and all else held fixed; and in the estimate k's own parameters are held fixed. So
-the parameters get as their gradient that of the variance, and nothing else does.
+a constant, and the derivative of |g|^2 with respect to the parameters of k estimates the variance's. It enters as a
+zero with this derivative, with phi and all else held fixed; and in the estimate k's own parameters are held fixed. So
+the parameters get the gradient of the variance, and nothing else does.
 """
 
 from collections.abc import Callable
@@ -89,7 +89,7 @@ def second_moment(surrogate: Callable[[Any], Any], logits: jax.Array) -> jax.Arr
 
     Args:
       surrogate: `logits -> (lanes,)`, the cost with its derivatives.
-      logits: (lanes, ...).
+      logits: the logits of the choices, floating point, (lanes, ...).
     """
     return per_lane(jax.grad(lambda phi: jnp.sum(surrogate(phi)))(lax.stop_gradient(logits)) ** 2)
 

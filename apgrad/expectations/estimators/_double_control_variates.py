@@ -10,15 +10,17 @@ mean of the distribution and g_j the gradient of c at x_j,
 
     1/k  sum over j of  (c(x_j) - a v_j . (x_j - mu) - b_j) (e_j - 1)  +  a v_j . zero(mu)
 
-with e_j the exponential of a zero that has the derivatives of log p(x_j), and zero(mu) a zero with those of mu.
+with e_j the exponential of a zero that has the derivatives of log p(x_j), and zero(mu) a zero that has the derivatives
+of mu.
 
 *Unbiased, to every order.* v_j and b_j do not depend on x_j and are constants to differentiation. E[b_j (e_j - 1)] = 0.
-The derivatives of E[v_j . (x_j - mu) e_j], with the mu in the bracket held fixed, are those of v_j . mu, which the last
-term gives back. For a cost that is linear in x, and a = 1, what the score multiplies is 0: no variance is left.
+The derivatives of E[v_j . (x_j - mu) e_j], with the mu in the bracket held fixed, are the derivatives of v_j . mu; the
+last term gives them back. For a cost that is linear in x, and a = 1, what the score multiplies is 0: no variance is
+left.
 
 *The coefficient.* With a = 0 it is leave-one-out, and where the slopes at the outcomes say little of what lies between
-them a = 1 can be worse than that. Titsias & Shi learn a on the variance, of which a has the gradient here as the
-parameters of `_control_variate.py` have.
+them a = 1 can be worse than that. Titsias & Shi train a to make the variance small; here too a gets the
+gradient of the variance, as the parameters of `_control_variate.py` do.
 """
 
 import operator
@@ -44,9 +46,9 @@ def double_control_variates(samples: int = 2, coefficient: Any = 1.0) -> ChoiceE
     Args:
       samples: how many independent samples of each lane's choice the continuation is evaluated at, at least 2. At each
         the gradient with respect to x is computed too, which takes about as long again.
-      coefficient: of the linear control variate, a in this module: a number, or for Bernoulli and categorical choices
-        a JAX scalar. Where it is an argument of the objective, its gradient is that of the estimate's variance: descend
-        it by an optimizer, beside that of the parameters.
+      coefficient: the coefficient of the linear control variate, a in this module: a number, or for Bernoulli and
+        categorical choices a JAX scalar. Where it is an argument of the objective, its gradient is the gradient of the
+        estimate's variance: descend it by an optimizer, beside the gradient of the parameters.
 
     Raises:
       ValueError: for fewer than 2 samples.

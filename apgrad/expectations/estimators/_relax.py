@@ -36,12 +36,11 @@ def relax(control: Callable[..., Any], *given: Any) -> ChoiceEstimator:
 
     Args:
       control: `(z, *given) -> scalar`, differentiable; z is one lane's relaxation, of the shape of its logits. A
-        Bernoulli choice is 1 where z > 0, and a categorical choice is the argmax over the last axis. It is a function,
-        or a callable pytree such as an NNX module: where the module is an argument of the objective, the gradient with
-        respect to it is that of the estimate's variance. Descend it by an optimizer, beside the gradient of the
-        parameters.
-      *given: pytrees with the lanes as leading axis, of which the control is given those of its lane. They must not
-        depend on the choice, and are held fixed: the control variate sends no gradient to them.
+        Bernoulli choice is 1 where z > 0, and a categorical choice is the argmax over the last axis. The control is a
+        function, or a callable pytree such as an NNX module: where the module is an argument of the objective, it gets
+        the gradient of the estimate's variance. Descend it by an optimizer, beside the gradient of the parameters.
+      *given: pytrees of arrays (lanes, ...); the control is given one lane's. They must not depend on the choice, and
+        are held fixed: the control variate sends no gradient to them.
 
     Raises:
       TypeError: for a control that cannot be called; at trace time, for a distribution that is neither Bernoulli nor

@@ -157,7 +157,7 @@ def draw_by_mixer(tape: Tape, call: LaneCall) -> tuple[Tape, jax.Array, list[Cha
 
 
 def _by_arguments(memory: NodeMemory, messages: Messages, visit: channels.Visit | None) -> NodeAnswer:
-    """One weight a node: that of `ap.adaptive`, or from features of the arguments."""
+    """The answer with one weight a node, given by `ap.adaptive` or made from the features of the arguments."""
     mixer, folds, lanes = memory.mixer, messages.folds, len(messages.own)
     own = to_parameters(memory, messages.own, messages.to_zeros)
     sent = [(message, True) for message in own]

@@ -323,8 +323,8 @@ def _summed_to(x: jax.Array, plates: Any, shape: tuple[int, ...], wanted: Any) -
 
     Args:
       x: (lanes, *batch of the choice).
-      plates: of the choice.
-      shape: of the cost, with the lanes.
+      plates: the choice's plates.
+      shape: the cost's shape, with the lanes.
       wanted: the cost's plates.
     """
     shared = {dim for _, dim, _ in plates & wanted}
