@@ -7,6 +7,7 @@ take, is marked `optimized`; with the environment variable APGRAD_OPTIMIZED=1 al
 
 import os
 import re
+from pathlib import Path
 
 import jax
 import pytest
@@ -22,6 +23,9 @@ os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(QUICKLY)  # for processes tha
 jax.config.update("jax_disable_most_optimizations", QUICKLY)
 if QUICKLY and jax.__version_info__ < (0, 11):  # the flag goes then
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
+    os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"  # a worker has one core
+
+MEMORY = 3e9  # bytes of compiled programs and all else that a worker may hold
 
 # Two devices for the tests of sharding; everything else stays on the first.
 jax.config.update("jax_num_cpu_devices", 2)
@@ -48,9 +52,11 @@ def optimized_where_marked(request):
 
 @pytest.fixture(autouse=True, scope="module")
 def forget_compiled_programs():
-    """Thousands of programs would take gigabytes by the end."""
+    """Thousands of programs would take tens of gigabytes by the end; made again for each module they take time."""
     yield
-    jax.clear_caches()
+    pages = Path("/proc/self/statm")
+    if not pages.exists() or int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > MEMORY:
+        jax.clear_caches()
 
 
 @pytest.fixture
