@@ -5,7 +5,6 @@ scope, whose influence is then 1. The program shows this: an equation in the sco
 something that depends on the same value.
 """
 
-import os.path
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -51,7 +50,7 @@ def _scopes(program, active, made, scope) -> list[str]:
             made_in = None if isinstance(around, Literal) or around not in alive else origin.get(around)
             if made_in is None:
                 continue
-            shared = len(os.path.commonprefix([parts, made_in]))
+            shared = _shared(parts, made_in)
             if shared < len(parts) and around in _needed(branch, maker):
                 found += ["/".join(parts[:n]) for n in range(shared + 1, len(parts) + 1)]
     return found
@@ -64,6 +63,11 @@ def _hashable(atom: Any) -> Any:
 
 def _parts(scope: str) -> list[str]:
     return [part for part in jaxprs.plain_scope(scope).split("/") if part]
+
+
+def _shared(a: list[str], b: list[str]) -> int:
+    """How many names two scopes begin with alike."""
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _needed(variable: Any, maker: dict[Any, Any]) -> Collection[Any]:
