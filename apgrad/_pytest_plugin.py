@@ -15,7 +15,11 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the option `--certify-samples`."""
+    """Adds the option `--certify-samples`.
+
+    Args:
+      parser: pytest's parser of options.
+    """
     parser.getgroup("apgrad").addoption(
         "--certify-samples",
         type=float,
@@ -27,7 +31,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def certify(request: pytest.FixtureRequest) -> Any:
-    """`apgrad.testing.certify`, with a key made of the test's name."""
+    """`apgrad.testing.certify`, with a key made of the test's name.
+
+    Args:
+      request: pytest's description of the test that asks for the fixture.
+    """
     from apgrad import testing
 
     factor, certificates = float(request.config.getoption("certify_samples") or 1), _certificates(request.config)
@@ -51,7 +59,12 @@ def certify(request: pytest.FixtureRequest) -> Any:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Writes the certificates of the run, where there are any."""
+    """Writes the certificates of the run, where there are any.
+
+    Args:
+      terminalreporter: what pytest writes the summary with.
+      config: pytest's configuration of the run, which holds the certificates.
+    """
     if certificates := _certificates(config):
         terminalreporter.section("gradient certificates")
         for test, certificate in certificates:

@@ -26,8 +26,11 @@ the same Adam, the same number of steps after each episode, and clipped gradient
 *Gradient variance*: after each episode's learning, over `repetitions` estimates at that policy, summed over the
 parameters and divided by the squared length of their mean.
 
-The report takes any of the cells: the committed figures are of the first 14 of 40 runs, three or four a method, and
-what counts as success was settled after pilot runs on two of these seeds. So they are a first look and no proof.
+*What comes out* (ten runs a method, on seeds other than those that settled what success is). By the cost of a real
+episode total propagation with the published weights learns best from the third episode on: .43 (.40 to .46) after
+eight, where reparameterization has .57 (.48 to .67), the adaptive weights .53 (.46 to .64), and the likelihood ratio
+.65 (.57 to .75). By the number of episodes to the first success no method is ahead of reparameterization: runs are few,
+and at most half of them succeed. The report takes any of the cells.
 """
 
 import dataclasses
@@ -264,14 +267,17 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         few, many = harness.interval(draws(mean, lambda x: x.mean(-1)))
         row = {"method": method, "runs": len(runs), "success": float(np.isfinite(episodes).mean())}
         row |= {"success_low": float(low), "success_high": float(high), "episodes": float(mean.mean())}
+        cheap, dear = harness.interval(draws(costs[:, -1], lambda x: x.mean(-1)))
         row |= {"episodes_low": few, "episodes_high": many, "cost": float(costs[:, -1].mean())}
+        row |= {"cost_low": cheap, "cost_high": dear}
         rows.append(row | {"noise": float(np.median(noise[:, -1]))})
         curves[method] = Curves(costs, noise, last)
-    lines = [f"{'method':14} {'success (95 %)':24} {'episodes to it*':26} last cost   variance / gradient^2"]
+    lines = [f"{'method':14} {'success (95 %)':24} {'episodes to it*':26} {'last cost':24} variance / gradient^2"]
     for r in rows:
         success = f"{r['success']:.0%} ({r['success_low']:.0%} to {r['success_high']:.0%})"
         count = f"{r['episodes']:.1f} ({r['episodes_low']:.1f} to {r['episodes_high']:.1f})"
-        lines.append(f"{r['method']:14} {success:24} {count:26} {r['cost']:<11.3f} {r['noise']:.3g}")
+        last = f"{r['cost']:.3f} ({r['cost_low']:.3f} to {r['cost_high']:.3f})"
+        lines.append(f"{r['method']:14} {success:24} {count:26} {last:24} {r['noise']:.3g}")
     lines.append(f"* runs without success count as {config.episodes + 1}")
     return harness.Report({}, rows, "\n".join(lines), _picture(config, curves))
 

@@ -323,6 +323,7 @@ CHOICES = {
     "rao_blackwellized": Choice(ap.rao_blackwellized(2), outcomes),
     "rloo": Choice(ap.rloo(2), lambda u: dist.Normal(u, 0.3)),
     "arm": Choice(ap.arm(), coins),
+    "arms": Choice(ap.arms(3), coins),
     "disarm": Choice(ap.disarm(), coins),
     "disarm_stick_breaking": Choice(ap.disarm_stick_breaking(), outcomes),
     "rebar": Choice(ap.rebar(), outcomes),

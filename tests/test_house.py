@@ -1,6 +1,7 @@
 """The house: what a user finds at the top, when wings are loaded, and that no floor imports one above it."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -32,6 +33,7 @@ def imported(path):
     """The modules of apgrad that a file imports when it is run, as lists of names."""
     found, typing_only = [], set()
     tree = ast.parse(path.read_text())
+    assert "import_module" not in path.read_text() or path == PACKAGE / "__init__.py", path
     for node in ast.walk(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             typing_only |= set(ast.walk(node))
@@ -41,6 +43,7 @@ def imported(path):
         if isinstance(node, ast.Import):
             found += [alias.name.split(".") for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: modules are imported by their whole names"
             found += [[*(node.module or "").split("."), alias.name] for alias in node.names]
     return [names for names in found if names[0] == "apgrad"]
 
@@ -65,8 +68,10 @@ def test_no_module_imports_itself_by_way_of_others():
         candidates = [(".".join(names), ".".join(names[:-1])) for names in imported(path)]
         edges[module] = {long if long in modules else short for long, short in candidates} - {module}
         if path.name == "__init__.py":
-            # A package that hands names on is no circle: its modules do not import the package.
-            edges[module] = set()
+            edges[module] = set()  # a package that hands names on is no circle: its modules do not import the package,
+        else:
+            own = [".".join(module.split(".")[:n]) for n in range(1, module.count(".") + 1)]
+            assert not edges[module] & set(own), f"{module} imports from a package that it is in"
 
     done, walk = set(), []
 
@@ -112,10 +117,58 @@ def test_type_checkers_see_the_names_that_are_loaded():
     assert seen == {*ap._WINGS, *ap._MODULE_OF}
 
 
-def test_private_modules_begin_with_an_underscore_and_share_no_name_with_a_function():
+def test_private_modules_begin_with_an_underscore():
     for package in {path.parent for path in PACKAGE.rglob("*.py")}:
         if any(part.startswith("_") for part in package.relative_to(PACKAGE).parts):
             continue
         face = {p.stem for p in package.glob("*.py") if not p.stem.startswith("_")}
-        allowed = {"": {"testing"}, "expectations": {"diagnostics", "weights"}, "meta": {"data"}}
-        assert face <= allowed.get(str(package.relative_to(PACKAGE)).strip("."), set()), (package, face)
+        allowed = {"expectations": {"diagnostics", "weights"}, "meta": {"data"}}
+        assert face <= allowed.get(str(package.relative_to(PACKAGE)), set()), (package, face)
+
+
+def test_the_top_is_small_and_so_is_each_file():
+    entries = [path.name for path in PACKAGE.iterdir() if path.name not in ("__pycache__", "py.typed", "__init__.py")]
+    assert len(entries) <= 12, entries
+    long = {str(path): count for path in PACKAGE.rglob("*.py") if (count := len(path.read_text().splitlines())) > 420}
+    assert not long
+
+
+def test_a_class_has_its_name_alone():
+    found = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(path.name)
+    assert not {name: paths for name, paths in found.items() if len(paths) > 1}
+
+
+def test_the_page_of_the_house_names_folders_that_are_there():
+    page = (PACKAGE.parent / "docs" / "how_it_works.md").read_text()
+    named = re.findall(r"^\| `(.+?)` \|", page, re.MULTILINE)
+    assert len(named) >= 8 and all((PACKAGE.parent / name).exists() for name in named), named
+    parts = {f"apgrad/{path.name}/" for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert parts <= set(named), parts - set(named)
+
+
+def test_functions_with_arguments_document_them():
+    entries, found = {}, []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        top = ast.parse(path.read_text()).body
+        classes = [node for node in top if isinstance(node, ast.ClassDef) and not node.name.startswith("_")]
+        for owner, body in [("", top), *((node.name, node.body) for node in classes)]:
+            for node in body:
+                if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
+                    continue
+                section = re.search(r"^Args:\n((?:  .*\n|\n)*)", (ast.get_docstring(node) or "") + "\n", re.MULTILINE)
+                named = set(re.findall(r"^  \*{0,2}(\w+): ", section[1] if section else "", re.MULTILINE))
+                a = node.args
+                arguments = {x.arg for x in (*a.posonlyargs, *a.args, *a.kwonlyargs, a.vararg, a.kwarg) if x}
+                found.append((path, owner, node.name, arguments - {"self", "cls"} - named))
+                # A method is documented where one class of its part documents the method of this name.
+                entries.setdefault((path.relative_to(PACKAGE).parts[0], owner and node.name), set()).update(named)
+    missing = [
+        (str(path), owner, name, sorted(left))
+        for path, owner, name, without in found
+        if (left := without - (entries[path.relative_to(PACKAGE).parts[0], name] if owner else set()))
+    ]
+    assert not missing

@@ -20,21 +20,24 @@ class Static:
     value: Any
 
 
-def has_message(x: Any) -> bool:
-    """Whether JAX carries messages to an array: it has to be floating point or complex."""
-    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-
-
 def form_of(tree: Any) -> Static:
-    """The structure of a pytree, with the shape and dtype of each leaf."""
+    """The structure of a pytree, with the shape and dtype of each leaf.
+
+    Args:
+      tree: a pytree of arrays, or of `jax.ShapeDtypeStruct`s.
+    """
     leaves, treedef = jax.tree.flatten(tree)
     return Static((treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)))
 
 
 def between(name: str, place: int, messages: Any, form: Static) -> Any:
-    """The message from one propagator, the one of number `place`, to the propagator before it.
+    """The message from one propagator to the propagator before it.
 
-    The form is that of a tuple of one: of what went forward between the two.
+    Args:
+      name: what the propagators are joined by, for errors: "chain" or "combine".
+      place: the number of the propagator that sends the message, counted from 0.
+      messages: what this propagator's `backward` returned.
+      form: the form of a tuple of one: of the value that went forward between the two propagators.
 
     Raises:
       TypeError: if the messages are not a tuple of one.
@@ -49,7 +52,11 @@ def between(name: str, place: int, messages: Any, form: Static) -> Any:
 
 
 def numbered(form: Static) -> Any:
-    """The pytree of a form, with numbers for its leaves."""
+    """The pytree of a form, with numbers for its leaves.
+
+    Args:
+      form: a form, as `form_of` returns it.
+    """
     treedef, avals = form.value
     return treedef.unflatten(range(len(avals)))
 
@@ -133,7 +140,11 @@ def _fit(name: str, message: Any, aval: tuple[tuple[int, ...], Any], dense: bool
 
 
 def describe(value: Any) -> str:
-    """What an error calls a value."""
+    """What an error calls a value.
+
+    Args:
+      value: anything.
+    """
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"
     return f"{type(value).__name__}"

@@ -19,7 +19,7 @@ from jax.interpreters import ad, batching, mlir
 
 
 def zero_with_gradient(x: jax.Array) -> jax.Array:
-    """An array of zeros whose derivatives, of any order, are those of `x`.
+    """An array of zeros whose derivatives, of any order, are the derivatives of `x`.
 
     The function `x - stop_gradient(x)` has the same derivatives, but its value is NaN where `x` is infinite or NaN, and
     `x` has to be computed for it. Here the compiler leaves `x` out where only the value is wanted.

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from apgrad._ground.closures import may_close_over_a_tracer
-from apgrad._ground.messages import Static as Static, between, check_messages, describe, form_of, has_message, numbered
+from apgrad._ground.messages import Static as Static, between, check_messages, describe, form_of, numbered
 from apgrad._ground.primitives import refuse_derivative
-from apgrad._programs.jaxprs import hoist
+from apgrad._programs.jaxprs import hoist, is_inexact
 
 
 class Propagator(NamedTuple):
@@ -98,7 +98,7 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
         # The plain forward, never the wrapped `call`: with a learned backward the wrapped one would be
         # differentiated by its own rule, and meta-gradients would be silently wrong.
         output, memory = forward(inputs, flags)
-        if not any(has_message(x) for x in jax.tree.leaves(output)):
+        if not any(is_inexact(x) for x in jax.tree.leaves(output)):
             raise ValueError(
                 "a propagator is differentiated, but its output has no floating-point array, and JAX carries messages "
                 "only to those: none can reach this node. Return the output in the input's dtype, as ap.skip does; or, "
@@ -134,7 +134,7 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
 class _Residuals:
     """Residuals whose structure depends on what is differentiated, in a form that does not.
 
-    JAX keeps one structure of the residual for each call in a jaxpr, that of the last trace of `fwd`. A program that is
+    JAX keeps one structure of the residual for each call in a jaxpr, from the last trace of `fwd`. A program that is
     evaluated again and differentiated with respect to other inputs then unpacks a residual of one structure by another
     (JAX 0.10.2). Here the structure travels with the residual itself, as the number of columns of an empty array, and
     all residuals are padded to one number of arrays.
@@ -177,14 +177,14 @@ def _opened(propagator: Propagator, inputs: Any) -> Any:
         (message,) = check_messages((floats,), outputs, dense=True)
         return check_messages(propagator.backward(memory, message), form)
 
-    backward, needed = hoist(answer, memory, jax.tree.map(lambda x: x if has_message(x) else None, output))
+    backward, needed = hoist(answer, memory, jax.tree.map(lambda x: x if is_inexact(x) else None, output))
 
     def with_memory(inputs, outside, needed):
         output, memory = forward(*inputs, *outside)
         return output, (memory, needed)
 
     def answered(memory, message):
-        floats = jax.tree.map(lambda m, x: m if has_message(x) else None, message, output)
+        floats = jax.tree.map(lambda m, x: m if is_inexact(x) else None, message, output)
         return backward(memory[0], floats, *memory[1]), None, None
 
     outside = refuse_derivative(outside, _CLOSURE)
@@ -326,7 +326,7 @@ def skip(propagator: Propagator) -> Propagator:
 def _for_messages(value: Any, output: Any) -> Any:
     """The output in a dtype at which a message for the input can arrive."""
     mine, other = jnp.result_type(value), jnp.result_type(output)
-    if jnp.issubdtype(mine, jnp.inexact) and not has_message(output):
+    if jnp.issubdtype(mine, jnp.inexact) and not is_inexact(output):
         if not (jnp.issubdtype(other, jnp.integer) or jnp.issubdtype(other, jnp.bool_)):
             raise TypeError(f"skip has an input of dtype {mine} and an output of dtype {other}, which has no messages")
         return jnp.asarray(output).astype(mine)

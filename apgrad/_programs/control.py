@@ -7,7 +7,7 @@ whose parameters differ again needs a change here and nowhere else; until then `
 version.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -173,7 +173,11 @@ def rebuild(
 
 
 def opened(jaxpr: Any) -> Program:
-    """The program of a jaxpr, which some versions of JAX close with its constants and others do not."""
+    """The program of a jaxpr, which some versions of JAX close with its constants and others do not.
+
+    Args:
+      jaxpr: a `Jaxpr` or a `ClosedJaxpr`.
+    """
     if isinstance(jaxpr, ClosedJaxpr):
         return Program(jaxpr.jaxpr, tuple(jaxpr.consts))
     return Program(jaxpr, tuple(getattr(jaxpr, "consts", ())))
@@ -187,6 +191,24 @@ def inside_of(eqn: Any) -> list[Program]:
     """
     parts = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda part: hasattr(part, "eqns"))
     return [opened(part) for part in parts if hasattr(part, "eqns")]
+
+
+def all_equations(program: Program) -> Iterator[Any]:
+    """The equations of a program and of the programs inside them, each equation before what is inside it.
+
+    Args:
+      program: what is walked.
+
+    Example:
+      >>> import jax
+      >>> jaxpr = jax.make_jaxpr(lambda x: jax.lax.cond(x > 0, jax.numpy.sin, jax.numpy.cos, x))(1.0)
+      >>> [eqn.primitive.name for eqn in all_equations(opened(jaxpr))]
+      ['gt', 'convert_element_type', 'cond', 'cos', 'sin']
+    """
+    for eqn in program.jaxpr.eqns:
+        yield eqn
+        for inner in inside_of(eqn):
+            yield from all_equations(inner)
 
 
 def _divide(values: list[Any], counts: tuple[int, ...]) -> list[list[Any]]:

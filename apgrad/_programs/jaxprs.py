@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
@@ -23,6 +24,7 @@ from jax.extend.source_info_util import user_context
 from apgrad._programs.control import (
     Nested as Nested,
     Program as Program,
+    all_equations as all_equations,
     inside_of as inside_of,
     nested as nested,
     opened,
@@ -35,7 +37,11 @@ ApplyEquation = Callable[[Any, list[Any]], Iterable[Any]]
 
 
 def caller(eqn: Any) -> Callable[..., list[Any]]:
-    """The equation's primitive as a function `(*inputs) -> list of outputs`; keywords override its parameters."""
+    """The equation's primitive as a function `(*inputs) -> list of outputs`; keywords override its parameters.
+
+    Args:
+      eqn: an equation of a jaxpr.
+    """
 
     def call(*inputs, **changes):
         outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params({**eqn.params, **changes}))
@@ -45,17 +51,28 @@ def caller(eqn: Any) -> Callable[..., list[Any]]:
 
 
 def scope(eqn: Any) -> str:
-    """The named scopes around an equation within its own program, as "encoder/LSTM_0"."""
+    """The named scopes around an equation within its own program, as "encoder/LSTM_0".
+
+    Args:
+      eqn: an equation of a jaxpr.
+    """
     return str(eqn.source_info.name_stack)
 
 
 def join(*scopes: str) -> str:
-    """Names one inside the other, as "encoder/LSTM_0"; empty names are left out."""
+    """Names one inside the other, as "encoder/LSTM_0"; empty names are left out.
+
+    Args:
+      *scopes: names of scopes, the outermost first.
+    """
     return "/".join(s for s in scopes if s)
 
 
 def plain_scope(scope: str) -> str:
     """A scope without the marks of JAX's transformations.
+
+    Args:
+      scope: names of scopes, as `scope` returns them.
 
     Example:
       >>> plain_scope("transpose(jvp(encoder))/rematted_computation/dense")
@@ -71,6 +88,9 @@ def source_line(eqn: Any) -> str:
     """The line of the user's code that an equation comes from, as "model.py:12"; empty if there is none.
 
     It is the innermost line that is neither in an installed package nor in this one.
+
+    Args:
+      eqn: an equation of a jaxpr.
     """
     trace = eqn.source_info.traceback
     for frame in trace.frames if trace is not None else ():
@@ -109,6 +129,24 @@ def arrays_of(tree: Any) -> tuple[list[Any], Callable[..., Any]]:
     kinds = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, float, complex)
     numbers = [i for i, leaf in enumerate(leaves) if isinstance(leaf, kinds)]
     return [leaves[i] for i in numbers], lambda *arrays: treedef.unflatten(place(arrays, numbers, leaves))
+
+
+def is_inexact(x: Any) -> bool:
+    """Whether JAX carries messages to an array: whether it is of floating-point or complex numbers.
+
+    Args:
+      x: an array, or what has its dtype: an abstract value, a Python number.
+    """
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
+def inexact_outputs(eqn: Any) -> list[bool]:
+    """For each output of an equation, whether JAX carries messages to it.
+
+    Args:
+      eqn: an equation of a jaxpr.
+    """
+    return [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars]
 
 
 def run(eqn: Any, inputs: list[Any]) -> list[Any]:
@@ -158,21 +196,33 @@ def run_all(
     apply: ApplyEquation = run,
     constant: Callable[[Any], Any] = lambda value: value,
 ) -> None:
-    """Evaluates equations in order; `values`, of all variables that they need, gets the values of their outputs."""
+    """Evaluates equations in order, and adds the values of their outputs to a dictionary.
+
+    Args:
+      eqns: equations of a jaxpr, in order.
+      values: the value of each variable that the equations need. The values of their outputs are added to this
+        dictionary.
+      apply: evaluates one equation.
+      constant: what `apply` gets in place of a literal; by default the literal's value.
+    """
     for eqn in eqns:
         inputs = [constant(atom.val) if isinstance(atom, Literal) else values[atom] for atom in eqn.invars]
         values.update(zip(eqn.outvars, apply(eqn, inputs), strict=True))
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """The variables among inputs or outputs, which may be literals too."""
+    """The variables among inputs or outputs, which may be literals too.
+
+    Args:
+      atoms: inputs or outputs of equations or of a jaxpr.
+    """
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
 def needed(
     eqns: Sequence[Any], wanted: Iterable[Any], known: Collection[Any] = (), *, effects: bool = False
 ) -> list[Any]:
-    """Those of the equations that the wanted atoms are computed by, in order.
+    """The equations that are needed to compute the wanted variables, in order.
 
     Args:
       eqns: equations of a jaxpr, in order.
@@ -189,15 +239,25 @@ def needed(
 
 
 def inlined(function: Callable[..., Any], *args: Any) -> Program:
-    """The function's program with calls written out, see `inline`; its inputs are the leaves of the arguments."""
+    """The program of a function, with calls written out as by `inline`; its inputs are the leaves of the arguments.
+
+    Args:
+      function: any JAX function.
+      *args: what the function is called with, as for `trace`.
+    """
     program, _ = trace(function, *args)
     return trace(lambda *values: inline(program, values), *jax.tree.leaves(args))[0]
 
 
 def inline(program: Program, inputs: Sequence[Any], apply: ApplyEquation = run) -> list[Any]:
-    """`evaluate`, but the program inside a call (of `jit` and its like) is evaluated in place of the call.
+    """Evaluates a program, and the program inside a call (of `jit` and its like) in place of the call.
 
     Named scopes stay whole: what was in a call is evaluated under the call's scope. Lines of source stay too.
+
+    Args:
+      program: what is evaluated.
+      inputs: one value for each input of the program.
+      apply: evaluates one equation that is no call.
     """
 
     def enter(eqn, values):
@@ -213,6 +273,11 @@ def inline(program: Program, inputs: Sequence[Any], apply: ApplyEquation = run) 
 
 def place(values: Sequence[Any], numbers: Sequence[int], into: Sequence[Any]) -> list[Any]:
     """A copy of a list with values put at the given places.
+
+    Args:
+      values: what is put into the list.
+      numbers: for each value its place in the list, counted from 0.
+      into: the list, which stays as it is.
 
     Example:
       >>> place(["a", "b"], [2, 0], [None] * 4)

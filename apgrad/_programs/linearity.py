@@ -15,7 +15,7 @@ import numpy as np
 from jax.core import Tracer
 
 from apgrad._programs.flow import flow
-from apgrad._programs.jaxprs import Program, nested
+from apgrad._programs.jaxprs import Program, inexact_outputs, nested
 from apgrad._programs.kinds import IDENTITY, LINEAR_IN, LINEAR_IN_ALL, LINEAR_IN_EACH
 
 ZERO, CONSTANT, LINEAR, OTHER = range(4)
@@ -57,7 +57,7 @@ def _through(eqn, facts):
         numbers = LINEAR_IN.get(name, range(name == "select_n", len(facts)))
         values = [facts[i] for i in numbers]
         others = [fact for i, fact in enumerate(facts) if i not in numbers]
-        inexact = all(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
+        inexact = all(inexact_outputs(eqn))
         if LINEAR in facts:
             made = OTHER if LINEAR in others or CONSTANT in values or not inexact else LINEAR
         else:

@@ -37,9 +37,9 @@ def random_signs(seed: jax.Array, number: int, shape: Sequence[int]) -> Factors:
     made once; a sign of each array by itself makes the tensors uncorrelated.
 
     Args:
-      seed: uint32, a scalar.
-      number: of the array.
-      shape: of the array.
+      seed: a uint32 scalar.
+      number: the array's number among the parameters.
+      shape: the array's shape.
     """
 
     def signs(name, size):
@@ -56,8 +56,8 @@ def inner(arrays: Sequence[jax.Array], signs: Sequence[Any]) -> jax.Array:
     """The inner products of some arrays with signs, summed over the arrays, (NUMBER,).
 
     Args:
-      arrays: any.
-      signs: for each array its signs, factors or whole (NUMBER, ...).
+      arrays: floating-point arrays of any shapes.
+      signs: for each array its signs: `Factors`, or the whole tensors, (NUMBER, *array.shape).
     """
     return sum((_inner(x, z) for x, z in zip(arrays, signs, strict=True)), jnp.zeros(NUMBER, jnp.float32))
 
@@ -72,25 +72,16 @@ def wide(dtype: Any) -> Any:
     """Float32, or the dtype where the dtype is wider.
 
     Args:
-      dtype: of floating-point numbers.
+      dtype: a floating-point dtype.
     """
     return max(jnp.dtype(dtype), jnp.dtype(jnp.float32), key=lambda dtype: dtype.itemsize)
 
 
-def is_inexact(x: Any) -> bool:
-    """Whether an array can have a gradient.
-
-    Args:
-      x: an array, or what has its dtype.
-    """
-    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-
-
 def of_steps(signs: Any, length: int) -> Any:
-    """What of stacked tensors is of single steps, (length, NUMBER, ...); None of None.
+    """What differs from step to step in tensors of arrays that are stacked over the steps; see `of_step`.
 
     Args:
-      signs: of arrays (length, ...), in factors or whole.
+      signs: the tensors of arrays (length, ...): `Factors`, or the whole tensors, (NUMBER, length, ...); None for none.
       length: how many steps there are.
     """
     if signs is None or not isinstance(signs, Factors):
@@ -103,18 +94,18 @@ def of_step(signs: Any, scale: Any) -> Any:
     """The tensors of one step.
 
     Args:
-      signs: of arrays (length, ...), in factors or whole.
-      scale: what `of_steps` has of this step.
+      signs: the stacked tensors, as in `of_steps`.
+      scale: this step's entry of what `of_steps` returns: (NUMBER,), or (NUMBER, ...) for whole tensors.
     """
     return Factors(scale, signs.axes[1:]) if isinstance(signs, Factors) else scale
 
 
 def moved(eqn: Any, signs: Factors, old: Sequence[int], shape: Sequence[int], by: Any) -> Factors | None:
-    """The factors of what an equation makes of tensors in factors, where it only moves or scales their elements.
+    """The factors of an equation's output where the equation only moves or scales the elements of its input; else None.
 
     Args:
-      eqn: an equation, which is linear in the tensors.
-      signs: of the equation's input.
+      eqn: an equation that is linear in its input.
+      signs: the factors of the equation's input.
       old: shape of the input.
       shape: shape of the output.
       by: the number that the input is multiplied or divided by, or None.
@@ -150,10 +141,10 @@ def thin(eqn: Any, arrays: Sequence[Any], view: int, signs: Any, messages: Seque
 
     Args:
       eqn: an equation of two inputs.
-      arrays: its inputs.
-      view: the number of the input that the tensors are derivatives of.
-      signs: the tensors.
-      messages: to the equation's outputs.
+      arrays: the values of its inputs, arrays.
+      view: the number of the input along which the derivatives are taken.
+      signs: the tensors of this input: `Factors`, or the whole tensors.
+      messages: the messages to the equation's outputs, of the outputs' shapes.
 
     Returns:
       None for tensors that are not in factors, and for equations that are no product and no sum.
@@ -182,12 +173,12 @@ def thin(eqn: Any, arrays: Sequence[Any], view: int, signs: Any, messages: Seque
 
 
 def product(terms: Sequence[tuple[jax.Array, list[int]]], factors: Factors, labels: Sequence[int]) -> jax.Array:
-    """The sum over all labels of products of arrays and of tensors in factors, (NUMBER,).
+    """The products of arrays with tensors in factors, summed over all labels, (NUMBER,).
 
     Args:
-      terms: arrays, and for each of its axes a label.
+      terms: pairs of a floating-point array and a list with a label for each of its axes.
       factors: the tensors.
-      labels: of their axes.
+      labels: for each axis of the tensors a label.
     """
     dtype = wide(jnp.result_type(*(x for x, _ in terms)))
     shared = [label for label in labels if sum(label in axes for _, axes in terms) != 1]
@@ -221,8 +212,8 @@ def dense(signs: Any, shape: Sequence[int]) -> jax.Array:
     """The tensors themselves, (NUMBER, ...).
 
     Args:
-      signs: in factors or whole.
-      shape: of one tensor.
+      signs: the tensors: `Factors`, or whole.
+      shape: the shape of one tensor.
     """
     if not isinstance(signs, Factors):
         return signs

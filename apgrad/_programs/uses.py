@@ -36,13 +36,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from apgrad._programs.control import Program, nested
-from apgrad._programs.jaxprs import caller, inline, place, restrict
-from apgrad._programs.signs import NUMBER, Factors, dense, inner, is_inexact, moved, of_step, of_steps, thin
+from apgrad._programs.jaxprs import caller, inline, is_inexact, place, restrict
+from apgrad._programs.signs import NUMBER, Factors, dense, inner, moved, of_step, of_steps, thin
 
 RECORD: ContextVar[list[Any] | None] = ContextVar("record", default=None)  # who listens to how sketches are made
 
 
-class Kind(IntEnum):
+class ValueKind(IntEnum):
     """What a value depends on: neither lane nor parameters, parameters alone, or the lane."""
 
     FIXED = 0
@@ -59,7 +59,7 @@ class Value(NamedTuple):
       signs: for a view in a sketch, the derivatives of the view along the parameters' signs.
     """
 
-    kind: Kind
+    kind: ValueKind
     array: Any = None
     signs: Any = None
 
@@ -68,8 +68,8 @@ def expose(program: Program, inputs: Sequence[Value], ports: Any = None) -> tupl
     """Evaluates a program of one lane, with ports added to what its uses make.
 
     Args:
-      program: the program.
-      inputs: its inputs.
+      program: a program of one lane.
+      inputs: the values of the program's inputs.
       ports: zeros in the form of `made`; None for none.
 
     Returns:
@@ -84,9 +84,9 @@ def replay(program: Program, inputs: Sequence[Value], operands: Sequence[Any]) -
     """What the uses of a program make, as a function of the parameters and of what the uses take of the lane.
 
     Args:
-      program: of one lane.
-      inputs: the program's inputs; those of the lane are not looked at.
-      operands: from `expose`.
+      program: a program of one lane.
+      inputs: the values of the program's inputs; arrays of the lane's own inputs are not looked at.
+      operands: what the uses take of the lane, as `expose` returns it.
 
     Returns:
       `made`, as `expose` gives it.
@@ -103,13 +103,13 @@ def sketch(
     """The inner products of one lane's gradient of the parameters with random signs, (NUMBER,).
 
     Args:
-      program: of one lane.
-      inputs: the program's inputs; those of the lane are not looked at.
-      operands: from `expose`.
-      messages: to what the uses make.
-      signs: for each input of the program that is a parameter its signs, in order.
+      program: a program of one lane.
+      inputs: the values of the program's inputs; arrays of the lane's own inputs are not looked at.
+      operands: what the uses take of the lane, as `expose` returns it.
+      messages: the messages to what the uses make, arrays in the form of `made` of `expose`.
+      signs: the signs of each parameter among the inputs, in order.
     """
-    parameters = [i for i, value in enumerate(inputs) if value.kind == Kind.VIEW]
+    parameters = [i for i, value in enumerate(inputs) if value.kind == ValueKind.VIEW]
     signed = place(
         [inputs[i]._replace(signs=s) for i, s in zip(parameters, signs, strict=True)], parameters, _without_lane(inputs)
     )
@@ -136,16 +136,16 @@ def gradient(
     """The gradient of the parameters, in order: of one lane, or the sum over lanes.
 
     Args:
-      program: of one lane.
-      inputs: the program's inputs; those of the lane are not looked at.
-      operands: from `expose`.
-      messages: to what the uses make.
+      program: a program of one lane.
+      inputs: the values of the program's inputs; arrays of the lane's own inputs are not looked at.
+      operands: what the uses take of the lane, as `expose` returns it.
+      messages: the messages to what the uses make, arrays in the form of `made` of `expose`.
       lanes: how many lanes `operands` and `messages` have as leading axis; None for one lane, without the axis.
     """
-    parameters = [i for i, value in enumerate(inputs) if value.kind == Kind.VIEW]
+    parameters = [i for i, value in enumerate(inputs) if value.kind == ValueKind.VIEW]
 
     def made(*arrays):
-        given = place([Value(Kind.VIEW, x) for x in arrays], parameters, inputs)
+        given = place([Value(ValueKind.VIEW, x) for x in arrays], parameters, inputs)
         of_one = lambda operands: replay(program, given, operands)
         return of_one(operands) if lanes is None else jax.vmap(of_one, axis_size=lanes)(operands)
 
@@ -153,7 +153,7 @@ def gradient(
 
 
 def record(entry: Any) -> None:
-    """Tells who listens: the name of a node, or the parameters' shapes, the operation and how its sketch is made.
+    """Tells a listener the name of a node, or of a use the parameters' shapes, the operation and how it is sketched.
 
     Args:
       entry: what is told.
@@ -164,7 +164,7 @@ def record(entry: Any) -> None:
 
 
 def _without_lane(inputs):
-    return [Value(Kind.LANE) if value.kind == Kind.LANE else value for value in inputs]
+    return [Value(ValueKind.LANE) if value.kind == ValueKind.LANE else value for value in inputs]
 
 
 def _refuse(_, message):
@@ -187,29 +187,29 @@ class _Walk:
 
     def of_lane(self, value: Value) -> Value:
         """A view that becomes a value of the lane is a use by itself."""
-        if value.kind != Kind.VIEW:
-            return Value(Kind.LANE, value.array)
-        return Value(Kind.LANE, self.use(lambda x: [x], [value])[0])
+        if value.kind != ValueKind.VIEW:
+            return Value(ValueKind.LANE, value.array)
+        return Value(ValueKind.LANE, self.use(lambda x: [x], [value])[0])
 
     def _apply(self, eqn, values):
         values = [_tagged(value) for value in values]
         kinds = {value.kind for value in values}
-        if Kind.LANE not in kinds:
-            return self.of_views(eqn, values, max(kinds, default=Kind.FIXED))
-        if Kind.VIEW not in kinds:
-            return [Value(Kind.LANE, x) for x in self.of_lanes(eqn, values)]
+        if ValueKind.LANE not in kinds:
+            return self.of_views(eqn, values, max(kinds, default=ValueKind.FIXED))
+        if ValueKind.VIEW not in kinds:
+            return [Value(ValueKind.LANE, x) for x in self.of_lanes(eqn, values)]
         inside = nested(eqn)
         if inside is not None and inside.kind == "remat":
             return self.through(inside.jaxprs[0], values)
         if inside is not None and inside.kind == "scan":
             return self._scan(inside, values)
         make = self.blocked if inside is not None and inside.kind == "while" else self.use
-        return [Value(Kind.LANE, x) for x in make(caller(eqn), values, eqn)]
+        return [Value(ValueKind.LANE, x) for x in make(caller(eqn), values, eqn)]
 
     def of_views(self, eqn, values, kind):
         """An equation without values of the lane."""
         made = caller(eqn)(*(value.array for value in values))
-        return [Value(kind if is_inexact(x) else Kind.FIXED, x) for x in made]
+        return [Value(kind if is_inexact(x) else ValueKind.FIXED, x) for x in made]
 
     def of_lanes(self, eqn, values):
         """An equation without views."""
@@ -233,7 +233,7 @@ class _Walk:
         heads = program.jaxpr.invars[consts : consts + carried]
         # What a step hands on as it got it does not change.
         still = [
-            head is out and c.kind != Kind.LANE
+            head is out and c.kind != ValueKind.LANE
             for head, out, c in zip(heads, program.jaxpr.outvars[:carried], carry, strict=True)
         ]
         moving = [i for i in range(carried) if not still[i]]
@@ -242,7 +242,7 @@ class _Walk:
             return [*before, *place(values, moving, carry), *x]
 
         made = self.loop(inside, program, inputs, moving, [self.of_lane(carry[i]) for i in moving], xs)
-        outputs = [Value(Kind.LANE, x) for x in made]
+        outputs = [Value(ValueKind.LANE, x) for x in made]
         return [*place(outputs[: len(moving)], moving, carry), *outputs[len(moving) :]]
 
 
@@ -256,7 +256,7 @@ class _Expose(_Walk):
     def use(self, function, values, eqn=None):
         outputs = function(*(value.array for value in values))
         chosen = [i for i, x in enumerate(outputs) if is_inexact(x)]
-        self.operands.append([value.array for value in values if value.kind == Kind.LANE])
+        self.operands.append([value.array for value in values if value.kind == ValueKind.LANE])
         self.made.append([outputs[i] for i in chosen])
         if self.ports is None:
             return outputs
@@ -279,7 +279,8 @@ class _Expose(_Walk):
             arrays, ports = x
             inner = _Expose(ports)
             values = inputs(
-                [Value(Kind.LANE, c) for c in state], [v._replace(array=a) for v, a in zip(xs, arrays, strict=True)]
+                [Value(ValueKind.LANE, c) for c in state],
+                [v._replace(array=a) for v, a in zip(xs, arrays, strict=True)],
             )
             outputs = [inner.of_lane(value).array for value in inner.through(program, values)]
             ys = outputs[inside.counts[1] :]
@@ -307,9 +308,9 @@ class _Replay(_Walk):
         return [None] * len(eqn.outvars)
 
     def arrays(self, values):
-        """The arrays that a use takes, those of the lane as they were."""
+        """The arrays that a use takes: views as they are now, values of the lane as they were in `expose`."""
         lane = iter(next(self.operands))
-        return [next(lane) if value.kind == Kind.LANE else value.array for value in values]
+        return [next(lane) if value.kind == ValueKind.LANE else value.array for value in values]
 
     def use(self, function, values, eqn=None):
         outputs = function(*self.arrays(values))
@@ -339,12 +340,12 @@ class _Sketch(_Replay):
 
     def of_views(self, eqn, values, kind):
         outputs = super().of_views(eqn, values, kind)
-        if kind == Kind.FIXED:
+        if kind == ValueKind.FIXED:
             return outputs
         factors = _moved(eqn, values, outputs)
         if factors is not None:
             return [outputs[0]._replace(signs=factors)]
-        chosen = [i for i, value in enumerate(outputs) if value.kind == Kind.VIEW]
+        chosen = [i for i, value in enumerate(outputs) if value.kind == ValueKind.VIEW]
         signs = _derivatives(caller(eqn), values, [value.array for value in values], chosen)
         return place([outputs[i]._replace(signs=s) for i, s in zip(chosen, signs, strict=True)], chosen, outputs)
 
@@ -356,13 +357,13 @@ class _Sketch(_Replay):
 
     def _of_use(self, function, values, arrays, eqn, messages, shapes):
         name = "none" if eqn is None else eqn.primitive.name
-        views = tuple(jnp.shape(value.array) for value in values if value.kind == Kind.VIEW)
+        views = tuple(jnp.shape(value.array) for value in values if value.kind == ValueKind.VIEW)
         if eqn is None:
             record((views, name, "thin products"))
             return inner(messages, [values[0].signs])
         terms = None
         if len(views) == 1 and len(values) == 2:
-            (view,) = (i for i, value in enumerate(values) if value.kind == Kind.VIEW)
+            (view,) = (i for i, value in enumerate(values) if value.kind == ValueKind.VIEW)
             terms = thin(eqn, arrays, view, values[view].signs, messages)
         record((views, name, f"{NUMBER} derivatives" if terms is None else "thin products"))
         if terms is not None:
@@ -389,23 +390,23 @@ class _Sketch(_Replay):
 
 
 def _tagged(value):
-    return value if isinstance(value, Value) else Value(Kind.FIXED, value)
+    return value if isinstance(value, Value) else Value(ValueKind.FIXED, value)
 
 
 def _moved(eqn, values, outputs):
     """The factors of a view that an equation makes of one other, or None if they are not factors any more."""
-    if eqn.primitive.name == "mul" and values[0].kind == Kind.FIXED:
+    if eqn.primitive.name == "mul" and values[0].kind == ValueKind.FIXED:
         values = values[::-1]
     view, *others = values
-    if not isinstance(view.signs, Factors) or outputs[0].kind != Kind.VIEW:
+    if not isinstance(view.signs, Factors) or outputs[0].kind != ValueKind.VIEW:
         return None
-    by = others[0].array if others and others[0].kind == Kind.FIXED and jnp.ndim(others[0].array) == 0 else None
+    by = others[0].array if others and others[0].kind == ValueKind.FIXED and jnp.ndim(others[0].array) == 0 else None
     return moved(eqn, view.signs, jnp.shape(view.array), jnp.shape(outputs[0].array), by)
 
 
 def _derivatives(function, values, arrays, chosen):
     """The derivatives of the chosen outputs along the views' signs, each (NUMBER, ...)."""
-    views = [i for i, value in enumerate(values) if value.kind == Kind.VIEW]
+    views = [i for i, value in enumerate(values) if value.kind == ValueKind.VIEW]
 
     def outputs(*args):
         made = function(*args)

@@ -15,6 +15,7 @@ from apgrad.expectations._expectation import (
 from apgrad.expectations._stochastic import sample as sample, stochastic as stochastic
 from apgrad.expectations._tape import Tape as Tape
 from apgrad.expectations.estimators._arm import arm as arm
+from apgrad.expectations.estimators._arms import arms as arms
 from apgrad.expectations.estimators._baselines import (
     LearnedBaseline as LearnedBaseline,
     learned_baseline as learned_baseline,

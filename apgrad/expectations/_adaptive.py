@@ -99,7 +99,7 @@ def adaptive(
 
     Raises:
       ValueError: for a window that is not a positive integer; at trace time, for a program without mixers, mixers with
-        other than two estimators or with a weight for each coordinate, and a state that is of another program.
+        other than two estimators or with a weight for each coordinate, and the state of another program.
       TypeError: at trace time, as `value_and_grad`.
 
     Example:
@@ -177,7 +177,7 @@ def adaptive(
 
 
 def _means(state, lengths):
-    """Of each window, (2, visits, 5)."""
+    """The mean of the rows in each window, (2, visits, 5)."""
     current = (state.count - 1) % lengths + 1
     shares = (current / (lengths + current)).astype(jnp.float32)
     return jax.vmap(moments.average)(state.moments[:, 0], state.moments[:, 1], shares)

@@ -12,7 +12,10 @@ from apgrad._ground.primitives import refuse_batching
 
 
 def run_branches(tape: Any, branches: tuple[Callable[[Any], tuple[Any, Any]], ...]) -> tuple[Any, tuple[Any, ...]]:
-    """The joined tape and the branches' outputs.
+    """Runs branches of a tape, and joins their tapes.
+
+    Returns:
+      The joined tape, and the branches' outputs.
 
     Args:
       tape: the current tape.

@@ -29,7 +29,7 @@ def credit(
     zero: jax.Array,
     *,
     name: str,
-    baseline: jax.Array | Literal["leave_one_out"] | None,
+    baseline: jax.Array | Literal["leave_one_out", "standardized"] | None,
     learn: bool = False,
     residual: bool = False,
     parts: bool = False,
@@ -42,12 +42,12 @@ def credit(
       zero: the choice's log-density, of shape (lanes, ...). Only its derivative counts: the cotangent that comes back
         to it is the cost-to-go, less the baseline. Where its value is not finite, the lane's total is NaN.
       name: the node's name in errors.
-      baseline: `"leave_one_out"`, None, or an array: (lanes,), or (lanes, parts) with `parts`. An array
-        must be a function of what was there before the choice.
+      baseline: `"leave_one_out"`, `"standardized"`, None, or an array: (lanes,), or (lanes, parts) with `parts`. An
+        array must be a function of what was there before the choice.
       residual: take the mean of the other lanes' cost-to-go, less their own baselines, off as well.
       learn: train the array towards the cost-to-go, by the gradient of (b - G)^2 / 2.
       parts: the second axis of `zero` numbers parts of a lane that are independent of each other.
-      mask: Booleans (lanes,), or (lanes, parts) with `parts`: where False, the choice is charged with nothing.
+      mask: a Boolean array, (lanes,), or (lanes, parts) with `parts`: where False, the choice is charged with nothing.
 
     Returns:
       The next tape.
@@ -73,12 +73,13 @@ def credit(
     others = residual or isinstance(baseline, str)
     if others and tape.lanes < 2:
         raise ValueError(
-            f"{name}: the leave-one-out baseline is the mean over the other lanes and needs at least 2, "
-            f"got lanes={tape.lanes}. Use more lanes, or give the estimator baseline=None."
+            f"{name}: the {'leave-one-out' if baseline != 'standardized' else 'standardized'} baseline is a mean over "
+            f"lanes and needs at least 2, got lanes={tape.lanes}. Use more lanes, or give the estimator baseline=None."
         )
     if own is not None and jnp.shape(own) != shape:
         raise ValueError(f"{name}: the baseline has shape {jnp.shape(own)}, expected {shape}")
-    charged = Channel(Kind.BASELINED if others else Kind.PLAIN, "", shape)
+    kind = Kind.STANDARDIZED if isinstance(baseline, str) and baseline == "standardized" else Kind.BASELINED
+    charged = Channel(kind if others else Kind.PLAIN, "", shape)
     regression = Channel(Kind.REGRESSION, "", shape)
     if ledger.collecting:
         ledger.channels |= {charged, regression} if learn else {charged}
@@ -140,7 +141,7 @@ def put(tape: Tape, channel: Channel, port: jax.Array | None, what: str) -> Tape
     Args:
       tape: the current tape.
       channel: the channel.
-      port: what `request` gave, from the node's output.
+      port: the channel's port as the node returned it, of the channel's shape; None where `request` returned None.
       what: the node's name in errors.
     """
     tape._require_current(what)
@@ -166,7 +167,7 @@ def seed(tape: Tape) -> jax.Array:
 
 
 def is_adaptive(tape: Tape) -> bool:
-    """Whether the program is that of `ap.adaptive`.
+    """Whether the program runs under `ap.adaptive`.
 
     Args:
       tape: any tape.

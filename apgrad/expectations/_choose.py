@@ -54,10 +54,11 @@ def choose(
 
     Args:
       tape: the current tape.
-      distribution: its batch shape starts with the lanes; further axes are independent choices of one lane.
+      distribution: a distribution whose batch shape starts with the lanes; further axes are independent choices of one
+        lane.
       continuation: `(x, *args) -> (cost, y)` for one lane, pure: a scalar cost, and what goes on in the program, a
         pytree or None. It is differentiable with respect to its arguments and all that it closes over.
-      estimator: `enumeration()`, `rao_blackwellized(top)`, `rloo(samples)`, `arm()`, `disarm()`,
+      estimator: `enumeration()`, `rao_blackwellized(top)`, `rloo(samples)`, `arm()`, `disarm()`, `arms(samples)`,
         `disarm_stick_breaking()`, `rebar()`, `relax(control)`, `double_control_variates(samples)`, `measure_valued()`,
         or an `ap.ChoiceEstimator` of your own. Its `evaluations(distribution)` says at how many outcomes it evaluates
         the continuation.
@@ -95,6 +96,7 @@ def choose(
             "Did you forget the parentheses?"
         )
     what = f"choose ({estimator.name})"
+    baselines.require_baseline(what, baseline)
     if not isinstance(tape, Tape):
         raise TypeError(f"{what}: the first argument is the tape, got {type(tape).__name__}")
     distributions.require_distribution(what, distribution)

@@ -30,14 +30,19 @@ STREAM = "apgrad stream"  # the name of the axis of streams: 0 is the own stream
 
 
 class Streams(NamedTuple):
-    """One pytree of messages for each stream. Without cross-fitting both are the same."""
+    """One pytree of messages for each stream. Without cross-fitting both are the same.
+
+    Attributes:
+      own: the messages of the own stream.
+      output: the messages of the output stream.
+    """
 
     own: Any
     output: Any
 
 
 def in_two_streams(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The same function, whose derivative is that of the output stream.
+    """The same function, whose derivative is taken from the output stream.
 
     Args:
       function: a JAX function of any arguments.
@@ -137,6 +142,18 @@ def mean_of_others(x: jax.Array, folds: int) -> jax.Array:
     return ((jnp.sum(each, axis=1, keepdims=True) - each) / (each.shape[1] - 1)).reshape(x.shape)
 
 
+def standard_score(x: jax.Array, folds: int) -> jax.Array:
+    """For each lane the difference from its fold's mean, over the fold's standard deviation plus 1e-4.
+
+    Args:
+      x: (lanes, ...).
+      folds: how many folds there are.
+    """
+    each = fold(x, folds)
+    away = each - jnp.mean(each, axis=1, keepdims=True)
+    return (away / (jnp.sqrt(jnp.mean(away**2, axis=1, keepdims=True)) + 1e-4)).reshape(x.shape)
+
+
 def swap(weights: jax.Array) -> jax.Array:
     """Each fold gets the weights of the other one, as in the output stream; with one fold nothing changes.
 
@@ -150,8 +167,8 @@ def times(weight: jax.Array, x: jax.Array) -> jax.Array:
     """The product of a weight and an array, where a weight of 0 makes 0 of an infinite value also.
 
     Args:
-      weight: an array whose axes are the first axes of `x`.
-      x: the array.
+      weight: a floating-point array whose axes are the first axes of `x`.
+      x: a floating-point array of any shape.
     """
     # An exploding estimator of weight 0 must leave nothing behind: 0 * inf would be NaN.
     weight = weight.astype(x.dtype)
@@ -163,7 +180,7 @@ def add(arrays: Iterable[jax.Array]) -> jax.Array:
     """The sum of at least one array.
 
     Args:
-      arrays: of the same shape.
+      arrays: arrays of one shape and dtype.
     """
     return functools.reduce(jnp.add, arrays)
 

@@ -31,7 +31,7 @@ def per_lane(plan: TapePlan, term: jax.Array) -> jax.Array:
     """What a term adds to its lane's total, (lanes,): the mean over data, or the sum over other parts.
 
     Args:
-      plan: of the tape.
+      plan: the tape's plan.
       term: an array (lanes,) or (lanes, parts).
     """
     if term.ndim == 1:
@@ -43,8 +43,8 @@ def require_data_axis(plan: TapePlan, ledger: Ledger) -> None:
     """Raises a `ValueError` for parts, data and costs that do not fit each other.
 
     Args:
-      plan: of the tape.
-      ledger: of the first trace of the program.
+      plan: the tape's plan.
+      ledger: the ledger of the program's first trace.
     """
     lanes, data = plan.lanes, plan.data
     by_part = [shape for shape in ledger.cost_shapes if len(shape) == 2]
@@ -69,7 +69,7 @@ def warn_of_mixed_data(program: Program, lanes: int) -> None:
     """Warns of leave-one-out baselines over lanes that have data of their own.
 
     Args:
-      program: of the first trace, where the nodes that use the baseline have left marks.
+      program: the program's first trace, in which the nodes that use the baseline have left marks.
       lanes: how many lanes there are.
     """
     if mixed := marks_with_outer_axis(program, MARK, lanes):

@@ -30,10 +30,18 @@ class Distribution(Protocol):
     """The least that a distribution offers."""
 
     def sample(self, key: Any) -> Any:
-        """One sample."""
+        """One sample, an array (*batch, *event).
+
+        Args:
+          key: a PRNG key.
+        """
 
     def log_prob(self, value: Any) -> Any:
-        """The log-density of a sample."""
+        """The log-density of a sample, floating point, (*batch).
+
+        Args:
+          value: a sample, (*batch, *event).
+        """
 
 
 def require_distribution(what: str, distribution: Any) -> None:
@@ -68,7 +76,7 @@ def sample(distribution: Any, key: jax.Array) -> jax.Array:
 def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
     """A sample x whose derivative is the pathwise one, in the dtype of the distribution's parameters.
 
-    The derivative is that of `rsample` where the distribution has one. Else, for a continuous univariate distribution
+    The derivative is `rsample`'s where the distribution has one. Else, for a continuous univariate distribution
     with a `cdf` F and density f, it is implicit: F(x(theta); theta) is constant along the path, so (Figurnov et al.,
     2018)
 
@@ -129,7 +137,7 @@ def score(what: str, distribution: Any, x: jax.Array) -> jax.Array:
     Args:
       what: the estimator's name in errors.
       distribution: what was sampled.
-      x: the sample.
+      x: the sample, (*batch, *event).
 
     Raises:
       TypeError: at trace time, for a distribution whose `log_prob` is not the density of its samples: one that is
@@ -161,13 +169,13 @@ def score(what: str, distribution: Any, x: jax.Array) -> jax.Array:
 def log_prob(distribution: Any, x: jax.Array) -> jax.Array:
     """The log-density of samples, to be differentiated with respect to the distribution's parameters.
 
-    NumPyro computes that of Bernoulli and binomial distributions from max(logits, 0) and |logits|, whose derivatives at
-    logits of exactly 0 JAX takes to be 0: there the score of a Bernoulli choice x came out as x, where x - 1/2 is
-    right. So logits of 0 become the smallest positive number.
+    NumPyro computes the log-density of Bernoulli and binomial distributions from max(logits, 0) and |logits|. JAX takes
+    the derivatives of these at logits of exactly 0 to be 0: there the score of a Bernoulli choice x would come out as
+    x, where x - 1/2 is right. So logits of 0 become the smallest positive number.
 
     Args:
       distribution: what was sampled.
-      x: samples.
+      x: samples, (..., *batch, *event).
     """
 
     def without_kink(part):
@@ -182,7 +190,7 @@ def log_prob(distribution: Any, x: jax.Array) -> jax.Array:
 
 
 def support_guard(what: str, distribution: Any) -> jax.Array:
-    """A zero scalar to add to what has a score: an error where the support moves with a parameter.
+    """A scalar zero to add to a score: its derivative is an error where the support moves with a parameter.
 
     There the log-density's derivative lacks the flow across the bounds, and the estimate would be wrong.
 
@@ -211,7 +219,7 @@ def batch_shape(distribution: Any, x: jax.Array) -> tuple[int, ...]:
 
     Args:
       distribution: what was sampled.
-      x: the sample.
+      x: the sample, (*batch, *event).
     """
     shape = getattr(distribution, "batch_shape", None)
     if shape is None:

@@ -46,9 +46,9 @@ def expectation(
     Its gradients, of any order where the estimators allow it, are estimated as the program's nodes say.
 
     Args:
-      program: `program(tape, *args) -> tape`, for `lanes` independent lanes at once: its arrays have the
-        lanes as leading axis. Lanes must not act on each other (no batch normalisation over lanes):
-        likelihood-ratio credit goes to a lane's own choices. It returns the last tape.
+      program: `program(tape, *args) -> tape`, for `lanes` independent lanes at once: its arrays have the lanes as
+        leading axis. Lanes must not act on each other (no batch normalisation over lanes): likelihood-ratio credit goes
+        to a lane's own choices. It returns the last tape.
       lanes: how many lanes, at least 1; estimators with batch statistics need 2.
       data: how many data the minibatch has, where the program draws samples for each of them. The lanes are then the
         samples of a datum, and the data are the second axis of its choices (`parts=True`) and of its costs,
@@ -58,16 +58,15 @@ def expectation(
         not act on each other; `apgrad.testing.assert_independent_lanes` looks whether they do.
       has_aux: the program returns `(tape, aux)`, the objective `(value, aux)`. Where a node has a score, aux has no
         derivative: reverse mode raises an error that says so, and in forward mode the derivative of aux is NaN.
-      check_nan: raise an error when a lane's costs are NaN, also under `jit`, by a host callback that runs
-        only then. Turn it off to export or serialize a compiled program.
+      check_nan: raise an error when a lane's costs are NaN, also under `jit`, by a host callback that runs only then.
+        Turn it off to export or serialize a compiled program.
 
     Returns:
       `objective(key, *args) -> scalar`, a pure function. The scalar is float32, or the costs' dtype where
       that is wider. It works under `jit`, `grad`, `vmap`, `scan` and sharding.
 
     Raises:
-      ValueError: at trace time, for lanes that are not a positive integer, a program without costs, or a
-        tape that is not the last.
+      ValueError: at trace time, for lanes that are not a positive integer, no costs, or a tape that is not the last.
       TypeError: at trace time, for a program that does not return its tape or a key that is none.
 
     Example:
@@ -113,7 +112,7 @@ def expectation(
 
 
 def require_program(program: Any, lanes: Any) -> int:
-    """The number of lanes as an integer, or an error if the two are no program and no number of lanes.
+    """The number of lanes as an integer, or an error for what is no program or no number of lanes.
 
     Args:
       program: as in `expectation`.
@@ -147,7 +146,7 @@ def value_and_grad(
       program: as in `expectation`.
       lanes: as in `expectation`.
       argnums: which arguments of `objective(key, *args)` to differentiate: 1 is the first one after the key.
-      **options: of `expectation`.
+      **options: the options of `expectation`.
 
     Returns:
       `function(key, *args) -> (value, gradient)`; with `has_aux`, `((value, aux), gradient)`.
@@ -185,7 +184,7 @@ def grad(
       program: as in `expectation`.
       lanes: as in `expectation`.
       argnums: as in `value_and_grad`.
-      **options: of `expectation`.
+      **options: the options of `expectation`.
 
     Returns:
       `function(key, *args) -> gradient`; with `has_aux`, `(gradient, aux)`.
@@ -252,7 +251,7 @@ def lane_costs(
       program: as in `expectation`.
       lanes: as in `expectation`.
       key: a PRNG key.
-      *args: of the program.
+      *args: the program's arguments after the tape.
       disturbed: `(bit, value)`: lanes whose number has this bit at this value draw other samples.
     """
     key = require_key("the key", key)
@@ -286,14 +285,14 @@ def run_program(
 
     Args:
       program: as in `expectation`.
-      ledger: of this trace.
-      plan: of the tape.
+      ledger: the ledger of this trace.
+      plan: the tape's plan.
       has_aux: as in `expectation`.
       key: a PRNG key.
-      args: of the program.
-      kwargs: of the program.
-      ports: of the first tape, in place of zeros.
-      weights: of the mixers, by visits, under `ap.adaptive`.
+      args: the program's positional arguments after the tape.
+      kwargs: the program's keyword arguments.
+      ports: ports for the first tape, by channel, arrays of the channels' shapes; all others are zeros.
+      weights: the mixers' weights under `ap.adaptive`, floating point, (visits, 4).
     """
     token = LEDGER.set(ledger)
     try:
@@ -333,8 +332,8 @@ def make_plan(
       plan: what is known before; with `sites` empty, the sites of mixers are counted.
       has_aux: as in `expectation`.
       key: a PRNG key.
-      args: of the program.
-      kwargs: of the program.
+      args: the program's positional arguments after the tape.
+      kwargs: the program's keyword arguments.
     """
     lanes, ledger = plan.lanes, Ledger(collecting=True)
     first = plan._replace(token=object())
@@ -379,7 +378,11 @@ def make_plan(
 
 @jax.custom_jvp
 def refuse_nan(total: jax.Array) -> jax.Array:
-    """The same totals; the host raises an error if one is NaN, when value or gradient is asked for."""
+    """The same totals; the host raises an error if one is NaN, when value or gradient is asked for.
+
+    Args:
+      total: each lane's sum of costs, floating point, (lanes,).
+    """
     return total + _nan_flag(jnp.isnan(total).any()).astype(total.dtype)
 
 
@@ -407,8 +410,7 @@ def _fail(_: Any) -> Any:
     raise FloatingPointError(
         "a lane's cost is NaN (or infinite, so that its baseline is; or a sample was rounded to where its density is 0 "
         "or infinite, which float64 makes rarer), and the gradient would be NaN for all of them. Look at the costs and "
-        "at what feeds them "
-        "(jax.debug.print, or jax.config.update('jax_debug_nans', True)); mask lanes that failed. "
+        "at what feeds them (jax.debug.print, or jax.config.update('jax_debug_nans', True)); mask lanes that failed. "
         "ap.expectation(..., check_nan=False) turns this check off."
     )
 

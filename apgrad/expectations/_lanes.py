@@ -24,7 +24,7 @@ def require_lanes(what: str, lanes: int, tree: Any) -> None:
 
 
 def donors(lanes: int, bit: int, value: int) -> np.ndarray:
-    """Whose sample each lane gets: a lane whose number has `bit` at `value` gets the sample of a lane whose has not.
+    """Whose sample each lane gets: its own, but another lane's where its number has `bit` at `value`.
 
     Args:
       lanes: how many lanes there are.

@@ -12,6 +12,7 @@ class Kind(enum.StrEnum):
 
     BASELINED = "baselined"  # costs later than a choice, less the mean of the other lanes' costs
     PLAIN = "plain"  # costs later than a choice
+    STANDARDIZED = "standardized"  # costs later than a choice, each as the lanes' standard score
     REGRESSION = "regression"  # costs later than a choice, undisturbed by baselines
     SUFFIX = "suffix"  # the gradient that later nodes have gathered, lane by lane
     MOMENTS = "moments"  # what mixers saw at their visits, a row each
@@ -24,9 +25,9 @@ class Channel(NamedTuple):
 
     Attributes:
       kind: what the messages are.
-      name: which function's nodes gather a suffix; empty for the other kinds.
-      shape: of the messages. For the kinds that carry costs it is (lanes,), or (lanes, parts) for parts of a lane that
-        are independent of each other.
+      name: the function whose nodes gather a suffix; empty for the other kinds.
+      shape: the shape of the messages. For the kinds that carry costs it is (lanes,), or (lanes, parts) for parts of a
+        lane that are independent of each other.
     """
 
     kind: Kind
@@ -38,9 +39,10 @@ class Carried(NamedTuple):
     """Arrays that a tape carries for its nodes, and that no derivative goes through.
 
     Attributes:
-      seed: for hashes, uint32: one for the whole of a program's call, and another one in every call.
+      seed: a seed for hashes, a uint32 scalar: one for the whole of a program's call, and another one in every call.
       visits: how often each site has drawn a sample so far, (sites,); None without `ap.adaptive`.
-      weights: of the mixers, a row for each visit of each site; None where mixers weigh by what they see.
+      weights: the mixers' weights, a row for each visit of each site, (visits, 4); None where mixers weigh by what they
+        see.
     """
 
     seed: Any
@@ -51,27 +53,42 @@ class Carried(NamedTuple):
         """What is carried on after one more branch of a fork.
 
         Args:
-          branch: at the end of the branch.
-          fork: where the branch began.
+          branch: what is carried at the end of the branch.
+          fork: what was carried where the branch began.
         """
         return self if self.visits is None else self._replace(visits=self.visits + branch.visits - fork.visits)
 
 
 class TapePlan(NamedTuple):
-    """The static structure of a tape: the same all through a program, so that `scan` can carry it."""
+    """The static structure of a tape: the same all through a program, so that `scan` can carry it.
+
+    Attributes:
+      lanes: how many lanes there are.
+      dtype: the dtype in which costs are summed; None in the first trace.
+      channels: the channels that the tape has ports for.
+      folds: groups of lanes that share batch statistics: 2 with cross-fitting, else 1.
+      disturbed: `(bit, value)`: lanes whose number has this bit at this value draw other samples.
+      sites: with `ap.adaptive`, how often each site of a mixer is visited; else None.
+      data: how many data the minibatch has, which are then the parts of a lane.
+      token: distinct for each trace that counts sites or requests, so that no cached `jit` hides one.
+    """
 
     lanes: int
     dtype: Any = None
     channels: tuple[Channel, ...] = ()
-    folds: int = 1  # groups of lanes that share batch statistics: 2 with cross-fitting
-    disturbed: tuple[int, int] | None = None  # lanes whose number has this bit at this value draw other samples
-    sites: tuple[int, ...] | None = None  # with `ap.adaptive`, how often each site of a mixer is visited
-    data: int | None = None  # how many data the minibatch has, which are then the parts of a lane
-    token: object = None  # distinct for each trace that counts sites or requests, so that no cached `jit` hides one
+    folds: int = 1
+    disturbed: tuple[int, int] | None = None
+    sites: tuple[int, ...] | None = None
+    data: int | None = None
+    token: object = None
 
 
 class Ledger:
-    """What one trace of a program knows, at trace time only: which tape is current, and what nodes ask for."""
+    """What one trace of a program knows, at trace time only: which tape is current, and what nodes ask for.
+
+    Args:
+      collecting: whether this is the first trace, in which nodes ask for what they need.
+    """
 
     def __init__(self, collecting: bool):
         self.collecting = collecting

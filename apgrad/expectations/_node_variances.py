@@ -14,7 +14,7 @@ from jax.experimental import io_callback
 
 from apgrad.expectations._expectation import expectation
 from apgrad.expectations.estimators._total_propagation import total_propagation
-from apgrad.expectations.weights import Weighting, WeightRule, Weights, decoupled
+from apgrad.expectations.weights import Weighting, WeightRule, Weights, decoupled, per_step_inverse_variance
 
 
 class NodeVariances(NamedTuple):
@@ -24,7 +24,7 @@ class NodeVariances(NamedTuple):
 
     Attributes:
       rp: the variance of reparameterization, where reparameterization alone is sent back.
-      lr: the variance of likelihood ratio, which is the same whatever is sent back.
+      lr: the variance of likelihood ratio, which does not depend on what is sent back.
       tp_rp: the variance of reparameterization, on the messages that total propagation sends back.
       tp: the variance of the mixture of `tp_rp` and `lr` with the message's weight.
       weight: the weight of likelihood ratio in the message.
@@ -105,13 +105,9 @@ def node_variances(
         variances = np.where(np.isfinite(scales), variances * scales**2, np.inf)
         return shares, variances * lanes**2 / (lanes - 1)
 
-    _, pathwise = record(Weighting(_first_alone), None)
+    _, pathwise = record(per_step_inverse_variance().message, None)
     shares, mixed = record(weights.message, weights.contribution or weights.message)
     return NodeVariances(pathwise[:, 0], mixed[:, 1], mixed[:, 0], mixed[:, 2], shares[:, 1])
-
-
-def _first_alone(gradients, suffix):
-    return jnp.zeros(len(gradients), gradients.dtype).at[0].set(1)
 
 
 def _listen(rule: WeightRule, records: list[Any]) -> WeightRule:

@@ -15,7 +15,7 @@ class Sketch(NamedTuple):
 
     Attributes:
       node: the node's name.
-      shapes: of the parameters, as the operation takes them.
+      shapes: the shapes of the parameters, as the operation takes them.
       operation: the primitive; "none" where the distribution has the parameters themselves, "all" for all of a node.
       form: "thin products", which cost little; "8 derivatives" of the operation; or "the gradient of each lane".
     """
@@ -45,7 +45,7 @@ def sketches(
       program: as in `ap.adaptive`.
       lanes: as in `ap.adaptive`.
       key: a PRNG key.
-      *args: of the program.
+      *args: the program's arguments after the tape.
       argnums: as in `ap.adaptive`.
 
     Example:

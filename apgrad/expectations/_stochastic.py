@@ -132,7 +132,7 @@ def sample(
 ) -> tuple[Tape, jax.Array]:
     """Samples a distribution that is already built, for all lanes at once.
 
-    The node sees the distribution's parameters only; whatever computed them is ordinary JAX. Mixers weigh their
+    The node sees the distribution's parameters only; what computes them is ordinary JAX. Mixers weigh their
     estimators by the per-lane gradients of the parameters that have the lanes as leading axis, each coordinate by
     itself. A parameter that lanes share gets one weight, made from all these coordinates.
 
@@ -141,7 +141,8 @@ def sample(
       distribution: its batch shape starts with the lanes.
       estimator: as in `stochastic`.
       parts: the second batch axis numbers independent parts, as in `stochastic`.
-      mask: as for a function that `stochastic` has decorated.
+      mask: a Boolean array, (lanes,), or (lanes, parts) with `parts`; as for a function that `stochastic` has
+        decorated.
 
     Returns:
       `(tape, x)`, with x of shape (lanes, ...).

@@ -11,7 +11,7 @@ The tape carries, for each of B independent *lanes* (repetitions of the program,
     c exp(p) + b (1 - exp(p))                                                        (*)
 
 to the lane's total; the objective is the mean of the totals over lanes. In value, (*) is c. Its derivatives
-are those of `c exp(sum of the log-densities before c)`, which is the DiCE objective (Foerster et al., 2018;
+are the derivatives of `c exp(sum of the log-densities before c)`, which is the DiCE objective (Foerster et al., 2018;
 with baselines, Mao et al., 2019): in expectation right to any order, and pathwise
 derivatives of c come with them. The baseline b, a constant to differentiation, must not depend on the
 lane's own choices, since then E[b d^k exp(p)] = 0 for every k >= 1. Leave-one-out: b_i is the mean of the
@@ -22,12 +22,14 @@ program order, less the baseline, over B. Likelihood ratio multiplies this cotan
 reads it. The kinds of channel (`_ledger.py`), which are made only where a node asks for them (`_channels.py`):
 
 * `baselined`: the p of (*), seen by the leave-one-out baseline.
+* `standardized`: a linear port g, to which a cost adds `stop_gradient(s) g` with s the lane's standard score, the cost
+  less the mean over lanes, over their standard deviation. It is a biased gradient of the first order alone.
 * `plain`: the p of a cost without b. A node with a baseline of its own, a function b of what was there before its
   choice, adds `b exp(all before) (1 - exp(z))` to the total, with z the node's own zero: again zero in
   value and of zero expectation in any derivative.
 * `regression`: a linear port, to which a cost adds `stop_gradient(c) r`. Its cotangent is the raw cost-to-go G, at any
   order. A learned baseline adds `zero_with_gradient(b^2 / 2)` to the total and `-zero_with_gradient(b)` to
-  r, so that its gradient is that of (b - G)^2 / 2.
+  r, so that its gradient is the gradient of (b - G)^2 / 2.
 
 Each exists for the lane and, where nodes ask, for *parts*: components of a lane that are independent of
 each other, (lanes, parts), so that a part's choices pay for the costs of that part only.
@@ -44,7 +46,7 @@ from jax import lax
 from apgrad._ground.primitives import refuse_batching
 from apgrad._ground.propagator import backpropagation, first_order, node
 from apgrad.expectations._branches import run_branches
-from apgrad.expectations._cross_fitting import fold, mean_of_others
+from apgrad.expectations._cross_fitting import fold, mean_of_others, standard_score
 from apgrad.expectations._data_axis import per_lane
 from apgrad.expectations._lanes import cost_shape_error, require_lanes
 from apgrad.expectations._ledger import LEDGER, Channel, Kind, Ledger, TapePlan
@@ -173,7 +175,7 @@ class Tape:
         return self._add(cost, ledger)
 
     def discount(self, factor: Any) -> "Tape":
-        """Lets the credit of all choices so far fade: of later costs they are charged with a part, the factor.
+        """Lets the credit of all choices so far fade: they are charged with later costs times a factor.
 
         Called once a step, before the step's choice, it charges a choice at step s with the costs at step t times
         factor^(t - s): the policy gradient with discounted costs-to-go, of less variance, and **biased** for the sum of
@@ -181,12 +183,12 @@ class Tape:
         nothing, multiply what you give to `cost`. Pathwise derivatives do not fade.
 
         A zero p of the tape becomes log(1 + factor (exp(p) - 1)), so that what costs are multiplied by, exp(p) - 1,
-        fades as a whole: its expectation stays 0 in every derivative, and with it that of all baselines. In the second
+        fades as a whole: its expectation stays 0 in every derivative, and so does every baseline's. In the second
         derivative the product of the scores of two choices fades too from the later one on, and between the two, as in
         Loaded DiCE (Farquhar, Whiteson & Foerster, 2019).
 
         Args:
-          factor: from 0 to 1, a scalar, or one a lane, (lanes,). It is a constant to differentiation.
+          factor: a number from 0 to 1, or one for each lane, (lanes,). It is a constant to differentiation.
 
         Returns:
           The next tape.
@@ -227,7 +229,7 @@ class Tape:
         """Runs branches that do not depend on each other, so that one's choices do not pay for another's costs.
 
         Each branch starts from its own tape. Costs after the join are charged to the choices of all of them:
-        the joined port is the sum of the branches' less (n - 1) times the fork's.
+        a port after the join is the sum of the branches' ports, less (n - 1) times the port before the fork.
 
         Args:
           *branches: functions `branch(tape) -> (tape, output)`.
@@ -288,13 +290,16 @@ class Tape:
         p, q, r = (self._logp(kind, cost.ndim) for kind in (Kind.BASELINED, Kind.PLAIN, Kind.REGRESSION))
         kinds = {channel.kind for channel in self._ports}
         term = cost
-        charged = bool(kinds - {Kind.SUFFIX, Kind.MOMENTS})
+        charged = bool(kinds - {Kind.SUFFIX, Kind.MOMENTS, Kind.STANDARDIZED})
         if message is not None and charged:
             term = term + _charge(message, p + q)
         elif charged:
             term = term * jnp.exp(p + q)
             if Kind.BASELINED in kinds:
                 term = term - lax.stop_gradient(mean_of_others(cost, self._plan.folds)) * jnp.expm1(p)
+        if Kind.STANDARDIZED in kinds:
+            score = standard_score(lax.stop_gradient(cost if message is None else message), self._plan.folds)
+            term = term + _charge_score(score, self._logp(Kind.STANDARDIZED, cost.ndim))
         if Kind.REGRESSION in kinds:
             term = term + lax.stop_gradient(cost if message is None else message) * r
         return self._follow(total=self._total + per_lane(self._plan, term))
@@ -308,12 +313,20 @@ class Tape:
         return lane[:, None] if parts is None else lane[:, None] + parts
 
 
-# Zero in value; its derivative charges a message in the place of a cost, which is right once.
+# Zero in value; their derivatives charge a message in the place of a cost, once.
+_linear = backpropagation(lambda message, p: lax.stop_gradient(message) * p)
 _charge = node(
     first_order(
-        backpropagation(lambda message, p: lax.stop_gradient(message) * p),
+        _linear,
         "a shaped cost has no second derivative: what it charges is a linearization, and differentiating it again "
         "would be silently wrong. Use tape.cost without shaping for higher orders.",
+    )
+)
+_charge_score = node(
+    first_order(
+        _linear,
+        "the standardized baseline has no second derivative: what it charges is no cost, and differentiating it again "
+        "would be silently wrong. Use the leave-one-out baseline for higher orders.",
     )
 )
 

@@ -76,8 +76,8 @@ class Comparison(NamedTuple):
     """What `compare` found; printed, it is a table.
 
     Attributes:
-      rows: for the name of each objective what was found.
-      refused: for the name of each objective without such a gradient (a pathwise one of discrete choices) the reason.
+      rows: what was found of each objective, by its name.
+      refused: why an objective has no such gradient (a pathwise one of discrete choices), by its name.
       num_estimates: how many estimates each row is made of.
     """
 
@@ -119,7 +119,7 @@ def compare(
     seconds are the median over rounds of a chunk's time, per estimate. A machine at rest gives the best figures.
 
     Args:
-      objectives: by name, `(key, *args) -> scalar`, as `ap.expectation` makes them.
+      objectives: functions `(key, *args) -> scalar` by name, as `ap.expectation` makes them.
       key: a PRNG key; each objective and estimate gets its own.
       *args: the objectives' arguments after the key.
       argnums: what to differentiate, as in `jax.grad`: 1 is the first argument after the key.

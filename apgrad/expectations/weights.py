@@ -231,7 +231,7 @@ def alpha_order(gamma: float, *, confidence: float = 0.95) -> Weights:
 
 
 def mean_test(weights: Weights | None = None, *, threshold: float = 3.5) -> Weights:
-    """Given weights, but the likelihood ratio alone where the two estimators' means differ.
+    """The given weights, but the likelihood ratio alone at nodes where the two estimators' means differ.
 
     Where both estimators are unbiased, D = c_2 - c_1 has mean 0. With D_i the difference on lane i and V the variance
     over lanes summed over features, the sum of D over n lanes has a root mean square of sqrt(n V). The rule turns to
@@ -243,8 +243,8 @@ def mean_test(weights: Weights | None = None, *, threshold: float = 3.5) -> Weig
     likelihood ratio is: what bias that noise hides stays.
 
     Args:
-      weights: for where no difference is found; `decoupled()` if not given.
-      threshold: in root mean squares; positive.
+      weights: the weights where no difference is found; `decoupled()` if not given.
+      threshold: how long the sum may be, in root mean squares; positive.
 
     Raises:
       ValueError: for a threshold that is not positive.
@@ -270,11 +270,11 @@ def mean_test(weights: Weights | None = None, *, threshold: float = 3.5) -> Weig
 
 
 def variance_test(weights: Weights | None = None, *, dimensions: int = 1, c: float = 1.0) -> Weights:
-    """Given weights, but the likelihood ratio alone where its spread is more than the pathwise slopes explain.
+    """The given weights, but the likelihood ratio alone where it spreads more than the pathwise slopes explain.
 
     A test in the manner of DDCG (Onoda, Parmas, Yaguchi & Matsuo, 2026, arXiv 2604.18161). Of DDCG we know from the
-    abstract and the public reviews that it compares the variance of pathwise gradients with that of the cost, mixes by
-    inverse variances where the two fit, and takes the likelihood ratio where not; the formula we have not seen. What
+    abstract and the public reviews that it compares the variances of pathwise gradients and of the cost, mixes by
+    inverse variances where the two fit, and takes the likelihood ratio elsewhere; we have not seen the formula. What
     follows is our own.
 
     Let a cost f(e) depend on Gaussian noise e of d dimensions, all deviations 1, centred to mean 0. Poincare's
@@ -292,8 +292,8 @@ def variance_test(weights: Weights | None = None, *, dimensions: int = 1, c: flo
     the choice, so that X and P are of the noise itself, up to one scale.
 
     Args:
-      weights: for where no jump is found; `inverse_variance()` if not given.
-      dimensions: d, of the choice.
+      weights: the weights where no jump is found; `inverse_variance()` if not given.
+      dimensions: d, the number of dimensions of the choice.
       c: the strictness of the test; positive.
 
     Raises:

@@ -28,7 +28,7 @@ LADDER: tuple[Sampler, ...] = (
 )
 
 
-def relative_variance(sampler: Any) -> float:
+def _relative_variance(sampler: Any) -> float:
     """The expected variance of a sampler's estimate over the square of a normal coefficient."""
     if isinstance(sampler, Rounding):
         span = 0.85 * 2 * math.sqrt(2 * math.log(sampler.group))
@@ -37,7 +37,11 @@ def relative_variance(sampler: Any) -> float:
 
 
 def remembered_bytes(made: MemoryPlan) -> int:
-    """The bytes that a plan's forward pass leaves behind: the key of its draws, and all that nobody else keeps."""
+    """The bytes that a plan's forward pass leaves behind: the key of its draws, and all that nobody else keeps.
+
+    Args:
+      made: the plan.
+    """
     return KEY_BYTES + sum(slot.nbytes for slot in made.slots)
 
 
@@ -65,7 +69,7 @@ def allocate(found: list[tuple[Coefficient, str]], budget_bytes: float) -> tuple
         for sampler in ladder:
             need = nbytes(fitted(sampler, coefficient), like) * coefficient.count
             if need < points[-1][0]:
-                points.append((need, relative_variance(sampler), sampler))
+                points.append((need, _relative_variance(sampler), sampler))
         hull = _hull(points)
         for (a, va, _), (b, vb, sampler) in itertools.pairwise(hull):
             steps.append(((vb - va) / (a - b), a - b, coefficient.name, sampler))

@@ -35,11 +35,19 @@ class PullbackGraph:
                 self.forward.append(eqn)
 
     def coefficients(self, eqn: Any) -> list[Any]:
-        """The inputs of an equation that depend on no message."""
+        """The inputs of an equation that depend on no message.
+
+        Args:
+          eqn: an equation of the pullback.
+        """
         return [v for v in variables(eqn.invars) if v not in self.dependent]
 
     def messages(self, eqn: Any) -> list[Any]:
-        """The inputs of an equation that depend on a message."""
+        """The inputs of an equation that depend on a message.
+
+        Args:
+          eqn: an equation of the pullback.
+        """
         return [v for v in variables(eqn.invars) if v in self.dependent]
 
     def frontier(self) -> list[Any]:
@@ -64,7 +72,13 @@ class PullbackGraph:
         return {v: (root[v], needed(elementwise, [v])) for v in root if v in outside}
 
     def known(self, leaves: Sequence[Any], frontier: Sequence[Any], chains: dict[Any, Any]) -> Any:
-        """The values of the frontier and of the chains' derivatives, in two lists."""
+        """The values of the frontier and of the chains' derivatives, in two lists.
+
+        Args:
+          leaves: the values of the residuals, arrays.
+          frontier: variables, as `frontier` lists them.
+          chains: elementwise chains, as `chains` returns them.
+        """
         values = dict(zip(self.leaves, leaves, strict=True))
         values |= dict(zip(self.jaxpr.constvars, self.consts, strict=True))
         run_all(self.forward, values)

@@ -27,7 +27,16 @@ _REASON = (
 
 
 def remember(made: MemoryPlan, key: jax.Array, inputs: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
-    """Evaluates the forward program: the function's outputs, and the memory, one entry a slot, each kept at once."""
+    """Evaluates the forward program of a plan, and keeps each slot as soon as its array is there.
+
+    Args:
+      made: the plan.
+      key: the PRNG key that is split into a key for each slot, by which samplers draw.
+      inputs: the values of the forward program's inputs, arrays.
+
+    Returns:
+      The function's outputs; and the memory, one entry for each slot.
+    """
     jaxpr, consts = made.forward
     values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, inputs, strict=True))
     waiting: dict[Any, list[int]] = {}
@@ -61,7 +70,17 @@ def remember(made: MemoryPlan, key: jax.Array, inputs: Sequence[Any]) -> tuple[l
 
 
 def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Sequence[Any]) -> list[Any]:
-    """Evaluates the backward steps, which turn messages to floating-point outputs into those to chosen inputs."""
+    """Evaluates the backward steps of a plan.
+
+    Args:
+      made: the plan.
+      key: the key that `remember` got.
+      memory: the memory that `remember` returned.
+      messages: arrays, one for each floating-point or complex output of the function, in order.
+
+    Returns:
+      The messages to the inputs that the plan was made for, in order.
+    """
     jaxpr, consts = made.pullback
     values = dict(zip(jaxpr.constvars, consts, strict=True))
     values |= dict(zip(jaxpr.invars[len(jaxpr.invars) - len(messages) :], messages, strict=True))
@@ -81,7 +100,7 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
             s: memory[s] for use in step.uses.values() for s in use.slots if made.slots[s].how in ("sampled", "bits")
         }
         if slots:
-            keys, slots, present = together(keys, slots, present)
+            keys, slots, present = _together(keys, slots, present)
         axis = _commutes(made, step)
         restored = {}
         for i, use in step.uses.items():
@@ -114,7 +133,7 @@ def _keys(made: MemoryPlan, key: jax.Array) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=0)
 def _kept(sampler: Sampler, key: jax.Array, value: jax.Array) -> Any:
     """The sampler's memory of a value, drawn when the value is there."""
-    return sampler.keep(*together(key, value))
+    return sampler.keep(*_together(key, value))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 5))
@@ -125,30 +144,51 @@ def _restored(
     return sampler.restore(key, memory, jax.ShapeDtypeStruct(shape, dtype), axis)
 
 
-def together(key: jax.Array, *values: Any) -> tuple[Any, ...]:
-    """Keys and values unchanged, none of which is there before all of them are: draws wait for the values."""
+def _together(key: jax.Array, *values: Any) -> tuple[Any, ...]:
+    """The key and the values as they are, of which none is there before all are: so draws wait for the values."""
     raw, *found = jax.lax.optimization_barrier((jax.random.key_data(key), *values))
     return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(key)), *found
 
 
 def exact(program: jaxprs.Program, inputs: Sequence[Any]) -> list[Any]:
-    """The outputs of a program, from its inputs and, after them, values for its constants."""
+    """The outputs of a program whose constants are given as further inputs.
+
+    Args:
+      program: what is evaluated.
+      inputs: arrays, the values of the program's inputs and then of its constants.
+    """
     return evaluated(program, inputs, jaxprs.run)
 
 
 def evaluated(program: jaxprs.Program, inputs: Sequence[Any], apply: Callable[..., Any]) -> list[Any]:
-    """`jaxprs.evaluate` of a program, from its inputs and, after them, values for its constants."""
+    """`jaxprs.evaluate` of a program whose constants are given as further inputs.
+
+    Args:
+      program: what is evaluated.
+      inputs: the values of the program's inputs and then of its constants. With an `apply` of your own they can be
+        anything.
+      apply: evaluates one equation, as in `jaxprs.evaluate`.
+    """
     size = len(program.jaxpr.invars)
     return jaxprs.evaluate(jaxprs.Program(program.jaxpr, tuple(inputs[size:])), inputs[:size], apply)
 
 
 def inexact(values: Sequence[Any]) -> list[Any]:
-    """The values that can have messages: floating-point and complex ones."""
+    """The values that can have messages: floating-point and complex ones.
+
+    Args:
+      values: arrays of any dtypes.
+    """
     return [x for x in values if jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
 def differentiated(inputs: Sequence[Any], perturbed: Sequence[bool]) -> tuple[int, ...]:
-    """The numbers of the inputs that get a message."""
+    """The numbers of the inputs that get a message.
+
+    Args:
+      inputs: arrays of any dtypes.
+      perturbed: for each input, whether JAX differentiates with respect to it.
+    """
     is_inexact = [jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact) for x in inputs]
     return tuple(i for i, (p, f) in enumerate(zip(perturbed, is_inexact, strict=True)) if p and f)
 

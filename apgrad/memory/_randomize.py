@@ -90,7 +90,7 @@ def randomize(
         key = require_key("the first argument of a randomized function", key)
         leaves, treedef = jax.tree.flatten(args)
         program, shape = jaxprs.trace(lambda *leaves: function(*jax.tree.unflatten(treedef, leaves)), *leaves)
-        walk, plan = _Walk(_chooser(sampler, through, min_size)), None
+        walk, plan = _StretchWalk(_chooser(sampler, through, min_size)), None
         if budget_bytes is not None:
             plan = functools.partial(_within, budget_bytes, min_size)
         outputs = walk.stretch(program, [True] * len(leaves), "", 1, plan)(key, *leaves)
@@ -118,9 +118,9 @@ def coefficients(function: Callable[..., Any], *args: Any, min_size: int = 512) 
 
 
 def _recorded(min_size: int, *stretch: Any) -> list[tuple[Coefficient, str]]:
-    """The coefficients of a stretch and their forms, see `_Walk.plan`."""
+    """The coefficients of a stretch and their forms, see `_StretchWalk.plan`."""
     found: dict[str, tuple[Coefficient, str]] = {}
-    walk = _Walk(_chooser(_Nothing(), None, min_size), lambda name, entry: found.setdefault(name, entry))
+    walk = _StretchWalk(_chooser(_Nothing(), None, min_size), lambda name, entry: found.setdefault(name, entry))
     walk.plan(*stretch)
     return list(found.values())
 
@@ -135,7 +135,7 @@ def _within(budget: int, min_size: int, *stretch: Any) -> MemoryPlan:
     target, best = float(budget), None
     while True:
         choose, estimate, smallest = allocate(found, target)
-        made = _Walk(choose).plan(*stretch)
+        made = _StretchWalk(choose).plan(*stretch)
         used = remembered_bytes(made)
         if used <= budget:
             # Branches share memory, which the estimate adds up: what is left of the budget is given out as well.
@@ -188,7 +188,7 @@ def _chooser(sampler: Any, through: Sampler | None, min_size: int) -> Choice:
     return chooser
 
 
-class _Walk:
+class _StretchWalk:
     """A walk over a program that makes propagators of its straight-line stretches."""
 
     def __init__(self, choose: Choice, record: Callable[..., Any] = lambda name, entry: None):

@@ -100,7 +100,7 @@ class MemoryReport(NamedTuple):
         """Draws the rows as horizontal bars.
 
         Args:
-          ax: matplotlib axes; those of a new figure if not given.
+          ax: matplotlib axes; a new figure's if not given.
 
         Returns:
           The axes; `ax.figure` is the figure.
@@ -177,7 +177,7 @@ def memory_report(
     variants: Mapping[str, Callable[..., Any]] | None = None,
     key: jax.Array | None = None,
 ) -> MemoryReport:
-    """The memory of a scalar function's gradient, beside that of plain reverse mode and of checkpointing.
+    """The memory of a scalar function's gradient, beside the memory of plain reverse mode and of checkpointing.
 
     Args:
       function: `(*args) -> scalar`.

@@ -19,7 +19,7 @@ class Rounding:
     """Stochastic rounding; see `rounding`.
 
     Attributes:
-      bits: of each code.
+      bits: the number of bits of a code.
       group: how many entries share a grid.
     """
 
@@ -133,7 +133,11 @@ def _bfloat16(x: jax.Array) -> jax.Array:
 
 
 def wide(dtype: Any) -> Any:
-    """The dtype that rounding computes in: float64 for float64, else float32."""
+    """The dtype that rounding computes in: float64 for float64, else float32.
+
+    Args:
+      dtype: the array's floating-point dtype.
+    """
     return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
 
 

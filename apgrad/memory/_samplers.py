@@ -72,14 +72,18 @@ class Sampler(Protocol):
         """The exact variance of each element of the estimate, in the shape and dtype of the array.
 
         Args:
-          x: an array.
+          x: an array of any shape and floating-point dtype.
           axis: the sampled axis.
         """
         ...
 
 
 def array_bytes(like: Any) -> int:
-    """The bytes of an array; a PRNG key has the bytes of its data."""
+    """The bytes of an array; a PRNG key has the bytes of its data.
+
+    Args:
+      like: an array, or anything that has an array's shape and dtype.
+    """
     aval = jax.ShapeDtypeStruct(like.shape, like.dtype)
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         aval = jax.eval_shape(jax.random.key_data, aval)
@@ -116,7 +120,7 @@ class Sampling:
     """Keeps a fraction of the entries; see `different_sample`, `same_sample` and `stratified`.
 
     Attributes:
-      fraction: of the entries that are kept, in (0, 1].
+      fraction: the fraction of the entries that are kept, in (0, 1].
       shared: whether all examples have the same indices.
       scheme: "replacement", "distinct" (without replacement) or "stratified".
     """
@@ -159,7 +163,7 @@ class Sampling:
           rows: examples, entries of the sampled axis, and entries that go along.
         """
         count, size, _ = rows
-        k = kept(self.fraction, size)
+        k = _kept(self.fraction, size)
         shape = (k,) if self.shared else (count, k)
         if self.scheme == "stratified":
             edges = [size * i // k for i in range(k + 1)]
@@ -178,7 +182,7 @@ class Sampling:
     def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
         """(d-1)/k x^2 with replacement, (d-k)/k x^2 without, (s-1) x^2 stratified."""
         size = x.shape[axis]
-        k = kept(self.fraction, size)
+        k = _kept(self.fraction, size)
         if self.scheme == "stratified":
             edges = [size * i // k for i in range(k + 1)]
             runs = jnp.repeat(
@@ -203,23 +207,23 @@ class Projection:
 
     def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> jax.Array:
         """X R, (..., k, ...)."""
-        signs = self.signs(key, x.shape[axis], x.dtype)
+        signs = self._signs(key, x.shape[axis], x.dtype)
         return jnp.moveaxis(jnp.tensordot(x, signs, (axis, 0)), -1, axis)
 
     def restore(self, key: jax.Array, memory: jax.Array, like: jax.ShapeDtypeStruct, axis: int = -1) -> jax.Array:
         """(x R) R^T."""
-        signs = self.signs(key, like.shape[axis], like.dtype)
+        signs = self._signs(key, like.shape[axis], like.dtype)
         return jnp.moveaxis(jnp.tensordot(memory, signs, (axis, 1)), -1, axis)
 
-    def signs(self, key: jax.Array, size: int, dtype: Any) -> jax.Array:
+    def _signs(self, key: jax.Array, size: int, dtype: Any) -> jax.Array:
         """R, (d, k), for d = `size`."""
-        k = kept(self.fraction, size)
+        k = _kept(self.fraction, size)
         return jax.random.rademacher(key, (size, k), dtype) * jnp.asarray(k**-0.5, dtype)
 
     def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
         """(sum_{j != i} x_j^2) / k."""
         square = x**2
-        return (jnp.sum(square, axis, keepdims=True) - square) / kept(self.fraction, x.shape[axis])
+        return (jnp.sum(square, axis, keepdims=True) - square) / _kept(self.fraction, x.shape[axis])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,8 +231,8 @@ class Heavy:
     """The largest entries exactly and a sample of the others; see `heavy`.
 
     Attributes:
-      fraction: of the entries that are kept, in (0, 1].
-      share: of the kept entries, how many are the largest.
+      fraction: the fraction of the entries that are kept, in (0, 1].
+      share: the share of the largest entries among the entries that are kept.
     """
 
     fraction: float
@@ -262,7 +266,7 @@ class Heavy:
         return spread.reshape(like.shape)
 
     def _counts(self, size: int) -> tuple[int, int]:
-        k = kept(self.fraction, size)
+        k = _kept(self.fraction, size)
         # One at least is sampled, unless all are kept: else the others would have no chance, a bias.
         winners = size if k == size else min(math.ceil(self.share * k), k - 1)
         return winners, k - winners
@@ -293,7 +297,7 @@ def different_sample(fraction: float, *, replacement: bool = True) -> Sampling:
     """Keeps a fraction of the entries of each example, drawn anew for each ("different sample", section 4.3).
 
     Args:
-      fraction: of the entries that are kept, in (0, 1]; at least one is kept.
+      fraction: the fraction of the entries that are kept, in (0, 1]; at least one is kept.
       replacement: whether entries are drawn with replacement, as in the paper. Without replacement the noise is less,
         and a fraction of 1 is exact.
     """
@@ -319,7 +323,7 @@ def stratified(fraction: float) -> Sampling:
     that differ between examples.
 
     Args:
-      fraction: of the entries that are kept, in (0, 1].
+      fraction: the fraction of the entries that are kept, in (0, 1].
     """
     return Sampling(_fraction(fraction), False, "stratified")
 
@@ -339,15 +343,16 @@ def heavy(fraction: float, *, share: float = 0.5) -> Heavy:
     Their places are stored, as they cannot be drawn again.
 
     Args:
-      fraction: of the entries that are kept, in (0, 1].
-      share: of those, how many are the largest; at least one is always left to sampling.
+      fraction: the fraction of the entries that are kept, in (0, 1].
+      share: the share of the largest entries among the entries that are kept; at least one entry is always left to
+        sampling.
     """
     if not 0 <= share <= 1:
         raise ValueError(f"share must be between 0 and 1, got {share}")
     return Heavy(_fraction(fraction), share)
 
 
-def kept(fraction: float, size: int) -> int:
+def _kept(fraction: float, size: int) -> int:
     """How many of `size` entries are kept: the fraction, rounded up, at least one."""
     return max(1, math.ceil(fraction * size - 1e-9))
 

@@ -31,6 +31,9 @@ def is_view(eqn: Any) -> bool:
 
     A conversion is a view only between floating-point types of which the second has every value of the first: what
     is rounded at random must not go through a conversion that rounds as well, least of all to integers.
+
+    Args:
+      eqn: an equation of a jaxpr.
     """
     if eqn.primitive.name != "convert_element_type":
         return eqn.primitive.name in VIEW
@@ -105,6 +108,13 @@ class Slot(NamedTuple):
 class SlotMaker:
     """Chooses how coefficients are remembered, and numbers the slots.
 
+    Args:
+      forward: the forward program.
+      live: for each input of the program, whether somebody else keeps it.
+      choose: `Coefficient -> sampler or None`.
+      where: names of what is around the program.
+      count: how often the program runs: the product of the lengths of the scans around it.
+
     Attributes:
       last: whether the backward equation at hand sends its messages to arguments only; the planner sets it.
       largest: the bytes of the largest coefficient that a sampler may take; the planner sets it.
@@ -123,7 +133,11 @@ class SlotMaker:
         self.exact: dict[Any, int] = {}
 
     def is_large(self, var: Any) -> bool:
-        """Whether a floating-point array costs more than a quarter of its bytes unless it is sampled."""
+        """Whether a floating-point array costs more than a quarter of its bytes unless it is sampled.
+
+        Args:
+          var: a variable of the forward program, or a literal.
+        """
         if isinstance(var, Literal) or not jnp.issubdtype(var.aval.dtype, jnp.floating):
             return False
         return self._leaves(var)[0] * 4 > array_bytes(var.aval)
@@ -138,9 +152,9 @@ class SlotMaker:
           linear: whether the backward equation is linear in the coefficient, so that it may be sampled.
           ancestors: bit set of the steps whose results the equation's messages depend on.
           step: the number of the equation's step.
-          name: of the primitive that takes the coefficient.
+          name: the name of the primitive that takes the coefficient.
           eqn: the backward equation.
-          number: of the coefficient among the equation's inputs.
+          number: the coefficient's number among the equation's inputs.
         """
         if isinstance(var, Literal):
             aval: Any = var.aval
@@ -258,7 +272,12 @@ def kept_bytes(how: str, sampler: Any, like: Any) -> int:
 
 
 def fitted(sampler: Any, coefficient: Coefficient) -> Any:
-    """The sampler in the form in which it remembers a coefficient: positions of an image, entries of other arrays."""
+    """The sampler in the form in which it remembers a coefficient: positions of an image, entries of other arrays.
+
+    Args:
+      sampler: any sampler, or None.
+      coefficient: what is to be remembered.
+    """
     if coefficient.order is None or sampler is None or isinstance(sampler, Rounding):
         return sampler
     return OfPositions(sampler, coefficient.order)

@@ -50,7 +50,7 @@ def evolution(problem: Problem, *, sigma: float = 0.01, pairs: int = 1) -> Outer
 
     def estimate(theta, key, carry):
         def one(pair, key):
-            e = perturbation(theta, pair, sigma)
+            e = _perturbation(theta, pair, sigma)
             plus, minus = (objective(problem, _add(theta, e, sign), key)[0] for sign in (1, -1))
             return (plus + minus) / 2, jax.tree.map(lambda e: _difference(plus, minus, sigma, e) * e, e)
 
@@ -65,7 +65,7 @@ def truncated_evolution(
 ) -> OuterGradient:
     """Antithetic evolution strategies over K of T steps, from a state that goes on unperturbed.
 
-    Loss and gradient are those of the K steps, K/T of an unroll's on average. What acts on the start of an unroll only,
+    Loss and gradient are of the K steps alone: K/T of an unroll's on average. What acts on the start of an unroll only,
     such as the prior of a `WithPrior`, has the gradient zero on average.
 
     Args:
@@ -79,7 +79,7 @@ def truncated_evolution(
 
     def estimate(theta, key, carry):
         def one(pair):
-            e = perturbation(theta, pair, sigma)
+            e = _perturbation(theta, pair, sigma)
             plus, minus = (advance(problem, _add(theta, e, sign), carry, segment)[0] for sign in (1, -1))
             return (plus + minus) / 2, jax.tree.map(lambda e: _difference(plus, minus, sigma, e) * e, e)
 
@@ -158,7 +158,7 @@ def _persistent(problem, segment, sigma, pairs, stagger, keep):
     def one(theta, key, p):
         noise, later = jax.random.split(key)
         task, kept = jax.random.split(p.key)
-        e = perturbation(theta, kept if keep else noise, sigma)
+        e = _perturbation(theta, kept if keep else noise, sigma)
         total = e if keep else jax.tree.map(jnp.add, p.sum, e)
 
         def moved(sign, carry):
@@ -182,7 +182,7 @@ def _persistent(problem, segment, sigma, pairs, stagger, keep):
     return OuterGradient(init, estimate)
 
 
-def perturbation(theta: Any, key: jax.Array, sigma: float) -> Any:
+def _perturbation(theta: Any, key: jax.Array, sigma: float) -> Any:
     """Normal noise with the structure, shapes and dtypes of theta; zeros for what is not trained."""
     trained, fixed = partition(theta)
     leaves, tree = jax.tree.flatten(trained)

@@ -60,6 +60,10 @@ class RunFolder:
     def claim(self, identity: dict[str, str], *, begun: bool) -> None:
         """Writes down which run this is or, if the run has begun, compares this run with what is written.
 
+        Args:
+          identity: which run this is: texts by names, as `_identity.py` makes them.
+          begun: whether the folder has a checkpoint already.
+
         Raises:
           ValueError: if the folder holds another run, saying what differs.
         """

@@ -40,7 +40,11 @@ _LEFT_OUT = (jax.sharding.Mesh, jax.sharding.AbstractMesh, jax.sharding.Sharding
 
 
 def identity(**parts: Any) -> dict[str, str]:
-    """The description of some values: texts, by the names of all their parts."""
+    """The description of some values: texts, by the names of all their parts.
+
+    Args:
+      **parts: the values, of any types, by their names in the description.
+    """
     found: dict[str, str] = {}
     seen: dict[int, tuple[str, Any]] = {}
     for name, part in parts.items():

@@ -54,6 +54,10 @@ def tensorboard(folder: str | Path) -> Log:
 def progress_bar(step: int, steps: int) -> Log:
     """A `log` that shows a tqdm bar.
 
+    Args:
+      step: the number of outer steps that were made before.
+      steps: the number of outer steps at the end of the training.
+
     Raises:
       ImportError: without tqdm, saying what to do.
     """

@@ -120,7 +120,15 @@ def start(problem: Problem, theta: Any, key: jax.Array, segment: int, *, stagger
 def advance(
     problem: Problem, theta: Any, carry: Segments, segment: int, *, remat: bool | int = False
 ) -> tuple[jax.Array, Segments]:
-    """The next segment: its loss, with the final loss where the unroll ends, and the unroll after it."""
+    """The next segment: its loss, with the final loss where the unroll ends, and the unroll after it.
+
+    Args:
+      problem: the recurrence.
+      theta: the meta-parameters.
+      carry: the unroll so far.
+      segment: K, the number of steps of a segment.
+      remat: whether steps are computed again instead of remembered; see `run`.
+    """
     state, losses = run(problem, theta, carry.state, segment, remat=remat)
     t = carry.t + segment
     loss = jnp.sum(losses) + jnp.where(t >= problem.length, problem.final(theta, state), 0.0)
@@ -128,20 +136,33 @@ def advance(
 
 
 def renew(problem: Problem, theta: Any, key: jax.Array, carry: Segments) -> Segments:
-    """The unroll of a new task in place of an unroll that has ended."""
+    """The unroll of a new task in place of an unroll that has ended.
+
+    Args:
+      problem: the recurrence.
+      theta: the meta-parameters.
+      key: PRNG key of the new task.
+      carry: the unroll, which is returned as it is if it has not ended.
+    """
     fresh = Segments(problem.init(theta, key), jnp.zeros((), int))
     return where(carry.t >= problem.length, fresh, carry)
 
 
 def where(condition: jax.Array, new: Any, old: Any) -> Any:
-    """`jnp.where` for each leaf of two pytrees."""
+    """`jnp.where` for each leaf of two pytrees.
+
+    Args:
+      condition: a Boolean scalar.
+      new: a pytree of arrays, taken where the condition holds.
+      old: a pytree of the same form, taken elsewhere.
+    """
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
 
 
 def truncated(problem: Problem, segment: int, *, remat: bool | int = False, stagger: bool = True) -> OuterGradient:
     """Reverse mode through K of T steps; the state goes from one segment to the next as a constant.
 
-    Loss and gradient are those of the K steps, K/T of an unroll's on average: see the head of this file. What acts on
+    Loss and gradient are of the K steps alone, K/T of an unroll's on average: see the head of this file. What acts on
     the start of an unroll only, such as the prior of a `WithPrior`, has the gradient zero.
 
     Args:
@@ -254,7 +275,11 @@ def clipped(outer: OuterGradient, max_norm: float = 1.0) -> OuterGradient:
 
 
 def global_view(mesh: Mesh) -> Mesh:
-    """The mesh with axes along which the compiler shards (`jax.make_mesh` makes explicit axes)."""
+    """The mesh with axes along which the compiler shards (`jax.make_mesh` makes explicit axes).
+
+    Args:
+      mesh: any mesh.
+    """
     return Mesh(mesh.devices, mesh.axis_names)
 
 

@@ -1,4 +1,4 @@
-"""What of a pytree is meta-trained, and what is not.
+"""Which parts of a pytree are meta-trained, and which are not.
 
 A rule may hold numbers that are fitted or chosen, not trained (fitted standardizers, a fixed step size). In a Flax NNX
 module such a number is an `nnx.Variable` that is not an `nnx.Param`. A gradient of zero does not protect the number:
@@ -53,11 +53,19 @@ def combine(trained: Any, fixed: Any) -> Any:
 
 
 def without_fixed(gradient: Any) -> Any:
-    """The gradient, with zeros for what is fixed."""
+    """The gradient, with zeros for what is fixed.
+
+    Args:
+      gradient: a pytree in theta's form.
+    """
     trained, fixed = partition(gradient)
     return combine(trained, jax.tree.map(jnp.zeros_like, fixed))
 
 
 def is_fixed(x: Any) -> bool:
-    """Whether a node of a pytree is a variable that is not trained."""
+    """Whether a part of a pytree is a variable that is not trained.
+
+    Args:
+      x: a leaf of a pytree, or an `nnx.Variable` in it.
+    """
     return isinstance(x, nnx.Variable) and not isinstance(x, nnx.Param)

@@ -8,6 +8,11 @@ from typing import Any
 def whole(name: str, value: Any, least: int) -> int:
     """The value as an int.
 
+    Args:
+      name: the option's name in errors.
+      value: what was given.
+      least: the smallest value that is allowed.
+
     Raises:
       TypeError: if the value is not an integer.
       ValueError: if the value is smaller.
@@ -25,6 +30,11 @@ def whole(name: str, value: Any, least: int) -> int:
 
 def number(name: str, value: Any, *, positive: bool = False) -> None:
     """Refuses what is not a finite number, or is negative (or 0, if it must be positive).
+
+    Args:
+      name: the option's name in errors.
+      value: what was given.
+      positive: whether 0 is refused too.
 
     Raises:
       TypeError: if the value is not a number.

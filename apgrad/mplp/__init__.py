@@ -53,8 +53,8 @@ from apgrad.mplp._protocol import (
     Dense as Dense,
     Diagonal as Diagonal,
     Elementwise as Elementwise,
+    LearnedRule as LearnedRule,
     LocalRule as LocalRule,
-    Rule as Rule,
     Site as Site,
 )
 from apgrad.mplp._published import load_published as load_published

@@ -29,9 +29,9 @@ def activation(place: Place, function: Callable[..., jax.Array], *signals: Signa
     "name.0", "name.1", ..., and sees this signal's value and the output.
 
     Args:
-      place: The node's place.
-      function: A function of arrays, such as `jax.nn.sigmoid`, `jnp.sign` or `jnp.multiply`.
-      *signals: Signals of one shape, the batch first.
+      place: the node's place.
+      function: a function of arrays, such as `jax.nn.sigmoid`, `jnp.sign` or `jnp.multiply`.
+      *signals: signals of one shape, the batch first.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -48,8 +48,8 @@ def softmax(place: Place, signal: Signal) -> Signal:
     """Softmax over the last axis. The rule sees z, z - max z, exp(z - max z) and the sum of these exponentials.
 
     Args:
-      place: The node's place.
-      signal: Signal z, (batch, ..., classes).
+      place: the node's place.
+      signal: signal z, (batch, ..., classes).
     """
 
     def features(z, _):
@@ -67,10 +67,10 @@ def max_pool(place: Place, signal: Signal, window: Sequence[int], strides: Seque
     Messages are led to the elements at which the maximum was, as gradients are.
 
     Args:
-      place: The node's place.
-      signal: Signal (batch, *space, channels).
-      window: The window's size along each space axis.
-      strides: The step between windows along each space axis; the window's size if not given.
+      place: the node's place.
+      signal: signal (batch, *space, channels).
+      window: the window's size along each space axis.
+      strides: the step between windows along each space axis; the window's size if not given.
     """
     dims, steps = _window(signal, window, strides)
     return transform(place, "max_pool", lambda x: lax.reduce_window(x, -jnp.inf, lax.max, dims, steps, "VALID"), signal)
@@ -80,9 +80,9 @@ def mean_pool(signal: Signal, window: Sequence[int], strides: Sequence[int] | No
     """Mean over windows of the space axes. The mean is linear, so it needs no rule and no place.
 
     Args:
-      signal: Signal (batch, *space, channels).
-      window: The window's size along each space axis.
-      strides: The step between windows along each space axis; the window's size if not given.
+      signal: signal (batch, *space, channels).
+      window: the window's size along each space axis.
+      strides: the step between windows along each space axis; the window's size if not given.
     """
     dims, steps = _window(signal, window, strides)
     return wire(lambda x: lax.reduce_window(x, 0.0, lax.add, dims, steps, "VALID") / math.prod(window), signal)
@@ -101,13 +101,13 @@ def normalize(place: Place, signal: Signal, axes: int | Sequence[int] = -1, epsi
     """Mean 0 and variance 1 over some axes: over the last axis this is layer normalisation, over axis 0 batch
     normalisation.
 
-    Over the batch, the statistics are those of the minibatch: there are no running statistics.
+    Over the batch, the statistics are the minibatch's: there are no running statistics.
 
     Args:
-      place: The node's place.
-      signal: Signal of any shape, the batch first.
-      axes: The axes over which mean and variance are taken.
-      epsilon: A number that is added to the variance.
+      place: the node's place.
+      signal: signal of any shape, the batch first.
+      axes: the axes over which mean and variance are taken.
+      epsilon: a number that is added to the variance.
     """
     axes = (axes,) if isinstance(axes, int) else tuple(axes)
 
@@ -122,10 +122,10 @@ def transform(place: Place, kind: str, function: Callable[[jax.Array], jax.Array
     """Any function of a value, as a node of a kind of its own; the rule sees the input.
 
     Args:
-      place: The node's place.
-      kind: The node's kind; a rule can share parameters among the places of a kind.
-      function: Any JAX function of an array, elementwise or not, that closes over no traced array.
-      signal: The input, a signal of any shape, the batch first.
+      place: the node's place.
+      kind: the node's kind; a rule can share parameters among the places of a kind.
+      function: any JAX function of an array, elementwise or not, that closes over no traced array.
+      signal: the input, a signal of any shape, the batch first.
     """
     return _transform(place, kind, function, [signal], lambda x, _: {"input": x})
 

@@ -30,10 +30,10 @@ class Layer(NamedTuple):
     """A layer as a node.
 
     Attributes:
-      kind: The word for the layer in the names of the network's places: "dense", "activation", ...
-      params: Pytree of floating-point arrays.
+      kind: the word for the layer in the names of the network's places: "dense", "activation", ...
+      params: pytree of floating-point arrays.
       apply: `(place, params, signal) -> signal`.
-      tokens: Whether the layer takes integers in place of a signal. Such a layer comes first in a network.
+      tokens: whether the layer takes integers in place of a signal. Such a layer comes first in a network.
     """
 
     kind: str
@@ -46,9 +46,9 @@ class Sequential(NamedTuple):
     """A network of layers in sequence: `(places, params, (x, y)) -> (losses, {"output": prediction})`.
 
     Attributes:
-      layers: For each layer its name and its `apply`.
+      layers: for each layer its name and its `apply`.
       loss: `(place, prediction, target) -> losses`, such as `mplp.cross_entropy`.
-      tokens: Whether the first layer takes integers.
+      tokens: whether the first layer takes integers.
     """
 
     layers: tuple[tuple[str, Apply], ...]
@@ -59,9 +59,9 @@ class Sequential(NamedTuple):
         """The losses of a minibatch, and the predictions as a metric.
 
         Args:
-          places: The network's places.
-          params: The network's parameters by layer, each a `Parameter`.
-          batch: Inputs (batch, ...), floating point or tokens, and targets, as the loss takes them.
+          places: the network's places.
+          params: the network's parameters by layer, each a `Parameter`.
+          batch: inputs (batch, ...), floating point or tokens, and targets, as the loss takes them.
 
         Returns:
           The losses (batch, ...), and `{"output": prediction}`, the prediction (batch, ...).
@@ -74,7 +74,7 @@ class Sequential(NamedTuple):
         """The output of the last layer, (batch, ...): an ordinary JAX function, without any rule.
 
         Args:
-          params: Pytree of floating-point arrays, the network's parameters by layer.
+          params: pytree of floating-point arrays, the network's parameters by layer.
           x: (batch, ...), floating point or tokens.
         """
         return self.layer_outputs(params, x)[-1][1]
@@ -83,7 +83,7 @@ class Sequential(NamedTuple):
         """The name and the output (batch, ...) of each layer, in order: an ordinary JAX function, without any rule.
 
         Args:
-          params: Pytree of floating-point arrays, the network's parameters by layer.
+          params: pytree of floating-point arrays, the network's parameters by layer.
           x: (batch, ...), floating point or tokens.
         """
         run = self._run(Places(), jax.tree.map(nodes.parameter, params), x)
@@ -115,10 +115,10 @@ def from_nnx(
     A layer that the model uses several times is one layer of the network too, with one place and one set of parameters.
 
     Args:
-      model: An `nnx.Sequential` of `nnx.Linear`, `nnx.Conv`, `nnx.Embed` (first), `nnx.LayerNorm`, functions
+      model: an `nnx.Sequential` of `nnx.Linear`, `nnx.Conv`, `nnx.Embed` (first), `nnx.LayerNorm`, functions
         (activations, `jax.nn.softmax`, reshapes, pooling), and Sequentials of these. `layer.register` teaches it other
         layers. Subclasses, and options that the nodes do not have, are refused.
-      loss: A loss node: `mplp.squared_error`, `mplp.cross_entropy`, ...
+      loss: a loss node: `mplp.squared_error`, `mplp.cross_entropy`, ...
       x: (batch, ...), inputs. If they are given, the network's predictions for them are compared with `model(x)`.
       names: "number": a layer's name is its number and its kind. "role": the names "dense_in", "activation_0",
         "dense_1", "activation_1", ..., "dense_out", which the rules of `load_pretrained` go by; the model is then an
@@ -129,9 +129,9 @@ def from_nnx(
       place is "loss". `to_nnx` puts parameters back into the model.
 
     Raises:
-      TypeError: If a layer, or an option of a layer, is not supported; with roles, for layers other than those of an
+      TypeError: if a layer, or an option of a layer, is not supported; with roles, for layers other than those of an
         MLP.
-      ValueError: If the network's predictions for x are not the model's.
+      ValueError: if the network's predictions for x are not the model's.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -178,12 +178,12 @@ def to_nnx(model: nnx.Sequential, params: Any, *, names: Names = "number") -> nn
     """A copy of the model with the parameters of its network: the way back of `from_nnx`.
 
     Args:
-      model: The model that `from_nnx` took.
-      params: The network's parameters by layer, as `from_nnx` gave them and learning has changed them.
-      names: As in `from_nnx`.
+      model: the model that `from_nnx` took.
+      params: the network's parameters by layer, as `from_nnx` gave them and learning has changed them.
+      names: as in `from_nnx`.
 
     Raises:
-      ValueError: If the parameters are not those of the model's network.
+      ValueError: if the parameters are not those of the model's network.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -268,7 +268,7 @@ class _Layers:
         """Teaches a type of layer of your own: decorates a function that makes a `Layer` of a part of a model.
 
         Args:
-          *args: As for `functools.singledispatch`'s `register`: the function, whose annotation says the type; or the
+          *args: as for `functools.singledispatch`'s `register`: the function, whose annotation says the type; or the
             type.
         """
         return self._makers.register(*args)

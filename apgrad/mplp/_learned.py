@@ -28,13 +28,13 @@ class Local(NamedTuple):
     """What a node has at hand when it asks its rule. Arrays are floating point, except for `data`.
 
     Attributes:
-      values: The signals' values.
-      parameters: The parameters' values.
-      data: Other inputs, such as targets or tokens.
-      message: What arrived at the output's port, (*output.shape, k). At a loss: the weight of each element of the
+      values: the signals' values.
+      parameters: the parameters' values.
+      data: other inputs, such as targets or tokens.
+      message: what arrived at the output's port, (*output.shape, k). At a loss: the weight of each element of the
         output in the whole loss, (*output.shape,), which is 1 in a mean over the batch.
-      gradient: The output's true cotangent times the batch size, (*output.shape,).
-      pull: The transposed Jacobian: of a cotangent of the output it makes the cotangents of the values.
+      gradient: the output's true cotangent times the batch size, (*output.shape,).
+      pull: the transposed Jacobian: of a cotangent of the output it makes the cotangents of the values.
     """
 
     values: tuple[jax.Array, ...]
@@ -58,14 +58,14 @@ def learned_node(
     """Runs a node: the function of the values goes forward, the rule's answers go backward.
 
     Args:
-      sites: The node's places with their sites, one for each question. At the first site's `begins` the output is a
+      sites: the node's places with their sites, one for each question. At the first site's `begins` the output is a
         plain array (a loss), otherwise a signal.
       function: `(*values, *parameters, *data) -> output`: any JAX function that closes over no traced array.
       ask: `local -> questions`, one `Dense`, `Diagonal` or `Elementwise` for each site.
       use: `(local, answers) -> (messages, updates)`: one message for each signal, one update for each parameter.
-      signals: The inputs along which messages go back.
-      parameters: The parameters that are updated.
-      data: Other inputs, such as targets or tokens.
+      signals: the inputs along which messages go back.
+      parameters: the parameters that are updated.
+      data: other inputs, such as targets or tokens.
 
     Returns:
       A signal; or where messages begin an array.
@@ -131,7 +131,17 @@ def learned_node(
 
 
 def require_signal(where: str, signal: Any, message_size: int) -> None:
-    """Refuses an input that is no signal, or has a port for messages of another size than the rule's."""
+    """Refuses an input that is no signal, or has a port for messages of another size than the rule's.
+
+    Args:
+      where: the node, in the words of the error.
+      signal: what was given to the node.
+      message_size: the size k of the rule's messages.
+
+    Raises:
+      TypeError: for an input that is no signal.
+      ValueError: for a port of another shape than (*value.shape, k).
+    """
     if not isinstance(signal, Signal):
         raise TypeError(
             f"{where} takes a signal, got {type(signal).__name__}. The network's input becomes one by places.signal(x)."

@@ -26,9 +26,9 @@ def squared_error(place: Place, prediction: Signal, target: jax.Array) -> jax.Ar
     """`sum (y - p)^2 / 2` over the last axis; the rule sees L, p, y and y - p.
 
     Args:
-      place: The node's place.
-      prediction: Signal p, (batch, ..., D).
-      target: Array y, floating point, of the prediction's shape.
+      place: the node's place.
+      prediction: signal p, (batch, ..., D).
+      target: array y, floating point, of the prediction's shape.
 
     Returns:
       (batch, ...), the losses, in the prediction's dtype.
@@ -40,9 +40,9 @@ def absolute_error(place: Place, prediction: Signal, target: jax.Array) -> jax.A
     """`sum |y - p|` over the last axis; the rule sees L, p, y and y - p.
 
     Args:
-      place: The node's place.
-      prediction: Signal p, (batch, ..., D).
-      target: Array y, floating point, of the prediction's shape.
+      place: the node's place.
+      prediction: signal p, (batch, ..., D).
+      target: array y, floating point, of the prediction's shape.
 
     Returns:
       (batch, ...), the losses, in the prediction's dtype.
@@ -51,13 +51,12 @@ def absolute_error(place: Place, prediction: Signal, target: jax.Array) -> jax.A
 
 
 def cross_entropy(place: Place, prediction: Signal, target: jax.Array) -> jax.Array:
-    """`-sum y log p` over the last axis, from probabilities clipped to [1e-7, 1 - 1e-7]; the rule sees L, p, y and log
-    p.
+    """`-sum y log p` over the last axis, with probabilities clipped to [1e-7, 1 - 1e-7]. The rule sees L, p, y, log p.
 
     Args:
-      place: The node's place.
-      prediction: Signal p, (batch, ..., classes), probabilities.
-      target: Array y, floating point, of the prediction's shape: one-hot, or probabilities.
+      place: the node's place.
+      prediction: signal p, (batch, ..., classes), probabilities.
+      target: array y, floating point, of the prediction's shape: one-hot, or probabilities.
 
     Returns:
       (batch, ...), the losses, in the prediction's dtype.
@@ -74,9 +73,9 @@ def softmax_cross_entropy(place: Place, logits: Signal, target: jax.Array) -> ja
     """`-sum y log softmax(z)` over the last axis in one node, stable for any logits; the rule sees L, p, y and log p.
 
     Args:
-      place: The node's place.
-      logits: Signal z, (batch, ..., classes).
-      target: Array y, floating point, of the logits' shape: one-hot, or probabilities.
+      place: the node's place.
+      logits: signal z, (batch, ..., classes).
+      target: array y, floating point, of the logits' shape: one-hot, or probabilities.
 
     Returns:
       (batch, ...), the losses, in the logits' dtype.
@@ -136,8 +135,8 @@ def readout(place: Place, signal: Signal) -> jax.Array:
     The rule sees the gradient of one example's loss, and the value.
 
     Args:
-      place: The node's place.
-      signal: Signal of any shape, the batch first.
+      place: the node's place.
+      signal: signal of any shape, the batch first.
 
     Returns:
       The value, an array.

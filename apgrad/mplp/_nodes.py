@@ -29,7 +29,7 @@ def parameter(value: jax.Array) -> Parameter:
     """A parameter with a new port, for a node that is called by hand.
 
     Args:
-      value: A floating-point array.
+      value: a floating-point array.
     """
     return Parameter(jnp.asarray(value), port(jnp.asarray(value)))
 
@@ -38,10 +38,10 @@ def dense(place: Place, signal: Signal, weight: Parameter, bias: Parameter | Non
     """A dense layer, `x @ weight + bias`: a matrix of synapses.
 
     Args:
-      place: The node's place.
-      signal: Signal x, (batch, ..., N).
-      weight: Parameter (N, M).
-      bias: Parameter (M,), or None. The rule is asked about weight and bias together, so that it can treat a bias as
+      place: the node's place.
+      signal: signal x, (batch, ..., N).
+      weight: parameter (N, M).
+      bias: parameter (M,), or None. The rule is asked about weight and bias together, so that it can treat a bias as
         the weight of an input that is 1, as the thesis does.
 
     Example:
@@ -67,11 +67,11 @@ def conv(
     """Convolution: a dense node on patches, with the same synapses at every position.
 
     Args:
-      place: The node's place.
-      signal: Signal (batch, *space, channels in), with one to three space axes.
-      kernel: Parameter (*window, channels in, channels out), as in Flax.
-      bias: Parameter (channels out,), or None.
-      strides: The step between windows: one number for all space axes, or one for each.
+      place: the node's place.
+      signal: signal (batch, *space, channels in), with one to three space axes.
+      kernel: parameter (*window, channels in, channels out), as in Flax.
+      bias: parameter (channels out,), or None.
+      strides: the step between windows: one number for all space axes, or one for each.
       padding: "SAME", "VALID", or a pair (before, after) for each space axis.
 
     Example:
@@ -145,9 +145,9 @@ def bias(place: Place, signal: Signal, bias: Parameter) -> Signal:
     """`x + bias` as a node of its own: after a sum of several dense nodes, for example.
 
     Args:
-      place: The node's place.
-      signal: Signal x, (batch, ..., M).
-      bias: Parameter (M,).
+      place: the node's place.
+      signal: signal x, (batch, ..., M).
+      bias: parameter (M,).
     """
     _require_weight("bias", place, signal, bias, 1)
     return _diagonal(place, "bias", jnp.add, lambda x, b: (jnp.ones_like(x), jnp.ones_like(b)), signal, bias)
@@ -157,9 +157,9 @@ def scale(place: Place, signal: Signal, scale: Parameter) -> Signal:
     """`x * scale`: the gain of a normalisation layer.
 
     Args:
-      place: The node's place.
-      signal: Signal x, (batch, ..., M).
-      scale: Parameter (M,).
+      place: the node's place.
+      signal: signal x, (batch, ..., M).
+      scale: parameter (M,).
     """
     _require_weight("scale", place, signal, scale, 1)
     return _diagonal(place, "scale", jnp.multiply, lambda x, g: (x, g), signal, scale)
@@ -185,12 +185,12 @@ def embedding(place: Place, tokens: jax.Array, table: Parameter) -> Signal:
     """`table[tokens]`; only the rows that are looked up are updated.
 
     Args:
-      place: The node's place.
+      place: the node's place.
       tokens: (batch, ...), integers. As in NumPy, negative tokens count from the end.
-      table: Parameter (vocabulary, M).
+      table: parameter (vocabulary, M).
 
     Raises:
-      ValueError: If a token is out of range. Under `jit`, where the tokens' values are not known, the token's row is
+      ValueError: if a token is out of range. Under `jit`, where the tokens' values are not known, the token's row is
         NaN, as in Flax.
     """
     if isinstance(tokens, Signal):
@@ -236,12 +236,12 @@ def recurrent_cell(
     as gradients do. The rule's state at this place comes back as the mean over the steps.
 
     Args:
-      place: The place of the dense node. The activation's place has the same name with ".activation" at its end.
-      carry: Signal (batch, M).
-      x: Signal (batch, N).
-      weight: Parameter (N + M, M), the rows of x first.
-      bias: Parameter (M,), or None.
-      function: The activation, an elementwise function.
+      place: the place of the dense node. The activation's place has the same name with ".activation" at its end.
+      carry: signal (batch, M).
+      x: signal (batch, N).
+      weight: parameter (N + M, M), the rows of x first.
+      bias: parameter (M,), or None.
+      function: the activation, an elementwise function.
     """
     both = wire(lambda x, h: jnp.concatenate([x, h], axis=-1), x, carry)
     return activation(place.places[f"{place.name}.activation"], function, dense(place, both, weight, bias))

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from apgrad._ground.port import Signal, port
-from apgrad.mplp._protocol import Answer, LocalRule, Rule, Site
+from apgrad.mplp._protocol import Answer, LearnedRule, LocalRule, Site
 
 
 class Parameter(NamedTuple):
@@ -32,8 +32,8 @@ class Parameter(NamedTuple):
     alike: `jax.tree.map(jnp.transpose, w)`.
 
     Attributes:
-      value: A floating-point array. Its cotangent is the true gradient.
-      port: Zeros of the same shape and dtype. Their cotangent is the update.
+      value: a floating-point array. Its cotangent is the true gradient.
+      port: zeros of the same shape and dtype. Their cotangent is the update.
     """
 
     value: jax.Array
@@ -44,10 +44,10 @@ class OpenPlace(NamedTuple):
     """What a node gets from its place: all of it are arrays that go into the node's `custom_vjp`.
 
     Attributes:
-      local_rule: The local rule of the place, a pytree.
-      state: The place's state, a pytree of arrays.
-      state_port: Zeros of the state's form, through which the new state leaves.
-      uses_port: A scalar zero, through which a 1 leaves for each use.
+      local_rule: the local rule of the place, a pytree.
+      state: the place's state, a pytree of arrays.
+      state_port: zeros of the state's form, through which the new state leaves.
+      uses_port: a scalar zero, through which a 1 leaves for each use.
     """
 
     local_rule: LocalRule
@@ -57,7 +57,12 @@ class OpenPlace(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A name in `Places`; the first argument of every node with a rule."""
+    """A name in `Places`; the first argument of every node with a rule.
+
+    Attributes:
+      places: the places of the network.
+      name: the place's name.
+    """
 
     places: "Places"
     name: str
@@ -67,20 +72,20 @@ class Places:
     """The places of a network, for one backward pass; `places[name]` is a place.
 
     Args:
-      rule: The rule. None: the network runs forward only.
-      state: The rule's states by name. None: each place begins with a new state, as `sites` and `init_state` need it.
-      state_port: Zeros of the same form.
-      uses_port: Scalar zeros by name.
-      ended: Whether losses are constants. Then what a network's loss still depends on is outside the loss nodes.
+      rule: the rule. None: the network runs forward only.
+      state: the rule's states by name. None: each place begins with a new state, as `sites` and `init_state` need it.
+      state_port: zeros of the same form.
+      uses_port: scalar zeros by name.
+      ended: whether losses are constants. Then what a network's loss still depends on is outside the loss nodes.
 
     Attributes:
-      sites: The sites that the network asked for so far, by name.
-      batch: The network's batch size, the first axis of its first input; None before the first input.
+      sites: the sites that the network asked for so far, by name.
+      batch: the network's batch size, the first axis of its first input; None before the first input.
     """
 
     def __init__(
         self,
-        rule: Rule | None = None,
+        rule: LearnedRule | None = None,
         state: Any = None,
         state_port: Any = None,
         uses_port: Any = None,
@@ -142,10 +147,10 @@ class Places:
         """Opens a place for a node. None without a rule.
 
         Args:
-          site: What the node knows of the place.
+          site: what the node knows of the place.
 
         Raises:
-          ValueError: If another node uses the same name, or if the place and the given state do not fit.
+          ValueError: if another node uses the same name, or if the place and the given state do not fit.
         """
         name, rule = site.name, self.rule
         known = self.sites.setdefault(name, site)
@@ -171,8 +176,14 @@ class Places:
 def check_answer(site: Site, answer: Answer, message_size: int, state: Any) -> None:
     """Refuses an answer that does not fit its place.
 
+    Args:
+      site: the place.
+      answer: the rule's answer at the place.
+      message_size: the size k of the rule's messages.
+      state: the state that the rule was called with.
+
     Raises:
-      ValueError: Naming the place, the shape that is wanted and the shape of the answer.
+      ValueError: naming the place, the shape that is wanted and the shape of the answer.
     """
     if site.family == "dense":
         rows, N, M = site.shape

@@ -37,7 +37,7 @@ def pretrained_card(name: str) -> dict[str, Any]:
     """The card of a trained rule that comes with the package.
 
     Args:
-      name: One of `pretrained_names()`.
+      name: one of `pretrained_names()`.
 
     Example:
       >>> import apgrad as ap
@@ -58,12 +58,12 @@ def load_pretrained(name: str, x: jax.Array | None = None) -> Separable:
     much worse, without an error.
 
     Args:
-      name: One of `pretrained_names()`.
+      name: one of `pretrained_names()`.
       x: (batch, ...), concrete inputs that the rule is to learn from. If they are given, a rule for images checks that
         they are standardized.
 
     Raises:
-      ValueError: For a name that is none of a trained rule, or for x that is not standardized.
+      ValueError: for a name that is none of a trained rule, or for x that is not standardized.
 
     Example:
       >>> import jax, apgrad as ap
@@ -89,10 +89,10 @@ def load_trained(path: str | Path) -> tuple[Separable, dict[str, Any]]:
     """A rule that `save_trained` wrote, and its card.
 
     Args:
-      path: Path of the two files, without their suffixes.
+      path: path of the two files, without their suffixes.
 
     Raises:
-      ValueError: If no rule can be made of the card, or if the arrays belong to another card.
+      ValueError: if no rule can be made of the card, or if the arrays belong to another card.
     """
     card, data = json.loads(_file(path, ".json").read_text()), _file(path, ".npz").read_bytes()
     if isinstance(card, dict):
@@ -112,14 +112,14 @@ def save_trained(rule: Separable, card: dict[str, Any], path: str | Path) -> Non
     what was written, or `load_trained` raises an error.
 
     Args:
-      rule: A trained rule.
-      card: What is worth knowing, at least one entry: on what the rule was trained, for how long, with which seed, and
+      rule: a trained rule.
+      card: what is worth knowing, at least one entry: on what the rule was trained, for how long, with which seed, and
         how well it does. What `load_trained` needs, "rule" (the options of `Separable`) and "sites" (a list of
         `Site._asdict()`), is taken from the rule where the card lacks it.
-      path: Path of the two files, without their suffixes.
+      path: path of the two files, without their suffixes.
 
     Raises:
-      ValueError: If the card does not describe this rule or says nothing, or if a number of the rule is not finite and
+      ValueError: if the card does not describe this rule or says nothing, or if a number of the rule is not finite and
         real.
 
     Example:

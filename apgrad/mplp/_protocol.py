@@ -29,16 +29,16 @@ class Site(NamedTuple):
     """A place in a network where a rule works: all that is known of the place before the data are.
 
     Attributes:
-      name: The place's name. A rule may have parameters for each name.
-      kind: The node's kind: "dense", "bias", "activation", "softmax", "squared_error", ... A rule may share parameters
+      name: the place's name. A rule may have parameters for each name.
+      kind: the node's kind: "dense", "bias", "activation", "softmax", "squared_error", ... A rule may share parameters
         among the places of a kind.
-      family: The family of the node, and so the kind of question that it asks.
-      batch: The number of examples in a minibatch.
-      shape: For a dense node (rows, inputs, outputs), where the rows are all positions of all examples. For other nodes
+      family: the family of the node, and so the kind of question that it asks.
+      batch: the number of examples in a minibatch.
+      shape: for a dense node (rows, inputs, outputs), where the rows are all positions of all examples. For other nodes
         the shape of the input value.
-      features: For an elementwise node the names of the arrays in `Elementwise.features`, in order.
-      bias: For a dense node whether the node has a bias too.
-      begins: For an elementwise node whether messages begin at this place (a loss), so that no message arrives.
+      features: for an elementwise node the names of the arrays in `Elementwise.features`, in order.
+      bias: for a dense node whether the node has a bias too.
+      begins: for an elementwise node whether messages begin at this place (a loss), so that no message arrives.
     """
 
     name: str
@@ -110,7 +110,7 @@ class Elementwise(NamedTuple):
         (pooling), the node's transposed Jacobian leads each component to the input's elements. None at a loss, where
         messages begin.
       gradient: (...), the true gradient of one example's loss with respect to the input.
-      features: Arrays (...) by name.
+      features: arrays (...) by name.
       exact: (...), what backpropagation passes on: the node's transposed Jacobian applied to component 0 of the
         message, and at a loss the loss's derivative.
     """
@@ -125,12 +125,12 @@ class Answer(NamedTuple):
     """What a rule answers. Arrays have the question's dtype.
 
     Attributes:
-      message: The message to the input, with the input's shape and then k components; for a dense node (rows, N, k).
-      update: What is added to the parameters. For a dense node (N, M). For a diagonal node (..., M), one update for
+      message: the message to the input, with the input's shape and then k components; for a dense node (rows, N, k).
+      update: what is added to the parameters. For a dense node (N, M). For a diagonal node (..., M), one update for
         each element of the output: the node takes the mean over the batch and the sum over positions. None if the node
         has no parameters.
       bias: (M,), what is added to a dense node's bias; None if the node has no bias.
-      state: The new state, with the structure, shapes and dtypes of the old one.
+      state: the new state, with the structure, shapes and dtypes of the old one.
     """
 
     message: jax.Array
@@ -146,18 +146,18 @@ class LocalRule(Protocol):
         """Answers a question at the place that the local rule was made for.
 
         Args:
-          site: The place.
-          question: A `Dense`, `Diagonal` or `Elementwise`.
-          state: The state at this place, of `Rule.init` or of the answer before.
+          site: the place.
+          question: a `Dense`, `Diagonal` or `Elementwise`.
+          state: the state at this place, of `LearnedRule.init` or of the answer before.
         """
         ...
 
 
-class Rule(Protocol):
+class LearnedRule(Protocol):
     """A learning rule: a pytree (usually a Flax NNX module without state of its own) with two methods.
 
     Attributes:
-      message_size: The size k of a message, for each element of a value.
+      message_size: the size k of a message, for each element of a value.
     """
 
     message_size: int
@@ -166,7 +166,7 @@ class Rule(Protocol):
         """The state of a place at the start of a task: a pytree of floating-point arrays, or ().
 
         Args:
-          site: The place.
+          site: the place.
         """
         ...
 
@@ -174,9 +174,9 @@ class Rule(Protocol):
         """The local rule of a place.
 
         Args:
-          site: The place.
+          site: the place.
 
         Raises:
-          ValueError: If the rule does not know the place. The message names the place and what the rule was made for.
+          ValueError: if the rule does not know the place. The message names the place and what the rule was made for.
         """
         ...

@@ -22,11 +22,11 @@ def load_published(source: str | Path | Mapping[str, np.ndarray], sites: Sequenc
     """A published rule for a network.
 
     Args:
-      source: An `.npz` file, or its arrays by name.
-      sites: The sites of a network of any width whose places have the names in the file; the networks of `from_nnx` do.
+      source: an `.npz` file, or its arrays by name.
+      sites: the sites of a network of any width whose places have the names in the file; the networks of `from_nnx` do.
 
     Raises:
-      ValueError: If the file is of another version or another network. The message names what is missing, what is left
+      ValueError: if the file is of another version or another network. The message names what is missing, what is left
         over or what has another shape.
     """
     if isinstance(source, Mapping):

@@ -28,7 +28,7 @@ class Fixed(nnx.Variable):
     """A number of a rule that is fitted or chosen, and not meta-trained."""
 
 
-def affine(parts: Parts, kernel: jax.Array) -> jax.Array:
+def _affine(parts: Parts, kernel: jax.Array) -> jax.Array:
     """`concatenate(parts) @ kernel`, without concatenating."""
     total, row = None, 0
     for part in parts:
@@ -45,11 +45,11 @@ class Mlp(nnx.Module):
     """A multilayer perceptron on parts, with the activation between its layers.
 
     Args:
-      sizes: The number of features of the input, of units in each hidden layer, and of features of the output.
-      activation: The elementwise function between the layers.
-      initializer: The initializer of the kernels, as in `jax.nn.initializers`.
-      last_bias: Whether the last layer has a bias.
-      rngs: The source of keys for the kernels.
+      sizes: the number of features of the input, of units in each hidden layer, and of features of the output.
+      activation: the elementwise function between the layers.
+      initializer: the initializer of the kernels, as in `jax.nn.initializers`.
+      last_bias: whether the last layer has a bias.
+      rngs: the source of keys for the kernels.
     """
 
     def __init__(
@@ -69,10 +69,14 @@ class Mlp(nnx.Module):
 
     def __call__(self, *parts: jax.Array) -> jax.Array:
         """The output, (..., features of the output)."""
-        return self.tail(affine(parts, self.kernels[0][...]))
+        return self.tail(_affine(parts, self.kernels[0][...]))
 
     def tail(self, x: jax.Array) -> jax.Array:
-        """The output, from the product of the input and the first kernel."""
+        """The output, (..., features of the output), from the product of the input and the first kernel.
+
+        Args:
+          x: floating point, (..., units of the first hidden layer): the product, without the first layer's bias.
+        """
         for i in range(len(self.kernels)):
             x = x @ self.kernels[i][...] if i else x
             x = x + self.biases[i][...] if i < len(self.biases) else x
@@ -87,10 +91,10 @@ class Gru(nnx.Module):
         c' = u c + (1 - u) tanh(MLP_x(x) + MLP_c(r c) + b_n)
 
     Args:
-      features: The number of features of x.
-      state: The size of the state c.
-      hidden: The number of units in each hidden layer of the two MLPs, which are tanh; the last layers have no bias.
-      rngs: The source of keys for the kernels, which are Glorot uniform.
+      features: the number of features of x.
+      state: the size of the state c.
+      hidden: the number of units in each hidden layer of the two MLPs, which are tanh; the last layers have no bias.
+      rngs: the source of keys for the kernels, which are Glorot uniform.
     """
 
     def __init__(self, features: int, state: int, hidden: Sequence[int], *, rngs: nnx.Rngs):
@@ -108,7 +112,7 @@ class Gru(nnx.Module):
         """The new state, (..., state)."""
         size = self.size
         kernels = [self.update_x[...], self.reset_x[...], self.next_x.kernels[0][...]]
-        x = affine(parts, jnp.concatenate(kernels, axis=1))
+        x = _affine(parts, jnp.concatenate(kernels, axis=1))
         gates = c @ jnp.concatenate([self.update_c[...], self.reset_c[...]], axis=1)
         u = jax.nn.sigmoid(x[..., :size] + gates[..., :size] + self.update_bias[...])
         r = jax.nn.sigmoid(x[..., size : 2 * size] + gates[..., size:] + self.reset_bias[...])
@@ -122,8 +126,8 @@ class Descent(nnx.Module):
     Component 0 of the message carries the gradient. The other components are learned from the beginning.
 
     Args:
-      message_size: The size k of a message.
-      learning_rate: The learning rate at first, which is meta-trained; None for a local rule without an update.
+      message_size: the size k of a message.
+      learning_rate: the learning rate at first, which is meta-trained; None for a local rule without an update.
     """
 
     def __init__(self, message_size: int, learning_rate: float | None = None):
@@ -133,20 +137,36 @@ class Descent(nnx.Module):
         self.log_rate = nnx.Param(jnp.log(jnp.asarray(learning_rate, float))) if updates else nnx.data(None)
 
     def message(self, exact: jax.Array, learned: jax.Array) -> jax.Array:
-        """The learned message (..., k), with the exact message added to component 0, and component 0 of the learned one
-        gained.
+        """The learned message (..., k), with component 0 multiplied by its gain and the exact message added to it.
+
+        Args:
+          exact: backpropagation's message, floating point, (...).
+          learned: the learned message, floating point, (..., k).
         """
         return beside(exact, self.gain[...] * learned)
 
     def update(self, gradient: jax.Array, learned: jax.Array) -> jax.Array:
-        """The step of gradient descent, plus the correction."""
+        """The step of gradient descent, plus the correction.
+
+        Args:
+          gradient: the gradient of the parameters, floating point.
+          learned: the correction, of a shape that broadcasts to the gradient's.
+
+        Raises:
+          ValueError: if the local rule has no learning rate.
+        """
         if self.log_rate is None or self.update_gain is None:
             raise ValueError("a local rule without a learning rate has no update")
         return -jnp.exp(self.log_rate[...]) * gradient + self.update_gain[...] * learned
 
 
 def beside(exact: jax.Array, learned: jax.Array) -> jax.Array:
-    """Adds the exact message to component 0 of the learned message."""
+    """Adds the exact message to component 0 of the learned message, (..., k).
+
+    Args:
+      exact: floating point, (...).
+      learned: floating point, (..., k).
+    """
     return jnp.concatenate([learned[..., :1] + exact[..., None], learned[..., 1:]], axis=-1)
 
 
@@ -155,19 +175,36 @@ Known = tuple[tuple[str, tuple[str, tuple[str, ...], bool]], ...]
 
 
 def shows_signature(cls: Any) -> Any:
-    """Decorates an NNX module: `help` and editors show the arguments of its `__init__`, not `(*args, **kwargs)`."""
+    """Decorates an NNX module: `help` and editors show the arguments of its `__init__`, not `(*args, **kwargs)`.
+
+    Args:
+      cls: the class of an NNX module.
+    """
     signature = inspect.signature(cls.__init__)
     cls.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
     return cls
 
 
 def known_forms(sites: Sequence[Site]) -> Known:
-    """What a rule keeps of the sites that it is made for: their names and forms."""
+    """What a rule keeps of the sites that it is made for: their names and forms.
+
+    Args:
+      sites: the sites that the rule is made for.
+    """
     return tuple(sorted({(site.name, site.form) for site in sites}))
 
 
 def require_form(known: Known, site: Site, *, by_name: bool) -> None:
-    """Refuses a place that a rule was not made for: one of another name, or of another kind if it shares by kind."""
+    """Refuses a place that a rule was not made for.
+
+    Args:
+      known: what `known_forms` keeps of the sites that the rule was made for.
+      site: the site that a network asks for.
+      by_name: whether the rule has parameters for each name.
+
+    Raises:
+      ValueError: for a place of another name or, if the rule shares by kind, of another form.
+    """
     if (site.name, site.form) in known or (not by_name and any(site.form == form for _, form in known)):
         return
     places = ", ".join(f"{name!r} ({kind}, features {features}, bias {bias})" for name, (kind, features, bias) in known)
@@ -179,21 +216,44 @@ def require_form(known: Known, site: Site, *, by_name: bool) -> None:
 
 
 def require_one_of(choices: tuple[Any, ...], **options: Any) -> None:
-    """Refuses options that are not among the choices."""
+    """Refuses options that are not among the choices.
+
+    Args:
+      choices: the values that are allowed.
+      **options: the options by name.
+
+    Raises:
+      ValueError: naming the option.
+    """
     for name, value in options.items():
         if value not in choices:
             raise ValueError(f"{name} must be one of {choices}, got {value!r}")
 
 
 def require_sizes(least: int, **sizes: Any) -> None:
-    """Refuses sizes that are not integers from `least` to LARGEST."""
+    """Refuses sizes that are not integers from `least` to LARGEST.
+
+    Args:
+      least: the smallest size that is allowed.
+      **sizes: the sizes by name.
+
+    Raises:
+      ValueError: naming the size.
+    """
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= LARGEST:
             raise ValueError(f"{name} must be an integer from {least} to {LARGEST}, got {value!r}")
 
 
 def require_positive(**numbers: Any) -> None:
-    """Refuses numbers that are not finite and above 0, as far as their values are known."""
+    """Refuses numbers that are not finite and above 0.
+
+    Args:
+      **numbers: the numbers by name. A JAX array is not looked at.
+
+    Raises:
+      ValueError: naming the number.
+    """
     for name, value in numbers.items():
         known = isinstance(value, int | float | np.number) and not isinstance(value, bool)
         if not isinstance(value, jax.Array) and not (known and 0 < value < math.inf):

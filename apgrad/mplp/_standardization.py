@@ -21,7 +21,11 @@ from apgrad.mplp._step import init_state, inner_step, scan_steps
 
 
 class Standardizer(nnx.Module):
-    """A fitted shift and a fitted scale for each group of features; the identity at first."""
+    """A fitted shift and a fitted scale for each group of features; the identity at first.
+
+    Args:
+      groups: how many groups of features there are.
+    """
 
     def __init__(self, groups: int):
         self.shift = Fixed(jnp.zeros(groups, float))
@@ -34,14 +38,27 @@ class Standardizer(nnx.Module):
 
 
 def apply(parts: list[jax.Array], shift: jax.Array, scale: jax.Array) -> list[jax.Array]:
-    """`(v + shift) * scale` for each part v."""
+    """`(v + shift) * scale` for each part v.
+
+    Args:
+      parts: floating-point arrays of any shapes, one for each group of features.
+      shift: floating point, (parts,).
+      scale: floating point, (parts,).
+
+    Raises:
+      ValueError: if there is not one part for each group.
+    """
     if len(parts) != len(shift):
         raise ValueError(f"a standardizer of {len(shift)} groups of features was given {len(parts)}")
     return [(part + shift[i]) * scale[i] for i, part in enumerate(parts)]
 
 
 def statistics(parts: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Shift and scale of each part, as published: two arrays (parts,)."""
+    """Shift and scale of each part, as published: two arrays (parts,).
+
+    Args:
+      parts: floating-point arrays of any shapes.
+    """
     means = jnp.stack([jnp.mean(part) for part in parts])
     deviations = jnp.stack([jnp.std(part) for part in parts])
     return -means, jnp.where(deviations < 1e-5, 1.0, 1 / jnp.maximum(deviations, 1e-5))
@@ -52,6 +69,9 @@ class BatchNorm(nnx.Module):
 
     The variance has ddof 1, as in the thesis. If the variance is zero (a constant feature, a single row), the output is
     the shift and the derivative is finite: the square root never sees zero.
+
+    Args:
+      features: how many features all parts have together.
     """
 
     def __init__(self, features: int):
@@ -83,13 +103,13 @@ def fit_standardizers(
     fitted statistics are the means over the steps.
 
     Args:
-      rule: A rule with standardizers (`PerSynapse`).
-      network: The network that learns.
-      params: Pytree of floating-point arrays, the parameters at the start.
-      batches: The minibatches, stacked: pytree of arrays (steps, batch, ...).
-      blend: The weight of the new statistics, against those that the rule has. Published: 1 on one task of 5 steps
+      rule: a rule with standardizers (`PerSynapse`).
+      network: the network that learns.
+      params: pytree of floating-point arrays, the parameters at the start.
+      batches: the minibatches, stacked: pytree of arrays (steps, batch, ...).
+      blend: the weight of the new statistics, against those that the rule has. Published: 1 on one task of 5 steps
         (sinusoid); .5 in each of 5 rounds of 20 steps (MNIST).
-      max_scale: The largest scale; None as published, with the published fault.
+      max_scale: the largest scale; None as published, with the published fault.
 
     Returns:
       The rule with fitted standardizers.

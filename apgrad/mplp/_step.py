@@ -22,7 +22,7 @@ import optax
 from apgrad._ground.port import port
 from apgrad._ground.propagator import Propagator, node
 from apgrad.mplp._places import Parameter, Places
-from apgrad.mplp._protocol import Rule, Site
+from apgrad.mplp._protocol import LearnedRule, Site
 from apgrad.mplp._rule_parts import require_sizes
 
 
@@ -33,9 +33,9 @@ class Network(Protocol):
         """Runs the nodes on a minibatch.
 
         Args:
-          places: The places of the network's nodes.
-          params: The network's parameters, each a `Parameter`.
-          batch: A minibatch, in whatever form the network takes it.
+          places: the places of the network's nodes.
+          params: the network's parameters, each a `Parameter`.
+          batch: a minibatch, in whatever form the network takes it.
 
         Returns:
           The loss, alone or with a dictionary of metrics: a scalar, or an array of losses, of which the mean is the
@@ -48,42 +48,44 @@ def sites(network: Network, params: Any, batch: Any) -> tuple[Site, ...]:
     """The sites of a network, in the order in which the network calls its nodes. A rule is made for these.
 
     Args:
-      network: The network.
-      params: Pytree of floating-point arrays, or of their shapes.
-      batch: A minibatch, or its shapes.
+      network: the network.
+      params: pytree of floating-point arrays, or of their shapes.
+      batch: a minibatch, or its shapes.
     """
     return tuple(_trace(None, network, params, batch).values())
 
 
-def init_state(rule: Rule, network: Network, params: Any, batch: Any) -> dict[str, Any]:
+def init_state(rule: LearnedRule, network: Network, params: Any, batch: Any) -> dict[str, Any]:
     """The rule's state at the start of a task, by name of the place.
 
     Args:
-      rule: The rule.
-      network: The network.
-      params: Pytree of floating-point arrays, or of their shapes.
-      batch: A minibatch, or its shapes. If the rule remembers each example, the state fits this batch size only.
+      rule: the rule.
+      network: the network.
+      params: pytree of floating-point arrays, or of their shapes.
+      batch: a minibatch, or its shapes. If the rule remembers each example, the state fits this batch size only.
     """
     return {name: rule.init(site) for name, site in _trace(rule, network, params, batch).items()}
 
 
-def backward(rule: Rule, network: Network, params: Any, state: Any, batch: Any) -> tuple[Any, Any, dict[str, Any]]:
+def backward(
+    rule: LearnedRule, network: Network, params: Any, state: Any, batch: Any
+) -> tuple[Any, Any, dict[str, Any]]:
     """One backward pass of a network under a rule: the updates, and the new state.
 
     Args:
-      rule: The rule.
+      rule: the rule.
       network: `(places, params, batch) -> loss` or `(loss, metrics)`.
-      params: Pytree of floating-point arrays.
-      state: The rule's state, of `init_state` or of the step before.
-      batch: A minibatch, as the network takes it.
+      params: pytree of floating-point arrays.
+      state: the rule's state, of `init_state` or of the step before.
+      batch: a minibatch, as the network takes it.
 
     Returns:
       The updates, in the structure, shapes and dtypes of `params`, for `optax.apply_updates`; the new state; and the
       metrics: `"loss"`, a scalar, and those of the network. A parameter that goes to no node has the update zero.
 
     Raises:
-      ValueError: At trace time, naming both sides, if rule, network, state and batch do not fit.
-      TypeError: At trace time, if the loss depends on a parameter in another way than through loss nodes: from this
+      ValueError: at trace time, naming both sides, if rule, network, state and batch do not fit.
+      TypeError: at trace time, if the loss depends on a parameter in another way than through loss nodes: from this
         part of the loss nothing would be learned.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -114,15 +116,17 @@ def backward(rule: Rule, network: Network, params: Any, state: Any, batch: Any) 
     return updates, state, metrics
 
 
-def inner_step(rule: Rule, network: Network, params: Any, state: Any, batch: Any) -> tuple[Any, Any, dict[str, Any]]:
+def inner_step(
+    rule: LearnedRule, network: Network, params: Any, state: Any, batch: Any
+) -> tuple[Any, Any, dict[str, Any]]:
     """`backward`, and its updates added to the parameters.
 
     Args:
-      rule: The rule.
-      network: The network that learns.
-      params: Pytree of floating-point arrays, the network's parameters.
-      state: The rule's state, of `init_state` or of the step before.
-      batch: A minibatch, as the network takes it.
+      rule: the rule.
+      network: the network that learns.
+      params: pytree of floating-point arrays, the network's parameters.
+      state: the rule's state, of `init_state` or of the step before.
+      batch: a minibatch, as the network takes it.
 
     Returns:
       The new parameters, the new state, and the metrics of `backward`.
@@ -143,10 +147,10 @@ def scan_steps(
 
     Args:
       step: `(carry, input) -> (carry, output)`.
-      carry: Pytree of arrays, the carry before the first step.
-      inputs: Pytree of arrays (steps, ...), one input for each step; None if the steps have no input.
-      length: The number of steps; needed where there are no inputs.
-      remat: What a gradient through the steps remembers and what it computes again. False: it remembers everything.
+      carry: pytree of arrays, the carry before the first step.
+      inputs: pytree of arrays (steps, ...), one input for each step; None if the steps have no input.
+      length: the number of steps; needed where there are no inputs.
+      remat: what a gradient through the steps remembers and what it computes again. False: it remembers everything.
         A number S, at least 1: it remembers the carry of every S-th step, and computes segments of S steps again,
         and within a segment each step. True: S is about the square root of the number of steps, so that about twice
         the square root of carries is remembered. A policy of `jax.checkpoint_policies`: each step is computed again
@@ -188,17 +192,17 @@ def scan_steps(
 
 
 def unroll(
-    rule: Rule, network: Network, params: Any, state: Any, batches: Any, *, remat: bool | int | Callable = 1
+    rule: LearnedRule, network: Network, params: Any, state: Any, batches: Any, *, remat: bool | int | Callable = 1
 ) -> tuple[Any, Any, dict[str, Any]]:
     """An inner step for each minibatch in turn.
 
     Args:
-      rule: The rule.
-      network: The network that learns.
-      params: Pytree of floating-point arrays, the parameters at the start.
-      state: The rule's state at the start, of `init_state`.
-      batches: The minibatches, stacked: pytree of arrays (steps, batch, ...).
-      remat: What a meta-gradient remembers; see `scan_steps`. By default it remembers the parameters and states of all
+      rule: the rule.
+      network: the network that learns.
+      params: pytree of floating-point arrays, the parameters at the start.
+      state: the rule's state at the start, of `init_state`.
+      batches: the minibatches, stacked: pytree of arrays (steps, batch, ...).
+      remat: what a meta-gradient remembers; see `scan_steps`. By default it remembers the parameters and states of all
         steps, and computes each step again.
 
     Returns:
@@ -214,7 +218,7 @@ def unroll(
     return params, state, metrics
 
 
-def _require_losses_only(rule: Rule, network: Network, params: Any, batch: Any) -> None:
+def _require_losses_only(rule: LearnedRule, network: Network, params: Any, batch: Any) -> None:
     """Refuses a loss with a derivative that arrives outside the ports, such as that of `signal.value**2`."""
     depends: list[bool] = []
 
@@ -239,7 +243,7 @@ def _require_losses_only(rule: Rule, network: Network, params: Any, batch: Any) 
         )
 
 
-def _trace(rule: Rule | None, network: Network, params: Any, batch: Any) -> dict[str, Site]:
+def _trace(rule: LearnedRule | None, network: Network, params: Any, batch: Any) -> dict[str, Site]:
     places = Places(rule)
     jax.eval_shape(lambda p, b: network(places, jax.tree.map(lambda x: Parameter(x, port(x)), p), b), params, batch)
     return places.sites

@@ -23,7 +23,7 @@ def wire(function: Callable[..., jax.Array], *signals: Signal) -> Signal:
 
     Args:
       function: `(*values) -> value`. The function need not be linear, but a rule has no say in it.
-      *signals: The inputs, signals of any shapes.
+      *signals: the inputs, signals of any shapes.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -46,8 +46,8 @@ def fork(
     The value's true derivative is the sum over the uses, however the messages are aggregated.
 
     Args:
-      signal: A signal of any shape.
-      n: The number of uses, at least 1.
+      signal: a signal of any shape.
+      n: the number of uses, at least 1.
       aggregate: "sum", "mean", or a function of messages (n, ..., k) to one message (..., k) that closes over no traced
         array. A use to which no message comes back counts with zeros.
 

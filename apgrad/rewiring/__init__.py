@@ -19,7 +19,7 @@ from apgrad.rewiring._message_size import clip_messages as clip_messages, normal
 from apgrad.rewiring._predictive_coding import predictive_coding as predictive_coding
 from apgrad.rewiring._rewire import Rewired as Rewired, Rule as Rule, rewire as rewire
 from apgrad.rewiring._sign_symmetry import sign_symmetry as sign_symmetry
-from apgrad.rewiring._sites import Site as Site
+from apgrad.rewiring._sites import ProgramSite as ProgramSite
 from apgrad.rewiring._straight_through import straight_through as straight_through
 from apgrad.rewiring._surrogate_gradient import surrogate_gradient as surrogate_gradient
 from apgrad.rewiring._synthetic_gradients import synthetic_gradients as synthetic_gradients

@@ -31,10 +31,10 @@ def difference_target_propagation(
     """Layers send the difference between a value and its target, computed by a learned inverse.
 
     Args:
-      key: of the first inverses, g(h) = activation(h V + c).
+      key: the PRNG key of the first inverses, g(h) = activation(h V + c).
       where: which layers, see `ap.rewiring.Where`: functions of one array (..., n) and of weights to an array (..., m),
         with their activation. Put `jax.jit` around a layer to make it one site.
-      activation: of the inverses.
+      activation: the inverses' activation, an elementwise function.
       noise: standard deviation of what is added to a layer's input when its inverse learns.
       step: the rate of the gradient descent that makes the topmost target.
 

@@ -24,7 +24,7 @@ def direct_feedback_alignment(
     The output is one array (..., outputs), and its leading axes are those of the layers' inputs.
 
     Args:
-      key: of the random weights, which are normal.
+      key: the PRNG key of the random weights, which are normal.
       scale: their standard deviation; 1 over the square root of the number of outputs if not given.
       where: which layers, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
       memory: see `ap.rewiring.feedback_alignment`.

@@ -18,7 +18,7 @@ def feedback_alignment(key: jax.Array, *, scale: float | None = None, where: Whe
     """Layers send their messages back through fixed random weights.
 
     Args:
-      key: of the random weights, which are normal.
+      key: the PRNG key of the random weights, which are normal.
       scale: their standard deviation; 1 over the square root of the number of a neuron's inputs if not given.
       where: which layers, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
       memory: a sampler by which layers remember their inputs, such as `ap.memory.rounding(bits=4)`. The rewired

@@ -11,8 +11,8 @@ The message may come from other sites that draw by themselves: they are independ
 import jax
 import jax.numpy as jnp
 
-from apgrad._ground.messages import has_message
 from apgrad._ground.propagator import Propagator
+from apgrad._programs.jaxprs import is_inexact
 from apgrad.rewiring._layers import Where, chosen
 from apgrad.rewiring._rewire import Rule
 
@@ -38,7 +38,7 @@ def forward_gradient(where: Where = None) -> Rule:
     def at(site, params):
         def forward(*inputs):
             keys = jax.random.split(site.key, len(inputs))
-            floats = [i for i, x in enumerate(inputs) if has_message(x)]
+            floats = [i for i, x in enumerate(inputs) if is_inexact(x)]
             draws = [jax.random.normal(keys[i], inputs[i].shape, inputs[i].dtype) for i in floats]
 
             def some(*values):

@@ -21,7 +21,7 @@ def kolen_pollack(key: jax.Array, *, scale: float | None = None, where: Where = 
     weight decay the two do not become equal.
 
     Args:
-      key: of the first feedback weights, which are normal.
+      key: the PRNG key of the first feedback weights, which are normal.
       scale: their standard deviation; 1 over the square root of the number of a neuron's inputs if not given.
       where: which layers, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
       memory: see `ap.rewiring.feedback_alignment`.

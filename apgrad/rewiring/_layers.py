@@ -11,19 +11,23 @@ import jax
 import jax.numpy as jnp
 
 from apgrad._ground.propagator import Propagator, backpropagation, chain
-from apgrad.rewiring._sites import Site
+from apgrad.rewiring._sites import ProgramSite
 
-Where = Callable[[Site], bool] | str | tuple[str, ...] | None
-"""Which sites a rule takes: a function `Site -> bool`, a label, labels, or None for the rule's default."""
+Where = Callable[[ProgramSite], bool] | str | tuple[str, ...] | None
+"""Which sites a rule takes: a function `ProgramSite -> bool`, a label, labels, or None for the rule's default."""
 
 
-def is_layer(site: Site) -> bool:
-    """Whether a site is a dense layer or a convolution."""
+def is_layer(site: ProgramSite) -> bool:
+    """Whether a site is a dense layer or a convolution.
+
+    Args:
+      site: any site.
+    """
     return site.kind in ("dense", "conv")
 
 
-def require_layer(site: Site) -> None:
-    """For rules that send messages through another weight than the layer's.
+def _require_layer(site: ProgramSite) -> None:
+    """Refuses a site that is no layer, for rules that send messages through another weight than the layer's.
 
     Raises:
       ValueError: for a site that is no layer.
@@ -35,13 +39,16 @@ def require_layer(site: Site) -> None:
         )
 
 
-def require_one_layer(site: Site) -> None:
-    """For rules with parameters of their own for each layer.
+def require_one_layer(site: ProgramSite) -> None:
+    """Refuses a site that is not one layer, for rules with parameters of their own for each layer.
+
+    Args:
+      site: the site that the rule was given.
 
     Raises:
       ValueError: for a site that is no layer, or that is one layer at one step of a scan and another one at the next.
     """
-    require_layer(site)
+    _require_layer(site)
     if site.stacked:
         raise ValueError(
             f"{site} is another layer at each step of a scan, and the rule has parameters of its own for each layer, "
@@ -49,8 +56,12 @@ def require_one_layer(site: Site) -> None:
         )
 
 
-def require_one_array(site: Site, rule: str) -> None:
-    """For rules whose message to the input has the shape of the message to the output.
+def require_one_array(site: ProgramSite, rule: str) -> None:
+    """Refuses a site that is no function of one array to an array of the same shape.
+
+    Args:
+      site: the site that the rule was given.
+      rule: the rule's name in the error.
 
     Raises:
       ValueError: for a site that is no function of one array to an array of the same shape.
@@ -59,8 +70,12 @@ def require_one_array(site: Site, rule: str) -> None:
         raise ValueError(f"{rule} is for a function of one array to one of its shape, got {site}")
 
 
-def chosen(where: Where, default: Where) -> Callable[[Site], bool]:
+def chosen(where: Where, default: Where) -> Callable[[ProgramSite], bool]:
     """A function that says whether a rule takes a site.
+
+    Args:
+      where: which sites the user wants the rule to take.
+      default: which sites it takes if `where` is None.
 
     Raises:
       TypeError: if `where` is something else.
@@ -74,17 +89,29 @@ def chosen(where: Where, default: Where) -> Callable[[Site], bool]:
     return where
 
 
-def to_input(site: Site, w: jax.Array, message: jax.Array) -> jax.Array:
-    """The message to the input of a layer with the weight w."""
+def to_input(site: ProgramSite, w: jax.Array, message: jax.Array) -> jax.Array:
+    """The message to the input of a layer with the weight w.
+
+    Args:
+      site: a layer.
+      w: the weight, of the shape and dtype of `site.inputs[1]`.
+      message: the message to the output, of the shape and dtype of `site.output`.
+    """
     return jax.linear_transpose(lambda x: site.function(x, w), site.inputs[0])(message)[0]
 
 
-def to_weight(site: Site, x: jax.Array, message: jax.Array) -> jax.Array:
-    """The gradient of the weight of a layer with the input x."""
+def to_weight(site: ProgramSite, x: jax.Array, message: jax.Array) -> jax.Array:
+    """The gradient of the weight of a layer with the input x.
+
+    Args:
+      site: a layer.
+      x: the input, of the shape and dtype of `site.inputs[0]`.
+      message: the message to the output, of the shape and dtype of `site.output`.
+    """
     return jax.linear_transpose(lambda w: site.function(x, w), site.inputs[1])(message)[0]
 
 
-def layer(site: Site, memory: Any, answer: Callable[..., tuple[Any, ...]]) -> Propagator:
+def layer(site: ProgramSite, memory: Any, answer: Callable[..., tuple[Any, ...]]) -> Propagator:
     """A propagator at a layer, whose weight gets its usual gradient unless the answer says otherwise.
 
     Args:
@@ -94,7 +121,7 @@ def layer(site: Site, memory: Any, answer: Callable[..., tuple[Any, ...]]) -> Pr
       answer: `(weight, message, gradient of the weight, ...) -> messages`, the messages that `backward` returns; a
         direct rule's answer gets the output's message last.
     """
-    require_layer(site)
+    _require_layer(site)
 
     def forward(x, w):
         return site.function(x, w), (x if memory is None else memory.keep(site.key, x), w)
@@ -107,7 +134,7 @@ def layer(site: Site, memory: Any, answer: Callable[..., tuple[Any, ...]]) -> Pr
     return Propagator(forward, backward)
 
 
-def on_message(site: Site, transform: Callable[[jax.Array], jax.Array], memory: Any = None) -> Propagator:
+def on_message(site: ProgramSite, transform: Callable[[jax.Array], jax.Array], memory: Any = None) -> Propagator:
     """A propagator that changes the message to the output of a site, and then sends it back by the usual derivative.
 
     Args:
@@ -123,7 +150,7 @@ def on_message(site: Site, transform: Callable[[jax.Array], jax.Array], memory: 
     return chain(usual, changed)
 
 
-def random_weight(site: Site, key: jax.Array, scale: float | None) -> jax.Array:
+def random_weight(site: ProgramSite, key: jax.Array, scale: float | None) -> jax.Array:
     """A normal draw in the form of a layer's weight.
 
     Args:

@@ -18,7 +18,7 @@ def clip_messages(max_norm: float, *, where: Where = None, memory: Any = None) -
     """Sites scale the message to their output down to a norm of at most `max_norm`; their derivatives stay.
 
     Args:
-      max_norm: positive; bounds the Euclidean norm of the whole array.
+      max_norm: the bound on the Euclidean norm of the whole array, positive.
       where: which sites, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
       memory: for layers, see `ap.rewiring.feedback_alignment`.
 
@@ -48,7 +48,7 @@ def normalize_messages(norm: float = 1.0, *, where: Where = None, memory: Any = 
     """Sites scale the message to their output to one norm; their derivatives stay. A message of zeros stays zeros.
 
     Args:
-      norm: positive; the Euclidean norm of the whole array.
+      norm: the Euclidean norm of the whole array, positive.
       where: which sites, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
       memory: for layers, see `ap.rewiring.feedback_alignment`.
 

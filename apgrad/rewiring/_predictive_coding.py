@@ -23,11 +23,11 @@ row are needed before all weights learn.
 import jax
 import jax.numpy as jnp
 
-from apgrad._ground.messages import has_message
 from apgrad._ground.propagator import Propagator
+from apgrad._programs.jaxprs import is_inexact
 from apgrad.rewiring._layers import Where, chosen
 from apgrad.rewiring._rewire import Rule, rewire
-from apgrad.rewiring._sites import Site
+from apgrad.rewiring._sites import ProgramSite
 
 
 def predictive_coding(where: Where, *, steps: int = 20, rate: float = 0.1) -> Rule:
@@ -39,8 +39,9 @@ def predictive_coding(where: Where, *, steps: int = 20, rate: float = 0.1) -> Ru
     Args:
       where: the sites whose outputs are hidden values, see `ap.rewiring.Where`: the label of the activation function,
         of a layer under `jax.jit`, or what `checkpoint_name` got.
-      steps: of gradient descent on the energy, at least as many as there are hidden values in a row.
-      rate: of each step.
+      steps: the number of steps of gradient descent on the energy, at least as many as there are hidden values in a
+        row.
+      rate: the learning rate of this descent, positive.
 
     Returns:
       A rule without parameters, which takes the function as a whole.
@@ -81,21 +82,21 @@ def predictive_coding(where: Where, *, steps: int = 20, rate: float = 0.1) -> Ru
             values = infer(*inputs)
             _, pullback = jax.vjp(lambda *inputs: with_values(values, *inputs), *inputs)
             gradients = pullback(jnp.ones_like(message))
-            return tuple(message * g if has_message(x) else None for x, g in zip(inputs, gradients, strict=True))
+            return tuple(message * g if is_inexact(x) else None for x, g in zip(inputs, gradients, strict=True))
 
         return Propagator(lambda *inputs: (site.function(*inputs), inputs), backward)
 
     return Rule(lambda site: site.kind == "function", at)
 
 
-def _zeros(site: Site) -> jax.Array:
+def _zeros(site: ProgramSite) -> jax.Array:
     if isinstance(site.output, tuple) or site.repeated:
         reason = "is in a scan, which would give all of its steps one value" if site.repeated else "is several arrays"
         raise ValueError(f"the hidden value of {site} {reason}; predictive coding cannot infer it")
     return jnp.zeros(site.output.shape, site.output.dtype)
 
 
-def _value_node(site: Site, value: jax.Array) -> Propagator:
+def _value_node(site: ProgramSite, value: jax.Array) -> Propagator:
     """The output is the value; the messages are the derivatives of |value - prediction|^2 / 2 and of what follows."""
 
     def forward(*inputs):
@@ -109,7 +110,7 @@ def _value_node(site: Site, value: jax.Array) -> Propagator:
     return Propagator(forward, backward)
 
 
-def _prediction(site: Site, zeros: jax.Array) -> Propagator:
+def _prediction(site: ProgramSite, zeros: jax.Array) -> Propagator:
     """The output is the prediction, which is also the message to the zeros."""
 
     def forward(*inputs):
@@ -119,6 +120,6 @@ def _prediction(site: Site, zeros: jax.Array) -> Propagator:
     def backward(memory, message):
         # Zeros, not None: JAX asks no node for messages to which none comes.
         prediction, inputs = memory
-        return prediction, *(jnp.zeros_like(x) if has_message(x) else None for x in inputs)
+        return prediction, *(jnp.zeros_like(x) if is_inexact(x) else None for x in inputs)
 
     return Propagator(forward, backward)

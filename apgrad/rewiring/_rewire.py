@@ -32,19 +32,20 @@ import jax
 import jax.numpy as jnp
 
 from apgrad._ground.keys import require_key
-from apgrad._ground.messages import describe, has_message
+from apgrad._ground.messages import describe
 from apgrad._ground.propagator import Propagator, first_order, node
 from apgrad._programs import jaxprs
 from apgrad._programs.flow import flow
-from apgrad.rewiring._sites import DATA, WEIGHT, Planner, Site, Step, part
+from apgrad._programs.jaxprs import is_inexact
+from apgrad.rewiring._sites import DATA, WEIGHT, Planner, PlanStep, ProgramSite, part
 
 
 class Rule(NamedTuple):
     """Another way back through the nodes that it takes.
 
     Attributes:
-      where: `(Site) -> bool`, whether the rule takes a site. The function as a whole is offered first, then scopes and
-        calls, then single equations; what is inside a site that is taken is not offered.
+      where: `(ProgramSite) -> bool`, whether the rule takes a site. The function as a whole is offered first, then
+        scopes and calls, then single equations; what is inside a site that is taken is not offered.
       at: `(site, params) -> Propagator`, a propagator with the inputs of `site.function`. With `init` its `backward`
         returns one more message before the others, the update of `params`, or None.
       init: `site -> params`, the parameters of the rule at a site: a pytree of arrays. None for a rule without any.
@@ -63,9 +64,9 @@ class Rule(NamedTuple):
       1.5
     """
 
-    where: Callable[[Site], bool]
-    at: Callable[[Site, Any], Propagator]
-    init: Callable[[Site], Any] | None = None
+    where: Callable[[ProgramSite], bool]
+    at: Callable[[ProgramSite, Any], Propagator]
+    init: Callable[[ProgramSite], Any] | None = None
     random: bool = False
     direct: bool = False
 
@@ -166,7 +167,7 @@ class Rewired:
         init = self.rule.init
         return {} if init is None else {site.name: init(site) for site in self._plan(args)[1].taken}
 
-    def sites(self, *args: Any) -> list[Site]:
+    def sites(self, *args: Any) -> list[ProgramSite]:
         """The sites that were offered to the rule, in the order of the program.
 
         Args:
@@ -230,7 +231,7 @@ def _names(planner: Planner) -> set[str]:
 def _evaluate(plan, arrays, key, params, rule, shape):
     """The flat outputs of a plan, and their structure."""
     outputs, treedef = jax.tree.flatten(shape)
-    floats = [i for i, x in enumerate(outputs) if has_message(x)] if rule.direct else []
+    floats = [i for i, x in enumerate(outputs) if is_inexact(x)] if rule.direct else []
     shapes = [jax.ShapeDtypeStruct(outputs[i].shape, outputs[i].dtype) for i in floats]
     ports = _Ports(
         shapes, lambda messages: jax.tree.unflatten(treedef, jaxprs.place(messages, floats, [None] * len(outputs)))
@@ -242,7 +243,7 @@ def _evaluate(plan, arrays, key, params, rule, shape):
 
 
 class _Ports(NamedTuple):
-    """What carries the output's message: the form of a port, and a function from its message to the output's."""
+    """What carries the output's message: a port's form, and a function from a port's message to the output's."""
 
     shapes: list[jax.ShapeDtypeStruct]
     as_result: Callable[[Sequence[Any]], Any]
@@ -259,7 +260,7 @@ class _Ports(NamedTuple):
         """
         never = jnp.zeros((), bool)
         for x in outputs if self.shapes else ():
-            never |= jnp.any(jnp.isnan(x)) & False if has_message(x) else False
+            never |= jnp.any(jnp.isnan(x)) & False if is_inexact(x) else False
         return [z + never.astype(z.dtype) for z in self.zeros]
 
 
@@ -276,7 +277,7 @@ def _walk(plan, inputs, key, params, rule, ports):
     """The outputs of a plan, and the sum of the ports of its nodes."""
     port, number = list(ports.zeros), 0
 
-    def apply(step: Step, values):
+    def apply(step: PlanStep, values):
         nonlocal port, number
         number += 1
         here = None if key is None else jax.random.fold_in(key, number)
@@ -309,7 +310,7 @@ def _inner(plan, kind, key, params, rule, ports):
     return function
 
 
-def _rewired(site: Site, rule: Rule, ports: _Ports) -> Callable[..., Any]:
+def _rewired(site: ProgramSite, rule: Rule, ports: _Ports) -> Callable[..., Any]:
     """The node `(key, params, *inputs) -> (outputs, port)` of a site."""
 
     def forward(key, params, *inputs):

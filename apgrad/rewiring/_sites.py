@@ -33,7 +33,7 @@ _COMBINERS = ("reduce", "scatter", "select_and")
 _PLAIN = ELEMENTWISE | NO_DERIVATIVE | IDENTITY | {"select_n", "broadcast_in_dim", "reshape", "squeeze"}
 
 
-class Site(NamedTuple):
+class ProgramSite(NamedTuple):
     """A node of a program, as a rule sees it.
 
     Attributes:
@@ -76,7 +76,7 @@ class Site(NamedTuple):
         return f"<{self.kind} {self.name}: {shapes}; weights: {self.weights}>"
 
 
-class Step(NamedTuple):
+class PlanStep(NamedTuple):
     """A step of a plan, which stands where an equation stood.
 
     Attributes:
@@ -93,7 +93,7 @@ class Step(NamedTuple):
     outvars: Sequence[Any]
     scope: str
     eqn: Any = None
-    site: Site | None = None
+    site: ProgramSite | None = None
     order: Sequence[int] = ()
     plans: Sequence[jaxprs.Program] = ()
 
@@ -116,16 +116,16 @@ class Planner:
     """Offers the sites of a program to a rule, and writes down which ones it takes.
 
     Attributes:
-      where: `(Site) -> bool`, whether the rule takes a site.
+      where: `(ProgramSite) -> bool`, whether the rule takes a site.
       result: the output of the whole function, a pytree of shapes and dtypes.
       offered: the sites that were offered so far.
-      taken: those that the rule took.
+      taken: the sites that the rule took.
     """
 
-    def __init__(self, where: Callable[[Site], bool], result: Any):
+    def __init__(self, where: Callable[[ProgramSite], bool], result: Any):
         self.where, self.result = where, result
-        self.offered: list[Site] = []
-        self.taken: list[Site] = []
+        self.offered: list[ProgramSite] = []
+        self.taken: list[ProgramSite] = []
         self.names: dict[str, int] = {}
         self.hidden = ""
         self.loops = 0
@@ -140,7 +140,7 @@ class Planner:
         """
         jaxpr = program.jaxpr
         function = lambda *inputs: jaxprs.evaluate(program, inputs, _run)
-        step = self.offer("function", label, "", facts, Step(jaxpr.invars, jaxpr.outvars, ""), function)
+        step = self._offer("function", label, "", facts, PlanStep(jaxpr.invars, jaxpr.outvars, ""), function)
         return self.plan(program, facts, "") if step is None else part([step], jaxpr.invars, jaxpr.outvars)
 
     def plan(self, program: jaxprs.Program, facts: Sequence[int], where: str) -> jaxprs.Program:
@@ -157,7 +157,7 @@ class Planner:
         steps = self._scopes(jaxpr.eqns, jaxpr.outvars, known, where, 0)
         return part(steps, jaxpr.invars, jaxpr.outvars, program)
 
-    def _scopes(self, eqns, needed, known, where, depth) -> list[Step]:
+    def _scopes(self, eqns, needed, known, where, depth) -> list[PlanStep]:
         """The steps of equations whose scopes agree up to a depth; neighbours in a deeper scope are one site."""
         steps, start = [], 0
         scopes = [tuple(s for s in jaxprs.plain_scope(jaxprs.scope(e)).split("/") if s)[depth:][:1] for e in eqns]
@@ -183,17 +183,17 @@ class Planner:
         function = lambda *values: jaxprs.evaluate(program, values, _run)
         facts = [known[v] for v in inputs]
         scope = jaxprs.plain_scope(jaxprs.scope(eqns[0])).split("/")[:depth]
-        step = self.offer("scope", label, jaxprs.join(where, *scope), facts, Step(inputs, outputs, ""), function)
+        step = self._offer("scope", label, jaxprs.join(where, *scope), facts, PlanStep(inputs, outputs, ""), function)
         if step is None:
             return self._scopes(eqns, after, known, where, depth + 1)
         known.update(zip(outputs, flow(program, facts, through, max, constant), strict=True))
         return [step]
 
-    def _equation(self, eqn, known, where) -> list[Step]:
+    def _equation(self, eqn, known, where) -> list[PlanStep]:
         facts = [constant(v.val) if isinstance(v, Literal) else known[v] for v in eqn.invars]
         scope = jaxprs.scope(eqn)
         around = jaxprs.join(where, jaxprs.plain_scope(scope))
-        step = Step(eqn.invars, eqn.outvars, scope, eqn)
+        step = PlanStep(eqn.invars, eqn.outvars, scope, eqn)
         inputs = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal)))
         made = flow(part([eqn], inputs, eqn.outvars), [known[v] for v in inputs], through, max, constant)
         known.update(zip(eqn.outvars, made, strict=True))
@@ -201,17 +201,17 @@ class Planner:
         taken = None
         if inside is None and name in _PRODUCTS:
             kind = _PRODUCTS[name] if _is_weighted(facts, eqn) else "matmul"
-            taken = self.offer(kind, name, around, facts, step, call)
+            taken = self._offer(kind, name, around, facts, step, call)
         elif inside is None and name == "name":
-            taken = self.offer("name", eqn.params["name"], around, facts, step, call)
+            taken = self._offer("name", eqn.params["name"], around, facts, step, call)
         elif inside is None and (name in ELEMENTWISE or name in NO_DERIVATIVE):
-            taken = self.offer("elementwise", name, around, facts, step, call)
+            taken = self._offer("elementwise", name, around, facts, step, call)
         elif inside is not None and inside.kind in ("call", "custom"):
             kind = "elementwise" if _is_elementwise(eqn, inside) else "call"
-            taken = self.offer(kind, inside.label, around, facts, step, call)
+            taken = self._offer(kind, inside.label, around, facts, step, call)
         return [taken or self._open(step, inside, facts, around)]
 
-    def _open(self, step, inside, facts, around) -> Step:
+    def _open(self, step, inside, facts, around) -> PlanStep:
         """The step, with the plans of the programs inside if the rule takes a site there."""
         before, name = len(self.taken), step.eqn.primitive.name
         if inside is None:
@@ -255,7 +255,7 @@ class Planner:
         self.plan(program, facts, around)
         self.hidden = outer
 
-    def offer(self, kind, label, around, facts, step: Step, call) -> Step | None:
+    def _offer(self, kind, label, around, facts, step: PlanStep, call) -> PlanStep | None:
         """The step as a site, if the rule takes it."""
         floats = lambda variables: [v for v in variables if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
         if not floats(step.invars) or not floats(step.outvars):
@@ -273,7 +273,7 @@ class Planner:
         name = jaxprs.join(around, label)
         self.names[name] = self.names.get(name, -1) + 1
         shapes = [_shape(v) for v in step.outvars]
-        site = Site(
+        site = ProgramSite(
             kind,
             label,
             f"{name}[{self.names[name]}]",
@@ -314,12 +314,21 @@ def _run(eqn, values):
 
 
 def constant(value: Any) -> int:
-    """The fact about a literal or a constant."""
+    """The fact about a literal or a constant.
+
+    Args:
+      value: the value of the literal or constant.
+    """
     return CLOSED if np.ndim(value) and jnp.issubdtype(jnp.result_type(value), jnp.inexact) else MADE
 
 
 def through(eqn: Any, facts: Sequence[int]) -> list[int] | None:
-    """What an equation makes of the facts about its inputs; None for one with programs inside."""
+    """What an equation makes of the facts about its inputs; None for one with programs inside.
+
+    Args:
+      eqn: an equation of a jaxpr.
+      facts: the facts about its inputs.
+    """
     if jaxprs.nested(eqn) is not None:
         return None
     made = DATA if eqn.primitive.name in _PRODUCTS and _is_weighted(facts, eqn) else max(facts, default=MADE)
@@ -339,17 +348,12 @@ def _is_elementwise(eqn, inside):
     shapes = [v.aval.shape for v in eqn.invars if v.aval.shape] or [()]
     if len(shapes) > 1 or [v.aval.shape for v in eqn.outvars] != shapes:
         return False
-
-    def plain(program):
-        inner = [(e, jaxprs.inside_of(e)) for e in program.jaxpr.eqns]
-        return all(all(map(plain, programs)) if programs else e.primitive.name in _PLAIN for e, programs in inner)
-
-    return plain(inside.jaxprs[0])
+    plain = lambda eqn: eqn.primitive.name in _PLAIN or bool(jaxprs.inside_of(eqn))
+    return all(map(plain, jaxprs.all_equations(inside.jaxprs[0])))
 
 
 def _has_product(program):
-    eqns = program.jaxpr.eqns
-    return any(e.primitive.name in _PRODUCTS or any(map(_has_product, jaxprs.inside_of(e))) for e in eqns)
+    return any(eqn.primitive.name in _PRODUCTS for eqn in jaxprs.all_equations(program))
 
 
 def _shape(v):

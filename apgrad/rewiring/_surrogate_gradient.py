@@ -26,7 +26,7 @@ def surrogate_gradient(
     Args:
       where: which functions, see `ap.rewiring.Where`. Put `jax.jit` around a function of several operations, such as
         `spike(v) = (v > 0).astype(v.dtype)`, to make it one site with the function's name.
-      derivative: the elementwise derivative; that of the fast sigmoid if not given.
+      derivative: the elementwise derivative; the fast sigmoid's if not given.
       beta: the steepness of the fast sigmoid.
 
     Returns:

@@ -13,7 +13,7 @@ remembers the tapped value. When JAX transposes this second primitive, its rule 
 backward pass of a `scan`, of a `jax.checkpoint`, of a `cond`. `with_taps` traces the function, finds the markers, and
 rebuilds the program so that what the markers see is an output. Without `with_taps` all three do nothing.
 
-The walk is that of `apgrad._programs`: `evaluate` for equations, `nested` and `rebuild` for control flow.
+The walk is made of parts of `apgrad._programs`: `evaluate` for equations, `nested` and `rebuild` for control flow.
 """
 
 import contextvars
@@ -45,9 +45,9 @@ def tap(x: jax.Array, name: str, statistic: Callable[[jax.Array, jax.Array], Any
     """The same array; `ap.with_taps` returns its value and the message that comes back to it.
 
     Args:
-      x: a floating-point array.
-      name: by which `ap.with_taps` returns the tap. Each tap of a program has a name of its own; taps in different
-        branches of a `cond` may share one.
+      x: a floating-point or complex array of any shape.
+      name: the name by which `ap.with_taps` returns the tap. Each tap of a program has a name of its own; taps in
+        different branches of a `cond` may share one.
       statistic: `(value, message) -> any pytree of arrays`, what is returned in place of the two arrays. In a `scan` it
         is computed in each step, and under `jax.vmap` for each example, so that the arrays themselves are not kept.
 
@@ -152,11 +152,7 @@ def with_taps(function: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str
 
 def _names(program: jaxprs.Program, primitive: Primitive) -> set[str]:
     """The names of all taps of a program, or of all its markers."""
-    found = set()
-    for eqn in program.jaxpr.eqns:
-        found |= {eqn.params["name"]} if eqn.primitive is primitive else set()
-        found |= {name for inner in jaxprs.inside_of(eqn) for name in _names(inner, primitive)}
-    return found
+    return {eqn.params["name"] for eqn in jaxprs.all_equations(program) if eqn.primitive is primitive}
 
 
 def _collect(program: jaxprs.Program, inputs: Any, here: set[str]) -> tuple[list[Any], dict[str, Any]]:

@@ -16,7 +16,7 @@ gradient is claimed to be of. What it tests:
   a sum of estimates that a `scan` makes: it is there that JAX drops custom rules (see `_ground/primitives.py`).
 * `keys`: an estimate is a function of its key, and consumes no key twice (`jax.debug_key_reuse`).
 
-The exact gradient is that of `truth`, in float64.
+The exact gradient is the gradient of `truth`, in float64.
 """
 
 from collections.abc import Callable, Iterator
@@ -68,7 +68,11 @@ class Certificate(NamedTuple):
 
 
 class NotCertifiedError(AssertionError):
-    """Raised by `certify`: its text is the certificate, and `certificate` holds it."""
+    """Raised by `certify`: its text is the certificate, and `certificate` holds it.
+
+    Args:
+      certificate: what `certify` found.
+    """
 
     def __init__(self, certificate: Certificate):
         super().__init__(str(certificate))

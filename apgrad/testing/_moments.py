@@ -129,7 +129,7 @@ def describe(distance: Distance, num_samples: int) -> str:
     """What an error says of a mean that is too far from the truth.
 
     Args:
-      distance: of the element that is farthest off.
+      distance: the distance of the element that is farthest off.
       num_samples: how many estimates there were.
     """
     return (

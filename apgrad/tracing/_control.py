@@ -142,18 +142,23 @@ def active_carry(body: jaxprs.Program, active: Sequence[bool], fixed: int, carri
     """
 
     def walked(flags):
-        return flow(body, flags, _depends, operator.or_, lambda value: False)
+        return flow(body, flags, depends, operator.or_, lambda value: False)
 
     return tuple(steady(walked, active, fixed, carried, operator.or_)[0])
 
 
-def _depends(eqn, flags):
-    """Which outputs of an equation depend on an active input; None asks for a look inside the equation."""
+def depends(eqn: Any, flags: list[bool]) -> list[bool] | None:
+    """Which outputs of an equation depend on an active input; None asks for a look inside the equation.
+
+    Args:
+      eqn: an equation of a jaxpr.
+      flags: for each input, whether it is active.
+    """
     if eqn.primitive.name in NO_DERIVATIVE or not any(flags):
         return [False] * len(eqn.outvars)
     inside = jaxprs.nested(eqn)
     if inside is None or inside.kind == "custom":
-        return [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars]
+        return jaxprs.inexact_outputs(eqn)
     return None
 
 
@@ -235,7 +240,7 @@ def rule_program(eqn: Any, inputs: Any, active: Any) -> tuple[Any, list[Any], li
 
 def _linearized(eqn, inputs, active):
     chosen, call = [i for i, a in enumerate(active) if a], jaxprs.caller(eqn)
-    real = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars]
+    real = jaxprs.inexact_outputs(eqn)
 
     def with_messages(*inputs):
         outputs = call(*inputs)

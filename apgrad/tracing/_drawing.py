@@ -6,15 +6,17 @@
 import functools
 import html
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from apgrad._ground.pictures import new_figure
 from apgrad._programs import jaxprs
+from apgrad._programs.flow import flow, steady
 from apgrad._programs.kinds import NO_DERIVATIVE
+from apgrad.tracing._control import depends
 from apgrad.tracing._influence import Influence, PathKind
 from apgrad.tracing._trace import Trace
 
@@ -22,7 +24,15 @@ COLOURS = ("#c2255c", "#1f77b4", "#2a8a3e", "#d95f02", "#6a51a3", "#8c6d1f")
 
 
 class DrawnNode(NamedTuple):
-    """A vertex of the drawn graph: a parameter (primitive "parameter"), an equation, or the loss ("loss")."""
+    """A vertex of the drawn graph: a parameter, an equation, or the loss.
+
+    Attributes:
+      primitive: the name of the primitive, or "parameter" or "loss".
+      scope: the named scopes around the equation.
+      shape: the shape of the array.
+      name: the parameter's name, or what stands at the vertex.
+      depth: the number of edges on the longest way from a parameter.
+    """
 
     primitive: str
     scope: str
@@ -32,7 +42,12 @@ class DrawnNode(NamedTuple):
 
 
 class DrawnGraph(NamedTuple):
-    """The vertices that depend on the parameters, and the edges between them, as pairs of numbers of vertices."""
+    """The drawn graph.
+
+    Attributes:
+      nodes: the vertices that depend on the parameters.
+      edges: pairs of numbers of vertices, from and to.
+    """
 
     nodes: list[DrawnNode]
     edges: list[tuple[int, int]]
@@ -40,6 +55,12 @@ class DrawnGraph(NamedTuple):
 
 def graph(trace: Trace) -> DrawnGraph:
     """The computation graph, array by array. Calls are written out, and the body of a loop is drawn once.
+
+    What a loop's body takes from the step before is drawn as if it came from before the loop; the loop's output comes
+    from all that reaches it in any number of steps.
+
+    Args:
+      trace: the trace, as `ap.trace_gradients` makes it.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -49,12 +70,12 @@ def graph(trace: Trace) -> DrawnGraph:
     """
     program, count = trace.program()
     nodes: list[DrawnNode] = []
-    edges: list[tuple[int, int]] = []
+    edges: dict[tuple[int, int], None] = {}
+    carries = itertools.count(-1, -1)  # below zero: what a loop's body finds in its carry, until the body is drawn
 
     def place(primitive, scope, shape, name, sources):
-        depth = 1 + max((nodes[s].depth for s in sources), default=-1)
-        nodes.append(DrawnNode(primitive, jaxprs.plain_scope(scope), tuple(shape), name, depth))
-        edges.extend((s, len(nodes) - 1) for s in sorted(sources))
+        nodes.append(DrawnNode(primitive, jaxprs.plain_scope(scope), tuple(shape), name, 0))
+        edges.update(((s, len(nodes) - 1), None) for s in sorted(sources))
         return len(nodes) - 1
 
     def run(program, scope, inputs):
@@ -68,20 +89,41 @@ def graph(trace: Trace) -> DrawnGraph:
         if inside is None or inside.kind == "custom":
             label = "custom rule" if inside else name
             made = [{place(label, where, eqn.outvars[0].aval.shape, label, sources)}] * len(eqn.outvars)
+        elif inside.kind in ("scan", "while"):
+            skipped, first, carried = (0, *inside.counts[:2]) if inside.kind == "scan" else inside.counts
+            made = draw_loop(inside.jaxprs[-1], where, given[skipped:], first, carried)
         else:
-            skip = {"cond": 1, "while": inside.counts[0] if inside.counts else 0}.get(inside.kind, 0)
-            bodies = inside.jaxprs[1:] if inside.kind == "while" else inside.jaxprs
-            results = [run(body, where, given[skip:]) for body in bodies]
-            made = [set().union(*parts) for parts in zip(*results, strict=True)]
-        real = [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars]
-        return [found if r else set() for found, r in zip(made, real, strict=True)]
+            given = given[1:] if inside.kind == "cond" else given
+            made = [set().union(*parts) for parts in zip(*(run(b, where, given) for b in inside.jaxprs), strict=True)]
+        return [found if is_real else set() for found, is_real in zip(made, jaxprs.inexact_outputs(eqn), strict=True)]
+
+    def draw_loop(body, where, given, first, carried):
+        walk = functools.partial(flow, body, transfer=depends, join=operator.or_, constant=lambda value: False)
+        reached, _ = steady(walk, [bool(sources) for sources in given], first, carried, operator.or_)
+        before = {i: next(carries) for i in range(first, first + carried) if reached[i]}
+        made = run(body, where, [{before[i]} if i in before else sources for i, sources in enumerate(given)])
+        comes_from = {carry: given[i] | made[i - first] for i, carry in before.items()}
+
+        def origins(sources):
+            found, open_ones = set(sources), set(sources)
+            while open_ones:
+                more = set().union(*(comes_from.get(s, ()) for s in open_ones))
+                open_ones, found = more - found, found | more
+            return found - comes_from.keys()
+
+        pairs = list(edges)
+        edges.clear()
+        edges.update(((s, v), None) for u, v in pairs for s in sorted(origins({u})) if s < v)
+        return [origins(sources) for sources in made]
 
     invars = program.jaxpr.invars
     shapes = [v.aval.shape for v in invars[:count]]
     starts = [{place("parameter", "", s, n, ())} for s, n in zip(shapes, trace.parameters, strict=True)]
     (end,) = run(program, "", [*starts, *(set() for _ in invars[count:])])
     place("loss", "", (), "loss", end)
-    return DrawnGraph(nodes, edges)
+    for u, v in sorted(edges, key=lambda edge: edge[1]):  # an edge goes to a later vertex
+        nodes[v] = nodes[v]._replace(depth=max(nodes[v].depth, nodes[u].depth + 1))
+    return DrawnGraph(nodes, list(edges))
 
 
 def heavy(trace: Trace, made: DrawnGraph, count: int, kind: PathKind) -> list[tuple[str, list[int]]]:
@@ -91,7 +133,7 @@ def heavy(trace: Trace, made: DrawnGraph, count: int, kind: PathKind) -> list[tu
       trace: made by `ap.trace_gradients`.
       made: the graph of the trace.
       count: how many paths.
-      kind: of the paths, "viterbi" or "greedy".
+      kind: which paths, "viterbi" or "greedy".
     """
     after: dict[int, list[int]] = {}
     for u, v in made.edges:
@@ -119,7 +161,7 @@ def graphviz(trace: Trace, count: int = 3, kind: PathKind = "viterbi") -> str:
     Args:
       trace: made by `ap.trace_gradients`.
       count: how many paths are drawn: one of each element, for the elements with the heaviest paths.
-      kind: of the paths, "viterbi" or "greedy".
+      kind: which paths, "viterbi" or "greedy".
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -171,7 +213,7 @@ def draw(trace: Trace, count: int = 3, kind: PathKind = "viterbi") -> Any:
     Args:
       trace: made by `ap.trace_gradients`.
       count: how many paths are drawn: one of each element, for the elements with the heaviest paths.
-      kind: of the paths, "viterbi" or "greedy".
+      kind: which paths, "viterbi" or "greedy".
 
     Raises:
       ImportError: without matplotlib.
@@ -217,7 +259,7 @@ def heat_map(influence: Influence, weighed: bool = False) -> Any:
     """Influence as a matplotlib figure, components by parameters, with the mean over examples or steps.
 
     Args:
-      influence: from `ap.tracing.influence` or `Trace.influence`.
+      influence: what `ap.tracing.influence` or `Trace.influence` returned.
       weighed: show the share of |gradient| in place of the share of elements.
 
     Raises:

@@ -86,7 +86,12 @@ class Component(NamedTuple):
     depth: int | None
 
     def names(self, scope: str, primitive: str) -> list[str]:
-        """The names of the components that an equation belongs to."""
+        """The names of the components that an equation belongs to.
+
+        Args:
+          scope: the named scopes around the equation, as "encoder/LSTM_0".
+          primitive: the name of the equation's primitive.
+        """
         if self.by == "primitive":
             return [primitive]
         parts = jaxprs.plain_scope(scope).split("/") if jaxprs.plain_scope(scope) else []
@@ -147,7 +152,7 @@ def influence(
 
     def influence_of(*args, **kwargs):
         program, inputs, treedef, active = traced(f, args, kwargs, argnums)
-        components = tuple(dict.fromkeys(n for eqn in equations(program) for n in rule.names(*eqn)))
+        components = tuple(dict.fromkeys(n for eqn in _equations(program) for n in rule.names(*eqn)))
         if not components:
             raise ValueError(
                 "nothing is named: the function has no named scopes. Linen modules name themselves, for an NNX model "
@@ -216,25 +221,28 @@ def every(n: int, traced: Callable[..., Any]) -> Callable[..., Any]:
     return at
 
 
-def equations(program: jaxprs.Program, scope: str = "") -> list[tuple[str, str]]:
+def _equations(program: jaxprs.Program, scope: str = "") -> list[tuple[str, str]]:
     """The (scope, primitive) of all equations that have edges, also of those inside other equations."""
     found = []
     for eqn in program.jaxpr.eqns:
         where, inside = jaxprs.join(scope, jaxprs.scope(eqn)), jaxprs.nested(eqn)
-        if eqn.primitive.name in NO_DERIVATIVE or not any(
-            jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars
-        ):
+        if eqn.primitive.name in NO_DERIVATIVE or not any(jaxprs.inexact_outputs(eqn)):
             continue
         if inside is not None and inside.kind != "custom":
             for body in inside.jaxprs:
-                found += equations(body, where)
+                found += _equations(body, where)
         else:
             found.append((where, eqn.primitive.name))
     return found
 
 
 def parameter_names(treedef: Any, argnums: int | Sequence[int]) -> tuple[str, ...]:
-    """The names of the arrays in the chosen arguments."""
+    """The names of the arrays in the chosen arguments.
+
+    Args:
+      treedef: the structure of the tuple of chosen arguments.
+      argnums: which arguments were chosen; if it is one number, the argument's own number is left out of the names.
+    """
     tree = jax.tree.unflatten(treedef, range(treedef.num_leaves))
     keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     keys = [path[1:] if is_single(argnums) else path for path in keys]

@@ -39,7 +39,11 @@ class Context(NamedTuple):
     enter: Callable[[Value, str, str], Value] | None = None
 
     def at(self, eqn: Any) -> "Context":
-        """The context of a program inside an equation."""
+        """The context of a program inside an equation.
+
+        Args:
+          eqn: the equation.
+        """
         return self._replace(scope=jaxprs.join(self.scope, jaxprs.scope(eqn)))
 
 
@@ -72,7 +76,14 @@ class Step(NamedTuple):
 
 
 def walk(context: Context, program: jaxprs.Program, inputs: Sequence[Any], active: Sequence[bool]) -> Walked:
-    """A program as one step: its outputs, and a pull through all of it."""
+    """A program as one step: its outputs, and a pull through all of it.
+
+    Args:
+      context: what is the same for all of the walk.
+      program: what is walked.
+      inputs: the values of the program's inputs, arrays.
+      active: for each input, whether it is active.
+    """
     jaxpr, flags = program.jaxpr, tuple(active)
     outputs, steps = forward(context, program, inputs, active)
 
@@ -87,7 +98,14 @@ def walk(context: Context, program: jaxprs.Program, inputs: Sequence[Any], activ
 def forward(
     context: Context, program: jaxprs.Program, inputs: Sequence[Any], active: Sequence[bool]
 ) -> tuple[list[tuple[Any, bool]], list[Step]]:
-    """Evaluates a program: each output as (value, active), and the steps of its equations."""
+    """Evaluates a program: each output as (value, active), and the steps of its equations.
+
+    Args:
+      context: what is the same for all of the walk.
+      program: what is walked.
+      inputs: the values of the program's inputs, arrays.
+      active: for each input, whether it is active.
+    """
     steps = []
 
     def apply(eqn, given):
@@ -102,6 +120,12 @@ def forward(
 
 def walk_equation(context: Context, eqn: Any, inputs: Sequence[Any], active: tuple[bool, ...]) -> Walked:
     """Evaluates one equation, and finds its pull.
+
+    Args:
+      context: what is the same for all of the walk.
+      eqn: the equation.
+      inputs: the values of the equation's inputs, arrays.
+      active: for each input, whether it is active.
 
     Raises:
       TypeError: if an active value is complex, or goes through a mutable reference.
@@ -179,7 +203,15 @@ def backward(
 def filled(
     semiring: Semiring, messages: Sequence[Value | None], like: Sequence[Any], wanted: Sequence[bool] | None = None
 ) -> list[Value | None]:
-    """The messages to some arrays, with zeros in place of None where an array has messages and they are wanted."""
+    """The messages to some arrays, with zeros in place of None where the array is floating point and a message is
+    wanted.
+
+    Args:
+      semiring: the semiring of the messages.
+      messages: for each array a message, or None.
+      like: the arrays, or their shapes and dtypes.
+      wanted: for each array, whether its message is wanted; by default all are.
+    """
 
     def fill(message, x, wanted):
         if not (wanted and jnp.issubdtype(jnp.result_type(x), jnp.inexact)):

@@ -154,7 +154,7 @@ class Reader:
           messages: for each output its message, or None.
           at: the number of the input at which the path begins.
           index: the index of the element at which the path begins.
-          rank: of the path among all paths from this element, from 0.
+          rank: the path's rank among all paths from this element, from 0.
 
         Returns:
           The steps, the number of the output, the index of the output's element, and the rank of the path from there

@@ -83,7 +83,7 @@ def dense(equation: Equation, quiet: bool = False) -> Pull:
     Where messages are cotangents (`semiring.kind == "gradient"`), this is `jax.vjp` itself, without a warning.
 
     Args:
-      equation: of any primitive with a derivative.
+      equation: an equation of any primitive with a derivative.
       quiet: make the Jacobian in any case, and do not warn.
 
     Raises:

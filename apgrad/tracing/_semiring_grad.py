@@ -64,7 +64,21 @@ def semiring_grad(f: Callable[..., Any], semiring: Semiring, argnums: int | Sequ
 
 
 def traced(f: Callable[..., Any], args: Any, kwargs: Any, argnums: int | Sequence[int]) -> Any:
-    """The program of f, the arrays of the chosen arguments, which are its inputs, their tree, and a True for each."""
+    """The program of a loss as a function of the arrays in its chosen arguments.
+
+    Args:
+      f: the loss.
+      args: its positional arguments.
+      kwargs: its keyword arguments.
+      argnums: which of the positional arguments are chosen.
+
+    Returns:
+      The program; the arrays, which are its inputs; the structure of the tuple of chosen arguments; and a True for each
+        array.
+
+    Raises:
+      TypeError: if a chosen argument is not floating point, or the loss is no floating-point scalar.
+    """
     function, values = jaxprs.restrict(functools.partial(f, **kwargs), args, chosen_numbers(argnums, len(args)))
     chosen = tuple(values)
 
@@ -87,12 +101,20 @@ def traced(f: Callable[..., Any], args: Any, kwargs: Any, argnums: int | Sequenc
 
 
 def is_single(argnums: int | Sequence[int]) -> bool:
-    """Whether argnums are one number, of Python, NumPy or JAX, and no sequence."""
+    """Whether argnums are one number, of Python, NumPy or JAX, and no sequence.
+
+    Args:
+      argnums: as in `semiring_grad`.
+    """
     return hasattr(argnums, "__index__") and not getattr(argnums, "shape", ())
 
 
 def chosen_numbers(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
     """The numbers of the chosen arguments, counted from 0.
+
+    Args:
+      argnums: as in `semiring_grad`.
+      count: how many positional arguments there are.
 
     Raises:
       TypeError: if argnums are no integers.
@@ -115,7 +137,14 @@ def chosen_numbers(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
 
 
 def values(context: Context, walked: Any, inputs: Sequence[Any], active: Sequence[bool]) -> list[Value]:
-    """The messages at the active inputs, when the message at the loss is the semiring's one."""
+    """The messages at the active inputs that come from a message at the loss, the semiring's one.
+
+    Args:
+      context: what is the same for all of the walk.
+      walked: the loss's program after its walk forward, a `Walked`.
+      inputs: the values of the program's inputs, arrays.
+      active: for each input, whether it is active.
+    """
     semiring = context.semiring
     (loss,) = walked.outputs
     messages = [constant(semiring.one, (), loss.dtype)] if walked.active[0] else [None]
@@ -132,6 +161,9 @@ def original(f: Callable[..., Any]) -> Callable[..., Any]:
 
     A randomized function names its original by the attribute `original`. Its own backward pass is an estimate, and has
     other edges at each key. JAX's transformations copy attributes, but only `jit` returns the same function.
+
+    Args:
+      f: any function.
     """
     inner = getattr(f, "original", None)
     copied = hasattr(getattr(f, "__wrapped__", None), "original") and not isinstance(f, jax.stages.Wrapped)

@@ -246,7 +246,12 @@ def _log_entropy():
 
 
 def greater(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The greater of two, the first of equals; NaN if one is NaN, which XLA's maximum on a CPU may pass over."""
+    """The greater of two, the first of equals; NaN if one is NaN, which XLA's maximum on a CPU may pass over.
+
+    Args:
+      a: floating point, of any shape.
+      b: floating point, of a shape that broadcasts with a's.
+    """
     return jnp.where((b > a) | (b != b), b, a)
 
 

@@ -20,22 +20,44 @@ SMALL = 4096  # elements below which a step of the loop costs more than its work
 
 
 def additive(semiring: Semiring) -> bool:
-    """Whether the semiring's plus is addition and its times bilinear."""
+    """Whether the semiring's plus is addition and its times bilinear.
+
+    Args:
+      semiring: any.
+    """
     return semiring.kind in ("add", "gradient")
 
 
 def constant(scalars: tuple[float | int, ...], shape: Any, dtype: Any) -> Value:
-    """A value that is the same everywhere: a float makes an array of the dtype, an int one of dtype uint32."""
+    """A value that is the same everywhere: a float makes an array of the dtype, an int one of dtype uint32.
+
+    Args:
+      scalars: one number for each component.
+      shape: the shape of all components.
+      dtype: the floating-point dtype of the components that a float makes.
+    """
     return tuple(jnp.full(shape, s, jnp.uint32 if isinstance(s, int) else dtype) for s in scalars)
 
 
 def zeros(semiring: Semiring, shape: Any, dtype: Any) -> Value:
-    """A value that is the semiring's zero everywhere."""
+    """A value that is the semiring's zero everywhere.
+
+    Args:
+      semiring: any.
+      shape: the shape of all components.
+      dtype: the dtype of the floating-point components.
+    """
     return constant(semiring.zero, shape, dtype)
 
 
 def plus_over(semiring: Semiring, value: Value, axes: tuple[int, ...]) -> Value:
-    """The plus over axes. Of equal elements, the first in row-major order wins."""
+    """The plus over axes. Where elements are equal, the first in row-major order wins.
+
+    Args:
+      semiring: any.
+      value: components of one shape.
+      axes: numbers of axes, not negative.
+    """
     if not axes:
         return value
     if additive(semiring):
@@ -130,10 +152,10 @@ def contract(
 
     Args:
       semiring: any.
-      weight: (B, J, C), derivatives.
-      message: components (B, J, I).
+      weight: the derivatives, floating point, (B, J, C).
+      message: components of shape (B, J, I).
       swapped: return (B, I, C).
-      precision: of the products, where plus is addition.
+      precision: the precision of matrix products, as for `jnp.einsum`, where plus is addition.
 
     Returns:
       Components (B, C, I). The largest array made is of the result's size, or small: products are taken one or `CHUNK`
@@ -238,5 +260,9 @@ def _concatenate(a, b, axis=0):
 
 
 def dtype_of(value: Value) -> Any:
-    """The dtype of the floating-point components; others are masks."""
+    """The dtype of the floating-point components; components of another dtype are masks.
+
+    Args:
+      value: the components, at least one of them floating point.
+    """
     return next(x.dtype for x in value if jnp.issubdtype(x.dtype, jnp.inexact))

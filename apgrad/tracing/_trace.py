@@ -175,7 +175,7 @@ class Trace:
 
         Args:
           count: how many elements.
-          kind: of the paths, "viterbi" or "greedy".
+          kind: which paths, "viterbi" or "greedy".
           example: the number of the example, if examples are traced by themselves.
         """
         leaves = [np.asarray(x) for x in jax.tree.leaves(self.weights)]

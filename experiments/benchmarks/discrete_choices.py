@@ -262,9 +262,11 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     figure = Figure(figsize=(4 * len(problems), 4), layout="constrained")
     for axes, problem in zip(np.atleast_1d(figure.subplots(1, len(problems))), problems, strict=True):
         shown = [r for r in rows if r["problem"] == problem][::-1]
-        values = [max(r["variance_times_evaluations"], 1e-12) for r in shown]
+        values = [r["variance_times_evaluations"] for r in shown]
         axes.barh([r["method"] for r in shown], values, color="0.7")
-        axes.set(xscale="log", xlabel="variance times evaluations", title=problem)
+        axes.set(xscale="log", xlabel="variance x evaluations (0: no bar)", title=problem)
+        axes.set_xlim(left=10 ** np.floor(np.log10(min(v for v in values if v > 1e-12))))  # below it is rounding
+        axes.xaxis.set_minor_formatter("")
         axes.tick_params(axis="y", labelsize=7)
     return harness.Report(figures, rows, "\n".join(lines), figure)
 

@@ -101,6 +101,8 @@ ROWS = {
     "rloo, poisson": Row(ap.rloo(2), "poisson"),
     "rloo, normal": Row(ap.rloo(2), "normal"),
     "arm": Row(ap.arm(), "bernoulli", "refused"),
+    "arms, 3": Row(ap.arms(3), "bernoulli", "refused"),
+    "arms, 4": Row(ap.arms(4), "bernoulli, probs", "refused"),
     "disarm": Row(ap.disarm(), "bernoulli", "refused"),
     "disarm, probs": Row(ap.disarm(), "bernoulli, probs", "refused"),
     "disarm_stick_breaking": Row(ap.disarm_stick_breaking(), "categorical", "refused"),
@@ -311,6 +313,12 @@ def test_estimators_of_one_kind_name_the_function_of_the_other():
         (ap.disarm_stick_breaking(), dist.Bernoulli(probs=jnp.ones(4)), TypeError, "takes categorical choices"),
         (ap.rebar(), dist.Normal(jnp.ones(4), 1.0), TypeError, "takes Bernoulli or categorical choices"),
         (ap.double_control_variates(), dist.Normal(jnp.ones(4), 1.0), TypeError, "discrete choices"),
+        (
+            ap.double_control_variates(2, jnp.ones(())),
+            dist.Poisson(jnp.ones(4)),
+            TypeError,
+            "coefficient that is trained",
+        ),
         (ap.measure_valued(), dist.Beta(jnp.ones(4), 1.0), TypeError, "takes normal, Bernoulli"),
     ],
 )
@@ -336,7 +344,7 @@ def test_wrong_arguments_are_errors():
     for wrong in (0, 1.5, True):
         with pytest.raises(ValueError, match="at least one outcome"):
             ap.rao_blackwellized(wrong)
-    for factory in (ap.rloo, ap.double_control_variates):
+    for factory in (ap.rloo, ap.arms, ap.double_control_variates):
         with pytest.raises(ValueError, match="at least 2 samples"):
             factory(1)
     for factory in (ap.rebar, ap.gumbel_softmax, ap.reinmax):
@@ -368,7 +376,7 @@ def two_coins(tape, theta, estimator):
     return ap.choose(tape, dist.Bernoulli(logits=logits), continuation, estimator)[0]
 
 
-@pytest.mark.parametrize("name", ["rebar", "relax"])
+@pytest.mark.parametrize("name", ["rebar", "relax", "double_control_variates"])
 def test_the_parameters_of_a_control_variate_get_the_gradient_of_the_variance(name, x64):
     theta = jnp.array([0.2, -0.4])
     phi = jnp.array([0.6, 0.7])
@@ -376,6 +384,8 @@ def test_the_parameters_of_a_control_variate_get_the_gradient_of_the_variance(na
     def make(phi):
         if name == "rebar":
             return ap.rebar(phi[0], phi[1])
+        if name == "double_control_variates":
+            return ap.double_control_variates(3, phi[0] + 0 * phi[1])
         return ap.relax(jax.tree_util.Partial(lambda phi, z: phi[0] * jnp.sum(jnp.tanh(phi[1] * z)), phi))
 
     objective = ap.expectation(lambda tape, theta, phi: two_coins(tape, theta, make(phi)), lanes=1)
@@ -388,7 +398,7 @@ def test_the_parameters_of_a_control_variate_get_the_gradient_of_the_variance(na
     descent = both(phi)[1]
     for i, step in enumerate(1e-4 * np.eye(2)):
         difference = (both(phi + step)[0] - both(phi - step)[0]) / 2e-4
-        np.testing.assert_allclose(descent[i], difference, rtol=1e-4)
+        np.testing.assert_allclose(descent[i], difference, rtol=1e-4, atol=1e-12)
 
 
 def test_relax_trains_a_module_on_the_variance():
@@ -422,6 +432,54 @@ def test_relax_trains_a_module_on_the_variance():
     wanted = jax.grad(ap.expectation(lambda tape, theta: two_coins(tape, theta, ap.enumeration()), 1), argnums=1)
     estimate = jax.grad(objective, argnums=1)
     ap.testing.assert_unbiased(lambda key: estimate(key, theta, trained), wanted(KEY, theta), KEY, 500)
+
+
+def test_arms_of_two_is_disarm_and_its_samples_avoid_each_other():
+    # With one sample in 4 a choice of probability 1/8 is never 1 twice; a fair coin's samples are 1 together with
+    # probability (2^(2/3) - 1)^3 = .2027 in place of 1/4.
+    def estimates(estimator, logit):
+        def run(tape, logit):
+            coins = dist.Bernoulli(logits=jnp.broadcast_to(logit, (tape.lanes, 1)))
+            return ap.choose(tape, coins, lambda x: (jnp.exp(x[0]).astype(jnp.float32), None), estimator)[0]
+
+        one = jax.grad(ap.expectation(run, lanes=1), argnums=1)
+        return np.asarray(jax.jit(jax.vmap(one, (0, None)))(jax.random.split(KEY, 20_000), logit))
+
+    for logit in (-1.5, 0.4):
+        two, pair = (estimates(e, logit) for e in (ap.arms(2), ap.disarm()))
+        np.testing.assert_allclose(np.unique(two.round(5)), np.unique(pair.round(5)), atol=2e-5)
+    drawn = []
+
+    def costs(xs):
+        drawn.append(xs)
+        return jnp.sum(xs, axis=-1).astype(jnp.float32)
+
+    for p, together in ((0.125, 0.0), (0.5, (2 ** (2 / 3) - 1) ** 3), (0.875, 0.75)):
+        ap.arms(4).estimate(dist.Bernoulli(probs=jnp.full((20_000, 1), p)), KEY, costs)
+        xs = drawn.pop()[..., 0].astype(float)
+        np.testing.assert_allclose(xs.mean(axis=1), p, atol=4 * np.sqrt(p * (1 - p) / 20_000))
+        both = np.mean(xs[0] * xs[1])
+        assert abs(both - together) <= 4 * np.sqrt(together * (1 - together) / 20_000) + 1e-6
+
+
+def test_relax_gives_the_control_what_the_lane_has():
+    # The cost of lane i is a_i x. The baseline a_i (1 - p), a control that is constant in z, leaves no variance:
+    # (x - (1 - p)) (x - p) is p (1 - p) for both outcomes.
+    a, p = jnp.array([3.0, -1.0, 0.5]), jax.nn.sigmoid(0.4)
+
+    def run(tape, logit, a, given):
+        coins = dist.Bernoulli(logits=jnp.broadcast_to(logit, (tape.lanes,)))
+        made = ap.relax(lambda z, given: given["a"] * (1 - p) + 0 * z, given)
+        return ap.choose(tape, coins, lambda x, a: (a * x.astype(a.dtype), None), made, a)[0]
+
+    gradient = jax.jit(jax.grad(ap.expectation(run, lanes=3), argnums=(1, 2, 3)))
+    for key in jax.random.split(KEY, 3):
+        of_logit, of_a, of_given = gradient(key, 0.4, a, {"a": a})
+        np.testing.assert_allclose(of_logit, a.mean() * p * (1 - p), rtol=1e-5)
+        assert set(np.unique(3 * of_a)) <= {0.0, 1.0}
+        np.testing.assert_array_equal(of_given["a"], jnp.zeros(3))
+    with pytest.raises(ValueError, match=r"relax: argument .* expected the lanes as leading axis"):
+        gradient(KEY, 0.4, a, {"a": a[0]})
 
 
 def test_a_control_that_closes_over_what_is_differentiated_is_an_error():

@@ -172,3 +172,45 @@ def test_groups_of_samples_are_the_lanes_of_the_data_axis():
     grpo = rewards - rewards.mean(0)
     np.testing.assert_allclose(gradient, -jnp.mean(rloo * score), rtol=1e-5)
     np.testing.assert_allclose(gradient * (group - 1) / group, -jnp.mean(grpo * score), rtol=1e-5)
+
+
+def test_the_standardized_baseline_is_the_formula_of_grpo():
+    # Two choices, each charged with the standard scores of the costs after it, by prompt; and a pathwise derivative.
+    prompts, group = 3, 4
+    estimator = ap.likelihood_ratio("standardized")
+    assert estimator.bias == "yes" and ap.likelihood_ratio().bias == "none"
+
+    def run(tape, theta):
+        costs, xs = [], []
+        for step in range(2):
+            d = dist.Bernoulli(logits=jnp.broadcast_to(theta, (tape.lanes, prompts)))
+            tape, x = ap.sample(tape, d, estimator, parts=True)
+            x = x.astype(jnp.float32)
+            costs.append((x - 2.0 * step) ** 2 * jnp.arange(1.0, prompts + 1) + theta)
+            tape, xs = tape.cost(costs[-1]), [*xs, x]
+        return tape, (costs, xs)
+
+    objective = ap.expectation(run, lanes=group, data=prompts, has_aux=True)
+    gradient, (costs, xs) = jax.jit(jax.grad(objective, argnums=1, has_aux=True))(KEY, 0.3)
+    scores = [(c - c.mean(0)) / (c.std(0) + 1e-4) for c in costs]
+    wanted = sum(jnp.mean((x - jax.nn.sigmoid(0.3)) * sum(scores[step:])) for step, x in enumerate(xs))
+    np.testing.assert_allclose(gradient, wanted + 2.0, rtol=1e-5)
+    alone = lambda theta: jax.grad(objective, argnums=1, has_aux=True)(KEY, theta)[0]
+    with pytest.raises(TypeError, match="standardized baseline has no second derivative"):
+        jax.grad(alone)(0.3)
+
+
+@pytest.mark.quick
+def test_the_standardized_baseline_is_refused_where_a_gradient_is_promised():
+    coin = dist.Bernoulli(probs=jnp.full(4, 0.5))
+    standardized = ap.likelihood_ratio("standardized")
+    with pytest.raises(ValueError, match="total_propagation: the standardized baseline is biased"):
+        ap.total_propagation("standardized")
+    with pytest.raises(ValueError, match="elbo: z: the standardized baseline is biased"):
+        ap.variational.elbo({"z": standardized}, lanes=2)
+    for baseline in ("standardized", "leave one out"):
+        with pytest.raises(ValueError, match=r"choose \(disarm\).*baseline"):
+            ap.choose(None, coin, lambda x: (x, None), ap.disarm(), baseline=baseline)
+    with pytest.raises(ValueError, match="needs at least 2, got lanes=1"):
+        one = dist.Bernoulli(probs=jnp.full(1, 0.5))
+        ap.expectation(lambda tape: ap.sample(tape, one, standardized)[0], 1)(KEY)

@@ -8,7 +8,7 @@ import pytest
 
 import apgrad as ap
 from experiments import discrete_vae as vae
-from experiments.benchmarks import discrete_choices as bench
+from experiments.benchmarks import choice_peers as peers, discrete_choices as bench
 
 # One choice with the cost (b - .499)^2, with respect to the logit.
 KNOWN = {
@@ -55,10 +55,36 @@ def test_the_autoencoders_gradients_are_exact_on_average_and_its_divergence_is()
         of = jax.grad(ap.expectation(vae.program(method), 2), argnums=1)
         return lambda key: {name: of(key, parameters, x)[name] for name in ("encoder", "decoder", "prior")}
 
-    vae.METHODS["enumeration"] = lambda control: ap.enumeration()
+    vae.METHODS["enumeration"] = lambda control, cost, x: ap.enumeration()
     try:
         exact = jax.tree.map(np.asarray, jax.jit(gradient("enumeration"))(jax.random.key(0)))
     finally:
         del vae.METHODS["enumeration"]
-    for method in ("learned baseline", "RLOO, 2", "DisARM", "REBAR", "RELAX", "double control variates, 2"):
+    for method in ("learned baseline", "RLOO, 2", "DisARM", "REBAR", "RELAX", "RELAX, black box"):
         ap.testing.assert_unbiased(gradient(method), exact, jax.random.key(2), 2_000)
+
+
+def test_the_peers_gradients_are_exact_on_average():
+    problem = peers.toy("quadratic, 6", 2)
+    exact = peers.by_apgrad(problem, ap.enumeration())(jax.random.key(0), problem.parameters)
+    with jax.numpy_dtype_promotion("standard"):
+        for gradient in (peers.by_hand(problem, 1), peers.by_hand(problem, 3), peers.in_numpyro(problem)):
+            estimate = lambda key, gradient=gradient: gradient(key, problem.parameters)
+            ap.testing.assert_unbiased(estimate, exact, jax.random.key(1), 4_000)
+
+
+def test_the_best_peer_and_ratios_with_intervals_are_reported():
+    row = lambda variance, evaluations: {
+        "variance": variance,
+        "standard_error": 0.1 * variance,
+        "evaluations": evaluations,
+        "seconds_ratio": 1.0,
+    }
+    found = {name: row(8.0, 1) for name in peers.PEERS} | {"leave-one-out by hand, 2": row(2.0, 2)}
+    found |= {"ap.disarm": row(1.0, 2), "ap.enumeration": row(0.0, 2)}
+    made = peers.report(peers.Config(), [({"problem": "toy"}, found)])
+    ratios = {r["method"]: (r["low"], r["over_best_peer"], r["high"]) for r in made.rows}
+    assert ratios["leave-one-out by hand, 2"] == (1.0, 1.0, 1.0) and ratios["ap.enumeration"] == (0.0, 0.0, 0.0)
+    wide = np.exp(1.96 * 0.1 * np.sqrt(2))
+    np.testing.assert_allclose(ratios["ap.disarm"], (0.5 / wide, 0.5, 0.5 * wide))
+    assert made.figures["toy"]["method"] == "ap.enumeration"

@@ -10,7 +10,7 @@ from jax import lax
 from apgrad._programs import uses
 from apgrad._programs.jaxprs import trace
 from apgrad._programs.signs import inner, random_signs
-from apgrad._programs.uses import Kind, Value
+from apgrad._programs.uses import Value, ValueKind
 
 KEY = jax.random.key(0)
 
@@ -83,7 +83,7 @@ def of_program(name):
         leaves, structure = jax.tree.flatten(parameters)
         program, shapes = trace(lambda leaves, x: function(structure.unflatten(leaves), x), leaves, lane)
         floats = [i for i, x in enumerate(jax.tree.leaves(shapes)) if jnp.issubdtype(x.dtype, jnp.floating)]
-        inputs = [*(Value(Kind.VIEW, p) for p in leaves), Value(Kind.LANE, lane)]
+        inputs = [*(Value(ValueKind.VIEW, p) for p in leaves), Value(ValueKind.LANE, lane)]
         made = uses.expose(program, inputs)[2]
 
         def exposed(ports):
@@ -144,7 +144,7 @@ def test_a_sketch_keeps_inner_products_on_average():
 def test_a_stopped_gradient_has_no_sketch():
     leaves = [draw(4, 5)]
     program, _ = trace(lambda p, x: jnp.tanh(x @ lax.stop_gradient(p[0])) + 2 * (x @ p[0]), leaves, draw(4))
-    inputs = [Value(Kind.VIEW, leaves[0]), Value(Kind.LANE, draw(4))]
+    inputs = [Value(ValueKind.VIEW, leaves[0]), Value(ValueKind.LANE, draw(4))]
     made = uses.expose(program, inputs)[2]
     _, pullback, operands = jax.vjp(
         lambda ports: uses.expose(program, inputs, ports)[:2], jax.tree.map(jnp.zeros_like, made), has_aux=True

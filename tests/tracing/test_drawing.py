@@ -35,6 +35,18 @@ def test_graph(trace):
         assert made.nodes[nodes[0]].name == name and nodes[-1] == len(names) - 1
 
 
+def test_a_parameter_that_reaches_the_loss_in_a_loop_s_second_step_alone():
+    def loss(w):
+        step = lambda carry, _: ((carry[0] * w, carry[0]), None)
+        return jax.lax.scan(step, (jnp.float32(1.0), jnp.float32(1.0)), length=2)[0][1] + 0 * w
+
+    made = graph(ap.trace_gradients(loss)(jnp.float32(3.0)))
+    product = next(i for i, node in enumerate(made.nodes) if node.primitive == "mul" and (0, i) in made.edges)
+    total = next(i for i, node in enumerate(made.nodes) if node.primitive in ("add", "add_any"))
+    assert (product, total) in made.edges and (0, total) not in made.edges
+    assert all(made.nodes[u].depth < made.nodes[v].depth for u, v in made.edges)
+
+
 def test_graphviz(trace):
     text = ap.tracing.graphviz(trace)
     assert text.startswith("digraph trace {") and text.endswith("}") and text.count("{") == text.count("}")

@@ -5,7 +5,7 @@ phi (one or many choices), u uniform on (0, 1) and one u a choice,
 
     d/dphi E[c(x)] = E[(c(1[u > sigmoid(-phi)]) - c(1[u < sigmoid(phi)])) (u - 1/2)].
 
-*Derivation.* For one choice, the right side is the integral of c(x') (u - 1/2) less that of c(x) (u - 1/2), with
+*Derivation.* For one choice, the right side is the integral of (c(x') - c(x)) (u - 1/2), with
 x' = 1[u > 1 - p] and x = 1[u < p]. The integral of u - 1/2 over u < p is -p (1 - p) / 2, and over u > 1 - p it is
 p (1 - p) / 2; so both give p (1 - p) (c(1) - c(0)) / 2, together the derivative with respect to the logit. For many
 choices, x and x' each are samples of p, so that the same holds for one choice given the others.

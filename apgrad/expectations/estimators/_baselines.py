@@ -7,6 +7,10 @@ E[s (G - b)] = E[s G] with less variance where b is near the cost-to-go G (Willi
 2001). An estimator with a score takes one of:
 
 * `"leave_one_out"`: the mean of the other lanes' cost, cost by cost (Kool et al., 2019). The default.
+* `"standardized"`: what is charged is the standard score of the cost among all lanes, (c - mean) / (deviation + 1e-4),
+  cost by cost, as GRPO has it for the answers to one prompt (Shao et al., "DeepSeekMath", 2024, section 4.1.1). With L
+  lanes its numerator gives (L - 1) / L of the gradient, and the division makes it no gradient of the expected cost at
+  all: groups of lanes whose costs differ little count for as much as others. It is biased, and of the first order.
 * `None`.
 * a function of the node's inputs: for `stochastic` of one lane's arguments, returning a scalar (with
   `parts`, one value a part); for `sample` of the distribution, returning (lanes,). It is a constant to
@@ -24,22 +28,27 @@ from jax import lax
 
 
 class LearnedBaseline(NamedTuple):
-    """A baseline function whose parameters learn the cost-to-go. Made by `learned_baseline`."""
+    """A baseline function whose parameters learn the cost-to-go. Made by `learned_baseline`.
+
+    Attributes:
+      function: the baseline function, see this module.
+      leave_one_out: whether the mean of the other lanes' residuals is taken off too.
+    """
 
     function: Callable[..., Any]
     leave_one_out: bool = False
 
 
-Baseline = Literal["leave_one_out"] | None | Callable[..., Any] | LearnedBaseline
+Baseline = Literal["leave_one_out", "standardized"] | None | Callable[..., Any] | LearnedBaseline
 
 
 def learned_baseline(function: Callable[..., Any], *, leave_one_out: bool = False) -> LearnedBaseline:
     """A baseline b(parameters, inputs) that learns the cost-to-go G by the gradient of (b - G)^2 / 2.
 
-    Its parameters are arguments of the objective like any other: the value of the objective does not depend
-    on them, and their gradient is that of the regression, averaged over lanes and summed over nodes, so
-    that one optax update serves both. The gradient reaches the arguments that lanes share, not the lane's
-    own inputs: the regression does not change what it regresses on.
+    Its parameters are arguments of the objective like any other: the objective's value does not depend on them, and
+    their gradient is the regression's, averaged over lanes and summed over nodes, so that one optax update serves both.
+    The gradient reaches the arguments that lanes share, not the lane's own inputs: the regression does not change what
+    it regresses on.
 
     Args:
       function: as a baseline function, see this module.
@@ -64,19 +73,37 @@ def learned_baseline(function: Callable[..., Any], *, leave_one_out: bool = Fals
     return LearnedBaseline(function, leave_one_out)
 
 
-def require_baseline(name: str, baseline: Any) -> None:
+def require_baseline(name: str, baseline: Any, *, biased: bool = False) -> None:
     """Raises a `ValueError` for what is no baseline.
 
     Args:
       name: the estimator's name in the error.
       baseline: what was given.
+      biased: whether the standardized baseline will do.
     """
-    if baseline is None or baseline == "leave_one_out" or callable(baseline) or isinstance(baseline, LearnedBaseline):
+    if isinstance(baseline, str):
+        if baseline == "leave_one_out" or (biased and is_standardized(baseline)):
+            return
+        if is_standardized(baseline):
+            raise ValueError(
+                f"{name}: the standardized baseline is biased and goes with likelihood_ratio() in ap.stochastic and "
+                "ap.sample alone"
+            )
+    elif baseline is None or callable(baseline) or isinstance(baseline, LearnedBaseline):
         return
     raise ValueError(
         f"{name}: baseline must be 'leave_one_out', None, a function of the node's inputs or "
         f"ap.learned_baseline(function), got {baseline!r}"
     )
+
+
+def is_standardized(baseline: object) -> bool:
+    """Whether this is the standardized baseline, which is biased.
+
+    Args:
+      baseline: an estimator's baseline.
+    """
+    return isinstance(baseline, str) and baseline == "standardized"
 
 
 def evaluate(baseline: Baseline, mapped: tuple[tuple[int | None, ...], int] | None, inputs: Any) -> dict[str, Any]:

@@ -4,7 +4,7 @@
 
 An `Estimator` sees what comes back to the sample that was drawn. A `ChoiceEstimator` may evaluate what follows the
 choice at other outcomes too: at all of them, at an antithetic one, at a relaxation. It answers with a sample, which
-goes on in the program, and with a cost whose value and derivatives estimate those of the expected cost.
+goes on in the program, and with a cost: its value and derivatives estimate the expected cost and its derivatives.
 """
 
 from collections.abc import Callable
@@ -26,12 +26,11 @@ class ChoiceEstimator(NamedTuple):
 
     Attributes:
       name: the estimator's name in errors.
-      estimate: `(distribution, key, costs) -> (x, cost)`. The distribution's batch shape is (lanes, *rest).
-        `costs(xs)` evaluates the continuation: xs (n, lanes, *rest, ...) are n outcomes a lane, and the answer is
-        (n, lanes). It returns x, a sample of the distribution (lanes, *rest, ...), and a cost (lanes,). Given what came
-        before the choice, the cost's expectation must be that of `costs(x)`, and the expectations of its derivatives
-        the derivatives of that expectation, with respect to the distribution's parameters and to all that the
-        continuation depends on.
+      estimate: `(distribution, key, costs) -> (x, cost)`. The distribution's batch shape is (lanes, *rest). `costs(xs)`
+        evaluates the continuation: xs (n, lanes, *rest, ...) are n outcomes a lane, and the answer is (n, lanes). It
+        returns x, a sample of the distribution (lanes, *rest, ...), and a cost (lanes,). Given what came before the
+        choice, the cost must have the expectation of `costs(x)`, and its derivatives with respect to the distribution's
+        parameters and to all that the continuation depends on must have the derivatives of this expectation as theirs.
       evaluations: `distribution -> int`: at how many outcomes a lane `estimate` evaluates the continuation. Where the
         continuation hands on a `y`, it is evaluated once more, at x.
       bias: `"none"`, `"unless cross-fitted"` or `"yes"`; None where nothing is claimed.
@@ -88,12 +87,12 @@ def once(name: str, cost: jax.Array) -> jax.Array:
 
 
 def charged(cost: jax.Array, difference: jax.Array, score: jax.Array) -> jax.Array:
-    """A cost, plus a zero whose derivative is that of a score times a difference of costs.
+    """A cost, plus a zero whose derivative is the derivative of a score times a difference of costs.
 
     Args:
-      cost: (lanes,).
+      cost: the cost, (lanes,).
       difference: what the score is multiplied by, (lanes,); it is not differentiated.
-      score: (lanes,), of which only the derivative counts.
+      score: the score, (lanes,), of which only the derivative counts.
     """
     return cost + lax.stop_gradient(difference) * zero_with_gradient(score).astype(cost.dtype)
 

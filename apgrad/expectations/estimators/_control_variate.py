@@ -35,9 +35,9 @@ one computation, of which the compiler keeps one.
 
 *Training.* (*) has expectation 0 for all parameters of k, so that k may be trained to make the variance small. The
 gradient g of the lane's cost with respect to phi has a mean that does not depend on k, so E|g|^2 is the variance up to
-a constant, and the derivative of |g|^2 with respect to the parameters of k estimates that of the variance. It enters as
-a zero with this derivative, with phi and all else held fixed; and in the estimate k's own parameters are held fixed. So
-the parameters get as their gradient that of the variance, and nothing else does.
+a constant, and the derivative of |g|^2 with respect to the parameters of k estimates the variance's. It enters as a
+zero with this derivative, with phi and all else held fixed; and in the estimate k's own parameters are held fixed. So
+the parameters get the gradient of the variance, and nothing else does.
 """
 
 from collections.abc import Callable
@@ -84,6 +84,16 @@ def relaxed(choices: Choices, key: jax.Array) -> tuple[jax.Array, Callable[[Any]
     return x, lambda phi: z + zero_with_gradient(phi), conditional
 
 
+def second_moment(surrogate: Callable[[Any], Any], logits: jax.Array) -> jax.Array:
+    """|g|^2 of each lane, (lanes,), with g the gradient of the lane's cost with respect to its logits.
+
+    Args:
+      surrogate: `logits -> (lanes,)`, the cost with its derivatives.
+      logits: the logits of the choices, floating point, (lanes, ...).
+    """
+    return per_lane(jax.grad(lambda phi: jnp.sum(surrogate(phi)))(lax.stop_gradient(logits)) ** 2)
+
+
 def with_control_variate(
     choices: Choices,
     key: jax.Array,
@@ -110,12 +120,9 @@ def with_control_variate(
         free, given = (control(parameters, z(phi)).astype(cost.dtype) for z in (unconditional, conditional))
         return cost * weight + zero_with_gradient(free - given * weight)
 
-    def second_moment(parameters):
-        of_logits = lambda phi: jnp.sum(surrogate(phi, parameters, lax.stop_gradient(cost)))
-        return per_lane(jax.grad(of_logits)(lax.stop_gradient(choices.logits)) ** 2)
-
     held = jax.tree.map(lambda p: lax.stop_gradient(p) if isinstance(p, jax.Array) else p, parameters)
     estimate = surrogate(choices.logits, held, cost)
     if any(isinstance(p, jax.Array) for p in jax.tree.leaves(parameters)):
-        estimate = estimate + zero_with_gradient(second_moment(parameters)).astype(cost.dtype)
+        of_logits = lambda phi: surrogate(phi, parameters, lax.stop_gradient(cost))
+        estimate = estimate + zero_with_gradient(second_moment(of_logits, choices.logits)).astype(cost.dtype)
     return x, estimate

@@ -21,8 +21,8 @@ class Choices(NamedTuple):
     """Independent Bernoulli or categorical choices on each lane.
 
     Attributes:
-      logits: of Bernoulli choices (lanes, *rest), the logarithm of the odds of 1; of categorical choices
-        (lanes, *rest, categories), the logarithms of the probabilities.
+      logits: for Bernoulli choices the logarithm of the odds of 1, (lanes, *rest); for categorical choices the
+        logarithms of the probabilities, (lanes, *rest, categories).
       categorical: which of the two.
     """
 
@@ -93,8 +93,8 @@ def relaxable(distribution: Any, x: jax.Array) -> jax.Array:
 
     Args:
       distribution: what was sampled.
-      x: samples (..., lanes, *rest); of Bernoulli and other choices of numbers they become floating-point numbers, of
-        categorical choices one-hot vectors (..., lanes, *rest, categories).
+      x: samples, (..., lanes, *rest). Numbers, as of Bernoulli choices, become floating-point numbers; categories
+        become one-hot vectors, (..., lanes, *rest, categories).
     """
     one = base(distribution)
     if _is_categorical(one):

@@ -10,14 +10,21 @@ mean of the distribution and g_j the gradient of c at x_j,
 
     1/k  sum over j of  (c(x_j) - a v_j . (x_j - mu) - b_j) (e_j - 1)  +  a v_j . zero(mu)
 
-with e_j the exponential of a zero that has the derivatives of log p(x_j), and zero(mu) a zero with those of mu.
+with e_j the exponential of a zero that has the derivatives of log p(x_j), and zero(mu) a zero that has the derivatives
+of mu.
 
 *Unbiased, to every order.* v_j and b_j do not depend on x_j and are constants to differentiation. E[b_j (e_j - 1)] = 0.
-The derivatives of E[v_j . (x_j - mu) e_j], with the mu in the bracket held fixed, are those of v_j . mu, which the last
-term gives back. For a cost that is linear in x, and a = 1, what the score multiplies is 0: no variance is left.
+The derivatives of E[v_j . (x_j - mu) e_j], with the mu in the bracket held fixed, are the derivatives of v_j . mu; the
+last term gives them back. For a cost that is linear in x, and a = 1, what the score multiplies is 0: no variance is
+left.
+
+*The coefficient.* With a = 0 it is leave-one-out, and where the slopes at the outcomes say little of what lies between
+them a = 1 can be worse than that. Titsias & Shi train a to make the variance small; here too a gets the
+gradient of the variance, as the parameters of `_control_variate.py` do.
 """
 
 import operator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +33,11 @@ from jax import lax
 from apgrad._ground.primitives import zero_with_gradient
 from apgrad.expectations import _distributions as distributions
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
-from apgrad.expectations.estimators._discrete import relaxable, relaxed_mean
+from apgrad.expectations.estimators._control_variate import second_moment
+from apgrad.expectations.estimators._discrete import choices, relaxable, relaxed_mean
 
 
-def double_control_variates(samples: int = 2, coefficient: float = 1.0) -> ChoiceEstimator:
+def double_control_variates(samples: int = 2, coefficient: Any = 1.0) -> ChoiceEstimator:
     """Leave-one-out with a linear control variate, for discrete choices with a mean; `ap.choose` takes it.
 
     The continuation is given floating-point outcomes, a one-hot vector for a categorical choice, and its cost must be
@@ -38,11 +46,14 @@ def double_control_variates(samples: int = 2, coefficient: float = 1.0) -> Choic
     Args:
       samples: how many independent samples of each lane's choice the continuation is evaluated at, at least 2. At each
         the gradient with respect to x is computed too, which takes about as long again.
-      coefficient: of the linear control variate, a in this module.
+      coefficient: the coefficient of the linear control variate, a in this module: a number, or for Bernoulli and
+        categorical choices a JAX scalar. Where it is an argument of the objective, its gradient is the gradient of the
+        estimate's variance: descend it by an optimizer, beside the gradient of the parameters.
 
     Raises:
       ValueError: for fewer than 2 samples.
-      TypeError: at trace time, for a distribution without a mean.
+      TypeError: at trace time, for a distribution without a mean; for a coefficient that is a JAX scalar and a
+        distribution that is neither Bernoulli nor categorical.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
@@ -63,16 +74,34 @@ def double_control_variates(samples: int = 2, coefficient: float = 1.0) -> Choic
         (slope,) = lax.stop_gradient(pullback(jnp.ones_like(cost)))
         zero = zero.reshape(*cost.shape, -1).sum(-1).astype(cost.dtype)
 
-        def inner(a, b):
-            return (a * b).reshape(*cost.shape, -1).sum(-1).astype(cost.dtype)
+        a = jnp.asarray(coefficient, cost.dtype)
+
+        def inner(p, q):
+            return (p * q).reshape(*cost.shape, -1).sum(-1).astype(cost.dtype)
 
         others = lambda each: (jnp.sum(each, axis=0) - each) / (samples - 1)
         away = xs - lax.stop_gradient(mean)
         v = others(slope)
-        baseline = others(lax.stop_gradient(cost) - coefficient * inner(slope, away))
-        centred = cost - coefficient * inner(v, away) - baseline
-        moved = coefficient * inner(v, zero_with_gradient(jnp.broadcast_to(mean, v.shape)))
-        return drawn[0], jnp.mean(cost + centred * jnp.expm1(zero) + moved, axis=0)
+
+        def surrogate(cost, zero, mean, a):
+            baseline = others(lax.stop_gradient(cost) - a * inner(slope, away))
+            centred = cost - a * inner(v, away) - baseline
+            moved = a * inner(v, zero_with_gradient(jnp.broadcast_to(mean, v.shape)))
+            return jnp.mean(cost + centred * jnp.expm1(zero) + moved, axis=0)
+
+        estimate = surrogate(cost, zero, mean, lax.stop_gradient(a))
+        if isinstance(coefficient, jax.Array):
+            made = choices("double_control_variates with a coefficient that is trained", distribution)
+
+            def of_logits(phi):
+                density = made._replace(logits=phi).log_prob(drawn).reshape(*cost.shape, -1).sum(-1)
+                squash = jax.nn.softmax if made.categorical else jax.nn.sigmoid
+                return surrogate(
+                    lax.stop_gradient(cost), zero_with_gradient(density).astype(cost.dtype), squash(phi), a
+                )
+
+            estimate = estimate + zero_with_gradient(second_moment(of_logits, made.logits)).astype(cost.dtype)
+        return drawn[0], estimate
 
     return ChoiceEstimator(
         "double_control_variates",

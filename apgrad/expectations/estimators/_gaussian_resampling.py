@@ -7,7 +7,7 @@ through which gradients flow (the moment matching of PILCO, Deisenroth & Rasmuss
     x' = mu + chol(Sigma) z,    z ~ N(0, I).
 
 The gradient of a rollout then passes through D + D(D+1)/2 moments instead of B paths, and its variance
-mostly stays low where that of reparameterization explodes. **It is the gradient of another objective**, the
+mostly stays low where reparameterization's explodes. **It is the gradient of another objective**, the
 cost of the moment-matched rollout: on the chaotic network at H = 50 it has not even the sign of the true one at
 beta = 2.5, and it explodes itself at beta = 2.25 to 2.4 (`experiments.gaussian_shaping`).
 """

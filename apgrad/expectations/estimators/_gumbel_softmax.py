@@ -9,7 +9,7 @@ log-probabilities phi is the argmax of phi + g with Gumbel noise g. At a tempera
 *Bias.* The program goes on with the relaxed sample, so that the objective is another one, the expected cost of relaxed
 choices; it tends to the true one as T goes to 0, where the variance grows without bound. Its derivatives, of any order,
 are right for this other objective. With `hard=True` (straight-through Gumbel-softmax) the program goes on with the
-choice, so that the objective's value is the true one, and only the derivative is that of the relaxed sample.
+choice, so that the objective's value is the true one, and only the derivative comes from the relaxed sample.
 """
 
 from typing import Any
@@ -27,10 +27,10 @@ from apgrad.expectations.estimators._straight_through import as_if
 def gumbel_softmax(temperature: Any = 0.5, *, hard: bool = False) -> Estimator:
     """Gumbel-softmax, for Bernoulli and categorical choices; `ap.stochastic` and `ap.sample` take it; biased.
 
-    The sample is in floating point; that of a categorical choice is a vector (lanes, ..., categories).
+    The sample is in floating point; for a categorical choice it is a vector, (lanes, ..., categories).
 
     Args:
-      temperature: of the relaxation, positive, a scalar.
+      temperature: the temperature of the relaxation, a positive scalar.
       hard: go on with the choice itself, and use the relaxed sample's derivative.
 
     Raises:

@@ -11,7 +11,7 @@ product can explode. The node's message is the lane's cost-to-go less a baseline
 import functools
 
 from apgrad.expectations import _distributions as distributions
-from apgrad.expectations.estimators._baselines import Baseline, require_baseline
+from apgrad.expectations.estimators._baselines import Baseline, is_standardized, require_baseline
 from apgrad.expectations.estimators._estimator import Estimator
 
 
@@ -21,6 +21,8 @@ def likelihood_ratio(baseline: Baseline = "leave_one_out") -> Estimator:
     Args:
       baseline: `"leave_one_out"`, None, a function of the node's inputs, or `learned_baseline(function)`;
         see `estimators/_baselines.py`. Without a baseline the variance is often tens of times higher.
+        `"standardized"` is GRPO's group baseline: the cost less the mean over all lanes, over their standard
+        deviation. It is biased, and `bias` of the estimator says so.
 
     Raises:
       ValueError: at trace time, for a single lane with the leave-one-out baseline.
@@ -45,13 +47,15 @@ def likelihood_ratio(baseline: Baseline = "leave_one_out") -> Estimator:
       >>> float(second(jax.random.key(0), 0.0)).__round__(1)
       1.0
     """
-    require_baseline("likelihood_ratio", baseline)
+    require_baseline("likelihood_ratio", baseline, biased=True)
 
-    score = functools.partial(distributions.score, "likelihood_ratio")
+    standardized = is_standardized(baseline)
     return Estimator(
         "likelihood_ratio",
-        score=score,
+        score=functools.partial(distributions.score, "likelihood_ratio"),
         baseline=baseline,
-        bias="none",
-        assumptions="No outcome is impossible; a baseline function looks at nothing that the choice decides.",
+        bias="yes" if standardized else "none",
+        assumptions="The gradient is that of the mean of the costs' standard scores among the lanes, held fixed."
+        if standardized
+        else "No outcome is impossible; a baseline function looks at nothing that the choice decides.",
     )

@@ -17,12 +17,12 @@ which asks nothing of c: it may jump. If x+ and x- are made of the same noise, m
 | Poisson | rate | 1 | x + 1 | x, the sample |
 | gamma | rate | shape / rate | x, the sample | x + an exponential with this rate |
 
-*Derivations.* Normal density n: dn/dm = n (x - m) / s^2, whose positive part is that of a Rayleigh variable w (density
-w exp(-w^2 / 2)) to the right, of mass 1 / (s sqrt(2 pi)). dn/ds = (z^2 - 1) n / s with z = (x - m) / s, and z^2 times
-the standard normal density is the two-sided Maxwell density; t u is standard normal, since |t| has three degrees of
-freedom and a coordinate of a uniform direction in three dimensions is uniform (Archimedes). Poisson:
-dp(x)/d(rate) = p(x - 1) - p(x). Gamma of shape a and rate b: dp/db = p (a / b - x), and x p(x; a, b) is
-a / b p(x; a + 1, b), a gamma variable plus an exponential one.
+*Derivations.* For the normal density n, dn/dm = n (x - m) / s^2. Its positive part has the mass 1 / (s sqrt(2 pi)), and
+is this times the density of m + s w with a Rayleigh variable w (density w exp(-w^2 / 2)). dn/ds = (z^2 - 1) n / s with
+z = (x - m) / s, and z^2 times the standard normal density is the two-sided Maxwell density; t u is standard normal,
+since |t| has three degrees of freedom and a coordinate of a uniform direction in three dimensions is uniform
+(Archimedes). Poisson: dp(x)/d(rate) = p(x - 1) - p(x). Gamma of shape a and rate b: dp/db = p (a / b - x), and
+x p(x; a, b) is a / b p(x; a + 1, b), a gamma variable plus an exponential one.
 
 Several choices of one lane: each coordinate by itself, with the others at their sample.
 """

@@ -29,10 +29,10 @@ def rebar(temperature: Any = 0.5, eta: Any = 1.0) -> ChoiceEstimator:
     between them too, so its cost must be differentiable in x there.
 
     Args:
-      temperature: of the relaxation, positive, a scalar.
+      temperature: the temperature of the relaxation, a positive scalar.
       eta: the coefficient of the control variate, a scalar. Where `temperature` and `eta` are arguments of the
-        objective, their gradient is that of the estimate's variance: descend it by an optimizer, beside that of the
-        parameters. Train the logarithm of the temperature, so that it stays positive.
+        objective, their gradient is the gradient of the estimate's variance: descend it by an optimizer, beside the
+        gradient of the parameters. Train the logarithm of the temperature, so that it stays positive.
 
     Raises:
       ValueError: for a temperature that is not positive.

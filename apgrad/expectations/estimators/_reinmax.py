@@ -8,7 +8,7 @@ the one-hot vector. With d the sample as a one-hot vector, temperature T and
 
     q = (d + softmax(phi / T)) / 2,
 
-the derivative that the sample borrows is that of 2 q(phi) - p(phi) / 2, where q(phi) is the softmax whose logits are
+the sample borrows the derivative of 2 q(phi) - p(phi) / 2, where q(phi) is the softmax whose logits are
 log q plus the change of phi. Its expectation for one choice, at T = 1, is
 
     sum over i of p_i c'(x_i) . (2 dq_i - dp / 2),      q_i = (x_i + p) / 2.
@@ -33,10 +33,10 @@ from apgrad.expectations.estimators._straight_through import as_if
 def reinmax(temperature: Any = 1.0) -> Estimator:
     """ReinMax, for Bernoulli and categorical choices; `ap.stochastic` and `ap.sample` take it; biased.
 
-    The sample is in floating point; that of a categorical choice is a one-hot vector, (lanes, ..., categories).
+    The sample is in floating point; for a categorical choice it is a one-hot vector, (lanes, ..., categories).
 
     Args:
-      temperature: positive, a scalar. At 1 the derivative is exact for costs that are quadratic in one choice's sample;
+      temperature: a positive scalar. At 1 the derivative is exact for costs that are quadratic in one choice's sample;
         the paper finds higher ones better in training.
 
     Raises:

@@ -4,15 +4,22 @@ Grathwohl, Choi, Wu, Roeder & Duvenaud, "Backpropagation through the void: optim
 gradient estimation", ICLR 2018. The control variate of `_control_variate.py` with any differentiable function k, such
 as a small network, whose parameters learn to make the variance small. The continuation is evaluated once, at the
 choice, and may be a black box.
+
+Where the cost depends on more than the choice, such as the image of a variational autoencoder, k must see that too, or
+it can learn no more than the average over images: `relax(control, x)` gives k the x of its lane. Nothing is biased,
+since k may be any function that does not depend on the choice's noise. For an autoencoder Grathwohl et al. take the
+cost at the relaxation, which is REBAR's control variate, plus a network of x and z (section 5.2).
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax import lax
 
 from apgrad._ground.primitives import refuse_derivative
 from apgrad._programs.jaxprs import hoist
+from apgrad.expectations._lanes import require_lanes
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
 from apgrad.expectations.estimators._control_variate import with_control_variate
 from apgrad.expectations.estimators._discrete import choices
@@ -24,18 +31,21 @@ _CLOSURE = (
 )
 
 
-def relax(control: Callable[..., Any]) -> ChoiceEstimator:
+def relax(control: Callable[..., Any], *given: Any) -> ChoiceEstimator:
     """RELAX, for Bernoulli and categorical choices; `ap.choose` takes it.
 
     Args:
-      control: `z -> scalar`, differentiable; z is one lane's relaxation, of the shape of its logits. A Bernoulli choice
-        is 1 where z > 0, and a categorical choice is the argmax over the last axis. It is a function, or a callable
-        pytree such as an NNX module: where the module is an argument of the objective, the gradient with respect to it
-        is that of the estimate's variance. Descend it by an optimizer, beside the gradient of the parameters.
+      control: `(z, *given) -> scalar`, differentiable; z is one lane's relaxation, of the shape of its logits. A
+        Bernoulli choice is 1 where z > 0, and a categorical choice is the argmax over the last axis. The control is a
+        function, or a callable pytree such as an NNX module: where the module is an argument of the objective, it gets
+        the gradient of the estimate's variance. Descend it by an optimizer, beside the gradient of the parameters.
+      *given: pytrees of arrays (lanes, ...); the control is given one lane's. They must not depend on the choice, and
+        are held fixed: the control variate sends no gradient to them.
 
     Raises:
       TypeError: for a control that cannot be called; at trace time, for a distribution that is neither Bernoulli nor
         categorical; when differentiated, for a control that closes over what is differentiated.
+      ValueError: at trace time, for a control whose value is no scalar, or `given` without the lanes.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
@@ -52,18 +62,21 @@ def relax(control: Callable[..., Any]) -> ChoiceEstimator:
         raise TypeError(f"relax takes a function of one lane's relaxation, got {type(control).__name__}")
 
     def estimate(distribution, key, costs):
+        require_lanes("relax", distribution.batch_shape[0], given)
+        held = lax.stop_gradient(given)
+
         def controlled(control, z):
             leaves, treedef = jax.tree.flatten(control)
             is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
 
-            def of_arrays(arrays, z):
-                given = iter(arrays)
-                called = treedef.unflatten([next(given) if a else x for a, x in zip(is_array, leaves, strict=True)])
-                return jax.vmap(called)(z)
+            def of_arrays(arrays, z, held):
+                remaining = iter(arrays)
+                called = treedef.unflatten([next(remaining) if a else x for a, x in zip(is_array, leaves, strict=True)])
+                return jax.vmap(called)(z, *held)
 
             arrays = [x for a, x in zip(is_array, leaves, strict=True) if a]
-            converted, closed_over = hoist(of_arrays, arrays, z)
-            value = converted(arrays, z, *refuse_derivative(closed_over, _CLOSURE))
+            converted, closed_over = hoist(of_arrays, arrays, z, held)
+            value = converted(arrays, z, held, *refuse_derivative(closed_over, _CLOSURE))
             if value.shape != z.shape[:1]:
                 raise ValueError(f"relax: the control must return a scalar for one lane, got shape {value.shape[1:]}")
             return value
@@ -77,5 +90,5 @@ def relax(control: Callable[..., Any]) -> ChoiceEstimator:
         estimate,
         lambda distribution: 1,
         bias="none",
-        assumptions="The control looks at nothing that depends on the choice but z.",
+        assumptions="The control and what it is given depend on the choice through z alone.",
     )

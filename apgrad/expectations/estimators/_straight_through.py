@@ -1,4 +1,4 @@
-"""Straight-through: the sample's derivative is that of its mean. Biased.
+"""Straight-through: the sample's derivative is its mean's. Biased.
 
 Bengio, Leonard & Courville, "Estimating or propagating gradients through stochastic neurons for conditional
 computation", 2013. The estimate is E[c'(x)] dmu/dtheta. For a Bernoulli choice it takes the slope of the cost at one
@@ -20,7 +20,7 @@ from apgrad.expectations.estimators._estimator import Estimator
 def straight_through() -> Estimator:
     """Straight-through, for discrete choices; `ap.stochastic` and `ap.sample` take it; biased.
 
-    The sample is in floating point; that of a categorical choice is a one-hot vector, (lanes, ..., categories).
+    The sample is in floating point; for a categorical choice it is a one-hot vector, (lanes, ..., categories).
     `ap.rewiring.straight_through` is the same idea for step functions without a random choice.
 
     Raises:
@@ -54,8 +54,8 @@ def as_if(name: str, x: jax.Array, smooth: jax.Array) -> jax.Array:
 
     Args:
       name: the estimator's name in the error.
-      x: the sample.
-      smooth: of the sample's shape.
+      x: the sample, an array of any shape.
+      smooth: what has the derivative, a floating-point array of the sample's shape.
     """
     reason = (
         f"{name} has no second derivative: its sample only borrows a derivative, and differentiating it again would be "

@@ -1,8 +1,8 @@
 """Mixing at a distribution's parameters, where each coordinate has its own weight (TPX: Parmas, Seno & Aoki, 2023).
 
-Message and contribution are one there, so there is no suffix, and the weights are those of the message's rule.
+Message and contribution are one there, so there is no suffix, and the message's rule makes the weights.
 `by_parameters` is the backward pass of `_node.py` with `target="parameters"`; `draw_batch_by_mixer` is the node of
-`ap.sample`, whose distribution is that of all lanes.
+`ap.sample`, which samples one distribution of all lanes.
 """
 
 from typing import Any
@@ -17,9 +17,9 @@ from apgrad.expectations._tape import Tape
 from apgrad.expectations.estimators._estimator import Mixer
 from apgrad.expectations.mixing._features import NodeMemory, drop_float0, empty_target, is_inexact, wide
 from apgrad.expectations.mixing._parts import (
-    Answer,
     Charge,
     Messages,
+    NodeAnswer,
     charged,
     divide,
     mixer_node,
@@ -30,8 +30,13 @@ from apgrad.expectations.mixing._parts import (
 )
 
 
-def by_parameters(memory: NodeMemory, messages: Messages) -> Answer:
-    """One weight for each coordinate of the distribution's parameters, where the estimators are mixed."""
+def by_parameters(memory: NodeMemory, messages: Messages) -> NodeAnswer:
+    """One weight for each coordinate of the distribution's parameters, where the estimators are mixed.
+
+    Args:
+      memory: what the node keeps of its forward pass.
+      messages: what came back to the node.
+    """
     mixer, folds, lanes = memory.mixer, messages.folds, len(messages.own)
 
     def pull(to_x):
@@ -58,7 +63,7 @@ def by_parameters(memory: NodeMemory, messages: Messages) -> Answer:
 
     to_shared, to_lane = answer(own if folds == 1 else pull(messages.output), swap)
     to_own = to_lane if folds == 1 else answer(own, lambda w: w)[1]
-    return Answer(to_shared, Streams(to_own, to_lane), messages.suffix)
+    return NodeAnswer(to_shared, Streams(to_own, to_lane), messages.suffix)
 
 
 def draw_batch_by_mixer(
@@ -71,9 +76,9 @@ def draw_batch_by_mixer(
 
     Args:
       tape: the current tape.
-      mixer: the mixer, of whose weights the message's alone are used.
+      mixer: the mixer; of its weights only the message's rule is used.
       what: the node's name in errors.
-      distribution: its batch shape starts with the lanes.
+      distribution: a distribution whose batch shape starts with the lanes.
       key: one PRNG key.
 
     Returns:

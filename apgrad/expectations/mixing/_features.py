@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 
 from apgrad._programs import uses
-from apgrad._programs.jaxprs import place, trace
-from apgrad._programs.signs import NUMBER, inner, is_inexact as is_inexact, random_signs, wide as wide
-from apgrad._programs.uses import Kind, Value
+from apgrad._programs.jaxprs import is_inexact as is_inexact, place, trace
+from apgrad._programs.signs import NUMBER, inner, random_signs, wide as wide
+from apgrad._programs.uses import Value, ValueKind
 from apgrad.expectations.estimators._estimator import Mixer
 
 EXACT = 16  # the most elements of a target whose gradients are features as they are
@@ -35,10 +35,10 @@ class NodeMemory(NamedTuple):
       build: `(shared, lane) -> distribution`, for one lane.
       shared: the arrays that lanes share: the arguments, and the arrays that the function closes over.
       lane: the lanes' own arguments, a pytree of arrays (lanes, ...).
-      pullbacks: of each estimator, with arrays (lanes, ...).
-      perturbed: for each array among the shared arguments, those closed over, and the lanes' arguments, whether it is
-        differentiated.
-      seed: of the sketch's signs, uint32.
+      pullbacks: each estimator's pullback, with arrays (lanes, ...).
+      perturbed: whether each array is differentiated, in three groups: the shared arguments, the arrays closed over,
+        and the lanes' arguments.
+      seed: the seed of the sketch's signs, a uint32 scalar.
     """
 
     mixer: Mixer
@@ -69,7 +69,7 @@ class BackwardPass(NamedTuple):
     """The way back from a node's distributions to its arguments.
 
     Attributes:
-      answers: for each set of messages what it comes to.
+      answers: what each set of messages comes to.
       to_lane: messages to the lanes' own arguments, as `Answers.lane` has them -> the same in the arguments' structure.
       to_shared: messages to the uses of parameters -> the sum over lanes of their pullbacks, in the structure of
         `shared`, with None for what is not differentiated.
@@ -86,7 +86,7 @@ def backward_pass(memory: NodeMemory, lanes: int, messages: Sequence[tuple[list[
     """Takes messages to a node's distributions back to its arguments.
 
     Args:
-      memory: of the node.
+      memory: what the node keeps of its forward pass.
       lanes: how many lanes there are.
       messages: pairs of messages to the distributions, for each of their arrays (lanes, ...) or None, and whether
         features are wanted.
@@ -102,15 +102,17 @@ def backward_pass(memory: NodeMemory, lanes: int, messages: Sequence[tuple[list[
     one_lane = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), memory.lane)
     program, shapes = trace(memory.build, memory.shared, one_lane)
     floats = [i for i, x in enumerate(jax.tree.leaves(shapes)) if is_inexact(x)]
-    fixed = place([Value(Kind.VIEW, shared[i]) for i in chosen], chosen, [Value(Kind.FIXED, x) for x in shared])
+    fixed = place(
+        [Value(ValueKind.VIEW, shared[i]) for i in chosen], chosen, [Value(ValueKind.FIXED, x) for x in shared]
+    )
     if not sum(x.size for x in ([shared[i] for i in chosen] or [lane[i] for i in moving])):
         raise ValueError(empty_target(memory.what))
 
     def inputs(lane):
-        return [*fixed, *(Value(Kind.LANE, x) for x in lane)]
+        return [*fixed, *(Value(ValueKind.LANE, x) for x in lane)]
 
     def sketched(operands, to_uses, numbers):
-        """Of the gradients of the parameters with these numbers."""
+        """A sketch of the gradients of the parameters with these numbers."""
         signs = [random_signs(memory.seed, i, shared[i].shape) for i in chosen]
         signs = [z if i in numbers else z._replace(scale=0 * z.scale) for i, z in zip(chosen, signs, strict=True)]
         _require_real(memory.what, [shared[i] for i in numbers])
@@ -128,7 +130,8 @@ def backward_pass(memory: NodeMemory, lanes: int, messages: Sequence[tuple[list[
         given, closed = [x for x in shared[:explicit] if is_inexact(x)], [i for i in chosen if i >= explicit]
         if not is_exact(given):
             return sketched(operands, to_uses, chosen)
-        # The same features of arguments whatever is differentiated, as the suffix wants them; then of closures.
+        # First the arguments' features, which do not depend on what is differentiated, as the suffix needs them; then
+        # the features of closures.
         gradients = uses.gradient(program, inputs(lane), operands, to_uses)
         rows = place(gradients, chosen, [jnp.zeros(jnp.shape(x), jnp.result_type(x)) for x in shared])
         of_closures = [rows[i] for i in closed]
@@ -200,12 +203,12 @@ def width(target: Sequence[Any]) -> int:
 
 
 def _size(target):
-    """How many real numbers there are."""
+    """How many real numbers the arrays hold."""
     return sum(jnp.size(x) * (1 + jnp.iscomplexobj(x)) for x in target)
 
 
 def _row(arrays):
-    """The real numbers of some arrays in a row, float32 or wider; those of no arrays are an empty row."""
+    """The real numbers of some arrays in a row, float32 or wider; an empty row without arrays."""
     real = [part for x in arrays for part in ([x.real, x.imag] if jnp.iscomplexobj(x) else [x])]
     dtype = max([jnp.dtype(jnp.float32), *(wide(x.dtype) for x in real)], key=lambda dtype: dtype.itemsize)
     return jnp.concatenate([jnp.zeros(0, dtype)] + [x.reshape(-1).astype(dtype) for x in real])

@@ -35,8 +35,8 @@ def row(features: jax.Array, suffix: jax.Array) -> jax.Array:
     """What a node saw in one call, float32 (5,).
 
     Args:
-      features: of the two estimators, (2, lanes, width).
-      suffix: the gradient that later nodes have gathered, (lanes, width).
+      features: the features of the two estimators, floating point, (2, lanes, width).
+      suffix: the gradient that later nodes have gathered, floating point, (lanes, width).
     """
     three = jnp.concatenate([features, suffix[None]])
     sizes = jnp.max(jnp.abs(three), axis=(1, 2), initial=0)
@@ -59,11 +59,11 @@ def row(features: jax.Array, suffix: jax.Array) -> jax.Array:
 
 
 def cautious(short: jax.Array, long: jax.Array) -> jax.Array:
-    """Of two sets of weights, (slots, 4), the one in which the second estimator has more, pair by pair.
+    """Pair by pair, the one of two sets of weights that gives more to the second estimator, (slots, 4).
 
     Args:
-      short: from the short window.
-      long: from the long window.
+      short: the weights from the short window, float32, (slots, 4).
+      long: the weights from the long window, float32, (slots, 4).
     """
     pairs = short.reshape(-1, 2, 2), long.reshape(-1, 2, 2)
     return jnp.where(pairs[0][..., 1:] >= pairs[1][..., 1:], *pairs).reshape(-1, 4)
@@ -73,9 +73,10 @@ def remember(blocks: jax.Array, rows: jax.Array, place: jax.Array) -> jax.Array:
     """A window with one more call.
 
     Args:
-      blocks: the previous block's means and the current block's, (2, slots, 5).
-      rows: of the call, (slots, 5).
-      place: how many calls are in the current block; none if it is full, so that the call begins a block.
+      blocks: the means of the previous block and of the current block, float32, (2, slots, 5).
+      rows: the rows of the call, float32, (slots, 5).
+      place: how many calls are in the current block, an integer scalar; 0 if the block before is full, so that the call
+        begins a block.
     """
     previous, current = blocks
     share = (1 / (place + 1)).astype(jnp.float32)
@@ -86,12 +87,12 @@ def remember(blocks: jax.Array, rows: jax.Array, place: jax.Array) -> jax.Array:
 
 
 def average(before: jax.Array, rows: jax.Array, share: jax.Array) -> jax.Array:
-    """The means of two sets of rows.
+    """The weighted means of two sets of rows, (slots, 5).
 
     Args:
-      before: (slots, 5).
-      rows: (slots, 5).
-      share: of `rows` in the mean, a scalar.
+      before: rows, float32, (slots, 5).
+      rows: other rows, float32, (slots, 5).
+      share: the share of `rows` in the mean, a float32 scalar.
     """
     # Slots that no call has visited, as in the branch of a cond that was not taken, are all zero.
     visited = [seen(x) for x in (before, rows)]
@@ -108,16 +109,16 @@ def seen(rows: jax.Array) -> jax.Array:
     """Which slots were visited, (slots, 1).
 
     Args:
-      rows: (slots, 5).
+      rows: rows, float32, (slots, 5).
     """
     return jnp.any(rows[:, :4] != 0, axis=1, keepdims=True)
 
 
 def weights(averages: jax.Array) -> jax.Array:
-    """For each slot the weights of the message and of the contribution, (slots, 4): of first and second estimator each.
+    """The weights of each slot, (slots, 4): first and second estimator's for the message, then for the contribution.
 
     Args:
-      averages: (slots, 5). Where nothing was seen, the first estimator has all the weight.
+      averages: the means of rows, float32, (slots, 5). Where nothing was seen, the first estimator has all the weight.
     """
 
     def pair(first, second):

@@ -33,9 +33,9 @@ from apgrad.expectations.mixing import _moments as moments
 from apgrad.expectations.mixing._coordinates import by_parameters
 from apgrad.expectations.mixing._features import NodeMemory, backward_pass, is_inexact, width
 from apgrad.expectations.mixing._parts import (
-    Answer,
     Charge,
     Messages,
+    NodeAnswer,
     charged,
     mixer_node,
     require_mixer,
@@ -156,8 +156,8 @@ def draw_by_mixer(tape: Tape, call: LaneCall) -> tuple[Tape, jax.Array, list[Cha
     return tape, x, list(zip(zeros, charged(mixer), strict=True))
 
 
-def _by_arguments(memory: NodeMemory, messages: Messages, visit: channels.Visit | None) -> Answer:
-    """One weight a node: that of `ap.adaptive`, or from features of the arguments."""
+def _by_arguments(memory: NodeMemory, messages: Messages, visit: channels.Visit | None) -> NodeAnswer:
+    """The answer with one weight a node, given by `ap.adaptive` or made from the features of the arguments."""
     mixer, folds, lanes = memory.mixer, messages.folds, len(messages.own)
     own = to_parameters(memory, messages.own, messages.to_zeros)
     sent = [(message, True) for message in own]
@@ -190,7 +190,7 @@ def _by_arguments(memory: NodeMemory, messages: Messages, visit: channels.Visit 
     if suffix is not None:
         more = jnp.sum(times(contribution, features), axis=1)
         gathered = (suffix + more).reshape(lanes, -1)[:, : gathered.shape[1]].astype(gathered.dtype)
-    return Answer(
+    return NodeAnswer(
         back.to_shared(mixture(swap(contribution), [fold(answer.uses, folds) for answer in in_output])),
         Streams(
             back.to_lane(mixture(message, [fold(answer.lane, folds) for answer in in_own])),

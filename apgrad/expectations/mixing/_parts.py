@@ -20,7 +20,15 @@ Charge = tuple[jax.Array, Baseline]  # a zero to be charged with later costs, an
 
 
 class Messages(NamedTuple):
-    """What came back to a node: to the sample, by stream; to the zeros; the suffix. The lanes are first."""
+    """The messages that come back to a mixer's node.
+
+    Attributes:
+      own: the message to the sample in the own stream, (lanes, ...).
+      output: the message to the sample in the output stream, (lanes, ...).
+      to_zeros: for each of the baselines that `charged` lists the message to its zero, (lanes, ...).
+      suffix: the gradient that later nodes have gathered, (lanes, width), or None.
+      folds: 2 with cross-fitting, 1 without.
+    """
 
     own: jax.Array
     output: jax.Array
@@ -29,8 +37,15 @@ class Messages(NamedTuple):
     folds: int
 
 
-class Answer(NamedTuple):
-    """What a node answers: to the shared arguments; to the lanes', by stream; to the suffix; to `ap.adaptive`."""
+class NodeAnswer(NamedTuple):
+    """What a mixer's node sends on.
+
+    Attributes:
+      shared: the messages to the arguments that lanes share, summed over lanes.
+      lane: the messages to the lanes' own arguments, in each stream.
+      suffix: the gradient gathered so far, with this node's, (lanes, width), or None.
+      row: what `ap.adaptive` is told of the node, float32 (5,); None without `ap.adaptive`.
+    """
 
     shared: Any
     lane: Streams
@@ -39,13 +54,26 @@ class Answer(NamedTuple):
 
 
 def charged(mixer: Mixer) -> list[Baseline]:
-    """The baselines of the estimators with a score, each once: the node has a zero on the tape for each of them."""
+    """The baselines of the estimators with a score, each once: the node has a zero on the tape for each of them.
+
+    Args:
+      mixer: the mixer.
+    """
     found: dict[Any, Baseline] = {_identity(e.baseline): e.baseline for e in mixer.estimators if e.score is not None}
     return list(found.values())
 
 
 def surrogates(mixer: Mixer, distribution: Any, key: jax.Array) -> tuple[tuple[Any, list[Any]], list[Any]]:
-    """One sample with the zeros of `charged`, and the pullbacks, which take the messages of `divide`."""
+    """One sample with a zero for each of the baselines that `charged` lists, and each estimator's pullback.
+
+    Args:
+      mixer: the mixer.
+      distribution: what is sampled, for one lane or, in `ap.sample`, for all lanes.
+      key: a PRNG key.
+
+    Returns:
+      `((x, zeros), pullbacks)`. A pullback takes the estimator's entry of `divide` to a message to the distribution.
+    """
     drawn, zeros, pullbacks = None, {}, {}
     # Estimators with a pathwise derivative come first, so that the others need not draw the sample again: the compiler
     # does not merge two runs of the random number generator.
@@ -66,7 +94,13 @@ def surrogates(mixer: Mixer, distribution: Any, key: jax.Array) -> tuple[tuple[A
 
 
 def divide(mixer: Mixer, to_x: jax.Array, to_zeros: list[Any]) -> list[tuple[Any, Any]]:
-    """The messages of each estimator: to its sample, and to the zero of its own baseline if it has a score."""
+    """The messages of each estimator: to its sample, and to the zero of its own baseline if it has a score.
+
+    Args:
+      mixer: the mixer.
+      to_x: the message to the sample, of the sample's shape and dtype.
+      to_zeros: for each of the baselines that `charged` lists the message to its zero, of the log-density's shape.
+    """
     slots = [_identity(baseline) for baseline in charged(mixer)]
     return [(to_x, None if e.score is None else to_zeros[slots.index(_identity(e.baseline))]) for e in mixer.estimators]
 
@@ -79,7 +113,17 @@ def _identity(baseline):
 
 
 def require_mixer(mixer: Mixer, what: str, tape: Tape, by_coordinates: bool) -> None:
-    """Raises an error for a mixer that cannot be mixed here."""
+    """Tells the tape that a node weighs its estimators, or raises an error for a mixer that cannot be mixed here.
+
+    Args:
+      mixer: the mixer.
+      what: the node's name in errors.
+      tape: the current tape.
+      by_coordinates: whether each coordinate of the distribution's parameters has its own weight.
+
+    Raises:
+      ValueError: for a mixer that cannot be mixed here.
+    """
     channels.declare_weighing(tape, what)
     if channels.is_adaptive(tape):
         trouble = None
@@ -102,7 +146,14 @@ def require_mixer(mixer: Mixer, what: str, tape: Tape, by_coordinates: bool) -> 
 def mixer_node(
     mixer: Mixer, forward: Callable[..., Any], backward: Callable[..., Any], **options: Any
 ) -> Callable[..., Any]:
-    """A node whose second derivative is refused."""
+    """A node whose second derivative is refused.
+
+    Args:
+      mixer: the mixer, which the error names.
+      forward: the `forward` of the node's propagator.
+      backward: the `backward` of the node's propagator.
+      **options: the options of `apgrad.node`.
+    """
     reason = (
         f"{mixer.name} has no second derivative: its weights are no part of the objective, and differentiating "
         "them would be silently wrong. Use likelihood_ratio() or reparameterization() for higher orders."
@@ -111,7 +162,16 @@ def mixer_node(
 
 
 def to_parameters(memory: NodeMemory, to_x: jax.Array, to_zeros: list[Any]) -> list[list[Any]]:
-    """Each estimator's messages to the distribution's parameters: for each array (lanes, ...), or None."""
+    """Each estimator's messages to the distribution's parameters.
+
+    Args:
+      memory: what the node keeps of its forward pass.
+      to_x: the messages to the sample, (lanes, ...).
+      to_zeros: for each of the baselines that `charged` lists the messages to its zero, (lanes, ...).
+
+    Returns:
+      For each estimator a list with an array (lanes, ...) for each array of parameters, or None for an integer one.
+    """
 
     def one(pullbacks, to_x, to_zeros):
         messages = divide(memory.mixer, to_x, to_zeros)
@@ -122,7 +182,17 @@ def to_parameters(memory: NodeMemory, to_x: jax.Array, to_zeros: list[Any]) -> l
 
 
 def weigh(what: str, weighting: Weighting, features: jax.Array, suffix: jax.Array | None) -> jax.Array:
-    """The weights (folds, estimators) of features (folds, estimators, lanes / folds, width)."""
+    """The weights of a node's estimators, (folds, estimators), by a weight rule.
+
+    Args:
+      what: the node's name in errors.
+      weighting: the rule, and whether it looks at the suffix.
+      features: floating point, (folds, estimators, lanes / folds, width).
+      suffix: floating point, (folds, lanes / folds, width); None is the same as zeros.
+
+    Raises:
+      ValueError: if the rule does not return one weight for each estimator.
+    """
     if suffix is None or not weighting.suffix:
         suffix = jnp.zeros_like(features[:, 0])
 

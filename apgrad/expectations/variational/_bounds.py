@@ -68,7 +68,7 @@ def densities(proposal: Any, z: jax.Array) -> jax.Array:
 
     Args:
       proposal: the distribution.
-      z: samples.
+      z: samples of the proposal, (samples, *batch, *event).
     """
     with jax.numpy_dtype_promotion("standard"):
         return jax.vmap(lambda z: distributions.log_prob(proposal, z))(z)
@@ -80,7 +80,7 @@ def scores(what: str, proposal: Any, z: jax.Array) -> jax.Array:
     Args:
       what: the bound's name.
       proposal: the distribution.
-      z: samples.
+      z: samples of the proposal, (samples, *batch, *event).
     """
     zeros = jax.vmap(lambda z: distributions.score(what, proposal, z))(z)
     return zeros + distributions.support_guard(what, proposal).astype(zeros.dtype)
@@ -92,8 +92,8 @@ def log_weights(what: str, proposal: Any, log_joint: LogJoint, z: jax.Array) -> 
     Args:
       what: the bound's name.
       proposal: the distribution.
-      log_joint: log p(x, z).
-      z: samples.
+      log_joint: log p(x, z), a function of the samples that returns (samples, *batch).
+      z: samples of the proposal, (samples, *batch, *event).
 
     Raises:
       ValueError: where the two do not have one shape.
@@ -113,7 +113,7 @@ def log_mean_exp(x: jax.Array) -> jax.Array:
     """The logarithm of the mean of exp(x) over the leading axis.
 
     Args:
-      x: (samples, *batch).
+      x: floating point, (samples, *batch).
     """
     return jax.nn.logsumexp(x, axis=0) - jnp.log(jnp.asarray(x.shape[0], x.dtype))
 
@@ -126,9 +126,9 @@ def charged(bound: jax.Array, baselines: jax.Array, zeros: jax.Array) -> jax.Arr
     sample's baseline does not depend on the sample.
 
     Args:
-      bound: (*batch).
+      bound: the bound, (*batch).
       baselines: (samples, *batch), constants to differentiation.
-      zeros: of `scores`, (samples, *batch).
+      zeros: the zeros that `scores` returns, (samples, *batch).
     """
     return bound * jnp.exp(jnp.sum(zeros, axis=0)) - jnp.sum(lax.stop_gradient(baselines) * jnp.expm1(zeros), axis=0)
 
@@ -139,8 +139,8 @@ def by_scores(what: str, samples: int, baselines: Callable[[jax.Array], jax.Arra
     Args:
       what: the bound's name.
       samples: K, at least 2.
-      baselines: from log-weights, constants (samples, *batch), to each sample's baseline, which must not depend on the
-        sample's own weight, (samples, *batch).
+      baselines: a function from the log-weights, constants (samples, *batch), to each sample's baseline, (samples,
+        *batch), which must not depend on the sample's own weight.
     """
     samples = require_samples(what, samples, 2)
 
@@ -156,6 +156,6 @@ def score_only(zeros: jax.Array) -> jax.Array:
     """Zero in value and in expectation at any order, with the score as first derivative: q(z; phi) / q(z) - 1.
 
     Args:
-      zeros: of `scores`.
+      zeros: the zeros that `scores` returns, (samples, *batch).
     """
     return jnp.expm1(zeros)

@@ -10,7 +10,7 @@ The second part is a likelihood-ratio derivative of E[v_k], and reparameterizing
 
     sum of v_k^2 d log w_k / dz_k dz_k / dphi ,
 
-whose signal-to-noise ratio grows with K, while that of the first form falls. The difference of the two forms is the
+whose signal-to-noise ratio grows with K, while the first form's falls. The difference of the two forms is the
 first derivative of
 
     g_k(z_k) q(z_k; phi) / q(z_k) - g_k(z_k(phi)),      g_k = v_k as a function of z_k alone,

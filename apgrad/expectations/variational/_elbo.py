@@ -19,7 +19,8 @@ with a score q(z; phi) / q(z) - 1 is taken off the loss, whose derivatives of an
 whose first one is the score; see `_sticking_the_landing.py`.
 
 Plates that subsample draw one minibatch for all lanes, not one for each, so that the baseline of a lane's cost is the
-mean of the same data's costs in other lanes.
+mean of the same data's costs in other lanes. NumPyro draws the minibatch in a loop over keys that JAX's check for the
+reuse of keys (`jax.debug_key_reuse`) refuses, in NumPyro's own ELBOs too; without subsampling the loss passes it.
 """
 
 import zlib
@@ -39,7 +40,8 @@ from apgrad._programs.jaxprs import trace
 from apgrad.expectations import _distributions as distributions
 from apgrad.expectations._cross_fitting import mean_of_others
 from apgrad.expectations.estimators import _baselines as baselines
-from apgrad.expectations.estimators._estimator import Estimator, surrogate
+from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
+from apgrad.expectations.estimators._estimator import Estimator, Mixer, surrogate
 from apgrad.expectations.estimators._likelihood_ratio import likelihood_ratio
 from apgrad.expectations.estimators._reparameterization import reparameterization
 
@@ -87,8 +89,10 @@ def elbo(
         if not (isinstance(estimator, Estimator) or (name == "default" and estimator is None)):
             raise TypeError(
                 f"variational.elbo: {name} needs an estimator with a pathwise derivative or a score, such as "
-                f"ap.likelihood_ratio(), got {type(estimator).__name__}"
+                f"ap.likelihood_ratio(), {_unfit(estimator)}"
             )
+        if estimator is not None:
+            baselines.require_baseline(f"variational.elbo: {name}", estimator.baseline)
     if isinstance(lanes, bool) or not isinstance(lanes, int) or lanes < 1:
         raise ValueError(f"variational.elbo needs at least one lane, an integer, got lanes={lanes!r}")
     return _ELBO(estimators, lanes, default, sticking_the_landing)
@@ -161,6 +165,16 @@ class _ELBO(numpyro.infer.ELBO):
                     f"variational.elbo: the baseline of {name} is a mean over other lanes, and there is one lane: give "
                     "lanes=2 or more, or likelihood_ratio(baseline=None)"
                 )
+
+
+def _unfit(estimator: Any) -> str:
+    """Why an object is no estimator of a site."""
+    instead = "write the model as a program of ap.expectation"
+    if isinstance(estimator, Mixer):
+        return f"and {estimator.name} mixes estimators by what all lanes send back: {instead}"
+    if isinstance(estimator, ChoiceEstimator):
+        return f"and {estimator.name} looks at a choice's alternatives: {instead} and use ap.choose"
+    return f"got {type(estimator).__name__}"
 
 
 def _causes(run, values: dict[str, Any]) -> dict[str, frozenset[str]]:
@@ -309,8 +323,8 @@ def _summed_to(x: jax.Array, plates: Any, shape: tuple[int, ...], wanted: Any) -
 
     Args:
       x: (lanes, *batch of the choice).
-      plates: of the choice.
-      shape: of the cost, with the lanes.
+      plates: the choice's plates.
+      shape: the cost's shape, with the lanes.
       wanted: the cost's plates.
     """
     shared = {dim for _, dim, _ in plates & wanted}

@@ -7,7 +7,7 @@ the pathwise part is exactly zero. So it is taken off.
 
 The paper's programs stop the gradient of q's parameters in log q, which is wrong at order two: the second derivative of
 log q is not zero in expectation. Here q(z; phi) / q(z) - 1 is added, at the fixed sample z. Its first derivative is the
-score, and *all* its derivatives are zero in expectation, since they are those of the integral of q.
+score, and *all* its derivatives are zero in expectation, since the integral of q is 1.
 
 With more samples inside the logarithm the score is not zero in expectation (Tucker et al., 2019, section 4), so there
 is no number of samples here: take `doubly_reparameterized`.

@@ -19,7 +19,7 @@ class Exact(nnx.Module):
     """Gradient descent.
 
     Args:
-      learning_rate: The learning rate, which can be meta-trained like any other parameter of a rule.
+      learning_rate: the learning rate, which can be meta-trained like any other parameter of a rule.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -47,10 +47,12 @@ class Exact(nnx.Module):
 
     def at(self, site: Site) -> jax.tree_util.Partial:
         """The local rule, which is the same at every place."""
-        return jax.tree_util.Partial(descend, self.learning_rate[...])
+        return jax.tree_util.Partial(_descend, self.learning_rate[...])
 
 
-def descend(learning_rate: jax.Array, site: Site, question: Dense | Diagonal | Elementwise, state: tuple[()]) -> Answer:
+def _descend(
+    learning_rate: jax.Array, site: Site, question: Dense | Diagonal | Elementwise, state: tuple[()]
+) -> Answer:
     """Backpropagation's answer, where component 0 of the message is the gradient."""
     if isinstance(question, Elementwise):
         return Answer(question.exact[..., None])

@@ -55,21 +55,21 @@ class PerSynapse(nnx.Module):
     """The published rules.
 
     Args:
-      sites: The sites of a network, from `mplp.sites`. The rule fits every network whose places have these names (or
+      sites: the sites of a network, from `mplp.sites`. The rule fits every network whose places have these names (or
         these kinds, if everything is shared), whatever the sizes are.
-      message_size: The size k of a message.
-      hidden: The size h of the recurrent state besides update and message.
+      message_size: the size k of a message.
+      hidden: the size h of the recurrent state besides update and message.
       cell: "gru", "two_grus" or "mlp".
       start: "random"; or "gradient_descent", which is exact at first.
-      layers: The number of units in each hidden layer of the networks.
-      share: Whether places of a kind share networks.
-      share_standardizers: Whether places of a kind share standardizers.
-      share_scales: Whether places of a kind share the scales a and the learning rates.
-      aggregate: How a dense node aggregates messages over its outputs: "mean" as published, or "sum".
-      gradient: Whether networks also see the true gradient (the hybrid that the papers propose).
-      learning_rate: The learning rate at first, if the rule starts as gradient descent.
-      output_scale: The scale a at first, if the rule starts at random.
-      rngs: The source of keys for the networks.
+      layers: the number of units in each hidden layer of the networks.
+      share: whether places of a kind share networks.
+      share_standardizers: whether places of a kind share standardizers.
+      share_scales: whether places of a kind share the scales a and the learning rates.
+      aggregate: how a dense node aggregates messages over its outputs: "mean" as published, or "sum".
+      gradient: whether networks also see the true gradient (the hybrid that the papers propose).
+      learning_rate: the learning rate at first, if the rule starts as gradient descent.
+      output_scale: the scale a at first, if the rule starts at random.
+      rngs: the source of keys for the networks.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -168,9 +168,9 @@ class PerSynapse(nnx.Module):
         """The same rule, with standardizers made of the states of a recording rule; see `fit_standardizers`.
 
         Args:
-          states: The recorded statistics by place and part: "shift" and "scale" (groups,), and "mean", a scalar.
-          blend: The weight of the new statistics, against those that the rule has.
-          max_scale: The largest scale, or None.
+          states: the recorded statistics by place and part: "shift" and "scale" (groups,), and "mean", a scalar.
+          blend: the weight of the new statistics, against those that the rule has.
+          max_scale: the largest scale, or None.
         """
         rule = nnx.clone(self)
         found: dict[str, list[dict[str, jax.Array]]] = {}

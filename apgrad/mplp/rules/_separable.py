@@ -53,25 +53,25 @@ class Separable(nnx.Module):
     """The separable rule.
 
     Args:
-      sites: The sites of a network, from `mplp.sites`.
-      message_size: The size k of a message.
-      rank: The number R of products in an update.
-      hidden: The number of hidden units of each network, which are tanh.
-      neuron_state: The size of a neuron's state; 0 for none.
-      whiten: Whether dense layers whiten their inputs.
+      sites: the sites of a network, from `mplp.sites`.
+      message_size: the size k of a message.
+      rank: the number R of products in an update.
+      hidden: the number of hidden units of each network, which are tanh.
+      neuron_state: the size of a neuron's state; 0 for none.
+      whiten: whether dense layers whiten their inputs.
       start: "gradient_descent", which is exact at first (with `whiten`, along whitened inputs); or "random".
-      share: Which places share networks and step sizes. False: none. True: places of a kind; the rule then fits every
+      share: which places share networks and step sizes. False: none. True: places of a kind; the rule then fits every
         network of these kinds of nodes. "role": places whose names differ in digits only ("dense_1" and "dense_2" have
         one role, "dense_out" has another); the rule then fits every network of these roles, of any depth.
-      normalize: Whether a dense layer's step is divided by 1 + mean |x|^2 (normalized least mean squares, Nagumo &
+      normalize: whether a dense layer's step is divided by 1 + mean |x|^2 (normalized least mean squares, Nagumo &
         Noda, 1967), so that a learned step size means the same in layers of every width.
-      gradient: Whether networks also see the true gradient (the hybrid that both papers propose).
-      learning_rate: The learning rate of each place at first, which is meta-trained.
-      strength: The whitening's lambda at first.
-      forget: The whitening's epsilon at first.
-      full: The largest number of inputs with which a layer has a full P; a wider layer has a window.
-      window: The number of rows of a window, about.
-      rngs: The source of keys for the networks.
+      gradient: whether networks also see the true gradient (the hybrid that both papers propose).
+      learning_rate: the learning rate of each place at first, which is meta-trained.
+      strength: the whitening's lambda at first.
+      forget: the whitening's epsilon at first.
+      full: the largest number of inputs with which a layer has a full P; a wider layer has a window.
+      window: the number of rows of a window, about.
+      rngs: the source of keys for the networks.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap

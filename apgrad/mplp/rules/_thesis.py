@@ -44,15 +44,15 @@ class Thesis(nnx.Module):
     """The thesis's rule.
 
     Args:
-      sites: The sites of a network, from `mplp.sites`. The rule fits every network of these kinds of nodes.
-      message_size: The size k of a message.
-      hidden: The number of hidden units of each network.
-      batch_norm: Whether batch norm standardizes the networks' inputs.
-      learn_rate: Whether the step size is meta-trained.
-      learning_rate: The step size at first; .001 in the thesis.
-      clip: The largest size of an update.
+      sites: the sites of a network, from `mplp.sites`. The rule fits every network of these kinds of nodes.
+      message_size: the size k of a message.
+      hidden: the number of hidden units of each network.
+      batch_norm: whether batch norm standardizes the networks' inputs.
+      learn_rate: whether the step size is meta-trained.
+      learning_rate: the step size at first; .001 in the thesis.
+      clip: the largest size of an update.
       start: "random"; or "gradient_descent", which is exact at first, as long as no update is clipped.
-      rngs: The source of keys for the networks, whose kernels are uniform within 1 / sqrt(features).
+      rngs: the source of keys for the networks, whose kernels are uniform within 1 / sqrt(features).
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap

@@ -39,16 +39,25 @@ def window(site: Site, limit: int, rank: int) -> int | None:
     """How many rows a place's window has (those of whole minibatches), or None for a full P.
 
     Args:
-      site: A dense place.
-      limit: The largest number of inputs with which a layer has a full P.
-      rank: The number r of rows, about.
+      site: a dense place.
+      limit: the largest number of inputs with which a layer has a full P.
+      rank: the number r of rows, about.
     """
     rows, inputs, _ = site.shape
     return None if inputs <= limit or rows > rank else rows * (rank // rows)
 
 
 def init(site: Site, limit: int, rank: int) -> dict[str, jax.Array]:
-    """The state before any minibatch: P = I."""
+    """The state of a dense place before any minibatch: P = I.
+
+    Args:
+      site: a dense place.
+      limit: as in `window`.
+      rank: as in `window`.
+
+    Returns:
+      Floating-point arrays by name: `P` (N, N); or for a window of r rows `rows` (r, N) and `gram` (r, r), zeros.
+    """
     inputs, size = site.shape[1], window(site, limit, rank)
     if size is None:
         return {"P": jnp.eye(inputs, dtype=float)}
@@ -62,7 +71,7 @@ def whiten(
 
     Args:
       x: (rows, N), the layer's inputs.
-      state: The state, of `init` or of the step before.
+      state: the state, of `init` or of the step before.
       strength: lambda, a scalar.
       forget: epsilon, a scalar, which only a full P needs.
 

@@ -1,0 +1,280 @@
+"""Estimators of discrete choices beside what one would write or import in their place, at equal evaluations.
+
+    python -m experiments.benchmarks.choice_peers                   # under two minutes
+    python -m experiments.benchmarks.choice_peers --preset paper    # five times the estimates
+
+The toy and the quadratic of `discrete_choices.py`, and the linear autoencoder of `discrete_vae.py` with 20 latents and
+digits, at parameters that were trained for a while; there the gradient is that of the encoder on one minibatch. The
+peers: REINFORCE and leave-one-out (of 2 and 4 samples) as surrogate losses by hand, in plain JAX, and NumPyro's
+`TraceGraph_ELBO`. On the toy and the quadratic the ELBO's prior is the guide itself, held fixed, so that the cost alone
+has a gradient.
+
+The mean of n independent estimates has 1/n of the variance at n times the evaluations, so that *variance times
+evaluations* is the variance at equal evaluations. The table has its ratio to that of the best peer, with 95 %
+intervals. Seconds are those of a gradient over those of REINFORCE by hand, in turns; 1,000 lanes for toy and quadratic.
+GenJAX is in `peers.py`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.flatten_util
+import jax.numpy as jnp
+import numpy as np
+import numpyro
+import numpyro.distributions as dist
+from jax import lax
+from matplotlib.figure import Figure
+from numpyro.infer import TraceGraph_ELBO
+
+import apgrad as ap
+from experiments import discrete_vae as vae, harness
+from experiments.benchmarks import discrete_choices as toys
+from experiments.benchmarks.estimators import take_turns
+
+PROBLEMS = ("toy, theta .5", "toy, theta .1", "quadratic, 200", "autoencoder")
+PEERS = ("REINFORCE by hand", "leave-one-out by hand, 2", "leave-one-out by hand, 4", "TraceGraph_ELBO")
+OURS: dict[str, Callable[[], ap.ChoiceEstimator]] = {
+    "ap.enumeration": ap.enumeration,
+    "ap.rloo, 2": lambda: ap.rloo(2),
+    "ap.rloo, 4": lambda: ap.rloo(4),
+    "ap.arm": ap.arm,
+    "ap.disarm": ap.disarm,
+    "ap.arms, 4": lambda: ap.arms(4),
+    "ap.rebar": ap.rebar,
+}
+
+
+class Problem(NamedTuple):
+    """Bernoulli choices of some lanes, and what they cost.
+
+    Attributes:
+      parameters: what the gradient is with respect to.
+      logits: `parameters -> (lanes, D)`.
+      cost: `(x (D,), *row) -> scalar`, the cost of one lane.
+      rows: arrays with the lanes as leading axis.
+      known: `parameters -> scalar`, a cost that is not random.
+      elbo: `(model, guide)` of NumPyro, functions of the parameters, with the sum over lanes as the negative ELBO.
+    """
+
+    parameters: Any
+    logits: Callable[[Any], jax.Array]
+    cost: Callable[..., jax.Array]
+    rows: tuple[jax.Array, ...]
+    known: Callable[[Any], Any]
+    elbo: tuple[Callable[..., Any], Callable[..., Any]]
+
+
+def toy(name: str, lanes: int) -> Problem:
+    """A problem of `discrete_choices.py`."""
+    start = toys.logits_of(name)
+    logits = lambda parameters: jnp.broadcast_to(parameters, (lanes, len(start)))
+
+    def guide(parameters):
+        with numpyro.plate("lanes", lanes):
+            numpyro.sample("x", dist.Bernoulli(logits=logits(parameters)).to_event(1))
+
+    def model(parameters):
+        with numpyro.plate("lanes", lanes):
+            x = numpyro.sample("x", dist.Bernoulli(logits=lax.stop_gradient(logits(parameters))).to_event(1))
+            numpyro.factor("cost", -jax.vmap(toys.cost)(jnp.asarray(x, jnp.float32)))
+
+    return Problem(start, logits, toys.cost, (), lambda parameters: 0.0, (model, guide))
+
+
+def autoencoder(steps: int) -> Problem:
+    """The linear autoencoder's encoder, on one minibatch."""
+    config = vae.Config(steps=steps, records=1, learning_rate=1e-3)
+    images = vae.images("digits")[0]
+    keys = jax.random.split(jax.random.key(0), 3)
+    begin = vae.start(keys[0], "linear", images.shape[1], 20, "RLOO, 2")
+    state = vae.optax.adam(config.learning_rate).init(begin)
+    trained = vae.functions(config, "RLOO, 2")[0](keys[1], begin, state, 0, steps)[0]
+    x = vae.binarized(keys[2], images[: vae.BATCH])
+    decoder, prior = trained["decoder"], trained["prior"]
+    logits = lambda encoder: vae.apply(encoder, x)
+
+    def cost(z, x):
+        scores = vae.apply(decoder, z)
+        return jnp.sum(jax.nn.softplus(scores) - x * scores)
+
+    def guide(encoder):
+        with numpyro.plate("images", len(x)):
+            numpyro.sample("z", dist.Bernoulli(logits=logits(encoder)).to_event(1))
+
+    def model(encoder):
+        with numpyro.plate("images", len(x)):
+            z = numpyro.sample("z", dist.Bernoulli(logits=jnp.broadcast_to(prior, (len(x), 20))).to_event(1))
+            means = vae.apply(decoder, jnp.asarray(z, jnp.float32))
+            numpyro.sample("x", dist.Bernoulli(logits=means).to_event(1), obs=x)
+
+    known = lambda encoder: jnp.mean(vae.divergence(logits(encoder), prior))
+    return Problem(trained["encoder"], logits, cost, (x,), known, (model, guide))
+
+
+def by_hand(problem: Problem, samples: int) -> Callable[[jax.Array, Any], Any]:
+    """A surrogate loss's gradient, `(key, parameters) -> gradient`, with the other samples as baseline."""
+
+    def loss(parameters, key):
+        logits = problem.logits(parameters)
+        p = jax.nn.sigmoid(lax.stop_gradient(logits))
+        x = jax.random.bernoulli(key, p, (samples, *p.shape)).astype(p.dtype)
+        cost = jax.vmap(lambda x: jax.vmap(problem.cost)(x, *problem.rows))(x)
+        baseline = (jnp.sum(cost, axis=0) - cost) / (samples - 1) if samples > 1 else 0.0
+        density = -jnp.sum(jax.nn.softplus((1 - 2 * x) * logits), axis=-1)
+        return jnp.mean(lax.stop_gradient(cost - baseline) * density) + problem.known(parameters)
+
+    return lambda key, parameters: jax.grad(loss)(parameters, key)
+
+
+def in_numpyro(problem: Problem) -> Callable[[jax.Array, Any], Any]:
+    """The gradient of `TraceGraph_ELBO`, a mean over lanes."""
+    model, guide = problem.elbo
+    lanes = len(problem.logits(problem.parameters))
+
+    def loss(parameters, key):
+        of = lambda function: lambda: function(parameters)
+        return TraceGraph_ELBO().loss(key, {}, of(model), of(guide)) / lanes
+
+    return lambda key, parameters: jax.grad(loss)(parameters, key)
+
+
+def by_apgrad(problem: Problem, estimator: ap.ChoiceEstimator) -> Callable[[jax.Array, Any], Any]:
+    """The gradient of `ap.choose`."""
+
+    def program(tape, parameters):
+        coins = dist.Bernoulli(logits=problem.logits(parameters))
+        follow = lambda x, *row: (problem.cost(x.astype(jnp.float32), *row), None)
+        tape, _ = ap.choose(tape, coins, follow, estimator, *problem.rows)
+        return tape.cost(jnp.full(tape.lanes, problem.known(parameters)))
+
+    return jax.grad(ap.expectation(program, len(problem.logits(problem.parameters))), argnums=1)
+
+
+def methods(problem: Problem) -> dict[str, tuple[Callable[[jax.Array, Any], Any], int]]:
+    """Each method's gradient and evaluations."""
+    made: dict[str, Any] = {
+        "REINFORCE by hand": (by_hand(problem, 1), 1),
+        "leave-one-out by hand, 2": (by_hand(problem, 2), 2),
+        "leave-one-out by hand, 4": (by_hand(problem, 4), 4),
+        "TraceGraph_ELBO": (in_numpyro(problem), 1),
+    }
+    logits = problem.logits(problem.parameters)
+    for name, make in OURS.items():
+        if name != "ap.enumeration" or logits.shape[1] <= toys.MOST_ENUMERATED:
+            estimator = make()
+            made[name] = by_apgrad(problem, estimator), estimator.evaluations(dist.Bernoulli(logits=logits))
+    return made
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(harness.Config):
+    """Options of the benchmark.
+
+    Attributes:
+      problems: names in PROBLEMS.
+      estimates: gradients for a variance.
+      steps: of training, for the autoencoder.
+      rounds: how often each method is timed.
+    """
+
+    problems: tuple[str, ...] = PROBLEMS
+    estimates: int = 4_000
+    steps: int = 2_000
+    rounds: int = 20
+
+
+PAPER = Config(estimates=20_000, rounds=100)
+
+
+def cells(config: Config) -> list[dict[str, Any]]:
+    """One for each problem: methods are timed in turns."""
+    return [{"problem": problem} for problem in config.problems]
+
+
+def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
+    """Variance, evaluations and seconds of all methods on one problem."""
+    name, key = cell["problem"], jax.random.key(seed)
+    learned = autoencoder(config.steps) if name == "autoencoder" else None
+    problem, timed = learned or toy(name, 1), learned or toy(name, toys.LANES)
+    found, calls = {}, {}
+    with jax.numpy_dtype_promotion("standard"):
+        for method, (gradient, evaluations) in methods(problem).items():
+            flat = lambda key, g=gradient: jax.flatten_util.ravel_pytree(g(key, problem.parameters))[0]
+            estimates = jax.jit(lambda keys, flat=flat: lax.map(flat, keys, batch_size=100))
+            samples = np.asarray(estimates(jax.random.split(key, config.estimates)), np.float64)
+            squares = np.sum((samples - samples.mean(axis=0)) ** 2, axis=1)
+            found[method] = {
+                "variance": float(squares.sum() / (len(squares) - 1)),
+                "standard_error": float(squares.std() / np.sqrt(len(squares))),
+                "evaluations": evaluations,
+            }
+        for method, (gradient, _) in methods(timed).items():
+            jitted = jax.jit(gradient)
+            calls[method] = lambda jitted=jitted: jitted(key, timed.parameters)
+        seconds = take_turns(calls, config.rounds)
+    for method, row in found.items():
+        row["seconds_ratio"] = float(np.median(seconds[method] / seconds["REINFORCE by hand"]))
+    return found
+
+
+def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
+    """The table, and ratios to the best peer with intervals."""
+    rows, figures = [], {}
+    for cell, found in records:
+        equal = {
+            m: (r["variance"] * r["evaluations"], r["standard_error"] * r["evaluations"]) for m, r in found.items()
+        }
+        best = min(PEERS, key=lambda m: equal[m][0])
+        for method, row in found.items():
+            (mine, error), (peer, peer_error) = equal[method], equal[best]
+            # The interval of the logarithm of the ratio; where no variance is left, the ratio is 0.
+            certain = method == best or mine < 1e-12 * peer
+            wide = 0.0 if certain else 1.96 * np.hypot(error / mine, peer_error / peer)
+            ratio = mine / peer
+            rows.append(
+                {
+                    **cell,
+                    "method": method,
+                    **row,
+                    "at_equal_evaluations": mine,
+                    "best_peer": best,
+                    "over_best_peer": ratio,
+                    "low": float(ratio * np.exp(-wide)),
+                    "high": float(ratio * np.exp(wide)),
+                }
+            )
+        ours = min(
+            (r for r in rows if r["problem"] == cell["problem"] and r["method"] in OURS), key=lambda r: r["high"]
+        )
+        figures[cell["problem"]] = {k: ours[k] for k in ("method", "best_peer", "over_best_peer", "low", "high")}
+    head = f"{'problem':<15} {'method':<25} {'variance':>10} {'evals':>5} {'over best peer':>14} {'95 %':>16} "
+    head += f"{'seconds':>8}"
+    lines = [head]
+    for r in rows:
+        interval = f"{r['low']:.3g} to {r['high']:.3g}"
+        lines.append(
+            f"{r['problem']:<15} {r['method']:<25} {r['variance']:>10.4g} {r['evaluations']:>5} "
+            f"{r['over_best_peer']:>14.3g} {interval:>16} {r['seconds_ratio']:>7.2f}"
+        )
+    figure = Figure(figsize=(4 * len(records), 3.5), layout="constrained")
+    for axes, (cell, _) in zip(np.atleast_1d(figure.subplots(1, len(records))), records, strict=True):
+        shown = [r for r in rows if r["problem"] == cell["problem"]][::-1]
+        visible = [r for r in shown if r["over_best_peer"] > 1e-9]
+        for place, r in enumerate(shown):
+            colour = "C0" if r["method"] in OURS else "0.6"
+            if r not in visible:
+                axes.annotate("0", (0.02, place), xycoords=("axes fraction", "data"), va="center", color=colour)
+                continue
+            middle, low, high = (r[k] for k in ("over_best_peer", "low", "high"))
+            axes.errorbar(middle, place, xerr=[[middle - low], [high - middle]], fmt="o", color=colour, markersize=4)
+        axes.set_yticks(range(len(shown)), [r["method"] for r in shown], fontsize=7)
+        axes.axvline(1, color="0.6", linewidth=0.8)
+        axes.set(xscale="log", xlabel="variance at equal evaluations\nover the best peer's", title=cell["problem"])
+    return harness.Report(figures, rows, "\n".join(lines), figure)
+
+
+if __name__ == "__main__":
+    harness.main()
