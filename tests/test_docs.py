@@ -124,11 +124,12 @@ def test_measured_figures_of_the_readme_are_the_results():
     """Each figure in the README that was measured stands in this list, beside what it is made of."""
     text = (ROOT / "README.md").read_text()
     run = lambda name: json.loads((ROOT / "experiments" / "results" / name / "results.json").read_text())
-    chaos, mnist = run("chaos-paper"), run("mplp_mnist-paper")
+    chaos, mnist, others = run("chaos-paper"), run("mplp_mnist-paper"), run("mplp_mnist-optimizers")
     figures = {
         f"{chaos['variance_ratio_decoupled-CF_H50_beta2.5']['value']:.0f} times": 1,
         f"{mnist['784-100-10, MPLP']['mean']:.0f} %": 1,
         f"{mnist['784-100-10, Adam']['mean']:.0f} %": 1,
+        f"{others['784-100-10, Muon']['mean']:.0f} %": 1,
     }
     for figure in figures:
         assert figure in text, figure

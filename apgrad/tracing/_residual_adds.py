@@ -5,7 +5,6 @@ scope, whose influence is then 1. The program shows this: an equation in the sco
 something that depends on the same value.
 """
 
-import itertools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -17,7 +16,7 @@ from apgrad._programs.kinds import NO_DERIVATIVE
 
 
 def scopes_with_residual_adds(program: jaxprs.Program, active: Sequence[bool]) -> list[str]:
-    """The plain names of the scopes that hold a residual add, in the order of the program.
+    """The plain names of those scopes, in the order of the program.
 
     Args:
       program: what is traced.
@@ -51,8 +50,7 @@ def _scopes(program, active, made, scope) -> list[str]:
             made_in = None if isinstance(around, Literal) or around not in alive else origin.get(around)
             if made_in is None:
                 continue
-            same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(parts, made_in, strict=False))
-            shared = len(list(same))
+            shared = _shared(parts, made_in)
             if shared < len(parts) and around in _needed(branch, maker):
                 found += ["/".join(parts[:n]) for n in range(shared + 1, len(parts) + 1)]
     return found
@@ -65,6 +63,11 @@ def _hashable(atom: Any) -> Any:
 
 def _parts(scope: str) -> list[str]:
     return [part for part in jaxprs.plain_scope(scope).split("/") if part]
+
+
+def _shared(a: list[str], b: list[str]) -> int:
+    """How many names two scopes begin with alike."""
+    return next((n for n, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _needed(variable: Any, maker: dict[Any, Any]) -> Collection[Any]:

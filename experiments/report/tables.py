@@ -73,7 +73,7 @@ def rule_beside_optimizers(results) -> Rows:
     """Accuracy after 20 steps of 8 images, with momentum and Muon."""
     methods = {"MPLP": "trained rule", "Muon": "Muon", "momentum": "SGD, momentum .9", "Adam": "Adam", "SGD": "SGD"}
     rows = [["network", *methods.values()]]
-    for setting in ("144-50-10", "784-100-10", "digits 64-50-10"):
+    for setting in ("144-50-10", "784-100-10"):
         values = [results[f"{setting}, {m}"] for m in methods]
         rows.append([setting, *(figure(Value(v["mean"], v["standard_error"])) for v in values)])
     return rows
