@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from apgrad._ground.propagator import Propagator, Static, first_order, node
-from apgrad._programs.jaxprs import hoist
+from apgrad._programs.jaxprs import arrays_of, hoist, place, restrict
 
 STREAM = "apgrad stream"  # the name of the axis of streams: 0 is the own stream, 1 the output stream
 
@@ -50,35 +50,24 @@ def in_two_streams(function: Callable[..., Any], name: str) -> Callable[..., Any
     """
 
     def wrapped(*inputs):
-        leaves, treedef = jax.tree.flatten(inputs)
-        is_array = [isinstance(x, jax.Array) for x in leaves]
-        arrays = [x for x, array in zip(leaves, is_array, strict=True) if array]
-
-        def of_arrays(*arrays):
-            given = iter(arrays)
-            return function(
-                *treedef.unflatten([next(given) if array else x for x, array in zip(leaves, is_array, strict=True)])
-            )
-
-        converted, closed_over = hoist(of_arrays, *arrays)
+        arrays, restore = arrays_of(inputs)
+        converted, closed_over = hoist(lambda *arrays: function(*restore(*arrays)), *arrays)
         return node(first_order(Propagator(functools.partial(forward, converted), backward), reason), perturbed=True)(
             *arrays, *closed_over
         )
 
     def forward(function, *arrays, perturbed):
-        def differentiated(*chosen):
-            chosen = iter(chosen)
-            return function(*(next(chosen) if flag else x for x, flag in zip(arrays, perturbed, strict=True)))
-
         # Nodes look for their target in what is perturbed, so nothing else may be.
-        output, pullback = jax.vjp(differentiated, *(x for x, flag in zip(arrays, perturbed, strict=True) if flag))
-        return output, (pullback, Static(perturbed))
+        chosen = [i for i, flag in enumerate(perturbed) if flag]
+        differentiated, values = restrict(function, arrays, chosen)
+        output, pullback = jax.vjp(differentiated, *values)
+        return output, (pullback, Static((chosen, len(arrays))))
 
     def backward(memory, message):
-        pullback, perturbed = memory
+        pullback, form = memory
+        chosen, count = form.value
         streams = jax.vmap(lambda _: pullback(message), axis_name=STREAM, axis_size=2)(jnp.arange(2))
-        answers = iter(x[1] for x in streams)
-        return tuple(next(answers) if flag else None for flag in perturbed.value)
+        return tuple(place([x[1] for x in streams], chosen, [None] * count))
 
     reason = (
         f"an objective with {name} has no second derivative: its weights are no part of it, and differentiating them "
