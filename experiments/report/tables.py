@@ -373,7 +373,7 @@ TABLES = [
     Table(
         "Autoencoders with binary latents: digits",
         "discrete_vae-small",
-        "The same with 20 latents and 10,000 steps.",
+        "The same with 20 latents and 10,000 steps; 57 of 72 cells are finished.",
         autoencoders,
     ),
 ]
