@@ -85,7 +85,8 @@ def test_operands_that_are_kept_anyway_stay_outside_of_branches(kind):
         return jnp.sum(step(kind, x, w))
 
     random = ap.randomize(loss, R.rounding(8))
-    assert remembered(loss, w, x) > w.nbytes or kind == "cond"
+    if jax.__version_info__ < (0, 12):  # later versions keep the weight of a cond in a scan outside by themselves
+        assert remembered(loss, w, x) > w.nbytes or kind == "cond"
     assert remembered(lambda w, x: random(KEY, w, x), w, x) < w.nbytes / 2
     exact, found = jax.grad(loss, (0, 1))(w, x), jax.grad(ap.randomize(loss, R.rounding(32)), (1, 2))(KEY, w, x)
     for a, b in zip(exact, found, strict=True):
