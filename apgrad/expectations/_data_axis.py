@@ -51,7 +51,10 @@ def require_data_axis(plan: TapePlan, ledger: Ledger) -> None:
     if data is not None:
         for size, what in ledger.parts.items():
             if size != data:
-                raise ValueError(f"{what} has {size} parts, and the minibatch has data={data}: these are the parts")
+                raise ValueError(
+                    f"{what} has {size} parts, and data={data} is given. The parts are the examples of the minibatch: "
+                    f"use data={size}, or one part an example"
+                )
         for shape in by_part:
             if shape[1] != data:
                 raise ValueError(f"a cost of shape {shape}, expected ({lanes}, {data}): the lanes and the data")

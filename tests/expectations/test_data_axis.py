@@ -168,7 +168,7 @@ def test_axes_that_do_not_fit_are_errors():
     for data in (None, 3):
         with pytest.raises(ValueError, match=r"summed or averaged to \(2,\) before.*costs of shape \(2, 3\)"):
             wrong(lambda b: b.mean(-1), data=data)
-    with pytest.raises(ValueError, match="has 4 parts, and the minibatch has data=3"):
+    with pytest.raises(ValueError, match="has 4 parts, and data=3 is given"):
         wrong(lambda b: b[:, :3], size=4)
     with pytest.raises(ValueError, match=r"a cost of shape \(2, 2\), expected \(2, 3\)"):
         wrong(lambda b: b[:, :2])

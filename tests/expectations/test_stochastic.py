@@ -365,3 +365,14 @@ def test_calls_that_are_off_are_refused():
     node = ap.stochastic(ap.reparameterization(), in_axes=(1,))(lambda t: dist.Normal(t, 1.0))
     with pytest.raises(ValueError, match=r"0 \(lanes first\) or None"):
         error(lambda tape: node(tape, jnp.ones((4, 4)))[0].cost(jnp.ones(4)))
+
+
+def test_a_cost_with_the_lanes_twice_says_what_may_have_been_shared():
+    push = ap.stochastic(ap.reparameterization())(lambda x, force: dist.Normal(x + force, 0.1))
+
+    def program(tape):
+        tape, x = push(tape, jnp.ones(tape.lanes), jnp.ones(tape.lanes))
+        return tape.cost(x**2)
+
+    with pytest.raises(ValueError, match=r"two axes of the lanes.*in_axes=\(0, 0\)"):
+        ap.expectation(program, 4)(jax.random.key(0))
