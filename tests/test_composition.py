@@ -1,11 +1,5 @@
 """Wings compose: what one gives back goes into another, or is refused with an error (docs/composition.md)."""
 
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +8,7 @@ import pytest
 
 import apgrad as ap
 from apgrad import mplp
-
-ROOT = Path(__file__).parent.parent
+from tests import devices
 
 
 def network(weights, x):
@@ -98,12 +91,6 @@ def test_tracing_goes_through_pathwise_nodes_and_refuses_total_propagation():
 
 
 SHARDED = """
-import sys
-import jax, jax.numpy as jnp, numpy as np
-if len(sys.argv) > 1:
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, int(sys.argv[2]))
-from apgrad import meta
 step = lambda theta, s: (jnp.sin(theta * s), s**2)
 problem = meta.Problem(lambda theta, key: jax.random.normal(key), step, lambda theta, s: s**2, 3)
 def gradient(mesh):
@@ -115,28 +102,6 @@ print("agree in", jax.process_count(), "processes")
 """
 
 
-def sharded(devices, *args):
-    # XLA ends a process in which a device waits 40 seconds for another's collective, as it does on a busy machine.
-    flags = (
-        f"--xla_force_host_platform_device_count={devices} --xla_cpu_collective_call_terminate_timeout_seconds=600 "
-        "--xla_cpu_collective_timeout_seconds=600"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    command = [sys.executable, "-W", "ignore", "-c", SHARDED, *args]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-
-
-def test_meta_training_by_total_propagation_is_the_same_on_eight_devices():
-    out, err = sharded(8).communicate(timeout=300)
-    assert "agree in 1 processes" in out, err[-2000:]
-
-
-def test_meta_training_by_total_propagation_is_the_same_in_two_processes():
-    # The port stays ours while the coordinator, which allows it too, listens there: nobody else is given it meanwhile.
-    with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        s.bind(("", 0))
-        runs = [sharded(4, str(s.getsockname()[1]), str(i)) for i in range(2)]
-        for run in runs:
-            out, err = run.communicate(timeout=300)
-            assert "agree in 2 processes" in out, err[-2000:]
+@pytest.mark.parametrize("processes", [1, 2])
+def test_meta_training_by_total_propagation_is_the_same_on_eight_devices(processes):
+    assert devices.run(SHARDED, 8, processes) == [f"agree in {processes} processes"] * processes

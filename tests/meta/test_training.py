@@ -15,6 +15,7 @@ import optax
 import pytest
 
 from apgrad import meta
+from tests import devices
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -122,13 +123,6 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
 
 
 SHARDED = """
-import sys
-import jax, jax.numpy as jnp, numpy as np, optax
-if len(sys.argv) > 1:
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, int(sys.argv[2]))
-from apgrad import meta
-
 task = meta.sinusoid(sizes=(1, 5, 1), batch=4, held_out=8)
 learner = meta.optimizer(lambda log_rate: optax.sgd(jnp.exp(log_rate)), task.loss)
 problem = meta.inner_problem(task, learner, 4)
@@ -146,33 +140,10 @@ print("agree on", jax.device_count(), "devices,", jax.process_count(), "processe
 """
 
 
-def sharded(devices, *args):
-    # XLA ends a process in which a device waits 40 seconds for another's collective, as it does on a busy machine.
-    flags = (
-        f"--xla_force_host_platform_device_count={devices} --xla_cpu_collective_call_terminate_timeout_seconds=600 "
-        "--xla_cpu_collective_timeout_seconds=600"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    command = [sys.executable, "-W", "ignore", "-c", SHARDED, *args]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
-
-
-def test_eight_devices_agree_with_one():
-    out, err = sharded(8).communicate(timeout=300)
-    assert "agree on 8 devices, 1 processes" in out, err
-
-
-def test_two_processes_agree_with_one_device():
-    import socket
-
-    # The port stays ours while the coordinator, which allows it too, listens there: nobody else is given it meanwhile.
-    with socket.socket() as s:
-        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        s.bind(("", 0))
-        runs = [sharded(2, str(s.getsockname()[1]), str(i)) for i in range(2)]
-        for run in runs:
-            out, err = run.communicate(timeout=300)
-            assert "agree on 4 devices, 2 processes" in out, err
+@pytest.mark.parametrize(("count", "processes"), [(8, 1), (4, 2)])
+def test_many_devices_agree_with_one(count, processes):
+    agreed = f"agree on {count} devices, {processes} processes"
+    assert devices.run(SHARDED, count, processes) == [agreed] * processes
 
 
 def test_tensorboard_has_the_metrics_of_every_call_at_once(tmp_path):
