@@ -1,6 +1,6 @@
 """The published learned rule, meta-trained here from a random start, without a gradient in it (MPLP, Fig. 2, Table 1).
 
-    python -m experiments.mplp_from_random                   # under two minutes: 100 outer steps on sinusoids
+    python -m experiments.mplp_from_random                   # under two minutes: 30 outer steps on sinusoids
     python -m experiments.mplp_from_random --preset paper    # some five hours of one core; MNIST needs APGRAD_DATA
 
 Randazzo, Niklasson & Mordvintsev, "MPLP: learning a message passing learning protocol", 2020. The rule is
@@ -66,10 +66,10 @@ class Config(harness.Config):
     """
 
     studies: tuple[str, ...] = ("sinusoid",)
-    sinusoid_steps: int = 100
+    sinusoid_steps: int = 30
     mnist_steps: int = 20
     max_scale: float = 0.0
-    runs: int = 20
+    runs: int = 10
 
     def __post_init__(self):
         """Refuses what cannot be measured."""
