@@ -25,7 +25,7 @@ if QUICKLY and jax.__version_info__ < (0, 11):  # the flag goes then
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
     os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"  # a worker has one core
 
-MEMORY = 3e9  # bytes of compiled programs and all else that a worker may hold
+MEMORY = 3e9  # how many bytes a worker may hold before its compiled programs are forgotten
 
 # Two devices for the tests of sharding; everything else stays on the first.
 jax.config.update("jax_num_cpu_devices", 2)
@@ -52,7 +52,7 @@ def optimized_where_marked(request):
 
 @pytest.fixture(autouse=True, scope="module")
 def forget_compiled_programs():
-    """Thousands of programs would take tens of gigabytes by the end; made again for each module they take time."""
+    """Compiled programs are kept for later tests until they fill the memory: all of them would take tens of gigabytes."""
     yield
     pages = Path("/proc/self/statm")
     if not pages.exists() or int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > MEMORY:

@@ -87,7 +87,8 @@ def step(theta, x):
     return dist.Normal(jnp.sin(theta * x), 0.3)
 
 
-# To transformations a weight rule is a function of arrays as any other; around a whole objective, so is a baseline.
+# A transformation treats a weight rule as any function of arrays, so one rule stands for all; around a whole objective
+# one baseline stands for all, too.
 RULES_OF_WEIGHTS = {f"total_propagation, {name}" for name in ("per step", "alpha order", "mean test", "variance test")}
 ALIKE = {"likelihood_ratio, no baseline", "likelihood_ratio, function", "total_propagation, no baseline"}
 ALIKE |= {"total_propagation, learned", "gaussian_shaping, RP", *RULES_OF_WEIGHTS}

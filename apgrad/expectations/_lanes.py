@@ -1,5 +1,6 @@
 """The lanes: independent repetitions of a program, the leading axis of its arrays."""
 
+import operator
 from typing import Any
 
 import jax
@@ -42,6 +43,21 @@ def donors(lanes: int, bit: int, value: int) -> np.ndarray:
     lane = np.arange(lanes)
     partner = lane ^ (1 << bit)
     return np.where(lane >> bit & 1 == value, np.where(partner < lanes, partner, 1 << bit), lane)
+
+
+def require_samples(what: str, samples: Any, least: int) -> int:
+    """The number of samples as an integer, or a `ValueError`.
+
+    Args:
+      what: the name of what draws them, in errors.
+      samples: what was given.
+      least: the smallest number that is allowed.
+    """
+    if isinstance(samples, bool) or not hasattr(samples, "__index__") or operator.index(samples) < least:
+        raise ValueError(
+            f"{what} needs at least {least} sample{'s' * (least > 1)}, an integer, got samples={samples!r}"
+        )
+    return operator.index(samples)
 
 
 def cost_shape_error(lanes: int, shape: tuple[int, ...]) -> str:

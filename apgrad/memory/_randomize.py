@@ -112,7 +112,7 @@ def coefficients(function: Callable[..., Any], *args: Any, min_size: int = 512) 
     """
     leaves, treedef = jax.tree.flatten(args)
     program, _ = jaxprs.trace(lambda *leaves: function(*jax.tree.unflatten(treedef, leaves)), *leaves)
-    chosen = tuple(i for i, x in enumerate(leaves) if jnp.issubdtype(jnp.result_type(x), jnp.inexact))
+    chosen = tuple(i for i, x in enumerate(leaves) if jaxprs.is_inexact(x))
     inputs = (*leaves, *program.consts)
     return _recorded(min_size, program, [True] * len(inputs), chosen, "", 1, jax.random.key(0), inputs)
 

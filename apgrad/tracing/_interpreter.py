@@ -214,7 +214,7 @@ def filled(
     """
 
     def fill(message, x, wanted):
-        if not (wanted and jnp.issubdtype(jnp.result_type(x), jnp.inexact)):
+        if not (wanted and jaxprs.is_inexact(x)):
             return None
         return zeros(semiring, jnp.shape(x), jnp.result_type(x)) if message is None else message
 

@@ -8,7 +8,6 @@ something that depends on the same value.
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from apgrad._programs import jaxprs
@@ -35,7 +34,7 @@ def _scopes(program, active, made, scope) -> list[str]:
         if eqn.primitive.name in NO_DERIVATIVE or alive.isdisjoint(jaxprs.variables(eqn.invars)):
             continue
         where, inside = jaxprs.join(scope, jaxprs.scope(eqn)), jaxprs.nested(eqn)
-        outputs = [v for v in eqn.outvars if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
+        outputs = [v for v, real in zip(eqn.outvars, jaxprs.inexact_outputs(eqn), strict=True) if real]
         alive.update(outputs)
         origin |= dict.fromkeys(outputs, _parts(where))
         if inside is not None and inside.kind in ("call", "remat", "scan", "cond"):

@@ -20,13 +20,12 @@ one of p and 1 - p, x_i = 1[u_i < s], or 1 - 1[u_i < s] where p > 1/2, and
     r = s (1 - s) / (s - max(0, 2 s^(1/m) - 1)^m) = (1 - s) / (1 - max(0, 2 - s^(-1/m))^m).
 """
 
-import operator
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from apgrad._ground.primitives import zero_with_gradient
+from apgrad.expectations._lanes import require_samples
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator, once, per_lane
 from apgrad.expectations.estimators._discrete import choices
 
@@ -50,8 +49,7 @@ def arms(samples: int = 4) -> ChoiceEstimator:
       >>> float(jax.grad(objective, argnums=1)(jax.random.key(0), 0.0)).__round__(1)
       1.0
     """
-    if isinstance(samples, bool) or not hasattr(samples, "__index__") or operator.index(samples) < 2:
-        raise ValueError(f"arms needs at least 2 samples, an integer, got samples={samples!r}")
+    samples = require_samples("arms", samples, 2)
     m = samples - 1
 
     def estimate(distribution, key, costs):

@@ -23,7 +23,6 @@ them a = 1 can be worse than that. Titsias & Shi train a to make the variance sm
 gradient of the variance, as the parameters of `_control_variate.py` do.
 """
 
-import operator
 from typing import Any
 
 import jax
@@ -32,6 +31,7 @@ from jax import lax
 
 from apgrad._ground.primitives import zero_with_gradient
 from apgrad.expectations import _distributions as distributions
+from apgrad.expectations._lanes import require_samples
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
 from apgrad.expectations.estimators._control_variate import second_moment
 from apgrad.expectations.estimators._discrete import choices, relaxable, relaxed_mean
@@ -63,8 +63,7 @@ def double_control_variates(samples: int = 2, coefficient: Any = 1.0) -> ChoiceE
       >>> float(jax.grad(ap.expectation(program, lanes=1), argnums=1)(jax.random.key(0), 0.0))
       1.0
     """
-    if isinstance(samples, bool) or not hasattr(samples, "__index__") or operator.index(samples) < 2:
-        raise ValueError(f"double_control_variates needs at least 2 samples, an integer, got samples={samples!r}")
+    samples = require_samples("double_control_variates", samples, 2)
 
     def estimate(distribution, key, costs):
         drawn = jax.vmap(lambda key: distributions.sample(distribution, key))(jax.random.split(key, samples))

@@ -11,13 +11,12 @@ depend on x_j. Samples of other lanes play no part: lanes may be different data.
 program.
 """
 
-import operator
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from apgrad.expectations import _distributions as distributions
+from apgrad.expectations._lanes import require_samples
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
 
 
@@ -39,8 +38,7 @@ def rloo(samples: int = 2) -> ChoiceEstimator:
       >>> float(jax.grad(objective, argnums=1)(jax.random.key(0), 0.0)).__round__(1)
       1.0
     """
-    if isinstance(samples, bool) or not hasattr(samples, "__index__") or operator.index(samples) < 2:
-        raise ValueError(f"rloo needs at least 2 samples, an integer, got samples={samples!r}")
+    samples = require_samples("rloo", samples, 2)
 
     def estimate(distribution, key, costs):
         xs = jax.vmap(lambda key: distributions.sample(distribution, key))(jax.random.split(key, samples))

@@ -7,7 +7,6 @@ For K samples z_k of a proposal q(z | x) and weights w_k = p(x, z_k) / q(z_k | x
 (Burda et al., 2016). L_1 is the evidence lower bound (ELBO).
 """
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -16,24 +15,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from apgrad.expectations import _distributions as distributions
+from apgrad.expectations._lanes import require_samples
 
 LogJoint = Callable[[jax.Array], jax.Array]
 Bound = Callable[[jax.Array, Any, LogJoint], jax.Array]
-
-
-def require_samples(what: str, samples: Any, least: int) -> int:
-    """The number of samples as an integer, or a `ValueError`.
-
-    Args:
-      what: the bound's name.
-      samples: what was given.
-      least: the smallest number that is allowed.
-    """
-    if isinstance(samples, bool) or not hasattr(samples, "__index__") or operator.index(samples) < least:
-        raise ValueError(
-            f"{what} needs at least {least} sample{'s' * (least > 1)}, an integer, got samples={samples!r}"
-        )
-    return operator.index(samples)
 
 
 def pathwise_samples(what: str, key: jax.Array, proposal: Any, samples: int) -> jax.Array:

@@ -25,12 +25,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from apgrad._programs.jaxprs import hoist
+from apgrad.expectations._lanes import require_samples
 from apgrad.expectations.variational._bounds import (
     Bound,
     log_mean_exp,
     log_weights,
     pathwise_samples,
-    require_samples,
     scores,
 )
 

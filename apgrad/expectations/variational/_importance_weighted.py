@@ -5,12 +5,12 @@ proposal gets noisier, relative to its size, as the samples get more (Rainforth 
 `doubly_reparameterized`.
 """
 
+from apgrad.expectations._lanes import require_samples
 from apgrad.expectations.variational._bounds import (
     Bound,
     log_mean_exp,
     log_weights,
     pathwise_samples,
-    require_samples,
 )
 
 
