@@ -52,7 +52,7 @@ def optimized_where_marked(request):
 
 @pytest.fixture(autouse=True, scope="module")
 def forget_compiled_programs():
-    """Compiled programs are kept for later tests until they fill the memory: all of them would take tens of gigabytes."""
+    """Compiled programs are kept for later tests until they fill the memory; all would take tens of gigabytes."""
     yield
     pages = Path("/proc/self/statm")
     if not pages.exists() or int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") > MEMORY:
