@@ -3,7 +3,10 @@
 A checkpoint is a file of named arrays. For each node the file has `{i}_dense/weight/...`, `{i}_dense/bias/...`,
 `{i}_activation/...`, `{i}_softmax/...` or `loss/...`; each of these has `standardizer/shift|scale` and `gru/...`, and
 weights and biases also have `output/scale|mean`. If all dense layers share their GRUs, the GRUs stand once in the file,
-under `shared/weight/gru` and `shared/bias/gru`.
+under `shared/weight/gru` and `shared/bias/gru`. A stateless rule has `g/...` in place of `gru/...`, and weights and
+biases also have `f/...`. What stands under `golden/` and `prior/` is not the rule's.
+
+The authors' own files have no names; `python -m experiments.convert_published` of the repository gives them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,7 +17,7 @@ import numpy as np
 from flax import nnx
 
 from apgrad.mplp._protocol import Site
-from apgrad.mplp._rule_parts import Gru
+from apgrad.mplp._rule_parts import Gru, Mlp
 from apgrad.mplp.rules._per_synapse import PerSynapse
 
 
@@ -34,7 +37,7 @@ def load_published(source: str | Path | Mapping[str, np.ndarray], sites: Sequenc
     else:
         with np.load(source) as file:
             arrays = {name: file[name] for name in file.files}
-    arrays = {name: value for name, value in arrays.items() if not name.startswith("golden/")}
+    arrays = {name: value for name, value in arrays.items() if not name.startswith(("golden/", "prior/"))}
     parts = {site.name: ["/weight", "/bias"] if site.family == "dense" else [""] for site in sites}
     in_file = {"/".join(name.split("/")[:-2]) for name in arrays if "/standardizer/" in name}
     in_network = {name + part for name, names in parts.items() for part in names}
@@ -49,9 +52,14 @@ def load_published(source: str | Path | Mapping[str, np.ndarray], sites: Sequenc
         f"shared/{place.split('/')[1]}/gru" if shared and place.endswith(("weight", "bias")) else f"{place}/gru"
     )
     elementwise = next(site.name for site in sites if site.family == "elementwise")
-    size = _take(arrays, f"{gru(elementwise)}/b_next").shape[0]
-    message_size = _take(arrays, f"{gru(one + '/weight')}/W_update_x").shape[0] - 2
-    rule = PerSynapse(sites, message_size=message_size, hidden=size - message_size, share=shared, rngs=nnx.Rngs(0))
+    rngs = nnx.Rngs(0)
+    if stateless := f"{elementwise}/g/w0" in arrays:
+        message_size = _take(arrays, f"{one}/weight/g/w0").shape[0] - 2
+        rule = PerSynapse(sites, message_size=message_size, cell="mlp", rngs=rngs)
+    else:
+        size = _take(arrays, f"{gru(elementwise)}/b_next").shape[0]
+        message_size = _take(arrays, f"{gru(one + '/weight')}/W_update_x").shape[0] - 2
+        rule = PerSynapse(sites, message_size=message_size, hidden=size - message_size, share=shared, rngs=rngs)
     used: set[str] = set()
 
     def put(variable: nnx.Variable, name: str) -> None:
@@ -70,7 +78,11 @@ def load_published(source: str | Path | Mapping[str, np.ndarray], sites: Sequenc
             if part:
                 put(rule.scales[own], f"{place}/output/scale")
                 put(rule.means[own], f"{place}/output/mean")
-            _put_gru(put, rule.cells[key].gru, gru(place))
+            cell = rule.cells[key]
+            if not stateless:
+                _put_gru(put, cell.gru, gru(place))
+            for name in ("f", "g") if stateless and part else ("g",) if stateless else ():
+                _put_mlp(put, getattr(cell, name), f"{place}/{name}")
     if left := sorted(arrays.keys() - used):
         raise ValueError(f"the checkpoint has arrays that this version does not know: {left[:5]}")
     return rule
@@ -84,11 +96,15 @@ def _put_gru(put, gru: Gru, place: str) -> None:
     put(gru.reset_c, f"{place}/W_reset_c")
     put(gru.reset_bias, f"{place}/b_reset")
     put(gru.next_bias, f"{place}/b_next")
-    for net, name in ((gru.next_x, "next_x_net"), (gru.next_c, "next_c_net")):
-        for i, kernel in enumerate(net.kernels):
-            put(kernel, f"{place}/{name}/w{i}")
-        for i, bias in enumerate(net.biases):
-            put(bias, f"{place}/{name}/b{i}")
+    _put_mlp(put, gru.next_x, f"{place}/next_x_net")
+    _put_mlp(put, gru.next_c, f"{place}/next_c_net")
+
+
+def _put_mlp(put, net: Mlp, name: str) -> None:
+    for i, kernel in enumerate(net.kernels):
+        put(kernel, f"{name}/w{i}")
+    for i, bias in enumerate(net.biases):
+        put(bias, f"{name}/b{i}")
 
 
 def _take(arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray:
