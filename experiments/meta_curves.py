@@ -1,14 +1,17 @@
 """What the meta-training experiments share: training a rule and keeping its curve."""
 
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from matplotlib.figure import Figure
 
 from apgrad import meta, mplp
+from experiments import harness
 
 
 def sites(task: meta.Task) -> tuple[mplp.Site, ...]:
@@ -23,21 +26,90 @@ def thesis_adam(rate: float = 1e-3) -> optax.GradientTransformation:
 
 
 def train(
-    outer: meta.OuterGradient, optimizer: optax.GradientTransformation, theta: Any, seed: int, steps: int, points: int
+    outer: meta.OuterGradient,
+    optimizer: optax.GradientTransformation,
+    theta: Any,
+    seed: int,
+    steps: int,
+    points: int,
+    *,
+    folder: Path | None = None,
 ) -> tuple[Any, list[float], int]:
-    """The trained meta-parameters, the mean losses of `points` stretches, and how many steps were skipped."""
+    """The trained meta-parameters, the mean losses of `points` stretches, and how many steps were skipped.
+
+    In a folder, the training goes on where it was killed; a hundredth of it may be lost.
+    """
     losses: list[float] = []
-    done = meta.train(
-        outer,
-        optimizer,
-        theta,
-        jax.random.key(seed),
-        steps,
-        every=max(1, steps // points),
-        progress=False,
-        log=lambda step, metrics: losses.append(metrics["loss"]),
-    )
+    log = lambda step, metrics: losses.append(metrics["loss"])
+    every = max(1, steps // (points if folder is None else 100))
+    key = jax.random.key(seed)
+    done = meta.train(outer, optimizer, theta, key, steps, folder=folder, every=every, progress=False, log=log)
+    if folder is not None:
+        every_loss = np.atleast_1d(np.genfromtxt(folder / "metrics.csv", delimiter=",", names=True)["loss"])
+        losses = [float(np.mean(part)) for part in np.array_split(every_loss, min(points, len(every_loss)))]
     return done.theta, losses, int(done.skipped)
+
+
+class Judged(NamedTuple):
+    """A training that was judged along the way.
+
+    Attributes:
+      best: the meta-parameters that were judged best.
+      judgements: (points + 1, n), at the start and after each stretch; the smaller the first column, the better.
+      losses: (points,), the mean outer loss of each stretch.
+      skipped: () integer, outer steps that were not finite.
+    """
+
+    best: Any
+    judgements: np.ndarray
+    losses: np.ndarray
+    skipped: int
+
+
+def judged_training(
+    outer: meta.OuterGradient,
+    optimizer: optax.GradientTransformation,
+    theta: Any,
+    seed: int,
+    steps: int,
+    points: int,
+    judge: Callable[[Any], np.ndarray],
+    checkpoint: harness.Checkpoint,
+) -> Judged:
+    """Trains in `points` stretches of equal length; after each, judges and saves, so that a killed run goes on there.
+
+    Args:
+      outer: the outer gradient.
+      optimizer: optax's.
+      theta: the meta-parameters at the start.
+      seed: of the training.
+      steps: outer steps, a multiple of points.
+      points: how many stretches.
+      judge: `theta -> (n,)`.
+      checkpoint: where the training is saved.
+    """
+    if points < 1 or steps % points:
+        raise ValueError(f"the outer steps are a multiple of the points of a curve, got {steps} and {points}")
+    is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    start = meta.begin(outer, optimizer, theta, jax.random.key(seed))
+    raw = lambda tree: jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
+    typed = lambda tree, like: jax.tree.map(
+        lambda x, y: jax.random.wrap_key_data(jnp.asarray(x)) if is_key(y) else jnp.asarray(x), tree, like
+    )
+    state = checkpoint.load((raw(start), raw(theta), np.zeros((0, 1)), np.zeros(0)))
+    training, best, judgements, losses = typed(state[0], start), typed(state[1], theta), *state[2:]
+    call = jax.jit(meta.outer_steps(outer, optimizer, steps // points))
+    if not len(judgements):
+        judgements = np.asarray(judge(theta), np.float64)[None]
+    while len(losses) < points:
+        training, metrics = call(training, jnp.asarray(steps))
+        found = np.asarray(judge(training.theta), np.float64)
+        if found[0] < np.nanmin(judgements[:, 0]):
+            best = training.theta
+        judgements = np.concatenate([judgements, found[None]])
+        losses = np.append(losses, np.mean(metrics["loss"]))
+        checkpoint.save((raw(training), raw(best), judgements, losses))
+    return Judged(best, judgements, losses, int(training.skipped))
 
 
 def evaluated(
@@ -60,14 +132,26 @@ def evaluation(task: meta.Task, learner: meta.Learner, seed: int, runs: int, ste
 
 
 def tuned(
-    task: meta.Task, make: Callable[[float], optax.GradientTransformation], rates, seed: int, runs: int, steps: int
+    task: meta.Task,
+    make: Callable[[float], optax.GradientTransformation],
+    rates,
+    seed: int,
+    runs: int,
+    steps: int,
+    *,
+    by_sum: bool = False,
 ) -> tuple[float, np.ndarray, dict[str, float]]:
-    """An optimizer at the rate that is best at the last step; and the sweep."""
+    """An optimizer at the best rate, by the loss at the last step or the sum of losses before steps; and the sweep."""
     evaluate = evaluation(task, meta.optimizer(make, task.loss), seed, runs, steps)
     curves = {rate: evaluate(np.float32(rate)) for rate in rates}
-    sweep = {str(r): float(c[:, -1].mean()) for r, c in curves.items()}
+    sweep = {str(r): float(total_loss(c) if by_sum else c[:, -1].mean()) for r, c in curves.items()}
     best = min(rates, key=lambda r: sweep[str(r)] if np.isfinite(sweep[str(r)]) else np.inf)
     return best, curves[best], sweep
+
+
+def total_loss(curves: np.ndarray) -> float:
+    """The thesis's outer loss, the sum over steps of the loss before the step: the mean over runs (runs, steps + 1)."""
+    return float(curves[:, :-1].sum(axis=1).mean())
 
 
 def statistics(values: np.ndarray) -> dict[str, float]:
@@ -77,15 +161,33 @@ def statistics(values: np.ndarray) -> dict[str, float]:
     return {"mean": float(last.mean()), "deviation": deviation, "standard_error": deviation / len(last) ** 0.5}
 
 
-def curve_figure(curves: dict[str, dict[str, list[list[float]]]], steps: int, title: str) -> Figure:
-    """Panels of medians over seeds, with all seeds behind them."""
-    figure = Figure(figsize=(4.5 * len(curves), 3.6), layout="constrained")
-    for ax, (panel, lines) in zip(figure.subplots(1, len(curves), squeeze=False)[0], curves.items(), strict=True):
+def curve_figure(
+    curves: dict[str, dict[str, list[list[float]]]],
+    steps: int,
+    title: str,
+    constants: dict[str, float] | None = None,
+    *,
+    inner: bool = False,
+) -> Figure:
+    """Panels of medians over seeds, with all seeds behind them; in each panel the constants are lines.
+
+    Args:
+      curves: by panel and label, the values of each seed, whose points end stretches of steps.
+      steps: outer steps of a curve.
+      title: of the figure.
+      constants: by label.
+      inner: whether an empty panel follows.
+    """
+    count = len(curves) + inner
+    figure = Figure(figsize=(4.5 * count, 3.6), layout="constrained")
+    for ax, (panel, lines) in zip(figure.subplots(1, count, squeeze=False)[0], curves.items(), strict=False):
         for label, seeds in lines.items():
             values = np.array(seeds)
             at = np.linspace(steps / values.shape[1], steps, values.shape[1])
             (line,) = ax.plot(at, np.median(values, axis=0), label=label)
             ax.plot(at, values.T, color=line.get_color(), alpha=0.25, linewidth=0.7)
+        for label, value in (constants or {}).items():
+            ax.axhline(value, color="k", linewidth=0.8, linestyle="--" if label.endswith("Adam") else ":", label=label)
         ax.set(xlabel="outer step", ylabel="loss", yscale="log", title=panel)
         ax.legend(fontsize=7)
     figure.suptitle(title)

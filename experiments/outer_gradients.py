@@ -3,6 +3,9 @@
     python -m experiments.outer_gradients                   # under two minutes
     python -m experiments.outer_gradients --preset paper    # more estimates, longer unrolls
 
+The thesis proposes evolution strategies in place of truncated backpropagation and has no study of them (its section 6),
+so the preset paper is no paper's: it is only larger.
+
 The inner problem is gradient descent at rate theta on f(s) = s^2/2 + 3/4 sin(3 s), from s_0 ~ N(0, 1): a learning
 rate as a meta-parameter. At a small rate it converges; at theta = 0.9 it is chaotic, and the derivative of the T-th
 iterate grows like exp(lambda T), while the mean loss E[sum_t f(s_t)] / T is a smooth function of theta once it is

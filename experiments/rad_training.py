@@ -13,13 +13,17 @@ in all and by layer.
 
 The preset paper is the paper's: 20,000 steps of the MLP, 100,000 of the ConvNet, 200,000 of the RNN; batch 150; the
 methods of Figure 6, "project" of Figure 8, the fractions of Figure 10 with the rate and decay found for "different";
-20 pairs of rate and decay, log-uniform, for each method; 5,000 validation images; 5 bootstraps (3 for the RNN there, 5
-here). It differs from the paper in this:
+20 pairs of rate and decay, log-uniform, for each method; 5,000 validation images; 5 bootstraps. It differs from the
+paper in this:
 
 * the 20 pairs, the same for each method, and the pair that the paper found are trained for a tenth of the steps, with
   the rate falling in a tenth of the time; the best three are trained in full. The paper trains all 20 in full;
 * "reduced" has as many examples as fit into the memory of "different", both measured (residual bytes of `jax.vjp`): 16
   for the MLP. "reduced published" has the paper's 22 (20 for the ConvNet, 21 for the RNN), tuned as "reduced";
+* the RNN has 5 bootstraps, as the others; the paper trains it 3 times on all images;
+* pixels are x / 255 - 1/2; the paper's images are centered;
+* images are all that are at hand: a CIFAR-10 of fewer than 50,000 is described as such in the results;
+* test and training sets are looked at 20 times in a run, the paper's every 400 steps (the RNN's training set 4,000);
 * "rounding" is not in the paper.
 """
 

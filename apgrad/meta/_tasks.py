@@ -125,8 +125,8 @@ def sinusoid(
 ) -> Task:
     """Regression on a sin(x + p).
 
-    The defaults are MPLP's family. The thesis's are `amplitude=(1, 1)` (5.1) or `(1, 5)` (5.2), a phase in (0, 2 pi),
-    `deviation=None`, and a batch of 32; MAML's `amplitude=(0.1, 5)`.
+    The defaults are MPLP's family. The thesis's are `amplitude=(1, 1)` (5.1) or `(1, 5)` (5.2), `deviation=None`, and a
+    batch of 32; MAML's `amplitude=(0.1, 5)`.
 
     Args:
       sizes: number of inputs, width of each hidden layer, number of outputs.

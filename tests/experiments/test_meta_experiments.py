@@ -2,11 +2,17 @@
 
 import json
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from flax import nnx
 
+from apgrad import meta
 from experiments import (
     harness,
+    meta_curves,
     mplp_batch_entropy,
     mplp_dynamics,
     mplp_from_random,
@@ -19,6 +25,12 @@ from experiments import (
 
 ALL = (mplp_batch_entropy, mplp_dynamics, mplp_from_random, mplp_maml, mplp_mnist, mplp_sgd, mplp_sinusoid)
 ALL = (*ALL, outer_gradients)
+
+
+@pytest.fixture
+def promotion():
+    with jax.numpy_dtype_promotion("standard"):  # optax's Adam needs it
+        yield
 
 
 @pytest.mark.parametrize("module", ALL, ids=harness.name_of)
@@ -61,3 +73,136 @@ def test_bad_options_are_refused():
         mplp_from_random.Config(runs=1)
     with pytest.raises(ValueError, match="at least 2"):
         mplp_mnist.Config(runs=1)
+
+
+def toy():
+    """An outer gradient with a carry that has a key: the mean over tasks of half a step towards a random number."""
+    step = lambda theta, s: ((s[0] - theta * (s[0] - jax.random.normal(s[1])), jax.random.split(s[1])[0]), s[0] ** 2)
+    init = lambda theta, key: (jnp.ones((), theta.dtype), key)
+    problem = meta.Problem(init, step, lambda theta, s: jnp.zeros((), theta.dtype), 4)
+    return meta.batched(meta.truncated(problem, 2), 3)
+
+
+def test_a_judged_training_goes_on_where_it_was_killed(tmp_path):
+    arguments = (toy(), optax.sgd(0.1, momentum=0.9), jnp.float32(0.5), 0, 6, 3)
+    whole = meta_curves.judged_training(
+        *arguments, lambda theta: np.array([abs(theta - 0.3)]), harness.Checkpoint(tmp_path / "whole.npz")
+    )
+    assert whole.judgements.shape == (4, 1) and whole.losses.shape == (3,) and whole.skipped == 0
+    assert abs(float(whole.best) - 0.3) == pytest.approx(whole.judgements.min())
+    calls = []
+
+    def killed(theta):
+        calls.append(theta)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return np.array([abs(theta - 0.3)])
+
+    checkpoint = harness.Checkpoint(tmp_path / "killed.npz")
+    with pytest.raises(KeyboardInterrupt):
+        meta_curves.judged_training(*arguments, killed, checkpoint)
+    again = meta_curves.judged_training(*arguments, killed, checkpoint)
+    assert len(calls) == 3 + 2  # one stretch was lost
+    for a, b in zip(whole, again, strict=True):
+        np.testing.assert_array_equal(a, b)
+    with pytest.raises(ValueError, match="a multiple of the points of a curve, got 5 and 3"):
+        meta_curves.judged_training(*arguments[:4], 5, 3, killed, checkpoint)
+
+
+def untrained(outer, optimizer, theta, seed, steps, points, judge, checkpoint):
+    """`meta_curves.judged_training` without a step, which another test takes."""
+    return meta_curves.Judged(theta, np.stack([judge(theta)] * (points + 1)), np.ones(points), 0)
+
+
+def test_functions_of_a_rule_with_messages_of_one_number(tmp_path, monkeypatch, promotion):
+    monkeypatch.setattr(meta_curves, "judged_training", untrained)
+    options = ("--steps", "2", "--points", "1", "--length", "4", "--segment", "2", "--hidden", "3", "--tasks", "1")
+    harness.main(mplp_sgd, ["--out", str(tmp_path), *options, "--judged", "2", "--visited", "2"])
+    result = json.loads((tmp_path / "cells" / "method=MPLP.json").read_text())["result"]
+    ranges = {name: found["ranges"] for name, found in result["surfaces"].items()}
+    (p, y), (_, x), (m, _) = ranges["g_loss"], ranges["f"], ranges["g_lin"]
+    assert -1 <= y[0] < y[1] <= 1 and -5 <= x[0] < x[1] <= 5 and p[0] < p[1]
+    assert m == ranges["f"][0]  # f and g of a dense node see the same messages
+    assert len(result["example"]) == 2 + len(mplp_sgd.SHOWN) and len(result["judged"]) == 2
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["SGD"]["outer_loss"] > 0 and set(results["SGD"]["sweep"]) == {"0.01", "0.03", "0.1", "0.3", "1.0"}
+
+
+def test_the_rule_of_section_5_1_sees_prediction_and_target_alone():
+    rule = mplp_sgd.new_rule(mplp_sgd.PAPER, 0)
+    kernels = {name: net.mlp.kernels[0].shape for name, net in rule.networks.items()}
+    assert kernels == dict.fromkeys(("dense/f", "dense/g", "activation/g", "squared_error/g"), (2, 80))
+    assert not any("rate" in jax.tree_util.keystr(path) for path, _ in _trained(rule))
+
+
+def _trained(rule):
+    return jax.tree_util.tree_leaves_with_path(nnx.state(rule, nnx.Param))
+
+
+def test_dynamics_on_some_of_the_cells(tmp_path, monkeypatch, promotion):
+    options = ("--steps", "2", "--points", "1", "--length", "4", "--segment", "2", "--hidden", "3", "--tasks", "1")
+    some = [{"optimizer": "Adam"}, {"k": 8, "norm": False, "rate": True, "seed": 0}]
+    monkeypatch.setattr(meta_curves, "judged_training", untrained)
+    monkeypatch.setattr(mplp_dynamics, "cells", lambda config: some)
+    harness.main(mplp_dynamics, ["--out", str(tmp_path), *options, "--judged", "2"])
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["k = 8, none, learned rate"] > 0 and results["Adam"]["judged"] > 0
+    assert len(results["rows"]) == 1
+
+
+def test_prior_and_rule_together(tmp_path, promotion):
+    options = ("--steps", "2", "--tasks", "1", "--runs", "2")
+    harness.main(mplp_maml, ["--out", str(tmp_path), *options])
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert {row["method"] for row in results["rows"]} >= {"MPLP", "MAML"}
+    assert (tmp_path / "cells" / "method=MPLP" / "metrics.csv").exists()
+    _, _, theta = mplp_maml.outer_gradient(mplp_maml.PAPER, "MPLP", 0)
+    scales = [np.asarray(s.scale[...]) for s in theta.learner.standardizers.values()]
+    assert all(np.all(scale > 0) for scale in scales) and any(np.any(scale != 1) for scale in scales)
+
+
+def test_the_penalty_is_that_of_algorithm_2():
+    task = meta.sinusoid(sizes=(1, 4, 1), activation=jnp.tanh, batch=5, amplitude=(1.0, 1.0))
+    learner = meta.optimizer(lambda log_rate: optax.sgd(jnp.exp(log_rate)), task.loss)
+    plain = meta.inner_problem(task, learner, 6, hint=6.0, held_out=0.0, hint_before=True)
+    problem = mplp_batch_entropy.algorithm_2(plain, task, 3, 2.0)
+    outer = meta.truncated(problem, 3, stagger=False)
+
+    def written(log_rate, inner, first, last_loss=None):
+        """The loss of a segment, where a given last loss is the constant; and the last loss."""
+        params, losses, penalties = inner.params, [], []
+        for t in range(first, first + 3):
+            batch = task.batch(inner.task, jax.random.fold_in(inner.key, t))
+            losses.append(task.loss(params, batch))
+            penalties.append(meta.entropy_penalty(task.network, params, batch[0]))
+            gradient = jax.grad(task.loss)(params, batch)
+            params = jax.tree.map(lambda p, g: p - jnp.exp(log_rate) * g, params, gradient)
+        scale = losses[-1] if last_loss is None else last_loss
+        return sum(losses) + 2 * sum(penalties) / 3 * scale, losses[-1]
+
+    @jax.jit
+    def both(theta, key):
+        carry, found = outer.init(theta, key), []
+        for first in (0, 3):
+            inner = carry.state.inner
+            _, last = written(theta, inner, first)
+            wanted = jax.value_and_grad(lambda x, i=inner, f=first, c=last: written(x, i, f, c)[0])(theta)
+            *got, carry = outer.estimate(theta, key, carry)
+            found.append((got, wanted, jax.grad(lambda x, i=inner, f=first: written(x, i, f)[0])(theta)))
+        return found
+
+    for got, wanted, whole in both(jnp.float32(-1.0), jax.random.key(3)):
+        np.testing.assert_allclose(got, wanted, rtol=2e-5)
+        assert abs(whole - wanted[1]) > 1e-3 * abs(whole)  # what is held constant matters
+
+
+def test_batch_entropy_on_some_of_the_cells(tmp_path, monkeypatch, promotion):
+    options = ("--steps", "2", "--points", "1", "--length", "4", "--segment", "2", "--hidden", "3", "--judged", "2")
+    some = [{"optimizer": "Adam"}, {"arm": "random start, batch entropy", "seed": 0}]
+    monkeypatch.setattr(meta_curves, "judged_training", untrained)
+    monkeypatch.setattr(mplp_batch_entropy, "cells", lambda config: some)
+    harness.main(mplp_batch_entropy, ["--out", str(tmp_path), *options, "--batch", "4", "--message-size", "2"])
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["random start, batch entropy"]["of"] == 1 and results["Adam"]["held_out"] > 0
+    (row,) = results["rows"]
+    assert row["entropy"] > 0 and row["penalty"] >= 0

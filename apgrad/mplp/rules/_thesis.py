@@ -51,6 +51,8 @@ class Thesis(nnx.Module):
       learn_rate: whether the step size is meta-trained.
       learning_rate: the step size at first; .001 in the thesis.
       clip: the largest size of an update.
+      see_loss: whether the network of a loss sees the loss itself, beside prediction and target; not so in the thesis's
+        section 5.1.
       start: "random"; or "gradient_descent", which is exact at first, as long as no update is clipped.
       rngs: the source of keys for the networks, whose kernels are uniform within 1 / sqrt(features).
 
@@ -78,14 +80,15 @@ class Thesis(nnx.Module):
         learn_rate: bool = True,
         learning_rate: float = 1e-3,
         clip: float = 1.0,
+        see_loss: bool = True,
         start: Literal["random", "gradient_descent"] = "random",
         rngs: nnx.Rngs,
     ):
         require_one_of(("random", "gradient_descent"), start=start)
-        require_one_of((False, True), batch_norm=batch_norm, learn_rate=learn_rate)
+        require_one_of((False, True), batch_norm=batch_norm, learn_rate=learn_rate, see_loss=see_loss)
         require_sizes(1, message_size=message_size, hidden=hidden)
         require_positive(learning_rate=learning_rate, clip=clip)
-        self.message_size, self.learn_rate, self.clip = message_size, learn_rate, clip
+        self.message_size, self.learn_rate, self.clip, self.see_loss = message_size, learn_rate, clip, see_loss
         self.known = known_forms(sites)
         self.log_rate = (nnx.Param if learn_rate else Fixed)(jnp.log(jnp.asarray(learning_rate, float)))
         self.networks, self.descents, self.gains = nnx.Dict({}), nnx.Dict({}), nnx.Dict({})
@@ -95,7 +98,7 @@ class Thesis(nnx.Module):
                 continue
             if site.family == "elementwise":
                 seen = 0 if site.begins else message_size
-                self.networks[f"{site.kind}/g"] = make(seen + len(_used(site.features)), message_size)
+                self.networks[f"{site.kind}/g"] = make(seen + len(_used(site.features, see_loss)), message_size)
             else:
                 self.networks[f"{site.kind}/f"] = make(message_size + 1, 1)
                 self.networks[f"{site.kind}/g"] = make(message_size + 1, message_size)
@@ -118,11 +121,12 @@ class Thesis(nnx.Module):
             self.gains.get(site.kind),
             rate if self.learn_rate else jax.lax.stop_gradient(rate),
             self.clip,
+            self.see_loss,
         )
 
 
-def _used(features: Sequence[str]) -> list[str]:
-    return [name for name in features if name not in UNUSED]
+def _used(features: Sequence[str], see_loss: bool) -> list[str]:
+    return [name for name in features if name not in UNUSED and (see_loss or name != "loss")]
 
 
 class _Network(nnx.Module):
@@ -146,11 +150,13 @@ class _ThesisAt:
     gain: nnx.Param | None
     rate: jax.Array
     clip: float = dataclasses.field(metadata={"static": True})
+    see_loss: bool = dataclasses.field(metadata={"static": True})
 
     def __call__(self, site: Site, question: Dense | Diagonal | Elementwise, state: tuple[()]) -> Answer:
         if isinstance(question, Elementwise):
             parts = [] if question.message is None else [question.message]
-            learned = self.g(*parts, *[question.features[name][..., None] for name in _used(site.features)])
+            used = _used(site.features, self.see_loss)
+            learned = self.g(*parts, *[question.features[name][..., None] for name in used])
             return Answer(self._message(question.exact, learned))
         m = question.message
         if isinstance(question, Diagonal):
