@@ -295,7 +295,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     axes[2, 1].plot(z, activation - np.interp(0.0, z, activation), label="learned")  # 0 at 0
     axes[2, 1].plot(z, np.maximum(z, 0), label="relu")
     axes[2, 1].set(xlabel="z", title="activation")
-    axes[2, 2].plot(np.linspace(0, config.steps, len(rule["losses"])), rule["losses"])
+    axes[2, 2].plot(np.linspace(config.steps / config.points, config.steps, config.points), rule["losses"])
     axes[2, 2].set(xlabel="outer step", title=f"outer loss of {config.segment} steps, in training")
     for method, result in results.items():
         axes[2, 3].plot(np.array(result["eval"]).mean(axis=0), label=method)
