@@ -232,6 +232,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         ax.set(xscale="log", yscale="log", title=f"layer {layer}", xlabel="residuals, kB")
     figure.axes[0].set_ylabel("squared error / squared gradient")
     figure.axes[-1].legend(fontsize=6, frameon=False)
+    batches = "".join(f", triangles: {n}" for n in config.larger[:1]) + (" or more" if len(config.larger) > 1 else "")
+    figure.suptitle(f"{config.network} after {end} steps; batch {config.batch} (circles{batches})", fontsize=10)
     return harness.Report({"data": records[0][1]["data"]}, rows, "\n".join(lines), figure)
 
 

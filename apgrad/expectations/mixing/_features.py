@@ -67,7 +67,7 @@ class NodeMemory(NamedTuple):
     visit: Visit | None
 
 
-class Answer(NamedTuple):
+class AtArguments(NamedTuple):
     """What one set of messages to all lanes' distributions comes to.
 
     Attributes:
@@ -86,13 +86,13 @@ class ToArguments(NamedTuple):
 
     Attributes:
       answers: what each set of messages comes to.
-      to_lane: messages to the lanes' own arguments, as `Answer.lane` has them -> the same in the arguments' structure.
+      to_lane: messages to the lanes' own arguments, as `AtArguments.lane` has them -> the same in the arguments' structure.
       to_shared: messages to the uses of parameters -> the sum over lanes of their pullbacks, in the structure of
         `shared`, with None for what is not differentiated.
       of_shared: whether the target is shared by the lanes; else it is the lanes' own arguments.
     """
 
-    answers: list[Answer]
+    answers: list[AtArguments]
     to_lane: Callable[[list[Any]], Any]
     to_shared: Callable[[Any], tuple[list[Any], list[Any]]]
     of_shared: bool
@@ -171,7 +171,7 @@ def to_arguments(
         for wanted, message in zip(wants, messages, strict=True):
             to_moving, to_uses = pullback([message[i] for i in floats])
             to_lane = place(to_moving, moving, [None] * len(lane))
-            answers.append(Answer(to_lane, to_uses, features(operands, to_uses, to_lane) if wanted else None))
+            answers.append(AtArguments(to_lane, to_uses, features(operands, to_uses, to_lane) if wanted else None))
         return answers, operands
 
     wants = [wanted for _, wanted in messages]
