@@ -1,7 +1,7 @@
 """Batch-entropy regularisation against the flat phase of meta-training (thesis, section 5.3, Figs 9 to 11).
 
     python -m experiments.mplp_batch_entropy                                   # digits, 64-32-20-10, one seed
-    APGRAD_DATA=... python -m experiments.mplp_batch_entropy --preset paper    # MNIST, 784-32-20-10: hours a cell
+    APGRAD_DATA=... python -m experiments.mplp_batch_entropy --preset paper    # MNIST, 784-32-20-10: days a cell
 
 A rule on image classification: from a random start without and with the penalty of weight 2, and, without it, from
 gradient descent, which the rule equals at first. The *flat phase* are the outer steps until the held-out loss after T
