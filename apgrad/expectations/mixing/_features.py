@@ -86,7 +86,8 @@ class ToArguments(NamedTuple):
 
     Attributes:
       answers: what each set of messages comes to.
-      to_lane: messages to the lanes' own arguments, as `AtArguments.lane` has them -> the same in the arguments' structure.
+      to_lane: messages to the lanes' own arguments, as `AtArguments.lane` has them -> the same in the arguments'
+        structure.
       to_shared: messages to the uses of parameters -> the sum over lanes of their pullbacks, in the structure of
         `shared`, with None for what is not differentiated.
       of_shared: whether the target is shared by the lanes; else it is the lanes' own arguments.
