@@ -60,7 +60,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         learner = meta.optimizer(lambda log_rate: optax.sgd(jnp.exp(log_rate)), task.loss)
         theta = meta.WithPrior(jnp.log(jnp.float32(0.1)), prior)
     problem = meta.inner_problem(task, learner, STEPS, hint=0.0, held_out=1.0, learn_prior=True)
-    outer = meta.batched(meta.backpropagation(problem), config.tasks)
+    outer = meta.batched(meta.reverse_mode(problem), config.tasks)
     optimizer = optax.chain(meta.normalize_tensors(), optax.adam(config.rate))
     done, losses, skipped = meta_curves.train(outer, optimizer, theta, seed, config.steps, 20)
     judge = lambda prior: meta_curves.evaluated(task, learner, done.learner, 1, config.runs, STEPS, prior=prior)

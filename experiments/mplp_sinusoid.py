@@ -65,7 +65,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     rule = mplp.Separable(
         meta_curves.sites(task), message_size=cell["k"], share=cell["share"] == "kind", rngs=nnx.Rngs(0), **options
     )
-    outer = meta.batched(meta.backpropagation(meta.inner_problem(task, learner, STEPS)), 8)
+    outer = meta.batched(meta.reverse_mode(meta.inner_problem(task, learner, STEPS)), 8)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(3e-3, config.steps)))
     rule, losses, skipped = meta_curves.train(outer, optimizer, rule, 0, config.steps, 10)
     return {"eval": judge(rule), "losses": losses, "skipped": skipped}
