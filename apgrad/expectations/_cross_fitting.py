@@ -25,6 +25,7 @@ from jax import lax
 
 from apgrad._ground.propagator import Propagator, Static, first_order, node
 from apgrad._programs.jaxprs import arrays_of, hoist, place, restrict
+from apgrad.expectations.weights import Weighting
 
 STREAM = "apgrad stream"  # the name of the axis of streams: 0 is the own stream, 1 the output stream
 
@@ -141,6 +142,33 @@ def standard_score(x: jax.Array, folds: int) -> jax.Array:
     each = fold(x, folds)
     away = each - jnp.mean(each, axis=1, keepdims=True)
     return (away / (jnp.sqrt(jnp.mean(away**2, axis=1, keepdims=True)) + 1e-4)).reshape(x.shape)
+
+
+def weigh(what: str, weighting: Weighting, features: jax.Array, suffix: jax.Array | None) -> jax.Array:
+    """The weights of a node's estimators, (folds, estimators), by a weight rule.
+
+    Args:
+      what: the node's name in errors.
+      weighting: the rule, and whether it looks at the suffix.
+      features: floating point, (folds, estimators, lanes / folds, width).
+      suffix: floating point, (folds, lanes / folds, width); None is the same as zeros.
+
+    Raises:
+      ValueError: if the rule does not return one weight for each estimator.
+    """
+    if suffix is None or not weighting.suffix:
+        suffix = jnp.zeros_like(features[:, 0])
+
+    def one_fold(features, suffix):
+        weights = weighting.rule(features, suffix)
+        if jnp.shape(weights) != features.shape[:1]:
+            raise ValueError(
+                f"{what}: a weight rule must return one weight for each of the {len(features)} estimators, got "
+                f"shape {jnp.shape(weights)}"
+            )
+        return weights
+
+    return jax.vmap(one_fold)(features, suffix)
 
 
 def swap(weights: jax.Array) -> jax.Array:

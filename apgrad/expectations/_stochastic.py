@@ -29,9 +29,7 @@ from apgrad.expectations._tape import Tape
 from apgrad.expectations.estimators import _baselines as baselines
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
 from apgrad.expectations.estimators._estimator import Estimator, Mixer, surrogate
-from apgrad.expectations.mixing._coordinates import draw_batch_by_mixer
-from apgrad.expectations.mixing._node import LaneCall, draw_by_mixer
-from apgrad.expectations.mixing._parts import Charge
+from apgrad.expectations.mixing._node import Charge, LaneCall, draw_batch_by_mixer, draw_by_mixer
 
 
 def stochastic(

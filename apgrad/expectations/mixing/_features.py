@@ -17,38 +17,53 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from apgrad._ground.messages import Static
 from apgrad._programs import uses
-from apgrad._programs.jaxprs import is_inexact as is_inexact, place, trace
-from apgrad._programs.signs import NUMBER, inner, random_signs, wide as wide
+from apgrad._programs.jaxprs import is_inexact, place, trace
+from apgrad._programs.signs import NUMBER, inner, random_signs, wide
 from apgrad._programs.uses import Value, ValueKind
+from apgrad.expectations._channels import Visit
 from apgrad.expectations.estimators._estimator import Mixer
 
 EXACT = 16  # the most elements of a target whose gradients are features as they are
+
+
+class TracedNode(NamedTuple):
+    """What is known of a mixer's node when the program is traced.
+
+    Attributes:
+      mixer: the mixer.
+      what: the node's name in errors.
+      build: `(shared, lane) -> distribution`, for one lane.
+      folds: 2 with cross-fitting, 1 without.
+    """
+
+    mixer: Mixer
+    what: str
+    build: Callable[..., Any]
+    folds: int
 
 
 class NodeMemory(NamedTuple):
     """What a mixer's node keeps of its forward pass.
 
     Attributes:
-      mixer: the mixer.
-      what: the node's name in errors.
-      build: `(shared, lane) -> distribution`, for one lane.
       shared: the arrays that lanes share: the arguments, and the arrays that the function closes over.
       lane: the lanes' own arguments, a pytree of arrays (lanes, ...).
-      pullbacks: each estimator's pullback, with arrays (lanes, ...).
+      pull: the estimators' pullback, a pytree of arrays (lanes, ...): mapped over lanes, `(to_x, to_zeros)` -> for each
+        estimator a list with its message to each array of the distribution's parameters, or None for integers.
       perturbed: whether each array is differentiated, in three groups: the shared arguments, the arrays closed over,
         and the lanes' arguments.
       seed: the seed of the sketch's signs, a uint32 scalar.
+      visit: what `ap.adaptive` knows of this visit of the node; None without it.
     """
 
-    mixer: Mixer
-    what: str
-    build: Callable[..., Any]
     shared: tuple[list[Any], list[Any]]
     lane: Any
-    pullbacks: list[Any]
-    perturbed: tuple[tuple[bool, ...], ...]
+    pull: Callable[..., Any]
+    perturbed: Static
     seed: jax.Array
+    visit: Visit | None
 
 
 class Answers(NamedTuple):
@@ -82,10 +97,13 @@ class BackwardPass(NamedTuple):
     of_shared: bool
 
 
-def backward_pass(memory: NodeMemory, lanes: int, messages: Sequence[tuple[list[Any], bool]]) -> BackwardPass:
+def backward_pass(
+    traced: TracedNode, memory: NodeMemory, lanes: int, messages: Sequence[tuple[list[Any], bool]]
+) -> BackwardPass:
     """Takes messages to a node's distributions back to its arguments.
 
     Args:
+      traced: the node as the program was traced.
       memory: what the node keeps of its forward pass.
       lanes: how many lanes there are.
       messages: pairs of messages to the distributions, for each of their arrays (lanes, ...) or None, and whether
@@ -95,18 +113,19 @@ def backward_pass(memory: NodeMemory, lanes: int, messages: Sequence[tuple[list[
       ValueError: at trace time, for a target without elements.
     """
     shared, structure = jax.tree.flatten(memory.shared)
+    perturbed = memory.perturbed.value
     lane, explicit = jax.tree.leaves(memory.lane), len(memory.shared[0])
-    flags = [*memory.perturbed[0], *memory.perturbed[1]]
+    flags = [*perturbed[0], *perturbed[1]]
     chosen = [i for i, (x, flag) in enumerate(zip(shared, flags, strict=True)) if flag and is_inexact(x)]
-    moving = [i for i, (x, flag) in enumerate(zip(lane, memory.perturbed[2], strict=True)) if flag and is_inexact(x)]
+    moving = [i for i, (x, flag) in enumerate(zip(lane, perturbed[2], strict=True)) if flag and is_inexact(x)]
     one_lane = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), memory.lane)
-    program, shapes = trace(memory.build, memory.shared, one_lane)
+    program, shapes = trace(traced.build, memory.shared, one_lane)
     floats = [i for i, x in enumerate(jax.tree.leaves(shapes)) if is_inexact(x)]
     fixed = place(
         [Value(ValueKind.VIEW, shared[i]) for i in chosen], chosen, [Value(ValueKind.FIXED, x) for x in shared]
     )
     if not sum(x.size for x in ([shared[i] for i in chosen] or [lane[i] for i in moving])):
-        raise ValueError(empty_target(memory.what))
+        raise ValueError(empty_target(traced.what))
 
     def inputs(lane):
         return [*fixed, *(Value(ValueKind.LANE, x) for x in lane)]
@@ -115,16 +134,16 @@ def backward_pass(memory: NodeMemory, lanes: int, messages: Sequence[tuple[list[
         """A sketch of the gradients of the parameters with these numbers."""
         signs = [random_signs(memory.seed, i, shared[i].shape) for i in chosen]
         signs = [z if i in numbers else z._replace(scale=0 * z.scale) for i, z in zip(chosen, signs, strict=True)]
-        _require_real(memory.what, [shared[i] for i in numbers])
+        _require_real(traced.what, [shared[i] for i in numbers])
         return uses.sketch(program, inputs(lane), operands, to_uses, signs) * NUMBER**-0.5
 
     def features(operands, to_uses, to_lane):
-        uses.record(memory.what)
+        uses.record(traced.what)
         if not chosen:
             rows = [to_lane[i] for i in moving]
             if is_exact(rows):
                 return _row(rows)
-            _require_real(memory.what, rows)
+            _require_real(traced.what, rows)
             signs = [random_signs(memory.seed, i, x.shape) for i, x in enumerate(rows)]
             return inner(rows, signs) * NUMBER**-0.5
         given, closed = [x for x in shared[:explicit] if is_inexact(x)], [i for i in chosen if i >= explicit]

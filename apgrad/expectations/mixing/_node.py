@@ -1,60 +1,44 @@
 """A mixer's node: several estimators of one random choice, and weights that the node computes on its way back.
 
-`draw_by_mixer` draws one sample and keeps each estimator's pullback. In the backward pass the node
+A mixer goes through these files, one after the other:
 
-1. pulls the message back through each estimator, lane by lane, to the distribution's parameters and on to the target:
-   the features of `_features.py`;
-2. lets a rule of `weights.py` make weights of the features, one set for the message to the lanes' own arguments, and
-   one set for the contribution to the arguments that lanes share;
-3. adds up what the estimators answer, in each stream of `_cross_fitting.py`. Statistics are taken from one fold of the
-   own stream. In the own stream a fold is weighed by its own weights, in the output stream by the other fold's.
+1. `_stochastic.py` checks the call.
+2. This file draws one sample, and keeps each estimator's pullback.
+3. On the way back, `_cross_fitting.py` shows the node the messages of both streams (`in_each_stream`), and sends on
+   what the node answers in the stream at hand.
+4. `_by_arguments.py` pulls the messages back through each estimator, makes weights, and adds up what the estimators
+   answer; or `_by_coordinates.py`, where each coordinate of the distribution's parameters has a weight of its own.
+5. `_features.py` takes the estimators' messages on to the arguments, and makes the features that a rule of `weights.py`
+   weighs.
 
-The backward pass is a rule of its own and no derivative, so second derivatives are refused: by `mixer_node` of
-`_parts.py`, and with cross-fitting already by `in_two_streams` of `_cross_fitting.py`.
-
-*Suffix.* A rule may look at the gradient that later nodes have gathered, lane by lane. This gradient travels on a
-channel of the tape.
+The backward pass is a rule of its own and no derivative, so second derivatives are refused: by `_mixer_node` below, and
+with cross-fitting already by `in_two_streams` of `_cross_fitting.py`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import Partial
 
-from apgrad._ground.propagator import Static
-from apgrad._programs.jaxprs import hoist, place
+from apgrad._ground.messages import Static
+from apgrad._ground.port import port
+from apgrad._ground.propagator import Propagator, first_order, node
+from apgrad._programs.jaxprs import hoist, is_inexact
 from apgrad.expectations import _channels as channels
-from apgrad.expectations._cross_fitting import Streams, fold, in_each_stream, mixture, swap, times
+from apgrad.expectations._cross_fitting import in_each_stream, times
 from apgrad.expectations._tape import Tape
-from apgrad.expectations.estimators._estimator import Mixer
-from apgrad.expectations.mixing import _moments as moments
-from apgrad.expectations.mixing._coordinates import by_parameters
-from apgrad.expectations.mixing._features import NodeMemory, backward_pass, is_inexact, width
-from apgrad.expectations.mixing._parts import (
-    Charge,
-    Messages,
-    NodeAnswer,
-    charged,
-    mixer_node,
-    require_mixer,
-    surrogates,
-    to_parameters,
-    weigh,
-)
+from apgrad.expectations.estimators._baselines import Baseline, LearnedBaseline
+from apgrad.expectations.estimators._estimator import Mixer, surrogate
+from apgrad.expectations.mixing._by_arguments import Gathered, by_arguments
+from apgrad.expectations.mixing._by_coordinates import TracedBatch, batch_by_coordinates, by_coordinates
+from apgrad.expectations.mixing._features import NodeMemory, TracedNode, width
+from apgrad.expectations.weights import decoupled
 
-
-class Gathered(NamedTuple):
-    """What messages gather on their way back through the mixers' nodes.
-
-    Attributes:
-      suffix: the gradient of later nodes, (lanes, width), or None.
-      rows: what `ap.adaptive` is told of later nodes, (slots, 5), or None.
-    """
-
-    suffix: jax.Array | None
-    rows: jax.Array | None
+Charge = tuple[jax.Array, Baseline]  # a zero to be charged with later costs, and the baseline that is taken off
 
 
 class LaneCall(NamedTuple):
@@ -90,8 +74,8 @@ def draw_by_mixer(tape: Tape, call: LaneCall) -> tuple[Tape, jax.Array, list[Cha
       `(tape, x, charges)`, x of shape (lanes, ...), with a charge for each baseline of the mixer's scores.
     """
     mixer, what, axes = call.mixer, call.what, call.axes
-    require_mixer(mixer, what, tape, mixer.target == "parameters")
-    lanes, folds = tape.lanes, channels.folds(tape)  # no function of the node may hold the tape, which is of one trace
+    at_arguments = mixer.target != "parameters"
+    _require_mixer(mixer, what, tape, by_coordinates=not at_arguments)
     leaves, treedef = jax.tree.flatten([x for x, axis in zip(call.args, axes, strict=True) if axis is None])
     lane = [x for x, axis in zip(call.args, axes, strict=True) if axis == 0]
     # Python's integers and bools stay what they are, so that a function may branch on them.
@@ -110,92 +94,161 @@ def draw_by_mixer(tape: Tape, call: LaneCall) -> tuple[Tape, jax.Array, list[Cha
     def build(shared, lane):
         return converted(shared[0], lane, *shared[1])
 
+    # No function of the node may hold the tape, which is of one trace.
+    traced = TracedNode(mixer, what, build, channels.folds(tape))
     tape, visit = channels.visit(tape, what)
 
     def forward(shared, lane, keys, given, gathered, perturbed):
-        output, pullbacks = jax.vmap(lambda lane, key: surrogates(mixer, build(shared, lane), key))(lane, keys)
+        output, pull = jax.vmap(lambda lane, key: _surrogates(mixer, build(shared, lane), key))(lane, keys)
         # The function is differentiated again in the backward pass: cheaper to keep than its linearization,
         # which holds a copy of the shared arguments for each lane.
         flags = tuple(tuple(jax.tree.leaves(tree)) for tree in (*perturbed[0], perturbed[1]))
-        return (*output, gathered), (shared, lane, pullbacks, given, Static(flags))
+        return (*output, gathered), NodeMemory(shared, lane, pull, Static(flags), *given)
 
-    def backward(memory, to_x, to_zeros, gathered):
-        shared, lane, pullbacks, (seed, visit), flags = memory
-        if not any(any(group) for group in flags.value):
-            return None, Streams(None, None), gathered  # only what is gathered comes by
-        memory = NodeMemory(mixer, what, build, shared, lane, pullbacks, flags.value, seed)
-        messages = Messages(to_x.own, to_x.output, to_zeros, gathered.suffix, folds)
-        if mixer.target == "parameters":
-            answer = by_parameters(memory, messages)
-        else:
-            answer = _by_arguments(memory, messages, visit)
-        rows = gathered.rows
-        if visit is not None:
-            rows = rows.at[visit.slot].set(answer.row.astype(rows.dtype))
-        return answer.shared, answer.lane, Gathered(answer.suffix, rows)
-
-    def answered(memory, message):
-        shared, lane, gathered = in_each_stream(backward, folds)(memory, message)
+    def backward(memory, message):
+        if not any(any(group) for group in memory.perturbed.value):
+            return None, None, None, None, message[2]  # only what is gathered comes by
+        answer = functools.partial(by_arguments if at_arguments else by_coordinates, traced)
+        shared, lane, gathered = in_each_stream(answer, traced.folds)(memory, message)
         return shared, lane, None, None, gathered
 
     channel = suffix = rows = None
     target = [x for x in arrays if is_inexact(x)]  # of closures two traces may see different ones
     looks = channels.is_adaptive(tape) or any(w is not None and w.suffix for w in mixer.weights)
-    if mixer.target != "parameters" and target and looks:
-        channel = channels.Channel(channels.SUFFIX, call.name, (lanes, width(target)))
+    if at_arguments and target and looks:
+        channel = channels.Channel(channels.SUFFIX, call.name, (tape.lanes, width(target)))
         suffix = channels.request(tape, channel, what)
     if visit is not None:
         rows = channels.request(tape, channels.moments(tape), what)
-    x, zeros, gathered = mixer_node(mixer, forward, answered, perturbed=True)(
+    x, zeros, gathered = _mixer_node(mixer, forward, backward, perturbed=True)(
         (arrays, closed_over), lane, call.keys, (channels.seed(tape), visit), Gathered(suffix, rows)
     )
     if channel is not None:
         tape = channels.put(tape, channel, gathered.suffix, what)
     if visit is not None:
         tape = channels.put(tape, channels.moments(tape), gathered.rows, what)
-    return tape, x, list(zip(zeros, charged(mixer), strict=True))
+    return tape, x, list(zip(zeros, _charged(mixer), strict=True))
 
 
-def _by_arguments(memory: NodeMemory, messages: Messages, visit: channels.Visit | None) -> NodeAnswer:
-    """The answer with one weight a node, given by `ap.adaptive` or made from the features of the arguments."""
-    mixer, folds, lanes = memory.mixer, messages.folds, len(messages.own)
-    own = to_parameters(memory, messages.own, messages.to_zeros)
-    sent = [(message, True) for message in own]
-    if folds > 1:
-        # Without a pathwise derivative both streams are answered alike.
-        apart = [e for e, estimator in enumerate(mixer.estimators) if estimator.pathwise is not None]
-        output = to_parameters(memory, messages.output, messages.to_zeros)
-        sent += [(output[e], False) for e in apart]
-    back = backward_pass(memory, lanes, sent)
-    in_own = back.answers[: len(own)]
-    in_output = place(back.answers[len(own) :], apart, in_own) if folds > 1 else in_own
-    features = jnp.stack([fold(answer.features, folds) for answer in in_own], axis=1)
+def draw_batch_by_mixer(
+    tape: Tape, mixer: Mixer, what: str, distribution: Any, key: jax.Array
+) -> tuple[Tape, jax.Array, list[Charge]]:
+    """Samples a distribution of all lanes, with a mixer's node for the way back.
 
-    suffix = None
-    if messages.suffix is not None and back.of_shared:
-        suffix = fold(messages.suffix, folds).astype(features.dtype)
-        suffix = jnp.pad(suffix, [(0, 0), (0, 0), (0, features.shape[-1] - suffix.shape[-1])])
-    if visit is not None and visit.weights is not None:
-        message = contribution = visit.weights[None, :2]
-        if back.of_shared:
-            contribution = visit.weights[None, 2:]
-    else:
-        message = contribution = weigh(memory.what, mixer.weights.message, features, suffix)
-        if back.of_shared and mixer.weights.contribution not in (None, mixer.weights.message):
-            contribution = weigh(memory.what, mixer.weights.contribution, features, suffix)
-    row = None
-    if visit is not None:
-        row = moments.row(features[0], jnp.zeros_like(features[0, 0]) if suffix is None else suffix[0])
-    gathered: Any = messages.suffix
-    if suffix is not None:
-        more = jnp.sum(times(contribution, features), axis=1)
-        gathered = (suffix + more).reshape(lanes, -1)[:, : gathered.shape[1]].astype(gathered.dtype)
-    return NodeAnswer(
-        back.to_shared(mixture(swap(contribution), [fold(answer.uses, folds) for answer in in_output])),
-        Streams(
-            back.to_lane(mixture(message, [fold(answer.lane, folds) for answer in in_own])),
-            back.to_lane(mixture(swap(message), [fold(answer.lane, folds) for answer in in_output])),
-        ),
-        gathered,
-        row,
+    The parameters that have the lanes as leading axis are the target, and are weighed coordinate by coordinate.
+    Parameters that lanes share have one weight, made from all of the target.
+
+    Args:
+      tape: the current tape.
+      mixer: the mixer; of its weights only the message's rule is used.
+      what: the node's name in errors.
+      distribution: a distribution whose batch shape starts with the lanes.
+      key: one PRNG key.
+
+    Returns:
+      What `draw_by_mixer` returns.
+    """
+    _require_mixer(mixer, what, tape, by_coordinates=True)
+    lanes, folds = tape.lanes, channels.folds(tape)
+    parameters, structure = jax.tree.flatten(distribution)
+    led = [jnp.ndim(x) > 0 and jnp.shape(x)[0] == lanes and is_inexact(x) for x in parameters]
+    if not any(led):
+        raise ValueError(
+            f"{what} weighs its estimators by the per-lane gradients of the distribution's parameters, "
+            f"and none has the lanes ({lanes}) as leading axis; got shapes {[jnp.shape(x) for x in parameters]}. "
+            "Broadcast a parameter to the lanes, or use ap.stochastic, whose target is the shared arguments."
+        )
+
+    def forward(distribution, key):
+        return _surrogates(mixer, distribution, key)
+
+    def backward(pull, message):
+        traced = TracedBatch(what, mixer.weights.message, folds, led)
+        leaves = in_each_stream(functools.partial(batch_by_coordinates, traced), folds)(pull, (*message, None))[1]
+        return jax.tree.unflatten(structure, leaves), None
+
+    x, zeros = _mixer_node(mixer, forward, backward)(distribution, key)
+    return tape, x, list(zip(zeros, _charged(mixer), strict=True))
+
+
+def _surrogates(mixer, distribution, key):
+    """One sample with a zero for each of the baselines that `_charged` lists, and the estimators' pullback.
+
+    The distribution is one lane's, or in `ap.sample` that of all lanes. Returns `((x, zeros), pull)`, where
+    `pull(to_x, to_zeros, weights=None)` has for each estimator a list: its message to each array of the distribution's
+    parameters, or None for integers. Weights, one for each estimator and lane, multiply the message before it is pulled
+    back.
+    """
+    drawn, zeros, pullbacks = None, {}, {}
+    # Estimators with a pathwise derivative come first, so that the others need not draw the sample again: the compiler
+    # does not merge two runs of the random number generator.
+    for index in sorted(range(len(mixer.estimators)), key=lambda i: mixer.estimators[i].pathwise is None):
+        estimator = mixer.estimators[index]
+
+        def one(distribution, estimator=estimator, drawn=drawn):
+            return surrogate(estimator, distribution, key, drawn)
+
+        (x, density), pullbacks[index] = jax.vjp(one, distribution)
+        drawn = x if drawn is None else drawn
+        if density is not None:
+            zero = jnp.where(jnp.isfinite(density), port(density), jnp.nan)
+            baseline = _identity(estimator.baseline)
+            zeros[baseline] = zeros[baseline] + zero if baseline in zeros else zero
+    order = [_identity(baseline) for baseline in _charged(mixer)]
+    own_zero = tuple(None if e.score is None else order.index(_identity(e.baseline)) for e in mixer.estimators)
+    pull = Partial(_pull, Static(own_zero), [pullbacks[index] for index in range(len(mixer.estimators))])
+    return (drawn, [zeros[baseline] for baseline in order]), pull
+
+
+def _pull(own_zero, pullbacks, to_x, to_zeros, weights=None):
+    answers = []
+    for e, (pullback, number) in enumerate(zip(pullbacks, own_zero.value, strict=True)):
+        message = (to_x, None if number is None else to_zeros[number])
+        if weights is not None:
+            message = jax.tree.map(lambda m, w=weights[e]: times(w, m), message)
+        leaves = jax.tree.leaves(pullback(message)[0])
+        answers.append([None if z.dtype == jax.dtypes.float0 else z for z in leaves])
+    return answers
+
+
+def _charged(mixer):
+    """The baselines of the estimators with a score, each once: the node has a zero on the tape for each of them."""
+    found: dict[Any, Baseline] = {_identity(e.baseline): e.baseline for e in mixer.estimators if e.score is not None}
+    return list(found.values())
+
+
+def _identity(baseline):
+    """Equal for baselines that are the same. A baseline may be any callable object, without an equality of its own."""
+    if baseline is None or isinstance(baseline, str):
+        return baseline
+    return type(baseline), id(baseline.function if isinstance(baseline, LearnedBaseline) else baseline)
+
+
+def _mixer_node(mixer, forward, backward, **options):
+    """A node whose second derivative is refused."""
+    reason = (
+        f"{mixer.name} has no second derivative: its weights are no part of the objective, and differentiating "
+        "them would be silently wrong. Use likelihood_ratio() or reparameterization() for higher orders."
     )
+    return node(first_order(Propagator(forward, backward), reason), **options)
+
+
+def _require_mixer(mixer, what, tape, *, by_coordinates):
+    """Tells the tape that a node weighs its estimators, or raises an error for a mixer that cannot be mixed here."""
+    channels.declare_weighing(tape, what)
+    if channels.is_adaptive(tape):
+        trouble = None
+        if by_coordinates:
+            trouble = "this one has a weight for each coordinate: use ap.stochastic with target='arguments'"
+        elif len(mixer.estimators) != 2:
+            trouble = f"this mixer has {len(mixer.estimators)} estimators"
+        elif mixer.weights != decoupled():
+            trouble = "this mixer has a rule of its own, which would not be asked: leave weights= out, or use ap.grad"
+        if trouble:
+            raise ValueError(
+                f"{what}: ap.adaptive gives weights of least variance to a node's two estimators, and {trouble}"
+            )
+    if mixer.target not in ("arguments", "parameters"):
+        raise ValueError(f"{what}: a mixer's target is 'arguments' or 'parameters', got {mixer.target!r}")
+    if tape.lanes < 2:
+        raise ValueError(f"{what} takes the variance over lanes and needs at least 2, got lanes={tape.lanes}")
