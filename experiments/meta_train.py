@@ -26,7 +26,7 @@ from flax import nnx
 
 import apgrad as ap
 from apgrad import meta, mplp
-from experiments import meta_curves
+from experiments.parts import meta_curves
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "sinusoid": {"message_size": 8, "rank": 8, "hidden": 32, "neuron_state": 8, "learning_rate": 0.3},

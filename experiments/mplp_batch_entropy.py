@@ -16,7 +16,8 @@ import numpy as np
 from flax import nnx
 
 from apgrad import meta, mplp
-from experiments import harness, meta_curves
+from experiments import harness
+from experiments.parts import meta_curves
 
 POINTS = 20  # of an outer curve
 

@@ -38,8 +38,9 @@ from flax import nnx
 from matplotlib.figure import Figure
 
 from apgrad import meta, mplp
-from experiments import harness, meta_curves, mplp_published
+from experiments import harness, mplp_published
 from experiments.meta_train import step_function
+from experiments.parts import meta_curves
 
 NAME = "mplp_from_random"
 PARTIAL = True

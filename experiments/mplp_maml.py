@@ -19,7 +19,8 @@ from flax import nnx
 from matplotlib.figure import Figure
 
 from apgrad import meta, mplp
-from experiments import harness, meta_curves
+from experiments import harness
+from experiments.parts import meta_curves
 
 STEPS = 2
 

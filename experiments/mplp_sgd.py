@@ -19,7 +19,8 @@ from flax import nnx
 from matplotlib.figure import Figure
 
 from apgrad import meta, mplp
-from experiments import harness, meta_curves
+from experiments import harness
+from experiments.parts import meta_curves
 
 # Name, the network's key, labels of the two inputs, gradient descent's function.
 SURFACES = {

@@ -16,7 +16,8 @@ from flax import nnx
 from matplotlib.figure import Figure
 
 from apgrad import meta, mplp
-from experiments import harness, meta_curves
+from experiments import harness
+from experiments.parts import meta_curves
 
 STEPS = 5
 CHECKPOINT = (0.0253, 0.0113, 0.0055, 0.0031, 0.0019, 0.0013)  # of the published rule, 100 runs
