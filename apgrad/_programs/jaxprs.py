@@ -117,8 +117,8 @@ def arrays_of(tree: Any) -> tuple[list[Any], Callable[..., Any]]:
     """The arrays of a pytree, and a function that makes the pytree again with others in their place.
 
     Args:
-      tree: a pytree. Leaves that are neither arrays nor Python's floating-point numbers stay as they are: Python's
-        integers and bools, which a function may branch on, and functions, such as those in an Equinox module.
+      tree: a pytree. Leaves that are neither arrays nor floating-point numbers stay as they are: integers and bools of
+        Python and NumPy, which a function may branch on, and functions, such as those in an Equinox module.
 
     Example:
       >>> arrays, put = arrays_of({"weight": 2.0, "activation": abs})
@@ -126,7 +126,7 @@ def arrays_of(tree: Any) -> tuple[list[Any], Callable[..., Any]]:
       ([2.0], {'activation': <built-in function abs>, 'weight': 3.0})
     """
     leaves, treedef = jax.tree.flatten(tree)
-    kinds = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic, float, complex)
+    kinds = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.inexact, float, complex)
     numbers = [i for i, leaf in enumerate(leaves) if isinstance(leaf, kinds)]
     return [leaves[i] for i in numbers], lambda *arrays: treedef.unflatten(place(arrays, numbers, leaves))
 

@@ -132,6 +132,7 @@ def gradient(
     operands: Sequence[Any],
     messages: Sequence[Any],
     lanes: int | None = None,
+    of: Sequence[int] | None = None,
 ) -> list[jax.Array]:
     """The gradient of the parameters, in order: of one lane, or the sum over lanes.
 
@@ -141,8 +142,9 @@ def gradient(
       operands: what the uses take of the lane, as `expose` returns it.
       messages: the messages to what the uses make, arrays in the form of `made` of `expose`.
       lanes: how many lanes `operands` and `messages` have as leading axis; None for one lane, without the axis.
+      of: which inputs, all of them parameters; None for all parameters.
     """
-    parameters = [i for i, value in enumerate(inputs) if value.kind == ValueKind.VIEW]
+    parameters = [i for i, value in enumerate(inputs) if value.kind == ValueKind.VIEW] if of is None else of
 
     def made(*arrays):
         given = place([Value(ValueKind.VIEW, x) for x in arrays], parameters, inputs)

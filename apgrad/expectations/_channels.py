@@ -15,9 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from apgrad._ground.primitives import mark, zero_with_gradient
-from apgrad.expectations._cross_fitting import mean_of_others
 from apgrad.expectations._data_axis import per_lane
-from apgrad.expectations._lanes import donors
+from apgrad.expectations._lanes import donors, mean_of_others
 from apgrad.expectations._ledger import Channel as Channel, Kind, Mark
 from apgrad.expectations._tape import Tape
 

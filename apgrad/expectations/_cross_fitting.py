@@ -16,7 +16,7 @@ pass keeps the program's pullback, and whose backward pass maps the pullback ove
 """
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -25,7 +25,6 @@ from jax import lax
 
 from apgrad._ground.propagator import Propagator, Static, first_order, node
 from apgrad._programs.jaxprs import arrays_of, hoist, place, restrict
-from apgrad.expectations.weights import Weighting
 
 STREAM = "apgrad stream"  # the name of the axis of streams: 0 is the own stream, 1 the output stream
 
@@ -48,6 +47,9 @@ def in_two_streams(function: Callable[..., Any], name: str) -> Callable[..., Any
     Args:
       function: a JAX function of any arguments.
       name: the mixer that errors name.
+
+    Returns:
+      A function of the same arguments and value. A second derivative of it is an error that names the mixer.
     """
 
     def wrapped(*inputs):
@@ -80,14 +82,21 @@ def in_two_streams(function: Callable[..., Any], name: str) -> Callable[..., Any
 def in_each_stream(backward: Callable[..., Any], folds: int) -> Callable[..., Any]:
     """The backward pass of a mixer's node, from one that sees both streams.
 
+    Only messages to samples differ between the streams. Those to the zeros of scores are costs-to-go, which no weight
+    has touched, and what is gathered is made of statistics of the own stream.
+
     Args:
       backward: `(memory, to_x: Streams, to_zeros, gathered) -> (shared, lane: Streams, gathered)`. It gets the messages
-        to the sample, to the zeros of its scores, and what is gathered on the way; it answers to the arguments that
-        lanes share, to the lanes' own arguments, and what is gathered now.
+        to the sample, to the zeros of its scores, and what is gathered on the way. It answers to the arguments that
+        lanes share, in the output stream alone, since no other node looks at this message; to the lanes' own arguments;
+        and says what is gathered now.
       folds: 2 with cross-fitting, 1 without.
 
     Returns:
-      `(memory, (to_x, to_zeros, gathered)) -> (shared, lane, gathered)`, in the stream at hand.
+      `(memory, (to_x, to_zeros, gathered)) -> (shared, lane, gathered)`, with `lane` of the stream at hand.
+
+    Raises:
+      ValueError: at trace time, where the node has two folds and the derivative was not taken by the objective.
     """
 
     def answered(memory, message):
@@ -111,66 +120,6 @@ def in_each_stream(backward: Callable[..., Any], folds: int) -> Callable[..., An
     return answered
 
 
-def fold(tree: Any, folds: int) -> Any:
-    """Splits the lanes, the leading axis of every leaf, into (folds, lanes / folds).
-
-    Args:
-      tree: a pytree of arrays (lanes, ...).
-      folds: how many folds there are.
-    """
-    return jax.tree.map(lambda x: x.reshape(folds, x.shape[0] // folds, *x.shape[1:]), tree)
-
-
-def mean_of_others(x: jax.Array, folds: int) -> jax.Array:
-    """For each lane the mean over the other lanes of its fold: the leave-one-out mean, of the same shape.
-
-    Args:
-      x: (lanes, ...), with at least 2 lanes in a fold.
-      folds: how many folds there are.
-    """
-    each = fold(x, folds)
-    return ((jnp.sum(each, axis=1, keepdims=True) - each) / (each.shape[1] - 1)).reshape(x.shape)
-
-
-def standard_score(x: jax.Array, folds: int) -> jax.Array:
-    """For each lane the difference from its fold's mean, over the fold's standard deviation plus 1e-4.
-
-    Args:
-      x: (lanes, ...).
-      folds: how many folds there are.
-    """
-    each = fold(x, folds)
-    away = each - jnp.mean(each, axis=1, keepdims=True)
-    return (away / (jnp.sqrt(jnp.mean(away**2, axis=1, keepdims=True)) + 1e-4)).reshape(x.shape)
-
-
-def weigh(what: str, weighting: Weighting, features: jax.Array, suffix: jax.Array | None) -> jax.Array:
-    """The weights of a node's estimators, (folds, estimators), by a weight rule.
-
-    Args:
-      what: the node's name in errors.
-      weighting: the rule, and whether it looks at the suffix.
-      features: floating point, (folds, estimators, lanes / folds, width).
-      suffix: floating point, (folds, lanes / folds, width); None is the same as zeros.
-
-    Raises:
-      ValueError: if the rule does not return one weight for each estimator.
-    """
-    if suffix is None or not weighting.suffix:
-        suffix = jnp.zeros_like(features[:, 0])
-
-    def one_fold(features, suffix):
-        weights = weighting.rule(features, suffix)
-        if jnp.shape(weights) != features.shape[:1]:
-            raise ValueError(
-                f"{what}: a weight rule must return one weight for each of the {len(features)} estimators, got "
-                f"shape {jnp.shape(weights)}"
-            )
-        return weights
-
-    return jax.vmap(one_fold)(features, suffix)
-
-
 def swap(weights: jax.Array) -> jax.Array:
     """Each fold gets the weights of the other one, as in the output stream; with one fold nothing changes.
 
@@ -178,40 +127,3 @@ def swap(weights: jax.Array) -> jax.Array:
       weights: (folds, ...).
     """
     return weights[::-1]
-
-
-def times(weight: jax.Array, x: jax.Array) -> jax.Array:
-    """The product of a weight and an array, where a weight of 0 makes 0 of an infinite value also.
-
-    Args:
-      weight: a floating-point array whose axes are the first axes of `x`.
-      x: a floating-point array of any shape.
-    """
-    # An exploding estimator of weight 0 must leave nothing behind: 0 * inf would be NaN.
-    weight = weight.astype(x.dtype)
-    weight = weight.reshape(weight.shape + (1,) * (x.ndim - weight.ndim))
-    return jnp.where(weight == 0, 0, weight * x)
-
-
-def add(arrays: Iterable[jax.Array]) -> jax.Array:
-    """The sum of at least one array.
-
-    Args:
-      arrays: arrays of one shape and dtype.
-    """
-    return functools.reduce(jnp.add, arrays)
-
-
-def mixture(weights: jax.Array, answers: Sequence[Any]) -> Any:
-    """The estimators' answers, each fold weighed by its weights: arrays (lanes, ...).
-
-    Args:
-      weights: (folds, estimators).
-      answers: for each estimator a pytree of arrays (folds, lanes / folds, ...).
-    """
-
-    def mix(*leaves):
-        mixed = add(times(weights[:, e], leaf) for e, leaf in enumerate(leaves))
-        return mixed.reshape(mixed.shape[0] * mixed.shape[1], *mixed.shape[2:])
-
-    return jax.tree.map(mix, *answers)

@@ -45,6 +45,39 @@ def donors(lanes: int, bit: int, value: int) -> np.ndarray:
     return np.where(lane >> bit & 1 == value, np.where(partner < lanes, partner, 1 << bit), lane)
 
 
+def fold(tree: Any, folds: int) -> Any:
+    """Splits the lanes, the leading axis of every leaf, into (folds, lanes / folds).
+
+    Args:
+      tree: a pytree of arrays (lanes, ...).
+      folds: how many folds there are.
+    """
+    return jax.tree.map(lambda x: x.reshape(folds, x.shape[0] // folds, *x.shape[1:]), tree)
+
+
+def mean_of_others(x: jax.Array, folds: int) -> jax.Array:
+    """For each lane the mean over the other lanes of its fold: the leave-one-out mean, of the same shape.
+
+    Args:
+      x: (lanes, ...), with at least 2 lanes in a fold.
+      folds: how many folds there are.
+    """
+    each = fold(x, folds)
+    return ((jnp.sum(each, axis=1, keepdims=True) - each) / (each.shape[1] - 1)).reshape(x.shape)
+
+
+def standard_score(x: jax.Array, folds: int) -> jax.Array:
+    """For each lane the difference from its fold's mean, over the fold's standard deviation plus 1e-4.
+
+    Args:
+      x: (lanes, ...).
+      folds: how many folds there are.
+    """
+    each = fold(x, folds)
+    away = each - jnp.mean(each, axis=1, keepdims=True)
+    return (away / (jnp.sqrt(jnp.mean(away**2, axis=1, keepdims=True)) + 1e-4)).reshape(x.shape)
+
+
 def require_samples(what: str, samples: Any, least: int) -> int:
     """The number of samples as an integer, or a `ValueError`.
 

@@ -46,9 +46,8 @@ from jax import lax
 from apgrad._ground.primitives import refuse_batching
 from apgrad._ground.propagator import backpropagation, first_order, node
 from apgrad.expectations._branches import run_branches
-from apgrad.expectations._cross_fitting import fold, mean_of_others, standard_score
 from apgrad.expectations._data_axis import per_lane
-from apgrad.expectations._lanes import cost_shape_error, require_lanes
+from apgrad.expectations._lanes import cost_shape_error, fold, mean_of_others, require_lanes, standard_score
 from apgrad.expectations._ledger import LEDGER, Channel, Kind, Ledger, TapePlan
 
 _BATCHED = (

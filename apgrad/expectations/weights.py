@@ -82,7 +82,8 @@ class Weighting(NamedTuple):
     Attributes:
       rule: see `WeightRule`.
       suffix: whether the gradient of later nodes is gathered for the rule. It is gathered over the calls of one
-        decorated function, and of the function's shared arguments (not of arrays that the function closes over).
+        decorated function, and of the function's shared arguments. Arrays that the function closes over are in it only
+        where the shared arguments have more than 16 numbers, so that one sketch has all of them.
     """
 
     rule: WeightRule

@@ -371,3 +371,32 @@ def test_nodes_that_lanes_mix_in_user_code_are_found():
     ap.testing.assert_independent_lanes(linear_rollout(ap.total_propagation()), 10, KEY, THETA)
     with pytest.raises(AssertionError, match="lane"):
         ap.testing.assert_independent_lanes(mixed, 10, KEY, 0.5)
+
+
+def test_a_shared_parameter_that_is_as_long_as_the_lanes():
+    # Four lanes and four coordinates: the transform's parameter is no axis of lanes. E sin(x) = exp(-1/8) sin(loc).
+    def program(tape, loc):
+        base = dist.Normal(jnp.zeros((tape.lanes, 4)), 0.5)
+        shift = dist.transforms.AffineTransform(loc, 1.0)
+        tape, x = ap.sample(tape, dist.TransformedDistribution(base, shift).to_event(1), ap.total_propagation())
+        return tape.cost(jnp.sum(jnp.sin(x), axis=-1))
+
+    loc = jnp.arange(4.0) / 3
+    gradient = ap.grad(program, lanes=4, cross_fit=True)
+    exact = np.exp(-1 / 8) * np.cos(np.arange(4) / 3)
+    ap.testing.assert_unbiased(lambda key: gradient(key, loc), exact, KEY, 40_000)
+
+
+def test_no_parameter_is_led_by_the_lanes_for_sure():
+    def program(tape, loc):
+        base = dist.Normal(0.0, 1.0).expand((tape.lanes, 4))
+        return tape.cost(
+            ap.sample(
+                tape,
+                dist.TransformedDistribution(base, dist.transforms.AffineTransform(loc, 1.0)),
+                ap.total_propagation(),
+            )[1][:, 0]
+        )
+
+    with pytest.raises(ValueError, match="for sure"):
+        ap.grad(program, lanes=4)(KEY, jnp.zeros(4))

@@ -264,3 +264,25 @@ def test_while_loops_none_and_complex_parameters_in_a_node():
         gradient(lambda theta, x: dist.Normal(jnp.real(theta.sum()) * x, 1.0), jnp.ones(20, jnp.complex64))
     with pytest.raises(ValueError, match="argnums is empty"):
         ap.grad(lambda tape, theta: tape, 4, ())
+
+
+def test_each_learned_baseline_of_a_mixer_is_its_own():
+    # One function as a baseline in two forms: all the weight on one estimator makes the gradient with its baseline.
+    def value(theta, b):
+        return b
+
+    def gradient(estimator):
+        node = ap.stochastic(estimator, in_axes=(None, None))(lambda t, b: dist.Normal(t + 0 * b, 1.0))
+
+        def program(tape, theta, b):
+            tape, x = node(tape, theta, b)
+            return tape.cost(x**2)
+
+        return ap.grad(program, lanes=4)(KEY, 0.7, 0.3)
+
+    alone = [ap.likelihood_ratio(ap.learned_baseline(value, leave_one_out=flag)) for flag in (False, True)]
+    expected = [gradient(estimator) for estimator in alone]
+    assert abs(expected[0] - expected[1]) > 0.01
+    for weights, right in zip(jnp.eye(2), expected, strict=True):
+        rule = ap.weights.Weights(ap.weights.Weighting(lambda gradients, suffix, w=weights: w))
+        np.testing.assert_allclose(gradient(ap.Mixer("two", tuple(alone), rule)), right, rtol=1e-5)

@@ -7,7 +7,8 @@ sets instead. Statistics are taken from one fold of the own stream. In the own s
 weights, in the output stream by the other fold's.
 
 *Suffix.* A rule may look at the gradient that later nodes have gathered, lane by lane. This gradient travels on a
-channel of the tape.
+channel of the tape. It has no place for features of closures that stand behind those of the arguments, which differ
+from node to node: they meet zeros there.
 """
 
 from typing import Any, NamedTuple
@@ -16,9 +17,11 @@ import jax
 import jax.numpy as jnp
 
 from apgrad._programs.jaxprs import place
-from apgrad.expectations._cross_fitting import Streams, fold, mixture, swap, times, weigh
+from apgrad.expectations._cross_fitting import Streams, swap
+from apgrad.expectations._lanes import fold
 from apgrad.expectations.mixing import _moments as moments
-from apgrad.expectations.mixing._features import NodeMemory, TracedNode, backward_pass
+from apgrad.expectations.mixing._features import NodeMemory, TracedNode, to_arguments
+from apgrad.expectations.mixing._mixture import mixture, times, weigh
 
 
 class Gathered(NamedTuple):
@@ -46,8 +49,8 @@ def by_arguments(
       gathered: what later nodes have gathered.
 
     Returns:
-      The messages to the arguments that lanes share, summed over lanes; to the lanes' own arguments, in each stream;
-      and what is gathered with this node.
+      What `in_each_stream` asks for: the messages to the arguments that lanes share, summed over lanes, in the output
+      stream; to the lanes' own arguments, in each stream; and what is gathered with this node.
     """
     mixer, folds, visit, lanes = traced.mixer, traced.folds, memory.visit, len(to_x.own)
     pull = jax.vmap(lambda pull, to_x, to_zeros: pull(to_x, to_zeros))
@@ -58,7 +61,7 @@ def by_arguments(
         apart = [e for e, estimator in enumerate(mixer.estimators) if estimator.pathwise is not None]
         output = pull(memory.pull, to_x.output, to_zeros)
         sent += [(output[e], False) for e in apart]
-    back = backward_pass(traced, memory, lanes, sent)
+    back = to_arguments(traced, memory, lanes, sent)
     in_own = back.answers[: len(own)]
     in_output = place(back.answers[len(own) :], apart, in_own) if folds > 1 else in_own
     features = jnp.stack([fold(answer.features, folds) for answer in in_own], axis=1)
@@ -68,22 +71,22 @@ def by_arguments(
         suffix = fold(later, folds).astype(features.dtype)
         suffix = jnp.pad(suffix, [(0, 0), (0, 0), (0, features.shape[-1] - suffix.shape[-1])])
     if visit is not None and visit.weights is not None:
-        message = contribution = visit.weights[None, :2]
-        if back.of_shared:
-            contribution = visit.weights[None, 2:]
+        for_message, for_contribution = visit.weights.reshape(2, 1, 2)
+        if not back.of_shared:
+            for_contribution = for_message
     else:
-        message = contribution = weigh(traced.what, mixer.weights.message, features, suffix)
+        for_message = for_contribution = weigh(traced.what, mixer.weights.message, features, suffix)
         if back.of_shared and mixer.weights.contribution not in (None, mixer.weights.message):
-            contribution = weigh(traced.what, mixer.weights.contribution, features, suffix)
+            for_contribution = weigh(traced.what, mixer.weights.contribution, features, suffix)
     if visit is not None and rows is not None:
         row = moments.row(features[0], jnp.zeros_like(features[0, 0]) if suffix is None else suffix[0])
         rows = rows.at[visit.slot].set(row.astype(rows.dtype))
     if suffix is not None and later is not None:
-        more = (suffix + jnp.sum(times(contribution, features), axis=1)).reshape(lanes, -1)
+        more = (suffix + jnp.sum(times(for_contribution, features), axis=1)).reshape(lanes, -1)
         later = more[:, : later.shape[1]].astype(later.dtype)
-    to_shared = back.to_shared(mixture(swap(contribution), [fold(answer.uses, folds) for answer in in_output]))
+    to_shared = back.to_shared(mixture(swap(for_contribution), [fold(answer.uses, folds) for answer in in_output]))
     to_lane = Streams(
-        back.to_lane(mixture(message, [fold(answer.lane, folds) for answer in in_own])),
-        back.to_lane(mixture(swap(message), [fold(answer.lane, folds) for answer in in_output])),
+        back.to_lane(mixture(for_message, [fold(answer.lane, folds) for answer in in_own])),
+        back.to_lane(mixture(swap(for_message), [fold(answer.lane, folds) for answer in in_output])),
     )
     return to_shared, to_lane, Gathered(later, rows)

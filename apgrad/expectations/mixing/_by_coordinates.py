@@ -11,10 +11,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpyro.distributions import transforms
 
+from apgrad._programs.jaxprs import is_inexact
 from apgrad._programs.signs import wide
-from apgrad.expectations._cross_fitting import Streams, add, fold, swap, times, weigh
-from apgrad.expectations.mixing._features import NodeMemory, TracedNode, drop_float0, empty_target
+from apgrad.expectations._cross_fitting import Streams, swap
+from apgrad.expectations._lanes import fold
+from apgrad.expectations.mixing._features import NodeMemory, TracedNode, empty_target
+from apgrad.expectations.mixing._mixture import add, times, weigh
 from apgrad.expectations.weights import Weighting
 
 
@@ -31,16 +35,16 @@ def by_coordinates(
       gathered: what later nodes have gathered, which goes on as it is.
 
     Returns:
-      The messages to the arguments that lanes share, summed over lanes; to the lanes' own arguments, in each stream;
-      and what was gathered.
+      What `in_each_stream` asks for: the messages to the arguments that lanes share, summed over lanes, in the output
+      stream; to the lanes' own arguments, in each stream; and what was gathered.
     """
     lanes, folds = len(to_x.own), traced.folds
     pull = jax.vmap(lambda pull, to_x, to_zeros: pull(to_x, to_zeros))
     by_stream = _by_array(lambda to_x: pull(memory.pull, to_x, to_zeros), to_x, folds)
-    moving = [each[0] is not None for each in by_stream.own]
+    floating = [each[0] is not None for each in by_stream.own]
     if not sum(each[0].size for each in by_stream.own if each[0] is not None):
         raise ValueError(empty_target(traced.what))
-    mixed = _mix(traced.what, traced.mixer.weights.message, folds, by_stream, moving)
+    mixed = _mix(traced.what, traced.mixer.weights.message, folds, by_stream, floating)
 
     def build(shared, lane):
         return jax.vmap(lambda x: jax.tree.leaves(traced.build(shared, x)), axis_size=lanes)(lane)
@@ -49,9 +53,8 @@ def by_coordinates(
 
     def answer(mixed):
         messages = zip(leaves, mixed, strict=True)
-        return drop_float0(
-            pullback([np.zeros(leaf.shape, jax.dtypes.float0) if m is None else m for leaf, m in messages])
-        )
+        answers = pullback([np.zeros(leaf.shape, jax.dtypes.float0) if m is None else m for leaf, m in messages])
+        return jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g, answers)
 
     to_shared, to_lane = answer(mixed.output)
     to_own = to_lane if folds == 1 else answer(mixed.own)[1]
@@ -71,7 +74,35 @@ class TracedBatch(NamedTuple):
     what: str
     weighting: Weighting
     folds: int
-    led: list[bool]
+    led: tuple[bool, ...]
+
+
+def led_by_lanes(distribution: Any, lanes: int, shape: tuple[int, ...]) -> tuple[bool, ...]:
+    """For each array of a distribution's parameters, whether it is floating-point and led by the lanes for sure.
+
+    An array that lanes share may have a first axis of the same length by chance. Split into folds, it would be weighed
+    by statistics of both, and biased. An array that counts as shared is mixed rightly in any case. NumPyro's
+    distributions give their parameters all the axes of the batch; transforms do not, and may hold anything.
+
+    Args:
+      distribution: a distribution whose batch shape starts with the lanes.
+      lanes: how many lanes there are.
+      shape: the shape of its sample.
+    """
+
+    def one_transform(x):
+        wrappers = transforms.ComposeTransform | transforms.IndependentTransform
+        return isinstance(x, transforms.Transform) and not isinstance(x, wrappers)
+
+    found = []
+    for part in jax.tree.leaves(distribution, is_leaf=one_transform):
+        for x in jax.tree.leaves(part):
+            axes = jnp.shape(x)
+            led = axes[:1] == (lanes,) and is_inexact(x)
+            if one_transform(part):
+                led = led and isinstance(part, transforms.AffineTransform) and len(axes) == len(shape)
+            found.append(led and (lanes not in shape[1:] or len(axes) >= len(shape)))
+    return tuple(found)
 
 
 def batch_by_coordinates(
@@ -81,14 +112,15 @@ def batch_by_coordinates(
 
     Args:
       traced: the node as the program was traced.
-      pull: the estimators' pullback: `(to_x, to_zeros)` -> for each estimator a list with its message to each array of
-        the distribution's parameters, or None for integers.
+      pull: the estimators' pullback: `(to_x, to_zeros, weights=None)` -> for each estimator a list with its message to
+        each array of the distribution's parameters, or None for integers. Weights, (estimators, lanes), multiply the
+        messages before they are pulled back.
       to_x: the messages to the sample, (lanes, ...), in each stream.
       to_zeros: for each baseline of the mixer's scores the message to its zero, (lanes, ...).
       gathered: None.
 
     Returns:
-      In the second place the messages to the arrays of the distribution's parameters, in each stream.
+      What `in_each_stream` asks for. The arrays of the distribution's parameters stand for the lanes' own arguments.
     """
     (what, weighting, folds, led), lanes = traced, len(to_x.own)
     by_stream = _by_array(lambda to_x: pull(to_x, to_zeros), to_x, folds)
@@ -105,8 +137,8 @@ def batch_by_coordinates(
         shared = zip(*pull(to_x, to_zeros, by_lane), strict=True)
         return [m if flag or each[0] is None else add(each) for m, flag, each in zip(mixed, led, shared, strict=True)]
 
-    own, output = with_shared(mixed.own, to_x.own, weights), with_shared(mixed.output, to_x.output, swap(weights))
-    return None, Streams(own, output), None
+    output = with_shared(mixed.output, to_x.output, swap(weights))
+    return None, Streams(output if folds == 1 else with_shared(mixed.own, to_x.own, weights), output), None
 
 
 def _by_array(pull, to_x, folds):

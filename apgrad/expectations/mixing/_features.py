@@ -1,14 +1,15 @@
-"""Features: what a mixer's weights look at, one short vector for each lane and estimator.
+"""From a node's distributions back to its arguments, and on the way the features that a mixer's weights look at.
 
 The *target* of a node is a list of arrays: what is differentiated of the arguments that lanes share and of the arrays
 that the function closes over; where none of these is differentiated, the lanes' own arguments. The *features* of a lane
-are each estimator's gradient of the target, written in a row. Where the target has more than `EXACT` elements they are
-a sketch of the gradient, which keeps inner products on average, and weights need nothing else
-(`apgrad/_programs/uses.py`).
+are one short vector for each estimator: its gradient of the target, written in a row. Where the shared arguments have
+more than `EXACT` elements, all of it is a sketch of the gradient, which keeps inner products on average, and weights
+need nothing else (`apgrad/_programs/uses.py`). Where they have not, the gradient of the arrays closed over stands
+behind that of the arguments, as it is or sketched by the same bound.
 
-The gradients of single lanes are not made for it. `backward_pass` takes the estimators' messages back to the places
-where parameters enter the node's function, and there both come cheaply: the features of each lane, and the sum over
-lanes of what the node contributes to the parameters, once the messages are mixed.
+`to_arguments` takes the estimators' messages back to the places where parameters enter the node's function. There both
+come cheaply: sketches, without the gradients of single lanes, and the sum over lanes of what the node contributes to
+the parameters, once the messages are mixed.
 """
 
 from collections.abc import Callable, Sequence
@@ -66,8 +67,8 @@ class NodeMemory(NamedTuple):
     visit: Visit | None
 
 
-class Answers(NamedTuple):
-    """What a set of messages to all lanes' distributions comes to.
+class AtArguments(NamedTuple):
+    """What one set of messages to all lanes' distributions comes to.
 
     Attributes:
       lane: messages to the lanes' own arguments: for each array among them (lanes, ...), or None.
@@ -80,26 +81,26 @@ class Answers(NamedTuple):
     features: jax.Array | None
 
 
-class BackwardPass(NamedTuple):
+class ToArguments(NamedTuple):
     """The way back from a node's distributions to its arguments.
 
     Attributes:
       answers: what each set of messages comes to.
-      to_lane: messages to the lanes' own arguments, as `Answers.lane` has them -> the same in the arguments' structure.
+      to_lane: messages to the lanes' own arguments, as `AtArguments.lane` has them -> the same in the arguments' structure.
       to_shared: messages to the uses of parameters -> the sum over lanes of their pullbacks, in the structure of
         `shared`, with None for what is not differentiated.
       of_shared: whether the target is shared by the lanes; else it is the lanes' own arguments.
     """
 
-    answers: list[Answers]
+    answers: list[AtArguments]
     to_lane: Callable[[list[Any]], Any]
     to_shared: Callable[[Any], tuple[list[Any], list[Any]]]
     of_shared: bool
 
 
-def backward_pass(
+def to_arguments(
     traced: TracedNode, memory: NodeMemory, lanes: int, messages: Sequence[tuple[list[Any], bool]]
-) -> BackwardPass:
+) -> ToArguments:
     """Takes messages to a node's distributions back to its arguments.
 
     Args:
@@ -111,10 +112,11 @@ def backward_pass(
 
     Raises:
       ValueError: at trace time, for a target without elements.
+      TypeError: at trace time, for complex parameters that would be sketched.
     """
     shared, structure = jax.tree.flatten(memory.shared)
     perturbed = memory.perturbed.value
-    lane, explicit = jax.tree.leaves(memory.lane), len(memory.shared[0])
+    lane, arguments = jax.tree.leaves(memory.lane), len(memory.shared[0])
     flags = [*perturbed[0], *perturbed[1]]
     chosen = [i for i, (x, flag) in enumerate(zip(shared, flags, strict=True)) if flag and is_inexact(x)]
     moving = [i for i, (x, flag) in enumerate(zip(lane, perturbed[2], strict=True)) if flag and is_inexact(x)]
@@ -132,34 +134,34 @@ def backward_pass(
 
     def sketched(operands, to_uses, numbers):
         """A sketch of the gradients of the parameters with these numbers."""
+        _require_real(traced.what, [shared[i] for i in chosen])
         signs = [random_signs(memory.seed, i, shared[i].shape) for i in chosen]
         signs = [z if i in numbers else z._replace(scale=0 * z.scale) for i, z in zip(chosen, signs, strict=True)]
-        _require_real(traced.what, [shared[i] for i in numbers])
         return uses.sketch(program, inputs(lane), operands, to_uses, signs) * NUMBER**-0.5
 
     def features(operands, to_uses, to_lane):
         uses.record(traced.what)
         if not chosen:
             rows = [to_lane[i] for i in moving]
-            if is_exact(rows):
+            if _is_exact(rows):
                 return _row(rows)
             _require_real(traced.what, rows)
             signs = [random_signs(memory.seed, i, x.shape) for i, x in enumerate(rows)]
             return inner(rows, signs) * NUMBER**-0.5
-        given, closed = [x for x in shared[:explicit] if is_inexact(x)], [i for i in chosen if i >= explicit]
-        if not is_exact(given):
+        if not _is_exact([x for x in shared[:arguments] if is_inexact(x)]):
             return sketched(operands, to_uses, chosen)
-        # First the arguments' features, which do not depend on what is differentiated, as the suffix needs them; then
-        # the features of closures.
-        gradients = uses.gradient(program, inputs(lane), operands, to_uses)
-        rows = place(gradients, chosen, [jnp.zeros(jnp.shape(x), jnp.result_type(x)) for x in shared])
-        of_closures = [rows[i] for i in closed]
-        parts = [_row([row for row in rows[:explicit] if is_inexact(row)])]
-        parts.append(_row(of_closures) if is_exact(of_closures) else sketched(operands, to_uses, closed))
+        # First the arguments' features, with zeros for what is not differentiated, as the suffix needs them; then the
+        # features of closures.
+        closed = [i for i in chosen if i >= arguments]
+        exact = chosen if _is_exact([shared[i] for i in closed]) else [i for i in chosen if i < arguments]
+        gradients = uses.gradient(program, inputs(lane), operands, to_uses, of=exact)
+        rows = place(gradients, exact, [jnp.zeros(jnp.shape(x), jnp.result_type(x)) for x in shared])
+        parts = [_row([row for row in rows[:arguments] if is_inexact(row)])]
+        parts.append(_row([rows[i] for i in closed]) if exact is chosen else sketched(operands, to_uses, closed))
         dtype = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
         return jnp.concatenate([part.astype(dtype) for part in parts])
 
-    def some(lane, ports, messages):
+    def of_one_lane(lane, ports, messages):
         def exposed(values, ports):
             outputs, operands, _ = uses.expose(program, inputs(place(values, moving, lane)), ports)
             return [outputs[i] for i in floats], operands
@@ -169,20 +171,20 @@ def backward_pass(
         for wanted, message in zip(wants, messages, strict=True):
             to_moving, to_uses = pullback([message[i] for i in floats])
             to_lane = place(to_moving, moving, [None] * len(lane))
-            answers.append(Answers(to_lane, to_uses, features(operands, to_uses, to_lane) if wanted else None))
+            answers.append(AtArguments(to_lane, to_uses, features(operands, to_uses, to_lane) if wanted else None))
         return answers, operands
 
     wants = [wanted for _, wanted in messages]
     made = jax.eval_shape(lambda lane: uses.expose(program, inputs(lane))[2], jax.tree.leaves(one_lane))
     ports = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
     sent = [message for message, _ in messages]
-    answers, operands = jax.vmap(some, (0, None, 0), axis_size=lanes)(lane, ports, sent)
+    answers, operands = jax.vmap(of_one_lane, (0, None, 0), axis_size=lanes)(lane, ports, sent)
 
     def to_shared(to_uses):
         found = uses.gradient(program, inputs(lane), operands, to_uses, lanes)
         return jax.tree.unflatten(structure, place(found, chosen, [None] * len(shared)))
 
-    return BackwardPass(answers, jax.tree.structure(memory.lane).unflatten, to_shared, bool(chosen))
+    return ToArguments(answers, jax.tree.structure(memory.lane).unflatten, to_shared, bool(chosen))
 
 
 def empty_target(what: str) -> str:
@@ -197,28 +199,24 @@ def empty_target(what: str) -> str:
     )
 
 
-def is_exact(target: Sequence[Any]) -> bool:
-    """Whether the gradients of a target are features as they are.
+def suffix_width(shared: Sequence[Any]) -> int:
+    """How many features are gathered over the calls of one function.
 
     Args:
-      target: arrays, or what has their shapes.
-    """
-    return _size(target) <= EXACT
-
-
-def width(target: Sequence[Any]) -> int:
-    """How many features a target has.
-
-    Args:
-      target: arrays, or what has their shapes.
+      shared: the floating-point arrays among the function's shared arguments, or what has their shapes.
 
     Example:
       >>> import jax.numpy as jnp
-      >>> from apgrad.expectations.mixing._features import width
-      >>> width([jnp.zeros((2, 3)), jnp.zeros(3)]), width([jnp.zeros((8, 64)), jnp.zeros(64)])
+      >>> from apgrad.expectations.mixing._features import suffix_width
+      >>> suffix_width([jnp.zeros((2, 3)), jnp.zeros(3)]), suffix_width([jnp.zeros((8, 64)), jnp.zeros(64)])
       (9, 8)
     """
-    return _size(target) if is_exact(target) else NUMBER
+    return _size(shared) if _is_exact(shared) else NUMBER
+
+
+def _is_exact(arrays):
+    """Whether gradients of these arrays are features as they are."""
+    return _size(arrays) <= EXACT
 
 
 def _size(target):
@@ -239,12 +237,3 @@ def _require_real(what, arrays):
             f"{what}: more than {EXACT} parameters are sketched, and a sketch is of real numbers; got dtypes "
             f"{sorted({str(x.dtype) for x in arrays})}. Give real and imaginary parts as arrays of their own."
         )
-
-
-def drop_float0(tree: Any) -> Any:
-    """Replaces the cotangents of integers and keys, which `vmap` cannot return, by None.
-
-    Args:
-      tree: a pytree of cotangents.
-    """
-    return jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g, tree)

@@ -1,15 +1,16 @@
 """A mixer's node: several estimators of one random choice, and weights that the node computes on its way back.
 
-A mixer goes through these files, one after the other:
+To follow a mixer, read these files in this order:
 
-1. `_stochastic.py` checks the call.
+1. `_stochastic.py` checks the call; afterwards it charges the zeros of the mixer's scores with later costs
+   (`credit` of `_channels.py`).
 2. This file draws one sample, and keeps each estimator's pullback.
-3. On the way back, `_cross_fitting.py` shows the node the messages of both streams (`in_each_stream`), and sends on
-   what the node answers in the stream at hand.
-4. `_by_arguments.py` pulls the messages back through each estimator, makes weights, and adds up what the estimators
-   answer; or `_by_coordinates.py`, where each coordinate of the distribution's parameters has a weight of its own.
-5. `_features.py` takes the estimators' messages on to the arguments, and makes the features that a rule of `weights.py`
-   weighs.
+3. On the way back, `in_each_stream` of `_cross_fitting.py` shows the node the messages of both streams, and sends on
+   what the node answers in the stream at hand. The two streams begin in `in_two_streams`, around the whole program.
+4. `_features.py` takes messages to the node's distributions on to its arguments, and makes the features that weights
+   look at.
+5. `_by_arguments.py` is the whole backward pass: each estimator's messages, their features, a rule of `weights.py`, and
+   the sum of what the estimators answer. With `target="parameters"` it is `_by_coordinates.py`, without features.
 
 The backward pass is a rule of its own and no derivative, so second derivatives are refused: by `_mixer_node` below, and
 with cross-fitting already by `in_two_streams` of `_cross_fitting.py`.
@@ -21,21 +22,21 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.tree_util import Partial
 
 from apgrad._ground.messages import Static
 from apgrad._ground.port import port
 from apgrad._ground.propagator import Propagator, first_order, node
-from apgrad._programs.jaxprs import hoist, is_inexact
+from apgrad._programs.jaxprs import arrays_of, hoist, is_inexact
 from apgrad.expectations import _channels as channels
-from apgrad.expectations._cross_fitting import in_each_stream, times
+from apgrad.expectations._cross_fitting import in_each_stream
 from apgrad.expectations._tape import Tape
 from apgrad.expectations.estimators._baselines import Baseline, LearnedBaseline
 from apgrad.expectations.estimators._estimator import Mixer, surrogate
 from apgrad.expectations.mixing._by_arguments import Gathered, by_arguments
-from apgrad.expectations.mixing._by_coordinates import TracedBatch, batch_by_coordinates, by_coordinates
-from apgrad.expectations.mixing._features import NodeMemory, TracedNode, width
+from apgrad.expectations.mixing._by_coordinates import TracedBatch, batch_by_coordinates, by_coordinates, led_by_lanes
+from apgrad.expectations.mixing._features import NodeMemory, TracedNode, suffix_width
+from apgrad.expectations.mixing._mixture import times
 from apgrad.expectations.weights import decoupled
 
 Charge = tuple[jax.Array, Baseline]  # a zero to be charged with later costs, and the baseline that is taken off
@@ -75,17 +76,13 @@ def draw_by_mixer(tape: Tape, call: LaneCall) -> tuple[Tape, jax.Array, list[Cha
     """
     mixer, what, axes = call.mixer, call.what, call.axes
     at_arguments = mixer.target != "parameters"
+    channels.declare_weighing(tape, what)
     _require_mixer(mixer, what, tape, by_coordinates=not at_arguments)
-    leaves, treedef = jax.tree.flatten([x for x, axis in zip(call.args, axes, strict=True) if axis is None])
+    arrays, restore = arrays_of([x for x, axis in zip(call.args, axes, strict=True) if axis is None])
     lane = [x for x, axis in zip(call.args, axes, strict=True) if axis == 0]
-    # Python's integers and bools stay what they are, so that a function may branch on them.
-    static = [callable(leaf) or isinstance(leaf, str | int | np.bool_ | np.integer) for leaf in leaves]
-    arrays = [leaf for leaf, is_static in zip(leaves, static, strict=True) if not is_static]
 
     def ordered(arrays, lane):
-        arrays = iter(arrays)
-        restored = treedef.unflatten([x if s else next(arrays) for x, s in zip(leaves, static, strict=True)])
-        shared, lane = iter(restored), iter(lane)
+        shared, lane = iter(restore(*arrays)), iter(lane)
         return call.function(*(next(shared if axis is None else lane) for axis in axes))
 
     one_lane = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), lane)
@@ -94,34 +91,36 @@ def draw_by_mixer(tape: Tape, call: LaneCall) -> tuple[Tape, jax.Array, list[Cha
     def build(shared, lane):
         return converted(shared[0], lane, *shared[1])
 
-    # No function of the node may hold the tape, which is of one trace.
+    # The functions of the node hold what they need of the tape: the program is traced twice, each time with another.
     traced = TracedNode(mixer, what, build, channels.folds(tape))
     tape, visit = channels.visit(tape, what)
 
-    def forward(shared, lane, keys, given, gathered, perturbed):
+    def forward(shared, lane, keys, seed, visit, gathered, perturbed):
         output, pull = jax.vmap(lambda lane, key: _surrogates(mixer, build(shared, lane), key))(lane, keys)
         # The function is differentiated again in the backward pass: cheaper to keep than its linearization,
         # which holds a copy of the shared arguments for each lane.
         flags = tuple(tuple(jax.tree.leaves(tree)) for tree in (*perturbed[0], perturbed[1]))
-        return (*output, gathered), NodeMemory(shared, lane, pull, Static(flags), *given)
+        return (*output, gathered), NodeMemory(shared, lane, pull, Static(flags), seed, visit)
 
     def backward(memory, message):
-        if not any(any(group) for group in memory.perturbed.value):
-            return None, None, None, None, message[2]  # only what is gathered comes by
-        answer = functools.partial(by_arguments if at_arguments else by_coordinates, traced)
-        shared, lane, gathered = in_each_stream(answer, traced.folds)(memory, message)
-        return shared, lane, None, None, gathered
+        *_, gathered = message
+        shared = lane = None
+        if any(any(group) for group in memory.perturbed.value):  # else only what is gathered comes by
+            answer = functools.partial(by_arguments if at_arguments else by_coordinates, traced)
+            shared, lane, gathered = in_each_stream(answer, traced.folds)(memory, message)
+        return shared, lane, None, None, None, gathered
 
     channel = suffix = rows = None
-    target = [x for x in arrays if is_inexact(x)]  # of closures two traces may see different ones
-    looks = channels.is_adaptive(tape) or any(w is not None and w.suffix for w in mixer.weights)
-    if at_arguments and target and looks:
-        channel = channels.Channel(channels.SUFFIX, call.name, (tape.lanes, width(target)))
+    # The channel is asked for in both traces of the program, which may differ in what the function closes over.
+    gathers = channels.is_adaptive(tape) or any(w is not None and w.suffix for w in mixer.weights)
+    floating = [x for x in arrays if is_inexact(x)]
+    if at_arguments and floating and gathers:
+        channel = channels.Channel(channels.SUFFIX, call.name, (tape.lanes, suffix_width(floating)))
         suffix = channels.request(tape, channel, what)
     if visit is not None:
         rows = channels.request(tape, channels.moments(tape), what)
     x, zeros, gathered = _mixer_node(mixer, forward, backward, perturbed=True)(
-        (arrays, closed_over), lane, call.keys, (channels.seed(tape), visit), Gathered(suffix, rows)
+        (arrays, closed_over), lane, call.keys, channels.seed(tape), visit, Gathered(suffix, rows)
     )
     if channel is not None:
         tape = channels.put(tape, channel, gathered.suffix, what)
@@ -148,22 +147,28 @@ def draw_batch_by_mixer(
     Returns:
       What `draw_by_mixer` returns.
     """
+    channels.declare_weighing(tape, what)
     _require_mixer(mixer, what, tape, by_coordinates=True)
     lanes, folds = tape.lanes, channels.folds(tape)
-    parameters, structure = jax.tree.flatten(distribution)
-    led = [jnp.ndim(x) > 0 and jnp.shape(x)[0] == lanes and is_inexact(x) for x in parameters]
-    if not any(led):
-        raise ValueError(
-            f"{what} weighs its estimators by the per-lane gradients of the distribution's parameters, "
-            f"and none has the lanes ({lanes}) as leading axis; got shapes {[jnp.shape(x) for x in parameters]}. "
-            "Broadcast a parameter to the lanes, or use ap.stochastic, whose target is the shared arguments."
-        )
+    structure = jax.tree.structure(distribution)
 
     def forward(distribution, key):
-        return _surrogates(mixer, distribution, key)
+        (x, zeros), pull = _surrogates(mixer, distribution, key)
+        shape = jnp.shape(x)
+        led = led_by_lanes(distribution, lanes, shape)
+        if not any(led):
+            shapes = [jnp.shape(p) for p in jax.tree.leaves(distribution)]
+            raise ValueError(
+                f"{what} weighs its estimators by the per-lane gradients of the distribution's parameters, and none "
+                f"has the lanes ({lanes}) as leading axis for sure; got shapes {shapes} for a sample of shape {shape}. "
+                "Broadcast a parameter to all axes of the sample, or use ap.stochastic, whose target is the shared "
+                "arguments."
+            )
+        return (x, zeros), (pull, Static(led))
 
-    def backward(pull, message):
-        traced = TracedBatch(what, mixer.weights.message, folds, led)
+    def backward(memory, message):
+        pull, led = memory
+        traced = TracedBatch(what, mixer.weights.message, folds, led.value)
         leaves = in_each_stream(functools.partial(batch_by_coordinates, traced), folds)(pull, (*message, None))[1]
         return jax.tree.unflatten(structure, leaves), None
 
@@ -179,7 +184,8 @@ def _surrogates(mixer, distribution, key):
     parameters, or None for integers. Weights, one for each estimator and lane, multiply the message before it is pulled
     back.
     """
-    drawn, zeros, pullbacks = None, {}, {}
+    drawn: Any = None
+    zeros, pullbacks = {}, {}
     # Estimators with a pathwise derivative come first, so that the others need not draw the sample again: the compiler
     # does not merge two runs of the random number generator.
     for index in sorted(range(len(mixer.estimators)), key=lambda i: mixer.estimators[i].pathwise is None):
@@ -221,7 +227,9 @@ def _identity(baseline):
     """Equal for baselines that are the same. A baseline may be any callable object, without an equality of its own."""
     if baseline is None or isinstance(baseline, str):
         return baseline
-    return type(baseline), id(baseline.function if isinstance(baseline, LearnedBaseline) else baseline)
+    if isinstance(baseline, LearnedBaseline):
+        return LearnedBaseline, id(baseline.function), baseline.leave_one_out
+    return id(baseline)
 
 
 def _mixer_node(mixer, forward, backward, **options):
@@ -234,8 +242,7 @@ def _mixer_node(mixer, forward, backward, **options):
 
 
 def _require_mixer(mixer, what, tape, *, by_coordinates):
-    """Tells the tape that a node weighs its estimators, or raises an error for a mixer that cannot be mixed here."""
-    channels.declare_weighing(tape, what)
+    """Raises an error for a mixer that cannot be mixed here."""
     if channels.is_adaptive(tape):
         trouble = None
         if by_coordinates:

@@ -38,7 +38,7 @@ from apgrad._programs.control import nested
 from apgrad._programs.flow import flow
 from apgrad._programs.jaxprs import trace
 from apgrad.expectations import _distributions as distributions
-from apgrad.expectations._cross_fitting import mean_of_others
+from apgrad.expectations._lanes import mean_of_others
 from apgrad.expectations.estimators import _baselines as baselines
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
 from apgrad.expectations.estimators._estimator import Estimator, Mixer, surrogate
