@@ -8,7 +8,7 @@ transient, against beta, without and with the noise; (b) trajectories of u; (c) 
 optimizer would see, the loss after 50 steps without noise against the exact expected loss with it.
 
 The exponent is the long-run mean of log |dg/du| along u_{t+1} = g(u_t) (+ noise), with g as in
-`experiments.chaotic_network`: because W has rank one, the other exponent of the two-dimensional network is minus
+`experiments.parts.chaotic_network`: because W has rank one, the other exponent of the two-dimensional network is minus
 infinity, and this is the larger one. Below zero, differences die out; above zero they grow exponentially,
 and with them the reparameterization gradient.
 """
@@ -20,8 +20,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy.special import expit
 
-from experiments import chaotic_network, harness
-from experiments.chaotic_network import SIGMA, START, transition, transition_slope
+from experiments import harness
+from experiments.parts import chaotic_network
+from experiments.parts.chaotic_network import SIGMA, START, transition, transition_slope
 
 CLEAN, NOISY = "#1f3b73", "#d95f02"
 

@@ -1,7 +1,7 @@
 """The main figure of the Proppo paper: gradient variance at the edge of chaos (Parmas & Seno, 2022, Fig. 4).
 
 Reparameterization (RP), likelihood ratio (LR) and total propagation (TP) on the chaotic network of
-`experiments.chaotic_network`: how their variance depends on the inverse temperature beta and the horizon H (the
+`experiments.parts.chaotic_network`: how their variance depends on the inverse temperature beta and the horizon H (the
 paper's Fig. 4a), and by how much TP betters the best of the two others (Fig. 4b). Beside it stands the ideal
 naive mixture of RP and LR as whole gradients, 1 / (1 / V_RP + 1 / V_LR), which can halve the variance at most.
 What the paper does not have is added: decoupled-CF, apgrad's default weights, cross-fitted (`apgrad.weights`), and the
@@ -31,7 +31,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from experiments import chaotic_network, harness
+from experiments import harness
+from experiments.parts import chaotic_network
 
 VARIANCE_COLUMNS = ("variance", "variance_low", "variance_high", "nonfinite")
 TOP = 1e4  # of the axis of variances

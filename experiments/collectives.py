@@ -54,7 +54,7 @@ def cells(config: Config) -> list[harness.Cell]:
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     """Counts in a process of its own, since the number of devices is fixed when JAX starts."""
     flags = f"--xla_force_host_platform_device_count={cell['devices']}"
-    command = [sys.executable, "-m", "experiments.collectives_worker", cell["sharded"]]
+    command = [sys.executable, "-m", "experiments.parts.collectives_worker", cell["sharded"]]
     done = subprocess.run(
         command, env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
     )

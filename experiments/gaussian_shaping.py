@@ -3,7 +3,7 @@
     python -m experiments.gaussian_shaping                   # about a minute
     python -m experiments.gaussian_shaping --preset paper    # about five minutes on two cores
 
-Six gradient estimators, on the network of `experiments.chaotic_network`:
+Six gradient estimators, on the network of `experiments.parts.chaotic_network`:
 
 * RP, LR, TP: reparameterization, likelihood ratio, total propagation.
 * GS-LR, GS-TP: the loss shaped by a Gaussian fit of the last states, in likelihood ratio and total propagation.

@@ -37,7 +37,8 @@ from matplotlib.figure import Figure
 from scipy.stats import norm
 
 import apgrad as ap
-from experiments import chaotic_network, harness
+from experiments import harness
+from experiments.parts import chaotic_network
 
 DT, SIGMA, START, UNITS = 0.08, 0.1, (-5.0, -5.0, 20.0), 8
 CHUNK = 5  # estimates that a call makes

@@ -26,7 +26,7 @@ from flax import nnx
 
 import apgrad as ap
 from apgrad import meta, mplp
-from experiments import meta_curves
+from experiments.parts import meta_curves
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "sinusoid": {"message_size": 8, "rank": 8, "hidden": 32, "neuron_state": 8, "learning_rate": 0.3},
@@ -40,11 +40,13 @@ ABOUT = {
     },
     "image_mlp": {
         "data": "MNIST training images, 12x12 by linear interpolation without antialiasing, standardized",
+        "standardized": True,
         "architecture": "of eight tasks four 144-50-10 and three 144-50-50-10 with sigmoid(z), one 144-50-10 with "
         "sigmoid(8 z); weights N(0, .05^2), biases 0; softmax cross-entropy; 20 steps of 8",
     },
     "image_mlp_long": {
         "data": "MNIST training images, 12x12 by linear interpolation without antialiasing, standardized",
+        "standardized": True,
         "architecture": "of six tasks two 144-32-20-10 (minibatches of 32), one 144-50-10 (8) and one 144-100-10 (32) "
         "in unrolls of 1,000 steps, one 144-32-20-10 (32) and one 144-50-10 (8) in unrolls of 100; sigmoid; weights "
         "N(0, .05^2), biases 0; softmax cross-entropy",
@@ -103,7 +105,7 @@ def outer_gradient(parts: list[Part], clip: bool) -> meta.OuterGradient:
             problem = meta.inner_problem(task, learner, length, hint=length / SEGMENT, held_out=0.0, hint_before=True)
             one = meta.truncated(problem, SEGMENT)
         else:
-            one = meta.backpropagation(meta.inner_problem(task, learner, length))
+            one = meta.reverse_mode(meta.inner_problem(task, learner, length))
         outers.append(meta.batched(meta.clipped(one) if clip else one, count))
     return outers[0] if len(outers) == 1 else meta.average(outers, [count for _, count, _ in parts])
 

@@ -43,7 +43,8 @@ from flax import nnx
 from matplotlib.figure import Figure
 
 from apgrad import meta, mplp
-from experiments import harness, meta_curves
+from experiments import harness
+from experiments.parts import meta_curves
 
 NAME = "mplp_batch_entropy"
 PARTIAL = True

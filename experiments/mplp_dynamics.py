@@ -27,7 +27,8 @@ import optax
 from flax import nnx
 
 from apgrad import meta, mplp
-from experiments import harness, meta_curves
+from experiments import harness
+from experiments.parts import meta_curves
 
 NAME = "mplp_dynamics"
 PARTIAL = True

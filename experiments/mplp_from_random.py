@@ -38,8 +38,9 @@ from flax import nnx
 from matplotlib.figure import Figure
 
 from apgrad import meta, mplp
-from experiments import harness, meta_curves, mplp_published
+from experiments import harness, mplp_published
 from experiments.meta_train import step_function
+from experiments.parts import meta_curves
 
 NAME = "mplp_from_random"
 PARTIAL = True
@@ -183,7 +184,7 @@ def trained(config: Config, cell: harness.Cell, task: meta.Task, seed: int) -> t
     pooled = task._replace(prior=meta.pool(task.prior, POOLS[study], jax.random.key(seed + 2)))
     rule = new_rule(study, pooled, seed, config.max_scale or None)
     problem = meta.inner_problem(pooled, meta.message_passing(task.network), STEPS[study], hint=0.3, held_out=0.7)
-    outer = meta.backpropagation(problem)
+    outer = meta.reverse_mode(problem)
     outer = meta.batched(outer, 4) if study == "sinusoid" else outer
     optimizer = optax.chain(meta.normalize_tensors(), optax.adam(1e-4 if study == "sinusoid" else 5e-4))
     folder = harness.checkpoint(NAME, config, cell).path.with_suffix("")

@@ -30,7 +30,8 @@ from flax import nnx
 from matplotlib.figure import Figure
 
 from apgrad import meta, mplp
-from experiments import convert_published, harness, meta_curves, mplp_published
+from experiments import convert_published, harness, mplp_published
+from experiments.parts import meta_curves
 
 NAME = "mplp_maml"
 PARTIAL = True
@@ -93,7 +94,7 @@ def outer_gradient(config: Config, method: str, seed: int) -> tuple[meta.Learner
         rate = config.inner_rate
         learner, theta = meta.optimizer(lambda _: optax.sgd(rate), task.loss), meta.WithPrior((), prior)
     problem = meta.inner_problem(task, learner, STEPS, hint=0.0, held_out=1.0, learn_prior=True)
-    return learner, meta.batched(meta.backpropagation(problem), config.tasks), theta
+    return learner, meta.batched(meta.reverse_mode(problem), config.tasks), theta
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:

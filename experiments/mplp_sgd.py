@@ -32,7 +32,8 @@ from flax import nnx
 from matplotlib.figure import Figure
 
 from apgrad import meta, mplp
-from experiments import harness, meta_curves
+from experiments import harness
+from experiments.parts import meta_curves
 
 NAME = "mplp_sgd"
 # Name, the network's key, labels of the two inputs, gradient descent's function.

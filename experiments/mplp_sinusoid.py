@@ -16,7 +16,8 @@ from flax import nnx
 from matplotlib.figure import Figure
 
 from apgrad import meta, mplp
-from experiments import harness, meta_curves
+from experiments import harness
+from experiments.parts import meta_curves
 
 STEPS = 5
 CHECKPOINT = (0.0253, 0.0113, 0.0055, 0.0031, 0.0019, 0.0013)  # of the published rule, 100 runs
@@ -65,7 +66,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     rule = mplp.Separable(
         meta_curves.sites(task), message_size=cell["k"], share=cell["share"] == "kind", rngs=nnx.Rngs(0), **options
     )
-    outer = meta.batched(meta.backpropagation(meta.inner_problem(task, learner, STEPS)), 8)
+    outer = meta.batched(meta.reverse_mode(meta.inner_problem(task, learner, STEPS)), 8)
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(optax.cosine_decay_schedule(3e-3, config.steps)))
     rule, losses, skipped = meta_curves.train(outer, optimizer, rule, 0, config.steps, 10)
     return {"eval": judge(rule), "losses": losses, "skipped": skipped}

@@ -99,7 +99,7 @@ def estimator(name: str, length: int, sigma: float) -> tuple[meta.OuterGradient,
     """The estimator, and how many estimates in a row make one unroll."""
     p = problem(length)
     one = {
-        "BPTT": lambda: meta.backpropagation(p),
+        "BPTT": lambda: meta.reverse_mode(p),
         "truncated": lambda: meta.truncated(p, SEGMENT),
         "forward": lambda: meta.forward_mode(p),
         "ES": lambda: meta.evolution(p, sigma=sigma),

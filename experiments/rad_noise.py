@@ -30,7 +30,8 @@ import optax
 from matplotlib.figure import Figure
 
 from apgrad import meta
-from experiments import harness, rad_networks, rad_run
+from experiments import harness
+from experiments.parts import rad_networks, rad_run
 
 SAMPLERS = ("same", "different", "distinct", "stratified", "project", "heavy")
 ROUNDINGS = ("rounding 8", "rounding 4", "rounding 2")

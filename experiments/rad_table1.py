@@ -19,7 +19,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from apgrad import memory as rad
-from experiments import harness, rad_networks
+from experiments import harness
+from experiments.parts import rad_networks
 
 PAPER_TOTALS = {
     "convnet": {1.0: 23.08, 0.8: 19.19, 0.5: 12.37, 0.3: 7.82, 0.1: 3.28, 0.05: 2.14},

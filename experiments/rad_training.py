@@ -35,7 +35,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from apgrad import meta
-from experiments import harness, rad_networks, rad_run
+from experiments import harness
+from experiments.parts import rad_networks, rad_run
 
 # Learning rate and weight decay that the paper's search found.
 TUNED = {

@@ -1,6 +1,6 @@
 """Ways to weigh total propagation, over horizons, inverse temperatures and numbers of parameters.
 
-The chaotic network of `experiments.chaotic_network`, its gradient in beta alone and in beta and the four elements of
+The network of `experiments.parts.chaotic_network`, its gradient in beta alone and in beta and the four elements of
 W. Each way to mix reparameterization (RP) and likelihood ratio (LR) is compared with the better of the two:
 
     ratio = V / min(V_RP, V_LR),    V the variance of the gradient, summed over parameters.
@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from experiments import chaotic_network, harness
+from experiments import harness
+from experiments.parts import chaotic_network
 
 RULES = ("TP", "TP-CF", "local-CF", "suffix-CF", "unshrunk-CF", "decoupled-CF", "adaptive")
 BIASED = ("TP", "decoupled", "TP-CF", "local-CF", "suffix-CF", "decoupled-CF")

@@ -9,7 +9,8 @@ plain body of the function, which for a zero with a gradient is a plain zero. Th
 derivative of a likelihood-ratio estimate came out as -0.09 where 5.2 is right. A primitive keeps its rule everywhere.
 """
 
-from collections.abc import Callable
+import enum
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
@@ -114,14 +115,15 @@ def refuse_batching(x: jax.Array, reason: str) -> jax.Array:
     return _alone_p.bind(x, reason=reason)
 
 
-def mark(x: jax.Array, name: str) -> jax.Array:
+def mark(x: jax.Array, kind: enum.Enum, label: Hashable) -> jax.Array:
     """Returns the array as it is, and leaves a mark in the program, which `apgrad._programs.marks` counts.
 
     Args:
       x: an array of any shape and dtype.
-      name: the name of the mark.
+      kind: what the mark is for; a walk over the program looks for the marks of one kind.
+      label: which one of its kind the mark is.
     """
-    return _mark_p.bind(x, name=name)
+    return _mark_p.bind(x, kind=kind, label=label)
 
 
 def _elementwise(name: str, implementation: Callable[..., Any], jvp: Callable[..., Any]) -> Primitive:
@@ -147,8 +149,8 @@ def _refuse_jvp(primals, tangents, *, reason):
     raise TypeError(reason)
 
 
-def _mark_jvp(primals, tangents, *, name):
-    return _mark_p.bind(*primals, name=name), tangents[0]
+def _mark_jvp(primals, tangents, **params):
+    return _mark_p.bind(*primals, **params), tangents[0]
 
 
 def _mute_jvp(primals, tangents, *, reason):
@@ -171,7 +173,7 @@ def _alone_batching(axis, values, dims, *, reason):
 
 _zero_p = _elementwise("zero_with_gradient", jnp.zeros_like, _zero_jvp)
 _refuse_p = _elementwise("refuse_derivative", _same, _refuse_jvp)
-_mark_p = _elementwise("mark", lambda x, *, name: x, _mark_jvp)
+_mark_p = _elementwise("mark", lambda x, **_: x, _mark_jvp)
 _mute_p = _elementwise("refuse_message", _same, _mute_jvp)
 # The derivative of `refuse_message`: reverse mode transposes this primitive, forward mode evaluates it.
 _muted_p = _elementwise("refused_message", lambda x, *, reason: jnp.full_like(x, jnp.nan), _muted_jvp)

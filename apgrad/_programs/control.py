@@ -8,7 +8,7 @@ version.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,9 @@ class Program(NamedTuple):
     consts: tuple[Any, ...]
 
 
+NestedKind = Literal["call", "remat", "scan", "while", "cond", "custom"]
+
+
 class Nested(NamedTuple):
     """An equation with programs inside.
 
@@ -43,7 +46,7 @@ class Nested(NamedTuple):
       label: the name of the Python function that a call or a custom rule stands for, as far as JAX knows it.
     """
 
-    kind: str
+    kind: NestedKind
     jaxprs: tuple[Program, ...]
     counts: tuple[int, ...] = ()
     length: int = 0
@@ -52,7 +55,7 @@ class Nested(NamedTuple):
     label: str = ""
 
 
-_KINDS = {
+_KINDS: dict[str, tuple[NestedKind, str]] = {
     "jit": ("call", "jaxpr"),
     "pjit": ("call", "jaxpr"),
     "closed_call": ("call", "call_jaxpr"),

@@ -12,6 +12,9 @@ def _names(text: str) -> frozenset[str]:
 # Each output is the input of the same number.
 IDENTITY = _names("copy copy_p device_put layout_constraint name optimization_barrier pvary sharding_constraint tap")
 
+# Like `IDENTITY` in value; a derivative, a message or `jax.vmap` may be refused.
+SAME_VALUE = IDENTITY | _names("mark refuse_batching refuse_derivative refuse_message")
+
 # One output, linear in the first input, that holds all elements of that input (for conversions see `memory`).
 VIEW = _names("broadcast_in_dim convert_element_type copy expand_dims reshape rev squeeze transpose")
 
@@ -29,8 +32,14 @@ NO_DERIVATIVE = _names(
     random_bits round shift_left shift_right_arithmetic shift_right_logical sign stop_gradient xor"""
 )
 
+# What a function is made of that acts element by element: elementwise primitives, and those that give scalars a shape.
+WITHIN_ELEMENTWISE = ELEMENTWISE | NO_DERIVATIVE | IDENTITY | _names("broadcast_in_dim reshape select_n squeeze")
+
+# Sums of products of the elements of two operands.
+PRODUCT = _names("conv_general_dilated dot_general")
+
 # Linear in each operand while the others are constant.
-LINEAR_IN_EACH = _names("conv_general_dilated dot_general mul")
+LINEAR_IN_EACH = PRODUCT | {"mul"}
 
 # Linear in all operands together. `select_n` is too, but for its first operand.
 LINEAR_IN_ALL = (
@@ -57,3 +66,15 @@ LINEAR_IN = {
 
 # Elementwise, and linear in messages.
 LINEAR_ELEMENTWISE = _names("add add_any convert_element_type copy div mul neg select_n sub")
+
+# So cheap that the output is computed again rather than remembered.
+CHEAP_TO_REPEAT = VIEW | _names(
+    """abs add add_any and bitcast_convert_type clamp concatenate div eq exp ge gt integer_pow iota is_finite le log
+    logistic lt max min mul ne neg not or pad random_bits random_fold_in random_seed random_split random_unwrap
+    random_wrap rsqrt select_n shift_left shift_right_logical sign slice sqrt square sub tanh threefry2x32 xor"""
+)
+
+# Their inner programs say how two elements are combined, and have no sites.
+COMBINE = _names(
+    """reduce reduce_window scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub select_and_scatter"""
+)

@@ -5,6 +5,7 @@ elementwise function, a product with a matrix, a transposition. The walk follows
 equation does something else with it. So what is found is sure, and something may be missed.
 """
 
+import enum
 from typing import Any
 
 import numpy as np
@@ -15,29 +16,30 @@ from apgrad._programs.control import Program, nested
 from apgrad._programs.flow import flow
 
 
-def marks_with_outer_axis(program: Program, prefix: str, size: int) -> list[str]:
+def marks_with_outer_axis(program: Program, kind: enum.Enum, size: int) -> list[Any]:
     """The marks whose operand has, as its leading axis, the leading axis of an array that the program closes over.
 
     Arrays whose values are known, and the same all along their leading axis, do not count.
 
     Args:
       program: a program without inputs, whose constants are what it closes over.
-      prefix: the names of the marks begin with it.
+      kind: which marks are looked at.
       size: the length of the axis.
 
     Returns:
-      The names of the marks, without the prefix, in the program's order.
+      The labels of the marks, in the program's order.
 
     Example:
-      >>> import jax, jax.numpy as jnp
+      >>> import enum, jax, jax.numpy as jnp
       >>> from apgrad._ground.primitives import mark
       >>> from apgrad._programs.jaxprs import trace
       >>> x, w = jnp.arange(12.0).reshape(4, 3), jnp.ones((3, 4))
-      >>> program, _ = trace(lambda: (mark(jnp.tanh(x @ w).sum(-1), "at x"), mark(jnp.sum(x @ w, 0), "at w")))
-      >>> marks_with_outer_axis(program, "at ", 4)
+      >>> AT = enum.Enum("Mark", "AT").AT
+      >>> program, _ = trace(lambda: (mark(jnp.tanh(x @ w).sum(-1), AT, "x"), mark(jnp.sum(x @ w, 0), AT, "w")))
+      >>> marks_with_outer_axis(program, AT, 4)
       ['x']
     """
-    found: list[str] = []
+    found: list[Any] = []
 
     def constant(value):
         # The axis is the fact. None: the value does not have it.
@@ -47,8 +49,8 @@ def marks_with_outer_axis(program: Program, prefix: str, size: int) -> list[str]
         return None if known and bool(np.all(np.asarray(value) == np.asarray(value)[:1])) else 0
 
     def transfer(eqn, facts):
-        if eqn.primitive.name == "mark" and facts[0] == 0 and eqn.params["name"].startswith(prefix):
-            found.append(eqn.params["name"].removeprefix(prefix))
+        if eqn.primitive.name == "mark" and facts[0] == 0 and eqn.params["kind"] is kind:
+            found.append(eqn.params["label"])
         if all(fact is None for fact in facts) and nested(eqn) is None:
             return [None] * len(eqn.outvars)
         if nested(eqn) is not None:
@@ -68,7 +70,7 @@ def marks_with_outer_axis(program: Program, prefix: str, size: int) -> list[str]
 def _moved(eqn: Any, number: int, axis: int) -> int | None:
     """Where an equation leaves an axis of its operand of this number; None where that is not known."""
     name, params = eqn.primitive.name, eqn.params
-    if name in kinds.ELEMENTWISE or name in kinds.IDENTITY or name in ("mark", "select_n", "stop_gradient"):
+    if name in kinds.ELEMENTWISE or name in kinds.SAME_VALUE or name in ("select_n", "stop_gradient"):
         # An operand of `select_n` may be a scalar, which has no axis.
         return axis
     if name == "broadcast_in_dim":

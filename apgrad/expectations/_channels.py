@@ -15,9 +15,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from apgrad._ground.primitives import mark, zero_with_gradient
-from apgrad.expectations._data_axis import MARK, per_lane
+from apgrad.expectations._data_axis import per_lane
 from apgrad.expectations._lanes import donors, mean_of_others
-from apgrad.expectations._ledger import Channel as Channel, Kind
+from apgrad.expectations._ledger import Channel as Channel, Kind, Mark
 from apgrad.expectations._tape import Tape
 
 SUFFIX = Kind.SUFFIX
@@ -85,7 +85,7 @@ def credit(
         ledger.charged_parts = name if parts else ledger.charged_parts
         if isinstance(baseline, str):
             ledger.leaving_one_out = True
-            mark(zero, MARK + name)
+            mark(zero, Mark.LEAVES_ONE_OUT, name)
         return tape._follow()
 
     ports, dtype = dict(tape._ports), tape._plan.dtype
@@ -202,7 +202,7 @@ def visit(tape: Tape, what: str) -> tuple[Tape, Visit | None]:
     number = len(ledger.sites)
     ledger.sites.append(what)
     if ledger.collecting:
-        return tape._follow(carried=carried._replace(seed=mark(carried.seed, str(number)))), None
+        return tape._follow(carried=carried._replace(seed=mark(carried.seed, Mark.VISIT, number))), None
     if number >= len(sites):
         raise ValueError(f"{what}: the program did not do the same at each of its two traces, as ap.adaptive needs")
     slot = sum(sites[:number]) + carried.visits[number]

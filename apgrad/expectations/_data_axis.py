@@ -22,9 +22,7 @@ import jax
 
 from apgrad._programs.jaxprs import Program
 from apgrad._programs.leading_axes import marks_with_outer_axis
-from apgrad.expectations._ledger import Ledger, TapePlan
-
-MARK = "leave one out: "
+from apgrad.expectations._ledger import Ledger, Mark, TapePlan
 
 
 def per_lane(plan: TapePlan, term: jax.Array) -> jax.Array:
@@ -75,7 +73,7 @@ def warn_of_mixed_data(program: Program, lanes: int) -> None:
       program: the program's first trace, in which the nodes that use the baseline have left marks.
       lanes: how many lanes there are.
     """
-    if mixed := marks_with_outer_axis(program, MARK, lanes):
+    if mixed := marks_with_outer_axis(program, Mark.LEAVES_ONE_OUT, lanes):
         warnings.warn(
             f"{mixed[0]}: the leave-one-out baseline is the mean over other lanes, and here lanes differ by more than "
             f"their samples: the program was given an array with a row for each of the {lanes} lanes. The gradient is "

@@ -23,7 +23,7 @@ from apgrad._programs.marks import count_marks
 from apgrad.expectations._cross_fitting import in_two_streams
 from apgrad.expectations._data_axis import require_data_axis, warn_of_mixed_data
 from apgrad.expectations._lanes import cost_shape_error
-from apgrad.expectations._ledger import LEDGER, ROW, Carried, Channel, Kind, Ledger, TapePlan
+from apgrad.expectations._ledger import LEDGER, ROW, Carried, Channel, Kind, Ledger, Mark, TapePlan
 from apgrad.expectations._tape import Tape
 
 _AUX = (
@@ -369,8 +369,8 @@ def make_plan(
     # Sums of costs are kept in float32 or wider, whatever the costs' dtype.
     dtype = max({jnp.dtype(jnp.float32), *ledger.cost_dtypes}, key=lambda dtype: dtype.itemsize)
     if plan.sites is not None:
-        passed = count_marks(collected)
-        sites = tuple(passed[str(number)] for number in range(len(ledger.sites)))
+        passed = count_marks(collected, Mark.VISIT)
+        sites = tuple(passed[number] for number in range(len(ledger.sites)))
         ledger.channels.add(Channel(Kind.MOMENTS, "", (sum(sites), ROW)))
         plan = plan._replace(sites=sites, token=object())
     return plan._replace(dtype=dtype, channels=tuple(sorted(ledger.channels))), ledger

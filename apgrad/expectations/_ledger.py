@@ -18,6 +18,13 @@ class Kind(enum.StrEnum):
     MOMENTS = "moments"  # what mixers saw at their visits, a row each
 
 
+class Mark(enum.Enum):
+    """What nodes leave marks for in the first trace of a program."""
+
+    LEAVES_ONE_OUT = enum.auto()  # at a score whose baseline is the mean over other lanes; the label is the node's name
+    VISIT = enum.auto()  # at each visit of a mixer's site; the label is the site's number
+
+
 class Channel(NamedTuple):
     """A port of the tape, by which later costs and nodes send messages to earlier nodes.
 

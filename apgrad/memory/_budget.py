@@ -17,7 +17,7 @@ import jax
 
 from apgrad.memory._plan import MemoryPlan
 from apgrad.memory._samplers import Rounding, Sampler, nbytes, rounding, stratified
-from apgrad.memory._slots import Coefficient, fitted, kept_bytes
+from apgrad.memory._slots import Coefficient, SlotForm, fitted, kept_bytes
 
 KEY_BYTES = 8
 LADDER: tuple[Sampler, ...] = (
@@ -45,7 +45,7 @@ def remembered_bytes(made: MemoryPlan) -> int:
     return KEY_BYTES + sum(slot.nbytes for slot in made.slots)
 
 
-def allocate(found: list[tuple[Coefficient, str]], budget_bytes: float) -> tuple[Any, float, bool]:
+def allocate(found: list[tuple[Coefficient, SlotForm]], budget_bytes: float) -> tuple[Any, float, bool]:
     """Samplers that keep to a budget, as far as the coefficients alone can tell.
 
     Args:

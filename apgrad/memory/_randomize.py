@@ -24,7 +24,7 @@ from apgrad.memory._budget import allocate, remembered_bytes
 from apgrad.memory._passes import Traced, differentiated, evaluated, exact, inexact, remember, send
 from apgrad.memory._plan import MemoryPlan, make_plan
 from apgrad.memory._samplers import Rounding, Sampler, nbytes, rounding
-from apgrad.memory._slots import Coefficient, fitted, is_view
+from apgrad.memory._slots import Coefficient, SlotForm, fitted, is_view
 
 Choice = Callable[[Coefficient], Sampler | None]
 
@@ -100,7 +100,7 @@ def randomize(
     return randomized
 
 
-def coefficients(function: Callable[..., Any], *args: Any, min_size: int = 512) -> list[tuple[Coefficient, str]]:
+def coefficients(function: Callable[..., Any], *args: Any, min_size: int = 512) -> list[tuple[Coefficient, SlotForm]]:
     """The coefficients that reverse mode of a function remembers, each with the form in which `randomize` can.
 
     The form is "sampled", "bits" (a Boolean array, packed) or "exact".
@@ -117,9 +117,9 @@ def coefficients(function: Callable[..., Any], *args: Any, min_size: int = 512) 
     return _recorded(min_size, program, [True] * len(inputs), chosen, "", 1, jax.random.key(0), inputs)
 
 
-def _recorded(min_size: int, *stretch: Any) -> list[tuple[Coefficient, str]]:
+def _recorded(min_size: int, *stretch: Any) -> list[tuple[Coefficient, SlotForm]]:
     """The coefficients of a stretch and their forms, see `_StretchWalk.plan`."""
-    found: dict[str, tuple[Coefficient, str]] = {}
+    found: dict[str, tuple[Coefficient, SlotForm]] = {}
     walk = _StretchWalk(_chooser(_Nothing(), None, min_size), lambda name, entry: found.setdefault(name, entry))
     walk.plan(*stretch)
     return list(found.values())

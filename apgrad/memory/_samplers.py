@@ -26,7 +26,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -127,7 +127,7 @@ class Sampling:
 
     fraction: float
     shared: bool
-    scheme: str
+    scheme: Literal["replacement", "distinct", "stratified"]
 
     def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> jax.Array:
         """The drawn entries, scaled: (..., k, ...)."""

@@ -6,6 +6,7 @@ the coefficient is made in the backward pass.
 """
 
 import dataclasses
+import typing
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -14,15 +15,10 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from apgrad._programs import jaxprs
-from apgrad._programs.kinds import VIEW
+from apgrad._programs.kinds import CHEAP_TO_REPEAT, VIEW
 from apgrad.memory._samplers import Rounding, Sampler, array_bytes, nbytes
 
-# Cheap enough to be computed again.
-_CHEAP = VIEW | frozenset(
-    """mul div neg add add_any sub select_n max min sign abs square integer_pow sqrt rsqrt exp log tanh logistic clamp
-    eq ne lt le gt ge and or not xor is_finite iota shift_right_logical shift_left random_bits random_wrap random_unwrap
-    random_seed random_fold_in random_split threefry2x32 bitcast_convert_type slice concatenate pad""".split()  # noqa: SIM905
-)
+SlotForm = typing.Literal["live", "exact", "bits", "sampled", "nested"]
 _DEEPEST, _SMALL = 64, 16
 
 
@@ -95,7 +91,7 @@ class Slot(NamedTuple):
     """
 
     var: Any
-    how: str
+    how: SlotForm
     sampler: Any
     coefficient: Coefficient
 
@@ -218,7 +214,7 @@ class SlotMaker:
                 return seen[v]
             best = (bytes_of(v), frozenset([v]))
             eqn = self.maker.get(v)
-            if best[0] and eqn is not None and eqn.primitive.name in _CHEAP and visited < _DEEPEST:
+            if best[0] and eqn is not None and eqn.primitive.name in CHEAP_TO_REPEAT and visited < _DEEPEST:
                 visited += 1
                 parts = frozenset().union(*(visit(u)[1] for u in jaxprs.variables(eqn.invars)))
                 cost = sum(map(bytes_of, parts))
@@ -237,7 +233,7 @@ class SlotMaker:
             self.slots.append(Slot(var, self._how(var), None, coefficient))
         return self.exact[var]
 
-    def _how(self, var: Any) -> str:
+    def _how(self, var: Any) -> SlotForm:
         """How a variable is remembered if it is not sampled, see `Slot`."""
         if var in self.live:
             return "live"
@@ -256,7 +252,7 @@ class SlotMaker:
         return replay
 
 
-def kept_bytes(how: str, sampler: Any, like: Any) -> int:
+def kept_bytes(how: SlotForm, sampler: Any, like: Any) -> int:
     """The bytes of an array that is remembered in one of the forms of `Slot`.
 
     Args:

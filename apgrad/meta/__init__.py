@@ -19,10 +19,10 @@ from apgrad.meta._log import tensorboard as tensorboard
 from apgrad.meta._outer import (
     OuterGradient as OuterGradient,
     average as average,
-    backpropagation as backpropagation,
     batched as batched,
     clipped as clipped,
     forward_mode as forward_mode,
+    reverse_mode as reverse_mode,
     truncated as truncated,
 )
 from apgrad.meta._partition import combine as combine, partition as partition

@@ -9,7 +9,7 @@ theta, and `init` makes the carry, which holds what goes on from one outer step 
 half done. `batched` takes the mean over tasks, `clipped` bounds the gradient of each task, and `average` takes the
 weighted mean of several outer gradients.
 
-    backpropagation  dL/dtheta by reverse mode: unbiased; explodes where the recurrence is chaotic
+    reverse_mode     dL/dtheta by reverse mode: unbiased; explodes where the recurrence is chaotic
     truncated        the same over K of T steps, from a state that is held constant: biased towards short horizons
     forward_mode     one tangent for each meta-parameter goes along (Williams & Zipser, 1989: real-time recurrent
                      learning): memory does not grow with T, the cost grows with the number of meta-parameters
@@ -17,7 +17,7 @@ weighted mean of several outer gradients.
 *Losses of segments.* `truncated`, `truncated_evolution`, `persistent_evolution` and `single_evolution` make K steps for
 each estimate. Loss and gradient are those of these K steps (and of the final loss where the unroll ends), not of the
 whole unroll. The T/K estimates of an unroll add up to the loss and gradient of the unroll; the mean over tasks that are
-out of step is K/T of them. Multiply by T/K to compare with `backpropagation` and `evolution`. Adam and normalized
+out of step is K/T of them. Multiply by T/K to compare with `reverse_mode` and `evolution`. Adam and normalized
 gradients do not notice the factor; plain SGD, clipping, and `average` with outer gradients of whole unrolls do.
 """
 
@@ -65,7 +65,7 @@ class OuterGradient:
         return loss, without_fixed(gradient), carry
 
 
-def backpropagation(problem: Problem, *, remat: bool | int = False) -> OuterGradient:
+def reverse_mode(problem: Problem, *, remat: bool | int = False) -> OuterGradient:
     """Reverse mode through the whole unroll of a new task for each estimate.
 
     Args:
@@ -183,7 +183,7 @@ def truncated(problem: Problem, segment: int, *, remat: bool | int = False, stag
 
 
 def forward_mode(problem: Problem) -> OuterGradient:
-    """Forward mode through the whole unroll, for few meta-parameters: the same gradient as `backpropagation`.
+    """Forward mode through the whole unroll, for few meta-parameters: the same gradient as `reverse_mode`.
 
     Args:
       problem: the recurrence. Its functions must have a forward mode. A `jax.custom_vjp` function such as a node has
@@ -208,7 +208,7 @@ def forward_mode(problem: Problem) -> OuterGradient:
             raise TypeError(
                 "meta.forward_mode cannot differentiate this unroll: it calls a jax.custom_vjp function, which has a "
                 "reverse mode only, outside of what the unroll itself differentiates. Nodes are such functions. Use "
-                "backpropagation, truncated or an evolution strategy, or write this function in plain JAX."
+                "reverse_mode, truncated or an evolution strategy, or write this function in plain JAX."
             ) from error
         return value, unravel(gradient), carry
 

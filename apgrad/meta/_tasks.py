@@ -8,7 +8,7 @@ mean of their outer gradients.
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -184,7 +184,7 @@ def images(
     batch: int = 8,
     held_out: int = 64,
     permute: bool = False,
-    split: str = "train",
+    split: Literal["train", "test"] = "train",
     deviation: float | None = 0.05,
 ) -> Task:
     """Classification of images by an MLP with logits and softmax cross-entropy.

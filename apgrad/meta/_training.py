@@ -1,6 +1,6 @@
 """The outer loop: many outer steps in one jitted function, on one device or many; a killed run goes on.
 
-    outer = meta.batched(meta.backpropagation(problem), 8)
+    outer = meta.batched(meta.reverse_mode(problem), 8)
     done = meta.train(outer, optax.adam(1e-3), theta, jax.random.key(0), 10_000, folder="run")
 
 An outer step is
@@ -147,7 +147,7 @@ def train(
     `progress` may change from start to start.
 
     Args:
-      outer: the outer gradient, such as `batched(backpropagation(problem), 8)`.
+      outer: the outer gradient, such as `batched(reverse_mode(problem), 8)`.
       optimizer: optax's.
       theta: the meta-parameters at the start: a rule, or any pytree of arrays.
       key: PRNG key of everything random.
@@ -172,7 +172,7 @@ def train(
       >>> import jax, optax, apgrad as ap
       >>> task = ap.meta.sinusoid()
       >>> learner = ap.meta.optimizer(lambda log_rate: optax.sgd(jax.numpy.exp(log_rate)), task.loss)
-      >>> outer = ap.meta.batched(ap.meta.backpropagation(ap.meta.inner_problem(task, learner, 5)), 4)
+      >>> outer = ap.meta.batched(ap.meta.reverse_mode(ap.meta.inner_problem(task, learner, 5)), 4)
       >>> done = ap.meta.train(outer, optax.adam(0.1), jax.numpy.float32(-3.0), jax.random.key(0), 10, progress=False)
       >>> int(done.step), int(done.skipped)
       (10, 0)

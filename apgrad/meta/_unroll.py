@@ -19,7 +19,7 @@ penalty by a loss that is detached, and what it follows is the derivative of no 
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,8 @@ from apgrad import mplp
 from apgrad.meta._learners import Learner
 from apgrad.meta._require import number, whole
 from apgrad.meta._tasks import Task
+
+EntropyForm = Literal["reference", "paper"]
 
 
 class Problem(NamedTuple):
@@ -94,7 +96,7 @@ def inner_problem(
     hint_before: bool = False,
     shortest: int | None = None,
     batch_entropy: float = 0.0,
-    entropy_form: str = "reference",
+    entropy_form: EntropyForm = "reference",
     learn_prior: bool = False,
 ) -> Problem:
     """The problem of learning a task.
@@ -249,7 +251,7 @@ def evaluate(
 
 
 def entropy_penalty(
-    network: mplp.Sequential, params: Any, x: jax.Array, *, threshold: float = 0.5, form: str = "reference"
+    network: mplp.Sequential, params: Any, x: jax.Array, *, threshold: float = 0.5, form: EntropyForm = "reference"
 ) -> jax.Array:
     """Batch-entropy penalty, mean over the layers' activations of max(0, threshold - H) (thesis, Eqs 6 to 8).
 
@@ -257,7 +259,7 @@ def entropy_penalty(
     c is 1 in the thesis's code (form "reference") and 1e-5 in Eq. 7 (form "paper"; Eq. 6 has 1).
 
     Args:
-      network: the network; its places named "activation..." count.
+      network: the network; its layers of the kind "activation" count.
       params: parameters of the network.
       x: inputs, (batch, ...).
       threshold: p, the entropy below which a layer is penalized.
@@ -265,8 +267,8 @@ def entropy_penalty(
     """
     constant = 1.0 if form == "reference" else 1e-5
     entropies = []
-    for name, value in network.layer_outputs(params, x):
-        if "activation" in name:
+    for layer, (_, value) in zip(network.layers, network.layer_outputs(params, x), strict=True):
+        if layer.kind == "activation":
             variance = jnp.var(value, axis=0)
             entropies.append(jnp.mean(jnp.log(2 * jnp.pi * jnp.e * variance + constant)) / 2)
     if not entropies:

@@ -17,13 +17,7 @@ from apgrad.mplp._elementwise import (
     softmax as softmax,
     transform as transform,
 )
-from apgrad.mplp._layers import (
-    Layer as Layer,
-    Sequential as Sequential,
-    from_nnx as from_nnx,
-    layer as layer,
-    to_nnx as to_nnx,
-)
+from apgrad.mplp._layers import Layer as Layer, layer as layer
 from apgrad.mplp._losses import (
     absolute_error as absolute_error,
     cross_entropy as cross_entropy,
@@ -58,6 +52,12 @@ from apgrad.mplp._protocol import (
     Site as Site,
 )
 from apgrad.mplp._published import load_published as load_published
+from apgrad.mplp._sequential import (
+    NamedLayer as NamedLayer,
+    Sequential as Sequential,
+    from_nnx as from_nnx,
+    to_nnx as to_nnx,
+)
 from apgrad.mplp._standardization import fit_standardizers as fit_standardizers
 from apgrad.mplp._step import (
     Network as Network,

@@ -59,8 +59,8 @@ def load_pretrained(name: str, x: jax.Array | None = None) -> Separable:
 
     Args:
       name: one of `pretrained_names()`.
-      x: (batch, ...), concrete inputs that the rule is to learn from. If they are given, a rule for images checks that
-        they are standardized.
+      x: (batch, ...), concrete inputs that the rule is to learn from. If they are given, and the card says that
+        the rule wants standardized inputs, they are checked.
 
     Raises:
       ValueError: for a name that is none of a trained rule, or for x that is not standardized.
@@ -74,7 +74,7 @@ def load_pretrained(name: str, x: jax.Array | None = None) -> Separable:
       True
     """
     card = pretrained_card(name)
-    if x is not None and name.startswith("image"):
+    if x is not None and card.get("standardized", False):
         mean, deviation = float(np.mean(x)), float(np.std(x))
         if not (abs(mean) < 0.5 and 0.5 < deviation < 2):
             raise ValueError(

@@ -12,6 +12,7 @@ other arguments.
 
 import contextlib
 import types
+import typing
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,15 +23,12 @@ from jax.extend.core import Literal
 
 from apgrad._programs import jaxprs
 from apgrad._programs.flow import flow, steady
-from apgrad._programs.kinds import ELEMENTWISE, IDENTITY, NO_DERIVATIVE
+from apgrad._programs.kinds import COMBINE, ELEMENTWISE, NO_DERIVATIVE, PRODUCT, WITHIN_ELEMENTWISE
 
 # The facts: made inside the program, an array that the function closes over, made of parameters alone, the same but
 # another one at each step of a scan, anything else.
 MADE, CLOSED, WEIGHT, STACKED, DATA = range(5)
-_PRODUCTS = {"dot_general": "dense", "conv_general_dilated": "conv"}
-# Primitives whose inner programs only say how two elements are combined.
-_COMBINERS = ("reduce", "scatter", "select_and")
-_PLAIN = ELEMENTWISE | NO_DERIVATIVE | IDENTITY | {"select_n", "broadcast_in_dim", "reshape", "squeeze"}
+SiteKind = typing.Literal["function", "scope", "call", "dense", "conv", "matmul", "elementwise", "name"]
 
 
 class ProgramSite(NamedTuple):
@@ -57,7 +55,7 @@ class ProgramSite(NamedTuple):
       key: for a rule with `random`, a PRNG key of this site's and step's own; otherwise None.
     """
 
-    kind: str
+    kind: SiteKind
     label: str
     name: str
     number: int
@@ -199,15 +197,15 @@ class Planner:
         known.update(zip(eqn.outvars, made, strict=True))
         name, inside, call = eqn.primitive.name, jaxprs.nested(eqn), jaxprs.caller(eqn)
         taken = None
-        if inside is None and name in _PRODUCTS:
-            kind = _PRODUCTS[name] if _is_weighted(facts, eqn) else "matmul"
-            taken = self._offer(kind, name, around, facts, step, call)
+        if inside is None and name in PRODUCT:
+            layer = "dense" if name == "dot_general" else "conv"
+            taken = self._offer(layer if _is_weighted(facts, eqn) else "matmul", name, around, facts, step, call)
         elif inside is None and name == "name":
             taken = self._offer("name", eqn.params["name"], around, facts, step, call)
         elif inside is None and (name in ELEMENTWISE or name in NO_DERIVATIVE):
             taken = self._offer("elementwise", name, around, facts, step, call)
         elif inside is not None and inside.kind in ("call", "custom"):
-            kind = "elementwise" if _is_elementwise(eqn, inside) else "call"
+            kind: SiteKind = "elementwise" if _is_elementwise(eqn, inside) else "call"
             taken = self._offer(kind, inside.label, around, facts, step, call)
         return [taken or self._open(step, inside, facts, around)]
 
@@ -220,7 +218,7 @@ class Planner:
                     f"rewire cannot see into the primitive {name!r} ({around or 'at the top'}), and there are products "
                     "inside. Take a scope or call around it as one site (where=), or leave it out of the function."
                 )
-            if not name.startswith(_COMBINERS):
+            if name not in COMBINE:
                 for program in jaxprs.inside_of(step.eqn):
                     same = len(program.jaxpr.invars) == len(facts)
                     self._hide(program, facts if same else [DATA] * len(program.jaxpr.invars), around, name)
@@ -255,7 +253,7 @@ class Planner:
         self.plan(program, facts, around)
         self.hidden = outer
 
-    def _offer(self, kind, label, around, facts, step: PlanStep, call) -> PlanStep | None:
+    def _offer(self, kind: SiteKind, label, around, facts, step: PlanStep, call) -> PlanStep | None:
         """The step as a site, if the rule takes it."""
         floats = lambda variables: [v for v in variables if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
         if not floats(step.invars) or not floats(step.outvars):
@@ -331,7 +329,7 @@ def through(eqn: Any, facts: Sequence[int]) -> list[int] | None:
     """
     if jaxprs.nested(eqn) is not None:
         return None
-    made = DATA if eqn.primitive.name in _PRODUCTS and _is_weighted(facts, eqn) else max(facts, default=MADE)
+    made = DATA if eqn.primitive.name in PRODUCT and _is_weighted(facts, eqn) else max(facts, default=MADE)
     return [made] * len(eqn.outvars)
 
 
@@ -348,12 +346,12 @@ def _is_elementwise(eqn, inside):
     shapes = [v.aval.shape for v in eqn.invars if v.aval.shape] or [()]
     if len(shapes) > 1 or [v.aval.shape for v in eqn.outvars] != shapes:
         return False
-    plain = lambda eqn: eqn.primitive.name in _PLAIN or bool(jaxprs.inside_of(eqn))
+    plain = lambda eqn: eqn.primitive.name in WITHIN_ELEMENTWISE or bool(jaxprs.inside_of(eqn))
     return all(map(plain, jaxprs.all_equations(inside.jaxprs[0])))
 
 
 def _has_product(program):
-    return any(eqn.primitive.name in _PRODUCTS for eqn in jaxprs.all_equations(program))
+    return any(eqn.primitive.name in PRODUCT for eqn in jaxprs.all_equations(program))
 
 
 def _shape(v):

@@ -25,6 +25,7 @@ from apgrad.tracing._semiring_grad import NESTED, is_single, original, traced, v
 from apgrad.tracing._semirings import ordinary
 
 PathKind = Literal["greedy", "viterbi"]
+ComponentKind = Literal["scope", "primitive"]
 
 
 @jax.tree_util.register_dataclass
@@ -45,7 +46,7 @@ class Influence:
     gradient: jax.Array
     components: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     parameters: tuple[str, ...] = dataclasses.field(metadata={"static": True})
-    kind: str = dataclasses.field(metadata={"static": True})
+    kind: PathKind = dataclasses.field(metadata={"static": True})
 
     def to_dict(self, weighed: bool = False) -> dict[str, dict[str, float]]:
         """The shares by parameter and component, the mean over leading axes.
@@ -82,7 +83,7 @@ class Component(NamedTuple):
       depth: how many names of a scope, counted from the outside, make a component; None for a component at every level.
     """
 
-    by: str
+    by: ComponentKind
     depth: int | None
 
     def names(self, scope: str, primitive: str) -> list[str]:
@@ -104,7 +105,7 @@ def influence(
     f: Callable[..., Any],
     kind: PathKind = "viterbi",
     *,
-    by: Literal["scope", "primitive"] = "scope",
+    by: ComponentKind = "scope",
     depth: int | None = None,
     argnums: int | Sequence[int] = 0,
 ) -> Callable[..., Influence]:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from apgrad._programs.jaxprs import plain_scope, restrict
 from apgrad.tracing import _paths as paths
-from apgrad.tracing._influence import Influence, PathKind, influence, parameter_names
+from apgrad.tracing._influence import ComponentKind, Influence, PathKind, influence, parameter_names
 from apgrad.tracing._interpreter import Context
 from apgrad.tracing._paths import PathStep, Reader
 from apgrad.tracing._semiring_grad import NESTED, chosen_numbers, original, semiring_grad, traced
@@ -91,7 +91,7 @@ class Trace:
         return self._mapped(semiring_grad(self._f, max_product(), self._argnums))
 
     def influence(
-        self, kind: PathKind = "viterbi", *, by: Literal["scope", "primitive"] = "scope", depth: int | None = None
+        self, kind: PathKind = "viterbi", *, by: ComponentKind = "scope", depth: int | None = None
     ) -> Influence:
         """For each component and parameter the share of elements whose path runs through it; see `tracing.influence`.
 

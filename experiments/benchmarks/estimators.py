@@ -3,7 +3,7 @@
     python -m experiments.benchmarks.estimators                   # about a minute
     python -m experiments.benchmarks.estimators --preset paper    # about five
 
-*Rollout.* The gradient of the chaotic network's loss (`experiments.chaotic_network`) by each method, against
+*Rollout.* The gradient of the chaotic network's loss (`experiments.parts.chaotic_network`) by each method, against
 `jax.grad` of the same rollout written without apgrad, which draws the same numbers in the same way: a key split
 at each step, one key a lane. RP's gradient equals the baseline's to float32 rounding, which is checked.
 Methods take turns, a round each, and a ratio is the median over rounds of a method's time over the
@@ -32,7 +32,8 @@ import numpyro.distributions as dist
 from matplotlib.figure import Figure
 
 import apgrad as ap
-from experiments import chaotic_network, harness
+from experiments import harness
+from experiments.parts import chaotic_network
 
 BETA = 2.5
 LANES = 1000

@@ -22,7 +22,8 @@ from matplotlib.figure import Figure
 
 import apgrad as ap
 from apgrad import memory as rad
-from experiments import harness, rad_networks
+from experiments import harness
+from experiments.parts import rad_networks
 
 RECURRENT = (
     "checkpoint blocks",

@@ -19,7 +19,6 @@ import apgrad as ap
 from experiments import (
     bifurcation,
     chaos,
-    chaotic_network,
     gaussian_shaping,
     harness,
     lorenz_control,
@@ -27,6 +26,7 @@ from experiments import (
     total_propagation,
 )
 from experiments.benchmarks import estimators as benchmark
+from experiments.parts import chaotic_network
 
 ROOT = Path(__file__).parents[2]
 

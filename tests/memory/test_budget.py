@@ -1,11 +1,14 @@
 """A budget is kept or refused, whatever the program and whatever is differentiated; and what takes more is named."""
 
+import contextlib
+
 import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings, strategies as st
 
 import apgrad as ap
+from apgrad.memory import _report as report_module
 
 pytestmark = pytest.mark.quick
 
@@ -101,3 +104,15 @@ def test_a_report_warns_of_more_memory():
     with pytest.warns(UserWarning, match="worse: more memory than plain reverse mode"):
         report = ap.memory_report(small, jnp.ones(64), variants=worse)
     assert "MORE MEMORY" in str(report)
+
+
+@pytest.mark.parametrize("more, loud", [(1, False), (2, True)])
+def test_a_report_is_silent_of_less_than_a_hundredth(more, loud, monkeypatch):
+    """Reverse mode remembers 200 floats; a variant that remembers 201 is not worth a word, one of 202 is."""
+    monkeypatch.setattr(report_module, "temp_bytes", lambda *_: 1000)
+    sines = lambda x: jnp.sum(jnp.sin(x[:200]))
+    variant = lambda x: sines(x) + jnp.sum(jnp.sin(x[200 : 200 + more]))
+    with pytest.warns(UserWarning, match="more memory") if loud else contextlib.nullcontext():
+        report = ap.memory_report(sines, jnp.ones(300), variants={"variant": variant})
+    assert report.rows["variant"].residual_bytes - report.rows["reverse mode"].residual_bytes == 4 * more
+    assert ("MORE MEMORY" in str(report)) == loud

@@ -102,7 +102,7 @@ problem = meta.inner_problem(task, meta.message_passing(task.network), 4)
 member = lambda x: x in {"a", "b", "c", "d"}
 optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(0.1, 10)))
 print(json.dumps(identity(key=jax.random.key(0), theta=rule, optimizer=optimizer, estimator=meta.clipped(
-    meta.backpropagation(problem)), sets=[{"x", "y", "z"}, member])))
+    meta.reverse_mode(problem)), sets=[{"x", "y", "z"}, member])))
 """
 
 

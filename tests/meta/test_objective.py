@@ -97,7 +97,7 @@ def dot(a, b):
 def test_derivatives_are_those_of_the_documented_loss(x64, options):
     """Reverse and forward mode, and a truncation as long as the unroll: values, and derivatives along a direction."""
     problem, theta, key, loss = setting(options)
-    makers = [meta.backpropagation, lambda p: meta.truncated(p, T, stagger=False), meta.forward_mode]
+    makers = [meta.reverse_mode, lambda p: meta.truncated(p, T, stagger=False), meta.forward_mode]
 
     @jax.jit
     def estimates(theta):
@@ -165,11 +165,11 @@ REFUSED = [
     *[("pairs", v, meta.evolution) for v in (0, 1.5, -1, None)],
     *[("sigma", v, meta.single_evolution) for v in (0.0, -1.0, jnp.inf, jnp.nan, "1")],
     *[("unrolls", v, meta.perturbed) for v in (0, 2.5)],
-    *[("remat", v, meta.backpropagation) for v in (0, -1, 2.5)],
+    *[("remat", v, meta.reverse_mode) for v in (0, -1, 2.5)],
     *[("remat", v, lambda p, **o: meta.truncated(p, 2, **o)) for v in (-1,)],
-    *[("count", v, lambda p, count: meta.batched(meta.backpropagation(p), count)) for v in (0, 2.5, "2")],
-    *[("max_norm", v, lambda p, max_norm: meta.clipped(meta.backpropagation(p), max_norm)) for v in (0, jnp.nan)],
-    *[("weights", v, lambda p, weights: meta.average([meta.backpropagation(p)] * 2, weights)) for v in ([2, -1], [1])],
+    *[("count", v, lambda p, count: meta.batched(meta.reverse_mode(p), count)) for v in (0, 2.5, "2")],
+    *[("max_norm", v, lambda p, max_norm: meta.clipped(meta.reverse_mode(p), max_norm)) for v in (0, jnp.nan)],
+    *[("weights", v, lambda p, weights: meta.average([meta.reverse_mode(p)] * 2, weights)) for v in ([2, -1], [1])],
     *[(n, v, lambda p, **o: meta.sinusoid(**o)) for n in ("batch", "held_out") for v in (0, 2.5)],
     ("amplitude", (2.0, 1.0), lambda p, **o: meta.sinusoid(**o)),
     *[("size", v, lambda p, size: meta.pool(family().prior, size, jax.random.key(0))) for v in (0, 1.5)],
@@ -186,10 +186,10 @@ def test_options_that_make_no_sense_are_refused(name, value, make):
         made(theta, jax.random.key(0))
 
 
-@pytest.mark.parametrize("name", ["backpropagation", "truncated", *EVOLUTION, "perturbed"])
+@pytest.mark.parametrize("name", ["reverse_mode", "truncated", *EVOLUTION, "perturbed"])
 def test_raw_keys_give_the_same_numbers_as_typed_ones(name):
     makers = EVOLUTION | {
-        "backpropagation": meta.backpropagation,
+        "reverse_mode": meta.reverse_mode,
         "truncated": lambda p: meta.truncated(p, T),
         "perturbed": lambda p: meta.perturbed(p, unrolls=2),
     }

@@ -52,7 +52,7 @@ def exact(theta, start=START, steps=T):
 @pytest.mark.quick
 def test_reverse_and_forward_mode_are_the_derivative(x64, remat):
     theta, key = jnp.asarray(THETA), jax.random.key(0)
-    _, gradient, _ = meta.backpropagation(quadratic(), remat=remat)(theta, key)
+    _, gradient, _ = meta.reverse_mode(quadratic(), remat=remat)(theta, key)
     np.testing.assert_allclose(gradient, exact(THETA), rtol=1e-12)
     np.testing.assert_allclose(meta.forward_mode(quadratic())(theta, key)[1], exact(THETA), rtol=1e-12)
 
@@ -143,7 +143,7 @@ def test_staggered_lanes_are_out_of_step():
 
 def test_average_weighs_estimators():
     theta, key = jnp.float32(THETA), jax.random.key(0)
-    both = meta.average([meta.backpropagation(quadratic()), meta.backpropagation(quadratic(3))], [3, 1])
+    both = meta.average([meta.reverse_mode(quadratic()), meta.reverse_mode(quadratic(3))], [3, 1])
     np.testing.assert_allclose(both(theta, key)[1], 0.75 * exact(THETA) + 0.25 * exact(THETA, steps=3), rtol=1e-5)
 
 
@@ -171,10 +171,10 @@ def test_clipping_bounds_each_task_and_leaves_small_gradients():
     [
         (lambda: meta.truncated(quadratic(), 4)(jnp.float32(1.0), jax.random.key(0)), "K=4, T=6"),
         (lambda: meta.evolution(quadratic(), sigma=0.0), "sigma=0.0"),
-        (lambda: meta.batched(meta.backpropagation(quadratic()), 0), "at least 1, got count=0"),
+        (lambda: meta.batched(meta.reverse_mode(quadratic()), 0), "at least 1, got count=0"),
         (lambda: meta.average([], None), "positive sum"),
         (
-            lambda: meta.clipped(meta.backpropagation(quadratic()), 0.0),
+            lambda: meta.clipped(meta.reverse_mode(quadratic()), 0.0),
             "max_norm must be a finite number above 0, got max_norm=0.0",
         ),
         (lambda: meta.perturbed(quadratic(), sigma=-1.0), "sigma must be a finite number above 0, got sigma=-1.0"),
@@ -190,7 +190,7 @@ def test_forward_mode_differentiates_message_passing():
     task = meta.sinusoid(sizes=(1, 2, 1), batch=2, held_out=2)
     problem = meta.inner_problem(task, meta.message_passing(task.network), 2)
     rule, key = mplp.Exact(0.1), jax.random.key(0)
-    both = [meta.forward_mode(problem), meta.backpropagation(problem)]
+    both = [meta.forward_mode(problem), meta.reverse_mode(problem)]
     one, two = jax.jit(lambda rule: [outer(rule, key)[:2] for outer in both])(rule)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), one, two)
     assert all(jnp.any(g != 0) for g in jax.tree.leaves(two[1]))
@@ -218,7 +218,7 @@ def test_rematerialised_unrolls_remember_less():
     problem = meta.Problem(init, step, lambda theta, s: jnp.zeros((), float), 64)
 
     def temporaries(remat):
-        estimate = meta.backpropagation(problem, remat=remat)
+        estimate = meta.reverse_mode(problem, remat=remat)
         lowered = jax.jit(lambda theta, key: estimate(theta, key)[1]).lower(jnp.ones(64), jax.random.key(0))
         return lowered.compile().memory_analysis().temp_size_in_bytes
 

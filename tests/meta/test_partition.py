@@ -38,7 +38,7 @@ RULES = {
 HAVE_FIXED = ("per synapse", "per synapse, stateless", "thesis, fixed rate")
 
 OUTER = {
-    "backpropagation": lambda p: meta.batched(meta.clipped(meta.backpropagation(p)), 2),
+    "reverse_mode": lambda p: meta.batched(meta.clipped(meta.reverse_mode(p)), 2),
     "truncated": lambda p: meta.batched(meta.truncated(p, 1), 2),
     "forward mode": meta.forward_mode,
     "evolution": lambda p: meta.batched(meta.evolution(p), 2),
@@ -46,7 +46,7 @@ OUTER = {
     "persistent evolution": lambda p: meta.persistent_evolution(p, 1, pairs=2),
     "single evolution": lambda p: meta.single_evolution(p, 1),
     "perturbed": lambda p: meta.perturbed(p, unrolls=4),
-    "average": lambda p: meta.average([meta.evolution(p), meta.backpropagation(p)]),
+    "average": lambda p: meta.average([meta.evolution(p), meta.reverse_mode(p)]),
 }
 
 

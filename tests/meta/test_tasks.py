@@ -122,6 +122,9 @@ def test_batch_entropy(form, constant):
     expected = np.mean([max(0, 0.5 - h) for h in entropies])
     assert expected > 0
     np.testing.assert_allclose(meta.entropy_penalty(network, params, x, form=form), expected, rtol=1e-4)
+    others = network._replace(layers=tuple(layer._replace(kind="preactivation") for layer in network.layers))
+    with pytest.raises(ValueError, match="the network has none"):
+        meta.entropy_penalty(others, params, x, form=form)
 
 
 def test_a_prior_is_trained_jointly():
@@ -129,7 +132,7 @@ def test_a_prior_is_trained_jointly():
     learner = meta.optimizer(lambda log_rate: optax.sgd(jnp.exp(log_rate)), task.loss)
     problem = meta.inner_problem(task, learner, 2, hint=0.0, learn_prior=True)
     theta = meta.WithPrior(jnp.float32(-1.0), task.prior(jax.random.key(0)))
-    _, gradient, _ = meta.backpropagation(problem)(theta, jax.random.key(1))
+    _, gradient, _ = meta.reverse_mode(problem)(theta, jax.random.key(1))
     assert all(jnp.any(g != 0) for g in jax.tree.leaves(gradient.prior)) and gradient.learner != 0
     with pytest.raises(TypeError, match="WithPrior"):
         problem.init(theta.prior, jax.random.key(0))

@@ -93,7 +93,7 @@ def problem_of(loss):
 def test_steps_that_are_not_finite_are_skipped_and_counted():
     problem = problem_of(lambda theta, s: jnp.where(s > 0, jnp.nan, 1.0) * theta)
     done = meta.train(
-        meta.backpropagation(problem), optax.sgd(1.0), jnp.float32(0.0), jax.random.key(0), 20, every=20, progress=False
+        meta.reverse_mode(problem), optax.sgd(1.0), jnp.float32(0.0), jax.random.key(0), 20, every=20, progress=False
     )
     assert 0 < int(done.skipped) < 20
     assert done.theta == -(20 - int(done.skipped))
@@ -103,7 +103,7 @@ def test_a_run_with_nothing_finite_is_an_error():
     problem = problem_of(lambda theta, s: theta * jnp.nan)
     with pytest.raises(FloatingPointError, match="no outer step from 0 to 5"):
         meta.train(
-            meta.backpropagation(problem),
+            meta.reverse_mode(problem),
             optax.sgd(1.0),
             jnp.float32(0.0),
             jax.random.key(0),
@@ -116,7 +116,7 @@ def test_a_run_with_nothing_finite_is_an_error():
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     problem = problem_of(lambda theta, s: jnp.sum(theta**2))
     problem = problem._replace(final=lambda theta, s: jnp.zeros(()))
-    args = (meta.backpropagation(problem), optax.sgd(0.1))
+    args = (meta.reverse_mode(problem), optax.sgd(0.1))
     meta.train(*args, jnp.ones(2), jax.random.key(0), 2, folder=tmp_path, every=2, progress=False)
     with pytest.raises(ValueError, match="theta"):
         meta.train(*args, jnp.ones(3), jax.random.key(0), 4, folder=tmp_path, every=2, progress=False)
@@ -158,7 +158,7 @@ def test_tensorboard_has_the_metrics_of_every_call_at_once(tmp_path):
     problem = problem_of(lambda theta, s: theta**2)
     theta = jnp.float32(1.0)
     meta.train(
-        meta.backpropagation(problem), optax.sgd(0.1), theta, jax.random.key(0), 4, every=2, progress=False, log=log
+        meta.reverse_mode(problem), optax.sgd(0.1), theta, jax.random.key(0), 4, every=2, progress=False, log=log
     )
     assert [step for step, _ in logs] == [2, 4]
     assert set(logs[0][1]) == {"loss", "gradient_norm", "skipped"}

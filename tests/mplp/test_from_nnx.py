@@ -151,6 +151,11 @@ class TestOtherModules:
         self.refuse("LoRALinear, a subclass of Linear", nnx.LoRALinear(4, 4, lora_rank=2, rngs=nnx.Rngs(0)))
         self.refuse("got LoRA", nnx.LoRA(4, 2, 4, rngs=nnx.Rngs(0)))
 
+    def test_the_place_in_the_model_is_named(self):
+        inner = nnx.Sequential(jnp.tanh, nnx.Dropout(0.5))
+        where = r"^model\.layers\[1\]\.layers\[1\]: an MPLP network has layers Conv, .* and functions, got Dropout\."
+        self.refuse(where, nnx.Linear(4, 4, rngs=nnx.Rngs(0)), inner)
+
     def test_a_residual_sequential(self):
         class Residual(nnx.Sequential):
             def __call__(self, x):
@@ -179,7 +184,7 @@ def test_a_layer_used_twice_is_one_layer():
     model = nnx.Sequential(inner, nnx.Linear(4, 4, rngs=nnx.Rngs(1)), inner, shared)
     x, y = jnp.asarray(X[:, 0]), jnp.asarray(X[:, 1])
     network, params = mplp.from_nnx(model, mplp.squared_error, x)
-    assert [name for name, _ in network.layers] == [
+    assert [layer.name for layer in network.layers] == [
         "0_dense",
         "1_activation",
         "2_dense",

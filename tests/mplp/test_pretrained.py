@@ -245,6 +245,7 @@ def test_rules_for_images_want_standardized_inputs():
     with pytest.raises(ValueError, match="standardized inputs, got a mean"):
         mplp.load_pretrained("image_mlp", x)
     mplp.load_pretrained("image_mlp", (x - x.mean()) / x.std())
+    mplp.load_pretrained("sinusoid", x)  # whose card says nothing of it
 
 
 def test_a_trained_rule_learns_in_a_flax_model_and_gives_it_back():

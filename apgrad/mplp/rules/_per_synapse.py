@@ -47,6 +47,7 @@ from apgrad.mplp._rule_parts import (
 )
 from apgrad.mplp._standardization import Standardizer
 
+Aggregate = Literal["mean", "sum"]
 CHUNK = 8192  # synapses whose hidden layers fit into a core's cache: twice as fast as all at once (measured, CPU)
 
 
@@ -97,7 +98,7 @@ class PerSynapse(nnx.Module):
         share: bool = False,
         share_standardizers: bool = False,
         share_scales: bool = False,
-        aggregate: Literal["mean", "sum"] = "mean",
+        aggregate: Aggregate = "mean",
         gradient: bool = False,
         learning_rate: float = 0.1,
         output_scale: float = 0.01,
@@ -111,7 +112,8 @@ class PerSynapse(nnx.Module):
         require_sizes(1, message_size=message_size, **{f"layers[{i}]": n for i, n in enumerate(layers)})
         require_sizes(0, hidden=hidden)
         require_positive(learning_rate=learning_rate)
-        self.message_size, self.aggregate, self.gradient = message_size, aggregate, gradient
+        self.message_size, self.gradient = message_size, gradient
+        self.aggregate: Aggregate = aggregate
         self.share, self.share_standardizers, self.share_scales = share, share_standardizers, share_scales
         self.record = False
         self.known = known_forms(sites)
@@ -296,7 +298,7 @@ class _Part(NamedTuple):
 class _PerSynapseAt:
     parts: dict[str, _Part]
     message_size: int = dataclasses.field(metadata={"static": True})
-    aggregate: str = dataclasses.field(metadata={"static": True})
+    aggregate: Aggregate = dataclasses.field(metadata={"static": True})
     gradient: bool = dataclasses.field(metadata={"static": True})
     record: bool = dataclasses.field(metadata={"static": True})
 

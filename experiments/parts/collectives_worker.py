@@ -45,7 +45,7 @@ def tasks():
     task = meta.sinusoid()
     rule = mplp.load_pretrained("sinusoid")
     problem = meta.inner_problem(task, meta.message_passing(task.network), 5)
-    outer = meta.batched(meta.backpropagation(problem), 64, mesh=mesh)
+    outer = meta.batched(meta.reverse_mode(problem), 64, mesh=mesh)
     return lambda rule, key: outer(rule, key)[1], (rule, jax.random.key(0)), (WHOLE, WHOLE), rule
 
 

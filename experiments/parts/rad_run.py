@@ -11,7 +11,8 @@ import numpy as np
 import optax
 
 from apgrad import memory as rad
-from experiments import harness, rad_networks
+from experiments import harness
+from experiments.parts import rad_networks
 
 PUBLISHED_BATCH = {"mlp": 22, "convnet": 20, "rnn": 21, "transformer": 22}
 

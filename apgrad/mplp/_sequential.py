@@ -1,0 +1,266 @@
+"""Networks of Flax layers: an `nnx.Sequential` becomes a network with learned messages.
+
+    network, params = mplp.from_nnx(model, loss=mplp.cross_entropy)
+    model = mplp.to_nnx(model, params)                                   # with what was learned
+
+Layers keep their meaning and their initial values. A network that is no sequence of layers is written by hand, as a
+function that calls nodes.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from apgrad._ground.port import Signal
+from apgrad.mplp import _nodes as nodes
+from apgrad.mplp._layers import Apply, Layer, layer
+from apgrad.mplp._places import Place, Places
+
+
+class NamedLayer(NamedTuple):
+    """A layer of a network.
+
+    Attributes:
+      name: the name of the layer's place.
+      kind: as in `Layer`.
+      apply: as in `Layer`.
+    """
+
+    name: str
+    kind: str
+    apply: Apply
+
+
+class Sequential(NamedTuple):
+    """A network of layers in sequence: `(places, params, (x, y)) -> (losses, {"output": prediction})`.
+
+    Attributes:
+      layers: the layers, in order.
+      loss: `(place, prediction, target) -> losses`, such as `mplp.cross_entropy`.
+      tokens: whether the first layer takes integers.
+    """
+
+    layers: tuple[NamedLayer, ...]
+    loss: Callable[[Place, Signal, jax.Array], jax.Array]
+    tokens: bool = False
+
+    def __call__(self, places: Places, params: Any, batch: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, dict]:
+        """The losses of a minibatch, and the predictions as a metric.
+
+        Args:
+          places: the network's places.
+          params: the network's parameters by layer, each a `Parameter`.
+          batch: inputs (batch, ...), floating point or tokens, and targets, as the loss takes them.
+
+        Returns:
+          The losses (batch, ...), and `{"output": prediction}`, the prediction (batch, ...).
+        """
+        x, y = batch
+        _, prediction = self._run(places, params, x)[-1]
+        return self.loss(places["loss"], prediction, y), {"output": prediction.value}
+
+    def predict(self, params: Any, x: jax.Array) -> jax.Array:
+        """The output of the last layer, (batch, ...): an ordinary JAX function, without any rule.
+
+        Args:
+          params: pytree of floating-point arrays, the network's parameters by layer.
+          x: (batch, ...), floating point or tokens.
+        """
+        return self.layer_outputs(params, x)[-1][1]
+
+    def layer_outputs(self, params: Any, x: jax.Array) -> list[tuple[str, jax.Array]]:
+        """The name and the output (batch, ...) of each layer, in order: an ordinary JAX function, without any rule.
+
+        Args:
+          params: pytree of floating-point arrays, the network's parameters by layer.
+          x: (batch, ...), floating point or tokens.
+        """
+        run = self._run(Places(), jax.tree.map(nodes.parameter, params), x)
+        return [(name, signal.value) for name, signal in run]
+
+    def _run(self, places: Places, params: Any, x: jax.Array) -> list[tuple[str, Signal]]:
+        tokens = self.tokens and jnp.issubdtype(jnp.asarray(x).dtype, jnp.integer)
+        signal: Any = x if tokens else places.signal(x)
+        outputs = []
+        for made in self.layers:
+            signal = made.apply(places[made.name], params.get(made.name), signal)
+            outputs.append((made.name, signal))
+        return outputs
+
+
+Names = Literal["number", "role"]
+"""How `from_nnx` names layers: by their number, or by their role in an MLP."""
+
+
+def from_nnx(
+    model: nnx.Sequential,
+    loss: Callable[..., jax.Array],
+    x: jax.Array | None = None,
+    *,
+    names: Names = "number",
+) -> tuple[Sequential, dict[str, Any]]:
+    """Makes a network of a Flax model's layers.
+
+    A layer that the model uses several times is one layer of the network too, with one place and one set of parameters.
+
+    Args:
+      model: an `nnx.Sequential` of `nnx.Linear`, `nnx.Conv`, `nnx.Embed` (first), `nnx.LayerNorm`, functions
+        (activations, `jax.nn.softmax`, reshapes, pooling), and Sequentials of these. `layer.register` teaches it other
+        layers. Subclasses, and options that the nodes do not have, are refused.
+      loss: a loss node: `mplp.squared_error`, `mplp.cross_entropy`, ...
+      x: (batch, ...), inputs. If they are given, the network's predictions for them are compared with `model(x)`.
+      names: "number": a layer's name is its number and its kind. "role": the names "dense_in", "activation_0",
+        "dense_1", "activation_1", ..., "dense_out", which the rules of `load_pretrained` go by; the model is then an
+        MLP.
+
+    Returns:
+      The network, and its parameters by layer: `{"0_dense": {"kernel": ..., "bias": ...}, ...}`. The name of the loss's
+      place is "loss". `to_nnx` puts parameters back into the model.
+
+    Raises:
+      TypeError: if a layer, or an option of a layer, is not supported; with roles, for layers other than those of an
+        MLP.
+      ValueError: if the network's predictions for x are not the model's.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> from flax import nnx
+      >>> rngs = nnx.Rngs(0)
+      >>> first, second = nnx.Linear(144, 50, rngs=rngs), nnx.Linear(50, 10, rngs=rngs)
+      >>> model = nnx.Sequential(first, nnx.sigmoid, second, nnx.softmax)
+      >>> network, params = ap.mplp.from_nnx(model, loss=ap.mplp.cross_entropy, x=jnp.ones((2, 144)))
+      >>> [layer.name for layer in network.layers]
+      ['0_dense', '1_activation', '2_dense', '3_softmax']
+    """
+    if type(model) is not nnx.Sequential:
+        raise TypeError(
+            f"from_nnx takes an nnx.Sequential, got {type(model).__name__}. A network of another shape is a function "
+            "(places, params, batch) -> loss that calls nodes: mplp.dense, mplp.activation, mplp.wire, ..."
+        )
+    parts, made_layers = _made(model)
+    layers, params = [], {}
+    made_of: dict[int, NamedLayer] = {}
+    owners: dict[int, str] = {}
+    tokens = bool(made_layers) and made_layers[0].tokens
+    for part, made, name in zip(parts, made_layers, _names(parts, made_layers, names), strict=True):
+        if isinstance(part, nnx.Module) and id(part) in made_of:
+            layers.append(made_of[id(part)])
+            continue
+        layers.append(NamedLayer(name, made.kind, made.apply))
+        made_of[id(part)] = layers[-1]
+        for variable in _variables(part):
+            if (owner := owners.setdefault(id(variable), name)) != name:
+                raise TypeError(
+                    f"the layers {owner!r} and {name!r} share a parameter, and the network would have two of it. Use "
+                    "one layer twice, or write the network as a function of nodes, with the parameter in both."
+                )
+        if jax.tree.leaves(made.params):
+            params[name] = made.params
+    network = Sequential(tuple(layers), loss, tokens)
+    if x is not None:
+        _require_equal(network, params, model, x)
+    return network, params
+
+
+def to_nnx(model: nnx.Sequential, params: Any, *, names: Names = "number") -> nnx.Sequential:
+    """A copy of the model with the parameters of its network: the way back of `from_nnx`.
+
+    Args:
+      model: the model that `from_nnx` took.
+      params: the network's parameters by layer, as `from_nnx` gave them and learning has changed them.
+      names: as in `from_nnx`.
+
+    Raises:
+      ValueError: if the parameters are not those of the model's network.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> from flax import nnx
+      >>> model = nnx.Sequential(nnx.Linear(3, 2, rngs=nnx.Rngs(0)), nnx.tanh)
+      >>> network, params = ap.mplp.from_nnx(model, ap.mplp.squared_error)
+      >>> learned = ap.mplp.to_nnx(model, jax.tree.map(lambda x: x + 1, params))
+      >>> bool(jnp.all(learned.layers[0].kernel[...] == model.layers[0].kernel[...] + 1))
+      True
+    """
+    model = nnx.clone(model)
+    parts, made_layers = _made(model)
+    triples = zip(parts, made_layers, _names(parts, made_layers, names), strict=True)
+    found = {name: (part, made.params) for part, made, name in triples if jax.tree.leaves(made.params)}
+    for name, (part, old) in found.items():
+        new = params.get(name)
+        if jax.tree.map(jnp.shape, new) != jax.tree.map(jnp.shape, old):
+            raise ValueError(
+                f"the layer {name!r} has parameters of shapes {jax.tree.map(jnp.shape, old)}, got "
+                f"{jax.tree.map(jnp.shape, new)}. Give the parameters that from_nnx made of this model."
+            )
+        for entry, value in new.items():
+            getattr(part, "embedding" if entry == "table" else entry)[...] = value
+    if unknown := sorted(params.keys() - found.keys()):
+        raise ValueError(f"the model has the layers {sorted(found)} with parameters, got others: {unknown}")
+    return model
+
+
+def _names(parts: list[Any], made_layers: list[Layer], how: Names) -> list[str]:
+    """A name for each layer; a layer that is used twice has the name of its first use."""
+    kinds = [made.kind for made in made_layers]
+    if how == "number":
+        names = [f"{i}_{kind}" for i, kind in enumerate(kinds)]
+    elif how == "role":
+        if not all(kind == ("dense", "activation")[i % 2] for i, kind in enumerate(kinds)) or len(kinds) % 2 == 0:
+            raise TypeError(
+                f'names="role" is for MLPs, whose layers are dense, activation, dense, ..., dense; got {kinds}. Leave '
+                "out a softmax at the end (mplp.softmax_cross_entropy has its own), or name the layers by number."
+            )
+        ends = {0: "dense_in", len(kinds) - 1: "dense_out"}
+        names = [ends.get(i, f"{kind}_{i // 2}") for i, kind in enumerate(kinds)]
+    else:
+        raise ValueError(f"names must be 'number' or 'role', got {how!r}")
+    first = {id(part): name for part, name in zip(reversed(parts), reversed(names), strict=True)}
+    return [first[id(part)] if isinstance(part, nnx.Module) else name for part, name in zip(parts, names, strict=True)]
+
+
+def _flatten(model: Any, where: str = "model") -> list[tuple[str, Any]]:
+    """The parts of a model, and where each stands."""
+    found = []
+    for i, part in enumerate(model.layers):
+        here = f"{where}.layers[{i}]"
+        found += _flatten(part, here) if type(part) is nnx.Sequential else [(here, part)]
+    return found
+
+
+def _made(model: Any) -> tuple[list[Any], list[Layer]]:
+    """The parts of a model, and each as a layer."""
+    parts, made_layers = [], []
+    for where, part in _flatten(model):
+        try:
+            made_layers.append(layer(part))
+        except TypeError as error:
+            raise TypeError(f"{where}: {error}") from error
+        parts.append(part)
+    return parts, made_layers
+
+
+def _variables(part: Any) -> list[Any]:
+    is_variable = lambda x: isinstance(x, nnx.Variable)
+    return [x for x in jax.tree.leaves(part, is_leaf=is_variable) if is_variable(x)]
+
+
+def _require_equal(network: Sequential, params: Any, model: Any, x: jax.Array) -> None:
+    with jax.numpy_dtype_promotion("standard"):  # which Flax relies on
+        got, expected = network.predict(params, x), model(x)
+    if (got.shape, got.dtype) == (expected.shape, expected.dtype):
+        a, b = np.asarray(got, float), np.asarray(expected, float)
+        size = np.max(np.abs(b), initial=0.0, where=np.isfinite(b))
+        if np.allclose(a, b, rtol=1e-3, atol=1e-4 * size, equal_nan=True):
+            return
+        different = f"values that differ by up to {np.nanmax(np.abs(a - b)):.3g}"
+    else:
+        different = f"{got.dtype}{got.shape}, the model {expected.dtype}{expected.shape}"
+    raise ValueError(
+        f"the network predicts something else than the model: {different}. A function of the model is not the same at "
+        "each call, or a layer was changed; write the network as a function of nodes."
+    )

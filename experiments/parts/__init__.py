@@ -1,0 +1,1 @@
+"""What several experiments share, and what they start: no experiment by itself."""
