@@ -52,9 +52,9 @@ class Config(harness.Config):
       inner_rate: of MAML's gradient descent.
     """
 
-    steps: int = 300
+    steps: int = 150
     tasks: int = 4
-    runs: int = 50
+    runs: int = 20
     rate: float = 1e-3
     inner_rate: float = 0.05
 

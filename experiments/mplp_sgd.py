@@ -69,7 +69,7 @@ class Config(harness.Config):
       visited: tasks whose inputs make the ranges.
     """
 
-    steps: int = 400
+    steps: int = 200
     points: int = 20
     length: int = 20
     segment: int = 10
