@@ -209,7 +209,13 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """Error of the gradient, of its mean over the draws, memory, and the loss reached, over the starts."""
+    """Error of the gradient, of its mean over the draws, memory, and the loss reached, over the starts.
+
+    Of an unfinished run, the starts that all fractions have are reported, so that fractions compare.
+    """
+    finished = {f: {c["start"] for c, _ in records if c["fraction"] == f} for f in config.fractions}
+    shared = set.intersection(*(starts for starts in finished.values() if starts))
+    records = [(c, r) for c, r in records if c["fraction"] == "checkpoint" or c["start"] in shared]
     rows = []
     for fraction in (*config.fractions, "checkpoint"):
         runs = {c["start"]: r for c, r in records if c["fraction"] == fraction}
@@ -255,6 +261,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             ax.plot(
                 np.exp(np.mean(np.log(curves), 0)), label=f"{row['fraction']}: {row['residual_bytes'] / 1e6:.2f} MB"
             )
+    ax.set_title(f"{len(shared)} of {config.starts} starts", fontsize=9)
     ax.set(yscale="log", xlabel="iteration", ylabel="loss, geometric mean over starts")
     ax.legend(frameon=False, fontsize=7)
     return harness.Report({}, rows, "\n".join(lines), figure)

@@ -343,7 +343,7 @@ TABLES = [
     Table(
         "Control of a partial differential equation",
         "rad_pde-paper",
-        "The paper's horizon; 8 of 25 cells are finished.",
+        "The paper's horizon and iterations, from two of four starts.",
         pde,
     ),
     Table(
