@@ -37,7 +37,7 @@ NAME = "mplp_maml"
 PARTIAL = True
 STEPS = 2
 POINTS = 50  # of an outer curve
-METHODS = ("MPLP", "MAML", "published")
+METHODS = ("published", "MAML", "MPLP")
 
 
 @dataclasses.dataclass(frozen=True)
