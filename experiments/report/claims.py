@@ -244,6 +244,20 @@ CLAIMS = {
         ),
         Claim(
             "Fig. 3",
+            "sinusoids after 2 steps, half squared error: published rule and prior",
+            "mplp_maml-paper",
+            Value(0.0010),
+            _named("published, learned prior"),
+        ),
+        Claim(
+            "Fig. 3",
+            "the same, MAML with as many outer steps as the rule",
+            "mplp_maml-paper",
+            Value(0.0010),
+            _named("MAML, learned prior"),
+        ),
+        Claim(
+            "Fig. 3",
             "sinusoids after 2 steps, rule and prior learned together",
             "mplp_maml-small",
             Value(0.0010),
