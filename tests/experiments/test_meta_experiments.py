@@ -12,7 +12,6 @@ from flax import nnx
 from apgrad import meta
 from experiments import (
     harness,
-    meta_curves,
     mplp_batch_entropy,
     mplp_dynamics,
     mplp_from_random,
@@ -22,6 +21,7 @@ from experiments import (
     mplp_sinusoid,
     outer_gradients,
 )
+from experiments.parts import meta_curves
 
 ALL = (mplp_batch_entropy, mplp_dynamics, mplp_from_random, mplp_maml, mplp_mnist, mplp_sgd, mplp_sinusoid)
 ALL = (*ALL, outer_gradients)
