@@ -1,7 +1,7 @@
 """The published learned rule, meta-trained here from a random start, without a gradient in it (MPLP, Fig. 2, Table 1).
 
     python -m experiments.mplp_from_random                   # under two minutes: 30 outer steps on sinusoids
-    python -m experiments.mplp_from_random --preset paper    # some five hours of one core; MNIST needs APGRAD_DATA
+    python -m experiments.mplp_from_random --preset paper    # five to seven hours of one core; MNIST needs APGRAD_DATA
 
 Randazzo, Niklasson & Mordvintsev, "MPLP: learning a message passing learning protocol", 2020. The rule is
 `mplp.PerSynapse`: one GRU for each synapse and example, with nothing of gradient descent in it. Standardizers are
