@@ -197,9 +197,10 @@ def trained(config: Config, cell: harness.Cell, task: meta.Task, seed: int) -> t
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
     """Curves by step, and the outer loss along the training."""
     figures, rows, lines = {}, [], []
-    figure = Figure(figsize=(9, 3.6 * len(config.studies)), layout="constrained")
-    axes = figure.subplots(len(config.studies), 2, squeeze=False)
-    for study, (left, right) in zip(config.studies, axes, strict=True):
+    studies = list(dict.fromkeys(cell["study"] for cell, _ in records))
+    figure = Figure(figsize=(9, 3.6 * len(studies)), layout="constrained")
+    axes = figure.subplots(len(studies), 2, squeeze=False)
+    for study, (left, right) in zip(studies, axes, strict=True):
         lines.append(
             f"{study}: "
             + ("half squared error" if study == "sinusoid" else "test accuracy, %")
