@@ -198,8 +198,7 @@ def recorder(config: Config) -> Any:
     learner, keys = meta.message_passing(task.network), jax.random.split(jax.random.key(0), config.judged)
 
     def measure(params, batch):
-        outputs = [v for name, v in task.network.layer_outputs(params, batch[0]) if "activation" in name]
-        entropy = jnp.mean(jnp.log(2 * jnp.pi * jnp.e * jnp.var(outputs[-1], axis=0) + 1.0)) / 2
+        entropy = meta.batch_entropy(task.network, params, batch[0])[-1]
         penalty = meta.entropy_penalty(task.network, params, batch[0])
         return jnp.stack([task.loss(params, batch), entropy, penalty])
 

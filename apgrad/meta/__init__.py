@@ -46,6 +46,7 @@ from apgrad.meta._unroll import (
     Inner as Inner,
     Problem as Problem,
     WithPrior as WithPrior,
+    batch_entropy as batch_entropy,
     entropy_penalty as entropy_penalty,
     evaluate as evaluate,
     inner_problem as inner_problem,

@@ -255,6 +255,19 @@ def entropy_penalty(
 ) -> jax.Array:
     """Batch-entropy penalty, mean over the layers' activations of max(0, threshold - H) (thesis, Eqs 6 to 8).
 
+    Args:
+      network: the network; its layers of the kind "activation" count.
+      params: parameters of the network.
+      x: inputs, (batch, ...).
+      threshold: p, the entropy below which a layer is penalized.
+      form: "reference" or "paper", as in `batch_entropy`, whose H this is.
+    """
+    return jnp.mean(jnp.maximum(0.0, threshold - batch_entropy(network, params, x, form=form)))
+
+
+def batch_entropy(network: mplp.Sequential, params: Any, x: jax.Array, *, form: EntropyForm = "reference") -> jax.Array:
+    """The batch entropy H of each layer's activations, (layers,) (thesis, Eqs 6 and 7).
+
     H is the mean over a layer's units of log(2 pi e sigma^2 + c) / 2, sigma^2 the unit's variance over the minibatch;
     c is 1 in the thesis's code (form "reference") and 1e-5 in Eq. 7 (form "paper"; Eq. 6 has 1).
 
@@ -262,8 +275,18 @@ def entropy_penalty(
       network: the network; its layers of the kind "activation" count.
       params: parameters of the network.
       x: inputs, (batch, ...).
-      threshold: p, the entropy below which a layer is penalized.
       form: "reference" or "paper", which of the two constants c is used.
+
+    Raises:
+      ValueError: if the network has no activations.
+
+    Example:
+      >>> import jax.numpy as jnp, apgrad as ap
+      >>> from flax import nnx
+      >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)
+      >>> network, params = ap.mplp.from_nnx(model, ap.mplp.squared_error)
+      >>> ap.meta.batch_entropy(network, params, jnp.ones((4, 2))).tolist()    # equal inputs: no variance
+      [0.0]
     """
     constant = 1.0 if form == "reference" else 1e-5
     entropies = []
@@ -273,4 +296,4 @@ def entropy_penalty(
             entropies.append(jnp.mean(jnp.log(2 * jnp.pi * jnp.e * variance + constant)) / 2)
     if not entropies:
         raise ValueError("batch entropy is that of activations, and the network has none")
-    return jnp.mean(jnp.maximum(0.0, threshold - jnp.stack(entropies)))
+    return jnp.stack(entropies)

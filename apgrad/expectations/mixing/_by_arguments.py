@@ -20,7 +20,7 @@ from apgrad._programs.jaxprs import place
 from apgrad.expectations._cross_fitting import Streams, swap
 from apgrad.expectations._lanes import fold
 from apgrad.expectations.mixing import _moments as moments
-from apgrad.expectations.mixing._features import NodeMemory, TracedNode, to_arguments
+from apgrad.expectations.mixing._features import NodeMemory, TracedNode, pulled, to_arguments
 from apgrad.expectations.mixing._mixture import mixture, times, weigh
 
 
@@ -53,13 +53,12 @@ def by_arguments(
       stream; to the lanes' own arguments, in each stream; and what is gathered with this node.
     """
     mixer, folds, visit, lanes = traced.mixer, traced.folds, memory.visit, len(to_x.own)
-    pull = jax.vmap(lambda pull, to_x, to_zeros: pull(to_x, to_zeros))
-    own = pull(memory.pull, to_x.own, to_zeros)
+    own = pulled(memory, to_x.own, to_zeros)
     sent = [(message, True) for message in own]
     if folds > 1:
         # Without a pathwise derivative both streams are answered alike.
         apart = [e for e, estimator in enumerate(mixer.estimators) if estimator.pathwise is not None]
-        output = pull(memory.pull, to_x.output, to_zeros)
+        output = pulled(memory, to_x.output, to_zeros)
         sent += [(output[e], False) for e in apart]
     back = to_arguments(traced, memory, lanes, sent)
     in_own = back.answers[: len(own)]

@@ -17,7 +17,7 @@ from apgrad._programs.jaxprs import is_inexact
 from apgrad._programs.signs import wide
 from apgrad.expectations._cross_fitting import Streams, swap
 from apgrad.expectations._lanes import fold
-from apgrad.expectations.mixing._features import NodeMemory, TracedNode, empty_target
+from apgrad.expectations.mixing._features import NodeMemory, TracedNode, empty_target, pulled
 from apgrad.expectations.mixing._mixture import add, times, weigh
 from apgrad.expectations.weights import Weighting
 
@@ -39,8 +39,7 @@ def by_coordinates(
       stream; to the lanes' own arguments, in each stream; and what was gathered.
     """
     lanes, folds = len(to_x.own), traced.folds
-    pull = jax.vmap(lambda pull, to_x, to_zeros: pull(to_x, to_zeros))
-    by_stream = _by_array(lambda to_x: pull(memory.pull, to_x, to_zeros), to_x, folds)
+    by_stream = _by_array(lambda to_x: pulled(memory, to_x, to_zeros), to_x, folds)
     floating = [each[0] is not None for each in by_stream.own]
     if not sum(each[0].size for each in by_stream.own if each[0] is not None):
         raise ValueError(empty_target(traced.what))

@@ -67,6 +67,20 @@ class NodeMemory(NamedTuple):
     visit: Visit | None
 
 
+def pulled(memory: NodeMemory, to_x: jax.Array, to_zeros: list[jax.Array]) -> list[list[Any]]:
+    """Each estimator's messages to the distributions of all lanes.
+
+    Args:
+      memory: what the node keeps of its forward pass.
+      to_x: the messages to the sample, (lanes, ...).
+      to_zeros: for each baseline of the mixer's scores the message to its zero, (lanes, ...).
+
+    Returns:
+      For each estimator a list with an array (lanes, ...) for each array of parameters, or None for integers.
+    """
+    return jax.vmap(lambda pull, to_x, to_zeros: pull(to_x, to_zeros))(memory.pull, to_x, to_zeros)
+
+
 class AtArguments(NamedTuple):
     """What one set of messages to all lanes' distributions comes to.
 
