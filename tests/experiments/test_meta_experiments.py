@@ -20,11 +20,12 @@ from experiments import (
     mplp_sgd,
     mplp_sinusoid,
     outer_gradients,
+    outer_training,
 )
-from experiments.parts import meta_curves
+from experiments.parts import influence_balancing, meta_curves
 
 ALL = (mplp_batch_entropy, mplp_dynamics, mplp_from_random, mplp_maml, mplp_mnist, mplp_sgd, mplp_sinusoid)
-ALL = (*ALL, outer_gradients)
+ALL = (*ALL, outer_gradients, outer_training)
 
 
 @pytest.fixture
@@ -49,6 +50,31 @@ def test_outer_gradients(tmp_path):
     assert all(abs(row["bias"]) < 5 * row["bias_standard_error"] + 0.02 for row in rows)
 
 
+@pytest.mark.parametrize("method", ["reverse mode", "forward mode", "ES", "PES, K = 10", "ES-Single, K = 10"])
+def test_influence_balancing_has_the_closed_forms_derivative(method):
+    config = outer_training.Config(chains=400)
+    found = outer_training.bias(config, {"method": method, "sigma": 0.1}, 0)
+    assert abs(found["bias"]) <= 4 * found["bias_standard_error"] + 24e-6
+
+
+@pytest.mark.parametrize("steps", [1, 10])
+def test_short_truncations_of_influence_balancing_have_the_wrong_sign(steps):
+    config, method = outer_training.Config(chains=2), f"truncated, K = {steps}"
+    biased = outer_training.bias(config, {"method": method, "sigma": 0.1}, 0)["bias"] + 24
+    # From a fixed state every step adds theta to s_1 for the first ten: ds_1/dtheta after t steps is t.
+    expected = (influence_balancing.REACH * influence_balancing.START - 1) * (steps + 1) / 2
+    assert biased == pytest.approx(expected, rel=1e-4) and expected < 0
+
+
+def test_outer_training(tmp_path, promotion):
+    options = ("--rule", "reverse mode", "--balanced", "PES, K = 10", "--points", "2", "--pace", "0.1")
+    sizes = ("--length", "10", "--tasks", "2", "--judged", "2", "--chains", "4")
+    harness.main(outer_training, ["--out", str(tmp_path), *options, *sizes])
+    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+    assert [row["start"] for row in rows] == [*outer_training.STARTS, outer_training.BALANCE]
+    assert all(np.isfinite(row["loss"]) and row["seconds_a_step"] > 0 for row in rows)
+
+
 def test_the_rule_from_a_random_start_has_the_published_places_and_fitted_standardizers():
     task = mplp_from_random.task_of("sinusoid")
     dense = [f"{i}_dense/{part}" for i in (0, 2, 4) for part in ("bias", "weight")]
@@ -69,6 +95,10 @@ def test_the_rule_from_a_random_start_has_the_published_places_and_fitted_standa
 def test_bad_options_are_refused():
     with pytest.raises(ValueError, match="multiples of 5"):
         outer_gradients.Config(lengths=(7,))
+    with pytest.raises(ValueError, match="at least 2 seeds"):
+        outer_training.Config(seeds=1)
+    with pytest.raises(ValueError, match="methods are"):
+        outer_training.Config(rule=("BPTT",))
     with pytest.raises(ValueError, match="runs at least 2"):
         mplp_from_random.Config(runs=1)
     with pytest.raises(ValueError, match="at least 2"):

@@ -1,0 +1,414 @@
+"""Outer gradients that train: validation loss against seconds, through 200 inner steps and in influence balancing.
+
+    python -m experiments.outer_training                   # a part of the methods, under 90 seconds
+    python -m experiments.outer_training --preset paper
+
+*A rule.* A learned optimizer with 131 meta-parameters trains a 1-16-1 network on sinusoids for T = 200 steps. It sees
+each parameter's gradient, its momenta, the parameter and the time, and starts as gradient descent along g / (1 + |g|^2)
+^(1/2), a gradient whose norm is below 1. There are two starts: *tame*, with a learning rate that is about twenty times
+too small, and *chaotic*, with one about eight times too large, where the gradient of the unroll's loss has a norm of
+1e10. The loss of an unroll is the mean of the losses on the minibatches before each step; the validation loss is the
+mean over the same steps on the held-out points of tasks that are always the same.
+
+*Influence balancing* (`parts/influence_balancing.py`) is a linear recurrence of 23 numbers in which few steps say that
+theta moves the loss the wrong way, and whose derivative has a closed form. theta is one number.
+
+All methods have the same number of tasks in an outer step, of Adam's rates and of seeds; those that perturb also have
+the same number of deviations. What is shown is the best rate and deviation by the mean over seeds of the last
+validation loss. Each has a number of outer steps for which it needs about the same time, and the curves' seconds are
+steps times the measured processor time of a step without compilation. (One program makes a step of each rate and seed
+in turn; the seconds of a step are the median over stretches, divided by their number.)
+"""
+
+import dataclasses
+import functools
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.flatten_util import ravel_pytree
+from matplotlib.figure import Figure
+
+from apgrad import meta
+from experiments import harness
+from experiments.parts import influence_balancing, meta_curves
+
+NAME = "outer_training"
+PARTIAL = True
+DECAYS, HIDDEN = (0.5, 0.9, 0.98), 16
+STARTS = {"tame": 0.01, "chaotic": 1.5}  # learning rates
+BALANCE = "influence balancing"
+# Outer steps of a stretch: at eight tasks, all stretches of a bed take about the same time.
+RULE = {
+    "reverse mode": 3,
+    "truncated, K = 10": 50,
+    "total propagation": 2,
+    "ES": 10,
+    "truncated ES, K = 10": 100,
+    "PES, K = 10": 150,
+    "ES-Single, K = 10": 150,
+}
+BALANCED = {
+    "reverse mode": 100,
+    "forward mode": 100,
+    "truncated, K = 1": 100,
+    "truncated, K = 10": 100,
+    "truncated, K = 50": 100,
+    "total propagation": 10,
+    "ES": 100,
+    "truncated ES, K = 10": 100,
+    "PES, K = 1": 100,
+    "PES, K = 10": 100,
+    "ES-Single, K = 10": 100,
+}
+REFERENCE, CONSTANT = "constant rate", (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5)
+NO_DEVIATION = ("reverse mode", "forward mode", "truncated")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(harness.Config):
+    """Options of this experiment.
+
+    Attributes:
+      rule: methods that train the rule.
+      balanced: methods for influence balancing.
+      rates: Adam's.
+      deviations: of the perturbations: of meta-parameters (evolution strategies), of what the rule trains (total
+        propagation). Influence balancing has .1, as published.
+      seeds: how many trainings of each.
+      points: how often a training is judged.
+      pace: a stretch between two judgements has this many times the steps that the tables RULE and BALANCED say.
+      length: T, of the rule.
+      tasks: in an outer step; for total propagation, perturbed unrolls of one task.
+      judged: tasks to judge by.
+      chains: unrolls that the bias in influence balancing is measured with.
+    """
+
+    rule: tuple[str, ...] = ("reverse mode", "ES")
+    balanced: tuple[str, ...] = ("truncated, K = 10", "PES, K = 10")
+    rates: tuple[float, ...] = (0.01,)
+    deviations: tuple[float, ...] = (0.1,)
+    seeds: int = 2
+    points: int = 5
+    pace: float = 1.0
+    length: int = 200
+    tasks: int = 8
+    judged: int = 16
+    chains: int = 400
+
+    def __post_init__(self):
+        """Refuses methods without steps, and fewer seeds than a standard error needs."""
+        if bad := [m for m in self.rule if m not in RULE] + [m for m in self.balanced if m not in BALANCED]:
+            raise ValueError(f"methods are {list(RULE)} and {list(BALANCED)}, got {bad}")
+        if self.seeds < 2:
+            raise ValueError(f"a standard error needs at least 2 seeds, got {self.seeds}")
+
+
+PAPER = Config(
+    rule=tuple(RULE),
+    balanced=tuple(BALANCED),
+    rates=(0.003, 0.01, 0.03),
+    deviations=(0.02, 0.1),
+    seeds=3,
+    points=12,
+    judged=32,
+    chains=4000,
+)
+
+
+class Bed(NamedTuple):
+    """A problem to train on.
+
+    Attributes:
+      problem: the recurrence.
+      starts: by name, `key -> theta`.
+      judge: `theta -> scalar`, the validation loss.
+    """
+
+    problem: meta.Problem
+    starts: dict[str, Callable[[jax.Array], Any]]
+    judge: Callable[[Any], jax.Array]
+
+
+def learned_rule(loss: Callable[[Any, Any], jax.Array], length: int) -> meta.Learner:
+    """The learner whose theta is made by `new_rule`.
+
+    Args:
+      loss: `(params, batch) -> scalar`.
+      length: T, by which the time that the rule sees is divided.
+    """
+    decays = jnp.asarray(DECAYS)[:, None]
+
+    def init(theta, params, batch):
+        flat, _ = ravel_pytree(params)
+        return jnp.zeros((len(DECAYS), flat.size)), jnp.zeros(())
+
+    def step(theta, params, state, batch):
+        (momenta, t), (flat, unravel) = state, ravel_pytree(params)
+        gradient, _ = ravel_pytree(jax.grad(loss)(params, batch))
+        gradient = gradient * jax.lax.rsqrt(1 + jnp.sum(gradient**2))
+        momenta = decays * momenta + (1 - decays) * gradient
+        slopes = jnp.concatenate([gradient[None], momenta])
+        slopes = slopes * jax.lax.rsqrt(jnp.mean(slopes**2, axis=1, keepdims=True) + 1e-8)
+        seen = jnp.concatenate([slopes, flat[None], jnp.full((1, flat.size), t / length)])
+        hidden = jnp.tanh(theta["kernel_0"] @ seen + theta["bias_0"][:, None])
+        more, other = theta["kernel_1"] @ hidden + theta["bias_1"][:, None]
+        moved = flat - jnp.exp(theta["log_rate"]) * (jnp.exp(more) * gradient + other / 10)
+        return unravel(moved), (momenta, t + 1)
+
+    return meta.Learner(init, step)
+
+
+def new_rule(rate: float, key: jax.Array) -> dict[str, jax.Array]:
+    """Meta-parameters of gradient descent at a rate."""
+    features = len(DECAYS) + 3
+    return {
+        "kernel_0": jax.random.normal(key, (HIDDEN, features)) / features**0.5,
+        "bias_0": jnp.zeros(HIDDEN),
+        "kernel_1": jnp.zeros((2, HIDDEN)),
+        "bias_1": jnp.zeros(2),
+        "log_rate": jnp.log(jnp.asarray(rate, float)),
+    }
+
+
+def rule_bed(length: int, judged: int) -> Bed:
+    """A rule for T steps."""
+    task = meta.sinusoid(
+        sizes=(1, 16, 1), activation=jnp.tanh, amplitude=(1.0, 1.0), batch=16, held_out=32, deviation=None
+    )
+    learner = learned_rule(task.loss, length)
+    problem = meta.inner_problem(task, learner, length, hint=1.0, held_out=0.0, hint_before=True)
+    keys = jax.random.split(jax.random.key(1000), judged)
+    one = lambda theta, key: jnp.mean(meta.evaluate(task, learner, theta, key, length)[:-1])
+    starts = {name: functools.partial(new_rule, rate) for name, rate in STARTS.items()}
+    return Bed(problem, starts, lambda theta: jnp.mean(jax.vmap(one, (None, 0))(theta, keys)))
+
+
+def balance_bed() -> Bed:
+    """Influence balancing from the published start."""
+    judge = lambda theta: influence_balancing.steady_state(theta)[0]
+    return Bed(influence_balancing.problem(), {BALANCE: lambda key: jnp.asarray(influence_balancing.START)}, judge)
+
+
+def outer_gradient(problem: meta.Problem, method: str, sigma: float, tasks: int, *, stagger: bool = True):
+    """The mean over tasks, in the units of a whole unroll; and how many estimates in a row make an unroll."""
+    name, _, steps = method.partition(", K = ")
+    segment = int(steps or problem.length)
+    if name == "total propagation":
+        return finite(meta.perturbed(problem, sigma=sigma, unrolls=tasks), 1), 1
+    one = {
+        "reverse mode": lambda: meta.reverse_mode(problem),
+        "forward mode": lambda: meta.forward_mode(problem),
+        "truncated": lambda: meta.truncated(problem, segment, stagger=stagger),
+        "ES": lambda: meta.evolution(problem, sigma=sigma),
+        "truncated ES": lambda: meta.truncated_evolution(problem, segment, sigma=sigma, stagger=stagger),
+        "PES": lambda: meta.persistent_evolution(problem, segment, sigma=sigma, stagger=stagger),
+        "ES-Single": lambda: meta.single_evolution(problem, segment, sigma=sigma, stagger=stagger),
+    }[name]()
+    count = problem.length // segment
+    return meta.batched(finite(one, count), tasks), count
+
+
+def finite(outer: meta.OuterGradient, times: int) -> meta.OuterGradient:
+    """The gradient of each task times a number; a gradient that is not finite counts as zero."""
+
+    def estimate(theta, key, carry):
+        loss, gradient, carry = outer.estimate(theta, key, carry)
+        fine = jnp.isfinite(loss) & jnp.isfinite(optax.tree.norm(gradient))
+        kept = lambda x: jnp.where(fine, times * x, jnp.zeros_like(x))
+        return kept(loss), jax.tree.map(kept, gradient), carry
+
+    return meta.OuterGradient(outer.init, estimate)
+
+
+def many(outer: meta.OuterGradient, seed: jax.Array) -> meta.OuterGradient:
+    """Many trainings in one program, in turn: theta has a leading axis; the same seed has the same random numbers.
+
+    Args:
+      outer: of one training.
+      seed: (trainings,) integers.
+    """
+    keys = lambda key: jax.vmap(lambda i: jax.random.fold_in(key, i))(seed)
+
+    def estimate(theta, key, carry):
+        one = lambda x: outer.estimate(*x)
+        losses, gradients, carry = jax.lax.map(one, (theta, keys(key), carry))
+        return jnp.mean(losses), gradients, carry
+
+    return meta.OuterGradient(lambda theta, key: jax.vmap(outer.init)(theta, keys(key)), estimate)
+
+
+def optimizer_of(rate: Any) -> optax.GradientTransformation:
+    """Gradients clipped to a norm of 1, then Adam."""
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.adam(rate))
+
+
+def optimizers(rates: jax.Array) -> optax.GradientTransformation:
+    """An optimizer for each of many trainings."""
+
+    def update(gradients, state, params=None):
+        return jax.vmap(lambda rate, g, s: optimizer_of(rate).update(g, s))(rates, gradients, state)
+
+    return optax.GradientTransformation(jax.vmap(optimizer_of(0.0).init), update)
+
+
+def cells(config: Config) -> list[harness.Cell]:
+    """A cell trains all starts, rates and seeds of a method."""
+    grid: list[harness.Cell] = [{"bed": "rule", "method": REFERENCE}] if config.rule else []
+    grid += [{"bed": BALANCE, "method": method, "sigma": 0.1} for method in config.balanced]
+    for i, sigma in enumerate(config.deviations):  # a run that is cut short has every method
+        exact = [m for m in config.rule if m.startswith(NO_DEVIATION) and i == 0]
+        grid += [{"bed": "rule", "method": method, "sigma": 0.0} for method in exact]
+        perturbed = [m for m in config.rule if not m.startswith(NO_DEVIATION)]
+        grid += [{"bed": "rule", "method": method, "sigma": sigma} for method in perturbed]
+    return grid
+
+
+def stretch(config: Config, cell: harness.Cell) -> int:
+    """Outer steps between two judgements."""
+    return max(1, round(config.pace * (BALANCED if cell["bed"] == BALANCE else RULE)[cell["method"]]))
+
+
+def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
+    """The curves of all starts, rates and seeds, the seconds of an outer step, and the bias where it is known."""
+    bed = balance_bed() if cell["bed"] == BALANCE else rule_bed(config.length, config.judged)
+    if cell["method"] == REFERENCE:
+        losses = jax.jit(lambda rates: jax.lax.map(lambda r: bed.judge(new_rule(r, jax.random.key(0))), rates))
+        return {"rates": CONSTANT, "losses": losses(jnp.asarray(CONSTANT)).tolist()}
+    steps = stretch(config, cell)
+    outer, _ = outer_gradient(bed.problem, cell["method"], cell["sigma"], config.tasks)
+    lanes = list(itertools.product(bed.starts, config.rates, range(config.seeds)))
+    theta = [bed.starts[start](jax.random.key(s)) for start, _, s in lanes]
+    theta = jax.tree.map(lambda *xs: jnp.stack(xs), *theta)
+    which, rates = jnp.asarray([s for *_, s in lanes]), jnp.asarray([rate for _, rate, _ in lanes])
+    judge = jax.jit(lambda theta: jax.lax.map(bed.judge, theta))
+    mark = time.process_time()
+
+    def judgement(theta):  # the mean, all losses, and the seconds since the last judgement
+        nonlocal mark
+        jax.block_until_ready(theta)
+        taken = time.process_time() - mark
+        losses = np.asarray(judge(theta), np.float64)
+        mark = time.process_time()
+        return np.concatenate([[np.mean(losses)], losses, [taken]])
+
+    found = meta_curves.judged_training(
+        many(outer, which),
+        optimizers(rates),
+        theta,
+        seed,
+        config.points * steps,
+        config.points,
+        judgement,
+        harness.checkpoint(NAME, config, cell),
+    )
+    curves = found.judgements[:, 1:-1].T.reshape(len(bed.starts), len(config.rates), config.seeds, -1)
+    result: dict[str, Any] = {
+        "curves": {start: c.tolist() for start, c in zip(bed.starts, curves, strict=True)},
+        # The stretch that compiles is no median's.
+        "seconds a step": float(np.median(found.judgements[1:, -1])) / steps / len(lanes),
+    }
+    if cell["bed"] == BALANCE:
+        result |= bias(config, cell, seed)
+    return result
+
+
+def bias(config: Config, cell: harness.Cell, seed: int) -> dict[str, float]:
+    """The mean over unrolls of an estimate in influence balancing at the start, less the closed form's."""
+    bed = balance_bed()
+    outer, count = outer_gradient(bed.problem, cell["method"], cell["sigma"], 2, stagger=False)
+    theta = bed.starts[BALANCE](jax.random.key(0))
+
+    def one(key):  # the estimates of an unroll from its start add up to its gradient
+        def estimate(carry, key):
+            _, gradient, carry = outer.estimate(theta, key, carry)
+            return carry, gradient
+
+        begin, key = jax.random.split(key)
+        return jnp.mean(jax.lax.scan(estimate, outer.init(theta, begin), jax.random.split(key, count))[1])
+
+    values = np.asarray(jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(seed), config.chains)), np.float64)
+    error = float(values.std(ddof=1) / len(values) ** 0.5)
+    return {"bias": float(values.mean() - influence_balancing.steady_state(theta)[1]), "bias_standard_error": error}
+
+
+def trainings(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]], start: str) -> list[dict[str, Any]]:
+    """All trainings from a start: a method at a deviation and a rate, with the curves of its seeds."""
+    found = []
+    for cell, result in records:
+        curves = np.array(result.get("curves", {}).get(start, []), float)
+        for rate, seeds in zip(config.rates, curves, strict=False):
+            steps = stretch(config, cell) * np.arange(seeds.shape[1])
+            row = {
+                "start": start,
+                "method": cell["method"],
+                "sigma": cell["sigma"],
+                "rate": rate,
+                "steps": int(steps[-1]),
+            }
+            row |= {"seconds_a_step": result["seconds a step"]}
+            found.append({"row": row, "curves": seeds, "seconds": steps * result["seconds a step"], "result": result})
+    return found
+
+
+def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
+    """The losses after the same seconds, and the seconds to a threshold, of each method's best rate and deviation."""
+    level = {BALANCE: float(influence_balancing.steady_state(influence_balancing.START)[0]) / 100}
+    level |= {start: min(r["losses"]) for c, r in records if c["method"] == REFERENCE for start in STARTS}
+    rows, figures, lines, best = [], {}, [], []
+    for start in (s for s in (*STARTS, BALANCE) if trainings(config, records, s)):
+        found, goal = trainings(config, records, start), level.get(start, np.nan)
+        budget = min(t["seconds"][-1] for t in found)
+        for t in found:
+            ends = np.array([np.interp(budget, t["seconds"], curve) for curve in t["curves"]])
+            reached = np.flatnonzero(t["curves"].mean(axis=0) <= goal)
+            t["row"] |= {"loss": float(ends.mean()), "standard_error": float(ends.std(ddof=1) / len(ends) ** 0.5)}
+            t["row"] |= {"seconds_to_threshold": float(t["seconds"][reached[0]]) if len(reached) else None}
+            t["row"] |= {name: t["result"].get(name) for name in ("bias", "bias_standard_error")}
+        begin = float(np.mean(found[0]["curves"][:, 0]))
+        figures[start] = {"seconds": float(budget), "threshold": goal, "loss at the start": begin}
+        lines.append(f"{start}: loss ({begin:.3g} at first) after {budget:.2g} s, seconds to {goal:.3g}, bias")
+        for method in dict.fromkeys(t["row"]["method"] for t in found):
+            some = [t for t in found if t["row"]["method"] == method]
+            best.append(min(some, key=lambda t: np.nan_to_num(t["row"]["loss"], nan=np.inf)))
+            rows.append(row := best[-1]["row"])
+            when = "never" if row["seconds_to_threshold"] is None else f"{row['seconds_to_threshold']:.3g} s"
+            off = "" if row["bias"] is None else f"{row['bias']:+.3g} ± {row['bias_standard_error']:.2g}"
+            lines.append(f"  {method:<22}{row['loss']:11.4g} ± {row['standard_error']:<9.2g}{when:<10}{off}")
+    return harness.Report(figures, rows, "\n".join(lines), _figure(best, level, rows))
+
+
+def _figure(best, level, rows):
+    figure = Figure(figsize=(11, 8), layout="constrained")
+    *axes, ax = figure.subplots(2, 2).flat
+    colors = {name: f"C{i}" for i, name in enumerate(RULE)}
+    colors |= {"forward mode": "C7", "truncated, K = 1": "C8", "truncated, K = 50": "C9", "PES, K = 1": "k"}
+    for start, panel in zip((*STARTS, BALANCE), axes, strict=True):
+        for t in (t for t in best if t["row"]["start"] == start):
+            color = colors[t["row"]["method"]]
+            panel.plot(t["seconds"], np.median(t["curves"], axis=0), label=t["row"]["method"], color=color)
+            panel.plot(t["seconds"], t["curves"].T, alpha=0.3, linewidth=0.6, color=color)
+        if start in level:
+            panel.axhline(level[start], color="k", linestyle=":", linewidth=0.8, label="threshold")
+        limits = (0.02, 10.0) if start in STARTS else (1e-6, 1e3)
+        panel.set(xlabel="seconds", ylabel="validation loss", yscale="log", ylim=limits, title=start)
+        panel.legend(fontsize=7)
+    shown = [row for row in rows if row["start"] == BALANCE]
+    for i, row in enumerate(shown):
+        ax.errorbar(row["bias"], i, xerr=2 * row["bias_standard_error"], fmt="o", color=colors[row["method"]])
+    ax.axvline(0.0, color="k", linewidth=0.8)
+    wrong = -float(influence_balancing.steady_state(influence_balancing.START)[1])
+    ax.axvline(wrong, color="k", linestyle=":", linewidth=0.8)
+    ax.set_yticks(range(len(shown)), [row["method"] for row in shown], fontsize=7)
+    ax.set(xlabel="bias of the gradient ± 2 s.e.; left of the dots the sign is wrong", title=BALANCE)
+    ax.invert_yaxis()
+    return figure
+
+
+if __name__ == "__main__":
+    harness.main()
