@@ -140,6 +140,17 @@ def _flat_phase(results: Results) -> tuple[str, bool]:
     return words, results[arms[1]]["seeds_started"] > results[arms[0]]["seeds_started"]
 
 
+def _influence_balancing(results: Results) -> tuple[str, bool]:
+    rows = {r["method"]: r for r in results["rows"] if r["start"] == "influence balancing"}
+    begun, biased, unbiased = results["influence balancing"], rows["truncated, K = 1"], rows["PES, K = 1"]
+    words = (
+        f"loss {begun['loss at the start']:.2g} at first, {biased['loss']:.2g} by truncated reverse mode, "
+        f"{unbiased['loss']:.2g} by PES; PES's bias {figure(Value(unbiased['bias'], unbiased['bias_standard_error']))}"
+    )
+    holds = biased["loss"] > begun["loss at the start"] > begun["threshold"] > unbiased["loss"]
+    return words, holds and abs(unbiased["bias"]) < 4 * unbiased["bias_standard_error"]
+
+
 def _dynamics(results: Results) -> tuple[str, bool]:
     losses = {k: v for k, v in results.items() if k.startswith("k = ")}
     best = min(losses, key=lambda k: losses[k])
@@ -169,6 +180,7 @@ def _accuracy(steps: int) -> Callable[[Results], Value]:
 
 
 NOTES = {
+    "Persistent evolution strategies": "Eight pairs and Adam, where the published code has 500 pairs and plain SGD.",
     "JPC: predictive coding": "JPC's notebook is one run. Its error here is the standard deviation over our seeds.",
     "Proppo and PIPPS: total propagation": "The published code was run 60 times at each point, which is where its "
     "standard errors come from.",
@@ -396,6 +408,15 @@ CLAIMS = {
             "tracing_scaling-paper",
             Value(1.0),
             lambda r: Value(r["batch max-product"]["exponent"], r["batch max-product"]["exponent_standard_error"]),
+        ),
+    ],
+    "Persistent evolution strategies": [
+        Claim(
+            "influence balancing",
+            "truncations of one step",
+            "outer_training-paper",
+            "reverse mode diverges, PES is unbiased and converges",
+            _influence_balancing,
         ),
     ],
     "JPC: predictive coding": [
