@@ -67,7 +67,7 @@ BALANCED = {
     "total propagation": 1,
 }
 REFERENCE, CONSTANT = "constant rate", (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5)
-NO_DEVIATION = ("reverse mode", "forward mode", "truncated")
+NO_DEVIATION = ("reverse mode", "forward mode", "truncated,")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -66,6 +66,11 @@ def test_short_truncations_of_influence_balancing_have_the_wrong_sign(steps):
     assert biased == pytest.approx(expected, rel=1e-4) and expected < 0
 
 
+def test_all_but_reverse_mode_has_deviations():
+    without = {c["method"] for c in outer_training.cells(outer_training.PAPER) if c.get("sigma") == 0.0}
+    assert without == {"reverse mode", "truncated, K = 10"}
+
+
 def test_outer_training(tmp_path, promotion):
     options = ("--rule", "reverse mode", "--balanced", "PES, K = 10", "--points", "2", "--pace", "0.1")
     sizes = ("--length", "10", "--tasks", "2", "--judged", "2", "--chains", "4")
