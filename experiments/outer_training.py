@@ -3,21 +3,25 @@
     python -m experiments.outer_training                   # a part of the methods, under 90 seconds
     python -m experiments.outer_training --preset paper
 
-*A rule.* A learned optimizer with 131 meta-parameters trains a 1-16-1 network on sinusoids for T = 200 steps. It sees
-each parameter's gradient, its momenta, the parameter and the time, and starts as gradient descent along g / (1 + |g|^2)
-^(1/2), a gradient whose norm is below 1. There are two starts: *tame*, with a learning rate that is about twenty times
-too small, and *chaotic*, with one about eight times too large, where the gradient of the unroll's loss has a norm of
-1e10. The loss of an unroll is the mean of the losses on the minibatches before each step; the validation loss is the
-mean over the same steps on the held-out points of tasks that are always the same.
+*A rule.* A learned optimizer with 147 meta-parameters trains a 1-16-1 network on sinusoids for T = 200 steps. It sees
+each parameter's gradient g, its momenta, the parameter and the time, and starts as gradient descent along g / (1 +
+|g|^2)^(1/2). There are two starts: *tame*, with a learning rate twenty times too small, and *chaotic*, with one that is
+eight times too large. The loss of an unroll is the mean loss on the minibatches before each step; the validation loss
+is the mean over the same steps on the held-out points of tasks that are always the same.
 
-*Influence balancing* (`parts/influence_balancing.py`) is a linear recurrence of 23 numbers in which few steps say that
-theta moves the loss the wrong way, and whose derivative has a closed form. theta is one number.
+*Influence balancing* (`parts/influence_balancing.py`) is a linear recurrence in which few steps say that theta, one
+number, moves the loss the wrong way, and whose derivative has a closed form.
 
-All methods have the same number of tasks in an outer step, of Adam's rates and of seeds; those that perturb also have
-the same number of deviations. What is shown is the best rate and deviation by the mean over seeds of the last
-validation loss. Each has a number of outer steps for which it needs about the same time, and the curves' seconds are
-steps times the measured processor time of a step without compilation. (One program makes a step of each rate and seed
-in turn; the seconds of a step are the median over stretches, divided by their number.)
+All methods have the same tasks in an outer step, rates of Adam and seeds; those that perturb have the same deviations.
+Shown is the best rate and deviation by the mean over seeds, on the tasks that also judge. Seconds are steps times the
+processor time of a step without compilation: the median over stretches, divided by the trainings that a program makes.
+
+*What was found* (15 of 24 cells so far: of the rule, three methods at their first deviation). The rule is trained best by
+short segments, differentiated: truncated reverse mode has .038 and .036 after .77 s from the tame and the chaotic start,
+PES .039 and .044, and reverse mode, whose step takes 23 times as long, .051 and 1.7: from the chaotic start it never
+gets below where it began. The best constant rate has .068. In influence balancing it is the other way round: up to
+K = 50 truncation has the wrong sign and diverges, reverse and forward mode are exact and fastest, then ES-Single, ES and
+PES in seconds to 1 % of the first loss; total propagation, slowest, has a bias of -.053 ± .004 of 24.
 """
 
 import dataclasses

@@ -329,7 +329,7 @@ TABLES = [
     Table(
         "Outer gradients that train",
         "outer_training-paper",
-        "A learned optimizer of 131 meta-parameters, trained through 200 inner steps from a learning rate that is too "
+        "A learned optimizer of 147 meta-parameters, trained through 200 inner steps from a learning rate that is too "
         "small (tame) or too large (chaotic), and influence balancing: loss after the same seconds of one core, three "
         "seeds, of each method's best rate and deviation. The threshold of the rule is gradient descent at its best "
         "constant rate, that of influence balancing 1 % of the loss at the start.",
