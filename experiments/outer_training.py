@@ -18,10 +18,10 @@ processor time of a step without compilation: the median over stretches, divided
 
 *What was found* (15 of 24 cells: three of seven methods for the rule, PES at one deviation). After .77 s truncated
 reverse mode has .038 ± .003 from the tame and .036 ± .001 from the chaotic start, PES .039 ± .001 and .044 ± .003, the
-best constant rate .068. Reverse mode, whose step takes 23 times as long as truncated, has .051 ± .003 and 1.7 ± .5: from
-the chaotic start it stays, on average, above where it began. So here short segments win from both starts, and their
-bias does no visible harm. In influence balancing truncations up to K = 50 have the wrong sign and diverge; to 1 % of the
-first loss reverse mode is first, then ES-Single, forward mode, ES and PES, and total propagation is last.
+best constant rate .068. Reverse mode, whose step takes 23 times as long, has .051 ± .003 and 1.7 ± .5: from the chaotic
+start it stays, on average, above where it began. So short segments win from both starts here, and their bias does no
+visible harm. In influence balancing truncations up to K = 50 have the wrong sign and diverge; to 1 % of the first loss
+reverse mode is first, then ES-Single, forward mode, ES and PES, and total propagation is last.
 """
 
 import dataclasses
