@@ -236,17 +236,17 @@ CLAIMS = {
         ),
         Claim(
             "Fig. 2",
-            "the same, the published rule trained here from its random start, part of the outer steps",
-            "mplp_from_random-sinusoid",
+            "the same, the published rule trained here from its random start",
+            "mplp_from_random-paper",
             Value(0.0013),
             _named("sinusoid, trained here"),
         ),
         Claim(
             "Fig. 2",
-            "the same, the rule that comes with apgrad (50 runs)",
+            "the same, the rule that comes with apgrad (20 runs)",
             "mplp_sinusoid-small",
             Value(0.0013),
-            _named("MPLP"),
+            _named("apgrad's rule"),
             same=True,
         ),
         Claim(
