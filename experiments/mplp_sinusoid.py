@@ -148,7 +148,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     if not curves:
         raise SystemExit("optimizers are tuned, but no rule is trained")
     figure: Figure = meta_curves.curve_figure(
-        curves, config.steps, f"half squared error after {STEPS} steps; {config.seeds} seeds", constants
+        curves, config.steps, f"half squared error after {STEPS} steps, {config.seeds} seed(s)", constants
     )
     return harness.Report(figures, rows, "\n".join(lines), figure)
 

@@ -1,5 +1,6 @@
 """What the meta-training experiments share: training a rule and keeping its curve."""
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -186,8 +187,8 @@ def curve_figure(
             at = np.linspace(steps / values.shape[1], steps, values.shape[1])
             (line,) = ax.plot(at, np.median(values, axis=0), label=label)
             ax.plot(at, values.T, color=line.get_color(), alpha=0.25, linewidth=0.7)
-        for label, value in (constants or {}).items():
-            ax.axhline(value, color="k", linewidth=0.8, linestyle="--" if label.endswith("Adam") else ":", label=label)
+        for style, (label, value) in zip(itertools.cycle(("--", ":", "-.", (0, (1, 4)))), (constants or {}).items()):
+            ax.axhline(value, color="k", linewidth=0.8, linestyle=style, label=label)
         ax.set(xlabel="outer step", ylabel="loss", yscale="log", title=panel)
         ax.legend(fontsize=7)
     figure.suptitle(title)
