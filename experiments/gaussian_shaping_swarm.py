@@ -81,9 +81,9 @@ PAPER = Config(
     swarms=("tight", "broad", "bounded force"),
     widths=(linear_swarm.QUADRATIC, 1.0, 0.3, 0.1),
     horizons=(25, 10, 50),
-    lanes=(1000, 20, 100, 10_000),
-    estimates=100,
-    reference=400,
+    lanes=(1000, 20, 100, 4000),
+    estimates=60,
+    reference=200,
 )
 
 
