@@ -81,7 +81,7 @@ PAPER = Config(
     swarms=("tight", "broad", "bounded force"),
     widths=(linear_swarm.QUADRATIC, 1.0, 0.3, 0.1),
     horizons=(25, 10, 50),
-    lanes=(1000, 20, 100, 4000),
+    lanes=(1000, 20, 100),
     estimates=60,
     reference=200,
 )
