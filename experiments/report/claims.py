@@ -160,6 +160,19 @@ def _shaping(results: Results) -> tuple[str, bool]:
     return f"{min(ratios):.2g} to {max(ratios):.2g} times the variance without it", min(ratios) > 0.5
 
 
+def _largest_gain(method: str, baseline: str) -> Callable[[Results], tuple[str, bool]]:
+    """Whether the gain of shaping is 100 somewhere in the swarms, beyond the interval."""
+
+    def read(results):
+        least, most = (results[f"{which} gain of {method} over {baseline}"] for which in ("smallest", "largest"))
+        low, high = most["interval"]
+        setting = most["where"].split(f"over {baseline}, ")[1]
+        words = f"{least['value']:.2g} to {most['value']:.2g} ({low:.2g} to {high:.2g}; {setting})"
+        return f"squared error over that of {method}: {words}", low >= 100
+
+    return read
+
+
 def _accuracy(steps: int) -> Callable[[Results], Value]:
     def read(results):
         row = next(r for r in results["rows"] if (r["method"], r["steps"]) == ("predictive coding", steps))
@@ -224,6 +237,21 @@ CLAIMS = {
             "gaussian_shaping-paper",
             "no clear gain",
             _shaping,
+        ),
+        *(
+            Claim(
+                "Proppo, 4 and App. C.3",
+                f"swarms with a cost at each step: {what}",
+                "gaussian_shaping_swarm-paper",
+                "multiple orders of magnitude",
+                _largest_gain(method, baseline),
+            )
+            for what, method, baseline in (
+                ("Gaussian shaping of likelihood ratio without baseline", "GS-LR", "LR, no baseline"),
+                ("of likelihood ratio with the leave-one-out baseline", "GS-LR", "LR"),
+                ("of total propagation", "GS-TP", "TP"),
+                ("shaped total propagation beside likelihood ratio with baseline", "GS-TP", "LR"),
+            )
         ),
     ],
     "MPLP": [
