@@ -12,12 +12,22 @@ with a cost at each step, quadratic or PIPPS's saturating cost of several widths
 * "tight": particles start within .1 of each other; noise of .1 a step.
 * "broad": particles start within 1 of each other; noise of .02 a step. This is much information on the parameters in
   each step, so the likelihood ratio (LR) is noisy, and a narrow target is hit by few.
-* "bounded force": broad, with a force that saturates, so that states are near Gaussian and no more.
+* "bounded force": broad, with a force that saturates, so that states are only roughly Gaussian: after 25 steps the
+  kurtosis of the positions is 1.5 to 2 above that of a Gaussian.
 
 The gradient is known exactly, or to a standard error for the bounded force. What is compared is the root-mean-square
 error about it, bias included: sqrt(mean |estimate - exact|^2), over the length of the gradient. A gain is a ratio of
 mean squared errors. LR is shown with the leave-one-out baseline and without any; shaped costs have mean zero and need
 none. Ranges are 95 % bootstrap intervals.
+
+Found (paper preset), where states are Gaussian: shaped LR has up to 9,000 times less squared error than LR without a
+baseline, and between .4 and 3 times that of LR with the leave-one-out baseline, which does what shaping does. What pays
+is the fit in the pathwise message: shaped total propagation has up to 7 times less squared error than total propagation
+(broad swarm, narrow cost), as the derivative of a narrow cost is noisy at the particles and less so under the fit. It
+is up to 6,000 times better than LR, and of that total propagation alone has the most. With a quadratic cost nothing is
+gained. So "orders of magnitude" are there against LR alone, not against the best of what is unshaped. Resampling (GR)
+is worse than reparameterization but for narrow costs of the broad swarm. Where states are only roughly Gaussian,
+shaping and resampling are wrong for saturating costs: biases of 70 to 96 % of the gradient.
 """
 
 import dataclasses
@@ -151,12 +161,18 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
                 ),
             }
     largest = {}
+    places = list(dict.fromkeys(place for place, _ in squares))
+    gaussian = [place for place in places if not linear_swarm.SWARMS[place[0]].bend]
     for method, baseline in GAINS:
-        names = [_name(place, method, baseline) for place in dict.fromkeys(place for place, _ in squares)]
+        names = [_name(place, method, baseline) for place in gaussian or places]
         for label, choose in (("largest", max), ("smallest", min)):
             name = choose(names, key=lambda n: figures[n]["value"])
             largest[f"{label} gain of {method} over {baseline}"] = {"where": name, **figures[name]}
-    return harness.Report(largest | figures, rows, _table(rows, largest), _picture(config, rows, figures))
+    biases = {}
+    for row in rows:
+        name = f"largest relative bias of {row['method']}, {row['swarm']}"
+        biases[name] = max(biases.get(name, 0.0), row["bias"] if row["bias"] > row["bias_limit"] else 0.0)
+    return harness.Report(biases | largest | figures, rows, _table(rows, largest), _picture(config, rows, figures))
 
 
 def _place(cell):

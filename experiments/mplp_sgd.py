@@ -1,7 +1,7 @@
 """What a rule learns with messages of one number: its functions beside gradient descent's (thesis, 5.1, Figs 3 to 7,
 12, 13).
 
-    python -m experiments.mplp_sgd                   # 400 outer steps of T=20: only g_loss has its shape
+    python -m experiments.mplp_sgd                   # 1-20-1, 200 outer steps of T=20: only g_loss has its shape
     python -m experiments.mplp_sgd --preset paper    # T=200, K=10, 300,000 outer steps: many hours of one core
 
 A random rule without batch norm and without a learned step size learns to learn sin(x + p). Along the training it is
