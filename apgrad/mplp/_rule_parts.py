@@ -170,6 +170,38 @@ def beside(exact: jax.Array, learned: jax.Array) -> jax.Array:
     return jnp.concatenate([learned[..., :1] + exact[..., None], learned[..., 1:]], axis=-1)
 
 
+def in_chunks(network: Any, parts: Parts, carry: Any, chunk: int) -> Any:
+    """Runs a network on some rows at a time, and remembers only its inputs for a meta-gradient.
+
+    The hidden layers of all synapses at once do not fit into a core's cache, and what they would leave for a
+    meta-gradient takes longer to write and read than to compute again.
+
+    Args:
+      network: `network(parts, carry)`, a function of the last axes alone.
+      parts: the parts; a part that has no rows has fewer axes, or one of size 1 in their place.
+      carry: a pytree of arrays with rows as their first axis; () for none.
+      chunk: how many synapses at a time, if a row has fewer.
+
+    Returns:
+      What the network returns for all rows.
+    """
+    shape = jnp.broadcast_shapes(*[part.shape[:-1] for part in parts])
+    # A part with fewer axes (the parameter of a bias) has no rows: its axes are the last ones of the others.
+    parts = [part.reshape(*[1] * (len(shape) + 1 - part.ndim), *part.shape) for part in parts]
+    rows = max(1, chunk // math.prod(shape[1:]))
+    if rows >= shape[0]:
+        return jax.checkpoint(network)(parts, carry)
+    moving = [part.shape[0] != 1 for part in parts]
+
+    @jax.checkpoint
+    def row(arguments):
+        own, carry = arguments
+        own = iter(own)
+        return network([next(own) if m else part[0] for part, m in zip(parts, moving, strict=True)], carry)
+
+    return jax.lax.map(row, ([p for p, m in zip(parts, moving, strict=True) if m], carry), batch_size=rows)
+
+
 Known = tuple[tuple[str, tuple[str, tuple[str, ...], bool]], ...]
 """Names and forms of the places that a rule was made for."""
 

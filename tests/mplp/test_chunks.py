@@ -1,4 +1,4 @@
-"""A per-synapse rule runs its networks on some rows at a time: how many makes no difference to what comes out."""
+"""Rules run their networks on some rows at a time: how many makes no difference to what comes out."""
 
 from typing import Any
 
@@ -10,6 +10,7 @@ from flax import nnx
 
 from apgrad import mplp
 from apgrad.mplp.rules import _per_synapse as per_synapse
+from apgrad.mplp.rules import _thesis as thesis
 from tests.mplp.graphs import jit
 
 # Each node with parameters, between a signal and a loss: (batch, positions, features) to the same.
@@ -73,3 +74,25 @@ def test_more_elements_than_a_chunk(node, sizes, monkeypatch):
     """The sizes at which the rule itself begins to chunk."""
     assert sizes[0] * sizes[1] * sizes[2] > per_synapse.CHUNK
     compare(node, sizes, [per_synapse.CHUNK], monkeypatch, cell="mlp")
+
+
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_chunks_of_the_thesis_rule_are_the_whole(batch_norm, monkeypatch):
+    """Updates and the meta-gradient; batch norm stands over all rows, whatever the chunk is."""
+    network, params, batch = case("dense with a bias", 4, 3, 5)
+    rule = mplp.Thesis(
+        mplp.sites(network, params, batch), message_size=2, hidden=6, batch_norm=batch_norm, rngs=nnx.Rngs(0)
+    )
+
+    def outer(rule):
+        updates = mplp.backward(rule, network, params, mplp.init_state(rule, network, params, batch), batch)[0]
+        return sum(jnp.sum(jnp.sin(100 * u)) for u in jax.tree.leaves(updates)), updates
+
+    results = []
+    for chunk in (10**9, 1, 6 * 2 * 5 * 5):  # all rows, one, two of 5 x 5 synapses with 6 hidden units
+        monkeypatch.setattr(thesis, "CHUNK", chunk)
+        results.append(jit(lambda rule: nnx.grad(outer, has_aux=True)(rule))(rule))
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)
+    for found in results[1:]:
+        jax.tree.map(close, found, results[0])
+    assert any(jnp.any(g != 0) for g in jax.tree.leaves(results[0][0]))

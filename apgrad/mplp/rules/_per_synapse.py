@@ -23,7 +23,6 @@ If the rule starts *as gradient descent*, the update is `-lr mean_b x m_0` and c
 
 import copy
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -38,6 +37,7 @@ from apgrad.mplp._rule_parts import (
     Fixed,
     Gru,
     Mlp,
+    in_chunks,
     known_forms,
     require_form,
     require_one_of,
@@ -207,25 +207,6 @@ class PerSynapse(nnx.Module):
         return _key(site.name, site.kind, part, shared)
 
 
-def _in_chunks(cell: Any, parts: list[jax.Array], carry: Any) -> Any:
-    """Runs the cell on some rows (the first axis) at a time, and remembers only its inputs for a meta-gradient."""
-    shape = jnp.broadcast_shapes(*[part.shape[:-1] for part in parts])
-    # A part with fewer axes (the parameter of a bias) has no rows: its axes are the last ones of the others.
-    parts = [part.reshape(*[1] * (len(shape) + 1 - part.ndim), *part.shape) for part in parts]
-    chunk = max(1, CHUNK // math.prod(shape[1:]))
-    if chunk >= shape[0]:
-        return jax.checkpoint(cell)(parts, carry)
-    moving = [part.shape[0] != 1 for part in parts]
-
-    @jax.checkpoint
-    def row(arguments):
-        own, carry = arguments
-        own = iter(own)
-        return cell([next(own) if m else part[0] for part, m in zip(parts, moving, strict=True)], carry)
-
-    return jax.lax.map(row, ([p for p, m in zip(parts, moving, strict=True) if m], carry), batch_size=chunk)
-
-
 def _key(name: str, kind: str, part: str, shared: bool) -> str:
     return f"{kind if shared else name}/{part}"
 
@@ -314,12 +295,14 @@ class _PerSynapseAt:
         cell, standardizer, scale, mean, _ = self.parts[part]
         state, centre = state[part], 0.0
         if not self.record:
-            update, message, carry = _in_chunks(cell, standardizer(inputs), state["carry"])
+            update, message, carry = in_chunks(cell, standardizer(inputs), state["carry"], CHUNK)
             new = {"carry": carry}
             centre = 0.0 if mean is None else jax.lax.stop_gradient(mean[...])
         else:
             shift, factor = standardization.statistics(inputs)
-            update, message, carry = _in_chunks(cell, standardization.apply(inputs, shift, factor), state["carry"])
+            update, message, carry = in_chunks(
+                cell, standardization.apply(inputs, shift, factor), state["carry"], CHUNK
+            )
             centre = jnp.zeros(()) if update is None else jnp.mean(update)
             new = {"carry": carry, "shift": shift, "scale": factor, "mean": centre}
         return None if update is None or scale is None else (update - centre) * scale[...], message, new
