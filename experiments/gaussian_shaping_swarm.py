@@ -114,10 +114,9 @@ def sizes(config: Config, swarm: str) -> list[tuple[int, int]]:
 def cells(config: Config) -> list[harness.Cell]:
     """The references first, then the methods, with what is compiled once side by side."""
     horizons = {s: sorted({h for h, _ in sizes(config, s)}) for s in config.swarms}
-    exact = [
+    exact: list[harness.Cell] = [
         {"method": "exact", "swarm": s, "width": w, "H": h}
-        for s in config.swarms
-        for w in config.widths
+        for s, w in itertools.product(config.swarms, config.widths)
         for h in horizons[s]
     ]
     compiled = sorted({size for s in config.swarms for size in sizes(config, s)})
