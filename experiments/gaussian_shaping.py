@@ -17,6 +17,7 @@ without the noise of the mean, (mean - exact)^2 - variance / K, and may come out
 Found (paper preset): shaping gains nothing here, its variances are those of the unshaped estimators, or up to twice
 them. Resampling has a variance of 3e-5 at beta = 2.5, H = 50, about a mean of .018 where -.221 is right; just
 below its own edge of chaos, at beta = 2.25 and 2.4, it explodes.
+`experiments.gaussian_shaping_swarm` has several paths and near-Gaussian states.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Batch-entropy regularisation against the flat phase of meta-training (thesis, section 5.3, Figs 9 to 11).
 
-    python -m experiments.mplp_batch_entropy                                   # digits, 64-32-20-10, one seed
+    python -m experiments.mplp_batch_entropy                                   # digits, 64-16-10, one seed
     APGRAD_DATA=... python -m experiments.mplp_batch_entropy --preset paper    # MNIST, 784-32-20-10: days a cell
 
 A rule on image classification: from a random start without and with the penalty of weight 2, and, without it, from
@@ -33,6 +33,7 @@ The report takes any of the cells. A training goes on where it was killed.
 """
 
 import dataclasses
+import functools
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -76,6 +77,7 @@ class Config(harness.Config):
       learning_rate: of the rule, at first.
       message_size: k.
       hidden: units of the rule's networks.
+      widths: of the hidden layers of the network that learns.
       tasks: in an outer batch.
       rate: Adam's.
       penalty: "last" multiplies the mean penalty of a segment by its last loss, held constant; "each" the penalty of
@@ -85,14 +87,15 @@ class Config(harness.Config):
 
     data: str = "digits"
     seeds: int = 1
-    steps: int = 400
-    points: int = 20
+    steps: int = 300
+    points: int = 10
     length: int = 20
     segment: int = 5
     batch: int = 16
     learning_rate: float = 0.05
     message_size: int = 8
     hidden: int = 16
+    widths: tuple[int, ...] = (16,)
     tasks: int = 1
     rate: float = 3e-4
     penalty: Literal["last", "each"] = "last"
@@ -109,6 +112,7 @@ PAPER = Config(
     learning_rate=1e-3,
     message_size=24,
     hidden=40,
+    widths=(32, 20),
     rate=1e-3,
     judged=20,
 )
@@ -126,12 +130,24 @@ def task_family(config: Config, split: str) -> meta.Task:
     if split == "test":
         data = data._replace(x_train=data.x_test, y_train=data.y_test)
     options: dict[str, Any] = {"activation": nnx.relu, "batch": config.batch, "deviation": None}
-    return meta.images(data, hidden=(32, 20), held_out=HELD_OUT, **options)
+    return meta.images(data, hidden=config.widths, held_out=HELD_OUT, **options)
 
 
-def new_rule(config: Config, cell: harness.Cell) -> mplp.Thesis:
+class Start(NamedTuple):
+    """A rule, and the weight of Algorithm 2's penalty: a number, so that one compiled program serves all weights.
+
+    Attributes:
+      rule: the rule.
+      weight: () float.
+    """
+
+    rule: mplp.Thesis
+    weight: jax.Array
+
+
+def new_rule(config: Config, cell: harness.Cell) -> Start:
     """The rule at its start."""
-    return mplp.Thesis(
+    rule = mplp.Thesis(
         meta_curves.sites(task_family(config, "train")),
         message_size=config.message_size,
         hidden=config.hidden,
@@ -139,20 +155,33 @@ def new_rule(config: Config, cell: harness.Cell) -> mplp.Thesis:
         start=ARMS[cell["arm"]][0],  # pyright: ignore[reportArgumentType]
         rngs=nnx.Rngs(jax.random.key(cell["seed"])),
     )
+    return Start(rule, jnp.float32(ARMS[cell["arm"]][1] if config.penalty == "last" else 0.0))
 
 
-def outer_gradient(config: Config, arm: str) -> meta.OuterGradient:
-    """The gradient of the sum of the losses of K steps, and of the penalty."""
-    task, weight = task_family(config, "train"), ARMS[arm][1]
+def outer_gradient(config: Config, each: float) -> meta.OuterGradient:
+    """The gradient of the sum of the losses of K steps, and of the penalty, with respect to a `Start`.
+
+    Args:
+      config: the options.
+      each: the weight of the penalty "each"; with the penalty "last" the weight is the `Start`'s.
+    """
+    task = task_family(config, "train")
     learner = meta.message_passing(task.network)
     weights: dict[str, Any] = {"hint": config.length, "held_out": 0.0, "hint_before": True}
-    if weight and config.penalty == "each":
-        # The penalty's weight is for a mean over the K steps of a segment.
-        weights["batch_entropy"] = weight * config.length / config.segment
-    problem = meta.inner_problem(task, learner, config.length, **weights)
-    if weight and config.penalty == "last":
-        problem = algorithm_2(problem, task, config.segment, weight)
-    return meta.batched(meta.truncated(problem, config.segment), config.tasks)
+    # The penalty's weight is for a mean over the K steps of a segment.
+    weights["batch_entropy"] = each * config.length / config.segment
+    plain = meta.inner_problem(task, learner, config.length, **weights)
+
+    def one(weight):
+        last = config.penalty == "last"
+        return meta.truncated(algorithm_2(plain, task, config.segment, weight) if last else plain, config.segment)
+
+    def estimate(theta, key, carry):
+        loss, gradient, carry = one(theta.weight).estimate(theta.rule, key, carry)
+        return loss, Start(gradient, jnp.zeros_like(theta.weight)), carry
+
+    outer = meta.OuterGradient(lambda theta, key: one(theta.weight).init(theta.rule, key), estimate)
+    return meta.batched(outer, config.tasks)
 
 
 class Penalized(NamedTuple):
@@ -167,7 +196,7 @@ class Penalized(NamedTuple):
     penalty: jax.Array
 
 
-def algorithm_2(problem: meta.Problem, task: meta.Task, segment: int, weight: float) -> meta.Problem:
+def algorithm_2(problem: meta.Problem, task: meta.Task, segment: int, weight: float | jax.Array) -> meta.Problem:
     """The problem, with the penalty of the thesis's Algorithm 2 at the end of each segment; see the top of the file.
 
     Args:
@@ -193,7 +222,10 @@ def algorithm_2(problem: meta.Problem, task: meta.Task, segment: int, weight: fl
 
 
 def recorder(config: Config) -> Any:
-    """`rule -> (held-out loss after T steps, entropy, penalty)`, means over networks that stay the same."""
+    """`rule -> (held-out loss, entropy, penalty)` before and after each step, means over networks that stay the same.
+
+    An array (T + 1, 3) float64.
+    """
     task = task_family(config, "test")
     learner, keys = meta.message_passing(task.network), jax.random.split(jax.random.key(0), config.judged)
 
@@ -205,33 +237,43 @@ def recorder(config: Config) -> Any:
     @jax.jit
     def run(rule):
         one = lambda key: meta.evaluate(task, learner, rule, key, config.length, measure)
-        values = jnp.mean(jax.lax.map(one, keys, batch_size=10), axis=0)
-        return jnp.stack([values[-1, 0], *jnp.mean(values[:, 1:], axis=0)])
+        return jnp.mean(jax.lax.map(one, keys, batch_size=10), axis=0)
 
     return lambda rule: np.asarray(run(rule), np.float64)
 
 
+@functools.lru_cache(maxsize=1)
+def _shared(config, each):
+    """What all starts have in common, so that it is compiled once for each structure of a rule."""
+    return outer_gradient(config, each), meta_curves.thesis_adam(config.rate), recorder(config)
+
+
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     """What is recorded against outer steps, and held-out losses along inner steps; or those of a tuned optimizer."""
-    task = task_family(config, "test")
     if "optimizer" in cell:
+        task = task_family(config, "test")
         make, rates = BASELINES[cell["optimizer"]]
         rate, values, sweep = meta_curves.tuned(task, make, rates, 0, config.judged, config.length)
         return {"inner": values.mean(axis=0).tolist(), "rate": rate, "sweep": sweep}
+    outer, optimizer, record = _shared(config, ARMS[cell["arm"]][1] if config.penalty == "each" else 0.0)
+
+    def judge(theta):
+        """The held-out loss after T steps, and the means of entropy and penalty over the steps."""
+        values = record(theta.rule)
+        return np.array([values[-1, 0], *values[:, 1:].mean(axis=0)])
+
     found = meta_curves.judged_training(
-        outer_gradient(config, cell["arm"]),
-        meta_curves.thesis_adam(config.rate),
+        outer,
+        optimizer,
         new_rule(config, cell),
         cell["seed"],
         config.steps,
         config.points,
-        recorder(config),
+        judge,
         harness.checkpoint(NAME, config, cell),
     )
-    learner = meta.message_passing(task.network)
-    values = meta_curves.evaluated(task, learner, found.best, 0, config.judged, config.length)
     recorded = {name: column.tolist() for name, column in zip(RECORDED, found.judgements.T, strict=True)}
-    return recorded | {"inner": values.mean(axis=0).tolist(), "skipped": found.skipped}
+    return recorded | {"inner": record(found.best.rule)[:, 0].tolist(), "skipped": found.skipped}
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:

@@ -109,13 +109,11 @@ def task_of(study: str, *, judged: bool = False, transfer: str | None = None) ->
     return made._replace(network=network, prior=prior, loss=loss)
 
 
-def new_rule(study: str, task: meta.Task, seed: int, max_scale: float | None) -> mplp.PerSynapse:
-    """The rule at its random start, with standardizers fitted as published."""
-    sites = meta_curves.sites(task)
-    size, hidden = (8, 15) if study == "sinusoid" else (4, 7)
-    rule = mplp.PerSynapse(
-        sites, message_size=size, hidden=hidden, share=study == "mnist", rngs=nnx.Rngs(jax.random.key(seed))
-    )
+def new_rule(study: str, task: meta.Task, seed: int, max_scale: float | None, **options: Any) -> mplp.PerSynapse:
+    """The rule at its random start, with standardizers fitted as published; options in place of the published ones."""
+    sizes = {"message_size": 8, "hidden": 15} if study == "sinusoid" else {"message_size": 4, "hidden": 7}
+    options = {**sizes, "share": study == "mnist", **options}
+    rule = mplp.PerSynapse(meta_curves.sites(task), rngs=nnx.Rngs(jax.random.key(seed)), **options)
     rounds, blend = (1, 1.0) if study == "sinusoid" else (5, 0.5)
 
     def fitted(rule, key):
@@ -177,16 +175,24 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     return found | {t: judged(t).tolist() for t in TRANSFERS if study == "mnist"}
 
 
+def training(
+    study: str, task: meta.Task, seed: int, max_scale: float | None, rate: float | None = None, **options: Any
+) -> tuple[meta.OuterGradient, optax.GradientTransformation, mplp.PerSynapse]:
+    """The published outer gradient, outer optimizer (or Adam at another rate), and the rule at its start."""
+    pooled = task._replace(prior=meta.pool(task.prior, POOLS[study], jax.random.key(seed + 2)))
+    problem = meta.inner_problem(pooled, meta.message_passing(task.network), STEPS[study], hint=0.3, held_out=0.7)
+    outer = meta.reverse_mode(problem)
+    outer = meta.batched(outer, 4) if study == "sinusoid" else outer
+    rate = rate or {"sinusoid": 1e-4, "mnist": 5e-4}[study]
+    optimizer = optax.chain(meta.normalize_tensors(), optax.adam(rate))
+    return outer, optimizer, new_rule(study, pooled, seed, max_scale, **options)
+
+
 def trained(config: Config, cell: harness.Cell, task: meta.Task, seed: int) -> tuple[Any, list[float]]:
     """The rule after meta-training, and the mean outer losses of a hundred stretches."""
     study = cell["study"]
     steps = {"sinusoid": config.sinusoid_steps, "mnist": config.mnist_steps}[study]
-    pooled = task._replace(prior=meta.pool(task.prior, POOLS[study], jax.random.key(seed + 2)))
-    rule = new_rule(study, pooled, seed, config.max_scale or None)
-    problem = meta.inner_problem(pooled, meta.message_passing(task.network), STEPS[study], hint=0.3, held_out=0.7)
-    outer = meta.reverse_mode(problem)
-    outer = meta.batched(outer, 4) if study == "sinusoid" else outer
-    optimizer = optax.chain(meta.normalize_tensors(), optax.adam(1e-4 if study == "sinusoid" else 5e-4))
+    outer, optimizer, rule = training(study, task, seed, config.max_scale or None)
     folder = harness.checkpoint(NAME, config, cell).path.with_suffix("")
     done = meta.train(outer, optimizer, rule, jax.random.key(seed), steps, folder=folder, every=max(1, steps // 100))
     losses = np.genfromtxt(folder / "metrics.csv", delimiter=",", names=True)["loss"]
@@ -229,7 +235,10 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         left.set(yscale="log" if study == "sinusoid" else "linear", title=f"{study}, {config.runs} runs")
         if left.lines:
             left.legend(fontsize=7)
-        right.set(xlabel="outer step", ylabel="outer loss", yscale="log", title="meta-training from a random start")
+        if right.lines:
+            right.set(xlabel="outer step", ylabel="outer loss", yscale="log", title="meta-training from a random start")
+        else:
+            right.axis("off")  # the training is under way
     return harness.Report(figures, rows, "\n".join(lines), figure)
 
 

@@ -1,7 +1,7 @@
 """What a rule learns with messages of one number: its functions beside gradient descent's (thesis, 5.1, Figs 3 to 7,
 12, 13).
 
-    python -m experiments.mplp_sgd                   # 400 outer steps of T=20: only g_loss has its shape
+    python -m experiments.mplp_sgd                   # 1-20-1, 200 outer steps of T=20: only g_loss has its shape
     python -m experiments.mplp_sgd --preset paper    # T=200, K=10, 300,000 outer steps: many hours of one core
 
 A random rule without batch norm and without a learned step size learns to learn sin(x + p). Along the training it is
@@ -61,6 +61,7 @@ class Config(harness.Config):
       length: T.
       segment: K.
       hidden: units of the rule's networks.
+      widths: of the hidden layers of the network that learns.
       tasks: in an outer batch.
       rate: Adam's.
       learning_rate: what updates are multiplied by.
@@ -74,6 +75,7 @@ class Config(harness.Config):
     length: int = 20
     segment: int = 10
     hidden: int = 40
+    widths: tuple[int, ...] = (20,)
     tasks: int = 4
     rate: float = 3e-3
     learning_rate: float = 0.01
@@ -83,7 +85,16 @@ class Config(harness.Config):
 
 
 PAPER = Config(
-    steps=300_000, points=100, length=200, hidden=80, tasks=1, rate=1e-3, learning_rate=1e-3, judged=10, visited=20
+    steps=300_000,
+    points=100,
+    length=200,
+    hidden=80,
+    widths=(20, 20),
+    tasks=1,
+    rate=1e-3,
+    learning_rate=1e-3,
+    judged=10,
+    visited=20,
 )
 
 
@@ -92,15 +103,15 @@ def cells(config: Config) -> list[harness.Cell]:
     return [{"method": "SGD"}, {"method": "Adam"}, {"method": "MPLP"}]
 
 
-def task_family() -> meta.Task:
+def task_family(config: Config) -> meta.Task:
     """The thesis's tasks: sin(x + p)."""
-    return meta.sinusoid(amplitude=(1.0, 1.0), batch=32, deviation=None)
+    return meta.sinusoid(sizes=(1, *config.widths, 1), amplitude=(1.0, 1.0), batch=32, deviation=None)
 
 
 def new_rule(config: Config, seed: int) -> mplp.Thesis:
     """The rule at its start."""
     return mplp.Thesis(
-        meta_curves.sites(task_family()),
+        meta_curves.sites(task_family(config)),
         message_size=1,
         hidden=config.hidden,
         batch_norm=False,
@@ -114,7 +125,7 @@ def new_rule(config: Config, seed: int) -> mplp.Thesis:
 
 def outer_gradient(config: Config) -> tuple[meta.Learner, meta.OuterGradient]:
     """The learner, and the gradient of the sum of the losses of K steps."""
-    task = task_family()
+    task = task_family(config)
     learner = meta.message_passing(task.network)
     problem = meta.inner_problem(task, learner, config.length, hint=config.length, held_out=0.0, hint_before=True)
     return learner, meta.batched(meta.truncated(problem, config.segment), config.tasks)
@@ -122,7 +133,7 @@ def outer_gradient(config: Config) -> tuple[meta.Learner, meta.OuterGradient]:
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     """The loss on the domain before and after each inner step; of the rule also curves, surfaces and an example."""
-    task = task_family()
+    task = task_family(config)
     if cell["method"] in BASELINES:
         make, rates = BASELINES[cell["method"]]
         rate, values, sweep = meta_curves.tuned(task, make, rates, 0, config.judged, config.length, by_sum=True)
@@ -202,7 +213,7 @@ class RecorderAt(NamedTuple):
 
 def visited_ranges(config: Config, rule: mplp.Thesis, key: jax.Array) -> dict[str, list[list[float]]]:
     """For each function the 1st and 99th percentile of its two inputs, over tasks that the rule learns."""
-    task = task_family()
+    task = task_family(config)
     learner = meta.message_passing(task.network)
 
     def run(rule, key):
@@ -240,7 +251,7 @@ def surface(rule: Any, name: str, ranges: list[list[float]]) -> dict[str, Any]:
 
 def example(config: Config, rule: mplp.Thesis) -> list[list[float]]:
     """One task: x, the target, and the outputs after some of the steps, each on a grid."""
-    task = task_family()
+    task = task_family(config)
     learner = meta.message_passing(task.network)
 
     @jax.jit

@@ -1,5 +1,7 @@
 """What the meta-training experiments share: training a rule and keeping its curve."""
 
+import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,8 +18,11 @@ from experiments import harness
 
 def sites(task: meta.Task) -> tuple[mplp.Site, ...]:
     """The places of a task's network."""
-    params = task.prior(jax.random.key(0))
-    return mplp.sites(task.network, params, task.batch(task.draw(jax.random.key(0)), jax.random.key(1)))
+
+    def example():
+        return task.prior(jax.random.key(0)), task.batch(task.draw(jax.random.key(0)), jax.random.key(1))
+
+    return mplp.sites(task.network, *jax.eval_shape(example))
 
 
 def thesis_adam(rate: float = 1e-3) -> optax.GradientTransformation:
@@ -37,11 +42,11 @@ def train(
 ) -> tuple[Any, list[float], int]:
     """The trained meta-parameters, the mean losses of `points` stretches, and how many steps were skipped.
 
-    In a folder, the training goes on where it was killed; a hundredth of it may be lost.
+    In a folder, the training goes on where it was killed; a hundredth of it may be lost, or 50 steps.
     """
     losses: list[float] = []
     log = lambda step, metrics: losses.append(metrics["loss"])
-    every = max(1, steps // (points if folder is None else 100))
+    every = max(1, steps // points) if folder is None else max(50, steps // 100)
     key = jax.random.key(seed)
     done = meta.train(outer, optimizer, theta, key, steps, folder=folder, every=every, progress=False, log=log)
     if folder is not None:
@@ -78,6 +83,8 @@ def judged_training(
 ) -> Judged:
     """Trains in `points` stretches of equal length; after each, judges and saves, so that a killed run goes on there.
 
+    Trainings with the same outer gradient and optimizer, the same objects, share one compiled program.
+
     Args:
       outer: the outer gradient.
       optimizer: optax's.
@@ -91,14 +98,14 @@ def judged_training(
     if points < 1 or steps % points:
         raise ValueError(f"the outer steps are a multiple of the points of a curve, got {steps} and {points}")
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-    start = meta.begin(outer, optimizer, theta, jax.random.key(seed))
+    begin, call = _compiled(outer, optimizer, steps // points)
+    start = begin(theta, jax.random.key(seed))
     raw = lambda tree: jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
     typed = lambda tree, like: jax.tree.map(
         lambda x, y: jax.random.wrap_key_data(jnp.asarray(x)) if is_key(y) else jnp.asarray(x), tree, like
     )
     state = checkpoint.load((raw(start), raw(theta), np.zeros((0, 1)), np.zeros(0)))
     training, best, judgements, losses = typed(state[0], start), typed(state[1], theta), *state[2:]
-    call = jax.jit(meta.outer_steps(outer, optimizer, steps // points))
     if not len(judgements):
         judgements = np.asarray(judge(theta), np.float64)[None]
     while len(losses) < points:
@@ -110,6 +117,12 @@ def judged_training(
         losses = np.append(losses, np.mean(metrics["loss"]))
         checkpoint.save((raw(training), raw(best), judgements, losses))
     return Judged(best, judgements, losses, int(training.skipped))
+
+
+@functools.lru_cache(maxsize=1)
+def _compiled(outer, optimizer, every):
+    begin = jax.jit(lambda theta, key: meta.begin(outer, optimizer, theta, key))
+    return begin, jax.jit(meta.outer_steps(outer, optimizer, every))
 
 
 def evaluated(
@@ -186,8 +199,8 @@ def curve_figure(
             at = np.linspace(steps / values.shape[1], steps, values.shape[1])
             (line,) = ax.plot(at, np.median(values, axis=0), label=label)
             ax.plot(at, values.T, color=line.get_color(), alpha=0.25, linewidth=0.7)
-        for label, value in (constants or {}).items():
-            ax.axhline(value, color="k", linewidth=0.8, linestyle="--" if label.endswith("Adam") else ":", label=label)
+        for style, (label, value) in zip(itertools.cycle(("--", ":", "-.", (0, (1, 4)))), (constants or {}).items()):
+            ax.axhline(value, color="k", linewidth=0.8, linestyle=style, label=label)
         ax.set(xlabel="outer step", ylabel="loss", yscale="log", title=panel)
         ax.legend(fontsize=7)
     figure.suptitle(title)

@@ -149,6 +149,22 @@ def untrained(outer, optimizer, theta, seed, steps, points, judge, checkpoint):
     return meta_curves.Judged(theta, np.stack([judge(theta)] * (points + 1)), np.ones(points), 0)
 
 
+def test_message_size_and_sharing(monkeypatch, tmp_path):
+    """A rule that shares all has networks of one key for each kind; the report takes a part of the grid."""
+    monkeypatch.setattr(meta_curves, "judged_training", untrained)
+    config = mplp_sinusoid.Config(out=tmp_path, runs=2, sizes=(1,), steps=2, points=1, hidden=1)
+    cell = mplp_sinusoid.cells(config)[-1]
+    assert cell == {"k": 1, "share": "all", "seed": 0}
+    result = mplp_sinusoid.measure(config, cell, 0)
+    (start, error), _ = result["judged"]
+    assert start > 0 and error > 0
+    report = mplp_sinusoid.report(config, [(cell, result)])
+    assert report.figures["k = 1, shared: all"]["seed 0"]["mean"] == start
+    assert [row["step"] for row in report.rows] == [0, 2]
+    with pytest.raises(ValueError, match='sharing is of "none" and "all"'):
+        mplp_sinusoid.Config(sharing=("some",))
+
+
 def test_functions_of_a_rule_with_messages_of_one_number(tmp_path, monkeypatch, promotion):
     monkeypatch.setattr(meta_curves, "judged_training", untrained)
     options = ("--steps", "2", "--points", "1", "--length", "4", "--segment", "2", "--hidden", "3", "--tasks", "1")

@@ -9,8 +9,7 @@ import pytest
 from flax import nnx
 
 from apgrad import mplp
-from apgrad.mplp.rules import _per_synapse as per_synapse
-from apgrad.mplp.rules import _thesis as thesis
+from apgrad.mplp.rules import _per_synapse as per_synapse, _thesis as thesis
 from tests.mplp.graphs import jit
 
 # Each node with parameters, between a signal and a loss: (batch, positions, features) to the same.

@@ -1,0 +1,282 @@
+"""Gaussian shaping where it should pay: several paths, near-Gaussian states (Parmas & Seno, 2022, appendix C.3).
+
+    python -m experiments.gaussian_shaping_swarm                   # about a minute
+    python -m experiments.gaussian_shaping_swarm --preset paper    # some ten minutes of one core
+
+Gaussian shaping charges choices with what a Gaussian fit of the states explains of the cost. On the chaotic network
+(`experiments.gaussian_shaping`) states are not Gaussian, and nothing is gained. The paper says of total propagation and
+of Gaussian shaping that they "can improve the gradient accuracy by multiple orders of magnitude", and its appendix C.3
+is on several paths, that is, many costs after each choice. Here are the swarms of `experiments.parts.linear_swarm`,
+with a cost at each step, quadratic or PIPPS's saturating cost of several widths:
+
+* "tight": particles start within .1 of each other; noise of .1 a step.
+* "broad": particles start within 1 of each other; noise of .02 a step. This is much information on the parameters in
+  each step, so the likelihood ratio (LR) is noisy, and a narrow target is hit by few.
+* "bounded force": broad, with a force that saturates, so that states are only roughly Gaussian: after 25 steps the
+  kurtosis of the positions is 1.5 to 2 above that of a Gaussian.
+
+The gradient is known exactly, or to a standard error for the bounded force. What is compared is the root-mean-square
+error about it, bias included: sqrt(mean |estimate - exact|^2), over the length of the gradient. A gain is a ratio of
+mean squared errors. LR is shown with the leave-one-out baseline and without any; shaped costs have mean zero and need
+none. Ranges are 95 % bootstrap intervals.
+
+Found (paper preset), where states are Gaussian: shaped LR has up to 9,000 times less squared error than LR without a
+baseline. Beside LR with the leave-one-out baseline it has at best 3 times less (a narrow cost of the broad swarm, 1,000
+lanes), and 3 times more with 20 lanes. What pays is the fit in the pathwise message: shaped total propagation has up
+to 7 times less squared error than total propagation, for narrow costs of the broad swarm, whose derivative is noisy at
+the particles and less so under the fit. It has up to 13,000 times less than LR with a baseline, most of which total
+propagation has without shaping. With a quadratic cost nothing is gained. So "orders of magnitude" are there beside LR
+alone, and not beside the best estimator without shaping. Resampling (GR) is worse than reparameterization but for
+narrow costs. Where states are only roughly Gaussian, shaped total propagation is wrong for saturating costs: its bias
+is 71 to 96 % of the gradient.
+"""
+
+import dataclasses
+import itertools
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from experiments import chaos, harness
+from experiments.parts import linear_swarm
+
+COLOURS = {"LR, no baseline": "#f4a582", **{m: c for m, c in chaos.COLOURS.items() if m in linear_swarm.METHODS}}
+GAINS = (
+    ("GS-LR", "LR, no baseline"),
+    ("GS-LR", "LR"),
+    ("GS-TP", "LR, no baseline"),
+    ("GS-TP", "LR"),
+    ("GS-TP", "TP"),
+    ("GS-TP", "RP"),
+    ("GR", "RP"),
+)
+SHOWN = (("GS-LR", "LR, no baseline"), ("GS-LR", "LR"), ("GS-TP", "LR"), ("GS-TP", "TP"), ("GR", "RP"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(harness.Config):
+    """Options of this experiment.
+
+    Attributes:
+      swarms: names in `linear_swarm.SWARMS`.
+      widths: of the cost; infinite for the quadratic cost.
+      horizons: numbers of steps, H, of which the first is that of all but `lanes`'s first.
+      lanes: particles for each estimate, of which the first is that of all other horizons.
+      estimates: repetitions of the gradient estimate, K.
+      reference: estimates by RP with 10,000 lanes, for a gradient that is not known exactly.
+      resamples: of the bootstrap.
+    """
+
+    swarms: tuple[str, ...] = ("broad",)
+    widths: tuple[float, ...] = (linear_swarm.QUADRATIC, 0.3)
+    horizons: tuple[int, ...] = (10,)
+    lanes: tuple[int, ...] = (1000, 50)
+    estimates: int = 60
+    reference: int = 100
+    resamples: int = 1000
+
+    def __post_init__(self):
+        """Refuses what has no variance, as early as can be."""
+        if not (self.swarms and self.widths and self.horizons and self.lanes) or set(self.swarms) - set(
+            linear_swarm.SWARMS
+        ):
+            raise ValueError(
+                f"swarms, widths, horizons, lanes must not be empty, swarms of {list(linear_swarm.SWARMS)}"
+            )
+        if min(self.estimates, self.reference, *self.lanes) < 2 or min(self.horizons) < 1 or min(self.widths) <= 0:
+            raise ValueError("estimates, reference, lanes must be at least 2, horizons at least 1, widths positive")
+
+
+PAPER = Config(
+    swarms=("tight", "broad", "bounded force"),
+    widths=(linear_swarm.QUADRATIC, 1.0, 0.3, 0.1),
+    horizons=(25, 10, 50),
+    lanes=(1000, 20, 100),
+    estimates=60,
+    reference=200,
+)
+
+
+def sizes(config: Config, swarm: str) -> list[tuple[int, int]]:
+    """Horizons and lanes: each horizon with the first number of lanes, each number of lanes with the first horizon.
+
+    The bounded force has the first horizon only, since each of its references costs as much as many cells.
+
+    Args:
+      config: the options.
+      swarm: a name in `linear_swarm.SWARMS`.
+    """
+    horizons = config.horizons[:1] if linear_swarm.SWARMS[swarm].bend else config.horizons
+    return [(h, config.lanes[0]) for h in horizons] + [(config.horizons[0], b) for b in config.lanes[1:]]
+
+
+def cells(config: Config) -> list[harness.Cell]:
+    """The references first, then the methods, with what is compiled once side by side."""
+    horizons = {s: sorted({h for h, _ in sizes(config, s)}) for s in config.swarms}
+    exact: list[harness.Cell] = [
+        {"method": "exact", "swarm": s, "width": w, "H": h}
+        for s, w in itertools.product(config.swarms, config.widths)
+        for h in horizons[s]
+    ]
+    compiled = sorted({size for s in config.swarms for size in sizes(config, s)})
+    return exact + [
+        {"method": m, "swarm": s, "width": w, "H": h, "B": b}
+        for (h, b), m in itertools.product(compiled, linear_swarm.METHODS)
+        for s, w in itertools.product(config.swarms, config.widths)
+        if (h, b) in sizes(config, s)
+    ]
+
+
+def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
+    """The exact gradient, or the K estimates."""
+    swarm, width, horizon = linear_swarm.SWARMS[cell["swarm"]], cell["width"], cell["H"]
+    if cell["method"] != "exact":
+        found = linear_swarm.gradients(cell["method"], swarm, width, horizon, cell["B"], config.estimates, seed)
+        return {"estimates": found.tolist()}
+    if not swarm.bend:
+        return {"gradient": linear_swarm.exact(swarm, width, horizon).tolist(), "error": 0.0}
+    found = linear_swarm.gradients("RP", swarm, width, horizon, 10_000, config.reference, seed)
+    error = np.sqrt(np.var(found, axis=0, ddof=1).sum() / len(found))
+    return {"gradient": found.mean(axis=0).tolist(), "error": float(error)}
+
+
+def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
+    """Errors of all methods, and gains of the shaped ones."""
+    exact = {(c["swarm"], c["width"], c["H"]): r for c, r in records if c["method"] == "exact"}
+    rows, squares = [], {}
+    for cell, result in records:
+        if cell["method"] == "exact":
+            continue
+        truth = exact[cell["swarm"], cell["width"], cell["H"]]
+        row, squares[_place(cell), cell["method"]] = _row(config, cell, np.array(result["estimates"]), truth)
+        rows.append(row)
+    figures = {}
+    for place in dict.fromkeys(place for place, _ in squares):
+        for method, baseline in GAINS:
+            figures[_name(place, method, baseline)] = {
+                "value": np.mean(squares[place, baseline]) / np.mean(squares[place, method]),
+                "interval": harness.interval(
+                    _means(config, squares[place, baseline], 1) / _means(config, squares[place, method], 2)
+                ),
+            }
+    largest = {}
+    places = list(dict.fromkeys(place for place, _ in squares))
+    gaussian = [place for place in places if not linear_swarm.SWARMS[place[0]].bend]
+    for method, baseline in GAINS:
+        names = [_name(place, method, baseline) for place in gaussian or places]
+        for label, choose in (("largest", max), ("smallest", min)):
+            name = choose(names, key=lambda n: figures[n]["value"])
+            largest[f"{label} gain of {method} over {baseline}"] = {"where": name, **figures[name]}
+    biases = {}
+    for row in rows:
+        name = f"largest relative bias of {row['method']}, {row['swarm']}"
+        biases[name] = max(biases.get(name, 0.0), row["bias"] if row["bias"] > row["bias_limit"] else 0.0)
+    return harness.Report(biases | largest | figures, rows, _table(rows, largest), _picture(config, rows, figures))
+
+
+def _place(cell):
+    return cell["swarm"], cell["width"], cell["H"], cell["B"]
+
+
+def _name(place, method, baseline):
+    swarm, width, horizon, lanes = place
+    return f"gain of {method} over {baseline}, {swarm}, {_cost(width)}, H={horizon}, B={lanes}"
+
+
+def _cost(width):
+    return "quadratic" if np.isinf(width) else f"s={width:g}"
+
+
+def _means(config, squares, seed):
+    return harness.bootstrap(squares, lambda x: x.mean(axis=-1), config.resamples, config.seed + seed)
+
+
+def _row(config, cell, estimates, truth):
+    """The row of a cell, and the squared error of each estimate, (K,)."""
+    gradient, length = np.array(truth["gradient"]), float(np.linalg.norm(truth["gradient"]))
+    squares = np.sum((estimates - gradient) ** 2, axis=-1)
+    variance = float(np.sum(np.var(estimates, axis=0, ddof=1)))
+    # The squared length of the mean's distance, less what noise adds to it on average; this noise is a sum of
+    # chi-squares times the eigenvalues of the covariance, and four of its standard deviations hide the bias.
+    noise = variance / len(estimates) + truth["error"] ** 2
+    bias = np.sqrt(max(0.0, float(np.sum((estimates.mean(axis=0) - gradient) ** 2)) - noise))
+    spread = np.sqrt(2 * np.sum(np.cov(estimates.T) ** 2)) / len(estimates) + np.sqrt(2) * truth["error"] ** 2
+    low, high = np.sqrt(harness.interval(_means(config, squares, 0))) / length
+    row = {**cell, "cost": _cost(cell["width"]), "gradient": length, "gradient_error": truth["error"]}
+    row |= {"variance": variance, "rms_error": float(np.sqrt(squares.mean())) / length}
+    row |= {"rms_low": float(low), "rms_high": float(high), "bias": float(bias) / length}
+    return row | {"bias_limit": float(np.sqrt(4 * spread)) / length}, squares
+
+
+def _table(rows, largest):
+    lines = ["RMS error over the gradient's length; in brackets the bias, where it is beyond noise"]
+    places = dict.fromkeys(_place(row) for row in rows)
+    lines.append(f"{'swarm':14}{'cost':10}{'H':>3}{'B':>6}" + "".join(f"{m:>17}" for m in linear_swarm.METHODS))
+    by = {(_place(row), row["method"]): row for row in rows}
+    for place in places:
+        line = f"{place[0]:14}{_cost(place[1]):10}{place[2]:3d}{place[3]:6d}"
+        for method in linear_swarm.METHODS:
+            row = by[place, method]
+            bias = f" ({row['bias']:.2g})" if row["bias"] > row["bias_limit"] else ""
+            line += f"{row['rms_error']:.3g}{bias}".rjust(17)
+        lines.append(line)
+    for name, found in largest.items():
+        low, high = found["interval"]
+        where = found["where"].split(", ", 1)[1].removeprefix("no baseline, ")
+        lines.append(f"{name:45} {found['value']:8.3g} ({low:.3g} to {high:.3g}): {where}")
+    return "\n".join(lines)
+
+
+def _picture(config, rows, gains):
+    by = {(_place(row), row["method"]): row for row in rows}
+    horizon, lanes, counts = config.horizons[0], config.lanes[0], sorted(config.lanes)
+    narrow = config.widths[-1] if len(config.widths) < 3 else config.widths[-2]
+    figure = Figure(figsize=(19, 4.4 * len(config.swarms) + 0.4), layout="constrained")
+    figure.suptitle(
+        "Gaussian shaping (GS) and resampling (GR) for swarms with a cost at each step: "
+        f"{config.estimates} estimates a point, bands are 95 % bootstrap intervals",
+        fontsize=12,
+    )
+    axes = figure.subplots(len(config.swarms), 4, squeeze=False)
+    at = np.arange(len(config.widths))
+    for swarm, (errors, over_lanes, ratios, biases) in zip(config.swarms, axes, strict=True):
+        for method in linear_swarm.METHODS:
+            style = {"color": COLOURS[method], "ls": "--" if method.startswith("GS") else "-", "lw": 1.4}
+            widths = [by[(swarm, w, horizon, lanes), method] for w in config.widths]
+            _band(errors, at, widths, method, style)
+            _band(over_lanes, counts, [by[(swarm, narrow, horizon, b), method] for b in counts], method, style)
+            bias, limit = (np.array([row[name] for row in widths]) for name in ("bias", "bias_limit"))
+            seen, place = bias > limit, at + 0.08 * (list(linear_swarm.METHODS).index(method) - 3)
+            biases.plot(place[seen], bias[seen], "o", ms=5, color=COLOURS[method])
+            biases.plot(place[~seen], limit[~seen], "v", ms=5, mfc="none", color=COLOURS[method])
+        for i, (method, baseline) in enumerate(SHOWN):
+            found = [gains[_name((swarm, w, horizon, lanes), method, baseline)] for w in config.widths]
+            ratios.plot(
+                at, [g["value"] for g in found], "o-", ms=3, lw=1.4, color=f"C{i}", label=f"{method} / {baseline}"
+            )
+            ratios.fill_between(at, *zip(*(g["interval"] for g in found), strict=True), color=f"C{i}", alpha=0.2, lw=0)
+        ratios.axhline(1, color="black", lw=0.8)
+        errors.set_title(f"{swarm}: RMS error / |gradient|, H = {horizon}, B = {lanes}", fontsize=10)
+        over_lanes.set_title(f"the same against lanes, {_cost(narrow)}", fontsize=10)
+        over_lanes.set(xscale="log", yscale="log", xlabel="lanes, B")
+        ratios.set_title("gain of the first: ratio of squared errors", fontsize=10)
+        biases.set_title("bias / |gradient|; open: hidden by noise, below this", fontsize=10)
+        for ax in (errors, ratios, biases):
+            ax.set_xticks(at, [_cost(w) for w in config.widths])
+            ax.set_yscale("log")
+        for ax in (errors, over_lanes, ratios, biases):
+            ax.grid(alpha=0.25)
+        errors.legend(fontsize=7)
+        ratios.legend(fontsize=7)
+    return figure
+
+
+def _band(ax, at, rows, label, style):
+    ax.plot(at, [row["rms_error"] for row in rows], marker="o", ms=3, label=label, **style)
+    low, high = ([row[name] for row in rows] for name in ("rms_low", "rms_high"))
+    ax.fill_between(at, low, high, color=style["color"], alpha=0.2, lw=0)
+
+
+if __name__ == "__main__":
+    harness.main()
