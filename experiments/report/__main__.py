@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from experiments.report.claims import CLAIMS, NOTES, Value, figure, is_small, verdict
+from experiments.report.claims import CLAIMS, NOTES
 from experiments.report.tables import TABLES
+from experiments.report.verdicts import Value, figure, is_small, verdict
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "experiments" / "results"
