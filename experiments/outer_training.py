@@ -10,7 +10,8 @@ eight times too large. The loss of an unroll is the mean loss on the minibatches
 is the mean over the same steps on the held-out points of tasks that are always the same.
 
 *Influence balancing* (`parts/influence_balancing.py`) is a linear recurrence in which few steps say that theta, one
-number, moves the loss the wrong way, and whose derivative has a closed form.
+number, moves the loss the wrong way, and whose derivative has a closed form. It has no randomness, so the methods that
+do not perturb compute one unroll for all tasks.
 
 All methods have the same tasks in an outer step, rates of Adam and seeds; those that perturb have the same deviations.
 Shown is the best rate and deviation by the mean over seeds, on the tasks that also judge. Seconds are steps times the

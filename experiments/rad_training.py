@@ -275,7 +275,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             rows.append(row)
             lines.append(
                 f"{method:17} {row['batch']:5} {row['residual_bytes'] / 1e3:12.1f}  "
-                f"{row['train_loss']:.2g} ± {row['train_loss_se'] or 0:.1g}  "
+                f"{row['train_loss']:.2g}{_plus_minus(row['train_loss_se'], 1, '.1g')}  "
                 f"{_percent(row, 'test_accuracy')}  {_percent(row, 'less_than_baseline'):>21}  "
                 f"{_percent(row, 'more_than_reduced'):>19}  "
                 + f"{row['noise_over_signal_start']:.3f} to {row['noise_over_signal_end']:.3f}"
@@ -313,7 +313,11 @@ def _error(values: Any) -> float | None:
 
 
 def _percent(row: dict[str, Any], name: str) -> str:
-    return "" if row[name] is None else f"{100 * row[name]:.2f} ± {100 * (row[f'{name}_se'] or 0):.2f}"
+    return "" if row[name] is None else f"{100 * row[name]:.2f}{_plus_minus(row[f'{name}_se'], 100, '.2f')}"
+
+
+def _plus_minus(error: float | None, factor: float, form: str) -> str:
+    return "" if error is None else f" ± {factor * error:{form}}"
 
 
 def _noise(runs: list[dict[str, Any]], evaluation: int, layer: str) -> float:

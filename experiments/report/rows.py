@@ -152,6 +152,17 @@ def training(results) -> Rows:
     return rows
 
 
+def training_at_equal_memory(results) -> Rows:
+    """Loss of the training set and accuracy on test images, beside what reverse mode keeps."""
+    rows = [["method", "examples", "residual kB", "training loss", "test accuracy, %", "seeds"]]
+    for r in results["rows"]:
+        loss, error = Value(r["train_loss"], r["train_loss_se"]), r["test_accuracy_se"]
+        accuracy = Value(100 * r["test_accuracy"], None if error is None else 100 * error)
+        sizes = [str(r["batch"]), f"{r['residual_bytes'] / 1e3:.0f}"]
+        rows.append([r["method"], *sizes, figure(loss), figure(accuracy), str(r["seeds"])])
+    return rows
+
+
 def noise(results) -> Rows:
     """Squared error of gradients over that of a smaller batch of equal memory."""
     times = sorted({r["steps"] for r in results["rows"]})
