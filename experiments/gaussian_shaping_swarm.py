@@ -151,8 +151,9 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         truth = exact[cell["swarm"], cell["width"], cell["H"]]
         row, squares[_place(cell), cell["method"]] = _row(config, cell, np.array(result["estimates"]), truth)
         rows.append(row)
-    figures = {}
-    for place in dict.fromkeys(place for place, _ in squares):
+    figures, largest = {}, {}
+    places = list(dict.fromkeys(place for place, _ in squares))
+    for place in places:
         for method, baseline in GAINS:
             figures[_name(place, method, baseline)] = {
                 "value": np.mean(squares[place, baseline]) / np.mean(squares[place, method]),
@@ -160,8 +161,6 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
                     _means(config, squares[place, baseline], 1) / _means(config, squares[place, method], 2)
                 ),
             }
-    largest = {}
-    places = list(dict.fromkeys(place for place, _ in squares))
     gaussian = [place for place in places if not linear_swarm.SWARMS[place[0]].bend]
     for method, baseline in GAINS:
         names = [_name(place, method, baseline) for place in gaussian or places]

@@ -133,20 +133,8 @@ def task_family(config: Config, split: str) -> meta.Task:
     return meta.images(data, hidden=config.widths, held_out=HELD_OUT, **options)
 
 
-class Start(NamedTuple):
-    """A rule, and the weight of Algorithm 2's penalty: a number, so that one compiled program serves all weights.
-
-    Attributes:
-      rule: the rule.
-      weight: () float.
-    """
-
-    rule: mplp.Thesis
-    weight: jax.Array
-
-
-def new_rule(config: Config, cell: harness.Cell) -> Start:
-    """The rule at its start."""
+def new_rule(config: Config, cell: harness.Cell) -> meta_curves.Numbered:
+    """The rule at its start, and the weight of Algorithm 2's penalty."""
     rule = mplp.Thesis(
         meta_curves.sites(task_family(config, "train")),
         message_size=config.message_size,
@@ -155,15 +143,15 @@ def new_rule(config: Config, cell: harness.Cell) -> Start:
         start=ARMS[cell["arm"]][0],  # pyright: ignore[reportArgumentType]
         rngs=nnx.Rngs(jax.random.key(cell["seed"])),
     )
-    return Start(rule, jnp.float32(ARMS[cell["arm"]][1] if config.penalty == "last" else 0.0))
+    return meta_curves.Numbered(rule, jnp.float32(ARMS[cell["arm"]][1] if config.penalty == "last" else 0.0))
 
 
 def outer_gradient(config: Config, each: float) -> meta.OuterGradient:
-    """The gradient of the sum of the losses of K steps, and of the penalty, with respect to a `Start`.
+    """The gradient of the sum of the losses of K steps, and of the penalty, with respect to what `new_rule` makes.
 
     Args:
       config: the options.
-      each: the weight of the penalty "each"; with the penalty "last" the weight is the `Start`'s.
+      each: the weight of the penalty "each"; with the penalty "last" the weight is the number of `new_rule`.
     """
     task = task_family(config, "train")
     learner = meta.message_passing(task.network)
@@ -176,12 +164,7 @@ def outer_gradient(config: Config, each: float) -> meta.OuterGradient:
         last = config.penalty == "last"
         return meta.truncated(algorithm_2(plain, task, config.segment, weight) if last else plain, config.segment)
 
-    def estimate(theta, key, carry):
-        loss, gradient, carry = one(theta.weight).estimate(theta.rule, key, carry)
-        return loss, Start(gradient, jnp.zeros_like(theta.weight)), carry
-
-    outer = meta.OuterGradient(lambda theta, key: one(theta.weight).init(theta.rule, key), estimate)
-    return meta.batched(outer, config.tasks)
+    return meta.batched(meta_curves.numbered(one), config.tasks)
 
 
 class Penalized(NamedTuple):

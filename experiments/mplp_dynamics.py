@@ -21,7 +21,7 @@ by what the thesis finds: after 150 outer steps all of them are behind tuned Ada
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -102,20 +102,8 @@ def task_family(config: Config) -> meta.Task:
     return meta.sinusoid(sizes=sizes, amplitude=(1.0, 5.0), batch=32, deviation=None)
 
 
-class Start(NamedTuple):
-    """A rule, and whether its step size is learned: a number, so that one compiled program serves both.
-
-    Attributes:
-      rule: the rule, with a step size that can be learned.
-      learned: () float, 1 or 0, by which the gradient of the step size is multiplied.
-    """
-
-    rule: mplp.Thesis
-    learned: jax.Array
-
-
-def new_rule(config: Config, cell: harness.Cell) -> Start:
-    """The rule at its start."""
+def new_rule(config: Config, cell: harness.Cell) -> meta_curves.Numbered:
+    """The rule at its start, and whether its step size is learned, 1 or 0."""
     rule = mplp.Thesis(
         meta_curves.sites(task_family(config)),
         message_size=cell["k"],
@@ -124,23 +112,25 @@ def new_rule(config: Config, cell: harness.Cell) -> Start:
         learning_rate=config.learning_rate,
         rngs=nnx.Rngs(jax.random.key(cell["seed"])),
     )
-    return Start(rule, jnp.float32(cell["rate"]))
+    return meta_curves.Numbered(rule, jnp.float32(cell["rate"]))
 
 
 def outer_gradient(config: Config) -> tuple[meta.Learner, meta.OuterGradient]:
-    """The learner, and the gradient of the sum of the losses of K steps, with respect to a `Start`."""
+    """The learner, and the gradient of the sum of the losses of K steps, with respect to what `new_rule` makes."""
     task = task_family(config)
     learner = meta.message_passing(task.network)
     problem = meta.inner_problem(task, learner, config.length, hint=config.length, held_out=0.0, hint_before=True)
     outer = meta.truncated(problem, config.segment)
 
-    def estimate(theta, key, carry):
-        loss, gradient, carry = outer.estimate(theta.rule, key, carry)
-        gradient.log_rate[...] *= theta.learned  # Adam moves nothing whose gradient is always 0
-        return loss, Start(gradient, jnp.zeros_like(theta.learned)), carry
+    def one(learned):
+        def estimate(rule, key, carry):
+            loss, gradient, carry = outer.estimate(rule, key, carry)
+            gradient.log_rate[...] *= learned  # Adam moves nothing whose gradient is always 0
+            return loss, gradient, carry
 
-    one = meta.OuterGradient(lambda theta, key: outer.init(theta.rule, key), estimate)
-    return learner, meta.batched(one, config.tasks)
+        return meta.OuterGradient(outer.init, estimate)
+
+    return learner, meta.batched(meta_curves.numbered(one), config.tasks)
 
 
 @functools.lru_cache(maxsize=1)

@@ -19,7 +19,6 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-import optax
 from matplotlib.figure import Figure
 
 from apgrad import meta, mplp
@@ -28,12 +27,9 @@ from experiments.parts import meta_curves
 
 NAME = "mplp_sinusoid"
 PARTIAL = True
-STEPS = 5
-CHECKPOINT = (0.0253, 0.0113, 0.0055, 0.0031, 0.0019, 0.0013)  # of the published rule, 100 runs
-BASELINES: dict[str, Any] = {
-    "Adam": (optax.adam, (0.003, 0.01, 0.03, 0.1)),
-    "SGD": (optax.sgd, (0.03, 0.1, 0.3, 1.0)),
-}
+STEPS = mplp_from_random.STEPS["sinusoid"]
+BASELINES = mplp_from_random.RATES["sinusoid"]
+CHECKPOINT = mplp_from_random.PUBLISHED["sinusoid"]  # half squared error of the published rule, 100 runs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,8 +106,11 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     outer, optimizer, rule = mplp_from_random.training("sinusoid", task, cell["seed"], None, config.rate, **options)
     judged = mplp_from_random.task_of("sinusoid", judged=True)
     evaluate = meta_curves.evaluation(judged, meta.message_passing(judged.network), config.seed, config.runs, STEPS)
-    last = lambda rule: evaluate(rule)[:, -1]
-    judge = lambda rule: np.array([last(rule).mean(), last(rule).std(ddof=1) / config.runs**0.5])
+
+    def judge(rule):
+        found = meta_curves.statistics(evaluate(rule))
+        return np.array([found["mean"], found["standard_error"]])
+
     checkpoint = harness.checkpoint(NAME, config, cell)
     found = meta_curves.judged_training(
         outer, optimizer, rule, cell["seed"], config.steps, config.points, judge, checkpoint
@@ -122,9 +121,9 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
     """Errors at the end of each training, and along it."""
     rows, figures, lines = [], {}, [f"half squared error after {STEPS} steps (standard error)"]
-    lines.append(f"  {'published checkpoint':<28}{CHECKPOINT[-1]:.5f}")
+    lines.append(f"  {'published checkpoint':<28}{CHECKPOINT:.5f}")
     curves: dict[str, dict[str, list[list[float]]]] = {}
-    constants = {"published checkpoint": CHECKPOINT[-1]}
+    constants = {"published checkpoint": CHECKPOINT}
     for cell, result in records:
         if "method" in cell:
             name = cell["method"]

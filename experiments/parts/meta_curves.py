@@ -55,6 +55,32 @@ def train(
     return done.theta, losses, int(done.skipped)
 
 
+class Numbered(NamedTuple):
+    """A rule, and a number that stays as it is: one compiled program serves all values of the number.
+
+    Attributes:
+      rule: the rule.
+      number: () float.
+    """
+
+    rule: Any
+    number: jax.Array
+
+
+def numbered(outer_of: Callable[[jax.Array], meta.OuterGradient]) -> meta.OuterGradient:
+    """The outer gradient with respect to a `Numbered`, which is zero in the number.
+
+    Args:
+      outer_of: `number -> the outer gradient with respect to the rule`.
+    """
+
+    def estimate(theta, key, carry):
+        loss, gradient, carry = outer_of(theta.number).estimate(theta.rule, key, carry)
+        return loss, Numbered(gradient, jnp.zeros_like(theta.number)), carry
+
+    return meta.OuterGradient(lambda theta, key: outer_of(theta.number).init(theta.rule, key), estimate)
+
+
 class Judged(NamedTuple):
     """A training that was judged along the way.
 
