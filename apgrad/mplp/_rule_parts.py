@@ -110,14 +110,18 @@ class Gru(nnx.Module):
 
     def __call__(self, parts: Parts, c: jax.Array) -> jax.Array:
         """The new state, (..., state)."""
-        size = self.size
+        # On CPU, gradients of products of arrays with many axes copy these arrays, so everything here is a matrix. And
+        # the kernels have many more columns than rows: one product costs less than the sums of the parts' products.
+        shape = jnp.broadcast_shapes(*[part.shape[:-1] for part in parts], c.shape[:-1])
+        rows = lambda x: jnp.broadcast_to(x, (*shape, x.shape[-1])).reshape(-1, x.shape[-1])
+        size, c = self.size, rows(c)
         kernels = [self.update_x[...], self.reset_x[...], self.next_x.kernels[0][...]]
-        x = _affine(parts, jnp.concatenate(kernels, axis=1))
+        x = jnp.concatenate([rows(part) for part in parts], axis=1) @ jnp.concatenate(kernels, axis=1)
         gates = c @ jnp.concatenate([self.update_c[...], self.reset_c[...]], axis=1)
         u = jax.nn.sigmoid(x[..., :size] + gates[..., :size] + self.update_bias[...])
         r = jax.nn.sigmoid(x[..., size : 2 * size] + gates[..., size:] + self.reset_bias[...])
         candidate = self.next_x.tail(x[..., 2 * size :]) + self.next_c(r * c) + self.next_bias[...]
-        return u * c + (1 - u) * jnp.tanh(candidate)
+        return (u * c + (1 - u) * jnp.tanh(candidate)).reshape(*shape, size)
 
 
 class Descent(nnx.Module):
@@ -192,14 +196,21 @@ def in_chunks(network: Any, parts: Parts, carry: Any, chunk: int) -> Any:
     if rows >= shape[0]:
         return jax.checkpoint(network)(parts, carry)
     moving = [part.shape[0] != 1 for part in parts]
+    whole = shape[0] // rows * rows
 
     @jax.checkpoint
-    def row(arguments):
+    def block(arguments):
         own, carry = arguments
         own = iter(own)
-        return network([next(own) if m else part[0] for part, m in zip(parts, moving, strict=True)], carry)
+        return network([next(own) if m else part for part, m in zip(parts, moving, strict=True)], carry)
 
-    return jax.lax.map(row, ([p for p, m in zip(parts, moving, strict=True) if m], carry), batch_size=rows)
+    arguments = [part for part, m in zip(parts, moving, strict=True) if m], carry
+    blocks = jax.tree.map(lambda x: x[:whole].reshape(-1, rows, *x.shape[1:]), arguments)
+    found = jax.tree.map(lambda x: x.reshape(whole, *x.shape[2:]), jax.lax.map(block, blocks))
+    if whole == shape[0]:
+        return found
+    rest = block(jax.tree.map(lambda x: x[whole:], arguments))
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), found, rest)
 
 
 Known = tuple[tuple[str, tuple[str, tuple[str, ...], bool]], ...]
