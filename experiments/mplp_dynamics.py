@@ -182,7 +182,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             figures[f"{panel}, {label}"] = float(np.median([np.mean(s[-3:]) for s in seeds]))
     table = ["loss of a step on fixed tasks, at the end of the training, median over seeds"]
     table += [f"  {name:<36}{value:9.4f}" for name, value in (figures | lines).items() if isinstance(value, float)]
-    title = f"T={config.length}, K={config.segment}, seeds: {config.seeds}"
+    title = f"T={config.length}, K={config.segment}, seeds: {len({row['seed'] for row in rows})}"
     figure = meta_curves.curve_figure(curves, config.steps, title, lines)
     return harness.Report(figures, rows, "\n".join(table), figure)
 

@@ -1,7 +1,7 @@
 """Message size and sharing in the published rule, trained from random starts on sinusoids (MPLP, App. B).
 
     python -m experiments.mplp_sinusoid                   # a small rule, all shared, 100 outer steps: too few to learn
-    python -m experiments.mplp_sinusoid --preset paper    # k = 1, 4, 8, two seeds, 36,000 outer steps: 36 hours
+    python -m experiments.mplp_sinusoid --preset paper    # k = 1, 4, 8, two seeds, 36,000 outer steps: 30 hours
 
 A sinusoid is learned in five steps of ten points. `mplp.PerSynapse` is trained as in `experiments.mplp_from_random`,
 with messages of size k. Its networks are each place's own ("none" are shared), or places of a kind share *all*:
@@ -146,9 +146,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         )
     if not curves:
         raise SystemExit("optimizers are tuned, but no rule is trained")
-    figure: Figure = meta_curves.curve_figure(
-        curves, config.steps, f"half squared error after {STEPS} steps, {config.seeds} seed(s)", constants
-    )
+    title = f"half squared error after {STEPS} steps, seeds: {len({row['seed'] for row in rows})}"
+    figure: Figure = meta_curves.curve_figure(curves, config.steps, title, constants)
     return harness.Report(figures, rows, "\n".join(lines), figure)
 
 
