@@ -2,8 +2,8 @@
 
 The inputs of these networks come in *parts*: floating-point arrays that broadcast against each other, each with some
 features along its last axis. The network of a synapse sees a message (rows, 1, M, k), a weight (1, N, M, 1) and an
-input (rows, N, 1, 1). The network's first layer is linear. So each part is multiplied by its own rows of the kernel
-before it is broadcast, and only the sum of the products is as large as the synapses are many.
+input (rows, N, 1, 1). The first layer of a perceptron is linear. So each part is multiplied by its own rows of the
+kernel before it is broadcast, and only the sum of the products is as large as the synapses are many.
 """
 
 import inspect
@@ -198,7 +198,7 @@ def in_chunks(network: Any, parts: Parts, carry: Any, chunk: int) -> Any:
     moving = [part.shape[0] != 1 for part in parts]
     whole = shape[0] // rows * rows
 
-    @jax.checkpoint
+    @jax.checkpoint  # blocks of rows, not a vmapped row, so that the network's products are of matrices
     def block(arguments):
         own, carry = arguments
         own = iter(own)
