@@ -110,8 +110,8 @@ class Gru(nnx.Module):
 
     def __call__(self, parts: Parts, c: jax.Array) -> jax.Array:
         """The new state, (..., state)."""
-        # On CPU, gradients of products of arrays with many axes copy these arrays, so everything here is a matrix. And
-        # the kernels have many more columns than rows: one product costs less than the sums of the parts' products.
+        # On CPU, gradients of products of arrays with many axes copy these arrays, so everything here is a matrix. The
+        # first kernels have far more columns than rows, so one product costs less than a sum of the parts' products.
         shape = jnp.broadcast_shapes(*[part.shape[:-1] for part in parts], c.shape[:-1])
         rows = lambda x: jnp.broadcast_to(x, (*shape, x.shape[-1])).reshape(-1, x.shape[-1])
         size, c = self.size, rows(c)
@@ -198,7 +198,9 @@ def in_chunks(network: Any, parts: Parts, carry: Any, chunk: int) -> Any:
     moving = [part.shape[0] != 1 for part in parts]
     whole = shape[0] // rows * rows
 
-    @jax.checkpoint  # blocks of rows, not a vmapped row, so that the network's products are of matrices
+    # Blocks are cut here, because `jax.lax.map` with a batch size would run the network under vmap, which gives its
+    # matrices one more axis.
+    @jax.checkpoint
     def block(arguments):
         own, carry = arguments
         own = iter(own)
