@@ -128,13 +128,11 @@ def _judged(task: meta.Task, learner: meta.Learner, theta: meta.WithPrior, runs:
 
     @jax.jit
     def run(theta):
-        def one(key, learned):
-            random = task.prior(jax.random.split(key, 4)[1])  # as `meta.evaluate` draws one
-            prior = jax.tree.map(lambda a, b: jnp.where(learned, a, b), theta.prior, random)
-            return meta.evaluate(task, learner, theta.learner, key, STEPS, prior=prior)
+        def one(key):
+            judge = lambda prior: meta.evaluate(task, learner, theta.learner, key, STEPS, prior=prior)
+            return jnp.stack([judge(theta.prior), judge(None)])
 
-        one_key = lambda key: jax.vmap(one, (None, 0))(key, jnp.array([True, False]))
-        return jax.lax.map(one_key, keys, batch_size=10)
+        return jax.lax.map(one, keys, batch_size=10)
 
     return np.asarray(run(theta), np.float64).swapaxes(0, 1).tolist()
 
