@@ -69,13 +69,7 @@ def cells(config: Config) -> list[harness.Cell]:
 
 def task_family() -> meta.Task:
     """The published sinusoids; a task is judged on two minibatches that it has not seen."""
-    task = meta.sinusoid()
-
-    def held_out(drawn, key):
-        x, y = jax.vmap(lambda key: task.batch(drawn, key))(jax.random.split(key, STEPS))
-        return x.reshape(-1, 1), y.reshape(-1, 1)
-
-    return task._replace(held_out=held_out)
+    return meta_curves.held_out_minibatches(meta.sinusoid(), STEPS)
 
 
 def outer_gradient(config: Config, method: str, seed: int) -> tuple[meta.Learner, meta.OuterGradient, meta.WithPrior]:

@@ -46,6 +46,7 @@ class Config(harness.Config):
       hidden: size of the recurrent state beside update and message.
       layers: units in the hidden layers of the rule's networks.
       rate: Adam's.
+      objective: of `experiments.mplp_from_random`.
     """
 
     runs: int = 20
@@ -57,6 +58,7 @@ class Config(harness.Config):
     hidden: int = 4
     layers: tuple[int, ...] = ()
     rate: float = 2e-3
+    objective: mplp_from_random.Objective = "published"
 
     def __post_init__(self):
         """Refuses what cannot be trained."""
@@ -103,7 +105,9 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     options: dict[str, Any] = {"share": shared, "share_standardizers": shared, "share_scales": shared}
     options |= {"message_size": cell["k"], "hidden": config.hidden, "layers": config.layers}
     task = mplp_from_random.task_of("sinusoid")
-    outer, optimizer, rule = mplp_from_random.training("sinusoid", task, cell["seed"], None, config.rate, **options)
+    outer, optimizer, rule = mplp_from_random.training(
+        "sinusoid", task, cell["seed"], None, config.objective, config.rate, **options
+    )
     judged = mplp_from_random.task_of("sinusoid", judged=True)
     evaluate = meta_curves.evaluation(judged, meta.message_passing(judged.network), config.seed, config.runs, STEPS)
 

@@ -105,7 +105,8 @@ def inner_problem(
       task: a family of tasks.
       learner: the inner learner, which is meta-trained.
       length: T, number of inner steps.
-      hint: weight of the mean loss on the minibatches that were just learned from.
+      hint: weight of the mean loss on the minibatches that were just learned from (in MPLP's published code .7, and .3
+        for the held-out loss).
       held_out: weight of the held-out loss at the end.
       delta: weight of the change of the hint loss.
       hint_before: whether the hint loss is taken before the step, on data that were not learned from yet.

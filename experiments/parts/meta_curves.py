@@ -25,6 +25,16 @@ def sites(task: meta.Task) -> tuple[mplp.Site, ...]:
     return mplp.sites(task.network, *jax.eval_shape(example))
 
 
+def held_out_minibatches(task: meta.Task, count: int) -> meta.Task:
+    """The family of tasks, held-out on so many further minibatches of a task, together, as the published MPLP code."""
+
+    def held_out(drawn, key):
+        batches = jax.vmap(lambda key: task.batch(drawn, key))(jax.random.split(key, count))
+        return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), batches)
+
+    return task._replace(held_out=held_out)
+
+
 def thesis_adam(rate: float = 1e-3) -> optax.GradientTransformation:
     """The thesis's outer optimizer: gradients clipped elementwise to ±1, Adam with beta_1 = .99."""
     return optax.chain(optax.clip(1.0), optax.adam(rate, b1=0.99))

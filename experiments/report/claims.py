@@ -134,7 +134,9 @@ NOTES = {
     "Proppo and PIPPS: total propagation": "The published code was run 60 times at each point, which is where its "
     "standard errors come from. The swarms are ours, where states are Gaussian; LR has a leave-one-out baseline.",
     "MPLP": "Accuracies are in percent over 100 random networks. The checkpoint that the authors published is a little "
-    "better than the paper's figure, in their code as in ours.",
+    "better than the paper's figure, in their code as in ours. *More weight on held-out data* means that "
+    ".7 of the outer loss is on 64 held-out points or images and .3 on the minibatches just learned from. In the "
+    "published code .3 is on held-out data, 50 points or 8 images, and .7 on the minibatches.",
     "Randomized automatic differentiation": "The paper's table is a count by hand of what has to be kept. Ours is "
     "measured: the arrays that `jax.vjp` keeps, which are more in the ConvNet and in the RNN.",
 }
@@ -194,8 +196,8 @@ CLAIMS = {
         ),
         Claim(
             "Fig. 2",
-            "the same, the published rule trained here from its random start",
-            "mplp_from_random-paper",
+            "the same, the published rule trained here from its random start, more weight on held-out data",
+            "mplp_from_random-held_out",
             Value(0.0013),
             _named("sinusoid, trained here"),
         ),
@@ -267,8 +269,32 @@ CLAIMS = {
             _named("mnist, MPLP, 784-100-10"),
             "higher",
         ),
+        *(
+            Claim(
+                paper,
+                f"{what}, the published rule trained here from its random start, more weight on held-out data",
+                "mplp_from_random-held_out",
+                Value(*value),
+                _named(f"mnist, trained here{name}"),
+                "higher",
+            )
+            for paper, what, name, value in (
+                ("Fig. 4", "12x12 MNIST", "", (48.95, 0.635)),
+                ("Table 1", "with a step function", ", step", (43.1, 0.74)),
+                ("Table 1", "784-100-10", ", 784-100-10", (37.6, 0.96)),
+            )
+        ),
         Claim("Fig. 4", "tuned Adam", "mplp_published-paper", Value(39.5), _named("mnist, Adam"), "higher"),
-        Claim("Fig. 4", "tuned SGD", "mplp_published-paper", Value(14.7), _named("mnist, SGD"), "higher"),
+        Claim("Fig. 4", "SGD at the paper's rate", "mplp_published-paper", Value(14.7), _named("mnist, SGD"), "higher"),
+        Claim(
+            "Fig. 4",
+            "SGD at the best of five rates",
+            "mplp_from_random-held_out",
+            Value(14.7),
+            _named("mnist, SGD"),
+            "higher",
+            same=True,
+        ),
         Claim(
             "Fig. 4",
             "12x12 MNIST, the rule that comes with apgrad",

@@ -97,6 +97,28 @@ def test_the_rule_from_a_random_start_has_the_published_places_and_fitted_standa
     assert np.max(np.concatenate(scales)) > 30
 
 
+@pytest.mark.parametrize(
+    ("objective", "expected"), [("published", 0.7 * 10 + 0.3 * 5 * 10), ("held-out", 0.3 * 10 + 0.7 * 64)]
+)
+def test_the_outer_loss_weighs_hint_and_held_out_data_as_the_published_code(promotion, objective, expected):
+    # Losses are numbers of points here: a minibatch has 10, the published held-out data are five minibatches.
+    task = mplp_from_random.task_of("sinusoid")._replace(
+        loss=lambda params, batch: jnp.asarray(batch[0].shape[0], float)
+    )
+    small = {"message_size": 1, "hidden": 1, "layers": ()}
+    outer, _, rule = mplp_from_random.training("sinusoid", task, 0, None, objective, **small)
+    loss, *_ = jax.jit(lambda rule, key: outer.estimate(rule, key, outer.init(rule, key)))(rule, jax.random.key(0))
+    assert loss == pytest.approx(expected)
+
+
+def test_held_out_minibatches_are_drawn_from_the_task():
+    task = meta_curves.held_out_minibatches(mplp_from_random.task_of("sinusoid"), 5)
+    drawn = task.draw(jax.random.key(0))
+    (x, y), (other, _) = (task.held_out(drawn, jax.random.key(i)) for i in (1, 2))
+    assert x.shape == y.shape == (50, 1) and len(np.unique(x)) == 50 and not np.any(x == other)
+    np.testing.assert_allclose(y, drawn["amplitude"] * np.sin(x + drawn["phase"]), rtol=1e-5, atol=1e-6)
+
+
 def test_bad_options_are_refused():
     with pytest.raises(ValueError, match="multiples of 5"):
         outer_gradients.Config(lengths=(7,))
