@@ -56,6 +56,8 @@ RATES: dict[str, dict[str, tuple[Any, tuple[float, ...]]]] = {
 STEPS = {"sinusoid": 5, "mnist": 20}
 FRESH = {"sinusoid": 5, "mnist": 1}  # minibatches of the published held-out loss
 TRANSFERS = ("step", "784-100-10")
+METHODS = ("Adam", "SGD", "published", "trained here")
+STYLES = {"curve": "-", "step": "--", "784-100-10": ":"}
 Objective = Literal["published", "held-out"]
 PUBLISHED = {"sinusoid": 0.0013, "mnist": 48.95, "mnist, step": 43.1, "mnist, 784-100-10": 37.6}
 
@@ -154,7 +156,7 @@ def cells(config: Config) -> list[harness.Cell]:
     """For each study what stands beside the rule, then the rule."""
     found: list[harness.Cell] = []
     for study in config.studies:
-        found += [{"study": study, "method": m} for m in ("Adam", "SGD", "published", "trained here")]
+        found += [{"study": study, "method": m} for m in METHODS]
     return found
 
 
@@ -245,14 +247,17 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
                 ]
                 shown = mean if study == "sinusoid" else mean[:: len(mean) // 4]
                 lines.append(f"  {name:<28}" + " ".join(f"{v:.4g}" for v in shown) + f" ({error[-1]:.2g})")
-                left.errorbar(np.arange(len(mean)), mean, yerr=2 * error, marker="o", markersize=2, label=name)
+                style = {"color": f"C{METHODS.index(cell['method'])}", "linestyle": STYLES[key]}
+                left.errorbar(np.arange(len(mean)), mean, yerr=2 * error, markersize=2, label=name, **style)
             if result.get("losses"):
                 steps = {"sinusoid": config.sinusoid_steps, "mnist": config.mnist_steps}[study]
                 right.plot(np.linspace(steps / len(result["losses"]), steps, len(result["losses"])), result["losses"])
         left.set(xlabel="inner step", ylabel="half squared error" if study == "sinusoid" else "test accuracy, %")
-        left.set(yscale="log" if study == "sinusoid" else "linear", title=f"{study}, {config.runs} runs")
+        left.set(
+            title=f"{study}, {config.runs} runs", **({"yscale": "log"} if study == "sinusoid" else {"ylim": (0, 100)})
+        )
         if left.lines:
-            left.legend(fontsize=7)
+            left.legend(fontsize=7, ncols=2)
         if right.lines:
             right.set(xlabel="outer step", ylabel="outer loss", yscale="log", title="meta-training from a random start")
         else:
