@@ -142,7 +142,7 @@ TABLES = [
     Table(
         "Control of a partial differential equation",
         "rad_pde-paper",
-        "The paper's horizon and iterations, from two of four starts.",
+        "The paper's horizon and iterations, from four starts.",
         rows.pde,
     ),
     Table(
