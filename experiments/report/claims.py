@@ -44,6 +44,28 @@ def _loss_at_equal_memory(results: Results) -> tuple[str, bool]:
     return f"training loss (test accuracy): {words}", different < reduced and different < same
 
 
+def _noise(last: bool) -> Callable[[Results], tuple[str, bool]]:
+    """Squared errors over those of smaller batches of equal memory, in the last layer or in those before it."""
+
+    def read(results):
+        config = results["config"]
+        rows = [
+            r
+            for r in results["rows"]
+            if (r["steps"], r["batch"]) == (max(config["training_steps"]), config["batch"])
+            and (r["layer"] == max(row["layer"] for row in results["rows"])) == last
+        ]
+        ratios = {
+            name: [r["against_smaller_batch"] for r in rows if r["method"].split()[0] == name]
+            for name in ("same", "different", "stratified", "rounding")
+        }
+        words = ", ".join(f"{name} {min(each):.2f} to {max(each):.2f}" for name, each in ratios.items())
+        most = max(max(ratios[name]) for name in ("same", "different"))
+        return f"squared error over that of a smaller batch of equal memory: {words}", most < 1
+
+    return read
+
+
 def _pde_losses(results: Results) -> tuple[str, bool]:
     losses = {r["fraction"]: r["final_losses"] for r in results["rows"] if r["iterations"] == 800}
     ratios = {f: [a / b for a, b in zip(ends, losses[1.0], strict=True)] for f, ends in losses.items() if f != 1.0}
@@ -370,6 +392,16 @@ CLAIMS = {
             "rad_paths-paper",
             "constant for independent paths, exponential for interleaved ones",
             _path_variance,
+        ),
+        *(
+            Claim(
+                "Fig. 5",
+                f"gradient noise in {layers} of a ConvNet, after 500 steps",
+                "rad_noise-paper",
+                "samples have significantly less variance than a smaller batch of equal memory",
+                _noise(last),
+            )
+            for layers, last in (("the convolutions", False), ("the last layer, which is dense,", True))
         ),
         Claim(
             "Fig. 6",

@@ -166,14 +166,18 @@ def training_at_equal_memory(results) -> Rows:
 def noise(results) -> Rows:
     """Squared error of gradients over that of a smaller batch of equal memory."""
     times = sorted({r["steps"] for r in results["rows"]})
-    rows = [["method", "batch", "residual kB", *(f"after {t:,} steps" for t in times)]]
+    columns = [f"{layers}, after {t:,} steps" for t in times for layers in ("before the last layer", "last layer")]
+    rows = [["method", "batch", "residual kB", *columns]]
     for method, batch in dict.fromkeys((r["method"], r["batch"]) for r in results["rows"]):
         mine = [r for r in results["rows"] if (r["method"], r["batch"]) == (method, batch)]
         if method == "baseline" or batch != results["config"]["batch"]:
             continue
-        found = [[r["against_smaller_batch"] for r in mine if r["steps"] == t] for t in times]
-        ranges = [f"{min(f):.2f} to {max(f):.2f}" for f in found]
-        rows.append([method, str(batch), f"{mine[0]['residual_bytes'] / 1e3:.0f}", *ranges])
+        cells = []
+        for t in times:
+            *others, last = sorted((r for r in mine if r["steps"] == t), key=lambda r: r["layer"])
+            found = [r["against_smaller_batch"] for r in others]
+            cells += [f"{min(found):.2f} to {max(found):.2f}", f"{last['against_smaller_batch']:.2f}"]
+        rows.append([method, str(batch), f"{mine[0]['residual_bytes'] / 1e3:.0f}", *cells])
     return rows
 
 
