@@ -13,9 +13,10 @@ its norm, and Adam does the rest. The settings of the published code are:
                 at 1e-4, 35,869 outer steps; networks of each place are its own
     mnist       12x12 images, 144-50-10 sigmoid and softmax, k = 4, h = 7, 20 steps of 8 images; 1 task an outer step, a
                 pool of 16, Adam at 5e-4, 5,000 outer steps; dense places share their networks
-    both        .7 times the hint and .3 times the held-out loss, which is on 5 minibatches of 10 points, on 8 images
+    both        the outer loss is .7 times the hint and .3 times the held-out loss; held-out data are 5 minibatches of
+                10 points (sinusoid) or one of 8 images (mnist)
 
-With `--objective held-out` the weights are .3 and .7, and the held-out loss is on 64 points of a grid, on 64 images.
+With `--objective held-out` the weights are .3 and .7, and held-out data are 64 points of a grid or 64 images.
 
 Given is half the squared error over the domain, and the accuracy on 100 test images a run, before and after each inner
 step; of the rule, of the published checkpoint (where it is at hand, see `experiments.mplp_published`), and of Adam and
@@ -54,7 +55,7 @@ RATES: dict[str, dict[str, tuple[Any, tuple[float, ...]]]] = {
     "mnist": {"Adam": (optax.adam, (0.001, 0.003, 0.01, 0.03, 0.1)), "SGD": (optax.sgd, (0.03, 0.1, 0.3, 1.0, 3.0))},
 }
 STEPS = {"sinusoid": 5, "mnist": 20}
-FRESH = {"sinusoid": 5, "mnist": 1}  # minibatches of the published held-out loss
+FRESH = {"sinusoid": 5, "mnist": 1}  # how many minibatches the published held-out data are
 TRANSFERS = ("step", "784-100-10")
 METHODS = ("Adam", "SGD", "published", "trained here")
 STYLES = {"curve": "-", "step": "--", "784-100-10": ":"}
@@ -253,9 +254,11 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
                 steps = {"sinusoid": config.sinusoid_steps, "mnist": config.mnist_steps}[study]
                 right.plot(np.linspace(steps / len(result["losses"]), steps, len(result["losses"])), result["losses"])
         left.set(xlabel="inner step", ylabel="half squared error" if study == "sinusoid" else "test accuracy, %")
-        left.set(
-            title=f"{study}, {config.runs} runs", **({"yscale": "log"} if study == "sinusoid" else {"ylim": (0, 100)})
-        )
+        left.set(title=f"{study}, {config.runs} runs")
+        if study == "sinusoid":
+            left.set_yscale("log")
+        else:
+            left.set_ylim(0, 100)
         if left.lines:
             left.legend(fontsize=7, ncols=2)
         if right.lines:

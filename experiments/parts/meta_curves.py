@@ -26,7 +26,7 @@ def sites(task: meta.Task) -> tuple[mplp.Site, ...]:
 
 
 def held_out_minibatches(task: meta.Task, count: int) -> meta.Task:
-    """The family of tasks, held-out on so many further minibatches of a task, together, as the published MPLP code."""
+    """The same tasks, whose held-out data are `count` further minibatches, as in the published code of MPLP."""
 
     def held_out(drawn, key):
         batches = jax.vmap(lambda key: task.batch(drawn, key))(jax.random.split(key, count))

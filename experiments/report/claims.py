@@ -48,13 +48,9 @@ def _noise(last: bool) -> Callable[[Results], tuple[str, bool]]:
     """Squared errors over those of smaller batches of equal memory, in the last layer or in those before it."""
 
     def read(results):
-        config = results["config"]
-        rows = [
-            r
-            for r in results["rows"]
-            if (r["steps"], r["batch"]) == (max(config["training_steps"]), config["batch"])
-            and (r["layer"] == max(row["layer"] for row in results["rows"])) == last
-        ]
+        config, final = results["config"], max(r["layer"] for r in results["rows"])
+        measured = (max(config["training_steps"]), config["batch"], last)
+        rows = [r for r in results["rows"] if (r["steps"], r["batch"], r["layer"] == final) == measured]
         ratios = {
             name: [r["against_smaller_batch"] for r in rows if r["method"].split()[0] == name]
             for name in ("same", "different", "stratified", "rounding")
