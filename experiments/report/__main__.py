@@ -70,7 +70,8 @@ def results_page(runs: dict[str, dict[str, Any]]) -> str:
     parts += [
         "## All runs\n",
         'The last column has the commits of the code that was measured; "old" means a run from before commits were '
-        "recorded, with code that has changed since. Start any of them again with "
+        "recorded, with code that has changed since. Seconds are those of the finished cells; of a training that was "
+        "resumed they are those since its last start. Start any of them again with "
         "`python -m experiments.NAME --preset paper`.\n",
     ]
     rows = [["run", "setting", "cells", "seconds", "device", "commits"]]
