@@ -238,6 +238,20 @@ class TestStarts:
             updates, expected = both(params, state)
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-11), updates, expected)
 
+    def test_random_of_the_thesis_is_that_of_its_code(self):
+        """Kernels and biases uniform within 1 / sqrt(features), as those of `torch.nn.Linear`."""
+        graph = GRAPHS["softmax, cross_entropy"]
+        sites = mplp.sites(graph.network, *graph.make("float32"))
+        rule = mplp.Thesis(sites, message_size=3, hidden=2000, rngs=nnx.Rngs(0))
+        for network in rule.networks.values():
+            for kernel, bias in zip(network.mlp.kernels, network.mlp.biases, strict=True):
+                for drawn in (kernel[...], bias[...]):
+                    scaled = np.ravel(drawn) * kernel.shape[0] ** 0.5
+                    assert np.abs(scaled).max() <= 1 and np.abs(scaled).min() > 0
+                    if scaled.size >= 2000:  # the variance of a square of U(-1, 1) is 4 / 45
+                        assert abs(np.mean(scaled**2) - 1 / 3) < 4 * (4 / 45 / scaled.size) ** 0.5
+                        assert abs(np.mean(scaled)) < 4 * (1 / 3 / scaled.size) ** 0.5
+
     def test_a_random_start_is_not(self):
         graph = GRAPHS["squared_error"]
         params, batch = graph.make("float32")

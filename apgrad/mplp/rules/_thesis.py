@@ -56,7 +56,8 @@ class Thesis(nnx.Module):
       see_loss: whether the network of a loss sees the loss itself, beside prediction and target; not so in the thesis's
         section 5.1.
       start: "random"; or "gradient_descent", which is exact at first, as long as no update is clipped.
-      rngs: the source of keys for the networks, whose kernels are uniform within 1 / sqrt(features).
+      rngs: the source of keys for the networks, whose kernels and biases are uniform within 1 / sqrt(features), as in
+        the thesis's code. Biases of zero would make a network homogeneous: no product of a message and a weight.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -138,6 +139,9 @@ class _Network(nnx.Module):
         uniform = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
         self.norm = BatchNorm(features) if batch_norm else nnx.data(None)
         self.mlp = Mlp([features, hidden, out], jax.nn.relu, rngs=rngs, initializer=uniform)
+        for kernel, bias in zip(self.mlp.kernels, self.mlp.biases, strict=True):
+            bound = kernel.shape[0] ** -0.5
+            bias[...] = jax.random.uniform(rngs.params(), bias.shape, float, -bound, bound)
 
     def __call__(self, *parts: jax.Array) -> jax.Array:
         seen = parts if self.norm is None else self.norm(*parts)
