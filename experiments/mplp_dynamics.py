@@ -11,7 +11,7 @@ The preset paper is the thesis's setting (Table 4): 1-20-20-1 relu, a sin(x + p)
 learned), Adam with beta_1 = .99, gradients clipped elementwise to 1, judged on 20 networks and tasks, five seeds. It
 differs from the thesis in this:
 
-* the thesis does not say Adam's rate; ours is 1e-4, the default of its code;
+* the thesis does not say Adam's rate; ours is 1e-4, the default of its code, whose Adam has no correction of its bias;
 * the thesis judges every 300 outer steps, ours every 1,200, by the loss on a grid of the domain;
 * a training starts at a random segment of its first task.
 
@@ -125,7 +125,7 @@ def outer_gradient(config: Config) -> tuple[meta.Learner, meta.OuterGradient]:
     def one(learned):
         def estimate(rule, key, carry):
             loss, gradient, carry = outer.estimate(rule, key, carry)
-            gradient.log_rate[...] *= learned  # Adam moves nothing whose gradient is always 0
+            gradient.rate[...] *= learned  # Adam moves nothing whose gradient is always 0
             return loss, gradient, carry
 
         return meta.OuterGradient(outer.init, estimate)

@@ -15,7 +15,7 @@ The preset paper is the thesis's setting (Table 3): 1-20-20-1 relu, p in [0, pi]
 K = 10, 300,000 outer steps, networks of 80 units, updates times .001, a loss node that sees prediction and target
 alone, Adam with beta_1 = .99, gradients clipped elementwise to 1, judged on 10 networks and tasks. It differs in this:
 
-* the thesis does not say Adam's rate; ours is 1e-4, the default of its code;
+* the thesis does not say Adam's rate; ours is 1e-4, the default of its code, whose Adam has no correction of its bias;
 * the thesis looks at a rule chosen at random between outer steps 100,000 and 130,000, "relatively good" ones;
 * rules are judged by the loss on a grid of the domain, the thesis's by the loss on the minibatches;
 * a training starts at a random segment of its first task.

@@ -113,8 +113,8 @@ def inner_problem(
       shortest: if given, each unroll has its own length, uniform in [shortest, length]; after that many steps nothing
         changes and losses are 0. (A schedule of lengths is a sequence of calls of `train` with growing `length`.)
       batch_entropy: weight of the batch-entropy penalty (2 in the thesis), which multiplies each step's hint loss.
-      entropy_form: "reference", the thesis's code, log(2 pi e sigma^2 + 1); "paper", its Eq. 7, log(2 pi e sigma^2 +
-        1e-5), without a floor at 0.
+      entropy_form: "reference", the thesis's Eq. 6, log(2 pi e sigma^2 + 1); "paper", its Eq. 7, log(2 pi e sigma^2 +
+        epsilon) with epsilon = 1e-5, without a floor at 0.
       learn_prior: whether theta is a `WithPrior`, from whose prior the tasks start.
 
     Raises:
@@ -270,7 +270,8 @@ def batch_entropy(network: mplp.Sequential, params: Any, x: jax.Array, *, form: 
     """The batch entropy H of each layer's activations, (layers,) (thesis, Eqs 6 and 7).
 
     H is the mean over a layer's units of log(2 pi e sigma^2 + c) / 2, sigma^2 the unit's variance over the minibatch;
-    c is 1 in the thesis's code (form "reference") and 1e-5 in Eq. 7 (form "paper"; Eq. 6 has 1).
+    c is 1 in Eq. 6 (form "reference") and here 1e-5 in Eq. 7 (form "paper"), where it is called epsilon. The thesis's
+    code has c = 1, half the factor, pi e, and the variance with ddof 1.
 
     Args:
       network: the network; its layers of the kind "activation" count.

@@ -7,7 +7,7 @@ feature with std < 1e-5 gets the scale 1. This has a fault: biases are 0 at firs
 is fitted, so their scale comes out near 1000, and what the network sees is in the hundreds when the biases have grown.
 `max_scale` bounds the scale.
 
-*Batch norm* (thesis, section 4.3) standardizes at each call by this call's own statistics.
+*Batch norm* (thesis, section 5.2.1) standardizes at each call by this call's own statistics.
 """
 
 from typing import Any

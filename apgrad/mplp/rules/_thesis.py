@@ -9,9 +9,9 @@ the weight of an input that is 1:
                    m'_bi = sum_j g_lin([m_bj, Wa_ij])
 
 Each network is linear, relu, linear. There is one network for each kind of node, which all nodes of this kind share.
-Batch norm standardizes the inputs of each network over all rows of one call; without batch norm training does not start
-at all (thesis, section 5.2). Gradient descent is the case k = 1, f = x m, g_lin = W m, g_act = act'(z) m, g_loss =
-dL/dp.
+Batch norm standardizes the inputs of each network over all rows of one call; with it training leaves its first, flat
+phase sooner (thesis, section 5.2). Gradient descent is the case k = 1, f = x m, g_lin = W m, g_act = act'(z) m,
+g_loss = dL/dp.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ class Thesis(nnx.Module):
       message_size: the size k of a message.
       hidden: the number of hidden units of each network.
       batch_norm: whether batch norm standardizes the networks' inputs.
-      learn_rate: whether the step size is meta-trained.
+      learn_rate: whether the step size lr is meta-trained, as it is: not its logarithm, so it may change its sign.
       learning_rate: the step size at first; .001 in the thesis.
       clip: the largest size of an update.
       see_loss: whether the network of a loss sees the loss itself, beside prediction and target; not so in the thesis's
@@ -93,7 +93,7 @@ class Thesis(nnx.Module):
         require_positive(learning_rate=learning_rate, clip=clip)
         self.message_size, self.learn_rate, self.clip, self.see_loss = message_size, learn_rate, clip, see_loss
         self.known = known_forms(sites)
-        self.log_rate = (nnx.Param if learn_rate else Fixed)(jnp.log(jnp.asarray(learning_rate, float)))
+        self.rate = (nnx.Param if learn_rate else Fixed)(jnp.asarray(learning_rate, float))
         self.networks, self.descents, self.gains = nnx.Dict({}), nnx.Dict({}), nnx.Dict({})
         make = lambda features, out: _Network(features, hidden, out, batch_norm, rngs)
         for site in sites:
@@ -116,7 +116,7 @@ class Thesis(nnx.Module):
     def at(self, site: Site) -> "_ThesisAt":
         """The local rule of a place: the networks of the place's kind."""
         require_form(self.known, site, by_name=False)
-        rate = jnp.exp(self.log_rate[...])
+        rate = self.rate[...]
         return _ThesisAt(
             self.networks.get(f"{site.kind}/f"),
             self.networks[f"{site.kind}/g"],
