@@ -160,8 +160,8 @@ NOTES = {
     ".7 of the outer loss is on 64 held-out points or images and .3 on the minibatches just learned from. In the "
     "published code .3 is on held-out data, 50 points or 8 images, and .7 on the minibatches.",
     "The MPLP thesis": "These runs are from before the thesis's code was followed in three settings: they have Adam's "
-    "rate 1e-3, where it has 1e-4; they began with biases of zero in the rule's networks, which it draws; and they learn "
-    "the logarithm of the step size, where it learns the step size.",
+    "rate 1e-3, where it has 1e-4; they began with biases of zero in the rule's networks, which it draws; and they "
+    "learn the logarithm of the step size, where it learns the step size.",
     "Randomized automatic differentiation": "The paper's table is a count by hand of what has to be kept. Ours is "
     "measured: the arrays that `jax.vjp` keeps, which are more in the ConvNet and in the RNN.",
 }
