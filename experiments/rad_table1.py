@@ -82,7 +82,7 @@ def _checkpointed_rnn(key, params, images, labels):
     """The RNN in blocks of 28 steps, each recomputed: about 2 sqrt(784) states."""
     del key
     (w, u, b), (v, c) = params
-    x = images.astype(jnp.float32) / 255 - 0.5
+    x = rad_networks.standardized(images)
     pixels = x.reshape(len(x), 28, 28, 1).transpose(1, 2, 0, 3)
 
     @jax.checkpoint

@@ -93,7 +93,7 @@ def recurrent(config: Config, method: str) -> Any:
 
     def blocks(params, images, labels):
         (w, u, b), (v, c) = params
-        x = images.astype(jnp.float32) / 255 - 0.5
+        x = rad_networks.standardized(images)
         pixels = x.reshape(len(x), config.side, config.side, 1).transpose(1, 2, 0, 3)
 
         @jax.checkpoint

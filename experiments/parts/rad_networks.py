@@ -3,6 +3,11 @@
 MLP 784-300-300-300-10; ConvNet 16-32-pool-32-32-pool-10 with 5 x 5 windows; identity RNN of 100 ReLU units over the
 pixels; two transformer blocks of width 64 over an image's rows. `loss(name)` is `(parameters, images, labels) -> mean
 cross-entropy`, and `method_loss` gives the same function a random memory by `ap.randomize`.
+
+Starts and pixels are those of the paper's code (RandomizedAutomaticDifferentiation/nn_experiments). Kernels and biases
+are uniform within 1 / sqrt(fan_in), PyTorch's default. The RNN's biases are 0, its kernel between states is the
+identity, and the other two are normal with deviation .001 (the paper: N(0, 0.001)). Pixels are standardized by the data
+set's mean and deviation.
 """
 
 import itertools
@@ -18,6 +23,10 @@ import apgrad as ap
 from apgrad import memory as rad
 
 NAMES = ("mlp", "convnet", "rnn", "transformer")
+PIXELS = {  # mean and deviation by the number of channels: MNIST's, and CIFAR-10's
+    1: ((0.1307,), (0.3081,)),
+    3: ((0.4914, 0.4822, 0.4465), (0.2023, 0.1994, 0.2010)),
+}
 SHAPES = {"mlp": (28, 28, 1), "convnet": (32, 32, 3), "rnn": (28, 28, 1), "transformer": (28, 28, 1)}
 
 
@@ -42,35 +51,37 @@ class Transformer(nn.Module):
 
 def parameters(name: str, key: jax.Array, shape: tuple[int, ...]) -> Any:
     """Initial parameters for images of a shape (height, width, channels)."""
-    keys = iter(jax.random.split(key, 8))
+    keys = iter(jax.random.split(key, 10))
 
-    def weight(*size):
-        return jax.random.normal(next(keys), size) * np.sqrt(2 / np.prod(size[:-1])).astype(np.float32)
+    def layer(*size):
+        bound = float(np.prod(size[:-1])) ** -0.5
+        return tuple(jax.random.uniform(next(keys), s, float, -bound, bound) for s in (size, size[-1:]))
 
     if name == "mlp":
-        widths = (int(np.prod(shape)), 300, 300, 300, 10)
-        return [(weight(a, b), jnp.zeros(b)) for a, b in itertools.pairwise(widths)]
+        return [layer(a, b) for a, b in itertools.pairwise((int(np.prod(shape)), 300, 300, 300, 10))]
     if name == "convnet":
-        channels = (shape[2], 16, 32, 32, 32)
-        convs = [(weight(5, 5, a, b), jnp.zeros(b)) for a, b in itertools.pairwise(channels)]
-        return [*convs, (weight((shape[0] // 4) * (shape[1] // 4) * 32, 10), jnp.zeros(10))]
+        convs = [layer(5, 5, a, b) for a, b in itertools.pairwise((shape[2], 16, 32, 32, 32))]
+        return [*convs, layer((shape[0] // 4) * (shape[1] // 4) * 32, 10)]
     if name == "rnn":
-        small = 0.001**0.5
-        return [
-            (small * jax.random.normal(next(keys), (1, 100)), jnp.eye(100), jnp.zeros(100)),
-            (small * jax.random.normal(next(keys), (100, 10)), jnp.zeros(10)),
-        ]
+        small = lambda *size: 0.001 * jax.random.normal(next(keys), size)
+        return [(small(1, 100), jnp.eye(100), jnp.zeros(100)), (small(100, 10), jnp.zeros(10))]
     if name == "transformer":
         return Transformer().init(next(keys), jnp.zeros((1, *shape)))
     raise ValueError(f"networks are {NAMES}, got {name!r}")
 
 
+def standardized(images: jax.Array) -> jax.Array:
+    """The images of bytes (n, height, width, channels), with the mean and deviation of their kind's training set."""
+    mean, deviation = (np.array(v, np.float32) for v in PIXELS[images.shape[-1]])
+    return (images.astype(jnp.float32) / 255 - mean) / deviation
+
+
 def logits(name: str, *, input_is_remembered: bool = False) -> Callable[..., jax.Array]:
-    """`(parameters, images) -> (n, 10)`, for images of bytes, which are centred inside.
+    """`(parameters, images) -> (n, 10)`, for images of bytes, which are standardized inside.
 
     Args:
       name: one of `NAMES`.
-      input_is_remembered: whether a reverse pass remembers the centred images like any other layer's input, as the
+      input_is_remembered: whether a reverse pass remembers the standardized images like any other layer's input, as the
         paper counts it; else it may compute them again from the bytes, which the caller has.
     """
 
@@ -82,7 +93,7 @@ def logits(name: str, *, input_is_remembered: bool = False) -> Callable[..., jax
         return x[:, : h // 2 * 2, : w // 2 * 2].reshape(n, h // 2, 2, w // 2, 2, c).mean((2, 4))
 
     def run(params, images):
-        x = images.astype(jnp.float32) / 255 - 0.5
+        x = standardized(images)
         if input_is_remembered:
             x = jax.lax.optimization_barrier(x)
         if name == "transformer":
@@ -150,7 +161,7 @@ def method_loss(name: str, method: str, fraction: float) -> Callable[..., jax.Ar
         plain = loss(name)
         return lambda key, *args: plain(*args)
     if kind == "rounding":
-        return ap.randomize(loss(name), rad.rounding(bits=int(rest[0])))
+        return ap.randomize(loss(name, input_is_remembered=True), rad.rounding(bits=int(rest[0])))
     sampler = methods(float(rest[0]) if rest else fraction)[kind]
     if name == "transformer":
         return ap.randomize(loss(name), sampler)
