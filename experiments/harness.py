@@ -188,20 +188,31 @@ class Checkpoint(NamedTuple):
         """The saved state, or the given one where nothing is saved.
 
         Args:
-          state: a pytree of arrays with the structure of the saved one; their shapes may differ.
+          state: a pytree of arrays with the names of the saved one's; their shapes may differ.
+
+        Raises:
+          ValueError: if the file was saved by code whose state has other names.
         """
         if not self.path.exists():
             return state
+        names = _names(state)
         with np.load(self.path) as file:
-            leaves = [file[f"arr_{i}"] for i in range(len(file.files))]
+            saved = file["names"].tolist() if "names" in file else None
+            leaves = [file[f"arr_{i}"] for i in range(len(names))] if saved == names else []
+        if saved != names:
+            raise ValueError(f"{self.path} was saved by other code, whose state is another; delete it to begin again")
         return jax.tree.unflatten(jax.tree.structure(state), leaves)
 
     def save(self, state: Any) -> None:
         """Writes the state, a pytree of arrays, in full or not at all."""
         temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
         with temporary.open("wb") as file:
-            np.savez(file, *(np.asarray(leaf) for leaf in jax.tree.leaves(state)))
+            np.savez(file, *(np.asarray(leaf) for leaf in jax.tree.leaves(state)), names=np.array(_names(state)))
         os.replace(temporary, self.path)
+
+
+def _names(state: Any) -> list[str]:
+    return [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
 
 
 def checkpoint(name: str, config: Config, cell: Cell) -> Checkpoint:

@@ -391,3 +391,15 @@ class TestExperiments:
         with pytest.raises(SystemExit):
             harness.main(chaos, ["--out", str(tmp_path / "x"), *options])
         assert not (tmp_path / "x").exists()
+
+
+def test_a_checkpoint_of_other_code_is_refused(tmp_path):
+    """Its arrays would be given to other names."""
+    checkpoint = harness.Checkpoint(tmp_path / "cell.npz")
+    checkpoint.save({"rate": np.ones(3), "weights": np.zeros(3)})
+    assert checkpoint.load({"rate": np.zeros(0), "weights": np.ones(1)})["rate"].tolist() == [1, 1, 1]
+    with pytest.raises(ValueError, match="saved by other code"):
+        checkpoint.load({"log_rate": np.zeros(0), "weights": np.zeros(0)})
+    np.savez(checkpoint.path, np.ones(3), np.zeros(3))
+    with pytest.raises(ValueError, match="saved by other code"):
+        checkpoint.load({"rate": np.zeros(0), "weights": np.zeros(0)})
