@@ -138,11 +138,11 @@ TABLES = [
         "rad_noise-paper",
         "The paper's ConvNet on 10,000 images of CIFAR-10, batches of 150: the squared error of the gradient, over "
         "that of a smaller batch that keeps as many bytes in reverse mode. Below 1 the method is better. After 500 "
-        "steps samples are 1.3 to 8 times better in the four convolutions, as the paper says; in the dense layer at "
-        "the end they are better only as `distinct`, `stratified` and `heavy`, with a third or half of the entries. "
-        "A tenth of the entries for 600 images (`different`) has less noise in the convolutions than all of them "
-        "for 150, at less than half the memory, and 2.8 times as much in the dense layer. Rounding is 4 to 10 times "
-        "better everywhere.",
+        "steps samples are 1.7 to 8 times better in the four convolutions, as the paper says; in the dense layer at "
+        "the end they are better only as `distinct` and `stratified`, with .3 or .5 of the entries, and as `heavy`, "
+        "with .1 or more. A tenth of the entries for 600 images (`different`) has less noise in the convolutions than "
+        "all of them for 150, at less than half the memory, and 2.6 times as much in the dense layer. Rounding is 4 to "
+        "11 times better everywhere.",
         rows.noise,
     ),
     Table(
