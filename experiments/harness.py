@@ -197,10 +197,9 @@ class Checkpoint(NamedTuple):
             return state
         names = _names(state)
         with np.load(self.path) as file:
-            saved = file["names"].tolist() if "names" in file else None
-            leaves = [file[f"arr_{i}"] for i in range(len(names))] if saved == names else []
-        if saved != names:
-            raise ValueError(f"{self.path} was saved by other code, whose state is another; delete it to begin again")
+            if "names" not in file or file["names"].tolist() != names:
+                raise ValueError(f"{self.path} was saved by other code, with another state; delete it to begin again")
+            leaves = [file[f"arr_{i}"] for i in range(len(names))]
         return jax.tree.unflatten(jax.tree.structure(state), leaves)
 
     def save(self, state: Any) -> None:

@@ -193,7 +193,8 @@ def _search(config: Config, cell: harness.Cell, data: meta.data.Images) -> dict[
         run = dataclasses.replace(_run(config, network, method, steps, pair), draws=0, evaluations=1)
         return run.train(start, noise, sets, None)["curve"][-1][-1]
 
-    def finalists():  # short runs favour high rates, so the paper's pair, the last, is one without them
+    def finalists():
+        # Short runs favour high rates, so the paper's pair, which is the last, needs none to be a finalist.
         best = np.argsort(-scores[: config.pairs], kind="stable")[: config.finalists]
         return [*map(int, best), config.pairs]
 

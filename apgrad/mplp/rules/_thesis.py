@@ -50,7 +50,7 @@ class Thesis(nnx.Module):
       message_size: the size k of a message.
       hidden: the number of hidden units of each network.
       batch_norm: whether batch norm standardizes the networks' inputs.
-      learn_rate: whether the step size lr is meta-trained, as it is: not its logarithm, so it may change its sign.
+      learn_rate: whether the step size lr is meta-trained: lr itself and not its logarithm, so its sign may change.
       learning_rate: the step size at first; .001 in the thesis.
       clip: the largest size of an update.
       see_loss: whether the network of a loss sees the loss itself, beside prediction and target; not so in the thesis's
