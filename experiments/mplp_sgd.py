@@ -19,11 +19,6 @@ alone, Adam with beta_1 = .99, gradients clipped elementwise to 1, judged on 10 
 * the thesis looks at a rule chosen at random between outer steps 100,000 and 130,000, "relatively good" ones;
 * rules are judged by the loss on a grid of the domain, the thesis's by the loss on the minibatches;
 * a training starts at a random segment of its first task.
-
-An older run, at Adam's rate 1e-3 and from a start whose networks had biases of zero
-(`experiments/results/mplp_sgd-part`, 120,000 outer steps), never left the flat phase, which the thesis's rule leaves
-after about 50,000: the rule drove the inputs of the activations to -10^6 in a few inner steps, so that the hidden units
-were dead and nothing was left to learn.
 """
 
 import dataclasses
@@ -313,7 +308,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     axes[2, 1].plot(z, np.maximum(z, 0), label="relu")
     axes[2, 1].set(xlabel="z", title="activation")
     axes[2, 2].plot(np.linspace(config.steps / config.points, config.steps, config.points), rule["losses"])
-    axes[2, 2].set(xlabel="outer step", title=f"outer loss of {config.segment} steps, in training")
+    axes[2, 2].set(xlabel="outer step", title=f"outer loss of {config.segment} steps, in training", yscale="log")
     for method, result in results.items():
         axes[2, 3].plot(np.array(result["eval"]).mean(axis=0), label=method)
     axes[2, 3].set(xlabel="inner step", title="half squared error", yscale="log")
@@ -321,7 +316,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     axes[3, 0].plot(np.linspace(0, config.steps, len(rule["judged"])), rule["judged"], label="MPLP")
     for i, method in enumerate(BASELINES):
         axes[3, 0].axhline(figures[method]["outer_loss"], color=f"C{i + 1}", linestyle="--", label=method)
-    axes[3, 0].set(xlabel="outer step", title=f"outer loss of {config.length} steps, fixed tasks", yscale="log")
+    axes[3, 0].set(xlabel="outer step", title=f"outer loss of {config.length} steps, judged", yscale="log")
     x, y, *outputs = np.array(rule["example"])
     axes[3, 1].plot(x, y, "k--", label="target")
     for part, output in zip(SHOWN, outputs, strict=True):
@@ -329,8 +324,9 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     axes[3, 1].set(xlabel="x", title="an example")
     for ax in (axes[3, 2], axes[3, 3]):
         ax.axis("off")
-    for ax in (axes[2, 0], axes[2, 1], axes[2, 3], axes[3, 0], axes[3, 1]):
+    for ax in (axes[2, 0], axes[2, 1], axes[2, 3], axes[3, 0]):
         ax.legend(fontsize=7)
+    axes[3, 2].legend(*axes[3, 1].get_legend_handles_labels(), fontsize=7, loc="center left")
     return harness.Report(figures, rows, "\n".join(lines), figure)
 
 
