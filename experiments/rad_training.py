@@ -298,7 +298,9 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             mean, style = np.mean([r["curve"] for r in runs], 0), {"color": f"C{number % 10}"}
             style["ls"] = "-" if number < 10 else "--"
             axes[0].plot(mean[:, 0], mean[:, 1], label=row["method"], **style)
-            axes[1].plot(mean[:, 0], 1 - mean[:, 5], **style)
+            axes[1].plot(mean[:-1, 0], 1 - mean[:-1, 5], **style)
+            # The last row is of other images than those before it, so no line leads to it.
+            axes[1].plot(mean[-1, 0], 1 - mean[-1, 5], "o", markersize=4, color=style["color"])
             if row["less_than_baseline"] is not None:
                 less, spread = row["less_than_baseline"], row["less_than_baseline_se"]
                 axes[2].errorbar(number, 100 * less, 100 * (spread or 0), fmt="o", color=style["color"])
@@ -306,12 +308,13 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
                 axes[3].plot([0, *mean[:, 0]], [_noise(runs, i, "all") for i in range(len(mean) + 1)], **style)
         axes[0].set(yscale="log", xlabel="step", ylabel="loss of the batches", title=network)
         axes[1].set(yscale="log", xlabel="step", ylabel="test error")
+        axes[1].set_title("lines: the first 2,000 images; dots: all", fontsize=8)
         axes[2].axhline(0, color="k", alpha=0.3, lw=0.8)
         names = [row["method"] for row in drawn]
         axes[2].set_xticks(range(len(names)), names, rotation=90, fontsize=7)
         axes[2].set_ylabel("test accuracy lost, %")
         axes[3].set(yscale="log", xlabel="step", ylabel="noise / signal of a gradient")
-        axes[0].legend(fontsize=6, frameon=False)
+        axes[3].legend(*axes[0].get_legend_handles_labels(), fontsize=7, loc="upper left", bbox_to_anchor=(1, 1.05))
     return harness.Report({"data": described, "searches": searches}, rows, "\n".join(lines), figure)
 
 
