@@ -143,6 +143,17 @@ TABLES = [
         rows.training_at_equal_memory,
     ),
     Table(
+        "Training with a random memory: an RNN on MNIST's pixels one by one, at equal memory",
+        "rad_training-rnn",
+        "20,000 steps of SGD, where the paper has 200,000, at the paper's rate, on one bootstrap. `reduced` has as "
+        "many examples as fit into the memory of a sample of .1. None has learned much by then: exact reverse mode "
+        "leaves the flat phase after 13,000 steps, one sample for all examples (`same`) after 17,000, a sample for "
+        "each example (`different`) and the smaller batch not at all. Along the way both samples have a lower loss "
+        "than the smaller batch, which the paper says they match. With one run it is not known whether `same` is "
+        "better than `different`, or was lucky.",
+        rows.training_at_equal_memory,
+    ),
+    Table(
         "Noise of a random memory, and of a smaller batch: a ConvNet",
         "rad_noise-paper",
         "The paper's ConvNet on 10,000 images of CIFAR-10, batches of 150: the squared error of the gradient, over "
