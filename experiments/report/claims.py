@@ -121,8 +121,9 @@ def _message_sizes(results: Results) -> tuple[str, bool]:
     words, ordered = [], True
     for share in dict.fromkeys(name.partition(", ")[2] for name in found):
         sizes = {name.partition(", ")[0]: seeds for name, seeds in found.items() if name.endswith(share)}
-        means = [statistics.fmean(seed["mean"] for seed in seeds.values()) for seeds in sizes.values()]
-        words.append(f"{share}: " + ", ".join(f"{k} {mean:.4f}" for k, mean in zip(sizes, means, strict=True)))
+        errors = {size: [seed["mean"] for seed in seeds.values()] for size, seeds in sizes.items()}
+        means = list(map(statistics.fmean, errors.values()))
+        words.append(f"{share}: " + ", ".join(f"{k} {' and '.join(f'{e:.4f}' for e in v)}" for k, v in errors.items()))
         ordered &= means == sorted(means, reverse=True)
     return "; ".join(words), ordered
 
