@@ -231,7 +231,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     """Final losses and accuracies over seeds, and the differences from baseline and reduced batch of the same seed."""
     found = {(c["network"], c["method"], c["run"]): r for c, r in records if "run" in c}
     searches = {f"{c['network']} {c['search']}": r["chosen"] for c, r in records if "search" in c}
-    rows, lines, described = [], [], {}
+    rows, lines, described, curves = [], [], {}, {}
     if not found:
         raise SystemExit("searches are finished, but no run is")
     for network, steps in zip(config.networks, config.steps, strict=True):
@@ -250,6 +250,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
                 continue
             last = np.array([r["curve"][-1] for r in runs.values()])
             first = next(iter(runs.values()))
+            curves[f"{network} {method}"] = np.mean([r["curve"] for r in runs.values()], 0)
             row = {
                 "network": network,
                 "data": described[network],
@@ -295,8 +296,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         drawn = [row for row in rows if row["network"] == network]
         for number, row in enumerate(drawn):
             runs = [r for (n, m, _), r in found.items() if (n, m) == (network, row["method"])]
-            mean, style = np.mean([r["curve"] for r in runs], 0), {"color": f"C{number % 10}"}
-            style["ls"] = "-" if number < 10 else "--"
+            mean = curves[f"{network} {row['method']}"]
+            style = {"color": f"C{number % 10}", "ls": "-" if number < 10 else "--"}
             axes[0].plot(mean[:, 0], mean[:, 1], label=row["method"], **style)
             axes[1].plot(mean[:-1, 0], 1 - mean[:-1, 5], **style)
             # The last row is of other images than those before it, so no line leads to it.
@@ -315,7 +316,9 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         axes[2].set_ylabel("test accuracy lost, %")
         axes[3].set(yscale="log", xlabel="step", ylabel="noise / signal of a gradient")
         axes[3].legend(*axes[0].get_legend_handles_labels(), fontsize=7, loc="upper left", bbox_to_anchor=(1, 1.05))
-    return harness.Report({"data": described, "searches": searches}, rows, "\n".join(lines), figure)
+    losses = {name: [[int(step), float(loss)] for step, loss in curve[:, :2]] for name, curve in curves.items()}
+    figures = {"data": described, "searches": searches, "batch_loss_by_step": losses}
+    return harness.Report(figures, rows, "\n".join(lines), figure)
 
 
 def _error(values: Any) -> float | None:
