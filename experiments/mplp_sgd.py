@@ -277,6 +277,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     results = {cell["method"]: result for cell, result in records}
     rule = results["MPLP"]
     figures: dict[str, Any] = {f"correlation, {n}": s["correlation"] for n, s in rule["surfaces"].items()}
+    judged_at = np.linspace(0, config.steps, len(rule["judged"]))
+    figures["outer_loss_by_step"] = [[int(t), loss] for t, loss in zip(judged_at, rule["judged"], strict=True)]
     rows = []
     lines = [f"outer loss (sum over {config.length} steps); half squared error after them, mean (standard error)"]
     for method, result in results.items():
@@ -313,7 +315,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         axes[2, 3].plot(np.array(result["eval"]).mean(axis=0), label=method)
     axes[2, 3].set(xlabel="inner step", title="half squared error", yscale="log")
     # Fig. 3: the outer loss on fixed tasks, with the tuned optimizers as lines; and a fit.
-    axes[3, 0].plot(np.linspace(0, config.steps, len(rule["judged"])), rule["judged"], label="MPLP")
+    axes[3, 0].plot(judged_at, rule["judged"], label="MPLP")
     for i, method in enumerate(BASELINES):
         axes[3, 0].axhline(figures[method]["outer_loss"], color=f"C{i + 1}", linestyle="--", label=method)
     axes[3, 0].set(xlabel="outer step", title=f"outer loss of {config.length} steps, judged", yscale="log")
