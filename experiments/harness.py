@@ -91,7 +91,8 @@ def main(experiment: ModuleType | None = None, argv: Sequence[str] | None = None
 
     Returns:
       The folder with `results.json`, `NAME.csv` and `NAME.png`. In results.json, `wall_seconds` is the sum over
-      the cells, whichever start measured them; numbers that are not finite are null.
+      the cells of the time since the last start of each: a cell that goes on from its checkpoint leaves out what came
+      before. Numbers that are not finite are null.
 
     Raises:
       SystemExit: for a wrong command line, or a folder that holds another run.
