@@ -278,7 +278,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     rule = results["MPLP"]
     figures: dict[str, Any] = {f"correlation, {n}": s["correlation"] for n, s in rule["surfaces"].items()}
     judged_at = np.linspace(0, config.steps, len(rule["judged"]))
-    figures["outer_loss_by_step"] = [[int(t), loss] for t, loss in zip(judged_at, rule["judged"], strict=True)]
+    figures["outer_loss_by_step"] = [[round(t), loss] for t, loss in zip(judged_at, rule["judged"], strict=True)]
     rows = []
     lines = [f"outer loss (sum over {config.length} steps); half squared error after them, mean (standard error)"]
     for method, result in results.items():
