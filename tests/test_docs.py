@@ -119,17 +119,54 @@ def test_the_address_of_the_repository_stands_in_one_place():
     assert not wrong, f"not the address of pyproject.toml, {ADDRESS}"
 
 
-@pytest.mark.quick
-def test_measured_figures_of_the_readme_are_the_results():
-    """Each figure in the README that was measured stands in this list, beside what it is made of."""
-    text = (ROOT / "README.md").read_text()
+def measured_figures() -> dict[str, set[str]]:
+    """The measured figures of the README and of the wings' pages, from the results that they are made of."""
     run = lambda name: json.loads((ROOT / "experiments" / "results" / name / "results.json").read_text())
     chaos, mnist, others = run("chaos-paper"), run("mplp_mnist-paper"), run("mplp_mnist-optimizers")
-    figures = {
-        f"{chaos['variance_ratio_decoupled-CF_H50_beta2.5']['value']:.0f} times": 1,
-        f"{mnist['784-100-10, MPLP']['mean']:.0f} %": 1,
-        f"{mnist['784-100-10, Adam']['mean']:.0f} %": 1,
-        f"{others['784-100-10, Muon']['mean']:.0f} %": 1,
+    value = lambda key: chaos[key]["value"]
+    default, rest = value("variance_decoupled-CF_H50_beta3.5"), chaos["bias_decoupled-CF_H100_beta1.5"]
+    published, here, held = run("mplp_published-paper"), run("mplp_from_random-paper"), run("mplp_from_random-held_out")
+    noise, adaptive = run("rad_noise-paper"), run("total_propagation-adaptive")["rows"]
+    rare = next(r for r in adaptive if (r["P"], r["H"], r["beta"], r["method"]) == (5, 100, 1.5, "adaptive"))
+    last = max(r["layer"] for r in noise["rows"])
+    percent = lambda results, names: [f"{results[name]['mean']:.0f}" for name in names]
+    trained = ("mnist, trained here", "mnist, trained here, step", "mnist, trained here, 784-100-10")
+    a, b, c = percent(held, trained)
+
+    samples = [1 / r["against_smaller_batch"] for r in noise["rows"] if r["method"][:8] not in ("baseline", "rounding")
+               and (r["batch"], r["steps"]) == (150, 500) and r["layer"] < last]  # fmt: skip
+    both = [1 / r["against_smaller_batch"] for run_ in (noise, run("rad_noise-mlp")) for r in run_["rows"]
+            if r["method"].startswith("rounding") and r["batch"] == 150 and r["steps"]]  # fmt: skip
+    ratios = [
+        r["ratio"] for r in run("benchmarks.tracing-paper")["rows"] if r["semiring"] not in ("top 3", "influence")
+    ]
+    return {
+        "README.md": {
+            f"{value('variance_ratio_decoupled-CF_H50_beta2.5'):.0f} times",
+            f"{default / value('variance_LR_H50_beta3.5'):.1f} times",
+            f"{default / value('variance_TP_H50_beta3.5'):.1f} times",
+            f"{-100 * rest['value'] / rest['exact_gradient']:.1f} %",
+            f"{rare['ratio']:.0f} times",
+            *(f"{mnist[f'784-100-10, {method}']['mean']:.0f} %" for method in ("MPLP", "Adam")),
+            f"{others['784-100-10, Muon']['mean']:.0f} %",
+        },
+        "docs/wings/memory.md": {
+            f"{min(samples):.1f} to {max(samples):.1f} times",
+            f"{min(both):.0f} to {max(both):.0f} times",
+        },
+        "docs/wings/mplp.md": {
+            *(f"{p} %" for p in percent(here, trained)),
+            *(f"{p} %" for p in percent(published, ("mnist, Adam", "mnist, MPLP, 784-100-10"))),
+            f"{a}, {b} and {c} %",
+        },
+        "docs/wings/tracing.md": {f"{min(ratios):.0f} to {max(ratios):.0f} times"},
     }
-    for figure in figures:
-        assert figure in text, figure
+
+
+@pytest.mark.quick
+def test_measured_figures_of_readme_and_wings_are_the_results():
+    """Each "N times" and "N %" of these pages stands in the list, beside what it is made of, and nothing else does."""
+    known, figure = measured_figures(), r"(?:\d[\d.]*, )*(?:\d[\d.]* (?:to|and) )?\d[\d.,]* (?:times|%)"
+    for path in [ROOT / "README.md", *(DOCS / "wings").glob("*.md")]:
+        prose = " ".join(re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL).split())
+        assert set(re.findall(figure, prose)) == known.get(str(path.relative_to(ROOT)), set()), path.name

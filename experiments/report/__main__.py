@@ -9,7 +9,7 @@ from typing import Any
 
 from experiments.report.claims import CLAIMS, NOTES
 from experiments.report.tables import TABLES
-from experiments.report.verdicts import Value, figure, is_small, verdict
+from experiments.report.verdicts import Value, figure, verdict
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "experiments" / "results"
@@ -40,8 +40,15 @@ def summary(results: dict[str, Any]) -> str:
 
 
 def age(results: dict[str, Any]) -> str:
-    """The commits whose code a run measured; "old" if it is from before commits were recorded."""
-    return ", ".join(c.rstrip("+")[:7] for c in results.get("commits") or []) or "old"
+    """The commits whose code a run measured, with a "+" where the tree had changes that were not committed."""
+    return ", ".join(c[:7] + "+" * c.endswith("+") for c in results.get("commits") or []) or "not recorded"
+
+
+def setting(results: dict[str, Any]) -> str:
+    """What a run is, as it recorded it."""
+    recorded = results.get("setting") or "not recorded"
+    data = results.get("data")
+    return f"{recorded}; {data}" if recorded == "the paper preset" and "a subset" in str(data) else recorded
 
 
 def results_page(runs: dict[str, dict[str, Any]]) -> str:
@@ -50,16 +57,16 @@ def results_page(runs: dict[str, dict[str, Any]]) -> str:
         "# Results\n",
         f"This page is written by `{COMMAND}` from the files in `experiments/results/`, and a test holds it to them. "
         "Figures are means ± standard errors. The papers' figures stand beside ours with a verdict that is computed: "
-        "*matches* (within two standard errors, or 10 % where there is none), *beats*, *not reproduced*, and *small* "
-        "for a run that has not the paper's setting and so settles nothing. The pictures are in the "
-        "[gallery](gallery.md).\n",
+        "*matches* (within two standard errors, or 10 % where there is none), *beats*, *not reproduced*, *small* "
+        "for a run that has not the paper's setting and so settles nothing, and *new* for a finding of ours that no "
+        "paper has. The pictures are in the [gallery](gallery.md).\n",
         "## Beside the papers\n",
     ]
     for paper, claims in CLAIMS.items():
         rows = [["paper", "what", "published", "ours", "run", "verdict"]]
         for claim in claims:
             ours = claim.ours(runs[claim.run])
-            published = claim.published if isinstance(claim.published, str) else figure(claim.published)
+            published = figure(claim.published) if isinstance(claim.published, Value) else claim.published or ""
             shown = figure(ours) if isinstance(ours, Value) else ours[0]
             judged = verdict(claim, runs[claim.run])
             rows.append([claim.source, claim.what, published, shown, link(claim.run), f"**{judged}**"])
@@ -69,16 +76,17 @@ def results_page(runs: dict[str, dict[str, Any]]) -> str:
         parts += [f"### {entry.title}\n", f"{entry.text} Run: {link(entry.run)}.\n", table(entry.rows(runs[entry.run]))]
     parts += [
         "## All runs\n",
-        'The last column has the commits of the code that was measured; "old" means a run from before commits were '
-        "recorded, with code that has changed since. Seconds are those of the finished cells; of a training that was "
-        "resumed they are those since its last start. Start any of them again with "
-        "`python -m experiments.NAME --preset paper`.\n",
+        'The last column has the commits of the code that was measured, with a "+" where it had changes that were '
+        "not committed. A run without commits is older than their recording, and the code has changed since. Seconds "
+        "are those of the finished cells; of a training that was resumed they are those since its last start. Start "
+        "any of them again with `python -m experiments.NAME --preset paper`.\n",
     ]
     rows = [["run", "setting", "cells", "seconds", "device", "commits"]]
     for name, results in runs.items():
         cells = f"{results['cells_finished']} of {results['cells']}" if results.get("cells") else ""
-        setting = results["setting"] if is_small(results) else "the paper preset"
-        rows.append([link(name), setting, cells, f"{results['wall_seconds']:,.0f}", results["device"], age(results)])
+        rows.append(
+            [link(name), setting(results), cells, f"{results['wall_seconds']:,.0f}", results["device"], age(results)]
+        )
     parts.append(table(rows))
     return "\n".join(parts)
 

@@ -4,7 +4,7 @@ A figure *matches* if it is within two standard errors of the paper's (of the tw
 one), or within 10 % where neither has an error. Outside, it *beats* the paper's if it is off in the direction that is
 better, and else is *not reproduced*. A claim in words is held by a function of the results. A run whose setting is not
 the paper's has the verdict *small*, whatever it found, unless the compared part of the run does have the paper's
-setting.
+setting; images that are a subset of the paper's are another setting, too. What no paper says is *new*.
 """
 
 from collections.abc import Callable
@@ -27,23 +27,23 @@ class Claim(NamedTuple):
       source: where the paper says it.
       what: the quantity, in words.
       run: the folder of the results.
-      published: the paper's figure, or its statement in words.
+      published: the paper's figure, or its statement in words; None for a finding that no paper has.
       ours: a function of the results: a figure, or for a statement `(words, whether it holds)`.
       better: which direction is better.
-      same: the compared part has the paper's setting, even if the run as a whole has not.
+      same: whether the compared part has the paper's setting; None where it has if the run as a whole has.
     """
 
     source: str
     what: str
     run: str
-    published: Value | str
+    published: Value | str | None
     ours: Callable[[Results], Value | tuple[str, bool]]
     better: Literal["lower", "higher"] = "lower"
-    same: bool = False
+    same: bool | None = None
 
 
 def verdict(claim: Claim, results: Results) -> str:
-    """One of "matches", "beats", "small" and "not reproduced".
+    """One of "matches", "beats", "small", "not reproduced" and "new".
 
     Args:
       claim: the claim.
@@ -54,7 +54,9 @@ def verdict(claim: Claim, results: Results) -> str:
       >>> [verdict(claim, {"error": e}) for e in (1.2, 0.5, 1.5)]
       ['matches', 'beats', 'not reproduced']
     """
-    if is_small(results) and not claim.same:
+    if claim.published is None:
+        return "new"
+    if claim.same is False or (claim.same is None and is_small(results)):
         return "small"
     ours = claim.ours(results)
     if not isinstance(ours, Value) or isinstance(claim.published, str):
@@ -68,8 +70,8 @@ def verdict(claim: Claim, results: Results) -> str:
 
 
 def is_small(results: Results) -> bool:
-    """Whether the run's setting differs from the paper's."""
-    return (results.get("setting") or "").startswith("not the paper")
+    """Whether the run's setting differs from the paper's: its options, or a subset for the data."""
+    return (results.get("setting") or "").startswith("not the paper") or "a subset" in str(results.get("data"))
 
 
 def figure(value: Value) -> str:
