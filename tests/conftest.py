@@ -25,6 +25,8 @@ if QUICKLY and jax.__version_info__ < (0, 11):  # the flag goes then
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
     os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"  # a worker has one core
 
+collect_ignore = ["mutations"]  # see its run.py
+
 MEMORY = 3e9  # how many bytes a worker may hold before its compiled programs are forgotten
 
 # Two devices for the tests of sharding; everything else stays on the first.

@@ -1,0 +1,103 @@
+"""Whether the tests find broken places: each mutation of `mutations.toml`, by itself, in a copy of the tree.
+
+    python tests/mutations/run.py                        # what is not in results.csv yet, with every test
+    python tests/mutations/run.py --only GRU -- -m "not long"
+    python tests/mutations/run.py --check                # only whether each mutation's text is in its file once
+
+A mutation is caught where pytest fails on it: first in the test files that it names, then in the rest of its wing's
+tests and in the contract. What passes them all is found by nothing. Results are written after each mutation, and a
+mutation that has a row for the same `--label` is left out, so that an interrupted run goes on where it was.
+"""
+
+import argparse
+import csv
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import tomllib
+from pathlib import Path
+
+HERE = Path(__file__).parent
+COLUMNS = ("label", "file", "name", "result", "by", "seconds")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--tree", type=Path, default=HERE.parents[1], help="the checkout that is copied and broken")
+    parser.add_argument("--only", default="", help="a regular expression of names and files")
+    parser.add_argument("--results", type=Path, default=HERE / "results.csv")
+    parser.add_argument("--label", default="whole suite", help="what the run is called in the results")
+    parser.add_argument("--with", dest="prefix", default="", help="a command that runs pytest's command")
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("pytest", nargs="*", help="further arguments of pytest, after --")
+    options = parser.parse_args()
+    mutations = tomllib.loads((HERE / "mutations.toml").read_text())["mutation"]
+    stale = [m for m in mutations if text(options.tree, m).count(m["old"]) != 1]
+    for m in stale:
+        print(f"NOT FOUND ONCE: {m['name']} (apgrad/{m['file']}): {m['old']}", file=sys.stderr)
+    if not options.check:
+        chosen = [m for m in mutations if m not in stale and re.search(options.only, f"{m['name']} {m['file']}")]
+        run(options, chosen)
+    sys.exit(bool(stale))
+
+
+def run(options, mutations):
+    done = set()
+    if options.results.exists():
+        with options.results.open(newline="") as file:
+            done = {(row["label"], row["file"], row["name"]) for row in csv.DictReader(file)}
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "tree"
+        shutil.copytree(options.tree, copy, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", "build"))
+        for m in mutations:
+            if (options.label, m["file"], m["name"]) in done:
+                continue
+            source, path = text(copy, m), copy / "apgrad" / m["file"]
+            path.write_text(source.replace(m["old"], m["new"]))
+            result, by, seconds = judged(options, copy, files(copy, m))
+            path.write_text(source)
+            row = (options.label, m["file"], m["name"], result, by, f"{seconds:.0f}")
+            print(*row, sep=" | ", flush=True)
+            new = not options.results.exists()
+            with options.results.open("a", newline="") as file:
+                csv.writer(file, lineterminator="\n").writerows([COLUMNS, row] if new else [row])
+
+
+def text(tree, mutation):
+    path = tree / "apgrad" / mutation["file"]
+    return path.read_text() if path.exists() else ""
+
+
+def files(tree, mutation):
+    """The test files, those that the mutation names first."""
+    wing = mutation["file"].split("/")[0]
+    folder = tree / "tests" / wing
+    first = [(folder / name).resolve() for name in mutation["first"]]
+    first = [f for f in first if f.exists()]  # a file may have been renamed: the others are run anyway
+    rest = sorted(folder.glob("test_*.py")) or sorted((tree / "tests").glob("test_*.py"))
+    rest += [tree / "tests" / "test_contract.py", tree / "tests" / "test_composition.py"]
+    return [str(f.relative_to(tree)) for f in dict.fromkeys([*first, *(f.resolve() for f in rest)])]
+
+
+def judged(options, copy, paths):
+    command = [*options.prefix.split(), sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=line", *paths]
+    begin = time.monotonic()
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run([*command, *options.pytest], cwd=copy, capture_output=True, text=True, env=environment)
+    seconds = time.monotonic() - begin
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    if done.returncode == 1 and failed:
+        return "caught", failed[1], seconds
+    if done.returncode == 0:
+        return "missed", "", seconds
+    if done.returncode in (124, 137):  # as `timeout` ends a command
+        return "caught", "did not end", seconds
+    raise RuntimeError(f"pytest ended with {done.returncode}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+
+
+if __name__ == "__main__":
+    main()
