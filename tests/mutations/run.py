@@ -89,7 +89,7 @@ def judged(options, copy, paths):
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run([*command, *options.pytest], cwd=copy, capture_output=True, text=True, env=environment)
     seconds = time.monotonic() - begin
-    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
     if done.returncode == 1 and failed:
         return "caught", failed[1], seconds
     if done.returncode == 0:
