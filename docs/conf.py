@@ -4,6 +4,8 @@ Docstrings are written in plain Markdown and Google's style; `to_rst` turns thei
 reStructuredText, and napoleon reads their sections. The address of the repository stands in pyproject.toml alone.
 """
 
+import importlib
+import inspect
 import re
 import tomllib
 from pathlib import Path
@@ -22,9 +24,11 @@ html_title = "apgrad"
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
+    "sphinx.ext.linkcode",
     "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
+    "sphinx-mathjax-offline",
 ]
 exclude_patterns = ["figures"]
 templates_path = []
@@ -97,6 +101,20 @@ def to_rst(app, what, name, obj, options, lines):
         written.append(line)
         before = line.strip()
     lines[:] = written
+
+
+def linkcode_resolve(domain, info):
+    """The address of an object's source: its file in the repository, and its lines."""
+    found = importlib.import_module(info["module"])
+    try:
+        for name in info["fullname"].split("."):
+            found = getattr(found, name)
+        found = inspect.unwrap(found)
+        file, (lines, first) = Path(inspect.getsourcefile(found)), inspect.getsourcelines(found)
+        path = file.resolve().relative_to(ROOT)
+    except (AttributeError, TypeError, OSError, ValueError):  # a value, or another package's object
+        return None
+    return f"{repository}/blob/main/{path}#L{first}-L{first + len(lines) - 1}"
 
 
 def skip_fields(app, what, name, obj, skip, options):

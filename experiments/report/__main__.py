@@ -3,11 +3,14 @@
 import argparse
 import importlib
 import json
+import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from experiments.report.claims import CLAIMS, NOTES
+from experiments.report.questions import QUESTIONS
 from experiments.report.tables import TABLES
 from experiments.report.verdicts import Value, figure, verdict
 
@@ -51,6 +54,21 @@ def setting(results: dict[str, Any]) -> str:
     return f"{recorded}; {data}" if recorded == "the paper preset" and "a subset" in str(data) else recorded
 
 
+def anchor(heading: str) -> str:
+    """The address of a heading within its page."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def in_short(runs: dict[str, dict[str, Any]]) -> str:
+    """How many rows of each paper have which verdict."""
+    verdicts = ("matches", "beats", "not reproduced", "small", "new")
+    rows = [["paper", *verdicts]]
+    for paper, claims in CLAIMS.items():
+        found = Counter(verdict(claim, runs[claim.run]) for claim in claims)
+        rows.append([f"[{paper}](#{anchor(paper)})", *(str(found[each] or "") for each in verdicts)])
+    return table(rows)
+
+
 def results_page(runs: dict[str, dict[str, Any]]) -> str:
     """The page *Results*."""
     parts = [
@@ -60,6 +78,8 @@ def results_page(runs: dict[str, dict[str, Any]]) -> str:
         "*matches* (within two standard errors, or 10 % where there is none), *beats*, *not reproduced*, *small* "
         "for a run that has not the paper's setting and so settles nothing, and *new* for a finding of ours that no "
         "paper has. The pictures are in the [gallery](gallery.md).\n",
+        "## In short\n",
+        in_short(runs),
         "## Beside the papers\n",
     ]
     for paper, claims in CLAIMS.items():
@@ -93,12 +113,18 @@ def results_page(runs: dict[str, dict[str, Any]]) -> str:
 
 def gallery_page(runs: dict[str, dict[str, Any]]) -> str:
     """The page *Gallery*."""
-    parts = ["# Gallery\n", f"Every figure that the experiments have drawn, written by `{COMMAND}`. "
-             "[Results](results.md) has the numbers.\n"]  # fmt: skip
-    for name, results in runs.items():
-        picture = f"../experiments/results/{name}/{results['experiment']}.png"
-        command = f"`python -m experiments.{results['experiment']}`"
-        parts += [f"## {name}\n", f"{summary(results)}\n", f"{command}; {link(name)}\n", f"![{name}]({picture})\n"]
+    parts = ["# Gallery\n", f"Every figure that the experiments have drawn, by the question that it answers. Written "
+             f"by `{COMMAND}`. [Results](results.md) has the numbers.\n"]  # fmt: skip
+    left = dict(runs)
+    for question, experiments in QUESTIONS.items():
+        parts.append(f"## {question}\n")
+        for name in [n for e in experiments for n in runs if runs[n]["experiment"] == e]:
+            results = left.pop(name)
+            picture = f"../experiments/results/{name}/{results['experiment']}.png"
+            command = f"`python -m experiments.{results['experiment']}`"
+            parts += [f"### {name}\n", f"{summary(results)}\n", f"{command}; {link(name)}\n", f"![{name}]({picture})\n"]
+    if left:
+        raise ValueError(f"results without a question in experiments/report/questions.py: {', '.join(left)}")
     return "\n".join(parts)
 
 
