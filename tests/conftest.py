@@ -38,6 +38,14 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: "test_notebook_runs" not in item.name)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """A file's tests on one worker, as long as another one has tests of its own: they share compiled programs."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log)
+
+
 @pytest.fixture(autouse=True)
 def strict_promotion():
     with jax.numpy_dtype_promotion("strict"):

@@ -1,1 +1,1 @@
-"""The ground floor, on which every wing stands: nodes, messages, ports and JAX primitives. It imports JAX alone."""
+"""Nodes, messages, ports and JAX primitives: the ground floor of every wing. It stands on `_programs` and JAX."""
