@@ -4,9 +4,10 @@
     python tests/mutations/run.py --only GRU -- -m "not long"
     python tests/mutations/run.py --check                # only whether each mutation's text is in its file once
 
-A mutation is caught where pytest fails on it: first in the test files that it names, then in the rest of its wing's
-tests and in the contract. What passes them all is found by nothing. Results are written after each mutation, and a
-mutation that has a row for the same `--label` is left out, so that an interrupted run goes on where it was.
+A mutation is caught where pytest fails on it: first in the test files that it names, then, file by file, in the rest of
+its wing's tests and in the contract. What passes them all is missed. Results are written after each mutation, and a
+mutation that has a row for the same `--label` is left out, so that an interrupted run goes on where it was. `--first`
+tries the named files alone, and leaves what they miss to a run without it.
 """
 
 import argparse
@@ -32,6 +33,7 @@ def main():
     parser.add_argument("--results", type=Path, default=HERE / "results.csv")
     parser.add_argument("--label", default="whole suite", help="what the run is called in the results")
     parser.add_argument("--with", dest="prefix", default="", help="a command that runs pytest's command")
+    parser.add_argument("--first", action="store_true")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("pytest", nargs="*", help="further arguments of pytest, after --")
     options = parser.parse_args()
@@ -51,15 +53,20 @@ def run(options, mutations):
         with options.results.open(newline="") as file:
             done = {(row["label"], row["file"], row["name"]) for row in csv.DictReader(file)}
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder) / "tree"
+        copy = Path(folder).resolve() / "tree"
         shutil.copytree(options.tree, copy, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", "build"))
         for m in mutations:
             if (options.label, m["file"], m["name"]) in done:
                 continue
             source, path = text(copy, m), copy / "apgrad" / m["file"]
             path.write_text(source.replace(m["old"], m["new"]))
-            result, by, seconds = judged(options, copy, files(copy, m))
+            begin = time.monotonic()
+            groups = files(copy, m)[: 1 if options.first else None]
+            result, by = next((x for paths in groups if (x := judged(options, copy, paths))), ("missed", ""))
+            seconds = time.monotonic() - begin
             path.write_text(source)
+            if options.first and result == "missed":
+                continue
             row = (options.label, m["file"], m["name"], result, by, f"{seconds:.0f}")
             print(*row, sep=" | ", flush=True)
             new = not options.results.exists()
@@ -73,29 +80,29 @@ def text(tree, mutation):
 
 
 def files(tree, mutation):
-    """The test files, those that the mutation names first."""
+    """The test files in groups: those that the mutation names, then each of the others."""
     wing = mutation["file"].split("/")[0]
     folder = tree / "tests" / wing
     first = [(folder / name).resolve() for name in mutation["first"]]
     first = [f for f in first if f.exists()]  # a file may have been renamed: the others are run anyway
     rest = sorted(folder.glob("test_*.py")) or sorted((tree / "tests").glob("test_*.py"))
-    rest += [tree / "tests" / "test_contract.py", tree / "tests" / "test_composition.py"]
-    return [str(f.relative_to(tree)) for f in dict.fromkeys([*first, *(f.resolve() for f in rest)])]
+    rest = [tree / "tests" / "test_contract.py", *rest, tree / "tests" / "test_composition.py"]
+    rest = dict.fromkeys(f.resolve() for f in rest if f.resolve() not in first)
+    return [[str(f.relative_to(tree)) for f in group] for group in [first, *([f] for f in rest)] if group]
 
 
 def judged(options, copy, paths):
+    """`(result, by)` where a test fails, else None."""
     command = [*options.prefix.split(), sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "--tb=line", *paths]
-    begin = time.monotonic()
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run([*command, *options.pytest], cwd=copy, capture_output=True, text=True, env=environment)
-    seconds = time.monotonic() - begin
     failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
     if done.returncode == 1 and failed:
-        return "caught", failed[1], seconds
-    if done.returncode == 0:
-        return "missed", "", seconds
+        return "caught", failed[1]
     if done.returncode in (124, 137):  # as `timeout` ends a command
-        return "caught", "did not end", seconds
+        return "did not end", " ".join(paths)
+    if done.returncode in (0, 5):  # all passed, or nothing was chosen
+        return None
     raise RuntimeError(f"pytest ended with {done.returncode}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
 
 
