@@ -418,7 +418,6 @@ def test_dtypes_of_choices(row, dtype):
 
 RULES = {
     "feedback_alignment": ap.rewiring.feedback_alignment(KEY),
-    "feedback_alignment, rounded": ap.rewiring.feedback_alignment(KEY, memory=ap.memory.rounding(bits=8)),
     "direct_feedback_alignment": ap.rewiring.direct_feedback_alignment(KEY),
     "kolen_pollack": ap.rewiring.kolen_pollack(KEY),
     "sign_symmetry": ap.rewiring.sign_symmetry(),

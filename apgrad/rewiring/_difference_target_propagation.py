@@ -15,8 +15,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from apgrad._ground.keys import require_key
 from apgrad._ground.propagator import Propagator
-from apgrad.rewiring._layers import Where, chosen
+from apgrad.rewiring._layers import Where, chosen, require_number
 from apgrad.rewiring._rewire import Rule
 
 
@@ -36,7 +37,7 @@ def difference_target_propagation(
         with their activation. Put `jax.jit` around a layer to make it one site.
       activation: the inverses' activation, an elementwise function.
       noise: standard deviation of what is added to a layer's input when its inverse learns.
-      step: the rate of the gradient descent that makes the topmost target.
+      step: the rate of the gradient descent that makes the topmost target, positive.
 
     Returns:
       A rule with parameters that draws, so the rewired function is `(key, params, *args)`. The parameters are (V, c)
@@ -58,11 +59,17 @@ def difference_target_propagation(
       >>> jax.tree.map(jnp.shape, update)
       {'layer[0]': ((4, 3), (3,)), 'layer[1]': ((2, 4), (4,))}
     """
+    key = require_key("the key of difference_target_propagation", key)
+    require_number("step", step)
+    require_number("noise", noise, positive=False)
 
     def init(site):
-        if len(site.inputs) - site.weights != 1 or not site.weights or isinstance(site.output, tuple):
+        arrays = [*site.inputs[:1], site.output]
+        one = len(site.inputs) - site.weights == 1 and site.weights and not isinstance(site.output, tuple)
+        if not one or not all(x.shape and jnp.issubdtype(x.dtype, jnp.floating) for x in arrays):
             raise ValueError(
-                f"difference target propagation takes layers with one array besides weights, and one output; got {site}"
+                f"difference target propagation takes layers with one array (..., n) besides weights, and one output "
+                f"(..., m), of floats; got {site}"
             )
         if site.stacked:
             raise ValueError(f"{site} is another layer at each step of a scan; call the layers in a Python loop")
@@ -86,4 +93,4 @@ def difference_target_propagation(
 
         return Propagator(forward, backward)
 
-    return Rule(chosen(where, where), at, init, random=True)
+    return Rule(chosen(where), at, init, random=True)

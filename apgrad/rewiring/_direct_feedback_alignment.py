@@ -7,18 +7,16 @@ then passes the derivative of the activation as usual, and the weight has its us
 """
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from apgrad.rewiring._layers import Where, chosen, is_layer, layer, require_one_layer
+from apgrad._ground.keys import require_key
+from apgrad.rewiring._layers import Where, chosen_layers, layer, require_number, require_one_layer
 from apgrad.rewiring._rewire import Rule
 
 
-def direct_feedback_alignment(
-    key: jax.Array, *, scale: float | None = None, where: Where = None, memory: Any = None
-) -> Rule:
+def direct_feedback_alignment(key: jax.Array, *, scale: float | None = None, where: Where = None) -> Rule:
     """Layers send the output's message, through fixed random weights, to their inputs.
 
     The output is one array (..., outputs), and its leading axes are those of the layers' inputs.
@@ -27,7 +25,6 @@ def direct_feedback_alignment(
       key: the PRNG key of the random weights, which are normal.
       scale: their standard deviation; 1 over the square root of the number of outputs if not given.
       where: which layers, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
-      memory: see `ap.rewiring.feedback_alignment`.
 
     Returns:
       A rule with parameters, for each layer an array (outputs, ...) that ends in the axes of the layer's input without
@@ -45,6 +42,9 @@ def direct_feedback_alignment(
       >>> {name: f.shape for name, f in feedback.items()}
       {'dot_general[0]': (2, 3), 'dot_general[1]': (2, 4)}
     """
+    key = require_key("the key of direct_feedback_alignment", key)
+    if scale is not None:
+        require_number("scale", scale)
 
     def axes(site):
         """The leading axes, the number of outputs, and the other axes of the input."""
@@ -71,6 +71,6 @@ def direct_feedback_alignment(
             flat = error.astype(feedback.dtype) @ feedback.reshape(outputs, math.prod(rest))
             return None, flat.reshape(*leading, *rest), update
 
-        return layer(site, memory, answer)
+        return layer(site, answer)
 
-    return Rule(chosen(where, is_layer), at, init, random=memory is not None, direct=True)
+    return Rule(chosen_layers(where), at, init, direct=True)

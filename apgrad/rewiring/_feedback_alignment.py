@@ -6,23 +6,19 @@ y; feedback alignment sends B' m, with B drawn once. The weight has its usual gr
 two messages are less than 90 degrees apart. In a convolution B stands in the place of the kernel.
 """
 
-from typing import Any
-
 import jax
 
-from apgrad.rewiring._layers import Where, chosen, is_layer, layer, random_weight, to_input
+from apgrad.rewiring._layers import Where, chosen_layers, layer, random_feedback, to_input
 from apgrad.rewiring._rewire import Rule
 
 
-def feedback_alignment(key: jax.Array, *, scale: float | None = None, where: Where = None, memory: Any = None) -> Rule:
+def feedback_alignment(key: jax.Array, *, scale: float | None = None, where: Where = None) -> Rule:
     """Layers send their messages back through fixed random weights.
 
     Args:
       key: the PRNG key of the random weights, which are normal.
       scale: their standard deviation; 1 over the square root of the number of a neuron's inputs if not given.
       where: which layers, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
-      memory: a sampler by which layers remember their inputs, such as `ap.memory.rounding(bits=4)`. The rewired
-        function then takes a PRNG key first.
 
     Returns:
       A rule with parameters, the feedback weights of each layer, which get no update.
@@ -32,6 +28,6 @@ def feedback_alignment(key: jax.Array, *, scale: float | None = None, where: Whe
     """
 
     def at(site, feedback):
-        return layer(site, memory, lambda w, message, update: (None, to_input(site, feedback, message), update))
+        return layer(site, lambda w, message, update: (None, to_input(site, feedback, message), update))
 
-    return Rule(chosen(where, is_layer), at, lambda site: random_weight(site, key, scale), random=memory is not None)
+    return Rule(chosen_layers(where), at, random_feedback("feedback_alignment", key, scale))

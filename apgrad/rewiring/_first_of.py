@@ -1,7 +1,24 @@
 """Several rules on one function: the first one that takes a site has it."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from apgrad._ground.propagator import Propagator
-from apgrad.rewiring._rewire import Rule
+from apgrad.rewiring._rewire import Rule, require_rule, unknown_names
+from apgrad.rewiring._sites import ProgramSite
+
+
+class _Any(NamedTuple):
+    """Where one of several rules takes a site."""
+
+    rules: tuple[Rule, ...]
+
+    def __call__(self, site: ProgramSite) -> bool:
+        return any(rule.where(site) for rule in self.rules)
+
+    def unknown(self, sites: Sequence[ProgramSite]) -> list[str]:
+        """The names of all the rules that take none of the sites."""
+        return [name for rule in self.rules for name in unknown_names(rule, sites)]
 
 
 def first_of(*rules: Rule) -> Rule:
@@ -28,6 +45,8 @@ def first_of(*rules: Rule) -> Rule:
     """
     if not rules:
         raise ValueError("first_of needs at least one rule, got none")
+    for rule in rules:
+        require_rule("first_of", rule)
     parameters, direct = any(r.init is not None for r in rules), any(r.direct for r in rules)
 
     def of(site):
@@ -48,7 +67,7 @@ def first_of(*rules: Rule) -> Rule:
         return Propagator(forward, answered)
 
     return Rule(
-        lambda site: any(r.where(site) for r in rules),
+        _Any(rules),
         at,
         init if parameters else None,
         any(r.random for r in rules),

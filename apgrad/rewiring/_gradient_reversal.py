@@ -6,7 +6,7 @@ networks", JMLR 17, 2016, section 4.2.
 
 import jax
 
-from apgrad.rewiring._layers import Where, chosen, on_message
+from apgrad.rewiring._layers import Where, chosen, on_message, require_number
 from apgrad.rewiring._rewire import Rule
 
 
@@ -27,6 +27,6 @@ def gradient_reversal(where: Where, *, strength: float | jax.Array = 1.0) -> Rul
       >>> float(jax.grad(f)(3.0))
       -6.0
     """
-    return Rule(
-        chosen(where, where), lambda site, params: on_message(site, lambda m: -jax.numpy.asarray(strength, m.dtype) * m)
-    )
+    require_number("strength", strength, positive=False)
+    negative = lambda message: -jax.numpy.asarray(strength, message.dtype) * message
+    return Rule(chosen(where), lambda site, params: on_message(site, negative))

@@ -6,15 +6,13 @@ update m x', and both decay, w <- (1 - decay) w - rate m x', the same for B. So 
 factor 1 - decay at each step, and the messages become those of backpropagation.
 """
 
-from typing import Any
-
 import jax
 
-from apgrad.rewiring._layers import Where, chosen, is_layer, layer, random_weight, to_input
+from apgrad.rewiring._layers import Where, chosen_layers, layer, random_feedback, to_input
 from apgrad.rewiring._rewire import Rule
 
 
-def kolen_pollack(key: jax.Array, *, scale: float | None = None, where: Where = None, memory: Any = None) -> Rule:
+def kolen_pollack(key: jax.Array, *, scale: float | None = None, where: Where = None) -> Rule:
     """Layers send their messages back through weights that learn with the layers' own updates.
 
     Train the rule's parameters as the weights are trained: with the same optimizer, rate and weight decay. Without
@@ -24,7 +22,6 @@ def kolen_pollack(key: jax.Array, *, scale: float | None = None, where: Where = 
       key: the PRNG key of the first feedback weights, which are normal.
       scale: their standard deviation; 1 over the square root of the number of a neuron's inputs if not given.
       where: which layers, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
-      memory: see `ap.rewiring.feedback_alignment`.
 
     Returns:
       A rule with parameters, the feedback weights of each layer, whose updates are those of the layer's weights.
@@ -39,6 +36,6 @@ def kolen_pollack(key: jax.Array, *, scale: float | None = None, where: Where = 
     """
 
     def at(site, feedback):
-        return layer(site, memory, lambda w, message, update: (update, to_input(site, feedback, message), update))
+        return layer(site, lambda w, message, update: (update, to_input(site, feedback, message), update))
 
-    return Rule(chosen(where, is_layer), at, lambda site: random_weight(site, key, scale), random=memory is not None)
+    return Rule(chosen_layers(where), at, random_feedback("kolen_pollack", key, scale))

@@ -4,17 +4,42 @@ A layer y = f(x, w), a dense one or a convolution, is linear in x and in w. So b
 f(., w) applied to the message to x, and the transpose of f(x, .) applied to the message to w.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
+from apgrad._ground.keys import require_key
 from apgrad._ground.propagator import Propagator, backpropagation, chain
 from apgrad.rewiring._sites import ProgramSite
 
 Where = Callable[[ProgramSite], bool] | str | tuple[str, ...] | None
-"""Which sites a rule takes: a function `ProgramSite -> bool`, a label, labels, or None for the rule's default."""
+"""Which sites a rule takes: a name, a tuple of names, a function `ProgramSite -> bool`, or None for the rule's default.
+The page of the wing says what a name may be ("Which sites a rule takes")."""
+
+
+class Named(NamedTuple):
+    """The `where` of a rule, by names: a name that the user gave and that no site has is an error.
+
+    Attributes:
+      names: the names.
+      fits: `(site, name) -> bool`, whether the name takes the site.
+      given: whether the user gave the names; those of a default need not be there.
+    """
+
+    names: tuple[str, ...]
+    fits: Callable[[ProgramSite, str], bool]
+    given: bool
+
+    def __call__(self, site: ProgramSite) -> bool:
+        """Whether a name takes the site."""
+        return any(self.fits(site, name) for name in self.names)
+
+    def unknown(self, sites: Sequence[ProgramSite]) -> list[str]:
+        """The given names that take none of the sites."""
+        return [n for n in self.names if self.given and not any(self.fits(site, n) for site in sites)]
 
 
 def is_layer(site: ProgramSite) -> bool:
@@ -70,23 +95,50 @@ def require_one_array(site: ProgramSite, rule: str) -> None:
         raise ValueError(f"{rule} is for a function of one array to one of its shape, got {site}")
 
 
-def chosen(where: Where, default: Where) -> Callable[[ProgramSite], bool]:
-    """A function that says whether a rule takes a site.
-
-    Args:
-      where: which sites the user wants the rule to take.
-      default: which sites it takes if `where` is None.
+def chosen(
+    where: Where,
+    default: Where = None,
+    fits: Callable[[ProgramSite, str], bool] = lambda site, name: site.label == name,
+) -> Callable[[ProgramSite], bool]:
+    """The `where` of a rule, from what the user gave (or None) and the rule's default.
 
     Raises:
-      TypeError: if `where` is something else.
+      TypeError: for something else.
     """
-    where = default if where is None else where
-    if isinstance(where, str | tuple):
-        labels = (where,) if isinstance(where, str) else where
-        return lambda site: site.label in labels
-    if not callable(where):
-        raise TypeError(f"where is a function of a site, a label or a tuple of labels, got {where!r}")
-    return where
+    taken = default if where is None else where
+    names = (taken,) if isinstance(taken, str) else taken
+    if isinstance(names, tuple) and names and all(isinstance(name, str) for name in names):
+        return Named(names, fits, where is not None)
+    if not callable(taken):
+        raise TypeError(f"where is a name, a tuple of names or a function of a site, got {where!r}")
+    return taken
+
+
+def chosen_layers(where: Where) -> Callable[[ProgramSite], bool]:
+    """The `where` of a rule for layers alone: the name of a scope, call or module stands for the layers inside."""
+
+    def fits(site, name):
+        if site.kind in ("function", "scope", "call"):
+            return False
+        path = site.name.rpartition("[")[0]
+        return site.label == name or (is_layer(site) and f"/{name}/" in f"/{path}/")
+
+    return chosen(where, is_layer, fits)
+
+
+def require_number(name: str, value: Any, positive: bool = True) -> None:
+    """Refuses what is not one finite number, positive if so wanted; of a traced number the shape alone is known.
+
+    Raises:
+      ValueError: for anything else.
+    """
+    try:
+        good = jnp.ndim(value) == 0 and (isinstance(value, Tracer) or bool(jnp.isfinite(value)))
+        good = good and (isinstance(value, Tracer) or not positive or value > 0)
+    except TypeError:
+        good = False
+    if not good:
+        raise ValueError(f"{name} must be one {'positive' if positive else 'finite'} number, got {value!r}")
 
 
 def to_input(site: ProgramSite, w: jax.Array, message: jax.Array) -> jax.Array:
@@ -111,62 +163,48 @@ def to_weight(site: ProgramSite, x: jax.Array, message: jax.Array) -> jax.Array:
     return jax.linear_transpose(lambda w: site.function(x, w), site.inputs[1])(message)[0]
 
 
-def layer(site: ProgramSite, memory: Any, answer: Callable[..., tuple[Any, ...]]) -> Propagator:
+def layer(site: ProgramSite, answer: Callable[..., tuple[Any, ...]]) -> Propagator:
     """A propagator at a layer, whose weight gets its usual gradient unless the answer says otherwise.
 
     Args:
       site: a layer.
-      memory: a sampler such as `ap.memory.rounding(bits=4)`, by which the input is remembered; None remembers all of
-        it. The input enters the weight's gradient linearly, so the gradient is unbiased.
       answer: `(weight, message, gradient of the weight, ...) -> messages`, the messages that `backward` returns; a
         direct rule's answer gets the output's message last.
     """
     _require_layer(site)
 
-    def forward(x, w):
-        return site.function(x, w), (x if memory is None else memory.keep(site.key, x), w)
-
     def backward(remembered, message, *result):
         x, w = remembered
-        x = x if memory is None else memory.restore(site.key, x, site.inputs[0])
         return answer(w, message, to_weight(site, x, message), *result)
 
-    return Propagator(forward, backward)
+    return Propagator(lambda x, w: (site.function(x, w), (x, w)), backward)
 
 
-def on_message(site: ProgramSite, transform: Callable[[jax.Array], jax.Array], memory: Any = None) -> Propagator:
-    """A propagator that changes the message to the output of a site, and then sends it back by the usual derivative.
-
-    Args:
-      site: any site; with a sampler, a layer.
-      transform: what each array of the message is changed to.
-      memory: see `layer`.
-    """
+def on_message(site: ProgramSite, transform: Callable[[jax.Array], jax.Array]) -> Propagator:
+    """A propagator that changes the message to the output of a site, and then sends it back by the usual derivative."""
     change = lambda message: message if message.dtype == jax.dtypes.float0 else transform(message)
     changed = Propagator(lambda y: (y, None), lambda _, message: (jax.tree.map(change, message),))
-    usual = backpropagation(site.function)
-    if memory is not None:
-        usual = layer(site, memory, lambda w, message, update: (to_input(site, w, message), update))
-    return chain(usual, changed)
+    return chain(backpropagation(site.function), changed)
 
 
-def random_weight(site: ProgramSite, key: jax.Array, scale: float | None) -> jax.Array:
-    """A normal draw in the form of a layer's weight.
+def random_feedback(rule: str, key: Any, scale: Any) -> Callable[[ProgramSite], jax.Array]:
+    """The `init` of a rule with a normal draw in the form of each layer's weight.
 
-    Args:
-      site: a layer.
-      key: a PRNG key, into which the number of the site is folded.
-      scale: the standard deviation; 1 over the square root of the number of a neuron's inputs if None.
-
-    Raises:
-      ValueError: for another site, or for an output without elements, at which inputs cannot be counted.
+    The standard deviation is `scale`, or 1 over the square root of the number of a neuron's inputs.
     """
-    require_one_layer(site)
-    if scale is None and not site.output.size:
-        raise ValueError(
-            f"the output of {site} is empty: make the rule's parameters with a batch that is not, or give scale"
-        )
-    x, w = (jnp.ones(s.shape, s.dtype) for s in site.inputs)
-    deviation = jnp.max(jnp.abs(site.function(x, w))) ** -0.5 if scale is None else jnp.asarray(scale)
-    draw = jax.random.normal(jax.random.fold_in(key, site.number), w.shape, w.dtype)
-    return deviation.astype(w.dtype) * draw
+    key = require_key(f"the key of {rule}", key)
+    if scale is not None:
+        require_number("scale", scale)
+
+    def init(site):
+        require_one_layer(site)
+        if scale is None and not site.output.size:
+            raise ValueError(
+                f"the output of {site} is empty: make the rule's parameters with a batch that is not, or give scale"
+            )
+        x, w = (jnp.ones(s.shape, s.dtype) for s in site.inputs)
+        deviation = jnp.max(jnp.abs(site.function(x, w))) ** -0.5 if scale is None else jnp.asarray(scale)
+        draw = jax.random.normal(jax.random.fold_in(key, site.number), w.shape, w.dtype)
+        return deviation.astype(w.dtype) * draw
+
+    return init

@@ -5,22 +5,19 @@ whole, when it has already exploded. At the nodes, a message can be kept from gr
 network at each step. Normalization sends a message of one length always, and the direction alone is what was computed.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
-from apgrad.rewiring._layers import Where, chosen, is_layer, on_message
+from apgrad.rewiring._layers import Where, chosen, is_layer, on_message, require_number
 from apgrad.rewiring._rewire import Rule
 
 
-def clip_messages(max_norm: float, *, where: Where = None, memory: Any = None) -> Rule:
+def clip_messages(max_norm: float, *, where: Where = None) -> Rule:
     """Sites scale the message to their output down to a norm of at most `max_norm`; their derivatives stay.
 
     Args:
       max_norm: the bound on the Euclidean norm of the whole array, positive.
       where: which sites, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
-      memory: for layers, see `ap.rewiring.feedback_alignment`.
 
     Returns:
       A rule without parameters.
@@ -34,23 +31,21 @@ def clip_messages(max_norm: float, *, where: Where = None, memory: Any = None) -
       >>> float(jax.grad(f)(0.0))
       1.0
     """
-    if not max_norm > 0:
-        raise ValueError(f"clip_messages needs a positive bound, got max_norm={max_norm}")
+    require_number("max_norm", max_norm)
 
     def clip(message):
-        return message * (max_norm / jnp.maximum(_norm(message), max_norm)).astype(message.dtype)
+        length = _norm(message)
+        return message * jnp.where(length > max_norm, max_norm / length, 1).astype(message.dtype)
 
-    at = lambda site, params: on_message(site, clip, memory)
-    return Rule(chosen(where, is_layer), at, random=memory is not None)
+    return Rule(chosen(where, is_layer), lambda site, params: on_message(site, clip))
 
 
-def normalize_messages(norm: float = 1.0, *, where: Where = None, memory: Any = None) -> Rule:
+def normalize_messages(norm: float = 1.0, *, where: Where = None) -> Rule:
     """Sites scale the message to their output to one norm; their derivatives stay. A message of zeros stays zeros.
 
     Args:
       norm: the Euclidean norm of the whole array, positive.
       where: which sites, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
-      memory: for layers, see `ap.rewiring.feedback_alignment`.
 
     Returns:
       A rule without parameters.
@@ -64,19 +59,19 @@ def normalize_messages(norm: float = 1.0, *, where: Where = None, memory: Any = 
       >>> jax.grad(f)(jnp.zeros(4))
       Array([5., 5., 5., 5.], dtype=float32)
     """
-    if not norm > 0:
-        raise ValueError(f"normalize_messages needs a positive norm, got norm={norm}")
+    require_number("norm", norm)
 
     def normalize(message):
         length = _norm(message)
         return message * jnp.where(length > 0, norm / jnp.where(length > 0, length, 1), 0).astype(message.dtype)
 
-    at = lambda site, params: on_message(site, normalize, memory)
-    return Rule(chosen(where, is_layer), at, random=memory is not None)
+    return Rule(chosen(where, is_layer), lambda site, params: on_message(site, normalize))
 
 
 def _norm(message: jax.Array) -> jax.Array:
-    """The Euclidean norm, which does not overflow where the elements do not."""
+    """The Euclidean norm, in float32 at least, which does not overflow where the elements do not."""
+    if jnp.finfo(message.dtype).bits < 32:
+        message = message.astype(jnp.float32)
     largest = jnp.max(jnp.abs(message), initial=0)
     safe = jnp.where(largest > 0, largest, 1)
     return largest * jnp.sqrt(jnp.sum(jnp.abs(message / safe) ** 2))

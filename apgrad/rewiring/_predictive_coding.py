@@ -23,9 +23,10 @@ row are needed before all weights learn.
 import jax
 import jax.numpy as jnp
 
+from apgrad._ground.arguments import is_single
 from apgrad._ground.propagator import Propagator
 from apgrad._programs.jaxprs import is_inexact
-from apgrad.rewiring._layers import Where, chosen
+from apgrad.rewiring._layers import Where, chosen, require_number
 from apgrad.rewiring._rewire import Rule, rewire
 from apgrad.rewiring._sites import ProgramSite
 
@@ -59,8 +60,9 @@ def predictive_coding(where: Where, *, steps: int = 20, rate: float = 0.1) -> Ru
       >>> [g.shape for g in gradient]
       [(3, 4), (4, 2)]
     """
-    if steps < 1 or not rate > 0:
-        raise ValueError(f"predictive coding takes at least one step of a positive rate, got {steps=}, {rate=}")
+    require_number("rate", rate)
+    if not is_single(steps) or steps < 1:
+        raise ValueError(f"predictive coding takes at least one step, a whole number, got {steps=}")
 
     def at(site, params):
         if getattr(site.output, "shape", None) != ():
@@ -69,8 +71,8 @@ def predictive_coding(where: Where, *, steps: int = 20, rate: float = 0.1) -> Ru
                 f"examples. The output of {site} is {site.output}."
             )
         weights = range(len(site.inputs) - site.weights, len(site.inputs))
-        with_values = rewire(site.function, Rule(chosen(where, where), _value_node, _zeros), argnums=weights)
-        predictions = rewire(site.function, Rule(chosen(where, where), _prediction, _zeros), argnums=weights)
+        with_values = rewire(site.function, Rule(chosen(where), _value_node, _zeros), argnums=weights)
+        predictions = rewire(site.function, Rule(chosen(where), _prediction, _zeros), argnums=weights)
 
         def infer(*inputs):
             # The prediction rule sends predictions where a derivative with respect to zeros would be.

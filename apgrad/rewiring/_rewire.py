@@ -25,14 +25,17 @@ of.
 
 import contextlib
 import dataclasses
+import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from apgrad._ground.arguments import chosen_numbers, integers, nearest
 from apgrad._ground.keys import require_key
-from apgrad._ground.messages import describe
+from apgrad._ground.messages import check_messages, describe, form_of
 from apgrad._ground.propagator import Propagator, first_order, node
 from apgrad._programs import jaxprs
 from apgrad._programs.flow import flow
@@ -90,9 +93,9 @@ def rewire(function: Callable[..., Any], rule: Rule, *, argnums: int | Sequence[
       take. Reverse mode, once.
 
     Raises:
-      ValueError: at trace time, if the rule takes no site; or a site that cannot be rewired, inside a `while_loop`, a
-        `shard_map` or a function with a derivative rule of its own; or if the rule's parameters are not those of its
-        sites; or if the function changes its arguments in place.
+      ValueError: at trace time, if the rule takes no site, or none by a name that it was given; or a site that cannot
+        be rewired, inside a `while_loop`, a `shard_map` or a function with a derivative rule of its own; or if the
+        rule's parameters are not those of its sites; or if the function changes its arguments in place.
       NotImplementedError: for products inside a primitive that is not known here.
       TypeError: for a second derivative.
 
@@ -111,9 +114,24 @@ def rewire(function: Callable[..., Any], rule: Rule, *, argnums: int | Sequence[
       >>> [g.shape for g in gradient]
       [(3, 4), (4, 2)]
     """
+    require_rule("rewire", rule)
+    if not callable(function):
+        raise TypeError(f"rewire takes a function, got {describe(function)}")
+    return Rewired(function, rule, integers(argnums, "argnums"))
+
+
+def require_rule(who: str, rule: Any) -> None:
+    """Refuses what is no rule."""
     if not isinstance(rule, Rule):
-        raise TypeError(f"rewire takes a rule (ap.rewiring.Rule), got {describe(rule)}")
-    return Rewired(function, rule, (argnums,) if isinstance(argnums, int) else tuple(argnums))
+        hint = ". Call it: a rule is what it returns" if callable(rule) else ""
+        raise TypeError(f"{who} takes a rule (ap.rewiring.Rule), got {describe(rule)}{hint}")
+    if not callable(rule.where) or not callable(rule.at):
+        raise TypeError(f"where and at of a rule are functions of a site, got {rule.where!r} and {rule.at!r}")
+
+
+def unknown_names(rule: Rule, sites: Sequence[ProgramSite]) -> list[str]:
+    """The names that the user gave to a rule and that none of the sites has."""
+    return getattr(rule.where, "unknown", lambda sites: [])(sites)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,19 +160,15 @@ class Rewired:
                     "the rule has parameters, which come before the arguments: rewired.init(*args) makes them"
                 )
             params = given.pop(0)
+            if not isinstance(params, dict) or not all(str(name).endswith("]") for name in params):
+                raise TypeError(
+                    "the rule has parameters, which come before the arguments: rewired.init(*args) makes them. Got "
+                    f"{describe(params)} in their place, which has no names of sites."
+                )
         plan, planner, shape = self._plan(given)
-        if not planner.taken:
-            raise ValueError(
-                "the rule takes no site of the function, so nothing would be rewired. The sites are "
-                + (", ".join(map(repr, planner.offered)) or "none")
-                + ". Is the right argument named by argnums, and are the weights arguments of the function?"
-            )
-        if self.rule.init is not None and (not isinstance(params, dict) or params.keys() != _names(planner)):
-            got = sorted(params) if isinstance(params, dict) else describe(params)
-            raise ValueError(
-                f"the rule's parameters are a dictionary with the sites {sorted(_names(planner))}, got {got}. "
-                "rewired.init(*args) makes them."
-            )
+        _require_taken(self.rule, planner)
+        if self.rule.init is not None:
+            self._require_params(params, planner)
         outputs, treedef = _evaluate(plan, jaxprs.arrays_of(tuple(given))[0], key, params, self.rule, shape)
         return jax.tree.unflatten(treedef, outputs)
 
@@ -163,9 +177,14 @@ class Rewired:
 
         Args:
           *args: what the function will be called with, as arrays or `jax.ShapeDtypeStruct`s.
+
+        Raises:
+          ValueError: if the rule takes no site, or a name that it was given is no site's.
         """
+        planner = self._plan(args)[1]
+        _require_taken(self.rule, planner)
         init = self.rule.init
-        return {} if init is None else {site.name: init(site) for site in self._plan(args)[1].taken}
+        return {} if init is None else {site.name: init(site) for site in planner.taken}
 
     def sites(self, *args: Any) -> list[ProgramSite]:
         """The sites that were offered to the rule, in the order of the program.
@@ -177,17 +196,62 @@ class Rewired:
 
     def _plan(self, args: Sequence[Any]) -> tuple[jaxprs.Program, Planner, Any]:
         arrays, put = jaxprs.arrays_of(tuple(args))
-        if wrong := [n for n in self.argnums if not -len(args) <= n < len(args)]:
-            raise ValueError(
-                f"argnums={self.argnums}, but the function got {len(args)} arguments: there is no {wrong[0]}"
-            )
-        numbers = {n % len(args) for n in self.argnums}
+        numbers = chosen_numbers(self.argnums, len(args))
         facts = [
             f for i, a in enumerate(args) for f in [WEIGHT if i in numbers else DATA] * len(jaxprs.arrays_of(a)[0])
         ]
-        program, shape = _trace(self.function, put, arrays)
+        try:
+            program, shape = _trace(self.function, put, arrays)
+        except TypeError as error:
+            if wrong := _wrong_call(self.function, args):
+                before = "key, " * self.rule.random + "params, " * (self.rule.init is not None)
+                raise TypeError(f"{wrong}. With this rule the function is called as rewired({before}*args).") from error
+            raise
         planner = Planner(self.rule.where, shape)
         return planner.whole(program, facts, getattr(self.function, "__name__", "function")), planner, shape
+
+    def _require_params(self, params: dict[str, Any], planner: Planner) -> None:
+        """Refuses parameters that are not of the structure, shapes and dtypes that `init` gives them."""
+        wanted = {site.name: jax.eval_shape(functools.partial(self.rule.init, site)) for site in planner.taken}
+        if params.keys() != wanted.keys():
+            raise ValueError(
+                f"the rule's parameters are a dictionary with the sites {sorted(wanted)}, got {sorted(params)}. "
+                "rewired.init(*args) makes them."
+            )
+        for name, mine in params.items():
+            if form_of(mine) != form_of(wanted[name]):
+                form = lambda tree: jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree)
+                raise ValueError(
+                    f"the rule's parameters at the site {name} are {form(mine)}, where {form(wanted[name])} is "
+                    "expected: they were made for other arguments, or by another rule. rewired.init(*args) makes them."
+                )
+
+
+def _wrong_call(function, args) -> str:
+    """What Python says of a call with these arguments, if they are too few or too many."""
+    try:
+        inspect.signature(function).bind(*args)
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # no signature
+        pass
+    return ""
+
+
+def _require_taken(rule: Rule, planner: Planner) -> None:
+    """Refuses a rule that takes no site, or that was given a name which no site has."""
+    if unknown := unknown_names(rule, planner.offered):
+        names = {part for site in planner.offered for part in site.name.rpartition("[")[0].split("/")}
+        raise ValueError(
+            f"the rule takes no site by the name {unknown[0]!r}; {nearest(unknown[0], sorted(names))} "
+            "A name is a site's label; for a rule of layers also a scope around them. rewired.sites(*args) lists all."
+        )
+    if not planner.taken:
+        raise ValueError(
+            "the rule takes no site of the function, so nothing would be rewired. The sites are "
+            + (", ".join(map(repr, planner.offered)) or "none")
+            + ". Is the right argument named by argnums, and are the weights arguments of the function?"
+        )
 
 
 def _trace(function, put, arrays) -> tuple[jaxprs.Program, Any]:
@@ -222,10 +286,6 @@ _CHANGES = (
     "ap.rewire calls it with copies, so the changes would be lost. Return what changes: with Flax NNX, pass what "
     "nnx.split gives, and call nnx.merge inside the function."
 )
-
-
-def _names(planner: Planner) -> set[str]:
-    return {site.name for site in planner.taken}
 
 
 def _evaluate(plan, arrays, key, params, rule, shape):
@@ -334,6 +394,9 @@ def _rewired(site: ProgramSite, rule: Rule, ports: _Ports) -> Callable[..., Any]
                 f"the rule's backward at the site {site} must return a tuple of {update}a message for each of the "
                 f"{len(site.inputs)} inputs, got {describe(messages)}. None stands for no message."
             )
+        params = () if rule.init is None else (params,)
+        where = f" of the site {site}" + " (input 0 is the rule's parameters)" * len(params)
+        messages = check_messages(messages, form_of((*params, *site.inputs)), where)
         return (None, *messages) if rule.init is not None else (None, None, *messages)
 
     return node(first_order(Propagator(forward, backward), _SECOND.format(site=site.name)))

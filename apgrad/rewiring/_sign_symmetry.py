@@ -7,22 +7,19 @@ of fixed size; here the signs can be given the root mean square of the weights, 
 that they have in backpropagation.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 
-from apgrad.rewiring._layers import Where, chosen, is_layer, layer, to_input
+from apgrad.rewiring._layers import Where, chosen_layers, layer, require_number, to_input
 from apgrad.rewiring._rewire import Rule
 
 
-def sign_symmetry(*, scale: float | None = None, where: Where = None, memory: Any = None) -> Rule:
+def sign_symmetry(*, scale: float | None = None, where: Where = None) -> Rule:
     """Layers send their messages back through the signs of their weights.
 
     Args:
       scale: what the signs are multiplied by: 1 is the published rule; the root mean square of the layer's weights if
         not given.
       where: which layers, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
-      memory: see `ap.rewiring.feedback_alignment`.
 
     Returns:
       A rule without parameters.
@@ -33,12 +30,14 @@ def sign_symmetry(*, scale: float | None = None, where: Where = None, memory: An
       >>> jax.grad(lambda x: rewired(jnp.array([0.5, -3.0]), x))(jnp.ones(2))
       Array([ 1., -1.], dtype=float32)
     """
+    if scale is not None:
+        require_number("scale", scale)
 
     def at(site, params):
         def answer(w, message, update):
             size = jnp.sqrt(jnp.mean(w**2)) if scale is None else jnp.asarray(scale, w.dtype)
             return to_input(site, size * jnp.sign(w), message), update
 
-        return layer(site, memory, answer)
+        return layer(site, answer)
 
-    return Rule(chosen(where, is_layer), at, random=memory is not None)
+    return Rule(chosen_layers(where), at)

@@ -9,11 +9,12 @@ from apgrad.rewiring._layers import Where, chosen, require_one_array
 from apgrad.rewiring._rewire import Rule
 
 
-def straight_through(where: Where = ("round", "sign", "floor", "ceil", "heaviside")) -> Rule:
+def straight_through(where: Where = None) -> Rule:
     """Step functions send the message on as it came.
 
     Args:
-      where: which functions of one array to an array of the same shape, see `ap.rewiring.Where`.
+      where: which functions of one array to an array of the same shape, see `ap.rewiring.Where`; `round`, `sign`,
+        `floor`, `ceil` and `heaviside` if not given.
 
     Returns:
       A rule without parameters.
@@ -32,4 +33,4 @@ def straight_through(where: Where = ("round", "sign", "floor", "ceil", "heavisid
         require_one_array(site, "straight-through")
         return skip(backpropagation(site.function))
 
-    return Rule(chosen(where, where), at)
+    return Rule(chosen(where, ("round", "sign", "floor", "ceil", "heaviside")), at)

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 
 from apgrad._ground.propagator import Propagator
-from apgrad.rewiring._layers import Where, chosen, require_one_array
+from apgrad.rewiring._layers import Where, chosen, require_number, require_one_array
 from apgrad.rewiring._rewire import Rule
 
 
 def surrogate_gradient(
-    where: Where = ("spike", "heaviside"),
+    where: Where = None,
     *,
     derivative: Callable[[jax.Array], jax.Array] | None = None,
     beta: float = 10.0,
@@ -25,9 +25,10 @@ def surrogate_gradient(
 
     Args:
       where: which functions, see `ap.rewiring.Where`. Put `jax.jit` around a function of several operations, such as
-        `spike(v) = (v > 0).astype(v.dtype)`, to make it one site with the function's name.
+        `spike(v) = (v > 0).astype(v.dtype)`, to make it one site with the function's name. `spike` and `heaviside` if
+        not given.
       derivative: the elementwise derivative; the fast sigmoid's if not given.
-      beta: the steepness of the fast sigmoid.
+      beta: the steepness of the fast sigmoid, positive.
 
     Returns:
       A rule without parameters.
@@ -41,12 +42,13 @@ def surrogate_gradient(
       >>> [float(v) for v in jax.value_and_grad(spiking)(0.5, 2.0)]
       [1.0, 0.5]
     """
+    require_number("beta", beta)
     slope = derivative or (lambda v: (1 + beta * jnp.abs(v)) ** -2)
 
     def at(site, params):
         require_one_array(site, "a surrogate gradient")
         return Propagator(
-            lambda v: (site.function(v), v), lambda v, message: (message * slope(v).astype(message.dtype),)
+            lambda v: (site.function(v), v), lambda v, message: (message * jnp.asarray(slope(v), message.dtype),)
         )
 
-    return Rule(chosen(where, where), at)
+    return Rule(chosen(where, ("spike", "heaviside")), at)

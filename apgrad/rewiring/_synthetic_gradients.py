@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from apgrad._ground.propagator import Propagator
-from apgrad.rewiring._layers import Where, chosen, is_layer, require_one_layer, to_input, to_weight
+from apgrad.rewiring._layers import Where, chosen_layers, require_one_layer, to_input, to_weight
 from apgrad.rewiring._rewire import Rule
 
 
@@ -49,4 +49,4 @@ def synthetic_gradients(*, where: Where = None) -> Rule:
 
         return Propagator(lambda x, w: (site.function(x, w), (x, w)), backward)
 
-    return Rule(chosen(where, is_layer), at, init)
+    return Rule(chosen_layers(where), at, init)

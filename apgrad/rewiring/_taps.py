@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from apgrad._ground.messages import form_of
+from apgrad._ground.messages import describe, form_of
 from apgrad._programs import jaxprs
 
 
@@ -65,13 +65,17 @@ def tap(x: jax.Array, name: str, statistic: Callable[[jax.Array, jax.Array], Any
       >>> float(taps["sine"])
       2.0
     """
+    if not isinstance(name, str):
+        raise TypeError(f"a tap is named by a string, got {name!r}")
+    if not callable(statistic):
+        raise TypeError(f"the statistic of the tap {name!r} is a function of value and message, got {statistic!r}")
+    if not jax.tree_util.all_leaves([x]):
+        raise TypeError(f"the tap {name!r} is on a {describe(x)}; tap one array, each under a name of its own")
     dtype = jnp.result_type(x)
     if not jnp.issubdtype(dtype, jnp.inexact):
         raise TypeError(
             f"the tap {name!r} is on an array of dtype {dtype}, to which no message comes; tap a float array"
         )
-    if not isinstance(name, str):
-        raise TypeError(f"a tap is named by a string, got {name!r}")
     called = _called.get()
     if called is not None:
         called.add(name)

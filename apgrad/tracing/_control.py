@@ -241,6 +241,7 @@ def rule_program(eqn: Any, inputs: Any, active: Any) -> tuple[Any, list[Any], li
 def _linearized(eqn, inputs, active):
     chosen, call = [i for i, a in enumerate(active) if a], jaxprs.caller(eqn)
     real = jaxprs.inexact_outputs(eqn)
+    inputs = [jnp.asarray(x) for x in inputs]  # a rule may do with its arrays what NumPy's constants cannot
 
     def with_messages(*inputs):
         outputs = call(*inputs)

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from apgrad._ground.arguments import number_of
 from apgrad._ground.pictures import new_figure
 from apgrad._programs import jaxprs
 from apgrad._programs.flow import flow, steady
 from apgrad._programs.kinds import NO_DERIVATIVE
 from apgrad.tracing._control import depends
-from apgrad.tracing._influence import Influence, PathKind
+from apgrad.tracing._influence import Influence, PathKind, mean
 from apgrad.tracing._trace import Trace
 
 COLOURS = ("#c2255c", "#1f77b4", "#2a8a3e", "#d95f02", "#6a51a3", "#8c6d1f")
@@ -265,8 +266,7 @@ def heat_map(influence: Influence, weighed: bool = False) -> Any:
     Raises:
       ImportError: without matplotlib.
     """
-    values = np.asarray(influence.gradient if weighed else influence.share, float)
-    values = _mean(values.reshape(-1, *values.shape[-2:]))
+    values = mean(influence.gradient if weighed else influence.share)
     rows, columns = values.shape
     figure = _figure((3.5 + 0.45 * columns, 1.8 + 0.3 * rows))
     ax = figure.subplots()
@@ -297,12 +297,10 @@ def influence_over_steps(steps: Sequence[int], influence: Influence, parameter: 
     values = np.asarray(influence.share, float)
     if values.ndim != 3 or len(values) != len(steps):
         raise ValueError(f"shares must be (steps, components, parameters), got {values.shape} for {len(steps)} steps")
-    if parameter is not None and parameter not in influence.parameters:
-        raise ValueError(f"no parameter {parameter!r}; there are {', '.join(influence.parameters)}")
     if parameter is None:
-        values = _mean(np.moveaxis(values, 2, 0))
+        values = mean(np.moveaxis(values, 2, 0))
     else:
-        values = values[:, :, influence.parameters.index(parameter)]
+        values = values[:, :, number_of(parameter, influence.parameters, "parameter")]
     there = ~np.all(np.isnan(values), axis=1)
     figure = _figure((7, 4))
     ax = figure.subplots()
@@ -316,12 +314,6 @@ def influence_over_steps(steps: Sequence[int], influence: Influence, parameter: 
     )
     ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     return figure
-
-
-def _mean(values):
-    """The mean over the first axis without NaN, and NaN where there is nothing else."""
-    count = np.sum(~np.isnan(values), axis=0)
-    return np.where(count > 0, np.nansum(values, axis=0) / np.maximum(count, 1), np.nan)
 
 
 def _figure(size):

@@ -16,12 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from apgrad._ground.arguments import is_single
 from apgrad._programs import jaxprs
 from apgrad._programs.kinds import NO_DERIVATIVE
 from apgrad.tracing import _paths as paths
 from apgrad.tracing._interpreter import Context, walk
 from apgrad.tracing._residual_adds import scopes_with_residual_adds
-from apgrad.tracing._semiring_grad import NESTED, is_single, original, traced, values
+from apgrad.tracing._semiring_grad import NESTED, original, traced, values
 from apgrad.tracing._semirings import ordinary
 
 PathKind = Literal["greedy", "viterbi"]
@@ -49,21 +50,19 @@ class Influence:
     kind: PathKind = dataclasses.field(metadata={"static": True})
 
     def to_dict(self, weighed: bool = False) -> dict[str, dict[str, float]]:
-        """The shares by parameter and component, the mean over leading axes.
+        """The shares by parameter and component, the mean over leading axes without NaN.
 
         Args:
           weighed: give the share of |gradient| in place of the share of elements.
         """
-        values = np.asarray(self.gradient if weighed else self.share, float)
-        values = values.reshape(-1, *values.shape[-2:]).mean(0)
+        values = mean(self.gradient if weighed else self.share)
         return {
             p: dict(zip(self.components, values[:, j].tolist(), strict=True)) for j, p in enumerate(self.parameters)
         }
 
     def __str__(self) -> str:
-        """The mean over leading axes; of many parameters, a row for each."""
-        share = np.asarray(self.share)
-        share = share.reshape(-1, *share.shape[-2:]).mean(0)
+        """The mean over leading axes without NaN; of many parameters, a row for each."""
+        share = mean(self.share)
         rows, columns = self.components, self.parameters
         if max(9, *map(len, rows)) + sum(1 + max(6, len(c)) for c in columns) > 100:
             share, rows, columns = share.T, columns, rows
@@ -73,6 +72,14 @@ class Influence:
             cells = ("-" if np.isnan(v) else f"{v:.3f}" for v in row)
             lines.append(f"{name:<{width}} " + " ".join(c.rjust(w) for c, w in zip(cells, sizes, strict=True)))
         return "\n".join(lines)
+
+
+def mean(shares: Any) -> np.ndarray:
+    """The mean over all axes but the last two, without NaN; NaN where there is nothing else."""
+    values = np.asarray(shares, float)
+    values = values.reshape(-1, *values.shape[-2:])
+    count = np.sum(~np.isnan(values), axis=0)
+    return np.where(count > 0, np.nansum(values, axis=0) / np.maximum(count, 1), np.nan)
 
 
 class Component(NamedTuple):
@@ -147,8 +154,8 @@ def influence(
         raise ValueError(f"kind must be 'greedy' or 'viterbi', got {kind!r}")
     if by not in ("scope", "primitive"):
         raise ValueError(f"by must be 'scope' or 'primitive', got {by!r}")
-    if depth is not None and depth < 1:
-        raise ValueError(f"depth counts names from the outside, from 1; got {depth}")
+    if depth is not None and (not is_single(depth) or depth < 1):
+        raise ValueError(f"depth is a number of names, counted from the outside, at least 1; got {depth}")
     rule, f = Component(by, depth), original(f)
 
     def influence_of(*args, **kwargs):
@@ -200,6 +207,7 @@ def every(n: int, traced: Callable[..., Any]) -> Callable[..., Any]:
 
     Raises:
       ValueError: for n below 1.
+      TypeError: if `traced` returns an array that is not floating point.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -211,11 +219,13 @@ def every(n: int, traced: Callable[..., Any]) -> Callable[..., Any]:
       >>> seen.share[:, 0, 0]
       Array([ 1., nan,  1., nan], dtype=float32)
     """
-    if n < 1:
-        raise ValueError(f"every needs n of at least 1, got n={n}")
+    if not is_single(n) or n < 1:
+        raise ValueError(f"every needs n, a whole number of at least 1, got n={n}")
 
     def at(step, *args):
         shape = jax.eval_shape(traced, *args)
+        if wrong := [s.dtype for s in jax.tree.leaves(shape) if not jnp.issubdtype(s.dtype, jnp.inexact)]:
+            raise TypeError(f"every returns NaN at the steps between, so traced returns floating point; got {wrong[0]}")
         nothing = jax.tree.map(lambda s: jnp.full(s.shape, jnp.nan, s.dtype), shape)
         return jax.lax.cond(step % n == 0, lambda args: traced(*args), lambda _: nothing, args)
 
@@ -238,16 +248,15 @@ def _equations(program: jaxprs.Program, scope: str = "") -> list[tuple[str, str]
 
 
 def parameter_names(treedef: Any, argnums: int | Sequence[int]) -> tuple[str, ...]:
-    """The names of the arrays in the chosen arguments.
+    """The names of the arrays in a tuple of chosen arguments: their paths, as "embed/kernel".
 
-    Args:
-      treedef: the structure of the tuple of chosen arguments.
-      argnums: which arguments were chosen; if it is one number, the argument's own number is left out of the names.
+    The number of an argument is left out where one is chosen, and so is the `value` of a variable of Flax NNX.
     """
     tree = jax.tree.unflatten(treedef, range(treedef.num_leaves))
-    keys = [path for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    keys = [path[1:] if is_single(argnums) else path for path in keys]
-    return tuple(jax.tree_util.keystr(path, simple=True, separator="/") or "x" for path in keys)
+    keys = [path[is_single(argnums) :] for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/") or "x"
+    short = [name(p[:-1] if p[1:] and p[-1] == jax.tree_util.GetAttrKey("value") else p) for p in keys]
+    return tuple(short if len(set(short)) == len(keys) else map(name, keys))
 
 
 def _warn_of_residual_adds(program, active, components):

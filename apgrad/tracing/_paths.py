@@ -14,6 +14,7 @@ its own k heaviest paths. The path of rank n goes to the contribution that has t
 and continues as the path that has this weight there.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -111,11 +112,19 @@ def ranked(candidates: Sequence[tuple[Any, Sequence[Any]]], rank: int) -> tuple[
     Returns:
       `what`, and which of its weights it is; None if there are not so many positive weights.
 
+    Raises:
+      ValueError: for a weight that is NaN, of which none is the greatest.
+
     Example:
       >>> ranked([("a", [5.0, 1.0]), ("b", [3.0, 2.0])], 2)
       ('b', 1)
     """
-    weighed = [(float(w), what, r) for what, weights in candidates for r, w in enumerate(weights) if w > 0]
+    weighed = [(float(w), what, r) for what, weights in candidates for r, w in enumerate(weights) if not w <= 0]
+    if any(math.isnan(w) for w, *_ in weighed):
+        raise ValueError(
+            "the element has no heaviest path, because a derivative between it and the loss is NaN, or is 0 where "
+            "another is infinite. `with jax.debug_nans(True)`, jax.grad says where a NaN is made."
+        )
     weighed.sort(key=lambda each: -each[0])
     return weighed[rank][1:] if rank < len(weighed) else None
 

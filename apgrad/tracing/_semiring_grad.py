@@ -1,17 +1,17 @@
 """`semiring_grad`: the gradient of any JAX function with the sum and product of any semiring."""
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from apgrad._ground.arguments import chosen_numbers, is_single
 from apgrad._programs import jaxprs
 from apgrad.tracing import _control as control, _windows as windows
 from apgrad.tracing._interpreter import Context, walk
-from apgrad.tracing._semirings import Semiring, Value
+from apgrad.tracing._semirings import Semiring, Value, require_semiring
 from apgrad.tracing._sums import constant, zeros
 
 NESTED = {**control.CONTROL_RULES, **windows.WINDOW_RULES}
@@ -38,10 +38,11 @@ def semiring_grad(f: Callable[..., Any], semiring: Semiring, argnums: int | Sequ
       argument's structure; for a sequence of argnums a tuple. It works under `jit`, `vmap` and `scan`.
 
     Raises:
-      TypeError: at trace time, if f returns no floating-point scalar, a chosen argument is not floating point, or f
-        has a backward pass that is no sum over edges, or what is traced goes through a mutable reference.
-      ValueError: at trace time, for a primitive without a rule whose Jacobian is too large, or argnums that name no
-        argument or one twice.
+      TypeError: for a semiring whose functions return no values; at trace time, if f returns no floating-point scalar,
+        a chosen argument is not floating point, f has a backward pass that is no sum over edges, or what is traced
+        goes through a mutable reference.
+      ValueError: for a semiring that is not of its `kind`; at trace time, for a primitive without a rule whose Jacobian
+        is too large, or argnums that name no argument or one twice.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -51,6 +52,7 @@ def semiring_grad(f: Callable[..., Any], semiring: Semiring, argnums: int | Sequ
       [[4.0, -2.0], [3.0, 4.0]]
     """
     f = original(f)
+    require_semiring(semiring)
 
     def backpropagated(*args, **kwargs):
         program, inputs, treedef, active = traced(f, args, kwargs, argnums)
@@ -98,42 +100,6 @@ def traced(f: Callable[..., Any], args: Any, kwargs: Any, argnums: int | Sequenc
     leaves, treedef = jax.tree.flatten(chosen)
     inputs = [jnp.asarray(x) if not isinstance(x, jax.Array) else x for x in leaves]
     return program, inputs, treedef, (True,) * len(leaves)
-
-
-def is_single(argnums: int | Sequence[int]) -> bool:
-    """Whether argnums are one number, of Python, NumPy or JAX, and no sequence.
-
-    Args:
-      argnums: as in `semiring_grad`.
-    """
-    return hasattr(argnums, "__index__") and not getattr(argnums, "shape", ())
-
-
-def chosen_numbers(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
-    """The numbers of the chosen arguments, counted from 0.
-
-    Args:
-      argnums: as in `semiring_grad`.
-      count: how many positional arguments there are.
-
-    Raises:
-      TypeError: if argnums are no integers.
-      ValueError: if argnums name no argument, or name one twice.
-    """
-    try:
-        given = [operator.index(n) for n in ([argnums] if is_single(argnums) else argnums)]  # pyright: ignore[reportGeneralTypeIssues, reportArgumentType]
-    except TypeError as error:
-        raise TypeError(f"argnums must be an integer or a sequence of integers, got {argnums!r}") from error
-    for n in given:
-        if not -count <= n < count:
-            raise ValueError(
-                f"argnums has {n}, but the function is called with {count} positional arguments. Keyword arguments "
-                "are not counted: give what is to be traced by position."
-            )
-    numbers = tuple(n % count for n in given)
-    if len(set(numbers)) < len(numbers):
-        raise ValueError(f"argnums {argnums} name an argument twice, of {count}. Give each once.")
-    return numbers
 
 
 def values(context: Context, walked: Any, inputs: Sequence[Any], active: Sequence[bool]) -> list[Value]:

@@ -18,6 +18,10 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+
+from apgrad._ground.arguments import is_single
+from apgrad._ground.messages import describe
 
 Value = tuple[Any, ...]
 """One array for each component, all of one shape."""
@@ -63,6 +67,59 @@ class Semiring(NamedTuple):
     kind: Literal["add", "max", "gradient"] | None = None
     settle: Callable[[Value], Value] = lambda value: value
     compared: int | None = None
+
+
+def require_semiring(semiring: Any) -> None:
+    """Refuses what is no semiring: functions that return no values, a zero that is none, a `kind` that is not so."""
+    if not isinstance(semiring, Semiring):
+        hint = " Call it, as ap.tracing.max_product()." if callable(semiring) else ""
+        raise TypeError(f"semiring_grad takes a semiring (ap.tracing.Semiring), got {describe(semiring)}.{hint}")
+    name, zero, one, kind = semiring.name, semiring.zero, semiring.one, semiring.kind
+    dtypes = [np.uint32 if isinstance(x, int) else np.float32 for x in zero] if isinstance(zero, tuple) else []
+    if np.float32 not in dtypes or not isinstance(one, tuple) or len(one) != len(zero):
+        raise TypeError(
+            f"the semiring {name!r} has zero={zero} and one={one}: each is a tuple with one number for each component, "
+            "a float for an array of the variable's dtype and an int for one of uint32; at least one is a float"
+        )
+
+    def called(function, *values):
+        made = getattr(semiring, function)(*values)
+        forms = [(np.shape(x), jnp.result_type(x)) for x in made] if isinstance(made, tuple) else None
+        if forms is None or (function != "lift" and forms != [((1, 2), d) for d in dtypes]):
+            got = describe(made) if forms is None else ", ".join(f"{d}{list(s)}" for s, d in forms)
+            wanted = ", ".join(f"{np.dtype(d)}[1, 2]" for d in dtypes)
+            raise TypeError(
+                f"the semiring {name!r} has a function {function} that returns {got}. It returns a tuple of arrays, "
+                f"one for each component, of the shape and the dtypes of what it is given, here {wanted}."
+            )
+        return made
+
+    def same(got, wanted, what):
+        if not all(np.allclose(x, y, rtol=1e-4, equal_nan=True) for x, y in zip(got, wanted, strict=True)):
+            raise ValueError(f"the semiring {name!r} is not what it says: {what}. At one place {wanted} became {got}.")
+
+    with jax.ensure_compile_time_eval():
+        add = lambda a, b: tuple(x + y for x, y in zip(a, b, strict=True))
+        filled = lambda scalars: tuple(np.full((1, 2), x, d) for x, d in zip(scalars, dtypes, strict=True))
+        p, q = (called("lift", np.array([[x, -2 * x]], np.float32)) for x in (0.5, 3.0))
+        a, b = (called("settle", called("times", x, filled(one))) for x in (p, q))
+        total = called("plus", a, b)
+        same(called("plus", a, filled(zero)), a, "zero is the value of no path, so that plus(a, zero) is a")
+        if kind in ("add", "gradient"):
+            same(total, add(a, b), f"kind={kind!r} says that plus adds each component")
+            same(called("times", p, total), add(called("times", p, a), called("times", p, b)), _BILINEAR)
+            same(called("times", add(p, q), a), add(called("times", p, a), called("times", q, a)), _BILINEAR)
+        elif kind == "max":
+            same(
+                total,
+                tuple(map(np.maximum, a, b)) if len(a) == 1 else (),
+                "kind='max' is of one component, its maximum",
+            )
+        elif kind is not None:
+            raise ValueError(f"the kind of a semiring is 'add', 'max', 'gradient' or None, got {kind!r}")
+
+
+_BILINEAR = "kind='add' or 'gradient' says that times is linear in each of its arguments"
 
 
 def ordinary(log: bool = False) -> Semiring:
@@ -197,8 +254,8 @@ def top_k(k: int, log: bool = False) -> Semiring:
       >>> ap.semiring_grad(lambda x: 3.0 * x - 2.0 * x, ap.tracing.top_k(2))(1.0)
       Array([3., 2.], dtype=float32)
     """
-    if k < 1:
-        raise ValueError(f"top_k needs k of at least 1, got k={k}")
+    if not is_single(k) or k < 1:
+        raise ValueError(f"top_k needs k of at least 1, a whole number, got k={k}")
     single = max_product(log)
 
     def plus(a, b):

@@ -9,12 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from apgrad._ground.arguments import chosen_numbers, integers, is_single, number_of
 from apgrad._programs.jaxprs import plain_scope, restrict
 from apgrad.tracing import _paths as paths
 from apgrad.tracing._influence import ComponentKind, Influence, PathKind, influence, parameter_names
 from apgrad.tracing._interpreter import Context
 from apgrad.tracing._paths import PathStep, Reader
-from apgrad.tracing._semiring_grad import NESTED, chosen_numbers, original, semiring_grad, traced
+from apgrad.tracing._semiring_grad import NESTED, original, semiring_grad, traced
 from apgrad.tracing._semirings import max_product, top_k
 from apgrad.tracing._sums import constant
 
@@ -30,7 +31,8 @@ def trace_gradients(
       f: the loss, a function that returns a floating-point scalar.
       argnums: which positional arguments are the parameters, as for `jax.grad`.
       in_axes: the axes of examples, as for `jax.vmap`, with None for an argument that the examples share. If given, f
-        is the loss of one example, and each example is traced by itself. By default f is traced as a whole.
+        is the loss of one example, and each example is traced by itself; arrays are then given by position. By default
+        f is traced as a whole.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -75,7 +77,7 @@ class Trace:
                 "ap.tracing.influence(f) there (and ap.tracing.every(n, ...) in a training loop)."
             )
         self._f, self._args, self._kwargs, self._argnums, self._axes = f, args, kwargs, argnums, in_axes
-        self.examples = None if in_axes is None else _examples(args, in_axes)
+        self.examples = None if in_axes is None else _examples(args, kwargs, in_axes)
         _, _, treedef, _ = traced(f, *self._point(0), argnums)
         self.parameters = parameter_names(treedef, argnums)
         self._readers: dict[Any, Any] = {}
@@ -107,7 +109,9 @@ class Trace:
     def path(
         self, parameter: str, index: tuple[int, ...] | int = (), kind: PathKind = "viterbi", example: int = 0
     ) -> list[PathStep]:
-        """The path of one element: the edges from the element to the loss. Empty if no gradient reaches the element.
+        """The path of one element: the edges from the element to the loss.
+
+        It is empty if no gradient reaches the element, or the element is the loss itself.
 
         Args:
           parameter: one of the names in `parameters`.
@@ -116,12 +120,14 @@ class Trace:
           example: the number of the example, if examples are traced by themselves.
 
         Raises:
-          ValueError: for an unknown parameter or kind.
+          ValueError: for an unknown parameter or kind, an `example` without `in_axes`, or a path weight that is NaN.
           IndexError: for an index outside the parameter's shape.
         """
         if kind not in ("viterbi", "greedy"):
             raise ValueError(f"kind must be 'greedy' or 'viterbi', got {kind!r}")
-        return self._read(parameter, index, paths.viterbi() if kind == "viterbi" else paths.greedy(), example, 1)[0]
+        return (
+            self._read(parameter, index, paths.viterbi() if kind == "viterbi" else paths.greedy(), example, 1)[0] or []
+        )
 
     def paths(
         self, parameter: str, index: tuple[int, ...] | int = (), count: int = 5, example: int = 0
@@ -138,7 +144,7 @@ class Trace:
           example: the number of the example, if examples are traced by themselves.
 
         Raises:
-          ValueError: for an unknown parameter, or a count below 1.
+          ValueError: as for `path`, or for a count below 1.
           IndexError: for an index outside the parameter's shape.
 
         Example:
@@ -149,41 +155,49 @@ class Trace:
           [('mul', 3.0), ('sub', 1.0)]
           [('mul', 2.0), ('sub', -1.0)]
         """
-        return [p for p in self._read(parameter, index, top_k(count), example, count) if p]
+        return [p for p in self._read(parameter, index, top_k(count), example, count) if p is not None]
 
     def _read(self, parameter, index, semiring, example, count):
-        if parameter not in self.parameters:
-            raise ValueError(f"no parameter {parameter!r}; there are {', '.join(self.parameters)}")
-        number = self.parameters.index(parameter)
+        short = parameter.removesuffix("/value") if isinstance(parameter, str) else parameter
+        number = number_of(parameter if parameter in self.parameters else short, self.parameters, "parameter")
         if (semiring.name, example) not in self._readers:
             program, inputs, _, active = traced(self._f, *self._point(example), self._argnums)
             self._readers[semiring.name, example] = Reader(Context(semiring, NESTED)), program, inputs, active
         reader, program, inputs, active = self._readers[semiring.name, example]
         shape = jnp.shape(inputs[number])
-        index = (index,) if isinstance(index, int) else tuple(index)
+        index = integers(index, "index")
         if len(index) != len(shape) or not all(-n <= i < n for i, n in zip(index, shape, strict=True)):
             raise IndexError(f"{parameter} has the shape {shape}, which has no element {index}")
         index = tuple(i % n for i, n in zip(index, shape, strict=True))
         one = constant(reader.context.semiring.one, (), program.jaxpr.outvars[0].aval.dtype)
-        found = [reader.follow("", program, inputs, active, [one], number, index, rank)[0] for rank in range(count)]
-        return [[s._replace(scope=plain_scope(s.scope)) for s in steps] for steps in found]
+        found = [reader.follow("", program, inputs, active, [one], number, index, rank) for rank in range(count)]
+        plain = lambda steps: [step._replace(scope=plain_scope(step.scope)) for step in steps]
+        return [None if end < 0 else plain(steps) for steps, end, *_ in found]
 
     def heaviest(
         self, count: int = 5, kind: PathKind = "viterbi", example: int = 0
     ) -> list[tuple[str, tuple[int, ...], list[PathStep]]]:
         """The paths of the elements with the greatest path weights, as (parameter, index, path).
 
+        Elements whose weight is NaN are left out.
+
         Args:
-          count: how many elements.
+          count: how many elements, at least 1.
           kind: which paths, "viterbi" or "greedy".
           example: the number of the example, if examples are traced by themselves.
+
+        Raises:
+          ValueError: for a count below 1.
         """
+        if not is_single(count) or count < 1:
+            raise ValueError(f"heaviest needs a count, a whole number of at least 1, got {count}")
+        self._point(example)
         leaves = [np.asarray(x) for x in jax.tree.leaves(self.weights)]
         leaves = leaves if self.examples is None else [x[example] for x in leaves]
         flat = np.concatenate([x.ravel() for x in leaves])
         starts = np.cumsum([0, *(x.size for x in leaves)])
         found = []
-        for place in np.argsort(-flat, kind="stable")[:count]:
+        for place in np.argsort(-flat, kind="stable")[: min(count, np.sum(~np.isnan(flat)))]:
             number = int(np.searchsorted(starts, place, side="right")) - 1
             index = tuple(int(i) for i in np.unravel_index(place - starts[number], leaves[number].shape))
             name = self.parameters[number]
@@ -196,7 +210,10 @@ class Trace:
         return program, len(self.parameters)
 
     def _point(self, example):
+        (example,) = integers(example, "example")
         if self._axes is None:
+            if example:
+                raise ValueError(f"there is no example {example}: without in_axes the loss is traced as a whole")
             return self._args, self._kwargs
         if not 0 <= example < self.examples:
             raise IndexError(f"there are {self.examples} examples, so none has the number {example}")
@@ -214,10 +231,18 @@ class Trace:
         return jax.jit(call)(*values)
 
 
-def _examples(args, in_axes):
-    axes = _leaf_axes(args, in_axes)
-    pairs = zip(jax.tree.leaves(args, is_leaf=_is_none), jax.tree.leaves(axes, is_leaf=_is_none), strict=True)
-    sizes = {jnp.shape(x)[axis] for x, axis in pairs if axis is not None}
+def _examples(args, kwargs, in_axes):
+    if any(jnp.ndim(x) for x in jax.tree.leaves(kwargs) if hasattr(x, "shape")):
+        raise ValueError("in_axes are of positional arguments: give arrays by position, and None in in_axes if shared")
+    pairs = zip(
+        jax.tree.leaves(args, is_leaf=_is_none),
+        jax.tree.leaves(_leaf_axes(args, in_axes), is_leaf=_is_none),
+        strict=True,
+    )
+    shapes = [(jnp.shape(x), axis) for x, axis in pairs if axis is not None]
+    if wrong := [pair for pair in shapes if not -len(pair[0]) <= pair[1] < len(pair[0])]:
+        raise ValueError(f"in_axes maps the axis {wrong[0][1]} of an array of shape {wrong[0][0]}")
+    sizes = {shape[axis] for shape, axis in shapes}
     if len(sizes) != 1:
         raise ValueError(f"in_axes must map at least one argument, all to the same size; got sizes {sorted(sizes)}")
     return sizes.pop()
@@ -230,7 +255,7 @@ def _pick(args, in_axes, example):
 
 def _axes(args, in_axes):
     """The axis of each argument."""
-    axes = (in_axes,) * len(args) if in_axes is None or isinstance(in_axes, int) else tuple(in_axes)
+    axes = (in_axes,) * len(args) if in_axes is None or is_single(in_axes) else tuple(in_axes)
     if len(axes) != len(args):
         raise ValueError(f"in_axes has {len(axes)} entries for {len(args)} arguments")
     return axes

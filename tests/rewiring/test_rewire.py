@@ -281,6 +281,7 @@ def test_a_site_inside_such_a_primitive_is_an_error_too_but_the_sum_of_a_scatter
         with pytest.raises(ValueError, match=words):
             ap.rewire(lambda w, x, inner=inner: jnp.tanh(inner(w * x)), halve)(0.5, 1.0)
     scattered = lambda w, x: jnp.sum(jnp.zeros(3).at[jnp.array([0, 0, 1])].add(w * x) + w)
+    halve = ap.rewiring.gradient_reversal("add", strength=-0.5)
     assert jax.grad(ap.rewire(scattered, halve))(0.5, jnp.ones(3)) == 3  # half of 6
 
 
@@ -343,7 +344,7 @@ def test_errors_of_rules_and_arguments():
     grad = lambda rewired, *args: jax.grad(lambda w: jnp.sum(rewired(*args, w, X)))(W)
     with pytest.raises(TypeError, match="takes a rule"):
         ap.rewire(f, good)  # pyright: ignore[reportArgumentType]
-    with pytest.raises(ValueError, match=r"argnums=.*there is no 5"):
+    with pytest.raises(ValueError, match="argnums has 5"):
         ap.rewire(f, rule(good), argnums=5)(W, X)
     with pytest.raises(TypeError, match=r"must return a tuple of a message for each of the 2 inputs, got a tuple of 1"):
         grad(ap.rewire(f, rule(lambda site, p: ap.Propagator(lambda x, w: (x @ w, None), lambda _, m: (m,)))))
@@ -351,11 +352,45 @@ def test_errors_of_rules_and_arguments():
         grad(ap.rewire(f, rule(good, lambda site: jnp.ones(1))), {"dot_general[0]": jnp.ones(1)})
     with pytest.raises(ValueError, match=r"must return .*\(4, 3\).*, got .*\(3, 3\)"):
         grad(ap.rewire(f, rule(lambda site, p: ap.Propagator(lambda x, w: (w, None), lambda _, m: (m, None)))))
-    with pytest.raises(ValueError, match=r"dictionary with the sites \['dot_general\[0\]'\], got \['other'\]"):
-        ap.rewire(f, rule(good, lambda site: jnp.ones(1)))({"other": 1}, W, X)
-    with pytest.raises(TypeError, match="parameters, which come before"):
-        ap.rewire(f, rule(good, lambda site: jnp.ones(1)))()
+    with pytest.raises(ValueError, match=r"dictionary with the sites \['dot_general\[0\]'\], got \['other\[0\]'\]"):
+        ap.rewire(f, rule(good, lambda site: jnp.ones(1)))({"other[0]": 1}, W, X)
+    for wrong in ((), (W, X), ({"w": W}, X), (None, W, X)):
+        with pytest.raises(TypeError, match="parameters, which come before"):
+            ap.rewire(f, rule(good, lambda site: jnp.ones(1)))(*wrong)
+    for called, words in (
+        (lambda: ap.rewire(f, rule(good))({}, W, X), r"too many positional.*called as rewired\(\*args\)"),
+        (lambda: ap.rewire(f, rule(good, lambda site: X))({"a[0]": X}, W), r"missing a required.*\(params, \*args\)"),
+        (lambda: ap.rewire(3, rule(good)), "rewire takes a function, got int"),  # pyright: ignore
+        (lambda: ap.rewire(f, ap.rewiring.sign_symmetry), "got function. Call it"),  # pyright: ignore
+        (lambda: ap.rewire(f, rule(good)._replace(where="dense")), "functions of a site"),  # pyright: ignore
+        (lambda: ap.rewire(f, rule(good), argnums=1.0), "argnums must be an integer"),  # pyright: ignore
+    ):
+        with pytest.raises(TypeError, match=words):
+            called()
+    assert ap.rewire(f, rule(good), argnums=np.int64(0)).init(W, X) == {}
+    with pytest.raises(ValueError, match="no site by the name 'cosh'; did you mean 'tanh'"):
+        ap.rewire(lambda x: jnp.tanh(x), ap.rewiring.clip_messages(1.0, where=("tanh", "cosh"))).init(X)
+    with pytest.raises(ValueError, match=r"message for input 0 of the site <dense .*has shape \(3,\)"):
+        grad(ap.rewire(f, rule(lambda site, p: ap.Propagator(lambda x, w: (x @ w, None), lambda _, m: (m[0], None)))))
     with pytest.raises(TypeError, match="no second derivative of a rewired function"):
         jax.grad(lambda w: jnp.sum(grad(ap.rewire(lambda v, x: x @ v * w, rule(good))) ** 2))(1.0)
     with pytest.raises(TypeError, match="no second derivative of a rewired function"):
         jax.hessian(lambda w: jnp.sum(ap.rewire(f, rule(good))(w, X)))(W)
+
+
+@pytest.mark.parametrize("rule", ["feedback_alignment", "direct_feedback_alignment", "synthetic_gradients"])
+def test_parameters_of_another_form_are_refused(rule):
+    """Another shape, dtype or structure, also where arrays would broadcast or be reshaped without a word."""
+    make = getattr(ap.rewiring, rule)
+    rewired = ap.rewire(lambda w, x: x @ w, make() if rule == "synthetic_gradients" else make(KEY))
+    params = rewired.init(W, X)
+    for change in (
+        lambda b: b[:2],
+        lambda b: b.ravel(),
+        lambda b: jnp.float32(1),
+        lambda b: b.astype(jnp.bfloat16),
+        lambda b: (b, b),
+    ):
+        with pytest.raises(ValueError, match=r"parameters at the site dot_general\[0\] are .* is expected"):
+            jax.eval_shape(rewired, jax.tree.map(change, params), W, X)
+    assert rewired(jax.tree.map(np.asarray, params), W, X).shape == (4, 3)

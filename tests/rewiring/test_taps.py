@@ -215,6 +215,16 @@ def test_what_cannot_be_seen_is_an_error_that_names_the_tap(function, words):
         ap.with_taps(function)(1.0)
 
 
+def test_what_is_tapped_is_one_array_of_floats_by_a_name():
+    for tapped, words in (
+        (lambda: ap.tap({"a": jnp.ones(2)}, "x"), "'x' is on a dict; tap one array"),
+        (lambda: ap.tap(jnp.ones(2), "x", 3), "statistic of the tap 'x' is a function"),  # pyright: ignore
+        (lambda: ap.tap(jnp.ones(2), 3), "named by a string"),  # pyright: ignore
+    ):
+        with pytest.raises(TypeError, match=words):
+            tapped()
+
+
 def test_an_integer_has_no_message():
     with pytest.raises(TypeError, match="the tap 'n' is on an array of dtype int32"):
         ap.tap(jnp.arange(3), "n")

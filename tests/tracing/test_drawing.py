@@ -62,7 +62,7 @@ def test_figures(trace):
     (ax,) = ap.tracing.influence_over_steps([0, 1, 2], many, "w").axes
     assert [line.get_label() for line in ax.lines] == ["rnn", "head"]
     assert ax.lines[0].get_xdata().tolist() == [0, 2]
-    with pytest.raises(ValueError, match="no parameter 'u'"):
+    with pytest.raises(ValueError, match="no parameter 'u'; did you mean 'w'"):
         ap.tracing.influence_over_steps([0, 1, 2], many, "u")
     with pytest.raises(ValueError, match="steps"):
         ap.tracing.influence_over_steps([0], influence)

@@ -4,6 +4,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -39,11 +40,15 @@ def test_named_modules_compute_the_same_in_scopes():
     again = ap.tracing.name_modules(Model(nnx.Rngs(1)))
     assert nnx.split(again)[0] == graph  # jit compiles once for both
     loss = lambda params: jnp.sum(nnx.merge(graph, params)(x) ** 2)
-    found = ap.trace_gradients(loss)(params).influence()
+    trace = ap.trace_gradients(loss)(params)
+    assert trace.path("head/bias", 1) == trace.path("head/bias/value", (np.int64(1),))
+    with pytest.raises(ValueError, match="no parameter 'head/bais'; did you mean 'head/bias' or 'head/kernel'"):
+        trace.path("head/bais")
+    found = trace.influence()
     assert set(found.components) == {"block", "block/layers_0", "block/layers_1", "block/norm", "head"}
     table = str(found).splitlines()  # more parameters than fit beside each other: a row for each
     assert len(table) == 1 + len(found.parameters) and max(map(len, table)) < 120
-    assert found.to_dict()["head/bias/value"]["block"] == 0
+    assert found.to_dict()["head/bias"]["block"] == 0
 
 
 def test_only_nnx_modules_are_named():

@@ -203,8 +203,41 @@ def test_errors():
         ap.semiring_grad(lambda x: jnp.sum(jnp.abs(jnp.fft.fft(x))), s)(jnp.ones(4))
     with pytest.raises(TypeError, match="x is data"):
         ap.semiring_grad(lambda x: ap.refuse_derivative(x, "x is data") * 2.0, s)(1.0)
-    with pytest.raises(ValueError, match="k of at least 1"):
+    with pytest.raises(ValueError, match="k of at least 1, a whole number"):
         ap.tracing.top_k(0)
+
+
+times, plus = lambda a, b: (a[0] * b[0],), lambda a, b: (a[0] + b[0],)
+semiring = functools.partial(ap.tracing.Semiring, "yours", zero=(0.0,), one=(1.0,))
+NO_SEMIRINGS = {
+    "not called": (ap.tracing.max_product, TypeError, "got function. Call it"),
+    "integers": (semiring(lambda w: (w,), times, plus, zero=(0,), one=(1,)), TypeError, "at least one is a float"),
+    "no tuple": (semiring(lambda w: w, times, plus), TypeError, "a function lift that returns"),
+    "no tuples": (semiring(lambda w: (w,), lambda a, b: a[0] * b[0], plus), TypeError, "a function times that returns"),
+    "a sum": (semiring(lambda w: (w,), times, lambda a, b: (jnp.sum(a[0] + b[0]),)), TypeError, "function plus"),
+    "no zero": (semiring(lambda w: (w,), times, lambda a, b: (jnp.minimum(a[0], b[0]),)), ValueError, "zero is the"),
+    "no sum": (semiring(jnp.abs, times, plus)._replace(lift=lambda w: (abs(w),), kind="max"), ValueError, "'max'"),
+    "no maximum": (ap.tracing.max_product()._replace(kind="add"), ValueError, "plus adds"),
+    "not linear": (semiring(lambda w: (w,), lambda a, b: (a[0] * b[0] ** 2,), plus, kind="add"), ValueError, "linear"),
+    "no kind": (semiring(lambda w: (w,), times, plus, kind="sum"), ValueError, "got 'sum'"),  # pyright: ignore
+}
+
+
+@pytest.mark.parametrize("name", NO_SEMIRINGS)
+def test_what_is_no_semiring_is_refused(name):
+    wrong, error, words = NO_SEMIRINGS[name]
+    with pytest.raises(error, match=words):
+        ap.semiring_grad(jnp.sum, wrong)
+
+
+def test_a_rule_of_ones_own_gets_jax_s_arrays_not_numpy_s():
+    """A `custom_vjp` may index what it remembers by a traced number, which a constant of NumPy cannot be."""
+    function = jax.custom_vjp(lambda x, c: x * c[1])
+    at = lambda c, m: jax.lax.fori_loop(0, 1, lambda i, t: t * c[i + 1], m)
+    function.defvjp(lambda x, c: (x * c[1], c), lambda c, m: (at(c, m), jnp.zeros_like(c)))
+    loss = lambda x: function(x, np.array([1.0, 2.0], np.float32))
+    assert ap.semiring_grad(loss, ap.tracing.max_product())(1.0) == 2
+    assert ap.trace_gradients(loss)(1.0).path("x")
 
 
 NODES = {

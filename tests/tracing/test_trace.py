@@ -233,14 +233,53 @@ def test_errors():
     for options in ({"kind": "best"}, {"by": "layer"}, {"depth": 0}):
         with pytest.raises(ValueError, match="got"):
             ap.tracing.influence(lambda x: x, **options)
-    with pytest.raises(ValueError, match="n of at least 1"):
+    with pytest.raises(ValueError, match="every needs n"):
         ap.tracing.every(0, lambda: None)
     trace = ap.trace_gradients(lambda x: jnp.sum(x))(jnp.ones(2))
-    with pytest.raises(ValueError, match="no parameter 'y'; there are x"):
+    with pytest.raises(ValueError, match="no parameter 'y'; did you mean 'x'"):
         trace.path("y")
     with pytest.raises(IndexError, match="no element"):
         trace.path("x", 2)
     with pytest.raises(TypeError, match=r"tracing.influence"):
         jax.jit(ap.trace_gradients(lambda x: jnp.sum(x)))(1.0)
+    for called, error, words in (
+        (lambda: trace.path("x", 1.5), TypeError, "index must be an integer"),
+        (lambda: trace.path("x", 0, example=7), ValueError, "without in_axes"),
+        (lambda: trace.heaviest(0), ValueError, "at least 1"),
+        (lambda: trace.paths("x", 0, 2.5), ValueError, "whole number"),
+        (lambda: ap.tracing.influence(sum, depth=1.5), ValueError, "number of names"),
+        (lambda: ap.tracing.every(2, lambda x: jnp.argmax(x))(0, jnp.ones(2)), TypeError, "floating point; got int32"),
+    ):
+        with pytest.raises(error, match=words):
+            called()
+    product = lambda w, x, y=1.0: jnp.sum(w * x * y)
+    for args, kwargs, axes, words in (
+        ((1.0, jnp.ones(3)), {"y": jnp.ones(2)}, (None, 0), "give arrays by position"),
+        ((1.0, jnp.ones(3)), {}, (None, 1), r"axis 1 of an array of shape \(3,\)"),
+        ((1.0, jnp.ones(3)), {}, (None,), "1 entries for 2 arguments"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ap.trace_gradients(product, in_axes=axes)(*args, **kwargs)
     with pytest.raises(ValueError, match="in_axes"):
         ap.trace_gradients(lambda x, y: jnp.sum(x * y), in_axes=(0, 0))(jnp.ones(2), jnp.ones(3))
+
+
+def test_an_element_whose_weight_is_no_number_has_no_path_that_is_the_heaviest():
+    loss = lambda x: jnp.sum(jnp.where(x > 0, jnp.sqrt(x), 0.0))  # 0 times infinite at 0, a root of -1
+    trace = ap.trace_gradients(loss)(jnp.array([4.0, -1.0, 1.0]))
+    for read in (lambda: trace.path("x", 1), lambda: trace.path("x", 1, "greedy"), lambda: trace.paths("x", 1)):
+        with pytest.raises(ValueError, match="no heaviest path, because a derivative"):
+            read()
+    assert [index for _, index, _ in trace.heaviest(3)] == [(2,), (0,)]
+    assert trace.path("x", np.int64(2)) == trace.path("x", (jnp.int32(-1),))
+
+
+def test_the_path_of_the_loss_itself_has_no_edges_and_is_one():
+    assert ap.trace_gradients(lambda x, y: x)(1.0, 2.0).paths("x") == [[]]
+    assert ap.trace_gradients(lambda x, y: x, argnums=1)(1.0, 2.0).paths("x") == []
+
+
+def test_means_leave_out_what_was_not_traced():
+    loss = lambda w: jnp.sum(jax.named_scope("cube")(lambda w: w**3)(w))
+    seen = jax.vmap(ap.tracing.every(2, ap.tracing.influence(loss)), (0, None))(jnp.arange(3), jnp.ones(2))
+    assert seen.to_dict() == {"x": {"cube": 1.0}} and "1.000" in str(seen)
