@@ -5,7 +5,7 @@ estimator of `ap.choose`, add a row to CHOICES, and one to ROWS of `expectations
 exact sums. To add a rule of `ap.rewire`, add a row to RULES.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ class Row(NamedTuple):
     needs_two_lanes: bool = True
     discrete: bool = False
     cost: Mapping[str, Any] = MappingProxyType({})
-    resample: bool = False
+    after: Callable[..., Any] | None = None  # done to the state after each choice
 
 
 def by_function(theta, *inputs):
@@ -56,7 +56,8 @@ ESTIMATORS = {
     "gaussian_shaping, LR": Row(ap.likelihood_ratio(), "refused", cost={"shaping": ap.gaussian_shaping()}),
     "gaussian_shaping, RP": Row(ap.reparameterization(), "refused", cost={"shaping": ap.gaussian_shaping()}),
     "gaussian_shaping, TP": Row(ap.total_propagation(), "refused", cost={"shaping": ap.gaussian_shaping("raw")}),
-    "gaussian_resampling": Row(ap.reparameterization(), resample=True),
+    "gaussian_resampling": Row(ap.reparameterization(), after=ap.gaussian_resampling),
+    "clip_lanes": Row(ap.reparameterization(), second="refused", after=ap.clip_lanes),
 }
 
 rows = pytest.mark.parametrize("row", ESTIMATORS.values(), ids=ESTIMATORS.keys())
@@ -73,8 +74,8 @@ def rollout(row, make, length=2, size=()):
         def body(carry, _):
             tape, x = carry
             tape, x = node(tape, theta, x)
-            if row.resample:
-                tape, x = ap.gaussian_resampling(tape, x)
+            if row.after:
+                tape, x = row.after(tape, x)
             return (tape.cost(lambda x: jnp.sum(x**2 + x), x, **row.cost), x), None
 
         (tape, _), _ = jax.lax.scan(body, (tape, x), length=length)
@@ -110,7 +111,7 @@ def test_nodes_inside_transformations_of_the_program(name):
         def program(tape, theta):
             def body(carry, _):
                 tape, x = node(carry[0], theta, carry[1])
-                return ap.gaussian_resampling(tape, x) if row.resample else (tape, x), None
+                return row.after(tape, x) if row.after else (tape, x), None
 
             (tape, x), _ = wrap(body, (tape, jnp.ones(tape.lanes)))
             return tape.cost(lambda x: x**2, x, **row.cost)
@@ -139,7 +140,7 @@ def test_nodes_inside_transformations_of_the_program(name):
 @rows
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_dtypes(row, dtype):
-    if dtype == "bfloat16" and (row.cost or row.resample):
+    if dtype == "bfloat16" and (row.cost or row.after is ap.gaussian_resampling):
         pytest.skip("fits a Gaussian by a Cholesky factor, which JAX has in float32 and float64")
     with jax.enable_x64(dtype == "float64"):
         theta = jnp.asarray(0.7, dtype)
@@ -159,8 +160,8 @@ def test_nested_pytrees_and_empty_arrays(row):
 
     def program(tape, theta):
         tape, x = node(tape, theta, {"h": jnp.ones((tape.lanes, 3)), "none": jnp.zeros((tape.lanes, 0))})
-        if row.resample:
-            tape, x = ap.gaussian_resampling(tape, x)
+        if row.after:
+            tape, x = row.after(tape, x)
         return tape.cost(lambda x: jnp.sum(x**2), x, **row.cost)
 
     theta = {"layer": {"w": jnp.eye(3)[:2]}, "b": (jnp.ones(2), jnp.zeros((0, 2)))}
@@ -202,7 +203,7 @@ def test_lanes(row):
     with pytest.raises(ValueError, match="at least one lane"):
         ap.expectation(rollout(row, step), 0)
     gradient = jax.grad(ap.expectation(rollout(row, step), 1), argnums=1)
-    if row.needs_two_lanes or row.cost or row.resample:
+    if row.needs_two_lanes or row.cost or row.after:
         with pytest.raises(ValueError, match="at least 2, got lanes=1"):
             gradient(KEY, 0.7)
     else:
@@ -229,8 +230,8 @@ def test_discrete_choices_or_a_clear_error(row):
 
     def program(tape, theta):
         tape, x = node(tape, theta)
-        if row.resample:
-            tape, x = ap.gaussian_resampling(tape, x)
+        if row.after:
+            tape, x = row.after(tape, x)
         return tape.cost(lambda x: (x**2 + x).astype(jnp.float32), x, **row.cost)
 
     gradient = jax.grad(ap.expectation(program, 50), argnums=1)
@@ -281,8 +282,8 @@ def test_lanes_sharded_over_devices_give_the_same_numbers(row):
         tape, x = ap.stochastic(row.estimator)(step)(tape, theta, jnp.ones(tape.lanes))
         if sharded:
             x = jax.lax.with_sharding_constraint(x, lanes)
-        if row.resample:
-            tape, x = ap.gaussian_resampling(tape, x)
+        if row.after:
+            tape, x = row.after(tape, x)
         return tape.cost(lambda x: x**2, x, **row.cost)
 
     gradient = jax.jit(jax.value_and_grad(ap.expectation(program, 6), argnums=1), static_argnums=2)
@@ -295,7 +296,7 @@ def test_the_bias_of_a_node_is_as_claimed(row):
     # Two steps of a linear system, 10 lanes: weights from the samples that they weigh lose a part of the gradient.
     estimator = row.estimator
     assert estimator.bias in ("none", "unless cross-fitted") and estimator.assumptions.endswith(".")
-    if row.cost or row.resample or (estimator.bias != "none" and estimator.name != "total_propagation"):
+    if row.cost or row.after or (estimator.bias != "none" and estimator.name != "total_propagation"):
         return
     linear = rollout(row, lambda theta, x: dist.Normal(theta * x, 0.3))
     theta, wanted = 0.7, 2 * 0.7 + 1 + 4 * 0.7**3 + 2 * 0.7 * 0.09 + 2 * 0.7

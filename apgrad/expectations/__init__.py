@@ -7,6 +7,7 @@ from apgrad.expectations._adaptive import (
     adaptive as adaptive,
 )
 from apgrad.expectations._choose import choose as choose
+from apgrad.expectations._clip_lanes import clip_lanes as clip_lanes
 from apgrad.expectations._expectation import (
     expectation as expectation,
     grad as grad,

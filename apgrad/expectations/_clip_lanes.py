@@ -1,0 +1,151 @@
+"""Messages clipped lane by lane: a bound on what one lane can do to a gradient.
+
+A gradient through chaotic steps is a mean over lanes, most of which agree. In a few lanes the product of the steps'
+Jacobians explodes, and these lanes make nearly all of the variance, though they say little about the direction. So a
+node on the lanes' state bounds each lane's message m, the derivative of all later costs, by the typical lane's:
+
+    m' = m min(1, T / |m|),     T = factor exp(mean of log |m_j| over lanes j),
+
+with the mean over living lanes whose message is neither zero nor infinite nor NaN. The geometric mean is as little
+moved by one exploded lane as the median (a message e^60 times as long, among 100, moves it by e^.6), and takes a sum
+over lanes where the median takes a sort. T scales with the messages: neither the units of the cost nor the horizon
+matter, and where all lanes explode alike nothing is cut.
+
+*Bias.* What is cut is missing: the expected message is off by E[(1 - T / |m|)_+ m], no longer than E[(|m| - T)_+],
+while the variance that a lane can have is at most T^2. At every node before this one the cut message goes on, so the
+gradient is that of no objective. The bias does not fall with more lanes. It is largest where few lanes rightly have
+long messages, as lanes far from the goal have when the others have reached it.
+
+*What overflows.* Lengths are compared as logarithms, of a message over its largest component: 1e30 squared is no
+problem. An infinite message has the direction of its infinite components, and is cut to T. One with NaN has no
+direction, and passes as it is.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from apgrad._ground.propagator import Propagator, Static, first_order, node
+from apgrad._programs.jaxprs import is_inexact
+from apgrad.expectations import _channels as channels
+from apgrad.expectations._lanes import require_lanes
+from apgrad.expectations._tape import Tape
+
+
+def clip_lanes(
+    tape: Tape,
+    x: Any,
+    factor: Any = 4.0,
+    *,
+    parts: bool | None = None,
+    mask: jax.Array | None = None,
+    counts: jax.Array | None = None,
+) -> tuple[Tape, Any]:
+    """The same state; on the way back a lane's message is cut where it is much longer than the typical lane's.
+
+    For gradients through many steps of a chaotic program, where few lanes explode and drown the others. Call it on the
+    state once a step. The gradient is then **biased**, by what was cut; see `ap.multilevel`. Where all lanes explode
+    alike nothing is cut: use total propagation.
+
+    Args:
+      tape: the current tape.
+      x: the lanes' state, a pytree with the lanes as leading axis. All of it is one message, of which the length is
+        taken; for a limit for each array call the function for each. Arrays that are not floating point pass.
+      factor: how many times the typical length a message may have, a positive number or scalar array. Infinity: any.
+      parts: the second axis numbers parts of a lane that are independent of each other, as in `stochastic`; then each
+        part's message is cut by itself, and the typical one is of all lanes and parts.
+      mask: a Boolean array, (lanes,), or (lanes, parts) with `parts`: where False, the lane's episode is over, and its
+        message does not count for the typical one.
+      counts: a port of two numbers, `jnp.zeros(2)`, which is an argument of the program: its derivative is how many
+        messages were cut, and how many were not finite.
+
+    Returns:
+      `(tape, x)`.
+
+    Raises:
+      TypeError, ValueError: at trace time, for arrays without the lanes, fewer than 2 lanes, or a factor that is not
+        positive.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> def program(tape, theta, counts):
+      ...     x = theta * jnp.ones(tape.lanes)
+      ...     tape, x = ap.clip_lanes(tape, x, 2.0, counts=counts)
+      ...     return tape.cost(jnp.array([1.0, 1.0, 1.0, 1e30]) * x)
+      >>> gradient = jax.grad(ap.expectation(program, lanes=4), argnums=(1, 2))
+      >>> _, counts = gradient(jax.random.key(0), 1.0, jnp.zeros(2))
+      >>> [int(n) for n in counts]
+      [1, 0]
+    """
+    what = "clip_lanes"
+    if not isinstance(tape, Tape):
+        raise TypeError(f"{what}: the first argument is the tape, got {type(tape).__name__}")
+    tape._require_current(what)
+    require_lanes(what, tape.lanes, x)
+    if tape.lanes < 2 * channels.folds(tape):
+        raise ValueError(
+            f"{what} compares lanes with each other, and needs at least 2, got lanes={tape.lanes}. Use more lanes, or "
+            "clip the gradient by its norm, as optax.clip_by_global_norm does."
+        )
+    if (isinstance(factor, int | float) and not factor > 0) or jnp.shape(factor) != ():
+        raise ValueError(f"{what}: factor is a positive number, for all lanes the same, got {factor}")
+    if counts is not None and (jnp.shape(counts) != (2,) or not is_inexact(counts)):
+        raise ValueError(f"{what}: counts is a port of two floating-point numbers, jnp.zeros(2), got {counts}")
+    floats = [leaf for leaf in jax.tree.leaves(x) if is_inexact(leaf)]
+    by_part = [channels.declare_parts(tape, leaf.shape, what, parts, True) for leaf in floats]
+    shape = floats[0].shape[: 1 + by_part[0]] if floats else (tape.lanes,)
+    if any(leaf.shape[: len(shape)] != shape for leaf in floats):
+        raise ValueError(f"{what}: with parts=True all arrays start with the same axes, {shape}")
+    living = jnp.ones(shape[:1], bool) if mask is None else jnp.asarray(mask)
+    if living.shape not in (shape[:1], shape) or living.dtype != bool:
+        raise ValueError(f"{what}: the mask is of Booleans {shape}, got {living.shape} of dtype {living.dtype}")
+    living = jnp.broadcast_to(living.reshape(*living.shape, *[1] * (len(shape) - living.ndim)), shape)
+    dtype = functools.reduce(np.promote_types, [jnp.finfo(leaf.dtype).dtype for leaf in floats], np.dtype("float32"))
+    log_factor = jnp.log(lax.stop_gradient(jnp.asarray(factor, dtype)))
+    counts = jnp.zeros(2) if counts is None else counts
+    return tape._follow(), _clip(x, counts, living, log_factor, Static(channels.folds(tape))) if floats else x
+
+
+def _backward(memory, message):
+    living, log_factor, folds = memory
+    shape, leaves = living.shape, [m for m in jax.tree.leaves(message) if is_inexact(m)]
+    sizes = [jnp.abs(m).astype(log_factor.dtype).reshape(*shape, -1) for m in leaves]
+    largest = jnp.stack([jnp.max(size, -1, initial=0) for size in sizes]).max(0)
+    infinite, usable = jnp.isinf(largest), jnp.isfinite(largest) & (largest > 0)
+    scale = jnp.where(usable, largest, 1)
+
+    def direction(m):
+        m = m.astype(np.promote_types(m.dtype, log_factor.dtype))
+        wide = lambda x: x.reshape(*shape, *[1] * (m.ndim - len(shape)))
+        return jnp.where(wide(infinite), jnp.where(jnp.isinf(m), jnp.sign(m), 0), m / wide(scale)), wide
+
+    squares = sum(jnp.sum(jnp.square(jnp.abs(direction(m)[0])).reshape(*shape, -1), -1) for m in leaves)
+    half = jnp.log(jnp.where(usable | infinite, squares, 1)) / 2
+    length = jnp.log(scale) + half  # its logarithm
+    counted = (usable & living).reshape(folds.value, -1)
+    mean = jnp.mean(length.reshape(counted.shape), 1, where=counted)
+    limit = jnp.where(counted.any(1), log_factor + mean, jnp.inf)
+    limit = jnp.broadcast_to(limit[:, None], counted.shape).reshape(shape)
+    cut = (usable & (length > limit)) | (infinite & (limit < jnp.inf))
+
+    def answer(m):
+        if not is_inexact(m):
+            return None
+        along, wide = direction(m)
+        return jnp.where(wide(cut), (along * wide(jnp.exp(limit - half))).astype(m.dtype), m)
+
+    counts = jnp.stack([cut.sum(), (~jnp.isfinite(largest)).sum()])
+    return jax.tree.map(answer, message), counts, None, None, None
+
+
+_clip = node(
+    first_order(
+        Propagator(lambda x, counts, *rest: (x, rest), _backward),
+        "clip_lanes has no second derivative: what it sends back is no derivative where it cuts, and differentiating "
+        "that would be silently wrong. Leave it out of what is differentiated twice; use it for first derivatives.",
+    )
+)

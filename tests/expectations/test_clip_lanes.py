@@ -1,0 +1,173 @@
+"""Messages clipped lane by lane, compared with the formula in NumPy."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+
+import apgrad as ap
+
+KEY = jax.random.key(0)
+LANES = 8
+
+
+def formula(messages, living=True, factor=2.0, folds=1, axes=1):
+    """What is sent back, in long doubles: each lane's message, cut to `factor` times the geometric mean of its fold."""
+    leaves = [np.asarray(m).astype(np.longdouble) for m in jax.tree.leaves(messages)]
+    flat = np.concatenate([m.reshape(*m.shape[:axes], -1) for m in leaves], -1)
+    length = np.linalg.norm(flat, axis=-1)
+    counted = np.broadcast_to(living, length.shape) & np.isfinite(length) & (length > 0)
+    limit = np.full(length.shape, np.inf)
+    for rows in np.split(np.arange(len(length)), folds):
+        limit[rows] = factor * np.exp(np.mean(np.log(length[rows][counted[rows]])))
+    infinite = np.isinf(length)
+    direction = np.where(np.isinf(flat), np.sign(flat), 0) / np.sqrt(np.maximum(np.isinf(flat).sum(-1), 1))[..., None]
+    with np.errstate(invalid="ignore"):
+        kept = flat * np.minimum(1, limit / np.where(length > 0, length, 1))[..., None]
+    return np.where(infinite[..., None], direction * limit[..., None], kept), int(np.sum(length > limit))
+
+
+def sent_back(messages, factor=2.0, parts=None, mask=None, **options):
+    """What `clip_lanes` answers to these messages, the leaves in a row, and its counts."""
+    axes = 2 if options.get("data") else 1
+
+    def program(tape, x, counts):
+        tape, x = ap.clip_lanes(tape, x, factor, parts=parts, mask=mask, counts=counts)
+        terms = jax.tree.map(lambda m, x: jnp.sum((m * x).reshape(*m.shape[:axes], -1), -1), messages, x)
+        return tape.cost(sum(t.astype(jnp.float32) for t in jax.tree.leaves(terms)))
+
+    objective = ap.expectation(program, LANES, check_nan=False, **options)
+    x = jax.tree.map(jnp.zeros_like, messages)
+    back, counts = jax.jit(jax.grad(objective, argnums=(1, 2)))(KEY, x, jnp.zeros(2))
+    assert jax.tree.map(lambda m: m.dtype, back) == jax.tree.map(lambda m: m.dtype, messages)
+    units = LANES * (options.get("data") or 1)  # the objective is a mean over lanes and data
+    rows = [np.asarray(m, np.float64).reshape(*m.shape[:axes], -1) for m in jax.tree.leaves(back)]
+    return np.concatenate(rows, -1) * units, counts
+
+
+def lognormal(*shape, seed=0, spread=2.0):
+    """Messages of very different lengths, float32."""
+    draw = np.random.default_rng(seed)
+    sizes = np.exp(spread * draw.normal(size=(*shape[:1], *[1] * (len(shape) - 1))))
+    return jnp.asarray(sizes * draw.normal(size=shape), jnp.float32)
+
+
+@pytest.mark.quick
+def test_a_pytree_is_one_message_and_whole_numbers_pass():
+    messages = {"a": lognormal(LANES), "b": (lognormal(LANES, 2, 3, seed=1), lognormal(LANES, 0, seed=2))}
+    expected, cut = formula(messages)
+    got, counts = sent_back(messages)
+    assert 0 < cut < LANES and counts.tolist() == [cut, 0]
+    np.testing.assert_allclose(got, expected, rtol=2e-6)
+
+    def program(tape, theta):
+        tape, x = ap.clip_lanes(tape, {"step": jnp.arange(LANES), "x": theta * jnp.ones(LANES)})
+        tape, n = ap.clip_lanes(tape, x["step"])
+        return tape.cost(x["x"] * n.astype(jnp.float32))
+
+    np.testing.assert_allclose(jax.jit(ap.grad(program, LANES))(KEY, 1.0), 3.5, rtol=1e-6)
+
+
+def test_what_does_not_count_for_the_typical_lane():
+    # More than half the lanes have no message, one is over, one is infinite: the limit is that of the other two.
+    m = (
+        jnp.zeros((LANES, 2))
+        .at[3:]
+        .set(jnp.array([[3.0, 4.0], [1e6, 0.0], [-jnp.inf, jnp.inf], [20.0, 0.0], [0, 1e9]]))
+    )
+    alive = jnp.arange(LANES) != LANES - 1
+    got, counts = sent_back(m, mask=alive)
+    limit = 2 * (5 * 1e6 * 20) ** (1 / 3)
+    expected = np.array(m).clip(-1e30, 1e30)
+    expected[4], expected[5], expected[7] = [limit, 0], [-limit / 2**0.5, limit / 2**0.5], [0, limit]
+    np.testing.assert_allclose(got, expected, rtol=2e-6)
+    np.testing.assert_allclose(got, formula(m, alive)[0], rtol=2e-6)
+    assert counts.tolist() == [3, 1]
+    # A message with NaN has no direction: it is seen, not made zero. Without a typical lane nothing is cut.
+    got, counts = sent_back(m.at[0, 0].set(jnp.nan), mask=alive)
+    assert np.isnan(got[0, 0]) and np.isfinite(got[1:]).all() and counts.tolist() == [3, 2]
+    got, counts = sent_back(jnp.zeros((LANES, 2)).at[0, 0].set(jnp.inf))
+    assert np.isposinf(got[0, 0]) and not got[1:].any() and counts.tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size", "rtol"), [("float32", 1e30, 1e-5), ("bfloat16", 1e30, 1e-2), ("float64", 1e200, 1e-12)]
+)
+def test_no_length_overflows_or_vanishes(dtype, size, rtol):
+    with jax.enable_x64(dtype == "float64"):
+        m = jnp.ones((LANES, 3), dtype) * jnp.asarray([size] + [1 / size] * (LANES - 1), dtype)[:, None]
+        messages = {"m": m, "single": jnp.ones((LANES, 0), jnp.float32)}
+        got, counts = sent_back(messages)
+        np.testing.assert_allclose(got, formula(m)[0], rtol=rtol)
+        assert counts.tolist() == [1, 0] and got.all()
+
+
+def test_a_fold_is_cut_by_its_own_lanes_alone():
+    m = lognormal(LANES, 3)
+    got, _ = sent_back(m, cross_fit=True)
+    np.testing.assert_allclose(got, formula(m, folds=2)[0], rtol=2e-6)
+    other, _ = sent_back(m.at[LANES // 2 :].multiply(1e6), cross_fit=True)
+    assert (other[: LANES // 2] == got[: LANES // 2]).all()
+
+
+def test_data_are_parts():
+    m, alive = lognormal(LANES, 5, 2), jnp.arange(5 * LANES).reshape(LANES, 5) % 3 > 0
+    m = m * lognormal(1, 5, 1, seed=3, spread=0)
+    expected, cut = formula(m, alive, axes=2)
+    got, counts = sent_back(m, parts=True, mask=alive, data=5)
+    np.testing.assert_allclose(got, expected, rtol=2e-6)
+    assert 0 < cut == counts[0]
+    with pytest.raises(ValueError, match="Say parts=True"):
+        sent_back(m, data=5)
+
+
+def test_two_streams_of_total_propagation():
+    # Each stream's messages are cut by themselves; the factor may be traced, and infinity is no cut.
+    step = ap.stochastic(ap.total_propagation())(lambda theta, x: dist.Normal(jnp.sin(3 * theta * x), 0.1))
+
+    def program(tape, theta, factor):
+        def body(carry, _):
+            tape, x = step(carry[0], theta, carry[1])
+            return (ap.clip_lanes(tape, x, factor) if factor is not None else (tape, x)), None
+
+        (tape, x), _ = jax.lax.scan(body, (tape, jnp.ones(tape.lanes)), length=6)
+        return tape.cost(x**2)
+
+    objective = jax.grad(ap.expectation(program, LANES, cross_fit=True), argnums=1)
+    found = jax.jit(lambda f: (objective(KEY, 1.0, f), objective(KEY, 1.0, jnp.inf), objective(KEY, 1.0, None)))(0.5)
+    assert found[1] == found[2] != found[0] and np.isfinite(found).all()
+
+
+REFUSED = {
+    "at least 2, got lanes=1": (lambda tape: ap.clip_lanes(tape, jnp.ones(1)), 1),
+    "expected the lanes as leading axis": (lambda tape: ap.clip_lanes(tape, jnp.ones((3, LANES))), LANES),
+    "a tape cannot have a batch axis": (
+        lambda tape: jax.vmap(lambda x: ap.clip_lanes(tape, x)[1], 1)(jnp.ones((LANES, 3))),
+        LANES,
+    ),
+    "factor is a positive number": (lambda tape: ap.clip_lanes(tape, jnp.ones(LANES), 0.0), LANES),
+    "all lanes the same": (lambda tape: ap.clip_lanes(tape, jnp.ones(LANES), jnp.ones(LANES)), LANES),
+    "port of two": (lambda tape: ap.clip_lanes(tape, jnp.ones(LANES), counts=jnp.zeros(3)), LANES),
+    "the mask is of Booleans": (lambda tape: ap.clip_lanes(tape, jnp.ones(LANES), mask=jnp.ones(LANES)), LANES),
+    "the same axes": (
+        lambda tape: ap.clip_lanes(tape, {"a": jnp.ones((LANES, 2)), "b": jnp.ones((LANES, 3))}, parts=True),
+        LANES,
+    ),
+    "was already used": (lambda tape: (ap.clip_lanes(tape, jnp.ones(LANES)), tape.next_key()), LANES),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("message", REFUSED)
+def test_refused_when_traced(message):
+    call, lanes = REFUSED[message]
+
+    def program(tape):
+        call(tape)
+        return tape.cost(jnp.zeros(lanes))
+
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(ap.expectation(program, lanes), KEY)
+    with pytest.raises(TypeError, match="first argument is the tape"):
+        ap.clip_lanes(jnp.ones(3), jnp.ones(3))
