@@ -37,12 +37,20 @@ ABOUT = {
     "sinusoid": {
         "data": "a sin(x + p), a in [.1, .5], p in [0, pi], x in [-5, 5]",
         "architecture": "1-20-20-1 relu; weights N(0, .05^2), biases 0; squared error; 5 steps of 10",
+        "activations": ["relu"],
+        "minibatches": [10, 10],
+        "depths": [2, 2],
+        "widths": [20, 20],
     },
     "image_mlp": {
         "data": "MNIST training images, 12x12 by linear interpolation without antialiasing, standardized",
         "standardized": True,
         "architecture": "of eight tasks four 144-50-10 and three 144-50-50-10 with sigmoid(z), one 144-50-10 with "
         "sigmoid(8 z); weights N(0, .05^2), biases 0; softmax cross-entropy; 20 steps of 8",
+        "activations": ["sigmoid", "sigmoid(8 z)", "step"],
+        "minibatches": [8, 8],
+        "depths": [1, 2],
+        "widths": [50, 256],  # the widest that it was measured with
     },
     "image_mlp_long": {
         "data": "MNIST training images, 12x12 by linear interpolation without antialiasing, standardized",
@@ -50,6 +58,10 @@ ABOUT = {
         "architecture": "of six tasks two 144-32-20-10 (minibatches of 32), one 144-50-10 (8) and one 144-100-10 (32) "
         "in unrolls of 1,000 steps, one 144-32-20-10 (32) and one 144-50-10 (8) in unrolls of 100; sigmoid; weights "
         "N(0, .05^2), biases 0; softmax cross-entropy",
+        "activations": ["sigmoid"],
+        "minibatches": [8, 32],
+        "depths": [1, 2],
+        "widths": [20, 100],
         "outer_gradient": "truncated, 20 steps",
     },
 }

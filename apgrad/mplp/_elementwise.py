@@ -7,14 +7,17 @@ differ (pooling), the transposed Jacobian leads each component of the message to
 """
 
 import math
+import operator
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from apgrad._ground.port import Signal
-from apgrad.mplp._learned import Local, learned_node
+from apgrad.mplp._learned import Local, alike, learned_node, require_signals
 from apgrad.mplp._places import Place
 from apgrad.mplp._protocol import Elementwise, Site
 from apgrad.mplp._wiring import wire
@@ -39,6 +42,7 @@ def activation(place: Place, function: Callable[..., jax.Array], *signals: Signa
       >>> ap.mplp.activation(places["step"], jnp.sign, places.signal(-jnp.ones((1, 2)))).value
       Array([[-1., -1.]], dtype=float32)
     """
+    place.places.functions.append(function)
     if len(signals) == 1:
         return transform(place, "activation", function, signals[0])
     return _transform(place, "combination", function, signals, lambda x, y: {"input": x, "output": y})
@@ -72,6 +76,7 @@ def max_pool(place: Place, signal: Signal, window: Sequence[int], strides: Seque
       window: the window's size along each space axis.
       strides: the step between windows along each space axis; the window's size if not given.
     """
+    require_signals("max_pool", [signal])
     dims, steps = _window(signal, window, strides)
     return transform(place, "max_pool", lambda x: lax.reduce_window(x, -jnp.inf, lax.max, dims, steps, "VALID"), signal)
 
@@ -84,17 +89,25 @@ def mean_pool(signal: Signal, window: Sequence[int], strides: Sequence[int] | No
       window: the window's size along each space axis.
       strides: the step between windows along each space axis; the window's size if not given.
     """
+    require_signals("mean_pool", [signal])
     dims, steps = _window(signal, window, strides)
-    return wire(lambda x: lax.reduce_window(x, 0.0, lax.add, dims, steps, "VALID") / math.prod(window), signal)
+    return wire(lambda x: lax.reduce_window(x, 0.0, lax.add, dims, steps, "VALID") / math.prod(dims), signal)
 
 
 def _window(signal, window, strides):
-    if len(window) != signal.value.ndim - 2:
+    sizes = per_axis("the window of pooling", window, signal)
+    return (1, *sizes, 1), (1, *(sizes if strides is None else per_axis("strides", strides, signal)), 1)
+
+
+def per_axis(name: str, sizes: Any, signal: Signal) -> tuple[int, ...]:
+    """A size for each space axis of a signal (batch, *space, channels); a single number is for all axes."""
+    axes, found = max(signal.value.ndim - 2, 0), np.asarray(sizes)
+    if found.dtype.kind not in "iu" or found.shape not in ((), (axes,)) or np.any(found < 1):
         raise ValueError(
-            f"pooling needs a window with a size for each space axis of (batch, *space, channels) = "
-            f"{signal.value.shape}, got {tuple(window)}"
+            f"{name} needs a positive integer, one for all or one for each of the {axes} space axes of (batch, *space, "
+            f"channels) = {signal.value.shape}; got {sizes!r}"
         )
-    return (1, *window, 1), (1, *(window if strides is None else strides), 1)
+    return tuple(np.broadcast_to(found, axes).tolist())
 
 
 def normalize(place: Place, signal: Signal, axes: int | Sequence[int] = -1, epsilon: float = 1e-6) -> Signal:
@@ -109,7 +122,7 @@ def normalize(place: Place, signal: Signal, axes: int | Sequence[int] = -1, epsi
       axes: the axes over which mean and variance are taken.
       epsilon: a number that is added to the variance.
     """
-    axes = (axes,) if isinstance(axes, int) else tuple(axes)
+    axes = tuple(map(operator.index, axes if isinstance(axes, Sequence) else (axes,)))
 
     def function(x):
         centred = x - jnp.mean(x, axis=axes, keepdims=True)
@@ -131,9 +144,11 @@ def transform(place: Place, kind: str, function: Callable[[jax.Array], jax.Array
 
 
 def _transform(place: Place, kind: str, function: Callable, signals: Sequence[Signal], features: Features) -> Signal:
+    require_signals(f"the {kind} node {place.name!r}", signals, place.places.message_size)
+    signals = alike(*signals)
     shapes = [signal.value.shape for signal in signals]
     if len(set(shapes)) != 1:
-        raise ValueError(f"the {kind} node {place.name!r} takes one or more signals of the same shape, got {shapes}")
+        raise ValueError(f"the {kind} node {place.name!r} takes signals of one shape, got {shapes}")
     shape = shapes[0]
     values = [jax.ShapeDtypeStruct(s.value.shape, s.value.dtype) for s in signals]
     output = jax.eval_shape(function, *values)

@@ -8,8 +8,11 @@ An `nnx.Linear` becomes a dense node, a function becomes an activation, and so o
 nodes do not have are refused.
 """
 
+import dis
 import functools
-from collections.abc import Callable, Sequence
+import sysconfig
+import types
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -75,12 +78,10 @@ class _Layers:
 
 
 def _function(function: Callable[..., Any]) -> Layer:
-    held = [getattr(function, "__self__", None), *getattr(function, "args", ())]
-    held += closed_over(function).values()
-    if modules := [type(x).__name__ for x in held if isinstance(x, nnx.Module)]:
+    if module := _held(function):
         raise TypeError(
-            f"a function of the model holds a module, {modules[0]}, whose parameters the network would not learn. Make "
-            "it a layer of the Sequential, or write the network as a function of nodes."
+            f"a function of the model holds a module, {module}, whose parameters the network would not learn. Make it "
+            "a layer of the Sequential, or write the network as a function of nodes."
         )
     if function is jax.nn.softmax:
         return Layer("softmax", {}, lambda place, _, s: elementwise.softmax(place, s))
@@ -92,6 +93,49 @@ def _function(function: Callable[..., Any]) -> Layer:
         return wire(function, signal)  # a reshape, a pooling: messages go back by its Jacobian
 
     return Layer("activation", {}, apply)
+
+
+def _held(function: Any) -> str | None:
+    """The type of a module or variable that a function reaches: by a closure, a default, a part of `partial`, an
+    attribute, a container, or a global of its own code or of a function that is called there.
+    """
+    seen: dict[int, Any] = {}
+    queue = [function]
+    while queue:
+        found = queue.pop()
+        if id(found) in seen or isinstance(found, str | bytes | int | float | jax.Array | np.ndarray | type):
+            continue
+        seen[id(found)] = found
+        if isinstance(found, nnx.Module | nnx.Variable):
+            return type(found).__name__
+        if isinstance(found, Mapping):
+            queue += found.values()
+        elif isinstance(found, list | tuple | set | frozenset):
+            queue += found
+        elif isinstance(found, functools.partial):
+            queue += [found.func, found.args, found.keywords]
+        elif not isinstance(found, types.ModuleType):
+            queue += closed_over(found).values()
+            queue += [getattr(found, f"__{name}__", None) for name in ("defaults", "kwdefaults", "self", "wrapped")]
+            code = getattr(found, "__code__", None)
+            if code is not None and not code.co_filename.startswith(_LIBRARIES):
+                queue += _globals(code, found.__globals__)
+            elif not type(found).__module__.startswith(("jax", "flax", "builtins", "numpy")):
+                queue += [getattr(found, "__dict__", None), type(found).__dict__.get("__call__")]
+    return None
+
+
+_LIBRARIES = tuple(sysconfig.get_path(path) for path in ("stdlib", "purelib", "platlib"))
+
+
+def _globals(code: types.CodeType, known: Mapping[str, Any]) -> list[Any]:
+    """The globals that code names, of modules among them the attributes that it names, and the same of inner code."""
+    instructions = list(dis.get_instructions(code))
+    found = [known.get(i.argval) for i in instructions if i.opname == "LOAD_GLOBAL"]
+    found += [getattr(x, name, None) for x in found if isinstance(x, types.ModuleType) for name in code.co_names]
+    for inner in code.co_consts:
+        found += _globals(inner, known) if isinstance(inner, types.CodeType) else []
+    return found
 
 
 layer = _Layers()
@@ -134,7 +178,8 @@ def _(part: nnx.Linear) -> Layer:
         lambda: nnx.Linear(part.in_features, part.out_features, use_bias=part.use_bias, rngs=nnx.Rngs(0)),
         ["param_dtype"],
     )
-    return Layer("dense", _kernel(part), lambda place, p, s: nodes.dense(place, s, p["kernel"], p.get("bias")))
+    apply = lambda place, p, s: nodes.dense(place, s, p["kernel"], p.get("bias"))
+    return _with_parameters("dense", part, ("kernel", "bias"), apply)
 
 
 @layer.register
@@ -142,14 +187,15 @@ def _(part: nnx.Conv) -> Layer:
     sizes = (part.in_features, part.out_features, part.kernel_size)
     varied = ["param_dtype", "strides"]
     varied += [name for name in ("kernel_dilation", "input_dilation") if _ones(getattr(part, name))]
-    varied += ["padding"] if part.padding in ("SAME", "VALID") else []
+    padding = part.padding
+    if not isinstance(padding, str):  # as Flax reads it: one number for both sides of every axis, or of each axis
+        each = padding if isinstance(padding, Sequence) else [padding] * len(part.kernel_size)
+        padding = [(p, p) if isinstance(p, int | np.integer) else tuple(p) for p in each]
+    varied += ["padding"] if not isinstance(padding, str) or padding in ("SAME", "VALID") else []
     _require_plain(part, lambda: nnx.Conv(*sizes, use_bias=part.use_bias, rngs=nnx.Rngs(0)), varied)
-    strides, padding = part.strides or 1, str(part.padding)
-    return Layer(
-        "conv",
-        _kernel(part),
-        lambda place, p, s: nodes.conv(place, s, p["kernel"], p.get("bias"), strides=strides, padding=padding),
-    )
+    strides = 1 if part.strides is None else part.strides
+    apply = lambda place, p, s: nodes.conv(place, s, p["kernel"], p.get("bias"), strides=strides, padding=padding)
+    return _with_parameters("conv", part, ("kernel", "bias"), apply)
 
 
 @layer.register
@@ -160,9 +206,9 @@ def _(part: nnx.Embed) -> Layer:
     def apply(place: Place, p: Any, tokens: Any) -> Signal:
         if part.num_embeddings == 1 and hasattr(tokens, "dtype"):
             tokens = jnp.zeros_like(tokens)  # Flax's single row stands for every token
-        return nodes.embedding(place, tokens, p["table"])
+        return nodes.embedding(place, tokens, p["embedding"])
 
-    return Layer("embedding", {"table": part.embedding[...]}, apply, tokens=True)
+    return _with_parameters("embedding", part, ("embedding",), apply)._replace(tokens=True)
 
 
 @layer.register
@@ -173,17 +219,30 @@ def _(part: nnx.LayerNorm) -> Layer:
     _require_plain(
         part, lambda: nnx.LayerNorm(part.num_features, use_bias=bias, use_scale=scale, rngs=nnx.Rngs(0)), varied
     )
-    params = {n: getattr(part, n)[...] for n in ("scale", "bias") if getattr(part, n) is not None}
 
     def apply(place, p: dict[str, Parameter], signal):
         at = lambda suffix: place.places[f"{place.name}.{suffix}"]
         signal = elementwise.normalize(place, signal, epsilon=part.epsilon)
-        signal = nodes.scale(at("scale"), signal, p["scale"]) if "scale" in params else signal
-        return nodes.bias(at("bias"), signal, p["bias"]) if "bias" in params else signal
+        signal = nodes.scale(at("scale"), signal, p["scale"]) if scale else signal
+        return nodes.bias(at("bias"), signal, p["bias"]) if bias else signal
 
-    return Layer("normalize", params, apply)
+    return _with_parameters("normalize", part, ("scale", "bias"), apply)
 
 
-def _kernel(part: Any) -> dict[str, jax.Array]:
-    params = {"kernel": part.kernel[...]}
-    return params if part.bias is None else params | {"bias": part.bias[...]}
+@layer.register
+def _(part: nnx.Dropout) -> Layer:
+    if part.rate and not part.deterministic:
+        raise TypeError("a network has no Dropout that drops: make it deterministic (model.eval()), or leave it out")
+    return Layer("dropout", {}, lambda place, _, s: s)
+
+
+def _with_parameters(kind: str, part: Any, names: Sequence[str], apply: Apply) -> Layer:
+    """A layer that learns its `nnx.Param`s; a variable of another type is frozen, a constant of the network."""
+    variables = {name: getattr(part, name) for name in names if getattr(part, name) is not None}
+    params = {name: v[...] for name, v in variables.items() if isinstance(v, nnx.Param)}
+    frozen = {name: v[...] for name, v in variables.items() if name not in params}
+
+    def run(place, p, signal):
+        return apply(place, (p or {}) | {name: nodes.parameter(x) for name, x in frozen.items()}, signal)
+
+    return Layer(kind, params, run)

@@ -12,14 +12,18 @@ itself, and the result is right: the meta-gradient. No derivative here is a pret
 derivative of higher order.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from apgrad._ground.port import Signal
 from apgrad._ground.propagator import Propagator, node
+from apgrad._programs.jaxprs import is_inexact
+from apgrad.mplp import _paths as paths
 from apgrad.mplp._places import Parameter, Place, check_answer
 from apgrad.mplp._protocol import Answer, Site
 
@@ -70,12 +74,14 @@ def learned_node(
     Returns:
       A signal; or where messages begin an array.
     """
-    message_size = sites[0][0].places.message_size
-    for _, site in sites:
-        for signal in signals:
-            require_signal(f"the {site.kind} node {site.name!r}", signal, message_size)
+    places, site = sites[0][0].places, sites[0][1]
+    message_size, batch, begins = places.message_size, site.batch, site.begins
+    where = f"the {site.kind} node {site.name!r}"
+    if signals:
+        require_signals(where, signals, message_size)
+    pairs, data = paths.enter(where, alike(*signals, *parameters), data)
+    signals, parameters = pairs[: len(signals)], pairs[len(signals) :]
     opened = [place.places.open(site) for place, site in sites]
-    batch, begins = sites[0][1].batch, sites[0][1].begins
 
     def apply(values, parameters, data):
         return function(*values, *parameters, *data)
@@ -83,9 +89,10 @@ def learned_node(
     def give(output):
         return output if begins else Signal.of(output, message_size)
 
-    places = [place for place in opened if place is not None]
-    if not places:  # without a rule
-        return give(function(*[s.value for s in signals], *[p.value for p in parameters], *data))
+    asked = [place for place in opened if place is not None]
+    if not asked:  # forward only
+        output = function(*[s.value for s in signals], *[p.value for p in parameters], *data)
+        return paths.leave(where, give(output))
 
     def forward(rules, states, state_ports, use_ports, signals, parameters, data):
         memory = (rules, states, tuple(s.value for s in signals), tuple(p.value for p in parameters), data)
@@ -93,7 +100,12 @@ def learned_node(
         return give(output), memory
 
     def backward(memory, message):
-        rules, states, values, weights, data = memory
+        rules, states, *rest = memory
+        # The rule is asked in the wider of its own dtype and the network's.
+        widest = functools.reduce(np.promote_types, {x.dtype for x in jax.tree.leaves((rules, rest)) if is_inexact(x)})
+        (values, weights, data), message = jax.tree.map(
+            lambda x: x.astype(widest) if is_inexact(x) else x, (tuple(rest), message)
+        )
         cotangent = message if begins else message.value
         _, pullback = jax.vjp(apply, values, weights, data)
         arrived = cotangent * batch if begins else message.port
@@ -119,35 +131,35 @@ def learned_node(
         )
 
     output = node(Propagator(forward, backward))(
-        [place.local_rule for place in places],
-        [place.state for place in places],
-        [place.state_port for place in places],
-        [place.uses_port for place in places],
-        list(signals),
-        list(parameters),
-        tuple(data),
+        [place.local_rule for place in asked],
+        [place.state for place in asked],
+        [place.state_port for place in asked],
+        [place.uses_port for place in asked],
+        signals,
+        parameters,
+        data,
     )
-    return jax.lax.stop_gradient(output) if begins and sites[0][0].places.ended else output
+    return paths.leave(where, output)
 
 
-def require_signal(where: str, signal: Any, message_size: int) -> None:
-    """Refuses an input that is no signal, or has a port for messages of another size than the rule's.
+def alike(*pairs: Any) -> list[Any]:
+    """Signals and parameters in one dtype, the widest that they have: data may be of lower precision than weights."""
+    dtype = functools.reduce(np.promote_types, [pair.value.dtype for pair in pairs])
+    return [jax.tree.map(lambda x: x.astype(dtype), pair) for pair in pairs]
 
-    Args:
-      where: the node, in the words of the error.
-      signal: what was given to the node.
-      message_size: the size k of the rule's messages.
 
-    Raises:
-      TypeError: for an input that is no signal.
-      ValueError: for a port of another shape than (*value.shape, k).
-    """
-    if not isinstance(signal, Signal):
-        raise TypeError(
-            f"{where} takes a signal, got {type(signal).__name__}. The network's input becomes one by places.signal(x)."
-        )
-    if signal.port.shape != (*signal.value.shape, message_size):
-        raise ValueError(
-            f"{where} belongs to a rule with messages of size {message_size}, so the port of a value of shape "
-            f"{signal.value.shape} has shape {(*signal.value.shape, message_size)}; got {signal.port.shape}"
-        )
+def require_signals(where: str, signals: Sequence[Any], message_size: int | None = None) -> None:
+    """Refuses inputs that are no signals, or whose port is not of shape (*value.shape, message_size)."""
+    for signal in signals:
+        if not isinstance(signal, Signal):
+            got = f"an array of shape {signal.shape}" if hasattr(signal, "shape") else type(signal).__name__
+            raise TypeError(f"{where} takes a signal, got {got}. The network's input becomes one by places.signal(x).")
+        size = signal.port.shape[-1] if message_size is None and signal.port.ndim else message_size
+        if signal.port.shape != (*signal.value.shape, size):
+            rule = "" if message_size is None else f"belongs to a rule with messages of size {message_size}, and "
+            raise ValueError(
+                f"{where} {rule}takes signals with a port of the value's shape and a last axis for messages: "
+                f"{(*signal.value.shape, size)}; got {signal.port.shape}"
+            )
+    if not signals:
+        raise TypeError(f"{where} takes at least one signal, got none")

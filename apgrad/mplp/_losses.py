@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from apgrad._ground.port import Signal
-from apgrad.mplp._learned import learned_node
+from apgrad.mplp._learned import learned_node, require_signals
 from apgrad.mplp._places import Place
 from apgrad.mplp._protocol import Elementwise, Site
 
@@ -104,8 +104,8 @@ def _of_error(loss: Callable[[jax.Array], jax.Array]) -> Callable[..., dict[str,
 
 def _loss(place: Place, kind: str, features: Callable[..., Any], prediction: Signal, target: Any) -> jax.Array:
     """The node of a loss that is the sum of the feature "loss" over the last axis."""
-    target = jnp.asarray(target)
-    p = prediction.value
+    require_signals(f"the loss {place.name!r} ({kind})", [prediction], place.places.message_size)
+    target, p = jnp.asarray(target), prediction.value
     if not jnp.issubdtype(target.dtype, jnp.floating) or target.shape != p.shape:
         raise ValueError(
             f"the loss {place.name!r} ({kind}) takes floating-point targets of the prediction's shape, {p.dtype}"
@@ -141,6 +141,7 @@ def readout(place: Place, signal: Signal) -> jax.Array:
     Returns:
       The value, an array.
     """
+    require_signals(f"the readout {place.name!r}", [signal], place.places.message_size)
     value = signal.value
 
     def ask(local):

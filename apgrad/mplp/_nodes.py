@@ -18,8 +18,8 @@ from jax import lax
 from jax.core import Tracer
 
 from apgrad._ground.port import Signal, port
-from apgrad.mplp._elementwise import activation
-from apgrad.mplp._learned import learned_node, require_signal
+from apgrad.mplp._elementwise import activation, per_axis
+from apgrad.mplp._learned import learned_node, require_signals
 from apgrad.mplp._places import Parameter, Place
 from apgrad.mplp._protocol import Dense, Diagonal, Site
 from apgrad.mplp._wiring import wire
@@ -81,12 +81,12 @@ def conv(
       >>> ap.mplp.conv(places["conv"], x, w, strides=2).value.shape
       (2, 4, 4, 5)
     """
+    _require_weight("conv", place, signal, kernel, None)
     space = signal.value.ndim - 2
-    _require_weight("conv", place, signal, kernel, space + 2)
     if not 1 <= space <= 3:
         raise ValueError(f"conv takes one to three space axes, got a signal of shape {signal.value.shape}")
     window, letters = kernel.value.shape[:-2], "DHW"[-space:]
-    steps = (strides,) * space if isinstance(strides, int) else tuple(strides)
+    steps = per_axis("the strides of conv", strides, signal)
     layout = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
 
     def patches(x):
@@ -251,15 +251,15 @@ def _require_parameter(kind: str, place: Place, weight: Parameter, ndim: int) ->
     if not isinstance(weight, Parameter):
         raise TypeError(
             f"the {kind} node {place.name!r} takes its parameters with their ports, as mplp.backward hands them to a "
-            f"network, got {type(weight).__name__}. Wrap an array as mplp.parameter(array)."
+            f"network, got {type(weight).__name__}. Wrap an array that is not learned as mplp.parameter(array)."
         )
     if weight.value.ndim != ndim:
         raise ValueError(f"the {kind} node {place.name!r} needs a parameter of {ndim} axes, got {weight.value.shape}")
 
 
-def _require_weight(kind: str, place: Place, signal: Signal, weight: Parameter, ndim: int) -> None:
-    require_signal(f"the {kind} node {place.name!r}", signal, place.places.message_size)
-    _require_parameter(kind, place, weight, ndim)
+def _require_weight(kind: str, place: Place, signal: Signal, weight: Parameter, ndim: int | None) -> None:
+    require_signals(f"the {kind} node {place.name!r}", [signal], place.places.message_size)
+    _require_parameter(kind, place, weight, signal.value.ndim if ndim is None else ndim)
     features = weight.value.shape[-1 if ndim == 1 else -2]
     if signal.value.ndim < 2 or signal.value.shape[-1] != features:
         raise ValueError(

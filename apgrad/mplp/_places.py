@@ -76,10 +76,11 @@ class Places:
       state: the rule's states by name. None: each place begins with a new state, as `sites` and `init_state` need it.
       state_port: zeros of the same form.
       uses_port: scalar zeros by name.
-      ended: whether losses are constants. Then what a network's loss still depends on is outside the loss nodes.
+      forward: whether the network runs forward only, with ports of the rule's size.
 
     Attributes:
       sites: the sites that the network asked for so far, by name.
+      functions: the functions of its activations.
       batch: the network's batch size, the first axis of its first input; None before the first input.
     """
 
@@ -90,11 +91,12 @@ class Places:
         state_port: Any = None,
         uses_port: Any = None,
         *,
-        ended: bool = False,
+        forward: bool = False,
     ):
         self.rule, self.state, self.state_port, self.uses_port = rule, state, state_port, uses_port
-        self.ended = ended
+        self.forward = forward
         self.sites: dict[str, Site] = {}
+        self.functions: list[Any] = []
         self.batch: int | None = None
 
     @property
@@ -144,7 +146,7 @@ class Places:
         return self.batch
 
     def open(self, site: Site) -> OpenPlace | None:
-        """Opens a place for a node. None without a rule.
+        """Opens a place for a node. None if the network runs forward only.
 
         Args:
           site: what the node knows of the place.
@@ -159,7 +161,7 @@ class Places:
                 f"the place {name!r} is used by two nodes that differ: {_describe(known)}, and {_describe(site)}. "
                 "Give each its own name."
             )
-        if rule is None:
+        if rule is None or self.forward:
             return None
         fresh = jax.eval_shape(lambda: rule.init(site))
         if self.state is None:

@@ -8,10 +8,13 @@ A card says on what the rule was trained, for how long, with which seed and vers
 intervals. The card also has everything that is needed to build the rule: its options and its sites.
 """
 
+import copy
 import hashlib
 import importlib.resources
 import io
 import json
+import zipfile
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +25,11 @@ from flax import nnx
 
 from apgrad._ground.files import named_leaves, write_atomically
 from apgrad.mplp._protocol import Site
+from apgrad.mplp._reach import Reach
 from apgrad.mplp.rules._separable import Separable
 
 FOLDER = importlib.resources.files("apgrad.mplp") / "trained"
-DIGEST = "sha256"  # the card's entry for the digest of the arrays' file
+DIGEST = "sha256"  # the card's entry for the digest of the card and of the arrays' file
 
 
 def pretrained_names() -> tuple[str, ...]:
@@ -46,7 +50,8 @@ def pretrained_card(name: str) -> dict[str, Any]:
     """
     if name not in pretrained_names():
         raise ValueError(f"there are the trained rules {pretrained_names()}, got {name!r}")
-    return json.loads((FOLDER / f"{name}.json").read_text())
+    card = json.loads((FOLDER / f"{name}.json").read_text())
+    return {entry: value for entry, value in card.items() if entry != DIGEST}
 
 
 def load_pretrained(name: str, x: jax.Array | None = None) -> Separable:
@@ -81,8 +86,7 @@ def load_pretrained(name: str, x: jax.Array | None = None) -> Separable:
                 f"the rule {name!r} was trained on standardized inputs, got a mean of {mean:.3g} and a deviation of "
                 f"{deviation:.3g}. Use (x - x_train.mean()) / x_train.std(), over all pixels of the training images."
             )
-    with (FOLDER / f"{name}.npz").open("rb") as file:
-        return _read(card, file)
+    return _load(FOLDER / f"{name}.json", FOLDER / f"{name}.npz")[0]
 
 
 def load_trained(path: str | Path) -> tuple[Separable, dict[str, Any]]:
@@ -92,30 +96,24 @@ def load_trained(path: str | Path) -> tuple[Separable, dict[str, Any]]:
       path: path of the two files, without their suffixes.
 
     Raises:
-      ValueError: if no rule can be made of the card, or if the arrays belong to another card.
+      ValueError: if the files are not as `save_trained` wrote them, or hold something else. The message names the file.
     """
-    card, data = json.loads(_file(path, ".json").read_text()), _file(path, ".npz").read_bytes()
-    if isinstance(card, dict):
-        digest = card.pop(DIGEST, None)
-        if digest not in (None, hashlib.sha256(data).hexdigest()):
-            raise ValueError(
-                f"{_file(path, '.npz')} and {_file(path, '.json')} were not written together: the arrays are not those "
-                "of which the card has the digest"
-            )
-    return _read(card, io.BytesIO(data)), card
+    return _load(_file(path, ".json"), _file(path, ".npz"))
 
 
 def save_trained(rule: Separable, card: dict[str, Any], path: str | Path) -> None:
     """Writes a rule and its card to `path.npz` and `path.json`.
 
-    Each file is written whole or not at all, and the card has the digest of the arrays: what `load_trained` reads is
-    what was written, or `load_trained` raises an error.
+    Each file is written whole or not at all, and the card has a digest of both: what `load_trained` reads is what was
+    written, or `load_trained` raises an error.
 
     Args:
       rule: a trained rule.
       card: what is worth knowing, at least one entry: on what the rule was trained, for how long, with which seed, and
         how well it does. What `load_trained` needs, "rule" (the options of `Separable`) and "sites" (a list of
-        `Site._asdict()`), is taken from the rule where the card lacks it.
+        `Site._asdict()`), is taken from the rule where the card lacks it. With "activations" (names), "minibatches",
+        "depths" and "widths" (of hidden layers: the smallest and the largest number) the rule warns once where a
+        network and a minibatch lie outside.
       path: path of the two files, without their suffixes.
 
     Raises:
@@ -134,9 +132,11 @@ def save_trained(rule: Separable, card: dict[str, Any], path: str | Path) -> Non
     if isinstance(card, dict) and not card:
         raise ValueError("a card says on what the rule was trained, and how well it does; got an empty one")
     own = {"rule": dict(rule.options), "sites": [site._asdict() for site in rule.sites]}
+    own |= rule.reach._asdict() if rule.reach is not None else {}
     card = json.loads(json.dumps(own | card if isinstance(card, dict) else card, allow_nan=False))
     form, values = _form(card), {name: np.asarray(x) for name, x in named_leaves(rule).items()}
-    filled = _fill(form, values)
+    rule, filled = copy.copy(rule), _fill(form, values)
+    rule.reach = form.reach
     if jax.tree.structure(filled) != jax.tree.structure(rule):
         there, here = _statics(form), _statics(rule)
         names = sorted(n for n in there.keys() | here.keys() if there.get(n) != here.get(n))
@@ -146,17 +146,20 @@ def save_trained(rule: Separable, card: dict[str, Any], path: str | Path) -> Non
         )
     buffer = io.BytesIO()
     np.savez(buffer, **values)  # pyright: ignore[reportArgumentType]
-    digest = {DIGEST: hashlib.sha256(buffer.getvalue()).hexdigest()}
+    data = buffer.getvalue()
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(_file(path, ".npz"), buffer.getvalue())
-    write_atomically(_file(path, ".json"), json.dumps(card | digest, indent=1) + "\n")
+    write_atomically(_file(path, ".npz"), data)
+    write_atomically(_file(path, ".json"), json.dumps(card | {DIGEST: digest(card, data)}, indent=1) + "\n")
 
 
 def _form(card: Any) -> Separable:
     """The card's rule with shapes in place of arrays, so that sizes cost nothing, however large the card has them."""
     options, sites = _parts(card)
+    reach = Reach.of(card)
     try:
-        return jax.eval_shape(lambda: Separable(sites, rngs=nnx.Rngs(0), **options))
+        form = jax.eval_shape(lambda: Separable(sites, rngs=nnx.Rngs(0), **options))
+        form.reach = reach
+        return form
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"the card's options make no rule: {error}") from error
 
@@ -184,9 +187,43 @@ def _parts(card: Any) -> tuple[dict[str, Any], list[Site]]:
     return card["rule"], sites
 
 
-def _read(card, file):
-    with np.load(file, allow_pickle=False) as arrays:
-        return _fill(_form(card), {key: arrays[key] for key in arrays.files})
+def digest(card: dict[str, Any], data: bytes) -> str:
+    """The digest of a card without its digest, and of the file of arrays."""
+    text = json.dumps({name: card[name] for name in sorted(card) if name != DIGEST}, sort_keys=True)
+    return hashlib.sha256(text.encode() + data).hexdigest()
+
+
+def _load(card_file: Any, file: Any) -> tuple[Separable, dict[str, Any]]:
+    """The rule and the card of two files; an error names the file."""
+    text, data = card_file.read_bytes(), file.read_bytes()
+    try:
+        card = json.loads(text)
+        if isinstance(card, dict) and card.pop(DIGEST, None) != digest(card, data):
+            raise ValueError(f"it and {file} were not written together, or one of them was changed or cut since")
+        return _fill(form := _form(card), _arrays(form, data)), card
+    except (ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{card_file} is not a trained rule as save_trained writes it: {error}") from error
+
+
+def _arrays(form: Separable, data: bytes) -> dict[str, np.ndarray]:
+    """The arrays of a file. Before anything is unpacked, sizes that the file declares are compared with the rule's."""
+    wanted = {f"{name}.npy": leaf for name, leaf in named_leaves(form).items()}
+    with zipfile.ZipFile(io.BytesIO(data)) as file:
+        for info in file.infolist():
+            leaf, shape, dtype = wanted.get(info.filename), "nothing of this size", None
+            if leaf is not None and info.file_size <= 8 * leaf.size + 4096:
+                with file.open(info) as stream:
+                    version = np.lib.format.read_magic(stream)
+                    shape, _, dtype = getattr(np.lib.format, f"read_array_header_{version[0]}_0")(stream)
+            if leaf is None or shape != leaf.shape:
+                own = "nothing" if leaf is None else leaf.shape
+                raise ValueError(
+                    f"the file has {shape} for {info.filename}, the card's rule {own}: they do not belong together"
+                )
+            if dtype not in (np.float32, np.float64):
+                raise ValueError(f"a rule's numbers are finite and real, of {leaf.dtype}; got {dtype}")
+    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+        return dict(arrays)
 
 
 def _fill(form: Separable, values: dict[str, np.ndarray]) -> Separable:

@@ -142,6 +142,8 @@ def from_nnx(
             "(places, params, batch) -> loss that calls nodes: mplp.dense, mplp.activation, mplp.wire, ..."
         )
     parts, made_layers = _made(model)
+    if not parts:
+        raise ValueError("from_nnx takes a model with at least one layer, got an empty nnx.Sequential")
     layers, params = [], {}
     made_of: dict[int, NamedLayer] = {}
     owners: dict[int, str] = {}
@@ -198,7 +200,7 @@ def to_nnx(model: nnx.Sequential, params: Any, *, names: Names = "number") -> nn
                 f"{jax.tree.map(jnp.shape, new)}. Give the parameters that from_nnx made of this model."
             )
         for entry, value in new.items():
-            getattr(part, "embedding" if entry == "table" else entry)[...] = value
+            getattr(part, entry)[...] = value
     if unknown := sorted(params.keys() - found.keys()):
         raise ValueError(f"the model has the layers {sorted(found)} with parameters, got others: {unknown}")
     return model

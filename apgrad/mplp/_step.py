@@ -20,9 +20,10 @@ import jax.numpy as jnp
 import optax
 
 from apgrad._ground.port import port
-from apgrad._ground.propagator import Propagator, node
+from apgrad.mplp._paths import require_messages
 from apgrad.mplp._places import Parameter, Places
 from apgrad.mplp._protocol import LearnedRule, Site
+from apgrad.mplp._reach import warn_outside
 from apgrad.mplp._rule_parts import require_sizes
 
 
@@ -52,7 +53,7 @@ def sites(network: Network, params: Any, batch: Any) -> tuple[Site, ...]:
       params: pytree of floating-point arrays, or of their shapes.
       batch: a minibatch, or its shapes.
     """
-    return tuple(_trace(None, network, params, batch).values())
+    return tuple(_trace(None, network, params, batch).sites.values())
 
 
 def init_state(rule: LearnedRule, network: Network, params: Any, batch: Any) -> dict[str, Any]:
@@ -64,7 +65,9 @@ def init_state(rule: LearnedRule, network: Network, params: Any, batch: Any) -> 
       params: pytree of floating-point arrays, or of their shapes.
       batch: a minibatch, or its shapes. If the rule remembers each example, the state fits this batch size only.
     """
-    return {name: rule.init(site) for name, site in _trace(rule, network, params, batch).items()}
+    places = _trace(rule, network, params, batch)
+    warn_outside(rule, places)
+    return {name: rule.init(site) for name, site in places.sites.items()}
 
 
 def backward(
@@ -85,15 +88,15 @@ def backward(
 
     Raises:
       ValueError: at trace time, naming both sides, if rule, network, state and batch do not fit.
-      TypeError: at trace time, if the loss depends on a parameter in another way than through loss nodes: from this
-        part of the loss nothing would be learned.
+      TypeError: at trace time, if the network depends on a parameter in another way than through its messages: in the
+        loss, outside the loss nodes, or where a `.value` enters the network again. Nothing would be learned from that.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             name = jax.tree_util.keystr(path)
             raise TypeError(f"parameters are floating point, got params{name} of dtype {jnp.result_type(leaf)}")
     params = jax.tree.map(jnp.asarray, params)
-    _require_losses_only(rule, network, params, batch)
+    _require_messages(rule, network, params, batch)
     found: dict[str, Site] = {}
 
     def run(params_port, state_port, uses_port):
@@ -101,6 +104,11 @@ def backward(
         result = network(places, jax.tree.map(Parameter, params, params_port), batch)
         found.update(places.sites)
         loss, metrics = result if isinstance(result, tuple) else (result, {})
+        if not isinstance(metrics, dict) or "loss" in metrics:
+            raise ValueError(
+                'a network returns its loss, or (loss, metrics) with a dictionary of metrics, of which "loss" is the '
+                f"loss itself; got {sorted(metrics) if isinstance(metrics, dict) else type(metrics).__name__}"
+            )
         if not (isinstance(loss, jax.Array) and jnp.issubdtype(loss.dtype, jnp.floating)):
             raise TypeError(f"a network returns its loss, an array, or (loss, metrics); got {type(loss).__name__}")
         loss = jnp.mean(loss)
@@ -218,32 +226,19 @@ def unroll(
     return params, state, metrics
 
 
-def _require_losses_only(rule: LearnedRule, network: Network, params: Any, batch: Any) -> None:
-    """Refuses a loss with a derivative that arrives outside the ports, such as that of `signal.value**2`."""
-    depends: list[bool] = []
+def _require_messages(rule: LearnedRule, network: Network, params: Any, batch: Any) -> None:
+    places = Places(rule, forward=True)
 
-    def note(loss, perturbed):
-        depends.append(perturbed[0])
-        return loss, None
+    def loss(values, ports):
+        result = network(places, jax.tree.map(Parameter, values, ports), batch)
+        found = result[0] if isinstance(result, tuple) else result
+        return found if isinstance(found, jax.Array) else jnp.zeros(())
 
-    tell = node(Propagator(note, lambda _, message: (message,)), perturbed=True)
-
-    def run(values):
-        result = network(Places(rule, ended=True), jax.tree.map(lambda x: Parameter(x, port(x)), values), batch)
-        loss = result[0] if isinstance(result, tuple) else result
-        return tell(loss) if isinstance(loss, jax.Array) else jnp.zeros(())
-
-    jax.eval_shape(lambda values: jax.vjp(run, values)[0], params)
-    if any(depends):
-        raise TypeError(
-            "the network's loss depends on a parameter or a signal's value outside the loss nodes. That part would "
-            "count in the loss, but no message comes of it, so nothing would be learned from it. Lead the signal "
-            "through mplp.readout before it enters the loss, put what you only watch into the metrics, or hold it "
-            "constant by jax.lax.stop_gradient."
-        )
+    require_messages(loss, params, port(params))
+    warn_outside(rule, places)
 
 
-def _trace(rule: LearnedRule | None, network: Network, params: Any, batch: Any) -> dict[str, Site]:
+def _trace(rule: LearnedRule | None, network: Network, params: Any, batch: Any) -> Places:
     places = Places(rule)
     jax.eval_shape(lambda p, b: network(places, jax.tree.map(lambda x: Parameter(x, port(x)), p), b), params, batch)
-    return places.sites
+    return places

@@ -16,6 +16,8 @@ import jax.numpy as jnp
 
 from apgrad._ground.port import Signal
 from apgrad._ground.propagator import Propagator, node
+from apgrad.mplp import _paths as paths
+from apgrad.mplp._learned import require_signals
 
 
 def wire(function: Callable[..., jax.Array], *signals: Signal) -> Signal:
@@ -32,10 +34,31 @@ def wire(function: Callable[..., jax.Array], *signals: Signal) -> Signal:
       >>> both.value.shape, both.port.shape
       ((4, 5), (4, 5, 8))
     """
-    values = tuple(signal.value for signal in signals)
+    require_signals("mplp.wire", signals)
+    entered, _ = paths.enter("mplp.wire", signals)
+    values, ports = tuple(s.value for s in entered), [s.port for s in entered]
     push = lambda *tangents: jax.jvp(function, values, tangents)[1]
-    ports = jax.vmap(push, in_axes=-1, out_axes=-1)(*[signal.port for signal in signals])
-    return Signal(function(*values), ports)
+    try:
+        output = Signal(function(*values), jax.vmap(push, in_axes=-1, out_axes=-1)(*ports))
+    except TypeError as error:
+        if "forward-mode" not in str(error):
+            raise
+        output = _reverse(function)(*entered)
+    return paths.leave("mplp.wire", output)
+
+
+def _reverse(function: Callable[..., jax.Array]) -> Callable[..., Signal]:
+    """`wire` of a function with a reverse-mode rule alone, as `jax.custom_vjp` makes them."""
+
+    def forward(*signals):
+        output, pull = jax.vjp(function, *(s.value for s in signals))
+        return Signal.of(output, signals[0].port.shape[-1]), pull
+
+    def backward(pull, message):
+        ports = jax.vmap(pull, in_axes=-1, out_axes=-1)(message.port)
+        return tuple(map(Signal, pull(message.value), ports))
+
+    return node(Propagator(forward, backward))
 
 
 def fork(
@@ -63,6 +86,7 @@ def fork(
       >>> jax.grad(ports)(signal).port[..., 0]
       Array([[3., 3.]], dtype=float32)
     """
+    require_signals("mplp.fork", [signal])
     if n < 1:
         raise ValueError(f"fork makes at least one signal, got n={n}")
     named: dict[Any, Callable] = {"sum": lambda m: jnp.sum(m, axis=0), "mean": lambda m: jnp.mean(m, axis=0)}

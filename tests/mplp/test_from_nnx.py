@@ -1,6 +1,8 @@
 """Every option of every layer: the network is what the model is, or `from_nnx` refuses it."""
 
+import functools
 import inspect
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +67,8 @@ LAYERS = {
             "kernel_init": INIT,
             "bias_init": INIT,
         },
-        {"use_bias", "strides", "kernel_init", "bias_init", ("padding", "VALID"), ("kernel_dilation", (1,))},
+        {"use_bias", "strides", "kernel_init", "bias_init", ("kernel_dilation", (1,))}
+        | {("padding", value) for value in ("VALID", 1, ((1, 0),), (2,))},
     ),
     "Embed": (
         lambda **o: nnx.Embed(4, 3, rngs=nnx.Rngs(0), **o),
@@ -131,6 +134,42 @@ def test_the_options_are_all_there_are(name):
     assert set(options) <= known
 
 
+GLOBAL = {"linear": nnx.Linear(4, 4, rngs=nnx.Rngs(0))}
+SCALES = {"half": jnp.asarray(0.5)}
+MODULES = [nnx.List([GLOBAL["linear"]])]
+this = sys.modules[__name__]
+
+
+def calls_a_module(x):
+    return MODULES[0][0](x)
+
+
+def test_frozen_variables_stay_as_they_are():
+    """A variable that is no `nnx.Param` is a constant of the network, and messages pass it."""
+    first, second = nnx.Linear(4, 3, rngs=nnx.Rngs(0)), nnx.Linear(3, 2, rngs=nnx.Rngs(1))
+    norm, table = nnx.LayerNorm(3, rngs=nnx.Rngs(0)), nnx.Embed(5, 4, rngs=nnx.Rngs(0))
+    second.kernel, norm.scale = nnx.Variable(second.kernel[...]), nnx.Variable(2 * norm.scale[...])
+    table.embedding = nnx.BatchStat(table.embedding[...])
+    model = nnx.Sequential(table, first, norm, second)
+    batch = jnp.asarray([0, 3, 1]), jnp.ones((3, 2))
+    network, params = mplp.from_nnx(model, mplp.squared_error, batch[0])
+    names = {name: sorted(p) for name, p in params.items()}
+    assert names == {"1_dense": ["bias", "kernel"], "2_normalize": ["bias"], "3_dense": ["bias"]}
+    rule = mplp.Exact(0.1)
+
+    @jit
+    def both(params):
+        state = mplp.init_state(rule, network, params, batch)
+        loss = lambda p: jnp.mean(jnp.sum((network.predict(p, batch[0]) - batch[1]) ** 2, -1)) / 2
+        return mplp.backward(rule, network, params, state, batch)[0], jax.grad(loss)(params)
+
+    close = lambda u, g: np.testing.assert_allclose(u, -0.1 * g, rtol=1e-4, atol=1e-6)
+    jax.tree.map(close, *both(params))
+    learned = mplp.to_nnx(model, jax.tree.map(lambda p: p + 1, params))
+    np.testing.assert_array_equal(learned.layers[3].kernel[...], second.kernel[...])
+    np.testing.assert_array_equal(learned.layers[3].bias[...], second.bias[...] + 1)
+
+
 class TestOtherModules:
     def refuse(self, match, *parts):
         with pytest.raises(TypeError, match=match):
@@ -147,13 +186,22 @@ class TestOtherModules:
         with pytest.raises(TypeError, match="got Own, a subclass"):
             mplp.layer(part)
 
+    def test_a_dropout_that_drops(self):
+        self.refuse("no Dropout that drops: make it deterministic", nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
+        model = nnx.Sequential(nnx.Dropout(0.5, deterministic=True), nnx.Dropout(0.0, rngs=nnx.Rngs(0)))
+        mplp.from_nnx(model, mplp.squared_error, jnp.asarray(X))
+
+    def test_an_empty_sequential(self):
+        with pytest.raises(ValueError, match=r"at least one layer, got an empty nnx\.Sequential"):
+            mplp.from_nnx(nnx.Sequential(), mplp.squared_error)
+
     def test_lora(self):
         self.refuse("LoRALinear, a subclass of Linear", nnx.LoRALinear(4, 4, lora_rank=2, rngs=nnx.Rngs(0)))
         self.refuse("got LoRA", nnx.LoRA(4, 2, 4, rngs=nnx.Rngs(0)))
 
     def test_the_place_in_the_model_is_named(self):
-        inner = nnx.Sequential(jnp.tanh, nnx.Dropout(0.5))
-        where = r"^model\.layers\[1\]\.layers\[1\]: an MPLP network has layers Conv, .* and functions, got Dropout\."
+        inner = nnx.Sequential(jnp.tanh, nnx.BatchNorm(4, rngs=nnx.Rngs(0)))
+        where = r"^model\.layers\[1\]\.layers\[1\]: an MPLP network has layers Conv, .* and functions, got BatchNorm\."
         self.refuse(where, nnx.Linear(4, 4, rngs=nnx.Rngs(0)), inner)
 
     def test_a_residual_sequential(self):
@@ -170,6 +218,39 @@ class TestOtherModules:
         linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
         self.refuse("holds a module, Linear", linear.__call__)
         self.refuse("holds a module, Linear", lambda x: x + linear(x))
+
+    def test_a_function_that_reaches_a_module(self):
+        """By any way that Python has: a frozen constant otherwise, without a word."""
+        linear = GLOBAL["linear"]
+
+        class Holder:
+            def __init__(self):
+                self.parts = [linear]
+
+            def __call__(self, x):
+                return self.parts[0](x)
+
+        held = {"parts": (linear,)}
+        ways = [
+            lambda x: GLOBAL["linear"](x),
+            lambda x: [inner(x) for inner in MODULES],
+            lambda x: calls_a_module(x),
+            lambda x: held["parts"][0](x),
+            lambda x, layer=linear: layer(x),
+            lambda x, *, layer=linear: layer(x),
+            lambda x: x @ linear.kernel[...],
+            functools.partial(lambda layer, x: layer(x), linear),
+            functools.partial(lambda x, layers: layers[0](x), layers=[linear]),
+            functools.partial(jnp.add, linear.bias),
+            jax.jit(lambda x: linear(x)),
+            functools.wraps(calls_a_module)(lambda x: x),
+            Holder(),
+            Holder().__call__,
+            lambda x: this.GLOBAL["linear"](x),
+        ]
+        for way in ways:
+            self.refuse("holds a module, (Linear|List|Param)", way)
+        mplp.from_nnx(nnx.Sequential(jax.nn.gelu, lambda x: jnp.tanh(x) * SCALES["half"]), mplp.squared_error)
 
     def test_a_parameter_in_two_layers(self):
         a, b = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 4, rngs=nnx.Rngs(1))

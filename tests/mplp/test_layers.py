@@ -69,7 +69,7 @@ class TestErrors:
     def test_a_layer_that_is_not_supported(self):
         model = nnx.Sequential(nnx.Linear(3, 2, rngs=self.rngs), nnx.BatchNorm(2, rngs=self.rngs))
         with pytest.raises(
-            TypeError, match=r"has layers Conv, Embed, LayerNorm, Linear.* and functions, got BatchNorm"
+            TypeError, match=r"has layers Conv, Dropout, Embed, LayerNorm, Linear.* and functions, got BatchNorm"
         ):
             mplp.from_nnx(model, loss=mplp.squared_error)
 

@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import time
+import tracemalloc
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +49,13 @@ def card(**changed):
 
 def scaled(rule, factor):
     return jax.tree.map(lambda x: factor * x, rule)
+
+
+def signed(path, about):
+    """A card that someone wrote by hand, with the right digest."""
+    if isinstance(about, dict):
+        about = about | {pretrained.DIGEST: pretrained.digest(about, path.with_suffix(".npz").read_bytes())}
+    path.with_suffix(".json").write_text(json.dumps(about))
 
 
 def test_names_with_dots_are_names(rule, tmp_path):
@@ -95,10 +103,10 @@ def test_a_number_that_is_not_finite_and_real_is_refused(rule, value, tmp_path):
     first = next(iter(arrays))
     arrays[first] = np.full(arrays[first].shape, value, dtype)
     np.savez(tmp_path / "rule.npz", **arrays)
-    about = json.loads((tmp_path / "rule.json").read_text())
-    del about[pretrained.DIGEST]
-    (tmp_path / "rule.json").write_text(json.dumps(about))
-    with pytest.raises(ValueError, match=r"numbers are finite and real|pickle|do not belong"):
+    signed(tmp_path / "rule", json.loads((tmp_path / "rule.json").read_text()))
+    with pytest.raises(
+        ValueError, match=r"rule\.json is not a trained rule.*(numbers are finite and real|do not belong)"
+    ):
         mplp.load_trained(tmp_path / "rule")
 
 
@@ -180,7 +188,7 @@ def site(**changed):
 )
 def test_a_card_that_makes_no_rule_is_refused_at_once(rule, wrong, match, tmp_path):
     mplp.save_trained(rule, card(), tmp_path / "rule")
-    (tmp_path / "rule.json").write_text(json.dumps(wrong))
+    signed(tmp_path / "rule", wrong)
     start = time.process_time()
     with pytest.raises(ValueError, match=match):
         mplp.load_trained(tmp_path / "rule")
@@ -249,7 +257,7 @@ def test_rules_for_images_want_standardized_inputs():
 
 
 def test_a_trained_rule_learns_in_a_flax_model_and_gives_it_back():
-    first, second = nnx.Linear(3, 5, rngs=nnx.Rngs(0)), nnx.Linear(5, 2, rngs=nnx.Rngs(1))
+    first, second = nnx.Linear(3, 50, rngs=nnx.Rngs(0)), nnx.Linear(50, 2, rngs=nnx.Rngs(1))
     model = nnx.Sequential(first, nnx.sigmoid, second)
     network, params = mplp.from_nnx(model, mplp.softmax_cross_entropy, names="role")
     batch = jax.random.normal(jax.random.key(0), (8, 3)), jax.nn.one_hot(jnp.arange(8) % 2, 2)
@@ -268,3 +276,79 @@ def test_a_trained_rule_learns_in_a_flax_model_and_gives_it_back():
 
 def test_a_rule_shows_its_arguments():
     assert "message_size" in inspect.signature(mplp.Separable).parameters
+
+
+REACH = {"activations": ["tanh", "step"], "minibatches": [4, 8], "depths": [1, 2], "widths": [3, 5]}
+
+
+def test_a_changed_card_and_files_that_hold_something_else_are_refused(rule, tmp_path):
+    """The digest is of the card too, and the error names the file."""
+    mplp.save_trained(rule, card(), tmp_path / "rule")
+    about, data = json.loads((tmp_path / "rule.json").read_text()), (tmp_path / "rule.npz").read_bytes()
+    without = {name: value for name, value in about.items() if name != pretrained.DIGEST}
+    for changed in (about | {"more": 2}, about | {"rule": about["rule"] | {"window": 65}}, without):
+        (tmp_path / "rule.json").write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=r"rule\.json is not a trained rule.*not written together"):
+            mplp.load_trained(tmp_path / "rule")
+    for text, arrays in [("{", data), ("[1]", data), ("", data), (json.dumps(about), data[:999]), ("\xff", data)]:
+        (tmp_path / "rule.json").write_text(text, encoding="latin-1")
+        (tmp_path / "rule.npz").write_bytes(arrays)
+        with pytest.raises(ValueError, match=r"rule\.json is not a trained rule as save_trained writes it"):
+            mplp.load_trained(tmp_path / "rule")
+    for arrays in (b"", b"PK\x03\x04 something else", data[:999], data[:-30]):
+        (tmp_path / "rule.npz").write_bytes(arrays)
+        signed(tmp_path / "rule", card())
+        with pytest.raises(ValueError, match=r"rule\.json is not a trained rule as save_trained writes it"):
+            mplp.load_trained(tmp_path / "rule")
+
+
+def test_sizes_are_compared_before_anything_is_unpacked(rule, tmp_path):
+    """A file of a megabyte that holds a gigabyte, by its size or by what the array's header says."""
+    mplp.save_trained(rule, card(), tmp_path / "rule")
+    with np.load(tmp_path / "rule.npz") as file:
+        arrays = dict(file)
+    name = next(iter(arrays))
+    for odd in (np.zeros(10**7, np.float32), np.zeros((10**6, 0, 10**6), np.float32)):
+        np.savez_compressed(tmp_path / "rule.npz", **arrays | {name: odd})
+        signed(tmp_path / "rule", card())
+        tracemalloc.start()
+        with pytest.raises(ValueError, match="do not belong together"):
+            mplp.load_trained(tmp_path / "rule")
+        assert tracemalloc.get_traced_memory()[1] < 10**7
+        tracemalloc.stop()
+
+
+def test_a_rule_says_once_where_its_card_does_not_reach(tmp_path):
+    """With the first network and minibatch outside the card, in words; nothing within."""
+    deep, prior = meta.mlp((2, 3, 3, 1), jnp.tanh, mplp.squared_error)
+    sites = mplp.sites(deep, jax.eval_shape(prior, jax.random.key(0)), (jnp.ones((4, 2)), jnp.ones((4, 1))))
+    rule = mplp.Separable(sites, rngs=nnx.Rngs(0), **OPTIONS)
+    mplp.save_trained(rule, {"trained": "here"} | REACH, tmp_path / "rule")
+    rule, about = mplp.load_trained(tmp_path / "rule")
+    assert REACH.items() <= about.items()
+    mplp.save_trained(rule, {"trained": "again"}, tmp_path / "again")
+    assert REACH.items() <= mplp.load_trained(tmp_path / "again")[1].items()
+
+    def call(sizes, function, batch):
+        made, prior = meta.mlp(sizes, function, mplp.squared_error)
+        x, y = jnp.ones((batch, 2)), jnp.ones((batch, 1))
+        params = prior(jax.random.key(0))
+        return mplp.init_state(rule, made, params, (x, y)), made, params, (x, y)
+
+    inside = [((2, 3, 1), jnp.tanh, 4), ((2, 3, 5, 1), lambda z: jnp.maximum(0, jnp.sign(z)), 8)]
+    for case in inside:
+        call(*case)
+    outside = [
+        (((2, 3, 1), jax.nn.relu, 4), "tried with the activations tanh, step, 1 to 2 hidden.*the activation relu"),
+        (((2, 3, 1), lambda z: z, 4), "the activation <lambda>"),
+        (((2, 3, 3, 3, 1), jnp.tanh, 4), "3 hidden layers"),
+        (((2, 9, 1), jnp.tanh, 4), "a hidden layer of 9 units"),
+        (((2, 3, 1), jnp.tanh, 1), "minibatches of 1"),
+    ]
+    for case, match in outside:
+        with pytest.warns(UserWarning, match=match):
+            state, *rest = call(*case)
+        jax.eval_shape(lambda s, rest=rest: mplp.backward(rule, rest[0], rest[1], s, rest[2]), state)  # said already
+    for wrong in (REACH | {"widths": [3]}, REACH | {"depths": [2, 1]}, {"activations": "tanh"}):
+        with pytest.raises(ValueError, match="has all four"):
+            mplp.save_trained(rule, {"trained": "here"} | wrong, tmp_path / "wrong")

@@ -468,7 +468,7 @@ class TestErrors:
             mplp.dense(places["d"], places.signal(jnp.ones((4, 2))), w)
         with pytest.raises(ValueError, match=r"bias at 'd' must have shape \(2,\)"):
             mplp.dense(places["d"], signal, w, mplp.parameter(jnp.ones(3)))
-        with pytest.raises(ValueError, match="window with a size for each space axis"):
+        with pytest.raises(ValueError, match="the window of pooling needs a positive integer"):
             mplp.max_pool(places["p"], signal, (2,))
         with pytest.raises(ValueError, match="the batch as its first axis"):
             places.signal(jnp.ones((0, 3)))

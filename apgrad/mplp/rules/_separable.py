@@ -33,6 +33,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Site
+from apgrad.mplp._reach import Reach
 from apgrad.mplp._rule_parts import (
     Mlp,
     beside,
@@ -116,6 +117,7 @@ class Separable(nnx.Module):
         require_positive(learning_rate=learning_rate, strength=strength, forget=forget)
         self.message_size, self.neuron_state, self.share, self.whitens = message_size, neuron_state, share, whiten
         self.full, self.window = full, window
+        self.reach: Reach | None = None  # of a trained rule
         self.known = known_forms(sites)
         # What a card needs to build the rule again; the networks' sizes are not the rule's.
         self.options = (

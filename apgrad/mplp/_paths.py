@@ -1,0 +1,123 @@
+"""What a network depends on must come back as a message: the check of every network that `backward` traces.
+
+Messages come back through ports alone. So a value and its port go the same way from one node to the next: through
+nodes, or together through a linear function (`jax.tree.map(jnp.transpose, w)`). Where a value goes alone (into a new
+signal, into a target, into a function that closes over it), or where the function is not linear, what the network
+depends on there is never updated, or by a wrong message, though the loss counts it.
+
+The network is traced forward once. Every variable of the program gets a fact: from which parameters and outputs of
+nodes it comes, and through which functions, as a set of pairs (origin, function). `enter` and `leave` mark a node's
+inputs and outputs. At each entrance the fact of a value must be the fact of its port.
+"""
+
+import enum
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from apgrad._ground.primitives import mark
+from apgrad._programs.flow import flow
+from apgrad._programs.jaxprs import inexact_outputs, inside_of, is_inexact, nested, trace
+from apgrad._programs.kinds import IDENTITY, LINEAR_IN, LINEAR_IN_ALL, LINEAR_IN_EACH, NO_DERIVATIVE, VIEW
+
+Gate = enum.Enum("Gate", "IN OUT")
+NOTHING: frozenset[Any] = frozenset()
+PORT = ("", "port")  # in the fact of a port
+NONLINEAR = "a nonlinear function"
+
+
+def enter(where: str, pairs: Any = (), data: Any = ()) -> tuple[list[Any], tuple[Any, ...]]:
+    """Marks what enters a node: signals and parameters, and data, which may depend on neither."""
+    at = lambda x, part: mark(x, Gate.IN, (where, part)) if is_inexact(x) else x
+    return [type(p)(at(p.value, "value"), at(p.port, "port")) for p in pairs], tuple(at(x, "data") for x in data)
+
+
+def leave(where: str, output: Any) -> Any:
+    """Marks what a node makes: a signal, or an array at which messages begin."""
+    if isinstance(output, jax.Array):
+        return mark(output, Gate.OUT, (where, "loss"))
+    return type(output)(*(mark(x, Gate.OUT, (where, part)) for x, part in zip(output, output._fields, strict=True)))
+
+
+def require_messages(loss: Callable[[Any, Any], jax.Array], values: Any, ports: Any) -> None:
+    """Refuses a network in which a derivative goes another way than a message.
+
+    Args:
+      loss: `(values, ports) -> scalar`, the network as a function of its parameters' values and ports.
+      values: pytree of floating-point arrays, or of their shapes.
+      ports: the same.
+    """
+    program, _ = trace(loss, values, ports)
+    names = [f"params{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(values)]
+    entering: list[frozenset[Any]] = []
+
+    def through(eqn, facts):
+        name, together = eqn.primitive.name, NOTHING.union(*facts)
+        if name == "mark" and isinstance(eqn.params["kind"], Gate):
+            return [_gate(eqn.params["kind"], *eqn.params["label"], facts[0], entering)]
+        if name == "shard_map":
+            return flow(inside_of(eqn)[0], facts, through, frozenset.union, lambda _: NOTHING)
+        inside = nested(eqn)
+        if inside is not None and together:
+            pair = any(PORT in fact for fact in facts) and any(fact and PORT not in fact for fact in facts)
+            # A node of the user's own, which takes a value with its port, sends back messages of its own.
+            return [together] * len(eqn.outvars) if pair and name.startswith("custom_vjp") else None
+        if name in IDENTITY:
+            return facts
+        made = _made(name, facts, together)
+        return [made if inexact else NOTHING for inexact in inexact_outputs(eqn)]
+
+    one = lambda name: frozenset({(name, "")})
+    facts = [one(name) for name in names] + [one(name) | {PORT} for name in names]
+    (result,) = flow(program, facts, through, frozenset.union, lambda _: NOTHING)
+    if result:
+        raise TypeError(
+            f"the network's loss depends on {_origins(result)} outside the loss nodes. That part would count in the "
+            "loss, but no message comes of it, so nothing would be learned from it. Lead the signal through "
+            "mplp.readout before it enters the loss, put what you only watch into the metrics, or hold it constant by "
+            "jax.lax.stop_gradient."
+        )
+
+
+def _made(name, facts, together):
+    if not together or name in NO_DERIVATIVE:
+        return NOTHING
+    numbers = LINEAR_IN.get(name, range(name == "select_n", len(facts)))
+    linear = name in LINEAR_IN or name in LINEAR_IN_ALL
+    linear = linear and not any(fact for i, fact in enumerate(facts) if i not in numbers)
+    if name in LINEAR_IN_EACH:
+        linear = sum(bool(fact) for fact in facts) == 1
+    if linear and name in VIEW:
+        return together
+    return together | {(origin, name if linear else NONLINEAR) for origin, _ in together - {PORT}}
+
+
+def _gate(gate, where, part, fact, entering):
+    if gate is Gate.IN:
+        if part == "value":
+            entering.append(fact)
+            return NOTHING
+        value = entering.pop() if part == "port" else fact
+        linear = not any(function == NONLINEAR for _, function in value | fact)
+        if value and (part == "data" or value - {PORT} != fact - {PORT} or not linear):
+            raise TypeError(
+                f"{where} takes {'data' if part == 'data' else 'a value'} that depends on {_origins(value | fact)} in "
+                "another way than its messages: through .value, or through a function of a signal or parameter as a "
+                "pytree that is not linear. The loss would count this, but it would never, or wrongly, be updated. "
+                "Hand on the signal or parameter itself; a function of signals is mplp.wire or mplp.activation. What "
+                "is meant to be constant goes through jax.lax.stop_gradient."
+            )
+        return NOTHING
+    if part == "port":
+        return frozenset({(where, ""), PORT})
+    if fact:
+        raise TypeError(
+            f"the function of {where} closes over {_origins(fact)}, which would get no message. Give the function "
+            "only the values of its signals; or hold what it closes over constant by jax.lax.stop_gradient."
+        )
+    return NOTHING if part == "loss" else frozenset({(where, "")})
+
+
+def _origins(fact):
+    return " and ".join(sorted({origin for origin, _ in fact} - {""}))

@@ -1,0 +1,97 @@
+"""How far a trained rule reaches: the networks and minibatches that it was tried with, and a warning outside them.
+
+A rule that was trained on sigmoids and minibatches of 8 examples may learn nothing, or diverge, with another activation
+or with a single example. Nothing in the rule's arrays tells so; the card does.
+"""
+
+import functools
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from apgrad.mplp._places import Places
+
+FUNCTIONS = {
+    "relu": jax.nn.relu,
+    "sigmoid": jax.nn.sigmoid,
+    "sigmoid(8 z)": lambda z: jax.nn.sigmoid(8 * z),
+    "step": lambda z: jnp.maximum(0, jnp.sign(z)),
+    "tanh": jnp.tanh,
+}
+"""Activations that a card can name, which are recognised by their values too."""
+
+
+class Reach(NamedTuple):
+    """The multilayer perceptrons and minibatches that a rule was trained or measured with.
+
+    Attributes:
+      activations: names of the activations.
+      minibatches: the smallest and the largest number of examples in a minibatch.
+      depths: the smallest and the largest number of hidden layers.
+      widths: the smallest and the largest number of units in a hidden layer.
+    """
+
+    activations: tuple[str, ...]
+    minibatches: tuple[int, int]
+    depths: tuple[int, int]
+    widths: tuple[int, int]
+
+    @classmethod
+    def of(cls, card: dict[str, Any]) -> "Reach | None":
+        """The reach of a card that has these four entries; None for a card with none of them."""
+        if not any(name in card for name in cls._fields):
+            return None
+        names, *ranges = (card.get(name) for name in cls._fields)
+        pair = lambda x: isinstance(x, list | tuple) and len(x) == 2 and all(type(n) is int for n in x) and x[0] <= x[1]
+        strings = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+        if not strings or not all(map(pair, ranges)):
+            raise ValueError(
+                'a card that has one of "activations" (a list of names), "minibatches", "depths" and "widths" (the '
+                f"smallest and the largest number) has all four, got {[names, *ranges]}"
+            )
+        return cls(tuple(names), *map(tuple, ranges))
+
+
+def warn_outside(rule: Any, places: Places) -> None:
+    """Warns once of a network or a minibatch that a rule was not tried with."""
+    reach = getattr(rule, "reach", None)
+    if reach is None:
+        return
+    widths = [site.shape[2] for site in places.sites.values() if site.family == "dense"][:-1]
+    found = [f"the activation {_name(f)}" for f in places.functions if not _known(f, reach.activations)]
+    wrong = lambda numbers, pair: sorted({n for n in numbers if not pair[0] <= n <= pair[1]})
+    found += [f"{n} hidden layer{'s' * (n != 1)}" for n in wrong([len(widths)], reach.depths)]
+    found += [f"a hidden layer of {n} units" for n in wrong(widths, reach.widths)]
+    found += [f"minibatches of {n}" for n in wrong([places.batch], reach.minibatches)]
+    if found:
+        span = lambda pair: f"{pair[0]} to {pair[1]}" if pair[0] < pair[1] else f"{pair[0]}"
+        _warn(
+            f"the rule was tried with the activations {', '.join(reach.activations)}, {span(reach.depths)} hidden "
+            f"layers of {span(reach.widths)} units and minibatches of {span(reach.minibatches)}; this network has "
+            f"{', '.join(dict.fromkeys(found))}. There it may learn nothing, or diverge: compare it with gradient "
+            "descent (mplp.Exact), or train a rule for this network (apgrad.meta)."
+        )
+
+
+@functools.cache
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=4)
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _known(function: Any, names: tuple[str, ...]) -> bool:
+    """Whether a function is one of those named, by its name or by its values."""
+    if _name(function) in names:
+        return True
+    with jax.ensure_compile_time_eval():
+        z = jnp.linspace(-3.0, 3.0, 8)
+        values = function(z)
+        if isinstance(values, jax.core.Tracer):
+            return False
+        return any(np.allclose(values, FUNCTIONS[name](z)) for name in names if name in FUNCTIONS)

@@ -1,0 +1,174 @@
+"""What a network depends on comes back as a message, or the network is refused when it is traced."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import apgrad as ap
+from apgrad import mplp
+
+P = {name: jax.random.normal(jax.random.key(i), s) for i, (name, s) in enumerate({"w": (3, 3), "v": (3, 3)}.items())}
+P |= {"c": jnp.asarray([1.0, 2.0, 0.5]), "pos": jnp.ones((4, 3))}
+BATCH = jnp.arange(12.0).reshape(4, 3) / 10, jnp.ones((4, 3))
+RULE = mplp.Exact(0.1)
+sine = jax.custom_vjp(jnp.sin)
+sine.defvjp(lambda x: (jnp.sin(x), x), lambda x, m: (jnp.cos(x) * m,))
+
+
+def tanh_with_messages(signal):
+    """A node of the user's own that takes a signal and sends a message of its own."""
+    forward = lambda s: (ap.Signal.of(jnp.tanh(s.value), 1), 1 - jnp.tanh(s.value) ** 2)
+    backward = lambda slope, m: (ap.Signal(slope * m.value, slope[..., None] * m.port),)
+    return ap.node(ap.Propagator(forward, backward))(signal)
+
+
+class Net:
+    """The parts of a small network, with short names."""
+
+    def __init__(self, places, p, batch):
+        self.at, self.p, (self.x, self.y) = places, p, batch
+
+    def dense(self, name="1", signal=None, w=None):
+        signal = self.at.signal(self.x) if signal is None else signal
+        return mplp.dense(self.at[name], signal, self.p["w"] if w is None else w)
+
+    def act(self, function, signal=None):
+        return mplp.activation(self.at["a"], function, self.dense() if signal is None else signal)
+
+    def loss(self, signal, y=None):
+        return mplp.squared_error(self.at["loss"], signal, self.y if y is None else y)
+
+
+def through_a_scan(net, step):
+    signal, stacked = jax.lax.scan(lambda s, _: (step(s), s), net.at.signal(net.x), length=3)
+    return net.loss(mplp.wire(jnp.add, signal, jax.tree.map(lambda s: s[-1], stacked)))
+
+
+def in_shard_map(net, dense):
+    at = functools.partial(jax.shard_map, mesh=jax.make_mesh((1,), ("i",)), in_specs=jax.P(), out_specs=jax.P())
+    return net.loss(at(dense)(net.at.signal(net.x), net.p["w"]))
+
+
+each = jax.tree.map
+REFUSED = {
+    "an input": (lambda n: n.loss(n.dense(signal=n.at.signal(n.x + n.p["pos"].value))), r"params\['pos'\]"),
+    "a value again": (lambda n: n.loss(n.dense("2", n.at.signal(jax.nn.relu(n.dense().value)))), "the dense node '1'"),
+    "a value in a new signal": (lambda n: n.loss(ap.Signal.of(n.dense().value, 1)), "the dense node '1'"),
+    "a closure of wire": (lambda n: n.loss(mplp.wire(lambda v: v * n.p["c"].value, n.dense())), r"wire closes .*'c'"),
+    "a closure of a custom_vjp": (
+        lambda n: n.loss(mplp.wire(lambda v: sine(v * n.p["c"].value), n.dense())),
+        r"wire closes .*'c'",
+    ),
+    "a closure of a node": (lambda n: n.loss(n.act(lambda v: v * n.p["c"].value)), r"the activation node 'a' closes"),
+    "a target": (lambda n: n.loss(n.dense(), n.y * n.p["c"].value), r"the squared_error node 'loss' takes data .*'c'"),
+    "a parameter made again": (lambda n: n.loss(n.dense(w=mplp.parameter(2 * n.p["w"].value))), r"params\['w'\]"),
+    "a parameter mapped": (lambda n: n.loss(n.dense(w=each(jnp.tanh, n.p["w"]))), r"params\['w'\]"),
+    "a signal mapped": (lambda n: n.loss(each(jnp.tanh, n.dense())), "is not linear"),
+    "a signal mapped by relu": (lambda n: n.loss(each(jax.nn.relu, n.dense())), "is not linear"),
+    "a product of parameters": (lambda n: n.loss(n.dense(w=each(jnp.multiply, n.p["w"], n.p["v"]))), "'v'.*and.*'w'"),
+    "a parameter times a value": (lambda n: n.loss(n.dense(w=each(lambda a: a * n.p["c"].value, n.p["w"]))), "'c'"),
+    "a value scaled, its port not": (lambda n: n.loss(n.dense()._replace(value=2 * n.dense().value)), "node '1'"),
+    "a value in a scan": (
+        lambda n: through_a_scan(n, lambda s: n.at.signal(jnp.tanh(n.dense(signal=s).value))),
+        "the dense node '1'",
+    ),
+    "a value in shard_map": (
+        lambda n: in_shard_map(n, lambda s, w: mplp.dense(n.at["1"], n.at.signal(s.value * w.value[0, 0]), w)),
+        r"params\['w'\]",
+    ),
+}
+RIGHT = {
+    "data": lambda n: n.loss(n.dense(signal=n.at.signal(n.x + jax.lax.stop_gradient(n.p["pos"].value)))),
+    "linear maps": lambda n: n.loss(n.dense(w=each(lambda a, b: 2 * a.T - b / 3, n.p["w"], n.p["v"]))),
+    "a slice of a signal": lambda n: n.loss(each(lambda a: a[:2], n.dense()), n.y[:2]),
+    "a choice": lambda n: n.loss(each(lambda a, b: jnp.where(n.x[0, 0] < 1, a, b), n.dense(), n.dense("2"))),
+    "a node of one's own": lambda n: n.loss(n.dense("2", tanh_with_messages(n.dense()))),
+    "a scan": lambda n: through_a_scan(n, lambda s: n.act(jnp.tanh, n.dense(signal=s))),
+    "shard_map": lambda n: in_shard_map(n, lambda s, w: mplp.dense(n.at["1"], s, w)),
+    "wire of a custom_vjp": lambda n: n.loss(mplp.wire(sine, n.dense())),
+}
+
+
+def network(make):
+    return lambda places, p, batch: make(Net(places, p, batch))
+
+
+def updates(net, params=P, batch=BATCH):
+    state = mplp.init_state(RULE, net, params, batch)
+    return mplp.backward(RULE, net, params, state, batch)[0]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_lose_its_message_is_refused(name):
+    make, match = REFUSED[name]
+    with pytest.raises(TypeError, match=match):
+        jax.eval_shape(lambda p: updates(network(make), p), P)
+
+
+def test_what_goes_with_its_messages_is_right():
+    """With the exact rule, updates are the gradient times the rate."""
+
+    @jax.jit
+    def both(params):
+        found = {name: updates(network(make), params) for name, make in RIGHT.items()}
+        loss = lambda params, net: jnp.mean(net(mplp.Places(RULE), jax.tree.map(mplp.parameter, params), BATCH))
+        return found, {name: jax.grad(loss)(params, network(make)) for name, make in RIGHT.items()}
+
+    found, expected = both(P)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, -0.1 * b, rtol=1e-5, atol=1e-7), found, expected)
+    assert all(jnp.any(made["w"] != 0) for made in found.values())
+
+
+ARRAYS = {
+    "squared_error": lambda at, x: mplp.squared_error(at["l"], x, x),
+    "readout": lambda at, x: mplp.readout(at["l"], x),
+    "activation": lambda at, x: mplp.activation(at["l"], jnp.tanh, x),
+    "a gate": lambda at, x: mplp.activation(at["l"], jnp.multiply, at.signal(x), x),
+    "softmax": lambda at, x: mplp.softmax(at["l"], x),
+    "max_pool": lambda at, x: mplp.max_pool(at["l"], x, 2),
+    "mean_pool": lambda at, x: mplp.mean_pool(x, 2),
+    "normalize": lambda at, x: mplp.normalize(at["l"], x),
+    "wire": lambda at, x: mplp.wire(jnp.tanh, x),
+    "fork": lambda at, x: mplp.fork(x, 2),
+    "conv": lambda at, x: mplp.conv(at["l"], x, mplp.parameter(x)),
+    "recurrent_cell": lambda at, x: mplp.recurrent_cell(at["l"], x, at.signal(x), mplp.parameter(x)),
+}
+
+
+@pytest.mark.parametrize("name", ARRAYS)
+def test_plain_arrays_are_no_signals(name):
+    with pytest.raises(TypeError, match=r"takes a signal, got an array of shape \(4, 3\).*places.signal\(x\)"):
+        jax.eval_shape(lambda x: ARRAYS[name](mplp.Places(RULE), x), BATCH[0])
+
+
+def test_data_and_weights_of_different_precision():
+    """A node computes in the wider of the two; an update has its parameter's dtype; a rule is asked in its own."""
+
+    def net(n):
+        h = n.dense("2", n.act(jnp.tanh), n.p["v"])
+        h = mplp.activation(n.at["gate"], jnp.multiply, mplp.scale(n.at["s"], h, n.p["c"]), n.at.signal(n.x))
+        kernel = jax.tree.map(lambda w: w[None], n.p["w"])
+        h = mplp.wire(lambda s: s[:, 0], mplp.conv(n.at["k"], mplp.wire(lambda s: s[:, None], h), kernel))
+        return n.loss(mplp.bias(n.at["b"], h, n.p["c"]))
+
+    low = lambda tree: jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree)
+    run = jax.jit(lambda p, b: updates(network(net), p, b))
+    exact = run(jax.tree.map(lambda x: x.astype(jnp.float32), low(P)), low(BATCH))
+    for params, batch in [(P, low(BATCH)), (low(P), BATCH), (low(P), low(BATCH))]:
+        got = run(params, batch)
+        for name in ("w", "v", "c"):
+            assert got[name].dtype == params[name].dtype
+            np.testing.assert_allclose(got[name].astype(jnp.float32), exact[name], rtol=0.1, atol=0.005)
+    same = run(low(P), jax.tree.map(lambda x: x.astype(jnp.float32), low(BATCH)))
+    rounded = functools.partial(np.testing.assert_allclose, rtol=2.0**-7)  # once, or twice where updates are added up
+    jax.tree.map(lambda a, b: rounded(a.astype(jnp.float32), b), same, exact)
+
+
+def test_a_metric_of_the_name_of_the_loss_is_refused():
+    for metrics in ({"loss": jnp.zeros(())}, jnp.zeros(())):
+        net = lambda at, p, b, m=metrics: (Net(at, p, b).loss(Net(at, p, b).dense()), m)
+        with pytest.raises(ValueError, match='"loss" is the loss itself'):
+            jax.eval_shape(lambda p, net=net: updates(net, p), P)
