@@ -6,7 +6,7 @@
 `certify` takes any function `(key, *args) -> gradient`, of this library or not, and the exact expectation that the
 gradient is claimed to be of. What it tests:
 
-* `bias`: the mean of many estimates is the exact gradient, within 4 standard errors in every element.
+* `bias`: the mean of many estimates is the exact gradient, as far as chance explains the difference (`_bias.py`).
 * `resolution`: there were estimates enough. Of an estimate with a large variance every mean would pass, so the test
   also fails where a bias of a tenth of the gradient would not have been seen.
 * `variance`: the variance is not above the bound that is claimed, if one is.
@@ -25,8 +25,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from scipy import special
 
-from apgrad.testing._moments import Moments, describe, draw, farthest, moments, moments_of
+from apgrad.testing import _bias
+from apgrad.testing._moments import Moments, draw, moments_of
 
 
 class Check(NamedTuple):
@@ -147,23 +149,33 @@ def certify(
         raise ValueError(f"certify tests orders 1 and 2, got order={order!r}")
     if order == 2 and not callable(truth):
         raise ValueError("order=2 needs the exact expectation as a function, to differentiate it twice")
+    for bound_name, bound in [("max_standard_errors", max_standard_errors), ("resolution", resolution), ("rtol", rtol)]:
+        _bias.require_bound("certify", bound_name, bound)
+    if not all(np.isfinite(limit).all() for limit in jax.tree.leaves(max_variance)):
+        raise ValueError(f"certify needs a finite max_variance, which claims something, got {max_variance}")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(args[:1]):
+        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+            raise TypeError(
+                f"the gradient is with respect to the first argument, and args{jax.tree_util.keystr(path)} has "
+                f"dtype {jnp.result_type(leaf)}: give it in floating point"
+            )
     key = jax.random.key(0) if key is None else key
     gradient = _exactly(jax.grad(truth), args) if callable(truth) else truth
     samples = draw(lambda key: estimate(key, *args), key, num_samples, batch_size)
     found = moments_of(samples)
-    checks = [*_bias("", found, gradient, max_standard_errors, resolution)]
+    checks = [*_unbiased("", samples, gradient, max_standard_errors, resolution)]
     if max_variance is not None:
         checks.append(_variance(samples, found, max_variance, max_standard_errors))
     if order == 2:
         second = jax.jacrev(estimate, argnums=1)
         try:
-            curvature = moments(lambda key: second(key, *args), key, num_samples, batch_size)
+            curvature = draw(lambda key: second(key, *args), key, num_samples, batch_size)
         except (TypeError, ValueError, NotImplementedError) as error:
             checks.append(Check("order two", False, f"refused: {_first_line(error)}"))
             order = 1
         else:
             exact = _exactly(jax.hessian(truth), args)
-            checks += _bias("order two", curvature, exact, max_standard_errors, resolution)
+            checks += _unbiased("order two", curvature, exact, max_standard_errors, resolution)
     keys = jax.random.split(jax.random.fold_in(key, 1), 3)
     checks += _transformations(estimate, args, keys, rtol, order)
     checks.append(_keys(estimate, args, keys[0], key_reuse))
@@ -188,19 +200,21 @@ def _largest(tree) -> float:
     return max((float(np.max(np.abs(x))) for x in jax.tree.leaves(tree) if np.size(x)), default=0.0)
 
 
-def _bias(what, found: Moments, truth, bound: float, resolution: float) -> Iterator[Check]:
+def _unbiased(what, samples, truth, bound: float, resolution: float) -> Iterator[Check]:
     """The tests of a mean: that it is right, and that it could have been seen to be wrong."""
-    worst = farthest(found, truth)
-    right = worst.off <= bound
-    passed = f"{worst.off:.1f} standard errors off ({found.num_samples} samples)"
-    yield Check(what or "bias", right, passed if right else describe(worst, found.num_samples))
-    scale, visible = _largest(truth), bound * _largest(found.standard_error)
+    worst, number = _bias.distance(samples, truth, bound), len(jax.tree.leaves(samples)[0])
+    right = worst.off <= worst.bound
+    yield Check(
+        what or "bias", right, f"{worst.off:.1f} standard errors off ({number} samples)" if right else worst.words
+    )
+    scale, visible = _largest(truth), worst.visible
     if not right or scale == 0:
         return
     words = f"a bias of {100 * visible / scale:.2g} % would be seen"
     if visible > resolution * scale:
-        needed = int(np.ceil(found.num_samples * (visible / (resolution * scale)) ** 2))
-        yield Check("resolution", False, f"only {words}, not one of {100 * resolution:g} %: num_samples={needed}?")
+        needed = number * (visible / (resolution * scale)) ** 2
+        advice = f"num_samples={int(np.ceil(needed))}?" if needed < 1e9 else "no number of samples is enough"
+        yield Check("resolution", False, f"only {words}, not one of {100 * resolution:g} %: {advice}")
     else:
         yield Check("resolution", True, words)
 
@@ -210,6 +224,8 @@ def _variance(samples, found: Moments, claimed, bound: float) -> Check:
     if jax.tree.structure(claimed) != jax.tree.structure(found.variance):
         claimed = jax.tree.map(lambda v: np.broadcast_to(claimed, np.shape(v)), found.variance)
     worst, words = -np.inf, "no elements"
+    elements = sum(map(np.size, jax.tree.leaves(found.variance)))
+    bound = float(-special.ndtri(special.ndtr(-bound) / max(elements, 1)))
     for x, mean, variance, limit in zip(
         *map(jax.tree.leaves, (samples, found.mean, found.variance, claimed)), strict=True
     ):

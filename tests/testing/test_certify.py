@@ -167,6 +167,36 @@ def test_orders_and_truths_that_do_not_fit_are_errors():
         ap.testing.certify(rebar, 0.1, THETA, order=2)
 
 
+def test_what_cannot_be_tested_is_an_error():
+    estimate = lambda key, theta: 2 * theta + jax.random.normal(key)
+    for name in ("max_standard_errors", "resolution", "rtol"):
+        for bound in (np.inf, np.nan, -1.0):
+            with pytest.raises(ValueError, match=f"positive, finite {name}"):
+                ap.testing.certify(estimate, jnp.square, 1.0, **{name: bound})
+    with pytest.raises(ValueError, match="finite max_variance"):
+        ap.testing.certify(estimate, jnp.square, 1.0, max_variance=np.inf)
+    with pytest.raises(TypeError, match=r"args\[0\]\['a'\] has dtype int32: give it in floating point"):
+        ap.testing.certify(estimate, jnp.square, {"a": jnp.int32(1)})
+
+
+def test_errors_are_short_where_nothing_varies():
+    estimate = lambda key, theta: jax.lax.stop_gradient(2 * theta) + jax.random.normal(key)
+    with pytest.raises(ap.testing.NotCertifiedError, match=r"FAIL  order two   biased.* never near it") as raised:
+        ap.testing.certify(estimate, jnp.square, 1.0, order=2, num_samples=1000, resolution=0.3)
+    assert max(map(len, str(raised.value).splitlines())) < 200
+    noise = lambda key, theta: 2 * theta + 1e30 * jax.random.normal(key)
+    with pytest.raises(ap.testing.NotCertifiedError, match="no number of samples is enough"):
+        ap.testing.certify(noise, jnp.square, 1.0, num_samples=1000)
+
+
+def test_a_randomized_function_uses_its_key_as_it_should():
+    # Its backward pass draws again what the forward pass drew, on purpose.
+    weights, x = jnp.full((16, 4), 0.1), jax.random.normal(jax.random.key(1), (8, 16))
+    loss = lambda w, x: jnp.sum(jnp.tanh(jax.lax.cond(w[0, 0] > 0, jnp.sin, jnp.cos, x @ w)) ** 2)
+    randomized = ap.randomize(loss, ap.memory.different_sample(0.5), min_size=1)
+    ap.testing.certify(jax.grad(randomized, argnums=1), loss, weights, x, num_samples=500, resolution=10.0)
+
+
 PLUGIN = """
 import sys
 assert "jax" not in sys.modules                 # the plugin is loaded, and nothing has asked for JAX yet

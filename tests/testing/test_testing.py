@@ -5,6 +5,7 @@ import numpyro.distributions as dist
 import pytest
 
 import apgrad as ap
+from apgrad.testing import _bias
 
 KEY = jax.random.key(0)
 
@@ -49,6 +50,71 @@ def test_estimate_and_truth_must_have_one_form():
         ap.testing.assert_unbiased(noisy(1.0), np.ones(2), KEY, 10)
     with pytest.raises(ValueError, match=r"has shape \(2,\), the truth \(3,\)"):
         ap.testing.assert_unbiased(lambda key: jax.random.normal(key, (2,)), np.ones(3), KEY, 10)
+
+
+@pytest.mark.parametrize("truth", [np.nan, np.inf])
+def test_a_truth_that_is_not_finite_is_an_error(truth):
+    with pytest.raises(ValueError, match=r"truth\['b'\]\[0\] is not finite"):
+        ap.testing.assert_unbiased(noisy(1.0), {"a": np.ones(2), "b": (truth,)}, KEY, 10)
+
+
+@pytest.mark.parametrize("bound", [np.nan, np.inf, 0.0, -1.0, None])
+def test_a_bound_that_bounds_nothing_is_an_error(bound):
+    with pytest.raises(ValueError, match="positive, finite max_standard_errors"):
+        ap.testing.assert_unbiased(noisy(1.0), {"a": np.ones(2), "b": (3.0,)}, KEY, 10, max_standard_errors=bound)
+
+
+def test_complex_numbers_are_an_error():
+    estimate = lambda key: {"a": jax.lax.complex(jax.random.normal(key), 5.0)}
+    with pytest.raises(TypeError, match=r"estimate\['a'\] is complex; give real and imaginary part"):
+        ap.testing.assert_unbiased(estimate, {"a": 0.0}, KEY, 10)
+    with pytest.raises(TypeError, match=r"the truth\['a'\] is complex"):
+        ap.testing.assert_unbiased(lambda key: {"a": jax.random.normal(key)}, {"a": 1j}, KEY, 10)
+
+
+def kept(key, weights, rows=False):
+    """A twentieth of the elements, or of the rows, twenty times as large."""
+    return jnp.where(jax.random.bernoulli(key, 0.05, (64, 1) if rows else (64, 64)), 20 * weights, 0)
+
+
+def rounded(key, weights):
+    return jnp.floor(weights + jax.random.uniform(key, weights.shape))
+
+
+WEIGHTS = np.random.default_rng(0).normal(size=(64, 64)).astype(np.float32)
+OF_WEIGHTS = {"kept": kept, "rows": lambda key, w: kept(key, w, rows=True), "rounded": rounded}
+
+
+@pytest.mark.parametrize("sampler", OF_WEIGHTS)
+def test_many_elements_raise_no_alarm_unless_they_are_biased(sampler):
+    estimate = lambda key: OF_WEIGHTS[sampler](key, jnp.asarray(WEIGHTS))
+    for seed in range(5):
+        ap.testing.assert_unbiased(estimate, WEIGHTS, jax.random.key(seed), 300)
+    with pytest.raises(AssertionError, match="biased"):
+        ap.testing.assert_unbiased(estimate, 0.7 * WEIGHTS, KEY, 300 if sampler != "rows" else 2_000)
+
+
+@pytest.mark.long
+def test_alarms_are_rare():
+    # 1,400 certificates of correct samplers, made by NumPy. At most 3 in 1,000 may fail.
+    rng = np.random.default_rng(1)
+    x = rng.normal(size=4096)
+
+    def keep(size, share, columns=1):
+        mask = rng.random((300, size // columns)) < share
+        return np.repeat(mask, columns, axis=1) * (x[:size] / share), x[:size]
+
+    kinds = {
+        "kept": lambda: keep(4096, 0.05),
+        "rows": lambda: keep(4096, 0.05, 64),
+        "half of the rows": lambda: keep(4096, 0.5, 64),
+        "a tenth": lambda: keep(4096, 0.1),
+        "rounded": lambda: (np.floor(x + rng.random((300, 4096))), x),
+        "a few rounded": lambda: (np.floor(x[:8] + rng.random((300, 8))), x[:8]),
+        "skewed": lambda: (rng.exponential(size=(300, 64)), np.ones(64)),
+    }
+    found = [_bias.distance(*kind(), 4.0) for kind in kinds.values() for _ in range(200)]
+    assert sum(d.off > d.bound for d in found) <= 3
 
 
 def test_what_a_transformation_changes_is_named():

@@ -1,0 +1,193 @@
+"""Whether the mean of many estimates is the truth: one decision for all the elements of a pytree.
+
+A mean of n estimates is compared with the truth in units of its standard error. That an estimate without bias is called
+biased shall happen as rarely as a normal number of `bound` standard errors does: at 4, once in 16,000 certificates,
+however many elements there are. Three things are in the way, and each kind of element has its own test.
+
+*Many elements.* The samples come in m blocks, with sums S_b of (estimate - truth). An element's statistic is
+
+    T^2 = (sum_b S_b)^2 / sum_b S_b^2,
+
+Student's with m - 1 degrees of freedom. If there is no bias, its distribution is nearly what it is when each block
+gets a random sign (the wild bootstrap), and the signs leave the denominator as it is. Elements that depend on
+each other share their signs; so the largest T of 1,000 draws of signs says of how many independent elements the
+largest is, k. The smallest of all p-values, times k, is the one of the certificate.
+
+*Elements that few samples reach*, of a sampler that keeps a twentieth say, or of a rounding whose other value is rare.
+Fewer than 30 draws unlike the usual one make no standard error. All the elements of their array are judged together, by
+the U-statistic of the squared bias (and so are all arrays of 30 elements and more, for a bias that all of them share)
+
+    U = sum over b != c of <S_b, S_c> = sum over b != c of G_bc,
+
+whose mean is the square of the bias. Under random signs it has the mean 0, the second moment 2 sum G^2 and the third
+8 tr G^3; its tail is that of a chi-square with these moments.
+
+*Such elements one by one.* Jumps of the size R that is seen in their array may just not have happened, and a mean may
+be off by sqrt(2 V L / n) + R L / n, L = log(2 elements / p), V the mean square of (estimate - truth) (Bernstein's
+inequality). Where nothing in an array varies, its mean must be the truth to ten float32 roundings.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from scipy import special
+
+NEEDED = 30  # draws unlike the usual one that make a standard error
+BLOCKS = 100
+TINY = 1e-150
+
+
+class Distance(NamedTuple):
+    """How far the mean of estimates is from the truth, where it is farthest.
+
+    Attributes:
+      off: in standard errors; infinite for a mean that is not finite, 0 where nothing varies and nothing is off.
+      bound: how many standard errors chance explains, with as many elements as there are.
+      words: what an error says.
+      visible: the smallest bias that would have been found, in the estimate's units.
+    """
+
+    off: float
+    bound: float
+    words: str
+    visible: float = 0.0
+
+
+class _Leaf(NamedTuple):
+    """One array of the estimate: samples (n, elements), and each element's truth, mean and standard error."""
+
+    name: str
+    shape: tuple[int, ...]
+    samples: np.ndarray
+    truth: np.ndarray
+    mean: np.ndarray
+    error: np.ndarray
+    exact: np.ndarray
+
+    def words(self, index: int, off: float, bound: float) -> str:
+        at = np.unravel_index(index, self.shape)
+        where = self.name + (str(list(map(int, at))) if self.shape else "")
+        distance = f"off by {off:.1f} standard errors" if off < 1e6 else "and never near it"
+        return (
+            f"biased{' at ' + where if where else ''}: mean {self.mean[index]} ± {self.error[index]} against "
+            f"{self.truth[index]}, {distance} ({len(self.samples)} samples; {bound:.2g} are chance)"
+        )
+
+
+def require_bound(what: str, name: str, value: float) -> float:
+    """The number, or an error if it is not positive and finite."""
+    if not (isinstance(value, int | float | np.number) and np.isfinite(value) and value > 0):
+        raise ValueError(f"{what} needs a positive, finite {name}, got {value!r}")
+    return float(value)
+
+
+def distance(samples: Any, truth: Any, bound: float) -> Distance:
+    """The distance of the mean of samples, float64 with the samples as leading axis, from a real and finite truth."""
+    leaves = list(_leaves(samples, truth))
+    for leaf in leaves:
+        if not np.isfinite(leaf.mean).all():
+            index = int(np.argmin(np.isfinite(leaf.mean)))
+            return Distance(np.inf, bound, leaf.words(index, np.inf, bound), np.inf)
+    level = 2 * special.ndtr(-bound)
+    found = [Distance(0.0, bound, "no elements")]
+    dense = []
+    for leaf in leaves:
+        unlike = np.sum(leaf.samples != np.median(leaf.samples, axis=0), axis=0)
+        few = unlike < min(NEEDED, len(leaf.samples) - 1)
+        dense.append((leaf, np.flatnonzero(~few)))
+        together = unlike.sum() >= NEEDED and len(few) > 1
+        if few.any():
+            alone = _alone(leaf, few, level / len(leaves), bound)
+            found.append(alone._replace(visible=0.0) if together else alone)
+        if together and (few.any() or len(few) >= NEEDED):
+            found.append(_together(leaf, level / len(leaves), few.any()))
+    if any(len(where) for _, where in dense):
+        found.append(_largest(dense, level))
+    worst = max(found, key=lambda each: (each.off > each.bound, each.off))
+    return worst._replace(visible=max(each.visible for each in found))
+
+
+def _leaves(samples, truth) -> Iterator[_Leaf]:
+    if jax.tree.structure(samples) != jax.tree.structure(truth):
+        raise ValueError(f"estimate and truth differ: {jax.tree.structure(samples)}, {jax.tree.structure(truth)}")
+    for (path, x), wanted in zip(jax.tree_util.tree_leaves_with_path(samples), jax.tree.leaves(truth), strict=True):
+        name, wanted = jax.tree_util.keystr(path), np.asarray(wanted)
+        if np.iscomplexobj(wanted):
+            raise TypeError(f"the truth{name} is complex; give real and imaginary parts as two numbers, of both")
+        wanted = wanted.astype(np.float64)
+        if x.shape[1:] != wanted.shape:
+            raise ValueError(f"estimate{name} has shape {x.shape[1:]}, the truth {wanted.shape}")
+        if not np.isfinite(wanted).all():
+            raise ValueError(f"the truth{name} is not finite, so that nothing can be compared with it: {wanted}")
+        if wanted.size == 0:
+            continue
+        flat, wanted = x.reshape(len(x), -1), wanted.reshape(-1)
+        with np.errstate(invalid="ignore"):
+            mean, error = flat.mean(0), flat.std(0, ddof=1) / np.sqrt(len(flat))
+            exact = np.abs(mean - wanted) <= 10 * np.finfo(np.float32).eps * np.abs(wanted)
+        yield _Leaf(name, x.shape[1:], flat, wanted, mean, error, exact)
+
+
+def _blocks(deviations: np.ndarray) -> np.ndarray:
+    """Sums over blocks of samples, (blocks, elements). One element needs no blocks."""
+    n, size = deviations.shape
+    return np.add.reduceat(deviations, np.linspace(0, n, (n if size == 1 else min(n, BLOCKS)) + 1).astype(int)[:-1])
+
+
+def _largest(dense, level: float) -> Distance:
+    """The test of the element that is farthest off, of all that have a standard error."""
+    deviations = np.concatenate([leaf.samples[:, at] - leaf.truth[at] for leaf, at in dense], axis=1)
+    exact, error = (
+        np.concatenate([x[at] for x, at in each])
+        for each in zip(*[((leaf.exact, at), (leaf.error, at)) for leaf, at in dense], strict=True)
+    )
+    sums = _blocks(deviations)
+    m, scale = len(sums), np.maximum(np.sqrt(np.sum(sums**2, axis=0)), TINY)
+    T = np.where(exact, 0.0, np.abs(sums.sum(0)) / scale)
+    k = 1.0
+    if len(T) > 1:
+        signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(1000, m))
+        common = np.quantile(np.max(np.abs(signs @ (sums / scale)), axis=1), 0.95)
+        k = float(np.clip(np.log(0.95) / np.log1p(-2 * special.stdtr(m - 1, -_student(common, m))), 1, len(T)))
+    at = int(np.argmax(T))
+    off, bound = float(_student(T[at], m)), float(-special.stdtrit(m - 1, level / k / 2))
+    leaf, index = [(leaf, index) for leaf, where in dense for index in where][at]
+    return Distance(off, bound, leaf.words(index, off, bound), bound * float(np.max(error)))
+
+
+def _student(T: Any, m: int) -> Any:
+    """Student's t of m block sums: t^2 / (m - 1) = T^2 / (m - T^2)."""
+    return np.sqrt((m - 1) * T**2 / np.maximum(m - T**2, TINY))
+
+
+def _together(leaf: _Leaf, level: float, seen: bool) -> Distance:
+    """The test of the squared bias of all elements of an array, by U; `seen`: it says what bias would be seen."""
+    sums = _blocks(leaf.samples - leaf.truth)
+    G = sums @ sums.T
+    np.fill_diagonal(G, 0)
+    second, third = 2 * np.sum(G**2), 8 * np.trace(G @ G @ G)
+    z, skewness = G.sum() / np.sqrt(max(second, TINY)), max(third / max(second, TINY) ** 1.5, 1e-3)
+    freedom = 8 / skewness**2
+    chance = special.chdtrc(freedom, max(freedom + np.sqrt(2 * freedom) * z, 0))
+    off, bound = float(-special.ndtri(chance / 2)), float(-special.ndtri(level / 2))
+    rms = np.sqrt(np.mean((leaf.mean - leaf.truth) ** 2))
+    words = (
+        f"biased{' at ' + leaf.name if leaf.name else ''}: the {len(leaf.mean)} means are off by {rms:.3g} (root mean "
+        f"square), together {off:.1f} standard errors ({len(leaf.samples)} samples; {bound:.2g} are chance)"
+    )
+    visible = np.sqrt(bound * np.sqrt(second) / len(leaf.mean)) / len(leaf.samples)
+    return Distance(off, bound, words, float(visible) if seen else 0.0)
+
+
+def _alone(leaf: _Leaf, few: np.ndarray, level: float, bound: float) -> Distance:
+    """The test of each of the elements that few samples reach, by Bernstein's inequality."""
+    n, L = len(leaf.samples), np.log(2 * few.sum() / level)
+    jump = np.max(np.abs(leaf.samples - np.median(leaf.samples, axis=0)))
+    square = np.mean((leaf.samples - leaf.truth) ** 2, axis=0)
+    allowed = np.sqrt(2 * square * L / n) + jump * L / n if jump else np.zeros(len(few))
+    off = bound * np.abs(leaf.mean - leaf.truth) / np.maximum(allowed, TINY)
+    off = np.where(few & ~leaf.exact, off, 0.0)
+    index = int(np.argmax(off))
+    return Distance(float(off[index]), bound, leaf.words(index, off[index], bound), float(np.max(allowed[few])))
