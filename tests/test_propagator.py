@@ -100,10 +100,26 @@ AROUND = {
 }
 
 
+class Scale:
+    """An object that is no pytree, with an array in an attribute."""
+
+    def __init__(self, t):
+        self.t = t
+
+    def forward(self, x):
+        return x * self.t, None
+
+    def __call__(self, _, m):
+        return (m * self.t,)
+
+
+@pytest.mark.parametrize("in_object", [False, True])
 @pytest.mark.parametrize("around", AROUND)
-def test_a_closed_over_array_that_would_get_no_message_is_an_error(around):
+def test_a_closed_over_array_that_would_get_no_message_is_an_error(around, in_object):
     def f(t, x):
-        return AROUND[around](ap.node(ap.Propagator(lambda x: (x * t, None), lambda _, m: (m * t,))))(x)
+        propagator = ap.Propagator(lambda x: (x * t, None), lambda _, m: (m * t,))
+        scale = Scale(t)
+        return AROUND[around](ap.node(ap.Propagator(scale.forward, scale) if in_object else propagator))(x)
 
     for g in (jax.grad(f), jax.jit(jax.grad(f)), jax.grad(jax.jit(lambda t, x: f(jnp.sin(t), x)))):
         with pytest.raises(TypeError, match=r"closes over .* Pass the array to the node as an input"):
@@ -115,7 +131,8 @@ def test_arrays_that_are_only_traced_may_be_closed_over(around):
     """Of any dtype: backward's by the product rule, forward's as constants."""
 
     def f(t, n, x):
-        scale = functools.partial(lambda t, x: t * n.astype(x.dtype) * x, t)
+        kept = Scale(n)
+        scale = functools.partial(lambda t, x: t * kept.t.astype(x.dtype) * x, t)
         propagator = ap.Propagator(lambda x: (scale(x), {"x": x}), lambda memory, m: (2 * scale(m) + 0 * memory["x"],))
         return AROUND[around](ap.node(ap.chain(identity, propagator)))(x)
 

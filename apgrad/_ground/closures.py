@@ -17,8 +17,7 @@ def may_close_over_a_tracer(*functions: Any) -> bool:
     """Whether a traced array is found in what Python functions close over: a quick look, without calling them.
 
     The search goes through variables from outside, default arguments, parts of `functools.partial`, the object of a
-    bound method, and the same of every function found on the way. An array in an attribute of any other object is not
-    found.
+    bound method, attributes of objects, and the same of every function found on the way.
 
     Args:
       *functions: callables, or pytrees of callables and arrays.
@@ -37,11 +36,22 @@ def may_close_over_a_tracer(*functions: Any) -> bool:
             if any(isinstance(leaf, Tracer) for leaf in leaves):
                 return True
             queue += [leaf for leaf in leaves if callable(leaf)]
+            queue += [value for leaf in leaves for value in _attributes(leaf)]
             continue
         queue += closed_over(found).values()
         queue += [getattr(found, f"__{name}__", None) for name in ("defaults", "kwdefaults", "self", "wrapped")]
         queue += jax.tree.leaves(found)  # a callable object that is a pytree, as Flax's modules are
+        queue += _attributes(found)
     return False
+
+
+def _attributes(found: Any) -> list[Any]:
+    """The values of an object's attributes; of modules, classes and libraries' objects none, which is the world."""
+    library = type(found).__module__.partition(".")[0] in ("builtins", "jax", "jaxlib", "numpy", "functools", "types")
+    if library or isinstance(found, type):
+        return []
+    slots = [name for cls in type(found).__mro__ for name in getattr(cls, "__slots__", ())]
+    return [*getattr(found, "__dict__", {}).values(), *(getattr(found, name, None) for name in slots)]
 
 
 def closed_over(function: Any) -> dict[str, Any]:

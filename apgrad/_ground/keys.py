@@ -34,5 +34,10 @@ def require_key(what: str, key: Any) -> jax.Array:
     raise TypeError(f"{what} is one PRNG key, jax.random.key(seed); got {got}")
 
 
+def again(key: jax.Array) -> jax.Array:
+    """The same key, to repeat in a backward pass what was drawn with it: no use of a key twice by mistake."""
+    return jax.random.wrap_key_data(jax.random.key_data(key), impl=jax.random.key_impl(key))
+
+
 def _raw_shape() -> tuple[int, ...]:
     return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0))).shape

@@ -245,8 +245,10 @@ def declare_parts(tape: Tape, shape: tuple[int, ...], what: str, parts: bool | N
                 "it is one choice for each datum, which then pays for the costs of its datum only; parts=False if not."
             )
         return False
-    if len(shape) < 2:
-        raise ValueError(f"{what}: with parts=True the sample's shape is (lanes, parts, ...), got {shape}")
+    if len(shape) < 2 or shape[1] < 1:
+        raise ValueError(
+            f"{what}: with parts=True the sample's shape is (lanes, parts, ...), a part at least, got {shape}"
+        )
     tape._require_current(what).parts.setdefault(shape[1], what)
     return True
 

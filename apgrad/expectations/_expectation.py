@@ -219,6 +219,8 @@ def argument_numbers(argnums: int | Sequence[int]) -> tuple[bool, tuple[int, ...
         raise ValueError("argnums is empty: name at least one argument to differentiate")
     if any(n < 1 for n in numbers):
         raise ValueError(f"argnums={argnums}: 0 is the key, and the program's first argument is argnums=1")
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(f"argnums={argnums} names an argument twice")
     return several, numbers
 
 
@@ -235,10 +237,17 @@ def require_differentiable(argnums: int | Sequence[int], args: Sequence[Any]) ->
                 f"argnums={argnums}, but the objective was called with the key and {len(args)} argument(s)"
             )
         for path, leaf in jax.tree_util.tree_leaves_with_path(args[n - 1]):
+            name = f"argument {n}{jax.tree_util.keystr(path)}"
+            if not (hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex)):
+                raise TypeError(
+                    f"{name} is no array but of type {type(leaf).__name__}, which has no gradient. Differentiate the "
+                    "arrays alone, say those that eqx.partition(module, eqx.is_array) gives, and let the program close "
+                    "over the rest."
+                )
             if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
                 raise TypeError(
-                    f"argument {n}{jax.tree_util.keystr(path)} has dtype {jnp.result_type(leaf)}, which has no "
-                    "gradient. Convert it with .astype(jnp.float32), or leave it out of argnums."
+                    f"{name} has dtype {jnp.result_type(leaf)}, which has no gradient. Convert it with "
+                    ".astype(jnp.float32), or leave it out of argnums."
                 )
 
 

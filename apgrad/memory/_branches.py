@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from apgrad._ground.keys import again
 from apgrad._ground.propagator import Propagator, node
 from apgrad._programs import jaxprs
 from apgrad.memory._passes import Traced, differentiated, exact, inexact, remember, send
@@ -81,7 +82,7 @@ def randomized_cond(programs: Sequence[jaxprs.Program], plan: Callable[..., Memo
                 stored if at is None else operands[str(at)] if at <= size else consts[i][at - size - 1]
                 for stored, at in zip(jax.tree.unflatten(structure, leaves), outside[i], strict=True)
             ]
-            return send(plans[i], key, tuple(whole), messages)
+            return send(plans[i], again(key), tuple(whole), messages)
 
         functions = [lambda *a, i=i: run(i, *a) for i in range(len(plans))]
         found = jax.lax.switch(index, functions, key, operands, shared, inexact(messages))

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from apgrad._ground.keys import require_key
+from apgrad._ground.keys import again, require_key
 from apgrad._ground.propagator import Propagator, node
 from apgrad._programs import jaxprs
 from apgrad.memory._branches import randomized_cond
@@ -213,7 +213,7 @@ class _StretchWalk:
             answers: list[Any] = [None] * len(flags)
             if memory is not None:
                 memory, key, (made, chosen) = memory[0], memory[1], memory[2].value
-                answers = jaxprs.place(send(made, key, memory, inexact(messages)), chosen, answers)
+                answers = jaxprs.place(send(made, again(key), memory, inexact(messages)), chosen, answers)
             return (None, *answers)
 
         call = node(Propagator(forward, backward), perturbed=True)

@@ -248,6 +248,10 @@ def test_argnums_are_any_integers():
     assert ap.value_and_grad(program, 4, argnums=[np.int32(2), 1])(KEY, 3.0, 5.0)[1] == (3, 5)
     with pytest.raises(TypeError, match="float"):
         ap.value_and_grad(program, 4, argnums=1.0)
+    with pytest.raises(ValueError, match="names an argument twice"):
+        ap.grad(program, 4, argnums=(1, 2, 1))
+    with pytest.raises(TypeError, match=r"argument 1\['f'\] is no array but of type"):
+        ap.grad(program, 4)(KEY, {"f": jnp.tanh}, 5.0)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)

@@ -151,6 +151,12 @@ def test_masks_that_fit_nothing_are_errors():
             ap.expectation(lambda tape, mask=mask: flip(tape, 0.5, mask=mask)[0].cost(jnp.ones(4)), 4)(KEY)
 
 
+def test_parts_that_are_none_are_an_error():
+    none = lambda tape: ap.sample(tape, dist.Normal(jnp.ones((4, 0)), 1.0), ap.likelihood_ratio(), parts=True)[0]
+    with pytest.raises(ValueError, match=r"a part at least, got \(4, 0\)"):
+        ap.expectation(lambda tape: none(tape).cost(jnp.ones(4)), 4)(KEY)
+
+
 def test_groups_of_samples_are_the_lanes_of_the_data_axis():
     # RLOO for P prompts with G answers each: the baseline of an answer is the mean reward of the other answers to the
     # same prompt. The mean of all answers of the group, GRPO's, gives (G - 1) / G of that gradient.
