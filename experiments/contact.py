@@ -35,6 +35,7 @@ from matplotlib.figure import Figure
 
 import apgrad as ap
 from experiments import harness
+from experiments.parts import jump_weights
 
 WALL, HEIGHT, THROW = 0.6, 0.1, 0.1
 STOP, DT, NOISE, STEPS, DAMPING = 0.5, 0.2, 0.05, 20, 0.1
@@ -62,7 +63,7 @@ class Config(harness.Config):
       lanes: numbers of lanes for an estimate.
       estimates: repetitions of each estimate, K.
       reference: lanes of the pendulum's reference.
-      gamma: the error that `ap.weights.alpha_order` may make, in the whole gradient.
+      gamma: the error that `alpha_order` may make, in the whole gradient.
     """
 
     lanes: tuple[int, ...] = (100, 1000)
@@ -90,9 +91,9 @@ def estimator(method: str, gamma: float) -> ap.Estimator | ap.Mixer:
         "TP published": lambda: _mixed(weights.inverse_variance()),
         "per step": lambda: _mixed(weights.per_step_inverse_variance()),
         "TP": lambda: ap.total_propagation(),
-        "alpha order": lambda: _mixed(weights.alpha_order(gamma / 2)),  # the rule sees half of the lanes
-        "mean test": lambda: _mixed(weights.mean_test()),
-        "variance test": lambda: _mixed(weights.variance_test()),
+        "alpha order": lambda: _mixed(jump_weights.alpha_order(gamma / 2)),  # the rule sees half of the lanes
+        "mean test": lambda: _mixed(jump_weights.mean_test()),
+        "variance test": lambda: _mixed(jump_weights.variance_test()),
     }[method]()
 
 

@@ -27,7 +27,6 @@ equation forbids them (`jax.custom_vjp`), the lane's gradient is made.
 """
 
 from collections.abc import Sequence
-from contextvars import ContextVar
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -38,8 +37,6 @@ from jax import lax
 from apgrad._programs.control import Program, nested
 from apgrad._programs.jaxprs import caller, inline, is_inexact, place, restrict
 from apgrad._programs.signs import NUMBER, Factors, dense, inner, moved, of_step, of_steps, thin
-
-RECORD: ContextVar[list[Any] | None] = ContextVar("record", default=None)  # who listens to how sketches are made
 
 
 class ValueKind(IntEnum):
@@ -121,7 +118,6 @@ def sketch(
         if "forward-mode" not in str(error):
             raise
         # A function with a reverse-mode rule alone: the lane's gradient is made.
-        record((tuple(jnp.shape(inputs[i].array) for i in parameters), "all", "the gradient of each lane"))
         return inner(gradient(program, inputs, operands, messages), signs)
     return walk.total
 
@@ -152,17 +148,6 @@ def gradient(
         return of_one(operands) if lanes is None else jax.vmap(of_one, axis_size=lanes)(operands)
 
     return list(jax.vjp(made, *(inputs[i].array for i in parameters))[1](list(messages)))
-
-
-def record(entry: Any) -> None:
-    """Tells a listener the name of a node, or of a use the parameters' shapes, the operation and how it is sketched.
-
-    Args:
-      entry: what is told.
-    """
-    listening = RECORD.get()
-    if listening is not None:
-        listening.append(entry)
 
 
 def _without_lane(inputs):
@@ -358,18 +343,13 @@ class _Sketch(_Replay):
         return [None] * len(shapes)
 
     def _of_use(self, function, values, arrays, eqn, messages, shapes):
-        name = "none" if eqn is None else eqn.primitive.name
-        views = tuple(jnp.shape(value.array) for value in values if value.kind == ValueKind.VIEW)
         if eqn is None:
-            record((views, name, "thin products"))
             return inner(messages, [values[0].signs])
-        terms = None
+        views = [i for i, value in enumerate(values) if value.kind == ValueKind.VIEW]
         if len(views) == 1 and len(values) == 2:
-            (view,) = (i for i, value in enumerate(values) if value.kind == ValueKind.VIEW)
-            terms = thin(eqn, arrays, view, values[view].signs, messages)
-        record((views, name, f"{NUMBER} derivatives" if terms is None else "thin products"))
-        if terms is not None:
-            return terms
+            terms = thin(eqn, arrays, views[0], values[views[0]].signs, messages)
+            if terms is not None:
+                return terms
         chosen = [i for i, x in enumerate(shapes) if is_inexact(x)]
         return inner(messages, _derivatives(function, values, arrays, chosen))
 

@@ -4,21 +4,15 @@
     print(found)
     print(ap.diagnostics.recommend(found))
 
-*What a gradient costs.* In a given time to compute, estimates of variance V that take s seconds each average to a
-variance V s / time. So what counts is the *efficiency* 1 / (V s), once the bias is known to be small: `compare`. A
-variance is itself an estimate. With d_i the squared distance of estimate i from the mean, the variance is the mean of
-the d_i, and has the standard error of that mean. Where pathwise gradients explode, one d_i is much of the sum, however
-many estimates there are, and the true variance is larger than any sample says: such heavy tails are flagged. The
-seconds are known no better than the machine is at rest. So objectives take turns, and the ratios of their seconds,
-round by round, say how well the seconds are known.
+*What a gradient costs.* In a given time, estimates of variance V that take s seconds each average to a variance
+V s / time. So what counts is the *efficiency* 1 / (V s), once the bias is known to be small: `compare`. The variance is
+the mean of the squared distances d_i from the mean, and has the standard error of a mean. Where pathwise gradients
+explode, one d_i is much of the sum, and the true variance is larger than any sample says: such heavy tails are flagged.
+Objectives take turns, and the ratios of their seconds, round by round, say how well the seconds are known.
 
 *Why.* Pathwise gradients explode where small perturbations do: `perturbation_growth`, of `_growth.py`.
 
-*Where.* Total propagation has both estimators' gradients at every node: `node_variances`, of `_node_variances.py`,
-listens to its weights.
-
-*At what cost.* Total propagation looks at the gradients of single lanes by sketches: `sketches`, of `_sketches.py`,
-says which parameters are cheap to sketch and which are not.
+*Where.* `node_variances`, of `_node_variances.py`, has both estimators' variances at every node.
 """
 
 import math
@@ -37,7 +31,6 @@ from apgrad.expectations._node_variances import (
     node_variances as node_variances,
     table,
 )
-from apgrad.expectations._sketches import Sketch as Sketch, Sketches as Sketches, sketches as sketches
 
 SIGNIFICANT = 1e-3  # how often a difference that is none may be called one, for the variance and for the time each
 
@@ -192,18 +185,15 @@ def compare(
     return Comparison(rows, refused, chunk * rounds)
 
 
-def recommend(comparison: Comparison, *, nodes: NodeVariances | None = None, growth: Growth | None = None) -> str:
+def recommend(comparison: Comparison) -> str:
     """What to use, and why, in plain words.
 
-    The most efficient row without significant bias or heavy tails is recommended, with all the rows that do not differ
-    from it. Two rows do not differ where the ratio of their efficiencies is below 1.1, or the ratio's interval includes
-    1. This interval is the product of two: one for the ratio of variances, which misses the true ratio once in 1000
-    times, and one for the ratio of seconds, from the least to the largest ratio of all rounds.
+    The most efficient row without significant bias or heavy tails is recommended, with all that do not differ from it:
+    the ratio of efficiencies is below 1.1, or its interval includes 1. The interval is the product of one for the ratio
+    of variances, which misses the true ratio once in 1000 times, and of the least and largest ratio of seconds.
 
     Args:
       comparison: what `compare` found, with a truth or a reference, so that biases are known.
-      nodes: what `node_variances` found, to give the reason.
-      growth: what `perturbation_growth` found, to give the reason.
 
     Example:
       >>> import numpy as np, apgrad as ap
@@ -248,13 +238,6 @@ def recommend(comparison: Comparison, *, nodes: NodeVariances | None = None, gro
     lines += [f"{name} is refused: {why}" for name, why in comparison.refused.items()]
     if len(rows) > 1 and all(r.bias is None for r in rows.values()):
         lines.append("Biases are not known: give compare a truth or a reference.")
-    if growth is not None:
-        exponent, total = growth.exponents[0], growth.log_singular_values[0] / math.log(10)
-        what = "pathwise gradients grow with the horizon" if exponent > 0 else "pathwise gradients stay bounded"
-        lines.append(f"Perturbations change by {math.exp(exponent):.3g} a step, 10^{total:.1f} in all: {what}.")
-    if nodes is not None:
-        better, count = int(np.sum(nodes.rp <= nodes.lr)), len(nodes.rp)
-        lines.append(f"Reparameterization alone varies less than likelihood ratio at {better} of {count} nodes.")
     return "\n".join(lines)
 
 

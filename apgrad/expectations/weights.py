@@ -3,14 +3,11 @@
     estimator = ap.total_propagation(weights=ap.weights.inverse_variance())     # as published
     estimator = ap.total_propagation(weights=ap.weights.Weights(ap.weights.Weighting(my_rule)))
 
-A rule is a function of the per-lane gradients of all the estimators at a node, and returns one weight for each. The
-functions of this module return the rules that follow.
-
 At a node stand n estimators (reparameterization first, then likelihood ratio). Each has a message for the node before
 and a contribution to the gradient of the target, the parameters. Both are linear in what is mixed, and all the
-estimators have the same expectation whatever happened before the node. So any weights that sum to 1, and do not depend
-on the samples that they mix, leave the gradient unbiased; the message may even have other weights than the
-contribution. `ap.expectation(..., cross_fit=True)` makes the weights independent of the samples.
+estimators have the same expectation whatever happened before the node. So weights that sum to 1 and do not depend on
+the samples that they mix leave the gradient unbiased, and the message may have other weights than the contribution.
+`ap.expectation(..., cross_fit=True)` makes the weights independent of the samples.
 
 What remains is to make the variance small. Let c_e be the per-lane contributions to the target, V the variance over
 lanes summed over the target's elements, and D = c_2 - c_1. All are centred over lanes, and < , > is the inner product
@@ -36,18 +33,16 @@ jackknife; HC3 of MacKinnon & White, 1985). With the residuals e = A + k D, A wh
 r = lanes / (lanes - 1), as the means change as well.
 
 In chaos c_1 explodes, and what is left of it must be shrunk, not k: the two change places where c_2 is typically
-the smaller, by the mean over lanes of log |c_e|, here not centred. For c_1 this mean grows with the Lyapunov
-exponent. Variances would not do to decide: where c_1 is small but for a lane in thousands, the half that has this lane
-would turn the other half to c_2. `experiments.total_propagation` has the figures.
+the smaller, by the mean over lanes of log |c_e|, here not centred, which for c_1 grows with the Lyapunov exponent.
+Variances would not do to decide: where c_1 is small but for a lane in thousands, the half that has this lane would turn
+the other half to c_2. `experiments.total_propagation` has the figures.
 
-*What stronger shrinkage does.* It takes away small weights of c_2 at all nodes, which alone keep the rare lane from
-exploding that the half at hand does not have: with twice v the gradient of `experiments.lorenz_control` in chaos
-can have 100 times the variance of that with v, while what it saves elsewhere is a fifth at most.
+*Stronger shrinkage* takes away small weights of c_2, which alone keep a rare lane from exploding: with twice v the
+gradient of `experiments.lorenz_control` in chaos can have 100 times the variance, and elsewhere a fifth less at most.
 
 *Where the simulator jumps*, at a contact say, the pathwise derivative does not see the jump: reparameterization is
-biased, its variance is small, and all the rules above give it the weight. `alpha_order`, `mean_test` and
-`variance_test` look for the bias, each in its own way, and turn to the likelihood ratio where they find it.
-`experiments.contact` measures which of them see what.
+biased, its variance is small, and all these rules give it the weight. `experiments/parts/jump_weights.py` has three
+rules that look for the bias, and `experiments.contact` measures which of them see what.
 """
 
 import functools
@@ -168,10 +163,8 @@ def per_step_inverse_variance() -> Weights:
     """Inverse-variance weights of each step's contribution; messages go back by reparameterization alone.
 
     This is IVW-H (Onoda, Parmas, Yaguchi & Matsuo, 2026, arXiv 2604.18161) as far as we know it, from the abstract, the
-    public reviews and an implementation by others: at each step of control the analytic gradient of the action,
-    backpropagated through the simulator, is mixed with the likelihood ratio by inverse variances over lanes. There each
-    dimension of the action has its own weight, here all have one. Total propagation mixes the message as well; here
-    the message explodes wherever reparameterization explodes.
+    public reviews and an implementation by others. There each dimension of the action has its own weight, here all have
+    one. The message, which total propagation mixes as well, explodes wherever reparameterization explodes.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -181,165 +174,6 @@ def per_step_inverse_variance() -> Weights:
       [1.0, 0.8]
     """
     return Weights(Weighting(_first_alone), Weighting(_inverse_variance))
-
-
-def alpha_order(gamma: float, *, confidence: float = 0.95) -> Weights:
-    """Inverse-variance weights, as far as the two estimators agree up to a given error.
-
-    The alpha-order estimator of Suh, Simchowitz, Zhang & Tedrake (2022), section 4: alpha times reparameterization and
-    1 - alpha times likelihood ratio, of the least variance under a bound on the error,
-
-        alpha B + epsilon <= gamma,    so    alpha = min(inverse-variance weight, max(0, gamma - epsilon) / B),
-
-    B the distance of the two means, and epsilon what the likelihood ratio's mean is off by at the given confidence. The
-    paper mixes the gradient of the whole objective; here each node is mixed by itself. The paper has epsilon by
-    Bernstein's inequality; here it is the bound for a Gaussian mean, sqrt(V / lanes) (1 + sqrt(2 log(1 / (1 -
-    confidence)))), V the variance of the likelihood ratio summed over features.
-
-    Args:
-      gamma: the error that is allowed, in the units of a node's contribution to the gradient; positive. Under
-        cross-fitting the rule sees the contribution of half of the lanes, which is half as long. `math.inf` gives
-        inverse variances, and a gamma below the likelihood ratio's own noise gives the likelihood ratio.
-      confidence: how sure to be of the likelihood ratio's error, between 0 and 1.
-
-    Raises:
-      ValueError: for numbers outside these ranges.
-
-    Example:
-      >>> import jax.numpy as jnp, apgrad as ap
-      >>> pair = jnp.stack([jnp.zeros((64, 1)), jnp.full((64, 1), 1 / 64)])  # slopes of 0 and 1 in all
-      >>> [round(float(ap.weights.alpha_order(gamma).message.rule(pair, pair[0])[0]), 2) for gamma in (0.1, 9)]
-      [0.1, 0.5]
-    """
-    if not gamma > 0:
-        raise ValueError(f"alpha_order needs a positive gamma, got {gamma!r}")
-    if not 0 < confidence < 1:
-        raise ValueError(f"alpha_order needs a confidence between 0 and 1, got {confidence!r}")
-    factor = 1 + math.sqrt(-2 * math.log1p(-confidence))
-
-    def rule(gradients, suffix):
-        _require_two("alpha_order", gradients)
-        lanes = gradients.shape[1]
-        pathwise, ratio = jnp.sum(gradients, axis=1)
-        distance = jnp.linalg.norm(pathwise - ratio)
-        epsilon = factor * jnp.sqrt(lanes * jnp.sum(jnp.var(gradients[1], axis=0, ddof=min(1, lanes - 1))))
-        room = jnp.maximum(gamma - epsilon, 0) / jnp.where(distance == 0, 1, distance)
-        room = jnp.where(distance == 0, 1, jnp.where(jnp.isnan(room), 0, room))
-        alpha = jnp.minimum(_inverse_variance(gradients, suffix)[0], room)
-        return jnp.stack([alpha, 1 - alpha])
-
-    return Weights(Weighting(rule))
-
-
-def mean_test(weights: Weights | None = None, *, threshold: float = 3.5) -> Weights:
-    """The given weights, but the likelihood ratio alone at nodes where the two estimators' means differ.
-
-    Where both estimators are unbiased, D = c_2 - c_1 has mean 0. With D_i the difference on lane i and V the variance
-    over lanes summed over features, the sum of D over n lanes has a root mean square of sqrt(n V). The rule turns to
-    the likelihood ratio where the sum is longer than `threshold` times that. With one feature this is the t-test of two
-    means on paired samples. With many, the length of a Gaussian vector of this root mean square exceeds 1 + sqrt(2
-    log(1 / p)) times it with a probability of at most p: 3.5 holds p = .044, and p = .0005 with one feature.
-
-    It needs no assumption on what comes after the node, and so serves long rollouts. But D is as noisy as the
-    likelihood ratio is: what bias that noise hides stays.
-
-    Args:
-      weights: the weights where no difference is found; `decoupled()` if not given.
-      threshold: how long the sum may be, in root mean squares; positive.
-
-    Raises:
-      ValueError: for a threshold that is not positive.
-
-    Example:
-      >>> import jax.numpy as jnp, apgrad as ap
-      >>> rule = ap.weights.mean_test().message.rule
-      >>> noise = jnp.where(jnp.arange(100) % 2, 1.0, -1.0)[:, None]
-      >>> [rule(jnp.stack([0 * noise, bias + noise]), noise)[1].tolist() for bias in (0.1, 1.0)]
-      [0.0, 1.0]
-    """
-    if not threshold > 0:
-        raise ValueError(f"mean_test needs a positive threshold, got {threshold!r}")
-
-    def differs(gradients):
-        D = gradients[1] - gradients[0]
-        scale = jnp.max(jnp.abs(D), initial=0)
-        D = D / jnp.where((scale > 0) & jnp.isfinite(scale), scale, 1)  # no overflow in the square
-        variance = jnp.sum(jnp.var(D, axis=0, ddof=min(1, len(D) - 1)))
-        return jnp.sum(jnp.sum(D, axis=0) ** 2) > threshold**2 * len(D) * variance  # False for NaN
-
-    return _turn_to_ratio("mean_test", decoupled() if weights is None else weights, differs)
-
-
-def variance_test(weights: Weights | None = None, *, dimensions: int = 1, c: float = 1.0) -> Weights:
-    """The given weights, but the likelihood ratio alone where it spreads more than the pathwise slopes explain.
-
-    A test in the manner of DDCG (Onoda, Parmas, Yaguchi & Matsuo, 2026, arXiv 2604.18161). Of DDCG we know from the
-    abstract and the public reviews that it compares the variances of pathwise gradients and of the cost, mixes by
-    inverse variances where the two fit, and takes the likelihood ratio elsewhere; we have not seen the formula. What
-    follows is our own.
-
-    Let a cost f(e) depend on Gaussian noise e of d dimensions, all deviations 1, centred to mean 0. Poincare's
-    inequality says E f^2 <= E |f'|^2 =: P for every f without jumps. The likelihood ratio is e f, and by Stein's
-    identity
-
-        X := E |e|^2 f^2 = d E f^2 + 2 E f (e . f') <= d P + 2 sqrt(X P),    so    X <= (1 + sqrt(1 + d))^2 P.
-
-    A jump adds to X and not to P. The rule turns to the likelihood ratio where c X > (1 + sqrt(1 + d))^2 P. A linear f
-    has X = (d + 2) P: at d = 1 and c = 1 a jump goes unseen until it makes half of X. A larger c sees more, and turns
-    away costs that do not jump.
-
-    Noise that comes after the node adds to X and not to P as well: the test is for one choice that all the cost follows
-    from, such as noise on an open-loop plan, and not for rollouts with noise at every step. The target is the mean of
-    the choice, so that X and P are of the noise itself, up to one scale.
-
-    Args:
-      weights: the weights where no jump is found; `inverse_variance()` if not given.
-      dimensions: d, the number of dimensions of the choice.
-      c: the strictness of the test; positive.
-
-    Raises:
-      ValueError: for numbers that are not positive.
-
-    Example:
-      >>> import jax, jax.numpy as jnp, apgrad as ap
-      >>> rule = ap.weights.variance_test().message.rule
-      >>> e = jax.random.normal(jax.random.key(0), (1000, 1))
-      >>> def weigh(f):
-      ...     weights = rule(jnp.stack([jax.vmap(jax.grad(lambda e: f(e[0])))(e), f(e) * e]), e)
-      ...     return round(float(weights[0]), 1)
-      >>> weigh(lambda e: e**3 - e), weigh(lambda e: 0.1 * e + jnp.sign(e))
-      (0.9, 0.0)
-    """
-    if not (dimensions > 0 and c > 0):
-        raise ValueError(f"variance_test needs positive dimensions and c, got {dimensions!r} and {c!r}")
-    limit = (1 + math.sqrt(1 + dimensions)) / math.sqrt(c)
-
-    def jumps(gradients):
-        scale = jnp.max(jnp.abs(gradients), initial=0)
-        pathwise, ratio = gradients / jnp.where((scale > 0) & jnp.isfinite(scale), scale, 1)
-        return jnp.linalg.norm(ratio) > limit * jnp.linalg.norm(pathwise)
-
-    return _turn_to_ratio("variance_test", inverse_variance() if weights is None else weights, jumps)
-
-
-def _turn_to_ratio(name, weights, found):
-    """The weights, but [0, 1] where `found(gradients)`."""
-
-    def wrap(weighting):
-        def rule(gradients, suffix):
-            _require_two(name, gradients)
-            ordinary = weighting.rule(gradients, suffix)
-            usable = jnp.all(jnp.isfinite(gradients[1]))
-            return jnp.where(found(gradients) & usable, jnp.array([0, 1], ordinary.dtype), ordinary)
-
-        return weighting._replace(rule=rule)
-
-    return Weights(wrap(weights.message), weights.contribution and wrap(weights.contribution))
-
-
-def _require_two(name, gradients):
-    if len(gradients) != 2:
-        raise ValueError(f"{name} weighs two estimators, a pathwise one and a score, got {len(gradients)}")
 
 
 def _first_alone(gradients, suffix):

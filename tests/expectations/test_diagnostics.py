@@ -241,41 +241,8 @@ def test_variances_along_a_chain_come_in_the_order_of_the_program(weights):
 def test_mixing_pays_where_perturbations_grow():
     found = diagnostics.node_variances(lambda e: chain(e, 8), 1000, KEY, 3.0)
     assert (found.tp <= np.minimum(found.tp_rp, found.lr) * 1.01).all()
-    growth = diagnostics.perturbation_growth(lambda x, _: 3 * x, jnp.ones(()), length=8)
-    rows = {"a": diagnostics.Row(np.zeros(1), np.ones(1), None, np.nan, False, 1.0, 0.1, False, 1.0, 1.0)}
-    text = diagnostics.recommend(diagnostics.Comparison(rows, {}, 10), nodes=found, growth=growth)
-    assert "change by 3 a step" in text and "of 8 nodes" in text
 
 
 def test_a_program_without_such_nodes_is_refused():
     with pytest.raises(ValueError, match="no node weighed"):
         diagnostics.node_variances(lambda estimator: one_node(ap.reparameterization()), 10, KEY, 1.0)
-
-
-def test_sketches_say_what_they_cost():
-    @jax.custom_vjp
-    def opaque(w, x):
-        return x @ w
-
-    opaque.defvjp(lambda w, x: (x @ w, (w, x)), lambda memory, m: (jnp.outer(memory[1], m), m @ memory[0].T))
-    parameters = {"table": jnp.ones((6, 5)), "w": jnp.ones((5, 5))}
-
-    def program(product):
-        @ap.stochastic(ap.total_propagation())
-        def step(p, x):
-            row = p["table"][jnp.asarray(x[0] > 0, jnp.int32)]
-            return dist.Normal(product(p["w"], x) + row, 0.1).to_event(1)
-
-        def program(tape, p):
-            carry = (tape, jnp.ones((tape.lanes, 5)))
-            (tape, x), _ = jax.lax.scan(lambda c, _: (step(c[0], p, c[1]), None), carry, length=2)
-            return tape.cost(jnp.sum(x, axis=-1))
-
-        return program
-
-    found = diagnostics.sketches(program(lambda w, x: x @ w), 4, KEY, parameters)
-    forms = {entry.operation: entry.form for entry in found}
-    assert forms["dot_general"] == "thin products" and "8 derivatives" in forms.values()
-    assert "(5, 5)" in str(found)
-    found = diagnostics.sketches(program(opaque), 4, KEY, parameters)
-    assert "the gradient of each lane" in {entry.form for entry in found}

@@ -155,7 +155,6 @@ def to_arguments(
         return uses.sketch(program, inputs(lane), operands, to_uses, signs) * NUMBER**-0.5
 
     def features(operands, to_uses, to_lane):
-        uses.record(traced.what)
         if not chosen:
             rows = [to_lane[i] for i in moving]
             if _is_exact(rows):

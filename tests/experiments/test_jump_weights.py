@@ -9,6 +9,7 @@ import pytest
 from scipy.stats import norm
 
 import apgrad as ap
+from experiments.parts import jump_weights
 
 KEY = jax.random.key(0)
 JUMP = lambda e: jnp.where(e > 0.5, 2.0, 0.0) + 0.1 * e
@@ -37,13 +38,13 @@ def test_alpha_order_is_the_constrained_minimum(x64):
     for gamma in (0.5 * epsilon, epsilon + 0.3 * distance, epsilon + 10 * distance, math.inf):
         allowed = epsilon + grid * distance <= gamma
         best = grid[allowed][np.argmin(variance[allowed])] if allowed.any() else 0
-        np.testing.assert_allclose(rule(ap.weights.alpha_order(gamma))(gradients), [best, 1 - best], atol=2e-5)
+        np.testing.assert_allclose(rule(jump_weights.alpha_order(gamma))(gradients), [best, 1 - best], atol=2e-5)
 
 
 def test_the_mean_test_keeps_its_level_and_has_the_power_of_a_t_test(x64):
     smooth = features(jnp.sin, 300, repetitions=4000)
     for threshold in (1.0, 2.0):
-        weights = jax.vmap(rule(ap.weights.mean_test(ap.weights.Weights(HALF), threshold=threshold)))(smooth)
+        weights = jax.vmap(rule(jump_weights.mean_test(ap.weights.Weights(HALF), threshold=threshold)))(smooth)
         false, p = np.mean(np.asarray(weights)[:, 1] == 1), 2 * norm.sf(threshold)
         assert abs(false - p) < 4 * math.sqrt(p / 4000) + 0.01, (threshold, false, p)
     # D = jump's part of the likelihood ratio, whose mean is 2 phi(.5); a power of one half where that is 2 errors.
@@ -51,7 +52,7 @@ def test_the_mean_test_keeps_its_level_and_has_the_power_of_a_t_test(x64):
     D = np.asarray(found[:, 1] - found[:, 0]) * 2000
     assert abs(D.mean() - 2 * norm.pdf(0.5)) < 4 * D.std() / math.sqrt(D.size)
     lanes = int((2 * D.std() / (2 * norm.pdf(0.5))) ** 2)
-    weights = jax.vmap(rule(ap.weights.mean_test(threshold=2.0)))(features(JUMP, lanes, repetitions=1000))
+    weights = jax.vmap(rule(jump_weights.mean_test(threshold=2.0)))(features(JUMP, lanes, repetitions=1000))
     assert 0.4 < np.mean(np.asarray(weights)[:, 1] == 1) < 0.6
 
 
@@ -78,10 +79,10 @@ def test_no_cost_without_jumps_exceeds_the_bound_of_the_variance_test(dimensions
         assert ratio < limit, (name, ratio, limit)
         if name == "linear":
             assert abs(ratio - (dimensions + 2)) < 0.1
-        assert rule(ap.weights.variance_test(dimensions=dimensions))(gradients)[0] > 0, name
+        assert rule(jump_weights.variance_test(dimensions=dimensions))(gradients)[0] > 0, name
     jump = jnp.where(e @ a > 0, 1.0, -1.0)
     gradients = jnp.stack([0.2 * jnp.broadcast_to(a, e.shape), (jump + 0.2 * e @ a)[:, None] * e])
-    np.testing.assert_array_equal(rule(ap.weights.variance_test(dimensions=dimensions))(gradients), [0, 1])
+    np.testing.assert_array_equal(rule(jump_weights.variance_test(dimensions=dimensions))(gradients), [0, 1])
 
 
 def test_per_step_weights_send_the_pathwise_message():
@@ -97,9 +98,9 @@ def test_per_step_weights_send_the_pathwise_message():
     "weights",
     [
         ap.weights.per_step_inverse_variance(),
-        ap.weights.alpha_order(0.1),
-        ap.weights.mean_test(),
-        ap.weights.variance_test(),
+        jump_weights.alpha_order(0.1),
+        jump_weights.mean_test(),
+        jump_weights.variance_test(),
     ],
     ids=["per step", "alpha order", "mean test", "variance test"],
 )
@@ -111,15 +112,15 @@ def test_finite_where_gradients_overflow(weights):
                 found = weighting.rule(jnp.stack(gradients), jnp.zeros((20, 1)))
                 assert jnp.all(jnp.isfinite(found)) and abs(float(jnp.sum(found)) - 1) < 1e-6
     with pytest.raises(ValueError, match="two estimators"):
-        rule(ap.weights.alpha_order(1.0))(jnp.zeros((3, 4, 1)))
+        rule(jump_weights.alpha_order(1.0))(jnp.zeros((3, 4, 1)))
 
 
 def test_bad_numbers():
     for make, match in (
-        (lambda: ap.weights.alpha_order(0), "positive gamma"),
-        (lambda: ap.weights.alpha_order(1, confidence=1), "between 0 and 1"),
-        (lambda: ap.weights.mean_test(threshold=0), "positive threshold"),
-        (lambda: ap.weights.variance_test(dimensions=0), "positive dimensions"),
+        (lambda: jump_weights.alpha_order(0), "positive gamma"),
+        (lambda: jump_weights.alpha_order(1, confidence=1), "between 0 and 1"),
+        (lambda: jump_weights.mean_test(threshold=0), "positive threshold"),
+        (lambda: jump_weights.variance_test(dimensions=0), "positive dimensions"),
     ):
         with pytest.raises(ValueError, match=match):
             make()
