@@ -3,26 +3,19 @@
     tape, y = ap.choose(tape, distribution, continuation, ap.disarm(), *args)
 
 A choice x ~ p(theta) is followed by the cost c(x) and by a value y(x), and y by further costs R(y). The expectation
+J = E[c(x)] + E[R(y(x))] has two terms, and each of them has an estimator of its own.
 
-    J = E[c(x)] + E[R(y(x))]
-
-has two terms, and each of them has an estimator of its own.
-
-* *The cost of the continuation.* Given what came before the choice, E[c(x)] is a function of theta and of what the
-  continuation depends on. The estimator may evaluate c where it likes. It answers with a number C such that C and its
-  derivatives are right in expectation, given the past. The tape adds C as a cost, **before** the choice is credited:
+* *The cost of the continuation.* The estimator may evaluate c where it likes. It answers with a C such that C and its
+  derivatives are right in expectation, given the past. The tape adds C as a cost **before** the choice is credited:
   the tape's term is `C exp(p)`, with p the zeros of the earlier choices alone (`_tape.py`). As E[C | past] has the
   right derivatives, so has E[C exp(p)], and to every order to which C has them.
-* *What follows y.* The program goes on with the sample x alone, and costs after it are known for this sample only. So
-  they are charged by the likelihood ratio: the choice's log-probability at x is credited to the tape, with a baseline,
-  and E[R exp(p + log p(x))] has the right derivatives to every order. This asks for no more than that x is a sample
-  of the distribution given the past; how x and the outcomes that C was made of depend on each other plays no part,
-  since the two terms add up. Where the continuation hands on no array, there is nothing to charge and no score.
-  The derivative of y itself, at the fixed sample, is JAX's.
+* *What follows y.* Costs after y are known for the sample x alone. So they are charged by the likelihood ratio: the
+  choice's log-probability at x is credited to the tape, with a baseline, and E[R exp(p + log p(x))] has the right
+  derivatives to every order. This asks for no more than that x is a sample of the distribution given the past. Where
+  the continuation hands on no array, there is no score. The derivative of y at the fixed sample is JAX's.
 
-So what an estimator can do for variance it does for the costs within the continuation: put into it what the choice
-decides first. A program that ends with its continuation, as the bound of a variational autoencoder does, has no
-likelihood-ratio term at all.
+So put into the continuation what the choice decides first. A program that ends with its continuation, as the bound of a
+variational autoencoder does, has no likelihood-ratio term at all.
 """
 
 from collections.abc import Callable
@@ -39,7 +32,7 @@ from apgrad.expectations.estimators import _baselines as baselines
 from apgrad.expectations.estimators._baselines import Baseline
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
 from apgrad.expectations.estimators._discrete import relaxable
-from apgrad.expectations.estimators._estimator import Estimator, Mixer
+from apgrad.expectations.estimators._estimator import Estimator, Mixer, once
 
 
 def choose(
@@ -100,6 +93,7 @@ def choose(
     if not isinstance(tape, Tape):
         raise TypeError(f"{what}: the first argument is the tape, got {type(tape).__name__}")
     distributions.require_distribution(what, distribution)
+    distributions.require_density(what, distribution)
     require_lanes(what, tape.lanes, args)
     tape, key = tape.next_key()
     shape = tuple(getattr(distribution, "batch_shape", ()))
@@ -123,7 +117,7 @@ def choose(
     form = _form(what, continuation, drawn, args)
     x, cost = estimator.estimate(distribution, key, costs)
     x = channels.drawn(tape, lax.stop_gradient(x))
-    tape = tape.cost(cost)
+    tape = tape.cost(cost if estimator.every_order else once(estimator.name, cost))
     if not jax.tree.leaves(form):
         return tape, form
     y = jax.vmap(lambda x, *lane: continuation(x, *lane)[1])(seen(x), *args)

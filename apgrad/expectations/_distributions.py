@@ -30,27 +30,14 @@ class Distribution(Protocol):
     """The least that a distribution offers."""
 
     def sample(self, key: Any) -> Any:
-        """One sample, an array (*batch, *event).
-
-        Args:
-          key: a PRNG key.
-        """
+        """One sample, an array (*batch, *event)."""
 
     def log_prob(self, value: Any) -> Any:
-        """The log-density of a sample, floating point, (*batch).
-
-        Args:
-          value: a sample, (*batch, *event).
-        """
+        """The log-density of a sample, floating point, (*batch)."""
 
 
 def require_distribution(what: str, distribution: Any) -> None:
-    """Raises a `TypeError` for what is no distribution, or no pytree.
-
-    Args:
-      what: the node's name in the error.
-      distribution: what was given.
-    """
+    """Raises a `TypeError` for what is no distribution, or no pytree."""
     if not (callable(getattr(distribution, "sample", None)) and callable(getattr(distribution, "log_prob", None))):
         raise TypeError(
             f"{what} needs a distribution, a pytree with sample(key) and log_prob(x) as NumPyro's are; got "
@@ -63,13 +50,21 @@ def require_distribution(what: str, distribution: Any) -> None:
         )
 
 
-def sample(distribution: Any, key: jax.Array) -> jax.Array:
-    """A sample without derivative, in the dtype of the distribution's parameters.
+def widened(distribution: Any) -> Any:
+    """The distribution with parameters of float32 where they are of half precision; the derivative goes through.
 
-    Args:
-      distribution: what is sampled.
-      key: a PRNG key.
+    Uniform numbers in bfloat16 are multiples of 1/128, and a choice of probability .0067 would never be drawn.
     """
+
+    def widen(x):
+        half = jnp.issubdtype(jnp.result_type(x), jnp.floating) and jnp.finfo(jnp.result_type(x)).bits < 32
+        return jnp.asarray(x, jnp.float32) if half else x
+
+    return jax.tree.map(widen, distribution)
+
+
+def sample(distribution: Any, key: jax.Array) -> jax.Array:
+    """A sample without derivative, in the dtype of the distribution's parameters."""
     return lax.stop_gradient(_draw(distribution, "sample", key))
 
 
@@ -84,15 +79,6 @@ def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
 
     The code takes Newton steps for F(x; theta) = F(x_0; theta_0) from the sample x_0. They do not move the sample, and
     each step doubles the order to which x follows the path: three steps are right to the seventh derivative.
-
-    Args:
-      what: the estimator's name in errors.
-      distribution: what is sampled.
-      key: a PRNG key.
-
-    Raises:
-      TypeError: at trace time, for a distribution without a pathwise derivative: it has neither `rsample` nor a
-        `cdf`, or samples of any part of it are discrete.
     """
 
     def refuse(reason):
@@ -133,16 +119,21 @@ def score(what: str, distribution: Any, x: jax.Array) -> jax.Array:
 
     It is NaN where the log-density of a sample is not finite. Only rounded samples have such a log-density: a sample of
     a gamma distribution of shape .05 is 0 once in a hundred times in float32, and there the score is infinite.
+    """
+    require_density(what, distribution)
+    # A sample needs no validation, which takes one that is rounded to the bound of its support (an exponential's 0,
+    # once in ten million times) for impossible, though its density is finite and right.
+    with _standard_promotion(), numpyro.validation_enabled(False):
+        density = log_prob(distribution, lax.stop_gradient(x))
+        rounded = ~jnp.isfinite(lax.stop_gradient(density))
+        return zero_with_gradient(density) + jnp.where(rounded, jnp.nan, 0.0).astype(density.dtype)
 
-    Args:
-      what: the estimator's name in errors.
-      distribution: what was sampled.
-      x: the sample, (*batch, *event).
 
-    Raises:
-      TypeError: at trace time, for a distribution whose `log_prob` is not the density of its samples: one that is
-        masked, censored or not normalized, has a transform that is not one to one, or mixes components with
-        different supports.
+def require_density(what: str, distribution: Any) -> None:
+    """Raises a `TypeError` for a distribution whose `log_prob` is not the density of its samples.
+
+    Such a distribution is masked, censored or not normalized, has a transform that is not one to one, or mixes
+    components with different supports.
     """
     for part in _parts(distribution):
         folds = not isinstance(part, dist.FoldedDistribution) and _folds(part)
@@ -158,48 +149,41 @@ def score(what: str, distribution: Any, x: jax.Array) -> jax.Array:
                 "the log_prob of a component is not -inf where the component has no samples, so that the mixture's is "
                 "not the density of its samples. Sample the component first, by likelihood_ratio(), and then from it."
             )
-    # A sample needs no validation, which takes one that is rounded to the bound of its support (an exponential's 0,
-    # once in ten million times) for impossible, though its density is finite and right.
-    with _standard_promotion(), numpyro.validation_enabled(False):
-        density = log_prob(distribution, lax.stop_gradient(x))
-        rounded = ~jnp.isfinite(lax.stop_gradient(density))
-        return zero_with_gradient(density) + jnp.where(rounded, jnp.nan, 0.0).astype(density.dtype)
 
 
 def log_prob(distribution: Any, x: jax.Array) -> jax.Array:
-    """The log-density of samples, to be differentiated with respect to the distribution's parameters.
+    """The log-density of samples in float32 at least, to be differentiated with respect to the parameters.
 
-    NumPyro computes the log-density of Bernoulli and binomial distributions from max(logits, 0) and |logits|. JAX takes
-    the derivatives of these at logits of exactly 0 to be 0: there the score of a Bernoulli choice x would come out as
-    x, where x - 1/2 is right. So logits of 0 become the smallest positive number.
+    NumPyro's differs in three places from the logarithm of the probability that its samples have.
 
-    Args:
-      distribution: what was sampled.
-      x: samples, (..., *batch, *event).
+    * Bernoulli and binomial distributions compute it from max(logits, 0) and |logits|. JAX takes the derivatives of
+      these at logits of exactly 0 to be 0: there the score of a Bernoulli choice x would come out as x, where x - 1/2
+      is right. So logits of 0 become the smallest positive number.
+    * At infinite logits it is inf - inf; they become finite numbers at which the other outcome has probability 0.
+    * Samples of a categorical or multinomial distribution have the probabilities p / sum p, and its log-density is
+      log p. The derivatives of the two differ, also on the simplex; the derivative of what is sampled is taken.
     """
 
-    def without_kink(part):
-        if not isinstance(part, _KINKED):
-            return part
-        part, logits = copy.copy(part), jnp.asarray(part.logits)
-        part.logits = logits + jnp.where(logits == 0, jnp.finfo(logits.dtype).tiny, 0).astype(logits.dtype)
+    def as_sampled(part):
+        if isinstance(part, _LOGITS_OF_TWO):
+            part, logits = copy.copy(part), jnp.asarray(part.logits)
+            far = float(jnp.finfo(logits.dtype).max) ** 0.5
+            logits = jnp.clip(logits, -far, far)
+            part.logits = logits + jnp.where(logits == 0, jnp.finfo(logits.dtype).tiny, 0).astype(logits.dtype)
+        elif isinstance(part, _ON_A_SIMPLEX):
+            part, probs = copy.copy(part), jnp.asarray(part.probs)
+            part.probs = probs / jnp.sum(probs, axis=-1, keepdims=True)
+            part.__dict__.pop("logits", None)  # computed from the old ones, and kept
         return part
 
-    is_kinked = lambda part: isinstance(part, _KINKED)
-    return jax.tree.map(without_kink, distribution, is_leaf=is_kinked).log_prob(x)
+    is_part = lambda part: isinstance(part, (*_LOGITS_OF_TWO, *_ON_A_SIMPLEX))
+    return jax.tree.map(as_sampled, widened(distribution), is_leaf=is_part).log_prob(x)
 
 
 def support_guard(what: str, distribution: Any) -> jax.Array:
     """A scalar zero to add to a score: its derivative is an error where the support moves with a parameter.
 
     There the log-density's derivative lacks the flow across the bounds, and the estimate would be wrong.
-
-    Args:
-      what: the estimator's name in errors.
-      distribution: what was sampled.
-
-    Raises:
-      TypeError: when differentiated with respect to what the bounds of the support depend on.
     """
     guard = jnp.zeros(())
     for bound in jax.tree.leaves([_bounds(part) for part in _parts(distribution)]):
@@ -215,12 +199,7 @@ def support_guard(what: str, distribution: Any) -> jax.Array:
 
 
 def batch_shape(distribution: Any, x: jax.Array) -> tuple[int, ...]:
-    """The shape of the log-density of a sample.
-
-    Args:
-      distribution: what was sampled.
-      x: the sample, (*batch, *event).
-    """
+    """The shape of the log-density of a sample."""
     shape = getattr(distribution, "batch_shape", None)
     if shape is None:
         with _standard_promotion():
@@ -230,7 +209,7 @@ def batch_shape(distribution: Any, x: jax.Array) -> tuple[int, ...]:
 
 def _draw(distribution, method, key):
     with _standard_promotion():
-        x = getattr(distribution, method)(key)
+        x = getattr(widened(distribution), method)(key)
     if not isinstance(x, jax.Array):
         raise TypeError(f"{type(distribution).__name__}.{method} must return one array, got {type(x).__name__}")
     parameters = [leaf for leaf in jax.tree.leaves(distribution) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)]
@@ -271,7 +250,8 @@ def _has_cdf(distribution, x) -> bool:
     return True
 
 
-_KINKED = (dist.BernoulliLogits, dist.BinomialLogits)
+_LOGITS_OF_TWO = (dist.BernoulliLogits, dist.BinomialLogits)
+_ON_A_SIMPLEX = (dist.CategoricalProbs, dist.MultinomialProbs)
 _NOT_A_DENSITY = (
     dist.MaskedDistribution,
     dist.LeftCensoredDistribution,

@@ -133,11 +133,7 @@ def _listen(rule: WeightRule, records: list[Any]) -> WeightRule:
 
 
 def table(cells: Sequence[Sequence[str]]) -> str:
-    """The cells as a table of text: the first column to the left, the others to the right.
-
-    Args:
-      cells: rows of equally many cells, the head first.
-    """
+    """The cells as a table of text: the first column to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     return "\n".join(
         "  ".join([row[0].ljust(widths[0])] + [c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)]).rstrip()

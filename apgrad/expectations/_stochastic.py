@@ -7,12 +7,7 @@
     tape, x = flip(tape, theta)                                        # from a function of one lane
     tape, x = ap.sample(tape, distribution, ap.likelihood_ratio())     # from a distribution of all lanes
 
-Two messages come back to a sample x, and an *estimator* says what is done with them. The cotangent of x goes through
-`pathwise(distribution, key) -> x`. The cost-to-go goes through `score(distribution, x)`, which has the derivative of
-the log-density. Both are ordinary differentiable JAX. An estimator has one of them or both, and its derivatives follow
-by differentiation.
-
-A *mixer* runs several estimators on one sample, and adds up their cotangents with weights that the mixer computes: see
+What an estimator does with the messages that come back is said in `estimators/_estimator.py`; a mixer's node is in
 `mixing/_node.py`.
 """
 

@@ -488,3 +488,67 @@ def test_a_control_that_closes_over_what_is_differentiated_is_an_error():
 
     with pytest.raises(TypeError, match="control of relax closes over"):
         jax.grad(ap.expectation(run, 2), argnums=1)(KEY, jnp.zeros(2))
+
+
+@one_row_each
+def test_probabilities_off_the_simplex_mean_what_is_sampled(row):
+    # Samples have the probabilities p / sum p, and the derivative is the one of their expectation.
+    if row.family != "categorical" or (row.second == "refused" and row.estimator.name != "disarm_stick_breaking"):
+        pytest.skip("takes no categorical choices")
+    weights = jnp.array([1.0, 5.0, 2.0])
+
+    def program(tape, probs):
+        made = dist.Categorical(probs=jnp.broadcast_to(probs, (tape.lanes, 3)))
+        cost = lambda x: (weights[x] if jnp.issubdtype(x.dtype, jnp.integer) else x @ weights, None)
+        return ap.choose(tape, made, cost, row.estimator)[0]
+
+    probs = jnp.array([0.4, 1.2, 0.8])
+    truth = lambda p: jnp.sum(p * weights) / jnp.sum(p)
+    estimate = lambda key: jax.value_and_grad(ap.expectation(program, 20), argnums=1)(key, probs)
+    ap.testing.assert_unbiased(estimate, jax.value_and_grad(truth)(probs), KEY, 500)
+
+
+def test_a_choice_estimator_claims_second_derivatives_or_refuses_them():
+    def estimate(distribution, key, costs):  # right once: what multiplies the derivative is held fixed
+        heads, tails = costs(jnp.array([[1], [0]]) * jnp.ones(distribution.batch_shape, int))
+        p = distribution.probs
+        zero = jax.lax.stop_gradient(heads - tails) * ap.zero_with_gradient(p)
+        return distribution.sample(key), jax.lax.stop_gradient(p * heads + (1 - p) * tails) + zero
+
+    def second(**claim):
+        mine = ap.ChoiceEstimator("mine", estimate, lambda distribution: 2, **claim)
+        coin = lambda tape, p: dist.Bernoulli(probs=jnp.broadcast_to(p, (tape.lanes,)))
+        program = lambda tape, p: ap.choose(tape, coin(tape, p), lambda x: (p**2 * x.astype(float), None), mine)[0]
+        return jax.grad(jax.grad(ap.expectation(program, 2), argnums=1), argnums=1)
+
+    with pytest.raises(TypeError, match=r"mine has no second derivative.*every_order=True"):
+        jax.eval_shape(second(), KEY, 0.3)
+    assert jnp.isfinite(second(every_order=True)(KEY, 0.3))
+
+
+def test_an_estimator_claims_second_derivatives_or_refuses_them():
+    pathwise = lambda distribution, key: distribution.rsample(key)
+    for parts in ({"pathwise": pathwise}, {"score": lambda distribution, x: distribution.log_prob(x)}):
+
+        def second(claim, parts=parts):
+            mine = ap.Estimator("mine", baseline=None, every_order=claim, **parts)
+            sample = lambda tape, mean: ap.sample(tape, dist.Normal(mean * jnp.ones(tape.lanes), 1.0), mine)
+            program = lambda tape, mean: (lambda tape, x: tape.cost(x**2))(*sample(tape, mean))
+            return jax.grad(jax.grad(ap.expectation(program, 2), argnums=1), argnums=1)
+
+        with pytest.raises(TypeError, match=r"mine has no second derivative.*every_order=True"):
+            jax.eval_shape(second(False), KEY, 0.3)
+        jax.eval_shape(second(True), KEY, 0.3)
+
+
+def test_counts_in_an_array_are_enumerated_where_they_are_known():
+    def value(counts, key):
+        coins = lambda tape: dist.Binomial(counts, probs=0.3 * jnp.ones(tape.lanes))
+        program = lambda tape: ap.choose(tape, coins(tape), lambda x: (x**2, None), ap.enumeration())[0]
+        return ap.expectation(program, 2)(key)
+
+    np.testing.assert_allclose(value(jnp.array([3, 3]), KEY), 3 * 0.3 * 0.7 + 0.9**2, rtol=1e-5)
+    with pytest.raises(TypeError, match="Inhomogeneous total count"):
+        value(jnp.array([3, 2]), KEY)
+    with pytest.raises(TypeError, match="depends on a traced array"):
+        jax.eval_shape(value, jnp.array([3, 3]), KEY)

@@ -14,11 +14,8 @@ Both outcomes are samples: the first goes on, and the cost is the mean of the tw
 expectation given the outcomes, at the same two evaluations, and never has more variance.
 """
 
-import jax
-import jax.numpy as jnp
-
-from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator, charged, once, per_lane
-from apgrad.expectations.estimators._discrete import choices
+from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
+from apgrad.expectations.estimators._disarm import antithetic
 
 
 def arm() -> ChoiceEstimator:
@@ -36,14 +33,4 @@ def arm() -> ChoiceEstimator:
       >>> float(jax.grad(objective, argnums=1)(jax.random.key(0), 0.0)).__round__(1)
       1.0
     """
-
-    def estimate(distribution, key, costs):
-        logits = choices("arm", distribution, categorical=False).logits
-        u = jax.random.uniform(key, logits.shape, logits.dtype)
-        p = jax.nn.sigmoid(logits)
-        xs = jnp.stack([u < p, u > 1 - p]).astype(jnp.result_type(int))
-        cost = costs(xs)
-        score = per_lane((u - 0.5) * logits)
-        return xs[0], once("arm", charged(jnp.mean(cost, axis=0), cost[1] - cost[0], score))
-
-    return ChoiceEstimator("arm", estimate, lambda distribution: 2, bias="none", assumptions="Choices are Bernoulli.")
+    return antithetic("arm", lambda u, p, x, other: 0.5 - u)

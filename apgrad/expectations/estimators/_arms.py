@@ -26,7 +26,7 @@ from jax import lax
 
 from apgrad._ground.primitives import zero_with_gradient
 from apgrad.expectations._lanes import require_samples
-from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator, once, per_lane
+from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator, per_lane
 from apgrad.expectations.estimators._discrete import choices
 
 
@@ -65,8 +65,12 @@ def arms(samples: int = 4) -> ChoiceEstimator:
         away = lax.stop_gradient(cost - jnp.mean(cost, axis=0)) / m
         score = jax.vmap(lambda x: per_lane(x.astype(fixed.dtype) * ratio * logits))(xs)
         zero = jnp.sum(away * zero_with_gradient(score).astype(cost.dtype), axis=0)
-        return xs[0], once("arms", jnp.mean(cost, axis=0) + zero)
+        return xs[0], jnp.mean(cost, axis=0) + zero
 
     return ChoiceEstimator(
-        "arms", estimate, lambda distribution: samples, bias="none", assumptions="Choices are Bernoulli."
+        "arms",
+        estimate,
+        lambda distribution: samples,
+        bias="none",
+        assumptions="Choices are Bernoulli, and no outcome is impossible.",
     )

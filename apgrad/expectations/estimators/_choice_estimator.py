@@ -14,7 +14,6 @@ import jax
 from jax import lax
 
 from apgrad._ground.primitives import zero_with_gradient
-from apgrad._ground.propagator import Propagator, first_order, node
 from apgrad._programs.jaxprs import hoist
 from apgrad.expectations.estimators._estimator import Bias
 
@@ -29,14 +28,16 @@ class ChoiceEstimator(NamedTuple):
       estimate: `(distribution, key, costs) -> (x, cost)`. The distribution's batch shape is (lanes, *rest). `costs(xs)`
         evaluates the continuation: xs (n, lanes, *rest, ...) are n outcomes a lane, and the answer is (n, lanes). It
         returns x, a sample of the distribution (lanes, *rest, ...), and a cost (lanes,). Given what came before the
-        choice, the cost must have the expectation of `costs(x)`, and its derivatives with respect to the distribution's
-        parameters and to all that the continuation depends on must have the derivatives of this expectation as theirs.
+        choice, the cost must have the expectation of `costs(x)`, and its derivative with respect to the distribution's
+        parameters and to all that the continuation depends on must have the derivative of this expectation as its own.
       evaluations: `distribution -> int`: at how many outcomes a lane `estimate` evaluates the continuation. Where the
         continuation hands on a `y`, it is evaluated once more, at x.
       bias: `"none"`, `"unless cross-fitted"` or `"yes"`; None where nothing is claimed.
       assumptions: what the claim about the bias assumes, or what the bias is, in words.
       relaxed: the continuation is given floating-point outcomes, as `relaxable` of `_discrete.py` makes them: 0.0 or
         1.0 for a Bernoulli choice, a one-hot vector for a categorical one.
+      every_order: what is asked of the cost's derivative holds for its derivatives of every order. Where this is not
+        claimed, differentiating twice is a `TypeError`.
 
     Example:
       The cost at both sides of a coin, weighed by their probabilities:
@@ -59,50 +60,21 @@ class ChoiceEstimator(NamedTuple):
     bias: Bias | None = None
     assumptions: str = ""
     relaxed: bool = False
+    every_order: bool = False
 
 
 def per_lane(x: jax.Array) -> jax.Array:
-    """The sum over all axes but the lanes.
-
-    Args:
-      x: an array (lanes, ...).
-    """
+    """The sum over all axes but the lanes."""
     return x.reshape(x.shape[0], -1).sum(-1)
 
 
-def once(name: str, cost: jax.Array) -> jax.Array:
-    """The same cost; whoever differentiates it twice gets a `TypeError`.
-
-    Args:
-      name: the estimator's name in the error.
-      cost: an array of any shape.
-    """
-    return node(
-        first_order(
-            Propagator(lambda cost: (cost, None), lambda _, message: (message,)),
-            f"{name} has no second derivative: it estimates the first one alone, and differentiating it again would be "
-            "silently wrong. Use enumeration(), rloo() or rebar() for higher orders.",
-        )
-    )(cost)
-
-
 def charged(cost: jax.Array, difference: jax.Array, score: jax.Array) -> jax.Array:
-    """A cost, plus a zero whose derivative is the derivative of a score times a difference of costs.
-
-    Args:
-      cost: the cost, (lanes,).
-      difference: what the score is multiplied by, (lanes,); it is not differentiated.
-      score: the score, (lanes,), of which only the derivative counts.
-    """
+    """A cost, plus a zero whose derivative is the derivative of a score times a difference of costs."""
     return cost + lax.stop_gradient(difference) * zero_with_gradient(score).astype(cost.dtype)
 
 
 def fixed(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, whose derivative goes to its arguments alone, and not to what it closes over.
-
-    Args:
-      function: any JAX function.
-    """
+    """The same function, whose derivative goes to its arguments alone, and not to what it closes over."""
 
     def of_arguments(*inputs):
         converted, closed_over = hoist(function, *inputs)

@@ -49,19 +49,11 @@ from jax import lax
 
 from apgrad._ground.primitives import zero_with_gradient
 from apgrad.expectations.estimators._choice_estimator import per_lane
-from apgrad.expectations.estimators._discrete import Choices
+from apgrad.expectations.estimators._discrete import Choices, within_floats
 
 
 def relaxed(choices: Choices, key: jax.Array) -> tuple[jax.Array, Callable[[Any], Any], Callable[[Any], Any]]:
-    """A sample x, and z and z' as functions of the logits.
-
-    Args:
-      choices: Bernoulli or categorical choices.
-      key: a PRNG key.
-
-    Returns:
-      x, integers (lanes, *rest), and two functions from logits to arrays of the shape of the logits.
-    """
+    """A sample x, integers (lanes, *rest), and z and z' as functions of the logits."""
     phi = lax.stop_gradient(choices.logits)
     dtype = phi.dtype
     u = jax.random.uniform(key, phi.shape, dtype, minval=jnp.finfo(dtype).tiny)
@@ -85,12 +77,7 @@ def relaxed(choices: Choices, key: jax.Array) -> tuple[jax.Array, Callable[[Any]
 
 
 def second_moment(surrogate: Callable[[Any], Any], logits: jax.Array) -> jax.Array:
-    """|g|^2 of each lane, (lanes,), with g the gradient of the lane's cost with respect to its logits.
-
-    Args:
-      surrogate: `logits -> (lanes,)`, the cost with its derivatives.
-      logits: the logits of the choices, floating point, (lanes, ...).
-    """
+    """|g|^2 of each lane, (lanes,), with g the gradient of the lane's cost with respect to its logits."""
     return per_lane(jax.grad(lambda phi: jnp.sum(surrogate(phi)))(lax.stop_gradient(logits)) ** 2)
 
 
@@ -103,14 +90,9 @@ def with_control_variate(
 ) -> tuple[jax.Array, jax.Array]:
     """The sample, and the cost with the control variate; the parameters get the gradient of the variance.
 
-    Args:
-      choices: what is sampled.
-      key: a PRNG key.
-      costs: `x -> (lanes,)`, for integers x (lanes, *rest).
-      control: `(parameters, z) -> (lanes,)`, with z of the shape of the logits; only z and the parameters may have a
-        derivative.
-      parameters: a pytree.
+    `control(parameters, z)` is (lanes,), and nothing but z and the parameters may have a derivative in it.
     """
+    choices = choices._replace(logits=within_floats(choices.logits))
     x, unconditional, conditional = relaxed(choices, key)
     cost = costs(x)
 

@@ -17,11 +17,13 @@ E[h | x = 1] = r min(p, 1 - p) / p, which is 1 - p for r = max(p, 1 - p), and E[
 Both outcomes are samples: the first goes on, and the cost is the mean of the two.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator, charged, once, per_lane
+from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator, charged, per_lane
 from apgrad.expectations.estimators._discrete import choices
 
 
@@ -39,17 +41,21 @@ def disarm() -> ChoiceEstimator:
       >>> float(jax.grad(ap.expectation(program, lanes=1), argnums=1)(jax.random.key(0), 0.0))
       1.0
     """
+    return antithetic("disarm", lambda u, p, x, other: 0.5 * (x - other) * jnp.maximum(p, 1 - p))
+
+
+def antithetic(name: str, weigh: Callable[..., jax.Array]) -> ChoiceEstimator:
+    """The pair x = 1[u < p] and x' = 1[1 - u < p], and (c(x) - c(x')) `weigh(u, p, x, x')` for the derivative."""
 
     def estimate(distribution, key, costs):
-        logits = choices("disarm", distribution, categorical=False).logits
+        logits = choices(name, distribution, categorical=False).logits
         u = jax.random.uniform(key, logits.shape, logits.dtype)
         p = jax.nn.sigmoid(logits)
-        xs = jnp.stack([u < p, 1 - u < p]).astype(jnp.result_type(int))
-        cost = costs(xs)
-        difference = (xs[0] - xs[1]).astype(logits.dtype)
-        score = per_lane(0.5 * lax.stop_gradient(difference * jnp.maximum(p, 1 - p)) * logits)
-        return xs[0], once("disarm", charged(jnp.mean(cost, axis=0), cost[0] - cost[1], score))
+        xs = jnp.stack([u < p, 1 - u < p])
+        cost = costs(xs.astype(jnp.result_type(int)))
+        score = per_lane(lax.stop_gradient(weigh(u, p, *xs.astype(logits.dtype))) * logits)
+        estimated = charged(jnp.mean(cost, axis=0), cost[0] - cost[1], score)
+        return xs[0].astype(jnp.result_type(int)), estimated
 
-    return ChoiceEstimator(
-        "disarm", estimate, lambda distribution: 2, bias="none", assumptions="Choices are Bernoulli."
-    )
+    assumptions = "Choices are Bernoulli, and no outcome is impossible."
+    return ChoiceEstimator(name, estimate, lambda distribution: 2, bias="none", assumptions=assumptions)

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator, charged, once, per_lane
+from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator, charged, per_lane
 from apgrad.expectations.estimators._discrete import choices
 
 
@@ -73,7 +73,7 @@ def disarm_stick_breaking() -> ChoiceEstimator:
         cost = costs(xs)
         score = per_lane(jnp.where(sign == 0, 0, 0.5 * sign * h))
         mean = jnp.mean(cost, axis=0)
-        return xs[0], once("disarm_stick_breaking", charged(mean, cost[0] - cost[1], score))
+        return xs[0], charged(mean, cost[0] - cost[1], score)
 
     return ChoiceEstimator(
         "disarm_stick_breaking",

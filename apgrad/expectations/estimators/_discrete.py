@@ -30,11 +30,7 @@ class Choices(NamedTuple):
     categorical: bool
 
     def log_prob(self, x: jax.Array) -> jax.Array:
-        """The logarithm of the probability of each choice: (..., lanes, *rest).
-
-        Args:
-          x: integer outcomes (..., lanes, *rest).
-        """
+        """The logarithm of the probability of each choice: (..., lanes, *rest)."""
         if self.categorical:
             picked = jnp.broadcast_to(self.logits, (*x.shape, self.logits.shape[-1]))
             return jnp.take_along_axis(picked, x[..., None], axis=-1)[..., 0]
@@ -42,38 +38,20 @@ class Choices(NamedTuple):
 
 
 def base(distribution: Any) -> Any:
-    """The distribution of one choice, without what `to_event` and `expand` put around it.
-
-    Args:
-      distribution: any distribution.
-    """
+    """The distribution of one choice, without what `to_event` and `expand` put around it."""
     while isinstance(distribution, dist.Independent | dist.ExpandedDistribution):
         distribution = distribution.base_dist
     return distribution
 
 
 def sample_shape(distribution: Any) -> tuple[int, ...]:
-    """The shape of a sample.
-
-    Args:
-      distribution: a distribution with batch shape and event shape.
-    """
+    """The shape of a sample."""
     return (*distribution.batch_shape, *distribution.event_shape)
 
 
 def choices(what: str, distribution: Any, *, bernoulli: bool = True, categorical: bool = True) -> Choices:
-    """The distribution as Bernoulli or categorical choices.
-
-    Args:
-      what: the estimator's name in the error.
-      distribution: what is sampled.
-      bernoulli: whether Bernoulli choices will do.
-      categorical: whether categorical choices will do.
-
-    Raises:
-      TypeError: at trace time, for another distribution.
-    """
-    one = base(distribution)
+    """The distribution as Bernoulli or categorical choices, with logits of float32 at least, to draw noise in."""
+    one = base(distributions.widened(distribution))
     shape = sample_shape(distribution)
     with distributions._standard_promotion():
         if bernoulli and isinstance(one, dist.BernoulliLogits | dist.BernoulliProbs):
@@ -88,35 +66,31 @@ def choices(what: str, distribution: Any, *, bernoulli: bool = True, categorical
     )
 
 
-def relaxable(distribution: Any, x: jax.Array) -> jax.Array:
-    """A sample in floating point, such that the outcomes lie in a space where there is something between them.
+def within_floats(logits: jax.Array) -> jax.Array:
+    """Logits without those that are infinite: at these bounds the rarer outcome's probability is the smallest number.
 
-    Args:
-      distribution: what was sampled.
-      x: samples, (..., lanes, *rest). Numbers, as of Bernoulli choices, become floating-point numbers; categories
-        become one-hot vectors, (..., lanes, *rest, categories).
+    There z = phi + noise and its functions are finite, and so are their derivatives, which are 0 beyond the bounds.
     """
+    far = -float(np.log(jnp.finfo(logits.dtype).tiny))
+    return jnp.clip(logits, -far, far)
+
+
+def relaxable(distribution: Any, x: jax.Array) -> jax.Array:
+    """Samples in floating point; categories become one-hot vectors, (..., lanes, *rest, categories)."""
     one = base(distribution)
     if _is_categorical(one):
-        return jax.nn.one_hot(x, _logits(one).shape[-1], dtype=_dtype(one))
-    return x.astype(_dtype(one))
+        return jax.nn.one_hot(x, _logits(one).shape[-1], dtype=float_dtype(one))
+    return x.astype(float_dtype(one))
 
 
 def relaxed_mean(what: str, distribution: Any) -> jax.Array:
-    """The mean of the outcomes that `relaxable` makes: the probabilities, where choices are categorical.
-
-    Args:
-      what: the estimator's name in the error.
-      distribution: a discrete distribution.
-
-    Raises:
-      TypeError: at trace time, for a continuous distribution or one without a mean.
-    """
-    one, shape = base(distribution), sample_shape(distribution)
+    """The mean of the outcomes that `relaxable` makes: the probabilities, where choices are categorical."""
+    distributions.require_density(what, distribution)
+    one, shape = base(distributions.widened(distribution)), sample_shape(distribution)
     with distributions._standard_promotion():
         if _is_categorical(one):
             probs = jax.nn.softmax(_logits(one))
-            return jnp.broadcast_to(probs, (*shape, probs.shape[-1])).astype(_dtype(one))
+            return jnp.broadcast_to(probs, (*shape, probs.shape[-1])).astype(float_dtype(distribution))
         discrete = getattr(getattr(one, "support", None), "is_discrete", False)
         mean = getattr(one, "mean", None) if discrete and not one.event_shape else None
         if mean is None or isinstance(one, dist.OrderedLogistic):
@@ -124,23 +98,11 @@ def relaxed_mean(what: str, distribution: Any) -> jax.Array:
                 f"{what} takes discrete choices of numbers with a mean, and categorical ones; got {type(one).__name__}"
                 ". Use reparameterization() for continuous choices, likelihood_ratio() for any."
             )
-        return jnp.broadcast_to(mean, shape).astype(_dtype(one))
+        return jnp.broadcast_to(mean, shape).astype(float_dtype(distribution))
 
 
 def enumerated(what: str, distribution: Any) -> tuple[jax.Array, jax.Array]:
-    """All joint outcomes of a lane's choices, and the logarithms of their probabilities.
-
-    Args:
-      what: the estimator's name in errors.
-      distribution: a distribution with `enumerate_support` of batch shape (lanes, *rest).
-
-    Returns:
-      Outcomes (n, lanes, *rest), and log-probabilities (n, lanes).
-
-    Raises:
-      TypeError: at trace time, for a distribution whose outcomes cannot be enumerated.
-      ValueError: at trace time, for too many joint outcomes.
-    """
+    """All joint outcomes of a lane, (n, lanes, *rest), and the logarithms of their probabilities, (n, lanes)."""
     values = _support(what, distribution)
     shape = sample_shape(distribution)
     number = int(np.prod(shape[1:], dtype=int))
@@ -159,12 +121,7 @@ def enumerated(what: str, distribution: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def number_of_outcomes(what: str, distribution: Any) -> int:
-    """How many joint outcomes the choices of a lane have.
-
-    Args:
-      what: the estimator's name in errors.
-      distribution: as for `enumerated`.
-    """
+    """How many joint outcomes the choices of a lane have."""
     return len(_support(what, distribution)) ** int(np.prod(sample_shape(distribution)[1:], dtype=int))
 
 
@@ -173,11 +130,15 @@ def _support(what, distribution):
     try:
         if not getattr(one, "has_enumerate_support", False) or one.event_shape:
             raise NotImplementedError("it has no enumerate_support of single numbers")
-        return lax.stop_gradient(one.enumerate_support(expand=False)).reshape(-1)
+        with jax.ensure_compile_time_eval():  # counts that are a JAX array, and not traced, are known too
+            return lax.stop_gradient(one.enumerate_support(expand=False)).reshape(-1)
     except (NotImplementedError, jax.errors.ConcretizationTypeError) as error:
+        why = str(error).splitlines()[0].rstrip(".")
+        if isinstance(error, jax.errors.ConcretizationTypeError):
+            why = "how many there are depends on a traced array (give counts and bounds as Python integers)"
         raise TypeError(
-            f"{what} sums over all outcomes, and those of {type(one).__name__} cannot be enumerated: "
-            f"{str(error).splitlines()[0]}. Use rloo() or likelihood_ratio() for it."
+            f"{what} sums over all outcomes, and those of {type(one).__name__} cannot be enumerated: {why}. Use rloo() "
+            "or likelihood_ratio() for it."
         ) from error
 
 
@@ -189,7 +150,8 @@ def _logits(one: Any) -> Any:
     return one.logits
 
 
-def _dtype(one):
+def float_dtype(distribution: Any) -> Any:
+    """The dtype of outcomes in floating point: the dtype of the parameters."""
     with distributions._standard_promotion():
-        floats = [x for x in jax.tree.leaves(one) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
+        floats = [x for x in jax.tree.leaves(distribution) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
         return jnp.result_type(*floats) if floats else jnp.result_type(float)

@@ -96,7 +96,10 @@ def double_control_variates(samples: int = 2, coefficient: Any = 1.0) -> ChoiceE
                 density = made._replace(logits=phi).log_prob(drawn).reshape(*cost.shape, -1).sum(-1)
                 squash = jax.nn.softmax if made.categorical else jax.nn.sigmoid
                 return surrogate(
-                    lax.stop_gradient(cost), zero_with_gradient(density).astype(cost.dtype), squash(phi), a
+                    lax.stop_gradient(cost),
+                    zero_with_gradient(density).astype(cost.dtype),
+                    squash(phi).astype(mean.dtype),
+                    a,
                 )
 
             estimate = estimate + zero_with_gradient(second_moment(of_logits, made.logits)).astype(cost.dtype)
@@ -109,4 +112,5 @@ def double_control_variates(samples: int = 2, coefficient: Any = 1.0) -> ChoiceE
         bias="none",
         assumptions="The continuation's cost is differentiable at the outcomes, and no outcome is impossible.",
         relaxed=True,
+        every_order=True,
     )

@@ -48,4 +48,5 @@ def enumeration() -> ChoiceEstimator:
         lambda distribution: number_of_outcomes("enumeration", distribution),
         bias="none",
         assumptions="No outcome is impossible.",
+        every_order=True,
     )

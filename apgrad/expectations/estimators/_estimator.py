@@ -10,8 +10,10 @@ ordinary differentiation. A *mixer* has several estimators share a sample, and w
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
+import jax.numpy as jnp
 from jax import lax
 
+from apgrad._ground.propagator import Propagator, first_order, node
 from apgrad.expectations import _distributions as distributions
 from apgrad.expectations.estimators._baselines import Baseline
 from apgrad.expectations.weights import Weights
@@ -42,6 +44,8 @@ class Estimator(NamedTuple):
       baseline: what is taken off the cost-to-go.
       bias: `"none"`, `"unless cross-fitted"` or `"yes"`; None where nothing is claimed.
       assumptions: what the claim about the bias assumes, or what the bias is, in words.
+      every_order: the claim holds for derivatives of the derivative too, to any order. Where this is not claimed,
+        differentiating twice is a `TypeError`.
 
     Example:
       The straight-through estimator (Bengio et al., 2013; biased): the sample's derivative is the mean's.
@@ -66,6 +70,7 @@ class Estimator(NamedTuple):
     baseline: Baseline = None
     bias: Bias | None = None
     assumptions: str = ""
+    every_order: bool = False
 
 
 class Mixer(NamedTuple):
@@ -101,14 +106,23 @@ class Mixer(NamedTuple):
 def surrogate(estimator: Estimator, distribution: Any, key: Any, drawn: Any = None) -> tuple[Any, Any]:
     """The sample and the log-density, or None, with the derivatives that the estimator gives them.
 
-    Args:
-      estimator: the estimator.
-      distribution: what is sampled.
-      key: a PRNG key.
-      drawn: the sample, where an estimator with a pathwise derivative has drawn it already.
+    `drawn` is the sample where another estimator with a pathwise derivative has drawn it already.
     """
+    claimed = (lambda x: x) if estimator.every_order else (lambda x: once(estimator.name, x))
     if estimator.pathwise is not None:
-        x = estimator.pathwise(distribution, key)
+        x = claimed(estimator.pathwise(distribution, key))
     else:
         x = distributions.sample(distribution, key) if drawn is None else drawn
-    return x, None if estimator.score is None else estimator.score(distribution, lax.stop_gradient(x))
+    return x, None if estimator.score is None else claimed(estimator.score(distribution, lax.stop_gradient(x)))
+
+
+def once(name: str, x: Any) -> Any:
+    """The same array; whoever differentiates it twice gets a `TypeError`. Integers have no derivative and pass."""
+    if not jnp.issubdtype(jnp.result_type(x), jnp.inexact):
+        return x
+    reason = (
+        f"{name} has no second derivative: only the first one is claimed to be right, and differentiating it again "
+        "could be silently wrong. Use likelihood_ratio(), or in ap.choose enumeration(), rloo() or rebar(), for higher "
+        "orders; an estimator of your own says every_order=True where its derivatives are right to every order."
+    )
+    return node(first_order(Propagator(lambda x: (x, None), lambda _, message: (message,)), reason))(jnp.asarray(x))

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from apgrad.expectations.estimators._discrete import choices
+from apgrad._ground.primitives import zero_with_gradient
+from apgrad.expectations.estimators._discrete import choices, float_dtype, within_floats
 from apgrad.expectations.estimators._estimator import Estimator
-from apgrad.expectations.estimators._straight_through import as_if
 
 
 def gumbel_softmax(temperature: Any = 0.5, *, hard: bool = False) -> Estimator:
@@ -51,7 +51,7 @@ def gumbel_softmax(temperature: Any = 0.5, *, hard: bool = False) -> Estimator:
 
     def pathwise(distribution, key):
         made = choices("gumbel_softmax", distribution)
-        logits = made.logits
+        logits = within_floats(made.logits)
         t = jnp.asarray(temperature, logits.dtype)
         if made.categorical:
             z = logits + jax.random.gumbel(key, logits.shape, logits.dtype)
@@ -61,11 +61,12 @@ def gumbel_softmax(temperature: Any = 0.5, *, hard: bool = False) -> Estimator:
             z = logits + jax.random.logistic(key, logits.shape, logits.dtype)
             smooth = jax.nn.sigmoid(z / t)
             x = (z > 0).astype(z.dtype)
-        return as_if("gumbel_softmax", lax.stop_gradient(x), smooth) if hard else smooth
+        return (lax.stop_gradient(x) + zero_with_gradient(smooth) if hard else smooth).astype(float_dtype(distribution))
 
     return Estimator(
         "gumbel_softmax",
         pathwise,
         bias="yes",
         assumptions="The derivative is that of relaxed choices, which tend to choices as the temperature goes to 0.",
+        every_order=not hard,
     )

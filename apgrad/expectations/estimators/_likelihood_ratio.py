@@ -58,4 +58,5 @@ def likelihood_ratio(baseline: Baseline = "leave_one_out") -> Estimator:
         assumptions="The gradient is that of the mean of the costs' standard scores among the lanes, held fixed."
         if standardized
         else "No outcome is impossible; a baseline function looks at nothing that the choice decides.",
+        every_order=True,
     )

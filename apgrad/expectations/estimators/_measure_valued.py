@@ -39,7 +39,7 @@ from jax import lax
 
 from apgrad._ground.primitives import refuse_derivative, zero_with_gradient
 from apgrad.expectations import _distributions as distributions
-from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator, once, per_lane
+from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator, per_lane
 from apgrad.expectations.estimators._discrete import base, sample_shape
 
 _SHAPE = (
@@ -69,7 +69,7 @@ def measure_valued() -> ChoiceEstimator:
     def estimate(distribution, key, costs):
         own, noise = jax.random.split(key)
         x = distributions.sample(distribution, own)
-        one, shape = base(distribution), sample_shape(distribution)
+        one, shape = base(distributions.widened(distribution)), sample_shape(distribution)
         # The alternatives of one coordinate after the other: all but this one stay at the sample.
         number = int(np.prod(shape[1:], dtype=int))
         place = np.eye(number, dtype=bool).reshape(number, 1, *shape[1:])
@@ -86,7 +86,7 @@ def measure_valued() -> ChoiceEstimator:
             zero = zero_with_gradient(jnp.broadcast_to(parameter, shape)).astype(cost.dtype)
             rate = lax.stop_gradient(jnp.broadcast_to(rate, shape)).astype(cost.dtype)
             estimate = estimate + per_lane(rate * difference * zero)
-        return x, once("measure_valued", estimate)
+        return x, estimate
 
     def evaluations(distribution):
         number = int(np.prod(sample_shape(distribution)[1:], dtype=int))
@@ -115,12 +115,12 @@ def _pairs(one: Any, shape: tuple[int, ...], x: Any, key: Any) -> list[tuple[Any
 
 def _normal(one, shape, x, key):
     mean, deviation = lax.stop_gradient((one.loc, one.scale))
-    keys = jax.random.split(key, 4)
-    exponential = jax.random.exponential(keys[0], shape, x.dtype)
+    keys, dtype = jax.random.split(key, 4), jnp.result_type(one.loc, one.scale)
+    exponential = jax.random.exponential(keys[0], shape, dtype)
     w = jnp.sqrt(2 * exponential)
-    t = jnp.linalg.norm(jax.random.normal(keys[1], (*shape, 3), x.dtype), axis=-1)
-    t = t * jax.random.rademacher(keys[2], shape, x.dtype)
-    u = jax.random.uniform(keys[3], shape, x.dtype)
+    t = jnp.linalg.norm(jax.random.normal(keys[1], (*shape, 3), dtype), axis=-1)
+    t = t * jax.random.rademacher(keys[2], shape, dtype)
+    u = jax.random.uniform(keys[3], shape, dtype)
     return [
         (one.loc, 1 / (deviation * math.sqrt(2 * math.pi)), mean + deviation * w, mean - deviation * w),
         (one.scale, 1 / deviation, mean + deviation * t, mean + deviation * t * u),
@@ -138,7 +138,7 @@ def _poisson(one, shape, x, key):
 def _gamma(one, shape, x, key):
     concentration = refuse_derivative(one.concentration, _SHAPE)
     rate = lax.stop_gradient(one.rate)
-    more = x + jax.random.exponential(key, shape, x.dtype) / rate
+    more = x + jax.random.exponential(key, shape, rate.dtype) / rate
     refused = 0 * zero_with_gradient(jnp.asarray(concentration, x.dtype))
     return [(one.rate + refused, lax.stop_gradient(one.concentration) / rate, x, more)]
 

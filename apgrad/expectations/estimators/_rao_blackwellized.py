@@ -80,5 +80,10 @@ def rao_blackwellized(top: int) -> ChoiceEstimator:
         return min(top + 1, number_of_outcomes("rao_blackwellized", distribution))
 
     return ChoiceEstimator(
-        "rao_blackwellized", estimate, evaluations, bias="none", assumptions="No outcome is impossible."
+        "rao_blackwellized",
+        estimate,
+        evaluations,
+        bias="none",
+        assumptions="No outcome is impossible.",
+        every_order=True,
     )

@@ -19,7 +19,7 @@ import numpy as np
 
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator, fixed
 from apgrad.expectations.estimators._control_variate import with_control_variate
-from apgrad.expectations.estimators._discrete import choices, relaxable
+from apgrad.expectations.estimators._discrete import choices, float_dtype, relaxable
 
 
 def rebar(temperature: Any = 0.5, eta: Any = 1.0) -> ChoiceEstimator:
@@ -58,7 +58,7 @@ def rebar(temperature: Any = 0.5, eta: Any = 1.0) -> ChoiceEstimator:
 
         def control(parameters, z):
             hot, scale = parameters
-            cost = continued(squash(z / jnp.asarray(hot, z.dtype)))
+            cost = continued(squash(z / jnp.asarray(hot, z.dtype)).astype(float_dtype(distribution)))
             return jnp.asarray(scale, cost.dtype) * cost
 
         def at_outcomes(x):
@@ -73,4 +73,5 @@ def rebar(temperature: Any = 0.5, eta: Any = 1.0) -> ChoiceEstimator:
         bias="none",
         assumptions="The continuation's cost is differentiable in relaxed outcomes.",
         relaxed=True,
+        every_order=True,
     )

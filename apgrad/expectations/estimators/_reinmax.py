@@ -27,7 +27,6 @@ from apgrad._ground.primitives import zero_with_gradient
 from apgrad.expectations import _distributions as distributions
 from apgrad.expectations.estimators._discrete import choices, relaxable
 from apgrad.expectations.estimators._estimator import Estimator
-from apgrad.expectations.estimators._straight_through import as_if
 
 
 def reinmax(temperature: Any = 1.0) -> Estimator:
@@ -59,12 +58,13 @@ def reinmax(temperature: Any = 1.0) -> Estimator:
     def pathwise(distribution, key):
         made = choices("reinmax", distribution)
         logits = made.logits
-        x = relaxable(distribution, distributions.sample(distribution, key)).astype(logits.dtype)
+        sample = relaxable(distribution, distributions.sample(distribution, key))
+        x = sample.astype(logits.dtype)
         squash = jax.nn.softmax if made.categorical else jax.nn.sigmoid
         q = lax.stop_gradient((x + squash(logits / jnp.asarray(temperature, logits.dtype))) / 2)
         start = jnp.log(q) if made.categorical else jnp.log(q) - jnp.log1p(-q)
         smooth = 2 * squash(start + zero_with_gradient(logits)) - squash(logits) / 2
-        return as_if("reinmax", x, smooth)
+        return sample + zero_with_gradient(smooth).astype(sample.dtype)
 
     return Estimator(
         "reinmax",

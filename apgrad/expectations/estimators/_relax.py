@@ -36,7 +36,8 @@ def relax(control: Callable[..., Any], *given: Any) -> ChoiceEstimator:
 
     Args:
       control: `(z, *given) -> scalar`, differentiable; z is one lane's relaxation, of the shape of its logits. A
-        Bernoulli choice is 1 where z > 0, and a categorical choice is the argmax over the last axis. The control is a
+        Bernoulli choice is 1 where z > 0, and a categorical choice is the argmax over the last axis. Of logits in half
+        precision z is float32. The control is a
         function, or a callable pytree such as an NNX module: where the module is an argument of the objective, it gets
         the gradient of the estimate's variance. Descend it by an optimizer, beside the gradient of the parameters.
       *given: pytrees of arrays (lanes, ...); the control is given one lane's. They must not depend on the choice, and
@@ -91,4 +92,5 @@ def relax(control: Callable[..., Any], *given: Any) -> ChoiceEstimator:
         lambda distribution: 1,
         bias="none",
         assumptions="The control and what it is given depend on the choice through z alone.",
+        every_order=True,
     )

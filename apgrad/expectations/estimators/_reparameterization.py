@@ -48,4 +48,5 @@ def reparameterization() -> Estimator:
         functools.partial(distributions.pathwise_sample, "reparameterization"),
         bias="none",
         assumptions="Costs are continuous in the sample, and differentiable almost everywhere.",
+        every_order=True,
     )

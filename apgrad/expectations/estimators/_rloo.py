@@ -50,5 +50,10 @@ def rloo(samples: int = 2) -> ChoiceEstimator:
         return xs[0], jnp.mean(cost + (cost - others) * jnp.expm1(zero), axis=0)
 
     return ChoiceEstimator(
-        "rloo", estimate, lambda distribution: samples, bias="none", assumptions="No outcome is impossible."
+        "rloo",
+        estimate,
+        lambda distribution: samples,
+        bias="none",
+        assumptions="No outcome is impossible.",
+        every_order=True,
     )

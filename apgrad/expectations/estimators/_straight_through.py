@@ -9,9 +9,8 @@ the sample, for no other. The estimate's expectation for one choice is
 """
 
 import jax
-import jax.numpy as jnp
 
-from apgrad._ground.propagator import Propagator, first_order, node
+from apgrad._ground.primitives import zero_with_gradient
 from apgrad.expectations import _distributions as distributions
 from apgrad.expectations.estimators._discrete import relaxable, relaxed_mean
 from apgrad.expectations.estimators._estimator import Estimator
@@ -38,8 +37,7 @@ def straight_through() -> Estimator:
 
     def pathwise(distribution: object, key: jax.Array) -> jax.Array:
         mean = relaxed_mean("straight_through", distribution)
-        x = relaxable(distribution, distributions.sample(distribution, key))
-        return as_if("straight_through", x, mean)
+        return relaxable(distribution, distributions.sample(distribution, key)) + zero_with_gradient(mean)
 
     return Estimator(
         "straight_through",
@@ -47,19 +45,3 @@ def straight_through() -> Estimator:
         bias="yes",
         assumptions="The expected slope of the cost stands in for its differences; right where the cost is linear.",
     )
-
-
-def as_if(name: str, x: jax.Array, smooth: jax.Array) -> jax.Array:
-    """The sample, with the derivative of something smooth; a second derivative is refused.
-
-    Args:
-      name: the estimator's name in the error.
-      x: the sample, an array of any shape.
-      smooth: what has the derivative, a floating-point array of the sample's shape.
-    """
-    reason = (
-        f"{name} has no second derivative: its sample only borrows a derivative, and differentiating it again would be "
-        "silently wrong. Use likelihood_ratio(), or enumeration() in ap.choose, for higher orders."
-    )
-    forward = lambda x, smooth: (jnp.asarray(x), None)
-    return node(first_order(Propagator(forward, lambda _, message: (None, message)), reason))(x, smooth)
