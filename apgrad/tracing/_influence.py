@@ -22,7 +22,7 @@ from apgrad._programs.kinds import NO_DERIVATIVE
 from apgrad.tracing import _paths as paths
 from apgrad.tracing._interpreter import Context, walk
 from apgrad.tracing._residual_adds import scopes_with_residual_adds
-from apgrad.tracing._semiring_grad import NESTED, original, traced, values
+from apgrad.tracing._semiring_grad import NESTED, original, propagated, traced, values
 from apgrad.tracing._semirings import ordinary
 
 PathKind = Literal["greedy", "viterbi"]
@@ -150,49 +150,62 @@ def influence(
       weak       0.000
       strong     1.000
     """
+    require_options(kind, by, depth)
+    component, f = Component(by, depth), original(f)
+
+    def influence_of(*args, **kwargs):
+        read = traced(f, args, kwargs, argnums)
+        return influence_in(component, kind, read.names, read.program, read.inputs, read.active)
+
+    return influence_of
+
+
+def require_options(kind: Any, by: Any = "scope", depth: Any = None) -> None:
+    """Refuses options of `influence` that are not among those it has."""
     if kind not in ("greedy", "viterbi"):
         raise ValueError(f"kind must be 'greedy' or 'viterbi', got {kind!r}")
     if by not in ("scope", "primitive"):
         raise ValueError(f"by must be 'scope' or 'primitive', got {by!r}")
     if depth is not None and (not is_single(depth) or depth < 1):
         raise ValueError(f"depth is a number of names, counted from the outside, at least 1; got {depth}")
-    rule, f = Component(by, depth), original(f)
 
-    def influence_of(*args, **kwargs):
-        program, inputs, treedef, active = traced(f, args, kwargs, argnums)
-        components = tuple(dict.fromkeys(n for eqn in _equations(program) for n in rule.names(*eqn)))
-        if not components:
-            raise ValueError(
-                "nothing is named: the function has no named scopes. Linen modules name themselves, for an NNX model "
-                "use ap.tracing.name_modules(model); elsewhere write `with jax.named_scope('encoder'):`, or ask "
-                "by='primitive'."
-            )
-        if by == "scope":
-            _warn_of_residual_adds(program, active, components)
-        words = -(-len(components) // 32)
-        number = {name: i for i, name in enumerate(components)}
 
-        def enter(message, scope, primitive):
-            bits = [0] * words
-            for name in rule.names(scope, primitive):
-                bits[number[name] // 32] |= 1 << (number[name] % 32)
-            rest = len(message) - words
-            masks = (m | jnp.uint32(b) if b else m for m, b in zip(message[rest:], bits, strict=True))
-            return (*message[:rest], *masks)
+def influence_in(
+    component: "Component",
+    kind: PathKind,
+    parameters: tuple[str, ...],
+    program: jaxprs.Program,
+    inputs: Sequence[Any],
+    active: Sequence[bool],
+) -> Influence:
+    """Influence in a loss's program, whose active inputs have the names `parameters`."""
+    components = tuple(dict.fromkeys(n for eqn in _equations(program) for n in component.names(*eqn)))
+    if not components:
+        raise ValueError(
+            "nothing is named: the function has no named scopes. Linen modules name themselves, for an NNX model "
+            "use ap.tracing.name_modules(model); elsewhere write `with jax.named_scope('encoder'):`, or ask "
+            "by='primitive'."
+        )
+    if component.by == "scope":
+        _warn_of_residual_adds(program, active, components)
+    words = -(-len(components) // 32)
+    number = {name: i for i, name in enumerate(components)}
 
-        semiring = (paths.viterbi if kind == "viterbi" else paths.greedy)(words)
-        context = Context(semiring, NESTED, enter=enter)
-        found = values(context, walk(context, program, inputs, active), inputs, active)
-        if kind == "greedy":
-            gradients = [v[0] for v in found]
-        else:
-            plain = Context(ordinary(), NESTED)
-            gradients = [v[0] for v in values(plain, walk(plain, program, inputs, active), inputs, active)]
-        columns = [_column(v, g, len(components), words) for v, g in zip(found, gradients, strict=True)]
-        share, weighed = (jnp.stack(c, axis=1) for c in zip(*columns, strict=True))
-        return Influence(share, weighed, components, parameter_names(treedef, argnums), kind)
+    def enter(message, scope, primitive):
+        bits = [0] * words
+        for name in component.names(scope, primitive):
+            bits[number[name] // 32] |= 1 << (number[name] % 32)
+        rest = len(message) - words
+        masks = (m | jnp.uint32(b) if b else m for m, b in zip(message[rest:], bits, strict=True))
+        return (*message[:rest], *masks)
 
-    return influence_of
+    semiring = (paths.viterbi if kind == "viterbi" else paths.greedy)(words)
+    context = Context(semiring, NESTED, enter=enter)
+    found = values(context, walk(context, program, inputs, active), inputs, active)
+    gradients = [v[0] for v in found] if kind == "greedy" else propagated(ordinary(), program, inputs, active)
+    columns = [_column(v, g, len(components), words) for v, g in zip(found, gradients, strict=True)]
+    share, weighed = (jnp.stack(c, axis=1) for c in zip(*columns, strict=True))
+    return Influence(share, weighed, components, parameters, kind)
 
 
 def every(n: int, traced: Callable[..., Any]) -> Callable[..., Any]:
@@ -245,18 +258,6 @@ def _equations(program: jaxprs.Program, scope: str = "") -> list[tuple[str, str]
         else:
             found.append((where, eqn.primitive.name))
     return found
-
-
-def parameter_names(treedef: Any, argnums: int | Sequence[int]) -> tuple[str, ...]:
-    """The names of the arrays in a tuple of chosen arguments: their paths, as "embed/kernel".
-
-    The number of an argument is left out where one is chosen, and so is the `value` of a variable of Flax NNX.
-    """
-    tree = jax.tree.unflatten(treedef, range(treedef.num_leaves))
-    keys = [path[is_single(argnums) :] for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/") or "x"
-    short = [name(p[:-1] if p[1:] and p[-1] == jax.tree_util.GetAttrKey("value") else p) for p in keys]
-    return tuple(short if len(set(short)) == len(keys) else map(name, keys))
 
 
 def _warn_of_residual_adds(program, active, components):

@@ -22,8 +22,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from apgrad._ground.messages import Static, form_of
 from apgrad._programs import jaxprs
 from apgrad.tracing import _control as control
+from apgrad.tracing._compiled import Compiled
 from apgrad.tracing._interpreter import Context, backward, filled, forward, walk
 from apgrad.tracing._semirings import Semiring
 
@@ -132,15 +134,14 @@ def ranked(candidates: Sequence[tuple[Any, Sequence[Any]]], rank: int) -> tuple[
 class Reader:
     """Reads paths of one kind, and keeps the compiled walks for the next path.
 
-    Args:
-      context: the context of the walk. Its semiring is `viterbi()`, `greedy()`, or `top_k(k)` for ranks below k.
+    The semiring of its context is `viterbi()`, `greedy()`, or `top_k(k)` for ranks below k.
     """
 
-    def __init__(self, context: Context):
-        self.context = context
+    def __init__(self, context: Context, compiled: Compiled):
+        self.context, self._compiled = context, compiled
         compared = context.semiring.compared
         self.weights = slice(None) if compared is None else slice(compared, compared + 1)
-        self._compiled: dict[Any, Any] = {}
+        self._made: dict[Any, Any] = {}
 
     def follow(
         self,
@@ -170,7 +171,7 @@ class Reader:
           on. No steps and -1 if no path goes on.
         """
         jaxpr = program.jaxpr
-        given, flags, arrived, sent = self._walk(program, active)(program.consts, list(inputs), messages)
+        given, flags, arrived, sent = self._walk(program, [jnp.asarray(x) for x in inputs], active, messages)
         variable, steps = jaxpr.invars[at], []
         start = 0
         while True:
@@ -198,16 +199,20 @@ class Reader:
             steps += more
             variable, start = eqn.outvars[output], number + 1
 
-    def _walk(self, program, active):
-        jaxpr = program.jaxpr
-        key = id(jaxpr), tuple(active)
-        if key in self._compiled:
-            return self._compiled[key][0]
-        context = self.context
+    def _run(self, name, jaxpr, function, *args):
+        """Runs a function that belongs to a program by a name; it is read once."""
+        forms = tuple(map(form_of, args))
+        if (name, id(jaxpr), forms) not in self._made:
+            # The program is kept alive, and its id its own.
+            self._made[name, id(jaxpr), forms] = self._compiled(function, *args), jaxpr
+        return self._made[name, id(jaxpr), forms][0](*args)
 
-        @jax.jit
+    def _walk(self, program, inputs, active, messages):
+        """Per equation of a program: the values of its inputs, which are active, the messages that came and go."""
+        jaxpr, context, flags = program.jaxpr, self.context, tuple(active)
+
         def walked(consts, inputs, messages):
-            _, steps = forward(context, jaxprs.Program(jaxpr, consts), inputs, active)
+            _, steps = forward(context, jaxprs.Program(jaxpr, consts), inputs, flags)
             found = backward(context, jaxpr, [step.pull for step in steps], messages)
             arrived, sent = [], []
             for eqn, (_, _, pull) in zip(jaxpr.eqns, steps, strict=True):
@@ -219,18 +224,14 @@ class Reader:
             # Each value once, however many equations it goes into.
             values = {id(x): x for step in steps for x in step.inputs}
             place = {name: i for i, name in enumerate(values)}
-            static.append(([[place[id(x)] for x in step.inputs] for step in steps], [step.active for step in steps]))
-            return list(values.values()), arrived, sent
+            places = tuple(tuple(place[id(x)] for x in step.inputs) for step in steps)
+            static = Static((places, tuple(step.active for step in steps)))
+            return list(values.values()), arrived, sent, static
 
-        static: list[Any] = []
-
-        def run(consts, inputs, messages):
-            values, arrived, sent = walked(list(consts), inputs, messages)
-            places, flags = static[0]
-            return [[values[i] for i in row] for row in places], flags, arrived, sent
-
-        self._compiled[key] = run, jaxpr  # the program stays alive, and its id its own
-        return run
+        given = list(program.consts), list(inputs), messages
+        values, arrived, sent, static = self._run(("walk", flags), jaxpr, walked, *given)
+        places, active = static.value
+        return [[values[i] for i in row] for row in places], active, arrived, sent
 
     def _through(self, scope, eqn, inputs, active, arrived, slot, index, rank):
         """The path through one equation: its steps, the output's number, the element's index, the rank after it."""
@@ -292,29 +293,35 @@ class Reader:
         else:
             tested, (fixed, carried, _) = [], inside.counts
         active = control.active_carry(program, active, fixed, carried)
-        outer, carry, xs = inputs[:fixed], list(inputs[fixed : fixed + carried]), inputs[fixed + carried :]
-        run = jax.jit(lambda *values: jaxprs.evaluate(program, values))
+        inputs = [jnp.asarray(x) for x in inputs]
+        outer, carry, xs = inputs[:fixed], inputs[fixed : fixed + carried], inputs[fixed + carried :]
+        consts, name = list(program.consts), ("loop", tuple(active))
+        run = lambda consts, values: jaxprs.evaluate(jaxprs.Program(program.jaxpr, consts), values)
+        advance = lambda values: self._run("step", program.jaxpr, run, consts, values)
         slices, stages = [], []
         if inside.kind == "scan":
             slices = list(range(inside.length))[:: -1 if inside.reverse else 1]
             for t in slices:
                 stages.append([*outer, *carry, *(x[t] for x in xs)])
-                carry = run(*stages[-1])[:carried]
+                carry = advance(stages[-1])[:carried]
         else:
-            go_on = jax.jit(lambda *state: jaxprs.evaluate(inside.jaxprs[0], [*tested, *state])[0])
-            while bool(go_on(*carry)):
+            test, test_consts = inside.jaxprs[0]
+            go_on = lambda consts, values: jaxprs.evaluate(jaxprs.Program(test, consts), values)[0]
+            while bool(self._run("test", test, go_on, list(test_consts), [*tested, *carry])):
                 slices.append(len(stages))
                 stages.append([*outer, *carry])
-                carry = run(*stages[-1])
+                carry = advance(stages[-1])
         last = filled(semiring, arrived[:carried], carry)
         context = self.context
 
-        back = jax.jit(lambda values, messages: walk(context, program, values, active).pull(messages))
+        def back(consts, values, messages):
+            return walk(context, jaxprs.Program(program.jaxpr, consts), values, active).pull(messages)
+
         messages, sent = [], []
         for t, values in zip(reversed(slices), reversed(stages), strict=True):
             ys = [None if m is None else tuple(x[t] for x in m) for m in arrived[carried:]]
             messages.append([*last, *ys])
-            answers = back(values, messages[-1])
+            answers = self._run(name, program.jaxpr, back, consts, values, messages[-1])
             sent.append(answers[slot] if slot < fixed else None)
             last = filled(semiring, answers[fixed : fixed + carried], values[fixed : fixed + carried])
         messages, sent = messages[::-1], sent[::-1]

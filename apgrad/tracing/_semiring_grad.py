@@ -1,11 +1,11 @@
 """`semiring_grad`: the gradient of any JAX function with the sum and product of any semiring."""
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from apgrad._ground.arguments import chosen_numbers, is_single
 from apgrad._programs import jaxprs
@@ -55,51 +55,100 @@ def semiring_grad(f: Callable[..., Any], semiring: Semiring, argnums: int | Sequ
     require_semiring(semiring)
 
     def backpropagated(*args, **kwargs):
-        program, inputs, treedef, active = traced(f, args, kwargs, argnums)
-        context = Context(semiring, NESTED)
-        walked = walk(context, program, inputs, active)
-        found = [semiring.finish(v) for v in values(context, walked, inputs, active)]
-        trees = jax.tree.unflatten(treedef, found)
-        return trees[0] if is_single(argnums) else trees
+        read = traced(f, args, kwargs, argnums)
+        return read.tree(propagated(semiring, read.program, read.inputs, read.active))
 
     return backpropagated
 
 
-def traced(f: Callable[..., Any], args: Any, kwargs: Any, argnums: int | Sequence[int]) -> Any:
-    """The program of a loss as a function of the arrays in its chosen arguments.
+def propagated(semiring: Semiring, program: jaxprs.Program, inputs: Sequence[Any], active: Sequence[bool]) -> list[Any]:
+    """What the semiring's backpropagation gives for each active input of a loss's program."""
+    context = Context(semiring, NESTED)
+    return [semiring.finish(v) for v in values(context, walk(context, program, inputs, active), inputs, active)]
 
-    Args:
-      f: the loss.
-      args: its positional arguments.
-      kwargs: its keyword arguments.
-      argnums: which of the positional arguments are chosen.
 
-    Returns:
-      The program; the arrays, which are its inputs; the structure of the tuple of chosen arguments; and a True for each
-        array.
+class Traced(NamedTuple):
+    """A loss as a program of the arrays in its arguments.
 
-    Raises:
-      TypeError: if a chosen argument is not floating point, or the loss is no floating-point scalar.
+    Attributes:
+      program: its inputs are the arrays of the chosen arguments, and then the arrays of all others.
+      inputs: the values of the inputs, arrays.
+      active: for each input, whether it is of a chosen argument.
+      places: for each input, its number among all leaves of the arguments.
+      tree: puts one value for each chosen array in the structure of the chosen arguments.
+      names: the names of the chosen arrays.
     """
-    function, values = jaxprs.restrict(functools.partial(f, **kwargs), args, chosen_numbers(argnums, len(args)))
-    chosen = tuple(values)
 
-    for leaf in jax.tree.leaves(chosen):
+    program: jaxprs.Program
+    inputs: list[Any]
+    active: tuple[bool, ...]
+    places: list[int]
+    tree: Callable[[Sequence[Any]], Any]
+    names: tuple[str, ...]
+
+
+def traced(
+    f: Callable[..., Any], args: Any, kwargs: Any, argnums: int | Sequence[int], mapped: Collection[int] = ()
+) -> Traced:
+    """The program of a loss.
+
+    A function that wants to know the value of an array, as Python's `if` does, gets the arrays of the arguments that
+    are not chosen as they are, but for the leaves with the numbers `mapped`: then they are constants of the program.
+    """
+    numbers = chosen_numbers(argnums, len(args))
+    leaves, treedef = jax.tree.flatten((list(args), kwargs))
+    owners = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
+    chosen = [n for k in numbers for n, owner in enumerate(owners) if owner == k]
+    for leaf in (leaves[n] for n in chosen):
         try:
             dtype = jnp.result_type(leaf)
         except TypeError:
             dtype = type(leaf).__name__
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(f"paths end at floating-point arguments, got {dtype}. Choose others with argnums.")
-    program, shape = jaxprs.trace(function, *chosen)
+
+    def program_of(places):
+        def function(*values):
+            args, kwargs = jax.tree.unflatten(treedef, jaxprs.place(values, places, leaves))
+            return f(*args, **kwargs)
+
+        return *jaxprs.trace(function, *(leaves[n] for n in places)), places
+
+    others = [n for n, leaf in enumerate(leaves) if n not in chosen and _is_array(leaf)]
+    try:
+        program, shape, places = program_of([*chosen, *others])
+    except jax.errors.JAXTypeError:
+        program, shape, places = program_of([*chosen, *(n for n in others if n in mapped)])
     output = jax.tree.leaves(shape)
     if len(output) != 1 or output[0].shape or not jnp.issubdtype(output[0].dtype, jnp.floating):
         raise TypeError(
             f"paths begin at a loss, so the function must return one floating-point scalar; it returns {shape}"
         )
-    leaves, treedef = jax.tree.flatten(chosen)
-    inputs = [jnp.asarray(x) if not isinstance(x, jax.Array) else x for x in leaves]
-    return program, inputs, treedef, (True,) * len(leaves)
+    trees, single = jax.tree.structure(tuple(args[k] for k in numbers)), is_single(argnums)
+
+    def tree(values):
+        made = jax.tree.unflatten(trees, values)
+        return made[0] if single else made
+
+    inputs = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in (leaves[n] for n in places)]
+    active = tuple(i < len(chosen) for i in range(len(places)))
+    return Traced(program, inputs, active, places, tree, _names(trees, single))
+
+
+def _is_array(leaf):
+    return isinstance(leaf, jax.Array) or (isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufV")
+
+
+def _names(treedef, single) -> tuple[str, ...]:
+    """The names of the arrays in a tuple of chosen arguments: their paths, as "embed/kernel".
+
+    The number of an argument is left out where one is chosen, and so is the `value` of a variable of Flax NNX.
+    """
+    tree = jax.tree.unflatten(treedef, range(treedef.num_leaves))
+    keys = [path[single:] for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/") or "x"
+    short = [name(p[:-1] if p[1:] and p[-1] == jax.tree_util.GetAttrKey("value") else p) for p in keys]
+    return tuple(short if len(set(short)) == len(keys) else map(name, keys))
 
 
 def values(context: Context, walked: Any, inputs: Sequence[Any], active: Sequence[bool]) -> list[Value]:

@@ -9,13 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from apgrad._ground.arguments import chosen_numbers, integers, is_single, number_of
-from apgrad._programs.jaxprs import plain_scope, restrict
+from apgrad._ground.arguments import integers, is_single, number_of
+from apgrad._programs import jaxprs
+from apgrad._programs.jaxprs import plain_scope
 from apgrad.tracing import _paths as paths
-from apgrad.tracing._influence import ComponentKind, Influence, PathKind, influence, parameter_names
+from apgrad.tracing._compiled import Compiled
+from apgrad.tracing._influence import Component, ComponentKind, Influence, PathKind, influence_in, require_options
 from apgrad.tracing._interpreter import Context
 from apgrad.tracing._paths import PathStep, Reader
-from apgrad.tracing._semiring_grad import NESTED, original, semiring_grad, traced
+from apgrad.tracing._semiring_grad import NESTED, original, propagated, traced
 from apgrad.tracing._semirings import max_product, top_k
 from apgrad.tracing._sums import constant
 
@@ -54,10 +56,11 @@ def trace_gradients(
       hidden     0.000  1.000
       head       1.000  1.000
     """
+    compiled = Compiled()
 
     @functools.wraps(f)
     def trace(*args, **kwargs):
-        return Trace(original(f), args, kwargs, argnums, in_axes)
+        return Trace(original(f), args, kwargs, argnums, in_axes, compiled)
 
     return trace
 
@@ -65,32 +68,48 @@ def trace_gradients(
 class Trace:
     """A loss at one point, made by `trace_gradients`: ask it for weights, paths and influence.
 
+    What it has found it keeps. What it has compiled is kept for the next point at which the function is traced: where
+    the program is the same and the shapes are, nothing is compiled again.
+
     Attributes:
       parameters: the names of the parameters.
       examples: the number of examples, or None if the loss is traced as a whole.
     """
 
-    def __init__(self, f: Any, args: Any, kwargs: Any, argnums: Any, in_axes: Any):
-        if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
+    def __init__(self, f: Any, args: Any, kwargs: Any, argnums: Any, in_axes: Any, compiled: Compiled):
+        leaves, treedef = jax.tree.flatten((list(args), kwargs))
+        if any(isinstance(x, Tracer) for x in leaves):
             raise TypeError(
                 "trace_gradients reads paths at concrete values, but is called inside a JAX transformation. Use "
                 "ap.tracing.influence(f) there (and ap.tracing.every(n, ...) in a training loop)."
             )
-        self._f, self._args, self._kwargs, self._argnums, self._axes = f, args, kwargs, argnums, in_axes
-        self.examples = None if in_axes is None else _examples(args, kwargs, in_axes)
-        _, _, treedef, _ = traced(f, *self._point(0), argnums)
-        self.parameters = parameter_names(treedef, argnums)
-        self._readers: dict[Any, Any] = {}
+        axes = [None] * len(leaves) if in_axes is None else _leaf_axes(args, kwargs, in_axes)
+        self.examples = None if in_axes is None else _examples(leaves, axes)
+        first = [x if axis is None else jnp.take(x, 0, axis=axis) for x, axis in zip(leaves, axes, strict=True)]
+        args, kwargs = jax.tree.unflatten(treedef, first)
+        mapped = {n for n, axis in enumerate(axes) if axis is not None}
+        self._traced = traced(f, args, kwargs, argnums, mapped)
+        self._inputs = [jnp.asarray(leaves[n]) for n in self._traced.places]
+        self._axes = [axes[n] for n in self._traced.places]
+        self.parameters = self._traced.names
+        self._compiled, self._readers, self._influences = compiled, {}, {}
 
     @functools.cached_property
     def gradient(self) -> Any:
         """The gradient, in the structure of the parameters; with `in_axes`, it has a leading axis of examples."""
-        return self._mapped(jax.grad(self._f, argnums=self._argnums))
+        number = len(self.parameters)
+
+        def gradient(program, inputs):
+            loss = lambda *chosen: jaxprs.evaluate(program, [*chosen, *inputs[number:]])[0]
+            return jax.grad(loss, argnums=tuple(range(number)))(*inputs[:number])
+
+        return self._traced.tree(self._mapped(gradient))
 
     @functools.cached_property
     def weights(self) -> Any:
         """The weight of the heaviest path of each element, in the structure of the parameters."""
-        return self._mapped(semiring_grad(self._f, max_product(), self._argnums))
+        active = self._traced.active
+        return self._traced.tree(self._mapped(lambda *given: propagated(max_product(), *given, active)))
 
     def influence(
         self, kind: PathKind = "viterbi", *, by: ComponentKind = "scope", depth: int | None = None
@@ -104,7 +123,12 @@ class Trace:
           by: what a component is: a named scope or a primitive.
           depth: how many names of a scope, counted from the outside, make a component; by default all levels do.
         """
-        return self._mapped(influence(self._f, kind, by=by, depth=depth, argnums=self._argnums))
+        require_options(kind, by, depth)
+        if (kind, by, depth) not in self._influences:
+            found = functools.partial(influence_in, Component(by, depth), kind, self.parameters)
+            active = self._traced.active
+            self._influences[kind, by, depth] = self._mapped(lambda *given: found(*given, active))
+        return self._influences[kind, by, depth]
 
     def path(
         self, parameter: str, index: tuple[int, ...] | int = (), kind: PathKind = "viterbi", example: int = 0
@@ -123,8 +147,7 @@ class Trace:
           ValueError: for an unknown parameter or kind, an `example` without `in_axes`, or a path weight that is NaN.
           IndexError: for an index outside the parameter's shape.
         """
-        if kind not in ("viterbi", "greedy"):
-            raise ValueError(f"kind must be 'greedy' or 'viterbi', got {kind!r}")
+        require_options(kind)
         return (
             self._read(parameter, index, paths.viterbi() if kind == "viterbi" else paths.greedy(), example, 1)[0] or []
         )
@@ -160,10 +183,10 @@ class Trace:
     def _read(self, parameter, index, semiring, example, count):
         short = parameter.removesuffix("/value") if isinstance(parameter, str) else parameter
         number = number_of(parameter if parameter in self.parameters else short, self.parameters, "parameter")
-        if (semiring.name, example) not in self._readers:
-            program, inputs, _, active = traced(self._f, *self._point(example), self._argnums)
-            self._readers[semiring.name, example] = Reader(Context(semiring, NESTED)), program, inputs, active
-        reader, program, inputs, active = self._readers[semiring.name, example]
+        inputs, active = self._point(example), self._traced.active
+        if semiring.name not in self._readers:
+            self._readers[semiring.name] = Reader(Context(semiring, NESTED), self._compiled)
+        reader, program = self._readers[semiring.name], self._traced.program
         shape = jnp.shape(inputs[number])
         index = integers(index, "index")
         if len(index) != len(shape) or not all(-n <= i < n for i, n in zip(index, shape, strict=True)):
@@ -206,40 +229,32 @@ class Trace:
 
     def program(self) -> Any:
         """The traced program and its number of parameters, for drawing."""
-        program, _, _, _ = traced(self._f, *self._point(0), self._argnums)
-        return program, len(self.parameters)
+        return self._traced.program, len(self.parameters)
 
     def _point(self, example):
+        """The inputs of the program for one example."""
         (example,) = integers(example, "example")
-        if self._axes is None:
+        if self.examples is None:
             if example:
                 raise ValueError(f"there is no example {example}: without in_axes the loss is traced as a whole")
-            return self._args, self._kwargs
+            return self._inputs
         if not 0 <= example < self.examples:
             raise IndexError(f"there are {self.examples} examples, so none has the number {example}")
-        return _pick(self._args, self._axes, example), self._kwargs
+        pairs = zip(self._inputs, self._axes, strict=True)
+        return [x if axis is None else jnp.take(x, example, axis=axis) for x, axis in pairs]
 
     def _mapped(self, function):
-        """Calls a compiled function of what is chosen or mapped; all else stays as it was given, strings too."""
-        axes = _axes(self._args, self._axes)
-        numbers = chosen_numbers(self._argnums, len(self._args))
-        places = [i for i, axis in enumerate(axes) if i in numbers or axis is not None]
-
-        call, values = restrict(functools.partial(function, **self._kwargs), self._args, places)
-        if self._axes is not None:
-            call = jax.vmap(call, in_axes=tuple(axes[i] for i in places))
-        return jax.jit(call)(*values)
+        """What a function of the program and its inputs gives at this point, for each example if there are any."""
+        jaxpr, consts = self._traced.program
+        call = lambda consts, inputs: function(jaxprs.Program(jaxpr, consts), inputs)
+        call = call if self.examples is None else jax.vmap(call, in_axes=(None, self._axes))
+        given = list(consts), self._inputs
+        return self._compiled(call, *given)(*given)
 
 
-def _examples(args, kwargs, in_axes):
-    if any(jnp.ndim(x) for x in jax.tree.leaves(kwargs) if hasattr(x, "shape")):
-        raise ValueError("in_axes are of positional arguments: give arrays by position, and None in in_axes if shared")
-    pairs = zip(
-        jax.tree.leaves(args, is_leaf=_is_none),
-        jax.tree.leaves(_leaf_axes(args, in_axes), is_leaf=_is_none),
-        strict=True,
-    )
-    shapes = [(jnp.shape(x), axis) for x, axis in pairs if axis is not None]
+def _examples(leaves, axes):
+    """How many examples there are."""
+    shapes = [(jnp.shape(x), axis) for x, axis in zip(leaves, axes, strict=True) if axis is not None]
     if wrong := [pair for pair in shapes if not -len(pair[0]) <= pair[1] < len(pair[0])]:
         raise ValueError(f"in_axes maps the axis {wrong[0][1]} of an array of shape {wrong[0][0]}")
     sizes = {shape[axis] for shape, axis in shapes}
@@ -248,23 +263,15 @@ def _examples(args, kwargs, in_axes):
     return sizes.pop()
 
 
-def _pick(args, in_axes, example):
-    one = lambda x, axis: x if axis is None else jnp.take(x, example, axis=axis)
-    return jax.tree.map(one, args, _leaf_axes(args, in_axes), is_leaf=_is_none)
-
-
-def _axes(args, in_axes):
-    """The axis of each argument."""
-    axes = (in_axes,) * len(args) if in_axes is None or is_single(in_axes) else tuple(in_axes)
+def _leaf_axes(args, kwargs, in_axes):
+    """The axis of each leaf of the arguments, as `jax.vmap` understands `in_axes`."""
+    if any(jnp.ndim(x) for x in jax.tree.leaves(kwargs) if hasattr(x, "shape")):
+        raise ValueError("in_axes are of positional arguments: give arrays by position, and None in in_axes if shared")
+    axes = (in_axes,) * len(args) if is_single(in_axes) else tuple(in_axes)
     if len(axes) != len(args):
         raise ValueError(f"in_axes has {len(axes)} entries for {len(args)} arguments")
-    return axes
-
-
-def _leaf_axes(args, in_axes):
-    """The axis of each leaf of the arguments."""
-    return jax.tree.broadcast(_axes(args, in_axes), tuple(args), is_leaf=_is_none)
-
-
-def _is_none(x):
-    return x is None
+    is_none = lambda x: x is None
+    axes = jax.tree.leaves(jax.tree.broadcast(axes, tuple(args), is_leaf=is_none), is_leaf=is_none)
+    there = [x is not None for x in jax.tree.leaves(args, is_leaf=is_none)]
+    kept = [axis for axis, is_there in zip(axes, there, strict=True) if is_there]
+    return kept + [None] * len(jax.tree.leaves(kwargs))

@@ -283,3 +283,45 @@ def test_means_leave_out_what_was_not_traced():
     loss = lambda w: jnp.sum(jax.named_scope("cube")(lambda w: w**3)(w))
     seen = jax.vmap(ap.tracing.every(2, ap.tracing.influence(loss)), (0, None))(jnp.arange(3), jnp.ones(2))
     assert seen.to_dict() == {"x": {"cube": 1.0}} and "1.000" in str(seen)
+
+
+def test_a_second_point_of_equal_shapes_compiles_nothing_and_closures_may_change():
+    scale = jnp.array([1.0, 2.0])
+
+    def loss(params, x, labels):
+        def step(h, w):
+            with jax.named_scope("cell"):
+                return jax.nn.gelu(h @ w) * scale, None
+
+        with jax.named_scope("rnn"):
+            h, _ = jax.lax.scan(step, x, params["w"])
+        return jnp.sum(jnp.take_along_axis(h, labels[:, None], 1))
+
+    def seen(trace):
+        paths = [trace.path("w", (0, 1, 1)), trace.path("w", (0, 1, 1), "greedy"), *trace.paths("w", (0, 0, 1), 2)]
+        return trace.influence(), trace.influence(), trace.weights, trace.gradient, paths
+
+    traces = ap.trace_gradients(loss)
+    points = [({"w": jnp.full((2, 2, 2), s)}, jnp.full((3, 2), 0.3 * s), np.arange(3) % 2) for s in (0.5, 0.6)]
+    seen(traces(*points[0]))
+    compiled = []
+    listen = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    found = seen(traces(*points[1]))
+    assert not compiled
+    jax.monitoring.unregister_event_duration_listener(listen)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found[3], jax.grad(loss)(*points[1]))
+    np.testing.assert_array_equal(found[0].share, ap.tracing.influence(loss)(*points[1]).share)
+    np.testing.assert_allclose(np.prod([s.weight for s in found[4][0]]), found[2]["w"][0, 1, 1], rtol=1e-5)
+    scale = jnp.array([3.0, 5.0])  # read again at each point
+    np.testing.assert_allclose(traces(*points[1]).gradient["w"], jax.grad(loss)(*points[1])["w"], rtol=1e-5)
+
+
+def test_an_array_that_python_looks_at_is_a_constant_of_the_program():
+    def loss(w, times, x):
+        for _ in range(int(times[0])):
+            w = w * 2.0
+        return jnp.sum(w * x)
+
+    trace = ap.trace_gradients(loss, in_axes=(None, None, 0))(jnp.ones(2), np.array([3]), jnp.array([1.0, 2.0]))
+    assert trace.weights.tolist() == [[8, 8], [16, 16]] and len(trace.path("x", 0, example=1)) == 5
