@@ -492,7 +492,7 @@ RULES = {
     "synthetic_gradients": ap.rewiring.synthetic_gradients(),
     "difference_target_propagation": ap.rewiring.difference_target_propagation(KEY, "layer"),
     "surrogate_gradient": ap.rewiring.surrogate_gradient("tanh"),
-    "straight_through": ap.rewiring.straight_through("tanh"),
+    "skip": ap.rewiring.skip("tanh"),
     "gradient_reversal": ap.rewiring.gradient_reversal("tanh"),
     "clip_messages": ap.rewiring.clip_messages(0.1),
     "normalize_messages": ap.rewiring.normalize_messages(),

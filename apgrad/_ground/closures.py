@@ -18,9 +18,6 @@ def may_close_over_a_tracer(*functions: Any) -> bool:
 
     The search goes through variables from outside, default arguments, parts of `functools.partial`, the object of a
     bound method, attributes of objects, and the same of every function found on the way.
-
-    Args:
-      *functions: callables, or pytrees of callables and arrays.
     """
     seen, queue = set(), list(functions)
     while queue:
@@ -55,11 +52,7 @@ def _attributes(found: Any) -> list[Any]:
 
 
 def closed_over(function: Any) -> dict[str, Any]:
-    """What a Python function closes over, by the names of the variables; other callables close over nothing.
-
-    Args:
-      function: any callable.
-    """
+    """What a Python function closes over, by the names of the variables; other callables close over nothing."""
     found = {}
     names = getattr(getattr(function, "__code__", None), "co_freevars", ())
     for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):

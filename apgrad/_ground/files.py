@@ -11,9 +11,6 @@ import jax
 def named_leaves(tree: Any) -> dict[str, Any]:
     """The leaves of a pytree by their paths, in the order of `jax.tree.leaves`.
 
-    Args:
-      tree: any pytree.
-
     Example:
       >>> named_leaves({"dense": {"kernel": 1, "bias": 2}, "rates": [3]})
       {'dense.bias': 2, 'dense.kernel': 1, 'rates.0': 3}
@@ -25,12 +22,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
-    """Writes a file that is there in full or as it was before, even if the process is killed meanwhile.
-
-    Args:
-      path: the file; its folder exists.
-      data: what the file is to hold; a string is written as UTF-8.
-    """
+    """Writes a file that is there in full or as it was before, even if the process is killed meanwhile."""
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         temporary = Path(file.name)
         try:

@@ -9,16 +9,6 @@ import jax.numpy as jnp
 def require_key(what: str, key: Any) -> jax.Array:
     """Returns one PRNG key as a typed key, and refuses anything else.
 
-    Args:
-      what: the argument's name in errors, such as "the objective's first argument".
-      key: `jax.random.key(seed)`, or a raw key of JAX's default implementation, `jax.random.PRNGKey(seed)`.
-
-    Returns:
-      The typed key, a scalar.
-
-    Raises:
-      TypeError: if the value is no key, or an array of several keys.
-
     Example:
       >>> import jax
       >>> from apgrad._ground.keys import require_key

@@ -21,28 +21,13 @@ class Static:
 
 
 def form_of(tree: Any) -> Static:
-    """The structure of a pytree, with the shape and dtype of each leaf.
-
-    Args:
-      tree: a pytree of arrays, or of `jax.ShapeDtypeStruct`s.
-    """
+    """The structure of a pytree, with the shape and dtype of each leaf."""
     leaves, treedef = jax.tree.flatten(tree)
     return Static((treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)))
 
 
 def between(name: str, place: int, messages: Any, form: Static) -> Any:
-    """The message from one propagator to the propagator before it.
-
-    Args:
-      name: what the propagators are joined by, for errors: "chain" or "combine".
-      place: the number of the propagator that sends the message, counted from 0.
-      messages: what this propagator's `backward` returned.
-      form: the form of a tuple of one: of the value that went forward between the two propagators.
-
-    Raises:
-      TypeError: if the messages are not a tuple of one.
-      ValueError: if the message has another structure or shape than what went forward.
-    """
+    """The message from one propagator to the propagator before it."""
     if not (isinstance(messages, tuple) and len(messages) == 1):
         raise TypeError(
             f"in {name}, propagator {place} (counted from 0) is fed by the one before it, so it has one input, and its "
@@ -52,28 +37,13 @@ def between(name: str, place: int, messages: Any, form: Static) -> Any:
 
 
 def numbered(form: Static) -> Any:
-    """The pytree of a form, with numbers for its leaves.
-
-    Args:
-      form: a form, as `form_of` returns it.
-    """
+    """The pytree of a form, with numbers for its leaves."""
     treedef, avals = form.value
     return treedef.unflatten(range(len(avals)))
 
 
 def check_messages(messages: Any, form: Static, where: str = "", dense: bool = False) -> tuple[Any, ...]:
-    """The messages as `custom_vjp` wants them, or an error that says which one is wrong.
-
-    Args:
-      messages: what a propagator's `backward` returned.
-      form: the form of the tuple of inputs that the messages are for.
-      where: which propagator's input it is, for errors.
-      dense: put zeros in the place of None, and JAX's zeros of dtype float0 where there can be no message.
-
-    Raises:
-      TypeError: if the messages are not a tuple with one message for each input, or a dtype is no number's.
-      ValueError: if a message has another structure or shape than its input.
-    """
+    """The messages as `custom_vjp` wants them, or an error that says which one is wrong."""
     inputs = numbered(form)
     if not isinstance(messages, tuple) or len(messages) != len(inputs):
         raise TypeError(
@@ -140,11 +110,7 @@ def _fit(name: str, message: Any, aval: tuple[tuple[int, ...], Any], dense: bool
 
 
 def describe(value: Any) -> str:
-    """What an error calls a value.
-
-    Args:
-      value: anything.
-    """
+    """What an error calls a value."""
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"
     return f"{type(value).__name__}"

@@ -5,15 +5,7 @@ from typing import Any
 
 
 def new_figure(size: tuple[float, float], instead: str = "") -> Any:
-    """An empty figure.
-
-    Args:
-      size: width and height in inches.
-      instead: what an error says that does without matplotlib.
-
-    Raises:
-      ImportError: without matplotlib.
-    """
+    """An empty figure."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

@@ -71,10 +71,6 @@ def refuse_message(tree: Any, reason: str) -> Any:
     A derivative that nobody uses may pass, such as the derivative of the `aux` of `jax.grad`; `refuse_derivative` would
     raise an error there too. In forward mode nobody knows yet whether a derivative will be used, so it is NaN.
 
-    Args:
-      tree: a pytree; leaves that are no floating-point arrays pass.
-      reason: the text of the error.
-
     Example:
       >>> import jax
       >>> from apgrad._ground.primitives import refuse_message
@@ -99,10 +95,6 @@ def refuse_message(tree: Any, reason: str) -> Any:
 def refuse_batching(x: jax.Array, reason: str) -> jax.Array:
     """Returns the array as it is; any `jax.vmap` around the call, even if it maps nothing, raises `ValueError(reason)`.
 
-    Args:
-      x: an array of any shape and dtype.
-      reason: the text of the error.
-
     Example:
       >>> import jax
       >>> from apgrad._ground.primitives import refuse_batching
@@ -116,13 +108,7 @@ def refuse_batching(x: jax.Array, reason: str) -> jax.Array:
 
 
 def mark(x: jax.Array, kind: enum.Enum, label: Hashable) -> jax.Array:
-    """Returns the array as it is, and leaves a mark in the program, which `apgrad._programs.marks` counts.
-
-    Args:
-      x: an array of any shape and dtype.
-      kind: what the mark is for; a walk over the program looks for the marks of one kind.
-      label: which one of its kind the mark is.
-    """
+    """Returns the array as it is, and leaves a mark in the program, which `apgrad._programs.marks` counts."""
     return _mark_p.bind(x, kind=kind, label=label)
 
 

@@ -20,7 +20,7 @@ from apgrad.rewiring._predictive_coding import predictive_coding as predictive_c
 from apgrad.rewiring._rewire import Rewired as Rewired, Rule as Rule, rewire as rewire
 from apgrad.rewiring._sign_symmetry import sign_symmetry as sign_symmetry
 from apgrad.rewiring._sites import ProgramSite as ProgramSite
-from apgrad.rewiring._straight_through import straight_through as straight_through
+from apgrad.rewiring._skip import skip as skip
 from apgrad.rewiring._surrogate_gradient import surrogate_gradient as surrogate_gradient
 from apgrad.rewiring._synthetic_gradients import synthetic_gradients as synthetic_gradients
 from apgrad.rewiring._taps import Tapped as Tapped, tap as tap, with_taps as with_taps

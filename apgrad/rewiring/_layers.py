@@ -21,13 +21,7 @@ The page of the wing says what a name may be ("Which sites a rule takes")."""
 
 
 class Named(NamedTuple):
-    """The `where` of a rule, by names: a name that the user gave and that no site has is an error.
-
-    Attributes:
-      names: the names.
-      fits: `(site, name) -> bool`, whether the name takes the site.
-      given: whether the user gave the names; those of a default need not be there.
-    """
+    """The `where` of a rule, by names; a name that the user has `given` and that takes no site is an error."""
 
     names: tuple[str, ...]
     fits: Callable[[ProgramSite, str], bool]
@@ -43,20 +37,12 @@ class Named(NamedTuple):
 
 
 def is_layer(site: ProgramSite) -> bool:
-    """Whether a site is a dense layer or a convolution.
-
-    Args:
-      site: any site.
-    """
+    """Whether a site is a dense layer or a convolution."""
     return site.kind in ("dense", "conv")
 
 
 def _require_layer(site: ProgramSite) -> None:
-    """Refuses a site that is no layer, for rules that send messages through another weight than the layer's.
-
-    Raises:
-      ValueError: for a site that is no layer.
-    """
+    """Refuses a site that is no layer, for rules that send messages through another weight than the layer's."""
     if not is_layer(site):
         raise ValueError(
             f"the rule is for layers, products of an input and a weight made of parameters alone; got {site}. Choose "
@@ -65,14 +51,7 @@ def _require_layer(site: ProgramSite) -> None:
 
 
 def require_one_layer(site: ProgramSite) -> None:
-    """Refuses a site that is not one layer, for rules with parameters of their own for each layer.
-
-    Args:
-      site: the site that the rule was given.
-
-    Raises:
-      ValueError: for a site that is no layer, or that is one layer at one step of a scan and another one at the next.
-    """
+    """Refuses a site that is not one layer, for rules with parameters of their own for each layer."""
     _require_layer(site)
     if site.stacked:
         raise ValueError(
@@ -82,15 +61,7 @@ def require_one_layer(site: ProgramSite) -> None:
 
 
 def require_one_array(site: ProgramSite, rule: str) -> None:
-    """Refuses a site that is no function of one array to an array of the same shape.
-
-    Args:
-      site: the site that the rule was given.
-      rule: the rule's name in the error.
-
-    Raises:
-      ValueError: for a site that is no function of one array to an array of the same shape.
-    """
+    """Refuses a site that is no function of one array to an array of the same shape."""
     if len(site.inputs) != 1 or getattr(site.output, "shape", None) != site.inputs[0].shape:
         raise ValueError(f"{rule} is for a function of one array to one of its shape, got {site}")
 
@@ -100,11 +71,7 @@ def chosen(
     default: Where = None,
     fits: Callable[[ProgramSite, str], bool] = lambda site, name: site.label == name,
 ) -> Callable[[ProgramSite], bool]:
-    """The `where` of a rule, from what the user gave (or None) and the rule's default.
-
-    Raises:
-      TypeError: for something else.
-    """
+    """The `where` of a rule, from what the user gave (or None) and the rule's default."""
     taken = default if where is None else where
     names = (taken,) if isinstance(taken, str) else taken
     if isinstance(names, tuple) and names and all(isinstance(name, str) for name in names):
@@ -127,11 +94,7 @@ def chosen_layers(where: Where) -> Callable[[ProgramSite], bool]:
 
 
 def require_number(name: str, value: Any, positive: bool = True) -> None:
-    """Refuses what is not one finite number, positive if so wanted; of a traced number the shape alone is known.
-
-    Raises:
-      ValueError: for anything else.
-    """
+    """Refuses what is not one finite number, positive if so wanted; of a traced number the shape alone is known."""
     try:
         good = jnp.ndim(value) == 0 and (isinstance(value, Tracer) or bool(jnp.isfinite(value)))
         good = good and (isinstance(value, Tracer) or not positive or value > 0)
@@ -142,35 +105,17 @@ def require_number(name: str, value: Any, positive: bool = True) -> None:
 
 
 def to_input(site: ProgramSite, w: jax.Array, message: jax.Array) -> jax.Array:
-    """The message to the input of a layer with the weight w.
-
-    Args:
-      site: a layer.
-      w: the weight, of the shape and dtype of `site.inputs[1]`.
-      message: the message to the output, of the shape and dtype of `site.output`.
-    """
+    """The message to the input of a layer with the weight w."""
     return jax.linear_transpose(lambda x: site.function(x, w), site.inputs[0])(message)[0]
 
 
 def to_weight(site: ProgramSite, x: jax.Array, message: jax.Array) -> jax.Array:
-    """The gradient of the weight of a layer with the input x.
-
-    Args:
-      site: a layer.
-      x: the input, of the shape and dtype of `site.inputs[0]`.
-      message: the message to the output, of the shape and dtype of `site.output`.
-    """
+    """The gradient of the weight of a layer with the input x."""
     return jax.linear_transpose(lambda w: site.function(x, w), site.inputs[1])(message)[0]
 
 
 def layer(site: ProgramSite, answer: Callable[..., tuple[Any, ...]]) -> Propagator:
-    """A propagator at a layer, whose weight gets its usual gradient unless the answer says otherwise.
-
-    Args:
-      site: a layer.
-      answer: `(weight, message, gradient of the weight, ...) -> messages`, the messages that `backward` returns; a
-        direct rule's answer gets the output's message last.
-    """
+    """A propagator at a layer, whose weight gets its usual gradient unless the answer says otherwise."""
     _require_layer(site)
 
     def backward(remembered, message, *result):

@@ -75,50 +75,26 @@ class ProgramSite(NamedTuple):
 
 
 class PlanStep(NamedTuple):
-    """A step of a plan, which stands where an equation stood.
-
-    Attributes:
-      invars: variables and literals.
-      outvars: variables.
-      scope: named scopes around the step.
-      eqn: the equation, if there is one.
-      site: the site, if the rule takes the step.
-      order: for a site, the numbers of the inputs in the order in which the site's function takes them.
-      plans: the plans of the programs inside, if one of them has a site.
-    """
+    """A step of a plan, which stands where an equation stood: an equation, or a site that the rule takes."""
 
     invars: Sequence[Any]
     outvars: Sequence[Any]
     scope: str
     eqn: Any = None
     site: ProgramSite | None = None
-    order: Sequence[int] = ()
-    plans: Sequence[jaxprs.Program] = ()
+    order: Sequence[int] = ()  # for a site, the numbers of the inputs in the order in which its function takes them
+    plans: Sequence[jaxprs.Program] = ()  # of the programs inside, if one of them has a site
 
 
 def part(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], like: Any = None) -> jaxprs.Program:
-    """A program of some equations, or steps, with the constants of another program if it is given.
-
-    Args:
-      eqns: the equations.
-      invars: variables that are inputs.
-      outvars: variables and literals that are outputs.
-      like: the program whose constants are used.
-    """
+    """A program of some equations, or steps, with the constants of another program if it is given."""
     constvars, consts = (like.jaxpr.constvars, like.consts) if like else ((), ())
     jaxpr = types.SimpleNamespace(constvars=constvars, invars=invars, eqns=eqns, outvars=outvars)
     return jaxprs.Program(jaxpr, consts)
 
 
 class Planner:
-    """Offers the sites of a program to a rule, and writes down which ones it takes.
-
-    Attributes:
-      where: `(ProgramSite) -> bool`, whether the rule takes a site.
-      result: the output of the whole function, a pytree of shapes and dtypes.
-      offered: the sites that were offered so far.
-      taken: the sites that the rule took.
-    """
+    """Offers the sites of a program to a rule (`offered`), and writes down which ones it takes (`taken`)."""
 
     def __init__(self, where: Callable[[ProgramSite], bool], result: Any):
         self.where, self.result = where, result
@@ -129,26 +105,14 @@ class Planner:
         self.loops = 0
 
     def whole(self, program: jaxprs.Program, facts: Sequence[int], label: str) -> jaxprs.Program:
-        """The plan of a program, which is offered as a whole first.
-
-        Args:
-          program: the program.
-          facts: about its inputs.
-          label: the function's name.
-        """
+        """The plan of a program, which is offered as a whole first."""
         jaxpr = program.jaxpr
         function = lambda *inputs: jaxprs.evaluate(program, inputs, _run)
         step = self._offer("function", label, "", facts, PlanStep(jaxpr.invars, jaxpr.outvars, ""), function)
         return self.plan(program, facts, "") if step is None else part([step], jaxpr.invars, jaxpr.outvars)
 
     def plan(self, program: jaxprs.Program, facts: Sequence[int], where: str) -> jaxprs.Program:
-        """The plan of a program: the same program, with steps in place of equations.
-
-        Args:
-          program: the program.
-          facts: about its inputs.
-          where: names of what is around the program.
-        """
+        """The plan of a program: the same program, with steps in place of equations."""
         jaxpr = program.jaxpr
         known = dict(zip(jaxpr.constvars, map(constant, program.consts), strict=True))
         known |= dict(zip(jaxpr.invars, facts, strict=True))
@@ -312,21 +276,12 @@ def _run(eqn, values):
 
 
 def constant(value: Any) -> int:
-    """The fact about a literal or a constant.
-
-    Args:
-      value: the value of the literal or constant.
-    """
+    """The fact about a literal or a constant."""
     return CLOSED if np.ndim(value) and jnp.issubdtype(jnp.result_type(value), jnp.inexact) else MADE
 
 
 def through(eqn: Any, facts: Sequence[int]) -> list[int] | None:
-    """What an equation makes of the facts about its inputs; None for one with programs inside.
-
-    Args:
-      eqn: an equation of a jaxpr.
-      facts: the facts about its inputs.
-    """
+    """What an equation makes of the facts about its inputs; None for one with programs inside."""
     if jaxprs.nested(eqn) is not None:
         return None
     made = DATA if eqn.primitive.name in PRODUCT and _is_weighted(facts, eqn) else max(facts, default=MADE)

@@ -132,14 +132,7 @@ def _scan(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> 
 
 
 def active_carry(body: jaxprs.Program, active: Sequence[bool], fixed: int, carried: int) -> tuple[bool, ...]:
-    """The active inputs of a loop's body: a carry is active if it begins so, or any step makes it so.
-
-    Args:
-      body: the program of a step, whose first outputs are the carry.
-      active: whether each input of the first step is active.
-      fixed: how many inputs come before the carry.
-      carried: how many inputs are the carry.
-    """
+    """The active inputs of a loop's body: a carry is active if it begins so, or any step makes it so."""
 
     def walked(flags):
         return flow(body, flags, depends, operator.or_, lambda value: False)
@@ -148,12 +141,7 @@ def active_carry(body: jaxprs.Program, active: Sequence[bool], fixed: int, carri
 
 
 def depends(eqn: Any, flags: list[bool]) -> list[bool] | None:
-    """Which outputs of an equation depend on an active input; None asks for a look inside the equation.
-
-    Args:
-      eqn: an equation of a jaxpr.
-      flags: for each input, whether it is active.
-    """
+    """Which outputs of an equation depend on an active input; None asks for a look inside the equation."""
     if eqn.primitive.name in NO_DERIVATIVE or not any(flags):
         return [False] * len(eqn.outvars)
     inside = jaxprs.nested(eqn)
@@ -227,13 +215,7 @@ def _custom(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -
 def rule_program(eqn: Any, inputs: Any, active: Any) -> tuple[Any, list[Any], list[int], list[bool]]:
     """The linear program of a function with its own rule: from tangents of active inputs to tangents of outputs.
 
-    Args:
-      eqn: the equation of a `custom_jvp` or `custom_vjp` function.
-      inputs: the values of its inputs, arrays.
-      active: for each input, whether its tangent is wanted.
-
-    Returns:
-      The program, its inputs (zeros), the numbers of the active inputs, and for each output whether it has a tangent.
+    With it come zeros for its inputs, the numbers of the active inputs, and for each output whether it has a tangent.
     """
     return _linearized(eqn, inputs, active)[:4]
 
@@ -260,11 +242,7 @@ def _linearized(eqn, inputs, active):
 def _require_linear(
     pullback: Callable[..., Any], outputs: Sequence[Any], inputs: Sequence[Any], where: str
 ) -> Callable[..., list[Any]]:
-    """The tangent map whose transpose is the given pullback.
-
-    Raises:
-      TypeError: if the pullback is not linear, or cannot be seen to be.
-    """
+    """The tangent map whose transpose is the given pullback."""
     name = f" in {where!r}" if where else ""
     message = (
         f"cannot trace through a custom_vjp function{name}: its backward pass is no sum over edges, because it is not "

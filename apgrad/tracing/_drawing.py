@@ -10,9 +10,10 @@ import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
-from apgrad._ground.arguments import number_of
+from apgrad._ground.arguments import integers, number_of
 from apgrad._ground.pictures import new_figure
 from apgrad._programs import jaxprs
 from apgrad._programs.flow import flow, steady
@@ -21,34 +22,22 @@ from apgrad.tracing._control import depends
 from apgrad.tracing._influence import Influence, PathKind, mean
 from apgrad.tracing._trace import Trace
 
+ROWS, COLUMNS = 24, 12  # that are readable at the size of a page
 COLOURS = ("#c2255c", "#1f77b4", "#2a8a3e", "#d95f02", "#6a51a3", "#8c6d1f")
 
 
 class DrawnNode(NamedTuple):
-    """A vertex of the drawn graph: a parameter, an equation, or the loss.
+    """A vertex of the drawn graph: a parameter, an equation, or the loss."""
 
-    Attributes:
-      primitive: the name of the primitive, or "parameter" or "loss".
-      scope: the named scopes around the equation.
-      shape: the shape of the array.
-      name: the parameter's name, or what stands at the vertex.
-      depth: the number of edges on the longest way from a parameter.
-    """
-
-    primitive: str
+    primitive: str  # or "parameter" or "loss"
     scope: str
     shape: tuple[int, ...]
     name: str
-    depth: int
+    depth: int  # the number of edges on the longest way from a parameter
 
 
 class DrawnGraph(NamedTuple):
-    """The drawn graph.
-
-    Attributes:
-      nodes: the vertices that depend on the parameters.
-      edges: pairs of numbers of vertices, from and to.
-    """
+    """The vertices that depend on parameters, and the edges as pairs of their numbers."""
 
     nodes: list[DrawnNode]
     edges: list[tuple[int, int]]
@@ -59,9 +48,6 @@ def graph(trace: Trace) -> DrawnGraph:
 
     What a loop's body takes from the step before is drawn as if it came from before the loop; the loop's output comes
     from all that reaches it in any number of steps.
-
-    Args:
-      trace: the trace, as `ap.trace_gradients` makes it.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -127,22 +113,42 @@ def graph(trace: Trace) -> DrawnGraph:
     return DrawnGraph(nodes, list(edges))
 
 
-def heavy(trace: Trace, made: DrawnGraph, count: int, kind: PathKind) -> list[tuple[str, list[int]]]:
-    """The heaviest paths, as pairs (name of the element, numbers of vertices).
+def chosen_paths(trace: Trace, parameter: str | None, index: Any, count: int, kind: PathKind) -> list[tuple[str, Any]]:
+    """The paths that a picture shows, with the names of their elements: of one element, or of some that differ.
 
-    Args:
-      trace: made by `ap.trace_gradients`.
-      made: the graph of the trace.
-      count: how many paths.
-      kind: which paths, "viterbi" or "greedy".
+    Without a parameter each is of another parameter, of its element with the heaviest path: evenly from those that
+    enter the program first to those that enter it last.
     """
+    if parameter is not None:
+        chosen = [(parameter, integers(index, "index"))]
+    else:
+        _, entered = _entries(graph(trace))
+        order = sorted(range(len(trace.parameters)), key=lambda i: entered.get(i, len(trace.parameters)))
+        order = [order[round(i)] for i in np.linspace(0, len(order) - 1, min(count, len(order)))]
+        leaves = [np.nan_to_num(np.asarray(x, float)) for x in jax.tree.leaves(trace.weights)]
+        leaves = leaves if trace.examples is None else [x[0] for x in leaves]
+        heaviest = lambda x: tuple(int(i) for i in np.unravel_index(np.argmax(x), x.shape))
+        chosen = [(trace.parameters[i], heaviest(leaves[i])) for i in dict.fromkeys(order) if leaves[i].size]
+    place = lambda index: f"[{', '.join(map(str, index))}]" if index else ""
+    return [(f"{name}{place(index)}", trace.path(name, index, kind)) for name, index in chosen]
+
+
+def _entries(made: DrawnGraph) -> tuple[dict[int, list[int]], dict[int, int]]:
+    """The vertices after each vertex, and the depth at which each parameter enters the program."""
     after: dict[int, list[int]] = {}
     for u, v in made.edges:
         after.setdefault(u, []).append(v)
+    parameters = [i for i, node in enumerate(made.nodes) if node.primitive == "parameter"]
+    return after, {i: min(made.nodes[v].depth for v in after[i]) for i in parameters if i in after}
+
+
+def heavy(made: DrawnGraph, paths: Sequence[tuple[str, Any]]) -> list[tuple[str, list[int]]]:
+    """The paths as pairs (name of the element, numbers of vertices)."""
+    after, _ = _entries(made)
     found = []
-    for name, index, path in trace.heaviest(count, kind):
-        at = next(i for i, n in enumerate(made.nodes) if n.primitive == "parameter" and n.name == name)
-        nodes = [at]
+    for name, path in paths:
+        owner = name.partition("[")[0]
+        nodes = [next(i for i, n in enumerate(made.nodes) if n.primitive == "parameter" and n.name == owner)]
         for step in path:
             fits = [i for i, n in enumerate(made.nodes) if (n.primitive, n.scope) == (step.primitive, step.scope)]
             rules = [i for i in after.get(nodes[-1], []) if made.nodes[i].primitive == "custom rule"]
@@ -150,18 +156,20 @@ def heavy(trace: Trace, made: DrawnGraph, count: int, kind: PathKind) -> list[tu
             chosen = next(iter(near + rules + fits), None)
             if chosen is not None and chosen != nodes[-1]:
                 nodes.append(chosen)
-        nodes.append(len(made.nodes) - 1)
-        place = f"[{', '.join(map(str, index))}]" if index else ""
-        found.append((f"{name}{place}", nodes))
+        found.append((name, [*nodes, len(made.nodes) - 1]))
     return found
 
 
-def graphviz(trace: Trace, count: int = 3, kind: PathKind = "viterbi") -> str:
+def graphviz(
+    trace: Trace, parameter: str | None = None, index: Any = (), *, count: int = 3, kind: PathKind = "viterbi"
+) -> str:
     """The graph in the dot language: scopes are boxes in boxes, heavy paths thick and coloured.
 
     Args:
       trace: made by `ap.trace_gradients`.
-      count: how many paths are drawn: one of each element, for the elements with the heaviest paths.
+      parameter: the name of the parameter whose path is drawn; by default some paths are, see `draw`.
+      index: the index of the element in the parameter.
+      count: how many paths are drawn without a `parameter`.
       kind: which paths, "viterbi" or "greedy".
 
     Example:
@@ -172,7 +180,7 @@ def graphviz(trace: Trace, count: int = 3, kind: PathKind = "viterbi") -> str:
     """
     made = graph(trace)
     colours = {}
-    for i, (_, nodes) in enumerate(heavy(trace, made, count, kind)):
+    for i, (_, nodes) in enumerate(heavy(made, chosen_paths(trace, parameter, index, count, kind))):
         for pair in itertools.pairwise(nodes):
             colours.setdefault(pair, []).append(COLOURS[i % len(COLOURS)])
     lines = [
@@ -208,56 +216,92 @@ def graphviz(trace: Trace, count: int = 3, kind: PathKind = "viterbi") -> str:
     return "\n".join([*lines, "}"])
 
 
-def draw(trace: Trace, count: int = 3, kind: PathKind = "viterbi") -> Any:
-    """The graph and its heavy paths as a matplotlib figure: from parameters at the left to the loss at the right.
+class Stop(NamedTuple):
+    """Neighbouring edges of a path in one folded scope, with what the path's weight is after them."""
+
+    scope: str
+    primitives: list[str]
+    weight: float
+
+
+def folded(path: Sequence[Any], depth: int) -> list[Stop]:
+    """A path as stops, of which each is in another scope than the one before; of scopes `depth` names are kept."""
+    stops: list[Stop] = []
+    weight = 1.0
+    for step in path:
+        scope, weight = "/".join(step.scope.split("/")[:depth]), weight * abs(step.weight)
+        before = stops.pop() if stops and stops[-1].scope == scope else Stop(scope, [], 1.0)
+        stops.append(Stop(scope, [*before.primitives, step.primitive], weight))
+    return stops
+
+
+def draw(
+    trace: Trace, parameter: str | None = None, index: Any = (), *, count: int = 3, kind: PathKind = "viterbi"
+) -> Any:
+    """Paths as a matplotlib figure, from the parameter at the top to the loss at the bottom, folded by scopes.
+
+    Each row is a named scope, and a line shows through which scopes a path goes, and what its weight has become after
+    each: the product of the |derivatives| so far. Of one path, the primitives stand beside the line.
 
     Args:
       trace: made by `ap.trace_gradients`.
-      count: how many paths are drawn: one of each element, for the elements with the heaviest paths.
+      parameter: the name of the parameter whose path is drawn. By default one element is drawn for each of `count`
+        parameters: the element with the heaviest path, and parameters from the first layers to the last.
+      index: the index of the element in the parameter.
+      count: how many paths are drawn without a `parameter`.
       kind: which paths, "viterbi" or "greedy".
 
     Raises:
       ImportError: without matplotlib.
+      ValueError: for an unknown parameter.
     """
-    made = graph(trace)
-    scopes = list(dict.fromkeys(n.scope for n in made.nodes if n.primitive not in ("parameter", "loss")))
-    height = {scope: i for i, scope in enumerate(reversed(scopes))}
-    taken: dict[tuple[int, float], int] = {}
-    last = max(n.depth for n in made.nodes)
-    position = []
-    for i, node in enumerate(made.nodes):
-        successors = [v for u, v in made.edges if u == i]
-        if node.primitive == "parameter":
-            scope = made.nodes[successors[0]].scope if successors else ""
-            depth = min((made.nodes[v].depth for v in successors), default=1) - 1
-        else:
-            scope, depth = node.scope, node.depth
-        y = height.get(scope, 0) if node.primitive != "loss" else (len(scopes) - 1) / 2
-        crowd = taken[depth, y] = taken.get((depth, y), -1) + 1
-        position.append((depth, y + (0.22 * crowd + (0.3 if node.primitive == "parameter" else 0.0)) % 0.8))
-    figure = _figure((min(3 + 0.55 * last, 24), 1.5 + 0.6 * max(len(scopes), 2)))
+    paths = chosen_paths(trace, parameter, index, count, kind)
+    scopes = list(dict.fromkeys(step.scope for _, path in paths for step in path))
+    deepest = max((len(scope.split("/")) for scope in scopes), default=1)
+    # As deep as rows of readable size allow, and no deeper than a path that comes back again and again allows.
+    depths = [d for d in range(deepest, 0, -1) if len({"/".join(s.split("/")[:d]) for s in scopes}) <= ROWS]
+    depth = next((d for d in depths if all(len(folded(path, d)) <= 2 * ROWS for _, path in paths)), 1)
+    lines = [(name, folded(path, depth)) for name, path in paths]
+    order = list(dict.fromkeys(n.scope for n in graph(trace).nodes if n.primitive not in ("parameter", "loss")))
+    order = list(dict.fromkeys("/".join(scope.split("/")[:depth]) for scope in order))
+    rows = [scope for scope in order if any(stop.scope == scope for _, stops in lines for stop in stops)]
+    rows += list(dict.fromkeys(s.scope for _, stops in lines for s in stops if s.scope not in rows))
+    rows = rows[:ROWS]
+    height = {scope: i + 1 for i, scope in enumerate(rows)}
+    figure = _figure((8, 1.4 + 0.3 * (len(rows) + 2)))
     ax = figure.subplots()
-    for scope, y in height.items():
-        ax.axhspan(y - 0.12, y + 0.78, color="#f1f3f5", lw=0)
-        ax.text(-0.012, y + 0.3, scope or "(no scope)", ha="right", fontsize=8, transform=ax.get_yaxis_transform())
-    for u, v in made.edges:
-        ax.plot(*zip(position[u], position[v], strict=True), color="#adb5bd", lw=0.7, zorder=1)
-    for i, (name, nodes) in enumerate(heavy(trace, made, count, kind)):
-        x, y = np.array([position[n] for n in nodes], float).T
-        ax.plot(x, y + 0.03 * i, color=COLOURS[i % len(COLOURS)], lw=2.5, alpha=0.8, label=name, zorder=2)
-    for node, (x, y) in zip(made.nodes, position, strict=True):
-        parameter = node.primitive == "parameter"
-        ax.plot([x], [y], "s" if parameter else "o", ms=5, color="#1f77b4" if parameter else "#495057", zorder=3)
-        ax.text(x, y + 0.07, node.name.rsplit("/", 1)[-1] if parameter else node.name, fontsize=6, rotation=30)
-    ax.set(yticks=[], xticks=[], title=f"{kind} paths of the greatest weight", xlim=(-0.5, last + 0.7))
-    ax.legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
-    for spine in ax.spines.values():
-        spine.set_visible(False)
+    for i, (name, stops) in enumerate(lines):
+        stops = [stop for stop in stops if stop.scope in height and stop.weight > 0]
+        x, y = [1.0, *(s.weight for s in stops)], [0, *(height[s.scope] for s in stops)]
+        x, y = [*x, x[-1]], [*y, len(rows) + 1]
+        ax.plot(x, y, ".-", color=COLOURS[i % len(COLOURS)], lw=1.5, ms=7, alpha=0.8, label=name)
+        if len(lines) == 1:
+            said = {stop.scope: stop for stop in stops}
+            for scope, stop in said.items():
+                text = ", ".join(dict.fromkeys(stop.primitives))
+                text = text if len(text) <= 60 else f"{text[:57]}..."
+                ax.annotate(text, (1.02, height[scope]), xycoords=ax.get_yaxis_transform(), fontsize=7, va="center")
+    ends = ["parameter" if len(lines) > 1 else lines[0][0], *(scope or "(no scope)" for scope in rows), "loss"]
+    ax.set_yticks(range(len(ends)), [_short(end, 44) for end in ends], fontsize=8)
+    ax.set(xscale="log", ylim=(len(rows) + 1.5, -0.5), xlabel="weight of the path so far: the product of |derivatives|")
+    ax.set_title(f"{kind} path{'s' if len(lines) > 1 else ''} by scope", fontsize=10)
+    ax.grid(axis="y", color="#e9ecef")
+    ax.set_axisbelow(True)
+    if len(lines) > 1:
+        ax.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, frameon=False)
     return figure
+
+
+def _short(name: str, length: int) -> str:
+    """A name with its end, which differs, and no more of its beginning than fits."""
+    return name if len(name) <= length else f"...{name[3 - length :]}"
 
 
 def heat_map(influence: Influence, weighed: bool = False) -> Any:
     """Influence as a matplotlib figure, components by parameters, with the mean over examples or steps.
+
+    It has the size of a page: of many components those with most influence are drawn, and of many parameters those
+    whose names begin alike are drawn as one, their mean.
 
     Args:
       influence: what `ap.tracing.influence` or `Trace.influence` returned.
@@ -266,18 +310,31 @@ def heat_map(influence: Influence, weighed: bool = False) -> Any:
     Raises:
       ImportError: without matplotlib.
     """
-    values = mean(influence.gradient if weighed else influence.share)
+    influence = influence.top(COLUMNS)
+    values = mean(influence.gradient if weighed else influence.share).T
+    names = list(influence.parameters)
+    deepest = max((len(name.split("/")) for name in names), default=1)
+    for depth in range(deepest, 0, -1):
+        short = ["/".join(name.split("/")[:depth]) for name in names]
+        if len(set(short)) <= 2 * ROWS:
+            break
+    groups = {name: [i for i, s in enumerate(short) if s == name] for name in short}
+    values = np.stack([mean(values[rows][:, None, :])[0] for rows in groups.values()])
     rows, columns = values.shape
-    figure = _figure((3.5 + 0.45 * columns, 1.8 + 0.3 * rows))
+    figure = _figure((min(8, 3 + 0.5 * columns), 2.2 + 0.22 * min(rows, 3 * ROWS)))
     ax = figure.subplots()
     image = ax.imshow(values, vmin=0, vmax=1, cmap="viridis", aspect="auto")
-    ax.set_yticks(range(rows), influence.components, fontsize=8)
-    ax.set_xticks(range(columns), influence.parameters, fontsize=8, rotation=40, ha="right")
+    ax.set_yticks(range(rows), [_short(name, 40) for name in groups], fontsize=8)
+    ax.set_xticks(
+        range(columns), [_short(name, 32) for name in influence.components], fontsize=8, rotation=60, ha="right"
+    )
     for i, j in np.ndindex(rows, columns):
         if np.isfinite(values[i, j]):
             colour = "white" if values[i, j] < 0.6 else "black"
-            ax.text(j, i, f"{values[i, j]:.2f}", ha="center", va="center", fontsize=7, color=colour)
-    ax.set_title(f"share of {'|gradient|' if weighed else 'elements'} whose {influence.kind} path runs through")
+            ax.text(j, i, f"{values[i, j]:.2f}", ha="center", va="center", fontsize=6, color=colour)
+    ax.set_title(
+        f"share of {'|gradient|' if weighed else 'elements'} whose {influence.kind} path runs through", fontsize=9
+    )
     figure.colorbar(image)
     return figure
 

@@ -61,17 +61,46 @@ class Influence:
         }
 
     def __str__(self) -> str:
-        """The mean over leading axes without NaN; of many parameters, a row for each."""
-        share = mean(self.share)
-        rows, columns = self.components, self.parameters
-        if max(9, *map(len, rows)) + sum(1 + max(6, len(c)) for c in columns) > 100:
-            share, rows, columns = share.T, columns, rows
+        """The mean over leading axes without NaN: components by parameters, or the other way if that is narrower.
+
+        Of more than fit into 100 characters, those components are left out that have the least influence.
+        """
+        widths = lambda names: sum(1 + max(6, len(name)) for name in names)
+        share, rows, columns, left = mean(self.share), self.components, self.parameters, 0
+        if max(9, *map(len, rows)) + widths(columns) > 100:
+            count = len(rows)
+            while count > 1 and max(map(len, columns)) + widths(self.top(count).components) > 100:
+                count -= 1
+            left, few = len(rows) - count, self.top(count)
+            share, rows, columns = mean(few.share).T, columns, few.components
         width, sizes = max([9, *map(len, rows)]), [max(6, len(c)) for c in columns]
         lines = [f"{self.kind:<{width}} " + " ".join(c.rjust(w) for c, w in zip(columns, sizes, strict=True))]
         for name, row in zip(rows, share, strict=True):
             cells = ("-" if np.isnan(v) else f"{v:.3f}" for v in row)
             lines.append(f"{name:<{width}} " + " ".join(c.rjust(w) for c, w in zip(cells, sizes, strict=True)))
-        return "\n".join(lines)
+        return "\n".join([*lines, *([f"... and {left} components with less influence"] if left else [])])
+
+    def top(self, count: int) -> "Influence":
+        """The components with the greatest mean share of elements, in the order of the program.
+
+        Args:
+          count: how many, at least 1.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, apgrad as ap
+          >>> scale = lambda name, by: jax.named_scope(name)(lambda w: by * w)
+          >>> loss = lambda w: jnp.sum(scale("a", 1.0)(w) + scale("b", 3.0)(w) + scale("c", 2.0)(w))
+          >>> ap.tracing.influence(loss)(jnp.ones(2)).top(1).components
+          ('b',)
+        """
+        if not is_single(count) or count < 1:
+            raise ValueError(f"top needs a count, a whole number of at least 1, got {count}")
+        share = np.nan_to_num(mean(self.share))
+        kept = np.sort(np.argsort(-share.sum(axis=1), kind="stable")[:count])
+        components = tuple(self.components[i] for i in kept)
+        return dataclasses.replace(
+            self, share=self.share[..., kept, :], gradient=self.gradient[..., kept, :], components=components
+        )
 
 
 def mean(shares: Any) -> np.ndarray:
@@ -83,26 +112,16 @@ def mean(shares: Any) -> np.ndarray:
 
 
 class Component(NamedTuple):
-    """Says which components an equation belongs to.
-
-    Attributes:
-      by: "scope" or "primitive".
-      depth: how many names of a scope, counted from the outside, make a component; None for a component at every level.
-    """
+    """Says which components an equation belongs to; see `influence` for its two fields."""
 
     by: ComponentKind
     depth: int | None
 
     def names(self, scope: str, primitive: str) -> list[str]:
-        """The names of the components that an equation belongs to.
-
-        Args:
-          scope: the named scopes around the equation, as "encoder/LSTM_0".
-          primitive: the name of the equation's primitive.
-        """
+        """The names of the components that an equation belongs to."""
         if self.by == "primitive":
             return [primitive]
-        parts = jaxprs.plain_scope(scope).split("/") if jaxprs.plain_scope(scope) else []
+        parts = [part for part in jaxprs.plain_scope(scope).split("/") if part]
         if self.depth is None:
             return ["/".join(parts[:n]) for n in range(1, len(parts) + 1)]
         return ["/".join(parts[: self.depth])] if parts else []

@@ -23,52 +23,28 @@ from apgrad.tracing._sums import zeros
 
 
 class Context(NamedTuple):
-    """What is the same for all of a walk.
-
-    Attributes:
-      semiring: the semiring of the messages.
-      nested: the rules `(context, eqn, inputs, active) -> Walked` of equations with programs inside, by kind, and of
-        primitives that are walked in parts, by name.
-      scope: the named scopes around the program that is walked.
-      enter: `(message, scope, primitive) -> message`, applied before a message goes through an equation.
-    """
+    """What is the same for all of a walk: `enter` is applied to each message before it goes through an equation."""
 
     semiring: Semiring
-    nested: Mapping[str, Callable[..., "Walked"]]
-    scope: str = ""
-    enter: Callable[[Value, str, str], Value] | None = None
+    nested: Mapping[str, Callable[..., "Walked"]]  # of programs inside by kind, of primitives walked in parts by name
+    scope: str = ""  # around the program that is walked
+    enter: Callable[[Value, str, str], Value] | None = None  # (message, scope, primitive) -> message
 
     def at(self, eqn: Any) -> "Context":
-        """The context of a program inside an equation.
-
-        Args:
-          eqn: the equation.
-        """
+        """The context of a program inside an equation."""
         return self._replace(scope=jaxprs.join(self.scope, jaxprs.scope(eqn)))
 
 
 class Walked(NamedTuple):
-    """What a program or equation is after its walk forward.
-
-    Attributes:
-      outputs: the values of the outputs, arrays.
-      active: for each output, whether it depends on an active input.
-      pull: the `Pull` that carries messages backward; None where nothing active goes in or comes out.
-    """
+    """What a program or equation is after its walk forward."""
 
     outputs: list[Any]
-    active: tuple[bool, ...]
-    pull: Any
+    active: tuple[bool, ...]  # for each output, whether it depends on an active input
+    pull: Any  # None where nothing active goes in or comes out
 
 
 class Step(NamedTuple):
-    """What an equation of a program is after the program's walk forward.
-
-    Attributes:
-      inputs: the values of the equation's inputs, arrays.
-      active: for each input, whether it is active.
-      pull: the equation's `Pull`; None where nothing active goes in or comes out.
-    """
+    """What an equation of a program is after the program's walk forward: its inputs, which are active, its pull."""
 
     inputs: list[Any]
     active: tuple[bool, ...]
@@ -76,14 +52,7 @@ class Step(NamedTuple):
 
 
 def walk(context: Context, program: jaxprs.Program, inputs: Sequence[Any], active: Sequence[bool]) -> Walked:
-    """A program as one step: its outputs, and a pull through all of it.
-
-    Args:
-      context: what is the same for all of the walk.
-      program: what is walked.
-      inputs: the values of the program's inputs, arrays.
-      active: for each input, whether it is active.
-    """
+    """A program as one step: its outputs, and a pull through all of it."""
     jaxpr, flags = program.jaxpr, tuple(active)
     outputs, steps = forward(context, program, inputs, active)
 
@@ -98,14 +67,7 @@ def walk(context: Context, program: jaxprs.Program, inputs: Sequence[Any], activ
 def forward(
     context: Context, program: jaxprs.Program, inputs: Sequence[Any], active: Sequence[bool]
 ) -> tuple[list[tuple[Any, bool]], list[Step]]:
-    """Evaluates a program: each output as (value, active), and the steps of its equations.
-
-    Args:
-      context: what is the same for all of the walk.
-      program: what is walked.
-      inputs: the values of the program's inputs, arrays.
-      active: for each input, whether it is active.
-    """
+    """Evaluates a program: each output as (value, active), and the steps of its equations."""
     steps = []
 
     def apply(eqn, given):
@@ -119,17 +81,7 @@ def forward(
 
 
 def walk_equation(context: Context, eqn: Any, inputs: Sequence[Any], active: tuple[bool, ...]) -> Walked:
-    """Evaluates one equation, and finds its pull.
-
-    Args:
-      context: what is the same for all of the walk.
-      eqn: the equation.
-      inputs: the values of the equation's inputs, arrays.
-      active: for each input, whether it is active.
-
-    Raises:
-      TypeError: if an active value is complex, or goes through a mutable reference.
-    """
+    """Evaluates one equation, and finds its pull."""
     name, call = eqn.primitive.name, jaxprs.caller(eqn)
     if not any(active) or name in NO_DERIVATIVE:
         return Walked(call(*inputs), (False,) * len(eqn.outvars), None)
@@ -166,15 +118,6 @@ def backward(
 
     The plus gets contributions in the order of the program, because of two equal ones the first is to win. Messages at
     the inputs are not settled: the program around this one may add more.
-
-    Args:
-      context: what is the same for all of the walk.
-      jaxpr: the program.
-      pulls: the pull of each equation, from `forward`.
-      messages: a message for each output, or None.
-
-    Returns:
-      The message of each variable that got one.
     """
     semiring, found = context.semiring, {}
 
@@ -205,12 +148,6 @@ def filled(
 ) -> list[Value | None]:
     """The messages to some arrays, with zeros in place of None where the array is floating point and a message is
     wanted.
-
-    Args:
-      semiring: the semiring of the messages.
-      messages: for each array a message, or None.
-      like: the arrays, or their shapes and dtypes.
-      wanted: for each array, whether its message is wanted; by default all are.
     """
 
     def fill(message, x, wanted):

@@ -54,11 +54,7 @@ class PathStep(NamedTuple):
 
 
 def viterbi(masks: int = 0) -> Semiring:
-    """The semiring of the heaviest path, which has the greatest product of |derivatives|.
-
-    Args:
-      masks: how many uint32 components travel along the path.
-    """
+    """The semiring of the heaviest path, which has the greatest product of |derivatives|."""
 
     def plus(a, b):
         greater = (b[0] > a[0]) | (b[0] != b[0])
@@ -80,9 +76,6 @@ def greedy(masks: int = 0) -> Semiring:
 
     The components are the gradient g, the greatest |w g| among the contributions, and the masks of this contribution.
     A vertex that has all its contributions sends on its whole gradient (`settle`). So this is no semiring.
-
-    Args:
-      masks: how many uint32 components travel along the path.
     """
 
     def plus(a, b):
@@ -105,17 +98,9 @@ NOWHERE: Any = ([], -1, (), 0)
 
 
 def ranked(candidates: Sequence[tuple[Any, Sequence[Any]]], rank: int) -> tuple[Any, int] | None:
-    """The contribution that has the weight of a given rank among all weights.
+    """Of contributions `(what, the weights of its heaviest paths)`, the one that has the weight of a given rank.
 
-    Args:
-      candidates: contributions `(what, the weights of its heaviest paths)`.
-      rank: counted from 0, the greatest weight.
-
-    Returns:
-      `what`, and which of its weights it is; None if there are not so many positive weights.
-
-    Raises:
-      ValueError: for a weight that is NaN, of which none is the greatest.
+    With `what` comes which of its weights it is; None if there are not so many positive weights.
 
     Example:
       >>> ranked([("a", [5.0, 1.0]), ("b", [3.0, 2.0])], 2)
@@ -154,21 +139,10 @@ class Reader:
         index: Any,
         rank: int = 0,
     ) -> tuple[list[PathStep], int, tuple[int, ...], int]:
-        """The path of a given rank from an input element of a program to an output element.
+        """The path of a given rank (0 is the heaviest) from an element of the input number `at` of a program.
 
-        Args:
-          scope: the named scopes around the program.
-          program: the program.
-          inputs: its inputs, arrays.
-          active: for each input, whether it depends on a parameter.
-          messages: for each output its message, or None.
-          at: the number of the input at which the path begins.
-          index: the index of the element at which the path begins.
-          rank: the path's rank among all paths from this element, from 0.
-
-        Returns:
-          The steps, the number of the output, the index of the output's element, and the rank of the path from there
-          on. No steps and -1 if no path goes on.
+        Returns its steps, the number of the output where it ends, the index of the element there, and the rank of the
+        path from there on; the number is -1 if no path goes on.
         """
         jaxpr = program.jaxpr
         given, flags, arrived, sent = self._walk(program, [jnp.asarray(x) for x in inputs], active, messages)

@@ -15,12 +15,7 @@ from apgrad._programs.kinds import NO_DERIVATIVE
 
 
 def scopes_with_residual_adds(program: jaxprs.Program, active: Sequence[bool]) -> list[str]:
-    """The plain names of those scopes, in the order of the program.
-
-    Args:
-      program: what is traced.
-      active: for each input, whether it is a parameter.
-    """
+    """The plain names of those scopes, in the order of the program."""
     return list(dict.fromkeys(_scopes(program, active, [None] * len(active), "")))
 
 

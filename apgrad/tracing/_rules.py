@@ -81,13 +81,6 @@ def dense(equation: Equation, quiet: bool = False) -> Pull:
     """The pull of any primitive, through its whole Jacobian, with a warning.
 
     Where messages are cotangents (`semiring.kind == "gradient"`), this is `jax.vjp` itself, without a warning.
-
-    Args:
-      equation: an equation of any primitive with a derivative.
-      quiet: make the Jacobian in any case, and do not warn.
-
-    Raises:
-      ValueError: for a Jacobian of more than `LIMIT` elements.
     """
     semiring, chosen = equation.semiring, [i for i, a in enumerate(equation.active) if a]
     shapes = [jnp.shape(x) for x in equation.inputs]

@@ -68,23 +68,14 @@ def propagated(semiring: Semiring, program: jaxprs.Program, inputs: Sequence[Any
 
 
 class Traced(NamedTuple):
-    """A loss as a program of the arrays in its arguments.
-
-    Attributes:
-      program: its inputs are the arrays of the chosen arguments, and then the arrays of all others.
-      inputs: the values of the inputs, arrays.
-      active: for each input, whether it is of a chosen argument.
-      places: for each input, its number among all leaves of the arguments.
-      tree: puts one value for each chosen array in the structure of the chosen arguments.
-      names: the names of the chosen arrays.
-    """
+    """A loss as a program of the arrays in its arguments: those of the chosen arguments, then those of all others."""
 
     program: jaxprs.Program
     inputs: list[Any]
-    active: tuple[bool, ...]
-    places: list[int]
-    tree: Callable[[Sequence[Any]], Any]
-    names: tuple[str, ...]
+    active: tuple[bool, ...]  # for each input, whether it is of a chosen argument
+    places: list[int]  # for each input, its number among all leaves of the arguments
+    tree: Callable[[Sequence[Any]], Any]  # puts one value for each chosen array in the structure of the arguments
+    names: tuple[str, ...]  # of the chosen arrays
 
 
 def traced(
@@ -152,14 +143,7 @@ def _names(treedef, single) -> tuple[str, ...]:
 
 
 def values(context: Context, walked: Any, inputs: Sequence[Any], active: Sequence[bool]) -> list[Value]:
-    """The messages at the active inputs that come from a message at the loss, the semiring's one.
-
-    Args:
-      context: what is the same for all of the walk.
-      walked: the loss's program after its walk forward, a `Walked`.
-      inputs: the values of the program's inputs, arrays.
-      active: for each input, whether it is active.
-    """
+    """The messages at the active inputs that come from a message at the loss, the semiring's one."""
     semiring = context.semiring
     (loss,) = walked.outputs
     messages = [constant(semiring.one, (), loss.dtype)] if walked.active[0] else [None]
@@ -176,9 +160,6 @@ def original(f: Callable[..., Any]) -> Callable[..., Any]:
 
     A randomized function names its original by the attribute `original`. Its own backward pass is an estimate, and has
     other edges at each key. JAX's transformations copy attributes, but only `jit` returns the same function.
-
-    Args:
-      f: any function.
     """
     inner = getattr(f, "original", None)
     copied = hasattr(getattr(f, "__wrapped__", None), "original") and not isinstance(f, jax.stages.Wrapped)

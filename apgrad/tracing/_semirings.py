@@ -122,43 +122,22 @@ def require_semiring(semiring: Any) -> None:
 _BILINEAR = "kind='add' or 'gradient' says that times is linear in each of its arguments"
 
 
-def ordinary(log: bool = False) -> Semiring:
+def ordinary() -> Semiring:
     """Sums of products: the gradient.
-
-    Args:
-      log: keep signs and logarithms of magnitudes, so that nothing under- or overflows; the result is the pair
-        `(sign, log |gradient|)`.
 
     Example:
       >>> import apgrad as ap
       >>> float(ap.semiring_grad(lambda x: x**2, ap.tracing.ordinary())(3.0))
       6.0
     """
-    if not log:
-        return Semiring("ordinary", lambda w: (w,), _multiply, _add, (0.0,), (1.0,), kind="gradient")
-
-    def plus(a, b):
-        (sa, la), (sb, lb) = a, b
-        high = jnp.maximum(la, lb)
-        finite = jnp.where(jnp.isfinite(high), high, jnp.zeros_like(high))
-        total = sa * jnp.exp(la - finite) + sb * jnp.exp(lb - finite)
-        return jnp.sign(total), jnp.where(high == jnp.inf, high, _log(jnp.abs(total)) + finite)
-
-    return Semiring(
-        "log-space ordinary",
-        lambda w: (jnp.sign(w), _log(jnp.abs(w))),
-        lambda a, b: (a[0] * b[0], a[1] + b[1]),
-        plus,
-        (0.0, -jnp.inf),
-        (1.0, 0.0),
-    )
+    return Semiring("ordinary", lambda w: (w,), _multiply, _add, (0.0,), (1.0,), kind="gradient")
 
 
 def max_product(log: bool = False) -> Semiring:
     """The weight of the heaviest path, the greatest product of |derivatives| (Viterbi).
 
     Args:
-      log: keep logarithms; the result is the logarithm of the weight.
+      log: keep logarithms, which do not underflow on long paths; the result is the logarithm of the weight.
 
     Example:
       Two paths from x, of weights 3 and 2:
@@ -167,56 +146,36 @@ def max_product(log: bool = False) -> Semiring:
       >>> float(ap.semiring_grad(lambda x: 3.0 * x - 2.0 * x, ap.tracing.max_product())(1.0))
       3.0
     """
+    plus = lambda a, b: (greater(a[0], b[0]),)
     if log:
-        lift, times = (lambda w: (_log(jnp.abs(w)),)), (lambda a, b: (a[0] + b[0],))
-    else:
-        lift, times = (lambda w: (jnp.abs(w),)), _multiply
-    zero, one = ((-jnp.inf,), (0.0,)) if log else ((0.0,), (1.0,))
-    name = "log-space max-product" if log else "max-product"
-    return Semiring(name, lift, times, lambda a, b: (greater(a[0], b[0]),), zero, one, kind="max")
+        lift = lambda w: (_log(jnp.abs(w), -jnp.inf),)
+        return Semiring("log-space max-product", lift, _add, plus, (-jnp.inf,), (0.0,), kind="max")
+    return Semiring("max-product", lambda w: (jnp.abs(w),), _multiply, plus, (0.0,), (1.0,), kind="max")
 
 
-def absolute_sum(log: bool = False) -> Semiring:
+def absolute_sum() -> Semiring:
     """The sum over all paths of their weights, the products of |derivatives|.
-
-    Args:
-      log: keep logarithms; the result is the logarithm of the sum.
 
     Example:
       >>> import apgrad as ap
       >>> float(ap.semiring_grad(lambda x: 3.0 * x - 2.0 * x, ap.tracing.absolute_sum())(1.0))
       5.0
     """
-    if not log:
-        return Semiring("absolute sum", lambda w: (jnp.abs(w),), _multiply, _add, (0.0,), (1.0,), kind="add")
-    return Semiring(
-        "log-space absolute sum",
-        lambda w: (_log(jnp.abs(w)),),
-        lambda a, b: (a[0] + b[0],),
-        lambda a, b: (jnp.logaddexp(a[0], b[0]),),
-        (-jnp.inf,),
-        (0.0,),
-    )
+    return Semiring("absolute sum", lambda w: (jnp.abs(w),), _multiply, _add, (0.0,), (1.0,), kind="add")
 
 
-def entropy(log: bool = False) -> Semiring:
+def entropy() -> Semiring:
     """The entropy, in nats, of the path when each is drawn in proportion to its weight.
 
     The expectation semiring (Eisner, "Parameter estimation for probabilistic finite-state transducers", ACL 2002;
     Li & Eisner, 2009): of each path's weight p it sums p and r = p log p, by (p, r)(p', r') = (pp', pr' + rp').
     With Z the sum of the p, the entropy is log Z - (sum of r) / Z. It is zero where there is one path, or none.
 
-    Args:
-      log: keep log p and the mean r / p instead of p and r. Plus then averages the means; nothing under- or
-        overflows.
-
     Example:
       >>> import apgrad as ap
       >>> float(ap.semiring_grad(lambda x: 3.0 * x - 3.0 * x, ap.tracing.entropy())(1.0))  # log 2
       0.6931...
     """
-    if log:
-        return _log_entropy()
 
     def finish(value):
         p, r = value
@@ -226,7 +185,7 @@ def entropy(log: bool = False) -> Semiring:
 
     return Semiring(
         "entropy",
-        lambda w: (jnp.abs(w), jnp.abs(w) * _log(jnp.abs(w), floor=0.0)),
+        lambda w: (jnp.abs(w), jnp.abs(w) * _log(jnp.abs(w), 0.0)),
         lambda a, b: (a[0] * b[0], a[0] * b[1] + a[1] * b[0]),
         _add,
         (0.0, 0.0),
@@ -241,7 +200,7 @@ def top_k(k: int, log: bool = False) -> Semiring:
 
     Args:
       k: at least 1.
-      log: keep logarithms; the result is the logarithms.
+      log: keep logarithms, as in `max_product`; the results are logarithms.
 
     Returns:
       A semiring whose results have a last axis of size k.
@@ -277,38 +236,8 @@ def top_k(k: int, log: bool = False) -> Semiring:
     )
 
 
-def _log_entropy():
-    def plus(a, b):
-        (la, ma), (lb, mb) = a, b
-        high = jnp.maximum(la, lb)
-        finite = jnp.where(jnp.isfinite(high), high, jnp.zeros_like(high))
-        pa, pb = jnp.exp(la - finite), jnp.exp(lb - finite)
-        total = pa + pb
-        safe = jnp.where(total > 0, total, jnp.ones_like(total))
-        return jnp.where(high == jnp.inf, high, _log(total) + finite), (pa * ma + pb * mb) / safe
-
-    def lift(w):
-        size = jnp.abs(w)
-        return _log(size), _log(size, floor=0.0)
-
-    def times(a, b):
-        some = (a[0] > -jnp.inf) & (b[0] > -jnp.inf)
-        return a[0] + b[0], jnp.where(some, a[1] + b[1], jnp.zeros_like(a[1] + b[1]))
-
-    def finish(value):
-        log_total, mean = value
-        return jnp.where(log_total == -jnp.inf, jnp.zeros_like(mean), log_total - mean)
-
-    return Semiring("log-space entropy", lift, times, plus, (-jnp.inf, 0.0), (0.0, 0.0), finish)
-
-
 def greater(a: jax.Array, b: jax.Array) -> jax.Array:
-    """The greater of two, the first of equals; NaN if one is NaN, which XLA's maximum on a CPU may pass over.
-
-    Args:
-      a: floating point, of any shape.
-      b: floating point, of a shape that broadcasts with a's.
-    """
+    """The greater of two, the first of equals; NaN if one is NaN, which XLA's maximum on a CPU may pass over."""
     return jnp.where((b > a) | (b != b), b, a)
 
 
@@ -320,7 +249,6 @@ def _add(a, b):
     return tuple(x + y for x, y in zip(a, b, strict=True))
 
 
-def _log(x, floor=-jnp.inf):
-    """Log x, with `floor` for log 0."""
+def _log(x, of_zero):
     positive = x != 0
-    return jnp.where(positive, jnp.log(jnp.where(positive, x, jnp.ones_like(x))), jnp.full_like(x, floor))
+    return jnp.where(positive, jnp.log(jnp.where(positive, x, jnp.ones_like(x))), jnp.full_like(x, of_zero))

@@ -20,44 +20,22 @@ SMALL = 4096  # elements below which a step of the loop costs more than its work
 
 
 def additive(semiring: Semiring) -> bool:
-    """Whether the semiring's plus is addition and its times bilinear.
-
-    Args:
-      semiring: any.
-    """
+    """Whether the semiring's plus is addition and its times bilinear."""
     return semiring.kind in ("add", "gradient")
 
 
 def constant(scalars: tuple[float | int, ...], shape: Any, dtype: Any) -> Value:
-    """A value that is the same everywhere: a float makes an array of the dtype, an int one of dtype uint32.
-
-    Args:
-      scalars: one number for each component.
-      shape: the shape of all components.
-      dtype: the floating-point dtype of the components that a float makes.
-    """
+    """A value that is the same everywhere: a float makes an array of the dtype, an int one of dtype uint32."""
     return tuple(jnp.full(shape, s, jnp.uint32 if isinstance(s, int) else dtype) for s in scalars)
 
 
 def zeros(semiring: Semiring, shape: Any, dtype: Any) -> Value:
-    """A value that is the semiring's zero everywhere.
-
-    Args:
-      semiring: any.
-      shape: the shape of all components.
-      dtype: the dtype of the floating-point components.
-    """
+    """A value that is the semiring's zero everywhere."""
     return constant(semiring.zero, shape, dtype)
 
 
 def plus_over(semiring: Semiring, value: Value, axes: tuple[int, ...]) -> Value:
-    """The plus over axes. Where elements are equal, the first in row-major order wins.
-
-    Args:
-      semiring: any.
-      value: components of one shape.
-      axes: numbers of axes, not negative.
-    """
+    """The plus over axes. Where elements are equal, the first in row-major order wins."""
     if not axes:
         return value
     if additive(semiring):
@@ -95,14 +73,7 @@ def _fold(semiring: Semiring, value: Value) -> Value:
 
 
 def plus_by_index(semiring: Semiring, value: Value, index: jax.Array, size: int) -> Value:
-    """For each i below `size`, the plus of the elements whose index is i.
-
-    Args:
-      semiring: any.
-      value: components of any one shape.
-      index: integers, of the same shape. Elements whose index is outside [0, size) are left out.
-      size: the components of the result have the shape (size,).
-    """
+    """For each i below `size`, the plus of the elements whose index is i; other indices are left out."""
     index = jnp.where((index >= 0) & (index < size), index, size).ravel()
     value, dtype = tuple(x.ravel() for x in value), dtype_of(value)
     result = zeros(semiring, (size,), dtype)
@@ -148,18 +119,10 @@ def _greatest_by_index(value, index, start):
 def contract(
     semiring: Semiring, weight: jax.Array, message: Value, swapped: bool = False, precision: Any = None
 ) -> Value:
-    """The matrix product with the semiring's plus and times: over j, of weight[b, j, :, None] * message[b, j, None, :].
+    """The matrix product with the semiring's plus and times, from (B, J, C) and (B, J, I) to (B, C, I).
 
-    Args:
-      semiring: any.
-      weight: the derivatives, floating point, (B, J, C).
-      message: components of shape (B, J, I).
-      swapped: return (B, I, C).
-      precision: the precision of matrix products, as for `jnp.einsum`, where plus is addition.
-
-    Returns:
-      Components (B, C, I). The largest array made is of the result's size, or small: products are taken one or `CHUNK`
-      at a time and added up in place.
+    It is the plus over j of weight[b, j, :, None] * message[b, j, None, :], or (B, I, C) if it is wanted `swapped`. The
+    largest array made is of the result's size, or small: products are taken one or `CHUNK` at a time.
     """
     weight = weight.astype(dtype_of(message))
     (batch, count, rows), columns = weight.shape, message[0].shape[2]
@@ -221,12 +184,6 @@ def bilinear(semiring: Semiring, lifted: Value, message: Value, product: Any) ->
     """`semiring.times` with another product of arrays, such as a matrix product, in place of the elementwise product.
 
     A bilinear times is times(a, b)_k = sum over i, j of c_kij a_i b_j. The times of unit vectors gives the constants c.
-
-    Args:
-      semiring: its times is bilinear.
-      lifted: the components a.
-      message: the components b.
-      product: `(array, array) -> array`, bilinear.
     """
 
     def unit(n, i):
@@ -260,9 +217,5 @@ def _concatenate(a, b, axis=0):
 
 
 def dtype_of(value: Value) -> Any:
-    """The dtype of the floating-point components; components of another dtype are masks.
-
-    Args:
-      value: the components, at least one of them floating point.
-    """
+    """The dtype of the floating-point components; components of another dtype are masks."""
     return next(x.dtype for x in value if jnp.issubdtype(x.dtype, jnp.inexact))

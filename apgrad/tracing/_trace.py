@@ -112,7 +112,12 @@ class Trace:
         return self._traced.tree(self._mapped(lambda *given: propagated(max_product(), *given, active)))
 
     def influence(
-        self, kind: PathKind = "viterbi", *, by: ComponentKind = "scope", depth: int | None = None
+        self,
+        kind: PathKind = "viterbi",
+        *,
+        by: ComponentKind = "scope",
+        depth: int | None = None,
+        top: int | None = None,
     ) -> Influence:
         """For each component and parameter the share of elements whose path runs through it; see `tracing.influence`.
 
@@ -122,13 +127,15 @@ class Trace:
           kind: which path an element has: "viterbi", the heaviest, or "greedy".
           by: what a component is: a named scope or a primitive.
           depth: how many names of a scope, counted from the outside, make a component; by default all levels do.
+          top: how many components, those with the greatest mean share; by default all.
         """
         require_options(kind, by, depth)
         if (kind, by, depth) not in self._influences:
             found = functools.partial(influence_in, Component(by, depth), kind, self.parameters)
             active = self._traced.active
             self._influences[kind, by, depth] = self._mapped(lambda *given: found(*given, active))
-        return self._influences[kind, by, depth]
+        found = self._influences[kind, by, depth]
+        return found if top is None else found.top(top)
 
     def path(
         self, parameter: str, index: tuple[int, ...] | int = (), kind: PathKind = "viterbi", example: int = 0

@@ -191,15 +191,15 @@ def test_surrogate_gradient_of_a_spiking_network_in_a_scan():
         ap.rewire(lambda w, x: x @ w, rewiring.surrogate_gradient("dot_general"))(WS[0], X)
 
 
-def test_straight_through_refuses_other_functions():
-    with pytest.raises(ValueError, match="straight-through is for a function of one array"):
-        ap.rewire(lambda w, x: x @ w, rewiring.straight_through("dot_general"))(WS[0], X)
+def test_skip_refuses_other_functions():
+    with pytest.raises(ValueError, match="skip is for a function of one array"):
+        ap.rewire(lambda w, x: x @ w, rewiring.skip("dot_general"))(WS[0], X)
 
 
-def test_straight_through_and_gradient_reversal_and_sizes():
+def test_skip_and_gradient_reversal_and_sizes():
     f = lambda w, x: jnp.sum(checkpoint_name(jnp.round(x @ w), "here") ** 2)
     h = jnp.round(X @ WS[0])
-    passed = jax.grad(ap.rewire(f, rewiring.straight_through()))(WS[0], X)
+    passed = jax.grad(ap.rewire(f, rewiring.skip()))(WS[0], X)
     close(passed, X.T @ (2 * h))
 
     g = lambda w, x: jnp.sum(checkpoint_name(x @ w, "here") ** 2)

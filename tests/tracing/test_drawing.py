@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import apgrad as ap
-from apgrad.tracing._drawing import graph, heavy
+from apgrad.tracing._drawing import chosen_paths, folded, graph, heavy
 
 
 def loss(params):
@@ -31,7 +31,7 @@ def test_graph(trace):
     assert names[:2] == [("parameter", ""), ("parameter", "")] and names[-1] == ("loss", "")
     assert ("tanh", "rnn/cell") in names and ("custom rule", "head") in names
     assert all(made.nodes[u].depth < made.nodes[v].depth for u, v in made.edges)
-    for name, nodes in heavy(trace, made, 2, "viterbi"):
+    for name, nodes in heavy(made, chosen_paths(trace, None, (), 2, "viterbi")):
         assert made.nodes[nodes[0]].name == name and nodes[-1] == len(names) - 1
 
 
@@ -51,15 +51,39 @@ def test_graphviz(trace):
     text = ap.tracing.graphviz(trace)
     assert text.startswith("digraph trace {") and text.endswith("}") and text.count("{") == text.count("}")
     assert 'subgraph "cluster_rnn/cell"' in text and "penwidth=3" in text
+    assert ap.tracing.graphviz(trace, "w").count("penwidth=3") < text.count("penwidth=3")
+    with pytest.raises(ValueError, match="no parameter 'u'; did you mean 'w'"):
+        ap.tracing.graphviz(trace, "u")
 
 
-def test_figures(trace):
+def test_a_path_is_folded_by_scopes(trace):
+    path = trace.path("w")
+    assert [stop.scope for stop in folded(path, 2)] == ["rnn/cell", "head"]
+    (stop, last) = folded(path, 1)
+    assert stop.scope == "rnn" and {"mul", "tanh"} <= set(stop.primitives)
+    np.testing.assert_allclose(last.weight, trace.weights["w"], rtol=1e-5)
+
+
+def test_figures_have_the_size_of_a_page_and_show_what_was_asked_for(trace):
     figures = pytest.importorskip("matplotlib.figure")
+    shown = lambda *args, **options: ap.tracing.draw(trace, *args, **options).axes[0]
+    assert [line.get_label() for line in shown().lines] == ["w", "v"]
+    (line,) = shown("v").lines
+    assert line.get_label() == "v" and [t.get_text() for t in shown("v").get_yticklabels()] == ["v", "head", "loss"]
+    with pytest.raises(ValueError, match="no parameter 'u'; did you mean 'w'"):
+        ap.tracing.draw(trace, "u")
     influence = trace.influence(depth=1)
-    assert isinstance(ap.tracing.draw(trace), figures.Figure)
     assert isinstance(ap.tracing.heat_map(influence, weighed=True), figures.Figure)
+    names = lambda what, n: tuple(f"block_{i // 3}/{what}_{i}/a long name" for i in range(n))
+    shares = np.random.default_rng(0).random((40, 90))
+    large = ap.tracing.Influence(shares, shares, names("at", 40), names("p", 90), "greedy")
+    assert max(map(len, str(large).splitlines())) <= 100 and "components with less influence" in str(large)
+    assert trace.influence(top=1).components == ("head",) == influence.top(1).components
     many = jax.tree.map(lambda x: jnp.stack([x, np.nan * x, x]), influence)
-    (ax,) = ap.tracing.influence_over_steps([0, 1, 2], many, "w").axes
+    over = ap.tracing.influence_over_steps([0, 1, 2], many, "w")
+    for figure in (ap.tracing.heat_map(large), ap.tracing.draw(trace), over):
+        assert figure.get_size_inches()[0] <= 8 and figure.get_size_inches()[1] <= 11
+    (ax,) = over.axes
     assert [line.get_label() for line in ax.lines] == ["rnn", "head"]
     assert ax.lines[0].get_xdata().tolist() == [0, 2]
     with pytest.raises(ValueError, match="no parameter 'u'; did you mean 'w'"):

@@ -1,16 +1,16 @@
-"""Straight-through: the message passes over a step function as if it were the identity.
+"""Straight-through: the message skips a step function, as if that were the identity.
 
 Bengio, Leonard & Courville, "Estimating or propagating gradients through stochastic neurons for conditional
-computation", 2013. As a propagator it is `ap.skip`.
+computation", 2013. As a propagator it is `ap.skip`; at a random choice, `ap.straight_through`.
 """
 
-from apgrad._ground.propagator import backpropagation, skip
+from apgrad._ground import propagator
 from apgrad.rewiring._layers import Where, chosen, require_one_array
 from apgrad.rewiring._rewire import Rule
 
 
-def straight_through(where: Where = None) -> Rule:
-    """Step functions send the message on as it came.
+def skip(where: Where = None) -> Rule:
+    """Step functions send the message on as it came: the straight-through gradient.
 
     Args:
       where: which functions of one array to an array of the same shape, see `ap.rewiring.Where`; `round`, `sign`,
@@ -24,13 +24,13 @@ def straight_through(where: Where = None) -> Rule:
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
-      >>> quantized = ap.rewire(lambda w: jnp.round(3 * w) ** 2, ap.rewiring.straight_through())
+      >>> quantized = ap.rewire(lambda w: jnp.round(3 * w) ** 2, ap.rewiring.skip())
       >>> [float(v) for v in jax.value_and_grad(quantized)(0.7)]
       [4.0, 12.0]
     """
 
     def at(site, params):
-        require_one_array(site, "straight-through")
-        return skip(backpropagation(site.function))
+        require_one_array(site, "skip")
+        return propagator.skip(propagator.backpropagation(site.function))
 
     return Rule(chosen(where, ("round", "sign", "floor", "ceil", "heaviside")), at)
