@@ -288,7 +288,7 @@ def draw(
     ax.grid(axis="y", color="#e9ecef")
     ax.set_axisbelow(True)
     if len(lines) > 1:
-        ax.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, frameon=False)
+        figure.legend(fontsize=7, loc="outside lower center", ncols=2, frameon=False)
     return figure
 
 

@@ -67,7 +67,7 @@ def propagated(semiring: Semiring, program: jaxprs.Program, inputs: Sequence[Any
     return [semiring.finish(v) for v in values(context, walk(context, program, inputs, active), inputs, active)]
 
 
-class Traced(NamedTuple):
+class LossProgram(NamedTuple):
     """A loss as a program of the arrays in its arguments: those of the chosen arguments, then those of all others."""
 
     program: jaxprs.Program
@@ -80,7 +80,7 @@ class Traced(NamedTuple):
 
 def traced(
     f: Callable[..., Any], args: Any, kwargs: Any, argnums: int | Sequence[int], mapped: Collection[int] = ()
-) -> Traced:
+) -> LossProgram:
     """The program of a loss.
 
     A function that wants to know the value of an array, as Python's `if` does, gets the arrays of the arguments that
@@ -123,7 +123,7 @@ def traced(
 
     inputs = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in (leaves[n] for n in places)]
     active = tuple(i < len(chosen) for i in range(len(places)))
-    return Traced(program, inputs, active, places, tree, _names(trees, single))
+    return LossProgram(program, inputs, active, places, tree, _names(trees, single))
 
 
 def _is_array(leaf):

@@ -69,7 +69,7 @@ def _ragged(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -
 
 def _grouped(left, right, sizes, *, params):
     group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(left.shape[0]), side="right")
-    # Rows after the last group meet zeros.
+    # Rows after the last group are multiplied by zeros.
     matrices = right.at[group].get(mode="fill", fill_value=0)
     numbers = (((1,), (1,)), ((0,), (0,)))
     return [lax.dot_general(left, matrices, numbers, params["precision"], params["preferred_element_type"])]
