@@ -6,6 +6,7 @@ equation does something else with it. So what is found is sure, and something ma
 """
 
 import enum
+import math
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,7 @@ def marks_with_outer_axis(program: Program, kind: enum.Enum, size: int) -> list[
             return [None] * len(eqn.outvars)
         if nested(eqn) is not None:
             return None
-        axes = {_moved(eqn, number, fact) for number, fact in enumerate(facts) if fact is not None} - {None}
+        axes = {moved_axis(eqn, number, fact) for number, fact in enumerate(facts) if fact is not None} - {None}
         axis = axes.pop() if len(axes) == 1 else None
         return [
             axis if axis is not None and np.shape(v.aval)[axis : axis + 1] == (size,) else None for v in eqn.outvars
@@ -67,19 +68,35 @@ def marks_with_outer_axis(program: Program, kind: enum.Enum, size: int) -> list[
     return list(dict.fromkeys(found))
 
 
-def _moved(eqn: Any, number: int, axis: int) -> int | None:
+_BY_ELEMENT = (kinds.NO_DERIVATIVE | {"select_n"}) - {"argmax", "argmin", "bitcast_convert_type", "iota", "random_bits"}
+
+
+def moved_axis(eqn: Any, number: int, axis: int) -> int | None:
     """Where an equation leaves an axis of its operand of this number; None where that is not known."""
     name, params = eqn.primitive.name, eqn.params
-    if name in kinds.ELEMENTWISE or name in kinds.SAME_VALUE or name in ("select_n", "stop_gradient"):
+    if name in kinds.ELEMENTWISE or name in kinds.SAME_VALUE or name in _BY_ELEMENT:
         # An operand of `select_n` may be a scalar, which has no axis.
         return axis
     if name == "broadcast_in_dim":
         return params["broadcast_dimensions"][axis]
     if name == "transpose":
         return params["permutation"].index(axis)
-    if name == "reshape" and axis == 0 and params["dimensions"] is None:
-        return 0
-    if name.startswith("reduce_") and "axes" in params and axis not in params["axes"]:
+    if name == "reshape" and params["dimensions"] is None:
+        # The axis stays whole where as many elements come before it, and it is as long.
+        before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+        same = [a for a in range(len(after)) if math.prod(after[:a]) == math.prod(before[:axis])]
+        return next((a for a in same if after[a] == before[axis]), None)
+    if name == "concatenate" and axis != params["dimension"]:
+        return axis
+    if name == "gather":
+        how = params["dimension_numbers"]
+        if number == 0:
+            if axis not in how.operand_batching_dims:
+                return None
+            axis = how.start_indices_batching_dims[how.operand_batching_dims.index(axis)]
+        batch = [a for a in range(eqn.outvars[0].aval.ndim) if a not in how.offset_dims]
+        return batch[axis] if axis < len(batch) else None  # the last axis of the indices says where, not which
+    if (name.startswith("reduce_") or name in ("argmax", "argmin")) and axis not in params.get("axes", (axis,)):
         return axis - sum(a < axis for a in params["axes"])
     if name == "squeeze":
         return axis - sum(a < axis for a in params["dimensions"])

@@ -221,6 +221,166 @@ def test_a_choice_pays_for_what_depends_on_it_by_way_of_another_choice():
     ap.testing.certify(gradient, exact, {"a": 0.1, "b": 0.2}, resolution=1.0)
 
 
+def outcomes_of(logits):
+    """All outcomes of three independent Bernoulli choices, (8, 3), and the logarithms of their probabilities."""
+    outcomes = jnp.array(list(itertools.product([0, 1], repeat=3)))
+    return outcomes, jnp.sum(jnp.where(outcomes == 1, -jax.nn.softplus(-logits), -jax.nn.softplus(logits)), -1)
+
+
+W = jnp.array([0.5, -1.0, 2.0])
+TABLES = jnp.array([[0.2, 1.0], [0.7, -0.4], [-0.3, 0.6]])
+
+
+def reentered_guide():
+    with numpyro.plate("N", 3):
+        a = numpyro.sample("a", dist.Bernoulli(logits=numpyro.param("logits", jnp.zeros(3))))
+    numpyro.sample("b", dist.Normal(2.0 * jnp.sum(a * W), 0.5))
+
+
+def reentered_model():
+    with numpyro.plate("N", 3):
+        numpyro.sample("a", dist.Bernoulli(0.3))
+    b = numpyro.sample("b", dist.Normal(0.0, 2.0))
+    with numpyro.plate("N", 3):
+        numpyro.sample("x", dist.Normal(b, 1.0), obs=DATA)
+
+
+def reentered_loss(params):
+    a, log_q = outcomes_of(params["logits"])
+    b = 2.0 * a.astype(jnp.float32) @ W
+    cost = log_q - outcomes_of(jnp.full(3, jnp.log(3 / 7)))[1] + jnp.log(2.0 / 0.5) - 0.5 + (b**2 + 0.25) / 8
+    cost += jnp.sum((DATA - b[:, None]) ** 2 + 0.25, -1) / 2 + 1.5 * jnp.log(2 * jnp.pi)
+    return jnp.exp(log_q) @ cost
+
+
+def summed_guide():
+    with numpyro.plate("N", 3):
+        numpyro.sample("a", dist.Bernoulli(logits=numpyro.param("logits", jnp.zeros(3))))
+
+
+def summed_model(mix):
+    with numpyro.plate("N", 3):
+        a = numpyro.sample("a", dist.Bernoulli(0.3))
+        numpyro.sample("x", dist.Normal(mix(a), 1.0), obs=DATA)
+
+
+MIXES = {
+    "sum": lambda a: jnp.sum(a.astype(jnp.float32) * W),
+    "matrix": lambda a: a.astype(jnp.float32) @ jnp.array([[1.0, 2.0, 0.0], [0.0, -1.0, 0.5], [0.3, 0.0, 1.0]]),
+    "neighbour": lambda a: (a + 2 * jnp.roll(a, 1)).astype(jnp.float32),
+    "scan": lambda a: jax.lax.scan(lambda c, x: (c + x, c + x), 0, a)[1].astype(jnp.float32),
+    "own": lambda a: TABLES[jnp.arange(3), a],
+    "looked up": lambda a: TABLES[0][a],
+}
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_a_choice_in_a_plate_pays_for_all_members_that_depend_on_it(mix):
+    def exact(params):
+        a, log_q = outcomes_of(params["logits"])
+        means = jax.vmap(lambda a: jnp.broadcast_to(MIXES[mix](a), (3,)))(a)
+        cost = log_q - outcomes_of(jnp.full(3, jnp.log(3 / 7)))[1]
+        return jnp.exp(log_q) @ (cost - jnp.sum(dist.Normal(means, 1.0).log_prob(DATA), -1))
+
+    params = {"logits": PARAMS["logits"]}
+    loss = lambda key, params: V.elbo(lanes=10).loss(key, params, lambda: summed_model(MIXES[mix]), summed_guide)
+    truth = jax.tree.map(np.asarray, jax.jit(jax.grad(exact))(params))
+    ap.testing.assert_unbiased(lambda key: jax.grad(loss, argnums=1)(key, params), truth, KEY, 2000)
+
+
+def test_a_choice_in_a_plate_that_is_entered_again_pays_for_all_members():
+    params = {"logits": PARAMS["logits"]}
+    loss = lambda key, params: V.elbo(lanes=10).loss(key, params, reentered_model, reentered_guide)
+    truth = jax.tree.map(np.asarray, jax.jit(jax.grad(reentered_loss))(params))
+    ap.testing.assert_unbiased(lambda key: jax.grad(loss, argnums=1)(key, params), truth, KEY, 4000)
+
+
+def test_a_member_that_is_found_by_its_number_pays_for_its_own_cost_alone():
+    """The variance of a choice's gradient does not grow with what other members cost."""
+
+    def variance(data):
+        def model():
+            with numpyro.plate("N", 2):
+                c = numpyro.sample("c", dist.Categorical(logits=jnp.zeros((2, 2))))
+                numpyro.sample("x", dist.Normal(TABLES[0][c], 1.0), obs=data)
+
+        def guide():
+            with numpyro.plate("N", 2):
+                numpyro.sample("c", dist.Categorical(logits=numpyro.param("logits", jnp.zeros((2, 2)))))
+
+        gradient = jax.grad(V.elbo(lanes=2).loss, argnums=1)
+        found = ap.testing.moments(lambda key: gradient(key, {"logits": jnp.zeros((2, 2))}, model, guide), KEY, 200)
+        return found.variance["logits"][0, 0]
+
+    np.testing.assert_allclose(variance(jnp.array([1.0, 100.0])), variance(jnp.array([1.0, 1.0])), rtol=1e-3)
+
+
+@pytest.mark.parametrize("to_event", [False, True])
+def test_sticking_the_landing_keeps_the_jacobian_that_a_delta_carries(to_event):
+    def model():
+        numpyro.sample("z", dist.Gamma(2.0, 1.0).expand([1]).to_event(1) if to_event else dist.Gamma(2.0, 1.0))
+
+    def guide():
+        u = numpyro.sample("u", dist.Normal(numpyro.param("a", 0.0), 0.5), infer={"is_auxiliary": True})
+        delta = dist.Delta(jnp.exp(u), log_density=-u)
+        if to_event:
+            delta = dist.Delta(jnp.exp(u)[None], log_density=-u, event_dim=1)
+        numpyro.sample("z", delta)
+
+    elbo = V.elbo(lanes=100, sticking_the_landing=True)
+    gradient = jax.grad(lambda key, a: elbo.loss(key, {"a": a}, model, guide), argnums=1)
+    truth = float(jnp.exp(0.1 + 0.125) - 2.0)  # E[exp(u)] - 2 u
+    ap.testing.assert_unbiased(lambda key: gradient(key, 0.1), truth, KEY, 500)
+
+
+@pytest.mark.parametrize("name", ["AutoDiagonalNormal", "AutoMultivariateNormal", "AutoLowRankMultivariateNormal"])
+def test_sticking_the_landing_has_the_mean_of_the_elbo_with_automatic_guides(name):
+    def model():
+        z = numpyro.sample("z", dist.Gamma(2.0, 1.0))
+        numpyro.sample("x", dist.Normal(z, 1.0), obs=1.5)
+
+    guide = getattr(numpyro.infer.autoguide, name)(model)
+    svi = SVI(model, guide, optax.adam(0.1), Trace_ELBO())
+    with jax.numpy_dtype_promotion("standard"):
+        params = svi.get_params(svi.init(KEY))
+
+    def estimate(elbo):
+        loss = lambda params, key: elbo.loss(key, params, model, guide)
+        return ap.testing.moments(lambda key: jax.grad(loss)(params, key), KEY, 1000)
+
+    ours, plain = (estimate(V.elbo(lanes=10, sticking_the_landing=flag)) for flag in (True, False))
+    for name, mean in ours.mean.items():
+        errors = np.hypot(ours.standard_error[name], plain.standard_error[name])
+        assert np.all(np.abs(mean - plain.mean[name]) <= 4.5 * errors + 1e-6), name
+
+
+def test_sticking_the_landing_refuses_a_support_that_moves():
+    def model():
+        numpyro.sample("z", dist.Normal(0.0, 1.0))
+
+    def guide():
+        numpyro.sample("z", dist.Uniform(0.0, numpyro.param("t", 1.0)))
+
+    def gradient(**options):
+        return jax.grad(lambda t: V.elbo(lanes=2, **options).loss(KEY, {"t": t}, model, guide))
+
+    with pytest.raises(TypeError, match="bounds of the support of Uniform depend on a differentiated parameter"):
+        jax.eval_shape(gradient(sticking_the_landing=True), 2.0)
+    jax.eval_shape(gradient(), 2.0)  # without it the derivative of the density is kept, which is right
+
+
+def test_a_site_whose_value_is_substituted_is_a_cost():
+    fixed = numpyro.handlers.substitute(guide, {"c": jnp.array([1, 0, 1])})
+    with jax.numpy_dtype_promotion("standard"):
+        ours, theirs = (
+            ap.testing.moments(lambda key, e=e: jax.grad(e.loss, argnums=1)(key, PARAMS, model, fixed, DATA), KEY, 1000)
+            for e in (V.elbo(lanes=4), Trace_ELBO(4))
+        )
+    for name, mean in ours.mean.items():
+        errors = np.hypot(ours.standard_error[name], theirs.standard_error[name])
+        assert np.all(np.abs(mean - theirs.mean[name]) <= 4.5 * errors + 1e-5), name
+
+
 def test_it_is_a_loss_of_svi():
     svi = SVI(model, guide, optax.adam(0.05), V.elbo(lanes=4))
     with jax.numpy_dtype_promotion("standard"):

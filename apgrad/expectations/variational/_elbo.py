@@ -5,9 +5,11 @@
 
 The loss is E[sum of log q of the guide's sites - sum of log p of the model's sites]: each site is a cost, an array over
 the plates that the site is in. A choice with a score pays for the costs that depend on it, as in NumPyro's
-`TraceGraph_ELBO` (Schulman et al., 2015): the dependence is read from the program, and within a plate that a choice and
-a cost are both in, a member's choice pays for the member's cost. With l the zeros that have the derivatives of the log-
-densities of the choices that a cost c depends on, the loss is the mean over lanes of the sum of
+`TraceGraph_ELBO` (Schulman et al., 2015): the dependence is read from the program. Within a plate that a choice and a
+cost are both in, a member's choice pays for the member's cost alone if the program shows that no other member's cost
+depends on it; otherwise for the costs of all members, as where members are summed, or where a plate is left and entered
+again. With l the zeros that have the derivatives of the log-densities of the choices that a cost c depends on, the loss
+is the mean over lanes of the sum of
 
     c exp(sum of l) - b (exp(sum of l) - 1) ,
 
@@ -16,13 +18,15 @@ expectation. `TraceGraph_ELBO` has no baseline, and is right at order one.
 
 The cost log q has a derivative at the fixed sample as well, the score itself, which is zero in expectation. At choices
 with a score q(z; phi) / q(z) - 1 is taken off the loss, whose derivatives of any order are zero in expectation, and
-whose first one is the score; see `_sticking_the_landing.py`.
+whose first one is the score; see `_sticking_the_landing.py`. That is so of a density whose support stays where it is. A
+`Delta` is none: its `log_density`, in which NumPyro's automatic guides keep a Jacobian, keeps its derivative.
 
 Plates that subsample draw one minibatch for all lanes, not one for each, so that the baseline of a lane's cost is the
 mean of the same data's costs in other lanes. NumPyro draws the minibatch in a loop over keys that JAX's check for the
 reuse of keys (`jax.debug_key_reuse`) refuses, in NumPyro's own ELBOs too; without subsampling the loss passes it.
 """
 
+import functools
 import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -37,10 +41,12 @@ from apgrad._ground.primitives import zero_with_gradient
 from apgrad._programs.control import nested
 from apgrad._programs.flow import flow
 from apgrad._programs.jaxprs import trace
+from apgrad._programs.leading_axes import moved_axis
 from apgrad.expectations import _distributions as distributions
 from apgrad.expectations._lanes import mean_of_others
 from apgrad.expectations.estimators import _baselines as baselines
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
+from apgrad.expectations.estimators._discrete import base
 from apgrad.expectations.estimators._estimator import Estimator, Mixer, surrogate
 from apgrad.expectations.estimators._likelihood_ratio import likelihood_ratio
 from apgrad.expectations.estimators._reparameterization import reparameterization
@@ -61,7 +67,8 @@ def elbo(
       default: the estimator of all other sites; None is `reparameterization()` where the distribution has a pathwise
         derivative, and else `likelihood_ratio()`, without a baseline where there is one lane.
       sticking_the_landing: take the score of q out of the derivative at sites with a pathwise derivative, see
-        `_sticking_the_landing.py`.
+        `_sticking_the_landing.py`. Where the support moves with a differentiated parameter, as a uniform's bounds, this
+        is an error.
 
     Returns:
       A `numpyro.infer.ELBO`, whose `loss(key, params, model, guide, *args, **kwargs)` is an ordinary JAX function of
@@ -150,7 +157,8 @@ class _ELBO(numpyro.infer.ELBO):
         choices = {name: (record["sites"][name], *arrays) for name, arrays in zeros.items()}
         total = sum(_own_baseline(*choice) for choice in choices.values())
         for name, cost in costs.items():
-            total += _charged(cost, record["costs"][name], [choices[cause] for cause in sorted(causes[name])])
+            caused = [(*choices[cause], causes[name][cause]) for cause in sorted(causes[name])]
+            total += _charged(cost, record["costs"][name], caused)
         return jnp.mean(total - free)
 
     def _check(self, sites: dict[str, Any]) -> None:
@@ -177,27 +185,71 @@ def _unfit(estimator: Any) -> str:
     return f"got {type(estimator).__name__}"
 
 
-def _causes(run, values: dict[str, Any]) -> dict[str, frozenset[str]]:
+def _causes(run, values: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The choices with a score that each cost depends on, also by way of other choices' distributions.
 
     Args:
       run: `values -> (sites, costs)`, one lane with the given samples of the choices with a score.
       values: the shapes of the samples.
+
+    Returns:
+      For each cost its choices, each with the axes, counted from the right, along which member i of the cost depends on
+      member i of the choice alone: `{axis: axis}`.
     """
     names: list[str] = []
+    batch: dict[str, int] = {}
 
     def outputs(values):
         sites, costs, _ = run(values)
         names.extend(costs)
+        batch.update({name: sites[name].zero.ndim for name in values})
         return [sites[name].zero for name in sorted(values)] + [cost.value for cost in costs.values()]
 
-    program, _ = trace(outputs, values)
-    facts = flow(program, [frozenset({n}) for n in sorted(values)], _depends, frozenset.union, lambda _: frozenset())
-    ancestors = dict(zip(sorted(values), facts, strict=False))
-    for _ in ancestors:  # a chain of choices is no longer than there are choices
-        ancestors = {name: of.union(*(ancestors[a] for a in of)) for name, of in ancestors.items()}
-    direct = dict(zip(names, facts[len(values) :], strict=True))
-    return {name: of.union(*(ancestors[a] for a in of)) for name, of in direct.items()}
+    program, shapes = trace(outputs, values)
+    # A fact is what an array depends on: choices, and where in the array each axis of a choice's batch is found again.
+    inputs = [{name: {axis - batch[name]: axis for axis in range(batch[name])}} for name in sorted(values)]
+    facts = [
+        {name: {dim: dim for dim, axis in axes.items() if axis - x.ndim == dim} for name, axes in fact.items()}
+        for fact, x in zip(flow(program, inputs, _depends, _agree, lambda _: {}), shapes, strict=True)
+    ]
+
+    def by_way_of(fact, further):
+        for near, dims in fact.items():
+            far = {name: dict(dims.items() & on.items()) for name, on in further[near].items() if name != near}
+            fact = _agree(fact, far)
+        return fact
+
+    further = direct = dict(zip(sorted(values), facts, strict=False))
+    for _ in values:  # a chain of choices is no longer than there are choices
+        further = {name: by_way_of(fact, further) for name, fact in direct.items()}
+    return {name: by_way_of(fact, further) for name, fact in zip(names, facts[len(values) :], strict=True)}
+
+
+def _agree(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """What depends on two arrays depends on the choices of both, along the axes that both have in one place."""
+    both = {name: dict(one[name].items() & other[name].items()) for name in one.keys() & other.keys()}
+    return one | other | both
+
+
+def _depends(eqn, facts):
+    """What an equation's outputs depend on: all inputs, but for calls, which are looked into."""
+    inside = nested(eqn)
+    if inside is not None and inside.kind not in ("scan", "while", "cond"):
+        return None
+
+    def moved(number, axes, shape):
+        before = eqn.invars[number].aval.shape
+        found = {} if inside else {dim: (moved_axis(eqn, number, axis), before[axis]) for dim, axis in axes.items()}
+        return {dim: to for dim, (to, size) in found.items() if to is not None and shape[to : to + 1] == (size,)}
+
+    return [
+        functools.reduce(
+            _agree,
+            [{name: moved(n, axes, v.aval.shape) for name, axes in fact.items()} for n, fact in enumerate(facts)],
+            {},
+        )
+        for v in eqn.outvars
+    ]
 
 
 class _Site(NamedTuple):
@@ -222,11 +274,14 @@ class _Draw(Messenger):
 
     def __init__(self, function, elbo, given):
         super().__init__(function)
-        self.elbo, self.given, self.sites = elbo, given, {}
+        self.elbo, self.given, self.sites, self.substituted = elbo, given, {}, set()
 
     def process_message(self, msg):
         """Puts the site's sample in place of what NumPyro would draw."""
-        if msg["type"] != "sample" or msg["is_observed"] or msg["value"] is not None:
+        if msg["type"] != "sample" or msg["is_observed"]:
+            return
+        if msg["value"] is not None:  # by `handlers.substitute`: a number like others, whose density is a cost
+            self.substituted.add(msg["name"])
             return
         name, distribution, key = msg["name"], msg["fn"], msg["kwargs"]["rng_key"]
         estimator = self.elbo.choose(name, distribution, key)
@@ -275,18 +330,23 @@ def _run(elbo, key, shared_key, params, model, guide, args, kwargs, given):
                 if site["type"] != "sample":
                     continue
                 latent = not site["is_observed"]
-                if prefix == "model " and latent and name not in draw.sites:
+                drawn = draw.sites.get(name)
+                if name in draw.substituted:
+                    latent = False
+                if prefix == "model " and latent and drawn is None:
                     raise ValueError(f"variational.elbo: the model's latent site {name} is not in the guide")
-                if prefix == "guide " and latent and name not in draw.sites:
+                if prefix == "guide " and latent and drawn is None:
                     raise ValueError(
                         f"variational.elbo: the guide's site {name} was drawn out of sight, in a scan or cond of "
                         "NumPyro. Write the loop out, or the model as a program of ap.expectation, which may scan."
                     )
                 log_prob = _log_prob(site)
-                if prefix == "guide " and latent and (draw.sites[name].zero is not None or elbo.sticking):
+                fixed = not isinstance(base(site["fn"]), numpyro.distributions.Delta)
+                if prefix == "guide " and drawn is not None and (drawn.zero is not None or (elbo.sticking and fixed)):
                     # The derivative of log q at a fixed sample has a variance and no mean; see the module's text.
-                    fixed = distributions.score(name, site["fn"], lax.stop_gradient(site["value"]))
-                    free = free + jnp.sum(_scaled(site, jnp.expm1(fixed)))
+                    score = distributions.score(name, site["fn"], lax.stop_gradient(site["value"]))
+                    score = score + distributions.support_guard(name, site["fn"]).astype(score.dtype)
+                    free = free + jnp.sum(_scaled(site, jnp.expm1(score)))
                 costs[prefix + name] = _Cost(sign * log_prob, _plates(site))
     return draw.sites, costs, free
 
@@ -304,30 +364,14 @@ def _plates(site) -> frozenset[tuple[str, int, int]]:
     return frozenset((frame.name, frame.dim, frame.size) for frame in site["cond_indep_stack"])
 
 
-def _depends(eqn, facts):
-    """What an equation's outputs depend on: all inputs, but for calls, which are looked into."""
-    inside = nested(eqn)
-    if inside is not None and inside.kind == "call":
-        return None
-    return [frozenset().union(*facts)] * len(eqn.outvars)
-
-
 def _leaves_one_out(estimator: Estimator) -> bool:
     baseline = estimator.baseline
     residual = isinstance(baseline, baselines.LearnedBaseline) and baseline.leave_one_out
     return estimator.score is not None and (isinstance(baseline, str) or residual)
 
 
-def _summed_to(x: jax.Array, plates: Any, shape: tuple[int, ...], wanted: Any) -> jax.Array:
-    """A choice's array, summed over the axes that are no plate of the cost: what broadcasts to the cost.
-
-    Args:
-      x: (lanes, *batch of the choice).
-      plates: the choice's plates.
-      shape: the cost's shape, with the lanes.
-      wanted: the cost's plates.
-    """
-    shared = {dim for _, dim, _ in plates & wanted}
+def _summed_to(x: jax.Array, shared: Any, shape: tuple[int, ...]) -> jax.Array:
+    """A choice's array (lanes, *batch), summed over all axes but the shared ones: what broadcasts to the cost's shape."""
     x = jnp.sum(x, axis=tuple(a for a in range(1, x.ndim) if a - x.ndim not in shared), keepdims=True)
     # Axes beyond those of the cost have been summed, and axes that the choice lacks are put in after the lanes.
     return x.reshape(x.shape[0], *[1] * (len(shape) - x.ndim), *x.shape[1:][max(0, x.ndim - len(shape)) :])
@@ -337,14 +381,15 @@ def _charged(cost: jax.Array, plates: Any, choices: list[Any]) -> jax.Array:
     """A cost of all lanes with the scores of the choices that it depends on, summed to (lanes,)."""
     others, own = jnp.zeros(()), jnp.zeros(())
     regression = jnp.zeros(())
-    for site, zero, baseline in choices:
-        zero = _summed_to(zero, site.plates, cost.shape, plates)
+    for site, zero, baseline, members in choices:
+        shared = {dim for _, dim, _ in plates & site.plates if dim in members}
+        zero = _summed_to(zero, shared, cost.shape)
         if _leaves_one_out(site.estimator):
             others = others + zero
         else:
             own = own + zero
         if isinstance(site.estimator.baseline, baselines.LearnedBaseline):
-            regression = regression - _summed_to(zero_with_gradient(baseline), site.plates, cost.shape, plates)
+            regression = regression - _summed_to(zero_with_gradient(baseline), shared, cost.shape)
     term = cost * jnp.exp(others + own)
     if others.ndim:
         term = term - lax.stop_gradient(mean_of_others(cost, 1)) * jnp.expm1(others)
