@@ -148,7 +148,7 @@ def adaptive(
         weights = None if state is None else moments.cautious(*jax.vmap(moments.weights)(_means(state, lengths)))
 
         def objective(chosen, rows):
-            given, ledger = place(chosen, [n - 1 for n in numbers], args), Ledger(collecting=False)
+            given, ledger = place(chosen, [n - 1 for n in numbers], args), Ledger(first=counted)
             tape, aux = run_program(program, ledger, plan, has_aux, key, given, kwargs, {channel: rows}, weights)
             if ledger.sites != counted.sites:
                 raise ValueError("the program did not do the same at each of its two traces, as ap.adaptive needs")

@@ -32,7 +32,13 @@ def run_branches(tape: Any, branches: tuple[Callable[[Any], tuple[Any, Any]], ..
 
     def run(index, key, ports, plan=tape._plan):
         total = jax.tree.map(jnp.zeros_like, tape._total)
-        result = branches[index](type(tape)(plan, key, total, ports, tape._carried))
+        # In the first trace a token of its own, so that no cached `jit` hides what the branch does.
+        plan = plan._replace(token=object()) if ledger.collecting else plan
+        ledger.branches += 1
+        try:
+            result = branches[index](type(tape)(plan, key, total, ports, tape._carried))
+        finally:
+            ledger.branches -= 1
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], type(tape))):
             raise TypeError(f"branch {index} of parallel must return (tape, output), got {type(result).__name__}")
         result[0]._require_current(f"the end of branch {index}")

@@ -8,6 +8,7 @@ earlier nodes shall find. The program is traced twice. In the first trace nodes 
 tape has their ports.
 """
 
+import functools
 from typing import Literal, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from jax import lax
 from apgrad._ground.primitives import mark, zero_with_gradient
 from apgrad.expectations._data_axis import per_lane
 from apgrad.expectations._lanes import donors, mean_of_others
-from apgrad.expectations._ledger import Channel as Channel, Kind, Mark
+from apgrad.expectations._ledger import Channel as Channel, Kind, Mark, differs
 from apgrad.expectations._tape import Tape
 
 SUFFIX = Kind.SUFFIX
@@ -46,7 +47,8 @@ def credit(
       residual: take the mean of the other lanes' cost-to-go, less their own baselines, off as well.
       learn: train the array towards the cost-to-go, by the gradient of (b - G)^2 / 2.
       parts: the second axis of `zero` numbers parts of a lane that are independent of each other.
-      mask: a Boolean array, (lanes,), or (lanes, parts) with `parts`: where False, the choice is charged with nothing.
+      mask: a Boolean array, (lanes,), or (lanes, parts) with `parts`: where False, the choice is charged with nothing,
+        and the lane is in no other lane's leave-one-out baseline of this choice.
 
     Returns:
       The next tape.
@@ -78,24 +80,33 @@ def credit(
     if own is not None and jnp.shape(own) != shape:
         raise ValueError(f"{name}: the baseline has shape {jnp.shape(own)}, expected {shape}")
     kind = Kind.STANDARDIZED if isinstance(baseline, str) and baseline == "standardized" else Kind.BASELINED
-    charged = Channel(kind if others else Kind.PLAIN, "", shape)
+    # Costs do not know masks. So the mean over the lanes that live at this choice is taken where the costs come back.
+    living = others and mask is not None and kind == Kind.BASELINED
+    charged = Channel(kind if others and not living else Kind.PLAIN, "", shape)
     regression = Channel(Kind.REGRESSION, "", shape)
     if ledger.collecting:
-        ledger.channels |= {charged, regression} if learn else {charged}
+        ledger.channels |= {charged, regression} if learn or living else {charged}
         ledger.charged_parts = name if parts else ledger.charged_parts
         if isinstance(baseline, str):
             ledger.leaving_one_out = True
             mark(zero, Mark.LEAVES_ONE_OUT, name)
         return tape._follow()
 
+    if not {charged, regression if learn or living else charged} <= tape._ports.keys():
+        raise differs(f"{name} charges its choice in another way or shape")
     ports, dtype = dict(tape._ports), tape._plan.dtype
     finite = jnp.isfinite(lax.stop_gradient(zero)).reshape(tape.lanes, -1).all(-1)
     total = tape._total + jnp.where(finite, 0, jnp.nan).astype(dtype)
     zero = zero_with_gradient(zero).astype(dtype)
+    before = tape._logp(Kind.BASELINED, len(shape)) + tape._logp(Kind.PLAIN, len(shape))
+    others_mean = functools.partial(mean_of_others, folds=tape._plan.folds, mask=mask if living else None)
+    if living:
+        # A cost c adds c r to the total, so that this adds -(the mean of the others' costs) (exp(z) - 1) exp(before).
+        weight = jnp.exp(before) * jnp.expm1(zero)
+        ports[regression] = ports[regression] - jax.linear_transpose(others_mean, weight)(weight)[0]
     if own is not None:
         b = jnp.asarray(own, dtype) if mask is None else jnp.where(mask, jnp.asarray(own, dtype), 0)
-        taken = b - mean_of_others(b, tape._plan.folds) if residual else b
-        before = tape._logp(Kind.BASELINED, len(shape)) + tape._logp(Kind.PLAIN, len(shape))
+        taken = b - others_mean(b) if residual else b
         correction = -lax.stop_gradient(taken) * jnp.exp(before) * jnp.expm1(zero)
         total = total + per_lane(tape._plan, correction)
         if learn:
@@ -122,6 +133,8 @@ def request(tape: Tape, channel: Channel, what: str) -> jax.Array | None:
     if ledger.collecting:
         ledger.channels.add(channel)
         return None
+    if channel not in tape._ports:
+        raise differs(f"{what} asks for {channel}")
     return tape._ports[channel]
 
 

@@ -95,7 +95,7 @@ def expectation(
         plan, ledger = make_plan(program, TapePlan(lanes, folds=1 + cross_fit, data=data), has_aux, key, args, kwargs)
 
         def evaluate(key, args, kwargs):
-            tape, aux = run_program(program, Ledger(collecting=False), plan, has_aux, key, args, kwargs)
+            tape, aux = run_program(program, Ledger(first=ledger), plan, has_aux, key, args, kwargs)
             total, aux = tape._total, _depend_on_choices(tape, aux)
             return jnp.mean(refuse_nan(total) if check_nan else total), aux
 
@@ -264,9 +264,9 @@ def lane_costs(
       disturbed: `(bit, value)`: lanes whose number has this bit at this value draw other samples.
     """
     key = require_key("the key", key)
-    plan, _ = make_plan(program, TapePlan(lanes), False, key, args, {})
+    plan, ledger = make_plan(program, TapePlan(lanes), False, key, args, {})
     plan = plan._replace(disturbed=disturbed)
-    return run_program(program, Ledger(collecting=False), plan, False, key, args, {})[0]._total
+    return run_program(program, Ledger(first=ledger), plan, False, key, args, {})[0]._total
 
 
 def _depend_on_choices(tape, aux):
@@ -318,7 +318,7 @@ def run_program(
                 f"the program must return its last tape, got {type(tape).__name__}. Costs are given to the tape, "
                 "`return tape.cost(c)`; anything else to return needs has_aux=True and `return tape, aux`."
             )
-        tape._require_current("the program returned an earlier tape")
+        tape._require_current("the program returned an earlier tape").require_as_before()
         if any(isinstance(leaf, Tape) for leaf in jax.tree.leaves(aux, is_leaf=lambda x: isinstance(x, Tape))):
             raise TypeError("aux holds a tape, which is of no use outside the program; return (tape, aux) without it")
     finally:
@@ -344,7 +344,7 @@ def make_plan(
       args: the program's positional arguments after the tape.
       kwargs: the program's keyword arguments.
     """
-    lanes, ledger = plan.lanes, Ledger(collecting=True)
+    lanes, ledger = plan.lanes, Ledger()
     first = plan._replace(token=object())
     # The abstract trace closes over the arguments, so they may be of any type.
     collected, _ = trace(lambda: run_program(program, ledger, first, has_aux, key, args, kwargs)[0]._key)

@@ -55,14 +55,20 @@ def fold(tree: Any, folds: int) -> Any:
     return jax.tree.map(lambda x: x.reshape(folds, x.shape[0] // folds, *x.shape[1:]), tree)
 
 
-def mean_of_others(x: jax.Array, folds: int) -> jax.Array:
-    """For each lane the mean over the other lanes of its fold: the leave-one-out mean, of the same shape.
+def mean_of_others(x: jax.Array, folds: int, mask: jax.Array | None = None) -> jax.Array:
+    """For each lane the mean over the other lanes of its fold where the mask is True, or 0 where it is so for none.
 
     Args:
       x: (lanes, ...), with at least 2 lanes in a fold.
       folds: how many folds there are.
+      mask: Booleans that broadcast to the shape of x; None is True for all.
     """
     each = fold(x, folds)
+    if mask is not None:
+        alive = fold(jnp.broadcast_to(mask, x.shape), folds)
+        count = (jnp.sum(alive, axis=1, keepdims=True) - alive).astype(x.dtype)
+        each = jnp.where(alive, each, 0)
+        return ((jnp.sum(each, axis=1, keepdims=True) - each) / jnp.maximum(count, 1)).reshape(x.shape)
     return ((jnp.sum(each, axis=1, keepdims=True) - each) / (each.shape[1] - 1)).reshape(x.shape)
 
 

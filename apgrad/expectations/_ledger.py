@@ -94,13 +94,15 @@ class Ledger:
     """What one trace of a program knows, at trace time only: which tape is current, and what nodes ask for.
 
     Args:
-      collecting: whether this is the first trace, in which nodes ask for what they need.
+      first: the ledger of the first trace, in which nodes ask for what they need; None in the first trace.
     """
 
-    def __init__(self, collecting: bool):
-        self.collecting = collecting
+    def __init__(self, first: "Ledger | None" = None):
+        self.first, self.collecting = first, first is None
         self.rehearsing = False  # branches of `parallel` are traced to see whether they are independent
+        self.branches = 0  # how many branches of `parallel`, one in the other, are being traced
         self.stamp = 0
+        self.given = 0  # the stamp of the tape that was given to a transformation last
         self.arrays: tuple[int, ...] = ()  # the identities of the current tape's arrays
         self.channels: set[Channel] = set()
         self.parts: dict[int, str] = {}
@@ -113,6 +115,26 @@ class Ledger:
         self.discounting = False  # whether the credit of choices fades
         self.weighing: str | None = None  # what takes weights from the samples
         self.sites: list[str] = []  # the mixers met in this trace, for `ap.adaptive`
+
+    def require_as_before(self) -> None:
+        """Raises a `ValueError` where the second trace had what the first one had not. A cached `jit` may hide some."""
+        if self.first is None:
+            return
+        for name, now in vars(self).items():
+            before = getattr(self.first, name)
+            if name in ("parts", "cost_shapes", "cost_dtypes") and not set(now) <= set(before):
+                raise differs(f"{name.replace('_', ' ')} {sorted(map(str, before))}, then {sorted(map(str, now))}")
+            if name in ("interacting", "scoring", "charged_parts", "discounting", "weighing") and now and not before:
+                raise differs(f"only the second one was {name.replace('_', ' ')}{f', at {now}' * isinstance(now, str)}")
+
+
+def differs(what: str) -> ValueError:
+    """The error of a program that is no pure function."""
+    return ValueError(
+        f"the program did not do the same at each of its two traces: {what}. It must be a pure function, without "
+        "counters, caches, or random numbers of Python's or NumPy's: ap.expectation traces it once to learn what its "
+        "nodes need, and once more to run it."
+    )
 
 
 LEDGER: contextvars.ContextVar[Ledger | None] = contextvars.ContextVar("ledger", default=None)

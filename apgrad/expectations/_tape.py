@@ -41,6 +41,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from apgrad._ground.primitives import refuse_batching
@@ -187,14 +188,15 @@ class Tape:
         Loaded DiCE (Farquhar, Whiteson & Foerster, 2019).
 
         Args:
-          factor: a number from 0 to 1, or one for each lane, (lanes,). It is a constant to differentiation.
+          factor: a number from 0 to 1, or one for each lane, (lanes,). It is a constant to differentiation. A factor
+            that JAX traces, as an argument of a jitted objective, has no value yet, and its range is not checked.
 
         Returns:
           The next tape.
 
         Raises:
-          ValueError: for a factor out of range; at trace time, in a program with a mixer, which adds pathwise
-            derivatives that are not faded.
+          ValueError: for a factor out of range; at trace time, in a branch of `parallel`; and in a program with a
+            mixer, which adds pathwise derivatives that are not faded.
 
         Example:
           >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
@@ -207,10 +209,16 @@ class Tape:
           0.13
         """
         ledger = self._require_current("discount")
-        if isinstance(factor, int | float) and not 0 <= factor <= 1:
-            raise ValueError(f"discount takes a factor from 0 to 1, got {factor}")
+        if ledger.branches:
+            raise ValueError(
+                "discount inside a branch of tape.parallel: the choices before the fork are in all branches, and their "
+                "credit would fade once for each. Call it before the fork or after the join."
+            )
         if jnp.shape(factor) not in ((), (self.lanes,)):
             raise ValueError(f"discount takes a scalar or ({self.lanes},), one factor a lane, got {jnp.shape(factor)}")
+        known = None if isinstance(factor, jax.core.Tracer) else np.asarray(factor)
+        if known is not None and not (np.isrealobj(known) and np.all((known >= 0) & (known <= 1))):
+            raise ValueError(f"discount takes a factor from 0 to 1, got {factor}")
         ledger.discounting = True
         if ledger.collecting:
             return self._follow()
@@ -264,7 +272,8 @@ class Tape:
                 f"{what}: this tape was already used, and what was done with it since would be lost. Every "
                 "use returns the next tape: go on with that one, as with a PRNG key. Into scan, while_loop "
                 "and cond pass the tape as carry or operand, do not close over it; for branches that do "
-                "not depend on each other use tape.parallel. (jax.eval_shape of a function of the tape is a use.)"
+                "not depend on each other use tape.parallel. (jax.eval_shape of a function of the tape is a use. "
+                "nnx.jit and the like look at their arguments again after the call: use jax.jit and plain JAX.)"
             )
         collecting = self._plan.dtype is None
         wrong = [jnp.shape(port) != channel.shape for channel, port in self._ports.items()]
@@ -333,19 +342,21 @@ _charge_score = node(
 def _flatten(tape: Tape) -> tuple[Any, TapePlan]:
     """The arrays of the tape, with their names, and its static structure."""
     if LEDGER.get() is not None and tape._stamp:
-        tape._require_current("a tape given to a JAX transformation")
+        tape._require_current("a tape given to a JAX transformation").given = tape._stamp
     arrays = {"key": tape._key, "total": tape._total, "ports": tape._ports, "carried": tape._carried}
     return [(jax.tree_util.GetAttrKey(name), array) for name, array in arrays.items()], tape._plan
 
 
 def _unflatten(plan: TapePlan, arrays: Any) -> Tape:
-    """The tape with other arrays."""
+    """The tape with other arrays, as transformations make it: current if no tape was used since one was flattened."""
     ledger = LEDGER.get()
     stamp, identities = (0, ()) if ledger is None else (ledger.stamp, ledger.arrays)
     tape = Tape(plan, *arrays)
     # A compiled function called for the first time unflattens its outputs twice: both are the same tape.
     if ledger is not None and tape._stamp and identities == ledger.arrays:
         ledger.stamp = tape._stamp = stamp
+    elif ledger is not None and tape._stamp and ledger.given != stamp:
+        ledger.stamp, ledger.arrays, tape._stamp = stamp, identities, -1
     return tape
 
 

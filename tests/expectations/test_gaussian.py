@@ -36,16 +36,15 @@ def exact(theta):
 ESTIMATORS = [ap.reparameterization(), ap.likelihood_ratio(), ap.total_propagation()]
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS, ids=[e.name for e in ESTIMATORS])
-@pytest.mark.parametrize("pathwise", ["shaped", "raw"])
-def test_shaping_is_right_for_a_gaussian_state(estimator, pathwise):
-    # Its bias is of order 1 / lanes here: 2,000 lanes, standard error of the mean .3 %.
-    objective = ap.expectation(program(estimator, shaping=ap.gaussian_shaping(pathwise)), 2000)
-    plain = ap.expectation(program(estimator), 2000)
-    assert objective(KEY, 0.7) == plain(KEY, 0.7)
-    gradient = jax.grad(objective, argnums=1)
-    found = ap.testing.moments(lambda key: gradient(key, 0.7), KEY, 200)
-    np.testing.assert_allclose(found.mean, float(jax.grad(exact)(0.7)), rtol=0.01)
+@pytest.mark.parametrize("lanes, options", [(2, {}), (3, {}), (4, {}), (8, {"cross_fit": True}), (500, {})])
+def test_shaping_is_unbiased_for_a_gaussian_state_and_a_quadratic_cost(lanes, options):
+    cases = [(e, p) for e in ESTIMATORS for p in ("shaped", "raw") if options or e.name != "total_propagation"]
+    shaped = [program(e, shaping=ap.gaussian_shaping(p)) for e, p in cases]
+    steps = [ap.value_and_grad(run, lanes, **options) for run in shaped]
+    truth = [(float(exact(0.7)), float(jax.grad(exact)(0.7)))] * len(cases)
+    ap.testing.assert_unbiased(lambda key: [step(key, 0.7) for step in steps], truth, KEY, 40_000 // lanes)
+    plain = ap.expectation(program(ESTIMATORS[0]), lanes, **options)
+    assert steps[0](KEY, 0.7)[0] == plain(KEY, 0.7)
 
 
 def test_the_shaped_message_is_the_published_formula(x64):
@@ -58,16 +57,20 @@ def test_the_shaped_message_is_the_published_formula(x64):
 
     to_x, message = jax.grad(ap.expectation(run, 50), argnums=(1, 2))(KEY, x, jnp.zeros(50))
     # For a quadratic cost C_mu = A mean(x~) and C_Sigma = A / 2 up to the noise of the fit's 50 samples: read
-    # C_mu and the diagonal off the answer by least squares, and check that it has the form of the formula.
-    m = np.asarray(x - x.mean(0))
-    squares = np.stack([m[:, 0] ** 2, 2 * m[:, 0] * m[:, 1], m[:, 1] ** 2], axis=-1)
-    design = np.concatenate([m, squares - squares.mean(0)], axis=-1)
-    (c0, c1, s00, s01, s11), residual, *_ = np.linalg.lstsq(design, 50 * np.asarray(message), rcond=None)
-    assert residual < 1e-20
-    to_covariance = np.array([[s00, s01], [s01, s11]])
+    # them off the message to x by least squares, and write the charge of each lane out by the moments of the others.
+    x, to_x = np.asarray(x), 50 * np.asarray(to_x)
+    mean = x.mean(0)
+    found, residual, *_ = np.linalg.lstsq(np.concatenate([np.ones((50, 1)), 2 * (x - mean)], axis=-1), to_x, rcond=None)
+    to_mean, to_covariance = found[0], found[1:]
+    assert residual.max() < 1e-20
     np.testing.assert_allclose(to_covariance, A / 2, atol=0.35)
-    np.testing.assert_allclose(50 * to_x, np.array([c0, c1]) + 2 * m @ to_covariance, rtol=1e-9)
-    np.testing.assert_allclose(message.sum(), 0, atol=1e-12)
+    wanted = []
+    for i in range(50):
+        others = np.delete(x, i, axis=0)
+        d = x[i] - others.mean(0)
+        square = np.outer(d, d) - 50 / 49 * np.cov(others.T)
+        wanted.append((to_mean + 2 * to_covariance @ (others.mean(0) - mean)) @ d + np.sum(to_covariance * square))
+    np.testing.assert_allclose(50 * message, wanted, rtol=1e-8, atol=1e-10)
 
 
 def test_arrays_that_the_cost_closes_over_get_their_gradient():

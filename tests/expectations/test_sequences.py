@@ -96,9 +96,33 @@ def test_discount_refuses_what_it_would_get_wrong():
     )[0].cost(jnp.ones(4))
     with pytest.raises(ValueError, match=r"tape.discount fades.*total_propagation"):
         ap.expectation(run, 4)(KEY, 1.0)
-    for factor, message in ((1.5, "from 0 to 1"), (jnp.ones(3), "one factor a lane")):
-        with pytest.raises(ValueError, match=message):
-            ap.expectation(lambda tape, factor=factor: tape.discount(factor).cost(jnp.ones(4)), 4)(KEY)
+    out_of_range = [
+        1.5,
+        np.float32(1.7),
+        jnp.float32(1.7),
+        jnp.bfloat16(-0.5),
+        np.nan,
+        np.array([1.0, 0.5, 2.0, 0.0]),
+        1j,
+    ]
+    for factor, message in (*((f, "from 0 to 1") for f in out_of_range), (jnp.ones(3), "one factor a lane")):
+        for transform in (lambda f: f, jax.jit):
+            with pytest.raises(ValueError, match=message):
+                transform(ap.expectation(lambda tape, f=factor: tape.discount(f).cost(jnp.ones(4)), 4))(KEY)
+
+
+@pytest.mark.parametrize(
+    "where", [lambda fade: fade, jax.jit, lambda fade: lambda t: t.parallel(lambda t: (fade(t), 0))[0]]
+)
+def test_discount_is_refused_in_a_branch_in_which_the_credit_before_the_fork_would_fade_several_times(where):
+    fade = where(lambda tape: tape.discount(0.5))
+
+    def run(tape):
+        tape = fade(tape) if where is jax.jit else tape  # what is cached here must not hide it in the branch
+        return tape.parallel(lambda t: (fade(t), 0), lambda t: (t, 0))[0].cost(jnp.ones(4))
+
+    with pytest.raises(ValueError, match=r"discount inside a branch of tape\.parallel"):
+        jax.eval_shape(ap.expectation(run, 4), KEY)
 
 
 def masked_program(baseline, masked):
@@ -133,14 +157,25 @@ def test_masked_choices_of_finished_episodes_are_charged_with_nothing():
         return faded(1.0, theta, over) + 5.0 * length
 
     gradients = {
-        name: jax.grad(ap.expectation(masked_program(lambda *_: 10.0, masked), 20), argnums=1)
-        for name, masked in (("masked", True), ("not masked", False))
+        name: jax.grad(ap.expectation(masked_program(baseline, name != "not masked"), 20), argnums=1)
+        for name, baseline in {
+            "masked": lambda *_: 10.0,
+            "not masked": lambda *_: 10.0,
+            "leave one out": "leave_one_out",
+            "residual": ap.learned_baseline(lambda *_: 3.0, leave_one_out=True),
+        }.items()
     }
     estimate = lambda key: {name: gradient(key, THETA) for name, gradient in gradients.items()}
     wanted = np.asarray(jax.jit(jax.grad(expected))(THETA))
     ap.testing.assert_unbiased(estimate, dict.fromkeys(gradients, wanted), KEY, 2_000)
     variance = ap.testing.moments(estimate, KEY, 2_000).variance
     assert variance["masked"].sum() < 0.5 * variance["not masked"].sum()
+
+    def second(key):
+        return jax.grad(lambda theta: jnp.sum(gradients["leave one out"](key, theta)))(THETA)
+
+    wanted = np.asarray(jax.jit(jax.grad(lambda theta: jnp.sum(jax.grad(expected)(theta))))(THETA))
+    ap.testing.assert_unbiased(second, wanted, KEY, 1_000)
 
 
 @pytest.mark.quick

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 import pytest
+from flax import nnx
 
 import apgrad as ap
 
@@ -21,8 +22,7 @@ def probe(baseline=None):
 
 
 def visit(tape, parameter, baseline=None, parts=False):
-    tape, _ = ap.sample(tape, dist.Normal(parameter, 1.0), probe(baseline), parts=parts)
-    return tape
+    return ap.sample(tape, dist.Normal(parameter, 1.0), probe(baseline), parts=parts)[0]
 
 
 def messages(program, *shapes, lanes=4, order=1):
@@ -117,6 +117,30 @@ def test_a_baseline_of_the_nodes_inputs():
 
     (a,) = messages(program, (4,))
     np.testing.assert_allclose(a, 5 - jnp.arange(4.0))
+
+
+@pytest.mark.parametrize("parts", [False, True])
+def test_the_leave_one_out_baseline_of_masked_choices_is_the_mean_over_the_lanes_that_live_at_the_choice(parts):
+    alive = np.array([[True, True, False, True, True], [True, False, False, False, False]])
+    shape = (5, 2) if parts else (5,)
+    mask = [jnp.asarray(np.stack([row, row[::-1]], -1) if parts else row) for row in alive]
+    costs = [jnp.arange(10.0).reshape(5, 2)[:, : shape[-1] if parts else 1].reshape(shape) ** k for k in (1, 2)]
+
+    def program(tape, a, b):
+        for parameter, m, cost in zip((a, b), mask, costs, strict=True):
+            d, leave_one_out = dist.Normal(parameter, 1.0), probe("leave_one_out")
+            tape, _ = ap.sample(tape, d, leave_one_out, mask=m, parts=parts)
+            tape = tape.cost(cost)
+        return tape
+
+    def wanted(m, to_go):
+        m, to_go = np.asarray(m, float), np.asarray(to_go)
+        count = m.sum(0) - m
+        return m * (to_go - np.where(count > 0, ((m * to_go).sum(0) - m * to_go) / np.maximum(count, 1), 0))
+
+    a, b = messages(program, shape, shape, lanes=5)
+    np.testing.assert_allclose(a, wanted(mask[0], costs[0] + costs[1]), rtol=1e-5)
+    np.testing.assert_allclose(b, wanted(mask[1], costs[1]), rtol=1e-5)
 
 
 def test_a_learned_baseline_has_the_gradient_of_the_regression_on_the_cost_to_go():
@@ -396,6 +420,57 @@ def test_a_stale_tape_given_to_a_transformation_is_refused():
     for wrap in wraps:
         with pytest.raises(ValueError, match="already used"):
             error(program(wrap), jnp.zeros(4))
+
+
+def test_a_tape_made_of_the_leaves_of_an_earlier_one_is_refused():
+    def rebuilt(between):
+        def run(tape, a):
+            leaves, structure = jax.tree.flatten(tape)
+            tape = between(tape, a)
+            return jax.tree.unflatten(structure, leaves).cost(jnp.ones(4))
+
+        return run
+
+    step = jax.jit(visit)
+    for between in (visit, step, lambda tape, a: step(step(tape, a), a)):
+        with pytest.raises(ValueError, match="already used"):
+            error(rebuilt(between), jnp.zeros(4))
+    error(rebuilt(lambda tape, a: tape), jnp.zeros(4))  # nothing was done with it
+
+
+def test_a_transformation_that_looks_at_a_used_tape_again_is_named():
+    module = nnx.Dict(a=nnx.Param(jnp.zeros(4)))
+    step = nnx.jit(lambda module, tape: visit(tape, module.a[...]))
+    with pytest.raises(ValueError, match=r"already used.*nnx\.jit.*use jax\.jit"):
+        error(lambda tape: step(module, tape).cost(jnp.ones(4)))
+
+
+def test_a_program_that_does_something_else_in_its_second_trace_is_refused():
+    def changing(first, second):
+        steps = iter([first, second])
+
+        def run(tape, a):
+            return next(steps)(visit(tape, a), a).cost(jnp.ones(4))
+
+        return run
+
+    plain = lambda tape, a: tape
+    leave_one_out = lambda tape, a: visit(tape, a, "leave_one_out")
+    for first, second, message in [
+        (plain, lambda tape, a: tape.cost(jnp.ones((4, 3))), r"cost shapes \['\(4,\)'\], then .*\(4, 3\)"),
+        (plain, leave_one_out, "charges its choice in another way"),
+        (leave_one_out, lambda tape, a: visit(tape, a, "standardized"), "charges its choice in another way"),
+        (plain, lambda tape, a: visit(tape, a, ap.learned_baseline(lambda d: d.loc)), "charges its choice"),
+        (plain, lambda tape, a: ap.gaussian_resampling(tape, a)[0], "only the second one was interacting"),
+        (plain, lambda tape, a: tape.discount(0.5), "only the second one was discounting"),
+        (
+            lambda tape, a: ap.sample(tape, dist.Normal(a, 1.0), ap.likelihood_ratio(None))[0],
+            lambda tape, a: ap.sample(tape, dist.Normal(a, 1.0), ap.total_propagation(baseline=None))[0],
+            "only the second one was weighing",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=f"not do the same at each of its two traces.*{message}"):
+            error(changing(first, second), jnp.zeros(4))
 
 
 def test_a_tape_of_another_program_is_refused():

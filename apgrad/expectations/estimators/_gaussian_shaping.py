@@ -4,15 +4,24 @@
 
 Many choices blur a state into something near a Gaussian. Gaussian shaping (Parmas, 2018; Proppo, appendix C.3)
 fits one to the lanes' states x before the cost, mu and Sigma, and asks how the expected cost under the fit,
-C(mu, Sigma), depends on its moments. To first order a lane moves that expected cost by, with m = x - mu,
+C(mu, Sigma), depends on its moments. To first order a lane moves that expected cost by, with d = x - mu,
 
-    g = C_mu . m + <C_Sigma, m m^T - mean(m m^T)>,
+    g = C_mu . d + <C_Sigma, d d^T - E[d d^T]>,
 
-and it is g, not the raw cost, that the choices before it are charged with. g is centred over lanes, has
-far less noise than the cost where the fit is good, and is wrong where it is not: **the estimator is
-biased**, by as much as the state's distribution is not Gaussian. C_mu and C_Sigma are taken by
-backpropagation through samples of the fit; their mean over lanes of dg/dx is also the pathwise derivative
-of C, which reparameterization and total propagation then carry back (`pathwise="shaped"`).
+and it is g, not the raw cost, that the choices before it are charged with. g has far less noise than the cost where the
+fit is good, and is wrong where it is not: **the estimator is biased**, by as much as the state's distribution is not
+Gaussian. C_mu and C_Sigma are taken by backpropagation through samples of the fit.
+
+*The lane itself is in no moment.* A lane i with a score is charged with the fit to the other L - 1 lanes: with moments
+that it is part of, the gradient would be (L - 1) / L of what it should be. Let m = x - mu be the difference from the
+mean of all lanes. The mean of the others is mu - m / (L - 1), so that d = L m / (L - 1). The derivative of C_mu with
+respect to mu is 2 C_Sigma for every cost (the heat equation), so that the others' C_mu is C_mu - 2 C_Sigma m / (L - 1).
+What <C_Sigma, d d^T> is on average is known from the others' covariance, and taken off. For a quadratic cost this is
+exact, and the gradient unbiased for Gaussian states with any number of lanes. For other costs C_mu and C_Sigma are not
+linear in the moments, which leaves a bias of order 1 / L.
+
+The pathwise derivative (`pathwise="shaped"`), which reparameterization and total propagation carry back, is the
+derivative of g at fixed moments of the others, C_mu + 2 C_Sigma m.
 """
 
 from collections.abc import Callable
@@ -36,7 +45,8 @@ def gaussian_shaping(pathwise: Literal["shaped", "raw"] = "shaped") -> Callable[
     """Shaping for `tape.cost(cost_function, x, shaping=gaussian_shaping())`.
 
     The objective's value stays the mean of the raw costs. The derivative with respect to arrays that the
-    cost function closes over stays the raw one.
+    cost function closes over stays the raw one. The gradient is unbiased where states are Gaussian and the cost is
+    quadratic in them. Other costs leave a bias of order 1 / lanes, and states that are not Gaussian one that stays.
 
     Args:
       pathwise: what the cost sends to x: the derivative of the shaped cost (`"shaped"`) or of the raw cost (`"raw"`).
@@ -71,7 +81,7 @@ def gaussian_shaping(pathwise: Literal["shaped", "raw"] = "shaped") -> Callable[
 
         moved = jax.grad(expected_cost, (0, 1))(*lax.stop_gradient((mean, scatter.T @ scatter)))
         fit = lax.stop_gradient((mean, *moved))
-        message = _shaped_cost(x, *fit)
+        message = _message(x, *fit)
         if pathwise == "raw":
             return costs(*args), message
         shaped = node(first_order(backpropagation(_shaped_cost), _REASON))(x, *fit)
@@ -129,5 +139,13 @@ def cholesky(covariance: jax.Array) -> jax.Array:
 
 def _shaped_cost(x, mean, to_mean, to_covariance):
     m = x - mean
+    return m @ to_mean + jnp.einsum("bi,ij,bj->b", m, to_covariance, m)
+
+
+def _message(x, mean, to_mean, to_covariance):
+    """The charge g of each lane, by moments of the other lanes."""
+    m, lanes = x - mean, len(x)
     square = jnp.einsum("bi,ij,bj->b", m, to_covariance, m)
-    return m @ to_mean + square - lax.stop_gradient(jnp.mean(square))
+    ratio = lanes / (lanes - 1)
+    others = (jnp.sum(square) - ratio * square) / max(lanes - 2, 1)  # <C_Sigma, the covariance of the others>
+    return ratio * (m @ to_mean + (ratio - 2 / (lanes - 1)) * square - others)

@@ -371,7 +371,7 @@ def _leaves_one_out(estimator: Estimator) -> bool:
 
 
 def _summed_to(x: jax.Array, shared: Any, shape: tuple[int, ...]) -> jax.Array:
-    """A choice's array (lanes, *batch), summed over all axes but the shared ones: what broadcasts to the cost's shape."""
+    """A choice's array (lanes, *batch), summed over all but the shared axes, so that it broadcasts to the shape."""
     x = jnp.sum(x, axis=tuple(a for a in range(1, x.ndim) if a - x.ndim not in shared), keepdims=True)
     # Axes beyond those of the cost have been summed, and axes that the choice lacks are put in after the lanes.
     return x.reshape(x.shape[0], *[1] * (len(shape) - x.ndim), *x.shape[1:][max(0, x.ndim - len(shape)) :])
