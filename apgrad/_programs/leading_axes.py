@@ -52,7 +52,9 @@ def marks_with_outer_axis(program: Program, kind: enum.Enum, size: int) -> list[
     def transfer(eqn, facts):
         if eqn.primitive.name == "mark" and facts[0] == 0 and eqn.params["kind"] is kind:
             found.append(eqn.params["label"])
-        if all(fact is None for fact in facts) and nested(eqn) is None:
+        # What comes of a comparison says nothing of where a derivative goes.
+        mute = eqn.primitive.name in kinds.NO_DERIVATIVE
+        if nested(eqn) is None and (mute or all(fact is None for fact in facts)):
             return [None] * len(eqn.outvars)
         if nested(eqn) is not None:
             return None

@@ -21,7 +21,7 @@ since what a node sees depends on the weights of the nodes behind it. Meanwhile 
 ratio's. The other way there is no delay: one explosion outweighs all that was before.
 
 *How it is done.* Each visit of a mixer has a row of weights, which goes in with the tape, and sends back a row of
-moments, as the cotangent of a channel. Visits are counted in the program's jaxpr: a node in a `scan` has as many as
+moments, as the cotangent of a port. Visits are counted in the program's jaxpr: a node in a `scan` has as many as
 the scan has steps, and nodes in the branches of a `cond` have their own.
 """
 
@@ -34,6 +34,7 @@ import numpy as np
 
 from apgrad._ground.keys import require_key
 from apgrad._programs.jaxprs import place
+from apgrad.expectations._channels import ROW, visits
 from apgrad.expectations._expectation import (
     argument_numbers,
     make_plan,
@@ -42,7 +43,7 @@ from apgrad.expectations._expectation import (
     require_program,
     run_program,
 )
-from apgrad.expectations._ledger import ROW, Kind, Ledger, TapePlan
+from apgrad.expectations._ledger import Ledger, TapePlan, differs
 from apgrad.expectations.mixing import _moments as moments
 
 SHORTER = 10  # how many times shorter the second window is
@@ -144,18 +145,20 @@ def adaptive(
                 f"needs (2, 2, {slots}, {ROW}), a row for each visit of a mixer. Make the state with init for these "
                 "arguments."
             )
-        channel = next(channel for channel in plan.channels if channel.kind == Kind.MOMENTS)
-        weights = None if state is None else moments.cautious(*jax.vmap(moments.weights)(_means(state, lengths)))
+        _, weights, sent = visits(plan.sites or ())
+        given = {}
+        if state is not None:
+            given[weights] = moments.cautious(*jax.vmap(moments.weights)(_means(state, lengths)))
 
         def objective(chosen, rows):
-            given, ledger = place(chosen, [n - 1 for n in numbers], args), Ledger(first=counted)
-            tape, aux = run_program(program, ledger, plan, has_aux, key, given, kwargs, {channel: rows}, weights)
+            inputs, ledger = place(chosen, [n - 1 for n in numbers], args), Ledger(first=counted)
+            tape, aux = run_program(program, ledger, plan, has_aux, key, inputs, kwargs, {**given, sent: rows})
             if ledger.sites != counted.sites:
-                raise ValueError("the program did not do the same at each of its two traces, as ap.adaptive needs")
+                raise differs(f"the mixers were {counted.sites}, then {ledger.sites}")
             return jnp.mean(refuse_nan(tape._total) if check_nan else tape._total), aux
 
-        port = jnp.zeros(channel.shape, plan.dtype)
-        value, pullback, aux = jax.vjp(objective, [args[n - 1] for n in numbers], port, has_aux=True)
+        zeros = jnp.zeros(sent.shape, plan.dtype)
+        value, pullback, aux = jax.vjp(objective, [args[n - 1] for n in numbers], zeros, has_aux=True)
         gradients, rows = pullback(jnp.ones_like(value))
         gradient = tuple(gradients) if several else gradients[0]
         return (value, aux) if has_aux else value, gradient, rows.astype(jnp.float32)

@@ -12,19 +12,7 @@ from apgrad._ground.primitives import refuse_batching
 
 
 def run_branches(tape: Any, branches: tuple[Callable[[Any], tuple[Any, Any]], ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Runs branches of a tape, and joins their tapes.
-
-    Returns:
-      The joined tape, and the branches' outputs.
-
-    Args:
-      tape: the current tape.
-      branches: functions `branch(tape) -> (tape, output)`.
-
-    Raises:
-      TypeError: for a branch that does not return a tape and an output.
-      ValueError: for no branches, a branch that returns an earlier tape or uses a value of another branch.
-    """
+    """The joined tape, and the outputs of functions `branch(tape) -> (tape, output)`."""
     ledger = tape._require_current("parallel")
     if not branches:
         raise ValueError("parallel needs at least one branch, got none")
@@ -36,7 +24,7 @@ def run_branches(tape: Any, branches: tuple[Callable[[Any], tuple[Any, Any]], ..
         plan = plan._replace(token=object()) if ledger.collecting else plan
         ledger.branches += 1
         try:
-            result = branches[index](type(tape)(plan, key, total, ports, tape._carried))
+            result = branches[index](type(tape)(plan, key, total, ports))
         finally:
             ledger.branches -= 1
         if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], type(tape))):
@@ -53,15 +41,10 @@ def run_branches(tape: Any, branches: tuple[Callable[[Any], tuple[Any, Any]], ..
         finally:
             ledger.rehearsing = False
             del ledger.sites[met:]
-    total, outputs, carried = tape._total, [], tape._carried
-    ports = {channel: (1 - len(branches)) * port for channel, port in tape._ports.items()}
-    for index, branch_key in enumerate(keys):
-        end, output = run(index, branch_key, tape._ports)
-        total = jax.tree.map(jnp.add, total, end._total)
-        ports = {channel: port + end._ports[channel] for channel, port in ports.items()}
-        carried = carried.join(end._carried, tape._carried)
-        outputs.append(output)
-    return tape._follow(key, total, ports, carried), tuple(outputs)
+    ends, outputs = zip(*(run(index, branch_key, tape._ports) for index, branch_key in enumerate(keys)), strict=True)
+    total = functools.reduce(lambda total, end: jax.tree.map(jnp.add, total, end._total), ends, tape._total)
+    ports = {port: port.arithmetic.joins(p, [end._ports[port] for end in ends]) for port, p in tape._ports.items()}
+    return tape._follow(key, total, ports), outputs
 
 
 def _require_apart(run, keys, ports):

@@ -1,11 +1,11 @@
-"""What authors of nodes ask of a tape: credit, channels, and declarations.
+"""What authors of nodes ask of a tape: credit, ports, and declarations.
 
     tape = channels.credit(tape, log_density, name="my node", baseline="leave_one_out")
 
-`credit` charges the costs after a random choice to the choice. A `Channel` is a port of the tape: a node takes the port
-as an input and returns it as an output, and its `backward` finds there what later nodes sent, and answers with what
-earlier nodes shall find. The program is traced twice. In the first trace nodes ask for channels, and in the second the
-tape has their ports.
+`credit` charges the costs after a random choice to the choice. Of a `Port` of its own a node takes the array as an
+input (`request`) and returns it as an output (`put`): its `backward` finds there what later nodes sent, and answers
+with what earlier nodes shall find. The program is traced twice. In the first trace nodes ask for ports, and in the
+second the tape has them.
 """
 
 import functools
@@ -18,10 +18,11 @@ from jax import lax
 from apgrad._ground.primitives import mark, zero_with_gradient
 from apgrad.expectations._data_axis import per_lane
 from apgrad.expectations._lanes import donors, mean_of_others
-from apgrad.expectations._ledger import Channel as Channel, Kind, Mark, differs
+from apgrad.expectations._ledger import Mark, differs
+from apgrad.expectations._ports import BASELINED, CONSTANT, PLAIN, RAW, STANDARDIZED, Port, dice
 from apgrad.expectations._tape import Tape
 
-SUFFIX = Kind.SUFFIX
+ROW = 5  # numbers that a mixer sends to `ap.adaptive` at each visit
 
 
 def credit(
@@ -79,112 +80,94 @@ def credit(
         )
     if own is not None and jnp.shape(own) != shape:
         raise ValueError(f"{name}: the baseline has shape {jnp.shape(own)}, expected {shape}")
-    kind = Kind.STANDARDIZED if isinstance(baseline, str) and baseline == "standardized" else Kind.BASELINED
+    standardized = isinstance(baseline, str) and baseline == "standardized"
     # Costs do not know masks. So the mean over the lanes that live at this choice is taken where the costs come back.
-    living = others and mask is not None and kind == Kind.BASELINED
-    charged = Channel(kind if others and not living else Kind.PLAIN, "", shape)
-    regression = Channel(Kind.REGRESSION, "", shape)
+    living = others and mask is not None and not standardized
+    charged = Port("plain", shape, PLAIN)
+    if others and not living:
+        charged = Port("standardized", shape, STANDARDIZED) if standardized else Port("baselined", shape, BASELINED)
+    raw = Port("raw", shape, RAW)
     if ledger.collecting:
-        ledger.channels |= {charged, regression} if learn or living else {charged}
+        ledger.ports |= {charged, raw} if learn or living else {charged}
         ledger.charged_parts = name if parts else ledger.charged_parts
         if isinstance(baseline, str):
             ledger.leaving_one_out = True
             mark(zero, Mark.LEAVES_ONE_OUT, name)
         return tape._follow()
 
-    if not {charged, regression if learn or living else charged} <= tape._ports.keys():
+    if not {charged, raw if learn or living else charged} <= tape._ports.keys():
         raise differs(f"{name} charges its choice in another way or shape")
     ports, dtype = dict(tape._ports), tape._plan.dtype
     finite = jnp.isfinite(lax.stop_gradient(zero)).reshape(tape.lanes, -1).all(-1)
     total = tape._total + jnp.where(finite, 0, jnp.nan).astype(dtype)
     zero = zero_with_gradient(zero).astype(dtype)
-    before = tape._logp(Kind.BASELINED, len(shape)) + tape._logp(Kind.PLAIN, len(shape))
+    before = tape._before(len(shape))
     others_mean = functools.partial(mean_of_others, folds=tape._plan.folds, mask=mask if living else None)
     if living:
         # A cost c adds c r to the total, so that this adds -(the mean of the others' costs) (exp(z) - 1) exp(before).
         weight = jnp.exp(before) * jnp.expm1(zero)
-        ports[regression] = ports[regression] - jax.linear_transpose(others_mean, weight)(weight)[0]
+        ports[raw] = ports[raw] - jax.linear_transpose(others_mean, weight)(weight)[0]
     if own is not None:
         b = jnp.asarray(own, dtype) if mask is None else jnp.where(mask, jnp.asarray(own, dtype), 0)
         taken = b - others_mean(b) if residual else b
-        correction = -lax.stop_gradient(taken) * jnp.exp(before) * jnp.expm1(zero)
+        correction = jnp.exp(before) * dice(0, zero, lax.stop_gradient(taken))
         total = total + per_lane(tape._plan, correction)
         if learn:
             total = total + per_lane(tape._plan, zero_with_gradient(b**2 / 2))
-            ports[regression] = ports[regression] - zero_with_gradient(b)
+            ports[raw] = ports[raw] - zero_with_gradient(b)
     ports[charged] = ports[charged] + zero
     return tape._follow(total=total, ports=ports)
 
 
-def request(tape: Tape, channel: Channel, what: str) -> jax.Array | None:
-    """The port of a channel, zeros of the costs' dtype, for a node to take as an input.
-
-    Costs take no notice of a channel that carries no costs.
-
-    Args:
-      tape: the current tape.
-      channel: the channel; an equal one is the same channel.
-      what: the node's name in errors.
-
-    Returns:
-      The port, or None in the first trace of the program, where the tape has no ports yet.
-    """
+def request(tape: Tape, port: Port, what: str) -> jax.Array | None:
+    """The array of a port, for a node to take as an input; None in the first trace, where the tape has no ports yet."""
     ledger = tape._require_current(what)
     if ledger.collecting:
-        ledger.channels.add(channel)
+        ledger.ports.add(port)
         return None
-    if channel not in tape._ports:
-        raise differs(f"{what} asks for {channel}")
-    return tape._ports[channel]
+    if port not in tape._ports:
+        raise differs(f"{what} asks for the port {port.name} {port.shape}")
+    return tape._ports[port]
 
 
-def moments(tape: Tape) -> Channel:
-    """The channel of the rows that mixers send to `ap.adaptive`.
-
-    Args:
-      tape: a tape of the second trace.
-    """
-    return next(channel for channel in tape._ports if channel.kind == Kind.MOMENTS)
-
-
-def put(tape: Tape, channel: Channel, port: jax.Array | None, what: str) -> Tape:
-    """The next tape, with a channel's port as the node returned it.
-
-    Args:
-      tape: the current tape.
-      channel: the channel.
-      port: the channel's port as the node returned it, of the channel's shape; None where `request` returned None.
-      what: the node's name in errors.
-    """
+def put(tape: Tape, port: Port, array: jax.Array | None, what: str) -> Tape:
+    """The next tape, with a port's array as the node returned it; None where `request` returned None."""
     tape._require_current(what)
-    return tape._follow(ports=tape._ports if port is None else {**tape._ports, channel: port})
+    return tape._follow(ports=tape._ports if array is None else {**tape._ports, port: array})
 
 
 def folds(tape: Tape) -> int:
-    """How many groups of equal size the lanes come in: a batch statistic is of one group.
-
-    Args:
-      tape: any tape.
-    """
+    """How many groups of equal size the lanes come in: a batch statistic is of one group."""
     return tape._plan.folds
 
 
-def seed(tape: Tape) -> jax.Array:
-    """A seed for hashes, uint32: one for the whole of a program's call, and another one in every call.
-
-    Args:
-      tape: any tape.
-    """
-    return tape._carried.seed
-
-
 def is_adaptive(tape: Tape) -> bool:
-    """Whether the program runs under `ap.adaptive`.
-
-    Args:
-      tape: any tape.
-    """
+    """Whether the program runs under `ap.adaptive`."""
     return tape._plan.sites is not None
+
+
+class Visits(NamedTuple):
+    """The ports of `ap.adaptive`, for a program whose mixers are visited `slots` times.
+
+    Attributes:
+      counts: how often each site has drawn a sample so far, (sites,).
+      weights: the mixers' weights, a row for each visit of each site, (slots, 4).
+      rows: what mixers saw at their visits, (slots, 5): messages to the first tape.
+    """
+
+    counts: Port
+    weights: Port
+    rows: Port
+
+
+def visits(sites: tuple[int, ...]) -> Visits:
+    """The ports of `ap.adaptive`, from how often each site is visited."""
+    slots = sum(sites)
+    return Visits(
+        Port("visits", (len(sites),), dtype=jnp.int32),
+        Port("weights", (slots, 4), CONSTANT, jnp.float32),
+        Port("rows", (slots, ROW)),
+    )
 
 
 class Visit(NamedTuple):
@@ -200,55 +183,38 @@ class Visit(NamedTuple):
 
 
 def visit(tape: Tape, what: str) -> tuple[Tape, Visit | None]:
-    """Counts a visit of a mixer's site, and gives what `ap.adaptive` knows of it; None without `ap.adaptive`.
-
-    Args:
-      tape: the current tape.
-      what: the node's name in errors.
-
-    Returns:
-      The next tape, and the visit.
-    """
-    ledger, sites, carried = tape._require_current(what), tape._plan.sites, tape._carried
+    """The next tape, and what `ap.adaptive` knows of this visit of a mixer's site; None without `ap.adaptive`."""
+    ledger, sites = tape._require_current(what), tape._plan.sites
     if sites is None:
         return tape, None
     number = len(ledger.sites)
     ledger.sites.append(what)
     if ledger.collecting:
-        return tape._follow(carried=carried._replace(seed=mark(carried.seed, Mark.VISIT, number))), None
+        data = mark(jax.random.key_data(tape._key), Mark.VISIT, number)
+        return tape._follow(jax.random.wrap_key_data(data, impl=jax.random.key_impl(tape._key))), None
     if number >= len(sites):
-        raise ValueError(f"{what}: the program did not do the same at each of its two traces, as ap.adaptive needs")
-    slot = sum(sites[:number]) + carried.visits[number]
-    weights = None if carried.weights is None else lax.stop_gradient(carried.weights[slot])
-    return tape._follow(carried=carried._replace(visits=carried.visits.at[number].add(1))), Visit(slot, weights)
+        raise differs(f"{what} is one mixer more than there were")
+    counts, weights, _ = visits(sites)
+    slot, given = sum(sites[:number]) + tape._ports[counts][number], tape._ports.get(weights)
+    tape = tape._follow(ports={**tape._ports, counts: tape._ports[counts].at[number].add(1)})
+    return tape, Visit(slot, None if given is None else lax.stop_gradient(given[slot]))
+
+
+def rows_of(tape: Tape) -> Port:
+    """The port on which mixers send what they saw to `ap.adaptive`."""
+    return visits(tape._plan.sites or ()).rows
 
 
 def drawn(tape: Tape, x: jax.Array) -> jax.Array:
-    """The samples as the node drew them; where lanes are tested for independence, some get another lane's sample.
-
-    Args:
-      tape: the current tape.
-      x: samples (lanes, ...).
-    """
+    """The samples, (lanes, ...); where lanes are tested for independence, some get another lane's sample."""
     tape._require_current("drawn")
     return x if tape._plan.disturbed is None else x[donors(tape.lanes, *tape._plan.disturbed)]
 
 
 def declare_parts(tape: Tape, shape: tuple[int, ...], what: str, parts: bool | None, charged: bool) -> bool:
-    """Says whether the second axis of a sample numbers parts of a lane that are independent of each other.
+    """Whether the second axis of a sample of this shape numbers parts of a lane that are independent of each other.
 
-    Args:
-      tape: the current tape.
-      shape: the sample's.
-      what: the node's name in errors.
-      parts: what the user said; None where nothing was said.
-      charged: whether the choice is charged with costs, so that it matters.
-
-    Returns:
-      Whether it does.
-
-    Raises:
-      ValueError: for a sample without a second axis, or one that seems to have the data axis, where nothing was said.
+    `parts` is what the user said, or None; `charged` is whether the choice is charged with costs, so that it matters.
     """
     if not parts:
         data = tape._plan.data
@@ -267,24 +233,11 @@ def declare_parts(tape: Tape, shape: tuple[int, ...], what: str, parts: bool | N
 
 
 def declare_lanes_interact(tape: Tape, what: str) -> Tape:
-    """Says that a node lets lanes act on each other: credit, which goes to a lane's own choices, is then refused.
-
-    Args:
-      tape: the current tape.
-      what: the node's name in errors.
-
-    Returns:
-      The next tape.
-    """
+    """Says that a node lets lanes act on each other: credit, which goes to a lane's own choices, is then refused."""
     tape._require_current(what).interacting = what
     return tape._follow()
 
 
 def declare_weighing(tape: Tape, what: str) -> None:
-    """Says that a node takes weights from the samples that it weighs, so that cross-fitting has two streams.
-
-    Args:
-      tape: the current tape.
-      what: the node's name in errors.
-    """
+    """Says that a node takes weights from the samples that it weighs, so that cross-fitting has two streams."""
     tape._require_current(what).weighing = what

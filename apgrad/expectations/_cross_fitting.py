@@ -12,7 +12,8 @@ of the other fold is a mixture with fixed weights, and so unbiased.
 
 The code between the nodes, and JAX's reverse pass, know nothing of this. The whole objective is a node, whose forward
 pass keeps the program's pullback, and whose backward pass maps the pullback over an axis of two streams
-(`in_two_streams`). A mixer's node inside looks at the messages of both streams and answers in each (`in_each_stream`).
+(`in_two_streams`). A mixer's node inside looks at the messages of both streams (`both_streams`) and answers in each, of
+which the answer in the stream at hand goes on (`at_hand`).
 """
 
 import functools
@@ -30,27 +31,14 @@ STREAM = "apgrad stream"  # the name of the axis of streams: 0 is the own stream
 
 
 class Streams(NamedTuple):
-    """One pytree of messages for each stream. Without cross-fitting both are the same.
-
-    Attributes:
-      own: the messages of the own stream.
-      output: the messages of the output stream.
-    """
+    """One pytree of messages for each stream. Without cross-fitting both are the same."""
 
     own: Any
     output: Any
 
 
 def in_two_streams(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """The same function, whose derivative is taken from the output stream.
-
-    Args:
-      function: a JAX function of any arguments.
-      name: the mixer that errors name.
-
-    Returns:
-      A function of the same arguments and value. A second derivative of it is an error that names the mixer.
-    """
+    """The same function, whose derivative is taken from the output stream; errors name the mixer `name`."""
 
     def wrapped(*inputs):
         arrays, restore = arrays_of(inputs)
@@ -79,51 +67,25 @@ def in_two_streams(function: Callable[..., Any], name: str) -> Callable[..., Any
     return wrapped
 
 
-def in_each_stream(backward: Callable[..., Any], folds: int) -> Callable[..., Any]:
-    """The backward pass of a mixer's node, from one that sees both streams.
+def both_streams(to_x: jax.Array, folds: int) -> Streams:
+    """The messages to a node's sample in both streams, from those of the stream at hand.
 
     Only messages to samples differ between the streams. Those to the zeros of scores are costs-to-go, which no weight
     has touched, and what is gathered is made of statistics of the own stream.
-
-    Args:
-      backward: `(memory, to_x: Streams, to_zeros, gathered) -> (shared, lane: Streams, gathered)`. It gets the messages
-        to the sample, to the zeros of its scores, and what is gathered on the way. It answers to the arguments that
-        lanes share, in the output stream alone, since no other node looks at this message; to the lanes' own arguments;
-        and says what is gathered now.
-      folds: 2 with cross-fitting, 1 without.
-
-    Returns:
-      `(memory, (to_x, to_zeros, gathered)) -> (shared, lane, gathered)`, with `lane` of the stream at hand.
-
-    Raises:
-      ValueError: at trace time, where the node has two folds and the derivative was not taken by the objective.
     """
-
-    def answered(memory, message):
-        to_x, to_zeros, gathered = message
-        both = (to_x, to_x)
-        if folds > 1:
-            try:
-                both = lax.all_gather(to_x, STREAM)
-            except NameError as error:
-                raise ValueError(
-                    "a program with cross_fit=True is differentiated as a whole, by its objective: the two streams of "
-                    "messages begin there, and a derivative taken inside the program has none"
-                ) from error
-        shared, lane, gathered = backward(memory, Streams(*both), to_zeros, gathered)
-        if folds > 1:
-            lane = jax.tree.map(lambda *x: jnp.where(lax.axis_index(STREAM) == 0, *x), lane.own, lane.output)
-        else:
-            lane = lane.output
-        return shared, lane, gathered
-
-    return answered
+    if folds == 1:
+        return Streams(to_x, to_x)
+    try:
+        return Streams(*lax.all_gather(to_x, STREAM))
+    except NameError as error:
+        raise ValueError(
+            "a program with cross_fit=True is differentiated as a whole, by its objective: the two streams of "
+            "messages begin there, and a derivative taken inside the program has none"
+        ) from error
 
 
-def swap(weights: jax.Array) -> jax.Array:
-    """Each fold gets the weights of the other one, as in the output stream; with one fold nothing changes.
-
-    Args:
-      weights: (folds, ...).
-    """
-    return weights[::-1]
+def at_hand(both: Streams, folds: int) -> Any:
+    """What goes on in the stream at hand."""
+    if folds == 1:
+        return both.output
+    return jax.tree.map(lambda *x: jnp.where(lax.axis_index(STREAM) == 0, *x), both.own, both.output)

@@ -26,24 +26,14 @@ from apgrad.expectations._ledger import Ledger, Mark, TapePlan
 
 
 def per_lane(plan: TapePlan, term: jax.Array) -> jax.Array:
-    """What a term adds to its lane's total, (lanes,): the mean over data, or the sum over other parts.
-
-    Args:
-      plan: the tape's plan.
-      term: an array (lanes,) or (lanes, parts).
-    """
+    """What a term adds to its lane's total, (lanes,): the mean over data, or the sum over other parts."""
     if term.ndim == 1:
         return term
     return term.mean(-1) if plan.data is not None else term.sum(-1)
 
 
 def require_data_axis(plan: TapePlan, ledger: Ledger) -> None:
-    """Raises a `ValueError` for parts, data and costs that do not fit each other.
-
-    Args:
-      plan: the tape's plan.
-      ledger: the ledger of the program's first trace.
-    """
+    """Raises a `ValueError` for parts, data and costs that do not fit each other."""
     lanes, data = plan.lanes, plan.data
     by_part = [shape for shape in ledger.cost_shapes if len(shape) == 2]
     if data is not None:
@@ -67,12 +57,7 @@ def require_data_axis(plan: TapePlan, ledger: Ledger) -> None:
 
 
 def warn_of_mixed_data(program: Program, lanes: int) -> None:
-    """Warns of leave-one-out baselines over lanes that have data of their own.
-
-    Args:
-      program: the program's first trace, in which the nodes that use the baseline have left marks.
-      lanes: how many lanes there are.
-    """
+    """Warns of leave-one-out baselines over lanes that have data of their own."""
     if mixed := marks_with_outer_axis(program, Mark.LEAVES_ONE_OUT, lanes):
         warnings.warn(
             f"{mixed[0]}: the leave-one-out baseline is the mean over other lanes, and here lanes differ by more than "

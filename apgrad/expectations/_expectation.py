@@ -20,10 +20,12 @@ from apgrad._ground.keys import require_key
 from apgrad._ground.primitives import refuse_message
 from apgrad._programs.jaxprs import trace
 from apgrad._programs.marks import count_marks
+from apgrad.expectations._channels import visits
 from apgrad.expectations._cross_fitting import in_two_streams
 from apgrad.expectations._data_axis import require_data_axis, warn_of_mixed_data
 from apgrad.expectations._lanes import cost_shape_error
-from apgrad.expectations._ledger import LEDGER, ROW, Carried, Channel, Kind, Ledger, Mark, TapePlan
+from apgrad.expectations._ledger import LEDGER, Ledger, Mark, TapePlan
+from apgrad.expectations._ports import SEED, Port
 from apgrad.expectations._tape import Tape
 
 _AUX = (
@@ -112,26 +114,14 @@ def expectation(
 
 
 def require_program(program: Any, lanes: Any) -> int:
-    """The number of lanes as an integer, or an error for what is no program or no number of lanes.
-
-    Args:
-      program: as in `expectation`.
-      lanes: as in `expectation`.
-    """
+    """The number of lanes as an integer, or an error for what is no program or no number of lanes."""
     if not callable(program):
         raise TypeError(f"expectation takes a program, a function of (tape, *args), got {type(program).__name__}")
     return require_count("expectation", "lane", "lanes", lanes)
 
 
 def require_count(what: str, one: str, name: str, count: Any) -> int:
-    """The number as an integer, or an error if it is no positive integer.
-
-    Args:
-      what: needs the number.
-      one: what is counted, in the singular.
-      name: the argument's name.
-      count: what was given.
-    """
+    """The number that `what` needs, an integer, or an error if it is not positive; `one` is what is counted."""
     if isinstance(count, bool) or not hasattr(count, "__index__") or operator.index(count) < 1:
         raise ValueError(f"{what} needs at least one {one}, an integer, got {name}={count!r}")
     return operator.index(count)
@@ -208,11 +198,7 @@ def grad(
 
 
 def argument_numbers(argnums: int | Sequence[int]) -> tuple[bool, tuple[int, ...]]:
-    """Whether argnums is a sequence, and its numbers, of which 1 is the program's first argument.
-
-    Args:
-      argnums: as in `value_and_grad`.
-    """
+    """Whether argnums is a sequence, and its numbers, of which 1 is the program's first argument."""
     several = isinstance(argnums, Sequence)
     numbers = tuple(map(operator.index, argnums if isinstance(argnums, Sequence) else (argnums,)))
     if not numbers:
@@ -225,12 +211,7 @@ def argument_numbers(argnums: int | Sequence[int]) -> tuple[bool, tuple[int, ...
 
 
 def require_differentiable(argnums: int | Sequence[int], args: Sequence[Any]) -> None:
-    """Raises an error where an argument that is to be differentiated is missing or has no gradient.
-
-    Args:
-      argnums: as in `value_and_grad`.
-      args: the program's arguments.
-    """
+    """Raises an error where an argument that is to be differentiated is missing or has no gradient."""
     for n in argument_numbers(argnums)[1]:
         if n > len(args):
             raise ValueError(
@@ -254,15 +235,7 @@ def require_differentiable(argnums: int | Sequence[int], args: Sequence[Any]) ->
 def lane_costs(
     program: Callable[..., Any], lanes: int, key: jax.Array, *args: Any, disturbed: tuple[int, int] | None = None
 ) -> jax.Array:
-    """Each lane's sum of costs, (lanes,).
-
-    Args:
-      program: as in `expectation`.
-      lanes: as in `expectation`.
-      key: a PRNG key.
-      *args: the program's arguments after the tape.
-      disturbed: `(bit, value)`: lanes whose number has this bit at this value draw other samples.
-    """
+    """Each lane's sum of costs, (lanes,). Lanes whose number has a bit at a value, `disturbed`, draw other samples."""
     key = require_key("the key", key)
     plan, ledger = make_plan(program, TapePlan(lanes), False, key, args, {})
     plan = plan._replace(disturbed=disturbed)
@@ -271,10 +244,10 @@ def lane_costs(
 
 def _depend_on_choices(tape, aux):
     """The same aux, with a derivative, of zero, with respect to all that the choices' densities depend on."""
-    ports = [port for channel, port in tape._ports.items() if channel.kind not in (Kind.SUFFIX, Kind.MOMENTS)]
-    if not ports:
+    zeros = [jnp.sum(p) for port, p in tape._ports.items() if port.arithmetic.carries_costs]
+    if not zeros:
         return aux
-    zero = 0 * jnp.sum(jnp.stack([jnp.sum(x) for x in ports]))
+    zero = 0 * jnp.sum(jnp.stack(zeros))
     inexact = lambda x: isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jnp.inexact)
     return jax.tree.map(lambda x: x + zero.astype(x.dtype) if inexact(x) else x, aux)
 
@@ -287,29 +260,16 @@ def run_program(
     key: jax.Array,
     args: Sequence[Any],
     kwargs: dict[str, Any],
-    ports: dict[Channel, jax.Array] | None = None,
-    weights: jax.Array | None = None,
+    given: dict[Port, jax.Array] | None = None,
 ) -> tuple[Tape, Any]:
-    """One trace of the program, from its first tape to its last: `(tape, aux)`.
-
-    Args:
-      program: as in `expectation`.
-      ledger: the ledger of this trace.
-      plan: the tape's plan.
-      has_aux: as in `expectation`.
-      key: a PRNG key.
-      args: the program's positional arguments after the tape.
-      kwargs: the program's keyword arguments.
-      ports: ports for the first tape, by channel, arrays of the channels' shapes; all others are zeros.
-      weights: the mixers' weights under `ap.adaptive`, floating point, (visits, 4).
-    """
+    """One trace of the program: its last tape, and aux. `given` are arrays for ports, which else begin with zeros."""
     token = LEDGER.set(ledger)
     try:
         total = None if plan.dtype is None else jnp.zeros((plan.lanes,), plan.dtype)
-        ports = {channel: jnp.zeros(channel.shape, plan.dtype) for channel in plan.channels} | dict(ports or {})
-        seed = jax.random.bits(jax.random.fold_in(key, 2**32 - 1), (), jnp.uint32)
-        visits = None if plan.sites is None else jnp.zeros(len(plan.sites), jnp.int32)
-        result = program(Tape(plan, key, total, ports, Carried(seed, visits, weights)), *args, **kwargs)
+        ports = {port: jnp.zeros(port.shape, port.dtype or plan.dtype) for port in plan.ports} | (given or {})
+        if SEED in ports:
+            ports[SEED] = jax.random.bits(jax.random.fold_in(key, 2**32 - 1), (), jnp.uint32)
+        result = program(Tape(plan, key, total, ports), *args, **kwargs)
         if has_aux and not (isinstance(result, tuple) and len(result) == 2):
             raise TypeError(f"with has_aux=True the program must return (tape, aux), got {type(result).__name__}")
         tape, aux = result if has_aux else (result, None)
@@ -336,13 +296,7 @@ def make_plan(
 ) -> tuple[TapePlan, Ledger]:
     """The plan of a program's tape, from what its nodes ask for in an abstract trace, and the ledger of that trace.
 
-    Args:
-      program: as in `expectation`.
-      plan: what is known before; with `sites` empty, the sites of mixers are counted.
-      has_aux: as in `expectation`.
-      key: a PRNG key.
-      args: the program's positional arguments after the tape.
-      kwargs: the program's keyword arguments.
+    With `plan.sites` empty the sites of mixers are counted.
     """
     lanes, ledger = plan.lanes, Ledger()
     first = plan._replace(token=object())
@@ -380,18 +334,15 @@ def make_plan(
     if plan.sites is not None:
         passed = count_marks(collected, Mark.VISIT)
         sites = tuple(passed[number] for number in range(len(ledger.sites)))
-        ledger.channels.add(Channel(Kind.MOMENTS, "", (sum(sites), ROW)))
+        counts, _, rows = visits(sites)
+        ledger.ports |= {counts, rows}
         plan = plan._replace(sites=sites, token=object())
-    return plan._replace(dtype=dtype, channels=tuple(sorted(ledger.channels))), ledger
+    return plan._replace(dtype=dtype, ports=tuple(sorted(ledger.ports, key=str))), ledger
 
 
 @jax.custom_jvp
 def refuse_nan(total: jax.Array) -> jax.Array:
-    """The same totals; the host raises an error if one is NaN, when value or gradient is asked for.
-
-    Args:
-      total: each lane's sum of costs, floating point, (lanes,).
-    """
+    """The same totals; the host raises an error if one is NaN, when value or gradient is asked for."""
     return total + _nan_flag(jnp.isnan(total).any()).astype(total.dtype)
 
 

@@ -9,13 +9,7 @@ import numpy as np
 
 
 def require_lanes(what: str, lanes: int, tree: Any) -> None:
-    """Raises a `ValueError` unless every leaf's leading axis is the lanes.
-
-    Args:
-      what: the node's name in the error.
-      lanes: how many lanes there are.
-      tree: a pytree of arrays.
-    """
+    """Raises a `ValueError` unless every leaf's leading axis is the lanes."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != lanes:
             raise ValueError(
@@ -25,73 +19,37 @@ def require_lanes(what: str, lanes: int, tree: Any) -> None:
 
 
 def donors(lanes: int, bit: int, value: int) -> np.ndarray:
-    """Whose sample each lane gets: its own, but another lane's where its number has `bit` at `value`.
-
-    Args:
-      lanes: how many lanes there are.
-      bit: the number of a bit, from 0.
-      value: 0 or 1.
-
-    Returns:
-      Numbers of lanes, an integer array (lanes,).
-
-    Example:
-      >>> from apgrad.expectations._lanes import donors
-      >>> donors(6, 0, 1), donors(6, 1, 0)
-      (array([0, 0, 2, 2, 4, 4]), array([2, 3, 2, 3, 2, 2]))
-    """
+    """Whose sample each lane gets: its own, but another lane's where its number has `bit` at `value`."""
     lane = np.arange(lanes)
     partner = lane ^ (1 << bit)
     return np.where(lane >> bit & 1 == value, np.where(partner < lanes, partner, 1 << bit), lane)
 
 
 def fold(tree: Any, folds: int) -> Any:
-    """Splits the lanes, the leading axis of every leaf, into (folds, lanes / folds).
-
-    Args:
-      tree: a pytree of arrays (lanes, ...).
-      folds: how many folds there are.
-    """
+    """Splits the lanes, the leading axis of every leaf, into (folds, lanes of a fold)."""
     return jax.tree.map(lambda x: x.reshape(folds, x.shape[0] // folds, *x.shape[1:]), tree)
 
 
 def mean_of_others(x: jax.Array, folds: int, mask: jax.Array | None = None) -> jax.Array:
-    """For each lane the mean over the other lanes of its fold where the mask is True, or 0 where it is so for none.
-
-    Args:
-      x: (lanes, ...), with at least 2 lanes in a fold.
-      folds: how many folds there are.
-      mask: Booleans that broadcast to the shape of x; None is True for all.
-    """
+    """For each lane the mean over the other lanes of its fold, those where a mask is True; 0 where there are none."""
     each = fold(x, folds)
     if mask is not None:
         alive = fold(jnp.broadcast_to(mask, x.shape), folds)
-        count = (jnp.sum(alive, axis=1, keepdims=True) - alive).astype(x.dtype)
+        count = (jnp.sum(alive, axis=1, keepdims=True) - alive.astype(int)).astype(x.dtype)
         each = jnp.where(alive, each, 0)
         return ((jnp.sum(each, axis=1, keepdims=True) - each) / jnp.maximum(count, 1)).reshape(x.shape)
     return ((jnp.sum(each, axis=1, keepdims=True) - each) / (each.shape[1] - 1)).reshape(x.shape)
 
 
 def standard_score(x: jax.Array, folds: int) -> jax.Array:
-    """For each lane the difference from its fold's mean, over the fold's standard deviation plus 1e-4.
-
-    Args:
-      x: (lanes, ...).
-      folds: how many folds there are.
-    """
+    """For each lane the difference from its fold's mean, over the fold's standard deviation plus 1e-4."""
     each = fold(x, folds)
     away = each - jnp.mean(each, axis=1, keepdims=True)
     return (away / (jnp.sqrt(jnp.mean(away**2, axis=1, keepdims=True)) + 1e-4)).reshape(x.shape)
 
 
 def require_samples(what: str, samples: Any, least: int) -> int:
-    """The number of samples as an integer, or a `ValueError`.
-
-    Args:
-      what: the name of what draws them, in errors.
-      samples: what was given.
-      least: the smallest number that is allowed.
-    """
+    """The number of samples as an integer, or a `ValueError` if it is less than `least`."""
     if isinstance(samples, bool) or not hasattr(samples, "__index__") or operator.index(samples) < least:
         raise ValueError(
             f"{what} needs at least {least} sample{'s' * (least > 1)}, an integer, got samples={samples!r}"
@@ -100,12 +58,7 @@ def require_samples(what: str, samples: Any, least: int) -> int:
 
 
 def cost_shape_error(lanes: int, shape: tuple[int, ...]) -> str:
-    """What an error says of a cost that is not one value a lane.
-
-    Args:
-      lanes: how many lanes there are.
-      shape: the cost's shape.
-    """
+    """What an error says of a cost that is not one value a lane."""
     if len(shape) > 1 and shape[0] == shape[1] == lanes:
         return (
             f"a cost must have shape ({lanes},), one value a lane, got {shape}: two axes of the lanes. A function of "

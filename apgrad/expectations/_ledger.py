@@ -1,21 +1,10 @@
-"""What nodes ask of a tape before its structure is fixed: channels, the plan of a tape, and the ledger of a trace."""
+"""What nodes ask of a tape before its structure is fixed: the plan of a tape, and the ledger of a trace."""
 
 import contextvars
 import enum
 from typing import Any, NamedTuple
 
-ROW = 5  # numbers that a mixer sends to `ap.adaptive` at each visit
-
-
-class Kind(enum.StrEnum):
-    """What the messages on a channel are."""
-
-    BASELINED = "baselined"  # costs later than a choice, less the mean of the other lanes' costs
-    PLAIN = "plain"  # costs later than a choice
-    STANDARDIZED = "standardized"  # costs later than a choice, each as the lanes' standard score
-    REGRESSION = "regression"  # costs later than a choice, undisturbed by baselines
-    SUFFIX = "suffix"  # the gradient that later nodes have gathered, lane by lane
-    MOMENTS = "moments"  # what mixers saw at their visits, a row each
+from apgrad.expectations._ports import Port
 
 
 class Mark(enum.Enum):
@@ -25,54 +14,13 @@ class Mark(enum.Enum):
     VISIT = enum.auto()  # at each visit of a mixer's site; the label is the site's number
 
 
-class Channel(NamedTuple):
-    """A port of the tape, by which later costs and nodes send messages to earlier nodes.
-
-    Branches of `tape.parallel` all see the messages from after the join, and what the branches send adds up.
-
-    Attributes:
-      kind: what the messages are.
-      name: the function whose nodes gather a suffix; empty for the other kinds.
-      shape: the shape of the messages. For the kinds that carry costs it is (lanes,), or (lanes, parts) for parts of a
-        lane that are independent of each other.
-    """
-
-    kind: Kind
-    name: str
-    shape: tuple[int, ...]
-
-
-class Carried(NamedTuple):
-    """Arrays that a tape carries for its nodes, and that no derivative goes through.
-
-    Attributes:
-      seed: a seed for hashes, a uint32 scalar: one for the whole of a program's call, and another one in every call.
-      visits: how often each site has drawn a sample so far, (sites,); None without `ap.adaptive`.
-      weights: the mixers' weights, a row for each visit of each site, (visits, 4); None where mixers weigh by what they
-        see.
-    """
-
-    seed: Any
-    visits: Any = None
-    weights: Any = None
-
-    def join(self, branch: "Carried", fork: "Carried") -> "Carried":
-        """What is carried on after one more branch of a fork.
-
-        Args:
-          branch: what is carried at the end of the branch.
-          fork: what was carried where the branch began.
-        """
-        return self if self.visits is None else self._replace(visits=self.visits + branch.visits - fork.visits)
-
-
 class TapePlan(NamedTuple):
     """The static structure of a tape: the same all through a program, so that `scan` can carry it.
 
     Attributes:
       lanes: how many lanes there are.
       dtype: the dtype in which costs are summed; None in the first trace.
-      channels: the channels that the tape has ports for.
+      ports: the ports that the tape has.
       folds: groups of lanes that share batch statistics: 2 with cross-fitting, else 1.
       disturbed: `(bit, value)`: lanes whose number has this bit at this value draw other samples.
       sites: with `ap.adaptive`, how often each site of a mixer is visited; else None.
@@ -82,7 +30,7 @@ class TapePlan(NamedTuple):
 
     lanes: int
     dtype: Any = None
-    channels: tuple[Channel, ...] = ()
+    ports: tuple[Port, ...] = ()
     folds: int = 1
     disturbed: tuple[int, int] | None = None
     sites: tuple[int, ...] | None = None
@@ -93,8 +41,7 @@ class TapePlan(NamedTuple):
 class Ledger:
     """What one trace of a program knows, at trace time only: which tape is current, and what nodes ask for.
 
-    Args:
-      first: the ledger of the first trace, in which nodes ask for what they need; None in the first trace.
+    The second trace gets the ledger of the first one.
     """
 
     def __init__(self, first: "Ledger | None" = None):
@@ -102,9 +49,9 @@ class Ledger:
         self.rehearsing = False  # branches of `parallel` are traced to see whether they are independent
         self.branches = 0  # how many branches of `parallel`, one in the other, are being traced
         self.stamp = 0
-        self.given = 0  # the stamp of the tape that was given to a transformation last
+        self.flattened: dict[Any, Any] = {}  # weak references to the arrays of flattened tapes, by identities
         self.arrays: tuple[int, ...] = ()  # the identities of the current tape's arrays
-        self.channels: set[Channel] = set()
+        self.ports: set[Port] = set()
         self.parts: dict[int, str] = {}
         self.cost_shapes: set[tuple[int, ...]] = set()
         self.cost_dtypes: set[Any] = set()

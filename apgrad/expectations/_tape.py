@@ -19,23 +19,16 @@ lane's own choices, since then E[b d^k exp(p)] = 0 for every k >= 1. Leave-one-o
 
 So the cotangent that arrives at a random choice through p is, for each lane, the cost incurred after the choice in
 program order, less the baseline, over B. Likelihood ratio multiplies this cotangent by the score; total propagation
-reads it. The kinds of channel (`_ledger.py`), which are made only where a node asks for them (`_channels.py`):
+reads it. Not all p are alike: each is a *port* with an arithmetic of its own (`_ports.py`), made only where a node asks
+for it (`_channels.py`).
 
-* `baselined`: the p of (*), seen by the leave-one-out baseline.
-* `standardized`: a linear port g, to which a cost adds `stop_gradient(s) g` with s the lane's standard score, the cost
-  less the mean over lanes, over their standard deviation. It is a biased gradient of the first order alone.
-* `plain`: the p of a cost without b. A node with a baseline of its own, a function b of what was there before its
-  choice, adds `b exp(all before) (1 - exp(z))` to the total, with z the node's own zero: again zero in
-  value and of zero expectation in any derivative.
-* `regression`: a linear port, to which a cost adds `stop_gradient(c) r`. Its cotangent is the raw cost-to-go G, at any
-  order. A learned baseline adds `zero_with_gradient(b^2 / 2)` to the total and `-zero_with_gradient(b)` to
-  r, so that its gradient is the gradient of (b - G)^2 / 2.
-
-Each exists for the lane and, where nodes ask, for *parts*: components of a lane that are independent of
-each other, (lanes, parts), so that a part's choices pay for the costs of that part only.
+A port exists for the lane and, where nodes ask, for *parts*: components of a lane that are independent of each other,
+(lanes, parts), so that a part's choices pay for the costs of that part only.
 """
 
+import functools
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -43,13 +36,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.core import Tracer
 
 from apgrad._ground.primitives import refuse_batching
-from apgrad._ground.propagator import backpropagation, first_order, node
 from apgrad.expectations._branches import run_branches
 from apgrad.expectations._data_axis import per_lane
-from apgrad.expectations._lanes import cost_shape_error, fold, mean_of_others, require_lanes, standard_score
-from apgrad.expectations._ledger import LEDGER, Channel, Kind, Ledger, TapePlan
+from apgrad.expectations._lanes import cost_shape_error, fold, require_lanes
+from apgrad.expectations._ledger import LEDGER, Ledger, TapePlan
+from apgrad.expectations._ports import Arithmetic, Port, charge_shaped, dice
 
 _BATCHED = (
     "a tape cannot have a batch axis. In jax.vmap copies of it would draw the same numbers, and in tapes stacked by "
@@ -72,22 +66,22 @@ class Tape:
       data: the number of data in the minibatch, the second axis of choices and costs of a datum; None without one.
     """
 
-    def __init__(self, plan: TapePlan, key: Any, total: Any, ports: dict[Channel, Any], carried: Any):
-        self._plan, self._key, self._total, self._ports, self._carried = plan, key, total, ports, carried
+    def __init__(self, plan: TapePlan, key: Any, total: Any, ports: dict[Port, Any]):
+        self._plan, self._key, self._total, self._ports = plan, key, total, ports
         ledger = LEDGER.get()
         self._stamp = 0
         if ledger is not None and isinstance(key, jax.Array):
             ledger.stamp = self._stamp = next(_STAMPS)
-            ledger.arrays = tuple(map(id, jax.tree.leaves((key, total, ports, carried))))
+            ledger.arrays = tuple(map(id, _arrays(self)))
 
-    def _follow(self, key: Any = None, total: Any = None, ports: Any = None, carried: Any = None) -> "Tape":
+    def _follow(self, key: Any = None, total: Any = None, ports: Any = None) -> "Tape":
         """The next tape, with the arrays of this one where others are not given."""
         key = self._key if key is None else key
         if self._plan.dtype is None:
             data = refuse_batching(jax.random.key_data(key), _BATCHED)
             key = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
         total, ports = self._total if total is None else total, self._ports if ports is None else ports
-        return Tape(self._plan, key, total, ports, self._carried if carried is None else carried)
+        return Tape(self._plan, key, total, ports)
 
     def __repr__(self) -> str:
         return f"Tape(lanes={self.lanes})"
@@ -216,21 +210,20 @@ class Tape:
             )
         if jnp.shape(factor) not in ((), (self.lanes,)):
             raise ValueError(f"discount takes a scalar or ({self.lanes},), one factor a lane, got {jnp.shape(factor)}")
-        known = None if isinstance(factor, jax.core.Tracer) else np.asarray(factor)
+        known = None if isinstance(factor, Tracer) else np.asarray(factor)
         if known is not None and not (np.isrealobj(known) and np.all((known >= 0) & (known <= 1))):
             raise ValueError(f"discount takes a factor from 0 to 1, got {factor}")
         ledger.discounting = True
         if ledger.collecting:
             return self._follow()
 
-        def fade(channel, port):
-            if channel.kind in (Kind.SUFFIX, Kind.MOMENTS):
-                return port
-            by_lane = jnp.broadcast_to(lax.stop_gradient(jnp.asarray(factor, port.dtype)), (self.lanes,))
-            by_lane = by_lane.reshape(-1, *[1] * (port.ndim - 1))
-            return by_lane * port if channel.kind == Kind.REGRESSION else jnp.log1p(by_lane * jnp.expm1(port))
+        def fade(port, p):
+            if port.arithmetic.fades is None:
+                return p
+            by_lane = jnp.broadcast_to(lax.stop_gradient(jnp.asarray(factor, p.dtype)), (self.lanes,))
+            return port.arithmetic.fades(by_lane.reshape(-1, *[1] * (p.ndim - 1)), p)
 
-        return self._follow(ports={channel: fade(channel, port) for channel, port in self._ports.items()})
+        return self._follow(ports={port: fade(port, p) for port, p in self._ports.items()})
 
     def parallel(self, *branches: Callable[["Tape"], tuple["Tape", Any]]) -> tuple["Tape", tuple[Any, ...]]:
         """Runs branches that do not depend on each other, so that one's choices do not pay for another's costs.
@@ -276,7 +269,7 @@ class Tape:
                 "nnx.jit and the like look at their arguments again after the call: use jax.jit and plain JAX.)"
             )
         collecting = self._plan.dtype is None
-        wrong = [jnp.shape(port) != channel.shape for channel, port in self._ports.items()]
+        wrong = [jnp.shape(p) != port.shape for port, p in self._ports.items()]
         if jnp.shape(self._key) or any(wrong) or not (collecting or jnp.shape(self._total) == (self.lanes,)):
             raise ValueError(f"{what}: {_BATCHED}")
         return ledger
@@ -295,68 +288,54 @@ class Tape:
         """Adds (*); or, given another message to charge than the cost, `cost + message p`."""
         if ledger.collecting:
             return self._follow()
-        p, q, r = (self._logp(kind, cost.ndim) for kind in (Kind.BASELINED, Kind.PLAIN, Kind.REGRESSION))
-        kinds = {channel.kind for channel in self._ports}
-        term = cost
-        charged = bool(kinds - {Kind.SUFFIX, Kind.MOMENTS, Kind.STANDARDIZED})
-        if message is not None and charged:
-            term = term + _charge(message, p + q)
-        elif charged:
-            term = term * jnp.exp(p + q)
-            if Kind.BASELINED in kinds:
-                term = term - lax.stop_gradient(mean_of_others(cost, self._plan.folds)) * jnp.expm1(p)
-        if Kind.STANDARDIZED in kinds:
-            score = standard_score(lax.stop_gradient(cost if message is None else message), self._plan.folds)
-            term = term + _charge_score(score, self._logp(Kind.STANDARDIZED, cost.ndim))
-        if Kind.REGRESSION in kinds:
-            term = term + lax.stop_gradient(cost if message is None else message) * r
+        kinds = dict.fromkeys(port.arithmetic for port in self._ports if port.arithmetic.carries_costs)
+        charged, term = cost if message is None else message, cost
+        if any(kind.multiplies for kind in kinds):
+            before = self._before(cost.ndim)
+            term = dice(cost, before) if message is None else cost + charge_shaped(message, before)
+        for kind in kinds:
+            if kind.corrects is not None:
+                seen = self._seen(kind, cost.ndim)
+                term = term + kind.corrects(charged, message is not None, seen, self._plan.folds)
         return self._follow(total=self._total + per_lane(self._plan, term))
 
-    def _logp(self, kind: Kind, ndim: int) -> jax.Array:
-        """The port that a cost of `ndim` axes sees: (lanes,) for all of the lane, or (lanes, parts)."""
-        ports = {len(channel.shape): port for channel, port in self._ports.items() if channel.kind == kind}
-        lane, parts = ports.get(1, jnp.zeros((self.lanes,), self._plan.dtype)), ports.get(2)
-        if ndim == 1:
-            return lane if parts is None else lane + parts.sum(-1)
-        return lane[:, None] if parts is None else lane[:, None] + parts
+    def _before(self, ndim: int) -> jax.Array:
+        """What multiplies a cost of `ndim` axes: zeros with the derivatives of the log-densities before it."""
+        kinds = dict.fromkeys(port.arithmetic for port in self._ports if port.arithmetic.multiplies)
+        return sum((self._seen(kind, ndim) for kind in kinds), start=jnp.zeros((), self._plan.dtype))
+
+    def _seen(self, kind: Arithmetic, ndim: int) -> jax.Array:
+        """What a cost of `ndim` axes sees of the ports of a kind: (lanes,) for all of the lane, or (lanes, parts)."""
+        ports = [p for port, p in self._ports.items() if port.arithmetic == kind]
+        fit = [p if p.ndim == ndim else p.sum(-1) if ndim == 1 else p[:, None] for p in ports]
+        return functools.reduce(jnp.add, fit)
 
 
-# Zero in value; their derivatives charge a message in the place of a cost, once.
-_linear = backpropagation(lambda message, p: lax.stop_gradient(message) * p)
-_charge = node(
-    first_order(
-        _linear,
-        "a shaped cost has no second derivative: what it charges is a linearization, and differentiating it again "
-        "would be silently wrong. Use tape.cost without shaping for higher orders.",
-    )
-)
-_charge_score = node(
-    first_order(
-        _linear,
-        "the standardized baseline has no second derivative: what it charges is no cost, and differentiating it again "
-        "would be silently wrong. Use the leave-one-out baseline for higher orders.",
-    )
-)
+def _arrays(tape: Tape) -> list[Any]:
+    return jax.tree.leaves((tape._key, tape._total, tape._ports))
 
 
 def _flatten(tape: Tape) -> tuple[Any, TapePlan]:
     """The arrays of the tape, with their names, and its static structure."""
     if LEDGER.get() is not None and tape._stamp:
-        tape._require_current("a tape given to a JAX transformation").given = tape._stamp
-    arrays = {"key": tape._key, "total": tape._total, "ports": tape._ports, "carried": tape._carried}
+        ledger = tape._require_current("a tape given to a JAX transformation")
+        ledger.flattened[ledger.arrays] = [weakref.ref(x) for x in _arrays(tape)]
+    arrays = {"key": tape._key, "total": tape._total, "ports": tape._ports}
     return [(jax.tree_util.GetAttrKey(name), array) for name, array in arrays.items()], tape._plan
 
 
 def _unflatten(plan: TapePlan, arrays: Any) -> Tape:
-    """The tape with other arrays, as transformations make it: current if no tape was used since one was flattened."""
+    """The tape with other arrays, as transformations make it, unless they are the arrays of an earlier tape."""
     ledger = LEDGER.get()
     stamp, identities = (0, ()) if ledger is None else (ledger.stamp, ledger.arrays)
     tape = Tape(plan, *arrays)
     # A compiled function called for the first time unflattens its outputs twice: both are the same tape.
     if ledger is not None and tape._stamp and identities == ledger.arrays:
         ledger.stamp = tape._stamp = stamp
-    elif ledger is not None and tape._stamp and ledger.given != stamp:
-        ledger.stamp, ledger.arrays, tape._stamp = stamp, identities, -1
+    elif ledger is not None and tape._stamp:
+        refs = ledger.flattened.get(ledger.arrays, [])
+        if refs and all(ref() is x for ref, x in zip(refs, _arrays(tape), strict=True)):
+            ledger.stamp, ledger.arrays, tape._stamp = stamp, identities, -1
     return tape
 
 

@@ -74,13 +74,7 @@ def learned_baseline(function: Callable[..., Any], *, leave_one_out: bool = Fals
 
 
 def require_baseline(name: str, baseline: Any, *, biased: bool = False) -> None:
-    """Raises a `ValueError` for what is no baseline.
-
-    Args:
-      name: the estimator's name in the error.
-      baseline: what was given.
-      biased: whether the standardized baseline will do.
-    """
+    """Raises a `ValueError` for what is no baseline."""
     if isinstance(baseline, str):
         if baseline == "leave_one_out" or (biased and is_standardized(baseline)):
             return
@@ -98,22 +92,14 @@ def require_baseline(name: str, baseline: Any, *, biased: bool = False) -> None:
 
 
 def is_standardized(baseline: object) -> bool:
-    """Whether this is the standardized baseline, which is biased.
-
-    Args:
-      baseline: an estimator's baseline.
-    """
+    """Whether this is the standardized baseline, which is biased."""
     return isinstance(baseline, str) and baseline == "standardized"
 
 
 def evaluate(baseline: Baseline, mapped: tuple[tuple[int | None, ...], int] | None, inputs: Any) -> dict[str, Any]:
-    """The baseline as `credit` of `_channels.py` takes it: the keyword arguments `baseline`, `learn`, `residual`.
+    """The baseline as `credit` takes it: the keyword arguments `baseline`, `learn`, `residual`.
 
-    Args:
-      baseline: an estimator's baseline.
-      mapped: the inputs' axes and the number of lanes, to map the function over; None where the function takes all the
-        lanes at once.
-      inputs: the node's arguments, or its distribution.
+    `mapped` has the inputs' axes and the number of lanes, to map a function over; None if it takes all lanes at once.
     """
     if baseline is None or isinstance(baseline, str):
         return {"baseline": baseline}

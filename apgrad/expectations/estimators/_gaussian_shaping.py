@@ -91,12 +91,7 @@ def gaussian_shaping(pathwise: Literal["shaped", "raw"] = "shaped") -> Callable[
 
 
 def ravel_lanes(what: str, tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
-    """The lanes' states as rows, (B, D), and the function that gives rows the states' structure back.
-
-    Args:
-      what: the caller's name in errors.
-      tree: the states, a pytree of floating-point arrays (B, ...).
-    """
+    """The lanes' states as rows, (B, D), and the function that gives rows the states' structure back."""
     for leaf in jax.tree.leaves(tree):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise TypeError(f"{what} fits a Gaussian to floating-point states, got dtype {jnp.result_type(leaf)}")
@@ -105,12 +100,7 @@ def ravel_lanes(what: str, tree: Any) -> tuple[jax.Array, Callable[[jax.Array], 
 
 
 def moments(what: str, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The mean (D,) of x, and a matrix S (B, D) such that S^T S is the unbiased covariance.
-
-    Args:
-      what: the caller's name in errors.
-      x: states, (B, D).
-    """
+    """The mean (D,) of x, and a matrix S (B, D) such that S^T S is the unbiased covariance."""
     if x.shape[0] < 2:
         raise ValueError(f"{what} fits a Gaussian to the lanes and needs at least 2, got lanes={x.shape[0]}")
     mean = jnp.mean(x, axis=0)
@@ -122,9 +112,6 @@ def cholesky(covariance: jax.Array) -> jax.Array:
 
     The factor of the correlations is taken and then scaled, so that a component in metres does not swamp a component in
     millimetres. The addition keeps the covariance of fewer lanes than dimensions positive definite.
-
-    Args:
-      covariance: (D, D), symmetric.
     """
     size = len(covariance)
     variance = jnp.diag(covariance)

@@ -68,16 +68,7 @@ class NodeMemory(NamedTuple):
 
 
 def pulled(memory: NodeMemory, to_x: jax.Array, to_zeros: list[jax.Array]) -> list[list[Any]]:
-    """Each estimator's messages to the distributions of all lanes.
-
-    Args:
-      memory: what the node keeps of its forward pass.
-      to_x: the messages to the sample, (lanes, ...).
-      to_zeros: for each baseline of the mixer's scores the message to its zero, (lanes, ...).
-
-    Returns:
-      For each estimator a list with an array (lanes, ...) for each array of parameters, or None for integers.
-    """
+    """For each estimator its messages to the distributions' arrays, each (lanes, ...), or None for integers."""
     return jax.vmap(lambda pull, to_x, to_zeros: pull(to_x, to_zeros))(memory.pull, to_x, to_zeros)
 
 
@@ -116,19 +107,7 @@ class ToArguments(NamedTuple):
 def to_arguments(
     traced: TracedNode, memory: NodeMemory, lanes: int, messages: Sequence[tuple[list[Any], bool]]
 ) -> ToArguments:
-    """Takes messages to a node's distributions back to its arguments.
-
-    Args:
-      traced: the node as the program was traced.
-      memory: what the node keeps of its forward pass.
-      lanes: how many lanes there are.
-      messages: pairs of messages to the distributions, for each of their arrays (lanes, ...) or None, and whether
-        features are wanted.
-
-    Raises:
-      ValueError: at trace time, for a target without elements.
-      TypeError: at trace time, for complex parameters that would be sketched.
-    """
+    """Takes sets of messages to a node's distributions back to its arguments, with features where wanted."""
     shared, structure = jax.tree.flatten(memory.shared)
     perturbed = memory.perturbed.value
     lane, arguments = jax.tree.leaves(memory.lane), len(memory.shared[0])
@@ -202,11 +181,7 @@ def to_arguments(
 
 
 def empty_target(what: str) -> str:
-    """What an error says of a target without elements.
-
-    Args:
-      what: the node's name.
-    """
+    """The text of the error for a node whose target has no elements."""
     return (
         f"{what} weighs its estimators by their gradients of a target, and the target is empty: what is "
         "differentiated of the node's arguments has no elements"
@@ -214,17 +189,7 @@ def empty_target(what: str) -> str:
 
 
 def suffix_width(shared: Sequence[Any]) -> int:
-    """How many features are gathered over the calls of one function.
-
-    Args:
-      shared: the floating-point arrays among the function's shared arguments, or what has their shapes.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> from apgrad.expectations.mixing._features import suffix_width
-      >>> suffix_width([jnp.zeros((2, 3)), jnp.zeros(3)]), suffix_width([jnp.zeros((8, 64)), jnp.zeros(64)])
-      (9, 8)
-    """
+    """How many features are gathered over the calls of one function with these shared floating-point arguments."""
     return _size(shared) if _is_exact(shared) else NUMBER
 
 

@@ -32,12 +32,7 @@ _HUGE = 256.0  # the exponent of a row that overflowed
 
 
 def row(features: jax.Array, suffix: jax.Array) -> jax.Array:
-    """What a node saw in one call, float32 (5,).
-
-    Args:
-      features: the features of the two estimators, floating point, (2, lanes, width).
-      suffix: the gradient that later nodes have gathered, floating point, (lanes, width).
-    """
+    """What a node saw in one call, float32 (5,), of features (2, lanes, width) and a suffix (lanes, width)."""
     three = jnp.concatenate([features, suffix[None]])
     sizes = jnp.max(jnp.abs(three), axis=(1, 2), initial=0)
     size = jnp.max(sizes)
@@ -59,25 +54,13 @@ def row(features: jax.Array, suffix: jax.Array) -> jax.Array:
 
 
 def cautious(short: jax.Array, long: jax.Array) -> jax.Array:
-    """Pair by pair, the one of two sets of weights that gives more to the second estimator, (slots, 4).
-
-    Args:
-      short: the weights from the short window, float32, (slots, 4).
-      long: the weights from the long window, float32, (slots, 4).
-    """
+    """Pair by pair, the weights that give more to the second estimator, (slots, 4)."""
     pairs = short.reshape(-1, 2, 2), long.reshape(-1, 2, 2)
     return jnp.where(pairs[0][..., 1:] >= pairs[1][..., 1:], *pairs).reshape(-1, 4)
 
 
 def remember(blocks: jax.Array, rows: jax.Array, place: jax.Array) -> jax.Array:
-    """A window with one more call.
-
-    Args:
-      blocks: the means of the previous block and of the current block, float32, (2, slots, 5).
-      rows: the rows of the call, float32, (slots, 5).
-      place: how many calls are in the current block, an integer scalar; 0 if the block before is full, so that the call
-        begins a block.
-    """
+    """A window, (2, slots, 5), with one more call; `place`: how many calls the current block has."""
     previous, current = blocks
     share = (1 / (place + 1)).astype(jnp.float32)
     begins = place == 0
@@ -87,13 +70,7 @@ def remember(blocks: jax.Array, rows: jax.Array, place: jax.Array) -> jax.Array:
 
 
 def average(before: jax.Array, rows: jax.Array, share: jax.Array) -> jax.Array:
-    """The weighted means of two sets of rows, (slots, 5).
-
-    Args:
-      before: rows, float32, (slots, 5).
-      rows: other rows, float32, (slots, 5).
-      share: the share of `rows` in the mean, a float32 scalar.
-    """
+    """The means of two sets of rows, (slots, 5), in which `rows` have the given share."""
     # Slots that no call has visited, as in the branch of a cond that was not taken, are all zero.
     visited = [seen(x) for x in (before, rows)]
     exponents = [jnp.where(v, x[:, 4:], _NOTHING) for v, x in zip(visited, (before, rows), strict=True)]
@@ -106,19 +83,14 @@ def average(before: jax.Array, rows: jax.Array, share: jax.Array) -> jax.Array:
 
 
 def seen(rows: jax.Array) -> jax.Array:
-    """Which slots were visited, (slots, 1).
-
-    Args:
-      rows: rows, float32, (slots, 5).
-    """
+    """Which slots were visited, (slots, 1)."""
     return jnp.any(rows[:, :4] != 0, axis=1, keepdims=True)
 
 
 def weights(averages: jax.Array) -> jax.Array:
-    """The weights of each slot, (slots, 4): first and second estimator's for the message, then for the contribution.
+    """The two estimators' weights for the message, then for the contribution, (slots, 4).
 
-    Args:
-      averages: the means of rows, float32, (slots, 5). Where nothing was seen, the first estimator has all the weight.
+    Where nothing was seen, the first estimator has all the weight.
     """
 
     def pair(first, second):

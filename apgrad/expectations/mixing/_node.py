@@ -5,18 +5,16 @@ To follow a mixer, read these files in this order:
 1. `_stochastic.py` checks the call; afterwards it charges the zeros of the mixer's scores with later costs
    (`credit` of `_channels.py`).
 2. This file draws one sample, and keeps each estimator's pullback.
-3. On the way back, `in_each_stream` of `_cross_fitting.py` shows the node the messages of both streams, and sends on
-   what the node answers in the stream at hand. The two streams begin in `in_two_streams`, around the whole program.
-4. `_features.py` takes messages to the node's distributions on to its arguments, and makes the features that weights
-   look at.
-5. `_by_arguments.py` is the whole backward pass: each estimator's messages, their features, a rule of `weights.py`, and
-   the sum of what the estimators answer. With `target="parameters"` it is `_by_coordinates.py`, without features.
+3. On the way back, `both_streams` of `_cross_fitting.py` shows the node the messages of both streams, and `at_hand`
+   sends on what the node answers in the stream at hand. The two streams begin in `in_two_streams`, around the program.
+4. `_backward.py` is the backward pass: each estimator's answer, the weights, and the sum of what is weighed.
+5. `_features.py` takes messages to the node's distributions on to its arguments, and makes the features that weights
+   look at. With `target="parameters"` the messages are weighed at the distributions, without it.
 
 The backward pass is a rule of its own and no derivative, so second derivatives are refused: by `_mixer_node` below, and
 with cross-fitting already by `in_two_streams` of `_cross_fitting.py`.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -29,14 +27,22 @@ from apgrad._ground.port import port
 from apgrad._ground.propagator import Propagator, first_order, node
 from apgrad._programs.jaxprs import arrays_of, hoist, is_inexact
 from apgrad.expectations import _channels as channels
-from apgrad.expectations._cross_fitting import in_each_stream
+from apgrad.expectations._cross_fitting import at_hand, both_streams
+from apgrad.expectations._ports import SEED, Port
 from apgrad.expectations._tape import Tape
 from apgrad.expectations.estimators._baselines import Baseline, LearnedBaseline
 from apgrad.expectations.estimators._estimator import Mixer, surrogate
-from apgrad.expectations.mixing._by_arguments import Gathered, by_arguments
-from apgrad.expectations.mixing._by_coordinates import TracedBatch, batch_by_coordinates, by_coordinates, led_by_lanes
+from apgrad.expectations.mixing._backward import (
+    Gathered,
+    TracedBatch,
+    by_arguments,
+    by_coordinates,
+    led_by_lanes,
+    mixed,
+    of_batch,
+    times,
+)
 from apgrad.expectations.mixing._features import NodeMemory, TracedNode, suffix_width
-from apgrad.expectations.mixing._mixture import times
 from apgrad.expectations.weights import decoupled
 
 Charge = tuple[jax.Array, Baseline]  # a zero to be charged with later costs, and the baseline that is taken off
@@ -65,15 +71,7 @@ class LaneCall(NamedTuple):
 
 
 def draw_by_mixer(tape: Tape, call: LaneCall) -> tuple[Tape, jax.Array, list[Charge]]:
-    """Samples the distribution of each lane, with a mixer's node for the way back.
-
-    Args:
-      tape: the current tape.
-      call: what is called.
-
-    Returns:
-      `(tape, x, charges)`, x of shape (lanes, ...), with a charge for each baseline of the mixer's scores.
-    """
+    """Samples the distribution of each lane, with a mixer's node for the way back: `(tape, x, charges)`."""
     mixer, what, axes = call.mixer, call.what, call.axes
     at_arguments = mixer.target != "parameters"
     channels.declare_weighing(tape, what)
@@ -103,29 +101,32 @@ def draw_by_mixer(tape: Tape, call: LaneCall) -> tuple[Tape, jax.Array, list[Cha
         return (*output, gathered), NodeMemory(shared, lane, pull, Static(flags), seed, visit)
 
     def backward(memory, message):
-        *_, gathered = message
+        to_x, to_zeros, gathered = message
         shared = lane = None
         if any(any(group) for group in memory.perturbed.value):  # else only what is gathered comes by
-            answer = functools.partial(by_arguments if at_arguments else by_coordinates, traced)
-            shared, lane, gathered = in_each_stream(answer, traced.folds)(memory, message)
+            streams = both_streams(to_x, traced.folds)
+            way = (by_arguments if at_arguments else by_coordinates)(traced, memory, streams, to_zeros)
+            shared, both, gathered = mixed(way, streams, gathered)
+            lane = at_hand(both, traced.folds)
         return shared, lane, None, None, None, gathered
 
-    channel = suffix = rows = None
-    # The channel is asked for in both traces of the program, which may differ in what the function closes over.
+    suffix_port = suffix = rows_port = rows = None
+    # The port is asked for in both traces of the program, which may differ in what the function closes over.
     gathers = channels.is_adaptive(tape) or any(w is not None and w.suffix for w in mixer.weights)
     floating = [x for x in arrays if is_inexact(x)]
     if at_arguments and floating and gathers:
-        channel = channels.Channel(channels.SUFFIX, call.name, (tape.lanes, suffix_width(floating)))
-        suffix = channels.request(tape, channel, what)
+        suffix_port = Port(f"gathered by {call.name}", (tape.lanes, suffix_width(floating)))
+        suffix = channels.request(tape, suffix_port, what)
     if visit is not None:
-        rows = channels.request(tape, channels.moments(tape), what)
+        rows_port = channels.rows_of(tape)
+        rows = channels.request(tape, rows_port, what)
     x, zeros, gathered = _mixer_node(mixer, forward, backward, perturbed=True)(
-        (arrays, closed_over), lane, call.keys, channels.seed(tape), visit, Gathered(suffix, rows)
+        (arrays, closed_over), lane, call.keys, channels.request(tape, SEED, what), visit, Gathered(suffix, rows)
     )
-    if channel is not None:
-        tape = channels.put(tape, channel, gathered.suffix, what)
-    if visit is not None:
-        tape = channels.put(tape, channels.moments(tape), gathered.rows, what)
+    if suffix_port is not None:
+        tape = channels.put(tape, suffix_port, gathered.suffix, what)
+    if rows_port is not None:
+        tape = channels.put(tape, rows_port, gathered.rows, what)
     return tape, x, list(zip(zeros, _charged(mixer), strict=True))
 
 
@@ -136,16 +137,6 @@ def draw_batch_by_mixer(
 
     The parameters that have the lanes as leading axis are the target, and are weighed coordinate by coordinate.
     Parameters that lanes share have one weight, made from all of the target.
-
-    Args:
-      tape: the current tape.
-      mixer: the mixer; of its weights only the message's rule is used.
-      what: the node's name in errors.
-      distribution: a distribution whose batch shape starts with the lanes.
-      key: one PRNG key.
-
-    Returns:
-      What `draw_by_mixer` returns.
     """
     channels.declare_weighing(tape, what)
     _require_mixer(mixer, what, tape, by_coordinates=True)
@@ -168,9 +159,11 @@ def draw_batch_by_mixer(
 
     def backward(memory, message):
         pull, led = memory
-        traced = TracedBatch(what, mixer.weights.message, folds, led.value)
-        leaves = in_each_stream(functools.partial(batch_by_coordinates, traced), folds)(pull, (*message, None))[1]
-        return jax.tree.unflatten(structure, leaves), None
+        to_x, to_zeros = message
+        streams = both_streams(to_x, folds)
+        way = of_batch(TracedBatch(what, mixer.weights.message, folds, led.value), pull, streams, to_zeros)
+        _, both, _ = mixed(way, streams, Gathered())
+        return jax.tree.unflatten(structure, at_hand(both, folds)), None
 
     x, zeros = _mixer_node(mixer, forward, backward)(distribution, key)
     return tape, x, list(zip(zeros, _charged(mixer), strict=True))

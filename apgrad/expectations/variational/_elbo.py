@@ -13,7 +13,7 @@ is the mean over lanes of the sum of
 
     c exp(sum of l) - b (exp(sum of l) - 1) ,
 
-with b the mean of c over the other lanes (`_tape.py` has the derivation), so that derivatives of any order are right in
+with b the mean of c over the other lanes (`dice` of `_ports.py`), so that derivatives of any order are right in
 expectation. `TraceGraph_ELBO` has no baseline, and is right at order one.
 
 The cost log q has a derivative at the fixed sample as well, the score itself, which is zero in expectation. At choices
@@ -44,6 +44,7 @@ from apgrad._programs.jaxprs import trace
 from apgrad._programs.leading_axes import moved_axis
 from apgrad.expectations import _distributions as distributions
 from apgrad.expectations._lanes import mean_of_others
+from apgrad.expectations._ports import dice
 from apgrad.expectations.estimators import _baselines as baselines
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
 from apgrad.expectations.estimators._discrete import base
@@ -186,16 +187,7 @@ def _unfit(estimator: Any) -> str:
 
 
 def _causes(run, values: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The choices with a score that each cost depends on, also by way of other choices' distributions.
-
-    Args:
-      run: `values -> (sites, costs)`, one lane with the given samples of the choices with a score.
-      values: the shapes of the samples.
-
-    Returns:
-      For each cost its choices, each with the axes, counted from the right, along which member i of the cost depends on
-      member i of the choice alone: `{axis: axis}`.
-    """
+    """The choices with a score that each cost depends on, also by way of other choices' distributions."""
     names: list[str] = []
     batch: dict[str, int] = {}
 
@@ -390,10 +382,8 @@ def _charged(cost: jax.Array, plates: Any, choices: list[Any]) -> jax.Array:
             own = own + zero
         if isinstance(site.estimator.baseline, baselines.LearnedBaseline):
             regression = regression - _summed_to(zero_with_gradient(baseline), shared, cost.shape)
-    term = cost * jnp.exp(others + own)
-    if others.ndim:
-        term = term - lax.stop_gradient(mean_of_others(cost, 1)) * jnp.expm1(others)
-    term = term + lax.stop_gradient(cost) * regression
+    baseline = lax.stop_gradient(mean_of_others(cost, 1)) if others.ndim else None
+    term = dice(cost, others + own, baseline, others) + lax.stop_gradient(cost) * regression
     return jnp.sum(term.reshape(term.shape[0], -1), axis=-1)
 
 
@@ -405,7 +395,7 @@ def _own_baseline(site: _Site, zero: jax.Array, baseline: Any) -> jax.Array:
         raise ValueError(f"the baseline of a site has shape {jnp.shape(baseline)[1:]}, expected {zero.shape[1:]}")
     learned = isinstance(site.estimator.baseline, baselines.LearnedBaseline)
     taken = baseline - mean_of_others(baseline, 1) if _leaves_one_out(site.estimator) else baseline
-    term = -lax.stop_gradient(taken) * jnp.expm1(zero)
+    term = dice(0, zero, lax.stop_gradient(taken))
     if learned:
         term = term + zero_with_gradient(baseline**2 / 2)
     return jnp.sum(term.reshape(zero.shape[0], -1), axis=-1)

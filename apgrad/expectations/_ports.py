@@ -1,0 +1,127 @@
+"""Ports of a tape: the ways by which later costs and later nodes send messages to earlier choices.
+
+A port is an array that goes forward with the tape and that nodes change by zeros; its cotangent is the message. A port
+knows its *arithmetic*: what a cost does with it, what becomes of it when credit fades, and how branches join it. The
+tape knows no more of ports than this, so that an author of nodes can add one (`request` and `put` of `_channels.py`).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from apgrad._ground.propagator import backpropagation, first_order, node
+from apgrad.expectations._lanes import mean_of_others, standard_score
+
+
+def dice(costs: Any, zeros: jax.Array, baselines: Any = None, own: jax.Array | None = None) -> jax.Array:
+    """`c exp(z) + b (1 - exp(own))`: the costs c in value, whose derivatives are right in expectation to any order.
+
+    z are zeros with the derivatives of the log-densities of all choices that c depends on. Then the derivatives of
+    E[c exp(z)] are those of the expected cost (Foerster et al., 2018). The baselines b are constants to differentiation
+    and do not depend on the choices whose zeros are `own` (all of z where not given): E[b d^k exp(own)] = 0 for k >= 1
+    (Mao et al., 2019).
+    """
+    term = costs * jnp.exp(zeros)
+    return term if baselines is None else term - baselines * jnp.expm1(zeros if own is None else own)
+
+
+def _add_up(before: jax.Array, ends: Sequence[jax.Array]) -> jax.Array:
+    """What the branches add to a port, each counted once."""
+    total = (1 - len(ends)) * before
+    for end in ends:
+        total = total + end
+    return total
+
+
+class Arithmetic(NamedTuple):
+    """What becomes of a port p, an array that starts with the lanes.
+
+    Attributes:
+      multiplies: whether a cost c becomes c exp(p), with p the sum of all ports that multiply.
+      corrects: `(cost, shaped, p, folds) -> term`: what a cost adds to the total besides; `shaped` says that it is not
+        the cost itself that is charged. None: nothing.
+      fades: `(factor, p) -> p`, for `tape.discount`. None: the port carries no costs, and stays as it is.
+      joins: `(p before the fork, p at the end of each branch) -> p`.
+    """
+
+    multiplies: bool = False
+    corrects: Callable[..., Any] | None = None
+    fades: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    joins: Callable[[jax.Array, Sequence[jax.Array]], jax.Array] = _add_up
+
+    @property
+    def carries_costs(self) -> bool:
+        """Whether costs are sent on the port."""
+        return self.multiplies or self.corrects is not None
+
+
+class Port(NamedTuple):
+    """A port of the tape; equal ones are the same.
+
+    Attributes:
+      name: what is sent on it.
+      shape: its shape; if it carries costs (lanes,), or (lanes, parts) for parts that are independent of each other.
+      arithmetic: what becomes of it.
+      dtype: its dtype; None is the dtype in which costs are summed.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    arithmetic: Arithmetic = Arithmetic()
+    dtype: Any = None
+
+
+def _once(why: str, instead: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """Zero in value; the derivative with respect to p is the message, and a second derivative is an error."""
+    charge = backpropagation(lambda message, p: lax.stop_gradient(message) * p)
+    return node(
+        first_order(
+            charge,
+            f"{why}, and differentiating it again would be silently wrong. Use {instead} for higher orders.",
+        )
+    )
+
+
+charge_shaped = _once(
+    "a shaped cost has no second derivative: what it charges is a linearization", "tape.cost without shaping"
+)
+_charge_score = _once(
+    "the standardized baseline has no second derivative: what it charges is no cost", "the leave-one-out baseline"
+)
+
+
+def _fade_exponent(factor, p):
+    return jnp.log1p(factor * jnp.expm1(p))
+
+
+def _less_others(cost, shaped, p, folds):
+    return 0 if shaped else dice(0, p, lax.stop_gradient(mean_of_others(cost, folds)))
+
+
+def _in_standard_scores(cost, shaped, p, folds):
+    return _charge_score(standard_score(lax.stop_gradient(cost), folds), p)
+
+
+def _as_it_is(cost, shaped, p, folds):
+    return lax.stop_gradient(cost) * p
+
+
+def _keep(before, ends):
+    return before
+
+
+# The costs after a choice, less the mean of the other lanes' costs.
+BASELINED = Arithmetic(True, _less_others, _fade_exponent)
+# The costs after a choice. A node with a baseline of its own takes it off itself.
+PLAIN = Arithmetic(True, None, _fade_exponent)
+# The costs after a choice, each as the standard score among the lanes: a biased gradient of the first order alone.
+STANDARDIZED = Arithmetic(False, _in_standard_scores, jnp.multiply)
+# The raw cost-to-go, to any order, undisturbed by baselines, for a node to do with what it likes.
+RAW = Arithmetic(False, _as_it_is, jnp.multiply)
+# No message: numbers that the tape brings to its nodes, and that stay as they are.
+CONSTANT = Arithmetic(joins=_keep)
+
+SEED = Port("seed", (), CONSTANT, jnp.uint32)  # for hashes: one for the whole of a program's call

@@ -1,0 +1,282 @@
+"""The backward pass of a mixer's node: what its estimators answer, weighed and added up.
+
+The node pulls the messages back through each estimator, lane by lane, to the distribution's parameters. The *way back*
+from there on says what is weighed, and by what:
+
+* `by_arguments` (`target="arguments"`): one weight a node. The answers are pulled back to the node's arguments, and the
+  features that come of it (`_features.py`) go to a rule of `weights.py`. It makes one set of weights for the message to
+  the lanes' own arguments, and one for the contribution to the arguments that lanes share. `ap.adaptive` gives both
+  instead.
+* `by_coordinates` (`target="parameters"`): a weight for each coordinate of the distribution's parameters (TPX: Parmas,
+  Seno & Aoki, 2023). Message and contribution are one there, so there is no suffix, and the message's rule makes the
+  weights. `of_batch` is the same for `ap.sample`, which samples one distribution of all lanes.
+
+Statistics are taken from one fold of the own stream. In the own stream a fold is weighed by its own weights, in the
+output stream by the other fold's (`_cross_fitting.py`).
+
+*Suffix.* A rule may look at the gradient that later nodes have gathered, lane by lane, which travels on a port of the
+tape. It has no place for the features of closures, which stand behind those of the arguments and differ from node to
+node: for them the suffix counts as zero.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpyro.distributions import transforms
+
+from apgrad._programs.jaxprs import is_inexact, place
+from apgrad._programs.signs import wide
+from apgrad.expectations._cross_fitting import Streams
+from apgrad.expectations._lanes import fold
+from apgrad.expectations.mixing import _moments as moments
+from apgrad.expectations.mixing._features import NodeMemory, TracedNode, empty_target, pulled, to_arguments
+from apgrad.expectations.weights import Weighting
+
+
+class Gathered(NamedTuple):
+    """What messages gather on their way back through the mixers' nodes.
+
+    Attributes:
+      suffix: the gradient of later nodes, (lanes, width), or None.
+      rows: what `ap.adaptive` is told of later nodes, (slots, 5), or None.
+    """
+
+    suffix: jax.Array | None = None
+    rows: jax.Array | None = None
+
+
+class WayBack(NamedTuple):
+    """The way from the distribution's parameters on.
+
+    Attributes:
+      answers: in each stream, for each estimator, what is weighed: a pytree of arrays (lanes, ...).
+      weigh: `gathered -> (weights, gathered)`: for each array, or for all arrays of a subtree, the weights (folds,
+        estimators), or (folds, estimators, coordinates); and what is gathered with this node.
+      finish: `(mixed answers, weights, messages to the sample, shared)` of a stream -> messages to the arguments that
+        lanes share, summed over lanes, if these are wanted; and to the lanes' own arguments.
+    """
+
+    answers: Streams
+    weigh: Callable[[Gathered], tuple[Any, Gathered]]
+    finish: Callable[[Any, Any, jax.Array, bool], tuple[Any, Any]]
+
+
+def mixed(way: WayBack, to_x: Streams, gathered: Gathered) -> tuple[Any, Streams, Gathered]:
+    """The backward pass: messages to what lanes share in the output stream, to the lanes' own in both, and the rest."""
+    weights, gathered = way.weigh(gathered)
+    swapped = jax.tree.map(lambda w: w[::-1], weights)  # with one fold nothing changes
+    shared, output = own = way.finish(mixture(swapped, way.answers.output), swapped, to_x.output, True)
+    if len(jax.tree.leaves(weights)[0]) > 1:
+        own = way.finish(mixture(weights, way.answers.own), weights, to_x.own, False)
+    return shared, Streams(own[1], output), gathered
+
+
+def by_arguments(node: TracedNode, memory: NodeMemory, to_x: Streams, to_zeros: list[jax.Array]) -> WayBack:
+    """The way back with one weight for the message, and one for the contribution."""
+    mixer, folds, visit, lanes = node.mixer, node.folds, memory.visit, len(to_x.own)
+    own = pulled(memory, to_x.own, to_zeros)
+    sent = [(message, True) for message in own]
+    # Without a pathwise derivative both streams are answered alike.
+    apart = [e for e, estimator in enumerate(mixer.estimators) if folds > 1 and estimator.pathwise is not None]
+    if apart:
+        output = pulled(memory, to_x.output, to_zeros)
+        sent += [(output[e], False) for e in apart]
+    back = to_arguments(node, memory, lanes, sent)
+    answers = back.answers[: len(own)]
+    features = jnp.stack([fold(answer.features, folds) for answer in answers], axis=1)
+
+    def weigh_node(gathered):
+        later, rows = gathered
+        suffix = None
+        if later is not None and back.of_shared:
+            suffix = fold(later, folds).astype(features.dtype)
+            suffix = jnp.pad(suffix, [(0, 0), (0, 0), (0, features.shape[-1] - suffix.shape[-1])])
+        if visit is not None and visit.weights is not None:
+            for_message, for_contribution = visit.weights.reshape(2, 1, 2)
+            if not back.of_shared:
+                for_contribution = for_message
+        else:
+            for_message = for_contribution = weigh(node.what, mixer.weights.message, features, suffix)
+            if back.of_shared and mixer.weights.contribution not in (None, mixer.weights.message):
+                for_contribution = weigh(node.what, mixer.weights.contribution, features, suffix)
+        if visit is not None and rows is not None:
+            row = moments.row(features[0], jnp.zeros_like(features[0, 0]) if suffix is None else suffix[0])
+            rows = rows.at[visit.slot].set(row.astype(rows.dtype))
+        if suffix is not None and later is not None:
+            more = (suffix + jnp.sum(times(for_contribution, features), axis=1)).reshape(lanes, -1)
+            later = more[:, : later.shape[1]].astype(later.dtype)
+        return (for_message, for_contribution), Gathered(later, rows)
+
+    def finish(mixed, weights, to_x, shared):
+        to_lane, to_uses = mixed
+        return back.to_shared(to_uses) if shared else None, back.to_lane(to_lane)
+
+    answers = [(answer.lane, answer.uses) for answer in back.answers]
+    in_own = answers[: len(own)]
+    return WayBack(Streams(in_own, place(answers[len(own) :], apart, in_own)), weigh_node, finish)
+
+
+def by_coordinates(node: TracedNode, memory: NodeMemory, to_x: Streams, to_zeros: list[jax.Array]) -> WayBack:
+    """The way back of a function of one lane with a weight for each coordinate."""
+    lanes = len(to_x.own)
+    by_stream = _in_streams(lambda to_x: pulled(memory, to_x, to_zeros), to_x, node.folds)
+    floating = [i for i, x in enumerate(by_stream.own[0]) if x is not None]
+    if not sum(by_stream.own[0][i].size for i in floating):
+        raise ValueError(empty_target(node.what))
+
+    def build(shared, lane):
+        return jax.vmap(lambda x: jax.tree.leaves(node.build(shared, x)), axis_size=lanes)(lane)
+
+    leaves, pullback = jax.vjp(build, memory.shared, memory.lane)
+
+    def finish(mixed, weights, to_x, shared):
+        nothing = [np.zeros(leaf.shape, jax.dtypes.float0) for leaf in leaves]
+        return jax.tree.map(
+            lambda g: None if g.dtype == jax.dtypes.float0 else g, pullback(place(mixed, floating, nothing))
+        )
+
+    return _coordinates(node.what, node.mixer.weights.message, node.folds, by_stream, floating, finish)
+
+
+class TracedBatch(NamedTuple):
+    """What is known of a mixer's node in `ap.sample` when the program is traced.
+
+    Attributes:
+      what: the node's name in errors.
+      weighting: the rule of the message's weights.
+      folds: 2 with cross-fitting, 1 without.
+      led: for each array of the distribution's parameters whether its leading axis is the lanes.
+    """
+
+    what: str
+    weighting: Weighting
+    folds: int
+    led: tuple[bool, ...]
+
+
+def of_batch(node: TracedBatch, pull: Callable[..., Any], to_x: Streams, to_zeros: list[jax.Array]) -> WayBack:
+    """The way back in `ap.sample`, whose arrays of parameters stand for the lanes' own arguments.
+
+    `pull(to_x, to_zeros, weights=None)` has for each estimator a list with its message to each array of parameters, or
+    None for integers; weights, (estimators, lanes), multiply the messages before they are pulled back.
+    """
+    lanes, count = len(to_x.own), len(node.led)
+    by_stream = _in_streams(lambda to_x: pull(to_x, to_zeros), to_x, node.folds)
+    led = [i for i in range(count) if node.led[i]]
+    shared = [i for i in range(count) if not node.led[i] and by_stream.own[0][i] is not None]
+    whole = None
+    if shared:
+        rows = [[_rows(answer[i]) for i in led] for answer in by_stream.own]
+        features = jnp.stack([fold(jnp.concatenate(row, 1), node.folds) for row in rows], axis=1)
+        whole = weigh(node.what, node.weighting, features)
+
+    def finish(mixed, weights, to_x, _):
+        found = place(mixed, led, [None] * count)
+        if shared:
+            # Weighed before they are pulled back, lane by lane: what lanes share has no lanes to weigh.
+            by_lane = jnp.repeat(weights[-1], lanes // node.folds, axis=0).T
+            each = pull(to_x, to_zeros, by_lane)
+            found = place([add(answer[i] for answer in each) for i in shared], shared, found)
+        return None, found
+
+    return _coordinates(node.what, node.weighting, node.folds, by_stream, led, finish, whole)
+
+
+def _in_streams(pull, to_x, folds):
+    own = pull(to_x.own)
+    return Streams(own, own if folds == 1 else pull(to_x.output))
+
+
+def _coordinates(what, weighting, folds, by_stream, chosen, finish, more=None):
+    """Weights for each coordinate of the chosen arrays; `more` are weights that go to `finish` after these."""
+
+    def weigh_array(gradients):
+        features = jnp.stack([fold(_rows(g), folds) for g in gradients], axis=1)  # (folds, estimators, lanes, size)
+        if not features.shape[-1]:
+            return features[:, :, 0]
+        return jax.vmap(lambda column: weigh(what, weighting, column[..., None]), 3, 2)(features)
+
+    def weigh_all(gathered):
+        weights = [weigh_array([answer[i] for answer in by_stream.own]) for i in chosen]
+        return (weights, more), gathered
+
+    answers = Streams(*([([answer[i] for i in chosen], None) for answer in stream] for stream in by_stream))
+    return WayBack(answers, weigh_all, lambda mixed, *rest: finish(mixed[0], *rest))
+
+
+def _rows(x):
+    return x.reshape(len(x), -1).astype(wide(x.dtype))
+
+
+def led_by_lanes(distribution: Any, lanes: int, shape: tuple[int, ...]) -> tuple[bool, ...]:
+    """For each array of a distribution's parameters, whether it is floating-point and surely has the lanes first.
+
+    An array that lanes share may have a first axis of the same length by chance. Split into folds, it would be weighed
+    by statistics of both, and biased. An array that counts as shared is mixed rightly in any case. NumPyro's
+    distributions give their parameters all the axes of the batch; transforms do not, and may hold anything.
+    """
+
+    def one_transform(x):
+        wrappers = transforms.ComposeTransform | transforms.IndependentTransform
+        return isinstance(x, transforms.Transform) and not isinstance(x, wrappers)
+
+    found = []
+    for part in jax.tree.leaves(distribution, is_leaf=one_transform):
+        for x in jax.tree.leaves(part):
+            axes = jnp.shape(x)
+            led = axes[:1] == (lanes,) and is_inexact(x)
+            if one_transform(part):
+                led = led and isinstance(part, transforms.AffineTransform) and len(axes) == len(shape)
+            found.append(led and (lanes not in shape[1:] or len(axes) >= len(shape)))
+    return tuple(found)
+
+
+def weigh(what: str, weighting: Weighting, features: jax.Array, suffix: jax.Array | None = None) -> jax.Array:
+    """The weights of a node's estimators, (folds, estimators), by a weight rule.
+
+    Features are (folds, estimators, lanes / folds, width), the suffix (folds, lanes / folds, width); None is zeros.
+    """
+    if suffix is None or not weighting.suffix:
+        suffix = jnp.zeros_like(features[:, 0])
+
+    def one_fold(features, suffix):
+        weights = weighting.rule(features, suffix)
+        if jnp.shape(weights) != features.shape[:1]:
+            raise ValueError(
+                f"{what}: a weight rule must return one weight for each of the {len(features)} estimators, got "
+                f"shape {jnp.shape(weights)}"
+            )
+        return weights
+
+    return jax.vmap(one_fold)(features, suffix)
+
+
+def mixture(weights: Any, answers: Sequence[Any]) -> Any:
+    """The estimators' answers, each fold weighed by its weights; the form of the weights is a prefix of an answer's."""
+
+    def mix(weights, *leaves):
+        folds, coordinates = len(weights), weights.ndim > 2
+        shape = leaves[0].shape
+        each = (
+            weights[:, e].reshape(folds, 1, *shape[1:]) if coordinates else weights[:, e] for e in range(len(leaves))
+        )
+        return add(times(w, fold(leaf, folds)) for w, leaf in zip(each, leaves, strict=True)).reshape(shape)
+
+    return jax.tree.map(lambda w, *each: jax.tree.map(functools.partial(mix, w), *each), weights, *answers)
+
+
+def times(weight: jax.Array, x: jax.Array) -> jax.Array:
+    """The product of x and a weight, whose axes are the first of x; a weight of 0 makes 0 of an infinite value also."""
+    # An exploding estimator of weight 0 must leave nothing behind: 0 * inf would be NaN.
+    weight = weight.astype(x.dtype)
+    weight = weight.reshape(weight.shape + (1,) * (x.ndim - weight.ndim))
+    return jnp.where(weight == 0, 0, weight * x)
+
+
+def add(arrays: Iterable[jax.Array]) -> jax.Array:
+    """The sum of at least one array."""
+    return functools.reduce(jnp.add, arrays)
