@@ -12,18 +12,23 @@ and it has these names:
 
 It ends with `if __name__ == "__main__": harness.main()`.
 
-A measured cell is written to a file of its own, in one step (a temporary file, then `os.replace`). So a run that is
-killed at any moment goes on where it stopped when it is started again, and ends with the same figures: a cell's seed
-depends on the run's seed and on the cell only. A long cell saves where it is by `checkpoint`.
+A measured cell is written to a file of its own, in one step. So a run that is killed at any moment goes on where it
+stopped when it is started again, and ends with the same figures: a cell's seed depends on the run's seed and on the
+cell only. A long cell saves where it is by `checkpoint`. One process at a time measures in a folder. If apgrad's Python
+files, the experiment's or the parts' have changed since then, a run with cells left to measure goes on only with
+`--mix`.
+
 With `--only-report` nothing is measured: the report is on the cells that are finished, and results.json says how many
 of how many they are.
 """
 
 import argparse
+import contextlib
 import csv
 import dataclasses
 import hashlib
 import importlib.metadata
+import io
 import json
 import math
 import os
@@ -31,6 +36,7 @@ import platform
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -44,6 +50,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 import apgrad as ap
+from apgrad._ground.files import locked, write_atomically
 
 Cell = Mapping[str, Any]
 """One point of an experiment's grid: names to strings and numbers."""
@@ -58,12 +65,14 @@ class Config:
       out: where to write; results/NAME-PRESET if not given.
       seed: of all random numbers.
       only_report: measure nothing, and report on the cells that are finished.
+      mix: go on beside cells that other code measured; results.json has the commits of all.
     """
 
     preset: Literal["quick", "paper"] = "quick"
     out: Path | None = None
     seed: int = 0
     only_report: bool = False
+    mix: bool = False
 
 
 class Report(NamedTuple):
@@ -95,50 +104,70 @@ def main(experiment: ModuleType | None = None, argv: Sequence[str] | None = None
       before. Numbers that are not finite are null.
 
     Raises:
-      SystemExit: for a wrong command line, or a folder that holds another run.
+      SystemExit: for a wrong command line, or a folder that is in use, or holds another run or other code's cells.
     """
     experiment = experiment or sys.modules["__main__"]
     name = name_of(experiment)
     config = _parse(experiment, sys.argv[1:] if argv is None else list(argv))
     folder = _folder(name, config)
-    if config.only_report and not (getattr(experiment, "PARTIAL", False) and any((folder / "cells").glob("*.json"))):
-        raise SystemExit(f"{folder} has no finished cells, or {name} reports on all cells only.")
-    _claim(folder, experiment, config)
     cells = experiment.cells(config)
-    records, seconds, commits, commit = [], 0.0, [], _commit()
-    for cell in tqdm.tqdm(cells, desc=name, unit="cell", disable=config.only_report):
-        path = folder / "cells" / f"{cell_name(cell)}.json"
-        if not path.exists():
-            if config.only_report:
+    paths = {path: cell for cell in cells for path in [folder / "cells" / f"{cell_name(cell)}.json"]}
+    found = [path for path in paths if path.exists()]
+    if config.only_report and not (found if getattr(experiment, "PARTIAL", False) else len(found) == len(cells)):
+        raise SystemExit(f"{folder} has no finished cells, or {name} reports on all cells only.")
+    with contextlib.ExitStack() as stack:
+        if not config.only_report:
+            (folder / "cells").mkdir(parents=True, exist_ok=True)
+            try:
+                stack.enter_context(locked(folder / "cells" / ".lock", f"another process measures in {folder}"))
+            except ValueError as error:
+                raise SystemExit(str(error)) from error
+        _claim(folder, experiment, config)
+        code, path = _code(experiment), folder / "cells" / "code"
+        begun = [p.name for p in path.parent.iterdir() if p.name not in ("run", "code", ".lock")]
+        changed = begun and not (path.exists() and path.read_text() == code)
+        if changed and len(found) < len(cells) and not (config.mix or config.only_report):
+            raise SystemExit(
+                f"{folder} was begun by other code, which measured {'; '.join(sorted(begun)[:5])}. Delete what is to "
+                "be measured again, or go on beside it with --mix."
+            )
+        if not config.only_report:
+            write_atomically(path, code)
+        stored, commit = {path: json.loads(path.read_text()) for path in found}, _commit()
+        for path, cell in tqdm.tqdm(paths.items(), desc=name, unit="cell", disable=config.only_report):
+            if path in stored or config.only_report:
                 continue
             start = time.perf_counter()
             result = experiment.measure(config, cell, cell_seed(config.seed, cell))
-            measured = {"result": result, "seconds": time.perf_counter() - start, "commit": commit}
-            write_atomically(path, json.dumps(measured))
+            stored[path] = {"result": result, "seconds": time.perf_counter() - start, "commit": commit}
+            write_atomically(path, json.dumps(_plain(stored[path], path.stem)))
+            stored[path] = json.loads(path.read_text())
             checkpoint(name, config, cell).path.unlink(missing_ok=True)
-        stored = json.loads(path.read_text())
-        records.append((cell, stored["result"]))
-        seconds += stored["seconds"]
-        commits.append(stored.get("commit"))
-    # While a run may be under way, its temporary files are left alone.
-    for leftover in () if config.only_report else (folder / "cells").glob("*.tmp"):
-        leftover.unlink(missing_ok=True)
+        for leftover in () if config.only_report else (folder / "cells").glob(".*.*"):  # of a process that was killed
+            leftover.unlink(missing_ok=True)
+    records = [(cell, stored[path]["result"]) for path, cell in paths.items() if path in stored]
+    seconds = sum(record["seconds"] for record in stored.values())
 
     report = experiment.report(config, records)
     header = {
         **_fingerprint(experiment, config),
         "setting": _setting(experiment, config),
         "device": _device(),
-        "commits": sorted({c for c in commits if c}),
+        "commits": sorted({c for record in stored.values() if (c := record.get("commit"))}),
         "cells_finished": len(records),
         "cells": len(cells),
         "wall_seconds": round(seconds, 1),
     }
     results = {**header, **report.figures, "rows": report.rows}
-    _write_csv(folder / f"{name}.csv", report.rows)
-    FigureCanvasAgg(report.figure).print_png(str(folder / f".{name}.png.tmp"))
-    os.replace(folder / f".{name}.png.tmp", folder / f"{name}.png")
-    write_atomically(folder / "results.json", json.dumps(_strict(results), indent=1, allow_nan=False) + "\n")
+    table, picture = io.StringIO(newline=""), io.BytesIO()
+    writer = csv.DictWriter(table, list(report.rows[0]))
+    writer.writeheader()
+    writer.writerows(report.rows)
+    write_atomically(folder / f"{name}.csv", table.getvalue())
+    FigureCanvasAgg(report.figure).print_png(picture)
+    write_atomically(folder / f"{name}.png", picture.getvalue())
+    text = json.dumps(_plain(results, "results", finite=True), indent=1, allow_nan=False)
+    write_atomically(folder / "results.json", text + "\n")
     print(report.table)
     print(
         f"{len(records)} of {len(cells)} cells, {seconds:.0f} s of measuring; results.json, CSV and PNG are in {folder}"
@@ -167,13 +196,6 @@ def cell_seed(seed: int, cell: Cell) -> int:
     """A seed for a cell, of 31 bits: the same in every grid that has the cell."""
     digest = hashlib.sha256(f"{seed},{cell_name(cell)}".encode()).digest()
     return int.from_bytes(digest[:4], "big") >> 1
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Writes a file that is there in full or not at all, even if the process is killed meanwhile."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text)
-    os.replace(temporary, path)
 
 
 class Checkpoint(NamedTuple):
@@ -205,10 +227,9 @@ class Checkpoint(NamedTuple):
 
     def save(self, state: Any) -> None:
         """Writes the state, a pytree of arrays, in full or not at all."""
-        temporary = self.path.with_name(f"{self.path.name}.{os.getpid()}.tmp")
-        with temporary.open("wb") as file:
-            np.savez(file, *(np.asarray(leaf) for leaf in jax.tree.leaves(state)), names=np.array(_names(state)))
-        os.replace(temporary, self.path)
+        file = io.BytesIO()
+        np.savez(file, *(np.asarray(leaf) for leaf in jax.tree.leaves(state)), names=np.array(_names(state)))
+        write_atomically(self.path, file.getvalue())
 
 
 def _names(state: Any) -> list[str]:
@@ -270,6 +291,13 @@ def _commit() -> str | None:
         return None
 
 
+def _code(experiment: ModuleType) -> str:
+    """A digest of the Python files that measure: apgrad's, the parts', the harness, the experiment."""
+    here, own = Path(__file__), getattr(experiment, "__file__", None)
+    files = {*Path(ap.__file__).parent.rglob("*.py"), *here.parent.glob("parts/*.py"), here, Path(own or here)}
+    return hashlib.sha256(b"".join(path.read_bytes() for path in sorted(files))).hexdigest()[:12]
+
+
 def _parse(experiment: ModuleType, argv: list[str]) -> Any:
     """The configuration: the preset's, with what the command line says otherwise."""
     choose = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -288,7 +316,7 @@ def _parse(experiment: ModuleType, argv: list[str]) -> Any:
 def _fingerprint(experiment: ModuleType, config: Config) -> dict[str, Any]:
     """What must agree for a run to go on: with another version of a library its figures may not be the same."""
     options = dataclasses.asdict(config)
-    del options["out"], options["only_report"]
+    del options["out"], options["only_report"], options["mix"]
     packages = ("jax", "jaxlib", "numpyro", "numpy", "scipy")
     versions = {"python": platform.python_version(), "apgrad": ap.__version__}
     versions |= {name: importlib.metadata.version(name) for name in packages}
@@ -302,7 +330,7 @@ def _setting(experiment: ModuleType, config: Config) -> str:
     changed = [
         f"{name}={options[name]} (paper: {paper[name]})"
         for name in paper
-        if name not in ("out", "preset", "seed", "only_report") and options[name] != paper[name]
+        if name not in ("out", "preset", "seed", "only_report", "mix") and options[name] != paper[name]
     ]
     return "the paper preset" if not changed else "not the paper preset: " + ", ".join(changed)
 
@@ -310,7 +338,6 @@ def _setting(experiment: ModuleType, config: Config) -> str:
 def _claim(folder: Path, experiment: ModuleType, config: Config) -> None:
     wanted = json.loads(json.dumps({**_fingerprint(experiment, config), "device": _device()}))
     path = folder / "cells" / "run"
-    path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
         if any(path.parent.glob("*.json")):
             raise SystemExit(
@@ -341,19 +368,16 @@ def _device() -> str:
     return f"{device.platform}{kind}, {os.cpu_count()} host cores"
 
 
-def _strict(value: Any) -> Any:
-    """Null for numbers that JSON does not have."""
+def _plain(value: Any, name: str, *, finite: bool = False) -> Any:
+    """What JSON has for a value: lists for arrays and, if `finite`, null for numbers that are not."""
+    if isinstance(value, np.ndarray | np.generic | jax.Array):
+        value = np.asarray(value).tolist()
     if isinstance(value, dict):
-        return {name: _strict(v) for name, v in value.items()}
+        keys = [k if k is None or isinstance(k, str | int | float) else str(k) for k in value]
+        return {k: _plain(v, f"{name}.{k}", finite=finite) for k, v in zip(keys, value.values(), strict=True)}
     if isinstance(value, list | tuple):
-        return [_strict(v) for v in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _write_csv(path: Path, rows: list[dict[str, Any]]) -> None:
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
-    os.replace(temporary, path)
+        return [_plain(v, name, finite=finite) for v in value]
+    if value is None or isinstance(value, str | int | float):
+        return None if finite and isinstance(value, float) and not math.isfinite(value) else value
+    warnings.warn(f"JSON has nothing for {name}, a {type(value).__name__}: its repr is written", stacklevel=2)
+    return repr(value)

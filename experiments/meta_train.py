@@ -170,11 +170,10 @@ def judge(name: str, rule: mplp.Separable, length: int, runs: int, seed: int = 1
             data, options = meta.data.load("mnist", size=size), {"split": "test", "held_out": 1000}
             task = meta.images(data, hidden=hidden, activation=function, batch=batch, **options)
             cases[label] = task, lambda p, b, task=task: meta.accuracy(task, p, b), 100.0
-    results, keys = {}, jax.random.split(jax.random.key(seed), runs)
+    results = {}
     for label, (task, measure, scale) in cases.items():
         learner = meta.message_passing(task.network)
-        one = lambda key, t=task, learn=learner, m=measure: meta.evaluate(t, learn, rule, key, length, m)
-        curves = scale * np.asarray(jax.jit(lambda keys, one=one: jax.lax.map(one, keys, batch_size=4))(keys))
+        curves = scale * meta_curves.evaluation(task, learner, seed, runs, length, measure)(rule)
         for step in (20, 200, 1000) if name == "image_mlp_long" else (length,):
             last = curves[:, step]
             error = float(last.std(ddof=1) / np.sqrt(runs))

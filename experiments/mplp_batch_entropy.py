@@ -69,34 +69,21 @@ RECORDED = ("held_out", "entropy", "penalty")
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(harness.Config):
+class Config(meta_curves.Config):
     """Options of this experiment.
 
     Attributes:
       data: of `meta.data.load`.
       seeds: of each start.
-      steps: outer steps, a multiple of points.
-      points: how often a rule is judged.
-      length: T.
-      segment: K.
       batch: examples of an inner step.
-      learning_rate: of the rule, at first.
       message_size: k.
-      hidden: units of the rule's networks.
-      widths: of the hidden layers of the network that learns.
-      tasks: in an outer batch.
-      rate: Adam's.
       penalty: "last" multiplies the mean penalty of a segment by its last loss, held constant; "each" the penalty of
         each step by the step's loss.
-      judged: networks to judge by.
     """
 
     data: str = "digits"
     seeds: int = 1
     steps: int = 300
-    points: int = 10
-    length: int = 20
-    segment: int = 5
     batch: int = 16
     learning_rate: float = 0.05
     message_size: int = 8
@@ -105,7 +92,6 @@ class Config(harness.Config):
     tasks: int = 1
     rate: float = 3e-4
     penalty: Literal["last", "each"] = "last"
-    judged: int = 10
 
 
 PAPER = Config(
@@ -161,10 +147,9 @@ def outer_gradient(config: Config, each: float) -> meta.OuterGradient:
     """
     task = task_family(config, "train")
     learner = meta.message_passing(task.network)
-    weights: dict[str, Any] = {"hint": config.length, "held_out": 0.0, "hint_before": True}
     # The penalty's weight is for a mean over the K steps of a segment.
-    weights["batch_entropy"] = each * config.length / config.segment
-    plain = meta.inner_problem(task, learner, config.length, **weights)
+    entropy = each * config.length / config.segment
+    plain = meta.inner_problem(task, learner, config.length, batch_entropy=entropy, **config.hint)
 
     def one(weight):
         last = config.penalty == "last"
@@ -216,19 +201,15 @@ def recorder(config: Config) -> Any:
     An array (T + 1, 3) float64.
     """
     task = task_family(config, "test")
-    learner, keys = meta.message_passing(task.network), jax.random.split(jax.random.key(0), config.judged)
+    learner = meta.message_passing(task.network)
 
     def measure(params, batch):
         entropy = meta.batch_entropy(task.network, params, batch[0])[-1]
         penalty = meta.entropy_penalty(task.network, params, batch[0])
         return jnp.stack([task.loss(params, batch), entropy, penalty])
 
-    @jax.jit
-    def run(rule):
-        one = lambda key: meta.evaluate(task, learner, rule, key, config.length, measure)
-        return jnp.mean(jax.lax.map(one, keys, batch_size=10), axis=0)
-
-    return lambda rule: np.asarray(run(rule), np.float64)
+    evaluate = meta_curves.evaluation(task, learner, 0, config.judged, config.length, measure)
+    return lambda rule: evaluate(rule).mean(axis=0)
 
 
 @functools.lru_cache(maxsize=1)
@@ -241,9 +222,8 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     """What is recorded against outer steps, and held-out losses along inner steps; or those of a tuned optimizer."""
     if "optimizer" in cell:
         task = task_family(config, "test")
-        make, rates = BASELINES[cell["optimizer"]]
-        rate, values, sweep = meta_curves.tuned(task, make, rates, 0, config.judged, config.length)
-        return {"inner": values.mean(axis=0).tolist(), "rate": rate, "sweep": sweep}
+        values, sweep = meta_curves.tuned(task, BASELINES[cell["optimizer"]], 0, config.judged, config.length)
+        return {"inner": values.mean(axis=0).tolist(), **sweep}
     outer, optimizer, record = _shared(config, ARMS[cell["arm"]][1] if config.penalty == "each" else 0.0)
 
     def judge(theta):
@@ -251,16 +231,8 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         values = record(theta.rule)
         return np.array([values[-1, 0], *values[:, 1:].mean(axis=0)])
 
-    found = meta_curves.judged_training(
-        outer,
-        optimizer,
-        new_rule(config, cell),
-        cell["seed"],
-        config.steps,
-        config.points,
-        judge,
-        harness.checkpoint(NAME, config, cell),
-    )
+    rule = new_rule(config, cell)
+    found = meta_curves.judged_cell(NAME, config, cell, outer, optimizer, rule, judge, cell["seed"])
     recorded = {name: column.tolist() for name, column in zip(RECORDED, found.judgements.T, strict=True)}
     return recorded | {"inner": record(found.best.rule)[:, 0].tolist(), "skipped": found.skipped}
 

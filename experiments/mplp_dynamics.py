@@ -42,36 +42,17 @@ BASELINES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(harness.Config):
+class Config(meta_curves.Config):
     """Options of this experiment.
 
     Attributes:
       sizes: k, of messages.
       seeds: of the rule's start, for each configuration.
-      steps: outer steps, a multiple of points.
-      points: how often a rule is judged.
-      length: T, inner steps of a task.
-      segment: K, of a truncation.
-      learning_rate: of the rule, at first.
-      hidden: units of the rule's networks.
-      widths: of the hidden layers of the network that learns.
-      tasks: in an outer batch.
-      rate: Adam's.
-      judged: networks and tasks to judge by.
     """
 
     sizes: tuple[int, ...] = (8,)
     seeds: int = 1
     steps: int = 150
-    points: int = 10
-    length: int = 20
-    segment: int = 5
-    learning_rate: float = 0.02
-    hidden: int = 20
-    widths: tuple[int, ...] = (20,)
-    tasks: int = 4
-    rate: float = 3e-3
-    judged: int = 10
 
 
 PAPER = Config(
@@ -119,8 +100,7 @@ def outer_gradient(config: Config) -> tuple[meta.Learner, meta.OuterGradient]:
     """The learner, and the gradient of the sum of the losses of K steps, with respect to what `new_rule` makes."""
     task = task_family(config)
     learner = meta.message_passing(task.network)
-    problem = meta.inner_problem(task, learner, config.length, hint=config.length, held_out=0.0, hint_before=True)
-    outer = meta.truncated(problem, config.segment)
+    outer = meta.truncated(meta.inner_problem(task, learner, config.length, **config.hint), config.segment)
 
     def one(learned):
         def estimate(rule, key, carry):
@@ -145,20 +125,13 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     """The judged loss against outer steps, and the mean loss of a step in training; or a tuned optimizer's loss."""
     if "optimizer" in cell:
         task = task_family(config)
-        make, rates = BASELINES[cell["optimizer"]]
-        rate, values, sweep = meta_curves.tuned(task, make, rates, 0, config.judged, config.length, by_sum=True)
-        return {"judged": meta_curves.total_loss(values) / config.length, "rate": rate, "sweep": sweep}
+        best = BASELINES[cell["optimizer"]]
+        values, sweep = meta_curves.tuned(task, best, 0, config.judged, config.length, by_sum=True)
+        return {"judged": meta_curves.total_loss(values) / config.length, **sweep}
     outer, optimizer, evaluate = _shared(config)
-    found = meta_curves.judged_training(
-        outer,
-        optimizer,
-        new_rule(config, cell),
-        cell["seed"],
-        config.steps,
-        config.points,
-        lambda theta: np.array([meta_curves.total_loss(evaluate(theta.rule)) / config.length]),
-        harness.checkpoint(NAME, config, cell),
-    )
+    judge = lambda theta: np.array([meta_curves.total_loss(evaluate(theta.rule)) / config.length])
+    rule = new_rule(config, cell)
+    found = meta_curves.judged_cell(NAME, config, cell, outer, optimizer, rule, judge, cell["seed"])
     losses = [float(loss) / config.segment for loss in found.losses]
     return {"judged": found.judgements[:, 0].tolist(), "losses": losses, "skipped": found.skipped}
 

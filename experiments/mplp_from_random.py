@@ -147,10 +147,8 @@ def judge(
     """For each theta errors, or accuracies in percent, (runs, steps + 1): the same tasks for all that is judged."""
     task = task_of(study, judged=True, transfer=transfer)
     measure = None if study == "sinusoid" else (lambda p, b: 100 * meta.accuracy(task, p, b))
-    learner, keys = learner_of(task), jax.random.split(jax.random.key(config.seed), config.runs)
-    one = lambda theta, key: meta.evaluate(task, learner, theta, key, STEPS[study], measure)
-    run = jax.jit(lambda theta: jax.lax.map(lambda key: one(theta, key), keys, batch_size=4))
-    return [np.asarray(run(theta), np.float64) for theta in thetas]
+    evaluate = meta_curves.evaluation(task, learner_of(task), config.seed, config.runs, STEPS[study], measure)
+    return [evaluate(theta) for theta in thetas]
 
 
 def cells(config: Config) -> list[harness.Cell]:
@@ -215,10 +213,7 @@ def trained(config: Config, cell: harness.Cell, task: meta.Task, seed: int) -> t
     steps = {"sinusoid": config.sinusoid_steps, "mnist": config.mnist_steps}[study]
     outer, optimizer, rule = training(study, task, seed, config.max_scale or None, config.objective)
     folder = harness.checkpoint(NAME, config, cell).path.with_suffix("")
-    done = meta.train(outer, optimizer, rule, jax.random.key(seed), steps, folder=folder, every=max(1, steps // 100))
-    losses = np.genfromtxt(folder / "metrics.csv", delimiter=",", names=True)["loss"]
-    stretches = np.array_split(np.atleast_1d(losses), min(100, np.size(losses)))
-    return done.theta, [float(np.mean(part)) for part in stretches]
+    return meta_curves.train(outer, optimizer, rule, seed, steps, 100, folder)[:2]
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:

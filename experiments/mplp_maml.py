@@ -110,47 +110,15 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         learner, outer, theta = outer_gradient(config, cell["method"], seed)
         optimizer = optax.chain(meta.normalize_tensors(), optax.adam(config.rate))
         folder = harness.checkpoint(NAME, config, cell).path.with_suffix("")
-        theta, losses, skipped = meta_curves.train(outer, optimizer, theta, seed, config.steps, POINTS, folder=folder)
-    prior, random = _judged(task, learner, theta, config.runs)
-    example = _example(task, learner, theta)
-    return {"losses": losses, "skipped": skipped, "prior": prior, "random": random, "example": example}
-
-
-def _judged(task: meta.Task, learner: meta.Learner, theta: meta.WithPrior, runs: int) -> list[list[list[float]]]:
-    """Held-out losses, (runs, 1 + STEPS), from the learned prior and from random ones, on the same tasks."""
-    keys = jax.random.split(jax.random.key(1), runs)
-
-    @jax.jit
-    def run(theta):
-        def one(key):
-            judge = lambda prior: meta.evaluate(task, learner, theta.learner, key, STEPS, prior=prior)
-            return jnp.stack([judge(theta.prior), judge(None)])
-
-        return jax.lax.map(one, keys, batch_size=10)
-
-    return np.asarray(run(theta), np.float64).swapaxes(0, 1).tolist()
+        theta, losses, skipped = meta_curves.train(outer, optimizer, theta, seed, config.steps, POINTS, folder)
+    evaluate = meta_curves.evaluation(task, learner, 1, config.runs, STEPS)
+    prior, random = (evaluate(theta.learner, start).tolist() for start in (theta.prior, None))
+    example = meta_curves.example(task, learner, theta.learner, STEPS, theta.prior)
+    return {"losses": losses, "skipped": skipped, "prior": prior, "random": random, "example": example.tolist()}
 
 
 def _half_squared_error(network: mplp.Sequential) -> Any:
     return lambda params, batch: jnp.mean((network.predict(params, batch[0]) - batch[1]) ** 2) / 2
-
-
-def _example(task: meta.Task, learner: meta.Learner, theta: meta.WithPrior) -> list[list[float]]:
-    """One task: x, the target, and the outputs after 0, 1, 2 steps, each on a grid."""
-
-    @jax.jit
-    def run(theta):
-        key = jax.random.key(2)
-        drawn, params = task.draw(key), theta.prior
-        x, y = task.held_out(drawn, key)
-        state, outputs = learner.init(theta.learner, params, task.batch(drawn, key)), [task.network.predict(params, x)]
-        for t in range(STEPS):
-            batch = task.batch(drawn, jax.random.fold_in(key, t))
-            params, state = learner.step(theta.learner, params, state, batch)
-            outputs.append(task.network.predict(params, x))
-        return x, y, *outputs
-
-    return [np.asarray(v)[:, 0].tolist() for v in run(theta)]
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:

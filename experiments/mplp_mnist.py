@@ -26,6 +26,7 @@ from matplotlib.figure import Figure
 from apgrad import meta, mplp
 from experiments import harness
 from experiments.meta_train import step_function
+from experiments.parts import meta_curves
 
 
 class Setting(NamedTuple):
@@ -121,11 +122,9 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     else:
         learner = meta.optimizer(OPTIMIZERS[cell["method"]], task.loss)
         thetas = {str(rate): jax.numpy.float32(rate) for rate in RATES[cell["method"]]}
-    keys = jax.random.split(jax.random.key(config.seed), config.runs)  # the same tasks for every method
-    measure = lambda p, b: meta.accuracy(task, p, b)
-    one = lambda theta, key: meta.evaluate(task, learner, theta, key, setting.steps, measure)
-    run = jax.jit(lambda theta, keys: jax.lax.map(lambda key: one(theta, key), keys, batch_size=4))
-    curves = {rate: 100 * np.asarray(run(theta, keys), np.float64) for rate, theta in thetas.items()}
+    accuracy = lambda p, b: 100 * meta.accuracy(task, p, b)
+    evaluate = meta_curves.evaluation(task, learner, config.seed, config.runs, setting.steps, accuracy)
+    curves = {rate: evaluate(theta) for rate, theta in thetas.items()}
     sweep = {rate: float(curve[:, setting.tuned or -1].mean()) for rate, curve in curves.items()}
     best = max(sweep, key=lambda rate: sweep[rate])
     return {"accuracy": np.round(curves[best], 3).tolist(), "rate": best, "sweep": sweep}

@@ -52,35 +52,19 @@ SHOWN = (0, 0.05, 0.25, 1)  # fractions of the T steps after which the example i
 
 
 @dataclasses.dataclass(frozen=True)
-class Config(harness.Config):
-    """Options of this experiment.
+class Config(meta_curves.Config):
+    """Options of this experiment; updates are multiplied by `learning_rate`.
 
     Attributes:
-      steps: outer steps, a multiple of points.
-      points: how often the rule is judged.
-      length: T.
-      segment: K.
-      hidden: units of the rule's networks.
-      widths: of the hidden layers of the network that learns.
-      tasks: in an outer batch.
-      rate: Adam's.
-      learning_rate: what updates are multiplied by.
       start: of the rule; "random" in the thesis.
-      judged: networks and tasks to judge by.
       visited: tasks whose inputs make the ranges.
     """
 
-    steps: int = 200
     points: int = 20
-    length: int = 20
     segment: int = 10
     hidden: int = 40
-    widths: tuple[int, ...] = (20,)
-    tasks: int = 4
-    rate: float = 3e-3
     learning_rate: float = 0.01
     start: str = "random"
-    judged: int = 10
     visited: int = 5
 
 
@@ -93,7 +77,6 @@ PAPER = Config(
     tasks=1,
     rate=1e-4,
     learning_rate=1e-3,
-    judged=10,
     visited=20,
 )
 
@@ -127,7 +110,7 @@ def outer_gradient(config: Config) -> tuple[meta.Learner, meta.OuterGradient]:
     """The learner, and the gradient of the sum of the losses of K steps."""
     task = task_family(config)
     learner = meta.message_passing(task.network)
-    problem = meta.inner_problem(task, learner, config.length, hint=config.length, held_out=0.0, hint_before=True)
+    problem = meta.inner_problem(task, learner, config.length, **config.hint)
     return learner, meta.batched(meta.truncated(problem, config.segment), config.tasks)
 
 
@@ -135,21 +118,13 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     """The loss on the domain before and after each inner step; of the rule also curves, surfaces and an example."""
     task = task_family(config)
     if cell["method"] in BASELINES:
-        make, rates = BASELINES[cell["method"]]
-        rate, values, sweep = meta_curves.tuned(task, make, rates, 0, config.judged, config.length, by_sum=True)
-        return {"eval": values.tolist(), "rate": rate, "sweep": sweep}
+        best = BASELINES[cell["method"]]
+        values, sweep = meta_curves.tuned(task, best, 0, config.judged, config.length, by_sum=True)
+        return {"eval": values.tolist(), **sweep}
     learner, outer = outer_gradient(config)
     evaluate = meta_curves.evaluation(task, learner, 0, config.judged, config.length)
-    found = meta_curves.judged_training(
-        outer,
-        meta_curves.thesis_adam(config.rate),
-        new_rule(config, seed),
-        seed,
-        config.steps,
-        config.points,
-        lambda rule: np.array([meta_curves.total_loss(evaluate(rule))]),
-        harness.checkpoint(NAME, config, cell),
-    )
+    adam, judge = meta_curves.thesis_adam(config.rate), lambda rule: np.array([meta_curves.total_loss(evaluate(rule))])
+    found = meta_curves.judged_cell(NAME, config, cell, outer, adam, new_rule(config, seed), judge, seed)
     ranges = visited_ranges(config, found.best, jax.random.key(seed))
     return {
         "eval": evaluate(found.best).tolist(),
@@ -157,7 +132,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         "losses": found.losses.tolist(),
         "skipped": found.skipped,
         "surfaces": {name: surface(found.best, name, ranges[name]) for name in SURFACES},
-        "example": example(config, found.best),
+        "example": meta_curves.example(task, learner, found.best, config.length)[shown(config)].tolist(),
     }
 
 
@@ -249,27 +224,9 @@ def surface(rule: Any, name: str, ranges: list[list[float]]) -> dict[str, Any]:
     return {"learned": np.asarray(learned).tolist(), "ranges": ranges, "correlation": correlation}
 
 
-def example(config: Config, rule: mplp.Thesis) -> list[list[float]]:
-    """One task: x, the target, and the outputs after some of the steps, each on a grid."""
-    task = task_family(config)
-    learner = meta.message_passing(task.network)
-
-    @jax.jit
-    def run(rule):
-        keys = jax.random.split(jax.random.key(2), 3)
-        drawn, params = task.draw(keys[0]), task.prior(keys[1])
-        x, y = task.held_out(drawn, keys[2])
-        state = learner.init(rule, params, task.batch(drawn, keys[2]))
-
-        def step(carry, key):
-            params, state = learner.step(rule, carry[0], carry[1], task.batch(drawn, key))
-            return (params, state), task.network.predict(params, x)[:, 0]
-
-        _, outputs = jax.lax.scan(step, (params, state), jax.random.split(keys[2], config.length))
-        return x[:, 0], y[:, 0], jnp.concatenate([task.network.predict(params, x).T, outputs])
-
-    x, y, outputs = map(np.asarray, run(rule))
-    return [x.tolist(), y.tolist(), *(outputs[round(part * config.length)].tolist() for part in SHOWN)]
+def shown(config: Config) -> list[int]:
+    """The rows of `meta_curves.example` that are kept: x, the target, the outputs after some of the steps."""
+    return [0, 1, *(2 + round(part * config.length) for part in SHOWN)]
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:

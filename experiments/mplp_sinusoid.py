@@ -96,11 +96,10 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     learner = meta.message_passing(task.network)
     if cell.get("method") == "apgrad's rule":
         rule = mplp.load_pretrained("sinusoid")
-        return {"eval": meta_curves.evaluated(task, learner, rule, config.seed, config.runs, STEPS).tolist()}
+        return {"eval": meta_curves.evaluation(task, learner, config.seed, config.runs, STEPS)(rule).tolist()}
     if "method" in cell:
-        make, rates = BASELINES[cell["method"]]
-        rate, values, sweep = meta_curves.tuned(task, make, rates, config.seed, config.runs, STEPS)
-        return {"eval": values.tolist(), "rate": rate, "sweep": sweep}
+        values, sweep = meta_curves.tuned(task, BASELINES[cell["method"]], config.seed, config.runs, STEPS)
+        return {"eval": values.tolist(), **sweep}
     shared = cell["share"] == "all"
     options: dict[str, Any] = {"share": shared, "share_standardizers": shared, "share_scales": shared}
     options |= {"message_size": cell["k"], "hidden": config.hidden, "layers": config.layers}
@@ -115,10 +114,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         found = meta_curves.statistics(evaluate(rule))
         return np.array([found["mean"], found["standard_error"]])
 
-    checkpoint = harness.checkpoint(NAME, config, cell)
-    found = meta_curves.judged_training(
-        outer, optimizer, rule, cell["seed"], config.steps, config.points, judge, checkpoint
-    )
+    found = meta_curves.judged_cell(NAME, config, cell, outer, optimizer, rule, judge, cell["seed"])
     return {"judged": found.judgements.tolist(), "losses": found.losses.tolist(), "skipped": found.skipped}
 
 

@@ -32,7 +32,6 @@ forward and back, once for each step of inference (XLA counts a loop once).
 import dataclasses
 import functools
 import itertools
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -45,6 +44,7 @@ from matplotlib.figure import Figure
 import apgrad as ap
 from apgrad import meta, rewiring
 from experiments import harness
+from experiments.parts.turns import take_turns
 
 RULES = (
     "backpropagation",
@@ -269,14 +269,8 @@ def times(config: Config, name: str, network: str) -> dict[str, Any]:
     all_args = [(w, (jax.random.key(1), o, params, x, y)) for w, o in ((mine, own), (plain, {}))]
     calls = [(jax.jit(w.gradient).lower(*args).compile(), args) for w, args in all_args]
     flops = [function.cost_analysis()["flops"] for function, _ in calls]  # pyright: ignore[reportOptionalSubscript]
-    seconds: list[list[float]] = [[], []]
-    for i in range(63):
-        for (function, args), found in zip(calls, seconds, strict=True):
-            start = time.process_time()
-            jax.block_until_ready(function(*args))
-            if i >= 3:
-                found.append(time.process_time() - start)
-    first, second = (1e3 * float(np.median(found)) for found in seconds)
+    seconds = take_turns({str(i): lambda f=f, args=args: f(*args) for i, (f, args) in enumerate(calls)}, 60)
+    first, second = (1e3 * float(np.median(found)) for found in seconds.values())
     ratios = {"time_ratio": first / second, "flops_ratio": flops[0] / flops[1]}
     return {**ratios, "milliseconds": first, "data": images(config)[0]}
 

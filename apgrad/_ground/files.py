@@ -1,15 +1,22 @@
 """Files: names for the leaves of a pytree, by which arrays are stored, and writing in one step."""
 
+import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves of a pytree by their paths, in the order of `jax.tree.leaves`.
+    r"""The leaves of a pytree by their paths, in the order of `jax.tree.leaves`; a dot in a key is written as "\.".
 
     Example:
       >>> named_leaves({"dense": {"kernel": 1, "bias": 2}, "rates": [3]})
@@ -17,7 +24,8 @@ def named_leaves(tree: Any) -> dict[str, Any]:
       >>> named_leaves(4)
       {'value': 4}
     """
-    name = lambda path: jax.tree_util.keystr(path, simple=True, separator=".") or "value"
+    part = lambda key: jax.tree_util.keystr((key,), simple=True).replace("\\", "\\\\").replace(".", "\\.")
+    name = lambda path: ".".join(map(part, path)) if path else "value"
     return {name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
@@ -34,3 +42,24 @@ def write_atomically(path: Path, data: bytes | str) -> None:
         except BaseException:
             temporary.unlink(missing_ok=True)
             raise
+
+
+@contextlib.contextmanager
+def locked(path: Path, problem: str) -> Iterator[None]:
+    """Holds a lock on the file; the system lets go of the lock when the process ends. Windows has no such lock.
+
+    Raises:
+      ValueError: if another process, or another part of this one, holds the lock: the problem, and the process.
+    """
+    with path.open("a+") as file:
+        if fcntl is not None:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                file.seek(0)
+                holder = file.read().strip() or "unknown"
+                raise ValueError(f"{problem} (process {holder}). Use another folder, or wait until it ends.") from error
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n")
+            file.flush()
+        yield

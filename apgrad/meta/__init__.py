@@ -10,8 +10,6 @@ from apgrad.meta._evolution import (
 )
 from apgrad.meta._learners import (
     Learner as Learner,
-    init_learned_optimizer as init_learned_optimizer,
-    learned_optimizer as learned_optimizer,
     message_passing as message_passing,
     optimizer as optimizer,
 )
@@ -25,7 +23,7 @@ from apgrad.meta._outer import (
     reverse_mode as reverse_mode,
     truncated as truncated,
 )
-from apgrad.meta._partition import combine as combine, partition as partition
+from apgrad.meta._partition import merge as merge, partition as partition
 from apgrad.meta._perturbed import perturbed as perturbed
 from apgrad.meta._tasks import (
     Task as Task,

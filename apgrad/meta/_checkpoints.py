@@ -5,11 +5,13 @@
         tree = checkpoints.restore(checkpoints.latest(), tree)
 
 Orbax writes a checkpoint into a temporary folder and renames the folder at the end. So a process that is killed while
-it writes leaves the earlier checkpoints as they were. Each leaf of the tree is stored under its path, and a typed
-random key is stored as its data. Orbax does not notice a changed bit in a file; for this reason a checkpoint also holds
-checksums of the arrays.
+it writes leaves the earlier checkpoints as they were. Orbax stores no array of size 0, does not notice a changed bit in
+a file, and joins the names of nested keys. For this reason the arrays are stored by number, and orbax's own metadata of
+the checkpoint holds the name, shape, dtype and checksum of each array.
 """
 
+import json
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +22,12 @@ import numpy as np
 from apgrad._ground.files import named_leaves
 from apgrad.meta._require import whole
 
-CHECKSUMS = "_checksums"
-
 
 class Checkpoints:
-    """A folder of checkpoints, numbered by step.
+    """A folder of checkpoints, numbered by step, of which the last two stay.
 
     Args:
       folder: where the checkpoints are; it is made if it does not exist.
-      keep: how many checkpoints stay; older ones are deleted.
 
     Example:
       >>> import tempfile, jax.numpy as jnp, apgrad as ap
@@ -38,14 +37,13 @@ class Checkpoints:
       (3, [1.0, 1.0])
     """
 
-    def __init__(self, folder: str | Path, keep: int = 2):
+    def __init__(self, folder: str | Path):
         try:
             import orbax.checkpoint as ocp
         except ImportError as error:
             raise ImportError('checkpoints need orbax: pip install "apgrad[meta]"') from error
-        whole("keep", keep, 1)
         self._args, self._folder = ocp.args, Path(folder).absolute()
-        options = ocp.CheckpointManagerOptions(max_to_keep=keep, enable_async_checkpointing=False)
+        options = ocp.CheckpointManagerOptions(max_to_keep=2, enable_async_checkpointing=False)
         handler = ocp.StandardCheckpointHandler()
         self._manager = ocp.CheckpointManager(self._folder, options=options, item_handlers=handler)
 
@@ -63,11 +61,25 @@ class Checkpoints:
         """Writes a checkpoint and returns when it is on disk; in a run of several processes all of them call this.
 
         Args:
-          step: the number of the checkpoint.
+          step: the number of the checkpoint, larger than that of every checkpoint in the folder.
           tree: a pytree of arrays and PRNG keys.
+
+        Raises:
+          ValueError: if the folder has a checkpoint of this step, or of a later one.
         """
-        values = _flat(tree)
-        self._manager.save(step, args=self._args.StandardSave({**values, CHECKSUMS: _checksums(values)}))
+        latest = self.latest()
+        if whole("step", step, 0) <= (-1 if latest is None else latest):
+            raise ValueError(
+                f"{self._folder} has a checkpoint of step {latest}, and steps grow: got step={step}. Save a later "
+                "step, or delete the folders of the steps that are to be written again."
+            )
+        arrays = _arrays(tree)
+        form = json.dumps({n: (*_form(x), int(_checksum(x))) for n, x in arrays.items()})
+        self._manager.save(
+            step,
+            args=self._args.StandardSave(_stored(arrays) | {"step": np.asarray(step)}),
+            custom_metadata={"arrays": form, "checksum": zlib.crc32(form.encode())},
+        )
         self._manager.wait_until_finished()
 
     def restore(self, step: int, like: Any) -> Any:
@@ -80,38 +92,34 @@ class Checkpoints:
         Raises:
           ValueError: if the checkpoint has another form, naming what differs, or is damaged, saying what to do.
         """
-        wanted = _flat(like)
+        wanted = _arrays(like)
         try:
-            metadata: Any = self._manager.item_metadata(step)
-            found = {name: (tuple(m.shape), np.dtype(m.dtype)) for name, m in metadata.items()}
+            metadata: Any = self._manager.metadata(step).custom_metadata
+            if zlib.crc32(metadata["arrays"].encode()) != metadata["checksum"]:
+                raise ValueError("its description has changed")
+            found = {
+                n: (tuple(shape), dtype, sum_) for n, (shape, dtype, sum_) in json.loads(metadata["arrays"]).items()
+            }
         except Exception as error:  # orbax raises what its parts raise: of files, JSON, the array store, None
             raise self._damaged(step, f"{type(error).__name__}: {error}") from error
-        checked = found.pop(CHECKSUMS, None)  # absent in a checkpoint of an earlier version
-        form = {name: (tuple(x.shape), np.dtype(x.dtype)) for name, x in wanted.items()}
-        if found != form:
-            differing = sorted(n for n in found.keys() | form.keys() if found.get(n) != form.get(n))
-            shown = "; ".join(
-                f"{n}: {found.get(n, 'nothing')} there, {form.get(n, 'nothing')} wanted" for n in differing[:5]
-            )
+        form = {n: _form(x) for n, x in wanted.items()}
+        shown = lambda x: f"{x[1]}{x[0]}" if x else "nothing"
+        if differing := sorted(n for n in found.keys() | form.keys() if found.get(n, ())[:2] != form.get(n, ())):
+            parts = "; ".join(f"{n}: {shown(found.get(n))} there, {shown(form.get(n))} wanted" for n in differing[:5])
             raise ValueError(
-                f"the checkpoint of step {step} is that of another run ({len(differing)} arrays differ: {shown}). Use "
+                f"the checkpoint of step {step} is that of another run ({len(differing)} arrays differ: {parts}). Use "
                 "another folder, or the rule, optimizer and outer gradient that it was written with."
             )
-        abstract: dict[str, Any] = {
-            n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for n, x in wanted.items()
-        }
-        if checked:
-            abstract[CHECKSUMS] = np.zeros(checked[0], np.uint32)
+        wanted = {n: wanted[n] for n in found}  # in the order in which they are numbered
+        abstract = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for n, x in _stored(wanted).items()}
         try:
-            stored = dict(self._manager.restore(step, args=self._args.StandardRestore(abstract)))
+            stored = self._manager.restore(step, args=self._args.StandardRestore(abstract | {"step": np.asarray(step)}))
+            arrays = {n: stored.get(str(i), x) for i, (n, x) in enumerate(wanted.items())}
         except Exception as error:
             raise self._damaged(step, f"{type(error).__name__}: {error}") from error
-        if checked:
-            expected = np.asarray(stored.pop(CHECKSUMS))
-            names = sorted(stored)
-            if wrong := [n for n, a, b in zip(names, expected, _checksums(stored), strict=True) if a != b]:
-                raise self._damaged(step, f"the bits of {', '.join(wrong)} have changed")
-        leaves = [_like(leaf, stored[name]) for name, leaf in named_leaves(like).items()]
+        if wrong := [n for n, x in arrays.items() if int(_checksum(x)) != found[n][2]]:
+            raise self._damaged(step, f"the bits of {', '.join(wrong)} have changed")
+        leaves = [_like(leaf, arrays[name]) for name, leaf in named_leaves(like).items()]
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
     def close(self) -> None:
@@ -127,11 +135,6 @@ class Checkpoints:
         )
 
 
-def _checksums(values):
-    """A checksum for each array, in the order of the names; sharding does not change the checksums."""
-    return np.array([int(_checksum(values[name])) for name in sorted(values)], np.uint32)
-
-
 @jax.jit
 def _checksum(x):
     # Integer sums modulo 2^32 do not depend on the order of addition. Weights are odd, so that a change of one word
@@ -145,10 +148,19 @@ def _checksum(x):
     return jnp.sum(words * (2 * jnp.arange(words.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
 
 
-def _flat(tree):
+def _arrays(tree):
     """The leaves by name, with typed random keys as their data."""
     data = lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else jnp.asarray(leaf)
     return {name: data(leaf) for name, leaf in named_leaves(tree).items()}
+
+
+def _stored(arrays):
+    """What orbax stores of the arrays, by number: all but those of size 0."""
+    return {str(i): x for i, x in enumerate(arrays.values()) if x.size}
+
+
+def _form(x):
+    return tuple(x.shape), str(x.dtype)
 
 
 def _like(leaf, value):

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from apgrad.meta._outer import OuterGradient, Segments, advance, renew, start, where
-from apgrad.meta._partition import combine, partition
+from apgrad.meta._partition import merge, partition
 from apgrad.meta._require import number, whole
 from apgrad.meta._unroll import Problem, objective
 
@@ -49,13 +49,9 @@ def evolution(problem: Problem, *, sigma: float = 0.01, pairs: int = 1) -> Outer
     _require(sigma, pairs)
 
     def estimate(theta, key, carry):
-        def one(pair, key):
-            e = _perturbation(theta, pair, sigma)
-            plus, minus = (objective(problem, _add(theta, e, sign), key)[0] for sign in (1, -1))
-            return (plus + minus) / 2, jax.tree.map(lambda e: _difference(plus, minus, sigma, e) * e, e)
-
         task, noise = jax.random.split(key)
-        return *_mean(lambda k: one(k, task), jax.random.split(noise, pairs)), carry
+        loss = lambda theta: objective(problem, theta, task)[0]
+        return *_antithetic(loss, theta, jax.random.split(noise, pairs), sigma), carry
 
     return OuterGradient(lambda theta, key: (), estimate)
 
@@ -78,13 +74,9 @@ def truncated_evolution(
     _require(sigma, pairs)
 
     def estimate(theta, key, carry):
-        def one(pair):
-            e = _perturbation(theta, pair, sigma)
-            plus, minus = (advance(problem, _add(theta, e, sign), carry, segment)[0] for sign in (1, -1))
-            return (plus + minus) / 2, jax.tree.map(lambda e: _difference(plus, minus, sigma, e) * e, e)
-
         noise, task = jax.random.split(key)
-        result = _mean(one, jax.random.split(noise, pairs))
+        loss = lambda theta: advance(problem, theta, carry, segment)[0]
+        result = _antithetic(loss, theta, jax.random.split(noise, pairs), sigma)
         _, new = advance(problem, theta, carry, segment)
         return *result, renew(problem, theta, task, new)
 
@@ -92,14 +84,7 @@ def truncated_evolution(
 
 
 class Particle(NamedTuple):
-    """An antithetic pair of unrolls of one task, which goes on from one outer step to the next.
-
-    Attributes:
-      plus: the unroll of theta + e.
-      minus: the unroll of theta - e; both have made the same number of steps.
-      sum: xi, the sum of the perturbations so far in this unroll, a pytree like theta.
-      key: PRNG key of this unroll: of its task, and of the perturbation that `single_evolution` keeps.
-    """
+    """The unrolls of theta + e and theta - e of one task, xi = sum e of the unroll so far, and the unroll's key."""
 
     plus: Segments
     minus: Segments
@@ -175,9 +160,8 @@ def _persistent(problem, segment, sigma, pairs, stagger, keep):
         return (plus + minus) / 2, gradient, where(up.t >= problem.length, ended, Particle(up, down, total, p.key))
 
     def estimate(theta, key, carry):
-        losses, gradients, carry = jax.vmap(one, (None, 0, 0))(theta, jax.random.split(key, pairs), carry)
-        mean = lambda x: jnp.mean(x, axis=0)
-        return mean(losses), jax.tree.map(mean, gradients), lax.stop_gradient(carry)
+        *found, carry = jax.vmap(one, (None, 0, 0))(theta, jax.random.split(key, pairs), carry)
+        return *_mean(found), lax.stop_gradient(carry)
 
     return OuterGradient(init, estimate)
 
@@ -189,21 +173,31 @@ def _perturbation(theta: Any, key: jax.Array, sigma: float) -> Any:
     keys = jax.random.split(key, max(1, len(leaves)))
     draw = lambda key, x: sigma * jax.random.normal(key, jnp.shape(x), jnp.result_type(x))
     noise = tree.unflatten([draw(k, x) for k, x in zip(keys, leaves, strict=False)])
-    return combine(noise, jax.tree.map(jnp.zeros_like, fixed))
+    return merge(noise, jax.tree.map(jnp.zeros_like, fixed))
 
 
 def _add(theta, e, sign):
     trained, fixed = partition(theta)
-    return combine(jax.tree.map(lambda x, e: x + sign * e, trained, partition(e)[0]), fixed)
+    return merge(jax.tree.map(lambda x, e: x + sign * e, trained, partition(e)[0]), fixed)
 
 
 def _difference(plus, minus, sigma, like):
     return ((plus - minus) / (2 * sigma**2)).astype(like.dtype)
 
 
-def _mean(one, keys):
-    losses, gradients = jax.vmap(one)(keys)
-    return jnp.mean(losses), jax.tree.map(lambda x: jnp.mean(x, axis=0), gradients)
+def _antithetic(loss, theta, keys, sigma):
+    """The mean over a pair for each key: of the losses of theta + e and theta - e, and of their difference times e."""
+
+    def one(key):
+        e = _perturbation(theta, key, sigma)
+        plus, minus = (loss(_add(theta, e, sign)) for sign in (1, -1))
+        return (plus + minus) / 2, jax.tree.map(lambda e: _difference(plus, minus, sigma, e) * e, e)
+
+    return _mean(jax.vmap(one)(keys))
+
+
+def _mean(tree):
+    return jax.tree.map(lambda x: jnp.mean(x, axis=0), tree)
 
 
 def _require(sigma, pairs):

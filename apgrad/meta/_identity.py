@@ -1,149 +1,160 @@
-"""What makes a run of meta-training this run and no other: a description that is the same in every process.
+"""Which run a folder holds: a description of the run's values, and a version for its code.
 
-`identity(optimizer=..., theta=...)` describes values part by part, under names that say where the part is, such as
-`optimizer.update.learning_rate: 0.1`.
-
-* Numbers, strings and the like are described by what Python prints, arrays and long strings by a digest of their bytes.
-* Functions are described by their qualified names and by the values that they close over or have as defaults. A
-  function of yours (from no installed package) is also described by its code and by the global values that it reads.
-* Containers, dataclasses, Flax modules and other objects are described by their type and their parts.
-
-An object that shows no state to Python is described by its type alone. Meshes and devices are left out, since a run may
-go on on other devices.
+`identity("3", optimizer=..., theta=...)` describes values part by part, under names that say where a part is, such as
+`optimizer.update.learning_rate: 0.1`. Numbers, strings and arrays are described by what they are, functions by their
+names and by the values that they close over, have as defaults or read as globals, and everything else by its type and
+by the parts that pickle would store. The description is the same in every process.
 """
 
-import dataclasses
 import dis
-import enum
 import functools
 import hashlib
 import inspect
+import json
+import sys
 import sysconfig
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 from apgrad._ground.closures import closed_over
+from apgrad._ground.files import write_atomically
 
-_INSTALLED = (
-    *{sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")},
-    str(Path(__file__).parent.parent),
-    "<frozen",
-)
+_INSTALLED = (*{sysconfig.get_paths()[n] for n in ("purelib", "platlib")}, str(Path(__file__).parents[1]))
 _LEFT_OUT = (jax.sharding.Mesh, jax.sharding.AbstractMesh, jax.sharding.Sharding, jax.Device)
 
 
-def identity(**parts: Any) -> dict[str, str]:
-    """The description of some values: texts, by the names of all their parts.
+class Identity(NamedTuple):
+    """The texts of a run by the names of its parts, and the user's classes and modules whose code nobody compares."""
 
-    Args:
-      **parts: the values, of any types, by their names in the description.
+    parts: dict[str, str]
+    unseen: list[str]
+
+
+def identity(version: str | int | None, **values: Any) -> Identity:
+    """The description of some values; the version, if there is one, stands for the code of functions."""
+    found, unseen, seen = {} if version is None else {"version": str(version)}, set(), {}
+
+    def describe(name, x):
+        if isinstance(x, _LEFT_OUT):
+            return
+        if (text := _text(x)) is not None:
+            found[name] = text
+            return
+        if id(x) in seen:
+            found[name] = f"as {seen[id(x)][0]}"
+            return
+        if type(x) is not tuple:  # equal tuples are sometimes one object and sometimes several
+            seen[id(x)] = name, x  # kept, so that the id stays its own
+        found[name], parts, modules = _parts(x, coded=version is None)
+        unseen.update(modules)
+        for part, value in parts.items():
+            describe(f"{name}.{part}", value)
+
+    for name, value in values.items():
+        describe(name, value)
+    return Identity(found, sorted(unseen))
+
+
+def claim(path: Path, parts: dict[str, str], *, begun: bool) -> None:
+    """Writes down which run this is or, if the run has begun, compares this run with what is written.
+
+    Raises:
+      ValueError: if something else is written there, saying what differs.
     """
-    found: dict[str, str] = {}
-    seen: dict[int, tuple[str, Any]] = {}
-    for name, part in parts.items():
-        _describe(name, part, found, seen)
-    return found
-
-
-def _describe(name: str, x: Any, found: dict[str, str], seen: dict[int, tuple[str, Any]]) -> None:
-    if isinstance(x, _LEFT_OUT):
+    if not (begun and path.exists()):
+        if jax.process_index() == 0:
+            write_atomically(path, json.dumps(parts, indent=1))
         return
-    if (text := _simple(x)) is not None:
-        found[name] = text
-        return
-    if id(x) in seen:
-        found[name] = f"as {seen[id(x)][0]}"
-        return
-    if type(x) is not tuple:  # equal tuples are sometimes one object and sometimes several
-        seen[id(x)] = name, x  # kept, so that the id stays its own
-    kind, parts = _parts(x)
-    found[name] = kind
-    for part, value in parts.items():
-        _describe(f"{name}.{part}", value, found, seen)
+    try:
+        found = json.loads(path.read_text())
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
+        raise ValueError(
+            f"{path} is damaged, so nothing says which run this folder holds. Delete the file to go on with what was "
+            "trained here as if it were this run, or use another folder."
+        )
+    if differing := [n for n in {**found, **parts} if found.get(n) != parts.get(n)]:
+        shown = "; ".join(
+            f"{n}: {found.get(n, 'nothing')} there, {parts.get(n, 'nothing')} here" for n in differing[:5]
+        )
+        raise ValueError(
+            f"{path.parent} holds another run ({len(differing)} parts differ: {shown}). Use another folder, or the "
+            f"same version, key, start, optimizer and options. If both mean the same, delete {path} to go on."
+        )
 
 
-def _simple(x: Any) -> str | None:
+def _text(x: Any) -> str | None:
     """The text of a value that has no parts."""
     if isinstance(x, str | bytes):
         return repr(x) if len(x) <= 60 else _digest(x if isinstance(x, bytes) else x.encode())
-    if x is None or x is Ellipsis or isinstance(x, bool | int | float | complex | np.dtype | enum.Enum | range | slice):
+    if x is None or isinstance(x, bool | int | float | complex):
         return repr(x)
-    if isinstance(x, type):
-        return _name(x)
-    if isinstance(x, types.ModuleType):
-        return x.__name__
+    if isinstance(x, set | frozenset):
+        return f"{type(x).__name__} of {sorted(repr(sorted(identity(None, _=y).parts.items())) for y in x)}"
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return f"{x.dtype} {_simple(jax.random.key_data(x))}"
+        return f"{x.dtype} {_text(jax.random.key_data(x))}"
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return f"{x.dtype}{x.shape}"
-    if isinstance(x, np.ndarray | np.generic | jax.Array):
-        array = np.asarray(x)
-        if array.dtype.hasobject:
-            return None
+    if isinstance(x, np.ndarray | np.generic | jax.Array) and not (array := np.asarray(x)).dtype.hasobject:
         small = f" {array.tolist()!r}" if array.size <= 4 else ""
         return f"{array.dtype}{array.shape}{small} {_digest(np.ascontiguousarray(array).tobytes())}"
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return f"{x.dtype}{x.shape}"
-    if isinstance(x, set | frozenset):
-        return f"{type(x).__name__} of {sorted(repr(sorted(identity(_=y).items())) for y in x)}"
     return None
 
 
-def _parts(x: Any) -> tuple[str, dict[str, Any]]:
-    """A text for the kind of the value, and the parts that it has."""
-    kind = _name(type(x))
+def _parts(x: Any, *, coded: bool) -> tuple[str, dict[str, Any], list[str]]:
+    """A text for the kind of the value, its parts, and the user's classes and modules that it leads to."""
     if isinstance(x, types.FunctionType):
-        return _function(x)
-    if isinstance(x, types.MethodType):
-        return "method", {"function": x.__func__, "of": x.__self__}
-    if isinstance(x, types.BuiltinFunctionType):
-        return _name(x), {}
-    if isinstance(x, functools.partial):
-        return kind, {"function": x.func, "arguments": x.args, "keywords": x.keywords}
-    if isinstance(x, types.CodeType):
-        return _code(x), {}
-    if isinstance(x, nnx.Variable):
-        return kind, {"value": x.get_value()}
-    if isinstance(x, tuple) and hasattr(x, "_fields"):
-        return kind, {field: getattr(x, field) for field in x._fields}  # pyright: ignore[reportAttributeAccessIssue]
-    if isinstance(x, Sequence):
-        return f"{kind} of {len(x)}", {str(i): part for i, part in enumerate(x)}
+        return _function(x, coded)
+    if isinstance(x, types.ModuleType):
+        return x.__name__, {}, [] if _is_installed(x.__name__) else [f"the module {x.__name__}"]
+    kind = x if isinstance(x, type) else type(x)
+    text, unseen = _name(kind), [] if _is_installed(kind.__module__) else [f"the class {kind.__qualname__}"]
+    if kind is x:
+        return text, {}, unseen
+    if hasattr(x, "__wrapped__") or text.startswith("jax."):  # a function wrapped; the rest is JAX's own affair
+        names = ("__wrapped__", "fwd", "bwd", "jvp")
+        return text, {n: getattr(x, n) for n in names if getattr(x, n, None) is not None}, unseen
     if isinstance(x, Mapping):
-        return f"{kind} of {len(x)}", {k if isinstance(k, str) else repr(k): x[k] for k in sorted(x, key=repr)}
-    if dataclasses.is_dataclass(x):
-        return kind, {field.name: getattr(x, field.name, None) for field in dataclasses.fields(x)}
-    if type(x).__module__.split(".")[0] in ("jax", "jaxlib"):  # a wrapped function; the rest is JAX's own affair
-        return kind, {n: getattr(x, n) for n in ("__wrapped__", "fwd", "bwd", "jvp") if getattr(x, n, None) is not None}
-    leaves = jax.tree_util.tree_leaves_with_path(x)
-    if leaves and leaves[0][0]:  # a registered pytree, such as a Flax module: its arrays, and what else it has
-        static = {k: v for k, v in vars(x).items() if not k.startswith("_pytree__")} if hasattr(x, "__dict__") else {}
-        return kind, static | {f"at {jax.tree_util.keystr(path)}": leaf for path, leaf in leaves}
+        return f"{text} of {len(x)}", {k if isinstance(k, str) else repr(k): x[k] for k in sorted(x, key=repr)}, unseen
+    if isinstance(x, list | tuple):
+        names = getattr(x, "_fields", map(str, range(len(x))))
+        return f"{text} of {len(x)}", dict(zip(names, x, strict=True)), unseen
     try:
-        state = x.__getstate__()
-    except Exception:  # an object that cannot say what is in it
-        return kind, {}
-    return kind, state if isinstance(state, dict) else {} if state is None else {"state": state}
+        stored = x.__reduce_ex__(4)
+    except Exception:  # an object that cannot be taken apart, such as a lock
+        return text, {}, unseen
+    if isinstance(stored, str):
+        return f"{text} {stored}", {}, unseen
+    arguments, state = stored[1], stored[2] if len(stored) > 2 else None
+    parts = {str(i): part for i, part in enumerate(arguments) if part is not kind}
+    state = state if isinstance(state, dict) else {} if state is None else {"state": state}
+    return text, parts | {k: v for k, v in state.items() if not k.startswith("_pytree__")}, unseen
 
 
-def _function(f: types.FunctionType) -> tuple[str, dict[str, Any]]:
-    parts = closed_over(f)
-    for name, value in inspect.signature(f, follow_wrapped=False).parameters.items():
-        if value.default is not inspect.Parameter.empty:
-            parts[name] = value.default
-    if f.__code__.co_filename.startswith(_INSTALLED):
-        return _name(f), parts
-    for name in sorted(_globals_read(f.__code__)):
-        if name in f.__globals__:
-            parts[f"global {name}"] = f.__globals__[name]
+def _function(f: types.FunctionType, coded: bool) -> tuple[str, dict[str, Any], list[str]]:
+    defaults = {n: p.default for n, p in inspect.signature(f, follow_wrapped=False).parameters.items()}
+    parts = closed_over(f) | {n: v for n, v in defaults.items() if v is not inspect.Parameter.empty}
+    if _is_installed(f.__module__):
+        return _name(f), parts, []
+    names, imported = _names_read(f.__code__)
+    parts |= {f"global {name}": f.__globals__[name] for name in sorted(names) if name in f.__globals__}
+    unseen = [f"the module {name}" for name in imported if not _is_installed(name)]
     # The module of a script is __main__ when it is run and has its name when it is imported.
-    return f"{f.__qualname__} {_code(f.__code__)}", parts
+    return f"{f.__qualname__} {_code(f.__code__)}" if coded else f.__qualname__, parts, unseen
+
+
+@functools.cache
+def _is_installed(module: str | None) -> bool:
+    root = (module or "").partition(".")[0]
+    file = getattr(sys.modules.get(root), "__file__", None)
+    return root != "__main__" and (root in sys.stdlib_module_names or bool(file and file.startswith(_INSTALLED)))
 
 
 def _name(x: Any) -> str:
@@ -152,25 +163,26 @@ def _name(x: Any) -> str:
     return f"{module}.{x.__qualname__}"
 
 
-def _code(code: types.CodeType) -> str:
-    """A digest of what is executed; where it stands, and its comments, do not count."""
-    constants = [_code(c) if isinstance(c, types.CodeType) else _constant(c) for c in code.co_consts]
-    form = (code.co_code.hex(), code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, constants)
-    return _digest(repr(form).encode())
-
-
-def _constant(c: Any) -> str:
+def _code(c: Any) -> str:
+    """A digest of what is executed, or the text of a constant in it; where the code stands does not count."""
+    if isinstance(c, types.CodeType):
+        form = (c.co_code.hex(), c.co_names, c.co_varnames, c.co_freevars, c.co_cellvars, [*map(_code, c.co_consts)])
+        return _digest(repr(form).encode())
     if isinstance(c, frozenset):
-        return f"frozenset of {sorted(map(_constant, c))}"
-    return f"tuple of {[*map(_constant, c)]}" if isinstance(c, tuple) else repr(c)
+        return f"frozenset of {sorted(map(_code, c))}"
+    return f"tuple of {[*map(_code, c)]}" if isinstance(c, tuple) else repr(c)
 
 
-def _globals_read(code: types.CodeType) -> set[str]:
-    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+def _names_read(code: types.CodeType) -> tuple[set[str], set[str]]:
+    """The global names that a function and the functions in it read, and the modules that they import."""
+    found = [
+        {i.argval for i in dis.get_instructions(code) if i.opname in names}
+        for names in (("LOAD_GLOBAL", "LOAD_NAME"), ("IMPORT_NAME",))
+    ]
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            names |= _globals_read(constant)
-    return names
+            found = [a | b for a, b in zip(found, _names_read(constant), strict=True)]
+    return found[0], found[1]
 
 
 def _digest(data: bytes) -> str:

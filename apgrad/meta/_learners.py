@@ -3,20 +3,17 @@
     learner = meta.message_passing(network)                                   # theta is a rule
     learner = meta.optimizer(lambda theta: optax.sgd(jnp.exp(theta)), loss)   # theta is a log learning rate
 
-A learner has meta-parameters theta (a rule, the numbers of an optimizer, the weights of a learned optimizer). It makes
-a state for the parameters of a task, and makes one step for a minibatch. Message passing protocols and optax optimizers
-are two kinds of learners; whatever fits the two functions is a third.
+A learner has meta-parameters theta: a rule, the numbers of an optimizer, the weights of a learned optimizer. It makes a
+state for the parameters of a task, and one step for each minibatch. Whatever fits the two functions is a learner.
 """
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 
 from apgrad import mplp
-from apgrad.meta._require import whole
 
 
 class Learner(NamedTuple):
@@ -63,65 +60,10 @@ def optimizer(make: Callable[[Any], optax.GradientTransformation], loss: Callabl
         return make(theta).init(params)
 
     def step(theta, params, state, batch):
-        updates, state = make(theta).update(jax.grad(loss)(params, batch), state, params)
+        of = lambda params: loss(params, batch)
+        value, gradient = jax.value_and_grad(of)(params)
+        rule = optax.with_extra_args_support(make(theta))
+        updates, state = rule.update(gradient, state, params, value=value, grad=gradient, value_fn=of)
         return optax.apply_updates(params, updates), state
 
     return Learner(init, step)
-
-
-def learned_optimizer(theta: dict[str, jax.Array], decays: tuple[float, ...] = (0.5, 0.9, 0.99)):
-    """An optax optimizer with a small network for each parameter (after Metz et al., 2020).
-
-    The network sees the gradient over its root mean square, momenta at several decays over theirs, and the parameter;
-    it gives a direction and a log magnitude: `update = -1e-2 direction exp(1e-2 magnitude)`.
-
-    Args:
-      theta: the network's arrays, made by `init_learned_optimizer`.
-      decays: the decay of each momentum, in (0, 1).
-    """
-
-    def init(params):
-        zeros = jax.tree.map(lambda x: jnp.zeros((*x.shape, len(decays)), x.dtype), params)
-        return {"momenta": zeros, "square": jax.tree.map(jnp.zeros_like, params)}
-
-    def update(updates, state, params=None):
-        if params is None:
-            raise ValueError("the learned optimizer sees the parameters: update(gradients, state, params)")
-
-        def one(g, m, s, p):
-            m = m * jnp.asarray(decays, g.dtype) + g[..., None] * (1 - jnp.asarray(decays, g.dtype))
-            s = 0.9 * s + 0.1 * g**2
-            size = jax.lax.rsqrt(s + 1e-8)
-            seen = jnp.concatenate([(g * size)[..., None], m * size[..., None], p[..., None]], axis=-1)
-            hidden = jnp.tanh(seen @ theta["kernel_0"] + theta["bias_0"])
-            out = hidden @ theta["kernel_1"] + theta["bias_1"]
-            return -1e-2 * out[..., 0] * jnp.exp(1e-2 * out[..., 1]), m, s
-
-        flat, tree = jax.tree.flatten(updates)
-        rows = [
-            one(*x)
-            for x in zip(flat, *map(tree.flatten_up_to, (state["momenta"], state["square"], params)), strict=True)
-        ]
-        steps, momenta, squares = (tree.unflatten(x) for x in zip(*rows, strict=True))
-        return steps, {"momenta": momenta, "square": squares}
-
-    return optax.GradientTransformation(init, update)
-
-
-def init_learned_optimizer(key: jax.Array, hidden: int = 16, momenta: int = 3) -> dict[str, jax.Array]:
-    """The meta-parameters of `learned_optimizer`, which starts as a step along the normalized gradient.
-
-    Args:
-      key: PRNG key.
-      hidden: width of the hidden layer, at least 2.
-      momenta: how many momenta the network sees, the number of `decays`.
-
-    Returns:
-      Arrays "kernel_0" (momenta + 2, hidden), "bias_0" (hidden,), "kernel_1" (hidden, 2), "bias_1" (2,).
-    """
-    whole("hidden", hidden, 2), whole("momenta", momenta, 1)
-    seen = momenta + 2
-    kernel = 0.5 * jax.random.normal(key, (seen, hidden), float) / jnp.sqrt(seen)
-    kernel = kernel.at[:, 0].set(0.0).at[0, 0].set(1.0)
-    last = jnp.zeros((hidden, 2), float).at[0, 0].set(1.0)
-    return {"kernel_0": kernel, "bias_0": jnp.zeros(hidden, float), "kernel_1": last, "bias_1": jnp.zeros(2, float)}

@@ -1,8 +1,7 @@
-"""What stands beside the outer loop: `log` functions, which write down or show how the training goes.
+"""How a training goes: TensorBoard's files and a progress bar, which are `log` functions, and the file of all steps.
 
-A `log` is a function `log(step, metrics)` that `train` calls after each jitted call, with the outer steps made so far
-and the means of "loss" and "gradient_norm" over the steps of the call, and "skipped", the number of steps skipped so
-far. `tensorboard` and `progress_bar` make such functions. `MetricsFile` takes the values of every step.
+`train` calls `log(step, metrics)` after each jitted call, with the outer steps made so far, the means of "loss" and
+"gradient_norm" over the steps of the call, and "skipped", the number of steps skipped so far.
 """
 
 import os
@@ -52,15 +51,7 @@ def tensorboard(folder: str | Path) -> Log:
 
 
 def progress_bar(step: int, steps: int) -> Log:
-    """A `log` that shows a tqdm bar.
-
-    Args:
-      step: the number of outer steps that were made before.
-      steps: the number of outer steps at the end of the training.
-
-    Raises:
-      ImportError: without tqdm, saying what to do.
-    """
+    """A `log` that shows a tqdm bar from the step at which a run goes on to its last one."""
     try:
         import tqdm
     except ImportError as error:
@@ -77,12 +68,9 @@ def progress_bar(step: int, steps: int) -> Log:
 
 
 class MetricsFile:
-    """The file `metrics.csv` of a run, with a row for each outer step. A damaged file stops no run.
+    """The file `metrics.csv` of a run, with a row for each outer step.
 
-    Args:
-      folder: the folder of the run.
-      step: the step of the checkpoint from which the run goes on. Rows of later steps, which are made again, and what
-        is no row are dropped.
+    Where a run goes on from a checkpoint, rows of later steps, which are made again, and damaged rows are dropped.
     """
 
     def __init__(self, folder: Path, step: int):

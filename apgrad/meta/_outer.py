@@ -5,9 +5,7 @@
     loss, gradient, carry = outer.estimate(theta, key, carry)
 
 An outer gradient is a pair of functions: `estimate` returns a loss and its gradient with respect to the meta-parameters
-theta, and `init` makes the carry, which holds what goes on from one outer step to the next, such as an unroll that is
-half done. `batched` takes the mean over tasks, `clipped` bounds the gradient of each task, and `average` takes the
-weighted mean of several outer gradients.
+theta, and `init` makes the carry: what goes on from one outer step to the next, such as an unroll that is half done.
 
     reverse_mode     dL/dtheta by reverse mode: unbiased; explodes where the recurrence is chaotic
     truncated        the same over K of T steps, from a state that is held constant: biased towards short horizons
@@ -15,10 +13,9 @@ weighted mean of several outer gradients.
                      learning): memory does not grow with T, the cost grows with the number of meta-parameters
 
 *Losses of segments.* `truncated`, `truncated_evolution`, `persistent_evolution` and `single_evolution` make K steps for
-each estimate. Loss and gradient are those of these K steps (and of the final loss where the unroll ends), not of the
-whole unroll. The T/K estimates of an unroll add up to the loss and gradient of the unroll; the mean over tasks that are
-out of step is K/T of them. Multiply by T/K to compare with `reverse_mode` and `evolution`. Adam and normalized
-gradients do not notice the factor; plain SGD, clipping, and `average` with outer gradients of whole unrolls do.
+each estimate. The T/K estimates of an unroll add up to the loss and gradient of the unroll; the mean over tasks that
+are out of step is K/T of them. Multiply by T/K to compare with `reverse_mode` and `evolution`. Adam does not notice the
+factor; plain SGD, clipping, and `average` with outer gradients of whole unrolls do.
 """
 
 import dataclasses
@@ -28,13 +25,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from apgrad.meta._partition import without_fixed
+from apgrad.meta._partition import merge, partition, require_trainable, value_and_gradient, without_fixed
 from apgrad.meta._require import number, whole
-from apgrad.meta._unroll import Problem, objective, run
+from apgrad.meta._unroll import Problem, final, objective, run, scalar, step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,14 +41,41 @@ class OuterGradient:
 
     Attributes:
       init: `(theta, key) -> carry`, what is kept from one outer step to the next.
-      estimate: `(theta, key, carry) -> (loss, gradient, carry)`: a scalar, a pytree like theta, and the new carry.
+      estimate: `(theta, key, carry) -> (loss, gradient, carry)`: a scalar, a pytree like theta, and the new carry. The
+        gradient of what is not trained is zero.
+
+    Raises:
+      TypeError: when an estimate is traced, if theta has trained leaves that are not floating point, or if the estimate
+        returns no scalar loss, or a gradient of another form than theta's.
     """
 
     init: Callable[[Any, jax.Array], Any]
     estimate: Callable[[Any, jax.Array, Any], tuple[jax.Array, Any, Any]]
 
+    def __post_init__(self):
+        init, estimate = self.init, self.estimate
+
+        def begin(theta, key):
+            require_trainable(theta)
+            return init(theta, key)
+
+        def checked(theta, key, carry):
+            require_trainable(theta)
+            loss, gradient, carry = estimate(theta, key, carry)
+            form = lambda tree: (jax.tree.structure(tree), [jnp.shape(x) for x in jax.tree.leaves(tree)])
+            if form(gradient) != form(theta):
+                shapes = [jax.tree.map(jnp.shape, tree) for tree in (theta, gradient)]
+                raise TypeError(
+                    f"an outer gradient has theta's structure and shapes: theta has {shapes[0]}, and `estimate` "
+                    f"returned {shapes[1]}"
+                )
+            return scalar("the loss of an outer gradient", loss), without_fixed(gradient), carry
+
+        object.__setattr__(self, "init", begin)
+        object.__setattr__(self, "estimate", checked)
+
     def __call__(self, theta: Any, key: jax.Array, carry: Any = None) -> tuple[jax.Array, Any, Any]:
-        """Loss, gradient and carry by `estimate`; the gradient of what is not trained is zero.
+        """Loss, gradient and carry by `estimate`.
 
         Args:
           theta: the meta-parameters.
@@ -61,8 +86,7 @@ class OuterGradient:
             # split, not fold_in: split(key)[i], which an estimate draws from, is fold_in(key, i)
             begin, key = jax.random.split(key)
             carry = self.init(theta, begin)
-        loss, gradient, carry = self.estimate(theta, key, carry)
-        return loss, without_fixed(gradient), carry
+        return self.estimate(theta, key, carry)
 
 
 def reverse_mode(problem: Problem, *, remat: bool | int = False) -> OuterGradient:
@@ -74,34 +98,20 @@ def reverse_mode(problem: Problem, *, remat: bool | int = False) -> OuterGradien
     """
 
     def estimate(theta, key, carry):
-        value = jax.value_and_grad(lambda theta: objective(problem, theta, key, remat=remat)[0])
-        return *value(theta), carry
+        return *value_and_gradient(lambda theta: objective(problem, theta, key, remat=remat)[0], theta), carry
 
     return OuterGradient(lambda theta, key: (), estimate)
 
 
 class Segments(NamedTuple):
-    """An unroll that is made segment by segment.
-
-    Attributes:
-      state: the state of the problem, which holds the keys that its steps use.
-      t: () integer, the number of steps made.
-    """
+    """An unroll made segment by segment: the problem's state, which holds the keys of its steps, and the steps made."""
 
     state: Any
     t: jax.Array
 
 
 def start(problem: Problem, theta: Any, key: jax.Array, segment: int, *, stagger: bool = True) -> Segments:
-    """An unroll at its start or, staggered, after a random number of segments, so that tasks are out of step.
-
-    Args:
-      problem: the recurrence.
-      theta: the meta-parameters.
-      key: PRNG key of the task and of the number of segments.
-      segment: K, steps of a segment; it divides the length of the unroll.
-      stagger: whether the unroll starts after a random number of segments.
-    """
+    """An unroll at its start or, staggered, after a random number of segments, so that tasks are out of step."""
     if problem.length % whole("the truncation K", segment, 1):
         raise ValueError(
             f"a truncation of K steps divides the unroll's T; got K={segment}, T={problem.length}. Choose another K, "
@@ -110,9 +120,8 @@ def start(problem: Problem, theta: Any, key: jax.Array, segment: int, *, stagger
     keys = jax.random.split(key)
     state, t = problem.init(theta, keys[0]), jnp.zeros((), int)
     if stagger and segment < problem.length:
-        count = problem.length // segment
-        t = segment * jax.random.randint(keys[1], (), 0, count)
-        one = lambda s, i: (where(i < t, problem.step(theta, s)[0], s), None)
+        t = segment * jax.random.randint(keys[1], (), 0, problem.length // segment)
+        one = lambda s, i: (where(i < t, step(problem, theta, s)[0], s), None)
         state, _ = jax.lax.scan(one, state, jnp.arange(problem.length - segment))
     return Segments(jax.lax.stop_gradient(state), t)
 
@@ -120,42 +129,20 @@ def start(problem: Problem, theta: Any, key: jax.Array, segment: int, *, stagger
 def advance(
     problem: Problem, theta: Any, carry: Segments, segment: int, *, remat: bool | int = False
 ) -> tuple[jax.Array, Segments]:
-    """The next segment: its loss, with the final loss where the unroll ends, and the unroll after it.
-
-    Args:
-      problem: the recurrence.
-      theta: the meta-parameters.
-      carry: the unroll so far.
-      segment: K, the number of steps of a segment.
-      remat: whether steps are computed again instead of remembered; see `run`.
-    """
+    """The loss of the next segment, with the final loss where the unroll ends, and the unroll after it."""
     state, losses = run(problem, theta, carry.state, segment, remat=remat)
     t = carry.t + segment
-    loss = jnp.sum(losses) + jnp.where(t >= problem.length, problem.final(theta, state), 0.0)
-    return loss, Segments(state, t)
+    return jnp.sum(losses) + jnp.where(t >= problem.length, final(problem, theta, state), 0.0), Segments(state, t)
 
 
 def renew(problem: Problem, theta: Any, key: jax.Array, carry: Segments) -> Segments:
-    """The unroll of a new task in place of an unroll that has ended.
-
-    Args:
-      problem: the recurrence.
-      theta: the meta-parameters.
-      key: PRNG key of the new task.
-      carry: the unroll, which is returned as it is if it has not ended.
-    """
+    """The unroll of a new task in place of an unroll that has ended; an unroll that has not stays."""
     fresh = Segments(problem.init(theta, key), jnp.zeros((), int))
     return where(carry.t >= problem.length, fresh, carry)
 
 
 def where(condition: jax.Array, new: Any, old: Any) -> Any:
-    """`jnp.where` for each leaf of two pytrees.
-
-    Args:
-      condition: a Boolean scalar.
-      new: a pytree of arrays, taken where the condition holds.
-      old: a pytree of the same form, taken elsewhere.
-    """
+    """`jnp.where` for each leaf of two pytrees."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
 
 
@@ -176,7 +163,7 @@ def truncated(problem: Problem, segment: int, *, remat: bool | int = False, stag
         def loss(theta):
             return advance(problem, theta, jax.lax.stop_gradient(carry), segment, remat=remat)
 
-        (value, new), gradient = jax.value_and_grad(loss, has_aux=True)(theta)
+        (value, new), gradient = value_and_gradient(loss, theta, has_aux=True)
         return value, gradient, jax.lax.stop_gradient(renew(problem, theta, key, new))
 
     return OuterGradient(lambda theta, key: start(problem, theta, key, segment, stagger=stagger), estimate)
@@ -194,10 +181,11 @@ def forward_mode(problem: Problem) -> OuterGradient:
     """
 
     def estimate(theta, key, carry):
-        flat, unravel = ravel_pytree(theta)
+        trained, fixed = partition(theta)
+        flat, unravel = ravel_pytree(trained)
 
         def loss(flat):
-            value, _ = objective(problem, unravel(flat), key)
+            value, _ = objective(problem, merge(unravel(flat), fixed), key)
             return value, value
 
         try:
@@ -210,7 +198,7 @@ def forward_mode(problem: Problem) -> OuterGradient:
                 "reverse mode only, outside of what the unroll itself differentiates. Nodes are such functions. Use "
                 "reverse_mode, truncated or an evolution strategy, or write this function in plain JAX."
             ) from error
-        return value, unravel(gradient), carry
+        return value, merge(unravel(gradient), jax.tree.map(jnp.zeros_like, fixed)), carry
 
     return OuterGradient(lambda theta, key: (), estimate)
 
@@ -240,9 +228,8 @@ def batched(outer: OuterGradient, count: int, *, mesh: Mesh | None = None) -> Ou
 
     def estimate(theta, key, carry):
         keys = spread(jax.random.split(key, count))
-        losses, gradients, carry = jax.vmap(outer.estimate, (None, 0, 0))(theta, keys, spread(carry))
-        mean = lambda x: jnp.mean(x, axis=0)
-        return mean(losses), jax.tree.map(mean, gradients), carry
+        *found, carry = jax.vmap(outer.estimate, (None, 0, 0))(theta, keys, spread(carry))
+        return *jax.tree.map(lambda x: jnp.mean(x, axis=0), found), carry
 
     return OuterGradient(init, estimate)
 
@@ -268,18 +255,35 @@ def clipped(outer: OuterGradient, max_norm: float = 1.0) -> OuterGradient:
 
     def estimate(theta, key, carry):
         loss, gradient, carry = outer.estimate(theta, key, carry)
-        factor = max_norm / jnp.maximum(optax.tree.norm(gradient), max_norm)
-        return loss, jax.tree.map(lambda g: factor.astype(g.dtype) * g, gradient), carry
+        size, norm = scaled_norm(gradient)
+        # A large gradient is divided twice, since the product of size and norm may overflow.
+        small = lambda g: (g.astype(size.dtype) / size * (max_norm / norm)).astype(g.dtype)
+        clip = lambda g: jnp.where(size * norm <= max_norm, g, small(g))
+        return loss, jax.tree.map(clip, gradient), carry
 
     return OuterGradient(outer.init, estimate)
 
 
-def global_view(mesh: Mesh) -> Mesh:
-    """The mesh with axes along which the compiler shards (`jax.make_mesh` makes explicit axes).
+def scaled_norm(tree: Any) -> tuple[jax.Array, jax.Array]:
+    """A size, near the largest number, and the norm of tree / size: no square of a finite number overflows."""
+    wide = widened(tree)
+    limits = jnp.finfo(jnp.float32 if not wide else wide[0].dtype)
+    # The inverse of the size is a normal number too.
+    low, high = 16 * limits.tiny, limits.max / 16
+    largest = [jnp.max(jnp.abs(x), initial=0.0) for x in wide]
+    size = jnp.clip(jnp.max(jnp.stack([*largest, jnp.asarray(low, limits.dtype)])), low, high)
+    return size, optax.tree.norm([x / size for x in wide])
 
-    Args:
-      mesh: any mesh.
-    """
+
+def widened(tree: Any) -> list[jax.Array]:
+    """The leaves in the widest of their dtypes, in float32 at least."""
+    leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
+    dtype = np.result_type(np.float32, *(x.dtype for x in leaves))
+    return [x.astype(dtype) for x in leaves]
+
+
+def global_view(mesh: Mesh) -> Mesh:
+    """The mesh with axes along which the compiler shards (`jax.make_mesh` makes explicit axes)."""
     return Mesh(mesh.devices, mesh.axis_names)
 
 

@@ -1,16 +1,17 @@
 """Which parts of a pytree are meta-trained, and which are not.
 
-A rule may hold numbers that are fitted or chosen, not trained (fitted standardizers, a fixed step size). In a Flax NNX
-module such a number is an `nnx.Variable` that is not an `nnx.Param`. A gradient of zero does not protect the number:
-weight decay shrinks it, and an evolution strategy perturbs it. So these numbers are split off:
+A rule may hold numbers that are not trained: fitted standardizers, a fixed step size. In a Flax NNX module such a
+number is an `nnx.Variable` that is not an `nnx.Param`. A gradient of zero does not protect the number: weight decay
+shrinks it, and an evolution strategy perturbs it. So these numbers are split off:
 
     trained, fixed = meta.partition(theta)
     updates, state = optimizer.update(meta.partition(gradient)[0], state, trained)
-    theta = meta.combine(optax.apply_updates(trained, updates), fixed)
+    theta = meta.merge(optax.apply_updates(trained, updates), fixed)
 
 `meta.train` and every outer gradient do this by themselves.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -41,7 +42,7 @@ def partition(theta: Any) -> tuple[Any, Any]:
     return trained, fixed
 
 
-def combine(trained: Any, fixed: Any) -> Any:
+def merge(trained: Any, fixed: Any) -> Any:
     """The pytree that `partition` split.
 
     Args:
@@ -53,19 +54,30 @@ def combine(trained: Any, fixed: Any) -> Any:
 
 
 def without_fixed(gradient: Any) -> Any:
-    """The gradient, with zeros for what is fixed.
-
-    Args:
-      gradient: a pytree in theta's form.
-    """
+    """The gradient, with zeros for what is fixed."""
     trained, fixed = partition(gradient)
-    return combine(trained, jax.tree.map(jnp.zeros_like, fixed))
+    return merge(trained, jax.tree.map(jnp.zeros_like, fixed))
+
+
+def value_and_gradient(loss: Callable[[Any], Any], theta: Any, *, has_aux: bool = False) -> tuple[Any, Any]:
+    """`jax.value_and_grad` with respect to what is trained, with zeros for what is fixed."""
+    trained, fixed = partition(theta)
+    value, gradient = jax.value_and_grad(lambda trained: loss(merge(trained, fixed)), has_aux=has_aux)(trained)
+    return value, merge(gradient, jax.tree.map(jnp.zeros_like, fixed))
+
+
+def require_trainable(theta: Any) -> None:
+    """Refuses a theta with trained leaves that are no floating-point numbers."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(partition(theta)[0]):
+        dtype = getattr(leaf, "dtype", type(leaf))
+        if not (isinstance(leaf, float) or (hasattr(leaf, "dtype") and jnp.issubdtype(dtype, jnp.floating))):
+            raise TypeError(
+                f"what is meta-trained are floating-point numbers, but theta{jax.tree_util.keystr(path)} is "
+                f"{getattr(dtype, '__name__', dtype)}. Write 2 as 2.0, put a number that stays fixed into an "
+                "nnx.Variable, and let your functions close over anything else."
+            )
 
 
 def is_fixed(x: Any) -> bool:
-    """Whether a part of a pytree is a variable that is not trained.
-
-    Args:
-      x: a leaf of a pytree, or an `nnx.Variable` in it.
-    """
+    """Whether a part of a pytree is a variable that is not trained."""
     return isinstance(x, nnx.Variable) and not isinstance(x, nnx.Param)

@@ -2,18 +2,17 @@
 
     outer = meta.batched(meta.perturbed(problem, sigma=0.01, unrolls=16), 2)
 
-Noise is added to the inner parameters after each step, x_t ~ N(f(theta, x_{t-1}), sigma^2). So the unroll becomes a
-stochastic computation graph, whose expected loss is small for a learner that is robust to such noise. Each step then
-has two estimates of the derivative: pathwise through f (of low variance until the recurrence is chaotic, where it
-explodes) and by the likelihood ratio (which never explodes, and whose variance grows with T). Total propagation (Parmas
-et al., 2018) mixes them at every step by their variance over perturbed unrolls of the same task. So backpropagation
-serves where the dynamics are tame, and is cut where they are not.
+Noise is added to the inner parameters after each step, x_t ~ N(f(theta, x_{t-1}), sigma^2). Each step then has two
+estimates of the derivative: pathwise through f (of low variance until the recurrence is chaotic, where it explodes) and
+by the likelihood ratio (which never explodes, and whose variance grows with T). Total propagation (Parmas et al., 2018)
+mixes them at every step by their variance over perturbed unrolls of the same task.
 
 What is estimated is the gradient of the perturbed objective E[L(theta; noise)]; the gradient of L differs from it by
 order sigma^2.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -25,8 +24,9 @@ from apgrad.expectations._stochastic import stochastic
 from apgrad.expectations.estimators._estimator import Estimator, Mixer
 from apgrad.expectations.estimators._total_propagation import total_propagation
 from apgrad.meta._outer import OuterGradient
+from apgrad.meta._partition import value_and_gradient
 from apgrad.meta._require import number, whole
-from apgrad.meta._unroll import Problem
+from apgrad.meta._unroll import Problem, final, step
 
 
 def perturbed(
@@ -63,6 +63,12 @@ def perturbed(
             begin = problem.init(theta, task)
             many = lambda x: jnp.broadcast_to(x, (tape.lanes, *jnp.shape(x)))
             state = jax.tree.map(many, begin)
+            for path, leaf in jax.tree_util.tree_leaves_with_path(take(begin)):
+                if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
+                    raise TypeError(
+                        f"noise is added to floating-point numbers, but the state{jax.tree_util.keystr(path)} is "
+                        f"{jnp.result_type(leaf)}. Say by the problem's `perturb` which part of the state gets noise."
+                    )
             _, unravel = ravel_pytree(take(begin))
 
             @stochastic(estimator())
@@ -75,15 +81,15 @@ def perturbed(
                 tape, state = carry
                 # The deterministic rest of the state, and the step's loss, come from the step itself; the perturbed
                 # part from the node.
-                moved, losses = jax.vmap(problem.step, (None, 0))(theta, state)
+                moved, losses = jax.vmap(partial(step, problem), (None, 0))(theta, state)
                 tape = tape.cost(losses)
                 tape, flat = perturb(tape, theta, state)
                 return (tape, jax.vmap(put)(moved, jax.vmap(unravel)(flat))), None
 
             (tape, state), _ = jax.lax.scan(body, (tape, state), length=problem.length)
-            return tape.cost(jax.vmap(problem.final, (None, 0))(theta, state))
+            return tape.cost(jax.vmap(partial(final, problem), (None, 0))(theta, state))
 
         objective = expectation(program, unrolls, cross_fit=cross_fit, check_nan=False)
-        return *jax.value_and_grad(objective, argnums=1)(noise, theta), carry
+        return *value_and_gradient(lambda theta: objective(noise, theta), theta), carry
 
     return OuterGradient(lambda theta, key: (), estimate)

@@ -6,17 +6,7 @@ from typing import Any
 
 
 def whole(name: str, value: Any, least: int) -> int:
-    """The value as an int.
-
-    Args:
-      name: the option's name in errors.
-      value: what was given.
-      least: the smallest value that is allowed.
-
-    Raises:
-      TypeError: if the value is not an integer.
-      ValueError: if the value is smaller.
-    """
+    """The value as an int, if it is an integer of at least so much; the name is the option's, in errors."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -29,17 +19,7 @@ def whole(name: str, value: Any, least: int) -> int:
 
 
 def number(name: str, value: Any, *, positive: bool = False) -> None:
-    """Refuses what is not a finite number, or is negative (or 0, if it must be positive).
-
-    Args:
-      name: the option's name in errors.
-      value: what was given.
-      positive: whether 0 is refused too.
-
-    Raises:
-      TypeError: if the value is not a number.
-      ValueError: if the value is out of range.
-    """
+    """Refuses what is not a finite number, or is negative (or 0, if it must be positive)."""
     bound = "above 0" if positive else "of at least 0"
     try:
         if isinstance(value, bool | str):

@@ -1,8 +1,7 @@
 """Tasks: what an inner learner has to learn, as pure functions of random keys.
 
-A task family draws tasks (a sinusoid, a permutation of labels), minibatches of a task, held-out data, and priors: the
-parameters that learning starts from. All are JAX functions, so thousands of tasks are drawn inside one jitted program.
-A family over architectures is several `Task`s, one for each architecture, since shapes differ: `meta.average` takes the
+A task family draws tasks (a sinusoid, a permutation of labels), minibatches, held-out data, and priors: the parameters
+that learning starts from. A family over architectures is several `Task`s, since shapes differ: `meta.average` takes the
 mean of their outer gradients.
 """
 
@@ -146,6 +145,8 @@ def sinusoid(
       ((10, 1), (10, 1))
     """
     whole("batch", batch, 1), whole("held_out", held_out, 1)
+    if len(sizes) < 2 or sizes[0] != 1 or sizes[-1] != 1:
+        raise ValueError(f"a sinusoid has one input and one output: sizes=(1, ..., 1), got {tuple(sizes)}")
     if amplitude[1] < amplitude[0]:
         raise ValueError(f"amplitude must be the lowest and the highest, got {amplitude}")
     network, prior = mlp(sizes, activation, mplp.squared_error, deviation=deviation)

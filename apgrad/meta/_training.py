@@ -3,17 +3,13 @@
     outer = meta.batched(meta.reverse_mode(problem), 8)
     done = meta.train(outer, optax.adam(1e-3), theta, jax.random.key(0), 10_000, folder="run")
 
-An outer step is
-
-    loss, gradient, carry = outer.estimate(theta, key_t, carry);    theta <- optax
-
-and is skipped, and counted, if the loss or the norm of the gradient is not finite. One call of the jitted function
-makes `every` steps. Between calls come metrics, progress and a checkpoint of all that goes on: theta, the optimizer's
-state, the carry, the key, the step. Every call runs the same program from the same bits, so a run that was killed and
-started again ends with the same bits as a run that was not killed.
+An outer step whose loss or gradient is not finite is skipped and counted. One call of the jitted function makes `every`
+steps; between calls a checkpoint of all that goes on is written. Every call runs the same program from the same bits,
+so a run that was killed and started again ends with the same bits as a run that was not killed.
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,13 +21,13 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from apgrad._ground.files import locked
 from apgrad.meta._checkpoints import Checkpoints
-from apgrad.meta._folder import RunFolder
-from apgrad.meta._identity import identity
+from apgrad.meta._identity import claim, identity
 from apgrad.meta._log import Log, MetricsFile, progress_bar
-from apgrad.meta._outer import OuterGradient, global_view, where
-from apgrad.meta._partition import combine, partition
-from apgrad.meta._require import number, whole
+from apgrad.meta._outer import OuterGradient, global_view, scaled_norm, where, widened
+from apgrad.meta._partition import merge, partition
+from apgrad.meta._require import whole
 
 
 class Training(NamedTuple):
@@ -42,8 +38,8 @@ class Training(NamedTuple):
       optimizer: optax's state for the part of theta that is trained.
       carry: the carry of the outer gradient.
       key: PRNG key of the whole run; step t uses `fold_in(key, t)`.
-      step: () integer, outer steps made.
-      skipped: () integer, how many of these steps had a loss or gradient that was not finite.
+      step: outer steps made.
+      skipped: how many of these steps had a loss or gradient that was not finite.
     """
 
     theta: Any
@@ -54,21 +50,20 @@ class Training(NamedTuple):
     skipped: jax.Array
 
 
-def normalize_tensors(epsilon: float = 1e-8) -> optax.GradientTransformation:
-    """An optax transformation that divides each array of the gradient by its norm plus epsilon, as published for MPLP.
-
-    Args:
-      epsilon: what is added to the norm, above 0.
+def normalize_tensors() -> optax.GradientTransformation:
+    """An optax transformation that divides each array of the gradient by its norm plus 1e-8, as published for MPLP.
 
     Example:
       >>> import jax.numpy as jnp, optax, apgrad as ap
-      >>> optimizer = optax.chain(ap.meta.normalize_tensors(), optax.adam(1e-3))
-      >>> normalize, state = ap.meta.normalize_tensors(), ap.meta.normalize_tensors().init(None)
-      >>> normalize.update(jnp.array([3.0, 4.0]), state)[0].round(3).tolist()
-      [0.6000000238418579, 0.800000011920929]
+      >>> optimizer = optax.chain(ap.meta.normalize_tensors(), optax.sgd(1.0))
+      >>> print(optimizer.update(jnp.array([3.0, 4.0]), optimizer.init(None))[0])
+      [-0.6 -0.8]
     """
-    number("epsilon", epsilon, positive=True)
-    one = lambda g: g / (jnp.sqrt(jnp.sum(g**2)) + epsilon)
+
+    def one(g):
+        size, norm = scaled_norm(g)
+        return (g.astype(size.dtype) / size / (norm + 1e-8 / size)).astype(g.dtype)
+
     return optax.stateless(lambda updates, params: jax.tree.map(one, updates))
 
 
@@ -83,7 +78,22 @@ def begin(outer: OuterGradient, optimizer: optax.GradientTransformation, theta: 
     """
     carry_key, key = jax.random.split(key)
     zero = jnp.zeros((), int)
-    return Training(theta, optimizer.init(partition(theta)[0]), outer.init(theta, carry_key), key, zero, zero)
+    carry = outer.init(theta, carry_key)
+    with _optimizing():
+        state = optimizer.init(partition(theta)[0])
+    return Training(theta, state, carry, key, zero, zero)
+
+
+@contextlib.contextmanager
+def _optimizing():
+    try:
+        yield
+    except (AttributeError, TypeError) as error:
+        raise TypeError(
+            "an outer optimizer is called by init(theta) and update(gradient, state, theta, value=loss, grad="
+            f"gradient), and this one takes something else: {error}. Of optax's, lookahead (pairs of parameters) and "
+            "a line search (value_fn) cannot train on an outer gradient: give lbfgs a rate and linesearch=None."
+        ) from error
 
 
 def outer_steps(
@@ -107,10 +117,14 @@ def outer_steps(
         loss, gradient, carry = outer.estimate(training.theta, key, training.carry)
         gradient, _ = partition(gradient)
         trained, fixed = partition(training.theta)
-        norm = optax.tree.norm(gradient)
+        # Where the norm overflows, so do the squares of the optimizer.
+        norm = optax.tree.norm(widened(gradient))
         fine = jnp.isfinite(loss) & jnp.isfinite(norm)
-        updates, state = optimizer.update(gradient, training.optimizer, trained)
-        moved = combine(optax.apply_updates(trained, updates), fixed)
+        with _optimizing():
+            updates, state = optax.with_extra_args_support(optimizer).update(
+                gradient, training.optimizer, trained, value=loss, grad=gradient
+            )
+        moved = merge(optax.apply_updates(trained, updates), fixed)
         # A carry that went wrong would stay so: it begins anew.
         carry = lax.cond(fine, lambda: carry, lambda: outer.init(training.theta, jax.random.fold_in(key, 1)))
         theta, state = where(fine, (moved, state), (training.theta, training.optimizer))
@@ -134,6 +148,7 @@ def train(
     steps: int,
     *,
     folder: str | Path | None = None,
+    version: str | int | None = None,
     every: int = 50,
     mesh: Mesh | None = None,
     log: Log | None = None,
@@ -141,10 +156,15 @@ def train(
 ) -> Training:
     """Meta-trains, and goes on with a run that was begun in the folder.
 
-    A run is known by its outer gradient, optimizer, theta and key. The folder's `run.json` describes them part by part:
-    numbers, arrays, functions with what they close over, and the code of functions that are yours. The folder of
-    another run is refused, and so is a folder in which a process is training. `steps`, `every`, `mesh`, `log` and
-    `progress` may change from start to start.
+    A run is known by its version, outer gradient, optimizer, theta and key, which the folder's `run.json` describes.
+    The folder of another run is refused, and so is a folder in which a process is training. Everything else may change
+    from start to start.
+
+    *What is compared.* All numbers, strings and arrays in theta, the optimizer and the outer gradient: attributes,
+    variables that functions close over, their defaults, and the global values that your functions read. Functions and
+    classes are compared by name. Without a `version`, the code of your functions (those in no installed package) is
+    compared too; the code of your classes and of modules that your functions use is not, and the start warns of it.
+    With a `version`, no code is looked at: change the version when your code comes to mean something else.
 
     Args:
       outer: the outer gradient, such as `batched(reverse_mode(problem), 8)`.
@@ -154,6 +174,7 @@ def train(
       steps: outer steps, with the steps of earlier starts counted in.
       folder: where checkpoints, `run.json`, `metrics.csv` and, at the end, `training.png` are written; nothing is
         written if it is not given.
+      version: of your code, compared with that of the run in the folder: it stands for all code, as said above.
       every: outer steps between checkpoints; they run in one jitted call.
       mesh: the devices, for `batched(..., mesh=mesh)`; theta is replicated on them.
       log: a function that is called after each jitted call with the step and a dictionary: the means of "loss" and
@@ -179,12 +200,21 @@ def train(
     """
     steps, every = whole("steps", steps, 0), whole("every", every, 1)
     with contextlib.ExitStack() as stack:
-        run, checkpoints = None, None
+        checkpoints, first = None, jax.process_index() == 0
         if folder is not None:
-            run = stack.enter_context(contextlib.closing(RunFolder(folder)))
-            checkpoints = stack.enter_context(Checkpoints(run.folder / "checkpoints"))
-            which = identity(key=key, theta=theta, optimizer=optimizer, outer=outer)
-            run.claim(which, begun=checkpoints.latest() is not None)
+            folder = Path(folder)
+            folder.mkdir(parents=True, exist_ok=True)
+            if first:
+                stack.enter_context(locked(folder / ".lock", f"another run trains in {folder}"))
+            checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints"))
+            which = identity(version, key=key, theta=theta, optimizer=optimizer, outer=outer)
+            if version is None and which.unseen and first:
+                warnings.warn(
+                    f"meta.train compares no code of {', '.join(which.unseen)}: if you change it, this run goes on "
+                    "with the change unnoticed. Give train(..., version=...), and change the version with your code.",
+                    stacklevel=2,
+                )
+            claim(folder / "run.json", which.parts, begun=checkpoints.latest() is not None)
         # A copy, since the jitted call gives the memory of its argument away.
         training = jax.tree.map(jnp.array, begin(outer, optimizer, theta, key))
         if mesh is not None:
@@ -192,7 +222,7 @@ def train(
         if checkpoints is not None and (latest := checkpoints.latest()) is not None:
             training = checkpoints.restore(latest, training)
         step = int(training.step)
-        rows = MetricsFile(run.folder, step) if run is not None and run.first else None
+        rows = MetricsFile(folder, step) if isinstance(folder, Path) and first else None
         bar = progress_bar(step, steps) if progress and step < steps else None
 
         def record(step, training, metrics):

@@ -2,20 +2,18 @@
 
     s_0 = init(theta, key),    s_t, l_t = step(theta, s_{t-1}),    L(theta) = E[sum_t l_t + final(theta, s_T)]
 
-theta are the meta-parameters, s the inner state (parameters, the learner's state, the task, a key). Everything that an
-outer gradient needs is in these three functions, so `_outer.py`, `_evolution.py` and `_perturbed.py` know nothing of
-tasks or rules, and any other recurrence is a problem too.
+theta are the meta-parameters, s the inner state (parameters, the learner's state, the task, a key). An outer gradient
+needs these three functions and nothing else, so any other recurrence is a problem too.
 
-With hint weight h, held-out weight v, delta weight d (the change of the hint loss, as in learned optimizers) and
-batch-entropy weight b,
+With hint weight h, held-out weight v and batch-entropy weight b,
 
-    l_t = (h + b penalty_t) hint_t / T + d (hint_t - hint_{t-1}),    final = v held_out
+    l_t = (h + b penalty_t) hint_t / T,    final = v held_out
 
-where hint_t is the loss on minibatch t after the step (MPLP, Eq. 12), or before the step (the thesis, Algorithm 2);
-hint_0 is the loss of the prior on a minibatch of its own; and penalty_t is the batch-entropy penalty of the parameters
-before step t on minibatch t. T is the unroll's own length where lengths are random. No part of the loss is held
-constant, so every outer gradient estimates the derivative of this one function. (The thesis's code multiplies the
-penalty by a loss that is detached, and what it follows is the derivative of no function.)
+where hint_t is the loss on minibatch t after the step (MPLP, Eq. 12), or before the step (the thesis, Algorithm 2), and
+penalty_t is the batch-entropy penalty of the parameters before step t on minibatch t. T is the unroll's own length
+where lengths are random. No part of the loss is held constant, so every outer gradient estimates the derivative of this
+one function. (The thesis's code holds the loss that multiplies the penalty constant, and follows the derivative of no
+function.)
 """
 
 from collections.abc import Callable
@@ -61,7 +59,6 @@ class Inner(NamedTuple):
       key: PRNG key of the minibatches.
       t: () integer, number of steps made.
       horizon: () integer, number of steps to be made.
-      before: () float, the hint loss of the step before.
     """
 
     params: Any
@@ -70,7 +67,6 @@ class Inner(NamedTuple):
     key: jax.Array
     t: jax.Array
     horizon: jax.Array
-    before: jax.Array
 
 
 class WithPrior(NamedTuple):
@@ -92,7 +88,6 @@ def inner_problem(
     *,
     hint: float = 0.3,
     held_out: float = 0.7,
-    delta: float = 0.0,
     hint_before: bool = False,
     shortest: int | None = None,
     batch_entropy: float = 0.0,
@@ -108,7 +103,6 @@ def inner_problem(
       hint: weight of the mean loss on the minibatches that were just learned from (in MPLP's published code .7, and .3
         for the held-out loss).
       held_out: weight of the held-out loss at the end.
-      delta: weight of the change of the hint loss.
       hint_before: whether the hint loss is taken before the step, on data that were not learned from yet.
       shortest: if given, each unroll has its own length, uniform in [shortest, length]; after that many steps nothing
         changes and losses are 0. (A schedule of lengths is a sequence of calls of `train` with growing `length`.)
@@ -123,10 +117,10 @@ def inner_problem(
     length = whole("length", length, 1)
     if shortest is not None and whole("shortest", shortest, 1) > length:
         raise ValueError(f"an unroll has 1 <= shortest <= length steps, got shortest={shortest}, length={length}")
-    for name, weight in {"hint": hint, "held_out": held_out, "delta": delta, "batch_entropy": batch_entropy}.items():
+    for name, weight in {"hint": hint, "held_out": held_out, "batch_entropy": batch_entropy}.items():
         number(name, weight)
-    if not (hint or held_out or delta):
-        raise ValueError("the weights of the hint, held-out and delta losses are all 0: there is nothing to minimise")
+    if not (hint or held_out):
+        raise ValueError("the weights of the hint and the held-out loss are both 0: there is nothing to minimise")
     if entropy_form not in ("reference", "paper"):
         raise ValueError(f"entropy_form must be 'reference' or 'paper', got {entropy_form!r}")
 
@@ -142,9 +136,7 @@ def inner_problem(
         params = prior if learn_prior else task.prior(keys[1])
         first = task.batch(drawn, keys[2])
         horizon = jnp.asarray(length) if shortest is None else jax.random.randint(keys[3], (), shortest, length + 1)
-        loss = task.loss(params, first) if delta else jnp.zeros((), float)
-        state = learner.init(meta, params, first)
-        return Inner(params, state, drawn, keys[2], jnp.zeros((), int), horizon, loss)
+        return Inner(params, learner.init(meta, params, first), drawn, keys[2], jnp.zeros((), int), horizon)
 
     def step(theta, inner):
         meta, _ = parts(theta)
@@ -154,8 +146,8 @@ def inner_problem(
         weight = jnp.asarray(hint, seen.dtype)
         if batch_entropy:
             weight += batch_entropy * entropy_penalty(task.network, inner.params, batch[0], form=entropy_form)
-        loss = weight * seen / inner.horizon.astype(seen.dtype) + delta * (seen - inner.before)
-        new = Inner(params, state, inner.task, inner.key, inner.t + 1, inner.horizon, seen)
+        loss = weight * seen / inner.horizon.astype(seen.dtype)
+        new = inner._replace(params=params, learner=state, t=inner.t + 1)
         if shortest is None:
             return new, loss
         on = inner.t < inner.horizon
@@ -192,7 +184,27 @@ def run(problem: Problem, theta: Any, state: Any, steps: int, *, remat: bool | i
       [1.0, 0.5, 0.25, 0.125]
     """
     steps = whole("steps", steps, 0)
-    return mplp.scan_steps(lambda state, _: problem.step(theta, state), state, length=steps, remat=remat)
+    return mplp.scan_steps(lambda state, _: step(problem, theta, state), state, length=steps, remat=remat)
+
+
+def step(problem: Problem, theta: Any, state: Any) -> tuple[Any, jax.Array]:
+    """A step of the problem, whose loss is checked."""
+    state, loss = problem.step(theta, state)
+    return state, scalar("the loss of a step", loss)
+
+
+def final(problem: Problem, theta: Any, state: Any) -> jax.Array:
+    """The final loss of the problem, checked."""
+    return scalar("the final loss", problem.final(theta, state))
+
+
+def scalar(what: str, loss: Any) -> Any:
+    """The loss, if it is a real scalar."""
+    if jnp.shape(loss) or jnp.iscomplexobj(loss):
+        raise TypeError(
+            f"{what} is a real scalar, got {jnp.result_type(loss)}{jnp.shape(loss)}. Take the mean or the sum of it."
+        )
+    return loss
 
 
 def objective(
@@ -210,7 +222,7 @@ def objective(
       The loss, a scalar; and a pair of the loss of each step, (steps,), and the last state.
     """
     state, losses = run(problem, theta, problem.init(theta, key), problem.length, remat=remat)
-    return jnp.sum(losses) + problem.final(theta, state), (losses, state)
+    return jnp.sum(losses) + final(problem, theta, state), (losses, state)
 
 
 def evaluate(
@@ -252,18 +264,17 @@ def evaluate(
 
 
 def entropy_penalty(
-    network: mplp.Sequential, params: Any, x: jax.Array, *, threshold: float = 0.5, form: EntropyForm = "reference"
+    network: mplp.Sequential, params: Any, x: jax.Array, *, form: EntropyForm = "reference"
 ) -> jax.Array:
-    """Batch-entropy penalty, mean over the layers' activations of max(0, threshold - H) (thesis, Eqs 6 to 8).
+    """Batch-entropy penalty, mean over the layers' activations of max(0, .5 - H) (thesis, Eqs 6 to 8).
 
     Args:
       network: the network; its layers of the kind "activation" count.
       params: parameters of the network.
       x: inputs, (batch, ...).
-      threshold: p, the entropy below which a layer is penalized.
       form: "reference" or "paper", as in `batch_entropy`, whose H this is.
     """
-    return jnp.mean(jnp.maximum(0.0, threshold - batch_entropy(network, params, x, form=form)))
+    return jnp.mean(jnp.maximum(0.0, 0.5 - batch_entropy(network, params, x, form=form)))
 
 
 def batch_entropy(network: mplp.Sequential, params: Any, x: jax.Array, *, form: EntropyForm = "reference") -> jax.Array:

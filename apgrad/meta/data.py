@@ -63,15 +63,13 @@ class Images(NamedTuple):
 
 
 @functools.cache
-def load(
-    name: str = "digits", *, size: int | None = None, antialias: bool = False, folder: str | Path | None = None
-) -> Images:
+def load(name: str = "digits", *, size: int | None = None, folder: str | Path | None = None) -> Images:
     """Images as rows, scaled to `size` by `size` and standardized by the mean and deviation of the training images.
 
     Args:
       name: "digits" (8x8, comes with scikit-learn), "mnist", "fashion_mnist" or "cifar10".
-      size: height and width after scaling; images stay as they are if it is not given. Colours stay.
-      antialias: whether scaling averages over what it leaves out. TensorFlow does not.
+      size: height and width after scaling by linear interpolation, without antialiasing as in TensorFlow; images stay
+        as they are if it is not given. Colours stay.
       folder: the folder with the file; the folder that APGRAD_DATA names if not given.
 
     Raises:
@@ -85,7 +83,7 @@ def load(
       ((1437, 64), 10)
     """
     data = load_bytes(name, folder=folder)
-    train, test = (_scale(x, size, antialias) for x in (data.x_train, data.x_test))
+    train, test = (_scale(x, size) for x in (data.x_train, data.x_test))
     mean, deviation = train.mean(), train.std()
     return data._replace(x_train=(train - mean) / deviation, x_test=(test - mean) / deviation)
 
@@ -177,11 +175,9 @@ def _datasets():
     return datasets
 
 
-def _scale(images, size, antialias):
+def _scale(images, size):
     x = images.astype(np.float32) / 255
     if size is not None and size != x.shape[1]:
-        shrink = jax.jit(
-            lambda x: jax.image.resize(x, (x.shape[0], size, size, x.shape[3]), "linear", antialias=antialias)
-        )
+        shrink = jax.jit(lambda x: jax.image.resize(x, (x.shape[0], size, size, x.shape[3]), "linear", antialias=False))
         x = np.concatenate([np.asarray(shrink(jnp.asarray(x[i : i + 10_000]))) for i in range(0, len(x), 10_000)])
     return x.reshape(len(x), -1)

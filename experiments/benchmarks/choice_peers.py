@@ -32,7 +32,7 @@ from numpyro.infer import TraceGraph_ELBO
 import apgrad as ap
 from experiments import discrete_vae as vae, harness
 from experiments.benchmarks import discrete_choices as toys
-from experiments.benchmarks.estimators import take_turns
+from experiments.parts.turns import take_turns
 
 PROBLEMS = ("toy, theta .5", "toy, theta .1", "quadratic, 200", "autoencoder")
 PEERS = ("REINFORCE by hand", "leave-one-out by hand, 2", "leave-one-out by hand, 4", "TraceGraph_ELBO")

@@ -29,7 +29,7 @@ from matplotlib.figure import Figure
 
 import apgrad as ap
 from experiments import harness
-from experiments.benchmarks.estimators import take_turns
+from experiments.parts.turns import take_turns
 
 PROBLEMS: dict[str, tuple[float, ...]] = {
     "toy, theta .5": (0.5,),

@@ -21,7 +21,6 @@ temporary memory (`memory_analysis().temp_size_in_bytes`, which counts what the 
 """
 
 import dataclasses
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +33,7 @@ from matplotlib.figure import Figure
 import apgrad as ap
 from experiments import harness
 from experiments.parts import chaotic_network
+from experiments.parts.turns import take_turns
 
 BETA = 2.5
 LANES = 1000
@@ -113,23 +113,6 @@ def chain(method: str, nodes: int, lanes: int = 2) -> Callable[[jax.Array, jax.A
         return tape.cost(x**2)
 
     return ap.expectation(program, lanes)
-
-
-def take_turns(functions: dict[str, Callable[[], Any]], rounds: int) -> dict[str, np.ndarray]:
-    """Seconds of each function in each round, (rounds,), after one call that does not count.
-
-    On a CPU these are the processor's seconds, so that other work on the machine does not count.
-    """
-    now = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
-    for function in functions.values():
-        jax.block_until_ready(function())
-    seconds = {name: np.empty(rounds) for name in functions}
-    for r in range(rounds):
-        for name, function in functions.items():
-            start = now()
-            jax.block_until_ready(function())
-            seconds[name][r] = now() - start
-    return seconds
 
 
 def cells(config: Config) -> list[dict[str, Any]]:

@@ -17,7 +17,6 @@ plain SGD (`jax.grad`).
 
 import dataclasses
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -33,6 +32,7 @@ from apgrad import mplp
 from apgrad.mplp.rules import _per_synapse as per_synapse
 from experiments import harness
 from experiments.mplp_published import build
+from experiments.parts.turns import take_turns
 
 PUBLISHED = {"mnist": 1.08, "sinusoid": 0.222}  # CPU seconds of a meta-step of the published code, one thread
 TASKS = {  # sizes, steps, batch, tasks of a meta-step, options of the published rule
@@ -175,7 +175,8 @@ def _plain_loss(params, batch):
 def _rows(config, programs, flops):
     square = jnp.ones((1000, 1000))
     matmul = jax.jit(lambda a: a @ a).lower(square).compile()
-    seconds = cpu_turns({"matmul": (matmul, (square,)), **programs}, config.rounds)
+    calls = {"matmul": (matmul, (square,)), **programs}
+    seconds = take_turns({n: lambda p=p, args=args: p(*args) for n, (p, args) in calls.items()}, config.rounds, 0.02)
     rate = 2e9 / seconds["matmul"]
     rows = []
     for name, (program, _) in programs.items():
@@ -193,24 +194,6 @@ def _rows(config, programs, flops):
             }
         )
     return rows
-
-
-def cpu_turns(programs: dict[str, tuple[Any, tuple]], rounds: int, at_least: float = 0.02) -> dict[str, np.ndarray]:
-    """CPU seconds of one call of each program in each round, all threads together; short ones are repeated."""
-    repeats = {}
-    for name, (program, args) in programs.items():
-        jax.block_until_ready(program(*args))
-        start = time.process_time()
-        jax.block_until_ready(program(*args))
-        repeats[name] = max(1, min(200, int(at_least / max(time.process_time() - start, 1e-6))))
-    seconds = {name: np.empty(rounds) for name in programs}
-    for r in range(rounds):
-        for name, (program, args) in programs.items():
-            start = time.process_time()
-            for _ in range(repeats[name]):
-                jax.block_until_ready(program(*args))
-            seconds[name][r] = (time.process_time() - start) / repeats[name]
-    return seconds
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:

@@ -39,7 +39,7 @@ from numpyro.infer import TraceGraph_ELBO
 import apgrad as ap
 from apgrad.testing._moments import Moments, moments_of
 from experiments import harness
-from experiments.benchmarks.estimators import take_turns
+from experiments.parts.turns import take_turns
 
 DATA = jnp.array([-1.0, 0.5, 2.0, 2.5, -0.3, 0.8, 1.1, 1.9])
 STEPS = 4

@@ -12,7 +12,6 @@ ratios.
 """
 
 import dataclasses
-import time
 from typing import Any
 
 import jax
@@ -24,6 +23,7 @@ import apgrad as ap
 from apgrad import memory as rad
 from experiments import harness
 from experiments.parts import rad_networks
+from experiments.parts.turns import take_turns
 
 RECURRENT = (
     "checkpoint blocks",
@@ -139,14 +139,8 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         loss = make(config, method)
         kept = rad.residuals(lambda *a, f=loss: f(jax.random.key(0), *a), *arguments)
         memory[method] = [int(analysis.temp_size_in_bytes), sum(r.nbytes for r in kept)]
-        jax.block_until_ready(steps[method](key, *arguments))
-    seconds: dict[str, list[float]] = {method: [] for method in steps}
-    for _ in range(config.rounds):
-        for method, step in steps.items():
-            start = time.perf_counter()
-            jax.block_until_ready(step(key, *arguments))
-            seconds[method].append(time.perf_counter() - start)
-    return {"seconds": seconds, "memory": memory}
+    seconds = take_turns({m: lambda step=step: step(key, *arguments) for m, step in steps.items()}, config.rounds)
+    return {"seconds": {m: s.tolist() for m, s in seconds.items()}, "memory": memory}
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:

@@ -1,5 +1,6 @@
-"""What the meta-training experiments share: training a rule and keeping its curve."""
+"""What the meta-training experiments share: options, training a rule that is judged along the way, its curve."""
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -14,6 +15,40 @@ from matplotlib.figure import Figure
 
 from apgrad import meta, mplp
 from experiments import harness
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(harness.Config):
+    """Options of an experiment that judges a rule along its training.
+
+    Attributes:
+      steps: outer steps, a multiple of points.
+      points: how often a rule is judged.
+      length: T, inner steps of a task.
+      segment: K, of a truncation.
+      hidden: units of the rule's networks.
+      widths: of the hidden layers of the network that learns.
+      tasks: in an outer batch.
+      rate: Adam's.
+      learning_rate: of the rule, at first.
+      judged: networks and tasks to judge by.
+    """
+
+    steps: int = 200
+    points: int = 10
+    length: int = 20
+    segment: int = 5
+    hidden: int = 20
+    widths: tuple[int, ...] = (20,)
+    tasks: int = 4
+    rate: float = 3e-3
+    learning_rate: float = 0.02
+    judged: int = 10
+
+    @property
+    def hint(self) -> dict[str, Any]:
+        """The outer loss of the thesis, for `meta.inner_problem`: the sum of the losses before each step."""
+        return {"hint": self.length, "held_out": 0.0, "hint_before": True}
 
 
 def sites(task: meta.Task) -> tuple[mplp.Site, ...]:
@@ -47,22 +82,17 @@ def train(
     seed: int,
     steps: int,
     points: int,
-    *,
-    folder: Path | None = None,
+    folder: Path,
 ) -> tuple[Any, list[float], int]:
     """The trained meta-parameters, the mean losses of `points` stretches, and how many steps were skipped.
 
-    In a folder, the training goes on where it was killed; a hundredth of it may be lost, or 50 steps.
+    The training goes on where it was killed; a hundredth of it may be lost, or 50 steps. The harness knows its code.
     """
-    losses: list[float] = []
-    log = lambda step, metrics: losses.append(metrics["loss"])
-    every = max(1, steps // points) if folder is None else max(50, steps // 100)
-    key = jax.random.key(seed)
-    done = meta.train(outer, optimizer, theta, key, steps, folder=folder, every=every, progress=False, log=log)
-    if folder is not None:
-        every_loss = np.atleast_1d(np.genfromtxt(folder / "metrics.csv", delimiter=",", names=True)["loss"])
-        losses = [float(np.mean(part)) for part in np.array_split(every_loss, min(points, len(every_loss)))]
-    return done.theta, losses, int(done.skipped)
+    key, every = jax.random.key(seed), max(50, steps // 100)
+    done = meta.train(outer, optimizer, theta, key, steps, folder=folder, version="1", every=every, progress=False)
+    losses = np.atleast_1d(np.genfromtxt(folder / "metrics.csv", delimiter=",", names=True)["loss"])
+    stretches = np.array_split(losses, min(points, len(losses)))
+    return done.theta, [float(np.mean(part)) for part in stretches], int(done.skipped)
 
 
 class Numbered(NamedTuple):
@@ -161,41 +191,56 @@ def _compiled(outer, optimizer, every):
     return begin, jax.jit(meta.outer_steps(outer, optimizer, every))
 
 
-def evaluated(
-    task: meta.Task, learner: meta.Learner, theta: Any, seed: int, runs: int, steps: int, *, prior: Any = None
-) -> np.ndarray:
-    """Held-out losses (runs, steps + 1), the same tasks for every learner."""
-    return evaluation(task, learner, seed, runs, steps)(theta, prior)
+def judged_cell(
+    name: str, config: Any, cell: harness.Cell, outer: Any, optimizer: Any, theta: Any, judge: Any, seed: int
+) -> Judged:
+    """`judged_training` of a cell, which goes on from the cell's checkpoint; the config has `steps` and `points`."""
+    checkpoint = harness.checkpoint(name, config, cell)
+    return judged_training(outer, optimizer, theta, seed, config.steps, config.points, judge, checkpoint)
 
 
-def evaluation(task: meta.Task, learner: meta.Learner, seed: int, runs: int, steps: int) -> Callable[..., np.ndarray]:
-    """`(theta, prior=None) -> held-out losses (runs, steps + 1)`, one jitted program."""
+def evaluation(
+    task: meta.Task, learner: meta.Learner, seed: int, runs: int, steps: int, measure: Any = None
+) -> Callable[..., np.ndarray]:
+    """`(theta, prior=None) -> measures (runs, steps + 1, ...)`, by default held-out losses; one jitted program.
+
+    The tasks are the same for every learner.
+    """
     keys = jax.random.split(jax.random.key(seed), runs)
 
     @jax.jit
     def run(theta, prior):
-        one = lambda key: meta.evaluate(task, learner, theta, key, steps, prior=prior)
+        one = lambda key: meta.evaluate(task, learner, theta, key, steps, measure, prior=prior)
         return jax.lax.map(one, keys, batch_size=10)
 
     return lambda theta, prior=None: np.asarray(run(theta, prior), np.float64)
 
 
+Baselines = dict[str, tuple[Callable[[float], optax.GradientTransformation], tuple[float, ...]]]
+"""Optimizers by name: what makes one at a rate, and the rates to try."""
+
+
 def tuned(
-    task: meta.Task,
-    make: Callable[[float], optax.GradientTransformation],
-    rates,
-    seed: int,
-    runs: int,
-    steps: int,
-    *,
-    by_sum: bool = False,
-) -> tuple[float, np.ndarray, dict[str, float]]:
-    """An optimizer at the best rate, by the loss at the last step or the sum of losses before steps; and the sweep."""
+    task: meta.Task, baseline: Any, seed: int, runs: int, steps: int, *, by_sum: bool = False
+) -> tuple[np.ndarray, dict[str, Any]]:
+    """Losses of an optimizer at the best rate, by the last step or by the sum of losses before steps; and the sweep."""
+    make, rates = baseline
     evaluate = evaluation(task, meta.optimizer(make, task.loss), seed, runs, steps)
     curves = {rate: evaluate(np.float32(rate)) for rate in rates}
     sweep = {str(r): float(total_loss(c) if by_sum else c[:, -1].mean()) for r, c in curves.items()}
     best = min(rates, key=lambda r: sweep[str(r)] if np.isfinite(sweep[str(r)]) else np.inf)
-    return best, curves[best], sweep
+    return curves[best], {"rate": best, "sweep": sweep}
+
+
+def example(task: meta.Task, learner: meta.Learner, theta: Any, steps: int, prior: Any = None) -> np.ndarray:
+    """How one task is learned: x, the target, and the outputs before and after each step, (steps + 3, points)."""
+
+    def seen(params, batch):
+        return jnp.stack([*(v[:, 0] for v in batch), task.network.predict(params, batch[0])[:, 0]])
+
+    run = jax.jit(lambda theta, prior: meta.evaluate(task, learner, theta, jax.random.key(2), steps, seen, prior=prior))
+    found = np.asarray(run(theta, prior))
+    return np.concatenate([found[0, :2], found[:, 2]])
 
 
 def total_loss(curves: np.ndarray) -> float:

@@ -85,6 +85,7 @@ def stored(folder):
 
 
 class TestHarness:
+    @pytest.mark.long
     def test_a_killed_run_goes_on_and_ends_the_same(self, toy, tmp_path):
         whole = run(toy, tmp_path / "whole")
         program = tmp_path / "toy.py"
@@ -136,6 +137,57 @@ class TestHarness:
         (tmp_path / "cells" / "run").unlink()
         with pytest.raises(SystemExit, match="choose another folder"):
             run(toy, tmp_path)
+
+    def test_cells_of_other_code_are_mixed_in_only_if_told_so(self, toy, tmp_path, monkeypatch):
+        whole = run(toy, tmp_path)
+        monkeypatch.setattr(harness, "_code", lambda experiment: "changed")
+        assert run(toy, tmp_path) == whole  # nothing is left to measure, so nothing is mixed
+        monkeypatch.setattr(harness, "_code", lambda experiment: "changed again")
+        (tmp_path / "cells" / "i=4.json").unlink()
+        with pytest.raises(SystemExit, match=r"begun by other code, which measured i=0.json; .*--mix"):
+            run(toy, tmp_path)
+        assert run(toy, tmp_path, "--mix") == whole
+        (tmp_path / "cells" / "i=4.json").rename(tmp_path / "cells" / "i=4.npz")  # a cell that is under way
+        assert run(toy, tmp_path) == whole
+
+    def test_one_process_at_a_time_measures_in_a_folder(self, toy, tmp_path):
+        """A second one would delete the first one's temporary files."""
+        measure = toy.measure
+
+        def second(config, cell, seed):
+            temporary = tmp_path / "cells" / ".i=0.json.x"
+            temporary.touch()
+            with pytest.raises(SystemExit, match=f"another process measures in .*process {os.getpid()}"):
+                harness.main(types.SimpleNamespace(**vars(toy) | {"measure": measure}), ["--out", str(tmp_path)])
+            assert temporary.exists()
+            return measure(config, cell, seed)
+
+        toy.measure = second
+        run(toy, tmp_path)
+        assert not [path for path in (tmp_path / "cells").glob(".*") if path.name != ".lock"]
+
+    def test_numpy_values_are_written_and_nothing_measured_is_lost(self, toy, tmp_path):
+        measure = toy.measure
+        found = {"n": np.int64(3), "x": jax.numpy.ones(2), np.int64(4): np.bool_(True)}
+        toy.measure = lambda config, cell, seed: measure(config, cell, seed) | found
+        run(toy, tmp_path / "arrays", "--cells", "1")
+        result = json.loads((tmp_path / "arrays" / "cells" / "i=0.json").read_text())["result"]
+        assert (result["n"], result["x"], result["4"]) == (3, [1.0, 1.0], True)
+        toy.measure = lambda config, cell, seed: measure(config, cell, seed) | {"z": [1j]}
+        with pytest.warns(UserWarning, match=r"nothing for i=0.result.z, a complex"):
+            run(toy, tmp_path / "complex", "--cells", "1")
+        toy.report = lambda config, records: harness.Report({"n": np.float32(2)}, [{"a": 1}], "", toy.Figure())
+        toy.measure = measure
+        assert run(toy, tmp_path / "report")["n"] == 2
+
+    def test_a_finished_run_is_reported_on(self, toy, tmp_path):
+        with pytest.raises(SystemExit, match="no finished cells"):
+            run(toy, tmp_path, "--only-report")
+        whole = run(toy, tmp_path)
+        assert run(toy, tmp_path, "--only-report") == whole
+        (tmp_path / "cells" / "i=4.json").unlink()
+        with pytest.raises(SystemExit, match="reports on all cells only"):
+            run(toy, tmp_path, "--only-report")
 
     def test_presets_and_overrides(self, toy, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)

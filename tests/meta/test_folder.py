@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import gc
 import io
 import os
 import shutil
@@ -17,8 +18,9 @@ import pytest
 from flax import nnx
 
 from apgrad import meta, mplp
-from apgrad.meta._folder import RunFolder
+from apgrad._ground.files import locked
 from apgrad.meta._identity import identity
+from tests import devices
 
 ROOT = Path(__file__).parent.parent.parent
 SCALE = 2.0
@@ -71,7 +73,7 @@ def test_a_global_value_and_the_code_of_your_functions_count(run, monkeypatch):
     monkeypatch.setitem(globals(), "SCALE", 3.0)
     with pytest.raises(ValueError, match=r"global SCALE: 2\.0 there, 3\.0 here"):
         trained(run, 6)
-    one, two = (identity(f=f)["f"].split()[1] for f in (lambda x: x + 1.0, lambda x: x + 2.0))
+    one, two = (identity(None, f=f).parts["f"].split()[1] for f in (lambda x: x + 1.0, lambda x: x + 2.0))
     assert one != two
 
 
@@ -82,10 +84,100 @@ def test_the_same_run_goes_on(run):
     assert int(trained(run, 8, weight=3.0).step) == 8
 
 
-def test_a_damaged_identity_says_what_to_do(run):
-    (run / "run.json").write_text('{"key": ')
+@pytest.mark.parametrize("text", ['{"key": ', "[1]", '"run"', '{"key": 1}', "null", ""])
+def test_a_damaged_identity_says_what_to_do(run, text):
+    (run / "run.json").write_text(text)
     with pytest.raises(ValueError, match=r"run\.json is damaged.*Delete"):
         trained(run, 6)
+
+
+class Rate:
+    """Your class, whose methods, properties and constants a run may use."""
+
+    scale = 0.1
+
+    def __call__(self, theta):
+        return theta * self.scale
+
+
+def imports(theta):
+    import tests.devices
+
+    return tests.devices
+
+
+def uses_a_class(theta):
+    return Rate.scale
+
+
+def uses_a_module(theta):
+    return devices.run
+
+
+@jax.tree_util.register_pytree_node_class
+class Theta(Rate):
+    def tree_flatten(self):
+        return (jnp.ones(2),), None
+
+    @classmethod
+    def tree_unflatten(cls, _, children):
+        return cls()
+
+
+UNSEEN = {
+    "an object that is called": (Rate(), "the class Rate"),
+    "a method": (Rate().__call__, "the class Rate"),
+    "a class": (uses_a_class, "the class Rate"),
+    "a module": (uses_a_module, "the module tests.devices"),
+    "an import": (imports, "the module tests.devices"),
+    "a partial": (functools.partial(jax.jit(uses_a_module), 2), "the module tests.devices"),
+    "theta's own class": (Theta(), "the class Theta"),
+}
+
+
+@pytest.mark.parametrize("what", UNSEEN)
+def test_classes_and_modules_of_yours_whose_code_is_not_compared_are_named(what):
+    value, name = UNSEEN[what]
+    assert name in identity(None, outer=[value]).unseen
+    assert not identity(None, outer=[jax.nn.relu, optax.sgd(0.1), np.sum, np.float32(1), mplp.Exact(0.1)]).unseen
+
+
+def test_a_version_stands_for_the_code(tmp_path):
+    """Without a version the start names what it does not compare; another version is another run."""
+    rate = Rate()
+    made = meta.OuterGradient(lambda theta, key: (), lambda theta, key, carry: (rate(theta), theta, carry))
+    start = lambda **options: meta.train(
+        made, optax.sgd(0.1), jnp.float32(1.0), jax.random.key(0), 1, progress=False, **options
+    )
+    with pytest.warns(UserWarning, match=r"no code of the class Rate: .*version="):
+        start(folder=tmp_path / "unversioned")
+    start(folder=tmp_path / "run", version=1)
+    start(folder=tmp_path / "run", version=1)
+    with pytest.raises(ValueError, match="version: 1 there, 2 here"):
+        start(folder=tmp_path / "run", version=2)
+    one, two = (identity("1", f=f).parts for f in (lambda x: x + 1.0, lambda x: x + 2.0))
+    assert one == two
+
+
+def test_checkpoints_hold_every_leaf(tmp_path):
+    """Names that join to the same, arrays of size 0, small types: all come back."""
+    tree = {"a.b": jnp.ones(1), "a": {"b": jnp.full(1, 2.0), "": jnp.zeros(1)}, "a\\": {"b": jnp.full(1, 3.0)}}
+    tree |= {"none": jnp.zeros((0, 3)), "value": jnp.ones((), bool), "half": jnp.ones(2, jnp.bfloat16)}
+    like = jax.tree.map(jnp.zeros_like, tree)
+    with meta.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(1, tree)
+        assert same(checkpoints.restore(1, like), tree)
+        assert jax.tree.map(jnp.shape, checkpoints.restore(1, like)) == jax.tree.map(jnp.shape, tree)
+        with pytest.raises(ValueError, match=r"none: float32\(0, 3\) there, float32\(0, 2\) wanted"):
+            checkpoints.restore(1, like | {"none": jnp.zeros((0, 2))})
+
+
+@pytest.mark.parametrize("step", [10, 5])
+def test_a_checkpoint_is_not_written_twice(tmp_path, step):
+    with meta.Checkpoints(tmp_path) as checkpoints:
+        checkpoints.save(10, {"x": jnp.ones(1)})
+        with pytest.raises(ValueError, match=f"has a checkpoint of step 10, and steps grow: got step={step}"):
+            checkpoints.save(step, {"x": jnp.zeros(1)})
 
 
 IDENTITY = """
@@ -101,11 +193,12 @@ rule = mplp.Separable(mplp.sites(task.network, task.prior(jax.random.key(2)), ba
 problem = meta.inner_problem(task, meta.message_passing(task.network), 4)
 member = lambda x: x in {"a", "b", "c", "d"}
 optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(optax.cosine_decay_schedule(0.1, 10)))
-print(json.dumps(identity(key=jax.random.key(0), theta=rule, optimizer=optimizer, estimator=meta.clipped(
+print(json.dumps(identity(None, key=jax.random.key(0), theta=rule, optimizer=optimizer, estimator=meta.clipped(
     meta.reverse_mode(problem)), sets=[{"x", "y", "z"}, member])))
 """
 
 
+@pytest.mark.long
 def test_the_identity_is_the_same_in_every_process():
     """In this process and in another one, with other hashes."""
     here = io.StringIO()
@@ -126,11 +219,11 @@ def test_every_array_and_option_of_a_start_counts():
     rule = make()
     leaves, tree = jax.tree.flatten(rule)
     leaves = [np.asarray(leaf) for leaf in leaves]
-    same = identity(theta=tree.unflatten(leaves))
+    same = identity("", theta=tree.unflatten(leaves))
     for i in range(0, len(leaves), 12):
         changed = [x + np.float32(1e-3) if j == i else x for j, x in enumerate(leaves)]
-        assert identity(theta=tree.unflatten(changed)) != same
-    assert identity(theta=make(normalize=True)) != identity(theta=make())
+        assert identity("", theta=tree.unflatten(changed)) != same
+    assert identity("", theta=make(normalize=True)) != identity("", theta=make())
 
 
 def test_two_runs_in_a_folder_are_refused_and_a_lock_ends_with_its_run(tmp_path):
@@ -142,21 +235,24 @@ def test_two_runs_in_a_folder_are_refused_and_a_lock_ends_with_its_run(tmp_path)
     assert int(trained(tmp_path, 4).step) == 4
 
 
+@pytest.mark.long
 def test_a_killed_process_leaves_no_lock(tmp_path):
-    hold = f"from apgrad.meta._folder import RunFolder; r = RunFolder({str(tmp_path)!r}); print(1, flush=True); input()"
+    hold = "import sys, pathlib; from apgrad._ground.files import locked\n"
+    hold += "with locked(pathlib.Path(sys.argv[1]), ''): print(1, flush=True); input()"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
     with subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", hold],
+        [sys.executable, "-W", "ignore", "-c", hold, str(tmp_path / ".lock")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,
     ) as process:
         assert process.stdout.readline()
         with pytest.raises(ValueError, match=f"another run trains in .*process {process.pid}"):
-            RunFolder(tmp_path)
+            trained(tmp_path)
         process.kill()
         process.wait()
-    RunFolder(tmp_path).close()
+    with locked(tmp_path / ".lock", "free"):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -215,6 +311,7 @@ def test_a_damaged_checkpoint_is_named_or_does_no_harm(run, begun, how):
             refused += 1
         path.write_bytes(data)
     assert refused >= 2
+    gc.collect()
 
 
 def same(a, b):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import apgrad as ap
 from apgrad import meta, mplp
@@ -157,32 +158,84 @@ def test_clipping_bounds_each_task_and_leaves_small_gradients():
     def init(theta, key):
         return jax.random.key_data(key)[-1] == jax.random.key_data(jax.random.split(jax.random.key(0), 2)[0])[-1]
 
-    both = meta.batched(meta.clipped(meta.OuterGradient(init, estimate)), 2)
-    carry = both.init(None, jax.random.key(0))
+    both, theta = meta.batched(meta.clipped(meta.OuterGradient(init, estimate)), 2), {"a": 0.0, "b": 0.0}
+    carry = both.init(theta, jax.random.key(0))
     assert sorted(carry.tolist()) == [False, True]
-    loss, gradient, _ = both.estimate(None, jax.random.key(1), carry)
+    loss, gradient, _ = both.estimate(theta, jax.random.key(1), carry)
     np.testing.assert_allclose(
         [loss, gradient["a"], gradient["b"]], [0.505, (0.6 + 0.03) / 2, (0.8 + 0.04) / 2], rtol=1e-6
     )
 
 
+@pytest.mark.parametrize("dtype, size", [("float32", 5e19), ("float32", 3e38), ("float16", 3e4), ("bfloat16", 1e38)])
+def test_a_norm_that_overflows_clips_and_normalizes_all_the_same(dtype, size):
+    """Gradients of (3, 4) / 4 times the size, a part of which is in float32."""
+    gradient = {"a": jnp.asarray([0.75 * size, 0.0], dtype), "b": jnp.float32(size)}
+    outer = meta.clipped(meta.OuterGradient(lambda th, key: (), lambda th, key, carry: (0.0, gradient, carry)))
+    _, clipped, _ = outer(gradient, jax.random.key(0))
+    assert jax.tree.map(jnp.result_type, clipped) == jax.tree.map(jnp.result_type, gradient)
+    np.testing.assert_allclose(np.float32([clipped["a"][0], clipped["b"]]), [0.6, 0.8], rtol=1e-2)
+    normalized, _ = meta.normalize_tensors().update(gradient, None)
+    np.testing.assert_allclose(np.float32([normalized["a"][0], normalized["b"]]), [1.0, 1.0], rtol=1e-2)
+
+
+ALL = {
+    "reverse_mode": meta.reverse_mode,
+    "truncated": lambda p: meta.truncated(p, 1),
+    "forward_mode": meta.forward_mode,
+    "evolution": meta.evolution,
+    "truncated_evolution": lambda p: meta.truncated_evolution(p, 1),
+    "persistent_evolution": lambda p: meta.persistent_evolution(p, 1),
+    "single_evolution": lambda p: meta.single_evolution(p, 1),
+    "perturbed": lambda p: meta.perturbed(p, unrolls=2),
+}
+LINE = meta.Problem(lambda th, key: jnp.zeros(()), lambda th, s: (s, th * 3), lambda th, s: 0 * th, 2)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_losses_that_are_no_scalars_and_theta_that_is_no_number_are_refused(name):
+    refused = [
+        (r"the loss of a step is a real scalar, got float32\(3,\)", LINE, jnp.ones(3)),
+        ("the final loss is a real scalar, got complex64", LINE._replace(final=jax.lax.complex), jnp.ones(())),
+        (r"theta\['n'\] is int32.*nnx.Variable", LINE, {"x": 1.0, "n": jnp.ones((), int)}),
+        (r"theta\['n'\] is int\b", LINE, {"x": 1.0, "n": 1}),
+        (r"theta\['n'\] is str", LINE, {"x": 1.0, "n": "relu"}),
+    ]
+    for message, problem, theta in refused:
+        with pytest.raises(TypeError, match=message):
+            jax.eval_shape(lambda key, p=problem, theta=theta: ALL[name](p)(theta, key), jax.random.key(0))
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_fixed_integer_is_no_part_of_what_is_trained(name):
+    problem = LINE._replace(step=lambda th, s: (s, th["rate"] * th["n"][...].astype(jnp.float32)))
+    problem = problem._replace(final=lambda th, s: 0 * th["rate"])
+    theta = {"rate": jnp.float32(1.0), "n": nnx.Variable(jnp.ones((), int))}
+    _, gradient, _ = jax.eval_shape(lambda theta, key: ALL[name](problem)(theta, key), theta, jax.random.key(0))
+    assert jax.tree.structure(gradient) == jax.tree.structure(theta)
+
+
 @pytest.mark.parametrize(
-    "make, message",
-    [
-        (lambda: meta.truncated(quadratic(), 4)(jnp.float32(1.0), jax.random.key(0)), "K=4, T=6"),
-        (lambda: meta.evolution(quadratic(), sigma=0.0), "sigma=0.0"),
-        (lambda: meta.batched(meta.reverse_mode(quadratic()), 0), "at least 1, got count=0"),
-        (lambda: meta.average([], None), "positive sum"),
-        (
-            lambda: meta.clipped(meta.reverse_mode(quadratic()), 0.0),
-            "max_norm must be a finite number above 0, got max_norm=0.0",
-        ),
-        (lambda: meta.perturbed(quadratic(), sigma=-1.0), "sigma must be a finite number above 0, got sigma=-1.0"),
-    ],
+    "wrap", [lambda o: o, meta.clipped, lambda o: meta.average([o, o]), lambda o: meta.batched(o, 2)]
 )
-def test_what_makes_no_sense_is_refused(make, message):
-    with pytest.raises(ValueError, match=message):
-        make()
+def test_a_gradient_of_another_form_than_theta_is_refused(wrap):
+    for gradient in (jnp.ones(1), jnp.ones(()), (jnp.ones(3),)):
+        made = meta.OuterGradient(lambda th, key: (), lambda th, key, carry, g=gradient: (jnp.sum(th), g, carry))
+        with pytest.raises(TypeError, match=r"has theta's structure and shapes: theta has \(3,\), .*returned"):
+            wrap(made)(jnp.ones(3), jax.random.key(0))
+    made = meta.OuterGradient(lambda theta, key: (), lambda theta, key, carry: (theta, theta, carry))
+    with pytest.raises(TypeError, match=r"the loss of an outer gradient is a real scalar, got float32\(3,\)"):
+        wrap(made)(jnp.ones(3), jax.random.key(0))
+
+
+def test_noise_is_added_to_floating_point_numbers_alone():
+    """A counter in the state would become a float with noise."""
+    step = lambda theta, s: ({"x": theta * s["x"], "n": s["n"] + 1}, s["x"] ** 2)
+    problem = meta.Problem(lambda th, key: {"x": jnp.ones(()), "n": 0}, step, lambda th, s: s["x"] ** 2, 2)
+    with pytest.raises(TypeError, match=r"the state\['n'\] is int32. Say by the problem's `perturb`"):
+        meta.perturbed(problem)(jnp.float32(1.0), jax.random.key(0))
+    part = (lambda s: s["x"], lambda s, x: s | {"x": x})
+    meta.perturbed(problem._replace(perturb=part), unrolls=2)(jnp.float32(1.0), jax.random.key(0))
 
 
 def test_forward_mode_differentiates_message_passing():

@@ -72,6 +72,7 @@ def whole(tmp_path_factory):
     return folder, bits
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kill, after", [(signal.SIGINT, 0.01), (signal.SIGKILL, 0.01), (signal.SIGKILL, 0.1)])
 def test_a_killed_run_ends_with_the_same_bits(tmp_path, whole, kill, after):
     folder, bits = whole
@@ -99,27 +100,49 @@ def test_steps_that_are_not_finite_are_skipped_and_counted():
     assert done.theta == -(20 - int(done.skipped))
 
 
-def test_a_run_with_nothing_finite_is_an_error():
-    problem = problem_of(lambda theta, s: theta * jnp.nan)
-    with pytest.raises(FloatingPointError, match="no outer step from 0 to 5"):
-        meta.train(
-            meta.reverse_mode(problem),
-            optax.sgd(1.0),
-            jnp.float32(0.0),
-            jax.random.key(0),
-            5,
-            every=5,
-            progress=False,
-        )
+def parabola(theta, key, carry):
+    return jnp.sum((theta - 1.0) ** 2), 2 * (theta - 1.0), carry
 
 
-def test_a_checkpoint_of_another_run_is_refused(tmp_path):
-    problem = problem_of(lambda theta, s: jnp.sum(theta**2))
-    problem = problem._replace(final=lambda theta, s: jnp.zeros(()))
-    args = (meta.reverse_mode(problem), optax.sgd(0.1))
-    meta.train(*args, jnp.ones(2), jax.random.key(0), 2, folder=tmp_path, every=2, progress=False)
-    with pytest.raises(ValueError, match="theta"):
-        meta.train(*args, jnp.ones(3), jax.random.key(0), 4, folder=tmp_path, every=2, progress=False)
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.chain(optax.sgd(0.1), optax.contrib.reduce_on_plateau(patience=1, factor=0.5)),
+        optax.polyak_sgd(f_min=0.0),
+        optax.lbfgs(0.2, linesearch=None),
+        optax.contrib.schedule_free_sgd(0.2),
+    ],
+)
+def test_optimizers_that_need_the_loss_get_it(optimizer):
+    outer = meta.OuterGradient(lambda theta, key: (), parabola)
+    with jax.numpy_dtype_promotion("standard"):  # optax's need it
+        done = meta.train(outer, optimizer, jnp.zeros(2), jax.random.key(0), 20, every=20, progress=False)
+    assert int(done.skipped) == 0 and float(parabola(done.theta, None, None)[0]) < 0.2
+
+
+@pytest.mark.parametrize("optimizer", [optax.lookahead(optax.sgd(0.1), 2, 0.5), optax.lbfgs()])
+def test_optimizers_that_need_more_are_refused(optimizer):
+    outer = meta.OuterGradient(lambda theta, key: (), parabola)
+    with jax.numpy_dtype_promotion("standard"), pytest.raises(TypeError, match=r"takes something else: .*lookahead"):
+        meta.train(outer, optimizer, jnp.zeros(2), jax.random.key(0), 2, progress=False)
+
+
+def test_an_inner_optimizer_gets_the_loss_and_its_function():
+    """A line search on a quadratic loss finds the minimum in a step, where gradient descent does not."""
+    make = lambda theta: optax.lbfgs(linesearch=optax.scale_by_backtracking_linesearch(20))
+    learner = meta.optimizer(make, lambda params, batch: jnp.sum((params - batch) ** 2))
+    with jax.numpy_dtype_promotion("standard"):
+        state = learner.init(None, jnp.zeros(2), jnp.ones(2))
+        params, state = jax.jit(learner.step)(None, jnp.zeros(2), state, jnp.ones(2))
+        params, state = jax.jit(learner.step)(None, params, state, jnp.ones(2))
+    assert jnp.allclose(params, 1.0, atol=1e-3)
+
+
+@pytest.mark.parametrize("theta", [jnp.arange(2), {"n": "relu"}, 1, jnp.ones(2, bool), jnp.ones(2, complex)])
+def test_theta_is_of_floating_point_numbers(theta):
+    outer = meta.OuterGradient(lambda theta, key: (), parabola)
+    with pytest.raises(TypeError, match="what is meta-trained are floating-point numbers, but theta"):
+        meta.train(outer, optax.sgd(0.1), theta, jax.random.key(0), 2, progress=False)
 
 
 SHARDED = """
@@ -140,6 +163,7 @@ print("agree on", jax.device_count(), "devices,", jax.process_count(), "processe
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("count", "processes"), [(8, 1), (4, 2)])
 def test_many_devices_agree_with_one(count, processes):
     agreed = f"agree on {count} devices, {processes} processes"
