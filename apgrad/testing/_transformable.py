@@ -52,8 +52,19 @@ def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float =
         "vmap": batched,
         "while_loop": lambda *args: (looped(*args), expected[1]),
     }
-    for name, variant in variants.items():
-        got = jax.jit(variant)(*args)
+
+    def each(*args):
+        found = {}
+        for name, variant in variants.items():
+            try:
+                found[name] = variant(*args)
+            except Exception as error:
+                error.add_note(f"under {name}")
+                raise
+        return found
+
+    # One program for all, since compiling is what takes long.
+    for name, got in jax.jit(each)(*args).items():
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(
                 np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=rtol, atol=atol, err_msg=f"under {name}"

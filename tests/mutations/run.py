@@ -7,7 +7,7 @@
 A mutation is caught where pytest fails on it: first in the test files that it names, then, file by file, in the rest of
 its wing's tests and in the contract. What passes them all is missed. Results are written after each mutation, and a
 mutation that has a row for the same `--label` is left out, so that an interrupted run goes on where it was. `--first`
-tries the named files alone, and leaves what they miss to a run without it.
+tries the named files alone; delete the rows of what they miss, and run it without.
 """
 
 import argparse
@@ -34,6 +34,7 @@ def main():
     parser.add_argument("--label", default="whole suite", help="what the run is called in the results")
     parser.add_argument("--with", dest="prefix", default="", help="a command that runs pytest's command")
     parser.add_argument("--first", action="store_true")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="after these no other mutation is begun")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("pytest", nargs="*", help="further arguments of pytest, after --")
     options = parser.parse_args()
@@ -52,11 +53,12 @@ def run(options, mutations):
     if options.results.exists():
         with options.results.open(newline="") as file:
             done = {(row["label"], row["file"], row["name"]) for row in csv.DictReader(file)}
+    start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder).resolve() / "tree"
         shutil.copytree(options.tree, copy, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", "build"))
         for m in mutations:
-            if (options.label, m["file"], m["name"]) in done:
+            if (options.label, m["file"], m["name"]) in done or time.monotonic() - start > options.seconds:
                 continue
             source, path = text(copy, m), copy / "apgrad" / m["file"]
             path.write_text(source.replace(m["old"], m["new"]))
@@ -66,7 +68,7 @@ def run(options, mutations):
             seconds = time.monotonic() - begin
             path.write_text(source)
             if options.first and result == "missed":
-                continue
+                result = "missed by the first"
             row = (options.label, m["file"], m["name"], result, by, f"{seconds:.0f}")
             print(*row, sep=" | ", flush=True)
             new = not options.results.exists()
