@@ -12,6 +12,7 @@ tries the named files alone; delete the rows of what they miss, and run it witho
 
 import argparse
 import csv
+import itertools
 import os
 import re
 import shutil
@@ -44,8 +45,17 @@ def main():
         print(f"NOT FOUND ONCE: {m['name']} (apgrad/{m['file']}): {m['old']}", file=sys.stderr)
     if not options.check:
         chosen = [m for m in mutations if m not in stale and re.search(options.only, f"{m['name']} {m['file']}")]
-        run(options, chosen)
+        run(options, alternating(chosen))
     sys.exit(bool(stale))
+
+
+def alternating(mutations):
+    """One of each wing, then another one of each, so that a part of a run says something of all of them."""
+    wings = {}
+    for m in mutations:
+        wings.setdefault(m["file"].split("/")[0], []).append(m)
+    rounds = itertools.zip_longest(*wings.values())
+    return [m for each in rounds for m in each if m]
 
 
 def run(options, mutations):
