@@ -175,9 +175,8 @@ def test_closures_get_the_gradient_of_arguments(row):
     def closed(tape, theta):
         return rollout(row, lambda _, x: step(theta, x))(tape, jnp.float32(0.7))
 
-    got, expected = (
-        jax.jit(jax.grad(ap.expectation(p, 6), argnums=1))(KEY, jnp.float32(0.7)) for p in (closed, rollout(row, step))
-    )
+    gradients = [jax.grad(ap.expectation(p, 6), argnums=1) for p in (closed, rollout(row, step))]
+    got, expected = jax.jit(lambda theta: [gradient(KEY, theta) for gradient in gradients])(jnp.float32(0.7))
     np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-6)
 
 
@@ -214,9 +213,9 @@ def test_the_second_derivative_is_right_or_refused(row):
     second = jax.grad(jax.grad(objective, argnums=1), argnums=1)
     if row.second == "refused":
         with pytest.raises(TypeError, match=r"no second derivative.*(Use|use)"):
-            second(KEY, 0.7)
+            jax.eval_shape(second, KEY, 0.7)
         with pytest.raises(TypeError, match="no second derivative"):
-            jax.hessian(objective, argnums=1)(KEY, 0.7)
+            jax.eval_shape(jax.hessian(objective, argnums=1), KEY, 0.7)
     else:
         ap.testing.assert_unbiased(lambda key: second(key, 0.7), 2.0, KEY, 500)
 
@@ -241,22 +240,25 @@ def test_discrete_choices_or_a_clear_error(row):
 
 
 @pytest.mark.parametrize("name", ["total_propagation", "total_propagation, no baseline", "total_propagation, learned"])
-@pytest.mark.parametrize("inner", ["scan", "remat", "jit"])
-def test_adaptive_weighs_the_same_programs(name, inner):
+def test_adaptive_weighs_the_same_programs(name):
     # The gradient of a program with one visit a step is unbiased from the first state on, in every transformation.
     node = ap.stochastic(ESTIMATORS[name].estimator)(lambda theta, x: dist.Normal(theta * x, 0.3))
-    wrap = {"scan": lambda f: f, "remat": jax.checkpoint, "jit": jax.jit}[inner]
+    theta = jnp.float32(0.7)
 
-    def program(tape, theta):
-        body = wrap(lambda tape, x: node(tape, theta, x))
-        (tape, x), _ = jax.lax.scan(lambda carry, _: (body(*carry), None), (tape, jnp.ones(tape.lanes)), length=2)
-        return tape.cost(x**2)
+    def by(wrap):
+        def program(tape, theta):
+            body = wrap(lambda tape, x: node(tape, theta, x))
+            (tape, x), _ = jax.lax.scan(lambda carry, _: (body(*carry), None), (tape, jnp.ones(tape.lanes)), length=2)
+            return tape.cost(x**2)
 
-    objective, theta = ap.adaptive(program, lanes=10), jnp.float32(0.7)
-    state = objective.init(KEY, theta)
+        return ap.adaptive(program, lanes=10)
+
+    ways = {"scan": by(lambda f: f), "remat": by(jax.checkpoint), "jit": by(jax.jit)}
+    states = jax.jit(lambda: {name: way.init(KEY, theta) for name, way in ways.items()})()
+    exact = 4 * 0.7**3 + 2 * 0.7 * 0.09
     ap.testing.assert_unbiased(
-        lambda key: objective.value_and_grad(key, state, theta)[1],
-        4 * 0.7**3 + 2 * 0.7 * 0.09,
+        lambda key: {name: way.value_and_grad(key, states[name], theta)[1] for name, way in ways.items()},
+        dict.fromkeys(ways, exact),
         jax.random.key(1),
         2_000,
     )
@@ -270,9 +272,10 @@ def test_one_step_of_a_gaussian_is_unbiased(row):
     ap.testing.assert_unbiased(lambda key: gradient(key, 0.7), 2 * 0.7 + 1, KEY, 200)
 
 
-@rows
-def test_lanes_sharded_over_devices_give_the_same_numbers(row):
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in ALIKE])
+def test_lanes_sharded_over_devices_give_the_same_numbers(name):
     # Global-view sharding: statistics over all lanes are JAX's business.
+    row = ESTIMATORS[name]
     lanes = jax.NamedSharding(jax.make_mesh((2,), ("lanes",), axis_types=(jax.sharding.AxisType.Auto,)), jax.P("lanes"))
 
     def program(tape, theta, sharded):
