@@ -309,6 +309,7 @@ def tiny_run(experiment, folder, *options):
 class TestExperiments:
     OPTIONS = ("--horizons", "4", "--betas", "1.5", "2.5", "--estimates", "8", "--lanes", "50", "--resamples", "50")
 
+    @pytest.mark.long
     def test_chaos(self, tmp_path, capsys):
         results = tiny_run(chaos, tmp_path, *self.OPTIONS)
         assert len(results["rows"]) == 2 * 4
@@ -339,6 +340,7 @@ class TestExperiments:
         assert "6 estimates not finite" in report.table
         assert "variance_ratio_TP_H4_beta1.5" not in report.figures
 
+    @pytest.mark.long
     def test_total_propagation(self, tmp_path, capsys):
         options = ("--horizons", "4", "--betas", "2.5", "--estimates", "8", "--lanes", "50", "--resamples", "50")
         options += ("--bias-points", "4", "10", "20", "--parameters", "5")
@@ -371,6 +373,7 @@ class TestExperiments:
             u = chaotic_network.transition(np.array(u), 1.0)
         assert rows[0]["lyapunov"] == pytest.approx(np.log(abs(chaotic_network.transition_slope(u, 1.0))), abs=1e-6)
 
+    @pytest.mark.long
     def test_lorenz_control(self, tmp_path):
         options = ("--horizons", "3", "--rhos", "10", "28", "--estimates", "8", "--lanes", "20", "--resamples", "50")
         results = tiny_run(lorenz_control, tmp_path, *options)
@@ -419,6 +422,7 @@ class TestExperiments:
         with pytest.raises(SystemExit):
             harness.main(second_derivatives, ["--graphs", "three nodes"])
 
+    @pytest.mark.long
     def test_benchmark_of_the_estimators(self, tmp_path, monkeypatch):
         monkeypatch.setattr(benchmark, "ROLLOUT_METHODS", ("RP", "TP", "decoupled-CF"))
         monkeypatch.setattr(benchmark, "POLICIES", {41: ((3, 8, 1), 2)})

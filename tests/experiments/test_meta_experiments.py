@@ -71,6 +71,7 @@ def test_all_but_reverse_mode_has_deviations():
     assert without == {"reverse mode", "truncated, K = 10"}
 
 
+@pytest.mark.long
 def test_outer_training(tmp_path, promotion):
     options = ("--rule", "reverse mode", "--balanced", "PES, K = 10", "--points", "2", "--pace", "0.1")
     sizes = ("--length", "10", "--tasks", "2", "--judged", "2", "--chains", "4")
@@ -97,6 +98,7 @@ def test_the_rule_from_a_random_start_has_the_published_places_and_fitted_standa
     assert np.max(np.concatenate(scales)) > 30
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("objective", "expected"), [("published", 0.7 * 10 + 0.3 * 5 * 10), ("held-out", 0.3 * 10 + 0.7 * 64)]
 )
@@ -187,6 +189,7 @@ def test_message_size_and_sharing(monkeypatch, tmp_path):
         mplp_sinusoid.Config(sharing=("some",))
 
 
+@pytest.mark.long
 def test_functions_of_a_rule_with_messages_of_one_number(tmp_path, monkeypatch, promotion):
     monkeypatch.setattr(meta_curves, "judged_training", untrained)
     options = ("--steps", "2", "--points", "1", "--length", "4", "--segment", "2", "--hidden", "3", "--tasks", "1")
@@ -223,6 +226,7 @@ def test_dynamics_on_some_of_the_cells(tmp_path, monkeypatch, promotion):
     assert len(results["rows"]) == 1
 
 
+@pytest.mark.long
 def test_prior_and_rule_together(tmp_path, monkeypatch, promotion):
     monkeypatch.setattr(mplp_maml, "cells", lambda config: [{"method": "MAML"}, {"method": "published"}])
     monkeypatch.delenv("APGRAD_DATA", raising=False)

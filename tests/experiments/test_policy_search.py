@@ -76,6 +76,7 @@ def test_short_horizons_stop_the_gradient():
         assert all(np.allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-6) for a, b in pairs) == equal
 
 
+@pytest.mark.long
 def test_policy_search(tmp_path, monkeypatch):
     methods = {name: policy_search.METHODS[name] for name in ("RP", "TP adaptive")}
     monkeypatch.setattr(policy_search, "METHODS", methods)

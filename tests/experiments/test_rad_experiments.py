@@ -63,6 +63,7 @@ def test_starts_and_pixels_are_those_of_the_papers_code():
     np.testing.assert_allclose(np.ravel(rad_networks.standardized(images)), [-0.42421, 2.82149], rtol=1e-5)
 
 
+@pytest.mark.long
 def test_noise(run):
     options = ("--data", "digits", "--training-steps", "0", "--draws", "30", "--batch", "32", "--smaller", "8")
     rows = run(rad_noise, *options)
@@ -76,12 +77,14 @@ def test_noise(run):
         assert abs(small["squared_error"] - 4 * large["squared_error"]) < 4 * error
 
 
+@pytest.mark.long
 def test_training(run):
     options = ("--data", "digits", "--methods", "baseline", "rounding 4", "--steps", "40", "--evaluations", "1")
     rows = run(rad_training, *options, "--seeds", "1", "--pairs", "0")
     assert all(row["test_accuracy"] > 0.5 for row in rows)
 
 
+@pytest.mark.long
 def test_training_searches_and_says_what_data_it_had(tmp_path, monkeypatch):
     """The chosen pair is the finalist that validates best, and runs have it; digits are said to be no MNIST."""
     monkeypatch.delenv("APGRAD_DATA", raising=False)
@@ -154,6 +157,7 @@ def test_pde_is_the_equation():
         np.testing.assert_allclose(found[1], gradient, rtol=1e-4, atol=1e-5 * np.abs(gradient).max())
 
 
+@pytest.mark.long
 def test_a_killed_pde_cell_goes_on(tmp_path, monkeypatch):
     """Killed within a cell, it ends with the figures of a run that was not."""
     options = ["--time", "0.001953125", "--fractions", "0.1", "--iterations", "50", "--draws", "2"]
@@ -202,6 +206,7 @@ def test_a_partial_run_says_so(tmp_path):
         harness.main(rad_pde, ["--out", str(tmp_path / "none"), "--only-report"])
 
 
+@pytest.mark.long
 def test_benchmark(run):
     options = ("--layers", "2", "--width", "64", "--batch", "32", "--side", "2", "--rounds", "1")
     rows = run(randomized, *options)
