@@ -7,14 +7,7 @@ import jax.numpy as jnp
 
 
 def require_key(what: str, key: Any) -> jax.Array:
-    """Returns one PRNG key as a typed key, and refuses anything else.
-
-    Example:
-      >>> import jax
-      >>> from apgrad._ground.keys import require_key
-      >>> bool(require_key("the key", jax.random.PRNGKey(3)) == jax.random.key(3))
-      True
-    """
+    """Returns one PRNG key as a typed key, and refuses anything else."""
     if isinstance(key, jax.Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         if key.ndim == 0:
             return key

@@ -70,19 +70,6 @@ def refuse_message(tree: Any, reason: str) -> Any:
 
     A derivative that nobody uses may pass, such as the derivative of the `aux` of `jax.grad`; `refuse_derivative` would
     raise an error there too. In forward mode nobody knows yet whether a derivative will be used, so it is NaN.
-
-    Example:
-      >>> import jax
-      >>> from apgrad._ground.primitives import refuse_message
-      >>> def function(x):
-      ...     return x**2, refuse_message(x, "no message")
-      >>> float(jax.grad(function, has_aux=True)(3.0)[0])
-      6.0
-      >>> try:
-      ...     jax.grad(lambda x: function(x)[1])(3.0)
-      ... except TypeError as error:
-      ...     print(error)
-      no message
     """
 
     def refuse(leaf):
@@ -93,17 +80,7 @@ def refuse_message(tree: Any, reason: str) -> Any:
 
 
 def refuse_batching(x: jax.Array, reason: str) -> jax.Array:
-    """Returns the array as it is; any `jax.vmap` around the call, even if it maps nothing, raises `ValueError(reason)`.
-
-    Example:
-      >>> import jax
-      >>> from apgrad._ground.primitives import refuse_batching
-      >>> try:
-      ...     jax.vmap(lambda x: x + refuse_batching(jax.numpy.float32(1), "not mapped"))(jax.numpy.ones(3))
-      ... except ValueError as error:
-      ...     print(error)
-      not mapped
-    """
+    """Returns the array as it is; any `jax.vmap` around the call, even if it maps nothing, raises `ValueError(reason)`."""
     return _alone_p.bind(x, reason=reason)
 
 

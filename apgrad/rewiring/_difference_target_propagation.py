@@ -11,6 +11,7 @@ divides the messages by it, so that they stay comparable to gradients.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +65,7 @@ def difference_target_propagation(
     require_number("noise", noise, positive=False)
 
     def init(site):
-        arrays = [*site.inputs[:1], site.output]
+        arrays: list[Any] = [*site.inputs[:1], site.output]
         one = len(site.inputs) - site.weights == 1 and site.weights and not isinstance(site.output, tuple)
         if not one or not all(x.shape and jnp.issubdtype(x.dtype, jnp.floating) for x in arrays):
             raise ValueError(
@@ -73,7 +74,7 @@ def difference_target_propagation(
             )
         if site.stacked:
             raise ValueError(f"{site} is another layer at each step of a scan; call the layers in a Python loop")
-        m, n, dtype = site.output.shape[-1], site.inputs[0].shape[-1], site.inputs[0].dtype
+        n, m, dtype = *(x.shape[-1] for x in arrays), site.inputs[0].dtype
         draw = jax.random.normal(jax.random.fold_in(key, site.number), (m, n), dtype)
         return draw * jnp.asarray(m**-0.5, dtype), jnp.zeros(n, dtype)
 

@@ -150,11 +150,12 @@ class Rewired:
 
     def __call__(self, *args: Any) -> Any:
         """The function's output; see `ap.rewire` for the arguments."""
-        given, key, params = list(args), None, None
+        given, key, init = list(args), None, self.rule.init
+        params: Any = None
         if self.rule.random:
             key = require_key("the first argument of a function rewired by a random rule", *given[:1] or [None])
             given = given[1:]
-        if self.rule.init is not None:
+        if init is not None:
             if not given:
                 raise TypeError(
                     "the rule has parameters, which come before the arguments: rewired.init(*args) makes them"
@@ -167,8 +168,10 @@ class Rewired:
                 )
         plan, planner, shape = self._plan(given)
         _require_taken(self.rule, planner)
-        if self.rule.init is not None:
-            self._require_params(params, planner)
+        if init is not None:
+            _require_params(
+                params, {site.name: jax.eval_shape(functools.partial(init, site)) for site in planner.taken}
+            )
         outputs, treedef = _evaluate(plan, jaxprs.arrays_of(tuple(given))[0], key, params, self.rule, shape)
         return jax.tree.unflatten(treedef, outputs)
 
@@ -210,21 +213,21 @@ class Rewired:
         planner = Planner(self.rule.where, shape)
         return planner.whole(program, facts, getattr(self.function, "__name__", "function")), planner, shape
 
-    def _require_params(self, params: dict[str, Any], planner: Planner) -> None:
-        """Refuses parameters that are not of the structure, shapes and dtypes that `init` gives them."""
-        wanted = {site.name: jax.eval_shape(functools.partial(self.rule.init, site)) for site in planner.taken}
-        if params.keys() != wanted.keys():
+
+def _require_params(params: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Refuses parameters that are not of the structure, shapes and dtypes that `init` gives them."""
+    if params.keys() != wanted.keys():
+        raise ValueError(
+            f"the rule's parameters are a dictionary with the sites {sorted(wanted)}, got {sorted(params)}. "
+            "rewired.init(*args) makes them."
+        )
+    for name, mine in params.items():
+        if form_of(mine) != form_of(wanted[name]):
+            form = lambda tree: jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree)
             raise ValueError(
-                f"the rule's parameters are a dictionary with the sites {sorted(wanted)}, got {sorted(params)}. "
-                "rewired.init(*args) makes them."
+                f"the rule's parameters at the site {name} are {form(mine)}, where {form(wanted[name])} is "
+                "expected: they were made for other arguments, or by another rule. rewired.init(*args) makes them."
             )
-        for name, mine in params.items():
-            if form_of(mine) != form_of(wanted[name]):
-                form = lambda tree: jax.tree.map(lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}", tree)
-                raise ValueError(
-                    f"the rule's parameters at the site {name} are {form(mine)}, where {form(wanted[name])} is "
-                    "expected: they were made for other arguments, or by another rule. rewired.init(*args) makes them."
-                )
 
 
 def _wrong_call(function, args) -> str:

@@ -16,7 +16,7 @@ from apgrad._programs import jaxprs
 
 
 def _bytes(x):
-    is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    is_key = jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(x) if is_key else x).tobytes()
 
 

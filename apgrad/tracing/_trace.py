@@ -109,7 +109,9 @@ class Trace:
     def weights(self) -> Any:
         """The weight of the heaviest path of each element, in the structure of the parameters."""
         active = self._traced.active
-        return self._traced.tree(self._mapped(lambda *given: propagated(max_product(), *given, active)))
+        return self._traced.tree(
+            self._mapped(lambda program, inputs: propagated(max_product(), program, inputs, active))
+        )
 
     def influence(
         self,
@@ -133,7 +135,7 @@ class Trace:
         if (kind, by, depth) not in self._influences:
             found = functools.partial(influence_in, Component(by, depth), kind, self.parameters)
             active = self._traced.active
-            self._influences[kind, by, depth] = self._mapped(lambda *given: found(*given, active))
+            self._influences[kind, by, depth] = self._mapped(lambda program, inputs: found(program, inputs, active))
         found = self._influences[kind, by, depth]
         return found if top is None else found.top(top)
 

@@ -149,9 +149,7 @@ def objective(estimator):
 MODELS = {
     "mlp": lambda: classifier(MLP(), numbers(4, 3)),
     "cnn": lambda: classifier(CNN(), numbers(2, 9, 9, 2)),
-    "rnn": lambda: classifier(Recurrent(nn.SimpleCell(4)), words(2, 5)),
     "lstm": lambda: classifier(Recurrent(nn.OptimizedLSTMCell(4)), words(2, 5)),
-    "gru": lambda: classifier(Recurrent(nn.GRUCell(4)), words(2, 5)),
     "transformer": lambda: classifier(Transformer(), words(2, 5)),
     "batch norm": lambda: classifier(BatchNorm(), numbers(4, 3)),
     "nnx lstm": nnx_lstm,
