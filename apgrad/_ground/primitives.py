@@ -80,7 +80,7 @@ def refuse_message(tree: Any, reason: str) -> Any:
 
 
 def refuse_batching(x: jax.Array, reason: str) -> jax.Array:
-    """Returns the array as it is; any `jax.vmap` around the call, even if it maps nothing, raises `ValueError(reason)`."""
+    """Returns the array as it is; `jax.vmap` around the call, even if it maps nothing, raises `ValueError(reason)`."""
     return _alone_p.bind(x, reason=reason)
 
 

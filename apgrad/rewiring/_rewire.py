@@ -6,16 +6,8 @@
     gradient = jax.grad(lambda m: loss(rewired(feedback, m, x)))(model)
 
 The function is traced, `apgrad.rewiring._sites` plans which nodes the rule takes, and the program is evaluated again
-with `ap.node` in the place of each of these. What `ap.randomize` and `ap.with_taps` share with this walk is in
-`apgrad._programs`: `trace`, `evaluate`, and `nested` and `rebuild` for control flow. The walks differ in what they put
-in: `randomize` makes one node of each stretch without control flow, as it needs the pullback of all of it, and `rewire`
-makes a node of each site.
-
-A rule is more than `init(sites) -> params` and `at(site, params) -> Propagator | None`, for three reasons. Which sites
-are taken is asked before there are parameters, by `init` and `sites`; so `where` stands apart from `at`. `init` takes
-one site, so that the parameters are a dictionary with the names of the sites, which each call can check. And two things
-must be known before any site is asked: `random` puts a key before the arguments, and `direct` sends a port past every
-node.
+with `ap.node` in the place of each of these. In a `Rule`, `where` stands apart from `at` because `init` and `sites` ask
+which sites are taken before there are parameters.
 
 A rule may also ask for the message to the output of the whole function at each site (direct feedback alignment). Each
 node then returns a port of the output's form, zeros. The ports are added up, through `scan`, `cond` and all, and meet
@@ -156,11 +148,7 @@ class Rewired:
             key = require_key("the first argument of a function rewired by a random rule", *given[:1] or [None])
             given = given[1:]
         if init is not None:
-            if not given:
-                raise TypeError(
-                    "the rule has parameters, which come before the arguments: rewired.init(*args) makes them"
-                )
-            params = given.pop(0)
+            params = given.pop(0) if given else None
             if not isinstance(params, dict) or not all(str(name).endswith("]") for name in params):
                 raise TypeError(
                     "the rule has parameters, which come before the arguments: rewired.init(*args) makes them. Got "
