@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import Tracer
 
 from apgrad._ground.arguments import integers, is_single, number_of
@@ -205,36 +204,6 @@ class Trace:
         found = [reader.follow("", program, inputs, active, [one], number, index, rank) for rank in range(count)]
         plain = lambda steps: [step._replace(scope=plain_scope(step.scope)) for step in steps]
         return [None if end < 0 else plain(steps) for steps, end, *_ in found]
-
-    def heaviest(
-        self, count: int = 5, kind: PathKind = "viterbi", example: int = 0
-    ) -> list[tuple[str, tuple[int, ...], list[PathStep]]]:
-        """The paths of the elements with the greatest path weights, as (parameter, index, path).
-
-        Elements whose weight is NaN are left out.
-
-        Args:
-          count: how many elements, at least 1.
-          kind: which paths, "viterbi" or "greedy".
-          example: the number of the example, if examples are traced by themselves.
-
-        Raises:
-          ValueError: for a count below 1.
-        """
-        if not is_single(count) or count < 1:
-            raise ValueError(f"heaviest needs a count, a whole number of at least 1, got {count}")
-        self._point(example)
-        leaves = [np.asarray(x) for x in jax.tree.leaves(self.weights)]
-        leaves = leaves if self.examples is None else [x[example] for x in leaves]
-        flat = np.concatenate([x.ravel() for x in leaves])
-        starts = np.cumsum([0, *(x.size for x in leaves)])
-        found = []
-        for place in np.argsort(-flat, kind="stable")[: min(count, np.sum(~np.isnan(flat)))]:
-            number = int(np.searchsorted(starts, place, side="right")) - 1
-            index = tuple(int(i) for i in np.unravel_index(place - starts[number], leaves[number].shape))
-            name = self.parameters[number]
-            found.append((name, index, self.path(name, index, kind, example)))
-        return found
 
     def program(self) -> Any:
         """The traced program and its number of parameters, for drawing."""

@@ -245,7 +245,6 @@ def test_errors():
     for called, error, words in (
         (lambda: trace.path("x", 1.5), TypeError, "index must be an integer"),
         (lambda: trace.path("x", 0, example=7), ValueError, "without in_axes"),
-        (lambda: trace.heaviest(0), ValueError, "at least 1"),
         (lambda: trace.paths("x", 0, 2.5), ValueError, "whole number"),
         (lambda: ap.tracing.influence(sum, depth=1.5), ValueError, "number of names"),
         (lambda: ap.tracing.every(2, lambda x: jnp.argmax(x))(0, jnp.ones(2)), TypeError, "floating point; got int32"),
@@ -270,7 +269,6 @@ def test_an_element_whose_weight_is_no_number_has_no_path_that_is_the_heaviest()
     for read in (lambda: trace.path("x", 1), lambda: trace.path("x", 1, "greedy"), lambda: trace.paths("x", 1)):
         with pytest.raises(ValueError, match="no heaviest path, because a derivative"):
             read()
-    assert [index for _, index, _ in trace.heaviest(3)] == [(2,), (0,)]
     assert trace.path("x", np.int64(2)) == trace.path("x", (jnp.int32(-1),))
 
 
