@@ -2,7 +2,8 @@
 
 To add an estimator, add a row to ESTIMATORS. `second` says what its second derivative is: right, or refused. To add an
 estimator of `ap.choose`, add a row to CHOICES, and one to ROWS of `expectations/test_choose.py`, which compares it with
-exact sums. To add a rule of `ap.rewire`, add a row to RULES.
+exact sums. To add a rule of `ap.rewire`, add a row to RULES. All that read programs (READERS) refuse what they cannot
+see into.
 """
 
 from collections.abc import Callable, Mapping
@@ -582,3 +583,81 @@ def test_rules_under_vmap_closures_and_second_derivatives(rule):
         np.testing.assert_allclose(jax.jit(jax.grad(closed))(1.0), jnp.sum(layer(*args)), rtol=1e-5)
     with pytest.raises(TypeError, match="no second derivative of a rewired function"):
         jax.grad(lambda s: jnp.sum(by_scale(s)))(1.0)
+
+
+def own_rule(x, w):
+    return own_rule_of(x @ w)
+
+
+own_rule_of = jax.custom_vjp(jnp.tanh)
+own_rule_of.defvjp(lambda x: (jnp.tanh(x), x), lambda _, m: (jnp.clip(m, -1, 1),))
+
+
+def mapped(f):
+    mesh = jax.make_mesh((1,), ("i",))
+    return jax.shard_map(f, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
+
+
+# Functions of (x, w), square matrices, with a program inside that nobody reads.
+UNSEEN = {
+    "shard_map": mapped(lambda x, w: jnp.sin(x @ w)),
+    "a rule in shard_map": mapped(own_rule),
+    "linear_call": lambda x, w: jax.custom_derivatives.linear_call(
+        lambda w, x: x @ w, lambda w, m: jnp.clip(m, -1, 1) @ w.T, jnp.ones_like(x), x
+    ),
+    "a rule in a linear solve": lambda x, w: jax.lax.custom_linear_solve(
+        lambda v: own_rule(x, w) * v, x, lambda _, b: b, symmetric=True
+    ),
+}
+# One function to all who read programs, though there are programs inside.
+SEEN = {
+    "solve": lambda x, w: jax.lax.custom_linear_solve(
+        lambda v: (1 + w) * v, x, lambda _, b: b / (1 + w), symmetric=True
+    ),
+    "scatter": lambda x, w: x.at[jnp.array([0, 0, 1])].add(w[:3]),
+    "windows": lambda x, w: jax.lax.reduce_window(x @ w, -jnp.inf, jax.lax.max, (2, 2), (1, 1), "SAME"),
+}
+AROUND = {
+    "plain": lambda f: f,
+    "jit": jax.jit,
+    "remat": jax.checkpoint,
+    "scan": lambda f: lambda x, w: jax.lax.scan(lambda x, _: (f(x, w), None), x, length=2)[0],
+    "cond": lambda f: lambda x, w: jax.lax.cond(x[0, 0] > 0, f, lambda x, w: x, x, w),
+}
+# What is traced of `loss(w)`.
+READERS = {
+    "memory": lambda loss: (
+        lambda w: jax.grad(ap.randomize(loss, ap.memory.rounding(32), min_size=1), argnums=1)(KEY, w)
+    ),
+    "tracing": lambda loss: ap.semiring_grad(loss, ap.tracing.ordinary()),
+    "rewiring": lambda loss: jax.grad(ap.rewire(loss, ap.rewiring.gradient_reversal("tan", strength=-1.0))),
+}
+read = pytest.mark.parametrize("reader", READERS.values(), ids=READERS.keys())
+W = 0.1 * np.arange(16, dtype=np.float32).reshape(4, 4) / 16
+
+
+@read
+@pytest.mark.quick
+@pytest.mark.parametrize("unseen", UNSEEN)
+def test_programs_that_nobody_reads_are_refused_wherever_they_stand(reader, unseen):
+    for around in AROUND.values():
+        f = around(UNSEEN[unseen])
+        with pytest.raises(
+            NotImplementedError, match=r"cannot see into the primitive '(shard_map|linear_call|custom_)"
+        ):
+            jax.eval_shape(reader(lambda w, f=f: jnp.sum(f(jnp.tan(w), w))), W)
+
+
+@read
+@pytest.mark.quick
+def test_programs_that_stand_for_one_function_are_read(reader):
+    loss = lambda w: sum(jnp.sum(jnp.sin(f(jnp.tan(w), w))) for f in SEEN.values())
+    found, truth = jax.jit(lambda w: (reader(loss)(w), jax.grad(loss)(w)))(W)
+    np.testing.assert_allclose(found[0] if isinstance(found, tuple) else found, truth, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.quick
+def test_programs_without_a_message_may_hold_anything():
+    loss = lambda w: jnp.sum(jnp.tan(w) * mapped(own_rule)(jnp.ones((4, 4)), jnp.ones((4, 4))))
+    for name in ("memory", "tracing"):
+        jax.eval_shape(READERS[name](loss), W)

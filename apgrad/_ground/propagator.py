@@ -113,8 +113,7 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
 
     def bwd(residual, message):
         memory, inputs = residual if residuals is None else residuals.unpacked(residual)
-        if perturbed:
-            message = jax.tree.map(_instantiate, message, is_leaf=lambda m: isinstance(m, SymbolicZero))
+        message = jax.tree.map(_instantiate, message, is_leaf=lambda m: isinstance(m, SymbolicZero))
         return check_messages(propagator.backward(memory, message), inputs)
 
     call.defvjp(fwd, bwd, symbolic_zeros=perturbed)
@@ -410,5 +409,7 @@ def _pair(result: Any) -> tuple[Any, Any]:
 
 
 def _instantiate(message: Any) -> Any:
-    # A symbolic zero stands for an array, and has its shape and dtype.
-    return jnp.zeros_like(message) if isinstance(message, SymbolicZero) else message  # pyright: ignore[reportArgumentType]
+    # A symbolic zero stands for an array, and has its shape and dtype; `jax.vjp` takes a Python number for a scalar.
+    if isinstance(message, SymbolicZero):
+        return jnp.zeros_like(message)  # pyright: ignore[reportArgumentType]
+    return message if hasattr(message, "dtype") else jnp.asarray(message)

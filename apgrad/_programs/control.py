@@ -1,10 +1,10 @@
-"""Control flow in programs: the only file that reads the parameters of `scan`, `while`, `cond`, calls and `remat`.
+"""Equations as this version of JAX writes them: the one file that depends on it.
 
-These parameters are no stable interface of JAX: `scan` has had `num_consts` and `num_carry` (JAX 0.10) and has `ft_in`
-(0.11), and a program inside an equation has been a `ClosedJaxpr` and a `Jaxpr`. The rest of the package sees an
-equation through `nested`, and puts other functions in the place of the programs inside the equation by `rebuild`. A JAX
-whose parameters differ again needs a change here and nowhere else; until then `nested` raises an error with JAX's
-version.
+The parameters of JAX's equations are no stable interface: `scan` has had `num_consts` and `num_carry` (JAX 0.10) and
+has `ft_in` (0.11), and a program inside an equation has been a `ClosedJaxpr` and a `Jaxpr`. The rest of the package
+sees the programs inside an equation through `nested`, puts other functions in their place by `rebuild`, and reads what
+else it needs from `Parameters`. Where a version of JAX differs again, these raise an error with the version, and this
+file has to change. A program inside a primitive that is not known here is refused by `require_known`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +13,9 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr
+from jax.ref import AbstractRef
+
+from apgrad._programs.kinds import ONE_FUNCTION
 
 
 class Program(NamedTuple):
@@ -70,12 +73,6 @@ _KINDS: dict[str, tuple[NestedKind, str]] = {
 def nested(eqn: Any) -> Nested | None:
     """The programs inside an equation, or None if the equation is a plain primitive.
 
-    Args:
-      eqn: an equation of a jaxpr.
-
-    Raises:
-      NotImplementedError: if this version of JAX gives the equation parameters that are not known here.
-
     Example:
       >>> import jax
       >>> eqn = jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, _: (2 * c, c), x, length=3))(1.0).eqns[0]
@@ -83,7 +80,7 @@ def nested(eqn: Any) -> Nested | None:
       >>> inside.kind, inside.counts, inside.length
       ('scan', (0, 1, 0), 3)
     """
-    name, params = eqn.primitive.name, eqn.params
+    name, params = eqn.primitive.name, Parameters(eqn)
     try:
         if name in _KINDS:
             kind, key = _KINDS[name]
@@ -107,12 +104,27 @@ def nested(eqn: Any) -> Nested | None:
             return Nested("while", (opened(params["cond_jaxpr"]), opened(params["body_jaxpr"])), counts)
         if name == "cond":
             return Nested("cond", tuple(opened(branch) for branch in params["branches"]))
-    except (KeyError, AttributeError, TypeError, ValueError) as error:
-        raise NotImplementedError(
-            f"JAX {jax.__version__} gives the primitive {name!r} parameters that apgrad does not know ({error!r}); "
-            f"they are {sorted(params)}. Please report it; versions 0.10.2 to 0.12 are known to work."
-        ) from error
+    except (AttributeError, TypeError, ValueError) as error:
+        raise NotImplementedError(_strange(name, params, error)) from error
     return None
+
+
+class Parameters(dict[str, Any]):
+    """The parameters of an equation; to ask for one that is not there is an error that names JAX's version."""
+
+    def __init__(self, eqn: Any):
+        super().__init__(eqn.params)
+        self.primitive = eqn.primitive.name
+
+    def __missing__(self, key: str) -> Any:
+        raise NotImplementedError(_strange(self.primitive, self, f"no {key!r}"))
+
+
+def _strange(name: str, params: Any, error: Any) -> str:
+    return (
+        f"JAX {jax.__version__} gives the primitive {name!r} parameters that apgrad does not know ({error}); "
+        f"they are {sorted(params)}. Please report it; versions 0.10.2 to 0.12 are known to work."
+    )
 
 
 def rebuild(
@@ -122,24 +134,7 @@ def rebuild(
     inputs: Sequence[Any],
     summed: Sequence[Any] = (),
 ) -> Any:
-    """Evaluates an equation with other functions in place of the programs inside it.
-
-    Args:
-      eqn: the equation.
-      inside: `nested(eqn)`, of any kind but "custom".
-      functions: one function for each program inside, with the flat inputs and outputs of that program. The function
-        for a scan's body gets one more input, its first: the number of the step, an int32 scalar, which counts from 0
-        in the order in which the steps run. All functions of an equation may return the same further outputs, which
-        become further outputs of the equation; a scan stacks them.
-      inputs: the equation's inputs, arrays.
-      summed: zeros in the form of the last further outputs that a scan adds up in place of stacking them.
-
-    Returns:
-      The list of outputs.
-
-    Raises:
-      ValueError: for a function with a derivative rule of its own: another function would lose that rule.
-    """
+    """Evaluates an equation with other functions in place of the programs inside it."""
     inputs = list(inputs)
     if inside.kind == "call":
         return list(functions[0](*inputs))
@@ -176,31 +171,20 @@ def rebuild(
 
 
 def opened(jaxpr: Any) -> Program:
-    """The program of a jaxpr, which some versions of JAX close with its constants and others do not.
-
-    Args:
-      jaxpr: a `Jaxpr` or a `ClosedJaxpr`.
-    """
+    """The program of a jaxpr, which some versions of JAX close with its constants and others do not."""
     if isinstance(jaxpr, ClosedJaxpr):
         return Program(jaxpr.jaxpr, tuple(jaxpr.consts))
     return Program(jaxpr, tuple(getattr(jaxpr, "consts", ())))
 
 
 def inside_of(eqn: Any) -> list[Program]:
-    """The programs inside an equation of any kind, also of a kind that `nested` does not know.
-
-    Args:
-      eqn: an equation of a jaxpr.
-    """
+    """The programs inside an equation of any kind, also of a kind that `nested` does not know."""
     parts = jax.tree.leaves(list(eqn.params.values()), is_leaf=lambda part: hasattr(part, "eqns"))
     return [opened(part) for part in parts if hasattr(part, "eqns")]
 
 
 def all_equations(program: Program) -> Iterator[Any]:
     """The equations of a program and of the programs inside them, each equation before what is inside it.
-
-    Args:
-      program: what is walked.
 
     Example:
       >>> import jax
@@ -212,6 +196,33 @@ def all_equations(program: Program) -> Iterator[Any]:
         yield eqn
         for inner in inside_of(eqn):
             yield from all_equations(inner)
+
+
+def require_known(eqn: Any, doing: str) -> None:
+    """Refuses an equation with programs inside which nothing here reads, as `shard_map` and kernels.
+
+    What stands in such an equation would be missed: a backward pass that is no sum over edges, a scope, a site.
+    """
+    name, inside = eqn.primitive.name, inside_of(eqn)
+    if not inside or nested(eqn) is not None:
+        return
+    own_rule = [e for program in inside for e in all_equations(program) if e.primitive.name.startswith("custom_vjp")]
+    if name not in ONE_FUNCTION or own_rule:
+        what = f"the primitive {name!r}"
+        where = f" (in {str(eqn.source_info.name_stack)!r})" if str(eqn.source_info.name_stack) else ""
+        raise NotImplementedError(
+            f"{doing} cannot see into {what}{where}, and there is a program inside. Apply {doing} to the function in "
+            "there, as to the one that shard_map maps; or leave this part out of the function."
+        )
+
+
+def require_values(eqn: Any, doing: str) -> None:
+    """Refuses an equation that reads or writes a mutable reference."""
+    if any(isinstance(v.aval, AbstractRef) for v in (*eqn.invars, *eqn.outvars)):
+        raise TypeError(
+            f"{doing} follows values, and here values go through a mutable reference (jax.new_ref), at the primitive "
+            f"{eqn.primitive.name!r}. Write the function without it, with the carry of a scan in its place."
+        )
 
 
 def _divide(values: list[Any], counts: tuple[int, ...]) -> list[list[Any]]:

@@ -22,17 +22,6 @@ def flow(
 ) -> list[Any]:
     """The facts at a program's outputs.
 
-    Args:
-      program: what is walked.
-      inputs: a fact for each input of the program.
-      transfer: `(eqn, facts at inputs) -> facts at outputs`, or None to go into the programs inside the equation.
-      join: `(fact, fact) -> fact`, what is known of a variable that is one of two. Joined again and again, facts must
-        come to rest.
-      constant: the fact about a literal or a constant of the program, given its value.
-
-    Returns:
-      A fact for each output.
-
     Example:
       >>> import jax, operator
       >>> from apgrad._programs.jaxprs import trace
@@ -54,18 +43,7 @@ def flow(
 def steady(
     walk: Callable[[list[Any]], Sequence[Any]], inputs: Sequence[Any], first: int, carried: int, join: Join
 ) -> tuple[list[Any], Sequence[Any]]:
-    """The facts that hold at every step of a loop.
-
-    Args:
-      walk: facts at the inputs of the loop's body -> facts at its outputs, of which the carry comes first.
-      inputs: facts at the inputs of the body, before the first step.
-      first: number of the first input that is carried.
-      carried: how many inputs are carried.
-      join: as in `flow`.
-
-    Returns:
-      The facts at the inputs of the body, and at its outputs.
-    """
+    """The facts that hold at every step of a loop."""
     facts = list(inputs)
     while True:
         made = walk(facts)

@@ -23,12 +23,15 @@ from jax.extend.source_info_util import user_context
 
 from apgrad._programs.control import (
     Nested as Nested,
+    Parameters as Parameters,
     Program as Program,
     all_equations as all_equations,
     inside_of as inside_of,
     nested as nested,
     opened,
     rebuild as rebuild,
+    require_known as require_known,
+    require_values as require_values,
 )
 
 _NOT_THE_USERS = (str(Path(__file__).parent.parent), *(sysconfig.get_path(p) for p in ("stdlib", "purelib", "platlib")))
@@ -37,11 +40,7 @@ ApplyEquation = Callable[[Any, list[Any]], Iterable[Any]]
 
 
 def caller(eqn: Any) -> Callable[..., list[Any]]:
-    """The equation's primitive as a function `(*inputs) -> list of outputs`; keywords override its parameters.
-
-    Args:
-      eqn: an equation of a jaxpr.
-    """
+    """The equation's primitive as a function `(*inputs) -> list of outputs`; keywords override its parameters."""
 
     def call(*inputs, **changes):
         outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params({**eqn.params, **changes}))
@@ -51,28 +50,17 @@ def caller(eqn: Any) -> Callable[..., list[Any]]:
 
 
 def scope(eqn: Any) -> str:
-    """The named scopes around an equation within its own program, as "encoder/LSTM_0".
-
-    Args:
-      eqn: an equation of a jaxpr.
-    """
+    """The named scopes around an equation within its own program, as "encoder/LSTM_0"."""
     return str(eqn.source_info.name_stack)
 
 
 def join(*scopes: str) -> str:
-    """Names one inside the other, as "encoder/LSTM_0"; empty names are left out.
-
-    Args:
-      *scopes: names of scopes, the outermost first.
-    """
+    """Names one inside the other, as "encoder/LSTM_0"; empty names are left out."""
     return "/".join(s for s in scopes if s)
 
 
 def plain_scope(scope: str) -> str:
     """A scope without the marks of JAX's transformations.
-
-    Args:
-      scope: names of scopes, as `scope` returns them.
 
     Example:
       >>> plain_scope("transpose(jvp(encoder))/rematted_computation/dense")
@@ -88,9 +76,6 @@ def source_line(eqn: Any) -> str:
     """The line of the user's code that an equation comes from, as "model.py:12"; empty if there is none.
 
     It is the innermost line that is neither in an installed package nor in this one.
-
-    Args:
-      eqn: an equation of a jaxpr.
     """
     trace = eqn.source_info.traceback
     for frame in trace.frames if trace is not None else ():
@@ -100,25 +85,16 @@ def source_line(eqn: Any) -> str:
 
 
 def trace(function: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
-    """The function's program, which has flat inputs and outputs, and the shapes of the function's output.
-
-    Args:
-      function: any JAX function.
-      *args: what the function is called with: pytrees of arrays or of `jax.ShapeDtypeStruct`s.
-
-    Returns:
-      The program, and the output as a pytree of `jax.ShapeDtypeStruct`s.
-    """
+    """The function's program, which has flat inputs and outputs, and the shapes of the function's output."""
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
     return opened(closed), shape
 
 
-def arrays_of(tree: Any) -> tuple[list[Any], Callable[..., Any]]:
-    """The arrays of a pytree, and a function that makes the pytree again with others in their place.
+_ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.inexact, float, complex)
 
-    Args:
-      tree: a pytree. Leaves that are neither arrays nor floating-point numbers stay as they are: integers and bools of
-        Python and NumPy, which a function may branch on, and functions, such as those in an Equinox module.
+
+def arrays_of(tree: Any, kinds: tuple[type, ...] = _ARRAYS) -> tuple[list[Any], Callable[..., Any]]:
+    """The arrays of a pytree, and a function that makes the pytree again with others in their place.
 
     Example:
       >>> arrays, put = arrays_of({"weight": 2.0, "activation": abs})
@@ -126,36 +102,22 @@ def arrays_of(tree: Any) -> tuple[list[Any], Callable[..., Any]]:
       ([2.0], {'activation': <built-in function abs>, 'weight': 3.0})
     """
     leaves, treedef = jax.tree.flatten(tree)
-    kinds = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.inexact, float, complex)
     numbers = [i for i, leaf in enumerate(leaves) if isinstance(leaf, kinds)]
     return [leaves[i] for i in numbers], lambda *arrays: treedef.unflatten(place(arrays, numbers, leaves))
 
 
 def is_inexact(x: Any) -> bool:
-    """Whether JAX carries messages to an array: whether it is of floating-point or complex numbers.
-
-    Args:
-      x: an array, or what has its dtype: an abstract value, a Python number.
-    """
+    """Whether JAX carries messages to an array: whether it is of floating-point or complex numbers."""
     return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
 
 
 def inexact_outputs(eqn: Any) -> list[bool]:
-    """For each output of an equation, whether JAX carries messages to it.
-
-    Args:
-      eqn: an equation of a jaxpr.
-    """
+    """For each output of an equation, whether JAX carries messages to it."""
     return [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars]
 
 
 def run(eqn: Any, inputs: list[Any]) -> list[Any]:
-    """Evaluates an equation as it stands: the default of `evaluate`.
-
-    Args:
-      eqn: an equation of a jaxpr.
-      inputs: its inputs, arrays.
-    """
+    """Evaluates an equation as it stands: the default of `evaluate`."""
     return caller(eqn)(*inputs)
 
 
@@ -163,15 +125,6 @@ def evaluate(
     program: Program, inputs: Sequence[Any], apply: ApplyEquation = run, constant: Callable[[Any], Any] | None = None
 ) -> list[Any]:
     """Evaluates a program with `apply(eqn, inputs) -> outputs` for each equation, in the program's order.
-
-    Args:
-      program: what is evaluated.
-      inputs: one value for each input of the program. With an `apply` of your own they can be anything.
-      apply: evaluates one equation.
-      constant: what `apply` gets in place of a literal or a constant of the program; by default the value itself.
-
-    Returns:
-      The list of outputs.
 
     Example:
       >>> import jax.numpy as jnp
@@ -196,40 +149,21 @@ def run_all(
     apply: ApplyEquation = run,
     constant: Callable[[Any], Any] = lambda value: value,
 ) -> None:
-    """Evaluates equations in order, and adds the values of their outputs to a dictionary.
-
-    Args:
-      eqns: equations of a jaxpr, in order.
-      values: the value of each variable that the equations need. The values of their outputs are added to this
-        dictionary.
-      apply: evaluates one equation.
-      constant: what `apply` gets in place of a literal; by default the literal's value.
-    """
+    """Evaluates equations in order, and adds the values of their outputs to a dictionary."""
     for eqn in eqns:
         inputs = [constant(atom.val) if isinstance(atom, Literal) else values[atom] for atom in eqn.invars]
         values.update(zip(eqn.outvars, apply(eqn, inputs), strict=True))
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """The variables among inputs or outputs, which may be literals too.
-
-    Args:
-      atoms: inputs or outputs of equations or of a jaxpr.
-    """
+    """The variables among inputs or outputs, which may be literals too."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
 def needed(
     eqns: Sequence[Any], wanted: Iterable[Any], known: Collection[Any] = (), *, effects: bool = False
 ) -> list[Any]:
-    """The equations that are needed to compute the wanted variables, in order.
-
-    Args:
-      eqns: equations of a jaxpr, in order.
-      wanted: variables or literals.
-      known: variables that need not be computed.
-      effects: whether equations with effects are needed too.
-    """
+    """The equations that are needed to compute the wanted variables, in order."""
     missing, found = set(variables(wanted)).difference(known), []
     for eqn in reversed(eqns):
         if (effects and eqn.effects) or not missing.isdisjoint(eqn.outvars):
@@ -239,12 +173,7 @@ def needed(
 
 
 def inlined(function: Callable[..., Any], *args: Any) -> Program:
-    """The program of a function, with calls written out as by `inline`; its inputs are the leaves of the arguments.
-
-    Args:
-      function: any JAX function.
-      *args: what the function is called with, as for `trace`.
-    """
+    """The program of a function, with calls written out as by `inline`; its inputs are the leaves of the arguments."""
     program, _ = trace(function, *args)
     return trace(lambda *values: inline(program, values), *jax.tree.leaves(args))[0]
 
@@ -253,11 +182,6 @@ def inline(program: Program, inputs: Sequence[Any], apply: ApplyEquation = run) 
     """Evaluates a program, and the program inside a call (of `jit` and its like) in place of the call.
 
     Named scopes stay whole: what was in a call is evaluated under the call's scope. Lines of source stay too.
-
-    Args:
-      program: what is evaluated.
-      inputs: one value for each input of the program.
-      apply: evaluates one equation that is no call.
     """
 
     def enter(eqn, values):
@@ -274,11 +198,6 @@ def inline(program: Program, inputs: Sequence[Any], apply: ApplyEquation = run) 
 def place(values: Sequence[Any], numbers: Sequence[int], into: Sequence[Any]) -> list[Any]:
     """A copy of a list with values put at the given places.
 
-    Args:
-      values: what is put into the list.
-      numbers: for each value its place in the list, counted from 0.
-      into: the list, which stays as it is.
-
     Example:
       >>> place(["a", "b"], [2, 0], [None] * 4)
       ['b', None, 'a', None]
@@ -293,14 +212,6 @@ def restrict(
     function: Callable[..., Any], args: Sequence[Any], chosen: Sequence[int]
 ) -> tuple[Callable[..., Any], list[Any]]:
     """The function of some of its arguments, while the others stay as they are.
-
-    Args:
-      function: any function of positional arguments.
-      args: all its arguments.
-      chosen: numbers of the arguments that stay arguments.
-
-    Returns:
-      The function of the chosen arguments, and their present values.
 
     Example:
       >>> import jax
@@ -321,13 +232,6 @@ def hoist(function: Callable[..., Any], *inputs: Any) -> tuple[Callable[..., Any
     A function with a derivative rule of its own may not close over a traced value. A floating-point array would get no
     message; in a `scan`, where the backward pass is traced apart from the forward pass, an integer or a key is an
     error too. `jax.closure_convert` hoists floating-point values alone.
-
-    Args:
-      function: any JAX function.
-      *inputs: what it will be called with, as arrays or `jax.ShapeDtypeStruct`s.
-
-    Returns:
-      The converted function, and the list of arrays: every traced value that the function closes over.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -78,3 +78,6 @@ CHEAP_TO_REPEAT = VIEW | _names(
 COMBINE = _names(
     """reduce reduce_window scatter scatter-add scatter-max scatter-min scatter-mul scatter-sub select_and_scatter"""
 )
+
+# With programs inside, yet one function of the inputs to all who read programs, like a primitive without.
+ONE_FUNCTION = COMBINE | {"custom_linear_solve"}

@@ -13,7 +13,7 @@ import numpy as np
 from jax.core import Tracer
 
 from apgrad._programs import kinds
-from apgrad._programs.control import Program, nested
+from apgrad._programs.control import Parameters, Program, nested
 from apgrad._programs.flow import flow
 
 
@@ -21,14 +21,6 @@ def marks_with_outer_axis(program: Program, kind: enum.Enum, size: int) -> list[
     """The marks whose operand has, as its leading axis, the leading axis of an array that the program closes over.
 
     Arrays whose values are known, and the same all along their leading axis, do not count.
-
-    Args:
-      program: a program without inputs, whose constants are what it closes over.
-      kind: which marks are looked at.
-      size: the length of the axis.
-
-    Returns:
-      The labels of the marks, in the program's order.
 
     Example:
       >>> import enum, jax, jax.numpy as jnp
@@ -75,7 +67,7 @@ _BY_ELEMENT = (kinds.NO_DERIVATIVE | {"select_n"}) - {"argmax", "argmin", "bitca
 
 def moved_axis(eqn: Any, number: int, axis: int) -> int | None:
     """Where an equation leaves an axis of its operand of this number; None where that is not known."""
-    name, params = eqn.primitive.name, eqn.params
+    name, params = eqn.primitive.name, Parameters(eqn)
     if name in kinds.ELEMENTWISE or name in kinds.SAME_VALUE or name in _BY_ELEMENT:
         # An operand of `select_n` may be a scalar, which has no axis.
         return axis

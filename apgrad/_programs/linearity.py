@@ -24,13 +24,6 @@ ZERO, CONSTANT, LINEAR, OTHER = range(4)
 def linearity(program: Program, inputs: Sequence[int]) -> list[int]:
     """What each output of a program is: ZERO, CONSTANT, LINEAR in the linear inputs together, or OTHER.
 
-    Args:
-      program: the program. Its constants are looked at, for zeros.
-      inputs: what each input is, one of the four.
-
-    Returns:
-      One of the four for each output.
-
     Example:
       >>> from apgrad._programs.jaxprs import trace
       >>> program, _ = trace(lambda c, m: (c * m, c, m * m, 0 * m, m + c), 1.0, 1.0)

@@ -4,18 +4,11 @@ import enum
 from collections import Counter
 from collections.abc import Hashable
 
-from apgrad._programs.control import Program, nested
+from apgrad._programs.control import Program, inside_of, nested
 
 
 def count_marks(program: Program, kind: enum.Enum) -> Counter[Hashable]:
     """How often each mark is passed in one run of a program; marks in branches of `cond` as if all branches ran.
-
-    Args:
-      program: what is counted in; marks are made by `apgrad._ground.primitives.mark`.
-      kind: which marks are counted, by their labels.
-
-    Raises:
-      ValueError: for a mark inside a `while_loop`, whose number of steps is not known.
 
     Example:
       >>> import enum, jax
@@ -33,6 +26,8 @@ def count_marks(program: Program, kind: enum.Enum) -> Counter[Hashable]:
             found[eqn.params["label"]] += 1
         inside = nested(eqn)
         if inside is None:
+            if any(count_marks(inner, kind) for inner in inside_of(eqn)):
+                raise ValueError(f"a mark inside {eqn.primitive.name!r} cannot be counted: put that inside the program")
             continue
         for inner in inside.jaxprs:
             for label, number in count_marks(inner, kind).items():

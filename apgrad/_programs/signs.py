@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from apgrad._programs.control import Parameters
+
 NUMBER = 8  # signs of a sketch: weights made from them add a per cent to a variance
 _K = -1  # the label of the axis of signs
 
@@ -35,11 +37,6 @@ def random_signs(seed: jax.Array, number: int, shape: Sequence[int]) -> Factors:
 
     Arrays share the factors of axes of equal size, as a bias and the last axis of its weights, so that products are
     made once; a sign of each array by itself makes the tensors uncorrelated.
-
-    Args:
-      seed: a uint32 scalar.
-      number: the array's number among the parameters.
-      shape: the array's shape.
     """
 
     def signs(name, size):
@@ -53,12 +50,7 @@ def random_signs(seed: jax.Array, number: int, shape: Sequence[int]) -> Factors:
 
 
 def inner(arrays: Sequence[jax.Array], signs: Sequence[Any]) -> jax.Array:
-    """The inner products of some arrays with signs, summed over the arrays, (NUMBER,).
-
-    Args:
-      arrays: floating-point arrays of any shapes.
-      signs: for each array its signs: `Factors`, or the whole tensors, (NUMBER, *array.shape).
-    """
+    """The inner products of some arrays with signs, summed over the arrays, (NUMBER,)."""
     return sum((_inner(x, z) for x, z in zip(arrays, signs, strict=True)), jnp.zeros(NUMBER, jnp.float32))
 
 
@@ -69,21 +61,12 @@ def _hash(x):
 
 
 def wide(dtype: Any) -> Any:
-    """Float32, or the dtype where the dtype is wider.
-
-    Args:
-      dtype: a floating-point dtype.
-    """
+    """Float32, or the dtype where the dtype is wider."""
     return max(jnp.dtype(dtype), jnp.dtype(jnp.float32), key=lambda dtype: dtype.itemsize)
 
 
 def of_steps(signs: Any, length: int) -> Any:
-    """What differs from step to step in tensors of arrays that are stacked over the steps; see `of_step`.
-
-    Args:
-      signs: the tensors of arrays (length, ...): `Factors`, or the whole tensors, (NUMBER, length, ...); None for none.
-      length: how many steps there are.
-    """
+    """What differs from step to step in tensors of arrays that are stacked over the steps; see `of_step`."""
     if signs is None or not isinstance(signs, Factors):
         return None if signs is None else jnp.moveaxis(signs, 1, 0)
     lead = signs.axes[0]
@@ -91,26 +74,13 @@ def of_steps(signs: Any, length: int) -> Any:
 
 
 def of_step(signs: Any, scale: Any) -> Any:
-    """The tensors of one step.
-
-    Args:
-      signs: the stacked tensors, as in `of_steps`.
-      scale: this step's entry of what `of_steps` returns: (NUMBER,), or (NUMBER, ...) for whole tensors.
-    """
+    """The tensors of one step."""
     return Factors(scale, signs.axes[1:]) if isinstance(signs, Factors) else scale
 
 
 def moved(eqn: Any, signs: Factors, old: Sequence[int], shape: Sequence[int], by: Any) -> Factors | None:
-    """The factors of an equation's output where the equation only moves or scales the elements of its input; else None.
-
-    Args:
-      eqn: an equation that is linear in its input.
-      signs: the factors of the equation's input.
-      old: shape of the input.
-      shape: shape of the output.
-      by: the number that the input is multiplied or divided by, or None.
-    """
-    (scale, axes), name, params = signs, eqn.primitive.name, eqn.params
+    """The factors of an equation's output, if it only moves the elements of its input, or scales them `by` a number."""
+    (scale, axes), name, params = signs, eqn.primitive.name, Parameters(eqn)
     if name in ("mul", "div") and by is not None:
         by = jnp.asarray(by, scale.dtype)
         return Factors(scale * by if name == "mul" else scale / by, axes)
@@ -137,24 +107,13 @@ def moved(eqn: Any, signs: Factors, old: Sequence[int], shape: Sequence[int], by
 
 
 def thin(eqn: Any, arrays: Sequence[Any], view: int, signs: Any, messages: Sequence[jax.Array]) -> jax.Array | None:
-    """The inner products of messages with the derivatives of an equation along tensors, (NUMBER,), by thin products.
-
-    Args:
-      eqn: an equation of two inputs.
-      arrays: the values of its inputs, arrays.
-      view: the number of the input along which the derivatives are taken.
-      signs: the tensors of this input: `Factors`, or the whole tensors.
-      messages: the messages to the equation's outputs, of the outputs' shapes.
-
-    Returns:
-      None for tensors that are not in factors, and for equations that are no product and no sum.
-    """
+    """The inner products of messages with the derivatives of an equation along tensors, (NUMBER,), by thin products."""
     if not isinstance(signs, Factors):
         return None
     (message,), name = messages, eqn.primitive.name
     shapes, ndim = [jnp.shape(x) for x in arrays], jnp.ndim(message)
     if name == "dot_general":
-        contracted, batched = eqn.params["dimension_numbers"]
+        contracted, batched = Parameters(eqn)["dimension_numbers"]
         labels = [[-1] * len(shape) for shape in shapes]
         for pairs, start in ((batched, 0), (contracted, 100)):
             for n, axes in enumerate(zip(*pairs, strict=True)):
@@ -173,13 +132,7 @@ def thin(eqn: Any, arrays: Sequence[Any], view: int, signs: Any, messages: Seque
 
 
 def product(terms: Sequence[tuple[jax.Array, list[int]]], factors: Factors, labels: Sequence[int]) -> jax.Array:
-    """The products of arrays with tensors in factors, summed over all labels, (NUMBER,).
-
-    Args:
-      terms: pairs of a floating-point array and a list with a label for each of its axes.
-      factors: the tensors.
-      labels: for each axis of the tensors a label.
-    """
+    """The products of arrays with tensors in factors, summed over all labels, (NUMBER,)."""
     dtype = wide(jnp.result_type(*(x for x, _ in terms)))
     shared = [label for label in labels if sum(label in axes for _, axes in terms) != 1]
     whole = [([_K, label], x.astype(dtype)) for x, label in zip(factors.axes, labels, strict=True) if x is not None]
@@ -209,12 +162,7 @@ def _inner(array, signs):
 
 
 def dense(signs: Any, shape: Sequence[int]) -> jax.Array:
-    """The tensors themselves, (NUMBER, ...).
-
-    Args:
-      signs: the tensors: `Factors`, or whole.
-      shape: the shape of one tensor.
-    """
+    """The tensors themselves, (NUMBER, ...)."""
     if not isinstance(signs, Factors):
         return signs
     made = signs.scale.reshape(-1, *[1] * len(shape))

@@ -62,32 +62,13 @@ class Value(NamedTuple):
 
 
 def expose(program: Program, inputs: Sequence[Value], ports: Any = None) -> tuple[list[Any], list[Any], list[Any]]:
-    """Evaluates a program of one lane, with ports added to what its uses make.
-
-    Args:
-      program: a program of one lane.
-      inputs: the values of the program's inputs.
-      ports: zeros in the form of `made`; None for none.
-
-    Returns:
-      `(outputs, operands, made)`: the program's outputs; for each use what it takes of the lane, and its floating-point
-      outputs. For a `scan` with uses inside, lists of such entries, stacked along the steps.
-    """
+    """Evaluates a program of one lane, with ports added to what its uses make."""
     walk = _Expose(ports)
     return [walk.of_lane(output).array for output in walk.through(program, inputs)], walk.operands, walk.made
 
 
 def replay(program: Program, inputs: Sequence[Value], operands: Sequence[Any]) -> list[Any]:
-    """What the uses of a program make, as a function of the parameters and of what the uses take of the lane.
-
-    Args:
-      program: a program of one lane.
-      inputs: the values of the program's inputs; arrays of the lane's own inputs are not looked at.
-      operands: what the uses take of the lane, as `expose` returns it.
-
-    Returns:
-      `made`, as `expose` gives it.
-    """
+    """What the uses of a program make, as a function of the parameters and of what the uses take of the lane."""
     walk = _Replay(operands)
     for output in walk.through(program, _without_lane(inputs)):
         walk.of_lane(output)
@@ -97,15 +78,7 @@ def replay(program: Program, inputs: Sequence[Value], operands: Sequence[Any]) -
 def sketch(
     program: Program, inputs: Sequence[Value], operands: Sequence[Any], messages: Sequence[Any], signs: Sequence[Any]
 ) -> jax.Array:
-    """The inner products of one lane's gradient of the parameters with random signs, (NUMBER,).
-
-    Args:
-      program: a program of one lane.
-      inputs: the values of the program's inputs; arrays of the lane's own inputs are not looked at.
-      operands: what the uses take of the lane, as `expose` returns it.
-      messages: the messages to what the uses make, arrays in the form of `made` of `expose`.
-      signs: the signs of each parameter among the inputs, in order.
-    """
+    """The inner products of one lane's gradient of the parameters with random signs, (NUMBER,)."""
     parameters = [i for i, value in enumerate(inputs) if value.kind == ValueKind.VIEW]
     signed = place(
         [inputs[i]._replace(signs=s) for i, s in zip(parameters, signs, strict=True)], parameters, _without_lane(inputs)
@@ -130,16 +103,7 @@ def gradient(
     lanes: int | None = None,
     of: Sequence[int] | None = None,
 ) -> list[jax.Array]:
-    """The gradient of the parameters, in order: of one lane, or the sum over lanes.
-
-    Args:
-      program: a program of one lane.
-      inputs: the values of the program's inputs; arrays of the lane's own inputs are not looked at.
-      operands: what the uses take of the lane, as `expose` returns it.
-      messages: the messages to what the uses make, arrays in the form of `made` of `expose`.
-      lanes: how many lanes `operands` and `messages` have as leading axis; None for one lane, without the axis.
-      of: which inputs, all of them parameters; None for all parameters.
-    """
+    """The gradient of the parameters, in order: of one lane, or the sum over lanes."""
     parameters = [i for i, value in enumerate(inputs) if value.kind == ValueKind.VIEW] if of is None else of
 
     def made(*arrays):

@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from apgrad._ground.keys import again
 from apgrad._ground.propagator import Propagator, node
@@ -19,15 +18,8 @@ from apgrad.memory._plan import MemoryPlan
 
 
 def randomized_cond(programs: Sequence[jaxprs.Program], plan: Callable[..., MemoryPlan]) -> Callable[..., list[Any]]:
-    """`(key, index, *operands) -> outputs`, a node.
-
-    Args:
-      programs: the programs of the branches.
-      plan: `(number of the branch, numbers of the differentiated operands, key, operands and constants) -> plan`.
-
-    Returns:
-      A function whose operands are those of the `cond`, after a PRNG key and the number of the branch to take.
-    """
+    """`(key, index, *operands) -> outputs`, a node."""
+    size = len(programs[0].jaxpr.invars)
 
     def forward(key, index, *operands, perturbed):
         chosen = differentiated(operands, perturbed[2:])
@@ -36,73 +28,48 @@ def randomized_cond(programs: Sequence[jaxprs.Program], plan: Callable[..., Memo
             return jax.lax.switch(index, functions, *operands), None
         walk_key, draw_key = jax.random.split(key)
         inputs = (walk_key, *operands)
-        plans = [plan(i, chosen, walk_key, (*operands, *p.consts)) for i, p in enumerate(programs)]
+        plans = [plan(i, chosen, walk_key) for i in range(len(programs))]
+        outside = [_outside(p, len(inputs)) for p in plans]
 
         def run(i, key, inputs):
             outputs, memory = remember(plans[i], key, (*inputs, *programs[i].consts))
-            stored = [m if at is None else None for m, at in zip(memory, outside[i], strict=True)]
-            leaves, structure = jax.tree.flatten(stored)
-            impls = [jax.random.key_impl(x) if _is_key(x) else None for x in leaves]
-            kept = [jax.random.key_data(x) if _is_key(x) else x for x in leaves]
-            made[i] = (structure, impls)
-            return outputs, kept
+            return outputs, [m if at is None else None for m, at in zip(memory, outside[i], strict=True)]
 
-        outside = [_outside(p, len(inputs)) for p in plans]
-        made: dict[int, Any] = {}
-        shapes = [jax.eval_shape(lambda *a, i=i: run(i, *a)[1], draw_key, inputs) for i in range(len(plans))]
-        layout, places = _layout(shapes)
+        stored = [jax.eval_shape(lambda *a, i=i: run(i, *a)[1], draw_key, inputs) for i in range(len(plans))]
+        layout, places = _layout([jax.tree.leaves(row) for row in stored])
 
         def branch(i, key, inputs):
             outputs, kept = run(i, key, inputs)
-            shared = [jnp.zeros(struct.shape, struct.dtype) for struct in layout]
-            for place, leaf in zip(places[i], kept, strict=True):
-                shared[place] = leaf
-            return outputs, shared
+            shared = [jax.lax.full(struct.shape, 0, struct.dtype) for struct in layout]
+            return outputs, jaxprs.place(jax.tree.leaves(kept), places[i], shared)
 
         functions = [lambda *a, i=i: branch(i, *a) for i in range(len(plans))]
         outputs, shared = jax.lax.switch(index, functions, draw_key, inputs)
         used = sorted({at for row in outside for at in row if at is not None and at < len(inputs)})
-        known = Traced(plans, [p.consts for p in programs], outside, made, places, chosen, len(operands))
+        known = Traced(plans, outside, [jax.tree.structure(row) for row in stored], places, chosen)
         return outputs, (index, draw_key, {str(at): inputs[at] for at in used}, shared, known)
 
     def backward(memory, messages):
+        answers: list[Any] = [None] * size
         if memory is None:
-            return (None,) * (2 + count[0])
+            return (None, None, *answers)
         index, key, operands, shared, known = memory
-        plans, consts, outside, made, places, chosen, size = known.value
+        plans, outside, structures, places, chosen = known.value
 
         def run(i, key, operands, shared, messages):
-            structure, impls = made[i]
-            kept = [shared[place] for place in places[i]]
-            leaves = [
-                leaf if m is None else jax.random.wrap_key_data(leaf, impl=m)
-                for leaf, m in zip(kept, impls, strict=True)
-            ]
+            kept = jax.tree.unflatten(structures[i], [shared[place] for place in places[i]])
             whole = [
-                stored if at is None else operands[str(at)] if at <= size else consts[i][at - size - 1]
-                for stored, at in zip(jax.tree.unflatten(structure, leaves), outside[i], strict=True)
+                stored if at is None else operands[str(at)] if at <= size else programs[i].consts[at - size - 1]
+                for stored, at in zip(kept, outside[i], strict=True)
             ]
             return send(plans[i], again(key), tuple(whole), messages)
 
         functions = [lambda *a, i=i: run(i, *a) for i in range(len(plans))]
         found = jax.lax.switch(index, functions, key, operands, shared, inexact(messages))
-        answers: list[Any] = [None] * size
-        for i, message in zip(chosen, found, strict=True):
-            answers[i] = message
-        return (None, None, *answers)
+        return (None, None, *jaxprs.place(found, chosen, answers))
 
-    count = [0]
     call = node(Propagator(forward, backward), perturbed=True)
-
-    def function(key, index, *operands):
-        count[0] = len(operands)
-        return list(call(key, index, *operands))
-
-    return function
-
-
-def _is_key(x: Any) -> bool:
-    return jnp.issubdtype(x.dtype, jax.dtypes.extended)
+    return lambda key, index, *operands: list(call(key, index, *operands))
 
 
 def _outside(made: MemoryPlan, size: int) -> list[int | None]:

@@ -37,25 +37,12 @@ def _relative_variance(sampler: Any) -> float:
 
 
 def remembered_bytes(made: MemoryPlan) -> int:
-    """The bytes that a plan's forward pass leaves behind: the key of its draws, and all that nobody else keeps.
-
-    Args:
-      made: the plan.
-    """
+    """The bytes that a plan's forward pass leaves behind: the key of its draws, and all that nobody else keeps."""
     return KEY_BYTES + sum(slot.nbytes for slot in made.slots)
 
 
 def allocate(found: list[tuple[Coefficient, SlotForm]], budget_bytes: float) -> tuple[Any, float, bool]:
-    """Samplers that keep to a budget, as far as the coefficients alone can tell.
-
-    Args:
-      found: the coefficients and their forms, as `apgrad.memory.coefficients` lists them.
-      budget_bytes: the bytes that may be remembered.
-
-    Returns:
-      The choice, `(Coefficient) -> sampler or None`; an estimate of the bytes that it takes, which counts every branch
-      of a `cond`; and whether no smaller choice is left.
-    """
+    """Samplers that keep to a budget, as far as the coefficients alone can tell."""
     total, steps = 0.0, []
     for coefficient, how in found:
         like = jax.ShapeDtypeStruct(coefficient.shape, coefficient.dtype)

@@ -15,12 +15,7 @@ from apgrad._programs.kinds import LINEAR_ELEMENTWISE
 
 
 class PullbackGraph:
-    """The equations of a pullback.
-
-    Args:
-      program: the pullback, a function of its residuals and of messages.
-      leaves: how many of its inputs are residuals; these come first.
-    """
+    """The equations of a pullback, a program of some residuals, its first inputs, and of messages."""
 
     def __init__(self, program: Program, leaves: int):
         self.jaxpr, self.consts = program
@@ -43,11 +38,7 @@ class PullbackGraph:
         return [v for v in variables(eqn.invars) if v not in self.dependent]
 
     def messages(self, eqn: Any) -> list[Any]:
-        """The inputs of an equation that depend on a message.
-
-        Args:
-          eqn: an equation of the pullback.
-        """
+        """The inputs of an equation that depend on a message."""
         return [v for v in variables(eqn.invars) if v in self.dependent]
 
     def frontier(self) -> list[Any]:
@@ -72,13 +63,7 @@ class PullbackGraph:
         return {v: (root[v], needed(elementwise, [v])) for v in root if v in outside}
 
     def known(self, leaves: Sequence[Any], frontier: Sequence[Any], chains: dict[Any, Any]) -> Any:
-        """The values of the frontier and of the chains' derivatives, in two lists.
-
-        Args:
-          leaves: the values of the residuals, arrays.
-          frontier: variables, as `frontier` lists them.
-          chains: elementwise chains, as `chains` returns them.
-        """
+        """The values of the frontier and of the chains' derivatives, in two lists."""
         values = dict(zip(self.leaves, leaves, strict=True))
         values |= dict(zip(self.jaxpr.constvars, self.consts, strict=True))
         run_all(self.forward, values)
@@ -90,15 +75,7 @@ class PullbackGraph:
         return [values[v] for v in frontier], derivatives
 
     def needed(self, collapsed: dict[Any, Any]) -> list[tuple[Any, Any, int]]:
-        """The backward equations that the pullback's outputs need, in order.
-
-        Args:
-          collapsed: `{output: root}` of the chains that become one product with their derivative.
-
-        Returns:
-          A list of (equation, root of its chain if it is collapsed, bit set of the numbers of the equations before it
-          on the paths of its messages).
-        """
+        """The backward equations that the pullback's outputs need, in order."""
         wanted = set(variables(self.jaxpr.outvars))
         chosen = []
         for eqn in reversed(self.backward):

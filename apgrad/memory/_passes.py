@@ -27,16 +27,7 @@ _REASON = (
 
 
 def remember(made: MemoryPlan, key: jax.Array, inputs: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
-    """Evaluates the forward program of a plan, and keeps each slot as soon as its array is there.
-
-    Args:
-      made: the plan.
-      key: the PRNG key that is split into a key for each slot, by which samplers draw.
-      inputs: the values of the forward program's inputs, arrays.
-
-    Returns:
-      The function's outputs; and the memory, one entry for each slot.
-    """
+    """Evaluates the forward program of a plan, and keeps each slot as soon as its array is there."""
     jaxpr, consts = made.forward
     values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, inputs, strict=True))
     waiting: dict[Any, list[int]] = {}
@@ -70,21 +61,11 @@ def remember(made: MemoryPlan, key: jax.Array, inputs: Sequence[Any]) -> tuple[l
 
 
 def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Sequence[Any]) -> list[Any]:
-    """Evaluates the backward steps of a plan.
-
-    Args:
-      made: the plan.
-      key: the key that `remember` got.
-      memory: the memory that `remember` returned.
-      messages: arrays, one for each floating-point or complex output of the function, in order.
-
-    Returns:
-      The messages to the inputs that the plan was made for, in order.
-    """
+    """Evaluates the backward steps of a plan."""
     jaxpr, consts = made.pullback
     values = dict(zip(jaxpr.constvars, consts, strict=True))
-    values |= dict(zip(jaxpr.invars[len(jaxpr.invars) - len(messages) :], messages, strict=True))
-
+    for v, message in zip(jaxpr.invars[len(jaxpr.invars) - len(messages) :], messages, strict=True):
+        values[v] = jnp.asarray(message, v.aval.dtype)  # JAX takes Python's numbers for messages
     keys = _keys(made, key)
 
     def restore(keys, slot, kept):
@@ -105,7 +86,7 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
         restored = {}
         for i, use in step.uses.items():
             kept = [slots.get(s, memory[s]) for s in use.slots]
-            restored[i] = kept[0] if axis else use.replay(*map(restore, [keys] * len(kept), use.slots, kept))
+            restored[i] = _first(kept[0])[0] if axis else use.replay(*map(restore, [keys] * len(kept), use.slots, kept))
         out = step.eqn.outvars
         if step.root is not None:
             found = [present[0].astype(out[0].aval.dtype) * restored[1].astype(out[0].aval.dtype)]
@@ -116,7 +97,9 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
             (slot,) = (use.slots[0] for use in step.uses.values())
             like = out[0].aval
             sampler = made.slots[slot].sampler
-            found = [_restored(sampler, like.shape, like.dtype, keys[slot], found[0], axis - 1)]
+            others = _first(slots[slot])[1]
+            small = (found[0], *others[:1]) if others else found[0]
+            found = [_restored(sampler, like.shape, like.dtype, keys[slot], small, axis - 1)]
         if step.last:
             found, present = jax.lax.optimization_barrier((found, present))
             values.update((inputs[i], message) for i, message in present.items())
@@ -151,44 +134,23 @@ def _together(key: jax.Array, *values: Any) -> tuple[Any, ...]:
 
 
 def exact(program: jaxprs.Program, inputs: Sequence[Any]) -> list[Any]:
-    """The outputs of a program whose constants are given as further inputs.
-
-    Args:
-      program: what is evaluated.
-      inputs: arrays, the values of the program's inputs and then of its constants.
-    """
+    """The outputs of a program whose constants are given as further inputs."""
     return evaluated(program, inputs, jaxprs.run)
 
 
 def evaluated(program: jaxprs.Program, inputs: Sequence[Any], apply: Callable[..., Any]) -> list[Any]:
-    """`jaxprs.evaluate` of a program whose constants are given as further inputs.
-
-    Args:
-      program: what is evaluated.
-      inputs: the values of the program's inputs and then of its constants. With an `apply` of your own they can be
-        anything.
-      apply: evaluates one equation, as in `jaxprs.evaluate`.
-    """
+    """`jaxprs.evaluate` of a program whose constants are given as further inputs."""
     size = len(program.jaxpr.invars)
     return jaxprs.evaluate(jaxprs.Program(program.jaxpr, tuple(inputs[size:])), inputs[:size], apply)
 
 
 def inexact(values: Sequence[Any]) -> list[Any]:
-    """The values that can have messages: floating-point and complex ones.
-
-    Args:
-      values: arrays of any dtypes.
-    """
+    """The values that can have messages: floating-point and complex ones."""
     return [x for x in values if jnp.issubdtype(x.dtype, jnp.inexact)]
 
 
 def differentiated(inputs: Sequence[Any], perturbed: Sequence[bool]) -> tuple[int, ...]:
-    """The numbers of the inputs that get a message.
-
-    Args:
-      inputs: arrays of any dtypes.
-      perturbed: for each input, whether JAX differentiates with respect to it.
-    """
+    """The numbers of the inputs that get a message."""
     is_inexact = [jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact) for x in inputs]
     return tuple(i for i, (p, f) in enumerate(zip(perturbed, is_inexact, strict=True)) if p and f)
 
@@ -224,12 +186,17 @@ def _commutes(made: MemoryPlan, step: BackwardStep) -> int:
     ((i, use),) = step.uses.items()
     if not use.direct or not getattr(made.slots[use.slots[0]].sampler, "shared", False):
         return 0
-    contracted, batch = (part[i] for part in step.eqn.params["dimension_numbers"])
+    contracted, batch = (part[i] for part in jaxprs.Parameters(step.eqn)["dimension_numbers"])
     size = step.eqn.invars[i].aval.ndim
     if size - 1 in (*contracted, *batch):
         return 0
     # Of the output's axes, the left operand's free ones come after the batch, then the right one's.
     return size - len(contracted) if i == 0 else step.eqn.outvars[0].aval.ndim
+
+
+def _first(memory: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The array that a sampler's memory is or begins with, and what comes after it."""
+    return (memory[0], memory[1:]) if isinstance(memory, tuple) else (memory, ())
 
 
 def _final(v, values):

@@ -32,42 +32,26 @@ from apgrad._programs import jaxprs
 from apgrad._programs.kinds import LINEAR_IN_EACH
 from apgrad._programs.linearity import CONSTANT, LINEAR, OTHER, linearity
 from apgrad.memory._graph import PullbackGraph
-from apgrad.memory._samplers import array_bytes
 from apgrad.memory._slots import Coefficient, CoefficientUse, Slot, SlotMaker
 
 
 class BackwardStep(NamedTuple):
-    """One step of the backward pass.
+    """One step of the backward pass: a backward equation, or a chain, whose derivative multiplies its root."""
 
-    Attributes:
-      eqn: a backward equation; or, if there is a root, the last equation of an elementwise chain.
-      uses: the coefficients that the equation takes, by the number of the input.
-      root: the message that enters the chain, which is multiplied by the chain's derivative; else None.
-      last: whether the result goes to arguments only.
-    """
-
-    eqn: Any
-    uses: dict[int, CoefficientUse]
-    root: Any
-    last: bool
+    eqn: Any  # of a chain the last one
+    uses: dict[int, CoefficientUse]  # the coefficients that the equation takes, by the number of the input
+    root: Any  # the message that enters the chain; None for a single equation
+    last: bool  # whether the result goes to arguments only
 
 
 class MemoryPlan(NamedTuple):
-    """The forward program, what it leaves behind, and the backward program.
-
-    Attributes:
-      forward: the program that makes outputs and all variables of the slots.
-      outputs: how many of its outputs are the function's.
-      slots: what is remembered.
-      steps: the steps of the backward pass, in order.
-      pullback: the program that the steps are of.
-    """
+    """The forward program, which makes all variables of the slots, and the backward program, as steps."""
 
     forward: jaxprs.Program
-    outputs: int
+    outputs: int  # how many outputs of the forward program are the function's
     slots: tuple[Slot, ...]
     steps: tuple[BackwardStep, ...]
-    pullback: jaxprs.Program
+    pullback: jaxprs.Program  # which the steps are of
 
 
 def make_plan(
@@ -80,71 +64,38 @@ def make_plan(
     count: int,
     rules: Sequence[str] = (),
 ) -> MemoryPlan:
-    """The plan of a straight-line program.
-
-    Args:
-      linearize: `(*inputs) -> (outputs, pullback)`, with the pullback of `jax.vjp`.
-      inputs: the program's inputs, arrays or `jax.ShapeDtypeStruct`s.
-      live: for each input, whether somebody else keeps it.
-      ends: for each message that the pullback returns, whether it goes to an argument, where messages end.
-      choose: `(Coefficient) -> sampler`, or None to keep the coefficient exactly.
-      where: the program's name, with which the names of its coefficients begin.
-      count: how often the program runs.
-      rules: the scopes of the `custom_vjp` functions in the program; `linearize` fills the list. If there are any,
-        the pullback must be seen to be linear.
-
-    Raises:
-      TypeError: if the backward pass of a `custom_vjp` function is not linear in the message.
-    """
-    structs = [jax.ShapeDtypeStruct(jnp.shape(x), jax.typeof(x).dtype) for x in inputs]
-    box = {}
-
-    def first(*values):
-        outputs, pullback = linearize(*values)
-        leaves, box["tree"] = jax.tree.flatten(pullback)
-        return outputs, leaves
-
-    traced, (outputs, leaves) = jaxprs.trace(first, *structs)
+    """The plan of a straight-line program."""
+    traced, (outputs, pullback) = jaxprs.trace(linearize, *inputs)
+    leaves, tree = jax.tree.flatten(pullback)
     messages = [x for x in outputs if jnp.issubdtype(x.dtype, jnp.inexact)]
-    back = jaxprs.inlined(lambda leaves, m: jax.tree.unflatten(box["tree"], leaves)(m), leaves, messages)
-    kinds = [CONSTANT] * len(leaves) + [LINEAR] * len(messages)
-    if rules and OTHER in linearity(back, kinds):
-        scopes = ", ".join(sorted({repr(jaxprs.plain_scope(r)) for r in rules if r}))
+    back = jaxprs.inlined(lambda leaves, m: tree.unflatten(leaves)(m), leaves, messages)
+    if rules and OTHER in linearity(back, [CONSTANT] * len(leaves) + [LINEAR] * len(messages)):
         raise TypeError(
-            f"cannot randomize a function with a custom_vjp function inside{scopes and f' (in {scopes})'} whose "
+            f"cannot randomize a function with a custom_vjp function inside ({', '.join(sorted(set(rules)))}) whose "
             "backward pass is not linear in the message, or cannot be seen to be: the mean of what it makes of random "
             "messages is not what it makes of their mean. Total propagation, MPLP and propagators that clip or replace "
-            "messages are of this kind. Put ap.randomize around the parts of the function without it."
+            "messages are of this kind, and solvers that choose their steps by the message (odeint). Put ap.randomize "
+            "around the parts of the function without it."
         )
     graph = PullbackGraph(back, len(leaves))
-    known = graph.frontier()
-    chains = graph.chains()
+    for eqn in graph.backward:
+        jaxprs.require_known(eqn, "ap.randomize")
+    known, chains = graph.frontier(), graph.chains()
 
     def whole(*values):
         found = jaxprs.inline(traced, values)
         return found[: len(outputs)], *graph.known(found[len(outputs) :], known, chains)
 
-    forward = jaxprs.inlined(whole, *structs)
+    forward = jaxprs.inlined(whole, *inputs)
     variables = forward.jaxpr.outvars[len(outputs) :]
     at = dict(zip(known, variables[: len(known)], strict=True))
     derivative = dict(zip(chains, variables[len(known) :], strict=True))
-    memory = SlotMaker(forward, live, choose, where, count)
     # What a nested program has remembered is packed already, and nothing multiplies it here.
-    own = {v for eqn in graph.backward if jaxprs.nested(eqn) is None for v in graph.coefficients(eqn)}
-    memory.largest = max((array_bytes(at[v].aval) for v in own if memory.is_large(at[v])), default=0)
-
-    # A chain is one coefficient if it has several that cost as much.
-    collapsed = {}
-    for out, (root, eqns) in chains.items():
-        large = [(e, v) for e in eqns for v in graph.coefficients(e) if memory.is_large(at[v])]
-        # A division by a coefficient is not linear in it; its inverse is.
-        if len({at[v] for _, v in large}) > 1 or any(e.primitive.name == "div" for e, _ in large):
-            collapsed[out] = root
-    needed = graph.needed(collapsed)
+    own = {at[v] for eqn in graph.backward if jaxprs.nested(eqn) is None for v in graph.coefficients(eqn)}
+    memory = SlotMaker(forward, live, own, choose, where, count)
+    needed = graph.needed({out: root for out, (root, eqns) in chains.items() if _collapses(eqns, graph, memory, at)})
     # A step is last if its message reaches no other sample, and no input that is not live.
-    wrt = back.jaxpr.outvars
-    inner = {v for v, flag in zip(wrt, ends, strict=True) if not flag and not isinstance(v, Literal)}
-    passes_on = set(inner)
+    passes_on = {v for v, flag in zip(back.jaxpr.outvars, ends, strict=True) if not (flag or isinstance(v, Literal))}
     lasting = []
     for eqn, root, _ in reversed(needed):
         lasting.append(passes_on.isdisjoint(eqn.outvars))
@@ -153,14 +104,23 @@ def make_plan(
             passes_on.update([root] if root is not None else graph.messages(eqn))
     steps = []
     for (eqn, root, ancestors), last in zip(needed, reversed(lasting), strict=True):
-        uses = {}
-        name = eqn.primitive.name
-        memory.last = last
+        name, taken = eqn.primitive.name, {i: at[v] for i, v in enumerate(eqn.invars) if _is_in(v, at)}
         if root is not None:
-            uses[1] = memory.use(derivative[eqn.outvars[0]], True, ancestors, len(steps), "chain", eqn)
-        else:
-            for i, v in enumerate(eqn.invars):
-                if not isinstance(v, Literal) and v in at:
-                    uses[i] = memory.use(at[v], name in LINEAR_IN_EACH, ancestors, len(steps), name, eqn, i)
+            name, taken = "chain", {1: derivative[eqn.outvars[0]]}
+        linear, step = root is not None or name in LINEAR_IN_EACH, len(steps)
+        uses = {i: memory.use(v, linear, last, ancestors, step, name, eqn, i) for i, v in taken.items()}
         steps.append(BackwardStep(eqn, uses, root, last))
     return MemoryPlan(forward, len(outputs), tuple(memory.slots), tuple(steps), back)
+
+
+def _collapses(eqns: Sequence[Any], graph: PullbackGraph, memory: SlotMaker, at: dict[Any, Any]) -> bool:
+    """Whether a chain is one coefficient: if it has several that cost as much.
+
+    A division by a coefficient is not linear in it; its inverse is.
+    """
+    large = [(e, at[v]) for e in eqns for v in graph.coefficients(e) if memory.is_large(at[v])]
+    return len({v for _, v in large}) > 1 or any(e.primitive.name == "div" for e, _ in large)
+
+
+def _is_in(atom: Any, known: dict[Any, Any]) -> bool:
+    return not isinstance(atom, Literal) and atom in known

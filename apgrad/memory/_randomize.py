@@ -9,7 +9,9 @@ Calls are entered. A function's own derivative rule is used, and its coefficient
 
 import contextlib
 import functools
+import itertools
 import math
+import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +25,7 @@ from apgrad.memory._branches import randomized_cond
 from apgrad.memory._budget import allocate, remembered_bytes
 from apgrad.memory._passes import Traced, differentiated, evaluated, exact, inexact, remember, send
 from apgrad.memory._plan import MemoryPlan, make_plan
-from apgrad.memory._samplers import Rounding, Sampler, nbytes, rounding
+from apgrad.memory._samplers import FACTORIES, Rounding, Sampler, nbytes, require_sampler, rounding
 from apgrad.memory._slots import Coefficient, SlotForm, fitted, is_view
 
 Choice = Callable[[Coefficient], Sampler | None]
@@ -40,8 +42,8 @@ def randomize(
     """The function, with a reverse pass that remembers samples: the same value, an unbiased gradient, less memory.
 
     Args:
-      function: any JAX function of arrays: `jit`, `scan`, `cond`, `while_loop`, `vmap`, `jax.checkpoint`, custom
-        derivative rules, any library's modules inside.
+      function: any JAX function: `jit`, `scan`, `cond`, `while_loop`, `vmap`, `jax.checkpoint`, custom derivative
+        rules, any library's modules inside.
       sampler: remembers every coefficient that the reverse pass would keep and that enters it linearly; of a
         convolution's input, positions with all their channels. Or a function `(Coefficient) -> sampler or None` that
         chooses by name, size or shape; None keeps a coefficient exactly.
@@ -54,15 +56,18 @@ def randomize(
         are arrays with fewer than 64 entries.
 
     Returns:
-      `randomized(key, *args)`: all randomness comes from the key, typed or raw. Reverse mode, once. Its attribute
-      `original` is the function.
+      `randomized(key, *args, **kwargs)`: all randomness comes from the key, typed or raw; what is no JAX array reaches
+      the function as it is. Reverse mode, once. Its attribute `original` is the function.
 
     Raises:
-      TypeError: if the first argument of the result is no PRNG key; if it is differentiated twice; or if a
+      TypeError: if what is given or chosen is no sampler; if the first argument of the result is no PRNG key; when the
+        result is differentiated, if it is so twice, if values go through a mutable reference (`jax.new_ref`), or if a
         `jax.custom_vjp` function or propagator inside has a backward pass that is not linear in the message (clipping,
         total propagation, MPLP): of random messages, its mean would be another.
-      ValueError: if neither or both of sampler and budget are given; when the result is differentiated, if the budget
-        cannot be kept.
+      ValueError: if neither or both of sampler and budget are given, or a number is none or below 0; when the result is
+        differentiated, if the budget cannot be kept.
+      NotImplementedError: when the result is differentiated, if messages go through `jax.shard_map` or another program
+        that is not read here: randomize the function inside.
 
     Note:
       Where an array is needed twice on one way of the messages, it is remembered twice. Arguments of the function are
@@ -83,17 +88,26 @@ def randomize(
     """
     if (sampler is None) == (budget_bytes is None):
         raise ValueError("randomize takes either a sampler or budget_bytes, got " + ("both" if sampler else "neither"))
-    if sampler is not None and not callable(sampler) and not isinstance(sampler, Sampler):
-        raise TypeError(f"a sampler has keep, restore and variance, or is a function that chooses one; got {sampler!r}")
+    if not callable(sampler) or isinstance(sampler, type) or sampler in FACTORIES:
+        require_sampler("sampler", sampler)
+    require_sampler("through", through)
+    for name, number in (("budget_bytes", budget_bytes or 0), ("min_size", min_size)):
+        if not (isinstance(number, numbers.Real) and number >= 0):
+            raise ValueError(f"{name} is a number, 0 or more, got {number!r}")
 
-    def randomized(key, *args):
+    def randomized(key, *args, **kwargs):
         key = require_key("the first argument of a randomized function", key)
-        leaves, treedef = jax.tree.flatten(args)
-        program, shape = jaxprs.trace(lambda *leaves: function(*jax.tree.unflatten(treedef, leaves)), *leaves)
-        walk, plan = _StretchWalk(_chooser(sampler, through, min_size)), None
-        if budget_bytes is not None:
-            plan = functools.partial(_within, budget_bytes, min_size)
-        outputs = walk.stretch(program, [True] * len(leaves), "", 1, plan)(key, *leaves)
+        # All else reaches the function as it is, as from jax.grad: Python's numbers, strings, functions.
+        leaves, put = jaxprs.arrays_of((args, kwargs), (jax.Array,))
+
+        def flat(*leaves):
+            args, kwargs = put(*leaves)
+            return function(*args, **kwargs)
+
+        program, shape = jaxprs.trace(flat, *leaves)
+        walk = _StretchWalk(_chooser(sampler, through, min_size))
+        make = None if budget_bytes is None else functools.partial(_within, budget_bytes, min_size)
+        outputs = walk.stretch(program, [True] * len(leaves), "", 1, make)(key, *leaves)
         return jax.tree.unflatten(jax.tree.structure(shape), outputs)
 
     vars(randomized)["original"] = function  # for those who look into programs, as tracing does
@@ -110,18 +124,17 @@ def coefficients(function: Callable[..., Any], *args: Any, min_size: int = 512) 
       *args: arrays or `jax.ShapeDtypeStruct`s.
       min_size: as in `randomize`.
     """
-    leaves, treedef = jax.tree.flatten(args)
-    program, _ = jaxprs.trace(lambda *leaves: function(*jax.tree.unflatten(treedef, leaves)), *leaves)
+    leaves, put = jaxprs.arrays_of(args)
+    program, _ = jaxprs.trace(lambda *leaves: function(*put(*leaves)), *leaves)
     chosen = tuple(i for i, x in enumerate(leaves) if jaxprs.is_inexact(x))
-    inputs = (*leaves, *program.consts)
-    return _recorded(min_size, program, [True] * len(inputs), chosen, "", 1, jax.random.key(0), inputs)
+    return _recorded(min_size, program, [True] * (len(leaves) + len(program.consts)), chosen, "", 1, jax.random.key(0))
 
 
 def _recorded(min_size: int, *stretch: Any) -> list[tuple[Coefficient, SlotForm]]:
-    """The coefficients of a stretch and their forms, see `_StretchWalk.plan`."""
+    """The coefficients of a stretch and their forms, see `_StretchWalk.make`."""
     found: dict[str, tuple[Coefficient, SlotForm]] = {}
     walk = _StretchWalk(_chooser(_Nothing(), None, min_size), lambda name, entry: found.setdefault(name, entry))
-    walk.plan(*stretch)
+    walk.make(*stretch)
     return list(found.values())
 
 
@@ -135,7 +148,7 @@ def _within(budget: int, min_size: int, *stretch: Any) -> MemoryPlan:
     target, best = float(budget), None
     while True:
         choose, estimate, smallest = allocate(found, target)
-        made = _StretchWalk(choose).plan(*stretch)
+        made = _StretchWalk(choose).make(*stretch)
         used = remembered_bytes(made)
         if used <= budget:
             # Branches share memory, which the estimate adds up: what is left of the budget is given out as well.
@@ -170,7 +183,7 @@ class _Nothing:
 def _chooser(sampler: Any, through: Sampler | None, min_size: int) -> Choice:
     def choose(coefficient):
         if not isinstance(sampler, Sampler):
-            return sampler(coefficient)
+            return require_sampler(f"the choice for {coefficient.name!r}", sampler(coefficient))
         return sampler if coefficient.last or isinstance(sampler, Rounding | _Nothing) else through
 
     def chooser(coefficient):
@@ -189,15 +202,19 @@ def _chooser(sampler: Any, through: Sampler | None, min_size: int) -> Choice:
 
 
 class _StretchWalk:
-    """A walk over a program that makes propagators of its straight-line stretches."""
+    """A walk over a program that makes propagators of its straight-line stretches.
+
+    Each stretch is planned once for each set of differentiated inputs: JAX traces a loop's body several times.
+    """
 
     def __init__(self, choose: Choice, record: Callable[..., Any] = lambda name, entry: None):
         self.choose, self.record = choose, record
+        self.plans: dict[Any, tuple[Any, MemoryPlan]] = {}
 
     def stretch(
-        self, program: jaxprs.Program, live: Sequence[bool], where: str, count: int, plan: Any = None
+        self, program: jaxprs.Program, live: Sequence[bool], where: str, count: int, make: Any = None
     ) -> Callable[..., Any]:
-        """`(key, *inputs) -> outputs`, a node around the program, with a plan by `self.plan` or another function."""
+        """`(key, *inputs) -> outputs`, a node around the program, with a plan by `self.make` or another function."""
         flags = [*live, *(True for _ in program.consts)]
 
         def forward(key, *inputs, perturbed):
@@ -205,7 +222,7 @@ class _StretchWalk:
             if not chosen:
                 return exact(program, inputs), None
             walk_key, draw_key = jax.random.split(key)
-            made = (plan or self.plan)(program, flags, chosen, where, count, walk_key, inputs)
+            made = self.plan(make or self.make, program, flags, chosen, where, count, walk_key)
             outputs, memory = remember(made, draw_key, (walk_key, *inputs))
             return outputs, (memory, draw_key, Traced(made, chosen))
 
@@ -219,45 +236,49 @@ class _StretchWalk:
         call = node(Propagator(forward, backward), perturbed=True)
         return lambda key, *inputs: call(key, *inputs, *program.consts)
 
-    def plan(
-        self,
-        program: jaxprs.Program,
-        flags: Sequence[bool],
-        chosen: Sequence[int],
-        where: str,
-        count: int,
-        key: jax.Array,
-        inputs: Sequence[Any],
+    def plan(self, make: Callable[..., MemoryPlan], program: jaxprs.Program, *rest: Any) -> MemoryPlan:
+        """What `make` makes of the arguments, made once."""
+        index = id(program.jaxpr), *map(tuple, rest[:2]), rest[2]
+        if index not in self.plans:
+            self.plans[index] = program, make(program, *rest)  # the program stays alive, and its id its own
+        return self.plans[index][1]
+
+    def make(
+        self, program: jaxprs.Program, flags: Sequence[bool], chosen: Sequence[int], where: str, count: int, key: Any
     ) -> MemoryPlan:
-        """The plan of a program that is differentiated with respect to the chosen ones of its inputs and constants."""
+        """The plan of a program that is differentiated with respect to the chosen ones of its inputs and constants.
+
+        It depends on the key's dtype alone.
+        """
 
         def linearize(key, *inputs):
             def walked(*values):
                 marked = [_Live(v) if flag else v for v, flag in zip(values, flags, strict=True)]
-                outputs = [_value(v) for v in evaluated(program, marked, self._apply(key, where, count, rules))]
+                outputs = [_value(v) for v in evaluated(program, marked, self._apply(key, where, count))]
                 return inexact(outputs), outputs
 
             restricted, some = jaxprs.restrict(walked, inputs, chosen)
             _, pullback, outputs = jax.vjp(restricted, *some, has_aux=True)
             return outputs, pullback
 
-        rules: list[str] = []
-        made = make_plan(
-            linearize, (key, *inputs), [True, *flags], [flags[i] for i in chosen], self.choose, where, count, rules
-        )
+        inputs = [jax.ShapeDtypeStruct((), key.dtype)]
+        inputs += [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.jaxpr.invars]
+        inputs += [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.jaxpr.constvars]
+        ends, rules = [flags[i] for i in chosen], _own_rules(program, where)
+        made = make_plan(linearize, inputs, [True, *flags], ends, self.choose, where, count, rules)
         for i, slot in enumerate(made.slots):
             if slot.coefficient is not None and slot.how not in ("live", "nested"):
                 name = slot.coefficient.name or f"{where}/kept[{i}]"
                 self.record(name, (slot.coefficient._replace(name=name), slot.how))
         return made
 
-    def _apply(self, key: jax.Array, where: str, count: int, rules: list[str]) -> Callable[..., Any]:
-        number = 0
+    def _apply(self, key: jax.Array, where: str, count: int) -> Callable[..., Any]:
+        numbers = itertools.count(1)
 
         def evaluated(eqn, marked):
-            nonlocal number
             values, live = [_value(v) for v in marked], [isinstance(v, _Live) for v in marked]
             inside = jaxprs.nested(eqn)
+            jaxprs.require_values(eqn, "ap.randomize")
             if inside is None:
                 outputs = jaxprs.caller(eqn)(*values)
                 view = live[0] if live and is_view(eqn) else False
@@ -267,10 +288,8 @@ class _StretchWalk:
                 program = program._replace(consts=tuple(_Live(c) for c in program.consts))
                 return jaxprs.evaluate(program, marked, apply)
             if inside.kind in ("custom", "while"):
-                if eqn.primitive.name.startswith("custom_vjp"):
-                    rules.append(jaxprs.scope(eqn))
                 return jaxprs.caller(eqn)(*values)
-            number += 1
+            number = next(numbers)
             here = jax.random.fold_in(key, number)
             label = jaxprs.join(where, jaxprs.scope(eqn), f"{inside.kind}{number}")
             return self._enter(eqn, inside, values, live, here, label, count)
@@ -294,14 +313,26 @@ class _StretchWalk:
             )
         if inside.kind == "cond":
 
-            def plan(i, chosen, *rest):
+            def plan(i, chosen, key):
                 flags = [*live[1:], *(True for _ in inside.jaxprs[i].consts)]
-                return self.plan(inside.jaxprs[i], flags, chosen, f"{label}.{i}", count, *rest)
+                return self.plan(self.make, inside.jaxprs[i], flags, chosen, f"{label}.{i}", count, key)
 
             return randomized_cond(inside.jaxprs, plan)(key, *values)
         # What is inside a checkpoint is remembered for a moment only: the key goes in as an input.
         inner = self.stretch(inside.jaxprs[0], live, label, 0)
         return list(jax.checkpoint(inner, **inside.options)(key, *values))
+
+
+def _own_rules(program: jaxprs.Program, where: str) -> list[str]:
+    """The names of the `custom_vjp` functions of a program and of what it calls."""
+    found = []
+    for eqn in program.jaxpr.eqns:
+        inside, here = jaxprs.nested(eqn), jaxprs.join(where, jaxprs.plain_scope(jaxprs.scope(eqn)))
+        if inside is not None and inside.kind == "call":
+            found += _own_rules(inside.jaxprs[0], here)
+        elif eqn.primitive.name.startswith("custom_vjp"):
+            found.append(repr(jaxprs.join(here, inside.label)))
+    return found
 
 
 class _Live:

@@ -34,15 +34,7 @@ _KEEP_BARRIERS = {
 
 
 class Residual(NamedTuple):
-    """An array that the reverse pass remembers.
-
-    Attributes:
-      name: the named scopes and the primitive that made the array.
-      shape: the array's shape.
-      dtype: the array's dtype.
-      nbytes: the array's bytes.
-      source: the line of the user's code that computes the array, as "model.py:12"; empty where it is not known.
-    """
+    """An array that the reverse pass remembers, by its scopes and primitive, and the user's line that computes it."""
 
     name: str
     shape: tuple[int, ...]
@@ -52,13 +44,7 @@ class Residual(NamedTuple):
 
 
 class MemoryBytes(NamedTuple):
-    """One row of a report.
-
-    Attributes:
-      residual_bytes: what reverse mode remembers.
-      temp_bytes: the compiled gradient's scratch memory.
-      residuals: the arrays that are remembered.
-    """
+    """One row of a report: what reverse mode remembers, and the compiled gradient's scratch memory."""
 
     residual_bytes: int
     temp_bytes: int
@@ -137,12 +123,12 @@ def residuals(function: Callable[..., Any], *args: Any) -> tuple[Residual, ...]:
       >>> [(r.shape, r.nbytes) for r in ap.memory.residuals(lambda x: jnp.sum(jnp.sin(x) * 2), jnp.ones((3, 5)))]
       [((3, 5), 60)]
     """
-    flat, treedef = jax.tree.flatten(args)
+    flat, put = jaxprs.arrays_of(args)
     inexact = [i for i, x in enumerate(flat) if jnp.issubdtype(_dtype(x), jnp.inexact)]
 
     def linearize(*values):
         def with_messages(*values):
-            outputs = jax.tree.leaves(function(*jax.tree.unflatten(treedef, values)))
+            outputs = jax.tree.leaves(function(*put(*values)))
             return [x for x in outputs if jnp.issubdtype(_dtype(x), jnp.inexact)]
 
         restricted, some = jaxprs.restrict(with_messages, values, inexact)
@@ -253,9 +239,9 @@ def temp_bytes(function: Callable[..., Any], *args: Any) -> int:
     Returns:
       The bytes, or -1 where the compiler gives no account.
     """
-    flat, treedef = jax.tree.flatten(args)
+    flat, put = jaxprs.arrays_of(args)
     inexact = tuple(i for i, x in enumerate(flat) if jnp.issubdtype(_dtype(x), jnp.inexact))
-    gradient = jax.jit(jax.grad(lambda *v: function(*jax.tree.unflatten(treedef, v)), argnums=inexact))
+    gradient = jax.jit(jax.grad(lambda *v: function(*put(*v)), argnums=inexact))
     options: Any = _KEEP_BARRIERS if jax.default_backend() == "cpu" else None
     compiled = gradient.lower(*flat).compile(compiler_options=options)
     analysis = compiled.memory_analysis()

@@ -26,6 +26,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import numbers
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
@@ -40,8 +41,9 @@ class Sampler(Protocol):
     """What `apgrad.randomize` asks of a sampler; a frozen dataclass, so that it is hashable.
 
     The estimate must be unbiased, E restore(key, keep(key, x, axis), like, axis) = x over the key. A sampler with an
-    attribute `shared` that is true draws the same for all examples: restoring is linear then, and the same along the
-    axis for all, so a product that sums over examples is taken of the small memory, and its result is restored.
+    attribute `shared` that is true draws the same for all examples: its memory is an array, or begins with one, from
+    which restoring is linear, and the same along the axis for all. So a product that sums over examples is taken of
+    this small array, and its result is restored, from the product and the second entry of the memory if there is one.
     """
 
     def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> Any:
@@ -78,12 +80,23 @@ class Sampler(Protocol):
         ...
 
 
-def array_bytes(like: Any) -> int:
-    """The bytes of an array; a PRNG key has the bytes of its data.
+def require_sampler(what: str, sampler: Any) -> Any:
+    """The sampler as it is, if it is one or None."""
+    if isinstance(sampler, type) or sampler in FACTORIES:
+        raise TypeError(f"{what} is {sampler.__name__} itself: call it, as in ap.memory.rounding(bits=4)")
+    if sampler is not None and not isinstance(sampler, Sampler):
+        raise TypeError(
+            f"{what} has keep, restore and variance, or is None, or is a function that chooses one; got {sampler!r}"
+        )
+    try:
+        hash(sampler)
+    except TypeError as error:
+        raise TypeError(f"{what} is not hashable, {sampler!r}: make its class a frozen dataclass") from error
+    return sampler
 
-    Args:
-      like: an array, or anything that has an array's shape and dtype.
-    """
+
+def array_bytes(like: Any) -> int:
+    """The bytes of an array; a PRNG key has the bytes of its data."""
     aval = jax.ShapeDtypeStruct(like.shape, like.dtype)
     if jnp.issubdtype(aval.dtype, jax.dtypes.extended):
         aval = jax.eval_shape(jax.random.key_data, aval)
@@ -117,13 +130,7 @@ def _nbytes(sampler: Sampler, shape: tuple[int, ...], dtype: Any, axis: int) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Keeps a fraction of the entries; see `different_sample`, `same_sample` and `stratified`.
-
-    Attributes:
-      fraction: the fraction of the entries that are kept, in (0, 1].
-      shared: whether all examples have the same indices.
-      scheme: "replacement", "distinct" (without replacement) or "stratified".
-    """
+    """Keeps a fraction of the entries, `shared` by all examples or not; see `different_sample` and its like."""
 
     fraction: float
     shared: bool
@@ -156,12 +163,7 @@ class Sampling:
         return jax.vmap(lambda z, i, m: z.at[i].add(m))(zeros, index, memory).reshape(like.shape)
 
     def draw(self, key: jax.Array, rows: tuple[int, ...]) -> tuple[jax.Array, np.ndarray]:
-        """Indices (examples, k), or (k,) if shared, int32, and the weights (k,) of what is kept, float64.
-
-        Args:
-          key: a PRNG key.
-          rows: examples, entries of the sampled axis, and entries that go along.
-        """
+        """Indices (examples, k), or (k,) if shared, int32, and the weights (k,) of what is kept, float64."""
         count, size, _ = rows
         k = _kept(self.fraction, size)
         shape = (k,) if self.shared else (count, k)
@@ -196,24 +198,35 @@ class Sampling:
 
 @dataclasses.dataclass(frozen=True)
 class Projection:
-    """x R R^T with independent signs; see `projection`.
-
-    Attributes:
-      fraction: k / d, in (0, 1].
-    """
+    """x R R^T with independent signs; see `projection`."""
 
     fraction: float
     shared = True
 
-    def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> jax.Array:
-        """X R, (..., k, ...)."""
+    def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> tuple[jax.Array, ...]:
+        """X R, (..., k, ...), with zeros for what is not finite; and where that is, by rows and by columns, as bits."""
+        bad = ~jnp.isfinite(x)
         signs = self._signs(key, x.shape[axis], x.dtype)
-        return jnp.moveaxis(jnp.tensordot(x, signs, (axis, 0)), -1, axis)
+        product = jnp.tensordot(jnp.where(bad, jnp.zeros((), x.dtype), x), signs, (axis, 0))
+        columns = jnp.any(jnp.moveaxis(bad, axis, -1), range(x.ndim - 1))
+        return jnp.moveaxis(product, -1, axis), jnp.packbits(columns), jnp.packbits(jnp.any(bad, axis).reshape(-1))
 
-    def restore(self, key: jax.Array, memory: jax.Array, like: jax.ShapeDtypeStruct, axis: int = -1) -> jax.Array:
-        """(x R) R^T."""
-        signs = self._signs(key, like.shape[axis], like.dtype)
-        return jnp.moveaxis(jnp.tensordot(memory, signs, (axis, 1)), -1, axis)
+    def restore(
+        self, key: jax.Array, memory: tuple[jax.Array, ...], like: jax.ShapeDtypeStruct, axis: int = -1
+    ) -> jax.Array:
+        """(x R) R^T, and NaN where a row and a column meet that have an entry that is not finite.
+
+        Without the rows, as of a sum over rows, it is NaN in the columns.
+        """
+        product, columns, *rows = memory
+        size = like.shape[axis]
+        signs = self._signs(key, size, like.dtype)
+        found = jnp.tensordot(product, signs, (axis, 1))
+        bad = jnp.unpackbits(columns)[:size].astype(bool)
+        for packed in rows:
+            shape = found.shape[:-1]
+            bad &= jnp.unpackbits(packed)[: math.prod(shape)].reshape(*shape, 1).astype(bool)
+        return jnp.moveaxis(jnp.where(bad, jnp.asarray(jnp.nan, found.dtype), found), -1, axis)
 
     def _signs(self, key: jax.Array, size: int, dtype: Any) -> jax.Array:
         """R, (d, k), for d = `size`."""
@@ -228,12 +241,7 @@ class Projection:
 
 @dataclasses.dataclass(frozen=True)
 class Heavy:
-    """The largest entries exactly and a sample of the others; see `heavy`.
-
-    Attributes:
-      fraction: the fraction of the entries that are kept, in (0, 1].
-      share: the share of the largest entries among the entries that are kept.
-    """
+    """The largest entries exactly and a sample of the others; see `heavy`."""
 
     fraction: float
     share: float
@@ -352,14 +360,17 @@ def heavy(fraction: float, *, share: float = 0.5) -> Heavy:
     return Heavy(_fraction(fraction), share)
 
 
+FACTORIES = (rounding, different_sample, same_sample, stratified, projection, heavy)
+
+
 def _kept(fraction: float, size: int) -> int:
     """How many of `size` entries are kept: the fraction, rounded up, at least one."""
     return max(1, math.ceil(fraction * size - 1e-9))
 
 
 def _fraction(fraction: float) -> float:
-    if not 0 < fraction <= 1:
-        raise ValueError(f"the fraction of entries that are kept must be in (0, 1], got {fraction}")
+    if not isinstance(fraction, numbers.Real) or isinstance(fraction, bool) or not 0 < fraction <= 1:
+        raise ValueError(f"the fraction of entries that are kept must be in (0, 1], got {fraction!r}")
     return float(fraction)
 
 

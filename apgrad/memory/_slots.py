@@ -7,7 +7,7 @@ the coefficient is made in the backward pass.
 
 import dataclasses
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,9 +27,6 @@ def is_view(eqn: Any) -> bool:
 
     A conversion is a view only between floating-point types of which the second has every value of the first: what
     is rounded at random must not go through a conversion that rounds as well, least of all to integers.
-
-    Args:
-      eqn: an equation of a jaxpr.
     """
     if eqn.primitive.name != "convert_element_type":
         return eqn.primitive.name in VIEW
@@ -66,28 +63,18 @@ class Coefficient(NamedTuple):
 
 
 class CoefficientUse(NamedTuple):
-    """A coefficient that a backward equation takes, and the memory that it is made of.
+    """A coefficient that a backward equation takes, and the memory that it is made of."""
 
-    Attributes:
-      slots: numbers of the slots that are needed.
-      replay: `(values of these slots) -> coefficient`.
-      direct: whether the coefficient is the very array that was remembered.
-    """
-
-    slots: tuple[int, ...]
-    replay: Callable[..., Any]
-    direct: bool = False
+    slots: tuple[int, ...]  # numbers of the slots that are needed
+    replay: Callable[..., Any]  # (values of these slots) -> coefficient
+    direct: bool = False  # whether the coefficient is the very array that was remembered
 
 
 class Slot(NamedTuple):
     """One array to remember.
 
-    Attributes:
-      var: the variable of the forward program.
-      how: "live" (somebody else keeps the array), "exact", "bits" (a Boolean array, packed), "sampled", or "nested" (a
-        scan or cond has remembered it inside, and it is packed already).
-      sampler: the sampler, if the array is sampled.
-      coefficient: what is known of the array.
+    It is "live" (somebody else keeps the array), "exact", "bits" (a Boolean array, packed), "sampled", or "nested" (a
+    scan or cond has remembered it inside, and it is packed already).
     """
 
     var: Any
@@ -107,50 +94,38 @@ class SlotMaker:
     Args:
       forward: the forward program.
       live: for each input of the program, whether somebody else keeps it.
+      own: the variables that are coefficients of equations without programs inside.
       choose: `Coefficient -> sampler or None`.
       where: names of what is around the program.
       count: how often the program runs: the product of the lengths of the scans around it.
-
-    Attributes:
-      last: whether the backward equation at hand sends its messages to arguments only; the planner sets it.
-      largest: the bytes of the largest coefficient that a sampler may take; the planner sets it.
-      slots: what is to be remembered so far.
     """
 
-    def __init__(self, forward: jaxprs.Program, live: Sequence[bool], choose: Any, where: str, count: int):
+    def __init__(
+        self, forward: jaxprs.Program, live: Sequence[bool], own: Collection[Any], choose: Any, where: str, count: int
+    ):
         jaxpr = forward.jaxpr
         self.live = {v for v, flag in zip(jaxpr.invars, live, strict=True) if flag} | set(jaxpr.constvars)
         self.eqns, self.maker = jaxpr.eqns, {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
         self.choose, self.where, self.count = choose, where, count
-        self.last, self.largest = False, 0
         self.slots: list[Slot] = []
         self.samplers: dict[Any, Any] = {}
         self.shared: dict[Any, list[tuple[int, int]]] = {}
         self.exact: dict[Any, int] = {}
+        self.largest = max((array_bytes(v.aval) for v in own if self.is_large(v)), default=0)
 
     def is_large(self, var: Any) -> bool:
-        """Whether a floating-point array costs more than a quarter of its bytes unless it is sampled.
-
-        Args:
-          var: a variable of the forward program, or a literal.
-        """
+        """Whether a floating-point array costs more than a quarter of its bytes unless it is sampled."""
         if isinstance(var, Literal) or not jnp.issubdtype(var.aval.dtype, jnp.floating):
             return False
         return self._leaves(var)[0] * 4 > array_bytes(var.aval)
 
     def use(
-        self, var: Any, linear: bool, ancestors: int, step: int, name: str, eqn: Any, number: int = 1
+        self, var: Any, linear: bool, last: bool, ancestors: int, step: int, name: str, eqn: Any, number: int
     ) -> CoefficientUse:
         """Opens the slots for a coefficient, or finds them among the slots that are open.
 
-        Args:
-          var: the coefficient's variable in the forward program.
-          linear: whether the backward equation is linear in the coefficient, so that it may be sampled.
-          ancestors: bit set of the steps whose results the equation's messages depend on.
-          step: the number of the equation's step.
-          name: the name of the primitive that takes the coefficient.
-          eqn: the backward equation.
-          number: the coefficient's number among the equation's inputs.
+        The backward equation `eqn`, at this step, takes the coefficient as its input of this number, after the steps in
+        the bit set `ancestors`. It may be `linear` in the coefficient, and `last`: its messages go to arguments only.
         """
         if isinstance(var, Literal):
             aval: Any = var.aval
@@ -158,7 +133,8 @@ class SlotMaker:
         cost, leaves = self._leaves(var)
         source = self._source(var)
         order = _image_order(eqn, number) if source.aval.shape == var.aval.shape else None
-        sampler = self._sampler(source, name, eqn, order) if linear and cost * 4 > array_bytes(source.aval) else None
+        may = linear and cost * 4 > array_bytes(source.aval)
+        sampler = self._sampler(source, last, name, eqn, order) if may else None
         if sampler is None:
             return CoefficientUse(tuple(self._exact(v) for v in leaves), self._replay(var, leaves))
         for position, (slot, used) in enumerate(self.shared.get((source, sampler[0]), [])):
@@ -171,20 +147,18 @@ class SlotMaker:
             self.shared.setdefault((source, sampler[0]), []).append((slot, 1 << step))
         return CoefficientUse((slot,), self._replay(var, [source]), source is var)
 
-    def _sampler(self, var: Any, name: str, eqn: Any, order: Any) -> tuple[Any, Coefficient] | None:
+    def _sampler(self, var: Any, last: bool, name: str, eqn: Any, order: Any) -> tuple[Any, Coefficient] | None:
         if not jnp.issubdtype(var.aval.dtype, jnp.floating):
             return None
         # Noise here reaches all messages that follow. A cross-entropy's messages p - y shrink as a network learns, and
         # the noise of a rounded p does not: so what is small beside the largest coefficient is kept exactly.
-        if not self.last and _SMALL * array_bytes(var.aval) <= self.largest:
+        if not last and _SMALL * array_bytes(var.aval) <= self.largest:
             return None
-        index = (var, self.last, order)
+        index = (var, last, order)
         if index not in self.samplers:
             label = jaxprs.join(self.where, jaxprs.plain_scope(jaxprs.scope(eqn)), name)
             label = f"{label}[{len(self.samplers)}]"
-            found = Coefficient(
-                label, var.aval.shape, var.aval.dtype, self.count, array_bytes(var.aval), self.last, order
-            )
+            found = Coefficient(label, var.aval.shape, var.aval.dtype, self.count, array_bytes(var.aval), last, order)
             self.samplers[index] = (fitted(self.choose(found), found), found)
         chosen = self.samplers[index]
         return None if chosen[0] is None else chosen
@@ -253,13 +227,7 @@ class SlotMaker:
 
 
 def kept_bytes(how: SlotForm, sampler: Any, like: Any) -> int:
-    """The bytes of an array that is remembered in one of the forms of `Slot`.
-
-    Args:
-      how: the form.
-      sampler: the sampler of an array that is sampled; None keeps all of it.
-      like: the array's shape and dtype.
-    """
+    """The bytes of an array that is remembered in one of the forms of `Slot`."""
     if how == "live":
         return 0
     if how == "bits":
@@ -268,12 +236,7 @@ def kept_bytes(how: SlotForm, sampler: Any, like: Any) -> int:
 
 
 def fitted(sampler: Any, coefficient: Coefficient) -> Any:
-    """The sampler in the form in which it remembers a coefficient: positions of an image, entries of other arrays.
-
-    Args:
-      sampler: any sampler, or None.
-      coefficient: what is to be remembered.
-    """
+    """The sampler in the form in which it remembers a coefficient: positions of an image, entries of other arrays."""
     if coefficient.order is None or sampler is None or isinstance(sampler, Rounding):
         return sampler
     return OfPositions(sampler, coefficient.order)
@@ -281,11 +244,9 @@ def fitted(sampler: Any, coefficient: Coefficient) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class OfPositions:
-    """A sampler of an image's positions, each with all its channels (Fig. 4 of the RAD paper), in any order of axes.
+    """A sampler of an image's positions, each with all its channels (Fig. 4 of the RAD paper).
 
-    Attributes:
-      sampler: draws along the positions, row by row.
-      order: the image's axes as (example, positions ..., channels).
+    The image's axes are in any order; `order` has them as (example, positions ..., channels).
     """
 
     sampler: Sampler
@@ -324,5 +285,5 @@ def _image_order(eqn: Any, number: int) -> tuple[int, ...] | None:
     """
     if eqn.primitive.name != "conv_general_dilated" or number != 0:
         return None
-    channels, examples, *positions = eqn.params["dimension_numbers"].lhs_spec
+    channels, examples, *positions = jaxprs.Parameters(eqn)["dimension_numbers"].lhs_spec
     return (examples, *positions, channels)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
 from apgrad._ground.keys import require_key
@@ -96,7 +97,7 @@ def chosen_layers(where: Where) -> Callable[[ProgramSite], bool]:
 def require_number(name: str, value: Any, positive: bool = True) -> None:
     """Refuses what is not one finite number, positive if so wanted; of a traced number the shape alone is known."""
     try:
-        good = jnp.ndim(value) == 0 and (isinstance(value, Tracer) or bool(jnp.isfinite(value)))
+        good = jnp.ndim(value) == 0 and (isinstance(value, Tracer) or bool(np.isfinite(value)))
         good = good and (isinstance(value, Tracer) or not positive or value > 0)
     except TypeError:
         good = False

@@ -88,7 +88,8 @@ def rewire(function: Callable[..., Any], rule: Rule, *, argnums: int | Sequence[
       ValueError: at trace time, if the rule takes no site, or none by a name that it was given; or a site that cannot
         be rewired, inside a `while_loop`, a `shard_map` or a function with a derivative rule of its own; or if the
         rule's parameters are not those of its sites; or if the function changes its arguments in place.
-      NotImplementedError: for products inside a primitive that is not known here.
+      NotImplementedError: for products inside a primitive that is not known here, or any program in one such as
+        `shard_map`.
       TypeError: for a second derivative.
 
     Example:

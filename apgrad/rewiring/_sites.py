@@ -165,7 +165,7 @@ class Planner:
             layer = "dense" if name == "dot_general" else "conv"
             taken = self._offer(layer if _is_weighted(facts, eqn) else "matmul", name, around, facts, step, call)
         elif inside is None and name == "name":
-            taken = self._offer("name", eqn.params["name"], around, facts, step, call)
+            taken = self._offer("name", jaxprs.Parameters(eqn)["name"], around, facts, step, call)
         elif inside is None and (name in ELEMENTWISE or name in NO_DERIVATIVE):
             taken = self._offer("elementwise", name, around, facts, step, call)
         elif inside is not None and inside.kind in ("call", "custom"):
@@ -186,6 +186,7 @@ class Planner:
                 for program in jaxprs.inside_of(step.eqn):
                     same = len(program.jaxpr.invars) == len(facts)
                     self._hide(program, facts if same else [DATA] * len(program.jaxpr.invars), around, name)
+            jaxprs.require_known(step.eqn, "rewire")
             return step
         if inside.kind == "cond":
             plans = [self.plan(p, facts[1:], jaxprs.join(around, f"branch{i}")) for i, p in enumerate(inside.jaxprs)]

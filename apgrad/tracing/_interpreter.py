@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.extend.core import Literal
-from jax.ref import AbstractRef
 from jax.tree_util import Partial
 
 from apgrad._programs import jaxprs
@@ -85,11 +84,8 @@ def walk_equation(context: Context, eqn: Any, inputs: Sequence[Any], active: tup
     name, call = eqn.primitive.name, jaxprs.caller(eqn)
     if not any(active) or name in NO_DERIVATIVE:
         return Walked(call(*inputs), (False,) * len(eqn.outvars), None)
-    if any(isinstance(v.aval, AbstractRef) for v in (*eqn.invars, *eqn.outvars)):
-        raise TypeError(
-            f"tracing is of values, and what is traced goes into a mutable reference (jax.new_ref) at the primitive "
-            f"{name!r}. Write the function without it, with the carry of a scan in its place."
-        )
+    jaxprs.require_values(eqn, "tracing")
+    jaxprs.require_known(eqn, "tracing")
     kind = jaxprs.nested(eqn)
     if kind is not None:
         return context.nested[kind.kind](context.at(eqn), eqn, inputs, active)
@@ -108,7 +104,9 @@ def walk_equation(context: Context, eqn: Any, inputs: Sequence[Any], active: tup
             "what is traced, or trace real and imaginary parts that are computed apart."
         )
     rule = RULES.get(name, dense)
-    return Walked(outputs, flags, rule(Equation(context.semiring, name, call, inputs, active, outputs, eqn.params)))
+    return Walked(
+        outputs, flags, rule(Equation(context.semiring, name, call, inputs, active, outputs, jaxprs.Parameters(eqn)))
+    )
 
 
 def backward(

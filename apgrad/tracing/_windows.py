@@ -30,7 +30,7 @@ TAPS = 1024  # a window with more taps is left to `dense`
 
 def _convolution(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
     """conv_general_dilated: a sum over taps of products of matrices."""
-    params, call = eqn.params, jaxprs.caller(eqn)
+    params, call = jaxprs.Parameters(eqn), jaxprs.caller(eqn)
     outputs = call(*inputs)
     equation = Equation(context.semiring, eqn.primitive.name, call, inputs, active, outputs, params)
     spec = params["dimension_numbers"]
@@ -45,7 +45,7 @@ def _convolution(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ..
 
 def _window(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
     """reduce_window_sum, reduce_window_max and reduce_window_min: a sum of slices, or a choice among slices."""
-    params, call, name = eqn.params, jaxprs.caller(eqn), eqn.primitive.name
+    params, call, name = jaxprs.Parameters(eqn), jaxprs.caller(eqn), eqn.primitive.name
     outputs = call(*inputs)
     if math.prod(params["window_dimensions"]) > TAPS:
         return Walked(outputs, (True,), dense(Equation(context.semiring, name, call, inputs, active, outputs, params)))
@@ -56,7 +56,7 @@ def _window(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -
 
 def _ragged(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
     """ragged_dot_general as `lax.ragged_dot` makes it: each row of the left factor meets the matrix of its group."""
-    params, call = eqn.params, jaxprs.caller(eqn)
+    params, call = jaxprs.Parameters(eqn), jaxprs.caller(eqn)
     outputs = call(*inputs)
     numbers = params["ragged_dot_dimension_numbers"]
     plain = numbers.dot_dimension_numbers == (((1,), (1,)), ((), ())) and params["group_offset"] is None

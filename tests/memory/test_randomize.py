@@ -1,5 +1,7 @@
 """randomize: any function, the same value, an unbiased gradient; less memory; under every transformation."""
 
+from collections import Counter
+
 import chex
 import flax.linen as nn
 import jax
@@ -9,6 +11,7 @@ import pytest
 from flax import nnx
 
 import apgrad as ap
+from apgrad.memory import _randomize as randomize_module
 from tests.memory.unbiased import assert_unbiased
 
 R = ap.memory
@@ -114,6 +117,27 @@ def test_control_flow():
     chex.assert_trees_all_close(none, exact, rtol=1e-5, atol=1e-6)
     gradient = jax.jit(jax.grad(ap.randomize(control, R.rounding(4, group=8), min_size=8), argnums=(1, 2)))
     assert_unbiased(lambda key: gradient(key, x, w), exact)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("options", [{"sampler": R.rounding(4)}, {"budget_bytes": 10_000}], ids=str)
+def test_a_loop_is_planned_in_time_that_is_linear_in_its_depth(options, monkeypatch):
+    planned = Counter()
+
+    def count(*args):
+        planned[args[5]] += 1
+        return make_plan(*args)
+
+    def nested(depth, x, w):
+        step = lambda x, _: (nested(depth - 1, x, w), None)
+        return jnp.sin(x @ w) @ w if depth == 0 else jax.lax.scan(step, x, length=2)[0]
+
+    make_plan = randomize_module.make_plan
+    monkeypatch.setattr(randomize_module, "make_plan", count)
+    random = ap.randomize(lambda x, w: jnp.sum(nested(3, x, w)), **options)
+    jax.eval_shape(jax.grad(random, argnums=2), KEY, *[jnp.ones((32, 32))] * 2)
+    once = 1 if "sampler" in options else planned[""]  # a budget tries several choices of samplers
+    assert len(planned) == 4 and max(planned.values()) <= 4 * once
 
 
 def test_steps_and_keys_are_fresh():

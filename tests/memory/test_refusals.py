@@ -1,9 +1,12 @@
 """What cannot be randomized rightly is refused: backward passes that are not linear. Keys of both kinds are taken."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.ode import odeint
 
 import apgrad as ap
 
@@ -57,7 +60,7 @@ def test_a_backward_pass_that_is_not_linear_is_refused(name):
     with pytest.raises(TypeError, match="not linear in the message"):
         jax.grad(ap.randomize(function, R.rounding(4), min_size=16), argnums=1)(KEY, W, X)
     with pytest.raises(TypeError, match="not linear in the message"):
-        ap.semiring_grad(lambda w: function(w, X), ap.tracing.ordinary)(W)
+        ap.semiring_grad(lambda w: function(w, X), ap.tracing.ordinary())(W)
 
 
 @pytest.mark.parametrize("name", LINEAR)
@@ -78,5 +81,92 @@ def test_a_randomized_part_is_linear():
 
 def test_raw_keys_are_keys():
     random = ap.randomize(loss(LINEAR["scaled"]), R.rounding(4), min_size=16)
-    typed, raw = (jax.grad(random, argnums=1)(key, W, X) for key in (KEY, jax.random.PRNGKey(0)))
-    np.testing.assert_array_equal(typed, raw)
+    for impl in ("threefry2x32", "rbg"):
+        keys = jax.random.key(0, impl=impl), jax.random.PRNGKey(0, impl=impl)
+        typed, raw = (jax.grad(random, argnums=1)(key, W, X) for key in keys)
+        np.testing.assert_array_equal(typed, raw)
+
+
+def gradient_shape(function, *args, **options):
+    random = ap.randomize(function, **({"sampler": R.rounding(4), "min_size": 16} | options))
+    return jax.eval_shape(jax.grad(random, argnums=1), KEY, *args).shape
+
+
+def referred(x):
+    ref = jax.new_ref(jnp.zeros_like(x))
+    ref[...] = jnp.sin(x @ x.T) @ x
+    return jnp.sum(ref[...] @ x.T)
+
+
+def referred_in_scan(x):
+    ref = jax.new_ref(jnp.zeros_like(x))
+
+    def body(c, _):
+        ref[...] += c
+        return jnp.sin(c @ W), None
+
+    return jnp.sum(ref[...] * jax.lax.scan(body, x, length=2)[0])
+
+
+@pytest.mark.parametrize("function", [referred, referred_in_scan, jax.jit(referred), jax.checkpoint(referred)], ids=str)
+def test_mutable_references_are_refused(function):
+    with pytest.raises(TypeError, match=r"ap.randomize follows values.*mutable reference \(jax.new_ref\)"):
+        gradient_shape(function, X)
+
+
+def test_a_rule_that_is_refused_is_named():
+    solved = lambda x: jnp.sum(odeint(lambda y, t: jnp.tanh(y @ W), x, jnp.linspace(0.0, 1.0, 3)))
+    with pytest.raises(TypeError, match=r"'solver/_odeint'.*\(odeint\)"):
+        gradient_shape(jax.named_scope("solver")(solved), X)
+
+
+def test_what_is_no_array_reaches_the_function_as_it_is():
+    def function(w, n, name, activation, *, flag=False, scale=None):
+        assert (type(n), name, flag, scale) == (int, "sum", True, 2.5)
+        rows = X[:n] if scale > 1 else X
+        return getattr(jnp, name)(activation(rows @ w) @ w)
+
+    args, options = (W, 3, "sum", jnp.tanh), {"flag": True, "scale": 2.5}
+    random = ap.randomize(function, R.rounding(32), min_size=8)
+    found = jax.jit(lambda w: jax.grad(random, argnums=1)(KEY, w, *args[1:], **options))(W)
+    np.testing.assert_allclose(found, jax.grad(function)(*args, **options), rtol=1e-5, atol=1e-6)
+    kept = R.residuals(functools.partial(function, **options), *args)
+    assert kept and len(R.coefficients(functools.partial(function, **options), *args, min_size=8)) > 0
+
+
+def test_a_number_is_a_message():
+    function = lambda w: jnp.sum(jnp.sin(X @ w) @ w)
+    random = ap.randomize(function, R.rounding(32), min_size=16)
+    found, truth = jax.vjp(lambda w: random(KEY, w), W)[1](1.0), jax.vjp(function, W)[1](1.0)
+    np.testing.assert_allclose(found, truth, rtol=1e-5)
+    halve = ap.node(ap.Propagator(lambda x: (x, None), lambda _, m: (m.astype(m.dtype) / 2,)))
+    assert jax.vjp(halve, 3.0)[1](1.0) == (0.5,)
+
+
+WRONG = {
+    "not called": ({"sampler": R.rounding}, TypeError, "sampler is rounding itself: call it"),
+    "a class": ({"sampler": type(R.rounding(4))}, TypeError, "sampler is Rounding itself: call it"),
+    "a number": ({"sampler": 4}, TypeError, "sampler has keep, restore and variance"),
+    "through": ({"sampler": R.stratified(0.1), "through": 8}, TypeError, "through has keep, restore and variance"),
+    "chosen": ({"sampler": lambda c: 4}, TypeError, r"the choice for 'dot_general\[0\]' has keep"),
+    "chosen, not called": ({"sampler": lambda c: R.heavy}, TypeError, "is heavy itself: call it"),
+    "not a number": ({"sampler": None, "budget_bytes": float("nan")}, ValueError, "budget_bytes is a number"),
+    "negative": ({"sampler": None, "budget_bytes": -1}, ValueError, "budget_bytes is a number"),
+    "a word": ({"sampler": None, "budget_bytes": "1 MB"}, ValueError, "budget_bytes is a number"),
+    "min_size": ({"min_size": float("nan")}, ValueError, "min_size is a number"),
+}
+
+
+@pytest.mark.parametrize("options, error, words", WRONG.values(), ids=WRONG.keys())
+def test_wrong_options_are_named(options, error, words):
+    with pytest.raises(error, match=words):
+        gradient_shape(loss(LINEAR["scaled"]), W, X, **options)
+
+
+def test_unhashable_samplers_are_named():
+    class Unhashable:
+        __hash__ = None
+        keep = restore = variance = R.rounding(4).keep
+
+    with pytest.raises(TypeError, match="not hashable"):
+        gradient_shape(loss(LINEAR["scaled"]), W, X, sampler=Unhashable())

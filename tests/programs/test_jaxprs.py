@@ -1,5 +1,6 @@
 """Jaxprs: each nested equation is seen, evaluated and rebuilt as JAX has it, on the floor and the newest JAX alike."""
 
+import gc
 import types
 
 import chex
@@ -7,8 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.core import Primitive
 
-from apgrad._programs import jaxprs
+from apgrad import rewiring  # noqa: F401  (its primitives are named too)
+from apgrad._programs import jaxprs, kinds
 from apgrad._programs.flow import flow
 from apgrad._programs.linearity import CONSTANT, LINEAR, OTHER, ZERO, linearity
 
@@ -134,6 +137,22 @@ def test_parameters_that_are_not_known_are_an_error_with_the_version():
     strange = types.SimpleNamespace(primitive=eqn.primitive, params={"jaxpr": eqn.params["jaxpr"]}, invars=eqn.invars)
     with pytest.raises(NotImplementedError, match=jax.__version__):
         jaxprs.nested(strange)
+
+    del strange.params["jaxpr"]
+    with pytest.raises(NotImplementedError, match=f"{jax.__version__} gives the primitive 'scan' .*no 'permutation'"):
+        jaxprs.Parameters(strange)["permutation"]
+
+
+# Names that JAX has had, or has, in another version between the floor and the newest.
+ELSEWHERE = {"copy_p", "expand_dims", "one_minus_square"}
+
+
+def test_every_primitive_that_is_named_exists():
+    """A primitive of another name would change its class without a word."""
+    names = set().union(*(value for value in vars(kinds).values() if isinstance(value, frozenset)), kinds.LINEAR_IN)
+    assert len(names) > 100
+    known = {x.name for x in gc.get_objects() if isinstance(x, Primitive)}
+    assert names - known <= ELSEWHERE, sorted(names - known)
 
 
 def reaches(function, *facts):
