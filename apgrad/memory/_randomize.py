@@ -330,7 +330,7 @@ def _own_rules(program: jaxprs.Program, where: str) -> list[str]:
         inside, here = jaxprs.nested(eqn), jaxprs.join(where, jaxprs.plain_scope(jaxprs.scope(eqn)))
         if inside is not None and inside.kind == "call":
             found += _own_rules(inside.jaxprs[0], here)
-        elif eqn.primitive.name.startswith("custom_vjp"):
+        elif inside is not None and eqn.primitive.name.startswith("custom_vjp"):
             found.append(repr(jaxprs.join(here, inside.label)))
     return found
 
