@@ -38,6 +38,7 @@ from matplotlib.figure import Figure
 import apgrad as ap
 from apgrad import meta
 from experiments import harness
+from experiments.outer_training import one_task
 
 SEGMENT, TASKS, LANES = 5, 32, 32
 OBJECTIVES = {
@@ -98,19 +99,11 @@ def problem(length: int) -> meta.Problem:
 def estimator(name: str, length: int, sigma: float) -> tuple[meta.OuterGradient, int]:
     """The estimator, and how many estimates in a row make one unroll."""
     p = problem(length)
-    one = {
-        "BPTT": lambda: meta.reverse_mode(p),
-        "truncated": lambda: meta.truncated(p, SEGMENT),
-        "forward": lambda: meta.forward_mode(p),
-        "ES": lambda: meta.evolution(p, sigma=sigma),
-        "truncated ES": lambda: meta.truncated_evolution(p, SEGMENT, sigma=sigma),
-        "PES": lambda: meta.persistent_evolution(p, SEGMENT, sigma=sigma),
-        "ES-Single": lambda: meta.single_evolution(p, SEGMENT, sigma=sigma),
-    }
     if name == "total propagation":
         return meta.batched(meta.perturbed(p, sigma=sigma, unrolls=TASKS // 2), 2), 1
     goes_on = name in ("truncated", "truncated ES", "PES", "ES-Single")
-    return meta.batched(one[name](), TASKS), length // SEGMENT if goes_on else 1
+    name = {"BPTT": "reverse mode", "forward": "forward mode"}.get(name, name)
+    return meta.batched(one_task(p, name, SEGMENT, sigma), TASKS), length // SEGMENT if goes_on else 1
 
 
 @functools.cache
@@ -223,16 +216,8 @@ def _figure(config, rows):
             right.plot(lengths, bias, color=f"C{i}", linewidth=0.8, alpha=0.6)
             at = lengths * (1 + 0.012 * (i - 3.5))
             for some, face in ((seen, f"C{i}"), (~seen, "white")):
-                right.errorbar(
-                    at[some],
-                    bias[some],
-                    yerr=noise[some],
-                    fmt="os^vD<>*"[i],
-                    markersize=4,
-                    color=f"C{i}",
-                    markerfacecolor=face,
-                    linewidth=0.7,
-                )
+                style |= {"markerfacecolor": face, "linewidth": 0.7}
+                right.errorbar(at[some], bias[some], noise[some], ls="", **style)
         for ax, label in ((left, "variance of an estimate"), (right, "|bias| ± 2 s.e.; hollow: within 2 s.e. of 0")):
             ax.set(xscale="log", yscale="log", xlabel="T", ylabel=label, title=f"theta = {theta}")
             ax.set_xticks(config.lengths, [str(t) for t in config.lengths])

@@ -201,13 +201,9 @@ def balance_bed() -> Bed:
     return Bed(influence_balancing.problem(), {BALANCE: lambda key: jnp.asarray(influence_balancing.START)}, judge)
 
 
-def outer_gradient(problem: meta.Problem, method: str, sigma: float, tasks: int, *, stagger: bool = True):
-    """The mean over tasks, in the units of a whole unroll; and how many estimates in a row make an unroll."""
-    name, _, steps = method.partition(", K = ")
-    segment = int(steps or problem.length)
-    if name == "total propagation":
-        return finite(meta.perturbed(problem, sigma=sigma / 5, unrolls=tasks), 1), 1
-    one = {
+def one_task(problem: meta.Problem, name: str, segment: int, sigma: float, *, stagger: bool = True):
+    """The outer gradient of a task by its name."""
+    return {
         "reverse mode": lambda: meta.reverse_mode(problem),
         "forward mode": lambda: meta.forward_mode(problem),
         "truncated": lambda: meta.truncated(problem, segment, stagger=stagger),
@@ -216,8 +212,16 @@ def outer_gradient(problem: meta.Problem, method: str, sigma: float, tasks: int,
         "PES": lambda: meta.persistent_evolution(problem, segment, sigma=sigma, stagger=stagger),
         "ES-Single": lambda: meta.single_evolution(problem, segment, sigma=sigma, stagger=stagger),
     }[name]()
+
+
+def outer_gradient(problem: meta.Problem, method: str, sigma: float, tasks: int, *, stagger: bool = True):
+    """The mean over tasks, in the units of a whole unroll; and how many estimates in a row make an unroll."""
+    name, _, steps = method.partition(", K = ")
+    segment = int(steps or problem.length)
+    if name == "total propagation":
+        return finite(meta.perturbed(problem, sigma=sigma / 5, unrolls=tasks), 1), 1
     count = problem.length // segment
-    return meta.batched(finite(one, count), tasks), count
+    return meta.batched(finite(one_task(problem, name, segment, sigma, stagger=stagger), count), tasks), count
 
 
 def finite(outer: meta.OuterGradient, times: int) -> meta.OuterGradient:

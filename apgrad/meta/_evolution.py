@@ -17,8 +17,7 @@ with common random numbers, so that what both have in common cancels (Rechenberg
 * `single_evolution` (ES-Single or NRES; Vicol, 2023; Li et al., 2023): as PES, but a pair draws one perturbation for an
   unroll and keeps it, so xi = e: the whole unroll is smoothed alike, and the variance does not grow with T/K.
 
-The last three give the loss and the gradient of a segment of K steps, K/T of an unroll's on average, as `truncated`
-does: the T/K estimates of an unroll add up to the gradient of the unroll (see the head of `_outer.py`).
+The last three give the loss and the gradient of a segment of K steps: see the head of `_outer.py`.
 """
 
 from typing import Any, NamedTuple
@@ -61,8 +60,7 @@ def truncated_evolution(
 ) -> OuterGradient:
     """Antithetic evolution strategies over K of T steps, from a state that goes on unperturbed.
 
-    Loss and gradient are of the K steps alone: K/T of an unroll's on average. What acts on the start of an unroll only,
-    such as the prior of a `WithPrior`, has the gradient zero on average.
+    What acts on the start of an unroll only, such as the prior of a `WithPrior`, has the gradient zero on average.
 
     Args:
       problem: the recurrence.
@@ -97,8 +95,7 @@ def persistent_evolution(
 ) -> OuterGradient:
     """Persistent evolution strategies (PES).
 
-    An estimate is the gradient of the K steps' loss with respect to every perturbation so far; the T/K estimates of an
-    unroll add up to the unroll's gradient, so that one estimate is K/T of it on average.
+    The T/K estimates of an unroll add up to the unroll's gradient, so that one estimate is K/T of it on average.
 
     Args:
       problem: the recurrence.
@@ -116,7 +113,7 @@ def single_evolution(
 ) -> OuterGradient:
     """Evolution strategies with one perturbation for an unroll (ES-Single, NRES).
 
-    As with PES, an estimate is K/T of an unroll's gradient on average.
+    An estimate is K/T of an unroll's gradient on average.
 
     Args:
       problem: the recurrence.

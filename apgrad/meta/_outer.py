@@ -149,8 +149,8 @@ def where(condition: jax.Array, new: Any, old: Any) -> Any:
 def truncated(problem: Problem, segment: int, *, remat: bool | int = False, stagger: bool = True) -> OuterGradient:
     """Reverse mode through K of T steps; the state goes from one segment to the next as a constant.
 
-    Loss and gradient are of the K steps alone, K/T of an unroll's on average: see the head of this file. What acts on
-    the start of an unroll only, such as the prior of a `WithPrior`, has the gradient zero.
+    An estimate is K/T of an unroll's gradient on average. What acts on the start of an unroll only, such as the prior
+    of a `WithPrior`, has the gradient zero.
 
     Args:
       problem: the recurrence.
@@ -237,8 +237,7 @@ def batched(outer: OuterGradient, count: int, *, mesh: Mesh | None = None) -> Ou
 def clipped(outer: OuterGradient, max_norm: float = 1.0) -> OuterGradient:
     """Clips the gradient of every estimate to a global norm; within `batched`, the gradient of each task.
 
-    So one task whose unroll has turned chaotic does not drown the other tasks. A gradient that is not finite stays so,
-    and `train` skips the step.
+    So a task whose unroll is chaotic does not drown the others. A gradient that is not finite stays so.
 
     Args:
       outer: the outer gradient of one task.

@@ -22,7 +22,7 @@ Batch = tuple[jax.Array, jax.Array]
 
 
 class Task(NamedTuple):
-    """A family of tasks.
+    """A family of tasks, as functions.
 
     Attributes:
       network: the network that learns; `network.predict(params, x)` is an ordinary function.

@@ -31,15 +31,9 @@ from apgrad.meta._require import whole
 
 
 class Training(NamedTuple):
-    """All that goes on from one outer step to the next.
-
-    Attributes:
-      theta: the meta-parameters.
-      optimizer: optax's state for the part of theta that is trained.
-      carry: the carry of the outer gradient.
-      key: PRNG key of the whole run; step t uses `fold_in(key, t)`.
-      step: outer steps made.
-      skipped: how many of these steps had a loss or gradient that was not finite.
+    """All that goes on from one outer step to the next: theta, optax's state for what of it is trained, the carry of
+    the outer gradient, the key of the run (step t uses `fold_in(key, t)`), the outer steps made, and how many of them
+    were skipped, since the loss or the gradient was not finite.
     """
 
     theta: Any

@@ -38,8 +38,7 @@ class Problem(NamedTuple):
       step: `(theta, state) -> (state, loss)`.
       final: `(theta, state) -> loss`, after the last step.
       length: T, number of steps of an unroll.
-      perturb: a pair of functions for `perturbed`: `state -> part`, the part of the state that noise is added to, and
-        `(state, part) -> state`, which puts it back.
+      perturb: for `perturbed`: `state -> part`, which gets noise, and `(state, part) -> state`, which puts it back.
     """
 
     init: Callable[[Any, jax.Array], Any]
@@ -50,15 +49,8 @@ class Problem(NamedTuple):
 
 
 class Inner(NamedTuple):
-    """The state of an inner problem.
-
-    Attributes:
-      params: parameters of the network.
-      learner: state of the learner.
-      task: what `Task.draw` returned.
-      key: PRNG key of the minibatches.
-      t: () integer, number of steps made.
-      horizon: () integer, number of steps to be made.
+    """The state of an inner problem: parameters, the learner's state, what `Task.draw` returned, the key of the
+    minibatches, the number of steps made, and the number of steps to be made.
     """
 
     params: Any
@@ -70,12 +62,7 @@ class Inner(NamedTuple):
 
 
 class WithPrior(NamedTuple):
-    """Meta-parameters with a prior that is trained too (MAML).
-
-    Attributes:
-      learner: the meta-parameters of the learner.
-      prior: the parameters that every task starts from.
-    """
+    """Meta-parameters of a learner with the parameters that every task starts from, which are trained too (MAML)."""
 
     learner: Any
     prior: Any
@@ -100,12 +87,11 @@ def inner_problem(
       task: a family of tasks.
       learner: the inner learner, which is meta-trained.
       length: T, number of inner steps.
-      hint: weight of the mean loss on the minibatches that were just learned from (in MPLP's published code .7, and .3
-        for the held-out loss).
+      hint: weight of the mean loss on the minibatches that were just learned from (.7 in MPLP's published code).
       held_out: weight of the held-out loss at the end.
       hint_before: whether the hint loss is taken before the step, on data that were not learned from yet.
       shortest: if given, each unroll has its own length, uniform in [shortest, length]; after that many steps nothing
-        changes and losses are 0. (A schedule of lengths is a sequence of calls of `train` with growing `length`.)
+        changes and losses are 0.
       batch_entropy: weight of the batch-entropy penalty (2 in the thesis), which multiplies each step's hint loss.
       entropy_form: "reference", the thesis's Eq. 6, log(2 pi e sigma^2 + 1); "paper", its Eq. 7, log(2 pi e sigma^2 +
         epsilon) with epsilon = 1e-5, without a floor at 0.
@@ -170,9 +156,8 @@ def run(problem: Problem, theta: Any, state: Any, steps: int, *, remat: bool | i
       theta: the meta-parameters.
       state: the state before the first step.
       steps: number of steps.
-      remat: whether a gradient computes steps again instead of remembering them. True nests two scans, of about
-        sqrt(steps) segments, so that about 2 sqrt(steps) states are remembered in place of all that happened in
-        `steps` steps; a number, at least 1, is the length of a segment.
+      remat: whether a gradient computes steps again instead of remembering them. True nests two scans, so that about
+        2 sqrt(steps) states are remembered; a number is the length of the inner scan.
 
     Returns:
       The state after the last step; the losses (steps,).

@@ -355,6 +355,7 @@ class TestExperiments:
         assert results["bias_decoupled-CF_H4_B10"]["exact"] == pytest.approx(exact, abs=1e-8)
         assert "worst_ratio_decoupled-CF_P5" in results and "5 parameters" in capsys.readouterr().out
 
+    @pytest.mark.long
     def test_gaussian_shaping(self, tmp_path):
         results = tiny_run(gaussian_shaping, tmp_path, *self.OPTIONS)
         assert len(results["rows"]) == 2 * 6
