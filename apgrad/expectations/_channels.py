@@ -147,17 +147,11 @@ def is_adaptive(tape: Tape) -> bool:
 
 
 class Visits(NamedTuple):
-    """The ports of `ap.adaptive`, for a program whose mixers are visited `slots` times.
+    """The ports of `ap.adaptive`, for a program whose mixers are visited `slots` times."""
 
-    Attributes:
-      counts: how often each site has drawn a sample so far, (sites,).
-      weights: the mixers' weights, a row for each visit of each site, (slots, 4).
-      rows: what mixers saw at their visits, (slots, 5): messages to the first tape.
-    """
-
-    counts: Port
-    weights: Port
-    rows: Port
+    counts: Port  # how often each site has drawn a sample so far, (sites,)
+    weights: Port  # the mixers' weights, a row for each visit of each site, (slots, 4)
+    rows: Port  # what mixers saw at their visits, (slots, 5): messages to the first tape
 
 
 def visits(sites: tuple[int, ...]) -> Visits:
@@ -171,15 +165,10 @@ def visits(sites: tuple[int, ...]) -> Visits:
 
 
 class Visit(NamedTuple):
-    """One visit of a mixer's site, under `ap.adaptive`.
+    """One visit of a mixer's site, under `ap.adaptive`."""
 
-    Attributes:
-      slot: the row of the visit.
-      weights: the row of the mixer's weights; None where the mixer weighs by what it sees.
-    """
-
-    slot: jax.Array
-    weights: jax.Array | None
+    slot: jax.Array  # the row of the visit
+    weights: jax.Array | None  # the row of the mixer's weights; None where the mixer weighs by what it sees
 
 
 def visit(tape: Tape, what: str) -> tuple[Tape, Visit | None]:

@@ -15,27 +15,17 @@ class Mark(enum.Enum):
 
 
 class TapePlan(NamedTuple):
-    """The static structure of a tape: the same all through a program, so that `scan` can carry it.
+    """The static structure of a tape: the same all through a program, so that `scan` can carry it."""
 
-    Attributes:
-      lanes: how many lanes there are.
-      dtype: the dtype in which costs are summed; None in the first trace.
-      ports: the ports that the tape has.
-      folds: groups of lanes that share batch statistics: 2 with cross-fitting, else 1.
-      disturbed: `(bit, value)`: lanes whose number has this bit at this value draw other samples.
-      sites: with `ap.adaptive`, how often each site of a mixer is visited; else None.
-      data: how many data the minibatch has, which are then the parts of a lane.
-      token: distinct for each trace that counts sites or requests, so that no cached `jit` hides one.
-    """
-
-    lanes: int
-    dtype: Any = None
-    ports: tuple[Port, ...] = ()
-    folds: int = 1
+    lanes: int  # how many lanes there are
+    dtype: Any = None  # the dtype in which costs are summed; None in the first trace
+    ports: tuple[Port, ...] = ()  # the ports that the tape has
+    folds: int = 1  # groups of lanes that share batch statistics: 2 with cross-fitting, else 1
+    # `(bit, value)`: lanes whose number has this bit at this value draw other samples.
     disturbed: tuple[int, int] | None = None
-    sites: tuple[int, ...] | None = None
-    data: int | None = None
-    token: object = None
+    sites: tuple[int, ...] | None = None  # with `ap.adaptive`, how often each site of a mixer is visited; else None
+    data: int | None = None  # how many data the minibatch has, which are then the parts of a lane
+    token: object = None  # distinct for each trace that counts sites or requests, so that no cached `jit` hides one
 
 
 class Ledger:

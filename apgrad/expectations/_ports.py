@@ -37,19 +37,15 @@ def _add_up(before: jax.Array, ends: Sequence[jax.Array]) -> jax.Array:
 
 
 class Arithmetic(NamedTuple):
-    """What becomes of a port p, an array that starts with the lanes.
+    """What becomes of a port p, an array that starts with the lanes."""
 
-    Attributes:
-      multiplies: whether a cost c becomes c exp(p), with p the sum of all ports that multiply.
-      corrects: `(cost, shaped, p, folds) -> term`: what a cost adds to the total besides; `shaped` says that it is not
-        the cost itself that is charged. None: nothing.
-      fades: `(factor, p) -> p`, for `tape.discount`. None: the port carries no costs, and stays as it is.
-      joins: `(p before the fork, p at the end of each branch) -> p`.
-    """
-
-    multiplies: bool = False
+    multiplies: bool = False  # whether a cost c becomes c exp(p), with p the sum of all ports that multiply
+    # `(cost, shaped, p, folds) -> term`: what a cost adds to the total besides; `shaped` says that it is not the cost
+    # itself that is charged. None: nothing.
     corrects: Callable[..., Any] | None = None
+    # `(factor, p) -> p`, for `tape.discount`. None: the port carries no costs, and stays as it is.
     fades: Callable[[jax.Array, jax.Array], jax.Array] | None = None
+    # `(p before the fork, p at the end of each branch) -> p`.
     joins: Callable[[jax.Array, Sequence[jax.Array]], jax.Array] = _add_up
 
     @property
@@ -59,19 +55,13 @@ class Arithmetic(NamedTuple):
 
 
 class Port(NamedTuple):
-    """A port of the tape; equal ones are the same.
+    """A port of the tape; equal ones are the same."""
 
-    Attributes:
-      name: what is sent on it.
-      shape: its shape; if it carries costs (lanes,), or (lanes, parts) for parts that are independent of each other.
-      arithmetic: what becomes of it.
-      dtype: its dtype; None is the dtype in which costs are summed.
-    """
-
-    name: str
+    name: str  # what is sent on it
+    # its shape; if it carries costs (lanes,), or (lanes, parts) for parts that are independent of each other.
     shape: tuple[int, ...]
-    arithmetic: Arithmetic = Arithmetic()
-    dtype: Any = None
+    arithmetic: Arithmetic = Arithmetic()  # what becomes of it
+    dtype: Any = None  # its dtype; None is the dtype in which costs are summed
 
 
 def _once(why: str, instead: str) -> Callable[[jax.Array, jax.Array], jax.Array]:

@@ -24,7 +24,7 @@ from apgrad.expectations._tape import Tape
 from apgrad.expectations.estimators import _baselines as baselines
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
 from apgrad.expectations.estimators._estimator import Estimator, Mixer, surrogate
-from apgrad.expectations.mixing._node import Charge, LaneCall, draw_batch_by_mixer, draw_by_mixer
+from apgrad.expectations.mixing._node import Charge, draw_batch_by_mixer, draw_by_mixer
 
 
 def stochastic(
@@ -91,8 +91,7 @@ def stochastic(
 
             charges: list[Charge]
             if isinstance(estimator, Mixer):
-                call = LaneCall(estimator, what, name, distribution, axes, args, keys)
-                tape, x, charges = draw_by_mixer(tape, call)
+                tape, x, charges = draw_by_mixer(tape, estimator, what, name, distribution, axes, args, keys)
             else:
                 draw = functools.partial(surrogate, estimator)
                 x, density = jax.vmap(lambda key, *a: draw(distribution(*a), key), (0, *axes))(keys, *args)

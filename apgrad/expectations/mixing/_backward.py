@@ -32,36 +32,28 @@ from apgrad._programs.jaxprs import is_inexact, place
 from apgrad._programs.signs import wide
 from apgrad.expectations._cross_fitting import Streams
 from apgrad.expectations._lanes import fold
+from apgrad.expectations.estimators._estimator import Mixer
 from apgrad.expectations.mixing import _moments as moments
 from apgrad.expectations.mixing._features import NodeMemory, TracedNode, empty_target, pulled, to_arguments
 from apgrad.expectations.weights import Weighting
 
 
 class Gathered(NamedTuple):
-    """What messages gather on their way back through the mixers' nodes.
+    """What messages gather on their way back through the mixers' nodes."""
 
-    Attributes:
-      suffix: the gradient of later nodes, (lanes, width), or None.
-      rows: what `ap.adaptive` is told of later nodes, (slots, 5), or None.
-    """
-
-    suffix: jax.Array | None = None
-    rows: jax.Array | None = None
+    suffix: jax.Array | None = None  # the gradient of later nodes, (lanes, width), or None
+    rows: jax.Array | None = None  # what `ap.adaptive` is told of later nodes, (slots, 5), or None
 
 
 class WayBack(NamedTuple):
-    """The way from the distribution's parameters on.
+    """The way from the distribution's parameters on."""
 
-    Attributes:
-      answers: in each stream, for each estimator, what is weighed: a pytree of arrays (lanes, ...).
-      weigh: `gathered -> (weights, gathered)`: for each array, or for all arrays of a subtree, the weights (folds,
-        estimators), or (folds, estimators, coordinates); and what is gathered with this node.
-      finish: `(mixed answers, weights, messages to the sample, shared)` of a stream -> messages to the arguments that
-        lanes share, summed over lanes, if these are wanted; and to the lanes' own arguments.
-    """
-
-    answers: Streams
+    answers: Streams  # in each stream, for each estimator, what is weighed: a pytree of arrays (lanes, ...)
+    # `gathered -> (weights, gathered)`: for each array, or for all arrays of a subtree, the weights (folds,
+    # estimators), or (folds, estimators, coordinates); and what is gathered with this node.
     weigh: Callable[[Gathered], tuple[Any, Gathered]]
+    # `(mixed answers, weights, messages to the sample, shared)` of a stream -> messages to the arguments that lanes
+    # share, summed over lanes, if these are wanted; and to the lanes' own arguments.
     finish: Callable[[Any, Any, jax.Array, bool], tuple[Any, Any]]
 
 
@@ -142,48 +134,39 @@ def by_coordinates(node: TracedNode, memory: NodeMemory, to_x: Streams, to_zeros
     return _coordinates(node.what, node.mixer.weights.message, node.folds, by_stream, floating, finish)
 
 
-class TracedBatch(NamedTuple):
-    """What is known of a mixer's node in `ap.sample` when the program is traced.
-
-    Attributes:
-      what: the node's name in errors.
-      weighting: the rule of the message's weights.
-      folds: 2 with cross-fitting, 1 without.
-      led: for each array of the distribution's parameters whether its leading axis is the lanes.
-    """
-
-    what: str
-    weighting: Weighting
-    folds: int
-    led: tuple[bool, ...]
-
-
-def of_batch(node: TracedBatch, pull: Callable[..., Any], to_x: Streams, to_zeros: list[jax.Array]) -> WayBack:
+def of_batch(
+    what: str,
+    mixer: Mixer,
+    folds: int,
+    led: tuple[bool, ...],
+    pull: Callable[..., Any],
+    to_x: Streams,
+    to_zeros: list[jax.Array],
+) -> WayBack:
     """The way back in `ap.sample`, whose arrays of parameters stand for the lanes' own arguments.
 
     `pull(to_x, to_zeros, weights=None)` has for each estimator a list with its message to each array of parameters, or
     None for integers; weights, (estimators, lanes), multiply the messages before they are pulled back.
     """
-    lanes, count = len(to_x.own), len(node.led)
-    by_stream = _in_streams(lambda to_x: pull(to_x, to_zeros), to_x, node.folds)
-    led = [i for i in range(count) if node.led[i]]
-    shared = [i for i in range(count) if not node.led[i] and by_stream.own[0][i] is not None]
+    lanes, weighting = len(to_x.own), mixer.weights.message
+    by_stream = _in_streams(lambda to_x: pull(to_x, to_zeros), to_x, folds)
+    chosen = [i for i, flag in enumerate(led) if flag]
+    shared = [i for i, flag in enumerate(led) if not flag and by_stream.own[0][i] is not None]
     whole = None
     if shared:
-        rows = [[_rows(answer[i]) for i in led] for answer in by_stream.own]
-        features = jnp.stack([fold(jnp.concatenate(row, 1), node.folds) for row in rows], axis=1)
-        whole = weigh(node.what, node.weighting, features)
+        rows = [jnp.concatenate([_rows(answer[i]) for i in chosen], 1) for answer in by_stream.own]
+        whole = weigh(what, weighting, jnp.stack([fold(row, folds) for row in rows], axis=1))
 
     def finish(mixed, weights, to_x, _):
-        found = place(mixed, led, [None] * count)
+        found = place(mixed, chosen, [None] * len(led))
         if shared:
             # Weighed before they are pulled back, lane by lane: what lanes share has no lanes to weigh.
-            by_lane = jnp.repeat(weights[-1], lanes // node.folds, axis=0).T
+            by_lane = jnp.repeat(weights[-1], lanes // folds, axis=0).T
             each = pull(to_x, to_zeros, by_lane)
             found = place([add(answer[i] for answer in each) for i in shared], shared, found)
         return None, found
 
-    return _coordinates(node.what, node.weighting, node.folds, by_stream, led, finish, whole)
+    return _coordinates(what, weighting, folds, by_stream, chosen, finish, whole)
 
 
 def _in_streams(pull, to_x, folds):

@@ -30,41 +30,28 @@ EXACT = 16  # the most elements of a target whose gradients are features as they
 
 
 class TracedNode(NamedTuple):
-    """What is known of a mixer's node when the program is traced.
+    """What is known of a mixer's node when the program is traced."""
 
-    Attributes:
-      mixer: the mixer.
-      what: the node's name in errors.
-      build: `(shared, lane) -> distribution`, for one lane.
-      folds: 2 with cross-fitting, 1 without.
-    """
-
-    mixer: Mixer
-    what: str
-    build: Callable[..., Any]
-    folds: int
+    mixer: Mixer  # the mixer
+    what: str  # the node's name in errors
+    build: Callable[..., Any]  # `(shared, lane) -> distribution`, for one lane
+    folds: int  # 2 with cross-fitting, 1 without
 
 
 class NodeMemory(NamedTuple):
-    """What a mixer's node keeps of its forward pass.
+    """What a mixer's node keeps of its forward pass."""
 
-    Attributes:
-      shared: the arrays that lanes share: the arguments, and the arrays that the function closes over.
-      lane: the lanes' own arguments, a pytree of arrays (lanes, ...).
-      pull: the estimators' pullback, a pytree of arrays (lanes, ...): mapped over lanes, `(to_x, to_zeros)` -> for each
-        estimator a list with its message to each array of the distribution's parameters, or None for integers.
-      perturbed: whether each array is differentiated, in three groups: the shared arguments, the arrays closed over,
-        and the lanes' arguments.
-      seed: the seed of the sketch's signs, a uint32 scalar.
-      visit: what `ap.adaptive` knows of this visit of the node; None without it.
-    """
-
+    # the arrays that lanes share: the arguments, and the arrays that the function closes over.
     shared: tuple[list[Any], list[Any]]
-    lane: Any
+    lane: Any  # the lanes' own arguments, a pytree of arrays (lanes, ...)
+    # the estimators' pullback, a pytree of arrays (lanes, ...): mapped over lanes, `(to_x, to_zeros)` -> for each
+    # estimator a list with its message to each array of the distribution's parameters, or None for integers.
     pull: Callable[..., Any]
+    # whether each array is differentiated, in three groups: the shared arguments, the arrays closed over, and the
+    # lanes' arguments.
     perturbed: Static
-    seed: jax.Array
-    visit: Visit | None
+    seed: jax.Array  # the seed of the sketch's signs, a uint32 scalar
+    visit: Visit | None  # what `ap.adaptive` knows of this visit of the node; None without it
 
 
 def pulled(memory: NodeMemory, to_x: jax.Array, to_zeros: list[jax.Array]) -> list[list[Any]]:
@@ -73,35 +60,23 @@ def pulled(memory: NodeMemory, to_x: jax.Array, to_zeros: list[jax.Array]) -> li
 
 
 class AtArguments(NamedTuple):
-    """What one set of messages to all lanes' distributions comes to.
+    """What one set of messages to all lanes' distributions comes to."""
 
-    Attributes:
-      lane: messages to the lanes' own arguments: for each array among them (lanes, ...), or None.
-      uses: messages to the uses of parameters, a pytree of arrays (lanes, ...).
-      features: (lanes, width); None where they were not asked for.
-    """
-
-    lane: list[Any]
-    uses: Any
-    features: jax.Array | None
+    lane: list[Any]  # messages to the lanes' own arguments: for each array among them (lanes, ...), or None
+    uses: Any  # messages to the uses of parameters, a pytree of arrays (lanes, ...)
+    features: jax.Array | None  # (lanes, width); None where they were not asked for
 
 
 class ToArguments(NamedTuple):
-    """The way back from a node's distributions to its arguments.
+    """The way back from a node's distributions to its arguments."""
 
-    Attributes:
-      answers: what each set of messages comes to.
-      to_lane: messages to the lanes' own arguments, as `AtArguments.lane` has them -> the same in the arguments'
-        structure.
-      to_shared: messages to the uses of parameters -> the sum over lanes of their pullbacks, in the structure of
-        `shared`, with None for what is not differentiated.
-      of_shared: whether the target is shared by the lanes; else it is the lanes' own arguments.
-    """
-
-    answers: list[AtArguments]
+    answers: list[AtArguments]  # what each set of messages comes to
+    # messages to the lanes' own arguments, as `AtArguments.lane` has them -> the same in the arguments' structure.
     to_lane: Callable[[list[Any]], Any]
+    # messages to the uses of parameters -> the sum over lanes of their pullbacks, in the structure of `shared`, with
+    # None for what is not differentiated.
     to_shared: Callable[[Any], tuple[list[Any], list[Any]]]
-    of_shared: bool
+    of_shared: bool  # whether the target is shared by the lanes; else it is the lanes' own arguments
 
 
 def to_arguments(

@@ -15,8 +15,8 @@ The backward pass is a rule of its own and no derivative, so second derivatives 
 with cross-fitting already by `in_two_streams` of `_cross_fitting.py`.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,6 @@ from apgrad.expectations.estimators._baselines import Baseline, LearnedBaseline
 from apgrad.expectations.estimators._estimator import Mixer, surrogate
 from apgrad.expectations.mixing._backward import (
     Gathered,
-    TracedBatch,
     by_arguments,
     by_coordinates,
     led_by_lanes,
@@ -48,40 +47,30 @@ from apgrad.expectations.weights import decoupled
 Charge = tuple[jax.Array, Baseline]  # a zero to be charged with later costs, and the baseline that is taken off
 
 
-class LaneCall(NamedTuple):
-    """A call of a stochastic function whose estimator is a mixer.
+def draw_by_mixer(
+    tape: Tape,
+    mixer: Mixer,
+    what: str,
+    name: str,
+    function: Callable[..., Any],
+    axes: tuple[int | None, ...],
+    args: Sequence[Any],
+    keys: jax.Array,
+) -> tuple[Tape, jax.Array, list[Charge]]:
+    """Samples the distribution `function(*args of one lane)` of each lane, with a mixer's node for the way back.
 
-    Attributes:
-      mixer: the mixer.
-      what: the node's name in errors.
-      name: the function's name: calls of one function gather a suffix together.
-      function: one lane's arguments -> distribution.
-      axes: for each argument 0, where its leading axis is the lanes, or None, where lanes share it.
-      args: the arguments of all lanes.
-      keys: PRNG keys, (lanes,).
+    An argument's axis is 0, where its leading axis is the lanes, or None, where lanes share it. Calls of one name
+    gather a suffix together. Returns the next tape, the sample, and the zeros that are to be charged with costs.
     """
-
-    mixer: Mixer
-    what: str
-    name: str
-    function: Callable[..., Any]
-    axes: tuple[int | None, ...]
-    args: tuple[Any, ...]
-    keys: jax.Array
-
-
-def draw_by_mixer(tape: Tape, call: LaneCall) -> tuple[Tape, jax.Array, list[Charge]]:
-    """Samples the distribution of each lane, with a mixer's node for the way back: `(tape, x, charges)`."""
-    mixer, what, axes = call.mixer, call.what, call.axes
     at_arguments = mixer.target != "parameters"
     channels.declare_weighing(tape, what)
     _require_mixer(mixer, what, tape, by_coordinates=not at_arguments)
-    arrays, restore = arrays_of([x for x, axis in zip(call.args, axes, strict=True) if axis is None])
-    lane = [x for x, axis in zip(call.args, axes, strict=True) if axis == 0]
+    arrays, restore = arrays_of([x for x, axis in zip(args, axes, strict=True) if axis is None])
+    lane = [x for x, axis in zip(args, axes, strict=True) if axis == 0]
 
     def ordered(arrays, lane):
         shared, lane = iter(restore(*arrays)), iter(lane)
-        return call.function(*(next(shared if axis is None else lane) for axis in axes))
+        return function(*(next(shared if axis is None else lane) for axis in axes))
 
     one_lane = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), lane)
     converted, closed_over = hoist(ordered, arrays, one_lane)
@@ -115,13 +104,13 @@ def draw_by_mixer(tape: Tape, call: LaneCall) -> tuple[Tape, jax.Array, list[Cha
     gathers = channels.is_adaptive(tape) or any(w is not None and w.suffix for w in mixer.weights)
     floating = [x for x in arrays if is_inexact(x)]
     if at_arguments and floating and gathers:
-        suffix_port = Port(f"gathered by {call.name}", (tape.lanes, suffix_width(floating)))
+        suffix_port = Port(f"gathered by {name}", (tape.lanes, suffix_width(floating)))
         suffix = channels.request(tape, suffix_port, what)
     if visit is not None:
         rows_port = channels.rows_of(tape)
         rows = channels.request(tape, rows_port, what)
     x, zeros, gathered = _mixer_node(mixer, forward, backward, perturbed=True)(
-        (arrays, closed_over), lane, call.keys, channels.request(tape, SEED, what), visit, Gathered(suffix, rows)
+        (arrays, closed_over), lane, keys, channels.request(tape, SEED, what), visit, Gathered(suffix, rows)
     )
     if suffix_port is not None:
         tape = channels.put(tape, suffix_port, gathered.suffix, what)
@@ -161,7 +150,7 @@ def draw_batch_by_mixer(
         pull, led = memory
         to_x, to_zeros = message
         streams = both_streams(to_x, folds)
-        way = of_batch(TracedBatch(what, mixer.weights.message, folds, led.value), pull, streams, to_zeros)
+        way = of_batch(what, mixer, folds, led.value, pull, streams, to_zeros)
         _, both, _ = mixed(way, streams, Gathered())
         return jax.tree.unflatten(structure, at_hand(both, folds)), None
 
