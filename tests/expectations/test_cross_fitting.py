@@ -111,7 +111,9 @@ def test_by_hand(x64):
         return tape.cost(z**3), (y, z)
 
     objective = ap.expectation(program, lanes, cross_fit=True, has_aux=True)
-    (value, (y, z)), (to_theta, to_x) = jax.value_and_grad(objective, argnums=(1, 2), has_aux=True)(KEY, theta, start)
+    (value, (y, z)), (to_theta, to_x) = jax.jit(jax.value_and_grad(objective, argnums=(1, 2), has_aux=True))(
+        KEY, theta, start
+    )
     y, z, x = (np.asarray(v) for v in (y, z, start))
     cost = z**3
     np.testing.assert_allclose(value, cost.mean(), rtol=1e-12)
@@ -301,7 +303,9 @@ def test_large_targets_are_sketched(monkeypatch):
         return ap.testing.moments(lambda key: gradient(key, weights)[:4], KEY, 1_000)
 
     sketched = found()
-    reference = jax.grad(ap.expectation(program(ap.reparameterization()), 200_000), argnums=1)(KEY, weights)[:4]
+    reference = jax.jit(jax.grad(ap.expectation(program(ap.reparameterization()), 200_000), argnums=1))(KEY, weights)[
+        :4
+    ]
     monkeypatch.setattr(targets, "EXACT", 1_000)
     exact = found()
     error = np.sqrt(np.asarray(sketched.standard_error) ** 2 + 0.002**2)

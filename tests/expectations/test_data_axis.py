@@ -95,7 +95,7 @@ def test_value_and_lane_wide_choices():
         return tape.cost(jnp.array([10.0, 20.0])).cost(shared)
 
     objective = ap.expectation(program, lanes=2, data=3)
-    value, (a, b) = jax.value_and_grad(objective, argnums=(1, 2))(KEY, jnp.zeros(2), jnp.zeros((2, 3)))
+    value, (a, b) = jax.jit(jax.value_and_grad(objective, argnums=(1, 2)))(KEY, jnp.zeros(2), jnp.zeros((2, 3)))
     assert value == pytest.approx(float(jnp.mean(shared)) + 15)
     # The score of a normal of variance 1 at mean 0 is the sample itself.
     x, y = samples(KEY, (2,)), samples(jax.random.split(KEY)[0], (2, 3))
@@ -161,7 +161,7 @@ def wrong(cost, parts=True, data=3, size=3):
         tape, b = ap.sample(tape, d, ap.likelihood_ratio(), parts=parts)
         return tape.cost(cost(b.astype(jnp.float32)))
 
-    return ap.expectation(program, lanes=2, data=data)(KEY, THETA)
+    return jax.jit(ap.expectation(program, lanes=2, data=data))(KEY, THETA)
 
 
 def test_axes_that_do_not_fit_are_errors():

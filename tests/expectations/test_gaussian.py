@@ -55,7 +55,7 @@ def test_the_shaped_message_is_the_published_formula(x64):
         tape, _ = ap.sample(tape, dist.Normal(theta, 1.0), probe)
         return tape.cost(quadratic, x, shaping=ap.gaussian_shaping())
 
-    to_x, message = jax.grad(ap.expectation(run, 50), argnums=(1, 2))(KEY, x, jnp.zeros(50))
+    to_x, message = jax.jit(jax.grad(ap.expectation(run, 50), argnums=(1, 2)))(KEY, x, jnp.zeros(50))
     # For a quadratic cost C_mu = A mean(x~) and C_Sigma = A / 2 up to the noise of the fit's 50 samples: read
     # them off the message to x by least squares, and write the charge of each lane out by the moments of the others.
     x, to_x = np.asarray(x), 50 * np.asarray(to_x)
@@ -78,7 +78,7 @@ def test_arrays_that_the_cost_closes_over_get_their_gradient():
         x = jnp.arange(8.0).reshape(4, 2)
         return tape.cost(lambda x: weight * jnp.sum(x), x, shaping=ap.gaussian_shaping())
 
-    value, gradient = jax.value_and_grad(ap.expectation(run, 4), argnums=1)(KEY, 3.0)
+    value, gradient = jax.jit(jax.value_and_grad(ap.expectation(run, 4), argnums=1))(KEY, 3.0)
     np.testing.assert_allclose(value, 21.0)
     np.testing.assert_allclose(gradient, 7.0)
 
@@ -128,7 +128,7 @@ def test_components_of_any_scale_keep_their_variance():
         tape, y = ap.gaussian_resampling(tape, x)
         return tape.cost(jnp.zeros(5000)), y
 
-    y = ap.expectation(run, 5000, has_aux=True)(KEY)[1]
+    y = jax.jit(ap.expectation(run, 5000, has_aux=True))(KEY)[1]
     np.testing.assert_allclose(y.std(0), x.std(0), rtol=0.05)
 
     def shaped(tape, theta):
@@ -159,7 +159,7 @@ def test_gradients_are_finite_with_few_lanes_and_with_no_spread(lanes, size):
             return tape.cost(lambda y: jnp.sum(y**2), s * x, shaping=ap.gaussian_shaping())
 
         for run in (resampled, shaped):
-            assert jnp.isfinite(jax.grad(ap.expectation(run, lanes), argnums=1)(KEY, 1.3))
+            assert jnp.isfinite(jax.jit(jax.grad(ap.expectation(run, lanes), argnums=1))(KEY, 1.3))
 
 
 def test_second_derivatives():
@@ -180,8 +180,8 @@ def test_second_derivatives():
         return tape.cost(x**2)
 
     np.testing.assert_allclose(
-        jax.hessian(ap.expectation(resampled, 10), argnums=1)(KEY, 1.5),
-        2 * ap.expectation(resampled, 10)(KEY, 1.0),
+        jax.jit(jax.hessian(ap.expectation(resampled, 10), argnums=1))(KEY, 1.5),
+        2 * jax.jit(ap.expectation(resampled, 10))(KEY, 1.0),
         rtol=1e-4,
     )
 

@@ -151,12 +151,12 @@ def test_a_learned_baseline_has_the_gradient_of_the_regression_on_the_cost_to_go
 
     objective = ap.expectation(program, 4)
     to_go = jnp.arange(4.0) + 10
-    a, phi = jax.grad(objective, argnums=(1, 2))(KEY, jnp.zeros(4), 2.0)
+    a, phi = jax.jit(jax.grad(objective, argnums=(1, 2)))(KEY, jnp.zeros(4), 2.0)
     np.testing.assert_allclose(4 * a, to_go - 2.0)
     np.testing.assert_allclose(phi, jnp.mean(2.0 - to_go))
     assert objective(KEY, jnp.zeros(4), 2.0) == 1000 + jnp.mean(to_go)
     # The regression's own second derivative; the objective does not depend on phi otherwise.
-    second = jax.hessian(objective, argnums=2)(KEY, jnp.zeros(4), 2.0)
+    second = jax.jit(jax.hessian(objective, argnums=2))(KEY, jnp.zeros(4), 2.0)
     np.testing.assert_allclose(second, 1.0)
 
 
@@ -509,7 +509,7 @@ def test_parts_without_a_score():
         tape, x = ap.sample(tape, dist.Normal(a, 1.0), ap.reparameterization(), parts=True)
         return tape.cost(x**2), x
 
-    value, x = ap.expectation(program, 4, has_aux=True)(KEY, jnp.zeros((4, 3)))
+    value, x = jax.jit(ap.expectation(program, 4, has_aux=True))(KEY, jnp.zeros((4, 3)))
     np.testing.assert_allclose(value, jnp.mean(jnp.sum(x**2, axis=-1)), rtol=1e-6)
     with pytest.raises(ValueError, match=r"\(lanes, parts, ...\), got \(4,\)"):
         ap.expectation(program, 4, has_aux=True)(KEY, jnp.zeros(4))

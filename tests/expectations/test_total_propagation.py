@@ -31,7 +31,7 @@ def test_one_node_by_hand(x64):
         return tape.cost(y**3), y
 
     objective = ap.expectation(program, lanes, has_aux=True)
-    (_, y), (to_theta, to_x) = jax.value_and_grad(objective, argnums=(1, 2), has_aux=True)(KEY, theta, start)
+    (_, y), (to_theta, to_x) = jax.jit(jax.value_and_grad(objective, argnums=(1, 2), has_aux=True))(KEY, theta, start)
     y, x = np.asarray(y), np.asarray(start)
     mean, slope = np.sin(theta * x), np.cos(theta * x)
     cost = y**3
@@ -52,7 +52,9 @@ def test_the_target_of_sample_is_the_parameters_that_vary_by_lane(x64):
         return tape.cost(jnp.sin(y) + y**2), y
 
     objective = ap.expectation(program, lanes, has_aux=True)
-    (_, y), (to_loc, to_scale) = jax.value_and_grad(objective, argnums=(1, 2), has_aux=True)(KEY, loc, jnp.array(0.5))
+    (_, y), (to_loc, to_scale) = jax.jit(jax.value_and_grad(objective, argnums=(1, 2), has_aux=True))(
+        KEY, loc, jnp.array(0.5)
+    )
     z = (y - loc) / 0.5
     cost = jnp.sin(y) + y**2
     centred = cost - (cost.sum() - cost) / (lanes - 1)
@@ -71,7 +73,7 @@ def test_sample_weighs_each_coordinate_by_itself(x64):
         return tape.cost(jnp.sin(y[:, 0]) + y[:, 1] ** 2), y
 
     objective = ap.expectation(program, lanes, has_aux=True)
-    (_, y), to_loc = jax.value_and_grad(objective, argnums=1, has_aux=True)(KEY, loc)
+    (_, y), to_loc = jax.jit(jax.value_and_grad(objective, argnums=1, has_aux=True))(KEY, loc)
     z = (y - loc) / 0.5
     cost = jnp.sin(y[:, 0]) + y[:, 1] ** 2
     centred = cost - (cost.sum() - cost) / (lanes - 1)
@@ -145,7 +147,7 @@ def test_an_exploding_pathwise_gradient_leaves_nothing_behind(weights, cross_fit
         # A cost of order 1 whose derivative overflows.
         return tape.cost(jnp.tanh(x) + ap.zero_with_gradient(1e38 * jnp.sin(10 * x)))
 
-    gradient = jax.grad(ap.expectation(program, 100, cross_fit=cross_fit), argnums=1)(KEY, 0.3)
+    gradient = jax.jit(jax.grad(ap.expectation(program, 100, cross_fit=cross_fit), argnums=1))(KEY, 0.3)
     assert abs(gradient - 0.55) < 0.5, gradient
 
 
@@ -227,7 +229,7 @@ def test_while_loops_none_and_complex_parameters_in_a_node():
             tape, x = node(tape, theta, jnp.ones(tape.lanes))
             return tape.cost(x)
 
-        return ap.grad(program, 4)(KEY, theta)
+        return jax.jit(ap.grad(program, 4))(KEY, theta)
 
     def loop(theta, x):
         return jax.lax.while_loop(lambda c: c < 5, lambda c: c + theta**2 * x + 1, theta * x)
@@ -278,7 +280,7 @@ def test_each_learned_baseline_of_a_mixer_is_its_own():
             tape, x = node(tape, theta, b)
             return tape.cost(x**2)
 
-        return ap.grad(program, lanes=4)(KEY, 0.7, 0.3)
+        return jax.jit(ap.grad(program, lanes=4))(KEY, 0.7, 0.3)
 
     alone = [ap.likelihood_ratio(ap.learned_baseline(value, leave_one_out=flag)) for flag in (False, True)]
     expected = [gradient(estimator) for estimator in alone]

@@ -32,6 +32,7 @@ from jax import lax
 from apgrad._ground.primitives import zero_with_gradient
 from apgrad.expectations import _distributions as distributions
 from apgrad.expectations._lanes import require_samples
+from apgrad.expectations._ports import dice
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
 from apgrad.expectations.estimators._control_variate import second_moment
 from apgrad.expectations.estimators._discrete import choices, relaxable, relaxed_mean
@@ -84,9 +85,8 @@ def double_control_variates(samples: int = 2, coefficient: Any = 1.0) -> ChoiceE
 
         def surrogate(cost, zero, mean, a):
             baseline = others(lax.stop_gradient(cost) - a * inner(slope, away))
-            centred = cost - a * inner(v, away) - baseline
             moved = a * inner(v, zero_with_gradient(jnp.broadcast_to(mean, v.shape)))
-            return jnp.mean(cost + centred * jnp.expm1(zero) + moved, axis=0)
+            return jnp.mean(dice(cost, zero, a * inner(v, away) + baseline) + moved, axis=0)
 
         estimate = surrogate(cost, zero, mean, lax.stop_gradient(a))
         if isinstance(coefficient, jax.Array):

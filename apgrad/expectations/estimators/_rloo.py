@@ -17,6 +17,7 @@ from jax import lax
 
 from apgrad.expectations import _distributions as distributions
 from apgrad.expectations._lanes import require_samples
+from apgrad.expectations._ports import dice
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
 
 
@@ -47,7 +48,7 @@ def rloo(samples: int = 2) -> ChoiceEstimator:
         cost = costs(xs)
         zero = zero.reshape(*cost.shape, -1).sum(-1).astype(cost.dtype)
         others = lax.stop_gradient((jnp.sum(cost, axis=0) - cost) / (samples - 1))
-        return xs[0], jnp.mean(cost + (cost - others) * jnp.expm1(zero), axis=0)
+        return xs[0], jnp.mean(dice(cost, zero, others), axis=0)
 
     return ChoiceEstimator(
         "rloo",
