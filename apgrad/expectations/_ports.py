@@ -24,8 +24,11 @@ def dice(costs: Any, zeros: jax.Array, baselines: Any = None, own: jax.Array | N
     and do not depend on the choices whose zeros are `own` (all of z where not given): E[b d^k exp(own)] = 0 for k >= 1
     (Mao et al., 2019).
     """
-    term = costs * jnp.exp(zeros)
-    return term if baselines is None else term - baselines * jnp.expm1(zeros if own is None else own)
+    if baselines is None:
+        return costs * jnp.exp(zeros)
+    if own is not None:
+        return costs * jnp.exp(zeros) - baselines * jnp.expm1(own)
+    return costs + (costs - baselines) * jnp.expm1(zeros)  # loses no digits where costs and baselines are near
 
 
 def _add_up(before: jax.Array, ends: Sequence[jax.Array]) -> jax.Array:

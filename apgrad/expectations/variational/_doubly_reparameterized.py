@@ -26,6 +26,7 @@ from jax import lax
 
 from apgrad._programs.jaxprs import hoist
 from apgrad.expectations._lanes import require_samples
+from apgrad.expectations._ports import dice
 from apgrad.expectations.variational._bounds import (
     Bound,
     log_mean_exp,
@@ -71,7 +72,7 @@ def doubly_reparameterized(samples: int) -> Bound:
         # v_k = w_k / (w_k + sum of the others' w), in which the others are constants.
         share = jax.nn.sigmoid(of_samples - others)
         zeros = scores(what, proposal, z)
-        again = jnp.sum(lax.stop_gradient(share) * jnp.exp(zeros) - share, axis=0)
+        again = jnp.sum(dice(lax.stop_gradient(share), zeros) - share, axis=0)
         return log_mean_exp(weights) + again
 
     return bound
