@@ -41,10 +41,14 @@ def run_branches(tape: Any, branches: tuple[Callable[[Any], tuple[Any, Any]], ..
         finally:
             ledger.rehearsing = False
             del ledger.sites[met:]
-    ends, outputs = zip(*(run(index, branch_key, tape._ports) for index, branch_key in enumerate(keys)), strict=True)
-    total = functools.reduce(lambda total, end: jax.tree.map(jnp.add, total, end._total), ends, tape._total)
-    ports = {port: port.arithmetic.joins(p, [end._ports[port] for end in ends]) for port, p in tape._ports.items()}
-    return tape._follow(key, total, ports), outputs
+    total, outputs = tape._total, []
+    ports = {port: (1 - len(branches)) * p if port.arithmetic.adds else p for port, p in tape._ports.items()}
+    for index, branch_key in enumerate(keys):
+        end, output = run(index, branch_key, tape._ports)
+        total = jax.tree.map(jnp.add, total, end._total)
+        ports = {port: p + end._ports[port] if port.arithmetic.adds else p for port, p in ports.items()}
+        outputs.append(output)
+    return tape._follow(key, total, ports), tuple(outputs)
 
 
 def _require_apart(run, keys, ports):

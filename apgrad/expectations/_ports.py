@@ -5,7 +5,7 @@ knows its *arithmetic*: what a cost does with it, what becomes of it when credit
 tape knows no more of ports than this, so that an author of nodes can add one (`request` and `put` of `_channels.py`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -31,14 +31,6 @@ def dice(costs: Any, zeros: jax.Array, baselines: Any = None, own: jax.Array | N
     return costs + (costs - baselines) * jnp.expm1(zeros)  # loses no digits where costs and baselines are near
 
 
-def _add_up(before: jax.Array, ends: Sequence[jax.Array]) -> jax.Array:
-    """What the branches add to a port, each counted once."""
-    total = (1 - len(ends)) * before
-    for end in ends:
-        total = total + end
-    return total
-
-
 class Arithmetic(NamedTuple):
     """What becomes of a port p, an array that starts with the lanes."""
 
@@ -48,8 +40,7 @@ class Arithmetic(NamedTuple):
     corrects: Callable[..., Any] | None = None
     # `(factor, p) -> p`, for `tape.discount`. None: the port carries no costs, and stays as it is.
     fades: Callable[[jax.Array, jax.Array], jax.Array] | None = None
-    # `(p before the fork, p at the end of each branch) -> p`.
-    joins: Callable[[jax.Array, Sequence[jax.Array]], jax.Array] = _add_up
+    adds: bool = True  # whether branches add up what they do to the port; else it is after them as it was before
 
     @property
     def carries_costs(self) -> bool:
@@ -102,10 +93,6 @@ def _as_it_is(cost, shaped, p, folds):
     return lax.stop_gradient(cost) * p
 
 
-def _keep(before, ends):
-    return before
-
-
 # The costs after a choice, less the mean of the other lanes' costs.
 BASELINED = Arithmetic(True, _less_others, _fade_exponent)
 # The costs after a choice. A node with a baseline of its own takes it off itself.
@@ -115,6 +102,6 @@ STANDARDIZED = Arithmetic(False, _in_standard_scores, jnp.multiply)
 # The raw cost-to-go, to any order, undisturbed by baselines, for a node to do with what it likes.
 RAW = Arithmetic(False, _as_it_is, jnp.multiply)
 # No message: numbers that the tape brings to its nodes, and that stay as they are.
-CONSTANT = Arithmetic(joins=_keep)
+CONSTANT = Arithmetic(adds=False)
 
 SEED = Port("seed", (), CONSTANT, jnp.uint32)  # for hashes: one for the whole of a program's call
