@@ -60,6 +60,13 @@ def optimized_where_marked(request):
     jax.config.update("jax_disable_most_optimizations", QUICKLY)
 
 
+@pytest.fixture(autouse=True, scope="session")
+def processes_find_what_others_compiled(tmp_path_factory):
+    """A killed run, the run that goes on and the one to compare are the same program. JAX has read its own setting."""
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(tmp_path_factory.mktemp("compiled")))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+
+
 @pytest.fixture(autouse=True, scope="module")
 def forget_compiled_programs():
     """Compiled programs are kept for later tests until they fill the memory; all would take tens of gigabytes."""

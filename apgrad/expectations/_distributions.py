@@ -173,7 +173,7 @@ def log_prob(distribution: Any, x: jax.Array) -> jax.Array:
         elif isinstance(part, _ON_A_SIMPLEX):
             part, probs = copy.copy(part), jnp.asarray(part.probs)
             part.probs = probs / jnp.sum(probs, axis=-1, keepdims=True)
-            part.__dict__.pop("logits", None)  # computed from the old ones, and kept
+            vars(part).pop("logits", None)  # computed from the old ones, and kept
         return part
 
     is_part = lambda part: isinstance(part, (*_LOGITS_OF_TWO, *_ON_A_SIMPLEX))

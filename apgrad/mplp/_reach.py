@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from apgrad.mplp._places import Places
 
@@ -44,7 +45,8 @@ class Reach(NamedTuple):
         """The reach of a card that has these four entries; None for a card with none of them."""
         if not any(name in card for name in cls._fields):
             return None
-        names, *ranges = (card.get(name) for name in cls._fields)
+        entries: list[Any] = [card.get(name) for name in cls._fields]
+        names, *ranges = entries
         pair = lambda x: isinstance(x, list | tuple) and len(x) == 2 and all(type(n) is int for n in x) and x[0] <= x[1]
         strings = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
         if not strings or not all(map(pair, ranges)):
@@ -92,6 +94,6 @@ def _known(function: Any, names: tuple[str, ...]) -> bool:
     with jax.ensure_compile_time_eval():
         z = jnp.linspace(-3.0, 3.0, 8)
         values = function(z)
-        if isinstance(values, jax.core.Tracer):
+        if isinstance(values, Tracer):
             return False
         return any(np.allclose(values, FUNCTIONS[name](z)) for name in names if name in FUNCTIONS)
