@@ -35,7 +35,7 @@ def clip_messages(max_norm: float, *, where: Where = None) -> Rule:
 
     def clip(message):
         length = _norm(message)
-        return message * jnp.where(length > max_norm, max_norm / length, 1).astype(message.dtype)
+        return message * jnp.where(length <= max_norm, 1, max_norm / length).astype(message.dtype)
 
     return Rule(chosen(where, is_layer), lambda site, params: on_message(site, clip))
 
@@ -63,7 +63,7 @@ def normalize_messages(norm: float = 1.0, *, where: Where = None) -> Rule:
 
     def normalize(message):
         length = _norm(message)
-        return message * jnp.where(length > 0, norm / jnp.where(length > 0, length, 1), 0).astype(message.dtype)
+        return message * jnp.where(length == 0, 0, norm / jnp.where(length == 0, 1, length)).astype(message.dtype)
 
     return Rule(chosen(where, is_layer), lambda site, params: on_message(site, normalize))
 

@@ -99,8 +99,8 @@ class Trace:
         number = len(self.parameters)
 
         def gradient(program, inputs):
-            loss = lambda *chosen: jaxprs.evaluate(program, [*chosen, *inputs[number:]])[0]
-            return jax.grad(loss, argnums=tuple(range(number)))(*inputs[:number])
+            loss = lambda chosen: jaxprs.evaluate(program, [*chosen, *inputs[number:]])[0]
+            return jax.grad(loss)(list(inputs[:number]))
 
         return self._traced.tree(self._mapped(gradient))
 

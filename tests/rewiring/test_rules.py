@@ -251,6 +251,9 @@ def test_a_bound_beyond_half_precision_clips_nothing():
     """1e5 is infinite in float16, and infinite over infinite is no number."""
     f = ap.rewire(lambda x: jnp.sum(jnp.sin(x)), rewiring.clip_messages(1e5, where="sin"))
     assert jax.grad(f)(jnp.zeros(3, jnp.float16)).tolist() == [1, 1, 1]
+    for rule in (rewiring.clip_messages, rewiring.normalize_messages):  # an infinite message has no direction
+        f = ap.rewire(lambda x: jnp.sum(jnp.array([jnp.inf, 1.0]) * jnp.sin(x)), rule(1.0, where="sin"))
+        assert jnp.all(jnp.isnan(jax.grad(f)(jnp.zeros(2))))
 
 
 def test_forward_gradients_are_unbiased_of_the_whole_and_layer_by_layer():

@@ -275,6 +275,7 @@ def test_an_element_whose_weight_is_no_number_has_no_path_that_is_the_heaviest()
 def test_the_path_of_the_loss_itself_has_no_edges_and_is_one():
     assert ap.trace_gradients(lambda x, y: x)(1.0, 2.0).paths("x") == [[]]
     assert ap.trace_gradients(lambda x, y: x, argnums=1)(1.0, 2.0).paths("x") == []
+    assert ap.trace_gradients(lambda x, y: y)({}, 2.0).gradient == {}
 
 
 def test_means_leave_out_what_was_not_traced():
