@@ -10,7 +10,7 @@ walk gives the sets of all elements of all parameters.
 import dataclasses
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -111,20 +111,14 @@ def mean(shares: Any) -> np.ndarray:
     return np.where(count > 0, np.nansum(values, axis=0) / np.maximum(count, 1), np.nan)
 
 
-class Component(NamedTuple):
-    """Says which components an equation belongs to; see `influence` for its two fields."""
-
-    by: ComponentKind
-    depth: int | None
-
-    def names(self, scope: str, primitive: str) -> list[str]:
-        """The names of the components that an equation belongs to."""
-        if self.by == "primitive":
-            return [primitive]
-        parts = [part for part in jaxprs.plain_scope(scope).split("/") if part]
-        if self.depth is None:
-            return ["/".join(parts[:n]) for n in range(1, len(parts) + 1)]
-        return ["/".join(parts[: self.depth])] if parts else []
+def components_of(scope: str, primitive: str, by: ComponentKind, depth: int | None) -> list[str]:
+    """The names of the components that an equation belongs to; see `influence`."""
+    if by == "primitive":
+        return [primitive]
+    parts = [part for part in jaxprs.plain_scope(scope).split("/") if part]
+    if depth is None:
+        return ["/".join(parts[:n]) for n in range(1, len(parts) + 1)]
+    return ["/".join(parts[:depth])] if parts else []
 
 
 def influence(
@@ -170,11 +164,11 @@ def influence(
       strong     1.000
     """
     require_options(kind, by, depth)
-    component, f = Component(by, depth), original(f)
+    f = original(f)
 
     def influence_of(*args, **kwargs):
         read = traced(f, args, kwargs, argnums)
-        return influence_in(component, kind, read.names, read.program, read.inputs, read.active)
+        return influence_in((kind, by, depth), read.names, read.program, read.inputs, read.active)
 
     return influence_of
 
@@ -190,29 +184,29 @@ def require_options(kind: Any, by: Any = "scope", depth: Any = None) -> None:
 
 
 def influence_in(
-    component: "Component",
-    kind: PathKind,
+    options: tuple[PathKind, ComponentKind, int | None],
     parameters: tuple[str, ...],
     program: jaxprs.Program,
     inputs: Sequence[Any],
     active: Sequence[bool],
 ) -> Influence:
-    """Influence in a loss's program, whose active inputs have the names `parameters`."""
-    components = tuple(dict.fromkeys(n for eqn in _equations(program) for n in component.names(*eqn)))
+    """Influence in a loss's program, whose active inputs have the names `parameters`; options are (kind, by, depth)."""
+    kind, by, depth = options
+    components = tuple(dict.fromkeys(n for eqn in _equations(program) for n in components_of(*eqn, by, depth)))
     if not components:
         raise ValueError(
             "nothing is named: the function has no named scopes. Linen modules name themselves, for an NNX model "
             "use ap.tracing.name_modules(model); elsewhere write `with jax.named_scope('encoder'):`, or ask "
             "by='primitive'."
         )
-    if component.by == "scope":
+    if by == "scope":
         _warn_of_residual_adds(program, active, components)
     words = -(-len(components) // 32)
     number = {name: i for i, name in enumerate(components)}
 
     def enter(message, scope, primitive):
         bits = [0] * words
-        for name in component.names(scope, primitive):
+        for name in components_of(scope, primitive, by, depth):
             bits[number[name] // 32] |= 1 << (number[name] % 32)
         rest = len(message) - words
         masks = (m | jnp.uint32(b) if b else m for m, b in zip(message[rest:], bits, strict=True))

@@ -13,7 +13,7 @@ from apgrad._programs import jaxprs
 from apgrad._programs.jaxprs import plain_scope
 from apgrad.tracing import _paths as paths
 from apgrad.tracing._compiled import Compiled
-from apgrad.tracing._influence import Component, ComponentKind, Influence, PathKind, influence_in, require_options
+from apgrad.tracing._influence import ComponentKind, Influence, PathKind, influence_in, require_options
 from apgrad.tracing._interpreter import Context
 from apgrad.tracing._paths import PathStep, Reader
 from apgrad.tracing._semiring_grad import NESTED, original, propagated, traced
@@ -131,11 +131,11 @@ class Trace:
           top: how many components, those with the greatest mean share; by default all.
         """
         require_options(kind, by, depth)
-        if (kind, by, depth) not in self._influences:
-            found = functools.partial(influence_in, Component(by, depth), kind, self.parameters)
-            active = self._traced.active
-            self._influences[kind, by, depth] = self._mapped(lambda program, inputs: found(program, inputs, active))
-        found = self._influences[kind, by, depth]
+        options: Any = (kind, by, depth)
+        if options not in self._influences:
+            found = functools.partial(influence_in, options, self.parameters, active=self._traced.active)
+            self._influences[options] = self._mapped(found)
+        found = self._influences[options]
         return found if top is None else found.top(top)
 
     def path(
