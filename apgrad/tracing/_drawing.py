@@ -130,7 +130,10 @@ def chosen_paths(trace: Trace, parameter: str | None, index: Any, count: int, ki
         heaviest = lambda x: tuple(int(i) for i in np.unravel_index(np.argmax(x), x.shape))
         chosen = [(trace.parameters[i], heaviest(leaves[i])) for i in dict.fromkeys(order) if leaves[i].size]
     place = lambda index: f"[{', '.join(map(str, index))}]" if index else ""
-    return [(f"{name}{place(index)}", trace.path(name, index, kind)) for name, index in chosen]
+    paths = [(f"{name}{place(index)}", trace.path(name, index, kind)) for name, index in chosen]
+    if parameter is not None and not paths[0][1]:
+        raise ValueError(f"no gradient reaches {paths[0][0]}, so that there is no path to draw")
+    return [named for named in paths if named[1]]
 
 
 def _entries(made: DrawnGraph) -> tuple[dict[int, list[int]], dict[int, int]]:
@@ -241,7 +244,8 @@ def draw(
     """Paths as a matplotlib figure, from the parameter at the top to the loss at the bottom, folded by scopes.
 
     Each row is a named scope, and a line shows through which scopes a path goes, and what its weight has become after
-    each: the product of the |derivatives| so far. Of one path, the primitives stand beside the line.
+    each: the product of the |derivatives| so far. Of one path, the primitives stand beside the line. With `in_axes` the
+    paths are those of the first example.
 
     Args:
       trace: made by `ap.trace_gradients`.
@@ -253,7 +257,7 @@ def draw(
 
     Raises:
       ImportError: without matplotlib.
-      ValueError: for an unknown parameter.
+      ValueError: for an unknown parameter, or an element that no gradient reaches.
     """
     paths = chosen_paths(trace, parameter, index, count, kind)
     scopes = list(dict.fromkeys(step.scope for _, path in paths for step in path))
@@ -264,20 +268,17 @@ def draw(
     lines = [(name, folded(path, depth)) for name, path in paths]
     order = list(dict.fromkeys(n.scope for n in graph(trace).nodes if n.primitive not in ("parameter", "loss")))
     order = list(dict.fromkeys("/".join(scope.split("/")[:depth]) for scope in order))
-    rows = [scope for scope in order if any(stop.scope == scope for _, stops in lines for stop in stops)]
-    rows += list(dict.fromkeys(s.scope for _, stops in lines for s in stops if s.scope not in rows))
-    rows = rows[:ROWS]
+    visited = dict.fromkeys(stop.scope for _, stops in lines for stop in stops)
+    rows = [*(scope for scope in order if scope in visited), *(scope for scope in visited if scope not in order)]
     height = {scope: i + 1 for i, scope in enumerate(rows)}
     figure = _figure((8, 1.4 + 0.3 * (len(rows) + 2)))
     ax = figure.subplots()
     for i, (name, stops) in enumerate(lines):
-        stops = [stop for stop in stops if stop.scope in height and stop.weight > 0]
         x, y = [1.0, *(s.weight for s in stops)], [0, *(height[s.scope] for s in stops)]
         x, y = [*x, x[-1]], [*y, len(rows) + 1]
         ax.plot(x, y, ".-", color=COLOURS[i % len(COLOURS)], lw=1.5, ms=7, alpha=0.8, label=name)
         if len(lines) == 1:
-            said = {stop.scope: stop for stop in stops}
-            for scope, stop in said.items():
+            for scope, stop in {stop.scope: stop for stop in stops}.items():
                 text = ", ".join(dict.fromkeys(stop.primitives))
                 text = text if len(text) <= 60 else f"{text[:57]}..."
                 ax.annotate(text, (1.02, height[scope]), xycoords=ax.get_yaxis_transform(), fontsize=7, va="center")
