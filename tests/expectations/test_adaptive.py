@@ -180,8 +180,8 @@ def test_argnums_aux_integers_and_keywords():
     objective = ap.adaptive(program, lanes=50, argnums=(3, 1), has_aux=True)
     state = jax.eval_shape(objective.init, KEY, THETA, 3, 2.0, shift=1.0)
     state = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), state)
-    step = jax.jit(objective.value_and_grad)
-    (value, aux), (to_scale, to_theta), _ = step(jax.random.key(1), state, THETA, 3, 2.0, shift=1.0)
+    call = jax.jit(objective.value_and_grad)
+    (value, aux), (to_scale, to_theta), _ = call(jax.random.key(1), state, THETA, 3, 2.0, shift=1.0)
     assert aux["n"] == 4 and value > 1 and jnp.shape(to_scale) == () and set(to_theta) == {"a", "b"}
 
 

@@ -10,6 +10,8 @@ import pytest
 from flax import nnx
 
 import apgrad as ap
+from apgrad.expectations import _channels as channels
+from apgrad.expectations._ports import Arithmetic, Port
 
 KEY = jax.random.key(0)
 
@@ -188,6 +190,27 @@ def test_parts_with_each_kind_of_baseline():
     np.testing.assert_allclose(x, costs - (costs.sum(0) - costs) / 2, rtol=1e-6)
     np.testing.assert_allclose(y, costs - b, rtol=1e-6)
     np.testing.assert_allclose(z, costs - b, rtol=1e-6)
+
+
+def test_an_author_of_nodes_adds_a_port_with_an_arithmetic_of_its_own():
+    """The message is the sum of the squares of later costs; it fades with credit, and branches add up."""
+    corrects = lambda cost, shaped, p, folds: jax.lax.stop_gradient(cost) ** 2 * p
+    squares = Port("squares", (4,), Arithmetic(corrects=corrects, fades=jnp.multiply))
+
+    def listen(tape, parameter):
+        p = channels.request(tape, squares, "listener")
+        p = None if p is None else p + ap.zero_with_gradient(parameter)
+        return channels.put(tape, squares, p, "listener")
+
+    def program(tape, before, within):
+        tape = listen(tape.cost(jnp.full(4, 100.0)), before)
+        branch = lambda tape: (listen(tape, within).cost(jnp.full(4, 2.0)), None)
+        tape, _ = tape.parallel(branch, lambda tape: (tape.cost(jnp.full(4, 3.0)), None))
+        return tape.cost(jnp.arange(4.0)).discount(0.5).cost(jnp.full(4, 4.0))
+
+    before, within = messages(program, (4,), (4,))
+    np.testing.assert_allclose(before, 4 + 9 + jnp.arange(4.0) ** 2 + 8)
+    np.testing.assert_allclose(within, 4 + jnp.arange(4.0) ** 2 + 8)
 
 
 def test_costs_inside_scan_cond_while_and_remat():
