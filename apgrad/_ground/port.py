@@ -18,6 +18,17 @@ import jax
 import jax.numpy as jnp
 
 
+def refuse_arithmetic(cls: Any, instead: str) -> None:
+    """Makes `+`, `*` and `@` an error for a pair of value and port, which as a tuple would be joined or repeated."""
+
+    def refuse(self, other):
+        raise TypeError(f"a {cls.__name__} has no arithmetic, since its messages would be lost: {instead}")
+
+    for name in ("add", "sub", "mul", "truediv", "matmul", "pow"):
+        setattr(cls, f"__{name}__", refuse)
+        setattr(cls, f"__r{name}__", refuse)
+
+
 def port(template: Any) -> Any:
     """Makes a port for messages of the template's form.
 
@@ -83,3 +94,6 @@ class Signal(NamedTuple):
         # depend on the value, in a way that the compiler removes.
         never = jnp.zeros((), bool)
         return cls(value, jnp.where(never, jax.lax.stop_gradient(value)[..., None], zeros))
+
+
+refuse_arithmetic(Signal, "a function of signals is mplp.wire(jnp.add, a, b), mplp.activation or another node")

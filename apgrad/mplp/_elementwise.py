@@ -164,8 +164,7 @@ def _transform(place: Place, kind: str, function: Callable, signals: Sequence[Si
             routed = jax.vmap(local.pull, in_axes=-1, out_axes=-1)(local.message)
         return [Elementwise(routed[i], gradient[i], features(x, y), exact[i]) for i, x in enumerate(local.values)]
 
-    suffixes = [""] if len(signals) == 1 else [f".{i}" for i in range(len(signals))]
-    at = [place.places[place.name + suffix] for suffix in suffixes]
+    at = [place] if len(signals) == 1 else [place.within(str(i)) for i in range(len(signals))]
     batch = place.places.batch_size(signals[0].value)
     sites = [(p, Site(p.name, kind, "elementwise", batch, shape, tuple(names))) for p in at]
     return learned_node(sites, function, ask, lambda _, answers: ([a.message for a in answers], []), signals=signals)

@@ -1,11 +1,6 @@
 """Layers as nodes: `layer(part)` makes a `Layer` of a part of a Flax model, by the part's exact type.
 
-    @mplp.layer.register
-    def _(part: Own) -> mplp.Layer:
-        return mplp.Layer("own", {"gain": part.gain[...]}, lambda place, p, s: mplp.scale(place, s, p["gain"]))
-
-An `nnx.Linear` becomes a dense node, a function becomes an activation, and so on. Options of Flax's layers that the
-nodes do not have are refused.
+Options of Flax's layers that the nodes do not have are refused. A type of your own is taught by `layer.register`.
 """
 
 import dis
@@ -58,6 +53,28 @@ class _Layers:
         Args:
           *args: as for `functools.singledispatch`'s `register`: the function, whose annotation says the type; or the
             type.
+
+        Example:
+          A layer of two nodes, the first at the layer's own place:
+
+          >>> import jax, jax.numpy as jnp, apgrad as ap
+          >>> from flax import nnx
+          >>> class Gate(nnx.Module):
+          ...     def __init__(self, n, rngs):
+          ...         self.kernel, self.gain = nnx.Param(jnp.eye(n)), nnx.Param(jnp.ones(n))
+          ...     def __call__(self, x):
+          ...         return jax.nn.sigmoid(x @ self.kernel[...]) * self.gain[...]
+          >>> @ap.mplp.layer.register
+          ... def gate(part: Gate) -> ap.mplp.Layer:
+          ...     def apply(place, p, signal):
+          ...         h = ap.mplp.dense(place, signal, p["kernel"])
+          ...         h = ap.mplp.activation(place.within("act"), jax.nn.sigmoid, h)
+          ...         return ap.mplp.scale(place.within("gain"), h, p["gain"])
+          ...     return ap.mplp.Layer("gate", {"kernel": part.kernel[...], "gain": part.gain[...]}, apply)
+          >>> model = nnx.Sequential(Gate(3, nnx.Rngs(0)), nnx.Linear(3, 2, rngs=nnx.Rngs(1)))
+          >>> network, params = ap.mplp.from_nnx(model, ap.mplp.squared_error, x=jnp.ones((4, 3)))
+          >>> [site.name for site in ap.mplp.sites(network, params, (jnp.ones((4, 3)), jnp.ones((4, 2))))]
+          ['0_gate', '0_gate.act', '0_gate.gain', '1_dense', 'loss']
         """
         return self._makers.register(*args)
 
@@ -221,10 +238,9 @@ def _(part: nnx.LayerNorm) -> Layer:
     )
 
     def apply(place, p: dict[str, Parameter], signal):
-        at = lambda suffix: place.places[f"{place.name}.{suffix}"]
         signal = elementwise.normalize(place, signal, epsilon=part.epsilon)
-        signal = nodes.scale(at("scale"), signal, p["scale"]) if scale else signal
-        return nodes.bias(at("bias"), signal, p["bias"]) if bias else signal
+        signal = nodes.scale(place.within("scale"), signal, p["scale"]) if scale else signal
+        return nodes.bias(place.within("bias"), signal, p["bias"]) if bias else signal
 
     return _with_parameters("normalize", part, ("scale", "bias"), apply)
 

@@ -31,14 +31,9 @@ from apgrad.mplp._protocol import Answer, Site
 class Local(NamedTuple):
     """What a node has at hand when it asks its rule. Arrays are floating point, except for `data`.
 
-    Attributes:
-      values: the signals' values.
-      parameters: the parameters' values.
-      data: other inputs, such as targets or tokens.
-      message: what arrived at the output's port, (*output.shape, k). At a loss: the weight of each element of the
-        output in the whole loss, (*output.shape,), which is 1 in a mean over the batch.
-      gradient: the output's true cotangent times the batch size, (*output.shape,).
-      pull: the transposed Jacobian: of a cotangent of the output it makes the cotangents of the values.
+    `message` is what arrived at the output's port, (*output.shape, k); at a loss it is the weight of each element of
+    the output in the whole loss, which is 1 in a mean over the batch. `gradient` is the output's true cotangent times
+    the batch size. `pull` is the transposed Jacobian: it makes cotangents of the values of a cotangent of the output.
     """
 
     values: tuple[jax.Array, ...]
@@ -61,18 +56,9 @@ def learned_node(
 ) -> Any:
     """Runs a node: the function of the values goes forward, the rule's answers go backward.
 
-    Args:
-      sites: the node's places with their sites, one for each question. At the first site's `begins` the output is a
-        plain array (a loss), otherwise a signal.
-      function: `(*values, *parameters, *data) -> output`: any JAX function that closes over no traced array.
-      ask: `local -> questions`, one `Dense`, `Diagonal` or `Elementwise` for each site.
-      use: `(local, answers) -> (messages, updates)`: one message for each signal, one update for each parameter.
-      signals: the inputs along which messages go back.
-      parameters: the parameters that are updated.
-      data: other inputs, such as targets or tokens.
-
-    Returns:
-      A signal; or where messages begin an array.
+    `ask(local)` makes a question for each of the sites, a `Dense`, `Diagonal` or `Elementwise`. `use(local, answers)`
+    makes a message for each signal and an update for each parameter. The output is a signal, or, where the first site
+    `begins`, a plain array (a loss). The function closes over no traced array.
     """
     places, site = sites[0][0].places, sites[0][1]
     message_size, batch, begins = places.message_size, site.batch, site.begins

@@ -244,7 +244,7 @@ def recurrent_cell(
       function: the activation, an elementwise function.
     """
     both = wire(lambda x, h: jnp.concatenate([x, h], axis=-1), x, carry)
-    return activation(place.places[f"{place.name}.activation"], function, dense(place, both, weight, bias))
+    return activation(place.within("activation"), function, dense(place, both, weight, bias))
 
 
 def _require_parameter(kind: str, place: Place, weight: Parameter, ndim: int) -> None:

@@ -41,13 +41,7 @@ def leave(where: str, output: Any) -> Any:
 
 
 def require_messages(loss: Callable[[Any, Any], jax.Array], values: Any, ports: Any) -> None:
-    """Refuses a network in which a derivative goes another way than a message.
-
-    Args:
-      loss: `(values, ports) -> scalar`, the network as a function of its parameters' values and ports.
-      values: pytree of floating-point arrays, or of their shapes.
-      ports: the same.
-    """
+    """Refuses a network, `(values, ports) -> loss`, in which a derivative goes another way than a message."""
     program, _ = trace(loss, values, ports)
     names = [f"params{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(values)]
     entering: list[frozenset[Any]] = []

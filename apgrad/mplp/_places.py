@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from apgrad._ground.port import Signal, port
+from apgrad._ground.arguments import nearest
+from apgrad._ground.port import Signal, port, refuse_arithmetic
 from apgrad.mplp._protocol import Answer, LearnedRule, LocalRule, Site
 
 
@@ -40,15 +41,13 @@ class Parameter(NamedTuple):
     port: jax.Array
 
 
-class OpenPlace(NamedTuple):
-    """What a node gets from its place: all of it are arrays that go into the node's `custom_vjp`.
+refuse_arithmetic(
+    Parameter, "a node takes it: mplp.dense, mplp.scale, mplp.bias; a linear function is jax.tree.map(f, p)"
+)
 
-    Attributes:
-      local_rule: the local rule of the place, a pytree.
-      state: the place's state, a pytree of arrays.
-      state_port: zeros of the state's form, through which the new state leaves.
-      uses_port: a scalar zero, through which a 1 leaves for each use.
-    """
+
+class OpenPlace(NamedTuple):
+    """What a node gets from its place, all of it arrays: they go into the node's `custom_vjp`."""
 
     local_rule: LocalRule
     state: Any
@@ -66,6 +65,14 @@ class Place(NamedTuple):
 
     places: "Places"
     name: str
+
+    def within(self, name: str) -> "Place":
+        """A further place for a layer of several nodes: "name of this place.name".
+
+        Args:
+          name: the node's name within the layer.
+        """
+        return Place(self.places, f"{self.name}.{name}")
 
 
 class Places:
@@ -132,11 +139,10 @@ class Places:
         return Signal.of(x, self.message_size)
 
     def batch_size(self, value: jax.Array) -> int:
-        """The number of examples, which is one number for the whole network.
+        """The number of examples, one number for the whole network: the first axis of its first input.
 
-        A loss multiplies its gradient by this number, and a node with parameters divides its update by this number.
-        Both must use the same number, also where the network moves the batch to another axis between the two, or merges
-        the batch with another axis. So the number is taken once, from the first input.
+        A loss multiplies its gradient by this number, and a node with parameters divides its update by it, also where
+        the network moves the batch to another axis between the two, or merges it with another.
 
         Args:
           value: (batch, ...), the value of the node that asks. Its first axis is the batch if no input came before.
@@ -150,16 +156,13 @@ class Places:
 
         Args:
           site: what the node knows of the place.
-
-        Raises:
-          ValueError: if another node uses the same name, or if the place and the given state do not fit.
         """
         name, rule = site.name, self.rule
         known = self.sites.setdefault(name, site)
         if known != site:
             raise ValueError(
                 f"the place {name!r} is used by two nodes that differ: {_describe(known)}, and {_describe(site)}. "
-                "Give each its own name."
+                "Give each its own name; within a layer of several nodes, place.within('second')."
             )
         if rule is None or self.forward:
             return None
@@ -168,25 +171,15 @@ class Places:
             return OpenPlace(rule.at(site), rule.init(site), port(fresh), jnp.zeros(()))
         if name not in self.state:
             raise ValueError(
-                f"the network uses the place {name!r}, the state has {sorted(self.state)}. Make the state for this "
-                "network: mplp.init_state(rule, network, params, batch)."
+                f"the network uses the place {name!r}, of which the state has nothing; {nearest(name, self.state)} "
+                "Make the state for this network: mplp.init_state(rule, network, params, batch)."
             )
         _check_state(site, fresh, self.state[name])
         return OpenPlace(rule.at(site), self.state[name], self.state_port[name], self.uses_port[name])
 
 
 def check_answer(site: Site, answer: Answer, message_size: int, state: Any) -> None:
-    """Refuses an answer that does not fit its place.
-
-    Args:
-      site: the place.
-      answer: the rule's answer at the place.
-      message_size: the size k of the rule's messages.
-      state: the state that the rule was called with.
-
-    Raises:
-      ValueError: naming the place, the shape that is wanted and the shape of the answer.
-    """
+    """Refuses an answer whose arrays or state do not fit its place."""
     if site.family == "dense":
         rows, N, M = site.shape
         wanted = {"message": (rows, N, message_size), "update": (N, M), "bias": (M,) if site.bias else None}

@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from apgrad._ground.arguments import nearest
 from apgrad._ground.files import named_leaves, write_atomically
 from apgrad.mplp._protocol import Site
 from apgrad.mplp._reach import Reach
@@ -49,7 +50,7 @@ def pretrained_card(name: str) -> dict[str, Any]:
       8
     """
     if name not in pretrained_names():
-        raise ValueError(f"there are the trained rules {pretrained_names()}, got {name!r}")
+        raise ValueError(f"there is no trained rule {name!r}; {nearest(name, pretrained_names())}")
     card = json.loads((FOLDER / f"{name}.json").read_text())
     return {entry: value for entry, value in card.items() if entry != DIGEST}
 

@@ -1,4 +1,4 @@
-"""The small networks inside learned rules, and what makes a rule start as gradient descent.
+"""The small networks inside learned rules, and the checks of their options.
 
 The inputs of these networks come in *parts*: floating-point arrays that broadcast against each other, each with some
 features along its last axis. The network of a synapse sees a message (rows, 1, M, k), a weight (1, N, M, 1) and an
@@ -6,6 +6,7 @@ input (rows, N, 1, 1). The first layer of a perceptron is linear. So each part i
 kernel before it is broadcast, and only the sum of the products is as large as the synapses are many.
 """
 
+import difflib
 import inspect
 import itertools
 import math
@@ -42,15 +43,7 @@ def _affine(parts: Parts, kernel: jax.Array) -> jax.Array:
 
 
 class Mlp(nnx.Module):
-    """A multilayer perceptron on parts, with the activation between its layers.
-
-    Args:
-      sizes: the number of features of the input, of units in each hidden layer, and of features of the output.
-      activation: the elementwise function between the layers.
-      initializer: the initializer of the kernels, as in `jax.nn.initializers`.
-      last_bias: whether the last layer has a bias.
-      rngs: the source of keys for the kernels.
-    """
+    """A multilayer perceptron on parts, with the activation between its layers."""
 
     def __init__(
         self,
@@ -72,11 +65,7 @@ class Mlp(nnx.Module):
         return self.tail(_affine(parts, self.kernels[0][...]))
 
     def tail(self, x: jax.Array) -> jax.Array:
-        """The output, (..., features of the output), from the product of the input and the first kernel.
-
-        Args:
-          x: floating point, (..., units of the first hidden layer): the product, without the first layer's bias.
-        """
+        """The output, from the product (..., units of the first hidden layer) of the input and the first kernel."""
         for i in range(len(self.kernels)):
             x = x @ self.kernels[i][...] if i else x
             x = x + self.biases[i][...] if i < len(self.biases) else x
@@ -85,16 +74,10 @@ class Mlp(nnx.Module):
 
 
 class Gru(nnx.Module):
-    """The published recurrent unit (MPLP's code).
+    """The published recurrent unit (MPLP's code), whose MLPs are tanh, without a bias in their last layers.
 
-        u = sigmoid(x W_ux + c W_uc + b_u)        r likewise; both biases are -1 at first
-        c' = u c + (1 - u) tanh(MLP_x(x) + MLP_c(r c) + b_n)
-
-    Args:
-      features: the number of features of x.
-      state: the size of the state c.
-      hidden: the number of units in each hidden layer of the two MLPs, which are tanh; the last layers have no bias.
-      rngs: the source of keys for the kernels, which are Glorot uniform.
+    u = sigmoid(x W_ux + c W_uc + b_u)        r likewise; both biases are -1 at first
+    c' = u c + (1 - u) tanh(MLP_x(x) + MLP_c(r c) + b_n)
     """
 
     def __init__(self, features: int, state: int, hidden: Sequence[int], *, rngs: nnx.Rngs):
@@ -124,70 +107,17 @@ class Gru(nnx.Module):
         return (u * c + (1 - u) * jnp.tanh(candidate)).reshape(*shape, size)
 
 
-class Descent(nnx.Module):
-    """Makes a local rule start as gradient descent: the exact answer, plus a correction whose gain begins at 0.
-
-    Component 0 of the message carries the gradient. The other components are learned from the beginning.
-
-    Args:
-      message_size: the size k of a message.
-      learning_rate: the learning rate at first, which is meta-trained; None for a local rule without an update.
-    """
-
-    def __init__(self, message_size: int, learning_rate: float | None = None):
-        self.gain = nnx.Param(jnp.ones(message_size, float).at[0].set(0.0))
-        updates = learning_rate is not None
-        self.update_gain = nnx.Param(jnp.zeros((), float)) if updates else nnx.data(None)
-        self.log_rate = nnx.Param(jnp.log(jnp.asarray(learning_rate, float))) if updates else nnx.data(None)
-
-    def message(self, exact: jax.Array, learned: jax.Array) -> jax.Array:
-        """The learned message (..., k), with component 0 multiplied by its gain and the exact message added to it.
-
-        Args:
-          exact: backpropagation's message, floating point, (...).
-          learned: the learned message, floating point, (..., k).
-        """
-        return beside(exact, self.gain[...] * learned)
-
-    def update(self, gradient: jax.Array, learned: jax.Array) -> jax.Array:
-        """The step of gradient descent, plus the correction.
-
-        Args:
-          gradient: the gradient of the parameters, floating point.
-          learned: the correction, of a shape that broadcasts to the gradient's.
-
-        Raises:
-          ValueError: if the local rule has no learning rate.
-        """
-        if self.log_rate is None or self.update_gain is None:
-            raise ValueError("a local rule without a learning rate has no update")
-        return -jnp.exp(self.log_rate[...]) * gradient + self.update_gain[...] * learned
-
-
 def beside(exact: jax.Array, learned: jax.Array) -> jax.Array:
-    """Adds the exact message to component 0 of the learned message, (..., k).
-
-    Args:
-      exact: floating point, (...).
-      learned: floating point, (..., k).
-    """
+    """Adds the exact message (...) to component 0 of the learned message (..., k)."""
     return jnp.concatenate([learned[..., :1] + exact[..., None], learned[..., 1:]], axis=-1)
 
 
 def in_chunks(network: Any, parts: Parts, carry: Any, chunk: int) -> Any:
-    """Runs a network on some rows at a time, and remembers only its inputs for a meta-gradient.
+    """Runs `network(parts, carry)` on some rows at a time, and remembers only its inputs for a meta-gradient.
 
     The hidden layers of all synapses at once do not fit into a core's cache, and what they would leave for a
-    meta-gradient takes longer to write and read than to compute again.
-
-    Args:
-      network: `network(parts, carry)`, a function of the last axes alone.
-      parts: the parts; a part that has no rows has fewer axes, or one of size 1 in their place.
-      carry: a pytree of arrays with rows as their first axis; () for none.
-      chunk: how many synapses at a time, if a row has fewer.
-
-    Returns:
-      What the network returns for all rows.
+    meta-gradient takes longer to write and read than to compute again. A part that has no rows has fewer axes, or one
+    of size 1. `chunk` is how many synapses at a time, if a row has fewer.
     """
     shape = jnp.broadcast_shapes(*[part.shape[:-1] for part in parts])
     # A part with fewer axes (the parameter of a bias) has no rows: its axes are the last ones of the others.
@@ -220,85 +150,47 @@ Known = tuple[tuple[str, tuple[str, tuple[str, ...], bool]], ...]
 
 
 def shows_signature(cls: Any) -> Any:
-    """Decorates an NNX module: `help` and editors show the arguments of its `__init__`, not `(*args, **kwargs)`.
-
-    Args:
-      cls: the class of an NNX module.
-    """
+    """Decorates an NNX module: `help` and editors show the arguments of its `__init__`, not `(*args, **kwargs)`."""
     signature = inspect.signature(cls.__init__)
     cls.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
     return cls
 
 
 def known_forms(sites: Sequence[Site]) -> Known:
-    """What a rule keeps of the sites that it is made for: their names and forms.
-
-    Args:
-      sites: the sites that the rule is made for.
-    """
+    """What a rule keeps of the sites that it is made for: their names and forms."""
     return tuple(sorted({(site.name, site.form) for site in sites}))
 
 
 def require_form(known: Known, site: Site, *, by_name: bool) -> None:
-    """Refuses a place that a rule was not made for.
-
-    Args:
-      known: what `known_forms` keeps of the sites that the rule was made for.
-      site: the site that a network asks for.
-      by_name: whether the rule has parameters for each name.
-
-    Raises:
-      ValueError: for a place of another name or, if the rule shares by kind, of another form.
-    """
+    """Refuses a place that a rule was not made for; `by_name`: the rule has parameters for each name."""
     if (site.name, site.form) in known or (not by_name and any(site.form == form for _, form in known)):
         return
-    places = ", ".join(f"{name!r} ({kind}, features {features}, bias {bias})" for name, (kind, features, bias) in known)
+    told = lambda name, kind, features, bias: f"{name!r} ({kind}, features {features}, bias {bias})"
+    close = difflib.get_close_matches(site.name, dict(known), 3, cutoff=0.0)
+    places = ", ".join(told(name, *form) for name, form in known if name in close)
     raise ValueError(
-        f"the rule was made for the places {places}; the network asks for {site.name!r} ({site.kind}, features "
-        f"{site.features}, bias {site.bias}). Make the rule for this network's mplp.sites"
+        f"the rule was not made for {told(site.name, *site.form)}; the nearest of its {len(known)} places are "
+        f"{places}. Make the rule for this network's mplp.sites"
         + ("; one that shares everything across places of a kind fits other networks too." if by_name else ".")
     )
 
 
 def require_one_of(choices: tuple[Any, ...], **options: Any) -> None:
-    """Refuses options that are not among the choices.
-
-    Args:
-      choices: the values that are allowed.
-      **options: the options by name.
-
-    Raises:
-      ValueError: naming the option.
-    """
+    """Refuses options that are not among the choices."""
     for name, value in options.items():
         if value not in choices:
             raise ValueError(f"{name} must be one of {choices}, got {value!r}")
 
 
 def require_sizes(least: int, **sizes: Any) -> None:
-    """Refuses sizes that are not integers from `least` to LARGEST.
-
-    Args:
-      least: the smallest size that is allowed.
-      **sizes: the sizes by name.
-
-    Raises:
-      ValueError: naming the size.
-    """
+    """Refuses sizes that are not integers from `least` to LARGEST."""
     for name, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= LARGEST:
             raise ValueError(f"{name} must be an integer from {least} to {LARGEST}, got {value!r}")
 
 
 def require_positive(**numbers: Any) -> None:
-    """Refuses numbers that are not finite and above 0.
-
-    Args:
-      **numbers: the numbers by name. A JAX array is not looked at.
-
-    Raises:
-      ValueError: naming the number.
-    """
+    """Refuses numbers that are not finite and above 0. A JAX array is not looked at."""
     for name, value in numbers.items():
         known = isinstance(value, int | float | np.number) and not isinstance(value, bool)
         if not isinstance(value, jax.Array) and not (known and 0 < value < math.inf):

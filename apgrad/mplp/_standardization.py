@@ -21,11 +21,7 @@ from apgrad.mplp._step import init_state, inner_step, scan_steps
 
 
 class Standardizer(nnx.Module):
-    """A fitted shift and a fitted scale for each group of features; the identity at first.
-
-    Args:
-      groups: how many groups of features there are.
-    """
+    """A fitted shift and a fitted scale for each group of features; the identity at first."""
 
     def __init__(self, groups: int):
         self.shift = Fixed(jnp.zeros(groups, float))
@@ -38,27 +34,14 @@ class Standardizer(nnx.Module):
 
 
 def apply(parts: list[jax.Array], shift: jax.Array, scale: jax.Array) -> list[jax.Array]:
-    """`(v + shift) * scale` for each part v.
-
-    Args:
-      parts: floating-point arrays of any shapes, one for each group of features.
-      shift: floating point, (parts,).
-      scale: floating point, (parts,).
-
-    Raises:
-      ValueError: if there is not one part for each group.
-    """
+    """`(v + shift) * scale` for each part v; shift and scale are (parts,)."""
     if len(parts) != len(shift):
         raise ValueError(f"a standardizer of {len(shift)} groups of features was given {len(parts)}")
     return [(part + shift[i]) * scale[i] for i, part in enumerate(parts)]
 
 
 def statistics(parts: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """Shift and scale of each part, as published: two arrays (parts,).
-
-    Args:
-      parts: floating-point arrays of any shapes.
-    """
+    """Shift and scale of each part, as published: two arrays (parts,)."""
     means = jnp.stack([jnp.mean(part) for part in parts])
     deviations = jnp.stack([jnp.std(part) for part in parts])
     return -means, jnp.where(deviations < 1e-5, 1.0, 1 / jnp.maximum(deviations, 1e-5))
@@ -67,11 +50,8 @@ def statistics(parts: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
 class BatchNorm(nnx.Module):
     """`(v - mean) / sqrt(var + 1e-8) * gain + shift` over all rows of one call, for each feature.
 
-    The variance has ddof 1, as in the thesis. If the variance is zero (a constant feature, a single row), the output is
-    the shift and the derivative is finite: the square root never sees zero.
-
-    Args:
-      features: how many features all parts have together.
+    The variance has ddof 1, as in the thesis. If it is zero (a constant feature, a single row), the output is the shift
+    and the derivative is finite: the square root never sees zero.
     """
 
     def __init__(self, features: int):

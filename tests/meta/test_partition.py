@@ -25,9 +25,7 @@ def sites():
 
 RULES = {
     "exact": lambda s: mplp.Exact(0.1),
-    "per synapse": lambda s: mplp.PerSynapse(
-        s, **SMALL, cell="mlp", share=True, start="gradient_descent", rngs=nnx.Rngs(0)
-    ),
+    "per synapse": lambda s: mplp.PerSynapse(s, **SMALL, cell="mlp", share=True, rngs=nnx.Rngs(0)),
     "thesis, fixed rate": lambda s: mplp.Thesis(s, message_size=2, hidden=3, learn_rate=False, rngs=nnx.Rngs(0)),
 }
 HAVE_FIXED = ("per synapse", "thesis, fixed rate")

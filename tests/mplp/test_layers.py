@@ -107,3 +107,26 @@ def test_a_layer_of_your_own():
 
     network, params = mplp.from_nnx(nnx.Sequential(Scale(3)), loss=mplp.squared_error)
     np.testing.assert_allclose(network.predict(params, jnp.ones((2, 3))), 2.0)
+
+
+def test_a_layer_of_two_nodes_takes_a_place_for_each():
+    """What goes wrong before that says what to do."""
+
+    def network(apply):
+        def run(places, p, batch):
+            signal = apply(places["a"], places.signal(batch[0]), p)
+            return mplp.squared_error(places["loss"], signal, batch[1])
+
+        params, batch = {"w": jnp.eye(3), "g": jnp.ones(3)}, (jnp.ones((2, 3)), jnp.zeros((2, 3)))
+        return lambda: mplp.sites(run, params, batch)
+
+    right = network(lambda at, s, p: mplp.scale(at.within("gain"), mplp.dense(at, s, p["w"]), p["g"]))
+    assert [site.name for site in right()] == ["a", "a.gain", "loss"]
+    with pytest.raises(ValueError, match=r"'a' is used by two nodes that differ.*place\.within\('second'\)"):
+        network(lambda at, s, p: mplp.scale(at, mplp.dense(at, s, p["w"]), p["g"]))()
+    for wrong in (lambda at, s, p: s * p["g"], lambda at, s, p: s @ p["w"], lambda at, s, p: s + s):
+        with pytest.raises(TypeError, match=r"a Signal has no arithmetic.*mplp\.wire\(jnp\.add, a, b\)"):
+            network(wrong)()
+    for wrong in (lambda at, s, p: s.value @ p["w"], lambda at, s, p: 2.0 * p["g"], lambda at, s, p: p["g"] + p["g"]):
+        with pytest.raises(TypeError, match=r"a Parameter has no arithmetic.*mplp\.dense"):
+            network(wrong)()

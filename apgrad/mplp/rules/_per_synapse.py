@@ -16,9 +16,6 @@ are two kinds of networks:
 
 (The paper describes separate GRUs for f and g: `cell="two_grus"`.) What a network sees is standardized (see
 `_standardization.py`). The scale a is learned, and the mean o is fitted.
-
-If the rule starts *as gradient descent*, the update is `-lr mean_b x m_0` and component 0 of the message is
-`sum_j W_ij m_j0`, plus corrections of the above form whose gains begin at 0.
 """
 
 import copy
@@ -33,7 +30,6 @@ from flax import nnx
 from apgrad.mplp import _standardization as standardization
 from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Site
 from apgrad.mplp._rule_parts import (
-    Descent,
     Fixed,
     Gru,
     Mlp,
@@ -47,7 +43,6 @@ from apgrad.mplp._rule_parts import (
 )
 from apgrad.mplp._standardization import Standardizer
 
-Aggregate = Literal["mean", "sum"]
 CHUNK = 8192  # synapses whose hidden layers fit into a core's cache: twice as fast as all at once (measured, CPU)
 
 
@@ -61,15 +56,12 @@ class PerSynapse(nnx.Module):
       message_size: the size k of a message.
       hidden: the size h of the recurrent state besides update and message.
       cell: "gru", "two_grus" or "mlp".
-      start: "random"; or "gradient_descent", which is exact at first.
       layers: the number of units in each hidden layer of the networks.
       share: whether places of a kind share networks.
       share_standardizers: whether places of a kind share standardizers.
-      share_scales: whether places of a kind share the scales a and the learning rates.
-      aggregate: how a dense node aggregates messages over its outputs: "mean" as published, or "sum".
+      share_scales: whether places of a kind share the scales a.
       gradient: whether networks also see the true gradient (the hybrid that the papers propose).
-      learning_rate: the learning rate at first, if the rule starts as gradient descent.
-      output_scale: the scale a at first, if the rule starts at random.
+      output_scale: the scale a at first.
       rngs: the source of keys for the networks.
 
     Example:
@@ -93,33 +85,26 @@ class PerSynapse(nnx.Module):
         message_size: int = 8,
         hidden: int = 15,
         cell: Literal["gru", "two_grus", "mlp"] = "gru",
-        start: Literal["random", "gradient_descent"] = "random",
         layers: Sequence[int] = (80, 40),
         share: bool = False,
         share_standardizers: bool = False,
         share_scales: bool = False,
-        aggregate: Aggregate = "mean",
         gradient: bool = False,
-        learning_rate: float = 0.1,
         output_scale: float = 0.01,
         rngs: nnx.Rngs,
     ):
         require_one_of(("gru", "two_grus", "mlp"), cell=cell)
-        require_one_of(("random", "gradient_descent"), start=start)
-        require_one_of(("mean", "sum"), aggregate=aggregate)
         flags = {"share": share, "share_standardizers": share_standardizers, "share_scales": share_scales}
         require_one_of((False, True), gradient=gradient, **flags)
         require_sizes(1, message_size=message_size, **{f"layers[{i}]": n for i, n in enumerate(layers)})
         require_sizes(0, hidden=hidden)
-        require_positive(learning_rate=learning_rate)
+        require_positive(output_scale=output_scale)
         self.message_size, self.gradient = message_size, gradient
-        self.aggregate: Aggregate = aggregate
         self.share, self.share_standardizers, self.share_scales = share, share_standardizers, share_scales
         self.record = False
         self.known = known_forms(sites)
         self.cells, self.standardizers = nnx.Dict({}), nnx.Dict({})
         self.scales, self.means = nnx.Dict({}), nnx.Dict({})
-        self.descents = nnx.Dict({})
         for site in sites:
             for part, groups, width in self._parts(site):
                 updates = part != "message"
@@ -134,8 +119,6 @@ class PerSynapse(nnx.Module):
                 key = self._key(site, part, share_scales)
                 if updates and key not in self.scales:
                     self.scales[key] = nnx.Param(jnp.asarray(output_scale, float))
-                if start != "random" and key not in self.descents:
-                    self.descents[key] = Descent(message_size, learning_rate if updates else None)
 
     def init(self, site: Site) -> dict[str, Any]:
         """Zeros for each synapse and example; a recording rule's state also has the statistics of the step."""
@@ -157,8 +140,8 @@ class PerSynapse(nnx.Module):
                 self._key(site, part, s) for s in (self.share, self.share_standardizers, self.share_scales)
             )
             size, mean = self.scales.get(scale), self.means.get(pair)
-            parts[part] = _Part(self.cells[own], self.standardizers[pair], size, mean, self.descents.get(scale))
-        return _PerSynapseAt(parts, self.message_size, self.aggregate, self.gradient, self.record)
+            parts[part] = _Part(self.cells[own], self.standardizers[pair], size, mean)
+        return _PerSynapseAt(parts, self.message_size, self.gradient, self.record)
 
     def recording(self) -> "PerSynapse":
         """The same rule, but each step is standardized by its own statistics, which the rule's states carry away."""
@@ -167,10 +150,10 @@ class PerSynapse(nnx.Module):
         return rule
 
     def fitted(self, states: dict[str, Any], blend: float, max_scale: float | None) -> "PerSynapse":
-        """The same rule, with standardizers made of the states of a recording rule; see `fit_standardizers`.
+        """The same rule, with standardizers made of the means of a recording rule's states; see `fit_standardizers`.
 
         Args:
-          states: the recorded statistics by place and part: "shift" and "scale" (groups,), and "mean", a scalar.
+          states: the recorded statistics by place and part.
           blend: the weight of the new statistics, against those that the rule has.
           max_scale: the largest scale, or None.
         """
@@ -271,7 +254,6 @@ class _Part(NamedTuple):
     standardizer: Standardizer
     scale: nnx.Param | None
     mean: Fixed | None
-    descent: Descent | None
 
 
 @jax.tree_util.register_dataclass
@@ -279,7 +261,6 @@ class _Part(NamedTuple):
 class _PerSynapseAt:
     parts: dict[str, _Part]
     message_size: int = dataclasses.field(metadata={"static": True})
-    aggregate: Aggregate = dataclasses.field(metadata={"static": True})
     gradient: bool = dataclasses.field(metadata={"static": True})
     record: bool = dataclasses.field(metadata={"static": True})
 
@@ -292,7 +273,7 @@ class _PerSynapseAt:
 
     def _run(self, part: str, inputs: list[jax.Array], state: dict[str, Any]) -> Any:
         """The update (centred and scaled), the message and the new state of a part."""
-        cell, standardizer, scale, mean, _ = self.parts[part]
+        cell, standardizer, scale, mean = self.parts[part]
         state, centre = state[part], 0.0
         if not self.record:
             update, message, carry = in_chunks(cell, standardizer(inputs), state["carry"], CHUNK)
@@ -314,19 +295,12 @@ class _PerSynapseAt:
         inputs = [] if question.message is None else self._seen(question.message, question.gradient)
         inputs += [feature[..., None] for feature in question.features.values()]
         _, message, new = self._run("message", inputs, state)
-        if (descent := self.parts["message"].descent) is not None:
-            message = descent.message(question.exact, message)
         return Answer(message, state={"message": new})
 
     def _diagonal(self, question: Diagonal, state: dict[str, Any]) -> Answer:
         parameter = jnp.broadcast_to(question.parameter, question.inputs.shape[-question.parameter.ndim :])
         inputs = [*self._seen(question.message, question.gradient), parameter[..., None], question.inputs[..., None]]
         update, message, new = self._run("bias", inputs, state)
-        part = self.parts["bias"]
-        if part.descent is not None:
-            m = question.message[..., 0]
-            message = part.descent.message(m * question.through, message)
-            update = part.descent.update(m * question.slope, update)
         return Answer(message, update, state={"bias": new})
 
     def _dense(self, site: Site, question: Dense, state: dict[str, Any]) -> Answer:
@@ -345,10 +319,4 @@ class _PerSynapseAt:
         ]
         update, synapses, new["weight"] = self._run("weight", inputs, state)
         update = jnp.sum(update, axis=0) / site.batch
-        passed = (jnp.mean if self.aggregate == "mean" else jnp.sum)(synapses, axis=2)
-        part = self.parts["weight"]
-        if part.descent is not None:
-            m = message[..., 0]
-            passed = part.descent.message(m @ question.weight.T, passed)
-            update = part.descent.update(question.inputs.T @ m / site.batch, update)
-        return Answer(passed, update, bias, new)
+        return Answer(jnp.mean(synapses, axis=2), update, bias, new)

@@ -47,6 +47,7 @@ from apgrad.mplp._rule_parts import (
 from apgrad.mplp.rules import _whitening as whitening
 
 NORMAL = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal")
+WHITENING = 3.0, 1e-3  # the whitening's lambda and epsilon at first
 
 
 @shows_signature
@@ -60,7 +61,6 @@ class Separable(nnx.Module):
       hidden: the number of hidden units of each network, which are tanh.
       neuron_state: the size of a neuron's state; 0 for none.
       whiten: whether dense layers whiten their inputs.
-      start: "gradient_descent", which is exact at first (with `whiten`, along whitened inputs); or "random".
       share: which places share networks and step sizes. False: none. True: places of a kind; the rule then fits every
         network of these kinds of nodes. "role": places whose names differ in digits only ("dense_1" and "dense_2" have
         one role, "dense_out" has another); the rule then fits every network of these roles, of any depth.
@@ -68,8 +68,6 @@ class Separable(nnx.Module):
         Noda, 1967), so that a learned step size means the same in layers of every width.
       gradient: whether networks also see the true gradient (the hybrid that both papers propose).
       learning_rate: the learning rate of each place at first, which is meta-trained.
-      strength: the whitening's lambda at first.
-      forget: the whitening's epsilon at first.
       full: the largest number of inputs with which a layer has a full P; a wider layer has a window.
       window: the number of rows of a window, about.
       rngs: the source of keys for the networks.
@@ -98,23 +96,19 @@ class Separable(nnx.Module):
         hidden: int = 32,
         neuron_state: int = 0,
         whiten: bool = False,
-        start: Literal["gradient_descent", "random"] = "gradient_descent",
         share: bool | Literal["role"] = False,
         normalize: bool = False,
         gradient: bool = False,
         learning_rate: float = 0.3,
-        strength: float = 3.0,
-        forget: float = 1e-3,
         full: int = 512,
         window: int = 64,
         rngs: nnx.Rngs,
     ):
-        require_one_of(("gradient_descent", "random"), start=start)
         require_one_of((False, True, "role"), share=share)
         require_one_of((False, True), whiten=whiten, normalize=normalize, gradient=gradient)
         require_sizes(1, message_size=message_size, rank=rank, hidden=hidden)
         require_sizes(0, neuron_state=neuron_state, full=full, window=window)
-        require_positive(learning_rate=learning_rate, strength=strength, forget=forget)
+        require_positive(learning_rate=learning_rate)
         self.message_size, self.neuron_state, self.share, self.whitens = message_size, neuron_state, share, whiten
         self.full, self.window = full, window
         self.reach: Reach | None = None  # of a trained rule
@@ -126,7 +120,6 @@ class Separable(nnx.Module):
             ("hidden", hidden),
             ("neuron_state", neuron_state),
             ("whiten", whiten),
-            ("start", start),
             ("share", share),
             ("normalize", normalize),
             ("gradient", gradient),
@@ -135,21 +128,19 @@ class Separable(nnx.Module):
         )
         self.sites = tuple(sorted({site._replace(batch=1, shape=(1,) * len(site.shape)) for site in sites}))
         self.places = nnx.Dict({})
-        seen, descent = message_size + gradient, start == "gradient_descent"
+        seen = message_size + gradient
         for site in sites:
             key = self._key(site)
             if key in self.places:
                 continue
             if site.family == "dense":
-                white = (strength, forget) if whiten else None
-                made = _Dense(
-                    seen, message_size, rank, hidden, neuron_state, descent, learning_rate, white, normalize, rngs
-                )
+                white = WHITENING if whiten else None
+                made = _Dense(seen, message_size, rank, hidden, neuron_state, learning_rate, white, normalize, rngs)
             elif site.family == "diagonal":
-                made = _Diagonal(seen, message_size, hidden, neuron_state, descent, learning_rate, rngs)
+                made = _Diagonal(seen, message_size, hidden, neuron_state, learning_rate, rngs)
             else:
                 made = _Elementwise(
-                    0 if site.begins else seen, len(site.features), message_size, hidden, neuron_state, descent, rngs
+                    0 if site.begins else seen, len(site.features), message_size, hidden, neuron_state, rngs
                 )
             self.places[key] = made
 
@@ -198,21 +189,20 @@ class _NeuronState(nnx.Module):
 class _Output(nnx.Module):
     """A network of one neuron: `exact + gain * network`, in which only component 0 has an exact part."""
 
-    def __init__(self, features: int, hidden: int, out: int, gain: tuple[float, float], descent: bool, rngs: nnx.Rngs):
+    def __init__(self, features: int, hidden: int, out: int, gain: tuple[float, float], rngs: nnx.Rngs):
         self.network = Mlp([features, hidden, out], jnp.tanh, rngs=rngs, initializer=NORMAL)
         first, others = gain
-        self.gain = nnx.Param(jnp.full(out, others, float).at[0].set(first)) if descent else nnx.data(None)
+        self.gain = nnx.Param(jnp.full(out, others, float).at[0].set(first))
 
     def __call__(self, exact: jax.Array, *parts: jax.Array) -> jax.Array:
-        learned = self.network(*parts)
-        return learned if self.gain is None else beside(exact, self.gain[...] * learned)
+        return beside(exact, self.gain[...] * self.network(*parts))
 
 
 class _Dense(nnx.Module):
     """The local rule of a dense node."""
 
-    def __init__(self, seen, message_size, rank, hidden, neuron_state, descent, learning_rate, white, normalize, rngs):
-        make = lambda features, out, gain: _Output(features + neuron_state, hidden, out, gain, descent, rngs)
+    def __init__(self, seen, message_size, rank, hidden, neuron_state, learning_rate, white, normalize, rngs):
+        make = lambda features, out, gain: _Output(features + neuron_state, hidden, out, gain, rngs)
         self.A = make(seen, rank, (0.0, 0.0))
         self.B = make(1 if white is None else 2, rank, (0.0, 1.0))
         self.U = make(seen, message_size, (0.0, 1.0))
@@ -251,8 +241,8 @@ class _Dense(nnx.Module):
 class _Diagonal(nnx.Module):
     """The local rule of a bias, a scale or an embedded row: one network makes the update, and one makes the message."""
 
-    def __init__(self, seen, message_size, hidden, neuron_state, descent, learning_rate, rngs):
-        make = lambda out, gain: _Output(seen + 2 + neuron_state, hidden, out, gain, descent, rngs)
+    def __init__(self, seen, message_size, hidden, neuron_state, learning_rate, rngs):
+        make = lambda out, gain: _Output(seen + 2 + neuron_state, hidden, out, gain, rngs)
         self.update, self.message = make(1, (0.0, 0.0)), make(message_size, (0.0, 1.0))
         self.log_rate = nnx.Param(jnp.log(jnp.asarray(learning_rate, float)))
         self.neuron = _NeuronState(seen, neuron_state, rngs) if neuron_state else nnx.data(None)
@@ -273,8 +263,8 @@ class _Diagonal(nnx.Module):
 class _Elementwise(nnx.Module):
     """The local rule of a node without parameters."""
 
-    def __init__(self, seen, features, message_size, hidden, neuron_state, descent, rngs):
-        self.G = _Output(seen + features + neuron_state, hidden, message_size, (0.0, 1.0), descent, rngs)
+    def __init__(self, seen, features, message_size, hidden, neuron_state, rngs):
+        self.G = _Output(seen + features + neuron_state, hidden, message_size, (0.0, 1.0), rngs)
         self.neuron = _NeuronState(seen + features, neuron_state, rngs) if neuron_state else nnx.data(None)
         self.seen = seen
 

@@ -24,9 +24,9 @@ from flax import nnx
 
 from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Site
 from apgrad.mplp._rule_parts import (
-    Descent,
     Fixed,
     Mlp,
+    beside,
     in_chunks,
     known_forms,
     require_form,
@@ -38,6 +38,7 @@ from apgrad.mplp._rule_parts import (
 from apgrad.mplp._standardization import BatchNorm
 
 CHUNK = 2**17  # hidden units computed at once: three times as fast as all of them (measured, CPU, 80 hidden units)
+CLIP = 1.0  # the largest size of an update
 UNUSED = ("error", "log_prediction")  # features of losses that this rule does not see
 
 
@@ -52,7 +53,6 @@ class Thesis(nnx.Module):
       batch_norm: whether batch norm standardizes the networks' inputs.
       learn_rate: whether the step size lr is meta-trained: lr itself and not its logarithm, so its sign may change.
       learning_rate: the step size at first; .001 in the thesis.
-      clip: the largest size of an update.
       see_loss: whether the network of a loss sees the loss itself, beside prediction and target; not so in the thesis's
         section 5.1.
       start: "random"; or "gradient_descent", which is exact at first, as long as no update is clipped.
@@ -82,7 +82,6 @@ class Thesis(nnx.Module):
         batch_norm: bool = True,
         learn_rate: bool = True,
         learning_rate: float = 1e-3,
-        clip: float = 1.0,
         see_loss: bool = True,
         start: Literal["random", "gradient_descent"] = "random",
         rngs: nnx.Rngs,
@@ -90,8 +89,8 @@ class Thesis(nnx.Module):
         require_one_of(("random", "gradient_descent"), start=start)
         require_one_of((False, True), batch_norm=batch_norm, learn_rate=learn_rate, see_loss=see_loss)
         require_sizes(1, message_size=message_size, hidden=hidden)
-        require_positive(learning_rate=learning_rate, clip=clip)
-        self.message_size, self.learn_rate, self.clip, self.see_loss = message_size, learn_rate, clip, see_loss
+        require_positive(learning_rate=learning_rate)
+        self.message_size, self.learn_rate, self.see_loss = message_size, learn_rate, see_loss
         self.known = known_forms(sites)
         self.rate = (nnx.Param if learn_rate else Fixed)(jnp.asarray(learning_rate, float))
         self.networks, self.descents, self.gains = nnx.Dict({}), nnx.Dict({}), nnx.Dict({})
@@ -106,8 +105,9 @@ class Thesis(nnx.Module):
                 self.networks[f"{site.kind}/f"] = make(message_size + 1, 1)
                 self.networks[f"{site.kind}/g"] = make(message_size + 1, message_size)
             if start == "gradient_descent":
-                self.descents[site.kind] = Descent(message_size)
-                self.gains[site.kind] = nnx.Param(jnp.zeros((), float))  # of the correction of an update
+                # Gains of the corrections to backpropagation's message (in its component 0) and to the step.
+                self.descents[site.kind] = nnx.Param(jnp.ones(message_size, float).at[0].set(0.0))
+                self.gains[site.kind] = nnx.Param(jnp.zeros((), float))
 
     def init(self, site: Site) -> tuple[()]:
         """The empty state."""
@@ -123,7 +123,6 @@ class Thesis(nnx.Module):
             self.descents.get(site.kind),
             self.gains.get(site.kind),
             rate if self.learn_rate else jax.lax.stop_gradient(rate),
-            self.clip,
             self.see_loss,
         )
 
@@ -154,10 +153,9 @@ class _Network(nnx.Module):
 class _ThesisAt:
     f: Any  # a _Network, or None at a node without parameters
     g: _Network
-    descent: Descent | None
+    descent: nnx.Param | None
     gain: nnx.Param | None
     rate: jax.Array
-    clip: float = dataclasses.field(metadata={"static": True})
     see_loss: bool = dataclasses.field(metadata={"static": True})
 
     def __call__(self, site: Site, question: Dense | Diagonal | Elementwise, state: tuple[()]) -> Answer:
@@ -172,7 +170,7 @@ class _ThesisAt:
             step = self._step(m[..., 0] * question.slope, self.f(m, question.slope[..., None])[..., 0])
             # The update of one example is clipped here, since the node takes the mean over the batch.
             message = self._message(m[..., 0] * question.through, self.g(m, parameter[..., None]))
-            return Answer(message, -jnp.clip(self.rate * step, -self.clip, self.clip))
+            return Answer(message, -jnp.clip(self.rate * step, -CLIP, CLIP))
         x, W = question.inputs, question.weight
         inputs = W.shape[0]
         if question.bias is not None:
@@ -180,13 +178,13 @@ class _ThesisAt:
             W = jnp.concatenate([W, question.bias[None]], axis=0)
         learned = jnp.sum(self.f(m[:, None], x[:, :, None, None])[..., 0], axis=0) / site.batch
         step = self._step(x.T @ m[..., 0] / site.batch, learned)
-        update = -jnp.clip(self.rate * step, -self.clip, self.clip)
+        update = -jnp.clip(self.rate * step, -CLIP, CLIP)
         synapses = self.g(m[:, None], W[None, :, :, None])[:, :inputs]
         message = self._message(m[..., 0] @ question.weight.T, jnp.sum(synapses, axis=2))
         return Answer(message, update[:inputs], None if question.bias is None else update[inputs])
 
     def _message(self, exact: jax.Array, learned: jax.Array) -> jax.Array:
-        return learned if self.descent is None else self.descent.message(exact, learned)
+        return learned if self.descent is None else beside(exact, self.descent[...] * learned)
 
     def _step(self, gradient: jax.Array, learned: jax.Array) -> jax.Array:
         return learned if self.gain is None else gradient + self.gain[...] * learned

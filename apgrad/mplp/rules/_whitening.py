@@ -36,28 +36,13 @@ from apgrad.mplp._protocol import Site
 
 
 def window(site: Site, limit: int, rank: int) -> int | None:
-    """How many rows a place's window has (those of whole minibatches), or None for a full P.
-
-    Args:
-      site: a dense place.
-      limit: the largest number of inputs with which a layer has a full P.
-      rank: the number r of rows, about.
-    """
+    """How many rows a place's window has (those of whole minibatches, about `rank`), or None for a full P."""
     rows, inputs, _ = site.shape
     return None if inputs <= limit or rows > rank else rows * (rank // rows)
 
 
 def init(site: Site, limit: int, rank: int) -> dict[str, jax.Array]:
-    """The state of a dense place before any minibatch: P = I.
-
-    Args:
-      site: a dense place.
-      limit: as in `window`.
-      rank: as in `window`.
-
-    Returns:
-      Floating-point arrays by name: `P` (N, N); or for a window of r rows `rows` (r, N) and `gram` (r, r), zeros.
-    """
+    """The state of a dense place before any minibatch, P = I: `P` (N, N), or `rows` (r, N) and `gram` (r, r), zeros."""
     inputs, size = site.shape[1], window(site, limit, rank)
     if size is None:
         return {"P": jnp.eye(inputs, dtype=float)}
@@ -67,17 +52,7 @@ def init(site: Site, limit: int, rank: int) -> dict[str, jax.Array]:
 def whiten(
     x: jax.Array, state: dict[str, jax.Array], strength: jax.Array, forget: jax.Array
 ) -> tuple[jax.Array, dict[str, Any]]:
-    """Takes a minibatch into P, and multiplies the minibatch by the new P.
-
-    Args:
-      x: (rows, N), the layer's inputs.
-      state: the state, of `init` or of the step before.
-      strength: lambda, a scalar.
-      forget: epsilon, a scalar, which only a full P needs.
-
-    Returns:
-      P x, (rows, N), with the new P; and the new state.
-    """
+    """P x with the new P, and the new state, for a minibatch x (rows, N); strength is lambda, forget epsilon."""
     size = jnp.sqrt(x.shape[1] * (jnp.mean(x**2) + 1e-12))
     scaled = x / size
     if "P" in state:
