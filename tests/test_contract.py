@@ -150,94 +150,97 @@ def test_dtypes(row, dtype):
 
 @rows
 @pytest.mark.quick
-def test_nested_pytrees_and_empty_arrays(row):
-    def make(theta, x):
+def test_pytrees_empty_arrays_closures_modules_and_one_lane(row):
+    explicit = row
+    if isinstance(row.estimator, ap.Mixer):  # the default's suffix is gathered over explicit arguments alone
+        explicit = row._replace(estimator=row.estimator._replace(weights=ap.weights.local_covariance()))
+    linen = nn.Dense(2)
+
+    def make_of_dict(theta, x):
         return dist.Normal(jnp.tanh(theta["layer"]["w"] @ x["h"] + theta["b"][0]), 0.3).to_event(1)
 
-    node = ap.stochastic(row.estimator)(make)
+    def make_of_modules(theta, x):
+        return dist.Normal(jnp.tanh(linen.apply(theta[1], theta[0](x))), 0.3).to_event(1)
 
-    def program(tape, theta):
-        tape, x = node(tape, theta, {"h": jnp.ones((tape.lanes, 3)), "none": jnp.zeros((tape.lanes, 0))})
+    def of_dict(tape, theta):
+        inputs = {"h": jnp.ones((tape.lanes, 3)), "none": jnp.zeros((tape.lanes, 0))}
+        tape, x = ap.stochastic(row.estimator)(make_of_dict)(tape, theta, inputs)
         if row.after:
             tape, x = row.after(tape, x)
         return tape.cost(lambda x: jnp.sum(x**2), x, **row.cost)
 
-    theta = {"layer": {"w": jnp.eye(3)[:2]}, "b": (jnp.ones(2), jnp.zeros((0, 2)))}
-    gradient = jax.jit(jax.grad(ap.expectation(program, 5), argnums=1))(KEY, theta)
-    assert jax.tree.map(jnp.shape, gradient) == jax.tree.map(jnp.shape, theta)
-    assert all(jnp.any(g != 0) for g in (gradient["layer"]["w"], gradient["b"][0]))
-
-
-@rows
-def test_closures_get_the_gradient_of_arguments(row):
-    if isinstance(row.estimator, ap.Mixer):  # the default's suffix is gathered over explicit arguments alone
-        row = row._replace(estimator=row.estimator._replace(weights=ap.weights.local_covariance()))
-
     def closed(tape, theta):
-        return rollout(row, lambda _, x: step(theta, x))(tape, jnp.float32(0.7))
+        return rollout(explicit, lambda _, x: step(theta, x))(tape, jnp.float32(0.7))
 
-    gradients = [jax.grad(ap.expectation(p, 6), argnums=1) for p in (closed, rollout(row, step))]
-    got, expected = jax.jit(lambda theta: [gradient(KEY, theta) for gradient in gradients])(jnp.float32(0.7))
-    np.testing.assert_allclose(got, expected, rtol=2e-5, atol=1e-6)
-
-
-@rows
-def test_flax_modules_as_parameters(row):
-    linen = nn.Dense(2)
-    theta = nnx.Linear(2, 2, rngs=nnx.Rngs(0)), linen.init(KEY, jnp.ones(2))
-
-    def make(theta, x):
-        return dist.Normal(jnp.tanh(linen.apply(theta[1], theta[0](x))), 0.3).to_event(1)
-
-    gradient = jax.jit(jax.grad(ap.expectation(rollout(row, make, size=(2,)), 5), argnums=1))(KEY, theta)
-    assert isinstance(gradient[0], nnx.Linear)
-    leaves = jax.tree.leaves(gradient)
-    assert len(leaves) == 4 and all(jnp.all(jnp.isfinite(g)) and jnp.any(g != 0) for g in leaves)
-
-
-@rows
-def test_lanes(row):
-    with pytest.raises(ValueError, match="at least one lane"):
-        ap.expectation(rollout(row, step), 0)
-    gradient = jax.grad(ap.expectation(rollout(row, step), 1), argnums=1)
+    thetas = {
+        "dict": {"layer": {"w": jnp.eye(3)[:2]}, "b": (jnp.ones(2), jnp.zeros((0, 2)))},
+        "closed": jnp.float32(0.7),
+        "explicit": jnp.float32(0.7),
+        "modules": (nnx.Linear(2, 2, rngs=nnx.Rngs(0)), linen.init(KEY, jnp.ones(2))),
+    }
+    programs = {"dict": of_dict, "closed": closed, "explicit": rollout(explicit, step)}
+    programs["modules"] = rollout(row, make_of_modules, size=(2,))
+    one_lane = jax.grad(ap.expectation(rollout(row, step), 1), argnums=1)
     if row.needs_two_lanes or row.cost or row.after:
         with pytest.raises(ValueError, match="at least 2, got lanes=1"):
-            gradient(KEY, 0.7)
-    else:
-        assert jnp.isfinite(jax.jit(gradient)(KEY, 0.7))
+            jax.eval_shape(one_lane, KEY, 0.7)
+        one_lane = lambda key, theta: theta
+
+    @jax.jit
+    def all_of_them(key, thetas):
+        each = {name: jax.grad(ap.expectation(program, 6), argnums=1) for name, program in programs.items()}
+        return {name: gradient(key, thetas[name]) for name, gradient in each.items()}, one_lane(key, 0.7)
+
+    found, of_one = all_of_them(KEY, thetas)
+    assert jax.tree.map(jnp.shape, found["dict"]) == jax.tree.map(jnp.shape, thetas["dict"])
+    assert np.any(found["dict"]["layer"]["w"]) and np.any(found["dict"]["b"][0])
+    np.testing.assert_allclose(found["closed"], found["explicit"], rtol=2e-5, atol=1e-6)
+    assert isinstance(found["modules"][0], nnx.Linear)
+    leaves = jax.tree.leaves(found["modules"])
+    assert len(leaves) == 4 and all(np.all(np.isfinite(g)) and np.any(g) for g in leaves)
+    assert np.isfinite(of_one)
 
 
 @rows
-def test_the_second_derivative_is_right_or_refused(row):
-    # E[x^2 + x] for x ~ N(theta, .3): 2 exactly. Gaussian resampling: the same, of the resampled state.
-    objective = ap.expectation(rollout(row, lambda theta, x: dist.Normal(theta + 0 * x, 0.3), length=1), 100)
-    second = jax.grad(jax.grad(objective, argnums=1), argnums=1)
+def test_expectations_are_exact_and_what_has_none_is_refused(row):
+    estimator, theta = row.estimator, 0.7
+    of = lambda program, lanes, **options: jax.grad(ap.expectation(program, lanes, **options), argnums=1)
+    # E[x^2 + x] for x ~ N(theta, .3): the one case where all are unbiased (shaping and mixing up to O(1 / lanes)).
+    one_step = rollout(row, lambda theta, x: dist.Normal(theta + 0 * x, 0.3), length=1)
+    estimates, truths = {"one step": of(one_step, 4_000)}, {"one step": 2 * theta + 1}
+
+    second = jax.grad(of(one_step, 100), argnums=1)
     if row.second == "refused":
-        with pytest.raises(TypeError, match=r"no second derivative.*(Use|use)"):
-            jax.eval_shape(second, KEY, 0.7)
-        with pytest.raises(TypeError, match="no second derivative"):
-            jax.eval_shape(jax.hessian(objective, argnums=1), KEY, 0.7)
+        for twice in (second, jax.hessian(ap.expectation(one_step, 100), argnums=1)):
+            with pytest.raises(TypeError, match=r"no second derivative.*(Use|use)"):
+                jax.eval_shape(twice, KEY, theta)
     else:
-        ap.testing.assert_unbiased(lambda key: second(key, 0.7), 2.0, KEY, 500)
+        estimates["second"], truths["second"] = second, 2.0
 
-
-@rows
-def test_discrete_choices_or_a_clear_error(row):
-    node = ap.stochastic(row.estimator)(lambda theta: dist.Bernoulli(logits=theta))
-
-    def program(tape, theta):
-        tape, x = node(tape, theta)
+    def coin(tape, theta):
+        tape, x = ap.stochastic(estimator)(lambda theta: dist.Bernoulli(logits=theta))(tape, theta)
         if row.after:
             tape, x = row.after(tape, x)
         return tape.cost(lambda x: (x**2 + x).astype(jnp.float32), x, **row.cost)
 
-    gradient = jax.grad(ap.expectation(program, 50), argnums=1)
     if row.discrete:
-        p = 1 / (1 + np.exp(-0.3))
-        ap.testing.assert_unbiased(lambda key: gradient(key, 0.3), 2 * p * (1 - p), KEY, 500)
+        p = 1 / (1 + np.exp(-theta))
+        estimates["coin"], truths["coin"] = of(coin, 50), 2 * p * (1 - p)
     else:
         with pytest.raises(TypeError, match=r"needs a pathwise derivative|fits a Gaussian to floating-point"):
-            gradient(KEY, 0.3)
+            jax.eval_shape(of(coin, 50), KEY, theta)
+
+    # Two steps of a linear system, 10 lanes: weights from the samples that they weigh lose a part of the gradient.
+    assert estimator.bias in ("none", "unless cross-fitted") and estimator.assumptions.endswith(".")
+    linear = rollout(row, lambda theta, x: dist.Normal(theta * x, 0.3))
+    wanted = 2 * theta + 1 + 4 * theta**3 + 2 * theta * 0.09 + 2 * theta
+    if not (row.cost or row.after or (estimator.bias != "none" and estimator.name != "total_propagation")):
+        estimates["linear"], truths["linear"] = of(linear, 10, cross_fit=estimator.bias != "none"), wanted
+    estimate = lambda key: {name: gradient(key, theta) for name, gradient in estimates.items()}
+    ap.testing.assert_unbiased(estimate, truths, KEY, 2_000)
+    if row is ESTIMATORS["total_propagation, published"]:
+        with pytest.raises(AssertionError, match="biased"):
+            ap.testing.assert_unbiased(lambda key: of(linear, 10)(key, theta), wanted, KEY, 2_000)
 
 
 @pytest.mark.parametrize("name", ["total_propagation", "total_propagation, no baseline", "total_propagation, learned"])
@@ -265,14 +268,6 @@ def test_adaptive_weighs_the_same_programs(name):
     )
 
 
-@rows
-def test_one_step_of_a_gaussian_is_unbiased(row):
-    # The one case where all of them are (shaping and mixing up to O(1 / lanes), hence many lanes).
-    objective = ap.expectation(rollout(row, lambda theta, x: dist.Normal(theta + 0 * x, 0.3), length=1), 500)
-    gradient = jax.grad(objective, argnums=1)
-    ap.testing.assert_unbiased(lambda key: gradient(key, 0.7), 2 * 0.7 + 1, KEY, 200)
-
-
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in ALIKE])
 def test_lanes_sharded_over_devices_give_the_same_numbers(name):
     # Global-view sharding: statistics over all lanes are JAX's business.
@@ -290,23 +285,6 @@ def test_lanes_sharded_over_devices_give_the_same_numbers(name):
     gradient = jax.jit(jax.value_and_grad(ap.expectation(program, 6), argnums=1), static_argnums=2)
     got, expected = gradient(KEY, 0.7, True), gradient(KEY, 0.7, False)
     np.testing.assert_allclose(got, expected, rtol=1e-5)
-
-
-@rows
-def test_the_bias_of_a_node_is_as_claimed(row):
-    # Two steps of a linear system, 10 lanes: weights from the samples that they weigh lose a part of the gradient.
-    estimator = row.estimator
-    assert estimator.bias in ("none", "unless cross-fitted") and estimator.assumptions.endswith(".")
-    if row.cost or row.after or (estimator.bias != "none" and estimator.name != "total_propagation"):
-        return
-    linear = rollout(row, lambda theta, x: dist.Normal(theta * x, 0.3))
-    theta, wanted = 0.7, 2 * 0.7 + 1 + 4 * 0.7**3 + 2 * 0.7 * 0.09 + 2 * 0.7
-    of = lambda **options: jax.grad(ap.expectation(linear, 10, **options), argnums=1)
-    gradient = of(cross_fit=estimator.bias != "none")
-    ap.testing.assert_unbiased(lambda key: gradient(key, theta), wanted, KEY, 2_000)
-    if row is ESTIMATORS["total_propagation, published"]:
-        with pytest.raises(AssertionError, match="biased"):
-            ap.testing.assert_unbiased(lambda key: of()(key, theta), wanted, KEY, 2_000)
 
 
 class Choice(NamedTuple):
