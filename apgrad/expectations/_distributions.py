@@ -56,11 +56,12 @@ def widened(distribution: Any) -> Any:
     Uniform numbers in bfloat16 are multiples of 1/128, and a choice of probability .0067 would never be drawn.
     """
 
-    def widen(x):
-        half = jnp.issubdtype(jnp.result_type(x), jnp.floating) and jnp.finfo(jnp.result_type(x)).bits < 32
-        return jnp.asarray(x, jnp.float32) if half else x
+    def is_half(x):
+        return jnp.issubdtype(jnp.result_type(x), jnp.floating) and jnp.finfo(jnp.result_type(x)).bits < 32
 
-    return jax.tree.map(widen, distribution)
+    if not any(map(is_half, jax.tree.leaves(distribution))):
+        return distribution
+    return jax.tree.map(lambda x: jnp.asarray(x, jnp.float32) if is_half(x) else x, distribution)
 
 
 def sample(distribution: Any, key: jax.Array) -> jax.Array:

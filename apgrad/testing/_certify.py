@@ -3,20 +3,16 @@
     certificate = ap.testing.certify(jax.grad(objective, argnums=1), exact_value, theta)
     print(certificate)
 
-`certify` takes any function `(key, *args) -> gradient`, of this library or not, and the exact expectation that the
-gradient is claimed to be of. What it tests:
+What it tests of a function `(key, *args) -> gradient`, of this library or not:
 
 * `bias`: the mean of many estimates is the exact gradient, as far as chance explains the difference (`_bias.py`).
-* `resolution`: there were estimates enough. Of an estimate with a large variance every mean would pass, so the test
-  also fails where a bias of a tenth of the gradient would not have been seen.
+* `resolution`: there were estimates enough to see a bias of a tenth of the gradient.
 * `variance`: the variance is not above the bound that is claimed, if one is.
 * `order two`: the derivative of the estimate is an unbiased estimate of the Hessian, if that is claimed. Surrogate
   losses that are right once are often wrong here, without an error.
 * `jit`, `vmap`, `scan`: the estimate for a key is the same under each of them. With order two, so is the derivative of
   a sum of estimates that a `scan` makes: it is there that JAX drops custom rules (see `_ground/primitives.py`).
 * `keys`: an estimate is a function of its key, and consumes no key twice (`jax.debug_key_reuse`).
-
-The exact gradient is the gradient of `truth`, in float64.
 """
 
 from collections.abc import Callable, Iterator
@@ -64,17 +60,12 @@ class Certificate(NamedTuple):
         return all(check.passed for check in self.checks)
 
     def __str__(self) -> str:
-        """The tests as lines of text."""
         lines = [f"  {'pass' if check.passed else 'FAIL'}  {check.name:11} {check.found}" for check in self.checks]
         return "\n".join([f"{self.name}: {'certified' if self.passed else 'not certified'}", *lines])
 
 
 class NotCertifiedError(AssertionError):
-    """Raised by `certify`: its text is the certificate, and `certificate` holds it.
-
-    Args:
-      certificate: what `certify` found.
-    """
+    """Raised by `certify`: its text is the certificate, and `certificate` holds it."""
 
     def __init__(self, certificate: Certificate):
         super().__init__(str(certificate))
@@ -100,20 +91,18 @@ def certify(
 
     Args:
       estimate: `(key, *args) -> gradient` with respect to the first of `args`, a pytree of its structure.
-      truth: the exact expectation, `(*args) -> scalar`, which JAX can differentiate in float64; or the exact gradient
-        as a pytree of numbers, which is enough for order one.
+      truth: the exact expectation, `(*args) -> scalar`, which is differentiated in float64; or, enough for order one,
+        the exact gradient as a pytree of numbers.
       *args: where the gradient is taken. The first argument is a pytree of floating-point arrays.
       key: a PRNG key; `jax.random.key(0)` by default.
       num_samples: how many estimates are made, at least 2.
       order: 1, or 2 for a function whose derivative is claimed to be an estimate of the Hessian.
-      max_variance: the variance that is claimed, of one estimate: a number for all elements, or a pytree of the
-        gradient's structure. None: no variance is claimed.
+      max_variance: the claimed variance of one estimate: a number for all elements, or a pytree like the gradient.
       resolution: the smallest bias that the test must be able to see, in units of the largest element of the truth.
-      max_standard_errors: how far off a mean may be, and a variance above its bound.
+      max_standard_errors: how far off the mean of a single element may be, and a variance above its bound.
       batch_size: how many estimates are computed at once.
       rtol: how far estimates may differ between compilations, relative to the largest element.
-      key_reuse: whether to look for keys that are used twice. JAX's checker, which is experimental, also names keys
-        of loops in libraries.
+      key_reuse: whether to look for keys that are used twice, by JAX's checker, which is experimental.
       name: the function's name in the certificate.
 
     Returns:
@@ -121,8 +110,7 @@ def certify(
 
     Raises:
       NotCertifiedError: an `AssertionError`, if a test failed. It names every test that failed.
-      ValueError: for an order other than 1 and 2, order two without the exact expectation as a function, or a truth
-        of another structure than the estimate.
+      ValueError, TypeError: for an order, a bound, a truth or a first argument with which nothing can be tested.
 
     Example:
       The gradient of E[x^2] for x of mean theta and variance 1, and what a forgotten factor of 2 looks like:
