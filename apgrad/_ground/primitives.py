@@ -85,7 +85,7 @@ def refuse_batching(x: jax.Array, reason: str) -> jax.Array:
 
 
 def mark(x: jax.Array, kind: enum.Enum, label: Hashable) -> jax.Array:
-    """Returns the array as it is, and leaves a mark in the program, which `apgrad._programs.marks` counts."""
+    """Returns the array as it is, and leaves a mark in the program, for those who read the program."""
     return _mark_p.bind(x, kind=kind, label=label)
 
 

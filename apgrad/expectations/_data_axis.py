@@ -21,8 +21,8 @@ import warnings
 import jax
 
 from apgrad._programs.jaxprs import Program
-from apgrad._programs.leading_axes import marks_with_outer_axis
 from apgrad.expectations._ledger import Ledger, Mark, TapePlan
+from apgrad.expectations._programs.leading_axes import marks_with_outer_axis
 
 
 def per_lane(plan: TapePlan, term: jax.Array) -> jax.Array:

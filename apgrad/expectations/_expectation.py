@@ -19,13 +19,13 @@ from jax import lax
 from apgrad._ground.keys import require_key
 from apgrad._ground.primitives import refuse_message
 from apgrad._programs.jaxprs import trace
-from apgrad._programs.marks import count_marks
 from apgrad.expectations._channels import visits
 from apgrad.expectations._cross_fitting import in_two_streams
 from apgrad.expectations._data_axis import require_data_axis, warn_of_mixed_data
 from apgrad.expectations._lanes import cost_shape_error
 from apgrad.expectations._ledger import LEDGER, Ledger, Mark, TapePlan
 from apgrad.expectations._ports import SEED, Port
+from apgrad.expectations._programs.marks import count_marks
 from apgrad.expectations._tape import Tape
 
 _AUX = (

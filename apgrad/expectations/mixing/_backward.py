@@ -29,9 +29,9 @@ import numpy as np
 from numpyro.distributions import transforms
 
 from apgrad._programs.jaxprs import is_inexact, place
-from apgrad._programs.signs import wide
 from apgrad.expectations._cross_fitting import Streams
 from apgrad.expectations._lanes import fold
+from apgrad.expectations._programs.signs import wide
 from apgrad.expectations.estimators._estimator import Mixer
 from apgrad.expectations.mixing import _moments as moments
 from apgrad.expectations.mixing._features import NodeMemory, TracedNode, empty_target, pulled, to_arguments

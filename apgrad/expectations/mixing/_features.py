@@ -4,8 +4,8 @@ The *target* of a node is a list of arrays: what is differentiated of the argume
 that the function closes over; where none of these is differentiated, the lanes' own arguments. The *features* of a lane
 are one short vector for each estimator: its gradient of the target, written in a row. Where the shared arguments have
 more than `EXACT` elements, all of it is a sketch of the gradient, which keeps inner products on average, and weights
-need nothing else (`apgrad/_programs/uses.py`). Where they have not, the gradient of the arrays closed over stands
-behind that of the arguments, as it is or sketched by the same bound.
+need nothing else (`_programs/uses.py`). Where they have not, the gradient of the arrays closed over stands behind that
+of the arguments, as it is or sketched by the same bound.
 
 `to_arguments` takes the estimators' messages back to the places where parameters enter the node's function. There both
 come cheaply: sketches, without the gradients of single lanes, and the sum over lanes of what the node contributes to
@@ -19,11 +19,11 @@ import jax
 import jax.numpy as jnp
 
 from apgrad._ground.messages import Static
-from apgrad._programs import uses
 from apgrad._programs.jaxprs import is_inexact, place, trace
-from apgrad._programs.signs import NUMBER, inner, random_signs, wide
-from apgrad._programs.uses import Value, ValueKind
 from apgrad.expectations._channels import Visit
+from apgrad.expectations._programs import uses
+from apgrad.expectations._programs.signs import NUMBER, inner, random_signs, wide
+from apgrad.expectations._programs.uses import Value, ValueKind
 from apgrad.expectations.estimators._estimator import Mixer
 
 EXACT = 16  # the most elements of a target whose gradients are features as they are

@@ -70,9 +70,18 @@ def charged(bound: jax.Array, baselines: jax.Array, zeros: jax.Array) -> jax.Arr
     return dice(bound, jnp.sum(zeros, axis=0)) + jnp.sum(dice(0, zeros, lax.stop_gradient(baselines)), axis=0)
 
 
-def by_scores(what: str, samples: int, baselines: Callable[[jax.Array], jax.Array]) -> Bound:
-    """The importance-weighted bound of samples without pathwise derivative."""
+def by_scores(what: str, samples: int, stand_in: Callable[[jax.Array], jax.Array] | None) -> Bound:
+    """The importance-weighted bound of samples without pathwise derivative.
+
+    A sample's baseline is the bound with `stand_in(log-weights)` for its own weight; None: the bound of the others.
+    """
     samples = require_samples(what, samples, 2)
+
+    def baselines(weights):
+        own = jnp.eye(samples, dtype=bool).reshape(samples, samples, *[1] * (weights.ndim - 1))
+        # Along axis 0 the samples whose baseline it is, along axis 1 the weights.
+        each = jnp.where(own, -jnp.inf if stand_in is None else stand_in(weights)[:, None], weights[None])
+        return jax.nn.logsumexp(each, axis=1) - jnp.log(jnp.asarray(samples - (stand_in is None), weights.dtype))
 
     def bound(key, proposal, log_joint):
         z = plain_samples(what, key, proposal, samples)

@@ -41,10 +41,10 @@ from apgrad._ground.primitives import zero_with_gradient
 from apgrad._programs.control import nested
 from apgrad._programs.flow import flow
 from apgrad._programs.jaxprs import trace
-from apgrad._programs.leading_axes import moved_axis
 from apgrad.expectations import _distributions as distributions
 from apgrad.expectations._lanes import mean_of_others
 from apgrad.expectations._ports import dice
+from apgrad.expectations._programs.leading_axes import moved_axis
 from apgrad.expectations.estimators import _baselines as baselines
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
 from apgrad.expectations.estimators._discrete import base

@@ -7,10 +7,9 @@ weights,
     b_k = log (sum of the other w + exp(mean of the other log w)) / K .
 """
 
-import jax
 import jax.numpy as jnp
 
-from apgrad.expectations.variational._bounds import Bound, by_scores, log_mean_exp
+from apgrad.expectations.variational._bounds import Bound, by_scores
 
 
 def vimco(samples: int) -> Bound:
@@ -34,10 +33,7 @@ def vimco(samples: int) -> Bound:
       0.4
     """
 
-    def baselines(weights):
-        geometric = (jnp.sum(weights, axis=0) - weights) / (len(weights) - 1)
-        own = jnp.eye(len(weights), dtype=bool).reshape(len(weights), *weights.shape[:1], *[1] * (weights.ndim - 1))
-        # Along axis 0 the samples whose baseline it is, along axis 1 the weights.
-        return jax.vmap(log_mean_exp)(jnp.where(own, geometric[:, None], weights[None]))
+    def geometric(weights):
+        return (jnp.sum(weights, axis=0) - weights) / (len(weights) - 1)
 
-    return by_scores("vimco", samples, baselines)
+    return by_scores("vimco", samples, geometric)

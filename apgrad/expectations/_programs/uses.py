@@ -36,7 +36,7 @@ from jax import lax
 
 from apgrad._programs.control import Program, nested
 from apgrad._programs.jaxprs import caller, inline, is_inexact, place, restrict
-from apgrad._programs.signs import NUMBER, Factors, dense, inner, moved, of_step, of_steps, thin
+from apgrad.expectations._programs.signs import NUMBER, Factors, dense, inner, moved, of_step, of_steps, thin
 
 
 class ValueKind(IntEnum):

@@ -7,10 +7,10 @@ import pytest
 from flax import nnx
 from jax import lax
 
-from apgrad._programs import uses
 from apgrad._programs.jaxprs import trace
-from apgrad._programs.signs import inner, random_signs
-from apgrad._programs.uses import Value, ValueKind
+from apgrad.expectations._programs import uses
+from apgrad.expectations._programs.signs import inner, random_signs
+from apgrad.expectations._programs.uses import Value, ValueKind
 
 KEY = jax.random.key(0)
 
