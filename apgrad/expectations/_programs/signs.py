@@ -50,7 +50,7 @@ def random_signs(seed: jax.Array, number: int, shape: Sequence[int]) -> Factors:
 
 
 def inner(arrays: Sequence[jax.Array], signs: Sequence[Any]) -> jax.Array:
-    """The inner products of some arrays with signs, summed over the arrays, (NUMBER,)."""
+    """The inner products of arrays with signs, `Factors` or whole tensors, summed over the arrays, (NUMBER,)."""
     return sum((_inner(x, z) for x, z in zip(arrays, signs, strict=True)), jnp.zeros(NUMBER, jnp.float32))
 
 
@@ -74,13 +74,13 @@ def of_steps(signs: Any, length: int) -> Any:
 
 
 def of_step(signs: Any, scale: Any) -> Any:
-    """The tensors of one step."""
+    """The tensors of one step, from the stacked ones and this step's entry of what `of_steps` returns."""
     return Factors(scale, signs.axes[1:]) if isinstance(signs, Factors) else scale
 
 
 def moved(eqn: Any, signs: Factors, old: Sequence[int], shape: Sequence[int], by: Any) -> Factors | None:
-    """The factors of an equation's output, if it only moves the elements of its input, or scales them `by` a number."""
-    (scale, axes), name, params = signs, eqn.primitive.name, Parameters(eqn)
+    """The factors of an output where the equation only moves or scales the elements of its input; else None."""
+    (scale, axes), name, params = signs, eqn.primitive.name, eqn.params
     if name in ("mul", "div") and by is not None:
         by = jnp.asarray(by, scale.dtype)
         return Factors(scale * by if name == "mul" else scale / by, axes)
@@ -107,7 +107,10 @@ def moved(eqn: Any, signs: Factors, old: Sequence[int], shape: Sequence[int], by
 
 
 def thin(eqn: Any, arrays: Sequence[Any], view: int, signs: Any, messages: Sequence[jax.Array]) -> jax.Array | None:
-    """The inner products of messages with the derivatives of an equation along tensors, (NUMBER,), by thin products."""
+    """The inner products of messages with the derivatives of an equation along tensors, (NUMBER,), by thin products.
+
+    None for tensors that are not in factors, and for equations that are no product and no sum.
+    """
     if not isinstance(signs, Factors):
         return None
     (message,), name = messages, eqn.primitive.name
@@ -132,7 +135,7 @@ def thin(eqn: Any, arrays: Sequence[Any], view: int, signs: Any, messages: Seque
 
 
 def product(terms: Sequence[tuple[jax.Array, list[int]]], factors: Factors, labels: Sequence[int]) -> jax.Array:
-    """The products of arrays with tensors in factors, summed over all labels, (NUMBER,)."""
+    """The products of arrays with tensors in factors, summed over all labels of axes, (NUMBER,): an einsum."""
     dtype = wide(jnp.result_type(*(x for x, _ in terms)))
     shared = [label for label in labels if sum(label in axes for _, axes in terms) != 1]
     whole = [([_K, label], x.astype(dtype)) for x, label in zip(factors.axes, labels, strict=True) if x is not None]

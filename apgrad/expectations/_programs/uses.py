@@ -62,7 +62,11 @@ class Value(NamedTuple):
 
 
 def expose(program: Program, inputs: Sequence[Value], ports: Any = None) -> tuple[list[Any], list[Any], list[Any]]:
-    """Evaluates a program of one lane, with ports added to what its uses make."""
+    """Evaluates a program of one lane, with ports added to what its uses make.
+
+    Returns `(outputs, operands, made)`: the program's outputs; for each use what it takes of the lane, and its
+    floating-point outputs. For a `scan` with uses inside, lists of such entries, stacked along the steps.
+    """
     walk = _Expose(ports)
     return [walk.of_lane(output).array for output in walk.through(program, inputs)], walk.operands, walk.made
 
@@ -103,7 +107,7 @@ def gradient(
     lanes: int | None = None,
     of: Sequence[int] | None = None,
 ) -> list[jax.Array]:
-    """The gradient of the parameters, in order: of one lane, or the sum over lanes."""
+    """The gradient of the parameters, in order: of one lane, or the sum over the lanes of the operands."""
     parameters = [i for i, value in enumerate(inputs) if value.kind == ValueKind.VIEW] if of is None else of
 
     def made(*arrays):
