@@ -14,7 +14,7 @@ from jax.experimental import io_callback
 
 from apgrad.expectations._expectation import expectation
 from apgrad.expectations.estimators._total_propagation import total_propagation
-from apgrad.expectations.weights import Weighting, WeightRule, Weights, decoupled, per_step_inverse_variance
+from apgrad.expectations.weights import Weighting, Weights, decoupled, per_step_inverse_variance
 
 
 class NodeVariances(NamedTuple):
@@ -110,7 +110,7 @@ def node_variances(
     return NodeVariances(pathwise[:, 0], mixed[:, 1], mixed[:, 0], mixed[:, 2], shares[:, 1])
 
 
-def _listen(rule: WeightRule, records: list[Any]) -> WeightRule:
+def _listen(rule: Callable[..., Any], records: list[Any]) -> Callable[..., Any]:
     """The same rule, which also sends the host weights, and the estimators' and the mixture's scales and variances."""
 
     def listening(gradients, suffix):

@@ -47,41 +47,27 @@ rules that look for the bias, and `experiments.contact` measures which of them s
 
 import functools
 import math
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-
-
-class WeightRule(Protocol):
-    """A function that weighs the estimators of a node."""
-
-    def __call__(self, gradients: jax.Array, suffix: jax.Array) -> jax.Array:
-        """The weights.
-
-        Args:
-          gradients: (estimators, lanes, features), each estimator's contribution to the target, lane by lane. Features
-            are the target's elements, or coordinates of a random sketch of them, which keeps inner products on average.
-          suffix: (lanes, features), the sum of the contributions of the nodes after this one; zeros without
-            `Weighting.suffix`.
-
-        Returns:
-          (estimators,), which should sum to 1.
-        """
-        ...
 
 
 class Weighting(NamedTuple):
     """A rule, and whether the rule looks at later nodes.
 
     Attributes:
-      rule: see `WeightRule`.
+      rule: `(gradients, suffix) -> weights`, (estimators,), which should sum to 1. `gradients` are each estimator's
+        contribution to the target, lane by lane, (estimators, lanes, features): the target's elements, or a random
+        sketch of them, which keeps inner products on average. `suffix` (lanes, features) is the sum of contributions
+        of the nodes after this one, or zeros.
       suffix: whether the gradient of later nodes is gathered for the rule. It is gathered over the calls of one
         decorated function, and of the function's shared arguments. Arrays that the function closes over are in it only
         where the shared arguments have more than 16 numbers, so that one sketch has all of them.
     """
 
-    rule: WeightRule
+    rule: Callable[[jax.Array, jax.Array], jax.Array]
     suffix: bool = False
 
 
@@ -181,7 +167,7 @@ def _first_alone(gradients, suffix):
 
 
 @functools.cache  # so that equal weights are equal
-def least_variance(shrinkage: float = 0.0) -> WeightRule:
+def least_variance(shrinkage: float = 0.0) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """The rule of least variance of `suffix + sum_e w_e gradients_e`, with weights in [0, 1] that sum to 1.
 
     For two estimators this is the module's formula; further estimators are mixed in one after the other, each with the
