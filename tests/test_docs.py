@@ -56,7 +56,8 @@ def documented():
     found = []
     for path in (DOCS / "api").glob("*.md"):
         module = None
-        for kind, name in re.findall(r"^\.\. (currentmodule|auto\w+|py:data):: (\S+)$", path.read_text(), flags=re.MULTILINE):
+        entries = re.findall(r"^\.\. (currentmodule|auto\w+|py:data):: (\S+)$", path.read_text(), flags=re.MULTILINE)
+        for kind, name in entries:
             if kind == "currentmodule":
                 module = importlib.import_module(name)
             else:
