@@ -13,6 +13,7 @@ beta = 2.5, and it explodes itself at beta = 2.25 to 2.4 (`experiments.gaussian_
 """
 
 import jax
+import jax.numpy as jnp
 
 from apgrad.expectations import _channels as channels
 from apgrad.expectations._lanes import require_lanes
@@ -60,5 +61,6 @@ def gaussian_resampling(tape: Tape, x: jax.Array) -> tuple[Tape, jax.Array]:
         noise = jax.random.normal(key, (lanes, size), flat.dtype) @ factor.T
     else:
         # Fewer lanes than dimensions: Sigma = S^T S is singular, and z S has it as covariance exactly.
-        noise = jax.random.normal(key, (lanes, lanes), flat.dtype) @ scatter
+        draws = jax.random.normal(key, (lanes, lanes), jnp.promote_types(flat.dtype, jnp.float32))
+        noise = draws.astype(flat.dtype) @ scatter
     return tape, unravel(mean + noise)
