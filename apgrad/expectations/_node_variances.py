@@ -56,9 +56,8 @@ def node_variances(
 ) -> NodeVariances:
     """The variances of both estimators, node by node.
 
-    Two backward passes of one forward pass: one sends back reparameterization alone, one total propagation. A host
-    callback at each node brings the figures out, in the order in which messages come back; so for a program that is a
-    chain the order is certain, and for parallel branches it is only among the nodes of a branch.
+    One backward pass sends back reparameterization alone, one total propagation. A host callback at each node brings
+    the figures out in the order in which messages come back, which is certain for a chain and within each branch.
 
     Args:
       build: `build(estimator) -> program`, a program with that estimator at its nodes, made with `ap.stochastic`.

@@ -2,17 +2,15 @@
 
     objective = ap.expectation(program, lanes=1000, cross_fit=True)     # program's nodes have ap.total_propagation()
 
-Both estimators serve a continuous choice. At each node on the way back, total propagation (Parmas et al., 2018;
-Proppo, section 3.4) computes both per-lane gradients of a *target*, the parameters, weighs them, and sends on their
-mixture, so that the message to the node before is already the better one. Where a long computation is chaotic in one
-part and not in another, total propagation beats both by far. `weights.py` has the ways to weigh and their
-derivation; the published one is `ap.weights.inverse_variance()`.
+At each node on the way back, total propagation (Parmas et al., 2018; Proppo, section 3.4) computes both estimators'
+per-lane gradients of a *target*, the parameters, weighs them, and sends on their mixture, so that the message to the
+node before is already the better one. Where a long computation is chaotic in one part and not in another, it beats both
+by far. `weights.py` has the ways to weigh and their derivation.
 
-*Bias.* For weights that are independent of the samples the mixture is unbiased. Weights that come from the
-same samples bias it: with the published weights on the chaotic network of `experiments.chaos` at beta = 1.5, H = 50, by
-3.5 % with 1,000 lanes, and by more with few lanes: a linear system of four steps loses 23 % of its gradient with
-10. `ap.expectation(..., cross_fit=True)` takes the weights of each half of the lanes from the other half, which
-is unbiased, at about the same variance.
+*Bias.* Weights that are independent of the samples leave the mixture unbiased. Weights from the same samples bias it:
+the published ones on the chaotic network of `experiments.chaos` at beta = 1.5, H = 50, by 3.5 % with 1,000 lanes; a
+linear system of four steps loses 23 % of its gradient with 10. `ap.expectation(..., cross_fit=True)` takes the weights
+of each half of the lanes from the other half, which is unbiased, at about the same variance.
 """
 
 from apgrad.expectations import weights as weighing
