@@ -43,7 +43,7 @@ def pytest_xdist_make_scheduler(config, log):
     """A file's tests on one worker, as long as another one has tests of its own: they share compiled programs."""
     from xdist.scheduler import WorkStealingScheduling
 
-    return WorkStealingScheduling(config, log)
+    return WorkStealingScheduling(config, log) if config.getoption("dist") == "load" else None  # as -n alone has it
 
 
 @pytest.fixture(autouse=True)
