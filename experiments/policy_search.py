@@ -61,6 +61,8 @@ class Method(NamedTuple):
       clip: the largest norm of a gradient; 0 for any.
       segment: the number of steps after which the gradient stops; 0 for none.
       colour: of its curves.
+      lanes: a lane's message is cut to so many times the typical lane's; 0 for any.
+      multilevel: levels of such clipping, `ap.multilevel`.
     """
 
     estimator: ap.Estimator | ap.Mixer
@@ -69,6 +71,8 @@ class Method(NamedTuple):
     clip: float = CLIP
     segment: int = 0
     colour: str = "black"
+    lanes: float = 0
+    multilevel: bool = False
 
 
 INVERSE = ap.weights.inverse_variance()
@@ -152,7 +156,7 @@ def program(method: Method, task: str, horizon: int) -> Callable[[ap.Tape, nnx.M
     def cost(s):
         return jnp.sum((s - jnp.array(TARGET)) ** 2, axis=-1) / 200
 
-    def rollout(tape, policy):
+    def rollout(tape, policy, factor=method.lanes):
         tape, key = tape.next_key()
         start = jnp.array([0.0, 0.0, 25.0]) + 8 * jax.random.normal(key, (tape.lanes, 3))
 
@@ -161,6 +165,8 @@ def program(method: Method, task: str, horizon: int) -> Callable[[ap.Tape, nnx.M
             if method.segment:
                 s = jnp.where(t % method.segment == 0, jax.lax.stop_gradient(s), s)
             tape, s = step(tape, policy, s)
+            if method.lanes or method.multilevel:
+                tape, s = ap.clip_lanes(tape, s, factor)
             return (tape.cost(cost(s) / horizon) if task == "every step" else tape, s), None
 
         (tape, s), _ = jax.lax.scan(body, (tape, start), jnp.arange(horizon))
@@ -179,6 +185,8 @@ def gradients(method: Method, program: Callable[..., ap.Tape], lanes: int) -> ap
     """
     if method.adaptive:
         return ap.adaptive(program, lanes, check_nan=False)
+    if method.multilevel:
+        return ap.multilevel(ap.value_and_grad(program, lanes, check_nan=False))
     function = ap.value_and_grad(program, lanes, cross_fit=method.cross_fit, check_nan=False)
     return ap.Adaptive(lambda key, *args: (), lambda key, state, *args: (*function(key, *args), state))  # pyright: ignore
 

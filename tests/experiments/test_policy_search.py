@@ -10,7 +10,13 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 import apgrad as ap
-from experiments import contact, harness, policy_search, policy_search_cartpole as cartpole
+from experiments import (
+    contact,
+    harness,
+    policy_search,
+    policy_search_cartpole as cartpole,
+    policy_search_clipped as clipped,
+)
 
 KEY = jax.random.key(0)
 
@@ -86,6 +92,16 @@ def test_policy_search(tmp_path, monkeypatch):
     )
     assert [row["method"] for row in results["rows"]] == list(methods)
     assert all(row["cost_low"] <= row["cost"] <= row["cost_high"] for row in results["rows"])
+
+
+def test_policy_search_clipped(tmp_path, monkeypatch):
+    methods = {name: clipped.METHODS[name] for name in ("RP", "RP, lanes clipped", "multilevel")}
+    monkeypatch.setattr(clipped, "METHODS", methods)
+    monkeypatch.setattr(clipped, "EVERY", 1)
+    options = ("--tasks", "last step", "--units", "4", "--horizon", "3", "--lanes", "4", "--steps", "5", "--long", "6")
+    results = tiny_run(clipped, tmp_path, *options, "--rates", "0.001", "0.01", "--seeds", "2", "--resamples", "20")
+    assert [row["method"] for row in results["rows"]] == list(methods)
+    assert all(row["cost_low"] <= row["cost"] <= row["cost_high"] and row["seeds"] == 2 for row in results["rows"])
 
 
 def test_the_cart_pole_keeps_its_energy(monkeypatch):

@@ -1,0 +1,169 @@
+"""A gradient between a biased one of little noise and an unbiased one of much: as much of each as pays.
+
+    def program(tape, theta, factor):                             # the bias's knob is the last argument
+        ...
+        tape, x = ap.clip_lanes(tape, x, factor)
+
+    training = ap.multilevel(ap.value_and_grad(program, lanes=100))
+    state = training.init(key, theta)
+    value, gradient, state = training.value_and_grad(key, state, theta)
+
+Let g_0, ..., g_L be gradients of the same samples at several levels, from much bias and little noise to no bias and
+perhaps very much noise. As in multilevel Monte Carlo (Giles, 2008) the last one is a telescoping sum, whose terms have
+a weight each here:
+
+    g = g_0 + sum_l w_l D_l,    D_l = g_l - g_{l-1}.
+
+D_l is the bias b = E D_l that this level takes off, and noise. Of all multiples w D_l the one nearest to b, by
+E |w D_l - b|^2, has w = |b|^2 / E |D_l|^2, as James and Stein shrink. Two calls with independent keys have independent
+noise, so that E[D(now) . D(before)] is |b|^2 with no noise to take off, if b changes little from call to call. Hence
+
+    w_l = mean of D_l(k) . D_l(k-1) / mean of |D_l(k)|^2,     no less than 0 and no more than 1,
+
+over earlier calls: the share of the difference that repeats from call to call. Where pathwise gradients explode nothing
+repeats, w is near 0, and the gradient is the clipped one; where differences repeat it is nearly the unbiased one. So no
+factor is tuned. The weight does not depend on the samples that it weighs.
+
+One call in many in which a lane explodes should not make the weight of all others. So a difference that is longer than
+the typical one, the geometric mean over earlier calls, is cut to that length: a bias again, of calls in place of lanes.
+One that is not finite is left out, and counts as one that does not repeat.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from apgrad.expectations._adaptive import Adaptive
+
+
+class MultilevelState(NamedTuple):
+    """What earlier calls left: a pytree of arrays, to be carried through training. D is of L differences.
+
+    Attributes:
+      difference: D of the last call in units of its typical length, a pytree like the gradient with a first axis (L,).
+      square: the mean of |D|^2 over earlier calls in these units, float32 (L,).
+      product: the mean of the inner product of D and the call before's, the same.
+      log_length: the mean of log |D|, float32 (L,); infinite where there was no difference yet.
+    """
+
+    difference: Any
+    square: jax.Array
+    product: jax.Array
+    log_length: jax.Array
+
+    @property
+    def weights(self) -> jax.Array:
+        """The weight of each difference in the next call, float32 (L,)."""
+        return jnp.clip(self.product / jnp.where(self.square > 0, self.square, 1), 0, 1)
+
+
+def multilevel(
+    value_and_grad: Callable[..., tuple[Any, Any]],
+    levels: Sequence[float] = (1.0, 4.0, 16.0, math.inf),
+    *,
+    window: float = 20.0,
+) -> Adaptive:
+    """Gradients for training, as nearly unbiased as their noise allows: levels of clipping, weighed by what repeats.
+
+    A call evaluates the program once, and its reverse pass once for each level.
+
+    Args:
+      value_and_grad: `(key, *args, level) -> (value, gradient)`, as `ap.value_and_grad` of a program whose last
+        argument is the factor of `ap.clip_lanes`, or any other gradient with a knob for its bias. Its value is the
+        same at all levels.
+      levels: the knob's settings, from much bias and little noise to no bias; at least two.
+      window: over how many earlier calls, about, the weights are averaged.
+
+    Returns:
+      An `Adaptive`: `init(key, *args) -> state` and `value_and_grad(key, state, *args) -> (value, gradient, state)`,
+      pure functions. The state is a `MultilevelState`; each call needs a key of its own.
+
+    Raises:
+      ValueError: for fewer than two levels, or a window of less than one call.
+      TypeError: at trace time, for a state that is none.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
+      >>> step = ap.stochastic(ap.reparameterization())(lambda theta, x: dist.Normal(jnp.sin(theta * x), 0.1))
+      >>> def program(tape, theta, factor):
+      ...     def body(carry, _):
+      ...         tape, x = step(carry[0], theta, carry[1])
+      ...         return ap.clip_lanes(tape, x, factor), None
+      ...     (tape, x), _ = jax.lax.scan(body, (tape, jnp.ones(tape.lanes)), length=10)
+      ...     return tape.cost(x**2)
+      >>> training = ap.multilevel(ap.value_and_grad(program, lanes=100))
+      >>> def learn(carry, key):
+      ...     theta, state = carry
+      ...     value, gradient, state = training.value_and_grad(key, state, theta)
+      ...     return (theta - 0.2 * gradient, state), value
+      >>> keys = jax.random.split(jax.random.key(0), 31)
+      >>> start = jnp.float32(2), training.init(keys[0], jnp.float32(2))
+      >>> (_, state), costs = jax.lax.scan(learn, start, keys[1:])
+      >>> bool(costs[-1] < 0.6 * costs[0]), state.weights.shape
+      (True, (3,))
+    """
+    if len(levels) < 2 or not window >= 1:
+        raise ValueError(
+            f"multilevel needs two levels and a window of one call at least, got {levels}, window={window}"
+        )
+    keep = 1 - 1 / window
+
+    def differences(key, args):
+        """The value, the gradient at the first level, and the differences with their lengths."""
+        each = jax.vmap(lambda level: value_and_grad(key, *args, level))
+        values, gradients = each(jnp.asarray(levels, jnp.float32))
+        value, first = jax.tree.map(lambda x: x[0], (values, gradients))
+        found = jax.tree.map(lambda x: x[1:] - x[:-1], gradients)
+        largest = jnp.stack([jnp.max(jnp.abs(_rows(x)), 1, initial=0) for x in jax.tree.leaves(found)]).max(0)
+        usable = jnp.isfinite(largest) & (largest > 0)
+        scale = jnp.where(usable, largest, 1)
+        scaled = jax.tree.map(lambda x: jnp.where(_over(usable, x), x / _over(scale, x).astype(x.dtype), 0), found)
+        length = jnp.where(usable, jnp.log(scale) + jnp.log(jnp.where(usable, _dot(scaled, scaled), 1)) / 2, -jnp.inf)
+        return value, first, scaled, length, ~jnp.isfinite(largest), jnp.log(scale)
+
+    def advance(state, scaled, length, lost, log_scale):
+        """The differences, none longer than the typical one, and the next state."""
+        known, begun = jnp.isfinite(length), jnp.isfinite(state.log_length)
+        unit = jnp.where(begun, state.log_length, jnp.where(known, length, 0))
+        by = lambda tree, log: jax.tree.map(lambda x: x * _over(jnp.exp(log), x).astype(x.dtype), tree)
+        cut = by(scaled, log_scale - jnp.maximum(unit, length))  # in units of the typical length
+        blend = lambda old, new: keep * old + (1 - keep) * new
+        after = jnp.where(begun & known, blend(unit, length), jnp.where(known, length, state.log_length))
+        shift = jnp.where(jnp.isfinite(after), unit - after, 0)
+        square = blend(state.square, jnp.where(lost, 1, _dot(cut, cut))) * jnp.exp(2 * shift)
+        product = blend(state.product, _dot(cut, state.difference)) * jnp.exp(2 * shift)
+        return by(cut, unit), MultilevelState(by(cut, shift), square, product, after)
+
+    def init(key, *args):
+        _, _, scaled, *rest = differences(key, args)
+        zeros = jnp.zeros(len(levels) - 1)
+        empty = MultilevelState(jax.tree.map(jnp.zeros_like, scaled), zeros, zeros, zeros + jnp.inf)
+        return advance(empty, scaled, *rest)[1]
+
+    def step(key, state, *args):
+        if not isinstance(state, MultilevelState):
+            raise TypeError(f"value_and_grad takes (key, state, *args), and the state is from init; got {type(state)}")
+        value, first, *rest = differences(key, args)
+        cut, after = advance(state, *rest)
+        weighed = lambda g, d: g + jnp.tensordot(state.weights.astype(d.dtype), d, 1)
+        return value, jax.tree.map(weighed, first, cut), after
+
+    return Adaptive(init, step)
+
+
+def _rows(x):
+    return x.reshape(x.shape[0], -1)
+
+
+def _over(levels, x):
+    """One number a level, with the axes of an array that has the levels first."""
+    return levels.reshape(-1, *[1] * (x.ndim - 1))
+
+
+def _dot(a, b):
+    """The inner product of two gradients at each level, float32 (L,)."""
+    each = lambda x, y: jax.vmap(jnp.vdot)(_rows(x), _rows(y)).real.astype(jnp.float32)
+    return sum(jax.tree.leaves(jax.tree.map(each, a, b)), jnp.float32(0))

@@ -1,0 +1,215 @@
+"""Policies for the noisy Lorenz system, learnt from gradients whose exploding lanes are clipped.
+
+    python -m experiments.policy_search_clipped                   # a few minutes
+    python -m experiments.policy_search_clipped --preset paper
+
+The system, the tasks, the policies and the optimizer are those of `experiments.policy_search`. "RP, lanes clipped" cuts
+a lane's message to 4 times the typical lane's at every step (`ap.clip_lanes`). "multilevel" weighs levels of clipping
+by what repeats from call to call, up to no clipping (`ap.multilevel`), with one setting for both tasks. Beside them are
+the best of `policy_search`'s plain methods: reparameterization (RP), and reparameterization over horizons of ten steps.
+The gradient of every method is clipped by its global norm.
+
+Adam's learning rate is tuned for each method and task on seeds of its own, by the cost at the end of `steps` steps,
+which is the mean of the last fifth of the evaluations. The curves are of other seeds, the same for all methods, at the
+tuned rate. They take `long` steps, and are read after `steps` and after `long` steps.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from matplotlib.figure import Figure
+
+import apgrad as ap
+from experiments import harness, policy_search
+from experiments.policy_search import METHODS as PLAIN, TASKS, first_success
+
+PARTIAL = True
+EVERY = 20  # steps from one evaluation to the next
+METHODS = {
+    "RP": PLAIN["RP"],
+    "RP, short": PLAIN["RP, short"],
+    "RP, lanes clipped": PLAIN["RP"]._replace(lanes=4.0, colour="#d95f02"),
+    "multilevel": PLAIN["RP"]._replace(multilevel=True, colour="#8e3fb1"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(harness.Config):
+    """Options of this experiment.
+
+    Attributes:
+      tasks: names in `policy_search.TASKS`.
+      units: the width of the policy's hidden layers.
+      horizon: H, the number of steps of an episode.
+      lanes: trajectories for each gradient.
+      steps: of Adam, for tuning and for the first reading.
+      long: steps of Adam for the second reading.
+      rates: learning rates to choose from.
+      tuning: seeds on which they are chosen.
+      groups: how many groups of other seeds.
+      seeds: of a group.
+      resamples: of the bootstrap.
+    """
+
+    tasks: tuple[str, ...] = tuple(TASKS)
+    units: int = 64
+    horizon: int = 50
+    lanes: int = 100
+    steps: int = 100
+    long: int = 200
+    rates: tuple[float, ...] = (1e-2,)
+    tuning: int = 1
+    groups: int = 1
+    seeds: int = 3
+    resamples: int = 1000
+
+    def __post_init__(self):
+        """Refuses what cannot be measured."""
+        if self.steps % EVERY or self.long % EVERY or self.long < self.steps or self.steps < 5 * EVERY:
+            raise ValueError(
+                f"steps and long must be multiples of {EVERY}, at least {5 * EVERY}, and long the larger one"
+            )
+
+
+PAPER = Config(steps=240, long=720, rates=(1e-3, 3e-3, 1e-2, 3e-2, 1e-1), tuning=2, groups=4, seeds=5)
+
+
+def cells(config: Config) -> list[harness.Cell]:
+    """The seeds for tuning, a cell each rate; then a group of the other seeds after the other, at the tuned rates."""
+    points = [(task, method) for task in config.tasks for method in METHODS]
+    found: list[harness.Cell] = [
+        {"task": t, "method": m, "rate": r, "group": "tuning"} for t, m in points for r in config.rates
+    ]
+    return found + [{"task": t, "method": m, "group": g} for g in range(config.groups) for t, m in points]
+
+
+@functools.cache
+def _train(name, task, units, horizon, lanes):
+    """`(keys, rate, blocks) -> costs`, one curve a key, with an evaluation on 500 lanes after each block of steps."""
+    method = METHODS[name]
+    estimates = policy_search.gradients(method, policy_search.program(method, task, horizon), lanes)
+    learner = policy_search.learning(estimates, lambda key: policy_search.policy(units, nnx.Rngs(key)), method.clip)
+    cost = ap.expectation(policy_search.program(PLAIN["RP"], task, horizon), 500, check_nan=False)
+
+    def curve(key, rate, blocks):
+        def block(state, key):
+            keys = jax.random.split(key, EVERY)
+            state = jax.lax.scan(lambda state, key: (learner.step(state, key, rate), None), state, keys)[0]
+            return state, cost(jax.random.key(0), state[0])
+
+        first, second = jax.random.split(key)
+        return jax.lax.scan(block, learner.init(first), jax.random.split(second, blocks))[1]
+
+    several = lambda keys, rate, blocks: jax.lax.map(lambda key: curve(key, rate, blocks), keys)
+    return jax.jit(several, static_argnums=2)
+
+
+def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
+    """The rate, and the costs of each seed at each evaluation."""
+    keys = jax.random.split(jax.random.key(config.seed), config.tuning + config.groups * config.seeds)
+    train = _train(cell["method"], cell["task"], config.units, config.horizon, config.lanes)
+    if cell["group"] == "tuning":
+        rate, keys, steps = cell["rate"], keys[: config.tuning], config.steps
+    else:
+        first = config.tuning + cell["group"] * config.seeds
+        keys, steps = keys[first : first + config.seeds], config.long
+
+        def at_the_end(rate):
+            tuning = {"task": cell["task"], "method": cell["method"], "rate": rate, "group": "tuning"}
+            costs = np.array(harness.finished("policy_search_clipped", config, tuning)["costs"])
+            return np.where(np.isfinite(costs), costs, np.inf)[:, _last(config.steps)].mean()
+
+        rate = min(config.rates, key=at_the_end)
+    return {"rate": rate, "costs": np.asarray(train(keys, jnp.float32(rate), steps // EVERY)).tolist()}
+
+
+def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
+    """Each method at its tuned rate, on the groups of seeds that are finished for all methods of a task."""
+    rows, figures, curves = [], {}, {}
+    draws = functools.partial(harness.bootstrap, resamples=config.resamples, seed=config.seed)
+    for task in config.tasks:
+        mine = {(c["method"], c["group"]): r for c, r in records if c["task"] == task and c["group"] != "tuning"}
+        groups = [g for g in range(config.groups) if all((m, g) in mine for m in METHODS)]
+        if not groups:
+            continue
+        for name in METHODS:
+            costs = np.concatenate([np.array(mine[name, g]["costs"]) for g in groups])
+            curves[task, name] = np.where(np.isfinite(costs), costs, np.inf)
+        plain = {name: curves[task, name][:, _last(config.steps)].mean() for name in METHODS if name in PLAIN}
+        best = min(plain, key=lambda name: plain[name])
+        figures[task] = {"seeds": len(curves[task, best]), "best_plain": best}
+        for name in METHODS:
+            costs = curves[task, name]
+            end = costs[:, _last(config.steps)].mean(1)
+            low, high = harness.interval(draws(end, lambda x: x.mean(-1)))
+            paired = end - curves[task, best][:, _last(config.steps)].mean(1)
+            less, more = harness.interval(draws(paired, lambda x: x.mean(-1)))
+            success = first_success(costs[:, : config.steps // EVERY], TASKS[task], EVERY)
+            row = {"task": task, "method": name, "rate": mine[name, groups[0]]["rate"], "seeds": len(costs)}
+            row |= {
+                "after_60": float(costs[:, min(60, config.long) // EVERY - 1].mean()),
+                "cost": float(end.mean()),
+                "cost_median": float(np.median(end)),
+            }
+            row |= {"cost_low": low, "cost_high": high, "less_best_plain_low": less, "less_best_plain_high": more}
+            row |= {
+                "steps": float(np.percentile(success, 50, method="higher")),
+                "success": float(np.isfinite(success).mean()),
+            }
+            row |= {
+                "cost_long": float(costs[:, _last(config.long)].mean()),
+                "cost_long_median": float(np.median(costs[:, _last(config.long)].mean(1))),
+            }
+            rows.append(row)
+    return harness.Report(figures, rows, _table(config, rows), _picture(config, rows, curves))
+
+
+def _last(steps):
+    """The last fifth of the evaluations of so many steps."""
+    return slice(steps // EVERY - max(1, steps // EVERY // 5), steps // EVERY)
+
+
+def _table(config, rows):
+    after = f"{f'after {config.steps} (95 %)':24}{f'after {config.long}':10}"
+    lines = [f"{'task':11}{'method':19}{'rate':7}{'after 60':9}{after}steps to success"]
+    for r in rows:
+        cost = f"{r['cost']:.3f} ({r['cost_low']:.3f} to {r['cost_high']:.3f})"
+        lines.append(
+            f"{r['task']:11}{r['method']:19}{r['rate']:<7g}{r['after_60']:<9.3f}{cost:24}{r['cost_long']:<10.3f}"
+            f"{r['steps']:.0f} ({r['success']:.0%} of {r['seeds']} seeds)"
+        )
+    return "\n".join(lines)
+
+
+def _picture(config, rows, curves):
+    figure = Figure(figsize=(13, 4.6), layout="constrained")
+    seeds = sorted({r["seeds"] for r in rows})
+    figure.suptitle(
+        f"Policies for the noisy Lorenz system, clipped by lanes; {config.lanes} lanes, rates tuned; mean of "
+        f"{' or '.join(map(str, seeds))} seeds with 95 % intervals"
+    )
+    for axis, task in zip(figure.subplots(1, len(config.tasks), squeeze=False)[0], config.tasks, strict=True):
+        for row in (r for r in rows if r["task"] == task):
+            costs = curves[task, row["method"]]
+            steps = EVERY * np.arange(1, costs.shape[1] + 1)
+            bands = [
+                harness.interval(harness.bootstrap(c, lambda x: x.mean(-1), config.resamples, config.seed))
+                for c in costs.T
+            ]
+            style = {"color": METHODS[row["method"]].colour}
+            axis.plot(steps, costs.mean(0), label=f"{row['method']} (rate {row['rate']:g})", **style)
+            axis.fill_between(steps, *np.transpose(bands), alpha=0.12, lw=0, **style)
+        axis.axhline(TASKS[task], color="gray", lw=0.8, ls=":")
+        axis.set(yscale="log", xlabel="steps of Adam", ylabel=f"cost of {task}")
+        axis.grid(alpha=0.25)
+        axis.legend(fontsize=8)
+    return figure
+
+
+if __name__ == "__main__":
+    harness.main()

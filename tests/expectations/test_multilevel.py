@@ -1,0 +1,80 @@
+"""Levels of clipping weighed by what repeats: the formula in NumPy, and its statistics."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import apgrad as ap
+
+KEYS = jax.random.split(jax.random.key(0), 60)
+
+
+def by_formula(gradients, keep):
+    """The estimates of a sequence of calls, from (calls, levels, n) gradients; the first call only begins the state."""
+    differences = np.diff(gradients, axis=1)
+    count = differences.shape[1]
+    square, product, typical = np.zeros(count), np.zeros(count), np.full(count, np.nan)
+    before, found = np.zeros_like(differences[0]), []
+    for gradient, d in zip(gradients, differences, strict=True):
+        with np.errstate(divide="ignore", invalid="ignore"):
+            length = np.linalg.norm(d, axis=1)
+            d = d * np.fmin(1, np.exp(typical) / length)[:, None]
+            weights = np.clip(np.nan_to_num(product / square), 0, 1)
+            found.append(gradient[0] + weights @ d)
+            typical = np.where(np.isnan(typical), np.log(length), keep * typical + (1 - keep) * np.log(length))
+        square = keep * square + (1 - keep) * (d**2).sum(1)
+        product = keep * product + (1 - keep) * (d * before).sum(1)
+        before = d
+    return np.array(found[1:])
+
+
+def calls(training, start, *args):
+    """The gradients of calls one after the other, and the last state."""
+
+    def call(state, key):
+        _, gradient, state = training.value_and_grad(key, state, *args)
+        return state, gradient
+
+    return jax.lax.scan(call, training.init(KEYS[0], *args), KEYS[1:])
+
+
+@pytest.mark.parametrize("size", [1.0, 1e25, 1e-25])
+def test_the_estimates_are_those_of_the_formula(size):
+    # One bias that repeats and one that does not, in the leaves of a pytree.
+    biases, noise = jnp.array([0.0, 1.0, 1.0]), jnp.array([0.1, 0.3, 3.0])
+
+    def gradient(key, level):
+        index = level.astype(jnp.int32)
+        draw = biases[index] + noise[index] * jax.random.normal(jax.random.fold_in(key, index), (5,))
+        return jnp.float32(7), {"a": size * draw[:2], "b": size * draw[2:].reshape(3, 1)}
+
+    training = ap.multilevel(gradient, (0.0, 1.0, 2.0), window=5)
+    flat = lambda tree: jnp.concatenate([tree["a"], tree["b"][..., 0]], -1)
+    one = jax.vmap(lambda key: jax.vmap(lambda level: flat(gradient(key, level)[1]))(jnp.arange(3.0)))
+    given = np.asarray(jax.jit(one)(KEYS), np.float64) / size
+    state, found = jax.jit(lambda: calls(training, None))()
+    np.testing.assert_allclose(flat(found) / size, by_formula(given, 0.8), rtol=2e-4, atol=2e-5)
+    # |b|^2 is 5, and the noise of the first difference is .1^2 + .3^2 for each of its 5 elements.
+    assert state.weights.shape == (2,) and state.weights[0] > 0.7 and state.weights[1] < 0.4
+
+
+def test_what_is_not_finite_is_left_out_and_what_is_zero_is_no_difference():
+    def gradient(key, theta, level):
+        worst = jnp.where(jax.random.bernoulli(key), jnp.inf, 1e30 * theta)
+        return theta, jnp.where(level < 2, theta, worst) * jnp.ones(2)
+
+    state, found = jax.jit(lambda: calls(ap.multilevel(gradient, (0.0, 1.0, 2.0)), 1.0))()
+    assert jnp.isfinite(found).all() and state.weights[0] == 0 and 0 < state.weights[1] < 0.6
+    # Where all levels agree the gradient is theirs.
+    state, found = jax.jit(lambda: calls(ap.multilevel(lambda key, theta, level: (theta, theta)), 3.0))()
+    assert (found == 3).all() and not state.weights.any()
+
+
+def test_refused():
+    with pytest.raises(ValueError, match="needs two levels"):
+        ap.multilevel(lambda key, level: (0.0, 0.0), (1.0,))
+    with pytest.raises(ValueError, match="window=0"):
+        ap.multilevel(lambda key, level: (0.0, 0.0), window=0)
+    with pytest.raises(TypeError, match="the state is from init"):
+        ap.multilevel(lambda key, level: (0.0, 0.0)).value_and_grad(KEYS[0], ())
