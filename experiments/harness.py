@@ -37,6 +37,7 @@ import subprocess
 import sys
 import time
 import warnings
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -133,7 +134,7 @@ def main(experiment: ModuleType | None = None, argv: Sequence[str] | None = None
             )
         if not config.only_report:
             write_atomically(path, code)
-        stored, commit = {path: json.loads(path.read_text()) for path in found}, _commit()
+        stored, commit = {path: _read(path, "result", "seconds") for path in found}, _commit()
         for path, cell in tqdm.tqdm(paths.items(), desc=name, unit="cell", disable=config.only_report):
             if path in stored or config.only_report:
                 continue
@@ -141,7 +142,7 @@ def main(experiment: ModuleType | None = None, argv: Sequence[str] | None = None
             result = experiment.measure(config, cell, cell_seed(config.seed, cell))
             stored[path] = {"result": result, "seconds": time.perf_counter() - start, "commit": commit}
             write_atomically(path, json.dumps(_plain(stored[path], path.stem)))
-            stored[path] = json.loads(path.read_text())
+            stored[path] = _read(path, "result", "seconds")
             checkpoint(name, config, cell).path.unlink(missing_ok=True)
         for leftover in () if config.only_report else (folder / "cells").glob(".*.*"):  # of a process that was killed
             leftover.unlink(missing_ok=True)
@@ -214,15 +215,19 @@ class Checkpoint(NamedTuple):
           state: a pytree of arrays with the names of the saved one's; their shapes may differ.
 
         Raises:
-          ValueError: if the file was saved by code whose state has other names.
+          ValueError: if the file is damaged, or was saved by code whose state has other names.
         """
         if not self.path.exists():
             return state
         names = _names(state)
-        with np.load(self.path) as file:
-            if "names" not in file or file["names"].tolist() != names:
-                raise ValueError(f"{self.path} was saved by other code, with another state; delete it to begin again")
-            leaves = [file[f"arr_{i}"] for i in range(len(names))]
+        try:
+            with np.load(io.BytesIO(self.path.read_bytes())) as file:
+                stored = dict(file)
+        except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+            raise ValueError(f"{self.path} is damaged; delete it to begin the cell again") from error
+        if "names" not in stored or stored["names"].tolist() != names:
+            raise ValueError(f"{self.path} was saved by other code, with another state; delete it to begin again")
+        leaves = [stored[f"arr_{i}"] for i in range(len(names))]
         return jax.tree.unflatten(jax.tree.structure(state), leaves)
 
     def save(self, state: Any) -> None:
@@ -243,7 +248,7 @@ def checkpoint(name: str, config: Config, cell: Cell) -> Checkpoint:
 
 def finished(name: str, config: Config, cell: Cell) -> dict[str, Any]:
     """The result of an earlier cell of the experiment with the given name, for a cell that builds on it."""
-    return json.loads((_folder(name, config) / "cells" / f"{cell_name(cell)}.json").read_text())["result"]
+    return _read(_folder(name, config) / "cells" / f"{cell_name(cell)}.json", "result")["result"]
 
 
 def bootstrap(
@@ -271,6 +276,17 @@ def interval(values: np.ndarray) -> list[float]:
 
 def _folder(name: str, config: Config) -> Path:
     return config.out or Path("results") / f"{name}-{config.preset}"
+
+
+def _read(path: Path, *names: str) -> dict[str, Any]:
+    """A dictionary that was written as JSON, with the given names."""
+    try:
+        found = json.loads(path.read_text())
+    except ValueError:
+        found = None
+    if not isinstance(found, dict) or not set(names) <= set(found):
+        raise SystemExit(f"{path} is damaged, or no file of a run. Delete it, so that it is made again.")
+    return found
 
 
 def _commit() -> str | None:
@@ -345,7 +361,7 @@ def _claim(folder: Path, experiment: ModuleType, config: Config) -> None:
             )
         write_atomically(path, json.dumps(wanted, indent=1))
         return
-    found = json.loads(path.read_text())
+    found = _read(path)
     if found != wanted:
         different = [f"  {name}: {a!r} there, {b!r} now" for name, a, b in _differences(found, wanted)]
         raise SystemExit(

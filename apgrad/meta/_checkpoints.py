@@ -4,10 +4,9 @@
         checkpoints.save(step, tree)
         tree = checkpoints.restore(checkpoints.latest(), tree)
 
-Orbax writes a checkpoint into a temporary folder and renames the folder at the end. So a process that is killed while
-it writes leaves the earlier checkpoints as they were. Orbax stores no array of size 0, does not notice a changed bit in
-a file, and joins the names of nested keys. For this reason the arrays are stored by number, and orbax's own metadata of
-the checkpoint holds the name, shape, dtype and checksum of each array.
+Orbax renames a finished checkpoint into its place, so that a kill leaves the earlier ones as they were. Orbax stores no
+array of size 0, does not notice a changed bit in a file, and joins the names of nested keys: so arrays are stored by
+number, and orbax's metadata of the checkpoint holds the name, shape, dtype and checksum of each.
 """
 
 import json

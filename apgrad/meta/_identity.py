@@ -118,7 +118,8 @@ def _parts(x: Any, *, coded: bool) -> tuple[str, dict[str, Any], list[str]]:
     text, unseen = _name(kind), [] if _is_installed(kind.__module__) else [f"the class {kind.__qualname__}"]
     if kind is x:
         return text, {}, unseen
-    if hasattr(x, "__wrapped__") or text.startswith("jax."):  # a function wrapped; the rest is JAX's own affair
+    kept = isinstance(x, functools.partial | jax.ShapeDtypeStruct)
+    if hasattr(x, "__wrapped__") or (text.startswith("jax.") and not kept):  # what else JAX has is its own affair
         names = ("__wrapped__", "fwd", "bwd", "jvp")
         return text, {n: getattr(x, n) for n in names if getattr(x, n, None) is not None}, unseen
     if isinstance(x, Mapping):
@@ -132,8 +133,8 @@ def _parts(x: Any, *, coded: bool) -> tuple[str, dict[str, Any], list[str]]:
         return text, {}, unseen
     if isinstance(stored, str):
         return f"{text} {stored}", {}, unseen
-    arguments, state = stored[1], stored[2] if len(stored) > 2 else None
-    parts = {str(i): part for i, part in enumerate(arguments) if part is not kind}
+    arguments, state, items, pairs = (*stored[1:], None, None, None)[:4]
+    parts = {str(i): part for i, part in enumerate((*arguments, *(items or ()), *(pairs or ()))) if part is not kind}
     state = state if isinstance(state, dict) else {} if state is None else {"state": state}
     return text, parts | {k: v for k, v in state.items() if not k.startswith("_pytree__")}, unseen
 

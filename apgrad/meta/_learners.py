@@ -3,8 +3,8 @@
     learner = meta.message_passing(network)                                   # theta is a rule
     learner = meta.optimizer(lambda theta: optax.sgd(jnp.exp(theta)), loss)   # theta is a log learning rate
 
-A learner has meta-parameters theta: a rule, the numbers of an optimizer, the weights of a learned optimizer. It makes a
-state for the parameters of a task, and one step for each minibatch. Whatever fits the two functions is a learner.
+Theta are its meta-parameters: a rule, the numbers of an optimizer, the weights of a learned optimizer. Whatever fits
+the two functions is a learner.
 """
 
 from collections.abc import Callable

@@ -7,8 +7,7 @@ estimates of the derivative: pathwise through f (of low variance until the recur
 by the likelihood ratio (which never explodes, and whose variance grows with T). Total propagation (Parmas et al., 2018)
 mixes them at every step by their variance over perturbed unrolls of the same task.
 
-What is estimated is the gradient of the perturbed objective E[L(theta; noise)]; the gradient of L differs from it by
-order sigma^2.
+The gradient is that of the perturbed objective E[L(theta; noise)], which differs from L by order sigma^2.
 """
 
 from collections.abc import Callable

@@ -38,15 +38,9 @@ DIGITS = 1437  # training images: the first four fifths, by other writers than t
 
 
 class Images(NamedTuple):
-    """Images with labels, as bytes or as standardized rows.
+    """Images with labels, a name, and a description: what they stand in for, if anything, and how many they are.
 
-    Attributes:
-      name: the data set that these images are from.
-      description: the name, what it stands in for, if anything, and how many images there are.
-      x_train: training images, (images, height, width, channels) uint8 or (images, features) float32.
-      y_train: their labels, (images,) int32.
-      x_test: test images, of the same form.
-      y_test: their labels, (images,) int32.
+    Images are (images, height, width, channels) uint8, or rows (images, features) float32; labels (images,) int32.
     """
 
     name: str

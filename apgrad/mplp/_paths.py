@@ -49,8 +49,7 @@ def require_messages(loss: Callable[[Any, Any], jax.Array], values: Any, ports: 
     def through(eqn, facts):
         name, together = eqn.primitive.name, NOTHING.union(*facts)
         if name == "mark" and isinstance(eqn.params["kind"], Gate):
-            where, part = eqn.params["label"]
-            return [_gate(eqn.params["kind"], where, part, facts[0], entering)]
+            return [_gate(eqn.params["kind"], *eqn.params["label"], facts[0], entering)]
         if name == "shard_map":
             return flow(inside_of(eqn)[0], facts, through, frozenset.union, lambda _: NOTHING)
         inside = nested(eqn)

@@ -180,6 +180,14 @@ class TestHarness:
         toy.measure = measure
         assert run(toy, tmp_path / "report")["n"] == 2
 
+    @pytest.mark.parametrize("name", ["i=2.json", "run"])
+    @pytest.mark.parametrize("text", ["", '{"result": {', "[1]", "null"])
+    def test_a_damaged_file_is_named(self, toy, tmp_path, name, text):
+        run(toy, tmp_path)
+        (tmp_path / "cells" / name).write_text(text)
+        with pytest.raises(SystemExit, match=f"{name} is damaged.*Delete"):
+            run(toy, tmp_path)
+
     def test_a_finished_run_is_reported_on(self, toy, tmp_path):
         with pytest.raises(SystemExit, match="no finished cells"):
             run(toy, tmp_path, "--only-report")
@@ -457,6 +465,11 @@ def test_a_checkpoint_of_other_code_is_refused(tmp_path):
     assert checkpoint.load({"rate": np.zeros(0), "weights": np.ones(1)})["rate"].tolist() == [1, 1, 1]
     with pytest.raises(ValueError, match="saved by other code"):
         checkpoint.load({"log_rate": np.zeros(0), "weights": np.zeros(0)})
+    whole = checkpoint.path.read_bytes()
+    for data in (b"", whole[:100], whole[: len(whole) // 2]):
+        checkpoint.path.write_bytes(data)
+        with pytest.raises(ValueError, match=r"cell.npz is damaged; delete it"):
+            checkpoint.load({"rate": np.zeros(0), "weights": np.zeros(0)})
     np.savez(checkpoint.path, np.ones(3), np.zeros(3))
     with pytest.raises(ValueError, match="saved by other code"):
         checkpoint.load({"rate": np.zeros(0), "weights": np.zeros(0)})

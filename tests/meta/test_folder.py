@@ -1,5 +1,6 @@
 """A run's folder: it holds one run, for one process at a time, and says what is wrong with it."""
 
+import collections
 import contextlib
 import functools
 import gc
@@ -140,6 +141,27 @@ def test_classes_and_modules_of_yours_whose_code_is_not_compared_are_named(what)
     value, name = UNSEEN[what]
     assert name in identity(None, outer=[value]).unseen
     assert not identity(None, outer=[jax.nn.relu, optax.sgd(0.1), np.sum, np.float32(1), mplp.Exact(0.1)]).unseen
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda n: jax.tree_util.Partial(jnp.add, jnp.float32(n)),
+        lambda n: functools.partial(jnp.add, y=n),
+        lambda n: jax.ShapeDtypeStruct((n,), jnp.float32),
+        lambda n: collections.deque([0, n]),
+        lambda n: collections.OrderedDict(a=n),
+        lambda n: jax.jit(lambda x: x * n),
+        lambda n: nnx.Param(jnp.float32(n)),
+        lambda n: range(n),
+        lambda n: {(1, n)},
+        lambda n: np.dtype(f"float{32 * n}"),
+        lambda n: np.random.default_rng(n),
+    ],
+)
+def test_what_a_run_holds_is_compared_wherever_it_stands(make):
+    one, two, same = (identity("", x=[make(n)]).parts for n in (1, 2, 1))
+    assert one != two and one == same
 
 
 def test_a_version_stands_for_the_code(tmp_path):
