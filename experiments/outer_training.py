@@ -305,7 +305,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         taken = time.process_time() - mark
         losses = np.asarray(judge(theta), np.float64)
         mark = time.process_time()
-        return np.concatenate([[np.mean(losses)], losses, [taken]])
+        return np.array([np.mean(losses), *losses, taken])
 
     found = meta_curves.judged_training(
         many(outer, which),

@@ -128,15 +128,16 @@ def _parts(x: Any, *, coded: bool) -> tuple[str, dict[str, Any], list[str]]:
         names = getattr(x, "_fields", map(str, range(len(x))))
         return f"{text} of {len(x)}", dict(zip(names, x, strict=True)), unseen
     try:
-        stored = x.__reduce_ex__(4)
+        stored: Any = x.__reduce_ex__(4)
     except Exception:  # an object that cannot be taken apart, such as a lock
         return text, {}, unseen
     if isinstance(stored, str):
         return f"{text} {stored}", {}, unseen
-    arguments, state, items, pairs = (*stored[1:], None, None, None)[:4]
-    parts = {str(i): part for i, part in enumerate((*arguments, *(items or ()), *(pairs or ()))) if part is not kind}
+    _, arguments, state, items, pairs = (*stored, None, None, None)[:5]
+    held = [*(arguments or ()), *(items or ()), *(pairs or ())]
+    parts = {str(i): part for i, part in enumerate(held) if part is not kind}
     state = state if isinstance(state, dict) else {} if state is None else {"state": state}
-    return text, parts | {k: v for k, v in state.items() if not k.startswith("_pytree__")}, unseen
+    return text, parts | {str(k): v for k, v in state.items() if not str(k).startswith("_pytree__")}, unseen
 
 
 def _function(f: types.FunctionType, coded: bool) -> tuple[str, dict[str, Any], list[str]]:
