@@ -50,6 +50,11 @@ LINEAR = {
 }
 
 
+def gradient_shape(function, *args, **options):
+    random = ap.randomize(function, **({"sampler": R.rounding(4), "min_size": 16} | options))
+    return jax.eval_shape(jax.grad(random, argnums=1), KEY, *args).shape
+
+
 def loss(backward):
     return lambda w, x: jnp.sum(rule(backward)(x @ w) @ w)
 
@@ -58,16 +63,15 @@ def loss(backward):
 def test_a_backward_pass_that_is_not_linear_is_refused(name):
     function = loss(NOT_LINEAR[name])
     with pytest.raises(TypeError, match="not linear in the message"):
-        jax.grad(ap.randomize(function, R.rounding(4), min_size=16), argnums=1)(KEY, W, X)
+        gradient_shape(function, W, X)
     with pytest.raises(TypeError, match="not linear in the message"):
         ap.semiring_grad(lambda w: function(w, X), ap.tracing.ordinary())(W)
 
 
-@pytest.mark.parametrize("name", LINEAR)
-def test_a_linear_one_is_not(name):
-    function = loss(LINEAR[name])
-    found = jax.grad(ap.randomize(function, R.rounding(32), min_size=16), argnums=1)(KEY, W, X)
-    np.testing.assert_allclose(found, jax.grad(function)(W, X), rtol=1e-4, atol=1e-5)
+def test_linear_ones_are_not():
+    total = lambda w, x: sum(loss(backward)(w, x) for backward in LINEAR.values())
+    found = jax.jit(jax.grad(ap.randomize(total, R.rounding(32), min_size=16), argnums=1))(KEY, W, X)
+    np.testing.assert_allclose(found, jax.jit(jax.grad(total))(W, X), rtol=1e-4, atol=1e-5)
 
 
 def test_a_randomized_part_is_linear():
@@ -76,7 +80,7 @@ def test_a_randomized_part_is_linear():
     def network(w, x):
         return jnp.sum(part(KEY, w, x) @ w)
 
-    jax.grad(ap.randomize(network, R.rounding(4), min_size=16), argnums=1)(KEY, W, X)
+    assert gradient_shape(network, W, X) == W.shape
 
 
 def test_raw_keys_are_keys():
@@ -85,11 +89,6 @@ def test_raw_keys_are_keys():
         keys = jax.random.key(0, impl=impl), jax.random.PRNGKey(0, impl=impl)
         typed, raw = (jax.grad(random, argnums=1)(key, W, X) for key in keys)
         np.testing.assert_array_equal(typed, raw)
-
-
-def gradient_shape(function, *args, **options):
-    random = ap.randomize(function, **({"sampler": R.rounding(4), "min_size": 16} | options))
-    return jax.eval_shape(jax.grad(random, argnums=1), KEY, *args).shape
 
 
 def referred(x):
@@ -170,3 +169,15 @@ def test_unhashable_samplers_are_named():
 
     with pytest.raises(TypeError, match="not hashable"):
         gradient_shape(loss(LINEAR["scaled"]), W, X, sampler=Unhashable())
+
+
+def test_what_shard_map_maps_can_be_randomized():
+    mesh = jax.make_mesh((1,), ("i",))
+    random = ap.randomize(loss(LINEAR["scaled"]), R.rounding(32), min_size=16)
+
+    def mapped(function):
+        mean = lambda w, x: jax.lax.pmean(function(w, x), "i")
+        return jax.shard_map(mean, mesh=mesh, in_specs=(jax.P(), jax.P("i")), out_specs=jax.P())
+
+    gradients = [jax.jit(jax.grad(mapped(f)))(W, X) for f in (lambda w, x: random(KEY, w, x), loss(LINEAR["scaled"]))]
+    np.testing.assert_allclose(*gradients, rtol=1e-4, atol=1e-5)
