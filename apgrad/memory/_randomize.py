@@ -132,9 +132,14 @@ def coefficients(function: Callable[..., Any], *args: Any, min_size: int = 512) 
 
 def _recorded(min_size: int, *stretch: Any) -> list[tuple[Coefficient, SlotForm]]:
     """The coefficients of a stretch and their forms, see `_StretchWalk.make`."""
+    walk = _StretchWalk(_chooser(rounding(32), None, min_size))  # which marks what could be sampled
+    made = walk.make(*stretch)
     found: dict[str, tuple[Coefficient, SlotForm]] = {}
-    walk = _StretchWalk(_chooser(_Nothing(), None, min_size), lambda name, entry: found.setdefault(name, entry))
-    walk.make(*stretch)
+    for where, plan in [*((index[3], plan) for index, (_, plan) in walk.plans.items()), (stretch[3], made)]:
+        for i, slot in enumerate(plan.slots):
+            if slot.how not in ("live", "nested"):
+                name = slot.coefficient.name or f"{where}/kept[{i}]"
+                found.setdefault(name, (slot.coefficient._replace(name=name), slot.how))
     return list(found.values())
 
 
@@ -167,24 +172,11 @@ def _within(budget: int, min_size: int, *stretch: Any) -> MemoryPlan:
         target = min(target, estimate) - (used - budget)
 
 
-class _Nothing:
-    """A sampler that keeps all of an array, and so marks what could be sampled."""
-
-    def keep(self, key, x, axis=-1):
-        return x
-
-    def restore(self, key, memory, like, axis=-1):
-        return memory
-
-    def variance(self, x, axis=-1):
-        return jnp.zeros_like(x)
-
-
 def _chooser(sampler: Any, through: Sampler | None, min_size: int) -> Choice:
     def choose(coefficient):
         if not isinstance(sampler, Sampler):
             return require_sampler(f"the choice for {coefficient.name!r}", sampler(coefficient))
-        return sampler if coefficient.last or isinstance(sampler, Rounding | _Nothing) else through
+        return sampler if coefficient.last or isinstance(sampler, Rounding) else through
 
     def chooser(coefficient):
         size = math.prod(coefficient.shape)
@@ -194,9 +186,8 @@ def _chooser(sampler: Any, through: Sampler | None, min_size: int) -> Choice:
         chosen = choose(coefficient)
         like = jax.ShapeDtypeStruct(coefficient.shape, coefficient.dtype)
         # A sample of few entries in groups or rows may be larger than the array.
-        if chosen is None or isinstance(chosen, _Nothing):
-            return chosen
-        return chosen if nbytes(fitted(chosen, coefficient), like) <= coefficient.nbytes else None
+        larger = chosen is not None and nbytes(fitted(chosen, coefficient), like) > coefficient.nbytes
+        return None if larger else chosen
 
     return chooser
 
@@ -207,8 +198,8 @@ class _StretchWalk:
     Each stretch is planned once for each set of differentiated inputs: JAX traces a loop's body several times.
     """
 
-    def __init__(self, choose: Choice, record: Callable[..., Any] = lambda name, entry: None):
-        self.choose, self.record = choose, record
+    def __init__(self, choose: Choice):
+        self.choose = choose
         self.plans: dict[Any, tuple[Any, MemoryPlan]] = {}
 
     def stretch(
@@ -261,16 +252,10 @@ class _StretchWalk:
             _, pullback, outputs = jax.vjp(restricted, *some, has_aux=True)
             return outputs, pullback
 
-        inputs = [jax.ShapeDtypeStruct((), key.dtype)]
-        inputs += [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.jaxpr.invars]
-        inputs += [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.jaxpr.constvars]
+        avals = [v.aval for v in (*program.jaxpr.invars, *program.jaxpr.constvars)]
+        inputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (key, *avals)]
         ends, rules = [flags[i] for i in chosen], _own_rules(program, where)
-        made = make_plan(linearize, inputs, [True, *flags], ends, self.choose, where, count, rules)
-        for i, slot in enumerate(made.slots):
-            if slot.coefficient is not None and slot.how not in ("live", "nested"):
-                name = slot.coefficient.name or f"{where}/kept[{i}]"
-                self.record(name, (slot.coefficient._replace(name=name), slot.how))
-        return made
+        return make_plan(linearize, inputs, [True, *flags], ends, self.choose, where, count, rules)
 
     def _apply(self, key: jax.Array, where: str, count: int) -> Callable[..., Any]:
         numbers = itertools.count(1)
