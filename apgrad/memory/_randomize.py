@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from apgrad._ground.keys import again, require_key
 from apgrad._ground.propagator import Propagator, node
