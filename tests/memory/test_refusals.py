@@ -172,7 +172,7 @@ def test_unhashable_samplers_are_named():
 
 
 def test_what_shard_map_maps_can_be_randomized():
-    mesh = jax.make_mesh((1,), ("i",))
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     random = ap.randomize(loss(LINEAR["scaled"]), R.rounding(32), min_size=16)
 
     def mapped(function):
