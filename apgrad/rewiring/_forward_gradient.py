@@ -39,7 +39,10 @@ def forward_gradient(where: Where = None) -> Rule:
         def forward(*inputs):
             keys = jax.random.split(site.key, len(inputs))
             floats = [i for i, x in enumerate(inputs) if is_inexact(x)]
-            draws = [jax.random.normal(keys[i], inputs[i].shape, inputs[i].dtype) for i in floats]
+            # In float32 at least: normal numbers that are drawn in bfloat16 have a mean of -.01.
+            wide = lambda x: x.dtype if jnp.finfo(x.dtype).bits >= 32 else jnp.float32
+            draw = lambda key, x: jax.random.normal(key, x.shape, wide(x)).astype(x.dtype)
+            draws = [draw(keys[i], inputs[i]) for i in floats]
 
             def some(*values):
                 full = list(inputs)
