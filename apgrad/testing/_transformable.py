@@ -64,8 +64,9 @@ def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float =
         return found
 
     # One program for all, since compiling is what takes long.
-    for name, got in jax.jit(each)(*args).items():
-        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+    got = jax.jit(each)(*args)
+    for name in variants:
+        for a, b in zip(jax.tree.leaves(got[name]), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(
                 np.asarray(a, np.float64), np.asarray(b, np.float64), rtol=rtol, atol=atol, err_msg=f"under {name}"
             )

@@ -257,7 +257,7 @@ def test_a_bound_beyond_half_precision_clips_nothing():
 
 
 def test_forward_gradients_in_half_precision_have_directions_of_variance_1():
-    # The gradient of a sum is (sum of v) v, whose mean is the variance of v. JAX draws v in bfloat16 with the mean -.01.
+    # The gradient of a sum is (sum of v) v, whose mean is the variance of v. In bfloat16 JAX draws v with mean -.01.
     estimate = jax.grad(ap.rewire(jnp.sum, rewiring.forward_gradient()), argnums=1)
     found = jax.jit(lambda key: [estimate(key, jnp.ones(64, dtype)) for dtype in ("float32", "bfloat16")])(KEY)
     np.testing.assert_allclose(np.asarray(found[1], np.float32), found[0], rtol=0.02, atol=0.1)
