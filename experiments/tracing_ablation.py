@@ -1,25 +1,30 @@
 """Whether influence says what a component is worth (DuSell, "Gradient tracing", section 1.3).
 
 An RNN, an LSTM and a GRU read the same text side by side, and the average of their states predicts the next letter.
-While they are trained, the paths by which the gradient reaches the shared embedding are traced: a component's
-influence is the share of the embedding's elements whose path runs through it, averaged over training. Then components
-are removed:
+They have 8, 16 and 32 units, and which has how many differs from network to network, so that the order of their
+influence is not the same in all. While they are trained, the paths by which the gradient reaches the shared embedding
+are traced: a component's influence is the share of the embedding's elements whose path runs through it, averaged over
+training. *Viterbi, a sentence* traces each piece of text by itself and takes the mean. Then components are removed:
 
 * from the trained network, each by itself, and all in the order of influence, the most influential first;
-* from the beginning, training the network without it.
+* from the beginning, training the network without it: its loss at the end, and the steps that it needs to the loss that
+  the whole network has after half of its training.
 
-If influence is worth, the loss rises most without the most influential. Reported is the rank
-correlation (Spearman, over the three components, the mean over seeds) of influence with the rise of the held-out loss,
-with its standard error.
+If influence is worth, the loss rises most, or the threshold comes latest, without the most influential. Reported is the
+rank correlation (Spearman, over the three components, the mean over networks) of influence with each, with its standard
+error.
 
     python -m experiments.tracing_ablation
     python -m experiments.tracing_ablation --preset paper
 
-The text is made here: sentences of a small grammar whose verbs agree with a subject some words before.
+The text is Python's own documentation, `pydoc_data.topics`, in small letters.
 """
 
 import dataclasses
 import functools
+import itertools
+import re
+from pydoc_data.topics import topics
 from typing import Any
 
 import flax.linen as nn
@@ -34,7 +39,8 @@ import apgrad as ap
 from experiments import harness
 
 COMPONENTS = ("rnn", "lstm", "gru")
-MEASURES = ("greedy", "viterbi", "gradient share")
+MEASURES = ("greedy", "viterbi", "gradient share", "viterbi, a sentence")
+OUTCOMES = ("ablated", "retrained", "delayed")
 LETTERS = " .abcdefghijklmnopqrstuvwxyz"
 
 
@@ -45,59 +51,51 @@ class Config(harness.Config):
     Attributes:
       seeds: networks.
       steps: of Adam.
-      width: units of each component.
+      widths: of the three components, in another order in each network.
       length: letters that the network reads at once.
       batch: pieces of text in a step.
       every: steps from trace to trace.
     """
 
-    seeds: int = 3
-    steps: int = 150
-    width: int = 16
+    seeds: int = 2
+    steps: int = 100
+    widths: tuple[int, int, int] = (8, 16, 32)
     length: int = 20
     batch: int = 16
     every: int = 25
 
     def __post_init__(self):
         """Refuses what has no figure."""
-        if self.seeds < 2 or min(self.steps, self.width, self.length, self.batch, self.every) < 1:
+        if self.seeds < 2 or min(self.steps, *self.widths, self.length, self.batch, self.every) < 1:
             raise ValueError("seeds must be at least 2, and all other numbers at least 1")
 
 
-PAPER = Config(seeds=12, steps=400, width=16)
+PAPER = Config(seeds=24, steps=600)
 
 
 class Network(nn.Module):
     """Three recurrent networks side by side; mask (3,) says which are there."""
 
-    width: int
+    widths: tuple[int, int, int]
 
     @nn.compact
     def __call__(self, letters, mask):
         """Logits (batch, length, letters)."""
         x = nn.Embed(len(LETTERS), 8, name="embed")(letters)
         cells = (nn.SimpleCell, nn.OptimizedLSTMCell, nn.GRUCell)
-        states = [
-            nn.RNN(cell(self.width), name=name)(x) * m for cell, name, m in zip(cells, COMPONENTS, mask, strict=True)
-        ]
-        return nn.Dense(len(LETTERS), name="head")(sum(states[1:], states[0]) / jnp.sum(mask))
+        logits = []
+        for cell, width, name, m in zip(cells, self.widths, COMPONENTS, mask, strict=True):
+            h = nn.RNN(cell(width), name=name)(x)
+            logits.append(nn.Dense(len(LETTERS), name=f"head_{name}")(h) * m)
+        return sum(logits[1:], logits[0]) / jnp.sum(mask)
 
 
-def text(length: int, seed: int) -> np.ndarray:
-    """Numbers of letters: sentences of a small grammar, joined."""
-    rng = np.random.default_rng(seed)
-    nouns, plurals = ["cat", "dog", "child", "bird", "king"], ["cats", "dogs", "children", "birds", "kings"]
-    verbs, base = ["sees", "hears", "likes", "follows"], ["see", "hear", "like", "follow"]
-    words: list[str] = []
-    while sum(map(len, words)) + len(words) < length:
-        many = rng.integers(2)
-        subject = [["the", "a"][rng.integers(2)] if not many else "the"]
-        subject += [["old", "small", "quick"][rng.integers(3)]] * int(rng.integers(2))
-        subject.append((plurals if many else nouns)[rng.integers(5)])
-        if rng.integers(3) == 0:
-            subject += ["near", "the", (nouns + plurals)[rng.integers(10)]]
-        words += [*subject, (base if many else verbs)[rng.integers(4)], "the", (nouns + plurals)[rng.integers(10)], "."]
-    return np.array([LETTERS.index(c) for c in " ".join(words)[:length]])
+@functools.cache
+def text() -> tuple[np.ndarray, np.ndarray]:
+    """Numbers of letters of the text: what is trained on, and the last tenth, held out."""
+    words = re.sub(r"[^a-z.]+", " ", " ".join(topics.values()).lower())
+    letters = np.array([LETTERS.index(c) for c in words])
+    return np.split(letters, [len(letters) * 9 // 10])
 
 
 def cells(config: Config) -> list[harness.Cell]:
@@ -105,10 +103,16 @@ def cells(config: Config) -> list[harness.Cell]:
     return [{"network": i} for i in range(config.seeds)]
 
 
+def widths(config: Config, network: int) -> tuple[int, int, int]:
+    """The components' units in a network: each order of them in turn."""
+    orders = sorted(set(itertools.permutations(config.widths)))
+    return orders[network % len(orders)]
+
+
 @functools.cache
-def programs(config: Config) -> tuple[Any, Any, Any, Any]:
-    """Compiled once for all networks: `init(key)`, `train(key, params, letters)`, `retrain(...)` and `test(...)`."""
-    network, everything, without = Network(config.width), jnp.ones(3), 1.0 - jnp.eye(3)
+def programs(config: Config, widths: tuple[int, int, int]) -> tuple[Any, Any, Any, Any]:
+    """Compiled once for all networks of equal widths: `init(key)`, `train(...)`, `retrain(...)` and `test(...)`."""
+    network, everything, without = Network(widths), jnp.ones(3), 1.0 - jnp.eye(3)
     optimizer = optax.adam(1e-2)
 
     def loss(params, letters, mask):
@@ -119,9 +123,11 @@ def programs(config: Config) -> tuple[Any, Any, Any, Any]:
         greedy, viterbi = (
             ap.tracing.influence(loss, kind, depth=2)(params, letters, everything) for kind in ("greedy", "viterbi")
         )
+        one = lambda letters: ap.tracing.influence(loss, "viterbi", depth=2)(params, letters[None], everything)
         column = next(i for i, p in enumerate(greedy.parameters) if "embed" in p)
         rows = jnp.array([greedy.components.index(f"Network/{name}") for name in COMPONENTS])
-        return jnp.stack([greedy.share[rows, column], viterbi.share[rows, column], viterbi.gradient[rows, column]])
+        each = jnp.mean(jax.vmap(one)(letters).share[:, rows, column], axis=0)
+        return jnp.stack([*(x[rows, column] for x in (greedy.share, viterbi.share, viterbi.gradient)), each])
 
     watch = ap.tracing.every(config.every, look)
 
@@ -131,29 +137,39 @@ def programs(config: Config) -> tuple[Any, Any, Any, Any]:
             starts = jax.random.randint(jax.random.fold_in(key, i), (config.batch, 1), 0, len(text) - config.length - 1)
             letters = text[starts + jnp.arange(config.length + 1)]
             seen = watch(i, params, letters) if traced else jnp.zeros(())
-            updates, state = optimizer.update(jax.grad(loss)(params, letters, mask), state)
-            return (optax.apply_updates(params, updates), state), seen
+            value, gradient = jax.value_and_grad(loss)(params, letters, mask)
+            updates, state = optimizer.update(gradient, state)
+            return (optax.apply_updates(params, updates), state), (value, seen)
 
-        (params, _), seen = jax.lax.scan(step, (params, optimizer.init(params)), jnp.arange(config.steps))
-        return params, seen
+        (params, _), (losses, seen) = jax.lax.scan(step, (params, optimizer.init(params)), jnp.arange(config.steps))
+        return params, losses, seen
 
     return (
         jax.jit(lambda key: network.init(key, jnp.zeros((1, 2), jnp.int32), everything)),
         jax.jit(lambda key, params, text: train(key, params, text, everything, True)),
-        jax.jit(lambda key, params, text: jax.vmap(lambda m: train(key, params, text, m, False)[0])(without)),
+        jax.jit(lambda key, params, text: jax.vmap(lambda m: train(key, params, text, m, False)[:2])(without)),
         jax.jit(jax.vmap(loss, in_axes=(None, None, 0))),
     )
 
 
+def reached(losses: np.ndarray, threshold: float) -> int:
+    """The first step from which the mean of 20 losses is at most the threshold; the number of steps where never."""
+    size = min(20, len(losses))
+    below = np.convolve(losses, np.ones(size) / size, "valid") <= threshold
+    return int(np.argmax(below)) + size if below.any() else len(losses)
+
+
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     """Trains and traces a network, then takes it apart."""
-    init, train, retrain, test = programs(dataclasses.replace(config, out=None))
-    train_text, held_out = jnp.asarray(text(20_000, seed)), jnp.asarray(text(6_300, seed + 1))
-    held_out = held_out[: len(held_out) // (config.length + 1) * (config.length + 1)].reshape(-1, config.length + 1)
+    shared = dataclasses.replace(config, out=None, seeds=PAPER.seeds)
+    init, train, retrain, test = programs(shared, widths(config, cell["network"]))
+    train_text, held_out = (jnp.asarray(part) for part in text())
+    pieces = min(300, len(held_out) // (config.length + 1))
+    held_out = held_out[: pieces * (config.length + 1)].reshape(pieces, config.length + 1)
     key = jax.random.key(seed)
     params = init(key)
-    trained, seen = train(key, params, train_text)
-    seen = np.asarray(seen)[:: config.every]
+    trained, during, seen = train(key, params, train_text)
+    seen, during = np.asarray(seen)[:: config.every], np.asarray(during)
     influence = seen.mean(axis=0)
     order = np.argsort(-influence[1], kind="stable")
     masks = np.ones((8, 3), np.float32)  # all; without each; without one and two, in order and in opposite order
@@ -161,14 +177,18 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     for row, gone in zip(masks[4:], (order[:1], order[:2], order[::-1][:1], order[::-1][:2]), strict=True):
         row[gone] = 0
     losses = np.asarray(test(trained, held_out, masks)).tolist()
-    others = retrain(key, params, train_text)
+    others, others_during = retrain(key, params, train_text)
     pick = lambda i: jax.tree.map(lambda x: x[i], others)
+    half = len(during) // 2
+    threshold = float(during[max(0, half - 20) : half].mean())
     return {
+        "widths": list(widths(config, cell["network"])),
         "influence": influence.tolist(),
         "during": seen.tolist(),
         "loss": losses[0],
         "ablated": losses[1:4],
         "retrained": [float(test(pick(i), held_out, masks)[1 + i]) for i in range(3)],
+        "delayed": [reached(np.asarray(each), threshold) for each in others_during],
         "in_order": [losses[0], *losses[4:6]],
         "in_opposite_order": [losses[0], *losses[6:8]],
     }
@@ -187,17 +207,20 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     rows, figures = [], {}
     for i, result in enumerate(results):
         for c, name in enumerate(COMPONENTS):
-            row = {"network": i, "component": name, "loss": result["loss"]}
+            row = {"network": i, "component": name, "units": result["widths"][c], "loss": result["loss"]}
             row |= {f"influence {m}": result["influence"][k][c] for k, m in enumerate(MEASURES)}
             row |= {f"{how} rise": result[how][c] - result["loss"] for how in ("ablated", "retrained")}
+            row["steps to the threshold"] = result["delayed"][c]
             rows.append(row)
     lines = [f"Rank correlation of influence with the rise of the loss, {config.seeds} networks"]
     for k, m in enumerate(MEASURES):
-        for how in ("ablated", "retrained"):
+        for how in OUTCOMES:
             found = np.array([correlation(r["influence"][k], r[how]) for r in results])
             error = float(np.std(found, ddof=1) / np.sqrt(len(found)))
             figures[f"correlation {m} {how}"] = {"value": float(found.mean()), "standard_error": error}
-            lines.append(f"{m:16} {how:10} {found.mean():+.2f} ± {error:.2f}")
+            lines.append(f"{m:20} {how:10} {found.mean():+.2f} ± {error:.2f}")
+    figures["orders of influence"] = len({tuple(np.argsort(r["influence"][1])) for r in results})
+    lines.append(f"orders of influence among the networks: {figures['orders of influence']} of 6")
     for name in ("in_order", "in_opposite_order"):
         losses = np.array([r[name] for r in results])
         figures[name] = [

@@ -1,11 +1,13 @@
 """Time of tracing against the size of the graph (DuSell, "Gradient tracing", Figs 1.2 and 1.3).
 
-Three families, each timed for jitted `jax.grad` and every semiring:
+Four families, each timed for jitted `jax.grad` and every semiring:
 
 * layers: feed-forward networks with tanh, 10 inputs, 20 units a layer, 15 outputs (Fig. 1.2);
 * diamonds: random networks. A layer becomes, with probability .95, a diamond: two layers that read the same input
   and whose outputs are joined; each may become one again, with half the probability. 10 to 500 units a layer, 10
   inputs and outputs (Fig. 1.3);
+* large diamonds: the same networks with all widths scaled, to 1e3 to 1e8 edges: small graphs take the time that a call
+  takes, and only the large ones say how time grows;
 * batch: three layers of 500 on more and more examples, up to 1e9 scalar edges.
 
     python -m experiments.tracing_scaling
@@ -40,28 +42,38 @@ class Config(harness.Config):
     Attributes:
       layers: numbers of layers.
       diamonds: how many random networks.
+      sizes: edges of the large diamonds, about.
       batches: numbers of examples.
       repeats: timings of each.
     """
 
     layers: tuple[int, ...] = (2, 8, 32)
     diamonds: int = 3
+    sizes: tuple[float, ...] = (1e4, 1e6, 1e7)
     batches: tuple[int, ...] = (1, 8, 64)
     repeats: int = 5
 
     def __post_init__(self):
         """Refuses what gives no line."""
-        if min(len(self.layers), self.diamonds, len(self.batches)) < 3 or self.repeats < 2:
+        if min(len(self.layers), self.diamonds, len(self.sizes), len(self.batches)) < 3 or self.repeats < 2:
             raise ValueError("a line wants three points in each family, and repeats at least 2")
 
 
-PAPER = Config(layers=(2, 5, 10, 20, 40, 80), diamonds=12, batches=(1, 4, 16, 64, 256, 700), repeats=8)
+PAPER = Config(
+    layers=(2, 5, 10, 20, 40, 80),
+    diamonds=12,
+    sizes=tuple(float(10 ** (k / 2)) for k in range(6, 17)),
+    batches=(1, 4, 16, 64, 256, 700),
+    repeats=8,
+)
+FAMILIES = ("layers", "diamonds", "large diamonds", "batch")
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    """Every network of the three families; the semirings are timed beside each other."""
+    """Every network of the four families; the semirings are timed beside each other."""
     grid: list[harness.Cell] = [{"family": "layers", "n": n} for n in config.layers]
     grid += [{"family": "diamonds", "n": n} for n in range(config.diamonds)]
+    grid += [{"family": "large diamonds", "n": round(n)} for n in config.sizes]
     return grid + [{"family": "batch", "n": n} for n in config.batches]
 
 
@@ -71,21 +83,43 @@ def dense(rng: np.random.Generator, inputs: int, outputs: int) -> dict[str, Any]
     return {"w": jnp.asarray(w, jnp.float32), "b": jnp.zeros(outputs)}
 
 
-def diamond(rng: np.random.Generator, inputs: int, probability: float = 0.95) -> tuple[Any, int]:
-    """A random network, as nested lists of layers (lists are diamonds), and the number of its outputs."""
+def plan(rng: np.random.Generator, probability: float = 0.95) -> Any:
+    """A random network: the units of a layer, or for a diamond two pairs of a layer's units and what follows it."""
     if rng.random() >= probability:
-        units = int(rng.integers(10, 501))
+        return int(rng.integers(10, 501))
+    return [(int(rng.integers(10, 501)), plan(rng, probability / 2)) for _ in range(2)]
+
+
+def sizes(planned: Any, inputs: int, scale: float) -> tuple[float, int]:
+    """Twice the weights of a planned network whose widths are scaled, and the number of its outputs."""
+    units = lambda n: max(1, round(scale * n))
+    if isinstance(planned, int):
+        return 2.0 * inputs * units(planned), units(planned)
+    found = [(2.0 * inputs * units(first), sizes(rest, units(first), scale)) for first, rest in planned]
+    return sum(own + rest for own, (rest, _) in found), sum(outputs for _, (_, outputs) in found)
+
+
+def diamond(rng: np.random.Generator, planned: Any, inputs: int, scale: float = 1.0) -> tuple[Any, int]:
+    """A planned network, as nested lists of layers (lists are diamonds), and the number of its outputs."""
+    if isinstance(planned, int):
+        units = max(1, round(scale * planned))
         return dense(rng, inputs, units), units
-    (left, n), (right, m) = (diamond_branch(rng, inputs, probability) for _ in range(2))
-    return [left, right], n + m
+    branches, outputs = [], 0
+    for first, rest in planned:
+        units = max(1, round(scale * first))
+        after, count = diamond(rng, rest, units, scale)
+        branches.append({"first": dense(rng, inputs, units), "rest": after})
+        outputs += count
+    return branches, outputs
 
 
-def diamond_branch(rng: np.random.Generator, inputs: int, probability: float) -> tuple[Any, int]:
-    """A layer of a diamond, followed by what it becomes."""
-    units = int(rng.integers(10, 501))
-    first = dense(rng, inputs, units)
-    rest, outputs = diamond(rng, units, probability / 2)
-    return {"first": first, "rest": rest}, outputs
+def scale_to(planned: Any, edges: float) -> float:
+    """The scale at which a planned network has about so many edges, by bisection."""
+    low, high = 1e-3, 1e3
+    for _ in range(60):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if sizes(planned, 10, middle)[0] < edges else (low, middle)
+    return low
 
 
 def apply(network: Any, x: jax.Array) -> jax.Array:
@@ -101,8 +135,10 @@ def problem(cell: harness.Cell, seed: int) -> tuple[Any, Any]:
     """A loss and its parameters."""
     rng, n = np.random.default_rng(seed), cell["n"]
     normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)
-    if cell["family"] == "diamonds":
-        body, outputs = diamond(rng, 10)
+    if "diamonds" in cell["family"]:
+        planned = plan(rng)
+        scale = scale_to(planned, n) if cell["family"] == "large diamonds" else 1.0
+        body, outputs = diamond(rng, planned, 10, scale)
         params = [body, dense(rng, outputs, 10)]
         x, y = normal(1, 10), normal(1, 10)
         return lambda p: jnp.mean((jnp.tanh(apply(p[0], x) @ p[1]["w"] + p[1]["b"]) - y) ** 2), params
@@ -160,8 +196,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         for cell, result in records
     ]
     figures, lines = {}, ["Nanoseconds an edge (slope), exponent of a power law over the larger half, largest graph"]
-    figure = Figure(figsize=(14, 4.3), layout="constrained")
-    for ax, family in zip(np.atleast_1d(figure.subplots(1, 3)), ("layers", "diamonds", "batch"), strict=True):
+    figure = Figure(figsize=(17, 4.3), layout="constrained")
+    for ax, family in zip(np.atleast_1d(figure.subplots(1, 4)), FAMILIES, strict=True):
         chosen = sorted((r for r in rows if r["family"] == family), key=lambda r: r["edges"])
         size = np.array([r["edges"] for r in chosen], float)
         for name in SEMIRINGS:
@@ -178,7 +214,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
                 "exponent": exponent,
                 "exponent_standard_error": error,
             }
-            lines.append(f"{family:9} {name:16} {1e9 * slope:9.4f} {exponent:6.2f} ± {error:.2f} {size[-1]:10.2g}")
+            lines.append(f"{family:14} {name:16} {1e9 * slope:9.4f} {exponent:6.2f} ± {error:.2f} {size[-1]:10.2g}")
             (line,) = ax.plot(size, seconds, "o", ms=4, label=name)
             grid = np.geomspace(size[0], size[-1], 50)
             ax.plot(grid, offset + slope * grid, "-", lw=1, color=line.get_color())

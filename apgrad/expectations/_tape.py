@@ -266,7 +266,8 @@ class Tape:
                 "use returns the next tape: go on with that one, as with a PRNG key. Into scan, while_loop "
                 "and cond pass the tape as carry or operand, do not close over it; for branches that do "
                 "not depend on each other use tape.parallel. (jax.eval_shape of a function of the tape is a use. "
-                "nnx.jit and the like look at their arguments again after the call: use jax.jit and plain JAX.)"
+                "nnx.jit looks at its arguments again after the call: use jax.jit. A jax.custom_jvp rule that runs its "
+                "function and differentiates it uses the tape twice: keep the tape out of custom_jvp functions.)"
             )
         collecting = self._plan.dtype is None
         wrong = [jnp.shape(p) != port.shape for port, p in self._ports.items()]

@@ -65,7 +65,9 @@ def softmax(place: Place, signal: Signal) -> Signal:
     return _transform(place, "softmax", jax.nn.softmax, [signal], features)
 
 
-def max_pool(place: Place, signal: Signal, window: Sequence[int], strides: Sequence[int] | None = None) -> Signal:
+def max_pool(
+    place: Place, signal: Signal, window: int | Sequence[int], strides: int | Sequence[int] | None = None
+) -> Signal:
     """Maximum over windows of the space axes, without padding.
 
     Messages are led to the elements at which the maximum was, as gradients are.
@@ -73,21 +75,21 @@ def max_pool(place: Place, signal: Signal, window: Sequence[int], strides: Seque
     Args:
       place: the node's place.
       signal: signal (batch, *space, channels).
-      window: the window's size along each space axis.
-      strides: the step between windows along each space axis; the window's size if not given.
+      window: the window's size along each space axis, or one number for all.
+      strides: the step between windows, in the same form; the window's size if not given.
     """
     require_signals("max_pool", [signal])
     dims, steps = _window(signal, window, strides)
     return transform(place, "max_pool", lambda x: lax.reduce_window(x, -jnp.inf, lax.max, dims, steps, "VALID"), signal)
 
 
-def mean_pool(signal: Signal, window: Sequence[int], strides: Sequence[int] | None = None) -> Signal:
+def mean_pool(signal: Signal, window: int | Sequence[int], strides: int | Sequence[int] | None = None) -> Signal:
     """Mean over windows of the space axes. The mean is linear, so it needs no rule and no place.
 
     Args:
       signal: signal (batch, *space, channels).
-      window: the window's size along each space axis.
-      strides: the step between windows along each space axis; the window's size if not given.
+      window: the window's size along each space axis, or one number for all.
+      strides: the step between windows, in the same form; the window's size if not given.
     """
     require_signals("mean_pool", [signal])
     dims, steps = _window(signal, window, strides)

@@ -204,7 +204,7 @@ def _(part: nnx.Conv) -> Layer:
     sizes = (part.in_features, part.out_features, part.kernel_size)
     varied = ["param_dtype", "strides"]
     varied += [name for name in ("kernel_dilation", "input_dilation") if _ones(getattr(part, name))]
-    padding = part.padding
+    padding: Any = part.padding
     if not isinstance(padding, str):  # as Flax reads it: one number for both sides of every axis, or of each axis
         each = padding if isinstance(padding, Sequence) else [padding] * len(part.kernel_size)
         padding = [(p, p) if isinstance(p, int | np.integer) else tuple(p) for p in each]

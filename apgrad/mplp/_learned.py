@@ -1,15 +1,9 @@
 """How a node with a learned backward pass is made: of a function, and of a question to the rule.
 
-A node with inputs x, parameters w and rule r computes `y = f(x, w)`. Two things go backward through the node:
-
-* Along values, f's transposed Jacobian makes the cotangents of x and w of the cotangent of y. This is the true
-  derivative, always, so a value that leaves the network for an ordinary loss can be differentiated like any other
-  value.
-* Along ports, the rule's answer makes the messages at x, the updates of w and the new state of the message at y.
-
-The backward pass is plain JAX in x, w, the rule, the state and the message. So the backward pass can be differentiated
-itself, and the result is right: the meta-gradient. No derivative here is a pretended one, so nothing refuses a
-derivative of higher order.
+A node with inputs x, parameters w and rule r computes `y = f(x, w)`. Along values, f's transposed Jacobian makes the
+cotangents of x and w: always the true derivative. Along ports, the rule's answer makes the messages at x, the updates
+of w and the new state. The backward pass is plain JAX in x, w, the rule, the state and the message, and no derivative
+is a pretended one; so derivatives of higher order, such as the meta-gradient, are right.
 """
 
 import functools

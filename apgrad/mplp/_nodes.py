@@ -2,10 +2,9 @@
 
     hidden = mplp.activation(places["tanh"], jnp.tanh, mplp.dense(places["hidden"], places.signal(x), params["w"]))
 
-Each node is an ordinary function of a place and of signals, so a network is an ordinary Python function that calls
-nodes. The first axis of a value is the batch, and the last axis are the features. The axes between are positions (of an
-image, or in a sequence); a parameter is used again at each position, so its update is the mean over the batch and the
-sum over the positions.
+The first axis of a value is the batch, and the last axis are the features. The axes between are positions (of an image,
+or in a sequence); a parameter is used again at each position, so its update is the mean over the batch and the sum over
+the positions.
 """
 
 import math

@@ -1,13 +1,12 @@
 """What a network depends on must come back as a message: the check of every network that `backward` traces.
 
 Messages come back through ports alone. So a value and its port go the same way from one node to the next: through
-nodes, or together through a linear function (`jax.tree.map(jnp.transpose, w)`). Where a value goes alone (into a new
-signal, into a target, into a function that closes over it), or where the function is not linear, what the network
-depends on there is never updated, or by a wrong message, though the loss counts it.
+nodes, or together through a linear function (`jax.tree.map(jnp.transpose, w)`). Where a value goes alone, or where the
+function is not linear, what the network depends on gets no update, or a wrong one, though the loss counts it.
 
-The network is traced forward once. Every variable of the program gets a fact: from which parameters and outputs of
-nodes it comes, and through which functions, as a set of pairs (origin, function). `enter` and `leave` mark a node's
-inputs and outputs. At each entrance the fact of a value must be the fact of its port.
+The network is traced forward once. Every variable of the program gets a fact: a set of pairs (origin, function), which
+parameters and outputs of nodes it comes from, and through which functions. `enter` and `leave` mark a node's inputs and
+outputs. At each entrance the fact of a value must be the fact of its port.
 """
 
 import enum
@@ -49,7 +48,8 @@ def require_messages(loss: Callable[[Any, Any], jax.Array], values: Any, ports: 
     def through(eqn, facts):
         name, together = eqn.primitive.name, NOTHING.union(*facts)
         if name == "mark" and isinstance(eqn.params["kind"], Gate):
-            return [_gate(eqn.params["kind"], *eqn.params["label"], facts[0], entering)]
+            where, part = eqn.params["label"]
+            return [_gate(eqn.params["kind"], where, part, facts[0], entering)]
         if name == "shard_map":
             return flow(inside_of(eqn)[0], facts, through, frozenset.union, lambda _: NOTHING)
         inside = nested(eqn)

@@ -2,11 +2,9 @@
 
 A checkpoint is a file of named arrays. For each node the file has `{i}_dense/weight/...`, `{i}_dense/bias/...`,
 `{i}_activation/...`, `{i}_softmax/...` or `loss/...`; each of these has `standardizer/shift|scale` and `gru/...`, and
-weights and biases also have `output/scale|mean`. If all dense layers share their GRUs, the GRUs stand once in the file,
+weights and biases also have `output/scale|mean`. If all dense layers share their GRUs, these stand once in the file,
 under `shared/weight/gru` and `shared/bias/gru`. A stateless rule has `g/...` in place of `gru/...`, and weights and
-biases also have `f/...`. What stands under `golden/` and `prior/` is not the rule's.
-
-The authors' own files have no names; `python -m experiments.convert_published` of the repository gives them.
+biases also have `f/...`. `python -m experiments.convert_published` makes such a file of the authors' arrays.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,11 +1,10 @@
-"""Standardizers: what a learned network sees is shifted and scaled, so that the network meets numbers of size one.
+"""Standardizers: what a learned network sees is shifted and scaled to numbers of about size one.
 
 *Fitted* standardizers (MPLP, appendix A; published code) have one pair of numbers for each group of features v:
 `(v + shift) * scale`, with shift = -mean and scale = 1/std over all axes. An update is centred by a fitted mean. All
-these numbers are fitted on the first minibatches, each step with its own statistics, and then kept. As published, a
-feature with std < 1e-5 gets the scale 1. This has a fault: biases are 0 at first and about 1e-3 while the standardizer
-is fitted, so their scale comes out near 1000, and what the network sees is in the hundreds when the biases have grown.
-`max_scale` bounds the scale.
+are fitted on the first minibatches, each step with its own statistics, and then kept. As published, a feature with
+std < 1e-5 gets the scale 1. This has a fault: biases are 0 at first and about 1e-3 while the standardizer is fitted, so
+their scale comes out near 1000. `max_scale` bounds the scale.
 
 *Batch norm* (thesis, section 5.2.1) standardizes at each call by this call's own statistics.
 """

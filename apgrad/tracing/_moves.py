@@ -306,5 +306,5 @@ MOVE_RULES: dict[str, EdgeRule] = {
     "gather": _gather,
     "sort": _sort,
     "top_k": _top_k,
-    **dict.fromkeys(IDENTITY, _identity),
+    **dict.fromkeys((*IDENTITY, "mark"), _identity),
 }

@@ -29,7 +29,7 @@ def by_formula(gradients, keep):
     return np.array(found[1:])
 
 
-def calls(training, start, *args):
+def calls(training, *args):
     """The gradients of calls one after the other, and the last state."""
 
     def call(state, key):
@@ -53,7 +53,7 @@ def test_the_estimates_are_those_of_the_formula(size):
     flat = lambda tree: jnp.concatenate([tree["a"], tree["b"][..., 0]], -1)
     one = jax.vmap(lambda key: jax.vmap(lambda level: flat(gradient(key, level)[1]))(jnp.arange(3.0)))
     given = np.asarray(jax.jit(one)(KEYS), np.float64) / size
-    state, found = jax.jit(lambda: calls(training, None))()
+    state, found = jax.jit(lambda: calls(training))()
     np.testing.assert_allclose(flat(found) / size, by_formula(given, 0.8), rtol=2e-4, atol=2e-5)
     # |b|^2 is 5, and the noise of the first difference is .1^2 + .3^2 for each of its 5 elements.
     assert state.weights.shape == (2,) and state.weights[0] > 0.7 and state.weights[1] < 0.4
@@ -64,10 +64,10 @@ def test_what_is_not_finite_is_left_out_and_what_is_zero_is_no_difference():
         worst = jnp.where(jax.random.bernoulli(key), jnp.inf, 1e30 * theta)
         return theta, jnp.where(level < 2, theta, worst) * jnp.ones(2)
 
-    state, found = jax.jit(lambda: calls(ap.multilevel(gradient, (0.0, 1.0, 2.0)), 1.0))()
+    state, found = jax.jit(lambda: calls(ap.multilevel(gradient, (0.0, 1.0, 2.0)), jnp.float32(1)))()
     assert jnp.isfinite(found).all() and state.weights[0] == 0 and 0 < state.weights[1] < 0.6
     # Where all levels agree the gradient is theirs.
-    state, found = jax.jit(lambda: calls(ap.multilevel(lambda key, theta, level: (theta, theta)), 3.0))()
+    state, found = jax.jit(lambda: calls(ap.multilevel(lambda key, theta, level: (theta, theta)), jnp.float32(3)))()
     assert (found == 3).all() and not state.weights.any()
 
 

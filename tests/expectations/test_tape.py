@@ -468,6 +468,17 @@ def test_a_transformation_that_looks_at_a_used_tape_again_is_named():
     with pytest.raises(ValueError, match=r"already used.*nnx\.jit.*use jax\.jit"):
         error(lambda tape: step(module, tape).cost(jnp.ones(4)))
 
+    @jax.custom_jvp
+    def ruled(tape, a):
+        return visit(tape, a).cost(a)
+
+    def rule(primals, tangents):
+        return ruled(*primals), jax.jvp(lambda tape, a: visit(tape, a).cost(a), primals, tangents)[1]
+
+    ruled.defjvp(rule)
+    with pytest.raises(ValueError, match=r"already used.*keep the tape out of custom_jvp"):
+        jax.eval_shape(jax.grad(ap.expectation(ruled, 4), argnums=1), KEY, jnp.ones(4))
+
 
 def test_a_program_that_does_something_else_in_its_second_trace_is_refused():
     def changing(first, second):

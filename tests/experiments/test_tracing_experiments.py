@@ -22,11 +22,22 @@ def test_diamonds_are_random_and_run():
     assert len(shapes) == 3
 
 
+def test_large_diamonds_have_about_the_edges_that_are_asked_for():
+    for edges in (1e4, 1e6):
+        loss, params = tracing_scaling.problem({"family": "large diamonds", "n": edges}, 1)
+        assert 0.5 * edges < tracing_scaling.edges(loss, params) < 2 * edges
+
+
 def test_text_is_made_of_its_letters():
-    text = tracing_ablation.text(500, 0)
-    assert len(text) == 500 and np.array_equal(text, tracing_ablation.text(500, 0))
-    assert not np.array_equal(text, tracing_ablation.text(500, 1))
-    assert {" ", "."} <= {tracing_ablation.LETTERS[i] for i in text}
+    train, held_out = tracing_ablation.text()
+    assert len(train) > 8 * len(held_out) > 10_000
+    assert set(range(len(tracing_ablation.LETTERS))) >= {*train.tolist(), *held_out.tolist()}
+
+
+def test_the_first_step_below_a_threshold():
+    falling = np.linspace(3, 1, 101)  # 3 - t/50: the mean over t = 41 to 60 is 1.99
+    assert tracing_ablation.reached(falling, 2.0) == 61
+    assert tracing_ablation.reached(falling, 0.5) == 101
 
 
 def test_correlation_of_ranks():
@@ -37,8 +48,10 @@ def test_correlation_of_ranks():
 
 def test_report_of_the_ablation():
     network = {
-        "influence": [[0.1, 0.5, 0.3]] * 3,
-        "during": [[[0.1, 0.5, 0.3]] * 3] * 2,
+        "widths": [8, 16, 32],
+        "influence": [[0.1, 0.5, 0.3]] * 4,
+        "during": [[[0.1, 0.5, 0.3]] * 4] * 2,
+        "delayed": [10, 90, 40],
         "loss": 1.0,
         "ablated": [1.1, 2.0, 1.5],
         "retrained": [1.2, 1.0, 1.1],
@@ -48,6 +61,8 @@ def test_report_of_the_ablation():
     made = tracing_ablation.report(tracing_ablation.Config(), [({"network": i}, network) for i in range(3)])
     assert made.figures["correlation viterbi ablated"] == {"value": pytest.approx(1), "standard_error": 0}
     assert made.figures["correlation viterbi retrained"]["value"] == pytest.approx(-1)
+    assert made.figures["correlation greedy delayed"]["value"] == pytest.approx(1)
+    assert made.figures["orders of influence"] == 1
     assert len(made.rows) == 9
 
 
@@ -56,7 +71,7 @@ def test_report_of_the_scaling_fits_a_line():
     seconds = lambda n: [1e-6 + 2e-9 * n] * len(tracing_scaling.SEMIRINGS)
     records = [
         ({"family": f, "n": i}, {"edges": n, "seconds": seconds(n)})
-        for f in ("layers", "diamonds", "batch")
+        for f in tracing_scaling.FAMILIES
         for i, n in enumerate(sizes)
     ]
     figures = tracing_scaling.report(tracing_scaling.Config(), records).figures

@@ -73,23 +73,6 @@ class TestErrors:
         ):
             mplp.from_nnx(model, loss=mplp.squared_error)
 
-    def test_a_model_that_is_no_sequence(self):
-        with pytest.raises(TypeError, match=r"from_nnx takes an nnx.Sequential, got Linear"):
-            mplp.from_nnx(nnx.Linear(3, 2, rngs=self.rngs), loss=mplp.squared_error)  # pyright: ignore
-
-    @pytest.mark.parametrize(
-        ("options", "match"),
-        [
-            ({"kernel_dilation": 2}, "kernel_dilation"),
-            ({"feature_group_count": 2}, "feature_group_count"),
-            ({"padding": "CIRCULAR"}, "padding='CIRCULAR'"),
-        ],
-    )
-    def test_a_convolution_with_more_to_it(self, options, match):
-        conv = nnx.Conv(2, 4, (3, 3), rngs=self.rngs, **options)
-        with pytest.raises(TypeError, match=match):
-            mplp.from_nnx(nnx.Sequential(conv), loss=mplp.squared_error)
-
     def test_integers_for_a_network_that_does_not_begin_with_an_embedding(self):
         network, params = mplp.from_nnx(nnx.Sequential(nnx.Linear(3, 2, rngs=self.rngs)), loss=mplp.squared_error)
         with pytest.raises(TypeError, match=r"floating point.*got int32\(4, 3\)"):

@@ -26,15 +26,18 @@ def step(rule, graph, params, batch):
 
 
 @graphs
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float64", 1e-12), ("float32", 1e-6)])
-def test_the_exact_rule_is_gradient_descent(graph, dtype, tolerance):
-    with jax.enable_x64(dtype == "float64"):
-        params, batch = graph.make(dtype)
-        updates, _, metrics = jit(lambda p, b: step(mplp.Exact(0.5), graph, p, b))(params, batch)
-        loss, gradient = jit(jax.value_and_grad(graph.plain))(params, batch)
-        close(updates, jax.tree.map(lambda g: -0.5 * g, gradient), tolerance)
-        close(metrics["loss"], loss, tolerance)
-        assert jax.tree.leaves(updates)[0].dtype == dtype
+def test_the_exact_rule_is_gradient_descent(graph):
+    """In float32; in float64 it is the first of the fifty steps below."""
+    params, batch = graph.make("float32")
+
+    @jit
+    def both(params, batch):
+        updates, _, metrics = step(mplp.Exact(0.5), graph, params, batch)
+        return (metrics["loss"], updates), jax.value_and_grad(graph.plain)(params, batch)
+
+    got, (loss, gradient) = both(params, batch)
+    close(got, (loss, jax.tree.map(lambda g: -0.5 * g, gradient)), 1e-6)
+    assert jax.tree.leaves(got)[0].dtype == "float32"
 
 
 @graphs
@@ -48,14 +51,20 @@ def test_fifty_steps_are_sgd(graph):
             batch[0],
         )
         batches = (scaled, jnp.stack([batch[1]] * 50))
-        rule = mplp.Exact(0.05)
+        rule = mplp.Exact(0.002)  # with .05 one of the graphs diverges, and NaN equals NaN
         state = mplp.init_state(rule, graph.network, params, batch)
-        got, _, _ = jit(lambda p, b: mplp.unroll(rule, graph.network, p, state, b))(params, batches)
 
         def sgd(p, batch):
-            return jax.tree.map(lambda w, g: w - 0.05 * g, p, jax.grad(graph.plain)(p, batch)), None
+            loss, gradient = jax.value_and_grad(graph.plain)(p, batch)
+            return jax.tree.map(lambda w, g: w - 0.002 * g, p, gradient), loss
 
-        expected, _ = jit(lambda p, b: jax.lax.scan(sgd, p, b))(params, batches)
+        @jit
+        def both(params, batches):
+            got, _, metrics = mplp.unroll(rule, graph.network, params, state, batches)
+            return (got, metrics["loss"]), jax.lax.scan(sgd, params, batches)
+
+        got, expected = both(params, batches)
+        assert all(jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(expected))
         close(got, expected, 1e-12)
 
 
@@ -85,8 +94,11 @@ def test_under_vmap_over_tasks(graph, x64):
     tasks = jax.tree.map(lambda x: jnp.stack([x, 0.5 * x]), params)
     batches = jax.tree.map(lambda x: jnp.stack([x, x]), batch)
     state = mplp.init_state(rule, graph.network, params, batch)
-    got, _, _ = jit(jax.vmap(lambda p, b: mplp.backward(rule, graph.network, p, state, b)))(tasks, batches)
-    expected = jit(jax.vmap(jax.grad(graph.plain)))(tasks, batches)
+
+    def both(p, b):
+        return mplp.backward(rule, graph.network, p, state, b)[0], jax.grad(graph.plain)(p, b)
+
+    got, expected = jit(jax.vmap(both))(tasks, batches)
     close(got, jax.tree.map(lambda g: -0.5 * g, expected), 1e-12)
 
 

@@ -258,9 +258,13 @@ def test_a_trained_rule_learns_in_a_flax_model_and_gives_it_back():
     network, params = mplp.from_nnx(model, mplp.softmax_cross_entropy, names="role")
     batch = jax.random.normal(jax.random.key(0), (8, 3)), jax.nn.one_hot(jnp.arange(8) % 2, 2)
     rule = mplp.load_pretrained("image_mlp", batch[0])
-    state = mplp.init_state(rule, network, params, batch)
-    updates, *_ = mplp.backward(rule, network, params, state, batch)
-    params = jax.tree.map(jnp.add, params, updates)
+
+    @jax.jit
+    def learn(params):
+        state = mplp.init_state(rule, network, params, batch)
+        return mplp.inner_step(rule, network, params, state, batch)[0]
+
+    params = learn(params)
     learned = mplp.to_nnx(model, params, names="role")
     np.testing.assert_allclose(learned(batch[0]), network.predict(params, batch[0]), rtol=1e-6)
     assert not np.allclose(model(batch[0]), learned(batch[0]))
@@ -329,7 +333,8 @@ def test_a_rule_says_once_where_its_card_does_not_reach(tmp_path):
         made, prior = meta.mlp(sizes, function, mplp.squared_error)
         x, y = jnp.ones((batch, 2)), jnp.ones((batch, 1))
         params = prior(jax.random.key(0))
-        return mplp.init_state(rule, made, params, (x, y)), made, params, (x, y)
+        state = jax.eval_shape(lambda: mplp.init_state(rule, made, params, (x, y)))
+        return state, made, params, (x, y)
 
     inside = [((2, 3, 1), jnp.tanh, 4), ((2, 3, 5, 1), lambda z: jnp.maximum(0, jnp.sign(z)), 8)]
     for case in inside:
