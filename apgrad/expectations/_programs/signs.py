@@ -80,7 +80,7 @@ def of_step(signs: Any, scale: Any) -> Any:
 
 def moved(eqn: Any, signs: Factors, old: Sequence[int], shape: Sequence[int], by: Any) -> Factors | None:
     """The factors of an output where the equation only moves or scales the elements of its input; else None."""
-    (scale, axes), name, params = signs, eqn.primitive.name, eqn.params
+    (scale, axes), name, params = signs, eqn.primitive.name, Parameters(eqn)
     if name in ("mul", "div") and by is not None:
         by = jnp.asarray(by, scale.dtype)
         return Factors(scale * by if name == "mul" else scale / by, axes)
