@@ -9,7 +9,11 @@ QUESTIONS = {
         "contact",
         "second_derivatives",
     ),
-    "Does a gradient through chaos teach a policy?": ("policy_search", "policy_search_cartpole"),
+    "Does a gradient through chaos teach a policy?": (
+        "policy_search",
+        "policy_search_clipped",
+        "policy_search_cartpole",
+    ),
     "Does Gaussian shaping help?": ("gaussian_shaping", "gaussian_shaping_swarm"),
     "Which estimator for discrete choices?": (
         "benchmarks.choice_peers",

@@ -52,6 +52,20 @@ def policy_search(results) -> Rows:
     return rows
 
 
+def clipped_lanes(results) -> Rows:
+    """Cost of the learned policy on both tasks, after few steps of Adam and after many."""
+    rows = [
+        ["task", "method", "rate", "after 60 steps", "after 240 steps (95 %)", "after 720 steps", "steps to success"]
+    ]
+    for r in results["rows"]:
+        cost = f"{r['cost']:.3f} ({r['cost_low']:.3f} to {r['cost_high']:.3f})"
+        steps = f"{r['steps']:.0f}" if r["steps"] is not None else "none"
+        rows.append(
+            [r["task"], r["method"], f"{r['rate']:g}", f"{r['after_60']:.3f}", cost, f"{r['cost_long']:.3f}", steps]
+        )
+    return rows
+
+
 def cart_pole(results) -> Rows:
     """Cost of a real episode, episodes to success."""
     rows = [["method", "cost of the eighth episode (95 %)", "runs that succeed", "episodes to success (95 %)"]]
