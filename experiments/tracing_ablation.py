@@ -59,13 +59,15 @@ class Config(harness.Config):
 
     seeds: int = 2
     steps: int = 100
-    widths: tuple[int, int, int] = (8, 16, 32)
+    widths: tuple[int, ...] = (8, 16, 32)
     length: int = 20
     batch: int = 16
     every: int = 25
 
     def __post_init__(self):
         """Refuses what has no figure."""
+        if len(self.widths) != 3:
+            raise ValueError(f"widths are those of three components, got {self.widths}")
         if self.seeds < 2 or min(self.steps, *self.widths, self.length, self.batch, self.every) < 1:
             raise ValueError("seeds must be at least 2, and all other numbers at least 1")
 
@@ -76,7 +78,7 @@ PAPER = Config(seeds=24, steps=600)
 class Network(nn.Module):
     """Three recurrent networks side by side; mask (3,) says which are there."""
 
-    widths: tuple[int, int, int]
+    widths: tuple[int, ...]
 
     @nn.compact
     def __call__(self, letters, mask):
@@ -95,7 +97,8 @@ def text() -> tuple[np.ndarray, np.ndarray]:
     """Numbers of letters of the text: what is trained on, and the last tenth, held out."""
     words = re.sub(r"[^a-z.]+", " ", " ".join(topics.values()).lower())
     letters = np.array([LETTERS.index(c) for c in words])
-    return np.split(letters, [len(letters) * 9 // 10])
+    train, held_out = np.split(letters, [len(letters) * 9 // 10])
+    return train, held_out
 
 
 def cells(config: Config) -> list[harness.Cell]:
@@ -103,14 +106,14 @@ def cells(config: Config) -> list[harness.Cell]:
     return [{"network": i} for i in range(config.seeds)]
 
 
-def widths(config: Config, network: int) -> tuple[int, int, int]:
+def widths(config: Config, network: int) -> tuple[int, ...]:
     """The components' units in a network: each order of them in turn."""
     orders = sorted(set(itertools.permutations(config.widths)))
     return orders[network % len(orders)]
 
 
 @functools.cache
-def programs(config: Config, widths: tuple[int, int, int]) -> tuple[Any, Any, Any, Any]:
+def programs(config: Config, widths: tuple[int, ...]) -> tuple[Any, Any, Any, Any]:
     """Compiled once for all networks of equal widths: `init(key)`, `train(...)`, `retrain(...)` and `test(...)`."""
     network, everything, without = Network(widths), jnp.ones(3), 1.0 - jnp.eye(3)
     optimizer = optax.adam(1e-2)

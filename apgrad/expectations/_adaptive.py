@@ -71,8 +71,8 @@ class Adaptive(NamedTuple):
         Each call needs a key of its own, independent of all keys that went into state and arguments.
     """
 
-    init: Callable[..., AdaptiveState]
-    value_and_grad: Callable[..., tuple[Any, Any, AdaptiveState]]
+    init: Callable[..., Any]
+    value_and_grad: Callable[..., tuple[Any, Any, Any]]
 
 
 def adaptive(

@@ -144,7 +144,8 @@ def sinusoid(
       >>> x.shape, y.shape
       ((10, 1), (10, 1))
     """
-    whole("batch", batch, 1), whole("held_out", held_out, 1)
+    whole("batch", batch, 1)
+    whole("held_out", held_out, 1)
     if len(sizes) < 2 or sizes[0] != 1 or sizes[-1] != 1:
         raise ValueError(f"a sinusoid has one input and one output: sizes=(1, ..., 1), got {tuple(sizes)}")
     if amplitude[1] < amplitude[0]:
@@ -205,7 +206,8 @@ def images(
     """
     if split not in ("train", "test"):
         raise ValueError(f"split must be 'train' or 'test', got {split!r}")
-    whole("batch", batch, 1), whole("held_out", held_out, 1)
+    whole("batch", batch, 1)
+    whole("held_out", held_out, 1)
     pixels, classes = data.x_train.shape[1], data.classes
     network, prior = mlp((pixels, *hidden, classes), activation, mplp.softmax_cross_entropy, deviation=deviation)
     train = jnp.asarray(data.x_train, float), jnp.asarray(data.y_train)
