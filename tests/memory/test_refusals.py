@@ -107,7 +107,11 @@ def referred_in_scan(x):
     return jnp.sum(ref[...] * jax.lax.scan(body, x, length=2)[0])
 
 
-@pytest.mark.parametrize("function", [referred, referred_in_scan, jax.jit(referred), jax.checkpoint(referred)], ids=str)
+@pytest.mark.parametrize(
+    "function",
+    [referred, referred_in_scan, jax.jit(referred), jax.checkpoint(referred)],
+    ids=["plain", "scan", "jit", "checkpoint"],
+)
 def test_mutable_references_are_refused(function):
     with pytest.raises(TypeError, match=r"ap.randomize follows values.*mutable reference \(jax.new_ref\)"):
         gradient_shape(function, X)
