@@ -23,6 +23,13 @@ def language_model(ax, names):
     ax.set(xlabel="update", ylabel="reward of a sentence")
 
 
+def policy(ax, names):
+    for name, costs in names["costs"].items():
+        ax.plot(costs, label=name)
+    ax.set(xlabel="update", ylabel="cost of an episode")
+    ax.legend()
+
+
 def transformer_memory(ax, names):
     ax.barh(list(names["kept"]), [size / 1e6 for size in names["kept"].values()])
     ax.invert_yaxis()
