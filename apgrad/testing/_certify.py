@@ -130,7 +130,7 @@ def certify(
       Traceback (most recent call last):
           ...
       apgrad.testing._certify.NotCertifiedError: <lambda>: not certified
-        FAIL  bias        biased: mean ... against 3.0, off by 150... standard errors (10000 samples)
+        FAIL  bias        biased: mean ... against 3.0, off by 150... standard errors (10000 samples; 4 are chance)
         ...
     """
     if order not in (1, 2):
