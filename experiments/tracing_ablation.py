@@ -164,8 +164,8 @@ def reached(losses: np.ndarray, threshold: float) -> int:
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     """Trains and traces a network, then takes it apart."""
-    shared = dataclasses.replace(config, out=None, seeds=PAPER.seeds)
-    init, train, retrain, test = programs(shared, widths(config, cell["network"]))
+    own = widths(config, cell["network"])
+    init, train, retrain, test = programs(dataclasses.replace(config, out=None), own)
     train_text, held_out = (jnp.asarray(part) for part in text())
     pieces = min(300, len(held_out) // (config.length + 1))
     held_out = held_out[: pieces * (config.length + 1)].reshape(pieces, config.length + 1)
@@ -185,7 +185,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     half = len(during) // 2
     threshold = float(during[max(0, half - 20) : half].mean())
     return {
-        "widths": list(widths(config, cell["network"])),
+        "widths": list(own),
         "influence": influence.tolist(),
         "during": seen.tolist(),
         "loss": losses[0],

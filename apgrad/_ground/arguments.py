@@ -1,9 +1,12 @@
-"""What users name: arguments by their numbers, and anything else by a name, with errors that say what there is."""
+"""What users give: arguments by their numbers, anything else by a name, and numbers that JAX may have traced."""
 
 import difflib
 import operator
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
+
+import jax
+import numpy as np
 
 
 def nearest(name: Any, names: Collection[str]) -> str:
@@ -45,3 +48,12 @@ def chosen_numbers(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
     if len(set(numbers)) < len(numbers):
         raise ValueError(f"argnums {argnums} name an argument twice, of {count}. Give each once.")
     return numbers
+
+
+def meets(value: Any, condition: Callable[[np.ndarray], Any]) -> bool:
+    """Whether real numbers of any library meet a condition; numbers that JAX traces cannot be checked, and pass."""
+    try:
+        known = np.asarray(value)
+    except jax.errors.TracerArrayConversionError:
+        return True
+    return bool(np.isrealobj(known) and np.all(condition(known)))

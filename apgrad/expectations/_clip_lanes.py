@@ -29,6 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from apgrad._ground.arguments import meets
 from apgrad._ground.propagator import Propagator, Static, first_order, node
 from apgrad._programs.jaxprs import is_inexact
 from apgrad.expectations import _channels as channels
@@ -91,7 +92,7 @@ def clip_lanes(
             f"{what} compares lanes with each other, and needs at least 2, got lanes={tape.lanes}. Use more lanes, or "
             "clip the gradient by its norm, as optax.clip_by_global_norm does."
         )
-    if (isinstance(factor, int | float) and not factor > 0) or jnp.shape(factor) != ():
+    if jnp.shape(factor) != () or not meets(factor, lambda f: f > 0):
         raise ValueError(f"{what}: factor is a positive number, for all lanes the same, got {factor}")
     if counts is not None and (jnp.shape(counts) != (2,) or not is_inexact(counts)):
         raise ValueError(f"{what}: counts is a port of two floating-point numbers, jnp.zeros(2), got {counts}")

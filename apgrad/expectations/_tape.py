@@ -34,10 +34,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.core import Tracer
 
+from apgrad._ground.arguments import meets
 from apgrad._ground.primitives import refuse_batching
 from apgrad.expectations._branches import run_branches
 from apgrad.expectations._data_axis import per_lane
@@ -210,8 +209,7 @@ class Tape:
             )
         if jnp.shape(factor) not in ((), (self.lanes,)):
             raise ValueError(f"discount takes a scalar or ({self.lanes},), one factor a lane, got {jnp.shape(factor)}")
-        known = None if isinstance(factor, Tracer) else np.asarray(factor)
-        if known is not None and not (np.isrealobj(known) and np.all((known >= 0) & (known <= 1))):
+        if not meets(factor, lambda f: (f >= 0) & (f <= 1)):
             raise ValueError(f"discount takes a factor from 0 to 1, got {factor}")
         ledger.discounting = True
         if ledger.collecting:

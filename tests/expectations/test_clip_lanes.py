@@ -147,6 +147,8 @@ REFUSED = {
         LANES,
     ),
     "factor is a positive number": (lambda tape: ap.clip_lanes(tape, jnp.ones(LANES), 0.0), LANES),
+    "for all lanes the same, got -1": (lambda tape: ap.clip_lanes(tape, jnp.ones(LANES), np.float32(-1)), LANES),
+    "for all lanes the same, got nan": (lambda tape: ap.clip_lanes(tape, jnp.ones(LANES), np.float32("nan")), LANES),
     "all lanes the same": (lambda tape: ap.clip_lanes(tape, jnp.ones(LANES), jnp.ones(LANES)), LANES),
     "port of two": (lambda tape: ap.clip_lanes(tape, jnp.ones(LANES), counts=jnp.zeros(3)), LANES),
     "the mask is of Booleans": (lambda tape: ap.clip_lanes(tape, jnp.ones(LANES), mask=jnp.ones(LANES)), LANES),
