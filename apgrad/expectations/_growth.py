@@ -18,13 +18,12 @@ from jax.flatten_util import ravel_pytree
 
 
 class Growth(NamedTuple):
-    """How perturbations grow along a trajectory, by the largest singular values of its Jacobian.
+    """The growth of perturbations along a trajectory, the largest first; printed, a line each. Arrays are float64.
 
     Attributes:
-      log_singular_values: (num,) float64, the logarithms of the largest singular values of the Jacobian of all steps,
-        the largest first.
-      exponents: (num,) float64, these logarithms over the number of steps: finite-time Lyapunov exponents.
-      steps: (steps, num) float64, the logarithm of the growth in each step, whose sum over steps are the logarithms.
+      log_singular_values: (num,), of the largest singular values of the Jacobian of all steps.
+      exponents: (num,), these logarithms over the number of steps: finite-time Lyapunov exponents.
+      steps: (steps, num), the logarithm of the growth in each step; the sum over steps is `log_singular_values`.
     """
 
     log_singular_values: np.ndarray
@@ -56,8 +55,8 @@ def perturbation_growth(
       xs: inputs of the steps, with the steps as leading axis, as in `lax.scan`.
       length: the number of steps, without `xs`.
       num: how many singular values are found.
-      rounds: how many rounds of the iteration are done. The error of value k falls by (sigma_{num+1} / sigma_k)^2 in a
-        round. Where all singular values are asked for, it falls by the squared ratios of neighbouring values.
+      rounds: of the iteration. In each the error of value k falls by (sigma_{num+1} / sigma_k)^2; where all singular
+        values are asked for, by the squared ratios of neighbouring values.
       seed: the seed of the vectors that the iteration begins with.
 
     Returns:

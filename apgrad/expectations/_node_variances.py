@@ -57,7 +57,7 @@ def node_variances(
     """The variances of both estimators, node by node.
 
     One backward pass sends back reparameterization alone, one total propagation. A host callback at each node brings
-    the figures out in the order in which messages come back, which is certain for a chain and within each branch.
+    the figures out as messages come back, in the order of a chain and of each branch.
 
     Args:
       build: `build(estimator) -> program`, a program with that estimator at its nodes, made with `ap.stochastic`.

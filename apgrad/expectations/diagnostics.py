@@ -4,15 +4,18 @@
     print(found)
     print(ap.diagnostics.recommend(found))
 
-*What a gradient costs.* In a given time, estimates of variance V that take s seconds each average to a variance
-V s / time. So what counts is the *efficiency* 1 / (V s), once the bias is known to be small: `compare`. The variance is
-the mean of the squared distances d_i from the mean, and has the standard error of a mean. Where pathwise gradients
-explode, one d_i is much of the sum, and the true variance is larger than any sample says: such heavy tails are flagged.
-Objectives take turns, and the ratios of their seconds, round by round, say how well the seconds are known.
+*What a gradient costs.* The squared error of an estimate x_i of a gradient t is E |x_i - t|^2 = V + |b|^2, variance and
+squared bias, and an estimate takes s seconds: the *efficiency* is 1 / ((V + |b|^2) s). Where t is only known as the
+mean of m estimates of an unbiased reference of variance V_r, the mean of the n estimates x_i is off by B from it with
+E |B|^2 = |b|^2 + V / n + V_r / m, so that these two are taken off. Variance and squared error are means over i, and
+have the standard errors of means. Objectives take turns, and the ratios of their seconds, round by round, say how well
+these are known.
 
-*Why.* Pathwise gradients explode where small perturbations do: `perturbation_growth`, of `_growth.py`.
+*What it does not say.* Where pathwise gradients explode, few estimates make the variance, and the true one is larger
+than any sample says: such heavy tails are flagged. The other estimates may point the right way all the same, which the
+median cosine with t says.
 
-*Where.* `node_variances`, of `_node_variances.py`, has both estimators' variances at every node.
+`perturbation_growth` of `_growth.py` says why gradients explode, `node_variances` of `_node_variances.py` where.
 """
 
 import math
@@ -38,17 +41,24 @@ SIGNIFICANT = 1e-3  # how often a difference that is none may be called one, for
 class Row(NamedTuple):
     """What `compare` found of one gradient. Arrays are float64, (elements,), the gradient's leaves in a row.
 
+    The *truth* is the exact gradient, or the mean of the reference.
+
     Attributes:
       mean: the mean of the estimates.
       standard_error: the standard error of the mean.
-      bias: the mean less the truth; None where no truth is known.
+      bias: the mean less the truth, roundings apart; None where no truth is known, and for the reference.
       off: the bias of the worst element in standard errors (of the difference, against a reference); nan without truth.
       biased: whether `off` is more than chance explains (1 in 1000, for all the elements together).
       variance: the variance of one estimate, summed over the elements; infinite where an estimate is not finite.
-      variance_error: the standard error of the variance; it is too small where tails are heavy.
+      squared_bias: the square of the bias, less what the noise of both means adds to it; nan without truth.
+      squared_error: of one estimate, variance and squared bias; the variance without truth.
+      uncertainty: the standard error of the squared error; it is too small where tails are heavy.
+      cosine: the median over estimates of the cosine with the truth; where there is none, and for the reference itself,
+        with the mean of the other estimates.
+      share: of the variance, what the farthest 1 % of the estimates make. Estimates of one lane say it of lanes.
       heavy_tailed: whether one estimate makes a fifth of the variance, and three times what a normal one would.
       seconds: the time of one compiled gradient, the median over rounds.
-      efficiency: 1 / (variance seconds).
+      efficiency: 1 / (squared_error seconds).
       times: the seconds in each round; None where they are known exactly.
     """
 
@@ -58,7 +68,11 @@ class Row(NamedTuple):
     off: float
     biased: bool
     variance: float
-    variance_error: float
+    squared_bias: float
+    squared_error: float
+    uncertainty: float
+    cosine: float
+    share: float
     heavy_tailed: bool
     seconds: float
     efficiency: float
@@ -80,18 +94,19 @@ class Comparison(NamedTuple):
 
     def __str__(self) -> str:
         best = max(r.efficiency for r in self.rows.values())
-        cells = [("", "mean", "bias / SE", "variance", "ms", "efficiency", "")]
+        cells = [("", "mean", "bias / SE", "variance", "bias^2", "both", "cosine", "top 1 %", "ms", "efficiency", "")]
         for name, r in self.rows.items():
             mean = f"norm {np.linalg.norm(r.mean):.3g}"
             if r.mean.size == 1:
                 mean = f"{r.mean[0]:.4g} ± {r.standard_error[0]:.1g}"
-            off = "" if math.isnan(r.off) else f"{r.off:.1f}"
-            variance = f"{r.variance:.2g} ± {r.variance_error:.1g}"
+            bias = ("", "") if r.bias is None else (f"{r.off:.1f}", f"{r.squared_bias:.2g}")
+            error = f"{r.squared_error:.2g} ± {r.uncertainty:.1g}"
             relative = "1" if r.efficiency == best else f"{r.efficiency / best:.2g}"
             notes = ", ".join(["biased"] * r.biased + ["heavy tails"] * r.heavy_tailed)
-            cells.append((name, mean, off, variance, f"{1e3 * r.seconds:.3g}", relative, notes))
+            of = f"{r.cosine:.2f}", f"{r.share:.0%}", f"{1e3 * r.seconds:.3g}", relative
+            cells.append((name, mean, bias[0], f"{r.variance:.2g}", bias[1], error, *of, notes))
         elements = next(iter(self.rows.values())).mean.size
-        of_all = f"; variance and norm over {elements} elements" if elements > 1 else ""
+        of_all = f"; norm and squares over {elements} elements" if elements > 1 else ""
         lines = [table(cells), f"{self.num_estimates} estimates each{of_all}; efficiency relative to the best"]
         return "\n".join(lines + [f"{name}: refused, {why}" for name, why in self.refused.items()])
 
@@ -106,7 +121,7 @@ def compare(
     reference: str | None = None,
     rounds: int = 10,
 ) -> Comparison:
-    """Bias, variance, seconds and efficiency of the gradients of objectives with the same expectation.
+    """Bias, variance, direction, seconds and efficiency of the gradients of objectives with the same expectation.
 
     Estimates are computed one after the other, by a compiled `lax.map`; objectives take turns, a chunk each, and the
     seconds are the median over rounds of a chunk's time, per estimate. A machine at rest gives the best figures.
@@ -174,11 +189,7 @@ def compare(
             seconds[name].append((time.perf_counter() - start) / chunk)
             samples[name].append(_flat(out, 1))
     samples = {name: np.concatenate(x) for name, x in samples.items()}
-    against = None
-    if truth is not None:
-        against = _flat(truth, 0), 0.0
-    elif reference is not None:
-        against = _mean_and_error(samples[reference])
+    against = samples.get(reference or "") if truth is None else np.stack([_flat(truth, 0)] * 2)  # without a spread
     rows = {
         name: _row(x, np.array(seconds[name]), None if name == reference else against) for name, x in samples.items()
     }
@@ -188,53 +199,52 @@ def compare(
 def recommend(comparison: Comparison) -> str:
     """What to use, and why, in plain words.
 
-    The most efficient row without significant bias or heavy tails is recommended, with all that do not differ from it:
-    the ratio of efficiencies is below 1.1, or its interval includes 1. The interval is the product of one for the ratio
-    of variances, which misses the true ratio once in 1000 times, and of the least and largest ratio of seconds.
+    The most efficient row without heavy tails is recommended, with all that do not differ from it: the ratio of
+    efficiencies is below 1.1, or its interval includes 1. The interval is the product of one for the ratio of squared
+    errors, which misses the true ratio once in 1000 times, and of the least and largest ratio of seconds. A biased
+    gradient may be the best single estimate; then it is said from how many on an average of an unbiased one is better.
 
     Args:
       comparison: what `compare` found, with a truth or a reference, so that biases are known.
 
     Example:
-      >>> import numpy as np, apgrad as ap
-      >>> x = np.zeros(1)
-      >>> row = ap.diagnostics.Row(x, x, x, 0.0, False, 1.0, 0.01, False, 1e-3, 1000.0)
-      >>> rows = {"RP": row, "LR": row._replace(variance=10.0, efficiency=100.0)}
-      >>> print(ap.diagnostics.recommend(ap.diagnostics.Comparison(rows, {}, 100)))
-      Use RP: it is 10 (9.67 to 10.3) times as efficient as LR, the next.
+      >>> import jax, apgrad as ap
+      >>> def normal(deviation):
+      ...     return lambda key, x: deviation * x * jax.random.normal(key)
+      >>> objectives = {"RP": normal(1.0), "LR": normal(100.0)}
+      >>> found = ap.diagnostics.compare(objectives, jax.random.key(0), 0.0, truth=0.0)
+      >>> ap.diagnostics.recommend(found).startswith("Use RP: it is ")
+      True
     """
     rows = comparison.rows
-    sound = {n: r for n, r in rows.items() if not (r.biased or r.heavy_tailed)}
-    ranked = sorted(sound, key=lambda n: -sound[n].efficiency)
+    ranked = sorted((n for n in rows if not rows[n].heavy_tailed), key=lambda n: -rows[n].efficiency)
+    unbiased = [n for n in ranked if not rows[n].biased]
     if not ranked:
-        lines = ["None of these: each is biased or has heavy tails. Try total_propagation() with cross_fit=True."]
+        lines = ["None of these: each has heavy tails. Try ap.clip_lanes, or total_propagation() with cross_fit=True."]
     elif len(ranked) == 1:
-        what = "the only one" + " without significant bias or heavy tails" * (len(rows) > 1)
-        lines = [f"Use {ranked[0]}: it is {what}."]
+        lines = [f"Use {ranked[0]}: it is the only one{' without heavy tails' if len(rows) > 1 else ''}."]
     else:
         first, second = ranked[:2]
         ratios = {n: _ratio(rows[first], rows[n]) for n in ranked[1:]}
         equal = [n for n, (ratio, low, _) in ratios.items() if ratio <= 1.1 or low <= 1]
+        ratio, low, high = ratios[equal[0] if equal else second]
+        lines = [f"Use {first}: it is {ratio:.3g} ({low:.3g} to {high:.3g}) times as efficient as {second}, the next."]
         if equal:
-            ratio, low, high = ratios[equal[0]]
             lines = [
                 f"Use {', '.join([first, *equal[:-1]])} or {equal[-1]}, the simplest of them: no difference is "
                 f"significant ({first} is {ratio:.3g} times as efficient as {equal[0]}, from {low:.3g} to {high:.3g})."
             ]
-        else:
-            ratio, low, high = ratios[second]
-            lines = [
-                f"Use {first}: it is {ratio:.3g} ({low:.3g} to {high:.3g}) times as efficient as {second}, the next."
-            ]
     for name, r in rows.items():
         if r.biased and r.bias is not None:
-            size, spread = np.linalg.norm(r.bias), math.sqrt(r.variance)
-            lines.append(
-                f"{name} is biased by {size:.2g} ({r.off:.0f} standard errors; one estimate's standard deviation is "
-                f"{spread:.2g}), which averaging does not remove; total propagation has cross_fit=True for that."
-            )
+            lines.append(f"{name} is biased by {np.linalg.norm(r.bias):.2g} ({r.off:.0f} standard errors).")
+            if ranked[:1] == [name] and unbiased and r.squared_bias:
+                u = rows[unbiased[0]]
+                number = (u.variance - r.variance * r.seconds / u.seconds) / r.squared_bias
+                lines[-1] += f" Averages of more than {number:.2g} estimates of {unbiased[0]} are better."
         if r.heavy_tailed:
-            lines.append(f"{name} has heavy tails: trust neither its mean nor its variance, {r.variance:.2g} here.")
+            lines.append(f"{name} has heavy tails: {r.share:.0%} of its variance comes from 1 % of its estimates.")
+            if r.cosine > 0.5:
+                lines[-1] += f" Yet its median cosine is {r.cosine:.2f}: cut what few lanes send back, ap.clip_lanes."
     lines += [f"{name} is refused: {why}" for name, why in comparison.refused.items()]
     if len(rows) > 1 and all(r.bias is None for r in rows.values()):
         lines.append("Biases are not known: give compare a truth or a reference.")
@@ -243,17 +253,18 @@ def recommend(comparison: Comparison) -> str:
 
 def _ratio(first: Row, second: Row) -> tuple[float, float, float]:
     """How many times more efficient the first one is, and the ends of the interval."""
-    if first.variance == 0 < second.variance:
+    if first.squared_error == 0 < second.squared_error:
         return math.inf, math.inf, math.inf
-    variances = math.log(second.variance / first.variance) if second.variance != first.variance else 0.0
-    error = math.hypot(*(r.variance_error / r.variance if r.variance else 0.0 for r in (first, second)))
+    equal = second.squared_error == first.squared_error
+    errors = 0.0 if equal else math.log(second.squared_error / first.squared_error)
+    error = math.hypot(*(r.uncertainty / r.squared_error if r.squared_error else 0.0 for r in (first, second)))
     error *= NormalDist().inv_cdf(1 - SIGNIFICANT / 2)
     logs = np.log([second.seconds / first.seconds])
     if first.times is not None and second.times is not None:
         # Round by round: what else the machine does slows down both. All are on one side once in 2^(n - 1) times.
         logs = np.log(second.times / first.times) if len(first.times) > 5 else np.array([-np.inf, 0.0, np.inf])
     low, middle, high = logs.min(), np.median(logs), logs.max()
-    return math.exp(variances + middle), math.exp(variances - error + low), math.exp(variances + error + high)
+    return math.exp(errors + middle), math.exp(errors - error + low), math.exp(errors + error + high)
 
 
 def _compile(objective, argnums, keys, args):
@@ -280,20 +291,30 @@ def _row(samples, times, against):
         mean, error = _mean_and_error(samples)
     finite = bool(np.isfinite(samples).all())
     d = np.square(samples - mean).sum(1) * n / (n - 1) if finite else np.full(n, np.inf)
-    variance, variance_error = float(d.mean()), float(d.std(ddof=1) / math.sqrt(n)) if finite else math.inf
+    variance = float(d.mean())
+    share = float(np.sort(d)[-max(1, n // 100) :].sum() / d.sum()) if 0 < variance < math.inf else float(variance > 0)
     # The largest of n squares of normal numbers is about 2 log 2n.
-    share = min(max(0.2, 6 * math.log(2 * n) / n), 0.5)
-    heavy = not finite or bool(variance > 0 and d.max() > share * n * variance)
-    bias, off = None, math.nan
+    heavy = not finite or bool(variance > 0 and d.max() > min(max(0.2, 6 * math.log(2 * n) / n), 0.5) * n * variance)
+    bias, off, squared_bias, more = None, math.nan, math.nan, 0.0
+    with np.errstate(invalid="ignore"):
+        truth = (n * mean - samples) / (n - 1)
     if against is not None:
-        truth, truth_error = against
+        truth, truth_error = _mean_and_error(against)
         if truth.shape != mean.shape:
             raise ValueError(f"the gradient has {mean.size} elements, the truth {truth.size}")
         bias = mean - truth
-        error_of_bias = np.maximum(np.hypot(error, truth_error), np.finfo(np.float64).tiny)
-        # Ten float32 roundings are no bias.
-        offs = np.where(np.abs(bias) <= 1e-6 * np.abs(truth), 0.0, np.abs(bias) / error_of_bias)
-        off = float(np.max(np.where(np.isfinite(offs), offs, np.inf), initial=0)) if finite else math.nan
+        bias = np.where(np.abs(bias) <= 1e-6 * np.abs(truth), 0.0, bias)  # ten float32 roundings
+        offs = np.abs(bias) / np.maximum(np.hypot(error, truth_error), np.finfo(np.float64).tiny)
+        if finite:
+            off = float(np.max(np.where(np.isfinite(offs), offs, np.inf), initial=0))
+            squared_bias = max(float(bias @ bias - error @ error - truth_error @ truth_error), 0.0)
+            d, more = np.square(samples - truth).sum(1), 2 * float(_mean_and_error(against @ bias)[1])
+    with np.errstate(invalid="ignore", divide="ignore"):
+        cosines = (samples * truth).sum(1) / (np.linalg.norm(samples, axis=1) * np.linalg.norm(truth, axis=-1))
+    cosine = float(np.median(np.where(np.isfinite(cosines), cosines, 0)))
+    squared_error = variance if math.isnan(squared_bias) else variance + squared_bias
+    uncertainty = math.hypot(float(d.std(ddof=1)) / math.sqrt(n), more) if finite else math.inf
     biased = off > NormalDist().inv_cdf(1 - SIGNIFICANT / (2 * max(size, 1)))
-    efficiency = 1 / (variance * seconds) if variance else math.inf
-    return Row(mean, error, bias, off, biased, variance, variance_error, heavy, seconds, efficiency, times)
+    efficiency = 1 / (squared_error * seconds) if squared_error else math.inf
+    errors = squared_bias, squared_error, uncertainty
+    return Row(mean, error, bias, off, biased, variance, *errors, cosine, share, heavy, seconds, efficiency, times)

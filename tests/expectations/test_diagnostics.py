@@ -48,9 +48,9 @@ def test_moments_of_a_known_gradient_and_the_error_of_the_variance():
     row = found.rows["a"]
     np.testing.assert_allclose(row.standard_error, deviations / np.sqrt(4000), rtol=0.05)
     assert (np.abs(row.bias) < 4 * row.standard_error).all() and not row.biased and not row.heavy_tailed
-    np.testing.assert_allclose(row.variance_error, np.sqrt(2 * (1 + 81) / 4000), rtol=0.15)  # the d_i's, exactly
-    assert abs(row.variance - 10) < 4 * row.variance_error
-    np.testing.assert_allclose(row.efficiency, 1 / (row.variance * row.seconds))
+    np.testing.assert_allclose(row.uncertainty, np.sqrt(2 * (1 + 81) / 4000), rtol=0.15)  # the d_i's, exactly
+    assert abs(row.variance - 10) < 4 * row.uncertainty
+    np.testing.assert_allclose(row.efficiency, 1 / (row.squared_error * row.seconds))
     assert "norm 7.0" in str(found) and "4000 estimates" in str(found)
 
 
@@ -67,6 +67,48 @@ def test_a_bias_is_found_against_truth_and_against_a_reference():
     bias = against_truth["off"].mean - against_truth["sound"].mean
     error = np.hypot(against_truth["off"].standard_error, against_truth["sound"].standard_error)
     np.testing.assert_allclose(against_sound["off"].off, bias / error)  # the reference's error counts too
+    np.testing.assert_allclose(against_sound["off"].squared_bias, bias**2 - error**2)
+    assert np.isnan(against_sound["sound"].squared_bias)
+    # E (z + .3)^2 is 1.09, and its square's variance 2 + 4 x .09; a mean of 1,000 as the truth adds 4 x .09 / 1,000.
+    for row, more in ((against_truth["off"], 0), (against_sound["off"], 0.36)):
+        np.testing.assert_allclose(row.squared_error, row.variance + row.squared_bias)
+        assert abs(row.squared_error - 1.09) < 4 * row.uncertainty
+        np.testing.assert_allclose(row.uncertainty, np.sqrt((2.36 + more) / 1000), rtol=0.15)
+
+
+def test_the_squared_bias_has_its_noise_taken_off():
+    rng, truth, n, m = np.random.default_rng(0), np.array([0.3, -0.4]), 20, 30
+    deviations = np.array([0.5, 1.0])
+    rows = [
+        diagnostics._row(truth + deviations * rng.normal(size=(n, 2)), np.ones(3), deviations * rng.normal(size=(m, 2)))
+        for _ in range(2000)
+    ]
+    raw = np.array([row.bias @ row.bias for row in rows])
+    noise = 1.25 * (1 / n + 1 / m)
+    error = np.sqrt((4 * 0.25 * 1.0 * noise + 2 * noise**2) / 2000)  # an upper bound of the standard error
+    assert abs(raw.mean() - noise - 0.25) < 4 * error
+    found = np.array([row.squared_bias for row in rows])
+    assert (found >= 0).all()  # and elsewhere the raw one less what the rows say of noise
+    assert abs(found.mean() - 0.25) < 4 * error and abs(raw.mean() - 0.25) > 10 * error
+
+
+def test_cosines_and_shares_are_those_of_the_definition():
+    # Two of 200 estimates at 1 and the others at 0, with a mean of .01.
+    samples = np.zeros((200, 1))
+    samples[:2] = 1
+    row = diagnostics._row(samples, np.ones(3), None)
+    np.testing.assert_allclose(row.share, 0.99)
+    np.testing.assert_allclose(row.variance, 0.0198 / 1.99)
+    assert row.cosine == 0 and np.isnan(row.squared_bias) and row.squared_error == row.variance
+    # Against (1, 0) the vectors (1, z) have the cosines (1 + z^2)^-1/2.
+    samples = np.stack([np.full(101, 2.0), np.linspace(-2, 2, 101)], 1)
+    row = diagnostics._row(samples, np.ones(3), np.array([[3.0, 0], [3, 0]]))
+    np.testing.assert_allclose(row.cosine, 0.8944, atol=0.01)
+    np.testing.assert_allclose(row.bias, [-1, 0], atol=1e-12)
+    np.testing.assert_allclose(row.squared_error, 1 + row.variance * (1 - 1 / 101), rtol=1e-12)  # with the noise off
+    # Without a truth each is compared with the mean of the others: (1, 0) with (0, 1), and so on.
+    np.testing.assert_allclose(diagnostics._row(np.eye(2), np.ones(3), None).cosine, 0, atol=1e-12)
+    np.testing.assert_allclose(diagnostics._row(np.eye(3) + 1, np.ones(3), None).cosine, 5 / np.sqrt(6 * 5.5))
 
 
 def test_exploding_gradients_are_flagged_and_not_recommended():
@@ -78,7 +120,7 @@ def test_exploding_gradients_are_flagged_and_not_recommended():
     found = diagnostics.compare(objectives, KEY, 1.0, num_estimates=500, truth=0.0)
     assert [row.heavy_tailed for row in found.rows.values()] == [False, True, True]
     assert found.rows["infinite"].efficiency == 0
-    assert diagnostics.recommend(found).startswith("Use normal: it is the only one without significant bias or heavy")
+    assert diagnostics.recommend(found).startswith("Use normal: it is the only one without heavy tails.")
 
 
 def test_exact_gradients_have_no_variance_and_no_bias():
@@ -121,24 +163,34 @@ def test_bad_comparisons(options, words):
 
 def test_recommendations_say_when_nothing_is_better():
     x = np.zeros(1)
-    row = diagnostics.Row(x, x, x, 0.0, False, 1.0, 0.1, False, 1e-3, 1000.0)
+    row = diagnostics.Row(x, x, x, 0.0, False, 1.0, 0.0, 1.0, 0.1, 0.0, 0.1, False, 1e-3, 1000.0)
 
     def of(*others):
         rows = {"A": row} | dict(zip("BCD", others, strict=False))
         return diagnostics.recommend(diagnostics.Comparison(rows, {}, 100))
 
     def worse(factor, **more):
-        return row._replace(variance=factor, variance_error=0.1 * factor, efficiency=1000 / factor, **more)
+        return row._replace(
+            variance=factor, squared_error=factor, uncertainty=0.1 * factor, efficiency=1000 / factor, **more
+        )
 
     # 3.29 standard errors of the logarithm, .1 each: a factor of 1.59.
     assert of(worse(1.5)).startswith("Use A or B, the simplest of them: no difference is significant (A is 1.5 times")
     assert of(worse(1.7)).startswith("Use A: it is 1.7 (1.07 to 2.71) times as efficient as B")
     assert of(worse(1.2), worse(1.5), worse(3.0)).startswith("Use A, B or C, the simplest")
-    biased = of(row._replace(efficiency=5000.0, off=9.0, biased=True, bias=x + 0.5))
-    assert biased.startswith("Use A") and "B is biased by 0.5" in biased and "cross_fit" in biased
+    biased = row._replace(off=9.0, biased=True, bias=x + 0.5, squared_bias=0.25, variance=0.5)
+    text = of(biased._replace(squared_error=0.75, efficiency=1000 / 0.75))
+    assert text.startswith("Use B or A") and "B is biased by 0.5 (9 standard errors)" in text
+    text = of(
+        biased._replace(squared_error=0.01, uncertainty=0.001, squared_bias=0.005, variance=0.005, efficiency=1e5)
+    )
+    assert text.startswith("Use B: it is 100 (") and "more than 2e+02 estimates of A" in text  # .005 + .005 = 1 / 199
+    heavy = of(row._replace(heavy_tailed=True, share=0.96, cosine=0.9))
+    assert heavy.startswith("Use A: it is the only one without heavy tails.")
+    assert "B has heavy tails: 96% of its variance" in heavy and "median cosine is 0.90: cut what few lanes" in heavy
     unknown = row._replace(bias=None, off=np.nan)
     assert "Biases are not known" in diagnostics.recommend(diagnostics.Comparison({"A": unknown, "B": unknown}, {}, 9))
-    exact = row._replace(variance=0.0, variance_error=0.0, efficiency=np.inf)
+    exact = row._replace(variance=0.0, squared_error=0.0, uncertainty=0.0, efficiency=np.inf)
     assert of(exact).startswith("Use B: it is inf")
     assert diagnostics.recommend(diagnostics.Comparison({"A": exact, "B": exact}, {}, 9)).startswith("Use A or B")
 
@@ -168,7 +220,7 @@ def test_no_clock_makes_a_difference_between_equal_objectives(busy, monkeypatch)
 
 def test_seconds_count_as_much_as_variance():
     x, times = np.zeros(1), np.linspace(0.9, 1.1, 10)
-    a = diagnostics.Row(x, x, x, 0.0, False, 1.0, 0.01, False, 1.0, 1.0, times)
+    a = diagnostics.Row(x, x, x, 0.0, False, 1.0, 0.0, 1.0, 0.01, 0.0, 0.1, False, 1.0, 1.0, times)
     b = a._replace(seconds=3.0, efficiency=1 / 3, times=3 * times[::-1])
     text = diagnostics.recommend(diagnostics.Comparison({"b": b, "a": a}, {}, 100))
     assert text.startswith("Use a: it is 3 (2.34 to 3.84) times")  # 3 * .9 / 1.1 and 1.1 / .9, and 4.7 % of variance
