@@ -32,5 +32,5 @@ def test_signal():
     signal = ap.Signal.of(jnp.ones((4, 3)), 8)
     assert signal.port.shape == (4, 3, 8)
     assert len(jax.tree.leaves(signal)) == 2
-    with pytest.raises(ValueError, match="at least one component"):
+    with pytest.raises(ValueError, match="message_size must be an integer of at least 1"):
         ap.Signal.of(jnp.ones(3), 0)

@@ -1,6 +1,7 @@
 """What users give: arguments by their numbers, anything else by a name, and numbers that JAX may have traced."""
 
 import difflib
+import math
 import operator
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -20,6 +21,29 @@ def number_of(name: Any, names: Sequence[str], what: str) -> int:
     if name not in names:
         raise ValueError(f"there is no {what} {name!r}; {nearest(name, names)}")
     return names.index(name)
+
+
+def whole(what: str, value: Any, least: int = 1, most: float = math.inf) -> int:
+    """The value as Python's integer, if it is an integer of Python, NumPy or JAX from `least` to `most`."""
+    try:
+        found = least - 1 if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        found = least - 1
+    if not least <= found <= most:
+        bounds = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
+        raise ValueError(f"{what} must be an integer {bounds}, got {value!r}")
+    return found
+
+
+def number(what: str, value: Any, *, positive: bool = False) -> None:
+    """Refuses what is no finite number of at least 0 or, if it must be positive, above 0; traced numbers pass."""
+    try:
+        good = not isinstance(value, bool | str) and np.ndim(value) == 0
+        good = good and meets(value, lambda x: np.isfinite(x) & ((x > 0) if positive else (x >= 0)))
+    except TypeError:
+        good = False
+    if not good:
+        raise ValueError(f"{what} must be a finite number {'above 0' if positive else 'of at least 0'}, got {value!r}")
 
 
 def is_single(numbers: Any) -> bool:

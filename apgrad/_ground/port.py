@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from apgrad._ground.arguments import whole
+
 
 def refuse_arithmetic(cls: Any, instead: str) -> None:
     """Makes `+`, `*` and `@` an error for a pair of value and port, which as a tuple would be joined or repeated."""
@@ -87,9 +89,7 @@ class Signal(NamedTuple):
           >>> ap.Signal.of(jnp.ones((4, 3)), message_size=8).port.shape
           (4, 3, 8)
         """
-        if message_size < 1:
-            raise ValueError(f"a message needs at least one component, got message_size={message_size}")
-        zeros = port(jax.ShapeDtypeStruct((*value.shape, message_size), value.dtype))
+        zeros = port(jax.ShapeDtypeStruct((*value.shape, whole("message_size", message_size)), value.dtype))
         # `jax.vmap` does not batch a constant, and would add up the messages of all copies of the value. So the zeros
         # depend on the value, in a way that the compiler removes.
         never = jnp.zeros((), bool)

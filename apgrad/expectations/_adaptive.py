@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from apgrad._ground.arguments import whole
 from apgrad._ground.keys import require_key
 from apgrad._programs.jaxprs import place
 from apgrad.expectations._channels import ROW, visits
@@ -124,8 +125,7 @@ def adaptive(
       >>> bool(abs(theta - 0.2) < 0.05), state.moments.shape
       (True, (2, 2, 5, 5))
     """
-    if isinstance(window, bool) or not isinstance(window, int) or window < 1:
-        raise ValueError(f"window is a number of calls, a positive integer, got {window!r}")
+    window = whole("window, a number of calls,", window)
     lanes, lengths = require_program(program, lanes), np.array([max(1, window // SHORTER), window], np.int32)
     several, numbers = argument_numbers(argnums)
 

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from apgrad._ground.arguments import whole
 from apgrad._ground.keys import require_key
 from apgrad._ground.primitives import refuse_message
 from apgrad._programs.jaxprs import trace
@@ -86,7 +87,7 @@ def expectation(
     """
     lanes = require_program(program, lanes)
     if data is not None:
-        data = require_count("the minibatch", "datum", "data", data)
+        data = whole("data, the size of the minibatch,", data)
     if cross_fit and (lanes < 4 or lanes % 2):
         raise ValueError(
             f"cross_fit=True needs two halves of at least 2 lanes: an even number, at least 4, got {lanes}"
@@ -117,14 +118,7 @@ def require_program(program: Any, lanes: Any) -> int:
     """The number of lanes as an integer, or an error for what is no program or no number of lanes."""
     if not callable(program):
         raise TypeError(f"expectation takes a program, a function of (tape, *args), got {type(program).__name__}")
-    return require_count("expectation", "lane", "lanes", lanes)
-
-
-def require_count(what: str, one: str, name: str, count: Any) -> int:
-    """The number that `what` needs, an integer, or an error if it is not positive; `one` is what is counted."""
-    if isinstance(count, bool) or not hasattr(count, "__index__") or operator.index(count) < 1:
-        raise ValueError(f"{what} needs at least one {one}, an integer, got {name}={count!r}")
-    return operator.index(count)
+    return whole("lanes", lanes)
 
 
 def value_and_grad(

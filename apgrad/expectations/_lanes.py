@@ -1,6 +1,5 @@
 """The lanes: independent repetitions of a program, the leading axis of its arrays."""
 
-import operator
 from typing import Any
 
 import jax
@@ -46,15 +45,6 @@ def standard_score(x: jax.Array, folds: int) -> jax.Array:
     each = fold(x, folds)
     away = each - jnp.mean(each, axis=1, keepdims=True)
     return (away / (jnp.sqrt(jnp.mean(away**2, axis=1, keepdims=True)) + 1e-4)).reshape(x.shape)
-
-
-def require_samples(what: str, samples: Any, least: int) -> int:
-    """The number of samples as an integer, or a `ValueError` if it is less than `least`."""
-    if isinstance(samples, bool) or not hasattr(samples, "__index__") or operator.index(samples) < least:
-        raise ValueError(
-            f"{what} needs at least {least} sample{'s' * (least > 1)}, an integer, got samples={samples!r}"
-        )
-    return operator.index(samples)
 
 
 def cost_shape_error(lanes: int, shape: tuple[int, ...]) -> str:

@@ -46,12 +46,13 @@ rules that look for the bias, and `experiments.contact` measures which of them s
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from apgrad._ground.arguments import number
 
 
 class Weighting(NamedTuple):
@@ -176,8 +177,7 @@ def least_variance(shrinkage: float = 0.0) -> Callable[[jax.Array, jax.Array], j
     Args:
       shrinkage: the factor of v / k^2 in the module's formula; 0 for none.
     """
-    if not (math.isfinite(shrinkage) and shrinkage >= 0):
-        raise ValueError(f"shrinkage must be a finite number of at least 0, got {shrinkage!r}")
+    number("shrinkage", shrinkage)
 
     def rule(gradients, suffix):
         mixture, weights = gradients[0], [jnp.ones((), gradients.dtype)]

@@ -8,12 +8,13 @@ no code to spare: such a group is NaN as a whole.)
 
 import dataclasses
 import math
-import numbers
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from apgrad._ground.arguments import whole
 
 GROUP = 128
 _LARGEST_POWER = 63
@@ -132,15 +133,12 @@ def rounding(bits: int = 4, *, group: int = GROUP) -> Rounding:
       >>> bool(jnp.all(jnp.abs(estimate - x) <= 1.01))
       True
     """
-    if not _is_integer(bits) or bits not in (1, 2, 4, 8, 32):
-        raise ValueError(f"rounding has 8, 4, 2 or 1 bits (or 32, exact), got {bits!r}")
-    if not _is_integer(group) or group < 8 or group % 8:
-        raise ValueError(f"a group of rounding must be a positive multiple of 8, got {group!r}")
-    return Rounding(int(bits), int(group))
-
-
-def _is_integer(n: Any) -> bool:
-    return isinstance(n, numbers.Integral) and not isinstance(n, bool)
+    bits, group = whole("the bits of rounding", bits), whole("the group of rounding", group, 8)
+    if bits not in (1, 2, 4, 8, 32):
+        raise ValueError(f"rounding has 8, 4, 2 or 1 bits (or 32, exact), got {bits}")
+    if group % 8:
+        raise ValueError(f"a group of rounding must be a positive multiple of 8, got {group}")
+    return Rounding(bits, group)
 
 
 def _bfloat16(x: jax.Array) -> jax.Array:

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from apgrad._ground.arguments import whole
 from apgrad._ground.files import named_leaves
-from apgrad.meta._require import whole
 
 
 class Checkpoints:

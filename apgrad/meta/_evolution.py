@@ -26,9 +26,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from apgrad._ground.arguments import number, whole
 from apgrad.meta._outer import OuterGradient, Segments, advance, renew, start, where
 from apgrad.meta._partition import merge, partition
-from apgrad.meta._require import number, whole
 from apgrad.meta._unroll import Problem, objective
 
 
@@ -199,4 +199,4 @@ def _mean(tree):
 
 def _require(sigma, pairs):
     number("sigma", sigma, positive=True)
-    whole("pairs", pairs, 1)
+    whole("pairs", pairs)

@@ -30,8 +30,8 @@ import optax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from apgrad._ground.arguments import number, whole
 from apgrad.meta._partition import merge, partition, require_trainable, value_and_gradient, without_fixed
-from apgrad.meta._require import number, whole
 from apgrad.meta._unroll import Problem, final, objective, run, scalar, step
 
 
@@ -112,7 +112,7 @@ class Segments(NamedTuple):
 
 def start(problem: Problem, theta: Any, key: jax.Array, segment: int, *, stagger: bool = True) -> Segments:
     """An unroll at its start or, staggered, after a random number of segments, so that tasks are out of step."""
-    if problem.length % whole("the truncation K", segment, 1):
+    if problem.length % whole("the truncation K", segment):
         raise ValueError(
             f"a truncation of K steps divides the unroll's T; got K={segment}, T={problem.length}. Choose another K, "
             "or another length."
@@ -212,7 +212,7 @@ def batched(outer: OuterGradient, count: int, *, mesh: Mesh | None = None) -> Ou
       mesh: devices over which the tasks are spread (global-view sharding along the mesh's first axis); the results are
         those of one device, but for rounding.
     """
-    count = whole("count", count, 1)
+    count = whole("count", count)
     if mesh is not None and count % mesh.shape[mesh.axis_names[0]]:
         raise ValueError(f"{count} tasks do not divide among the {mesh.shape[mesh.axis_names[0]]} devices of the mesh")
 

@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import numpyro.distributions as dist
 from jax.flatten_util import ravel_pytree
 
+from apgrad._ground.arguments import number, whole
 from apgrad.expectations._expectation import expectation
 from apgrad.expectations._stochastic import stochastic
 from apgrad.expectations.estimators._estimator import Estimator, Mixer
 from apgrad.expectations.estimators._total_propagation import total_propagation
 from apgrad.meta._outer import OuterGradient
 from apgrad.meta._partition import value_and_gradient
-from apgrad.meta._require import number, whole
 from apgrad.meta._unroll import Problem, final, step
 
 
@@ -52,7 +52,7 @@ def perturbed(
       >>> loss, gradient, _ = jax.jit(ap.meta.perturbed(p))(jnp.float32(2.0), jax.random.key(0))
     """
     number("sigma", sigma, positive=True)
-    whole("unrolls", unrolls, 1)
+    whole("unrolls", unrolls)
     take, put = problem.perturb
 
     def estimate(theta, key, carry):

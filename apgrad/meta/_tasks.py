@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from apgrad import mplp
-from apgrad.meta._require import number, whole
+from apgrad._ground.arguments import number, whole
 from apgrad.meta.data import Images
 
 Batch = tuple[jax.Array, jax.Array]
@@ -72,7 +72,7 @@ def mlp(
     if len(sizes) < 2:
         raise ValueError(f"an MLP has at least the sizes of inputs and outputs, got {tuple(sizes)}")
     for size in sizes:
-        whole("each of the sizes", size, 1)
+        whole("each of the sizes", size)
     if deviation is not None:
         number("deviation", deviation)
     last = len(sizes) - 2
@@ -107,7 +107,7 @@ def pool(prior: Callable[[jax.Array], Any], size: int, key: jax.Array) -> Callab
       size: number of members.
       key: PRNG key of the members.
     """
-    keys = jax.random.split(key, size := whole("size", size, 1))
+    keys = jax.random.split(key, size := whole("size", size))
     return lambda key: prior(keys[jax.random.randint(key, (), 0, size)])
 
 
@@ -144,8 +144,8 @@ def sinusoid(
       >>> x.shape, y.shape
       ((10, 1), (10, 1))
     """
-    whole("batch", batch, 1)
-    whole("held_out", held_out, 1)
+    whole("batch", batch)
+    whole("held_out", held_out)
     if len(sizes) < 2 or sizes[0] != 1 or sizes[-1] != 1:
         raise ValueError(f"a sinusoid has one input and one output: sizes=(1, ..., 1), got {tuple(sizes)}")
     if amplitude[1] < amplitude[0]:
@@ -206,8 +206,8 @@ def images(
     """
     if split not in ("train", "test"):
         raise ValueError(f"split must be 'train' or 'test', got {split!r}")
-    whole("batch", batch, 1)
-    whole("held_out", held_out, 1)
+    whole("batch", batch)
+    whole("held_out", held_out)
     pixels, classes = data.x_train.shape[1], data.classes
     network, prior = mlp((pixels, *hidden, classes), activation, mplp.softmax_cross_entropy, deviation=deviation)
     train = jnp.asarray(data.x_train, float), jnp.asarray(data.y_train)

@@ -21,13 +21,13 @@ import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from apgrad._ground.arguments import whole
 from apgrad._ground.files import locked
 from apgrad.meta._checkpoints import Checkpoints
 from apgrad.meta._identity import claim, identity
 from apgrad.meta._log import Log, MetricsFile, progress_bar
 from apgrad.meta._outer import OuterGradient, global_view, scaled_norm, where, widened
 from apgrad.meta._partition import merge, partition
-from apgrad.meta._require import whole
 
 
 class Training(NamedTuple):

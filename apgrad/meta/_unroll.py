@@ -23,8 +23,8 @@ import jax
 import jax.numpy as jnp
 
 from apgrad import mplp
+from apgrad._ground.arguments import number, whole
 from apgrad.meta._learners import Learner
-from apgrad.meta._require import number, whole
 from apgrad.meta._tasks import Task
 
 EntropyForm = Literal["reference", "paper"]
@@ -100,8 +100,8 @@ def inner_problem(
     Raises:
       ValueError: for weights that make no loss, or lengths that fit no unroll.
     """
-    length = whole("length", length, 1)
-    if shortest is not None and whole("shortest", shortest, 1) > length:
+    length = whole("length", length)
+    if shortest is not None and whole("shortest", shortest) > length:
         raise ValueError(f"an unroll has 1 <= shortest <= length steps, got shortest={shortest}, length={length}")
     for name, weight in {"hint": hint, "held_out": held_out, "batch_entropy": batch_entropy}.items():
         number(name, weight)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from apgrad._ground.arguments import whole
 from apgrad.mplp._protocol import Site
 
 Parts = Sequence[jax.Array]
@@ -185,8 +186,7 @@ def require_one_of(choices: tuple[Any, ...], **options: Any) -> None:
 def require_sizes(least: int, **sizes: Any) -> None:
     """Refuses sizes that are not integers from `least` to LARGEST."""
     for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or not least <= value <= LARGEST:
-            raise ValueError(f"{name} must be an integer from {least} to {LARGEST}, got {value!r}")
+        whole(name, value, least, LARGEST)
 
 
 def require_positive(**numbers: Any) -> None:

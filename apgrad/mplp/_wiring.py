@@ -14,6 +14,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
+from apgrad._ground.arguments import whole
 from apgrad._ground.port import Signal
 from apgrad._ground.propagator import Propagator, node
 from apgrad.mplp import _paths as paths
@@ -87,8 +88,7 @@ def fork(
       Array([[3., 3.]], dtype=float32)
     """
     require_signals("mplp.fork", [signal])
-    if n < 1:
-        raise ValueError(f"fork makes at least one signal, got n={n}")
+    n = whole("n of fork, a number of signals,", n)
     named: dict[Any, Callable] = {"sum": lambda m: jnp.sum(m, axis=0), "mean": lambda m: jnp.mean(m, axis=0)}
     if not callable(aggregate) and aggregate not in named:
         raise ValueError(f'fork aggregates by "sum", "mean" or a function, got {aggregate!r}')

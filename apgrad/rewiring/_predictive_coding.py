@@ -23,7 +23,7 @@ row are needed before all weights learn.
 import jax
 import jax.numpy as jnp
 
-from apgrad._ground.arguments import is_single
+from apgrad._ground.arguments import whole
 from apgrad._ground.propagator import Propagator
 from apgrad._programs.jaxprs import is_inexact
 from apgrad.rewiring._layers import Where, chosen, require_number
@@ -61,8 +61,7 @@ def predictive_coding(where: Where, *, steps: int = 20, rate: float = 0.1) -> Ru
       [(3, 4), (4, 2)]
     """
     require_number("rate", rate)
-    if not is_single(steps) or steps < 1:
-        raise ValueError(f"predictive coding takes at least one step, a whole number, got {steps=}")
+    steps = whole("the steps of predictive coding", steps)
 
     def at(site, params):
         if getattr(site.output, "shape", None) != ():

@@ -76,13 +76,6 @@ class _Leaf(NamedTuple):
         )
 
 
-def require_bound(what: str, name: str, value: float) -> float:
-    """The number, or an error if it is not positive and finite."""
-    if not (isinstance(value, int | float | np.number) and np.isfinite(value) and value > 0):
-        raise ValueError(f"{what} needs a positive, finite {name}, got {value!r}")
-    return float(value)
-
-
 def distance(samples: Any, truth: Any, bound: float) -> Distance:
     """The distance of the mean of samples, float64 with the samples as leading axis, from a real and finite truth."""
     leaves = list(_leaves(samples, truth))

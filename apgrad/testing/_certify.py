@@ -23,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import special
 
+from apgrad._ground.arguments import number
 from apgrad.testing import _bias
 from apgrad.testing._moments import Moments, draw, moments_of
 
@@ -137,8 +138,8 @@ def certify(
         raise ValueError(f"certify tests orders 1 and 2, got order={order!r}")
     if order == 2 and not callable(truth):
         raise ValueError("order=2 needs the exact expectation as a function, to differentiate it twice")
-    for bound_name, bound in [("max_standard_errors", max_standard_errors), ("resolution", resolution), ("rtol", rtol)]:
-        _bias.require_bound("certify", bound_name, bound)
+    for what, bound in {"max_standard_errors": max_standard_errors, "resolution": resolution, "rtol": rtol}.items():
+        number(what, bound, positive=True)
     if not all(np.isfinite(limit).all() for limit in jax.tree.leaves(max_variance)):
         raise ValueError(f"certify needs a finite max_variance, which claims something, got {max_variance}")
     for path, leaf in jax.tree_util.tree_leaves_with_path(args[:1]):

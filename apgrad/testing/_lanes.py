@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from apgrad._ground.arguments import whole
 from apgrad.expectations._expectation import lane_costs
 
 
@@ -39,8 +40,7 @@ def assert_independent_lanes(
           ...
       AssertionError: the cost of lane ... moved from ... to ... when other lanes drew other samples: ...
     """
-    if lanes < 4:
-        raise ValueError(f"assert_independent_lanes disturbs half of the lanes and needs at least 4, got {lanes}")
+    lanes = whole("lanes of assert_independent_lanes, which disturbs half of them,", lanes, 4)
     before = np.asarray(lane_costs(program, lanes, key, *args))
     if not np.isfinite(before).all():
         raise AssertionError(f"costs are not finite, so that none can be seen to move: {before}")

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from apgrad._ground.arguments import number, whole
 from apgrad.testing import _bias
 
 
@@ -59,9 +60,7 @@ def moments_of(samples: Any) -> Moments:
 
 def draw(estimate_fn: Callable[[jax.Array], Any], key: jax.Array, num_samples: int, batch_size: int) -> Any:
     """Independent estimates: the estimate's pytree, of float64 arrays with the samples as leading axis."""
-    if num_samples < 2:
-        raise ValueError(f"a mean needs at least 2 samples to have a standard error, got num_samples={num_samples}")
-    keys = jax.random.split(key, num_samples)
+    keys = jax.random.split(key, whole("num_samples", num_samples, 2))
     estimates = jax.jit(lambda keys: jax.lax.map(estimate_fn, keys, batch_size=min(batch_size, num_samples)))(keys)
 
     def real(path, x):
@@ -117,8 +116,8 @@ def assert_unbiased(
           ...
       AssertionError: biased: mean ... against 1.0, off by 32.6 standard errors (1000 samples; 4 are chance)
     """
-    bound = _bias.require_bound("assert_unbiased", "max_standard_errors", max_standard_errors)
-    worst = _bias.distance(draw(estimate_fn, key, num_samples, batch_size), truth, bound)
+    number("max_standard_errors", max_standard_errors, positive=True)
+    worst = _bias.distance(draw(estimate_fn, key, num_samples, batch_size), truth, float(max_standard_errors))
     if worst.off > worst.bound:
         raise AssertionError(worst.words)
     return worst.off

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from apgrad._ground.arguments import is_single
+from apgrad._ground.arguments import whole
 from apgrad._programs import jaxprs
 from apgrad._programs.kinds import NO_DERIVATIVE
 from apgrad.tracing import _paths as paths
@@ -93,8 +93,7 @@ class Influence:
           >>> ap.tracing.influence(loss)(jnp.ones(2)).top(1).components
           ('b',)
         """
-        if not is_single(count) or count < 1:
-            raise ValueError(f"top needs a count, a whole number of at least 1, got {count}")
+        count = whole("the count of top", count)
         share = np.nan_to_num(mean(self.share))
         kept = np.sort(np.argsort(-share.sum(axis=1), kind="stable")[:count])
         components = tuple(self.components[i] for i in kept)
@@ -179,8 +178,8 @@ def require_options(kind: Any, by: Any = "scope", depth: Any = None) -> None:
         raise ValueError(f"kind must be 'greedy' or 'viterbi', got {kind!r}")
     if by not in ("scope", "primitive"):
         raise ValueError(f"by must be 'scope' or 'primitive', got {by!r}")
-    if depth is not None and (not is_single(depth) or depth < 1):
-        raise ValueError(f"depth is a number of names, counted from the outside, at least 1; got {depth}")
+    if depth is not None:
+        whole("depth, a number of names counted from the outside,", depth)
 
 
 def influence_in(
@@ -245,8 +244,7 @@ def every(n: int, traced: Callable[..., Any]) -> Callable[..., Any]:
       >>> seen.share[:, 0, 0]
       Array([ 1., nan,  1., nan], dtype=float32)
     """
-    if not is_single(n) or n < 1:
-        raise ValueError(f"every needs n, a whole number of at least 1, got n={n}")
+    n = whole("n of every", n)
 
     def at(step, *args):
         shape = jax.eval_shape(traced, *args)

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from apgrad._ground.arguments import is_single
+from apgrad._ground.arguments import whole
 from apgrad._ground.messages import describe
 
 Value = tuple[Any, ...]
@@ -211,8 +211,7 @@ def top_k(k: int, log: bool = False) -> Semiring:
       >>> ap.semiring_grad(lambda x: 3.0 * x - 2.0 * x, ap.tracing.top_k(2))(1.0)
       Array([3., 2.], dtype=float32)
     """
-    if not is_single(k) or k < 1:
-        raise ValueError(f"top_k needs k of at least 1, a whole number, got k={k}")
+    k = whole("k of top_k", k)
     single = max_product(log)
 
     def plus(a, b):

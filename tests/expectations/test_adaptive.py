@@ -251,7 +251,7 @@ def test_errors():
         objective.value_and_grad(KEY, THETA, THETA)
     with pytest.raises(TypeError, match="dtype int32, which has no gradient"):
         objective.init(KEY, {"a": 1, "b": (2,)})
-    with pytest.raises(ValueError, match="a positive integer, got 0"):
+    with pytest.raises(ValueError, match="must be an integer of at least 1, got 0"):
         ap.adaptive(linear, 8, window=0)
     with pytest.raises(ValueError, match="argnums=0: 0 is the key"):
         ap.adaptive(linear, 8, argnums=0)
@@ -293,7 +293,7 @@ def test_a_rule_of_the_mixers_own_is_refused():
     with pytest.raises(ValueError, match="is never visited"):
         ap.adaptive(lambda tape, theta: never(tape, jnp.full(4, theta)).cost(jnp.ones(4)), 4).init(KEY, 0.5)
     for lanes in (8.0, True):
-        with pytest.raises(ValueError, match="at least one lane, an integer"):
+        with pytest.raises(ValueError, match="lanes must be an integer of at least 1"):
             ap.adaptive(program, lanes)
 
 

@@ -174,7 +174,7 @@ def test_axes_that_do_not_fit_are_errors():
         wrong(lambda b: b[:, :2])
     with pytest.raises(ValueError, match="Say parts=True if it is one choice for each datum"):
         wrong(lambda b: b, parts=None)
-    with pytest.raises(ValueError, match="at least one datum, an integer, got data=0"):
+    with pytest.raises(ValueError, match="data, the size of the minibatch, must be an integer of at least 1, got 0"):
         wrong(lambda b: b, data=0)
     assert jnp.isfinite(wrong(lambda b: b, parts=False))
 

@@ -552,7 +552,7 @@ def test_parts_without_a_score():
 
 @pytest.mark.parametrize("lanes", [0, -1, 2.0, True, None])
 def test_lanes_must_be_a_positive_integer(lanes):
-    with pytest.raises(ValueError, match="at least one lane"):
+    with pytest.raises(ValueError, match="lanes must be an integer"):
         ap.expectation(lambda tape: tape, lanes)
 
 

@@ -111,10 +111,10 @@ def test_fractions_are_checked(bad):
 
 def test_bits_and_groups_are_checked():
     for bits in (3, True, 4.0, "4"):
-        with pytest.raises(ValueError, match="8, 4, 2 or 1 bits"):
+        with pytest.raises(ValueError, match="bits"):
             R.rounding(bits)
     for group in (12, 0, 16.0, True):
-        with pytest.raises(ValueError, match="multiple of 8"):
+        with pytest.raises(ValueError, match="group of rounding must be"):
             R.rounding(4, group=group)
 
 

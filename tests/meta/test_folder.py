@@ -352,7 +352,7 @@ def test_what_the_error_says_works(run):
 @pytest.mark.parametrize("option", [{"steps": 4.5}, {"steps": -1}, {"every": 0}, {"every": 2.0}, {"steps": True}])
 def test_steps_are_whole_numbers(option):
     args = (outer(), optax.sgd(0.1), jnp.ones(3), jax.random.key(0))
-    with pytest.raises((TypeError, ValueError), match="must be an integer of at least"):
+    with pytest.raises(ValueError, match="must be an integer of at least"):
         meta.train(*args, **{"steps": 2, "progress": False, **option})
 
 

@@ -132,7 +132,7 @@ class TestWiring:
 
     def test_fork_options(self):
         signal = ap.Signal.of(jnp.ones((2, 3)), 2)
-        with pytest.raises(ValueError, match="at least one signal, got n=0"):
+        with pytest.raises(ValueError, match="n of fork, a number of signals, must be an integer of at least 1, got 0"):
             mplp.fork(signal, 0)
         with pytest.raises(ValueError, match="got 'median'"):
             mplp.fork(signal, 2, "median")  # pyright: ignore

@@ -240,7 +240,7 @@ def test_options_are_finite_numbers():
     for make in (r.feedback_alignment, r.direct_feedback_alignment, r.kolen_pollack):
         with pytest.raises(TypeError, match=f"the key of {make.__name__} is one PRNG key"):
             make(3)
-    with pytest.raises(ValueError, match="a whole number"):
+    with pytest.raises(ValueError, match="must be an integer"):
         r.predictive_coding("x", steps=2.5)
     with pytest.raises(TypeError, match=r"first_of takes a rule .*, got function. Call it"):
         r.first_of(r.sign_symmetry)

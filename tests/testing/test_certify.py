@@ -171,7 +171,7 @@ def test_what_cannot_be_tested_is_an_error():
     estimate = lambda key, theta: 2 * theta + jax.random.normal(key)
     for name in ("max_standard_errors", "resolution", "rtol"):
         for bound in (np.inf, np.nan, -1.0):
-            with pytest.raises(ValueError, match=f"positive, finite {name}"):
+            with pytest.raises(ValueError, match=f"{name} must be a finite number above 0"):
                 ap.testing.certify(estimate, jnp.square, 1.0, **{name: bound})
     with pytest.raises(ValueError, match="finite max_variance"):
         ap.testing.certify(estimate, jnp.square, 1.0, max_variance=np.inf)

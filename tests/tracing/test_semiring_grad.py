@@ -209,7 +209,7 @@ def test_errors():
         jax.eval_shape(ap.semiring_grad(lambda x: jnp.sum(jnp.abs(jnp.fft.fft(x))), s), jnp.ones(4))
     with pytest.raises(TypeError, match="x is data"):
         ap.semiring_grad(lambda x: ap.refuse_derivative(x, "x is data") * 2.0, s)(1.0)
-    with pytest.raises(ValueError, match="k of at least 1, a whole number"):
+    with pytest.raises(ValueError, match="k of top_k must be an integer of at least 1"):
         ap.tracing.top_k(0)
 
 

@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from apgrad._ground.arguments import whole
 from apgrad._ground.primitives import zero_with_gradient
-from apgrad.expectations._lanes import require_samples
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator, per_lane
 from apgrad.expectations.estimators._discrete import choices
 
@@ -49,7 +49,7 @@ def arms(samples: int = 4) -> ChoiceEstimator:
       >>> float(jax.grad(objective, argnums=1)(jax.random.key(0), 0.0)).__round__(1)
       1.0
     """
-    samples = require_samples("arms", samples, 2)
+    samples = whole("the samples of arms", samples, 2)
     m = samples - 1
 
     def estimate(distribution, key, costs):

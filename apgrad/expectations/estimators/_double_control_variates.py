@@ -29,9 +29,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from apgrad._ground.arguments import whole
 from apgrad._ground.primitives import zero_with_gradient
 from apgrad.expectations import _distributions as distributions
-from apgrad.expectations._lanes import require_samples
 from apgrad.expectations._ports import dice
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
 from apgrad.expectations.estimators._control_variate import second_moment
@@ -64,7 +64,7 @@ def double_control_variates(samples: int = 2, coefficient: Any = 1.0) -> ChoiceE
       >>> float(jax.grad(ap.expectation(program, lanes=1), argnums=1)(jax.random.key(0), 0.0))
       1.0
     """
-    samples = require_samples("double_control_variates", samples, 2)
+    samples = whole("the samples of double_control_variates", samples, 2)
 
     def estimate(distribution, key, costs):
         drawn = jax.vmap(lambda key: distributions.sample(distribution, key))(jax.random.split(key, samples))

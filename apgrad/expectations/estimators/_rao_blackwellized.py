@@ -15,12 +15,11 @@ is a control variate. Here b is the mean cost of the outcomes in T, weighed by t
 on in the program is an outcome of T with its probability, and r otherwise.
 """
 
-import operator
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from apgrad._ground.arguments import whole
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
 from apgrad.expectations.estimators._discrete import enumerated, number_of_outcomes
 from apgrad.expectations.estimators._enumeration import enumeration
@@ -45,8 +44,7 @@ def rao_blackwellized(top: int) -> ChoiceEstimator:
       >>> jax.grad(ap.expectation(program, lanes=10), argnums=1)(jax.random.key(0), jnp.zeros(4)).shape
       (4,)
     """
-    if isinstance(top, bool) or not hasattr(top, "__index__") or operator.index(top) < 1:
-        raise ValueError(f"rao_blackwellized sums over at least one outcome, an integer, got top={top!r}")
+    top = whole("top of rao_blackwellized, a number of outcomes,", top)
 
     def estimate(distribution, key, costs):
         if evaluations(distribution) <= top:

@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from apgrad._ground.arguments import whole
 from apgrad.expectations import _distributions as distributions
-from apgrad.expectations._lanes import require_samples
 from apgrad.expectations._ports import dice
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
 
@@ -39,7 +39,7 @@ def rloo(samples: int = 2) -> ChoiceEstimator:
       >>> float(jax.grad(objective, argnums=1)(jax.random.key(0), 0.0)).__round__(1)
       1.0
     """
-    samples = require_samples("rloo", samples, 2)
+    samples = whole("the samples of rloo", samples, 2)
 
     def estimate(distribution, key, costs):
         xs = jax.vmap(lambda key: distributions.sample(distribution, key))(jax.random.split(key, samples))

@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from apgrad._ground.arguments import whole
 from apgrad.expectations import _distributions as distributions
-from apgrad.expectations._lanes import require_samples
 from apgrad.expectations._ports import dice
 
 LogJoint = Callable[[jax.Array], jax.Array]
@@ -75,7 +75,7 @@ def by_scores(what: str, samples: int, stand_in: Callable[[jax.Array], jax.Array
 
     A sample's baseline is the bound with `stand_in(log-weights)` for its own weight; None: the bound of the others.
     """
-    samples = require_samples(what, samples, 2)
+    samples = whole(f"the samples of {what}", samples, 2)
 
     def baselines(weights):
         own = jnp.eye(samples, dtype=bool).reshape(samples, samples, *[1] * (weights.ndim - 1))

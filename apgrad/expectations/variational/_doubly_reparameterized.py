@@ -24,8 +24,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from apgrad._ground.arguments import whole
 from apgrad._programs.jaxprs import hoist
-from apgrad.expectations._lanes import require_samples
 from apgrad.expectations._ports import dice
 from apgrad.expectations.variational._bounds import (
     Bound,
@@ -59,7 +59,7 @@ def doubly_reparameterized(samples: int) -> Bound:
       True
     """
     what = "doubly_reparameterized"
-    samples = require_samples(what, samples, 1)
+    samples = whole(f"the samples of {what}", samples)
 
     def bound(key, proposal, log_joint):
         z = pathwise_samples(what, key, proposal, samples)

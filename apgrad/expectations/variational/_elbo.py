@@ -37,6 +37,7 @@ import numpyro
 from jax import lax
 from numpyro.primitives import Messenger
 
+from apgrad._ground.arguments import whole
 from apgrad._ground.primitives import zero_with_gradient
 from apgrad._programs.control import nested
 from apgrad._programs.flow import flow
@@ -101,9 +102,7 @@ def elbo(
             )
         if estimator is not None:
             baselines.require_baseline(f"variational.elbo: {name}", estimator.baseline)
-    if isinstance(lanes, bool) or not isinstance(lanes, int) or lanes < 1:
-        raise ValueError(f"variational.elbo needs at least one lane, an integer, got lanes={lanes!r}")
-    return _ELBO(estimators, lanes, default, sticking_the_landing)
+    return _ELBO(estimators, whole("the lanes of variational.elbo", lanes), default, sticking_the_landing)
 
 
 class _ELBO(numpyro.infer.ELBO):

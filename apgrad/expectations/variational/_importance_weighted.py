@@ -5,7 +5,7 @@ proposal gets noisier, relative to its size, as the samples get more (Rainforth 
 `doubly_reparameterized`.
 """
 
-from apgrad.expectations._lanes import require_samples
+from apgrad._ground.arguments import whole
 from apgrad.expectations.variational._bounds import (
     Bound,
     log_mean_exp,
@@ -35,7 +35,7 @@ def importance_weighted(samples: int) -> Bound:
       >>> float(bound(jax.random.key(0), dist.Normal(0.5, 0.5**0.5), log_joint)).__round__(3)
       -1.516
     """
-    samples = require_samples("importance_weighted", samples, 1)
+    samples = whole("the samples of importance_weighted", samples)
 
     def bound(key, proposal, log_joint):
         z = pathwise_samples("importance_weighted", key, proposal, samples)
