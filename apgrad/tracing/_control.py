@@ -32,14 +32,14 @@ from apgrad.tracing._interpreter import Context, Walked, filled, walk
 SLOTS = 64
 
 
-def _call(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
+def _call(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
     """Calls, as of a jitted function."""
-    return walk(context, _inside(eqn).jaxprs[0], inputs, active)
+    return walk(context, inside.jaxprs[0], inputs, active)
 
 
-def _remat(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
+def _remat(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
     """`jax.checkpoint`: the program is walked again on the way back, from its inputs."""
-    jaxpr, consts = _inside(eqn).jaxprs[0]
+    jaxpr, consts = inside.jaxprs[0]
     outputs = jaxprs.caller(eqn)(*inputs)
 
     def pull(memory, messages):
@@ -49,9 +49,9 @@ def _remat(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) ->
     return Walked(outputs, _inexact(outputs), Partial(pull, (list(consts), list(inputs))))
 
 
-def _cond(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
+def _cond(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
     """`lax.cond` and `lax.switch`: on the way back, the branch that was taken is walked."""
-    branches, semiring = _inside(eqn).jaxprs, context.semiring
+    branches, semiring = inside.jaxprs, context.semiring
     outputs = jaxprs.caller(eqn)(*inputs)
     like = _structs(outputs)
     bodies, consts = [b.jaxpr for b in branches], [list(b.consts) for b in branches]
@@ -71,10 +71,9 @@ def _cond(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> 
     return Walked(outputs, _inexact(outputs), Partial(pull, (list(inputs), consts)))
 
 
-def _scan(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
+def _scan(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
     """`lax.scan`: what the body remembers is stacked, and a scan in the other direction pulls messages through it."""
-    inside, semiring = _inside(eqn), context.semiring
-    (program,), (fixed, carried, _) = inside.jaxprs, inside.counts
+    semiring, (program,), (fixed, carried, _) = context.semiring, inside.jaxprs, inside.counts
     outer, carry, xs = inputs[:fixed], inputs[fixed : fixed + carried], inputs[fixed + carried :]
     flags = active_carry(program, active, fixed, carried)
     form: dict[str, Any] = {}
@@ -150,11 +149,9 @@ def depends(eqn: Any, flags: list[bool]) -> list[bool] | None:
     return None
 
 
-def _while_loop(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
+def _while_loop(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
     """`lax.while_loop`: each step's state is computed again from the last remembered state before it."""
-    inside, semiring = _inside(eqn), context.semiring
-    test, body = inside.jaxprs
-    first, fixed, carried = inside.counts
+    semiring, (test, body), (first, fixed, carried) = context.semiring, inside.jaxprs, inside.counts
     test_outer, outer, carry = inputs[:first], inputs[first : first + fixed], list(inputs[first + fixed :])
     flags = active_carry(body, active[first:], fixed, carried)
 
@@ -199,9 +196,9 @@ def _while_loop(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...
     return Walked(list(final), tuple(flags[fixed:]), Partial(pull, memory))
 
 
-def _custom(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
+def _custom(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
     """A function with its own derivative rule: the rule's linear program is walked in its place."""
-    program, tangents, chosen, real, outputs = _linearized(eqn, inputs, active)
+    program, tangents, chosen, real, outputs = linearized(eqn, inputs, active)
     walked = walk(context._replace(enter=None), program, tangents, (True,) * len(tangents))
     count = len(active)
 
@@ -212,17 +209,13 @@ def _custom(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -
     return Walked(outputs, tuple(real), Partial(pull, walked.pull))
 
 
-def rule_program(eqn: Any, inputs: Any, active: Any) -> tuple[Any, list[Any], list[int], list[bool]]:
+def linearized(eqn: Any, inputs: Sequence[Any], active: Sequence[bool]) -> tuple[Any, list, list[int], list[bool], Any]:
     """The linear program of a function with its own rule: from tangents of active inputs to tangents of outputs.
 
-    With it come zeros for its inputs, the numbers of the active inputs, and for each output whether it has a tangent.
+    With it come zeros for its inputs, the numbers of the active inputs, for each output whether it has a tangent, and
+    the outputs.
     """
-    return _linearized(eqn, inputs, active)[:4]
-
-
-def _linearized(eqn, inputs, active):
-    chosen, call = [i for i, a in enumerate(active) if a], jaxprs.caller(eqn)
-    real = jaxprs.inexact_outputs(eqn)
+    chosen, call, real = [i for i, a in enumerate(active) if a], jaxprs.caller(eqn), jaxprs.inexact_outputs(eqn)
     inputs = [jnp.asarray(x) for x in inputs]  # a rule may do with its arrays what NumPy's constants cannot
 
     def with_messages(*inputs):
@@ -233,15 +226,13 @@ def _linearized(eqn, inputs, active):
     tangents = [jnp.zeros_like(x) for x in primals]
     if eqn.primitive.name.startswith("custom_vjp"):
         floats, pullback, outputs = jax.vjp(function, *primals, has_aux=True)
-        linear = _require_linear(pullback, floats, primals, jaxprs.scope(eqn))
+        linear = _require_linear(pullback, floats, jaxprs.scope(eqn))
     else:
         _, linear, outputs = jax.linearize(function, *primals, has_aux=True)
     return jaxprs.trace(linear, *tangents)[0], tangents, chosen, real, outputs
 
 
-def _require_linear(
-    pullback: Callable[..., Any], outputs: Sequence[Any], inputs: Sequence[Any], where: str
-) -> Callable[..., list[Any]]:
+def _require_linear(pullback: Callable[..., Any], outputs: Sequence[Any], where: str) -> Callable[..., Any]:
     """The tangent map whose transpose is the given pullback."""
     name = f" in {where!r}" if where else ""
     message = (
@@ -264,10 +255,6 @@ def _require_linear(
     return tangent_map
 
 
-def _inside(eqn: Any) -> Any:
-    return jaxprs.nested(eqn)  # which is None for plain primitives, and they do not come here
-
-
 def _structs(values):
     return [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in values]
 
@@ -280,4 +267,4 @@ def _inexact(outputs):
     return tuple(jnp.issubdtype(y.dtype, jnp.inexact) for y in outputs)
 
 
-CONTROL_RULES = {"call": _call, "remat": _remat, "cond": _cond, "scan": _scan, "while": _while_loop, "custom": _custom}
+NESTED = {"call": _call, "remat": _remat, "cond": _cond, "scan": _scan, "while": _while_loop, "custom": _custom}

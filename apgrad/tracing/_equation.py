@@ -24,6 +24,7 @@ class Equation(NamedTuple):
     active: tuple[bool, ...]  # for each input, whether a message for it is wanted
     outputs: Sequence[Any]
     params: dict[str, Any]
+    in_parts: Any = None  # (function that computes the same) -> the pull that walks the function's own program
 
 
 Pull = Partial
@@ -70,13 +71,6 @@ def require_countable(equation: Equation, size: int) -> int:
 def each(function: Callable[[Any], Any], message: Value) -> Value:
     """The message with a function applied to each of its components."""
     return tuple(function(x) for x in message)
-
-
-def each_with_zero(semiring: Semiring, function: Callable[[Any, Any], Any], message: Value) -> Value:
-    """The message with a function applied to each component together with the component's number in the semiring's
-    zero.
-    """
-    return tuple(function(x, zero) for x, zero in zip(message, semiring.zero, strict=True))
 
 
 def where(condition: Any, a: Value, b: Value) -> Value:

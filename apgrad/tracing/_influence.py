@@ -20,9 +20,10 @@ from apgrad._ground.arguments import whole
 from apgrad._programs import jaxprs
 from apgrad._programs.kinds import NO_DERIVATIVE
 from apgrad.tracing import _paths as paths
+from apgrad.tracing._control import NESTED
 from apgrad.tracing._interpreter import Context, walk
 from apgrad.tracing._residual_adds import scopes_with_residual_adds
-from apgrad.tracing._semiring_grad import NESTED, original, propagated, traced, values
+from apgrad.tracing._semiring_grad import original, propagated, traced, values
 from apgrad.tracing._semirings import ordinary
 
 PathKind = Literal["greedy", "viterbi"]

@@ -5,6 +5,7 @@ does) or a loop (`_control.py` does). A walk is a function of arrays, so it work
 value is *active* if it depends on an input for which a message is wanted.
 """
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +17,8 @@ from jax.tree_util import Partial
 from apgrad._programs import jaxprs
 from apgrad._programs.kinds import NO_DERIVATIVE
 from apgrad.tracing._equation import Equation, Pull
-from apgrad.tracing._rules import RULES, dense
+from apgrad.tracing._products import dense
+from apgrad.tracing._rules import RULES
 from apgrad.tracing._semirings import Semiring, Value
 from apgrad.tracing._sums import zeros
 
@@ -25,7 +27,7 @@ class Context(NamedTuple):
     """What is the same for all of a walk: `enter` is applied to each message before it goes through an equation."""
 
     semiring: Semiring
-    nested: Mapping[str, Callable[..., "Walked"]]  # of programs inside by kind, of primitives walked in parts by name
+    nested: Mapping[str, Callable[..., "Walked"]]  # of equations with programs inside, by kind
     scope: str = ""  # around the program that is walked
     enter: Callable[[Value, str, str], Value] | None = None  # (message, scope, primitive) -> message
 
@@ -86,14 +88,12 @@ def walk_equation(context: Context, eqn: Any, inputs: Sequence[Any], active: tup
         return Walked(call(*inputs), (False,) * len(eqn.outvars), None)
     jaxprs.require_values(eqn, "tracing")
     jaxprs.require_known(eqn, "tracing")
-    kind = jaxprs.nested(eqn)
-    if kind is not None:
-        return context.nested[kind.kind](context.at(eqn), eqn, inputs, active)
+    inside = jaxprs.nested(eqn)
+    if inside is not None:
+        return context.nested[inside.kind](context.at(eqn), eqn, inside, inputs, active)
     # An array without elements has no edges.
     active = tuple(a and jnp.size(x) > 0 for a, x in zip(active, inputs, strict=True))
     some = any(active) and any(math.prod(v.aval.shape) for v in eqn.outvars)
-    if some and name in context.nested:
-        return context.nested[name](context, eqn, inputs, active)
     outputs = call(*inputs)
     flags = tuple(some and jnp.issubdtype(y.dtype, jnp.inexact) for y in outputs)
     if not any(flags):
@@ -103,10 +103,21 @@ def walk_equation(context: Context, eqn: Any, inputs: Sequence[Any], active: tup
             f"tracing is of real numbers, got complex ones at the primitive {name!r}. Keep complex numbers out of "
             "what is traced, or trace real and imaginary parts that are computed apart."
         )
-    rule = RULES.get(name, dense)
-    return Walked(
-        outputs, flags, rule(Equation(context.semiring, name, call, inputs, active, outputs, jaxprs.Parameters(eqn)))
-    )
+    parts, params = functools.partial(_in_parts, context, inputs, active), jaxprs.Parameters(eqn)
+    equation = Equation(context.semiring, name, call, inputs, active, outputs, params, parts)
+    return Walked(outputs, flags, RULES.get(name, dense)(equation))
+
+
+def _in_parts(context: Context, inputs: Sequence[Any], active: Sequence[bool], function: Callable[..., Any]) -> Pull:
+    """The pull of a function that computes what an equation does. The primitive has computed the outputs already."""
+    # The parts are no vertices: between them nothing is settled, and no component entered.
+    quiet = context._replace(enter=None, semiring=context.semiring._replace(settle=lambda message: message))
+
+    def pull(inputs, messages):
+        program, _ = jaxprs.trace(function, *inputs)
+        return walk(quiet, program, inputs, active).pull(messages)
+
+    return Partial(pull, list(inputs))
 
 
 def backward(

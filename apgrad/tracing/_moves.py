@@ -1,118 +1,84 @@
 """Rules of the primitives that move elements: each output element is an input element, and the derivative is 1.
 
 A message goes back by the transposed move. An input element that went to several places gets the plus of their
-messages; an input element that went nowhere gets the semiring's zero.
+messages; one that went nowhere gets the semiring's zero.
 """
 
 import functools
 import math
-from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.tree_util import Partial
 
+from apgrad._programs.jaxprs import is_inexact, place
 from apgrad._programs.kinds import IDENTITY
-from apgrad.tracing._equation import EdgeRule, Equation, Pull, each, each_with_zero, edge, require_countable, where
-from apgrad.tracing._semirings import Semiring, Value
+from apgrad.tracing._equation import EdgeRule, Equation, Pull, each, edge, require_countable, where
 from apgrad.tracing._sums import dtype_of, plus_by_index, plus_over, zeros
 
 
-def _choice(equation: Equation) -> Pull:
-    """select_n: each case gets the message where this case was chosen."""
-    semiring, active, shape = equation.semiring, equation.active, jnp.shape(equation.outputs[0])
+def _to_one_place(equation: Equation) -> Pull:
+    """Moves by which an input element goes to at most one place: JAX's transpose, of each component of the messages.
 
-    def pull(which, messages):
-        (message,) = messages
-        nothing = zeros(semiring, shape, dtype_of(message))
-        answers: list[Value | None] = [None]
-        for i, a in enumerate(active[1:]):
-            chosen = which == i if which.dtype != bool else which == bool(i)
-            chosen = jnp.broadcast_to(chosen, shape)
-            answers.append(where(chosen, message, nothing) if a else None)
-        return answers
+    Where JAX has 0 for an element that went nowhere, the semiring's zero is put.
+    """
+    semiring, call = equation.semiring, equation.call
+    chosen = [i for i, active in enumerate(equation.active) if active]
+    shapes, forms = [jnp.shape(x) for x in equation.inputs], [(jnp.shape(y), y.dtype) for y in equation.outputs]
+    indices = [None if is_inexact(x) else x for x in equation.inputs]
 
-    return Partial(pull, jnp.asarray(equation.inputs[0]))
+    def pull(indices, messages):
+        full = [zeros(semiring, *form) if m is None else m for m, form in zip(messages, forms, strict=True)]
 
+        def back(arrived):
+            dtype = arrived[0].dtype
+            values = [jnp.zeros(s, dtype) if x is None else x for s, x in zip(shapes, indices, strict=True)]
+            moved = lambda *parts: call(*place(parts, chosen, values))
+            return jax.linear_transpose(moved, *(jax.ShapeDtypeStruct(shapes[i], dtype) for i in chosen))(arrived)
 
-def _move(transposed: Callable[[Equation], Callable[[Semiring, Value], Value]]) -> EdgeRule:
-    """The rule of a primitive with one array input, whose output elements are some of the input's elements."""
+        found = []
+        for *arrived, zero in zip(*full, semiring.zero, strict=True):
+            sent = back(arrived)
+            if zero != 0:
+                reached = back([jnp.ones_like(x) for x in arrived])
+                sent = [jnp.where(r != 0, x, jnp.asarray(zero, x.dtype)) for r, x in zip(reached, sent, strict=True)]
+            found.append(sent)
+        return place(list(zip(*found, strict=True)), chosen, [None] * len(shapes))
 
-    def rule(equation):
-        function, semiring, rest = transposed(equation), equation.semiring, [None] * (len(equation.inputs) - 1)
-        return Partial(lambda messages: [function(semiring, messages[0]), *rest])
-
-    return rule
-
-
-def _reshape(equation):
-    shape = jnp.shape(equation.inputs[0])
-    return lambda _, m: each(lambda x: x.reshape(shape), m)
-
-
-def _transpose(equation):
-    inverse = tuple(sorted(range(len(equation.params["permutation"])), key=lambda i: equation.params["permutation"][i]))
-    return lambda _, m: each(lambda x: jnp.transpose(x, inverse), m)
+    return Partial(pull, indices)
 
 
-def _reverse(equation):
-    dimensions = equation.params["dimensions"]
-    return lambda _, m: each(lambda x: lax.rev(x, dimensions), m)
-
-
-def _broadcast(equation):
-    shape, wide, kept = jnp.shape(equation.inputs[0]), equation.params["shape"], equation.params["broadcast_dimensions"]
+def _broadcast(equation: Equation) -> Pull:
+    """broadcast_in_dim: an element gets the plus of the messages at its copies."""
+    semiring, kept = equation.semiring, equation.params["broadcast_dimensions"]
+    shape, wide = jnp.shape(equation.inputs[0]), equation.params["shape"]
     grown = {d for n, d in zip(shape, kept, strict=True) if n == 1 and wide[d] != 1}
     axes = tuple(i for i in range(len(wide)) if i not in kept or i in grown)
-    return lambda semiring, m: each(lambda x: x.reshape(shape), plus_over(semiring, m, axes))
+    return Partial(lambda messages: [each(lambda x: x.reshape(shape), plus_over(semiring, messages[0], axes))])
 
 
-def _slice(equation):
-    shape, start = jnp.shape(equation.inputs[0]), equation.params["start_indices"]
-    strides = equation.params["strides"] or (1,) * len(shape)
-    taken = jnp.shape(equation.outputs[0])
-    ends = [n - s - ((t - 1) * d + 1 if t else 0) for n, s, t, d in zip(shape, start, taken, strides, strict=True)]
-    config = [(s, e, d - 1) for s, e, d in zip(start, ends, strides, strict=True)]
-    return lambda semiring, m: each_with_zero(
-        semiring, lambda x, zero: lax.pad(x, jnp.asarray(zero, x.dtype), config), m
-    )
-
-
-def _reduce_sum(equation):
-    shape, axes = jnp.shape(equation.inputs[0]), equation.params["axes"]
-    return lambda _, m: each(lambda x: jnp.broadcast_to(jnp.expand_dims(x, axes), shape), m)
-
-
-def _cumsum(equation):
-    axis, reverse = equation.params["axis"], not equation.params["reverse"]
-
-    def transposed(semiring, m):
-        # The scan joins (what it has, the next): going backward, the next comes first.
-        plus = (lambda a, b: semiring.plus(b, a)) if reverse else semiring.plus
-        return lax.associative_scan(plus, m, reverse=reverse, axis=axis)
-
-    return transposed
-
-
-def _tile(equation):
-    shape, reps = jnp.shape(equation.inputs[0]), equation.params["reps"]
+def _tile(equation: Equation) -> Pull:
+    """tile: an element gets the plus of the messages at its copies."""
+    semiring, shape, reps = equation.semiring, jnp.shape(equation.inputs[0]), equation.params["reps"]
     full = (1,) * (len(reps) - len(shape)) + shape
     pairs = [n for pair in zip(reps, full, strict=True) for n in pair]
     axes = tuple(range(0, len(pairs), 2))
-    return lambda semiring, m: each(
-        lambda x: x.reshape(shape), plus_over(semiring, each(lambda x: x.reshape(pairs), m), axes)
-    )
-
-
-def _stack(equation: Equation) -> Pull:
-    """stack: each operand gets its slice of the message."""
-    active, axis = equation.active, equation.params["axis"]
 
     def pull(messages):
-        cut = lambda i: each(functools.partial(lax.index_in_dim, index=i, axis=axis, keepdims=False), messages[0])
-        return [cut(i) if a else None for i, a in enumerate(active)]
+        copies = each(lambda x: x.reshape(pairs), messages[0])
+        return [each(lambda x: x.reshape(shape), plus_over(semiring, copies, axes))]
 
     return Partial(pull)
+
+
+def _cumsum(equation: Equation) -> Pull:
+    """cumsum: an element gets the plus of the messages from its own place on, so the sum goes the other way."""
+    axis, reverse = equation.params["axis"], not equation.params["reverse"]
+    plus = equation.semiring.plus
+    # The scan joins (what it has, the next): going backward, the next comes first.
+    join = (lambda a, b: plus(b, a)) if reverse else plus
+    return Partial(lambda messages: [lax.associative_scan(join, messages[0], reverse=reverse, axis=axis)])
 
 
 def _identity(equation: Equation) -> Pull:
@@ -123,55 +89,18 @@ def _identity(equation: Equation) -> Pull:
 
 def _pad(equation: Equation) -> Pull:
     """pad: the operand gets its part of the message, and the padding value the plus of all the rest."""
-    semiring, active, config = equation.semiring, equation.active, equation.params["padding_config"]
+    semiring, (of_operand, of_value) = equation.semiring, equation.active
+    shape, config = jnp.shape(equation.inputs[0]), equation.params["padding_config"]
 
-    def pull(messages):
-        (message,) = messages
-
-        def crop(x, zero):
-            x = lax.pad(x, jnp.asarray(zero, x.dtype), [(-low, -high, 0) for low, high, _ in config])
-            return x[tuple(slice(None, None, inner + 1) for _, _, inner in config)]
-
+    def pull(to_operand, messages):
         padding = None
-        if active[1]:
+        if of_value:
             inside = lax.pad(jnp.ones(shape, bool), jnp.asarray(False), config)
-            outside = where(~inside, message, zeros(semiring, inside.shape, dtype_of(message)))
+            outside = where(~inside, messages[0], zeros(semiring, inside.shape, dtype_of(messages[0])))
             padding = plus_over(semiring, outside, tuple(range(len(config))))
-        return [each_with_zero(semiring, crop, message) if active[0] else None, padding]
+        return [to_operand(messages)[0] if of_operand else None, padding]
 
-    shape = jnp.shape(equation.inputs[0])
-    return Partial(pull)
-
-
-def _concatenate(equation: Equation) -> Pull:
-    """concatenate: each operand gets its piece of the message."""
-    active, axis = equation.active, equation.params["dimension"]
-    sizes = [jnp.shape(x)[axis] for x in equation.inputs]
-
-    def pull(messages):
-        pieces, start = [], 0
-        for size, a in zip(sizes, active, strict=True):
-            piece = each(
-                functools.partial(lax.slice_in_dim, start_index=start, limit_index=start + size, axis=axis), messages[0]
-            )
-            pieces.append(piece if a else None)
-            start += size
-        return pieces
-
-    return Partial(pull)
-
-
-def _split(equation: Equation) -> Pull:
-    """Split and unstack: the input gets the joined messages of its pieces."""
-    semiring, axis = equation.semiring, equation.params["axis"]
-    shapes, dtype = [jnp.shape(y) for y in equation.outputs], equation.outputs[0].dtype
-    join = jnp.stack if equation.name == "unstack" else jnp.concatenate
-
-    def pull(messages):
-        full = [m if m is not None else zeros(semiring, s, dtype) for m, s in zip(messages, shapes, strict=True)]
-        return [tuple(join(parts, axis) for parts in zip(*full, strict=True))]
-
-    return Partial(pull)
+    return Partial(pull, _to_one_place(equation._replace(active=(of_operand, False))))
 
 
 def _dynamic_slice(equation: Equation) -> Pull:
@@ -259,10 +188,9 @@ def _scatter(equation: Equation) -> Pull:
 def _sort(equation: Equation) -> Pull:
     """sort: every operand is moved in the order of the keys, and its message is moved back."""
     axis, active = equation.params["dimension"], equation.active
-    place = lax.broadcasted_iota(jnp.int32, jnp.shape(equation.inputs[0]), axis)
-    order = lax.sort((*equation.inputs, place), dimension=axis, is_stable=True, num_keys=equation.params["num_keys"])[
-        -1
-    ]
+    numbers = lax.broadcasted_iota(jnp.int32, jnp.shape(equation.inputs[0]), axis)
+    keys = equation.params["num_keys"]
+    *_, order = lax.sort((*equation.inputs, numbers), dimension=axis, is_stable=True, num_keys=keys)
 
     def pull(order, messages):
         back = jnp.argsort(order, axis=axis)
@@ -286,25 +214,19 @@ def _top_k(equation: Equation) -> Pull:
     return Partial(pull, equation.outputs[1])
 
 
+_TO_ONE_PLACE = "concatenate expand_dims reduce_sum reshape rev select_n slice split squeeze stack transpose unstack"
+
 MOVE_RULES: dict[str, EdgeRule] = {
-    **dict.fromkeys(("reshape", "expand_dims", "squeeze"), _move(_reshape)),
-    "transpose": _move(_transpose),
-    "rev": _move(_reverse),
-    "broadcast_in_dim": _move(_broadcast),
-    "slice": _move(_slice),
-    "reduce_sum": _move(_reduce_sum),
-    "cumsum": _move(_cumsum),
+    **dict.fromkeys(_TO_ONE_PLACE.split(), _to_one_place),
+    **dict.fromkeys((*IDENTITY, "mark"), _identity),
     **dict.fromkeys(("scatter", "scatter-add", "scatter-sub"), _scatter),
-    "select_n": _choice,
-    "pad": _pad,
-    "concatenate": _concatenate,
-    **dict.fromkeys(("split", "unstack"), _split),
-    "stack": _stack,
-    "tile": _move(_tile),
+    "broadcast_in_dim": _broadcast,
+    "cumsum": _cumsum,
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
     "gather": _gather,
+    "pad": _pad,
     "sort": _sort,
+    "tile": _tile,
     "top_k": _top_k,
-    **dict.fromkeys((*IDENTITY, "mark"), _identity),
 }

@@ -249,7 +249,7 @@ class Reader:
         return [PathStep(eqn.primitive.name, scope, (), shape, place, weight, float(after[rank]))], number, place, rank
 
     def _rule(self, scope, eqn, inputs, active, arrived, slot, index, rank):
-        program, tangents, chosen, real = control.rule_program(eqn, inputs, active)
+        program, tangents, chosen, real, _ = control.linearized(eqn, inputs, active)
         messages = [m for m, r in zip(arrived, real, strict=True) if r]
         flags = (True,) * len(tangents)
         steps, output, index, rank = self.follow(

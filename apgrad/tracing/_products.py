@@ -1,15 +1,17 @@
-"""Rules of matrix products, and of cumulative operations, whose derivative along an axis is a matrix."""
+"""Rules of matrix products, of cumulative operations, and of any primitive, by the matrix that its derivative is."""
 
 import functools
 import math
+import warnings
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
+from apgrad._programs.jaxprs import is_inexact, place, restrict
 from apgrad.tracing._equation import EdgeRule, Equation, Pull, cast, each, require_small
 from apgrad.tracing._semirings import Value
-from apgrad.tracing._sums import contract
+from apgrad.tracing._sums import contract, zeros
 
 
 def _dot_general(equation: Equation) -> Pull:
@@ -82,6 +84,56 @@ def _along_axis(equation: Equation) -> Pull:
         return [cast(each(lambda m: jnp.moveaxis(m.reshape(moved), -1, axis), found), dtype)]
 
     return Partial(pull, jax.vmap(jax.jacrev(line))(lines))
+
+
+def dense(equation: Equation, quiet: bool = False) -> Pull:
+    """The pull of any primitive, through its whole Jacobian, with a warning.
+
+    Where messages are cotangents (`semiring.kind == "gradient"`), this is `jax.vjp` itself, without a warning.
+    """
+    semiring, chosen = equation.semiring, [i for i, a in enumerate(equation.active) if a]
+    shapes, real = [jnp.shape(x) for x in equation.inputs], [is_inexact(y) for y in equation.outputs]
+    with_messages = lambda *inputs: [y for y in equation.call(*inputs) if is_inexact(y)]
+    function, values = restrict(with_messages, equation.inputs, chosen)
+    outputs, pullback = jax.vjp(function, *values)
+    forms = [(jnp.shape(y), y.dtype) for y in outputs]
+
+    def fill(messages):
+        wanted = [m for m, r in zip(messages, real, strict=True) if r]
+        return [zeros(semiring, *f) if m is None else m for m, f in zip(wanted, forms, strict=True)]
+
+    answer = lambda found: place(found, chosen, [None] * len(shapes))
+    if semiring.kind == "gradient" and not quiet:
+        return Partial(lambda pb, messages: answer([(g,) for g in pb([m[0] for m in fill(messages)])]), pullback)
+    rows = sum(y.size for y in outputs)
+    require_small(equation.name, rows * sum(math.prod(shapes[i]) for i in chosen))
+    if not quiet:
+        warnings.warn(
+            f"tracing has no rule for the primitive {equation.name!r}; its Jacobian ({rows} rows) is computed in full. "
+            "Right, but slow.",
+            stacklevel=2,
+        )
+    jacobians = []  # for each output, (its elements, *input shape) for each input
+    for k, y in enumerate(outputs):
+        rows_of = lambda e, k=k: pullback([e if j == k else jnp.zeros_like(o) for j, o in enumerate(outputs)])
+        basis = jnp.eye(y.size, dtype=y.dtype).reshape(y.size, *y.shape)
+        try:
+            jacobians.append(jax.vmap(rows_of)(basis))
+        except NotImplementedError:  # some primitives cannot be batched
+            jacobians.append(jax.lax.map(rows_of, basis))
+
+    def pull(jacobians, messages):
+        total: list[Value | None] = [None] * len(chosen)
+        for rows, message in zip(jacobians, fill(messages), strict=True):
+            column = each(lambda x: x.reshape(1, -1, 1), message)
+            for n, jacobian in enumerate(rows):
+                found = contract(semiring, jacobian.reshape(1, jacobian.shape[0], -1), column)
+                part = cast(each(lambda x, n=n: x.reshape(shapes[chosen[n]]), found), jacobian.dtype)
+                before = total[n]
+                total[n] = part if before is None else semiring.plus(before, part)
+        return answer(total)
+
+    return Partial(pull, jacobians)
 
 
 PRODUCT_RULES: dict[str, EdgeRule] = {

@@ -9,12 +9,10 @@ import numpy as np
 
 from apgrad._ground.arguments import chosen_numbers, is_single
 from apgrad._programs import jaxprs
-from apgrad.tracing import _control as control, _windows as windows
+from apgrad.tracing._control import NESTED
 from apgrad.tracing._interpreter import Context, walk
 from apgrad.tracing._semirings import Semiring, Value, require_semiring
 from apgrad.tracing._sums import constant, zeros
-
-NESTED = {**control.CONTROL_RULES, **windows.WINDOW_RULES}
 
 
 def semiring_grad(f: Callable[..., Any], semiring: Semiring, argnums: int | Sequence[int] = 0) -> Callable[..., Any]:

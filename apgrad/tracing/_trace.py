@@ -13,10 +13,11 @@ from apgrad._programs import jaxprs
 from apgrad._programs.jaxprs import plain_scope
 from apgrad.tracing import _paths as paths
 from apgrad.tracing._compiled import Compiled
+from apgrad.tracing._control import NESTED
 from apgrad.tracing._influence import ComponentKind, Influence, PathKind, influence_in, require_options
 from apgrad.tracing._interpreter import Context
 from apgrad.tracing._paths import PathStep, Reader
-from apgrad.tracing._semiring_grad import NESTED, original, propagated, traced
+from apgrad.tracing._semiring_grad import original, propagated, traced
 from apgrad.tracing._semirings import max_product, top_k
 from apgrad.tracing._sums import constant
 

@@ -9,7 +9,6 @@ computes the outputs; the parts are walked for the way back only.
 import functools
 import itertools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,53 +17,42 @@ import numpy as np
 from jax import lax
 from jax.tree_util import Partial
 
-from apgrad._programs import jaxprs
-from apgrad.tracing._equation import Equation, cast
-from apgrad.tracing._interpreter import Context, Walked, walk
-from apgrad.tracing._rules import dense
+from apgrad.tracing._equation import EdgeRule, Equation, Pull, cast
+from apgrad.tracing._products import dense
 from apgrad.tracing._semirings import Value
 from apgrad.tracing._sums import additive, bilinear, dtype_of
 
 TAPS = 1024  # a window with more taps is left to `dense`
 
 
-def _convolution(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
+def _convolution(equation: Equation) -> Pull:
     """conv_general_dilated: a sum over taps of products of matrices."""
-    params, call = jaxprs.Parameters(eqn), jaxprs.caller(eqn)
-    outputs = call(*inputs)
-    equation = Equation(context.semiring, eqn.primitive.name, call, inputs, active, outputs, params)
-    spec = params["dimension_numbers"]
-    size = [jnp.shape(inputs[1])[d] for d in spec.rhs_spec[2:]]
-    if additive(context.semiring):
-        return Walked(outputs, (True,), _bilinear(equation))
+    params = equation.params
+    size = [jnp.shape(equation.inputs[1])[d] for d in params["dimension_numbers"].rhs_spec[2:]]
+    if additive(equation.semiring):
+        return _bilinear(equation)
     if params["batch_group_count"] != 1 or math.prod(size) > TAPS:
-        return Walked(outputs, (True,), dense(equation))
-    function = functools.partial(_convolve, params=params, shape=jnp.shape(outputs[0]))
-    return Walked(outputs, (True,), _in_parts(context, function, inputs, active))
+        return dense(equation)
+    return equation.in_parts(functools.partial(_convolve, params=params, shape=jnp.shape(equation.outputs[0])))
 
 
-def _window(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
+def _window(equation: Equation) -> Pull:
     """reduce_window_sum, reduce_window_max and reduce_window_min: a sum of slices, or a choice among slices."""
-    params, call, name = jaxprs.Parameters(eqn), jaxprs.caller(eqn), eqn.primitive.name
-    outputs = call(*inputs)
-    if math.prod(params["window_dimensions"]) > TAPS:
-        return Walked(outputs, (True,), dense(Equation(context.semiring, name, call, inputs, active, outputs, params)))
-    shape = jnp.shape(outputs[0])
-    function = functools.partial(_windowed, name=name, params=params, shape=shape)
-    return Walked(outputs, (True,), _in_parts(context, function, inputs, active))
+    if math.prod(equation.params["window_dimensions"]) > TAPS:
+        return dense(equation)
+    options = {"name": equation.name, "params": equation.params, "shape": jnp.shape(equation.outputs[0])}
+    return equation.in_parts(functools.partial(_windowed, **options))
 
 
-def _ragged(context: Context, eqn: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
+def _ragged(equation: Equation) -> Pull:
     """ragged_dot_general as `lax.ragged_dot` makes it: each row of the left factor meets the matrix of its group."""
-    params, call = jaxprs.Parameters(eqn), jaxprs.caller(eqn)
-    outputs = call(*inputs)
+    params = equation.params
     numbers = params["ragged_dot_dimension_numbers"]
     plain = numbers.dot_dimension_numbers == (((1,), (1,)), ((), ())) and params["group_offset"] is None
     rows = tuple(numbers.lhs_ragged_dimensions) == (0,) and tuple(numbers.rhs_group_dimensions) == (0,)
-    if context.semiring.kind == "gradient" or not (plain and rows):
-        equation = Equation(context.semiring, eqn.primitive.name, call, inputs, active, outputs, params)
-        return Walked(outputs, (True,), dense(equation))
-    return Walked(outputs, (True,), _in_parts(context, functools.partial(_grouped, params=params), inputs, active))
+    if equation.semiring.kind == "gradient" or not (plain and rows):
+        return dense(equation)
+    return equation.in_parts(functools.partial(_grouped, params=params))
 
 
 def _grouped(left, right, sizes, *, params):
@@ -75,18 +63,7 @@ def _grouped(left, right, sizes, *, params):
     return [lax.dot_general(left, matrices, numbers, params["precision"], params["preferred_element_type"])]
 
 
-def _in_parts(context: Context, function: Callable[..., Any], inputs: Any, active: tuple[bool, ...]) -> Partial:
-    # The parts are no vertices: between them nothing is settled, and no component entered.
-    quiet = context._replace(enter=None, semiring=context.semiring._replace(settle=lambda message: message))
-
-    def pull(inputs, messages):
-        program, _ = jaxprs.trace(function, *inputs)
-        return walk(quiet, program, inputs, active).pull(messages)
-
-    return Partial(pull, list(inputs))
-
-
-def _bilinear(equation: Equation) -> Partial:
+def _bilinear(equation: Equation) -> Pull:
     """Where plus is addition: JAX's own transposes, component by component."""
     semiring, active, call = equation.semiring, equation.active, equation.call
     like = [(jnp.shape(x), x.dtype) for x in equation.inputs]
@@ -115,9 +92,7 @@ def _convolve(x, kernel, *, params, shape):
     spec, groups = params["dimension_numbers"], params["feature_group_count"]
     x, kernel = jnp.transpose(x, spec.lhs_spec), jnp.transpose(kernel, spec.rhs_spec)
     out = tuple(shape[d] for d in spec.out_spec)
-    padding = [
-        (lo, hi, dilation - 1) for (lo, hi), dilation in zip(params["padding"], params["lhs_dilation"], strict=True)
-    ]
+    padding = [(lo, hi, d - 1) for (lo, hi), d in zip(params["padding"], params["lhs_dilation"], strict=True)]
     x = lax.pad(x, jnp.zeros((), x.dtype), [(0, 0, 0), (0, 0, 0), *padding])
     x = x.reshape(x.shape[0], groups, x.shape[1] // groups, *x.shape[2:])
     kernel = kernel.reshape(groups, kernel.shape[0] // groups, *kernel.shape[1:])
@@ -155,10 +130,8 @@ def _taps(x, first, size, strides, dilation, shape):
         yield (lax.slice(x, (*head, *starts), (*x.shape[:first], *ends), ((1,) * first + tuple(strides))), index)
 
 
-WINDOW_RULES = {
+WINDOW_RULES: dict[str, EdgeRule] = {
     "conv_general_dilated": _convolution,
-    "reduce_window_sum": _window,
-    "reduce_window_max": _window,
-    "reduce_window_min": _window,
     "ragged_dot_general": _ragged,
+    **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min"), _window),
 }

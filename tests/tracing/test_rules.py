@@ -11,11 +11,11 @@ from jax import lax
 import apgrad as ap
 from apgrad._programs import jaxprs
 from apgrad._programs.kinds import NO_DERIVATIVE
-from apgrad.tracing import _rules as rules, _sums as sums
+from apgrad.tracing import _products as products, _sums as sums
+from apgrad.tracing._control import NESTED
 from apgrad.tracing._equation import Equation
 from apgrad.tracing._interpreter import Context, walk_equation
 from apgrad.tracing._paths import greedy, viterbi
-from apgrad.tracing._semiring_grad import NESTED
 
 RNG = np.random.default_rng(0)
 
@@ -182,7 +182,7 @@ def test_rule_is_that_of_the_dense_jacobian(name):
                 assert walked.pull is not None
                 arrived = messages(semiring, walked.outputs)
                 site = Equation(semiring, name, call, values, active, walked.outputs, eqn.params)
-                got, wanted = walked.pull(arrived), rules.dense(site, quiet=True)(arrived)
+                got, wanted = walked.pull(arrived), products.dense(site, quiet=True)(arrived)
                 assert [m is not None for m in got] == list(active)
                 pairs += [
                     (x, y) for m, n in zip(got, wanted, strict=True) for x, y in zip(m or (), n or (), strict=True)
