@@ -192,7 +192,7 @@ def influence_in(
 ) -> Influence:
     """Influence in a loss's program, whose active inputs have the names `parameters`; options are (kind, by, depth)."""
     kind, by, depth = options
-    components = tuple(dict.fromkeys(n for eqn in _equations(program) for n in components_of(*eqn, by, depth)))
+    components = tuple(dict.fromkeys(n for eqn in equations(program) for n in components_of(*eqn, by, depth)))
     if not components:
         raise ValueError(
             "nothing is named: the function has no named scopes. Linen modules name themselves, for an NNX model "
@@ -257,7 +257,7 @@ def every(n: int, traced: Callable[..., Any]) -> Callable[..., Any]:
     return at
 
 
-def _equations(program: jaxprs.Program, scope: str = "") -> list[tuple[str, str]]:
+def equations(program: jaxprs.Program, scope: str = "") -> list[tuple[str, str]]:
     """The (scope, primitive) of all equations that have edges, also of those inside other equations."""
     found = []
     for eqn in program.jaxpr.eqns:
@@ -266,7 +266,7 @@ def _equations(program: jaxprs.Program, scope: str = "") -> list[tuple[str, str]
             continue
         if inside is not None and inside.kind != "custom":
             for body in inside.jaxprs:
-                found += _equations(body, where)
+                found += equations(body, where)
         else:
             found.append((where, eqn.primitive.name))
     return found

@@ -94,7 +94,16 @@ def greedy(masks: int = 0) -> Semiring:
     )
 
 
-NOWHERE: Any = ([], -1, (), 0)
+class Place(NamedTuple):
+    """An element of an input or output, by number and index, and the rank of the path that goes on from there."""
+
+    number: int
+    index: tuple[int, ...]
+    rank: int = 0
+
+
+Way = tuple[list[PathStep], Place | None]
+"""The steps of a path and where they end: at an output, or at None if no path goes on."""
 
 
 def ranked(candidates: Sequence[tuple[Any, Sequence[Any]]], rank: int) -> tuple[Any, int] | None:
@@ -129,49 +138,37 @@ class Reader:
         self._made: dict[Any, Any] = {}
 
     def follow(
-        self,
-        scope: str,
-        program: Any,
-        inputs: Sequence[Any],
-        active: Sequence[bool],
-        messages: Any,
-        at: int,
-        index: Any,
-        rank: int = 0,
-    ) -> tuple[list[PathStep], int, tuple[int, ...], int]:
-        """The path of a given rank (0 is the heaviest) from an element of the input number `at` of a program.
-
-        Returns its steps, the number of the output where it ends, the index of the element there, and the rank of the
-        path from there on; the number is -1 if no path goes on.
-        """
+        self, scope: str, program: Any, inputs: Sequence[Any], active: Sequence[bool], messages: Any, at: Place
+    ) -> Way:
+        """The path from an element of an input of a program; `messages` are those at its outputs."""
         jaxpr = program.jaxpr
         given, flags, arrived, sent = self._walk(program, [jnp.asarray(x) for x in inputs], active, messages)
-        variable, steps = jaxpr.invars[at], []
-        start = 0
+        # The outputs come last, as if they were one more equation.
+        rows = [*zip((eqn.invars for eqn in jaxpr.eqns), sent, strict=True), (jaxpr.outvars, self._weights(messages))]
+        variable, (_, index, rank), steps, start = jaxpr.invars[at.number], at, [], 0
         while True:
-            candidates: list[Any] = []
-            for number, eqn in enumerate(jaxpr.eqns[start:], start):
-                for slot, atom in enumerate(eqn.invars):
-                    if atom is variable and sent[number] is not None and sent[number][slot] is not None:
-                        candidates.append(((number, slot), [w[index] for w in sent[number][slot]]))
-            for number, atom in enumerate(jaxpr.outvars):
-                if atom is variable and messages[number] is not None:
-                    candidates.append((number, [w[index] for w in messages[number][self.weights]]))
+            candidates = [
+                ((number, slot), [w[index] for w in weights])
+                for number, (atoms, contributions) in enumerate(rows[start:], start)
+                for slot, (atom, weights) in enumerate(zip(atoms, contributions, strict=True))
+                if atom is variable and weights is not None
+            ]
             chosen = ranked(candidates, rank)
             if chosen is None:
-                return NOWHERE
-            choice, rank = chosen
-            if isinstance(choice, int):
-                return steps, choice, index, rank
-            number, slot = choice
-            eqn = jaxpr.eqns[number]
-            more, output, index, rank = self._through(
-                scope, eqn, given[number], flags[number], arrived[number], slot, index, rank
-            )
-            if output < 0:
-                return NOWHERE
-            steps += more
-            variable, start = eqn.outvars[output], number + 1
+                return [], None
+            (number, slot), rank = chosen
+            if number == len(jaxpr.eqns):
+                return steps, Place(slot, index, rank)
+            eqn, place = jaxpr.eqns[number], Place(slot, index, rank)
+            more, end = self._through(scope, eqn, given[number], flags[number], arrived[number], place)
+            if end is None:
+                return [], None
+            output, index, rank = end
+            steps, variable, start = steps + more, eqn.outvars[output], number + 1
+
+    def _weights(self, messages):
+        """Of each message, the components that say how heavy its paths are."""
+        return [None if m is None else m[self.weights] for m in messages]
 
     def _run(self, name, jaxpr, function, *args):
         """Runs a function that belongs to a program by a name; it is read once."""
@@ -182,143 +179,134 @@ class Reader:
         return self._made[name, id(jaxpr), forms][0](*args)
 
     def _walk(self, program, inputs, active, messages):
-        """Per equation of a program: the values of its inputs, which are active, the messages that came and go."""
+        """Per equation of a program: the values of its inputs, which are active, the messages that came and went."""
         jaxpr, context, flags = program.jaxpr, self.context, tuple(active)
 
         def walked(consts, inputs, messages):
             _, steps = forward(context, jaxprs.Program(jaxpr, consts), inputs, flags)
             found = backward(context, jaxpr, [step.pull for step in steps], messages)
-            arrived, sent = [], []
-            for eqn, (_, _, pull) in zip(jaxpr.eqns, steps, strict=True):
-                here = [found.get(v) for v in eqn.outvars]
-                dead = pull is None or all(m is None for m in here)
-                arrived.append(None if dead else here)
-                answers = None if dead or pull is None else [None if m is None else m[self.weights] for m in pull(here)]
-                sent.append(answers)
+            arrived = [[found.get(v) for v in eqn.outvars] for eqn in jaxpr.eqns]
+            sent = [
+                [None] * len(step.inputs)
+                if step.pull is None or all(m is None for m in here)
+                else self._weights(step.pull(here))
+                for step, here in zip(steps, arrived, strict=True)
+            ]
             # Each value once, however many equations it goes into.
             values = {id(x): x for step in steps for x in step.inputs}
             place = {name: i for i, name in enumerate(values)}
             places = tuple(tuple(place[id(x)] for x in step.inputs) for step in steps)
-            static = Static((places, tuple(step.active for step in steps)))
-            return list(values.values()), arrived, sent, static
+            return list(values.values()), arrived, sent, Static((places, tuple(step.active for step in steps)))
 
-        given = list(program.consts), list(inputs), messages
-        values, arrived, sent, static = self._run(("walk", flags), jaxpr, walked, *given)
+        values, arrived, sent, static = self._run(
+            ("walk", flags), jaxpr, walked, list(program.consts), list(inputs), messages
+        )
         places, active = static.value
         return [[values[i] for i in row] for row in places], active, arrived, sent
 
-    def _through(self, scope, eqn, inputs, active, arrived, slot, index, rank):
-        """The path through one equation: its steps, the output's number, the element's index, the rank after it."""
-        inside, name = jaxprs.nested(eqn), jaxprs.scope(eqn)
-        scope = jaxprs.join(scope, name)
+    def _through(self, scope, eqn, inputs, active, arrived, at) -> Way:
+        """The path through one equation, from an element of one of its inputs."""
+        inside, scope = jaxprs.nested(eqn), jaxprs.join(scope, jaxprs.scope(eqn))
         if inside is None:
-            return self._edge(scope, eqn, inputs, arrived, slot, index, rank)
+            return self._edge(scope, eqn, inputs, arrived, at)
         if inside.kind in ("call", "remat"):
-            return self.follow(scope, inside.jaxprs[0], inputs, active, arrived, slot, index, rank)
+            return self.follow(scope, inside.jaxprs[0], inputs, active, arrived, at)
         if inside.kind == "cond":
             branch = inside.jaxprs[int(np.clip(int(inputs[0]), 0, len(inside.jaxprs) - 1))]
-            return self.follow(scope, branch, inputs[1:], active[1:], arrived, slot - 1, index, rank)
+            return self.follow(scope, branch, inputs[1:], active[1:], arrived, at._replace(number=at.number - 1))
         if inside.kind == "custom":
-            return self._rule(scope, eqn, inputs, active, arrived, slot, index, rank)
-        return self._loop(scope, inside, inputs, active, arrived, slot, index, rank)
+            return self._rule(scope, eqn, inputs, active, arrived, at)
+        return self._loop(scope, inside, inputs, active, arrived, at)
 
-    def _edge(self, scope, eqn, inputs, arrived, slot, index, rank):
-        function, (x,) = jaxprs.restrict(jaxprs.caller(eqn), inputs, [slot])
+    def _edge(self, scope, eqn, inputs, arrived, at) -> Way:
+        function, (x,) = jaxprs.restrict(jaxprs.caller(eqn), inputs, [at.number])
         x = jnp.asarray(x)
-        hot = jnp.zeros_like(x).at[index].set(1)
-        _, columns = jax.jvp(function, (x,), (hot,))
-        candidates: list[Any] = []
-        for number, (column, message) in enumerate(zip(columns, arrived, strict=True)):
-            if message is None:
+        _, columns = jax.jvp(function, (x,), (jnp.zeros_like(x).at[at.index].set(1),))
+        candidates = []
+        for number, (column, weights) in enumerate(zip(columns, self._weights(arrived), strict=True)):
+            if weights is None or column.size == 0:
                 continue
-            column, weights = np.asarray(column), np.stack([np.asarray(w) for w in message[self.weights]], axis=-1)
-            products = np.where((found := np.abs(column)[..., None] * weights) > 0, found, 0)
-            if products.size == 0:
-                continue
-            flat = products.reshape(-1, products.shape[-1])
+            column, weights = np.asarray(column), np.stack([np.asarray(w) for w in weights], axis=-1)
+            products = np.abs(column)[..., None] * weights
+            flat = np.where(products > 0, products, 0).reshape(-1, products.shape[-1])
             # No more elements than rank + 1 can count.
-            first = np.argsort(-flat[:, 0], kind="stable")[: rank + 1] if rank else [np.argmax(flat[:, 0])]
-            for place in np.sort(first):
-                element = tuple(int(i) for i in np.unravel_index(place, column.shape))
-                candidates.append(((number, element, float(column[element]), weights[element]), flat[place]))
-        chosen = ranked(candidates, rank)
+            first = np.argsort(-flat[:, 0], kind="stable")[: at.rank + 1] if at.rank else [np.argmax(flat[:, 0])]
+            for i in np.sort(first):
+                index = tuple(int(n) for n in np.unravel_index(i, column.shape))
+                candidates.append(((number, index, float(column[index]), weights[index]), flat[i]))
+        chosen = ranked(candidates, at.rank)
         if chosen is None:
-            return NOWHERE
-        (number, place, weight, after), rank = chosen
+            return [], None
+        (number, index, weight, after), rank = chosen
         shape = tuple(eqn.outvars[number].aval.shape)
-        return [PathStep(eqn.primitive.name, scope, (), shape, place, weight, float(after[rank]))], number, place, rank
+        step = PathStep(eqn.primitive.name, scope, (), shape, index, weight, float(after[rank]))
+        return [step], Place(number, index, rank)
 
-    def _rule(self, scope, eqn, inputs, active, arrived, slot, index, rank):
+    def _rule(self, scope, eqn, inputs, active, arrived, at) -> Way:
         program, tangents, chosen, real, _ = control.linearized(eqn, inputs, active)
-        messages = [m for m, r in zip(arrived, real, strict=True) if r]
-        flags = (True,) * len(tangents)
-        steps, output, index, rank = self.follow(
-            scope, program, tangents, flags, messages, chosen.index(slot), index, rank
-        )
-        steps = [s._replace(scope=scope) for s in steps]
-        return steps, [i for i, r in enumerate(real) if r][output] if output >= 0 else -1, index, rank
+        messages, flags = [m for m, r in zip(arrived, real, strict=True) if r], (True,) * len(tangents)
+        at = at._replace(number=chosen.index(at.number))
+        steps, end = self.follow(scope, program, tangents, flags, messages, at)
+        outputs = [i for i, r in enumerate(real) if r]
+        return [s._replace(scope=scope) for s in steps], end and end._replace(number=outputs[end.number])
 
-    def _loop(self, scope, inside, inputs, active, arrived, slot, index, rank):
+    def _loop(self, scope, inside, inputs, active, arrived, at) -> Way:
         """Through the steps of a scan or a while, each walked by itself."""
-        semiring, program = self.context.semiring, inside.jaxprs[-1]
+        semiring, context, program, (slot, index, rank) = self.context.semiring, self.context, inside.jaxprs[-1], at
+        inputs, tested = [jnp.asarray(x) for x in inputs], []
         if inside.kind == "while":
             first, fixed, carried = inside.counts
             tested, inputs, active, slot = inputs[:first], inputs[first:], active[first:], slot - first
         else:
-            tested, (fixed, carried, _) = [], inside.counts
-        active = control.active_carry(program, active, fixed, carried)
-        inputs = [jnp.asarray(x) for x in inputs]
-        outer, carry, xs = inputs[:fixed], inputs[fixed : fixed + carried], inputs[fixed + carried :]
-        consts, name = list(program.consts), ("loop", tuple(active))
-        run = lambda consts, values: jaxprs.evaluate(jaxprs.Program(program.jaxpr, consts), values)
-        advance = lambda values: self._run("step", program.jaxpr, run, consts, values)
+            fixed, carried, _ = inside.counts
+        active, last = control.active_carry(program, active, fixed, carried), fixed + carried
+        outer, carry, xs = inputs[:fixed], inputs[fixed:last], inputs[last:]
+        run = lambda jaxpr: lambda consts, values: jaxprs.evaluate(jaxprs.Program(jaxpr, consts), values)
+        consts = list(program.consts)
+        advance = lambda values: self._run("step", program.jaxpr, run(program.jaxpr), consts, values)[:carried]
         slices, stages = [], []
         if inside.kind == "scan":
             slices = list(range(inside.length))[:: -1 if inside.reverse else 1]
             for t in slices:
                 stages.append([*outer, *carry, *(x[t] for x in xs)])
-                carry = advance(stages[-1])[:carried]
+                carry = advance(stages[-1])
         else:
             test, test_consts = inside.jaxprs[0]
-            go_on = lambda consts, values: jaxprs.evaluate(jaxprs.Program(test, consts), values)[0]
-            while bool(self._run("test", test, go_on, list(test_consts), [*tested, *carry])):
+            while bool(self._run("test", test, run(test), list(test_consts), [*tested, *carry])[0]):
                 slices.append(len(stages))
                 stages.append([*outer, *carry])
                 carry = advance(stages[-1])
-        last = filled(semiring, arrived[:carried], carry)
-        context = self.context
 
         def back(consts, values, messages):
             return walk(context, jaxprs.Program(program.jaxpr, consts), values, active).pull(messages)
 
-        messages, sent = [], []
+        messages, sent, arriving = [], [], filled(semiring, arrived[:carried], carry)
         for t, values in zip(reversed(slices), reversed(stages), strict=True):
-            ys = [None if m is None else tuple(x[t] for x in m) for m in arrived[carried:]]
-            messages.append([*last, *ys])
-            answers = self._run(name, program.jaxpr, back, consts, values, messages[-1])
-            sent.append(answers[slot] if slot < fixed else None)
-            last = filled(semiring, answers[fixed : fixed + carried], values[fixed : fixed + carried])
+            messages.append([*arriving, *(None if m is None else tuple(x[t] for x in m) for m in arrived[carried:])])
+            answers = self._run(("loop", active), program.jaxpr, back, consts, values, messages[-1])
+            sent.append(answers)
+            arriving = filled(semiring, answers[fixed:last], values[fixed:last])
         messages, sent = messages[::-1], sent[::-1]
         if not stages:
-            return [], slot - fixed if slot >= fixed else -1, index, rank
-        place = 0
+            return [], Place(slot - fixed, index, rank) if slot >= fixed else None
+        step, steps = 0, []
         if slot < fixed:
-            chosen = ranked([(t, [w[index] for w in m[self.weights]]) for t, m in enumerate(sent) if m], rank)
+            weights = [self._weights(answers)[slot] for answers in sent]
+            chosen = ranked([(t, [w[index] for w in each]) for t, each in enumerate(weights) if each], rank)
             if chosen is None:
-                return NOWHERE
-            place, rank = chosen
-        elif slot >= fixed + carried:
-            place, index = slices.index(index[0]), index[1:]
-        steps = []
+                return [], None
+            step, rank = chosen
+        elif slot >= last:
+            step, index = slices.index(index[0]), index[1:]
         while True:
-            more, output, index, rank = self.follow(
-                scope, program, stages[place], active, messages[place], slot, index, rank
-            )
-            if output < 0:
-                return NOWHERE
-            steps += [s._replace(steps=(slices[place], *s.steps)) for s in more]
-            if output >= carried:
-                return steps, output, (slices[place], *index), rank
-            place, slot = place + 1, fixed + output
-            if place == len(stages):
-                return steps, output, index, rank
+            place = Place(slot, index, rank)
+            more, end = self.follow(scope, program, stages[step], active, messages[step], place)
+            if end is None:
+                return [], None
+            steps += [s._replace(steps=(slices[step], *s.steps)) for s in more]
+            if end.number >= carried:
+                return steps, end._replace(index=(slices[step], *end.index))
+            step, (output, index, rank) = step + 1, end
+            if step == len(stages):
+                return steps, end
+            slot = fixed + output

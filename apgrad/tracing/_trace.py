@@ -16,7 +16,7 @@ from apgrad.tracing._compiled import Compiled
 from apgrad.tracing._control import NESTED
 from apgrad.tracing._influence import ComponentKind, Influence, PathKind, influence_in, require_options
 from apgrad.tracing._interpreter import Context
-from apgrad.tracing._paths import PathStep, Reader
+from apgrad.tracing._paths import PathStep, Place, Reader
 from apgrad.tracing._semiring_grad import original, propagated, traced
 from apgrad.tracing._semirings import max_product, top_k
 from apgrad.tracing._sums import constant
@@ -83,8 +83,9 @@ class Trace:
                 "trace_gradients reads paths at concrete values, but is called inside a JAX transformation. Use "
                 "ap.tracing.influence(f) there (and ap.tracing.every(n, ...) in a training loop)."
             )
-        axes = [None] * len(leaves) if in_axes is None else _leaf_axes(args, kwargs, in_axes)
-        self.examples = None if in_axes is None else _examples(leaves, axes)
+        axes, self.examples = [None] * len(leaves), None
+        if in_axes is not None:
+            axes, self.examples = _leaf_axes(args, kwargs, in_axes)
         first = [x if axis is None else jnp.take(x, 0, axis=axis) for x, axis in zip(leaves, axes, strict=True)]
         args, kwargs = jax.tree.unflatten(treedef, first)
         mapped = {n for n, axis in enumerate(axes) if axis is not None}
@@ -202,13 +203,14 @@ class Trace:
             raise IndexError(f"{parameter} has the shape {shape}, which has no element {index}")
         index = tuple(i % n for i, n in zip(index, shape, strict=True))
         one = constant(reader.context.semiring.one, (), program.jaxpr.outvars[0].aval.dtype)
-        found = [reader.follow("", program, inputs, active, [one], number, index, rank) for rank in range(count)]
+        ways = [reader.follow("", program, inputs, active, [one], Place(number, index, rank)) for rank in range(count)]
         plain = lambda steps: [step._replace(scope=plain_scope(step.scope)) for step in steps]
-        return [None if end < 0 else plain(steps) for steps, end, *_ in found]
+        return [None if end is None else plain(steps) for steps, end in ways]
 
-    def program(self) -> Any:
-        """The traced program and its number of parameters, for drawing."""
-        return self._traced.program, len(self.parameters)
+    @property
+    def program(self) -> jaxprs.Program:
+        """The traced program, whose first inputs are the parameters."""
+        return self._traced.program
 
     def _point(self, example):
         """The inputs of the program for one example."""
@@ -231,26 +233,15 @@ class Trace:
         return self._compiled(call, *given)(*given)
 
 
-def _examples(leaves, axes):
-    """How many examples there are."""
-    shapes = [(jnp.shape(x), axis) for x, axis in zip(leaves, axes, strict=True) if axis is not None]
-    if wrong := [pair for pair in shapes if not -len(pair[0]) <= pair[1] < len(pair[0])]:
-        raise ValueError(f"in_axes maps the axis {wrong[0][1]} of an array of shape {wrong[0][0]}")
-    sizes = {shape[axis] for shape, axis in shapes}
-    if len(sizes) != 1:
-        raise ValueError(f"in_axes must map at least one argument, all to the same size; got sizes {sorted(sizes)}")
-    return sizes.pop()
-
-
 def _leaf_axes(args, kwargs, in_axes):
-    """The axis of each leaf of the arguments, as `jax.vmap` understands `in_axes`."""
+    """The axis of each leaf of the arguments, as `jax.vmap` understands and checks `in_axes`; the size of all axes."""
     if any(jnp.ndim(x) for x in jax.tree.leaves(kwargs) if hasattr(x, "shape")):
         raise ValueError("in_axes are of positional arguments: give arrays by position, and None in in_axes if shared")
-    axes = (in_axes,) * len(args) if is_single(in_axes) else tuple(in_axes)
-    if len(axes) != len(args):
-        raise ValueError(f"in_axes has {len(axes)} entries for {len(args)} arguments")
+    jax.vmap(lambda *_: 0, in_axes if is_single(in_axes) else tuple(in_axes), None)(*args)
     is_none = lambda x: x is None
+    axes = (in_axes,) * len(args) if is_single(in_axes) else tuple(in_axes)
     axes = jax.tree.leaves(jax.tree.broadcast(axes, tuple(args), is_leaf=is_none), is_leaf=is_none)
-    there = [x is not None for x in jax.tree.leaves(args, is_leaf=is_none)]
-    kept = [axis for axis, is_there in zip(axes, there, strict=True) if is_there]
-    return kept + [None] * len(jax.tree.leaves(kwargs))
+    pairs = zip(jax.tree.leaves(args, is_leaf=is_none), axes, strict=True)
+    kept = [(x, axis) for x, axis in pairs if x is not None]
+    count = next(x.shape[axis] for x, axis in kept if axis is not None)
+    return [axis for _, axis in kept] + [None] * len(jax.tree.leaves(kwargs)), count

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import apgrad as ap
-from apgrad.tracing._drawing import chosen_paths, folded, graph, heavy
+from apgrad.tracing._drawing import folded
 
 
 def loss(params):
@@ -23,37 +23,6 @@ def loss(params):
 @pytest.fixture(scope="module")
 def trace():
     return ap.trace_gradients(loss)({"v": jnp.float32(2.0), "w": jnp.float32(0.9)})
-
-
-def test_graph(trace):
-    made = graph(trace)
-    names = [(n.primitive, n.scope) for n in made.nodes]
-    assert names[:2] == [("parameter", ""), ("parameter", "")] and names[-1] == ("loss", "")
-    assert ("tanh", "rnn/cell") in names and ("custom rule", "head") in names
-    assert all(made.nodes[u].depth < made.nodes[v].depth for u, v in made.edges)
-    for name, nodes in heavy(made, chosen_paths(trace, None, (), 2, "viterbi")):
-        assert made.nodes[nodes[0]].name == name and nodes[-1] == len(names) - 1
-
-
-def test_a_parameter_that_reaches_the_loss_in_a_loop_s_second_step_alone():
-    def loss(w):
-        step = lambda carry, _: ((carry[0] * w, carry[0]), None)
-        return jax.lax.scan(step, (jnp.float32(1.0), jnp.float32(1.0)), length=2)[0][1] + 0 * w
-
-    made = graph(ap.trace_gradients(loss)(jnp.float32(3.0)))
-    product = next(i for i, node in enumerate(made.nodes) if node.primitive == "mul" and (0, i) in made.edges)
-    total = next(i for i, node in enumerate(made.nodes) if node.primitive in ("add", "add_any"))
-    assert (product, total) in made.edges and (0, total) not in made.edges
-    assert all(made.nodes[u].depth < made.nodes[v].depth for u, v in made.edges)
-
-
-def test_graphviz(trace):
-    text = ap.tracing.graphviz(trace)
-    assert text.startswith("digraph trace {") and text.endswith("}") and text.count("{") == text.count("}")
-    assert 'subgraph "cluster_rnn/cell"' in text and "penwidth=3" in text
-    assert ap.tracing.graphviz(trace, "w").count("penwidth=3") < text.count("penwidth=3")
-    with pytest.raises(ValueError, match="no parameter 'u'; did you mean 'w'"):
-        ap.tracing.graphviz(trace, "u")
 
 
 def test_a_path_is_folded_by_scopes(trace):
