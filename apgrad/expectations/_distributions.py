@@ -20,6 +20,7 @@ import numpyro
 import numpyro.distributions as dist
 from jax import lax
 from jax.core import Tracer
+from jax.scipy.special import gammaln
 from numpyro.distributions import constraints, transforms
 
 from apgrad._ground.primitives import refuse_derivative, zero_with_gradient
@@ -155,30 +156,49 @@ def require_density(what: str, distribution: Any) -> None:
 def log_prob(distribution: Any, x: jax.Array) -> jax.Array:
     """The log-density of samples in float32 at least, to be differentiated with respect to the parameters.
 
-    NumPyro's differs in three places from the logarithm of the probability that its samples have.
+    NumPyro's differs in two places from the logarithm of the probability that its samples have.
 
-    * Bernoulli and binomial distributions compute it from max(logits, 0) and |logits|. JAX takes the derivatives of
-      these at logits of exactly 0 to be 0: there the score of a Bernoulli choice x would come out as x, where x - 1/2
-      is right. So logits of 0 become the smallest positive number.
-    * At infinite logits it is inf - inf; they become finite numbers at which the other outcome has probability 0.
+    * Bernoulli and binomial distributions of logits have a density of their own, `_OfLogits`.
     * Samples of a categorical or multinomial distribution have the probabilities p / sum p, and its log-density is
       log p. The derivatives of the two differ, also on the simplex; the derivative of what is sampled is taken.
     """
 
     def as_sampled(part):
-        if isinstance(part, _LOGITS_OF_TWO):
-            part, logits = copy.copy(part), jnp.asarray(part.logits)
-            far = float(jnp.finfo(logits.dtype).max) ** 0.5
-            logits = jnp.clip(logits, -far, far)
-            part.logits = logits + jnp.where(logits == 0, jnp.finfo(logits.dtype).tiny, 0).astype(logits.dtype)
-        elif isinstance(part, _ON_A_SIMPLEX):
+        if isinstance(part, _TWO_OUTCOMES):
+            return _OfLogits(part)
+        if isinstance(part, _ON_A_SIMPLEX):
             part, probs = copy.copy(part), jnp.asarray(part.probs)
             part.probs = probs / jnp.sum(probs, axis=-1, keepdims=True)
             vars(part).pop("logits", None)  # computed from the old ones, and kept
         return part
 
-    is_part = lambda part: isinstance(part, (*_LOGITS_OF_TWO, *_ON_A_SIMPLEX))
+    is_part = lambda part: isinstance(part, (*_TWO_OUTCOMES, *_ON_A_SIMPLEX))
     return jax.tree.map(as_sampled, widened(distribution), is_leaf=is_part).log_prob(x)
+
+
+class _OfLogits(dist.Distribution):
+    """The number x of ones of n choices: its log-density is x logits - n softplus(logits) + log (n over x).
+
+    NumPyro's has max(logits, 0) and |logits|, whose derivatives at logits of 0 make x the score of one choice, and
+    x - 1/2 is right; and a product inf * 0 that a compiled gradient does not always leave out. Infinite logits become
+    finite ones at which the other outcome has the probability 0.
+    """
+
+    pytree_data_fields = ("part",)
+
+    def __init__(self, part):
+        self.part = part
+        super().__init__(part.batch_shape, validate_args=False)
+
+    def log_prob(self, value):
+        logits = jnp.asarray(self.part.logits)
+        far = float(jnp.finfo(logits.dtype).max) ** 0.5
+        logits = jnp.clip(logits, -far, far)
+        if isinstance(self.part, dist.BernoulliLogits):  # x may be a fraction, as the grey of an image
+            return value * logits - jax.nn.softplus(logits)
+        n = jnp.asarray(self.part.total_count, logits.dtype)
+        ways = gammaln(n + 1) - gammaln(value + 1) - gammaln(n - value + 1)
+        return value * logits - n * jax.nn.softplus(logits) + ways
 
 
 def support_guard(what: str, distribution: Any) -> jax.Array:
@@ -251,7 +271,7 @@ def _has_cdf(distribution, x) -> bool:
     return True
 
 
-_LOGITS_OF_TWO = (dist.BernoulliLogits, dist.BinomialLogits)
+_TWO_OUTCOMES = (dist.BernoulliLogits, dist.BinomialLogits)
 _ON_A_SIMPLEX = (dist.CategoricalProbs, dist.MultinomialProbs)
 _NOT_A_DENSITY = (
     dist.MaskedDistribution,

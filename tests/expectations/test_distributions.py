@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 import pytest
+import scipy.stats
 from jax.scipy.special import i0e, i1e
 from numpyro.distributions import constraints
 from numpyro.distributions.transforms import (
@@ -460,6 +461,24 @@ CASES = {
     ),
     "point with a density": (lambda t: dist.Delta(jnp.ones(()), t), "RP", weighted, lambda t: 0 * t),
 }
+
+
+def test_the_density_of_logits_is_that_of_the_samples(x64):
+    # At logits of 0, where NumPyro's score of x is x for x - n / 2, and at infinite ones, where it is inf * 0.
+    logits, x = np.array([-np.inf, -30.0, -1.0, 0.0, 0.5, np.inf]), np.arange(4.0)[:, None]
+    p = scipy.special.expit(logits)
+
+    def derivatives(function):
+        along = lambda f: lambda u: jax.jvp(f, (u,), (jnp.ones_like(u),))[1]
+        return jax.jit(lambda u: (jnp.exp(function(u)), along(function)(u), along(along(function))(u)))(logits)
+
+    for n, make in ((1, dist.Bernoulli), (3, functools.partial(dist.Binomial, 3))):
+        density, score, second = derivatives(lambda u, make=make: distributions.log_prob(make(logits=u), x))
+        finite = (x <= n) & np.isfinite(logits)
+        np.testing.assert_allclose(density[: n + 1], scipy.stats.binom.pmf(x[: n + 1], n, p), rtol=1e-12)
+        np.testing.assert_allclose(score[finite], (x - n * p)[finite], rtol=1e-12)
+        np.testing.assert_allclose(second[finite], np.broadcast_to(-n * p * (1 - p), (4, 6))[finite], rtol=1e-9)
+        assert np.isfinite([score, second]).all()
 
 
 # What cannot be sampled.
