@@ -9,7 +9,22 @@ of its incoming edges was drawn, unless it is an input. Backpropagation along th
     E[z^] = sum_v d/k E[draws of v] dv/dz E[v^] = sum_v dv/dz E[v^]            (eq. 9 to 11)
 
 Measured are the variance over the squared gradient, with bootstrap intervals, and the edges that are used, for a graph
-of independent chains and for a graph of interleaved layers of the same width.
+of independent chains and for two graphs of interleaved layers of the same width, whose weights have either sign or are
+all positive.
+
+Draws need not be uniform: drawn with the probability p, an edge counts 1/(k p), whatever p was fixed beforehand. The
+draws `by messages` of an earlier call have
+
+    p of an edge in proportion to |weight| A, with A the sum over the paths from the edge's target to an output of the
+    absolute values of their products, one backward pass with absolute weights,
+
+mixed with `floor` of the uniform draw, since an edge that is never drawn would leave a bias. Let M^2 be the second
+moment of what comes back at a vertex. One draw gives it sum_e w_e^2 M_e^2 / p_e, which is least where p_e is in
+proportion to |w_e| M_e, and then M = sum_e |w_e| M_e: M is A. So with one draw a vertex no probabilities that are fixed
+beforehand have a relative variance below (A/g)^2 - 1, with g the gradient, and these draws reach it if weights have not
+changed and there is no floor. It is zero where all paths have one sign. Where signs are random, as in wide layers at
+their start, A/g grows by about (2 width / pi)^.5 a layer, which no draw can help. The earlier call has weights with
+a relative normal error of `drift`.
 
     python -m experiments.rad_paths
     python -m experiments.rad_paths --preset paper
@@ -19,6 +34,7 @@ The paper draws the two graphs and states how their variances grow; it gives no 
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -40,12 +56,16 @@ class Config(harness.Config):
       depths: layers.
       samples: edges that are drawn at each vertex.
       estimates: of the gradient, for each variance.
+      floor: the share of the uniform draw, where edges are drawn by messages.
+      drift: the relative error of the earlier call's weights.
     """
 
     width: int = 6
     depths: tuple[int, ...] = (1, 2, 4, 8)
     samples: tuple[int, ...] = (1, 2)
     estimates: int = 1000
+    floor: float = 0.1
+    drift: float = 0.1
 
 
 PAPER = Config(depths=(1, 2, 4, 8, 12, 16), samples=(1, 2, 4), estimates=4000)
@@ -146,7 +166,9 @@ def linearized_graph(function: Callable[..., Any], *args: Any) -> LinearizedGrap
     return LinearizedGraph(columns[0], columns[1], columns[2], total, np.concatenate(first), np.concatenate(last))
 
 
-def path_sampling(graph: LinearizedGraph, samples: int, seed: int, estimates: int = 1) -> tuple[np.ndarray, np.ndarray]:
+def path_sampling(
+    graph: LinearizedGraph, samples: int, seed: int, estimates: int = 1, probability: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     """Independent estimates of the gradient of the outputs' sum, with so many edges drawn at each vertex.
 
     Args:
@@ -154,6 +176,7 @@ def path_sampling(graph: LinearizedGraph, samples: int, seed: int, estimates: in
       samples: k, at least 1.
       seed: of the draws.
       estimates: how many.
+      probability: (edges,) of each among the edges that leave its vertex, see `by_messages`; if not given, uniform.
 
     Returns:
       The estimates, (estimates, n) float64, and for each the number of different edges that were drawn, (estimates,).
@@ -166,6 +189,8 @@ def path_sampling(graph: LinearizedGraph, samples: int, seed: int, estimates: in
     """
     if samples < 1:
         raise ValueError(f"path sampling draws at least one edge a vertex, got {samples}")
+    if probability is None:
+        probability = 1 / np.bincount(graph.source, minlength=graph.vertices)[graph.source]
     rng = np.random.default_rng(seed)
     draws = np.zeros((estimates, len(graph.weight)))
     reached = np.zeros((estimates, graph.vertices), bool)
@@ -174,10 +199,29 @@ def path_sampling(graph: LinearizedGraph, samples: int, seed: int, estimates: in
         rows = np.flatnonzero(reached[:, v])[:, None]
         if not len(rows) or not len(outgoing):
             continue
-        chosen = outgoing[rng.integers(len(outgoing), size=(len(rows), samples))]
-        np.add.at(draws, (rows, chosen), len(outgoing) / samples)
+        chosen = rng.choice(outgoing, (len(rows), samples), p=probability[outgoing])
+        np.add.at(draws, (rows, chosen), 1 / (samples * probability[chosen]))
         reached[rows, graph.target[chosen]] = True
-    return backpropagate(graph, draws), np.count_nonzero(draws, axis=1)
+    return backpropagate(graph, draws)[:, graph.inputs], np.count_nonzero(draws, axis=1)
+
+
+def by_messages(earlier: LinearizedGraph, floor: float) -> np.ndarray:
+    """The probabilities of an earlier call's edges by their absolute messages, (edges,); see the head of this file.
+
+    Args:
+      earlier: the same edges, with the earlier call's weights.
+      floor: the share of the uniform draw, above 0 and at most 1.
+    """
+    if not 0 < floor <= 1:
+        raise ValueError(f"the share of the uniform draw is above 0 and at most 1, got floor={floor}")
+    absolute = earlier._replace(weight=np.abs(earlier.weight))
+    share = absolute.weight * backpropagate(absolute)[0, earlier.target]
+    probability = np.empty_like(share)
+    for outgoing in filter(len, earlier.outgoing()):
+        total = share[outgoing].sum()
+        follow = share[outgoing] / total if total > 0 else 1 / len(outgoing)
+        probability[outgoing] = (1 - floor) * follow + floor / len(outgoing)
+    return probability
 
 
 def backpropagate(graph: LinearizedGraph, draws: np.ndarray | None = None) -> np.ndarray:
@@ -188,14 +232,14 @@ def backpropagate(graph: LinearizedGraph, draws: np.ndarray | None = None) -> np
       draws: (estimates, edges) factors of the edges; if not given, one row of ones, so that the gradient is exact.
 
     Returns:
-      (estimates, n) gradients, float64.
+      (estimates, vertices) messages, float64; the gradient is those of `graph.inputs`.
     """
     weight = graph.weight * (np.ones((1, len(graph.weight))) if draws is None else draws)
     messages = np.zeros((len(weight), graph.vertices))
     messages[:, graph.outputs] = 1
     for v, outgoing in reversed(list(enumerate(graph.outgoing()))):
         messages[:, v] += np.sum(weight[:, outgoing] * messages[:, graph.target[outgoing]], 1)
-    return messages[:, graph.inputs]
+    return messages
 
 
 def independent(width: int, depth: int) -> Callable[[jax.Array], jax.Array]:
@@ -215,12 +259,13 @@ def independent(width: int, depth: int) -> Callable[[jax.Array], jax.Array]:
     return function
 
 
-def interleaved(width: int, depth: int) -> Callable[[jax.Array], jax.Array]:
+def interleaved(width: int, depth: int, positive: bool = False) -> Callable[[jax.Array], jax.Array]:
     """Layers each of whose vertices is joined with all of the next layer (Fig. 2, right): a function of a scalar.
 
     Args:
       width: vertices of each layer.
       depth: how many layers.
+      positive: take the weights' absolute values, so that all paths have one sign.
     """
     rng = np.random.default_rng(0)
     weights = [(rng.standard_normal((width, width)) / width**0.5).astype(np.float32) for _ in range(depth)]
@@ -228,14 +273,19 @@ def interleaved(width: int, depth: int) -> Callable[[jax.Array], jax.Array]:
     def function(x):
         values = x * (1 + 0.5 * jnp.cos(3.0 * jnp.arange(width, dtype=jnp.float32)))
         for w in weights:
-            values = w @ values
+            values = (abs(w) if positive else w) @ values
         # The norm, so that no gradient is small by chance.
         return jnp.sum(values * jax.lax.stop_gradient(jnp.sign(values))) / width
 
     return function
 
 
-GRAPHS = {"independent": independent, "interleaved": interleaved}
+GRAPHS = {
+    "independent": independent,
+    "interleaved": interleaved,
+    "interleaved, one sign": functools.partial(interleaved, positive=True),
+}
+DRAWS = ("uniform", "by messages")
 
 
 @functools.cache
@@ -245,19 +295,20 @@ def _graph(name: str, width: int, depth: int) -> LinearizedGraph:
 
 def cells(config: Config) -> list[harness.Cell]:
     """Graph by graph."""
-    return [
-        {"graph": graph, "depth": depth, "samples": samples}
-        for graph in GRAPHS
-        for depth in config.depths
-        for samples in config.samples
-    ]
+    keys = ("graph", "draw", "depth", "samples")
+    each = itertools.product(GRAPHS, DRAWS, config.depths, config.samples)
+    return [dict(zip(keys, values, strict=True)) for values in each]
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     """Relative variance of the estimates with its interval, their distance from the gradient, and the edges used."""
     graph = _graph(cell["graph"], config.width, cell["depth"])
-    exact = backpropagate(graph)[0, 0]
-    found, edges = path_sampling(graph, cell["samples"], seed, config.estimates)
+    exact = backpropagate(graph)[0, graph.inputs[0]]
+    probability = None
+    if cell["draw"] == "by messages":
+        error = np.random.default_rng(seed + 1).standard_normal(len(graph.weight))
+        probability = by_messages(graph._replace(weight=graph.weight * (1 + config.drift * error)), config.floor)
+    found, edges = path_sampling(graph, cell["samples"], seed, config.estimates, probability)
     relative = found[:, 0] / exact
     error = relative.std(ddof=1) / len(relative) ** 0.5
     return {
@@ -271,23 +322,25 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
     """Variance and edges by depth, and the factor by which a layer multiplies the variance."""
     rows = [{**cell, **result} for cell, result in records]
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    growth = {}
-    for graph, line in zip(GRAPHS, ("-", "--"), strict=True):
+    figure = Figure(figsize=(10, 3.8), layout="constrained")
+    growth: dict[str, float] = {}
+    for ax, graph in zip(figure.subplots(1, len(GRAPHS), sharey=True), GRAPHS, strict=True):
         for number, samples in enumerate(config.samples):
-            mine = [r for r in rows if (r["graph"], r["samples"]) == (graph, samples)]
-            depths, variances = ([r[name] for r in mine] for name in ("depth", "relative_variance"))
-            growth[f"{graph}, {samples} edges"] = float(np.exp(np.polyfit(depths, np.log(variances), 1)[0]))
-            left.plot(depths, variances, f"C{number}o{line}", ms=3, label=f"{graph}, {samples}")
-            left.fill_between(depths, *np.transpose([r["interval"] for r in mine]), color=f"C{number}", alpha=0.2, lw=0)
-            right.plot(depths, [r["edges_used"] for r in mine], f"C{number}o{line}", ms=3)
-    left.set(yscale="log", xlabel="depth", ylabel="variance / squared gradient")
-    right.set(ylim=(0, 1), xlabel="depth", ylabel="share of the edges that are used")
-    left.legend(title="graph, edges drawn at a vertex", fontsize=7, title_fontsize=7, frameon=False)
-    lines = [f"{'':12} edges  depth  variance / squared gradient     off by (standard errors)  edges used"]
+            for draw, line in zip(DRAWS, ("-", "--"), strict=True):
+                mine = [r for r in rows if (r["graph"], r["draw"], r["samples"]) == (graph, draw, samples)]
+                depths, variances = ([r[name] for r in mine] for name in ("depth", "relative_variance"))
+                factor = float(np.exp(np.polyfit(depths, np.log(variances), 1)[0]))
+                growth[f"{graph}, {draw}, {samples} edges"] = factor
+                label = f"{samples}, {draw}: {factor:.2f} a layer"
+                ax.plot(depths, variances, f"C{number}o{line}", ms=3, label=label)
+                intervals = np.transpose([r["interval"] for r in mine])
+                ax.fill_between(depths, *intervals, color=f"C{number}", alpha=0.2, lw=0)
+        ax.set(yscale="log", xlabel="depth", title=graph)
+        ax.legend(title="edges drawn at a vertex", fontsize=6, title_fontsize=7, frameon=False)
+    figure.axes[0].set_ylabel("variance / squared gradient")
+    lines = [f"{'':21} {'':11} edges  depth  variance / squared gradient     off by (standard errors)  edges used"]
     lines += [
-        f"{r['graph']:12} {r['samples']:5} {r['depth']:6}  {r['relative_variance']:9.4g} "
+        f"{r['graph']:21} {r['draw']:11} {r['samples']:5} {r['depth']:6}  {r['relative_variance']:9.4g} "
         f"[{r['interval'][0]:.4g}, {r['interval'][1]:.4g}] {r['standard_errors_off']:12.1f} {r['edges_used']:21.2f}"
         for r in rows
     ]

@@ -18,10 +18,11 @@ def network(x):
 def test_the_graph_has_the_gradient():
     x = jnp.array([0.3, -0.8])
     graph = rad_paths.linearized_graph(network, x)
-    np.testing.assert_allclose(rad_paths.backpropagate(graph)[0], jax.grad(network)(x), rtol=1e-5)
+    np.testing.assert_allclose(rad_paths.backpropagate(graph)[0, graph.inputs], jax.grad(network)(x), rtol=1e-5)
     assert np.all(graph.target > graph.source)
 
 
+@pytest.mark.parametrize("earlier", [None, 0.3])
 @pytest.mark.parametrize("samples", [1, 3])
 @pytest.mark.parametrize(
     ("function", "x"),
@@ -31,11 +32,29 @@ def test_the_graph_has_the_gradient():
         (rad_paths.interleaved(3, 3), jnp.array(1.0)),
     ],
 )
-def test_unbiased(function, x, samples):
+def test_unbiased(function, x, samples, earlier):
     graph = rad_paths.linearized_graph(function, x)
-    found = rad_paths.path_sampling(graph, samples, 0, 4000)[0]
+    probability = earlier and rad_paths.by_messages(drifted(graph, earlier), 0.1)
+    found = rad_paths.path_sampling(graph, samples, 0, 4000, probability)[0]
     error = found.std(0) / np.sqrt(len(found))
-    assert np.all(np.abs(found.mean(0) - rad_paths.backpropagate(graph)[0]) <= 4 * error + 1e-12)
+    exact = rad_paths.backpropagate(graph)[0, graph.inputs]
+    assert np.all(np.abs(found.mean(0) - exact) <= 4 * error + 1e-12)
+
+
+def drifted(graph, size):
+    return graph._replace(
+        weight=graph.weight * (1 + size * np.random.default_rng(1).standard_normal(len(graph.weight)))
+    )
+
+
+@pytest.mark.parametrize("positive", [False, True])
+def test_one_draw_by_messages_has_the_least_variance(positive):
+    """A single path has the value +A or -A, so that E x^2 = A^2, whatever is drawn."""
+    graph = rad_paths.linearized_graph(rad_paths.interleaved(3, 4, positive), jnp.array(1.0))
+    absolute = rad_paths.backpropagate(graph._replace(weight=np.abs(graph.weight)))[0, graph.inputs[0]]
+    found = rad_paths.path_sampling(graph, 1, 0, 200, rad_paths.by_messages(graph, 1e-9))[0]
+    np.testing.assert_allclose(np.abs(found), absolute, rtol=1e-6)
+    assert (abs(absolute - rad_paths.backpropagate(graph)[0, graph.inputs[0]]) < 1e-6 * absolute) == positive
 
 
 def test_variance_is_constant_in_depth_or_exponential(tmp_path):
@@ -43,14 +62,19 @@ def test_variance_is_constant_in_depth_or_exponential(tmp_path):
     folder = harness.main(rad_paths, ["--out", str(tmp_path / "run"), *options])
     assert (folder / "rad_paths.png").exists()
     rows = json.loads((folder / "results.json").read_text())["rows"]
-    noise = {(row["graph"], row["depth"]): row["relative_variance"] for row in rows}
-    assert noise["independent", 8] < 3 * noise["independent", 2]
-    assert noise["interleaved", 8] > 2 * noise["interleaved", 2] > 0
+    noise = {(row["graph"], row["draw"], row["depth"]): row["relative_variance"] for row in rows}
+    assert noise["independent", "uniform", 8] < 3 * noise["independent", "uniform", 2]
+    for draw in rad_paths.DRAWS:
+        assert noise["interleaved", draw, 8] > 2 * noise["interleaved", draw, 2] > 0
+    one = "interleaved, one sign"
+    assert noise[one, "by messages", 8] < 0.2 * noise[one, "uniform", 8]
 
 
 def test_bad_input():
     graph = rad_paths.linearized_graph(network, jnp.array([0.3, -0.8]))
     with pytest.raises(ValueError, match="at least one edge"):
         rad_paths.path_sampling(graph, 0, 0)
+    with pytest.raises(ValueError, match="above 0"):
+        rad_paths.by_messages(graph, 0.0)
     with pytest.raises(ValueError, match="floating-point input"):
         rad_paths.linearized_graph(lambda i: i + 1, jnp.array(1))

@@ -1,0 +1,302 @@
+"""Where a random memory's noise hurts: the noise of each layer's gradient, predicted by one backward pass of squares.
+
+A layer is linear in its kernel: G = sum_i x_i a_i, over the entries x_i of its input, with a_i the derivative of G by
+x_i: messages delta, each in its place of the kernel. A random memory puts x_i + e_i for x_i, with E e_i = 0 and
+variances v_i that `Sampler.variance` knows. If errors of different entries are independent, or their a_i orthogonal,
+
+    E |G^ - G|^2 = sum_i v_i |a_i|^2 = the sum over the kernel of the kernel's gradient at x := v, delta := delta^2,
+
+since no two products of x and delta that enter one entry of G have the same a_i. With a share f of the entries kept,
+v = x^2 / f, and the noise is N / f, N = sum_i x_i^2 |a_i|^2. In a layer whose weights are used once for an example
+the a_i of an example are orthogonal: N is S, the mean square of an example's gradient. Where weights are shared, over
+positions or steps, an example's gradient is a sum over its positions: S / N, here called the coherence, is 1 if the
+positions' messages are independent, and up to their number if they agree.
+
+A smaller batch of as many bytes, f' of them a B-th of a batch of B, has the squared error (S - |g|^2) / (f' B), with g
+the gradient over all data. A sample has (S - |g|^2) / B + N / (f B). So at equal memory the sample's squared error over
+the smaller batch's is
+
+    f' (1 + (1/f) (N / S) / (1 - |g|^2 / S)),     about (1 + f) / coherence where f' = f:
+
+above 1 in dense layers, below it where weights are shared and messages agree. Rounding has v = scale^2 p (1 - p), which
+is relative to the range of its group, and not to x^2 / f: small in both.
+
+    python -m experiments.rad_prediction
+    python -m experiments.rad_prediction --preset paper
+
+The errors of a layer's entries are taken for independent. In truth, entries that are drawn with replacement, or one of
+each run, are chosen in place of each other, which matters where coherence is high and few entries are drawn. All is of
+one batch: S and g are its examples'; measured are `draws` of `ap.randomize` on it. The preset `paper` is no paper's
+setting, but the whole of this study: all networks, before and after training, on MNIST.
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from matplotlib.figure import Figure
+
+import apgrad as ap
+from apgrad import memory as rad, meta
+from experiments import harness
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(harness.Config):
+    """Options of this experiment.
+
+    Attributes:
+      data: "mnist", or "digits", the fall-back.
+      networks: of `NETWORKS`.
+      samplers: by `sampler`.
+      batch: examples.
+      training_steps: of Adam before the noise is measured.
+      draws: of the memory, for each noise.
+    """
+
+    data: str = "digits"
+    networks: tuple[str, ...] = ("mlp", "convnet")
+    samplers: tuple[str, ...] = ("different 0.1", "rounding 4")
+    batch: int = 100
+    training_steps: tuple[int, ...] = (0, 100)
+    draws: int = 30
+
+
+PAPER = Config(
+    data="mnist",
+    networks=("mlp", "convnet", "wide convnet", "rows"),
+    samplers=(
+        *("different 0.05", "different 0.1", "different 0.3", "distinct 0.1", "stratified 0.1"),
+        *("rounding 8", "rounding 4", "rounding 2"),
+    ),
+    batch=300,
+    training_steps=(0, 300),
+    draws=60,
+)
+
+# Layers by kind and size: "conv K" has K x K windows, "pool" halves both sides, "rows" is a dense layer of every row.
+NETWORKS = {
+    "mlp": (("dense", 300), ("dense", 300), ("dense", 10)),
+    "convnet": (("conv 5", 16), ("conv 5", 32), ("pool", 0), ("conv 5", 32), ("pool", 0), ("dense", 10)),
+    "wide convnet": (("conv 3", 64), ("pool", 0), ("conv 3", 64), ("pool", 0), ("dense", 100), ("dense", 10)),
+    "rows": (("rows", 64), ("rows", 64), ("rows", 64), ("dense", 10)),
+}
+
+
+def apply(kind: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """A layer without its bias."""
+    if kind == "conv":
+        return jax.lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+    return (x.reshape(len(x), -1) if kind == "dense" else x) @ w
+
+
+def run(network: str, params: Any, zeros: Any, x: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+    """The scores of images (n, height, width, channels), and the layers' inputs; `zeros` are added to their outputs."""
+    x = jax.lax.optimization_barrier(x)  # the first layer's input is remembered like the others'
+    if network == "rows":
+        x = x[..., 0]
+    layers, inputs = iter(zip(params, zeros, strict=True)), []
+    for i, (name, _) in enumerate(NETWORKS[network]):
+        if name == "pool":
+            n, h, w, c = x.shape
+            x = x[:, : h // 2 * 2, : w // 2 * 2].reshape(n, h // 2, 2, w // 2, 2, c).mean((2, 4))
+            continue
+        (kernel, bias), zero = next(layers)
+        inputs.append(x)
+        x = apply(name.split()[0], x, kernel) + bias + zero
+        x = x if i == len(NETWORKS[network]) - 1 else jax.nn.relu(x)
+    return x, inputs
+
+
+def loss(network: str, params: Any, x: jax.Array, y: jax.Array, zeros: Any = None) -> tuple[jax.Array, list[jax.Array]]:
+    """The mean cross-entropy, and the layers' inputs."""
+    scores, inputs = run(network, params, zeros or [0.0] * len(params), x)
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(scores), y[:, None], 1)), inputs
+
+
+def parameters(network: str, key: jax.Array, shape: tuple[int, ...]) -> Any:
+    """He-initialized kernels, and zero biases."""
+    params, (height, width, channels) = [], shape
+    for name, size in NETWORKS[network]:
+        kind, *window = name.split()
+        if kind == "pool":
+            height, width = height // 2, width // 2
+            continue
+        flat = height * channels if network == "rows" else height * width * channels
+        if network == "rows" and not params:
+            channels, flat = width, height * width
+        dims = {"conv": (*map(int, window * 2), channels), "rows": (channels,), "dense": (flat,)}[kind]
+        key, own = jax.random.split(key)
+        params.append((jax.random.normal(own, (*dims, size)) * (2 / np.prod(dims)) ** 0.5, jnp.zeros(size)))
+        channels = size
+        if kind == "dense":
+            height = width = 1
+    return params
+
+
+def predicted(network: str, memory: Any, params: Any, x: jax.Array, y: jax.Array) -> jax.Array:
+    """E |G^ - G|^2 of each kernel on a batch; for no sampler N, with v = x^2."""
+    _, inputs = run(network, params, [0.0] * len(params), x)
+    zeros = [jnp.zeros(s.shape) for s in jax.eval_shape(lambda: _outputs(network, params, inputs))]
+    messages = jax.grad(lambda zeros: loss(network, params, x, y, zeros)[0])(zeros)
+    kinds = [name.split()[0] for name, _ in NETWORKS[network] if name != "pool"]
+    found = []
+    for kind, v, (kernel, _), message in zip(kinds, inputs, params, messages, strict=True):
+        flat = v.reshape(len(v), -1, v.shape[-1]) if kind == "conv" else v  # positions, each with all its channels
+        if kind == "dense":
+            flat = v.reshape(len(v), -1)
+        spread = flat**2 if memory is None else memory.variance(flat, 1 if kind == "conv" else -1)
+        _, pull = jax.vjp(functools.partial(apply, kind, spread.reshape(v.shape)), kernel)
+        found.append(jnp.sum(pull(message**2)[0]))
+    return jnp.stack(found)
+
+
+def _outputs(network: str, params: Any, inputs: Any) -> list[jax.Array]:
+    kinds = [name.split()[0] for name, _ in NETWORKS[network] if name != "pool"]
+    return [apply(kind, x, w) for kind, x, (w, _) in zip(kinds, inputs, params, strict=True)]
+
+
+def sampler(name: str) -> Any:
+    """A sampler by its name and its fraction or bits."""
+    kind, number = name.split()
+    if kind == "rounding":
+        return rad.rounding(bits=int(number))
+    if kind == "stratified":
+        return rad.stratified(float(number))
+    return rad.different_sample(float(number), replacement=kind == "different")
+
+
+def cells(config: Config) -> list[harness.Cell]:
+    """Each network before and after training."""
+    return [{"network": n, "steps": s} for n, s in itertools.product(config.networks, config.training_steps)]
+
+
+def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
+    """For each layer S, |g|^2 and the coherence; for each sampler its bytes, and what is predicted and measured."""
+    network = cell["network"]
+    data = meta.data.load_bytes(config.data, or_digits=True)
+    x = jnp.asarray((data.x_train - data.x_train.mean()) / data.x_train.std(), jnp.float32)
+    y = jnp.asarray(data.y_train)
+    key = jax.random.key(seed)
+    params = parameters(network, key, x.shape[1:])
+    optimizer = optax.adam(1e-3)
+
+    @jax.jit
+    def step(params, state, key):
+        chosen = jax.random.randint(key, (config.batch,), 0, len(x))
+        updates, state = optimizer.update(jax.grad(plain)(params, x[chosen], y[chosen]), state)
+        return optax.apply_updates(params, updates), state
+
+    def plain(params, x, y):
+        return loss(network, params, x, y)[0]
+
+    state = optimizer.init(params)
+    for i in range(cell["steps"]):
+        params, state = step(params, state, jax.random.fold_in(key, i))
+
+    kernels = lambda gradient: [g for g, _ in gradient]
+    square = lambda arrays: jnp.stack([jnp.sum(a**2) for a in arrays])
+
+    @jax.jit
+    def moments(x, y):
+        each = jax.vmap(lambda x, y: kernels(jax.grad(plain)(params, x[None], y[None])))(x, y)
+        return [g.sum(0) for g in each], square(each)
+
+    chosen = jax.random.permutation(jax.random.fold_in(key, config.draws + cell["steps"]), len(x))[: config.batch]
+    x, y = x[chosen], y[chosen]
+    parts = [moments(x[i : i + 50], y[i : i + 50]) for i in range(0, len(x), 50)]
+    sums, squares = jax.tree.map(lambda *leaves: sum(leaves), *parts)
+    whole = (square(sums) - squares) / (len(x) * (len(x) - 1))  # |g|^2 without bias
+    exact = kernels(jax.jit(jax.grad(plain))(params, x, y))
+    size = lambda f: sum(r.nbytes for r in rad.residuals(f, params, x, y))
+    of_samplers = {}
+    for name in config.samplers:
+        memory = sampler(name)
+        lean = ap.randomize(plain, memory, through=memory if name.startswith("rounding") else None)
+
+        @jax.jit
+        def error(key, lean=lean):
+            found = kernels(jax.grad(lean, argnums=1)(key, params, x, y))
+            return square([a - b for a, b in zip(found, exact, strict=True)])
+
+        found = np.array([error(jax.random.fold_in(key, i)) for i in range(config.draws)], np.float64)
+        of_samplers[name] = {
+            "bytes": size(lambda *args, lean=lean: lean(key, *args)),
+            "predicted": np.asarray(jax.jit(predicted, static_argnums=(0, 1))(network, memory, params, x, y)).tolist(),
+            "measured": found.mean(0).tolist(),
+            "standard_error": (found.std(0, ddof=1) / len(found) ** 0.5).tolist(),
+        }
+    once = jax.jit(predicted, static_argnums=(0, 1))(network, None, params, x, y) * config.batch**2
+    return {
+        "data": data.description,
+        "bytes": size(plain),
+        "S": (squares / len(x)).tolist(),
+        "coherence": (squares / once).tolist(),
+        "whole": whole.tolist(),
+        "samplers": of_samplers,
+    }
+
+
+def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
+    """Predictions beside measurements, and both over a smaller batch of equal memory."""
+    rows = []
+    for cell, result in records:
+        for i, layer in enumerate(name for name, _ in NETWORKS[cell["network"]] if name != "pool"):
+            spread = result["S"][i] - result["whole"][i]
+            for name, found in result["samplers"].items():
+                smaller = spread / (config.batch * found["bytes"] / result["bytes"])
+                both = {kind: found[kind][i] for kind in ("predicted", "measured")}
+                rows.append(
+                    {
+                        **cell,
+                        "layer": f"{i + 1}, {layer}",
+                        "sampler": name,
+                        "coherence": result["coherence"][i],
+                        "predicted_over_measured": both["predicted"] / both["measured"],
+                        "standard_error": found["standard_error"][i] / both["measured"],
+                        **{
+                            f"{kind}_against_smaller_batch": (spread / config.batch + own) / smaller
+                            for kind, own in both.items()
+                        },
+                    }
+                )
+    figure = Figure(figsize=(8.5, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for number, network in enumerate(config.networks):
+        mine = [r for r in rows if r["network"] == network]
+        for ax, (a, b) in (
+            (left, ("predicted_against_smaller_batch", "measured_against_smaller_batch")),
+            (right, ("coherence", "measured_against_smaller_batch")),
+        ):
+            for marker, drawn in (("o", True), ("x", False)):
+                shown = [r for r in mine if r["sampler"].startswith("rounding") != drawn]
+                label = f"{network}, {'samples' if drawn else 'rounding'}"
+                ax.plot([r[a] for r in shown], [r[b] for r in shown], f"C{number}{marker}", ms=4, label=label)
+    ends = [min(r["predicted_against_smaller_batch"] for r in rows) / 1.3, 4]
+    left.plot(ends, ends, "k:", lw=1)
+    left.set(xscale="log", yscale="log", xlabel="predicted", ylabel="squared error over a smaller batch's, measured")
+    right.axhline(1, color="k", ls=":", lw=1)
+    right.set(xscale="log", yscale="log", xlabel="coherence: an example's squared gradient over its positions'")
+    left.legend(fontsize=6, frameon=False)
+    lines = [records[0][1]["data"]]
+    lines += [
+        f"{'':13} steps layer       coherence  sampler          predicted / measured  over a smaller batch's error"
+    ]
+    lines += [
+        f"{r['network']:13} {r['steps']:5} {r['layer']:11} {r['coherence']:9.2f}  {r['sampler']:16} "
+        f"{r['predicted_over_measured']:8.3f} ± {r['standard_error']:.3f} "
+        f"{r['predicted_against_smaller_batch']:14.2f} {r['measured_against_smaller_batch']:10.2f}"
+        for r in rows
+    ]
+    off = max(abs(r["predicted_against_smaller_batch"] / r["measured_against_smaller_batch"] - 1) for r in rows)
+    figures = {"data": records[0][1]["data"], "worst_relative_error_of_a_predicted_ratio": off}
+    return harness.Report(figures, rows, "\n".join(lines), figure)
+
+
+if __name__ == "__main__":
+    harness.main()
