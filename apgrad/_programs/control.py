@@ -1,10 +1,9 @@
 """Equations as this version of JAX writes them: the one file that depends on it.
 
 The parameters of JAX's equations are no stable interface: `scan` has had `num_consts` and `num_carry` (JAX 0.10) and
-has `ft_in` (0.11), and a program inside an equation has been a `ClosedJaxpr` and a `Jaxpr`. The rest of the package
-sees the programs inside an equation through `nested`, puts other functions in their place by `rebuild`, and reads what
-else it needs from `Parameters`. Where a version of JAX differs again, these raise an error with the version, and this
-file has to change. A program inside a primitive that is not known here is refused by `require_known`.
+has `ft_in` (0.11). The rest of the package sees the programs inside an equation through `nested`, puts other functions
+in their place by `rebuild`, and reads what else it needs from `Parameters`. Where a version of JAX differs again, these
+raise an error with the version. A program inside a primitive that is not known here is refused by `require_known`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,12 +18,7 @@ from apgrad._programs.kinds import ONE_FUNCTION
 
 
 class Program(NamedTuple):
-    """A jaxpr and the values of its constants.
-
-    Attributes:
-      jaxpr: the jaxpr, with `constvars`, `invars`, `eqns` and `outvars`.
-      consts: values, for `constvars`.
-    """
+    """A jaxpr, with `constvars`, `invars`, `eqns` and `outvars`, and the values of its constants."""
 
     jaxpr: Any
     consts: tuple[Any, ...]
@@ -34,28 +28,20 @@ NestedKind = Literal["call", "remat", "scan", "while", "cond", "custom"]
 
 
 class Nested(NamedTuple):
-    """An equation with programs inside.
-
-    Attributes:
-      kind: "call", "remat", "scan", "while", "cond" or "custom" (a function with a derivative rule of its own).
-      jaxprs: the programs inside. "while" has two, the condition and the body. "cond" has its branches; the first one
-        runs when the equation's first input is 0. All others have one.
-      counts: how many inputs of each sort the equation has, in their order: for "scan" (consts, carry, xs), for "while"
-        (consts of the condition, consts of the body, carry).
-      length: number of steps of a scan.
-      reverse: whether a scan runs from its last step to its first.
-      options: keywords for the JAX function that made the equation: `unroll` of a scan, `prevent_cse` and `policy` of
-        a remat.
-      label: the name of the Python function that a call or a custom rule stands for, as far as JAX knows it.
-    """
+    """An equation with programs inside; "custom" is a function with a derivative rule of its own."""
 
     kind: NestedKind
-    jaxprs: tuple[Program, ...]
-    counts: tuple[int, ...] = ()
-    length: int = 0
-    reverse: bool = False
-    options: dict[str, Any] = {}  # noqa: RUF012
-    label: str = ""
+    jaxprs: tuple[Program, ...]  # of a "while" the condition and the body, of a "cond" its branches from index 0 on
+    counts: tuple[int, ...] = ()  # of inputs: of a scan (consts, carry, xs), of a while (of condition, of body, carry)
+    length: int = 0  # the number of steps of a scan
+    reverse: bool = False  # whether a scan runs from its last step to its first
+    options: dict[str, Any] = {}  # noqa: RUF012  # of a scan `unroll`, of a remat `prevent_cse` and `policy`
+    label: str = ""  # the name of the Python function that a call or a custom rule stands for, as far as JAX knows it
+
+    @property
+    def loop(self) -> tuple[int, ...]:
+        """Of the inputs of a loop, how many come first that its body lacks, then constants, then carried."""
+        return self.counts if self.kind == "while" else (0, *self.counts[:2])
 
 
 _KINDS: dict[str, tuple[NestedKind, str]] = {
@@ -134,8 +120,10 @@ def rebuild(
     inputs: Sequence[Any],
     summed: Sequence[Any] = (),
 ) -> Any:
-    """Evaluates an equation with other functions in place of the programs inside it."""
-    inputs = list(inputs)
+    """Evaluates an equation with other functions in place of the programs inside it.
+
+    The function of a scan gets the number of the step first. What it returns after the outputs is `summed` over steps.
+    """
     if inside.kind == "call":
         return list(functions[0](*inputs))
     if inside.kind == "remat":
@@ -143,17 +131,13 @@ def rebuild(
     if inside.kind == "cond":
         branches = [lambda *operands, f=f: tuple(f(*operands)) for f in functions]
         return list(jax.lax.switch(inputs[0], branches, *inputs[1:]))
+    first, second = sum(inside.counts[:1]), sum(inside.counts[:2])
+    consts, middle, rest = inputs[:first], inputs[first:second], tuple(inputs[second:])
     if inside.kind == "while":
-        test, loop, _ = _divide(inputs, inside.counts)
-        return list(
-            jax.lax.while_loop(
-                lambda carry: functions[0](*test, *carry)[0],
-                lambda carry: tuple(functions[1](*loop, *carry)),
-                tuple(inputs[len(test) + len(loop) :]),
-            )
-        )
+        test, loop = functions
+        go_on, step = lambda carry: test(*consts, *carry)[0], lambda carry: tuple(loop(*middle, *carry))
+        return list(jax.lax.while_loop(go_on, step, rest))
     if inside.kind == "scan":
-        consts, carry, xs = _divide(inputs, inside.counts)
 
         def body(state, x):
             step, carry, sums = state
@@ -162,10 +146,8 @@ def rebuild(
             sums = tuple(a + b for a, b in zip(sums, outputs[last:], strict=True))
             return (step + 1, tuple(outputs[: len(carry)]), sums), tuple(outputs[len(carry) : last])
 
-        state = (jnp.zeros((), jnp.int32), tuple(carry), tuple(summed))
-        (_, carry, sums), ys = jax.lax.scan(
-            body, state, tuple(xs), length=inside.length, reverse=inside.reverse, **inside.options
-        )
+        state, options = (jnp.zeros((), jnp.int32), tuple(middle), tuple(summed)), inside.options
+        (_, carry, sums), ys = jax.lax.scan(body, state, rest, inside.length, inside.reverse, **options)
         return [*carry, *ys, *sums]
     raise ValueError(f"{eqn.primitive.name!r} has a derivative rule of its own: evaluate it with caller(eqn)")
 
@@ -184,14 +166,7 @@ def inside_of(eqn: Any) -> list[Program]:
 
 
 def all_equations(program: Program) -> Iterator[Any]:
-    """The equations of a program and of the programs inside them, each equation before what is inside it.
-
-    Example:
-      >>> import jax
-      >>> jaxpr = jax.make_jaxpr(lambda x: jax.lax.cond(x > 0, jax.numpy.sin, jax.numpy.cos, x))(1.0)
-      >>> [eqn.primitive.name for eqn in all_equations(opened(jaxpr))]
-      ['gt', 'convert_element_type', 'cond', 'cos', 'sin']
-    """
+    """The equations of a program and of the programs inside them, each equation before what is inside it."""
     for eqn in program.jaxpr.eqns:
         yield eqn
         for inner in inside_of(eqn):
@@ -223,8 +198,3 @@ def require_values(eqn: Any, doing: str) -> None:
             f"{doing} follows values, and here values go through a mutable reference (jax.new_ref), at the primitive "
             f"{eqn.primitive.name!r}. Write the function without it, with the carry of a scan in its place."
         )
-
-
-def _divide(values: list[Any], counts: tuple[int, ...]) -> list[list[Any]]:
-    first, second = counts[0], counts[0] + counts[1]
-    return [values[:first], values[first:second], values[second:]]

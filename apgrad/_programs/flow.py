@@ -20,15 +20,7 @@ Join = Callable[[Any, Any], Any]
 def flow(
     program: Program, inputs: Sequence[Any], transfer: Transfer, join: Join, constant: Callable[[Any], Any]
 ) -> list[Any]:
-    """The facts at a program's outputs.
-
-    Example:
-      >>> import jax, operator
-      >>> from apgrad._programs.jaxprs import trace
-      >>> program, _ = trace(lambda x, y: jax.lax.scan(lambda c, _: (c[::-1], c[0]), [x, y], length=2), 1.0, 2.0)
-      >>> flow(program, [True, False], lambda eqn, facts: None, operator.or_, lambda value: False)
-      [True, True, True]
-    """
+    """The facts at a program's outputs."""
 
     def enter(inner, facts):
         return flow(inner, facts, transfer, join, constant)
@@ -64,13 +56,8 @@ def _inside(inside: Nested | None, facts: list[Any], enter: Callable[..., Any], 
         return first
     if inside.kind not in ("scan", "while"):
         return enter(inside.jaxprs[0], facts)
-    body = inside.jaxprs[-1]
-    if inside.kind == "while":
-        facts = facts[inside.counts[0] :]
-        first, carried = inside.counts[1:]
-    else:
-        first, carried, _ = inside.counts
-    found, made = steady(lambda facts: enter(body, facts), facts, first, carried, join)
+    body, (skipped, first, carried) = inside.jaxprs[-1], inside.loop
+    found, made = steady(lambda facts: enter(body, facts), facts[skipped:], first, carried, join)
     # A loop that may make no step at all hands on what it was given.
     never = inside.kind == "while" or inside.length == 0
     return [*(found[first : first + carried] if never else made[:carried]), *made[carried:]]

@@ -3,8 +3,7 @@
     program, shape = trace(function, *args)
     outputs = evaluate(program, inputs, lambda eqn, values: ...)
 
-A jaxpr is JAX's record of a program: equations, each of which is a primitive with inputs, outputs and parameters. What
-stands inside an equation (`nested`, `rebuild`) comes from `control`, the one file that depends on JAX's version.
+What stands inside an equation (`nested`, `rebuild`) comes from `control`, the one file that depends on JAX's version.
 """
 
 import contextlib
@@ -94,13 +93,7 @@ _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.inexact, float, compl
 
 
 def arrays_of(tree: Any, kinds: tuple[type, ...] = _ARRAYS) -> tuple[list[Any], Callable[..., Any]]:
-    """The arrays of a pytree, and a function that makes the pytree again with others in their place.
-
-    Example:
-      >>> arrays, put = arrays_of({"weight": 2.0, "activation": abs})
-      >>> arrays, put(3.0)
-      ([2.0], {'activation': <built-in function abs>, 'weight': 3.0})
-    """
+    """The arrays of a pytree, and a function that makes the pytree again with others in their place."""
     leaves, treedef = jax.tree.flatten(tree)
     numbers = [i for i, leaf in enumerate(leaves) if isinstance(leaf, kinds)]
     return [leaves[i] for i in numbers], lambda *arrays: treedef.unflatten(place(arrays, numbers, leaves))
@@ -124,21 +117,11 @@ def run(eqn: Any, inputs: list[Any]) -> list[Any]:
 def evaluate(
     program: Program, inputs: Sequence[Any], apply: ApplyEquation = run, constant: Callable[[Any], Any] | None = None
 ) -> list[Any]:
-    """Evaluates a program with `apply(eqn, inputs) -> outputs` for each equation, in the program's order.
-
-    Example:
-      >>> import jax.numpy as jnp
-      >>> program, _ = trace(lambda x: jnp.sin(x) + 1, 0.0)
-      >>> names = []
-      >>> def count(eqn, inputs):
-      ...     names.append(eqn.primitive.name)
-      ...     return run(eqn, inputs)
-      >>> float(evaluate(program, [0.0], count)[0]), names
-      (1.0, ['sin', 'add'])
-    """
+    """Evaluates a program with `apply(eqn, inputs) -> outputs` for each equation, in the program's order."""
     jaxpr, consts = program
     known = constant or (lambda value: value)
-    values = dict(zip(jaxpr.constvars, map(known, consts), strict=True)) | dict(zip(jaxpr.invars, inputs, strict=True))
+    given = [*map(known, consts), *inputs]
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], given, strict=True))
     run_all(jaxpr.eqns, values, apply, known)
     return [known(atom.val) if isinstance(atom, Literal) else values[atom] for atom in jaxpr.outvars]
 
@@ -196,12 +179,7 @@ def inline(program: Program, inputs: Sequence[Any], apply: ApplyEquation = run) 
 
 
 def place(values: Sequence[Any], numbers: Sequence[int], into: Sequence[Any]) -> list[Any]:
-    """A copy of a list with values put at the given places.
-
-    Example:
-      >>> place(["a", "b"], [2, 0], [None] * 4)
-      ['b', None, 'a', None]
-    """
+    """A copy of a list with values put at the given places."""
     full = list(into)
     for number, value in zip(numbers, values, strict=True):
         full[number] = value
@@ -211,35 +189,15 @@ def place(values: Sequence[Any], numbers: Sequence[int], into: Sequence[Any]) ->
 def restrict(
     function: Callable[..., Any], args: Sequence[Any], chosen: Sequence[int]
 ) -> tuple[Callable[..., Any], list[Any]]:
-    """The function of some of its arguments, while the others stay as they are.
-
-    Example:
-      >>> import jax
-      >>> restricted, values = restrict(lambda n, x, y: x**n * y, [3, 2.0, 5.0], [1, 2])
-      >>> [float(g) for g in jax.grad(restricted, argnums=(0, 1))(*values)]
-      [60.0, 8.0]
-    """
-
-    def restricted(*values):
-        return function(*place(values, chosen, args))
-
-    return restricted, [args[i] for i in chosen]
+    """The function of some of its arguments, while the others stay as they are."""
+    return lambda *values: function(*place(values, chosen, args)), [args[i] for i in chosen]
 
 
 def hoist(function: Callable[..., Any], *inputs: Any) -> tuple[Callable[..., Any], list[Any]]:
     """A function without closures over traced values: `function(*inputs) == converted(*inputs, *arrays)`.
 
-    A function with a derivative rule of its own may not close over a traced value. A floating-point array would get no
-    message; in a `scan`, where the backward pass is traced apart from the forward pass, an integer or a key is an
-    error too. `jax.closure_convert` hoists floating-point values alone.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> def outer(n):
-      ...     converted, arrays = hoist(lambda x: n * x, jnp.ones(2, int))
-      ...     return len(arrays), converted(jnp.ones(2, int), *arrays)
-      >>> [x.tolist() for x in jax.jit(outer)(3)]
-      [1, [3, 3]]
+    A function with a derivative rule of its own may not close over a traced value: an array would get no message, and
+    in a `scan` an integer or a key is an error too. `jax.closure_convert` hoists floating-point values alone.
     """
     (jaxpr, consts), shape = trace(function, *inputs)
     treedef, given, count = jax.tree.structure(shape), len(inputs), len(jax.tree.leaves(inputs))

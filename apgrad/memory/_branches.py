@@ -13,7 +13,7 @@ import jax
 from apgrad._ground.keys import again
 from apgrad._ground.propagator import Propagator, node
 from apgrad._programs import jaxprs
-from apgrad.memory._passes import Traced, differentiated, exact, inexact, remember, send
+from apgrad.memory._passes import Traced, differentiated, evaluated, inexact, remember, send
 from apgrad.memory._plan import MemoryPlan
 
 
@@ -24,7 +24,7 @@ def randomized_cond(programs: Sequence[jaxprs.Program], plan: Callable[..., Memo
     def forward(key, index, *operands, perturbed):
         chosen = differentiated(operands, perturbed[2:])
         if not chosen:
-            functions = [lambda *values, p=p: exact(p, (*values, *p.consts)) for p in programs]
+            functions = [lambda *values, p=p: evaluated(p, (*values, *p.consts)) for p in programs]
             return jax.lax.switch(index, functions, *operands), None
         walk_key, draw_key = jax.random.split(key)
         inputs = (walk_key, *operands)

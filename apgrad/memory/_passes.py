@@ -8,7 +8,7 @@ need it are done.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -133,15 +133,10 @@ def _together(key: jax.Array, *values: Any) -> tuple[Any, ...]:
     return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(key)), *found
 
 
-def exact(program: jaxprs.Program, inputs: Sequence[Any]) -> list[Any]:
-    """The outputs of a program whose constants are given as further inputs."""
-    return evaluated(program, inputs, jaxprs.run)
-
-
-def evaluated(program: jaxprs.Program, inputs: Sequence[Any], apply: Callable[..., Any]) -> list[Any]:
+def evaluated(program: jaxprs.Program, inputs: Sequence[Any], *how: Any) -> list[Any]:
     """`jaxprs.evaluate` of a program whose constants are given as further inputs."""
     size = len(program.jaxpr.invars)
-    return jaxprs.evaluate(jaxprs.Program(program.jaxpr, tuple(inputs[size:])), inputs[:size], apply)
+    return jaxprs.evaluate(jaxprs.Program(program.jaxpr, tuple(inputs[size:])), inputs[:size], *how)
 
 
 def inexact(values: Sequence[Any]) -> list[Any]:

@@ -11,18 +11,18 @@ import contextlib
 import functools
 import itertools
 import math
-import numbers
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
+from apgrad._ground.arguments import number
 from apgrad._ground.keys import again, require_key
 from apgrad._ground.propagator import Propagator, node
 from apgrad._programs import jaxprs
 from apgrad.memory._branches import randomized_cond
 from apgrad.memory._budget import allocate, remembered_bytes
-from apgrad.memory._passes import Traced, differentiated, evaluated, exact, inexact, remember, send
+from apgrad.memory._passes import Traced, differentiated, evaluated, inexact, remember, send
 from apgrad.memory._plan import MemoryPlan, make_plan
 from apgrad.memory._samplers import FACTORIES, Rounding, Sampler, nbytes, require_sampler, rounding
 from apgrad.memory._slots import Coefficient, SlotForm, fitted, is_view
@@ -90,9 +90,8 @@ def randomize(
     if not callable(sampler) or isinstance(sampler, type) or sampler in FACTORIES:
         require_sampler("sampler", sampler)
     require_sampler("through", through)
-    for name, number in (("budget_bytes", budget_bytes or 0), ("min_size", min_size)):
-        if not (isinstance(number, numbers.Real) and number >= 0):
-            raise ValueError(f"{name} is a number, 0 or more, got {number!r}")
+    number("budget_bytes", budget_bytes or 0)
+    number("min_size", min_size)
 
     def randomized(key, *args, **kwargs):
         key = require_key("the first argument of a randomized function", key)
@@ -210,7 +209,7 @@ class _StretchWalk:
         def forward(key, *inputs, perturbed):
             chosen = differentiated(inputs, perturbed[1:])
             if not chosen:
-                return exact(program, inputs), None
+                return evaluated(program, inputs), None
             walk_key, draw_key = jax.random.split(key)
             made = self.plan(make or self.make, program, flags, chosen, where, count, walk_key)
             outputs, memory = remember(made, draw_key, (walk_key, *inputs))
@@ -243,8 +242,8 @@ class _StretchWalk:
 
         def linearize(key, *inputs):
             def walked(*values):
-                marked = [_Live(v) if flag else v for v, flag in zip(values, flags, strict=True)]
-                outputs = [_value(v) for v in evaluated(program, marked, self._apply(key, where, count))]
+                pairs = list(zip(values, flags, strict=True))
+                outputs = [v for v, _ in evaluated(program, pairs, self._apply(key, where, count), _other)]
                 return inexact(outputs), outputs
 
             restricted, some = jaxprs.restrict(walked, inputs, chosen)
@@ -257,32 +256,29 @@ class _StretchWalk:
         return make_plan(linearize, inputs, [True, *flags], ends, self.choose, where, count, rules)
 
     def _apply(self, key: jax.Array, where: str, count: int) -> Callable[..., Any]:
+        """How an equation is evaluated, of pairs `(value, whether somebody else keeps it)`."""
         numbers = itertools.count(1)
 
-        def evaluated(eqn, marked):
-            values, live = [_value(v) for v in marked], [isinstance(v, _Live) for v in marked]
+        def evaluated(eqn, pairs):
+            values, live = [v for v, _ in pairs], [flag for _, flag in pairs]
             inside = jaxprs.nested(eqn)
             jaxprs.require_values(eqn, "ap.randomize")
             if inside is None:
-                outputs = jaxprs.caller(eqn)(*values)
-                view = live[0] if live and is_view(eqn) else False
-                return [_Live(v) if view else v for v in outputs]
+                view = bool(live) and live[0] and is_view(eqn)
+                return [(v, view) for v in jaxprs.caller(eqn)(*values)]
             if inside.kind == "call":
-                program = inside.jaxprs[0]
-                program = program._replace(consts=tuple(_Live(c) for c in program.consts))
-                return jaxprs.evaluate(program, marked, apply)
+                jaxpr, consts = inside.jaxprs[0]
+                return jaxprs.evaluate(jaxprs.Program(jaxpr, tuple((c, True) for c in consts)), pairs, apply, _other)
             if inside.kind in ("custom", "while"):
-                return jaxprs.caller(eqn)(*values)
-            number = next(numbers)
-            here = jax.random.fold_in(key, number)
-            label = jaxprs.join(where, jaxprs.scope(eqn), f"{inside.kind}{number}")
-            return self._enter(eqn, inside, values, live, here, label, count)
+                return map(_other, jaxprs.caller(eqn)(*values))
+            label = jaxprs.join(where, jaxprs.scope(eqn), f"{inside.kind}{(number := next(numbers))}")
+            return map(_other, self._enter(eqn, inside, values, live, jax.random.fold_in(key, number), label, count))
 
-        def apply(eqn, marked):
+        def apply(eqn, pairs):
             # Scopes are names of the coefficients.
             name = jaxprs.scope(eqn)
             with jax.named_scope(name) if name else contextlib.nullcontext():
-                return evaluated(eqn, marked)
+                return list(evaluated(eqn, pairs))
 
         return apply
 
@@ -292,9 +288,8 @@ class _StretchWalk:
             # Constants and inputs of the steps stay where they are, states do not.
             flags = [flag and not consts <= i < consts + carry for i, flag in enumerate(live)]
             body = self.stretch(inside.jaxprs[0], flags, label, count * inside.length)
-            return jaxprs.rebuild(
-                eqn, inside, [lambda step, *inputs: body(jax.random.fold_in(key, step), *inputs)], values
-            )
+            function = lambda step, *inputs: body(jax.random.fold_in(key, step), *inputs)
+            return jaxprs.rebuild(eqn, inside, [function], values)
         if inside.kind == "cond":
 
             def plan(i, chosen, key):
@@ -319,12 +314,6 @@ def _own_rules(program: jaxprs.Program, where: str) -> list[str]:
     return found
 
 
-class _Live:
-    """A value that somebody else keeps."""
-
-    def __init__(self, value):
-        self.value = value
-
-
-def _value(v):
-    return v.value if isinstance(v, _Live) else v
+def _other(value: Any) -> tuple[Any, bool]:
+    """A value with whether somebody else keeps it: not, unless it is such a pair already."""
+    return value if isinstance(value, tuple) else (value, False)

@@ -8,6 +8,7 @@ optimization barriers** (its pass `cse_barrier_expander`), and with them all tha
 scan. So the report compiles with this pass switched off there, and says so.
 """
 
+import functools
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -67,15 +68,11 @@ class MemoryReport(NamedTuple):
         first = next(iter(self.rows.values()))
         width = max(len(name) for name in self.rows)
         lines = [f"{'':{width}}  residuals MB   less  temp MB   less"]
-        for name, row in self.rows.items():
-            parts = [
-                f"{mine / 1e6:{w}.3f} {_times_less(mine, full):>6}"
-                for w, mine, full in (
-                    (12, row.residual_bytes, first.residual_bytes),
-                    (8, row.temp_bytes, first.temp_bytes),
-                )
-            ]
-            lines.append(f"{name:{width}}  {' '.join(parts)}")
+        # How many times less than reverse mode, where both are of a size to be compared.
+        less = lambda mine, full: f"{f'{full / mine:.1f}x' if mine * 1000 > full else '-':>6}"
+        for name, (kept, temp, _) in self.rows.items():
+            residuals = f"{kept / 1e6:12.3f} {less(kept, first.residual_bytes)}"
+            lines.append(f"{name:{width}}  {residuals} {temp / 1e6:8.3f} {less(temp, first.temp_bytes)}")
         largest = sorted(first.residuals, key=lambda r: -r.nbytes)[:5]
         kept = [f"  {r.nbytes / 1e6:.3f} MB  {r.name}  {r.dtype}{list(r.shape)}  {r.source}".rstrip() for r in largest]
         if kept:
@@ -93,22 +90,14 @@ class MemoryReport(NamedTuple):
         """
         if ax is None:
             ax = new_figure((7.0, 1.2 + 0.4 * len(self.rows))).subplots()
-        names = list(self.rows)
-        for i, (label, pick) in enumerate(
-            {"residuals": lambda r: r.residual_bytes, "compiled temp": lambda r: r.temp_bytes}.items()
-        ):
-            places = [j + 0.4 * i - 0.2 for j in range(len(names))]
-            ax.barh(places, [pick(row) / 1e6 for row in self.rows.values()], height=0.4, label=label)
-        ax.set_yticks(range(len(names)), names)
+        for i, label in enumerate(("residuals", "compiled temp")):
+            places = [j + 0.4 * i - 0.2 for j in range(len(self.rows))]
+            ax.barh(places, [row[i] / 1e6 for row in self.rows.values()], height=0.4, label=label)
+        ax.set_yticks(range(len(self.rows)), list(self.rows))
         ax.invert_yaxis()
         ax.set_xlabel("MB")
         ax.legend(frameon=False)
         return ax
-
-
-def _times_less(mine: int, full: int) -> str:
-    """How many times less than reverse mode, where both are of a size to be compared."""
-    return f"{full / mine:.1f}x" if mine * 1000 > full else "-"
 
 
 def residuals(function: Callable[..., Any], *args: Any) -> tuple[Residual, ...]:
@@ -123,19 +112,14 @@ def residuals(function: Callable[..., Any], *args: Any) -> tuple[Residual, ...]:
       >>> [(r.shape, r.nbytes) for r in ap.memory.residuals(lambda x: jnp.sum(jnp.sin(x) * 2), jnp.ones((3, 5)))]
       [((3, 5), 60)]
     """
-    flat, put = jaxprs.arrays_of(args)
-    inexact = [i for i, x in enumerate(flat) if jnp.issubdtype(_dtype(x), jnp.inexact)]
+    flat, inexact, put = _arguments(args)
 
     def linearize(*values):
-        def with_messages(*values):
-            outputs = jax.tree.leaves(function(*put(*values)))
-            return [x for x in outputs if jnp.issubdtype(_dtype(x), jnp.inexact)]
-
+        with_messages = lambda *values: [x for x in jax.tree.leaves(function(*put(*values))) if jaxprs.is_inexact(x)]
         restricted, some = jaxprs.restrict(with_messages, values, inexact)
         return jax.tree.leaves(jax.vjp(restricted, *some)[1])
 
-    structs = [jax.ShapeDtypeStruct(jnp.shape(x), _dtype(x)) for x in flat]
-    jaxpr = jaxprs.inlined(linearize, *structs).jaxpr
+    jaxpr = jaxprs.inlined(linearize, *flat).jaxpr
     maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     free = {*jaxpr.invars, *jaxpr.constvars}
 
@@ -190,12 +174,9 @@ def memory_report(
     if layers is not None:
         functions["checkpoint each layer"] = layers(jax.checkpoint)
     if key is not None:
-        for bits in (4, 2):
-            random = randomize(function, rounding(bits=bits))
-            functions[f"rounding, {bits} bits"] = lambda *a, random=random: random(key, *a)
+        functions |= {f"rounding, {bits} bits": _rounded(function, bits, key) for bits in (4, 2)}
         if layers is not None:
-            random_layers = randomize(layers(jax.checkpoint), rounding(bits=4))
-            functions["checkpoint each layer + rounding, 4 bits"] = lambda *a: random_layers(key, *a)
+            functions["checkpoint each layer + rounding, 4 bits"] = _rounded(layers(jax.checkpoint), 4, key)
     functions |= dict(variants or {})
     cpu = jax.default_backend() == "cpu"
     rows = {}
@@ -208,12 +189,9 @@ def memory_report(
     first = rows["reverse mode"]
     is_more = lambda mine, full: mine - full >= max(_NOTICEABLE * full, 1)
     more = [
-        f"{name!r} {kind} {mine} bytes, reverse mode {full}"
+        f"{name!r} {does} {mine} bytes, reverse mode {full}"
         for name, row in rows.items()
-        for kind, mine, full in (
-            ("remembers", row.residual_bytes, first.residual_bytes),
-            ("compiles to", row.temp_bytes, first.temp_bytes),
-        )
+        for does, mine, full in zip(("remembers", "compiles to"), row, first, strict=False)
         if is_more(mine, full)
     ]
     if more:
@@ -229,6 +207,10 @@ def memory_report(
     return MemoryReport(rows, note)
 
 
+def _rounded(function, bits, key):
+    return functools.partial(randomize(function, rounding(bits=bits)), key)
+
+
 def temp_bytes(function: Callable[..., Any], *args: Any) -> int:
     """The bytes of the compiled gradient's scratch memory, with optimization barriers kept on the CPU too.
 
@@ -239,8 +221,7 @@ def temp_bytes(function: Callable[..., Any], *args: Any) -> int:
     Returns:
       The bytes, or -1 where the compiler gives no account.
     """
-    flat, put = jaxprs.arrays_of(args)
-    inexact = tuple(i for i, x in enumerate(flat) if jnp.issubdtype(_dtype(x), jnp.inexact))
+    flat, inexact, put = _arguments(args)
     gradient = jax.jit(jax.grad(lambda *v: function(*put(*v)), argnums=inexact))
     options: Any = _KEEP_BARRIERS if jax.default_backend() == "cpu" else None
     compiled = gradient.lower(*flat).compile(compiler_options=options)
@@ -248,5 +229,9 @@ def temp_bytes(function: Callable[..., Any], *args: Any) -> int:
     return int(analysis.temp_size_in_bytes) if analysis is not None else -1
 
 
-def _dtype(x: Any) -> Any:
-    return x.dtype if hasattr(x, "dtype") else jnp.result_type(x)
+def _arguments(args: Any) -> tuple[list[Any], tuple[int, ...], Callable[..., Any]]:
+    """The shapes of the arrays in arguments, the numbers of the inexact ones, and what puts arrays in their places."""
+    flat, put = jaxprs.arrays_of(args)
+    dtypes = [x.dtype if hasattr(x, "dtype") else jnp.result_type(x) for x in flat]
+    inexact = tuple(i for i, dtype in enumerate(dtypes) if jnp.issubdtype(dtype, jnp.inexact))
+    return [jax.ShapeDtypeStruct(jnp.shape(x), dtype) for x, dtype in zip(flat, dtypes, strict=True)], inexact, put

@@ -2,9 +2,8 @@
 
 A reverse pass multiplies messages by coefficients it remembers. Where a coefficient x enters linearly, an unbiased
 estimate of it, drawn independently of all others, gives an unbiased gradient (Oktay, McGreivy, Aduol, Beatson & Adams,
-"Randomized automatic differentiation", ICLR 2021, section 3.2: with x = P x, E P = I). So a sampler is a pair of
-functions: `keep` draws the small memory, and `restore` makes the estimate from this memory and the same key. So indices
-are drawn again in the backward pass, and need not be stored.
+"Randomized automatic differentiation", ICLR 2021, section 3.2: with x = P x, E P = I). `keep` draws the small memory,
+and `restore` makes the estimate from this memory and the same key: indices are drawn again, and need not be stored.
 
 An array has a sampled axis of size d. The axes before this axis are examples, and the axes after it go along, as the
 channels at a position of an image do. With k of d entries kept:
@@ -24,15 +23,14 @@ stratified (s-1) x_i^2; projection (sum_{j != i} x_j^2)/k; rounding scale^2 p (1
 
 import dataclasses
 import functools
-import itertools
 import math
-import numbers
 from typing import Any, Literal, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from apgrad._ground.arguments import meets
 from apgrad.memory._rounding import Rounding as Rounding, rounding as rounding, wide
 
 
@@ -47,15 +45,12 @@ class Sampler(Protocol):
     """
 
     def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> Any:
-        """The memory of an array: all that the backward pass has of the array, besides the key.
+        """The memory of an array, a pytree of arrays: all that the backward pass has of the array, besides the key.
 
         Args:
           key: a typed PRNG key.
           x: an array of any shape and floating-point dtype.
           axis: the sampled axis.
-
-        Returns:
-          A pytree of arrays.
         """
         ...
 
@@ -74,7 +69,7 @@ class Sampler(Protocol):
         """The exact variance of each element of the estimate, in the shape and dtype of the array.
 
         Args:
-          x: an array of any shape and floating-point dtype.
+          x: as in `keep`.
           axis: the sampled axis.
         """
         ...
@@ -109,7 +104,7 @@ def nbytes(sampler: Sampler, like: Any, axis: int = -1) -> int:
     Args:
       sampler: any sampler.
       like: has the array's shape and dtype.
-      axis: the sampled axis.
+      axis: as in `Sampler.keep`.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -138,25 +133,22 @@ class Sampling:
 
     def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> jax.Array:
         """The drawn entries, scaled: (..., k, ...)."""
-        rows, shape = _rows(x, axis)
+        rows = _rows(x, axis)
         index, weight = self.draw(key, rows.shape)
         take = jnp.take if self.shared else jnp.take_along_axis
-        kept = take(rows, index if self.shared else index[..., None], axis=1)
-        kept = kept * jnp.asarray(weight[..., None], x.dtype)
-        return kept.reshape(shape[0] + (kept.shape[1],) + shape[2])
+        kept = take(rows, index if self.shared else index[..., None], axis=1) * jnp.asarray(weight[..., None], x.dtype)
+        return kept.reshape(_with(x.shape, axis, kept.shape[1]))
 
     def restore(self, key: jax.Array, memory: jax.Array, like: jax.ShapeDtypeStruct, axis: int = -1) -> jax.Array:
         """Zeros, with the kept entries added where they were."""
-        before, size, after = _split(like.shape, axis)
-        rows = (math.prod(before), size, math.prod(after))
+        rows = jax.eval_shape(lambda x: _rows(x, axis), like).shape
         index, _ = self.draw(key, rows)
-        memory = memory.reshape(rows[0], index.shape[-1], rows[2])
-        zeros, memory = _zeros_after(rows, memory)
+        zeros, memory = _zeros_after(rows, memory.reshape(rows[0], index.shape[-1], rows[2]))
         if self.shared:
             return zeros.at[:, index].add(memory).reshape(like.shape)
-        if self.scheme == "stratified" and size % index.shape[-1] == 0:
+        if self.scheme == "stratified" and rows[1] % index.shape[-1] == 0:
             # The run is known, only the place in it is drawn: a comparison in place of a scatter.
-            run = size // index.shape[-1]
+            run = rows[1] // index.shape[-1]
             hit = (index % run)[..., None] == jnp.arange(run, dtype=index.dtype)
             spread = jnp.where(hit[..., None], memory[:, :, None, :], jnp.zeros((), like.dtype))
             return spread.reshape(like.shape)
@@ -168,9 +160,7 @@ class Sampling:
         k = _kept(self.fraction, size)
         shape = (k,) if self.shared else (count, k)
         if self.scheme == "stratified":
-            edges = [size * i // k for i in range(k + 1)]
-            starts = jnp.array(edges[:-1], jnp.int32)
-            runs = np.array([b - a for a, b in itertools.pairwise(edges)], np.int32)
+            starts, runs = _runs(size, k)
             place = (jax.random.uniform(key, shape, jnp.float32) * runs.astype(np.float32)).astype(jnp.int32)
             return starts + jnp.minimum(place, runs - 1), runs.astype(np.float64)
         weight = np.full((k,), size / k)
@@ -186,13 +176,9 @@ class Sampling:
         size = x.shape[axis]
         k = _kept(self.fraction, size)
         if self.scheme == "stratified":
-            edges = [size * i // k for i in range(k + 1)]
-            runs = jnp.repeat(
-                jnp.array([b - a - 1 for a, b in itertools.pairwise(edges)], x.dtype),
-                jnp.array([b - a for a, b in itertools.pairwise(edges)]),
-                total_repeat_length=size,
-            )
-            return x**2 * runs.reshape((size,) + (1,) * (x.ndim - 1 - axis % x.ndim))
+            _, runs = _runs(size, k)
+            others = np.repeat(runs - 1, runs).reshape((size,) + (1,) * (x.ndim - 1 - axis % x.ndim))
+            return x**2 * jnp.asarray(others, x.dtype)
         return x**2 * ((size - 1) / k if self.scheme == "replacement" else (size - k) / k)
 
 
@@ -248,30 +234,25 @@ class Heavy:
 
     def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> tuple[jax.Array, ...]:
         """The kept values (..., k, ...) and the places of the largest, (examples, winners)."""
-        rows, shape = _rows(x, axis)
+        rows = _rows(x, axis)
         winners, losers = self._counts(rows.shape[1])
         order = _largest(rows, winners)
-        tail = self._tail(key, order, rows.shape)
-        index = jnp.concatenate([order, tail], 1)
-        values = jnp.take_along_axis(rows, index[..., None], 1)
+        index = jnp.concatenate([order, self._tail(key, order, rows.shape)], 1)
         weight = jnp.array([1.0] * winners + [(rows.shape[1] - winners) / max(losers, 1)] * losers, x.dtype)
-        values = values * weight[None, :, None]
-        small = jnp.uint8 if rows.shape[1] <= 2**8 else jnp.uint16 if rows.shape[1] <= 2**16 else jnp.uint32
-        return values.reshape(shape[0] + (index.shape[1],) + shape[2]), order.astype(small)
+        values = jnp.take_along_axis(rows, index[..., None], 1) * weight[None, :, None]
+        small = np.min_scalar_type(rows.shape[1] - 1)
+        return values.reshape(_with(x.shape, axis, index.shape[1])), order.astype(small)
 
     def restore(
         self, key: jax.Array, memory: tuple[jax.Array, ...], like: jax.ShapeDtypeStruct, axis: int = -1
     ) -> jax.Array:
         """Zeros, with the kept entries added where they were."""
         values, order = memory
-        before, size, after = _split(like.shape, axis)
-        rows = (math.prod(before), size, math.prod(after))
+        rows = jax.eval_shape(lambda x: _rows(x, axis), like).shape
         order = order.astype(jnp.int32)
         index = jnp.concatenate([order, self._tail(key, order, rows)], 1)
-        values = values.reshape(rows[0], index.shape[1], rows[2])
-        zeros, values = _zeros_after(rows, values)
-        spread = jax.vmap(lambda z, i, m: z.at[i].add(m))(zeros, index, values)
-        return spread.reshape(like.shape)
+        zeros, values = _zeros_after(rows, values.reshape(rows[0], index.shape[1], rows[2]))
+        return jax.vmap(lambda z, i, m: z.at[i].add(m))(zeros, index, values).reshape(like.shape)
 
     def _counts(self, size: int) -> tuple[int, int]:
         k = _kept(self.fraction, size)
@@ -291,14 +272,13 @@ class Heavy:
 
     def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
         """Zero for the winners, ((n - 1) / k) x^2 for n losers of which k are drawn."""
-        rows, _ = _rows(x, axis)
+        rows = _rows(x, axis)
         winners, losers = self._counts(rows.shape[1])
         if losers == 0:
             return jnp.zeros_like(x)
         order = _largest(rows, winners)
         won = jax.vmap(lambda i: jnp.zeros(rows.shape[1], bool).at[i].set(True))(order)
-        spread = jnp.where(won[..., None], 0, rows**2 * ((rows.shape[1] - winners - 1) / losers))
-        return spread.reshape(x.shape)
+        return jnp.where(won[..., None], 0, rows**2 * ((rows.shape[1] - winners - 1) / losers)).reshape(x.shape)
 
 
 def different_sample(fraction: float, *, replacement: bool = True) -> Sampling:
@@ -355,7 +335,7 @@ def heavy(fraction: float, *, share: float = 0.5) -> Heavy:
       share: the share of the largest entries among the entries that are kept; at least one entry is always left to
         sampling.
     """
-    if not 0 <= share <= 1:
+    if not meets(share, lambda x: (x >= 0) & (x <= 1)):
         raise ValueError(f"share must be between 0 and 1, got {share}")
     return Heavy(_fraction(fraction), share)
 
@@ -369,7 +349,7 @@ def _kept(fraction: float, size: int) -> int:
 
 
 def _fraction(fraction: float) -> float:
-    if not isinstance(fraction, numbers.Real) or isinstance(fraction, bool) or not 0 < fraction <= 1:
+    if isinstance(fraction, bool | str) or not meets(fraction, lambda x: (x > 0) & (x <= 1)):
         raise ValueError(f"the fraction of entries that are kept must be in (0, 1], got {fraction!r}")
     return float(fraction)
 
@@ -387,11 +367,19 @@ def _zeros_after(shape: tuple[int, ...], memory: jax.Array) -> tuple[jax.Array, 
     return jnp.broadcast_to(zero, shape), memory
 
 
-def _split(shape: tuple[int, ...], axis: int) -> tuple[tuple[int, ...], int, tuple[int, ...]]:
+def _rows(x: jax.Array, axis: int) -> jax.Array:
+    """(examples, the sampled axis, what goes along)."""
+    axis %= x.ndim
+    return x.reshape(math.prod(x.shape[:axis]), x.shape[axis], math.prod(x.shape[axis + 1 :]))
+
+
+def _with(shape: tuple[int, ...], axis: int, size: int) -> tuple[int, ...]:
+    """The shape with another size of the axis."""
     axis %= len(shape)
-    return shape[:axis], shape[axis], shape[axis + 1 :]
+    return (*shape[:axis], size, *shape[axis + 1 :])
 
 
-def _rows(x: jax.Array, axis: int) -> tuple[jax.Array, tuple[Any, int, Any]]:
-    shape = _split(x.shape, axis)
-    return x.reshape(math.prod(shape[0]), shape[1], math.prod(shape[2])), shape
+def _runs(size: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """The starts and lengths of runs of neighbours, of which `size` entries make so many."""
+    edges = np.arange(count + 1) * size // count
+    return edges[:-1].astype(np.int32), np.diff(edges).astype(np.int32)

@@ -89,15 +89,10 @@ class Slot(NamedTuple):
 
 
 class SlotMaker:
-    """Chooses how coefficients are remembered, and numbers the slots.
+    """Chooses how coefficients of a forward program are remembered, and numbers the slots.
 
-    Args:
-      forward: the forward program.
-      live: for each input of the program, whether somebody else keeps it.
-      own: the variables that are coefficients of equations without programs inside.
-      choose: `Coefficient -> sampler or None`.
-      where: names of what is around the program.
-      count: how often the program runs: the product of the lengths of the scans around it.
+    `live` says of each input whether somebody else keeps it, `own` are the coefficients of equations without programs
+    inside, and the program stands in the scope `where` and runs `count` times.
     """
 
     def __init__(
@@ -109,7 +104,7 @@ class SlotMaker:
         self.choose, self.where, self.count = choose, where, count
         self.slots: list[Slot] = []
         self.samplers: dict[Any, Any] = {}
-        self.shared: dict[Any, list[tuple[int, int]]] = {}
+        self.shared: dict[Any, dict[int, int]] = {}
         self.exact: dict[Any, int] = {}
         self.largest = max((array_bytes(v.aval) for v in own if self.is_large(v)), default=0)
 
@@ -128,23 +123,19 @@ class SlotMaker:
         the bit set `ancestors`. It may be `linear` in the coefficient, and `last`: its messages go to arguments only.
         """
         if isinstance(var, Literal):
-            aval: Any = var.aval
-            return CoefficientUse((), lambda: jnp.asarray(var.val, aval.dtype))
-        cost, leaves = self._leaves(var)
-        source = self._source(var)
+            dtype: Any = var.aval.dtype
+            return CoefficientUse((), lambda: jnp.asarray(var.val, dtype))
+        (cost, leaves), source = self._leaves(var), self._source(var)
         order = _image_order(eqn, number) if source.aval.shape == var.aval.shape else None
         may = linear and cost * 4 > array_bytes(source.aval)
         sampler = self._sampler(source, last, name, eqn, order) if may else None
         if sampler is None:
             return CoefficientUse(tuple(self._exact(v) for v in leaves), self._replay(var, leaves))
-        for position, (slot, used) in enumerate(self.shared.get((source, sampler[0]), [])):
-            if not used & ancestors:
-                self.shared[source, sampler[0]][position] = (slot, used | (1 << step))
-                break
-        else:
-            slot = len(self.slots)
+        drawn = self.shared.setdefault((source, sampler[0]), {})  # slots, and the steps that take them as bits
+        slot = next((slot for slot, used in drawn.items() if not used & ancestors), len(self.slots))
+        if slot == len(self.slots):
             self.slots.append(Slot(source, "sampled", *sampler))
-            self.shared.setdefault((source, sampler[0]), []).append((slot, 1 << step))
+        drawn[slot] = drawn.get(slot, 0) | (1 << step)
         return CoefficientUse((slot,), self._replay(var, [source]), source is var)
 
     def _sampler(self, var: Any, last: bool, name: str, eqn: Any, order: Any) -> tuple[Any, Coefficient] | None:
@@ -157,22 +148,21 @@ class SlotMaker:
         index = (var, last, order)
         if index not in self.samplers:
             label = jaxprs.join(self.where, jaxprs.plain_scope(jaxprs.scope(eqn)), name)
-            label = f"{label}[{len(self.samplers)}]"
-            found = Coefficient(label, var.aval.shape, var.aval.dtype, self.count, array_bytes(var.aval), last, order)
+            found = self._coefficient(f"{label}[{len(self.samplers)}]", var, last, order)
             self.samplers[index] = (fitted(self.choose(found), found), found)
-        chosen = self.samplers[index]
-        return None if chosen[0] is None else chosen
+        return self.samplers[index] if self.samplers[index][0] is not None else None
+
+    def _coefficient(self, name, var, last=False, order=None) -> Coefficient:
+        return Coefficient(name, var.aval.shape, var.aval.dtype, self.count, array_bytes(var.aval), last, order)
 
     def _source(self, var: Any) -> Any:
         """The smallest array that a coefficient is a view of."""
-        best = var
-        while var in self.maker and is_view(self.maker[var]):
-            var = self.maker[var].invars[0]
-            if isinstance(var, Literal):
+        chain = [var]
+        while chain[-1] in self.maker and is_view(self.maker[chain[-1]]):
+            if isinstance(before := self.maker[chain[-1]].invars[0], Literal):
                 break
-            if array_bytes(var.aval) < array_bytes(best.aval):
-                best = var
-        return best
+            chain.append(before)
+        return min(chain, key=lambda v: array_bytes(v.aval))
 
     def _leaves(self, var: Any) -> tuple[float, list[Any]]:
         """The cheapest set of arrays to remember exactly, to compute a variable again from: (bytes, variables)."""
@@ -203,8 +193,7 @@ class SlotMaker:
     def _exact(self, var: Any) -> int:
         if var not in self.exact:
             self.exact[var] = len(self.slots)
-            coefficient = Coefficient("", var.aval.shape, var.aval.dtype, self.count, array_bytes(var.aval), False)
-            self.slots.append(Slot(var, self._how(var), None, coefficient))
+            self.slots.append(Slot(var, self._how(var), None, self._coefficient("", var)))
         return self.exact[var]
 
     def _how(self, var: Any) -> SlotForm:
@@ -260,8 +249,7 @@ class OfPositions:
     def restore(self, key: jax.Array, memory: Any, like: jax.ShapeDtypeStruct, axis: int = -1) -> jax.Array:
         """The sampler's estimate, as an image."""
         del axis
-        rows = jax.eval_shape(self._rows, like)
-        return self._image(self.sampler.restore(key, memory, rows, 1), like)
+        return self._image(self.sampler.restore(key, memory, jax.eval_shape(self._rows, like), 1), like)
 
     def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
         """The sampler's variance, as an image."""

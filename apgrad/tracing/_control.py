@@ -1,16 +1,12 @@
 """Rules of the equations with programs inside: calls, loops, branches, and functions with their own derivative rule.
 
-The programs inside are walked. The rules remember different things for the way back:
+The programs inside are walked, and remember different things for the way back:
 
-* a call remembers what its program remembers;
 * `remat` and `cond` remember their inputs, and are walked again on the way back;
-* `scan` stacks what its body remembers over the steps. An array that is the same in each step is remembered once, and
-  an array that came in with xs is not remembered again;
-* `while` remembers `SLOTS` of its states, evenly spaced, however many steps it makes, and computes the states between
-  again. (`jax.grad` refuses `while`.)
-* a function with its own derivative rule remembers what the rule remembers. A `custom_jvp` function is walked as the
-  tangent program of its rule, which is linear. A `custom_vjp` function is walked as the transposed program of its
-  backward pass if that pass is linear. Otherwise its messages are no sums over edges, and there is nothing to trace.
+* `scan` stacks what its body remembers over the steps; what is the same in each step, or came in with xs, is not;
+* `while` remembers `SLOTS` of its states, evenly spaced, and computes the states between again;
+* a `custom_jvp` function is walked as the tangent program of its rule, which is linear, a `custom_vjp` function as the
+  transposed program of its backward pass if that pass is linear. Otherwise its messages are no sums over edges.
 """
 
 import functools
@@ -237,9 +233,8 @@ def _require_linear(pullback: Callable[..., Any], outputs: Sequence[Any], where:
     name = f" in {where!r}" if where else ""
     message = (
         f"cannot trace through a custom_vjp function{name}: its backward pass is no sum over edges, because it is not "
-        "linear in the message ({}). Total propagation, MPLP and propagators that clip or replace messages are of this "
-        "kind. Trace a program without it; reparameterization() and likelihood_ratio() can be traced."
-        " Inside a function, put what was given to ap.randomize in the place of what it returned."
+        "linear in the message ({}), as of total propagation, MPLP and propagators that clip messages. Trace a program "
+        "without it, and what was given to ap.randomize in the place of what it returned."
     )
     program, _ = jaxprs.trace(pullback, list(outputs))
     if not {ZERO, LINEAR}.issuperset(linearity(program, [LINEAR] * len(program.jaxpr.invars))):

@@ -81,9 +81,8 @@ def draw(
 ) -> Any:
     """Paths as a matplotlib figure, from the parameter at the top to the loss at the bottom, folded by scopes.
 
-    Each row is a named scope, and a line shows through which scopes a path goes, and what its weight has become after
-    each: the product of the |derivatives| so far. Of one path, the primitives stand beside the line. With `in_axes` the
-    paths are those of the first example.
+    A line shows through which named scopes a path goes, and its weight after each: the product of the |derivatives| so
+    far. Of one path, the primitives stand beside the line. With `in_axes` the paths are those of the first example.
 
     Args:
       trace: made by `ap.trace_gradients`.
@@ -138,8 +137,7 @@ def _short(name: str, length: int) -> str:
 def heat_map(influence: Influence, weighed: bool = False) -> Any:
     """Influence as a matplotlib figure, components by parameters, with the mean over examples or steps.
 
-    It has the size of a page: of many components those with most influence are drawn, and of many parameters those
-    whose names begin alike are drawn as one, their mean.
+    Of many components those with most influence are drawn; of many parameters those whose names begin alike as one.
 
     Args:
       influence: what `ap.tracing.influence` or `Trace.influence` returned.

@@ -62,10 +62,7 @@ class Influence:
         }
 
     def __str__(self) -> str:
-        """The mean over leading axes without NaN: components by parameters, or the other way if that is narrower.
-
-        Of more than fit into 100 characters, those components are left out that have the least influence.
-        """
+        """A table of means: components by parameters, or the other way, without the least components if too wide."""
         widths = lambda names: sum(1 + max(6, len(name)) for name in names)
         share, rows, columns, left = mean(self.share), self.components, self.parameters, 0
         if max(9, *map(len, rows)) + widths(columns) > 100:
@@ -88,11 +85,9 @@ class Influence:
           count: how many, at least 1.
 
         Example:
-          >>> import jax, jax.numpy as jnp, apgrad as ap
-          >>> scale = lambda name, by: jax.named_scope(name)(lambda w: by * w)
-          >>> loss = lambda w: jnp.sum(scale("a", 1.0)(w) + scale("b", 3.0)(w) + scale("c", 2.0)(w))
-          >>> ap.tracing.influence(loss)(jnp.ones(2)).top(1).components
-          ('b',)
+          >>> import jax.numpy as jnp, apgrad as ap
+          >>> ap.tracing.influence(lambda w: 2.0 * w - w, by="primitive")(3.0).top(1).components
+          ('mul',)
         """
         count = whole("the count of top", count)
         share = np.nan_to_num(mean(self.share))
@@ -131,16 +126,14 @@ def influence(
 ) -> Callable[..., Influence]:
     """A function of f's arguments that returns how much of each parameter is taught through each component.
 
-    The function is made of JAX operations alone, so it works under `jit`, `vmap` (shares get leading axes), `scan` and
-    `cond`: `every` traces each n-th step of a training loop.
+    It works under `jit`, `vmap` (shares get leading axes), `scan` and `cond`; `every` traces each n-th step of a loop.
 
     Args:
       f: the loss, a function that returns a floating-point scalar. Its components are named scopes. Flax Linen names
         modules itself, `ap.tracing.name_modules` does it for Flax NNX; elsewhere use `jax.named_scope`.
       kind: which path an element has: "viterbi", the heaviest, or "greedy", DuSell's Algorithm 1.
       by: what a component is: a named scope, or a primitive.
-      depth: how many names of a scope, counted from the outside, make a component; by default there is a component at
-        every level.
+      depth: how many names of a scope, counted from the outside, make a component; by default all levels do.
       argnums: which positional arguments are the parameters, as for `jax.grad`.
 
     Returns:
@@ -158,7 +151,7 @@ def influence(
       ...     with jax.named_scope("strong"):
       ...         b = jnp.sum(2.0 * w)
       ...     return a + b
-      >>> print(ap.tracing.influence(loss)({"w": jnp.ones(3)}["w"]))
+      >>> print(ap.tracing.influence(loss)(jnp.ones(3)))
       viterbi        x
       weak       0.000
       strong     1.000
@@ -222,10 +215,7 @@ def influence_in(
 
 
 def every(n: int, traced: Callable[..., Any]) -> Callable[..., Any]:
-    """Each n-th step of a jitted loop: `(step, *args) -> traced(*args)` where n divides step, NaN elsewhere.
-
-    The choice is a `lax.cond` and no callback, so that other steps cost nothing. Collect the results as an output of
-    `lax.scan`.
+    """Each n-th step of a jitted loop: `(step, *args) -> traced(*args)` where n divides step, NaN at no cost elsewhere.
 
     Args:
       n: how many steps there are from one traced step to the next, at least 1.
@@ -239,8 +229,7 @@ def every(n: int, traced: Callable[..., Any]) -> Callable[..., Any]:
       >>> import jax, jax.numpy as jnp, apgrad as ap
       >>> loss = lambda w: jnp.sum(jax.named_scope("cube")(lambda w: w**3)(w))
       >>> look = ap.tracing.every(2, ap.tracing.influence(loss))
-      >>> def train(w, step):
-      ...     return w - 0.1 * jax.grad(loss)(w), look(step, w)
+      >>> train = lambda w, step: (w - 0.1 * jax.grad(loss)(w), look(step, w))
       >>> _, seen = jax.jit(lambda w: jax.lax.scan(train, w, jnp.arange(4)))(jnp.ones(2))
       >>> seen.share[:, 0, 0]
       Array([ 1., nan,  1., nan], dtype=float32)

@@ -19,8 +19,7 @@ Model = TypeVar("Model", bound="nnx.Module")
 def name_modules(model: Model) -> Model:
     """A copy of a Flax NNX model that computes the same, each module in a `jax.named_scope` of its attribute's name.
 
-    `ap.tracing.influence`, `ap.memory_report`, `ap.rewire` and JAX's profiler then speak of the model's modules. A
-    module in a list or dictionary has its place in the name: `blocks_0`. The model itself has no scope; a module that
+    A module in a list or dictionary has its place in the name: `blocks_0`. The model itself has no scope; a module that
     is used in several places has the name of the first.
 
     Args:

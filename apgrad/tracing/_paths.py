@@ -1,17 +1,13 @@
 """Reading one path: from an element of a parameter, edge by edge, to the loss.
 
-No pointers are stored (Algorithm 1 of DuSell's "Analyzing neural network optimization with gradient tracing" stores one
-for each element of each array). A program is walked once more, and the messages of all its variables are kept. At each
-variable the path goes to the greatest contribution to the variable's element: first to the equation that sent most,
-then to the output element of this equation that sent most. One column of the equation's Jacobian (a `jax.jvp` with a
-one-hot tangent) shows which element that is. Inside loops, only the steps that the path goes through are walked so.
+No pointers are stored (DuSell's Algorithm 1 stores one for each element of each array). A program is walked once more,
+and the messages of all its variables are kept. At each variable the path goes to the greatest contribution to the
+variable's element: to the equation that sent most, and of its output elements to the one that sent most, which one
+column of the equation's Jacobian shows (a `jax.jvp` with a one-hot tangent). Of two equal contributions the first is
+taken, in the order of the program, of inputs, of steps and of elements.
 
-Of two equal contributions the first is taken: the first equation in the order of the program, then the first input, the
-first step, and the first element in row-major order.
-
-The k heaviest paths are read in the same way, with the messages of `top_k`. Each contribution comes with the weights of
-its own k heaviest paths. The path of rank n goes to the contribution that has the n-th greatest of all these weights,
-and continues as the path that has this weight there.
+With the messages of `top_k`, each contribution comes with the weights of its own k heaviest paths. The path of rank n
+goes to the contribution that has the n-th greatest of all these weights, and continues as the path of this weight.
 """
 
 import math
@@ -110,10 +106,6 @@ def ranked(candidates: Sequence[tuple[Any, Sequence[Any]]], rank: int) -> tuple[
     """Of contributions `(what, the weights of its heaviest paths)`, the one that has the weight of a given rank.
 
     With `what` comes which of its weights it is; None if there are not so many positive weights.
-
-    Example:
-      >>> ranked([("a", [5.0, 1.0]), ("b", [3.0, 2.0])], 2)
-      ('b', 1)
     """
     weighed = [(float(w), what, r) for what, weights in candidates for r, w in enumerate(weights) if not w <= 0]
     if any(math.isnan(w) for w, *_ in weighed):
@@ -253,13 +245,10 @@ class Reader:
     def _loop(self, scope, inside, inputs, active, arrived, at) -> Way:
         """Through the steps of a scan or a while, each walked by itself."""
         semiring, context, program, (slot, index, rank) = self.context.semiring, self.context, inside.jaxprs[-1], at
-        inputs, tested = [jnp.asarray(x) for x in inputs], []
-        if inside.kind == "while":
-            first, fixed, carried = inside.counts
-            tested, inputs, active, slot = inputs[:first], inputs[first:], active[first:], slot - first
-        else:
-            fixed, carried, _ = inside.counts
-        active, last = control.active_carry(program, active, fixed, carried), fixed + carried
+        first, fixed, carried = inside.loop
+        inputs, last, slot = [jnp.asarray(x) for x in inputs], fixed + carried, slot - first
+        tested, inputs, active = inputs[:first], inputs[first:], active[first:]
+        active = control.active_carry(program, active, fixed, carried)
         outer, carry, xs = inputs[:fixed], inputs[fixed:last], inputs[last:]
         run = lambda jaxpr: lambda consts, values: jaxprs.evaluate(jaxprs.Program(jaxpr, consts), values)
         consts = list(program.consts)

@@ -1,17 +1,14 @@
 """The rules of primitives: how messages to a primitive's outputs become messages to its inputs.
 
-A rule looks at one `Equation` and returns its pull: a function of the messages to the outputs, and a pytree of the
-arrays that the function remembers, so that `scan` can stack them. Most primitives are of four families:
+A rule looks at one `Equation` and returns its `Pull`. Most primitives are of four families:
 
 * elementwise, y_i = f(x_i): each element has one edge, and the pullback of ones (`jax.vjp`) has all their derivatives;
-* moves (reshape, transpose, slice, gather, ...): each y is one of the x, with the derivative 1; the rule is the
-  transposed move;
+* moves (reshape, slice, gather, ...): each y is one of the x, with the derivative 1; the rule is the transposed move;
 * reductions: each x goes into one y, and the pullback of ones again has the derivatives;
 * products (dot_general, convolution): every x goes into many y, and the derivatives are the other factor.
 
-A primitive without a rule falls to `dense`: its whole Jacobian of at most `LIMIT` elements, with a warning. The tests
-compare all other rules with `dense`. Derivatives are JAX's own, so that at a kink an edge has the derivative that
-`jax.grad` uses.
+A primitive without a rule falls to `dense`, its whole Jacobian, with which the tests compare all other rules.
+Derivatives are JAX's own, so that at a kink an edge has the derivative that `jax.grad` uses.
 """
 
 from typing import Any

@@ -18,29 +18,27 @@ from apgrad.tracing._sums import constant, zeros
 def semiring_grad(f: Callable[..., Any], semiring: Semiring, argnums: int | Sequence[int] = 0) -> Callable[..., Any]:
     """Backpropagation with the semiring's sum and product: `jax.grad` with another sum.
 
-    For each element of an argument: along every path from the element to the loss the semiring multiplies the
-    derivatives, and over all these paths it adds the products. The paths go through the primitives that JAX traces,
-    element by element: in a matrix product, each input element has an edge to each output element that it goes into.
+    Along every path from an element of an argument to the loss the semiring multiplies the derivatives, and over all
+    these paths it adds the products. The paths go through the primitives that JAX traces, element by element: in a
+    matrix product, each input element has an edge to each output element that it goes into.
 
     Args:
       f: the loss, a function that returns a floating-point scalar. If f comes from `ap.randomize`, the function that
-        was randomized is traced in its place (argnums still count the key). A randomized function inside f is traced,
-        or refused, as it stands: put the original there.
+        was randomized is traced in its place (argnums still count the key); inside f, put the original yourself.
       semiring: one of `ap.tracing`: `ordinary()`, `max_product()`, `absolute_sum()`, `entropy()`, `top_k(k)`, or your
         own `Semiring`.
-      argnums: which positional arguments, as for `jax.grad`; negative numbers count from the end. All other arguments
-        reach f as they are: strings, functions and Python's numbers too.
+      argnums: which positional arguments, as for `jax.grad`. All others reach f as they are, strings and functions too.
 
     Returns:
       A function of f's arguments. For each array of the chosen arguments it returns `semiring.finish(value)`, in the
-      argument's structure; for a sequence of argnums a tuple. It works under `jit`, `vmap` and `scan`.
+      structure of `jax.grad`'s result. It works under `jit`, `vmap` and `scan`.
 
     Raises:
       TypeError: for a semiring whose functions return no values; at trace time, if f returns no floating-point scalar,
         a chosen argument is not floating point, f has a backward pass that is no sum over edges, or what is traced
         goes through a mutable reference.
-      ValueError: for a semiring that is not of its `kind`; at trace time, for a primitive without a rule whose Jacobian
-        is too large, or argnums that name no argument or one twice.
+      ValueError: for a semiring that is not of its `kind`; at trace time, if the Jacobian of a primitive without a rule
+        is too large, or for argnums that name no argument or one twice.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap

@@ -2,14 +2,10 @@
 
 Backpropagation computes, for each scalar v of a computation graph, g_v = sum over its edges (u, v) of w(u, v) g_u
 (DuSell, "Analyzing neural network optimization with gradient tracing", eq. 1.6): a sum over all paths from v to the
-loss of the products of the derivatives w along them. Sum and product may be those of any semiring (plus, times, zero,
-one): times distributes over plus, and one walk over the graph computes the plus over all paths of the times along
-them (Goodman, "Semiring parsing", 1999; Du et al., "Generalizing backpropagation for gradient-based
-interpretability", ACL 2023). With max for the sum it is the heaviest path.
-
-A semiring's value is a tuple of arrays, all of the shape of the variable they belong to. An edge's derivative enters
-by `lift`. In the tuples `zero` and `one`, a float stands for a component in the variable's dtype, an int for one of
-unsigned 32-bit integers.
+loss of the products of the derivatives w along them. Sum and product may be those of any semiring (Goodman, "Semiring
+parsing", 1999; Du et al., "Generalizing backpropagation for gradient-based interpretability", ACL 2023): times
+distributes over plus, so one walk computes the plus over all paths of the times along them. With max for the sum it is
+the heaviest path. A semiring's value is a tuple of arrays, all of the shape of the variable they belong to.
 """
 
 import functools
@@ -34,21 +30,20 @@ class Semiring(NamedTuple):
       name: what errors and tables call the semiring.
       lift: `derivative -> value`, elementwise: what the derivative along an edge counts.
       times: `(lifted, message) -> message`, elementwise and broadcasting: the message at the other end of an edge.
-      plus: `(value, value) -> value`, elementwise: what edges that meet add up to. It is associative. Of two equal
-        values the first is to win: contributions come in the order of the program and of the elements.
-      zero: the zero of plus, the value of no path: a tuple of scalars, one for each component.
-      one: the one of times, the message at the loss: a tuple of scalars, one for each component.
+      plus: `(value, value) -> value`, elementwise and associative: what edges that meet add up to. Of two equal values
+        the first is to win: contributions come in the order of the program and of the elements.
+      zero: the zero of plus, the value of no path: for each component a float, which stands for the variable's dtype,
+        or an int, which stands for unsigned 32-bit integers.
+      one: the one of times, the message at the loss, in the same form.
       finish: `value -> result`, what the user gets for each argument. By default the only component, or the tuple.
       kind: "add" if plus is componentwise addition and times is bilinear, "max" if there is one component and plus is
         its maximum: both then run as fast as can be. "gradient" is an "add" whose messages are JAX's own cotangents:
         a primitive without a rule is then left to `jax.vjp`. Otherwise None.
       settle: `message -> message`, applied when all contributions to a variable are in. The identity in a semiring.
-      compared: the number of a component. Give it if plus adds up the components before this one, and takes this one
-        and all later ones from the value in which this component is greater: then less has to be compiled.
+      compared: a component's number, if plus adds up the components before this one, and takes this one and all later
+        ones from the value in which this one is greater: then less has to be compiled.
 
     Example:
-      The number of paths, in a few lines:
-
       >>> import jax.numpy as jnp, apgrad as ap
       >>> paths = ap.tracing.Semiring(
       ...     "paths", lift=lambda w: ((w != 0).astype(w.dtype),), times=lambda a, b: (a[0] * b[0],),
@@ -108,11 +103,8 @@ def require_semiring(semiring: Any) -> None:
             same(called("times", p, total), add(called("times", p, a), called("times", p, b)), _BILINEAR)
             same(called("times", add(p, q), a), add(called("times", p, a), called("times", q, a)), _BILINEAR)
         elif kind == "max":
-            same(
-                total,
-                tuple(map(np.maximum, a, b)) if len(a) == 1 else (),
-                "kind='max' is of one component, its maximum",
-            )
+            greatest = tuple(map(np.maximum, a, b)) if len(a) == 1 else ()
+            same(total, greatest, "kind='max' is of one component, its maximum")
         elif kind is not None:
             raise ValueError(f"the kind of a semiring is 'add', 'max', 'gradient' or None, got {kind!r}")
 
@@ -138,8 +130,6 @@ def max_product(log: bool = False) -> Semiring:
       log: keep logarithms, which do not underflow on long paths; the result is the logarithm of the weight.
 
     Example:
-      Two paths from x, of weights 3 and 2:
-
       >>> import apgrad as ap
       >>> float(ap.semiring_grad(lambda x: 3.0 * x - 2.0 * x, ap.tracing.max_product())(1.0))
       3.0
@@ -202,9 +192,6 @@ def top_k(k: int, log: bool = False) -> Semiring:
 
     Returns:
       A semiring whose results have a last axis of size k.
-
-    Raises:
-      ValueError: for k below 1.
 
     Example:
       >>> import apgrad as ap

@@ -25,16 +25,13 @@ from apgrad.tracing._sums import constant
 def trace_gradients(
     f: Callable[..., Any], *, argnums: int | Sequence[int] = 0, in_axes: Any = None
 ) -> Callable[..., "Trace"]:
-    """Which path taught this weight? A function of f's arguments that returns a `Trace`.
-
-    The trace computes a thing when it is first asked for. Inside `jit` use `ap.tracing.influence`.
+    """Which path taught this weight? A function of f's arguments that returns a `Trace`; `influence` works in `jit`.
 
     Args:
       f: the loss, a function that returns a floating-point scalar.
       argnums: which positional arguments are the parameters, as for `jax.grad`.
-      in_axes: the axes of examples, as for `jax.vmap`, with None for an argument that the examples share. If given, f
-        is the loss of one example, and each example is traced by itself; arrays are then given by position. By default
-        f is traced as a whole.
+      in_axes: the axes of examples, as for `jax.vmap`. If given, f is the loss of one example, and each example is
+        traced by itself; arrays are then given by position. By default f is traced as a whole.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -68,8 +65,7 @@ def trace_gradients(
 class Trace:
     """A loss at one point, made by `trace_gradients`: ask it for weights, paths and influence.
 
-    What it has found it keeps. What it has compiled is kept for the next point at which the function is traced: where
-    the program is the same and the shapes are, nothing is compiled again.
+    What it has found it keeps. At a further point of the same function and shapes nothing is compiled again.
 
     Attributes:
       parameters: the names of the parameters.
@@ -143,9 +139,7 @@ class Trace:
     def path(
         self, parameter: str, index: tuple[int, ...] | int = (), kind: PathKind = "viterbi", example: int = 0
     ) -> list[PathStep]:
-        """The path of one element: the edges from the element to the loss.
-
-        It is empty if no gradient reaches the element, or the element is the loss itself.
+        """The edges from one element to the loss; none if no gradient reaches the element, or it is the loss itself.
 
         Args:
           parameter: one of the names in `parameters`.
@@ -167,14 +161,13 @@ class Trace:
     ) -> list[list[PathStep]]:
         """The heaviest paths of one element, the heaviest first; fewer where there are fewer.
 
-        `ap.semiring_grad` with `top_k(count)` finds the weights of these paths. Two paths are different if they differ
-        in any edge.
+        Their weights are those of `ap.semiring_grad` with `top_k(count)`.
 
         Args:
           parameter: one of the names in `parameters`.
-          index: the index of the element in the parameter.
+          index: as for `path`.
           count: how many paths, at least 1.
-          example: the number of the example, if examples are traced by themselves.
+          example: as for `path`.
 
         Raises:
           ValueError: as for `path`, or for a count below 1.
@@ -183,10 +176,8 @@ class Trace:
         Example:
           >>> import apgrad as ap
           >>> trace = ap.trace_gradients(lambda x: 3.0 * x - 2.0 * x)(1.0)
-          >>> for path in trace.paths("x"):
-          ...     print([(step.primitive, step.weight) for step in path])
-          [('mul', 3.0), ('sub', 1.0)]
-          [('mul', 2.0), ('sub', -1.0)]
+          >>> [[(step.primitive, step.weight) for step in path] for path in trace.paths("x")]
+          [[('mul', 3.0), ('sub', 1.0)], [('mul', 2.0), ('sub', -1.0)]]
         """
         return [p for p in self._read(parameter, index, top_k(count), example, count) if p is not None]
 

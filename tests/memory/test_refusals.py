@@ -153,10 +153,10 @@ WRONG = {
     "through": ({"sampler": R.stratified(0.1), "through": 8}, TypeError, "through has keep, restore and variance"),
     "chosen": ({"sampler": lambda c: 4}, TypeError, r"the choice for 'dot_general\[0\]' has keep"),
     "chosen, not called": ({"sampler": lambda c: R.heavy}, TypeError, "is heavy itself: call it"),
-    "not a number": ({"sampler": None, "budget_bytes": float("nan")}, ValueError, "budget_bytes is a number"),
-    "negative": ({"sampler": None, "budget_bytes": -1}, ValueError, "budget_bytes is a number"),
-    "a word": ({"sampler": None, "budget_bytes": "1 MB"}, ValueError, "budget_bytes is a number"),
-    "min_size": ({"min_size": float("nan")}, ValueError, "min_size is a number"),
+    "not a number": ({"sampler": None, "budget_bytes": float("nan")}, ValueError, "budget_bytes must be a finite"),
+    "negative": ({"sampler": None, "budget_bytes": -1}, ValueError, "budget_bytes must be a finite"),
+    "a word": ({"sampler": None, "budget_bytes": "1 MB"}, ValueError, "budget_bytes must be a finite"),
+    "min_size": ({"min_size": float("nan")}, ValueError, "min_size must be a finite"),
 }
 
 

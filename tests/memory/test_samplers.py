@@ -16,7 +16,7 @@ SAMPLERS = {
     "different, distinct": R.different_sample(0.3, replacement=False),
     "same": R.same_sample(0.3),
     "same, distinct": R.same_sample(0.3, replacement=False),
-    "stratified": R.stratified(0.3),
+    "stratified": R.stratified(0.4),  # in runs of two lengths
     "stratified, even": R.stratified(0.25),
     "projection": R.projection(0.5),
     "rounding 8": R.rounding(8, group=8),

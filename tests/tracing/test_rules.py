@@ -80,7 +80,7 @@ CASES = {
     ),
     "gather": (lambda x: x[jnp.array([0, 2, 0, 2])], (r(3, 2),)),
     "gather, out of bounds": (lambda x: x.at[jnp.array([0, 7, 2])].get(mode="fill", fill_value=0.0), (r(3, 2),)),
-    "scatter": (lambda x, u: x.at[jnp.array([0, 2])].set(u), (r(4, 2), r(2, 2))),
+    "scatter": (lambda x, u: x.at[jnp.array([0, 2, 0])].set(u), (r(4, 2), r(3, 2))),
     "scatter-add": (lambda x, u: x.at[jnp.array([0, 2, 0, 9])].add(u, mode="drop"), (r(4, 2), r(4, 2))),
     "scatter-sub": (lambda x, u: x.at[jnp.array([0, 2, 0])].subtract(u), (r(4), r(3))),
     "sort": (lambda x: lax.sort(x, dimension=0), (r(4, 2),)),
