@@ -90,7 +90,7 @@ def greedy(masks: int = 0) -> Semiring:
     )
 
 
-class Place(NamedTuple):
+class Element(NamedTuple):
     """An element of an input or output, by number and index, and the rank of the path that goes on from there."""
 
     number: int
@@ -98,7 +98,7 @@ class Place(NamedTuple):
     rank: int = 0
 
 
-Way = tuple[list[PathStep], Place | None]
+Way = tuple[list[PathStep], Element | None]
 """The steps of a path and where they end: at an output, or at None if no path goes on."""
 
 
@@ -130,7 +130,7 @@ class Reader:
         self._made: dict[Any, Any] = {}
 
     def follow(
-        self, scope: str, program: Any, inputs: Sequence[Any], active: Sequence[bool], messages: Any, at: Place
+        self, scope: str, program: Any, inputs: Sequence[Any], active: Sequence[bool], messages: Any, at: Element
     ) -> Way:
         """The path from an element of an input of a program; `messages` are those at its outputs."""
         jaxpr = program.jaxpr
@@ -150,8 +150,8 @@ class Reader:
                 return [], None
             (number, slot), rank = chosen
             if number == len(jaxpr.eqns):
-                return steps, Place(slot, index, rank)
-            eqn, place = jaxpr.eqns[number], Place(slot, index, rank)
+                return steps, Element(slot, index, rank)
+            eqn, place = jaxpr.eqns[number], Element(slot, index, rank)
             more, end = self._through(scope, eqn, given[number], flags[number], arrived[number], place)
             if end is None:
                 return [], None
@@ -232,7 +232,7 @@ class Reader:
         (number, index, weight, after), rank = chosen
         shape = tuple(eqn.outvars[number].aval.shape)
         step = PathStep(eqn.primitive.name, scope, (), shape, index, weight, float(after[rank]))
-        return [step], Place(number, index, rank)
+        return [step], Element(number, index, rank)
 
     def _rule(self, scope, eqn, inputs, active, arrived, at) -> Way:
         program, tangents, chosen, real, _ = control.linearized(eqn, inputs, active)
@@ -277,7 +277,7 @@ class Reader:
             arriving = filled(semiring, answers[fixed:last], values[fixed:last])
         messages, sent = messages[::-1], sent[::-1]
         if not stages:
-            return [], Place(slot - fixed, index, rank) if slot >= fixed else None
+            return [], Element(slot - fixed, index, rank) if slot >= fixed else None
         step, steps = 0, []
         if slot < fixed:
             weights = [self._weights(answers)[slot] for answers in sent]
@@ -288,7 +288,7 @@ class Reader:
         elif slot >= last:
             step, index = slices.index(index[0]), index[1:]
         while True:
-            place = Place(slot, index, rank)
+            place = Element(slot, index, rank)
             more, end = self.follow(scope, program, stages[step], active, messages[step], place)
             if end is None:
                 return [], None

@@ -16,7 +16,7 @@ from apgrad.tracing._compiled import Compiled
 from apgrad.tracing._control import NESTED
 from apgrad.tracing._influence import ComponentKind, Influence, PathKind, influence_in, require_options
 from apgrad.tracing._interpreter import Context
-from apgrad.tracing._paths import PathStep, Place, Reader
+from apgrad.tracing._paths import Element, PathStep, Reader
 from apgrad.tracing._semiring_grad import original, propagated, traced
 from apgrad.tracing._semirings import max_product, top_k
 from apgrad.tracing._sums import constant
@@ -194,7 +194,9 @@ class Trace:
             raise IndexError(f"{parameter} has the shape {shape}, which has no element {index}")
         index = tuple(i % n for i, n in zip(index, shape, strict=True))
         one = constant(reader.context.semiring.one, (), program.jaxpr.outvars[0].aval.dtype)
-        ways = [reader.follow("", program, inputs, active, [one], Place(number, index, rank)) for rank in range(count)]
+        ways = [
+            reader.follow("", program, inputs, active, [one], Element(number, index, rank)) for rank in range(count)
+        ]
         plain = lambda steps: [step._replace(scope=plain_scope(step.scope)) for step in steps]
         return [None if end is None else plain(steps) for steps, end in ways]
 
