@@ -79,63 +79,28 @@ if _typing.TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# The ground floor: nodes, ports, and zeros that carry a derivative.
+# The names of each module, which its part of the house defines or hands on.
 _GROUND = {
-    "_ground.port": ["Signal", "port"],
-    "_ground.primitives": ["refuse_derivative", "zero_with_gradient"],
-    "_ground.propagator": ["Propagator", "backpropagation", "chain", "combine", "first_order", "node", "skip"],
+    "_ground.port": "Signal port",
+    "_ground.primitives": "refuse_derivative zero_with_gradient",
+    "_ground.propagator": "Propagator backpropagation chain combine first_order node skip",
 }
 _WINGS = {
-    "expectations": [
-        "Estimator",
-        "LearnedBaseline",
-        "Mixer",
-        "MultilevelState",
-        "Tape",
-        "diagnostics",
-        "expectation",
-        "gaussian_resampling",
-        "gaussian_shaping",
-        "grad",
-        "learned_baseline",
-        "likelihood_ratio",
-        "multilevel",
-        "reparameterization",
-        "sample",
-        "stochastic",
-        "total_propagation",
-        "value_and_grad",
-        "variational",
-        "Adaptive",
-        "AdaptiveState",
-        "adaptive",
-        "clip_lanes",
-        "weights",
-        "ChoiceEstimator",
-        "arm",
-        "arms",
-        "choose",
-        "disarm",
-        "disarm_stick_breaking",
-        "double_control_variates",
-        "enumeration",
-        "gumbel_softmax",
-        "measure_valued",
-        "rao_blackwellized",
-        "rebar",
-        "reinmax",
-        "relax",
-        "rloo",
-        "straight_through",
-    ],
-    "memory": ["memory_report", "randomize"],
-    "meta": [],
-    "mplp": [],
-    "rewiring": ["rewire", "tap", "with_taps"],
-    "testing": [],
-    "tracing": ["semiring_grad", "trace_gradients"],
+    "expectations": """
+        Adaptive AdaptiveState ChoiceEstimator Estimator LearnedBaseline Mixer MultilevelState Tape adaptive arm arms
+        choose clip_lanes diagnostics disarm disarm_stick_breaking double_control_variates enumeration expectation
+        gaussian_resampling gaussian_shaping grad gumbel_softmax learned_baseline likelihood_ratio measure_valued
+        multilevel rao_blackwellized rebar reinmax relax reparameterization rloo sample stochastic straight_through
+        total_propagation value_and_grad variational weights
+    """,
+    "memory": "memory_report randomize",
+    "meta": "",
+    "mplp": "",
+    "rewiring": "rewire tap with_taps",
+    "testing": "",
+    "tracing": "semiring_grad trace_gradients",
 }
-_MODULE_OF = {name: module for module, names in (_GROUND | _WINGS).items() for name in names}
+_MODULE_OF = {name: module for module, names in (_GROUND | _WINGS).items() for name in names.split()}
 __all__ = [*_WINGS, *_MODULE_OF]  # pyright: ignore[reportUnsupportedDunderAll]
 
 

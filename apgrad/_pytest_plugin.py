@@ -3,9 +3,8 @@
     def test_my_gradient(certify):
         certify(my_gradient, exact_value, theta)
 
-It is `apgrad.testing.certify` with a PRNG key that is made of the test's name, so that a test's result does not depend
-on the tests before it. `pytest --certify-samples=10` makes ten times as many estimates, say in a nightly run. Neither
-JAX nor the rest of apgrad is imported before a test asks for the fixture.
+The fixture is `apgrad.testing.certify` with a PRNG key that is made of the test's name. `pytest --certify-samples=10`
+makes ten times as many estimates. Neither JAX nor the rest of apgrad is imported before a test asks for the fixture.
 """
 
 import zlib
@@ -15,11 +14,7 @@ import pytest
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds the option `--certify-samples`.
-
-    Args:
-      parser: pytest's parser of options.
-    """
+    """Adds the option `--certify-samples`."""
     parser.getgroup("apgrad").addoption(
         "--certify-samples",
         type=float,
@@ -31,11 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def certify(request: pytest.FixtureRequest) -> Any:
-    """`apgrad.testing.certify`, with a key made of the test's name.
-
-    Args:
-      request: pytest's description of the test that asks for the fixture.
-    """
+    """`apgrad.testing.certify`, with a key made of the test's name."""
     from apgrad import testing
 
     factor, certificates = float(request.config.getoption("certify_samples") or 1), _certificates(request.config)
@@ -59,12 +50,7 @@ def certify(request: pytest.FixtureRequest) -> Any:
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
-    """Writes the certificates of the run, where there are any.
-
-    Args:
-      terminalreporter: what pytest writes the summary with.
-      config: pytest's configuration of the run, which holds the certificates.
-    """
+    """Writes the certificates of the run, where there are any."""
     if certificates := _certificates(config):
         terminalreporter.section("gradient certificates")
         for test, certificate in certificates:

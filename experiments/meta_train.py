@@ -210,7 +210,7 @@ def main(
         history = {"start": {k: v for k, v in before.items() if k not in ("rule", "sites", "results")}}
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(schedule(steps, peak)))
     outer = outer_gradient(parts, clip=start is not None)
-    done = meta.train(outer, optimizer, rule, jax.random.key(seed), steps, folder=out, every=50)
+    done = meta.train(outer, optimizer, rule, jax.random.key(seed), steps, folder=out, version="1", every=50)
     length = max(part.length for part in parts)
     about = {
         "inner_steps": length,

@@ -61,23 +61,22 @@ ESTIMATORS = {
 rows = pytest.mark.parametrize("row", ESTIMATORS.values(), ids=ESTIMATORS.keys())
 
 
-def rollout(row, make, length=2, size=()):
-    """A program of `length` steps x <- sample of make(theta, x), with a cost a step."""
+def in_scan(body, carry):
+    return jax.lax.scan(lambda carry, _: (body(carry), None), carry, length=2)[0]
+
+
+def rollout(row, make, size=(), loop=in_scan):
+    """A program of two steps x <- sample of make(theta, x), with a cost a step."""
     node = ap.stochastic(row.estimator)(make)
 
     def program(tape, theta):
-        dtype = jax.tree.leaves(theta)[0].dtype
-        x = jnp.ones((tape.lanes, *size), dtype)
-
-        def body(carry, _):
-            tape, x = carry
-            tape, x = node(tape, theta, x)
+        def body(carry):
+            tape, x = node(carry[0], theta, carry[1])
             if row.after:
                 tape, x = row.after(tape, x)
-            return (tape.cost(lambda x: jnp.sum(x**2 + x), x, **row.cost), x), None
+            return tape.cost(lambda x: jnp.sum(x**2 + x), x, **row.cost), x
 
-        (tape, _), _ = jax.lax.scan(body, (tape, x), length=length)
-        return tape
+        return loop(body, (tape, jnp.ones((tape.lanes, *size), jax.tree.leaves(theta)[0].dtype)))[0]
 
     return program
 
@@ -95,44 +94,30 @@ ALIKE |= {"total_propagation, learned", "gaussian_shaping, RP", *RULES_OF_WEIGHT
 
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in ALIKE])
 def test_transformations(name):
-    row = ESTIMATORS[name]
-    objective = ap.expectation(rollout(row, step), lanes=4)
+    objective = jax.jit(ap.expectation(rollout(ESTIMATORS[name], step), lanes=4))
     ap.testing.assert_transformable(lambda theta: objective(KEY, theta), jnp.float32(0.7), rtol=2e-5, atol=1e-5)
+
+
+def first_alone(body, carry):
+    """Two steps in a `cond` that takes the first of them alone."""
+    taken = lambda carry: jax.lax.cond(carry[1][0] == 1, jax.jit(body), lambda carry: carry, carry)
+    return taken(taken(carry))
 
 
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in RULES_OF_WEIGHTS])
 def test_nodes_inside_transformations_of_the_program(name):
-    row = ESTIMATORS[name]
-    node = ap.stochastic(row.estimator)(step)
-
-    def twice(wrap):
-        def program(tape, theta):
-            def body(carry, _):
-                tape, x = node(carry[0], theta, carry[1])
-                return row.after(tape, x) if row.after else (tape, x), None
-
-            (tape, x), _ = wrap(body, (tape, jnp.ones(tape.lanes)))
-            return tape.cost(lambda x: x**2, x, **row.cost)
-
-        return jax.value_and_grad(ap.expectation(program, 6), argnums=1)
-
-    def taken(body):
-        return lambda carry, _: (jax.lax.cond(carry[1][0] == 1, lambda c: body(c, None)[0], lambda c: c, carry), None)
-
-    # In a `cond` the first of the two steps is taken and the second is not, so it is compared with one step.
     ways = {
-        "plain": lambda body, carry: body(body(carry, None)[0], None),
-        "scan": lambda body, carry: jax.lax.scan(body, carry, length=2),
-        "remat": lambda body, carry: jax.checkpoint(body)(jax.checkpoint(body)(carry, None)[0], None),
-        "jit": lambda body, carry: jax.jit(body)(jax.jit(body)(carry, None)[0], None),
-        "once": lambda body, carry: body(carry, None),
-        "cond": lambda body, carry: taken(body)(taken(body)(carry, None)[0], None),
+        "two steps": lambda body, carry: body(body(carry)),
+        "remat in scan": lambda body, carry: in_scan(jax.checkpoint(body), carry),
+        "one step": lambda body, carry: body(carry),
+        "jit in cond": first_alone,
     }
+    programs = {way: rollout(ESTIMATORS[name], step, loop=loop) for way, loop in ways.items()}
+    each = {way: jax.value_and_grad(ap.expectation(program, 6), argnums=1) for way, program in programs.items()}
     # One program for all of them, since compiling is what takes long.
-    found = jax.jit(lambda key, theta: {name: twice(way)(key, theta) for name, way in ways.items()})(KEY, 0.7)
-    for name in ("scan", "remat", "jit", "cond"):
-        expected = found["once" if name == "cond" else "plain"]
-        np.testing.assert_allclose(found[name], expected, rtol=2e-5, atol=1e-6, err_msg=name)
+    found = jax.jit(lambda key, theta: {way: gradient(key, theta) for way, gradient in each.items()})(KEY, 0.7)
+    for way, plain in (("remat in scan", "two steps"), ("jit in cond", "one step")):
+        np.testing.assert_allclose(found[way], found[plain], rtol=2e-5, atol=1e-6, err_msg=way)
 
 
 @rows
@@ -206,7 +191,7 @@ def test_expectations_are_exact_and_what_has_none_is_refused(row):
     estimator, theta = row.estimator, 0.7
     of = lambda program, lanes, **options: jax.grad(ap.expectation(program, lanes, **options), argnums=1)
     # E[x^2 + x] for x ~ N(theta, .3): the one case where all are unbiased (shaping and mixing up to O(1 / lanes)).
-    one_step = rollout(row, lambda theta, x: dist.Normal(theta + 0 * x, 0.3), length=1)
+    one_step = rollout(row, lambda theta, x: dist.Normal(theta + 0 * x, 0.3), loop=lambda body, carry: body(carry))
     estimates, truths = {"one step": of(one_step, 2_000)}, {"one step": 2 * theta + 1}
 
     second = jax.grad(of(one_step, 100), argnums=1)
@@ -251,21 +236,16 @@ def test_adaptive_weighs_the_same_programs(name):
 
     def by(wrap):
         def program(tape, theta):
-            body = wrap(lambda tape, x: node(tape, theta, x))
-            (tape, x), _ = jax.lax.scan(lambda carry, _: (body(*carry), None), (tape, jnp.ones(tape.lanes)), length=2)
+            tape, x = in_scan(wrap(lambda carry: node(carry[0], theta, carry[1])), (tape, jnp.ones(tape.lanes)))
             return tape.cost(x**2)
 
         return ap.adaptive(program, lanes=10)
 
-    ways = {"scan": by(lambda f: f), "remat": by(jax.checkpoint), "jit": by(jax.jit)}
+    ways = {"scan": by(lambda f: f), "remat of jit": by(lambda f: jax.checkpoint(jax.jit(f)))}
     states = jax.jit(lambda: {name: way.init(KEY, theta) for name, way in ways.items()})()
+    gradients = lambda key: {name: way.value_and_grad(key, states[name], theta)[1] for name, way in ways.items()}
     exact = 4 * 0.7**3 + 2 * 0.7 * 0.09
-    ap.testing.assert_unbiased(
-        lambda key: {name: way.value_and_grad(key, states[name], theta)[1] for name, way in ways.items()},
-        dict.fromkeys(ways, exact),
-        jax.random.key(1),
-        2_000,
-    )
+    ap.testing.assert_unbiased(gradients, dict.fromkeys(ways, exact), jax.random.key(1), 2_000)
 
 
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in ALIKE])
@@ -320,29 +300,31 @@ CHOICES = {
 every_choice = pytest.mark.parametrize("row", CHOICES.values(), ids=CHOICES.keys())
 
 
-def chosen(row, wrap=lambda body: body):
-    """Two choices in a scan, with a module, closures, arguments in a pytree and empty arrays."""
+def sampled(row, tape, distribution, continuation, *state):
+    """The tape after a choice and its cost, and what the continuation returns beside the cost."""
+    if isinstance(row.estimator, ap.ChoiceEstimator):
+        return ap.choose(tape, distribution, continuation, row.estimator, *state)
+    tape, x = ap.sample(tape, distribution, row.estimator)
+    cost, state = jax.vmap(continuation)(x, *state)
+    return tape.cost(cost), state
+
+
+def chosen(row, loop):
+    """Two choices, with a module, closures, arguments in a pytree and empty arrays."""
 
     def program(tape, theta):
         module, shift = theta["module"], theta["nested"][0]
-        dtype = shift.dtype
 
         def continuation(x, state):
-            x = x.astype(dtype).reshape(2, -1)
+            x = x.astype(shift.dtype).reshape(2, -1)
             h = jnp.tanh(module(x[:, 0] + state["h"]) + shift) + jnp.sum(state["none"])
             return jnp.sum(h**2), {"h": h, "none": state["none"]}
 
-        def body(carry, _):
-            tape, state = carry
-            distribution = row.make(state["h"] + shift)
-            if isinstance(row.estimator, ap.ChoiceEstimator):
-                return ap.choose(tape, distribution, continuation, row.estimator, state), None
-            tape, x = ap.sample(tape, distribution, row.estimator)
-            cost, state = jax.vmap(continuation)(x, state)
-            return (tape.cost(cost), state), None
+        def body(carry):
+            return sampled(row, carry[0], row.make(carry[1]["h"] + shift), continuation, carry[1])
 
-        state = {"h": jnp.full((tape.lanes, 2), 0.5, dtype), "none": jnp.zeros((tape.lanes, 0), dtype)}
-        return jax.lax.scan(wrap(body), (tape, state), length=2)[0][0]
+        state = {"h": jnp.full((tape.lanes, 2), 0.5, shift.dtype), "none": jnp.zeros((tape.lanes, 0), shift.dtype)}
+        return loop(body, (tape, state))[0]
 
     return program
 
@@ -353,20 +335,12 @@ def parameters_of_choices(dtype):
 
 
 @every_choice
-def test_choices_claim_their_bias(row):
-    assert row.estimator.bias == row.bias and row.estimator.assumptions.endswith(".")
-
-
-@every_choice
-def test_choices_under_transformations(row):
+def test_choices_claim_their_bias_and_pass_transformations(row):
     def program(tape, shift):
-        distribution = row.make(shift * jnp.ones((tape.lanes, 1)))
-        cost = lambda x: jnp.sum(jnp.sin(x.astype(shift.dtype) + shift))
-        if isinstance(row.estimator, ap.ChoiceEstimator):
-            return ap.choose(tape, distribution, lambda x: (cost(x), None), row.estimator)[0]
-        tape, x = ap.sample(tape, distribution, row.estimator)
-        return tape.cost(cost, x)
+        cost = lambda x: (jnp.sum(jnp.sin(x.astype(shift.dtype) + shift)), None)
+        return sampled(row, tape, row.make(shift * jnp.ones((tape.lanes, 1))), cost)[0]
 
+    assert row.estimator.bias == row.bias and row.estimator.assumptions.endswith(".")
     objective = jax.jit(ap.expectation(program, 4))
     ap.testing.assert_transformable(lambda shift: objective(KEY, shift), jnp.float32(0.3), rtol=5e-5, atol=1e-5)
 
@@ -374,15 +348,13 @@ def test_choices_under_transformations(row):
 @every_choice
 def test_choices_in_remat_and_jit_with_modules_closures_and_empty_arrays(row):
     theta = parameters_of_choices(jnp.float32)
-    bodies = {"plain": lambda body: body, "remat": jax.checkpoint, "jit": jax.jit}
-    ways = {name: jax.grad(ap.expectation(chosen(row, wrap), 4), argnums=1) for name, wrap in bodies.items()}
-    found = jax.jit(lambda key, theta: {name: way(key, theta) for name, way in ways.items()})(KEY, theta)
-    assert isinstance(found["plain"]["module"], nnx.Linear)
-    for x in jax.tree.leaves(found["plain"]):
+    loops = in_scan, lambda body, carry: in_scan(jax.checkpoint(jax.jit(body)), carry)
+    ways = [jax.grad(ap.expectation(chosen(row, loop), 4), argnums=1) for loop in loops]
+    plain, inside = jax.jit(lambda key, theta: [way(key, theta) for way in ways])(KEY, theta)
+    assert isinstance(plain["module"], nnx.Linear)
+    for x in jax.tree.leaves(plain):
         assert jnp.all(jnp.isfinite(x)) and (x.size == 0 or jnp.any(x != 0))
-    for name in ("remat", "jit"):
-        compare = lambda a, b: np.testing.assert_allclose(a, b, rtol=5e-5, atol=1e-5)
-        jax.tree.map(compare, found[name], found["plain"])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=5e-5, atol=1e-5), inside, plain)
 
 
 @every_choice
@@ -390,7 +362,8 @@ def test_choices_in_remat_and_jit_with_modules_closures_and_empty_arrays(row):
 def test_dtypes_of_choices(row, dtype):
     with jax.enable_x64(dtype == "float64"):
         theta = parameters_of_choices(jnp.dtype(dtype))
-        value, gradient = jax.jit(jax.value_and_grad(ap.expectation(chosen(row), 4), argnums=1))(KEY, theta)
+        program = chosen(row, lambda body, carry: body(carry))
+        value, gradient = jax.jit(jax.value_and_grad(ap.expectation(program, 4), argnums=1))(KEY, theta)
         assert value.dtype == (jnp.float64 if dtype == "float64" else jnp.float32)
         for x in jax.tree.leaves(gradient):
             assert x.dtype == dtype and jnp.all(jnp.isfinite(x))
@@ -414,10 +387,7 @@ def gradient_of_one_choice(row, distribution, lanes):
 
     def program(tape, theta):
         made = distribution(jnp.broadcast_to(theta, (tape.lanes,)))
-        if isinstance(row.estimator, ap.ChoiceEstimator):
-            return ap.choose(tape, made, lambda x: (cost(x), None), row.estimator)[0]
-        tape, x = ap.sample(tape, made, row.estimator)
-        return tape.cost(cost, x)
+        return sampled(row, tape, made, lambda x: (cost(x), None))[0]
 
     return jax.value_and_grad(ap.expectation(program, lanes), argnums=1)
 

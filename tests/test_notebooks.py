@@ -18,7 +18,7 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 ADDRESS = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
 COLAB = f"https://colab.research.google.com/{ADDRESS.removeprefix('https://').replace('.com', '')}/blob/main/notebooks/"
 INSTALL = f'%pip install -q "apgrad[experiments] @ git+{ADDRESS}"'
-QUICK = ("00_quickstart", "06_write_your_own_propagator")  # the others are left to `-m long`
+QUICK = ("00_quickstart",)  # the others are left to `-m long`
 # A notebook should take less than 90 seconds on two cores. The bound is on a single cell and generous: it ends what
 # hangs, and does not fail on a busy machine.
 SECONDS_A_CELL = 300

@@ -1,8 +1,7 @@
 """Whether a Python function closes over traced arrays, which a node then takes as inputs.
 
-A `custom_vjp` function may not close over an array that is traced outside it. If the array is differentiated, the array
-would get no message. If it is not, JAX cannot compile the function inside another `jit`, `scan` or `cond`, and says so
-("No constant handler for type DynamicJaxprTracer") much later, without naming the function.
+A `custom_vjp` function may not close over an array that is traced outside it. If the array is differentiated, it would
+get no message. If it is not, JAX says much later "No constant handler for type DynamicJaxprTracer".
 """
 
 import contextlib

@@ -3,13 +3,10 @@
     signal = Signal.of(x, message_size=8)      # x, and zeros of shape (*x.shape, 8) beside it
     y, port = some_node(signal.value, signal.port)
 
-In reverse mode each value has a cotangent of its own shape, which is the gradient. A *port* is an array (or pytree) of
-zeros that goes forward beside a value. The cotangent of the zeros is free to mean anything, so it carries the message.
-Where several messages arrive at one port, JAX adds them up, as it adds up cotangents. The zeros cost nothing, because
-the compiler removes them.
-
-A node takes a port as an input and returns it as an output. Its `backward` then receives the message at the output, and
-answers with the message at the input.
+A *port* is an array (or pytree) of zeros that goes forward beside a value. The cotangent of the zeros is free to mean
+anything, so it carries the message. JAX adds up the messages that arrive at one port, and the compiler removes the
+zeros. A node takes a port as an input and returns it as an output; its `backward` then receives the message at the
+output, and answers with the message at the input.
 """
 
 from typing import Any, NamedTuple
@@ -47,10 +44,7 @@ def port(template: Any) -> Any:
       A node that sends back its input as a message, beside the gradient:
 
       >>> import jax, jax.numpy as jnp, apgrad as ap
-      >>> seen = ap.node(ap.Propagator(
-      ...     forward=lambda x, p: (x, x),
-      ...     backward=lambda x, message: (message, x),
-      ... ))
+      >>> seen = ap.node(ap.Propagator(lambda x, p: (x, x), lambda x, message: (message, x)))
       >>> x = jnp.array([1.0, 2.0])
       >>> jax.grad(lambda p: jnp.sum(seen(x, p)))(ap.port(x))
       Array([1., 2.], dtype=float32)

@@ -3,10 +3,9 @@
     total + zero_with_gradient(log_density)    # adds nothing to the value, and all to the derivatives
     refuse_derivative(x, "x is data")          # is x; whoever differentiates it gets this error at trace time
 
-Why no `jax.custom_jvp` functions, which take one line each? When JAX differentiates a `scan`, it drops custom rules in
-the part of the body that needs no derivative (`JaxprTrace.process_custom_jvp_call`). A second derivative then sees the
-plain body of the function, which for a zero with a gradient is a plain zero. That is wrong without a word: the second
-derivative of a likelihood-ratio estimate came out as -0.09 where 5.2 is right. A primitive keeps its rule everywhere.
+Why no `jax.custom_jvp` functions? When JAX differentiates a `scan`, it drops custom rules in the part of the body that
+needs no derivative (`JaxprTrace.process_custom_jvp_call`). A second derivative then sees the plain body, which for a
+zero with a gradient is a plain zero: that of a likelihood-ratio estimate came out as -0.09 where 5.2 is right.
 """
 
 import enum
@@ -22,8 +21,8 @@ from jax.interpreters import ad, batching, mlir
 def zero_with_gradient(x: jax.Array) -> jax.Array:
     """An array of zeros whose derivatives, of any order, are the derivatives of `x`.
 
-    The function `x - stop_gradient(x)` has the same derivatives, but its value is NaN where `x` is infinite or NaN, and
-    `x` has to be computed for it. Here the compiler leaves `x` out where only the value is wanted.
+    The function `x - stop_gradient(x)` has the same derivatives, but is NaN where `x` is infinite or NaN, and needs `x`
+    to be computed. Here the compiler leaves `x` out where only the value is wanted.
 
     Args:
       x: a floating-point or complex array of any shape.
@@ -68,8 +67,7 @@ def refuse_derivative(tree: Any, reason: str) -> Any:
 def refuse_message(tree: Any, reason: str) -> Any:
     """Returns the pytree as it is; a message that comes back to the result raises `TypeError(reason)` at trace time.
 
-    A derivative that nobody uses may pass, such as the derivative of the `aux` of `jax.grad`; `refuse_derivative` would
-    raise an error there too. In forward mode nobody knows yet whether a derivative will be used, so it is NaN.
+    A derivative that nobody uses passes, such as that of the `aux` of `jax.grad`; in forward mode it is NaN.
     """
 
     def refuse(leaf):

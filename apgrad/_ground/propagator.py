@@ -1,10 +1,9 @@
 """Propagators: what a node computes, what it remembers, what it sends backward.
 
-Reverse-mode differentiation passes one kind of message (a cotangent) by one kind of rule (the transposed Jacobian).
 *Automatic propagation* (Parmas & Seno, "Proppo: a message passing framework for customizable and composable learning
-algorithms", NeurIPS 2022, section 3) keeps the walk over the graph and lets a node replace the rule. Here a node's rule
-is a pair of pure functions, and `jax.custom_vjp` is the graph walker: it adds up messages at a fan-out and works under
-`jit`, `vmap`, `scan`, `cond`, `remat` and sharding.
+algorithms", NeurIPS 2022, section 3) keeps reverse mode's walk over the graph and lets a node replace the rule by which
+it sends messages. Here the rule is a pair of pure functions, and `jax.custom_vjp` is the graph walker: it adds up
+messages at a fan-out and works under `jit`, `vmap`, `scan`, `cond`, `remat` and sharding.
 """
 
 import functools
@@ -25,22 +24,18 @@ class Propagator(NamedTuple):
     """A node's two pure functions.
 
     Attributes:
-      forward: `(*inputs) -> (output, memory)`. Inputs, output and memory are pytrees of arrays. Memory
-        is all that `backward` sees of the forward pass.
-      backward: `(memory, message) -> messages`, where `message` has the structure and shapes of the
-        output, and `messages` is a tuple with one message for each input, of that input's structure
-        and shapes. `None` stands for no message (zeros), for a whole input or any part of one.
-        Only floating-point and complex arrays have messages: integer inputs, Booleans and PRNG keys get none, whatever
-        stands there, and at an integer output `message` has what JAX puts there, an array of dtype `float0`.
+      forward: `(*inputs) -> (output, memory)`, all of them pytrees of arrays. Memory is all that `backward` sees of the
+        forward pass.
+      backward: `(memory, message) -> messages`, where `message` has the structure and shapes of the output, and
+        `messages` is a tuple with one message for each input, of that input's structure and shapes. `None` stands for
+        no message (zeros), for a whole input or any part of one. Integer inputs, Booleans and PRNG keys get none,
+        whatever stands there, and at an integer output `message` has JAX's array of dtype `float0`.
 
     Example:
       Reverse the message, as in domain-adversarial training (Ganin et al., 2016):
 
       >>> import jax, apgrad as ap
-      >>> reverse = ap.node(ap.Propagator(
-      ...     forward=lambda x: (x, None),
-      ...     backward=lambda memory, message: (-message,),
-      ... ))
+      >>> reverse = ap.node(ap.Propagator(lambda x: (x, None), lambda memory, message: (-message,)))
       >>> float(jax.grad(lambda x: reverse(x) ** 2)(3.0))
       -6.0
     """
@@ -52,13 +47,11 @@ class Propagator(NamedTuple):
 def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., Any]:
     """An ordinary JAX function whose reverse pass is the propagator's `backward`.
 
-    Reverse mode differentiates it any number of times: the second derivative differentiates what
-    `backward` computes. Where that is not the derivative you mean, wrap the propagator in `first_order`.
-    Forward mode raises JAX's `TypeError`: a propagator has no forward-mode rule.
+    The second derivative differentiates what `backward` computes: where that is not the derivative you mean, wrap the
+    propagator in `first_order`. Forward mode raises JAX's `TypeError`.
 
     Args:
-      propagator: the pair of functions. `forward` may not close over an array that is differentiated outside, which
-        would get no message: pass the array as an input.
+      propagator: the pair of functions. What `forward` closes over is not differentiated outside: that is an input.
       perturbed: tell `forward` what is differentiated: it is called as `forward(*inputs, perturbed=flags)`, with
         Python bools in the structure of the inputs.
 
@@ -133,10 +126,9 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
 class _Residuals:
     """Residuals whose structure depends on what is differentiated, in a form that does not.
 
-    JAX keeps one structure of the residual for each call in a jaxpr, from the last trace of `fwd`. A program that is
-    evaluated again and differentiated with respect to other inputs then unpacks a residual of one structure by another
-    (JAX 0.10.2). Here the structure travels with the residual itself, as the number of columns of an empty array, and
-    all residuals are padded to one number of arrays.
+    JAX keeps one structure of the residual for each call in a jaxpr, from the last trace of `fwd`, and unpacks another
+    one by it where the program is differentiated again with respect to other inputs (JAX 0.10.2). Here the structure
+    travels with the residual, as the number of columns of an empty array; all are padded to one number of arrays.
     """
 
     def __init__(self):
@@ -193,9 +185,8 @@ def _opened(propagator: Propagator, inputs: Any) -> Any:
 def chain(*propagators: Propagator) -> Propagator:
     """Propagators in sequence, each with its own memory; each feeds its output to the next.
 
-    Proppo's ChainProp (section 3.3): propagators nest safely, since none sees another's memory. The
-    first takes all the inputs, each other one the output before it. Between two propagators messages are
-    as between two nodes: of the structure, shapes and dtypes of what went forward there, with zeros for `None`.
+    Proppo's ChainProp (section 3.3). The first takes all the inputs, each other one the output before it. Between two
+    propagators messages are as between two nodes.
 
     Args:
       *propagators: at least one.
@@ -233,9 +224,8 @@ def chain(*propagators: Propagator) -> Propagator:
 def combine(*propagators: Propagator) -> Propagator:
     """Propagators in sequence on one shared memory, their messages merged.
 
-    Proppo's ComboProp (section 3.3). Memories are dicts, and every `backward` sees their union, so that
-    one propagator can use what another one stored. Where messages are dicts, a propagator answers the
-    keys it returns, and the keys it does not return pass on to the propagator before it.
+    Proppo's ComboProp (section 3.3). Memories are dicts, and every `backward` sees their union. Where messages are
+    dicts, the keys that a propagator does not return pass on to the propagator before it.
 
     Args:
       *propagators: at least one; each `forward` returns a dict as its memory.
@@ -290,9 +280,9 @@ def combine(*propagators: Propagator) -> Propagator:
 def skip(propagator: Propagator) -> Propagator:
     """The propagator's forward; backward, the message passes over the node as it came.
 
-    Proppo's SkipProp. With a forward that has no useful derivative this is the straight-through estimator (Bengio et
-    al., 2013). It has one input, of the output's structure and shapes. Where the input is floating point and the
-    forward's output is integer or Boolean, the output comes in the input's dtype: JAX carries no message to an integer.
+    Proppo's SkipProp; the straight-through estimator (Bengio et al., 2013). It has one input, of the output's structure
+    and shapes. An integer or Boolean output of a floating-point input comes in the input's dtype, since JAX carries no
+    message to an integer.
 
     Args:
       propagator: its `backward` is not used.
@@ -340,7 +330,7 @@ def _for_messages(value: Any, output: Any) -> Any:
 def backpropagation(function: Callable[..., Any]) -> Propagator:
     """Reverse-mode differentiation of a JAX function, as a propagator: a part for `chain` and friends.
 
-    Proppo's BackPropagator; a function with several outputs starts backpropagation at all of them.
+    Proppo's BackPropagator.
 
     Args:
       function: any differentiable JAX function.
@@ -363,8 +353,7 @@ def backpropagation(function: Callable[..., Any]) -> Propagator:
 def first_order(propagator: Propagator, reason: str) -> Propagator:
     """The same propagator, except that differentiating through it twice raises `TypeError(reason)`.
 
-    For a backward rule that is no derivative (or a derivative only once): differentiated again as if it
-    were, it would be wrong without a word.
+    For a backward rule that is no derivative: differentiated again, it would be wrong without a word.
 
     Args:
       propagator: the rule.

@@ -4,7 +4,7 @@
         checkpoints.save(step, tree)
         tree = checkpoints.restore(checkpoints.latest(), tree)
 
-Orbax renames a finished checkpoint into its place, so that a kill leaves the earlier ones as they were. Orbax stores no
+Orbax renames a finished checkpoint into its place, so that a kill leaves the earlier ones as they were. It stores no
 array of size 0, does not notice a changed bit in a file, and joins the names of nested keys: so arrays are stored by
 number, and orbax's metadata of the checkpoint holds the name, shape, dtype and checksum of each.
 """
@@ -73,12 +73,9 @@ class Checkpoints:
                 "step, or delete the folders of the steps that are to be written again."
             )
         arrays = _arrays(tree)
-        form = json.dumps({n: (*_form(x), int(_checksum(x))) for n, x in arrays.items()})
-        self._manager.save(
-            step,
-            args=self._args.StandardSave(_stored(arrays) | {"step": np.asarray(step)}),
-            custom_metadata={"arrays": form, "checksum": zlib.crc32(form.encode())},
-        )
+        text = json.dumps([_forms(arrays), {name: int(_checksum(x)) for name, x in arrays.items()}])
+        metadata = {"arrays": text, "checksum": zlib.crc32(text.encode())}
+        self._manager.save(step, args=self._args.StandardSave(_stored(arrays, step)), custom_metadata=metadata)
         self._manager.wait_until_finished()
 
     def restore(self, step: int, like: Any) -> Any:
@@ -96,29 +93,26 @@ class Checkpoints:
             metadata: Any = self._manager.metadata(step).custom_metadata
             if zlib.crc32(metadata["arrays"].encode()) != metadata["checksum"]:
                 raise ValueError("its description has changed")
-            found = {
-                n: (tuple(shape), dtype, sum_) for n, (shape, dtype, sum_) in json.loads(metadata["arrays"]).items()
-            }
+            there, checksums = json.loads(metadata["arrays"])
         except Exception as error:  # orbax raises what its parts raise: of files, JSON, the array store, None
             raise self._damaged(step, f"{type(error).__name__}: {error}") from error
-        form = {n: _form(x) for n, x in wanted.items()}
-        shown = lambda x: f"{x[1]}{x[0]}" if x else "nothing"
-        if differing := sorted(n for n in found.keys() | form.keys() if found.get(n, ())[:2] != form.get(n, ())):
-            parts = "; ".join(f"{n}: {shown(found.get(n))} there, {shown(form.get(n))} wanted" for n in differing[:5])
+        here = _forms(wanted)
+        if differing := sorted(n for n in {**there, **here} if there.get(n) != here.get(n)):
+            shown = [f"{n}: {there.get(n, 'nothing')} there, {here.get(n, 'nothing')} wanted" for n in differing[:5]]
             raise ValueError(
-                f"the checkpoint of step {step} is that of another run ({len(differing)} arrays differ: {parts}). Use "
-                "another folder, or the rule, optimizer and outer gradient that it was written with."
+                f"the checkpoint of step {step} is that of another run ({len(differing)} arrays differ: "
+                f"{'; '.join(shown)}). Use another folder, or the rule, optimizer and outer gradient that it was "
+                "written with."
             )
-        wanted = {n: wanted[n] for n in found}  # in the order in which they are numbered
-        abstract = {n: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for n, x in _stored(wanted).items()}
         try:
-            stored = self._manager.restore(step, args=self._args.StandardRestore(abstract | {"step": np.asarray(step)}))
-            arrays = {n: stored.get(str(i), x) for i, (n, x) in enumerate(wanted.items())}
+            stored = self._manager.restore(step, args=self._args.StandardRestore(_stored(wanted, step)))
         except Exception as error:
             raise self._damaged(step, f"{type(error).__name__}: {error}") from error
-        if wrong := [n for n, x in arrays.items() if int(_checksum(x)) != found[n][2]]:
+        arrays = {name: stored.get(str(i), x) for i, (name, x) in enumerate(wanted.items())}
+        if wrong := [name for name, x in arrays.items() if int(_checksum(x)) != checksums[name]]:
             raise self._damaged(step, f"the bits of {', '.join(wrong)} have changed")
-        leaves = [_like(leaf, arrays[name]) for name, leaf in named_leaves(like).items()]
+        wrap = lambda x, leaf: jax.random.wrap_key_data(x, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else x
+        leaves = [wrap(arrays[name], leaf) for name, leaf in named_leaves(like).items()]
         return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
     def close(self) -> None:
@@ -136,34 +130,25 @@ class Checkpoints:
 
 @jax.jit
 def _checksum(x):
-    # Integer sums modulo 2^32 do not depend on the order of addition. Weights are odd, so that a change of one word
+    # Integer sums modulo 2^32 do not depend on the order of addition. Weights are odd, so that a change of one byte
     # always changes the sum, and differ, so that an exchange of two does.
-    if jnp.issubdtype(x.dtype, jnp.complexfloating):
-        x = jnp.stack([x.real, x.imag])
-    if x.dtype == bool:
-        x = x.astype(jnp.uint8)
-    size = min(x.dtype.itemsize, 4)
-    words = jax.lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * size}")).reshape(-1).astype(jnp.uint32)
-    return jnp.sum(words * (2 * jnp.arange(words.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
+    data = jnp.ravel(x).view(jnp.uint8).astype(jnp.uint32)
+    return jnp.sum(data * (2 * jnp.arange(data.size, dtype=jnp.uint32) + 1), dtype=jnp.uint32)
 
 
 def _arrays(tree):
-    """The leaves by name, with typed random keys as their data."""
+    """The leaves by name, in the order of their names, with random keys as their data."""
     data = lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else jnp.asarray(leaf)
-    return {name: data(leaf) for name, leaf in named_leaves(tree).items()}
+    return {name: data(leaf) for name, leaf in sorted(named_leaves(tree).items())}
 
 
-def _stored(arrays):
-    """What orbax stores of the arrays, by number: all but those of size 0."""
-    return {str(i): x for i, x in enumerate(arrays.values()) if x.size}
+def _forms(arrays):
+    return {name: f"{x.dtype}{x.shape}" for name, x in arrays.items()}
 
 
-def _form(x):
-    return tuple(x.shape), str(x.dtype)
-
-
-def _like(leaf, value):
-    return jax.random.wrap_key_data(value, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else value
+def _stored(arrays, step):
+    """What orbax stores: the arrays by number, but those of size 0, and the step, so that there is something."""
+    return {str(i): x for i, x in enumerate(arrays.values()) if x.size} | {"step": np.asarray(step)}
 
 
 def _is_key(leaf):

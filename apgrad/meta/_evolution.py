@@ -60,8 +60,6 @@ def truncated_evolution(
 ) -> OuterGradient:
     """Antithetic evolution strategies over K of T steps, from a state that goes on unperturbed.
 
-    What acts on the start of an unroll only, such as the prior of a `WithPrior`, has the gradient zero on average.
-
     Args:
       problem: the recurrence.
       segment: K, steps of a segment; it divides the length of the unroll.
@@ -95,15 +93,12 @@ def persistent_evolution(
 ) -> OuterGradient:
     """Persistent evolution strategies (PES).
 
-    The T/K estimates of an unroll add up to the unroll's gradient, so that one estimate is K/T of it on average.
-
     Args:
       problem: the recurrence.
       segment: K, steps of a segment; it divides the length of the unroll.
       sigma: standard deviation of the perturbations.
       pairs: how many antithetic pairs there are; each has a task of its own.
-      stagger: whether pairs start out of step. A pair that starts in the middle of an unroll has not been perturbed
-        before, so the first T/K estimates are biased.
+      stagger: whether pairs start out of step; then the first T/K estimates are biased.
     """
     return _persistent(problem, segment, sigma, pairs, stagger, keep=False)
 
@@ -112,8 +107,6 @@ def single_evolution(
     problem: Problem, segment: int, *, sigma: float = 0.01, pairs: int = 1, stagger: bool = True
 ) -> OuterGradient:
     """Evolution strategies with one perturbation for an unroll (ES-Single, NRES).
-
-    An estimate is K/T of an unroll's gradient on average.
 
     Args:
       problem: the recurrence.

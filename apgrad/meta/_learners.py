@@ -3,8 +3,7 @@
     learner = meta.message_passing(network)                                   # theta is a rule
     learner = meta.optimizer(lambda theta: optax.sgd(jnp.exp(theta)), loss)   # theta is a log learning rate
 
-Theta are its meta-parameters: a rule, the numbers of an optimizer, the weights of a learned optimizer. Whatever fits
-the two functions is a learner.
+Whatever fits the two functions is a learner.
 """
 
 from collections.abc import Callable

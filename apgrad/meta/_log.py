@@ -4,20 +4,22 @@
 "gradient_norm" over the steps of the call, and "skipped", the number of steps skipped so far.
 """
 
+import contextlib
+import io
 import os
 import time
 import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from apgrad._ground.files import write_atomically
 
 Log = Callable[[int, dict[str, float]], None]
-COLUMNS = ("step", "loss", "gradient_norm")
+COLUMNS = ("loss", "gradient_norm")
+HEAD = ",".join(["step", *COLUMNS]) + "\n"
 
 
 def tensorboard(folder: str | Path) -> Log:
@@ -67,67 +69,42 @@ def progress_bar(step: int, steps: int) -> Log:
     return log
 
 
-class MetricsFile:
-    """The file `metrics.csv` of a run, with a row for each outer step.
-
-    Where a run goes on from a checkpoint, rows of later steps, which are made again, and damaged rows are dropped.
-    """
-
-    def __init__(self, folder: Path, step: int):
-        self._path = folder / "metrics.csv"
-        if not self._path.exists():
-            return
-        rows = [row for row in self._rows() if row[0] <= step]
-        if len(rows) < step:
-            warnings.warn(
-                f"{self._path} has {len(rows)} of the {step} rows before the checkpoint: the others are lost.",
-                stacklevel=3,
-            )
-        write_atomically(self._path, "".join(map(_line, [COLUMNS, *rows])))
-
-    def __call__(self, step: int, metrics: dict[str, np.ndarray]) -> None:
-        """Adds the rows of the last steps, metrics (steps,), up to this step; they are on disk when this returns."""
-        with self._path.open("a", newline="") as file:
-            if file.tell() == 0:
-                file.write(_line(COLUMNS))
-            rows = list(zip(*(metrics[name].astype(float).tolist() for name in COLUMNS[1:]), strict=True))
-            file.writelines(_line((step - len(rows) + i, *row)) for i, row in enumerate(rows, 1))
-            file.flush()
-            os.fsync(file.fileno())
-
-    def draw(self) -> None:
-        """Draws the rows as `training.png` beside the file, if matplotlib is installed."""
-        try:
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
-            from matplotlib.figure import Figure
-        except ImportError:
-            return
-        if not (rows := self._rows()):
-            return
-        figure = Figure(figsize=(8, 3), layout="constrained")
-        steps, *columns = zip(*rows, strict=True)
-        for ax, name, values in zip(figure.subplots(1, 2), COLUMNS[1:], columns, strict=True):
-            ax.plot(steps, values, linewidth=0.5)
-            scale = "log" if all(v > 0 for v in values) else "linear"
-            ax.set(xlabel="outer step", ylabel=name.replace("_", " "), yscale=scale)
-        temporary = self._path.with_name(".training.png.tmp")
-        FigureCanvasAgg(figure).print_png(str(temporary))
-        os.replace(temporary, self._path.with_name("training.png"))
-
-    def _rows(self) -> list[tuple[Any, ...]]:
-        """The whole rows of the file, each step once, in order; damaged lines are left out."""
-        rows = {}
-        text = self._path.read_bytes().decode(errors="replace") if self._path.exists() else ""
-        for line in text.splitlines(keepends=True):
-            step, *values = line.rstrip("\r\n").split(",")
-            try:
-                if line.endswith("\n") and len(values) == len(COLUMNS) - 1 and step.isdecimal():
-                    rows[int(step)] = (int(step), *map(float, values))
-            except ValueError:
-                continue
-        return [rows[step] for step in sorted(rows)]
+def begin_metrics(path: Path, step: int) -> None:
+    """The file `metrics.csv` of a run that goes on from a step: its head, and the whole rows up to the step."""
+    rows, text = {}, path.read_bytes().decode(errors="replace") if path.exists() else HEAD
+    for line in text.split("\n")[:-1]:  # what has no end was not written to the end
+        with contextlib.suppress(ValueError):
+            number, *values = line.split(",")
+            if len([float(x) for x in values]) == len(COLUMNS) and int(number) <= step:
+                rows[int(number)] = f"{line}\n"
+    if len(rows) < step and path.exists():
+        warnings.warn(
+            f"{path} has {len(rows)} of the {step} rows before the checkpoint: the others are lost.", stacklevel=3
+        )
+    write_atomically(path, HEAD + "".join(rows[n] for n in sorted(rows)))
 
 
-def _line(row):
-    text = (x if isinstance(x, str) else repr(x) for x in row)
-    return ",".join(text) + "\n"
+def append_metrics(path: Path, step: int, metrics: dict[str, np.ndarray]) -> None:
+    """Adds the rows of the last steps, metrics (steps,), up to this step; they are on disk when this returns."""
+    rows = np.stack([metrics[name].astype(float) for name in COLUMNS], axis=1).tolist()
+    with path.open("a", newline="") as file:
+        file.writelines(f"{step - len(rows) + i},{','.join(map(repr, row))}\n" for i, row in enumerate(rows, 1))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def draw_metrics(path: Path) -> None:
+    """Draws the rows as `training.png` beside the file, if there are any and matplotlib is installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return
+    if not (rows := path.read_text().splitlines()[1:]):
+        return
+    figure, picture = Figure(figsize=(8, 3), layout="constrained"), io.BytesIO()
+    steps, *columns = np.loadtxt(rows, delimiter=",", ndmin=2).T
+    for ax, name, values in zip(figure.subplots(1, 2), COLUMNS, columns, strict=True):
+        ax.plot(steps, values, linewidth=0.5)
+        ax.set(xlabel="outer step", ylabel=name.replace("_", " "), yscale="log" if np.all(values > 0) else "linear")
+    figure.savefig(picture, format="png")
+    write_atomically(path.with_name("training.png"), picture.getvalue())

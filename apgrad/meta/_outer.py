@@ -4,9 +4,6 @@
     carry = outer.init(theta, key)
     loss, gradient, carry = outer.estimate(theta, key, carry)
 
-An outer gradient is a pair of functions: `estimate` returns a loss and its gradient with respect to the meta-parameters
-theta, and `init` makes the carry: what goes on from one outer step to the next, such as an unroll that is half done.
-
     reverse_mode     dL/dtheta by reverse mode: unbiased; explodes where the recurrence is chaotic
     truncated        the same over K of T steps, from a state that is held constant: biased towards short horizons
     forward_mode     one tangent for each meta-parameter goes along (Williams & Zipser, 1989: real-time recurrent
@@ -40,9 +37,9 @@ class OuterGradient:
     """A way to estimate the gradient of an unroll's loss with respect to the meta-parameters.
 
     Attributes:
-      init: `(theta, key) -> carry`, what is kept from one outer step to the next.
-      estimate: `(theta, key, carry) -> (loss, gradient, carry)`: a scalar, a pytree like theta, and the new carry. The
-        gradient of what is not trained is zero.
+      init: `(theta, key) -> carry`, what goes on from one outer step to the next, such as an unroll that is half done.
+      estimate: `(theta, key, carry) -> (loss, gradient, carry)`: a scalar, a pytree like theta, with zeros for what is
+        not trained, and the new carry.
 
     Raises:
       TypeError: when an estimate is traced, if theta has trained leaves that are not floating point, or if the estimate
@@ -149,8 +146,7 @@ def where(condition: jax.Array, new: Any, old: Any) -> Any:
 def truncated(problem: Problem, segment: int, *, remat: bool | int = False, stagger: bool = True) -> OuterGradient:
     """Reverse mode through K of T steps; the state goes from one segment to the next as a constant.
 
-    An estimate is K/T of an unroll's gradient on average. What acts on the start of an unroll only, such as the prior
-    of a `WithPrior`, has the gradient zero.
+    What acts on the start of an unroll only, such as the prior of a `WithPrior`, has the gradient zero.
 
     Args:
       problem: the recurrence.
@@ -209,8 +205,7 @@ def batched(outer: OuterGradient, count: int, *, mesh: Mesh | None = None) -> Ou
     Args:
       outer: the outer gradient of one task.
       count: how many tasks.
-      mesh: devices over which the tasks are spread (global-view sharding along the mesh's first axis); the results are
-        those of one device, but for rounding.
+      mesh: devices over whose first axis the tasks are spread; results are those of one device, but for rounding.
     """
     count = whole("count", count)
     if mesh is not None and count % mesh.shape[mesh.axis_names[0]]:

@@ -1,8 +1,7 @@
 """Tasks: what an inner learner has to learn, as pure functions of random keys.
 
-A task family draws tasks (a sinusoid, a permutation of labels), minibatches, held-out data, and priors: the parameters
-that learning starts from. A family over architectures is several `Task`s, since shapes differ: `meta.average` takes the
-mean of their outer gradients.
+A family over architectures is several `Task`s, since shapes differ: `meta.average` takes the mean of their outer
+gradients.
 """
 
 import itertools
@@ -190,8 +189,6 @@ def images(
     deviation: float | None = 0.05,
 ) -> Task:
     """Classification of images by an MLP with logits and softmax cross-entropy.
-
-    A task is a random network and a random stream of images, as published.
 
     Args:
       data: standardized images from `meta.data.load`.

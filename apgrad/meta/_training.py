@@ -3,13 +3,11 @@
     outer = meta.batched(meta.reverse_mode(problem), 8)
     done = meta.train(outer, optax.adam(1e-3), theta, jax.random.key(0), 10_000, folder="run")
 
-An outer step whose loss or gradient is not finite is skipped and counted. One call of the jitted function makes `every`
-steps; between calls a checkpoint of all that goes on is written. Every call runs the same program from the same bits,
-so a run that was killed and started again ends with the same bits as a run that was not killed.
+One call of the jitted function makes `every` steps; between calls a checkpoint of all that goes on is written. Every
+call runs the same program from the same bits, so a run that was killed and started again ends with the same bits.
 """
 
 import contextlib
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +23,7 @@ from apgrad._ground.arguments import whole
 from apgrad._ground.files import locked
 from apgrad.meta._checkpoints import Checkpoints
 from apgrad.meta._identity import claim, identity
-from apgrad.meta._log import Log, MetricsFile, progress_bar
+from apgrad.meta._log import Log, append_metrics, begin_metrics, draw_metrics, progress_bar
 from apgrad.meta._outer import OuterGradient, global_view, scaled_norm, where, widened
 from apgrad.meta._partition import merge, partition
 
@@ -104,7 +102,7 @@ def outer_steps(
       `(training, last) -> (training, metrics)`: it makes steps while `training.step < last`; metrics are "loss" and
       "gradient_norm", each (every,).
     """
-    every = whole("every", every, 1)
+    every = whole("every", every)
 
     def one(training):
         key = jax.random.fold_in(training.key, training.step)
@@ -154,11 +152,9 @@ def train(
     The folder of another run is refused, and so is a folder in which a process is training. Everything else may change
     from start to start.
 
-    *What is compared.* All numbers, strings and arrays in theta, the optimizer and the outer gradient: attributes,
-    variables that functions close over, their defaults, and the global values that your functions read. Functions and
-    classes are compared by name. Without a `version`, the code of your functions (those in no installed package) is
-    compared too; the code of your classes and of modules that your functions use is not, and the start warns of it.
-    With a `version`, no code is looked at: change the version when your code comes to mean something else.
+    *What is compared.* The version, which stands for all code: change it when your code comes to mean something else.
+    And all numbers, strings and arrays in theta, the optimizer and the outer gradient: attributes, variables that
+    functions close over, and their defaults. Functions and classes are compared by name.
 
     Args:
       outer: the outer gradient, such as `batched(reverse_mode(problem), 8)`.
@@ -166,9 +162,8 @@ def train(
       theta: the meta-parameters at the start: a rule, or any pytree of arrays.
       key: PRNG key of everything random.
       steps: outer steps, with the steps of earlier starts counted in.
-      folder: where checkpoints, `run.json`, `metrics.csv` and, at the end, `training.png` are written; nothing is
-        written if it is not given.
-      version: of your code, compared with that of the run in the folder: it stands for all code, as said above.
+      folder: where checkpoints, `run.json`, `metrics.csv` and, at the end, `training.png` are written, if given.
+      version: of your code, such as "1"; a folder needs one.
       every: outer steps between checkpoints; they run in one jitted call.
       mesh: the devices, for `batched(..., mesh=mesh)`; theta is replicated on them.
       log: a function that is called after each jitted call with the step and a dictionary: the means of "loss" and
@@ -181,7 +176,8 @@ def train(
     Raises:
       FloatingPointError: if all steps of a call (of more than one), ten in a row, or all steps of the run had to be
         skipped.
-      ValueError: if the folder is in use, or holds another run or a damaged checkpoint, saying what to do.
+      ValueError: for a folder without a version, and if the folder is in use, or holds another run or a damaged
+        checkpoint, saying what to do.
 
     Example:
       >>> import jax, optax, apgrad as ap
@@ -192,46 +188,48 @@ def train(
       >>> int(done.step), int(done.skipped)
       (10, 0)
     """
-    steps, every = whole("steps", steps, 0), whole("every", every, 1)
+    steps, every = whole("steps", steps, 0), whole("every", every)
+    if folder is not None and version is None:
+        raise ValueError(
+            "a folder needs version=..., say '1', which stands for your code: another version is another run. Change "
+            "it when your code comes to mean something else."
+        )
     with contextlib.ExitStack() as stack:
-        checkpoints, first = None, jax.process_index() == 0
+        checkpoints, latest, table = None, None, None
         if folder is not None:
             folder = Path(folder)
             folder.mkdir(parents=True, exist_ok=True)
-            if first:
+            if jax.process_index() == 0:
                 stack.enter_context(locked(folder / ".lock", f"another run trains in {folder}"))
+                table = folder / "metrics.csv"
             checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints"))
-            which = identity(version, key=key, theta=theta, optimizer=optimizer, outer=outer)
-            if version is None and which.unseen and first:
-                warnings.warn(
-                    f"meta.train compares no code of {', '.join(which.unseen)}: if you change it, this run goes on "
-                    "with the change unnoticed. Give train(..., version=...), and change the version with your code.",
-                    stacklevel=2,
-                )
-            claim(folder / "run.json", which.parts, begun=checkpoints.latest() is not None)
+            latest = checkpoints.latest()
+            parts = identity(version, key=key, theta=theta, optimizer=optimizer, outer=outer)
+            claim(folder / "run.json", parts, begun=latest is not None)
         # A copy, since the jitted call gives the memory of its argument away.
         training = jax.tree.map(jnp.array, begin(outer, optimizer, theta, key))
         if mesh is not None:
-            training = jax.tree.map(lambda x: _replicate(x, global_view(mesh)), training)
-        if checkpoints is not None and (latest := checkpoints.latest()) is not None:
+            replicated = NamedSharding(global_view(mesh), PartitionSpec())
+            training = jax.jit(lambda training: training, out_shardings=replicated)(training)
+        if latest is not None:
             training = checkpoints.restore(latest, training)
         step = int(training.step)
-        rows = MetricsFile(folder, step) if isinstance(folder, Path) and first else None
-        bar = progress_bar(step, steps) if progress and step < steps else None
+        if table is not None:
+            begin_metrics(table, step)
+        logs = [f for f in (log, progress_bar(step, steps) if progress and step < steps else None) if f is not None]
 
         def record(step, training, metrics):
-            if rows is not None:
-                rows(step, metrics)
+            if table is not None:
+                append_metrics(table, step, metrics)
             if checkpoints is not None:
                 checkpoints.save(step, training)
             means = {name: float(np.mean(values)) for name, values in metrics.items()}
-            for f in (log, bar):
-                if f is not None:
-                    f(step, {**means, "skipped": float(training.skipped)})
+            for f in logs:
+                f(step, {**means, "skipped": float(training.skipped)})
 
         training = _loop(outer_steps(outer, optimizer, every), training, steps, record)
-        if rows is not None:
-            rows.draw()
+        if table is not None:
+            draw_metrics(table)
         return training
 
 
@@ -252,11 +250,3 @@ def _loop(many, training, steps, record):
             )
         record(step, training, {name: np.asarray(values)[:made] for name, values in metrics.items()})
     return training
-
-
-def _replicate(x, mesh):
-    sharding = NamedSharding(mesh, PartitionSpec())
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return jax.random.wrap_key_data(_replicate(jax.random.key_data(x), mesh), impl=jax.random.key_impl(x))
-    value = np.asarray(x)
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])

@@ -2,8 +2,8 @@
 
     s_0 = init(theta, key),    s_t, l_t = step(theta, s_{t-1}),    L(theta) = E[sum_t l_t + final(theta, s_T)]
 
-theta are the meta-parameters, s the inner state (parameters, the learner's state, the task, a key). An outer gradient
-needs these three functions and nothing else, so any other recurrence is a problem too.
+theta are the meta-parameters, s the inner state. An outer gradient needs these three functions and nothing else, so any
+other recurrence is a problem too.
 
 With hint weight h, held-out weight v and batch-entropy weight b,
 
@@ -11,9 +11,8 @@ With hint weight h, held-out weight v and batch-entropy weight b,
 
 where hint_t is the loss on minibatch t after the step (MPLP, Eq. 12), or before the step (the thesis, Algorithm 2), and
 penalty_t is the batch-entropy penalty of the parameters before step t on minibatch t. T is the unroll's own length
-where lengths are random. No part of the loss is held constant, so every outer gradient estimates the derivative of this
-one function. (The thesis's code holds the loss that multiplies the penalty constant, and follows the derivative of no
-function.)
+where lengths are random. No part of the loss is held constant. (The thesis's code holds the loss that multiplies the
+penalty constant, and follows the derivative of no function.)
 """
 
 from collections.abc import Callable
@@ -93,8 +92,7 @@ def inner_problem(
       shortest: if given, each unroll has its own length, uniform in [shortest, length]; after that many steps nothing
         changes and losses are 0.
       batch_entropy: weight of the batch-entropy penalty (2 in the thesis), which multiplies each step's hint loss.
-      entropy_form: "reference", the thesis's Eq. 6, log(2 pi e sigma^2 + 1); "paper", its Eq. 7, log(2 pi e sigma^2 +
-        epsilon) with epsilon = 1e-5, without a floor at 0.
+      entropy_form: "reference" (the thesis's Eq. 6) or "paper" (its Eq. 7), see `batch_entropy`.
       learn_prior: whether theta is a `WithPrior`, from whose prior the tasks start.
 
     Raises:
@@ -201,10 +199,10 @@ def objective(
       problem: the recurrence.
       theta: the meta-parameters.
       key: PRNG key of the unroll.
-      remat: whether a gradient computes steps again instead of remembering them; see `run`.
+      remat: see `run`.
 
     Returns:
-      The loss, a scalar; and a pair of the loss of each step, (steps,), and the last state.
+      The loss; and a pair of the loss of each step, (steps,), and the last state.
     """
     state, losses = run(problem, theta, problem.init(theta, key), problem.length, remat=remat)
     return jnp.sum(losses) + final(problem, theta, state), (losses, state)
@@ -257,7 +255,7 @@ def entropy_penalty(
       network: the network; its layers of the kind "activation" count.
       params: parameters of the network.
       x: inputs, (batch, ...).
-      form: "reference" or "paper", as in `batch_entropy`, whose H this is.
+      form: see `batch_entropy`.
     """
     return jnp.mean(jnp.maximum(0.0, 0.5 - batch_entropy(network, params, x, form=form)))
 

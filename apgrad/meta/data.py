@@ -88,8 +88,7 @@ def load_bytes(name: str = "digits", *, folder: str | Path | None = None, or_dig
     Args:
       name: "digits", "mnist", "fashion_mnist" or "cifar10".
       folder: the folder with the file; the folder that APGRAD_DATA names if not given.
-      or_digits: whether the digits stand in for data that are in no file, in place of a download. The description of
-        the images then says so.
+      or_digits: whether the digits, whose description then says so, stand in for data that are in no file.
 
     Raises:
       ValueError: for another name, or a file without the Keras layout.

@@ -3,8 +3,7 @@
     ap.testing.certify(jax.grad(objective, argnums=1), exact_value, theta)
     ap.testing.assert_unbiased(lambda key: gradient(key, theta), truth, jax.random.key(0), num_samples=10_000)
 
-A statistic is tested as a statistic: the mean of many independent estimates against an exact reference, with a fixed
-seed. A bias of a standard error or two is found by more samples, not by a tighter bound.
+A bias of a standard error or two is found by more samples, not by a tighter bound.
 """
 
 from apgrad.testing._certify import (

@@ -40,13 +40,8 @@ TINY = 1e-150
 
 
 class Distance(NamedTuple):
-    """How far the mean of estimates is from the truth, where it is farthest.
-
-    Attributes:
-      off: in standard errors; infinite for a mean that is not finite, 0 where nothing varies and nothing is off.
-      bound: how many standard errors chance explains, with as many elements as there are.
-      words: what an error says.
-      visible: the smallest bias that would have been found, in the estimate's units.
+    """How far the mean of estimates is off where it is farthest, in standard errors, infinite for a mean that is not
+    finite; how many of them chance explains; what an error says; the smallest bias that would have been found.
     """
 
     off: float

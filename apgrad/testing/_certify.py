@@ -29,13 +29,7 @@ from apgrad.testing._moments import Moments, draw, moments_of
 
 
 class Check(NamedTuple):
-    """One test of a certificate.
-
-    Attributes:
-      name: what was tested.
-      passed: whether the function passed.
-      found: what was found, in words.
-    """
+    """One test of a certificate: its name, whether the function passed, and what was found, in words."""
 
     name: str
     passed: bool
@@ -43,13 +37,7 @@ class Check(NamedTuple):
 
 
 class Certificate(NamedTuple):
-    """What `certify` found.
-
-    Attributes:
-      name: the function's name.
-      checks: the tests, in the order of this module's text.
-      moments: the moments of the estimates.
-    """
+    """What `certify` found: the function's name, the tests in the order of this module's text, and the moments."""
 
     name: str
     checks: tuple[Check, ...]
@@ -211,22 +199,22 @@ def _unbiased(what, samples, truth, bound: float, resolution: float) -> Iterator
 def _variance(samples, found: Moments, claimed, bound: float) -> Check:
     """The test that no element's variance is above the claimed one by more than its standard error allows."""
     if jax.tree.structure(claimed) != jax.tree.structure(found.variance):
-        claimed = jax.tree.map(lambda v: np.broadcast_to(claimed, np.shape(v)), found.variance)
-    worst, words = -np.inf, "no elements"
-    elements = sum(map(np.size, jax.tree.leaves(found.variance)))
-    bound = float(-special.ndtri(special.ndtr(-bound) / max(elements, 1)))
-    for x, mean, variance, limit in zip(
-        *map(jax.tree.leaves, (samples, found.mean, found.variance, claimed)), strict=True
-    ):
-        # The variance of a sample variance is (fourth central moment - variance^2) / n, up to O(1 / n^2).
-        fourth = np.mean((x - mean) ** 4, axis=0)
-        error = np.sqrt(np.maximum(fourth - variance**2, 0) / found.num_samples)
-        rounding = 1e-5 * np.abs(limit)
-        excess = np.where(variance <= limit + rounding, 0.0, (variance - limit) / np.maximum(error, 1e-300))
-        if excess.size and np.max(excess) > worst:
-            worst, at = float(np.max(excess)), np.argmax(excess)
-            words = f"{np.ravel(variance)[at]:.4g} ± {np.ravel(error)[at]:.2g}, claimed {np.ravel(limit)[at]:.4g}"
-    return Check("variance", bool(worst <= bound), words)
+        claimed = jax.tree.map(lambda _: claimed, found.variance)
+    joined = lambda tree: np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
+    # The variance of a sample variance is (fourth central moment - variance^2) / n, up to O(1 / n^2).
+    fourth = joined(jax.tree.map(lambda x, mean: np.mean((x - mean) ** 4, axis=0), samples, found.mean))
+    variance, limit = (
+        joined(found.variance),
+        joined(jax.tree.map(lambda c, v: np.broadcast_to(c, np.shape(v)), claimed, found.variance)),
+    )
+    if not variance.size:
+        return Check("variance", True, "no elements")
+    error = np.sqrt(np.maximum(fourth - variance**2, 0) / found.num_samples)
+    above = variance > limit + 1e-5 * np.abs(limit)  # by more than rounding
+    excess = np.where(above, (variance - limit) / np.maximum(error, 1e-300), 0.0)
+    at, bound = np.argmax(excess), -special.ndtri(special.ndtr(-bound) / variance.size)
+    words = f"{variance[at]:.4g} ± {error[at]:.2g}, claimed {limit[at]:.4g}"
+    return Check("variance", bool(excess[at] <= bound), words)
 
 
 def _transformations(estimate, args, keys, rtol: float, order: int) -> Iterator[Check]:

@@ -11,13 +11,8 @@ from apgrad.testing import _bias
 
 
 class Moments(NamedTuple):
-    """Sample moments of an estimator: pytrees of float64 arrays, of the estimate's structure.
-
-    Attributes:
-      mean: the mean over the samples.
-      variance: the unbiased variance of one sample.
-      standard_error: the standard error of the mean.
-      num_samples: how many samples there are.
+    """Sample moments of an estimator, pytrees of float64 arrays of the estimate's structure: the mean over the samples,
+    the unbiased variance of one sample, the standard error of the mean; and how many samples there are.
     """
 
     mean: Any
@@ -87,8 +82,7 @@ def assert_unbiased(
     """Asserts that the mean of many estimates is the truth, as far as chance explains the difference.
 
     Of one element that is 4 standard errors, which are exceeded once in 16,000 times. For many elements the bound is
-    larger, such that the largest of all distances exceeds it as rarely; elements that few samples reach are judged
-    together. An array of which nothing varies must equal the truth to ten float32 roundings.
+    larger, such that the largest of all distances exceeds it as rarely.
 
     Args:
       estimate_fn: `key -> estimate`, a pytree of real arrays.
@@ -103,8 +97,7 @@ def assert_unbiased(
 
     Raises:
       AssertionError: naming the element, its mean and standard error, the truth and the distance.
-      ValueError: for a truth that is not finite or has another structure, or a bound that is no positive number.
-      TypeError: for complex numbers.
+      ValueError, TypeError: for a truth or a bound with which nothing can be compared.
 
     Example:
       >>> import jax, apgrad as ap

@@ -187,15 +187,3 @@ def test_options_that_make_no_sense_are_refused(name, value, make):
     with pytest.raises(ValueError, match="got"):
         made = make(problem, **options | {name: value})
         made(theta, jax.random.key(0))
-
-
-@pytest.mark.parametrize("name", ["truncated", "persistent", "perturbed"])
-def test_raw_keys_give_the_same_numbers_as_typed_ones(name):
-    makers = EVOLUTION | {
-        "truncated": lambda p: meta.truncated(p, T),
-        "perturbed": lambda p: meta.perturbed(p, unrolls=2),
-    }
-    problem, theta, _, _ = setting({"hint": 1.0})
-    outer = jax.jit(meta.batched(makers[name](problem), 2))
-    one, two = (outer(jnp.float32(theta), make(3))[:2] for make in (jax.random.key, jax.random.PRNGKey))
-    np.testing.assert_array_equal(one, two)

@@ -49,23 +49,18 @@ def exact(theta, start=START, steps=T):
     return start**2 / 2 * sum(-2 * t * A * rate ** (2 * t - 1) for t in range(1, steps + 1))
 
 
-@pytest.mark.parametrize("remat", [False, True, 4])
 @pytest.mark.quick
-def test_reverse_and_forward_mode_are_the_derivative(x64, remat):
-    theta, key = jnp.asarray(THETA), jax.random.key(0)
-    _, gradient, _ = meta.reverse_mode(quadratic(), remat=remat)(theta, key)
-    np.testing.assert_allclose(gradient, exact(THETA), rtol=1e-12)
-    np.testing.assert_allclose(meta.forward_mode(quadratic())(theta, key)[1], exact(THETA), rtol=1e-12)
+def test_reverse_and_forward_mode_are_the_derivative(x64):
+    makers = [meta.forward_mode, *(lambda p, r=r: meta.reverse_mode(p, remat=r) for r in (False, True, 4))]
+    found = jax.jit(lambda theta: [make(quadratic())(theta, jax.random.key(0))[1] for make in makers])(THETA)
+    np.testing.assert_allclose(found, [exact(THETA)] * 4, rtol=1e-12)
 
 
 @pytest.mark.quick
 def test_truncation_has_the_bias_of_truncation(x64):
     """Its gradients sum to those of the segments, each from a constant state: not to the gradient of the unroll."""
-    theta, estimator, total = jnp.asarray(THETA), meta.truncated(quadratic(), 2, stagger=False), 0.0
-    carry = estimator.init(theta, jax.random.key(0))
-    for _ in range(3):
-        _, gradient, carry = estimator(theta, jax.random.key(1), carry)
-        total += gradient
+    estimator = meta.truncated(quadratic(), 2, stagger=False)
+    total, carry = jax.jit(lambda theta: unroll_sum(estimator, theta, jax.random.key(0)))(jnp.asarray(THETA))
     starts = START * (1 - THETA * A) ** np.array([0, 2, 4])
     np.testing.assert_allclose(total, sum(exact(THETA, s, 2) for s in starts), rtol=1e-12)
     assert abs(total / exact(THETA) - 1) > 0.25  # short-sighted
@@ -74,40 +69,31 @@ def test_truncation_has_the_bias_of_truncation(x64):
 
 
 def unroll_sum(estimator, theta, key):
-    """The sum of an estimator's gradients over one unroll of three segments."""
+    """The sum of an estimator's gradients over one unroll of three segments, and the carry after it."""
     keys = jax.random.split(key, 4)
     carry, total = estimator.init(theta, keys[0]), 0.0
     for k in keys[1:]:
         _, gradient, carry = estimator(theta, k, carry)
         total += gradient
-    return total
+    return total, carry
 
 
-@pytest.mark.parametrize(
-    "name, make, segments",
-    [
-        ("full", lambda p: meta.evolution(p, sigma=SIGMA), (T,)),
-        ("single", lambda p: meta.single_evolution(p, 2, sigma=SIGMA, stagger=False), (T,)),
-        ("persistent", lambda p: meta.persistent_evolution(p, 2, sigma=SIGMA, stagger=False), (2, 2, 2)),
-    ],
-)
-def test_evolution_strategies_are_unbiased_for_the_smoothed_objective(name, make, segments):
-    estimator, theta = make(quadratic()), jnp.float32(THETA)
-    if name == "full":
-        estimate = lambda key: estimator(theta, key)[1]
-    else:
-        estimate = lambda key: unroll_sum(estimator, theta, key)
-    truth = smoothed(THETA, segments)
-    assert abs(truth - exact(THETA)) > 0.03 * abs(truth)  # the test can tell the smoothed from the plain
-    ap.testing.assert_unbiased(estimate, jnp.float32(truth), jax.random.key(2), 20_000)
-
-
-def test_truncated_evolution_has_the_bias_of_truncation():
-    estimator, theta = meta.truncated_evolution(quadratic(), 2, sigma=SIGMA, stagger=False), jnp.float32(THETA)
-    starts = START * (1 - THETA * A) ** np.array([0, 2, 4])
-    truth = sum((s / START) ** 2 * smoothed(THETA, (2,)) for s in starts)
+def test_evolution_strategies_are_unbiased_for_the_smoothed_objective():
+    """Each for its own smoothing; the truncated one for the segments, each from a constant state."""
+    options = {"sigma": SIGMA, "stagger": False}
+    whole, segments = smoothed(THETA, (T,)), smoothed(THETA, (2, 2, 2))
+    shrunk = sum((1 - THETA * A) ** (2 * t) * smoothed(THETA, (2,)) for t in (0, 2, 4))
+    assert abs(whole - exact(THETA)) > 0.03 * abs(whole)  # the test can tell the smoothed from the plain
+    theta, full = jnp.float32(THETA), meta.evolution(quadratic(), sigma=SIGMA)
+    by_segments = [
+        make(quadratic(), 2, **options)
+        for make in (meta.single_evolution, meta.persistent_evolution, meta.truncated_evolution)
+    ]
     ap.testing.assert_unbiased(
-        lambda key: unroll_sum(estimator, theta, key), jnp.float32(truth), jax.random.key(3), 20_000
+        lambda key: [full(theta, key)[1], *(unroll_sum(estimator, theta, key)[0] for estimator in by_segments)],
+        [whole, whole, segments, shrunk],
+        jax.random.key(2),
+        20_000,
     )
 
 
@@ -137,7 +123,7 @@ def test_total_propagation_over_perturbed_unrolls(cross_fit):
 
 def test_staggered_lanes_are_out_of_step():
     estimator = meta.batched(meta.truncated(quadratic(), 2), 50)
-    carry = estimator.init(jnp.float32(THETA), jax.random.key(0))
+    carry = jax.jit(estimator.init)(jnp.float32(THETA), jax.random.key(0))
     assert set(np.asarray(carry.t).tolist()) == {0, 2, 4}
     np.testing.assert_allclose(carry.state, START * (1 - THETA * A) ** np.asarray(carry.t), rtol=1e-5)
 
@@ -206,13 +192,22 @@ def test_losses_that_are_no_scalars_and_theta_that_is_no_number_are_refused(name
             jax.eval_shape(lambda key, p=problem, theta=theta: ALL[name](p)(theta, key), jax.random.key(0))
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_a_fixed_integer_is_no_part_of_what_is_trained(name):
+def test_a_fixed_integer_is_no_part_of_what_is_trained():
     problem = LINE._replace(step=lambda th, s: (s, th["rate"] * th["n"][...].astype(jnp.float32)))
     problem = problem._replace(final=lambda th, s: 0 * th["rate"])
     theta = {"rate": jnp.float32(1.0), "n": nnx.Variable(jnp.ones((), int))}
-    _, gradient, _ = jax.eval_shape(lambda theta, key: ALL[name](problem)(theta, key), theta, jax.random.key(0))
-    assert jax.tree.structure(gradient) == jax.tree.structure(theta)
+    for make in ALL.values():
+        _, gradient, _ = jax.eval_shape(make(problem), theta, jax.random.key(0))
+        assert jax.tree.structure(gradient) == jax.tree.structure(theta)
+
+
+def test_raw_keys_give_the_same_numbers_as_typed_ones():
+    def found(key):
+        return [
+            meta.batched(ALL[name](quadratic(2)), 2)(jnp.float32(THETA), key)[:2] for name in ("truncated", "perturbed")
+        ]
+
+    np.testing.assert_array_equal(*(jax.jit(found)(make(3)) for make in (jax.random.key, jax.random.PRNGKey)))
 
 
 @pytest.mark.parametrize(
@@ -233,9 +228,9 @@ def test_noise_is_added_to_floating_point_numbers_alone():
     step = lambda theta, s: ({"x": theta * s["x"], "n": s["n"] + 1}, s["x"] ** 2)
     problem = meta.Problem(lambda th, key: {"x": jnp.ones(()), "n": 0}, step, lambda th, s: s["x"] ** 2, 2)
     with pytest.raises(TypeError, match=r"the state\['n'\] is int32. Say by the problem's `perturb`"):
-        meta.perturbed(problem)(jnp.float32(1.0), jax.random.key(0))
+        jax.eval_shape(meta.perturbed(problem), jnp.float32(1.0), jax.random.key(0))
     part = (lambda s: s["x"], lambda s, x: s | {"x": x})
-    meta.perturbed(problem._replace(perturb=part), unrolls=2)(jnp.float32(1.0), jax.random.key(0))
+    jax.eval_shape(meta.perturbed(problem._replace(perturb=part), unrolls=2), jnp.float32(1.0), jax.random.key(0))
 
 
 def test_forward_mode_differentiates_message_passing():

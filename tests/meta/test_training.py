@@ -42,7 +42,7 @@ def log(step, metrics):
     if kill and step == 8:
         threading.Event().wait()
 done = meta.train(outer, optax.adam(1e-2), jnp.ones(3), jax.random.key(1), int(sys.argv[2]),
-                  folder=sys.argv[1], every=2, progress=False, log=log)
+                  folder=sys.argv[1], version=1, every=2, progress=False, log=log)
 key = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
 print("bits", b"".join(np.asarray(key(x)).tobytes() for x in jax.tree.leaves(done)).hex())
 """

@@ -160,23 +160,23 @@ def test_what_is_no_function_of_its_key_is_named(estimate, words):
         ap.testing.certify(estimate, jnp.square, 1.0, num_samples=1000, resolution=1.0)
 
 
-def test_orders_and_truths_that_do_not_fit_are_errors():
-    with pytest.raises(ValueError, match="orders 1 and 2"):
-        ap.testing.certify(rebar, truth, THETA, order=3)
-    with pytest.raises(ValueError, match="exact expectation as a function"):
-        ap.testing.certify(rebar, 0.1, THETA, order=2)
+NOTHING_TO_TEST = [
+    (truth, THETA, {"order": 3}, ValueError, "orders 1 and 2"),
+    (0.1, THETA, {"order": 2}, ValueError, "exact expectation as a function"),
+    (truth, THETA, {"max_variance": np.inf}, ValueError, "finite max_variance"),
+    (truth, {"a": jnp.int32(1)}, {}, TypeError, r"args\[0\]\['a'\] has dtype int32: give it in floating point"),
+]
+NOTHING_TO_TEST += [
+    (truth, THETA, {name: bound}, ValueError, f"{name} must be a finite number above 0")
+    for name in ("max_standard_errors", "resolution", "rtol")
+    for bound in (np.inf, np.nan, -1.0)
+]
 
 
-def test_what_cannot_be_tested_is_an_error():
-    estimate = lambda key, theta: 2 * theta + jax.random.normal(key)
-    for name in ("max_standard_errors", "resolution", "rtol"):
-        for bound in (np.inf, np.nan, -1.0):
-            with pytest.raises(ValueError, match=f"{name} must be a finite number above 0"):
-                ap.testing.certify(estimate, jnp.square, 1.0, **{name: bound})
-    with pytest.raises(ValueError, match="finite max_variance"):
-        ap.testing.certify(estimate, jnp.square, 1.0, max_variance=np.inf)
-    with pytest.raises(TypeError, match=r"args\[0\]\['a'\] has dtype int32: give it in floating point"):
-        ap.testing.certify(estimate, jnp.square, {"a": jnp.int32(1)})
+@pytest.mark.parametrize("exact, theta, options, error, words", NOTHING_TO_TEST)
+def test_what_cannot_be_tested_is_an_error(exact, theta, options, error, words):
+    with pytest.raises(error, match=words):
+        ap.testing.certify(rebar, exact, theta, **options)
 
 
 def test_errors_are_short_where_nothing_varies():

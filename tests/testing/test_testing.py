@@ -45,31 +45,31 @@ def test_an_estimate_that_is_not_finite_is_biased():
         ap.testing.assert_unbiased(lambda key: jax.random.normal(key) * jnp.nan, 0.0, KEY, 10)
 
 
-def test_estimate_and_truth_must_have_one_form():
-    with pytest.raises(ValueError, match="estimate and truth differ"):
-        ap.testing.assert_unbiased(noisy(1.0), np.ones(2), KEY, 10)
-    with pytest.raises(ValueError, match=r"has shape \(2,\), the truth \(3,\)"):
-        ap.testing.assert_unbiased(lambda key: jax.random.normal(key, (2,)), np.ones(3), KEY, 10)
+PAIR = {"a": np.ones(2), "b": (3.0,)}
+HALF_COMPLEX = lambda key: {"a": jax.lax.complex(jax.random.normal(key), 5.0)}
+REFUSED = [
+    (noisy(1.0), np.ones(2), {}, ValueError, "estimate and truth differ"),
+    (noisy(1.0), PAIR | {"a": np.ones(3)}, {}, ValueError, r"has shape \(2,\), the truth \(3,\)"),
+    *[(noisy(1.0), PAIR | {"b": (x,)}, {}, ValueError, r"truth\['b'\]\[0\] is not finite") for x in (np.nan, np.inf)],
+    (HALF_COMPLEX, {"a": 0.0}, {}, TypeError, r"estimate\['a'\] is complex; give real and imaginary part"),
+    (lambda key: {"a": jax.random.normal(key)}, {"a": 1j}, {}, TypeError, r"the truth\['a'\] is complex"),
+]
+REFUSED += [
+    (
+        noisy(1.0),
+        PAIR,
+        {"max_standard_errors": bound},
+        ValueError,
+        "max_standard_errors must be a finite number above 0",
+    )
+    for bound in (np.nan, np.inf, 0.0, -1.0, None)
+]
 
 
-@pytest.mark.parametrize("truth", [np.nan, np.inf])
-def test_a_truth_that_is_not_finite_is_an_error(truth):
-    with pytest.raises(ValueError, match=r"truth\['b'\]\[0\] is not finite"):
-        ap.testing.assert_unbiased(noisy(1.0), {"a": np.ones(2), "b": (truth,)}, KEY, 10)
-
-
-@pytest.mark.parametrize("bound", [np.nan, np.inf, 0.0, -1.0, None])
-def test_a_bound_that_bounds_nothing_is_an_error(bound):
-    with pytest.raises(ValueError, match="max_standard_errors must be a finite number above 0"):
-        ap.testing.assert_unbiased(noisy(1.0), {"a": np.ones(2), "b": (3.0,)}, KEY, 10, max_standard_errors=bound)
-
-
-def test_complex_numbers_are_an_error():
-    estimate = lambda key: {"a": jax.lax.complex(jax.random.normal(key), 5.0)}
-    with pytest.raises(TypeError, match=r"estimate\['a'\] is complex; give real and imaginary part"):
-        ap.testing.assert_unbiased(estimate, {"a": 0.0}, KEY, 10)
-    with pytest.raises(TypeError, match=r"the truth\['a'\] is complex"):
-        ap.testing.assert_unbiased(lambda key: {"a": jax.random.normal(key)}, {"a": 1j}, KEY, 10)
+@pytest.mark.parametrize("estimate, truth, options, error, words", REFUSED)
+def test_what_cannot_be_compared_is_an_error(estimate, truth, options, error, words):
+    with pytest.raises(error, match=words):
+        ap.testing.assert_unbiased(estimate, truth, KEY, 10, **options)
 
 
 def kept(key, weights, rows=False):
@@ -157,15 +157,14 @@ COUPLED = {
 }
 
 
-@pytest.mark.parametrize("estimator", [ap.reparameterization(), ap.likelihood_ratio()], ids=["rp", "lr"])
-@pytest.mark.parametrize("scan", [False, True])
 @pytest.mark.parametrize("couple", COUPLED)
-def test_lanes_that_act_on_each_other_are_found(couple, scan, estimator):
-    with pytest.raises(AssertionError, match="moved from"):
-        ap.testing.assert_independent_lanes(independent(estimator, COUPLED[couple], scan), 6, KEY)
+def test_lanes_that_act_on_each_other_are_found(couple):
+    for estimator, scan in ((ap.reparameterization(), False), (ap.likelihood_ratio(), True)):
+        with pytest.raises(AssertionError, match="moved from"):
+            ap.testing.assert_independent_lanes(independent(estimator, COUPLED[couple], scan), 6, KEY)
 
 
-@pytest.mark.parametrize("lanes", [4, 5, 7])
+@pytest.mark.parametrize("lanes", [4, 7])
 def test_lanes_that_do_not_act_on_each_other_pass(lanes):
     for scan in (False, True):
         ap.testing.assert_independent_lanes(independent(ap.likelihood_ratio(), jnp.sin, scan), lanes, KEY)
