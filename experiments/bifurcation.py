@@ -17,7 +17,6 @@ import dataclasses
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 from scipy.special import expit
 
 from experiments import harness
@@ -52,7 +51,6 @@ class Config(harness.Config):
     trajectories: tuple[float, ...] = (1.5, 2.25, 2.5, 3.0)
 
     def __post_init__(self):
-        """Refuses what cannot be measured."""
         if self.betas < 2 or not 0 < self.low < self.high:
             raise ValueError("bifurcation needs at least 2 betas and 0 < low < high")
         if min(self.transient, self.steps, self.horizon) < 1 or self.noisy_lanes < 2 or not self.trajectories:
@@ -63,12 +61,10 @@ PAPER = Config(betas=501, transient=2000, steps=4000, noisy_lanes=64)
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    """One for each beta."""
     return [{"beta": round(float(beta), 6)} for beta in np.linspace(config.low, config.high, config.betas)]
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """Exponents, points of the attractor and losses at one beta."""
     beta, rng = cell["beta"], np.random.default_rng(seed)
     u = np.array(START[1] - START[0])
     attractor, growth = [], []
@@ -101,7 +97,6 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """The exponents as a table, and the four panels."""
     points = ("attractor", "noisy_attractor")
     rows = [{**cell, **{k: v for k, v in found.items() if k not in points}} for cell, found in records]
     figures = {}
@@ -110,16 +105,9 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         figures[f"lowest_beta_of_positive_exponent_{label}"] = min(positive, default=None)
         figures[f"fraction_of_positive_exponents_{label}"] = len(positive) / len(rows)
     figures["grid_spacing_of_beta"] = (config.high - config.low) / (config.betas - 1)
-    lines = ["  beta   period   exponent   with noise (standard error)   expected loss"]
-    for row in rows[:: max(1, len(rows) // 10)]:
-        period = row["period"] or "none"
-        lines.append(
-            f"{row['beta']:6.3f} {period!s:>8s} {row['lyapunov']:10.3f} {row['noisy_lyapunov']:10.3f} "
-            f"({row['noisy_lyapunov_error']:.3f}) {row['expected_loss']:22.4f}"
-        )
-    onset = figures["lowest_beta_of_positive_exponent_with_noise"]
-    lines.append(f"lowest beta with a positive exponent, with noise: {onset}")
-    return harness.Report(figures=figures, rows=rows, table="\n".join(lines), figure=_picture(config, records, rows))
+    columns = ("beta", "period", "lyapunov", "noisy_lyapunov", "noisy_lyapunov_error", "expected_loss")
+    table = harness.table(rows[:: max(1, len(rows) // 10)], *columns)
+    return harness.Report(figures, rows, table, _picture(config, records, rows))
 
 
 def _log_slope(u, beta):
@@ -137,61 +125,45 @@ def _period(attractor: list[float], longest: int = 32) -> int:
 
 
 def _picture(config, records, rows):
-    betas = np.array([row["beta"] for row in rows])
-    figure = Figure(figsize=(13.5, 9), layout="constrained")
-    axes = figure.subplots(2, 2)
-
-    ax = axes[0, 0]
-    for name, colour, size, label in (
-        ("noisy_attractor", NOISY, 0.4, "with noise"),
-        ("attractor", CLEAN, 0.6, "without"),
-    ):
+    betas, start = np.array([row["beta"] for row in rows]), START[1] - START[0]
+    figure, ((attractor, trajectories), (exponent, losses)) = harness.panels(2, 2, (13.5, 9))
+    for name, colour, label in (("noisy_attractor", NOISY, "with noise"), ("attractor", CLEAN, "without")):
         x = np.concatenate([np.full(len(found[name]), cell["beta"]) for cell, found in records])
-        ax.plot(x, np.concatenate([found[name] for _, found in records]), ".", ms=2.5 * size, color=colour, alpha=0.5)
-        ax.plot([], [], "o", ms=4, color=colour, label=label)
-    ax.set(xlabel=r"$\beta$", ylabel=r"$u = x_2 - x_1$")
-    ax.set_title("(a) Attractor", fontsize=11)
-    ax.legend(loc="lower left", fontsize=9)
+        points = np.concatenate([found[name] for _, found in records])
+        attractor.plot(x, points, ".", ms=1.2, color=colour, alpha=0.5, label=label)
+    attractor.set(xlabel=r"$\beta$", ylabel=r"$u = x_2 - x_1$", title="(a) Attractor")
+    attractor.legend(loc="lower left", markerscale=8)
 
-    ax = axes[0, 1]
     rng = np.random.default_rng(config.seed)
     for i, beta in enumerate(config.trajectories):
-        clean, noisy = [START[1] - START[0]], np.full((1, 20), START[1] - START[0])
+        paths = np.full((1, 21), start)  # the first one without noise
         for _ in range(config.horizon):
-            clean.append(float(transition(np.array(clean[-1]), beta)))
-            step = transition(noisy[-1], beta) + np.sqrt(2) * SIGMA * rng.standard_normal(20)
-            noisy = np.vstack([noisy, step])
-        shift = -0.42 * i
-        ax.plot(noisy + shift, color=NOISY, lw=0.5, alpha=0.35)
-        ax.plot(np.array(clean) + shift, color=CLEAN, lw=1)
-        ax.text(config.horizon * 1.02, shift + 0.15, rf"$\beta$ = {beta:g}", va="center", fontsize=9)
-    ax.set(xlabel="t", ylabel="u, shifted", xlim=(0, config.horizon * 1.15), yticks=[])
-    ax.set_title("(b) Trajectories: without noise (dark), 20 with it (orange)", fontsize=11)
+            noise = np.sqrt(2) * SIGMA * np.append(0, rng.standard_normal(20))
+            paths = np.vstack([paths, transition(paths[-1], beta) + noise])
+        trajectories.plot(paths[:, 1:] - 0.42 * i, color=NOISY, lw=0.5, alpha=0.35)
+        trajectories.plot(paths[:, 0] - 0.42 * i, color=CLEAN, lw=1)
+        trajectories.text(config.horizon * 1.02, 0.15 - 0.42 * i, rf"$\beta$ = {beta:g}", va="center")
+    trajectories.set(xlabel="t", ylabel="u, shifted", xlim=(0, config.horizon * 1.15), yticks=[])
+    trajectories.set_title("(b) Trajectories: without noise (dark), 20 with it (orange)")
 
-    ax = axes[1, 0]
-    ax.axhline(0, color="black", lw=0.8)
-    ax.plot(betas, [row["lyapunov"] for row in rows], color=CLEAN, lw=0.8, label="without noise")
-    noisy = np.array([row["noisy_lyapunov"] for row in rows])
-    error = 2 * np.array([row["noisy_lyapunov_error"] for row in rows])
-    ax.plot(betas, noisy, color=NOISY, lw=1.4, label="with noise (band: 2 standard errors)")
-    ax.fill_between(betas, noisy - error, noisy + error, color=NOISY, alpha=0.3, lw=0)
-    ax.set(xlabel=r"$\beta$", ylabel="Lyapunov exponent, a step", ylim=(-2.5, 1.1))
-    ax.set_title("(c) Lyapunov exponent (cut below)", fontsize=11)
-    ax.legend(loc="lower right", fontsize=9)
-    ax.grid(alpha=0.25)
+    exponent.axhline(0, color="black", lw=0.8)
+    exponent.plot(betas, [row["lyapunov"] for row in rows], color=CLEAN, lw=0.8, label="without noise")
+    noisy, error = (np.array([row[name] for row in rows]) for name in ("noisy_lyapunov", "noisy_lyapunov_error"))
+    band = (betas, noisy, noisy - 2 * error, noisy + 2 * error, "-")
+    harness.band(exponent, *band, color=NOISY, label="with noise (band: 2 standard errors)")
+    exponent.set(xlabel=r"$\beta$", ylabel="Lyapunov exponent, a step", ylim=(-2.5, 1.1))
+    exponent.set_title("(c) Lyapunov exponent (cut below)")
 
-    ax = axes[1, 1]
     fine = np.linspace(config.low, config.high, 4001)
-    x = np.full_like(fine, START[1] - START[0])
+    x = np.full_like(fine, start)
     for _ in range(config.horizon - 1):
         x = transition(x, fine)
     loss = 0.5 * ((expit(5 * fine * x) - 1) ** 2 + (expit(25 * fine * x) - 1) ** 2)
-    ax.plot(fine, loss, color=CLEAN, lw=0.5, alpha=0.7, label="without noise")
-    ax.plot(betas, [row["expected_loss"] for row in rows], color=NOISY, lw=1.8, label="expected, with noise (exact)")
-    ax.set(xlabel=r"$\beta$", ylabel="loss", yscale="log")
-    ax.set_title(f"(d) Loss after {config.horizon} steps", fontsize=11)
-    ax.legend(loc="lower left", fontsize=9)
-    ax.grid(alpha=0.25)
+    losses.plot(fine, loss, color=CLEAN, lw=0.5, alpha=0.7, label="without noise")
+    losses.plot(betas, [row["expected_loss"] for row in rows], color=NOISY, label="expected, with noise (exact)")
+    losses.set(xlabel=r"$\beta$", ylabel="loss", yscale="log", title=f"(d) Loss after {config.horizon} steps")
+    for ax in (exponent, losses):
+        ax.legend()
     return figure
 
 

@@ -10,14 +10,13 @@ operation in the body of a loop counts once for each turn of the loop.
 
 import dataclasses
 import json
+import math
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
 from typing import Any
-
-from matplotlib.figure import Figure
 
 from experiments import harness
 
@@ -47,17 +46,15 @@ PAPER = Config(devices=(1, 8, 64))
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    """One for each number of devices and each thing that is sharded."""
-    return [{"devices": n, "sharded": what} for n in config.devices for what in WHAT]
+    return harness.grid(devices=config.devices, sharded=WHAT)
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     """Counts in a process of its own, since the number of devices is fixed when JAX starts."""
     flags = f"--xla_force_host_platform_device_count={cell['devices']}"
     command = [sys.executable, "-m", "experiments.parts.collectives_worker", cell["sharded"]]
-    done = subprocess.run(
-        command, env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}, capture_output=True, text=True
-    )
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr[-2000:])
     return json.loads(done.stdout.splitlines()[-1])
@@ -71,9 +68,6 @@ ARRAY = re.compile(r"\b(?P<type>pred|[subf]\w*?(?P<bits>\d+))\[(?P<sizes>[\d,]*)
 
 def count(text: str) -> dict[str, Any]:
     r"""The collectives of a compiled program.
-
-    Args:
-      text: the program as HLO text.
 
     Returns:
       The number of operations by kind outside of loops and in each turn of a loop, and their bytes in all.
@@ -97,9 +91,7 @@ def count(text: str) -> dict[str, Any]:
 
 
 def _bytes(array: re.Match[str]) -> int:
-    size = 1
-    for n in array["sizes"].split(","):
-        size *= int(n or 1)
+    size = math.prod(int(n or 1) for n in array["sizes"].split(","))
     return size * max(1, int(array["bits"] or 8) // 8)
 
 
@@ -108,31 +100,19 @@ def _words(counts: dict[str, int]) -> str:
 
 
 def report(config: Config, records: Sequence[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """A row for each cell, and the bytes at the largest number of devices."""
     rows = []
     for cell, result in records:
-        rows.append(
-            {
-                **cell,
-                "once": _words(result["once"]),
-                "each_turn": _words(result["each turn"]),
-                "turns": STEPS if result["each turn"] else 0,
-                "bytes_once": result["bytes once"],
-                "bytes_each_turn": result["bytes each turn"],
-                "parameter_bytes": result["parameter bytes"],
-                "argument_bytes_per_device": result["argument bytes"],
-                "temp_bytes_per_device": result["temp bytes"],
-            }
-        )
+        row = {**cell, "once": _words(result["once"]), "each_turn": _words(result["each turn"])}
+        row |= {"turns": STEPS if result["each turn"] else 0, "bytes_once": result["bytes once"]}
+        row |= {"bytes_each_turn": result["bytes each turn"], "parameter_bytes": result["parameter bytes"]}
+        row["argument_bytes_per_device"] = result["argument bytes"]
+        rows.append(row | {"temp_bytes_per_device": result["temp bytes"]})
     most = max(config.devices)
-    figure = Figure((7, 3.2), layout="constrained")
-    axes = figure.subplots()
+    figure, ((axes,),) = harness.panels(size=(7, 3.2))
     shown = [r for r in rows if r["devices"] == most][::-1]
     axes.barh([r["sharded"] for r in shown], [r["bytes_once"] + r["turns"] * r["bytes_each_turn"] for r in shown])
     axes.set(xscale="log", xlabel=f"bytes that a device exchanges in a step, {most} devices")
-    lines = [f"{r['devices']:3d} {r['sharded']:30s} once: {r['once']}; each turn: {r['each_turn']}" for r in rows]
-    table = "\n".join(lines)
-    return harness.Report({}, rows, table, figure)
+    return harness.Report({}, rows, harness.table(rows, "devices", "sharded", "once", "each_turn"), figure)
 
 
 if __name__ == "__main__":

@@ -25,13 +25,13 @@ pendulum it turns to the likelihood ratio where nothing is biased as well, since
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
-from matplotlib.figure import Figure
 
 import apgrad as ap
 from experiments import harness
@@ -72,7 +72,6 @@ class Config(harness.Config):
     gamma: float = 0.2
 
     def __post_init__(self):
-        """Refuses what has no variance."""
         if self.estimates < 2 or not self.lanes or any(n < 4 or n % 2 for n in self.lanes):
             raise ValueError("estimates must be at least 2, and lanes even and at least 4")
         if self.reference < 20_000 or self.reference % 10_000:
@@ -156,19 +155,14 @@ def exact_ball(theta: float, points: int = 400_001) -> float:
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    """For each point the truth, then the methods."""
-    found: list[harness.Cell] = []
+    found = []
     for system, points in POINTS.items():
-        found += [{"system": system, "method": "reference", "point": p} for p in points]
-        for method in METHODS:
-            found += [
-                {"system": system, "method": method, "lanes": n, "point": p} for n in config.lanes for p in points
-            ]
+        found += harness.grid(system=[system], method=["reference"], point=points)
+        found += harness.grid(system=[system], method=METHODS, lanes=config.lanes, point=points)
     return found
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """The true gradient with its standard error, or the moments of the estimates."""
     system, point = cell["system"], cell["point"]
     if cell["method"] != "reference":
         found = gradients(system, cell["method"], point, cell["lanes"], config.estimates, seed, config.gamma)
@@ -180,7 +174,6 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """Bias and error of each method at each point."""
     found = {(c["system"], c["method"], c.get("lanes"), c["point"]): r for c, r in records}
     rows = []
     for system, method, lanes, point in found:
@@ -197,66 +190,45 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         row |= {"variance": float(variance.sum()), "gradient_norm": float(np.linalg.norm(truth["mean"]))}
         rows.append(row | {"rmse": float(np.sqrt(max(square, 0) + variance.sum()))})
     summary = {}
-    for system in POINTS:
-        for lanes in config.lanes:
-            for method in METHODS:
-                mine = [r for r in rows if (r["system"], r["method"], r["lanes"]) == (system, method, lanes)]
-                scale = np.sqrt(np.mean([r["gradient_norm"] ** 2 for r in mine]))
-                summary[f"{system}, {lanes} lanes, {method}"] = {
-                    "rmse_over_gradient": float(np.sqrt(np.mean([r["rmse"] ** 2 for r in mine])) / scale),
-                    "largest_bias_over_gradient": float(max(r["bias_norm"] for r in mine) / scale),
-                    "biased_points": sum(r["largest_z"] > 4 for r in mine),
-                    "points": len(mine),
-                }
-    return harness.Report({"summary": summary}, rows, _table(summary), _picture(config, rows))
-
-
-def _table(summary):
-    lines = [f"{'':38} error of an estimate  largest bias  points with a bias beyond 4 standard errors"]
-    for name, s in summary.items():
-        lines.append(
-            f"{name:38} {s['rmse_over_gradient']:20.3f} {s['largest_bias_over_gradient']:13.3f}  "
-            f"{s['biased_points']} of {s['points']}"
-        )
-    return "\n".join([*lines, "in units of the gradient's root mean square over points"])
+    for system, lanes, method in itertools.product(POINTS, config.lanes, METHODS):
+        mine = [r for r in rows if (r["system"], r["method"], r["lanes"]) == (system, method, lanes)]
+        scale = np.sqrt(np.mean([r["gradient_norm"] ** 2 for r in mine]))
+        summary[f"{system}, {lanes} lanes, {method}"] = {
+            "rmse_over_gradient": float(np.sqrt(np.mean([r["rmse"] ** 2 for r in mine])) / scale),
+            "largest_bias_over_gradient": float(max(r["bias_norm"] for r in mine) / scale),
+            "biased_points": sum(r["largest_z"] > 4 for r in mine),  # beyond four standard errors
+            "points": len(mine),
+        }
+    shown = [{"system, lanes, method": name, **found} for name, found in summary.items()]
+    return harness.Report({"summary": summary}, rows, harness.table(shown, *shown[0]), _picture(config, rows))
 
 
 def _picture(config, rows):
-    figure = Figure(figsize=(5.2 * len(config.lanes) + 5, 8.5), layout="constrained")
+    count = len(config.lanes) + 1
+    figure, grid = harness.panels(len(POINTS), count, (5.2 * count, 8.5))
     figure.suptitle(
         f"Contact: bias (bars are 95 % intervals, {config.estimates} estimates) and error of one estimate; all but RP, "
         "LR and TP published are cross-fitted"
     )
-    grid = figure.subplots(len(POINTS), len(config.lanes) + 1, squeeze=False)
     labels = {"ball": "the mean angle", "pendulum": "the torque $\\theta_0$"}
-    for system, line in zip(POINTS, grid, strict=True):
-        points = np.array(POINTS[system])
-        width = 0.05 * np.min(np.diff(points))
-        for lanes, axis in zip(config.lanes, line[:-1], strict=True):
-            for i, method in enumerate(METHODS):
-                mine = [r for r in rows if (r["system"], r["method"], r["lanes"]) == (system, method, lanes)]
-                axis.errorbar(
-                    points + width * (i - 3.5), [r["bias"] for r in mine], [1.96 * r["bias_error"] for r in mine],
-                    color=COLOURS[method], marker="o", ms=3, lw=0, elinewidth=1, label=method,
-                )  # fmt: skip
-            axis.axhline(0, color="black", lw=0.8)
-            axis.set_title(f"{system}: bias, {lanes} lanes", fontsize=10)
-            axis.set_ylabel("bias of the derivative by " + labels[system])
-            if system == "ball":
-                dense = np.linspace(points[0], points[-1], 60)
-                axis.plot(dense, [exact_ball(t, 20_001) for t in dense], color="gray", lw=0.8, label="exact gradient")
-        lanes = config.lanes[-1]
-        for method in METHODS:
+    for (system, points), (*biases, errors) in zip(POINTS.items(), grid, strict=True):
+        place = 0.05 * np.min(np.diff(points)) * (np.arange(len(METHODS)) - 3.5)
+        for (i, method), (lanes, ax) in itertools.product(enumerate(METHODS), zip(config.lanes, biases, strict=True)):
             mine = [r for r in rows if (r["system"], r["method"], r["lanes"]) == (system, method, lanes)]
-            dashes = "--" if method in PLAIN else "-"
-            line[-1].plot(points, [r["rmse"] for r in mine], color=COLOURS[method], marker="o", ms=3, ls=dashes)
-        line[-1].set_yscale("log")
-        line[-1].set_title(f"{system}: root mean square error, {lanes} lanes", fontsize=10)
-        for axis in line:
-            axis.set_xlabel(labels[system])
-            axis.grid(alpha=0.25)
-    grid[1, 0].legend(fontsize=8, loc="lower right")
-    grid[0, 0].legend(*[found[:1] for found in grid[0, 0].get_legend_handles_labels()], fontsize=8)
+            style = {"color": COLOURS[method], "label": method}
+            bias, error = ([r[name] for r in mine] for name in ("bias", "bias_error"))
+            ax.errorbar(np.array(points) + place[i], bias, 1.96 * np.array(error), fmt="o", lw=1, **style)
+            ax.set(title=f"{system}: bias, {lanes} lanes", ylabel=f"bias of the derivative by {labels[system]}")
+            if lanes == config.lanes[-1]:
+                errors.plot(points, [r["rmse"] for r in mine], "o--" if method in PLAIN else "o-", **style)
+        if system == "ball":
+            dense = np.linspace(points[0], points[-1], 60)
+            for ax in biases:
+                ax.plot(dense, [exact_ball(t, 20_001) for t in dense], color="gray", lw=0.8, label="exact gradient")
+        errors.set(yscale="log", title=f"{system}: root mean square error, {config.lanes[-1]} lanes")
+        for ax in (*biases, errors):
+            ax.set_xlabel(labels[system])
+        biases[0].legend()
     return figure
 
 

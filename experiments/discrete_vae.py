@@ -21,6 +21,7 @@ over its parameters. Seconds are the processor's.
 
 import dataclasses
 import functools
+import itertools
 import time
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +32,6 @@ import numpy as np
 import numpyro.distributions as dist
 import optax
 from jax.tree_util import Partial
-from matplotlib.figure import Figure
 
 import apgrad as ap
 from experiments import harness
@@ -103,11 +103,9 @@ def images(name: str) -> tuple[jax.Array, jax.Array, str]:
 
 def layers(key: jax.Array, sizes: tuple[int, ...]) -> list[dict[str, jax.Array]]:
     """A network's parameters, layer by layer."""
+    layer = lambda key, n, m: {"w": jax.random.normal(key, (n, m)) / np.sqrt(n), "b": jnp.zeros(m)}
     keys = jax.random.split(key, len(sizes) - 1)
-    return [
-        {"w": jax.random.normal(k, (n, m)) / np.sqrt(n), "b": jnp.zeros(m)}
-        for k, n, m in zip(keys, sizes[:-1], sizes[1:], strict=True)
-    ]
+    return [layer(key, *pair) for key, pair in zip(keys, itertools.pairwise(sizes), strict=True)]
 
 
 def apply(network: list[dict[str, jax.Array]], x: jax.Array) -> jax.Array:
@@ -181,14 +179,8 @@ def binarized(key: jax.Array, intensities: jax.Array) -> jax.Array:
 
 
 def cells(config: Config) -> list[dict[str, Any]]:
-    """Every network, number of latents, method and seed."""
-    return [
-        {"network": network, "latents": latents, "method": method, "run": run}
-        for network in config.networks
-        for latents in config.latents
-        for method in config.methods
-        for run in range(config.seeds)
-    ]
+    names = {"network": config.networks, "latents": config.latents, "method": config.methods}
+    return harness.grid(**names, run=range(config.seeds))
 
 
 @functools.cache
@@ -253,53 +245,40 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """The last bounds with standard errors over runs, and curves."""
     groups: dict[tuple[str, int, str], list[dict[str, Any]]] = {}
     for cell, result in records:
         groups.setdefault((cell["network"], cell["latents"], cell["method"]), []).append(result)
     rows, figures = [], {"images": records[0][1]["images"], "share_of_published_steps": config.steps / PUBLISHED_STEPS}
     for (network, latents, method), results in groups.items():
         last = np.array([r["bound"][-1] for r in results])
-        row = {
-            "network": network,
-            "latents": latents,
-            "method": method,
-            "runs": len(results),
-            "bound": float(last.mean()),
-            "standard_error": float(last.std(ddof=1) / np.sqrt(len(last))) if len(last) > 1 else None,
-            "variance_first": float(np.mean([r["variance"][1] for r in results])),
-            "variance_last": float(np.mean([r["variance"][-1] for r in results])),
-            "milliseconds_a_step": float(np.median([1e3 * r["seconds"][-1] / r["steps"][-1] for r in results])),
+        found = {"runs": len(results), "bound": float(last.mean()), "standard_error": harness.standard_error(last)}
+        found |= {
+            f"variance_{k}": float(np.mean([r["variance"][i] for r in results]))
+            for k, i in (("first", 1), ("last", -1))
         }
-        rows.append(row)
-        figures[f"{network}, {latents} latents: {method}"] = {k: row[k] for k in list(row)[3:]}
-    head = f"{'network':<10} {'latents':>7} {'method':<27} {'bound':>9} {'± s.e.':>7} {'variance':>10} {'ms/step':>8}"
-    lines = [head]
-    for r in rows:
-        error = "" if r["standard_error"] is None else f"{r['standard_error']:.2f}"
-        lines.append(
-            f"{r['network']:<10} {r['latents']:>7} {r['method']:<27} {r['bound']:>9.2f} {error:>7} "
-            f"{r['variance_last']:>10.3g} {r['milliseconds_a_step']:>8.2f}"
-        )
-    return harness.Report(figures, rows, "\n".join(lines), _figure(groups))
+        seconds = np.median([1e3 * r["seconds"][-1] / r["steps"][-1] for r in results])
+        found["milliseconds_a_step"] = float(seconds)
+        rows.append({"network": network, "latents": latents, "method": method, **found})
+        figures[f"{network}, {latents} latents: {method}"] = found
+    return harness.Report(figures, rows, harness.table(rows, *rows[0]), _figure(groups))
 
 
 def _figure(groups):
     settings = list(dict.fromkeys((network, latents) for network, latents, _ in groups))
-    figure = Figure(figsize=(12, 3.6 * len(settings)), layout="constrained")
-    panels = figure.subplots(len(settings), 3, squeeze=False)
+    figure, panels = harness.panels(len(settings), 3, (12, 3.6 * len(settings)))
     colours = dict(zip(METHODS, [f"C{i}" for i in range(10)] + ["black", "gold"], strict=True))
-    for line, setting in zip(panels, settings, strict=True):
-        for (network, latents, method), results in groups.items():
-            if (network, latents) != setting:
-                continue
-            curves = {k: np.mean([r[k] for r in results], axis=0) for k in ("steps", "seconds", "bound", "variance")}
-            for axes, x, y in zip(line, ("steps", "seconds", "steps"), ("bound", "bound", "variance"), strict=True):
-                axes.plot(curves[x][1:], curves[y][1:], color=colours[method], label=method, linewidth=1)
-                axes.set(xlabel=x, ylabel=f"test {y}" if y == "bound" else "variance of the encoder's gradient")
+    lines = dict(zip(settings, panels, strict=True))
+    for (network, latents, method), results in groups.items():
+        curves = {k: np.mean([r[k] for r in results], axis=0) for k in ("steps", "seconds", "bound", "variance")}
+        for axes, x, y in zip(
+            lines[network, latents], ("steps", "seconds", "steps"), ("bound", "bound", "variance"), strict=True
+        ):
+            axes.plot(curves[x][1:], curves[y][1:], color=colours[method], label=method, linewidth=1)
+            axes.set(xlabel=x, ylabel=f"test {y}" if y == "bound" else "variance of the encoder's gradient")
+    for (network, latents), line in lines.items():
+        line[0].set_title(f"{network}, {latents} latents")
+        line[0].legend()
         line[2].set_yscale("log")
-        line[0].set_title(f"{setting[0]}, {setting[1]} latents")
-        line[0].legend(fontsize=6)
     return figure
 
 

@@ -36,7 +36,6 @@ import itertools
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from experiments import chaos, harness
 from experiments.parts import linear_swarm
@@ -51,6 +50,7 @@ GAINS = (
     ("GS-TP", "RP"),
     ("GR", "RP"),
 )
+ENDS = ("value_low", "value_high")
 SHOWN = (("GS-LR", "LR, no baseline"), ("GS-LR", "LR"), ("GS-TP", "LR"), ("GS-TP", "TP"), ("GR", "RP"))
 
 
@@ -77,13 +77,9 @@ class Config(harness.Config):
     resamples: int = 1000
 
     def __post_init__(self):
-        """Refuses what has no variance, as early as can be."""
-        if not (self.swarms and self.widths and self.horizons and self.lanes) or set(self.swarms) - set(
-            linear_swarm.SWARMS
-        ):
-            raise ValueError(
-                f"swarms, widths, horizons, lanes must not be empty, swarms of {list(linear_swarm.SWARMS)}"
-            )
+        known = list(linear_swarm.SWARMS)
+        if not (self.swarms and self.widths and self.horizons and self.lanes) or set(self.swarms) - set(known):
+            raise ValueError(f"swarms, widths, horizons, lanes must not be empty, swarms of {known}")
         if min(self.estimates, self.reference, *self.lanes) < 2 or min(self.horizons) < 1 or min(self.widths) <= 0:
             raise ValueError("estimates, reference, lanes must be at least 2, horizons at least 1, widths positive")
 
@@ -102,10 +98,6 @@ def sizes(config: Config, swarm: str) -> list[tuple[int, int]]:
     """Horizons and lanes: each horizon with the first number of lanes, each number of lanes with the first horizon.
 
     The bounded force has the first horizon only, since each of its references costs as much as many cells.
-
-    Args:
-      config: the options.
-      swarm: a name in `linear_swarm.SWARMS`.
     """
     horizons = config.horizons[:1] if linear_swarm.SWARMS[swarm].bend else config.horizons
     return [(h, config.lanes[0]) for h in horizons] + [(config.horizons[0], b) for b in config.lanes[1:]]
@@ -114,22 +106,15 @@ def sizes(config: Config, swarm: str) -> list[tuple[int, int]]:
 def cells(config: Config) -> list[harness.Cell]:
     """The references first, then the methods, with what is compiled once side by side."""
     horizons = {s: sorted({h for h, _ in sizes(config, s)}) for s in config.swarms}
-    exact: list[harness.Cell] = [
-        {"method": "exact", "swarm": s, "width": w, "H": h}
-        for s, w in itertools.product(config.swarms, config.widths)
-        for h in horizons[s]
-    ]
+    grid = lambda m, s, **more: harness.grid(method=[m], swarm=[s], width=config.widths, **more)
+    found = [cell for s in config.swarms for cell in grid("exact", s, H=horizons[s])]
     compiled = sorted({size for s in config.swarms for size in sizes(config, s)})
-    return exact + [
-        {"method": m, "swarm": s, "width": w, "H": h, "B": b}
-        for (h, b), m in itertools.product(compiled, linear_swarm.METHODS)
-        for s, w in itertools.product(config.swarms, config.widths)
-        if (h, b) in sizes(config, s)
-    ]
+    for (h, b), m, s in itertools.product(compiled, linear_swarm.METHODS, config.swarms):
+        found += grid(m, s, H=[h], B=[b]) if (h, b) in sizes(config, s) else []
+    return found
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """The exact gradient, or the K estimates."""
     swarm, width, horizon = linear_swarm.SWARMS[cell["swarm"]], cell["width"], cell["H"]
     if cell["method"] != "exact":
         found = linear_swarm.gradients(cell["method"], swarm, width, horizon, cell["B"], config.estimates, seed)
@@ -142,7 +127,6 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """Errors of all methods, and gains of the shaped ones."""
     exact = {(c["swarm"], c["width"], c["H"]): r for c, r in records if c["method"] == "exact"}
     rows, squares = [], {}
     for cell, result in records:
@@ -153,14 +137,10 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         rows.append(row)
     figures, largest = {}, {}
     places = list(dict.fromkeys(place for place, _ in squares))
-    for place in places:
-        for method, baseline in GAINS:
-            figures[_name(place, method, baseline)] = {
-                "value": np.mean(squares[place, baseline]) / np.mean(squares[place, method]),
-                "interval": harness.interval(
-                    _means(config, squares[place, baseline], 1) / _means(config, squares[place, method], 2)
-                ),
-            }
+    for place, (method, baseline) in itertools.product(places, GAINS):
+        worse, better = squares[place, baseline], squares[place, method]
+        interval = harness.interval(_means(config, worse, 1) / _means(config, better, 2))
+        figures[_name(place, method, baseline)] = {"value": np.mean(worse) / np.mean(better), "interval": interval}
     gaussian = [place for place in places if not linear_swarm.SWARMS[place[0]].bend]
     for method, baseline in GAINS:
         names = [_name(place, method, baseline) for place in gaussian or places]
@@ -171,7 +151,12 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     for row in rows:
         name = f"largest relative bias of {row['method']}, {row['swarm']}"
         biases[name] = max(biases.get(name, 0.0), row["bias"] if row["bias"] > row["bias_limit"] else 0.0)
-    return harness.Report(biases | largest | figures, rows, _table(rows, largest), _picture(config, rows, figures))
+    table = harness.table(rows, "swarm", "cost", "H", "B", "method", "rms_error", "bias", "bias_limit")
+    shown = [
+        {"gain": k, "value": g["value"], **dict(zip(ENDS, g["interval"], strict=True))} for k, g in largest.items()
+    ]
+    table += "\n" + harness.table(shown, "gain", "value")
+    return harness.Report(biases | largest | figures, rows, table, _picture(config, rows, figures))
 
 
 def _place(cell):
@@ -208,73 +193,46 @@ def _row(config, cell, estimates, truth):
     return row | {"bias_limit": float(np.sqrt(4 * spread)) / length}, squares
 
 
-def _table(rows, largest):
-    lines = ["RMS error over the gradient's length; in brackets the bias, where it is beyond noise"]
-    places = dict.fromkeys(_place(row) for row in rows)
-    lines.append(f"{'swarm':14}{'cost':10}{'H':>3}{'B':>6}" + "".join(f"{m:>17}" for m in linear_swarm.METHODS))
-    by = {(_place(row), row["method"]): row for row in rows}
-    for place in places:
-        line = f"{place[0]:14}{_cost(place[1]):10}{place[2]:3d}{place[3]:6d}"
-        for method in linear_swarm.METHODS:
-            row = by[place, method]
-            bias = f" ({row['bias']:.2g})" if row["bias"] > row["bias_limit"] else ""
-            line += f"{row['rms_error']:.3g}{bias}".rjust(17)
-        lines.append(line)
-    for name, found in largest.items():
-        low, high = found["interval"]
-        where = found["where"].split(", ", 1)[1].removeprefix("no baseline, ")
-        lines.append(f"{name:45} {found['value']:8.3g} ({low:.3g} to {high:.3g}): {where}")
-    return "\n".join(lines)
-
-
 def _picture(config, rows, gains):
     by = {(_place(row), row["method"]): row for row in rows}
     horizon, lanes, counts = config.horizons[0], config.lanes[0], sorted(config.lanes)
     narrow = config.widths[-1] if len(config.widths) < 3 else config.widths[-2]
-    figure = Figure(figsize=(19, 4.4 * len(config.swarms) + 0.4), layout="constrained")
+    figure, axes = harness.panels(len(config.swarms), 4, (19, 4.4 * len(config.swarms) + 0.4))
     figure.suptitle(
         "Gaussian shaping (GS) and resampling (GR) for swarms with a cost at each step: "
-        f"{config.estimates} estimates a point, bands are 95 % bootstrap intervals",
-        fontsize=12,
+        f"{config.estimates} estimates a point, bands are 95 % bootstrap intervals"
     )
-    axes = figure.subplots(len(config.swarms), 4, squeeze=False)
     at = np.arange(len(config.widths))
     for swarm, (errors, over_lanes, ratios, biases) in zip(config.swarms, axes, strict=True):
-        for method in linear_swarm.METHODS:
-            style = {"color": COLOURS[method], "ls": "--" if method.startswith("GS") else "-", "lw": 1.4}
+        for i, method in enumerate(linear_swarm.METHODS):
             widths = [by[(swarm, w, horizon, lanes), method] for w in config.widths]
-            _band(errors, at, widths, method, style)
-            _band(over_lanes, counts, [by[(swarm, narrow, horizon, b), method] for b in counts], method, style)
+            for ax, x, found in (
+                (errors, at, widths),
+                (over_lanes, counts, [by[(swarm, narrow, horizon, b), method] for b in counts]),
+            ):
+                values = ([row[name] for row in found] for name in ("rms_error", "rms_low", "rms_high"))
+                mark = "o--" if method.startswith("GS") else "o-"
+                harness.band(ax, x, *values, mark, color=COLOURS[method], label=method)
             bias, limit = (np.array([row[name] for row in widths]) for name in ("bias", "bias_limit"))
-            seen, place = bias > limit, at + 0.08 * (list(linear_swarm.METHODS).index(method) - 3)
-            biases.plot(place[seen], bias[seen], "o", ms=5, color=COLOURS[method])
-            biases.plot(place[~seen], limit[~seen], "v", ms=5, mfc="none", color=COLOURS[method])
-        for i, (method, baseline) in enumerate(SHOWN):
+            seen, place = bias > limit, at + 0.08 * (i - 3)
+            biases.plot(place[seen], bias[seen], "o", color=COLOURS[method])
+            biases.plot(place[~seen], limit[~seen], "v", mfc="none", color=COLOURS[method])
+        for method, baseline in SHOWN:
             found = [gains[_name((swarm, w, horizon, lanes), method, baseline)] for w in config.widths]
-            ratios.plot(
-                at, [g["value"] for g in found], "o-", ms=3, lw=1.4, color=f"C{i}", label=f"{method} / {baseline}"
-            )
-            ratios.fill_between(at, *zip(*(g["interval"] for g in found), strict=True), color=f"C{i}", alpha=0.2, lw=0)
+            low, high = zip(*(g["interval"] for g in found), strict=True)
+            harness.band(ratios, at, [g["value"] for g in found], low, high, label=f"{method} / {baseline}")
         ratios.axhline(1, color="black", lw=0.8)
-        errors.set_title(f"{swarm}: RMS error / |gradient|, H = {horizon}, B = {lanes}", fontsize=10)
-        over_lanes.set_title(f"the same against lanes, {_cost(narrow)}", fontsize=10)
-        over_lanes.set(xscale="log", yscale="log", xlabel="lanes, B")
-        ratios.set_title("gain of the first: ratio of squared errors", fontsize=10)
-        biases.set_title("bias / |gradient|; open: hidden by noise, below this", fontsize=10)
+        errors.set_title(f"{swarm}: RMS error / |gradient|, H = {horizon}, B = {lanes}")
+        over_lanes.set(xscale="log", xlabel="lanes, B", title=f"the same against lanes, {_cost(narrow)}")
+        ratios.set_title("gain of the first: ratio of squared errors")
+        biases.set_title("bias / |gradient|; open: hidden by noise, below this")
         for ax in (errors, ratios, biases):
             ax.set_xticks(at, [_cost(w) for w in config.widths])
-            ax.set_yscale("log")
         for ax in (errors, over_lanes, ratios, biases):
-            ax.grid(alpha=0.25)
-        errors.legend(fontsize=7)
-        ratios.legend(fontsize=7)
+            ax.set_yscale("log")
+        errors.legend()
+        ratios.legend()
     return figure
-
-
-def _band(ax, at, rows, label, style):
-    ax.plot(at, [row["rms_error"] for row in rows], marker="o", ms=3, label=label, **style)
-    low, high = ([row[name] for row in rows] for name in ("rms_low", "rms_high"))
-    ax.fill_between(at, low, high, color=style["color"], alpha=0.2, lw=0)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ and it has these names:
 * `PAPER`: the `Config` of the preset "paper".
 * `cells(config)`: a list of cells, the points of the experiment's grid, in the order in which they are measured.
 * `measure(config, cell, seed)`: a dictionary of numbers, strings and lists.
-* `report(config, [(cell, result), ...])`: a `Report`.
+* `report(config, [(cell, result), ...])`: a `Report`, made of `table`, `panels` and `band`.
 * `PARTIAL = True`, if `report` takes any of the cells, not only all of them.
 
 It ends with `if __name__ == "__main__": harness.main()`.
@@ -29,6 +29,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import io
+import itertools
 import json
 import math
 import os
@@ -38,15 +39,17 @@ import sys
 import time
 import warnings
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, NamedTuple
 
 import jax
+import matplotlib
 import numpy as np
 import tqdm
 import tyro
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -55,6 +58,9 @@ from apgrad._ground.files import locked, write_atomically
 
 Cell = Mapping[str, Any]
 """One point of an experiment's grid: names to strings and numbers."""
+
+STYLE = {"axes.grid": True, "grid.alpha": 0.25, "axes.titlesize": 10, "legend.fontsize": 7, "lines.linewidth": 1.2}
+STYLE |= {"lines.markersize": 4, "legend.frameon": False}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,9 +101,7 @@ class Report(NamedTuple):
 def main(experiment: ModuleType | None = None, argv: Sequence[str] | None = None) -> Path:
     """Runs an experiment from the command line, and goes on with it if it was begun.
 
-    Args:
-      experiment: the module to run; the one that Python was started with if not given.
-      argv: the command line; that of the process if not given.
+    The experiment is the module that Python was started with, if none is given; the command line is the process's.
 
     Returns:
       The folder with `results.json`, `NAME.csv` and `NAME.png`. In results.json, `wall_seconds` is the sum over
@@ -149,7 +153,9 @@ def main(experiment: ModuleType | None = None, argv: Sequence[str] | None = None
     records = [(cell, stored[path]["result"]) for path, cell in paths.items() if path in stored]
     seconds = sum(record["seconds"] for record in stored.values())
 
-    report = experiment.report(config, records)
+    with matplotlib.rc_context(STYLE):
+        report, picture = experiment.report(config, records), io.BytesIO()
+        FigureCanvasAgg(report.figure).print_png(picture)
     header = {
         **_fingerprint(experiment, config),
         "setting": _setting(experiment, config),
@@ -160,19 +166,16 @@ def main(experiment: ModuleType | None = None, argv: Sequence[str] | None = None
         "wall_seconds": round(seconds, 1),
     }
     results = {**header, **report.figures, "rows": report.rows}
-    table, picture = io.StringIO(newline=""), io.BytesIO()
-    writer = csv.DictWriter(table, list(report.rows[0]))
+    comma_separated = io.StringIO(newline="")
+    writer = csv.DictWriter(comma_separated, list(report.rows[0]))
     writer.writeheader()
     writer.writerows(report.rows)
-    write_atomically(folder / f"{name}.csv", table.getvalue())
-    FigureCanvasAgg(report.figure).print_png(picture)
+    write_atomically(folder / f"{name}.csv", comma_separated.getvalue())
     write_atomically(folder / f"{name}.png", picture.getvalue())
     text = json.dumps(_plain(results, "results", finite=True), indent=1, allow_nan=False)
     write_atomically(folder / "results.json", text + "\n")
     print(report.table)
-    print(
-        f"{len(records)} of {len(cells)} cells, {seconds:.0f} s of measuring; results.json, CSV and PNG are in {folder}"
-    )
+    print(f"{len(records)} of {len(cells)} cells, {seconds:.0f} s of measuring; results.json, CSV, PNG are in {folder}")
     return folder
 
 
@@ -200,19 +203,12 @@ def cell_seed(seed: int, cell: Cell) -> int:
 
 
 class Checkpoint(NamedTuple):
-    """Where a long cell saves its state, so that a kill loses little of it; deleted when the cell is finished.
-
-    Attributes:
-      path: of the file.
-    """
+    """The file where a long cell saves its state, so that a kill loses little of it; deleted when it is finished."""
 
     path: Path
 
     def load(self, state: Any) -> Any:
-        """The saved state, or the given one where nothing is saved.
-
-        Args:
-          state: a pytree of arrays with the names of the saved one's; their shapes may differ.
+        """The saved state, whose arrays have the given one's names, or the given one where nothing is saved.
 
         Raises:
           ValueError: if the file is damaged, or was saved by code whose state has other names.
@@ -251,20 +247,13 @@ def finished(name: str, config: Config, cell: Cell) -> dict[str, Any]:
     return _read(_folder(name, config) / "cells" / f"{cell_name(cell)}.json", "result")["result"]
 
 
-def bootstrap(
-    samples: np.ndarray, statistic: Callable[[np.ndarray], np.ndarray], resamples: int, seed: int
-) -> np.ndarray:
-    """The statistic of samples drawn with replacement from the given ones (Efron, 1979).
+def grid(**axes: Iterable[Any]) -> list[Cell]:
+    """A cell for each combination of the values, the last name's fastest."""
+    return [dict(zip(axes, point, strict=True)) for point in itertools.product(*axes.values())]
 
-    Args:
-      samples: (n,).
-      statistic: maps (..., n) to (...).
-      resamples: how many.
-      seed: of the draws.
 
-    Returns:
-      (resamples,) values; `interval` makes a confidence interval of them.
-    """
+def bootstrap(samples: np.ndarray, statistic: Callable[[np.ndarray], Any], resamples: int, seed: int) -> np.ndarray:
+    """The statistic, which maps (..., n) to (...), of samples (n,) drawn with replacement: (resamples,) values."""
     rng = np.random.default_rng(seed)
     return statistic(samples[rng.integers(len(samples), size=(resamples, len(samples)))])
 
@@ -272,6 +261,44 @@ def bootstrap(
 def interval(values: np.ndarray) -> list[float]:
     """The percentile 95 % interval."""
     return [float(v) for v in np.percentile(values, [2.5, 97.5])]
+
+
+def standard_error(values: Any) -> float | None:
+    """The standard error of the mean of values (n,); None of a single one."""
+    return float(np.std(values, ddof=1) / np.sqrt(len(values))) if len(values) > 1 else None
+
+
+def table(rows: Iterable[Mapping[str, Any]], *columns: str) -> str:
+    """The columns of the rows as text, with the interval (NAME_low, NAME_high) or standard error (NAME_se) of a number.
+
+    Example:
+      >>> print(table([{"name": "RP", "cost": 0.25, "cost_se": 0.01}, {"name": "LR", "cost": None}], "name", "cost"))
+      name  cost
+      RP    0.25 ± 0.01
+      LR
+    """
+
+    def text(row, name):
+        value, low, high, error = (row.get(name + end) for end in ("", "_low", "_high", "_se"))
+        value = f"{value:.4g}" if isinstance(value, float | np.floating) else "" if value is None else str(value)
+        spread = "" if low is None else f" ({low:.3g} to {high:.3g})"
+        return value + spread + ("" if error is None else f" ± {error:.2g}")
+
+    lines = [columns, *([text(row, name) for name in columns] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
+
+
+def panels(rows: int = 1, columns: int = 1, size: tuple[float, float] = (5, 3.4)) -> tuple[Figure, np.ndarray]:
+    """A figure of a size in inches, and its axes (rows, columns)."""
+    figure = Figure(size, layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def band(ax: Axes, x: Any, y: Any, low: Any, high: Any, mark: str = "o-", **style: Any) -> None:
+    """A line with a band around it, in the same colour."""
+    (line,) = ax.plot(x, y, mark, **style)
+    ax.fill_between(x, low, high, color=line.get_color(), alpha=0.2, lw=0)
 
 
 def _folder(name: str, config: Config) -> Path:
@@ -292,17 +319,9 @@ def _read(path: Path, *names: str) -> dict[str, Any]:
 def _commit() -> str | None:
     """The commit of the code that runs, with "+" if files differ from it; nothing outside a repository."""
     try:
-        call = [
-            "git",
-            "-C",
-            str(Path(__file__).parent),
-            "describe",
-            "--always",
-            "--abbrev=12",
-            "--dirty=+",
-            "--exclude=*",
-        ]
-        return subprocess.run(call, capture_output=True, text=True, check=True).stdout.strip()
+        call = ["git", "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*"]
+        here = Path(__file__).parent
+        return subprocess.run(call, capture_output=True, text=True, check=True, cwd=here).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 
@@ -329,10 +348,14 @@ def _parse(experiment: ModuleType, argv: list[str]) -> Any:
         raise SystemExit(f"{prog}: {error}") from error
 
 
+def _options(config: Config) -> dict[str, Any]:
+    """The options that say what is measured."""
+    return {k: v for k, v in dataclasses.asdict(config).items() if k not in ("out", "only_report", "mix")}
+
+
 def _fingerprint(experiment: ModuleType, config: Config) -> dict[str, Any]:
     """What must agree for a run to go on: with another version of a library its figures may not be the same."""
-    options = dataclasses.asdict(config)
-    del options["out"], options["only_report"], options["mix"]
+    options = _options(config)
     packages = ("jax", "jaxlib", "numpyro", "numpy", "scipy")
     versions = {"python": platform.python_version(), "apgrad": ap.__version__}
     versions |= {name: importlib.metadata.version(name) for name in packages}
@@ -341,13 +364,8 @@ def _fingerprint(experiment: ModuleType, config: Config) -> dict[str, Any]:
 
 def _setting(experiment: ModuleType, config: Config) -> str:
     """What a run is, in words: a preset, or what it has in place of the paper's setting."""
-    paper = dataclasses.asdict(experiment.PAPER)
-    options = dataclasses.asdict(config)
-    changed = [
-        f"{name}={options[name]} (paper: {paper[name]})"
-        for name in paper
-        if name not in ("out", "preset", "seed", "only_report", "mix") and options[name] != paper[name]
-    ]
+    paper, options = (_options(c) | {"preset": "", "seed": 0} for c in (experiment.PAPER, config))
+    changed = [f"{name}={options[name]} (paper: {paper[name]})" for name in paper if options[name] != paper[name]]
     return "the paper preset" if not changed else "not the paper preset: " + ", ".join(changed)
 
 
@@ -363,11 +381,10 @@ def _claim(folder: Path, experiment: ModuleType, config: Config) -> None:
         return
     found = _read(path)
     if found != wanted:
-        different = [f"  {name}: {a!r} there, {b!r} now" for name, a, b in _differences(found, wanted)]
+        different = [f"  {name}: {a!r} there, {b!r} now\n" for name, a, b in _differences(found, wanted)]
         raise SystemExit(
-            f"{folder} holds a run with another configuration:\n" + "\n".join(different) + "\n"
-            "Start it with the same configuration to go on with it, choose another folder with --out, or delete "
-            "the folder to begin again."
+            f"{folder} holds a run with another configuration:\n{''.join(different)}Go on with the same configuration, "
+            "choose another folder with --out, or delete the folder to begin again."
         )
 
 

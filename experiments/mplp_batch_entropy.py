@@ -47,7 +47,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from matplotlib.figure import Figure
 
 from apgrad import meta, mplp
 from experiments import harness
@@ -111,9 +110,8 @@ PAPER = Config(
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    """The tuned optimizers; every start, for each seed."""
     arms = [{"arm": arm, "seed": s} for s in range(config.seeds) for arm in ARMS]
-    return [*({"optimizer": name} for name in BASELINES), *arms]
+    return harness.grid(optimizer=BASELINES) + arms
 
 
 def task_family(config: Config, split: str) -> meta.Task:
@@ -141,9 +139,7 @@ def new_rule(config: Config, cell: harness.Cell) -> meta_curves.Numbered:
 def outer_gradient(config: Config, each: float) -> meta.OuterGradient:
     """The gradient of the sum of the losses of K steps, and of the penalty, with respect to what `new_rule` makes.
 
-    Args:
-      config: the options.
-      each: the weight of the penalty "each"; with the penalty "last" the weight is the number of `new_rule`.
+    The number is the weight of the penalty "each"; that of the penalty "last" is the number of `new_rule`.
     """
     task = task_family(config, "train")
     learner = meta.message_passing(task.network)
@@ -171,14 +167,7 @@ class Penalized(NamedTuple):
 
 
 def algorithm_2(problem: meta.Problem, task: meta.Task, segment: int, weight: float | jax.Array) -> meta.Problem:
-    """The problem, with the penalty of the thesis's Algorithm 2 at the end of each segment; see the top of the file.
-
-    Args:
-      problem: of `meta.inner_problem`, whose step's loss is that of the parameters before the step.
-      task: that is learned.
-      segment: K, the number of steps of a segment.
-      weight: 2 in the thesis.
-    """
+    """The problem, with the penalty of the thesis's Algorithm 2 at the end of each segment; see the top of the file."""
 
     def init(theta, key):
         return Penalized(problem.init(theta, key), jnp.zeros((), float))
@@ -219,7 +208,6 @@ def _shared(config, each):
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """What is recorded against outer steps, and held-out losses along inner steps; or those of a tuned optimizer."""
     if "optimizer" in cell:
         task = task_family(config, "test")
         values, sweep = meta_curves.tuned(task, BASELINES[cell["optimizer"]], 0, config.judged, config.length)
@@ -238,7 +226,6 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """How many seeds started, and when."""
     rows, lines, flat, figures = [], {}, {}, {}
     for cell, result in records:
         if "optimizer" in cell:
@@ -254,17 +241,16 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         flat.setdefault(cell["arm"], []).append(phase)
     if not rows:
         raise SystemExit("optimizers are tuned, but no rule is trained")
-    table = ["seeds that started, outer steps of the flat phase, held-out loss at the end (mean)"]
     for arm, phases in flat.items():
         begun = sum(p is not None for p in phases)
         last = float(np.mean([seed[-1] for seed in lines["held_out"][arm]]))
         figures[arm] = {"seeds_started": begun, "of": len(phases), "flat_phase": phases, "held_out": last}
-        table.append(f"  {arm:<28} {begun} of {len(phases)}   {phases}   {last:.3f}")
-    table += [f"  tuned {name:<22} {figures[name]['held_out']:.3f}" for name in BASELINES if name in figures]
-    return harness.Report(figures, rows, "\n".join(table), _figure(config, records, lines))
+    shown = [{"rule": name, **found} for name, found in figures.items()]
+    table = harness.table(shown, "rule", "seeds_started", "of", "flat_phase", "held_out")
+    return harness.Report(figures, rows, table, _figure(config, records, lines))
 
 
-def _figure(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]], lines: dict[str, Any]) -> Figure:
+def _figure(config, records, lines):
     titles = (f"held-out loss after {config.length} steps", "batch entropy of the last hidden layer", "penalty")
     curves = {title: lines[name] for title, name in zip(titles, RECORDED, strict=True)}
     figure = meta_curves.curve_figure(curves, config.steps, config.data, inner=True)
@@ -277,7 +263,7 @@ def _figure(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]], 
         new = label not in [line.get_label() for line in last.lines]
         last.plot(result["inner"], color=colors[label], label=label if new else None, linewidth=1)
     last.set(xlabel="inner step", ylabel="held-out loss", title="the best rules, test images")
-    last.legend(fontsize=7)
+    last.legend()
     return figure
 
 

@@ -72,9 +72,8 @@ PAPER = Config(
 
 def cells(config: Config) -> list[harness.Cell]:
     """The tuned optimizers; then, seed by seed, the 2 x 2 x 2 grid, so that a run cut short has all of it."""
-    grid = [(k, n, r) for k in config.sizes for n in (False, True) for r in (False, True)]
-    rules = [{"k": k, "norm": n, "rate": r, "seed": s} for s in range(config.seeds) for k, n, r in grid]
-    return [*({"optimizer": name} for name in BASELINES), *rules]
+    grid = lambda seed: harness.grid(k=config.sizes, norm=(False, True), rate=(False, True), seed=[seed])
+    return harness.grid(optimizer=BASELINES) + [cell for seed in range(config.seeds) for cell in grid(seed)]
 
 
 def task_family(config: Config) -> meta.Task:
@@ -122,7 +121,6 @@ def _shared(config):
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """The judged loss against outer steps, and the mean loss of a step in training; or a tuned optimizer's loss."""
     if "optimizer" in cell:
         task = task_family(config)
         best = BASELINES[cell["optimizer"]]
@@ -137,7 +135,6 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """Medians over seeds."""
     rows, curves, figures = [], {}, {}
     for cell, result in records:
         if "optimizer" in cell:
@@ -153,11 +150,10 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     for panel, labels in curves.items():
         for label, seeds in labels.items():
             figures[f"{panel}, {label}"] = float(np.median([np.mean(s[-3:]) for s in seeds]))
-    table = ["loss of a step on fixed tasks, at the end of the training, median over seeds"]
-    table += [f"  {name:<36}{value:9.4f}" for name, value in (figures | lines).items() if isinstance(value, float)]
+    shown = [{"rule": k, "loss at the end": v} for k, v in (figures | lines).items() if isinstance(v, float)]
     title = f"T={config.length}, K={config.segment}, seeds: {len({row['seed'] for row in rows})}"
     figure = meta_curves.curve_figure(curves, config.steps, title, lines)
-    return harness.Report(figures, rows, "\n".join(table), figure)
+    return harness.Report(figures, rows, harness.table(shown, *shown[0]), figure)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from matplotlib.figure import Figure
 
 from apgrad import meta, mplp
 from experiments import harness, mplp_published
@@ -50,7 +49,7 @@ from experiments.parts import meta_curves
 NAME = "mplp_from_random"
 PARTIAL = True
 POOLS = {"sinusoid": 128, "mnist": 16}
-RATES: dict[str, dict[str, tuple[Any, tuple[float, ...]]]] = {
+RATES: dict[str, meta_curves.Baselines] = {
     "sinusoid": {"Adam": (optax.adam, (0.003, 0.01, 0.03, 0.1)), "SGD": (optax.sgd, (0.03, 0.1, 0.3, 1.0))},
     "mnist": {"Adam": (optax.adam, (0.001, 0.003, 0.01, 0.03, 0.1)), "SGD": (optax.sgd, (0.03, 0.1, 0.3, 1.0, 3.0))},
 }
@@ -84,7 +83,6 @@ class Config(harness.Config):
     runs: int = 10
 
     def __post_init__(self):
-        """Refuses what cannot be measured."""
         if set(self.studies) - set(POOLS) or self.runs < 2 or self.max_scale < 0:
             raise ValueError(f"studies are of {list(POOLS)}, runs at least 2 and max_scale at least 0")
 
@@ -93,13 +91,7 @@ PAPER = Config(studies=("sinusoid", "mnist"), sinusoid_steps=36_000, mnist_steps
 
 
 def task_of(study: str, *, judged: bool = False, transfer: str | None = None) -> meta.Task:
-    """A family of tasks with the published network.
-
-    Args:
-      study: "sinusoid" or "mnist".
-      judged: whether held-out data are those that rules are judged on.
-      transfer: of `TRANSFERS`, or None.
-    """
+    """A family of tasks with the published network."""
     if study == "sinusoid":
         made = meta.sinusoid(held_out=201 if judged else 64)
         network, prior = mplp_published.build((1, 20, 20, 1), nnx.relu, nnx.relu, loss=mplp.squared_error)
@@ -131,9 +123,8 @@ def new_rule(study: str, task: meta.Task, seed: int, max_scale: float | None, **
         keys = jax.random.split(key, 3)
         drawn = task.draw(keys[0])
         batches = jax.vmap(lambda key: task.batch(drawn, key))(jax.random.split(keys[1], STEPS[study]))
-        return mplp.fit_standardizers(
-            rule, task.network, task.prior(keys[2]), batches, blend=blend, max_scale=max_scale
-        )
+        prior = task.prior(keys[2])
+        return mplp.fit_standardizers(rule, task.network, prior, batches, blend=blend, max_scale=max_scale)
 
     fit = jax.jit(fitted)
     for key in jax.random.split(jax.random.key(seed + 1), rounds):
@@ -153,14 +144,10 @@ def judge(
 
 def cells(config: Config) -> list[harness.Cell]:
     """For each study what stands beside the rule, then the rule."""
-    found: list[harness.Cell] = []
-    for study in config.studies:
-        found += [{"study": study, "method": m} for m in METHODS]
-    return found
+    return harness.grid(study=config.studies, method=METHODS)
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """Curves, and of the training its losses."""
     study, method = cell["study"], cell["method"]
     if method in RATES[study]:
         make, rates = RATES[study][method]
@@ -217,50 +204,32 @@ def trained(config: Config, cell: harness.Cell, task: meta.Task, seed: int) -> t
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """Curves by step, and the outer loss along the training."""
-    figures, rows, lines = {}, [], []
+    figures, rows, shown = {}, [], []
     studies = list(dict.fromkeys(cell["study"] for cell, _ in records))
-    figure = Figure(figsize=(9, 3.6 * len(studies)), layout="constrained")
-    axes = figure.subplots(len(studies), 2, squeeze=False)
-    for study, (left, right) in zip(studies, axes, strict=True):
-        lines.append(
-            f"{study}: "
-            + ("half squared error" if study == "sinusoid" else "test accuracy, %")
-            + f" after 0..{STEPS[study]} steps (standard error of the last); published {PUBLISHED[study]}"
-        )
-        for cell, result in records:
-            if cell["study"] != study or result["curve"] is None:
-                continue
-            for label, key in [("", "curve"), *((f", {t}", t) for t in TRANSFERS if t in result)]:
-                values, name = np.array(result[key]), cell["method"] + label
-                mean, error = values.mean(0), values.std(0, ddof=1) / len(values) ** 0.5
-                figures[f"{study}, {name}"] = meta_curves.statistics(values) | {
-                    k: result[k] for k in ("rate", "sweep") if k in result
-                }
-                rows += [
-                    {"study": study, "method": name, "step": t, "mean": float(m), "standard_error": float(e)}
-                    for t, (m, e) in enumerate(zip(mean, error, strict=True))
-                ]
-                shown = mean if study == "sinusoid" else mean[:: len(mean) // 4]
-                lines.append(f"  {name:<28}" + " ".join(f"{v:.4g}" for v in shown) + f" ({error[-1]:.2g})")
-                style = {"color": f"C{METHODS.index(cell['method'])}", "linestyle": STYLES[key]}
-                left.errorbar(np.arange(len(mean)), mean, yerr=2 * error, markersize=2, label=name, **style)
-            if result.get("losses"):
-                steps = {"sinusoid": config.sinusoid_steps, "mnist": config.mnist_steps}[study]
-                right.plot(np.linspace(steps / len(result["losses"]), steps, len(result["losses"])), result["losses"])
-        left.set(xlabel="inner step", ylabel="half squared error" if study == "sinusoid" else "test accuracy, %")
-        left.set(title=f"{study}, {config.runs} runs")
-        if study == "sinusoid":
-            left.set_yscale("log")
-        else:
-            left.set_ylim(0, 100)
-        if left.lines:
-            left.legend(fontsize=7, ncols=2)
-        if right.lines:
-            right.set(xlabel="outer step", ylabel="outer loss", yscale="log", title="meta-training from a random start")
-        else:
-            right.axis("off")  # the training is under way
-    return harness.Report(figures, rows, "\n".join(lines), figure)
+    figure, axes = harness.panels(len(studies), 2, (9, 3.6 * len(studies)))
+    panels = dict(zip(studies, axes, strict=True))
+    for cell, result in (both for both in records if both[1]["curve"] is not None):
+        study, (left, right) = cell["study"], panels[cell["study"]]
+        for label, key in [("", "curve"), *((f", {t}", t) for t in TRANSFERS if t in result)]:
+            found, name = meta_curves.along(np.array(result[key])), cell["method"] + label
+            figures[f"{study}, {name}"] = found[-1] | {k: result[k] for k in ("rate", "sweep") if k in result}
+            mean, error = (np.array([v[k] for v in found]) for k in ("mean", "standard_error"))
+            values = zip(mean.tolist(), error.tolist(), strict=True)
+            row = {"study": study, "method": name}
+            rows += [row | {"step": t, "mean": m, "standard_error": e} for t, (m, e) in enumerate(values)]
+            shown.append(rows[-1] | {"published": PUBLISHED.get(f"{study}{label}")})
+            style = {"color": f"C{METHODS.index(cell['method'])}", "linestyle": STYLES[key]}
+            left.errorbar(np.arange(len(mean)), mean, yerr=2 * error, label=name, **style)
+        if losses := result.get("losses"):
+            steps = {"sinusoid": config.sinusoid_steps, "mnist": config.mnist_steps}[study]
+            right.plot(np.linspace(steps / len(losses), steps, len(losses)), losses)
+    for study, (left, right) in panels.items():
+        sinusoid = study == "sinusoid"
+        left.set(xlabel="inner step", ylabel="half squared error" if sinusoid else "test accuracy, %")
+        left.set(title=f"{study}, {config.runs} runs", **({"yscale": "log"} if sinusoid else {"ylim": (0, 100)}))
+        left.legend(ncols=2)
+        right.set(xlabel="outer step", ylabel="outer loss", yscale="log", title="meta-training from a random start")
+    return harness.Report(figures, rows, harness.table(shown, *shown[0]), figure)
 
 
 if __name__ == "__main__":

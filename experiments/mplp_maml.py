@@ -20,6 +20,7 @@ A training goes on where it was killed: its checkpoints are in the folder of the
 """
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
@@ -27,7 +28,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from matplotlib.figure import Figure
 
 from apgrad import meta, mplp
 from experiments import convert_published, harness, mplp_published
@@ -63,8 +63,7 @@ PAPER = Config(steps=258_202, runs=100, rate=1e-4)
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    """The learners, and the published checkpoint."""
-    return [{"method": method} for method in METHODS]
+    return harness.grid(method=METHODS)
 
 
 def task_family() -> meta.Task:
@@ -92,7 +91,6 @@ def outer_gradient(config: Config, method: str, seed: int) -> tuple[meta.Learner
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """Half the squared error over the domain after 0, 1, 2 steps, and the predictions of one run."""
     task, losses, skipped = meta.sinusoid(held_out=100), [], 0
     if cell["method"] == "published":
         try:
@@ -122,35 +120,32 @@ def _half_squared_error(network: mplp.Sequential) -> Any:
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """Errors by step, one run of each, and the outer loss along the training."""
     records = [(cell, result) for cell, result in records if not result.get("missing")]
-    rows, figures, lines = [], {}, ["half squared error after 0, 1, 2 steps (standard error of the last)"]
-    for cell, result in records:
-        for start in ("prior", "random"):
-            values = np.array(result[start])
-            found = meta_curves.statistics(values)
-            name = f"{cell['method']}, {'learned prior' if start == 'prior' else 'random prior'}"
-            figures[name] = found
-            errors = values.std(axis=0, ddof=1) / len(values) ** 0.5
-            for t, (mean, error) in enumerate(zip(values.mean(axis=0), errors, strict=True)):
-                rows.append({**cell, "prior": start, "step": t, "mean": float(mean), "standard_error": float(error)})
-            means = " ".join(f"{v:.4f}" for v in values.mean(axis=0))
-            lines.append(f"  {name:<26}{means} ({found['standard_error']:.4f})")
-    figure = Figure(figsize=(4.2 * (len(records) + 1), 3.4), layout="constrained")
-    *axes, last = figure.subplots(1, len(records) + 1)
+    rows, figures, shown = [], {}, []
+    for (cell, result), start in itertools.product(records, ("prior", "random")):
+        found = meta_curves.along(np.array(result[start]))
+        name = f"{cell['method']}, {'learned prior' if start == 'prior' else 'random prior'}"
+        figures[name] = found[-1]
+        for t, values in enumerate(found):
+            row = {**cell, "prior": start, "step": t, "mean": values["mean"]}
+            rows.append(row | {"standard_error": values["standard_error"]})
+        shown.append({"half squared error after": name, **{f"{t} steps": v["mean"] for t, v in enumerate(found)}})
+        shown[-1][f"{STEPS} steps_se"] = found[-1]["standard_error"]
+    figure, ((*axes, last),) = harness.panels(1, len(records) + 1, (4.2 * (len(records) + 1), 3.4))
     for ax, (cell, result) in zip(axes, records, strict=True):
         x, y, *outputs = np.array(result["example"])
         for t, output in enumerate(outputs):
             ax.plot(x, output, color=f"{0.75 - 0.35 * t}", label=f"after {t} steps")
         ax.plot(x, y, "C3--", linewidth=1, label="target")
         ax.set(title=cell["method"], xlabel="x")
-        ax.legend(fontsize=7)
+        ax.legend()
         if count := len(result["losses"]):
             last.plot(np.linspace(config.steps / count, config.steps, count), result["losses"], label=cell["method"])
     last.set(xlabel="outer step", ylabel="held-out loss", yscale="log", title="meta-training")
     if last.lines:
-        last.legend(fontsize=7)
-    return harness.Report(figures, rows, "\n".join(lines), figure)
+        last.legend()
+    columns = [name for name in shown[0] if not name.endswith("_se")]
+    return harness.Report(figures, rows, harness.table(shown, *columns), figure)
 
 
 if __name__ == "__main__":

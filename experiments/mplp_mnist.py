@@ -21,7 +21,6 @@ import jax
 import numpy as np
 import optax
 import optax.contrib
-from matplotlib.figure import Figure
 
 from apgrad import meta, mplp
 from experiments import harness
@@ -58,23 +57,11 @@ SETTINGS = {
 }
 MARKS = (20, 100, 200, 1000)
 PAPER_ACCURACY = {"144-50-10": 48.95, "144-50-10, step": 43.07, "784-100-10": 37.6}
-TARGETS = {
-    "144-50-10": 80,
-    "144-50-10, step": 73,
-    "784-100-10": 73,
-    "784-256-128-10": 70,
-}
-RATES = {
-    "Adam": (0.001, 0.003, 0.01, 0.03, 0.1),
-    "SGD": (0.03, 0.1, 0.3, 1.0, 3.0),
-    "momentum": (0.01, 0.03, 0.1, 0.3, 1.0),
-    "Muon": (0.01, 0.03, 0.1, 0.3, 1.0),
-}
-OPTIMIZERS = {
-    "Adam": optax.adam,
-    "SGD": optax.sgd,
-    "momentum": functools.partial(optax.sgd, momentum=0.9),
-    "Muon": optax.contrib.muon,
+OPTIMIZERS: meta_curves.Baselines = {
+    "Adam": (optax.adam, (0.001, 0.003, 0.01, 0.03, 0.1)),
+    "SGD": (optax.sgd, (0.03, 0.1, 0.3, 1.0, 3.0)),
+    "momentum": (functools.partial(optax.sgd, momentum=0.9), (0.01, 0.03, 0.1, 0.3, 1.0)),
+    "Muon": (optax.contrib.muon, (0.01, 0.03, 0.1, 0.3, 1.0)),
 }
 
 
@@ -91,7 +78,6 @@ class Config(harness.Config):
     settings: tuple[str, ...] = ("144-50-10", "144-50-10, step", "digits 64-50-10")
 
     def __post_init__(self):
-        """Refuses what has no standard deviation."""
         unknown = sorted(set(self.settings) - set(SETTINGS))
         if self.runs < 2 or unknown:
             raise ValueError(f"runs must be at least 2 and settings of {list(SETTINGS)}, got {self.runs}, {unknown}")
@@ -101,8 +87,7 @@ PAPER = Config(runs=100, settings=tuple(SETTINGS))
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    """The rule and the baselines."""
-    return [{"setting": s, "method": m} for s in config.settings for m in ("MPLP", *RATES)]
+    return harness.grid(setting=config.settings, method=("MPLP", *OPTIMIZERS))
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
@@ -120,8 +105,9 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     if learned:
         learner, thetas = meta.message_passing(task.network), {"trained": mplp.load_pretrained(setting.rule)}
     else:
-        learner = meta.optimizer(OPTIMIZERS[cell["method"]], task.loss)
-        thetas = {str(rate): jax.numpy.float32(rate) for rate in RATES[cell["method"]]}
+        make, rates = OPTIMIZERS[cell["method"]]
+        learner = meta.optimizer(make, task.loss)
+        thetas = {str(rate): jax.numpy.float32(rate) for rate in rates}
     accuracy = lambda p, b: 100 * meta.accuracy(task, p, b)
     evaluate = meta_curves.evaluation(task, learner, config.seed, config.runs, setting.steps, accuracy)
     curves = {rate: evaluate(theta) for rate, theta in thetas.items()}
@@ -131,58 +117,41 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """Means, deviations over runs, standard errors; the best rate of each baseline."""
-    rows, best, sweeps = [], {}, {}
+    rows, figures, curves = [], {}, {}
     for cell, result in records:
-        values = np.array(result["accuracy"])
-        mean, deviation = values.mean(axis=0), values.std(axis=0, ddof=1)
-        error = deviation / np.sqrt(len(values))
-        for step, (m, d, e) in enumerate(zip(mean, deviation, error, strict=True)):
-            if step > 20 and step % 20:
-                continue  # the picture has all steps
-            row = {**cell, "rate": result["rate"], "step": step}
-            rows.append({**row, "mean": float(m), "deviation": float(d), "standard_error": float(e)})
-        best[cell["setting"], cell["method"]] = result["rate"], mean, deviation, error
-        sweeps[f"{cell['setting']}, {cell['method']}"] = result["sweep"]
-    figures, lines = {}, ["accuracy, %, mean ± deviation over runs (standard error); paper; target"]
-    for (name, method), (rate, mean, deviation, error) in best.items():
-        found = {"mean": mean[-1], "deviation": deviation[-1], "standard_error": error[-1]}
-        figures[f"{name}, {method}"] = {k: float(v) for k, v in found.items()} | {
-            "rate": rate,
-            "sweep": sweeps[f"{name}, {method}"],
-        }
-        tail = f"  {PAPER_ACCURACY.get(name, '-')}  {TARGETS.get(name, '-')}" if method == "MPLP" else f"  rate {rate}"
-        lines.append(f"  {name:<26}{method:<9}{mean[-1]:6.1f} ± {deviation[-1]:.1f} ({error[-1]:.1f}){tail}")
+        found, name = meta_curves.along(np.array(result["accuracy"])), f"{cell['setting']}, {cell['method']}"
+        rate, places = {**cell, "rate": result["rate"]}, enumerate(found)
+        rows += [rate | {"step": t, **values} for t, values in places if t <= 20 or t % 20 == 0]  # the picture has all
+        figures[name] = found[-1] | {"rate": result["rate"], "sweep": result["sweep"]}
+        mean, error = curves[name] = tuple(np.array([v[k] for v in found]) for k in ("mean", "standard_error"))
         if len(mean) > MARKS[1]:
             marks = [t for t in MARKS if t < len(mean)]
-            figures[f"{name}, {method}"]["at steps"] = {str(t): [float(mean[t]), float(error[t])] for t in marks}
-            lines.append("    at steps " + ", ".join(f"{t}: {mean[t]:.1f} ({error[t]:.1f})" for t in marks))
+            figures[name]["at steps"] = {str(t): [float(mean[t]), float(error[t])] for t in marks}
+    shown = [{"setting, method": name, **found} for name, found in figures.items()]
+    table = harness.table(shown, "setting, method", "mean", "deviation", "standard_error", "rate", "at steps")
     for name in config.settings:
-        ahead = best[name, "MPLP"][1][1:] > best[name, "Adam"][1][1:]
-        ahead = ahead[: SETTINGS[name].tuned]
-        figures[f"{name}, steps at which the rule is above tuned Adam"] = f"{ahead.sum()} of {len(ahead)}"
-        lines.append(f"  {name}: above tuned Adam at {ahead.sum()} of the first {len(ahead)} steps")
-    return harness.Report(figures, rows, "\n".join(lines), _figure(config, best))
+        ahead = (curves[f"{name}, MPLP"][0] > curves[f"{name}, Adam"][0])[1:][: SETTINGS[name].tuned]
+        words = f"{name}, steps at which the rule is above tuned Adam"
+        figures[words] = f"{ahead.sum()} of {len(ahead)}"
+        table += f"\n{words}: {figures[words]}"
+    return harness.Report(figures, rows, table, _figure(config, figures, curves))
 
 
-def _figure(config, best):
-    count = len(config.settings)
-    columns = min(3, count)
-    figure = Figure(figsize=(4.2 * columns, 3.4 * -(-count // columns)), layout="constrained")
-    axes = figure.subplots(-(-count // columns), columns, squeeze=False).ravel()
-    for ax, name in zip(axes, config.settings, strict=False):
-        for method in ("MPLP", *RATES):
-            rate, mean, _, error = best[name, method]
-            steps = np.arange(len(mean))
-            (line,) = ax.plot(steps, mean, label=method if method == "MPLP" else f"{method}, rate {rate}")
-            ax.fill_between(steps, mean - 2 * error, mean + 2 * error, alpha=0.2, color=line.get_color())
+def _figure(config, figures, curves):
+    lines = -(-len(config.settings) // 3)
+    figure, axes = harness.panels(lines, 3, (12.6, 3.4 * lines))
+    for ax, name in zip(axes.flat, config.settings, strict=False):
+        for method in ("MPLP", *OPTIMIZERS):
+            mean, error = curves[f"{name}, {method}"]
+            label = method if method == "MPLP" else f"{method}, rate {figures[f'{name}, {method}']['rate']}"
+            harness.band(ax, np.arange(len(mean)), mean, mean - 2 * error, mean + 2 * error, "-", label=label)
         if SETTINGS[name].steps > MARKS[1]:
             ax.set(xscale="symlog")
         if name in PAPER_ACCURACY:
             ax.plot(20, PAPER_ACCURACY[name], "k*", label="published rule")
         ax.set(xlabel="inner step", ylabel="test accuracy, %", title=name, ylim=(0, 100))
-        ax.legend(fontsize=7)
-    for ax in axes[count:]:
+        ax.legend()
+    for ax in axes.flat[len(config.settings) :]:
         ax.remove()
     return figure
 

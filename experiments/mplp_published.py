@@ -26,10 +26,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from matplotlib.figure import Figure
 
 from apgrad import meta, mplp
 from experiments import harness
+from experiments.parts import meta_curves
 
 SINUSOID_STEPS, SINUSOID_POINTS = 5, 10
 MNIST_STEPS, MNIST_BATCH, MNIST_TEST = 20, 8, 100
@@ -40,9 +40,9 @@ METHODS: dict[str, Callable[[], optax.GradientTransformation] | None] = {
     "SGD": lambda: optax.sgd(0.1),
     "MPLP, 784-100-10": None,
 }
+SINUSOID = ("MPLP", "Adam", "SGD")
 PAPER_ACCURACY = {"MPLP": 48.95, "MPLP, step": 43.1, "MPLP, 784-100-10": 37.6, "Adam": 39.5, "SGD": 14.7}
 GRID = np.linspace(-5.0, 5.0, 201)
-CHECKPOINT_HALF_L2 = (0.0253, 0.0113, 0.0055, 0.0031, 0.0019, 0.0013)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,6 @@ class Config(harness.Config):
     runs: int = 20
 
     def __post_init__(self):
-        """Refuses what has no standard deviation."""
         if self.runs < 2:
             raise ValueError(f"runs must be at least 2, got {self.runs}")
 
@@ -65,9 +64,7 @@ PAPER = Config(runs=100)
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    """All methods on both tasks."""
-    sinusoid: list[harness.Cell] = [{"task": "sinusoid", "method": m} for m in ("MPLP", "Adam", "SGD")]
-    return sinusoid + [{"task": "mnist", "method": m} for m in METHODS]
+    return harness.grid(task=["sinusoid"], method=SINUSOID) + harness.grid(task=["mnist"], method=METHODS)
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
@@ -179,67 +176,42 @@ def mnist_run(method: str) -> Callable[[jax.Array], dict[str, jax.Array]]:
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """Means over runs, with the spread over runs and the standard error of the mean."""
-    rows, figures = [], {}
+    rows, figures, curves = [], {}, {}
     for cell, result in records:
         for measure in ("eval", "train") if cell["task"] == "sinusoid" else ("accuracy",):
-            values = np.array(result[measure])
-            for step, column in enumerate(values.T):
-                deviation = float(np.std(column, ddof=1))
-                row = {**cell, "measure": measure, "step": step, "mean": float(np.mean(column)), "deviation": deviation}
-                rows.append({**row, "standard_error": deviation / np.sqrt(len(column))})
-        last = [
-            r for r in rows if r["task"] == cell["task"] and r["method"] == cell["method"] and r["measure"] != "train"
-        ]
-        figures[f"{cell['task']}, {cell['method']}"] = {k: last[-1][k] for k in ("mean", "deviation", "standard_error")}
+            found = meta_curves.along(np.array(result[measure]))
+            rows += [{**cell, "measure": measure, "step": t, **values} for t, values in enumerate(found)]
+            if measure != "train":
+                figures[f"{cell['task']}, {cell['method']}"] = found[-1]
+            columns = (np.array([values[k] for values in found]) for k in ("mean", "deviation", "standard_error"))
+            curves[measure, cell["method"]] = tuple(columns)
     examples = {c["method"]: np.array(r["example"]) for c, r in records if c["task"] == "sinusoid"}
-    return harness.Report(figures, rows, _table(rows), _figure(rows, examples))
+    shown = [{"method": k, **v, "paper": PAPER_ACCURACY.get(k.removeprefix("mnist, "))} for k, v in figures.items()]
+    return harness.Report(figures, rows, harness.table(shown, *shown[0]), _figure(curves, examples))
 
 
-def _curve(rows, task, method, measure):
-    found = [r for r in rows if (r["task"], r["method"], r["measure"]) == (task, method, measure)]
-    return [np.array([r[k] for r in found]) for k in ("step", "mean", "deviation", "standard_error")]
-
-
-def _table(rows):
-    lines = ["half L2 over the domain after 0..5 steps"]
-    for method in ("MPLP", "Adam", "SGD"):
-        lines.append(f"  {method:<18}" + " ".join(f"{v:.4f}" for v in _curve(rows, "sinusoid", method, "eval")[1]))
-    lines.append("  checkpoint, given " + " ".join(f"{v:.4f}" for v in CHECKPOINT_HALF_L2))
-    lines.append("accuracy after 20 steps, mean ± standard deviation over runs (standard error), paper")
-    for method in METHODS:
-        _, mean, deviation, error = _curve(rows, "mnist", method, "accuracy")
-        lines.append(
-            f"  {method:<18}{mean[-1]:5.1f} ± {deviation[-1]:.1f} ({error[-1]:.1f}), {PAPER_ACCURACY[method]:.1f}"
-        )
-    return "\n".join(lines)
-
-
-def _figure(rows, examples):
-    figure = Figure(figsize=(13, 6), layout="constrained")
-    axes = figure.subplot_mosaic([["MPLP", "Adam", "mnist"], ["eval", "train", "mnist"]], width_ratios=(1, 1, 1.3))
-    for method in ("MPLP", "Adam"):
-        ax, (target, *outputs) = axes[method], examples[method]
+def _figure(curves, examples):
+    figure, ((*drawn, accuracy), (errors, seen, empty)) = harness.panels(2, 3, (13, 6))
+    empty.remove()
+    for ax, method in zip(drawn, ("MPLP", "Adam"), strict=True):
+        target, *outputs = examples[method]
         for t, output in enumerate(outputs):
             label = {0: "before", SINUSOID_STEPS: f"after {SINUSOID_STEPS} steps"}.get(t)
             ax.plot(GRID, output, color=f"{0.8 - 0.16 * t}", label=label)
         ax.plot(GRID, target, color="C3", linestyle="--", linewidth=1, label="target")
         ax.set(xlabel="x", title=f"Sinusoid, one run, {method}")
-        ax.legend(fontsize=8)
-    for measure, title in (("eval", "over the domain"), ("train", "on points seen so far")):
-        ax = axes[measure]
-        for method in ("MPLP", "Adam", "SGD"):
-            step, mean, deviation, _ = _curve(rows, "sinusoid", method, measure)
-            (line,) = ax.plot(step, mean, marker="o", markersize=3, label=method)
+    for ax, measure, title in ((errors, "eval", "over the domain"), (seen, "train", "on points seen so far")):
+        for method in SINUSOID:
+            mean, deviation, _ = curves[measure, method]
             low = np.maximum(mean - deviation, 1e-9)
-            ax.fill_between(step, low, mean + deviation, alpha=0.15, color=line.get_color(), linewidth=0)
+            harness.band(ax, np.arange(len(mean)), mean, low, mean + deviation, label=method)
         ax.set(yscale="log", ylim=(5e-4, 6e-2), xlabel="inner step", ylabel="half squared error", title=title)
-        ax.legend(fontsize=8)
     for method in METHODS:
-        step, mean, _, error = _curve(rows, "mnist", method, "accuracy")
-        axes["mnist"].errorbar(step, mean, yerr=2 * error, marker="o", markersize=3, linewidth=1.2, label=method)
-    axes["mnist"].set(xlabel="inner step", ylabel="test accuracy, %", title="MNIST, 20 steps of 8 images (± 2 s.e.)")
-    axes["mnist"].legend(fontsize=8)
+        mean, _, error = curves["accuracy", method]
+        accuracy.errorbar(np.arange(len(mean)), mean, yerr=2 * error, marker="o", label=method)
+    accuracy.set(xlabel="inner step", ylabel="test accuracy, %", title="MNIST, 20 steps of 8 images (± 2 s.e.)")
+    for ax in (*drawn, accuracy, errors, seen):
+        ax.legend()
     return figure
 
 

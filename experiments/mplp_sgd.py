@@ -29,7 +29,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from matplotlib.figure import Figure
 
 from apgrad import meta, mplp
 from experiments import harness
@@ -82,8 +81,7 @@ PAPER = Config(
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    """One rule; and SGD and Adam."""
-    return [{"method": "SGD"}, {"method": "Adam"}, {"method": "MPLP"}]
+    return harness.grid(method=[*BASELINES, "MPLP"])
 
 
 def task_family(config: Config) -> meta.Task:
@@ -115,7 +113,6 @@ def outer_gradient(config: Config) -> tuple[meta.Learner, meta.OuterGradient]:
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """The loss on the domain before and after each inner step; of the rule also curves, surfaces and an example."""
     task = task_family(config)
     if cell["method"] in BASELINES:
         best = BASELINES[cell["method"]]
@@ -230,23 +227,19 @@ def shown(config: Config) -> list[int]:
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """Errors, correlations, surfaces."""
     results = {cell["method"]: result for cell, result in records}
     rule = results["MPLP"]
     figures: dict[str, Any] = {f"correlation, {n}": s["correlation"] for n, s in rule["surfaces"].items()}
     judged_at = np.linspace(0, config.steps, len(rule["judged"]))
     figures["outer_loss_by_step"] = [[round(t), loss] for t, loss in zip(judged_at, rule["judged"], strict=True)]
-    rows = []
-    lines = [f"outer loss (sum over {config.length} steps); half squared error after them, mean (standard error)"]
+    rows, shown = [], [{"correlation with SGD's": n, "value": s["correlation"]} for n, s in rule["surfaces"].items()]
     for method, result in results.items():
         values = np.array(result["eval"])
         found = meta_curves.statistics(values) | {"outer_loss": meta_curves.total_loss(values)}
         figures[method] = found | ({"rate": result["rate"], "sweep": result["sweep"]} if "rate" in result else {})
         rows.append({"method": method, **found})
-        lines.append(f"  {method:<6}{found['outer_loss']:9.3f}  {found['mean']:.4f} ({found['standard_error']:.4f})")
-    lines += [f"  {name:<20}{value:+.2f}" for name, value in figures.items() if name.startswith("corr")]
-    figure = Figure(figsize=(13, 10.5), layout="constrained")
-    axes = figure.subplots(4, 4)
+    table = f"{harness.table(rows, *rows[0])}\n{harness.table(shown, *shown[0])}"
+    figure, axes = harness.panels(4, 4, (13, 10.5))
     for column, (name, (_, labels, exact)) in enumerate(SURFACES.items()):
         first, second, learned = _grid(rule, name)
         descent = np.asarray(exact(first[:, None], second[None]), float)
@@ -259,34 +252,35 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     m, z, relu = _grid(rule, "g_relu")
     large = np.abs(m) >= np.abs(m).max() / 2
     slope = (relu[large] / m[large, None]).mean(axis=0)
-    axes[2, 0].plot(z, slope, label="learned g_relu / m")
-    axes[2, 0].plot(z, z > 0, label="relu's")
-    axes[2, 0].set(xlabel="z", title="derivative")
     activation = np.cumsum(slope) * (z[1] - z[0])
-    axes[2, 1].plot(z, activation - np.interp(0.0, z, activation), label="learned")  # 0 at 0
-    axes[2, 1].plot(z, np.maximum(z, 0), label="relu")
-    axes[2, 1].set(xlabel="z", title="activation")
-    axes[2, 2].plot(np.linspace(config.steps / config.points, config.steps, config.points), rule["losses"])
-    axes[2, 2].set(xlabel="outer step", title=f"outer loss of {config.segment} steps, in training", yscale="log")
+    (derivative, integral, training, inner), (judged, example, *empty) = axes[2:]
+    for ax, title, learned, exact in (
+        (derivative, "derivative: g_relu / m", slope, z > 0),
+        (integral, "activation", activation - np.interp(0.0, z, activation), np.maximum(z, 0)),  # 0 at 0
+    ):
+        ax.plot(z, learned, label="learned")
+        ax.plot(z, exact, label="relu's")
+        ax.set(xlabel="z", title=title)
+    training.plot(np.linspace(config.steps / config.points, config.steps, config.points), rule["losses"])
+    training.set(xlabel="outer step", title=f"outer loss of {config.segment} steps, in training", yscale="log")
     for method, result in results.items():
-        axes[2, 3].plot(np.array(result["eval"]).mean(axis=0), label=method)
-    axes[2, 3].set(xlabel="inner step", title="half squared error", yscale="log")
+        inner.plot(np.array(result["eval"]).mean(axis=0), label=method)
+    inner.set(xlabel="inner step", title="half squared error", yscale="log")
     # Fig. 3: the outer loss on fixed tasks, with the tuned optimizers as lines; and a fit.
-    axes[3, 0].plot(judged_at, rule["judged"], label="MPLP")
+    judged.plot(judged_at, rule["judged"], label="MPLP")
     for i, method in enumerate(BASELINES):
-        axes[3, 0].axhline(figures[method]["outer_loss"], color=f"C{i + 1}", linestyle="--", label=method)
-    axes[3, 0].set(xlabel="outer step", title=f"outer loss of {config.length} steps, judged", yscale="log")
+        judged.axhline(figures[method]["outer_loss"], color=f"C{i + 1}", linestyle="--", label=method)
+    judged.set(xlabel="outer step", title=f"outer loss of {config.length} steps, judged", yscale="log")
     x, y, *outputs = np.array(rule["example"])
-    axes[3, 1].plot(x, y, "k--", label="target")
+    example.plot(x, y, "k--", label="target")
     for part, output in zip(SHOWN, outputs, strict=True):
-        axes[3, 1].plot(x, output, color=f"{0.75 * (1 - part)}", label=f"after {round(part * config.length)} steps")
-    axes[3, 1].set(xlabel="x", title="an example")
-    for ax in (axes[3, 2], axes[3, 3]):
+        example.plot(x, output, color=f"{0.75 * (1 - part)}", label=f"after {round(part * config.length)} steps")
+    example.set(xlabel="x", title="an example")
+    for ax in empty:
         ax.axis("off")
-    for ax in (axes[2, 0], axes[2, 1], axes[2, 3], axes[3, 0]):
-        ax.legend(fontsize=7)
-    axes[3, 2].legend(*axes[3, 1].get_legend_handles_labels(), fontsize=7, loc="center left")
-    return harness.Report(figures, rows, "\n".join(lines), figure)
+    for ax in (derivative, integral, inner, judged, example):
+        ax.legend()
+    return harness.Report(figures, rows, table, figure)
 
 
 def _grid(rule: dict[str, Any], name: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -16,10 +16,10 @@ The report takes any of the cells. A training goes on where it was killed.
 """
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from apgrad import meta, mplp
 from experiments import harness, mplp_from_random
@@ -61,7 +61,6 @@ class Config(harness.Config):
     objective: mplp_from_random.Objective = "published"
 
     def __post_init__(self):
-        """Refuses what cannot be trained."""
         if not set(self.sharing) <= {"none", "all"} or self.runs < 2:
             raise ValueError(f'sharing is of "none" and "all", and runs at least 2; got {self.sharing}, {self.runs}')
 
@@ -81,13 +80,10 @@ PAPER = Config(
 
 def cells(config: Config) -> list[harness.Cell]:
     """The rule that comes with apgrad, the optimizers; then, seed by seed, the grid, so that a run cut short has it."""
-    methods: list[harness.Cell] = [{"method": m} for m in ("apgrad's rule", *BASELINES)]
-    return methods + [
-        {"k": k, "share": share, "seed": seed}
-        for seed in range(config.seeds)
-        for share in config.sharing
-        for k in config.sizes
-    ]
+    found = harness.grid(method=("apgrad's rule", *BASELINES))
+    for seed, share in itertools.product(range(config.seeds), config.sharing):
+        found += harness.grid(k=config.sizes, share=[share], seed=[seed])
+    return found
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
@@ -104,9 +100,8 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     options: dict[str, Any] = {"share": shared, "share_standardizers": shared, "share_scales": shared}
     options |= {"message_size": cell["k"], "hidden": config.hidden, "layers": config.layers}
     task = mplp_from_random.task_of("sinusoid")
-    outer, optimizer, rule = mplp_from_random.training(
-        "sinusoid", task, cell["seed"], None, config.objective, config.rate, **options
-    )
+    fixed = (cell["seed"], None, config.objective, config.rate)
+    outer, optimizer, rule = mplp_from_random.training("sinusoid", task, *fixed, **options)
     judged = mplp_from_random.task_of("sinusoid", judged=True)
     evaluate = meta_curves.evaluation(judged, meta.message_passing(judged.network), config.seed, config.runs, STEPS)
 
@@ -119,36 +114,31 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """Errors at the end of each training, and along it."""
-    rows, figures, lines = [], {}, [f"half squared error after {STEPS} steps (standard error)"]
-    lines.append(f"  {'published checkpoint':<28}{CHECKPOINT:.5f}")
-    curves: dict[str, dict[str, list[list[float]]]] = {}
+    rows, figures, curves = [], {}, {}
     constants = {"published checkpoint": CHECKPOINT}
+    shown: list[dict[str, Any]] = [{"rule": "published checkpoint", "mean": CHECKPOINT}]
     for cell, result in records:
         if "method" in cell:
             name = cell["method"]
             figures[name] = meta_curves.statistics(np.array(result["eval"]))
             figures[name] |= {k: result[k] for k in ("rate", "sweep") if k in result}
             constants[name if name not in BASELINES else f"tuned {name}"] = figures[name]["mean"]
-            lines.append(f"  {name:<28}{figures[name]['mean']:.5f} ({figures[name]['standard_error']:.5f})")
+            shown.append({"rule": name, **figures[name]})
             continue
-        judged = np.array(result["judged"])
-        rows += [
-            {**cell, "step": t * config.steps // config.points, "mean": float(m), "standard_error": float(e)}
-            for t, (m, e) in enumerate(judged)
-        ]
-        name = f"k = {cell['k']}, shared: {cell['share']}"
-        found = {"mean": float(judged[-1, 0]), "standard_error": float(judged[-1, 1]), "skipped": result["skipped"]}
-        figures.setdefault(name, {})[f"seed {cell['seed']}"] = found
-        lines.append(f"  {name}, seed {cell['seed']:<6}{judged[-1, 0]:.5f} ({judged[-1, 1]:.5f})")
-        curves.setdefault(f"shared: {cell['share']}", {}).setdefault(f"k = {cell['k']}", []).append(
-            judged[1:, 0].tolist()
-        )
+        for t, (mean, error) in enumerate(result["judged"]):
+            step = t * config.steps // config.points
+            rows.append({**cell, "step": step, "mean": float(mean), "standard_error": float(error)})
+        name, seed = f"k = {cell['k']}, shared: {cell['share']}", f"seed {cell['seed']}"
+        found = {k: rows[-1][k] for k in ("mean", "standard_error")} | {"skipped": result["skipped"]}
+        figures.setdefault(name, {})[seed] = found
+        shown.append({"rule": f"{name}, {seed}", **found})
+        panel = curves.setdefault(f"shared: {cell['share']}", {})
+        panel.setdefault(f"k = {cell['k']}", []).append([mean for mean, _ in result["judged"][1:]])
     if not curves:
         raise SystemExit("optimizers are tuned, but no rule is trained")
     title = f"half squared error after {STEPS} steps, seeds: {len({row['seed'] for row in rows})}"
-    figure: Figure = meta_curves.curve_figure(curves, config.steps, title, constants)
-    return harness.Report(figures, rows, "\n".join(lines), figure)
+    figure = meta_curves.curve_figure(curves, config.steps, title, constants)
+    return harness.Report(figures, rows, harness.table(shown, "rule", "mean", "standard_error"), figure)
 
 
 if __name__ == "__main__":

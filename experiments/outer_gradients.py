@@ -33,7 +33,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.figure import Figure
 
 import apgrad as ap
 from apgrad import meta
@@ -74,7 +73,6 @@ class Config(harness.Config):
     sigma: float = 0.03
 
     def __post_init__(self):
-        """Refuses lengths that truncations do not divide."""
         if bad := [t for t in self.lengths if t % SEGMENT]:
             raise ValueError(f"lengths must be multiples of {SEGMENT}, got {bad}")
 
@@ -143,28 +141,22 @@ def sampler(name: str, length: int, sigma: float) -> Callable[[jax.Array, jax.Ar
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    """The references, then every estimator."""
-    grid = [{"theta": r, "T": t} for r in config.rates for t in config.lengths]
-    names = [f"reference, {name}" for name in REFERENCES]
-    return [{"estimator": e, **point} for point in grid for e in (*names, *ESTIMATORS)]
+    names = (*(f"reference, {name}" for name in REFERENCES), *ESTIMATORS)
+    grid = harness.grid(theta=config.rates, T=config.lengths, estimator=names)
+    return [{k: cell[k] for k in ("estimator", "theta", "T")} for cell in grid]
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """Mean, variance of one estimate, and the mean's standard error."""
     name, draw = cell["estimator"], sampler(cell["estimator"], cell["T"], config.sigma)
     count = config.reference if name.startswith("reference") else config.estimates
     count = count // LANES if name == "reference, noise" else count
     values = draw(jnp.float32(cell["theta"]), jax.random.split(jax.random.key(seed), count))
     values = np.asarray(values, np.float64)
-    return {
-        "mean": float(values.mean()),
-        "variance": float(values.var(ddof=1)),
-        "standard_error": float(values.std(ddof=1) / np.sqrt(len(values))),
-    }
+    found = {"mean": float(values.mean()), "variance": float(values.var(ddof=1))}
+    return found | {"standard_error": harness.standard_error(values)}
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """Bias and variance of each."""
     found = {(c["estimator"], c["theta"], c["T"]): r for c, r in records}
     rows, figures = [], {}
     for cell, result in records:
@@ -182,18 +174,12 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     for theta, length in itertools.product(config.rates, config.lengths):
         for name in REFERENCES:
             r = found[f"reference, {name}", theta, length]
-            figures[f"reference, {name}, theta={theta}, T={length}"] = {
-                "mean": r["mean"],
-                "standard_error": r["standard_error"],
-            }
-    last = config.lengths[-1]
-    lines = [f"T = {last}: variance, bias ± standard error against its own objective's derivative"]
-    for theta in config.rates:
-        lines.append(f"theta = {theta}, Lyapunov exponent {figures[f'Lyapunov exponent at theta={theta}']:+.2f}")
-        for r in (r for r in rows if r["theta"] == theta and r["T"] == last):
-            bias = f"{r['bias']:+11.3g} ± {r['bias_standard_error']:<8.2g}"
-            lines.append(f"  {r['estimator']:<18}{r['variance']:10.3g} {bias} {r['objective']} {r['reference']:.3f}")
-    return harness.Report(figures, rows, "\n".join(lines), _figure(config, rows))
+            shown = {k: r[k] for k in ("mean", "standard_error")}
+            figures[f"reference, {name}, theta={theta}, T={length}"] = shown
+    longest = [r for r in rows if r["T"] == config.lengths[-1]]
+    columns = ("variance", "bias", "bias_standard_error", "objective", "reference")
+    table = harness.table(longest, "T", "theta", "estimator", *columns)
+    return harness.Report(figures, rows, table, _figure(config, rows))
 
 
 def _slope(theta, s, _):
@@ -202,8 +188,7 @@ def _slope(theta, s, _):
 
 
 def _figure(config, rows):
-    figure = Figure(figsize=(11, 3.6 * len(config.rates)), layout="constrained")
-    axes = figure.subplots(len(config.rates), 2, squeeze=False)
+    figure, axes = harness.panels(len(config.rates), 2, (11, 3.6 * len(config.rates)))
     for theta, (left, right) in zip(config.rates, axes, strict=True):
         for i, name in enumerate(ESTIMATORS):
             mine = [r for r in rows if r["theta"] == theta and r["estimator"] == name]

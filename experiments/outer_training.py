@@ -38,7 +38,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
-from matplotlib.figure import Figure
 
 from apgrad import meta
 from experiments import harness
@@ -108,7 +107,6 @@ class Config(harness.Config):
     chains: int = 400
 
     def __post_init__(self):
-        """Refuses methods without steps, and fewer seeds than a standard error needs."""
         if bad := [m for m in self.rule if m not in RULE] + [m for m in self.balanced if m not in BALANCED]:
             raise ValueError(f"methods are {list(RULE)} and {list(BALANCED)}, got {bad}")
         if self.seeds < 2:
@@ -142,12 +140,7 @@ class Bed(NamedTuple):
 
 
 def learned_rule(loss: Callable[[Any, Any], jax.Array], length: int) -> meta.Learner:
-    """The learner whose theta is made by `new_rule`.
-
-    Args:
-      loss: `(params, batch) -> scalar`.
-      length: T, by which the time that the rule sees is divided.
-    """
+    """The learner whose theta is made by `new_rule`."""
     decays = jnp.asarray(DECAYS)[:, None]
 
     def init(theta, params, batch):
@@ -237,12 +230,7 @@ def finite(outer: meta.OuterGradient, times: int) -> meta.OuterGradient:
 
 
 def many(outer: meta.OuterGradient, seed: jax.Array) -> meta.OuterGradient:
-    """Many trainings in one program, in turn: theta has a leading axis; the same seed has the same random numbers.
-
-    Args:
-      outer: of one training.
-      seed: (trainings,) integers.
-    """
+    """Many trainings in one program, in turn: theta has a leading axis; the same seed has the same random numbers."""
     keys = lambda key: jax.vmap(lambda i: jax.random.fold_in(key, i))(seed)
 
     def estimate(theta, key, carry):
@@ -268,7 +256,6 @@ def optimizers(rates: jax.Array) -> optax.GradientTransformation:
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    """A cell trains all starts, rates and seeds of a method."""
     grid: list[harness.Cell] = [{"bed": "rule", "method": REFERENCE}] if config.rule else []
     grid += [{"bed": BALANCE, "method": method, "sigma": 0.1} for method in config.balanced]
     for i, sigma in enumerate(config.deviations):  # a run that is cut short has every method
@@ -285,7 +272,6 @@ def stretch(config: Config, cell: harness.Cell) -> int:
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """The curves of all starts, rates and seeds, the seconds of an outer step, and the bias where it is known."""
     bed = balance_bed() if cell["bed"] == BALANCE else rule_bed(config.length, config.judged)
     if cell["method"] == REFERENCE:
         losses = jax.jit(lambda rates: jax.lax.map(lambda r: bed.judge(new_rule(r, jax.random.key(0))), rates))
@@ -307,16 +293,8 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         mark = time.process_time()
         return np.array([np.mean(losses), *losses, taken])
 
-    found = meta_curves.judged_training(
-        many(outer, which),
-        optimizers(rates),
-        theta,
-        seed,
-        points * steps,
-        points,
-        judgement,
-        harness.checkpoint(NAME, config, cell),
-    )
+    training = many(outer, which), optimizers(rates), theta, seed, points * steps, points
+    found = meta_curves.judged_training(*training, judgement, harness.checkpoint(NAME, config, cell))
     curves = found.judgements[:, 1:-1].T.reshape(len(bed.starts), len(config.rates), config.seeds, -1)
     result: dict[str, Any] = {
         "curves": {start: c.tolist() for start, c in zip(bed.starts, curves, strict=True)},
@@ -328,7 +306,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     return result
 
 
-def bias(config: Config, cell: harness.Cell, seed: int) -> dict[str, float]:
+def bias(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     """The mean over unrolls of an estimate in influence balancing at the start, less the closed form's."""
     bed = balance_bed()
     outer, count = outer_gradient(bed.problem, cell["method"], cell["sigma"], config.tasks, stagger=False)
@@ -343,8 +321,8 @@ def bias(config: Config, cell: harness.Cell, seed: int) -> dict[str, float]:
         return jnp.mean(jax.lax.scan(estimate, outer.init(theta, begin), jax.random.split(key, count))[1])
 
     values = np.asarray(jax.jit(jax.vmap(one))(jax.random.split(jax.random.key(seed), config.chains)), np.float64)
-    error = float(values.std(ddof=1) / len(values) ** 0.5)
-    return {"bias": float(values.mean() - influence_balancing.steady_state(theta)[1]), "bias_standard_error": error}
+    off = float(values.mean() - influence_balancing.steady_state(theta)[1])
+    return {"bias": off, "bias_standard_error": harness.standard_error(values)}
 
 
 def trainings(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]], start: str) -> list[dict[str, Any]]:
@@ -354,48 +332,40 @@ def trainings(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]
         curves = np.array(result.get("curves", {}).get(start, []), float)
         for rate, seeds in zip(config.rates, curves, strict=False):
             steps = stretch(config, cell) * np.arange(seeds.shape[1])
-            row = {
-                "start": start,
-                "method": cell["method"],
-                "sigma": cell["sigma"],
-                "rate": rate,
-                "steps": int(steps[-1]),
-            }
-            row |= {"seconds_a_step": result["seconds a step"]}
+            row = {"start": start, "method": cell["method"], "sigma": cell["sigma"], "rate": rate}
+            row |= {"steps": int(steps[-1]), "seconds_a_step": result["seconds a step"]}
             found.append({"row": row, "curves": seeds, "seconds": steps * result["seconds a step"], "result": result})
     return found
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """The losses after the same seconds, and the seconds to a threshold, of each method's best rate and deviation."""
     level = {BALANCE: float(influence_balancing.steady_state(influence_balancing.START)[0]) / 100}
     level |= {start: min(r["losses"]) for c, r in records if c["method"] == REFERENCE for start in STARTS}
-    rows, figures, lines, best = [], {}, [], []
+    figures, best = {}, []
     for start in (s for s in (*STARTS, BALANCE) if trainings(config, records, s)):
         found, goal = trainings(config, records, start), level.get(start, np.nan)
         budget = min(t["seconds"][-1] for t in found)
         for t in found:
             ends = np.array([np.interp(budget, t["seconds"], curve) for curve in t["curves"]])
             reached = np.flatnonzero(t["curves"].mean(axis=0) <= goal)
-            t["row"] |= {"loss": float(ends.mean()), "standard_error": float(ends.std(ddof=1) / len(ends) ** 0.5)}
+            t["row"] |= {"loss": float(ends.mean()), "standard_error": harness.standard_error(ends)}
             t["row"] |= {"seconds_to_threshold": float(t["seconds"][reached[0]]) if len(reached) else None}
             t["row"] |= {name: t["result"].get(name) for name in ("bias", "bias_standard_error")}
         begin = float(np.mean(found[0]["curves"][:, 0]))
         figures[start] = {"seconds": float(budget), "threshold": goal, "loss at the start": begin}
-        lines.append(f"{start}: loss ({begin:.3g} at first) after {budget:.2g} s, seconds to {goal:.3g}, bias")
         for method in dict.fromkeys(t["row"]["method"] for t in found):
             some = [t for t in found if t["row"]["method"] == method]
             best.append(min(some, key=lambda t: np.nan_to_num(t["row"]["loss"], nan=np.inf)))
-            rows.append(row := best[-1]["row"])
-            when = "never" if row["seconds_to_threshold"] is None else f"{row['seconds_to_threshold']:.3g} s"
-            off = "" if row["bias"] is None else f"{row['bias']:+.3g} ± {row['bias_standard_error']:.2g}"
-            lines.append(f"  {method:<22}{row['loss']:11.4g} ± {row['standard_error']:<9.2g}{when:<10}{off}")
-    return harness.Report(figures, rows, "\n".join(lines), _figure(best, level, rows))
+    rows = [t["row"] for t in best]
+    columns = ("loss", "standard_error", "seconds_to_threshold", "bias", "bias_standard_error")
+    shown = [{"start": start, **found} for start, found in figures.items()]
+    table = f"{harness.table(shown, *shown[0])}\n{harness.table(rows, 'start', 'method', *columns)}"
+    return harness.Report(figures, rows, table, _figure(best, level, rows))
 
 
 def _figure(best, level, rows):
-    figure = Figure(figsize=(11, 8), layout="constrained")
-    *axes, ax = figure.subplots(2, 2).flat
+    figure, panels = harness.panels(2, 2, (11, 8))
+    *axes, ax = panels.flat
     colors = {name: f"C{i}" for i, name in enumerate(RULE)}
     colors |= {"forward mode": "C7", "truncated, K = 1": "C8", "truncated, K = 50": "C9", "PES, K = 1": "k"}
     for start, panel in zip((*STARTS, BALANCE), axes, strict=True):
@@ -407,7 +377,7 @@ def _figure(best, level, rows):
             panel.axhline(level[start], color="k", linestyle=":", linewidth=0.8, label="threshold")
         limits = (0.02, 10.0) if start in STARTS else (1e-6, 1e3)
         panel.set(xlabel="seconds", ylabel="validation loss", yscale="log", ylim=limits, title=start)
-        panel.legend(fontsize=7)
+        panel.legend()
     shown = [row for row in rows if row["start"] == BALANCE]
     for i, row in enumerate(shown):
         ax.errorbar(row["bias"], i, xerr=2 * row["bias_standard_error"], fmt="o", color=colors[row["method"]])

@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from matplotlib.figure import Figure
 
 import apgrad as ap
 from apgrad import meta
@@ -61,7 +60,6 @@ PAPER = Config(data="mnist", seeds=5)
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    """Each method and seed."""
     return [{"method": method, "trial": t} for t in range(config.seeds) for method in METHODS]
 
 
@@ -122,32 +120,25 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """Accuracies after the published numbers of steps, beside JPC's."""
     data, rows = records[0][1]["data"], []
-    figure = Figure(figsize=(5, 3.4), layout="constrained")
-    ax = figure.subplots()
+    figure, ((ax,),) = harness.panels()
     for method in METHODS:
         found = np.array([result["accuracies"] for cell, result in records if cell["method"] == method])
-        if not len(found):
-            continue
-        errors = found.std(0, ddof=1) / np.sqrt(len(found)) if len(found) > 1 else np.full(3, np.nan)
-        ax.errorbar(list(PUBLISHED), 100 * found.mean(0), 100 * errors, marker="o", capsize=3, label=method)
-        for number, mean, error in zip(PUBLISHED, found.mean(0), errors, strict=True):
-            row = {"method": method, "steps": number, "seeds": len(found), "test_accuracy": float(mean)}
-            published = PUBLISHED[number] if method == METHODS[0] else None
-            rows.append({**row, "test_accuracy_se": float(error), "jpc_notebook": published})
+        for (number, published), values in zip(PUBLISHED.items(), found.T, strict=False):
+            row = {"method": method, "steps": number, "seeds": len(values), "test_accuracy": float(values.mean())}
+            error = harness.standard_error(values)
+            row["test_accuracy_se"] = float("nan") if error is None else error
+            rows.append(row | {"jpc_notebook": published if method == METHODS[0] else None})
+        mine = [row for row in rows if row["method"] == method]
+        means, errors = ([100 * row[name] for row in mine] for name in ("test_accuracy", "test_accuracy_se"))
+        ax.errorbar(list(PUBLISHED)[: len(mine)], means, errors, marker="o", capsize=3, label=method)
     if config.data == "mnist":
-        ax.plot(
-            list(PUBLISHED), [100 * v for v in PUBLISHED.values()], "k*", zorder=5, label="JPC's notebook, one seed"
-        )
+        jpc = [100 * v for v in PUBLISHED.values()]
+        ax.plot(list(PUBLISHED), jpc, "k*", zorder=5, label="JPC's notebook, one seed")
     ax.set(xlabel="step", ylabel="test accuracy, %", title=data.split(":")[0])
     ax.legend()
-    lines = [
-        f"{r['method']:18} step {r['steps']}  {100 * r['test_accuracy']:.2f} ± {100 * r['test_accuracy_se']:.2f} %"
-        + (f"  JPC's notebook, MNIST: {100 * r['jpc_notebook']:.2f} %" if r["jpc_notebook"] else "")
-        for r in rows
-    ]
-    return harness.Report({"data": data}, rows, "\n".join([data, *lines]), figure)
+    table = f"{data}\n{harness.table(rows, 'method', 'steps', 'test_accuracy', 'jpc_notebook')}"
+    return harness.Report({"data": data}, rows, table, figure)
 
 
 if __name__ == "__main__":

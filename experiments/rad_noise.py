@@ -22,13 +22,13 @@ the residual bytes of `jax.vjp`, without weights, but with the derivatives of re
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from matplotlib.figure import Figure
 
 from apgrad import meta
 from experiments import harness
@@ -84,15 +84,11 @@ def cells(config: Config) -> list[harness.Cell]:
     methods += [
         (name, n) for n in config.larger for name in ("baseline", "different 0.1", "stratified 0.1", *ROUNDINGS)
     ]
-    return [
-        {"steps": steps, "method": method, "batch": batch}
-        for steps in reversed(config.training_steps)
-        for method, batch in methods
-    ]
+    both = itertools.product(reversed(config.training_steps), methods)
+    return [{"steps": steps, "method": method, "batch": batch} for steps, (method, batch) in both]
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """Squared errors of each layer's gradient, for each draw."""
     data, x, y = _images(config.data, config.examples)
     params, full = trained(config, cell["steps"])
     size, method = cell["batch"], cell["method"]
@@ -103,14 +99,10 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         if method != "baseline":
             chosen = _batch(config, size, i)
             mine = _layers(noisy(jax.random.fold_in(jax.random.key(seed), i), params, x[chosen], y[chosen]))
-        errors.append([float(np.sum((a - b) ** 2) / np.sum(b**2)) for a, b in zip(mine, full, strict=True)])
-        own.append([float(np.sum((a - b) ** 2) / np.sum(b**2)) for a, b in zip(mine, batch, strict=True)])
-    return {
-        "errors": errors,
-        "own": own,
-        "residual_bytes": rad_run.residual_bytes(config.network, method, 0.1, size, x.shape[1:]),
-        "data": data,
-    }
+        for found, right in ((errors, full), (own, batch)):
+            found.append([float(np.sum((a - b) ** 2) / np.sum(b**2)) for a, b in zip(mine, right, strict=True)])
+    kept = rad_run.residual_bytes(config.network, method, 0.1, size, x.shape[1:])
+    return {"errors": errors, "own": own, "residual_bytes": kept, "data": data}
 
 
 @functools.cache
@@ -173,7 +165,6 @@ def trained(config: Config, steps: int) -> tuple[Any, list[np.ndarray]]:
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """Noise over signal, in squares, by layer; in all of memory, and against a batch of as many bytes."""
     rows = []
     for steps in config.training_steps:
         mine = [(c, r) for c, r in records if c["steps"] == steps]
@@ -181,62 +172,38 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         # Of n examples the squared error is c / n.
         constant = np.mean([n * np.mean(r["errors"], 0) for n, r in plain], 0) if plain else None
         for cell, result in mine:
-            errors, own = np.array(result["errors"]), np.array(result["own"])
-            for layer in range(errors.shape[1]):
-                row = {
-                    **cell,
-                    "layer": layer + 1,
-                    "residual_bytes": result["residual_bytes"],
-                    "squared_error": errors[:, layer].mean(),
-                    "squared_error_se": errors[:, layer].std(ddof=1) / np.sqrt(len(errors)),
-                    "own": own[:, layer].mean(),
-                    "own_se": own[:, layer].std(ddof=1) / np.sqrt(len(own)),
-                    "own_noise_over_signal": float(np.sqrt(own[:, layer].mean())),
-                    "against_smaller_batch": None,
-                }
+            for layer, (errors, own) in enumerate(
+                zip(*(np.transpose(result[k]) for k in ("errors", "own")), strict=True)
+            ):
+                row = {**cell, "layer": layer + 1, "residual_bytes": result["residual_bytes"]}
+                row |= {"squared_error": errors.mean(), "squared_error_se": harness.standard_error(errors)}
+                row |= {"own": own.mean(), "own_se": harness.standard_error(own)}
+                row |= {"own_noise_over_signal": float(np.sqrt(own.mean())), "against_smaller_batch": None}
                 if constant is not None:
                     each = plain[0][1]["residual_bytes"] / plain[0][0]
                     same_memory = constant[layer] / (row["residual_bytes"] / each)
                     row["against_smaller_batch"] = float(row["squared_error"] / same_memory)
                 rows.append(row)
-    layers = sorted({r["layer"] for r in rows})
-    end = max(r["steps"] for r in rows)
+    layers, end = sorted({r["layer"] for r in rows}), max(r["steps"] for r in rows)
     last = [r for r in rows if r["steps"] == end]
-    lines = [
-        records[0][1]["data"],
-        f"{config.network} after {end} steps, by layer: squared error over signal; then "
-        "over that of a smaller batch of equal memory",
-    ]
-    for method, batch in dict.fromkeys((r["method"], r["batch"]) for r in last):
-        mine = [r for r in last if (r["method"], r["batch"]) == (method, batch)]
-        values = " ".join(f"{r['squared_error']:8.3f}±{r['squared_error_se']:.3f}" for r in mine)
-        ratios = " ".join(f"{r['against_smaller_batch'] or np.nan:6.2f}" for r in mine)
-        lines.append(f"{method:15} {batch:4} {mine[0]['residual_bytes'] / 1e3:9.1f} kB {values}   {ratios}")
-    figure = Figure(figsize=(3.2 * len(layers), 3.4), layout="constrained")
+    columns = ("layer", "method", "batch", "residual_bytes", "squared_error", "against_smaller_batch")
+    table = harness.table(sorted(last, key=lambda r: r["layer"]), *columns)
+    figure, (axes,) = harness.panels(1, len(layers), (3.2 * len(layers), 3.4))
     names = list(dict.fromkeys(r["method"].split()[0] for r in last))
-    for ax, layer in zip(figure.subplots(1, len(layers), sharey=True, squeeze=False)[0], layers, strict=True):
-        for number, name in enumerate(names):
-            found = [r for r in last if r["layer"] == layer and r["method"].split()[0] == name]
-            found = sorted(found, key=lambda r: r["residual_bytes"])
-            large = [r for r in found if r["batch"] > config.batch and name != "baseline"]
-            for part, marker in (
-                (found if name == "baseline" else [r for r in found if r not in large], "o"),
-                (large, "^"),
-            ):
-                ax.errorbar(
-                    [r["residual_bytes"] / 1e3 for r in part],
-                    [r["squared_error"] for r in part],
-                    [r["squared_error_se"] for r in part],
-                    fmt=f"{marker}-" if name == "baseline" else marker,
-                    color=f"C{number}",
-                    label=name if marker == "o" else None,
-                )
+    for (ax, layer), (number, name) in itertools.product(zip(axes, layers, strict=True), enumerate(names)):
+        found = [r for r in last if (r["layer"], r["method"].split()[0]) == (layer, name)]
+        large = [r for r in found if r["batch"] > config.batch and name != "baseline"]
+        for part, mark in (([r for r in found if r not in large], "o"), (large, "^")):
+            part = sorted(part, key=lambda r: r["residual_bytes"])
+            kept, *values = ([r[k] for r in part] for k in ("residual_bytes", "squared_error", "squared_error_se"))
+            style = {"fmt": f"{mark}-" if name == "baseline" else mark, "color": f"C{number}"}
+            ax.errorbar(np.array(kept) / 1e3, *values, label=name if mark == "o" else None, **style)
         ax.set(xscale="log", yscale="log", title=f"layer {layer}", xlabel="residuals, kB")
-    figure.axes[0].set_ylabel("squared error / squared gradient")
-    figure.axes[-1].legend(fontsize=6, frameon=False)
-    batches = "".join(f", triangles: {n}" for n in config.larger[:1]) + (" or more" if len(config.larger) > 1 else "")
-    figure.suptitle(f"{config.network} after {end} steps; batch {config.batch} (circles{batches})", fontsize=10)
-    return harness.Report({"data": records[0][1]["data"]}, rows, "\n".join(lines), figure)
+    axes[0].set_ylabel("squared error / squared gradient")
+    axes[-1].legend()
+    batch = f"batch {config.batch}; triangles: {' and '.join(map(str, config.larger))}"
+    figure.suptitle(f"{config.network} after {end} steps; {batch}")
+    return harness.Report({"data": records[0][1]["data"]}, rows, f"{records[0][1]['data']}\n{table}", figure)
 
 
 def _layers(gradient: Any) -> list[np.ndarray]:

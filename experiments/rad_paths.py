@@ -41,7 +41,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.figure import Figure
 
 from apgrad._programs import jaxprs
 from experiments import harness
@@ -106,10 +105,8 @@ class _Element(NamedTuple):
 def linearized_graph(function: Callable[..., Any], *args: Any) -> LinearizedGraph:
     """The graph of a function at a point, with calls entered and zero derivatives left out.
 
-    Args:
-      function: any JAX function of few elements: each equation's Jacobian is computed in full. An equation with a
-        program inside that is no call (a `scan`) is one layer of vertices.
-      *args: pytrees of arrays; their floating-point elements are the inputs.
+    Each equation's Jacobian is computed in full, so the function has few elements; a program inside that is no call (a
+    `scan`) is one layer of vertices. The inputs are the floating-point elements of the arguments.
 
     Raises:
       ValueError: if no output depends on a floating-point input.
@@ -171,12 +168,7 @@ def path_sampling(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Independent estimates of the gradient of the outputs' sum, with so many edges drawn at each vertex.
 
-    Args:
-      graph: see `linearized_graph`.
-      samples: k, at least 1.
-      seed: of the draws.
-      estimates: how many.
-      probability: (edges,) of each among the edges that leave its vertex, see `by_messages`; if not given, uniform.
+    The probability (edges,) is that of each edge among those that leave its vertex, see `by_messages`, or uniform.
 
     Returns:
       The estimates, (estimates, n) float64, and for each the number of different edges that were drawn, (estimates,).
@@ -206,12 +198,7 @@ def path_sampling(
 
 
 def by_messages(earlier: LinearizedGraph, floor: float) -> np.ndarray:
-    """The probabilities of an earlier call's edges by their absolute messages, (edges,); see the head of this file.
-
-    Args:
-      earlier: the same edges, with the earlier call's weights.
-      floor: the share of the uniform draw, above 0 and at most 1.
-    """
+    """The probabilities of an earlier call's edges by their absolute messages, (edges,); see the head of this file."""
     if not 0 < floor <= 1:
         raise ValueError(f"the share of the uniform draw is above 0 and at most 1, got floor={floor}")
     absolute = earlier._replace(weight=np.abs(earlier.weight))
@@ -225,11 +212,7 @@ def by_messages(earlier: LinearizedGraph, floor: float) -> np.ndarray:
 
 
 def backpropagate(graph: LinearizedGraph, draws: np.ndarray | None = None) -> np.ndarray:
-    """Backpropagation of the outputs' sum along the edges.
-
-    Args:
-      graph: see `linearized_graph`.
-      draws: (estimates, edges) factors of the edges; if not given, one row of ones, so that the gradient is exact.
+    """Backpropagation of the outputs' sum along the edges, whose factors are the draws (estimates, edges), or ones.
 
     Returns:
       (estimates, vertices) messages, float64; the gradient is those of `graph.inputs`.
@@ -243,12 +226,7 @@ def backpropagate(graph: LinearizedGraph, draws: np.ndarray | None = None) -> np
 
 
 def independent(width: int, depth: int) -> Callable[[jax.Array], jax.Array]:
-    """Chains from one input that never meet before the last sum (Fig. 2, left): a function of a scalar.
-
-    Args:
-      width: how many chains.
-      depth: steps of each.
-    """
+    """Chains from one input that never meet before the last sum (Fig. 2, left): a function of a scalar."""
 
     def function(x):
         values = x * (1 + 0.5 * jnp.cos(3.0 * jnp.arange(width, dtype=jnp.float32)))
@@ -262,10 +240,7 @@ def independent(width: int, depth: int) -> Callable[[jax.Array], jax.Array]:
 def interleaved(width: int, depth: int, positive: bool = False) -> Callable[[jax.Array], jax.Array]:
     """Layers each of whose vertices is joined with all of the next layer (Fig. 2, right): a function of a scalar.
 
-    Args:
-      width: vertices of each layer.
-      depth: how many layers.
-      positive: take the weights' absolute values, so that all paths have one sign.
+    Where weights are all positive, all paths have one sign.
     """
     rng = np.random.default_rng(0)
     weights = [(rng.standard_normal((width, width)) / width**0.5).astype(np.float32) for _ in range(depth)]
@@ -280,11 +255,8 @@ def interleaved(width: int, depth: int, positive: bool = False) -> Callable[[jax
     return function
 
 
-GRAPHS = {
-    "independent": independent,
-    "interleaved": interleaved,
-    "interleaved, one sign": functools.partial(interleaved, positive=True),
-}
+GRAPHS = {"independent": independent, "interleaved": interleaved}
+GRAPHS["interleaved, one sign"] = functools.partial(interleaved, positive=True)
 DRAWS = ("uniform", "by messages")
 
 
@@ -294,10 +266,7 @@ def _graph(name: str, width: int, depth: int) -> LinearizedGraph:
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    """Graph by graph."""
-    keys = ("graph", "draw", "depth", "samples")
-    each = itertools.product(GRAPHS, DRAWS, config.depths, config.samples)
-    return [dict(zip(keys, values, strict=True)) for values in each]
+    return harness.grid(graph=GRAPHS, draw=DRAWS, depth=config.depths, samples=config.samples)
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
@@ -320,31 +289,22 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """Variance and edges by depth, and the factor by which a layer multiplies the variance."""
-    rows = [{**cell, **result} for cell, result in records]
-    figure = Figure(figsize=(10, 3.8), layout="constrained")
-    growth: dict[str, float] = {}
-    for ax, graph in zip(figure.subplots(1, len(GRAPHS), sharey=True), GRAPHS, strict=True):
-        for number, samples in enumerate(config.samples):
-            for draw, line in zip(DRAWS, ("-", "--"), strict=True):
-                mine = [r for r in rows if (r["graph"], r["draw"], r["samples"]) == (graph, draw, samples)]
-                depths, variances = ([r[name] for r in mine] for name in ("depth", "relative_variance"))
-                factor = float(np.exp(np.polyfit(depths, np.log(variances), 1)[0]))
-                growth[f"{graph}, {draw}, {samples} edges"] = factor
-                label = f"{samples}, {draw}: {factor:.2f} a layer"
-                ax.plot(depths, variances, f"C{number}o{line}", ms=3, label=label)
-                intervals = np.transpose([r["interval"] for r in mine])
-                ax.fill_between(depths, *intervals, color=f"C{number}", alpha=0.2, lw=0)
+    rows, growth = [{**cell, **result} for cell, result in records], {}
+    figure, (axes,) = harness.panels(1, len(GRAPHS), (10, 3.8))
+    panels = zip(axes, GRAPHS, strict=True)
+    lines = zip(DRAWS, ("-", "--"), strict=True)
+    for (ax, graph), (i, samples), (draw, line) in itertools.product(panels, enumerate(config.samples), lines):
+        mine = [r for r in rows if (r["graph"], r["draw"], r["samples"]) == (graph, draw, samples)]
+        depths, variances, ends = ([r[k] for r in mine] for k in ("depth", "relative_variance", "interval"))
+        factor = growth[f"{graph}, {draw}, {samples} edges"] = float(
+            np.exp(np.polyfit(depths, np.log(variances), 1)[0])
+        )
+        label = f"{samples}, {draw}: {factor:.2f} a layer"
+        harness.band(ax, depths, variances, *np.transpose(ends), f"C{i}o{line}", label=label)
         ax.set(yscale="log", xlabel="depth", title=graph)
-        ax.legend(title="edges drawn at a vertex", fontsize=6, title_fontsize=7, frameon=False)
-    figure.axes[0].set_ylabel("variance / squared gradient")
-    lines = [f"{'':21} {'':11} edges  depth  variance / squared gradient     off by (standard errors)  edges used"]
-    lines += [
-        f"{r['graph']:21} {r['draw']:11} {r['samples']:5} {r['depth']:6}  {r['relative_variance']:9.4g} "
-        f"[{r['interval'][0]:.4g}, {r['interval'][1]:.4g}] {r['standard_errors_off']:12.1f} {r['edges_used']:21.2f}"
-        for r in rows
-    ]
-    return harness.Report({"variance_factor_of_a_layer": growth}, rows, "\n".join(lines), figure)
+        ax.legend(title="edges drawn at a vertex")
+    axes[0].set_ylabel("variance / squared gradient")
+    return harness.Report({"variance_factor_of_a_layer": growth}, rows, harness.table(rows, *rows[0]), figure)
 
 
 if __name__ == "__main__":

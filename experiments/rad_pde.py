@@ -27,7 +27,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from matplotlib.figure import Figure
 
 from apgrad import memory as rad
 from apgrad._ground.propagator import Propagator, node
@@ -116,16 +115,11 @@ def steps_in_a_block(sampler: rad.Sampler | None, block: int) -> Any:
             states, errors = kept, kept - target(t)
         else:
             keys = jax.random.split(key)
-            states, errors = (
-                sampler.restore(k, m, like).reshape(block, N - 2, N - 2) for k, m in zip(keys, kept, strict=True)
-            )
+            restored = (sampler.restore(k, m, like) for k, m in zip(keys, kept, strict=True))
+            states, errors = (found.reshape(block, N - 2, N - 2) for found in restored)
         pushes = to_errors[:, None, None] * (2 / N**2) * errors
-        to_phi, messages = jax.lax.scan(
-            lambda m, step: (advance(m, step[0]) + step[1], m),
-            to_phi,
-            (DT * source(theta, t), pushes),
-            reverse=True,
-        )
+        pushed = lambda m, step: (advance(m, step[0]) + step[1], m)
+        to_phi, messages = jax.lax.scan(pushed, to_phi, (DT * source(theta, t), pushes), reverse=True)
         pull = jax.linear_transpose(lambda v: source(v, t), jax.ShapeDtypeStruct(theta.shape, theta.dtype))
         return None, to_phi, pull(DT * jnp.sum(states * messages, 2))[0], None
 
@@ -165,16 +159,12 @@ def make_loss(fraction: float | str, steps: int, block: int = BLOCK) -> Any:
 
 def cells(config: Config) -> list[harness.Cell]:
     """The fractions, start by start, so that a run cut short has all of them; and the checkpoint, once."""
-    trained = [{"fraction": f, "start": start} for start in range(config.starts) for f in config.fractions]
-    return [
-        *trained[: len(config.fractions)],
-        {"fraction": "checkpoint", "start": 0},
-        *trained[len(config.fractions) :],
-    ]
+    cells = [{"fraction": f, "start": start} for start in range(config.starts) for f in config.fractions]
+    cells.insert(len(config.fractions), {"fraction": "checkpoint", "start": 0})
+    return cells
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """Loss along the iterations, errors of the gradient at the start, memory, and the time of a step."""
     steps = round(config.time / DT)
     loss = make_loss(cell["fraction"], steps)
     # The paper starts in a stable state: theta_0 balances the diffusion of phi_0; the others are uniform.
@@ -217,7 +207,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     finished = {f: {c["start"] for c, _ in records if c["fraction"] == f} for f in config.fractions}
     shared = set.intersection(*(starts for starts in finished.values() if starts))
     records = [(c, r) for c, r in records if c["fraction"] == "checkpoint" or c["start"] in shared]
-    rows = []
+    rows, curves = [], {}
     for fraction in (*config.fractions, "checkpoint"):
         runs = {c["start"]: r for c, r in records if c["fraction"] == fraction}
         if not runs:
@@ -228,44 +218,24 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             errors.append(np.mean(np.sum((g - exact) ** 2, 1)) / np.sum(exact**2))
             means.append(np.linalg.norm(g.mean(0) - exact) / np.linalg.norm(exact))
             spreads.append(np.linalg.norm(g.std(0, ddof=1)) / np.sqrt(len(g)) / np.linalg.norm(exact))
-        first = runs[min(runs)]
-        finals = [r["curve"][-1] for r in runs.values()]
-        rows.append(
-            {
-                "fraction": fraction,
-                "starts": len(runs),
-                "iterations": len(first["curve"]),
-                "initial_loss": float(np.mean([r["curve"][0] for r in runs.values()])),
-                "final_loss": float(np.mean(finals)),
-                "final_losses": finals,
-                "noise_over_signal": float(np.sqrt(np.mean(errors))),
-                "error_of_mean": float(means[0]),
-                "error_of_mean_se": float(spreads[0]),
-                "residual_bytes": first["residual_bytes"],
-                "temp_bytes": first["temp_bytes"],
-                "microseconds_a_step": float(np.mean([r["microseconds_a_step"] for r in runs.values()])),
-            }
-        )
-    lines = ["  fraction   noise/signal   error of mean (s.e.)   residual MB    temp MB   us/step   loss: start    end"]
-    lines += [
-        f"{r['fraction']!s:>10} {r['noise_over_signal']:14.2g} "
-        f"{r['error_of_mean']:13.2g} ({r['error_of_mean_se']:.1g}) "
-        f"{r['residual_bytes'] / 1e6:14.3f} {r['temp_bytes'] / 1e6:10.3f} {r['microseconds_a_step']:9.2f} "
-        f"{r['initial_loss']:13.3g} {r['final_loss']:.3g}"
-        for r in rows
-    ]
-    figure = Figure(figsize=(5, 3.4), layout="constrained")
-    ax = figure.subplots()
-    for row in rows:
-        curves = [r["curve"] for c, r in records if c["fraction"] == row["fraction"]]
-        if row["fraction"] != "checkpoint":
-            ax.plot(
-                np.exp(np.mean(np.log(curves), 0)), label=f"{row['fraction']}: {row['residual_bytes'] / 1e6:.2f} MB"
-            )
-    ax.set_title(f"{len(shared)} of {config.starts} starts", fontsize=9)
+        first, curves[fraction] = runs[min(runs)], np.array([r["curve"] for r in runs.values()])
+        finals = curves[fraction][:, -1].tolist()
+        row = {"fraction": fraction, "starts": len(runs), "iterations": len(first["curve"])}
+        row |= {"initial_loss": float(np.mean(curves[fraction][:, 0])), "final_loss": float(np.mean(finals))}
+        row |= {"final_losses": finals, "noise_over_signal": float(np.sqrt(np.mean(errors)))}
+        row |= {"error_of_mean": float(means[0]), "error_of_mean_se": float(spreads[0])}
+        row |= {k: first[k] for k in ("residual_bytes", "temp_bytes")}
+        rows.append(row | {"microseconds_a_step": float(np.mean([r["microseconds_a_step"] for r in runs.values()]))})
+    columns = ("residual_bytes", "temp_bytes", "microseconds_a_step", "initial_loss", "final_loss")
+    figure, ((ax,),) = harness.panels()
+    for row in rows[: len(curves) - ("checkpoint" in curves)]:
+        mean = np.exp(np.mean(np.log(curves[row["fraction"]]), 0))
+        ax.plot(mean, label=f"{row['fraction']}: {row['residual_bytes'] / 1e6:.2f} MB")
     ax.set(yscale="log", xlabel="iteration", ylabel="loss, geometric mean over starts")
-    ax.legend(frameon=False, fontsize=7)
-    return harness.Report({}, rows, "\n".join(lines), figure)
+    ax.set_title(f"{len(shared)} of {config.starts} starts")
+    ax.legend()
+    table = harness.table(rows, "fraction", "noise_over_signal", "error_of_mean", *columns)
+    return harness.Report({}, rows, table, figure)
 
 
 if __name__ == "__main__":

@@ -39,7 +39,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from matplotlib.figure import Figure
 
 import apgrad as ap
 from apgrad import memory as rad, meta
@@ -172,8 +171,7 @@ def sampler(name: str) -> Any:
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    """Each network before and after training."""
-    return [{"network": n, "steps": s} for n, s in itertools.product(config.networks, config.training_steps)]
+    return harness.grid(network=config.networks, steps=config.training_steps)
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
@@ -243,59 +241,36 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """Predictions beside measurements, and both over a smaller batch of equal memory."""
     rows = []
     for cell, result in records:
-        for i, layer in enumerate(name for name, _ in NETWORKS[cell["network"]] if name != "pool"):
-            spread = result["S"][i] - result["whole"][i]
-            for name, found in result["samplers"].items():
-                smaller = spread / (config.batch * found["bytes"] / result["bytes"])
-                both = {kind: found[kind][i] for kind in ("predicted", "measured")}
-                rows.append(
-                    {
-                        **cell,
-                        "layer": f"{i + 1}, {layer}",
-                        "sampler": name,
-                        "coherence": result["coherence"][i],
-                        "predicted_over_measured": both["predicted"] / both["measured"],
-                        "standard_error": found["standard_error"][i] / both["measured"],
-                        **{
-                            f"{kind}_against_smaller_batch": (spread / config.batch + own) / smaller
-                            for kind, own in both.items()
-                        },
-                    }
-                )
-    figure = Figure(figsize=(8.5, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for number, network in enumerate(config.networks):
-        mine = [r for r in rows if r["network"] == network]
-        for ax, (a, b) in (
-            (left, ("predicted_against_smaller_batch", "measured_against_smaller_batch")),
-            (right, ("coherence", "measured_against_smaller_batch")),
-        ):
-            for marker, drawn in (("o", True), ("x", False)):
-                shown = [r for r in mine if r["sampler"].startswith("rounding") != drawn]
-                label = f"{network}, {'samples' if drawn else 'rounding'}"
-                ax.plot([r[a] for r in shown], [r[b] for r in shown], f"C{number}{marker}", ms=4, label=label)
+        names = [name for name, _ in NETWORKS[cell["network"]] if name != "pool"]
+        for (i, layer), (name, found) in itertools.product(enumerate(names), result["samplers"].items()):
+            spread, measured = result["S"][i] - result["whole"][i], found["measured"][i]
+            smaller = spread / (config.batch * found["bytes"] / result["bytes"])
+            row = {**cell, "layer": f"{i + 1}, {layer}", "sampler": name, "coherence": result["coherence"][i]}
+            row["predicted_over_measured"] = found["predicted"][i] / measured
+            row["standard_error"] = found["standard_error"][i] / measured
+            for kind in ("predicted", "measured"):
+                row[f"{kind}_against_smaller_batch"] = (spread / config.batch + found[kind][i]) / smaller
+            rows.append(row)
+    figure, ((left, right),) = harness.panels(1, 2, (8.5, 4))
+    for (number, network), (marker, drawn) in itertools.product(
+        enumerate(config.networks), (("o", True), ("x", False))
+    ):
+        shown = [r for r in rows if r["network"] == network and r["sampler"].startswith("rounding") != drawn]
+        measured = [r["measured_against_smaller_batch"] for r in shown]
+        for ax, name in ((left, "predicted_against_smaller_batch"), (right, "coherence")):
+            label = f"{network}, {'samples' if drawn else 'rounding'}"
+            ax.plot([r[name] for r in shown], measured, f"C{number}{marker}", label=label)
     ends = [min(r["predicted_against_smaller_batch"] for r in rows) / 1.3, 4]
     left.plot(ends, ends, "k:", lw=1)
     left.set(xscale="log", yscale="log", xlabel="predicted", ylabel="squared error over a smaller batch's, measured")
     right.axhline(1, color="k", ls=":", lw=1)
     right.set(xscale="log", yscale="log", xlabel="coherence: an example's squared gradient over its positions'")
-    left.legend(fontsize=6, frameon=False)
-    lines = [records[0][1]["data"]]
-    lines += [
-        f"{'':13} steps layer       coherence  sampler          predicted / measured  over a smaller batch's error"
-    ]
-    lines += [
-        f"{r['network']:13} {r['steps']:5} {r['layer']:11} {r['coherence']:9.2f}  {r['sampler']:16} "
-        f"{r['predicted_over_measured']:8.3f} ± {r['standard_error']:.3f} "
-        f"{r['predicted_against_smaller_batch']:14.2f} {r['measured_against_smaller_batch']:10.2f}"
-        for r in rows
-    ]
+    left.legend()
     off = max(abs(r["predicted_against_smaller_batch"] / r["measured_against_smaller_batch"] - 1) for r in rows)
     figures = {"data": records[0][1]["data"], "worst_relative_error_of_a_predicted_ratio": off}
-    return harness.Report(figures, rows, "\n".join(lines), figure)
+    return harness.Report(figures, rows, f"{figures['data']}\n{harness.table(rows, *rows[0])}", figure)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from matplotlib.figure import Figure
 
 from apgrad import memory as rad
 from experiments import harness
@@ -48,17 +46,12 @@ PAPER = Config(fractions=(0.8, 0.5, 0.3, 0.1, 0.05))
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    """Network by network."""
     named = ["baseline", *(f"different {f}" for f in config.fractions), "rounding 8", "rounding 4", "rounding 2"]
-    return [
-        {"network": network, "method": method}
-        for network in config.networks
-        for method in (*named, *(["checkpoint"] if network == "rnn" else []))
-    ]
+    more = lambda network: ["checkpoint"] if network == "rnn" else []
+    return [cell for n in config.networks for cell in harness.grid(network=[n], method=[*named, *more(n)])]
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """Bytes of residuals and of weights."""
     network, method = cell["network"], cell["method"]
     shape = rad_networks.SHAPES[network]
     params = jax.eval_shape(lambda k: rad_networks.parameters(network, k, shape), jax.random.key(0))
@@ -66,7 +59,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     labels = jax.ShapeDtypeStruct((config.batch,), jnp.int32)
     name, *rest = method.split()
     if name == "checkpoint":
-        loss = _checkpointed_rnn
+        loss = lambda key, *args: rad_networks.checkpointed_rnn(*args)
     else:
         loss = rad_networks.method_loss(network, method if name == "rounding" else name, float(rest[0]) if rest else 1)
     kept = rad.residuals(lambda p, x, y: loss(jax.random.key(seed), p, x, y), params, images, labels)
@@ -78,56 +71,23 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     }
 
 
-def _checkpointed_rnn(key, params, images, labels):
-    """The RNN in blocks of 28 steps, each recomputed: about 2 sqrt(784) states."""
-    del key
-    (w, u, b), (v, c) = params
-    x = rad_networks.standardized(images)
-    pixels = x.reshape(len(x), 28, 28, 1).transpose(1, 2, 0, 3)
-
-    @jax.checkpoint
-    def block(h, pixels):
-        return jax.lax.scan(lambda h, p: (jax.nn.relu(p @ w + h @ u + b), None), h, pixels)[0], None
-
-    h, _ = jax.lax.scan(block, jnp.zeros((len(x), u.shape[0])), pixels)
-    scores = jax.nn.log_softmax(h @ v + c)
-    return -jnp.mean(jnp.take_along_axis(scores, labels[:, None], 1))
-
-
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """Bytes an example, how many times fewer than reverse mode, and the paper's totals beside ours."""
     full = {c["network"]: r["residual_bytes"] for c, r in records if c["method"] == "baseline"}
+    published = {"baseline": 1.0} | {f"different {f}": f for f in config.fractions} if config.batch == 150 else {}
     rows = []
     for cell, result in records:
-        fraction = {"baseline": 1.0}.get(cell["method"]) or (
-            float(cell["method"].split()[1]) if cell["method"].startswith("different") else None
-        )
-        paper = PAPER_TOTALS.get(cell["network"], {}).get(fraction) if fraction and config.batch == 150 else None
-        rows.append(
-            {
-                "network": cell["network"],
-                "method": cell["method"],
-                "bytes_per_example": round(result["residual_bytes"] / config.batch, 1),
-                "times_fewer": round(full[cell["network"]] / result["residual_bytes"], 2),
-                "residual_MB": result["residual_bytes"] / 1e6,
-                "with_weights_MB": (result["residual_bytes"] + result["weight_bytes"]) / 1e6,
-                "paper_with_weights_MB": paper,
-            }
-        )
-    lines = [f"{'':8} {'':15} bytes/example   fewer   MB with weights   paper"]
-    lines += [
-        f"{r['network']:8} {r['method']:15} {r['bytes_per_example']:13.0f} {r['times_fewer']:6.1f}x "
-        f"{r['with_weights_MB']:16.2f} {r['paper_with_weights_MB'] or '':>7}"
-        for r in rows
-    ]
-    figure = Figure(figsize=(4 * len(config.networks), 3.4), layout="constrained")
-    for ax, network in zip(np.atleast_1d(figure.subplots(1, len(config.networks))), config.networks, strict=True):
-        mine = [r for r in rows if r["network"] == network]
+        size = result["residual_bytes"]
+        row = {**cell, "bytes_per_example": round(size / config.batch, 1)}
+        row |= {"times_fewer": round(full[cell["network"]] / size, 2), "residual_MB": size / 1e6}
+        row["with_weights_MB"] = (size + result["weight_bytes"]) / 1e6
+        paper = PAPER_TOTALS.get(cell["network"], {}).get(published.get(cell["method"]))
+        rows.append(row | {"paper_with_weights_MB": paper})
+    figure, (axes,) = harness.panels(1, len(config.networks), (4 * len(config.networks), 3.4))
+    for ax, network in zip(axes, config.networks, strict=True):
+        mine = [r for r in rows if r["network"] == network][::-1]
         ax.barh([r["method"] for r in mine], [r["residual_MB"] for r in mine], color="#1f77b4")
-        ax.invert_yaxis()
-        ax.set_title(network)
-        ax.set_xlabel("residuals, MB")
-    return harness.Report({}, rows, "\n".join(lines), figure)
+        ax.set(title=network, xlabel="residuals, MB")
+    return harness.Report({}, rows, harness.table(rows, *rows[0]), figure)
 
 
 if __name__ == "__main__":

@@ -33,11 +33,12 @@ paper in this:
 """
 
 import dataclasses
+import itertools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import numpy as np
-from matplotlib.figure import Figure
 
 from apgrad import meta
 from experiments import harness
@@ -99,7 +100,6 @@ class Config(harness.Config):
     draws: int = 4
 
     def __post_init__(self):
-        """Refuses what cannot be trained."""
         if not set(self.networks) <= set(rad_networks.NAMES):
             raise ValueError(f"networks are {rad_networks.NAMES}, got {self.networks}")
         if {len(self.steps), len(self.data)} != {len(self.networks)}:
@@ -129,23 +129,17 @@ PAPER = Config(
 
 def cells(config: Config) -> list[harness.Cell]:
     """The searches, then seed by seed, so that a run cut short has all methods."""
-    searched = lambda network: dict.fromkeys(_tuned_as(m) for m in config.methods if _is_searched(config, network))
-    return [
-        cell
-        for network in config.networks
-        for cell in (
-            *({"network": network, "search": method} for method in searched(network)),
-            *(
-                {"network": network, "method": method, "run": run}
-                for run in range(config.seeds)
-                for method in config.methods
-            ),
-        )
-    ]
+    cells = []
+    for network in config.networks:
+        searched = dict.fromkeys(map(_tuned_as, config.methods)) if _is_searched(config, network) else ()
+        cells += harness.grid(network=[network], search=searched)
+        cells += [
+            c for run in range(config.seeds) for c in harness.grid(network=[network], method=config.methods, run=[run])
+        ]
+    return cells
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """A search, or one run: losses and accuracies along it, and the method's noise."""
     network = cell["network"]
     data = meta.data.load_bytes(config.data[config.networks.index(network)], or_digits=True)
     if "search" in cell:
@@ -228,113 +222,68 @@ def _run(config: Config, network: str, method: str, steps: int, pair: tuple[floa
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """Final losses and accuracies over seeds, and the differences from baseline and reduced batch of the same seed."""
     found = {(c["network"], c["method"], c["run"]): r for c, r in records if "run" in c}
     searches = {f"{c['network']} {c['search']}": r["chosen"] for c, r in records if "search" in c}
-    rows, lines, described, curves = [], [], {}, {}
+    rows, described, curves, noises = [], {}, {}, {}
     if not found:
         raise SystemExit("searches are finished, but no run is")
-    for network, steps in zip(config.networks, config.steps, strict=True):
-        mine = {(method, run): r for (n, method, run), r in found.items() if n == network}
-        if not mine:
+    for (network, steps), method in itertools.product(zip(config.networks, config.steps, strict=True), config.methods):
+        runs = {run: r for (n, m, run), r in found.items() if (n, m) == (network, method)}
+        if not runs:
             continue
-        described[network] = next(iter(mine.values()))["data"]
-        lines += [
-            f"{network} on {described[network]}; {steps} steps",
-            f"{'method':17} batch  residual kB  train loss        test accuracy, %  less than baseline, %  "
-            "more than reduced, %  noise / signal",
-        ]
-        for method in config.methods:
-            runs = {run: r for (m, run), r in mine.items() if m == method}
-            if not runs:
-                continue
-            last = np.array([r["curve"][-1] for r in runs.values()])
-            first = next(iter(runs.values()))
-            curves[f"{network} {method}"] = np.mean([r["curve"] for r in runs.values()], 0)
-            row = {
-                "network": network,
-                "data": described[network],
-                "steps": steps,
-                "method": method,
-                "batch": first["batch"],
-                "residual_bytes": first["residual_bytes"],
-                "rate_and_decay": first["rate_and_decay"],
-                "seeds": len(runs),
-                "batch_loss": last[:, 1].mean(),
-                "train_loss": last[:, 2].mean(),
-                "train_loss_se": _error(last[:, 2]),
-                "train_accuracy": last[:, 3].mean(),
-                "test_loss": last[:, 4].mean(),
-                "test_accuracy": last[:, 5].mean(),
-                "test_accuracy_se": _error(last[:, 5]),
-            }
-            for name, other, sign in (("less_than_baseline", "baseline", 1), ("more_than_reduced", "reduced", -1)):
-                pairs = [
-                    (mine[other, i]["curve"][-1][5], r["curve"][-1][5]) for i, r in runs.items() if (other, i) in mine
-                ]
-                differences = sign * np.array([a - b for a, b in pairs])
-                row |= {name: differences.mean() if pairs else None, f"{name}_se": _error(differences)}
-            row |= {
-                "noise_over_signal_start": _noise(list(runs.values()), 0, "all"),
-                "noise_over_signal_end": _noise(list(runs.values()), -1, "all"),
-                "noise_over_signal_end_by_layer": {
-                    layer: _noise(list(runs.values()), -1, layer) for layer in (first["noise"] or [{}])[-1]
-                },
-            }
-            rows.append(row)
-            lines.append(
-                f"{method:17} {row['batch']:5} {row['residual_bytes'] / 1e3:12.1f}  "
-                f"{row['train_loss']:.2g}{_plus_minus(row['train_loss_se'], 1, '.1g')}  "
-                f"{_percent(row, 'test_accuracy')}  {_percent(row, 'less_than_baseline'):>21}  "
-                f"{_percent(row, 'more_than_reduced'):>19}  "
-                + f"{row['noise_over_signal_start']:.3f} to {row['noise_over_signal_end']:.3f}"
-                * bool(first["noise"])
-            )
-    networks = list(described)
-    figure = Figure(figsize=(14, 3.2 * len(networks)), layout="constrained")
-    for axes, network in zip(figure.subplots(len(networks), 4, squeeze=False), networks, strict=True):
+        last, first = np.array([r["curve"][-1] for r in runs.values()]), next(iter(runs.values()))
+        described.setdefault(network, first["data"])
+        noises[network, method] = [_noise(runs.values(), i, "all") for i in range(len(first["noise"]))]
+        curves[network, method] = np.mean([r["curve"] for r in runs.values()], 0)
+        row = {"network": network, "data": described[network], "steps": steps, "method": method}
+        row |= {name: first[name] for name in ("batch", "residual_bytes", "rate_and_decay")} | {"seeds": len(runs)}
+        for i, name in enumerate(("batch_loss", "train_loss", "train_accuracy", "test_loss", "test_accuracy"), 1):
+            row[name] = last[:, i].mean()
+            if name in ("train_loss", "test_accuracy"):
+                row[f"{name}_se"] = harness.standard_error(last[:, i])
+        for name, other, sign in (("less_than_baseline", "baseline", 1), ("more_than_reduced", "reduced", -1)):
+            both = [(found[network, other, i], r) for i, r in runs.items() if (network, other, i) in found]
+            differences = sign * np.array([a["curve"][-1][5] - b["curve"][-1][5] for a, b in both])
+            row |= {name: differences.mean() if both else None, f"{name}_se": harness.standard_error(differences)}
+        row |= {f"noise_over_signal_{end}": _noise(runs.values(), i, "all") for end, i in (("start", 0), ("end", -1))}
+        by_layer = {layer: _noise(runs.values(), -1, layer) for layer in (first["noise"] or [{}])[-1]}
+        rows.append(row | {"noise_over_signal_end_by_layer": by_layer})
+    columns = ("train_loss", "test_accuracy", "less_than_baseline", "more_than_reduced")
+    ends = ("noise_over_signal_start", "noise_over_signal_end")
+    table = harness.table(rows, "network", "method", "batch", "residual_bytes", *columns, *ends)
+    losses = {f"{n} {m}": [[int(step), float(loss)] for step, loss in c[:, :2]] for (n, m), c in curves.items()}
+    figures = {"data": described, "searches": searches, "batch_loss_by_step": losses}
+    return harness.Report(figures, rows, table, _figure(rows, curves, noises))
+
+
+def _figure(rows, curves, noises):
+    networks = list(dict.fromkeys(row["network"] for row in rows))
+    figure, panels = harness.panels(len(networks), 4, (14, 3.2 * len(networks)))
+    for (losses, errors, lost, noise), network in zip(panels, networks, strict=True):
         drawn = [row for row in rows if row["network"] == network]
         for number, row in enumerate(drawn):
-            runs = [r for (n, m, _), r in found.items() if (n, m) == (network, row["method"])]
-            mean = curves[f"{network} {row['method']}"]
-            style = {"color": f"C{number % 10}", "ls": "-" if number < 10 else "--"}
-            axes[0].plot(mean[:, 0], mean[:, 1], label=row["method"], **style)
-            axes[1].plot(mean[:-1, 0], 1 - mean[:-1, 5], **style)
+            mean, found = (of[network, row["method"]] for of in (curves, noises))
+            style: Any = {"color": f"C{number % 10}", "ls": "-" if number < 10 else "--"}
+            losses.plot(mean[:, 0], mean[:, 1], label=row["method"], **style)
+            errors.plot(mean[:-1, 0], 1 - mean[:-1, 5], **style)
             # The last row is of other images than those before it, so no line leads to it.
-            axes[1].plot(mean[-1, 0], 1 - mean[-1, 5], "o", markersize=4, color=style["color"])
+            errors.plot(mean[-1, 0], 1 - mean[-1, 5], "o", color=style["color"])
             if row["less_than_baseline"] is not None:
                 less, spread = row["less_than_baseline"], row["less_than_baseline_se"]
-                axes[2].errorbar(number, 100 * less, 100 * (spread or 0), fmt="o", color=style["color"])
-            if runs[0]["noise"]:
-                axes[3].plot([0, *mean[:, 0]], [_noise(runs, i, "all") for i in range(len(mean) + 1)], **style)
-        axes[0].set(yscale="log", xlabel="step", ylabel="loss of the batches", title=network)
-        axes[1].set(yscale="log", xlabel="step", ylabel="test error")
-        axes[1].set_title("lines: the first 2,000 images; dots: all", fontsize=8)
-        axes[2].axhline(0, color="k", alpha=0.3, lw=0.8)
-        names = [row["method"] for row in drawn]
-        axes[2].set_xticks(range(len(names)), names, rotation=90, fontsize=7)
-        axes[2].set_ylabel("test accuracy lost, %")
-        axes[3].set(yscale="log", xlabel="step", ylabel="noise / signal of a gradient")
-        axes[3].legend(*axes[0].get_legend_handles_labels(), fontsize=7, loc="upper left", bbox_to_anchor=(1, 1.05))
-    losses = {name: [[int(step), float(loss)] for step, loss in curve[:, :2]] for name, curve in curves.items()}
-    figures = {"data": described, "searches": searches, "batch_loss_by_step": losses}
-    return harness.Report(figures, rows, "\n".join(lines), figure)
+                lost.errorbar(number, 100 * less, 100 * (spread or 0), fmt="o", color=style["color"])
+            if found:
+                noise.plot([0, *mean[:, 0]], found, **style)
+        losses.set(yscale="log", xlabel="step", ylabel="loss of the batches", title=network)
+        errors.set(yscale="log", xlabel="step", ylabel="test error", title="lines: the first 2,000 images; dots: all")
+        lost.axhline(0, color="k", alpha=0.3, lw=0.8)
+        lost.set_xticks(range(len(drawn)), [row["method"] for row in drawn], rotation=90, fontsize=7)
+        lost.set_ylabel("test accuracy lost, %")
+        noise.set(yscale="log", xlabel="step", ylabel="noise / signal of a gradient")
+        noise.legend(*losses.get_legend_handles_labels(), loc="upper left", bbox_to_anchor=(1, 1.05))
+    return figure
 
 
-def _error(values: Any) -> float | None:
-    """The standard error of a mean; none of a single value."""
-    return float(np.std(values, ddof=1) / np.sqrt(len(values))) if len(values) > 1 else None
-
-
-def _percent(row: dict[str, Any], name: str) -> str:
-    return "" if row[name] is None else f"{100 * row[name]:.2f}{_plus_minus(row[f'{name}_se'], 100, '.2f')}"
-
-
-def _plus_minus(error: float | None, factor: float, form: str) -> str:
-    return "" if error is None else f" ± {factor * error:{form}}"
-
-
-def _noise(runs: list[dict[str, Any]], evaluation: int, layer: str) -> float:
+def _noise(runs: Iterable[dict[str, Any]], evaluation: int, layer: str) -> float:
     """Root mean square over draws and runs of |g - exact g| / |exact g|."""
     squares = [r["noise"][evaluation][layer] for r in runs if r["noise"]]
     return float(np.sqrt(np.mean(squares))) if squares else 0.0

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
-from matplotlib.figure import Figure
 
 import apgrad as ap
 from experiments import harness
@@ -133,7 +132,6 @@ class Config(harness.Config):
     graphs: tuple[str, ...] = GRAPHS
 
     def __post_init__(self):
-        """Refuses what no case is called."""
         if unknown := {*self.families, *self.graphs} - {*FAMILIES, *GRAPHS}:
             raise ValueError(f"no such case: {sorted(unknown)}; there are {[*FAMILIES, *GRAPHS]}")
 
@@ -142,19 +140,11 @@ PAPER = Config(estimates=20_000)
 
 
 def cells(config: Config) -> list[dict[str, Any]]:
-    """Every family, graph, estimator that serves it, and order."""
-    return [
-        {"family": family, "graph": graph, "method": method, "order": order}
-        for family in config.families
-        for graph in config.graphs
-        for method in ESTIMATORS
-        for order in (1, 2)
-        if method != "RP" or FAMILIES[family].pathwise
-    ]
+    grid = harness.grid(family=config.families, graph=config.graphs, method=ESTIMATORS, order=(1, 2))
+    return [cell for cell in grid if cell["method"] != "RP" or FAMILIES[cell["family"]].pathwise]
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """The mean of the estimates beside the truth."""
     case = (cell["family"], cell["graph"], cell["order"])
     found = ap.testing.moments(estimate(*case, ESTIMATORS[cell["method"]]()), jax.random.key(seed), config.estimates)
     truth, mean, error = exact(*case), float(found.mean), float(found.standard_error)
@@ -162,21 +152,11 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """Distances from the truth in standard errors."""
     rows = [{**cell, **result} for cell, result in records]
     worst = max(rows, key=lambda r: abs(r["off"]))
-    figures = {
-        "worst_distance_in_standard_errors": abs(worst["off"]),
-        "worst_case": {k: worst[k] for k in records[0][0]},
-    }
-    lines = [f"{'family':<10} {'graph':<20} {'method':<16} order {'mean':>10} {'± s.e.':>9} {'exact':>10} {'off':>6}"]
-    for r in rows:
-        lines.append(
-            f"{r['family']:<10} {r['graph']:<20} {r['method']:<16} {r['order']:>5} {r['mean']:>10.5f} "
-            f"{r['standard_error']:>9.5f} {r['exact']:>10.5f} {r['off']:>+6.1f}"
-        )
-    figure = Figure(figsize=(8, 0.5 + 0.22 * len(rows)), layout="constrained")
-    axes = figure.subplots()
+    case = {k: worst[k] for k in records[0][0]}
+    figures = {"worst_distance_in_standard_errors": abs(worst["off"]), "worst_case": case}
+    figure, ((axes,),) = harness.panels(size=(8, 0.5 + 0.22 * len(rows)))
     for order, colour in ((1, "#1f77b4"), (2, "#d95f02")):
         shown = [(i, r) for i, r in enumerate(rows) if r["order"] == order]
         axes.plot([r["off"] for _, r in shown], [i for i, _ in shown], "o", color=colour, label=f"order {order}")
@@ -184,11 +164,9 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     axes.axvline(0, color="black", linewidth=0.8)
     axes.set_yticks(range(len(rows)), [f"{r['family']}, {r['graph']}, {r['method']}" for r in rows], fontsize=7)
     axes.invert_yaxis()
-    axes.set(
-        xlabel="(mean - exact) / standard error", xlim=(-6, 6), title="Derivatives of estimates against closed forms"
-    )
+    axes.set(xlabel="(mean - exact) / standard error", xlim=(-6, 6), title="Derivatives against closed forms")
     axes.legend()
-    return harness.Report(figures, rows, "\n".join(lines), figure)
+    return harness.Report(figures, rows, harness.table(rows, *rows[0]), figure)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,10 @@ order of magnitude at best; there LR is the better one. At beta = 1.5, H = 100 R
 """
 
 import dataclasses
+import itertools
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from experiments import harness
 from experiments.parts import chaotic_network
@@ -66,7 +66,6 @@ class Config(harness.Config):
     resamples: int = 2000
 
     def __post_init__(self):
-        """Refuses what has no variance."""
         if self.estimates < 2 or self.lanes < 4 or self.lanes % 2 or set(self.parameters) - {1, 5}:
             raise ValueError("estimates must be at least 2, lanes even and at least 4, parameters 1 or 5")
         if set(self.methods) - set(RULES):
@@ -83,25 +82,15 @@ BIAS_BETA = 1.5
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    """The biases, then the grid."""
-    found: list[harness.Cell] = [
-        {"kind": "bias", "method": m, "P": 1, "H": h, "beta": BIAS_BETA, "B": b, "K": k}
-        for h, b, k in config.bias_points
-        for m in BIASED
+    cell = lambda kind, m, p, h, beta, b, k: {"kind": kind, "method": m, "P": p, "H": h, "beta": beta, "B": b, "K": k}
+    points = itertools.product(config.parameters, config.horizons, ("RP", "LR", *config.methods), config.betas)
+    return [
+        *(cell("bias", m, 1, h, BIAS_BETA, b, k) for h, b, k in config.bias_points for m in BIASED),
+        *(cell("variance", m, p, h, beta, config.lanes, config.estimates) for p, h, m, beta in points),
     ]
-    for p in config.parameters:
-        for h in config.horizons:
-            for m in ("RP", "LR", *config.methods):
-                found += [
-                    {"kind": "variance", "method": m, "P": p, "H": h, "beta": beta, "B": config.lanes}
-                    | {"K": config.estimates}
-                    for beta in config.betas
-                ]
-    return found
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """Each estimate's squared distance from their mean, and the mean."""
     # Methods see the same noise, so that their ratios are sharper than they are.
     seed = harness.cell_seed(config.seed, {k: cell[k] for k in ("kind", "P", "H", "beta", "B", "K")})
     found = chaotic_network.gradients(cell["method"], cell["beta"], cell["H"], cell["B"], cell["K"], seed, cell["P"])
@@ -116,30 +105,24 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """Ratios to the better of RP and LR, and biases."""
     rows, figures = [], {}
-    squares = {
-        (c["P"], c["H"], c["beta"], c["method"]): np.array(r["squares"]) for c, r in records if c["kind"] == "variance"
-    }
-    lost = {(c["P"], c["H"], c["beta"], c["method"]): r["nonfinite"] for c, r in records}
-    for p in config.parameters:
-        for h in config.horizons:
-            for beta in config.betas:
-                point = {m: squares[p, h, beta, m] for m in ("RP", "LR", *config.methods)}
-                rows += _ratios(config, p, h, beta, point, {m: lost[p, h, beta, m] for m in point})
-    for p in config.parameters:
-        for method in config.methods:
-            worst = max((r for r in rows if r["P"] == p and r["method"] == method), key=lambda r: r["ratio"])
-            figures[f"worst_ratio_{method}_P{p}"] = {
-                k: worst[k] for k in ("H", "beta", "ratio", "ratio_low", "ratio_high")
-            }
+    found = {(c["P"], c["H"], c["beta"], c["method"]): r for c, r in records if c["kind"] == "variance"}
+    for p, h, beta in itertools.product(config.parameters, config.horizons, config.betas):
+        rows += _ratios(config, p, h, beta, {m: found[p, h, beta, m] for m in ("RP", "LR", *config.methods)})
+    for p, method in itertools.product(config.parameters, config.methods):
+        worst = max((r for r in rows if r["P"] == p and r["method"] == method), key=lambda r: r["ratio"])
+        shown = ("H", "beta", "ratio", "ratio_low", "ratio_high")
+        figures[f"worst_ratio_{method}_P{p}"] = {k: worst[k] for k in shown}
     biases = [_bias(c, r) for c, r in records if c["kind"] == "bias"]
     for b in biases:
         figures[f"bias_{b['method']}_H{b['H']}_B{b['B']}"] = {k: b[k] for k in ("bias", "standard_error", "exact")}
-    return harness.Report(figures, rows, _table(config, rows, biases), _figure(config, rows, biases))
+    table = harness.table(rows, "P", "H", "beta", "method", "variance", "better", "ratio")
+    columns = ("H", "B", "method", "mean", "exact", "bias", "standard_error", "in_standard_errors")
+    table += f"\nBias at beta = {BIAS_BETA:g}\n{harness.table(biases, *columns)}"
+    return harness.Report(figures, rows, table, _figure(config, rows, biases))
 
 
-def _ratios(config, p, h, beta, squares, lost):
+def _ratios(config, p, h, beta, found):
     """A row for each method; the bootstrap draws the same estimates of all methods, as their noise is the same."""
     rng = np.random.default_rng(config.seed)
     draws = rng.integers(config.estimates, size=(config.resamples, config.estimates))
@@ -147,6 +130,7 @@ def _ratios(config, p, h, beta, squares, lost):
     def variances(values):
         return np.mean(values[draws % len(values)], axis=1) * len(values) / (len(values) - 1)
 
+    squares = {m: np.array(r["squares"]) for m, r in found.items()}
     resampled = {m: variances(s) for m, s in squares.items() if len(s) > 1}
     value = {m: float(s.sum() / (len(s) - 1)) if len(s) > 1 else np.inf for m, s in squares.items()}
     better = min(("RP", "LR"), key=lambda m: value[m])
@@ -155,10 +139,9 @@ def _ratios(config, p, h, beta, squares, lost):
         low, high = (np.nan, np.nan)
         if method in resampled:
             low, high = harness.interval(resampled[method] / resampled[better])
-        rows.append(
-            {"P": p, "H": h, "beta": beta, "method": method, "variance": variance, "nonfinite": lost[method]}
-            | {"better": better, "ratio": variance / value[better], "ratio_low": low, "ratio_high": high}
-        )
+        row = {"P": p, "H": h, "beta": beta, "method": method, "variance": variance}
+        row |= {"nonfinite": found[method]["nonfinite"], "better": better, "ratio": variance / value[better]}
+        rows.append(row | {"ratio_low": low, "ratio_high": high})
     return rows
 
 
@@ -170,80 +153,44 @@ def _bias(cell, result):
     return row | {"in_standard_errors": row["bias"] / row["standard_error"]}
 
 
-def _table(config, rows, biases):
-    lines = []
-    for p in config.parameters:
-        lines.append(f"{p} parameter{'s' * (p > 1)}: V_RP, V_LR, and each way's variance over the smaller of them")
-        lines.append(f"{'H':>4} {'beta':>5} {'V_RP':>8} {'V_LR':>8} " + " ".join(f"{m:>12}" for m in config.methods))
-        for h in config.horizons:
-            for beta in config.betas:
-                row = {r["method"]: r for r in rows if (r["P"], r["H"], r["beta"]) == (p, h, beta)}
-                line = f"{h:>4} {beta:>5g} {row['RP']['variance']:>8.1e} {row['LR']['variance']:>8.1e} "
-                lines.append(line + " ".join(f"{row[m]['ratio']:>12.3g}" for m in config.methods))
-    lines.append(f"Bias at beta = {BIAS_BETA:g}")
-    lines.append(f"{'H':>4} {'B':>5} {'method':>13} {'mean':>9} {'exact':>9} {'bias':>9} {'s.e.':>8} {'in s.e.':>8}")
-    for b in biases:
-        line = f"{b['H']:>4} {b['B']:>5} {b['method']:>13} {b['mean']:>9.5f} {b['exact']:>9.5f} {b['bias']:>+9.5f}"
-        lines.append(f"{line} {b['standard_error']:>8.5f} {b['in_standard_errors']:>+8.1f}")
-    return "\n".join(lines)
-
-
 def _figure(config, rows, biases):
-    columns = max(len(config.horizons), 2)
-    height = 3.4 * len(config.parameters) + 3.2 * bool(biases)
-    figure = Figure(figsize=(4.2 * columns, height), layout="constrained")
+    columns = max(len(config.horizons), len(config.bias_points))
+    lines = len(config.parameters) + bool(biases)
+    figure, axes = harness.panels(lines, columns, (4.2 * columns, 3.4 * lines))
     figure.suptitle(
         f"Variance over the better of RP and LR: {config.lanes} lanes an estimate, {config.estimates} estimates a "
-        "point, bands are 95 % bootstrap intervals",
-        fontsize=11,
+        "point, bands are 95 % bootstrap intervals"
     )
-    heights = [1.0] * len(config.parameters) + [0.9] * bool(biases)
-    parts = np.ravel(np.asarray(figure.subfigures(len(heights), 1, height_ratios=heights), object))
-    for part, p in zip(parts, config.parameters, strict=False):
-        axes = part.subplots(1, len(config.horizons), sharey=True, squeeze=False)[0]
-        for ax, h in zip(axes, config.horizons, strict=True):
+    for line, p in zip(axes, config.parameters, strict=False):
+        for ax, h in zip(line, config.horizons, strict=False):
             _plot_ratios(ax, [r for r in rows if (r["P"], r["H"]) == (p, h)])
-            ax.set(xlabel=r"$\beta$", yscale="log")
-            ax.set_title(f"H = {h}, {p} parameter{'s' * (p > 1)}", pad=12)
-        axes[0].set_ylabel(r"$V\,/\,\min(V_{RP}, V_{LR})$")
-        axes[-1].legend(fontsize=7, loc="best")
-    if biases:
-        _plot_biases(parts[-1], config, biases)
+            ax.set(xlabel=r"$\beta$", yscale="log", title=f"H = {h}, {p} parameter{'s' * (p > 1)}")
+            ax.set_ylabel(r"$V\,/\,\min(V_{RP}, V_{LR})$")
+    for ax, (h, b, _) in zip(axes[-1], config.bias_points, strict=False):
+        found = [row for row in biases if (row["H"], row["B"]) == (h, b)][::-1]
+        for place, row in enumerate(found):
+            value, error = (100 * row[name] / abs(row["exact"]) for name in ("bias", "standard_error"))
+            colour = "black" if row["method"].endswith("CF") else "#c2255c"
+            ax.errorbar(np.sign(row["exact"]) * value, place, xerr=2 * error, fmt="o", color=colour)
+        ax.axvline(0, color="gray", lw=0.8)
+        ax.set_yticks(range(len(found)), [row["method"] for row in found])
+        ax.set(title=f"Bias, H = {h}, {b} lanes, $\\beta$ = {BIAS_BETA:g}", xlabel="% of the gradient, ± 2 s.e.")
+    for ax in [ax for ax in axes.flat if not ax.has_data()]:
+        ax.remove()
     return figure
 
 
 def _plot_ratios(ax, rows):
-    betas = sorted({r["beta"] for r in rows})
     for method, (colour, line) in STYLES.items():
-        found = {r["beta"]: r for r in rows if r["method"] == method}
-        if not found:
-            continue
-        values, low, high = (np.array([found[b][k] for b in betas]) for k in ("ratio", "ratio_low", "ratio_high"))
-        ax.plot(betas, values, line, color=colour, marker="o", ms=3, lw=2 if method == DEFAULT else 1.2, label=method)
+        found = [r for r in rows if r["method"] == method]
+        betas, values, low, high = ([r[k] for r in found] for k in ("beta", "ratio", "ratio_low", "ratio_high"))
         if method == DEFAULT:
             ax.fill_between(betas, low, high, color=colour, alpha=0.15, lw=0)
+        ax.plot(betas, values, line, color=colour, marker="o", lw=2 if method == DEFAULT else 1.2, label=method)
     ax.axhline(1, color="gray", lw=0.8)
-    for b in betas:
-        better = next(r["better"] for r in rows if r["beta"] == b)
-        ax.text(b, 1.0, better, fontsize=6, color="gray", ha="center", va="bottom", transform=ax.get_xaxis_transform())
-    ax.grid(alpha=0.25)
-
-
-def _plot_biases(part, config, biases):
-    points = [(h, b) for h, b, _ in config.bias_points]
-    axes = part.subplots(1, len(points), squeeze=False)[0]
-    for ax, (h, b) in zip(axes, points, strict=True):
-        found = [row for row in biases if (row["H"], row["B"]) == (h, b)][::-1]
-        places = np.arange(len(found))
-        relative = np.array([100 * row["bias"] / row["exact"] for row in found])
-        errors = np.array([200 * row["standard_error"] / abs(row["exact"]) for row in found])
-        colours = ["black" if row["method"].endswith("CF") else "#c2255c" for row in found]
-        for place, value, error, colour in zip(places, relative, errors, colours, strict=True):
-            ax.errorbar(value, place, xerr=error, fmt="o", ms=4, color=colour)
-        ax.axvline(0, color="gray", lw=0.8)
-        ax.set_yticks(places, [row["method"] for row in found], fontsize=8)
-        ax.set(title=f"Bias, H = {h}, {b} lanes, $\\beta$ = {BIAS_BETA:g}", xlabel="% of the gradient, ± 2 s.e.")
-        ax.grid(alpha=0.25)
+    for r in (r for r in rows if r["method"] == "RP"):
+        ax.text(r["beta"], 1.0, r["better"], color="gray", ha="center", transform=ax.get_xaxis_transform())
+    ax.legend()
 
 
 if __name__ == "__main__":

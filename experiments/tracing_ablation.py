@@ -32,7 +32,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from matplotlib.figure import Figure
 from scipy.stats import rankdata
 
 import apgrad as ap
@@ -65,7 +64,6 @@ class Config(harness.Config):
     every: int = 25
 
     def __post_init__(self):
-        """Refuses what has no figure."""
         if len(self.widths) != 3:
             raise ValueError(f"widths are those of three components, got {self.widths}")
         if self.seeds < 2 or min(self.steps, *self.widths, self.length, self.batch, self.every) < 1:
@@ -102,8 +100,7 @@ def text() -> tuple[np.ndarray, np.ndarray]:
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    """A network a cell."""
-    return [{"network": i} for i in range(config.seeds)]
+    return harness.grid(network=range(config.seeds))
 
 
 def widths(config: Config, network: int) -> tuple[int, ...]:
@@ -163,7 +160,6 @@ def reached(losses: np.ndarray, threshold: float) -> int:
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """Trains and traces a network, then takes it apart."""
     own = widths(config, cell["network"])
     init, train, retrain, test = programs(dataclasses.replace(config, out=None), own)
     train_text, held_out = (jnp.asarray(part) for part in text())
@@ -205,64 +201,49 @@ def correlation(a: Any, b: Any) -> float:
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """Correlations over the seeds, and what the networks lose."""
-    results = [result for _, result in records]
-    rows, figures = [], {}
-    for i, result in enumerate(results):
-        for c, name in enumerate(COMPONENTS):
-            row = {"network": i, "component": name, "units": result["widths"][c], "loss": result["loss"]}
-            row |= {f"influence {m}": result["influence"][k][c] for k, m in enumerate(MEASURES)}
-            row |= {f"{how} rise": result[how][c] - result["loss"] for how in ("ablated", "retrained")}
-            row["steps to the threshold"] = result["delayed"][c]
-            rows.append(row)
-    lines = [f"Rank correlation of influence with the rise of the loss, {config.seeds} networks"]
-    for k, m in enumerate(MEASURES):
-        for how in OUTCOMES:
-            found = np.array([correlation(r["influence"][k], r[how]) for r in results])
-            error = float(np.std(found, ddof=1) / np.sqrt(len(found)))
-            figures[f"correlation {m} {how}"] = {"value": float(found.mean()), "standard_error": error}
-            lines.append(f"{m:20} {how:10} {found.mean():+.2f} ± {error:.2f}")
+    results, rows, figures = [result for _, result in records], [], {}
+    for (i, result), (c, name) in itertools.product(enumerate(results), enumerate(COMPONENTS)):
+        row = {"network": i, "component": name, "units": result["widths"][c], "loss": result["loss"]}
+        row |= {f"influence {m}": result["influence"][k][c] for k, m in enumerate(MEASURES)}
+        row |= {f"{how} rise": result[how][c] - result["loss"] for how in ("ablated", "retrained")}
+        rows.append(row | {"steps to the threshold": result["delayed"][c]})
+    for (k, m), how in itertools.product(enumerate(MEASURES), OUTCOMES):
+        found = np.array([correlation(r["influence"][k], r[how]) for r in results])
+        mean = {"value": float(found.mean()), "standard_error": harness.standard_error(found)}
+        figures[f"correlation {m} {how}"] = mean
+    shown = [{"influence with the rise of the loss": name, **found} for name, found in figures.items()]
     figures["orders of influence"] = len({tuple(np.argsort(r["influence"][1])) for r in results})
-    lines.append(f"orders of influence among the networks: {figures['orders of influence']} of 6")
     for name in ("in_order", "in_opposite_order"):
-        losses = np.array([r[name] for r in results])
+        losses = np.array([r[name] for r in results]).T
         figures[name] = [
-            {"removed": i, "loss": float(losses[:, i].mean()), "standard_error": _error(losses[:, i])} for i in range(3)
+            {"removed": i, "loss": float(some.mean()), "standard_error": harness.standard_error(some)}
+            for i, some in enumerate(losses)
         ]
-        text = " ".join(f"{f['loss']:.3f} ± {f['standard_error']:.3f}" for f in figures[name])
-        lines.append(f"loss with 0, 1, 2 removed, {name.replace('_', ' ')}: {text}")
-    return harness.Report(figures, rows, "\n".join(lines), _picture(config, results, figures))
-
-
-def _error(values):
-    return float(np.std(values, ddof=1) / np.sqrt(len(values)))
+    table = harness.table(shown, *shown[0])
+    for name in ("in_order", "in_opposite_order"):
+        table += f"\nremoved {name.replace('_', ' ')}\n{harness.table(figures[name], *figures[name][0])}"
+    return harness.Report(figures, rows, table, _picture(config, results, figures))
 
 
 def _picture(config, results, figures):
-    figure = Figure(figsize=(13, 4), layout="constrained")
-    during, rises, order = figure.subplots(1, 3)
+    figure, ((during, rises, order),) = harness.panels(1, 3, (13, 4))
     seen = np.array([r["during"] for r in results])  # (seeds, traces, measures, components)
     steps = np.arange(seen.shape[1]) * config.every
-    colours = ("#1f77b4", "#d95f02", "#2a8a3e")
-    for c, (name, colour) in enumerate(zip(COMPONENTS, colours, strict=True)):
+    for c, name in enumerate(COMPONENTS):
         for k, style in ((0, ":"), (1, "-")):
-            label = f"{name}, {MEASURES[k]}"
-            during.plot(steps, seen[:, :, k, c].mean(axis=0), style, color=colour, label=label)
+            during.plot(steps, seen[:, :, k, c].mean(axis=0), style, color=f"C{c}", label=f"{name}, {MEASURES[k]}")
         influence = [r["influence"][1][c] for r in results]
-        rises.plot(influence, [r["ablated"][c] - r["loss"] for r in results], "o", color=colour, label=name)
-        rises.plot(influence, [r["retrained"][c] - r["loss"] for r in results], "x", color=colour)
-    during.set(xlabel="training step", ylabel="share of the embedding's paths", title="Influence during training")
-    during.legend(fontsize=8)
-    rises.set(xlabel="influence (viterbi)", ylabel="rise of the held-out loss", title="o removed, x trained without")
-    rises.legend(fontsize=8)
+        for how, mark in (("ablated", "o"), ("retrained", "x")):
+            rises.plot(influence, [r[how][c] - r["loss"] for r in results], mark, color=f"C{c}", label=f"{name}, {how}")
     for name, style in (("in_order", "o-"), ("in_opposite_order", "s--")):
-        found = figures[name]
-        errors = [2 * f["standard_error"] for f in found]
-        order.errorbar(range(3), [f["loss"] for f in found], errors, fmt=style, label=name.replace("_", " "))
-    order.set(
-        xlabel="components removed", ylabel="held-out loss", title="Removed by influence (viterbi)", xticks=range(3)
-    )
-    order.legend(fontsize=8)
+        losses, errors = (np.array([f[k] for f in figures[name]]) for k in ("loss", "standard_error"))
+        order.errorbar(range(3), losses, 2 * errors, fmt=style, label=name.replace("_", " "))
+    during.set(xlabel="training step", ylabel="share of the embedding's paths", title="Influence during training")
+    rises.set(xlabel="influence (viterbi)", ylabel="rise of the held-out loss", title="o removed, x trained without")
+    order.set(xlabel="components removed", ylabel="held-out loss", xticks=range(3))
+    order.set_title("Removed by influence (viterbi)")
+    for ax in (during, rises, order):
+        ax.legend()
     return figure
 
 

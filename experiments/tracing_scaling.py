@@ -25,7 +25,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.figure import Figure
 
 import apgrad as ap
 from apgrad._programs import jaxprs
@@ -54,7 +53,6 @@ class Config(harness.Config):
     repeats: int = 5
 
     def __post_init__(self):
-        """Refuses what gives no line."""
         if min(len(self.layers), self.diamonds, len(self.sizes), len(self.batches)) < 3 or self.repeats < 2:
             raise ValueError("a line wants three points in each family, and repeats at least 2")
 
@@ -71,10 +69,8 @@ FAMILIES = ("layers", "diamonds", "large diamonds", "batch")
 
 def cells(config: Config) -> list[harness.Cell]:
     """Every network of the four families; the semirings are timed beside each other."""
-    grid: list[harness.Cell] = [{"family": "layers", "n": n} for n in config.layers]
-    grid += [{"family": "diamonds", "n": n} for n in range(config.diamonds)]
-    grid += [{"family": "large diamonds", "n": round(n)} for n in config.sizes]
-    return grid + [{"family": "batch", "n": n} for n in config.batches]
+    numbers = (config.layers, range(config.diamonds), map(round, config.sizes), config.batches)
+    return [{"family": name, "n": n} for name, some in zip(FAMILIES, numbers, strict=True) for n in some]
 
 
 def dense(rng: np.random.Generator, inputs: int, outputs: int) -> dict[str, Any]:
@@ -176,51 +172,36 @@ def edges(loss: Any, params: Any) -> int:
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """Seconds of every semiring, by turns."""
     loss, params = problem(cell, seed)
-    functions = []
-    for name in SEMIRINGS:
-        f = (
-            jax.jit(jax.grad(loss) if name == "grad" else ap.semiring_grad(loss, semirings()[name]))
-            .lower(params)
-            .compile()
-        )
-        functions.append(lambda f=f: f(params))
-    return {"edges": edges(loss, params), "seconds": np.median(timings(functions, config.repeats), axis=0).tolist()}
+    traced = [jax.grad(loss), *(ap.semiring_grad(loss, semirings()[name]) for name in SEMIRINGS[1:])]
+    compiled = [jax.jit(f).lower(params).compile() for f in traced]
+    seconds = timings([lambda f=f: f(params) for f in compiled], config.repeats)
+    return {"edges": edges(loss, params), "seconds": np.median(seconds, axis=0).tolist()}
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """A line for each family and semiring."""
-    rows = [
-        {**cell, "edges": result["edges"], **dict(zip(SEMIRINGS, result["seconds"], strict=True))}
-        for cell, result in records
-    ]
-    figures, lines = {}, ["Nanoseconds an edge (slope), exponent of a power law over the larger half, largest graph"]
-    figure = Figure(figsize=(17, 4.3), layout="constrained")
-    for ax, family in zip(np.atleast_1d(figure.subplots(1, 4)), FAMILIES, strict=True):
+    named = lambda result: dict(zip(SEMIRINGS, result["seconds"], strict=True))
+    rows = [{**cell, "edges": result["edges"], **named(result)} for cell, result in records]
+    figures = {}
+    figure, (axes,) = harness.panels(1, 4, (17, 4.3))
+    for (ax, family), name in itertools.product(zip(axes, FAMILIES, strict=True), SEMIRINGS):
         chosen = sorted((r for r in rows if r["family"] == family), key=lambda r: r["edges"])
-        size = np.array([r["edges"] for r in chosen], float)
-        for name in SEMIRINGS:
-            seconds = np.array([r[name] for r in chosen])
-            design = np.stack([np.ones_like(size), size], axis=1) / seconds[:, None]
-            (offset, slope), *_ = np.linalg.lstsq(design, np.ones_like(size), rcond=None)
-            residuals = seconds / (offset + slope * size) - 1
-            half = slice(len(size) // 2 if len(size) >= 4 else 0, None)
-            exponent, error = _power(size[half], seconds[half])
-            figures[f"{family} {name}"] = {
-                "nanoseconds_an_edge": 1e9 * slope,
-                "offset_seconds": offset,
-                "relative_residual": float(np.sqrt(np.mean(residuals**2))),
-                "exponent": exponent,
-                "exponent_standard_error": error,
-            }
-            lines.append(f"{family:14} {name:16} {1e9 * slope:9.4f} {exponent:6.2f} ± {error:.2f} {size[-1]:10.2g}")
-            (line,) = ax.plot(size, seconds, "o", ms=4, label=name)
-            grid = np.geomspace(size[0], size[-1], 50)
-            ax.plot(grid, offset + slope * grid, "-", lw=1, color=line.get_color())
+        size, seconds = (np.array([r[k] for r in chosen], float) for k in ("edges", name))
+        design = np.stack([np.ones_like(size), size], axis=1) / seconds[:, None]
+        (offset, slope), *_ = np.linalg.lstsq(design, np.ones_like(size), rcond=None)
+        residuals = seconds / (offset + slope * size) - 1
+        half = slice(len(size) // 2 if len(size) >= 4 else 0, None)
+        exponent, error = _power(size[half], seconds[half])
+        found = {"nanoseconds_an_edge": 1e9 * slope, "offset_seconds": offset}
+        found["relative_residual"] = float(np.sqrt(np.mean(residuals**2)))
+        figures[f"{family} {name}"] = found | {"exponent": exponent, "exponent_standard_error": error}
+        (line,) = ax.plot(size, seconds, "o", label=name)
+        fine = np.geomspace(size[0], size[-1], 50)
+        ax.plot(fine, offset + slope * fine, lw=1, color=line.get_color())
         ax.set(xscale="log", yscale="log", xlabel="edges of the scalar graph", ylabel="seconds", title=family)
-    figure.axes[0].legend(fontsize=8)
-    return harness.Report(figures, rows, "\n".join(lines), figure)
+    axes[0].legend()
+    shown = [{"family, semiring": name, **found} for name, found in figures.items()]
+    return harness.Report(figures, rows, harness.table(shown, *shown[0]), figure)
 
 
 def _power(size, seconds):

@@ -39,7 +39,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from matplotlib.figure import Figure
 
 import apgrad as ap
 from apgrad import meta, rewiring
@@ -126,13 +125,8 @@ PAPER = Config(
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    """The time of each rule on each network; the rates with the first seed; the other seeds at the best rate."""
-    pairs: list[dict[str, Any]] = [
-        {"network": network, "rule": rule}
-        for network in config.networks
-        for rule in config.rules
-        if not (network == "convnet" and rule == "difference_target_propagation")
-    ]
+    pairs = harness.grid(network=config.networks, rule=config.rules)
+    pairs = [p for p in pairs if p != {"network": "convnet", "rule": "difference_target_propagation"}]
     return [
         *({**pair, "measure": "time"} for pair in pairs),
         *({**pair, "rate": rate, "trial": 0} for pair in pairs for rate in config.rates),
@@ -324,7 +318,6 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """For each network and rule the rate that is best on held-out images: accuracies, angles, times."""
     rows, curves = [], {}
     timed = {(c["network"], c["rule"]): result for c, result in records if "measure" in c}
     data, records = records[0][1]["data"], [(c, result) for c, result in records if "rate" in c]
@@ -332,57 +325,38 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         mine = [(c, result) for c, result in records if (c["network"], c["rule"]) == (network, rule)]
         rate = max((result for c, result in mine if c["trial"] == 0), key=lambda result: result["held_out"])["rate"]
         runs = [result for _, result in mine if result["rate"] == rate]
-        test, curve = np.array([r["test"] for r in runs]), np.array([r["angles"] for r in runs])
-        curves[network, rule] = curve
-        error = lambda values: float(np.std(values, ddof=1, axis=0) / np.sqrt(len(values))) if len(values) > 1 else None
-        row = {
-            "network": network,
-            "rule": rule,
-            "rate": rate,
-            "seeds": len(runs),
-            "test_accuracy": float(test.mean()),
-            "test_accuracy_se": error(test),
-            "time_ratio": timed.get((network, rule), {}).get("time_ratio", np.nan),
-            "flops_ratio": timed.get((network, rule), {}).get("flops_ratio", np.nan),
-            "milliseconds": timed.get((network, rule), {}).get("milliseconds", np.nan),
-            "angle_first_layer": float(curve[:, -1, 1].mean()),
-            "angle_first_layer_se": error(curve[:, -1, 1]),
-            "angle_last_layer": float(curve[:, -1, -1].mean()),
-            "angle_last_layer_se": error(curve[:, -1, -1]),
-        }
+        curve = curves[network, rule] = np.array([r["angles"] for r in runs])
+        row = {"network": network, "rule": rule, "rate": rate, "seeds": len(runs)}
+        values = {"test_accuracy": np.array([r["test"] for r in runs])}
+        values |= {"angle_first_layer": curve[:, -1, 1], "angle_last_layer": curve[:, -1, -1]}
+        for name, found in values.items():
+            row |= {name: float(found.mean()), f"{name}_se": harness.standard_error(found)}
+        times = timed.get((network, rule), {})
+        row |= {name: times.get(name, np.nan) for name in ("time_ratio", "flops_ratio", "milliseconds")}
         known = [f"{accuracy} % ({source})" for n, m, accuracy, source in PUBLISHED if (n, m) == (rule, network)]
         rows.append({**row, "published": "; ".join(known)})
-    lines = [data, "test accuracy, angle to the gradient at the first and last hidden layer (end), time over jax.grad"]
-    lines += [
-        f"{r['network']:8} {r['rule']:30} rate {r['rate']:<7} {100 * r['test_accuracy']:5.1f}"
-        f" ± {100 * (r['test_accuracy_se'] or np.nan):.1f} %  {r['angle_first_layer']:5.1f}"
-        f" {r['angle_last_layer']:5.1f}  {r['time_ratio']:5.2f}"
-        for r in rows
-    ]
-    lines += ["published, on MNIST:", *(f"{m:8} {n:30} {a:5.2f} %  {s}" for n, m, a, s in PUBLISHED)]
-    return harness.Report({"data": data}, rows, "\n".join(lines), _figure(rows, curves))
+    columns = ("rate", "test_accuracy", "angle_first_layer", "angle_last_layer", "time_ratio", "published")
+    table = f"{data}\n{harness.table(rows, 'network', 'rule', *columns)}"
+    return harness.Report({"data": data}, rows, table, _figure(rows, curves))
 
 
 def _figure(rows, curves):
-    networks = list(dict.fromkeys(r["network"] for r in rows))
-    rules = list(dict.fromkeys(r["rule"] for r in rows))
-    figure = Figure(figsize=(13, 3.4 * len(networks)), layout="constrained")
-    axes = figure.subplots(len(networks), 3, squeeze=False)
+    networks, rules = (list(dict.fromkeys(r[k] for r in rows)) for k in ("network", "rule"))
+    figure, axes = harness.panels(len(networks), 3, (13, 3.4 * len(networks)))
     for (accuracy, first, last), network in zip(axes, networks, strict=True):
         mine = [r for r in rows if r["network"] == network]
         for row in mine:
-            color = f"C{rules.index(row['rule'])}"
-            place = rules.index(row["rule"])
-            accuracy.barh(place, 100 * row["test_accuracy"], xerr=100 * (row["test_accuracy_se"] or 0), color=color)
+            place, rule = rules.index(row["rule"]), row["rule"]
+            style = {"color": f"C{place}", "label": rule.replace("_", " ")}
+            accuracy.barh(place, 100 * row["test_accuracy"], xerr=100 * (row["test_accuracy_se"] or 0), **style)
             text = f" {100 * row['test_accuracy']:.1f} %, {row['time_ratio']:.2f} x time"
-            known = [a for n, m, a, _ in PUBLISHED if (n, m) == (row["rule"], network)]
-            accuracy.plot(known, [place] * len(known), "k|", ms=12)
             accuracy.text(1, place, text, va="center", fontsize=7, color="white")
-            curve = curves[network, row["rule"]]
+            known = [a for n, m, a, _ in PUBLISHED if (n, m) == (rule, network)]
+            accuracy.plot(known, [place] * len(known), "k|", ms=12)
+            curve = curves[network, rule]
             for ax, layer in ((first, 1), (last, -1)):
-                mean = curve[:, :, layer].mean(0)
-                error = curve[:, :, layer].std(0, ddof=1) / np.sqrt(len(curve)) if len(curve) > 1 else 0 * mean
-                ax.errorbar(curve[0, :, 0], mean, error, color=color, marker="o", ms=3, label=row["rule"])
+                errors = [harness.standard_error(angles) or 0 for angles in curve[:, :, layer].T]
+                ax.errorbar(curve[0, :, 0], curve[:, :, layer].mean(0), errors, marker="o", **style)
         accuracy.set_yticks([rules.index(r["rule"]) for r in mine], [r["rule"].replace("_", " ") for r in mine])
         accuracy.invert_yaxis()
         accuracy.set(xlim=(0, 101), xlabel="test accuracy, %; published: |", title=network)

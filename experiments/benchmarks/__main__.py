@@ -24,9 +24,6 @@ MOVED = 1.25  # two runs on a busy machine differ by a tenth or so
 def ratios(results: dict[str, Any]) -> dict[str, float]:
     """The ratios of a benchmark by the words that name them.
 
-    Args:
-      results: what results.json has.
-
     Example:
       >>> ratios({"rows": [{"network": "rnn", "method": "same", "time_ratio": 0.9, "temp_MB": 7.2}]})
       {'rnn, same: time_ratio': 0.9}
@@ -40,10 +37,6 @@ def ratios(results: dict[str, Any]) -> dict[str, float]:
 
 def compared(now: dict[str, float], before: dict[str, float]) -> list[dict[str, Any]]:
     """A row for each ratio: its value now, the committed one or None, and whether it moved.
-
-    Args:
-      now: ratios by name.
-      before: the committed ratios by name.
 
     Example:
       >>> [row["moved"] for row in compared({"a": 1.0, "b": 2.0, "c": 1.0}, {"a": 1.1, "b": 1.0})]

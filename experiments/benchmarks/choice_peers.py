@@ -26,7 +26,6 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from jax import lax
-from matplotlib.figure import Figure
 from numpyro.infer import TraceGraph_ELBO
 
 import apgrad as ap
@@ -190,12 +189,10 @@ PAPER = Config(estimates=20_000, rounds=100)
 
 
 def cells(config: Config) -> list[dict[str, Any]]:
-    """One for each problem: methods are timed in turns."""
-    return [{"problem": problem} for problem in config.problems]
+    return harness.grid(problem=config.problems)
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """Variance, evaluations and seconds of all methods on one problem."""
     name, key = cell["problem"], jax.random.key(seed)
     learned = autoencoder(config.steps) if name == "autoencoder" else None
     problem, timed = learned or toy(name, 1), learned or toy(name, toys.LANES)
@@ -204,13 +201,8 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         for method, (gradient, evaluations) in methods(problem).items():
             flat = lambda key, g=gradient: jax.flatten_util.ravel_pytree(g(key, problem.parameters))[0]
             estimates = jax.jit(lambda keys, flat=flat: lax.map(flat, keys, batch_size=100))
-            samples = np.asarray(estimates(jax.random.split(key, config.estimates)), np.float64)
-            squares = np.sum((samples - samples.mean(axis=0)) ** 2, axis=1)
-            found[method] = {
-                "variance": float(squares.sum() / (len(squares) - 1)),
-                "standard_error": float(squares.std() / np.sqrt(len(squares))),
-                "evaluations": evaluations,
-            }
+            samples = estimates(jax.random.split(key, config.estimates))
+            found[method] = toys.variance_of(samples) | {"evaluations": evaluations}
         for method, (gradient, _) in methods(timed).items():
             jitted = jax.jit(gradient)
             calls[method] = lambda jitted=jitted: jitted(key, timed.parameters)
@@ -221,7 +213,6 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """The table, and ratios to the best peer with intervals."""
     rows, figures = [], {}
     for cell, found in records:
         equal = {
@@ -234,46 +225,27 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             certain = method == best or mine < 1e-12 * peer
             wide = 0.0 if certain else 1.96 * np.hypot(error / mine, peer_error / peer)
             ratio = mine / peer
-            rows.append(
-                {
-                    **cell,
-                    "method": method,
-                    **row,
-                    "at_equal_evaluations": mine,
-                    "best_peer": best,
-                    "over_best_peer": ratio,
-                    "low": float(ratio * np.exp(-wide)),
-                    "high": float(ratio * np.exp(wide)),
-                }
-            )
-        ours = min(
-            (r for r in rows if r["problem"] == cell["problem"] and r["method"] in OURS), key=lambda r: r["high"]
-        )
+            more = {"at_equal_evaluations": mine, "best_peer": best, "over_best_peer": ratio}
+            ends = {"low": float(ratio * np.exp(-wide)), "high": float(ratio * np.exp(wide))}
+            rows.append({**cell, "method": method, **row, **more, **ends})
+        mine = [r for r in rows if r["problem"] == cell["problem"] and r["method"] in OURS]
+        ours = min(mine, key=lambda r: r["high"])
         figures[cell["problem"]] = {k: ours[k] for k in ("method", "best_peer", "over_best_peer", "low", "high")}
-    head = f"{'problem':<15} {'method':<25} {'variance':>10} {'evals':>5} {'over best peer':>14} {'95 %':>16} "
-    head += f"{'seconds':>8}"
-    lines = [head]
-    for r in rows:
-        interval = f"{r['low']:.3g} to {r['high']:.3g}"
-        lines.append(
-            f"{r['problem']:<15} {r['method']:<25} {r['variance']:>10.4g} {r['evaluations']:>5} "
-            f"{r['over_best_peer']:>14.3g} {interval:>16} {r['seconds_ratio']:>7.2f}"
-        )
-    figure = Figure(figsize=(4 * len(records), 3.5), layout="constrained")
-    for axes, (cell, _) in zip(np.atleast_1d(figure.subplots(1, len(records))), records, strict=True):
+    columns = ("problem", "method", "variance", "evaluations", "over_best_peer", "low", "high", "seconds_ratio")
+    figure, (line,) = harness.panels(1, len(records), (4 * len(records), 3.5))
+    for axes, (cell, _) in zip(line, records, strict=True):
         shown = [r for r in rows if r["problem"] == cell["problem"]][::-1]
-        visible = [r for r in shown if r["over_best_peer"] > 1e-9]
         for place, r in enumerate(shown):
             colour = "C0" if r["method"] in OURS else "0.6"
-            if r not in visible:
+            if r["over_best_peer"] <= 1e-9:
                 axes.annotate("0", (0.02, place), xycoords=("axes fraction", "data"), va="center", color=colour)
                 continue
             middle, low, high = (r[k] for k in ("over_best_peer", "low", "high"))
-            axes.errorbar(middle, place, xerr=[[middle - low], [high - middle]], fmt="o", color=colour, markersize=4)
+            axes.errorbar(middle, place, xerr=[[middle - low], [high - middle]], fmt="o", color=colour)
         axes.set_yticks(range(len(shown)), [r["method"] for r in shown], fontsize=7)
         axes.axvline(1, color="0.6", linewidth=0.8)
         axes.set(xscale="log", xlabel="variance at equal evaluations\nover the best peer's", title=cell["problem"])
-    return harness.Report(figures, rows, "\n".join(lines), figure)
+    return harness.Report(figures, rows, harness.table(rows, *columns), figure)
 
 
 if __name__ == "__main__":

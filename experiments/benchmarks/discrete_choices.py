@@ -25,7 +25,7 @@ import numpy as np
 import numpyro.distributions as dist
 import optax
 from flax import nnx
-from matplotlib.figure import Figure
+from jax import lax
 
 import apgrad as ap
 from experiments import harness
@@ -85,19 +85,12 @@ def start(method: str, size: int) -> Any:
 
 def estimator(method: str, control: Any) -> ap.ChoiceEstimator:
     """The estimator for `ap.choose`."""
-    made = {
-        "rloo, 2": lambda: ap.rloo(2),
-        "rloo, 4": lambda: ap.rloo(4),
-        "arm": ap.arm,
-        "disarm": ap.disarm,
-        "rao_blackwellized, 1": lambda: ap.rao_blackwellized(1),
-        "enumeration": ap.enumeration,
-        "rebar": lambda: ap.rebar(jnp.exp(control["log_temperature"]), control["eta"]),
-        "relax": lambda: ap.relax(control),
-        "double_control_variates, 2": lambda: ap.double_control_variates(2),
-        "measure_valued": ap.measure_valued,
-    }
-    return made[method]()
+    if method == "rebar":
+        return ap.rebar(jnp.exp(control["log_temperature"]), control["eta"])
+    if method == "relax":
+        return ap.relax(control)
+    name, _, samples = method.partition(", ")
+    return getattr(ap, name)(*([int(samples)] if samples else []))
 
 
 def objective(method: str, lanes: int) -> Callable[..., jax.Array]:
@@ -119,10 +112,8 @@ def trained(method: str, logits: jax.Array, steps: int, key: jax.Array) -> Any:
     control = start(method, len(logits))
     if control is None:
         return None
-    optimizer, descent = (
-        optax.adam(optax.cosine_decay_schedule(0.02, steps)),
-        jax.grad(objective(method, 50), argnums=2),
-    )
+    optimizer = optax.adam(optax.cosine_decay_schedule(0.02, steps))
+    descent = jax.grad(objective(method, 50), argnums=2)
 
     @jax.jit
     def train(control, keys):
@@ -131,7 +122,7 @@ def trained(method: str, logits: jax.Array, steps: int, key: jax.Array) -> Any:
             updates, state = optimizer.update(descent(key, logits, control), state)
             return (optax.apply_updates(control, updates), state), None
 
-        return jax.lax.scan(step, (control, optimizer.init(control)), keys)[0][0]
+        return lax.scan(step, (control, optimizer.init(control)), keys)[0][0]
 
     return train(control, jax.random.split(key, steps))
 
@@ -175,7 +166,7 @@ def hand_written(lanes: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
         p = jax.nn.sigmoid(logits)
         x = jax.random.bernoulli(key, p, (lanes, *logits.shape)).astype(jnp.float32)
         density = -jnp.sum(jax.nn.softplus((1 - 2 * x) * logits), axis=-1)
-        return jnp.mean(jax.lax.stop_gradient(jax.vmap(cost)(x)) * density)
+        return jnp.mean(lax.stop_gradient(jax.vmap(cost)(x)) * density)
 
     return loss
 
@@ -201,12 +192,17 @@ PAPER = Config(problems=tuple(PROBLEMS), estimates=200_000, steps=5_000, rounds=
 
 
 def cells(config: Config) -> list[dict[str, Any]]:
-    """One for each problem: methods are timed in turns."""
-    return [{"problem": problem} for problem in config.problems]
+    return harness.grid(problem=config.problems)
+
+
+def variance_of(samples: jax.Array) -> dict[str, float]:
+    """The variance of estimates (n, D), summed over D, and its standard error."""
+    squares = np.sum((np.asarray(samples, np.float64) - np.asarray(samples, np.float64).mean(axis=0)) ** 2, axis=1)
+    error = float(squares.std() / np.sqrt(len(squares)))
+    return {"variance": float(squares.sum() / (len(squares) - 1)), "standard_error": error}
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """Variance and seconds of every method that applies."""
     problem, key = cell["problem"], jax.random.key(seed)
     logits = logits_of(problem)
     small = len(logits) <= MOST_ENUMERATED
@@ -215,23 +211,12 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     for method in methods:
         control = trained(method, logits, config.steps, jax.random.fold_in(key, 1))
         gradient = jax.grad(objective(method, 1), argnums=1)
-        estimates = jax.jit(
-            lambda keys, control, gradient=gradient: jax.lax.map(
-                lambda key: gradient(key, logits, control), keys, batch_size=200
-            )
-        )(jax.random.split(key, config.estimates), control)
-        samples = np.asarray(estimates, np.float64)
-        squares = np.sum((samples - samples.mean(axis=0)) ** 2, axis=1)
+        one = lambda key, control, g=gradient: g(key, logits, control)
+        many = jax.jit(lambda keys, control, one=one: lax.map(lambda k: one(k, control), keys, batch_size=200))
+        row = {"method": method, **variance_of(many(jax.random.split(key, config.estimates), control))}
         coins = dist.Bernoulli(logits=logits[None])
-        rows.append(
-            {
-                "method": method,
-                "variance": float(squares.sum() / (len(squares) - 1)),
-                "standard_error": float(squares.std() / np.sqrt(len(squares))),
-                "exact": exact_variance(method, PROBLEMS[problem]),
-                "evaluations": 1 if method == "reinforce" else estimator(method, control).evaluations(coins),
-            }
-        )
+        evaluations = 1 if method == "reinforce" else estimator(method, control).evaluations(coins)
+        rows.append(row | {"exact": exact_variance(method, PROBLEMS[problem]), "evaluations": evaluations})
         timed = jax.jit(jax.grad(objective(method, LANES), argnums=1))
         calls[method] = lambda timed=timed, control=control: timed(key, logits, control)
     plain = jax.jit(jax.grad(hand_written(LANES), argnums=1))
@@ -243,32 +228,18 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """A table, and variances at equal evaluations as bars."""
     rows = [{**cell, **row} for cell, result in records for row in result["rows"]]
-    figures = {
-        f"{row['problem']}: {row['method']}": {
-            k: row[k] for k in ("variance", "standard_error", "exact", "seconds_ratio")
-        }
-        for row in rows
-    }
-    lines = [f"{'problem':<16} {'method':<28} {'variance':>10} {'± s.e.':>9} {'exact':>10} {'evals':>5} {'seconds':>7}"]
-    for r in rows:
-        exact = "" if r["exact"] is None else f"{r['exact']:.4g}"
-        lines.append(
-            f"{r['problem']:<16} {r['method']:<28} {r['variance']:>10.4g} {r['standard_error']:>9.1g} {exact:>10} "
-            f"{r['evaluations']:>5} {r['seconds_ratio']:>7.2f}"
-        )
-    problems = list(dict.fromkeys(row["problem"] for row in rows))
-    figure = Figure(figsize=(4 * len(problems), 4), layout="constrained")
-    for axes, problem in zip(np.atleast_1d(figure.subplots(1, len(problems))), problems, strict=True):
-        shown = [r for r in rows if r["problem"] == problem][::-1]
-        values = [r["variance_times_evaluations"] for r in shown]
-        axes.barh([r["method"] for r in shown], values, color="0.7")
-        axes.set(xscale="log", xlabel="variance x evaluations (0: no bar)", title=problem)
+    shown = ("variance", "standard_error", "exact", "seconds_ratio")
+    figures = {f"{row['problem']}: {row['method']}": {k: row[k] for k in shown} for row in rows}
+    figure, (line,) = harness.panels(1, len(records), (4 * len(records), 4))
+    for axes, (cell, _) in zip(line, records, strict=True):
+        mine = [r for r in rows if r["problem"] == cell["problem"]][::-1]
+        values = [r["variance_times_evaluations"] for r in mine]
+        axes.barh([r["method"] for r in mine], values, color="0.7")
+        axes.set(xscale="log", xlabel="variance x evaluations (0: no bar)", title=cell["problem"])
         axes.set_xlim(left=10 ** np.floor(np.log10(min(v for v in values if v > 1e-12))))  # below it is rounding
-        axes.xaxis.set_minor_formatter("")
         axes.tick_params(axis="y", labelsize=7)
-    return harness.Report(figures, rows, "\n".join(lines), figure)
+    return harness.Report(figures, rows, harness.table(rows, "problem", "method", "evaluations", *shown), figure)
 
 
 if __name__ == "__main__":

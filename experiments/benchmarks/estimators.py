@@ -21,6 +21,7 @@ temporary memory (`memory_analysis().temp_size_in_bytes`, which counts what the 
 """
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +29,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
-from matplotlib.figure import Figure
 
 import apgrad as ap
 from experiments import harness
@@ -116,14 +116,11 @@ def chain(method: str, nodes: int, lanes: int = 2) -> Callable[[jax.Array, jax.A
 
 
 def cells(config: Config) -> list[dict[str, Any]]:
-    """The rollouts, then the chains."""
-    rollouts = [{"benchmark": "rollout", "size": h} for h in config.horizons]
-    policies = [{"benchmark": "policy", "size": n} for n in POLICIES]
-    return rollouts + [{"benchmark": "chain", "size": n} for n in config.nodes] + policies
+    sizes = {"rollout": config.horizons, "chain": config.nodes, "policy": POLICIES}
+    return [cell for name, some in sizes.items() for cell in harness.grid(benchmark=[name], size=some)]
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """All methods of a benchmark, in turns."""
     key = jax.random.key(seed)
     measures = {"rollout": _measure_rollout, "chain": _measure_chain, "policy": _measure_policy}
     return measures[cell["benchmark"]](config, cell["size"], key)
@@ -143,11 +140,8 @@ def _measure_rollout(config, horizon, key):
     np.testing.assert_allclose(calls["RP"](key, beta), calls["plain"](key, beta), rtol=1e-3)
 
     keys = jax.random.split(key, 10)
-    loops = {
-        name: jax.jit(lambda keys, beta, g=g: jax.lax.map(lambda key: g(key, beta), keys))
-        for name, g in gradients.items()
-        if "," not in name
-    }
+    looped = lambda g: jax.jit(lambda keys, beta: jax.lax.map(lambda key: g(key, beta), keys))
+    loops = {name: looped(g) for name, g in gradients.items() if "," not in name}
     called = take_turns({name: lambda f=f: f(key, beta) for name, f in calls.items()}, config.rounds)
     looped = take_turns({name: lambda f=f: f(keys, beta) for name, f in loops.items()}, config.rounds)
     rows = [_row(f"called: {name}", seconds, called["plain"]) for name, seconds in called.items()]
@@ -157,23 +151,16 @@ def _measure_rollout(config, horizon, key):
 
 def _measure_chain(config, nodes, key):
     theta = jnp.float32(1.1)
-    compiled = {
-        method: jax.jit(jax.grad(chain(method, nodes), argnums=1)).lower(key, theta).compile()
-        for method in ("plain", *CHAIN_METHODS)
-    }
+    gradient = lambda method: jax.jit(jax.grad(chain(method, nodes), argnums=1))
+    compiled = {m: gradient(m).lower(key, theta).compile() for m in ("plain", *CHAIN_METHODS)}
     seconds = take_turns({name: lambda f=f: f(key, theta) for name, f in compiled.items()}, config.chain_rounds)
     memory = {name: _temporary_bytes(f) for name, f in compiled.items()}
     rows = []
     for name in compiled:
-        row = _row(name, seconds[name], seconds["plain"])
         added = (seconds[name] - seconds["plain"]) / nodes * 1e6
-        row |= {
-            "added_us_per_node": float(np.median(added)),
-            "added_us_interval": _median_interval(added),
-            "bytes_per_node": memory[name] / nodes,
-            "added_bytes_per_node": (memory[name] - memory["plain"]) / nodes,
-        }
-        rows.append(row)
+        row = _row(name, seconds[name], seconds["plain"]) | {"added_us_per_node": float(np.median(added))}
+        row |= {"added_us_interval": _median_interval(added), "bytes_per_node": memory[name] / nodes}
+        rows.append(row | {"added_bytes_per_node": (memory[name] - memory["plain"]) / nodes})
     return {"rows": rows}
 
 
@@ -190,18 +177,15 @@ def _measure_policy(config, size, key):
     gradients["adaptive"] = lambda key, parameters: adaptive.value_and_grad(key, state, parameters)
     compiled = {name: jax.jit(f).lower(key, parameters).compile() for name, f in gradients.items()}
     seconds = take_turns({n: lambda f=f: f(key, parameters) for n, f in compiled.items()}, config.policy_rounds)
-    return {
-        "rows": [_row(n, seconds[n], seconds["plain"]) | {"bytes": _temporary_bytes(compiled[n])} for n in compiled]
-    }
+    rows = [_row(n, seconds[n], seconds["plain"]) | {"bytes": _temporary_bytes(f)} for n, f in compiled.items()]
+    return {"rows": rows}
 
 
 def policy_parameters(key: jax.Array, sizes: tuple[int, ...]) -> list[list[jax.Array]]:
     """Weights and biases of a network with layers of these sizes."""
     keys = jax.random.split(key, len(sizes) - 1)
-    return [
-        [jax.random.normal(k, (n, m)) / np.sqrt(n), jnp.zeros(m)]
-        for k, n, m in zip(keys, sizes[:-1], sizes[1:], strict=True)
-    ]
+    layer = lambda key, n, m: [jax.random.normal(key, (n, m)) / np.sqrt(n), jnp.zeros(m)]
+    return [layer(key, *pair) for key, pair in zip(keys, itertools.pairwise(sizes), strict=True)]
 
 
 def _next_mean(parameters, x):
@@ -245,20 +229,13 @@ def policy(sizes: tuple[int, ...], horizon: int, estimator: Any) -> Callable[[ap
 def _temporary_bytes(compiled):
     analysis = compiled.memory_analysis()
     if analysis is None:
-        raise RuntimeError(
-            f"the backend {jax.default_backend()} tells nothing of a program's memory; run this on CPU or GPU"
-        )
+        raise RuntimeError(f"{jax.default_backend()} tells nothing of a program's memory; run this on CPU or GPU")
     return analysis.temp_size_in_bytes
 
 
 def _row(name, seconds, baseline):
-    ratios = seconds / baseline
-    return {
-        "method": name,
-        "milliseconds": float(np.median(seconds) * 1e3),
-        "ratio": float(np.median(ratios)),
-        "ratio_interval": _median_interval(ratios),
-    }
+    row = {"method": name, "milliseconds": float(np.median(seconds) * 1e3)}
+    return row | {"ratio": float(np.median(seconds / baseline)), "ratio_interval": _median_interval(seconds / baseline)}
 
 
 def _median_interval(values):
@@ -267,66 +244,41 @@ def _median_interval(values):
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """Ratios as bars, what a node adds as lines."""
     empty = dict.fromkeys(("added_us_per_node", "added_us_interval", "bytes_per_node", "added_bytes_per_node", "bytes"))
     rows = [{**cell, **empty, **row} for cell, result in records for row in result["rows"]]
+    last = {name: max((r["size"] for r in rows if r["benchmark"] == name), default=0) for name in ("rollout", "chain")}
     figures = {}
     for row in rows:
+        size, method = row["size"], row["method"]
         if row["benchmark"] == "rollout":
-            name = f"ratio_H{row['size']}, {row['method']}"
-            figures[name] = {"value": row["ratio"], "interval": row["ratio_interval"]}
-        if row["benchmark"] == "policy":
-            figures[f"policy of {row['size']}, {row['method']}"] = {
-                k: row[k] for k in ("milliseconds", "ratio", "bytes")
-            }
-    largest = max((r["size"] for r in rows if r["benchmark"] == "chain"), default=0)
-    for row in rows:
-        if row["benchmark"] == "chain" and row["size"] == largest and row["method"] != "plain":
-            name = f"node_in_chain_of_{largest}, {row['method']}"
-            figures[name] = {k: row[k] for k in ("added_us_per_node", "added_us_interval", "added_bytes_per_node")}
-    return harness.Report(figures, rows, _table(rows), _figure(rows))
+            figures[f"ratio_H{size}, {method}"] = {"value": row["ratio"], "interval": row["ratio_interval"]}
+        elif row["benchmark"] == "policy":
+            figures[f"policy of {size}, {method}"] = {k: row[k] for k in ("milliseconds", "ratio", "bytes")}
+    for row in (r for r in rows if (r["benchmark"], r["size"]) == ("chain", last["chain"]) and r["method"] != "plain"):
+        shown = ("added_us_per_node", "added_us_interval", "added_bytes_per_node")
+        figures[f"node_in_chain_of_{last['chain']}, {row['method']}"] = {k: row[k] for k in shown}
+    columns = ("milliseconds", "ratio", "added_us_per_node", "added_bytes_per_node", "bytes")
+    shown = [row | dict(zip(("ratio_low", "ratio_high"), row["ratio_interval"], strict=True)) for row in rows]
+    table = harness.table(shown, "benchmark", "size", "method", *columns)
 
-
-def _table(rows):
-    lines = [
-        f"{'benchmark':>16} {'method':<30} {'ms':>9} {'ratio':>6}  {'95 % interval':<14} {'us/node':>8} {'bytes':>8}"
-    ]
-    for row in rows:
-        low, high = row["ratio_interval"]
-        line = f"{row['benchmark']:>8} {row['size']:>7} {row['method']:<30} {row['milliseconds']:>9.3f}"
-        line += f" {row['ratio']:>6.2f}  {low:.2f} to {high:.2f}  "
-        if row["added_us_per_node"] is not None:
-            line += f" {row['added_us_per_node']:>+8.2f} {row['added_bytes_per_node']:>+8.1f}"
-        if row["bytes"] is not None:
-            line += f" {row['bytes'] / 1e6:.0f} MB"
-        lines.append(line)
-    return "\n".join(lines)
-
-
-def _figure(rows):
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    left, middle, right = figure.subplots(1, 3)
-    rollouts = [r for r in rows if r["benchmark"] == "rollout" and "plain" not in r["method"]]
-    last = max((r["size"] for r in rollouts), default=0)
-    shown = [r for r in rollouts if r["size"] == last][::-1]
+    figure, ((left, middle, right),) = harness.panels(1, 3, (11, 4))
+    shown = [r for r in rows if (r["benchmark"], r["size"]) == ("rollout", last["rollout"])][::-1]
+    shown = [r for r in shown if "plain" not in r["method"]]
     values = np.array([r["ratio"] for r in shown])
     errors = np.abs(np.array([r["ratio_interval"] for r in shown]).T - values) if shown else None
     left.barh([r["method"] for r in shown], values, xerr=errors, color="0.7")
     left.axvline(1, color="black", linewidth=0.8)
-    left.set(xlabel="time / plain jax.grad", title=f"Rollout, H={last}, {LANES} lanes")
+    left.set(xlabel="time / plain jax.grad", title=f"Rollout, H={last['rollout']}, {LANES} lanes")
     left.tick_params(axis="y", labelsize=7)
-    chains = [r for r in rows if r["benchmark"] == "chain" and r["method"] != "plain"]
-    for method, marker in zip(CHAIN_METHODS, "os^", strict=True):
-        lines = [r for r in chains if r["method"] == method]
-        sizes = [r["size"] for r in lines]
-        middle.plot(sizes, [r["added_us_per_node"] for r in lines], marker=marker, label=method)
-        right.plot(sizes, [r["added_bytes_per_node"] for r in lines], marker=marker, label=method)
-    middle.set(xscale="log", xlabel="nodes in the chain", ylabel="added microseconds a node", title="Time of a node")
-    right.set(xscale="log", xlabel="nodes in the chain", ylabel="added bytes a node", title="Memory of a node, 2 lanes")
-    for axes in (middle, right):
-        axes.axhline(0, color="black", linewidth=0.8)
-        axes.legend()
-    return figure
+    panels = ((middle, "added_us_per_node", "Microseconds"), (right, "added_bytes_per_node", "Bytes, of 2 lanes,"))
+    for ax, name, title in panels:
+        for method, marker in zip(CHAIN_METHODS, "os^", strict=True):
+            chain = [r for r in rows if (r["benchmark"], r["method"]) == ("chain", method)]
+            ax.plot([r["size"] for r in chain], [r[name] for r in chain], marker=marker, label=method)
+        ax.axhline(0, color="black", linewidth=0.8)
+        ax.set(xscale="log", xlabel="nodes in the chain", title=f"{title} that a node adds")
+        ax.legend()
+    return harness.Report(figures, rows, table, figure)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from matplotlib.figure import Figure
 
 from apgrad import mplp
 from apgrad.mplp.rules import _per_synapse as per_synapse
@@ -68,9 +67,7 @@ PAPER = Config(widths=(64, 128, 256, 512, 1024, 2048, 4096), rounds=15)
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    """The tasks, then the widths."""
-    every = [(name, 0) for name in TASKS] + [("width", n) for n in config.widths]
-    return [{"benchmark": name, "size": size} for name, size in every]
+    return harness.grid(benchmark=TASKS, size=[0]) + harness.grid(benchmark=["width"], size=config.widths)
 
 
 def problem(task: str) -> tuple[Any, Any, Any, int, int]:
@@ -106,7 +103,6 @@ def _ports(params):
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """One task, or one width."""
     if cell["benchmark"] == "width":
         return _measure_width(config, cell["size"])
     return _measure_task(config, cell["benchmark"])
@@ -182,32 +178,18 @@ def _rows(config, programs, flops):
     for name, (program, _) in programs.items():
         analysis = program.memory_analysis()
         median = float(np.median(seconds[name]))
-        rows.append(
-            {
-                "rule": name.split("/")[0],
-                "what": name.split("/")[1],
-                "cpu_ms": 1e3 * median,
-                "spread": float(np.subtract(*np.percentile(seconds[name], [75, 25])) / median),
-                "fraction_of_matmul": float(np.median(flops[name] / seconds[name] / rate)),
-                "megabytes": None if analysis is None else analysis.temp_size_in_bytes / 1e6,
-                "matmul_gflops": float(np.median(rate)) / 1e9,
-            }
-        )
+        row = dict(zip(("rule", "what"), name.split("/"), strict=True)) | {"cpu_ms": 1e3 * median}
+        row["spread"] = float(np.subtract(*np.percentile(seconds[name], [75, 25])) / median)
+        row["fraction_of_matmul"] = float(np.median(flops[name] / seconds[name] / rate))
+        row["megabytes"] = None if analysis is None else analysis.temp_size_in_bytes / 1e6
+        rows.append(row | {"matmul_gflops": float(np.median(rate)) / 1e9})
     return rows
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """Times, fractions and memory; ratios to SGD, to the separable rule and to the published code."""
-    rows = [{**cell, **row} for cell, result in records for row in result["rows"]]
-    find = lambda benchmark, size, rule, what: next(
-        (
-            r["cpu_ms"]
-            for r in rows
-            if (r["benchmark"], r["size"], r["rule"], r["what"]) == (benchmark, size, rule, what)
-        ),
-        float("nan"),
-    )
-    figures = {}
+    rows, figures = [{**cell, **row} for cell, result in records for row in result["rows"]], {}
+    times = {(r["benchmark"], r["size"], r["rule"], r["what"]): r["cpu_ms"] for r in rows}
+    find = lambda *what: times.get(what, float("nan"))
     for row in rows:
         task = row["benchmark"]
         row["over_published"] = row["over_sgd"] = row["over_separable"] = None
@@ -224,40 +206,23 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     whitening, separable = ratios("separable, whitening", "over_separable"), ratios("separable", "over_sgd")
     figures["whitening over separable, largest of the widths"] = max(whitening, default=float("nan"))
     figures["separable over SGD, by width"] = separable
-    return harness.Report(figures, rows, _table(rows), _figure(rows))
+    columns = ("cpu_ms", "fraction_of_matmul", "megabytes", "over_published", "over_sgd", "over_separable")
+    table = harness.table(rows, "benchmark", "size", "rule", "what", *columns)
 
-
-def _table(rows):
-    lines = [
-        f"{'':>15} {'rule':<29} {'':<5} {'CPU ms':>9} {'matmul':>7} {'MB':>8} {'published':>9} {'SGD':>6} {'sep.':>6}"
-    ]
-    text = lambda value, form: "" if value is None else format(value, form)
-    for r in rows:
-        lines.append(
-            f"{r['benchmark']:>9} {r['size'] or '':>5} {r['rule']:<29} {r['what']:<5} {r['cpu_ms']:>9.2f} "
-            f"{r['fraction_of_matmul']:>7.1%} {text(r['megabytes'], '.1f'):>8} {text(r['over_published'], '.2f'):>9} "
-            f"{text(r['over_sgd'], '.1f'):>6} {text(r['over_separable'], '.2f'):>6}"
-        )
-    return "\n".join(lines)
-
-
-def _figure(rows):
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    meta = [r for r in rows if r["what"] == "meta"]
-    names = [name for name in RULES if any(r["rule"] == name for r in meta)]
+    figure, ((left, right),) = harness.panels(1, 2, (11, 4))
+    names = [name for name in RULES if any((r["rule"], r["what"]) == (name, "meta") for r in rows)]
     for i, task in enumerate(TASKS):
-        values = [next(r["cpu_ms"] for r in meta if (r["benchmark"], r["rule"]) == (task, name)) for name in names]
+        values = [find(task, 0, name, "meta") for name in names]
         left.barh(np.arange(len(names)) + 0.4 * i, values, height=0.4, color=f"C{i}", label=task)
         left.axvline(1e3 * PUBLISHED[task], color=f"C{i}", linestyle=":", label=f"{task}, published code")
     left.set(xscale="log", xlabel="CPU ms of a meta-step", yticks=np.arange(len(names)) + 0.2, yticklabels=names)
-    left.legend(fontsize=7)
+    widths = sorted({r["size"] for r in rows if r["benchmark"] == "width"})
     for rule in ("SGD", "exact", "separable", "separable, whitening"):
-        line = [r for r in rows if r["benchmark"] == "width" and r["rule"] == rule]
-        right.plot([r["size"] for r in line], [r["cpu_ms"] for r in line], marker="o", markersize=4, label=rule)
+        right.plot(widths, [find("width", n, rule, "inner") for n in widths], marker="o", label=rule)
     right.set(xscale="log", yscale="log", xlabel="units of the hidden layers", ylabel="CPU ms of an inner update")
-    right.legend()
-    return figure
+    for ax in (left, right):
+        ax.legend()
+    return harness.Report(figures, rows, table, figure)
 
 
 if __name__ == "__main__":

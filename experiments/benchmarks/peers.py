@@ -32,7 +32,6 @@ import numpy as np
 import numpyro
 import numpyro.distributions as dist
 from jax import lax
-from matplotlib.figure import Figure
 from numpyro.contrib.control_flow import scan as numpyro_scan
 from numpyro.infer import TraceGraph_ELBO
 
@@ -231,12 +230,10 @@ def verdict(found: Moments, truth: Any) -> str:
 
 
 def cells(config: Config) -> list[dict[str, Any]]:
-    """The problems."""
-    return [{"problem": problem} for problem in PROBLEMS]
+    return harness.grid(problem=PROBLEMS)
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """All methods on one problem."""
     problem, key = cell["problem"], jax.random.key(seed)
     theta = THETA[problem.removesuffix(" in scan")]
     with jax.enable_x64(True):
@@ -288,37 +285,20 @@ def genjax(config: Config, problem: str, seed: int, truths: dict[int, np.ndarray
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """The table, and variance and seconds as bars."""
-    rows, lines = [], []
+    rows = []
     for cell, result in records:
         base = result["surrogate"]["variance"]
         for method in METHODS:
             found = result[method]
-            variance, seconds = found.get("variance"), found.get("seconds")
-            row = {
-                "problem": cell["problem"],
-                "method": method,
-                "variance": variance,
-                "variance_over_surrogate": None if variance is None else variance / base,
-                "seconds_over_surrogate": seconds,
-                "order_1": found["order 1"],
-                "order_2": found["order 2"],
-                "error_1": found.get("error 1", ""),
-                "error_2": found.get("error 2", ""),
-            }
-            rows.append(row)
-            number = lambda x: "-" if x is None else f"{x:.3g}"
-            lines.append(
-                f"{cell['problem']:14} {method:20} {number(row['variance_over_surrogate']):>8} "
-                f"{number(seconds):>8}  {found['order 1']:18} {found['order 2']}"
-            )
-    header = f"{'problem':14} {'method':20} {'variance':>8} {'seconds':>8}  {'order 1':18} order 2"
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    for axis, (name, label) in zip(
-        figure.subplots(1, 2, sharey=True),
-        (("variance_over_surrogate", "variance"), ("seconds_over_surrogate", "seconds")),
-        strict=True,
-    ):
+            variance = found.get("variance")
+            row = {**cell, "method": method, "variance": variance}
+            row["variance_over_surrogate"] = None if variance is None else variance / base
+            row |= {"seconds_over_surrogate": found.get("seconds"), "order_1": found["order 1"]}
+            row |= {"order_2": found["order 2"], "error_1": found.get("error 1", "")}
+            rows.append(row | {"error_2": found.get("error 2", "")})
+    columns = ("variance_over_surrogate", "seconds_over_surrogate")
+    figure, (axes,) = harness.panels(1, 2, (10, 4))
+    for axis, name in zip(axes, columns, strict=True):
         for number, method in enumerate(METHODS):
             mine = [row for row in rows if row["method"] == method]
             places = [i - 0.32 + 0.16 * number for i in range(len(mine))]
@@ -326,13 +306,12 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             for bar, row in zip(bars, mine, strict=True):
                 bar.set_hatch("///" if row["order_1"].startswith("wrong") else "")
         axis.set_yticks(range(len(records)), [cell["problem"] for cell, _ in records])
-        axis.set_xscale("log")
+        axis.set(xscale="log", xlabel=f"{name.replace('_', ' ')} loss by hand")
         axis.axvline(1, color="gray", linewidth=0.8)
-        axis.set_xlabel(f"{label} over that of a surrogate loss by hand")
-    figure.suptitle("Hatched: the gradient is wrong. No bar: refused or not run.", fontsize="medium")
-    figure.axes[0].invert_yaxis()
-    figure.axes[1].legend(fontsize="small")
-    return harness.Report({}, rows, "\n".join([header, *lines]), figure)
+        axis.invert_yaxis()
+    figure.suptitle("Hatched: the gradient is wrong. No bar: refused or not run.")
+    axes[1].legend()
+    return harness.Report({}, rows, harness.table(rows, "problem", "method", *columns, "order_1", "order_2"), figure)
 
 
 if __name__ == "__main__":

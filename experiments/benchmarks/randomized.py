@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.figure import Figure
 
 import apgrad as ap
 from apgrad import memory as rad
@@ -25,16 +24,8 @@ from experiments import harness
 from experiments.parts import rad_networks
 from experiments.parts.turns import take_turns
 
-RECURRENT = (
-    "checkpoint blocks",
-    "same",
-    "stratified",
-    "different",
-    "rounding 4",
-    "rounding 2",
-    "blocks + same",
-    "blocks + rounding 4",
-)
+RECURRENT = ("checkpoint blocks", "same", "stratified", "different", "rounding 4", "rounding 2")
+RECURRENT = (*RECURRENT, "blocks + same", "blocks + rounding 4")
 LAYERED = ("checkpoint each", *RECURRENT)
 
 
@@ -86,43 +77,23 @@ def layered(config: Config, method: str) -> Any:
 
 def recurrent(config: Config, method: str) -> Any:
     """`(key, parameters, images, labels) -> loss`."""
-    if method in rad_networks.methods(0.1) or method == "baseline":
+    if "blocks" not in method:
         return rad_networks.method_loss("rnn", method, 0.1)
-    if method.startswith("rounding"):
-        return rad_networks.method_loss("rnn", method, 0.1)
-
-    def blocks(params, images, labels):
-        (w, u, b), (v, c) = params
-        x = rad_networks.standardized(images)
-        pixels = x.reshape(len(x), config.side, config.side, 1).transpose(1, 2, 0, 3)
-
-        @jax.checkpoint
-        def block(h, pixels):
-            return jax.lax.scan(lambda h, p: (jax.nn.relu(p @ w + h @ u + b), None), h, pixels)[0], None
-
-        h, _ = jax.lax.scan(block, jnp.zeros((len(x), u.shape[0])), pixels)
-        return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(h @ v + c), labels[:, None], 1))
-
     if method == "checkpoint blocks":
-        return lambda key, params, images, labels: blocks(params, images, labels)
+        return lambda key, *args: rad_networks.checkpointed_rnn(*args)
     sampler = rad.same_sample(0.1) if method.endswith("same") else rad.rounding(bits=4)
-    return lambda key, *args: ap.randomize(blocks, sampler)(key, *args)
+    return lambda key, *args: ap.randomize(rad_networks.checkpointed_rnn, sampler)(key, *args)
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    """Both networks."""
-    both = [("layers", m) for m in LAYERED] + [("rnn", m) for m in RECURRENT]
-    return [{"network": network, "method": method} for network, method in both]
+    return harness.grid(network=["layers"], method=LAYERED) + harness.grid(network=["rnn"], method=RECURRENT)
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """Times of the method and of the baseline, in turns, and their memory."""
     key = jax.random.key(seed)
     if cell["network"] == "layers":
-        scale = (2 / config.width) ** 0.5
-        weights = [
-            scale * jax.random.normal(k, (config.width, config.width)) for k in jax.random.split(key, config.layers)
-        ]
+        draw = lambda key: (2 / config.width) ** 0.5 * jax.random.normal(key, (config.width, config.width))
+        weights = [draw(k) for k in jax.random.split(key, config.layers)]
         arguments = (weights, jax.random.normal(key, (config.batch, config.width)))
         make = layered
     else:
@@ -144,41 +115,27 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """Ratios of time; megabytes."""
     rows = []
     for cell, result in records:
-        mine, base = (np.array(result["seconds"][m]) for m in (cell["method"], "baseline"))
+        both = [cell["method"], "baseline"]
+        mine, base = (np.array(result["seconds"][m]) for m in both)
+        (temp, residual), (temp_base, residual_base) = (np.array(result["memory"][m]) / 1e6 for m in both)
         low, high = np.percentile(mine / base, [25, 75])
-        rows.append(
-            {
-                **cell,
-                "time_ratio": float(np.median(mine) / np.median(base)),
-                "time_ratio_low": float(low),
-                "time_ratio_high": float(high),
-                "temp_MB": result["memory"][cell["method"]][0] / 1e6,
-                "temp_MB_reverse_mode": result["memory"]["baseline"][0] / 1e6,
-                "residual_MB": result["memory"][cell["method"]][1] / 1e6,
-                "residual_MB_reverse_mode": result["memory"]["baseline"][1] / 1e6,
-            }
-        )
-    lines = [f"{'':28}  time over reverse mode   temp MB (reverse mode)   residual MB (reverse mode)"]
-    lines += [
-        f"{r['network']:7} {r['method']:20} {r['time_ratio']:7.2f} "
-        f"[{r['time_ratio_low']:.2f}, {r['time_ratio_high']:.2f}] "
-        f"{r['temp_MB']:12.2f} ({r['temp_MB_reverse_mode']:.2f}) {r['residual_MB']:15.2f} "
-        f"({r['residual_MB_reverse_mode']:.2f})"
-        for r in rows
-    ]
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    for ax, network in zip(figure.subplots(1, 2), ("layers", "rnn"), strict=True):
+        row = {**cell, "time_ratio": float(np.median(mine) / np.median(base))}
+        row |= {"time_ratio_low": float(low), "time_ratio_high": float(high)}
+        row |= {"temp_MB": float(temp), "temp_MB_reverse_mode": float(temp_base)}
+        rows.append(row | {"residual_MB": float(residual), "residual_MB_reverse_mode": float(residual_base)})
+    columns = [name for name in rows[0] if name not in ("time_ratio_low", "time_ratio_high")]
+    figure, (axes,) = harness.panels(1, 2, (10, 4))
+    for ax, network in zip(axes, ("layers", "rnn"), strict=True):
         mine = sorted((r for r in rows if r["network"] == network), key=lambda r: r["time_ratio"])
         memory = [r["temp_MB"] / r["temp_MB_reverse_mode"] for r in mine]
         ax.barh([r["method"] for r in mine], [r["time_ratio"] for r in mine], 0.35, align="edge", label="step time")
         ax.barh([r["method"] for r in mine], memory, -0.35, align="edge", label="temp bytes")
         ax.axvline(1, color="k", lw=0.8)
         ax.set(xlabel="over reverse mode's", title=network)
-        ax.legend(frameon=False)
-    return harness.Report({}, rows, "\n".join(lines), figure)
+        ax.legend()
+    return harness.Report({}, rows, harness.table(rows, *columns), figure)
 
 
 if __name__ == "__main__":

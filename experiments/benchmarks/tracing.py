@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from matplotlib.figure import Figure
 
 import apgrad as ap
 from experiments import harness
 
 KEY = jax.random.key(0)
+SEMIRINGS = ("max-product", "ordinary", "influence", "absolute sum", "log max-product", "entropy", "top 3")
+MODELS = ("MLP-300", "LSTM-50", "transformer")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,24 +36,15 @@ class Config(harness.Config):
       scale: of batch sizes and widths, for a quick look 0.25.
     """
 
-    semirings: tuple[str, ...] = (
-        "max-product",
-        "ordinary",
-        "influence",
-        "absolute sum",
-        "log max-product",
-        "entropy",
-        "top 3",
-    )
+    semirings: tuple[str, ...] = SEMIRINGS
     repeats: int = 5
     scale: float = 0.5
 
     def __post_init__(self):
-        """Refuses what has no standard error."""
         if self.repeats < 3 or not 0 < self.scale <= 1:
             raise ValueError("repeats must be at least 3, and scale in (0, 1]")
-        if unknown := set(self.semirings) - set(semirings()):
-            raise ValueError(f"no semirings {sorted(unknown)}; there are {', '.join(semirings())}")
+        if unknown := set(self.semirings) - set(SEMIRINGS):
+            raise ValueError(f"no semirings {sorted(unknown)}; there are {', '.join(SEMIRINGS)}")
 
 
 class MLP(nn.Module):
@@ -126,14 +118,10 @@ def semirings() -> dict[str, Any]:
     }
 
 
-MODELS = ("MLP-300", "LSTM-50", "transformer")
-
-
 PAPER = Config(repeats=15, scale=1.0)
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    """Models by semirings."""
     return [{"model": m, "semiring": s} for s in config.semirings for m in MODELS]
 
 
@@ -186,40 +174,25 @@ def timings(functions: list[Any], repeats: int) -> list[list[float]]:
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """Ratios with standard errors."""
     rows = []
     for i, (cell, result) in enumerate(records):
         seconds = np.array(result["seconds"])
         ratios = seconds[:, 1] / seconds[:, 0]
         draws = harness.bootstrap(ratios, lambda x: np.median(x, axis=-1), 1000, config.seed + i)
-        rows.append(
-            {
-                **cell,
-                "parameters": result["parameters"],
-                "grad_ms": float(1e3 * np.median(seconds[:, 0])),
-                "ratio": float(np.median(ratios)),
-                "standard_error": float(np.std(draws)),
-                "memory_ratio": result["memory"][1] / result["memory"][0],
-            }
-        )
-    lines = ["Time and memory over those of jitted jax.grad", f"{'':30} grad / ms   ratio          memory"]
-    for row in rows:
-        lines.append(
-            f"{row['model']:12} {row['semiring']:16} {row['grad_ms']:10.2f} {row['ratio']:7.2f} ± "
-            f"{row['standard_error']:.2f} {row['memory_ratio']:9.2f}"
-        )
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    ax = figure.subplots()
-    names = config.semirings
+        row = {**cell, "parameters": result["parameters"], "grad_ms": float(1e3 * np.median(seconds[:, 0]))}
+        row |= {"ratio": float(np.median(ratios)), "standard_error": float(np.std(draws))}
+        rows.append(row | {"memory_ratio": result["memory"][1] / result["memory"][0]})
+    figure, ((ax,),) = harness.panels(size=(9, 4))
     for i, m in enumerate(MODELS):
         chosen = [r for r in rows if r["model"] == m]
         x = np.arange(len(chosen)) + 0.25 * (i - 1)
         ax.bar(x, [r["ratio"] for r in chosen], 0.25, yerr=[2 * r["standard_error"] for r in chosen], label=m)
     ax.axhline(1, color="black", lw=0.8)
-    ax.set_xticks(range(len(names)), names)
+    ax.set_xticks(range(len(config.semirings)), config.semirings)
     ax.set(ylabel="time / time of jitted jax.grad", yscale="log", title="Bars: two standard errors")
     ax.legend()
-    return harness.Report({f"{r['model']} {r['semiring']}": r for r in rows}, rows, "\n".join(lines), figure)
+    figures = {f"{r['model']} {r['semiring']}": r for r in rows}
+    return harness.Report(figures, rows, harness.table(rows, *rows[0]), figure)
 
 
 if __name__ == "__main__":

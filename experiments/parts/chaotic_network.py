@@ -88,12 +88,7 @@ def objective(
 ) -> Callable[[jax.Array, Any], jax.Array]:
     """The expected loss as an ordinary JAX function, `(key, theta) -> scalar`.
 
-    Args:
-      method: a name in `METHODS`.
-      horizon: H, the number of steps.
-      lanes: B, the number of trajectories.
-      parameters: 1, theta is beta, a scalar; 5, theta is beta and the four elements of W, row by row.
-      check_nan: of `ap.expectation`.
+    With 1 parameter theta is beta, a scalar; with 5 it is beta and the four elements of W, row by row.
 
     Example:
       >>> import jax
@@ -107,13 +102,7 @@ def objective(
 
 
 def program(method: str, horizon: int, parameters: int = 1) -> Callable[[ap.Tape, Any], ap.Tape]:
-    """The program whose expected cost is the loss.
-
-    Args:
-      method: a name in `METHODS`.
-      horizon: the number of steps.
-      parameters: as in `objective`.
-    """
+    """The program whose expected cost is the loss."""
     chosen = METHODS[method]
     weights = jnp.array(WEIGHTS)
 
@@ -146,15 +135,6 @@ def gradients(
 
     Compiled once for a method, horizon and number of lanes and estimates: beta and the seed are arguments. The method
     "adaptive" is `ap.adaptive` with one state for all estimates, from `PAST` earlier calls.
-
-    Args:
-      method: a name in `METHODS`.
-      beta: the inverse temperature.
-      horizon: the number of steps.
-      lanes: the number of trajectories that an estimate is the mean over.
-      num_estimates: how many.
-      seed: of the noise.
-      parameters: as in `objective`.
     """
     keys = jax.random.split(jax.random.key(seed), num_estimates)
     theta = jnp.float32(beta) if parameters == 1 else jnp.array([beta, *np.ravel(WEIGHTS)], jnp.float32)
@@ -180,13 +160,7 @@ def _adaptive(horizon, lanes, parameters):
 
 
 def past(made: ap.Adaptive, key: jax.Array, *args: Any) -> ap.AdaptiveState:
-    """The state after `PAST` calls with the same arguments.
-
-    Args:
-      made: what `ap.adaptive` returned.
-      key: a PRNG key, which no later call may have.
-      *args: of the program.
-    """
+    """The state after `PAST` calls with the same arguments; no later call may have the key."""
     keys = jax.random.split(key, PAST + 1)
     step = lambda state, key: (made.value_and_grad(key, state, *args)[2], None)
     return jax.lax.scan(step, made.init(keys[0], *args), keys[1:])[0]
@@ -215,11 +189,6 @@ def exact(beta: float, horizons: Sequence[int], points: int = 30) -> dict[int, E
     """The recursion (3) and (4) on one grid; the error is not known (nan).
 
     One pass serves all horizons, because the chain is the same at every step.
-
-    Args:
-      beta: the inverse temperature, positive.
-      horizons: numbers of steps, each at least 1.
-      points: grid points for a standard deviation of u's noise.
     """
     if not beta > 0 or min(horizons) < 1:
         raise ValueError(f"exact needs a positive beta and horizons of at least 1, got {beta} and {list(horizons)}")

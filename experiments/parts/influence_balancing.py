@@ -27,11 +27,7 @@ REACH = 2 * (POSITIVE - (STATES - POSITIVE))
 
 
 def problem(length: int = 200) -> meta.Problem:
-    """The recurrence; an unroll's loss is the mean of the losses of its second half.
-
-    Args:
-      length: T.
-    """
+    """The recurrence; an unroll's loss is the mean of the losses of its second half."""
     sign = jnp.where(jnp.arange(STATES) < POSITIVE, 1.0, -1.0)
 
     def init(theta, key):
@@ -49,9 +45,6 @@ def problem(length: int = 200) -> meta.Problem:
 
 def steady_state(theta: jax.Array | float) -> tuple[jax.Array, jax.Array]:
     """The loss of the fixed point and its derivative, scalars.
-
-    Args:
-      theta: scalar.
 
     Example:
       >>> from experiments.parts import influence_balancing

@@ -25,11 +25,8 @@ def alpha_order(gamma: float, *, confidence: float = 0.95) -> ap.weights.Weights
     Bernstein's inequality; here it is the bound for a Gaussian mean, sqrt(V / lanes) (1 + sqrt(2 log(1 / (1 -
     confidence)))), V the variance of the likelihood ratio summed over features.
 
-    Args:
-      gamma: the error that is allowed, in the units of a node's contribution to the gradient; positive. Under
-        cross-fitting the rule sees the contribution of half of the lanes, which is half as long. `math.inf` gives
-        inverse variances, and a gamma below the likelihood ratio's own noise gives the likelihood ratio.
-      confidence: how sure to be of the likelihood ratio's error, between 0 and 1.
+    Under cross-fitting the rule sees the contribution of half of the lanes, which is half as long, so gamma is half the
+    error that is allowed. `math.inf` gives inverse variances, and a gamma below the ratio's own noise the ratio.
 
     Raises:
       ValueError: for numbers outside these ranges.
@@ -65,10 +62,6 @@ def mean_test(weights: ap.weights.Weights | None = None, *, threshold: float = 3
 
     It needs no assumption on what comes after the node, and so serves long rollouts. But D is as noisy as the
     likelihood ratio is: what bias that noise hides stays.
-
-    Args:
-      weights: the weights where no difference is found; `decoupled()` if not given.
-      threshold: how long the sum may be, in root mean squares; positive.
 
     Raises:
       ValueError: for a threshold that is not positive.
@@ -109,11 +102,6 @@ def variance_test(
     Noise that comes after the node adds to X and not to P as well: the test is for one choice that all the cost follows
     from, such as noise on an open-loop plan, and not for rollouts with noise at every step. The target is the mean of
     the choice, so that X and P are of the noise itself, up to one scale.
-
-    Args:
-      weights: the weights where no jump is found; `inverse_variance()` if not given.
-      dimensions: d, the number of dimensions of the choice.
-      c: the strictness of the test; positive.
 
     Raises:
       ValueError: for numbers that are not positive.

@@ -101,12 +101,7 @@ def cost(position: jax.Array, width: jax.Array) -> jax.Array:
 
 
 def program(method: str, horizon: int) -> Callable[..., ap.Tape]:
-    """The program `(tape, gains, swarm, width) -> tape` whose expected cost is J.
-
-    Args:
-      method: a name in `METHODS`.
-      horizon: H.
-    """
+    """The program `(tape, gains, swarm, width) -> tape` whose expected cost is J."""
     chosen = METHODS[method]
     A, B = map(jnp.asarray, dynamics())
 
@@ -141,15 +136,6 @@ def gradients(
 
     Compiled once for a method, a horizon, and the numbers of lanes and estimates.
 
-    Args:
-      method: a name in `METHODS`.
-      swarm: where particles start and how they move.
-      width: s, of the cost.
-      horizon: H.
-      lanes: the number of particles that an estimate is the mean over.
-      num_estimates: how many.
-      seed: of the noise.
-
     Example:
       >>> found = gradients("RP", SWARMS["broad"], 0.5, horizon=3, lanes=200, num_estimates=50, seed=0)
       >>> error = found.std(axis=0, ddof=1) / 50**0.5
@@ -170,11 +156,6 @@ def _compiled(method, horizon, lanes):
 def exact(swarm: Swarm, width: float, horizon: int) -> np.ndarray:
     """The gradient in the gains, (8,) float64, by (3) and (4).
 
-    Args:
-      swarm: where particles start and how they move.
-      width: s, of the cost.
-      horizon: H.
-
     Raises:
       ValueError: for a bounded force, with which states are not Gaussian.
     """
@@ -186,14 +167,7 @@ def exact(swarm: Swarm, width: float, horizon: int) -> np.ndarray:
 
 
 def expected_cost(gains: jax.Array, swarm: Swarm, width: float, horizon: int) -> jax.Array:
-    """J with a linear force.
-
-    Args:
-      gains: K, (2, 4).
-      swarm: where particles start and how they move.
-      width: s, of the cost.
-      horizon: H.
-    """
+    """J with a linear force."""
     A, B = (jnp.asarray(matrix, gains.dtype) for matrix in dynamics())
     M, eye = A + B @ gains, jnp.eye(4, dtype=gains.dtype)
 
@@ -206,13 +180,7 @@ def expected_cost(gains: jax.Array, swarm: Swarm, width: float, horizon: int) ->
 
 
 def expected_position_cost(m: jax.Array, S: jax.Array, width: float) -> jax.Array:
-    """The expected cost (4), or its quadratic counterpart, of a position N(m, S).
-
-    Args:
-      m: (2,).
-      S: (2, 2).
-      width: s, of the cost.
-    """
+    """The expected cost (4), or its quadratic counterpart, of a position N(m, S)."""
     if np.isinf(width):
         return (m @ m + jnp.trace(S)) / 2
     wider = S + width**2 * jnp.eye(2, dtype=S.dtype)

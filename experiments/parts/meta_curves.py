@@ -76,13 +76,7 @@ def thesis_adam(rate: float = 1e-3) -> optax.GradientTransformation:
 
 
 def train(
-    outer: meta.OuterGradient,
-    optimizer: optax.GradientTransformation,
-    theta: Any,
-    seed: int,
-    steps: int,
-    points: int,
-    folder: Path,
+    outer: meta.OuterGradient, optimizer: Any, theta: Any, seed: int, steps: int, points: int, folder: Path
 ) -> tuple[Any, list[float], int]:
     """The trained meta-parameters, the mean losses of `points` stretches, and how many steps were skipped.
 
@@ -108,11 +102,7 @@ class Numbered(NamedTuple):
 
 
 def numbered(outer_of: Callable[[jax.Array], meta.OuterGradient]) -> meta.OuterGradient:
-    """The outer gradient with respect to a `Numbered`, which is zero in the number.
-
-    Args:
-      outer_of: `number -> the outer gradient with respect to the rule`.
-    """
+    """The outer gradient with respect to a `Numbered`, which is zero in the number."""
 
     def estimate(theta, key, carry):
         loss, gradient, carry = outer_of(theta.number).estimate(theta.rule, key, carry)
@@ -150,16 +140,6 @@ def judged_training(
     """Trains in `points` stretches of equal length; after each, judges and saves, so that a killed run goes on there.
 
     Trainings with the same outer gradient and optimizer, the same objects, share one compiled program.
-
-    Args:
-      outer: the outer gradient.
-      optimizer: optax's.
-      theta: the meta-parameters at the start.
-      seed: of the training.
-      steps: outer steps, a multiple of points.
-      points: how many stretches.
-      judge: `theta -> (n,)`.
-      checkpoint: where the training is saved.
     """
     if points < 1 or steps % points:
         raise ValueError(f"the outer steps are a multiple of the points of a curve, got {steps} and {points}")
@@ -250,31 +230,31 @@ def total_loss(curves: np.ndarray) -> float:
 
 def statistics(values: np.ndarray) -> dict[str, float]:
     """Mean, deviation and standard error of the last column."""
-    last = values[:, -1]
-    deviation = float(last.std(ddof=1))
-    return {"mean": float(last.mean()), "deviation": deviation, "standard_error": deviation / len(last) ** 0.5}
+    return along(values)[-1]
+
+
+def along(values: np.ndarray) -> list[dict[str, float]]:
+    """Mean, deviation and standard error over runs (runs, steps + 1), for each step."""
+    columns = values.mean(axis=0), values.std(axis=0, ddof=1)
+    root = len(values) ** 0.5
+    return [
+        {"mean": float(mean), "deviation": float(deviation), "standard_error": float(deviation / root)}
+        for mean, deviation in zip(*columns, strict=True)
+    ]
 
 
 def curve_figure(
     curves: dict[str, dict[str, list[list[float]]]],
     steps: int,
     title: str,
-    constants: dict[str, float] | None = None,
+    constants: Any = None,
     *,
     inner: bool = False,
 ) -> Figure:
-    """Panels of medians over seeds, with all seeds behind them; in each panel the constants are lines.
-
-    Args:
-      curves: by panel and label, the values of each seed, whose points end stretches of steps.
-      steps: outer steps of a curve.
-      title: of the figure.
-      constants: by label.
-      inner: whether an empty panel follows.
-    """
+    """Panels of medians over seeds, with all seeds behind them; in each panel the constants are lines."""
     count = len(curves) + inner
-    figure = Figure(figsize=(4.5 * count, 3.6), layout="constrained")
-    for ax, (panel, lines) in zip(figure.subplots(1, count, squeeze=False)[0], curves.items(), strict=False):
+    figure, (axes,) = harness.panels(1, count, (4.5 * count, 3.6))
+    for ax, (panel, lines) in zip(axes, curves.items(), strict=False):
         for label, seeds in lines.items():
             values = np.array(seeds)
             at = np.linspace(steps / values.shape[1], steps, values.shape[1])
@@ -283,6 +263,6 @@ def curve_figure(
         for style, (label, value) in zip(itertools.cycle(("--", ":", "-.", (0, (1, 4)))), (constants or {}).items()):
             ax.axhline(value, color="k", linewidth=0.8, linestyle=style, label=label)
         ax.set(xlabel="outer step", ylabel="loss", yscale="log", title=panel)
-        ax.legend(fontsize=7)
+        ax.legend()
     figure.suptitle(title)
     return figure

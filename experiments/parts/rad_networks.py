@@ -79,10 +79,8 @@ def standardized(images: jax.Array) -> jax.Array:
 def logits(name: str, *, input_is_remembered: bool = False) -> Callable[..., jax.Array]:
     """`(parameters, images) -> (n, 10)`, for images of bytes, which are standardized inside.
 
-    Args:
-      name: one of `NAMES`.
-      input_is_remembered: whether a reverse pass remembers the standardized images like any other layer's input, as the
-        paper counts it; else it may compute them again from the bytes, which the caller has.
+    A reverse pass computes the standardized images again from the bytes, which the caller has, unless the input is
+    remembered like any other layer's, as the paper counts it.
     """
 
     def conv(x, w, b):
@@ -120,12 +118,7 @@ def logits(name: str, *, input_is_remembered: bool = False) -> Callable[..., jax
 
 
 def loss(name: str, *, input_is_remembered: bool = False) -> Callable[..., jax.Array]:
-    """`(parameters, images, labels) -> mean cross-entropy`.
-
-    Args:
-      name: one of `NAMES`.
-      input_is_remembered: see `logits`.
-    """
+    """`(parameters, images, labels) -> mean cross-entropy`."""
     run = logits(name, input_is_remembered=input_is_remembered)
 
     def cross_entropy(params, images, labels):
@@ -150,11 +143,8 @@ def methods(fraction: float) -> dict[str, Any]:
 def method_loss(name: str, method: str, fraction: float) -> Callable[..., jax.Array]:
     """`(key, parameters, images, labels) -> mean cross-entropy` with the memory of a method.
 
-    Args:
-      name: one of `NAMES`.
-      method: "baseline" or "reduced", which remember everything; one of `methods`; or "rounding N", with N bits.
-        "different 0.5" has that fraction in place of the given one.
-      fraction: of the entries that samplers keep.
+    "baseline" and "reduced" remember everything; "rounding N" has N bits; others are `methods`, of which "different
+    0.5" has that fraction in place of the given one.
     """
     kind, *rest = method.split()
     if kind in ("baseline", "reduced"):
@@ -167,6 +157,19 @@ def method_loss(name: str, method: str, fraction: float) -> Callable[..., jax.Ar
         return ap.randomize(loss(name), sampler)
     # As in the paper, inputs of layers are sampled, and all that messages pass on their way is exact.
     return ap.randomize(loss(name, input_is_remembered=True), sampler, through=None)
+
+
+def checkpointed_rnn(params: Any, images: jax.Array, labels: jax.Array) -> jax.Array:
+    """The RNN's loss in blocks of a row of pixels, each computed again: about 2 sqrt(784) states are kept."""
+    (w, u, b), (v, c) = params
+    pixels = standardized(images).transpose(1, 2, 0, 3)
+
+    @jax.checkpoint
+    def block(h, pixels):
+        return jax.lax.scan(lambda h, p: (jax.nn.relu(p @ w + h @ u + b), None), h, pixels)[0], None
+
+    h, _ = jax.lax.scan(block, jnp.zeros((len(images), u.shape[0])), pixels)
+    return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(h @ v + c), labels[:, None], 1))
 
 
 def layers(gradient: Any) -> dict[Any, np.ndarray]:

@@ -3,7 +3,6 @@
     python -m experiments.report            # writes docs/results.md and docs/gallery.md
     python -m experiments.report --check    # ends with 1 where a page differs from what would be written
 
-`claims` has what the papers say, and what of a run is to be held against it; `verdicts` says how the two are compared.
-`tables` has the tables of single runs, and `rows` what stands in them. No figure is typed by hand here but
-the papers' own.
+`pages.toml` has what the papers say, and the texts; `readers` read of a run what is held against a paper, `verdicts`
+compares the two, and `rows` fills the tables of single runs. No figure is typed by hand but the papers' own.
 """

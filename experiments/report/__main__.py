@@ -9,9 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from experiments.report.claims import CLAIMS, NOTES
-from experiments.report.questions import QUESTIONS
-from experiments.report.tables import TABLES
+from experiments.report.contents import CLAIMS, NOTES, QUESTIONS, TABLES
 from experiments.report.verdicts import Value, figure, verdict
 
 ROOT = Path(__file__).parent.parent.parent
@@ -124,7 +122,7 @@ def gallery_page(runs: dict[str, dict[str, Any]]) -> str:
             command = f"`python -m experiments.{results['experiment']}`"
             parts += [f"### {name}\n", f"{summary(results)}\n", f"{command}; {link(name)}\n", f"![{name}]({picture})\n"]
     if left:
-        raise ValueError(f"results without a question in experiments/report/questions.py: {', '.join(left)}")
+        raise ValueError(f"results without a question in experiments/report/pages.toml: {', '.join(left)}")
     return "\n".join(parts)
 
 

@@ -5,17 +5,25 @@ from experiments.report.verdicts import Value, figure
 Rows = list[list[str]]
 
 
-def _with_error(row, name):
-    return figure(Value(row[name], row[f"{name}_se"]))
+def _figure(row, name, factor=1, error=None):
+    """The figure of a row with its standard error, each times a factor."""
+    error = row[error or f"{name}_se"]
+    return figure(Value(factor * row[name], None if error is None else factor * error))
+
+
+def _mean(found):
+    return figure(Value(found["mean"], found["standard_error"]))
+
+
+def _interval(row, name, form):
+    return f"{row[name]:{form}} ({row[f'{name}_low']:{form}} to {row[f'{name}_high']:{form}})"
 
 
 def chaos(results) -> Rows:
-    """Variance of the gradient against beta at 50 steps."""
     methods = ("RP", "LR", "TP", "decoupled-CF")
     found = {(r["beta"], r["method"]): r for r in results["rows"] if r["H"] == 50}
-    rows = [
-        ["beta", "RP", "LR", "TP, as published", "TP, default, cross-fitted", "bias, as published", "bias, default"]
-    ]
+    head = ["beta", "RP", "LR", "TP, as published", "TP, default, cross-fitted", "bias, as published", "bias, default"]
+    rows = [head]
     for beta in (1.0, 1.5, 2.0, 2.4, 2.5, 2.75, 3.0, 3.5):
         variances = [f"{found[beta, m]['variance']:.2g}" for m in methods]
         biases = [f"{found[beta, m]['bias_in_standard_errors']:+.1f} s.e." for m in methods[2:]]
@@ -24,7 +32,6 @@ def chaos(results) -> Rows:
 
 
 def swarms(results) -> Rows:
-    """Errors of gradients with and without Gaussian shaping."""
     methods = ("RP", "LR, no baseline", "LR", "GS-LR", "TP", "GS-TP", "GR")
     rows, found = [["swarm", "cost", *methods]], {}
     for r in results["rows"]:
@@ -35,7 +42,6 @@ def swarms(results) -> Rows:
 
 
 def growth_with_the_policy(results) -> Rows:
-    """What total propagation costs over a plain gradient."""
     rows = [["parameters", "default, cross-fitted", "`ap.adaptive`", '`target="parameters"`, cross-fitted']]
     for size in (41, 4866, 100444):
         ratio = [results[f"policy of {size}, {m}"]["ratio"] for m in ("decoupled-CF", "adaptive", "parameters-CF")]
@@ -44,56 +50,47 @@ def growth_with_the_policy(results) -> Rows:
 
 
 def policy_search(results) -> Rows:
-    """Cost of the learned policy, and steps to success."""
     rows = [["method", "cost at the end (95 %)", "seconds a step over RP's", "runs that succeed"]]
     for r in sorted(results["rows"], key=lambda r: r["cost"]):
-        cost = f"{r['cost']:.3f} ({r['cost_low']:.3f} to {r['cost_high']:.3f})"
-        rows.append([r["method"], cost, f"{r['seconds_over_RP']:.2f}", f"{100 * r['success']:.0f} %"])
+        rest = [f"{r['seconds_over_RP']:.2f}", f"{100 * r['success']:.0f} %"]
+        rows.append([r["method"], _interval(r, "cost", ".3f"), *rest])
     return rows
 
 
 def clipped_lanes(results) -> Rows:
-    """Cost of the learned policy on both tasks, after few steps of Adam and after many."""
     rows = [["task", "method", "rate", "after 60", "after 240 steps (95 %)", "median", "after 720", "steps to success"]]
     for r in results["rows"]:
-        cost = f"{r['cost']:.3f} ({r['cost_low']:.3f} to {r['cost_high']:.3f})"
         steps = f"{r['steps']:.0f}" if r["steps"] is not None else "none"
-        numbers = f"{r['rate']:g}", f"{r['after_60']:.3f}", cost, f"{r['cost_median']:.3f}", f"{r['cost_long']:.3f}"
-        rows.append([r["task"], r["method"], *numbers, steps])
+        ends = [f"{r['cost_median']:.3f}", f"{r['cost_long']:.3f}", steps]
+        costs = [f"{r['after_60']:.3f}", _interval(r, "cost", ".3f"), *ends]
+        rows.append([r["task"], r["method"], f"{r['rate']:g}", *costs])
     return rows
 
 
 def cart_pole(results) -> Rows:
-    """Cost of a real episode, episodes to success."""
     rows = [["method", "cost of the eighth episode (95 %)", "runs that succeed", "episodes to success (95 %)"]]
     for r in sorted(results["rows"], key=lambda r: r["cost"]):
-        cost = f"{r['cost']:.2f} ({r['cost_low']:.2f} to {r['cost_high']:.2f})"
-        episodes = f"{r['episodes']:.1f} ({r['episodes_low']:.1f} to {r['episodes_high']:.1f})"
-        rows.append([r["method"], cost, f"{100 * r['success']:.0f} % of {r['runs']}", episodes])
+        success = f"{100 * r['success']:.0f} % of {r['runs']}"
+        rows.append([r["method"], _interval(r, "cost", ".2f"), success, _interval(r, "episodes", ".1f")])
     return rows
 
 
 def rule_beside_adam(results) -> Rows:
-    """Accuracy after 20 steps of 8 images."""
     rows = [["network", "trained rule", "tuned Adam", "tuned SGD"]]
     for setting in ("144-50-10", "144-50-50-10", "144-50-10, step", "784-100-10", "784-256-128-10", "digits 64-50-10"):
-        values = [results[f"{setting}, {m}"] for m in ("MPLP", "Adam", "SGD")]
-        rows.append([setting, *(figure(Value(v["mean"], v["standard_error"])) for v in values)])
+        rows.append([setting, *(_mean(results[f"{setting}, {m}"]) for m in ("MPLP", "Adam", "SGD"))])
     return rows
 
 
 def rule_beside_optimizers(results) -> Rows:
-    """Accuracy after 20 steps of 8 images, with momentum and Muon."""
     methods = {"MPLP": "trained rule", "Muon": "Muon", "momentum": "SGD, momentum .9", "Adam": "Adam", "SGD": "SGD"}
     rows = [["network", *methods.values()]]
     for setting in ("144-50-10", "784-100-10"):
-        values = [results[f"{setting}, {m}"] for m in methods]
-        rows.append([setting, *(figure(Value(v["mean"], v["standard_error"])) for v in values)])
+        rows.append([setting, *(_mean(results[f"{setting}, {m}"]) for m in methods)])
     return rows
 
 
 def rule_for_long(results) -> Rows:
-    """Accuracy over 1,000 steps, for rule, Adam and SGD."""
     rows = [["network", "learner", *(f"{t} steps" for t in (20, 100, 200, 1000))]]
     for setting in ("784-32-20-10, B=32, long", "144-50-10, long", "digits 64-50-10, long"):
         for method in ("MPLP", "Adam", "SGD"):
@@ -104,7 +101,6 @@ def rule_for_long(results) -> Rows:
 
 
 def outer_gradients(results) -> Rows:
-    """Variance and bias of outer gradients, tame and chaotic."""
     found = {(r["estimator"], r["theta"]): r for r in results["rows"] if r["T"] == 40}
     rows = [["outer gradient", "variance, tame", "bias", "variance, chaotic", "bias"]]
     for name in dict.fromkeys(r["estimator"] for r in results["rows"]):
@@ -114,28 +110,26 @@ def outer_gradients(results) -> Rows:
             variance = r["variance"]
             row.append("-" if variance is None else f"{variance:.2g}")
             tame = variance is not None and variance < 1e6
-            row.append(figure(Value(r["bias"], r["bias_standard_error"])) if tame else "-")
+            row.append(_figure(r, "bias", error="bias_standard_error") if tame else "-")
         rows.append(row)
     return rows
 
 
 def outer_training(results) -> Rows:
-    """Validation loss after the same seconds, and the seconds to the threshold, of each outer gradient."""
     rows = [["bed", "outer gradient", "validation loss", "seconds to the threshold", "bias of the gradient"]]
     seen = set()
     for r in results["rows"]:
         begun = results[r["start"]]
         name = f"{r['start']}, {begun['seconds']:.2g} s, threshold {begun['threshold']:.2g}"
-        shown = figure(Value(r["loss"], r["standard_error"])) if r["loss"] is not None else "not finite"
+        shown = _figure(r, "loss", error="standard_error") if r["loss"] is not None else "not finite"
         when = "never" if r["seconds_to_threshold"] is None else f"{r['seconds_to_threshold']:.2g}"
-        off = "" if r["bias"] is None else figure(Value(r["bias"], r["bias_standard_error"]))
+        off = "" if r["bias"] is None else _figure(r, "bias", error="bias_standard_error")
         rows.append(["" if name in seen else name, r["method"], shown, when, off])
         seen.add(name)
     return rows
 
 
 def residuals(results) -> Rows:
-    """How many times fewer bytes are kept than by reverse mode."""
     methods = ("different 0.1", "rounding 4", "rounding 2", "checkpoint")
     found = {(r["network"], r["method"]): r["times_fewer"] for r in results["rows"]}
     rows = [["network", "a sample of .1", "rounding, 4 bits", "rounding, 2 bits", "nested checkpoint, exact"]]
@@ -145,7 +139,6 @@ def residuals(results) -> Rows:
 
 
 def compiled_memory(results) -> Rows:
-    """Compiled scratch memory and time."""
     rows = [["network", "method", "MB", "reverse mode's MB", "time over reverse mode's"]]
     for r in results["rows"]:
         rows.append([r["network"], r["method"], f"{r['temp_MB']:.1f}", f"{r['temp_MB_reverse_mode']:.1f}",
@@ -154,28 +147,23 @@ def compiled_memory(results) -> Rows:
 
 
 def training(results) -> Rows:
-    """Accuracy that random memory trains to."""
     rows = [["network", "steps", "method", "test accuracy, %", "less than reverse mode, points"]]
     for r in results["rows"]:
-        accuracy = figure(Value(100 * r["test_accuracy"], 100 * r["test_accuracy_se"]))
-        less = figure(Value(100 * r["less_than_baseline"], 100 * r["less_than_baseline_se"]))
-        rows.append([r["network"], f"{r['steps']:,}", r["method"], accuracy, "" if r["method"] == "baseline" else less])
+        less = "" if r["method"] == "baseline" else _figure(r, "less_than_baseline", 100)
+        rows.append([r["network"], f"{r['steps']:,}", r["method"], _figure(r, "test_accuracy", 100), less])
     return rows
 
 
 def training_at_equal_memory(results) -> Rows:
-    """Loss of the training set and accuracy on test images, beside what reverse mode keeps."""
     rows = [["method", "examples", "residual kB", "training loss", "test accuracy, %", "seeds"]]
     for r in results["rows"]:
-        loss, error = Value(r["train_loss"], r["train_loss_se"]), r["test_accuracy_se"]
-        accuracy = Value(100 * r["test_accuracy"], None if error is None else 100 * error)
         sizes = [str(r["batch"]), f"{r['residual_bytes'] / 1e3:.0f}"]
-        rows.append([r["method"], *sizes, figure(loss), figure(accuracy), str(r["seeds"])])
+        found = [_figure(r, "train_loss"), _figure(r, "test_accuracy", 100)]
+        rows.append([r["method"], *sizes, *found, str(r["seeds"])])
     return rows
 
 
 def noise(results) -> Rows:
-    """Squared error of gradients over that of a smaller batch of equal memory."""
     times = sorted({r["steps"] for r in results["rows"]})
     columns = [f"{layers}, after {t:,} steps" for t in times for layers in ("before the last layer", "last layer")]
     rows = [["method", "batch", "residual kB", *columns]]
@@ -193,7 +181,6 @@ def noise(results) -> Rows:
 
 
 def pde(results) -> Rows:
-    """Loss and noise by kept fraction."""
     rows = [["kept fraction", "starts", "iterations", "final loss", "noise over signal", "residual MB", "scratch MB"]]
     for r in results["rows"]:
         sizes = [f"{r[k] / 1e6:.2f}" for k in ("residual_bytes", "temp_bytes")]
@@ -203,57 +190,43 @@ def pde(results) -> Rows:
 
 
 def ablation(results) -> Rows:
-    """Rank correlation of influence with what removing a component costs."""
     rows = [["path", "removed from the trained network", "trained without it"]]
     for kind in ("greedy", "viterbi", "gradient share"):
         values = [results[f"correlation {kind} {how}"] for how in ("ablated", "retrained")]
-        rows.append([kind, *(figure(Value(v["value"], v["standard_error"])) for v in values)])
+        rows.append([kind, *(_figure(v, "value", error="standard_error") for v in values)])
     return rows
 
 
 def tracing_time(results) -> Rows:
-    """Time of tracing over jitted `jax.grad`."""
     semirings = list(dict.fromkeys(r["semiring"] for r in results["rows"]))
     found = {(r["model"], r["semiring"]): r for r in results["rows"]}
     rows = [["model", *semirings]]
     for model in dict.fromkeys(r["model"] for r in results["rows"]):
-        cells = [found[model, s] for s in semirings]
-        rows.append([model, *(figure(Value(c["ratio"], c["standard_error"])) for c in cells)])
+        rows.append([model, *(_figure(found[model, s], "ratio", error="standard_error") for s in semirings)])
     return rows
 
 
 def ways_back(results) -> Rows:
-    """Accuracy, angle, time and operations by network and rule."""
-    rows = [
-        [
-            *("network", "rule", "seeds", "test accuracy, %", "angle to the gradient, first layer"),
-            *("time over backpropagation's", "operations over backpropagation's", "published, on MNIST"),
-        ]
-    ]
+    head = ["network", "rule", "seeds", "test accuracy, %", "angle to the gradient, first layer"]
+    rows = [[*head, "time over backpropagation's", "operations over backpropagation's", "published, on MNIST"]]
     for r in results["rows"]:
-        accuracy = figure(Value(100 * r["test_accuracy"], 100 * r["test_accuracy_se"]))
-        measured = [accuracy, _with_error(r, "angle_first_layer") + "°", f"{r['time_ratio']:.2f}"]
-        rows.append(
-            [r["network"], r["rule"], str(r["seeds"]), *measured, f"{r['flops_ratio']:.2f}", r["published"] or "-"]
-        )
+        found = [_figure(r, "test_accuracy", 100), _figure(r, "angle_first_layer") + "°"]
+        ratios = [f"{r['time_ratio']:.2f}", f"{r['flops_ratio']:.2f}", r["published"] or "-"]
+        rows.append([r["network"], r["rule"], str(r["seeds"]), *found, *ratios])
     return rows
 
 
 def predictive_coding(results) -> Rows:
-    """Accuracy by method and number of steps."""
     rows = [["method", "steps", "test accuracy, %", "JPC's notebook, one seed, %"]]
     for r in results["rows"]:
-        accuracy = figure(Value(100 * r["test_accuracy"], 100 * r["test_accuracy_se"]))
-        known = r["jpc_notebook"]
-        rows.append([r["method"], str(r["steps"]), accuracy, f"{100 * known:.2f}" if known else "-"])
+        known = f"{100 * r['jpc_notebook']:.2f}" if r["jpc_notebook"] else "-"
+        rows.append([r["method"], str(r["steps"]), _figure(r, "test_accuracy", 100), known])
     return rows
 
 
 def collectives(results) -> Rows:
-    """What devices exchange in a step."""
-    rows = [
-        ["devices", "sharded", "collectives once", "in each turn of the loop", "bytes a step", "scratch MB a device"]
-    ]
+    head = ["devices", "sharded", "collectives once", "in each turn of the loop", "bytes a step", "scratch MB a device"]
+    rows = [head]
     for r in results["rows"]:
         size = r["bytes_once"] + r["turns"] * r["bytes_each_turn"]
         scratch = f"{r['temp_bytes_per_device'] / 1e6:.1f}"
@@ -262,7 +235,6 @@ def collectives(results) -> Rows:
 
 
 def choice_peers(results) -> Rows:
-    """Variance at equal evaluations over the best peer's, with intervals."""
     found = {(r["problem"], r["method"]): r for r in results["rows"]}
     methods = ("ap.enumeration", "ap.rloo, 4", "ap.disarm", "ap.arms, 4", "ap.rebar", "TraceGraph_ELBO")
     rows = [["problem", "best peer", *(f"`{m}`" for m in methods)]]
@@ -275,10 +247,9 @@ def choice_peers(results) -> Rows:
 
 
 def autoencoders(results) -> Rows:
-    """Test bound, variance of the encoder's gradient and time of each method."""
     rows = [["network", "method", "runs", "test bound", "variance", "ms a step"]]
     for r in results["rows"]:
-        bound = figure(Value(r["bound"], r["standard_error"]))
+        bound = _figure(r, "bound", error="standard_error")
         rest = [f"{r['variance_last']:.3g}", f"{r['milliseconds_a_step']:.2g}"]
         rows.append([r["network"], r["method"], str(r["runs"]), bound, *rest])
     return rows

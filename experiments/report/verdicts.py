@@ -45,10 +45,6 @@ class Claim(NamedTuple):
 def verdict(claim: Claim, results: Results) -> str:
     """One of "matches", "beats", "small", "not reproduced" and "new".
 
-    Args:
-      claim: the claim.
-      results: of the claim's run.
-
     Example:
       >>> claim = Claim("Fig. 1", "error", "run", Value(1.0, 0.1), lambda results: Value(results["error"], 0.1))
       >>> [verdict(claim, {"error": e}) for e in (1.2, 0.5, 1.5)]

@@ -1,6 +1,5 @@
 """Tests of the experiments: the harness, the exact reference, and a tiny run of each."""
 
-import csv
 import json
 import os
 import signal
@@ -65,46 +64,39 @@ if __name__ == "__main__":
 
 
 @pytest.fixture
-def toy(tmp_path):
+def toy():
     """The toy experiment, to run in this process."""
     module = types.ModuleType("toy", "A toy.")
     exec(TOY, module.__dict__)
     return module
 
 
-def run(experiment, folder, *options):
-    harness.main(experiment, ["--out", str(folder), *options])
-    return stored(folder)
-
-
 def stored(folder):
     """What a run leaves, but for the time it took."""
     results = json.loads((folder / "results.json").read_text())
-    assert results.pop("wall_seconds") >= 0
-    return results
+    return {k: v for k, v in results.items() if k != "wall_seconds"}
 
 
 class TestHarness:
     @pytest.mark.long
-    def test_a_killed_run_goes_on_and_ends_the_same(self, toy, tmp_path):
-        whole = run(toy, tmp_path / "whole")
-        program = tmp_path / "toy.py"
+    def test_a_killed_run_goes_on_and_ends_the_same(self, toy, run, tmp_path):
+        whole = run(toy, folder="whole")
+        program, killed = tmp_path / "toy.py", tmp_path / "killed"
         program.write_text(TOY)
-        command = [sys.executable, str(program), "--out", str(tmp_path / "killed")]
+        command = [sys.executable, str(program), "--out", str(killed)]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-        killed = subprocess.run(command, env={**environment, "KILL_AT": "3"}, capture_output=True)
-        assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
-        cells = tmp_path / "killed" / "cells"
-        assert sorted(path.name for path in cells.glob("*.json")) == ["i=0.json", "i=1.json", "i=2.json"]
-        assert not (tmp_path / "killed" / "results.json").exists()
-        before = {path: path.stat().st_mtime_ns for path in cells.glob("*.json")}
+        ended = subprocess.run(command, env={**environment, "KILL_AT": "3"}, capture_output=True)
+        assert ended.returncode == -signal.SIGKILL, ended.stderr.decode()
+        before = {path: path.stat().st_mtime_ns for path in (killed / "cells").glob("*.json")}
+        assert sorted(path.name for path in before) == ["i=0.json", "i=1.json", "i=2.json"]
+        assert not (killed / "results.json").exists()
         subprocess.run(command, env=environment, capture_output=True, check=True)
-        assert stored(tmp_path / "killed") == whole
-        assert (tmp_path / "killed" / "toy.csv").read_text() == (tmp_path / "whole" / "toy.csv").read_text()
+        assert stored(killed) == whole
+        assert (killed / "toy.csv").read_text() == (tmp_path / "whole" / "toy.csv").read_text()
         assert all(path.stat().st_mtime_ns == time for path, time in before.items())
 
-    def test_a_write_that_is_cut_short_leaves_no_cell(self, toy, tmp_path, monkeypatch):
-        whole = run(toy, tmp_path / "whole")
+    def test_a_write_that_is_cut_short_leaves_no_cell(self, toy, run, tmp_path, monkeypatch):
+        whole = run(toy, folder="whole")
 
         def fail(source, target):
             if target.name == "i=2.json":
@@ -112,90 +104,82 @@ class TestHarness:
                 raise OSError("killed here")
             os.rename(source, target)
 
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, pytest.raises(OSError, match="killed here"):
             patch.setattr(harness.os, "replace", fail)
-            with pytest.raises(OSError, match="killed here"):
-                run(toy, tmp_path / "cut")
-        assert not (tmp_path / "cut" / "cells" / "i=2.json").exists()
-        assert run(toy, tmp_path / "cut") == whole
-        assert not list((tmp_path / "cut").rglob("*.tmp"))
+            run(toy)
+        assert not (tmp_path / "run" / "cells" / "i=2.json").exists()
+        assert run(toy) == whole
+        assert not list((tmp_path / "run").rglob("*.tmp"))
 
-    def test_another_configuration_is_refused(self, toy, tmp_path):
-        before = run(toy, tmp_path)
+    def test_another_run_in_the_folder_is_refused(self, toy, run, tmp_path, monkeypatch):
+        before = run(toy)
         with pytest.raises(SystemExit, match=r"(?s)config.seed: 0 there, 1 now.*--out"):
-            run(toy, tmp_path, "--seed", "1")
-        assert stored(tmp_path) == before
-
-    def test_another_version_is_refused(self, toy, tmp_path, monkeypatch):
-        run(toy, tmp_path)
-        monkeypatch.setattr(ap, "__version__", "99")
-        with pytest.raises(SystemExit, match=r"versions.apgrad: .* '99' now"):
-            run(toy, tmp_path)
-
-    def test_cells_without_their_configuration_are_refused(self, toy, tmp_path):
-        run(toy, tmp_path)
-        (tmp_path / "cells" / "run").unlink()
+            run(toy, "--seed 1")
+        with monkeypatch.context() as patch, pytest.raises(SystemExit, match=r"versions.apgrad: .* '99' now"):
+            patch.setattr(ap, "__version__", "99")
+            run(toy)
+        assert stored(tmp_path / "run") == before
+        (tmp_path / "run" / "cells" / "run").unlink()
         with pytest.raises(SystemExit, match="choose another folder"):
-            run(toy, tmp_path)
+            run(toy)
 
-    def test_cells_of_other_code_are_mixed_in_only_if_told_so(self, toy, tmp_path, monkeypatch):
-        whole = run(toy, tmp_path)
+    def test_cells_of_other_code_are_mixed_in_only_if_told_so(self, toy, run, tmp_path, monkeypatch):
+        whole, cells = run(toy), tmp_path / "run" / "cells"
         monkeypatch.setattr(harness, "_code", lambda experiment: "changed")
-        assert run(toy, tmp_path) == whole  # nothing is left to measure, so nothing is mixed
+        assert run(toy) == whole  # nothing is left to measure, so nothing is mixed
         monkeypatch.setattr(harness, "_code", lambda experiment: "changed again")
-        (tmp_path / "cells" / "i=4.json").unlink()
+        (cells / "i=4.json").unlink()
         with pytest.raises(SystemExit, match=r"begun by other code, which measured i=0.json; .*--mix"):
-            run(toy, tmp_path)
-        assert run(toy, tmp_path, "--mix") == whole
-        (tmp_path / "cells" / "i=4.json").rename(tmp_path / "cells" / "i=4.npz")  # a cell that is under way
-        assert run(toy, tmp_path) == whole
+            run(toy)
+        assert run(toy, "--mix") == whole
+        (cells / "i=4.json").rename(cells / "i=4.npz")  # a cell that is under way
+        assert run(toy) == whole
 
-    def test_one_process_at_a_time_measures_in_a_folder(self, toy, tmp_path):
+    def test_one_process_at_a_time_measures_in_a_folder(self, toy, run, tmp_path):
         """A second one would delete the first one's temporary files."""
-        measure = toy.measure
+        measure, cells = toy.measure, tmp_path / "run" / "cells"
 
         def second(config, cell, seed):
-            temporary = tmp_path / "cells" / ".i=0.json.x"
-            temporary.touch()
+            (cells / ".i=0.json.x").touch()
             with pytest.raises(SystemExit, match=f"another process measures in .*process {os.getpid()}"):
-                harness.main(types.SimpleNamespace(**vars(toy) | {"measure": measure}), ["--out", str(tmp_path)])
-            assert temporary.exists()
+                run(types.SimpleNamespace(**vars(toy) | {"measure": measure}))
+            assert (cells / ".i=0.json.x").exists()
             return measure(config, cell, seed)
 
         toy.measure = second
-        run(toy, tmp_path)
-        assert not [path for path in (tmp_path / "cells").glob(".*") if path.name != ".lock"]
+        run(toy)
+        assert not [path for path in cells.glob(".*") if path.name != ".lock"]
 
-    def test_numpy_values_are_written_and_nothing_measured_is_lost(self, toy, tmp_path):
+    def test_numpy_values_are_written_and_nothing_measured_is_lost(self, toy, run, tmp_path):
         measure = toy.measure
         found = {"n": np.int64(3), "x": jax.numpy.ones(2), np.int64(4): np.bool_(True)}
         toy.measure = lambda config, cell, seed: measure(config, cell, seed) | found
-        run(toy, tmp_path / "arrays", "--cells", "1")
+        run(toy, "--cells 1", "arrays")
         result = json.loads((tmp_path / "arrays" / "cells" / "i=0.json").read_text())["result"]
         assert (result["n"], result["x"], result["4"]) == (3, [1.0, 1.0], True)
         toy.measure = lambda config, cell, seed: measure(config, cell, seed) | {"z": [1j]}
         with pytest.warns(UserWarning, match=r"nothing for i=0.result.z, a complex"):
-            run(toy, tmp_path / "complex", "--cells", "1")
+            run(toy, "--cells 1", "complex")
         toy.report = lambda config, records: harness.Report({"n": np.float32(2)}, [{"a": 1}], "", toy.Figure())
         toy.measure = measure
-        assert run(toy, tmp_path / "report")["n"] == 2
+        assert run(toy, folder="report")["n"] == 2
 
     @pytest.mark.parametrize("name", ["i=2.json", "run"])
-    @pytest.mark.parametrize("text", ["", '{"result": {', "[1]", "null"])
-    def test_a_damaged_file_is_named(self, toy, tmp_path, name, text):
-        run(toy, tmp_path)
-        (tmp_path / "cells" / name).write_text(text)
-        with pytest.raises(SystemExit, match=f"{name} is damaged.*Delete"):
-            run(toy, tmp_path)
+    def test_a_damaged_file_is_named(self, toy, run, tmp_path, name):
+        run(toy)
+        for text in ("", '{"result": {', "[1]", "null"):
+            (tmp_path / "run" / "cells" / name).write_text(text)
+            with pytest.raises(SystemExit, match=f"{name} is damaged.*Delete"):
+                run(toy)
 
-    def test_a_finished_run_is_reported_on(self, toy, tmp_path):
+    def test_a_finished_run_is_reported_on(self, toy, run, tmp_path):
         with pytest.raises(SystemExit, match="no finished cells"):
-            run(toy, tmp_path, "--only-report")
-        whole = run(toy, tmp_path)
-        assert run(toy, tmp_path, "--only-report") == whole
-        (tmp_path / "cells" / "i=4.json").unlink()
+            run(toy, "--only-report")
+        whole = run(toy)
+        assert run(toy, "--only-report") == whole
+        (tmp_path / "run" / "cells" / "i=4.json").unlink()
         with pytest.raises(SystemExit, match="reports on all cells only"):
-            run(toy, tmp_path, "--only-report")
+            run(toy, "--only-report")
 
     def test_presets_and_overrides(self, toy, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
@@ -205,62 +189,62 @@ class TestHarness:
         assert results["config"] == {"preset": "paper", "seed": 0, "cells": 2}
         assert results["setting"] == "not the paper preset: cells=2 (paper: 9)"
 
-    def test_a_wrong_configuration_is_refused(self, toy, tmp_path, capsys):
-        with pytest.raises(SystemExit):
-            run(toy, tmp_path / "x", "--cells", "0")
-        with pytest.raises(SystemExit):
-            run(toy, tmp_path / "x", "--preset", "huge")
-        assert not (tmp_path / "x").exists()
+    def test_a_wrong_configuration_is_refused(self, toy, run, tmp_path, capsys):
+        refused = [(toy, "--cells 0"), (toy, "--preset huge"), (lorenz_control, "--lanes 5")]
+        refused += [(chaos, f"--{words}") for words in ("estimates 1", "horizons 0", "betas -1", "lanes 1")]
+        for experiment, options in [*refused, (second_derivatives, "--graphs 'three nodes'")]:
+            with pytest.raises(SystemExit):
+                run(experiment, options)
+        assert not (tmp_path / "run").exists()
 
-    def test_a_cell_is_the_same_in_every_grid(self, toy, tmp_path):
-        few, many = run(toy, tmp_path / "few", "--cells", "2"), run(toy, tmp_path / "many")
+    def test_a_cell_is_the_same_in_every_grid(self, toy, run):
+        few, many = run(toy, "--cells 2", "few"), run(toy, folder="many")
         assert few["rows"] == many["rows"][:2]
-        assert run(toy, tmp_path / "other", "--seed", "1")["rows"] != many["rows"]
+        assert run(toy, "--seed 1", "other")["rows"] != many["rows"]
 
-    def test_results_are_strict_json_and_name_no_folder(self, toy, tmp_path):
-        run(toy, tmp_path)
-        text = (tmp_path / "results.json").read_text()
-        assert str(tmp_path) not in text and "NaN" not in text
-        results = json.loads(text)
-        assert results["rows"][0]["nan"] is None
+    def test_results_are_strict_json_and_name_no_folder(self, toy, run, tmp_path):
+        results = run(toy)
+        text = (tmp_path / "run" / "results.json").read_text()
+        assert str(tmp_path) not in text and "NaN" not in text and results["rows"][0]["nan"] is None
         packages = {"python", "apgrad", "jax", "jaxlib", "numpyro", "numpy", "scipy"}
         assert set(results["versions"]) == packages and results["device"]
 
     def test_bootstrap_interval_of_a_variance(self):
         samples = np.random.default_rng(0).standard_normal(400)
-        draws = harness.bootstrap(samples, chaos.sample_variance, 4000, 1)
-        low, high = harness.interval(draws)
+        low, high = harness.interval(harness.bootstrap(samples, chaos.sample_variance, 4000, 1))
         # The variance of a normal sample has standard error sqrt(2 / n).
         assert low < 1 < high
         assert (high - low) / (2 * 1.96) == pytest.approx(np.sqrt(2 / 400), rel=0.1)
 
+    def test_a_checkpoint_of_other_code_is_refused(self, tmp_path):
+        """Its arrays would be given to other names."""
+        checkpoint, empty = harness.Checkpoint(tmp_path / "cell.npz"), {"rate": np.zeros(0), "weights": np.zeros(0)}
+        checkpoint.save({"rate": np.ones(3), "weights": np.zeros(3)})
+        assert checkpoint.load(empty)["rate"].tolist() == [1, 1, 1]
+        with pytest.raises(ValueError, match="saved by other code"):
+            checkpoint.load({"log_rate": np.zeros(0), "weights": np.zeros(0)})
+        whole = checkpoint.path.read_bytes()
+        for data in (b"", whole[:100], whole[: len(whole) // 2]):
+            checkpoint.path.write_bytes(data)
+            with pytest.raises(ValueError, match=r"cell.npz is damaged; delete it"):
+                checkpoint.load(empty)
+        np.savez(checkpoint.path, np.ones(3), np.zeros(3))
+        with pytest.raises(ValueError, match="saved by other code"):
+            checkpoint.load(empty)
+
 
 class TestReference:
-    @pytest.mark.parametrize("beta", [1.0, 2.5, 3.5])
-    def test_converges_as_the_grid_is_refined(self, beta):
-        horizons = [2, 25, 50]
+    @pytest.mark.parametrize("beta", [1.5, 2.5, 3.5])
+    def test_converges_as_the_grid_is_refined_and_differentiates_the_loss(self, beta):
+        horizons, step = [1, 2, 10, 50], 1e-4
         coarse, middle, fine = (chaotic_network.exact(beta, horizons, points) for points in (15, 30, 45))
+        at = {i: chaotic_network.exact(beta + i * step, horizons) for i in (-2, -1, 1, 2)}
         for h in horizons:
             assert abs(coarse[h].gradient - fine[h].gradient) < 2e-7
             assert abs(middle[h].gradient - fine[h].gradient) < 1e-8
             assert abs(middle[h].loss - fine[h].loss) < 1e-8
-
-    @pytest.mark.parametrize("beta", [1.5, 2.5, 3.0])
-    def test_gradient_is_the_derivative_of_the_loss(self, beta):
-        horizons, step = [1, 2, 10, 50], 1e-4
-        at = {i: chaotic_network.exact(beta + i * step, horizons) for i in (-2, -1, 0, 1, 2)}
-        for h in horizons:
             near, far = (at[i][h].loss - at[-i][h].loss for i in (1, 2))
-            assert at[0][h].gradient == pytest.approx((8 * near - far) / (12 * step), abs=1e-6)
-
-    def test_one_step_by_hand(self):
-        """J = |sigmoid(beta W x_0) - 1|^2 / 2 + sigma^2, without any integral."""
-        beta = 1.7
-        mean = expit(beta * np.array(chaotic_network.WEIGHTS) @ np.array(chaotic_network.START))
-        found = chaotic_network.exact(beta, [1])[1]
-        assert found.loss == pytest.approx(0.5 * np.sum((mean - 1) ** 2) + chaotic_network.SIGMA**2, rel=1e-12)
-        slope = np.array(chaotic_network.WEIGHTS) @ np.array(chaotic_network.START)
-        assert found.gradient == pytest.approx(np.sum((mean - 1) * mean * (1 - mean) * slope), rel=1e-12)
+            assert middle[h].gradient == pytest.approx((8 * near - far) / (12 * step), abs=1e-6)
 
     def test_two_steps_by_quadrature_in_two_dimensions(self):
         """The state of both units, not their difference alone: that the chain is one-dimensional is checked too."""
@@ -272,32 +256,22 @@ class TestReference:
             return 0.5 * np.sum((expit(beta * W @ x) - 1) ** 2) * np.exp(-0.5 * (a * a + b * b)) / (2 * np.pi)
 
         expected = dblquad(integrand, -8, 8, -8, 8, epsabs=1e-10, epsrel=1e-9)[0] + sigma**2
-        assert chaotic_network.exact(beta, [2])[2].loss == pytest.approx(expected, abs=1e-9)
+        found = chaotic_network.exact(beta, [1, 2])
+        assert found[2].loss == pytest.approx(expected, abs=1e-9)
+        assert found[1].loss == pytest.approx(0.5 * np.sum((mean - 1) ** 2) + sigma**2, rel=1e-12)  # by hand
 
-    def test_the_grid_holds_every_value(self):
-        u = np.linspace(-1.05, 1.05, 100_001)
-        assert max(np.abs(chaotic_network.transition(u, beta)).max() for beta in (0.5, 1.0, 3.5, 10.0)) < 0.31
+    def test_the_grid_holds_every_value_and_the_slope_is_the_derivative(self):
+        u, step, g = np.linspace(-1.05, 1.05, 100_001), 1e-6, chaotic_network.transition
+        assert max(np.abs(g(u, beta)).max() for beta in (0.5, 1.0, 3.5, 10.0)) < 0.31
+        slope = (g(u + step, 2.5) - g(u - step, 2.5)) / (2 * step)
+        np.testing.assert_allclose(chaotic_network.transition_slope(u, 2.5), slope, atol=1e-6)
 
-    def test_slopes_are_the_derivatives(self):
-        u, beta, step = np.linspace(-0.3, 0.3, 61), 2.5, 1e-6
-        g = chaotic_network.transition
-        np.testing.assert_allclose(
-            chaotic_network.transition_slope(u, beta), (g(u + step, beta) - g(u - step, beta)) / (2 * step), atol=1e-6
-        )
-        np.testing.assert_allclose(
-            chaotic_network.transition_beta(u, beta), (g(u, beta + step) - g(u, beta - step)) / (2 * step), atol=1e-6
-        )
-
-    def test_reparameterization_agrees(self):
-        gradient = jax.grad(chaotic_network.objective("RP", 10, 1000), argnums=1)
-        truth = chaotic_network.reference(2.5, [10])[10]
+    @pytest.mark.parametrize(("method", "steps"), [("RP", 10), ("LR", 3)])
+    def test_estimates_agree(self, method, steps):
+        gradient = jax.grad(chaotic_network.objective(method, steps, 1000), argnums=1)
+        truth = chaotic_network.reference(2.5, [steps])[steps]
         assert truth.error < 1e-8
         ap.testing.assert_unbiased(lambda key: gradient(key, 2.5), truth.gradient, jax.random.key(0), 300)
-
-    def test_likelihood_ratio_agrees(self):
-        gradient = jax.grad(chaotic_network.objective("LR", 3, 1000), argnums=1)
-        truth = chaotic_network.exact(2.5, [3])[3].gradient
-        ap.testing.assert_unbiased(lambda key: gradient(key, 2.5), truth, jax.random.key(0), 300)
 
     @pytest.mark.parametrize("arguments", [(0.0, [1]), (float("nan"), [1]), (1.0, [0])])
     def test_bad_input_is_refused(self, arguments):
@@ -305,35 +279,25 @@ class TestReference:
             chaotic_network.exact(*arguments)
 
 
-def tiny_run(experiment, folder, *options):
-    results = run(experiment, folder, *options)
-    name = harness.name_of(experiment)
-    assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-    with (folder / f"{name}.csv").open(newline="") as file:
-        assert len(list(csv.DictReader(file))) == len(results["rows"])
-    return results
-
-
 class TestExperiments:
-    OPTIONS = ("--horizons", "4", "--betas", "1.5", "2.5", "--estimates", "8", "--lanes", "50", "--resamples", "50")
+    SMALL = "--horizons 4 --betas 1.5 2.5 --estimates 8 --lanes 50 --resamples 50"
 
     @pytest.mark.long
-    def test_chaos(self, tmp_path, capsys):
-        results = tiny_run(chaos, tmp_path, *self.OPTIONS)
-        assert len(results["rows"]) == 2 * 4
+    def test_chaos(self, run, tmp_path, capsys):
+        results = run(chaos, self.SMALL)
+        assert len(results["rows"]) == 2 * 4 and "improvement" in capsys.readouterr().out
         ratio = results["variance_ratio_decoupled-CF_H4_beta2.5"]
         assert ratio["interval"][0] <= ratio["value"] <= ratio["interval"][1]
         assert 1 <= ratio["naive_mixture"] <= 2
         for row in results["rows"]:
             assert row["nonfinite"] == 0 and row["variance_low"] <= row["variance"] <= row["variance_high"]
             assert row["exact"] == chaotic_network.exact(row["beta"], [4])[4].gradient
-        assert "improvement" in capsys.readouterr().out
 
         # Begun again with some of its cells, and compiled again, it comes out the same.
         for cell in ("method=exact,beta=1.5", "method=TP,H=4,beta=2.5"):
-            (tmp_path / "cells" / f"{cell}.json").unlink()
+            (tmp_path / "run" / "cells" / f"{cell}.json").unlink()
         chaotic_network._compiled.cache_clear()
-        assert run(chaos, tmp_path, *self.OPTIONS) == results
+        assert run(chaos, self.SMALL) == results
 
     def test_estimates_that_are_not_finite_are_counted(self):
         config = chaos.Config(horizons=(4,), betas=(1.5,), estimates=4)
@@ -341,37 +305,31 @@ class TestExperiments:
         estimates["decoupled-CF"] = [1.0, 2.0, 3.0, 5.0]
         records = [({"method": "exact", "beta": 1.5}, {"4": {"loss": 1.0, "gradient": 1.5, "error": 0.0}})]
         records += [({"method": m, "H": 4, "beta": 1.5}, {"estimates": e}) for m, e in estimates.items()]
-        rows = {row["method"]: row for row in chaos.summarize(config, records)}
+        report = chaos.report(config, records)
+        rows = {row["method"]: row for row in report.rows}
         assert [rows[m]["nonfinite"] for m in chaos.BASIC] == [2, 0, 4, 0]
         assert rows["RP"]["variance"] == 0.5 and np.isnan(rows["TP"]["variance"])
-        report = chaos.report(config, records)
-        assert "6 estimates not finite" in report.table
         assert "variance_ratio_TP_H4_beta1.5" not in report.figures
 
     @pytest.mark.long
-    def test_total_propagation(self, tmp_path, capsys):
-        options = ("--horizons", "4", "--betas", "2.5", "--estimates", "8", "--lanes", "50", "--resamples", "50")
-        options += ("--bias-points", "4", "10", "20", "--parameters", "5")
-        results = tiny_run(total_propagation, tmp_path, *options)
-        assert len(results["rows"]) == 9
+    def test_total_propagation(self, run):
+        options = "--horizons 4 --betas 2.5 --estimates 8 --lanes 50 --resamples 50 --bias-points 4 10 20"
+        results = run(total_propagation, f"{options} --parameters 5")
+        assert len(results["rows"]) == 9 and "worst_ratio_decoupled-CF_P5" in results
         for row in results["rows"]:
             assert row["nonfinite"] == 0 and row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
-        # Of the better one of RP and LR the ratio is 1, and RP is the better one so early.
-        rp = [row for row in results["rows"] if row["method"] == "RP"]
-        assert all(row["better"] == "RP" and row["ratio"] == 1 for row in rp)
+            # Of the better one of RP and LR the ratio is 1, and RP is the better one so early.
+            assert row["better"] == "RP" and (row["method"] != "RP" or row["ratio"] == 1)
         exact = chaotic_network.exact(1.5, [4])[4].gradient
         assert results["bias_decoupled-CF_H4_B10"]["exact"] == pytest.approx(exact, abs=1e-8)
-        assert "worst_ratio_decoupled-CF_P5" in results and "5 parameters" in capsys.readouterr().out
 
     @pytest.mark.long
-    def test_gaussian_shaping(self, tmp_path):
-        results = tiny_run(gaussian_shaping, tmp_path, *self.OPTIONS)
-        assert len(results["rows"]) == 2 * 6
-        assert all(row["rms_error"] > 0 for row in results["rows"])
+    def test_gaussian_shaping(self, run):
+        rows = run(gaussian_shaping, self.SMALL)["rows"]
+        assert len(rows) == 2 * 6 and all(row["rms_error"] > 0 for row in rows)
 
-    def test_bifurcation(self, tmp_path):
-        options = ("--betas", "5", "--transient", "300", "--steps", "300", "--noisy-lanes", "8", "--horizon", "5")
-        rows = tiny_run(bifurcation, tmp_path, *options)["rows"]
+    def test_bifurcation(self, run):
+        rows = run(bifurcation, "--betas 5 --transient 300 --steps 300 --noisy-lanes 8 --horizon 5")["rows"]
         assert [row["beta"] for row in rows] == [1.0, 1.625, 2.25, 2.875, 3.5]
         # A fixed point, then cycles of two and four, then chaos.
         assert [row["period"] for row in rows[:3]] == [1, 2, 4]
@@ -383,19 +341,15 @@ class TestExperiments:
         assert rows[0]["lyapunov"] == pytest.approx(np.log(abs(chaotic_network.transition_slope(u, 1.0))), abs=1e-6)
 
     @pytest.mark.long
-    def test_lorenz_control(self, tmp_path):
-        options = ("--horizons", "3", "--rhos", "10", "28", "--estimates", "8", "--lanes", "20", "--resamples", "50")
-        results = tiny_run(lorenz_control, tmp_path, *options)
+    def test_lorenz_control(self, run):
+        results = run(lorenz_control, "--horizons 3 --rhos 10 28 --estimates 8 --lanes 20 --resamples 50")
         assert len(results["rows"]) == 2 * len(lorenz_control.METHODS)
         for row in results["rows"]:
             assert row["variance_low"] <= row["variance"] <= row["variance_high"]
             assert not row["significant"] or row["method"] in lorenz_control.BIASED
-            if row["method"] == row["better"]:
-                assert row["ratio"] == 1
+            assert row["method"] != row["better"] or row["ratio"] == 1
         exponents = [growth["exponent"] for growth in results["growth"].values()]
         assert exponents[0] < 0 < exponents[1]
-        with pytest.raises(SystemExit):
-            harness.main(lorenz_control, ["--lanes", "5"])
 
     def test_lorenz_gradient_without_noise_is_that_of_the_rollout(self, monkeypatch):
         monkeypatch.setattr(lorenz_control, "SIGMA", 1e-6)
@@ -423,53 +377,23 @@ class TestExperiments:
         # The standard error of a difference of means of 41 averaged parameters.
         assert off["bias_percent_error"] == pytest.approx(100 * np.sqrt(2 / 400 / 41), rel=0.15)
 
-    def test_second_derivatives(self, tmp_path):
-        options = ("--estimates", "20", "--families", "bernoulli", "--graphs", "one node")
-        results = tiny_run(second_derivatives, tmp_path, *options)
+    def test_second_derivatives(self, run):
+        results = run(second_derivatives, "--estimates 20 --families bernoulli --graphs 'one node'")
         assert len(results["rows"]) == 4
         assert results["worst_distance_in_standard_errors"] == max(abs(row["off"]) for row in results["rows"]) < 5
-        with pytest.raises(SystemExit):
-            harness.main(second_derivatives, ["--graphs", "three nodes"])
 
     @pytest.mark.long
-    def test_benchmark_of_the_estimators(self, tmp_path, monkeypatch):
+    def test_benchmark_of_the_estimators(self, run, monkeypatch):
         monkeypatch.setattr(benchmark, "ROLLOUT_METHODS", ("RP", "TP", "decoupled-CF"))
         monkeypatch.setattr(benchmark, "POLICIES", {41: ((3, 8, 1), 2)})
-        options = ("--horizons", "2", "--rounds", "3", "--nodes", "100", "--chain-rounds", "3", "--policy-rounds", "3")
-        results = tiny_run(benchmark, tmp_path, *options)
+        results = run(benchmark, "--horizons 2 --rounds 3 --nodes 100 --chain-rounds 3 --policy-rounds 3")
         ratios = {row["method"]: row["ratio"] for row in results["rows"] if row["benchmark"] == "chain"}
         assert ratios["plain"] == 1 and set(ratios) == {"plain", "RP", "LR", "TP"}
-        assert results["ratio_H2, called: TP"]["value"] > 0
+        assert results["ratio_H2, called: TP"]["value"] > 0 and results["policy of 41, adaptive"]["bytes"] > 0
         assert "added_bytes_per_node" in results["node_in_chain_of_100, LR"]
-        assert results["policy of 41, adaptive"]["bytes"] > 0
 
     @pytest.mark.parametrize("experiment", [chaos, gaussian_shaping, bifurcation])
     def test_presets_have_cells_of_their_own_names(self, experiment):
         for config in (experiment.Config(), experiment.PAPER):
             names = [harness.cell_name(cell) for cell in experiment.cells(config)]
             assert len(names) == len(set(names)) > 10
-
-    @pytest.mark.parametrize(
-        "options", [("--estimates", "1"), ("--horizons", "0"), ("--betas", "-1"), ("--lanes", "1")]
-    )
-    def test_what_has_no_variance_is_refused(self, options, tmp_path, capsys):
-        with pytest.raises(SystemExit):
-            harness.main(chaos, ["--out", str(tmp_path / "x"), *options])
-        assert not (tmp_path / "x").exists()
-
-
-def test_a_checkpoint_of_other_code_is_refused(tmp_path):
-    """Its arrays would be given to other names."""
-    checkpoint = harness.Checkpoint(tmp_path / "cell.npz")
-    checkpoint.save({"rate": np.ones(3), "weights": np.zeros(3)})
-    assert checkpoint.load({"rate": np.zeros(0), "weights": np.ones(1)})["rate"].tolist() == [1, 1, 1]
-    with pytest.raises(ValueError, match="saved by other code"):
-        checkpoint.load({"log_rate": np.zeros(0), "weights": np.zeros(0)})
-    whole = checkpoint.path.read_bytes()
-    for data in (b"", whole[:100], whole[: len(whole) // 2]):
-        checkpoint.path.write_bytes(data)
-        with pytest.raises(ValueError, match=r"cell.npz is damaged; delete it"):
-            checkpoint.load({"rate": np.zeros(0), "weights": np.zeros(0)})
-    np.savez(checkpoint.path, np.ones(3), np.zeros(3))
-    with pytest.raises(ValueError, match="saved by other code"):
-        checkpoint.load({"rate": np.zeros(0), "weights": np.zeros(0)})

@@ -25,10 +25,8 @@ def test_the_expected_cost_of_a_gaussian_position_is_that_of_quadrature(width, x
 def test_the_exact_gradient_is_that_of_finite_differences(x64):
     gains = np.array(linear_swarm.GAINS)
     cost = jax.jit(lambda gains: linear_swarm.expected_cost(gains, SWARM, 0.4, 5))
-    wanted = [
-        float(cost(jnp.asarray(gains + d.reshape(2, 4))) - cost(jnp.asarray(gains - d.reshape(2, 4)))) / 2e-5
-        for d in 1e-5 * np.eye(8)
-    ]
+    moves = 1e-5 * np.eye(8).reshape(8, 2, 4)
+    wanted = [float(cost(jnp.asarray(gains + d)) - cost(jnp.asarray(gains - d))) / 2e-5 for d in moves]
     np.testing.assert_allclose(linear_swarm.exact(SWARM, 0.4, 5), wanted, rtol=1e-6, atol=1e-10)
     with pytest.raises(ValueError, match="linear force"):
         linear_swarm.exact(linear_swarm.SWARMS["bounded force"], 0.4, 5)

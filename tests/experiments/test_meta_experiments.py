@@ -25,26 +25,18 @@ from experiments import (
 from experiments.parts import influence_balancing, meta_curves
 
 ALL = (mplp_batch_entropy, mplp_dynamics, mplp_from_random, mplp_maml, mplp_mnist, mplp_sgd, mplp_sinusoid)
-ALL = (*ALL, outer_gradients, outer_training)
+TINY = "--steps 2 --points 1 --length 4 --segment 2 --hidden 3"
 
 
-@pytest.fixture
-def promotion():
-    with jax.numpy_dtype_promotion("standard"):  # optax's Adam needs it
-        yield
-
-
-@pytest.mark.parametrize("module", ALL, ids=harness.name_of)
+@pytest.mark.parametrize("module", [*ALL, outer_gradients, outer_training], ids=harness.name_of)
 def test_presets_have_cells_of_their_own_names(module):
     for config in (module.Config(), module.PAPER):
         names = [harness.cell_name(cell) for cell in module.cells(config)]
         assert len(set(names)) == len(names) > 1
 
 
-def test_outer_gradients(tmp_path):
-    options = ("--rates", "0.1", "--lengths", "5", "--estimates", "20", "--reference", "2000")
-    harness.main(outer_gradients, ["--out", str(tmp_path), *options])
-    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+def test_outer_gradients(run):
+    rows = run(outer_gradients, "--rates 0.1 --lengths 5 --estimates 20 --reference 2000")["rows"]
     assert {row["estimator"] for row in rows} == set(outer_gradients.ESTIMATORS)
     # One truncation is the whole unroll here: no estimator of the gradient is biased, but for the smoothing.
     assert all(abs(row["bias"]) < 5 * row["bias_standard_error"] + 0.02 for row in rows)
@@ -72,11 +64,9 @@ def test_all_but_reverse_mode_has_deviations():
 
 
 @pytest.mark.long
-def test_outer_training(tmp_path, promotion):
-    options = ("--rule", "reverse mode", "--balanced", "PES, K = 10", "--points", "2", "--pace", "0.1")
-    sizes = ("--length", "10", "--tasks", "2", "--judged", "2", "--chains", "4")
-    harness.main(outer_training, ["--out", str(tmp_path), *options, *sizes])
-    rows = json.loads((tmp_path / "results.json").read_text())["rows"]
+def test_outer_training(run):
+    options = "--rule 'reverse mode' --balanced 'PES, K = 10' --points 2 --pace 0.1"
+    rows = run(outer_training, f"{options} --length 10 --tasks 2 --judged 2 --chains 4")["rows"]
     assert [row["start"] for row in rows] == [*outer_training.STARTS, outer_training.BALANCE]
     assert all(np.isfinite(row["loss"]) and row["seconds_a_step"] > 0 for row in rows)
 
@@ -85,28 +75,23 @@ def test_the_rule_from_a_random_start_has_the_published_places_and_fitted_standa
     task = mplp_from_random.task_of("sinusoid")
     dense = [f"{i}_dense/{part}" for i in (0, 2, 4) for part in ("bias", "weight")]
     rule = mplp_from_random.new_rule("sinusoid", task, 0, None)
-    assert sorted(rule.standardizers) == sorted(
-        [*dense, *(f"{name}/message" for name in ("1_activation", "3_activation", "loss"))]
-    )
-    shifts, scales = (
-        [np.asarray(s[name]) for s in map(vars, rule.standardizers.values())] for name in ("shift", "scale")
-    )
-    assert all(np.all(np.isfinite(x)) for x in (*shifts, *scales))
+    messages = [f"{name}/message" for name in ("1_activation", "3_activation", "loss")]
+    assert sorted(rule.standardizers) == sorted([*dense, *messages])
+    all_of = lambda name: np.concatenate([np.ravel(vars(s)[name]) for s in rule.standardizers.values()])
+    assert np.all(np.isfinite([*all_of("shift"), *all_of("scale")])) and np.max(all_of("scale")) > 30
     # Inputs are uniform in [-5, 5]; the published checkpoint has 1000 for a bias as well, and no bound.
     fitted = rule.standardizers["0_dense/weight"]
     assert fitted.scale[-1] == pytest.approx(1 / 2.89, rel=0.3) and abs(fitted.shift[-1]) < 1.5
-    assert np.max(np.concatenate(scales)) > 30
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("objective", "expected"), [("published", 0.7 * 10 + 0.3 * 5 * 10), ("held-out", 0.3 * 10 + 0.7 * 64)]
 )
-def test_the_outer_loss_weighs_hint_and_held_out_data_as_the_published_code(promotion, objective, expected):
+def test_the_outer_loss_weighs_hint_and_held_out_data_as_the_published_code(objective, expected):
     # Losses are numbers of points here: a minibatch has 10, the published held-out data are five minibatches.
-    task = mplp_from_random.task_of("sinusoid")._replace(
-        loss=lambda params, batch: jnp.asarray(batch[0].shape[0], float)
-    )
+    points = lambda params, batch: jnp.asarray(batch[0].shape[0], float)
+    task = mplp_from_random.task_of("sinusoid")._replace(loss=points)
     small = {"message_size": 1, "hidden": 1, "layers": ()}
     outer, _, rule = mplp_from_random.training("sinusoid", task, 0, None, objective, **small)
     loss, *_ = jax.jit(lambda rule, key: outer.estimate(rule, key, outer.init(rule, key)))(rule, jax.random.key(0))
@@ -122,16 +107,16 @@ def test_held_out_minibatches_are_drawn_from_the_task():
 
 
 def test_bad_options_are_refused():
-    with pytest.raises(ValueError, match="multiples of 5"):
-        outer_gradients.Config(lengths=(7,))
-    with pytest.raises(ValueError, match="at least 2 seeds"):
-        outer_training.Config(seeds=1)
-    with pytest.raises(ValueError, match="methods are"):
-        outer_training.Config(rule=("BPTT",))
-    with pytest.raises(ValueError, match="runs at least 2"):
-        mplp_from_random.Config(runs=1)
-    with pytest.raises(ValueError, match="at least 2"):
-        mplp_mnist.Config(runs=1)
+    for module, options, words in (
+        (outer_gradients, {"lengths": (7,)}, "multiples of 5"),
+        (outer_training, {"seeds": 1}, "at least 2 seeds"),
+        (outer_training, {"rule": ("BPTT",)}, "methods are"),
+        (mplp_from_random, {"runs": 1}, "runs at least 2"),
+        (mplp_mnist, {"runs": 1}, "at least 2"),
+        (mplp_sinusoid, {"sharing": ("some",)}, 'sharing is of "none" and "all"'),
+    ):
+        with pytest.raises(ValueError, match=words):
+            module.Config(**options)
 
 
 def toy():
@@ -144,9 +129,8 @@ def toy():
 
 def test_a_judged_training_goes_on_where_it_was_killed(tmp_path):
     arguments = (toy(), optax.sgd(0.1, momentum=0.9), jnp.float32(0.5), 0, 6, 3)
-    whole = meta_curves.judged_training(
-        *arguments, lambda theta: np.array([abs(theta - 0.3)]), harness.Checkpoint(tmp_path / "whole.npz")
-    )
+    judge = lambda theta: np.array([abs(theta - 0.3)])
+    whole = meta_curves.judged_training(*arguments, judge, harness.Checkpoint(tmp_path / "whole.npz"))
     assert whole.judgements.shape == (4, 1) and whole.losses.shape == (3,) and whole.skipped == 0
     assert abs(float(whole.best) - 0.3) == pytest.approx(whole.judgements.min())
     calls = []
@@ -155,7 +139,7 @@ def test_a_judged_training_goes_on_where_it_was_killed(tmp_path):
         calls.append(theta)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return np.array([abs(theta - 0.3)])
+        return judge(theta)
 
     checkpoint = harness.Checkpoint(tmp_path / "killed.npz")
     with pytest.raises(KeyboardInterrupt):
@@ -168,14 +152,18 @@ def test_a_judged_training_goes_on_where_it_was_killed(tmp_path):
         meta_curves.judged_training(*arguments[:4], 5, 3, killed, checkpoint)
 
 
-def untrained(outer, optimizer, theta, seed, steps, points, judge, checkpoint):
+@pytest.fixture
+def untrained(monkeypatch):
     """`meta_curves.judged_training` without a step, which another test takes."""
-    return meta_curves.Judged(theta, np.stack([judge(theta)] * (points + 1)), np.ones(points), 0)
+
+    def judged(outer, optimizer, theta, seed, steps, points, judge, checkpoint):
+        return meta_curves.Judged(theta, np.stack([judge(theta)] * (points + 1)), np.ones(points), 0)
+
+    monkeypatch.setattr(meta_curves, "judged_training", judged)
 
 
-def test_message_size_and_sharing(monkeypatch, tmp_path):
+def test_message_size_and_sharing(untrained, tmp_path):
     """A rule that shares all has networks of one key for each kind; the report takes a part of the grid."""
-    monkeypatch.setattr(meta_curves, "judged_training", untrained)
     config = mplp_sinusoid.Config(out=tmp_path, runs=2, sizes=(1,), steps=2, points=1, hidden=1)
     cell = mplp_sinusoid.cells(config)[-1]
     assert cell == {"k": 1, "share": "all", "seed": 0}
@@ -185,22 +173,17 @@ def test_message_size_and_sharing(monkeypatch, tmp_path):
     report = mplp_sinusoid.report(config, [(cell, result)])
     assert report.figures["k = 1, shared: all"]["seed 0"]["mean"] == start
     assert [row["step"] for row in report.rows] == [0, 2]
-    with pytest.raises(ValueError, match='sharing is of "none" and "all"'):
-        mplp_sinusoid.Config(sharing=("some",))
 
 
 @pytest.mark.long
-def test_functions_of_a_rule_with_messages_of_one_number(tmp_path, monkeypatch, promotion):
-    monkeypatch.setattr(meta_curves, "judged_training", untrained)
-    options = ("--steps", "2", "--points", "1", "--length", "4", "--segment", "2", "--hidden", "3", "--tasks", "1")
-    harness.main(mplp_sgd, ["--out", str(tmp_path), *options, "--judged", "2", "--visited", "2"])
-    result = json.loads((tmp_path / "cells" / "method=MPLP.json").read_text())["result"]
+def test_functions_of_a_rule_with_messages_of_one_number(run, tmp_path, untrained):
+    results = run(mplp_sgd, f"{TINY} --tasks 1 --judged 2 --visited 2")
+    result = json.loads((tmp_path / "run" / "cells" / "method=MPLP.json").read_text())["result"]
     ranges = {name: found["ranges"] for name, found in result["surfaces"].items()}
     (p, y), (_, x), (m, _) = ranges["g_loss"], ranges["f"], ranges["g_lin"]
     assert -1 <= y[0] < y[1] <= 1 and -5 <= x[0] < x[1] <= 5 and p[0] < p[1]
     assert m == ranges["f"][0]  # f and g of a dense node see the same messages
     assert len(result["example"]) == 2 + len(mplp_sgd.SHOWN) and len(result["judged"]) == 2
-    results = json.loads((tmp_path / "results.json").read_text())
     assert results["SGD"]["outer_loss"] > 0 and set(results["SGD"]["sweep"]) == {"0.01", "0.03", "0.1", "0.3", "1.0"}
 
 
@@ -208,32 +191,25 @@ def test_the_rule_of_section_5_1_sees_prediction_and_target_alone():
     rule = mplp_sgd.new_rule(mplp_sgd.PAPER, 0)
     kernels = {name: net.mlp.kernels[0].shape for name, net in rule.networks.items()}
     assert kernels == dict.fromkeys(("dense/f", "dense/g", "activation/g", "squared_error/g"), (2, 80))
-    assert not any("rate" in jax.tree_util.keystr(path) for path, _ in _trained(rule))
+    trained = jax.tree_util.tree_leaves_with_path(nnx.state(rule, nnx.Param))
+    assert not any("rate" in jax.tree_util.keystr(path) for path, _ in trained)
 
 
-def _trained(rule):
-    return jax.tree_util.tree_leaves_with_path(nnx.state(rule, nnx.Param))
-
-
-def test_dynamics_on_some_of_the_cells(tmp_path, monkeypatch, promotion):
-    options = ("--steps", "2", "--points", "1", "--length", "4", "--segment", "2", "--hidden", "3", "--tasks", "1")
+def test_dynamics_on_some_of_the_cells(run, monkeypatch, untrained):
     some = [{"optimizer": "Adam"}, {"k": 8, "norm": False, "rate": True, "seed": 0}]
-    monkeypatch.setattr(meta_curves, "judged_training", untrained)
     monkeypatch.setattr(mplp_dynamics, "cells", lambda config: some)
-    harness.main(mplp_dynamics, ["--out", str(tmp_path), *options, "--judged", "2"])
-    results = json.loads((tmp_path / "results.json").read_text())
+    results = run(mplp_dynamics, f"{TINY} --tasks 1 --judged 2")
     assert results["k = 8, none, learned rate"] > 0 and results["Adam"]["judged"] > 0
     assert len(results["rows"]) == 1
 
 
 @pytest.mark.long
-def test_prior_and_rule_together(tmp_path, monkeypatch, promotion):
+def test_prior_and_rule_together(run, tmp_path, monkeypatch):
     monkeypatch.setattr(mplp_maml, "cells", lambda config: [{"method": "MAML"}, {"method": "published"}])
     monkeypatch.delenv("APGRAD_DATA", raising=False)
-    harness.main(mplp_maml, ["--out", str(tmp_path), "--steps", "2", "--tasks", "1", "--runs", "2"])
-    results = json.loads((tmp_path / "results.json").read_text())
+    results = run(mplp_maml, "--steps 2 --tasks 1 --runs 2")
     assert {row["method"] for row in results["rows"]} == {"MAML"}  # no published checkpoint is at hand
-    assert (tmp_path / "cells" / "method=MAML" / "metrics.csv").exists()
+    assert (tmp_path / "run" / "cells" / "method=MAML" / "metrics.csv").exists()
     _, _, theta = mplp_maml.outer_gradient(mplp_maml.PAPER, "MPLP", 0)
     scales = [np.asarray(s.scale[...]) for s in theta.learner.standardizers.values()]
     assert all(np.all(scale > 0) for scale in scales) and any(np.any(scale != 1) for scale in scales)
@@ -274,13 +250,10 @@ def test_the_penalty_is_that_of_algorithm_2():
         assert abs(whole - wanted[1]) > 1e-3 * abs(whole)  # what is held constant matters
 
 
-def test_batch_entropy_on_some_of_the_cells(tmp_path, monkeypatch, promotion):
-    options = ("--steps", "2", "--points", "1", "--length", "4", "--segment", "2", "--hidden", "3", "--judged", "2")
+def test_batch_entropy_on_some_of_the_cells(run, monkeypatch, untrained):
     some = [{"optimizer": "Adam"}, {"arm": "random start, batch entropy", "seed": 0}]
-    monkeypatch.setattr(meta_curves, "judged_training", untrained)
     monkeypatch.setattr(mplp_batch_entropy, "cells", lambda config: some)
-    harness.main(mplp_batch_entropy, ["--out", str(tmp_path), *options, "--batch", "4", "--message-size", "2"])
-    results = json.loads((tmp_path / "results.json").read_text())
+    results = run(mplp_batch_entropy, f"{TINY} --judged 2 --batch 4 --message-size 2")
     assert results["random start, batch entropy"]["of"] == 1 and results["Adam"]["held_out"] > 0
     (row,) = results["rows"]
     assert row["entropy"] > 0 and row["penalty"] >= 0

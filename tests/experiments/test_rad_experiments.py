@@ -15,24 +15,12 @@ from experiments.parts import rad_networks
 
 @pytest.fixture(autouse=True)
 def promotion():
-    # Adam multiplies a float by its integer count.
-    with jax.numpy_dtype_promotion("standard"):
+    with jax.numpy_dtype_promotion("standard"):  # Adam multiplies a float by its integer count
         yield
 
 
-@pytest.fixture
-def run(tmp_path):
-    def run(experiment, *options):
-        folder = harness.main(experiment, ["--out", str(tmp_path / "run"), *options])
-        assert (folder / f"{harness.name_of(experiment)}.png").exists()
-        return json.loads((folder / "results.json").read_text())["rows"]
-
-    return run
-
-
 def test_table1_is_the_papers(run):
-    rows = run(rad_table1, "--networks", "mlp", "--fractions", "0.5", "0.1")
-    found = {row["method"]: row for row in rows}
+    found = {row["method"]: row for row in run(rad_table1, "--networks mlp --fractions 0.5 0.1")["rows"]}
     for method in ("different 0.5", "different 0.1"):
         assert found[method]["with_weights_MB"] == pytest.approx(found[method]["paper_with_weights_MB"], abs=0.01)
     assert found["different 0.1"]["times_fewer"] >= 8
@@ -65,9 +53,8 @@ def test_starts_and_pixels_are_those_of_the_papers_code():
 
 @pytest.mark.long
 def test_noise(run):
-    options = ("--data", "digits", "--training-steps", "0", "--draws", "30", "--batch", "32", "--smaller", "8")
-    rows = run(rad_noise, *options)
-    found = {(row["method"], row["batch"], row["layer"]): row for row in rows}
+    results = run(rad_noise, "--data digits --training-steps 0 --draws 30 --batch 32 --smaller 8")
+    found = {(row["method"], row["batch"], row["layer"]): row for row in results["rows"]}
     own = {method: found[method, 32, 2]["own"] for method in ("baseline", "rounding 8", "rounding 4", "different 0.1")}
     assert own["baseline"] == 0 < own["rounding 8"] < own["rounding 4"] < own["different 0.1"]
     # Examples are drawn with replacement: a batch of a quarter has four times the variance.
@@ -79,33 +66,20 @@ def test_noise(run):
 
 @pytest.mark.long
 def test_training(run):
-    options = ("--data", "digits", "--methods", "baseline", "rounding 4", "--steps", "40", "--evaluations", "1")
-    rows = run(rad_training, *options, "--seeds", "1", "--pairs", "0")
-    assert all(row["test_accuracy"] > 0.5 for row in rows)
+    options = "--data digits --methods baseline 'rounding 4' --steps 40 --evaluations 1 --seeds 1 --pairs 0"
+    assert all(row["test_accuracy"] > 0.5 for row in run(rad_training, options)["rows"])
 
 
 @pytest.mark.long
-def test_training_searches_and_says_what_data_it_had(tmp_path, monkeypatch):
+def test_training_searches_and_says_what_data_it_had(run, tmp_path, monkeypatch):
     """The chosen pair is the finalist that validates best, and runs have it; digits are said to be no MNIST."""
     monkeypatch.delenv("APGRAD_DATA", raising=False)
-    options = (
-        "--data",
-        "mnist",
-        "--methods",
-        "reduced",
-        "different",
-        "--steps",
-        "20",
-        "--evaluations",
-        "1",
-        "--draws",
-        "1",
-    )
-    folder = harness.main(rad_training, ["--out", str(tmp_path), *options, "--pairs", "2", "--seeds", "1"])
-    results = json.loads((folder / "results.json").read_text())
+    options = "--data mnist --methods reduced different --steps 20 --evaluations 1 --draws 1 --pairs 2 --seeds 1"
+    results = run(rad_training, options)
     reduced, different = results["rows"]
     assert results["data"]["mlp"].startswith("digits IN PLACE OF mnist")
-    search = json.loads((folder / "cells" / "network=mlp,search=different.json").read_text())["result"]
+    path = tmp_path / "run" / "cells" / "network=mlp,search=different.json"
+    search = json.loads(path.read_text())["result"]
     assert len(search["pairs"]) == 3 and search["pairs"][2] == list(rad_training.TUNED["mlp"]["different"])
     assert search["finalists"] == [int(np.argmax(search["short_accuracies"])), 2]  # the paper's pair is always one
     best = search["finalists"][int(np.argmax(search["full_accuracies"]))]
@@ -116,8 +90,7 @@ def test_training_searches_and_says_what_data_it_had(tmp_path, monkeypatch):
 
 
 def test_pde(run):
-    rows = run(rad_pde, "--time", "0.0078125", "--fractions", "1.0", "0.1", "--iterations", "2")
-    exact, sampled, checkpoint = rows
+    exact, sampled, checkpoint = run(rad_pde, "--time 0.0078125 --fractions 1.0 0.1 --iterations 2")["rows"]
     assert exact["noise_over_signal"] < 1e-4 and checkpoint["residual_bytes"] < exact["residual_bytes"]
     # Both samples have k of the d points each, where exact reverse mode has d; and there is a key for each block.
     kept = 2 * 97 * 4 * 32
@@ -150,23 +123,22 @@ def test_pde_is_the_equation():
         value, gradient = jax.jit(jax.value_and_grad(loss))(jnp.asarray(theta))
         value, gradient = float(value), np.asarray(gradient)
     for fraction in (1.0, "checkpoint"):
-        found = jax.value_and_grad(rad_pde.make_loss(fraction, 12, block=6), argnums=1)(
-            jax.random.key(0), jnp.asarray(theta, jnp.float32)
-        )
+        both = jax.value_and_grad(rad_pde.make_loss(fraction, 12, block=6), argnums=1)
+        found = both(jax.random.key(0), jnp.asarray(theta, jnp.float32))
         np.testing.assert_allclose(found[0], value, rtol=1e-5)
         np.testing.assert_allclose(found[1], gradient, rtol=1e-4, atol=1e-5 * np.abs(gradient).max())
 
 
 @pytest.mark.long
-def test_a_killed_pde_cell_goes_on(tmp_path, monkeypatch):
+def test_a_killed_pde_cell_goes_on(run, tmp_path, monkeypatch):
     """Killed within a cell, it ends with the figures of a run that was not."""
-    options = ["--time", "0.001953125", "--fractions", "0.1", "--iterations", "50", "--draws", "2"]
+    options, saves = "--time 0.001953125 --fractions 0.1 --iterations 50 --draws 2", []
 
     def curve(folder):
-        return json.loads((folder / "cells" / "fraction=0.1,start=0.json").read_text())["result"]["curve"]
+        path = tmp_path / folder / "cells" / "fraction=0.1,start=0.json"
+        return json.loads(path.read_text())["result"]["curve"]
 
-    whole = harness.main(rad_pde, ["--out", str(tmp_path / "whole"), *options])
-    saves = []
+    run(rad_pde, options, "whole")
 
     def save(checkpoint, state, save=harness.Checkpoint.save):
         save(checkpoint, state)
@@ -176,40 +148,27 @@ def test_a_killed_pde_cell_goes_on(tmp_path, monkeypatch):
 
     monkeypatch.setattr(harness.Checkpoint, "save", save)
     with pytest.raises(KeyboardInterrupt):
-        harness.main(rad_pde, ["--out", str(tmp_path / "killed"), *options])
-    killed = harness.main(rad_pde, ["--out", str(tmp_path / "killed"), *options])
-    assert saves == [20, 40] and curve(killed) == curve(whole)
-    assert not list((killed / "cells").glob("*.npz"))
+        run(rad_pde, options)
+    run(rad_pde, options)
+    assert saves == [20, 40] and curve("run") == curve("whole")
+    assert not list((tmp_path / "run" / "cells").glob("*.npz"))
 
 
-def test_a_partial_run_says_so(tmp_path):
+def test_a_partial_run_says_so(run, tmp_path):
     """The report on the cells that are finished, while others are not."""
-    options = [
-        "--out",
-        str(tmp_path / "run"),
-        "--time",
-        "0.001953125",
-        "--fractions",
-        "1.0",
-        "0.1",
-        "--iterations",
-        "2",
-    ]
-    folder = harness.main(rad_pde, options)
-    assert json.loads((folder / "results.json").read_text())["cells_finished"] == 3
-    (folder / "cells" / "fraction=0.1,start=0.json").unlink()
-    harness.main(rad_pde, [*options, "--only-report"])
-    results = json.loads((folder / "results.json").read_text())
+    options = "--time 0.001953125 --fractions 1.0 0.1 --iterations 2"
+    assert run(rad_pde, options)["cells_finished"] == 3
+    (tmp_path / "run" / "cells" / "fraction=0.1,start=0.json").unlink()
+    results = run(rad_pde, f"{options} --only-report")
     assert (results["cells_finished"], results["cells"]) == (2, 3)
     assert [row["fraction"] for row in results["rows"]] == [1.0, "checkpoint"]
     with pytest.raises(SystemExit, match="no finished cells"):
-        harness.main(rad_pde, ["--out", str(tmp_path / "none"), "--only-report"])
+        run(rad_pde, "--only-report", "none")
 
 
 @pytest.mark.long
 def test_benchmark(run):
-    options = ("--layers", "2", "--width", "64", "--batch", "32", "--side", "2", "--rounds", "1")
-    rows = run(randomized, *options)
+    rows = run(randomized, "--layers 2 --width 64 --batch 32 --side 2 --rounds 1")["rows"]
     assert all(row["time_ratio"] > 0 and row["residual_MB"] > 0 for row in rows)
 
 

@@ -1,13 +1,13 @@
 """Path sampling: the graph has JAX's gradient, the estimates are unbiased, and their variance grows as it should."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import harness, rad_paths
+from experiments import rad_paths
+
+X = jnp.array([0.3, -0.8])
 
 
 def network(x):
@@ -16,24 +16,16 @@ def network(x):
 
 
 def test_the_graph_has_the_gradient():
-    x = jnp.array([0.3, -0.8])
-    graph = rad_paths.linearized_graph(network, x)
-    np.testing.assert_allclose(rad_paths.backpropagate(graph)[0, graph.inputs], jax.grad(network)(x), rtol=1e-5)
+    graph = rad_paths.linearized_graph(network, X)
+    np.testing.assert_allclose(rad_paths.backpropagate(graph)[0, graph.inputs], jax.grad(network)(X), rtol=1e-5)
     assert np.all(graph.target > graph.source)
 
 
 @pytest.mark.parametrize("earlier", [None, 0.3])
 @pytest.mark.parametrize("samples", [1, 3])
-@pytest.mark.parametrize(
-    ("function", "x"),
-    [
-        (network, jnp.array([0.3, -0.8])),
-        (rad_paths.independent(4, 3), jnp.array(1.0)),
-        (rad_paths.interleaved(3, 3), jnp.array(1.0)),
-    ],
-)
-def test_unbiased(function, x, samples, earlier):
-    graph = rad_paths.linearized_graph(function, x)
+@pytest.mark.parametrize("function", [network, rad_paths.independent(4, 3), rad_paths.interleaved(3, 3)])
+def test_unbiased(function, samples, earlier):
+    graph = rad_paths.linearized_graph(function, X if function is network else jnp.array(1.0))
     probability = earlier and rad_paths.by_messages(drifted(graph, earlier), 0.1)
     found = rad_paths.path_sampling(graph, samples, 0, 4000, probability)[0]
     error = found.std(0) / np.sqrt(len(found))
@@ -42,9 +34,8 @@ def test_unbiased(function, x, samples, earlier):
 
 
 def drifted(graph, size):
-    return graph._replace(
-        weight=graph.weight * (1 + size * np.random.default_rng(1).standard_normal(len(graph.weight)))
-    )
+    error = np.random.default_rng(1).standard_normal(len(graph.weight))
+    return graph._replace(weight=graph.weight * (1 + size * error))
 
 
 @pytest.mark.parametrize("positive", [False, True])
@@ -57,11 +48,8 @@ def test_one_draw_by_messages_has_the_least_variance(positive):
     assert (abs(absolute - rad_paths.backpropagate(graph)[0, graph.inputs[0]]) < 1e-6 * absolute) == positive
 
 
-def test_variance_is_constant_in_depth_or_exponential(tmp_path):
-    options = ("--depths", "2", "8", "--samples", "2", "--estimates", "1500")
-    folder = harness.main(rad_paths, ["--out", str(tmp_path / "run"), *options])
-    assert (folder / "rad_paths.png").exists()
-    rows = json.loads((folder / "results.json").read_text())["rows"]
+def test_variance_is_constant_in_depth_or_exponential(run):
+    rows = run(rad_paths, "--depths 2 8 --samples 2 --estimates 1500")["rows"]
     noise = {(row["graph"], row["draw"], row["depth"]): row["relative_variance"] for row in rows}
     assert noise["independent", "uniform", 8] < 3 * noise["independent", "uniform", 2]
     for draw in rad_paths.DRAWS:
@@ -71,7 +59,7 @@ def test_variance_is_constant_in_depth_or_exponential(tmp_path):
 
 
 def test_bad_input():
-    graph = rad_paths.linearized_graph(network, jnp.array([0.3, -0.8]))
+    graph = rad_paths.linearized_graph(network, X)
     with pytest.raises(ValueError, match="at least one edge"):
         rad_paths.path_sampling(graph, 0, 0)
     with pytest.raises(ValueError, match="above 0"):

@@ -1,12 +1,10 @@
 """The predicted noise of a random memory is what is measured, layer by layer."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from experiments import harness, rad_prediction
+from experiments import rad_prediction
 
 
 def test_the_backward_pass_of_squares_is_the_sum_over_entries_of_the_input():
@@ -24,12 +22,8 @@ def test_the_backward_pass_of_squares_is_the_sum_over_entries_of_the_input():
     np.testing.assert_allclose(found, jnp.sum(jnp.sum(jacobian**2, (0, 1, 2, 3)) * v**2), rtol=1e-4)
 
 
-def test_predictions_hold_and_dense_layers_lose(tmp_path):
-    options = ("--networks", "mlp", "rows", "--batch", "40", "--training-steps", "5", "--draws", "60")
-    with jax.numpy_dtype_promotion("standard"):  # optax's Adam needs it
-        folder = harness.main(rad_prediction, ["--out", str(tmp_path / "run"), *options])
-    assert (folder / "rad_prediction.png").exists()
-    rows = json.loads((folder / "results.json").read_text())["rows"]
+def test_predictions_hold_and_dense_layers_lose(run):
+    rows = run(rad_prediction, "--networks mlp rows --batch 40 --training-steps 5 --draws 60")["rows"]
     assert len(rows) == 14
     for row in rows:
         assert abs(row["predicted_over_measured"] - 1) < 4 * row["standard_error"], row

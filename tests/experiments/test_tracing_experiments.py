@@ -1,5 +1,7 @@
 """The experiments of tracing: what is counted and reported. (They run in `python -m`; compiling them takes long.)"""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -23,9 +25,9 @@ def test_diamonds_are_random_and_run():
 
 
 def test_large_diamonds_have_about_the_edges_that_are_asked_for():
-    for edges in (1e4, 1e6):
-        loss, params = tracing_scaling.problem({"family": "large diamonds", "n": edges}, 1)
-        assert 0.5 * edges < tracing_scaling.edges(loss, params) < 2 * edges
+    for wanted in (1e4, 1e6):
+        found = tracing_scaling.edges(*tracing_scaling.problem({"family": "large diamonds", "n": wanted}, 1))
+        assert 0.5 * wanted < found < 2 * wanted
 
 
 def test_text_is_made_of_its_letters():
@@ -47,17 +49,10 @@ def test_correlation_of_ranks():
 
 
 def test_report_of_the_ablation():
-    network = {
-        "widths": [8, 16, 32],
-        "influence": [[0.1, 0.5, 0.3]] * 4,
-        "during": [[[0.1, 0.5, 0.3]] * 4] * 2,
-        "delayed": [10, 90, 40],
-        "loss": 1.0,
-        "ablated": [1.1, 2.0, 1.5],
-        "retrained": [1.2, 1.0, 1.1],
-        "in_order": [1.0, 2.0, 3.0],
-        "in_opposite_order": [1.0, 1.1, 2.0],
-    }
+    influence = [[0.1, 0.5, 0.3]] * 4
+    network = {"widths": [8, 16, 32], "influence": influence, "during": [influence] * 2, "delayed": [10, 90, 40]}
+    network |= {"loss": 1.0, "ablated": [1.1, 2.0, 1.5], "retrained": [1.2, 1.0, 1.1]}
+    network |= {"in_order": [1.0, 2.0, 3.0], "in_opposite_order": [1.0, 1.1, 2.0]}
     made = tracing_ablation.report(tracing_ablation.Config(), [({"network": i}, network) for i in range(3)])
     assert made.figures["correlation viterbi ablated"] == {"value": pytest.approx(1), "standard_error": 0}
     assert made.figures["correlation viterbi retrained"]["value"] == pytest.approx(-1)
@@ -69,11 +64,8 @@ def test_report_of_the_ablation():
 def test_report_of_the_scaling_fits_a_line():
     sizes = [1e4, 1e5, 1e6, 1e7]
     seconds = lambda n: [1e-6 + 2e-9 * n] * len(tracing_scaling.SEMIRINGS)
-    records = [
-        ({"family": f, "n": i}, {"edges": n, "seconds": seconds(n)})
-        for f in tracing_scaling.FAMILIES
-        for i, n in enumerate(sizes)
-    ]
+    cells = itertools.product(tracing_scaling.FAMILIES, enumerate(sizes))
+    records = [({"family": f, "n": i}, {"edges": n, "seconds": seconds(n)}) for f, (i, n) in cells]
     figures = tracing_scaling.report(tracing_scaling.Config(), records).figures
     assert figures["layers max-product"]["nanoseconds_an_edge"] == pytest.approx(2)
     assert figures["batch entropy"]["exponent"] == pytest.approx(1, abs=0.01)

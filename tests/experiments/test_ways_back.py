@@ -1,5 +1,7 @@
 """The experiment of other ways back: its cells, its angles and its report."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,15 +50,15 @@ def test_angles():
 
 
 def test_the_report_takes_the_rate_that_is_best_on_held_out_images():
-    def result(rate, held, test):
-        angles = [[0, 90.0, 80.0], [10, 60.0, 50.0]]
-        return {"rate": rate, "held_out": held, "test": test, "angles": angles, "data": "none"}
-
     cell = {"network": "mlp", "rule": "feedback_alignment"}
     records = [({**cell, "measure": "time"}, {"time_ratio": 1.1, "milliseconds": 2.0, "data": "none"})]
-    records += [({**cell, "rate": 0.1, "trial": 0}, result(0.1, 0.5, 0.99))]
-    records += [({**cell, "rate": 0.2, "trial": 0}, result(0.2, 0.6, 0.7))]
-    records += [({**cell, "rate": "best", "trial": 1}, result(0.2, 0.4, 0.8))]
+    for asked, trial, rate, held, test in (
+        (0.1, 0, 0.1, 0.5, 0.99),
+        (0.2, 0, 0.2, 0.6, 0.7),
+        ("best", 1, 0.2, 0.4, 0.8),
+    ):
+        found = {"rate": rate, "held_out": held, "test": test, "angles": [[0, 90.0, 80.0], [10, 60.0, 50.0]]}
+        records.append(({**cell, "rate": asked, "trial": trial}, found))
     (row,) = ways_back.report(ways_back.Config(), records).rows
     assert row["rate"] == 0.2 and row["test_accuracy"] == pytest.approx(0.75)
     assert row["time_ratio"] == 1.1 and "98.15 % (Bartunov" in row["published"]
@@ -66,9 +68,8 @@ def test_the_report_takes_the_rate_that_is_best_on_held_out_images():
 def test_predictive_coding_stands_beside_jpc():
     config = predictive_coding.Config(data="mnist")
     result = lambda last: {"accuracies": [0.9, 0.94, last], "data": "mnist: none"}
-    records = [
-        ({"method": m, "trial": t}, result(0.95 + 0.02 * t)) for t in range(2) for m in predictive_coding.METHODS
-    ]
+    cells = itertools.product(range(2), predictive_coding.METHODS)
+    records = [({"method": m, "trial": t}, result(0.95 + 0.02 * t)) for t, m in cells]
     rows = predictive_coding.report(config, records).rows
     last = rows[2]
     assert (last["method"], last["steps"], last["jpc_notebook"]) == ("predictive coding", 300, 0.95903442)

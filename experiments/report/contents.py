@@ -1,0 +1,44 @@
+"""What stands on the pages, as `pages.toml` has it."""
+
+import json
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from experiments.report import readers, rows
+from experiments.report.verdicts import Claim, Value
+
+HERE = Path(__file__).parent
+PAGES = tomllib.loads((HERE / "pages.toml").read_text())
+# Figures of published code that was run for this project, and not printed in a paper; the file says how.
+PUBLISHED = {row["what"]: row["value"] for row in json.loads((HERE / "published.json").read_text())}
+
+
+class Table(NamedTuple):
+    """A table of a single run: its heading, the folder of the results, its rows, and what a reader must know."""
+
+    title: str
+    run: str
+    rows: Callable[[dict[str, Any]], list[list[str]]]
+    text: str
+
+
+def claim(source: str, what: str, run: str, published: Any, reads: list[Any], options: Any = None) -> Claim:
+    """A line of `papers`."""
+    name, *arguments = reads
+    published = PUBLISHED[published["code"]] if isinstance(published, dict) else published
+    value = Value(*published) if isinstance(published, list) else published or None
+    ours = lambda results: getattr(readers, name)(results, *arguments)
+    return Claim(source, what, run, value, ours, **(options or {}))
+
+
+def one_line(text: str) -> str:
+    """A paragraph without its line breaks."""
+    return " ".join(text.split())
+
+
+QUESTIONS: dict[str, list[str]] = PAGES["questions"]
+NOTES = {name: one_line(paper["note"]) for name, paper in PAGES["papers"].items() if "note" in paper}
+CLAIMS = {name: [claim(*line) for line in paper["claims"]] for name, paper in PAGES["papers"].items()}
+TABLES = [Table(t["title"], t["run"], getattr(rows, t["rows"]), one_line(t["text"])) for t in PAGES["tables"]]
