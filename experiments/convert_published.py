@@ -68,14 +68,7 @@ LAYERS = (80, 40)
 
 
 def shapes(layout: Layout) -> list[tuple[str, tuple[int, ...]]]:
-    """The names and shapes of a file's arrays, in the order of the file.
-
-    Args:
-      layout: of the network.
-
-    Raises:
-      ValueError: if the authors' code has no such network.
-    """
+    """The names and shapes of a file's arrays, in the order of the file."""
     if bad := set(layout.layers) - set(FEATURES):
         raise ValueError(f"layers are of {list(FEATURES)}, got {sorted(bad)}")
     if layout.shared and layout.hidden is None:
@@ -127,14 +120,7 @@ def _mlp(name: str, sizes: tuple[int, ...], *, last_bias: bool = True) -> Shapes
 
 
 def read(path: Path) -> np.ndarray:
-    """The numbers of one of the authors' files, float32, (n,).
-
-    Args:
-      path: of the file.
-
-    Raises:
-      ValueError: if the file is no such file, or only a part of one. Nothing in it is ever unpickled.
-    """
+    """The numbers of one of the authors' files, float32, (n,). Nothing in it is ever unpickled."""
     try:
         with path.open("rb") as file:
             numbers = np.lib.format.read_array(file, allow_pickle=False)
@@ -157,15 +143,9 @@ def read(path: Path) -> np.ndarray:
 def convert(
     numbers: np.ndarray, layout: Layout | None = None, prior: np.ndarray | None = None
 ) -> dict[str, np.ndarray]:
-    """The arrays by name, as `mplp.load_published` takes them.
+    """The arrays by name, as `mplp.load_published` takes them; a learned prior's are "prior/W0", "prior/b0" and so on.
 
-    Args:
-      numbers: of a checkpoint, float32, (n,).
-      layout: of the network; if not given, the published network with as many numbers.
-      prior: the numbers of a learned prior, float32, (m,); they become "prior/W0", "prior/b0" and so on.
-
-    Raises:
-      ValueError: if the layout does not fit the numbers. The message gives both counts.
+    If no layout is given, it is that of the published network with as many numbers.
     """
     counts = {name: sum(math.prod(shape) for _, shape in shapes(known)) for name, known in LAYOUTS.items()}
     if layout is None:
@@ -190,12 +170,7 @@ def convert(
 
 
 def load(arrays: dict[str, np.ndarray], layout: Layout) -> mplp.PerSynapse:
-    """The rule, for a network of the layout.
-
-    Args:
-      arrays: by name.
-      layout: of the network; dense layers have two inputs and outputs if it has no sizes.
-    """
+    """The rule, for a network of the layout, whose dense layers have two inputs and outputs if it has no sizes."""
     sizes = itertools.pairwise(layout.sizes or [2] * (1 + layout.layers.count("dense")))
     parts: list[Any] = [
         nnx.Linear(*next(sizes), rngs=nnx.Rngs(0)) if kind == "dense" else {"softmax": nnx.softmax}.get(kind, nnx.relu)
@@ -208,15 +183,7 @@ def load(arrays: dict[str, np.ndarray], layout: Layout) -> mplp.PerSynapse:
 
 
 def prior(arrays: dict[str, np.ndarray], params: Any) -> Any:
-    """The learned prior in a converted file, as parameters of a network.
-
-    Args:
-      arrays: by name.
-      params: parameters of the network, by the names of its dense layers in order.
-
-    Raises:
-      ValueError: if the arrays are for a network of other sizes, or have no prior.
-    """
+    """The learned prior in a converted file, as parameters of a network like the given ones."""
     found = {}
     for j, (name, like) in enumerate(params.items()):
         for part, key in (("kernel", f"prior/W{j}"), ("bias", f"prior/b{j}")):
@@ -253,14 +220,7 @@ class Options:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Converts one checkpoint.
-
-    Args:
-      argv: the command line, `sys.argv[1:]` if not given.
-
-    Raises:
-      SystemExit: if a file cannot be converted; nothing is written then.
-    """
+    """Converts one checkpoint; if it cannot be converted, nothing is written."""
     options = tyro.cli(Options, args=argv, prog="python -m experiments.convert_published")
     try:
         if options.out.suffix != ".npz":

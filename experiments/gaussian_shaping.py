@@ -14,9 +14,7 @@ chaotic. A low variance about a wrong mean helps nobody, so what is compared is 
 about the exact gradient, sqrt(bias^2 + variance), beside the variance. The squared bias is estimated
 without the noise of the mean, (mean - exact)^2 - variance / K, and may come out at zero.
 
-Found (paper preset): shaping gains nothing here, its variances are those of the unshaped estimators, or up to twice
-them. Resampling has a variance of 3e-5 at beta = 2.5, H = 50, about a mean of .018 where -.221 is right; just
-below its own edge of chaos, at beta = 2.25 and 2.4, it explodes.
+Found (paper preset): shaping gains nothing here, and resampling has little variance about a wrong mean.
 `experiments.gaussian_shaping_swarm` has several paths and near-Gaussian states.
 """
 

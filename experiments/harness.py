@@ -83,18 +83,11 @@ class Config:
 
 
 class Report(NamedTuple):
-    """What comes of an experiment.
+    """What comes of an experiment."""
 
-    Attributes:
-      figures: named results for the top level of results.json.
-      rows: the table, as dictionaries with the same keys.
-      table: a short form of it to print.
-      figure: the picture.
-    """
-
-    figures: dict[str, Any]
-    rows: list[dict[str, Any]]
-    table: str
+    figures: dict[str, Any]  # named results for the top level of results.json
+    rows: list[dict[str, Any]]  # the table, dictionaries with the same keys
+    table: str  # a short form of it to print
     figure: Figure
 
 
@@ -107,9 +100,6 @@ def main(experiment: ModuleType | None = None, argv: Sequence[str] | None = None
       The folder with `results.json`, `NAME.csv` and `NAME.png`. In results.json, `wall_seconds` is the sum over
       the cells of the time since the last start of each: a cell that goes on from its checkpoint leaves out what came
       before. Numbers that are not finite are null.
-
-    Raises:
-      SystemExit: for a wrong command line, or a folder that is in use, or holds another run or other code's cells.
     """
     experiment = experiment or sys.modules["__main__"]
     name = name_of(experiment)
@@ -208,11 +198,7 @@ class Checkpoint(NamedTuple):
     path: Path
 
     def load(self, state: Any) -> Any:
-        """The saved state, whose arrays have the given one's names, or the given one where nothing is saved.
-
-        Raises:
-          ValueError: if the file is damaged, or was saved by code whose state has other names.
-        """
+        """The saved state, whose arrays have the given one's names, or the given one where nothing is saved."""
         if not self.path.exists():
             return state
         names = _names(state)

@@ -73,7 +73,6 @@ class Config(harness.Config):
     resamples: int = 500
 
     def __post_init__(self):
-        """Refuses what cannot be measured."""
         if self.estimates <= CHUNK or self.resamples < 2 or self.reference < 50:
             raise ValueError(f"estimates must be above {CHUNK}, resamples at least 2, reference 50")
         if self.lanes < 4 or self.lanes % 2:
@@ -186,7 +185,6 @@ def growth(config: Config, rho: float, seed: int, lanes: int = 256) -> dict[str,
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    """Growth, then point by point the reference and the estimates."""
     found: list[harness.Cell] = [{"method": "growth", "rho": rho} for rho in config.rhos]
     for h in config.horizons:
         found += [{"method": m, "H": h, "rho": rho} for rho in config.rhos for m in ("reference", *METHODS)]
@@ -194,7 +192,6 @@ def cells(config: Config) -> list[harness.Cell]:
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """Growth of perturbations, or estimates."""
     if cell["method"] == "growth":
         return growth(config, cell["rho"], seed)
     draw = functools.partial(gradients, config, rho=cell["rho"], horizon=cell["H"])
@@ -214,13 +211,7 @@ def total_variance(estimates: np.ndarray) -> np.ndarray:
 
 
 def bias(estimates: np.ndarray, reference: np.ndarray, direction: np.ndarray) -> dict[str, float]:
-    """How far the mean of the estimates is from the reference's.
-
-    Args:
-      estimates: (K, parameters).
-      reference: (any number, parameters), unbiased.
-      direction: (parameters,), near the gradient, independent of both.
-    """
+    """How far the mean of the estimates is from the reference's."""
 
     def difference(a, b):
         return a.mean(0) - b.mean(0), np.sqrt(a.var(0, ddof=1) / len(a) + b.var(0, ddof=1) / len(b))
@@ -234,7 +225,6 @@ def bias(estimates: np.ndarray, reference: np.ndarray, direction: np.ndarray) ->
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """The table, the ratios with their intervals, and the picture."""
     found = {(c["method"], c.get("H"), c.get("rho")): r for c, r in records}
     grown = {rho: found["growth", None, rho] for rho in config.rhos}
     level = 0.05 / (len(METHODS) * len(config.horizons) * len(config.rhos))

@@ -155,15 +155,10 @@ def outer_gradient(config: Config, each: float) -> meta.OuterGradient:
 
 
 class Penalized(NamedTuple):
-    """The state of a problem with the penalty of Algorithm 2.
+    """The state of a problem with the penalty of Algorithm 2."""
 
-    Attributes:
-      inner: the state of the problem without it.
-      penalty: () float, the sum of the penalties of the segment so far.
-    """
-
-    inner: meta.Inner
-    penalty: jax.Array
+    inner: meta.Inner  # the state of the problem without it
+    penalty: jax.Array  # the sum of the penalties of the segment so far
 
 
 def algorithm_2(problem: meta.Problem, task: meta.Task, segment: int, weight: float | jax.Array) -> meta.Problem:

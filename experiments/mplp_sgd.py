@@ -134,11 +134,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 
 
 class Recorder(NamedTuple):
-    """The rule, whose state is what its functions see in a step.
-
-    Attributes:
-      rule: with messages of one number.
-    """
+    """A rule with messages of one number, whose state is what its functions see in a step."""
 
     rule: mplp.Thesis
 
@@ -161,11 +157,7 @@ class Recorder(NamedTuple):
 
 
 class RecorderAt(NamedTuple):
-    """The local rule of a recorder.
-
-    Attributes:
-      local: the local rule of the rule.
-    """
+    """The local rule of a recorder."""
 
     local: Any
 

@@ -17,13 +17,9 @@ All methods have the same tasks in an outer step, rates of Adam and seeds; those
 Shown is the best rate and deviation by the mean over seeds, on the tasks that also judge. Seconds are steps times the
 processor time of a step without compilation: the median over stretches, divided by the trainings that a program makes.
 
-*What was found.* After .77 s ES-Single has .036 ± .001 from the tame and .037 ± .001 from the chaotic start, truncated
-reverse mode .038 ± .003 and .036 ± .001, PES .039 and .044, ES .039 and .057, truncated ES .043 and .043, the best
-constant rate .068; reverse mode, whose step takes 23 times as long as a truncated one, .051 and 1.7, and total
-propagation .087 and 1.1, on average above where the chaotic start began. So short segments win, and the bias of
-truncation does no visible harm. In influence balancing it diverges, as its sign is wrong up to K = 50; to 1 % of the
-first loss reverse mode comes first, then ES-Single, forward mode, ES, PES, total propagation. The bias of the latter,
--.053 ± .004 beside a gradient of 24, comes of weights that are made of the unrolls that they weigh.
+*What was found.* Short segments win, and the bias of truncation does the rule no visible harm; in influence balancing
+it diverges, as its sign is wrong up to K = 50. The bias of total propagation comes of weights that are made of the
+unrolls that they weigh.
 """
 
 import dataclasses
@@ -126,17 +122,11 @@ PAPER = Config(
 
 
 class Bed(NamedTuple):
-    """A problem to train on.
-
-    Attributes:
-      problem: the recurrence.
-      starts: by name, `key -> theta`.
-      judge: `theta -> scalar`, the validation loss.
-    """
+    """A problem to train on."""
 
     problem: meta.Problem
-    starts: dict[str, Callable[[jax.Array], Any]]
-    judge: Callable[[Any], jax.Array]
+    starts: dict[str, Callable[[jax.Array], Any]]  # by name, key -> theta
+    judge: Callable[[Any], jax.Array]  # theta -> the validation loss
 
 
 def learned_rule(loss: Callable[[Any, Any], jax.Array], length: int) -> meta.Learner:

@@ -120,7 +120,6 @@ class Config(harness.Config):
     resamples: int = 1000
 
     def __post_init__(self):
-        """Refuses what cannot be measured."""
         if self.lanes < 4 or self.lanes % 2 or self.tuning < 1 or self.seeds < 2 or self.rounds < 1:
             raise ValueError("lanes must be even and at least 4, tuning and rounds at least 1, seeds at least 2")
         if self.evaluations < 5 or self.iterations % self.evaluations or set(self.tasks) - set(TASKS):
@@ -176,13 +175,7 @@ def program(method: Method, task: str, horizon: int) -> Callable[[ap.Tape, nnx.M
 
 
 def gradients(method: Method, program: Callable[..., ap.Tape], lanes: int) -> ap.Adaptive:
-    """The method's gradients as `ap.adaptive` has them; the state is empty for all that are not adaptive.
-
-    Args:
-      method: how to differentiate.
-      program: its first argument is what is differentiated.
-      lanes: of an estimate.
-    """
+    """The method's gradients as `ap.adaptive` has them; the state is empty for all that are not adaptive."""
     if method.adaptive:
         return ap.adaptive(program, lanes, check_nan=False)
     if method.multilevel:
@@ -202,13 +195,7 @@ class Learning(NamedTuple):
 
 
 def learning(gradients: ap.Adaptive, init: Callable[[jax.Array], Any], clip: float) -> Learning:
-    """Adam on an expected cost.
-
-    Args:
-      gradients: of the cost in its first argument, the parameters.
-      init: `key -> parameters`.
-      clip: the largest norm of a gradient; 0 for any.
-    """
+    """Adam on an expected cost."""
     clipped = optax.clip_by_global_norm(clip) if clip else optax.identity()
     optimizer = optax.apply_if_finite(optax.chain(clipped, optax.scale_by_adam()), 10**9)
 
@@ -246,7 +233,6 @@ def _evaluate(task, horizon):
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    """Seconds of a step, then the curves."""
     found: list[harness.Cell] = [
         {"units": u, "task": t, "method": "seconds"} for u in config.policies for t in config.tasks
     ]
@@ -257,7 +243,6 @@ def cells(config: Config) -> list[harness.Cell]:
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """The seconds of a step of each method, or the costs of each seed at each evaluation."""
     if cell["method"] == "seconds":
         return {"seconds": seconds(config, cell["units"], cell["task"])}
     task, units = cell["task"], cell["units"]
@@ -292,19 +277,12 @@ def seconds(config: Config, units: int, task: str) -> dict[str, float]:
 
 
 def first_success(costs: np.ndarray, limit: float, every: int) -> np.ndarray:
-    """The steps until a curve's cost is at most the limit, (seeds,); infinite where it never is.
-
-    Args:
-      costs: (seeds, evaluations).
-      limit: what counts as success.
-      every: steps from one evaluation to the next.
-    """
+    """The steps until a curve's cost is at most the limit, (seeds,); infinite where it never is."""
     below = costs <= limit
     return np.where(below.any(1), every * (1 + below.argmax(1)), np.inf)
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """Each method at its best learning rate."""
     rows, figures, curves = [], {}, {}
     last = max(1, config.evaluations // 5)
     every = config.iterations // config.evaluations

@@ -80,7 +80,6 @@ class Config(harness.Config):
     resamples: int = 1000
 
     def __post_init__(self):
-        """Refuses what cannot be measured."""
         if min(self.seeds, self.episodes, self.repetitions) < 2 or self.particles < 4 or self.particles % 2:
             raise ValueError("seeds, episodes and repetitions must be at least 2, particles even and at least 4")
 
@@ -210,12 +209,10 @@ _FIT, _EPISODE = jax.jit(fit), jax.jit(episode)
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    """Each run is a cell."""
     return [{"method": method, "seed": seed} for seed in range(config.seeds) for method in METHODS]
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """One run: real costs, and the gradient's variance, after each episode."""
     init, learn, noise = _compiled(cell["method"], config.particles, config.repetitions)
     key = jax.random.key(harness.cell_seed(config.seed, {"seed": cell["seed"]}))  # the same for all methods
     key, one, two, three = jax.random.split(key, 4)
@@ -252,7 +249,6 @@ class Curves(NamedTuple):
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    """Success rates and episodes to success."""
     rows, curves = [], {}
     for method in METHODS:
         runs = [r for c, r in records if c["method"] == method]

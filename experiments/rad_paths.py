@@ -71,23 +71,14 @@ PAPER = Config(depths=(1, 2, 4, 8, 12, 16), samples=(1, 2, 4), estimates=4000)
 
 
 class LinearizedGraph(NamedTuple):
-    """A linearized computational graph, whose vertices are numbered in topological order.
+    """A linearized computational graph, whose vertices are numbered in topological order."""
 
-    Attributes:
-      source: (edges,) the vertex that each edge leaves.
-      target: (edges,) the vertex that each edge enters, of a greater number.
-      weight: (edges,) the local derivatives, float64.
-      vertices: how many vertices there are.
-      inputs: (n,) the vertices of the inputs' elements.
-      outputs: (m,) the vertices of the outputs' elements.
-    """
-
-    source: np.ndarray
-    target: np.ndarray
-    weight: np.ndarray
-    vertices: int
-    inputs: np.ndarray
-    outputs: np.ndarray
+    source: np.ndarray  # (edges,) the vertex that each edge leaves
+    target: np.ndarray  # (edges,) the vertex that each edge enters, of a greater number
+    weight: np.ndarray  # (edges,) the local derivatives, float64
+    vertices: int  # how many there are
+    inputs: np.ndarray  # (n,) the vertices of the inputs' elements
+    outputs: np.ndarray  # (m,) the vertices of the outputs' elements
 
     def outgoing(self) -> list[np.ndarray]:
         """The numbers of the edges that leave each vertex."""

@@ -32,17 +32,11 @@ ESTIMATORS: dict[str, Callable[[], ap.Estimator]] = {
 
 
 class Family(NamedTuple):
-    """A distribution with a parameter, and its expectations.
+    """A distribution with a parameter, and its expectations."""
 
-    Attributes:
-      make: `u -> distribution`.
-      outcomes: `u -> (outcomes, weights)`, so that E[f(x)] = sum of weights times f(outcomes).
-      pathwise: whether reparameterization serves it.
-    """
-
-    make: Callable[[Any], Any]
-    outcomes: Callable[[Any], tuple[Any, Any]]
-    pathwise: bool
+    make: Callable[[Any], Any]  # u -> distribution
+    outcomes: Callable[[Any], tuple[Any, Any]]  # u -> (outcomes, weights); E[f(x)] = sum of weights times f(outcomes)
+    pathwise: bool  # whether reparameterization serves it
 
 
 def _bernoulli_outcomes(u):

@@ -169,17 +169,11 @@ def parameters(config: Config, network: str, key: jax.Array, shape: tuple[int, .
 
 
 class Way(NamedTuple):
-    """A rule on a network.
+    """A rule on a network."""
 
-    Attributes:
-      init: `(key, params, images) -> the rule's own parameters`.
-      gradient: `(key, own, params, images, labels) -> updates of own and gradients of params`.
-      messages: the same, to the messages at the hidden layers by name.
-    """
-
-    init: Callable[..., Any]
-    gradient: Callable[..., Any]
-    messages: Callable[..., dict[str, rewiring.Tapped]]
+    init: Callable[..., Any]  # (key, params, images) -> the rule's own parameters
+    gradient: Callable[..., Any]  # (key, own, params, images, labels) -> updates of own and gradients of params
+    messages: Callable[..., dict[str, rewiring.Tapped]]  # the same, to the messages at the hidden layers by name
 
 
 def way(name: str, network: str) -> Way:
@@ -335,7 +329,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         row |= {name: times.get(name, np.nan) for name in ("time_ratio", "flops_ratio", "milliseconds")}
         known = [f"{accuracy} % ({source})" for n, m, accuracy, source in PUBLISHED if (n, m) == (rule, network)]
         rows.append({**row, "published": "; ".join(known)})
-    columns = ("rate", "test_accuracy", "angle_first_layer", "angle_last_layer", "time_ratio", "published")
+    columns = ("rate", "test_accuracy", "angle_first_layer", "angle_last_layer", "time_ratio")
     table = f"{data}\n{harness.table(rows, 'network', 'rule', *columns)}"
     return harness.Report({"data": data}, rows, table, _figure(rows, curves))
 

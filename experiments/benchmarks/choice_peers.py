@@ -49,20 +49,14 @@ OURS: dict[str, Callable[[], ap.ChoiceEstimator]] = {
 class Problem(NamedTuple):
     """Bernoulli choices of some lanes, and what they cost.
 
-    Attributes:
-      parameters: what the gradient is with respect to.
-      logits: `parameters -> (lanes, D)`.
-      cost: `(x (D,), *row) -> scalar`, the cost of one lane.
-      rows: arrays with the lanes as leading axis.
-      known: `parameters -> scalar`, a cost that is not random.
-      elbo: `(model, guide)` of NumPyro, functions of the parameters, with the sum over lanes as the negative ELBO.
+    `elbo` is (model, guide) of NumPyro, functions of the parameters, with the sum over lanes as the negative ELBO.
     """
 
-    parameters: Any
-    logits: Callable[[Any], jax.Array]
-    cost: Callable[..., jax.Array]
-    rows: tuple[jax.Array, ...]
-    known: Callable[[Any], Any]
+    parameters: Any  # what the gradient is with respect to
+    logits: Callable[[Any], jax.Array]  # parameters -> (lanes, D)
+    cost: Callable[..., jax.Array]  # (x (D,), *row) -> the cost of one lane
+    rows: tuple[jax.Array, ...]  # with the lanes as leading axis
+    known: Callable[[Any], Any]  # parameters -> a cost that is not random
     elbo: tuple[Callable[..., Any], Callable[..., Any]]
 
 

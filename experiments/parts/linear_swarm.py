@@ -46,34 +46,22 @@ QUADRATIC = float("inf")  # the width of the quadratic cost
 
 
 class Swarm(NamedTuple):
-    """Where particles start and how they move.
+    """Where particles start and how they move."""
 
-    Attributes:
-      spread: s_0, the standard deviation of the start.
-      sigma: of the noise.
-      bend: 1 / f of the bounded force; 0 for the linear one.
-    """
-
-    spread: float
-    sigma: float
-    bend: float = 0.0
+    spread: float  # s_0, the standard deviation of the start
+    sigma: float  # of the noise
+    bend: float = 0.0  # 1 / f of the bounded force; 0 for the linear one
 
 
 SWARMS = {"tight": Swarm(0.1, 0.1), "broad": Swarm(1.0, 0.02), "bounded force": Swarm(1.0, 0.02, 2.0)}
 
 
 class Method(NamedTuple):
-    """A way to estimate the gradient.
+    """A way to estimate the gradient."""
 
-    Attributes:
-      estimator: of each step's noise.
-      shaping: Gaussian shaping of every step's cost.
-      resampling: Gaussian resampling after each step.
-    """
-
-    estimator: ap.Estimator | ap.Mixer
-    shaping: bool = False
-    resampling: bool = False
+    estimator: ap.Estimator | ap.Mixer  # of each step's noise
+    shaping: bool = False  # Gaussian shaping of every step's cost
+    resampling: bool = False  # Gaussian resampling after each step
 
 
 TOTAL = ap.total_propagation(weights=ap.weights.inverse_variance())

@@ -90,12 +90,7 @@ def train(
 
 
 class Numbered(NamedTuple):
-    """A rule, and a number that stays as it is: one compiled program serves all values of the number.
-
-    Attributes:
-      rule: the rule.
-      number: () float.
-    """
+    """A rule, and a number that stays as it is: one compiled program serves all values of the number."""
 
     rule: Any
     number: jax.Array
@@ -112,19 +107,12 @@ def numbered(outer_of: Callable[[jax.Array], meta.OuterGradient]) -> meta.OuterG
 
 
 class Judged(NamedTuple):
-    """A training that was judged along the way.
+    """A training that was judged along the way."""
 
-    Attributes:
-      best: the meta-parameters that were judged best.
-      judgements: (points + 1, n), at the start and after each stretch; the smaller the first column, the better.
-      losses: (points,), the mean outer loss of each stretch.
-      skipped: () integer, outer steps that were not finite.
-    """
-
-    best: Any
-    judgements: np.ndarray
-    losses: np.ndarray
-    skipped: int
+    best: Any  # the meta-parameters that were judged best
+    judgements: np.ndarray  # (points + 1, n), at the start and after each stretch; the smaller column 0, the better
+    losses: np.ndarray  # (points,), the mean outer loss of each stretch
+    skipped: int  # outer steps that were not finite
 
 
 def judged_training(

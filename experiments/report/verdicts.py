@@ -21,25 +21,15 @@ class Value(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """One statement of a paper.
+    """One statement of a paper."""
 
-    Attributes:
-      source: where the paper says it.
-      what: the quantity, in words.
-      run: the folder of the results.
-      published: the paper's figure, or its statement in words; None for a finding that no paper has.
-      ours: a function of the results: a figure, or for a statement `(words, whether it holds)`.
-      better: which direction is better.
-      same: whether the compared part has the paper's setting; None where it has if the run as a whole has.
-    """
-
-    source: str
-    what: str
-    run: str
-    published: Value | str | None
-    ours: Callable[[Results], Value | tuple[str, bool]]
+    source: str  # where the paper says it
+    what: str  # the quantity, in words
+    run: str  # the folder of the results
+    published: Value | str | None  # a figure, or a statement in words; None for a finding that no paper has
+    ours: Callable[[Results], Value | tuple[str, bool]]  # a figure, or for a statement (words, whether it holds)
     better: Literal["lower", "higher"] = "lower"
-    same: bool | None = None
+    same: bool | None = None  # whether the compared part has the paper's setting; None where the run as a whole says
 
 
 def verdict(claim: Claim, results: Results) -> str:
