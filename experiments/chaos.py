@@ -158,10 +158,9 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             figures[f"bias_{method}_{point}"] = bias
     shown = []
     for place, row in by.items():
-        value, (low, high) = (
-            (gains[place]["value"], gains[place]["interval"]) if place in gains else (None, (None, None))
-        )
-        shown.append(row | {"improvement": value, "improvement_low": low, "improvement_high": high})
+        gain = gains.get(place, {"value": None, "interval": (None, None)})
+        low, high = gain["interval"]
+        shown.append(row | {"improvement": gain["value"], "improvement_low": low, "improvement_high": high})
     columns = ("H", "beta", "method", "variance", "improvement", "bias_in_standard_errors", "nonfinite")
     return harness.Report(figures, rows, harness.table(shown, *columns), _picture(config, by, gains))
 

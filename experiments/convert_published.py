@@ -19,7 +19,6 @@ network, and the scale and mean of the update; without a state f, the scale and 
 A file that the authors' code has saved for another network is converted by `convert` with a `Layout` of that network.
 """
 
-import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
@@ -39,21 +38,15 @@ Shapes = Iterator[tuple[str, tuple[int, ...]]]
 class Layout(NamedTuple):
     """What the authors' code was told of a network, and so what a file of its numbers means.
 
-    Attributes:
-      layers: "dense", "activation" or "softmax", from the input to the output.
-      loss: "squared_error" or "cross_entropy".
-      message_size: k.
-      hidden: size of the recurrent state besides update and message; None if the networks are stateless.
-      shared: whether dense layers share their GRUs: `W_net` and `b_net` of the authors' `shared_params`, in this order.
-      sizes: of the input and of each dense layer's output; only a learned prior depends on them.
+    Dense layers may share their GRUs, `W_net` and `b_net` of the authors' `shared_params`, in this order.
     """
 
-    layers: tuple[str, ...]
+    layers: tuple[str, ...]  # "dense", "activation" or "softmax", from the input to the output
     loss: Literal["squared_error", "cross_entropy"]
     message_size: int
-    hidden: int | None
+    hidden: int | None  # size of the recurrent state besides update and message; None if networks are stateless
     shared: bool = False
-    sizes: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()  # of the input and of each dense layer's output; only a learned prior depends on them
 
 
 RELU = ("dense", "activation", "dense", "activation", "dense")
@@ -76,9 +69,8 @@ def shapes(layout: Layout) -> list[tuple[str, tuple[int, ...]]]:
     found: list[tuple[str, tuple[int, ...]]] = []
     for i, kind in enumerate(layout.layers):
         for part in ("/weight", "/bias") if kind == "dense" else ("",):
-            found += _place(
-                f"{i}_{kind}{part}", layout, FEATURES[kind], message=layout.message_size, updates=bool(part)
-            )
+            name, size = f"{i}_{kind}{part}", layout.message_size
+            found += _place(name, layout, FEATURES[kind], message=size, updates=bool(part))
     found += _place("loss", layout, 3, message=1, updates=False)
     if layout.shared:
         for part in ("weight", "bias"):
@@ -122,21 +114,15 @@ def _mlp(name: str, sizes: tuple[int, ...], *, last_bias: bool = True) -> Shapes
 def read(path: Path) -> np.ndarray:
     """The numbers of one of the authors' files, float32, (n,). Nothing in it is ever unpickled."""
     try:
-        with path.open("rb") as file:
-            numbers = np.lib.format.read_array(file, allow_pickle=False)
-            more = file.read(1)
+        numbers = np.load(path, allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise ValueError(
             f"{path} is not a whole .npy file of numbers ({error}). The authors' checkpoints are the files "
             "mplp/savedmodels/*.npy of their repository; get the file again."
         ) from error
-    if more or numbers.ndim != 1 or numbers.dtype.newbyteorder("=") != np.float32:
-        raise ValueError(
-            f"{path} has an array of {numbers.dtype}{numbers.shape}{' and something after it' * bool(more)}; the "
-            "authors' checkpoints are one array of float32 and shape (n,)"
-        )
-    if not np.all(np.isfinite(numbers)):
-        raise ValueError(f"{path} has {np.sum(~np.isfinite(numbers))} numbers that are not finite: it is damaged")
+    if numbers.ndim != 1 or numbers.dtype.newbyteorder("=") != np.float32 or not np.all(np.isfinite(numbers)):
+        got = f"an array of {numbers.dtype}{numbers.shape}"
+        raise ValueError(f"{path} has {got}; the authors' checkpoints are one array of finite float32, (n,)")
     return numbers.astype(np.float32)
 
 
@@ -158,9 +144,7 @@ def convert(
     arrays = _split(numbers, shapes(layout), "checkpoint")
     for name, value in arrays.items():
         if name.endswith("standardizer/scale") and not np.all(value > 0):
-            raise ValueError(
-                f"{name} would be {value}, and scales are positive: the file is not of the layout {layout}"
-            )
+            raise ValueError(f"{name} would be {value}, and scales are positive: the file has not the layout {layout}")
     if prior is not None:
         pairs = list(enumerate(itertools.pairwise(layout.sizes)))
         wanted = [(f"prior/{p}{j}", (n, m) if p == "W" else (m,)) for j, (n, m) in pairs for p in ("W", "b")]
@@ -202,36 +186,26 @@ def _split(numbers: np.ndarray, wanted: list[tuple[str, tuple[int, ...]]], what:
     return {name: part.reshape(shape) for part, (name, shape) in zip(parts, wanted, strict=True)}
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The MPLP authors' checkpoint files, turned into files that `mplp.load_published` reads.
+def main(
+    file: Path, out: Path, /, prior: Path | None = None, network: Literal["auto", "sinusoid", "maml", "mnist"] = "auto"
+) -> None:
+    """Turns a checkpoint file of the MPLP authors into a file that `mplp.load_published` reads.
 
-    Attributes:
+    Args:
       file: a checkpoint of the authors, .npy.
       out: the file to write, .npz.
       prior: the learned prior that belongs to the checkpoint, .npy.
       network: whose checkpoint it is; "auto" tells by the number of numbers.
     """
-
-    file: tyro.conf.Positional[Path]
-    out: tyro.conf.Positional[Path]
-    prior: Path | None = None
-    network: Literal["auto", "sinusoid", "maml", "mnist"] = "auto"
-
-
-def main(argv: list[str] | None = None) -> None:
-    """Converts one checkpoint; if it cannot be converted, nothing is written."""
-    options = tyro.cli(Options, args=argv, prog="python -m experiments.convert_published")
     try:
-        if options.out.suffix != ".npz":
-            raise ValueError(f"the file to write ends in .npz, got {options.out}")
-        prior = None if options.prior is None else read(options.prior)
-        arrays = convert(read(options.file), LAYOUTS.get(options.network), prior)
+        if out.suffix != ".npz":
+            raise ValueError(f"the file to write ends in .npz, got {out}")
+        arrays = convert(read(file), LAYOUTS.get(network), None if prior is None else read(prior))
     except (ValueError, OSError) as error:
         raise SystemExit(str(error)) from error
-    np.savez(options.out, **arrays)  # pyright: ignore[reportArgumentType]
-    print(f"{options.out}: {len(arrays)} arrays, {sum(a.size for a in arrays.values())} numbers")
+    np.savez(out, **arrays)  # pyright: ignore[reportArgumentType]
+    print(f"{out}: {len(arrays)} arrays, {sum(a.size for a in arrays.values())} numbers")
 
 
 if __name__ == "__main__":
-    main()
+    tyro.cli(main)

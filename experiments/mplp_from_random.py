@@ -227,7 +227,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         sinusoid = study == "sinusoid"
         left.set(xlabel="inner step", ylabel="half squared error" if sinusoid else "test accuracy, %")
         left.set(title=f"{study}, {config.runs} runs", **({"yscale": "log"} if sinusoid else {"ylim": (0, 100)}))
-        left.legend(ncols=2)
+        if left.lines:
+            left.legend(ncols=2)
         right.set(xlabel="outer step", ylabel="outer loss", yscale="log", title="meta-training from a random start")
     return harness.Report(figures, rows, harness.table(shown, *shown[0]), figure)
 

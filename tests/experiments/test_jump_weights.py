@@ -15,9 +15,9 @@ KEY = jax.random.key(0)
 JUMP = lambda e: jnp.where(e > 0.5, 2.0, 0.0) + 0.1 * e
 
 
-def features(f, lanes, key=KEY, repetitions=1):
+def features(f, lanes, repetitions=1):
     """Contributions of N(theta, 1) at theta = 0 to the gradient of a mean over lanes: (repetitions, 2, lanes, 1)."""
-    e = jax.random.normal(key, (repetitions, lanes, 1))
+    e = jax.random.normal(KEY, (repetitions, lanes, 1))
     slope = jax.vmap(jax.vmap(jax.grad(lambda e: f(e[0]))))(e)
     cost = f(e)
     centred = (cost - jnp.mean(cost, axis=1, keepdims=True)) * lanes / (lanes - 1)  # leave one out
@@ -32,9 +32,8 @@ def test_alpha_order_is_the_constrained_minimum(x64):
     gradients = features(JUMP, 500)[0]
     pathwise, ratio = np.asarray(gradients)
     epsilon = np.sqrt(500 * ratio.var(ddof=1)) * (1 + math.sqrt(2 * math.log(20)))
-    grid = np.linspace(0, 1, 100_001)
+    grid, distance = np.linspace(0, 1, 100_001), abs(pathwise.sum() - ratio.sum())
     variance = grid**2 * pathwise.var() + (1 - grid) ** 2 * ratio.var()
-    distance = abs(pathwise.sum() - ratio.sum())
     for gamma in (0.5 * epsilon, epsilon + 0.3 * distance, epsilon + 10 * distance, math.inf):
         allowed = epsilon + grid * distance <= gamma
         best = grid[allowed][np.argmin(variance[allowed])] if allowed.any() else 0
@@ -47,11 +46,9 @@ def test_the_mean_test_keeps_its_level_and_has_the_power_of_a_t_test(x64):
         weights = jax.vmap(rule(jump_weights.mean_test(ap.weights.Weights(HALF), threshold=threshold)))(smooth)
         false, p = np.mean(np.asarray(weights)[:, 1] == 1), 2 * norm.sf(threshold)
         assert abs(false - p) < 4 * math.sqrt(p / 4000) + 0.01, (threshold, false, p)
-    # D = jump's part of the likelihood ratio, whose mean is 2 phi(.5); a power of one half where that is 2 errors.
-    found = features(JUMP, 2000, repetitions=50)
-    D = np.asarray(found[:, 1] - found[:, 0]) * 2000
-    assert abs(D.mean() - 2 * norm.pdf(0.5)) < 4 * D.std() / math.sqrt(D.size)
-    lanes = int((2 * D.std() / (2 * norm.pdf(0.5))) ** 2)
+    # D is the jump's part of the likelihood ratio, whose mean is 2 phi(.5): a power of one half where that is 2 errors.
+    D = np.asarray(jnp.diff(features(JUMP, 2000, repetitions=50), axis=1)) * 2000
+    lanes = int((D.std() / norm.pdf(0.5)) ** 2)
     weights = jax.vmap(rule(jump_weights.mean_test(threshold=2.0)))(features(JUMP, lanes, repetitions=1000))
     assert 0.4 < np.mean(np.asarray(weights)[:, 1] == 1) < 0.6
 

@@ -1,7 +1,5 @@
 """The experiments on contact and policy search: closed forms of their systems, and a tiny run of each."""
 
-import json
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,22 +8,9 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 import apgrad as ap
-from experiments import (
-    contact,
-    harness,
-    policy_search,
-    policy_search_cartpole as cartpole,
-    policy_search_clipped as clipped,
-)
+from experiments import contact, policy_search, policy_search_cartpole as cartpole, policy_search_clipped as clipped
 
 KEY = jax.random.key(0)
-
-
-def tiny_run(experiment, folder, *options):
-    with jax.numpy_dtype_promotion("standard"):  # optax's Adam needs it
-        harness.main(experiment, ["--out", str(folder), *options])
-    assert list(folder.glob("*.png"))
-    return json.loads((folder / "results.json").read_text())
 
 
 def test_the_pathwise_bias_of_the_ball_is_the_jump_times_its_density():
@@ -54,13 +39,13 @@ def test_the_stop_takes_speed_and_keeps_the_place():
     np.testing.assert_allclose(contact.STOP - q, contact.DT * free / 2, rtol=1e-3)
 
 
-def test_contact(tmp_path, monkeypatch):
+def test_contact(run, monkeypatch):
     monkeypatch.setattr(contact, "METHODS", ("RP", "LR", "mean test"))
     monkeypatch.setattr(contact, "POINTS", {"ball": (0.3, 0.5), "pendulum": (0.2, 0.4)})
-    results = tiny_run(contact, tmp_path, "--lanes", "10", "--estimates", "8", "--reference", "20000")
-    assert len(results["rows"]) == 2 * 3 * 2 and all(row["rmse"] > 0 for row in results["rows"])
+    rows = run(contact, "--lanes 10 --estimates 8 --reference 20000")["rows"]
+    assert len(rows) == 2 * 3 * 2 and all(row["rmse"] > 0 for row in rows)
     with pytest.raises(SystemExit):
-        harness.main(contact, ["--lanes", "5"])
+        run(contact, "--lanes 5")
 
 
 def test_first_success():
@@ -83,25 +68,23 @@ def test_short_horizons_stop_the_gradient():
 
 
 @pytest.mark.long
-def test_policy_search(tmp_path, monkeypatch):
+def test_policy_search(run, monkeypatch):
     methods = {name: policy_search.METHODS[name] for name in ("RP", "TP adaptive")}
     monkeypatch.setattr(policy_search, "METHODS", methods)
-    options = ("--policies", "4", "--horizon", "3", "--lanes", "4", "--iterations", "5", "--evaluations", "5")
-    results = tiny_run(
-        policy_search, tmp_path, *options, "--rates", "0.001", "0.01", "--seeds", "2", "--resamples", "20"
-    )
-    assert [row["method"] for row in results["rows"]] == list(methods)
-    assert all(row["cost_low"] <= row["cost"] <= row["cost_high"] for row in results["rows"])
+    options = "--policies 4 --horizon 3 --lanes 4 --iterations 5 --evaluations 5 --rates 0.001 0.01"
+    rows = run(policy_search, f"{options} --seeds 2 --resamples 20")["rows"]
+    assert [row["method"] for row in rows] == list(methods)
+    assert all(row["cost_low"] <= row["cost"] <= row["cost_high"] for row in rows)
 
 
-def test_policy_search_clipped(tmp_path, monkeypatch):
+def test_policy_search_clipped(run, monkeypatch):
     methods = {name: clipped.METHODS[name] for name in ("RP", "RP, lanes clipped", "multilevel")}
     monkeypatch.setattr(clipped, "METHODS", methods)
     monkeypatch.setattr(clipped, "EVERY", 1)
-    options = ("--tasks", "last step", "--units", "4", "--horizon", "3", "--lanes", "4", "--steps", "5", "--long", "6")
-    results = tiny_run(clipped, tmp_path, *options, "--rates", "0.001", "0.01", "--seeds", "2", "--resamples", "20")
-    assert [row["method"] for row in results["rows"]] == list(methods)
-    assert all(row["cost_low"] <= row["cost"] <= row["cost_high"] and row["seeds"] == 2 for row in results["rows"])
+    options = "--tasks 'last step' --units 4 --horizon 3 --lanes 4 --steps 5 --long 6 --rates 0.001 0.01"
+    rows = run(clipped, f"{options} --seeds 2 --resamples 20")["rows"]
+    assert [row["method"] for row in rows] == list(methods)
+    assert all(row["cost_low"] <= row["cost"] <= row["cost_high"] and row["seeds"] == 2 for row in rows)
 
 
 def test_the_cart_pole_keeps_its_energy(monkeypatch):
@@ -136,9 +119,9 @@ def test_the_model_is_bayesian_linear_regression():
     np.testing.assert_allclose(np.einsum("ni,ij,nj->n", F, np.asarray(A, np.float64), F), spread, atol=0.02)
 
 
-def test_cart_pole(tmp_path, monkeypatch):
+def test_cart_pole(run, monkeypatch):
     monkeypatch.setattr(cartpole, "METHODS", ("RP",))
     monkeypatch.setattr(cartpole, "HORIZON", 4)
-    options = ("--episodes", "2", "--iterations", "3", "--particles", "4", "--repetitions", "2", "--resamples", "20")
-    results = tiny_run(cartpole, tmp_path, *options)
-    assert results["rows"][0]["runs"] == 2 and 0 <= results["rows"][0]["success"] <= 1
+    options = "--episodes 2 --iterations 3 --particles 4 --repetitions 2 --resamples 20"
+    row = run(cartpole, options)["rows"][0]
+    assert row["runs"] == 2 and 0 <= row["success"] <= 1

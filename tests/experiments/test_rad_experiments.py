@@ -33,20 +33,15 @@ def test_table1_is_the_papers(run):
 
 def test_starts_and_pixels_are_those_of_the_papers_code():
     """Kernels and biases U(±1 / sqrt(fan_in)), as PyTorch's; the RNN's of deviation .001; pixels standardized."""
-    for name, shape in rad_networks.SHAPES.items():
-        if name == "transformer":
-            continue
-        params = rad_networks.parameters(name, jax.random.key(0), shape)
-        if name == "rnn":
-            (w, u, b), (v, c) = params
-            assert np.array_equal(u, np.eye(100)) and not np.any(b) and not np.any(c)
-            assert abs(np.mean(np.square(v)) / 1e-6 - 1) < 4 * (2 / v.size) ** 0.5 and np.abs(w).max() < 5e-3
-            continue
-        for kernel, bias in params:
-            for drawn in (kernel, bias):
-                scaled = np.ravel(drawn) * np.prod(kernel.shape[:-1]) ** 0.5
-                assert np.abs(scaled).max() <= 1
-                assert abs(np.mean(scaled**2) - 1 / 3) < 4 * (4 / 45 / scaled.size) ** 0.5
+    made = lambda name: rad_networks.parameters(name, jax.random.key(0), rad_networks.SHAPES[name])
+    (w, u, b), (v, c) = made("rnn")
+    assert np.array_equal(u, np.eye(100)) and not np.any(b) and not np.any(c)
+    assert abs(np.mean(np.square(v)) / 1e-6 - 1) < 4 * (2 / v.size) ** 0.5 and np.abs(w).max() < 5e-3
+    for layer in made("mlp") + made("convnet"):
+        for drawn in layer:
+            scaled = np.ravel(drawn) * np.prod(layer[0].shape[:-1]) ** 0.5
+            assert np.abs(scaled).max() <= 1
+            assert abs(np.mean(scaled**2) - 1 / 3) < 4 * (4 / 45 / scaled.size) ** 0.5
     images = jnp.asarray([0, 255], jnp.uint8).reshape(2, 1, 1, 1)
     np.testing.assert_allclose(np.ravel(rad_networks.standardized(images)), [-0.42421, 2.82149], rtol=1e-5)
 

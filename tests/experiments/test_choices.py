@@ -1,4 +1,4 @@
-"""The exact variances of the benchmark of discrete choices, and the estimators' own."""
+"""The benchmarks of choices: exact variances and the estimators' own, the peers, and what is right or wrong."""
 
 import jax
 import jax.numpy as jnp
@@ -8,19 +8,7 @@ import pytest
 
 import apgrad as ap
 from experiments import discrete_vae as vae
-from experiments.benchmarks import choice_peers as peers, discrete_choices as bench
-
-# One choice with the cost (b - .499)^2, with respect to the logit.
-KNOWN = {
-    0.5: {"rloo, 2": 2.5e-7, "reinforce": 1.5625e-2, "disarm": 0.0},
-    0.1: {"rloo, 2": 1.476e-7, "reinforce": 5.66e-3, "disarm": 1.296e-7},
-}
-
-
-@pytest.mark.parametrize("theta", KNOWN)
-def test_exact_variances_are_the_known_ones(theta):
-    for method, wanted in KNOWN[theta].items():
-        np.testing.assert_allclose(bench.exact_variance(method, (theta,)), wanted, rtol=2e-3, atol=1e-15)
+from experiments.benchmarks import choice_peers as peers, discrete_choices as bench, peers as single
 
 
 @pytest.mark.parametrize("problem", ["toy, theta .5", "toy, theta .1", "quadratic, 6"])
@@ -39,7 +27,7 @@ def test_the_estimators_have_their_exact_variances(problem):
         assert abs(found["variance"] - exact) < 4 * found["standard_error"] + 1e-4 * exact + 1e-14, method
 
 
-def test_the_autoencoders_gradients_are_exact_on_average_and_its_divergence_is():
+def test_the_autoencoders_gradients_are_exact_on_average_and_its_divergence_is(monkeypatch):
     x = jnp.array([[1.0, 0.0, 1.0, 1.0], [0.0, 0.0, 1.0, 0.0]])
     logits, prior = jnp.array([0.3, -1.2]), jnp.array([-0.4, 0.5])
     coins = dist.Bernoulli(logits=logits).to_event(1), dist.Bernoulli(logits=prior).to_event(1)
@@ -53,11 +41,8 @@ def test_the_autoencoders_gradients_are_exact_on_average_and_its_divergence_is()
         of = jax.grad(ap.expectation(vae.program(method), 2), argnums=1)
         return lambda key: {name: of(key, parameters, x)[name] for name in ("encoder", "decoder", "prior")}
 
-    vae.METHODS["enumeration"] = lambda control, cost, x: ap.enumeration()
-    try:
-        exact = jax.tree.map(np.asarray, jax.jit(gradient("enumeration"))(jax.random.key(0)))
-    finally:
-        del vae.METHODS["enumeration"]
+    monkeypatch.setitem(vae.METHODS, "enumeration", lambda control, cost, x: ap.enumeration())
+    exact = jax.tree.map(np.asarray, jax.jit(gradient("enumeration"))(jax.random.key(0)))
     for method in ("learned baseline", "RLOO, 2", "DisARM", "REBAR", "RELAX", "RELAX, black box"):
         ap.testing.assert_unbiased(gradient(method), exact, jax.random.key(2), 2_000)
 
@@ -81,3 +66,18 @@ def test_the_best_peer_and_ratios_with_intervals_are_reported():
     wide = np.exp(1.96 * 0.1 * np.sqrt(2))
     np.testing.assert_allclose(ratios["ap.disarm"], (0.5 / wide, 0.5, 0.5 * wide))
     assert made.figures["toy"]["method"] == "ap.enumeration"
+
+
+def test_the_exact_values_are_those_of_many_samples():
+    for problem in ("data", "chain"):
+        theta = single.THETA[problem]
+        gradient = single.surrogate(problem, 64)
+        truth = jax.grad(single.exact(problem))(theta)
+        ap.testing.assert_unbiased(lambda key, g=gradient, t=theta: g(key, t), truth, jax.random.key(0), 500)
+
+
+def test_apgrad_is_right_in_a_scan():
+    theta = single.THETA["chain"]
+    found = ap.testing.moments(lambda key: single.program("chain in scan", 16)(key, theta), jax.random.key(0), 500)
+    assert single.verdict(found, np.asarray(jax.grad(single.exact("chain"))(theta))) == "right"
+    assert single.verdict(found, np.asarray(theta)).startswith("wrong")

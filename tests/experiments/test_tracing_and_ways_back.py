@@ -1,0 +1,117 @@
+"""The experiments of tracing and of other ways back: what is counted, measured and reported."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import tracing_ablation, tracing_scaling, ways_back
+from experiments.benchmarks import tracing as benchmark
+
+
+def test_edges_of_the_scalar_graph():
+    loss, params = tracing_scaling.problem({"family": "batch", "n": 3}, 0)
+    products = 3 * 2 * 3 * 500 * 500  # three layers, both factors, three examples
+    assert products < tracing_scaling.edges(loss, params) < 1.02 * products
+
+
+def test_diamonds_are_random_and_run():
+    made = [tracing_scaling.problem({"family": "diamonds", "n": seed}, seed) for seed in range(3)]
+    assert all(np.isfinite(loss(params)) for loss, params in made) and len({str(p)[:200] for _, p in made}) == 3
+
+
+def test_large_diamonds_have_about_the_edges_that_are_asked_for():
+    for wanted in (1e4, 1e6):
+        found = tracing_scaling.edges(*tracing_scaling.problem({"family": "large diamonds", "n": wanted}, 1))
+        assert 0.5 * wanted < found < 2 * wanted
+
+
+def test_the_first_step_below_a_threshold():
+    falling = np.linspace(3, 1, 101)  # 3 - t/50: the mean over t = 41 to 60 is 1.99
+    assert tracing_ablation.reached(falling, 2.0) == 61
+    assert tracing_ablation.reached(falling, 0.5) == 101
+
+
+def test_correlation_of_ranks():
+    assert tracing_ablation.correlation([0.1, 0.5, 0.3], [1, 9, 4]) == pytest.approx(1)
+    assert tracing_ablation.correlation([0.1, 0.5, 0.3], [9, 1, 4]) == pytest.approx(-1)
+    assert tracing_ablation.correlation([0.1, 0.1, 0.1], [9, 1, 4]) == 0
+
+
+def test_report_of_the_ablation():
+    influence = [[0.1, 0.5, 0.3]] * 4
+    network = {"widths": [8, 16, 32], "influence": influence, "during": [influence] * 2, "delayed": [10, 90, 40]}
+    network |= {"loss": 1.0, "ablated": [1.1, 2.0, 1.5], "retrained": [1.2, 1.0, 1.1]}
+    network |= {"in_order": [1.0, 2.0, 3.0], "in_opposite_order": [1.0, 1.1, 2.0]}
+    made = tracing_ablation.report(tracing_ablation.Config(), [({"network": i}, network) for i in range(3)])
+    assert made.figures["correlation viterbi ablated"] == {"value": pytest.approx(1), "standard_error": 0}
+    assert made.figures["correlation viterbi retrained"]["value"] == pytest.approx(-1)
+    assert made.figures["correlation greedy delayed"]["value"] == pytest.approx(1)
+    assert made.figures["orders of influence"] == 1
+    assert len(made.rows) == 9
+
+
+def test_report_of_the_scaling_fits_a_line():
+    sizes = [1e4, 1e5, 1e6, 1e7]
+    seconds = lambda n: [1e-6 + 2e-9 * n] * len(tracing_scaling.SEMIRINGS)
+    cells = itertools.product(tracing_scaling.FAMILIES, enumerate(sizes))
+    records = [({"family": f, "n": i}, {"edges": n, "seconds": seconds(n)}) for f, (i, n) in cells]
+    figures = tracing_scaling.report(tracing_scaling.Config(), records).figures
+    assert figures["layers max-product"]["nanoseconds_an_edge"] == pytest.approx(2)
+    assert figures["batch entropy"]["exponent"] == pytest.approx(1, abs=0.01)
+
+
+def test_benchmark_models_have_their_size():
+    loss, params, count = benchmark.model("MLP-300", 1.0)
+    assert count == 784 * 300 + 300 + 2 * (300 * 300 + 300) + 300 * 10 + 10
+    assert np.isfinite(loss(params))
+
+
+def test_target_propagation_is_for_the_perceptron_alone():
+    found = {(c["network"], c["rule"]) for c in ways_back.cells(ways_back.Config())}
+    assert len(found) == 2 * len(ways_back.RULES) - 1
+    assert ("convnet", "difference_target_propagation") not in found
+
+
+@pytest.mark.parametrize("network", ["mlp", "convnet"])
+def test_the_messages_of_backpropagation_are_the_derivatives_of_the_hidden_layers(network):
+    x, y = jax.random.normal(jax.random.key(0), (5, 8, 8, 1)), jnp.arange(5)
+    config = ways_back.Config(width=4, channels=(2, 3))
+    params = ways_back.parameters(config, network, jax.random.key(1), x.shape[1:])
+    taps = ways_back.way("backpropagation", network).messages(jax.random.key(2), {}, params, x, y)
+    assert sorted(taps) == [f"layer {i + 1}" for i in range(len(params) - 1)]
+    scores = taps[max(taps)].value.reshape(5, -1) @ params[-1][0] + params[-1][1]
+    error = (jax.nn.softmax(scores) - jax.nn.one_hot(y, 10)) / 5
+    expected = (error @ params[-1][0].T).reshape(taps[max(taps)].message.shape)
+    np.testing.assert_allclose(taps[max(taps)].message, expected, rtol=1e-4, atol=1e-7)
+    # Rules that leave out the layer that reads the image take all others.
+    taken = list(ways_back.way("synthetic_gradients", network).init(jax.random.key(0), params, x))
+    assert len(taken) == len(params) - 1 and not set(taken) & set(ways_back.FIRST)
+    if network == "mlp":
+        inverses = ways_back.way("difference_target_propagation", network).init(jax.random.key(0), params, x)
+        assert list(inverses) == ["hidden[1]", "hidden[2]"]
+
+
+def test_angles():
+    a = {"a": jnp.array([1.0, 0.0]), "b": jnp.zeros(1)}
+    b = {"a": jnp.array([0.0, 2.0]), "b": jnp.zeros(1)}
+    assert float(ways_back._angle(a, b)) == pytest.approx(90)
+    assert float(ways_back._angle(a, a)) == pytest.approx(0, abs=0.1)
+
+
+def test_the_report_takes_the_rate_that_is_best_on_held_out_images():
+    cell = {"network": "mlp", "rule": "feedback_alignment"}
+    records = [({**cell, "measure": "time"}, {"time_ratio": 1.1, "milliseconds": 2.0, "data": "none"})]
+    for asked, trial, rate, held, test in (
+        (0.1, 0, 0.1, 0.5, 0.99),
+        (0.2, 0, 0.2, 0.6, 0.7),
+        ("best", 1, 0.2, 0.4, 0.8),
+    ):
+        found = {"rate": rate, "held_out": held, "test": test, "angles": [[0, 90.0, 80.0], [10, 60.0, 50.0]]}
+        records.append(({**cell, "rate": asked, "trial": trial}, found))
+    (row,) = ways_back.report(ways_back.Config(), records).rows
+    assert row["rate"] == 0.2 and row["test_accuracy"] == pytest.approx(0.75)
+    assert row["time_ratio"] == 1.1 and "98.15 % (Bartunov" in row["published"]
+    assert row["test_accuracy_se"] == pytest.approx(0.05) and row["angle_first_layer"] == 60
