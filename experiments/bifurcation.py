@@ -149,8 +149,8 @@ def _picture(config, records, rows):
     exponent.axhline(0, color="black", lw=0.8)
     exponent.plot(betas, [row["lyapunov"] for row in rows], color=CLEAN, lw=0.8, label="without noise")
     noisy, error = (np.array([row[name] for row in rows]) for name in ("noisy_lyapunov", "noisy_lyapunov_error"))
-    band = (betas, noisy, noisy - 2 * error, noisy + 2 * error, "-")
-    harness.band(exponent, *band, color=NOISY, label="with noise (band: 2 standard errors)")
+    style = {"fmt": "-", "color": NOISY, "label": "with noise (band: 2 standard errors)"}
+    harness.band(exponent, betas, noisy, noisy - 2 * error, noisy + 2 * error, **style)
     exponent.set(xlabel=r"$\beta$", ylabel="Lyapunov exponent, a step", ylim=(-2.5, 1.1))
     exponent.set_title("(c) Lyapunov exponent (cut below)")
 

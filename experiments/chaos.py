@@ -234,7 +234,8 @@ def plot_variances(ax: Axes, rows: list[dict[str, Any]], every: Iterable[dict[st
         columns = ([row[name] for row in mine] for name in ("beta", "variance", "variance_low", "variance_high"))
         lost = sum(row["nonfinite"] for row in mine)
         label = f"{method}, {lost} overflowed" if lost else method
-        harness.band(ax, *columns, "o--" if method.startswith("GS") else "o-", color=COLOURS[method], label=label)
+        fmt = "o--" if method.startswith("GS") else "o-"
+        harness.band(ax, *columns, fmt=fmt, color=COLOURS[method], label=label)
     bounds = [row[name] for row in every for name in ("variance_low", "variance_high")]
     if values := [v for v in bounds if np.isfinite(v) and v > 0]:
         ax.set_ylim(min(values) / 3, 3 * min(max(values), TOP))

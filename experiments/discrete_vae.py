@@ -178,7 +178,7 @@ def binarized(key: jax.Array, intensities: jax.Array) -> jax.Array:
     return jax.random.bernoulli(key, intensities).astype(jnp.float32)
 
 
-def cells(config: Config) -> list[dict[str, Any]]:
+def cells(config: Config) -> list[harness.Cell]:
     names = {"network": config.networks, "latents": config.latents, "method": config.methods}
     return harness.grid(**names, run=range(config.seeds))
 

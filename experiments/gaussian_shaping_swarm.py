@@ -208,7 +208,7 @@ def _picture(config, rows, gains):
             ):
                 values = ([row[name] for row in found] for name in ("rms_error", "rms_low", "rms_high"))
                 mark = "o--" if method.startswith("GS") else "o-"
-                harness.band(ax, x, *values, mark, color=COLOURS[method], label=method)
+                harness.band(ax, x, *values, fmt=mark, color=COLOURS[method], label=method)
             bias, limit = (np.array([row[name] for row in widths]) for name in ("bias", "bias_limit"))
             seen, place = bias > limit, at + 0.08 * (i - 3)
             biases.plot(place[seen], bias[seen], "o", color=COLOURS[method])

@@ -59,7 +59,13 @@ from apgrad._ground.files import locked, write_atomically
 Cell = Mapping[str, Any]
 """One point of an experiment's grid: names to strings and numbers."""
 
-STYLE = {"axes.grid": True, "grid.alpha": 0.25, "axes.titlesize": 10, "legend.fontsize": 7, "lines.linewidth": 1.2}
+STYLE: dict[Any, Any] = {
+    "axes.grid": True,
+    "grid.alpha": 0.25,
+    "axes.titlesize": 10,
+    "legend.fontsize": 7,
+    "lines.linewidth": 1.2,
+}
 STYLE |= {"lines.markersize": 4, "legend.frameon": False}
 
 
@@ -281,9 +287,9 @@ def panels(rows: int = 1, columns: int = 1, size: tuple[float, float] = (5, 3.4)
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def band(ax: Axes, x: Any, y: Any, low: Any, high: Any, mark: str = "o-", **style: Any) -> None:
+def band(ax: Axes, x: Any, y: Any, low: Any, high: Any, *, fmt: str = "o-", **style: Any) -> None:
     """A line with a band around it, in the same colour."""
-    (line,) = ax.plot(x, y, mark, **style)
+    (line,) = ax.plot(x, y, fmt, **style)
     ax.fill_between(x, low, high, color=line.get_color(), alpha=0.2, lw=0)
 
 

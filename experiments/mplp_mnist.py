@@ -144,7 +144,7 @@ def _figure(config, figures, curves):
         for method in ("MPLP", *OPTIMIZERS):
             mean, error = curves[f"{name}, {method}"]
             label = method if method == "MPLP" else f"{method}, rate {figures[f'{name}, {method}']['rate']}"
-            harness.band(ax, np.arange(len(mean)), mean, mean - 2 * error, mean + 2 * error, "-", label=label)
+            harness.band(ax, np.arange(len(mean)), mean, mean - 2 * error, mean + 2 * error, fmt="-", label=label)
         if SETTINGS[name].steps > MARKS[1]:
             ax.set(xscale="symlog")
         if name in PAPER_ACCURACY:

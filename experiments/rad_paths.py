@@ -291,7 +291,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             np.exp(np.polyfit(depths, np.log(variances), 1)[0])
         )
         label = f"{samples}, {draw}: {factor:.2f} a layer"
-        harness.band(ax, depths, variances, *np.transpose(ends), f"C{i}o{line}", label=label)
+        harness.band(ax, depths, variances, *np.transpose(ends), fmt=f"C{i}o{line}", label=label)
         ax.set(yscale="log", xlabel="depth", title=graph)
         ax.legend(title="edges drawn at a vertex")
     axes[0].set_ylabel("variance / squared gradient")

@@ -159,7 +159,9 @@ def make_loss(fraction: float | str, steps: int, block: int = BLOCK) -> Any:
 
 def cells(config: Config) -> list[harness.Cell]:
     """The fractions, start by start, so that a run cut short has all of them; and the checkpoint, once."""
-    cells = [{"fraction": f, "start": start} for start in range(config.starts) for f in config.fractions]
+    cells: list[harness.Cell] = [
+        {"fraction": f, "start": start} for start in range(config.starts) for f in config.fractions
+    ]
     cells.insert(len(config.fractions), {"fraction": "checkpoint", "start": 0})
     return cells
 

@@ -80,7 +80,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         row = {**cell, "bytes_per_example": round(size / config.batch, 1)}
         row |= {"times_fewer": round(full[cell["network"]] / size, 2), "residual_MB": size / 1e6}
         row["with_weights_MB"] = (size + result["weight_bytes"]) / 1e6
-        paper = PAPER_TOTALS.get(cell["network"], {}).get(published.get(cell["method"]))
+        paper = PAPER_TOTALS.get(cell["network"], {}).get(published.get(cell["method"], -1.0))
         rows.append(row | {"paper_with_weights_MB": paper})
     figure, (axes,) = harness.panels(1, len(config.networks), (4 * len(config.networks), 3.4))
     for ax, network in zip(axes, config.networks, strict=True):

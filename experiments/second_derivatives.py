@@ -133,7 +133,7 @@ class Config(harness.Config):
 PAPER = Config(estimates=20_000)
 
 
-def cells(config: Config) -> list[dict[str, Any]]:
+def cells(config: Config) -> list[harness.Cell]:
     grid = harness.grid(family=config.families, graph=config.graphs, method=ESTIMATORS, order=(1, 2))
     return [cell for cell in grid if cell["method"] != "RP" or FAMILIES[cell["family"]].pathwise]
 

@@ -90,9 +90,10 @@ class MemoryReport(NamedTuple):
         """
         if ax is None:
             ax = new_figure((7.0, 1.2 + 0.4 * len(self.rows))).subplots()
-        for i, label in enumerate(("residuals", "compiled temp")):
+        residual, temp = zip(*(row[:2] for row in self.rows.values()), strict=True)
+        for i, (label, column) in enumerate((("residuals", residual), ("compiled temp", temp))):
             places = [j + 0.4 * i - 0.2 for j in range(len(self.rows))]
-            ax.barh(places, [row[i] / 1e6 for row in self.rows.values()], height=0.4, label=label)
+            ax.barh(places, [nbytes / 1e6 for nbytes in column], height=0.4, label=label)
         ax.set_yticks(range(len(self.rows)), list(self.rows))
         ax.invert_yaxis()
         ax.set_xlabel("MB")

@@ -162,7 +162,7 @@ class Sampling:
         if self.scheme == "stratified":
             starts, runs = _runs(size, k)
             place = (jax.random.uniform(key, shape, jnp.float32) * runs.astype(np.float32)).astype(jnp.int32)
-            return starts + jnp.minimum(place, runs - 1), runs.astype(np.float64)
+            return jnp.minimum(place, runs - 1) + starts, runs.astype(np.float64)
         weight = np.full((k,), size / k)
         if self.scheme == "replacement":
             return jax.random.randint(key, shape, 0, size), weight

@@ -123,8 +123,8 @@ class SlotMaker:
         the bit set `ancestors`. It may be `linear` in the coefficient, and `last`: its messages go to arguments only.
         """
         if isinstance(var, Literal):
-            dtype: Any = var.aval.dtype
-            return CoefficientUse((), lambda: jnp.asarray(var.val, dtype))
+            aval: Any = var.aval
+            return CoefficientUse((), lambda: jnp.asarray(var.val, aval.dtype))
         (cost, leaves), source = self._leaves(var), self._source(var)
         order = _image_order(eqn, number) if source.aval.shape == var.aval.shape else None
         may = linear and cost * 4 > array_bytes(source.aval)

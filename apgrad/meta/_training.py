@@ -189,14 +189,14 @@ def train(
       (10, 0)
     """
     steps, every = whole("steps", steps, 0), whole("every", every)
-    if folder is not None and version is None:
-        raise ValueError(
-            "a folder needs version=..., say '1', which stands for your code: another version is another run. Change "
-            "it when your code comes to mean something else."
-        )
     with contextlib.ExitStack() as stack:
         checkpoints, latest, table = None, None, None
         if folder is not None:
+            if version is None:
+                raise ValueError(
+                    "a folder needs version=..., say '1', which stands for your code: another version is another run. "
+                    "Change it when your code comes to mean something else."
+                )
             folder = Path(folder)
             folder.mkdir(parents=True, exist_ok=True)
             if jax.process_index() == 0:
@@ -211,7 +211,7 @@ def train(
         if mesh is not None:
             replicated = NamedSharding(global_view(mesh), PartitionSpec())
             training = jax.jit(lambda training: training, out_shardings=replicated)(training)
-        if latest is not None:
+        if checkpoints is not None and latest is not None:
             training = checkpoints.restore(latest, training)
         step = int(training.step)
         if table is not None:

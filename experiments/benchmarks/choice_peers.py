@@ -182,7 +182,7 @@ class Config(harness.Config):
 PAPER = Config(estimates=20_000, rounds=100)
 
 
-def cells(config: Config) -> list[dict[str, Any]]:
+def cells(config: Config) -> list[harness.Cell]:
     return harness.grid(problem=config.problems)
 
 

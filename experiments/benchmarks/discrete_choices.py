@@ -191,7 +191,7 @@ class Config(harness.Config):
 PAPER = Config(problems=tuple(PROBLEMS), estimates=200_000, steps=5_000, rounds=100)
 
 
-def cells(config: Config) -> list[dict[str, Any]]:
+def cells(config: Config) -> list[harness.Cell]:
     return harness.grid(problem=config.problems)
 
 

@@ -115,7 +115,7 @@ def chain(method: str, nodes: int, lanes: int = 2) -> Callable[[jax.Array, jax.A
     return ap.expectation(program, lanes)
 
 
-def cells(config: Config) -> list[dict[str, Any]]:
+def cells(config: Config) -> list[harness.Cell]:
     sizes = {"rollout": config.horizons, "chain": config.nodes, "policy": POLICIES}
     return [cell for name, some in sizes.items() for cell in harness.grid(benchmark=[name], size=some)]
 
@@ -258,7 +258,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         shown = ("added_us_per_node", "added_us_interval", "added_bytes_per_node")
         figures[f"node_in_chain_of_{last['chain']}, {row['method']}"] = {k: row[k] for k in shown}
     columns = ("milliseconds", "ratio", "added_us_per_node", "added_bytes_per_node", "bytes")
-    shown = [row | dict(zip(("ratio_low", "ratio_high"), row["ratio_interval"], strict=True)) for row in rows]
+    shown = [{**row, "ratio_low": row["ratio_interval"][0], "ratio_high": row["ratio_interval"][1]} for row in rows]
     table = harness.table(shown, "benchmark", "size", "method", *columns)
 
     figure, ((left, middle, right),) = harness.panels(1, 3, (11, 4))

@@ -229,7 +229,7 @@ def verdict(found: Moments, truth: Any) -> str:
     return "right" if off < 4 else f"wrong, {off:.0f} s.e."
 
 
-def cells(config: Config) -> list[dict[str, Any]]:
+def cells(config: Config) -> list[harness.Cell]:
     return harness.grid(problem=PROBLEMS)
 
 
