@@ -4,10 +4,11 @@
     python -m experiments.policy_search_clipped --preset paper
 
 The system, the tasks, the policies and the optimizer are those of `experiments.policy_search`. "RP, lanes clipped" cuts
-a lane's message to 4 times the typical lane's at every step (`ap.clip_lanes`). "multilevel" weighs levels of clipping
-by what repeats from call to call, up to no clipping (`ap.multilevel`), with one setting for both tasks. Beside them are
-the best of `policy_search`'s plain methods: reparameterization (RP), and reparameterization over horizons of ten steps.
-The gradient of every method is clipped by its global norm.
+a lane's message to 4 times the typical lane's at every step (`ap.clip_lanes`), and "TP, lanes clipped" does so in total
+propagation (`ap.adaptive`); `total_propagation` in results.json is how much more the second costs on the same seeds.
+"multilevel" weighs levels of clipping by what repeats from call to call, up to no clipping (`ap.multilevel`), with one
+setting for both tasks. Beside them are the best of `policy_search`'s plain methods: reparameterization (RP), and
+reparameterization over horizons of ten steps. The gradient of every method is clipped by its global norm.
 
 Adam's learning rate is tuned for each method and task on seeds of its own, by the cost at the end of `steps` steps,
 which is the mean of the last fifth of the evaluations. The curves are of other seeds, the same for all methods, at the
@@ -35,6 +36,7 @@ METHODS = {
     "RP, short": PLAIN["RP, short"],
     "RP, lanes clipped": PLAIN["RP"]._replace(lanes=4.0, colour="#d95f02"),
     "multilevel": PLAIN["RP"]._replace(multilevel=True, colour="#8e3fb1"),
+    "TP, lanes clipped": PLAIN["TP adaptive"]._replace(lanes=4.0),
 }
 
 
@@ -142,7 +144,16 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             curves[task, name] = np.where(np.isfinite(costs), costs, np.inf)
         plain = {name: curves[task, name][:, _last(config.steps)].mean() for name in METHODS if name in PLAIN}
         best = min(plain, key=lambda name: plain[name])
-        figures[task] = {"seeds": len(curves[task, best]), "best_plain": best}
+        figures[task] = {"seeds": len(curves[task, best]), "best_plain": best, "total_propagation": {}}
+        for steps in (config.steps, config.long):
+            more = np.subtract(*(curves[task, f"{m}, lanes clipped"][:, _last(steps)].mean(1) for m in ("TP", "RP")))
+            low, high = harness.interval(draws(more, lambda x: x.mean(-1)))
+            figures[task]["total_propagation"][f"after_{steps}"] = {
+                "more": float(more.mean()),
+                "low": low,
+                "high": high,
+                "median": float(np.median(more)),
+            }
         for name in METHODS:
             costs = curves[task, name]
             end = costs[:, _last(config.steps)].mean(1)

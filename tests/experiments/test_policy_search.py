@@ -78,11 +78,15 @@ def test_policy_search(run, monkeypatch):
 
 
 def test_policy_search_clipped(run, monkeypatch):
-    methods = {name: clipped.METHODS[name] for name in ("RP", "RP, lanes clipped", "multilevel")}
+    methods = {name: clipped.METHODS[name] for name in ("RP", "RP, lanes clipped", "multilevel", "TP, lanes clipped")}
     monkeypatch.setattr(clipped, "METHODS", methods)
     monkeypatch.setattr(clipped, "EVERY", 1)
     options = "--tasks 'last step' --units 4 --horizon 3 --lanes 4 --steps 5 --long 6 --rates 0.001 0.01"
-    rows = run(clipped, f"{options} --seeds 2 --resamples 20")["rows"]
+    found = run(clipped, f"{options} --seeds 2 --resamples 20")
+    rows = found["rows"]
+    costs = {row["method"]: row["cost_long"] for row in rows}
+    more = found["last step"]["total_propagation"]["after_6"]
+    assert more["more"] == pytest.approx(costs["TP, lanes clipped"] - costs["RP, lanes clipped"], abs=1e-6)
     assert [row["method"] for row in rows] == list(methods)
     assert all(row["cost_low"] <= row["cost"] <= row["cost_high"] and row["seeds"] == 2 for row in rows)
 
