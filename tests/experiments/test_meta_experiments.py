@@ -71,7 +71,13 @@ def test_the_rule_from_a_random_start_has_the_published_places_and_fitted_standa
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("objective", "expected"), [("published", 0.7 * 10 + 0.3 * 5 * 10), ("held-out", 0.3 * 10 + 0.7 * 64)]
+    ("objective", "expected"),
+    [
+        ("published", 0.7 * 10 + 0.3 * 5 * 10),
+        ("weight", 0.3 * 10 + 0.7 * 5 * 10),
+        ("data", 0.7 * 10 + 0.3 * 64),
+        ("held-out", 0.3 * 10 + 0.7 * 64),
+    ],
 )
 def test_the_outer_loss_weighs_hint_and_held_out_data_as_the_published_code(objective, expected):
     # Losses are numbers of points here: a minibatch has 10, the published held-out data are five minibatches.
