@@ -17,6 +17,7 @@ from experiments import (
     mplp_from_random,
     mplp_maml,
     mplp_mnist,
+    mplp_settings,
     mplp_sgd,
     mplp_sinusoid,
     outer_gradients,
@@ -46,6 +47,29 @@ def test_influence_balancing_has_the_closed_forms_derivative_and_short_truncatio
         wanted = (influence_balancing.REACH * influence_balancing.START - 1) * (int(method.split()[-1]) + 1) / 2
         rounding = -1e-4 * wanted
     assert abs(found["bias"] + 24 - wanted) <= 4 * found["bias_standard_error"] + rounding
+
+
+def test_settings_are_those_that_were_drawn_before_any_rule_was_trained():
+    drawn = [mplp_settings.draw_setting(number) for number in range(40)]
+    assert drawn[0] == ("mnist", 12, (451, 24, 52, 117, 211), "sigmoid", 15, None) and len(set(drawn)) == 40
+    assert drawn[39] == ("mnist", 12, (21, 331, 156), "gelu", 62, 0.02)
+    assert all(16 <= width <= 512 for setting in drawn for width in setting.hidden)
+    assert all(1 <= len(setting.hidden) <= 5 and 2 <= setting.batch <= 256 for setting in drawn)
+
+
+def test_a_surrogate_step_is_a_step_with_the_sigmoids_derivative():
+    z = jnp.array([-2.0, -0.1, 0.3, 4.0])
+    value, pullback = jax.vjp(mplp_settings.surrogate_step, z)
+    s = jax.nn.sigmoid(z)
+    np.testing.assert_allclose(value, [0, 0, 1, 1], atol=1e-7)
+    np.testing.assert_allclose(pullback(jnp.ones(4))[0], s * (1 - s), rtol=1e-6)
+
+
+@pytest.mark.long
+def test_settings(run):
+    results = run(mplp_settings, "--settings 1 --horizons 2 --draws 2 --tuning 1 --runs 2")
+    assert results["image_mlp, 2 steps"]["settings"] == 1
+    assert all(0 <= row["accuracy"] <= 100 and row["finite"] and row["warned"] for row in results["rows"])
 
 
 @pytest.mark.long
@@ -104,6 +128,7 @@ def test_bad_options_are_refused():
         (outer_training, {"rule": ("BPTT",)}, "methods are"),
         (mplp_from_random, {"runs": 1}, "runs at least 2"),
         (mplp_mnist, {"runs": 1}, "at least 2"),
+        (mplp_settings, {"runs": 1}, "at least 2"),
         (mplp_sinusoid, {"sharing": ("some",)}, 'sharing is of "none" and "all"'),
     ):
         with pytest.raises(ValueError, match=words):

@@ -1,0 +1,272 @@
+"""Where a trained rule can be taken: 40 settings drawn at random, beside optimizers tuned at each horizon.
+
+    python -m experiments.mplp_settings                                   # 2 settings of digits, two minutes
+    APGRAD_DATA=... python -m experiments.mplp_settings --preset paper    # 40 settings, 20 runs: some hours of one core
+
+No paper has this study; the preset paper is only larger. A setting is images, their side, hidden layers, their
+activation, the size of a minibatch and a prior. Settings are drawn by a seed that stands here (`DRAWN`), and no rule
+has been chosen by them. Where a setting lies outside a rule's card, the rule warns: each row says whether it did.
+
+*The rules* are the trained ones that come with apgrad. *The baselines* are SGD, SGD with momentum .9, Adam, AdamW with
+warm-up over a tenth of the steps and a cosine to zero, and Muon (`optax.contrib`; optax has neither Shampoo nor SOAP).
+Each baseline is tuned for each setting and horizon by random search: 16 draws of its rate and weight decay, judged on
+other tasks of the same setting. Then all methods learn the same tasks. A step has no derivative, so baselines get the
+sigmoid's in its place (a surrogate gradient); the rule sees the step as it is.
+
+Given is the accuracy on test images after the last update, 0 of a run that diverged. A rule is compared run by run with
+the baseline that is best on the same tasks, which favours the baselines a little, and with tuned momentum. An interval
+is 95 % by Student's t.
+"""
+
+import dataclasses
+import functools
+import warnings
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+from scipy import stats
+
+from apgrad import meta, mplp
+from experiments import harness
+from experiments.meta_train import step_function
+
+PARTIAL = True
+DRAWN = 20261124
+IMAGES = (("digits", None), ("mnist", 12), ("mnist", 20), ("mnist", 28), ("cifar10", 12))
+RULES = ("image_mlp", "image_mlp_long")
+TOGETHER = 4  # runs of one compiled call
+
+
+class Setting(NamedTuple):
+    """What a network learns, and how; a prior of None is uniform on ±1/sqrt(inputs)."""
+
+    data: str
+    size: int | None
+    hidden: tuple[int, ...]
+    activation: str
+    batch: int
+    prior: float | None
+
+    def __str__(self) -> str:
+        """The setting in a line."""
+        side, widths = "" if self.size is None else f" {self.size}x{self.size}", "-".join(map(str, self.hidden))
+        return f"{self.data}{side}, {widths} {self.activation}, minibatches of {self.batch}, prior {self.prior}"
+
+
+def surrogate_step(z: jax.Array) -> jax.Array:
+    """The step forward, the sigmoid's derivative backward."""
+    smooth = jax.nn.sigmoid(z)
+    return smooth + jax.lax.stop_gradient(step_function(z) - smooth)
+
+
+# By name: what the rules see, and what the baselines see.
+ACTIVATIONS = {name: (f, f) for name, f in (("sigmoid", jax.nn.sigmoid), ("tanh", jnp.tanh), ("relu", jax.nn.relu))}
+ACTIVATIONS |= {"gelu": (jax.nn.gelu,) * 2, "softplus": (jax.nn.softplus,) * 2, "step": (step_function, surrogate_step)}
+
+
+def draw_setting(number: int, images: tuple[tuple[str, int | None], ...] = IMAGES) -> Setting:
+    """1 to 5 hidden layers of 16 to 512 units and minibatches of 2 to 256, both uniform in their logarithms."""
+    rng = np.random.default_rng((DRAWN, number))
+    data, size = images[rng.integers(len(images))]
+    widths = np.exp(rng.uniform(np.log(16), np.log(513), rng.integers(1, 6))).astype(int)
+    activation = list(ACTIVATIONS)[rng.integers(len(ACTIVATIONS))]
+    batch, prior = int(np.exp(rng.uniform(np.log(2), np.log(257)))), (0.02, 0.05, None)[rng.integers(3)]
+    return Setting(data, size, tuple(map(int, widths)), activation, batch, prior)
+
+
+class Drawn(NamedTuple):
+    """Hyperparameters: the rate, the weight decay, and the horizon that a schedule goes to."""
+
+    rate: Any
+    decay: Any
+    steps: Any
+
+
+def _decayed(make: Any) -> Any:
+    return lambda drawn: optax.chain(optax.add_decayed_weights(drawn.decay), make(drawn.rate))
+
+
+def _scheduled(drawn: Drawn) -> optax.GradientTransformation:
+    def rate(count):
+        warm = jnp.minimum((count + 1) / (0.1 * drawn.steps), 1.0)
+        return drawn.rate * warm * 0.5 * (1 + jnp.cos(jnp.pi * count / drawn.steps))
+
+    return optax.adamw(rate, weight_decay=drawn.decay)
+
+
+OPTIMIZERS = {
+    "SGD": (_decayed(optax.sgd), (0.01, 10.0)),
+    "momentum": (_decayed(functools.partial(optax.sgd, momentum=0.9)), (0.001, 3.0)),
+    "Adam": (lambda drawn: optax.adam(drawn.rate), (0.0003, 0.3)),
+    "AdamW, cosine": (_scheduled, (0.0003, 0.3)),
+    "Muon": (lambda drawn: optax.contrib.muon(drawn.rate, weight_decay=drawn.decay), (0.003, 3.0)),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(harness.Config):
+    """Options of this experiment.
+
+    Attributes:
+      images: names and sides of the images that settings are drawn of.
+      settings: how many are drawn.
+      horizons: updates.
+      draws: of each baseline's rate and decay.
+      tuning: tasks that a draw is judged on.
+      runs: networks and tasks of each method.
+    """
+
+    images: tuple[tuple[str, int | None], ...] = (("digits", None),)
+    settings: int = 2
+    horizons: tuple[int, ...] = (20,)
+    draws: int = 8
+    tuning: int = 2
+    runs: int = 4
+
+    def __post_init__(self):
+        if self.runs < 2 or self.draws < 1 or self.tuning < 1:
+            raise ValueError(f"runs are at least 2, draws and tuning 1, got {self.runs}, {self.draws}, {self.tuning}")
+
+
+PAPER = Config(images=IMAGES, settings=40, horizons=(20, 100), draws=16, tuning=2, runs=20)
+
+
+def cells(config: Config) -> list[harness.Cell]:
+    return harness.grid(setting=range(config.settings))
+
+
+class Start(NamedTuple):
+    """What runs begin with, and are judged by; each with a leading axis of runs."""
+
+    keys: jax.Array
+    params: Any
+    judged: Any
+
+    @classmethod
+    def of(cls, task: meta.Task, seed: int, count: int) -> "Start":
+        """The same for every method, in one program of its own, since random numbers take long to compile."""
+        keys = jax.random.split(jax.random.key(seed), count)
+        made = jax.jit(jax.vmap(lambda key: (task.prior(key), task.held_out({}, jax.random.fold_in(key, 1)))))
+        return cls(keys, *made(keys))
+
+
+def learn(task: meta.Task, learner: meta.Learner) -> Any:
+    """`(thetas, starts, steps) -> accuracies in percent` after the steps: one program for all horizons and runs."""
+
+    def one(theta, start, steps):
+        state = learner.init(theta, start.params, task.batch({}, start.keys))
+
+        def step(i, carry):
+            return learner.step(theta, carry[0], carry[1], task.batch({}, jax.random.fold_in(start.keys, i + 2)))
+
+        params, _ = jax.lax.fori_loop(0, steps, step, (start.params, state))
+        finite = jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(params)]).all()  # NaN is some class, too
+        return jnp.where(finite, 100 * meta.accuracy(task, params, start.judged), jnp.nan)
+
+    call = jax.jit(jax.vmap(one, in_axes=(0, 0, None)))
+
+    def over(thetas, starts, steps):
+        count = len(starts.keys)
+        places = [i % count for i in range(-(-count // TOGETHER) * TOGETHER)]  # filled up to whole calls
+        parts = [np.array(places[i : i + TOGETHER]) for i in range(0, len(places), TOGETHER)]
+        take = lambda tree, part: jax.tree.map(lambda x: x[part], tree)
+        return np.concatenate([call(take(thetas, part), take(starts, part), steps) for part in parts])[:count]
+
+    return over
+
+
+def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
+    """By horizon and method the accuracy of each run; of baselines what was drawn, of rules whether they warned."""
+    setting = draw_setting(cell["setting"], config.images)
+    images = meta.data.load(setting.data, size=setting.size)
+    options: Any = {"batch": setting.batch, "held_out": min(1000, len(images.y_test)), "split": "test"}
+    options |= {"hidden": setting.hidden, "deviation": setting.prior}
+    for_rules, for_baselines = (meta.images(images, activation=f, **options) for f in ACTIVATIONS[setting.activation])
+    tuning, judged = Start.of(for_rules, 1, config.tuning), Start.of(for_rules, 2, config.runs)
+    repeated = lambda tree, count: jax.tree.map(lambda x: jnp.stack([x] * count), tree)
+    found: dict[str, Any] = {str(steps): {} for steps in config.horizons}
+    for name, (make, (low, high)) in OPTIMIZERS.items():
+        run, rng = learn(for_baselines, meta.optimizer(make, for_baselines.loss)), np.random.default_rng(seed)
+        rates = np.exp(rng.uniform(np.log(low), np.log(high), config.draws)).astype(np.float32)
+        decays = np.exp(rng.uniform(np.log(1e-6), np.log(1e-2), config.draws)).astype(np.float32)
+        for steps in config.horizons:
+            drawn = Drawn(rates, decays, np.full(config.draws, steps, np.float32))
+            each = jax.tree.map(lambda x: np.repeat(x, config.tuning), drawn)
+            again = jax.tree.map(lambda x: jnp.concatenate([x] * config.draws), tuning)
+            scores = run(each, again, steps).reshape(config.draws, config.tuning).mean(axis=1)
+            best = int(np.argmax(np.nan_to_num(scores, nan=-1.0)))
+            theta = Drawn(*(x[best] for x in drawn))
+            accuracy = run(repeated(theta, config.runs), judged, steps)
+            found[str(steps)][name] = {
+                "accuracy": accuracy.tolist(),
+                **{k: float(v) for k, v in theta._asdict().items()},
+            }
+    for name in RULES:
+        run, rule = learn(for_rules, meta.message_passing(for_rules.network)), mplp.load_pretrained(name)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for steps in config.horizons:
+                accuracy = run(repeated(rule, config.runs), judged, steps)
+                found[str(steps)][name] = {"accuracy": accuracy.tolist()}
+        for steps in config.horizons:
+            found[str(steps)][name]["warned"] = bool(caught)
+    return found
+
+
+def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
+    rows: list[dict[str, Any]] = []
+    for cell, result in records:
+        setting = draw_setting(cell["setting"], config.images)
+        for steps, methods in result.items():
+            given = {name: np.array(found["accuracy"], float) for name, found in methods.items()}
+            accuracy = {
+                name: np.nan_to_num(found) for name, found in given.items()
+            }  # what diverged has learned nothing
+            best = max(OPTIMIZERS, key=lambda name: accuracy[name].mean())
+            for rule in RULES:
+                row = {**cell, "images": str(setting), "steps": int(steps), "rule": rule}
+                row |= {"warned": methods[rule]["warned"], "accuracy": accuracy[rule].mean()}
+                row |= {"finite": bool(np.isfinite(given[rule]).all()), "best baseline": best}
+                for name, other in (("best", best), ("momentum", "momentum")):
+                    ahead = accuracy[rule] - accuracy[other]
+                    half = stats.t.ppf(0.975, len(ahead) - 1) * ahead.std(ddof=1) / np.sqrt(len(ahead))
+                    row |= {name: accuracy[other].mean(), f"ahead of {name}": ahead.mean(), f"interval {name}": half}
+                rows.append(row)
+    figures = {}
+    for rule in RULES:
+        for steps in config.horizons:
+            mine = [r for r in rows if (r["rule"], r["steps"]) == (rule, steps)]
+            behind = [r for r in mine if r["ahead of momentum"] + r["interval momentum"] < 0]
+            figures[f"{rule}, {steps} steps"] = {
+                "settings": len(mine),
+                "at or above the best baseline": sum(r["ahead of best"] >= 0 for r in mine),
+                "above beyond the interval": sum(r["ahead of best"] - r["interval best"] > 0 for r in mine),
+                "below beyond the interval": sum(r["ahead of best"] + r["interval best"] < 0 for r in mine),
+                "below momentum beyond the interval": len(behind),
+                "of these without a warning": sum(not r["warned"] for r in behind),
+                "without a warning": sum(not r["warned"] for r in mine),
+                "not finite": sum(not r["finite"] for r in mine),
+            }
+    table = harness.table([{"rule": name, **found} for name, found in figures.items()])
+    figure, axes = harness.panels(1, len(config.horizons), (5 * len(config.horizons), 4.2))
+    for ax, steps in zip(axes.flat, config.horizons, strict=True):
+        for rule, colour in zip(RULES, ("C0", "C1"), strict=True):
+            for warned, mark in ((False, "o"), (True, "x")):
+                mine = [r for r in rows if (r["rule"], r["steps"], r["warned"]) == (rule, steps, warned)]
+                style = {"fmt": mark, "ms": 4, "lw": 0.7, "color": colour}
+                points = ([r[k] for r in mine] for k in ("best", "ahead of best", "interval best"))
+                ax.errorbar(*points, label=f"{rule}{', warned' if warned else ''}", **style)
+        ax.axhline(0, color="black", lw=0.8)
+        ax.set(
+            xlabel="best tuned baseline, test accuracy, %", ylabel="the rule's lead, points", title=f"{steps} updates"
+        )
+        ax.legend()
+    return harness.Report(figures, rows, table, figure)
+
+
+if __name__ == "__main__":
+    harness.main()
