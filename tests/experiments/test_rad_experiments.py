@@ -22,7 +22,8 @@ def promotion():
 def test_table1_is_the_papers(run):
     found = {row["method"]: row for row in run(rad_table1, "--networks mlp --fractions 0.5 0.1")["rows"]}
     for method in ("different 0.5", "different 0.1"):
-        assert found[method]["with_weights_MB"] == pytest.approx(found[method]["paper_with_weights_MB"], abs=0.01)
+        for size in ("with_weights_MB", "paper_count_MB"):
+            assert found[method][size] == pytest.approx(found[method]["paper_with_weights_MB"], abs=0.01)
     assert found["different 0.1"]["times_fewer"] >= 8
     # So many bits of each of 784 + 3 * 300 numbers, the input's too, and 5 bytes of a grid for 128; a bit of each relu;
     # the softmax's 11 numbers.
