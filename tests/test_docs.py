@@ -14,11 +14,13 @@ import jax
 import pytest
 
 import apgrad as ap
+from experiments.report.readers import growth
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(path for path in [ROOT / "README.md", *DOCS.rglob("*.md")] if "notebooks" not in path.parts)
 SOON = ("README", "start_here", "how_it_works", "sharp_bits", "scaling")  # other pages' Python is left to `-m long`
+INTERLEAVED, DRAWS = ("interleaved", "interleaved, one sign"), ("uniform", "by messages")
 ADDRESS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
 
 
@@ -130,7 +132,7 @@ def test_the_address_of_the_repository_stands_in_one_place():
 
 
 def measured_figures() -> dict[str, set[str]]:
-    """The measured figures of the README and of the wings' pages, from the results that they are made of."""
+    """The measured figures of the README, of the wings' pages and of what is new, from the results they are made of."""
     run = lambda name: json.loads((ROOT / "experiments" / "results" / name / "results.json").read_text())
     chaos, mnist, others = run("chaos-paper"), run("mplp_mnist-paper"), run("mplp_mnist-optimizers")
     value = lambda key: chaos[key]["value"]
@@ -150,6 +152,9 @@ def measured_figures() -> dict[str, set[str]]:
     ratios = [
         r["ratio"] for r in run("benchmarks.tracing-paper")["rows"] if r["semiring"] not in ("top 3", "influence")
     ]
+    paths = run("rad_paths-paper")
+    deepest = {r["draw"]: r["relative_variance"] for r in paths["rows"]
+               if (r["graph"], r["depth"], r["samples"]) == ("interleaved", 16, 1)}  # fmt: skip
     return {
         "README.md": {
             f"{value('variance_ratio_decoupled-CF_H50_beta2.5'):.0f} times",
@@ -170,6 +175,10 @@ def measured_figures() -> dict[str, set[str]]:
             f"{a}, {b} and {c} %",
         },
         "docs/wings/tracing.md": {f"{min(ratios):.0f} to {max(ratios):.0f} times"},
+        "docs/new/paths.md": {
+            *("{:.1f} to {:.1f} times".format(*growth(paths, g, draw)) for g in INTERLEAVED for draw in DRAWS),
+            f"{deepest['uniform'] / deepest['by messages']:.0f} times",
+        },
     }
 
 
@@ -177,6 +186,6 @@ def measured_figures() -> dict[str, set[str]]:
 def test_measured_figures_of_readme_and_wings_are_the_results():
     """Each "N times" and "N %" of these pages stands in the list, beside what it is made of, and nothing else does."""
     known, figure = measured_figures(), r"(?:\d[\d.]*, )*(?:\d[\d.]* (?:to|and) )?\d[\d.,]* (?:times|%)"
-    for path in [ROOT / "README.md", *(DOCS / "wings").glob("*.md")]:
+    for path in [ROOT / "README.md", *(DOCS / "wings").glob("*.md"), *(DOCS / "new").glob("*.md")]:
         prose = " ".join(re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL).split())
         assert set(re.findall(figure, prose)) == known.get(str(path.relative_to(ROOT)), set()), path.name

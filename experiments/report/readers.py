@@ -56,12 +56,32 @@ def pde_losses(results: Results) -> tuple[str, bool]:
     return f"{starts}: {words}", all(abs(r - 1) < 0.1 for each in ratios.values() for r in each)
 
 
+def counted(results: Results, network: str) -> tuple[str, bool]:
+    """The paper's count by hand, done again, beside its totals; a total is printed to .01."""
+    rows = [r for r in results["rows"] if r["network"] == network and r["paper_count_MB"]]
+    off = [r["paper_with_weights_MB"] - r["paper_count_MB"] for r in rows]
+    words = f"the paper's totals minus ours are {min(off):+.3f} to {max(off):+.3f} MB at {len(off)} fractions"
+    return words, max(map(abs, off)) < 0.01
+
+
+def growth(results: Results, graph: str, draw: str) -> list[float]:
+    """What a layer multiplies the variance of path sampling by, least and most over the edges drawn at a vertex."""
+    factors = results["variance_factor_of_a_layer"]
+    found = [factors[f"{graph}, {draw}, {k} edges"] for k in results["config"]["samples"]]
+    return [min(found), max(found)]
+
+
 def path_variance(results: Results) -> tuple[str, bool]:
-    factors = {k: v for k, v in results["variance_factor_of_a_layer"].items() if "by messages" not in k}
-    independent = max(v for k, v in factors.items() if k.startswith("independent"))
-    interleaved = min(v for k, v in factors.items() if k.startswith("interleaved"))
+    (_, independent), (interleaved, _) = (growth(results, g, "uniform") for g in ("independent", "interleaved"))
     words = f"a layer multiplies it by at most {independent:.2f} and at least {interleaved:.2f}"
     return words, independent < 1.05 and interleaved > 1.2
+
+
+def by_messages(results: Results, graph: str) -> tuple[str, bool]:
+    """Growth of the variance by the messages of an earlier call, and uniformly; whether the former stops it."""
+    (low, high), (least, most) = (growth(results, graph, draw) for draw in ("by messages", "uniform"))
+    words = f"a layer multiplies it by {low:.2f} to {high:.2f}, where uniform draws have {least:.2f} to {most:.2f}"
+    return words, high < 1.05
 
 
 def flat_phase(results: Results) -> tuple[str, bool]:
