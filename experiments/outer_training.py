@@ -172,10 +172,12 @@ def rule_bed(length: int, judged: int) -> Bed:
     )
     learner = learned_rule(task.loss, length)
     problem = meta.inner_problem(task, learner, length, hint=1.0, held_out=0.0, hint_before=True)
-    keys = jax.random.split(jax.random.key(1000), judged)
-    one = lambda theta, key: jnp.mean(meta.evaluate(task, learner, theta, key, length)[:-1])
+
+    def judge(theta):
+        return jnp.mean(meta.evaluate(task, learner, theta, jax.random.key(1000), length, tasks=judged).mean[:-1])
+
     starts = {name: functools.partial(new_rule, rate) for name, rate in STARTS.items()}
-    return Bed(problem, starts, lambda theta: jnp.mean(jax.vmap(one, (None, 0))(theta, keys)))
+    return Bed(problem, starts, judge)
 
 
 def balance_bed() -> Bed:

@@ -41,6 +41,7 @@ from apgrad.meta._training import (
     train as train,
 )
 from apgrad.meta._unroll import (
+    Evaluation as Evaluation,
     Inner as Inner,
     Problem as Problem,
     WithPrior as WithPrior,

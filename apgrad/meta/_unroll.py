@@ -208,6 +208,13 @@ def objective(
     return jnp.sum(losses) + final(problem, theta, state), (losses, state)
 
 
+class Evaluation(NamedTuple):
+    """The mean of a measure over independent tasks and its standard error, each (steps + 1, *shape of the measure)."""
+
+    mean: jax.Array
+    standard_error: jax.Array
+
+
 def evaluate(
     task: Task,
     learner: Learner,
@@ -216,34 +223,57 @@ def evaluate(
     steps: int,
     measure: Callable[[Any, Any], jax.Array] | None = None,
     *,
+    tasks: int | None = 64,
     prior: Any = None,
-) -> jax.Array:
-    """How well one task is learned: a measure of the parameters before and after each step.
+) -> Any:
+    """How well tasks are learned: a measure of the parameters before and after each step, over independent tasks.
 
     Args:
       task: a family of tasks.
       learner: an inner learner.
       theta: the meta-parameters of the learner.
-      key: PRNG key of the task.
+      key: PRNG key of the tasks: the same key draws the same tasks for every learner.
       steps: number of inner steps.
       measure: `(params, held-out batch) -> number`; the task's loss if not given.
+      tasks: how many tasks are drawn, at least 2, by `jax.random.split(key, tasks)`; None for one task, that of `key`.
       prior: the parameters to start from; the task's prior draws them if not given.
 
     Returns:
-      The measures, (steps + 1,).
+      `(mean, standard_error)`, each (steps + 1,); with `tasks=None` the measures of the one task, (steps + 1,).
+
+    Raises:
+      ValueError: for a number of tasks that has no standard error.
+
+    Example:
+      >>> import jax, optax, apgrad as ap
+      >>> task = ap.meta.sinusoid(sizes=(1, 20, 1))
+      >>> sgd = ap.meta.optimizer(optax.sgd, task.loss)
+      >>> mean, error = ap.meta.evaluate(task, sgd, 0.01, jax.random.key(0), 5, tasks=8)
+      >>> mean.shape, error.shape, bool(mean[5] < mean[0])
+      ((6,), (6,), True)
     """
-    steps, keys = whole("steps", steps, 0), jax.random.split(key, 4)
-    drawn, measure = task.draw(keys[0]), measure or task.loss
-    params = task.prior(keys[1]) if prior is None else prior
-    judge = task.held_out(drawn, keys[3])
-    state = learner.init(theta, params, task.batch(drawn, keys[2]))
+    steps, measure = whole("steps", steps, 0), measure or task.loss
+    if tasks is not None:
+        whole("tasks", tasks, 2)
 
-    def step(carry, key):
-        params, state = learner.step(theta, carry[0], carry[1], task.batch(drawn, key))
-        return (params, state), measure(params, judge)
+    def one(key):
+        keys = jax.random.split(key, 4)
+        drawn = task.draw(keys[0])
+        params = task.prior(keys[1]) if prior is None else prior
+        judge = task.held_out(drawn, keys[3])
+        state = learner.init(theta, params, task.batch(drawn, keys[2]))
 
-    _, values = mplp.scan_steps(step, (params, state), jax.random.split(keys[2], steps))
-    return jnp.concatenate([measure(params, judge)[None], values])
+        def step(carry, key):
+            params, state = learner.step(theta, *carry, task.batch(drawn, key))
+            return (params, state), measure(params, judge)
+
+        _, values = mplp.scan_steps(step, (params, state), jax.random.split(keys[2], steps))
+        return jnp.concatenate([measure(params, judge)[None], values])
+
+    if tasks is None:
+        return one(key)
+    values = jax.vmap(one)(jax.random.split(key, tasks))
+    return Evaluation(jnp.mean(values, axis=0), jnp.std(values, axis=0, ddof=1) / tasks**0.5)
 
 
 def entropy_penalty(

@@ -75,7 +75,7 @@ def load_pretrained(name: str, x: jax.Array | None = None) -> Separable:
       >>> import jax, apgrad as ap
       >>> rule = ap.mplp.load_pretrained("sinusoid")
       >>> task = ap.meta.sinusoid()
-      >>> errors = ap.meta.evaluate(task, ap.meta.message_passing(task.network), rule, jax.random.key(0), 5)
+      >>> errors, _ = ap.meta.evaluate(task, ap.meta.message_passing(task.network), rule, jax.random.key(0), 5, tasks=8)
       >>> bool(errors[5] < errors[0] / 5)
       True
     """

@@ -178,7 +178,7 @@ def evaluation(
 
     @jax.jit
     def run(theta, prior):
-        one = lambda key: meta.evaluate(task, learner, theta, key, steps, measure, prior=prior)
+        one = lambda key: meta.evaluate(task, learner, theta, key, steps, measure, tasks=None, prior=prior)
         return jax.lax.map(one, keys, batch_size=10)
 
     return lambda theta, prior=None: np.asarray(run(theta, prior), np.float64)
@@ -206,7 +206,10 @@ def example(task: meta.Task, learner: meta.Learner, theta: Any, steps: int, prio
     def seen(params, batch):
         return jnp.stack([*(v[:, 0] for v in batch), task.network.predict(params, batch[0])[:, 0]])
 
-    run = jax.jit(lambda theta, prior: meta.evaluate(task, learner, theta, jax.random.key(2), steps, seen, prior=prior))
+    @jax.jit
+    def run(theta, prior):
+        return meta.evaluate(task, learner, theta, jax.random.key(2), steps, seen, tasks=None, prior=prior)
+
     found = np.asarray(run(theta, prior))
     return np.concatenate([found[0, :2], found[:, 2]])
 
