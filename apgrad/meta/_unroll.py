@@ -264,7 +264,7 @@ def evaluate(
         state = learner.init(theta, params, task.batch(drawn, keys[2]))
 
         def step(carry, key):
-            params, state = learner.step(theta, *carry, task.batch(drawn, key))
+            params, state = learner.step(theta, carry[0], carry[1], task.batch(drawn, key))
             return (params, state), measure(params, judge)
 
         _, values = mplp.scan_steps(step, (params, state), jax.random.split(keys[2], steps))
