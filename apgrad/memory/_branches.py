@@ -26,16 +26,15 @@ def randomized_cond(programs: Sequence[jaxprs.Program], plan: Callable[..., Memo
         if not chosen:
             functions = [lambda *values, p=p: evaluated(p, (*values, *p.consts)) for p in programs]
             return jax.lax.switch(index, functions, *operands), None
-        walk_key, draw_key = jax.random.split(key)
-        inputs = (walk_key, *operands)
-        plans = [plan(i, chosen, walk_key) for i in range(len(programs))]
+        inputs = (key, *operands)
+        plans = [plan(i, chosen, key) for i in range(len(programs))]
         outside = [_outside(p, len(inputs)) for p in plans]
 
         def run(i, key, inputs):
             outputs, memory = remember(plans[i], key, (*inputs, *programs[i].consts))
             return outputs, [m if at is None else None for m, at in zip(memory, outside[i], strict=True)]
 
-        stored = [jax.eval_shape(lambda *a, i=i: run(i, *a)[1], draw_key, inputs) for i in range(len(plans))]
+        stored = [jax.eval_shape(lambda *a, i=i: run(i, *a)[1], key, inputs) for i in range(len(plans))]
         layout, places = _layout([jax.tree.leaves(row) for row in stored])
 
         def branch(i, key, inputs):
@@ -44,10 +43,10 @@ def randomized_cond(programs: Sequence[jaxprs.Program], plan: Callable[..., Memo
             return outputs, jaxprs.place(jax.tree.leaves(kept), places[i], shared)
 
         functions = [lambda *a, i=i: branch(i, *a) for i in range(len(plans))]
-        outputs, shared = jax.lax.switch(index, functions, draw_key, inputs)
+        outputs, shared = jax.lax.switch(index, functions, key, inputs)
         used = sorted({at for row in outside for at in row if at is not None and at < len(inputs)})
         known = Traced(plans, outside, [jax.tree.structure(row) for row in stored], places, chosen)
-        return outputs, (index, draw_key, {str(at): inputs[at] for at in used}, shared, known)
+        return outputs, (index, key, {str(at): inputs[at] for at in used}, shared, known)
 
     def backward(memory, messages):
         answers: list[Any] = [None] * size

@@ -15,9 +15,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from apgrad._ground.keys import hashed
 from apgrad._ground.primitives import refuse_derivative
 from apgrad._programs import jaxprs
 from apgrad.memory._plan import BackwardStep, MemoryPlan
+from apgrad.memory._rounding import Rounding
 from apgrad.memory._samplers import Sampler
 
 _REASON = (
@@ -80,8 +82,10 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
         slots = {
             s: memory[s] for use in step.uses.values() for s in use.slots if made.slots[s].how in ("sampled", "bits")
         }
-        if slots:
+        if any(made.slots[s].how == "sampled" and not _rounds(made.slots[s].sampler) for s in slots):
             keys, slots, present = _together(keys, slots, present)
+        elif slots:
+            slots, present = jax.lax.optimization_barrier((slots, present))
         axis = _commutes(made, step)
         restored = {}
         for i, use in step.uses.items():
@@ -108,15 +112,19 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
 
 
 def _keys(made: MemoryPlan, key: jax.Array) -> jax.Array:
-    """A key for each slot, all made at once: a compiler takes as long for one key as for hundreds."""
-    return jax.random.split(key, max(1, len(made.slots)))
+    """A key for each slot, all made at once."""
+    return hashed(key, jnp.arange(len(made.slots)))
+
+
+def _rounds(sampler: Sampler) -> bool:
+    return isinstance(sampler, Rounding)
 
 
 # Jitted, so that arrays of one shape are traced once: a deep network has hundreds of them.
 @functools.partial(jax.jit, static_argnums=0)
 def _kept(sampler: Sampler, key: jax.Array, value: jax.Array) -> Any:
-    """The sampler's memory of a value, drawn when the value is there."""
-    return sampler.keep(*_together(key, value))
+    """The sampler's memory of a value, drawn when the value is there; rounding draws no array of its own."""
+    return sampler.keep(key, value) if _rounds(sampler) else sampler.keep(*_together(key, value))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 5))

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from apgrad._ground.arguments import number
-from apgrad._ground.keys import again, require_key
+from apgrad._ground.keys import again, hashed, require_key
 from apgrad._ground.propagator import Propagator, node
 from apgrad._programs import jaxprs
 from apgrad.memory._branches import randomized_cond
@@ -27,6 +27,7 @@ from apgrad.memory._plan import MemoryPlan, make_plan
 from apgrad.memory._samplers import FACTORIES, Rounding, Sampler, nbytes, require_sampler, rounding
 from apgrad.memory._slots import Coefficient, SlotForm, fitted, is_view
 
+_NESTED = 2**29  # where the numbers of nested programs' keys begin, after those of the slots
 Choice = Callable[[Coefficient], Sampler | None]
 
 
@@ -210,10 +211,9 @@ class _StretchWalk:
             chosen = differentiated(inputs, perturbed[1:])
             if not chosen:
                 return evaluated(program, inputs), None
-            walk_key, draw_key = jax.random.split(key)
-            made = self.plan(make or self.make, program, flags, chosen, where, count, walk_key)
-            outputs, memory = remember(made, draw_key, (walk_key, *inputs))
-            return outputs, (memory, draw_key, Traced(made, chosen))
+            made = self.plan(make or self.make, program, flags, chosen, where, count, key)
+            outputs, memory = remember(made, key, (key, *inputs))
+            return outputs, (memory, key, Traced(made, chosen))
 
         def backward(memory, messages):
             answers: list[Any] = [None] * len(flags)
@@ -272,7 +272,7 @@ class _StretchWalk:
             if inside.kind in ("custom", "while"):
                 return map(_other, jaxprs.caller(eqn)(*values))
             label = jaxprs.join(where, jaxprs.scope(eqn), f"{inside.kind}{(number := next(numbers))}")
-            return map(_other, self._enter(eqn, inside, values, live, jax.random.fold_in(key, number), label, count))
+            return map(_other, self._enter(eqn, inside, values, live, hashed(key, _NESTED + number), label, count))
 
         def apply(eqn, pairs):
             # Scopes are names of the coefficients.
@@ -288,7 +288,7 @@ class _StretchWalk:
             # Constants and inputs of the steps stay where they are, states do not.
             flags = [flag and not consts <= i < consts + carry for i, flag in enumerate(live)]
             body = self.stretch(inside.jaxprs[0], flags, label, count * inside.length)
-            function = lambda step, *inputs: body(jax.random.fold_in(key, step), *inputs)
+            function = lambda step, *inputs: body(hashed(key, step), *inputs)
             return jaxprs.rebuild(eqn, inside, [function], values)
         if inside.kind == "cond":
 

@@ -1,12 +1,13 @@
 """Stochastic rounding: every entry is rounded up or down to a coarse grid, at random so that the mean is right.
 
-The entries of a group share a grid: an offset and a scale in bfloat16, and a power of two that multiplies the group, so
-that entries of any size that their dtype can hold are rounded alike. An entry that is not finite is NaN again, and does
-not disturb its group: in a group that has one, the last code stands for NaN and the grid has one point less. (1 bit has
-no code to spare: such a group is NaN as a whole.)
+The entries of a group share a grid, an offset and a scale: the upper halves of two floating-point numbers, in one word.
+The scale's sign bit says that an entry is not finite. Such an entry is NaN again and does not disturb its group: the
+last code stands for NaN there, and the grid has one point less. (1 bit has no code to spare: such a group is NaN as a
+whole.) The scale's last bit says that the group has very large entries and was divided by 2^8 first.
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -15,10 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from apgrad._ground.arguments import whole
+from apgrad._ground.keys import hashed
 
 GROUP = 128
-_LARGEST_POWER = 63
-_SPOILT = np.int8(-128)  # the bit of a power that tells of an entry that is not finite
+_DIVISOR = 2.0**8  # of groups with entries so large that a difference or a step outwards might not be finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,93 +30,78 @@ class Rounding:
     group: int
 
     def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> tuple[jax.Array, ...]:
-        """The codes, packed into bytes, and offset, scale and power of each group.
-
-        A group is divided by a power of two first, so that what is computed and stored is neither too small nor too
-        large for float32 and bfloat16, whatever the array's dtype holds.
-        """
+        """The codes, packed into bytes, and a word for the grid of each group."""
         del axis
         if self.bits == 32:
             return (x,)
-        groups, power, bad = self._groups(x)
-        spoilt = jnp.any(bad, 1)
-        low, scale = self._grid(groups, spoilt)
+        places, _, word, bad = self._on_grid(x)
         most = 2**self.bits - 1
-        # Up with the probability that is the fraction. The uniform number is a byte of its own for each entry (half a
-        # byte for 1 bit), and below it bits that the group shares: each alone is uniform, and a word serves four.
-        share, parts = 8 // self.bits, max(4, 8 // self.bits)
-        words = jax.random.bits(key, (len(groups), groups.shape[1] // parts + 1), jnp.uint32)
-        below = ((words[:, -1:] >> 17).astype(groups.dtype) + 0.5) * 2.0**-15
-        inverse = 1 / jnp.where(scale > 0, scale, 1)
-        size, codes = groups.shape[1] // parts, []
-        # Part by part: the compiler makes vector code of slices, of reshaped arrays it does not.
-        for i in range(parts):
-            own = (words[:, :-1] >> (32 // parts * i)) & (2 ** (32 // parts) - 1)
-            noise = (own.astype(jnp.int32).astype(groups.dtype) + below) * 2.0 ** -(32 // parts)
-            places = (groups[:, i * size : (i + 1) * size] - low) * inverse
-            rounded = jnp.clip((places + noise).astype(jnp.int32), 0, most - spoilt[:, None].astype(jnp.int32))
-            codes.append(jnp.where(bad[:, i * size : (i + 1) * size], most, rounded))
-        columns = [
-            sum(c << (self.bits * j) for j, c in enumerate(codes[i :: parts // share])) for i in range(parts // share)
-        ]
-        packed = jnp.concatenate(columns, 1).astype(jnp.uint8)
-        power = jnp.where(spoilt, power ^ _SPOILT, power)
-        return packed, low[:, 0].astype(jnp.bfloat16), scale[:, 0].astype(jnp.bfloat16), power
+        rounded = (places + uniform(key, places.shape, places.dtype)).astype(jnp.int32)
+        codes = jnp.where(bad, most, jnp.minimum(rounded, self._points(word))).astype(jnp.uint8)
+        return packed(codes, self.bits), word[:, 0]
 
     def restore(
         self, key: jax.Array, memory: tuple[jax.Array, ...], like: jax.ShapeDtypeStruct, axis: int = -1
     ) -> jax.Array:
-        """Offset plus code times scale, times the power; the last point of the grid is cut to what is finite."""
+        """Offset plus code times scale; the last point of the grid is cut to what is finite."""
         del key, axis
         if self.bits == 32:
             return memory[0]
-        packed, low, scale, power = memory
-        dtype = wide(like.dtype)
-        most = 2**self.bits - 1
-        codes = jnp.concatenate([(packed >> (i * self.bits)) & most for i in range(8 // self.bits)], 1)
-        spoilt = jnp.abs(power.astype(jnp.int32)) > _LARGEST_POWER
-        power = jnp.where(spoilt, power ^ _SPOILT, power)
-        values = low.astype(dtype)[:, None] + codes.astype(dtype) * scale.astype(dtype)[:, None]
-        factor = _factor(power, dtype)[:, None]
-        limit = jnp.asarray(jnp.finfo(like.dtype).max, dtype) / factor
-        bad = spoilt[:, None] & ((codes == most) | (self.bits == 1))
-        values = jnp.where(bad, jnp.asarray(jnp.nan, dtype), jnp.clip(values, -limit, limit) * factor)
+        codes = unpacked(memory[0], self.bits)
+        low, scale, large, spoilt = _grid_of(memory[1][:, None])
+        limit = float(jnp.finfo(like.dtype).max)
+        limit = jnp.where(large, limit / _DIVISOR, limit).astype(low.dtype)
+        values = jnp.clip(low + codes.astype(low.dtype) * scale, -limit, limit)
+        values = values * jnp.where(large, _DIVISOR, 1.0).astype(low.dtype)
+        bad = spoilt if self.bits == 1 else spoilt & (codes == 2**self.bits - 1)
+        values = jnp.where(bad, jnp.asarray(jnp.nan, low.dtype), values)
         return values.reshape(-1)[: math.prod(like.shape)].reshape(like.shape).astype(like.dtype)
-
-    def _groups(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Rows whose largest entries are neither tiny nor huge; k for each: they are to be times 2^(16 k); what is bad.
-
-        In the rows, zeros stand for what is bad, that is not finite.
-        """
-        flat = x.reshape(-1).astype(wide(x.dtype))
-        group = min(self.group, -(-flat.size // 8) * 8)
-        rows = jnp.pad(flat, (0, -flat.size % group), mode="edge").reshape(-1, group)
-        bad = ~jnp.isfinite(rows)
-        rows = jnp.where(bad, jnp.zeros((), rows.dtype), rows)
-        exponent = jnp.frexp(jnp.max(jnp.abs(rows), 1))[1]
-        # The factor and its inverse must be numbers of the type.
-        most = _LARGEST_POWER if rows.dtype == jnp.float64 else 7
-        power = jnp.clip(jnp.floor_divide(exponent, 16), -most, most).astype(jnp.int8)
-        return rows * _factor(-power, rows.dtype)[:, None], power, bad
-
-    def _grid(self, groups: jax.Array, spoilt: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Offset and scale as they are stored: rounded outwards, so that the grid covers the group."""
-        low, high = jnp.min(groups, 1, keepdims=True), jnp.max(groups, 1, keepdims=True)
-        low = _bfloat16(low - jnp.abs(low) * jnp.where(low == _bfloat16(low), 0.0, 2.0**-8).astype(low.dtype))
-        scale = (high - low) / jnp.maximum(2**self.bits - 1 - spoilt[:, None].astype(low.dtype), 1)
-        return low, _bfloat16(scale * jnp.where(scale == _bfloat16(scale), 1.0, 1 + 2.0**-7).astype(low.dtype))
 
     def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
         """scale^2 p (1 - p), with p the probability of rounding up."""
         del axis
         if self.bits == 32:
             return jnp.zeros_like(x)
-        groups, power, bad = self._groups(x)
-        low, scale = self._grid(groups, jnp.any(bad, 1))
-        up = (groups - low) / jnp.where(scale > 0, scale, 1) % 1
-        spread = (scale * _factor(power, groups.dtype)[:, None]) ** 2 * up * (1 - up)
-        spread = jnp.where(bad, jnp.asarray(jnp.nan, spread.dtype), spread)
+        places, scale, _, bad = self._on_grid(x)
+        up = places % 1
+        spread = jnp.where(bad, jnp.asarray(jnp.nan, places.dtype), scale**2 * up * (1 - up))
         return spread.reshape(-1)[: x.size].reshape(x.shape).astype(x.dtype)
+
+    def _points(self, word: jax.Array) -> jax.Array:
+        """The number of the last point of each group's grid."""
+        return 2**self.bits - 1 - _grid_of(word)[3].astype(jnp.int32)
+
+    def _on_grid(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Places on the grid, (groups, entries), the grids' scales and words, (groups, 1), and what is not finite.
+
+        Offset and scale are rounded outwards, so that the grid covers the group.
+        """
+        flat = x.reshape(-1).astype(wide(x.dtype))
+        group = min(self.group, -(-flat.size // 8) * 8)
+        if flat.size % group:
+            flat = jax.lax.pad(flat, flat[-1], [(0, -flat.size % group, 0)])
+        rows = flat.reshape(-1, group)
+        bad, limits = ~jnp.isfinite(rows), jnp.finfo(rows.dtype)
+        # A mean is infinite or NaN if an entry is, and a product with a vector is the cheapest mean.
+        spoilt = ~jnp.isfinite(rows @ jnp.full((group, 1), 1 / group, rows.dtype))
+        rows = jnp.where(bad, jnp.zeros((), rows.dtype), rows)
+        low, high = jnp.min(rows, 1, keepdims=True), jnp.max(rows, 1, keepdims=True)
+        large = jnp.maximum(high, -low) > float(limits.max) / _DIVISOR
+        factor = _divided(large, rows.dtype)
+        integer, half = _word(rows.dtype)
+        bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=integer)
+        number = functools.partial(jax.lax.bitcast_convert_type, new_dtype=rows.dtype)
+        ones = 2 ** (limits.nmant - 7) - 1  # the bits below a bfloat16's
+        offset = bits(low * factor)  # to which a negative number's last bits add: away from zero
+        offset = (offset + jnp.where(low < 0, ones, 0).astype(integer)) & ~ones
+        points = jnp.maximum(2**self.bits - 1 - spoilt.astype(rows.dtype), 1)
+        scale = jnp.maximum((high * factor - number(offset)) / points, float(limits.tiny))
+        scale = (bits(scale) + 2 * ones + 1) & ~(2 * ones + 1)
+        word = offset | jax.lax.shift_right_logical(scale, jnp.asarray(half, integer)) | large.astype(integer)
+        word = jax.lax.optimization_barrier(word | (spoilt.astype(integer) << (half - 1)))
+        low, scale, large, _ = _grid_of(word)
+        factor = _divided(large, rows.dtype)
+        return (rows * factor - low) / scale, scale / factor, word, bad
 
 
 def rounding(bits: int = 4, *, group: int = GROUP) -> Rounding:
@@ -123,7 +109,7 @@ def rounding(bits: int = 4, *, group: int = GROUP) -> Rounding:
 
     Args:
       bits: 8, 4, 2 or 1; 32 keeps the array as it is.
-      group: how many entries share an offset, a scale and a power of two (five bytes); a multiple of 8.
+      group: how many entries share an offset and a scale (four bytes, eight of float64); a multiple of 8.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -141,8 +127,18 @@ def rounding(bits: int = 4, *, group: int = GROUP) -> Rounding:
     return Rounding(bits, group)
 
 
-def _bfloat16(x: jax.Array) -> jax.Array:
-    return x.astype(jnp.bfloat16).astype(x.dtype)
+def packed(codes: jax.Array, bits: int) -> jax.Array:
+    """Codes of some bits, (rows, entries), in bytes: each byte has a code of each of 8 / bits parts of a row."""
+    size = codes.shape[1] * bits // 8
+    codes = jax.lax.optimization_barrier(codes) if bits < 8 else codes  # or they are made anew for each part
+    parts = [codes[:, i * size : (i + 1) * size] << (i * bits) for i in range(8 // bits)]
+    return functools.reduce(jnp.bitwise_or, parts)
+
+
+def unpacked(packed: jax.Array, bits: int) -> jax.Array:
+    """The codes that `packed` packed."""
+    shifts = np.repeat(np.arange(0, 8, bits, dtype=np.uint8), packed.shape[1])
+    return (jnp.concatenate([packed] * (8 // bits), 1) >> shifts) & (2**bits - 1) if bits < 8 else packed
 
 
 def wide(dtype: Any) -> Any:
@@ -150,6 +146,38 @@ def wide(dtype: Any) -> Any:
     return jnp.float64 if jnp.dtype(dtype) == jnp.float64 else jnp.float32
 
 
-def _factor(power: jax.Array, dtype: Any) -> jax.Array:
-    """2^(16 power), exactly."""
-    return jnp.ldexp(jnp.ones((), dtype), 16 * power.astype(jnp.int32))
+def _word(dtype: Any) -> tuple[Any, int]:
+    """The integers of a floating-point type's width, and half of it."""
+    return (jnp.int64, 32) if jnp.dtype(dtype) == jnp.float64 else (jnp.int32, 16)
+
+
+def _grid_of(word: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Offset, scale, whether the group was divided, and whether an entry is not finite."""
+    dtype, half = (jnp.float64, 32) if word.dtype == jnp.int64 else (jnp.float32, 16)
+    ones, number = 2**half - 1, functools.partial(jax.lax.bitcast_convert_type, new_dtype=dtype)
+    signed = word << half
+    scale = number(signed & (2 ** (2 * half - 1) - 2 ** (half + 1)))
+    return number(word & ~ones), scale, word & 1 == 1, signed < 0
+
+
+def _divided(large: jax.Array, dtype: Any) -> jax.Array:
+    return jnp.where(large, 1 / _DIVISOR, 1.0).astype(dtype)
+
+
+def uniform(key: jax.Array, shape: tuple[int, int], dtype: Any) -> jax.Array:
+    """Uniform numbers in (0, 1), of which any two are independent but for their last bits.
+
+    A row has a random word and a column has one. The sum of a row's and a column's word is uniform, and the sums of two
+    places are independent: so the variance of all that is linear in what is rounded is the one of independent numbers.
+    A permutation of the sum's upper 16 bits breaks what relates four places (simple tabulation, Patrascu & Thorup,
+    "The power of simple tabulation hashing", 2012). Below these bits stand some that all numbers share.
+    """
+    rows, columns = shape
+    size = jax.random.key_data(key).size
+    words = jax.random.key_data(hashed(key, jnp.arange(-(-(rows + columns + 1) // size)))).reshape(-1)
+    bits = ((words[1 : rows + 1, None] + words[rows + 1 : rows + columns + 1]) >> 16).astype(jnp.uint16)
+    for shift, factor in ((8, 0x88B5), (7, 0xDB2D)):
+        bits = (bits ^ (bits >> shift)) * jnp.uint16(factor)
+    bits = bits ^ (bits >> 9)
+    below = ((words[0] >> 25).astype(dtype) + 0.5) * 2.0**-7
+    return (bits.astype(dtype) + below) * 2.0**-16

@@ -110,7 +110,7 @@ def nbytes(sampler: Sampler, like: Any, axis: int = -1) -> int:
       >>> import jax, jax.numpy as jnp, apgrad as ap
       >>> x = jax.ShapeDtypeStruct((100, 128), jnp.float32)
       >>> ap.memory.nbytes(ap.memory.rounding(bits=4), x), 4 * x.size
-      (6900, 51200)
+      (6800, 51200)
     """
     return _nbytes(sampler, like.shape, like.dtype, axis)
 

@@ -200,7 +200,7 @@ class SlotMaker:
         """How a variable is remembered if it is not sampled, see `Slot`."""
         if var in self.live:
             return "live"
-        if var.aval.dtype == jnp.bool_ and var.aval.size >= 64:
+        if var.aval.dtype == jnp.bool_ and var.aval.size >= 1024:
             return "bits"
         return "nested" if var in self.maker and jaxprs.nested(self.maker[var]) is not None else "exact"
 

@@ -140,6 +140,13 @@ def test_a_loop_is_planned_in_time_that_is_linear_in_its_depth(options, monkeypa
     assert len(planned) == 4 and max(planned.values()) <= 4 * once
 
 
+def test_rounding_is_compiled_without_threefry():
+    """Which takes a compiler longer than the rest of a rounding, once for each array."""
+    xs = normal(3, 6, 16, 8)
+    gradient = jax.jit(jax.grad(ap.randomize(rnn, R.rounding(4)), argnums=1))
+    assert "threefry" not in gradient.lower(KEY, (normal(1, 8, 64), normal(2, 64, 64)), xs).as_text()
+
+
 def test_steps_and_keys_are_fresh():
     # The carry is no live argument: give the steps something to sample that is the same in each.
     def same(w, x):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import apgrad as ap
+from apgrad.memory import _rounding
 
 R = ap.memory
 SAMPLERS = {
@@ -87,8 +88,8 @@ def test_other_dtypes_and_transformations():
 
 def test_bytes():
     x = jax.ShapeDtypeStruct((100, 128), jnp.float32)
-    assert R.nbytes(R.rounding(8), x) == 12800 + 500
-    assert R.nbytes(R.rounding(2), x) == 3200 + 500
+    assert R.nbytes(R.rounding(8), x) == 12800 + 400
+    assert R.nbytes(R.rounding(2), x) == 3200 + 400
     assert R.nbytes(R.stratified(0.1), x) == 100 * 13 * 4
     assert R.nbytes(R.heavy(0.1), x) == 100 * 13 * 4 + 100 * 7
 
@@ -100,6 +101,35 @@ def test_rounding_stays_within_a_step():
         groups = jnp.pad(x, (0, -x.size % 16), mode="edge").reshape(-1, 16)
         step = (groups.max(1) - groups.min(1) + 2.0**-6 * jnp.abs(groups).max(1)) / (2**bits - 1)
         assert np.all(np.abs(found - x) <= 1.01 * np.repeat(step, 16)[: x.size])
+
+
+def test_of_two_places_the_numbers_that_round_are_independent():
+    """In 16 even cells; of neighbours in a row and a column, and of places that share neither."""
+    shape, draws = (32, 8), 4096
+    places = [(0, 0), (0, 1), (1, 0), (1, 1), (31, 7), (30, 7)]
+
+    @jax.jit
+    def draw(keys):
+        numbers = jax.vmap(lambda key: jnp.stack([_rounding.uniform(key, shape, jnp.float32)[p] for p in places]))(keys)
+        quarters = (numbers * 4).astype(jnp.int32)
+        return numbers, [[jnp.bincount(4 * a + b, length=16) for b in quarters.T] for a in quarters.T]
+
+    numbers, counts = draw(jax.random.split(jax.random.key(0), draws))
+    assert numbers.min() > 0 and numbers.max() < 1
+    for i, row in enumerate(counts):
+        for j, found in enumerate(row):
+            if i != j:  # chi-square of 15 degrees of freedom; 15 pairs
+                assert np.sum((np.asarray(found) - draws / 16) ** 2) / (draws / 16) < 45, (places[i], places[j])
+
+
+def test_sums_of_what_is_rounded_vary_as_sums_of_independent_numbers():
+    """Of equal entries halfway between two points; the kurtosis too is near a normal distribution's."""
+    x = jnp.full((64, 128), 0.5).at[:, 0].set(0.0).at[:, 1].set(255.0)
+    sums = np.asarray(estimates(R.rounding(8), x, -1).sum((1, 2)), np.float64)
+    variance = 64 * 126 / 4
+    spread = (sums - 64 * (126 * 0.5 + 255)) ** 2 / variance
+    assert abs(spread.mean() - 1) < 5 * np.sqrt(2 / DRAWS)
+    assert np.mean(spread**2) < 3.6
 
 
 @pytest.mark.parametrize("bad", [0, -1, 1.5, float("nan"), True, "0.5"])
