@@ -58,6 +58,7 @@ class Method(NamedTuple):
       estimator: of each random choice.
       cross_fit: of `ap.expectation`.
       adaptive: weigh by the moments of earlier calls, `ap.adaptive`.
+      by_state: its option.
       clip: the largest norm of a gradient; 0 for any.
       segment: the number of steps after which the gradient stops; 0 for none.
       colour: of its curves.
@@ -73,6 +74,7 @@ class Method(NamedTuple):
     colour: str = "black"
     lanes: float = 0
     multilevel: bool = False
+    by_state: bool = False
 
 
 INVERSE = ap.weights.inverse_variance()
@@ -177,7 +179,7 @@ def program(method: Method, task: str, horizon: int) -> Callable[[ap.Tape, nnx.M
 def gradients(method: Method, program: Callable[..., ap.Tape], lanes: int) -> ap.Adaptive:
     """The method's gradients as `ap.adaptive` has them; the state is empty for all that are not adaptive."""
     if method.adaptive:
-        return ap.adaptive(program, lanes, check_nan=False)
+        return ap.adaptive(program, lanes, by_state=method.by_state, check_nan=False)
     if method.multilevel:
         return ap.multilevel(ap.value_and_grad(program, lanes, check_nan=False))
     function = ap.value_and_grad(program, lanes, cross_fit=method.cross_fit, check_nan=False)

@@ -15,6 +15,13 @@ has not: `experiments.contact`). So the gradient is unbiased if the call's key i
 into the state and the parameters. A key that is used twice makes weights and samples depend on each other, and the
 gradient is biased.
 
+*By state.* With `by_state=True` each part of the state space has weights of its own (`mixing/_cells.py`), as gradients
+may explode in one part alone. A node sees its own variance, and not what cancels between nodes, so that
+reparameterization may be better after all. Hence a *guard*: messages go back twice, with these weights and by
+reparameterization alone, and the gradient is the one that was better in earlier calls, by |g(k) - g(k-1)|^2, which is
+on average twice the variance. Its mean over the window leaves out the largest one of `RARE`: of two hundred changes the
+two of one explosion, which would spoil one step, while the likelihood ratio's noise is in all of them.
+
 *What it is slow at.* Where gradients exploded in earlier calls and do not any more, the likelihood ratio keeps its
 weight until the explosion has left the window, after one or two windows of calls, and node by node somewhat longer,
 since what a node sees depends on the weights of the nodes behind it. Meanwhile the variance is nearer to the likelihood
@@ -46,8 +53,10 @@ from apgrad.expectations._expectation import (
 )
 from apgrad.expectations._ledger import Ledger, TapePlan, differs
 from apgrad.expectations.mixing import _moments as moments
+from apgrad.expectations.mixing._cells import CELLS
 
 SHORTER = 10  # how many times shorter the second window is
+RARE = 100  # the guard leaves out one call of so many
 
 
 class AdaptiveState(NamedTuple):
@@ -55,12 +64,26 @@ class AdaptiveState(NamedTuple):
 
     Attributes:
       moments: means over a short window and a long one, each of the block of calls before and the current block,
-        float32 (2, 2, visits, 5).
+        float32 (2, 2, visits, cells, 5).
       count: how many calls there were, an int32 scalar.
+      last: with `by_state`, the last call's gradients by reparameterization alone and by the weights, a pytree like the
+        gradient with a first axis (2,); else None.
+      changes: with `by_state`, log |g(k) - g(k-1)|^2 of both in the window's calls, float32 (window, 2), NaN where
+        there was none yet; else None.
     """
 
     moments: jax.Array
     count: jax.Array
+    last: Any = None
+    changes: Any = None
+
+    @property
+    def guarded(self) -> jax.Array:
+        """With `by_state`, whether the next call takes reparameterization alone, a Boolean scalar."""
+        calls = jnp.sum(~jnp.isnan(self.changes[:, 0]))
+        left = jnp.arange(len(self.changes)) < calls - calls // RARE
+        sizes = jax.nn.logsumexp(jnp.where(left[:, None], jnp.sort(self.changes, axis=0), -jnp.inf), axis=0)
+        return sizes[0] < sizes[1]
 
 
 class Adaptive(NamedTuple):
@@ -82,6 +105,7 @@ def adaptive(
     argnums: int | Sequence[int] = 1,
     *,
     window: int = 200,
+    by_state: bool = False,
     has_aux: bool = False,
     check_nan: bool = True,
 ) -> Adaptive:
@@ -93,6 +117,9 @@ def adaptive(
       lanes: as in `expectation`, at least 2.
       argnums: which arguments to differentiate: 1 is the program's first one, as in `value_and_grad`.
       window: how many calls are remembered for sure; all are forgotten after twice as many.
+      by_state: give each part of a node's state space weights of its own, and take reparameterization alone where that
+        was better in earlier calls. For gradients that explode in a part of the state space. A call takes the reverse
+        pass twice, and the state keeps two gradients.
       has_aux: as in `expectation`.
       check_nan: as in `expectation`.
 
@@ -123,8 +150,9 @@ def adaptive(
       >>> carry = theta, objective.init(keys[0], theta), optimizer.init(theta)
       >>> (theta, state, _), values = jax.lax.scan(train, carry, keys[1:])
       >>> bool(abs(theta - 0.2) < 0.05), state.moments.shape
-      (True, (2, 2, 5, 5))
+      (True, (2, 2, 5, 1, 5))
     """
+    cells = CELLS if by_state else 1
     window = whole("window, a number of calls,", window)
     lanes, lengths = require_program(program, lanes), np.array([max(1, window // SHORTER), window], np.int32)
     several, numbers = argument_numbers(argnums)
@@ -132,55 +160,85 @@ def adaptive(
     def differentiate(key, state, args, kwargs):
         key = require_key("the first argument", key)
         require_differentiable(argnums, args)
-        plan, counted = make_plan(program, TapePlan(lanes, sites=()), has_aux, key, args, kwargs)
+        plan, counted = make_plan(program, TapePlan(lanes, sites=(), cells=cells), has_aux, key, args, kwargs)
         slots = sum(plan.sites or ())
         if not slots:
             trouble = f"{counted.sites[0]} is never visited" if counted.sites else "no node of the program has a mixer"
             raise ValueError(
                 f"{trouble}: ap.adaptive weighs mixers, as ap.total_propagation() is. Use ap.value_and_grad"
             )
-        if state is not None and jnp.shape(state.moments) != (2, 2, slots, ROW):
+        if state is not None and jnp.shape(state.moments) != (2, 2, slots, cells, ROW):
             raise ValueError(
                 f"the state has moments of shape {jnp.shape(state.moments)}, and this program with these arguments "
-                f"needs (2, 2, {slots}, {ROW}), a row for each visit of a mixer. Make the state with init for these "
-                "arguments."
+                f"needs (2, 2, {slots}, {cells}, {ROW}), rows for each visit of a mixer. Make the state with init for "
+                "these arguments."
             )
-        _, weights, sent = visits(plan.sites or ())
-        given = {}
-        if state is not None:
-            given[weights] = moments.cautious(*jax.vmap(moments.weights)(_means(state, lengths)))
+        _, weights, sent = visits(plan)
 
-        def objective(chosen, rows):
+        def objective(chosen, rows, given):
             inputs, ledger = place(chosen, [n - 1 for n in numbers], args), Ledger(first=counted)
             tape, aux = run_program(program, ledger, plan, has_aux, key, inputs, kwargs, {**given, sent: rows})
             if ledger.sites != counted.sites:
                 raise differs(f"the mixers were {counted.sites}, then {ledger.sites}")
             return jnp.mean(refuse_nan(tape._total) if check_nan else tape._total), aux
 
-        zeros = jnp.zeros(sent.shape, plan.dtype)
-        value, pullback, aux = jax.vjp(objective, [args[n - 1] for n in numbers], zeros, has_aux=True)
-        gradients, rows = pullback(jnp.ones_like(value))
-        gradient = tuple(gradients) if several else gradients[0]
-        return (value, aux) if has_aux else value, gradient, rows.astype(jnp.float32)
+        def once(given):
+            zeros = jnp.zeros(sent.shape, plan.dtype)
+            inputs = [args[n - 1] for n in numbers]
+            value, pullback, aux = jax.vjp(lambda *x: objective(*x, given), inputs, zeros, has_aux=True)
+            return value, aux, pullback(jnp.ones_like(value))
+
+        if state is None:
+            value, aux, (gradients, rows) = once({})
+        else:
+            weighed = moments.cautious(*jax.vmap(moments.weights)(*_means(state, lengths, lanes)))
+            if by_state:
+                plain = jnp.broadcast_to(jnp.array([1, 0, 1, 0], weighed.dtype), weighed.shape)
+                value, aux, (gradients, rows) = jax.vmap(once)({weights: jnp.stack([plain, weighed])})
+                value, aux, rows = jax.tree.map(lambda x: x[0], (value, aux, rows[1:]))
+            else:
+                value, aux, (gradients, rows) = once({weights: weighed})
+        return (value, aux) if has_aux else value, gradients, rows.astype(jnp.float32)
 
     def init(key, *args, **kwargs):
-        _, _, rows = differentiate(key, None, args, kwargs)
-        return AdaptiveState(
-            jnp.broadcast_to(jnp.stack([jnp.zeros_like(rows), rows]), (2, 2, *rows.shape)), jnp.int32(1)
-        )
+        _, gradients, rows = differentiate(key, None, args, kwargs)
+        found = jnp.broadcast_to(jnp.stack([jnp.zeros_like(rows), rows]), (2, 2, *rows.shape))
+        if not by_state:
+            return AdaptiveState(found, jnp.int32(1))
+        last = jax.tree.map(lambda g: jnp.stack([g, g]), gradients)
+        return AdaptiveState(found, jnp.int32(1), last, jnp.full((window, 2), jnp.nan, jnp.float32))
 
     def value_and_grad(key, state, *args, **kwargs):
         if not isinstance(state, AdaptiveState):
             raise TypeError(f"value_and_grad takes (key, state, *args), and the state is from init; got {type(state)}")
-        value, gradient, rows = differentiate(key, state, args, kwargs)
+        value, gradients, rows = differentiate(key, state, args, kwargs)
         remembered = jax.vmap(moments.remember, (0, None, 0))(state.moments, rows, state.count % lengths)
-        return value, gradient, AdaptiveState(remembered, state.count + 1)
+        after = AdaptiveState(remembered, state.count + 1)
+        if by_state:
+            change = _log_square(jax.tree.map(jnp.subtract, gradients, state.last))
+            # The gradient of init has other weights.
+            changes = state.changes.at[(state.count - 1) % window].set(jnp.where(state.count > 1, change, jnp.nan))
+            after = after._replace(last=gradients, changes=changes)
+            gradients = jax.tree.map(lambda g: jnp.where(state.guarded, *g), gradients)
+        return value, tuple(gradients) if several else gradients[0], after
 
     return Adaptive(init, value_and_grad)
 
 
-def _means(state, lengths):
-    """The mean of the rows in each window, (2, visits, 5)."""
+def _means(state, lengths, lanes):
+    """The mean of the rows in each window, (2, visits, cells, 5), and how many lanes it is of, (2,)."""
     current = (state.count - 1) % lengths + 1
     shares = (current / (lengths + current)).astype(jnp.float32)
-    return jax.vmap(moments.average)(state.moments[:, 0], state.moments[:, 1], shares)
+    means = jax.vmap(moments.average)(state.moments[:, 0], state.moments[:, 1], shares)
+    return means, lanes * jnp.minimum(state.count, lengths + current)
+
+
+def _log_square(trees):
+    """The logarithm of the square of each of the gradients, float32 (2,); infinite where it is not finite."""
+    rows = [jnp.abs(x).reshape(len(x), -1).astype(jnp.float32) for x in jax.tree.leaves(trees)]
+    rows = jnp.concatenate(rows, axis=1)
+    largest = jnp.max(rows, axis=1, initial=0)
+    usable = jnp.isfinite(largest) & (largest > 0)
+    scale = jnp.where(usable, largest, 1)
+    found = jnp.log(jnp.sum((rows / scale[:, None]) ** 2, axis=1)) + 2 * jnp.log(scale)
+    return jnp.where(usable, found, jnp.where(largest == 0, -jnp.inf, jnp.inf))

@@ -18,11 +18,11 @@ from jax import lax
 from apgrad._ground.primitives import mark, zero_with_gradient
 from apgrad.expectations._data_axis import per_lane
 from apgrad.expectations._lanes import donors, mean_of_others
-from apgrad.expectations._ledger import Mark, differs
+from apgrad.expectations._ledger import Mark, TapePlan, differs
 from apgrad.expectations._ports import BASELINED, CONSTANT, PLAIN, RAW, STANDARDIZED, Port, dice
 from apgrad.expectations._tape import Tape
 
-ROW = 5  # numbers that a mixer sends to `ap.adaptive` at each visit
+ROW = 5  # numbers that a mixer sends to `ap.adaptive` at each visit, for each cell of its inputs
 
 
 def credit(
@@ -150,25 +150,26 @@ class Visits(NamedTuple):
     """The ports of `ap.adaptive`, for a program whose mixers are visited `slots` times."""
 
     counts: Port  # how often each site has drawn a sample so far, (sites,)
-    weights: Port  # the mixers' weights, a row for each visit of each site, (slots, 4)
-    rows: Port  # what mixers saw at their visits, (slots, 5): messages to the first tape
+    weights: Port  # the mixers' weights, for each visit of each site and each cell, (slots, cells, 4)
+    rows: Port  # what mixers saw at their visits, (slots, cells, 5): messages to the first tape
 
 
-def visits(sites: tuple[int, ...]) -> Visits:
+def visits(plan: TapePlan) -> Visits:
     """The ports of `ap.adaptive`, from how often each site is visited."""
+    sites = plan.sites or ()
     slots = sum(sites)
     return Visits(
         Port("visits", (len(sites),), dtype=jnp.int32),
-        Port("weights", (slots, 4), CONSTANT, jnp.float32),
-        Port("rows", (slots, ROW)),
+        Port("weights", (slots, plan.cells, 4), CONSTANT, jnp.float32),
+        Port("rows", (slots, plan.cells, ROW)),
     )
 
 
 class Visit(NamedTuple):
     """One visit of a mixer's site, under `ap.adaptive`."""
 
-    slot: jax.Array  # the row of the visit
-    weights: jax.Array | None  # the row of the mixer's weights; None where the mixer weighs by what it sees
+    slot: jax.Array  # the number of the visit
+    weights: jax.Array | None  # the mixer's weights, (cells, 4); None where the mixer weighs by what it sees
 
 
 def visit(tape: Tape, what: str) -> tuple[Tape, Visit | None]:
@@ -183,7 +184,7 @@ def visit(tape: Tape, what: str) -> tuple[Tape, Visit | None]:
         return tape._follow(jax.random.wrap_key_data(data, impl=jax.random.key_impl(tape._key))), None
     if number >= len(sites):
         raise differs(f"{what} is one mixer more than there were")
-    counts, weights, _ = visits(sites)
+    counts, weights, _ = visits(tape._plan)
     slot, given = sum(sites[:number]) + tape._ports[counts][number], tape._ports.get(weights)
     tape = tape._follow(ports={**tape._ports, counts: tape._ports[counts].at[number].add(1)})
     return tape, Visit(slot, None if given is None else lax.stop_gradient(given[slot]))
@@ -191,7 +192,7 @@ def visit(tape: Tape, what: str) -> tuple[Tape, Visit | None]:
 
 def rows_of(tape: Tape) -> Port:
     """The port on which mixers send what they saw to `ap.adaptive`."""
-    return visits(tape._plan.sites or ()).rows
+    return visits(tape._plan).rows
 
 
 def drawn(tape: Tape, x: jax.Array) -> jax.Array:

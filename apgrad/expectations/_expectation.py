@@ -328,9 +328,9 @@ def make_plan(
     if plan.sites is not None:
         passed = count_marks(collected, Mark.VISIT)
         sites = tuple(passed[number] for number in range(len(ledger.sites)))
-        counts, _, rows = visits(sites)
-        ledger.ports |= {counts, rows}
         plan = plan._replace(sites=sites, token=object())
+        counts, _, rows = visits(plan)
+        ledger.ports |= {counts, rows}
     return plan._replace(dtype=dtype, ports=tuple(sorted(ledger.ports, key=str))), ledger
 
 

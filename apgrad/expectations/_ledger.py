@@ -24,6 +24,7 @@ class TapePlan(NamedTuple):
     # `(bit, value)`: lanes whose number has this bit at this value draw other samples.
     disturbed: tuple[int, int] | None = None
     sites: tuple[int, ...] | None = None  # with `ap.adaptive`, how often each site of a mixer is visited; else None
+    cells: int = 1  # with `ap.adaptive`, how many cells of its inputs a mixer has weights for
     data: int | None = None  # how many data the minibatch has, which are then the parts of a lane
     token: object = None  # distinct for each trace that counts sites or requests, so that no cached `jit` hides one
 

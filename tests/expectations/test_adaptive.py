@@ -9,30 +9,79 @@ from jax import lax
 
 import apgrad as ap
 from apgrad.expectations.mixing import _moments as moments
+from apgrad.expectations.mixing._cells import CELLS, cells as cells_of
 
 KEY = jax.random.key(0)
 
 
+def one_cell(features, suffix):
+    """The row of lanes that are all in one cell."""
+    return moments.row(features, suffix, jnp.zeros(len(suffix), int), 1)[0]
+
+
+def weights_of(row):
+    """The weights by one row."""
+    return moments.weights(row[None, None], jnp.int32(1))[0, 0]
+
+
+def centred(x):
+    return x - x.mean(0)
+
+
 def test_weights_of_rows_are_those_of_least_variance(x64):
     first, second, suffix = (np.asarray(jax.random.normal(jax.random.key(i), (40, 3))) for i in range(3))
-    second = 2 * second + 0.5 * first
-    row = moments.row(jnp.array([first, second]), jnp.array(suffix))
-    message, contribution = np.split(np.asarray(moments.weights(row[None])[0]), 2)
+    first, second = centred(first), centred(2 * second + 0.5 * first)
+    row = one_cell(jnp.array([first, second]), jnp.array(suffix))
+    message, contribution = np.split(np.asarray(weights_of(row)), 2)
     grid = np.linspace(0, 1, 10_001)
     for found, gathered in ((message, 0 * suffix), (contribution, suffix)):
         variances = [np.var(gathered + (1 - k) * first + k * second, axis=0).sum() for k in grid]
         np.testing.assert_allclose(found, [1 - grid[np.argmin(variances)], grid[np.argmin(variances)]], atol=2e-4)
 
 
+def test_each_cell_has_the_moments_of_its_lanes():
+    first, second, suffix = jax.random.normal(KEY, (3, 60, 2))
+    cell = jnp.arange(60) % 3
+    first, second = (centred(x.reshape(20, 3, 2)).reshape(60, 2) for x in (first, second))  # in each cell
+    sizes = jnp.array([1.0, 1e12, 1e24])[cell][:, None]  # a cell that explodes says nothing of the others
+    rows = moments.row(jnp.stack([sizes * first, second]), suffix, cell, CELLS)
+    for c in range(3):
+        mine = cell == c
+        alone = one_cell(jnp.stack([sizes * first, second])[:, mine], suffix[mine])
+        np.testing.assert_allclose(rows[c, :4] * 2.0 ** (rows[c, 4] - alone[4]), alone[:4] / 3, rtol=1e-4)
+    assert not np.any(rows[3:, :4])
+    found = moments.weights(rows[None], jnp.int32(moments.ENOUGH * CELLS))[0]
+    np.testing.assert_allclose(found[1], weights_of(rows[1]), rtol=1e-5)
+    # What was never seen has the weights of all lanes, as all cells have until enough lanes were seen.
+    whole = weights_of(one_cell(jnp.stack([sizes * first, second]), suffix))
+    np.testing.assert_allclose(found[5], whole, rtol=1e-4)
+    np.testing.assert_allclose(moments.weights(rows[None], jnp.int32(10))[0], jnp.tile(whole, (CELLS, 1)), rtol=1e-4)
+
+
+def test_cells_are_of_the_inputs_place_among_the_lanes():
+    keys = jax.random.split(KEY, 3)
+    x = {"a": jax.random.normal(keys[0], (500, 2)), "b": jax.random.normal(keys[1], (500,)), "n": jnp.arange(500)}
+    cells = lambda inputs, lanes: cells_of(inputs, lanes, CELLS)
+    found = cells(x, 500)
+    assert len(np.unique(found)) > CELLS / 2
+    moved = {"a": 1e3 * x["a"] + 7, "b": 0.01 * x["b"], "n": -x["n"]}
+    assert np.mean(cells(moved, 500) == found) > 0.98
+    wide = cells([jax.random.normal(keys[2], (500, 3, 5)), jnp.full((500, 2), 3.0)], 500)
+    assert len(np.unique(wide)) > CELLS / 2
+    assert not np.any(cells_of(x, 500, 1))
+    assert not np.any(cells([jnp.arange(500)], 500)) and not np.any(cells([], 500))
+
+
 def test_rows_of_any_size_keep_small_weights():
     first, second, suffix = jax.random.normal(KEY, (3, 50, 2))
+    first, second = centred(first), centred(second)
     for scale in (1e-30, 1e15, 1e37):
-        row = moments.row(jnp.stack([scale * first, scale * second]), scale * suffix)
-        plain = moments.row(jnp.stack([first, second]), suffix)
-        np.testing.assert_allclose(moments.weights(row[None]), moments.weights(plain[None]), rtol=1e-4)
+        row = one_cell(jnp.stack([scale * first, scale * second]), scale * suffix)
+        plain = one_cell(jnp.stack([first, second]), suffix)
+        np.testing.assert_allclose(weights_of(row), weights_of(plain), rtol=1e-4)
     # <c_2, c_2 - c_1> / <D, D> where c_1 is 1e15 times c_2: the weight of the first is 1e-15 of a ratio, not 0.
-    weights = moments.weights(moments.row(jnp.stack([1e15 * first, second]), 0 * suffix)[None])[0]
-    expected = -jnp.sum((second - second.mean(0)) * first) / jnp.sum((first - first.mean(0)) ** 2) * 1e-15
+    weights = weights_of(one_cell(jnp.stack([1e15 * first, second]), 0 * suffix))
+    expected = -jnp.sum(second * first) / jnp.sum(first**2) * 1e-15
     np.testing.assert_allclose(weights[0], max(expected, 0), rtol=1e-3)
     np.testing.assert_allclose(weights[1], 1, rtol=1e-6)
     for bad, expected in (
@@ -40,12 +89,12 @@ def test_rows_of_any_size_keep_small_weights():
         ((1, jnp.nan), [1, 0, 1, 0]),
         ((jnp.inf, jnp.inf), [1, 0, 1, 0]),
     ):
-        row = moments.row(jnp.stack([first * bad[0], second * bad[1]]), suffix)
-        np.testing.assert_array_equal(moments.weights(row[None])[0], expected)
+        row = one_cell(jnp.stack([first * bad[0], second * bad[1]]), suffix)
+        np.testing.assert_array_equal(weights_of(row), expected)
 
 
 def test_averages_are_averages():
-    rows = jnp.stack([moments.row(s * jax.random.normal(KEY, (2, 9, 2)), jnp.ones((9, 2))) for s in (1.0, 1e3, 1e18)])
+    rows = jnp.stack([one_cell(s * jax.random.normal(KEY, (2, 9, 2)), jnp.ones((9, 2))) for s in (1.0, 1e3, 1e18)])
     one, other = rows, rows[::-1]
     found = moments.average(one, other, jnp.float32(0.25))
     plain = lambda r: np.asarray(r, np.float64)[:, :4] * 2.0 ** np.asarray(r, np.float64)[:, 4:]
@@ -54,11 +103,11 @@ def test_averages_are_averages():
     nothing = jnp.zeros_like(rows)
     np.testing.assert_array_equal(moments.average(rows, nothing, jnp.float32(0.5)), rows)
     np.testing.assert_array_equal(moments.average(nothing, rows, jnp.float32(0.5)), rows)
-    np.testing.assert_array_equal(moments.weights(nothing), [[1, 0, 1, 0]] * 3)
+    np.testing.assert_array_equal(weights_of(nothing[0]), [1, 0, 1, 0])
 
 
 def test_a_window_is_the_mean_of_its_calls_and_forgets():
-    rows = jax.vmap(lambda k: moments.row(jax.random.normal(k, (2, 9, 2)), jnp.ones((9, 2))))(jax.random.split(KEY, 11))
+    rows = jax.vmap(lambda k: one_cell(jax.random.normal(k, (2, 9, 2)), jnp.ones((9, 2))))(jax.random.split(KEY, 11))
     plain = lambda r: np.asarray(r, np.float64)[..., :4] * 2.0 ** np.asarray(r, np.float64)[..., 4:]
     rows = rows.at[1, 4].add(200.0)  # an explosion in the second call
     blocks = jnp.stack([jnp.zeros((2, 5)), jnp.stack([rows[0], rows[0]])])
@@ -117,6 +166,55 @@ def test_unbiased_given_the_past_with_few_lanes():
     ap.testing.assert_unbiased(estimate, jax.grad(truth)(THETA), KEY, 40_000)
 
 
+def test_unbiased_with_any_weights_that_depend_on_the_inputs():
+    # A weight of its own for each visit, cell and purpose; and what the guard takes.
+    objective = ap.adaptive(linear, lanes=6, by_state=True)
+    state = jax.jit(objective.init)(KEY, THETA)
+    k = jax.random.uniform(jax.random.key(2), (2, *state.moments.shape[2:4]))
+    rows = jnp.stack([-k[0], 1 - k[0], -k[1], 1 - k[1], 0 * k[0]], axis=-1)
+    state = state._replace(moments=jnp.broadcast_to(rows, state.moments.shape), count=jnp.int32(10_000))
+    plain = state._replace(changes=jnp.broadcast_to(jnp.array([0.0, 1.0]), (200, 2)))
+    assert plain.guarded and not state.guarded
+    of = lambda state: lambda key: objective.value_and_grad(key, state, THETA)[1]
+    ap.testing.assert_unbiased(lambda key: (of(state)(key), of(plain)(key)), (jax.grad(truth)(THETA),) * 2, KEY, 30_000)
+    pathwise = ap.stochastic(ap.reparameterization())(lambda t, x: dist.Normal(t["a"] * x + t["b"][0], 0.5))
+
+    def by_path(tape, theta):
+        (tape, x), _ = lax.scan(lambda c, _: (pathwise(c[0], theta, c[1]), None), (tape, jnp.ones(6)), length=4)
+        return tape.cost(x**2)
+
+    for a, b in zip(
+        *(jax.tree.leaves(f(KEY)) for f in (of(plain), lambda k: ap.grad(by_path, 6)(k, THETA))), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=1e-4)
+
+
+def test_the_guard_leaves_out_what_is_rare():
+    def guarded(changes):
+        return bool(ap.AdaptiveState(jnp.zeros(0), jnp.int32(0), changes=changes).guarded)
+
+    of = lambda first, second, calls: jnp.full((200, 2), jnp.nan).at[:calls].set(jnp.array([first, second]))
+    changes = of(0.0, 1.0, 200)
+    assert guarded(changes) and not guarded(changes[:, ::-1])
+    assert guarded(changes.at[7:9, 0].set(jnp.array([300.0, jnp.inf])))  # 2 of 200
+    assert not guarded(changes.at[7:10, 0].set(8.0))
+    assert guarded(of(-jnp.inf, 1.0, 3)) and not guarded(of(0.0, 1.0, 0))
+
+
+def test_the_changes_are_those_of_both_gradients():
+    objective = ap.adaptive(linear, lanes=6, window=3, by_state=True)
+    keys = jax.random.split(KEY, 4)
+    states = [jax.jit(objective.init)(keys[0], THETA)]
+    for key in keys[1:]:
+        states.append(jax.jit(objective.value_and_grad)(key, states[-1], THETA)[2])
+    assert np.all(np.isnan(states[1].changes)) and np.isnan(states[3].changes[0, 0])
+    for n in (2, 3):
+        rows = [
+            np.concatenate([np.reshape(x, (2, -1)) for x in jax.tree.leaves(s.last)], 1) for s in states[n - 1 : n + 1]
+        ]
+        np.testing.assert_allclose(states[3].changes[n - 1], np.log(np.sum((rows[1] - rows[0]) ** 2, 1)), rtol=1e-4)
+
+
 def test_a_key_that_is_used_twice_biases():
     objective = ap.adaptive(linear, lanes=6)
 
@@ -143,14 +241,15 @@ def test_every_visit_has_a_row():
     objective = ap.adaptive(program, lanes=8)
     for up, empty in ((True, [7]), (False, [5, 6])):
         state = jax.jit(objective.init)(KEY, THETA, up)
-        assert state.moments.shape == (2, 2, 9, 5)
-        assert np.flatnonzero(~np.any(state.moments[0, 1], axis=1)).tolist() == empty
+        assert state.moments.shape == (2, 2, 9, 1, 5)
+        assert np.flatnonzero(~np.any(state.moments[0, 1], axis=(1, 2))).tolist() == empty
     _, gradient, after = jax.jit(objective.value_and_grad)(jax.random.key(1), state, THETA, True)
-    assert np.isfinite(gradient["a"]) and not np.any(np.all(after.moments[:, 1] == 0, axis=2))
+    assert np.isfinite(gradient["a"]) and not np.any(np.all(after.moments[:, 1] == 0, axis=(2, 3)))
 
 
-def test_jit_scan_and_vmap_agree_and_a_state_is_a_pytree():
-    objective = ap.adaptive(linear, lanes=8, window=2)
+@pytest.mark.parametrize("by_state", [False, True])
+def test_jit_scan_and_vmap_agree_and_a_state_is_a_pytree(by_state):
+    objective = ap.adaptive(linear, lanes=8, window=2, by_state=by_state)
     keys = jax.random.split(KEY, 5)
     state = jax.jit(objective.init)(keys[0], THETA)
 
@@ -245,7 +344,7 @@ def test_training_converges_in_a_scan():
 def test_errors():
     objective = ap.adaptive(linear, lanes=8)
     state = jax.jit(objective.init)(KEY, THETA)
-    with pytest.raises(ValueError, match=r"moments of shape \(3, 5\).*needs \(2, 2, 4, 5\)"):
+    with pytest.raises(ValueError, match=r"moments of shape \(3, 5\).*needs \(2, 2, 4, 1, 5\)"):
         objective.value_and_grad(KEY, state._replace(moments=jnp.zeros((3, 5))), THETA)
     with pytest.raises(TypeError, match="the state is from init"):
         objective.value_and_grad(KEY, THETA, THETA)

@@ -8,7 +8,13 @@ from scipy.optimize import brentq
 from scipy.stats import norm
 
 import apgrad as ap
-from experiments import contact, policy_search, policy_search_cartpole as cartpole, policy_search_clipped as clipped
+from experiments import (
+    contact,
+    gradient_errors,
+    policy_search,
+    policy_search_cartpole as cartpole,
+    policy_search_clipped as clipped,
+)
 
 KEY = jax.random.key(0)
 
@@ -89,6 +95,20 @@ def test_policy_search_clipped(run, monkeypatch):
     assert more["more"] == pytest.approx(costs["TP, lanes clipped"] - costs["RP, lanes clipped"], abs=1e-6)
     assert [row["method"] for row in rows] == list(methods)
     assert all(row["cost_low"] <= row["cost"] <= row["cost_high"] and row["seeds"] == 2 for row in rows)
+
+
+def test_gradient_errors(run, monkeypatch):
+    methods = {name: gradient_errors.METHODS[name] for name in ("RP", "LR", "clipped at 4")}
+    for name, value in (("METHODS", methods), ("BASELINES", ("RP", "LR")), ("UNBIASED", ("RP", "LR")), ("TP", ())):
+        monkeypatch.setattr(gradient_errors, name, value)
+    found = run(
+        gradient_errors, "--policies 1 --stages 0 1 --units 4 --horizon 3 --lanes 4 --estimates 5 --reference 6"
+    )
+    rows = {(r["stage"], r["method"]): r for r in found["rows"]}
+    assert len(rows) == 6 and rows[1, "RP"]["squared_bias"] == 0
+    cut, best = rows[1, "clipped at 4"], min(rows[1, "RP"]["variance"], rows[1, "LR"]["variance"])
+    assert cut["ratio"] == pytest.approx((cut["variance"] + cut["squared_bias"]) / best)
+    assert found["after 1"]["clipped at 4"]["worst"] == cut["ratio"]
 
 
 def test_the_cart_pole_keeps_its_energy(monkeypatch):

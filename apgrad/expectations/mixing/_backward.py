@@ -34,6 +34,7 @@ from apgrad.expectations._lanes import fold
 from apgrad.expectations._programs.signs import wide
 from apgrad.expectations.estimators._estimator import Mixer
 from apgrad.expectations.mixing import _moments as moments
+from apgrad.expectations.mixing._cells import cells
 from apgrad.expectations.mixing._features import NodeMemory, TracedNode, empty_target, pulled, to_arguments
 from apgrad.expectations.weights import Weighting
 
@@ -42,7 +43,7 @@ class Gathered(NamedTuple):
     """What messages gather on their way back through the mixers' nodes."""
 
     suffix: jax.Array | None = None  # the gradient of later nodes, (lanes, width), or None
-    rows: jax.Array | None = None  # what `ap.adaptive` is told of later nodes, (slots, 5), or None
+    rows: jax.Array | None = None  # what `ap.adaptive` is told of later nodes, (slots, cells, 5), or None
 
 
 class WayBack(NamedTuple):
@@ -50,19 +51,19 @@ class WayBack(NamedTuple):
 
     answers: Streams  # in each stream, for each estimator, what is weighed: a pytree of arrays (lanes, ...)
     # `gathered -> (weights, gathered)`: for each array, or for all arrays of a subtree, the weights (folds,
-    # estimators), or (folds, estimators, coordinates); and what is gathered with this node.
+    # estimators), (lanes, estimators), or (folds, estimators, coordinates); and what is gathered with this node.
     weigh: Callable[[Gathered], tuple[Any, Gathered]]
     # `(mixed answers, weights, messages to the sample, shared)` of a stream -> messages to the arguments that lanes
     # share, summed over lanes, if these are wanted; and to the lanes' own arguments.
     finish: Callable[[Any, Any, jax.Array, bool], tuple[Any, Any]]
 
 
-def mixed(way: WayBack, to_x: Streams, gathered: Gathered) -> tuple[Any, Streams, Gathered]:
+def mixed(way: WayBack, folds: int, to_x: Streams, gathered: Gathered) -> tuple[Any, Streams, Gathered]:
     """The backward pass: messages to what lanes share in the output stream, to the lanes' own in both, and the rest."""
     weights, gathered = way.weigh(gathered)
-    swapped = jax.tree.map(lambda w: w[::-1], weights)  # with one fold nothing changes
+    swapped = jax.tree.map(lambda w: w[::-1], weights) if folds > 1 else weights
     shared, output = own = way.finish(mixture(swapped, way.answers.output), swapped, to_x.output, True)
-    if len(jax.tree.leaves(weights)[0]) > 1:
+    if folds > 1:
         own = way.finish(mixture(weights, way.answers.own), weights, to_x.own, False)
     return shared, Streams(own[1], output), gathered
 
@@ -78,17 +79,19 @@ def by_arguments(node: TracedNode, memory: NodeMemory, to_x: Streams, to_zeros: 
         output = pulled(memory, to_x.output, to_zeros)
         sent += [(output[e], False) for e in apart]
     back = to_arguments(node, memory, lanes, sent)
-    answers = back.answers[: len(own)]
-    features = jnp.stack([fold(answer.features, folds) for answer in answers], axis=1)
+    by_lane = [answer.features for answer in back.answers[: len(own)]]
+    features = jnp.stack([fold(x, folds) for x in by_lane], axis=1)
 
     def weigh_node(gathered):
         later, rows = gathered
+        cell = None if rows is None else cells(memory.lane, lanes, rows.shape[1])
         suffix = None
         if later is not None and back.of_shared:
             suffix = fold(later, folds).astype(features.dtype)
             suffix = jnp.pad(suffix, [(0, 0), (0, 0), (0, features.shape[-1] - suffix.shape[-1])])
         if visit is not None and visit.weights is not None:
-            for_message, for_contribution = visit.weights.reshape(2, 1, 2)
+            # Each lane has weights of its own, as if it were a fold: those of its cell.
+            for_message, for_contribution = jnp.split(visit.weights[cell], 2, axis=1)
             if not back.of_shared:
                 for_contribution = for_message
         else:
@@ -96,10 +99,12 @@ def by_arguments(node: TracedNode, memory: NodeMemory, to_x: Streams, to_zeros: 
             if back.of_shared and mixer.weights.contribution not in (None, mixer.weights.message):
                 for_contribution = weigh(node.what, mixer.weights.contribution, features, suffix)
         if visit is not None and rows is not None:
-            row = moments.row(features[0], jnp.zeros_like(features[0, 0]) if suffix is None else suffix[0])
+            row = moments.row(
+                features[0], jnp.zeros_like(features[0, 0]) if suffix is None else suffix[0], cell, rows.shape[1]
+            )
             rows = rows.at[visit.slot].set(row.astype(rows.dtype))
         if suffix is not None and later is not None:
-            more = (suffix + jnp.sum(times(for_contribution, features), axis=1)).reshape(lanes, -1)
+            more = suffix.reshape(lanes, -1) + mixture(for_contribution, by_lane)
             later = more[:, : later.shape[1]].astype(later.dtype)
         return (for_message, for_contribution), Gathered(later, rows)
 

@@ -1,13 +1,14 @@
 """Weights from the moments that a node saw in earlier calls, for `ap.adaptive`.
 
-With the features c_1 and c_2 of a node's two estimators, D = c_2 - c_1, and the gradient G that later nodes have
-gathered, all centred over lanes, the weights of least variance are (`weights.py`)
+With the features c_1 and c_2 of a node's two estimators, D = c_2 - c_1, whose mean is 0 whatever happened before the
+node, and the gradient G that later nodes have gathered, the weights of least variance are (`weights.py`)
 
     k = - <c_1, D> / <D, D> for the message,    k = - <c_1 + G, D> / <D, D> for the contribution.
 
 Weights that come from other samples leave a gradient unbiased. What is averaged over calls is the inner products and
 not the weights: one lane in thousands that explodes would turn the weight of its call to the other estimator, while in
-the mean of the inner products it counts for what it is.
+the mean of the inner products it counts for what it is. Each cell of the node's inputs may have moments of its own
+(`_cells.py`); until a window has seen `ENOUGH` lanes a cell on average, all cells have the node's.
 
 Inner products of an exploding estimator overflow float32, and where its weight is 1e-15 the other weight is 1 - 1e-15.
 So a row has `<c_1, D>` and `<c_2, D>`, whose difference is `<D, D>`, so that both weights are ratios without
@@ -27,40 +28,44 @@ visit, the mean of the current block of at most n calls and the mean of the n ca
 import jax
 import jax.numpy as jnp
 
+ENOUGH = 50  # lanes
 _NOTHING = -1e9  # the exponent of a row of zeros
 _HUGE = 256.0  # the exponent of a row that overflowed
 
 
-def row(features: jax.Array, suffix: jax.Array) -> jax.Array:
-    """What a node saw in one call, float32 (5,), of features (2, lanes, width) and a suffix (lanes, width)."""
+def row(features: jax.Array, suffix: jax.Array, cell: jax.Array, cells: int) -> jax.Array:
+    """What a node saw in one call, (cells, 5), of features (2, lanes, width), a suffix (lanes, width), and cells."""
     three = jnp.concatenate([features, suffix[None]])
-    sizes = jnp.max(jnp.abs(three), axis=(1, 2), initial=0)
-    size = jnp.max(sizes)
+    inside = cell == jnp.arange(cells)[:, None]
+    largest = jnp.max(jnp.abs(three), axis=2, initial=0)
+    sizes = jnp.max(jnp.where(inside, largest[:, None], 0), axis=2)  # (3, cells)
+    size = jnp.max(sizes, axis=0)
     _, exponent = jnp.frexp(jnp.where((size > 0) & jnp.isfinite(size), size, 1))
     most = jnp.finfo(three.dtype).maxexp - 2
     exponent = jnp.clip(exponent, -most, most)
-    three = three * jnp.ldexp(jnp.ones((), three.dtype), -exponent)  # of arrays jnp.ldexp is slow
-    # With one side of an inner product centred the other need not be.
+    three = three * jnp.ldexp(jnp.ones((), three.dtype), -exponent)[cell][:, None]
     difference = three[1] - three[0]
-    difference = difference - jnp.mean(difference, axis=0)
-    first, second, gathered = jnp.sum(three * difference, axis=(1, 2)) / len(difference)
-    found = jnp.stack([first, second, first + gathered, second + gathered])
+    if cells == 1:  # With one side of an inner product centred the other need not be. In cells lanes are few.
+        difference = difference - jnp.mean(difference, axis=0)
+    products = jnp.sum(three * difference, axis=2)
+    first, second, gathered = jnp.sum(jnp.where(inside, products[:, None], 0), axis=2) / len(cell)
+    found = jnp.stack([first, second, first + gathered, second + gathered], axis=1)
     # What overflows gets no weight; where both do, the first one has it, as in `weights.py`.
     overflowed = jnp.where(jnp.isfinite(sizes[1]) & ~jnp.isfinite(sizes[0]), 1.0, 0.0)
-    instead = jnp.stack([-overflowed, 1 - overflowed] * 2).astype(found.dtype)
-    finite = jnp.isfinite(size) & jnp.isfinite(found).all()
-    exponent = jnp.where(finite, (2 * exponent).astype(found.dtype), _HUGE)
-    return jnp.concatenate([jnp.where(finite, found, instead), exponent[None]]).astype(jnp.float32)
+    instead = jnp.stack([-overflowed, 1 - overflowed] * 2, axis=1).astype(found.dtype)
+    finite = (jnp.isfinite(size) & jnp.isfinite(found).all(1))[:, None]
+    exponent = jnp.where(finite, (2 * exponent).astype(found.dtype)[:, None], _HUGE)
+    return jnp.concatenate([jnp.where(finite, found, instead), exponent], axis=1).astype(jnp.float32)
 
 
 def cautious(short: jax.Array, long: jax.Array) -> jax.Array:
-    """Pair by pair, the weights that give more to the second estimator, (slots, 4)."""
-    pairs = short.reshape(-1, 2, 2), long.reshape(-1, 2, 2)
-    return jnp.where(pairs[0][..., 1:] >= pairs[1][..., 1:], *pairs).reshape(-1, 4)
+    """Pair by pair, the weights that give more to the second estimator, (..., 4)."""
+    pairs = [x.reshape(*x.shape[:-1], 2, 2) for x in (short, long)]
+    return jnp.where(pairs[0][..., 1:] >= pairs[1][..., 1:], *pairs).reshape(short.shape)
 
 
 def remember(blocks: jax.Array, rows: jax.Array, place: jax.Array) -> jax.Array:
-    """A window, (2, slots, 5), with one more call; `place`: how many calls the current block has."""
+    """A window, (2, ..., 5), with one more call; `place`: how many calls the current block has."""
     previous, current = blocks
     share = (1 / (place + 1)).astype(jnp.float32)
     begins = place == 0
@@ -70,25 +75,29 @@ def remember(blocks: jax.Array, rows: jax.Array, place: jax.Array) -> jax.Array:
 
 
 def average(before: jax.Array, rows: jax.Array, share: jax.Array) -> jax.Array:
-    """The means of two sets of rows, (slots, 5), in which `rows` have the given share."""
+    """The means of two sets of rows, (..., 5), in which `rows` have the given share."""
+    mixed = _total(jnp.stack([before, rows]), jnp.stack([1 - share, share]))
     # Slots that no call has visited, as in the branch of a cond that was not taken, are all zero.
-    visited = [seen(x) for x in (before, rows)]
-    exponents = [jnp.where(v, x[:, 4:], _NOTHING) for v, x in zip(visited, (before, rows), strict=True)]
-    exponent = jnp.maximum(*exponents)
-    shares = [x[:, :4] * jnp.exp2(e - exponent) for e, x in zip(exponents, (before, rows), strict=True)]
-    mixed = (1 - share) * shares[0] + share * shares[1]
-    _, shift = jnp.frexp(jnp.max(jnp.abs(mixed), axis=1, keepdims=True))
-    mixed = jnp.concatenate([jnp.ldexp(mixed, -shift), exponent + shift.astype(exponent.dtype)], axis=1)
-    return jnp.where(visited[0] & visited[1], mixed, jnp.where(visited[1], rows, before))
+    return jnp.where(seen(before) & seen(rows), mixed, jnp.where(seen(rows), rows, before))
+
+
+def _total(rows, shares):
+    """The weighed sum of rows over their first axis."""
+    exponents = jnp.where(seen(rows), rows[..., 4:], _NOTHING)
+    exponent = jnp.max(exponents, axis=0)
+    shares = shares.reshape(-1, *[1] * (rows.ndim - 1)).astype(rows.dtype)
+    mixed = jnp.sum(shares * (rows[..., :4] * jnp.exp2(exponents - exponent)), axis=0)
+    _, shift = jnp.frexp(jnp.max(jnp.abs(mixed), axis=-1, keepdims=True))
+    return jnp.concatenate([jnp.ldexp(mixed, -shift), exponent + shift.astype(exponent.dtype)], axis=-1)
 
 
 def seen(rows: jax.Array) -> jax.Array:
-    """Which slots were visited, (slots, 1)."""
-    return jnp.any(rows[:, :4] != 0, axis=1, keepdims=True)
+    """Which slots were visited, (..., 1)."""
+    return jnp.any(rows[..., :4] != 0, axis=-1, keepdims=True)
 
 
-def weights(averages: jax.Array) -> jax.Array:
-    """The two estimators' weights for the message, then for the contribution, (slots, 4).
+def weights(averages: jax.Array, lanes: jax.Array) -> jax.Array:
+    """The estimators' weights for message, then contribution, (slots, cells, 4), by rows that are of so many lanes.
 
     Where nothing was seen, the first estimator has all the weight.
     """
@@ -96,7 +105,9 @@ def weights(averages: jax.Array) -> jax.Array:
     def pair(first, second):
         square = second - first
         safe = jnp.where(square > 0, square, 1)
-        shares = jnp.clip(jnp.stack([second, -first], axis=1) / safe[:, None], 0, 1)
-        return jnp.where((square > 0)[:, None], shares, jnp.array([1, 0], shares.dtype))
+        shares = jnp.clip(jnp.stack([second, -first], axis=-1) / safe[..., None], 0, 1)
+        return jnp.where((square > 0)[..., None], shares, jnp.array([1, 0], shares.dtype))
 
-    return jnp.concatenate([pair(averages[:, 0], averages[:, 1]), pair(averages[:, 2], averages[:, 3])], axis=1)
+    whole = _total(jnp.moveaxis(averages, 1, 0), jnp.ones(averages.shape[1], averages.dtype))[:, None]
+    rows = jnp.where(seen(averages) & (lanes >= ENOUGH * averages.shape[1]), averages, whole)
+    return jnp.concatenate([pair(rows[..., 0], rows[..., 1]), pair(rows[..., 2], rows[..., 3])], axis=-1)

@@ -95,7 +95,7 @@ def draw_by_mixer(
         if any(any(group) for group in memory.perturbed.value):  # else only what is gathered comes by
             streams = both_streams(to_x, traced.folds)
             way = (by_arguments if at_arguments else by_coordinates)(traced, memory, streams, to_zeros)
-            shared, both, gathered = mixed(way, streams, gathered)
+            shared, both, gathered = mixed(way, traced.folds, streams, gathered)
             lane = at_hand(both, traced.folds)
         return shared, lane, None, None, None, gathered
 
@@ -151,7 +151,7 @@ def draw_batch_by_mixer(
         to_x, to_zeros = message
         streams = both_streams(to_x, folds)
         way = of_batch(what, mixer, folds, led.value, pull, streams, to_zeros)
-        _, both, _ = mixed(way, streams, Gathered())
+        _, both, _ = mixed(way, folds, streams, Gathered())
         return jax.tree.unflatten(structure, at_hand(both, folds)), None
 
     x, zeros = _mixer_node(mixer, forward, backward)(distribution, key)
