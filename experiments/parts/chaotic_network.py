@@ -73,6 +73,7 @@ METHODS = {
     "decoupled": Method(ap.total_propagation),
     "decoupled-CF": Method(ap.total_propagation, cross_fit=True),
     "adaptive": Method(ap.total_propagation),
+    "by state": Method(ap.total_propagation),
     "parameters-CF": Method(lambda: ap.total_propagation(target="parameters"), cross_fit=True),
     "GS-LR": Method(ap.likelihood_ratio, shaping=True),
     "GS-TP": Method(PUBLISHED, shaping=True),
@@ -134,7 +135,7 @@ def gradients(
     """Independent estimates of the gradient, (num_estimates,) float32, or (num_estimates, 5).
 
     Compiled once for a method, horizon and number of lanes and estimates: beta and the seed are arguments. The method
-    "adaptive" is `ap.adaptive` with one state for all estimates, from `PAST` earlier calls.
+    "adaptive" is `ap.adaptive` with one state for all estimates, from `PAST` earlier calls; "by state" is its option.
     """
     keys = jax.random.split(jax.random.key(seed), num_estimates)
     theta = jnp.float32(beta) if parameters == 1 else jnp.array([beta, *np.ravel(WEIGHTS)], jnp.float32)
@@ -143,14 +144,14 @@ def gradients(
 
 @functools.cache
 def _compiled(method, horizon, lanes, parameters):
-    if method == "adaptive":
-        return jax.jit(_adaptive(horizon, lanes, parameters))
+    if method in ("adaptive", "by state"):
+        return jax.jit(_adaptive(method, horizon, lanes, parameters))
     gradient = jax.grad(objective(method, horizon, lanes, parameters), argnums=1)
     return jax.jit(lambda keys, beta: jax.lax.map(lambda key: gradient(key, beta), keys, batch_size=min(10, len(keys))))
 
 
-def _adaptive(horizon, lanes, parameters):
-    made = ap.adaptive(program("adaptive", horizon, parameters), lanes)
+def _adaptive(method, horizon, lanes, parameters):
+    made = ap.adaptive(program(method, horizon, parameters), lanes, by_state=method == "by state")
 
     def estimates(keys, theta):
         state = past(made, jax.random.fold_in(keys[0], 1), theta)
