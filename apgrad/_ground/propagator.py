@@ -205,18 +205,15 @@ def chain(*propagators: Propagator) -> Propagator:
     _require_propagators("chain", propagators)
 
     def forward(*inputs):
-        memories = []
-        for propagator in propagators:
-            output, memory = _pair(propagator.forward(*inputs))
-            memories.append((memory, form_of((output,))))
-            inputs = (output,)
-        return output, tuple(memories)  # pyright: ignore[reportPossiblyUnbound]
+        output, memories, forms = _through(propagators, inputs)
+        return output, (memories, forms)
 
-    def backward(memories, message):
+    def backward(memory, message):
+        memories, forms = memory
         for i in reversed(range(1, len(propagators))):
-            messages = propagators[i].backward(memories[i][0], message)
-            message = between("chain", i, messages, memories[i - 1][1])
-        return propagators[0].backward(memories[0][0], message)
+            messages = propagators[i].backward(memories[i], message)
+            message = between("chain", i, messages, forms[i - 1])
+        return propagators[0].backward(memories[0], message)
 
     return Propagator(forward, backward)
 
@@ -246,10 +243,9 @@ def combine(*propagators: Propagator) -> Propagator:
     _require_propagators("combine", propagators)
 
     def forward(*inputs):
+        output, memories, forms = _through(propagators, inputs)
         shared: dict[Any, Any] = {}
-        forms = []
-        for propagator in propagators:
-            output, memory = _pair(propagator.forward(*inputs))
+        for memory in memories:
             if not isinstance(memory, dict):
                 raise TypeError(f"combine needs memories that are dicts, got {describe(memory)}")
             if both := sorted(shared.keys() & memory.keys(), key=str):
@@ -258,9 +254,7 @@ def combine(*propagators: Propagator) -> Propagator:
                     "chain, which gives each propagator a memory of its own."
                 )
             shared |= memory
-            forms.append(form_of((output,)))
-            inputs = (output,)
-        return output, (shared, forms)  # pyright: ignore[reportPossiblyUnbound]
+        return output, (shared, forms)
 
     def backward(memory, message):
         shared, forms = memory
@@ -275,6 +269,17 @@ def combine(*propagators: Propagator) -> Propagator:
         return propagators[0].backward(shared, message)
 
     return Propagator(forward, backward)
+
+
+def _through(propagators: tuple[Propagator, ...], inputs: Any) -> tuple[Any, list[Any], list[Static]]:
+    """The last output, and of each propagator the memory and the output's form."""
+    memories, forms = [], []
+    for propagator in propagators:
+        output, memory = _pair(propagator.forward(*inputs))
+        memories.append(memory)
+        forms.append(form_of((output,)))
+        inputs = (output,)
+    return inputs[0], memories, forms
 
 
 def skip(propagator: Propagator) -> Propagator:

@@ -36,23 +36,14 @@ def credit(
     parts: bool = False,
     mask: jax.Array | None = None,
 ) -> Tape:
-    """Charges later costs to a random choice.
+    """Charges later costs to a random choice whose log-density is `zero`, (lanes, ...).
 
-    Args:
-      tape: the current tape.
-      zero: the choice's log-density, of shape (lanes, ...). Only its derivative counts: the cotangent that comes back
-        to it is the cost-to-go, less the baseline. Where its value is not finite, the lane's total is NaN.
-      name: the node's name in errors.
-      baseline: `"leave_one_out"`, `"standardized"`, None, or an array: (lanes,), or (lanes, parts) with `parts`. An
-        array must be a function of what was there before the choice.
-      residual: take the mean of the other lanes' cost-to-go, less their own baselines, off as well.
-      learn: train the array towards the cost-to-go, by the gradient of (b - G)^2 / 2.
-      parts: the second axis of `zero` numbers parts of a lane that are independent of each other.
-      mask: a Boolean array, (lanes,), or (lanes, parts) with `parts`: where False, the choice is charged with nothing,
-        and the lane is in no other lane's leave-one-out baseline of this choice.
-
-    Returns:
-      The next tape.
+    Only the derivative of `zero` counts: the cotangent that comes back is the cost-to-go G, less the baseline b. Where
+    `zero` is not finite, the lane's total is NaN. An array for a baseline, (lanes,), or with `parts` (lanes, parts), is
+    a function of what was there before the choice. `learn` trains the array by the gradient of (b - G)^2 / 2;
+    `residual` takes the mean of the other lanes' G - b off as well. With `parts` the second axis of `zero` numbers
+    parts of a lane that are independent of each other. Where a `mask`, Booleans of the baseline's shape or (lanes,),
+    is False, the choice is charged with nothing, and the lane is in no other lane's leave-one-out baseline of it.
     """
     ledger = tape._require_current(name)
     ledger.scoring = name

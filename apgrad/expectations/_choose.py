@@ -26,8 +26,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from apgrad.expectations import _channels as channels, _distributions as distributions
-from apgrad.expectations._lanes import require_lanes
-from apgrad.expectations._tape import Tape
+from apgrad.expectations._lanes import require_batch, require_lanes
+from apgrad.expectations._tape import Tape, require_tape
 from apgrad.expectations.estimators import _baselines as baselines
 from apgrad.expectations.estimators._baselines import Baseline
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
@@ -90,18 +90,12 @@ def choose(
         )
     what = f"choose ({estimator.name})"
     baselines.require_baseline(what, baseline)
-    if not isinstance(tape, Tape):
-        raise TypeError(f"{what}: the first argument is the tape, got {type(tape).__name__}")
+    require_tape(what, tape)
     distributions.require_distribution(what, distribution)
     distributions.require_density(what, distribution)
     require_lanes(what, tape.lanes, args)
     tape, key = tape.next_key()
-    shape = tuple(getattr(distribution, "batch_shape", ()))
-    if shape[:1] != (tape.lanes,):
-        raise ValueError(
-            f"{what}: the distribution has batch shape {shape}, which must start with the lanes, ({tape.lanes}, ...): "
-            "else lanes would share one sample. Broadcast a parameter with jnp.broadcast_to."
-        )
+    require_batch(what, tape.lanes, tuple(getattr(distribution, "batch_shape", ())))
 
     def seen(x):
         return relaxable(distribution, x) if estimator.relaxed else x

@@ -21,6 +21,7 @@ import warnings
 import jax
 
 from apgrad._programs.jaxprs import Program
+from apgrad.expectations._lanes import cost_shape_error
 from apgrad.expectations._ledger import Ledger, Mark, TapePlan
 from apgrad.expectations._programs.leading_axes import marks_with_outer_axis
 
@@ -32,20 +33,25 @@ def per_lane(plan: TapePlan, term: jax.Array) -> jax.Array:
     return term.mean(-1) if plan.data is not None else term.sum(-1)
 
 
-def require_data_axis(plan: TapePlan, ledger: Ledger) -> None:
+def require_parts(plan: TapePlan, ledger: Ledger) -> None:
     """Raises a `ValueError` for parts, data and costs that do not fit each other."""
     lanes, data = plan.lanes, plan.data
     by_part = [shape for shape in ledger.cost_shapes if len(shape) == 2]
-    if data is not None:
-        for size, what in ledger.parts.items():
-            if size != data:
-                raise ValueError(
-                    f"{what} has {size} parts, and data={data} is given. The parts are the examples of the minibatch: "
-                    f"use data={size}, or one part an example"
-                )
-        for shape in by_part:
-            if shape[1] != data:
-                raise ValueError(f"a cost of shape {shape}, expected ({lanes}, {data}): the lanes and the data")
+    if len(ledger.parts) > 1:
+        raise ValueError(f"nodes with different numbers of parts in one program: {ledger.parts}")
+    for size, what in ledger.parts.items():
+        if data not in (None, size):
+            raise ValueError(
+                f"{what} has {size} parts, and data={data} is given. The parts are the examples of the minibatch: "
+                f"use data={size}, or one part an example"
+            )
+    for shape in by_part:
+        if data not in (None, shape[1]):
+            raise ValueError(f"a cost of shape {shape}, expected ({lanes}, {data}): the lanes and the data")
+        if data is None and not ledger.parts:
+            raise ValueError(cost_shape_error(lanes, shape))
+        if data is None and shape[1] not in ledger.parts:
+            raise ValueError(f"a cost of shape {shape} has {shape[1]} parts, but nodes have {ledger.parts}")
     if ledger.charged_parts and not by_part:
         axis = "a datum" if data is not None else "a part"
         raise ValueError(

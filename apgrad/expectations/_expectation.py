@@ -8,7 +8,6 @@ tape that has what they asked for. With `cross_fit=True` the objective is differ
 (`_cross_fitting.py`).
 """
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,14 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from apgrad._ground.arguments import whole
+from apgrad._ground.arguments import integers, is_single, whole
 from apgrad._ground.keys import require_key
 from apgrad._ground.primitives import refuse_message
 from apgrad._programs.jaxprs import trace
 from apgrad.expectations._channels import visits
 from apgrad.expectations._cross_fitting import in_two_streams
-from apgrad.expectations._data_axis import require_data_axis, warn_of_mixed_data
-from apgrad.expectations._lanes import cost_shape_error
+from apgrad.expectations._data_axis import require_parts, warn_of_mixed_data
 from apgrad.expectations._ledger import LEDGER, Ledger, Mark, TapePlan
 from apgrad.expectations._ports import SEED, Port
 from apgrad.expectations._programs.marks import count_marks
@@ -193,15 +191,14 @@ def grad(
 
 def argument_numbers(argnums: int | Sequence[int]) -> tuple[bool, tuple[int, ...]]:
     """Whether argnums is a sequence, and its numbers, of which 1 is the program's first argument."""
-    several = isinstance(argnums, Sequence)
-    numbers = tuple(map(operator.index, argnums if isinstance(argnums, Sequence) else (argnums,)))
+    numbers = integers(argnums, "argnums")
     if not numbers:
         raise ValueError("argnums is empty: name at least one argument to differentiate")
-    if any(n < 1 for n in numbers):
+    if min(numbers) < 1:
         raise ValueError(f"argnums={argnums}: 0 is the key, and the program's first argument is argnums=1")
     if len(set(numbers)) < len(numbers):
         raise ValueError(f"argnums={argnums} names an argument twice")
-    return several, numbers
+    return not is_single(argnums), numbers
 
 
 def require_differentiable(argnums: int | Sequence[int], args: Sequence[Any]) -> None:
@@ -298,14 +295,7 @@ def make_plan(
     collected, _ = trace(lambda: run_program(program, ledger, first, has_aux, key, args, kwargs)[0]._key)
     if not ledger.cost_shapes:
         raise ValueError("the program never calls tape.cost, so there is nothing to take the expectation of")
-    if len(ledger.parts) > 1:
-        raise ValueError(f"nodes with different numbers of parts in one program: {ledger.parts}")
-    require_data_axis(plan, ledger)
-    for shape in ledger.cost_shapes if plan.data is None else ():
-        if len(shape) == 2 and not ledger.parts:
-            raise ValueError(cost_shape_error(lanes, shape))
-        if len(shape) == 2 and shape[1] not in ledger.parts:
-            raise ValueError(f"a cost of shape {shape} has {shape[1]} parts, but nodes have {ledger.parts}")
+    require_parts(plan, ledger)
     if ledger.interacting and ledger.scoring:
         raise ValueError(
             f"{ledger.interacting} lets lanes act on each other, and {ledger.scoring} charges a lane for its own costs "

@@ -17,6 +17,15 @@ def require_lanes(what: str, lanes: int, tree: Any) -> None:
             )
 
 
+def require_batch(what: str, lanes: int, *shapes: tuple[int, ...]) -> None:
+    """Raises a `ValueError` unless a distribution's batch shape, which comes first, starts with the lanes."""
+    if any(shape[:1] != (lanes,) for shape in shapes):
+        raise ValueError(
+            f"{what}: the distribution has batch shape {shapes[0]}, which must start with the lanes, ({lanes}, ...): "
+            "else lanes would share one sample. Broadcast a parameter with jnp.broadcast_to."
+        )
+
+
 def donors(lanes: int, bit: int, value: int) -> np.ndarray:
     """Whose sample each lane gets: its own, but another lane's where its number has `bit` at `value`."""
     lane = np.arange(lanes)
@@ -30,7 +39,7 @@ def fold(tree: Any, folds: int) -> Any:
 
 
 def mean_of_others(x: jax.Array, folds: int, mask: jax.Array | None = None) -> jax.Array:
-    """For each lane the mean over the other lanes of its fold, those where a mask is True; 0 where there are none."""
+    """For each lane, or sample, the mean over the others of its fold, those where a mask is True; 0 without any."""
     each = fold(x, folds)
     if mask is not None:
         alive = fold(jnp.broadcast_to(mask, x.shape), folds)

@@ -19,8 +19,8 @@ from typing import Any
 import jax
 
 from apgrad.expectations import _channels as channels, _distributions as distributions
-from apgrad.expectations._lanes import require_lanes
-from apgrad.expectations._tape import Tape
+from apgrad.expectations._lanes import require_batch, require_lanes
+from apgrad.expectations._tape import Tape, require_tape
 from apgrad.expectations.estimators import _baselines as baselines
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
 from apgrad.expectations.estimators._estimator import Estimator, Mixer, surrogate
@@ -75,7 +75,7 @@ def stochastic(
 
         @functools.wraps(function)
         def stochastic_function(tape, *args, **kwargs):
-            _require_tape(what, tape)
+            require_tape(what, tape)
             mask = kwargs.pop("mask", None) if "mask" not in signature else None
             args = _positional(what, function, args, kwargs)
             axes = _resolve_axes(what, in_axes, args)
@@ -96,16 +96,12 @@ def stochastic(
                 draw = functools.partial(surrogate, estimator)
                 x, density = jax.vmap(lambda key, *a: draw(distribution(*a), key), (0, *axes))(keys, *args)
                 charges = [] if density is None else [(density, estimator.baseline)]
-            by_part = channels.declare_parts(tape, x.shape, what, parts, bool(charges))
-            if charges:
-                guard = jax.vmap(
-                    lambda *a: distributions.support_guard(what, distribution(*a)), axes, axis_size=tape.lanes
-                )(*args)
-            for zero, baseline in charges:
-                zero = zero + guard.reshape(-1, *[1] * (zero.ndim - 1)).astype(zero.dtype)
-                b = baselines.evaluate(baseline, (axes, tape.lanes), args)
-                tape = channels.credit(tape, zero, name=what, parts=by_part, mask=mask, **b)
-            return tape, channels.drawn(tape, x)
+
+            def guard():
+                each = lambda *a: distributions.support_guard(what, distribution(*a))
+                return jax.vmap(each, axes, axis_size=tape.lanes)(*args)
+
+            return _charge(tape, x, charges, guard, (axes, tape.lanes), args, what, parts, mask)
 
         # The tape is one more argument than the signature of the wrapped function has.
         del stochastic_function.__wrapped__
@@ -153,7 +149,7 @@ def sample(
     """
     _require_estimator("sample", estimator)
     what = f"sample ({estimator.name})"
-    _require_tape(what, tape)
+    require_tape(what, tape)
     distributions.require_distribution(what, distribution)
     tape, key = tape.next_key()
     charges: list[Charge]
@@ -163,15 +159,18 @@ def sample(
         x, density = surrogate(estimator, distribution, key)
         charges = [] if density is None else [(density, estimator.baseline)]
     shape = distributions.batch_shape(distribution, x)
-    if shape[:1] != (tape.lanes,) or x.shape[:1] != (tape.lanes,):
-        raise ValueError(
-            f"{what}: the distribution has batch shape {shape}, which must start with the lanes, ({tape.lanes}, ...): "
-            "else lanes would share one sample. Broadcast a parameter with jnp.broadcast_to."
-        )
+    require_batch(what, tape.lanes, shape, x.shape)
+    guard = functools.partial(distributions.support_guard, what, distribution)
+    return _charge(tape, x, charges, guard, None, (distribution,), what, parts, mask)
+
+
+def _charge(tape, x, charges, guard, mapped, inputs, what, parts, mask):
+    """Charges later costs to the choice x, less baselines of the inputs (`mapped` as in `evaluate`)."""
     by_part = channels.declare_parts(tape, x.shape, what, parts, bool(charges))
+    fixed: Any = guard() if charges else None  # a zero, of each lane or of all
     for zero, baseline in charges:
-        zero = zero + distributions.support_guard(what, distribution).astype(zero.dtype)
-        b = baselines.evaluate(baseline, None, (distribution,))
+        zero = zero + fixed.reshape(*fixed.shape, *[1] * (zero.ndim - fixed.ndim)).astype(zero.dtype)
+        b = baselines.evaluate(baseline, mapped, inputs)
         tape = channels.credit(tape, zero, name=what, parts=by_part, mask=mask, **b)
     return tape, channels.drawn(tape, x)
 
@@ -208,11 +207,6 @@ def _parameters(function):
 def _argument_names(function, count):
     names = _parameters(function)
     return names if len(names) == count else list(range(count))
-
-
-def _require_tape(what, tape):
-    if not isinstance(tape, Tape):
-        raise TypeError(f"{what}: the first argument is the tape, got {type(tape).__name__}; call it as f(tape, ...)")
 
 
 def _require_estimator(what, estimator):

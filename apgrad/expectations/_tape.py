@@ -310,6 +310,12 @@ class Tape:
         return functools.reduce(jnp.add, fit)
 
 
+def require_tape(what: str, tape: Any) -> None:
+    """Raises a `TypeError` for what is no tape."""
+    if not isinstance(tape, Tape):
+        raise TypeError(f"{what}: the first argument is the tape, got {type(tape).__name__}; call it as f(tape, ...)")
+
+
 def _arrays(tape: Tape) -> list[Any]:
     return jax.tree.leaves((tape._key, tape._total, tape._ports))
 

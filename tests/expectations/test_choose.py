@@ -348,7 +348,7 @@ def test_wrong_arguments_are_errors():
         with pytest.raises(ValueError, match="must be an integer of at least 2"):
             factory(1)
     for factory in (ap.rebar, ap.gumbel_softmax, ap.reinmax):
-        with pytest.raises(ValueError, match="positive temperature"):
+        with pytest.raises(ValueError, match=r"the temperature of .* must be a finite number above 0"):
             factory(0.0)
     with pytest.raises(TypeError, match="takes a function"):
         ap.relax(3)

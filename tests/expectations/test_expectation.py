@@ -248,7 +248,7 @@ def test_argnums_are_any_integers():
     for one in (np.int64(2), 2):
         assert jax.jit(ap.value_and_grad(program, 4, argnums=one))(KEY, 3.0, 5.0) == (15, 3)
     assert jax.jit(ap.value_and_grad(program, 4, argnums=[np.int32(2), 1]))(KEY, 3.0, 5.0)[1] == (3, 5)
-    with pytest.raises(TypeError, match="float"):
+    with pytest.raises(TypeError, match="argnums must be an integer or a sequence"):
         ap.value_and_grad(program, 4, argnums=1.0)
     with pytest.raises(ValueError, match="names an argument twice"):
         ap.grad(program, 4, argnums=(1, 2, 1))

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 import pytest
-from numpyro.distributions.transforms import AffineTransform, ExpTransform, SigmoidTransform
 
 import apgrad as ap
 from experiments import second_derivatives
@@ -163,25 +162,6 @@ def test_parts_pay_for_their_own_costs_with_less_variance():
     np.testing.assert_allclose([by_part * 50, joint * 50], [96, 320], rtol=0.2)
 
 
-def test_discrete_distributions_and_those_without_rsample():
-    # Poisson: d/d rate E[x^2] = 1 + 2 rate. Categorical and binomial by their closed forms.
-    cases = [
-        (lambda t: dist.Poisson(t), lambda x: x**2, 2.0, 1 + 2 * 2.0),
-        (lambda t: dist.Binomial(10, probs=t), lambda x: x, 0.3, 10.0),
-        (lambda t: dist.Categorical(logits=jnp.stack([t, 0 * t])), lambda x: 1 - x, 0.5, 0.23500371),
-        (lambda t: dist.VonMises(t, 2.0), jnp.sin, 0.5, 0.69777466 * np.cos(0.5)),
-    ]
-    for make, cost, theta, truth in cases:
-        node = ap.stochastic(ap.likelihood_ratio())(make)
-
-        def program(tape, theta, node=node, cost=cost):
-            tape, x = node(tape, theta)
-            return tape.cost(cost(x).astype(jnp.float32))
-
-        gradient = jax.grad(ap.expectation(program, lanes=1000), argnums=1)
-        ap.testing.assert_unbiased(lambda key, g=gradient, t=theta: g(key, t), truth, KEY, 500)
-
-
 def test_a_support_that_moves_with_the_parameter_is_refused():
     # U(0, theta): the score is -1 / theta, and E[x] would fall with theta by likelihood ratio.
     def program(tape, theta, low):
@@ -200,73 +180,6 @@ def test_a_support_that_moves_with_the_parameter_is_refused():
         return tape.cost(x)
 
     assert jnp.isfinite(jax.jit(jax.grad(ap.expectation(bounded, 4), argnums=1))(KEY, 0.3))
-
-
-MOVING = {
-    "affine of a half-line": lambda t: dist.TransformedDistribution(dist.Exponential(1.0), AffineTransform(t, 1.0)),
-    "affine of an interval": lambda t: dist.TransformedDistribution(dist.Uniform(0.0, 1.0), AffineTransform(0.0, t)),
-    "exp of a moving interval": lambda t: dist.TransformedDistribution(dist.Uniform(0.0, t), ExpTransform()),
-    "shifted log-normal": lambda t: dist.TransformedDistribution(
-        dist.Normal(), [ExpTransform(), AffineTransform(t, 1.0)]
-    ),
-    "pareto": lambda t: dist.Pareto(t, 3.0),
-    "event of uniforms": lambda t: dist.Uniform(jnp.zeros(2), t).to_event(1),
-    "point": lambda t: dist.Delta(t),
-}
-FIXED = {
-    "log-normal": lambda t: dist.LogNormal(t, 1.0),
-    "sigmoid of a normal": lambda t: dist.TransformedDistribution(dist.Normal(t, 1.0), SigmoidTransform()),
-    "scaled exponential": lambda t: dist.TransformedDistribution(dist.Exponential(1.0), AffineTransform(0.0, t)),
-    "kumaraswamy": lambda t: dist.Kumaraswamy(t, 2.0),
-    "truncated normal": lambda t: dist.TruncatedNormal(t, 1.0, low=0.0),
-    "inverse gamma": lambda t: dist.InverseGamma(t + 2.0, 1.0),
-}
-
-
-@pytest.mark.parametrize("estimator", [ap.likelihood_ratio(), ap.total_propagation()], ids=["LR", "TP"])
-@pytest.mark.parametrize("case", MOVING)
-def test_every_moving_support_is_refused(case, estimator):
-    node = ap.stochastic(estimator)(MOVING[case])
-
-    def program(tape, t):
-        tape, x = node(tape, t)
-        return tape.cost(jnp.sum(x.reshape(tape.lanes, -1), axis=-1))
-
-    with pytest.raises(TypeError, match="bounds of the support"):
-        jax.eval_shape(jax.grad(ap.expectation(program, 4), argnums=1), KEY, 0.5)
-
-
-@pytest.mark.parametrize("estimator", [ap.likelihood_ratio(), ap.total_propagation()], ids=["LR", "TP"])
-@pytest.mark.parametrize("case", FIXED)
-def test_no_fixed_support_is_refused(case, estimator):
-    def gradient(estimator):
-        node = ap.stochastic(estimator)(FIXED[case])
-
-        def program(tape, t):
-            tape, x = node(tape, t)
-            return tape.cost(jnp.cos(x))
-
-        derivative = jax.grad(ap.expectation(program, 1000), argnums=1)
-        return ap.testing.moments(lambda key: derivative(key, 0.5), KEY, 100)
-
-    found, pathwise = gradient(estimator), gradient(ap.reparameterization())
-    error = np.hypot(found.standard_error, pathwise.standard_error)
-    assert abs(found.mean - pathwise.mean) < 4 * error + 0.01 * abs(pathwise.mean)
-
-
-@pytest.mark.parametrize("estimator", [ap.likelihood_ratio(), ap.total_propagation()], ids=["LR", "TP"])
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda t: dist.Normal(t, 1.0).mask(False),
-        lambda t: dist.Normal(t * jnp.ones(2), 1.0).mask(jnp.array([True, False])).to_event(1),
-        lambda t: dist.LeftCensoredDistribution(dist.Normal(t, 1.0), True),
-    ],
-)
-def test_a_log_prob_that_is_no_density_of_the_samples_is_refused(make, estimator):
-    node = ap.stochastic(estimator)(make)
-    with pytest.raises(TypeError, match=r"not the density of its samples|needs a pathwise derivative"):
-        jax.eval_shape(ap.expectation(lambda tape, t: node(tape, t)[0].cost(jnp.ones(4)), 4), KEY, 0.5)
 
 
 def test_a_log_density_of_minus_infinity_does_no_harm():

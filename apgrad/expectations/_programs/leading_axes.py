@@ -21,16 +21,6 @@ def marks_with_outer_axis(program: Program, kind: enum.Enum, size: int) -> list[
     """The marks whose operand has, as its leading axis, the leading axis of an array that the program closes over.
 
     Arrays whose values are known, and the same all along their leading axis, do not count.
-
-    Example:
-      >>> import enum, jax, jax.numpy as jnp
-      >>> from apgrad._ground.primitives import mark
-      >>> from apgrad._programs.jaxprs import trace
-      >>> x, w = jnp.arange(12.0).reshape(4, 3), jnp.ones((3, 4))
-      >>> AT = enum.Enum("Mark", "AT").AT
-      >>> program, _ = trace(lambda: (mark(jnp.tanh(x @ w).sum(-1), AT, "x"), mark(jnp.sum(x @ w, 0), AT, "w")))
-      >>> marks_with_outer_axis(program, AT, 4)
-      ['x']
     """
     found: list[Any] = []
 

@@ -8,18 +8,7 @@ from apgrad._programs.control import Program, inside_of, nested
 
 
 def count_marks(program: Program, kind: enum.Enum) -> Counter[Hashable]:
-    """How often each mark is passed in one run of a program; marks in branches of `cond` as if all branches ran.
-
-    Example:
-      >>> import enum, jax
-      >>> from apgrad._ground.primitives import mark
-      >>> from apgrad._programs.jaxprs import trace
-      >>> Mark = enum.Enum("Mark", "START STEP")
-      >>> body = lambda c, _: (mark(c, Mark.STEP, 0), None)
-      >>> program, _ = trace(lambda x: jax.lax.scan(body, mark(x, Mark.START, 0), length=3)[0], 1.0)
-      >>> count_marks(program, Mark.STEP)
-      Counter({0: 3})
-    """
+    """How often each mark is passed in one run of a program; marks in branches of `cond` as if all branches ran."""
     found: Counter[Hashable] = Counter()
     for eqn in program.jaxpr.eqns:
         if eqn.primitive.name == "mark" and eqn.params["kind"] is kind:

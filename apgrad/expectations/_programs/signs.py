@@ -21,15 +21,10 @@ _K = -1  # the label of the axis of signs
 
 
 class Factors(NamedTuple):
-    """Tensors z_k = scale_k times the product over axes of one factor each.
+    """Tensors z_k = scale_k times the product over axes of one factor each."""
 
-    Attributes:
-      scale: (NUMBER,).
-      axes: for each axis the factors, (NUMBER, size of the axis), or None for ones.
-    """
-
-    scale: jax.Array
-    axes: tuple[Any, ...]
+    scale: jax.Array  # (NUMBER,)
+    axes: tuple[Any, ...]  # for each axis the factors, (NUMBER, size of the axis), or None for ones
 
 
 def random_signs(seed: jax.Array, number: int, shape: Sequence[int]) -> Factors:

@@ -26,9 +26,9 @@ weights. Other uses (a convolution, a table of embeddings) take `NUMBER` derivat
 equation forbids them (`jax.custom_vjp`), the lane's gradient is made.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,17 +48,11 @@ class ValueKind(IntEnum):
 
 
 class Value(NamedTuple):
-    """A value in a program.
+    """A value in a program."""
 
-    Attributes:
-      kind: what it depends on.
-      array: the value; None for values of the lane in `replay`.
-      signs: for a view in a sketch, the derivatives of the view along the parameters' signs.
-    """
-
-    kind: ValueKind
-    array: Any = None
-    signs: Any = None
+    kind: ValueKind  # what it depends on
+    array: Any = None  # the value; None for values of the lane in `replay`
+    signs: Any = None  # for a view in a sketch, the derivatives of the view along the parameters' signs
 
 
 def expose(program: Program, inputs: Sequence[Value], ports: Any = None) -> tuple[list[Any], list[Any], list[Any]]:
@@ -161,26 +155,18 @@ class _Walk:
         make = self.blocked if inside is not None and inside.kind == "while" else self.use
         return [Value(ValueKind.LANE, x) for x in make(caller(eqn), values, eqn)]
 
+    # What a walk does with an equation without views, `(eqn, values)`; with a use, `(function, values, eqn=None)`, of
+    # the equation if there is one; with a use that no message passes, a `while_loop`; and with a scan that has
+    # `inputs(carry, x)` for its body: the carry and the stacked outputs, as arrays.
+    of_lanes: ClassVar[Callable[..., list[Any]]]
+    use: ClassVar[Callable[..., list[Any]]]
+    blocked: ClassVar[Callable[..., list[Any]]]
+    loop: ClassVar[Callable[..., list[Any]]]
+
     def of_views(self, eqn, values, kind):
         """An equation without values of the lane."""
         made = caller(eqn)(*(value.array for value in values))
         return [Value(kind if is_inexact(x) else ValueKind.FIXED, x) for x in made]
-
-    def of_lanes(self, eqn, values):
-        """An equation without views."""
-        raise NotImplementedError
-
-    def use(self, function, values, eqn=None):
-        """A use: `function(*arrays) -> list`, of the equation if there is one."""
-        raise NotImplementedError
-
-    def blocked(self, function, values, eqn):
-        """A use that no message passes: a `while_loop`, which has no reverse mode."""
-        raise NotImplementedError
-
-    def loop(self, inside, program, inputs, moving, carry, xs):
-        """A scan with `inputs(carry, x)` for its body; returns the carry and the stacked outputs, as arrays."""
-        raise NotImplementedError
 
     def _scan(self, inside, values):
         program, (consts, carried, _) = inside.jaxprs[0], inside.counts

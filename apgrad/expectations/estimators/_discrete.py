@@ -18,16 +18,12 @@ MOST_OUTCOMES = 2**16
 
 
 class Choices(NamedTuple):
-    """Independent Bernoulli or categorical choices on each lane.
+    """Independent Bernoulli or categorical choices on each lane."""
 
-    Attributes:
-      logits: for Bernoulli choices the logarithm of the odds of 1, (lanes, *rest); for categorical choices the
-        logarithms of the probabilities, (lanes, *rest, categories).
-      categorical: which of the two.
-    """
-
+    # For Bernoulli choices the logarithm of the odds of 1, (lanes, *rest); for categorical choices the logarithms of
+    # the probabilities, (lanes, *rest, categories).
     logits: jax.Array
-    categorical: bool
+    categorical: bool  # which of the two
 
     def log_prob(self, x: jax.Array) -> jax.Array:
         """The logarithm of the probability of each choice: (..., lanes, *rest)."""

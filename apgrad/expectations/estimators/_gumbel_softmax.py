@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from apgrad._ground.arguments import meets
+from apgrad._ground.arguments import number
 from apgrad._ground.primitives import zero_with_gradient
 from apgrad.expectations.estimators._discrete import choices, float_dtype, within_floats
 from apgrad.expectations.estimators._estimator import Estimator
@@ -46,8 +46,7 @@ def gumbel_softmax(temperature: Any = 0.5, *, hard: bool = False) -> Estimator:
       >>> jax.grad(ap.expectation(program, lanes=10), argnums=1)(jax.random.key(0), jax.numpy.zeros(3)).shape
       (3,)
     """
-    if not meets(temperature, lambda t: t > 0):
-        raise ValueError(f"gumbel_softmax needs a positive temperature, got {temperature}")
+    number("the temperature of gumbel_softmax", temperature, positive=True)
 
     def pathwise(distribution, key):
         made = choices("gumbel_softmax", distribution)

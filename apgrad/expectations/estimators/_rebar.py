@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from apgrad._ground.arguments import meets
+from apgrad._ground.arguments import number
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator, fixed
 from apgrad.expectations.estimators._control_variate import with_control_variate
 from apgrad.expectations.estimators._discrete import choices, float_dtype, relaxable
@@ -48,8 +48,7 @@ def rebar(temperature: Any = 0.5, eta: Any = 1.0) -> ChoiceEstimator:
       >>> float(gradient).__round__(2), bool(descent < 0)     # (.55^2 - .45^2) / 4; a larger eta has less variance
       (0.03, True)
     """
-    if not meets(temperature, lambda t: t > 0):
-        raise ValueError(f"rebar needs a positive temperature, got {temperature}")
+    number("the temperature of rebar", temperature, positive=True)
 
     def estimate(distribution, key, costs):
         made = choices("rebar", distribution)

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from apgrad._ground.arguments import meets
+from apgrad._ground.arguments import number
 from apgrad._ground.primitives import zero_with_gradient
 from apgrad.expectations import _distributions as distributions
 from apgrad.expectations.estimators._discrete import choices, relaxable
@@ -52,8 +52,7 @@ def reinmax(temperature: Any = 1.0) -> Estimator:
       >>> float(jax.grad(objective, argnums=1)(jax.random.key(0), 0.0)).__round__(3)  # (.55^2 - .45^2) / 4
       0.025
     """
-    if not meets(temperature, lambda t: t > 0):
-        raise ValueError(f"reinmax needs a positive temperature, got {temperature}")
+    number("the temperature of reinmax", temperature, positive=True)
 
     def pathwise(distribution, key):
         made = choices("reinmax", distribution)

@@ -18,7 +18,7 @@ import jax
 from jax import lax
 
 from apgrad._ground.primitives import refuse_derivative
-from apgrad._programs.jaxprs import hoist
+from apgrad._programs.jaxprs import arrays_of, hoist
 from apgrad.expectations._lanes import require_lanes
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
 from apgrad.expectations.estimators._control_variate import with_control_variate
@@ -67,15 +67,8 @@ def relax(control: Callable[..., Any], *given: Any) -> ChoiceEstimator:
         held = lax.stop_gradient(given)
 
         def controlled(control, z):
-            leaves, treedef = jax.tree.flatten(control)
-            is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
-
-            def of_arrays(arrays, z, held):
-                remaining = iter(arrays)
-                called = treedef.unflatten([next(remaining) if a else x for a, x in zip(is_array, leaves, strict=True)])
-                return jax.vmap(called)(z, *held)
-
-            arrays = [x for a, x in zip(is_array, leaves, strict=True) if a]
+            arrays, restore = arrays_of(control, (jax.Array,))
+            of_arrays = lambda arrays, z, held: jax.vmap(restore(*arrays))(z, *held)
             converted, closed_over = hoist(of_arrays, arrays, z, held)
             value = converted(arrays, z, held, *refuse_derivative(closed_over, _CLOSURE))
             if value.shape != z.shape[:1]:

@@ -17,6 +17,7 @@ from jax import lax
 
 from apgrad._ground.arguments import whole
 from apgrad.expectations import _distributions as distributions
+from apgrad.expectations._lanes import mean_of_others
 from apgrad.expectations._ports import dice
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
 
@@ -47,7 +48,7 @@ def rloo(samples: int = 2) -> ChoiceEstimator:
         zero = zero + distributions.support_guard("rloo", distribution).astype(zero.dtype)
         cost = costs(xs)
         zero = zero.reshape(*cost.shape, -1).sum(-1).astype(cost.dtype)
-        others = lax.stop_gradient((jnp.sum(cost, axis=0) - cost) / (samples - 1))
+        others = lax.stop_gradient(mean_of_others(cost, 1))
         return xs[0], jnp.mean(dice(cost, zero, others), axis=0)
 
     return ChoiceEstimator(

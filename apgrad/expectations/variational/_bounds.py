@@ -7,6 +7,7 @@ For K samples z_k of a proposal q(z | x) and weights w_k = p(x, z_k) / q(z_k | x
 (Burda et al., 2016). L_1 is the evidence lower bound (ELBO).
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -22,23 +23,11 @@ LogJoint = Callable[[jax.Array], jax.Array]
 Bound = Callable[[jax.Array, Any, LogJoint], jax.Array]
 
 
-def pathwise_samples(what: str, key: jax.Array, proposal: Any, samples: int) -> jax.Array:
-    """Samples with a pathwise derivative, (samples, *batch, *event)."""
+def draw(what: str, key: jax.Array, proposal: Any, samples: int, *, pathwise: bool = True) -> jax.Array:
+    """Samples with a pathwise derivative or without any, (samples, *batch, *event)."""
     distributions.require_distribution(what, proposal)
-    draw = lambda key: distributions.pathwise_sample(what, proposal, key)
-    return jax.vmap(draw)(jax.random.split(key, samples))
-
-
-def plain_samples(what: str, key: jax.Array, proposal: Any, samples: int) -> jax.Array:
-    """Samples without derivative, (samples, *batch, *event)."""
-    distributions.require_distribution(what, proposal)
-    return jax.vmap(lambda key: distributions.sample(proposal, key))(jax.random.split(key, samples))
-
-
-def densities(proposal: Any, z: jax.Array) -> jax.Array:
-    """The log-density of each sample, (samples, *batch)."""
-    with jax.numpy_dtype_promotion("standard"):
-        return jax.vmap(lambda z: distributions.log_prob(proposal, z))(z)
+    own = functools.partial(distributions.pathwise_sample, what) if pathwise else distributions.sample
+    return jax.vmap(lambda key: own(proposal, key))(jax.random.split(key, samples))
 
 
 def scores(what: str, proposal: Any, z: jax.Array) -> jax.Array:
@@ -49,7 +38,9 @@ def scores(what: str, proposal: Any, z: jax.Array) -> jax.Array:
 
 def log_weights(what: str, proposal: Any, log_joint: LogJoint, z: jax.Array) -> jax.Array:
     """The log-weight log p(x, z) - log q(z | x) of each sample, (samples, *batch)."""
-    joint, density = log_joint(z), densities(proposal, z)
+    joint = log_joint(z)
+    with jax.numpy_dtype_promotion("standard"):
+        density = jax.vmap(lambda z: distributions.log_prob(proposal, z))(z)
     if joint.shape != density.shape:
         raise ValueError(
             f"{what}: log_joint returned shape {joint.shape} for samples of shape {z.shape}, whose log-density under "
@@ -65,9 +56,10 @@ def log_mean_exp(x: jax.Array) -> jax.Array:
     return jax.nn.logsumexp(x, axis=0) - jnp.log(jnp.asarray(x.shape[0], x.dtype))
 
 
-def charged(bound: jax.Array, baselines: jax.Array, zeros: jax.Array) -> jax.Array:
-    """The bound, (*batch), for which each sample pays less its own baseline, (samples, *batch), which is a constant."""
-    return dice(bound, jnp.sum(zeros, axis=0)) + jnp.sum(dice(0, zeros, lax.stop_gradient(baselines)), axis=0)
+def in_own_place(x: jax.Array, instead: Any = -jnp.inf) -> jax.Array:
+    """For each sample all values, (samples, samples, ...), with others in the sample's own place."""
+    own = jnp.eye(len(x), dtype=bool).reshape(len(x), len(x), *[1] * (x.ndim - 1))
+    return jnp.where(own, instead, x[None])
 
 
 def by_scores(what: str, samples: int, stand_in: Callable[[jax.Array], jax.Array] | None) -> Bound:
@@ -78,19 +70,14 @@ def by_scores(what: str, samples: int, stand_in: Callable[[jax.Array], jax.Array
     samples = whole(f"the samples of {what}", samples, 2)
 
     def baselines(weights):
-        own = jnp.eye(samples, dtype=bool).reshape(samples, samples, *[1] * (weights.ndim - 1))
-        # Along axis 0 the samples whose baseline it is, along axis 1 the weights.
-        each = jnp.where(own, -jnp.inf if stand_in is None else stand_in(weights)[:, None], weights[None])
+        each = in_own_place(weights) if stand_in is None else in_own_place(weights, stand_in(weights)[:, None])
         return jax.nn.logsumexp(each, axis=1) - jnp.log(jnp.asarray(samples - (stand_in is None), weights.dtype))
 
     def bound(key, proposal, log_joint):
-        z = plain_samples(what, key, proposal, samples)
-        weights = log_weights(what, proposal, log_joint, z)
-        return charged(log_mean_exp(weights), baselines(lax.stop_gradient(weights)), scores(what, proposal, z))
+        z = draw(what, key, proposal, samples, pathwise=False)
+        weights, zeros = log_weights(what, proposal, log_joint, z), scores(what, proposal, z)
+        # The bound pays for all samples; each of them pays less its own baseline.
+        less = dice(0, zeros, baselines(lax.stop_gradient(weights)))
+        return dice(log_mean_exp(weights), jnp.sum(zeros, axis=0)) + jnp.sum(less, axis=0)
 
     return bound
-
-
-def score_only(zeros: jax.Array) -> jax.Array:
-    """Zero in value and in expectation at any order, with the score as first derivative: q(z; phi) / q(z) - 1."""
-    return jnp.expm1(zeros)

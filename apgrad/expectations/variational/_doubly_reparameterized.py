@@ -27,13 +27,7 @@ from jax import lax
 from apgrad._ground.arguments import whole
 from apgrad._programs.jaxprs import hoist
 from apgrad.expectations._ports import dice
-from apgrad.expectations.variational._bounds import (
-    Bound,
-    log_mean_exp,
-    log_weights,
-    pathwise_samples,
-    scores,
-)
+from apgrad.expectations.variational._bounds import Bound, draw, in_own_place, log_mean_exp, log_weights, scores
 
 
 def doubly_reparameterized(samples: int) -> Bound:
@@ -62,13 +56,13 @@ def doubly_reparameterized(samples: int) -> Bound:
     samples = whole(f"the samples of {what}", samples)
 
     def bound(key, proposal, log_joint):
-        z = pathwise_samples(what, key, proposal, samples)
+        z = draw(what, key, proposal, samples)
         weights = log_weights(what, proposal, log_joint, z)
         # The weights as functions of the samples alone: parameters that log_joint closes over are constants.
         constant_joint, arrays = hoist(log_joint, z)
         constant = lambda z: constant_joint(z, *lax.stop_gradient(arrays))
         of_samples = log_weights(what, lax.stop_gradient(proposal), constant, z)
-        others = jax.nn.logsumexp(_without_each(lax.stop_gradient(of_samples)), axis=1)
+        others = jax.nn.logsumexp(in_own_place(lax.stop_gradient(of_samples)), axis=1)
         # v_k = w_k / (w_k + sum of the others' w), in which the others are constants.
         share = jax.nn.sigmoid(of_samples - others)
         zeros = scores(what, proposal, z)
@@ -76,9 +70,3 @@ def doubly_reparameterized(samples: int) -> Bound:
         return log_mean_exp(weights) + again
 
     return bound
-
-
-def _without_each(x: jax.Array) -> jax.Array:
-    """For each sample the values of the other samples, (samples, samples, ...), with -inf in the sample's own place."""
-    own = jnp.eye(x.shape[0], dtype=bool).reshape(x.shape[0], x.shape[0], *[1] * (x.ndim - 1))
-    return jnp.where(own, -jnp.inf, x[None])

@@ -320,10 +320,8 @@ def _run(elbo, key, shared_key, params, model, guide, args, kwargs, given):
             for name, site in sites.items():
                 if site["type"] != "sample":
                     continue
-                latent = not site["is_observed"]
+                latent = not (site["is_observed"] or name in draw.substituted)
                 drawn = draw.sites.get(name)
-                if name in draw.substituted:
-                    latent = False
                 if prefix == "model " and latent and drawn is None:
                     raise ValueError(f"variational.elbo: the model's latent site {name} is not in the guide")
                 if prefix == "guide " and latent and drawn is None:
@@ -331,7 +329,7 @@ def _run(elbo, key, shared_key, params, model, guide, args, kwargs, given):
                         f"variational.elbo: the guide's site {name} was drawn out of sight, in a scan or cond of "
                         "NumPyro. Write the loop out, or the model as a program of ap.expectation, which may scan."
                     )
-                log_prob = _log_prob(site)
+                log_prob = _scaled(site, distributions.log_prob(site["fn"], site["value"]))
                 fixed = not isinstance(base(site["fn"]), numpyro.distributions.Delta)
                 if prefix == "guide " and drawn is not None and (drawn.zero is not None or (elbo.sticking and fixed)):
                     # The derivative of log q at a fixed sample has a variance and no mean; see the module's text.
@@ -340,10 +338,6 @@ def _run(elbo, key, shared_key, params, model, guide, args, kwargs, given):
                     free = free + jnp.sum(_scaled(site, jnp.expm1(score)))
                 costs[prefix + name] = _Cost(sign * log_prob, _plates(site))
     return draw.sites, costs, free
-
-
-def _log_prob(site):
-    return _scaled(site, distributions.log_prob(site["fn"], site["value"]))
 
 
 def _scaled(site, density):

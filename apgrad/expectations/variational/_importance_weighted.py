@@ -6,12 +6,7 @@ proposal gets noisier, relative to its size, as the samples get more (Rainforth 
 """
 
 from apgrad._ground.arguments import whole
-from apgrad.expectations.variational._bounds import (
-    Bound,
-    log_mean_exp,
-    log_weights,
-    pathwise_samples,
-)
+from apgrad.expectations.variational._bounds import Bound, draw, log_mean_exp, log_weights
 
 
 def importance_weighted(samples: int) -> Bound:
@@ -38,7 +33,7 @@ def importance_weighted(samples: int) -> Bound:
     samples = whole("the samples of importance_weighted", samples)
 
     def bound(key, proposal, log_joint):
-        z = pathwise_samples("importance_weighted", key, proposal, samples)
+        z = draw("importance_weighted", key, proposal, samples)
         return log_mean_exp(log_weights("importance_weighted", proposal, log_joint, z))
 
     return bound

@@ -13,7 +13,9 @@ With more samples inside the logarithm the score is not zero in expectation (Tuc
 is no number of samples here: take `doubly_reparameterized`.
 """
 
-from apgrad.expectations.variational._bounds import Bound, log_weights, pathwise_samples, score_only, scores
+import jax.numpy as jnp
+
+from apgrad.expectations.variational._bounds import Bound, draw, log_weights, scores
 
 
 def sticking_the_landing() -> Bound:
@@ -37,8 +39,8 @@ def sticking_the_landing() -> Bound:
     """
 
     def bound(key, proposal, log_joint):
-        z = pathwise_samples("sticking_the_landing", key, proposal, 1)
+        z = draw("sticking_the_landing", key, proposal, 1)
         weights = log_weights("sticking_the_landing", proposal, log_joint, z)
-        return (weights + score_only(scores("sticking_the_landing", proposal, z)))[0]
+        return (weights + jnp.expm1(scores("sticking_the_landing", proposal, z)))[0]
 
     return bound

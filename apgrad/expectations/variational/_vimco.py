@@ -7,8 +7,7 @@ weights,
     b_k = log (sum of the other w + exp(mean of the other log w)) / K .
 """
 
-import jax.numpy as jnp
-
+from apgrad.expectations._lanes import mean_of_others
 from apgrad.expectations.variational._bounds import Bound, by_scores
 
 
@@ -32,8 +31,4 @@ def vimco(samples: int) -> Bound:
       >>> float(jnp.exp(bound(jax.random.key(0), posterior, log_joint))).__round__(3)
       0.4
     """
-
-    def geometric(weights):
-        return (jnp.sum(weights, axis=0) - weights) / (len(weights) - 1)
-
-    return by_scores("vimco", samples, geometric)
+    return by_scores("vimco", samples, lambda weights: mean_of_others(weights, 1))
