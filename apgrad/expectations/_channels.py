@@ -21,6 +21,7 @@ from apgrad.expectations._lanes import donors, mean_of_others
 from apgrad.expectations._ledger import Mark, TapePlan, differs
 from apgrad.expectations._ports import BASELINED, CONSTANT, PLAIN, RAW, STANDARDIZED, Port, dice
 from apgrad.expectations._tape import Tape
+from apgrad.expectations.estimators._baselines import is_standardized
 
 ROW = 5  # numbers that a mixer sends to `ap.adaptive` at each visit, for each cell of its inputs
 
@@ -63,15 +64,14 @@ def credit(
             )
         mask = mask.reshape(*mask.shape, *[1] * (len(shape) - mask.ndim))
         zero = jnp.where(mask, zero, 0)
-    others = residual or isinstance(baseline, str)
+    others, standardized = residual or isinstance(baseline, str), is_standardized(baseline)
     if others and tape.lanes < 2:
         raise ValueError(
-            f"{name}: the {'leave-one-out' if baseline != 'standardized' else 'standardized'} baseline is a mean over "
+            f"{name}: the {'standardized' if standardized else 'leave-one-out'} baseline is a mean over "
             f"lanes and needs at least 2, got lanes={tape.lanes}. Use more lanes, or give the estimator baseline=None."
         )
     if own is not None and jnp.shape(own) != shape:
         raise ValueError(f"{name}: the baseline has shape {jnp.shape(own)}, expected {shape}")
-    standardized = isinstance(baseline, str) and baseline == "standardized"
     # Costs do not know masks. So the mean over the lanes that live at this choice is taken where the costs come back.
     living = others and mask is not None and not standardized
     charged = Port("plain", shape, PLAIN)

@@ -175,17 +175,19 @@ def test_a_derivative_of_aux_is_refused_where_it_would_lack_the_choices(estimato
         return tape.cost(x**2), {"x": x, "count": 3, "found": jnp.arange(3)}
 
     objective = ap.expectation(program, 4, has_aux=True, **options)
-    value, gradient = jax.jit(ap.value_and_grad(program, 4, has_aux=True, **options))(KEY, 1.0)
+    both = ap.value_and_grad(program, 4, has_aux=True, **options)
+    objectives = objective, jax.jit(objective)
+    alone = [jax.grad(lambda theta, f=f: f(KEY, theta)[0]) for f in objectives]
+    of_aux = [jax.grad(lambda theta, f=f: f(KEY, theta)[1]["x"].mean()) for f in objectives]
+    (value, gradient), found = jax.jit(lambda theta: (both(KEY, theta), [f(theta) for f in alone]))(1.0)
     assert value[1]["count"] == 3 and jnp.isfinite(gradient)
-    for call in (lambda f: f, jax.jit):
-        alone = jax.grad(lambda theta: call(objective)(KEY, theta)[0])(1.0)  # noqa: B023
-        assert jnp.allclose(alone, gradient, rtol=1e-5)
-        of_aux = jax.grad(lambda theta: call(objective)(KEY, theta)[1]["x"].mean())  # noqa: B023
-        if estimator == "rp":
-            assert of_aux(1.0) == 1
-        else:
-            with pytest.raises(TypeError, match="aux has no derivative"):
-                of_aux(1.0)
+    np.testing.assert_allclose(found, gradient, rtol=1e-5)
+    if estimator == "rp":
+        assert jax.jit(lambda theta: [f(theta) for f in of_aux])(1.0) == [1, 1]
+        return
+    for f in of_aux:
+        with pytest.raises(TypeError, match="aux has no derivative"):
+            jax.eval_shape(f, 1.0)
 
 
 @pytest.mark.parametrize("estimator", ["rp", "lr"])
@@ -197,14 +199,17 @@ def test_a_forward_mode_derivative_of_aux_is_nan_where_it_would_lack_the_choices
         return tape.cost(x**2), x
 
     objective = ap.expectation(program, 4, has_aux=True)
-    for call in (lambda f: f, jax.jit):
+
+    def derivatives(call, theta):
         both = call(lambda theta: jax.tree.map(jnp.mean, objective(KEY, theta)))
-        _, (to_value, to_aux) = jax.jvp(both, (1.0,), (1.0,))
-        assert jnp.isfinite(to_value) and (to_aux == 1 if estimator == "rp" else jnp.isnan(to_aux))
         # Where aux is put aside nothing is refused, at any order.
-        gradient, x = call(jax.jacfwd(objective, argnums=1, has_aux=True))(KEY, 1.0)
+        first, second = (d(objective, argnums=1, has_aux=True) for d in (jax.jacfwd, jax.hessian))
+        return jax.jvp(both, (theta,), (1.0,))[1], call(first)(KEY, theta), call(second)(KEY, theta)
+
+    each = jax.jit(lambda theta: [derivatives(call, theta) for call in (lambda f: f, jax.jit)])(1.0)
+    for (to_value, to_aux), (gradient, x), (second, _) in each:
+        assert jnp.isfinite(to_value) and (to_aux == 1 if estimator == "rp" else jnp.isnan(to_aux))
         np.testing.assert_allclose(gradient, to_value, rtol=1e-5)
-        second, _ = call(jax.hessian(objective, argnums=1, has_aux=True))(KEY, 1.0)
         assert jnp.isfinite(second) and jnp.isfinite(x).all()
 
 
@@ -226,19 +231,20 @@ def test_python_integers_and_bools_of_shared_arguments_are_not_traced(estimator)
 def test_keyword_arguments_of_a_stochastic_function(estimator):
     step = stepper(estimator)
 
-    def program(call):
-        return jax.jit(ap.value_and_grad(lambda tape, theta: (lambda tape, x: tape.cost(x))(*call(tape, theta)), 4))(
-            KEY, 2.0
-        )
+    def found(call):
+        return ap.value_and_grad(lambda tape, theta: (lambda tape, x: tape.cost(x))(*call(tape, theta)), 4)(KEY, 2.0)
 
     z = jnp.arange(4.0)
-    assert program(lambda t, theta: step(t, theta, x=z)) == program(lambda t, theta: step(t, theta, z))
-    assert program(lambda t, theta: step(t, x=z, theta=theta)) == program(lambda t, theta: step(t, theta, z))
-    with pytest.raises(TypeError, match="unexpected keyword argument 'y'"):
-        program(lambda t, theta: step(t, theta, x=z, y=z))
+    ways = [lambda t, theta: step(t, theta, x=z), lambda t, theta: step(t, x=z, theta=theta)]
+    by_position, *by_name = jax.jit(lambda: [found(way) for way in (lambda t, theta: step(t, theta, z), *ways)])()
+    assert by_name == [by_position] * 2
     alone = ap.stochastic(ap.reparameterization())(lambda theta, *, x: dist.Normal(theta + x, 1.0))
-    with pytest.raises(TypeError, match=r"by position, and \['x'\] have none"):
-        program(lambda t, theta: alone(t, theta, x=z))
+    for wrong, message in (
+        (lambda t, theta: step(t, theta, x=z, y=z), "unexpected keyword argument 'y'"),
+        (lambda t, theta: alone(t, theta, x=z), r"by position, and \['x'\] have none"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            jax.eval_shape(lambda wrong=wrong: found(wrong))
 
 
 def test_argnums_are_any_integers():

@@ -71,10 +71,10 @@ def test_enumerated_outcomes_give_the_exact_gradient(x64):
 
 @pytest.mark.parametrize("family", second_derivatives.FAMILIES)
 @pytest.mark.parametrize("graph", second_derivatives.GRAPHS)
-@pytest.mark.parametrize("order", [0, 1, 2])
-def test_derivatives_are_unbiased_at_any_order(family, graph, order):
-    estimate = second_derivatives.estimate(family, graph, order, ap.likelihood_ratio())
-    ap.testing.assert_unbiased(estimate, second_derivatives.exact(family, graph, order), KEY, 1000)
+def test_derivatives_are_unbiased_at_any_order(family, graph):
+    estimates = [second_derivatives.estimate(family, graph, order, ap.likelihood_ratio()) for order in range(3)]
+    truths = [second_derivatives.exact(family, graph, order) for order in range(3)]
+    ap.testing.assert_unbiased(lambda key: [estimate(key) for estimate in estimates], truths, KEY, 1000)
 
 
 def test_the_exact_derivatives_are_those_of_the_closed_forms():

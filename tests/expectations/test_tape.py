@@ -285,9 +285,9 @@ def test_expectation_works_under_vmap_and_with_raw_keys():
         tape, x = ap.sample(tape, dist.Normal(a * jnp.ones(4), 1.0), ap.likelihood_ratio())
         return tape.cost(x**2)
 
-    gradient = jax.grad(ap.expectation(program, 4), argnums=1)
+    gradient = jax.jit(jax.grad(ap.expectation(program, 4), argnums=1))
     keys = jax.random.split(KEY, 3)
-    batched = jax.vmap(gradient, (0, None))(keys, 1.0)
+    batched = jax.jit(jax.vmap(gradient, (0, None)))(keys, 1.0)
     np.testing.assert_allclose(batched, jnp.stack([gradient(k, 1.0) for k in keys]), rtol=1e-5)
     np.testing.assert_allclose(gradient(jax.random.PRNGKey(3), 1.0), gradient(jax.random.key(3), 1.0))
 
@@ -596,7 +596,7 @@ def test_nan_costs_are_an_error_at_run_time(transform, derivative, request):
     with pytest.raises(Exception, match="cost is NaN"):
         jax.block_until_ready(function(keys, 1.0))
     unchecked = transform(derivative(ap.expectation(program, 4, check_nan=False)))
-    jax.block_until_ready(unchecked(keys, 1.0))
+    assert "callback" not in str(jax.make_jaxpr(unchecked)(keys, 1.0))
 
 
 def test_expectation_takes_a_program():

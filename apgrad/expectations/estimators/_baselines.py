@@ -75,20 +75,17 @@ def learned_baseline(function: Callable[..., Any], *, leave_one_out: bool = Fals
 
 def require_baseline(name: str, baseline: Any, *, biased: bool = False) -> None:
     """Raises a `ValueError` for what is no baseline."""
-    if isinstance(baseline, str):
-        if baseline == "leave_one_out" or (biased and is_standardized(baseline)):
-            return
-        if is_standardized(baseline):
-            raise ValueError(
-                f"{name}: the standardized baseline is biased and goes with likelihood_ratio() in ap.stochastic and "
-                "ap.sample alone"
-            )
-    elif baseline is None or callable(baseline) or isinstance(baseline, LearnedBaseline):
-        return
-    raise ValueError(
-        f"{name}: baseline must be 'leave_one_out', None, a function of the node's inputs or "
-        f"ap.learned_baseline(function), got {baseline!r}"
-    )
+    if is_standardized(baseline) and not biased:
+        raise ValueError(
+            f"{name}: the standardized baseline is biased and goes with likelihood_ratio() in ap.stochastic and "
+            "ap.sample alone"
+        )
+    named = isinstance(baseline, str) and baseline in ("leave_one_out", "standardized")
+    if not (named or baseline is None or callable(baseline) or isinstance(baseline, LearnedBaseline)):
+        raise ValueError(
+            f"{name}: baseline must be 'leave_one_out', None, a function of the node's inputs or "
+            f"ap.learned_baseline(function), got {baseline!r}"
+        )
 
 
 def is_standardized(baseline: object) -> bool:

@@ -45,6 +45,11 @@ def sample_shape(distribution: Any) -> tuple[int, ...]:
     return (*distribution.batch_shape, *distribution.event_shape)
 
 
+def number_of_choices(distribution: Any) -> int:
+    """How many choices a lane has."""
+    return int(np.prod(sample_shape(distribution)[1:], dtype=int))
+
+
 def choices(what: str, distribution: Any, *, bernoulli: bool = True, categorical: bool = True) -> Choices:
     """The distribution as Bernoulli or categorical choices, with logits of float32 at least, to draw noise in."""
     one = base(distributions.widened(distribution))
@@ -100,8 +105,7 @@ def relaxed_mean(what: str, distribution: Any) -> jax.Array:
 def enumerated(what: str, distribution: Any) -> tuple[jax.Array, jax.Array]:
     """All joint outcomes of a lane, (n, lanes, *rest), and the logarithms of their probabilities, (n, lanes)."""
     values = _support(what, distribution)
-    shape = sample_shape(distribution)
-    number = int(np.prod(shape[1:], dtype=int))
+    shape, number = sample_shape(distribution), number_of_choices(distribution)
     if number * np.log(max(len(values), 1)) > np.log(MOST_OUTCOMES) + 1e-9:
         raise ValueError(
             f"{what}: {number} choices of {len(values)} outcomes each have {len(values)}^{number} joint outcomes, more "
@@ -118,7 +122,7 @@ def enumerated(what: str, distribution: Any) -> tuple[jax.Array, jax.Array]:
 
 def number_of_outcomes(what: str, distribution: Any) -> int:
     """How many joint outcomes the choices of a lane have."""
-    return len(_support(what, distribution)) ** int(np.prod(sample_shape(distribution)[1:], dtype=int))
+    return len(_support(what, distribution)) ** number_of_choices(distribution)
 
 
 def _support(what, distribution):

@@ -40,7 +40,7 @@ from jax import lax
 from apgrad._ground.primitives import refuse_derivative, zero_with_gradient
 from apgrad.expectations import _distributions as distributions
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator, per_lane
-from apgrad.expectations.estimators._discrete import base, sample_shape
+from apgrad.expectations.estimators._discrete import base, number_of_choices, sample_shape
 
 _SHAPE = (
     "measure_valued has no derivative with respect to the shape of a gamma distribution, which is no "
@@ -71,7 +71,7 @@ def measure_valued() -> ChoiceEstimator:
         x = distributions.sample(distribution, own)
         one, shape = base(distributions.widened(distribution)), sample_shape(distribution)
         # The alternatives of one coordinate after the other: all but this one stay at the sample.
-        number = int(np.prod(shape[1:], dtype=int))
+        number = number_of_choices(distribution)
         place = np.eye(number, dtype=bool).reshape(number, 1, *shape[1:])
         pairs = _pairs(one, jnp.shape(x), x, noise)
         stacked = [x[None]]
@@ -89,8 +89,7 @@ def measure_valued() -> ChoiceEstimator:
         return x, estimate
 
     def evaluations(distribution):
-        number = int(np.prod(sample_shape(distribution)[1:], dtype=int))
-        return 1 + 2 * number * (2 if isinstance(base(distribution), dist.Normal) else 1)
+        return 1 + 2 * number_of_choices(distribution) * (2 if isinstance(base(distribution), dist.Normal) else 1)
 
     return ChoiceEstimator(
         "measure_valued",
