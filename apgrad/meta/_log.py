@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from apgrad._ground.files import write_atomically
+from apgrad._ground.progress import progress_bar
 
 Log = Callable[[int, dict[str, float]], None]
 COLUMNS = ("loss", "gradient_norm")
@@ -52,13 +53,9 @@ def tensorboard(folder: str | Path) -> Log:
     return log
 
 
-def progress_bar(step: int, steps: int) -> Log:
+def show_progress(step: int, steps: int) -> Log:
     """A `log` that shows a tqdm bar from the step at which a run goes on to its last one."""
-    try:
-        import tqdm
-    except ImportError as error:
-        raise ImportError('progress needs tqdm: pip install "apgrad[meta]", or train(..., progress=False)') from error
-    bar = tqdm.tqdm(total=steps, initial=step, unit="step", desc="meta-training")
+    bar = progress_bar("meta-training", steps, step)
 
     def log(step, metrics):
         bar.set_postfix(loss=f"{metrics['loss']:.4g}", skipped=int(metrics["skipped"]), refresh=False)

@@ -23,7 +23,7 @@ from apgrad._ground.arguments import whole
 from apgrad._ground.files import locked
 from apgrad.meta._checkpoints import Checkpoints
 from apgrad.meta._identity import claim, identity
-from apgrad.meta._log import Log, append_metrics, begin_metrics, draw_metrics, progress_bar
+from apgrad.meta._log import Log, append_metrics, begin_metrics, draw_metrics, show_progress
 from apgrad.meta._outer import OuterGradient, global_view, scaled_norm, where, widened
 from apgrad.meta._partition import merge, partition
 
@@ -216,7 +216,7 @@ def train(
         step = int(training.step)
         if table is not None:
             begin_metrics(table, step)
-        logs = [f for f in (log, progress_bar(step, steps) if progress and step < steps else None) if f is not None]
+        logs = [f for f in (log, show_progress(step, steps) if progress and step < steps else None) if f is not None]
 
         def record(step, training, metrics):
             if table is not None:

@@ -17,6 +17,7 @@ from apgrad.mplp._elementwise import (
     softmax as softmax,
     transform as transform,
 )
+from apgrad.mplp._fit import Fitted as Fitted, fit as fit
 from apgrad.mplp._layers import Layer as Layer, layer as layer
 from apgrad.mplp._losses import (
     absolute_error as absolute_error,

@@ -1,0 +1,12 @@
+"""A progress bar of tqdm's, which comes with the extra `meta`."""
+
+from typing import Any
+
+
+def progress_bar(what: str, steps: int, begun: int = 0) -> Any:
+    """The bar of tqdm from the step at which a run begins to its last one."""
+    try:
+        import tqdm
+    except ImportError as error:
+        raise ImportError('progress needs tqdm: pip install "apgrad[meta]", or give progress=False') from error
+    return tqdm.tqdm(total=steps, initial=begun, unit="step", desc=what)

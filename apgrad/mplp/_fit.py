@@ -1,0 +1,164 @@
+"""Training a Flax model by a rule, from minibatches to the trained model.
+
+    fitted = mplp.fit(model, batches, "image_mlp_long", 100, held_out=(x_test, y_test))
+    fitted.model, fitted.losses, fitted.held_out
+
+The loop calls one jitted step for each minibatch. Nothing in it is random but what the iterator of minibatches draws.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from apgrad._ground.arguments import whole
+from apgrad._ground.progress import progress_bar
+from apgrad.mplp import _nodes as nodes
+from apgrad.mplp._losses import softmax_cross_entropy
+from apgrad.mplp._places import Places
+from apgrad.mplp._pretrained import load_pretrained
+from apgrad.mplp._protocol import LearnedRule
+from apgrad.mplp._sequential import Names, from_nnx, to_nnx
+from apgrad.mplp._step import init_state, inner_step
+
+Batch = tuple[Any, Any]
+
+
+class Fitted(NamedTuple):
+    """What `fit` returns.
+
+    Attributes:
+      model: a copy of the model, with the parameters that were learned.
+      losses: (steps,), the loss of each minibatch before the model has learned from it.
+      steps: (points,), the numbers of updates after which the held-out batch was measured; empty without such a batch.
+      held_out: (points,), the measure of the held-out batch after so many updates.
+    """
+
+    model: nnx.Sequential
+    losses: np.ndarray
+    steps: np.ndarray
+    held_out: np.ndarray
+
+
+def fit(
+    model: nnx.Sequential,
+    data: Iterable[Batch],
+    rule: str | LearnedRule,
+    steps: int,
+    *,
+    loss: Callable[..., jax.Array] = softmax_cross_entropy,
+    held_out: Batch | None = None,
+    measure: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
+    every: int = 10,
+    names: Names | None = None,
+    progress: bool = True,
+) -> Fitted:
+    """Trains a Flax model by a rule, with one update for each minibatch.
+
+    Args:
+      model: what `from_nnx` takes. It stays as it is.
+      data: minibatches `(x, y)`, all of one form: x (batch, ...), and y as the loss takes it. As many are drawn as
+        there are steps.
+      rule: one of `pretrained_names()`, or a rule.
+      steps: how many updates are made.
+      loss: a loss node, such as `mplp.softmax_cross_entropy`, for whose targets y is one-hot.
+      held_out: `(x, y)` of any number of examples, if given: it is measured at the start, after each `every` updates,
+        and at the end.
+      measure: `(prediction, y) -> number`, the measure of the held-out batch; the mean loss if not given.
+      every: how many updates are made from one measure to the next, and from one look at the losses to the next.
+      names: how the rule's places are named, see `from_nnx`; "role" for a pretrained rule and "number" for a rule of
+        your own, if not given.
+      progress: whether to show a tqdm bar, which comes with the extra `meta`.
+
+    Returns:
+      The trained model, the losses of the minibatches, and the measures of the held-out batch.
+
+    Raises:
+      ValueError: if there are fewer minibatches than steps, if one of them has another shape or dtype than the first,
+        and for inputs that are not standardized where a pretrained rule was trained on such.
+      TypeError: for minibatches that are no pairs, and models that `from_nnx` refuses.
+      FloatingPointError: if a loss is not finite.
+
+    Example:
+      >>> import itertools, jax, jax.numpy as jnp, apgrad as ap
+      >>> from flax import nnx
+      >>> model = nnx.Sequential(nnx.Linear(3, 50, rngs=nnx.Rngs(0)), nnx.sigmoid, nnx.Linear(50, 2, rngs=nnx.Rngs(1)))
+      >>> x = jax.random.normal(jax.random.key(0), (8, 3))
+      >>> batch = x, jax.nn.one_hot((x[:, 0] > 0).astype(int), 2)
+      >>> fitted = ap.mplp.fit(model, itertools.repeat(batch), "image_mlp", 20, held_out=batch, progress=False)
+      >>> fitted.steps.tolist(), bool(fitted.held_out[-1] < fitted.held_out[0])
+      ([0, 10, 20], True)
+    """
+    steps, every = whole("steps", steps), whole("every", every)
+    names = names or ("role" if isinstance(rule, str) else "number")
+    network, params = from_nnx(model, loss, names=names)
+    batches = _batches(data, steps)
+    first = next(batches)
+    made = load_pretrained(rule, first[0]) if isinstance(rule, str) else rule
+    state = init_state(made, network, params, first)
+    judged = None if held_out is None else _pair("the held-out set", held_out)
+    losses: list[jax.Array] = []
+    curve: dict[int, float] = {}
+
+    @jax.jit
+    def step(rule, params, state, batch):
+        params, state, metrics = inner_step(rule, network, params, state, batch)
+        return params, state, metrics["loss"]
+
+    @jax.jit
+    def judge(params, batch):
+        losses, metrics = network(Places(), jax.tree.map(nodes.parameter, params), batch)
+        return jnp.mean(losses) if measure is None else measure(metrics["output"], batch[1])
+
+    def look():
+        for i, value in enumerate(jax.device_get(losses[-every:]), max(0, len(losses) - every)):
+            if not np.isfinite(value):
+                raise FloatingPointError(
+                    f"the loss of minibatch {i} is {value}. Standardize the inputs, or look whether the rule was "
+                    "trained for networks and minibatches such as these (mplp.pretrained_card)."
+                )
+        if judged is not None:
+            curve[len(losses)] = float(judge(params, judged))
+
+    with progress_bar("training", steps) if progress else contextlib.nullcontext() as bar:
+        look()
+        for batch in itertools.chain([first], batches):
+            params, state, value = step(made, params, state, batch)
+            losses.append(value)
+            if bar is not None:
+                bar.update()
+            if len(losses) % every == 0 or len(losses) == steps:
+                look()
+    points, measures = np.array(list(curve), int), np.array(list(curve.values()), float)
+    return Fitted(to_nnx(model, params, names=names), np.array(jax.device_get(losses)), points, measures)
+
+
+def _batches(data: Iterable[Batch], steps: int) -> Iterator[Batch]:
+    """The first minibatches, as many as there are steps, of one form."""
+    count, form = 0, None
+    for count, given in enumerate(itertools.islice(data, steps), 1):
+        batch = _pair(f"minibatch {count - 1}", given)
+        here = ", ".join(f"{x.dtype}{x.shape}" for x in batch)
+        form = form or here
+        if here != form:
+            raise ValueError(
+                f"all minibatches have one form, since the step is compiled once: the first has (x, y) of {form}, "
+                f"minibatch {count - 1} of {here}. Leave out a smaller one at the end of an epoch, or fill it up."
+            )
+        yield batch
+    if count < steps:
+        raise ValueError(
+            f"the data have {count} minibatches, and {steps} steps need as many. Give an iterator that goes on, such "
+            "as itertools.cycle(batches), or fewer steps."
+        )
+
+
+def _pair(what: str, batch: Any) -> Batch:
+    if not isinstance(batch, tuple | list) or len(batch) != 2:
+        raise TypeError(f"{what} is a pair (x, y) of inputs and targets, got {type(batch).__name__}")
+    return jnp.asarray(batch[0]), jnp.asarray(batch[1])

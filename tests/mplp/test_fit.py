@@ -1,0 +1,86 @@
+"""`mplp.fit`: what comes out is what the loop written by hand makes, and what cannot be trained on is refused."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+
+from apgrad import mplp
+
+X = jax.random.normal(jax.random.key(0), (6, 8, 3))
+Y = jax.nn.one_hot((X[..., 0] > 0).astype(int), 2)
+BATCHES = [(np.asarray(x), np.asarray(y)) for x, y in zip(X, Y, strict=True)]
+RULE = mplp.Exact(0.5)
+
+
+def model():
+    return nnx.Sequential(nnx.Linear(3, 50, rngs=nnx.Rngs(0)), nnx.sigmoid, nnx.Linear(50, 2, rngs=nnx.Rngs(1)))
+
+
+def fit(data=BATCHES, rule=RULE, steps=6, **options):
+    return mplp.fit(model(), data, rule, steps, progress=False, **options)
+
+
+def test_fit_is_the_loop_of_inner_steps():
+    """By the exact rule it is gradient descent; the curve is measured at the start, every so often and at the end."""
+    calls = []
+    measure = lambda prediction, y: calls.append(1) or jnp.mean((prediction - y) ** 2)
+    fitted = fit(held_out=(X[0], Y[0]), every=4, measure=measure)
+    network, params = mplp.from_nnx(model(), mplp.softmax_cross_entropy)
+    loss = lambda p, x, y: jnp.mean(optax.softmax_cross_entropy(network.predict(p, x), y))
+
+    @jax.jit
+    def descend(p, batch):
+        value, gradient = jax.value_and_grad(loss)(p, *batch)
+        return jax.tree.map(lambda p, g: p - 0.5 * g, p, gradient), (
+            value,
+            jnp.mean((network.predict(p, X[0]) - Y[0]) ** 2),
+        )
+
+    expected, (losses, measures) = jax.lax.scan(descend, params, (X, Y))
+    np.testing.assert_allclose(fitted.losses, losses, rtol=1e-5)
+    learned = mplp.from_nnx(fitted.model, mplp.softmax_cross_entropy)[1]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), learned, expected)
+    assert fitted.steps.tolist() == [0, 4, 6] and len(calls) == 1  # traced once
+    np.testing.assert_allclose(fitted.held_out[:2], np.asarray(measures)[[0, 4]], rtol=1e-5)
+
+
+def test_fit_gives_the_same_bits_again_and_leaves_the_model():
+    before = jax.tree.map(np.asarray, nnx.state(model()))
+    given = model()
+    first, second = (
+        mplp.fit(given, itertools.cycle(BATCHES), "image_mlp", 8, held_out=BATCHES[0], progress=False) for _ in range(2)
+    )
+    for fitted in (first, second):
+        assert fitted.steps.tolist() == [0, 8] and fitted.held_out[1] < fitted.held_out[0]
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(first.model), nnx.state(second.model))
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(given), before)
+
+
+def test_fit_shows_a_bar(capsys):
+    assert mplp.fit(model(), BATCHES, RULE, 2).held_out.size == 0
+    assert "training: 100%" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"steps": 7}, ValueError, "the data have 6 minibatches, and 7 steps need as many.*cycle"),
+        ({"data": []}, ValueError, "the data have 0 minibatches"),
+        ({"data": [BATCHES[0], (X[1, :2], Y[1, :2])]}, ValueError, r"minibatch 1 of float32\(2, 3\), float32\(2, 2\)"),
+        ({"data": [X[0]]}, TypeError, r"minibatch 0 is a pair \(x, y\)"),
+        ({"held_out": X[0]}, TypeError, r"the held-out set is a pair \(x, y\)"),
+        ({"data": [(X[0] * np.nan, Y[0])], "steps": 1}, FloatingPointError, "the loss of minibatch 0 is nan"),
+        ({"data": [(X[0] + 9, Y[0])], "rule": "image_mlp"}, ValueError, "standardized"),
+        ({"steps": 0}, ValueError, "steps must be an integer of at least 1"),
+        ({"every": 0}, ValueError, "every must be"),
+        ({"rule": "image"}, ValueError, "no trained rule 'image'"),
+    ],
+)
+def test_what_cannot_be_trained_on_is_refused(options, error, match):
+    with pytest.raises(error, match=match):
+        fit(**options)
