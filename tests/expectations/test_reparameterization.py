@@ -79,7 +79,7 @@ def test_the_implicit_derivative_equals_that_of_the_inverse_cdf(x64):
     def exact(t):
         return jnp.sum((jnp.sin(t) + jnp.exp(t) * z) ** 3) / 5
 
-    found, wanted = derivatives(3, lambda key, t: estimate(key, t)[0], exact)
+    found, wanted = derivatives(2, lambda key, t: estimate(key, t)[0], exact)  # a Newton step less shows at the second
     np.testing.assert_allclose(*jax.jit(lambda t: (found(KEY, t), wanted(t)))(t), rtol=1e-9)
 
 
