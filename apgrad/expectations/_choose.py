@@ -18,6 +18,7 @@ So put into the continuation what the choice decides first. A program that ends 
 variational autoencoder does, has no likelihood-ratio term at all.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -25,13 +26,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from apgrad._programs.jaxprs import trace
 from apgrad.expectations import _channels as channels, _distributions as distributions
 from apgrad.expectations._lanes import require_batch, require_lanes
+from apgrad.expectations._programs.separable import is_sum_over
 from apgrad.expectations._tape import Tape, require_tape
 from apgrad.expectations.estimators import _baselines as baselines
 from apgrad.expectations.estimators._baselines import Baseline
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
-from apgrad.expectations.estimators._discrete import relaxable
+from apgrad.expectations.estimators._discrete import base, relaxable
 from apgrad.expectations.estimators._estimator import Estimator, Mixer, once
 
 
@@ -55,7 +58,8 @@ def choose(
         `disarm_stick_breaking()`, `rebar()`, `relax(control)`, `double_control_variates(samples)`, `measure_valued()`,
         or an `ap.ChoiceEstimator` of your own. Its `evaluations(distribution)` says at how many outcomes it evaluates
         the continuation.
-      *args: pytrees with the lanes as leading axis. What the lanes share, the continuation closes over.
+      *args: pytrees with the lanes as leading axis, such as a lane's example. What the lanes share, the continuation
+        closes over.
       baseline: what is taken off the costs that follow y, as in `likelihood_ratio`.
 
     Returns:
@@ -66,10 +70,25 @@ def choose(
       TypeError, ValueError: at trace time, for an estimator of another kind, a distribution that the estimator does not
         take, or a continuation that does not return a scalar cost and a value.
 
+    Warns:
+      UserWarning: at trace time, where nothing goes on and the cost is a sum of terms that see one entry of the lane's
+        choices each, such as the mean over a minibatch: then each choice pays for the others' costs.
+
     Example:
-      The exact gradient of a sum over three outcomes, with one lane:
+      A minibatch: its examples are the lanes, the samples of an example are the estimator's, and `data` is not given.
 
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
+      >>> def program(tape, w, x, y):                           # x (examples, 4), y (examples,)
+      ...     def continuation(z, y):                           # of one example
+      ...         return (z - y) ** 2, None
+      ...     return ap.choose(tape, dist.Bernoulli(logits=x @ w), continuation, ap.rloo(4), y)[0]
+      >>> x, y = jnp.eye(4), jnp.array([0.0, 1.0, 0.0, 1.0])
+      >>> gradient = ap.grad(program, lanes=len(x))(jax.random.key(0), jnp.zeros(4), x, y)     # the mean over examples
+      >>> gradient.shape
+      (4,)
+
+      The exact gradient of a sum over three outcomes, with one lane:
+
       >>> def program(tape, logits):
       ...     d = dist.Categorical(logits=jnp.broadcast_to(logits, (tape.lanes, 3)))
       ...     tape, _ = ap.choose(tape, d, lambda x: (jnp.array([0.0, 3.0, 6.0])[x], None), ap.enumeration())
@@ -108,11 +127,13 @@ def choose(
         return jax.vmap(lambda x: jax.vmap(cost_of)(x, *args))(xs)
 
     drawn = jax.eval_shape(lambda key: seen(distributions.sample(distribution, key)), key)
-    form = _form(what, continuation, drawn, args)
+    form, program = _form(what, continuation, drawn, args)
     x, cost = estimator.estimate(distribution, key, costs)
     x = channels.drawn(tape, lax.stop_gradient(x))
     tape = tape.cost(cost if estimator.every_order else once(estimator.name, cost))
     if not jax.tree.leaves(form):
+        events = len(getattr(base(distribution), "event_shape", ()))
+        _warn_of_a_batch(what, program, x.shape[: x.ndim - events])
         return tape, form
     y = jax.vmap(lambda x, *lane: continuation(x, *lane)[1])(seen(x), *args)
     zero = distributions.score(what, distribution, x)
@@ -121,16 +142,36 @@ def choose(
 
 
 def _form(what, continuation, drawn, args):
-    """The structure of y, or an error where the continuation does not return a scalar cost and a value."""
+    """The structure of y, and the program; an error where it does not return a scalar cost and a value."""
     lane = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x)), (drawn, *args))
-    found = jax.eval_shape(lambda *inputs: _pair(what, continuation(*inputs)), *lane)
-    cost = found[0]
-    if jnp.shape(cost) != () or not any(jnp.issubdtype(cost.dtype, kind) for kind in (jnp.floating, jnp.integer, bool)):
+    program, (cost, y) = trace(lambda *inputs: _pair(what, continuation(*inputs)), *lane)
+    if cost.shape != () or not any(jnp.issubdtype(cost.dtype, kind) for kind in (jnp.floating, jnp.integer, bool)):
         raise ValueError(
-            f"{what}: the continuation's cost must be one real number, got shape {jnp.shape(cost)} and dtype "
-            f"{cost.dtype}; it is given one lane at a time"
+            f"{what}: the continuation's cost must be one real number, got shape {cost.shape} and dtype {cost.dtype}; "
+            f"it is given one lane at a time. {_MINIBATCH}"
         )
-    return found[1]
+    return y, program
+
+
+_MINIBATCH = (
+    "For a minibatch let each example be a lane: ap.expectation(program, lanes=examples) without data=, a distribution "
+    "of batch shape (examples,), and the examples as arguments after the estimator, ap.choose(tape, distribution, "
+    "lambda x, example: (cost, None), estimator, examples). The objective is the mean over lanes; for several samples "
+    "of an example take ap.rloo(samples) or the like. help(ap.choose) has a whole program."
+)
+
+
+def _warn_of_a_batch(what, program, shape):
+    """Warns where a lane makes independent choices, (lanes, n, ...), and its cost is a sum of terms of one each."""
+    axes = [0, *[None] * (len(program.jaxpr.invars) - 1)]
+    if len(shape) > 1 and shape[1] > 1 and is_sum_over(program, axes):
+        warnings.warn(
+            f"{what}: a lane makes {shape[1]} choices, and its cost is a sum or a mean of {shape[1]} terms that see "
+            "one of them each. So every choice pays for the costs of all the others: the gradient is right, but its "
+            f"variance (or the number of evaluations) can be {shape[1]} times what it need be. {_MINIBATCH}",
+            UserWarning,
+            stacklevel=3,
+        )
 
 
 def _pair(what, found):

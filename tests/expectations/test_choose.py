@@ -354,6 +354,59 @@ def test_wrong_arguments_are_errors():
         ap.relax(3)
 
 
+X, Y = np.random.default_rng(1).normal(size=(20, 3)), np.arange(20) % 2
+
+
+def examples_as_lanes(tape, w, x, y):
+    miss = lambda z, y: ((z.astype(y.dtype) - y) ** 2, None)
+    return ap.choose(tape, dist.Bernoulli(logits=x @ w), miss, ap.disarm(), y)[0]
+
+
+def batch_in_a_lane(tape, w, x, y):
+    coins = dist.Bernoulli(logits=jnp.broadcast_to(x @ w, (tape.lanes, len(y))))
+    return ap.choose(tape, coins, lambda z: (jnp.mean((z.astype(y.dtype) - y) ** 2), None), ap.disarm())[0]
+
+
+def test_a_minibatch_whose_examples_are_lanes_has_the_exact_gradient():
+    x, y, w = jnp.asarray(X, jnp.float32), jnp.asarray(Y, jnp.float32), jnp.array([0.5, -1.0, 0.2])
+    exact = jax.grad(lambda w: jnp.mean(jnp.where(y == 1, jax.nn.sigmoid(-x @ w), jax.nn.sigmoid(x @ w))))(w)
+    estimate = jax.grad(ap.expectation(examples_as_lanes, len(y)), argnums=1)
+    ap.testing.assert_unbiased(lambda key: estimate(key, w, x, y), exact, KEY, 1_000)
+
+
+@pytest.mark.quick
+def test_a_batch_in_a_lane_is_warned_of_and_data_says_what_to_do():
+    x, y, w = jnp.asarray(X, jnp.float32), jnp.asarray(Y, jnp.float32), jnp.zeros(3)
+    with pytest.warns(UserWarning, match=r"20 terms that see one of them each.*each example be a lane"):
+        jax.eval_shape(ap.expectation(batch_in_a_lane, 5), KEY, w, x, y)
+
+    def with_data(tape, w, x, y):
+        coins = dist.Bernoulli(logits=jnp.broadcast_to(x @ w, (tape.lanes, tape.data)))
+        return ap.choose(tape, coins, lambda z: ((z.astype(y.dtype) - y) ** 2, None), ap.disarm())[0]
+
+    with pytest.raises(ValueError, match=r"got shape \(20,\).*each example be a lane.*examples as arguments after"):
+        ap.expectation(with_data, 5, data=20)(KEY, w, x, y)
+
+
+def test_choices_of_a_lane_that_act_on_each_other_are_not_warned_of():
+    # Warnings are errors here. A cost of all choices together, of neighbours, and one behind a comparison of their sum.
+    weights = jnp.arange(4.0)
+    for cost in (
+        lambda z: jnp.tanh(z @ weights),
+        lambda z: jnp.sum(z[1:] * z[:-1]),
+        lambda z: jnp.where(jnp.sum(z) > 2.0, 1.0, jnp.sum(z)),
+        lambda z: jnp.mean(jnp.cumsum(z) ** 2),
+        lambda z: jax.lax.scan(lambda c, z: (c * z + 1.0, None), 0.0, z)[0],
+        lambda z: jnp.sum(z) * jnp.sum(z),
+    ):
+
+        def program(tape, logits, cost=cost):
+            coins = dist.Bernoulli(logits=jnp.broadcast_to(logits, (tape.lanes, 4)))
+            return ap.choose(tape, coins, lambda z: (cost(z.astype(jnp.float32)), None), ap.disarm())[0]
+
+        jax.eval_shape(ap.expectation(program, 2), KEY, weights)
+
+
 def test_the_shape_of_a_gamma_distribution_has_no_measure_valued_derivative():
     def run(tape, shape):
         d = dist.Gamma(jnp.broadcast_to(shape, (tape.lanes,)), 1.0)
