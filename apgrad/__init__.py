@@ -66,6 +66,7 @@ if _typing.TYPE_CHECKING:
         reparameterization as reparameterization,
         rloo as rloo,
         sample as sample,
+        score as score,
         stochastic as stochastic,
         straight_through as straight_through,
         total_propagation as total_propagation,
@@ -90,8 +91,8 @@ _WINGS = {
         Adaptive AdaptiveState ChoiceEstimator Estimator LearnedBaseline Mixer MultilevelState Tape adaptive arm arms
         choose clip_lanes diagnostics disarm disarm_stick_breaking double_control_variates enumeration expectation
         gaussian_resampling gaussian_shaping grad gumbel_softmax learned_baseline likelihood_ratio measure_valued
-        multilevel rao_blackwellized rebar reinmax relax reparameterization rloo sample stochastic straight_through
-        total_propagation value_and_grad variational weights
+        multilevel rao_blackwellized rebar reinmax relax reparameterization rloo sample score stochastic
+        straight_through total_propagation value_and_grad variational weights
     """,
     "memory": "memory_report randomize",
     "meta": "",

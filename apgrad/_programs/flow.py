@@ -18,16 +18,33 @@ Join = Callable[[Any, Any], Any]
 
 
 def flow(
-    program: Program, inputs: Sequence[Any], transfer: Transfer, join: Join, constant: Callable[[Any], Any]
+    program: Program,
+    inputs: Sequence[Any],
+    transfer: Transfer,
+    join: Join,
+    constant: Callable[[Any], Any],
+    entry: Callable[[Any], Any] = lambda fact: fact,
+    stack: Callable[[Any], Any] = lambda fact: fact,
 ) -> list[Any]:
-    """The facts at a program's outputs."""
+    """The facts at a program's outputs.
+
+    `entry` makes of a fact about an array the fact about one of its entries, which a scan hands to its body, and
+    `stack` of a fact about an entry the fact about the array.
+    """
 
     def enter(inner, facts):
-        return flow(inner, facts, transfer, join, constant)
+        return flow(inner, facts, transfer, join, constant, entry, stack)
 
     def apply(eqn, facts):
         made = transfer(eqn, facts)
-        return _inside(nested(eqn), facts, enter, join) if made is None else made
+        if made is not None:
+            return made
+        inside = nested(eqn)
+        if inside is None or inside.kind != "scan":
+            return _inside(inside, facts, enter, join)
+        kept, carried = sum(inside.counts[:2]), inside.counts[1]
+        made = _inside(inside, [*facts[:kept], *map(entry, facts[kept:])], enter, join)
+        return [*made[:carried], *map(stack, made[carried:])]
 
     return evaluate(program, inputs, apply, constant)
 

@@ -14,6 +14,7 @@ from apgrad.expectations._expectation import (
     value_and_grad as value_and_grad,
 )
 from apgrad.expectations._multilevel import MultilevelState as MultilevelState, multilevel as multilevel
+from apgrad.expectations._score import score as score
 from apgrad.expectations._stochastic import sample as sample, stochastic as stochastic
 from apgrad.expectations._tape import Tape as Tape
 from apgrad.expectations.estimators._arm import arm as arm

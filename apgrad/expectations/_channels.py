@@ -36,6 +36,7 @@ def credit(
     residual: bool = False,
     parts: bool = False,
     mask: jax.Array | None = None,
+    log_weight: jax.Array | None = None,
 ) -> Tape:
     """Charges later costs to a random choice whose log-density is `zero`, (lanes, ...).
 
@@ -45,6 +46,8 @@ def credit(
     `residual` takes the mean of the other lanes' G - b off as well. With `parts` the second axis of `zero` numbers
     parts of a lane that are independent of each other. Where a `mask`, Booleans of the baseline's shape or (lanes,),
     is False, the choice is charged with nothing, and the lane is in no other lane's leave-one-out baseline of it.
+    `log_weight`, of the shape of `zero`, is the logarithm of what later costs are weighed by, for a choice that another
+    distribution has drawn (`_score.py`).
     """
     ledger = tape._require_current(name)
     ledger.scoring = name
@@ -55,6 +58,7 @@ def credit(
         )
     shape = zero.shape[: 1 + parts]
     zero = zero.reshape(*shape, -1).sum(-1)
+    weighed = None if log_weight is None else log_weight.reshape(*shape, -1).sum(-1)
     own = None if isinstance(baseline, str) else baseline
     if mask is not None:
         mask = jnp.asarray(mask)
@@ -83,15 +87,19 @@ def credit(
         ledger.charged_parts = name if parts else ledger.charged_parts
         if isinstance(baseline, str):
             ledger.leaving_one_out = True
-            mark(zero, Mark.LEAVES_ONE_OUT, name)
+            if weighed is None:  # else the lanes' own values are given from outside
+                mark(zero, Mark.LEAVES_ONE_OUT, name)
         return tape._follow()
 
     if not {charged, raw if learn or living else charged} <= tape._ports.keys():
         raise differs(f"{name} charges its choice in another way or shape")
     ports, dtype = dict(tape._ports), tape._plan.dtype
     finite = jnp.isfinite(lax.stop_gradient(zero)).reshape(tape.lanes, -1).all(-1)
+    if weighed is not None:
+        finite = finite & jnp.isfinite(weighed).reshape(tape.lanes, -1).all(-1)
     total = tape._total + jnp.where(finite, 0, jnp.nan).astype(dtype)
     zero = zero_with_gradient(zero).astype(dtype)
+    zero = zero if weighed is None else zero + weighed.astype(dtype)
     before = tape._before(len(shape))
     others_mean = functools.partial(mean_of_others, folds=tape._plan.folds, mask=mask if living else None)
     if living:
@@ -217,6 +225,11 @@ def declare_lanes_interact(tape: Tape, what: str) -> Tape:
     """Says that a node lets lanes act on each other: credit, which goes to a lane's own choices, is then refused."""
     tape._require_current(what).interacting = what
     return tape._follow()
+
+
+def declare_weighed(tape: Tape, what: str) -> None:
+    """Says that a node weighs the costs after it, which not all that is done with costs knows how to take."""
+    tape._require_current(what).weighed = what
 
 
 def declare_weighing(tape: Tape, what: str) -> None:

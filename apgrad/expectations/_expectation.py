@@ -25,6 +25,7 @@ from apgrad.expectations._data_axis import require_parts, warn_of_mixed_data
 from apgrad.expectations._ledger import LEDGER, Ledger, Mark, TapePlan
 from apgrad.expectations._ports import SEED, Port
 from apgrad.expectations._programs.marks import count_marks
+from apgrad.expectations._score import require_weighable
 from apgrad.expectations._tape import Tape
 
 _AUX = (
@@ -306,6 +307,8 @@ def make_plan(
             f"{ledger.interacting} lets lanes act on each other, so that halves of them are not independent, which "
             "cross_fit=True relies on. Leave it out."
         )
+    if ledger.weighed:
+        require_weighable(ledger)
     if ledger.discounting and ledger.weighing:
         raise ValueError(
             f"tape.discount fades what costs charge choices with, and {ledger.weighing} mixes that with pathwise "
@@ -353,9 +356,10 @@ def _zero_or_fail(bad: jax.Array) -> jax.Array:
 def _fail(_: Any) -> Any:
     raise FloatingPointError(
         "a lane's cost is NaN (or infinite, so that its baseline is; or a sample was rounded to where its density is 0 "
-        "or infinite, which float64 makes rarer), and the gradient would be NaN for all of them. Look at the costs and "
-        "at what feeds them (jax.debug.print, or jax.config.update('jax_debug_nans', True)); mask lanes that failed. "
-        "ap.expectation(..., check_nan=False) turns this check off."
+        "or infinite, which float64 makes rarer; or ap.score got a value that its distribution cannot draw, or a "
+        "behaviour_log_prob that is no log-probability), and the gradient would be NaN for all of them. Look at the "
+        "costs and at what feeds them (jax.debug.print, or jax.config.update('jax_debug_nans', True)); mask lanes that "
+        "failed. ap.expectation(..., check_nan=False) turns this check off."
     )
 
 

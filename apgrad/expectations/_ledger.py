@@ -52,6 +52,8 @@ class Ledger:
         self.leaving_one_out = False  # whether a leave-one-out baseline is used
         self.discounting = False  # whether the credit of choices fades
         self.weighing: str | None = None  # what takes weights from the samples
+        self.weighed: str | None = None  # what weighs the costs after it
+        self.shaping = False  # whether a cost is shaped
         self.sites: list[str] = []  # the mixers met in this trace, for `ap.adaptive`
 
     def require_as_before(self) -> None:
@@ -62,7 +64,11 @@ class Ledger:
             before = getattr(self.first, name)
             if name in ("parts", "cost_shapes", "cost_dtypes") and not set(now) <= set(before):
                 raise differs(f"{name.replace('_', ' ')} {sorted(map(str, before))}, then {sorted(map(str, now))}")
-            if name in ("interacting", "scoring", "charged_parts", "discounting", "weighing") and now and not before:
+            if (
+                name in ("interacting", "scoring", "charged_parts", "discounting", "weighing", "weighed", "shaping")
+                and now
+                and not before
+            ):
                 raise differs(f"only the second one was {name.replace('_', ' ')}{f', at {now}' * isinstance(now, str)}")
 
 

@@ -149,6 +149,7 @@ class Tape:
         if shaping is not None:
             if not callable(cost):
                 raise TypeError("shaping acts on a cost function: call tape.cost(function, x, shaping=...)")
+            ledger.shaping = True
             tape, key = self.next_key()
             require_lanes("tape.cost", self.lanes, args)
             if self._plan.folds == 1:

@@ -203,3 +203,17 @@ def test_data_are_followed_through_a_network_and_parameters_are_not():
         ap.expectation(network, lanes=6)(KEY, theta, jnp.ones((6, 6)))  # the same for all lanes
         ap.expectation(lambda *a: network(*a, baseline=None), lanes=6)(KEY, theta, x)
         jax.jit(ap.expectation(lambda tape, theta: network(tape, theta, jnp.ones((6, 6))), lanes=6))(KEY, theta)
+
+
+@pytest.mark.quick
+def test_a_scan_over_as_many_steps_as_there_are_lanes():
+    # The axis of the steps is not the lanes', though it is as long. Warnings are errors here.
+    def program(tape, theta, x):
+        def step(tape, x):
+            coins = dist.Bernoulli(logits=theta * jnp.broadcast_to(x, (3,)))
+            tape, z = ap.sample(tape, coins, ap.likelihood_ratio())
+            return tape.cost(z.astype(jnp.float32)), x
+
+        return jax.lax.scan(step, tape, x)[0]
+
+    jax.eval_shape(ap.expectation(program, 3), KEY, 0.3, jnp.arange(3.0))

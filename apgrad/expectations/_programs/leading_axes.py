@@ -48,7 +48,10 @@ def marks_with_outer_axis(program: Program, kind: enum.Enum, size: int) -> list[
 
     if all(constant(value) is None for value in program.consts):
         return []
-    flow(program, [], transfer, lambda a, b: b if a is None else a, constant)
+    either = lambda a, b: b if a is None else a
+    flow(
+        program, [], transfer, either, constant, lambda a: a - 1 if a else None, lambda a: None if a is None else a + 1
+    )
     return list(dict.fromkeys(found))
 
 

@@ -1,0 +1,163 @@
+"""Choices that were made elsewhere: `ap.score`.
+
+    tape = ap.score(tape, distribution, value, behaviour_log_prob=b)
+
+A value x was drawn from a *behaviour* distribution with density b(x), say by a language model that generates with a
+cache, or by the policy of an earlier update. The program wants the expectation under its own distribution p_theta, and
+(importance sampling; for a sequence of choices Precup, Sutton & Singh, "Eligibility traces for off-policy policy
+evaluation", ICML 2000)
+
+    E_p[c(x)] = E_b[c(x) w],   w = p_theta(x) / b(x),   d/dtheta E_p[c(x)] = E_b[c(x) w d log p_theta(x) / dtheta]
+
+wherever b > 0 where p > 0. The right hand sides are the derivatives of c(x) exp(z) with
+
+    z = log p_theta(x) - log b(x),    b a constant.
+
+A plain choice adds a zero with the derivatives of log p to the tape's p, where a cost c becomes c exp(p) (`_tape.py`);
+this one adds z. So costs, and the messages of choices before and after it, are weighed by the product of the ratios
+before them, each cost by those of earlier choices alone. A baseline v that does not depend on the lane's own choices
+adds v (1 - exp(z)), whose expectation is 0 with all of its derivatives, since E_b[exp(z)] is 1 for every theta. Where
+behaviour and program are the same, w is 1 and all is as if the choice had been made here.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpyro
+from jax import lax
+
+from apgrad._ground.primitives import refuse_derivative
+from apgrad.expectations import _channels as channels, _distributions as distributions
+from apgrad.expectations._lanes import require_batch, require_lanes
+from apgrad.expectations._ledger import Ledger
+from apgrad.expectations._ports import STANDARDIZED
+from apgrad.expectations._tape import Tape, require_tape
+from apgrad.expectations.estimators import _baselines as baselines
+from apgrad.expectations.estimators._baselines import Baseline
+
+
+def score(
+    tape: Tape,
+    distribution: Any,
+    value: Any,
+    *,
+    behaviour_log_prob: Any,
+    baseline: Baseline = "leave_one_out",
+    parts: bool | None = None,
+    mask: Any = None,
+) -> Tape:
+    """Charges later costs to a value that was drawn elsewhere: REINFORCE for cached generation and replay.
+
+    Costs after it are weighed by p(value) / behaviour(value), so that value and derivatives of the objective are those
+    of the expectation under `distribution`, from samples of the behaviour. Weights are products over a lane's choices:
+    where the two distributions differ much their variance is large. `aux` is not weighed.
+
+    Args:
+      tape: the current tape.
+      distribution: the distribution that the expectation is under; its batch shape starts with the lanes. The behaviour
+        must be able to draw whatever it can draw.
+      value: what was drawn, of the shape of a sample, (lanes, ...). It is data, without derivative.
+      behaviour_log_prob: the log-density that the value was drawn with, after temperature and the like, of the
+        distribution's batch shape, in float32 or wider. It is a constant to differentiation. Where the distribution
+        itself has drawn the value, `jax.lax.stop_gradient(distribution.log_prob(value))`.
+      baseline: `"leave_one_out"`, None, a function of the distribution, or `learned_baseline(function)`, as for
+        `likelihood_ratio`. The leave-one-out mean is over the lanes' unweighed costs.
+      parts: the second batch axis numbers independent parts, as in `sample`.
+      mask: a Boolean array, (lanes,) or longer, up to the batch shape: (lanes, tokens) for sentences of different
+        lengths. Where it is False nothing was chosen, and the value and its log-density may be anything finite.
+
+    Returns:
+      The next tape.
+
+    Raises:
+      TypeError, ValueError: at trace time, for shapes and dtypes that do not fit, a value with a derivative, a
+        distribution without a right score, and in programs with `tape.discount`, shaped costs or the standardized
+        baseline, which know no weights.
+      FloatingPointError: when it runs, for a value that the distribution cannot draw, and for log-densities that are
+        not finite, or above 0 where the choice is discrete, as probabilities are.
+
+    Example:
+      Coins that were thrown with probability 0.5; the mean of a biased coin, and its derivative:
+
+      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
+      >>> thrown = jax.random.bernoulli(jax.random.key(0), 0.5, (100_000,)).astype(int)
+      >>> def program(tape, p):
+      ...     coins = dist.Bernoulli(probs=jnp.broadcast_to(p, (tape.lanes,)))
+      ...     tape = ap.score(tape, coins, thrown, behaviour_log_prob=jnp.full(tape.lanes, jnp.log(0.5)))
+      ...     return tape.cost(thrown)
+      >>> value, derivative = ap.value_and_grad(program, lanes=100_000)(jax.random.key(1), 0.3)
+      >>> float(value).__round__(2), float(derivative).__round__(2)
+      (0.3, 1.0)
+    """
+    what = "score"
+    require_tape(what, tape)
+    distributions.require_distribution(what, distribution)
+    baselines.require_baseline(what, baseline)
+    value, behaviour = jnp.asarray(value), jnp.asarray(behaviour_log_prob)
+    shape = distributions.batch_shape(distribution, value)
+    sampled = jax.eval_shape(lambda key: distributions.sample(distribution, key), jax.random.key(0)).shape
+    if value.shape != sampled:
+        raise ValueError(f"{what}: the value has shape {value.shape}, and samples of the distribution have {sampled}")
+    require_lanes(what, tape.lanes, {"value": value})
+    require_batch(what, tape.lanes, shape)
+    if behaviour.shape != shape:
+        raise ValueError(
+            f"{what}: behaviour_log_prob has shape {behaviour.shape}, expected one log-density for each choice, {shape}"
+        )
+    if not jnp.issubdtype(behaviour.dtype, jnp.floating) or jnp.finfo(behaviour.dtype).bits < 32:
+        raise TypeError(
+            f"{what}: behaviour_log_prob has dtype {behaviour.dtype}, and its rounding would be an error of every "
+            "weight. Take the log-softmax in float32, log_softmax(logits.astype(jnp.float32))."
+        )
+    reason = (
+        f"{what}: the value depends on what is differentiated, and it is data here: its derivative would be lost. Use "
+        "ap.sample with reparameterization(), or wrap the value in jax.lax.stop_gradient if that is what you mean."
+    )
+    value, behaviour = refuse_derivative(value, reason), lax.stop_gradient(behaviour)
+    distributions.require_density(what, distribution)
+    with jax.numpy_dtype_promotion("standard"), numpyro.validation_enabled(False):
+        density = distributions.log_prob(distribution, value)
+        ratio = lax.stop_gradient(density) - behaviour
+        ratio = jnp.where(_impossible(distribution, value, behaviour), jnp.nan, ratio)
+        zero = density + distributions.support_guard(what, distribution)
+    by_part = channels.declare_parts(tape, value.shape, what, parts, True)
+    alive = None
+    if mask is not None:
+        mask = jnp.asarray(mask)
+        if not 1 <= mask.ndim <= len(shape) or mask.shape != shape[: mask.ndim] or mask.dtype != jnp.bool_:
+            raise ValueError(
+                f"{what}: the mask has shape {mask.shape} and dtype {mask.dtype}, expected Booleans {shape}"
+            )
+        each = mask.reshape(*mask.shape, *[1] * (len(shape) - mask.ndim))
+        zero, ratio = jnp.where(each, zero, 0), jnp.where(each, ratio, 0)
+        alive = jnp.any(mask, axis=tuple(range(1 + by_part, mask.ndim)))
+    channels.declare_weighed(tape, what)
+    b = baselines.evaluate(baseline, None, (distribution,))
+    return channels.credit(tape, zero, log_weight=ratio, name=what, parts=by_part, mask=alive, **b)
+
+
+def require_weighable(ledger: Ledger) -> None:
+    """Raises a `ValueError` where costs are charged in a way that leaves out the weights of `score`."""
+    standardized = any(port.arithmetic == STANDARDIZED for port in ledger.ports)
+    for found, name, instead in (
+        (ledger.discounting, "tape.discount fades the weights with the credit", "give discounted costs to tape.cost"),
+        (ledger.shaping, "a shaped cost is not weighed", "use tape.cost without shaping"),
+        (standardized, "the standardized baseline charges scores that are not weighed", "use another baseline"),
+    ):
+        if found:
+            raise ValueError(
+                f"{ledger.weighed} weighs the costs after it, and in the same program {name}: {instead}, or sample "
+                "here by ap.sample"
+            )
+
+
+def _impossible(distribution, value, behaviour):
+    """Where a value is outside of the support, or the log-density of a discrete one above 0 by more than rounding."""
+    discrete = distributions._is_discrete(distribution, jax.random.key(0))
+    wrong = behaviour > 0.01 if discrete else jnp.zeros(behaviour.shape, bool)
+    try:
+        support = distribution.support
+    except (AttributeError, NotImplementedError, AssertionError):  # NumPyro asserts that what it wraps has one
+        return wrong
+    return wrong if support is None else wrong | ~jnp.broadcast_to(support(value), wrong.shape)

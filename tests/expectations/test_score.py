@@ -1,0 +1,247 @@
+"""`ap.score`: values that were drawn elsewhere, against exact sums over all of them."""
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import pytest
+
+import apgrad as ap
+
+KEY = jax.random.key(0)
+SENTENCES = np.array(list(itertools.product(range(3), repeat=2)))  # all of two letters; letter 0 ends a sentence
+BEHAVIOUR = np.log(
+    np.array([[0.5, 0.2, 0.3], [0.1, 0.6, 0.3], [0.3, 0.3, 0.4], [0.2, 0.5, 0.3]])
+)  # rows: letter before
+REWARD = np.array([[1.0, -0.5, 2.0], [0.3, 1.5, -1.0], [0.7, 0.2, -2.0], [1.0, 3.0, 0.5]])
+THETA = np.random.default_rng(0).normal(size=(4, 3))
+
+
+def log_behaviour(sentences, alive):
+    before = np.stack([np.full(len(sentences), 3), sentences[:, 0]], axis=1)
+    return BEHAVIOUR[before, sentences] * alive, before
+
+
+def alive_of(sentences):
+    return np.stack([np.ones(len(sentences), bool), sentences[:, 0] != 0], axis=1)
+
+
+def expected(theta):
+    """The exact mean of the rewards of two letters, the second only where the first did not end the sentence."""
+    p = jax.nn.softmax(theta, axis=-1)
+    second = jnp.sum(p * REWARD, axis=-1)
+    return p[3] @ (REWARD[3] + second[:3] * jnp.array([0.0, 1.0, 1.0]))
+
+
+def whole(tape, theta, x, b, alive, before, baseline):
+    """All letters of a sentence scored at once, a reward for the sentence."""
+    letters = dist.Categorical(logits=theta[before])
+    tape = ap.score(tape, letters, x, behaviour_log_prob=b, baseline=baseline, mask=alive)
+    return tape.cost(jnp.sum(jnp.where(alive, jnp.asarray(REWARD)[before, x], 0.0), axis=-1))
+
+
+def stepwise(tape, theta, x, b, alive, before, baseline):
+    """Letter by letter, in a scan, a reward for each."""
+
+    def step(tape, row):
+        x, b, alive, before = row
+        letter = dist.Categorical(logits=theta[before])
+        tape = ap.score(tape, letter, x, behaviour_log_prob=b, baseline=baseline, mask=alive)
+        return tape.cost(jnp.where(alive, jnp.asarray(REWARD)[before, x], 0.0)), None
+
+    return jax.lax.scan(step, tape, jax.tree.map(lambda a: jnp.swapaxes(a, 0, 1), (x, b, alive, before)))[0]
+
+
+def by_function(distribution):
+    return 0.7 * distribution.probs.reshape(distribution.batch_shape[0], -1)[:, 0]
+
+
+BASELINES = {
+    "none": None,
+    "leave_one_out": "leave_one_out",
+    "function": by_function,
+    "learned": ap.learned_baseline(by_function),
+    "learned, others": ap.learned_baseline(by_function, leave_one_out=True),
+}
+
+
+@pytest.mark.parametrize("program", [whole, stepwise])
+@pytest.mark.parametrize("name", BASELINES)
+def test_every_pair_of_sentences_gives_the_exact_value_gradient_and_hessian(program, name, x64):
+    # Two lanes, and the sum over all pairs of sentences by their probability under the behaviour.
+    if name.startswith("learned") and program is stepwise:
+        pytest.skip("the parameters of the learned baseline here are the distribution's, which the other program shows")
+    pairs = np.array(list(itertools.product(range(9), repeat=2)))
+    baseline = BASELINES[name]
+    if name.startswith("learned"):  # a constant to theta
+        inner = baseline.function
+        baseline = baseline._replace(function=lambda d: jax.lax.stop_gradient(inner(d)))
+    objective = ap.expectation(lambda tape, theta, *data: program(tape, theta, *data, baseline), lanes=2)
+
+    def all_of(theta):
+        x = SENTENCES[pairs]
+        b, before = (a.reshape(81, 2, 2) for a in log_behaviour(x.reshape(-1, 2), alive_of(x.reshape(-1, 2))))
+        data = tuple(map(jnp.asarray, (x, b, alive_of(x.reshape(-1, 2)).reshape(81, 2, 2), before)))
+        chances = np.exp(np.sum(BEHAVIOUR[3][x[..., 0]] + BEHAVIOUR[x[..., 0], x[..., 1]], axis=-1))
+        each = jax.vmap(lambda *row: objective(KEY, theta, *row))(*data)
+        return jnp.sum(chances * each)
+
+    theta = jnp.asarray(THETA)
+    for derivative in (lambda f: f, jax.grad, jax.hessian):
+        found, wanted = jax.jit(derivative(all_of))(theta), derivative(expected)(theta)
+        np.testing.assert_allclose(found, wanted, rtol=1e-10, atol=1e-11)
+
+
+def test_drawn_by_the_distribution_itself_all_is_as_with_sample(x64):
+    logits = jnp.asarray(THETA[:1].repeat(6, 0))
+    x = dist.Categorical(logits=logits).sample(KEY)
+
+    def scored(tape, logits):
+        made = dist.Categorical(logits=logits)
+        tape = ap.score(tape, made, x, behaviour_log_prob=made.log_prob(x))
+        return tape.cost(jnp.asarray(REWARD[0])[x])
+
+    def surrogate(logits):
+        c = jnp.asarray(REWARD[0])[x]
+        others = (jnp.sum(c) - c) / 5
+        return jnp.mean((c - others) * dist.Categorical(logits=logits).log_prob(x))
+
+    value, gradient = ap.value_and_grad(scored, lanes=6)(KEY, logits)
+    np.testing.assert_allclose(value, np.mean(REWARD[0][x]), rtol=1e-14)
+    np.testing.assert_allclose(gradient, jax.grad(surrogate)(logits), rtol=1e-12, atol=1e-14)
+
+
+def test_parts_and_pathwise_derivatives_are_weighed_too(x64):
+    # Two data of a lane, each with a coin thrown elsewhere, and a normal sample after it whose derivative is pathwise.
+    p, q, lanes = np.array([0.3, 0.8]), np.array([0.5, 0.6]), 50
+
+    def program(tape, theta, x):
+        coins = dist.Bernoulli(probs=jnp.broadcast_to(theta[0], (lanes, 2)))
+        b = dist.Bernoulli(probs=jnp.asarray(q)).log_prob(x)
+        tape = ap.score(tape, coins, x, behaviour_log_prob=b, parts=True)
+        normal = dist.Normal(jnp.broadcast_to(theta[1], (lanes, 2)), 0.1)
+        tape, z = ap.sample(tape, normal, ap.reparameterization(), parts=True)
+        return tape.cost((1 + x).astype(z.dtype) * z**2)
+
+    def exact(theta):
+        return jnp.mean((1.0 + theta[0]) * (theta[1] ** 2 + 0.01))
+
+    theta = jnp.stack([jnp.asarray(p), jnp.array([1.0, -0.5])])
+    gradient = jax.grad(ap.expectation(program, lanes, data=2), argnums=1)
+
+    def estimate(key):
+        x = jax.random.bernoulli(jax.random.fold_in(key, 99), jnp.asarray(q), (lanes, 2)).astype(int)
+        return gradient(key, theta, x)
+
+    ap.testing.assert_unbiased(estimate, jax.grad(exact)(theta), KEY, 1_000)
+
+
+def test_continuous_values_and_transformations():
+    theta = jnp.float32(0.4)
+    x = 0.2 + 1.5 * jax.random.normal(KEY, (4, 2))
+    b = dist.Normal(0.2, 1.5).log_prob(x)
+
+    def program(tape, theta):
+        def step(tape, row):
+            x, b = row
+            tape = ap.score(tape, dist.Normal(theta * jnp.ones(4), 1.0), x, behaviour_log_prob=b)
+            return tape.cost(jnp.sin(x)), None
+
+        return jax.lax.scan(jax.checkpoint(step), tape, (x.T, b.T))[0]
+
+    objective = jax.jit(ap.expectation(program, lanes=4))
+    ap.testing.assert_transformable(lambda theta: objective(KEY, theta), theta, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_logits_in_half_precision_are_scored_in_float32(dtype):
+    logits = jnp.asarray(5 * THETA, dtype)
+    x = jnp.array([0, 1, 2, 0])
+    b = jax.nn.log_softmax(logits.astype(jnp.float32))[jnp.arange(4), x]
+
+    def program(tape, logits):
+        return ap.score(tape, dist.Categorical(logits=logits), x, behaviour_log_prob=b).cost(jnp.arange(4.0))
+
+    value, gradient = ap.value_and_grad(program, lanes=4)(KEY, logits)
+    np.testing.assert_allclose(value, 1.5, rtol=1e-6)
+    assert gradient.dtype == logits.dtype and np.all(np.isfinite(gradient.astype(jnp.float32)))
+
+
+def test_a_program_mixes_scored_and_sampled_choices():
+    # The second coin is thrown here, with a probability that the first one, thrown elsewhere, decides.
+    def program(tape, theta, x):
+        first = dist.Bernoulli(probs=jnp.full(tape.lanes, theta[0]))
+        tape = ap.score(tape, first, x, behaviour_log_prob=jnp.full(tape.lanes, jnp.log(0.5)))
+        second = dist.Bernoulli(probs=jnp.where(x == 1, theta[1], 1 - theta[1]))
+        tape, y = ap.sample(tape, second, ap.likelihood_ratio())
+        return tape.cost(jnp.where(x == y, 3.0, 1.0))
+
+    def estimate(key):
+        x = jax.random.bernoulli(jax.random.fold_in(key, 99), 0.5, (100,)).astype(int)
+        return jax.value_and_grad(ap.expectation(program, 100), argnums=1)(key, theta, x)
+
+    def exact(theta):
+        p, q = theta
+        return p * (3 * q + 1 - q) + (1 - p) * (3 * q + 1 - q)
+
+    theta = jnp.array([0.3, 0.8])
+    ap.testing.assert_unbiased(estimate, jax.value_and_grad(exact)(theta), KEY, 1_000)
+
+
+COIN = dist.Bernoulli(probs=jnp.full(4, 0.3))
+THROWN, HALF = jnp.array([0, 1, 1, 0]), jnp.full(4, jnp.log(0.5))
+
+
+@pytest.mark.quick
+def test_what_cannot_be_right_is_refused():
+    def run(value: Any = THROWN, log_prob: Any = HALF, distribution: Any = COIN, **options: Any):
+        program = lambda tape: ap.score(tape, distribution, value, behaviour_log_prob=log_prob, **options).cost(THROWN)
+        return ap.expectation(program, 4)(KEY)
+
+    three = {"distribution": dist.Bernoulli(probs=jnp.full(3, 0.5)), "value": THROWN[:3], "log_prob": HALF[:3]}
+    with pytest.raises(TypeError, match="behaviour_log_prob"):
+        ap.score(None, COIN, THROWN)  # pyright: ignore[reportCallIssue]
+    for error, message, wrong in (
+        (ValueError, r"samples of the distribution have \(4,\)", {"value": THROWN[:, None]}),
+        (ValueError, "one log-density for each choice", {"log_prob": HALF[:1]}),
+        (TypeError, "its rounding would be an error of every weight", {"log_prob": HALF.astype(jnp.bfloat16)}),
+        (ValueError, "expected the lanes as leading axis", three),
+        (ValueError, "expected Booleans", {"mask": THROWN}),
+        (ValueError, "standardized baseline is biased", {"baseline": "standardized"}),
+        (TypeError, "is not the density of its samples", {"distribution": COIN.mask(THROWN == 1)}),
+    ):
+        with pytest.raises(error, match=message):
+            run(**wrong)
+    for wrong in (
+        {"value": THROWN.at[0].set(2)},
+        {"log_prob": jnp.exp(HALF)},  # probabilities
+        {"log_prob": HALF.at[1].set(-jnp.inf)},
+        {"distribution": dist.Categorical(logits=jnp.array([[0.0, -jnp.inf]] * 4), validate_args=False)},
+    ):
+        with pytest.raises(Exception, match=r"ap\.score got a value that its distribution cannot draw"):
+            run(**wrong)
+    assert jnp.isfinite(run(THROWN.at[0].set(2), HALF.at[1].set(-jnp.inf), mask=jnp.array([False, False, True, True])))
+
+
+@pytest.mark.quick
+def test_what_knows_no_weights_is_refused():
+    def scored(tape):
+        return ap.score(tape, COIN, THROWN, behaviour_log_prob=HALF)
+
+    def standardized(tape):
+        return ap.sample(scored(tape), COIN, ap.likelihood_ratio("standardized"))[0].cost(THROWN)
+
+    shaped = lambda tape: scored(tape).cost(lambda x: x, jnp.ones(4), shaping=ap.gaussian_shaping())
+    for program in (lambda tape: scored(tape).discount(0.5).cost(THROWN), shaped, standardized):
+        with pytest.raises(ValueError, match="score weighs the costs after it"):
+            ap.expectation(program, 4)(KEY)
+
+    def moving(tape, theta):
+        normal = dist.Normal(theta * jnp.ones(4), 1.0)
+        return ap.score(tape, normal, theta * jnp.ones(4), behaviour_log_prob=HALF).cost(THROWN)
+
+    with pytest.raises(TypeError, match="depends on what is differentiated"):
+        ap.grad(moving, 4)(KEY, 0.5)
