@@ -10,9 +10,14 @@ import jax
 import numpy as np
 
 
+def closest(name: Any, names: Collection[str]) -> list[str]:
+    """The three names that are the most like a name."""
+    return difflib.get_close_matches(str(name), names, 3, cutoff=0.0)
+
+
 def nearest(name: Any, names: Collection[str]) -> str:
     """What an error says of an unknown name: the three names that are the most like it."""
-    close = difflib.get_close_matches(str(name), names, 3, cutoff=0.0)
+    close = closest(name, names)
     return f"did you mean {' or '.join(map(repr, close))}?" if close else "there is none"
 
 

@@ -6,7 +6,6 @@ input (rows, N, 1, 1). The first layer of a perceptron is linear. So each part i
 kernel before it is broadcast, and only the sum of the products is as large as the synapses are many.
 """
 
-import difflib
 import inspect
 import itertools
 import math
@@ -15,10 +14,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
-from apgrad._ground.arguments import whole
+from apgrad._ground.arguments import closest, whole
 from apgrad.mplp._protocol import Site
 
 Parts = Sequence[jax.Array]
@@ -167,7 +165,7 @@ def require_form(known: Known, site: Site, *, by_name: bool) -> None:
     if (site.name, site.form) in known or (not by_name and any(site.form == form for _, form in known)):
         return
     told = lambda name, kind, features, bias: f"{name!r} ({kind}, features {features}, bias {bias})"
-    close = difflib.get_close_matches(site.name, dict(known), 3, cutoff=0.0)
+    close = closest(site.name, dict(known))
     places = ", ".join(told(name, *form) for name, form in known if name in close)
     raise ValueError(
         f"the rule was not made for {told(site.name, *site.form)}; the nearest of its {len(known)} places are "
@@ -187,11 +185,3 @@ def require_sizes(least: int, **sizes: Any) -> None:
     """Refuses sizes that are not integers from `least` to LARGEST."""
     for name, value in sizes.items():
         whole(name, value, least, LARGEST)
-
-
-def require_positive(**numbers: Any) -> None:
-    """Refuses numbers that are not finite and above 0. A JAX array is not looked at."""
-    for name, value in numbers.items():
-        known = isinstance(value, int | float | np.number) and not isinstance(value, bool)
-        if not isinstance(value, jax.Array) and not (known and 0 < value < math.inf):
-            raise ValueError(f"{name} must be a finite number above 0, got {value!r}")

@@ -19,12 +19,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from apgrad._ground.arguments import whole
 from apgrad._ground.port import port
 from apgrad.mplp._paths import require_messages
 from apgrad.mplp._places import Parameter, Places
 from apgrad.mplp._protocol import LearnedRule, Site
 from apgrad.mplp._reach import warn_outside
-from apgrad.mplp._rule_parts import require_sizes
 
 
 class Network(Protocol):
@@ -180,8 +180,7 @@ def scan_steps(
     if callable(remat) or remat is True:
         segment = 1 if callable(remat) else math.isqrt(length)
     else:
-        require_sizes(1, remat=remat)
-        segment = min(remat, length)
+        segment = min(whole("remat", remat), length)
     if segment == 1:
         return jax.lax.scan(step, carry, inputs, length)
 

@@ -1,5 +1,7 @@
 """Every outer gradient against the loss that `inner_problem` documents, written out and differentiated in float64."""
 
+import functools
+
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
@@ -180,10 +182,15 @@ REFUSED = [
 ]
 
 
+@functools.cache
+def plain():
+    return setting({"hint": 1.0})[:2]
+
+
 @pytest.mark.parametrize("name, value, make", REFUSED, ids=lambda x: repr(x)[:20] if not callable(x) else "")
 def test_options_that_make_no_sense_are_refused(name, value, make):
-    problem, theta, _, _ = setting({"hint": 1.0})
+    problem, theta = plain()
     options = {"segment": 2} if make in (meta.persistent_evolution, meta.single_evolution) else {}
     with pytest.raises(ValueError, match="got"):
         made = make(problem, **options | {name: value})
-        made(theta, jax.random.key(0))
+        jax.eval_shape(made, theta, jax.random.key(0))

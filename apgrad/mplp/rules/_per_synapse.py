@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from apgrad._ground.arguments import number
 from apgrad.mplp import _standardization as standardization
 from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Site
 from apgrad.mplp._rule_parts import (
@@ -37,7 +38,6 @@ from apgrad.mplp._rule_parts import (
     known_forms,
     require_form,
     require_one_of,
-    require_positive,
     require_sizes,
     shows_signature,
 )
@@ -98,7 +98,7 @@ class PerSynapse(nnx.Module):
         require_one_of((False, True), gradient=gradient, **flags)
         require_sizes(1, message_size=message_size, **{f"layers[{i}]": n for i, n in enumerate(layers)})
         require_sizes(0, hidden=hidden)
-        require_positive(output_scale=output_scale)
+        number("output_scale", output_scale, positive=True)
         self.message_size, self.gradient = message_size, gradient
         self.share, self.share_standardizers, self.share_scales = share, share_standardizers, share_scales
         self.record = False

@@ -32,6 +32,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from apgrad._ground.arguments import number
 from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Site
 from apgrad.mplp._reach import Reach
 from apgrad.mplp._rule_parts import (
@@ -40,7 +41,6 @@ from apgrad.mplp._rule_parts import (
     known_forms,
     require_form,
     require_one_of,
-    require_positive,
     require_sizes,
     shows_signature,
 )
@@ -108,7 +108,7 @@ class Separable(nnx.Module):
         require_one_of((False, True), whiten=whiten, normalize=normalize, gradient=gradient)
         require_sizes(1, message_size=message_size, rank=rank, hidden=hidden)
         require_sizes(0, neuron_state=neuron_state, full=full, window=window)
-        require_positive(learning_rate=learning_rate)
+        number("learning_rate", learning_rate, positive=True)
         self.message_size, self.neuron_state, self.share, self.whitens = message_size, neuron_state, share, whiten
         self.full, self.window = full, window
         self.reach: Reach | None = None  # of a trained rule

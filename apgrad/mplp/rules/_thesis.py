@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from apgrad._ground.arguments import number
 from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Site
 from apgrad.mplp._rule_parts import (
     Fixed,
@@ -31,7 +32,6 @@ from apgrad.mplp._rule_parts import (
     known_forms,
     require_form,
     require_one_of,
-    require_positive,
     require_sizes,
     shows_signature,
 )
@@ -89,7 +89,7 @@ class Thesis(nnx.Module):
         require_one_of(("random", "gradient_descent"), start=start)
         require_one_of((False, True), batch_norm=batch_norm, learn_rate=learn_rate, see_loss=see_loss)
         require_sizes(1, message_size=message_size, hidden=hidden)
-        require_positive(learning_rate=learning_rate)
+        number("learning_rate", learning_rate, positive=True)
         self.message_size, self.learn_rate, self.see_loss = message_size, learn_rate, see_loss
         self.known = known_forms(sites)
         self.rate = (nnx.Param if learn_rate else Fixed)(jnp.asarray(learning_rate, float))
