@@ -331,10 +331,10 @@ def test_a_rule_says_once_where_its_card_does_not_reach(tmp_path):
 
     def call(sizes, function, batch):
         made, prior = meta.mlp(sizes, function, mplp.squared_error)
-        x, y = jnp.ones((batch, 2)), jnp.ones((batch, 1))
-        params = prior(jax.random.key(0))
-        state = jax.eval_shape(lambda: mplp.init_state(rule, made, params, (x, y)))
-        return state, made, params, (x, y)
+        params = jax.eval_shape(prior, jax.random.key(0))
+        batch = jax.ShapeDtypeStruct((batch, 2), float), jax.ShapeDtypeStruct((batch, 1), float)
+        state = jax.eval_shape(lambda: mplp.init_state(rule, made, params, batch))
+        return functools.partial(mplp.backward, rule, made), params, state, batch
 
     inside = [((2, 3, 1), jnp.tanh, 4), ((2, 3, 5, 1), lambda z: jnp.maximum(0, jnp.sign(z)), 8)]
     for case in inside:
@@ -348,8 +348,8 @@ def test_a_rule_says_once_where_its_card_does_not_reach(tmp_path):
     ]
     for case, match in outside:
         with pytest.warns(UserWarning, match=match):
-            state, *rest = call(*case)
-        jax.eval_shape(lambda s, rest=rest: mplp.backward(rule, rest[0], rest[1], s, rest[2]), state)  # said already
+            backward = call(*case)
+        jax.eval_shape(*backward)  # said already
     for wrong in (REACH | {"widths": [3]}, REACH | {"depths": [2, 1]}, {"activations": "tanh"}):
         with pytest.raises(ValueError, match="has all four"):
             mplp.save_trained(rule, {"trained": "here"} | wrong, tmp_path / "wrong")
