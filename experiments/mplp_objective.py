@@ -20,7 +20,8 @@ seventh of the time of the published 144-50-10 (the checkpoint's networks are sh
 another size). All seeds have the same pool of 16 networks, so that they share one compiled program; a random start is
 of the seed.
 
-The report takes any of the cells; a difference has the seeds that both objectives have finished.
+The report takes any of the cells; a difference has the seeds that both objectives have finished, a standard error over
+seeds and, of the same networks, one over networks.
 """
 
 import dataclasses
@@ -94,7 +95,8 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    last = {(c["objective"], c["seed"]): float(np.mean(r["curve"], 0)[-1]) for c, r in records}
+    ends = {(c["objective"], c["seed"]): np.array(r["curve"])[:, -1] for c, r in records}
+    last = {key: float(end.mean()) for key, end in ends.items()}
     starts = [np.mean(r["start"], 0) for _, r in records if r["start"]]
     rows = [{**c, "accuracy": last[c["objective"], c["seed"]], "outer_loss": r["losses"][-1]} for c, r in records]
 
@@ -108,9 +110,11 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         if not mine:
             continue
         figures[objective] = mean([last[objective, s] for s, _ in mine])
-        paired = [last[objective, s] - last["published", s] for s, _ in mine if ("published", s) in last]
+        paired = [ends[objective, s] - ends["published", s] for s, _ in mine if ("published", s) in ends]
         if objective != "published" and paired:
-            figures[f"{objective} minus published"] = mean(paired)
+            error = harness.standard_error(np.mean(paired, 0))
+            seeds = mean([float(each.mean()) for each in paired])
+            figures[f"{objective} minus published"] = seeds | {"standard_error_over_networks": error}
         curve = np.mean([np.mean(r["curve"], 0) for _, r in mine], 0)
         left.plot(curve, f"C{i}", label=f"{objective}, {len(mine)} seeds")
         right.plot([s + 0.08 * (i - 1.5) for s, _ in mine], [last[objective, s] for s, _ in mine], f"C{i}o")

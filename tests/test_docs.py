@@ -14,6 +14,7 @@ import jax
 import pytest
 
 import apgrad as ap
+from experiments.mplp_from_random import PUBLISHED
 from experiments.report.readers import growth
 
 ROOT = Path(__file__).parent.parent
@@ -152,6 +153,10 @@ def measured_figures() -> dict[str, set[str]]:
     ratios = [
         r["ratio"] for r in run("benchmarks.tracing-paper")["rows"] if r["semiring"] not in ("top 3", "influence")
     ]
+    ratio = lambda r: r["predicted_against_smaller_batch"] / r["measured_against_smaller_batch"]
+    off = lambda found: max(abs(ratio(r) - 1) for r in found)
+    dense, rows = (run(f"rad_prediction-{which}")["rows"] for which in ("paper", "small"))
+    last_dense, rows = ([r for r in rows if ("dense" in r["layer"]) == which] for which in (True, False))
     paths = run("rad_paths-paper")
     deepest = {r["draw"]: r["relative_variance"] for r in paths["rows"]
                if (r["graph"], r["depth"], r["samples"]) == ("interleaved", 16, 1)}  # fmt: skip
@@ -175,6 +180,12 @@ def measured_figures() -> dict[str, set[str]]:
             f"{a}, {b} and {c} %",
         },
         "docs/wings/tracing.md": {f"{min(ratios):.0f} to {max(ratios):.0f} times"},
+        "docs/new/noise.md": {f"{100 * off(r):.1f} %" for r in (dense, rows, last_dense)},
+        "docs/new/objective.md": {
+            f"{PUBLISHED['mnist']:.0f} %",
+            *(f"{p} %" for p in [*percent(here, trained), *percent(held, trained)]),
+            *(f"{p} %" for p in percent(run("mplp_objective-small"), ["at the start"])),
+        },
         "docs/new/paths.md": {
             *("{:.1f} to {:.1f} times".format(*growth(paths, g, draw)) for g in INTERLEAVED for draw in DRAWS),
             f"{deepest['uniform'] / deepest['by messages']:.0f} times",

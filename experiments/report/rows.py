@@ -180,6 +180,27 @@ def noise(results) -> Rows:
     return rows
 
 
+def predicted_noise(results) -> Rows:
+    shown = ("different 0.1", "stratified 0.1", "rounding 4")
+    rows = [["network", "layer", "coherence", *(f"{name}: predicted, measured" for name in shown)]]
+    found = {(r["network"], r["layer"], r["sampler"]): r for r in results["rows"] if r["steps"]}
+    for network, layer in dict.fromkeys((r["network"], r["layer"]) for r in results["rows"]):
+        of = [found[network, layer, name] for name in shown]
+        ratios = [[r[f"{how}_against_smaller_batch"] for how in ("predicted", "measured")] for r in of]
+        rows.append([network, layer, f"{of[0]['coherence']:.3g}", *(f"{p:.2f}, {m:.2f}" for p, m in ratios)])
+    return rows
+
+
+def objectives(results) -> Rows:
+    rows = [["objective", "weight of held-out data", "held-out images", "seeds", "accuracy, %", "minus published's"]]
+    settings = {"published": (".3", "8"), "weight": (".7", "8"), "data": (".3", "64"), "held-out": (".7", "64")}
+    for name, setting in settings.items():
+        more = results.get(f"{name} minus published")
+        paired = figure(Value(more["mean"], more["standard_error_over_networks"])) if more else ""
+        rows.append([name, *setting, str(results[name]["seeds"]), _mean(results[name]), paired])
+    return rows
+
+
 def pde(results) -> Rows:
     rows = [["kept fraction", "starts", "iterations", "final loss", "noise over signal", "residual MB", "scratch MB"]]
     for r in results["rows"]:
