@@ -22,7 +22,7 @@ from apgrad.memory._plan import BackwardStep, MemoryPlan
 from apgrad.memory._rounding import Rounding
 from apgrad.memory._samplers import Sampler
 
-_REASON = (
+REASON = (
     "ap.randomize has no second derivative: the random memory is no differentiable function of the inputs. "
     "Differentiate the function itself, or wrap what needs two derivatives apart from the rest"
 )
@@ -42,7 +42,7 @@ def remember(made: MemoryPlan, key: jax.Array, inputs: Sequence[Any]) -> tuple[l
         for i in waiting.get(var, ()):
             slot, value = made.slots[i], values[var]
             if slot.how != "live":
-                value = refuse_derivative(value, _REASON)
+                value = refuse_derivative(value, REASON)
             if slot.how == "sampled":
                 # What comes next waits for the memory, else the compiler may keep the value until the end.
                 value = _kept(slot.sampler, keys[i], value)

@@ -15,19 +15,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from apgrad._ground.arguments import number
 from apgrad._ground.keys import again, hashed, require_key
 from apgrad._ground.propagator import Propagator, node
 from apgrad._programs import jaxprs
+from apgrad.memory._blocks import packed_block
 from apgrad.memory._branches import randomized_cond
 from apgrad.memory._budget import allocate, remembered_bytes
+from apgrad.memory._packing import Narrow, Packing
 from apgrad.memory._passes import Traced, differentiated, evaluated, inexact, remember, send
 from apgrad.memory._plan import MemoryPlan, make_plan
 from apgrad.memory._samplers import FACTORIES, Rounding, Sampler, nbytes, require_sampler, rounding
 from apgrad.memory._slots import Coefficient, SlotForm, fitted, is_view
 
 _NESTED = 2**29  # where the numbers of nested programs' keys begin, after those of the slots
+_OF_ALL = (Rounding, Narrow, Packing)  # which remember something of every entry
 Choice = Callable[[Coefficient], Sampler | None]
 
 
@@ -38,6 +42,7 @@ def randomize(
     through: Sampler | None = rounding(bits=8),  # noqa: B008
     budget_bytes: int | None = None,
     min_size: int = 512,
+    boundaries: Sampler | Choice | None = None,
 ) -> Callable[..., Any]:
     """The function, with a reverse pass that remembers samples: the same value, an unbiased gradient, less memory.
 
@@ -54,6 +59,9 @@ def randomize(
         least added variance, see `apgrad.memory._budget`.
       min_size: arrays with fewer entries, counted over all steps of the scans around them, are kept exactly, and so
         are arrays with fewer than 64 entries.
+      boundaries: remembers the inputs of `jax.checkpoint`ed blocks, or is a function that chooses; None keeps them
+        exactly. **It makes gradients biased**, by the square of its noise: a block is evaluated again at inputs that
+        are not quite the ones it had. The rest is unbiased given these. Blocks with a `policy` are left as they are.
 
     Returns:
       `randomized(key, *args, **kwargs)`: all randomness comes from the key, typed or raw; what is no JAX array reaches
@@ -91,6 +99,8 @@ def randomize(
     if not callable(sampler) or isinstance(sampler, type) or sampler in FACTORIES:
         require_sampler("sampler", sampler)
     require_sampler("through", through)
+    if not callable(boundaries) or isinstance(boundaries, type) or boundaries in FACTORIES:
+        require_sampler("boundaries", boundaries)
     number("budget_bytes", budget_bytes or 0)
     number("min_size", min_size)
 
@@ -104,8 +114,8 @@ def randomize(
             return function(*args, **kwargs)
 
         program, shape = jaxprs.trace(flat, *leaves)
-        walk = _StretchWalk(_chooser(sampler, through, min_size))
-        make = None if budget_bytes is None else functools.partial(_within, budget_bytes, min_size)
+        walk = _StretchWalk(_chooser(sampler, through, min_size), _chooser(boundaries, boundaries, min_size))
+        make = None if budget_bytes is None else functools.partial(_within, budget_bytes, min_size, walk.at_boundary)
         outputs = walk.stretch(program, [True] * len(leaves), "", 1, make)(key, *leaves)
         return jax.tree.unflatten(jax.tree.structure(shape), outputs)
 
@@ -142,7 +152,7 @@ def _recorded(min_size: int, *stretch: Any) -> list[tuple[Coefficient, SlotForm]
     return list(found.values())
 
 
-def _within(budget: int, min_size: int, *stretch: Any) -> MemoryPlan:
+def _within(budget: int, min_size: int, at_boundary: Choice, *stretch: Any) -> MemoryPlan:
     """A plan that remembers at most so many bytes.
 
     `allocate` estimates the bytes coefficient by coefficient; then they are counted in the plan that is made. Only the
@@ -152,7 +162,7 @@ def _within(budget: int, min_size: int, *stretch: Any) -> MemoryPlan:
     target, best = float(budget), None
     while True:
         choose, estimate, smallest = allocate(found, target)
-        made = _StretchWalk(choose).make(*stretch)
+        made = _StretchWalk(choose, at_boundary).make(*stretch)
         used = remembered_bytes(made)
         if used <= budget:
             # Branches share memory, which the estimate adds up: what is left of the budget is given out as well.
@@ -173,9 +183,11 @@ def _within(budget: int, min_size: int, *stretch: Any) -> MemoryPlan:
 
 def _chooser(sampler: Any, through: Sampler | None, min_size: int) -> Choice:
     def choose(coefficient):
+        if sampler is None:
+            return None
         if not isinstance(sampler, Sampler):
             return require_sampler(f"the choice for {coefficient.name!r}", sampler(coefficient))
-        return sampler if coefficient.last or isinstance(sampler, Rounding) else through
+        return sampler if coefficient.last or isinstance(sampler, _OF_ALL) else through
 
     def chooser(coefficient):
         size = math.prod(coefficient.shape)
@@ -197,8 +209,8 @@ class _StretchWalk:
     Each stretch is planned once for each set of differentiated inputs: JAX traces a loop's body several times.
     """
 
-    def __init__(self, choose: Choice):
-        self.choose = choose
+    def __init__(self, choose: Choice, at_boundary: Choice = lambda _: None):
+        self.choose, self.at_boundary = choose, at_boundary
         self.plans: dict[Any, tuple[Any, MemoryPlan]] = {}
 
     def stretch(
@@ -299,7 +311,19 @@ class _StretchWalk:
             return randomized_cond(inside.jaxprs, plan)(key, *values)
         # What is inside a checkpoint is remembered for a moment only: the key goes in as an input.
         inner = self.stretch(inside.jaxprs[0], live, label, 0)
-        return list(jax.checkpoint(inner, **inside.options)(key, *values))
+        samplers: list[Any] = [None] * len(values)
+        for i, (v, flag) in enumerate(zip(values, live, strict=True)):
+            if inside.options["policy"] is None and not flag and jnp.issubdtype(v.dtype, jnp.floating):
+                samplers[i] = self.at_boundary(_input(label, i, v, count))
+        if not any(samplers):
+            return list(jax.checkpoint(inner, **inside.options)(key, *values))
+        return packed_block(inside.jaxprs[0], inner, samplers)(key, *values)
+
+
+def _input(label: str, number: int, value: jax.Array, count: int) -> Coefficient:
+    """An input of a checkpointed block, as a choice of samplers is shown it."""
+    size = value.size * value.dtype.itemsize
+    return Coefficient(f"{label}/inputs[{number}]", value.shape, value.dtype, count, size, False)
 
 
 def _own_rules(program: jaxprs.Program, where: str) -> list[str]:

@@ -76,14 +76,10 @@ class Rounding:
 
         Offset and scale are rounded outwards, so that the grid covers the group.
         """
-        flat = x.reshape(-1).astype(wide(x.dtype))
-        group = min(self.group, -(-flat.size // 8) * 8)
-        if flat.size % group:
-            flat = jax.lax.pad(flat, flat[-1], [(0, -flat.size % group, 0)])
-        rows = flat.reshape(-1, group)
+        rows = as_rows(x, self.group)
         bad, limits = ~jnp.isfinite(rows), jnp.finfo(rows.dtype)
         # A mean is infinite or NaN if an entry is, and a product with a vector is the cheapest mean.
-        spoilt = ~jnp.isfinite(rows @ jnp.full((group, 1), 1 / group, rows.dtype))
+        spoilt = ~jnp.isfinite(rows @ jnp.full((rows.shape[1], 1), 1 / rows.shape[1], rows.dtype))
         rows = jnp.where(bad, jnp.zeros((), rows.dtype), rows)
         low, high = jnp.min(rows, 1, keepdims=True), jnp.max(rows, 1, keepdims=True)
         large = jnp.maximum(high, -low) > float(limits.max) / _DIVISOR
@@ -139,6 +135,13 @@ def unpacked(packed: jax.Array, bits: int) -> jax.Array:
     """The codes that `packed` packed."""
     shifts = np.repeat(np.arange(0, 8, bits, dtype=np.uint8), packed.shape[1])
     return (jnp.concatenate([packed] * (8 // bits), 1) >> shifts) & (2**bits - 1) if bits < 8 else packed
+
+
+def as_rows(x: jax.Array, group: int) -> jax.Array:
+    """An array's entries in groups, (groups, entries), of a type to compute in; the last entry fills the last group."""
+    flat = x.reshape(-1).astype(wide(x.dtype))
+    group = min(group, -(-flat.size // 8) * 8)
+    return jax.lax.pad(flat, flat[-1], [(0, -flat.size % group, 0)]).reshape(-1, group)
 
 
 def wide(dtype: Any) -> Any:

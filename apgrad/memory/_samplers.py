@@ -31,6 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from apgrad._ground.arguments import meets
+from apgrad.memory._packing import narrow as narrow, packing as packing
 from apgrad.memory._rounding import Rounding as Rounding, rounding as rounding, wide
 
 
@@ -340,7 +341,7 @@ def heavy(fraction: float, *, share: float = 0.5) -> Heavy:
     return Heavy(_fraction(fraction), share)
 
 
-FACTORIES = (rounding, different_sample, same_sample, stratified, projection, heavy)
+FACTORIES = (rounding, narrow, packing, different_sample, same_sample, stratified, projection, heavy)
 
 
 def _kept(fraction: float, size: int) -> int:

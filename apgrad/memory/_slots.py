@@ -16,6 +16,7 @@ from jax.extend.core import Literal
 
 from apgrad._programs import jaxprs
 from apgrad._programs.kinds import CHEAP_TO_REPEAT, VIEW
+from apgrad.memory._packing import Narrow, Packing
 from apgrad.memory._samplers import Rounding, Sampler, array_bytes, nbytes
 
 SlotForm = typing.Literal["live", "exact", "bits", "sampled", "nested"]
@@ -41,7 +42,8 @@ class Coefficient(NamedTuple):
     """An array that a reverse pass remembers, as `apgrad.randomize` shows it to a choice of samplers.
 
     Attributes:
-      name: the named scopes around the coefficient, the primitive that uses it and a number; unique in the program.
+      name: the named scopes around the coefficient, its `checkpoint_name` if it has one, the primitive that uses it and
+        a number; unique in the program. Of an input of a checkpointed block it ends in "inputs[number]".
       shape: the array's shape.
       dtype: the array's dtype.
       count: how often an array is remembered here: the product of the lengths of the scans around it.
@@ -147,10 +149,15 @@ class SlotMaker:
             return None
         index = (var, last, order)
         if index not in self.samplers:
-            label = jaxprs.join(self.where, jaxprs.plain_scope(jaxprs.scope(eqn)), name)
+            label = jaxprs.join(self.where, jaxprs.plain_scope(jaxprs.scope(eqn)), self._given_name(var), name)
             found = self._coefficient(f"{label}[{len(self.samplers)}]", var, last, order)
             self.samplers[index] = (fitted(self.choose(found), found), found)
         return self.samplers[index] if self.samplers[index][0] is not None else None
+
+    def _given_name(self, var: Any) -> str:
+        """What `jax.ad_checkpoint.checkpoint_name` calls an array, if it does."""
+        eqn = self.maker.get(var)
+        return str(jaxprs.Parameters(eqn)["name"]) if eqn is not None and eqn.primitive.name == "name" else ""
 
     def _coefficient(self, name, var, last=False, order=None) -> Coefficient:
         return Coefficient(name, var.aval.shape, var.aval.dtype, self.count, array_bytes(var.aval), last, order)
@@ -226,7 +233,7 @@ def kept_bytes(how: SlotForm, sampler: Any, like: Any) -> int:
 
 def fitted(sampler: Any, coefficient: Coefficient) -> Any:
     """The sampler in the form in which it remembers a coefficient: positions of an image, entries of other arrays."""
-    if coefficient.order is None or sampler is None or isinstance(sampler, Rounding):
+    if coefficient.order is None or sampler is None or isinstance(sampler, Rounding | Narrow | Packing):
         return sampler
     return OfPositions(sampler, coefficient.order)
 

@@ -1,0 +1,139 @@
+"""Packing into narrow floating-point types, and by functions of one's own.
+
+`narrow` rounds a number y with the exponent e to a type of m mantissa bits as step floor(y / step + u), step =
+2^(e - m), with u uniform in (0, 1): the mean is y, and the result is a number of the type. A group is divided by a
+power of two first, so that its largest entry is near the upper end of the type: nothing overflows.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from apgrad.memory._rounding import GROUP, as_rows, uniform, wide
+
+_NARROW = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+
+
+@dataclasses.dataclass(frozen=True)
+class Narrow:
+    """Stochastic rounding to a narrower floating-point type; see `narrow`."""
+
+    dtype: str
+
+    def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> tuple[jax.Array, ...]:
+        """The entries in the type, and the exponent of each group's divisor."""
+        del axis
+        entries, step, shift, bad = self._scaled(x)
+        rounded = jnp.floor(entries / step + uniform(key, entries.shape, entries.dtype)) * step
+        rounded = jnp.where(bad, jnp.asarray(jnp.nan, entries.dtype), rounded)
+        return rounded.astype(self.dtype), shift.astype(jnp.int16)
+
+    def restore(
+        self, key: jax.Array, memory: tuple[jax.Array, ...], like: jax.ShapeDtypeStruct, axis: int = -1
+    ) -> jax.Array:
+        """The entries times their group's divisor, cut to what is finite."""
+        del key, axis
+        entries, shift = memory[0].astype(wide(like.dtype)), memory[1].astype(jnp.int32)
+        limit = float(jnp.finfo(like.dtype).max)
+        # A NaN stays one. In two steps, as the divisor alone may be no number of the type.
+        values = jnp.ldexp(jnp.ldexp(entries, shift // 2), shift - shift // 2)
+        values = jnp.where(jnp.isnan(values), values, jnp.clip(values, -limit, limit))
+        return values.reshape(-1)[: math.prod(like.shape)].reshape(like.shape).astype(like.dtype)
+
+    def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
+        """step^2 p (1 - p), with p the probability of rounding up."""
+        del axis
+        entries, step, shift, bad = self._scaled(x)
+        up = entries / step % 1
+        spread = jnp.ldexp(jnp.ldexp(step * jnp.sqrt(up * (1 - up)), shift // 2), shift - shift // 2) ** 2
+        spread = jnp.where(bad, jnp.asarray(jnp.nan, spread.dtype), spread)
+        return spread.reshape(-1)[: x.size].reshape(x.shape).astype(x.dtype)
+
+    def _scaled(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """Groups of entries over 2^shift, the distance of the type's numbers there, shift, and what is not finite."""
+        rows = as_rows(x, GROUP)
+        bad = ~jnp.isfinite(rows)
+        rows = jnp.where(bad, jnp.zeros((), rows.dtype), rows)
+        limits = jnp.finfo(self.dtype)
+        top = math.floor(math.log2(float(limits.max)))
+        shift = jnp.frexp(jnp.max(jnp.abs(rows), 1, keepdims=True))[1] - top
+        rows = jnp.ldexp(jnp.ldexp(rows, -(shift // 2)), shift // 2 - shift)
+        exponent = jnp.maximum(jnp.frexp(rows)[1] - 1, int(limits.minexp))
+        exponent = jnp.maximum(exponent - limits.nmant, int(jnp.finfo(rows.dtype).minexp) + 1)
+        return rows, jnp.ldexp(jnp.ones((), rows.dtype), exponent), shift, bad
+
+
+def narrow(dtype: Any = "bfloat16") -> Narrow:
+    """Keeps every entry in a narrower floating-point type, rounded up or down at random so that the mean is right.
+
+    Large and small entries have the same relative error, where `rounding` has the same absolute one; for int8 with a
+    scale a group take `rounding(bits=8)`. Each 128 entries are divided by a power of two, which takes two bytes, so
+    that none overflows; an entry that is not finite is NaN.
+
+    Args:
+      dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> sampler, x = ap.memory.narrow("float8_e4m3fn"), jnp.linspace(-3e4, 3e4, 128)
+      >>> found = sampler.restore(jax.random.key(0), sampler.keep(jax.random.key(0), x), x)
+      >>> bool(jnp.all(jnp.abs(found - x) <= jnp.abs(x) / 8)), ap.memory.nbytes(sampler, x)
+      (True, 130)
+    """
+    name = jnp.dtype(dtype).name
+    if name not in _NARROW:
+        raise ValueError(f"narrow takes one of {', '.join(_NARROW)}; got {name}")
+    return Narrow(name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """Two functions of one's own as a sampler; see `packing`."""
+
+    pack: Callable[..., Any]
+    unpack: Callable[..., Any]
+    biased: bool
+
+    def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> Any:
+        """What `pack` makes of the array."""
+        del axis
+        return self.pack(x) if self.biased else self.pack(key, x)
+
+    def restore(self, key: jax.Array, memory: Any, like: jax.ShapeDtypeStruct, axis: int = -1) -> jax.Array:
+        """What `unpack` makes of that; an error if it is another shape or dtype."""
+        del key, axis
+        like = jax.ShapeDtypeStruct(like.shape, like.dtype)
+        found = self.unpack(memory, like)
+        if (jnp.shape(found), jnp.result_type(found)) != (like.shape, like.dtype):
+            raise ValueError(f"unpack is to give {like}, got {jnp.result_type(found).name}{list(jnp.shape(found))}")
+        return found
+
+    def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
+        """Not known of functions of one's own."""
+        raise TypeError("the variance of a packing of one's own is not known: estimate it from draws")
+
+
+def packing(pack: Callable[..., Any], unpack: Callable[..., Any], *, biased: bool = False) -> Packing:
+    """A sampler of two functions of one's own: hooks on what the reverse pass of an unchanged function remembers.
+
+    Args:
+      pack: `(key, x) -> memory`, any pytree of arrays, such that the mean over keys of what `unpack` makes of it is x
+        (`ap.testing.assert_unbiased` tells); if `biased`, `(x) -> memory`.
+      unpack: `(memory, like) -> x`, of the shape and dtype of `like`.
+      biased: says that the mean is not x, as of rounding to nearest. Then gradients are biased too.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> half = ap.memory.packing(
+      ...     lambda x: x.astype(jnp.bfloat16), lambda memory, like: memory.astype(like.dtype), biased=True
+      ... )
+      >>> choose = lambda coefficient: half if "attention" in coefficient.name else None
+      >>> random = ap.randomize(lambda x: jnp.sum(jnp.sin(x)), choose)
+    """
+    if not (callable(pack) and callable(unpack)):
+        raise TypeError(f"packing takes two functions, got {pack!r} and {unpack!r}")
+    return Packing(pack, unpack, biased)

@@ -1,0 +1,121 @@
+"""Narrow types and packers of one's own, chosen by name; and the inputs of checkpointed blocks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import apgrad as ap
+from tests.memory.unbiased import assert_unbiased
+
+R = ap.memory
+KEY = jax.random.key(0)
+HALF = R.packing(lambda x: x.astype(jnp.bfloat16), lambda memory, like: memory.astype(like.dtype), biased=True)
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
+def test_narrow_types_keep_the_mean_and_have_the_variance_they_say(dtype):
+    sampler, draws = R.narrow(dtype), 4000
+    x = jnp.concatenate([normal(1, 128), 1e-30 * normal(2, 128), 1e37 * normal(3, 100)])
+    unit = np.repeat([1.0, 1e-30, 1e37], [128, 128, 100])
+
+    @jax.jit
+    def draw(keys):
+        return jax.vmap(lambda key: sampler.restore(key, sampler.keep(key, x), x))(keys)
+
+    found = np.asarray(draw(jax.random.split(KEY, draws)), np.float64) / unit
+    truth = np.asarray(x, np.float64) / unit
+    relative = 2.0 ** -(jnp.finfo(dtype).nmant)
+    least = np.abs(truth).max() * float(jnp.finfo(dtype).smallest_subnormal) / float(jnp.finfo(dtype).max) * 4
+    step = relative * np.abs(truth) + least
+    assert np.all(np.abs(found - truth) <= step)
+    assert np.all(np.abs(found.mean(0) - truth) <= 4.5 * step / 2 / np.sqrt(draws) + 1e-6 * np.abs(truth))
+    variance = np.asarray(jax.jit(sampler.variance)(x[:128]), np.float64)
+    np.testing.assert_allclose(found.var(0)[:128], variance, rtol=0.2, atol=0.02 * (step[:128] ** 2).max())
+
+
+def test_narrow_types_overflow_nowhere_and_stay_nan():
+    for dtype in (jnp.float16, jnp.bfloat16, jnp.float32):
+        x = jnp.full((256,), jnp.finfo(dtype).max, dtype).at[3].set(jnp.nan).at[4].set(jnp.inf).at[5].multiply(-0.3)
+        for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
+            sampler = R.narrow(name)
+            found = jax.jit(lambda key, x, s=sampler: s.restore(key, s.keep(key, x), x))(KEY, x)
+            assert found.dtype == dtype
+            np.testing.assert_array_equal(np.isfinite(found), ~np.isin(np.arange(256), [3, 4]))
+    with pytest.raises(ValueError, match="narrow takes one of"):
+        R.narrow("int8")
+
+
+def loss(weights, x):
+    for w in weights:
+        x = jnp.tanh(checkpoint_name(x @ w, "before"))
+    return jnp.mean(x**2)
+
+
+def test_narrow_types_in_a_network_are_unbiased():
+    weights, x = [normal(i, 8, 8) for i in range(3)], normal(9, 4, 8)
+    gradient = jax.jit(jax.grad(ap.randomize(loss, R.narrow("float8_e5m2"), min_size=16), argnums=1))
+    assert_unbiased(lambda key: gradient(key, weights, x), jax.jit(jax.grad(loss))(weights, x))
+
+
+def test_packers_of_ones_own_by_shape_and_by_the_name_of_a_checkpoint():
+    weights, x, seen = [normal(i, 32, 32) for i in range(3)], normal(9, 64, 32), []
+
+    def choose(coefficient):
+        seen.append(coefficient.name)
+        return HALF if coefficient.shape == (64, 32) else None
+
+    random = ap.randomize(loss, choose)
+    full = sum(r.nbytes for r in R.residuals(loss, weights, x))
+    few = sum(r.nbytes for r in R.residuals(lambda *a: random(KEY, *a), weights, x))
+    assert few < 0.6 * full
+    found = jax.jit(jax.grad(random, argnums=1))(KEY, weights, x)
+    for a, b in zip(found, jax.jit(jax.grad(loss))(weights, x), strict=True):
+        assert 0 < np.linalg.norm(a - b) < 0.02 * np.linalg.norm(b)
+
+    def named(weights, x):
+        return jnp.sum(jnp.sin(checkpoint_name(jnp.tanh(x @ weights[0]), "hidden") @ weights[1]))
+
+    jax.eval_shape(jax.grad(ap.randomize(named, choose), argnums=1), KEY, weights, x)
+    assert any("hidden" in name for name in seen)
+    wrong = R.packing(lambda key, x: x, lambda memory, like: memory[:1])
+    with pytest.raises(ValueError, match="unpack is to give"):
+        jax.eval_shape(jax.grad(ap.randomize(loss, wrong), argnums=1), KEY, weights, x)
+
+
+def deep(weights, x):
+    block = jax.checkpoint(lambda x, w: x + jnp.tanh(jnp.sin(x @ w) @ w))
+    return jnp.mean(jax.lax.scan(lambda x, w: (block(x, w), None), x, weights)[0] ** 2)
+
+
+def test_inputs_of_checkpointed_blocks_are_packed():
+    weights, x = 0.1 * normal(0, 12, 32, 32), normal(9, 128, 32)
+    exact = jax.jit(jax.grad(deep))(weights, x)
+    kept = {}
+    for bits in (32, 8, 4):
+        random = ap.randomize(deep, R.rounding(32), boundaries=R.rounding(bits))
+        kept[bits] = sum(r.nbytes for r in R.residuals(lambda *a, f=random: f(KEY, *a), weights, x))
+        value, found = jax.jit(jax.value_and_grad(random, argnums=1))(KEY, weights, x)
+        assert value == jax.jit(deep)(weights, x)
+        error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
+        assert error < 1e-5 if bits == 32 else 0 < error < {8: 0.01, 4: 0.1}[bits]
+    size = 128 * 32  # of an input; a group of 128 has four bytes more
+    assert [kept[32] - kept[b] for b in (8, 4)] == [12 * (4 * size - size * b // 8 - size // 32) for b in (8, 4)]
+
+
+def test_of_a_linear_block_packed_inputs_are_unbiased():
+    """Whose messages for the weights are linear in its inputs."""
+
+    def linear(w, x):
+        return jnp.sum(jax.checkpoint(lambda x, w: x @ w)(jnp.sin(x), w) * x)
+
+    w, x = normal(0, 8, 8), normal(9, 4, 8)
+    gradient = jax.jit(jax.grad(ap.randomize(linear, R.rounding(32), boundaries=R.rounding(2), min_size=8), argnums=1))
+    assert_unbiased(lambda key: gradient(key, w, x), jax.jit(jax.grad(linear))(w, x))
+    with pytest.raises(TypeError, match="boundaries"):
+        ap.randomize(linear, R.rounding(4), boundaries=R.rounding)
