@@ -114,7 +114,9 @@ def randomize(
             return function(*args, **kwargs)
 
         program, shape = jaxprs.trace(flat, *leaves)
-        walk = _StretchWalk(_chooser(sampler, through, min_size), _chooser(boundaries, boundaries, min_size))
+        walk = _StretchWalk(
+            _chooser(sampler, through, min_size), boundaries and _chooser(boundaries, boundaries, min_size)
+        )
         make = None if budget_bytes is None else functools.partial(_within, budget_bytes, min_size, walk.at_boundary)
         outputs = walk.stretch(program, [True] * len(leaves), "", 1, make)(key, *leaves)
         return jax.tree.unflatten(jax.tree.structure(shape), outputs)
@@ -152,7 +154,7 @@ def _recorded(min_size: int, *stretch: Any) -> list[tuple[Coefficient, SlotForm]
     return list(found.values())
 
 
-def _within(budget: int, min_size: int, at_boundary: Choice, *stretch: Any) -> MemoryPlan:
+def _within(budget: int, min_size: int, at_boundary: Any, *stretch: Any) -> MemoryPlan:
     """A plan that remembers at most so many bytes.
 
     `allocate` estimates the bytes coefficient by coefficient; then they are counted in the plan that is made. Only the
@@ -181,10 +183,8 @@ def _within(budget: int, min_size: int, at_boundary: Choice, *stretch: Any) -> M
         target = min(target, estimate) - (used - budget)
 
 
-def _chooser(sampler: Any, through: Sampler | None, min_size: int) -> Choice:
+def _chooser(sampler: Any, through: Any, min_size: int) -> Choice:
     def choose(coefficient):
-        if sampler is None:
-            return None
         if not isinstance(sampler, Sampler):
             return require_sampler(f"the choice for {coefficient.name!r}", sampler(coefficient))
         return sampler if coefficient.last or isinstance(sampler, _OF_ALL) else through
@@ -209,7 +209,7 @@ class _StretchWalk:
     Each stretch is planned once for each set of differentiated inputs: JAX traces a loop's body several times.
     """
 
-    def __init__(self, choose: Choice, at_boundary: Choice = lambda _: None):
+    def __init__(self, choose: Choice, at_boundary: Any = None):
         self.choose, self.at_boundary = choose, at_boundary
         self.plans: dict[Any, tuple[Any, MemoryPlan]] = {}
 
@@ -313,7 +313,12 @@ class _StretchWalk:
         inner = self.stretch(inside.jaxprs[0], live, label, 0)
         samplers: list[Any] = [None] * len(values)
         for i, (v, flag) in enumerate(zip(values, live, strict=True)):
-            if inside.options["policy"] is None and not flag and jnp.issubdtype(v.dtype, jnp.floating):
+            if (
+                self.at_boundary
+                and inside.options["policy"] is None
+                and not flag
+                and jnp.issubdtype(v.dtype, jnp.floating)
+            ):
                 samplers[i] = self.at_boundary(_input(label, i, v, count))
         if not any(samplers):
             return list(jax.checkpoint(inner, **inside.options)(key, *values))

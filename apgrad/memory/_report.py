@@ -35,13 +35,17 @@ _KEEP_BARRIERS = {
 
 
 class Residual(NamedTuple):
-    """An array that the reverse pass remembers, by its scopes and primitive, and the user's line that computes it."""
+    """An array that the reverse pass remembers, by its scopes and primitive, and the user's line that computes it.
+
+    Of an array that a scan's body computes, shape and bytes are those of all steps, and `count` is how many there are.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: Any
     nbytes: int
     source: str = ""
+    count: int = 1
 
 
 class MemoryBytes(NamedTuple):
@@ -63,6 +67,18 @@ class MemoryReport(NamedTuple):
     rows: dict[str, MemoryBytes]
     note: str
 
+    def scopes(self, depth: int = 2) -> dict[str, int]:
+        """The bytes that plain reverse mode keeps, summed by scope, most first.
+
+        Args:
+          depth: how many names of a scope count, from the outermost on.
+        """
+        sums: dict[str, int] = {}
+        for r in next(iter(self.rows.values())).residuals:
+            scope = jaxprs.join(*r.name.split("/")[:-1][:depth])
+            sums[scope] = sums.get(scope, 0) + r.nbytes
+        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+
     def __str__(self) -> str:
         """The table."""
         first = next(iter(self.rows.values()))
@@ -74,9 +90,15 @@ class MemoryReport(NamedTuple):
             residuals = f"{kept / 1e6:12.3f} {less(kept, first.residual_bytes)}"
             lines.append(f"{name:{width}}  {residuals} {temp / 1e6:8.3f} {less(temp, first.temp_bytes)}")
         largest = sorted(first.residuals, key=lambda r: -r.nbytes)[:5]
-        kept = [f"  {r.nbytes / 1e6:.3f} MB  {r.name}  {r.dtype}{list(r.shape)}  {r.source}".rstrip() for r in largest]
+        steps = lambda r: f"  {r.count} steps" if r.count > 1 else ""
+        kept = [
+            f"  {r.nbytes / 1e6:.3f} MB  {r.name}  {r.dtype}{list(r.shape)}{steps(r)}  {r.source}".rstrip()
+            for r in largest
+        ]
         if kept:
             lines += [f"the largest of {len(first.residuals)} arrays that {next(iter(self.rows))} keeps:", *kept]
+        if len(scopes := list(self.scopes().items())) > 1:
+            lines += ["by scope:", *(f"  {nbytes / 1e6:.3f} MB  {name or '(none)'}" for name, nbytes in scopes[:5])]
         return "\n".join([*lines, self.note])
 
     def plot(self, ax: Any = None) -> Any:
@@ -136,10 +158,33 @@ def residuals(function: Callable[..., Any], *args: Any) -> tuple[Residual, ...]:
         if isinstance(origin, Literal) or origin in free or v in found or origin in found:
             continue
         keep = min(origin, v, key=lambda v: array_bytes(v.aval))
-        name = jaxprs.join(jaxprs.plain_scope(jaxprs.scope(maker[keep])), maker[keep].primitive.name)
+        name, line, count = _maker_of(maker[keep], maker[keep].outvars.index(keep))
         aval: Any = keep.aval
-        found[keep] = Residual(name, aval.shape, aval.dtype, array_bytes(aval), jaxprs.source_line(maker[keep]))
+        found[keep] = Residual(name, aval.shape, aval.dtype, array_bytes(aval), line, count)
     return tuple(found.values())
+
+
+def _maker_of(eqn: Any, number: int) -> tuple[str, str, int]:
+    """Of an equation's output: scopes and primitive, line, and steps; in a program inside, those of what makes it."""
+    inside, here = jaxprs.nested(eqn), jaxprs.plain_scope(jaxprs.scope(eqn))
+    if inside is not None and inside.kind in ("call", "cond", "remat", "scan"):
+        steps = inside.length if inside.kind == "scan" and number >= inside.counts[1] else 1
+        for program in inside.jaxprs:
+            maker = {v: e for e in program.jaxpr.eqns for v in e.outvars}
+            v = program.jaxpr.outvars[number]
+            # Through what only moves it, and through the zeros that a branch has in place of another's array.
+            while not isinstance(v, Literal) and v in maker and _moves(maker[v]):
+                v = maker[v].invars[0]
+            if not isinstance(v, Literal) and v in maker:
+                name, line, count = _maker_of(maker[v], maker[v].outvars.index(v))
+                return jaxprs.join(here, name), line, steps * count
+        return jaxprs.join(here, eqn.primitive.name), jaxprs.source_line(eqn), steps
+    return jaxprs.join(here, eqn.primitive.name), jaxprs.source_line(eqn), 1
+
+
+def _moves(eqn: Any) -> bool:
+    same = is_view(eqn) or eqn.primitive.name in SAME_VALUE
+    return same and len(eqn.invars) == 1 and not isinstance(eqn.invars[0], Literal)
 
 
 def memory_report(
@@ -149,14 +194,16 @@ def memory_report(
     variants: Mapping[str, Callable[..., Any]] | None = None,
     key: jax.Array | None = None,
 ) -> MemoryReport:
-    """The memory of a scalar function's gradient, beside the memory of plain reverse mode and of checkpointing.
+    """The memory of a scalar function's gradient: what reverse mode keeps, array by array, and what is compiled.
+
+    Each row is compiled once, and by default there is one row.
 
     Args:
       function: `(*args) -> scalar`.
       *args: pytrees of arrays or `jax.ShapeDtypeStruct`s; differentiated where floating-point.
       layers: a function `(wrap) -> function` that makes the same function with `wrap` around each of its layers; then
         checkpointing of each layer is a row (`wrap=jax.checkpoint`).
-      variants: other rows: names to functions of the same arguments; a nested checkpoint, for example.
+      variants: other rows: names to functions of the same arguments, as `{"checkpoint": jax.checkpoint(function)}`.
       key: if given, the rows `randomize` with rounding to 4 and 2 bits and their checkpoints are added, with this key.
 
     Returns:
@@ -171,7 +218,7 @@ def memory_report(
       >>> report.rows["reverse mode"].residual_bytes > 5 * report.rows["rounding, 4 bits"].residual_bytes
       True
     """
-    functions: dict[str, Callable[..., Any]] = {"reverse mode": function, "checkpoint": jax.checkpoint(function)}
+    functions: dict[str, Callable[..., Any]] = {"reverse mode": function}
     if layers is not None:
         functions["checkpoint each layer"] = layers(jax.checkpoint)
     if key is not None:
@@ -182,7 +229,7 @@ def memory_report(
     cpu = jax.default_backend() == "cpu"
     rows = {}
     for i, (name, f) in enumerate(functions.items()):
-        if sys.stderr.isatty():  # compiling a large model takes minutes
+        if sys.stderr.isatty() and len(functions) > 1:  # compiling a large model takes minutes
             print(f"memory_report: {name}, {i + 1} of {len(functions)} gradients to compile", file=sys.stderr)
         kept = residuals(f, *args)
         rows[name] = MemoryBytes(sum(r.nbytes for r in kept), temp_bytes(f, *args), kept)

@@ -167,7 +167,7 @@ def _divided(large: jax.Array, dtype: Any) -> jax.Array:
     return jnp.where(large, 1 / _DIVISOR, 1.0).astype(dtype)
 
 
-def uniform(key: jax.Array, shape: tuple[int, int], dtype: Any) -> jax.Array:
+def uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """Uniform numbers in (0, 1), of which any two are independent but for their last bits.
 
     A row has a random word and a column has one. The sum of a row's and a column's word is uniform, and the sums of two

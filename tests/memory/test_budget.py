@@ -96,6 +96,31 @@ def test_operands_that_are_kept_anyway_stay_outside_of_branches(kind):
         assert jnp.allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+def test_a_report_compiles_a_function_once_and_says_where_its_arrays_are_made(monkeypatch):
+    compiled, temp_bytes = [], report_module.temp_bytes
+    monkeypatch.setattr(report_module, "temp_bytes", lambda *a: compiled.append(a) or temp_bytes(*a))
+
+    def body(x, w):
+        with jax.named_scope("layer"):
+            return jnp.tanh(x @ w), None
+
+    def loss(weights, x):
+        with jax.named_scope("network"):
+            x = jax.lax.scan(body, x, weights)[0]
+        with jax.named_scope("head"):
+            return jnp.sum(jnp.sin(x))
+
+    report = ap.memory_report(loss, jnp.ones((5, 16, 16)), jnp.ones((8, 16)))
+    assert len(compiled) == 1 and list(report.rows) == ["reverse mode"]
+    stacked = [r for r in report.rows["reverse mode"].residuals if r.count == 5]
+    # The states that the steps begin with, and the derivative of the hyperbolic tangent.
+    assert {r.name.split("/")[0] for r in stacked} == {"network"} and any("/layer/" in r.name for r in stacked)
+    assert all("test_budget.py" in r.source and r.shape[0] == 5 for r in stacked)
+    assert sum(report.scopes().values()) == sum(r.nbytes for r in report.rows["reverse mode"].residuals)
+    assert report.scopes(1)["network"] == sum(r.nbytes for r in stacked)
+    assert "5 steps" in str(report) and "by scope" in str(report)
+
+
 def test_a_report_warns_of_more_memory():
     def small(x):
         return jnp.sum(jnp.sin(x))
