@@ -1,0 +1,193 @@
+"""What random memory costs a compiler: tracing and compiling over those of plain reverse mode, in one process.
+
+One step of `value_and_grad` of an MLP, a ConvNet, a transformer of NNX modules (its blocks in a Python loop, and in a
+scan), an RNN and a scan of checkpointed blocks, plain and with `ap.randomize`: rounding to 4 bits, and of the
+checkpointed blocks the inputs too. Seconds are those of the processor, so that what else runs counts little; each
+program is traced and compiled anew, by turns. Compiled memory is with optimization barriers kept.
+
+    python -m experiments.benchmarks.compiling
+    python -m experiments.benchmarks.compiling --preset paper
+"""
+
+import dataclasses
+import itertools
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import apgrad as ap
+from apgrad import memory as rad
+from experiments import harness
+
+MODELS = ("MLP", "ConvNet", "transformer, loop", "transformer, scan", "RNN", "checkpointed blocks")
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(harness.Config):
+    """Options of this benchmark.
+
+    Attributes:
+      layers: of the MLP and of the transformers.
+      steps: of the RNN.
+      rounds: of compiling.
+      runs: of each compiled program.
+    """
+
+    layers: int = 2
+    steps: int = 32
+    rounds: int = 1
+    runs: int = 3
+
+
+PAPER = Config(layers=6, steps=784, runs=7)
+
+
+class Block(nnx.Module):
+    """A transformer's block, of width d with 4 heads."""
+
+    def __init__(self, d: int, rngs: nnx.Rngs):
+        self.before, self.between = nnx.LayerNorm(d, rngs=rngs), nnx.LayerNorm(d, rngs=rngs)
+        self.attention = nnx.MultiHeadAttention(4, d, rngs=rngs, decode=False)
+        self.up, self.down = nnx.Linear(d, 4 * d, rngs=rngs), nnx.Linear(4 * d, d, rngs=rngs)
+
+    def __call__(self, x):
+        """The same shape."""
+        x = x + self.attention(self.before(x))
+        return x + self.down(jax.nn.gelu(self.up(self.between(x))))
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def cross_entropy(logits: jax.Array) -> jax.Array:
+    return -jnp.mean(jax.nn.log_softmax(logits)[..., 0])
+
+
+def transformer(layers: int, scan: bool, checkpoint: bool, d: int = 64) -> tuple[Any, Any, Any]:
+    """`(parameters, tokens) -> loss`, its parameters and tokens."""
+    rngs = nnx.Rngs(0)
+    split = [nnx.split(Block(d, rngs)) for _ in range(layers)]
+    graph, states = split[0][0], [state for _, state in split]
+    apply = lambda state, x: nnx.merge(graph, state)(x)
+    apply = jax.checkpoint(apply) if checkpoint else apply
+
+    def loss(parameters, tokens):
+        states, table = parameters
+        x = table[tokens]
+        if scan:
+            x, _ = jax.lax.scan(lambda x, state: (apply(state, x), None), x, states)
+        else:
+            for state in states:
+                x = apply(state, x)
+        return cross_entropy(x @ table.T)
+
+    states = jax.tree.map(lambda *leaves: jnp.stack(leaves), *states) if scan else states
+    return loss, (states, 0.1 * normal(7, 64, d)), jax.random.randint(jax.random.key(3), (8, 32), 0, 64)
+
+
+def model(config: Config, name: str) -> tuple[Any, Any, Any]:
+    """`(parameters, x) -> loss`, parameters and x."""
+    if name == "MLP":
+
+        def mlp(weights, x):
+            for w in weights:
+                x = jax.nn.relu(x @ w)
+            return jnp.mean(x**2)
+
+        return mlp, [normal(i, 256, 256) / 11 for i in range(config.layers)], normal(99, 256, 256)
+    if name == "ConvNet":
+
+        def convnet(parameters, x):
+            kernels, w = parameters
+            for i, k in enumerate(kernels):
+                x = jax.nn.relu(
+                    jax.lax.conv_general_dilated(x, k, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+                )
+                x = rad.max_pool(x, (2, 2)) if i % 2 else x
+            return cross_entropy(x.reshape(len(x), -1) @ w)
+
+        sizes = (3, 16, 16, 32, 32)
+        kernels = [0.1 * normal(i, 3, 3, *pair) for i, pair in enumerate(itertools.pairwise(sizes))]
+        return convnet, (kernels, 0.01 * normal(50, 512, 10)), normal(99, 16, 16, 16, 3)
+    if name == "RNN":
+
+        def rnn(parameters, xs):
+            w, u, out = parameters
+            h = jnp.zeros((xs.shape[1], len(u)))
+            h, _ = jax.lax.scan(lambda h, x: (jax.nn.relu(x @ w + h @ u), None), h, xs)
+            return cross_entropy(h @ out)
+
+        return (
+            rnn,
+            (0.1 * normal(0, 1, 100), 0.95 * jnp.eye(100), 0.1 * normal(2, 100, 10)),
+            normal(3, config.steps, 150, 1),
+        )
+    return transformer(config.layers, name != "transformer, loop", name == "checkpointed blocks")
+
+
+def cells(config: Config) -> list[harness.Cell]:
+    return harness.grid(model=MODELS)
+
+
+def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
+    loss, *arguments = model(config, cell["model"])
+    options: Any = {"xla_disable_hlo_passes": "cse_barrier_expander"} if jax.default_backend() == "cpu" else None
+    boundaries = rad.rounding(bits=4) if cell["model"] == "checkpointed blocks" else None
+    methods = {
+        "plain": lambda key, *a: loss(*a),
+        "rounding": ap.randomize(loss, rad.rounding(4), boundaries=boundaries),
+    }
+    seconds: dict[str, Any] = {m: {"trace": [], "compile": [], "step": []} for m in methods}
+    programs, memory = {}, {}
+    for _ in range(config.rounds):
+        for m, f in methods.items():
+            jax.clear_caches()
+            start = time.process_time()
+            lowered = jax.jit(jax.value_and_grad(f, argnums=1)).lower(jax.random.key(seed), *arguments)
+            traced = time.process_time()
+            programs[m] = lowered.compile(compiler_options=options)
+            seconds[m]["trace"].append(traced - start)
+            seconds[m]["compile"].append(time.process_time() - traced)
+            memory[m] = int(programs[m].memory_analysis().temp_size_in_bytes)
+    for _ in range(config.runs + 1):
+        for m, program in programs.items():
+            start = time.process_time()
+            jax.block_until_ready(program(jax.random.key(seed), *arguments))
+            seconds[m]["step"].append(time.process_time() - start)
+    return {"seconds": seconds, "memory": memory}
+
+
+def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
+    rows = []
+    for cell, result in records:
+        plain, mine = (result["seconds"][m] for m in ("plain", "rounding"))
+        total = lambda s: float(np.median(np.add(s["trace"], s["compile"])))
+        row = {**cell, "trace_and_compile_ratio": total(mine) / total(plain)}
+        row |= {"trace_and_compile_s": total(mine), "trace_and_compile_s_plain": total(plain)}
+        row["step_ratio"] = float(np.median(mine["step"][1:]) / np.median(plain["step"][1:]))
+        row["temp_MB"], row["temp_MB_plain"] = (result["memory"][m] / 1e6 for m in ("rounding", "plain"))
+        rows.append(row)
+    figure, (axes,) = harness.panels(1, 2, (10, 3.4))
+    names = [r["model"] for r in rows]
+    places = np.arange(len(rows))
+    axes[0].barh(places, [r["trace_and_compile_ratio"] for r in rows], 0.6)
+    axes[0].axvline(3, color="k", lw=0.8, ls=":", label="three times")
+    axes[0].set(xlabel="tracing and compiling, over plain's")
+    axes[1].barh(places - 0.2, [r["step_ratio"] for r in rows], 0.4, label="step time")
+    axes[1].barh(places + 0.2, [r["temp_MB"] / r["temp_MB_plain"] for r in rows], 0.4, label="temp bytes")
+    axes[1].axvline(1, color="k", lw=0.8)
+    axes[1].set(xlabel="over plain's")
+    for ax in axes:
+        ax.set_yticks(places, names)
+        ax.invert_yaxis()
+        ax.legend()
+    return harness.Report({}, rows, harness.table(rows, *rows[0]), figure)
+
+
+if __name__ == "__main__":
+    harness.main()
