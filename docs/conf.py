@@ -24,6 +24,7 @@ html_title = "apgrad"
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.linkcode",
     "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
@@ -54,6 +55,7 @@ myst_url_schemes = {
     "repo": {"url": repository + "/blob/main/{{path}}", "title": "{{path}}"},
 }
 
+autosummary_generate = False
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
@@ -117,6 +119,21 @@ def linkcode_resolve(domain, info):
     return f"{repository}/blob/main/{path}#L{first}-L{first + len(lines) - 1}"
 
 
+def list_names(app, docname, source):
+    """Puts a table of a page's names, one line each, on top of a page of the API reference."""
+    if not docname.startswith("api/"):
+        return
+    module, names = "apgrad", []
+    for kind, name in re.findall(
+        r"^\.\. (currentmodule|autofunction|autoclass|autodata):: (\S+)", source[0], re.MULTILINE
+    ):
+        module = name if kind == "currentmodule" else module
+        names += [] if kind == "currentmodule" else [f"   ~{module}.{name}"]
+    if names:
+        table = "\n".join(["```{eval-rst}", ".. autosummary::", "   :nosignatures:", "", *names, "```", "", ""])
+        source[0] = source[0].replace("## ", table + "## ", 1)
+
+
 def skip_fields(app, what, name, obj, skip, options):
     """The fields of a NamedTuple stand in its docstring already; its machinery is nobody's business."""
     return True if type(obj).__name__ == "_tuplegetter" or name in ("_fields", "_make") else None
@@ -134,5 +151,6 @@ def copy_notebooks(app, config):
 
 def setup(app):
     app.connect("config-inited", copy_notebooks)
+    app.connect("source-read", list_names)
     app.connect("autodoc-process-docstring", to_rst, priority=400)
     app.connect("autodoc-skip-member", skip_fields)

@@ -26,7 +26,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from apgrad._programs.jaxprs import trace
+from apgrad._programs.control import nested
+from apgrad._programs.flow import flow
+from apgrad._programs.jaxprs import is_inexact, trace
 from apgrad.expectations import _channels as channels, _distributions as distributions
 from apgrad.expectations._lanes import require_batch, require_lanes
 from apgrad.expectations._programs.separable import is_sum_over
@@ -130,6 +132,8 @@ def choose(
     form, program = _form(what, continuation, drawn, args)
     x, cost = estimator.estimate(distribution, key, costs)
     x = channels.drawn(tape, lax.stop_gradient(x))
+    if estimator.relaxed:
+        _warn_of_integers(what, program)
     tape = tape.cost(cost if estimator.every_order else once(estimator.name, cost))
     if not jax.tree.leaves(form):
         events = len(getattr(base(distribution), "event_shape", ()))
@@ -169,6 +173,35 @@ def _warn_of_a_batch(what, program, shape):
             f"{what}: a lane makes {shape[1]} choices, and its cost is a sum or a mean of {shape[1]} terms that see "
             "one of them each. So every choice pays for the costs of all the others: the gradient is right, but its "
             f"variance (or the number of evaluations) can be {shape[1]} times what it need be. {_MINIBATCH}",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _warn_of_integers(what, program):
+    """Warns where a cost of relaxed outcomes makes integers of them."""
+    found = []
+
+    def transfer(eqn, facts):
+        if not any(facts):
+            return [False] * len(eqn.outvars)
+        floats = any(fact and is_inexact(v.aval) for fact, v in zip(facts, eqn.invars, strict=True))
+        cast = eqn.primitive.name in ("convert_element_type", "round", "floor", "ceil", "argmax")
+        if (
+            cast
+            and floats
+            and (eqn.primitive.name in ("round", "floor", "ceil") or not is_inexact(eqn.outvars[0].aval))
+        ):
+            found.append(eqn)
+        return None if nested(eqn) is not None else [True] * len(eqn.outvars)
+
+    flow(program, [True, *[False] * (len(program.jaxpr.invars) - 1)], transfer, lambda a, b: a or b, lambda _: False)
+    if found:
+        warnings.warn(
+            f"{what}: the cost is evaluated between the outcomes too, and makes integers of them "
+            f"({found[0].primitive.name}), where it is flat. The gradient is right, but its variance is higher than "
+            "without the relaxation. Write the cost as a differentiable function of x (a product with a one-hot vector "
+            "in place of an index), or use ap.disarm() or ap.rloo().",
             UserWarning,
             stacklevel=3,
         )

@@ -15,7 +15,7 @@ these are known.
 than any sample says: such heavy tails are flagged. The other estimates may point the right way all the same, which the
 median cosine with t says.
 
-`perturbation_growth` of `_growth.py` says why gradients explode, `node_variances` of `_node_variances.py` where.
+`perturbation_growth` says why gradients explode, `node_variances` where.
 """
 
 import math

@@ -407,6 +407,21 @@ def test_choices_of_a_lane_that_act_on_each_other_are_not_warned_of():
         jax.eval_shape(ap.expectation(program, 2), KEY, weights)
 
 
+@pytest.mark.quick
+def test_rebar_warns_of_a_cost_that_makes_integers_of_relaxed_outcomes():
+    table = jnp.array([0.2, 1.0])
+
+    def program(tape, logit, cost):
+        coins = dist.Bernoulli(logits=jnp.broadcast_to(logit, (tape.lanes,)))
+        return ap.choose(tape, coins, lambda x: (cost(x), None), ap.rebar())[0]
+
+    run = lambda cost: jax.eval_shape(ap.expectation(lambda tape, logit: program(tape, logit, cost), 2), KEY, 0.3)
+    run(lambda x: (x - 0.45) ** 2)  # warnings are errors
+    for cost in (lambda x: table[x.astype(int)], lambda x: jax.jit(jnp.round)(x) ** 2):
+        with pytest.warns(UserWarning, match=r"rebar\).*makes integers of them"):
+            run(cost)
+
+
 def test_the_shape_of_a_gamma_distribution_has_no_measure_valued_derivative():
     def run(tape, shape):
         d = dist.Gamma(jnp.broadcast_to(shape, (tape.lanes,)), 1.0)

@@ -31,7 +31,7 @@ class LearnedBaseline(NamedTuple):
     """A baseline function whose parameters learn the cost-to-go. Made by `learned_baseline`.
 
     Attributes:
-      function: the baseline function, see this module.
+      function: the baseline function.
       leave_one_out: whether the mean of the other lanes' residuals is taken off too.
     """
 
@@ -51,7 +51,8 @@ def learned_baseline(function: Callable[..., Any], *, leave_one_out: bool = Fals
     it regresses on.
 
     Args:
-      function: as a baseline function, see this module.
+      function: `(*inputs)` of the node: for `stochastic` of one lane's arguments, returning a scalar (with `parts`, one
+        value a part); for `sample` of the distribution, returning (lanes,).
       leave_one_out: take also the mean of the other lanes' residual G - b off the lane's residual, which removes what
         all lanes have in common and the function has not learned yet.
 

@@ -34,7 +34,7 @@ class ChoiceEstimator(NamedTuple):
         continuation hands on a `y`, it is evaluated once more, at x.
       bias: `"none"`, `"unless cross-fitted"` or `"yes"`; None where nothing is claimed.
       assumptions: what the claim about the bias assumes, or what the bias is, in words.
-      relaxed: the continuation is given floating-point outcomes, as `relaxable` of `_discrete.py` makes them: 0.0 or
+      relaxed: the continuation is given floating-point outcomes, 0.0 or
         1.0 for a Bernoulli choice, a one-hot vector for a categorical one.
       every_order: what is asked of the cost's derivative holds for its derivatives of every order. Where this is not
         claimed, differentiating twice is a `TypeError`.

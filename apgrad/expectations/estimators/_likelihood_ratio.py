@@ -20,7 +20,8 @@ def likelihood_ratio(baseline: Baseline = "leave_one_out") -> Estimator:
 
     Args:
       baseline: `"leave_one_out"`, None, a function of the node's inputs, or `learned_baseline(function)`;
-        see `estimators/_baselines.py`. Without a baseline the variance is often tens of times higher.
+        a function is given one lane's arguments in `stochastic` and returns a scalar, and the distribution in `sample`
+        and returns (lanes,). Without a baseline the variance is often tens of times higher.
         `"standardized"` is GRPO's group baseline: the cost less the mean over all lanes, over their standard
         deviation. It is biased, and `bias` of the estimator says so.
 

@@ -34,6 +34,9 @@ _CLOSURE = (
 def relax(control: Callable[..., Any], *given: Any) -> ChoiceEstimator:
     """RELAX, for Bernoulli and categorical choices; `ap.choose` takes it.
 
+    With a control that is not trained the variance can be hundreds of times that of `rloo(4)`: one evaluation has no
+    other baseline. Give the control as an argument of the objective, and train it, or take `rloo` or `disarm`.
+
     Args:
       control: `(z, *given) -> scalar`, differentiable; z is one lane's relaxation, of the shape of its logits. A
         Bernoulli choice is 1 where z > 0, and a categorical choice is the argmax over the last axis. Of logits in half

@@ -68,9 +68,9 @@ def elbo(
       lanes: how many independent samples of the guide the estimate is the mean of: NumPyro's particles.
       default: the estimator of all other sites; None is `reparameterization()` where the distribution has a pathwise
         derivative, and else `likelihood_ratio()`, without a baseline where there is one lane.
-      sticking_the_landing: take the score of q out of the derivative at sites with a pathwise derivative, see
-        `_sticking_the_landing.py`. Where the support moves with a differentiated parameter, as a uniform's bounds, this
-        is an error.
+      sticking_the_landing: take the score of q out of the derivative at sites with a pathwise derivative, where
+        its mean is 0 (Roeder et al., 2017). Where the support moves with a differentiated parameter, as a uniform's
+        bounds, this is an error.
 
     Returns:
       A `numpyro.infer.ELBO`, whose `loss(key, params, model, guide, *args, **kwargs)` is an ordinary JAX function of
