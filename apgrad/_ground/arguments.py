@@ -40,15 +40,16 @@ def whole(what: str, value: Any, least: int = 1, most: float = math.inf) -> int:
     return found
 
 
-def number(what: str, value: Any, *, positive: bool = False) -> None:
-    """Refuses what is no finite number of at least 0 or, if it must be positive, above 0; traced numbers pass."""
+def number(what: str, value: Any, *, positive: bool = False, signed: bool = False) -> None:
+    """Refuses what is no finite number of at least 0 or, as asked, above 0 or of any sign; traced numbers pass."""
     try:
         good = not isinstance(value, bool | str) and np.ndim(value) == 0
-        good = good and meets(value, lambda x: np.isfinite(x) & ((x > 0) if positive else (x >= 0)))
+        good = good and meets(value, lambda x: np.isfinite(x) & (signed | ((x > 0) if positive else (x >= 0))))
     except TypeError:
         good = False
     if not good:
-        raise ValueError(f"{what} must be a finite number {'above 0' if positive else 'of at least 0'}, got {value!r}")
+        bound = " above 0" if positive else "" if signed else " of at least 0"
+        raise ValueError(f"{what} must be a finite number{bound}, got {value!r}")
 
 
 def is_single(numbers: Any) -> bool:

@@ -16,9 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from apgrad._ground.arguments import number
 from apgrad._ground.keys import require_key
 from apgrad._ground.propagator import Propagator
-from apgrad.rewiring._layers import Where, chosen, require_number
+from apgrad.rewiring._layers import Where, chosen
 from apgrad.rewiring._rewire import Rule
 
 
@@ -61,8 +62,8 @@ def difference_target_propagation(
       {'layer[0]': ((4, 3), (3,)), 'layer[1]': ((2, 4), (4,))}
     """
     key = require_key("the key of difference_target_propagation", key)
-    require_number("step", step)
-    require_number("noise", noise, positive=False)
+    number("step", step, positive=True)
+    number("noise", noise)
 
     def init(site):
         arrays: list[Any] = [*site.inputs[:1], site.output]

@@ -11,8 +11,9 @@ import math
 import jax
 import jax.numpy as jnp
 
+from apgrad._ground.arguments import number
 from apgrad._ground.keys import require_key
-from apgrad.rewiring._layers import Where, chosen_layers, layer, require_number, require_one_layer
+from apgrad.rewiring._layers import Where, chosen_layers, layer, require_one_layer
 from apgrad.rewiring._rewire import Rule
 
 
@@ -44,7 +45,7 @@ def direct_feedback_alignment(key: jax.Array, *, scale: float | None = None, whe
     """
     key = require_key("the key of direct_feedback_alignment", key)
     if scale is not None:
-        require_number("scale", scale)
+        number("scale", scale, positive=True)
 
     def axes(site):
         """The leading axes, the number of outputs, and the other axes of the input."""

@@ -6,7 +6,8 @@ networks", JMLR 17, 2016, section 4.2.
 
 import jax
 
-from apgrad.rewiring._layers import Where, chosen, on_message, require_number
+from apgrad._ground.arguments import number
+from apgrad.rewiring._layers import Where, chosen, on_message
 from apgrad.rewiring._rewire import Rule
 
 
@@ -27,6 +28,6 @@ def gradient_reversal(where: Where, *, strength: float | jax.Array = 1.0) -> Rul
       >>> float(jax.grad(f)(3.0))
       -6.0
     """
-    require_number("strength", strength, positive=False)
+    number("strength", strength, signed=True)
     negative = lambda message: -jax.numpy.asarray(strength, message.dtype) * message
     return Rule(chosen(where), lambda site, params: on_message(site, negative))

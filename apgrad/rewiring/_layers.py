@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
 
+from apgrad._ground.arguments import number
 from apgrad._ground.keys import require_key
 from apgrad._ground.propagator import Propagator, backpropagation, chain
 from apgrad.rewiring._sites import ProgramSite
@@ -94,17 +93,6 @@ def chosen_layers(where: Where) -> Callable[[ProgramSite], bool]:
     return chosen(where, is_layer, fits)
 
 
-def require_number(name: str, value: Any, positive: bool = True) -> None:
-    """Refuses what is not one finite number, positive if so wanted; of a traced number the shape alone is known."""
-    try:
-        good = jnp.ndim(value) == 0 and (isinstance(value, Tracer) or bool(np.isfinite(value)))
-        good = good and (isinstance(value, Tracer) or not positive or value > 0)
-    except TypeError:
-        good = False
-    if not good:
-        raise ValueError(f"{name} must be one {'positive' if positive else 'finite'} number, got {value!r}")
-
-
 def to_input(site: ProgramSite, w: jax.Array, message: jax.Array) -> jax.Array:
     """The message to the input of a layer with the weight w."""
     return jax.linear_transpose(lambda x: site.function(x, w), site.inputs[0])(message)[0]
@@ -140,7 +128,7 @@ def random_feedback(rule: str, key: Any, scale: Any) -> Callable[[ProgramSite], 
     """
     key = require_key(f"the key of {rule}", key)
     if scale is not None:
-        require_number("scale", scale)
+        number("scale", scale, positive=True)
 
     def init(site):
         require_one_layer(site)

@@ -8,7 +8,8 @@ network at each step. Normalization sends a message of one length always, and th
 import jax
 import jax.numpy as jnp
 
-from apgrad.rewiring._layers import Where, chosen, is_layer, on_message, require_number
+from apgrad._ground.arguments import number
+from apgrad.rewiring._layers import Where, chosen, is_layer, on_message
 from apgrad.rewiring._rewire import Rule
 
 
@@ -31,7 +32,7 @@ def clip_messages(max_norm: float, *, where: Where = None) -> Rule:
       >>> float(jax.grad(f)(0.0))
       1.0
     """
-    require_number("max_norm", max_norm)
+    number("max_norm", max_norm, positive=True)
 
     def clip(message):
         length = _norm(message)
@@ -59,7 +60,7 @@ def normalize_messages(norm: float = 1.0, *, where: Where = None) -> Rule:
       >>> jax.grad(f)(jnp.zeros(4))
       Array([5., 5., 5., 5.], dtype=float32)
     """
-    require_number("norm", norm)
+    number("norm", norm, positive=True)
 
     def normalize(message):
         length = _norm(message)

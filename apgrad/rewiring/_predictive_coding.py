@@ -23,10 +23,10 @@ row are needed before all weights learn.
 import jax
 import jax.numpy as jnp
 
-from apgrad._ground.arguments import whole
+from apgrad._ground.arguments import number, whole
 from apgrad._ground.propagator import Propagator
 from apgrad._programs.jaxprs import is_inexact
-from apgrad.rewiring._layers import Where, chosen, require_number
+from apgrad.rewiring._layers import Where, chosen
 from apgrad.rewiring._rewire import Rule, rewire
 from apgrad.rewiring._sites import ProgramSite
 
@@ -60,7 +60,7 @@ def predictive_coding(where: Where, *, steps: int = 20, rate: float = 0.1) -> Ru
       >>> [g.shape for g in gradient]
       [(3, 4), (4, 2)]
     """
-    require_number("rate", rate)
+    number("rate", rate, positive=True)
     steps = whole("the steps of predictive coding", steps)
 
     def at(site, params):

@@ -9,7 +9,8 @@ that they have in backpropagation.
 
 import jax.numpy as jnp
 
-from apgrad.rewiring._layers import Where, chosen_layers, layer, require_number, to_input
+from apgrad._ground.arguments import number
+from apgrad.rewiring._layers import Where, chosen_layers, layer, to_input
 from apgrad.rewiring._rewire import Rule
 
 
@@ -31,7 +32,7 @@ def sign_symmetry(*, scale: float | None = None, where: Where = None) -> Rule:
       Array([ 1., -1.], dtype=float32)
     """
     if scale is not None:
-        require_number("scale", scale)
+        number("scale", scale, positive=True)
 
     def at(site, params):
         def answer(w, message, update):

@@ -10,8 +10,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from apgrad._ground.arguments import number
 from apgrad._ground.propagator import Propagator
-from apgrad.rewiring._layers import Where, chosen, require_number, require_one_array
+from apgrad.rewiring._layers import Where, chosen, require_one_array
 from apgrad.rewiring._rewire import Rule
 
 
@@ -42,7 +43,7 @@ def surrogate_gradient(
       >>> [float(v) for v in jax.value_and_grad(spiking)(0.5, 2.0)]
       [1.0, 0.5]
     """
-    require_number("beta", beta)
+    number("beta", beta, positive=True)
     slope = derivative or (lambda v: (1 + beta * jnp.abs(v)) ** -2)
 
     def at(site, params):

@@ -130,6 +130,6 @@ def test_a_closed_over_array_and_wrong_options_are_errors():
     rule = ap.rewiring.predictive_coding("tanh")
     with pytest.raises(TypeError, match="closes over an array that is differentiated"):
         jax.grad(lambda s: ap.rewire(lambda ws, x: s * loss(ws, x, TARGET), rule)(WS, X))(1.0)
-    for options, words in (({"steps": 0}, "must be an integer"), ({"rate": 0.0}, "positive")):
+    for options, words in (({"steps": 0}, "must be an integer"), ({"rate": 0.0}, "above 0")):
         with pytest.raises(ValueError, match=words):
             ap.rewiring.predictive_coding("tanh", **options)
