@@ -160,7 +160,8 @@ def _figure(config, rows, biases):
     figure, axes = harness.panels(lines, columns, (4.2 * columns, 3.4 * lines))
     figure.suptitle(
         f"Variance over the better of RP and LR: {config.lanes} lanes an estimate, {config.estimates} estimates a "
-        "point, bands are 95 % bootstrap intervals"
+        "point, bands are 95 % bootstrap intervals",
+        wrap=True,
     )
     for line, p in zip(axes, config.parameters, strict=False):
         for ax, h in zip(line, config.horizons, strict=False):
@@ -184,6 +185,8 @@ def _figure(config, rows, biases):
 def _plot_ratios(ax, rows):
     for method, (colour, line) in STYLES.items():
         found = [r for r in rows if r["method"] == method]
+        if not found:
+            continue
         betas, values, low, high = ([r[k] for r in found] for k in ("beta", "ratio", "ratio_low", "ratio_high"))
         if method == DEFAULT:
             ax.fill_between(betas, low, high, color=colour, alpha=0.15, lw=0)

@@ -157,7 +157,7 @@ def measured_figures() -> dict[str, set[str]]:
     off = lambda found: max(abs(ratio(r) - 1) for r in found)
     dense, rows = (run(f"rad_prediction-{which}")["rows"] for which in ("paper", "small"))
     last_dense, rows = ([r for r in rows if ("dense" in r["layer"]) == which] for which in (True, False))
-    paths = run("rad_paths-paper")
+    paths, errors = run("rad_paths-paper"), run("gradient_errors-paper")
     deepest = {r["draw"]: r["relative_variance"] for r in paths["rows"]
                if (r["graph"], r["depth"], r["samples"]) == ("interleaved", 16, 1)}  # fmt: skip
     return {
@@ -169,6 +169,9 @@ def measured_figures() -> dict[str, set[str]]:
             f"{rare['ratio']:.0f} times",
             *(f"{mnist[f'784-100-10, {method}']['mean']:.0f} %" for method in ("MPLP", "Adam")),
             f"{others['784-100-10, Muon']['mean']:.0f} %",
+        },
+        "docs/wings/expectations.md": {
+            f"{1 / errors[stage]['clipped at 10']['mean']:.0f} times" for stage in ("after 0", "after 20")
         },
         "docs/wings/memory.md": {
             f"{min(samples):.1f} to {max(samples):.1f} times",

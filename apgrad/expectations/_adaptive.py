@@ -185,13 +185,15 @@ def adaptive(
         def once(given):
             zeros = jnp.zeros(sent.shape, plan.dtype)
             inputs = [args[n - 1] for n in numbers]
-            value, pullback, aux = jax.vjp(lambda *x: objective(*x, given), inputs, zeros, has_aux=True)
+            of_inputs = lambda chosen, rows: objective(chosen, rows, given)
+            value, pullback, aux = jax.vjp(of_inputs, inputs, zeros, has_aux=True)
             return value, aux, pullback(jnp.ones_like(value))
 
         if state is None:
             value, aux, (gradients, rows) = once({})
         else:
-            weighed = moments.cautious(*jax.vmap(moments.weights)(*_means(state, lengths, lanes)))
+            short, long = jax.vmap(moments.weights)(*_means(state, lengths, lanes))
+            weighed = moments.cautious(short, long)
             if by_state:
                 plain = jnp.broadcast_to(jnp.array([1, 0, 1, 0], weighed.dtype), weighed.shape)
                 value, aux, (gradients, rows) = jax.vmap(once)({weights: jnp.stack([plain, weighed])})

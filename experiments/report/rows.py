@@ -67,6 +67,24 @@ def clipped_lanes(results) -> Rows:
     return rows
 
 
+def weights_by_state(results) -> Rows:
+    rows = [["beta", "gradient", "variance", "over the better of RP and LR (95 %)"]]
+    for r in results["rows"]:
+        rows.append([f"{r['beta']:g}", r["method"], f"{r['variance']:.2g}", _interval(r, "ratio", ".2g")])
+    return rows
+
+
+def gradient_errors(results) -> Rows:
+    stages = [f"after {stage}" for stage in results["config"]["stages"]]
+    of = lambda x: f"{x['mean']:.2g} ({x['worst']:.2g})"
+    rows = [["gradient", *(f"{stage} steps" for stage in stages), "where RP explodes", "elsewhere"]]
+    for name in results[stages[0]]:
+        rows.append([name, *(of(results[stage][name]) for stage in stages), "", ""])
+    for name in results["elsewhere"]:
+        rows.append([name, *[""] * len(stages), *(of(results[k][name]) for k in ("where RP explodes", "elsewhere"))])
+    return rows
+
+
 def cart_pole(results) -> Rows:
     rows = [["method", "cost of the eighth episode (95 %)", "runs that succeed", "episodes to success (95 %)"]]
     for r in sorted(results["rows"], key=lambda r: r["cost"]):

@@ -84,7 +84,7 @@ def by_arguments(node: TracedNode, memory: NodeMemory, to_x: Streams, to_zeros: 
 
     def weigh_node(gathered):
         later, rows = gathered
-        cell = None if rows is None else cells(memory.lane, lanes, rows.shape[1])
+        cell = cells(memory.lane, lanes, 1 if rows is None else rows.shape[1])
         suffix = None
         if later is not None and back.of_shared:
             suffix = fold(later, folds).astype(features.dtype)
