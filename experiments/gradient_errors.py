@@ -166,7 +166,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
 
 def _figure(config, rows):
     figure, axes = harness.panels(1, len(config.stages), (4.2 * len(config.stages), 3.8))
-    figure.suptitle(f"Squared error of one gradient of {config.lanes} lanes: variance (light) and squared bias (dark)")
+    figure.suptitle(f"Squared error of one gradient of {config.lanes} lanes: variance (dots) and squared bias (dashes)")
     for ax, stage in zip(axes[0], config.stages, strict=True):
         for number, (name, method) in enumerate(METHODS.items()):
             mine = [r for r in rows if r["stage"] == stage and r["method"] == name]
