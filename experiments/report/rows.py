@@ -164,6 +164,16 @@ def compiled_memory(results) -> Rows:
     return rows
 
 
+def compiling(results) -> Rows:
+    rows = [
+        ["model", "tracing and compiling over reverse mode's", "s", "step time over its", "MB", "reverse mode's MB"]
+    ]
+    for r in results["rows"]:
+        rows.append([r["model"], f"{r['trace_and_compile_ratio']:.1f}", f"{r['trace_and_compile_s']:.1f}",
+                     f"{r['step_ratio']:.2f}", f"{r['temp_MB']:.1f}", f"{r['temp_MB_plain']:.1f}"])  # fmt: skip
+    return rows
+
+
 def training(results) -> Rows:
     rows = [["network", "steps", "method", "test accuracy, %", "less than reverse mode, points"]]
     for r in results["rows"]:
