@@ -405,6 +405,7 @@ def test_logits_in_half_precision_are_drawn_in_float32(row):
         np.testing.assert_allclose(found[dtype], found["float32"], rtol=2e-2, err_msg=dtype)
 
 
+@pytest.mark.filterwarnings("ignore:.*terms that see one of them each")  # the coins' sum, whose truth is plain
 @every_discrete
 def test_impossible_outcomes_beside_possible_ones_are_no_nan(row):
     p = jax.nn.sigmoid(0.3)

@@ -35,7 +35,8 @@ def test_a_figure_is_pyplots_where_pyplot_is_loaded(tmp_path):
 
 
 def test_a_report_names_what_is_kept_and_has_no_ratio_to_nothing():
-    report = ap.memory_report(loss, jnp.ones((64, 64)), jnp.ones((32, 64)))
+    shapes = jnp.ones((64, 64)), jnp.ones((32, 64))
+    report = ap.memory_report(loss, *shapes, variants={"checkpoint": jax.checkpoint(loss)})
     assert "hidden/tanh" in str(report) and "float32[32, 64]  test_pictures.py:" in str(report)
     assert report.rows["checkpoint"].residual_bytes == 0
     row = next(line for line in str(report).splitlines() if line.startswith("checkpoint"))

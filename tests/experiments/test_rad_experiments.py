@@ -25,10 +25,10 @@ def test_table1_is_the_papers(run):
         for size in ("with_weights_MB", "paper_count_MB"):
             assert found[method][size] == pytest.approx(found[method]["paper_with_weights_MB"], abs=0.01)
     assert found["different 0.1"]["times_fewer"] >= 8
-    # So many bits of each of 784 + 3 * 300 numbers, the input's too, and 5 bytes of a grid for 128; a bit of each relu;
+    # So many bits of each of 784 + 3 * 300 numbers, the input's too, and 4 bytes of a grid for 128; a bit of each relu;
     # the softmax's 11 numbers.
     for bits in (4, 2):
-        kept = 1684 * (bits / 8 + 5 / 128) + 900 / 8 + 44
+        kept = 1684 * (bits / 8 + 4 / 128) + 900 / 8 + 44
         assert kept <= found[f"rounding {bits}"]["bytes_per_example"] < 1.002 * kept
 
 

@@ -30,7 +30,7 @@ def test_a_scan_is_the_same_whatever_it_remembers(remat):
 def test_a_scan_of_no_steps_and_a_segment_of_none():
     empty, _ = mplp.scan_steps(lambda s, x: (s + x, s), jnp.ones(2), jnp.ones((0, 2)), remat=True)
     np.testing.assert_array_equal(empty, 1.0)
-    with pytest.raises(ValueError, match=r"remat must be an integer from 1 to .*, got 0"):
+    with pytest.raises(ValueError, match="remat must be an integer of at least 1, got 0"):
         mplp.scan_steps(lambda s, x: (s + x, s), jnp.ones(2), jnp.ones((3, 2)), remat=0)
 
 
