@@ -51,7 +51,8 @@ def packed_block(
                 m if s is None else s.restore(k, m, like)
                 for k, s, m, like in zip(keys, samplers, packed, shapes, strict=True)
             ]
-            block, some = jaxprs.restrict(lambda *values: inexact(inner(key, *values)), inputs, chosen)
+            own = hashed(key, len(samplers))  # what is drawn inside is independent of the inputs' rounding
+            block, some = jaxprs.restrict(lambda *values: inexact(inner(own, *values)), inputs, chosen)
             return jax.vjp(block, *some)[1](messages)
 
         return (None, *jaxprs.place(send(packed, key, inexact(messages)), chosen, answers))

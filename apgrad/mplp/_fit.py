@@ -82,7 +82,7 @@ def fit(
       ValueError: if there are fewer minibatches than steps, if one of them has another shape or dtype than the first,
         and for inputs that are not standardized where a pretrained rule was trained on such.
       TypeError: for minibatches that are no pairs, and models that `from_nnx` refuses.
-      FloatingPointError: if a loss is not finite.
+      FloatingPointError: if a loss, a measure or a trained parameter is not finite.
 
     Example:
       >>> import itertools, jax, jax.numpy as jnp, apgrad as ap
@@ -124,6 +124,8 @@ def fit(
                 )
         if judged is not None:
             curve[len(losses)] = float(judge(params, judged))
+            if not np.isfinite(curve[len(losses)]):
+                raise FloatingPointError(f"the held-out measure after {len(losses)} updates is {curve[len(losses)]}")
 
     with progress_bar("training", steps) if progress else contextlib.nullcontext() as bar:
         look()
@@ -134,6 +136,8 @@ def fit(
                 bar.update()
             if len(losses) % every == 0 or len(losses) == steps:
                 look()
+    if not all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(params))):
+        raise FloatingPointError(f"parameters are not finite after {steps} updates; the loss before the last one was")
     points, measures = np.array(list(curve), int), np.array(list(curve.values()), float)
     return Fitted(to_nnx(model, params, names=names), np.array(jax.device_get(losses)), points, measures)
 

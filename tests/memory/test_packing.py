@@ -108,14 +108,20 @@ def test_inputs_of_checkpointed_blocks_are_packed():
     assert [kept[32] - kept[b] for b in (8, 4)] == [12 * (4 * size - size * b // 8 - size // 32) for b in (8, 4)]
 
 
-def test_of_a_linear_block_packed_inputs_are_unbiased():
-    """Whose messages for the weights are linear in its inputs."""
+@pytest.mark.parametrize("inside", [32, 1])
+def test_of_a_linear_block_packed_inputs_are_unbiased(inside):
+    """Whose messages for the weights are linear in its inputs: what is drawn inside the block, it draws anew."""
 
     def linear(w, x):
-        return jnp.sum(jax.checkpoint(lambda x, w: x @ w)(jnp.sin(x), w) * x)
+        return jnp.sum(jax.checkpoint(lambda x, w: x @ w)(jnp.sin(x), w) * x[:, :4])
 
-    w, x = normal(0, 8, 8), normal(9, 4, 8)
-    gradient = jax.jit(jax.grad(ap.randomize(linear, R.rounding(32), boundaries=R.rounding(2), min_size=8), argnums=1))
+    w, x = normal(0, 32, 4), normal(9, 16, 32)
+    random = ap.randomize(linear, R.rounding(inside), boundaries=R.rounding(2), min_size=8)
+    gradient = jax.jit(jax.grad(random, argnums=1))
     assert_unbiased(lambda key: gradient(key, w, x), jax.jit(jax.grad(linear))(w, x))
+
+
+def test_boundaries_are_a_sampler():
+    linear = lambda x: jnp.sum(jax.checkpoint(jnp.sin)(x))
     with pytest.raises(TypeError, match="boundaries"):
         ap.randomize(linear, R.rounding(4), boundaries=R.rounding)

@@ -80,6 +80,12 @@ def test_fit_shows_a_bar(capsys):
         ({"data": [X[0]]}, TypeError, r"minibatch 0 is a pair \(x, y\)"),
         ({"held_out": X[0]}, TypeError, r"the held-out set is a pair \(x, y\)"),
         ({"data": [(X[0] * np.nan, Y[0])], "steps": 1}, FloatingPointError, "the loss of minibatch 0 is nan"),
+        (
+            {"data": [BATCHES[0], (X[0] * 3e37, Y[0])], "rule": "image_mlp", "steps": 2},
+            FloatingPointError,
+            "parameters",
+        ),
+        ({"held_out": (X[0] * np.nan, Y[0])}, FloatingPointError, "held-out measure after 0 updates is nan"),
         ({"data": [(X[0] + 9, Y[0])], "rule": "image_mlp"}, ValueError, "standardized"),
         ({"steps": 0}, ValueError, "steps must be an integer of at least 1"),
         ({"every": 0}, ValueError, "every must be"),
