@@ -83,7 +83,8 @@ class AdaptiveState(NamedTuple):
         calls = jnp.sum(~jnp.isnan(self.changes[:, 0]))
         left = jnp.arange(len(self.changes)) < calls - calls // RARE
         sizes = jax.nn.logsumexp(jnp.where(left[:, None], jnp.sort(self.changes, axis=0), -jnp.inf), axis=0)
-        return sizes[0] < sizes[1]
+        # A gradient that was not finite may be so again, and would spoil all that comes after.
+        return (sizes[0] < sizes[1]) & ~jnp.any(jnp.isposinf(self.changes[:, 0]))
 
 
 class Adaptive(NamedTuple):

@@ -95,32 +95,43 @@ def test_rows_of_any_size_keep_small_weights():
 
 def test_averages_are_averages():
     rows = jnp.stack([one_cell(s * jax.random.normal(KEY, (2, 9, 2)), jnp.ones((9, 2))) for s in (1.0, 1e3, 1e18)])
+    rows = rows[:, None]  # slots of one cell each
     one, other = rows, rows[::-1]
     found = moments.average(one, other, jnp.float32(0.25))
-    plain = lambda r: np.asarray(r, np.float64)[:, :4] * 2.0 ** np.asarray(r, np.float64)[:, 4:]
+    plain = lambda r: np.asarray(r, np.float64)[..., :4] * 2.0 ** np.asarray(r, np.float64)[..., 4:]
     np.testing.assert_allclose(plain(found), 0.75 * plain(one) + 0.25 * plain(other), rtol=1e-5)
     # What a call does not visit stays as it is, and what was never visited takes the first row.
     nothing = jnp.zeros_like(rows)
     np.testing.assert_array_equal(moments.average(rows, nothing, jnp.float32(0.5)), rows)
     np.testing.assert_array_equal(moments.average(nothing, rows, jnp.float32(0.5)), rows)
-    np.testing.assert_array_equal(weights_of(nothing[0]), [1, 0, 1, 0])
+    np.testing.assert_array_equal(weights_of(nothing[0, 0]), [1, 0, 1, 0])
 
 
 def test_a_window_is_the_mean_of_its_calls_and_forgets():
     rows = jax.vmap(lambda k: one_cell(jax.random.normal(k, (2, 9, 2)), jnp.ones((9, 2))))(jax.random.split(KEY, 11))
     plain = lambda r: np.asarray(r, np.float64)[..., :4] * 2.0 ** np.asarray(r, np.float64)[..., 4:]
     rows = rows.at[1, 4].add(200.0)  # an explosion in the second call
-    blocks = jnp.stack([jnp.zeros((2, 5)), jnp.stack([rows[0], rows[0]])])
+    blocks = jnp.stack([jnp.zeros((2, 1, 5)), jnp.stack([rows[:1], rows[:1]])])  # two slots of a cell each
     for count in range(1, 11):
         seen = jnp.stack([rows[count], jnp.zeros(5) if count > 3 else rows[count]])
-        blocks = moments.remember(blocks, seen, jnp.int32(count % 4))
+        blocks = moments.remember(blocks, seen[:, None], jnp.int32(count % 4))
         if count in (6, 9):  # blocks of calls (0..3), (4..7), (8..11)
             start, middle = (0, 4) if count == 6 else (4, 8)
-            np.testing.assert_allclose(plain(blocks[0, 0]), plain(rows[start:middle]).mean(0), rtol=1e-4)
-            np.testing.assert_allclose(plain(blocks[1, 0]), plain(rows[middle : count + 1]).mean(0), rtol=1e-4)
+            np.testing.assert_allclose(plain(blocks[0, 0, 0]), plain(rows[start:middle]).mean(0), rtol=1e-4)
+            np.testing.assert_allclose(plain(blocks[1, 0, 0]), plain(rows[middle : count + 1]).mean(0), rtol=1e-4)
     # What is not visited any more stays as it was.
-    np.testing.assert_allclose(plain(blocks[0, 1]), plain(rows[:4]).mean(0), rtol=1e-4)
+    np.testing.assert_allclose(plain(blocks[0, 1, 0]), plain(rows[:4]).mean(0), rtol=1e-4)
     np.testing.assert_array_equal(blocks[1, 1], 0)
+
+
+def test_a_cell_without_lanes_in_a_call_has_seen_a_zero():
+    """The mean is over the calls that visit the slot, not over those that have lanes in the cell."""
+    rows = jnp.zeros((100, 1, 2, 5)).at[:, 0, 0].set(jnp.array([-1.0, 1, -1, 1, 0]))
+    rows = rows.at[0, 0, 1].set(jnp.array([-1.0, 3, -1, 3, 0])).at[99, 0, 1].set(jnp.array([-3.0, 1, -3, 1, 0]))
+    step = lambda blocks, call: (moments.remember(blocks, *call), None)
+    blocks, _ = jax.jit(lambda rows: jax.lax.scan(step, jnp.zeros((2, 1, 2, 5)), (rows, jnp.arange(100))))(rows)
+    plain = np.asarray(blocks[1, 0], np.float64)
+    np.testing.assert_allclose(plain[:, :4] * 2.0 ** plain[:, 4:], rows[..., :4].mean(0)[0], rtol=1e-5)
 
 
 def test_the_second_estimator_gets_the_larger_of_its_weights():
@@ -196,7 +207,8 @@ def test_the_guard_leaves_out_what_is_rare():
     of = lambda first, second, calls: jnp.full((200, 2), jnp.nan).at[:calls].set(jnp.array([first, second]))
     changes = of(0.0, 1.0, 200)
     assert guarded(changes) and not guarded(changes[:, ::-1])
-    assert guarded(changes.at[7:9, 0].set(jnp.array([300.0, jnp.inf])))  # 2 of 200
+    assert guarded(changes.at[7:9, 0].set(jnp.array([300.0, 200.0])))  # 2 of 200
+    assert not guarded(changes.at[7, 0].set(jnp.inf))  # not finite, and the next such gradient would stay
     assert not guarded(changes.at[7:10, 0].set(8.0))
     assert guarded(of(-jnp.inf, 1.0, 3)) and not guarded(of(0.0, 1.0, 0))
 

@@ -65,20 +65,20 @@ def cautious(short: jax.Array, long: jax.Array) -> jax.Array:
 
 
 def remember(blocks: jax.Array, rows: jax.Array, place: jax.Array) -> jax.Array:
-    """A window, (2, ..., 5), with one more call; `place`: how many calls the current block has."""
+    """A window, (2, slots, cells, 5), with one more call; `place`: how many calls the current block has."""
     previous, current = blocks
     share = (1 / (place + 1)).astype(jnp.float32)
     begins = place == 0
     # A slot that no call of a block has visited keeps what it knows.
-    kept = jnp.where(begins & seen(current), current, previous)
+    kept = jnp.where(begins & visited(current), current, previous)
     return jnp.stack([kept, jnp.where(begins, rows, average(current, rows, share))])
 
 
 def average(before: jax.Array, rows: jax.Array, share: jax.Array) -> jax.Array:
-    """The means of two sets of rows, (..., 5), in which `rows` have the given share."""
+    """The means of two sets of rows, (slots, cells, 5), in which `rows` have the given share."""
     mixed = _total(jnp.stack([before, rows]), jnp.stack([1 - share, share]))
     # Slots that no call has visited, as in the branch of a cond that was not taken, are all zero.
-    return jnp.where(seen(before) & seen(rows), mixed, jnp.where(seen(rows), rows, before))
+    return jnp.where(visited(before) & visited(rows), mixed, jnp.where(visited(rows), rows, before))
 
 
 def _total(rows, shares):
@@ -92,8 +92,13 @@ def _total(rows, shares):
 
 
 def seen(rows: jax.Array) -> jax.Array:
-    """Which slots were visited, (..., 1)."""
+    """Which cells have moments, (..., 1)."""
     return jnp.any(rows[..., :4] != 0, axis=-1, keepdims=True)
+
+
+def visited(rows: jax.Array) -> jax.Array:
+    """Which slots were visited, (slots, 1, 1): a cell without lanes in a visited slot has seen a zero."""
+    return jnp.any(seen(rows), axis=-2, keepdims=True)
 
 
 def weights(averages: jax.Array, lanes: jax.Array) -> jax.Array:
