@@ -83,6 +83,7 @@ def test_policy_search(run, monkeypatch):
     assert all(row["cost_low"] <= row["cost"] <= row["cost_high"] for row in rows)
 
 
+@pytest.mark.long
 def test_policy_search_clipped(run, monkeypatch):
     methods = {name: clipped.METHODS[name] for name in ("RP", "RP, lanes clipped", "multilevel", "TP, lanes clipped")}
     monkeypatch.setattr(clipped, "METHODS", methods)
