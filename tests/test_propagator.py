@@ -323,6 +323,14 @@ def test_backpropagation_takes_a_function():
         ap.backpropagation(3)  # pyright: ignore[reportArgumentType]
 
 
+def test_first_order_refuses_the_derivative_of_a_message_alone():
+    """A mixed derivative: the node's input stays, and the message is what is differentiated."""
+    f = ap.node(ap.first_order(ap.backpropagation(jnp.sin), "once only"))
+    mixed = jax.grad(lambda scale, x: jax.grad(lambda x: scale * f(x))(x))
+    with pytest.raises(TypeError, match="once only"):
+        jax.eval_shape(mixed, 1.0, 2.0)
+
+
 @pytest.mark.parametrize("remat", [False, True])
 def test_first_order_refuses_the_second_derivative_in_a_scan_too(remat):
     f = ap.node(ap.first_order(ap.backpropagation(jnp.multiply), "once only"))
