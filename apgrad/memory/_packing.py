@@ -72,8 +72,8 @@ def narrow(dtype: Any = "bfloat16") -> Narrow:
 
     Large and small entries have the same relative error, where `rounding` has the same absolute one; for int8 with a
     scale a group take `rounding(bits=8)`. Each 128 entries are divided by a power of two, which takes two bytes, so
-    that none overflows; an entry that is not finite is NaN. The largest numbers of the array's own type come back
-    smaller, by up to a thousandth, since nothing lies above them.
+    that none overflows; an entry that is not finite is NaN. On average the largest numbers of the array's own
+    type come back smaller, since no finite number lies above them.
 
     Args:
       dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.

@@ -104,7 +104,7 @@ def rounding(bits: int = 4, *, group: int = GROUP) -> Rounding:
     """Keeps every entry, rounded at random to 2^bits values: the least noise for the memory.
 
     The mean is right but for entries within a grid's step of the largest number of their type (65,504 in float16): the
-    last point of their grid would be infinite and is cut, so that they come back smaller, by up to 2 % with 4 bits.
+    last point of their grid would be infinite and is cut to that number, so that on average they come back smaller.
 
     Args:
       bits: 8, 4, 2 or 1; 32 keeps the array as it is.
