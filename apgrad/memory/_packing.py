@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from apgrad.memory._rounding import GROUP, as_rows, uniform, wide
+from apgrad.memory._rounding import GROUP, as_rows, from_rows, uniform, wide
 
 _NARROW = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 
@@ -42,7 +42,7 @@ class Narrow:
         # A NaN stays one. In two steps, as the divisor alone may be no number of the type.
         values = jnp.ldexp(jnp.ldexp(entries, shift // 2), shift - shift // 2)
         values = jnp.where(jnp.isnan(values), values, jnp.clip(values, -limit, limit))
-        return values.reshape(-1)[: math.prod(like.shape)].reshape(like.shape).astype(like.dtype)
+        return from_rows(values, like)
 
     def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
         """step^2 p (1 - p), with p the probability of rounding up."""
@@ -51,7 +51,7 @@ class Narrow:
         up = entries / step % 1
         spread = jnp.ldexp(jnp.ldexp(step * jnp.sqrt(up * (1 - up)), shift // 2), shift - shift // 2) ** 2
         spread = jnp.where(bad, jnp.asarray(jnp.nan, spread.dtype), spread)
-        return spread.reshape(-1)[: x.size].reshape(x.shape).astype(x.dtype)
+        return from_rows(spread, x)
 
     def _scaled(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Groups of entries over 2^shift, the distance of the type's numbers there, shift, and what is not finite."""

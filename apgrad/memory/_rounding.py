@@ -55,7 +55,7 @@ class Rounding:
         values = values * jnp.where(large, _DIVISOR, 1.0).astype(low.dtype)
         bad = spoilt if self.bits == 1 else spoilt & (codes == 2**self.bits - 1)
         values = jnp.where(bad, jnp.asarray(jnp.nan, low.dtype), values)
-        return values.reshape(-1)[: math.prod(like.shape)].reshape(like.shape).astype(like.dtype)
+        return from_rows(values, like)
 
     def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
         """scale^2 p (1 - p), with p the probability of rounding up."""
@@ -65,7 +65,7 @@ class Rounding:
         places, scale, _, bad = self._on_grid(x)
         up = places % 1
         spread = jnp.where(bad, jnp.asarray(jnp.nan, places.dtype), scale**2 * up * (1 - up))
-        return spread.reshape(-1)[: x.size].reshape(x.shape).astype(x.dtype)
+        return from_rows(spread, x)
 
     def _points(self, word: jax.Array) -> jax.Array:
         """The number of the last point of each group's grid."""
@@ -145,6 +145,11 @@ def as_rows(x: jax.Array, group: int) -> jax.Array:
     flat = x.reshape(-1).astype(wide(x.dtype))
     group = min(group, -(-flat.size // 8) * 8)
     return jax.lax.pad(flat, flat[-1], [(0, -flat.size % group, 0)]).reshape(-1, group)
+
+
+def from_rows(rows: jax.Array, like: Any) -> jax.Array:
+    """The array that `as_rows` made groups of, in its shape and dtype, without what filled the last group."""
+    return rows.reshape(-1)[: math.prod(like.shape)].reshape(like.shape).astype(like.dtype)
 
 
 def wide(dtype: Any) -> Any:
