@@ -58,29 +58,6 @@ def _broadcast(equation: Equation) -> Pull:
     return Partial(lambda messages: [each(lambda x: x.reshape(shape), plus_over(semiring, messages[0], axes))])
 
 
-def _tile(equation: Equation) -> Pull:
-    """tile: an element gets the plus of the messages at its copies."""
-    semiring, shape, reps = equation.semiring, jnp.shape(equation.inputs[0]), equation.params["reps"]
-    full = (1,) * (len(reps) - len(shape)) + shape
-    pairs = [n for pair in zip(reps, full, strict=True) for n in pair]
-    axes = tuple(range(0, len(pairs), 2))
-
-    def pull(messages):
-        copies = each(lambda x: x.reshape(pairs), messages[0])
-        return [each(lambda x: x.reshape(shape), plus_over(semiring, copies, axes))]
-
-    return Partial(pull)
-
-
-def _cumsum(equation: Equation) -> Pull:
-    """cumsum: an element gets the plus of the messages from its own place on, so the sum goes the other way."""
-    axis, reverse = equation.params["axis"], not equation.params["reverse"]
-    plus = equation.semiring.plus
-    # The scan joins (what it has, the next): going backward, the next comes first.
-    join = (lambda a, b: plus(b, a)) if reverse else plus
-    return Partial(lambda messages: [lax.associative_scan(join, messages[0], reverse=reverse, axis=axis)])
-
-
 def _identity(equation: Equation) -> Pull:
     """Primitives whose outputs are their inputs: each message goes through."""
     active = equation.active
@@ -185,35 +162,6 @@ def _scatter(equation: Equation) -> Pull:
     return Partial(pull, equation.inputs[1])
 
 
-def _sort(equation: Equation) -> Pull:
-    """sort: every operand is moved in the order of the keys, and its message is moved back."""
-    axis, active = equation.params["dimension"], equation.active
-    numbers = lax.broadcasted_iota(jnp.int32, jnp.shape(equation.inputs[0]), axis)
-    keys = equation.params["num_keys"]
-    *_, order = lax.sort((*equation.inputs, numbers), dimension=axis, is_stable=True, num_keys=keys)
-
-    def pull(order, messages):
-        back = jnp.argsort(order, axis=axis)
-        taken = lambda m: each(lambda x: jnp.take_along_axis(x, back, axis), m)
-        return [taken(m) if a and m is not None else None for m, a in zip(messages, active, strict=True)]
-
-    return Partial(pull, order)
-
-
-def _top_k(equation: Equation) -> Pull:
-    """top_k: the indices say where in the operand the values come from."""
-    semiring, shape = equation.semiring, jnp.shape(equation.inputs[0])
-    axis = equation.params.get("axis", len(shape) - 1)
-
-    def pull(index, messages):
-        message = messages[0]
-        whole = zeros(semiring, shape, dtype_of(message))
-        put = lambda w, x: jnp.put_along_axis(w, index, x, axis, inplace=False)
-        return [tuple(put(w, x) for w, x in zip(whole, message, strict=True))]
-
-    return Partial(pull, equation.outputs[1])
-
-
 _TO_ONE_PLACE = "concatenate expand_dims reduce_sum reshape rev select_n slice split squeeze stack transpose unstack"
 
 MOVE_RULES: dict[str, EdgeRule] = {
@@ -221,12 +169,8 @@ MOVE_RULES: dict[str, EdgeRule] = {
     **dict.fromkeys((*IDENTITY, "mark"), _identity),
     **dict.fromkeys(("scatter", "scatter-add", "scatter-sub"), _scatter),
     "broadcast_in_dim": _broadcast,
-    "cumsum": _cumsum,
     "dynamic_slice": _dynamic_slice,
     "dynamic_update_slice": _dynamic_update_slice,
     "gather": _gather,
     "pad": _pad,
-    "sort": _sort,
-    "tile": _tile,
-    "top_k": _top_k,
 }

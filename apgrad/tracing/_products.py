@@ -1,4 +1,4 @@
-"""Rules of matrix products, of cumulative operations, and of any primitive, by the matrix that its derivative is."""
+"""Rules of matrix products, and of any primitive by the matrix that its derivative is."""
 
 import functools
 import math
@@ -64,28 +64,6 @@ class _Factor:
         return jnp.transpose(x.reshape(tuple(self.shape[i] for i in order)), inverse)
 
 
-def _along_axis(equation: Equation) -> Pull:
-    """cumprod, cummax, cummin and cumlogsumexp: each line along the axis has its own Jacobian."""
-    semiring, axis, dtype = equation.semiring, equation.params["axis"], equation.inputs[0].dtype
-    x = jnp.moveaxis(equation.inputs[0], axis, -1)
-    lines, length = x.reshape(-1, x.shape[-1]), x.shape[-1]
-    require_small(equation.name, lines.size * length)
-
-    def line(values):
-        shape = [1] * x.ndim
-        shape[axis] = length
-        return equation.call(values.reshape(shape))[0].reshape(length)
-
-    moved = x.shape
-
-    def pull(jacobian, messages):
-        message = each(lambda m: jnp.moveaxis(m, axis, -1).reshape(-1, length, 1), messages[0])
-        found = contract(semiring, jacobian, message)
-        return [cast(each(lambda m: jnp.moveaxis(m.reshape(moved), -1, axis), found), dtype)]
-
-    return Partial(pull, jax.vmap(jax.jacrev(line))(lines))
-
-
 def dense(equation: Equation, quiet: bool = False) -> Pull:
     """The pull of any primitive, through its whole Jacobian, with a warning.
 
@@ -136,7 +114,4 @@ def dense(equation: Equation, quiet: bool = False) -> Pull:
     return Partial(pull, jacobians)
 
 
-PRODUCT_RULES: dict[str, EdgeRule] = {
-    "dot_general": _dot_general,
-    **dict.fromkeys(("cumprod", "cummax", "cummin", "cumlogsumexp"), _along_axis),
-}
+PRODUCT_RULES: dict[str, EdgeRule] = {"dot_general": _dot_general}

@@ -19,9 +19,9 @@ from jax.tree_util import Partial
 from apgrad._programs.kinds import ELEMENTWISE
 from apgrad.tracing._equation import EdgeRule, Equation, Pull, derivatives, each, edge
 from apgrad.tracing._moves import MOVE_RULES
+from apgrad.tracing._parts import PART_RULES
 from apgrad.tracing._products import PRODUCT_RULES
 from apgrad.tracing._sums import plus_over
-from apgrad.tracing._windows import WINDOW_RULES
 
 
 def _elementwise(equation: Equation) -> Pull:
@@ -87,5 +87,5 @@ RULES: dict[str, EdgeRule] = {
     **dict.fromkeys(("reduce_max", "reduce_min", "reduce_prod"), _reduction),
     **MOVE_RULES,
     **PRODUCT_RULES,
-    **WINDOW_RULES,
+    **PART_RULES,
 }

@@ -1,9 +1,12 @@
-"""Convolutions, windows and ragged products, as the products and slices that they are.
+"""Rules of primitives that are made of others: convolutions, windows, cumulative operations, sorting.
 
-A window's taps are slices of the padded input: y = sum over taps k of w_k . x[k :: stride]. Written so, a convolution
-is a few products of matrices, and the maximum over a window is a choice among slices. The edges of the primitive are
-the edges of these parts, because an input element meets an output element at one tap at most. The primitive itself
-computes the outputs; the parts are walked for the way back only.
+The primitive computes the outputs; its parts are walked for the way back only. The edges of the primitive are those of
+the parts, because one path at most leads through the parts from an input element to an output element:
+
+* A window's taps are slices of the padded input, y = sum over taps k of w_k . x[k :: stride]. So a convolution is a few
+  products of matrices, and the maximum over a window is a choice among slices.
+* JAX computes the derivative of a cumulative operation as that of an associative scan, and so do we.
+* What sorting returns was gathered in the order of the keys.
 """
 
 import functools
@@ -53,6 +56,47 @@ def _ragged(equation: Equation) -> Pull:
     if equation.semiring.kind == "gradient" or not (plain and rows):
         return dense(equation)
     return equation.in_parts(functools.partial(_grouped, params=params))
+
+
+def _cumulative(equation: Equation) -> Pull:
+    """cumsum, cumprod, cummax, cummin and cumlogsumexp."""
+    combine, axis, reverse = _CUMULATIVE[equation.name], equation.params["axis"], equation.params["reverse"]
+    return equation.in_parts(lambda x: [lax.associative_scan(combine, x, axis=axis, reverse=reverse)])
+
+
+def _sort(equation: Equation) -> Pull:
+    """sort: every operand is put in the order of the keys."""
+    axis, keys = equation.params["dimension"], equation.params["num_keys"]
+
+    def parts(*operands):
+        numbers = lax.broadcasted_iota(jnp.int32, operands[0].shape, axis)
+        *_, order = lax.sort((*operands, numbers), dimension=axis, is_stable=True, num_keys=keys)
+        return [jnp.take_along_axis(x, order, axis) for x in operands]
+
+    return equation.in_parts(parts)
+
+
+def _top_k(equation: Equation) -> Pull:
+    """top_k: the indices say where in the operand the values come from."""
+
+    def parts(x):
+        _, index = equation.call(x)
+        return [jnp.take_along_axis(x, index, equation.params.get("axis", x.ndim - 1)), index]
+
+    return equation.in_parts(parts)
+
+
+def _tile(equation: Equation) -> Pull:
+    """tile: each axis of the operand beside a new axis of its copies."""
+    reps = equation.params["reps"]
+
+    def parts(x):
+        x = x.reshape((1,) * (len(reps) - x.ndim) + x.shape)
+        sizes = [n for pair in zip(reps, x.shape, strict=True) for n in pair]
+        copies = lax.broadcast_in_dim(x, sizes, range(1, 2 * x.ndim, 2))
+        return [copies.reshape([n * m for n, m in zip(reps, x.shape, strict=True)])]
+
+    return equation.in_parts(parts)
 
 
 def _grouped(left, right, sizes, *, params):
@@ -130,7 +174,19 @@ def _taps(x, first, size, strides, dilation, shape):
         yield (lax.slice(x, (*head, *starts), (*x.shape[:first], *ends), ((1,) * first + tuple(strides))), index)
 
 
-WINDOW_RULES: dict[str, EdgeRule] = {
+_CUMULATIVE = {
+    "cumsum": jnp.add,
+    "cumprod": jnp.multiply,
+    "cummax": jnp.maximum,
+    "cummin": jnp.minimum,
+    "cumlogsumexp": jnp.logaddexp,
+}
+
+PART_RULES: dict[str, EdgeRule] = {
+    **dict.fromkeys(_CUMULATIVE, _cumulative),
+    "sort": _sort,
+    "tile": _tile,
+    "top_k": _top_k,
     "conv_general_dilated": _convolution,
     "ragged_dot_general": _ragged,
     **dict.fromkeys(("reduce_window_sum", "reduce_window_max", "reduce_window_min"), _window),
