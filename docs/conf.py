@@ -10,6 +10,9 @@ import re
 import tomllib
 from pathlib import Path
 
+from docutils import nodes
+from sphinx import addnodes
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 
@@ -25,15 +28,50 @@ extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.autosummary",
+    "sphinx.ext.intersphinx",
     "sphinx.ext.linkcode",
     "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
     "sphinx-mathjax-offline",
 ]
-exclude_patterns = ["figures"]
+exclude_patterns = ["figures", "inventories"]
 templates_path = []
 suppress_warnings = ["toc.empty_glob", "misc.highlighting_failure"]
+
+# The names of other libraries that these pages speak of: a build has no network, so their inventories stand here as text.
+LIBRARIES = {
+    "jax": "https://docs.jax.dev/en/latest/",
+    "flax": "https://flax.readthedocs.io/en/latest/",
+    "optax": "https://optax.readthedocs.io/en/latest/",
+    "numpyro": "https://num.pyro.ai/en/stable/",
+    "numpy": "https://numpy.org/doc/stable/",
+    "python": "https://docs.python.org/3/",
+}
+intersphinx_mapping = {name: (url, f"inventories/{name}.txt") for name, url in LIBRARIES.items()}
+
+# Where a name is not the one that its documentation has: modules that people import under a short name, and types that
+# an annotation knows by the module that defines them.
+PREFIXES = {
+    "ap": "apgrad",
+    "ap.variational": "apgrad.expectations.variational",
+    "ap.weights": "apgrad.expectations.weights",
+    "ap.diagnostics": "apgrad.expectations.diagnostics",
+    "weights": "apgrad.expectations.weights",
+    "meta": "apgrad.meta",
+    "mplp": "apgrad.mplp",
+    "nnx": "flax.nnx",
+    "lax": "jax.lax",
+    "jnp": "jax.numpy",
+    "numpyro.infer": "numpyro.infer.svi",
+}
+DEFINED = {
+    "jax.jaxlib._jax.Array": "jax.Array",
+    "jax._src.mesh.Mesh": "jax.sharding.Mesh",
+    "flax.nnx.helpers.Sequential": "flax.nnx.Sequential",
+    "flax.nnx.rnglib.Rngs": "flax.nnx.Rngs",
+    "optax._src.base.GradientTransformation": "optax.GradientTransformation",
+}
 
 # The theme is furo: light and dark, readable on a phone, searched in the browser, three packages.
 html_theme = "furo"
@@ -41,6 +79,7 @@ html_theme_options = {"source_repository": repository, "source_branch": "main", 
 html_show_sphinx = False
 html_static_path = ["static"]
 html_css_files = ["style.css"]
+html_js_files = ["tables.js"]
 pygments_style = "friendly"
 pygments_dark_style = "monokai"
 
@@ -119,19 +158,52 @@ def linkcode_resolve(domain, info):
     return f"{repository}/blob/main/{path}#L{first}-L{first + len(lines) - 1}"
 
 
-def list_names(app, docname, source):
-    """Puts a table of a page's names, one line each, on top of a page of the API reference."""
-    if not docname.startswith("api/"):
-        return
+def names_on(text):
+    """A table of the names that a page of the API reference has, a line each."""
     module, names = "apgrad", []
-    for kind, name in re.findall(
-        r"^\.\. (currentmodule|autofunction|autoclass|autodata):: (\S+)", source[0], re.MULTILINE
-    ):
+    for kind, name in re.findall(r"^\.\. (currentmodule|auto\w+):: (\S+)", text, re.MULTILINE):
         module = name if kind == "currentmodule" else module
         names += [] if kind == "currentmodule" else [f"   ~{module}.{name}"]
-    if names:
-        table = "\n".join(["```{eval-rst}", ".. autosummary::", "   :nosignatures:", "", *names, "```", "", ""])
-        source[0] = source[0].replace("## ", table + "## ", 1)
+    lines = ["```{eval-rst}", ".. autosummary::", "   :nosignatures:", "", *names, "```", ""]
+    return "\n".join(lines) if names else ""
+
+
+def list_names(app, docname, source):
+    """Puts a table of a page's names on top of a page of the API reference; a wing's page has one for each group."""
+    text = source[0]
+    if not docname.startswith("api/") or docname == "api/index":
+        return
+    groups = re.findall(rf"^{docname.removeprefix('api/')}/(\w+)$", text, re.MULTILINE)
+    if groups:
+        for group in groups:
+            page = (HERE / f"{docname}/{group}.md").read_text()
+            text += f"\n## [{page.splitlines()[0].lstrip('# ')}]({Path(docname).name}/{group}.md)\n\n{names_on(page)}"
+    else:
+        top = re.search(r"^(## |```)", text, re.MULTILINE).start()
+        text = text[:top] + names_on(text) + "\n" + text[top:]
+    source[0] = text
+
+
+def link_names(app, doctree):
+    """Names in code type, `ap.grad` or `jax.lax.scan`, become links where their documentation is known."""
+    for literal in list(doctree.findall(nodes.literal)):
+        name = literal.astext()
+        linked = isinstance(literal.parent, nodes.reference | nodes.title | addnodes.pending_xref)
+        if linked or not re.fullmatch(r"[a-z]\w*(\.\w+)+", name):
+            continue
+        for prefix in sorted(PREFIXES, key=len, reverse=True):
+            if name.startswith(prefix + "."):
+                name = PREFIXES[prefix] + name[len(prefix) :]
+                break
+        link = addnodes.pending_xref("", refdomain="py", reftype="obj", reftarget=name, refexplicit=True)
+        link["refdoc"] = app.env.docname
+        literal.replace_self(link)
+        link += literal
+
+
+def name_as_documented(app, env, node, contnode):
+    """Lets intersphinx look for a type under the name that its documentation has."""
+    node["reftarget"] = DEFINED.get(node.get("reftarget"), node.get("reftarget"))
 
 
 def skip_fields(app, what, name, obj, skip, options):
@@ -152,5 +224,7 @@ def copy_notebooks(app, config):
 def setup(app):
     app.connect("config-inited", copy_notebooks)
     app.connect("source-read", list_names)
+    app.connect("doctree-read", link_names)
+    app.connect("missing-reference", name_as_documented, priority=100)
     app.connect("autodoc-process-docstring", to_rst, priority=400)
     app.connect("autodoc-skip-member", skip_fields)

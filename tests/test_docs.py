@@ -58,7 +58,7 @@ def test_the_readme_is_short():
 def documented():
     """The objects that the API reference has an entry for."""
     found = []
-    for path in (DOCS / "api").glob("*.md"):
+    for path in (DOCS / "api").rglob("*.md"):
         module = None
         entries = re.findall(r"^\.\. (currentmodule|auto\w+|py:data):: (\S+)$", path.read_text(), flags=re.MULTILINE)
         for kind, name in entries:

@@ -20,7 +20,7 @@ def straight_through() -> Estimator:
     """Straight-through, for discrete choices; `ap.stochastic` and `ap.sample` take it; biased.
 
     The sample is in floating point; for a categorical choice it is a one-hot vector, (lanes, ..., categories).
-    `ap.rewiring.straight_through` is the same idea for step functions without a random choice.
+    `ap.rewiring.surrogate_gradient` is the same idea for step functions without a random choice.
 
     Raises:
       TypeError: at trace time, for a distribution that is not discrete; when differentiated twice.
