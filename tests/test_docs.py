@@ -139,7 +139,7 @@ def measured_figures() -> dict[str, set[str]]:
     value = lambda key: chaos[key]["value"]
     default, rest = value("variance_decoupled-CF_H50_beta3.5"), chaos["bias_decoupled-CF_H100_beta1.5"]
     published, here, held = run("mplp_published-paper"), run("mplp_from_random-paper"), run("mplp_from_random-held_out")
-    noise, adaptive = run("rad_noise-paper"), run("total_propagation-adaptive")["rows"]
+    noise, adaptive = run("rad_noise-paper"), run("total_propagation-by_state")["rows"]
     rare = next(r for r in adaptive if (r["P"], r["H"], r["beta"], r["method"]) == (5, 100, 1.5, "adaptive"))
     last = max(r["layer"] for r in noise["rows"])
     percent = lambda results, names: [f"{results[name]['mean']:.0f}" for name in names]
