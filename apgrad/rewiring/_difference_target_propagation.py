@@ -36,17 +36,14 @@ def difference_target_propagation(
     Args:
       key: the PRNG key of the first inverses, g(h) = activation(h V + c).
       where: which layers, see `ap.rewiring.Where`: functions of one array (..., n) and of weights to an array (..., m),
-        with their activation. Put `jax.jit` around a layer to make it one site.
+        with their activation; others are a ValueError. `jax.jit` around a layer makes it one site.
       activation: the inverses' activation, an elementwise function.
       noise: standard deviation of what is added to a layer's input when its inverse learns.
       step: the rate of the gradient descent that makes the topmost target, positive.
 
     Returns:
-      A rule with parameters that draws, so the rewired function is `(key, params, *args)`. The parameters are (V, c)
-      for each layer, of shapes (m, n) and (n,), and their updates the gradients of the inverse's loss.
-
-    Raises:
-      ValueError: at trace time, for a site of another form.
+      A rule that draws: the rewired function is `(key, params, *args)`. The parameters are (V, c) for each layer, of
+      shapes (m, n) and (n,), and their updates the gradients of the inverse's loss.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap

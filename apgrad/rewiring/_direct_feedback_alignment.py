@@ -20,7 +20,7 @@ from apgrad.rewiring._rewire import Rule
 def direct_feedback_alignment(key: jax.Array, *, scale: float | None = None, where: Where = None) -> Rule:
     """Layers send the output's message, through fixed random weights, to their inputs.
 
-    The output is one array (..., outputs), and its leading axes are those of the layers' inputs.
+    The output must be one array (..., outputs), and its leading axes those of the layers' inputs.
 
     Args:
       key: the PRNG key of the random weights, which are normal.
@@ -30,9 +30,6 @@ def direct_feedback_alignment(key: jax.Array, *, scale: float | None = None, whe
     Returns:
       A rule with parameters, for each layer an array (outputs, ...) that ends in the axes of the layer's input without
       the leading ones. They get no update.
-
-    Raises:
-      ValueError: at trace time, if the output is not one array, or its leading axes are not those of a layer's input.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap

@@ -30,11 +30,7 @@ def first_of(*rules: Rule) -> Rule:
       *rules: at least one.
 
     Returns:
-      A rule that has parameters, draws or is direct if one of the rules is so. At the sites of a rule without
-      parameters its parameters are None.
-
-    Raises:
-      ValueError: for no rules.
+      A rule that has parameters, draws or is direct if one of them does. Where a rule has no parameters they are None.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -66,10 +62,4 @@ def first_of(*rules: Rule) -> Rule:
 
         return Propagator(forward, answered)
 
-    return Rule(
-        _Any(rules),
-        at,
-        init if parameters else None,
-        any(r.random for r in rules),
-        direct,
-    )
+    return Rule(_Any(rules), at, init if parameters else None, any(r.random for r in rules), direct)

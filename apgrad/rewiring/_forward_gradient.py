@@ -3,16 +3,15 @@
 Baydin, Pearlmutter, Syme, Wood & Torr, "Gradients without backpropagation", 2022; Ren, Kornblith, Liao & Hinton,
 "Scaling forward gradient with local losses", ICLR 2023, take it at parts of a network. For y = f(x) and a direction v
 with E v v' = 1, forward mode gives J v together with y, and nothing else is remembered. To a message m the answer is
-(m . J v) v, whose expectation is E v v' J' m = J' m. Its variance grows with the number of inputs.
-
-The message may come from other sites that draw by themselves: they are independent, so the whole is unbiased.
+(m . J v) v, whose expectation is E v v' J' m = J' m. Its variance grows with the number of inputs. Sites draw
+independently, so the whole is unbiased.
 """
 
 import jax
 import jax.numpy as jnp
 
 from apgrad._ground.propagator import Propagator
-from apgrad._programs.jaxprs import is_inexact
+from apgrad._programs.jaxprs import is_inexact, place, restrict
 from apgrad.rewiring._layers import Where, chosen
 from apgrad.rewiring._rewire import Rule
 
@@ -24,7 +23,7 @@ def forward_gradient(where: Where = None) -> Rule:
       where: which sites, see `ap.rewiring.Where`; the function as a whole if not given.
 
     Returns:
-      A rule without parameters that draws, so the rewired function is `(key, *args)`.
+      A rule that draws: the rewired function is `(key, *args)`.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -44,21 +43,14 @@ def forward_gradient(where: Where = None) -> Rule:
             draw = lambda key, x: jax.random.normal(key, x.shape, wide(x)).astype(x.dtype)
             draws = [draw(keys[i], inputs[i]) for i in floats]
 
-            def some(*values):
-                full = list(inputs)
-                for i, value in zip(floats, values, strict=True):
-                    full[i] = value
-                return site.function(*full)
-
-            output, tangent = jax.jvp(some, [inputs[i] for i in floats], draws)
-            return output, (dict(zip(map(str, floats), draws, strict=True)), tangent)
+            output, tangent = jax.jvp(*restrict(site.function, inputs, floats), draws)
+            return output, (place(draws, floats, [None] * len(inputs)), tangent)
 
         def backward(memory, message):
             draws, tangent = memory
             pairs = zip(jax.tree.leaves(message), jax.tree.leaves(tangent), strict=True)
             along = sum(jnp.sum(m * t) for m, t in pairs if t.dtype != jax.dtypes.float0)
-            draw = lambda i: draws.get(str(i))
-            return tuple(None if draw(i) is None else along * draw(i) for i in range(len(site.inputs)))
+            return tuple(None if draw is None else along * draw for draw in draws)
 
         return Propagator(forward, backward)
 

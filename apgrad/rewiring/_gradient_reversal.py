@@ -16,10 +16,7 @@ def gradient_reversal(where: Where, *, strength: float | jax.Array = 1.0) -> Rul
 
     Args:
       where: which sites, see `ap.rewiring.Where`; the name in `checkpoint_name(x, name)` marks a place.
-      strength: the message is multiplied by minus this, a number or a scalar array; the paper raises it from 0 to 1.
-
-    Returns:
-      A rule without parameters.
+      strength: the message is multiplied by minus this number or scalar; the paper raises it from 0 to 1.
 
     Example:
       >>> import jax, apgrad as ap

@@ -15,8 +15,7 @@ from apgrad.rewiring._rewire import Rule
 def kolen_pollack(key: jax.Array, *, scale: float | None = None, where: Where = None) -> Rule:
     """Layers send their messages back through weights that learn with the layers' own updates.
 
-    Train the rule's parameters as the weights are trained: with the same optimizer, rate and weight decay. Without
-    weight decay the two do not become equal.
+    Train the rule's parameters with the optimizer, rate and weight decay of the weights. Without decay they stay apart.
 
     Args:
       key: the PRNG key of the first feedback weights, which are normal.

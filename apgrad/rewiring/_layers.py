@@ -42,7 +42,7 @@ def is_layer(site: ProgramSite) -> bool:
 
 
 def _require_layer(site: ProgramSite) -> None:
-    """Refuses a site that is no layer, for rules that send messages through another weight than the layer's."""
+    """Refuses a site that is no layer."""
     if not is_layer(site):
         raise ValueError(
             f"the rule is for layers, products of an input and a weight made of parameters alone; got {site}. Choose "
@@ -51,7 +51,7 @@ def _require_layer(site: ProgramSite) -> None:
 
 
 def require_one_layer(site: ProgramSite) -> None:
-    """Refuses a site that is not one layer, for rules with parameters of their own for each layer."""
+    """Refuses a site that is not one layer."""
     _require_layer(site)
     if site.stacked:
         raise ValueError(

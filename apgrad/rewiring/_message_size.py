@@ -1,9 +1,10 @@
 """The size of messages, node by node: clipping and normalization.
 
 Pascanu, Mikolov & Bengio, "On the difficulty of training recurrent neural networks", ICML 2013, clip the gradient as a
-whole, when it has already exploded. At the nodes, a message can be kept from growing on its way back, in a recurrent
-network at each step. Normalization sends a message of one length always, and the direction alone is what was computed.
+whole, when it has already exploded. At the nodes, a message is kept from growing on its way back.
 """
+
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +21,6 @@ def clip_messages(max_norm: float, *, where: Where = None) -> Rule:
       max_norm: the bound on the Euclidean norm of the whole array, positive.
       where: which sites, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
 
-    Returns:
-      A rule without parameters.
-
-    Raises:
-      ValueError: for a bound that is not positive.
-
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
       >>> f = ap.rewire(lambda x: 5 * jnp.sin(x), ap.rewiring.clip_messages(1.0, where="sin"))
@@ -33,12 +28,7 @@ def clip_messages(max_norm: float, *, where: Where = None) -> Rule:
       1.0
     """
     number("max_norm", max_norm, positive=True)
-
-    def clip(message):
-        length = _norm(message)
-        return message * jnp.where(length <= max_norm, 1, max_norm / length).astype(message.dtype)
-
-    return Rule(chosen(where, is_layer), lambda site, params: on_message(site, clip))
+    return _scaling(lambda length: jnp.where(length <= max_norm, 1, max_norm / length), where)
 
 
 def normalize_messages(norm: float = 1.0, *, where: Where = None) -> Rule:
@@ -48,12 +38,6 @@ def normalize_messages(norm: float = 1.0, *, where: Where = None) -> Rule:
       norm: the Euclidean norm of the whole array, positive.
       where: which sites, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
 
-    Returns:
-      A rule without parameters.
-
-    Raises:
-      ValueError: for a norm that is not positive.
-
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
       >>> f = ap.rewire(lambda x: jnp.sum(5 * jnp.sin(x)), ap.rewiring.normalize_messages(10.0, where="sin"))
@@ -61,12 +45,13 @@ def normalize_messages(norm: float = 1.0, *, where: Where = None) -> Rule:
       Array([5., 5., 5., 5.], dtype=float32)
     """
     number("norm", norm, positive=True)
+    return _scaling(lambda length: jnp.where(length == 0, 0, norm / jnp.where(length == 0, 1, length)), where)
 
-    def normalize(message):
-        length = _norm(message)
-        return message * jnp.where(length == 0, 0, norm / jnp.where(length == 0, 1, length)).astype(message.dtype)
 
-    return Rule(chosen(where, is_layer), lambda site, params: on_message(site, normalize))
+def _scaling(factor: Callable[[jax.Array], jax.Array], where: Where) -> Rule:
+    """The rule that multiplies a message by a factor of its length."""
+    scale = lambda message: message * factor(_norm(message)).astype(message.dtype)
+    return Rule(chosen(where, is_layer), lambda site, params: on_message(site, scale))
 
 
 def _norm(message: jax.Array) -> jax.Array:

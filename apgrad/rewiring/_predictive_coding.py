@@ -13,11 +13,9 @@ With the errors e_l = z_l - mu_l both derivatives are local (equations 2.9 and 2
 
 As a propagator: a value node replaces the prediction mu by z. To the message m the node answers with e + m for z, and
 it sends - (derivative of f)' e to the inputs of f, whatever m was. So one backward pass through value nodes gives dE/dz
-and dE/dw together. Inference, however, needs many such passes for one message, and a rule at a layer is asked once. So
-the rule takes the function as a whole as its site, the loss with it, and puts value nodes into that function by a
-second `rewire`. Without inference, e = 0 and the weights would not move; the first step makes e_L the negative gradient
-times the rate, and the errors travel down one layer a step. So at least as many steps as there are value nodes in a
-row are needed before all weights learn.
+and dE/dw together. Inference needs many such passes for one message, but a rule at a layer is asked once. So the rule
+takes the function with its loss as one site, and puts value nodes into it by a second `rewire`. Errors travel down one
+layer a step: all weights learn after as many steps as there are value nodes in a row.
 """
 
 import jax
@@ -34,22 +32,17 @@ from apgrad.rewiring._sites import ProgramSite
 def predictive_coding(where: Where, *, steps: int = 20, rate: float = 0.1) -> Rule:
     """The gradients are those of predictive coding's energy, after inference of the hidden values.
 
-    The function returns its loss, a scalar: the sum of the examples' losses. A mean would make the loss weigh less in
-    the energy than the errors of the hidden values; divide outside of the rewired function.
+    The rule takes the function as a whole, which returns the sum of the examples' losses, a scalar. A mean would make
+    the loss weigh less than the errors of the hidden values; divide outside of the rewired function.
 
     Args:
       where: the sites whose outputs are hidden values, see `ap.rewiring.Where`: the label of the activation function,
         of a layer under `jax.jit`, or what `checkpoint_name` got.
-      steps: the number of steps of gradient descent on the energy, at least as many as there are hidden values in a
-        row.
+      steps: of gradient descent on the energy, at least as many as there are hidden values in a row.
       rate: the learning rate of this descent, positive.
 
-    Returns:
-      A rule without parameters, which takes the function as a whole.
-
     Raises:
-      ValueError: for fewer than one step or a rate that is not positive; at trace time, if the function's output is no
-        scalar, or a hidden value is in a `scan`, is of several arrays, or does not exist.
+      ValueError: at trace time, if the output is no scalar, or a hidden value is in a `scan` or is several arrays.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap

@@ -6,13 +6,12 @@
     gradient = jax.grad(lambda m: loss(rewired(feedback, m, x)))(model)
 
 The function is traced, `apgrad.rewiring._sites` plans which nodes the rule takes, and the program is evaluated again
-with `ap.node` in the place of each of these. In a `Rule`, `where` stands apart from `at` because `init` and `sites` ask
+with `ap.node` in the place of each of these. `where` stands apart from `at` in a `Rule`, because `init` and `sites` ask
 which sites are taken before there are parameters.
 
-A rule may also ask for the message to the output of the whole function at each site (direct feedback alignment). Each
-node then returns a port of the output's form, zeros. The ports are added up, through `scan`, `cond` and all, and meet
-the output in a last node, which sends the output's message to the sum. A sum hands its message to all that it is made
-of.
+A rule may ask for the message to the output of the whole function at each site (direct feedback alignment). Each node
+then returns a port of the output's form. The ports are added up, through `scan`, `cond` and all, and meet the output in
+a last node, which sends the output's message to the sum, and so to all that it is made of.
 """
 
 import contextlib
@@ -41,13 +40,12 @@ class Rule(NamedTuple):
     Attributes:
       where: `(ProgramSite) -> bool`, whether the rule takes a site. The function as a whole is offered first, then
         scopes and calls, then single equations; what is inside a site that is taken is not offered.
-      at: `(site, params) -> Propagator`, a propagator with the inputs of `site.function`. With `init` its `backward`
-        returns one more message before the others, the update of `params`, or None.
-      init: `site -> params`, the parameters of the rule at a site: a pytree of arrays. None for a rule without any.
-      random: whether the rule draws: the rewired function takes a PRNG key first, and `site.key` is one of the site's
-        and step's own.
-      direct: whether `backward` is called as `backward(memory, message, result)`, where `result` is the message to the
-        output of the whole function, a pytree with None in the place of integers.
+      at: `(site, params) -> Propagator`, with the inputs of `site.function`. With `init` its `backward` returns one
+        more message before the others, the update of `params`, or None.
+      init: `site -> params`, the parameters of the rule at a site, a pytree of arrays; None for a rule without any.
+      random: whether the rule draws: the rewired function takes a PRNG key first, and `site.key` is the site's own.
+      direct: whether it is `backward(memory, message, result)`, where `result` is the message to the output of the
+        whole function, a pytree with None in the place of integers.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -70,13 +68,12 @@ def rewire(function: Callable[..., Any], rule: Rule, *, argnums: int | Sequence[
     """The function, with the backward pass of the sites that a rule takes replaced by the rule's.
 
     Args:
-      function: any JAX function of arrays: `jit`, `scan`, `cond`, `vmap`, `jax.checkpoint`, any library's modules
-        inside. What is not to be rewired keeps its derivative.
+      function: any JAX function of arrays, with transformations and any library's modules inside. What is not to be
+        rewired keeps its derivative.
       rule: says which sites it takes, and what their way back is; see `apgrad.rewiring`.
-      argnums: the numbers of the arguments that hold parameters, as in `jax.grad`. A product of something with an array
-        made of parameters alone is a layer ("dense" or "conv") to the rule; all other arguments are data. What is made
-        of parameters and data (noisy or fast weights) is no layer's weight; `rewired.sites` shows which products are
-        layers.
+      argnums: the numbers of the arguments that hold parameters, as in `jax.grad`; all others are data. A product of
+        something with an array made of parameters alone is a layer ("dense" or "conv") to the rule. What is made of
+        parameters and data (noisy or fast weights) is no layer's weight.
 
     Returns:
       `rewired(*args)`, with the output of the function. A rule with parameters takes them before the arguments,
@@ -85,11 +82,10 @@ def rewire(function: Callable[..., Any], rule: Rule, *, argnums: int | Sequence[
       take. Reverse mode, once.
 
     Raises:
-      ValueError: at trace time, if the rule takes no site, or none by a name that it was given; or a site that cannot
-        be rewired, inside a `while_loop`, a `shard_map` or a function with a derivative rule of its own; or if the
-        rule's parameters are not those of its sites; or if the function changes its arguments in place.
-      NotImplementedError: for products inside a primitive that is not known here, or any program in one such as
-        `shard_map`.
+      ValueError: at trace time, if the rule takes no site, none by a name that it was given, or one that cannot be
+        rewired (in a `while_loop`, a `shard_map` or a function with a derivative rule of its own); if the rule's
+        parameters are not those of its sites; if the function changes its arguments in place.
+      NotImplementedError: for a program inside a primitive that is not known here.
       TypeError: for a second derivative.
 
     Example:
@@ -169,9 +165,6 @@ class Rewired:
 
         Args:
           *args: what the function will be called with, as arrays or `jax.ShapeDtypeStruct`s.
-
-        Raises:
-          ValueError: if the rule takes no site, or a name that it was given is no site's.
         """
         planner = self._plan(args)[1]
         _require_taken(self.rule, planner)
@@ -249,8 +242,8 @@ def _require_taken(rule: Rule, planner: Planner) -> None:
 def _trace(function, put, arrays) -> tuple[jaxprs.Program, Any]:
     """The function's program and its output's shapes, or an error if the function writes to its arguments.
 
-    A module that is called by a transformation of Flax NNX writes back what it was, which is no change. So the test is
-    whether what stands in the argument afterwards is, in the program, what came in.
+    Transformations of Flax NNX write back what was there. So an argument is changed if what stands in it afterwards is
+    not, in the program, what came in.
     """
 
     def traced(*arrays):
@@ -306,10 +299,7 @@ class _Ports(NamedTuple):
         return [jnp.zeros(s.shape, s.dtype) for s in self.shapes]
 
     def beside(self, outputs: Sequence[Any]) -> list[jax.Array]:
-        """A port that is mapped by `jax.vmap` where the outputs are mapped.
-
-        Plain zeros would be the same for all examples, and the message to what examples share is a sum over them.
-        """
+        """A port that `jax.vmap` maps where it maps the outputs; plain zeros would get the sum over all examples."""
         never = jnp.zeros((), bool)
         for x in outputs if self.shapes else ():
             never |= jnp.any(jnp.isnan(x)) & False if is_inexact(x) else False

@@ -2,9 +2,8 @@
 
 Liao, Leibo & Poggio, "How important is weight symmetry in backpropagation?", AAAI 2016 (uniform sign-concordant
 feedback); Xiao, Chen, Liao & Poggio, "Biologically-plausible learning algorithms can scale to large datasets", ICLR
-2019. A layer y = w x sends sign(w)' m back. Both papers keep the size of messages by batch normalization or by updates
-of fixed size; here the signs can be given the root mean square of the weights, so that the messages keep about the size
-that they have in backpropagation.
+2019. A layer y = w x sends sign(w)' m back. Both papers keep messages small by batch normalization or updates of fixed
+size; here the signs have the root mean square of the weights, if no other scale is given.
 """
 
 import jax.numpy as jnp
@@ -21,9 +20,6 @@ def sign_symmetry(*, scale: float | None = None, where: Where = None) -> Rule:
       scale: what the signs are multiplied by: 1 is the published rule; the root mean square of the layer's weights if
         not given.
       where: which layers, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
-
-    Returns:
-      A rule without parameters.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap

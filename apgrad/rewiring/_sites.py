@@ -1,13 +1,12 @@
 """Sites: the nodes of a program that a rule may rewire, found in the program's jaxpr before anything runs.
 
 A `Planner` reads a program and offers its parts to a rule, the large ones first: the function as a whole, named scopes,
-calls, and single equations. A part that the rule takes becomes one step of the plan, a site. A part that the rule does
-not take is opened, and what is inside is offered. A part that cannot be opened (a `while_loop`, a function with a
-derivative rule of its own) must not hold a site that the rule would take: that is an error.
+calls, and single equations. A part that the rule takes becomes one step of the plan, a site. Any other is opened, and
+what is inside is offered. If it cannot be opened (a `while_loop`, a function with a derivative rule of its own), a site
+inside that the rule would take is an error.
 
 Which operand of a product is the weight follows from a fact about each variable. A weight is made of the function's
-parameters alone; what a product of a weight and anything else gives is an activation, and so is all that depends on the
-other arguments.
+parameters alone. The product of a weight and anything else is an activation, as is what depends on other arguments.
 """
 
 import contextlib
@@ -35,22 +34,20 @@ class ProgramSite(NamedTuple):
     """A node of a program, as a rule sees it.
 
     Attributes:
-      kind: "function" (all of it), "scope" (neighbouring equations in one `jax.named_scope`; each module of Flax Linen
-        is one; a scope that is used twice in a row is one site, so put `jax.jit` around a function to tell them
-        apart), "call" (a function under `jax.jit`, or one with a derivative rule of its own), "dense" (a matrix product
-        of an input and a weight), "conv" (the same of a convolution), "matmul" (any other product), "elementwise" (a
-        primitive, a call or a function with a derivative rule of its own that acts element by element), or "name"
-        (`jax.ad_checkpoint.checkpoint_name`, the identity).
+      kind: "function" (all of it), "scope" (neighbouring equations in one `jax.named_scope`, as a module of Flax Linen
+        is; used twice in a row it is one site, unless it is under `jax.jit`), "call" (a function under `jax.jit`, or
+        one with a derivative rule of its own), "dense" (a matrix product of an input and a weight), "conv" (the same of
+        a convolution), "matmul" (any other product), "elementwise" (a primitive or call that acts element by element),
+        or "name" (`jax.ad_checkpoint.checkpoint_name`, the identity).
       label: the name of the scope, of the called function or of the primitive, or what `checkpoint_name` got.
       name: the scopes around the site, its label and a number: unique in the function, and the same at each call.
       number: counts the sites that are offered to the rule, in the order of the program.
-      function: `(*inputs) -> output`, what the site computes: inputs that are no weights first, then the weights.
-        Several outputs are a tuple.
+      function: `(*inputs) -> output`: inputs that are no weights first, then the weights. Several outputs are a tuple.
       inputs: the shapes and dtypes of the inputs.
       weights: how many of the inputs, the last ones, are made of parameters alone.
       output: the shape and dtype of the output, or a tuple of them.
       result: the shapes and dtypes of the output of the whole function, a pytree.
-      repeated: whether the site stands in a `scan`, so that one call of the function runs the site several times.
+      repeated: whether the site stands in a `scan`.
       stacked: whether a weight is another one at each step of the scan.
       key: for a rule with `random`, a PRNG key of this site's and step's own; otherwise None.
     """

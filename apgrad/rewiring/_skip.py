@@ -13,14 +13,8 @@ def skip(where: Where = None) -> Rule:
     """Step functions send the message on as it came: the straight-through gradient.
 
     Args:
-      where: which functions of one array to an array of the same shape, see `ap.rewiring.Where`; `round`, `sign`,
-        `floor`, `ceil` and `heaviside` if not given.
-
-    Returns:
-      A rule without parameters.
-
-    Raises:
-      ValueError: at trace time, for a site that is no function of one array to an array of the same shape.
+      where: which functions of one array to an array of the same shape (others are a ValueError), see
+        `ap.rewiring.Where`; `round`, `sign`, `floor`, `ceil` and `heaviside` if not given.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap

@@ -1,8 +1,8 @@
 """Surrogate gradients: a spike has the derivative of a smooth function on the way back.
 
 Neftci, Mostafa & Zenke, "Surrogate gradient learning in spiking neural networks", IEEE Signal Processing Magazine 36,
-2019; the default is the fast sigmoid of Zenke & Ganguli, "SuperSpike", Neural Computation 30, 2018: a spike, which is 1
-where the membrane potential v is over the threshold 0, gets the derivative 1 / (1 + beta |v|)^2.
+2019; the default is the fast sigmoid of Zenke & Ganguli, "SuperSpike", Neural Computation 30, 2018: a spike at the
+membrane potential v gets the derivative 1 / (1 + beta |v|)^2.
 """
 
 from collections.abc import Callable
@@ -22,20 +22,13 @@ def surrogate_gradient(
     derivative: Callable[[jax.Array], jax.Array] | None = None,
     beta: float = 10.0,
 ) -> Rule:
-    """Functions of one array get a derivative of the user's choice.
+    """Functions of one array to one of its shape get a derivative of the user's choice.
 
     Args:
-      where: which functions, see `ap.rewiring.Where`. Put `jax.jit` around a function of several operations, such as
-        `spike(v) = (v > 0).astype(v.dtype)`, to make it one site with the function's name. `spike` and `heaviside` if
-        not given.
+      where: which functions (others are a ValueError), see `ap.rewiring.Where`; `spike` and `heaviside` if not given.
+        `jax.jit` around a function of several operations makes it one site with the function's name.
       derivative: the elementwise derivative; the fast sigmoid's if not given.
       beta: the steepness of the fast sigmoid, positive.
-
-    Returns:
-      A rule without parameters.
-
-    Raises:
-      ValueError: at trace time, for a site that is no function of one array to an array of the same shape.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap

@@ -9,11 +9,8 @@
 
 A tap is a JAX primitive, the identity. The tangent of a tap goes through a second primitive, which is linear and
 remembers the tapped value. When JAX transposes this second primitive, its rule puts a third one on the cotangent, the
-*marker*. So the program of a gradient holds one marker for each message, wherever JAX has moved the message: into the
-backward pass of a `scan`, of a `jax.checkpoint`, of a `cond`. `with_taps` traces the function, finds the markers, and
-rebuilds the program so that what the markers see is an output. Without `with_taps` all three do nothing.
-
-The walk is made of parts of `apgrad._programs`: `evaluate` for equations, `nested` and `rebuild` for control flow.
+*marker*. So the program of a gradient holds one marker for each message, wherever JAX has moved it. `with_taps` traces
+the function, finds the markers, and makes what they see an output. Without `with_taps` all three do nothing.
 """
 
 import contextvars
@@ -45,17 +42,10 @@ def tap(x: jax.Array, name: str, statistic: Callable[[jax.Array, jax.Array], Any
     """The same array; `ap.with_taps` returns its value and the message that comes back to it.
 
     Args:
-      x: a floating-point or complex array of any shape.
-      name: the name by which `ap.with_taps` returns the tap. Each tap of a program has a name of its own; taps in
-        different branches of a `cond` may share one.
-      statistic: `(value, message) -> any pytree of arrays`, what is returned in place of the two arrays. In a `scan` it
-        is computed in each step, and under `jax.vmap` for each example, so that the arrays themselves are not kept.
-
-    Returns:
-      The array.
-
-    Raises:
-      TypeError: for an array that is not floating point, to which no message comes.
+      x: a floating-point or complex array of any shape; to others no message comes, and they are a TypeError.
+      name: the name by which `ap.with_taps` returns the tap, its own but for taps in different branches of a `cond`.
+      statistic: `(value, message) -> any pytree of arrays`, returned in place of the two arrays. In a `scan` it is
+        computed in each step, and under `jax.vmap` for each example, so that the arrays themselves are not kept.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -91,21 +81,18 @@ def with_taps(function: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str
     """The function, with what its taps saw beside its output.
 
     Args:
-      function: takes a gradient inside, by `jax.grad`, `jax.value_and_grad` or `jax.vjp`. It may be a whole training
-        step, and hold `jit`, `scan`, `cond`, `vmap` and `jax.checkpoint`.
+      function: takes a gradient inside, by `jax.grad`, `jax.value_and_grad` or `jax.vjp`; it may be a training step.
 
     Returns:
       `(*args, **keywords) -> (output, taps)`, where `taps` is a dictionary from names to `ap.rewiring.Tapped`, or to
       what the statistic of the tap returns. A tap in a `scan` is stacked over the steps, a tap under `jax.vmap` over
-      the examples (unless value and message are the same for all examples: then they stand there once); axes of scans
-      come first. A tap in a branch of a `cond` that was not taken is zeros. The result is traced at each call, so put
-      `jax.jit` around it. Within a function that another `with_taps` takes, this one takes the taps whose messages pass
-      in its own function, and leaves the others to the one around it.
+      the examples (unless value and message are the same for all); axes of scans come first. A tap in a branch of a
+      `cond` that was not taken is zeros. The function is traced at each call, so put `jax.jit` around the result. Of
+      two `with_taps`, one within the other, the inner one takes the taps whose messages pass in its own function.
 
     Raises:
-      ValueError: at trace time, if there is no tap; if a message passes no tap of a given name, or two messages do; if
-        a message passes inside a `while_loop`, where the number of steps is not known, or inside a function with a
-        derivative rule of its own that is not itself differentiated.
+      ValueError: at trace time, if there is no tap; if no message passes a tap, or two do; if a message passes inside a
+        `while_loop`, or inside a function with a derivative rule of its own that is not itself differentiated.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap

@@ -220,11 +220,7 @@ def test_what_is_tapped_is_one_array_of_floats_by_a_name():
         (lambda: ap.tap({"a": jnp.ones(2)}, "x"), "'x' is on a dict; tap one array"),
         (lambda: ap.tap(jnp.ones(2), "x", 3), "statistic of the tap 'x' is a function"),  # pyright: ignore
         (lambda: ap.tap(jnp.ones(2), 3), "named by a string"),  # pyright: ignore
+        (lambda: ap.tap(jnp.arange(3), "n"), "the tap 'n' is on an array of dtype int32"),
     ):
         with pytest.raises(TypeError, match=words):
             tapped()
-
-
-def test_an_integer_has_no_message():
-    with pytest.raises(TypeError, match="the tap 'n' is on an array of dtype int32"):
-        ap.tap(jnp.arange(3), "n")
