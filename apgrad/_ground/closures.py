@@ -1,7 +1,7 @@
 """Whether a Python function closes over traced arrays, which a node then takes as inputs.
 
-A `custom_vjp` function may not close over an array that is traced outside it. If the array is differentiated, it would
-get no message. If it is not, JAX says much later "No constant handler for type DynamicJaxprTracer".
+A `custom_vjp` function may not: a differentiated array would get no message, and for others JAX says much later "No
+constant handler for type DynamicJaxprTracer".
 """
 
 import contextlib
@@ -13,11 +13,7 @@ from jax.core import Tracer
 
 
 def may_close_over_a_tracer(*functions: Any) -> bool:
-    """Whether a traced array is found in what Python functions close over: a quick look, without calling them.
-
-    The search goes through variables from outside, default arguments, parts of `functools.partial`, the object of a
-    bound method, attributes of objects, and the same of every function found on the way.
-    """
+    """Whether a traced array is found in what Python functions close over: a quick look, without calling them."""
     seen, queue = set(), list(functions)
     while queue:
         found = queue.pop()

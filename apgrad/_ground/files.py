@@ -46,11 +46,7 @@ def write_atomically(path: Path, data: bytes | str) -> None:
 
 @contextlib.contextmanager
 def locked(path: Path, problem: str) -> Iterator[None]:
-    """Holds a lock on the file; the system lets go of the lock when the process ends. Windows has no such lock.
-
-    Raises:
-      ValueError: if another process, or another part of this one, holds the lock: the problem, and the process.
-    """
+    """Holds a lock on the file, if the system has locks; a ValueError names the problem and the process that has it."""
     with path.open("a+") as file:
         if fcntl is not None:
             try:

@@ -11,11 +11,7 @@ import numpy as np
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Static:
-    """Memory that is no array: a hashable value that is known when the program is traced.
-
-    Attributes:
-      value: the value.
-    """
+    """Memory that is no array: a hashable value that is known when the program is traced."""
 
     value: Any
 

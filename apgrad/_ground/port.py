@@ -4,9 +4,7 @@
     y, port = some_node(signal.value, signal.port)
 
 A *port* is an array (or pytree) of zeros that goes forward beside a value. The cotangent of the zeros is free to mean
-anything, so it carries the message. JAX adds up the messages that arrive at one port, and the compiler removes the
-zeros. A node takes a port as an input and returns it as an output; its `backward` then receives the message at the
-output, and answers with the message at the input.
+anything, so it carries the message. A node takes a port as an input and returns it as an output.
 """
 
 from typing import Any, NamedTuple
@@ -37,9 +35,6 @@ def port(template: Any) -> Any:
     Returns:
       Zeros of the template's structure, shapes and dtypes. The gradient with respect to them is the message.
 
-    Raises:
-      TypeError: if a leaf is not floating point, because JAX gives other dtypes no cotangent.
-
     Example:
       A node that sends back its input as a message, beside the gradient:
 
@@ -63,8 +58,8 @@ class Signal(NamedTuple):
     """A value with a port for messages beside it, as a node with learned messages takes and returns it.
 
     Attributes:
-      value: a floating-point array. Its cotangent is the true derivative.
-      port: zeros of shape `value.shape + (message_size,)`. Its cotangent is the message.
+      value: a floating-point array, whose cotangent is the true derivative.
+      port: zeros of shape `value.shape + (message_size,)`, whose cotangent is the message.
     """
 
     value: jax.Array

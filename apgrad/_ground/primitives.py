@@ -4,8 +4,7 @@
     refuse_derivative(x, "x is data")          # is x; whoever differentiates it gets this error at trace time
 
 Why no `jax.custom_jvp` functions? When JAX differentiates a `scan`, it drops custom rules in the part of the body that
-needs no derivative (`JaxprTrace.process_custom_jvp_call`). A second derivative then sees the plain body, which for a
-zero with a gradient is a plain zero: that of a likelihood-ratio estimate came out as -0.09 where 5.2 is right.
+needs no derivative. A second derivative then sees a plain zero, and is wrong without a word.
 """
 
 import enum
@@ -22,13 +21,10 @@ def zero_with_gradient(x: jax.Array) -> jax.Array:
     """An array of zeros whose derivatives, of any order, are the derivatives of `x`.
 
     The function `x - stop_gradient(x)` has the same derivatives, but is NaN where `x` is infinite or NaN, and needs `x`
-    to be computed. Here the compiler leaves `x` out where only the value is wanted.
+    to be computed.
 
     Args:
       x: a floating-point or complex array of any shape.
-
-    Raises:
-      TypeError: if the array has another dtype, which has no gradient.
 
     Example:
       >>> import jax, apgrad as ap
@@ -45,7 +41,7 @@ def refuse_derivative(tree: Any, reason: str) -> Any:
     """Returns the pytree as it is; whoever differentiates the result gets `TypeError(reason)` at trace time.
 
     Args:
-      tree: a pytree of arrays; integers, Booleans and keys have no derivative and pass.
+      tree: a pytree of arrays; integers, Booleans and keys pass.
       reason: the text of the error: what has no derivative, and what to do.
 
     Example:

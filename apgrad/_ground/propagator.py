@@ -2,8 +2,7 @@
 
 *Automatic propagation* (Parmas & Seno, "Proppo: a message passing framework for customizable and composable learning
 algorithms", NeurIPS 2022, section 3) keeps reverse mode's walk over the graph and lets a node replace the rule by which
-it sends messages. Here the rule is a pair of pure functions, and `jax.custom_vjp` is the graph walker: it adds up
-messages at a fan-out and works under `jit`, `vmap`, `scan`, `cond`, `remat` and sharding.
+it sends messages. Here the rule is a pair of pure functions, and JAX is the graph walker, by `jax.custom_vjp`.
 """
 
 import functools
@@ -24,12 +23,11 @@ class Propagator(NamedTuple):
     """A node's two pure functions.
 
     Attributes:
-      forward: `(*inputs) -> (output, memory)`, all of them pytrees of arrays. Memory is all that `backward` sees of the
-        forward pass.
+      forward: `(*inputs) -> (output, memory)`, all of them pytrees of arrays.
       backward: `(memory, message) -> messages`, where `message` has the structure and shapes of the output, and
         `messages` is a tuple with one message for each input, of that input's structure and shapes. `None` stands for
-        no message (zeros), for a whole input or any part of one. Integer inputs, Booleans and PRNG keys get none,
-        whatever stands there, and at an integer output `message` has JAX's array of dtype `float0`.
+        zeros, for a whole input or any part of one. Integers, Booleans and PRNG keys get no message, whatever stands
+        there, and at an integer output `message` has JAX's array of dtype `float0`.
 
     Example:
       Reverse the message, as in domain-adversarial training (Ganin et al., 2016):
@@ -51,22 +49,16 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
     propagator in `first_order`. Forward mode raises JAX's `TypeError`.
 
     Args:
-      propagator: the pair of functions. What `forward` closes over is not differentiated outside: that is an input.
-      perturbed: tell `forward` what is differentiated: it is called as `forward(*inputs, perturbed=flags)`, with
-        Python bools in the structure of the inputs.
-
-    Returns:
-      `function(*inputs) -> output`.
+      propagator: the pair of functions. What is differentiated must be an input: `forward` may not close over it.
+      perturbed: call `forward(*inputs, perturbed=flags)`, with Python bools in the structure of the inputs, which say
+        what is differentiated.
 
     Raises:
-      TypeError: if `propagator` is no propagator; at trace time, if `forward` does not return a pair or `backward` not
-        a tuple, or a derivative is asked for of an array that `forward` closes over.
-      ValueError: at trace time, if the messages do not match the inputs, or the output has no floating-point array
-        through which a message could come.
+      TypeError: at trace time, if `forward` returns no pair or `backward` no tuple, or a derivative is asked for of an
+        array that `forward` closes over.
+      ValueError: at trace time, if the messages do not match the inputs, or the output has no floating-point array.
 
     Example:
-      A message clipped on its way back:
-
       >>> import jax, jax.numpy as jnp, apgrad as ap
       >>> clip = ap.node(ap.Propagator(lambda x: (x, None), lambda _, m: (jnp.clip(m, -1, 1),)))
       >>> jax.grad(lambda x: jnp.sum(clip(x) ** 2))(jnp.array([0.25, 3.0]))
@@ -126,9 +118,9 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
 class _Residuals:
     """Residuals whose structure depends on what is differentiated, in a form that does not.
 
-    JAX keeps one structure of the residual for each call in a jaxpr, from the last trace of `fwd`, and unpacks another
-    one by it where the program is differentiated again with respect to other inputs (JAX 0.10.2). Here the structure
-    travels with the residual, as the number of columns of an empty array; all are padded to one number of arrays.
+    JAX 0.10.2 unpacks a residual by the structure that the last trace of `fwd` had, also where other inputs are
+    differentiated. Here the structure travels with the residual, as the number of columns of an empty array; all are
+    padded to one number of arrays.
     """
 
     def __init__(self):
@@ -156,8 +148,7 @@ _CLOSURE = (
 def _opened(propagator: Propagator, inputs: Any) -> Any:
     """Calls a node whose functions may close over traced arrays: the arrays become inputs.
 
-    What `forward` closes over refuses its derivative. What only `backward` closes over gets no message, rightly, and
-    takes part in the derivatives of what `backward` computes.
+    What `forward` closes over refuses its derivative; what only `backward` closes over has second derivatives.
     """
     form = form_of(inputs)
     forward, outside = hoist(lambda *inputs: _pair(propagator.forward(*inputs)), *inputs)
@@ -185,15 +176,10 @@ def _opened(propagator: Propagator, inputs: Any) -> Any:
 def chain(*propagators: Propagator) -> Propagator:
     """Propagators in sequence, each with its own memory; each feeds its output to the next.
 
-    Proppo's ChainProp (section 3.3). The first takes all the inputs, each other one the output before it. Between two
-    propagators messages are as between two nodes.
+    Proppo's ChainProp (section 3.3). Between two propagators messages are as between two nodes.
 
     Args:
-      *propagators: at least one.
-
-    Raises:
-      TypeError: if one is no propagator; at trace time, as `node`.
-      ValueError: for no propagators; at trace time, if a message does not match what went forward.
+      *propagators: at least one. The first takes all the inputs, each other one the output before it.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -225,15 +211,9 @@ def combine(*propagators: Propagator) -> Propagator:
     dicts, the keys that a propagator does not return pass on to the propagator before it.
 
     Args:
-      *propagators: at least one; each `forward` returns a dict as its memory.
-
-    Raises:
-      TypeError: at trace time, if a memory is not a dict.
-      ValueError: at trace time, if two propagators write the same key.
+      *propagators: at least one; each `forward` returns a dict as its memory, with keys of its own.
 
     Example:
-      The first one's backward scales by what the second one stored:
-
       >>> import jax, jax.numpy as jnp, apgrad as ap
       >>> scale = ap.Propagator(lambda x: (x, {}), lambda memory, m: (m * memory["norm"],))
       >>> store = ap.Propagator(lambda x: (x, {"norm": jnp.abs(x)}), lambda _, m: (m,))
@@ -285,16 +265,11 @@ def _through(propagators: tuple[Propagator, ...], inputs: Any) -> tuple[Any, lis
 def skip(propagator: Propagator) -> Propagator:
     """The propagator's forward; backward, the message passes over the node as it came.
 
-    Proppo's SkipProp; the straight-through estimator (Bengio et al., 2013). It has one input, of the output's structure
-    and shapes. An integer or Boolean output of a floating-point input comes in the input's dtype, since JAX carries no
-    message to an integer.
+    Proppo's SkipProp; the straight-through estimator (Bengio et al., 2013). An integer or Boolean output of a
+    floating-point input comes in the input's dtype, since JAX carries no message to an integer.
 
     Args:
-      propagator: its `backward` is not used.
-
-    Raises:
-      TypeError: if it is no propagator; at trace time, for a complex output of a real input.
-      ValueError: at trace time, if the output has other shapes than the input.
+      propagator: with one input, of the output's structure and shapes. Its `backward` is not used.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -333,15 +308,10 @@ def _for_messages(value: Any, output: Any) -> Any:
 
 
 def backpropagation(function: Callable[..., Any]) -> Propagator:
-    """Reverse-mode differentiation of a JAX function, as a propagator: a part for `chain` and friends.
-
-    Proppo's BackPropagator.
+    """Reverse-mode differentiation of a JAX function, as a propagator (Proppo's BackPropagator).
 
     Args:
       function: any differentiable JAX function.
-
-    Raises:
-      TypeError: if it is not callable.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -358,7 +328,7 @@ def backpropagation(function: Callable[..., Any]) -> Propagator:
 def first_order(propagator: Propagator, reason: str) -> Propagator:
     """The same propagator, except that differentiating through it twice raises `TypeError(reason)`.
 
-    For a backward rule that is no derivative: differentiated again, it would be wrong without a word.
+    A backward rule that is no derivative would be wrong without a word if it was differentiated again.
 
     Args:
       propagator: the rule.

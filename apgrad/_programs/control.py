@@ -1,9 +1,9 @@
 """Equations as this version of JAX writes them: the one file that depends on it.
 
-The parameters of JAX's equations are no stable interface: `scan` has had `num_consts` and `num_carry` (JAX 0.10) and
-has `ft_in` (0.11). The rest of the package sees the programs inside an equation through `nested`, puts other functions
-in their place by `rebuild`, and reads what else it needs from `Parameters`. Where a version of JAX differs again, these
-raise an error with the version. A program inside a primitive that is not known here is refused by `require_known`.
+The parameters of JAX's equations are no stable interface: `scan` had `num_consts` and `num_carry` (JAX 0.10), and has
+`ft_in` (0.11). The rest of the package sees the programs inside an equation through `nested`, puts other functions in
+their place by `rebuild`, and reads all else from `Parameters`; if JAX differs again, they raise an error with its
+version. A program inside a primitive that is not known here is refused by `require_known`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -57,15 +57,7 @@ _KINDS: dict[str, tuple[NestedKind, str]] = {
 
 
 def nested(eqn: Any) -> Nested | None:
-    """The programs inside an equation, or None if the equation is a plain primitive.
-
-    Example:
-      >>> import jax
-      >>> eqn = jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, _: (2 * c, c), x, length=3))(1.0).eqns[0]
-      >>> inside = nested(eqn)
-      >>> inside.kind, inside.counts, inside.length
-      ('scan', (0, 1, 0), 3)
-    """
+    """The programs inside an equation, or None if the equation is a plain primitive."""
     name, params = eqn.primitive.name, Parameters(eqn)
     try:
         if name in _KINDS:
@@ -174,10 +166,7 @@ def all_equations(program: Program) -> Iterator[Any]:
 
 
 def require_known(eqn: Any, doing: str) -> None:
-    """Refuses an equation with programs inside which nothing here reads, as `shard_map` and kernels.
-
-    What stands in such an equation would be missed: a backward pass that is no sum over edges, a scope, a site.
-    """
+    """Refuses an equation with programs inside which nothing here reads: what stands there would be missed."""
     name, inside = eqn.primitive.name, inside_of(eqn)
     if not inside or nested(eqn) is not None:
         return

@@ -28,8 +28,7 @@ def flow(
 ) -> list[Any]:
     """The facts at a program's outputs.
 
-    `entry` makes of a fact about an array the fact about one of its entries, which a scan hands to its body, and
-    `stack` of a fact about an entry the fact about the array.
+    Of a fact about an array, `entry` makes that about an entry, which a scan hands to its body; `stack` is the inverse.
     """
 
     def enter(inner, facts):

@@ -72,10 +72,7 @@ def plain_scope(scope: str) -> str:
 
 
 def source_line(eqn: Any) -> str:
-    """The line of the user's code that an equation comes from, as "model.py:12"; empty if there is none.
-
-    It is the innermost line that is neither in an installed package nor in this one.
-    """
+    """The innermost line that an equation comes from outside of packages, as "model.py:12"; empty if there is none."""
     trace = eqn.source_info.traceback
     for frame in trace.frames if trace is not None else ():
         if not frame.file_name.startswith(_NOT_THE_USERS):
@@ -162,10 +159,7 @@ def inlined(function: Callable[..., Any], *args: Any) -> Program:
 
 
 def inline(program: Program, inputs: Sequence[Any], apply: ApplyEquation = run) -> list[Any]:
-    """Evaluates a program, and the program inside a call (of `jit` and its like) in place of the call.
-
-    Named scopes stay whole: what was in a call is evaluated under the call's scope. Lines of source stay too.
-    """
+    """Evaluates a program, and the program inside a call in place of the call; scopes and lines of source stay."""
 
     def enter(eqn, values):
         inside = nested(eqn)
@@ -196,8 +190,7 @@ def restrict(
 def hoist(function: Callable[..., Any], *inputs: Any) -> tuple[Callable[..., Any], list[Any]]:
     """A function without closures over traced values: `function(*inputs) == converted(*inputs, *arrays)`.
 
-    A function with a derivative rule of its own may not close over a traced value: an array would get no message, and
-    in a `scan` an integer or a key is an error too. `jax.closure_convert` hoists floating-point values alone.
+    `jax.closure_convert` hoists floating-point values alone; in a `scan` integers and keys are an error too.
     """
     (jaxpr, consts), shape = trace(function, *inputs)
     treedef, given, count = jax.tree.structure(shape), len(inputs), len(jax.tree.leaves(inputs))

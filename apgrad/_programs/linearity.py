@@ -2,10 +2,9 @@
 
     linearity(program, [CONSTANT, LINEAR])
 
-The backward pass of a `custom_vjp` function is any function of the message: one may clip messages, normalise them, or
-put other values in their place. Whatever weighs or randomises edges is right for linear passes only, and so asks here
-before anything runs. Each variable of the program is zero, constant (it does not depend on the inputs in question),
-linear in these inputs, or something else. What is not known to be linear counts as something else.
+The backward pass of a `custom_vjp` function is any function of the message. Whatever weighs or randomises edges is
+right for linear passes only, and so asks here first. Each variable of the program is zero, constant (it does not depend
+on the inputs in question), linear in these inputs, or something else, as is what is not known to be linear.
 """
 
 from collections.abc import Sequence
