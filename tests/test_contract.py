@@ -612,11 +612,9 @@ def test_programs_without_a_message_may_hold_anything():
         jax.eval_shape(READERS[name](loss), W)
 
 
-@pytest.mark.parametrize("way", ["jit", "vmap", "cond", "modules", "empty"])
-def test_values_drawn_elsewhere_in_every_way(way):
+def test_values_drawn_elsewhere_in_every_way():
     # `ap.score` stands outside of ESTIMATORS, since it samples nothing; scan, remat, dtypes and second derivatives are
     # in expectations/test_score.py.
-    model = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
     x, inputs = jnp.array([[0, 2], [1, 1], [2, 0], [0, 1]]), jax.random.normal(KEY, (4, 2, 3))
     b = jnp.full(x.shape, -np.log(3.0), jnp.float32)
 
@@ -626,24 +624,23 @@ def test_values_drawn_elsewhere_in_every_way(way):
         tape = jax.lax.cond(x[0, 0] == 0, scored, lambda tape: tape, tape) if inside else scored(tape)
         return tape.cost(jnp.sum(x, axis=1).astype(jnp.float32))
 
-    gradient = jax.grad(ap.expectation(program, 4), argnums=1)
-    plain = jax.tree.leaves(gradient(KEY, model, x, b))
+    def none(tape, p):
+        empty = dist.Bernoulli(probs=p * jnp.ones((4, 0)))
+        return ap.score(tape, empty, x[:, :0], behaviour_log_prob=b[:, :0]).cost(jnp.ones(4))
+
+    @jax.jit
+    def ways(model, x, b):
+        gradient, branch = (
+            jax.grad(ap.expectation(p, 4), argnums=1) for p in (program, lambda *args: program(*args, inside=True))
+        )
+        mapped = jax.vmap(gradient, (None, None, 0, 0))(KEY, model, jnp.stack([x] * 2), jnp.stack([b] * 2))
+        others = branch(KEY, model, x, b), gradient(KEY, nnx.merge(*nnx.split(model)), x, b)
+        return gradient(KEY, model, x, b), jax.tree.map(lambda g: g[1], mapped), *others
+
+    model = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
+    plain, *others = map(jax.tree.leaves, ways(model, x, b))
     assert all(np.all(np.isfinite(g)) and np.any(g) for g in plain)
-    if way == "empty":
-        none = lambda tape, p: ap.score(
-            tape, dist.Bernoulli(probs=p * jnp.ones((4, 0))), x[:, :0], behaviour_log_prob=b[:, :0]
-        ).cost(jnp.ones(4))
-        assert jax.grad(ap.expectation(none, 4), argnums=1)(KEY, 0.3) == 0
-        return
-    ways = {
-        "jit": lambda: jax.jit(gradient)(KEY, model, x, b),
-        "vmap": lambda: jax.tree.map(
-            lambda g: g[1], jax.vmap(gradient, (None, None, 0, 0))(KEY, model, jnp.stack([x] * 2), jnp.stack([b] * 2))
-        ),
-        "cond": lambda: jax.grad(ap.expectation(lambda *args: program(*args, inside=True), 4), argnums=1)(
-            KEY, model, x, b
-        ),
-        "modules": lambda: gradient(KEY, nnx.merge(*nnx.split(model)), x, b),
-    }
-    for found, wanted in zip(jax.tree.leaves(ways[way]()), plain, strict=True):
-        np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    for found in others:
+        for g, wanted in zip(found, plain, strict=True):
+            np.testing.assert_allclose(g, wanted, rtol=1e-5, atol=1e-6)
+    assert jax.jit(jax.grad(ap.expectation(none, 4), argnums=1))(KEY, 0.3) == 0

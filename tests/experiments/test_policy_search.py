@@ -45,6 +45,7 @@ def test_the_stop_takes_speed_and_keeps_the_place():
     np.testing.assert_allclose(contact.STOP - q, contact.DT * free / 2, rtol=1e-3)
 
 
+@pytest.mark.long
 def test_contact(run, monkeypatch):
     monkeypatch.setattr(contact, "METHODS", ("RP", "LR", "mean test"))
     monkeypatch.setattr(contact, "POINTS", {"ball": (0.3, 0.5), "pendulum": (0.2, 0.4)})
@@ -98,6 +99,7 @@ def test_policy_search_clipped(run, monkeypatch):
     assert all(row["cost_low"] <= row["cost"] <= row["cost_high"] and row["seeds"] == 2 for row in rows)
 
 
+@pytest.mark.long
 def test_gradient_errors(run, monkeypatch):
     methods = {name: gradient_errors.METHODS[name] for name in ("RP", "LR", "clipped at 4")}
     for name, value in (("METHODS", methods), ("BASELINES", ("RP", "LR")), ("UNBIASED", ("RP", "LR")), ("TP", ())):
@@ -144,6 +146,7 @@ def test_the_model_is_bayesian_linear_regression():
     np.testing.assert_allclose(np.einsum("ni,ij,nj->n", F, np.asarray(A, np.float64), F), spread, atol=0.02)
 
 
+@pytest.mark.long
 def test_cart_pole(run, monkeypatch):
     monkeypatch.setattr(cartpole, "METHODS", ("RP",))
     monkeypatch.setattr(cartpole, "HORIZON", 4)

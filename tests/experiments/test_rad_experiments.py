@@ -85,13 +85,24 @@ def test_training_searches_and_says_what_data_it_had(run, tmp_path, monkeypatch)
     assert reduced["residual_bytes"] <= different["residual_bytes"] < reduced["residual_bytes"] + 1.01 * each
 
 
-def test_pde(run):
-    exact, sampled, checkpoint = run(rad_pde, "--time 0.0078125 --fractions 1.0 0.1 --iterations 2")["rows"]
+@pytest.mark.long
+def test_pde(run, tmp_path):
+    options = "--time 0.0078125 --fractions 1.0 0.1 --iterations 2"
+    whole = run(rad_pde, options)
+    exact, sampled, checkpoint = whole["rows"]
     assert exact["noise_over_signal"] < 1e-4 and checkpoint["residual_bytes"] < exact["residual_bytes"]
     # Both samples have k of the d points each, where exact reverse mode has d; and there is a key for each block.
     kept = 2 * 97 * 4 * 32
     assert kept <= sampled["residual_bytes"] <= kept + 100 and exact["residual_bytes"] >= 961 * 4 * 32
     assert sampled["error_of_mean"] < 4 * sampled["error_of_mean_se"]
+
+    # The report on the cells that are finished, while others are not, says so.
+    (tmp_path / "run" / "cells" / "fraction=0.1,start=0.json").unlink()
+    results = run(rad_pde, f"{options} --only-report")
+    assert (whole["cells_finished"], results["cells_finished"], results["cells"]) == (3, 2, 3)
+    assert [row["fraction"] for row in results["rows"]] == [1.0, "checkpoint"]
+    with pytest.raises(SystemExit, match="no finished cells"):
+        run(rad_pde, "--only-report", "none")
 
 
 def test_pde_is_the_equation():
@@ -148,18 +159,6 @@ def test_a_killed_pde_cell_goes_on(run, tmp_path, monkeypatch):
     run(rad_pde, options)
     assert saves == [20, 40] and curve("run") == curve("whole")
     assert not list((tmp_path / "run" / "cells").glob("*.npz"))
-
-
-def test_a_partial_run_says_so(run, tmp_path):
-    """The report on the cells that are finished, while others are not."""
-    options = "--time 0.001953125 --fractions 1.0 0.1 --iterations 2"
-    assert run(rad_pde, options)["cells_finished"] == 3
-    (tmp_path / "run" / "cells" / "fraction=0.1,start=0.json").unlink()
-    results = run(rad_pde, f"{options} --only-report")
-    assert (results["cells_finished"], results["cells"]) == (2, 3)
-    assert [row["fraction"] for row in results["rows"]] == [1.0, "checkpoint"]
-    with pytest.raises(SystemExit, match="no finished cells"):
-        run(rad_pde, "--only-report", "none")
 
 
 @pytest.mark.long

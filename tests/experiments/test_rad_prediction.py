@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from experiments import rad_prediction
 
@@ -22,6 +23,7 @@ def test_the_backward_pass_of_squares_is_the_sum_over_entries_of_the_input():
     np.testing.assert_allclose(found, jnp.sum(jnp.sum(jacobian**2, (0, 1, 2, 3)) * v**2), rtol=1e-4)
 
 
+@pytest.mark.long
 def test_predictions_hold_and_dense_layers_lose(run):
     rows = run(rad_prediction, "--networks mlp rows --batch 40 --training-steps 5 --draws 60")["rows"]
     assert len(rows) == 14
