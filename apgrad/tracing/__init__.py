@@ -1,6 +1,6 @@
 """Gradient tracing: which path taught this weight."""
 
-from apgrad.tracing._drawing import draw as draw, heat_map as heat_map, influence_over_steps as influence_over_steps
+from apgrad.tracing._drawing import draw as draw, heat_map as heat_map
 from apgrad.tracing._influence import Influence as Influence, every as every, influence as influence
 from apgrad.tracing._modules import name_modules as name_modules
 from apgrad.tracing._paths import PathStep as PathStep

@@ -4,7 +4,7 @@ The programs inside are walked, and remember different things for the way back:
 
 * `remat` and `cond` remember their inputs, and are walked again on the way back;
 * `scan` stacks what its body remembers over the steps; what is the same in each step, or came in with xs, is not;
-* `while` remembers `SLOTS` of its states, evenly spaced, and computes the states between again;
+* `while` remembers `KEPT` of its states, evenly spaced, and computes the states between again;
 * a `custom_jvp` function is walked as the tangent program of its rule, which is linear, a `custom_vjp` function as the
   transposed program of its backward pass if that pass is linear. Otherwise its messages are no sums over edges.
 """
@@ -25,7 +25,7 @@ from apgrad._programs.kinds import NO_DERIVATIVE
 from apgrad._programs.linearity import LINEAR, ZERO, linearity
 from apgrad.tracing._interpreter import Context, Walked, filled, walk
 
-SLOTS = 64
+KEPT = 64
 
 
 def _call(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
@@ -42,7 +42,7 @@ def _remat(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[b
         consts, inputs = lax.optimization_barrier(memory)  # or the compiler merges both walks, and remembers
         return walk(context, jaxprs.Program(jaxpr, consts), inputs, active).pull(messages)
 
-    return Walked(outputs, _inexact(outputs), Partial(pull, (list(consts), list(inputs))))
+    return Walked(outputs, tuple(jaxprs.inexact_outputs(eqn)), Partial(pull, (list(consts), list(inputs))))
 
 
 def _cond(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
@@ -64,7 +64,7 @@ def _cond(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[bo
         paths = [functools.partial(through, p, c) for p, c in zip(bodies, consts, strict=True)]
         return [None, *lax.switch(index, paths, operands, full)]
 
-    return Walked(outputs, _inexact(outputs), Partial(pull, (list(inputs), consts)))
+    return Walked(outputs, tuple(jaxprs.inexact_outputs(eqn)), Partial(pull, (list(inputs), consts)))
 
 
 def _scan(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
@@ -162,24 +162,24 @@ def _while_loop(context: Context, eqn: Any, inside: Any, inputs: Any, active: tu
 
     def pull(memory, messages):
         count, carry, outer, consts = memory
-        stride = jnp.maximum(-(-count // SLOTS), 1)
-        slots = [jnp.zeros((SLOTS, *x.shape), x.dtype).at[0].set(x) for x in map(jnp.asarray, carry)]
+        stride = jnp.maximum(-(-count // KEPT), 1)
+        kept = [jnp.zeros((KEPT, *x.shape), x.dtype).at[0].set(x) for x in map(jnp.asarray, carry)]
 
         def store(i, state):
-            slots, now = state
+            kept, now = state
             now = advance(outer, consts, now)
-            due, slot = (i + 1) % stride == 0, (i + 1) // stride
-            slot = jnp.where(due, slot, SLOTS)
-            return [s.at[slot].set(x, mode="drop") for s, x in zip(slots, now, strict=True)], now
+            due, place = (i + 1) % stride == 0, (i + 1) // stride
+            place = jnp.where(due, place, KEPT)
+            return [s.at[place].set(x, mode="drop") for s, x in zip(kept, now, strict=True)], now
 
-        slots, _ = lax.fori_loop(0, count, store, (slots, list(carry)))
+        kept, _ = lax.fori_loop(0, count, store, (kept, list(carry)))
         totals = filled(semiring, [None] * fixed, outer_like, flags[:fixed])
         arrived = filled(semiring, messages, like, flags[fixed:])
 
         def back(k, state):
             arrived, totals = state
             i = count - 1 - k
-            start = [s[i // stride] for s in slots]
+            start = [s[i // stride] for s in kept]
             now = lax.fori_loop(0, i % stride, lambda _, s: advance(outer, consts, s), start)
             answers = walk(context, body._replace(consts=consts), [*outer, *now], flags).pull(arrived)
             totals = _add(semiring, answers[:fixed], totals)
@@ -256,10 +256,6 @@ def _structs(values):
 
 def _add(semiring, messages, totals):
     return [t if m is None or t is None else semiring.plus(m, t) for m, t in zip(messages, totals, strict=True)]
-
-
-def _inexact(outputs):
-    return tuple(jnp.issubdtype(y.dtype, jnp.inexact) for y in outputs)
 
 
 NESTED = {"call": _call, "remat": _remat, "cond": _cond, "scan": _scan, "while": _while_loop, "custom": _custom}

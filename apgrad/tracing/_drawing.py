@@ -1,4 +1,4 @@
-"""Pictures of a trace: heavy paths through the scopes, influence as a heat map, influence over training.
+"""Pictures of a trace: heavy paths through the scopes, influence as a heat map.
 
 They need matplotlib, which apgrad does not depend on.
 """
@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.extend.core import Literal
 
-from apgrad._ground.arguments import integers, number_of
+from apgrad._ground.arguments import integers
 from apgrad._ground.pictures import new_figure
 from apgrad._programs import jaxprs
 from apgrad.tracing._influence import Influence, PathKind, equations, mean
@@ -35,11 +35,7 @@ def entered(program: jaxprs.Program, inputs: Sequence[int | None]) -> list[int]:
 
 
 def chosen_paths(trace: Trace, parameter: str | None, index: Any, count: int, kind: PathKind) -> list[tuple[str, Any]]:
-    """The paths that a picture shows, with the names of their elements: of one element, or of some that differ.
-
-    Without a parameter each is of another parameter, of its element with the heaviest path: evenly from those that
-    enter the program first to those that enter it last.
-    """
+    """The paths that a picture shows, with the names of their elements: see `draw`."""
     if parameter is not None:
         chosen = [(parameter, integers(index, "index"))]
     else:
@@ -82,7 +78,7 @@ def draw(
     """Paths as a matplotlib figure, from the parameter at the top to the loss at the bottom, folded by scopes.
 
     A line shows through which named scopes a path goes, and its weight after each: the product of the |derivatives| so
-    far. Of one path, the primitives stand beside the line. With `in_axes` the paths are those of the first example.
+    far. With `in_axes` the paths are those of the first example.
 
     Args:
       trace: made by `ap.trace_gradients`.
@@ -91,10 +87,6 @@ def draw(
       index: the index of the element in the parameter.
       count: how many paths are drawn without a `parameter`.
       kind: which paths, "viterbi" or "greedy".
-
-    Raises:
-      ImportError: without matplotlib.
-      ValueError: for an unknown parameter, or an element that no gradient reaches.
     """
     paths = chosen_paths(trace, parameter, index, count, kind)
     scopes = list(dict.fromkeys(step.scope for _, path in paths for step in path))
@@ -142,9 +134,6 @@ def heat_map(influence: Influence, weighed: bool = False) -> Any:
     Args:
       influence: what `ap.tracing.influence` or `Trace.influence` returned.
       weighed: show the share of |gradient| in place of the share of elements.
-
-    Raises:
-      ImportError: without matplotlib.
     """
     influence = influence.top(COLUMNS)
     values = mean(influence.gradient if weighed else influence.share).T
@@ -170,34 +159,4 @@ def heat_map(influence: Influence, weighed: bool = False) -> Any:
     what = "|gradient|" if weighed else "elements"
     ax.set_title(f"share of {what} whose {influence.kind} path runs through", fontsize=9)
     figure.colorbar(image)
-    return figure
-
-
-def influence_over_steps(steps: Sequence[int], influence: Influence, parameter: str | None = None) -> Any:
-    """Influence over training as a matplotlib figure, with one line for each component.
-
-    Args:
-      steps: the numbers of the steps.
-      influence: has the steps as its leading axis, as `lax.scan` collects what `every` returns. NaN is left out.
-      parameter: the name of one parameter; by default the mean over all parameters is drawn.
-
-    Raises:
-      ImportError: without matplotlib.
-      ValueError: for an unknown parameter, or shares without a leading axis.
-    """
-    values = np.asarray(influence.share, float)
-    if values.ndim != 3 or len(values) != len(steps):
-        raise ValueError(f"shares must be (steps, components, parameters), got {values.shape} for {len(steps)} steps")
-    if parameter is None:
-        values = mean(np.moveaxis(values, 2, 0))
-    else:
-        values = values[:, :, number_of(parameter, influence.parameters, "parameter")]
-    there = ~np.all(np.isnan(values), axis=1)
-    figure = new_figure((7, 4))
-    ax = figure.subplots()
-    for name, column in zip(influence.components, values.T, strict=True):
-        ax.plot(np.asarray(steps)[there], column[there], ".-", label=name)
-    ax.set(xlabel="training step", ylabel="share of elements", ylim=(-0.03, 1.03))
-    ax.set_title(parameter or "mean over parameters")
-    ax.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
     return figure

@@ -1,10 +1,9 @@
 """Influence: how much of each parameter is taught through each named component.
 
 The influence of a component on a parameter is the share of the parameter's elements whose path runs through the
-component (DuSell, "Analyzing neural network optimization with gradient tracing", sections 1.2 and 1.3). No path is read
-for this. The messages that find the paths carry sets of components along, as bits: an equation adds its own component
-to each message that goes through, and where messages meet, the set of the greatest message is kept. So one backward
-walk gives the sets of all elements of all parameters.
+component (DuSell, "Analyzing neural network optimization with gradient tracing", sections 1.2 and 1.3). The messages
+that find the paths carry sets of components along, as bits: an equation adds its own component to each message that
+goes through, and where messages meet, the set of the greatest one is kept. So one backward walk suffices.
 """
 
 import dataclasses
@@ -36,8 +35,8 @@ class Influence:
     """Components by parameters: a pytree of two arrays, with the names as static data.
 
     Attributes:
-      share: (..., components, parameters), floating point. Of the parameter's elements that have a path (a gradient
-        that is not zero), the share whose path runs through the component. NaN for a parameter without such elements.
+      share: (..., components, parameters), floating point: of the parameter's elements that have a path, the share
+        whose path runs through the component. NaN for a parameter without such elements.
       gradient: the same share, with each element weighed by its |gradient|.
       components: names of the rows.
       parameters: names of the columns.
@@ -51,7 +50,7 @@ class Influence:
     kind: PathKind = dataclasses.field(metadata={"static": True})
 
     def to_dict(self, weighed: bool = False) -> dict[str, dict[str, float]]:
-        """The shares by parameter and component, the mean over leading axes without NaN.
+        """The shares by parameter and component, means over leading axes without NaN.
 
         Args:
           weighed: give the share of |gradient| in place of the share of elements.
@@ -126,22 +125,16 @@ def influence(
 ) -> Callable[..., Influence]:
     """A function of f's arguments that returns how much of each parameter is taught through each component.
 
-    It works under `jit`, `vmap` (shares get leading axes), `scan` and `cond`; `every` traces each n-th step of a loop.
+    It works under `jit`, `vmap` (shares get leading axes), `scan` and `cond`. A scope that holds a residual add, and so
+    has influence 1, is a `UserWarning`; a function without scopes is a ValueError.
 
     Args:
-      f: the loss, a function that returns a floating-point scalar. Its components are named scopes. Flax Linen names
-        modules itself, `ap.tracing.name_modules` does it for Flax NNX; elsewhere use `jax.named_scope`.
+      f: the loss, as for `ap.semiring_grad`, with named scopes. Flax Linen names modules itself,
+        `ap.tracing.name_modules` does it for Flax NNX; elsewhere use `jax.named_scope`.
       kind: which path an element has: "viterbi", the heaviest, or "greedy", DuSell's Algorithm 1.
       by: what a component is: a named scope, or a primitive.
       depth: how many names of a scope, counted from the outside, make a component; by default all levels do.
       argnums: which positional arguments are the parameters, as for `jax.grad`.
-
-    Returns:
-      `(*args) -> Influence`. A scope that holds a residual add, and so has influence 1, is a `UserWarning`.
-
-    Raises:
-      ValueError: for another kind or depth, or if f has no named scope.
-      TypeError: as for `ap.semiring_grad`.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -220,10 +213,6 @@ def every(n: int, traced: Callable[..., Any]) -> Callable[..., Any]:
     Args:
       n: how many steps there are from one traced step to the next, at least 1.
       traced: a function of arrays that returns floating-point arrays, such as `influence(loss)`.
-
-    Raises:
-      ValueError: for n below 1.
-      TypeError: if `traced` returns an array that is not floating point.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap

@@ -1,8 +1,7 @@
 """Names for the modules of a Flax NNX model: each call of a module happens in a named scope.
 
-Flax Linen names its modules' computations itself, NNX does not. Here each module gets a subclass of its own class, made
-once for each class and name, whose `__call__` opens the scope. So the names outlive `nnx.split` and `nnx.merge`, which
-keep a module's class and nothing else of the object.
+Each module gets a subclass of its own class, made once for each class and name, whose `__call__` opens the scope. So
+the names outlive `nnx.split` and `nnx.merge`, which keep a module's class and nothing else of the object.
 """
 
 import functools
@@ -24,9 +23,6 @@ def name_modules(model: Model) -> Model:
 
     Args:
       model: an NNX module. Its modules stay instances of their classes; calls other than `module(...)` have no scope.
-
-    Raises:
-      TypeError: if the model is no NNX module.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap

@@ -1,10 +1,9 @@
 """Reading one path: from an element of a parameter, edge by edge, to the loss.
 
-No pointers are stored (DuSell's Algorithm 1 stores one for each element of each array). A program is walked once more,
-and the messages of all its variables are kept. At each variable the path goes to the greatest contribution to the
-variable's element: to the equation that sent most, and of its output elements to the one that sent most, which one
-column of the equation's Jacobian shows (a `jax.jvp` with a one-hot tangent). Of two equal contributions the first is
-taken, in the order of the program, of inputs, of steps and of elements.
+DuSell's Algorithm 1 stores a pointer for each element of each array. Here a program is walked once more, and the
+messages of all its variables are kept. At each variable the path goes to the greatest contribution to the variable's
+element: to the equation that sent most, and of its output elements to the one that sent most, which one column of the
+equation's Jacobian shows (a `jax.jvp` with a one-hot tangent). Of two equal contributions the first is taken.
 
 With the messages of `top_k`, each contribution comes with the weights of its own k heaviest paths. The path of rank n
 goes to the contribution that has the n-th greatest of all these weights, and continues as the path of this weight.
@@ -36,8 +35,7 @@ class PathStep(NamedTuple):
       shape: the shape of the primitive's output.
       index: the index of the element of the output at which the edge ends.
       weight: the derivative along the edge.
-      message: what arrived at this element: its |gradient| on a greedy path, the weight of the rest of the path on a
-        viterbi path.
+      message: the weight of the rest of a viterbi path; on a greedy path the element's |gradient|.
     """
 
     primitive: str
@@ -49,22 +47,21 @@ class PathStep(NamedTuple):
     message: float
 
 
-def viterbi(masks: int = 0) -> Semiring:
-    """The semiring of the heaviest path, which has the greatest product of |derivatives|."""
+def _heaviest(compared: int) -> Any:
+    """The plus of a semiring with this option `compared`: sums before the component, what the greater one has after."""
 
     def plus(a, b):
-        greater = (b[0] > a[0]) | (b[0] != b[0])
-        return tuple(jnp.where(greater, y, x) for x, y in zip(a, b, strict=True))
+        greater = (b[compared] > a[compared]) | jnp.isnan(b[compared])
+        pairs = enumerate(zip(a, b, strict=True))
+        return tuple(x + y if i < compared else jnp.where(greater, y, x) for i, (x, y) in pairs)
 
-    return Semiring(
-        "viterbi",
-        lambda w: (jnp.abs(w),),
-        lambda a, b: (a[0] * b[0], *(x for x in b[1:])),
-        plus,
-        (0.0, *(0,) * masks),
-        (1.0, *(0,) * masks),
-        compared=0,
-    )
+    return plus
+
+
+def viterbi(masks: int = 0) -> Semiring:
+    """The semiring of the heaviest path, which has the greatest product of |derivatives|."""
+    times, none = lambda a, b: (a[0] * b[0], *b[1:]), (0,) * masks
+    return Semiring("viterbi", lambda w: (jnp.abs(w),), times, _heaviest(0), (0.0, *none), (1.0, *none), compared=0)
 
 
 def greedy(masks: int = 0) -> Semiring:
@@ -73,21 +70,10 @@ def greedy(masks: int = 0) -> Semiring:
     The components are the gradient g, the greatest |w g| among the contributions, and the masks of this contribution.
     A vertex that has all its contributions sends on its whole gradient (`settle`). So this is no semiring.
     """
-
-    def plus(a, b):
-        greater = (b[1] > a[1]) | (b[1] != b[1])
-        return (a[0] + b[0], *(jnp.where(greater, y, x) for x, y in zip(a[1:], b[1:], strict=True)))
-
-    return Semiring(
-        "greedy",
-        lambda w: (w,),
-        lambda a, b: (a[0] * b[0], jnp.abs(a[0]) * b[1], *b[2:]),
-        plus,
-        (0.0, 0.0, *(0,) * masks),
-        (1.0, 1.0, *(0,) * masks),
-        settle=lambda m: (m[0], jnp.abs(m[0]), *m[2:]),
-        compared=1,
-    )
+    times, none = lambda a, b: (a[0] * b[0], jnp.abs(a[0]) * b[1], *b[2:]), (0,) * masks
+    settle = lambda m: (m[0], jnp.abs(m[0]), *m[2:])
+    zero, one = (0.0, 0.0, *none), (1.0, 1.0, *none)
+    return Semiring("greedy", lambda w: (w,), times, _heaviest(1), zero, one, settle=settle, compared=1)
 
 
 class Element(NamedTuple):
@@ -140,23 +126,23 @@ class Reader:
         variable, (_, index, rank), steps, start = jaxpr.invars[at.number], at, [], 0
         while True:
             candidates = [
-                ((number, slot), [w[index] for w in weights])
-                for number, (atoms, contributions) in enumerate(rows[start:], start)
-                for slot, (atom, weights) in enumerate(zip(atoms, contributions, strict=True))
+                ((row, number), [w[index] for w in weights])
+                for row, (atoms, contributions) in enumerate(rows[start:], start)
+                for number, (atom, weights) in enumerate(zip(atoms, contributions, strict=True))
                 if atom is variable and weights is not None
             ]
             chosen = ranked(candidates, rank)
             if chosen is None:
                 return [], None
-            (number, slot), rank = chosen
-            if number == len(jaxpr.eqns):
-                return steps, Element(slot, index, rank)
-            eqn, place = jaxpr.eqns[number], Element(slot, index, rank)
-            more, end = self._through(scope, eqn, given[number], flags[number], arrived[number], place)
+            (row, number), rank = chosen
+            if row == len(jaxpr.eqns):
+                return steps, Element(number, index, rank)
+            eqn, place = jaxpr.eqns[row], Element(number, index, rank)
+            more, end = self._through(scope, eqn, given[row], flags[row], arrived[row], place)
             if end is None:
                 return [], None
             output, index, rank = end
-            steps, variable, start = steps + more, eqn.outvars[output], number + 1
+            steps, variable, start = steps + more, eqn.outvars[output], row + 1
 
     def _weights(self, messages):
         """Of each message, the components that say how heavy its paths are."""
@@ -244,9 +230,9 @@ class Reader:
 
     def _loop(self, scope, inside, inputs, active, arrived, at) -> Way:
         """Through the steps of a scan or a while, each walked by itself."""
-        semiring, context, program, (slot, index, rank) = self.context.semiring, self.context, inside.jaxprs[-1], at
+        semiring, context, program, (number, index, rank) = self.context.semiring, self.context, inside.jaxprs[-1], at
         first, fixed, carried = inside.loop
-        inputs, last, slot = [jnp.asarray(x) for x in inputs], fixed + carried, slot - first
+        inputs, last, number = [jnp.asarray(x) for x in inputs], fixed + carried, number - first
         tested, inputs, active = inputs[:first], inputs[first:], active[first:]
         active = control.active_carry(program, active, fixed, carried)
         outer, carry, xs = inputs[:fixed], inputs[fixed:last], inputs[last:]
@@ -277,18 +263,18 @@ class Reader:
             arriving = filled(semiring, answers[fixed:last], values[fixed:last])
         messages, sent = messages[::-1], sent[::-1]
         if not stages:
-            return [], Element(slot - fixed, index, rank) if slot >= fixed else None
+            return [], Element(number - fixed, index, rank) if number >= fixed else None
         step, steps = 0, []
-        if slot < fixed:
-            weights = [self._weights(answers)[slot] for answers in sent]
+        if number < fixed:
+            weights = [self._weights(answers)[number] for answers in sent]
             chosen = ranked([(t, [w[index] for w in each]) for t, each in enumerate(weights) if each], rank)
             if chosen is None:
                 return [], None
             step, rank = chosen
-        elif slot >= last:
+        elif number >= last:
             step, index = slices.index(index[0]), index[1:]
         while True:
-            place = Element(slot, index, rank)
+            place = Element(number, index, rank)
             more, end = self.follow(scope, program, stages[step], active, messages[step], place)
             if end is None:
                 return [], None
@@ -298,4 +284,4 @@ class Reader:
             step, (output, index, rank) = step + 1, end
             if step == len(stages):
                 return steps, end
-            slot = fixed + output
+            number = fixed + output

@@ -19,8 +19,7 @@ def semiring_grad(f: Callable[..., Any], semiring: Semiring, argnums: int | Sequ
     """Backpropagation with the semiring's sum and product: `jax.grad` with another sum.
 
     Along every path from an element of an argument to the loss the semiring multiplies the derivatives, and over all
-    these paths it adds the products. The paths go through the primitives that JAX traces, element by element: in a
-    matrix product, each input element has an edge to each output element that it goes into.
+    these paths it adds the products. Paths go through the primitives that JAX traces, element by element.
 
     Args:
       f: the loss, a function that returns a floating-point scalar. If f comes from `ap.randomize`, the function that
@@ -30,15 +29,12 @@ def semiring_grad(f: Callable[..., Any], semiring: Semiring, argnums: int | Sequ
       argnums: which positional arguments, as for `jax.grad`. All others reach f as they are, strings and functions too.
 
     Returns:
-      A function of f's arguments. For each array of the chosen arguments it returns `semiring.finish(value)`, in the
-      structure of `jax.grad`'s result. It works under `jit`, `vmap` and `scan`.
+      A function of f's arguments: `semiring.finish(value)` for each array of the chosen ones, in the structure of
+      `jax.grad`'s result. It works under `jit`, `vmap` and `scan`.
 
     Raises:
-      TypeError: for a semiring whose functions return no values; at trace time, if f returns no floating-point scalar,
-        a chosen argument is not floating point, f has a backward pass that is no sum over edges, or what is traced
-        goes through a mutable reference.
-      ValueError: for a semiring that is not of its `kind`; at trace time, if the Jacobian of a primitive without a rule
-        is too large, or for argnums that name no argument or one twice.
+      TypeError: at trace time, if f has a backward pass that is no sum over edges, or writes a mutable reference.
+      ValueError: for a semiring that is not of its `kind`; if the Jacobian of a primitive without a rule is too large.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap

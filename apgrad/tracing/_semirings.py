@@ -3,9 +3,8 @@
 Backpropagation computes, for each scalar v of a computation graph, g_v = sum over its edges (u, v) of w(u, v) g_u
 (DuSell, "Analyzing neural network optimization with gradient tracing", eq. 1.6): a sum over all paths from v to the
 loss of the products of the derivatives w along them. Sum and product may be those of any semiring (Goodman, "Semiring
-parsing", 1999; Du et al., "Generalizing backpropagation for gradient-based interpretability", ACL 2023): times
-distributes over plus, so one walk computes the plus over all paths of the times along them. With max for the sum it is
-the heaviest path. A semiring's value is a tuple of arrays, all of the shape of the variable they belong to.
+parsing", 1999; Du et al., "Generalizing backpropagation for gradient-based interpretability", ACL 2023), since times
+distributes over plus. A semiring's value is a tuple of arrays, all of the shape of the variable they belong to.
 """
 
 import functools
@@ -31,14 +30,14 @@ class Semiring(NamedTuple):
       lift: `derivative -> value`, elementwise: what the derivative along an edge counts.
       times: `(lifted, message) -> message`, elementwise and broadcasting: the message at the other end of an edge.
       plus: `(value, value) -> value`, elementwise and associative: what edges that meet add up to. Of two equal values
-        the first is to win: contributions come in the order of the program and of the elements.
+        the first is to win.
       zero: the zero of plus, the value of no path: for each component a float, which stands for the variable's dtype,
-        or an int, which stands for unsigned 32-bit integers.
+        or an int, which stands for uint32.
       one: the one of times, the message at the loss, in the same form.
       finish: `value -> result`, what the user gets for each argument. By default the only component, or the tuple.
-      kind: "add" if plus is componentwise addition and times is bilinear, "max" if there is one component and plus is
-        its maximum: both then run as fast as can be. "gradient" is an "add" whose messages are JAX's own cotangents:
-        a primitive without a rule is then left to `jax.vjp`. Otherwise None.
+      kind: "add" if plus is componentwise addition and times is bilinear, "max" if plus is the maximum of a single
+        component: both then run fast. "gradient" is an "add" whose messages are JAX's own cotangents, so that a
+        primitive without a rule is left to `jax.vjp`. Otherwise None.
       settle: `message -> message`, applied when all contributions to a variable are in. The identity in a semiring.
       compared: a component's number, if plus adds up the components before this one, and takes this one and all later
         ones from the value in which this one is greater: then less has to be compiled.
@@ -123,11 +122,8 @@ def ordinary() -> Semiring:
     return Semiring("ordinary", lambda w: (w,), _multiply, _add, (0.0,), (1.0,), kind="gradient")
 
 
-def max_product(log: bool = False) -> Semiring:
+def max_product() -> Semiring:
     """The weight of the heaviest path, the greatest product of |derivatives| (Viterbi).
-
-    Args:
-      log: keep logarithms, which do not underflow on long paths; the result is the logarithm of the weight.
 
     Example:
       >>> import apgrad as ap
@@ -135,9 +131,6 @@ def max_product(log: bool = False) -> Semiring:
       3.0
     """
     plus = lambda a, b: (greater(a[0], b[0]),)
-    if log:
-        lift = lambda w: (_log(jnp.abs(w), -jnp.inf),)
-        return Semiring("log-space max-product", lift, _add, plus, (-jnp.inf,), (0.0,), kind="max")
     return Semiring("max-product", lambda w: (jnp.abs(w),), _multiply, plus, (0.0,), (1.0,), kind="max")
 
 
@@ -155,9 +148,9 @@ def absolute_sum() -> Semiring:
 def entropy() -> Semiring:
     """The entropy, in nats, of the path when each is drawn in proportion to its weight.
 
-    The expectation semiring (Eisner, "Parameter estimation for probabilistic finite-state transducers", ACL 2002;
-    Li & Eisner, 2009): of each path's weight p it sums p and r = p log p, by (p, r)(p', r') = (pp', pr' + rp').
-    With Z the sum of the p, the entropy is log Z - (sum of r) / Z. It is zero where there is one path, or none.
+    The expectation semiring (Eisner, "Parameter estimation for probabilistic finite-state transducers", ACL 2002): of
+    each path's weight p it sums p and r = p log p, by (p, r)(p', r') = (pp', pr' + rp'). With Z the sum of the p, the
+    entropy is log Z - (sum of r) / Z. It is zero where there is one path, or none.
 
     Example:
       >>> import apgrad as ap
@@ -173,7 +166,7 @@ def entropy() -> Semiring:
 
     return Semiring(
         "entropy",
-        lambda w: (jnp.abs(w), jnp.abs(w) * _log(jnp.abs(w), 0.0)),
+        lambda w: (jnp.abs(w), -jax.scipy.special.entr(jnp.abs(w))),
         lambda a, b: (a[0] * b[0], a[0] * b[1] + a[1] * b[0]),
         _add,
         (0.0, 0.0),
@@ -183,15 +176,11 @@ def entropy() -> Semiring:
     )
 
 
-def top_k(k: int, log: bool = False) -> Semiring:
-    """The weights of the k heaviest paths, in descending order; zero where there are fewer.
+def top_k(k: int) -> Semiring:
+    """The weights of the k heaviest paths, in descending order on a last axis; zero where there are fewer.
 
     Args:
       k: at least 1.
-      log: keep logarithms, as in `max_product`; the results are logarithms.
-
-    Returns:
-      A semiring whose results have a last axis of size k.
 
     Example:
       >>> import apgrad as ap
@@ -199,7 +188,6 @@ def top_k(k: int, log: bool = False) -> Semiring:
       Array([3., 2.], dtype=float32)
     """
     k = whole("k of top_k", k)
-    single = max_product(log)
 
     def plus(a, b):
         # Of two descending lists: the n-th of both is the greatest that is below n - 1 others, min(a_i, b_(n-i)).
@@ -210,12 +198,12 @@ def top_k(k: int, log: bool = False) -> Semiring:
         return tuple(best)
 
     return Semiring(
-        f"top {k}{', log-space' if log else ''}",
-        single.lift,
-        lambda a, b: tuple(single.times(a, (x,))[0] for x in b),
+        f"top {k}",
+        lambda w: (jnp.abs(w),),
+        lambda a, b: tuple(a[0] * x for x in b),
         plus,
-        k * single.zero,
-        single.one + (k - 1) * single.zero,
+        k * (0.0,),
+        (1.0, *(k - 1) * (0.0,)),
         lambda value: jnp.stack(value, axis=-1),
     )
 
@@ -231,8 +219,3 @@ def _multiply(a, b):
 
 def _add(a, b):
     return tuple(x + y for x, y in zip(a, b, strict=True))
-
-
-def _log(x, of_zero):
-    positive = x != 0
-    return jnp.where(positive, jnp.log(jnp.where(positive, x, jnp.ones_like(x))), jnp.full_like(x, of_zero))

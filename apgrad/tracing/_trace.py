@@ -30,8 +30,8 @@ def trace_gradients(
     Args:
       f: the loss, a function that returns a floating-point scalar.
       argnums: which positional arguments are the parameters, as for `jax.grad`.
-      in_axes: the axes of examples, as for `jax.vmap`. If given, f is the loss of one example, and each example is
-        traced by itself; arrays are then given by position. By default f is traced as a whole.
+      in_axes: if f is the loss of one example, the axes of examples, as for `jax.vmap`; arrays are then given by
+        position, and each example is traced by itself.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -63,9 +63,7 @@ def trace_gradients(
 
 
 class Trace:
-    """A loss at one point, made by `trace_gradients`: ask it for weights, paths and influence.
-
-    What it has found it keeps. At a further point of the same function and shapes nothing is compiled again.
+    """A loss at one point, made by `trace_gradients`; it keeps what it found, and compiled, for the next point too.
 
     Attributes:
       parameters: the names of the parameters.
@@ -118,9 +116,7 @@ class Trace:
         depth: int | None = None,
         top: int | None = None,
     ) -> Influence:
-        """For each component and parameter the share of elements whose path runs through it; see `tracing.influence`.
-
-        With `in_axes` the shares have a leading axis of examples.
+        """As `tracing.influence`; with `in_axes` the shares have a leading axis of examples.
 
         Args:
           kind: which path an element has: "viterbi", the heaviest, or "greedy".
@@ -148,8 +144,7 @@ class Trace:
           example: the number of the example, if examples are traced by themselves.
 
         Raises:
-          ValueError: for an unknown parameter or kind, an `example` without `in_axes`, or a path weight that is NaN.
-          IndexError: for an index outside the parameter's shape.
+          ValueError: also for a path weight that is NaN.
         """
         require_options(kind)
         return (
@@ -161,17 +156,11 @@ class Trace:
     ) -> list[list[PathStep]]:
         """The heaviest paths of one element, the heaviest first; fewer where there are fewer.
 
-        Their weights are those of `ap.semiring_grad` with `top_k(count)`.
-
         Args:
-          parameter: one of the names in `parameters`.
+          parameter: as for `path`.
           index: as for `path`.
           count: how many paths, at least 1.
           example: as for `path`.
-
-        Raises:
-          ValueError: as for `path`, or for a count below 1.
-          IndexError: for an index outside the parameter's shape.
 
         Example:
           >>> import apgrad as ap
@@ -230,9 +219,9 @@ def _leaf_axes(args, kwargs, in_axes):
     """The axis of each leaf of the arguments, as `jax.vmap` understands and checks `in_axes`; the size of all axes."""
     if any(jnp.ndim(x) for x in jax.tree.leaves(kwargs) if hasattr(x, "shape")):
         raise ValueError("in_axes are of positional arguments: give arrays by position, and None in in_axes if shared")
-    jax.vmap(lambda *_: 0, in_axes if is_single(in_axes) else tuple(in_axes), None)(*args)
+    axes = in_axes if is_single(in_axes) else tuple(in_axes)
+    jax.vmap(lambda *_: 0, axes, None)(*args)
     is_none = lambda x: x is None
-    axes = (in_axes,) * len(args) if is_single(in_axes) else tuple(in_axes)
     axes = jax.tree.leaves(jax.tree.broadcast(axes, tuple(args), is_leaf=is_none), is_leaf=is_none)
     pairs = zip(jax.tree.leaves(args, is_leaf=is_none), axes, strict=True)
     kept = [(x, axis) for x, axis in pairs if x is not None]

@@ -24,6 +24,15 @@ from experiments import harness
 KEY = jax.random.key(0)
 SEMIRINGS = ("max-product", "ordinary", "influence", "absolute sum", "log max-product", "entropy", "top 3")
 MODELS = ("MLP-300", "LSTM-50", "transformer")
+LOGARITHMS = ap.tracing.Semiring(
+    "log max-product",
+    lift=lambda w: (jnp.log(jnp.abs(w)),),
+    times=lambda a, b: (a[0] + b[0],),
+    plus=lambda a, b: (jnp.maximum(a[0], b[0]),),
+    zero=(-jnp.inf,),
+    one=(0.0,),
+    kind="max",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +119,7 @@ def semirings() -> dict[str, Any]:
     return {
         "ordinary": t.ordinary(),
         "max-product": t.max_product(),
-        "log max-product": t.max_product(log=True),
+        "log max-product": LOGARITHMS,
         "absolute sum": t.absolute_sum(),
         "entropy": t.entropy(),
         "top 3": t.top_k(3),

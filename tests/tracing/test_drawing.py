@@ -50,14 +50,5 @@ def test_figures_have_the_size_of_a_page_and_show_what_was_asked_for(trace):
     large = ap.tracing.Influence(shares, shares, names("at", 40), names("p", 90), "greedy")
     assert max(map(len, str(large).splitlines())) <= 100 and "components with less influence" in str(large)
     assert trace.influence(top=1).components == ("head",) == influence.top(1).components
-    many = jax.tree.map(lambda x: jnp.stack([x, np.nan * x, x]), influence)
-    over = ap.tracing.influence_over_steps([0, 1, 2], many, "w")
-    for figure in (ap.tracing.heat_map(large), ap.tracing.draw(trace), over):
+    for figure in (ap.tracing.heat_map(large), ap.tracing.draw(trace)):
         assert figure.get_size_inches()[0] <= 8 and figure.get_size_inches()[1] <= 11
-    (ax,) = over.axes
-    assert [line.get_label() for line in ax.lines] == ["rnn", "head"]
-    assert ax.lines[0].get_xdata().tolist() == [0, 2]
-    with pytest.raises(ValueError, match="no parameter 'u'; did you mean 'w'"):
-        ap.tracing.influence_over_steps([0, 1, 2], many, "u")
-    with pytest.raises(ValueError, match="steps"):
-        ap.tracing.influence_over_steps([0], influence)

@@ -1,7 +1,5 @@
 """Scopes that influence speaks of: modules of NNX models get them, and one that holds a residual add is warned of."""
 
-import warnings
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,9 +47,6 @@ def test_named_modules_compute_the_same_in_scopes():
     table = str(found).splitlines()  # more parameters than fit beside each other: a row for each
     assert len(table) == 1 + len(found.parameters) and max(map(len, table)) < 120
     assert found.to_dict()["head/bias"]["block"] == 0
-
-
-def test_only_nnx_modules_are_named():
     with pytest.raises(TypeError, match="takes a Flax NNX module, got function"):
         ap.tracing.name_modules(lambda x: x)
 
@@ -64,48 +59,34 @@ def block(w, x, inside):
     return x + branch
 
 
-def residual_network(inside, wrap):
-    def loss(params, x):
-        step = wrap(lambda w, x: block(w, x, inside))
-        with jax.named_scope("embed"):
-            x = x @ params[0]
-        with jax.named_scope("body"):
-            x = step(params[1], x)
-        return jnp.sum(x + 1.0)
+def test_a_residual_add_within_a_scope_is_a_warning_that_names_the_scope():
+    embed, body = jax.named_scope("embed")(jnp.matmul), jax.named_scope("body")
 
-    return loss
+    def loss(params, x, inside, wrap):
+        return jnp.sum(body(wrap(lambda w, x: block(w, x, inside)))(params[1], embed(x, params[0])) + 1.0)
 
+    def in_scan(params, x):
+        return jnp.sum(jax.lax.scan(lambda x, w: (block(w, x, True), None), x @ params[0], params[1][None])[0])
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"])
-def test_a_residual_add_within_a_scope_is_a_warning_that_names_the_scope(wrap):
-    params, x = [jnp.eye(2), 0.3 * jnp.eye(2)], jnp.ones((1, 2))
-    trace = lambda inside, depth: jax.eval_shape(
-        ap.tracing.influence(residual_network(inside, wrap), depth=depth), params, x
-    )
-    with pytest.warns(UserWarning, match="'body', 'body/block': a scope adds what comes in"):
-        trace(True, None)
-    with pytest.warns(UserWarning, match="influence: 'body': "):
-        trace(False, 1)
-    with warnings.catch_warnings():  # the block alone is the branch: nothing to warn of
-        warnings.simplefilter("error")
-        ap.tracing.influence(lambda params, x: jnp.sum(block(params[0], x, False)))(params, x)
+    def influence(loss, depth=None):
+        return jax.eval_shape(ap.tracing.influence(loss, depth=depth), [jnp.eye(2), jnp.eye(2)], jnp.ones((1, 2)))
 
-
-def test_a_residual_add_in_the_steps_of_a_scan_is_found():
-    def loss(params, x):
-        return jnp.sum(jax.lax.scan(lambda x, w: (block(w, x, True), None), x @ params[0], params[1])[0])
-
-    params = [jnp.eye(2), jnp.ones((3, 2, 2))]
+    for wrap in (lambda f: f, jax.jit, jax.checkpoint):
+        with pytest.warns(UserWarning, match="'body', 'body/block': a scope adds what comes in"):
+            influence(lambda params, x, wrap=wrap: loss(params, x, True, wrap))
+        with pytest.warns(UserWarning, match="influence: 'body': "):
+            influence(lambda params, x, wrap=wrap: loss(params, x, False, wrap), 1)
     with pytest.warns(UserWarning, match="'block': a scope"):
-        jax.eval_shape(ap.tracing.influence(loss), params, jnp.ones((1, 2)))
+        influence(in_scan)
 
 
-def test_biases_and_sums_of_branches_are_no_residual_adds():
+def test_branches_biases_and_sums_of_branches_are_no_residual_adds():
     def loss(params, x):
         with jax.named_scope("dense"):
             h = x @ params[0] + params[1]
         with jax.named_scope("two"):
             h = jnp.sin(h) + jnp.cos(h)
-        return jnp.sum(h)
+        return jnp.sum(block(params[0], h, False))
 
-    ap.tracing.influence(loss)([jnp.eye(2), jnp.ones(2)], jnp.ones((1, 2)))  # warnings are errors
+    # Warnings are errors.
+    jax.eval_shape(ap.tracing.influence(loss), [jnp.eye(2), jnp.ones(2)], jnp.ones((1, 2)))

@@ -86,9 +86,8 @@ def test_greedy_is_algorithm_1():
         assert [(s.primitive, s.index) for s in trace.path("x", index, "greedy")] == wanted
 
 
-@pytest.mark.parametrize("name", ["control", "reparameterization"])
-def test_a_viterbi_path_has_the_weight_that_backpropagation_found(name):
-    loss, params = MODELS[name]()
+def test_a_viterbi_path_has_the_weight_that_backpropagation_found():
+    loss, params = MODELS["reparameterization"]()
     trace = ap.trace_gradients(loss)(params)
     rng = np.random.default_rng(0)
     for parameter, weights in list(zip(trace.parameters, jax.tree.leaves(trace.weights), strict=True))[:3]:
@@ -98,9 +97,8 @@ def test_a_viterbi_path_has_the_weight_that_backpropagation_found(name):
         np.testing.assert_allclose(np.prod([abs(s.weight) for s in path]), weights[index], rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["control", "mlp"])
-def test_the_heaviest_paths_are_different_and_have_the_weights_of_top_k(name):
-    loss, params = MODELS[name]()
+def test_the_heaviest_paths_are_different_and_have_the_weights_of_top_k():
+    loss, params = MODELS["control"]()
     trace = ap.trace_gradients(loss)(params)
     number = len(trace.parameters) - 1
     weights = jax.tree.leaves(jax.jit(ap.semiring_grad(loss, ap.tracing.top_k(4)))(params))[number]
@@ -109,13 +107,6 @@ def test_the_heaviest_paths_are_different_and_have_the_weights_of_top_k(name):
     assert len(found) == 4 and len({str([s[:5] for s in path]) for path in found}) == 4
     np.testing.assert_allclose([np.prod([abs(s.weight) for s in path]) for path in found], weights[index], rtol=1e-4)
     assert found[0] == trace.path(trace.parameters[number], index)
-
-
-def test_there_may_be_fewer_paths():
-    trace = ap.trace_gradients(lambda x: 2.0 * x[0] + 0.0 * x[1])(jnp.ones(2))
-    assert len(trace.paths("x", 0)) == 1 and trace.paths("x", 1) == []
-    with pytest.raises(ValueError, match="k of top_k must be an integer of at least 1"):
-        trace.paths("x", 0, 0)
 
 
 def test_steps_of_loops_and_scopes():
@@ -221,46 +212,38 @@ def test_in_a_jitted_training_loop():
     _, seen = train(params)
     traced = ~jnp.all(jnp.isnan(seen.share), axis=(1, 2))
     assert traced.tolist() == [True, False, False, True, False, False]
+    both = jax.tree.map(lambda x: x[jnp.array([0, 3])], seen)  # means leave out what was not traced
+    assert seen.to_dict() == both.to_dict() and str(seen) == str(both)
     alone = jax.jit(ap.tracing.influence(loss, depth=2))(params)
     np.testing.assert_allclose(seen.share[0], alone.share)
     assert seen.components == alone.components and "MLP/Dense_0" in seen.components
 
 
 def test_errors():
-    with pytest.raises(ValueError, match="no named scopes"):
-        ap.tracing.influence(lambda x: x**2)(1.0)
-    assert ap.tracing.influence(lambda x: x**3, by="primitive")(1.0).components == ("integer_pow",)
-    for options in ({"kind": "best"}, {"by": "layer"}, {"depth": 0}):
-        with pytest.raises(ValueError, match="got"):
-            ap.tracing.influence(lambda x: x, **options)
-    with pytest.raises(ValueError, match="n of every must be"):
-        ap.tracing.every(0, lambda: None)
-    trace = ap.trace_gradients(lambda x: jnp.sum(x))(jnp.ones(2))
-    with pytest.raises(ValueError, match="no parameter 'y'; did you mean 'x'"):
-        trace.path("y")
-    with pytest.raises(IndexError, match="no element"):
-        trace.path("x", 2)
-    with pytest.raises(TypeError, match=r"tracing.influence"):
-        jax.jit(ap.trace_gradients(lambda x: jnp.sum(x)))(1.0)
+    t, trace = ap.tracing, ap.trace_gradients(lambda x: jnp.sum(x))(jnp.ones(2))
+    assert t.influence(lambda x: x**3, by="primitive")(1.0).components == ("integer_pow",)
+    product = lambda w, x, y=1.0: jnp.sum(w * x * y)
+    of_three = lambda axes, w=1.0, **kwargs: ap.trace_gradients(product, in_axes=axes)(w, jnp.ones(3), **kwargs)
     for called, error, words in (
-        (lambda: trace.path("x", 1.5), TypeError, "index must be an integer"),
+        (lambda: t.influence(lambda x: x**2)(1.0), ValueError, "no named scopes"),
+        (lambda: t.influence(sum, kind="best"), ValueError, "got 'best'"),  # pyright: ignore
+        (lambda: t.influence(sum, by="layer"), ValueError, "got 'layer'"),  # pyright: ignore
+        (lambda: t.influence(sum, depth=1.5), ValueError, "number of names.*got 1.5"),  # pyright: ignore
+        (lambda: t.every(0, lambda: None), ValueError, "n of every must be"),
+        (lambda: t.every(2, lambda x: jnp.argmax(x))(0, jnp.ones(2)), TypeError, "floating point; got int32"),
+        (lambda: trace.path("y"), ValueError, "no parameter 'y'; did you mean 'x'"),
+        (lambda: trace.path("x", 2), IndexError, "no element"),
+        (lambda: trace.path("x", 1.5), TypeError, "index must be an integer"),  # pyright: ignore
         (lambda: trace.path("x", 0, example=7), ValueError, "without in_axes"),
-        (lambda: trace.paths("x", 0, 2.5), ValueError, "must be an integer"),
-        (lambda: ap.tracing.influence(sum, depth=1.5), ValueError, "number of names"),
-        (lambda: ap.tracing.every(2, lambda x: jnp.argmax(x))(0, jnp.ones(2)), TypeError, "floating point; got int32"),
+        (lambda: trace.paths("x", 0, 2.5), ValueError, "must be an integer"),  # pyright: ignore
+        (lambda: jax.jit(ap.trace_gradients(lambda x: jnp.sum(x)))(1.0), TypeError, r"tracing.influence"),
+        (lambda: of_three((None, 0), y=jnp.ones(2)), ValueError, "give arrays by position"),
+        (lambda: of_three((None, 1)), ValueError, r"axis 1, .*\(its shape is \(3,\)\)"),
+        (lambda: of_three((None,)), ValueError, r"len\(in_axes\)=1, len\(args\)=2"),
+        (lambda: of_three((0, 0), jnp.ones(2)), ValueError, "inconsistent sizes"),
     ):
         with pytest.raises(error, match=words):
             called()
-    product = lambda w, x, y=1.0: jnp.sum(w * x * y)
-    for args, kwargs, axes, words in (
-        ((1.0, jnp.ones(3)), {"y": jnp.ones(2)}, (None, 0), "give arrays by position"),
-        ((1.0, jnp.ones(3)), {}, (None, 1), r"axis 1, .*\(its shape is \(3,\)\)"),
-        ((1.0, jnp.ones(3)), {}, (None,), r"len\(in_axes\)=1, len\(args\)=2"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            ap.trace_gradients(product, in_axes=axes)(*args, **kwargs)
-    with pytest.raises(ValueError, match="inconsistent sizes"):
-        ap.trace_gradients(lambda x, y: jnp.sum(x * y), in_axes=(0, 0))(jnp.ones(2), jnp.ones(3))
 
 
 def test_an_element_whose_weight_is_no_number_has_no_path_that_is_the_heaviest():
@@ -272,16 +255,12 @@ def test_an_element_whose_weight_is_no_number_has_no_path_that_is_the_heaviest()
     assert trace.path("x", np.int64(2)) == trace.path("x", (jnp.int32(-1),))
 
 
-def test_the_path_of_the_loss_itself_has_no_edges_and_is_one():
+def test_there_may_be_fewer_paths_and_the_loss_itself_has_one_without_edges():
+    trace = ap.trace_gradients(lambda x: 2.0 * x[0] + 0.0 * x[1])(jnp.ones(2))
+    assert len(trace.paths("x", 0)) == 1 and trace.paths("x", 1) == []
     assert ap.trace_gradients(lambda x, y: x)(1.0, 2.0).paths("x") == [[]]
     assert ap.trace_gradients(lambda x, y: x, argnums=1)(1.0, 2.0).paths("x") == []
     assert ap.trace_gradients(lambda x, y: y)({}, 2.0).gradient == {}
-
-
-def test_means_leave_out_what_was_not_traced():
-    loss = lambda w: jnp.sum(jax.named_scope("cube")(lambda w: w**3)(w))
-    seen = jax.vmap(ap.tracing.every(2, ap.tracing.influence(loss)), (0, None))(jnp.arange(3), jnp.ones(2))
-    assert seen.to_dict() == {"x": {"cube": 1.0}} and "1.000" in str(seen)
 
 
 def test_a_second_point_of_equal_shapes_compiles_nothing_and_closures_may_change():
@@ -290,7 +269,7 @@ def test_a_second_point_of_equal_shapes_compiles_nothing_and_closures_may_change
     def loss(params, x, labels):
         def step(h, w):
             with jax.named_scope("cell"):
-                return jax.nn.gelu(h @ w) * scale, None
+                return jax.nn.relu(h @ w) * scale, None
 
         with jax.named_scope("rnn"):
             h, _ = jax.lax.scan(step, x, params["w"])
