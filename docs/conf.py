@@ -39,7 +39,7 @@ exclude_patterns = ["figures", "inventories"]
 templates_path = []
 suppress_warnings = ["toc.empty_glob", "misc.highlighting_failure"]
 
-# The names of other libraries that these pages speak of: a build has no network, so their inventories stand here as text.
+# The names of other libraries that these pages speak of: a build has no network, so inventories stand here as text.
 LIBRARIES = {
     "jax": "https://docs.jax.dev/en/latest/",
     "flax": "https://flax.readthedocs.io/en/latest/",

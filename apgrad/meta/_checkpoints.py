@@ -4,9 +4,9 @@
         checkpoints.save(step, tree)
         tree = checkpoints.restore(checkpoints.latest(), tree)
 
-Orbax renames a finished checkpoint into its place, so that a kill leaves the earlier ones as they were. It stores no
-array of size 0, does not notice a changed bit in a file, and joins the names of nested keys: so arrays are stored by
-number, and orbax's metadata of the checkpoint holds the name, shape, dtype and checksum of each.
+Orbax renames a finished checkpoint into its place, so a kill leaves the earlier ones as they were. It stores no array
+of size 0, does not notice a changed bit, and joins the names of nested keys: so arrays are stored by number, and
+orbax's metadata of the checkpoint holds the name, shape, dtype and checksum of each.
 """
 
 import json
@@ -57,14 +57,11 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, step: int, tree: Any) -> None:
-        """Writes a checkpoint and returns when it is on disk; in a run of several processes all of them call this.
+        """Writes a checkpoint and returns when it is on disk; all processes of a run call this.
 
         Args:
-          step: the number of the checkpoint, larger than that of every checkpoint in the folder.
+          step: the number of the checkpoint, larger than all in the folder, or a ValueError.
           tree: a pytree of arrays and PRNG keys.
-
-        Raises:
-          ValueError: if the folder has a checkpoint of this step, or of a later one.
         """
         latest = self.latest()
         if whole("step", step, 0) <= (-1 if latest is None else latest):
@@ -73,7 +70,7 @@ class Checkpoints:
                 "step, or delete the folders of the steps that are to be written again."
             )
         arrays = _arrays(tree)
-        text = json.dumps([_forms(arrays), {name: int(_checksum(x)) for name, x in arrays.items()}])
+        text = json.dumps(_described(arrays))
         metadata = {"arrays": text, "checksum": zlib.crc32(text.encode())}
         self._manager.save(step, args=self._args.StandardSave(_stored(arrays, step)), custom_metadata=metadata)
         self._manager.wait_until_finished()
@@ -83,7 +80,7 @@ class Checkpoints:
 
         Args:
           step: the number of the checkpoint.
-          like: a pytree of the same structure, shapes and dtypes; the arrays that are read get its shardings.
+          like: a pytree of the same structure, shapes, dtypes and shardings.
 
         Raises:
           ValueError: if the checkpoint has another form, naming what differs, or is damaged, saying what to do.
@@ -93,10 +90,10 @@ class Checkpoints:
             metadata: Any = self._manager.metadata(step).custom_metadata
             if zlib.crc32(metadata["arrays"].encode()) != metadata["checksum"]:
                 raise ValueError("its description has changed")
-            there, checksums = json.loads(metadata["arrays"])
+            described = json.loads(metadata["arrays"])
         except Exception as error:  # orbax raises what its parts raise: of files, JSON, the array store, None
             raise self._damaged(step, f"{type(error).__name__}: {error}") from error
-        here = _forms(wanted)
+        there, here = {n: form for n, (form, _) in described.items()}, {n: _form(x) for n, x in wanted.items()}
         if differing := sorted(n for n in {**there, **here} if there.get(n) != here.get(n)):
             shown = [f"{n}: {there.get(n, 'nothing')} there, {here.get(n, 'nothing')} wanted" for n in differing[:5]]
             raise ValueError(
@@ -109,7 +106,7 @@ class Checkpoints:
         except Exception as error:
             raise self._damaged(step, f"{type(error).__name__}: {error}") from error
         arrays = {name: stored.get(str(i), x) for i, (name, x) in enumerate(wanted.items())}
-        if wrong := [name for name, x in arrays.items() if int(_checksum(x)) != checksums[name]]:
+        if wrong := [name for name, (_, checksum) in _described(arrays).items() if checksum != described[name][1]]:
             raise self._damaged(step, f"the bits of {', '.join(wrong)} have changed")
         wrap = lambda x, leaf: jax.random.wrap_key_data(x, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else x
         leaves = [wrap(arrays[name], leaf) for name, leaf in named_leaves(like).items()]
@@ -142,8 +139,18 @@ def _arrays(tree):
     return {name: data(leaf) for name, leaf in sorted(named_leaves(tree).items())}
 
 
-def _forms(arrays):
-    return {name: f"{x.dtype}{x.shape}" for name, x in arrays.items()}
+def _described(arrays):
+    """The form and the checksum of each array."""
+    return {name: [_form(x), int(_checksum(x))] for name, x in arrays.items()}
+
+
+def _form(x):
+    return f"{x.dtype}{x.shape}"
+
+
+def fingerprint(tree: Any) -> str:
+    """A text that says which arrays these are."""
+    return f"{zlib.crc32(json.dumps(_described(_arrays(tree))).encode()):08x}"
 
 
 def _stored(arrays, step):

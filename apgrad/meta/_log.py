@@ -4,11 +4,9 @@
 "gradient_norm" over the steps of the call, and "skipped", the number of steps skipped so far.
 """
 
-import contextlib
 import io
 import os
 import time
-import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -68,17 +66,9 @@ def show_progress(step: int, steps: int) -> Log:
 
 def begin_metrics(path: Path, step: int) -> None:
     """The file `metrics.csv` of a run that goes on from a step: its head, and the whole rows up to the step."""
-    rows, text = {}, path.read_bytes().decode(errors="replace") if path.exists() else HEAD
-    for line in text.split("\n")[:-1]:  # what has no end was not written to the end
-        with contextlib.suppress(ValueError):
-            number, *values = line.split(",")
-            if len([float(x) for x in values]) == len(COLUMNS) and int(number) <= step:
-                rows[int(number)] = f"{line}\n"
-    if len(rows) < step and path.exists():
-        warnings.warn(
-            f"{path} has {len(rows)} of the {step} rows before the checkpoint: the others are lost.", stacklevel=3
-        )
-    write_atomically(path, HEAD + "".join(rows[n] for n in sorted(rows)))
+    lines = path.read_text().splitlines(keepends=True)[1:] if path.exists() else []
+    whole = [line for line in lines if line.endswith("\n") and int(line.partition(",")[0]) <= step]
+    write_atomically(path, HEAD + "".join(whole))
 
 
 def append_metrics(path: Path, step: int, metrics: dict[str, np.ndarray]) -> None:

@@ -9,10 +9,9 @@
     forward_mode     one tangent for each meta-parameter goes along (Williams & Zipser, 1989: real-time recurrent
                      learning): memory does not grow with T, the cost grows with the number of meta-parameters
 
-*Losses of segments.* `truncated`, `truncated_evolution`, `persistent_evolution` and `single_evolution` make K steps for
-each estimate. The T/K estimates of an unroll add up to the loss and gradient of the unroll; the mean over tasks that
-are out of step is K/T of them. Multiply by T/K to compare with `reverse_mode` and `evolution`. Adam does not notice the
-factor; plain SGD, clipping, and `average` with outer gradients of whole unrolls do.
+*Losses of segments.* `truncated`, `truncated_evolution`, `persistent_evolution` and `single_evolution` make K of T
+steps for each estimate, whose loss and gradient are on average K/T of the unroll's. Adam does not notice the factor;
+plain SGD, clipping, and `average` with outer gradients of whole unrolls do.
 """
 
 import dataclasses
@@ -42,8 +41,7 @@ class OuterGradient:
         not trained, and the new carry.
 
     Raises:
-      TypeError: when an estimate is traced, if theta has trained leaves that are not floating point, or if the estimate
-        returns no scalar loss, or a gradient of another form than theta's.
+      TypeError: when an estimate is traced, for a theta or a result that is not of this form.
     """
 
     init: Callable[[Any, jax.Array], Any]
@@ -169,11 +167,8 @@ def forward_mode(problem: Problem) -> OuterGradient:
     """Forward mode through the whole unroll, for few meta-parameters: the same gradient as `reverse_mode`.
 
     Args:
-      problem: the recurrence. Its functions must have a forward mode. A `jax.custom_vjp` function such as a node has
-        none, unless the unroll itself differentiates it, as the steps of `message_passing` and `optimizer` do.
-
-    Raises:
-      TypeError: when an estimate is traced, if a function in the unroll has no forward mode.
+      problem: the recurrence. Its functions must have a forward mode, or a TypeError is raised: a `jax.custom_vjp`
+        function such as a node has none, unless the unroll itself differentiates it, as steps of `message_passing` do.
     """
 
     def estimate(theta, key, carry):

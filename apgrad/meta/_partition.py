@@ -1,8 +1,8 @@
 """Which parts of a pytree are meta-trained, and which are not.
 
 A rule may hold numbers that are not trained, such as fitted standardizers: each `nnx.Variable` that is no `nnx.Param`.
-A gradient of zero does not protect them: weight decay shrinks them, and an evolution strategy perturbs them. So they
-are split off:
+Weight decay would shrink them in spite of a zero gradient, and evolution strategies perturb them, so they are split
+off:
 
     trained, fixed = meta.partition(theta)
     updates, state = optimizer.update(meta.partition(gradient)[0], state, trained)

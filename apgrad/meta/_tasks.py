@@ -24,7 +24,7 @@ class Task(NamedTuple):
     """A family of tasks, as functions.
 
     Attributes:
-      network: the network that learns; `network.predict(params, x)` is an ordinary function.
+      network: the network that learns.
       prior: `key -> params`, the parameters at the start.
       draw: `key -> what makes one task of the family`, a pytree of arrays.
       batch: `(task, key) -> (x, y)`, a minibatch to learn from.
@@ -47,17 +47,14 @@ def mlp(
     *,
     deviation: float | None = 0.05,
 ) -> tuple[mplp.Sequential, Callable[[jax.Array], Any]]:
-    """A multilayer perceptron whose places are named by their role, and its prior.
-
-    The places are "dense_in", "activation_0", "dense_1", "activation_1", ..., "dense_out": with
-    `Separable(share="role")` one rule fits every depth and width.
+    """A multilayer perceptron whose places are named by their role (see `mplp.from_nnx`), and its prior.
 
     Args:
       sizes: number of inputs, width of each hidden layer, number of outputs.
       activation: the activation function of the hidden layers, or a sequence of one function for each.
       loss: the loss node: `mplp.squared_error`, `mplp.softmax_cross_entropy`, ...
-      deviation: standard deviation of the normal prior of the weights (.05 in MPLP), with biases 0; None for weights
-        and biases that are uniform on ±1/sqrt(inputs) (as in the thesis).
+      deviation: of the normal prior of the weights (.05 in MPLP), with biases 0; None for weights and biases that are
+        uniform on ±1/sqrt(inputs) (as in the thesis).
 
     Returns:
       The network, and `key -> params`.

@@ -3,8 +3,8 @@
     outer = meta.batched(meta.reverse_mode(problem), 8)
     done = meta.train(outer, optax.adam(1e-3), theta, jax.random.key(0), 10_000, folder="run")
 
-One call of the jitted function makes `every` steps; between calls a checkpoint of all that goes on is written. Every
-call runs the same program from the same bits, so a run that was killed and started again ends with the same bits.
+Between calls of the jitted function a checkpoint of all that goes on is written. Every call runs the same program from
+the same bits, so a run that was killed and started again ends with the same bits.
 """
 
 import contextlib
@@ -20,18 +20,17 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from apgrad._ground.arguments import whole
-from apgrad._ground.files import locked
-from apgrad.meta._checkpoints import Checkpoints
-from apgrad.meta._identity import claim, identity
+from apgrad._ground.files import locked, write_atomically
+from apgrad.meta._checkpoints import Checkpoints, fingerprint
 from apgrad.meta._log import Log, append_metrics, begin_metrics, draw_metrics, show_progress
 from apgrad.meta._outer import OuterGradient, global_view, scaled_norm, where, widened
 from apgrad.meta._partition import merge, partition
 
 
 class Training(NamedTuple):
-    """All that goes on from one outer step to the next: theta, optax's state for what of it is trained, the carry of
-    the outer gradient, the key of the run (step t uses `fold_in(key, t)`), the outer steps made, and how many of them
-    were skipped, since the loss or the gradient was not finite.
+    """What goes on from one outer step to the next: theta, optax's state for what of it is trained, the outer
+    gradient's carry, the run's key (step t uses `fold_in(key, t)`), the steps made, and how many of them were skipped,
+    since the loss or the gradient was not finite.
     """
 
     theta: Any
@@ -91,16 +90,12 @@ def _optimizing():
 def outer_steps(
     outer: OuterGradient, optimizer: optax.GradientTransformation, every: int
 ) -> Callable[[Training, jax.Array], tuple[Training, dict[str, jax.Array]]]:
-    """The function that `train` jits: up to `every` outer steps.
+    """What `train` jits: `(training, last) -> (training, metrics)`, up to `every` steps while `training.step < last`.
 
     Args:
       outer: the outer gradient.
       optimizer: optax's, with clipping and schedules as you like.
-      every: how many steps a call makes.
-
-    Returns:
-      `(training, last) -> (training, metrics)`: it makes steps while `training.step < last`; metrics are "loss" and
-      "gradient_norm", each (every,).
+      every: how many steps a call makes; metrics are "loss" and "gradient_norm", each (every,).
     """
     every = whole("every", every)
 
@@ -148,13 +143,9 @@ def train(
 ) -> Training:
     """Meta-trains, and goes on with a run that was begun in the folder.
 
-    A run is known by its version, outer gradient, optimizer, theta and key, which the folder's `run.json` describes.
-    The folder of another run is refused, and so is a folder in which a process is training. Everything else may change
-    from start to start.
-
-    *What is compared.* The version, which stands for all code: change it when your code comes to mean something else.
-    And all numbers, strings and arrays in theta, the optimizer and the outer gradient: attributes, variables that
-    functions close over, and their defaults. Functions and classes are compared by name.
+    A run is known by its version, key and theta at the start, which the folder's file `run` holds. The folder of
+    another run is refused, and so is a folder in which a process is training. The version stands for your code, the
+    outer gradient and the optimizer, with the numbers in them: change it when they come to mean something else.
 
     Args:
       outer: the outer gradient, such as `batched(reverse_mode(problem), 8)`.
@@ -162,8 +153,8 @@ def train(
       theta: the meta-parameters at the start: a rule, or any pytree of arrays.
       key: PRNG key of everything random.
       steps: outer steps, with the steps of earlier starts counted in.
-      folder: where checkpoints, `run.json`, `metrics.csv` and, at the end, `training.png` are written, if given.
-      version: of your code, such as "1"; a folder needs one.
+      folder: where checkpoints, `run`, `metrics.csv` and, at the end, `training.png` are written, if given.
+      version: of your code and its settings, such as "1"; a folder needs one.
       every: outer steps between checkpoints; they run in one jitted call.
       mesh: the devices, for `batched(..., mesh=mesh)`; theta is replicated on them.
       log: a function that is called after each jitted call with the step and a dictionary: the means of "loss" and
@@ -174,10 +165,8 @@ def train(
       The state of the loop; `.theta` is what was trained.
 
     Raises:
-      FloatingPointError: if all steps of a call (of more than one), ten in a row, or all steps of the run had to be
-        skipped.
-      ValueError: for a folder without a version, and if the folder is in use, or holds another run or a damaged
-        checkpoint, saying what to do.
+      FloatingPointError: if all steps of a call (of more than one), ten in a row, or all steps had to be skipped.
+      ValueError: for a folder without a version, that is in use, or holds another run or a damaged checkpoint.
 
     Example:
       >>> import jax, optax, apgrad as ap
@@ -194,8 +183,8 @@ def train(
         if folder is not None:
             if version is None:
                 raise ValueError(
-                    "a folder needs version=..., say '1', which stands for your code: another version is another run. "
-                    "Change it when your code comes to mean something else."
+                    "a folder needs version=..., say '1', which stands for your code and its settings: another version "
+                    "is another run. Change it when they come to mean something else."
                 )
             folder = Path(folder)
             folder.mkdir(parents=True, exist_ok=True)
@@ -204,8 +193,8 @@ def train(
                 table = folder / "metrics.csv"
             checkpoints = stack.enter_context(Checkpoints(folder / "checkpoints"))
             latest = checkpoints.latest()
-            parts = identity(version, key=key, theta=theta, optimizer=optimizer, outer=outer)
-            claim(folder / "run.json", parts, begun=latest is not None)
+            run = f"version {version}, key {fingerprint(key)}, theta {fingerprint(theta)}"
+            _claim(folder / "run", run, begun=latest is not None)
         # A copy, since the jitted call gives the memory of its argument away.
         training = jax.tree.map(jnp.array, begin(outer, optimizer, theta, key))
         if mesh is not None:
@@ -231,6 +220,18 @@ def train(
         if table is not None:
             draw_metrics(table)
         return training
+
+
+def _claim(path: Path, run: str, *, begun: bool) -> None:
+    """Writes down which run this is or, if the run has begun, compares this run with what is written."""
+    if begun and path.exists():
+        if (found := path.read_text()) != run:
+            raise ValueError(
+                f"{path.parent} holds another run: {path} says {found!r}, and this run is {run!r}. Use another folder, "
+                f"or the same version, key and start. If both mean the same, delete {path} to go on."
+            )
+    elif jax.process_index() == 0:
+        write_atomically(path, run)
 
 
 def _loop(many, training, steps, record):

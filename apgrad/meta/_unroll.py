@@ -2,10 +2,8 @@
 
     s_0 = init(theta, key),    s_t, l_t = step(theta, s_{t-1}),    L(theta) = E[sum_t l_t + final(theta, s_T)]
 
-theta are the meta-parameters, s the inner state. An outer gradient needs these three functions and nothing else, so any
-other recurrence is a problem too.
-
-With hint weight h, held-out weight v and batch-entropy weight b,
+theta are the meta-parameters, s the inner state; any other recurrence is a problem too. With hint weight h, held-out
+weight v and batch-entropy weight b,
 
     l_t = (h + b penalty_t) hint_t / T,    final = v held_out
 
@@ -49,7 +47,7 @@ class Problem(NamedTuple):
 
 class Inner(NamedTuple):
     """The state of an inner problem: parameters, the learner's state, what `Task.draw` returned, the key of the
-    minibatches, the number of steps made, and the number of steps to be made.
+    minibatches, and the numbers of steps made and to be made.
     """
 
     params: Any
@@ -89,14 +87,10 @@ def inner_problem(
       hint: weight of the mean loss on the minibatches that were just learned from (.7 in MPLP's published code).
       held_out: weight of the held-out loss at the end.
       hint_before: whether the hint loss is taken before the step, on data that were not learned from yet.
-      shortest: if given, each unroll has its own length, uniform in [shortest, length]; after that many steps nothing
-        changes and losses are 0.
+      shortest: if given, each unroll has its own length, uniform in [shortest, length]; then nothing changes.
       batch_entropy: weight of the batch-entropy penalty (2 in the thesis), which multiplies each step's hint loss.
       entropy_form: "reference" (the thesis's Eq. 6) or "paper" (its Eq. 7), see `batch_entropy`.
       learn_prior: whether theta is a `WithPrior`, from whose prior the tasks start.
-
-    Raises:
-      ValueError: for weights that make no loss, or lengths that fit no unroll.
     """
     length = whole("length", length)
     if shortest is not None and whole("shortest", shortest) > length:
@@ -147,18 +141,14 @@ def inner_problem(
 
 
 def run(problem: Problem, theta: Any, state: Any, steps: int, *, remat: bool | int = False) -> tuple[Any, jax.Array]:
-    """Steps of the recurrence, in a `scan`.
+    """Steps of the recurrence, in a `scan`: the last state, and the losses (steps,).
 
     Args:
       problem: the recurrence.
       theta: the meta-parameters.
       state: the state before the first step.
       steps: number of steps.
-      remat: whether a gradient computes steps again instead of remembering them. True nests two scans, so that about
-        2 sqrt(steps) states are remembered; a number is the length of the inner scan.
-
-    Returns:
-      The state after the last step; the losses (steps,).
+      remat: what a gradient remembers; see `mplp.scan_steps`.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -193,16 +183,13 @@ def scalar(what: str, loss: Any) -> Any:
 def objective(
     problem: Problem, theta: Any, key: jax.Array, *, remat: bool | int = False
 ) -> tuple[jax.Array, tuple[jax.Array, Any]]:
-    """The loss of one unroll from start to end.
+    """The loss of one unroll from start to end, and a pair of the loss of each step, (steps,), and the last state.
 
     Args:
       problem: the recurrence.
       theta: the meta-parameters.
       key: PRNG key of the unroll.
       remat: see `run`.
-
-    Returns:
-      The loss; and a pair of the loss of each step, (steps,), and the last state.
     """
     state, losses = run(problem, theta, problem.init(theta, key), problem.length, remat=remat)
     return jnp.sum(losses) + final(problem, theta, state), (losses, state)
@@ -240,9 +227,6 @@ def evaluate(
 
     Returns:
       `(mean, standard_error)`, each (steps + 1,); with `tasks=None` the measures of the one task, (steps + 1,).
-
-    Raises:
-      ValueError: for a number of tasks that has no standard error.
 
     Example:
       >>> import jax, optax, apgrad as ap
@@ -298,13 +282,10 @@ def batch_entropy(network: mplp.Sequential, params: Any, x: jax.Array, *, form: 
     code has c = 1, half the factor, pi e, and the variance with ddof 1.
 
     Args:
-      network: the network; its layers of the kind "activation" count.
+      network: the network; its layers of the kind "activation" count, one at least.
       params: parameters of the network.
       x: inputs, (batch, ...).
-      form: "reference" or "paper", which of the two constants c is used.
-
-    Raises:
-      ValueError: if the network has no activations.
+      form: "reference" or "paper".
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap

@@ -67,7 +67,6 @@ def load(name: str = "digits", *, size: int | None = None, folder: str | Path | 
       folder: the folder with the file; the folder that APGRAD_DATA names if not given.
 
     Raises:
-      ValueError: for another name, or a file without the Keras layout.
       FileNotFoundError: if the data are neither there nor to be had, saying what to do.
 
     Example:
@@ -89,10 +88,6 @@ def load_bytes(name: str = "digits", *, folder: str | Path | None = None, or_dig
       name: "digits", "mnist", "fashion_mnist" or "cifar10".
       folder: the folder with the file; the folder that APGRAD_DATA names if not given.
       or_digits: whether the digits, whose description then says so, stand in for data that are in no file.
-
-    Raises:
-      ValueError: for another name, or a file without the Keras layout.
-      FileNotFoundError: if the data are neither there nor to be had, saying what to do.
 
     Example:
       >>> import apgrad as ap

@@ -7,7 +7,6 @@ import optax
 import pytest
 from flax import nnx
 
-import apgrad as ap
 from apgrad import meta, mplp
 
 
@@ -133,16 +132,13 @@ def test_roles_fit_every_depth_and_normalized_steps_every_width(share):
             mplp.backward(rule, other, params, {"0_dense": {}, "loss": {}}, batch)
 
 
-@pytest.mark.parametrize("name", mplp.pretrained_names())
-def test_trained_rules_are_read_as_they_were_written(name, tmp_path):
-    rule, card = mplp.load_pretrained(name), mplp.pretrained_card(name)
-    mplp.save_trained(rule, card, tmp_path / name)
-    with np.load(tmp_path / f"{name}.npz", allow_pickle=False) as arrays:
-        assert len(arrays.files) == len(jax.tree.leaves(rule))
-    again, same = mplp.load_trained(tmp_path / name)
-    assert same == card
-    jax.tree.map(np.testing.assert_array_equal, rule, again)
-    assert {"meta_steps", "seed", "apgrad", "results", "rule", "sites"} <= set(card)
+def test_trained_rules_are_read_as_they_were_written(tmp_path):
+    for name in mplp.pretrained_names():
+        rule, card = mplp.load_pretrained(name), mplp.pretrained_card(name)
+        mplp.save_trained(rule, card, tmp_path / name)
+        again, same = mplp.load_trained(tmp_path / name)
+        assert same == card and {"meta_steps", "seed", "apgrad", "results", "rule", "sites"} <= set(card)
+        jax.tree.map(np.testing.assert_array_equal, rule, again)
 
 
 def test_learning_is_judged_by_mean_and_standard_error_over_tasks():
@@ -184,9 +180,3 @@ def test_the_rule_for_long_unrolls_goes_on_learning():
     run = lambda key: meta.evaluate(task, learner, rule, key, 60, measure, tasks=4)
     accuracy, _ = jax.jit(run)(jax.random.key(2))
     assert accuracy[20] > 0.6 and accuracy[60] > 0.8
-
-
-def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match="sinusoid"):
-        mplp.load_pretrained("nothing")
-    assert ap.meta is meta
