@@ -1,9 +1,9 @@
 """Nodes without parameters: activations, softmax, pooling, normalisation.
 
-At each element of the input the rule is asked: it sees the message that arrived, some features of the element, and what
-backpropagation would pass on. If input and output have the same shape, the message that arrived is the output's message
-as it is. So a rule can use the message also where the derivative is zero (the papers' step activation). If the shapes
-differ (pooling), the transposed Jacobian leads each component of the message to the elements of the input.
+The rule is asked at each element of the input. It sees the message that arrived, some features of the element, and
+what backpropagation would pass on. If input and output have the same shape, the message is the output's as it is, so
+that a rule can use it where the derivative is zero (the papers' step activation). If they differ (pooling), the
+transposed Jacobian leads each component of the message to the elements of the input.
 """
 
 import math
@@ -28,8 +28,8 @@ Features = Callable[..., dict[str, jax.Array]]
 def activation(place: Place, function: Callable[..., jax.Array], *signals: Signal) -> Signal:
     """An elementwise function of one signal, or of several signals of the same shape (the product in a gate).
 
-    The function needs no useful derivative. With several signals, the rule is asked once for each signal, at the places
-    "name.0", "name.1", ..., and sees this signal's value and the output.
+    With several signals the rule is asked for each, at the places "name.0", "name.1", ..., and sees its value and the
+    output.
 
     Args:
       place: the node's place.
@@ -68,9 +68,7 @@ def softmax(place: Place, signal: Signal) -> Signal:
 def max_pool(
     place: Place, signal: Signal, window: int | Sequence[int], strides: int | Sequence[int] | None = None
 ) -> Signal:
-    """Maximum over windows of the space axes, without padding.
-
-    Messages are led to the elements at which the maximum was, as gradients are.
+    """Maximum over windows of the space axes, without padding. Messages go to the elements at the maxima.
 
     Args:
       place: the node's place.
@@ -113,10 +111,7 @@ def per_axis(name: str, sizes: Any, signal: Signal) -> tuple[int, ...]:
 
 
 def normalize(place: Place, signal: Signal, axes: int | Sequence[int] = -1, epsilon: float = 1e-6) -> Signal:
-    """Mean 0 and variance 1 over some axes: over the last axis this is layer normalisation, over axis 0 batch
-    normalisation.
-
-    Over the batch, the statistics are the minibatch's: there are no running statistics.
+    """Mean 0 and variance 1 over some axes: the last for layer normalisation, axis 0 for the minibatch's statistics.
 
     Args:
       place: the node's place.
@@ -138,7 +133,7 @@ def transform(place: Place, kind: str, function: Callable[[jax.Array], jax.Array
 
     Args:
       place: the node's place.
-      kind: the node's kind; a rule can share parameters among the places of a kind.
+      kind: the node's kind.
       function: any JAX function of an array, elementwise or not, that closes over no traced array.
       signal: the input, a signal of any shape, the batch first.
     """

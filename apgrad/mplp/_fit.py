@@ -1,9 +1,7 @@
 """Training a Flax model by a rule, from minibatches to the trained model.
 
-    fitted = mplp.fit(model, batches, "image_mlp_long", 100, held_out=(x_test, y_test))
-    fitted.model, fitted.losses, fitted.held_out
-
-The loop calls one jitted step for each minibatch. Nothing in it is random but what the iterator of minibatches draws.
+fitted = mplp.fit(model, batches, "image_mlp_long", 100, held_out=(x_test, y_test))
+fitted.model, fitted.losses, fitted.held_out
 """
 
 import contextlib
@@ -62,25 +60,19 @@ def fit(
 
     Args:
       model: what `from_nnx` takes. It stays as it is.
-      data: minibatches `(x, y)`, all of one form: x (batch, ...), and y as the loss takes it. As many are drawn as
-        there are steps.
+      data: minibatches `(x, y)` of one form, one for each step: x (batch, ...), and y as the loss takes it.
       rule: one of `pretrained_names()`, or a rule.
       steps: how many updates are made.
       loss: a loss node, such as `mplp.softmax_cross_entropy`, for whose targets y is one-hot.
-      held_out: `(x, y)` of any number of examples, if given: it is measured at the start, after each `every` updates,
-        and at the end.
+      held_out: `(x, y)` to measure at the start, after each `every` updates, and at the end, if given.
       measure: `(prediction, y) -> number`, the measure of the held-out batch; the mean loss if not given.
-      every: how many updates are made from one measure to the next, and from one look at the losses to the next.
-      names: how the rule's places are named, see `from_nnx`; "role" for a pretrained rule and "number" for a rule of
-        your own, if not given.
+      every: updates from one measure, and one look at the losses, to the next.
+      names: see `from_nnx`; if not given, "role" for a pretrained rule and "number" for a rule of your own.
       progress: whether to show a tqdm bar, which comes with the extra `meta`.
 
-    Returns:
-      The trained model, the losses of the minibatches, and the measures of the held-out batch.
-
     Raises:
-      ValueError: if there are fewer minibatches than steps, if one of them has another shape or dtype than the first,
-        and for inputs that are not standardized where a pretrained rule was trained on such.
+      ValueError: for fewer minibatches than steps, a minibatch of another form than the first, and inputs that are not
+        standardized where a pretrained rule was trained on such.
       TypeError: for minibatches that are no pairs, and models that `from_nnx` refuses.
       FloatingPointError: if a loss, a measure or a trained parameter is not finite.
 

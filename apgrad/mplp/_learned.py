@@ -23,11 +23,11 @@ from apgrad.mplp._protocol import Answer, Site
 
 
 class Local(NamedTuple):
-    """What a node has at hand when it asks its rule. Arrays are floating point, except for `data`.
+    """What a node has at hand when it asks its rule.
 
     `message` is what arrived at the output's port, (*output.shape, k); at a loss it is the weight of each element of
     the output in the whole loss, which is 1 in a mean over the batch. `gradient` is the output's true cotangent times
-    the batch size. `pull` is the transposed Jacobian: it makes cotangents of the values of a cotangent of the output.
+    the batch size. `pull`, the transposed Jacobian, makes cotangents of the values of a cotangent of the output.
     """
 
     values: tuple[jax.Array, ...]

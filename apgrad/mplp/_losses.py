@@ -1,11 +1,9 @@
 """Losses: nodes at which messages begin.
 
-A loss is a node whose output is a plain array: the loss of each example (and position), which the network averages,
-weighs or masks like any other value. The message begins at the prediction. It is what the rule makes of the features
-named below (those of the published code), times the weight that the example has in the whole loss, relative to a mean.
-The true cotangent of the example's loss tells this weight; an example of weight zero sends nothing.
-
-At a `readout` messages begin with the true gradient instead, so that any JAX function can be the loss.
+A loss is a node whose output is a plain array, (batch, ...): the loss of each example (and position), in the dtype of
+the prediction, which the network averages, weighs or masks like any other value. The message begins at the prediction.
+It is what the rule makes of the features named below (those of the published code), times the weight of the example in
+the whole loss, relative to a mean, which the true cotangent of its loss tells. An example of weight zero sends nothing.
 """
 
 from collections.abc import Callable
@@ -29,9 +27,6 @@ def squared_error(place: Place, prediction: Signal, target: jax.Array) -> jax.Ar
       place: the node's place.
       prediction: signal p, (batch, ..., D).
       target: array y, floating point, of the prediction's shape.
-
-    Returns:
-      (batch, ...), the losses, in the prediction's dtype.
     """
     return _loss(place, "squared_error", _of_error(lambda error: error**2 / 2), prediction, target)
 
@@ -43,9 +38,6 @@ def absolute_error(place: Place, prediction: Signal, target: jax.Array) -> jax.A
       place: the node's place.
       prediction: signal p, (batch, ..., D).
       target: array y, floating point, of the prediction's shape.
-
-    Returns:
-      (batch, ...), the losses, in the prediction's dtype.
     """
     return _loss(place, "absolute_error", _of_error(jnp.abs), prediction, target)
 
@@ -57,9 +49,6 @@ def cross_entropy(place: Place, prediction: Signal, target: jax.Array) -> jax.Ar
       place: the node's place.
       prediction: signal p, (batch, ..., classes), probabilities.
       target: array y, floating point, of the prediction's shape: one-hot, or probabilities.
-
-    Returns:
-      (batch, ...), the losses, in the prediction's dtype.
     """
 
     def features(p, y):
@@ -76,9 +65,6 @@ def softmax_cross_entropy(place: Place, logits: Signal, target: jax.Array) -> ja
       place: the node's place.
       logits: signal z, (batch, ..., classes).
       target: array y, floating point, of the logits' shape: one-hot, or probabilities.
-
-    Returns:
-      (batch, ...), the losses, in the logits' dtype.
 
     Example:
       With the exact rule, the message is p - y:
@@ -137,9 +123,6 @@ def readout(place: Place, signal: Signal) -> jax.Array:
     Args:
       place: the node's place.
       signal: signal of any shape, the batch first.
-
-    Returns:
-      The value, an array.
     """
     require_signals(f"the readout {place.name!r}", [signal], place.places.message_size)
     value = signal.value

@@ -2,9 +2,8 @@
 
     hidden = mplp.activation(places["tanh"], jnp.tanh, mplp.dense(places["hidden"], places.signal(x), params["w"]))
 
-The first axis of a value is the batch, and the last axis are the features. The axes between are positions (of an image,
-or in a sequence); a parameter is used again at each position, so its update is the mean over the batch and the sum over
-the positions.
+The first axis of a value is the batch, the last are the features, and those between are positions, at each of which a
+parameter is used: its update is the mean over the batch and the sum over the positions.
 """
 
 import math
@@ -40,8 +39,7 @@ def dense(place: Place, signal: Signal, weight: Parameter, bias: Parameter | Non
       place: the node's place.
       signal: signal x, (batch, ..., N).
       weight: parameter (N, M).
-      bias: parameter (M,), or None. The rule is asked about weight and bias together, so that it can treat a bias as
-        the weight of an input that is 1, as the thesis does.
+      bias: parameter (M,), or None. The rule is asked about weight and bias together.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -103,9 +101,7 @@ def conv(
 
 
 def _synapses(place, kind, unfold, product, signal, weight, bias):
-    """A dense node on patches: `unfold` makes patches (batch, ..., N) of the value, and `product(x, weight)` the
-    output.
-    """
+    """A dense node on patches (batch, ..., N), made by `unfold` of the value; `product(x, weight)` is the output."""
     value, batch = signal.value, place.places.batch_size(signal.value)
     unfolded = jax.eval_shape(unfold, value)
     rows, (N, M) = math.prod(unfolded.shape[:-1]), weight.value.shape
@@ -141,7 +137,7 @@ def _synapses(place, kind, unfold, product, signal, weight, bias):
 
 
 def bias(place: Place, signal: Signal, bias: Parameter) -> Signal:
-    """`x + bias` as a node of its own: after a sum of several dense nodes, for example.
+    """`x + bias` as a node of its own.
 
     Args:
       place: the node's place.
@@ -185,12 +181,9 @@ def embedding(place: Place, tokens: jax.Array, table: Parameter) -> Signal:
 
     Args:
       place: the node's place.
-      tokens: (batch, ...), integers. As in NumPy, negative tokens count from the end.
+      tokens: (batch, ...), integers. Negative ones count from the end. One that is out of range is a ValueError, or
+        under `jit` a row of NaN, as in Flax.
       table: parameter (vocabulary, M).
-
-    Raises:
-      ValueError: if a token is out of range. Under `jit`, where the tokens' values are not known, the token's row is
-        NaN, as in Flax.
     """
     if isinstance(tokens, Signal):
         raise TypeError(f"embedding takes integers, got a signal: {place.name!r} can only come first in a network")
@@ -231,11 +224,11 @@ def recurrent_cell(
 ) -> Signal:
     """Elman's cell, `function([x, carry] @ weight + bias)`: a dense node and an activation.
 
-    Over time the cell runs in `jax.lax.scan`, whose body closes over the parameters. The updates of all steps add up,
-    as gradients do. The rule's state at this place comes back as the mean over the steps.
+    Over time the cell runs in `jax.lax.scan`, whose body closes over the parameters. Updates of all steps add up, as
+    gradients do; the rule's new state is the mean over the steps.
 
     Args:
-      place: the place of the dense node. The activation's place has the same name with ".activation" at its end.
+      place: the place of the dense node; the activation's is `place.within("activation")`.
       carry: signal (batch, M).
       x: signal (batch, N).
       weight: parameter (N + M, M), the rows of x first.

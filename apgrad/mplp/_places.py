@@ -1,19 +1,13 @@
 """Places: where a network's nodes meet the rule, the rule's states and the ports.
 
-A network is a Python function `(places, params, batch) -> loss`. The network calls nodes and gives each node a name:
-`mplp.dense(places["hidden"], signal, params["w"])`. Under this name the node finds its local rule and its state.
-Without a rule, `Places()`, the nodes run forward only.
+A network, `(places, params, batch) -> loss`, names each node that it calls: `mplp.dense(places["hidden"], signal,
+params["w"])`. Under this name the node finds its local rule and its state. With `Places()` the nodes run forward only.
 
-An answer leaves the backward pass through ports only:
-
-* the message leaves through the signal's port, and the update through the parameter's port;
-* the new state leaves through a port that has the state's form, and a 1 through a scalar port for each place.
-
-The ones count how often a place was used, because reverse mode adds up what arrives at a port. A place that is used n
-times (over time in a `scan`, for example) would come back as the sum of n states, and a place in a branch that was not
-taken as zeros. With the count, a place's new state is the mean of the states that its uses made, or the old state if
-there was no use. For the same reason a node does nothing if all of its message is zero (in a branch that was not taken,
-or at an output that no loss depends on): no message, no update, the same state.
+An answer leaves the backward pass through ports: the message through the signal's, the update through the parameter's,
+the new state through a port of the state's form, and a 1 through a scalar port for each place. The ones count the uses,
+since reverse mode adds up what arrives at a port: a place's new state is the mean of what its uses made (over time in a
+`scan`, for example), or the old state if there was no use (in a branch that was not taken). For the same reason a node
+does nothing if all of its message is zero: no message, no update, the same state.
 """
 
 from typing import Any, NamedTuple
@@ -29,8 +23,8 @@ from apgrad.mplp._protocol import Answer, LearnedRule, LocalRule, Site
 class Parameter(NamedTuple):
     """A parameter with the port through which its update leaves.
 
-    A function that is applied to a parameter on its way to a node must be linear, and must be applied to value and port
-    alike: `jax.tree.map(jnp.transpose, w)`.
+    A function of a parameter on its way to a node must be linear, and is applied to value and port alike:
+    `jax.tree.map(jnp.transpose, w)`.
 
     Attributes:
       value: a floating-point array. Its cotangent is the true gradient.
@@ -47,7 +41,7 @@ refuse_arithmetic(
 
 
 class OpenPlace(NamedTuple):
-    """What a node gets from its place, all of it arrays: they go into the node's `custom_vjp`."""
+    """What a node gets from its place: pytrees of arrays, the inputs of its `custom_vjp`."""
 
     local_rule: LocalRule
     state: Any
@@ -80,7 +74,7 @@ class Places:
 
     Args:
       rule: the rule. None: the network runs forward only.
-      state: the rule's states by name. None: each place begins with a new state, as `sites` and `init_state` need it.
+      state: the rule's states by name. None: each place begins with a new state.
       state_port: zeros of the same form.
       uses_port: scalar zeros by name.
       forward: whether the network runs forward only, with ports of the rule's size.
@@ -88,7 +82,7 @@ class Places:
     Attributes:
       sites: the sites that the network asked for so far, by name.
       functions: the functions of its activations.
-      batch: the network's batch size, the first axis of its first input; None before the first input.
+      batch: the network's batch size; None before its first input.
     """
 
     def __init__(
@@ -141,11 +135,11 @@ class Places:
     def batch_size(self, value: jax.Array) -> int:
         """The number of examples, one number for the whole network: the first axis of its first input.
 
-        A loss multiplies its gradient by this number, and a node with parameters divides its update by it, also where
-        the network moves the batch to another axis between the two, or merges it with another.
+        A loss multiplies its gradient by it, and a node with parameters divides its update by it, wherever the network
+        moves the batch between the two.
 
         Args:
-          value: (batch, ...), the value of the node that asks. Its first axis is the batch if no input came before.
+          value: (batch, ...), the value of the node that asks.
         """
         if self.batch is None:
             self.batch = value.shape[0]

@@ -5,16 +5,13 @@
     rule, card = mplp.load_trained("folder/name")
 
 A card says on what the rule was trained, for how long, with which seed and version, and how well the rule does, with
-intervals. The card also has everything that is needed to build the rule: its options and its sites.
+intervals. It also has what builds the rule, its options and sites, and a digest of itself and of the arrays.
 """
 
-import copy
 import hashlib
 import importlib.resources
 import io
 import json
-import zipfile
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -58,15 +55,14 @@ def pretrained_card(name: str) -> dict[str, Any]:
 def load_pretrained(name: str, x: jax.Array | None = None) -> Separable:
     """A trained rule that comes with the package.
 
-    The rule's places are those of an MLP of any width and depth, as `meta.mlp` and `from_nnx(..., names="role")` name
-    them: "dense_in", "activation_0", "dense_1", ..., "dense_out", "loss". The rules for images want *standardized*
-    inputs, of mean 0 and deviation 1 over all pixels, as `meta.data.load` makes them; on inputs in [0, 1] they learn
-    much worse, without an error.
+    It fits an MLP of any width and depth whose places are named by role, as those of `meta.mlp` and of
+    `from_nnx(..., names="role")` are. The rules for images want *standardized* inputs, of mean 0 and deviation 1 over
+    all pixels, as `meta.data.load` makes them; on inputs in [0, 1] they learn much worse, without an error.
 
     Args:
       name: one of `pretrained_names()`.
-      x: (batch, ...), concrete inputs that the rule is to learn from. If they are given, and the card says that
-        the rule wants standardized inputs, they are checked.
+      x: (batch, ...), concrete inputs that the rule is to learn from; they are checked, if given, where the card says
+        that the rule wants standardized inputs.
 
     Raises:
       ValueError: for a name that is none of a trained rule, or for x that is not standardized.
@@ -105,16 +101,14 @@ def load_trained(path: str | Path) -> tuple[Separable, dict[str, Any]]:
 def save_trained(rule: Separable, card: dict[str, Any], path: str | Path) -> None:
     """Writes a rule and its card to `path.npz` and `path.json`.
 
-    Each file is written whole or not at all, and the card has a digest of both: what `load_trained` reads is what was
-    written, or `load_trained` raises an error.
+    Each file is written whole or not at all. `load_trained` reads what was written, or raises an error.
 
     Args:
       rule: a trained rule.
       card: what is worth knowing, at least one entry: on what the rule was trained, for how long, with which seed, and
-        how well it does. What `load_trained` needs, "rule" (the options of `Separable`) and "sites" (a list of
-        `Site._asdict()`), is taken from the rule where the card lacks it. With "activations" (names), "minibatches",
-        "depths" and "widths" (of hidden layers: the smallest and the largest number) the rule warns once where a
-        network and a minibatch lie outside.
+        how well it does. The entries "rule" (the options of `Separable`) and "sites" (a list of `Site._asdict()`) are
+        added where it lacks them. With "activations" (names), "minibatches", "depths" and "widths" (of hidden layers:
+        the smallest and the largest number) the rule warns once where a network and a minibatch lie outside.
       path: path of the two files, without their suffixes.
 
     Raises:
@@ -130,62 +124,27 @@ def save_trained(rule: Separable, card: dict[str, Any], path: str | Path) -> Non
       >>> card["rule"]["message_size"], again.message_size
       (8, 8)
     """
-    if isinstance(card, dict) and not card:
-        raise ValueError("a card says on what the rule was trained, and how well it does; got an empty one")
+    if not isinstance(card, dict) or not card:
+        raise ValueError(
+            f"a card is a dictionary that says on what the rule was trained, and how well it does; got {card!r}"
+        )
     own = {"rule": dict(rule.options), "sites": [site._asdict() for site in rule.sites]}
     own |= rule.reach._asdict() if rule.reach is not None else {}
-    card = json.loads(json.dumps(own | card if isinstance(card, dict) else card, allow_nan=False))
+    card = json.loads(json.dumps(own | card, allow_nan=False))
     form, values = _form(card), {name: np.asarray(x) for name, x in named_leaves(rule).items()}
-    rule, filled = copy.copy(rule), _fill(form, values)
-    rule.reach = form.reach
-    if jax.tree.structure(filled) != jax.tree.structure(rule):
-        there, here = _statics(form), _statics(rule)
-        names = sorted(n for n in there.keys() | here.keys() if there.get(n) != here.get(n))
+    there, here = ({**dict(r.options), "sites": r.sites} for r in (form, rule))
+    if names := [name for name in here if here[name] != there[name]]:
         raise ValueError(
-            f"the card's options are not the rule's: they differ in {', '.join(names) or 'the places'}. Write the card "
-            "with the options and sites that the rule was made of."
+            f"the card's rule is another one: it differs in {', '.join(names)}. Write the card with the options and "
+            "sites that the rule was made of."
         )
+    _fill(form, values)
     buffer = io.BytesIO()
     np.savez(buffer, **values)  # pyright: ignore[reportArgumentType]
     data = buffer.getvalue()
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_atomically(_file(path, ".npz"), data)
     write_atomically(_file(path, ".json"), json.dumps(card | {DIGEST: digest(card, data)}, indent=1) + "\n")
-
-
-def _form(card: Any) -> Separable:
-    """The card's rule with shapes in place of arrays, so that sizes cost nothing, however large the card has them."""
-    options, sites = _parts(card)
-    reach = Reach.of(card)
-    try:
-        form = jax.eval_shape(lambda: Separable(sites, rngs=nnx.Rngs(0), **options))
-        form.reach = reach
-        return form
-    except (TypeError, ValueError, OverflowError) as error:
-        raise ValueError(f"the card's options make no rule: {error}") from error
-
-
-def _parts(card: Any) -> tuple[dict[str, Any], list[Site]]:
-    """The options and the sites of a card, checked."""
-    if not isinstance(card, dict) or not isinstance(card.get("rule"), dict) or not isinstance(card.get("sites"), list):
-        raise ValueError(
-            'a card is a dictionary with "rule", the options of Separable, and "sites", a list; got '
-            + (f"one with {sorted(card)}" if isinstance(card, dict) else type(card).__name__)
-        )
-    sites = []
-    for site in card["sites"]:
-        if not isinstance(site, dict) or site.keys() != set(Site._fields):
-            raise ValueError(f"a site of a card has the entries {Site._fields}, got {str(site)[:200]}")
-        right = all(isinstance(site[name], str) for name in ("name", "kind"))
-        right &= site["family"] in ("dense", "diagonal", "elementwise") and all(
-            isinstance(site[name], bool) for name in ("bias", "begins")
-        )
-        right &= all(isinstance(site[name], list | tuple) for name in ("shape", "features"))
-        right = right and all(type(n) is int and n > 0 for n in [site["batch"], *site["shape"]])
-        if not right or not all(isinstance(name, str) for name in site["features"]):
-            raise ValueError(f"a site of a card has names and sizes above 0, got {str(site)[:200]}")
-        sites.append(Site(**{**site, "shape": tuple(site["shape"]), "features": tuple(site["features"])}))
-    return card["rule"], sites
 
 
 def digest(card: dict[str, Any], data: bytes) -> str:
@@ -199,64 +158,43 @@ def _load(card_file: Any, file: Any) -> tuple[Separable, dict[str, Any]]:
     text, data = card_file.read_bytes(), file.read_bytes()
     try:
         card = json.loads(text)
-        if isinstance(card, dict) and card.pop(DIGEST, None) != digest(card, data):
+        if not isinstance(card, dict) or card.pop(DIGEST, None) != digest(card, data):
             raise ValueError(f"it and {file} were not written together, or one of them was changed or cut since")
-        return _fill(form := _form(card), _arrays(form, data)), card
-    except (ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+            return _fill(_form(card), dict(arrays)), card
+    except ValueError as error:
         raise ValueError(f"{card_file} is not a trained rule as save_trained writes it: {error}") from error
 
 
-def _arrays(form: Separable, data: bytes) -> dict[str, np.ndarray]:
-    """The arrays of a file. Before anything is unpacked, sizes that the file declares are compared with the rule's."""
-    wanted = {f"{name}.npy": leaf for name, leaf in named_leaves(form).items()}
-    with zipfile.ZipFile(io.BytesIO(data)) as file:
-        for info in file.infolist():
-            leaf, shape, dtype = wanted.get(info.filename), "nothing of this size", None
-            if leaf is not None and info.file_size <= 8 * leaf.size + 4096:
-                with file.open(info) as stream:
-                    version = np.lib.format.read_magic(stream)
-                    shape, _, dtype = getattr(np.lib.format, f"read_array_header_{version[0]}_0")(stream)
-            if leaf is None or shape != leaf.shape:
-                own = "nothing" if leaf is None else leaf.shape
-                raise ValueError(
-                    f"the file has {shape} for {info.filename}, the card's rule {own}: they do not belong together"
-                )
-            if dtype not in (np.float32, np.float64):
-                raise ValueError(f"a rule's numbers are finite and real, of {leaf.dtype}; got {dtype}")
-    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-        return dict(arrays)
+def _form(card: Any) -> Separable:
+    """The card's rule with shapes in place of arrays, so that sizes cost nothing, however large the card has them."""
+    try:
+        tuples = lambda site: {name: tuple(site[name]) for name in ("shape", "features")}
+        sites = [Site(**{**site, **tuples(site)}) for site in card["sites"]]
+        form = jax.eval_shape(lambda: Separable(sites, rngs=nnx.Rngs(0), **card["rule"]))
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
+        raise ValueError(
+            f'a card has "rule", the options of Separable, and "sites", a list of what Site._asdict() makes; this one '
+            f"makes no rule: {type(error).__name__}: {error}"
+        ) from error
+    form.reach = Reach.of(card)
+    return form
 
 
 def _fill(form: Separable, values: dict[str, np.ndarray]) -> Separable:
     """A rule of this form with these values."""
-    leaves = []
-    for name, leaf in named_leaves(form).items():
-        if name not in values or values[name].shape != leaf.shape:
-            found = values[name].shape if name in values else "nothing"
-            raise ValueError(
-                f"the file has {found} for {name}, the card's rule {leaf.shape}: they do not belong together"
-            )
-        value = values[name]
+    leaves = named_leaves(form)
+    shapes = ({name: x.shape for name, x in each.items()} for each in (values, leaves))
+    if differing := sorted(set.symmetric_difference(*(set(each.items()) for each in shapes)))[:5]:
+        raise ValueError(f"the arrays and the card's rule do not belong together: they differ in {differing}")
+    for name, value in values.items():
+        dtype = leaves[name].dtype
         with np.errstate(over="ignore"):
-            fits = value.dtype in (np.float32, np.float64) and np.all(np.isfinite(value.astype(leaf.dtype)))
+            fits = value.dtype in (np.float32, np.float64) and np.all(np.isfinite(value.astype(dtype)))
         if not fits:
-            raise ValueError(f"a rule's numbers are finite and real, of {leaf.dtype}; got {value.dtype} for {name}")
-        leaves.append(jnp.asarray(value, leaf.dtype))
-    if len(leaves) != len(values):
-        raise ValueError(
-            f"the file has {len(values)} arrays, the card's rule {len(leaves)}: they do not belong together"
-        )
-    return jax.tree.unflatten(jax.tree.structure(form), leaves)
-
-
-def _statics(rule: Any) -> dict[str, Any]:
-    """What a rule and its parts have besides arrays, by name."""
-    found = {}
-    for path, module in nnx.iter_modules(rule):
-        for name, value in vars(module).items():
-            if not name.startswith("_") and not isinstance(value, nnx.Variable | nnx.Module):
-                found[".".join(map(str, (*path, name)))] = value
-    return found
+            raise ValueError(f"a rule's numbers are finite and real, of {dtype}; got {value.dtype} for {name}")
+    filled = [jnp.asarray(values[name], leaf.dtype) for name, leaf in leaves.items()]
+    return jax.tree.unflatten(jax.tree.structure(form), filled)
 
 
 def _file(path: str | Path, suffix: str) -> Path:

@@ -7,8 +7,10 @@ under `shared/weight/gru` and `shared/bias/gru`. A stateless rule has `g/...` in
 biases also have `f/...`. `python -m experiments.convert_published` makes such a file of the authors' arrays.
 """
 
+import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -33,8 +35,13 @@ def load_published(source: str | Path | Mapping[str, np.ndarray], sites: Sequenc
     if isinstance(source, Mapping):
         arrays = {name: np.asarray(value) for name, value in source.items()}
     else:
-        with np.load(source) as file:
-            arrays = {name: file[name] for name in file.files}
+        try:
+            with np.load(source) as file:
+                arrays = dict(file)
+        except (ValueError, EOFError, TypeError, zipfile.BadZipFile) as error:
+            raise ValueError(
+                f"{source} is no .npz file of arrays, as `python -m experiments.convert_published` makes it: {error}"
+            ) from error
     arrays = {name: value for name, value in arrays.items() if not name.startswith(("golden/", "prior/"))}
     parts = {site.name: ["/weight", "/bias"] if site.family == "dense" else [""] for site in sites}
     in_file = {"/".join(name.split("/")[:-2]) for name in arrays if "/standardizer/" in name}
@@ -45,19 +52,15 @@ def load_published(source: str | Path | Mapping[str, np.ndarray], sites: Sequenc
             "another version or network"
         )
     shared = "shared/weight/gru/b_next" in arrays
-    one = next(site.name for site in sites if site.family == "dense")
-    gru = lambda place: (
-        f"shared/{place.split('/')[1]}/gru" if shared and place.endswith(("weight", "bias")) else f"{place}/gru"
-    )
-    elementwise = next(site.name for site in sites if site.family == "elementwise")
-    rngs = nnx.Rngs(0)
-    if stateless := f"{elementwise}/g/w0" in arrays:
-        message_size = _take(arrays, f"{one}/weight/g/w0").shape[0] - 2
-        rule = PerSynapse(sites, message_size=message_size, cell="mlp", rngs=rngs)
-    else:
-        size = _take(arrays, f"{gru(elementwise)}/b_next").shape[0]
-        message_size = _take(arrays, f"{gru(one + '/weight')}/W_update_x").shape[0] - 2
-        rule = PerSynapse(sites, message_size=message_size, hidden=size - message_size, share=shared, rngs=rngs)
+    stateless = not any("/gru/" in name for name in arrays)
+    weight = "shared/weight" if shared else next(f"{site.name}/weight" for site in sites if site.family == "dense")
+    message_size = _take(arrays, f"{weight}/g/w0" if stateless else f"{weight}/gru/W_update_x").shape[0] - 2
+    options: dict[str, Any] = {"message_size": message_size, "share": shared, "rngs": nnx.Rngs(0)}
+    if stateless:
+        rule = PerSynapse(sites, cell="mlp", **options)
+    else:  # the state of a weight is the update, h numbers, and the message
+        size = _take(arrays, f"{weight}/gru/b_next").shape[0]
+        rule = PerSynapse(sites, hidden=size - message_size - 1, **options)
     used: set[str] = set()
 
     def put(variable: nnx.Variable, name: str) -> None:
@@ -78,7 +81,7 @@ def load_published(source: str | Path | Mapping[str, np.ndarray], sites: Sequenc
                 put(rule.means[own], f"{place}/output/mean")
             cell = rule.cells[key]
             if not stateless:
-                _put_gru(put, cell.gru, gru(place))
+                _put_gru(put, cell.gru, f"shared{part}/gru" if shared and part else f"{place}/gru")
             for name in ("f", "g") if stateless and part else ("g",) if stateless else ():
                 _put_mlp(put, getattr(cell, name), f"{place}/{name}")
     if left := sorted(arrays.keys() - used):
@@ -87,22 +90,19 @@ def load_published(source: str | Path | Mapping[str, np.ndarray], sites: Sequenc
 
 
 def _put_gru(put, gru: Gru, place: str) -> None:
-    put(gru.update_x, f"{place}/W_update_x")
-    put(gru.update_c, f"{place}/W_update_c")
-    put(gru.update_bias, f"{place}/b_update")
-    put(gru.reset_x, f"{place}/W_reset_x")
-    put(gru.reset_c, f"{place}/W_reset_c")
-    put(gru.reset_bias, f"{place}/b_reset")
+    for gate in ("update", "reset"):
+        for side in ("x", "c"):
+            put(getattr(gru, f"{gate}_{side}"), f"{place}/W_{gate}_{side}")
+        put(getattr(gru, f"{gate}_bias"), f"{place}/b_{gate}")
     put(gru.next_bias, f"{place}/b_next")
     _put_mlp(put, gru.next_x, f"{place}/next_x_net")
     _put_mlp(put, gru.next_c, f"{place}/next_c_net")
 
 
 def _put_mlp(put, net: Mlp, name: str) -> None:
-    for i, kernel in enumerate(net.kernels):
-        put(kernel, f"{name}/w{i}")
-    for i, bias in enumerate(net.biases):
-        put(bias, f"{name}/b{i}")
+    for letter, variables in (("w", net.kernels), ("b", net.biases)):
+        for i, variable in enumerate(variables):
+            put(variable, f"{name}/{letter}{i}")
 
 
 def _take(arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray:

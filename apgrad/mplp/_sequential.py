@@ -3,8 +3,7 @@
     network, params = mplp.from_nnx(model, loss=mplp.cross_entropy)
     model = mplp.to_nnx(model, params)                                   # with what was learned
 
-Layers keep their meaning and their initial values. A network that is no sequence of layers is written by hand, as a
-function that calls nodes.
+A network that is no sequence of layers is written by hand, as a function that calls nodes.
 """
 
 from collections.abc import Callable
@@ -49,22 +48,19 @@ class Sequential(NamedTuple):
     tokens: bool = False
 
     def __call__(self, places: Places, params: Any, batch: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, dict]:
-        """The losses of a minibatch, and the predictions as a metric.
+        """The losses (batch, ...) of a minibatch, and `{"output": prediction}`, (batch, ...), as metrics.
 
         Args:
           places: the network's places.
           params: the network's parameters by layer, each a `Parameter`.
           batch: inputs (batch, ...), floating point or tokens, and targets, as the loss takes them.
-
-        Returns:
-          The losses (batch, ...), and `{"output": prediction}`, the prediction (batch, ...).
         """
         x, y = batch
         _, prediction = self._run(places, params, x)[-1]
         return self.loss(places["loss"], prediction, y), {"output": prediction.value}
 
     def predict(self, params: Any, x: jax.Array) -> jax.Array:
-        """The output of the last layer, (batch, ...): an ordinary JAX function, without any rule.
+        """The output of the last layer, (batch, ...): an ordinary function, without any rule.
 
         Args:
           params: pytree of floating-point arrays, the network's parameters by layer.
@@ -73,7 +69,7 @@ class Sequential(NamedTuple):
         return self.layer_outputs(params, x)[-1][1]
 
     def layer_outputs(self, params: Any, x: jax.Array) -> list[tuple[str, jax.Array]]:
-        """The name and the output (batch, ...) of each layer, in order: an ordinary JAX function, without any rule.
+        """The name and the output (batch, ...) of each layer: an ordinary function, without any rule.
 
         Args:
           params: pytree of floating-point arrays, the network's parameters by layer.
@@ -105,25 +101,22 @@ def from_nnx(
 ) -> tuple[Sequential, dict[str, Any]]:
     """Makes a network of a Flax model's layers.
 
-    A layer that the model uses several times is one layer of the network too, with one place and one set of parameters.
+    A layer that the model uses several times is one layer of the network too.
 
     Args:
       model: an `nnx.Sequential` of `nnx.Linear`, `nnx.Conv`, `nnx.Embed` (first), `nnx.LayerNorm`, functions
         (activations, `jax.nn.softmax`, reshapes, pooling), and Sequentials of these. `layer.register` teaches it other
         layers. Subclasses, and options that the nodes do not have, are refused.
-      loss: a loss node: `mplp.squared_error`, `mplp.cross_entropy`, ...
-      x: (batch, ...), inputs. If they are given, the network's predictions for them are compared with `model(x)`.
-      names: "number": a layer's name is its number and its kind. "role": the names "dense_in", "activation_0",
-        "dense_1", "activation_1", ..., "dense_out", which the rules of `load_pretrained` go by; the model is then an
-        MLP.
+      loss: a loss node: `mplp.squared_error`, `mplp.cross_entropy`, ..., whose place is "loss".
+      x: (batch, ...), inputs; if given, the network's predictions for them are compared with `model(x)`.
+      names: "number": a layer's name is its number and its kind. "role", for an MLP: "dense_in", "activation_0",
+        "dense_1", "activation_1", ..., "dense_out", which the rules of `load_pretrained` go by.
 
     Returns:
-      The network, and its parameters by layer: `{"0_dense": {"kernel": ..., "bias": ...}, ...}`. The name of the loss's
-      place is "loss". `to_nnx` puts parameters back into the model.
+      The network, and its parameters by layer: `{"0_dense": {"kernel": ..., "bias": ...}, ...}`.
 
     Raises:
-      TypeError: if a layer, or an option of a layer, is not supported; with roles, for layers other than those of an
-        MLP.
+      TypeError: for a layer, or an option of one, that is not supported.
       ValueError: if the network's predictions for x are not the model's.
 
     Example:

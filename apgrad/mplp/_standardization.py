@@ -1,10 +1,9 @@
 """Standardizers: what a learned network sees is shifted and scaled to numbers of about size one.
 
 *Fitted* standardizers (MPLP, appendix A; published code) have one pair of numbers for each group of features v:
-`(v + shift) * scale`, with shift = -mean and scale = 1/std over all axes. An update is centred by a fitted mean. All
-are fitted on the first minibatches, each step with its own statistics, and then kept. As published, a feature with
-std < 1e-5 gets the scale 1. This has a fault: biases are 0 at first and about 1e-3 while the standardizer is fitted, so
-their scale comes out near 1000. `max_scale` bounds the scale.
+`(v + shift) * scale`, with shift = -mean and scale = 1/std over all axes. An update is centred by a fitted mean. As
+published, a feature with std < 1e-5 gets the scale 1. This has a fault: biases are 0 at first and about 1e-3 while the
+standardizer is fitted, so their scale comes out near 1000. `max_scale` bounds the scale.
 
 *Batch norm* (thesis, section 5.2.1) standardizes at each call by this call's own statistics.
 """
@@ -26,10 +25,9 @@ class Standardizer(nnx.Module):
         self.shift = Fixed(jnp.zeros(groups, float))
         self.scale = Fixed(jnp.ones(groups, float))
 
-    def __call__(self, parts: list[jax.Array]) -> list[jax.Array]:
-        """Standardizes one part for each group."""
-        shift, scale = jax.lax.stop_gradient((self.shift[...], self.scale[...]))
-        return apply(parts, shift, scale)
+    def pair(self) -> tuple[jax.Array, jax.Array]:
+        """Shift and scale, which are not meta-trained."""
+        return jax.lax.stop_gradient((self.shift[...], self.scale[...]))
 
 
 def apply(parts: list[jax.Array], shift: jax.Array, scale: jax.Array) -> list[jax.Array]:
@@ -78,8 +76,7 @@ def fit_standardizers(
 ) -> Any:
     """Fits a rule's standardizers on the first minibatches of a task.
 
-    Inner steps are run, in which parameters and states move and each step is standardized by its own statistics. The
-    fitted statistics are the means over the steps.
+    The statistics are the means over inner steps, each of which is standardized by its own.
 
     Args:
       rule: a rule with standardizers (`PerSynapse`).

@@ -4,10 +4,9 @@
     updates, state, metrics = backward(rule, network, params, state, batch)
     params = optax.apply_updates(params, updates)
 
-A network is any function `(places, params, batch) -> loss` or `-> (loss, metrics)`; `from_nnx` makes a network of a
-Flax model. `backward` runs the network and returns what came out of its ports: the updates of the parameters, and the
-new state. All of it is plain JAX: it runs in `jit`, `scan` and `vmap`, and is differentiable with respect to the rule,
-to the parameters (at the first step the prior) and to the state.
+`backward` runs the network and returns what came out of its ports: the updates of the parameters, and the new state.
+All of it is plain JAX: it runs in `jit`, `scan` and `vmap`, and is differentiable with respect to the rule, to the
+parameters (at the first step the prior) and to the state.
 """
 
 import functools
@@ -31,16 +30,12 @@ class Network(Protocol):
     """What `backward` runs: a function that calls nodes."""
 
     def __call__(self, places: Places, params: Any, batch: Any, /) -> Any:
-        """Runs the nodes on a minibatch.
+        """The loss of a minibatch, alone or with a dictionary of metrics: a scalar, or losses whose mean is the loss.
 
         Args:
           places: the places of the network's nodes.
           params: the network's parameters, each a `Parameter`.
           batch: a minibatch, in whatever form the network takes it.
-
-        Returns:
-          The loss, alone or with a dictionary of metrics: a scalar, or an array of losses, of which the mean is the
-          loss.
         """
         ...
 
@@ -83,13 +78,13 @@ def backward(
       batch: a minibatch, as the network takes it.
 
     Returns:
-      The updates, in the structure, shapes and dtypes of `params`, for `optax.apply_updates`; the new state; and the
-      metrics: `"loss"`, a scalar, and those of the network. A parameter that goes to no node has the update zero.
+      The updates, in the form of `params`, for `optax.apply_updates`; the new state; and the metrics: `"loss"`, a
+      scalar, and those of the network. A parameter that goes to no node has the update zero.
 
     Raises:
       ValueError: at trace time, naming both sides, if rule, network, state and batch do not fit.
-      TypeError: at trace time, if the network depends on a parameter in another way than through its messages: in the
-        loss, outside the loss nodes, or where a `.value` enters the network again. Nothing would be learned from that.
+      TypeError: at trace time, if the network depends on a parameter in another way than through its messages (outside
+        the loss nodes, or by a `.value` that enters again), from which nothing would be learned.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
@@ -127,7 +122,7 @@ def backward(
 def inner_step(
     rule: LearnedRule, network: Network, params: Any, state: Any, batch: Any
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """`backward`, and its updates added to the parameters.
+    """`backward`, and its updates added to the parameters: the new parameters, the new state and the metrics.
 
     Args:
       rule: the rule.
@@ -135,9 +130,6 @@ def inner_step(
       params: pytree of floating-point arrays, the network's parameters.
       state: the rule's state, of `init_state` or of the step before.
       batch: a minibatch, as the network takes it.
-
-    Returns:
-      The new parameters, the new state, and the metrics of `backward`.
     """
     updates, state, metrics = backward(rule, network, params, state, batch)
     return optax.apply_updates(params, updates), state, metrics
@@ -158,14 +150,9 @@ def scan_steps(
       carry: pytree of arrays, the carry before the first step.
       inputs: pytree of arrays (steps, ...), one input for each step; None if the steps have no input.
       length: the number of steps; needed where there are no inputs.
-      remat: what a gradient through the steps remembers and what it computes again. False: it remembers everything.
-        A number S, at least 1: it remembers the carry of every S-th step, and computes segments of S steps again,
-        and within a segment each step. True: S is about the square root of the number of steps, so that about twice
-        the square root of carries is remembered. A policy of `jax.checkpoint_policies`: each step is computed again
-        but for what the policy says.
-
-    Returns:
-      The carry after the last step, and the outputs, stacked: pytree of arrays (steps, ...).
+      remat: what a gradient through the steps remembers. False: everything. A number S, at least 1: the carry of every
+        S-th step; segments of S steps, and within a segment each step, are computed again. True: S is about the square
+        root of the number of steps. A policy of `jax.checkpoint_policies`: what it says of each step.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -201,7 +188,7 @@ def scan_steps(
 def unroll(
     rule: LearnedRule, network: Network, params: Any, state: Any, batches: Any, *, remat: bool | int | Callable = 1
 ) -> tuple[Any, Any, dict[str, Any]]:
-    """An inner step for each minibatch in turn.
+    """An inner step for each minibatch in turn: the last parameters and state, and metrics, stacked: (steps, ...).
 
     Args:
       rule: the rule.
@@ -209,11 +196,8 @@ def unroll(
       params: pytree of floating-point arrays, the parameters at the start.
       state: the rule's state at the start, of `init_state`.
       batches: the minibatches, stacked: pytree of arrays (steps, batch, ...).
-      remat: what a meta-gradient remembers; see `scan_steps`. By default it remembers the parameters and states of all
-        steps, and computes each step again.
-
-    Returns:
-      The parameters and the state after the last step; and the metrics of each step, stacked: arrays (steps, ...).
+      remat: see `scan_steps`. By default a meta-gradient remembers the parameters and states of all steps, and
+        computes each step again.
     """
 
     def step(carry, batch):

@@ -1,11 +1,8 @@
 """Wiring: functions of signals that need no rule, and signals that are used several times.
 
 A function without parameters (the sum of a skip connection, a concatenation, a transpose, a mean) needs no rule: its
-transposed Jacobian leads each component of a message back as it leads a gradient back. To this end the function's
-Jacobian is applied to the port, which stays zero, and reverse mode transposes the Jacobian.
-
-At a fan-out, where a signal is used n times, reverse mode adds up the n messages, as it adds up gradients. `fork`
-aggregates the messages in another way.
+transposed Jacobian leads each component of a message back as it leads a gradient back. For this the function's Jacobian
+is applied to the port, which stays zero, and reverse mode transposes it.
 """
 
 from collections.abc import Callable
@@ -65,9 +62,9 @@ def _reverse(function: Callable[..., jax.Array]) -> Callable[..., Signal]:
 def fork(
     signal: Signal, n: int, aggregate: Literal["sum", "mean"] | Callable[[jax.Array], jax.Array] = "mean"
 ) -> tuple[Signal, ...]:
-    """A signal for each of n uses, so that you choose how the messages of these uses are aggregated.
+    """A signal for each of n uses, whose messages are aggregated; without it, reverse mode adds them up.
 
-    The value's true derivative is the sum over the uses, however the messages are aggregated.
+    The value's true derivative is the sum over the uses all the same.
 
     Args:
       signal: a signal of any shape.

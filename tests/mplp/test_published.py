@@ -1,6 +1,5 @@
 """The published checkpoints: golden inner steps, as the authors' code computed them."""
 
-import itertools
 import json
 import os
 from pathlib import Path
@@ -19,16 +18,9 @@ DATA = os.environ.get("APGRAD_DATA")
 needs_data = pytest.mark.skipif(DATA is None, reason="APGRAD_DATA, the folder with mplp_published/, is not set")
 
 TASKS = {
-    "sinusoid": ((1, 20, 20, 1), nnx.relu, (), mplp.squared_error),
-    "mnist": ((144, 50, 10), nnx.sigmoid, (nnx.softmax,), mplp.cross_entropy),
+    "sinusoid": lambda: mplp_published.build((1, 20, 20, 1), nnx.relu, nnx.relu, loss=mplp.squared_error),
+    "mnist": lambda: mplp_published.build((144, 50, 10), nnx.sigmoid, nnx.softmax, loss=mplp.cross_entropy),
 }
-
-
-def build(sizes, function, last, loss):
-    parts = []
-    for n, m in itertools.pairwise(sizes):
-        parts += [nnx.Linear(n, m, rngs=nnx.Rngs(0)), function]
-    return mplp.from_nnx(nnx.Sequential(*parts[:-1], *last), loss)
 
 
 def load(task):
@@ -40,8 +32,8 @@ def load(task):
 @pytest.mark.quick
 def test_golden_steps(task):
     arrays = load(task)
-    network, params = build(*TASKS[task])
-    dense = list(params)
+    network, draw = TASKS[task]()
+    dense = list(draw(jax.random.key(0)))
     at = lambda step: {
         name: {"kernel": arrays[f"golden/{step}/W{j}"], "bias": arrays[f"golden/{step}/b{j}"]}
         for j, name in enumerate(dense)
@@ -64,8 +56,8 @@ class TestCheckpoints:
 
     def setup_method(self):
         self.arrays = load("sinusoid")
-        network, params = build(*TASKS["sinusoid"])
-        self.sites = mplp.sites(network, params, (jnp.ones((2, 1)), jnp.ones((2, 1))))
+        network, draw = TASKS["sinusoid"]()
+        self.sites = mplp.sites(network, draw(jax.random.key(0)), (jnp.ones((2, 1)), jnp.ones((2, 1))))
 
     def test_of_another_network(self):
         with pytest.raises(ValueError, match=r"for the nodes .*'3_softmax'.*the network has .*'4_dense/bias'"):
@@ -82,6 +74,7 @@ class TestCheckpoints:
 
 
 @needs_data
+@pytest.mark.long
 def test_the_published_rule_on_a_few_sinusoids():
     """Its figures over 100 tasks are .0253 before and .0013 after 5 steps."""
     config = mplp_published.Config(runs=20)
@@ -93,12 +86,22 @@ def test_the_published_rule_on_a_few_sinusoids():
     assert abs(mean[5] - 0.0013) < 4 * error[5]
 
 
+def test_a_file_that_is_no_checkpoint_is_refused(tmp_path):
+    path = tmp_path / "rule.npz"
+    np.save(tmp_path / "array.npy", np.ones(3))
+    for data in (b"", b"PK", b"something else", (tmp_path / "array.npy").read_bytes()):
+        path.write_bytes(data)
+        with pytest.raises(ValueError, match=r"rule\.npz is no \.npz file of arrays"):
+            mplp.load_published(path, ())
+
+
 def test_without_data_the_experiment_says_what_it_needs(monkeypatch):
     monkeypatch.delenv("APGRAD_DATA", raising=False)
     with pytest.raises(SystemExit, match=r"set APGRAD_DATA to a folder with mnist.npz"):
         mplp_published.folder()
 
 
+@pytest.mark.long
 def test_the_benchmark_runs_on_one_width(tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "cells", lambda config: [{"benchmark": "width", "size": 8}])
     harness.main(benchmark, ["--out", str(tmp_path), "--rounds", "2"])

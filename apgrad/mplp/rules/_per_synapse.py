@@ -51,8 +51,8 @@ class PerSynapse(nnx.Module):
     """The published rules.
 
     Args:
-      sites: the sites of a network, from `mplp.sites`. The rule fits every network whose places have these names (or
-        these kinds, if everything is shared), whatever the sizes are.
+      sites: the sites of a network, from `mplp.sites`. The rule fits every network whose places have these names, or
+        these kinds if everything is shared.
       message_size: the size k of a message.
       hidden: the size h of the recurrent state besides update and message.
       cell: "gru", "two_grus" or "mlp".
@@ -93,7 +93,7 @@ class PerSynapse(nnx.Module):
         output_scale: float = 0.01,
         rngs: nnx.Rngs,
     ):
-        require_one_of(("gru", "two_grus", "mlp"), cell=cell)
+        require_one_of(tuple(CELLS), cell=cell)
         flags = {"share": share, "share_standardizers": share_standardizers, "share_scales": share_scales}
         require_one_of((False, True), gradient=gradient, **flags)
         require_sizes(1, message_size=message_size, **{f"layers[{i}]": n for i, n in enumerate(layers)})
@@ -108,17 +108,15 @@ class PerSynapse(nnx.Module):
         for site in sites:
             for part, groups, width in self._parts(site):
                 updates = part != "message"
-                key = self._key(site, part, share)
-                if key not in self.cells:
-                    self.cells[key] = _cell(cell, width, message_size, hidden, layers, updates, rngs)
-                key = self._key(site, part, share_standardizers)
-                if key not in self.standardizers:
-                    self.standardizers[key] = Standardizer(groups)
+                own, pair, scale = self._keys(site, part)
+                if own not in self.cells:
+                    self.cells[own] = CELLS[cell](width, message_size, hidden, layers, updates, rngs)
+                if pair not in self.standardizers:
+                    self.standardizers[pair] = Standardizer(groups)
                     if updates:
-                        self.means[key] = Fixed(jnp.zeros((), float))
-                key = self._key(site, part, share_scales)
-                if updates and key not in self.scales:
-                    self.scales[key] = nnx.Param(jnp.asarray(output_scale, float))
+                        self.means[pair] = Fixed(jnp.zeros((), float))
+                if updates and scale not in self.scales:
+                    self.scales[scale] = nnx.Param(jnp.asarray(output_scale, float))
 
     def init(self, site: Site) -> dict[str, Any]:
         """Zeros for each synapse and example; a recording rule's state also has the statistics of the step."""
@@ -126,9 +124,9 @@ class PerSynapse(nnx.Module):
         for part, groups, _ in self._parts(site):
             rows, *units = site.shape
             shape = (rows, units[-1]) if part == "bias" and site.family == "dense" else site.shape
-            state[part] = {"carry": self.cells[self._key(site, part, self.share)].init(shape)}
+            state[part] = {"carry": self.cells[self._keys(site, part)[0]].init(shape)}
             if self.record:
-                state[part] |= {"shift": jnp.zeros(groups, float), "scale": jnp.zeros(groups, float)}
+                state[part] |= {name: jnp.zeros(groups, float) for name in ("shift", "scale")}
                 state[part] |= {"mean": jnp.zeros((), float)}
         return state
 
@@ -136,9 +134,7 @@ class PerSynapse(nnx.Module):
         """The local rule of a place."""
         parts = {}
         for part, _, _ in self._parts(site):
-            own, pair, scale = (
-                self._key(site, part, s) for s in (self.share, self.share_standardizers, self.share_scales)
-            )
+            own, pair, scale = self._keys(site, part)
             size, mean = self.scales.get(scale), self.means.get(pair)
             parts[part] = _Part(self.cells[own], self.standardizers[pair], size, mean)
         return _PerSynapseAt(parts, self.message_size, self.gradient, self.record)
@@ -184,10 +180,11 @@ class PerSynapse(nnx.Module):
         both = [("bias", 3 + self.gradient, seen + 2), ("weight", 3 + self.gradient, seen + 2)]
         return both[1 - site.bias :] if site.family == "dense" else both[:1]
 
-    def _key(self, site: Site, part: str, shared: bool) -> str:
-        by_name = not (self.share and self.share_standardizers and self.share_scales)
-        require_form(self.known, site, by_name=by_name)
-        return _key(site.name, site.kind, part, shared)
+    def _keys(self, site: Site, part: str) -> list[str]:
+        """The names of a part's networks, of its standardizer and of its scale."""
+        shares = self.share, self.share_standardizers, self.share_scales
+        require_form(self.known, site, by_name=not all(shares))
+        return [_key(site.name, site.kind, part, shared) for shared in shares]
 
 
 def _key(name: str, kind: str, part: str, shared: bool) -> str:
@@ -243,8 +240,7 @@ class _TwoMlps(nnx.Module):
         return update, jnp.tanh(self.g(*parts)), ()
 
 
-def _cell(cell, *args):
-    return {"gru": _GruCell, "two_grus": _TwoGrus, "mlp": _TwoMlps}[cell](*args)
+CELLS = {"gru": _GruCell, "two_grus": _TwoGrus, "mlp": _TwoMlps}
 
 
 class _Part(NamedTuple):
@@ -275,17 +271,15 @@ class _PerSynapseAt:
         """The update (centred and scaled), the message and the new state of a part."""
         cell, standardizer, scale, mean = self.parts[part]
         state, centre = state[part], 0.0
-        if not self.record:
-            update, message, carry = in_chunks(cell, standardizer(inputs), state["carry"], CHUNK)
-            new = {"carry": carry}
-            centre = 0.0 if mean is None else jax.lax.stop_gradient(mean[...])
-        else:
-            shift, factor = standardization.statistics(inputs)
-            update, message, carry = in_chunks(
-                cell, standardization.apply(inputs, shift, factor), state["carry"], CHUNK
-            )
+        pair = standardization.statistics(inputs) if self.record else standardizer.pair()
+        seen = standardization.apply(inputs, *pair)
+        update, message, carry = in_chunks(cell, seen, state["carry"], CHUNK)
+        new = {"carry": carry}
+        if self.record:
             centre = jnp.zeros(()) if update is None else jnp.mean(update)
-            new = {"carry": carry, "shift": shift, "scale": factor, "mean": centre}
+            new |= {"shift": pair[0], "scale": pair[1], "mean": centre}
+        elif mean is not None:
+            centre = jax.lax.stop_gradient(mean[...])
         return None if update is None or scale is None else (update - centre) * scale[...], message, new
 
     def _seen(self, message: jax.Array, gradient: jax.Array) -> list[jax.Array]:

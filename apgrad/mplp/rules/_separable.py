@@ -15,10 +15,9 @@ k = R = 1, A(m) = m, B(x) = x, U(m) = m, G(m, z) = act'(z) m. A loss makes the f
 whose gains begin at 0. All corrections of A are 0 at first, so nothing is changed if those of B (r > 0) are there from
 the beginning; likewise the other components of messages, which nothing reads yet.
 
-*State of neurons.* u, v and s are recurrent states of neurons: not of synapses, nor of examples, so the order of the
-examples in a minibatch does not matter. A gated unit makes the new state from the mean and the mean square, over the
-batch, of what the neuron sees. With such a state a rule can follow its statistics, as Adam does, and can tell the first
-step from the last.
+*State of neurons.* u, v and s are recurrent states of neurons, not of synapses or examples. A gated unit makes the new
+state from the mean and the mean square, over the batch, of what the neuron sees, so that a rule can follow its
+statistics, as Adam does, and can tell the first step from the last.
 
 *Whitening.* Inputs are whitened as the layer learns: B_0 is P x, and the other B see P x beside x (`_whitening.py`).
 The start as gradient descent is then the step of recursive least squares, along P x.
