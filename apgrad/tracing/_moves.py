@@ -65,19 +65,16 @@ def _identity(equation: Equation) -> Pull:
 
 
 def _pad(equation: Equation) -> Pull:
-    """pad: the operand gets its part of the message, and the padding value the plus of all the rest."""
-    semiring, (of_operand, of_value) = equation.semiring, equation.active
-    shape, config = jnp.shape(equation.inputs[0]), equation.params["padding_config"]
+    """pad: an active padding value is copied to all places that the operand leaves free."""
+    config = equation.params["padding_config"]
+    if not equation.active[1]:
+        return _to_one_place(equation)
 
-    def pull(to_operand, messages):
-        padding = None
-        if of_value:
-            inside = lax.pad(jnp.ones(shape, bool), jnp.asarray(False), config)
-            outside = where(~inside, messages[0], zeros(semiring, inside.shape, dtype_of(messages[0])))
-            padding = plus_over(semiring, outside, tuple(range(len(config))))
-        return [to_operand(messages)[0] if of_operand else None, padding]
+    def parts(x, value):
+        inside = lax.pad(jnp.ones(x.shape, bool), jnp.asarray(False), config)
+        return [lax.select(inside, lax.pad(x, jnp.zeros((), x.dtype), config), jnp.broadcast_to(value, inside.shape))]
 
-    return Partial(pull, _to_one_place(equation._replace(active=(of_operand, False))))
+    return equation.in_parts(parts)
 
 
 def _dynamic_slice(equation: Equation) -> Pull:

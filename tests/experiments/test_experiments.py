@@ -230,7 +230,7 @@ class TestHarness:
 
 
 class TestReference:
-    @pytest.mark.parametrize("beta", [1.5, 2.5, 3.5])
+    @pytest.mark.parametrize("beta", [1.5, 3.5])
     def test_converges_as_the_grid_is_refined_and_differentiates_the_loss(self, beta):
         horizons, step = [1, 2, 10, 50], 1e-4
         coarse, middle, fine = (chaotic_network.exact(beta, horizons, points) for points in (15, 30, 45))
@@ -359,9 +359,10 @@ class TestExperiments:
             return total
 
         objective = ap.expectation(lorenz_control.program("decoupled-CF", 4), 20, cross_fit=True)
-        value, gradient = jax.value_and_grad(objective, argnums=1)(jax.random.key(0), theta, rho)
-        assert value == pytest.approx(float(rollout(theta)), rel=1e-5)
-        expected, _ = jax.flatten_util.ravel_pytree(jax.grad(rollout)(theta))
+        value, gradient = jax.jit(jax.value_and_grad(objective, argnums=1))(jax.random.key(0), theta, rho)
+        cost, slope = jax.jit(jax.value_and_grad(rollout))(theta)
+        assert value == pytest.approx(float(cost), rel=1e-5)
+        expected, _ = jax.flatten_util.ravel_pytree(slope)
         np.testing.assert_allclose(jax.flatten_util.ravel_pytree(gradient)[0], expected, rtol=1e-3, atol=1e-5)
 
     def test_lorenz_bias_is_told_from_noise(self):

@@ -1,5 +1,6 @@
 """Weights for simulators that jump: closed forms, bounds that hold for any cost, and power where there is a jump."""
 
+import functools
 import math
 
 import jax
@@ -15,6 +16,7 @@ KEY = jax.random.key(0)
 JUMP = lambda e: jnp.where(e > 0.5, 2.0, 0.0) + 0.1 * e
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def features(f, lanes, repetitions=1):
     """Contributions of N(theta, 1) at theta = 0 to the gradient of a mean over lanes: (repetitions, 2, lanes, 1)."""
     e = jax.random.normal(KEY, (repetitions, lanes, 1))
@@ -43,13 +45,13 @@ def test_alpha_order_is_the_constrained_minimum(x64):
 def test_the_mean_test_keeps_its_level_and_has_the_power_of_a_t_test(x64):
     smooth = features(jnp.sin, 300, repetitions=4000)
     for threshold in (1.0, 2.0):
-        weights = jax.vmap(rule(jump_weights.mean_test(ap.weights.Weights(HALF), threshold=threshold)))(smooth)
+        weights = jax.jit(jax.vmap(rule(jump_weights.mean_test(ap.weights.Weights(HALF), threshold=threshold))))(smooth)
         false, p = np.mean(np.asarray(weights)[:, 1] == 1), 2 * norm.sf(threshold)
         assert abs(false - p) < 4 * math.sqrt(p / 4000) + 0.01, (threshold, false, p)
     # D is the jump's part of the likelihood ratio, whose mean is 2 phi(.5): a power of one half where that is 2 errors.
     D = np.asarray(jnp.diff(features(JUMP, 2000, repetitions=50), axis=1)) * 2000
     lanes = int((D.std() / norm.pdf(0.5)) ** 2)
-    weights = jax.vmap(rule(jump_weights.mean_test(threshold=2.0)))(features(JUMP, lanes, repetitions=1000))
+    weights = jax.jit(jax.vmap(rule(jump_weights.mean_test(threshold=2.0))))(features(JUMP, lanes, repetitions=1000))
     assert 0.4 < np.mean(np.asarray(weights)[:, 1] == 1) < 0.6
 
 

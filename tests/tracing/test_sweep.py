@@ -42,29 +42,26 @@ INDEX = jnp.array([0, 2, 2])
 GROUPS = {
     "jnp of any number": named(
         jnp,
-        """abs sin cos tan tanh sinh cosh exp exp2 expm1 square sinc arctan arcsinh sign floor cbrt i0 nan_to_num flip
-        sort nansum nanmean nanmax std var mean median ptp prod cumsum cumprod nancumprod max trapezoid diff gradient
-        rot90 triu diagonal trace""",
+        """abs sin cos tan tanh exp expm1 sinc arctan sign floor cbrt nan_to_num flip sort nanmean var mean median ptp
+        prod cumsum cumprod max trapezoid diff gradient triu diagonal trace""",
         r(3, 3),
     ),
     "jnp of fractions": named(jnp, "arcsin arccos arctanh log log2 log1p sqrt reciprocal", u(3)),
     "jnp of two": named(
         jnp,
-        """add subtract multiply divide maximum minimum arctan2 hypot logaddexp logaddexp2 power mod fmod fmax copysign
-        inner outer dot kron cross convolve correlate""",
+        """add subtract multiply divide maximum minimum arctan2 hypot logaddexp power mod copysign outer dot kron cross
+        convolve""",
         p(3),
         p(3) + 0.05,
     ),
     "nn": named(
         jax.nn,
-        """relu relu6 sigmoid softplus soft_sign silu log_sigmoid leaky_relu hard_sigmoid hard_tanh elu celu selu gelu
-        glu squareplus mish logsumexp softmax log_softmax standardize""",
+        """relu softplus soft_sign silu leaky_relu hard_sigmoid elu gelu glu squareplus mish logsumexp softmax
+        log_softmax standardize""",
         r(4, 4),
     ),
-    "special": named(
-        jsp.special, "gammaln digamma erf erfc erfinv expit logit ndtri log_ndtr ndtr i0e i1e entr spence", u(3)
-    )
-    | named(jsp.special, "betaln gammainc xlogy xlog1py kl_div", u(3), p(3)),
+    "special": named(jsp.special, "gammaln digamma erf erfc erfinv logit log_ndtr i0e i1e entr", u(3))
+    | named(jsp.special, "betaln gammainc xlogy kl_div", u(3), p(3)),
     "indices": {
         "min": (lambda a, b: a.at[INDEX].min(b), (p(5), p(3))),
         "max": (lambda a, b: a.at[INDEX].max(b), (p(5), p(3))),
