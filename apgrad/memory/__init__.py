@@ -6,9 +6,11 @@ gradient, and `ap.memory_report` measures what that saves. The samplers say how 
 
 from apgrad.memory._max_pool import max_pool as max_pool
 from apgrad.memory._packing import narrow as narrow, packing as packing
+from apgrad.memory._planner import Plan as Plan, plan as plan
 from apgrad.memory._randomize import coefficients as coefficients, randomize as randomize
 from apgrad.memory._report import (
     MemoryReport as MemoryReport,
+    Residual as Residual,
     memory_report as memory_report,
     residuals as residuals,
     temp_bytes as temp_bytes,

@@ -28,7 +28,7 @@ LADDER: tuple[Sampler, ...] = (
 )
 
 
-def _relative_variance(sampler: Any) -> float:
+def relative_variance(sampler: Any) -> float:
     """The expected variance of a sampler's estimate over the square of a normal coefficient."""
     if isinstance(sampler, Rounding):
         span = 0.85 * 2 * math.sqrt(2 * math.log(sampler.group))
@@ -41,8 +41,13 @@ def remembered_bytes(made: MemoryPlan) -> int:
     return KEY_BYTES + sum(slot.nbytes for slot in made.slots)
 
 
-def allocate(found: list[tuple[Coefficient, SlotForm]], budget_bytes: float) -> tuple[Any, float, bool]:
-    """Samplers that keep to a budget, as far as the coefficients alone can tell."""
+def allocate(
+    found: list[tuple[Coefficient, SlotForm]], budget_bytes: float, limit: float = math.inf
+) -> tuple[Any, float, bool]:
+    """Samplers, none of more relative variance than the limit, that keep to a budget, as far as coefficients tell.
+
+    With them their bytes, and whether no smaller ones are left.
+    """
     total, steps = 0.0, []
     for coefficient, how in found:
         like = jax.ShapeDtypeStruct(coefficient.shape, coefficient.dtype)
@@ -52,11 +57,12 @@ def allocate(found: list[tuple[Coefficient, SlotForm]], budget_bytes: float) -> 
             continue
         # Fractions only where no other sample follows, see `randomize`.
         ladder = [s for s in LADDER if coefficient.last or isinstance(s, Rounding)]
+        ladder = [s for s in ladder if relative_variance(s) <= limit]
         points: list[tuple[float, float, Any]] = [(size, 0.0, None)]
         for sampler in ladder:
             need = nbytes(fitted(sampler, coefficient), like) * coefficient.count
             if need < points[-1][0]:
-                points.append((need, _relative_variance(sampler), sampler))
+                points.append((need, relative_variance(sampler), sampler))
         hull = _hull(points)
         for (a, va, _), (b, vb, sampler) in itertools.pairwise(hull):
             steps.append(((vb - va) / (a - b), a - b, coefficient.name, sampler))
@@ -80,3 +86,10 @@ def _hull(points: list[tuple[float, float, Any]]) -> list[tuple[float, float, An
             hull.pop()
         hull.append(p)
     return hull
+
+
+def added_variance(found: list[tuple[Coefficient, SlotForm]], choose: Any) -> float:
+    """The mean over all entries that could be sampled of their relative variance, as `allocate` expects it."""
+    sampled = [(c, choose(c)) for c, how in found if how == "sampled"]
+    entries = sum(c.nbytes * c.count for c, _ in sampled)
+    return sum(c.nbytes * c.count * relative_variance(s) for c, s in sampled if s is not None) / max(entries, 1)

@@ -21,6 +21,7 @@ from apgrad._programs import jaxprs
 from apgrad.memory._plan import BackwardStep, MemoryPlan
 from apgrad.memory._rounding import Rounding
 from apgrad.memory._samplers import Sampler
+from apgrad.memory._slots import CoefficientUse
 
 REASON = (
     "ap.randomize has no second derivative: the random memory is no differentiable function of the inputs. "
@@ -76,6 +77,7 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
             return _restored(which.sampler, like.shape, like.dtype, keys[slot], kept)
         return jnp.unpackbits(kept)[: like.size].reshape(like.shape).astype(bool) if which.how == "bits" else kept
 
+    computed: dict[Any, Any] = {}  # what is evaluated again, until its last use
     for step in _soon(made.steps):
         inputs = _inputs(step)
         present = {i: values[v] for i, v in enumerate(inputs) if not _literal(v) and i not in step.uses}
@@ -89,6 +91,10 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
         axis = _commutes(made, step)
         restored = {}
         for i, use in step.uses.items():
+            if use.again is not None:
+                held = {s: restore(keys, s, memory[s]) for s in use.slots}
+                restored[i], present = _evaluated_again(use, held, computed, present)
+                continue
             kept = [slots.get(s, memory[s]) for s in use.slots]
             restored[i] = _first(kept[0])[0] if axis else use.replay(*map(restore, [keys] * len(kept), use.slots, kept))
         out = step.eqn.outvars
@@ -109,6 +115,22 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
             values.update((inputs[i], message) for i, message in present.items())
         values.update(zip(out, found, strict=True))
     return [_final(v, values) for v in jaxpr.outvars]
+
+
+def _evaluated_again(use: CoefficientUse, memory: dict[int, Any], computed: dict[Any, Any], present: Any):
+    """A coefficient from what is computed already and what is remembered, once the messages are there; and these."""
+    assert use.again is not None
+    var, leaves, eqns = use.again
+    if var not in computed:
+        missing = jaxprs.needed(eqns, [var], computed)
+        wanted = {v for eqn in missing for v in eqn.invars if not _literal(v)}
+        kept = {i: memory[s] for i, (v, s) in enumerate(zip(leaves, use.slots, strict=True)) if v in wanted}
+        held = {i: x for i, x in kept.items() if not jnp.issubdtype(x.dtype, jax.dtypes.extended)}
+        held, present = jax.lax.optimization_barrier((held, present))
+        values = computed | {leaves[i]: x for i, x in (kept | held).items()}
+        jaxprs.run_all(missing, values)
+        computed |= {v: values[v] for eqn in missing for v in eqn.outvars}
+    return computed[var], present
 
 
 def _keys(made: MemoryPlan, key: jax.Array) -> jax.Array:

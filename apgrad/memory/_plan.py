@@ -21,7 +21,7 @@ Three rules keep gradients unbiased and memory small:
 * A coefficient that multiplies messages that go on, and is 16 times smaller than the largest, is kept exactly.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -63,6 +63,7 @@ def make_plan(
     where: str,
     count: int,
     rules: Sequence[str] = (),
+    stays: Collection[int] | None = None,
 ) -> MemoryPlan:
     """The plan of a straight-line program."""
     traced, (outputs, pullback) = jaxprs.trace(linearize, *inputs)
@@ -92,7 +93,7 @@ def make_plan(
     derivative = dict(zip(chains, variables[len(known) :], strict=True))
     # What a nested program has remembered is packed already, and nothing multiplies it here.
     own = {at[v] for eqn in graph.backward if jaxprs.nested(eqn) is None for v in graph.coefficients(eqn)}
-    memory = SlotMaker(forward, live, own, choose, where, count)
+    memory = SlotMaker(forward, live, own, choose, where, count, stays)
     needed = graph.needed({out: root for out, (root, eqns) in chains.items() if _collapses(eqns, graph, memory, at)})
     # A step is last if its message reaches no other sample, and no input that is not live.
     passes_on = {v for v, flag in zip(back.jaxpr.outvars, ends, strict=True) if not (flag or isinstance(v, Literal))}

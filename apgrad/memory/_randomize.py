@@ -11,7 +11,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -104,6 +104,19 @@ def randomize(
     number("budget_bytes", budget_bytes or 0)
     number("min_size", min_size)
 
+    def walk(*stretch: Any) -> Callable[..., Any]:
+        made = StretchWalk(
+            _chooser(sampler, through, min_size), boundaries and _chooser(boundaries, boundaries, min_size)
+        )
+        make = None if budget_bytes is None else functools.partial(_within, budget_bytes, min_size, made.at_boundary)
+        return made.stretch(*stretch, make=make)
+
+    return walked(function, walk)
+
+
+def walked(function: Callable[..., Any], walk: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
+    """`(key, *args, **kwargs) -> outputs`: the function as `walk(program, live, where, count)` evaluates it."""
+
     def randomized(key, *args, **kwargs):
         key = require_key("the first argument of a randomized function", key)
         # All else reaches the function as it is, as from jax.grad: Python's numbers, strings, functions.
@@ -114,11 +127,7 @@ def randomize(
             return function(*args, **kwargs)
 
         program, shape = jaxprs.trace(flat, *leaves)
-        walk = _StretchWalk(
-            _chooser(sampler, through, min_size), boundaries and _chooser(boundaries, boundaries, min_size)
-        )
-        make = None if budget_bytes is None else functools.partial(_within, budget_bytes, min_size, walk.at_boundary)
-        outputs = walk.stretch(program, [True] * len(leaves), "", 1, make)(key, *leaves)
+        outputs = walk(program, [True] * len(leaves), "", 1)(key, *leaves)
         return jax.tree.unflatten(jax.tree.structure(shape), outputs)
 
     vars(randomized)["original"] = function  # for those who look into programs, as tracing does
@@ -135,18 +144,31 @@ def coefficients(function: Callable[..., Any], *args: Any, min_size: int = 512) 
       *args: arrays or `jax.ShapeDtypeStruct`s.
       min_size: as in `randomize`.
     """
+    leaves, _ = jaxprs.arrays_of(args)
+    return listed(recorded(function, args, [i for i, x in enumerate(leaves) if jaxprs.is_inexact(x)], min_size))
+
+
+Recorded = list[tuple[str, MemoryPlan]]
+
+
+def recorded(function: Callable[..., Any], args: Any, chosen: Sequence[int], min_size: int) -> Recorded:
+    """The plans that remember everything: of the stretches inside, by their scope, and last of the whole function."""
     leaves, put = jaxprs.arrays_of(args)
     program, _ = jaxprs.trace(lambda *leaves: function(*put(*leaves)), *leaves)
-    chosen = tuple(i for i, x in enumerate(leaves) if jaxprs.is_inexact(x))
-    return _recorded(min_size, program, [True] * (len(leaves) + len(program.consts)), chosen, "", 1, jax.random.key(0))
+    flags = [True] * (len(leaves) + len(program.consts))
+    return _recorded(min_size, program, flags, tuple(chosen), "", 1, jax.random.key(0))
 
 
-def _recorded(min_size: int, *stretch: Any) -> list[tuple[Coefficient, SlotForm]]:
-    """The coefficients of a stretch and their forms, see `_StretchWalk.make`."""
-    walk = _StretchWalk(_chooser(rounding(32), None, min_size))  # which marks what could be sampled
+def _recorded(min_size: int, *stretch: Any) -> Recorded:
+    walk = StretchWalk(_chooser(rounding(32), None, min_size))  # which marks what could be sampled
     made = walk.make(*stretch)
+    return [*((index[3], plan) for index, (_, plan) in walk.plans.items()), (stretch[3], made)]
+
+
+def listed(plans: Recorded) -> list[tuple[Coefficient, SlotForm]]:
+    """The coefficients of the plans and their forms."""
     found: dict[str, tuple[Coefficient, SlotForm]] = {}
-    for where, plan in [*((index[3], plan) for index, (_, plan) in walk.plans.items()), (stretch[3], made)]:
+    for where, plan in plans:
         for i, slot in enumerate(plan.slots):
             if slot.how not in ("live", "nested"):
                 name = slot.coefficient.name or f"{where}/kept[{i}]"
@@ -160,11 +182,11 @@ def _within(budget: int, min_size: int, at_boundary: Any, *stretch: Any) -> Memo
     `allocate` estimates the bytes coefficient by coefficient; then they are counted in the plan that is made. Only the
     plan shows which arrays are drawn twice, which keys are kept, and what the branches of a `cond` share.
     """
-    found = _recorded(min_size, *stretch)
+    found = listed(_recorded(min_size, *stretch))
     target, best = float(budget), None
     while True:
         choose, estimate, smallest = allocate(found, target)
-        made = _StretchWalk(choose, at_boundary).make(*stretch)
+        made = StretchWalk(choose, at_boundary).make(*stretch)
         used = remembered_bytes(made)
         if used <= budget:
             # Branches share memory, which the estimate adds up: what is left of the budget is given out as well.
@@ -203,14 +225,14 @@ def _chooser(sampler: Any, through: Any, min_size: int) -> Choice:
     return chooser
 
 
-class _StretchWalk:
+class StretchWalk:
     """A walk over a program that makes propagators of its straight-line stretches.
 
     Each stretch is planned once for each set of differentiated inputs: JAX traces a loop's body several times.
     """
 
-    def __init__(self, choose: Choice, at_boundary: Any = None):
-        self.choose, self.at_boundary = choose, at_boundary
+    def __init__(self, choose: Choice, at_boundary: Any = None, stays: Mapping[str, frozenset[int]] | None = None):
+        self.choose, self.at_boundary, self.stays = choose, at_boundary, stays or {}
         self.plans: dict[Any, tuple[Any, MemoryPlan]] = {}
 
     def stretch(
@@ -265,7 +287,9 @@ class _StretchWalk:
         avals = [v.aval for v in (*program.jaxpr.invars, *program.jaxpr.constvars)]
         inputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (key, *avals)]
         ends, rules = [flags[i] for i in chosen], _own_rules(program, where)
-        return make_plan(linearize, inputs, [True, *flags], ends, self.choose, where, count, rules)
+        return make_plan(
+            linearize, inputs, [True, *flags], ends, self.choose, where, count, rules, self.stays.get(where)
+        )
 
     def _apply(self, key: jax.Array, where: str, count: int) -> Callable[..., Any]:
         """How an equation is evaluated, of pairs `(value, whether somebody else keeps it)`."""

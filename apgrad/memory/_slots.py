@@ -70,6 +70,7 @@ class CoefficientUse(NamedTuple):
     slots: tuple[int, ...]  # numbers of the slots that are needed
     replay: Callable[..., Any]  # (values of these slots) -> coefficient
     direct: bool = False  # whether the coefficient is the very array that was remembered
+    again: tuple[Any, tuple[Any, ...], list[Any]] | None = None  # coefficient, arrays of the slots, equations between
 
 
 class Slot(NamedTuple):
@@ -94,11 +95,19 @@ class SlotMaker:
     """Chooses how coefficients of a forward program are remembered, and numbers the slots.
 
     `live` says of each input whether somebody else keeps it, `own` are the coefficients of equations without programs
-    inside, and the program stands in the scope `where` and runs `count` times.
+    inside, and the program stands in the scope `where` and runs `count` times. `stays` are the numbers of the variables
+    that may be remembered (see `apgrad.memory._recompute`); all others are then computed again.
     """
 
     def __init__(
-        self, forward: jaxprs.Program, live: Sequence[bool], own: Collection[Any], choose: Any, where: str, count: int
+        self,
+        forward: jaxprs.Program,
+        live: Sequence[bool],
+        own: Collection[Any],
+        choose: Any,
+        where: str,
+        count: int,
+        stays: Collection[int] | None = None,
     ):
         jaxpr = forward.jaxpr
         self.live = {v for v, flag in zip(jaxpr.invars, live, strict=True) if flag} | set(jaxpr.constvars)
@@ -109,6 +118,8 @@ class SlotMaker:
         self.shared: dict[Any, dict[int, int]] = {}
         self.exact: dict[Any, int] = {}
         self.largest = max((array_bytes(v.aval) for v in own if self.is_large(v)), default=0)
+        made = (v for eqn in self.eqns for v in eqn.outvars)
+        self.stays = None if stays is None else {v for i, v in enumerate(made) if i in stays}
 
     def is_large(self, var: Any) -> bool:
         """Whether a floating-point array costs more than a quarter of its bytes unless it is sampled."""
@@ -127,6 +138,13 @@ class SlotMaker:
         if isinstance(var, Literal):
             aval: Any = var.aval
             return CoefficientUse((), lambda: jnp.asarray(var.val, aval.dtype))
+        if self.stays is not None:
+            eqns = jaxprs.needed(self.eqns, [var], self.stays)
+            inside = {v for e in eqns for v in e.outvars}
+            needed = [v for e in eqns for v in jaxprs.variables(e.invars)] or [var]
+            leaves = list(dict.fromkeys(v for v in needed if v not in inside))
+            again = (var, tuple(leaves), eqns) if eqns else None
+            return CoefficientUse(tuple(map(self._exact, leaves)), self._replay(var, leaves), not eqns, again)
         (cost, leaves), source = self._leaves(var), self._source(var)
         order = _image_order(eqn, number) if source.aval.shape == var.aval.shape else None
         may = linear and cost * 4 > array_bytes(source.aval)

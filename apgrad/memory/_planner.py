@@ -1,0 +1,190 @@
+"""`ap.memory.plan`: what a gradient keeps, computes again or packs, under a budget of compiled memory.
+
+Exact methods come first. Of the choices of `apgrad.memory._recompute` the one with least work is taken whose predicted
+bytes fit: what stays, the largest group that is computed together, and a working set. The working set is what the
+compiler's account of the last gradient that was compiled had beyond the prediction; so a few compilations settle it.
+If nothing exact fits, coefficients are rounded, with the least added variance (`apgrad.memory._budget`).
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from apgrad._ground.arguments import chosen_numbers, number
+from apgrad._programs import jaxprs
+from apgrad.memory._budget import added_variance, allocate
+from apgrad.memory._randomize import StretchWalk, listed, recorded, walked
+from apgrad.memory._recompute import choices
+from apgrad.memory._report import temp_bytes
+
+METHODS = ("recompute", "pack")
+_TRIES = 6  # compilations of each method
+_HOPE = 0.8  # a budget that is less than so much of the least that was compiled is given up
+_CLOSE = 0.03  # the share of the budget that may be left unused
+
+
+class Trial(NamedTuple):
+    """A gradient that was compiled.
+
+    Attributes:
+      method: "keep", "recompute" or "pack".
+      peak_bytes: its scratch memory by the compiler's account.
+      work: the operations that are done again, over those of the forward pass.
+      variance: the variance that rounding adds to coefficients, over their square, on average.
+      function: `(key, *args)`.
+    """
+
+    method: str
+    peak_bytes: int
+    work: float
+    variance: float
+    function: Callable[..., Any]
+
+
+class Plan(NamedTuple):
+    """What `plan` chose; `str` makes a table of what it compiled.
+
+    Attributes:
+      function: `(key, *args)`: the same value, and a gradient in the budget. The key is for rounding; exact plans take
+        it and leave it.
+      chosen: the row of `trials` that the function is of.
+      trials: all that was compiled, in order; the first is the function as it is.
+      budget_bytes: as given.
+    """
+
+    function: Callable[..., Any]
+    chosen: Trial
+    trials: tuple[Trial, ...]
+    budget_bytes: int
+
+    def __str__(self) -> str:
+        """The table."""
+        row = lambda t: (
+            f"{t.method:9}  {t.peak_bytes / 1e6:9.3f}  {t.work:10.2f}  {t.variance:14.2g}"
+            f"{'  chosen' if t is self.chosen else ''}"
+        )
+        head = f"{'method':9}  {'peak MB':>9}  {'work again':>10}  {'added variance':>14}"
+        return "\n".join([f"budget {self.budget_bytes / 1e6:.3f} MB", head, *map(row, self.trials)])
+
+
+def plan(
+    function: Callable[..., Any],
+    *args: Any,
+    budget_bytes: int,
+    argnums: int | Sequence[int] = 0,
+    methods: Collection[str] = METHODS,
+    variance: float = 1.0,
+    min_size: int = 512,
+) -> Plan:
+    """The function with a reverse pass that needs at most so many bytes of compiled memory, exact if that can be.
+
+    Unchanged if that fits; else with the arrays that its gradient remembers chosen for least work of computing the
+    others again; and if no such choice fits, with coefficients rounded for least added variance. Up to about a dozen
+    gradients are compiled, without the compiler's dear optimizations.
+
+    Args:
+      function: `(*args) -> scalar`, any JAX function.
+      *args: pytrees of arrays or `jax.ShapeDtypeStruct`s, of the shapes that it will be called with.
+      budget_bytes: the most scratch memory (`compiled.memory_analysis().temp_size_in_bytes`) of the jitted gradient.
+        Arguments and gradients are not counted. On a CPU barriers are kept, see `memory_report`.
+      argnums: the arguments to differentiate with respect to, as in `jax.grad`.
+      methods: what may be done: "recompute", "pack" or both.
+      variance: the most that rounding may add to a coefficient, over its square: 1.0 admits 2 bits, 0.1 admits 4.
+      min_size: as in `randomize`.
+
+    Returns:
+      The plan. Its function is `(key, *args) -> scalar`.
+
+    Raises:
+      ValueError: if the budget cannot be kept, with the smallest that can; if a method is unknown, or a number is none.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> def loss(ws, x):
+      ...     for w in ws:
+      ...         x = jax.nn.relu(x @ w)
+      ...     return jnp.mean(x**2)
+      >>> ws, x = [jnp.eye(32)] * 8, jnp.ones((256, 32))
+      >>> plan = ap.memory.plan(loss, ws, x, budget_bytes=200_000)
+      >>> plan.chosen.method, plan.chosen.peak_bytes <= 200_000
+      ('recompute', True)
+      >>> gradient = jax.jit(jax.grad(plan.function, argnums=1))(jax.random.key(0), ws, x)
+    """
+    number("budget_bytes", budget_bytes)
+    number("min_size", min_size)
+    number("variance", variance)
+    if unknown := [m for m in methods if m not in METHODS]:
+        raise ValueError(f"the methods of a plan are {', '.join(METHODS)}; got {', '.join(map(repr, unknown))}")
+    numbers = chosen_numbers(argnums, len(args))
+    trials: list[Trial] = []
+
+    def compiled(method: str, work: float, variance: float, random: Callable[..., Any]) -> Trial:
+        some = lambda *chosen: random(jax.random.key(0), *jaxprs.place(chosen, numbers, args))
+        peak = temp_bytes(some, *(args[i] for i in numbers))
+        trials.append(Trial(method, peak, work, variance, random))
+        return trials[-1]
+
+    def finished(trial: Trial) -> Plan:
+        return Plan(trial.function, trial, tuple(trials), int(budget_bytes))
+
+    if compiled("keep", 0.0, 0.0, lambda key, *args: function(*args)).peak_bytes <= budget_bytes:
+        return finished(trials[0])
+    plans = recorded(function, args, _flat_numbers(args, numbers), min_size)
+    found = choices(plans)
+    around = trials[0].peak_bytes - found[0].nbytes  # the working set
+    if "recompute" in methods:
+        best, left, beyond, least = None, found[1:], around, float(budget_bytes)
+        while left and len(trials) <= _TRIES and _HOPE * least <= budget_bytes:
+            fits = [c for c in left if c.nbytes + beyond <= budget_bytes]
+            if best is not None and not fits:
+                break
+            pick = min(fits, key=lambda c: (c.work, c.nbytes)) if fits else min(left, key=lambda c: c.nbytes)
+            walk = lambda *stretch, stays=pick.stays: StretchWalk(lambda _: None, None, stays).stretch(*stretch)
+            trial = compiled("recompute", pick.work / found[0].forward, 0.0, walked(function, walk))
+            beyond, least = trial.peak_bytes - pick.nbytes, min(t.peak_bytes for t in trials)
+            if trial.peak_bytes <= budget_bytes:
+                best = trial
+                left = [c for c in left if c.work < pick.work and trial.peak_bytes < (1 - _CLOSE) * budget_bytes]
+            else:  # of what is predicted to be larger, nothing is tried as long as something smaller is left
+                left = [c for c in left if c.nbytes < pick.nbytes] or [c for c in left if c is not pick]
+        if best is not None:
+            return finished(best)
+    if "pack" in methods:
+        best, coefficients, target = None, listed(plans), max(budget_bytes - around, budget_bytes / 2)
+        tried: set[float] = set()
+        low, high = 0.0, found[0].kept  # of what may be remembered: the most that was small enough, the least that not
+        for _ in range(_TRIES):
+            choose, estimate, smallest = allocate(coefficients, target, variance)
+            if estimate in tried:
+                break
+            tried.add(estimate)
+            walk = lambda *stretch, choose=choose: StretchWalk(choose).stretch(*stretch)
+            trial = compiled("pack", 0.0, added_variance(coefficients, choose), walked(function, walk))
+            spare = budget_bytes - trial.peak_bytes
+            if spare >= 0:
+                best, low = trial, estimate
+            else:
+                high = min(estimate, target)
+            if (spare < 0 and smallest) or 0 <= spare <= _CLOSE * budget_bytes:
+                break
+            target = estimate + spare
+            if not low < target < high:
+                target = (low + high) / 2
+        if best is not None:
+            return finished(best)
+    smallest = min(t.peak_bytes for t in trials)
+    raise ValueError(
+        f"a budget of {budget_bytes} bytes cannot be kept by {' or '.join(methods)}: the smallest budget that can is "
+        f"{smallest} bytes (as the function is, the compiled gradient needs {trials[0].peak_bytes})."
+    )
+
+
+def _flat_numbers(args: Any, numbers: Sequence[int]) -> list[int]:
+    """The numbers of the arrays, among all, that are floating-point and in the chosen arguments."""
+    at, found = 0, []
+    for i, arg in enumerate(args):
+        leaves, _ = jaxprs.arrays_of(arg)
+        found += [at + j for j, x in enumerate(leaves) if i in numbers and jaxprs.is_inexact(x)]
+        at += len(leaves)
+    return found

@@ -1,0 +1,115 @@
+"""A plan keeps its budget of compiled memory or refuses it, and is exact where that can be."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import apgrad as ap
+from apgrad.memory._randomize import StretchWalk, recorded, walked
+from apgrad.memory._recompute import choices
+from tests.memory.unbiased import assert_unbiased
+
+R = ap.memory
+KEY = jax.random.key(0)
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def mlp(ws, x):
+    for w in ws:
+        x = jax.nn.relu(x @ w)
+    return jnp.mean(x**2)
+
+
+WS, X = [normal(i, 16, 16) / 4 for i in range(8)], normal(99, 256, 16)
+ARRAY = 4 * X.size
+
+
+def peak(function, *args):
+    return R.temp_bytes(lambda p: function(KEY, p, *args[1:]), args[0])
+
+
+def attention(p, x):
+    """In a scan, with dropout, a checkpointed block and a cond inside."""
+
+    def block(x, w):
+        q, k, v = jnp.split(x @ w[:, :48], 3, -1)
+        x = x + jax.nn.softmax(q @ k.T) @ v
+        keep = jax.random.bernoulli(jax.random.key(5), 0.8, x.shape)
+        x = x + jax.checkpoint(lambda x, w: jnp.tanh(x @ w))(jnp.where(keep, x, 0), w[:, :16])
+        return jax.lax.cond(x[0, 0] > 0, jnp.sin, lambda x: jax.nn.gelu(x) * x, x), None
+
+    return jnp.mean(jax.lax.scan(block, x, p)[0] ** 2)
+
+
+@pytest.mark.quick
+def test_what_is_computed_again_is_exact_and_in_the_budget():
+    exact = jax.jit(jax.grad(mlp))(WS, X)
+    plan = R.plan(mlp, WS, X, budget_bytes=12 * ARRAY)
+    assert plan.chosen.method == "recompute" and 0 < plan.chosen.work < 1 and plan.chosen.variance == 0
+    assert peak(plan.function, WS, X) == plan.chosen.peak_bytes <= 12 * ARRAY < plan.trials[0].peak_bytes
+    for key in (KEY, jax.random.key(1)):
+        found = jax.jit(jax.grad(plan.function, argnums=1))(key, WS, X)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7), found, exact)
+    assert "recompute" in str(plan) and "chosen" in str(plan)
+    roomy = R.plan(mlp, WS, X, budget_bytes=100 * ARRAY)
+    assert roomy.chosen.method == "keep" and len(roomy.trials) == 1
+
+
+def test_every_choice_of_what_stays_is_exact():
+    p, x = normal(1, 3, 16, 64) / 4, normal(2, 32, 16)
+    exact = jax.jit(jax.grad(attention))(p, x)
+    found = choices(recorded(attention, (p, x), [0], 16))
+    assert len(found) > 4 and found[0].work == 0
+    for choice in (found[len(found) // 2], found[-1]):
+        walk = lambda *stretch, choice=choice: StretchWalk(lambda _: None, None, choice.stays).stretch(*stretch)
+        gradient = jax.jit(jax.grad(walked(attention, walk), 1))(KEY, p, x)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradient, exact)
+
+
+def test_noise_only_where_the_budget_demands_it():
+    plan = R.plan(mlp, WS, X, budget_bytes=7 * ARRAY)
+    assert [t.method for t in plan.trials[:2]] == ["keep", "recompute"]
+    assert plan.chosen.method == "pack" and 0 < plan.chosen.variance < 1 and peak(plan.function, WS, X) <= 7 * ARRAY
+    gradient = jax.jit(jax.grad(plan.function, argnums=1))
+    assert_unbiased(lambda key: gradient(key, WS, X), jax.jit(jax.grad(mlp))(WS, X), draws=1000)
+
+
+def test_a_budget_is_refused_with_the_smallest_that_is_kept():
+    with pytest.raises(
+        ValueError, match=r"cannot be kept by recompute: the smallest budget that can is (\d+)"
+    ) as error:
+        R.plan(mlp, WS, X, budget_bytes=100, methods=["recompute"])
+    smallest = int(str(error.value).split("that can is ")[1].split()[0])
+    plan = R.plan(mlp, WS, X, budget_bytes=smallest, methods=["recompute"])
+    assert plan.chosen.peak_bytes == smallest
+
+
+@pytest.mark.parametrize("options, words", [({"methods": ["guess"]}, "'guess'"), ({"budget_bytes": "1 MB"}, "finite")])
+def test_wrong_options_are_named(options, words):
+    with pytest.raises(ValueError, match=words):
+        R.plan(mlp, WS, X, **({"budget_bytes": 100} | options))
+
+
+@pytest.mark.long
+def test_what_an_exhaustive_search_keeps_the_planner_keeps():
+    """All sets of hidden layers that stay, of five layers of unequal widths."""
+    sizes = (16, 64, 16, 128, 16, 16)
+    ws, x = [normal(i, *pair) / 4 for i, pair in enumerate(itertools.pairwise(sizes))], normal(99, 256, 16)
+    ((where, plan),) = recorded(mlp, (ws, x), range(5), 16)
+    number = {v: i for i, v in enumerate(v for eqn in plan.forward.jaxpr.eqns for v in eqn.outvars)}
+    hidden = [number[s.var] for s in plan.slots if s.how == "sampled" and s.var in number]
+    assert len(hidden) == 5
+    peaks = {}
+    for stays in itertools.chain.from_iterable(itertools.combinations(hidden, n) for n in range(6)):
+        walk = lambda *stretch, stays=stays: StretchWalk(lambda _: None, None, {where: frozenset(stays)}).stretch(
+            *stretch
+        )
+        peaks[stays] = peak(walked(mlp, walk), ws, x)
+    budget = 1.001 * min(peaks.values())  # the compiler pads arrays
+    assert R.plan(mlp, ws, x, budget_bytes=int(budget), methods=["recompute"]).chosen.peak_bytes <= budget
