@@ -20,9 +20,11 @@ from jax.extend.core import Literal
 
 from apgrad._ground.pictures import new_figure
 from apgrad._programs import jaxprs
-from apgrad._programs.kinds import SAME_VALUE
+from apgrad._programs.kinds import LINEAR_IN_EACH, SAME_VALUE
+from apgrad.memory._budget import relative_variance
 from apgrad.memory._randomize import randomize
-from apgrad.memory._samplers import array_bytes, rounding
+from apgrad.memory._recompute import work as work_of
+from apgrad.memory._samplers import array_bytes, nbytes, rounding, stratified
 from apgrad.memory._slots import is_view
 
 _NOTICEABLE = 0.01  # the share of plain reverse mode's bytes from which on more memory is spoken of
@@ -35,9 +37,18 @@ _KEEP_BARRIERS = {
 
 
 class Residual(NamedTuple):
-    """An array that the reverse pass remembers, by its scopes and primitive, and the user's line that computes it.
+    """An array that the reverse pass remembers.
 
-    Of an array that a scan's body computes, shape and bytes are those of all steps, and `count` is how many there are.
+    Attributes:
+      name: its scopes and the primitive that computes it.
+      shape: of all steps, if a scan's body computes it.
+      dtype: its dtype.
+      nbytes: the bytes of all steps.
+      source: the user's line that computes it.
+      count: how many steps there are.
+      consumers: the scopes and primitives of the reverse pass that take it.
+      linear: whether all these are linear in it, so that it may be rounded or sampled without bias.
+      work: about how many operations compute it again from what else is remembered.
     """
 
     name: str
@@ -46,6 +57,27 @@ class Residual(NamedTuple):
     nbytes: int
     source: str = ""
     count: int = 1
+    consumers: tuple[str, ...] = ()
+    linear: bool = False
+    work: float = 0.0
+
+    def remedies(self) -> dict[str, tuple[int, str]]:
+        """What each remedy would save of the bytes, and what it costs, predicted without compiling.
+
+        A recomputed array is in memory for a moment, when its message is there. Of noise, the variance is given over
+        the array's square, for normal entries.
+        """
+        found = {"recompute": (self.nbytes, f"{self.work:.2g} operations")}
+        if self.linear and jnp.issubdtype(self.dtype, jnp.floating):
+            like = jax.ShapeDtypeStruct(self.shape, self.dtype)
+            for name, sampler in _REMEDIES.items():
+                saved = self.nbytes - nbytes(sampler, like)
+                if saved > 0:
+                    found[name] = saved, f"variance {relative_variance(sampler):.2g}"
+        return found | {"offload": (self.nbytes, f"{2 * self.nbytes} bytes moved")}
+
+
+_REMEDIES = {"round to 8 bits": rounding(8), "round to 4 bits": rounding(4), "sample a tenth": stratified(0.1)}
 
 
 class MemoryBytes(NamedTuple):
@@ -91,10 +123,12 @@ class MemoryReport(NamedTuple):
             lines.append(f"{name:{width}}  {residuals} {temp / 1e6:8.3f} {less(temp, first.temp_bytes)}")
         largest = sorted(first.residuals, key=lambda r: -r.nbytes)[:5]
         steps = lambda r: f"  {r.count} steps" if r.count > 1 else ""
-        kept = [
-            f"  {r.nbytes / 1e6:.3f} MB  {r.name}  {r.dtype}{list(r.shape)}{steps(r)}  {r.source}".rstrip()
-            for r in largest
-        ]
+        kept = []
+        for r in largest:
+            kept.append(f"  {r.nbytes / 1e6:.3f} MB  {r.name}  {r.dtype}{list(r.shape)}{steps(r)}  {r.source}".rstrip())
+            kept.append(f"      for {', '.join(r.consumers[:3])}" + (" ..." if len(r.consumers) > 3 else ""))
+            saved = [f"{name} -{saved / 1e6:.3f} MB ({cost})" for name, (saved, cost) in r.remedies().items()]
+            kept.append("      " + "; ".join(saved))
         if kept:
             lines += [f"the largest of {len(first.residuals)} arrays that {next(iter(self.rows))} keeps:", *kept]
         if len(scopes := list(self.scopes().items())) > 1:
@@ -140,9 +174,12 @@ def residuals(function: Callable[..., Any], *args: Any) -> tuple[Residual, ...]:
     def linearize(*values):
         with_messages = lambda *values: [x for x in jax.tree.leaves(function(*put(*values))) if jaxprs.is_inexact(x)]
         restricted, some = jaxprs.restrict(with_messages, values, inexact)
-        return jax.tree.leaves(jax.vjp(restricted, *some)[1])
+        return jax.vjp(restricted, *some)
 
-    jaxpr = jaxprs.inlined(linearize, *flat).jaxpr
+    traced, (outputs, pullback) = jaxprs.trace(linearize, *flat)
+    leaves, tree = jax.tree.flatten(pullback)
+    back = jaxprs.inlined(lambda leaves, messages: tree.unflatten(leaves)(messages), leaves, outputs)
+    jaxpr = jaxprs.inlined(lambda *values: jaxprs.inline(traced, values)[len(outputs) :], *flat).jaxpr
     maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     free = {*jaxpr.invars, *jaxpr.constvars}
 
@@ -153,19 +190,40 @@ def residuals(function: Callable[..., Any], *args: Any) -> tuple[Residual, ...]:
         return v
 
     found = {}
-    for v in jaxpr.outvars:
+    for v, taken in zip(jaxpr.outvars, back.jaxpr.invars, strict=False):
         origin = source(v)
         if isinstance(origin, Literal) or origin in free or v in found or origin in found:
             continue
         keep = min(origin, v, key=lambda v: array_bytes(v.aval))
-        name, line, count = _maker_of(maker[keep], maker[keep].outvars.index(keep))
-        aval: Any = keep.aval
-        found[keep] = Residual(name, aval.shape, aval.dtype, array_bytes(aval), line, count)
+        number, aval = maker[keep].outvars.index(keep), keep.aval
+        name, line, count, work = _maker_of(maker[keep], number, jaxpr)
+        users = _consumers(back, taken)
+        linear = all(is_linear for _, is_linear in users)
+        names = tuple(dict.fromkeys(name for name, _ in users))
+        found[keep] = Residual(name, aval.shape, aval.dtype, array_bytes(aval), line, count, names, linear, work)
     return tuple(found.values())
 
 
-def _maker_of(eqn: Any, number: int) -> tuple[str, str, int]:
-    """Of an equation's output: scopes and primitive, line, and steps; in a program inside, those of what makes it."""
+def _consumers(program: jaxprs.Program, var: Any) -> list[tuple[str, bool]]:
+    """The equations that take a variable or a view of it, in programs inside too, and whether they are linear in it."""
+    found = []
+    for eqn in program.jaxpr.eqns:
+        here, inside = jaxprs.plain_scope(jaxprs.scope(eqn)), jaxprs.nested(eqn)
+        for i in [i for i, v in enumerate(eqn.invars) if v is var]:
+            if inside is not None and inside.kind in ("call", "cond", "remat", "scan"):
+                at = i - (inside.kind == "cond")
+                inner = [_consumers(p, p.jaxpr.invars[at]) for p in inside.jaxprs if at >= 0]
+                found += [(jaxprs.join(here, name), flag) for users in inner for name, flag in users]
+            elif is_view(eqn) or eqn.primitive.name in SAME_VALUE:
+                found += _consumers(program, eqn.outvars[eqn.invars.index(var)])
+            else:
+                name = eqn.primitive.name
+                found.append((jaxprs.join(here, name), name in LINEAR_IN_EACH))
+    return found
+
+
+def _maker_of(eqn: Any, number: int, jaxpr: Any) -> tuple[str, str, int, float]:
+    """Of an equation's output: scopes and primitive, line, steps, work; in a program inside, those of what makes it."""
     inside, here = jaxprs.nested(eqn), jaxprs.plain_scope(jaxprs.scope(eqn))
     if inside is not None and inside.kind in ("call", "cond", "remat", "scan"):
         steps = inside.length if inside.kind == "scan" and number >= inside.counts[1] else 1
@@ -176,10 +234,34 @@ def _maker_of(eqn: Any, number: int) -> tuple[str, str, int]:
             while not isinstance(v, Literal) and v in maker and _moves(maker[v]):
                 v = maker[v].invars[0]
             if not isinstance(v, Literal) and v in maker:
-                name, line, count = _maker_of(maker[v], maker[v].outvars.index(v))
-                return jaxprs.join(here, name), line, steps * count
-        return jaxprs.join(here, eqn.primitive.name), jaxprs.source_line(eqn), steps
-    return jaxprs.join(here, eqn.primitive.name), jaxprs.source_line(eqn), 1
+                name, line, count, work = _maker_of(maker[v], maker[v].outvars.index(v), program.jaxpr)
+                return jaxprs.join(here, name), line, steps * count, steps * work
+        return jaxprs.join(here, eqn.primitive.name), jaxprs.source_line(eqn), steps, steps * work_of(eqn)
+    kept = {v for v in jaxprs.variables(jaxpr.outvars) if v not in eqn.outvars}
+    again = jaxprs.needed(jaxpr.eqns, [eqn.outvars[number]], kept)
+    return jaxprs.join(here, eqn.primitive.name), jaxprs.source_line(eqn), 1, sum(map(work_of, again))
+
+
+def _idle_policies(program: jaxprs.Program) -> list[str]:
+    """The checkpointed blocks, by scope, whose policy keeps none of the arrays inside."""
+    policies, found = jax.checkpoint_policies, []
+    none = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=[], offload_src="device", offload_dst="pinned_host"
+    )
+    for eqn in program.jaxpr.eqns:
+        inside, here = jaxprs.nested(eqn), jaxprs.join(jaxprs.plain_scope(jaxprs.scope(eqn)), eqn.primitive.name)
+        if inside is None:
+            continue
+        policy = inside.options.get("policy") if inside.kind == "remat" else None
+        if policy is not None and policy is not policies.nothing_saveable:
+            kept = False
+            for e in inside.jaxprs[0].jaxpr.eqns:
+                arguments = (e.primitive, *(v.aval for v in e.invars))
+                answer = policy(*arguments, **e.params)
+                kept |= bool(answer) and type(answer) is not type(none(*arguments, **e.params))
+            found += [] if kept else [f"{here}, {jaxprs.source_line(eqn)}"]
+        found += [name for inner in inside.jaxprs for name in _idle_policies(inner)]
+    return found
 
 
 def _moves(eqn: Any) -> bool:
@@ -227,6 +309,13 @@ def memory_report(
             functions["checkpoint each layer + rounding, 4 bits"] = _rounded(layers(jax.checkpoint), 4, key)
     functions |= dict(variants or {})
     cpu = jax.default_backend() == "cpu"
+    flat, _, put = _arguments(args)
+    if idle := _idle_policies(jaxprs.trace(lambda *values: function(*put(*values)), *flat)[0]):
+        warnings.warn(
+            f"the policy of a checkpointed block keeps nothing there ({'; '.join(idle)}): do its names stand in "
+            "jax.ad_checkpoint.checkpoint_name inside the block?",
+            stacklevel=2,
+        )
     rows = {}
     for i, (name, f) in enumerate(functions.items()):
         if sys.stderr.isatty() and len(functions) > 1:  # compiling a large model takes minutes

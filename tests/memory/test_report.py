@@ -1,0 +1,54 @@
+"""The report says what takes each array, what the remedies save and cost, and which policies keep nothing."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+
+import apgrad as ap
+
+R = ap.memory
+X, W = jnp.ones((64, 32)), jnp.ones((32, 32)) / 32
+
+
+def layer(x, w):
+    with jax.named_scope("layer"):
+        return checkpoint_name(jnp.tanh(x @ w), "hidden")
+
+
+def test_consumers_and_remedies():
+    def loss(w, x):
+        return jnp.sum(jax.lax.scan(lambda x, _: (layer(x, w), None), x, length=3)[0])
+
+    found = R.residuals(loss, W, X)
+    (carry,) = [r for r in found if "dot_general" in "".join(r.consumers)]
+    assert carry.count == 3 and carry.linear and "layer" in carry.consumers[0]
+    saved = carry.remedies()
+    assert saved["recompute"][0] == saved["offload"][0] == carry.nbytes == 3 * 4 * X.size
+    kept = R.nbytes(R.rounding(4), jax.ShapeDtypeStruct((3, *X.shape), X.dtype))
+    assert saved["round to 4 bits"] == (carry.nbytes - kept, "variance 0.021")
+    assert "round to 4 bits" in str(ap.memory_report(loss, W, X))
+
+
+def test_what_is_not_linear_is_not_rounded_and_work_is_that_of_its_product():
+    def loss(w, x):
+        h = x @ w
+        return jnp.sum(jnp.sqrt(jnp.exp(h)))
+
+    found = R.residuals(loss, W, X)
+    assert all(r.linear or set(r.remedies()) == {"recompute", "offload"} for r in found)
+    assert max(r.work for r in found) >= 2 * X.size * 32
+
+
+@pytest.mark.parametrize("name, idle", [("hidden", False), ("hiden", True)])
+def test_a_policy_that_keeps_nothing_is_warned_of(name, idle):
+    rest = {"names_which_can_be_offloaded": [], "offload_src": "device", "offload_dst": "pinned_host"}
+    for policy in (
+        jax.checkpoint_policies.save_only_these_names(name),
+        jax.checkpoint_policies.save_and_offload_only_these_names(names_which_can_be_saved=[name], **rest),
+    ):
+        block = jax.checkpoint(layer, policy=policy)
+        with pytest.warns(UserWarning, match="keeps nothing") if idle else contextlib.nullcontext():
+            ap.memory_report(lambda w, x, block=block: jnp.sum(block(x, w) ** 2), W, X)
