@@ -8,7 +8,7 @@ from flax import nnx
 
 import apgrad as ap
 from apgrad import mplp
-from tests.mplp.graphs import half_l2, jit, xent
+from tests.mplp.graphs import Plain, jit
 
 B, T, N = 4, 3, 5
 
@@ -18,24 +18,6 @@ def draw(dtype=jnp.float64):
     array = lambda *shape: jnp.asarray(0.7 * rng.standard_normal(shape), dtype)
     params = {"w": array(N, N), "v": array(N, N), "b": array(N), "heads": array(2, N, N), "table": array(6, N)}
     return params, (array(B, T, N), array(B, T, N))
-
-
-class Plain:
-    """The same nodes in plain JAX: signals are arrays, places are names."""
-
-    def __getitem__(self, name):
-        return name
-
-    signal = staticmethod(lambda x: x)
-    dense = staticmethod(lambda at, s, w, b=0.0: s @ w + b)
-    bias = staticmethod(lambda at, s, b: s + b)
-    scale = staticmethod(lambda at, s, b: s * b)
-    activation = staticmethod(lambda at, f, *s: f(*s))
-    wire = staticmethod(lambda f, *s: f(*s))
-    embedding = staticmethod(lambda at, tokens, table: table[tokens])
-    squared_error = staticmethod(lambda at, p, y: half_l2(p, y))
-    softmax_cross_entropy = staticmethod(lambda at, p, y: xent(jax.nn.softmax(p), y))
-    readout = staticmethod(lambda at, s: s)
 
 
 def hidden(m, at, p, s):
@@ -55,13 +37,6 @@ def network(function):
 def merged_with_positions(m, at, p, x, y):
     s = m.wire(lambda s: s.reshape(B * T, N), hidden(m, at, p, at.signal(x)))
     return m.squared_error(at["loss"], m.dense(at["out"], s, p["v"], p["b"]), y.reshape(B * T, N))
-
-
-@network
-def merged_before_the_nodes(m, at, p, x, y):
-    s = m.wire(lambda s: s.reshape(B * T, N), at.signal(x))
-    s = m.wire(lambda s: s.reshape(B, T, N), hidden(m, at, p, s))
-    return m.squared_error(at["loss"], m.dense(at["out"], s, p["v"], p["b"]), y)
 
 
 @network
@@ -94,12 +69,6 @@ def two_batches_concatenated(m, at, p, x, y):
 def half_of_the_batch(m, at, p, x, y):
     s = m.wire(lambda s: s[: B // 2], hidden(m, at, p, at.signal(x)))
     return m.squared_error(at["loss"], m.dense(at["out"], s, p["v"], p["b"]), y[: B // 2])
-
-
-@network
-def mean_over_the_batch(m, at, p, x, y):
-    s = m.wire(lambda s: jnp.mean(s, axis=0, keepdims=True), hidden(m, at, p, at.signal(x)))
-    return m.squared_error(at["loss"], m.dense(at["out"], s, p["v"], p["b"]), y[:1])
 
 
 @network
@@ -149,14 +118,6 @@ def heads_by_vmap_and_their_losses(m, at, p, x, y):
     s = hidden(m, at, p, at.signal(x))
     head = lambda w, c: m.squared_error(at["loss"], m.bias(at["b"], m.dense(at["heads"], s, w), p["b"]), c * y)
     return jnp.mean(jax.vmap(head)(p["heads"], jnp.asarray([1.0, 2.0], x.dtype)))
-
-
-@network
-def the_same_weights_in_every_copy(m, at, p, x, y):
-    s = at.signal(x)
-    turn = lambda c: m.activation(at["a"], jnp.sin, m.wire(lambda s: c * s, m.dense(at["w"], s, p["w"], p["b"])))
-    s = m.wire(lambda s: jnp.sum(s, axis=0), jax.vmap(turn)(jnp.asarray([0.5, 1.0, 2.0], x.dtype)))
-    return m.squared_error(at["loss"], s, y)
 
 
 @network

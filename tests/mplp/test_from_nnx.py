@@ -29,71 +29,50 @@ def half(arrays, dtype=None, inexact=True):
     return tuple(None if a is None else a / 2 for a in arrays)
 
 
-DTYPES = {"dtype": [jnp.bfloat16, jnp.float32], "param_dtype": [jnp.bfloat16, jnp.float32]}
-INIT = [nnx.initializers.normal(1.0)]
-# (a layer without options, its input, values of each option; what is the same for the network is accepted)
+INIT, FLAGS = [nnx.initializers.normal(1.0)], [True, False]
+COMMON = {name: [jnp.bfloat16, jnp.float32] for name in ("dtype", "param_dtype")} | {"promote_dtype": [half]}
+SYNAPSES = COMMON | {"use_bias": FLAGS, "kernel_init": INIT, "bias_init": INIT, "precision": [None, "highest"]}
+SYNAPSES |= {"preferred_element_type": [None, jnp.float16]}
+DILATION = [1, (1,), None, 2, (2,)]
+CONV = {
+    "strides": [1, 2, (2,), None],
+    "padding": ["SAME", "VALID", "CIRCULAR", "CAUSAL", "REFLECT", 1, ((1, 0),), (2,)],
+    "kernel_dilation": DILATION,
+    "input_dilation": DILATION,
+    "feature_group_count": [1, 2],
+    "mask": [None, jnp.ones((3, 4, 4)).at[0].set(0.0)],
+    "conv_general_dilated": [double_conv],
+}
+NORM = {"epsilon": [1e-6, 0.5], "bias_init": INIT, "scale_init": INIT}
+NORM |= dict.fromkeys(("use_bias", "use_scale", "use_fast_variance"), FLAGS)
+AXES = {"reduction_axes": [-1, (-1,), (1, 2), 1], "feature_axes": [-1, (-1,)]}
+AXES |= {"axis_name": [None, "devices"], "axis_index_groups": [None, ((0,),)]}
+# (a layer, its input, values of each option, and which of them the network has too)
 LAYERS = {
     "Linear": (
         lambda **o: nnx.Linear(4, 3, rngs=nnx.Rngs(0), **o),
         X,
-        DTYPES
-        | {
-            "use_bias": [True, False],
-            "precision": [None, "highest"],
-            "dot_general": [double_dot],
-            "promote_dtype": [half],
-            "preferred_element_type": [None, jnp.float16],
-            "kernel_init": INIT,
-            "bias_init": INIT,
-        },
+        SYNAPSES | {"dot_general": [double_dot]},
         {"use_bias", "kernel_init", "bias_init"},
     ),
     "Conv": (
         lambda **o: nnx.Conv(4, 4, (3,), rngs=nnx.Rngs(0), **o),
         X,
-        DTYPES
-        | {
-            "use_bias": [True, False],
-            "strides": [1, 2, (2,), None],
-            "padding": ["SAME", "VALID", "CIRCULAR", "CAUSAL", "REFLECT", 1, ((1, 0),), (2,)],
-            "kernel_dilation": [1, (1,), None, 2, (2,)],
-            "input_dilation": [1, (1,), None, 2, (2,)],
-            "feature_group_count": [1, 2],
-            "mask": [None, jnp.ones((3, 4, 4)).at[0].set(0.0)],
-            "precision": [None, "highest"],
-            "conv_general_dilated": [double_conv],
-            "promote_dtype": [half],
-            "preferred_element_type": [None, jnp.float16],
-            "kernel_init": INIT,
-            "bias_init": INIT,
-        },
+        SYNAPSES | CONV,
         {"use_bias", "strides", "kernel_init", "bias_init", ("kernel_dilation", (1,))}
         | {("padding", value) for value in ("VALID", 1, ((1, 0),), (2,))},
     ),
     "Embed": (
         lambda **o: nnx.Embed(4, 3, rngs=nnx.Rngs(0), **o),
         TOKENS,
-        DTYPES | {"promote_dtype": [half], "embedding_init": INIT},
+        COMMON | {"embedding_init": INIT},
         {"embedding_init"},
     ),
     "LayerNorm": (
         lambda **o: nnx.LayerNorm(4, rngs=nnx.Rngs(0), **o),
         X,
-        DTYPES
-        | {
-            "epsilon": [1e-6, 0.5],
-            "use_bias": [True, False],
-            "use_scale": [True, False],
-            "bias_init": INIT,
-            "scale_init": INIT,
-            "reduction_axes": [-1, (-1,), (1, 2), 1],
-            "feature_axes": [-1, (-1,)],
-            "axis_name": [None, "devices"],
-            "axis_index_groups": [None, ((0,),)],
-            "use_fast_variance": [True, False],
-            "promote_dtype": [half],
-        },
-        {"epsilon", "use_bias", "use_scale", "bias_init", "scale_init", "use_fast_variance", ("reduction_axes", (-1,))},
+        COMMON | NORM | AXES,
+        {*NORM, ("reduction_axes", (-1,))},
     ),
 }
 
@@ -126,16 +105,14 @@ def test_an_option_is_kept_or_refused(name):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", LAYERS)
-def test_the_options_are_all_there_are(name):
+def test_the_options_are_all_there_are():
     """An option of a later Flax that this table does not have is refused unless it is at its default."""
-    make, _, options, _ = LAYERS[name]
-    layer = make()
-    layer.an_option_of_a_later_flax = 3
-    with pytest.raises(TypeError, match="an_option_of_a_later_flax=3"):
-        mplp.from_nnx(nnx.Sequential(layer), mplp.squared_error)
-    known = set(inspect.signature(type(make()).__init__).parameters)
-    assert set(options) <= known
+    for make, _, options, _ in LAYERS.values():
+        layer = make()
+        layer.an_option_of_a_later_flax = 3
+        with pytest.raises(TypeError, match="an_option_of_a_later_flax=3"):
+            mplp.from_nnx(nnx.Sequential(layer), mplp.squared_error)
+        assert set(options) <= set(inspect.signature(type(make()).__init__).parameters)
 
 
 GLOBAL = {"linear": nnx.Linear(4, 4, rngs=nnx.Rngs(0))}
@@ -174,92 +151,76 @@ def test_frozen_variables_stay_as_they_are():
     np.testing.assert_array_equal(learned.layers[3].bias[...], second.bias[...] + 1)
 
 
-class TestOtherModules:
-    def refuse(self, match, *parts):
+def linear(i=0):
+    return nnx.Linear(4, 4, rngs=nnx.Rngs(i))
+
+
+def own(base):
+    """A subclass that does something else."""
+    return type("Own", (base,), {"__call__": lambda self, x: x + base.__call__(self, x)})
+
+
+def sharing():
+    a, b = linear(), linear(1)
+    b.kernel = a.kernel
+    return a, jnp.tanh, b
+
+
+class Holder:
+    def __init__(self):
+        self.parts = [GLOBAL["linear"]]
+
+    def __call__(self, x):
+        return self.parts[0](x)
+
+
+inner, held = GLOBAL["linear"], {"parts": (GLOBAL["linear"],)}
+WAYS = [  # by which a function reaches a module: a frozen constant otherwise, without a word
+    inner.__call__,
+    lambda x: GLOBAL["linear"](x),
+    lambda x: [part(x) for part in MODULES],
+    lambda x: calls_a_module(x),
+    lambda x: held["parts"][0](x),
+    lambda x, layer=inner: layer(x),
+    lambda x, *, layer=inner: layer(x),
+    lambda x: x @ inner.kernel[...],
+    functools.partial(lambda layer, x: layer(x), inner),
+    functools.partial(lambda x, layers: layers[0](x), layers=[inner]),
+    functools.partial(jnp.add, inner.bias),
+    jax.jit(lambda x: inner(x)),
+    functools.wraps(calls_a_module)(lambda x: x),
+    Holder(),
+    Holder().__call__,
+    lambda x: this.GLOBAL["linear"](x),
+]
+BATCH_NORM = nnx.Sequential(jnp.tanh, nnx.BatchNorm(4, rngs=nnx.Rngs(0)))
+NO_LAYERS = [
+    ((own(nnx.Linear)(4, 4, rngs=nnx.Rngs(0)),), "got Own, a subclass of Linear that may do something else"),
+    ((own(nnx.LayerNorm)(4, rngs=nnx.Rngs(0)),), "got Own, a subclass of LayerNorm"),
+    ((own(nnx.Sequential)(inner),), "got Own"),
+    ((nnx.LoRALinear(4, 4, lora_rank=2, rngs=nnx.Rngs(0)),), "LoRALinear, a subclass of Linear"),
+    ((nnx.LoRA(4, 2, 4, rngs=nnx.Rngs(0)),), "got LoRA"),
+    ((nnx.Dropout(0.5, rngs=nnx.Rngs(0)),), "no Dropout that drops: make it deterministic"),
+    (
+        (inner, BATCH_NORM),
+        r"^model\.layers\[1\]\.layers\[1\]: an MPLP network has layers Conv, .* and functions, got BatchNorm\.",
+    ),
+    (sharing(), "'0_dense' and '2_dense' share a parameter"),
+    *[((way,), "holds a module, (Linear|List|Param)") for way in WAYS],
+]
+
+
+def test_what_is_no_layer_is_refused():
+    for parts, match in NO_LAYERS:
         with pytest.raises(TypeError, match=match):
             mplp.from_nnx(nnx.Sequential(*parts), mplp.squared_error)
-
-    @pytest.mark.parametrize("base", [nnx.Linear, nnx.LayerNorm])
-    def test_subclasses(self, base):
-        class Own(base):
-            def __call__(self, x):
-                return x + super().__call__(x)
-
-        part = Own(*((4, 4) if base is nnx.Linear else (4,)), rngs=nnx.Rngs(0))
-        self.refuse(f"got Own, a subclass of {base.__name__}", part)
-        with pytest.raises(TypeError, match="got Own, a subclass"):
-            mplp.layer(part)
-
-    def test_a_dropout_that_drops(self):
-        self.refuse("no Dropout that drops: make it deterministic", nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
-        model = nnx.Sequential(nnx.Dropout(0.5, deterministic=True), nnx.Dropout(0.0, rngs=nnx.Rngs(0)))
-        mplp.from_nnx(model, mplp.squared_error, jnp.asarray(X))
-
-    def test_an_empty_sequential(self):
-        with pytest.raises(ValueError, match=r"at least one layer, got an empty nnx\.Sequential"):
-            mplp.from_nnx(nnx.Sequential(), mplp.squared_error)
-
-    def test_lora(self):
-        self.refuse("LoRALinear, a subclass of Linear", nnx.LoRALinear(4, 4, lora_rank=2, rngs=nnx.Rngs(0)))
-        self.refuse("got LoRA", nnx.LoRA(4, 2, 4, rngs=nnx.Rngs(0)))
-
-    def test_the_place_in_the_model_is_named(self):
-        inner = nnx.Sequential(jnp.tanh, nnx.BatchNorm(4, rngs=nnx.Rngs(0)))
-        where = r"^model\.layers\[1\]\.layers\[1\]: an MPLP network has layers Conv, .* and functions, got BatchNorm\."
-        self.refuse(where, nnx.Linear(4, 4, rngs=nnx.Rngs(0)), inner)
-
-    def test_a_residual_sequential(self):
-        class Residual(nnx.Sequential):
-            def __call__(self, x):
-                return x + super().__call__(x)
-
-        inner = Residual(nnx.Linear(4, 4, rngs=nnx.Rngs(0)))
-        self.refuse("got Residual", inner)
-        with pytest.raises(TypeError, match=r"takes an nnx.Sequential, got Residual"):
-            mplp.from_nnx(inner, mplp.squared_error)
-
-    def test_a_function_that_holds_a_module(self):
-        linear = nnx.Linear(4, 4, rngs=nnx.Rngs(0))
-        self.refuse("holds a module, Linear", linear.__call__)
-        self.refuse("holds a module, Linear", lambda x: x + linear(x))
-
-    def test_a_function_that_reaches_a_module(self):
-        """By any way that Python has: a frozen constant otherwise, without a word."""
-        linear = GLOBAL["linear"]
-
-        class Holder:
-            def __init__(self):
-                self.parts = [linear]
-
-            def __call__(self, x):
-                return self.parts[0](x)
-
-        held = {"parts": (linear,)}
-        ways = [
-            lambda x: GLOBAL["linear"](x),
-            lambda x: [inner(x) for inner in MODULES],
-            lambda x: calls_a_module(x),
-            lambda x: held["parts"][0](x),
-            lambda x, layer=linear: layer(x),
-            lambda x, *, layer=linear: layer(x),
-            lambda x: x @ linear.kernel[...],
-            functools.partial(lambda layer, x: layer(x), linear),
-            functools.partial(lambda x, layers: layers[0](x), layers=[linear]),
-            functools.partial(jnp.add, linear.bias),
-            jax.jit(lambda x: linear(x)),
-            functools.wraps(calls_a_module)(lambda x: x),
-            Holder(),
-            Holder().__call__,
-            lambda x: this.GLOBAL["linear"](x),
-        ]
-        for way in ways:
-            self.refuse("holds a module, (Linear|List|Param)", way)
-        mplp.from_nnx(nnx.Sequential(jax.nn.gelu, lambda x: jnp.tanh(x) * SCALES["half"]), mplp.squared_error)
-
-    def test_a_parameter_in_two_layers(self):
-        a, b = nnx.Linear(4, 4, rngs=nnx.Rngs(0)), nnx.Linear(4, 4, rngs=nnx.Rngs(1))
-        b.kernel = a.kernel
-        self.refuse("'0_dense' and '2_dense' share a parameter", a, jnp.tanh, b)
+    with pytest.raises(ValueError, match=r"at least one layer, got an empty nnx\.Sequential"):
+        mplp.from_nnx(nnx.Sequential(), mplp.squared_error)
+    with pytest.raises(TypeError, match=r"takes an nnx.Sequential, got Own"):
+        mplp.from_nnx(own(nnx.Sequential)(inner), mplp.squared_error)
+    model = nnx.Sequential(nnx.Dropout(0.5, deterministic=True), nnx.Dropout(0.0, rngs=nnx.Rngs(0)))
+    mplp.from_nnx(model, mplp.squared_error, jnp.asarray(X))
+    mplp.from_nnx(nnx.Sequential(jax.nn.gelu, lambda x: jnp.tanh(x) * SCALES["half"]), mplp.squared_error)
 
 
 def test_a_layer_used_twice_is_one_layer():
@@ -269,14 +230,8 @@ def test_a_layer_used_twice_is_one_layer():
     model = nnx.Sequential(inner, nnx.Linear(4, 4, rngs=nnx.Rngs(1)), inner, shared)
     x, y = jnp.asarray(X[:, 0]), jnp.asarray(X[:, 1])
     network, params = mplp.from_nnx(model, mplp.squared_error, x)
-    assert [layer.name for layer in network.layers] == [
-        "0_dense",
-        "1_activation",
-        "2_dense",
-        "0_dense",
-        "4_activation",
-        "0_dense",
-    ]
+    names = "0_dense 1_activation 2_dense 0_dense 4_activation 0_dense"
+    assert [layer.name for layer in network.layers] == names.split()
     assert sorted(params) == ["0_dense", "2_dense"]
 
     def plain(p):
@@ -313,10 +268,6 @@ class TestTheCheck:
         Twice.__call__ = lambda self, x: jnp.concatenate([x, x], axis=0)
         with pytest.raises(ValueError, match=r"float32\(2, 6, 8\), the model float32\(4, 6, 4\)"):
             mplp.from_nnx(nnx.Sequential(Twice()), mplp.squared_error, jnp.asarray(X))
-
-    def test_passes_where_both_agree(self):
-        layers = [nnx.Conv(4, 5, (3,), rngs=nnx.Rngs(0)), nnx.LayerNorm(5, rngs=nnx.Rngs(0)), nnx.softmax]
-        mplp.from_nnx(nnx.Sequential(*layers), mplp.cross_entropy, jnp.asarray(X))
 
 
 class TestEmbedding:

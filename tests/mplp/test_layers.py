@@ -63,35 +63,6 @@ def test_a_model_is_what_it_was(make, shape, y_shape):
     assert jnp.any(jit(network.predict)(after, x) != predicted)
 
 
-class TestErrors:
-    rngs = nnx.Rngs(0)
-
-    def test_a_layer_that_is_not_supported(self):
-        model = nnx.Sequential(nnx.Linear(3, 2, rngs=self.rngs), nnx.BatchNorm(2, rngs=self.rngs))
-        with pytest.raises(
-            TypeError, match=r"has layers Conv, Dropout, Embed, LayerNorm, Linear.* and functions, got BatchNorm"
-        ):
-            mplp.from_nnx(model, loss=mplp.squared_error)
-
-    def test_integers_for_a_network_that_does_not_begin_with_an_embedding(self):
-        network, params = mplp.from_nnx(nnx.Sequential(nnx.Linear(3, 2, rngs=self.rngs)), loss=mplp.squared_error)
-        with pytest.raises(TypeError, match=r"floating point.*got int32\(4, 3\)"):
-            mplp.sites(network, params, (jnp.ones((4, 3), jnp.int32), jnp.ones((4, 2))))
-
-
-def test_a_layer_of_your_own():
-    class Scale(nnx.Module):
-        def __init__(self, features):
-            self.factor = nnx.Param(2 * jnp.ones(features))
-
-    @mplp.layer.register
-    def _(part: Scale) -> mplp.Layer:
-        return mplp.Layer("scale", part.factor[...], lambda place, p, s: mplp.scale(place, s, p))
-
-    network, params = mplp.from_nnx(nnx.Sequential(Scale(3)), loss=mplp.squared_error)
-    np.testing.assert_allclose(network.predict(params, jnp.ones((2, 3))), 2.0)
-
-
 def test_a_layer_of_two_nodes_takes_a_place_for_each():
     """What goes wrong before that says what to do."""
 

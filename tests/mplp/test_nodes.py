@@ -1,7 +1,5 @@
 """Every node under the exact rule is backpropagation, and its values' derivative is true."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -20,11 +18,6 @@ def close(a, b, tolerance):
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance), a, b)
 
 
-def step(rule, graph, params, batch):
-    state = mplp.init_state(rule, graph.network, params, batch)
-    return mplp.backward(rule, graph.network, params, state, batch)
-
-
 @graphs
 def test_the_exact_rule_is_gradient_descent(graph):
     """In float32; in float64 it is the first of the fifty steps below."""
@@ -32,7 +25,8 @@ def test_the_exact_rule_is_gradient_descent(graph):
 
     @jit
     def both(params, batch):
-        updates, _, metrics = step(mplp.Exact(0.5), graph, params, batch)
+        state = mplp.init_state(mplp.Exact(0.5), graph.network, params, batch)
+        updates, _, metrics = mplp.backward(mplp.Exact(0.5), graph.network, params, state, batch)
         return (metrics["loss"], updates), jax.value_and_grad(graph.plain)(params, batch)
 
     got, (loss, gradient) = both(params, batch)
@@ -41,65 +35,42 @@ def test_the_exact_rule_is_gradient_descent(graph):
 
 
 @graphs
-def test_fifty_steps_are_sgd(graph):
-    with jax.enable_x64(True):
-        params, batch = graph.make("float64")
-        scaled = jax.tree.map(
-            lambda x: jnp.stack(
-                [x * (1 + 0.01 * i) if jnp.issubdtype(x.dtype, jnp.floating) else x for i in range(50)]
-            ),
-            batch[0],
-        )
-        batches = (scaled, jnp.stack([batch[1]] * 50))
-        rule = mplp.Exact(0.002)  # with .05 one of the graphs diverges, and NaN equals NaN
-        state = mplp.init_state(rule, graph.network, params, batch)
+def test_steps_are_sgd_and_values_have_their_true_derivatives(graph, x64):
+    """Fifty steps; a step of two tasks under `vmap`; and the derivatives of first and second order of the values."""
+    params, batch = graph.make("float64")
+    floating = lambda x: jnp.issubdtype(x.dtype, jnp.floating)
+    grow = lambda x: jnp.stack([x * (1 + 0.01 * i) if floating(x) else x for i in range(50)])
+    batches = (jax.tree.map(grow, batch[0]), jnp.stack([batch[1]] * 50))
+    tasks = jax.tree.map(lambda x: jnp.stack([x, 0.5 * x]), params)
+    rule = mplp.Exact(0.002)  # with .05 one of the graphs diverges, and NaN equals NaN
+    state = mplp.init_state(rule, graph.network, params, batch)
+    direction = jax.tree.map(jnp.cos, params)
+    descend = lambda p, gradient: jax.tree.map(lambda w, g: w - 0.002 * g, p, gradient)
 
+    def derivatives(loss):
+        return jax.grad(loss)(params), jax.grad(lambda p: optax.tree.vdot(jax.grad(loss)(p), direction))(params)
+
+    @jit
+    def learned(params, batches):
+        values = lambda p: jnp.mean(graph.network(mplp.Places(rule), jax.tree.map(mplp.parameter, p), batch))
+        got, _, metrics = mplp.unroll(rule, graph.network, params, state, batches)
+        one = lambda p: mplp.inner_step(rule, graph.network, p, state, batch)[0]
+        return (got, metrics["loss"]), jax.vmap(one)(tasks), derivatives(values)
+
+    @jit
+    def plain(params, batches):
         def sgd(p, batch):
             loss, gradient = jax.value_and_grad(graph.plain)(p, batch)
-            return jax.tree.map(lambda w, g: w - 0.002 * g, p, gradient), loss
+            return descend(p, gradient), loss
 
-        @jit
-        def both(params, batches):
-            got, _, metrics = mplp.unroll(rule, graph.network, params, state, batches)
-            return (got, metrics["loss"]), jax.lax.scan(sgd, params, batches)
+        one = lambda p: descend(p, jax.grad(graph.plain)(p, batch))
+        return jax.lax.scan(sgd, params, batches), jax.vmap(one)(tasks), derivatives(lambda p: graph.plain(p, batch))
 
-        got, expected = both(params, batches)
-        assert all(jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(expected))
-        close(got, expected, 1e-12)
-
-
-@graphs
-def test_values_carry_their_true_derivative_to_second_order(graph, x64):
-    params, batch = graph.make("float64")
-
-    def loss(params):
-        places = mplp.Places(mplp.Exact(0.5))
-        return jnp.mean(graph.network(places, jax.tree.map(mplp.parameter, params), batch))
-
-    direction = jax.tree.map(jnp.cos, params)
-
-    @functools.partial(jit, static_argnums=0)
-    def derivatives(f, params):
-        return jax.grad(f)(params), jax.grad(lambda p: optax.tree.vdot(jax.grad(f)(p), direction))(params)
-
-    got, expected = derivatives(loss, params), derivatives(lambda p: graph.plain(p, batch), params)
-    close(got[0], expected[0], 1e-12)
-    close(got[1], expected[1], 1e-11)
-
-
-@graphs
-def test_under_vmap_over_tasks(graph, x64):
-    params, batch = graph.make("float64")
-    rule = mplp.Exact(0.5)
-    tasks = jax.tree.map(lambda x: jnp.stack([x, 0.5 * x]), params)
-    batches = jax.tree.map(lambda x: jnp.stack([x, x]), batch)
-    state = mplp.init_state(rule, graph.network, params, batch)
-
-    def both(p, b):
-        return mplp.backward(rule, graph.network, p, state, b)[0], jax.grad(graph.plain)(p, b)
-
-    got, expected = jit(jax.vmap(both))(tasks, batches)
-    close(got, jax.tree.map(lambda g: -0.5 * g, expected), 1e-12)
+    expected = plain(params, batches)
+    assert all(jnp.all(jnp.isfinite(x)) for x in jax.tree.leaves(expected))
+    *steps, (first, second) = learned(params, batches)
+    close((*steps, first), (*expected[:2], expected[2][0]), 1e-12)
+    close(second, expected[2][1], 1e-11)
 
 
 class TestWiring:

@@ -5,12 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from flax import nnx
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
+import apgrad as ap
 from apgrad import mplp
 from apgrad.mplp._protocol import Site
 from apgrad.mplp._standardization import BatchNorm
@@ -252,14 +252,18 @@ class TestStarts:
         for make in (per_synapse, thesis):
             rule = make(mplp.sites(graph.network, params, batch))
             state = mplp.init_state(rule, graph.network, params, batch)
-            updates, _, _ = jit(lambda p, s, r=rule: mplp.backward(r, graph.network, p, s, batch))(params, state)
-            gradient = jax.grad(graph.plain)(params, batch)
-            a, b = ravel_pytree(updates)[0], ravel_pytree(gradient)[0]
+            both = jit(
+                lambda p, s, r=rule: (mplp.backward(r, graph.network, p, s, batch)[0], jax.grad(graph.plain)(p, batch))
+            )
+            a, b = (ravel_pytree(tree)[0] for tree in both(params, state))
             assert jnp.max(jnp.abs(a)) > 0
             assert abs(a @ b) / (jnp.linalg.norm(a) * jnp.linalg.norm(b)) < 0.9
 
 
-@rules
+ORDERED = ("gru", "mlp", "thesis", "separable, neurons, gradient", "separable, whitening", "separable, window")
+
+
+@pytest.mark.parametrize("make", [RULES[name] for name in ORDERED], ids=ORDERED)
 def test_the_order_of_the_batch_does_not_matter(make, x64):
     """A permutation kept from step to step; where there is no state for each example, any other each time."""
     graph = GRAPHS["softmax, cross_entropy"]
@@ -292,9 +296,14 @@ class TestStandardizers:
 
         @jit
         def fit(rule, batches):
-            one = jax.tree.map(lambda x: x[:1], batches)
-            make = functools.partial(mplp.fit_standardizers, rule, cls.graph.network, cls.params)
-            return make(batches), make(batches, max_scale=None), make(one, max_scale=None), make(batches, blend=0.5)
+            def make(rule, batches, blend, bound):
+                options = {"blend": blend, "max_scale": bound}
+                return mplp.fit_standardizers(rule, cls.graph.network, cls.params, batches, **options)
+
+            pairs = jnp.asarray([1.0, 1.0, 0.5]), jnp.asarray([30.0, jnp.inf, 30.0])
+            found = jax.vmap(make, (None, None, 0, 0))(rule, batches, *pairs)
+            bounded, published, half = (jax.tree.map(lambda x, i=i: x[i], found) for i in range(3))
+            return bounded, published, make(rule, jax.tree.map(lambda x: x[:1], batches), 1.0, None), half
 
         return fit(cls.rule, cls.batches)
 
@@ -335,26 +344,31 @@ class TestStandardizers:
         assert all(jnp.any(g) for g in jax.tree.leaves(gradient.scales))
 
     def test_batch_norm_is_safe_at_zero_variance(self):
-        norm = BatchNorm(3)
-        parts = lambda c: [jnp.full((4, 1, 1), c), jnp.stack([jnp.arange(5.0), jnp.full(5, c)], axis=-1)]
-        constant, (varying, other) = parts(0.3)[0], jnp.split(parts(0.3)[1], 2, axis=-1)
-        got = norm(*parts(0.3))
-        rows = jnp.broadcast_to(varying, (4, 5, 1)).reshape(-1)
-        expected = (varying - rows.mean()) / jnp.std(rows, ddof=1)
-        np.testing.assert_allclose(got[1][:, :1], expected, rtol=1e-5)
-        np.testing.assert_allclose([jnp.max(jnp.abs(got[0])), jnp.max(jnp.abs(got[1][:, 1]))], 0, atol=1e-3)
-        gradient = jax.grad(lambda c: sum(jnp.sum(p**2) for p in norm(*parts(c))))(0.3)
-        assert jnp.isfinite(gradient) and constant.shape and other.shape
-        assert jnp.all(jnp.isfinite(norm(jnp.ones((1, 3)))[0]))
+        norm, varying = BatchNorm(3), jnp.arange(5.0)
+
+        @jit
+        def run(c):
+            parts = lambda c: [jnp.full((4, 1, 1), c), jnp.stack([varying, jnp.full(5, c)], axis=-1)]
+            return (
+                norm(*parts(c)),
+                jax.grad(lambda c: sum(jnp.sum(p**2) for p in norm(*parts(c))))(c),
+                norm(jnp.ones((1, 3))),
+            )
+
+        (constant, pair), gradient, single = run(0.3)
+        rows = np.tile(varying, 4)
+        expected = (np.arange(5.0) - rows.mean()) / np.std(rows, ddof=1)
+        np.testing.assert_allclose(pair[:, 0], expected, rtol=1e-5)
+        np.testing.assert_allclose([jnp.max(jnp.abs(constant)), jnp.max(jnp.abs(pair[:, 1]))], 0, atol=1e-3)
+        assert jnp.isfinite(gradient) and jnp.all(jnp.isfinite(single[0]))
 
 
 class TestWhitening:
-    @pytest.mark.parametrize(("full", "window", "steps"), [(99, 0, 20), (1, 24, 6)])
-    def test_is_recursive_least_squares(self, full, window, steps, x64):
-        """P = (I + lambda sum x x^T / N)^-1: full exactly, a window as long as it has all."""
-        site = Site("d", "dense", "dense", 4, (4, 7, 3))
-        state = whitening.init(site, full, window)
-        xs = jax.random.normal(jax.random.key(0), (steps, 4, 7))
+    @pytest.mark.parametrize(("rows", "full", "window", "steps"), [(4, 99, 0, 20), (4, 1, 24, 6), (20, 99, 0, 2)])
+    def test_is_recursive_least_squares(self, rows, full, window, steps, x64):
+        """P = (I + lambda sum x x^T / N)^-1: full exactly, also of more rows than inputs; a window while it has all."""
+        state = whitening.init(Site("d", "dense", "dense", 4, (rows, 7, 3)), full, window)
+        xs = jax.random.normal(jax.random.key(0), (steps, rows, 7))
         gram = jnp.eye(7)
         for x in xs:
             gram = gram + 0.5 * x.T @ x / (7 * jnp.mean(x**2))
@@ -369,14 +383,6 @@ class TestWhitening:
             got, state = whitening.whiten(x, state, jnp.asarray(0.5), jnp.asarray(0.0))
         last = jnp.concatenate([x / jnp.sqrt(7 * jnp.mean(x**2)) for x in xs[-2:]])
         np.testing.assert_allclose(got, xs[-1] @ jnp.linalg.inv(jnp.eye(7) + 0.5 * last.T @ last), rtol=1e-9)
-
-    def test_many_rows(self, x64):
-        state = whitening.init(Site("d", "dense", "dense", 4, (20, 7, 3)), 99, 0)
-        x = jax.random.normal(jax.random.key(0), (20, 7))
-        got, _ = whitening.whiten(x, state, jnp.asarray(0.5), jnp.asarray(0.0))
-        np.testing.assert_allclose(
-            got, x @ jnp.linalg.inv(jnp.eye(7) + 0.5 * x.T @ x / (7 * jnp.mean(x**2))), rtol=1e-9
-        )
 
     def test_stays_between_zero_and_the_identity_for_long(self):
         """Symmetric and between 0 and I in float32, and alive, after ten thousand steps of correlated inputs."""
@@ -396,109 +402,80 @@ class TestWhitening:
         assert values.min() > -1e-5 and values.max() < 1 + 1e-5 and values.max() > 1e-4
 
 
-class TestErrors:
-    """Each names both sides."""
-
+def squared():
     graph = GRAPHS["squared_error"]
+    params, batch = graph.make("float32")
+    return graph.network, params, batch, mplp.sites(graph.network, params, batch)
 
-    def setup_method(self):
-        self.params, self.batch = self.graph.make("float32")
-        self.sites = mplp.sites(self.graph.network, self.params, self.batch)
 
-    @pytest.mark.parametrize("make", [per_synapse, separable])
-    def test_a_rule_for_another_network(self, make):
-        rule = make(self.sites)
-        other = GRAPHS["fork (sum), two losses"]
-        params, batch = other.make("float32")
+def test_a_rule_or_a_state_of_another_network_is_refused():
+    """Naming both sides."""
+    network, params, batch, sites = squared()
+    other = GRAPHS["fork (sum), two losses"]
+    for rule in (per_synapse(sites), separable(sites)):
         with pytest.raises(
             ValueError, match=r"not made for '1' \(dense.* nearest of its 4 places are .*'first' \(dense"
         ):
-            mplp.init_state(rule, other.network, params, batch)
-        with pytest.raises(ValueError, match=r"not made for 'loss' \(absolute_error.*'loss' \(squared_error"):
-            rule = thesis(self.sites)
-            mplp.init_state(rule, GRAPHS["absolute_error"].network, self.params, self.batch)
-
-    def test_a_state_of_another_batch_size(self):
-        rule = per_synapse(self.sites)
-        state = mplp.init_state(rule, self.graph.network, self.params, self.batch)
-        short = jax.tree.map(lambda x: x[:3], self.batch)
-        with pytest.raises(ValueError, match=r"'first' .*batch 3.*\[3, 3, 5, 6\].*got .*\[4, 3, 5, 6\].*init_state"):
-            mplp.backward(rule, self.graph.network, self.params, state, short)
-
-    def test_a_state_of_another_network(self):
-        rule = per_synapse(self.sites)
-        state = mplp.init_state(rule, self.graph.network, self.params, self.batch)
-        with pytest.raises(ValueError, match=r"the place 'act', of which the state has nothing; did you mean 'first'"):
-            mplp.backward(
-                rule, self.graph.network, self.params, {n: s for n, s in state.items() if n != "act"}, self.batch
-            )
-        with pytest.raises(ValueError, match=r"state has the places \['more'\], the network has only"):
-            mplp.backward(rule, self.graph.network, self.params, state | {"more": ()}, self.batch)
-
-    def test_a_message_of_another_size(self):
-        signal = mplp.Places(separable(self.sites)).signal(self.batch[0])
-        places = mplp.Places(mplp.Exact(0.1))
-        with pytest.raises(ValueError, match=r"messages of size 1, .*\(4, 3, 1\); got \(4, 3, 3\)"):
-            mplp.dense(places["d"], signal, mplp.parameter(self.params["w0"]))
-
-    def test_integers(self):
-        places = mplp.Places(mplp.Exact(0.1))
-        with pytest.raises(TypeError, match=r"floating point.*got int32\(4, 3\).*mplp.embedding"):
-            places.signal(jnp.ones((4, 3), jnp.int32))
-        signal = places.signal(jnp.ones((4, 3)))
-        with pytest.raises(ValueError, match=r"float32\(4, 3\), got int32\(4,\).*one_hot\(labels, 3\)"):
-            mplp.softmax_cross_entropy(places["l"], signal, jnp.ones(4, jnp.int32))
-        with pytest.raises(TypeError, match=r"parameters are floating point, got params\['w'\] of dtype int32"):
-            mplp.backward(mplp.Exact(0.1), self.graph.network, {"w": jnp.ones(2, jnp.int32)}, {}, self.batch)
-        with pytest.raises(TypeError, match="embedding takes integers"):
-            mplp.embedding(places["e"], jnp.ones(3), mplp.parameter(jnp.ones((3, 2))))
-
-    def test_nodes(self):
-        places, w = mplp.Places(mplp.Exact(0.1)), mplp.parameter(jnp.ones((3, 2)))
-        signal = places.signal(jnp.ones((4, 3)))
-        with pytest.raises(TypeError, match=r"takes a signal, got .*places.signal"):
-            mplp.dense(places["d"], jnp.ones((4, 3)), w)
-        with pytest.raises(TypeError, match=r"with their ports.*mplp.parameter"):
-            mplp.dense(places["d"], signal, jnp.ones((3, 2)))
-        with pytest.raises(ValueError, match=r"\(3, 2\), so its input must be \(batch, ..., 3\); got \(4, 2\)"):
-            mplp.dense(places["d"], places.signal(jnp.ones((4, 2))), w)
-        with pytest.raises(ValueError, match=r"bias at 'd' must have shape \(2,\)"):
-            mplp.dense(places["d"], signal, w, mplp.parameter(jnp.ones(3)))
-        with pytest.raises(ValueError, match="the window of pooling needs a positive integer"):
-            mplp.max_pool(places["p"], signal, (2,))
-        with pytest.raises(ValueError, match="the batch as its first axis"):
-            places.signal(jnp.ones((0, 3)))
-        mplp.activation(places["x"], jnp.tanh, signal)
-        with pytest.raises(ValueError, match=r"'x' is used by two nodes that differ: 'x' \(activation.*'x' \(dense"):
-            mplp.dense(places["x"], signal, w)
-
-    def test_a_network_that_returns_no_loss(self):
-        with pytest.raises(TypeError, match="a network returns its loss"):
-            mplp.backward(mplp.Exact(0.1), lambda at, p, b: None, self.params, {}, self.batch)
-
-    def test_a_rule_whose_answer_does_not_fit(self):
-        class Wrong(mplp.Exact):
-            def at(self, site):
-                right, wrong = super().at(site), lambda site, q, state: mplp.Answer(q.exact)
-                return jax.tree_util.Partial(wrong) if site.begins else right
-
-        rule = Wrong(0.1)
-        state = mplp.init_state(rule, self.graph.network, self.params, self.batch)
-        with pytest.raises(
-            ValueError, match=r"'loss' .*rule's message must have shape \(4, 2, 1\), got shape \(4, 2\)"
-        ):
-            mplp.backward(rule, self.graph.network, self.params, state, self.batch)
-
-    @pytest.mark.parametrize(
-        ("make", "match"),
-        [
-            (lambda s: per_synapse(s, cell="lstm"), "cell must be one of .*'lstm'"),
-            (lambda s: thesis(s, start="warm"), "start must be one of .*'warm'"),
-        ],
-    )
-    def test_options(self, make, match):
+            mplp.init_state(rule, other.network, *other.make("float32"))
+    with pytest.raises(ValueError, match=r"not made for 'loss' \(absolute_error.*'loss' \(squared_error"):
+        mplp.init_state(thesis(sites), GRAPHS["absolute_error"].network, params, batch)
+    rule = per_synapse(sites)
+    state = mplp.init_state(rule, network, params, batch)
+    short = jax.tree.map(lambda x: x[:3], batch)
+    without = {name: s for name, s in state.items() if name != "act"}
+    for wrong, given, match in (
+        (state, short, r"'first' .*batch 3.*\[3, 3, 5, 6\].*got .*\[4, 3, 5, 6\].*init_state"),
+        (without, batch, r"the place 'act', of which the state has nothing; did you mean 'first'"),
+        (state | {"more": ()}, batch, r"state has the places \['more'\], the network has only"),
+    ):
         with pytest.raises(ValueError, match=match):
-            make(self.sites)
+            mplp.backward(rule, network, params, wrong, given)
+
+
+def test_a_network_or_an_answer_that_does_not_fit_is_refused():
+    class Wrong(mplp.Exact):
+        def at(self, site):
+            right, wrong = super().at(site), lambda site, q, state: mplp.Answer(q.exact)
+            return jax.tree_util.Partial(wrong) if site.begins else right
+
+    network, params, batch, _ = squared()
+    state, right = dict.fromkeys(("first", "act", "second", "loss"), ()), mplp.Exact(0.1)
+    with pytest.raises(ValueError, match=r"'loss' .*message must have shape \(4, 2, 1\), got shape \(4, 2\)"):
+        mplp.backward(Wrong(0.1), network, params, state, batch)
+    with pytest.raises(TypeError, match="a network returns its loss"):
+        mplp.backward(right, lambda at, p, b: None, params, {}, batch)
+    with pytest.raises(TypeError, match=r"are floating point, got params\['w'\] of dtype int32"):
+        mplp.backward(right, network, {"w": jnp.ones(2, jnp.int32)}, {}, batch)
+
+
+X, W = jnp.ones((4, 3)), mplp.parameter(jnp.ones((3, 2)))
+NODES = [
+    (lambda at: at.signal(jnp.ones((4, 3), jnp.int32)), r"floating point.*got int32\(4, 3\).*mplp.embedding"),
+    (lambda at: at.signal(jnp.ones((0, 3))), "the batch as its first axis"),
+    (
+        lambda at: mplp.softmax_cross_entropy(at["l"], at.signal(X), jnp.ones(4, jnp.int32)),
+        r"float32\(4, 3\), got int32\(4,\).*one_hot\(labels, 3\)",
+    ),
+    (lambda at: mplp.embedding(at["e"], jnp.ones(3), W), "embedding takes integers"),
+    (lambda at: mplp.dense(at["d"], ap.Signal.of(X, 3), W), r"messages of size 1, .*\(4, 3, 1\); got \(4, 3, 3\)"),
+    (lambda at: mplp.dense(at["d"], at.signal(X), W.value), r"with their ports.*mplp.parameter"),
+    (
+        lambda at: mplp.dense(at["d"], at.signal(X[:, :2]), W),
+        r"\(3, 2\), so its input must be \(batch, ..., 3\); got \(4, 2\)",
+    ),
+    (lambda at: mplp.dense(at["d"], at.signal(X), W, mplp.parameter(X[0])), r"bias at 'd' must have shape \(2,\)"),
+    (lambda at: mplp.max_pool(at["p"], at.signal(X), (2,)), "the window of pooling needs a positive integer"),
+    (
+        lambda at: mplp.dense(at["x"], mplp.activation(at["x"], jnp.tanh, at.signal(X)), W),
+        r"'x' is used by two nodes that differ: 'x' \(activation.*'x' \(dense",
+    ),
+]
+
+
+def test_nodes_say_what_they_take():
+    for call, match in NODES:
+        with pytest.raises((TypeError, ValueError), match=match):
+            call(mplp.Places(mplp.Exact(0.1)))
 
 
 def test_a_zero_message_changes_nothing():
@@ -511,16 +488,3 @@ def test_a_zero_message_changes_nothing():
     updates, new, _ = jit(lambda state: mplp.backward(rule, silent, params, state, batch))(state)
     assert all(not jnp.any(u) for u in jax.tree.leaves(updates))
     jax.tree.map(np.testing.assert_array_equal, new, state)
-
-
-def test_updates_go_into_optax():
-    graph = GRAPHS["squared_error"]
-    params, batch = graph.make("float32")
-    rule = mplp.Exact(0.1)
-    state = mplp.init_state(rule, graph.network, params, batch)
-    plain, first = jit(lambda params: graph.plain(params, batch)), params
-    backward = jit(lambda p, s: mplp.backward(rule, graph.network, p, s, batch))
-    for _ in range(20):
-        updates, state, _ = backward(params, state)
-        params = optax.apply_updates(params, updates)
-    assert plain(params) < 0.2 * plain(first)
