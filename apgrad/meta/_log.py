@@ -22,17 +22,12 @@ HEAD = ",".join(["step", *COLUMNS]) + "\n"
 
 
 def tensorboard(folder: str | Path) -> Log:
-    """A `log` for `train` that writes TensorBoard's event files, by tensorboardX.
-
-    Each call is on disk when it returns (tensorboardX's SummaryWriter writes by a thread, whose last events a kill
-    would lose).
+    """A `log` for `train` that writes TensorBoard's event files, by tensorboardX: on disk when a call returns.
 
     Args:
-      folder: where the event files are; it is made if it does not exist. Each start of a run writes a file of its own.
-
-    Raises:
-      ImportError: without tensorboardX, saying what to install.
+      folder: where the event files are, one for each start of a run; it is made if it does not exist.
     """
+    # tensorboardX's SummaryWriter writes by a thread, whose last events a kill would lose.
     try:
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]

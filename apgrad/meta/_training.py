@@ -154,11 +154,11 @@ def train(
       key: PRNG key of everything random.
       steps: outer steps, with the steps of earlier starts counted in.
       folder: where checkpoints, `run`, `metrics.csv` and, at the end, `training.png` are written, if given.
-      version: of your code and its settings, such as "1"; a folder needs one.
+      version: such as "1"; a folder needs one.
       every: outer steps between checkpoints; they run in one jitted call.
       mesh: the devices, for `batched(..., mesh=mesh)`; theta is replicated on them.
-      log: a function that is called after each jitted call with the step and a dictionary: the means of "loss" and
-        "gradient_norm", and "skipped". For TensorBoard, `tensorboard(folder)`.
+      log: `(step, metrics)`, called after each jitted call with the means of "loss" and "gradient_norm", and
+        "skipped", such as `tensorboard(folder)`.
       progress: whether to show a tqdm bar.
 
     Returns:

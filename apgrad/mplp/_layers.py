@@ -51,8 +51,7 @@ class _Layers:
         """Teaches a type of layer of your own: decorates a function that makes a `Layer` of a part of a model.
 
         Args:
-          *args: as for `functools.singledispatch`'s `register`: the function, whose annotation says the type; or the
-            type.
+          *args: as for `functools.singledispatch`'s `register`: the function, whose annotation says the type.
 
         Example:
           A layer of two nodes, the first at the layer's own place:

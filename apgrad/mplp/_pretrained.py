@@ -64,9 +64,6 @@ def load_pretrained(name: str, x: jax.Array | None = None) -> Separable:
       x: (batch, ...), concrete inputs that the rule is to learn from; they are checked, if given, where the card says
         that the rule wants standardized inputs.
 
-    Raises:
-      ValueError: for a name that is none of a trained rule, or for x that is not standardized.
-
     Example:
       >>> import jax, apgrad as ap
       >>> rule = ap.mplp.load_pretrained("sinusoid")
@@ -90,10 +87,7 @@ def load_trained(path: str | Path) -> tuple[Separable, dict[str, Any]]:
     """A rule that `save_trained` wrote, and its card.
 
     Args:
-      path: path of the two files, without their suffixes.
-
-    Raises:
-      ValueError: if the files are not as `save_trained` wrote them, or hold something else. The message names the file.
+      path: path of the two files, without their suffixes; a ValueError names a file that `save_trained` did not write.
     """
     return _load(_file(path, ".json"), _file(path, ".npz"))
 

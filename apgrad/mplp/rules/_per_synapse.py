@@ -67,14 +67,12 @@ class PerSynapse(nnx.Module):
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
       >>> from flax import nnx
-      >>> model = nnx.Sequential(nnx.Linear(1, 5, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(5, 1, rngs=nnx.Rngs(1)))
-      >>> network, params = ap.mplp.from_nnx(model, loss=ap.mplp.squared_error)
-      >>> batch = jnp.ones((10, 1)), jnp.zeros((10, 1))
+      >>> network, prior = ap.meta.mlp((1, 5, 1), jax.nn.relu, ap.mplp.squared_error)
+      >>> params, batch = prior(jax.random.key(0)), (jnp.ones((10, 1)), jnp.zeros((10, 1)))
       >>> rule = ap.mplp.PerSynapse(ap.mplp.sites(network, params, batch), message_size=4, hidden=3, rngs=nnx.Rngs(2))
       >>> state = ap.mplp.init_state(rule, network, params, batch)
-      >>> backward = jax.jit(ap.mplp.backward, static_argnums=1)
-      >>> updates, state, metrics = backward(rule, network, params, state, batch)
-      >>> state["0_dense"]["weight"]["carry"].shape
+      >>> updates, state, _ = jax.jit(ap.mplp.backward, static_argnums=1)(rule, network, params, state, batch)
+      >>> state["dense_in"]["weight"]["carry"].shape
       (10, 1, 5, 8)
     """
 

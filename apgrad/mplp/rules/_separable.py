@@ -60,11 +60,11 @@ class Separable(nnx.Module):
       hidden: the number of hidden units of each network, which are tanh.
       neuron_state: the size of a neuron's state; 0 for none.
       whiten: whether dense layers whiten their inputs.
-      share: which places share networks and step sizes. False: none. True: places of a kind; the rule then fits every
-        network of these kinds of nodes. "role": places whose names differ in digits only ("dense_1" and "dense_2" have
-        one role, "dense_out" has another); the rule then fits every network of these roles, of any depth.
-      normalize: whether a dense layer's step is divided by 1 + mean |x|^2 (normalized least mean squares, Nagumo &
-        Noda, 1967), so that a learned step size means the same in layers of every width.
+      share: which places share networks and step sizes, and so which networks the rule fits. False: none. True:
+        places of a kind. "role": places whose names differ in digits only ("dense_1" and "dense_2", not "dense_out"),
+        for networks of any depth.
+      normalize: whether a dense layer's step is divided by 1 + mean |x|^2 (Nagumo & Noda, 1967), so that a learned
+        step size means the same in layers of every width.
       gradient: whether networks also see the true gradient (the hybrid that both papers propose).
       learning_rate: the learning rate of each place at first, which is meta-trained.
       full: the largest number of inputs with which a layer has a full P; a wider layer has a window.
@@ -74,15 +74,13 @@ class Separable(nnx.Module):
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
       >>> from flax import nnx
-      >>> model = nnx.Sequential(nnx.Linear(1, 5, rngs=nnx.Rngs(0)), nnx.tanh, nnx.Linear(5, 1, rngs=nnx.Rngs(1)))
-      >>> network, params = ap.mplp.from_nnx(model, loss=ap.mplp.squared_error)
-      >>> batch = jnp.ones((10, 1)), jnp.zeros((10, 1))
+      >>> network, prior = ap.meta.mlp((1, 5, 1), jnp.tanh, ap.mplp.squared_error)
+      >>> params, batch = prior(jax.random.key(0)), (jnp.ones((10, 1)), jnp.zeros((10, 1)))
       >>> sites = ap.mplp.sites(network, params, batch)
       >>> rule = ap.mplp.Separable(sites, neuron_state=4, whiten=True, rngs=nnx.Rngs(2))
       >>> state = ap.mplp.init_state(rule, network, params, batch)
-      >>> backward = jax.jit(ap.mplp.backward, static_argnums=1)
-      >>> updates, state, metrics = backward(rule, network, params, state, batch)
-      >>> state["2_dense"]["whitening"]["P"].shape
+      >>> updates, state, _ = jax.jit(ap.mplp.backward, static_argnums=1)(rule, network, params, state, batch)
+      >>> state["dense_out"]["whitening"]["P"].shape
       (5, 5)
     """
 

@@ -51,25 +51,23 @@ class Thesis(nnx.Module):
       message_size: the size k of a message.
       hidden: the number of hidden units of each network.
       batch_norm: whether batch norm standardizes the networks' inputs.
-      learn_rate: whether the step size lr is meta-trained: lr itself and not its logarithm, so its sign may change.
+      learn_rate: whether the step size lr is meta-trained: lr itself, so its sign may change.
       learning_rate: the step size at first; .001 in the thesis.
       see_loss: whether the network of a loss sees the loss itself, beside prediction and target; not so in the thesis's
         section 5.1.
       start: "random"; or "gradient_descent", which is exact at first, as long as no update is clipped.
       rngs: the source of keys for the networks, whose kernels and biases are uniform within 1 / sqrt(features), as in
-        the thesis's code. Biases of zero would make a network homogeneous: no product of a message and a weight.
+        the thesis's code.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
       >>> from flax import nnx
-      >>> model = nnx.Sequential(nnx.Linear(1, 5, rngs=nnx.Rngs(0)), nnx.relu, nnx.Linear(5, 1, rngs=nnx.Rngs(1)))
-      >>> network, params = ap.mplp.from_nnx(model, loss=ap.mplp.squared_error)
-      >>> batch = jnp.ones((10, 1)), jnp.zeros((10, 1))
+      >>> network, prior = ap.meta.mlp((1, 5, 1), jax.nn.relu, ap.mplp.squared_error)
+      >>> params, batch = prior(jax.random.key(0)), (jnp.ones((10, 1)), jnp.zeros((10, 1)))
       >>> rule = ap.mplp.Thesis(ap.mplp.sites(network, params, batch), message_size=8, rngs=nnx.Rngs(2))
       >>> state = ap.mplp.init_state(rule, network, params, batch)
-      >>> backward = jax.jit(ap.mplp.backward, static_argnums=1)
-      >>> updates, state, metrics = backward(rule, network, params, state, batch)
-      >>> updates["0_dense"]["kernel"].shape
+      >>> updates, *_ = jax.jit(ap.mplp.backward, static_argnums=1)(rule, network, params, state, batch)
+      >>> updates["dense_in"]["kernel"].shape
       (1, 5)
     """
 
