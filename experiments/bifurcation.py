@@ -51,10 +51,7 @@ class Config(harness.Config):
     trajectories: tuple[float, ...] = (1.5, 2.25, 2.5, 3.0)
 
     def __post_init__(self):
-        if self.betas < 2 or not 0 < self.low < self.high:
-            raise ValueError("bifurcation needs at least 2 betas and 0 < low < high")
-        if min(self.transient, self.steps, self.horizon) < 1 or self.noisy_lanes < 2 or not self.trajectories:
-            raise ValueError("bifurcation needs steps, transient and horizon of at least 1, 2 lanes and a trajectory")
+        harness.require_least(self, betas=2, low=0, transient=1, steps=1, noisy_lanes=2, horizon=1, trajectories=0)
 
 
 PAPER = Config(betas=501, transient=2000, steps=4000, noisy_lanes=64)

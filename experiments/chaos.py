@@ -66,10 +66,7 @@ class Config(harness.Config):
     resamples: int = 2000
 
     def __post_init__(self):
-        if self.estimates < 2 or self.lanes < 2 or self.resamples < 1 or not self.betas or not self.horizons:
-            raise ValueError("estimates and lanes must be at least 2, resamples 1, and betas and horizons not empty")
-        if min(self.horizons) < 1 or min(self.betas) <= 0:
-            raise ValueError("horizons must be at least 1 and betas positive")
+        harness.require_least(self, horizons=1, betas=0, estimates=2, lanes=2, resamples=1)
 
 
 PAPER = Config(

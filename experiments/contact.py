@@ -72,10 +72,8 @@ class Config(harness.Config):
     gamma: float = 0.2
 
     def __post_init__(self):
-        if self.estimates < 2 or not self.lanes or any(n < 4 or n % 2 for n in self.lanes):
-            raise ValueError("estimates must be at least 2, and lanes even and at least 4")
-        if self.reference < 20_000 or self.reference % 10_000:
-            raise ValueError("reference must be a multiple of 10,000, at least 20,000")
+        harness.require_least(self, lanes=4, estimates=2, reference=20_000)
+        harness.require_even(self, "lanes")
 
 
 PAPER = Config(estimates=400, reference=4_000_000)

@@ -73,11 +73,8 @@ class Config(harness.Config):
     resamples: int = 1000
 
     def __post_init__(self):
-        known = list(linear_swarm.SWARMS)
-        if not (self.swarms and self.widths and self.horizons and self.lanes) or set(self.swarms) - set(known):
-            raise ValueError(f"swarms, widths, horizons, lanes must not be empty, swarms of {known}")
-        if min(self.estimates, self.reference, *self.lanes) < 2 or min(self.horizons) < 1 or min(self.widths) <= 0:
-            raise ValueError("estimates, reference, lanes must be at least 2, horizons at least 1, widths positive")
+        harness.require_least(self, widths=0, horizons=1, lanes=2, estimates=2, reference=2)
+        harness.require_among(self, swarms=linear_swarm.SWARMS)
 
 
 PAPER = Config(

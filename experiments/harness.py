@@ -88,6 +88,28 @@ class Config:
     mix: bool = False
 
 
+def require_least(config: Config, **least: float) -> None:
+    """Refuses numbers, or tuples of numbers, that are less than the option's least; a tuple has one at least."""
+    for name, bound in least.items():
+        given = getattr(config, name)
+        if min(given if isinstance(given, tuple) else (given,), default=bound - 1) < bound:
+            raise ValueError(f"{name} must be at least {bound}, got {given}")
+
+
+def require_even(config: Config, name: str) -> None:
+    """Refuses numbers of lanes that cross-fitting cannot halve."""
+    given = getattr(config, name)
+    if any(n % 2 for n in (given if isinstance(given, tuple) else (given,))):
+        raise ValueError(f"{name} must be even, since each half is weighed by the other, got {given}")
+
+
+def require_among(config: Config, **known: Iterable[Any]) -> None:
+    """Refuses tuples with something that is not among what the option is made of."""
+    for name, some in known.items():
+        if unknown := set(getattr(config, name)) - set(some):
+            raise ValueError(f"{name} are of {list(some)}, got {sorted(unknown)}")
+
+
 class Report(NamedTuple):
     """What comes of an experiment."""
 
@@ -291,6 +313,14 @@ def band(ax: Axes, x: Any, y: Any, low: Any, high: Any, *, fmt: str = "o-", **st
     """A line with a band around it, in the same colour."""
     (line,) = ax.plot(x, y, fmt, **style)
     ax.fill_between(x, low, high, color=line.get_color(), alpha=0.2, lw=0)
+
+
+def averaged(
+    ax: Axes, x: Any, values: np.ndarray, resamples: int, seed: int, centre: Any = np.mean, **style: Any
+) -> None:
+    """The mean, or another centre, of the rows of values (n, points), with its 95 % bootstrap intervals as a band."""
+    draws = (bootstrap(column, lambda v: centre(v, axis=-1), resamples, seed) for column in values.T)
+    band(ax, x, centre(values, axis=0), *np.transpose([interval(drawn) for drawn in draws]), **style)
 
 
 def _folder(name: str, config: Config) -> Path:

@@ -33,14 +33,14 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 from jax.flatten_util import ravel_pytree
-from matplotlib.figure import Figure
 from scipy.stats import norm
 
 import apgrad as ap
 from experiments import harness
 from experiments.parts import chaotic_network
+from experiments.parts.systems import DT, lorenz
 
-DT, SIGMA, START, UNITS = 0.08, 0.1, (-5.0, -5.0, 20.0), 8
+SIGMA, START, UNITS = 0.1, (-5.0, -5.0, 20.0), 8
 CHUNK = 5  # estimates that a call makes
 
 
@@ -73,12 +73,8 @@ class Config(harness.Config):
     resamples: int = 500
 
     def __post_init__(self):
-        if self.estimates <= CHUNK or self.resamples < 2 or self.reference < 50:
-            raise ValueError(f"estimates must be above {CHUNK}, resamples at least 2, reference 50")
-        if self.lanes < 4 or self.lanes % 2:
-            raise ValueError("cross-fitting needs an even number of lanes, at least 4")
-        if not self.horizons or not self.rhos or min(self.horizons) < 1 or min(self.rhos) <= 1:
-            raise ValueError("horizons must be at least 1 and rhos above 1, and neither empty")
+        harness.require_least(self, horizons=1, rhos=1, estimates=CHUNK + 1, reference=50, lanes=4, resamples=2)
+        harness.require_even(self, "lanes")
 
 
 PAPER = Config(horizons=(10, 25, 50), estimates=100, reference=100, resamples=2000)
@@ -99,15 +95,7 @@ def action(theta: dict[str, jax.Array], s: jax.Array) -> jax.Array:
 
 def flow(theta: dict[str, jax.Array], s: jax.Array, rho: jax.Array) -> jax.Array:
     """The state (3,) a step later, without noise."""
-    force = 10 * action(theta, s)
-
-    def velocity(s):
-        x, y, z = s
-        return jnp.stack([10 * (y - x), x * (rho - z) - y + force, x * y - 8 / 3 * z])
-
-    b = velocity(s + DT / 2 * (a := velocity(s)))
-    c = velocity(s + DT / 2 * b)
-    return s + DT / 6 * (a + 2 * b + 2 * c + velocity(s + DT * c))
+    return lorenz(s, rho, 10 * action(theta, s))
 
 
 def cost(theta: dict[str, jax.Array], s: jax.Array, rho: jax.Array) -> jax.Array:
@@ -259,21 +247,13 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
 
 def _table(rows, grown):
     lines = [f"rho = {rho:g}: Lyapunov exponent {g['exponent']:+.2f} per unit of time" for rho, g in grown.items()]
-    lines.append(
-        f"{'H':>3} {'rho':>4} {'method':12} {'variance':>9}  {'over the better (95 %)':30} {'bias, %':16} max|z|"
-    )
-    for r in rows:
-        ratio = f"{r['ratio']:.3g} ({r['ratio_low']:.3g} to {r['ratio_high']:.3g}) of {r['better']}"
-        off = f"{r['bias_percent']:+.2g} ± {r['bias_percent_error']:.1g}"
-        lines.append(
-            f"{r['H']:3d} {r['rho']:4g} {r['method']:12} {r['variance']:9.2e}  {ratio:30} {off:16} "
-            f"{r['max_z']:4.1f}{'*' if r['significant'] else ' '}"
-        )
-    return "\n".join([*lines, "* significant after correction for all parameters, points and methods"])
+    shown = [{**row, "bias_percent_se": row["bias_percent_error"]} for row in rows]
+    columns = ("variance", "better", "ratio", "bias_percent", "max_z", "significant")
+    return "\n".join([*lines, harness.table(shown, "H", "rho", "method", *columns)])
 
 
 def _picture(config, rows, grown):
-    figure = Figure(figsize=(13, 0.6 + 3.8 * len(config.rhos)), layout="constrained")
+    figure, grid = harness.panels(len(config.rhos), 3, (13, 0.6 + 3.8 * len(config.rhos)))
     figure.suptitle(
         f"Controller of the noisy Lorenz system, 41 parameters: {config.lanes} lanes an estimate, {config.estimates}\n"
         "estimates a point; bands and bars are 95 % intervals; dashed and hollow: not cross-fitted"
@@ -284,7 +264,6 @@ def _picture(config, rows, grown):
         "bias": "bias along the gradient, %",
     }
     horizons = np.array(config.horizons)
-    grid = figure.subplots(len(config.rhos), len(panels), squeeze=False)
     for rho, line in zip(config.rhos, grid, strict=True):
         axes = dict(zip(panels, line, strict=True))
         for i, name in enumerate(METHODS):
@@ -301,9 +280,7 @@ def _picture(config, rows, grown):
                 axes["bias"].errorbar(places, get["bias_percent"], 1.96 * get["bias_percent_error"], ls="", **style)
         axes["variance"].set_ylabel(f"$\\rho$ = {rho:g}, Lyapunov exponent {grown[rho]['exponent']:+.2f}")
         for key, title in panels.items():
-            axes[key].set_title(title, fontsize=10)
-            axes[key].set_xlabel("H")
-            axes[key].grid(alpha=0.25)
+            axes[key].set(title=title, xlabel="H")
             if key == "bias":
                 axes[key].set_xticks(range(len(horizons)), config.horizons)
                 axes[key].axhline(0, color="black", lw=0.8)
@@ -312,7 +289,7 @@ def _picture(config, rows, grown):
                 axes[key].set_xticks(config.horizons)
         axes["ratio"].axhline(1, color="gray", lw=0.8)
         axes["ratio"].axhline(1.5, color="gray", lw=0.8, ls=":")
-    grid[0, 0].legend(fontsize=8)
+    grid[0, 0].legend()
     return figure
 
 

@@ -85,8 +85,8 @@ class Config(harness.Config):
     runs: int = 10
 
     def __post_init__(self):
-        if set(self.studies) - set(POOLS) or self.runs < 2 or self.max_scale < 0:
-            raise ValueError(f"studies are of {list(POOLS)}, runs at least 2 and max_scale at least 0")
+        harness.require_least(self, runs=2, max_scale=0)
+        harness.require_among(self, studies=POOLS)
 
 
 PAPER = Config(studies=("sinusoid", "mnist"), sinusoid_steps=36_000, mnist_steps=5_000, runs=100)

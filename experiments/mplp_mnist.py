@@ -78,9 +78,8 @@ class Config(harness.Config):
     settings: tuple[str, ...] = ("144-50-10", "144-50-10, step", "digits 64-50-10")
 
     def __post_init__(self):
-        unknown = sorted(set(self.settings) - set(SETTINGS))
-        if self.runs < 2 or unknown:
-            raise ValueError(f"runs must be at least 2 and settings of {list(SETTINGS)}, got {self.runs}, {unknown}")
+        harness.require_least(self, runs=2)
+        harness.require_among(self, settings=SETTINGS)
 
 
 PAPER = Config(runs=100, settings=tuple(SETTINGS))

@@ -58,8 +58,7 @@ class Config(harness.Config):
     runs: int = 20
 
     def __post_init__(self):
-        if self.runs < 2 or self.seeds < 1:
-            raise ValueError(f"runs are at least 2 and seeds at least 1, got {self.runs} and {self.seeds}")
+        harness.require_least(self, runs=2, seeds=1)
 
 
 PAPER = Config(network="144-50-10", steps=5_000, seeds=5, runs=100)

@@ -56,8 +56,7 @@ class Config(harness.Config):
     runs: int = 20
 
     def __post_init__(self):
-        if self.runs < 2:
-            raise ValueError(f"runs must be at least 2, got {self.runs}")
+        harness.require_least(self, runs=2)
 
 
 PAPER = Config(runs=100)

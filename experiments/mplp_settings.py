@@ -128,8 +128,7 @@ class Config(harness.Config):
     runs: int = 4
 
     def __post_init__(self):
-        if self.runs < 2 or self.draws < 1 or self.tuning < 1:
-            raise ValueError(f"runs are at least 2, draws and tuning 1, got {self.runs}, {self.draws}, {self.tuning}")
+        harness.require_least(self, runs=2, draws=1, tuning=1)
 
 
 PAPER = Config(images=IMAGES, settings=40, horizons=(20, 100), draws=16, tuning=2, runs=20)

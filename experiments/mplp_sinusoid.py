@@ -61,8 +61,8 @@ class Config(harness.Config):
     objective: mplp_from_random.Objective = "published"
 
     def __post_init__(self):
-        if not set(self.sharing) <= {"none", "all"} or self.runs < 2:
-            raise ValueError(f'sharing is of "none" and "all", and runs at least 2; got {self.sharing}, {self.runs}')
+        harness.require_least(self, runs=2, sizes=1)
+        harness.require_among(self, sharing=("none", "all"))
 
 
 PAPER = Config(

@@ -103,10 +103,8 @@ class Config(harness.Config):
     chains: int = 400
 
     def __post_init__(self):
-        if bad := [m for m in self.rule if m not in RULE] + [m for m in self.balanced if m not in BALANCED]:
-            raise ValueError(f"methods are {list(RULE)} and {list(BALANCED)}, got {bad}")
-        if self.seeds < 2:
-            raise ValueError(f"a standard error needs at least 2 seeds, got {self.seeds}")
+        harness.require_least(self, seeds=2)
+        harness.require_among(self, rule=RULE, balanced=BALANCED)
 
 
 PAPER = Config(

@@ -40,12 +40,12 @@ import numpy as np
 import numpyro.distributions as dist
 import optax
 from flax import nnx
-from matplotlib.figure import Figure
 
 import apgrad as ap
 from experiments import harness
+from experiments.parts.systems import lorenz
 
-DT, SIGMA, RHO, FORCE, CLIP, SEGMENT = 0.08, 0.1, 28.0, 20.0, 0.1, 10
+SIGMA, RHO, FORCE, CLIP, SEGMENT = 0.1, 28.0, 20.0, 0.1, 10
 EDGE = (8 / 3 * (RHO - 1)) ** 0.5
 TARGET = (EDGE, EDGE, RHO - 1)
 TASKS = {"every step": 0.45, "last step": 0.3}  # with the cost that counts as success
@@ -122,10 +122,11 @@ class Config(harness.Config):
     resamples: int = 1000
 
     def __post_init__(self):
-        if self.lanes < 4 or self.lanes % 2 or self.tuning < 1 or self.seeds < 2 or self.rounds < 1:
-            raise ValueError("lanes must be even and at least 4, tuning and rounds at least 1, seeds at least 2")
-        if self.evaluations < 5 or self.iterations % self.evaluations or set(self.tasks) - set(TASKS):
-            raise ValueError(f"iterations must be a multiple of evaluations, at least 5, and tasks of {list(TASKS)}")
+        harness.require_least(self, lanes=4, evaluations=5, tuning=1, seeds=2, rounds=1)
+        harness.require_even(self, "lanes")
+        harness.require_among(self, tasks=TASKS)
+        if self.iterations % self.evaluations:
+            raise ValueError(f"iterations must be a multiple of evaluations, got {self.iterations}, {self.evaluations}")
 
 
 PAPER = Config(iterations=240, evaluations=24, rates=(1e-3, 3e-3, 1e-2), tuning=2, seeds=6, rounds=20)
@@ -140,14 +141,7 @@ def policy(units: int, rngs: nnx.Rngs) -> nnx.Module:
 def flow(policy: nnx.Module, s: jax.Array) -> jax.Array:
     """The state (3,) a step later, without noise."""
     force = FORCE * policy(s / 10 - jnp.array([0.0, 0.0, 2.5]))[0]  # pyright: ignore[reportCallIssue]
-
-    def velocity(s):
-        x, y, z = s
-        return jnp.stack([10 * (y - x), x * (RHO - z) - y + force, x * y - 8 / 3 * z])
-
-    b = velocity(s + DT / 2 * (a := velocity(s)))
-    c = velocity(s + DT / 2 * b)
-    return s + DT / 6 * (a + 2 * b + 2 * c + velocity(s + DT * c))
+    return lorenz(s, RHO, force)
 
 
 def program(method: Method, task: str, horizon: int) -> Callable[[ap.Tape, nnx.Module], ap.Tape]:
@@ -317,7 +311,9 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
                 "best_total_propagation": better[_TP]["method"],
                 "seconds_to_success_ratio": _speed(better[_TP])[0] / _speed(better[_PLAIN])[0],
             }
-    return harness.Report(figures, rows, _table(rows), _picture(config, rows, curves))
+    columns = ("rate", "cost", "success", "steps", "success_seconds", "seconds_per_step", "seconds_over_RP")
+    table = harness.table(rows, "units", "task", "method", *columns)
+    return harness.Report(figures, rows, table, _picture(config, rows, curves))
 
 
 _SECONDS = ("seconds", "seconds_low", "seconds_high")
@@ -329,50 +325,27 @@ def _speed(row):
     return row["success_seconds"], row["cost"]
 
 
-def _table(rows):
-    lines = [
-        f"{'task':22} {'method':27} {'rate':6} {'cost at the end (95 %)':22} {'success':7} {'steps to it':15} seconds "
-        "ms a step (over RP)"
-    ]
-    for r in rows:
-        cost = f"{r['cost']:.3f} ({r['cost_low']:.3f} to {r['cost_high']:.3f})"
-        steps = f"{r['steps']:.0f} ({r['steps_low']:.0f} to {r['steps_high']:.0f})"
-        lines.append(
-            f"{r['units']:4d} {r['task']:17} {r['method']:27} {r['rate']:<6g} {cost:22} {r['success']:<7.0%} "
-            f"{steps:15} {r['success_seconds']:7.2f} {1e3 * r['seconds_per_step']:5.1f} ({r['seconds_over_RP']:.2f})"
-        )
-    return "\n".join(lines)
-
-
 def _picture(config, rows, curves):
     points = [(u, t) for u in config.policies for t in config.tasks]
-    figure = Figure(figsize=(13, 0.8 + 4.2 * len(points)), layout="constrained")
+    figure, grid = harness.panels(len(points), 2, (13, 0.8 + 4.2 * len(points)))
     figure.suptitle(
         f"Policies for the noisy Lorenz system, H = {config.horizon}, {config.lanes} lanes, best of "
         f"{len(config.rates)} learning rates; mean of {config.seeds} seeds with 95 % intervals"
     )
-    grid = figure.subplots(len(points), 2, squeeze=False, sharey="row")
     steps = np.arange(1, config.evaluations + 1) * (config.iterations // config.evaluations)
     for (units, task), line in zip(points, grid, strict=True):
         for row in (r for r in rows if (r["units"], r["task"]) == (units, task)):
             costs = curves[units, task, row["method"]]
-            bands = [
-                harness.interval(harness.bootstrap(c, lambda x: x.mean(-1), config.resamples, config.seed))
-                for c in costs.T
-            ]
-            style = {"color": METHODS[row["method"]].colour}
-            dashes = "--" if row["method"] in _PLAIN else "-"
+            style = {"color": METHODS[row["method"]].colour, "fmt": "--" if row["method"] in _PLAIN else "-"}
+            style["label"] = f"{row['method']} (rate {row['rate']:g})"
             for axis, x in zip(line, (steps, steps * row["seconds_per_step"]), strict=True):
-                axis.plot(x, costs.mean(0), label=f"{row['method']} (rate {row['rate']:g})", ls=dashes, **style)
-                axis.fill_between(x, *np.transpose(bands), alpha=0.12, lw=0, **style)
-        line[0].set_ylabel(f"cost of {task}, policy {units}-{units}")
-        line[0].set_xlabel("steps of Adam")
-        line[1].set_xlabel("processor seconds (steps times seconds a step)")
+                harness.averaged(axis, x, costs, config.resamples, config.seed, **style)
+        line[0].set(xlabel="steps of Adam", ylabel=f"cost of {task}, policy {units}-{units}")
+        line[1].set(xlabel="processor seconds (steps times seconds a step)")
         for axis in line:
             axis.axhline(TASKS[task], color="gray", lw=0.8, ls=":")
             axis.set_yscale("log")
-            axis.grid(alpha=0.25)
-        line[1].legend(fontsize=8)
+        line[1].legend()
     return figure
 
 

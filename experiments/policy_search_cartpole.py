@@ -43,11 +43,11 @@ import numpy as np
 import numpyro.distributions as dist
 from flax import nnx
 from jax.flatten_util import ravel_pytree
-from matplotlib.figure import Figure
 from scipy.stats import binomtest
 
 import apgrad as ap
 from experiments import harness
+from experiments.parts.systems import runge_kutta
 from experiments.policy_search import METHODS as ALL_METHODS, first_success, gradients, learning
 
 CART, POLE, LENGTH, FRICTION, GRAVITY, FORCE = 0.5, 0.5, 0.5, 0.1, 9.82, 10.0
@@ -80,8 +80,8 @@ class Config(harness.Config):
     resamples: int = 1000
 
     def __post_init__(self):
-        if min(self.seeds, self.episodes, self.repetitions) < 2 or self.particles < 4 or self.particles % 2:
-            raise ValueError("seeds, episodes and repetitions must be at least 2, particles even and at least 4")
+        harness.require_least(self, seeds=2, episodes=2, particles=4, repetitions=2)
+        harness.require_even(self, "particles")
 
 
 PAPER = Config(seeds=10, episodes=8, iterations=150)
@@ -99,11 +99,8 @@ def real_step(s: jax.Array, force: jax.Array) -> jax.Array:
         pole = -3 * POLE * LENGTH * w**2 * sine * cosine - 6 * total * GRAVITY * sine - 6 * push * cosine
         return jnp.stack([v, cart, w, pole / (LENGTH * bottom)])
 
-    step = DT / SUBSTEPS
     for _ in range(SUBSTEPS):
-        b = velocity(s + step / 2 * (a := velocity(s)))
-        c = velocity(s + step / 2 * b)
-        s = s + step / 6 * (a + 2 * b + 2 * c + velocity(s + step * c))
+        s = runge_kutta(velocity, s, DT / SUBSTEPS)
     return s
 
 
@@ -268,50 +265,31 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         row |= {"cost_low": cheap, "cost_high": dear}
         rows.append(row | {"noise": float(np.median(noise[:, -1]))})
         curves[method] = Curves(costs, noise, last)
-    lines = [f"{'method':14} {'success (95 %)':24} {'episodes to it*':26} {'last cost':24} variance / gradient^2"]
-    for r in rows:
-        success = f"{r['success']:.0%} ({r['success_low']:.0%} to {r['success_high']:.0%})"
-        count = f"{r['episodes']:.1f} ({r['episodes_low']:.1f} to {r['episodes_high']:.1f})"
-        last = f"{r['cost']:.3f} ({r['cost_low']:.3f} to {r['cost_high']:.3f})"
-        lines.append(f"{r['method']:14} {success:24} {count:26} {last:24} {r['noise']:.3g}")
-    lines.append(f"* runs without success count as {config.episodes + 1}")
-    return harness.Report({}, rows, "\n".join(lines), _picture(config, curves))
+    table = harness.table(rows, "method", "success", "episodes", "cost", "noise")
+    table += f"\nruns without success count as {config.episodes + 1} episodes"
+    return harness.Report({}, rows, table, _picture(config, curves))
 
 
 def _picture(config, curves):
-    figure = Figure(figsize=(15, 4.4), layout="constrained")
+    figure, (axes,) = harness.panels(1, 3, (15, 4.4))
     figure.suptitle(
         f"Cart-pole swing-up through a learned model: {config.particles} particles, {config.iterations} steps of Adam "
         f"an episode, runs as given; bands are 95 % bootstrap intervals"
     )
-    axes = figure.subplots(1, 3)
     episodes = np.arange(1, config.episodes + 1)
     panels = (
         ("mean cost of a real episode", lambda found: found.costs, np.mean),
-        (
-            "share of runs with success so far",
-            lambda found: np.logical_or.accumulate(found.last <= SUCCESS, 1),
-            np.mean,
-        ),
+        ("share of runs with success so far", lambda f: np.logical_or.accumulate(f.last <= SUCCESS, 1), np.mean),
         ("gradient variance / squared gradient (median)", lambda found: found.noise, np.median),
     )
     for axis, (title, choose, centre) in zip(axes, panels, strict=True):
         for method, found in curves.items():
             values = choose(found).astype(float)
-            bands = [
-                harness.interval(harness.bootstrap(c, lambda x: centre(x, axis=-1), config.resamples, config.seed))  # noqa: B023
-                for c in values.T
-            ]
-            style = {"color": ALL_METHODS[method].colour}
-            axis.plot(
-                episodes, centre(values, axis=0), label=f"{method}, {len(values)} runs", marker="o", ms=3, **style
-            )
-            axis.fill_between(episodes, *np.transpose(bands), alpha=0.12, lw=0, **style)
-        axis.set_title(title, fontsize=10)
-        axis.set_xlabel("real episodes with a learned policy")
-        axis.grid(alpha=0.25)
+            style = {"color": ALL_METHODS[method].colour, "label": f"{method}, {len(values)} runs"}
+            harness.averaged(axis, episodes, values, config.resamples, config.seed, centre, **style)
+        axis.set(title=title, xlabel="real episodes with a learned policy")
     axes[2].set_yscale("log")
-    axes[0].legend(fontsize=8)
+    axes[0].legend()
     return figure
 
 

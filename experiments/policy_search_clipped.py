@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from matplotlib.figure import Figure
 
 import apgrad as ap
 from experiments import harness, policy_search
@@ -148,12 +147,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         for steps in (config.steps, config.long):
             more = np.subtract(*(curves[task, f"{m}, lanes clipped"][:, _last(steps)].mean(1) for m in ("TP", "RP")))
             low, high = harness.interval(draws(more, lambda x: x.mean(-1)))
-            figures[task]["total_propagation"][f"after_{steps}"] = {
-                "more": float(more.mean()),
-                "low": low,
-                "high": high,
-                "median": float(np.median(more)),
-            }
+            found = {"more": float(more.mean()), "low": low, "high": high, "median": float(np.median(more))}
+            figures[task]["total_propagation"][f"after_{steps}"] = found
         for name in METHODS:
             costs = curves[task, name]
             end = costs[:, _last(config.steps)].mean(1)
@@ -162,22 +157,16 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             less, more = harness.interval(draws(paired, lambda x: x.mean(-1)))
             success = first_success(costs[:, : config.steps // EVERY], TASKS[task], EVERY)
             row = {"task": task, "method": name, "rate": mine[name, groups[0]]["rate"], "seeds": len(costs)}
-            row |= {
-                "after_60": float(costs[:, min(60, config.long) // EVERY - 1].mean()),
-                "cost": float(end.mean()),
-                "cost_median": float(np.median(end)),
-            }
-            row |= {"cost_low": low, "cost_high": high, "less_best_plain_low": less, "less_best_plain_high": more}
-            row |= {
-                "steps": float(np.percentile(success, 50, method="higher")),
-                "success": float(np.isfinite(success).mean()),
-            }
-            row |= {
-                "cost_long": float(costs[:, _last(config.long)].mean()),
-                "cost_long_median": float(np.median(costs[:, _last(config.long)].mean(1))),
-            }
-            rows.append(row)
-    return harness.Report(figures, rows, _table(config, rows), _picture(config, rows, curves))
+            row |= {"after_60": float(costs[:, min(60, config.long) // EVERY - 1].mean())}
+            row |= {"cost": float(end.mean()), "cost_median": float(np.median(end)), "cost_low": low, "cost_high": high}
+            row |= {"less_best_plain_low": less, "less_best_plain_high": more}
+            row |= {"steps": float(np.percentile(success, 50, method="higher"))}
+            row |= {"success": float(np.isfinite(success).mean())}
+            after = costs[:, _last(config.long)].mean(1)
+            rows.append(row | {"cost_long": float(after.mean()), "cost_long_median": float(np.median(after))})
+    columns = ("rate", "after_60", "cost", "cost_long", "steps", "success", "seeds")
+    table = harness.table(rows, "task", "method", *columns)
+    return harness.Report(figures, rows, table, _picture(config, rows, curves))
 
 
 def _last(steps):
@@ -185,40 +174,22 @@ def _last(steps):
     return slice(steps // EVERY - max(1, steps // EVERY // 5), steps // EVERY)
 
 
-def _table(config, rows):
-    after = f"{f'after {config.steps} (95 %)':24}{f'after {config.long}':10}"
-    lines = [f"{'task':11}{'method':19}{'rate':7}{'after 60':9}{after}steps to success"]
-    for r in rows:
-        cost = f"{r['cost']:.3f} ({r['cost_low']:.3f} to {r['cost_high']:.3f})"
-        lines.append(
-            f"{r['task']:11}{r['method']:19}{r['rate']:<7g}{r['after_60']:<9.3f}{cost:24}{r['cost_long']:<10.3f}"
-            f"{r['steps']:.0f} ({r['success']:.0%} of {r['seeds']} seeds)"
-        )
-    return "\n".join(lines)
-
-
 def _picture(config, rows, curves):
-    figure = Figure(figsize=(13, 4.6), layout="constrained")
+    figure, (axes,) = harness.panels(1, len(config.tasks), (13, 4.6))
     seeds = sorted({r["seeds"] for r in rows})
     figure.suptitle(
         f"Policies for the noisy Lorenz system, clipped by lanes; {config.lanes} lanes, rates tuned; mean of "
         f"{' or '.join(map(str, seeds))} seeds with 95 % intervals"
     )
-    for axis, task in zip(figure.subplots(1, len(config.tasks), squeeze=False)[0], config.tasks, strict=True):
+    for axis, task in zip(axes, config.tasks, strict=True):
         for row in (r for r in rows if r["task"] == task):
             costs = curves[task, row["method"]]
             steps = EVERY * np.arange(1, costs.shape[1] + 1)
-            bands = [
-                harness.interval(harness.bootstrap(c, lambda x: x.mean(-1), config.resamples, config.seed))
-                for c in costs.T
-            ]
-            style = {"color": METHODS[row["method"]].colour}
-            axis.plot(steps, costs.mean(0), label=f"{row['method']} (rate {row['rate']:g})", **style)
-            axis.fill_between(steps, *np.transpose(bands), alpha=0.12, lw=0, **style)
+            style = {"color": METHODS[row["method"]].colour, "label": f"{row['method']} (rate {row['rate']:g})"}
+            harness.averaged(axis, steps, costs, config.resamples, config.seed, fmt="-", **style)
         axis.axhline(TASKS[task], color="gray", lw=0.8, ls=":")
         axis.set(yscale="log", xlabel="steps of Adam", ylabel=f"cost of {task}")
-        axis.grid(alpha=0.25)
-        axis.legend(fontsize=8)
+        axis.legend()
     return figure
 
 

@@ -100,12 +100,12 @@ class Config(harness.Config):
     draws: int = 4
 
     def __post_init__(self):
-        if not set(self.networks) <= set(rad_networks.NAMES):
-            raise ValueError(f"networks are {rad_networks.NAMES}, got {self.networks}")
+        harness.require_least(self, seeds=1)
+        harness.require_among(self, networks=rad_networks.NAMES)
         if {len(self.steps), len(self.data)} != {len(self.networks)}:
             raise ValueError("one number of steps and one data set for each network")
-        if min(self.steps) < self.evaluations or self.seeds < 1:
-            raise ValueError("not fewer steps than evaluations; seeds at least 1")
+        if min(self.steps) < self.evaluations:
+            raise ValueError("not fewer steps than evaluations")
         if self.pairs and not 1 <= self.finalists <= self.pairs:
             raise ValueError(f"1 to {self.pairs} finalists, as there are so many pairs; got {self.finalists}")
 

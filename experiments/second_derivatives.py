@@ -126,8 +126,7 @@ class Config(harness.Config):
     graphs: tuple[str, ...] = GRAPHS
 
     def __post_init__(self):
-        if unknown := {*self.families, *self.graphs} - {*FAMILIES, *GRAPHS}:
-            raise ValueError(f"no such case: {sorted(unknown)}; there are {[*FAMILIES, *GRAPHS]}")
+        harness.require_among(self, families=FAMILIES, graphs=GRAPHS)
 
 
 PAPER = Config(estimates=20_000)

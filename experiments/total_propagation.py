@@ -67,10 +67,9 @@ class Config(harness.Config):
     resamples: int = 2000
 
     def __post_init__(self):
-        if self.estimates < 2 or self.lanes < 4 or self.lanes % 2 or set(self.parameters) - {1, 5}:
-            raise ValueError("estimates must be at least 2, lanes even and at least 4, parameters 1 or 5")
-        if set(self.methods) - set(RULES):
-            raise ValueError(f"methods are of {RULES}, got {self.methods}")
+        harness.require_least(self, estimates=2, lanes=4)
+        harness.require_even(self, "lanes")
+        harness.require_among(self, parameters=(1, 5), methods=RULES)
 
 
 PAPER = Config(

@@ -64,10 +64,9 @@ class Config(harness.Config):
     every: int = 25
 
     def __post_init__(self):
+        harness.require_least(self, seeds=2, steps=1, widths=1, length=1, batch=1, every=1)
         if len(self.widths) != 3:
             raise ValueError(f"widths are those of three components, got {self.widths}")
-        if self.seeds < 2 or min(self.steps, *self.widths, self.length, self.batch, self.every) < 1:
-            raise ValueError("seeds must be at least 2, and all other numbers at least 1")
 
 
 PAPER = Config(seeds=24, steps=600)

@@ -109,17 +109,8 @@ def autoencoder(steps: int) -> Problem:
 
 def by_hand(problem: Problem, samples: int) -> Callable[[jax.Array, Any], Any]:
     """A surrogate loss's gradient, `(key, parameters) -> gradient`, with the other samples as baseline."""
-
-    def loss(parameters, key):
-        logits = problem.logits(parameters)
-        p = jax.nn.sigmoid(lax.stop_gradient(logits))
-        x = jax.random.bernoulli(key, p, (samples, *p.shape)).astype(p.dtype)
-        cost = jax.vmap(lambda x: jax.vmap(problem.cost)(x, *problem.rows))(x)
-        baseline = (jnp.sum(cost, axis=0) - cost) / (samples - 1) if samples > 1 else 0.0
-        density = -jnp.sum(jax.nn.softplus((1 - 2 * x) * logits), axis=-1)
-        return jnp.mean(lax.stop_gradient(cost - baseline) * density) + problem.known(parameters)
-
-    return lambda key, parameters: jax.grad(loss)(parameters, key)
+    surrogate = toys.by_hand(problem.logits, lambda x: jax.vmap(problem.cost)(x, *problem.rows), samples)
+    return jax.grad(lambda key, parameters: surrogate(key, parameters) + problem.known(parameters), argnums=1)
 
 
 def in_numpyro(problem: Problem) -> Callable[[jax.Array, Any], Any]:

@@ -22,6 +22,7 @@ from flax import nnx
 import apgrad as ap
 from apgrad import memory as rad
 from experiments import harness
+from experiments.parts.turns import BARRIERS, take_turns
 
 MODELS = ("MLP", "ConvNet", "transformer, loop", "transformer, scan", "RNN", "checkpointed blocks")
 
@@ -136,13 +137,12 @@ def cells(config: Config) -> list[harness.Cell]:
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     loss, *arguments = model(config, cell["model"])
-    options: Any = {"xla_disable_hlo_passes": "cse_barrier_expander"} if jax.default_backend() == "cpu" else None
     boundaries = rad.rounding(bits=4) if cell["model"] == "checkpointed blocks" else None
     methods = {
         "plain": lambda key, *a: loss(*a),
         "rounding": ap.randomize(loss, rad.rounding(4), boundaries=boundaries),
     }
-    seconds: dict[str, Any] = {m: {"trace": [], "compile": [], "step": []} for m in methods}
+    seconds: dict[str, Any] = {m: {"trace": [], "compile": []} for m in methods}
     programs, memory = {}, {}
     for _ in range(config.rounds):
         for m, f in methods.items():
@@ -150,15 +150,13 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
             start = time.process_time()
             lowered = jax.jit(jax.value_and_grad(f, argnums=1)).lower(jax.random.key(seed), *arguments)
             traced = time.process_time()
-            programs[m] = lowered.compile(compiler_options=options)
+            programs[m] = lowered.compile(compiler_options=BARRIERS)
             seconds[m]["trace"].append(traced - start)
             seconds[m]["compile"].append(time.process_time() - traced)
             memory[m] = int(programs[m].memory_analysis().temp_size_in_bytes)
-    for _ in range(config.runs + 1):
-        for m, program in programs.items():
-            start = time.process_time()
-            jax.block_until_ready(program(jax.random.key(seed), *arguments))
-            seconds[m]["step"].append(time.process_time() - start)
+    calls = {m: lambda p=program: p(jax.random.key(seed), *arguments) for m, program in programs.items()}
+    for m, steps in take_turns(calls, config.runs).items():
+        seconds[m]["step"] = steps.tolist()
     return {"seconds": seconds, "memory": memory}
 
 
@@ -169,7 +167,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         total = lambda s: float(np.median(np.add(s["trace"], s["compile"])))
         row = {**cell, "trace_and_compile_ratio": total(mine) / total(plain)}
         row |= {"trace_and_compile_s": total(mine), "trace_and_compile_s_plain": total(plain)}
-        row["step_ratio"] = float(np.median(mine["step"][1:]) / np.median(plain["step"][1:]))
+        row["step_ratio"] = float(np.median(mine["step"]) / np.median(plain["step"]))
         row["temp_MB"], row["temp_MB_plain"] = (result["memory"][m] / 1e6 for m in ("rounding", "plain"))
         rows.append(row)
     figure, (axes,) = harness.panels(1, 2, (10, 3.4))

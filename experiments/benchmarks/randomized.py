@@ -22,7 +22,7 @@ import apgrad as ap
 from apgrad import memory as rad
 from experiments import harness
 from experiments.parts import rad_networks
-from experiments.parts.turns import take_turns
+from experiments.parts.turns import BARRIERS, take_turns
 
 RECURRENT = ("checkpoint blocks", "same", "stratified", "different", "rounding 4", "rounding 2")
 RECURRENT = (*RECURRENT, "blocks + same", "blocks + rounding 4")
@@ -101,11 +101,10 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         images = jax.random.randint(key, (150, *shape), 0, 256).astype(jnp.uint8)
         arguments = (rad_networks.parameters("rnn", key, shape), images, jnp.zeros(150, jnp.int32))
         make = recurrent
-    options: Any = {"xla_disable_hlo_passes": "cse_barrier_expander"} if jax.default_backend() == "cpu" else None
     steps, memory = {}, {}
     for method in ("baseline", cell["method"]):
         gradient = jax.jit(jax.value_and_grad(make(config, method), argnums=1))
-        steps[method] = gradient.lower(key, *arguments).compile(compiler_options=options)
+        steps[method] = gradient.lower(key, *arguments).compile(compiler_options=BARRIERS)
         analysis = steps[method].memory_analysis()
         loss = make(config, method)
         kept = rad.residuals(lambda *a, f=loss: f(jax.random.key(0), *a), *arguments)

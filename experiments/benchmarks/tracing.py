@@ -3,13 +3,12 @@
     python -m experiments.benchmarks.tracing
 
 Models: an MLP with three layers of 300 units on 150 examples of 784, an LSTM of 64 units over 50 steps of 32 examples,
-a transformer block of width 64 with 4 heads on 16 sequences of 32. The two functions are timed by turns, so that a
-load on the machine falls on both; a figure is the median of the ratios of neighbours, and its standard error comes from
-a bootstrap. Memory is the compiler's: temporary buffers and outputs.
+a transformer block of width 64 with 4 heads on 16 sequences of 32. The two functions take turns of at least 50 ms; a
+figure is the median of the ratios of neighbours, and its standard error comes from a bootstrap. Memory is the
+compiler's: temporary buffers and outputs.
 """
 
 import dataclasses
-import time
 from typing import Any
 
 import flax.linen as nn
@@ -20,6 +19,7 @@ import optax
 
 import apgrad as ap
 from experiments import harness
+from experiments.parts.turns import take_turns
 
 KEY = jax.random.key(0)
 SEMIRINGS = ("max-product", "ordinary", "influence", "absolute sum", "log max-product", "entropy", "top 3")
@@ -50,10 +50,8 @@ class Config(harness.Config):
     scale: float = 0.5
 
     def __post_init__(self):
-        if self.repeats < 3 or not 0 < self.scale <= 1:
-            raise ValueError("repeats must be at least 3, and scale in (0, 1]")
-        if unknown := set(self.semirings) - set(SEMIRINGS):
-            raise ValueError(f"no semirings {sorted(unknown)}; there are {', '.join(SEMIRINGS)}")
+        harness.require_least(self, repeats=3)
+        harness.require_among(self, semirings=SEMIRINGS)
 
 
 class MLP(nn.Module):
@@ -139,47 +137,11 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     loss, params, count = model(cell["model"], config.scale)
     semiring = semirings()[cell["semiring"]]
     traced = ap.tracing.influence(loss, depth=2) if semiring is None else ap.semiring_grad(loss, semiring)
-    functions = [jax.jit(f).lower(params).compile() for f in (jax.grad(loss), traced)]
-    return {
-        "parameters": count,
-        "memory": [memory(f) for f in functions],
-        "seconds": timings([lambda f=f: f(params) for f in functions], config.repeats),
-    }
-
-
-def memory(compiled: Any) -> int:
-    """Bytes of temporary buffers and outputs."""
-    analysis = compiled.memory_analysis()
-    return int(analysis.temp_size_in_bytes + analysis.output_size_in_bytes)
-
-
-def timings(functions: list[Any], repeats: int) -> list[list[float]]:
-    """Seconds a call: (repeats, functions), by turns.
-
-    A measurement is the least of ten runs of at least 1 ms, of fewer where they take more than half a second.
-    """
-    calls, runs = [], []
-    for f in functions:
-        jax.block_until_ready(f())
-        start = time.perf_counter()
-        jax.block_until_ready(f())
-        seconds = time.perf_counter() - start
-        calls.append(max(1, int(1e-3 / seconds)))
-        runs.append(min(10, max(1, int(0.5 / seconds))))
-    found = []
-    for _ in range(repeats):
-        row = []
-        for f, n, m in zip(functions, calls, runs, strict=True):
-            best = float("inf")
-            for _ in range(m):
-                start = time.perf_counter()
-                for _ in range(n):
-                    result = f()
-                jax.block_until_ready(result)
-                best = min(best, (time.perf_counter() - start) / n)
-            row.append(best)
-        found.append(row)
-    return found
+    compiled = {name: jax.jit(f).lower(params).compile() for name, f in (("grad", jax.grad(loss)), ("traced", traced))}
+    seconds = take_turns({name: lambda f=f: f(params) for name, f in compiled.items()}, config.repeats, 0.05)
+    sizes: list[Any] = [f.memory_analysis() for f in compiled.values()]
+    memory = [int(size.temp_size_in_bytes + size.output_size_in_bytes) for size in sizes]
+    return {"parameters": count, "memory": memory, "seconds": np.stack([*seconds.values()], axis=1).tolist()}
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:

@@ -7,6 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
+BARRIERS: Any = {"xla_disable_hlo_passes": "cse_barrier_expander"} if jax.default_backend() == "cpu" else None
+"""Options with which the CPU's compiler keeps optimization barriers, and so what a checkpoint forgets."""
+
 
 def take_turns(functions: dict[str, Callable[[], Any]], rounds: int, at_least: float = 0.0) -> dict[str, np.ndarray]:
     """Seconds of a call of each function in each round, (rounds,), after two calls that do not count.
