@@ -200,3 +200,29 @@ def test_measured_figures_of_readme_and_wings_are_the_results():
     for path in [ROOT / "README.md", *(DOCS / "wings").glob("*.md"), *(DOCS / "new").glob("*.md")]:
         prose = " ".join(re.sub(r"```.*?```", "", path.read_text(), flags=re.DOTALL).split())
         assert set(re.findall(figure, prose)) == known.get(str(path.relative_to(ROOT)), set()), path.name
+
+
+@pytest.mark.quick
+def test_the_page_of_the_policy_has_the_figures_of_the_results():
+    run = lambda name: json.loads((ROOT / "experiments" / "results" / name / "results.json").read_text())["rows"]
+    errors, learnt = run("gradient_errors-paper"), run("policy_search_clipped-paper")
+    short = lambda x: f"{x:,.0f}" if x >= 10 else f"{x:.2g}".removeprefix("0")
+    of = lambda name, key: [r[key] for r in errors if (r["stage"], r["method"]) == (0, name)]
+    ends = lambda values, form: " to ".join(form(end(values)) for end in (min, max))
+    two, three = (lambda x, n=n: f"{x:.{n}f}".removeprefix("0") for n in (2, 3))
+    lines = ["a squared length of " + ends(of("RP", "squared_truth"), short)]
+    gradients = {"reparameterization (RP)": "RP", "likelihood ratio": "LR", "lanes clipped at 10": "clipped at 10"}
+    for shown, name in {**gradients, "multilevel": "multilevel"}.items():
+        lines.append(f"| {shown} | {ends(of(name, 'error'), short)} | {ends(of(name, 'cosine'), two)} |")
+    cost = {(r["task"], r["method"]): r for r in learnt}
+    for name in dict.fromkeys(r["method"] for r in learnt):
+        every, last = (cost[task, name] for task in ("every step", "last step"))
+        steps = "none" if every["steps"] is None else f"{every['steps']:.0f}"
+        figures = [form(r[k]) for r, form in ((every, two), (last, three)) for k in ("cost", "cost_long")]
+        lines.append(f"| {' | '.join([name, steps, *figures])} |")
+    lines.append("after 240 steps is " + two(cost["every step", "RP, lanes clipped"]["cost_median"]))
+    page = " ".join((DOCS / "tasks" / "policy.md").read_text().split())
+    assert not [line for line in lines if line not in page]
+    best, plain = (two(cost["every step", name]["cost"]) for name in ("multilevel", "RP, short"))
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    assert f"ends at a cost of {best} by clipped lanes, in levels, where plain gradients stop at {plain}" in readme

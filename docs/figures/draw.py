@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import matplotlib as mpl
+import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
@@ -22,23 +23,31 @@ def results(run):
     return json.loads((RESULTS / run / "results.json").read_text())
 
 
+def curves(run, **cell):
+    """The costs of the groups of seeds of a cell, (seeds, evaluations)."""
+    name = ",".join(f"{key}={value}" for key, value in cell.items())
+    paths = sorted((RESULTS / run / "cells").glob(f"{name},group=[0-9]*.json"))
+    return np.concatenate([json.loads(path.read_text())["result"]["costs"] for path in paths])
+
+
 def front():
     """What three of the wings give, as the README shows it."""
     figure = Figure((12.5, 3.9), layout="constrained")
     chaos, rules, memory = figure.subplots(1, 3)
 
-    rows = [r for r in results("chaos-paper")["rows"] if r["H"] == 50]
     for method, label, colour in (
-        ("RP", "reparameterization", ORANGE),
-        ("LR", "likelihood ratio", GRAY),
-        ("decoupled-CF", "total propagation", BLUE),
+        ("RP", "plain gradients", ORANGE),
+        ("RP, short", "over short horizons", GRAY),
+        ("multilevel", "exploding lanes clipped, by levels", BLUE),
     ):
-        points = [(r["beta"], r["variance"]) for r in rows if r["method"] == method]
-        chaos.semilogy(*zip(*points, strict=True), color=colour, label=label, lw=2.5 if method[0] == "d" else 1.8)
-    chaos.set_ylim(1e-12, 1e4)
-    chaos.set(xlabel="beta: the system turns chaotic at 2.5", ylabel="variance of the gradient")
-    chaos.set_title("A gradient through 50 chaotic steps", fontweight="bold", fontsize=11)
-    chaos.legend(frameon=False, fontsize=8.5, loc="lower right")
+        costs = curves("policy_search_clipped-paper", task="every step", method=method)
+        steps = 20 * np.arange(1, 1 + costs.shape[1])
+        mean, error = costs.mean(0), costs.std(0, ddof=1) / len(costs) ** 0.5
+        chaos.plot(steps, mean, color=colour, label=label, lw=2.5 if method == "multilevel" else 1.8)
+        chaos.fill_between(steps, mean - error, mean + error, color=colour, alpha=0.15, lw=0)
+    chaos.set(xlabel="updates, on 100 trajectories each", ylabel="cost of the policy", xlim=(0, 720), ylim=(0.2, 1.3))
+    chaos.set_title("A policy learns through chaos", fontweight="bold", fontsize=11)
+    chaos.legend(frameon=False, fontsize=9, loc="upper right")
 
     rows = [r for r in results("mplp_mnist-paper")["rows"] if r["setting"] == "784-100-10"]
     for method, label, colour in (
