@@ -1,12 +1,13 @@
 """What stands on the pages, as `pages.toml` has it."""
 
+import functools
 import json
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from experiments.report import readers, rows
+from experiments.report import readers, rows as table_rows
 from experiments.report.verdicts import Claim, Value
 
 HERE = Path(__file__).parent
@@ -33,6 +34,12 @@ def claim(source: str, what: str, run: str, published: Any, reads: list[Any], op
     return Claim(source, what, run, value, ours, **(options or {}))
 
 
+def table(title: str, run: str, text: str, rows: str | None = None, **listed: Any) -> Table:
+    """An entry of `tables`: the name of its rows' function, or the columns of a line for each row of the results."""
+    of = getattr(table_rows, rows) if rows else functools.partial(table_rows.listed, **listed)
+    return Table(title, run, of, one_line(text))
+
+
 def one_line(text: str) -> str:
     """A paragraph without its line breaks."""
     return " ".join(text.split())
@@ -41,4 +48,4 @@ def one_line(text: str) -> str:
 QUESTIONS: dict[str, list[str]] = PAGES["questions"]
 NOTES = {name: one_line(paper["note"]) for name, paper in PAGES["papers"].items() if "note" in paper}
 CLAIMS = {name: [claim(*line) for line in paper["claims"]] for name, paper in PAGES["papers"].items()}
-TABLES = [Table(t["title"], t["run"], getattr(rows, t["rows"]), one_line(t["text"])) for t in PAGES["tables"]]
+TABLES = [table(**entry) for entry in PAGES["tables"]]

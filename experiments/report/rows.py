@@ -1,5 +1,7 @@
 """The rows of the tables of single runs: functions of a run's results that return rows of text, the head first."""
 
+from typing import Any
+
 from experiments.report.verdicts import Value, figure
 
 Rows = list[list[str]]
@@ -15,8 +17,44 @@ def _mean(found):
     return figure(Value(found["mean"], found["standard_error"]))
 
 
-def _interval(row, name, form):
-    return f"{row[name]:{form}} ({row[f'{name}_low']:{form}} to {row[f'{name}_high']:{form}})"
+class _Shown:
+    """A value of a row, formatted as Python does, in a unit (`.1f%`, `.2fMB`), or with what says how exact it is.
+
+    `se` and `se%` show a standard error, in NAME_se or standard_error; `.3g95` the interval NAME_low to NAME_high. What
+    is None shows as nothing, or as what stands behind a bar: `.0f|none`.
+    """
+
+    UNITS = {"%": 100, "kB": 1e-3, "MB": 1e-6}
+
+    def __init__(self, row: dict[str, Any], name: str):
+        self.row, self.name = row, name
+
+    def __format__(self, form: str) -> str:
+        value, (form, _, absent) = self.row[self.name], form.partition("|")
+        if value is None or (value == "" and absent):
+            return absent
+        unit = next((unit for unit in self.UNITS if form.endswith(unit)), "")
+        form = form.removesuffix(unit)
+        if form == "se":
+            error = None if f"{self.name}_se" in self.row else "standard_error"
+            return _figure(self.row, self.name, self.UNITS.get(unit, 1), error)
+        if form.endswith("95"):
+            form = form.removesuffix("95")
+            low, high = (self.row[f"{self.name}_{end}"] for end in ("low", "high"))
+            return f"{value:{form}} ({low:{form}} to {high:{form}})"
+        return format(self.UNITS[unit] * value if unit else value, form)
+
+
+def listed(results: dict[str, Any], columns: list[list[str]], by: str | None = None) -> Rows:
+    """A line for each row of the results, whose columns are format strings, sorted by a value if one is named.
+
+    Example:
+      >>> listed({"rows": [{"who": "RP", "cost": 0.25, "cost_se": 0.01}]}, [["method", "{who}"], ["cost", "{cost:se%} %"]])
+      [['method', 'cost'], ['RP', '25.0 ± 1.0 %']]
+    """
+    rows = results["rows"] if by is None else sorted(results["rows"], key=lambda row: row[by])
+    texts = ([form.format(**{name: _Shown(row, name) for name in row}) for _, form in columns] for row in rows)
+    return [[head for head, _ in columns], *texts]
 
 
 def chaos(results) -> Rows:
@@ -49,31 +87,6 @@ def growth_with_the_policy(results) -> Rows:
     return rows
 
 
-def policy_search(results) -> Rows:
-    rows = [["method", "cost at the end (95 %)", "seconds a step over RP's", "runs that succeed"]]
-    for r in sorted(results["rows"], key=lambda r: r["cost"]):
-        rest = [f"{r['seconds_over_RP']:.2f}", f"{100 * r['success']:.0f} %"]
-        rows.append([r["method"], _interval(r, "cost", ".3f"), *rest])
-    return rows
-
-
-def clipped_lanes(results) -> Rows:
-    rows = [["task", "method", "rate", "after 60", "after 240 steps (95 %)", "median", "after 720", "steps to success"]]
-    for r in results["rows"]:
-        steps = f"{r['steps']:.0f}" if r["steps"] is not None else "none"
-        ends = [f"{r['cost_median']:.3f}", f"{r['cost_long']:.3f}", steps]
-        costs = [f"{r['after_60']:.3f}", _interval(r, "cost", ".3f"), *ends]
-        rows.append([r["task"], r["method"], f"{r['rate']:g}", *costs])
-    return rows
-
-
-def weights_by_state(results) -> Rows:
-    rows = [["beta", "gradient", "variance", "over the better of RP and LR (95 %)"]]
-    for r in results["rows"]:
-        rows.append([f"{r['beta']:g}", r["method"], f"{r['variance']:.2g}", _interval(r, "ratio", ".2g")])
-    return rows
-
-
 def gradient_errors(results) -> Rows:
     stages = [f"after {stage}" for stage in results["config"]["stages"]]
     of = lambda x: f"{x['mean']:.2g} ({x['worst']:.2g})"
@@ -82,14 +95,6 @@ def gradient_errors(results) -> Rows:
         rows.append([name, *(of(results[stage][name]) for stage in stages), "", ""])
     for name in results["elsewhere"]:
         rows.append([name, *[""] * len(stages), *(of(results[k][name]) for k in ("where RP explodes", "elsewhere"))])
-    return rows
-
-
-def cart_pole(results) -> Rows:
-    rows = [["method", "cost of the eighth episode (95 %)", "runs that succeed", "episodes to success (95 %)"]]
-    for r in sorted(results["rows"], key=lambda r: r["cost"]):
-        success = f"{100 * r['success']:.0f} % of {r['runs']}"
-        rows.append([r["method"], _interval(r, "cost", ".2f"), success, _interval(r, "episodes", ".1f")])
     return rows
 
 
@@ -156,38 +161,11 @@ def residuals(results) -> Rows:
     return rows
 
 
-def compiled_memory(results) -> Rows:
-    rows = [["network", "method", "MB", "reverse mode's MB", "time over reverse mode's"]]
-    for r in results["rows"]:
-        rows.append([r["network"], r["method"], f"{r['temp_MB']:.1f}", f"{r['temp_MB_reverse_mode']:.1f}",
-                     f"{r['time_ratio']:.2f}"])  # fmt: skip
-    return rows
-
-
-def compiling(results) -> Rows:
-    rows = [
-        ["model", "tracing and compiling over reverse mode's", "s", "step time over its", "MB", "reverse mode's MB"]
-    ]
-    for r in results["rows"]:
-        rows.append([r["model"], f"{r['trace_and_compile_ratio']:.1f}", f"{r['trace_and_compile_s']:.1f}",
-                     f"{r['step_ratio']:.2f}", f"{r['temp_MB']:.1f}", f"{r['temp_MB_plain']:.1f}"])  # fmt: skip
-    return rows
-
-
 def training(results) -> Rows:
     rows = [["network", "steps", "method", "test accuracy, %", "less than reverse mode, points"]]
     for r in results["rows"]:
         less = "" if r["method"] == "baseline" else _figure(r, "less_than_baseline", 100)
         rows.append([r["network"], f"{r['steps']:,}", r["method"], _figure(r, "test_accuracy", 100), less])
-    return rows
-
-
-def training_at_equal_memory(results) -> Rows:
-    rows = [["method", "examples", "residual kB", "training loss", "test accuracy, %", "seeds"]]
-    for r in results["rows"]:
-        sizes = [str(r["batch"]), f"{r['residual_bytes'] / 1e3:.0f}"]
-        found = [_figure(r, "train_loss"), _figure(r, "test_accuracy", 100)]
-        rows.append([r["method"], *sizes, *found, str(r["seeds"])])
     return rows
 
 
@@ -229,15 +207,6 @@ def objectives(results) -> Rows:
     return rows
 
 
-def pde(results) -> Rows:
-    rows = [["kept fraction", "starts", "iterations", "final loss", "noise over signal", "residual MB", "scratch MB"]]
-    for r in results["rows"]:
-        sizes = [f"{r[k] / 1e6:.2f}" for k in ("residual_bytes", "temp_bytes")]
-        rows.append([str(r["fraction"]), str(r["starts"]), str(r["iterations"]), f"{r['final_loss']:.3g}",
-                     f"{r['noise_over_signal']:.2g}", *sizes])  # fmt: skip
-    return rows
-
-
 def ablation(results) -> Rows:
     rows = [["path", "removed from the trained network", "trained without it"]]
     for kind in ("greedy", "viterbi", "gradient share"):
@@ -252,24 +221,6 @@ def tracing_time(results) -> Rows:
     rows = [["model", *semirings]]
     for model in dict.fromkeys(r["model"] for r in results["rows"]):
         rows.append([model, *(_figure(found[model, s], "ratio", error="standard_error") for s in semirings)])
-    return rows
-
-
-def ways_back(results) -> Rows:
-    head = ["network", "rule", "seeds", "test accuracy, %", "angle to the gradient, first layer"]
-    rows = [[*head, "time, plain is 1", "operations, plain is 1", "published, on MNIST"]]
-    for r in results["rows"]:
-        found = [_figure(r, "test_accuracy", 100), _figure(r, "angle_first_layer") + "°"]
-        ratios = [f"{r['time_ratio']:.2f}", f"{r['flops_ratio']:.2f}", r["published"] or "-"]
-        rows.append([r["network"], r["rule"], str(r["seeds"]), *found, *ratios])
-    return rows
-
-
-def predictive_coding(results) -> Rows:
-    rows = [["method", "steps", "test accuracy, %", "JPC's notebook, one seed, %"]]
-    for r in results["rows"]:
-        known = f"{100 * r['jpc_notebook']:.2f}" if r["jpc_notebook"] else "-"
-        rows.append([r["method"], str(r["steps"]), _figure(r, "test_accuracy", 100), known])
     return rows
 
 
@@ -292,13 +243,4 @@ def choice_peers(results) -> Rows:
         ratios = ["" if r is None else f"{r['over_best_peer']:.2g} ({r['low']:.2g} to {r['high']:.2g})" for r in of]
         ratios = ["0" if r is not None and r["over_best_peer"] < 1e-9 else x for r, x in zip(of, ratios, strict=True)]
         rows.append([problem, found[problem, "ap.disarm"]["best_peer"], *ratios])
-    return rows
-
-
-def autoencoders(results) -> Rows:
-    rows = [["network", "method", "runs", "test bound", "variance", "ms a step"]]
-    for r in results["rows"]:
-        bound = _figure(r, "bound", error="standard_error")
-        rest = [f"{r['variance_last']:.3g}", f"{r['milliseconds_a_step']:.2g}"]
-        rows.append([r["network"], r["method"], str(r["runs"]), bound, *rest])
     return rows
