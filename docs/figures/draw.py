@@ -59,7 +59,7 @@ def front():
         x, y, error = zip(*points, strict=True)
         rules.errorbar(x, y, error, color=colour, label=label, lw=2.5 if method == "MPLP" else 1.8)
     rules.set(xlabel="updates, on 8 images each", ylabel="MNIST test accuracy, %", ylim=(0, 90))
-    rules.set_title("Learned messages in place of gradients", fontweight="bold", fontsize=11)
+    rules.set_title("A learned rule, given the gradient too", fontweight="bold", fontsize=11)
     rules.legend(frameon=False, fontsize=9, loc="upper left")
 
     found = {r["method"]: r for r in results("benchmarks.randomized-paper")["rows"] if r["network"] == "layers"}
