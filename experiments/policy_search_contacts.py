@@ -1,0 +1,277 @@
+"""A policy learns through contacts: a puck among round posts, beside a short-horizon actor-critic.
+
+    python -m experiments.policy_search_contacts                   # smaller: fewer steps, seeds and rates; two minutes
+    python -m experiments.policy_search_contacts --preset paper
+
+The simulator is `parts/puck.py`: each contact with a round post scatters, and the pathwise gradient through an episode
+explodes. The policy is a network of two hidden layers, from place and velocity to two forces; the cost is the mean over
+an episode's steps. Gradients are those of `experiments.policy_search_clipped`: reparameterization (RP), over the whole
+episode and over ten steps (`RP, short`), lanes clipped at 4 times the typical lane's message, levels of clipping
+(`multilevel`), and `ap.adaptive` with lanes clipped (`TP, lanes clipped`); and the likelihood ratio (LR). `SHAC` is a
+short-horizon actor-critic in plain JAX (`parts/actor_critic.py`), with windows of ten steps. In a step it makes as many
+updates as windows fit into an episode, so that all methods simulate the same number of steps in a step.
+
+Adam's learning rate, the actor's of SHAC, is tuned for each method by the cost at the end, the mean of the last fifth
+of the evaluations, on seeds of its own. The curves are of other seeds, the same for all methods, at the tuned rate.
+Seconds of a step are the processor's, the least of many blocks of steps on one core, without evaluations.
+
+*Does it explode?* For untrained policies: the median and the largest length of the gradient over many keys.
+"""
+
+import dataclasses
+import functools
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpyro.distributions as dist
+import optax
+from flax import nnx
+
+import apgrad as ap
+from experiments import harness, policy_search
+from experiments.parts import actor_critic, puck
+from experiments.policy_search import CLIP, SEGMENT, Learning
+from experiments.policy_search_clipped import METHODS as CLIPPED
+
+NAME = "policy_search_contacts"
+PARTIAL = True
+EVERY = 5  # steps from one evaluation to the next
+SHAC, EXPLOSION = "SHAC", "explosion"
+METHODS = {
+    "RP": CLIPPED["RP"],
+    "RP, short": CLIPPED["RP, short"],
+    SHAC: CLIPPED["RP, short"]._replace(colour="#e0a100"),
+    "LR": policy_search.METHODS["LR"]._replace(colour="#777777"),
+    "RP, lanes clipped": CLIPPED["RP, lanes clipped"],
+    "multilevel": CLIPPED["multilevel"],
+    "TP, lanes clipped": CLIPPED["TP, lanes clipped"],
+}
+OTHERS = ("RP", "RP, short", SHAC, "LR")  # what people do without this library's ways
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(harness.Config):
+    """Options of this experiment.
+
+    Attributes:
+      units: the width of the hidden layers of the policy, and of SHAC's critic.
+      horizon: H, the number of steps of an episode.
+      lanes: trajectories for each gradient.
+      steps: of Adam.
+      rates: learning rates to choose from.
+      tuning: seeds on which they are chosen.
+      groups: how many groups of other seeds.
+      seeds: of a group.
+      estimates: gradients of each untrained policy.
+      resamples: of the bootstrap.
+    """
+
+    units: int = 32
+    horizon: int = 60
+    lanes: int = 100
+    steps: int = 50
+    rates: tuple[float, ...] = (1e-2,)
+    tuning: int = 1
+    groups: int = 1
+    seeds: int = 2
+    estimates: int = 20
+    resamples: int = 1000
+
+    def __post_init__(self):
+        harness.require_least(self, tuning=1, groups=1, seeds=2, estimates=2)
+        if self.steps % EVERY or self.steps < 5 * EVERY:
+            raise ValueError(f"steps must be a multiple of {EVERY}, at least {5 * EVERY}, got {self.steps}")
+        if self.horizon % SEGMENT:
+            raise ValueError(f"horizon must be a multiple of SHAC's window of {SEGMENT}, got {self.horizon}")
+
+
+PAPER = Config(steps=240, rates=(3e-4, 1e-3, 3e-3, 1e-2, 3e-2), tuning=2, groups=4, seeds=5, estimates=200)
+
+
+def policy(units: int, rngs: nnx.Rngs) -> nnx.Module:
+    """A network of two hidden layers from a state (4,) to the forces (2,) in units of `puck.FORCE`."""
+    first, second, third = (nnx.Linear(i, o, rngs=rngs) for i, o in ((4, units), (units, units), (units, 2)))
+    return nnx.Sequential(first, nnx.tanh, second, nnx.tanh, third, nnx.tanh)
+
+
+def flow(policy: nnx.Module, s: jax.Array) -> jax.Array:
+    """The state (4,) a step later, without noise."""
+    return puck.step(s, puck.FORCE * policy(s))  # pyright: ignore[reportCallIssue]
+
+
+def program(method: policy_search.Method, horizon: int) -> Any:
+    """An episode of a policy, with its costs; the factor of clipping comes last."""
+    noise = jnp.array(puck.NOISE)
+    step = ap.stochastic(method.estimator)(lambda policy, s: dist.Normal(flow(policy, s), noise).to_event(1))
+
+    def episode(tape, policy, factor=method.lanes):
+        tape, key = tape.next_key()
+
+        def body(carry, t):
+            tape, s = carry
+            if method.segment:
+                s = jnp.where(t % method.segment == 0, jax.lax.stop_gradient(s), s)
+            tape, s = step(tape, policy, s)
+            if method.lanes or method.multilevel:
+                tape, s = ap.clip_lanes(tape, s, factor)
+            return (tape.cost(puck.cost(s) / horizon), s), None
+
+        return jax.lax.scan(body, (tape, puck.start(key, tape.lanes)), jnp.arange(horizon))[0][0]
+
+    return episode
+
+
+@functools.cache
+def _advance(name, units, horizon, lanes):
+    """A learner, and its steps compiled once for all rates: `(state, keys, rate) -> state`, a step a key."""
+    method, new_policy = METHODS[name], lambda key: policy(units, nnx.Rngs(key))
+    if name == SHAC:
+        noisy = lambda policy, s, key: flow(policy, s) + jnp.array(puck.NOISE) * jax.random.normal(key, (4,))
+        system = actor_critic.System(puck.start, noisy, puck.cost, horizon)
+        learner = Learning(*actor_critic.learner(system, new_policy, lanes, SEGMENT, units, CLIP))
+    else:
+        learner = policy_search.learning(
+            policy_search.gradients(method, program(method, horizon), lanes), new_policy, method.clip
+        )
+    several = lambda state, keys, rate: jax.lax.scan(lambda s, k: (learner.step(s, k, rate), None), state, keys)[0]
+    return jax.jit(learner.init), jax.jit(several)
+
+
+@functools.cache
+def _evaluate(horizon):
+    """The cost of a policy on 500 lanes, the same for all policies."""
+    function = jax.jit(ap.expectation(program(METHODS["RP"], horizon), 500, check_nan=False))
+    return lambda policy: float(function(jax.random.key(0), policy))
+
+
+def cells(config: Config) -> list[harness.Cell]:
+    """The explosion; the seeds for tuning, a cell each rate; then a group of the other seeds after the other."""
+    found: list[harness.Cell] = [{"method": EXPLOSION}]
+    found += [{"method": m, "rate": r, "group": "tuning"} for m in METHODS for r in config.rates]
+    return found + [{"method": m, "group": g} for g in range(config.groups) for m in METHODS]
+
+
+def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
+    """The rate, the costs of each seed at each evaluation, and the seconds of a step."""
+    keys = jax.random.split(jax.random.key(config.seed), config.tuning + config.groups * config.seeds)
+    if cell["method"] == EXPLOSION:
+        return _explosion(config, keys[config.tuning :][:4])
+    if cell["group"] == "tuning":
+        rate, keys = cell["rate"], keys[: config.tuning]
+    else:
+        first = config.tuning + cell["group"] * config.seeds
+        keys = keys[first : first + config.seeds]
+
+        def at_the_end(rate):
+            tuned = {"method": cell["method"], "rate": rate, "group": "tuning"}
+            return _finite(harness.finished(NAME, config, tuned)["costs"])[:, _last(config)].mean()
+
+        rate = min(config.rates, key=at_the_end)
+    init, advance = _advance(cell["method"], config.units, config.horizon, config.lanes)
+    evaluate, costs, seconds = _evaluate(config.horizon), [], []
+    for key in keys:
+        first, second = jax.random.split(key)
+        state, curve = init(first), []
+        for key in jax.random.split(second, config.steps // EVERY):
+            keys, begun = jax.random.split(key, EVERY), time.process_time()
+            state = jax.block_until_ready(advance(state, keys, jnp.float32(rate)))
+            seconds.append((time.process_time() - begun) / EVERY)
+            curve.append(evaluate(state[0]))
+        costs.append(curve)
+    return {"rate": rate, "costs": costs, "seconds": min(seconds)}
+
+
+def _explosion(config, keys):
+    """The median and the largest length of each gradient over many keys, the mean over policies."""
+    found = {}
+    for name in ("RP", "LR", "RP, lanes clipped"):
+        gradient = ap.grad(program(METHODS[name], config.horizon), config.lanes, check_nan=False)
+
+        def lengths(key, gradient=gradient):
+            start = policy(config.units, nnx.Rngs(key))
+            one = lambda key: optax.tree.norm(gradient(key, start))
+            return jax.lax.map(one, jax.random.split(jax.random.fold_in(key, 1), config.estimates))
+
+        measured = jax.jit(lengths)
+        values = np.array([measured(key) for key in keys], np.float64)
+        found[name] = {"median": float(np.median(values, 1).mean()), "largest": float(values.max(1).mean())}
+    return found
+
+
+def _last(config):
+    """The last fifth of the evaluations."""
+    number = config.steps // EVERY
+    return slice(number - number // 5, number)
+
+
+def _finite(costs):
+    return np.where(np.isfinite(costs := np.array(costs, float)), costs, np.inf)
+
+
+def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
+    """Each method at its tuned rate, on the groups of seeds that are finished for all methods."""
+    found = {(c["method"], c["group"]): r for c, r in records if c.get("group", "tuning") != "tuning"}
+    groups = [g for g in range(config.groups) if all((m, g) in found for m in METHODS)]
+    if not groups:
+        raise SystemExit("no group of seeds is finished for all methods")
+    curves = {name: _finite(np.concatenate([found[name, g]["costs"] for g in groups])) for name in METHODS}
+    ends = {name: costs[:, _last(config)].mean(1) for name, costs in curves.items()}
+    best = min((name for name in METHODS if name in OTHERS), key=lambda name: ends[name].mean())
+    draws = lambda x: harness.bootstrap(x, lambda x: x.mean(-1), config.resamples, config.seed)
+    seconds, rows = {name: min(found[name, g]["seconds"] for g in groups) for name in METHODS}, []
+    for name, costs in curves.items():
+        low, high = harness.interval(draws(ends[name]))
+        less, more = harness.interval(draws(ends[name] - ends[best]))
+        row = {"method": name, "rate": found[name, groups[0]]["rate"], "seeds": len(costs)}
+        for steps in (20, 60):
+            row |= {f"after_{steps}": float(costs[:, min(steps, config.steps) // EVERY - 1].mean())}
+        row |= {"cost": float(ends[name].mean()), "cost_low": low, "cost_high": high}
+        row |= {"cost_median": float(np.median(ends[name]))}
+        row |= {"over_best_other_low": less, "over_best_other_high": more}
+        rows.append(row | {"seconds_a_step": seconds[name], "seconds_over_RP": seconds[name] / seconds["RP"]})
+    figures = {"best_other": best, "explosion": next((r for c, r in records if c["method"] == EXPLOSION), {})}
+    columns = ("rate", "after_20", "after_60", "cost", "cost_median", "seconds_over_RP", "seeds")
+    return harness.Report(figures, rows, harness.table(rows, "method", *columns), _picture(config, rows, curves))
+
+
+def _picture(config, rows, curves):
+    figure, ((place, *axes),) = harness.panels(1, 3, (15, 4.6))
+    figure.suptitle(
+        f"Policies push a puck to the middle of six posts; {config.lanes} lanes, H = {config.horizon}, rates tuned; "
+        f"mean of {rows[0]['seeds']} seeds with 95 % intervals"
+    )
+    _trajectories(place)
+    steps = EVERY * np.arange(1, config.steps // EVERY + 1)
+    for row in rows:
+        style = {"color": METHODS[row["method"]].colour, "label": f"{row['method']} (rate {row['rate']:g})"}
+        for axis, x in zip(axes, (steps, steps * row["seconds_a_step"]), strict=True):
+            harness.averaged(axis, x, curves[row["method"]], config.resamples, config.seed, fmt="-", **style)
+    axes[0].set(xlabel="steps of Adam, each of as many simulated steps", ylabel="cost")
+    axes[1].set(xlabel="processor seconds (steps times seconds a step)")
+    for axis in axes:
+        axis.set(yscale="log")
+    axes[1].legend()
+    return figure
+
+
+def _trajectories(axis):
+    """Two pucks that start a ten-thousandth apart, without force and noise."""
+    s = puck.start(jax.random.key(7), 400)[74]
+    for k, start in enumerate((s, s + 1e-4)):
+        body = lambda s, _: ((after := puck.step(s, jnp.zeros(2))), after)
+        path = np.asarray(jax.lax.scan(body, start, length=70)[1])
+        axis.plot(path[:, 0], path[:, 1], ".-", lw=0.8, ms=2, label=("a puck", "begun .0001 away")[k])
+    turn = np.linspace(0, 2 * np.pi, 60)
+    for x, y in puck.POSTS:
+        axis.fill(x + puck.RADIUS * np.cos(turn), y + puck.RADIUS * np.sin(turn), color="0.8")
+    limits = (-1.1 * puck.BOX, 1.1 * puck.BOX)
+    axis.plot(0, 0, "k+")
+    axis.set(aspect="equal", xlim=limits, ylim=limits, title="two pucks without a policy, 70 steps")
+    axis.legend(loc="lower right")
+
+
+if __name__ == "__main__":
+    harness.main()
