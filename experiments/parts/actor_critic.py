@@ -8,7 +8,7 @@ comes after it valued by a target critic,
 
 and its derivative is pathwise through the simulator and through V', never farther. Then the critic V is fitted to
 TD(lambda) targets of the window, G_k = c_{k+1} + gamma ((1 - lambda) V'(s_{k+1}) + lambda G_{k+1}), G_h = V'(s_h), in
-16 passes over four minibatches, and V' moves towards V by .8 of the way; these numbers, gamma = .99 and lambda = .95 are
+16 passes over four minibatches, and V' moves towards V by .8 of the way; these, gamma = .99 and lambda = .95 are
 those of the published settings. Ours are a policy without noise of its own, Adam's usual decays at rates that stay as
 they are, .001 for the critic, and, since an episode ends after `horizon` steps, a critic that sees the time and is zero
 at the end. Lanes are out of step by whole windows.
