@@ -27,6 +27,7 @@ from apgrad.memory._recompute import work as work_of
 from apgrad.memory._samplers import array_bytes, nbytes, rounding, stratified
 from apgrad.memory._slots import is_view
 
+_NO_SCOPE = "(no scope; ap.tracing.name_modules names those of a Flax NNX model)"
 _NOTICEABLE = 0.01  # the share of plain reverse mode's bytes from which on more memory is spoken of
 # LLVM's optimizations, which take half of a compilation, come after the buffers have been assigned.
 _KEEP_BARRIERS = {
@@ -132,7 +133,7 @@ class MemoryReport(NamedTuple):
         if kept:
             lines += [f"the largest of {len(first.residuals)} arrays that {next(iter(self.rows))} keeps:", *kept]
         if len(scopes := list(self.scopes().items())) > 1:
-            lines += ["by scope:", *(f"  {nbytes / 1e6:.3f} MB  {name or '(none)'}" for name, nbytes in scopes[:5])]
+            lines += ["by scope:", *(f"  {nbytes / 1e6:.3f} MB  {name or _NO_SCOPE}" for name, nbytes in scopes[:5])]
         return "\n".join([*lines, self.note])
 
     def plot(self, ax: Any = None) -> Any:
