@@ -13,6 +13,10 @@ is the mean over the same steps on the held-out points of tasks that are always 
 number, moves the loss the wrong way, and whose derivative has a closed form. It has no randomness, so the methods that
 do not perturb compute one unroll for all tasks.
 
+*Lanes.* `lanes clipped` is reverse mode with the tasks as lanes: after each step the message to what the rule trains
+and to the rule's own state is cut to 4 times the typical task's, or to half of it (`ap.clip_lanes`); `multilevel` weighs
+levels of such clipping, up to none, by what repeats from outer step to outer step (`ap.multilevel`).
+
 All methods have the same tasks in an outer step, rates of Adam and seeds; those that perturb have the same deviations.
 Shown is the best rate and deviation by the mean over seeds, on the tasks that also judge. Seconds are steps times the
 processor time of a step without compilation: the median over stretches, divided by the trainings that a program makes.
@@ -35,6 +39,7 @@ import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
 
+import apgrad as ap
 from apgrad import meta
 from experiments import harness
 from experiments.parts import influence_balancing, meta_curves
@@ -43,7 +48,8 @@ NAME = "outer_training"
 PARTIAL = True
 DECAYS, HIDDEN = (0.5, 0.9, 0.98), 16
 STARTS = {"tame": 0.01, "chaotic": 1.5}  # learning rates
-BALANCE = "influence balancing"
+BALANCE, MULTILEVEL = "influence balancing", "multilevel"
+CLIPPED = {"lanes clipped at 4": 4.0, "lanes clipped at .5": 0.5}
 # Outer steps of a stretch: at eight tasks, all stretches of a bed take about the same time.
 RULE = {
     "reverse mode": 3,
@@ -53,6 +59,8 @@ RULE = {
     "total propagation": 2,
     "ES-Single, K = 10": 150,
     "truncated ES, K = 10": 100,
+    **dict.fromkeys(CLIPPED, 3),
+    MULTILEVEL: 1,
 }
 BALANCED = {
     "reverse mode": 150,
@@ -68,7 +76,7 @@ BALANCED = {
     "total propagation": 1,
 }
 REFERENCE, CONSTANT = "constant rate", (0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0, 1.5)
-NO_DEVIATION = ("reverse mode", "forward mode", "truncated,")
+NO_DEVIATION = ("reverse mode", "forward mode", "truncated,", *CLIPPED, MULTILEVEL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +98,7 @@ class Config(harness.Config):
       chains: estimates of whole unrolls that the bias in influence balancing is measured with.
     """
 
-    rule: tuple[str, ...] = ("reverse mode", "ES")
+    rule: tuple[str, ...] = ("reverse mode", "lanes clipped at .5", "ES")
     balanced: tuple[str, ...] = ("truncated, K = 10", "PES, K = 10")
     rates: tuple[float, ...] = (0.01,)
     deviations: tuple[float, ...] = (0.1,)
@@ -203,8 +211,36 @@ def outer_gradient(problem: meta.Problem, method: str, sigma: float, tasks: int,
     segment = int(steps or problem.length)
     if name == "total propagation":
         return finite(meta.perturbed(problem, sigma=sigma / 5, unrolls=tasks), 1), 1
+    if name in (*CLIPPED, MULTILEVEL):
+        return finite(clipped(problem, tasks, CLIPPED.get(name)), 1), 1
     count = problem.length // segment
     return meta.batched(finite(one_task(problem, name, segment, sigma, stagger=stagger), count), tasks), count
+
+
+def clipped(problem: meta.Problem, tasks: int, factor: float | None) -> meta.OuterGradient:
+    """Reverse mode with tasks as lanes, whose messages are clipped at each step by a factor, or if None at levels."""
+
+    def program(tape, theta, factor):
+        tape, key = tape.next_key()
+        state = jax.vmap(problem.init, (None, 0))(theta, jax.random.split(key, tape.lanes))
+
+        def body(carry, _):
+            state, losses = jax.vmap(problem.step, (None, 0))(theta, carry[1])
+            tape, (params, learner) = ap.clip_lanes(carry[0], (state.params, state.learner), factor)
+            return (tape.cost(losses), state._replace(params=params, learner=learner)), None
+
+        (tape, state), _ = jax.lax.scan(body, (tape, state), length=problem.length)
+        return tape.cost(jax.vmap(problem.final, (None, 0))(theta, state))
+
+    gradient = ap.value_and_grad(program, tasks, check_nan=False)
+    if factor is not None:
+        return meta.OuterGradient(
+            lambda theta, key: (), lambda theta, key, carry: (*gradient(key, theta, factor), carry)
+        )
+    made = ap.multilevel(gradient)
+    return meta.OuterGradient(
+        lambda theta, key: made.init(key, theta), lambda theta, key, carry: made.value_and_grad(key, carry, theta)
+    )
 
 
 def finite(outer: meta.OuterGradient, times: int) -> meta.OuterGradient:
@@ -354,11 +390,11 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
 
 
 def _figure(best, level, rows):
-    figure, panels = harness.panels(2, 2, (11, 8))
-    *axes, ax = panels.flat
+    shown, balanced = dict.fromkeys(row["start"] for row in rows), [row for row in rows if row["start"] == BALANCE]
+    figure, panels = harness.panels(1 + bool(balanced), 2, (11, 8 if balanced else 4.2))
     colors = {name: f"C{i}" for i, name in enumerate(RULE)}
     colors |= {"forward mode": "C7", "truncated, K = 1": "C8", "truncated, K = 50": "C9", "PES, K = 1": "k"}
-    for start, panel in zip((*STARTS, BALANCE), axes, strict=True):
+    for start, panel in zip(shown, panels.flat, strict=False):
         for t in (t for t in best if t["row"]["start"] == start):
             color = colors[t["row"]["method"]]
             panel.plot(t["seconds"], np.median(t["curves"], axis=0), label=t["row"]["method"], color=color)
@@ -368,13 +404,15 @@ def _figure(best, level, rows):
         limits = (0.02, 10.0) if start in STARTS else (1e-6, 1e3)
         panel.set(xlabel="seconds", ylabel="validation loss", yscale="log", ylim=limits, title=start)
         panel.legend()
-    shown = [row for row in rows if row["start"] == BALANCE]
-    for i, row in enumerate(shown):
+    if not balanced:
+        return figure
+    ax = panels.flat[-1]
+    for i, row in enumerate(balanced):
         ax.errorbar(row["bias"], i, xerr=2 * row["bias_standard_error"], fmt="o", color=colors[row["method"]])
     ax.axvline(0.0, color="k", linewidth=0.8)
     wrong = -float(influence_balancing.steady_state(influence_balancing.START)[1])
     ax.axvline(wrong, color="k", linestyle=":", linewidth=0.8)
-    ax.set_yticks(range(len(shown)), [row["method"] for row in shown], fontsize=7)
+    ax.set_yticks(range(len(balanced)), [row["method"] for row in balanced], fontsize=7)
     ax.set(xlabel="bias of the gradient ± 2 s.e.; left of the dots the sign is wrong", title=BALANCE)
     ax.invert_yaxis()
     return figure

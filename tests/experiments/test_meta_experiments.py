@@ -1,6 +1,7 @@
 """Tests of the meta-training experiments: a tiny run, and what their cells are."""
 
 import json
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +48,25 @@ def test_influence_balancing_has_the_closed_forms_derivative_and_short_truncatio
         wanted = (influence_balancing.REACH * influence_balancing.START - 1) * (int(method.split()[-1]) + 1) / 2
         rounding = -1e-4 * wanted
     assert abs(found["bias"] + 24 - wanted) <= 4 * found["bias_standard_error"] + rounding
+
+
+def test_clipped_tasks_are_reverse_mode_without_a_limit_and_forget_by_a_factor_below_one():
+    # A state grows by theta, and is the loss before each of three steps: the derivative is 0 + 1 + 2. All tasks are
+    # alike, so a factor of .5 halves each message, m_t = (1 + m_{t+1}) / 2: the sum is 0 + .5 + .75.
+    class State(NamedTuple):
+        params: jax.Array
+        learner: jax.Array
+
+    step = lambda theta, s: (s._replace(params=s.params + theta), s.params)
+    init = lambda theta, key: State(jnp.zeros(()), jnp.zeros(()))
+    problem = meta.Problem(init, step, lambda theta, s: jnp.zeros(()), 3)
+    outers = {None: meta.reverse_mode(problem)} | {f: outer_training.clipped(problem, 4, f) for f in (jnp.inf, 0.5)}
+    found = jax.jit(lambda: {str(f): o(jnp.float32(2.0), jax.random.key(0))[:2] for f, o in outers.items()})()
+    assert {name: tuple(map(float, x)) for name, x in found.items()} == {
+        "None": (6, 3),
+        "inf": (6, 3),
+        "0.5": (6, 1.25),
+    }
 
 
 def test_settings_are_those_that_were_drawn_before_any_rule_was_trained():
