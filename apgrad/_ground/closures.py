@@ -1,40 +1,55 @@
-"""Whether a Python function closes over traced arrays, which a node then takes as inputs.
+"""What Python functions reach without a call: traced arrays, which a node then takes as inputs; modules of a model.
 
-A `custom_vjp` function may not: a differentiated array would get no message, and for others JAX says much later "No
-constant handler for type DynamicJaxprTracer".
+A `custom_vjp` function may not close over traced arrays: a differentiated array would get no message, and for others
+JAX says much later "No constant handler for type DynamicJaxprTracer".
 """
 
 import contextlib
+import dis
 import functools
+import sysconfig
+import types
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 from jax.core import Tracer
 
+_LIBRARIES = tuple(sysconfig.get_path(path) for path in ("stdlib", "purelib", "platlib"))
+
 
 def may_close_over_a_tracer(*functions: Any) -> bool:
-    """Whether a traced array is found in what Python functions close over: a quick look, without calling them."""
-    seen, queue = set(), list(functions)
+    """Whether a traced array is found in what functions reach: a quick look."""
+    return any(isinstance(found, Tracer) for found in reached(*functions))
+
+
+def reached(*functions: Any, code: bool = False) -> Iterator[Any]:
+    """All that is reached by closures, defaults, parts of `partial`, attributes and containers.
+
+    With `code`, also by the globals that code names, but for the code of libraries.
+    """
+    seen: dict[int, Any] = {}  # with the objects, since the id of one that is gone may come again
+    queue = list(functions)
     while queue:
         found = queue.pop()
         if id(found) in seen:
             continue
-        seen.add(id(found))
+        seen[id(found)] = found
+        yield found
+        queue += jax.tree.leaves(found, is_leaf=lambda x, found=found: x is not found)  # one level
         if isinstance(found, functools.partial):
             queue += [found.func, *found.args, *found.keywords.values()]
-            continue
-        if not callable(found):
-            leaves = jax.tree.leaves(found)
-            if any(isinstance(leaf, Tracer) for leaf in leaves):
-                return True
-            queue += [leaf for leaf in leaves if callable(leaf)]
-            queue += [value for leaf in leaves for value in _attributes(leaf)]
-            continue
-        queue += closed_over(found).values()
-        queue += [getattr(found, f"__{name}__", None) for name in ("defaults", "kwdefaults", "self", "wrapped")]
-        queue += jax.tree.leaves(found)  # a callable object that is a pytree, as Flax's modules are
+        elif isinstance(found, Mapping | set | frozenset):
+            queue += found.values() if isinstance(found, Mapping) else found
         queue += _attributes(found)
-    return False
+        if callable(found):
+            for cell in getattr(found, "__closure__", None) or ():
+                with contextlib.suppress(ValueError):  # a variable that has no value yet
+                    queue.append(cell.cell_contents)
+            queue += [getattr(found, f"__{name}__", None) for name in ("defaults", "kwdefaults", "self", "wrapped")]
+        own = getattr(found, "__code__", None) if code else None
+        if own is not None and not own.co_filename.startswith(_LIBRARIES):
+            queue += _globals(own, getattr(found, "__globals__", {}))
 
 
 def _attributes(found: Any) -> list[Any]:
@@ -43,14 +58,14 @@ def _attributes(found: Any) -> list[Any]:
     if library or isinstance(found, type):
         return []
     slots = [name for cls in type(found).__mro__ for name in getattr(cls, "__slots__", ())]
-    return [*getattr(found, "__dict__", {}).values(), *(getattr(found, name, None) for name in slots)]
+    own = [*getattr(found, "__dict__", {}).values(), *(getattr(found, name, None) for name in slots)]
+    return [*own, vars(type(found)).get("__call__")]
 
 
-def closed_over(function: Any) -> dict[str, Any]:
-    """What a Python function closes over, by the names of the variables; other callables close over nothing."""
-    found = {}
-    names = getattr(getattr(function, "__code__", None), "co_freevars", ())
-    for name, cell in zip(names, getattr(function, "__closure__", None) or (), strict=False):
-        with contextlib.suppress(ValueError):  # a variable that has no value yet
-            found[name] = cell.cell_contents
+def _globals(code: types.CodeType, known: Mapping[str, Any]) -> list[Any]:
+    """The globals that code names, of modules among them the attributes that it names, and the same of inner code."""
+    found = [known.get(i.argval) for i in dis.get_instructions(code) if i.opname == "LOAD_GLOBAL"]
+    found += [getattr(x, name, None) for x in found if isinstance(x, types.ModuleType) for name in code.co_names]
+    for inner in code.co_consts:
+        found += _globals(inner, known) if isinstance(inner, types.CodeType) else []
     return found

@@ -48,11 +48,11 @@ class OuterGradient:
     estimate: Callable[[Any, jax.Array, Any], tuple[jax.Array, Any, Any]]
 
     def __post_init__(self):
-        init, estimate = self.init, self.estimate
+        init, estimate = jax.jit(self.init), self.estimate  # or a staggered start compiles its steps at each call
 
         def begin(theta, key):
             require_trainable(theta)
-            return init(theta, key)
+            return strong(init(theta, key))
 
         def checked(theta, key, carry):
             require_trainable(theta)
@@ -75,12 +75,22 @@ class OuterGradient:
         Args:
           theta: the meta-parameters.
           key: PRNG key of this estimate.
-          carry: the carry of the estimate before; if not given, `init` makes one.
+          carry: the carry that the call before returned, at the first call `init(theta, key)`. An outer gradient of
+            whole unrolls keeps nothing from call to call, and may be called without it.
+
+        Raises:
+          ValueError: without the carry of an outer gradient that keeps something, such as an unroll that is half done.
         """
         if carry is None:
             # split, not fold_in: split(key)[i], which an estimate draws from, is fold_in(key, i)
             begin, key = jax.random.split(key)
-            carry = self.init(theta, begin)
+            carry = jax.eval_shape(lambda: self.init(theta, begin))
+            if kept := jax.tree.leaves(carry):
+                raise ValueError(
+                    f"this outer gradient keeps {len(kept)} arrays from call to call, such as an unroll that is half "
+                    "done, and is called without them. Begin with carry = outer.init(theta, key), and hand to each "
+                    "call what the call before returned: loss, gradient, carry = outer(theta, key, carry)."
+                )
         return self.estimate(theta, key, carry)
 
 
@@ -134,6 +144,12 @@ def renew(problem: Problem, theta: Any, key: jax.Array, carry: Segments) -> Segm
     """The unroll of a new task in place of an unroll that has ended; an unroll that has not stays."""
     fresh = Segments(problem.init(theta, key), jnp.zeros((), int))
     return where(carry.t >= problem.length, fresh, carry)
+
+
+def strong(tree: Any) -> Any:
+    """The arrays without JAX's weak types, which go away in a step: or the second step compiles again."""
+    weak = lambda x: getattr(x, "weak_type", False)
+    return jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype) if weak(x) else x, tree)
 
 
 def where(condition: jax.Array, new: Any, old: Any) -> Any:

@@ -23,7 +23,7 @@ from apgrad._ground.arguments import whole
 from apgrad._ground.files import locked, write_atomically
 from apgrad.meta._checkpoints import Checkpoints, fingerprint
 from apgrad.meta._log import Log, append_metrics, begin_metrics, draw_metrics, show_progress
-from apgrad.meta._outer import OuterGradient, global_view, scaled_norm, where, widened
+from apgrad.meta._outer import OuterGradient, global_view, scaled_norm, strong, where, widened
 from apgrad.meta._partition import merge, partition
 
 
@@ -70,6 +70,7 @@ def begin(outer: OuterGradient, optimizer: optax.GradientTransformation, theta: 
     carry_key, key = jax.random.split(key)
     zero = jnp.zeros((), int)
     carry = outer.init(theta, carry_key)
+    theta = strong(jax.tree.map(jnp.asarray, theta))
     with _optimizing():
         state = optimizer.init(partition(theta)[0])
     return Training(theta, state, carry, key, zero, zero)

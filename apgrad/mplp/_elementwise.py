@@ -42,8 +42,8 @@ def activation(place: Place, function: Callable[..., jax.Array], *signals: Signa
       >>> ap.mplp.activation(places["step"], jnp.sign, places.signal(-jnp.ones((1, 2)))).value
       Array([[-1., -1.]], dtype=float32)
     """
-    place.places.functions.append(function)
     if len(signals) == 1:
+        place.places.functions.append(function)
         return transform(place, "activation", function, signals[0])
     return _transform(place, "combination", function, signals, lambda x, y: {"input": x, "output": y})
 

@@ -73,7 +73,8 @@ def fit(
     Raises:
       ValueError: for fewer minibatches than steps, a minibatch of another form than the first, and inputs that are not
         standardized where a pretrained rule was trained on such.
-      TypeError: for minibatches that are no pairs, and models that `from_nnx` refuses.
+      TypeError: for minibatches that are no pairs, models that `from_nnx` refuses, and models that are no MLPs where
+        the rule is a pretrained one.
       FloatingPointError: if a loss, a measure or a trained parameter is not finite.
 
     Example:
@@ -88,7 +89,17 @@ def fit(
     """
     steps, every = whole("steps", steps), whole("every", every)
     names = names or ("role" if isinstance(rule, str) else "number")
-    network, params = from_nnx(model, loss, names=names)
+    try:
+        network, params = from_nnx(model, loss, names=names)
+    except TypeError as error:
+        if not isinstance(rule, str):
+            raise
+        raise TypeError(
+            f"the rule {rule!r} is for MLPs, an nnx.Sequential of nnx.Linear layers with an activation between each "
+            "two, and this model is none. For another network write a function of nodes, with the places that the "
+            'rule knows, and learn by mplp.inner_step (the wing\'s page, "A layer of your own"); or give fit a rule '
+            f"of your own. Of the model: {error}"
+        ) from error
     batches = _batches(data, steps)
     first = next(batches)
     made = load_pretrained(rule, first[0]) if isinstance(rule, str) else rule

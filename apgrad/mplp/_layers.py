@@ -3,11 +3,8 @@
 Options of Flax's layers that the nodes do not have are refused. A type of your own is taught by `layer.register`.
 """
 
-import dis
 import functools
-import sysconfig
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from apgrad._ground.closures import closed_over
+from apgrad._ground.closures import reached
 from apgrad._ground.port import Signal
 from apgrad.mplp import _elementwise as elementwise, _nodes as nodes
 from apgrad.mplp._places import Parameter, Place
@@ -94,10 +91,11 @@ class _Layers:
 
 
 def _function(function: Callable[..., Any]) -> Layer:
-    if module := _held(function):
+    held = (x for x in reached(function, code=True) if isinstance(x, nnx.Module | nnx.Variable))
+    if (module := next(held, None)) is not None:
         raise TypeError(
-            f"a function of the model holds a module, {module}, whose parameters the network would not learn. Make it "
-            "a layer of the Sequential, or write the network as a function of nodes."
+            f"a function of the model holds a module, {type(module).__name__}, whose parameters the network would not "
+            "learn. Make it a layer of the Sequential, or write the network as a function of nodes."
         )
     if function is jax.nn.softmax:
         return Layer("softmax", {}, lambda place, _, s: elementwise.softmax(place, s))
@@ -109,49 +107,6 @@ def _function(function: Callable[..., Any]) -> Layer:
         return wire(function, signal)  # a reshape, a pooling: messages go back by its Jacobian
 
     return Layer("activation", {}, apply)
-
-
-def _held(function: Any) -> str | None:
-    """The type of a module or variable that a function reaches: by a closure, a default, a part of `partial`, an
-    attribute, a container, or a global of its own code or of a function that is called there.
-    """
-    seen: dict[int, Any] = {}
-    queue = [function]
-    while queue:
-        found = queue.pop()
-        if id(found) in seen or isinstance(found, str | bytes | int | float | jax.Array | np.ndarray | type):
-            continue
-        seen[id(found)] = found
-        if isinstance(found, nnx.Module | nnx.Variable):
-            return type(found).__name__
-        if isinstance(found, Mapping):
-            queue += found.values()
-        elif isinstance(found, list | tuple | set | frozenset):
-            queue += found
-        elif isinstance(found, functools.partial):
-            queue += [found.func, found.args, found.keywords]
-        elif not isinstance(found, types.ModuleType):
-            queue += closed_over(found).values()
-            queue += [getattr(found, f"__{name}__", None) for name in ("defaults", "kwdefaults", "self", "wrapped")]
-            code = getattr(found, "__code__", None)
-            if code is not None and not code.co_filename.startswith(_LIBRARIES):
-                queue += _globals(code, found.__globals__)
-            elif not type(found).__module__.startswith(("jax", "flax", "builtins", "numpy")):
-                queue += [getattr(found, "__dict__", None), type(found).__dict__.get("__call__")]
-    return None
-
-
-_LIBRARIES = tuple(sysconfig.get_path(path) for path in ("stdlib", "purelib", "platlib"))
-
-
-def _globals(code: types.CodeType, known: Mapping[str, Any]) -> list[Any]:
-    """The globals that code names, of modules among them the attributes that it names, and the same of inner code."""
-    instructions = list(dis.get_instructions(code))
-    found = [known.get(i.argval) for i in instructions if i.opname == "LOAD_GLOBAL"]
-    found += [getattr(x, name, None) for x in found if isinstance(x, types.ModuleType) for name in code.co_names]
-    for inner in code.co_consts:
-        found += _globals(inner, known) if isinstance(inner, types.CodeType) else []
-    return found
 
 
 layer = _Layers()

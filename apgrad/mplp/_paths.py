@@ -24,6 +24,8 @@ Gate = enum.Enum("Gate", "IN OUT")
 NOTHING: frozenset[Any] = frozenset()
 PORT = ("", "port")  # in the fact of a port
 NONLINEAR = "a nonlinear function"
+WIRE = "mplp.wire"
+WIRED = "a signal of the wire"  # in the function of a `wire`
 
 
 def enter(where: str, pairs: Any = (), data: Any = ()) -> tuple[list[Any], tuple[Any, ...]]:
@@ -39,17 +41,21 @@ def leave(where: str, output: Any) -> Any:
     return type(output)(*(mark(x, Gate.OUT, (where, part)) for x, part in zip(output, output._fields, strict=True)))
 
 
-def require_messages(loss: Callable[[Any, Any], jax.Array], values: Any, ports: Any) -> None:
-    """Refuses a network, `(values, ports) -> loss`, in which a derivative goes another way than a message."""
+def require_messages(loss: Callable[[Any, Any], jax.Array], values: Any, ports: Any) -> bool:
+    """Refuses a network, `(values, ports) -> loss`, in which a derivative goes another way than a message.
+
+    Returns whether the function of a `wire` is not linear in its signals together, as a product of signals is not.
+    """
     program, _ = trace(loss, values, ports)
     names = [f"params{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(values)]
     entering: list[frozenset[Any]] = []
+    wired: list[frozenset[Any]] = []
 
     def through(eqn, facts):
         name, together = eqn.primitive.name, NOTHING.union(*facts)
         if name == "mark" and isinstance(eqn.params["kind"], Gate):
             where, part = eqn.params["label"]
-            return [_gate(eqn.params["kind"], where, part, facts[0], entering)]
+            return [_gate(eqn.params["kind"], where, part, facts[0], entering, wired)]
         if name == "shard_map":
             return flow(inside_of(eqn)[0], facts, through, frozenset.union, lambda _: NOTHING)
         inside = nested(eqn)
@@ -72,6 +78,7 @@ def require_messages(loss: Callable[[Any, Any], jax.Array], values: Any, ports: 
             "mplp.readout before it enters the loss, put what you only watch into the metrics, or hold it constant by "
             "jax.lax.stop_gradient."
         )
+    return (WIRED, NONLINEAR) in NOTHING.union(*wired)
 
 
 def _made(name, facts, together):
@@ -87,11 +94,11 @@ def _made(name, facts, together):
     return together | {(origin, name if linear else NONLINEAR) for origin, _ in together - {PORT}}
 
 
-def _gate(gate, where, part, fact, entering):
+def _gate(gate, where, part, fact, entering, wired):
     if gate is Gate.IN:
         if part == "value":
             entering.append(fact)
-            return NOTHING
+            return frozenset({(WIRED, "")}) if where == WIRE else NOTHING
         value = entering.pop() if part == "port" else fact
         linear = not any(function == NONLINEAR for _, function in value | fact)
         if value and (part == "data" or value - {PORT} != fact - {PORT} or not linear):
@@ -105,7 +112,9 @@ def _gate(gate, where, part, fact, entering):
         return NOTHING
     if part == "port":
         return frozenset({(where, ""), PORT})
-    if fact:
+    inside = frozenset(each for each in fact if each[0] == WIRED)  # ends with the function
+    wired.append(inside)
+    if fact := fact - inside:
         raise TypeError(
             f"the function of {where} closes over {_origins(fact)}, which would get no message. Give the function "
             "only the values of its signals; or hold what it closes over constant by jax.lax.stop_gradient."

@@ -57,8 +57,11 @@ class Reach(NamedTuple):
         return cls(tuple(names), *map(tuple, ranges))
 
 
-def warn_outside(rule: Any, places: Places) -> None:
-    """Warns once of a network or a minibatch that a rule was not tried with."""
+def warn_outside(rule: Any, places: Places, *, multiplies: bool = False) -> None:
+    """Warns once of a network or a minibatch that a rule was not tried with.
+
+    `multiplies`: whether the network has a `wire` whose function is not linear.
+    """
     reach = getattr(rule, "reach", None)
     if reach is None:
         return
@@ -68,6 +71,7 @@ def warn_outside(rule: Any, places: Places) -> None:
     found += [f"{n} hidden layer{'s' * (n != 1)}" for n in wrong([len(widths)], reach.depths)]
     found += [f"a hidden layer of {n} units" for n in wrong(widths, reach.widths)]
     found += [f"minibatches of {n}" for n in wrong([places.batch], reach.minibatches)]
+    found += ["a product or other nonlinear function of signals (mplp.wire)"] if multiplies else []
     if found:
         span = lambda pair: f"{pair[0]} to {pair[1]}" if pair[0] < pair[1] else f"{pair[0]}"
         _warn(

@@ -217,8 +217,7 @@ def _require_messages(rule: LearnedRule, network: Network, params: Any, batch: A
         found = result[0] if isinstance(result, tuple) else result
         return found if isinstance(found, jax.Array) else jnp.zeros(())
 
-    require_messages(loss, params, port(params))
-    warn_outside(rule, places)
+    warn_outside(rule, places, multiplies=require_messages(loss, params, port(params)))
 
 
 def _trace(rule: LearnedRule | None, network: Network, params: Any, batch: Any) -> Places:

@@ -33,7 +33,7 @@ def wire(function: Callable[..., jax.Array], *signals: Signal) -> Signal:
       ((4, 5), (4, 5, 8))
     """
     require_signals("mplp.wire", signals)
-    entered, _ = paths.enter("mplp.wire", signals)
+    entered, _ = paths.enter(paths.WIRE, signals)
     values, ports = tuple(s.value for s in entered), [s.port for s in entered]
     push = lambda *tangents: jax.jvp(function, values, tangents)[1]
     try:
@@ -42,7 +42,7 @@ def wire(function: Callable[..., jax.Array], *signals: Signal) -> Signal:
         if "forward-mode" not in str(error):
             raise
         output = _reverse(function)(*entered)
-    return paths.leave("mplp.wire", output)
+    return paths.leave(paths.WIRE, output)
 
 
 def _reverse(function: Callable[..., jax.Array]) -> Callable[..., Signal]:

@@ -3,6 +3,7 @@
 They need matplotlib, which apgrad does not depend on.
 """
 
+import difflib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from jax.extend.core import Literal
 from apgrad._ground.arguments import integers
 from apgrad._ground.pictures import new_figure
 from apgrad._programs import jaxprs
-from apgrad.tracing._influence import Influence, PathKind, equations, mean
+from apgrad.tracing._influence import Influence, PathKind, mean
 from apgrad.tracing._trace import Trace
 
 ROWS, COLUMNS = 24, 12  # that are readable at the size of a page
@@ -72,13 +73,23 @@ def folded(path: Sequence[Any], depth: int) -> list[Stop]:
     return stops
 
 
+def rows_of(lines: Sequence[Sequence[Stop]]) -> list[str]:
+    """The scopes of all lines in an order that is the order of each line, so that a row stands for one visit."""
+    rows: list[str] = []
+    for line in ([stop.scope for stop in stops] for stops in lines):
+        pieces = difflib.SequenceMatcher(None, rows, line, autojunk=False).get_opcodes()
+        rows = [s for kind, i, j, m, n in pieces for s in rows[i:j] + line[m:n] * (kind != "equal")]
+    return rows
+
+
 def draw(
     trace: Trace, parameter: str | None = None, index: Any = (), *, count: int = 3, kind: PathKind = "viterbi"
 ) -> Any:
     """Paths as a matplotlib figure, from the parameter at the top to the loss at the bottom, folded by scopes.
 
-    A line shows through which named scopes a path goes, and its weight after each: the product of the |derivatives| so
-    far. With `in_axes` the paths are those of the first example.
+    A line shows through which named scopes a path goes, a row for each visit, and its weight after each: the product of
+    the |derivatives| so far. With `in_axes` the paths are those of the first example. Paths that come back more often
+    than there is room for have one row for each scope.
 
     Args:
       trace: made by `ap.trace_gradients`.
@@ -91,25 +102,28 @@ def draw(
     paths = chosen_paths(trace, parameter, index, count, kind)
     scopes = list(dict.fromkeys(step.scope for _, path in paths for step in path))
     deepest = max((len(scope.split("/")) for scope in scopes), default=1)
-    # As deep as rows of readable size allow, and no deeper than a path that comes back again and again allows.
-    depths = [d for d in range(deepest, 0, -1) if len({"/".join(s.split("/")[:d]) for s in scopes}) <= ROWS]
-    depth = next((d for d in depths if all(len(folded(path, d)) <= 2 * ROWS for _, path in paths)), 1)
-    lines = [(name, folded(path, depth)) for name, path in paths]
-    order = ["/".join(jaxprs.plain_scope(scope).split("/")[:depth]) for scope, _ in equations(trace.program)]
-    visited = dict.fromkeys(stop.scope for _, stops in lines for stop in stops)
-    rows = list(dict.fromkeys([*(scope for scope in order if scope in visited), *visited]))
-    height = {scope: i + 1 for i, scope in enumerate(rows)}
+    lines, rows = [], []
+    for depth in range(deepest, 0, -1):  # as deep as rows of readable size allow
+        lines = [(name, folded(path, depth)) for name, path in paths]
+        rows = rows_of([stops for _, stops in lines])
+        if len(rows) <= ROWS:
+            break
+    again = len(rows) > ROWS
+    rows = list(dict.fromkeys(rows)) if again else rows
     figure = new_figure((8, 1.4 + 0.3 * (len(rows) + 2)))
     ax = figure.subplots()
     for i, (name, stops) in enumerate(lines):
-        x, y = [1.0, *(s.weight for s in stops)], [0, *(height[s.scope] for s in stops)]
-        x, y = [*x, x[-1]], [*y, len(rows) + 1]
+        at: list[int] = []
+        for stop in stops:
+            at.append(rows.index(stop.scope, at[-1] + 1 if at and not again else 0))
+        x = [1.0, *(stop.weight for stop in stops)]
+        x, y = [*x, x[-1]], [0, *(i + 1 for i in at), len(rows) + 1]
         ax.plot(x, y, ".-", color=COLOURS[i % len(COLOURS)], lw=1.5, ms=7, alpha=0.8, label=name)
         if len(lines) == 1:
-            for scope, stop in {stop.scope: stop for stop in stops}.items():
+            for row, stop in dict(zip(at, stops, strict=True)).items():
                 text = ", ".join(dict.fromkeys(stop.primitives))
                 text = text if len(text) <= 60 else f"{text[:57]}..."
-                ax.annotate(text, (1.02, height[scope]), xycoords=ax.get_yaxis_transform(), fontsize=7, va="center")
+                ax.annotate(text, (1.02, row + 1), xycoords=ax.get_yaxis_transform(), fontsize=7, va="center")
     ends = ["parameter" if len(lines) > 1 else lines[0][0], *(scope or "(no scope)" for scope in rows), "loss"]
     ax.set_yticks(range(len(ends)), [_short(end, 44) for end in ends], fontsize=8)
     ax.set(xscale="log", ylim=(len(rows) + 1.5, -0.5), xlabel="weight of the path so far: the product of |derivatives|")

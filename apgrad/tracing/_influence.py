@@ -251,17 +251,25 @@ def equations(program: jaxprs.Program, scope: str = "") -> list[tuple[str, str]]
 
 
 def _warn_of_residual_adds(program, active, components):
-    """Says which components have influence 1 because they hold the way around their branch too."""
-    holding = [s for s in scopes_with_residual_adds(program, active) if s in components]
-    if holding:
-        several = f" (and {len(holding) - 3} more)" if len(holding) > 3 else ""
-        warnings.warn(
-            f"influence: {', '.join(map(repr, holding[:3]))}{several}: a scope adds what comes in to what it makes of "
-            "it, as a residual block does. Its paths and those around it are all inside the scope, so that its "
-            "influence is 1. To see the branch alone, put the add outside of the scope: `x + block(x)`, with the "
-            "scope within `block`.",
-            stacklevel=3,
-        )
+    """Says which components have influence 1 because they hold the way around their branch too, and what to read."""
+    holding = scopes_with_residual_adds(program, active)
+    if not (shown := [name for name in holding if name in components]):
+        return
+    every_scope = dict.fromkeys(n for eqn in equations(program) for n in components_of(*eqn, "scope", None))
+    inner = [n for n in every_scope if n.rpartition("/")[0] in holding and n not in holding]
+    some = lambda names: ", ".join(map(repr, names[:3])) + (f" (and {len(names) - 3} more)" if len(names) > 3 else "")
+    if inner and set(inner) <= set(components):
+        instead = f"Do not read these rows: read those of what is inside, {some(inner)}."
+    elif inner:
+        deep = max(name.count("/") for name in inner) + 1
+        instead = f"Do not read these rows: with depth={deep} read those of what is inside, {some(inner)}."
+    else:
+        instead = "Put the add outside of the scope: `x + block(x)`, with the scope within `block`."
+    warnings.warn(
+        f"influence: {some(shown)}: a scope adds what comes in to what it makes of it, as a residual block does. Its "
+        f"paths and those around it are all inside the scope, so that its influence is 1. {instead}",
+        stacklevel=3,
+    )
 
 
 def _column(value, gradient, components, words):

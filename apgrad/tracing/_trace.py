@@ -1,6 +1,7 @@
 """`trace_gradients`: a loss at one point, with the paths along which its parameters get their gradients."""
 
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,9 @@ from apgrad.tracing._paths import Element, PathStep, Reader
 from apgrad.tracing._semiring_grad import original, propagated, traced
 from apgrad.tracing._semirings import max_product, top_k
 from apgrad.tracing._sums import constant
+
+# What was compiled for a function, as long as the function lives.
+_OF_FUNCTION: weakref.WeakKeyDictionary[Any, Compiled] = weakref.WeakKeyDictionary()
 
 
 def trace_gradients(
@@ -53,7 +57,10 @@ def trace_gradients(
       hidden     0.000  1.000
       head       1.000  1.000
     """
-    compiled = Compiled()
+    try:
+        compiled = _OF_FUNCTION.setdefault(f, Compiled())
+    except TypeError:  # an object that cannot be hashed, or weakly referred to
+        compiled = Compiled()
 
     @functools.wraps(f)
     def trace(*args, **kwargs):

@@ -4,6 +4,8 @@ The inner problem is gradient descent at rate theta on a s^2 / 2 from s_0: s_t =
 l_t = s_t^2 / 2. So L = s_0^2 / 2 sum_t (1 - theta a)^{2 t}, a polynomial: its Gaussian smoothings are exact too.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -128,6 +130,26 @@ def test_staggered_lanes_are_out_of_step():
     np.testing.assert_allclose(carry.state, START * (1 - THETA * A) ** np.asarray(carry.t), rtol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["truncated", "truncated_evolution", "persistent_evolution", "single_evolution"])
+def test_what_is_kept_from_call_to_call_must_be_handed_on(name):
+    """A call without it would begin a new unroll each time, without a word."""
+    kept = ALL[name](LINE)
+    for outer in (kept, meta.clipped(kept), meta.batched(kept, 2), meta.average([meta.reverse_mode(LINE), kept])):
+        with pytest.raises(ValueError, match=r"keeps \d+ arrays .* Begin with carry = outer.init\(theta, key\)"):
+            jax.eval_shape(outer, jnp.float32(1.0), jax.random.key(0))
+
+
+def test_a_start_is_compiled_once_and_has_the_dtypes_of_later_carries():
+    """In spite of a theta and a state of weak type, with which a jitted step would compile twice."""
+    calls = []
+    problem = quadratic()._replace(init=lambda theta, key: calls.append(1) or START * jnp.ones(()))
+    outer = meta.batched(meta.persistent_evolution(problem, 2), 2)
+    theta = jnp.asarray(THETA)
+    carry, _ = outer.init(theta, jax.random.key(0)), outer.init(theta, jax.random.key(1))
+    assert len(calls) == 1
+    assert theta.weak_type and not any(getattr(x, "weak_type", False) for x in jax.tree.leaves(carry))
+
+
 def test_average_weighs_estimators():
     theta, key = jnp.float32(THETA), jax.random.key(0)
     both = meta.average([meta.reverse_mode(quadratic()), meta.reverse_mode(quadratic(3))], [3, 1])
@@ -165,6 +187,10 @@ def test_a_norm_that_overflows_clips_and_normalizes_all_the_same(dtype, size):
     np.testing.assert_allclose(np.float32([normalized["a"][0], normalized["b"]]), [1.0, 1.0], rtol=1e-2)
 
 
+def first(outer, theta, key):
+    return outer(theta, key, outer.init(theta, key))
+
+
 ALL = {
     "reverse_mode": meta.reverse_mode,
     "truncated": lambda p: meta.truncated(p, 1),
@@ -189,7 +215,7 @@ def test_losses_that_are_no_scalars_and_theta_that_is_no_number_are_refused(name
     ]
     for message, problem, theta in refused:
         with pytest.raises(TypeError, match=message):
-            jax.eval_shape(lambda key, p=problem, theta=theta: ALL[name](p)(theta, key), jax.random.key(0))
+            jax.eval_shape(lambda key, p=problem, theta=theta: first(ALL[name](p), theta, key), jax.random.key(0))
 
 
 def test_a_fixed_integer_is_no_part_of_what_is_trained():
@@ -197,14 +223,15 @@ def test_a_fixed_integer_is_no_part_of_what_is_trained():
     problem = problem._replace(final=lambda th, s: 0 * th["rate"])
     theta = {"rate": jnp.float32(1.0), "n": nnx.Variable(jnp.ones((), int))}
     for make in ALL.values():
-        _, gradient, _ = jax.eval_shape(make(problem), theta, jax.random.key(0))
+        _, gradient, _ = jax.eval_shape(functools.partial(first, make(problem)), theta, jax.random.key(0))
         assert jax.tree.structure(gradient) == jax.tree.structure(theta)
 
 
 def test_raw_keys_give_the_same_numbers_as_typed_ones():
     def found(key):
         return [
-            meta.batched(ALL[name](quadratic(2)), 2)(jnp.float32(THETA), key)[:2] for name in ("truncated", "perturbed")
+            first(meta.batched(ALL[name](quadratic(2)), 2), jnp.float32(THETA), key)[:2]
+            for name in ("truncated", "perturbed")
         ]
 
     np.testing.assert_array_equal(*(jax.jit(found)(make(3)) for make in (jax.random.key, jax.random.PRNGKey)))

@@ -66,6 +66,14 @@ def test_fit_gives_the_same_bits_again_and_leaves_the_model():
     jax.tree.map(np.testing.assert_array_equal, nnx.state(given), before)
 
 
+@pytest.mark.parametrize("part", [nnx.LayerNorm(2, rngs=nnx.Rngs(0)), nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Rngs(0)])
+def test_a_pretrained_rule_says_which_models_it_is_for(part):
+    with pytest.raises(
+        TypeError, match=r"the rule 'image_mlp' is for MLPs, an nnx.Sequential of nnx.Linear.*function of"
+    ):
+        mplp.fit(nnx.Sequential(*model().layers, part), BATCHES, "image_mlp", 2, progress=False)
+
+
 def test_fit_shows_a_bar(capsys):
     assert mplp.fit(model(), BATCHES, RULE, 2).held_out.size == 0
     assert "training: 100%" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Rules on disk: what is read is what was written, or an error says what does not belong together."""
 
+import contextlib
 import functools
 import inspect
 import json
@@ -290,6 +291,29 @@ def test_a_rule_says_once_where_its_card_does_not_reach(tmp_path):
         with pytest.warns(UserWarning, match=match):
             call(*case)
     call(*outside[-1][0], backward=True)  # said already
+
+    def joined(places, params, batch, join):
+        signal = places.signal(batch[0])
+        wide = [mplp.dense(places[name], signal, params[name]["kernel"], params[name]["bias"]) for name in names]
+        hidden = mplp.activation(places["activation_0"], jnp.tanh, mplp.wire(join, *wide))
+        output = mplp.dense(places["dense_out"], hidden, params["dense_out"]["kernel"], params["dense_out"]["bias"])
+        return mplp.squared_error(places["loss"], output, batch[1])
+
+    names = ("dense_in", "dense_in2")
+    like = lambda n, m: {"kernel": jnp.zeros((n, m)), "bias": jnp.zeros(m)}
+    params, batch = (
+        {name: like(2, 3) for name in names} | {"dense_out": like(3, 1)},
+        (jnp.ones((4, 2)), jnp.ones((4, 1))),
+    )
+    exact = mplp.Exact(0.1)
+    exact.reach = rule.reach  # pyright: ignore[reportAttributeAccessIssue]
+    for join in (jnp.add, jnp.multiply):
+        network = functools.partial(joined, join=join)
+        with (
+            contextlib.nullcontext() if join is jnp.add else pytest.warns(UserWarning, match="a product or other nonl")
+        ):
+            state = mplp.init_state(exact, network, params, batch)
+            jax.eval_shape(functools.partial(mplp.backward, exact, network), params, state, batch)
     for wrong in (REACH | {"widths": [3]}, REACH | {"depths": [2, 1]}, {"activations": "tanh"}):
         with pytest.raises(ValueError, match="has all four"):
             mplp.save_trained(rule, {"trained": "here"} | wrong, tmp_path / "wrong")

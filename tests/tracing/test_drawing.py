@@ -33,6 +33,20 @@ def test_a_path_is_folded_by_scopes(trace):
     np.testing.assert_allclose(last.weight, trace.weights["w"], rtol=1e-5)
 
 
+def test_a_scope_has_a_row_for_each_visit():
+    pytest.importorskip("matplotlib")
+
+    def loss(w, v):
+        for _ in range(3):
+            w = jax.named_scope("a")(jnp.sin)(w)
+            w = jax.named_scope("b")(jnp.multiply)(w, v)
+        return w
+
+    axes = ap.tracing.draw(ap.trace_gradients(loss, argnums=(0, 1))(0.5, 0.9)).axes[0]
+    assert [t.get_text() for t in axes.get_yticklabels()] == ["parameter", *"ababab", "loss"]
+    assert all(np.all(np.diff(line.get_ydata()) > 0) for line in axes.lines)
+
+
 def test_figures_have_the_size_of_a_page_and_show_what_was_asked_for(trace):
     figures = pytest.importorskip("matplotlib.figure")
     shown = lambda *args, **options: ap.tracing.draw(trace, *args, **options).axes[0]

@@ -72,10 +72,11 @@ def test_a_residual_add_within_a_scope_is_a_warning_that_names_the_scope():
         return jax.eval_shape(ap.tracing.influence(loss, depth=depth), [jnp.eye(2), jnp.eye(2)], jnp.ones((1, 2)))
 
     for wrap in (lambda f: f, jax.jit, jax.checkpoint):
-        with pytest.warns(UserWarning, match="'body', 'body/block': a scope adds what comes in"):
+        with pytest.warns(UserWarning, match="'body', 'body/block': a scope adds what comes in.* Put the add outside"):
             influence(lambda params, x, wrap=wrap: loss(params, x, True, wrap))
-        with pytest.warns(UserWarning, match="influence: 'body': "):
-            influence(lambda params, x, wrap=wrap: loss(params, x, False, wrap), 1)
+        for depth, read in ((2, "read those of what is inside"), (1, "with depth=2 read those of what is inside")):
+            with pytest.warns(UserWarning, match=f"influence: 'body': .* rows: {read}, 'body/block'"):
+                influence(lambda params, x, wrap=wrap: loss(params, x, False, wrap), depth)
     with pytest.warns(UserWarning, match="'block': a scope"):
         influence(in_scan)
 
