@@ -14,8 +14,8 @@ number, moves the loss the wrong way, and whose derivative has a closed form. It
 do not perturb compute one unroll for all tasks.
 
 *Lanes.* `lanes clipped` is reverse mode with the tasks as lanes: after each step the message to what the rule trains
-and to the rule's own state is cut to 4 times the typical task's, or to half of it (`ap.clip_lanes`); `multilevel` weighs
-levels of such clipping, up to none, by what repeats from outer step to outer step (`ap.multilevel`).
+and to the rule's own state is cut to 4 times the typical task's, or to half of it (`ap.clip_lanes`). `multilevel` has
+weights for levels of such clipping, up to none, by what repeats from outer step to outer step (`ap.multilevel`).
 
 All methods have the same tasks in an outer step, rates of Adam and seeds; those that perturb have the same deviations.
 Shown is the best rate and deviation by the mean over seeds, on the tasks that also judge. Seconds are steps times the

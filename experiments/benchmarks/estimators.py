@@ -16,11 +16,12 @@ node adds to the baseline, drawing the same numbers: microseconds, and bytes of 
 temporary memory (`memory_analysis().temp_size_in_bytes`, which counts what the scan keeps for its backward pass).
 
 *Policies.* Networks of 41, 4,866 and 100,444 parameters that move a state of 3 or 8 numbers for 50, 20 and 10 steps, on
-1,000 lanes: the gradient of plain `jax.grad`, and of total propagation, cross-fitted, by `ap.adaptive`, and with
-`target="parameters"`. Seconds, and bytes of temporary memory.
+1,000 lanes: the gradient of plain `jax.grad`, and of total propagation, cross-fitted, by `ap.adaptive`, the same by
+state, and with `target="parameters"`. Seconds, and bytes of temporary memory.
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -172,13 +173,17 @@ def _measure_policy(config, size, key):
     objectives = {"plain": plain_policy(sizes, horizon), "RP": ap.expectation(of(ap.reparameterization()), LANES)}
     objectives |= {name: ap.expectation(of(e), LANES, cross_fit=True) for name, e in total.items()}
     gradients = {name: jax.grad(f, argnums=1) for name, f in objectives.items()}
-    adaptive = ap.adaptive(of(ap.total_propagation()), LANES)
-    state = jax.jit(adaptive.init)(key, parameters)
-    gradients["adaptive"] = lambda key, parameters: adaptive.value_and_grad(key, state, parameters)
+    for name, by_state in (("adaptive", False), ("adaptive, by state", True)):
+        made = ap.adaptive(of(ap.total_propagation()), LANES, by_state=by_state)
+        gradients[name] = functools.partial(_adaptive, made, jax.jit(made.init)(key, parameters))
     compiled = {name: jax.jit(f).lower(key, parameters).compile() for name, f in gradients.items()}
     seconds = take_turns({n: lambda f=f: f(key, parameters) for n, f in compiled.items()}, config.policy_rounds)
     rows = [_row(n, seconds[n], seconds["plain"]) | {"bytes": _temporary_bytes(f)} for n, f in compiled.items()]
     return {"rows": rows}
+
+
+def _adaptive(made, state, key, parameters):
+    return made.value_and_grad(key, state, parameters)
 
 
 def policy_parameters(key: jax.Array, sizes: tuple[int, ...]) -> list[list[jax.Array]]:
