@@ -61,21 +61,27 @@ class Influence:
         }
 
     def __str__(self) -> str:
-        """A table of means: components by parameters, or the other way, without the least components if too wide."""
+        """A table of means: components by parameters, or the other way.
+
+        If it is too wide, components that all or none of each parameter's paths run through are left out, then the
+        least.
+        """
         widths = lambda names: sum(1 + max(6, len(name)) for name in names)
         share, rows, columns, left = mean(self.share), self.components, self.parameters, 0
         if max(9, *map(len, rows)) + widths(columns) > 100:
-            count = len(rows)
-            while count > 1 and max(map(len, columns)) + widths(self.top(count).components) > 100:
-                count -= 1
-            left, few = len(rows) - count, self.top(count)
+            between = np.flatnonzero(np.any((share > 0) & (share < 1), axis=1))
+            few = self._kept(between) if between.size else self
+            while len(few.components) > 1 and max(map(len, columns)) + widths(few.components) > 100:
+                few = few.top(len(few.components) - 1)
+            left = len(rows) - len(few.components)
             share, rows, columns = mean(few.share).T, columns, few.components
         width, sizes = max([9, *map(len, rows)]), [max(6, len(c)) for c in columns]
         lines = [f"{self.kind:<{width}} " + " ".join(c.rjust(w) for c, w in zip(columns, sizes, strict=True))]
         for name, row in zip(rows, share, strict=True):
             cells = ("-" if np.isnan(v) else f"{v:.3f}" for v in row)
             lines.append(f"{name:<{width}} " + " ".join(c.rjust(w) for c, w in zip(cells, sizes, strict=True)))
-        return "\n".join([*lines, *([f"... and {left} components with less influence"] if left else [])])
+        more = f"... and {left} components more: to_dict() has all, top(n) the n with the greatest shares"
+        return "\n".join(lines + [more] * (left > 0))
 
     def top(self, count: int) -> "Influence":
         """The components with the greatest mean share of elements, in the order of the program.
@@ -90,10 +96,12 @@ class Influence:
         """
         count = whole("the count of top", count)
         share = np.nan_to_num(mean(self.share))
-        kept = np.sort(np.argsort(-share.sum(axis=1), kind="stable")[:count])
-        components = tuple(self.components[i] for i in kept)
+        return self._kept(np.sort(np.argsort(-share.sum(axis=1), kind="stable")[:count]))
+
+    def _kept(self, rows: np.ndarray) -> "Influence":
+        components = tuple(self.components[i] for i in rows)
         return dataclasses.replace(
-            self, share=self.share[..., kept, :], gradient=self.gradient[..., kept, :], components=components
+            self, share=self.share[..., rows, :], gradient=self.gradient[..., rows, :], components=components
         )
 
 

@@ -62,7 +62,9 @@ def test_figures_have_the_size_of_a_page_and_show_what_was_asked_for(trace):
     names = lambda what, n: tuple(f"block_{i // 3}/{what}_{i}/a long name" for i in range(n))
     shares = np.random.default_rng(0).random((40, 90))
     large = ap.tracing.Influence(shares, shares, names("at", 40), names("p", 90), "greedy")
-    assert max(map(len, str(large).splitlines())) <= 100 and "components with less influence" in str(large)
+    assert max(map(len, str(large).splitlines())) <= 100 and "components more: to_dict() has all" in str(large)
+    shares[:39] = 1.0  # of these nothing is learned
+    assert "at_39" in str(ap.tracing.Influence(shares, shares, names("at", 40), names("p", 90), "greedy"))
     assert trace.influence(top=1).components == ("head",) == influence.top(1).components
     for figure in (ap.tracing.heat_map(large), ap.tracing.draw(trace)):
         assert figure.get_size_inches()[0] <= 8 and figure.get_size_inches()[1] <= 11
