@@ -231,15 +231,12 @@ def _transformations(estimate, args, keys, rtol: float, order: int) -> Iterator[
         total = lambda *args: jax.tree.map(lambda x: jnp.sum(x, axis=0), scanned(keys, *args))
         return jax.jacrev(total)(*args)
 
-    def sum_of_slopes(*args):
-        slopes = [jax.jacrev(estimate, argnums=1)(key, *args) for key in singles]
-        return jax.tree.map(lambda *x: sum(x), *slopes)
-
     yield _same("jit", lambda: stacked([jax.jit(estimate)(key, *args) for key in singles]), expected, rtol)
     yield _same("vmap", lambda: jax.jit(jax.vmap(estimate))(keys, *copies), expected, rtol)
     yield _same("scan", lambda: jax.jit(scanned)(keys, *args), expected, rtol)
     if order == 2:
-        slopes = jax.tree.map(np.asarray, jax.jit(sum_of_slopes)(*args))
+        slope = jax.jit(jax.jacrev(estimate, argnums=1))
+        slopes = jax.tree.map(lambda x: np.sum(x, axis=0), stacked([slope(key, *args) for key in singles]))
         yield _same("scan, two", lambda: jax.jit(slope_of_scan)(*args), slopes, rtol)
 
 
