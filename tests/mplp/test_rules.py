@@ -281,6 +281,21 @@ def test_the_order_of_the_batch_does_not_matter(make, x64):
         jax.tree.map(close, run(each), run(batches))
 
 
+def test_a_minibatch_that_is_given_twice_has_the_updates_of_one(x64):
+    """An update is a mean over the batch."""
+    graph = GRAPHS["softmax, cross_entropy"]
+    params, batch, _ = task(graph)
+    sites = mplp.sites(graph.network, params, batch)
+    rules = [jiggle(RULES[name](sites)) for name in ("thesis, from descent", "separable, neurons, gradient")]
+
+    def updates(rule, batch):
+        return mplp.backward(rule, graph.network, params, mplp.init_state(rule, graph.network, params, batch), batch)[0]
+
+    twice = jax.tree.map(lambda x: jnp.concatenate([x, x]), batch)
+    one, two = jit(lambda rules: [[updates(rule, b) for rule in rules] for b in (batch, twice)])(rules)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-8, atol=1e-9), one, two)
+
+
 class TestStandardizers:
     @classmethod
     def setup_class(cls):

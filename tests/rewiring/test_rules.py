@@ -118,7 +118,7 @@ def tanh_layer(w, x):
 
 def test_difference_target_propagation():
     """By the paper's algorithm 1, in targets: t = h + g(t') - g(h')."""
-    step, noise = 0.5, 0.2
+    step, noise = 0.5, 1.0
     f = lambda ws, x: tanh_layer(ws[1], tanh_layer(ws[0], x)) @ ws[2]
     rule = rewiring.difference_target_propagation(KEY, "tanh_layer", step=step, noise=noise)
     params, _, *gradients = learned(rule, f, key=(jax.random.key(3),))
@@ -142,10 +142,10 @@ def test_difference_target_propagation():
         return jnp.sum((inverse(jnp.tanh(x @ WS[0]), v, c) - x) ** 2) / 2
 
     average = lambda f: jax.jit(jax.vmap(f))(forever)
-    mine = average(lambda k: jax.grad(lambda p: jnp.sum(rewired(k, p, WS, X)))(params)["tanh_layer[0]"][1])
-    expected = average(lambda k: jax.grad(loss)(params, k)["tanh_layer[0]"][1])
-    error = jnp.sqrt((mine.var(0) + expected.var(0)) / len(forever))
-    assert jnp.all(jnp.abs(mine.mean(0) - expected.mean(0)) < 4 * error)
+    mine = average(lambda k: jax.grad(lambda p: jnp.sum(rewired(k, p, WS, X)))(params)["tanh_layer[0]"])
+    expected = average(lambda k: jax.grad(loss)(params, k)["tanh_layer[0]"])
+    for a, b in zip(mine, expected, strict=True):
+        assert jnp.all(jnp.abs(a.mean(0) - b.mean(0)) < 4 * jnp.sqrt((a.var(0) + b.var(0)) / len(forever)))
 
 
 def test_surrogate_gradient_of_a_spiking_network_in_a_scan():
