@@ -1,8 +1,5 @@
 """Ports: the way back through a program for messages that are no gradients.
 
-    signal = Signal.of(x, message_size=8)      # x, and zeros of shape (*x.shape, 8) beside it
-    y, port = some_node(signal.value, signal.port)
-
 A *port* is an array (or pytree) of zeros that goes forward beside a value. The cotangent of the zeros is free to mean
 anything, so it carries the message. A node takes a port as an input and returns it as an output.
 """

@@ -1,8 +1,5 @@
 """JAX primitives: a zero with a gradient, and arrays that refuse a derivative, a message or `jax.vmap`.
 
-    total + zero_with_gradient(log_density)    # adds nothing to the value, and all to the derivatives
-    refuse_derivative(x, "x is data")          # is x; whoever differentiates it gets this error at trace time
-
 Why no `jax.custom_jvp` functions? When JAX differentiates a `scan`, it drops custom rules in the part of the body that
 needs no derivative. A second derivative then sees a plain zero, and is wrong without a word.
 """

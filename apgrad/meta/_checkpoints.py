@@ -1,9 +1,5 @@
 """Checkpoints of a pytree: each one is complete or absent, and is restored with the same bits.
 
-    with meta.Checkpoints(folder) as checkpoints:
-        checkpoints.save(step, tree)
-        tree = checkpoints.restore(checkpoints.latest(), tree)
-
 Orbax renames a finished checkpoint into its place, so a kill leaves the earlier ones as they were. It stores no array
 of size 0, does not notice a changed bit, and joins the names of nested keys: so arrays are stored by number, and
 orbax's metadata of the checkpoint holds the name, shape, dtype and checksum of each.

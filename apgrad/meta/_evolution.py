@@ -1,7 +1,5 @@
 """Outer gradients by evolution strategies: chaos in an unroll does not reach them, since they do not differentiate it.
 
-    outer = meta.batched(meta.single_evolution(problem, 20, sigma=0.01), 8)
-
 With e ~ N(0, sigma^2 I), all of them estimate the gradient of the *smoothed* objective E[L(theta + e)], which differs
 from that of L by order sigma^2. Perturbations come in antithetic pairs ±e with common random numbers, so that what both
 have in common cancels (Rechenberg, 1973; Salimans et al., 2017):

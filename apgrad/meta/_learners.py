@@ -1,10 +1,4 @@
-"""Inner learners: what is meta-trained, as a pair of pure functions.
-
-    learner = meta.message_passing(network)                                   # theta is a rule
-    learner = meta.optimizer(lambda theta: optax.sgd(jnp.exp(theta)), loss)   # theta is a log learning rate
-
-Whatever fits the two functions is a learner.
-"""
+"""Inner learners: what is meta-trained, as a pair of pure functions."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

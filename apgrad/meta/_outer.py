@@ -1,14 +1,5 @@
 """Outer gradients by differentiation: through a whole unroll, through pieces of an unroll, and forward.
 
-    outer = meta.batched(meta.clipped(meta.truncated(problem, 20)), 8)
-    carry = outer.init(theta, key)
-    loss, gradient, carry = outer.estimate(theta, key, carry)
-
-    reverse_mode     dL/dtheta by reverse mode: unbiased; explodes where the recurrence is chaotic
-    truncated        the same over K of T steps, from a state that is held constant: biased towards short horizons
-    forward_mode     one tangent for each meta-parameter goes along (Williams & Zipser, 1989: real-time recurrent
-                     learning): memory does not grow with T, the cost grows with the number of meta-parameters
-
 *Losses of segments.* `truncated`, `truncated_evolution`, `persistent_evolution` and `single_evolution` make K of T
 steps for each estimate, whose loss and gradient are on average K/T of the unroll's. Adam does not notice the factor;
 plain SGD, clipping, and `average` with outer gradients of whole unrolls do.
@@ -95,7 +86,7 @@ class OuterGradient:
 
 
 def reverse_mode(problem: Problem, *, remat: bool | int = False) -> OuterGradient:
-    """Reverse mode through the whole unroll of a new task for each estimate.
+    """Reverse mode through the whole unroll of a new task: unbiased; explodes where the recurrence is chaotic.
 
     Args:
       problem: the recurrence.
@@ -158,7 +149,7 @@ def where(condition: jax.Array, new: Any, old: Any) -> Any:
 
 
 def truncated(problem: Problem, segment: int, *, remat: bool | int = False, stagger: bool = True) -> OuterGradient:
-    """Reverse mode through K of T steps; the state goes from one segment to the next as a constant.
+    """Reverse mode through K of T steps, from a state that is held constant: biased towards short horizons.
 
     What acts on the start of an unroll only, such as the prior of a `WithPrior`, has the gradient zero.
 
@@ -180,7 +171,10 @@ def truncated(problem: Problem, segment: int, *, remat: bool | int = False, stag
 
 
 def forward_mode(problem: Problem) -> OuterGradient:
-    """Forward mode through the whole unroll, for few meta-parameters: the same gradient as `reverse_mode`.
+    """Forward mode through the whole unroll (real-time recurrent learning; Williams & Zipser, 1989).
+
+    The gradient of `reverse_mode` in a memory that does not grow with T, at a cost that grows with the number of
+    meta-parameters.
 
     Args:
       problem: the recurrence. Its functions must have a forward mode, or a TypeError is raised: a `jax.custom_vjp`

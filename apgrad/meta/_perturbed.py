@@ -1,7 +1,5 @@
 """Outer gradients by total propagation over perturbed unrolls.
 
-    outer = meta.batched(meta.perturbed(problem, sigma=0.01, unrolls=16), 2)
-
 Noise is added to the inner parameters after each step, x_t ~ N(f(theta, x_{t-1}), sigma^2). Each step then has two
 estimates of the derivative of E[L(theta; noise)], which differs from L by order sigma^2: pathwise through f (of low
 variance until the recurrence is chaotic, where it explodes) and by the likelihood ratio (which never explodes, and

@@ -1,8 +1,5 @@
 """The outer loop: many outer steps in one jitted function, on one device or many; a killed run goes on.
 
-    outer = meta.batched(meta.reverse_mode(problem), 8)
-    done = meta.train(outer, optax.adam(1e-3), theta, jax.random.key(0), 10_000, folder="run")
-
 Between calls of the jitted function a checkpoint of all that goes on is written. Every call runs the same program from
 the same bits, so a run that was killed and started again ends with the same bits.
 """

@@ -1,8 +1,4 @@
-"""Training a Flax model by a rule, from minibatches to the trained model.
-
-fitted = mplp.fit(model, batches, "image_mlp_long", 100, held_out=(x_test, y_test))
-fitted.model, fitted.losses, fitted.held_out
-"""
+"""Training a Flax model by a rule, from minibatches to the trained model."""
 
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """Nodes with parameters: dense, convolution, bias, scale, embedding, a recurrent cell.
 
-    hidden = mplp.activation(places["tanh"], jnp.tanh, mplp.dense(places["hidden"], places.signal(x), params["w"]))
-
 The first axis of a value is the batch, the last are the features, and those between are positions, at each of which a
 parameter is used: its update is the mean over the batch and the sum over the positions.
 """

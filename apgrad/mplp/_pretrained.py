@@ -1,11 +1,5 @@
-"""Trained rules on disk: arrays in an `.npz` (no pickle) with a card in JSON beside it.
-
-    rule = mplp.load_pretrained("sinusoid", x)     # comes with the package; x are inputs that it is to learn from
-    mplp.save_trained(rule, card, "folder/name")   # writes folder/name.npz and folder/name.json
-    rule, card = mplp.load_trained("folder/name")
-
-A card says on what the rule was trained, for how long, with which seed and version, and how well the rule does, with
-intervals. It also has what builds the rule, its options and sites, and a digest of itself and of the arrays.
+"""Trained rules on disk: arrays in an `.npz` (no pickle), and a card in JSON that says how the rule was trained and how
+well it does. The card also has what builds the rule, its options and sites, and a digest of itself and of the arrays.
 """
 
 import hashlib

@@ -1,7 +1,5 @@
-"""How far a trained rule reaches: the networks and minibatches that it was tried with, and a warning outside them.
-
-A rule that was trained on sigmoids and minibatches of 8 examples may learn nothing, or diverge, with another activation
-or with a single example. Nothing in the rule's arrays tells so; the card does.
+"""How far a trained rule reaches: the networks and minibatches that its card says it was tried with, and a warning
+outside them, where it may learn nothing or diverge.
 """
 
 import functools

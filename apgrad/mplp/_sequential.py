@@ -1,10 +1,4 @@
-"""Networks of Flax layers: an `nnx.Sequential` becomes a network with learned messages.
-
-    network, params = mplp.from_nnx(model, loss=mplp.cross_entropy)
-    model = mplp.to_nnx(model, params)                                   # with what was learned
-
-A network that is no sequence of layers is written by hand, as a function that calls nodes.
-"""
+"""Networks of Flax layers: an `nnx.Sequential` becomes a network with learned messages, and is made of it again."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple

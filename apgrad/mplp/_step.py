@@ -1,9 +1,5 @@
 """The inner step: one backward pass of a network under a rule, as a pure function.
 
-    state = init_state(rule, network, params, batch)
-    updates, state, metrics = backward(rule, network, params, state, batch)
-    params = optax.apply_updates(params, updates)
-
 `backward` runs the network and returns what came out of its ports: the updates of the parameters, and the new state.
 All of it is plain JAX: it runs in `jit`, `scan` and `vmap`, and is differentiable with respect to the rule, to the
 parameters (at the first step the prior) and to the state.

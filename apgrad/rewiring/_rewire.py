@@ -1,10 +1,5 @@
 """`ap.rewire`: any JAX function, with another backward pass at the nodes that a rule takes.
 
-    model = nnx.Linear(...)                                     # or any function of parameters and data
-    rewired = ap.rewire(lambda model, x: model(x), ap.rewiring.feedback_alignment(key))
-    feedback = rewired.init(model, x)                           # the rule's own parameters
-    gradient = jax.grad(lambda m: loss(rewired(feedback, m, x)))(model)
-
 The function is traced, `apgrad.rewiring._sites` plans which nodes the rule takes, and the program is evaluated again
 with `ap.node` in the place of each of these. `where` stands apart from `at` in a `Rule`, because `init` and `sites` ask
 which sites are taken before there are parameters.

@@ -1,12 +1,5 @@
 """Taps: the value at a place in a program, and the message that passes there on the way back.
 
-    def loss(w, x):
-        h = ap.tap(jnp.tanh(x @ w), "hidden")
-        return jnp.mean(h**2)
-
-    gradient, taps = ap.with_taps(jax.grad(loss))(w, x)
-    taps["hidden"].message                        # the derivative of the loss with respect to h
-
 A tap is a JAX primitive, the identity. The tangent of a tap goes through a second primitive, which is linear and
 remembers the tapped value. When JAX transposes this second primitive, its rule puts a third one on the cotangent, the
 *marker*. So the program of a gradient holds one marker for each message, wherever JAX has moved it. `with_taps` traces

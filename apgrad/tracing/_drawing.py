@@ -44,7 +44,6 @@ def chosen_paths(trace: Trace, parameter: str | None, index: Any, count: int, ki
         order = entered(program, [i if i < size else None for i in range(len(program.jaxpr.invars))])
         order = [order[round(i)] for i in np.linspace(0, len(order) - 1, min(count, len(order)))]
         leaves = [np.nan_to_num(np.asarray(x, float)) for x in jax.tree.leaves(trace.weights)]
-        leaves = leaves if trace.examples is None else [x[0] for x in leaves]
         heaviest = lambda x: tuple(int(i) for i in np.unravel_index(np.argmax(x), x.shape))
         chosen = [(trace.parameters[i], heaviest(leaves[i])) for i in dict.fromkeys(order) if leaves[i].size]
     place = lambda index: f"[{', '.join(map(str, index))}]" if index else ""
@@ -88,8 +87,7 @@ def draw(
     """Paths as a matplotlib figure, from the parameter at the top to the loss at the bottom, folded by scopes.
 
     A line shows through which named scopes a path goes, a row for each visit, and its weight after each: the product of
-    the |derivatives| so far. With `in_axes` the paths are those of the first example. Paths that come back more often
-    than there is room for have one row for each scope.
+    the |derivatives| so far. Paths that come back more often than there is room for have one row for each scope.
 
     Args:
       trace: made by `ap.trace_gradients`.

@@ -1,6 +1,6 @@
 """`semiring_grad`: the gradient of any JAX function with the sum and product of any semiring."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -65,18 +65,15 @@ class LossProgram(NamedTuple):
     program: jaxprs.Program
     inputs: list[Any]
     active: tuple[bool, ...]  # for each input, whether it is of a chosen argument
-    places: list[int]  # for each input, its number among all leaves of the arguments
     tree: Callable[[Sequence[Any]], Any]  # puts one value for each chosen array in the structure of the arguments
     names: tuple[str, ...]  # of the chosen arrays
 
 
-def traced(
-    f: Callable[..., Any], args: Any, kwargs: Any, argnums: int | Sequence[int], mapped: Collection[int] = ()
-) -> LossProgram:
+def traced(f: Callable[..., Any], args: Any, kwargs: Any, argnums: int | Sequence[int]) -> LossProgram:
     """The program of a loss.
 
     A function that wants to know the value of an array, as Python's `if` does, gets the arrays of the arguments that
-    are not chosen as they are, but for the leaves with the numbers `mapped`: then they are constants of the program.
+    are not chosen as they are: then they are constants of the program.
     """
     numbers = chosen_numbers(argnums, len(args))
     leaves, treedef = jax.tree.flatten((list(args), kwargs))
@@ -101,7 +98,7 @@ def traced(
     try:
         program, shape, places = program_of([*chosen, *others])
     except jax.errors.JAXTypeError:
-        program, shape, places = program_of([*chosen, *(n for n in others if n in mapped)])
+        program, shape, places = program_of(chosen)
     output = jax.tree.leaves(shape)
     if len(output) != 1 or output[0].shape or not jnp.issubdtype(output[0].dtype, jnp.floating):
         raise TypeError(
@@ -115,7 +112,7 @@ def traced(
 
     inputs = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in (leaves[n] for n in places)]
     active = tuple(i < len(chosen) for i in range(len(places)))
-    return LossProgram(program, inputs, active, places, tree, _names(trees, single))
+    return LossProgram(program, inputs, active, tree, _names(trees, single))
 
 
 def _is_array(leaf):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from apgrad._ground.arguments import integers, is_single, number_of
+from apgrad._ground.arguments import integers, number_of
 from apgrad._programs import jaxprs
 from apgrad._programs.jaxprs import plain_scope
 from apgrad.tracing import _paths as paths
@@ -26,16 +26,12 @@ from apgrad.tracing._sums import constant
 _OF_FUNCTION: weakref.WeakKeyDictionary[Any, Compiled] = weakref.WeakKeyDictionary()
 
 
-def trace_gradients(
-    f: Callable[..., Any], *, argnums: int | Sequence[int] = 0, in_axes: Any = None
-) -> Callable[..., "Trace"]:
+def trace_gradients(f: Callable[..., Any], *, argnums: int | Sequence[int] = 0) -> Callable[..., "Trace"]:
     """Which path taught this weight? A function of f's arguments that returns a `Trace`; `influence` works in `jit`.
 
     Args:
       f: the loss, a function that returns a floating-point scalar.
       argnums: which positional arguments are the parameters, as for `jax.grad`.
-      in_axes: if f is the loss of one example, the axes of examples, as for `jax.vmap`; arrays are then given by
-        position, and each example is traced by itself.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -64,7 +60,7 @@ def trace_gradients(
 
     @functools.wraps(f)
     def trace(*args, **kwargs):
-        return Trace(original(f), args, kwargs, argnums, in_axes, compiled)
+        return Trace(original(f), args, kwargs, argnums, compiled)
 
     return trace
 
@@ -74,46 +70,34 @@ class Trace:
 
     Attributes:
       parameters: the names of the parameters.
-      examples: the number of examples, or None if the loss is traced as a whole.
     """
 
-    def __init__(self, f: Any, args: Any, kwargs: Any, argnums: Any, in_axes: Any, compiled: Compiled):
-        leaves, treedef = jax.tree.flatten((list(args), kwargs))
-        if any(isinstance(x, Tracer) for x in leaves):
+    def __init__(self, f: Any, args: Any, kwargs: Any, argnums: Any, compiled: Compiled):
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
             raise TypeError(
                 "trace_gradients reads paths at concrete values, but is called inside a JAX transformation. Use "
                 "ap.tracing.influence(f) there (and ap.tracing.every(n, ...) in a training loop)."
             )
-        axes, self.examples = [None] * len(leaves), None
-        if in_axes is not None:
-            axes, self.examples = _leaf_axes(args, kwargs, in_axes)
-        first = [x if axis is None else jnp.take(x, 0, axis=axis) for x, axis in zip(leaves, axes, strict=True)]
-        args, kwargs = jax.tree.unflatten(treedef, first)
-        mapped = {n for n, axis in enumerate(axes) if axis is not None}
-        self._traced = traced(f, args, kwargs, argnums, mapped)
-        self._inputs = [jnp.asarray(leaves[n]) for n in self._traced.places]
-        self._axes = [axes[n] for n in self._traced.places]
+        self._traced = traced(f, args, kwargs, argnums)
         self.parameters = self._traced.names
         self._compiled, self._readers, self._influences = compiled, {}, {}
 
     @functools.cached_property
     def gradient(self) -> Any:
-        """The gradient, in the structure of the parameters; with `in_axes`, it has a leading axis of examples."""
+        """The gradient, in the structure of the parameters."""
         number = len(self.parameters)
 
         def gradient(program, inputs):
             loss = lambda chosen: jaxprs.evaluate(program, [*chosen, *inputs[number:]])[0]
             return jax.grad(loss)(list(inputs[:number]))
 
-        return self._traced.tree(self._mapped(gradient))
+        return self._traced.tree(self._run(gradient))
 
     @functools.cached_property
     def weights(self) -> Any:
         """The weight of the heaviest path of each element, in the structure of the parameters."""
         active = self._traced.active
-        return self._traced.tree(
-            self._mapped(lambda program, inputs: propagated(max_product(), program, inputs, active))
-        )
+        return self._traced.tree(self._run(lambda program, inputs: propagated(max_product(), program, inputs, active)))
 
     def influence(
         self,
@@ -123,7 +107,7 @@ class Trace:
         depth: int | None = None,
         top: int | None = None,
     ) -> Influence:
-        """As `tracing.influence`; with `in_axes` the shares have a leading axis of examples.
+        """As `tracing.influence`.
 
         Args:
           kind: which path an element has: "viterbi", the heaviest, or "greedy".
@@ -135,39 +119,31 @@ class Trace:
         options: Any = (kind, by, depth)
         if options not in self._influences:
             found = functools.partial(influence_in, options, self.parameters, active=self._traced.active)
-            self._influences[options] = self._mapped(found)
+            self._influences[options] = self._run(found)
         found = self._influences[options]
         return found if top is None else found.top(top)
 
-    def path(
-        self, parameter: str, index: tuple[int, ...] | int = (), kind: PathKind = "viterbi", example: int = 0
-    ) -> list[PathStep]:
+    def path(self, parameter: str, index: tuple[int, ...] | int = (), kind: PathKind = "viterbi") -> list[PathStep]:
         """The edges from one element to the loss; none if no gradient reaches the element, or it is the loss itself.
 
         Args:
           parameter: one of the names in `parameters`.
           index: the index of the element in the parameter.
           kind: "viterbi", the heaviest path, or "greedy", which goes at each step to where most gradient comes from.
-          example: the number of the example, if examples are traced by themselves.
 
         Raises:
           ValueError: also for a path weight that is NaN.
         """
         require_options(kind)
-        return (
-            self._read(parameter, index, paths.viterbi() if kind == "viterbi" else paths.greedy(), example, 1)[0] or []
-        )
+        return self._read(parameter, index, paths.viterbi() if kind == "viterbi" else paths.greedy(), 1)[0] or []
 
-    def paths(
-        self, parameter: str, index: tuple[int, ...] | int = (), count: int = 5, example: int = 0
-    ) -> list[list[PathStep]]:
+    def paths(self, parameter: str, index: tuple[int, ...] | int = (), count: int = 5) -> list[list[PathStep]]:
         """The heaviest paths of one element, the heaviest first; fewer where there are fewer.
 
         Args:
           parameter: as for `path`.
           index: as for `path`.
           count: how many paths, at least 1.
-          example: as for `path`.
 
         Example:
           >>> import apgrad as ap
@@ -175,12 +151,12 @@ class Trace:
           >>> [[(step.primitive, step.weight) for step in path] for path in trace.paths("x")]
           [[('mul', 3.0), ('sub', 1.0)], [('mul', 2.0), ('sub', -1.0)]]
         """
-        return [p for p in self._read(parameter, index, top_k(count), example, count) if p is not None]
+        return [p for p in self._read(parameter, index, top_k(count), count) if p is not None]
 
-    def _read(self, parameter, index, semiring, example, count):
+    def _read(self, parameter, index, semiring, count):
         short = parameter.removesuffix("/value") if isinstance(parameter, str) else parameter
         number = number_of(parameter if parameter in self.parameters else short, self.parameters, "parameter")
-        inputs, active = self._point(example), self._traced.active
+        inputs, active = self._traced.inputs, self._traced.active
         if semiring.name not in self._readers:
             self._readers[semiring.name] = Reader(Context(semiring, NESTED), self._compiled)
         reader, program = self._readers[semiring.name], self._traced.program
@@ -201,36 +177,8 @@ class Trace:
         """The traced program, whose first inputs are the parameters."""
         return self._traced.program
 
-    def _point(self, example):
-        """The inputs of the program for one example."""
-        (example,) = integers(example, "example")
-        if self.examples is None:
-            if example:
-                raise ValueError(f"there is no example {example}: without in_axes the loss is traced as a whole")
-            return self._inputs
-        if not 0 <= example < self.examples:
-            raise IndexError(f"there are {self.examples} examples, so none has the number {example}")
-        pairs = zip(self._inputs, self._axes, strict=True)
-        return [x if axis is None else jnp.take(x, example, axis=axis) for x, axis in pairs]
-
-    def _mapped(self, function):
-        """What a function of the program and its inputs gives at this point, for each example if there are any."""
+    def _run(self, function):
+        """What a function of the program and its inputs gives at this point."""
         jaxpr, consts = self._traced.program
-        call = lambda consts, inputs: function(jaxprs.Program(jaxpr, consts), inputs)
-        call = call if self.examples is None else jax.vmap(call, in_axes=(None, self._axes))
-        given = list(consts), self._inputs
-        return self._compiled(call, *given)(*given)
-
-
-def _leaf_axes(args, kwargs, in_axes):
-    """The axis of each leaf of the arguments, as `jax.vmap` understands and checks `in_axes`; the size of all axes."""
-    if any(jnp.ndim(x) for x in jax.tree.leaves(kwargs) if hasattr(x, "shape")):
-        raise ValueError("in_axes are of positional arguments: give arrays by position, and None in in_axes if shared")
-    axes = in_axes if is_single(in_axes) else tuple(in_axes)
-    jax.vmap(lambda *_: 0, axes, None)(*args)
-    is_none = lambda x: x is None
-    axes = jax.tree.leaves(jax.tree.broadcast(axes, tuple(args), is_leaf=is_none), is_leaf=is_none)
-    pairs = zip(jax.tree.leaves(args, is_leaf=is_none), axes, strict=True)
-    kept = [(x, axis) for x, axis in pairs if x is not None]
-    count = next(x.shape[axis] for x, axis in kept if axis is not None)
-    return [axis for _, axis in kept] + [None] * len(jax.tree.leaves(kwargs)), count
+        given = list(consts), self._traced.inputs
+        return self._compiled(lambda consts, inputs: function(jaxprs.Program(jaxpr, consts), inputs), *given)(*given)

@@ -278,9 +278,6 @@ def test_other_arguments_reach_the_function_as_they_are():
         np.testing.assert_allclose(trace.gradient, wanted, rtol=1e-6)
         np.testing.assert_allclose(np.prod([step.weight for step in trace.path("x")]), trace.weights, rtol=1e-5)
         assert trace.influence(by="primitive").parameters == ("x",)
-    each = ap.trace_gradients(lambda w, x, kind: w * getattr(jnp, kind)(x), in_axes=(None, 0, None))
-    xs = jnp.array([0.1, 0.2])
-    np.testing.assert_allclose(each(1.0, xs, "sin").weights, jnp.sin(xs), rtol=1e-6)
 
 
 def test_a_mutable_reference_is_refused_where_what_is_traced_goes_into_it():

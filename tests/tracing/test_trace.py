@@ -181,7 +181,7 @@ def test_ties_go_to_the_first(kind):
     assert trace.influence(kind).share[:, 0].tolist() == [1, 0]
 
 
-def test_examples_are_traced_by_themselves():
+def test_influence_under_vmap_is_that_of_each_example():
     def loss(w, x):
         with jax.named_scope("left"):
             a = w * x[0]
@@ -190,12 +190,8 @@ def test_examples_are_traced_by_themselves():
         return jnp.sum(a + b)
 
     x = jnp.array([[1.0, 2.0], [3.0, 1.0], [0.0, 0.0]])
-    trace = ap.trace_gradients(loss, in_axes=(None, 0))(jnp.ones(2), x)
-    assert trace.examples == 3
-    np.testing.assert_array_equal(trace.influence().share[:, :, 0], [[0, 1], [1, 0], [np.nan, np.nan]])
-    assert [trace.path("x", 0, example=i)[0].scope for i in (0, 1)] == ["right", "left"]
-    assert trace.path("x", 0, example=2) == []
-    np.testing.assert_allclose(trace.weights[:, 0], [2, 3, 0])
+    found = jax.vmap(ap.tracing.influence(loss), in_axes=(None, 0))(jnp.ones(2), x)
+    np.testing.assert_array_equal(found.share[:, :, 0], [[0, 1], [1, 0], [np.nan, np.nan]])
 
 
 def test_in_a_jitted_training_loop():
@@ -222,8 +218,6 @@ def test_in_a_jitted_training_loop():
 def test_errors():
     t, trace = ap.tracing, ap.trace_gradients(lambda x: jnp.sum(x))(jnp.ones(2))
     assert t.influence(lambda x: x**3, by="primitive")(1.0).components == ("integer_pow",)
-    product = lambda w, x, y=1.0: jnp.sum(w * x * y)
-    of_three = lambda axes, w=1.0, **kwargs: ap.trace_gradients(product, in_axes=axes)(w, jnp.ones(3), **kwargs)
     for called, error, words in (
         (lambda: t.influence(lambda x: x**2)(1.0), ValueError, "no named scopes"),
         (lambda: t.influence(sum, kind="best"), ValueError, "got 'best'"),  # pyright: ignore
@@ -234,13 +228,8 @@ def test_errors():
         (lambda: trace.path("y"), ValueError, "no parameter 'y'; did you mean 'x'"),
         (lambda: trace.path("x", 2), IndexError, "no element"),
         (lambda: trace.path("x", 1.5), TypeError, "index must be an integer"),  # pyright: ignore
-        (lambda: trace.path("x", 0, example=7), ValueError, "without in_axes"),
         (lambda: trace.paths("x", 0, 2.5), ValueError, "must be an integer"),  # pyright: ignore
         (lambda: jax.jit(ap.trace_gradients(lambda x: jnp.sum(x)))(1.0), TypeError, r"tracing.influence"),
-        (lambda: of_three((None, 0), y=jnp.ones(2)), ValueError, "give arrays by position"),
-        (lambda: of_three((None, 1)), ValueError, r"axis 1, .*\(its shape is \(3,\)\)"),
-        (lambda: of_three((None,)), ValueError, r"len\(in_axes\)=1, len\(args\)=2"),
-        (lambda: of_three((0, 0), jnp.ones(2)), ValueError, "inconsistent sizes"),
     ):
         with pytest.raises(error, match=words):
             called()
@@ -302,5 +291,5 @@ def test_an_array_that_python_looks_at_is_a_constant_of_the_program():
             w = w * 2.0
         return jnp.sum(w * x)
 
-    trace = ap.trace_gradients(loss, in_axes=(None, None, 0))(jnp.ones(2), np.array([3]), jnp.array([1.0, 2.0]))
-    assert trace.weights.tolist() == [[8, 8], [16, 16]] and len(trace.path("x", 0, example=1)) == 5
+    trace = ap.trace_gradients(loss)(jnp.ones(2), np.array([3]), 2.0)
+    assert trace.weights.tolist() == [16, 16] and len(trace.path("x", 0)) == 5

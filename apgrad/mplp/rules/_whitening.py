@@ -1,8 +1,5 @@
 """Whitening of a layer's inputs as the layer learns: recursive least squares inside a learned rule.
 
-    state = init(site, limit, rank)
-    whitened, state = whiten(x, state, strength, forget)    # for each minibatch x
-
 The inputs of a layer are correlated, so a gradient step for one example disturbs what others have learned. For linear
 regression the cure is recursive least squares (Plackett, 1950): keep P = (I + lambda sum x x^T)^-1 and step along P x
 in place of x. Here each dense layer keeps its own P (lateral messages among its inputs), and the rule's update of the
