@@ -36,6 +36,7 @@ from apgrad.expectations._node_variances import (
 )
 
 SIGNIFICANT = 1e-3  # how often a difference that is none may be called one, for the variance and for the time each
+ROUNDING = 1e-5  # of the gradient's norm: how far a float32 sum of 10,000 terms is typically off
 
 
 class Row(NamedTuple):
@@ -46,8 +47,9 @@ class Row(NamedTuple):
     Attributes:
       mean: the mean of the estimates.
       standard_error: the standard error of the mean.
-      bias: the mean less the truth, roundings apart; None where no truth is known, and for the reference.
-      off: the bias of the worst element in standard errors (of the difference, against a reference); nan without truth.
+      bias: the mean less the truth, 0 where that is rounding; None where no truth is known, and for the reference.
+      off: the bias of the worst element in standard errors (of the difference, against a reference), infinite where
+        nothing varies; nan without truth.
       biased: whether `off` is more than chance explains (1 in 1000, for all the elements together).
       variance: the variance of one estimate, summed over the elements; infinite where an estimate is not finite.
       squared_bias: the square of the bias, less what the noise of both means adds to it; nan without truth.
@@ -60,6 +62,8 @@ class Row(NamedTuple):
       seconds: the time of one compiled gradient, the median over rounds.
       efficiency: 1 / (squared_error seconds).
       times: the seconds in each round; None where they are known exactly.
+      rounding: whether elements are off by more than chance, and all of these together by no more than 1e-5 of the
+        truth's norm, which float32 cannot tell from 0: that is no bias.
     """
 
     mean: np.ndarray
@@ -77,6 +81,7 @@ class Row(NamedTuple):
     seconds: float
     efficiency: float
     times: np.ndarray | None = None
+    rounding: bool = False
 
 
 class Comparison(NamedTuple):
@@ -99,15 +104,16 @@ class Comparison(NamedTuple):
             mean = f"norm {np.linalg.norm(r.mean):.3g}"
             if r.mean.size == 1:
                 mean = f"{r.mean[0]:.4g} ± {r.standard_error[0]:.1g}"
-            bias = ("", "") if r.bias is None else (f"{r.off:.1f}", f"{r.squared_bias:.2g}")
+            bias = ("", "") if r.bias is None else (_short(r.off), f"{r.squared_bias:.2g}")
             error = f"{r.squared_error:.2g} ± {r.uncertainty:.1g}"
             relative = "1" if r.efficiency == best else f"{r.efficiency / best:.2g}"
-            notes = ", ".join(["biased"] * r.biased + ["heavy tails"] * r.heavy_tailed)
+            notes = ", ".join(["biased"] * r.biased + ["rounding"] * r.rounding + ["heavy tails"] * r.heavy_tailed)
             of = f"{r.cosine:.2f}", f"{r.share:.0%}", f"{1e3 * r.seconds:.3g}", relative
             cells.append((name, mean, bias[0], f"{r.variance:.2g}", bias[1], error, *of, notes))
         elements = next(iter(self.rows.values())).mean.size
         of_all = f"; norm and squares over {elements} elements" if elements > 1 else ""
-        lines = [table(cells), f"{self.num_estimates} estimates each{of_all}; efficiency relative to the best"]
+        how = f"{self.num_estimates} estimates each{of_all}; efficiency relative to the best; ms without compiling"
+        lines = [table(cells), how]
         return "\n".join(lines + [f"{name}: refused, {why}" for name, why in self.refused.items()])
 
 
@@ -123,8 +129,10 @@ def compare(
 ) -> Comparison:
     """Bias, variance, direction, seconds and efficiency of the gradients of objectives with the same expectation.
 
-    Estimates are computed one after the other, by a compiled `lax.map`; objectives take turns, a chunk each, and the
-    seconds are the median over rounds of a chunk's time, per estimate. A machine at rest gives the best figures.
+    Each objective's gradient is compiled first, by itself, which takes from a second to half a minute an objective
+    and is not in its seconds. Estimates are computed one after the other, by a compiled `lax.map`; objectives take
+    turns, a chunk each, and the seconds are the median over rounds of a chunk's time, per estimate. A machine at rest
+    gives the best figures.
 
     Args:
       objectives: functions `(key, *args) -> scalar` by name, as `ap.expectation` makes them.
@@ -236,7 +244,7 @@ def recommend(comparison: Comparison) -> str:
             ]
     for name, r in rows.items():
         if r.biased and r.bias is not None:
-            lines.append(f"{name} is biased by {np.linalg.norm(r.bias):.2g} ({r.off:.0f} standard errors).")
+            lines.append(f"{name} is biased by {np.linalg.norm(r.bias):.2g} ({_short(r.off, 0)} standard errors).")
             if ranked[:1] == [name] and unbiased and r.squared_bias:
                 u = rows[unbiased[0]]
                 number = (u.variance - r.variance * r.seconds / u.seconds) / r.squared_bias
@@ -274,6 +282,10 @@ def _compile(objective, argnums, keys, args):
     return function, keys
 
 
+def _short(x: float, digits: int = 1) -> str:
+    return f"{x:.{digits}f}" if x < 1000 else f"{x:.0e}"
+
+
 def _flat(tree, batch):
     """The leaves in a row, after `batch` axes."""
     leaves = [np.asarray(x, np.float64) for x in jax.tree.leaves(tree)]
@@ -295,7 +307,8 @@ def _row(samples, times, against):
     share = float(np.sort(d)[-max(1, n // 100) :].sum() / d.sum()) if 0 < variance < math.inf else float(variance > 0)
     # The largest of n squares of normal numbers is about 2 log 2n.
     heavy = not finite or bool(variance > 0 and d.max() > min(max(0.2, 6 * math.log(2 * n) / n), 0.5) * n * variance)
-    bias, off, squared_bias, more = None, math.nan, math.nan, 0.0
+    bias, off, squared_bias, more, rounding = None, math.nan, math.nan, 0.0, False
+    bound = NormalDist().inv_cdf(1 - SIGNIFICANT / (2 * max(size, 1)))
     with np.errstate(invalid="ignore"):
         truth = (n * mean - samples) / (n - 1)
     if against is not None:
@@ -303,10 +316,14 @@ def _row(samples, times, against):
         if truth.shape != mean.shape:
             raise ValueError(f"the gradient has {mean.size} elements, the truth {truth.size}")
         bias = mean - truth
-        bias = np.where(np.abs(bias) <= 1e-6 * np.abs(truth), 0.0, bias)  # ten float32 roundings
-        offs = np.abs(bias) / np.maximum(np.hypot(error, truth_error), np.finfo(np.float64).tiny)
+        with np.errstate(invalid="ignore", divide="ignore"):
+            offs = np.where(bias == 0, 0.0, np.abs(bias) / np.hypot(error, truth_error))
+        far = offs > bound
+        rounding = bool(0 < np.linalg.norm(bias[far]) <= ROUNDING * np.linalg.norm(truth))
+        if rounding:
+            bias, offs = np.where(far, 0.0, bias), np.where(far, 0.0, offs)
         if finite:
-            off = float(np.max(np.where(np.isfinite(offs), offs, np.inf), initial=0))
+            off = float(np.max(np.where(np.isnan(offs), np.inf, offs), initial=0))
             squared_bias = max(float(bias @ bias - error @ error - truth_error @ truth_error), 0.0)
             d, more = np.square(samples - truth).sum(1), 2 * float(_mean_and_error(against @ bias)[1])
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -314,7 +331,7 @@ def _row(samples, times, against):
     cosine = float(np.median(np.where(np.isfinite(cosines), cosines, 0)))
     squared_error = variance if math.isnan(squared_bias) else variance + squared_bias
     uncertainty = math.hypot(float(d.std(ddof=1)) / math.sqrt(n), more) if finite else math.inf
-    biased = off > NormalDist().inv_cdf(1 - SIGNIFICANT / (2 * max(size, 1)))
     efficiency = 1 / (squared_error * seconds) if squared_error else math.inf
     errors = squared_bias, squared_error, uncertainty
-    return Row(mean, error, bias, off, biased, variance, *errors, cosine, share, heavy, seconds, efficiency, times)
+    found = mean, error, bias, off, off > bound, variance, *errors, cosine, share, heavy, seconds, efficiency, times
+    return Row(*found, rounding)

@@ -128,6 +128,36 @@ def test_exact_gradients_have_no_variance_and_no_bias():
     assert row.variance == 0 and row.efficiency == np.inf and row.off == 0
 
 
+def test_roundings_of_a_gradient_are_no_bias():
+    # An element of 1e-3 or 0 among others of 1 is off by as much as they are.
+    truth = np.array([1.0, -2.0, 1e-3, 0.0])
+    noisy = np.random.default_rng(0).normal(size=(200, 4)) * np.array([1.0, 0, 0, 0])
+
+    def found(error, samples=0.0):
+        return diagnostics._row(truth + error + samples + np.zeros((200, 4)), np.ones(3), np.stack([truth, truth]))
+
+    for samples in (0.0, noisy):  # whatever the noise of other elements is
+        row = found(np.array([0.0, 1e-7, 2e-7, -1e-7]), samples)
+        assert row.rounding and not row.biased and row.off < 4 and np.all(row.bias[1:] == 0)
+        row = found(np.array([0.0, 1e-4, 0, 0]), samples)
+        assert row.biased and row.off > 1e3 and not row.rounding
+    # What is small in each element may be much in all of them.
+    ones = np.ones(10_000)
+    row = diagnostics._row(np.tile(ones + 1e-4, (20, 1)), np.ones(3), np.stack([ones, ones]))
+    assert row.biased and not row.rounding
+
+
+def test_tables_are_narrow_where_nothing_varies():
+    exact = lambda off: lambda key, x: jnp.sum(x * jnp.array([3.0 + off, 1e-3])) + 0 * jax.random.normal(key)
+    objectives = {"exact": exact(0.0), "rounded": exact(1e-6), "off": exact(0.1)}
+    found = diagnostics.compare(objectives, KEY, jnp.zeros(2), num_estimates=20, truth=np.array([3.0, 1e-3]))
+    table, words = str(found).splitlines(), diagnostics.recommend(found)
+    assert max(map(len, table)) < 120 and max(map(len, words.splitlines())) < 200
+    assert "rounding" in table[2] and "biased" not in table[2]
+    assert " inf " in table[3] and table[3].endswith("biased") and "off is biased by 0.1 (inf standard errors)" in words
+    assert table[4].endswith("; ms without compiling")
+
+
 def test_what_has_no_gradient_is_refused_with_its_reason():
     def objective(estimator):
         def program(tape, p):
