@@ -24,7 +24,8 @@ whose mean is the square of the bias. Under random signs it has the mean 0, the 
 
 *Such elements one by one.* Jumps of the size R that is seen in their array may just not have happened, and a mean may
 be off by sqrt(2 V L / n) + R L / n, L = log(2 elements / p), V the mean square of (estimate - truth) (Bernstein's
-inequality). Where nothing in an array varies, its mean must be the truth to ten float32 roundings.
+inequality). Where nothing in an array varies, its mean must be the truth to ten float32 roundings: of the element, or
+of the array's norm for all elements together that are off by so little in every sample.
 """
 
 from collections.abc import Iterator
@@ -37,6 +38,7 @@ from scipy import special
 NEEDED = 30  # draws unlike the usual one that make a standard error
 BLOCKS = 100
 TINY = 1e-150
+ROUNDING = 10 * float(np.finfo(np.float32).eps)
 
 
 class Distance(NamedTuple):
@@ -114,8 +116,15 @@ def _leaves(samples, truth) -> Iterator[_Leaf]:
         flat, wanted = x.reshape(len(x), -1), wanted.reshape(-1)
         with np.errstate(invalid="ignore"):
             mean, error = flat.mean(0), flat.std(0, ddof=1) / np.sqrt(len(flat))
-            exact = np.abs(mean - wanted) <= 10 * np.finfo(np.float32).eps * np.abs(wanted)
-        yield _Leaf(name, x.shape[1:], flat, wanted, mean, error, exact)
+            exact = np.abs(mean - wanted) <= ROUNDING * np.abs(wanted)
+        yield _Leaf(name, x.shape[1:], flat, wanted, mean, error, exact | _rounded(flat, wanted))
+
+
+def _rounded(samples: np.ndarray, truth: np.ndarray) -> np.ndarray:
+    """Which elements are off by rounding alone in every sample."""
+    most = np.max(np.abs(samples - truth), axis=0)
+    near = most <= ROUNDING * np.linalg.norm(truth)
+    return (most <= ROUNDING * np.abs(truth)) | near & (np.linalg.norm(most[near]) <= ROUNDING * np.linalg.norm(truth))
 
 
 def _blocks(deviations: np.ndarray) -> np.ndarray:
@@ -154,9 +163,7 @@ def _together(leaf: _Leaf, level: float, seen: bool) -> Distance:
     """The test of the squared bias of all elements of an array, by U; `seen`: it says what bias would be seen."""
     bound = float(-special.ndtri(level / 2))
     # What is off by rounding alone, in every sample, is not off. (A mean that is the truth by chance has to count.)
-    deviations = leaf.samples - leaf.truth
-    rounding = np.max(np.abs(deviations), axis=0) <= 10 * np.finfo(np.float32).eps * np.abs(leaf.truth)
-    sums = _blocks(np.where(rounding, 0.0, deviations))
+    sums = _blocks(np.where(_rounded(leaf.samples, leaf.truth), 0.0, leaf.samples - leaf.truth))
     G = sums @ sums.T
     np.fill_diagonal(G, 0)
     second, third = 2 * np.sum(G**2), 8 * np.trace(G @ G @ G)

@@ -6,7 +6,8 @@
 What it tests of a function `(key, *args) -> gradient`, of this library or not:
 
 * `bias`: the mean of many estimates is the exact gradient, as far as chance explains the difference (`_bias.py`).
-* `resolution`: there were estimates enough to see a bias of a tenth of the gradient.
+* `resolution`: there were estimates enough to see a bias of a tenth of the gradient. Where this alone fails, the
+  certificate is undecided: nothing wrong was found, by too few estimates to say so.
 * `variance`: the variance is not above the bound that is claimed, if one is.
 * `order two`: the derivative of the estimate is an unbiased estimate of the Hessian, if that is claimed. Surrogate
   losses that are right once are often wrong here, without an error.
@@ -49,8 +50,13 @@ class Certificate(NamedTuple):
         return all(check.passed for check in self.checks)
 
     def __str__(self) -> str:
-        lines = [f"  {'pass' if check.passed else 'FAIL'}  {check.name:11} {check.found}" for check in self.checks]
-        return "\n".join([f"{self.name}: {'certified' if self.passed else 'not certified'}", *lines])
+        failed = [check for check in self.checks if not check.passed]
+        verdict = "not certified" if failed else "certified"
+        if failed and all(check.name == "resolution" for check in failed):
+            verdict = f"undecided: {failed[-1].found.rpartition(': ')[2]}"
+        words = {check: "open" if check.name == "resolution" else "FAIL" for check in failed}
+        lines = [f"  {words.get(check, 'pass')}  {check.name:11} {check.found}" for check in self.checks]
+        return "\n".join([f"{self.name}: {verdict}", *lines])
 
 
 class NotCertifiedError(AssertionError):
@@ -98,7 +104,8 @@ def certify(
       The certificate, all of whose tests passed.
 
     Raises:
-      NotCertifiedError: an `AssertionError`, if a test failed. It names every test that failed.
+      NotCertifiedError: an `AssertionError`, if a test failed. It names every test that failed. "Undecided" says that
+        `resolution` alone did: nothing wrong was found, and about how many samples would decide.
       ValueError, TypeError: for an order, a bound, a truth or a first argument with which nothing can be tested.
 
     Example:
@@ -190,7 +197,9 @@ def _unbiased(what, samples, truth, bound: float, resolution: float) -> Iterator
     words = f"a bias of {100 * visible / scale:.2g} % would be seen"
     if visible > resolution * scale:
         needed = number * (visible / (resolution * scale)) ** 2
-        advice = f"num_samples={int(np.ceil(needed))}?" if needed < 1e9 else "no number of samples is enough"
+        digit = 10 ** max(0, int(np.log10(needed)) - 1)  # two digits say enough
+        about = f"raise num_samples to about {int(-(-needed // digit) * digit)}"
+        advice = about if needed < 1e9 else "no number of samples is enough"
         yield Check("resolution", False, f"only {words}, not one of {100 * resolution:g} %: {advice}")
     else:
         yield Check("resolution", True, words)

@@ -221,7 +221,7 @@ def test_recommendations_say_when_nothing_is_better():
     unknown = row._replace(bias=None, off=np.nan)
     assert "Biases are not known" in diagnostics.recommend(diagnostics.Comparison({"A": unknown, "B": unknown}, {}, 9))
     exact = row._replace(variance=0.0, squared_error=0.0, uncertainty=0.0, efficiency=np.inf)
-    assert of(exact).startswith("Use B: it is inf")
+    assert of(exact).startswith("Use B: it has no error, and A, the next, has one.")
     assert diagnostics.recommend(diagnostics.Comparison({"A": exact, "B": exact}, {}, 9)).startswith("Use A or B")
 
 

@@ -40,6 +40,17 @@ def test_a_biased_estimate_is_named(truth, words):
         ap.testing.assert_unbiased(noisy(1.0), truth, KEY, 1000)
 
 
+def test_roundings_of_an_array_are_no_bias():
+    truth = np.array([1.0, -2.0, 1e-3, 0.0])
+    noise = lambda key, *where: jax.random.normal(key) * jnp.zeros(4).at[jnp.array(where, int)].set(1)
+    for where in ((), (0,)):  # whatever the noise of other elements is
+        rounded = lambda key, where=where: jnp.array([1, -2 + 5e-7, 1e-3 + 2e-7, -1e-7]) + noise(key, *where)
+        ap.testing.assert_unbiased(rounded, truth, KEY, 100)
+    for off in (np.array([0, 0, 1e-5, 0]), np.full(4, 2e-6)):
+        with pytest.raises(AssertionError, match=r"biased at \[\d\]: .* never near it"):
+            ap.testing.assert_unbiased(lambda key: jnp.array([1, -2, 1e-3, 0]) + noise(key), truth + off, KEY, 100)
+
+
 def test_an_estimate_that_is_not_finite_is_biased():
     with pytest.raises(AssertionError, match="mean nan"):
         ap.testing.assert_unbiased(lambda key: jax.random.normal(key) * jnp.nan, 0.0, KEY, 10)
