@@ -13,8 +13,15 @@ def require_lanes(what: str, lanes: int, tree: Any) -> None:
         if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != lanes:
             raise ValueError(
                 f"{what}: argument {jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}, expected the lanes as "
-                f"leading axis, ({lanes}, ...). Broadcast it with jnp.broadcast_to(x, (tape.lanes, *x.shape))."
+                f"leading axis, ({lanes}, ...). {_instead(leaf)} with jnp.broadcast_to(x, (tape.lanes, *x.shape))."
             )
+
+
+def _instead(x: Any) -> str:
+    if not jnp.ndim(x):
+        return "Broadcast it"
+    rows = f"If its {len(x)} rows are examples that are lanes, give ap.expectation or ap.value_and_grad lanes={len(x)}"
+    return f"{rows}, and no data=; if the lanes share it, close over it, or broadcast it"
 
 
 def require_batch(what: str, lanes: int, *shapes: tuple[int, ...]) -> None:

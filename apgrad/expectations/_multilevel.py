@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from apgrad.expectations._adaptive import Adaptive
+from apgrad.expectations._adaptive import Adaptive, in_one_program
 
 
 class MultilevelState(NamedTuple):
@@ -151,7 +151,7 @@ def multilevel(
         weighed = lambda g, d: g + jnp.tensordot(state.weights.astype(d.dtype), d, 1)
         return value, jax.tree.map(weighed, first, cut), after
 
-    return Adaptive(init, step)
+    return Adaptive(in_one_program(init), step)
 
 
 def _rows(x):

@@ -41,7 +41,10 @@ class Estimator(NamedTuple):
       score: `(distribution, x) -> log-density`, or anything else of its shape with the derivative which the
         cost-to-go is to multiply: only the derivative counts, and where the value is NaN or infinite the objective is
         NaN. None: the choice is not charged with costs.
-      baseline: what is taken off the cost-to-go.
+      baseline: what is taken off the cost-to-go of an estimator with a score: None, `"leave_one_out"` (the mean of the
+        other lanes' costs), `"standardized"` (biased), or a function. With `ap.stochastic` the function is
+        `(*arguments of one lane) -> scalar`, with `ap.sample` `(distribution) -> (lanes,)`. It must not know what the
+        choice decides. `ap.learned_baseline(function)` trains such a function.
       bias: `"none"`, `"unless cross-fitted"` or `"yes"`; None where nothing is claimed.
       assumptions: what the claim about the bias assumes, or what the bias is, in words.
       every_order: the claim holds for derivatives of the derivative too, to any order. Where this is not claimed,
