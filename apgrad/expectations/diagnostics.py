@@ -236,8 +236,10 @@ def recommend(comparison: Comparison) -> str:
         ratios = {n: _ratio(rows[first], rows[n]) for n in ranked[1:]}
         equal = [n for n, (ratio, low, _) in ratios.items() if ratio <= 1.1 or low <= 1]
         ratio, low, high = ratios[equal[0] if equal else second]
-        better = f"it is {ratio:.3g} ({low:.3g} to {high:.3g}) times as efficient as {second}, the next"
-        lines = [f"Use {first}: {f'it has no error, and {second}, the next, has one' if ratio == math.inf else better}."]
+        why = f"it is {ratio:.3g} ({low:.3g} to {high:.3g}) times as efficient as {second}, the next"
+        if ratio == math.inf:
+            why = f"it has no error, and {second}, the next, has one"
+        lines = [f"Use {first}: {why}."]
         if equal:
             lines = [
                 f"Use {', '.join([first, *equal[:-1]])} or {equal[-1]}, the simplest of them: no difference is "
