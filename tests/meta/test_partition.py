@@ -109,7 +109,8 @@ def test_the_loss_sees_it_and_the_gradient_has_zeros(name):
         return s, jnp.sum(theta["fixed"][...] * s)
 
     problem = meta.Problem(lambda theta, key: jnp.ones(2), step, lambda theta, s: jnp.sum(s), 2)
-    _, gradient, _ = jax.jit(OUTER[name](problem))(theta, jax.random.key(0))
+    outer = OUTER[name](problem)
+    _, gradient, _ = jax.jit(lambda theta, key: outer(theta, key, outer.init(theta, key)))(theta, jax.random.key(0))
     jax.block_until_ready(gradient)
     jax.effects_barrier()
     assert bits([gradient["fixed"][...]]) == bits([jnp.zeros(2)])
