@@ -266,24 +266,34 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     shown = [{**row, "ratio_low": row["ratio_interval"][0], "ratio_high": row["ratio_interval"][1]} for row in rows]
     table = harness.table(shown, "benchmark", "size", "method", *columns)
 
-    figure, ((left, middle, right),) = harness.panels(1, 3, (11, 4))
-    shown = [r for r in rows if (r["benchmark"], r["size"]) == ("rollout", last["rollout"])][::-1]
-    shown = [r for r in shown if "plain" not in r["method"]]
-    values = np.array([r["ratio"] for r in shown])
-    errors = np.abs(np.array([r["ratio_interval"] for r in shown]).T - values) if shown else None
-    left.barh([r["method"] for r in shown], values, xerr=errors, color="0.7")
-    left.axvline(1, color="black", linewidth=0.8)
-    left.set(xlabel="time / plain jax.grad", title=f"Rollout, H={last['rollout']}, {LANES} lanes")
-    left.tick_params(axis="y", labelsize=7)
-    panels = ((middle, "added_us_per_node", "Microseconds"), (right, "added_bytes_per_node", "Bytes, of 2 lanes,"))
-    for ax, name, title in panels:
+    return harness.Report(figures, rows, table, _picture(rows, last))
+
+
+def _picture(rows, last):
+    """Bars of the longest rollout and of each policy, as far as they were measured, and what a node of a chain adds."""
+    of = lambda name, size: [
+        r for r in rows if (r["benchmark"], r["size"]) == (name, size) and "plain" not in r["method"]
+    ]
+    bars = {f"Rollout, H={last['rollout']}": of("rollout", last["rollout"])}
+    bars |= {f"Policy of {size:,} parameters": of("policy", size) for size in POLICIES}
+    bars = {title: found[::-1] for title, found in bars.items() if found}
+    nodes = {"added_us_per_node": "Microseconds", "added_bytes_per_node": "Bytes, of 2 lanes,"} if last["chain"] else {}
+    figure, (axes,) = harness.panels(1, max(1, len(bars) + len(nodes)), (3.7 * (len(bars) + len(nodes)), 4))
+    for ax, (title, found) in zip(axes, bars.items(), strict=False):
+        values = np.array([r["ratio"] for r in found])
+        errors = np.abs(np.array([r["ratio_interval"] for r in found]).T - values)
+        ax.barh([r["method"] for r in found], values, xerr=errors, color="0.7")
+        ax.axvline(1, color="black", linewidth=0.8)
+        ax.set(xlabel=f"time / plain jax.grad, {LANES} lanes", title=title)
+        ax.tick_params(axis="y", labelsize=7)
+    for ax, (name, title) in zip(axes[len(bars) :], nodes.items(), strict=False):
         for method, marker in zip(CHAIN_METHODS, "os^", strict=True):
             chain = [r for r in rows if (r["benchmark"], r["method"]) == ("chain", method)]
             ax.plot([r["size"] for r in chain], [r[name] for r in chain], marker=marker, label=method)
         ax.axhline(0, color="black", linewidth=0.8)
         ax.set(xscale="log", xlabel="nodes in the chain", title=f"{title} that a node adds")
         ax.legend()
-    return harness.Report(figures, rows, table, figure)
+    return figure
 
 
 if __name__ == "__main__":

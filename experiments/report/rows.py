@@ -80,10 +80,11 @@ def swarms(results) -> Rows:
 
 
 def growth_with_the_policy(results) -> Rows:
-    rows = [["parameters", "default, cross-fitted", "`ap.adaptive`", '`target="parameters"`, cross-fitted']]
+    shown = {"RP": "RP", "decoupled-CF": "default, cross-fitted", "adaptive": "`ap.adaptive`"}
+    shown |= {"adaptive, by state": "`by_state=True`", "parameters-CF": '`target="parameters"`, cross-fitted'}
+    rows = [["parameters", *shown.values()]]
     for size in (41, 4866, 100444):
-        ratio = [results[f"policy of {size}, {m}"]["ratio"] for m in ("decoupled-CF", "adaptive", "parameters-CF")]
-        rows.append([f"{size:,}", *(f"{r:.2f}" for r in ratio)])
+        rows.append([f"{size:,}", *(f"{results[f'policy of {size}, {m}']['ratio']:.2f}" for m in shown)])
     return rows
 
 
