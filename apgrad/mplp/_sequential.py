@@ -114,14 +114,12 @@ def from_nnx(
       ValueError: if the network's predictions for x are not the model's.
 
     Example:
-      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> import jax.numpy as jnp, apgrad as ap
       >>> from flax import nnx
-      >>> rngs = nnx.Rngs(0)
-      >>> first, second = nnx.Linear(144, 50, rngs=rngs), nnx.Linear(50, 10, rngs=rngs)
-      >>> model = nnx.Sequential(first, nnx.sigmoid, second, nnx.softmax)
+      >>> model = nnx.Sequential(nnx.Linear(144, 10, rngs=nnx.Rngs(0)), nnx.sigmoid, nnx.softmax)
       >>> network, params = ap.mplp.from_nnx(model, loss=ap.mplp.cross_entropy, x=jnp.ones((2, 144)))
       >>> [layer.name for layer in network.layers]
-      ['0_dense', '1_activation', '2_dense', '3_softmax']
+      ['0_dense', '1_activation', '2_softmax']
     """
     if type(model) is not nnx.Sequential:
         raise TypeError(

@@ -65,15 +65,7 @@ class PerSynapse(nnx.Module):
       rngs: the source of keys for the networks.
 
     Example:
-      >>> import jax, jax.numpy as jnp, apgrad as ap
-      >>> from flax import nnx
-      >>> network, prior = ap.meta.mlp((1, 5, 1), jax.nn.relu, ap.mplp.squared_error)
-      >>> params, batch = prior(jax.random.key(0)), (jnp.ones((10, 1)), jnp.zeros((10, 1)))
-      >>> rule = ap.mplp.PerSynapse(ap.mplp.sites(network, params, batch), message_size=4, hidden=3, rngs=nnx.Rngs(2))
-      >>> state = ap.mplp.init_state(rule, network, params, batch)
-      >>> updates, state, _ = jax.jit(ap.mplp.backward, static_argnums=1)(rule, network, params, state, batch)
-      >>> state["dense_in"]["weight"]["carry"].shape
-      (10, 1, 5, 8)
+      As for `Separable`, with the rule `ap.mplp.PerSynapse(sites, message_size=4, hidden=3, rngs=nnx.Rngs(2))`.
     """
 
     def __init__(

@@ -60,15 +60,7 @@ class Thesis(nnx.Module):
         the thesis's code.
 
     Example:
-      >>> import jax, jax.numpy as jnp, apgrad as ap
-      >>> from flax import nnx
-      >>> network, prior = ap.meta.mlp((1, 5, 1), jax.nn.relu, ap.mplp.squared_error)
-      >>> params, batch = prior(jax.random.key(0)), (jnp.ones((10, 1)), jnp.zeros((10, 1)))
-      >>> rule = ap.mplp.Thesis(ap.mplp.sites(network, params, batch), message_size=8, rngs=nnx.Rngs(2))
-      >>> state = ap.mplp.init_state(rule, network, params, batch)
-      >>> updates, *_ = jax.jit(ap.mplp.backward, static_argnums=1)(rule, network, params, state, batch)
-      >>> updates["dense_in"]["kernel"].shape
-      (1, 5)
+      As for `Separable`, with the rule `ap.mplp.Thesis(sites, message_size=8, rngs=nnx.Rngs(2))`.
     """
 
     def __init__(
