@@ -9,7 +9,7 @@ import dis
 import functools
 import sysconfig
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -17,14 +17,16 @@ from jax.core import Tracer
 
 _LIBRARIES = tuple(sysconfig.get_path(path) for path in ("stdlib", "purelib", "platlib"))
 
+_WORLD = ("builtins", "jax", "jaxlib", "numpy", "functools", "types")  # whose objects are not looked into
+
 
 def may_close_over_a_tracer(*functions: Any) -> bool:
     """Whether a traced array is found in what functions reach: a quick look."""
     return any(isinstance(found, Tracer) for found in reached(*functions))
 
 
-def reached(*functions: Any, code: bool = False) -> Iterator[Any]:
-    """All that is reached by closures, defaults, parts of `partial`, attributes and containers.
+def reached(*functions: Any, code: bool = False, is_leaf: Callable[[Any], bool] | None = None) -> Iterator[Any]:
+    """All that is reached by closures, defaults, parts of `partial`, attributes and the leaves of pytrees.
 
     With `code`, also by the globals that code names, but for the code of libraries.
     """
@@ -36,13 +38,18 @@ def reached(*functions: Any, code: bool = False) -> Iterator[Any]:
             continue
         seen[id(found)] = found
         yield found
-        queue += jax.tree.leaves(found, is_leaf=lambda x, found=found: x is not found)  # one level
+        called, library = callable(found), type(found).__module__.partition(".")[0]
+        if isinstance(found, type | types.ModuleType) or (library in ("jaxlib", "numpy") and not called):
+            continue
+        leaves = jax.tree.leaves(found, is_leaf=is_leaf)
+        queue += leaves
+        if called or any(leaf is found for leaf in leaves):
+            queue += _attributes(found) if library not in _WORLD else ()
         if isinstance(found, functools.partial):
             queue += [found.func, *found.args, *found.keywords.values()]
         elif isinstance(found, Mapping | set | frozenset):
             queue += found.values() if isinstance(found, Mapping) else found
-        queue += _attributes(found)
-        if callable(found):
+        if called:
             for cell in getattr(found, "__closure__", None) or ():
                 with contextlib.suppress(ValueError):  # a variable that has no value yet
                     queue.append(cell.cell_contents)
@@ -53,10 +60,7 @@ def reached(*functions: Any, code: bool = False) -> Iterator[Any]:
 
 
 def _attributes(found: Any) -> list[Any]:
-    """The values of an object's attributes; of modules, classes and libraries' objects none, which is the world."""
-    library = type(found).__module__.partition(".")[0] in ("builtins", "jax", "jaxlib", "numpy", "functools", "types")
-    if library or isinstance(found, type):
-        return []
+    """The values of an object's attributes, and what it is called by."""
     slots = [name for cls in type(found).__mro__ for name in getattr(cls, "__slots__", ())]
     own = [*getattr(found, "__dict__", {}).values(), *(getattr(found, name, None) for name in slots)]
     return [*own, vars(type(found)).get("__call__")]

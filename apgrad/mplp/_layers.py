@@ -91,8 +91,8 @@ class _Layers:
 
 
 def _function(function: Callable[..., Any]) -> Layer:
-    held = (x for x in reached(function, code=True) if isinstance(x, nnx.Module | nnx.Variable))
-    if (module := next(held, None)) is not None:
+    holds = lambda x: isinstance(x, nnx.Module | nnx.Variable)
+    if (module := next(filter(holds, reached(function, code=True, is_leaf=holds)), None)) is not None:
         raise TypeError(
             f"a function of the model holds a module, {type(module).__name__}, whose parameters the network would not "
             "learn. Make it a layer of the Sequential, or write the network as a function of nodes."
