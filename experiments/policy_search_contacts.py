@@ -57,6 +57,7 @@ class Config(harness.Config):
     """Options of this experiment.
 
     Attributes:
+      methods: names in `METHODS`, RP among them, whose time is the unit.
       units: the width of the hidden layers of the policy, and of SHAC's critic.
       horizon: H, the number of steps of an episode.
       lanes: trajectories for each gradient.
@@ -69,6 +70,7 @@ class Config(harness.Config):
       resamples: of the bootstrap.
     """
 
+    methods: tuple[str, ...] = tuple(METHODS)
     units: int = 32
     horizon: int = 60
     lanes: int = 100
@@ -81,6 +83,9 @@ class Config(harness.Config):
     resamples: int = 1000
 
     def __post_init__(self):
+        harness.require_among(self, methods=METHODS)
+        if "RP" not in self.methods:
+            raise ValueError(f"methods must have RP, whose time is the unit, got {list(self.methods)}")
         harness.require_least(self, tuning=1, groups=1, seeds=2, estimates=2)
         if self.steps % EVERY or self.steps < 5 * EVERY:
             raise ValueError(f"steps must be a multiple of {EVERY}, at least {5 * EVERY}, got {self.steps}")
@@ -150,8 +155,8 @@ def _evaluate(horizon):
 def cells(config: Config) -> list[harness.Cell]:
     """The explosion; the seeds for tuning, a cell each rate; then a group of the other seeds after the other."""
     found: list[harness.Cell] = [{"method": EXPLOSION}]
-    found += [{"method": m, "rate": r, "group": "tuning"} for m in METHODS for r in config.rates]
-    return found + [{"method": m, "group": g} for g in range(config.groups) for m in METHODS]
+    found += [{"method": m, "rate": r, "group": "tuning"} for m in config.methods for r in config.rates]
+    return found + [{"method": m, "group": g} for g in range(config.groups) for m in config.methods]
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
@@ -187,7 +192,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 def _explosion(config, keys):
     """The median and the largest length of each gradient over many keys, the mean over policies."""
     found = {}
-    for name in (name for name in ("RP", "LR", "RP, lanes clipped") if name in METHODS):
+    for name in ("RP", "LR", "RP, lanes clipped"):
         gradient = ap.grad(program(METHODS[name], config.horizon), config.lanes, check_nan=False)
 
         def lengths(key, gradient=gradient):
@@ -214,14 +219,14 @@ def _finite(costs):
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
     """Each method at its tuned rate, on the groups of seeds that are finished for all methods."""
     found = {(c["method"], c["group"]): r for c, r in records if c.get("group", "tuning") != "tuning"}
-    groups = [g for g in range(config.groups) if all((m, g) in found for m in METHODS)]
+    groups = [g for g in range(config.groups) if all((m, g) in found for m in config.methods)]
     if not groups:
         raise SystemExit("no group of seeds is finished for all methods")
-    curves = {name: _finite(np.concatenate([found[name, g]["costs"] for g in groups])) for name in METHODS}
+    curves = {name: _finite(np.concatenate([found[name, g]["costs"] for g in groups])) for name in config.methods}
     ends = {name: costs[:, _last(config)].mean(1) for name, costs in curves.items()}
-    best = min((name for name in METHODS if name in OTHERS), key=lambda name: ends[name].mean())
+    best = min((name for name in config.methods if name in OTHERS), key=lambda name: ends[name].mean())
     draws = lambda x: harness.bootstrap(x, lambda x: x.mean(-1), config.resamples, config.seed)
-    seconds, rows = {name: min(found[name, g]["seconds"] for g in groups) for name in METHODS}, []
+    seconds, rows = {name: min(found[name, g]["seconds"] for g in groups) for name in config.methods}, []
     for name, costs in curves.items():
         low, high = harness.interval(draws(ends[name]))
         less, more = harness.interval(draws(ends[name] - ends[best]))

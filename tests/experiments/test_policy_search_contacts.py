@@ -57,12 +57,11 @@ def test_the_actors_first_update_is_that_of_the_windows_cost():
 
 @pytest.mark.long
 def test_policy_search_contacts(run, monkeypatch):
-    methods = {name: contacts.METHODS[name] for name in ("RP", contacts.SHAC, "multilevel")}
-    monkeypatch.setattr(contacts, "METHODS", methods)
+    methods = ["RP", contacts.SHAC, "multilevel"]
     monkeypatch.setattr(contacts, "EVERY", 1)
     options = "--units 4 --horizon 10 --lanes 4 --steps 5 --rates 0.001 0.01 --estimates 3 --resamples 20"
-    found = run(contacts, options)
-    assert [row["method"] for row in found["rows"]] == list(methods)
+    found = run(contacts, f"--methods {' '.join(methods)} {options}")
+    assert [row["method"] for row in found["rows"]] == methods
     assert all(row["cost_low"] <= row["cost"] <= row["cost_high"] and row["seeds"] == 2 for row in found["rows"])
     assert found["explosion"]["RP"]["median"] <= found["explosion"]["RP"]["largest"]
     with pytest.raises(SystemExit):
