@@ -1,6 +1,6 @@
 """The rows of the tables of single runs: functions of a run's results that return rows of text, the head first."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from experiments.report.verdicts import Value, figure
 
@@ -24,7 +24,7 @@ class _Shown:
     is None shows as nothing, or as what stands behind a bar: `.0f|none`.
     """
 
-    UNITS = {"%": 100, "kB": 1e-3, "MB": 1e-6}
+    UNITS: ClassVar = {"%": 100, "kB": 1e-3, "MB": 1e-6}
 
     def __init__(self, row: dict[str, Any], name: str):
         self.row, self.name = row, name
@@ -49,7 +49,8 @@ def listed(results: dict[str, Any], columns: list[list[str]], by: str | None = N
     """A line for each row of the results, whose columns are format strings, sorted by a value if one is named.
 
     Example:
-      >>> listed({"rows": [{"who": "RP", "cost": 0.25, "cost_se": 0.01}]}, [["method", "{who}"], ["cost", "{cost:se%} %"]])
+      >>> rows = [{"who": "RP", "cost": 0.25, "cost_se": 0.01}]
+      >>> listed({"rows": rows}, [["method", "{who}"], ["cost", "{cost:se%} %"]])
       [['method', 'cost'], ['RP', '25.0 ± 1.0 %']]
     """
     rows = results["rows"] if by is None else sorted(results["rows"], key=lambda row: row[by])
