@@ -71,10 +71,10 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
         values[v] = jnp.asarray(message, v.aval.dtype)  # JAX takes Python's numbers for messages
     keys = _keys(made, key)
 
-    def restore(keys, slot, kept):
+    def restore(drawn, slot, kept):
         which, like = made.slots[slot], made.slots[slot].var.aval
         if which.how == "sampled":
-            return _restored(which.sampler, like.shape, like.dtype, keys[slot], kept)
+            return _restored(which.sampler, like.shape, like.dtype, drawn[slot], kept)
         return jnp.unpackbits(kept)[: like.size].reshape(like.shape).astype(bool) if which.how == "bits" else kept
 
     computed: dict[Any, Any] = {}  # what is evaluated again, until its last use
@@ -84,19 +84,20 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
         slots = {
             s: memory[s] for use in step.uses.values() for s in use.slots if made.slots[s].how in ("sampled", "bits")
         }
-        if any(made.slots[s].how == "sampled" and not _rounds(made.slots[s].sampler) for s in slots):
-            keys, slots, present = _together(keys, slots, present)
+        drawn = {s: keys[s] for s in slots if made.slots[s].how == "sampled"}
+        if any(not _rounds(made.slots[s].sampler) for s in drawn):
+            drawn, slots, present = _together(drawn, slots, present)
         elif slots:
             slots, present = jax.lax.optimization_barrier((slots, present))
         axis = _commutes(made, step)
         restored = {}
         for i, use in step.uses.items():
             if use.again is not None:
-                held = {s: restore(keys, s, memory[s]) for s in use.slots}
+                held = {s: restore(drawn, s, memory[s]) for s in use.slots}
                 restored[i], present = _evaluated_again(use, held, computed, present)
                 continue
             kept = [slots.get(s, memory[s]) for s in use.slots]
-            restored[i] = _first(kept[0])[0] if axis else use.replay(*map(restore, [keys] * len(kept), use.slots, kept))
+            restored[i] = _first(kept[0])[0] if axis else use.replay(*map(restore, [drawn] * len(kept), use.slots, kept))
         out = step.eqn.outvars
         if step.root is not None:
             found = [present[0].astype(out[0].aval.dtype) * restored[1].astype(out[0].aval.dtype)]
@@ -109,7 +110,7 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
             sampler = made.slots[slot].sampler
             others = _first(slots[slot])[1]
             small = (found[0], *others[:1]) if others else found[0]
-            found = [_restored(sampler, like.shape, like.dtype, keys[slot], small, axis - 1)]
+            found = [_restored(sampler, like.shape, like.dtype, drawn[slot], small, axis - 1)]
         if step.last:
             found, present = jax.lax.optimization_barrier((found, present))
             values.update((inputs[i], message) for i, message in present.items())
@@ -133,9 +134,16 @@ def _evaluated_again(use: CoefficientUse, memory: dict[int, Any], computed: dict
     return computed[var], present
 
 
-def _keys(made: MemoryPlan, key: jax.Array) -> jax.Array:
-    """A key for each slot, all made at once."""
-    return hashed(key, jnp.arange(len(made.slots)))
+def _keys(made: MemoryPlan, key: jax.Array) -> dict[int, jax.Array]:
+    """A key for each slot that is sampled: the words of the one before, plus a constant.
+
+    The barriers hide how many constants were added: so slots of one shape have equal operations, compiled once.
+    """
+    data, keys = jax.random.key_data(key), {}
+    for i in (i for i, slot in enumerate(made.slots) if slot.how == "sampled"):
+        data = jax.lax.optimization_barrier(data + jnp.uint32(0x9E3779B9))
+        keys[i] = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
+    return keys
 
 
 def _rounds(sampler: Sampler) -> bool:
@@ -157,10 +165,11 @@ def _restored(
     return sampler.restore(key, memory, jax.ShapeDtypeStruct(shape, dtype), axis)
 
 
-def _together(key: jax.Array, *values: Any) -> tuple[Any, ...]:
-    """The key and the values as they are, of which none is there before all are: so draws wait for the values."""
-    raw, *found = jax.lax.optimization_barrier((jax.random.key_data(key), *values))
-    return jax.random.wrap_key_data(raw, impl=jax.random.key_impl(key)), *found
+def _together(keys: Any, *values: Any) -> tuple[Any, ...]:
+    """Keys and values as they are, of which none is there before all are: so draws wait for the values."""
+    raw, *found = jax.lax.optimization_barrier((jax.tree.map(jax.random.key_data, keys), *values))
+    typed = lambda like, data: jax.random.wrap_key_data(data, impl=jax.random.key_impl(like))
+    return jax.tree.map(typed, keys, raw), *found
 
 
 def evaluated(program: jaxprs.Program, inputs: Sequence[Any], *how: Any) -> list[Any]:

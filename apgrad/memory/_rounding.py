@@ -76,12 +76,11 @@ class Rounding:
 
         Offset and scale are rounded outwards, so that the grid covers the group.
         """
-        rows = as_rows(x, self.group)
+        # With a barrier, so that arrays of one size have the same operations, whatever makes them: compiled once.
+        rows = jax.lax.optimization_barrier(as_rows(x, self.group))
         bad, limits = ~jnp.isfinite(rows), jnp.finfo(rows.dtype)
-        # A mean is infinite or NaN if an entry is, and a product with a vector is the cheapest mean.
-        spoilt = ~jnp.isfinite(rows @ jnp.full((rows.shape[1], 1), 1 / rows.shape[1], rows.dtype))
         rows = jnp.where(bad, jnp.zeros((), rows.dtype), rows)
-        low, high = jnp.min(rows, 1, keepdims=True), jnp.max(rows, 1, keepdims=True)
+        low, high, spoilt = (found[:, None] for found in _ranges(rows, bad))
         large = jnp.maximum(high, -low) > float(limits.max) / _DIVISOR
         factor = _divided(large, rows.dtype)
         integer, half = _word(rows.dtype)
@@ -128,16 +127,14 @@ def rounding(bits: int = 4, *, group: int = GROUP) -> Rounding:
 
 def packed(codes: jax.Array, bits: int) -> jax.Array:
     """Codes of some bits, (rows, entries), in bytes: each byte has a code of each of 8 / bits parts of a row."""
-    size = codes.shape[1] * bits // 8
-    codes = jax.lax.optimization_barrier(codes) if bits < 8 else codes  # or they are made anew for each part
-    parts = [codes[:, i * size : (i + 1) * size] << (i * bits) for i in range(8 // bits)]
-    return functools.reduce(jnp.bitwise_or, parts)
+    parts = codes.reshape(len(codes), 8 // bits, -1) << np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    return jax.lax.reduce(parts, np.uint8(0), jnp.bitwise_or, (1,))
 
 
 def unpacked(packed: jax.Array, bits: int) -> jax.Array:
     """The codes that `packed` packed."""
-    shifts = np.repeat(np.arange(0, 8, bits, dtype=np.uint8), packed.shape[1])
-    return (jnp.concatenate([packed] * (8 // bits), 1) >> shifts) & (2**bits - 1) if bits < 8 else packed
+    parts = packed[:, None] >> np.arange(0, 8, bits, dtype=np.uint8)[:, None]
+    return (parts & (2**bits - 1)).astype(jnp.uint8).reshape(len(packed), -1)
 
 
 def as_rows(x: jax.Array, group: int) -> jax.Array:
@@ -171,24 +168,32 @@ def _grid_of(word: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Arra
     return number(word & ~ones), scale, word & 1 == 1, signed < 0
 
 
+def _ranges(rows: jax.Array, bad: jax.Array) -> Any:
+    """The least and the largest entry of each row, and whether one is bad, in one pass."""
+
+    def both(a, b):
+        return jnp.minimum(a[0], b[0]), jnp.maximum(a[1], b[1]), a[2] | b[2]
+
+    inf = np.array(np.inf, rows.dtype)
+    return jax.lax.reduce((rows, rows, bad), (inf, -inf, np.False_), both, (1,))
+
+
 def _divided(large: jax.Array, dtype: Any) -> jax.Array:
     return jnp.where(large, 1 / _DIVISOR, 1.0).astype(dtype)
 
 
 def uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Uniform numbers in (0, 1), of which any two are independent but for their last bits.
+    """Uniform numbers in (0, 1), of 23 bits, any two of them independent.
 
     A row has a random word and a column has one. The sum of a row's and a column's word is uniform, and the sums of two
     places are independent: so the variance of all that is linear in what is rounded is the one of independent numbers.
-    A permutation of the sum's upper 16 bits breaks what relates four places (simple tabulation, Patrascu & Thorup,
-    "The power of simple tabulation hashing", 2012). Below these bits stand some that all numbers share.
+    A permutation of the sum breaks what relates four places (simple tabulation, Patrascu & Thorup, "The power of simple
+    tabulation hashing", 2012).
     """
     rows, columns = shape
     size = jax.random.key_data(key).size
-    words = jax.random.key_data(hashed(key, jnp.arange(-(-(rows + columns + 1) // size)))).reshape(-1)
-    bits = ((words[1 : rows + 1, None] + words[rows + 1 : rows + columns + 1]) >> 16).astype(jnp.uint16)
-    for shift, factor in ((8, 0x88B5), (7, 0xDB2D)):
-        bits = (bits ^ (bits >> shift)) * jnp.uint16(factor)
-    bits = bits ^ (bits >> 9)
-    below = ((words[0] >> 25).astype(dtype) + 0.5) * 2.0**-7
-    return (bits.astype(dtype) + below) * 2.0**-16
+    words = jax.random.key_data(hashed(key, jnp.arange(-(-(rows + columns) // size)))).reshape(-1)
+    bits = words[:rows, None] + words[rows : rows + columns]
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # lowbias32, as in `hashed`; its last step moves low bits
+        bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
+    return ((bits >> 9).astype(jnp.int32).astype(dtype) + 0.5) * 2.0**-23
