@@ -2,8 +2,8 @@
 
 To add an estimator, add a row to ESTIMATORS. `second` says what its second derivative is: right, or refused. To add an
 estimator of `ap.choose`, add a row to CHOICES, and one to ROWS of `expectations/test_choose.py`, which compares it with
-exact sums. To add a rule of `ap.rewire`, add a row to RULES. All that read programs (READERS) refuse what they cannot
-see into.
+exact sums. To add a rule of `ap.rewire`, add a row to RULES; a memory, to MEMORIES. All that read
+programs (READERS) refuse what they cannot see into.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,6 +19,8 @@ import pytest
 from flax import nnx
 
 import apgrad as ap
+from apgrad.memory._randomize import StretchWalk, recorded, walked
+from apgrad.memory._recompute import choices
 
 KEY = jax.random.key(0)
 
@@ -532,6 +534,69 @@ def test_rules_under_vmap_closures_and_second_derivatives(rule):
         np.testing.assert_allclose(jax.jit(jax.grad(closed))(1.0), jnp.sum(layer(*args)), rtol=1e-5)
     with pytest.raises(TypeError, match="no second derivative of a rewired function"):
         jax.grad(lambda s: jnp.sum(by_scale(s)))(1.0)
+
+
+HALF = ap.memory.packing(lambda x: x.astype(jnp.bfloat16), lambda memory, like: memory.astype(like.dtype), biased=True)
+EIGHT = ap.memory.rounding(bits=8)
+
+
+def computed_again(f, *args):
+    """As a plan computes most arrays again."""
+    inexact = [i for i, x in enumerate(jax.tree.leaves(args)) if jnp.issubdtype(x.dtype, jnp.inexact)]
+    stays = choices(recorded(f, args, inexact, 1))[-1].stays
+    return walked(f, lambda *stretch: StretchWalk(lambda _: None, None, stays).stretch(*stretch))
+
+
+MEMORIES = {
+    "rounding": lambda f, *args: ap.randomize(f, EIGHT, min_size=1),
+    "narrow": lambda f, *args: ap.randomize(f, ap.memory.narrow("float8_e4m3fn"), min_size=1),
+    "packing": lambda f, *args: ap.randomize(f, HALF, min_size=1),
+    "boundaries": lambda f, *args: ap.randomize(f, ap.memory.rounding(32), boundaries=EIGHT, min_size=1),
+    "plan": computed_again,
+}
+remembering = pytest.mark.parametrize("memory", MEMORIES.values(), ids=MEMORIES.keys())
+
+
+def squares(p, x):
+    return jnp.sum(stacked(p, x) ** 2)
+
+
+@remembering
+def test_memories_in_control_flow_with_pytrees_closures_and_vmap(memory):
+    p, x = parameters(jnp.float32), jax.random.normal(KEY, (128, 3))
+    random = memory(squares, p, x)
+
+    def ways(f, p, x):
+        """Of the pytree; of an array that the function closes over, of two copies."""
+        gradient = jax.value_and_grad(f, argnums=(0, 1), allow_int=True)
+        scaled = lambda s: f({**p, "w": s * p["w"]}, x)
+        return gradient(p, x), jax.vmap(jax.grad(scaled))(jnp.array([1.0, 0.5]))
+
+    both = jax.jit(lambda key, *args: (ways(lambda *args: random(key, *args), *args), ways(squares, *args)))
+    found, truth = both(KEY, p, x)
+    (value, gradients), scales = found
+    np.testing.assert_allclose(value, truth[0][0], rtol=1e-6)
+    assert_finite(gradients)
+    for a, b in zip(jax.tree.leaves((gradients, scales)), jax.tree.leaves((truth[0][1], truth[1])), strict=True):
+        if a.dtype != jax.dtypes.float0:
+            assert np.linalg.norm(a - b) <= 0.1 * np.linalg.norm(b)
+    np.testing.assert_allclose(scales[0], jnp.sum(gradients[0]["w"] * p["w"]), rtol=1e-3)
+    with pytest.raises(TypeError, match="no second derivative"):
+        jax.eval_shape(jax.grad(jax.grad(lambda s: random(KEY, {**p, "w": s * p["w"]}, x))), 1.0)
+
+
+@remembering
+@pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
+def test_dtypes_of_memories(memory, dtype):
+    with jax.enable_x64(dtype == "float64"):
+        p, x = parameters(dtype), jax.random.normal(KEY, (128, 3), dtype)
+        random = memory(squares, p, x)
+        ways = jax.grad(random, argnums=1, allow_int=True), jax.grad(squares, allow_int=True)
+        found, truth = jax.jit(lambda key, *args: (ways[0](key, *args), ways[1](*args)))(KEY, p, x)
+        assert_finite(found)
+        assert found["w"].dtype == dtype
+        error = np.linalg.norm(np.asarray(found["w"] - truth["w"], np.float64))
+        assert error <= 0.1 * np.linalg.norm(np.asarray(truth["w"], np.float64))
 
 
 def own_rule(x, w):

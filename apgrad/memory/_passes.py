@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
-from apgrad._ground.keys import hashed
 from apgrad._ground.primitives import refuse_derivative
 from apgrad._programs import jaxprs
 from apgrad.memory._plan import BackwardStep, MemoryPlan
@@ -97,7 +96,9 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
                 restored[i], present = _evaluated_again(use, held, computed, present)
                 continue
             kept = [slots.get(s, memory[s]) for s in use.slots]
-            restored[i] = _first(kept[0])[0] if axis else use.replay(*map(restore, [drawn] * len(kept), use.slots, kept))
+            restored[i] = (
+                _first(kept[0])[0] if axis else use.replay(*map(restore, [drawn] * len(kept), use.slots, kept))
+            )
         out = step.eqn.outvars
         if step.root is not None:
             found = [present[0].astype(out[0].aval.dtype) * restored[1].astype(out[0].aval.dtype)]
@@ -112,7 +113,10 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
             small = (found[0], *others[:1]) if others else found[0]
             found = [_restored(sampler, like.shape, like.dtype, drawn[slot], small, axis - 1)]
         if step.last:
-            found, present = jax.lax.optimization_barrier((found, present))
+            # Flat, as layouts pass barriers: XLA for the CPU dies of some layouts of products in branches under vmap.
+            flat = [jnp.reshape(x, -1) for x in found]
+            flat, present = jax.lax.optimization_barrier((flat, present))
+            found = [jnp.reshape(x, like.aval.shape) for x, like in zip(flat, out, strict=True)]
             values.update((inputs[i], message) for i, message in present.items())
         values.update(zip(out, found, strict=True))
     return [_final(v, values) for v in jaxpr.outvars]

@@ -194,6 +194,9 @@ def uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     size = jax.random.key_data(key).size
     words = jax.random.key_data(hashed(key, jnp.arange(-(-(rows + columns) // size)))).reshape(-1)
     bits = words[:rows, None] + words[rows : rows + columns]
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # lowbias32, as in `hashed`; its last step moves low bits
+    for shift, factor in (
+        (16, 0x7FEB352D),
+        (15, 0x846CA68B),
+    ):  # lowbias32, as in `hashed`; its last step moves low bits
         bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
     return ((bits >> 9).astype(jnp.int32).astype(dtype) + 0.5) * 2.0**-23

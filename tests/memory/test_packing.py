@@ -1,5 +1,7 @@
 """Narrow types and packers of one's own, chosen by name; and the inputs of checkpointed blocks."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -125,3 +127,43 @@ def test_boundaries_are_a_sampler():
     linear = lambda x: jnp.sum(jax.checkpoint(jnp.sin)(x))
     with pytest.raises(TypeError, match="boundaries"):
         ap.randomize(linear, R.rounding(4), boundaries=R.rounding)
+
+
+def test_inputs_of_blocks_are_drawn_apart():
+    """A block's inputs from each other, nested blocks from what is around them, and steps from steps."""
+    c = normal(8, 16, 4)
+    product = jax.checkpoint(lambda x, y, w: (x * y) @ w)
+    nested = jax.checkpoint(lambda x, w: jax.checkpoint(lambda x, w: x @ w)(2 * x, w))
+
+    def loss(ws, x):
+        same = jax.lax.scan(lambda x, w: (x, jax.checkpoint(lambda x, w: x @ w)(x, w)), jnp.sin(x), ws[2])[1]
+        return jnp.sum((product(jnp.sin(x), jnp.sin(x), ws[0]) + nested(jnp.cos(x), ws[1]) + jnp.sum(same, 0)) * c)
+
+    ws, x = (normal(0, 32, 4), normal(1, 32, 4), normal(2, 2, 32, 4)), normal(9, 16, 32)
+    random = ap.randomize(loss, lambda _: None, boundaries=R.rounding(2), min_size=8)
+
+    def found(gradient):  # the steps have one input, and one gradient: of independent draws, the mean of the product
+        first, second, steps = gradient(ws, x)
+        return first, second, steps[0] * steps[1]
+
+    truth = jax.jit(lambda: found(jax.grad(loss)))()
+    assert_unbiased(lambda key: found(lambda *args: jax.grad(random, argnums=1)(key, *args)), truth)
+
+
+def test_packed_inputs_with_every_choice_of_arguments():
+    """Exact inside, so that nothing else is drawn: the block's inputs are the same whatever is differentiated."""
+
+    def loss(u, w, x):
+        return jnp.sum(jax.checkpoint(lambda x, w, u: jnp.tanh(x @ w) * u)(jnp.sin(x), jnp.cos(w), u) ** 2)
+
+    args = normal(0, 8), normal(1, 32, 8), normal(2, 16, 32)
+    random = ap.randomize(loss, lambda _: None, boundaries=R.rounding(8), min_size=8)
+    subsets = [s for n in (1, 2, 3) for s in itertools.combinations((1, 2, 3), n)]
+    ways = {s: jax.grad(random, argnums=s) for s in subsets}
+    found, exact = jax.jit(
+        lambda *args: ({s: way(KEY, *args) for s, way in ways.items()}, jax.grad(loss, argnums=(0, 1, 2))(*args))
+    )(*args)
+    for s in subsets:
+        for i, g in zip(s, found[s], strict=True):
+            np.testing.assert_allclose(g, found[1, 2, 3][i - 1], rtol=1e-4, atol=1e-5, err_msg=str(s))
+            assert 0 < np.linalg.norm(g - exact[i - 1]) < 0.05 * np.linalg.norm(exact[i - 1])
