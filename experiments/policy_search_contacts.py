@@ -16,6 +16,9 @@ of the evaluations, on seeds of its own. The curves are of other seeds, the same
 Seconds of a step are the processor's, the least of many blocks of steps on one core, without evaluations.
 
 *Does it explode?* For untrained policies: the median and the largest length of the gradient over many keys.
+
+*What comes out.* It does, and RP hardly learns. SHAC is the most reliable; lanes clipped end as low but for one seed in
+twenty, in a quarter of the time, and all ways of clipping end below short horizons by median.
 """
 
 import dataclasses
