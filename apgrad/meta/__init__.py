@@ -8,11 +8,7 @@ from apgrad.meta._evolution import (
     single_evolution as single_evolution,
     truncated_evolution as truncated_evolution,
 )
-from apgrad.meta._learners import (
-    Learner as Learner,
-    message_passing as message_passing,
-    optimizer as optimizer,
-)
+from apgrad.meta._learners import Learner as Learner, message_passing as message_passing, optimizer as optimizer
 from apgrad.meta._log import tensorboard as tensorboard
 from apgrad.meta._outer import (
     OuterGradient as OuterGradient,

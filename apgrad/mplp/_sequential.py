@@ -87,11 +87,7 @@ Names = Literal["number", "role"]
 
 
 def from_nnx(
-    model: nnx.Sequential,
-    loss: Callable[..., jax.Array],
-    x: jax.Array | None = None,
-    *,
-    names: Names = "number",
+    model: nnx.Sequential, loss: Callable[..., jax.Array], x: jax.Array | None = None, *, names: Names = "number"
 ) -> tuple[Sequential, dict[str, Any]]:
     """Makes a network of a Flax model's layers.
 

@@ -17,10 +17,7 @@ from apgrad.rewiring._rewire import Rule
 
 
 def surrogate_gradient(
-    where: Where = None,
-    *,
-    derivative: Callable[[jax.Array], jax.Array] | None = None,
-    beta: float = 10.0,
+    where: Where = None, *, derivative: Callable[[jax.Array], jax.Array] | None = None, beta: float = 10.0
 ) -> Rule:
     """Functions of one array to one of its shape get a derivative of the user's choice.
 

@@ -180,10 +180,7 @@ def test_sites_that_a_rule_is_not_for():
     product = lambda w, x: x @ w
     of = lambda rule, x=X: ap.rewire(product, rule)(WS[0], x)
     for call, words in (
-        (
-            lambda: learned(rewiring.difference_target_propagation(KEY, "tanh")),
-            "takes layers with one array",
-        ),
+        (lambda: learned(rewiring.difference_target_propagation(KEY, "tanh")), "takes layers with one array"),
         (lambda: of(rewiring.surrogate_gradient("dot_general")), "one array to one of its shape"),
         (lambda: of(rewiring.skip("dot_general")), "skip is for a function of one array"),
         (lambda: ap.rewire(product, rewiring.feedback_alignment(KEY)).init(WS[0], X[:0]), "is empty: make the rule's"),

@@ -91,10 +91,7 @@ CASES = {
         (r(2, 5, 4, 4), r(2, 3, 2, 4)),
     ),
     "conv_general_dilated, 1d": (lambda x, k: lax.conv(x, k, (1,), "SAME"), (r(2, 2, 5), r(3, 2, 3))),
-    "reduce_window_sum": (
-        lambda x: lax.reduce_window(x, 0.0, lax.add, (2, 3), (1, 2), ((1, 0), (0, 1))),
-        (r(4, 6),),
-    ),
+    "reduce_window_sum": (lambda x: lax.reduce_window(x, 0.0, lax.add, (2, 3), (1, 2), ((1, 0), (0, 1))), (r(4, 6),)),
     "reduce_window_max": (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (3, 2), (1, 2), "VALID"), (r(5, 6),)),
     "reduce_window_max, tied": (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2,), (1,), "VALID"), (jnp.ones(4),)),
     "reduce_window_min": (lambda x: lax.reduce_window(x, jnp.inf, lax.min, (2,), (1,), "SAME"), (r(5),)),
