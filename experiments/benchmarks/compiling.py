@@ -1,8 +1,8 @@
 """What random memory costs a compiler: tracing and compiling over those of plain reverse mode, in one process.
 
 One step of `value_and_grad` of an MLP, a ConvNet, a transformer of NNX modules (its blocks in a Python loop, and in a
-scan), an RNN and a scan of checkpointed blocks, plain and with `ap.randomize`: rounding to 4 bits, and of the
-checkpointed blocks the inputs too. Seconds are those of the processor, so that what else runs counts little; each
+scan), an RNN, a scan of checkpointed blocks, a deep MLP, and scans three deep beside one, plain and with
+`ap.randomize`: rounding to 4 bits, and of the checkpointed blocks the inputs too. Seconds are those of the processor, so that what else runs counts little; each
 program is traced and compiled anew, by turns. Compiled memory is with optimization barriers kept.
 
     python -m experiments.benchmarks.compiling
@@ -25,6 +25,7 @@ from experiments import harness
 from experiments.parts.turns import BARRIERS, take_turns
 
 MODELS = ("MLP", "ConvNet", "transformer, loop", "transformer, scan", "RNN", "checkpointed blocks")
+MODELS += ("deep MLP", "one scan", "scans in scans")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,18 +34,20 @@ class Config(harness.Config):
 
     Attributes:
       layers: of the MLP and of the transformers.
+      deep: layers of the deep MLP.
       steps: of the RNN.
       rounds: of compiling.
       runs: of each compiled program.
     """
 
     layers: int = 2
+    deep: int = 4
     steps: int = 32
     rounds: int = 1
     runs: int = 3
 
 
-PAPER = Config(layers=6, steps=784, runs=7)
+PAPER = Config(layers=6, deep=100, steps=784, runs=7)
 
 
 class Block(nnx.Module):
@@ -93,14 +96,15 @@ def transformer(layers: int, scan: bool, checkpoint: bool, d: int = 64) -> tuple
 
 def model(config: Config, name: str) -> tuple[Any, Any, Any]:
     """`(parameters, x) -> loss`, parameters and x."""
-    if name == "MLP":
+    if name in ("MLP", "deep MLP"):
 
         def mlp(weights, x):
             for w in weights:
                 x = jax.nn.relu(x @ w)
             return jnp.mean(x**2)
 
-        return mlp, [normal(i, 256, 256) / 11 for i in range(config.layers)], normal(99, 256, 256)
+        layers = config.layers if name == "MLP" else config.deep
+        return mlp, [normal(i, 256, 256) / 11 for i in range(layers)], normal(99, 256, 256)
     if name == "ConvNet":
 
         def convnet(parameters, x):
@@ -128,6 +132,15 @@ def model(config: Config, name: str) -> tuple[Any, Any, Any]:
             (0.1 * normal(0, 1, 100), 0.95 * jnp.eye(100), 0.1 * normal(2, 100, 10)),
             normal(3, config.steps, 150, 1),
         )
+    if "scan" in name and "transformer" not in name:
+
+        def nested(depth, x, w):
+            if depth == 0:
+                return jnp.tanh(jnp.sin(x @ w) @ w)
+            return jax.lax.scan(lambda x, _: (nested(depth - 1, x, w), None), x, length=4)[0]
+
+        depth = 1 if name == "one scan" else 3
+        return lambda w, x: jnp.mean(nested(depth, x, w) ** 2), normal(0, 64, 64) / 8, normal(1, 64, 64)
     return transformer(config.layers, name != "transformer, loop", name == "checkpointed blocks")
 
 
