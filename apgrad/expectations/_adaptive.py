@@ -4,28 +4,23 @@
     state = objective.init(key, theta)
     value, gradient, state = objective.value_and_grad(key, state, theta)
 
-A mixer needs weights that do not depend on the samples that it mixes. Cross-fitting takes the weights of one half of
-the lanes from the other half, which is right for a single gradient. In training there are better ones: what the
-nodes saw in earlier calls (`mixing/_moments.py`). The lanes stay whole, messages go back once, a lane in thousands that
-explodes counts for what it is, and no weight is fitted on the way.
+A mixer needs weights that do not depend on the samples that it mixes. In training there are better ones than those of
+the other half of the lanes: what the nodes saw in earlier calls (`mixing/_moments.py`). The lanes stay whole, messages
+go back once, and a lane in thousands that explodes counts for what it is.
 
-*Unbiased given the past.* Given the state and the parameters, the weights are constants, and a mixture with constant
-weights that sum to 1 has the right expectation if each estimator has it (where a simulator jumps, reparameterization
-has not: `experiments.contact`). So the gradient is unbiased if the call's key is independent of all the keys that went
-into the state and the parameters. A key that is used twice makes weights and samples depend on each other, and the
-gradient is biased.
+*Unbiased given the past.* Given state and parameters the weights are constants, and a mixture with constant weights
+that sum to 1 has the right expectation if each estimator has it (where a simulator jumps, reparameterization has not:
+`experiments.contact`), and if the call's key is independent of all the keys that went into state and parameters.
 
 *By state.* With `by_state=True` each part of the state space has weights of its own (`mixing/_cells.py`), as gradients
-may explode in one part alone. A node sees its own variance, and not what cancels between nodes, so that
-reparameterization may be better after all. Hence a *guard*: messages go back twice, with these weights and by
-reparameterization alone, and the gradient is the one that was better in earlier calls, by |g(k) - g(k-1)|^2, which is
-on average twice the variance. Its mean over the window leaves out the largest one of `RARE`: of two hundred changes the
-two of one explosion, which would spoil one step, while the likelihood ratio's noise is in all of them.
+may explode in one part alone. A node sees its own variance, and not what cancels between nodes. Hence a *guard*:
+messages go back twice, with these weights and by reparameterization alone, and the gradient is the one that was better
+in earlier calls, by |g(k) - g(k-1)|^2, on average twice the variance. Its mean over the window leaves out the largest
+one of `RARE`: of two hundred changes the two of one explosion, while the likelihood ratio's noise is in all of them.
 
 *What it is slow at.* Where gradients exploded in earlier calls and do not any more, the likelihood ratio keeps its
-weight until the explosion has left the window, after one or two windows of calls, and node by node somewhat longer,
-since what a node sees depends on the weights of the nodes behind it. Meanwhile the variance is nearer to the likelihood
-ratio's. The other way there is no delay: one explosion outweighs all that was before.
+weight until the explosion has left the window, after one or two windows, and node by node somewhat longer, since what a
+node sees depends on the weights of the nodes behind it. The other way there is no delay.
 
 *How it is done.* Each visit of a mixer has a row of weights, which goes in with the tape, and sends back a row of
 moments, as the cotangent of a port. Visits are counted in the program's jaxpr: a node in a `scan` has as many as

@@ -4,8 +4,7 @@
 
 `credit` charges the costs after a random choice to the choice. Of a `Port` of its own a node takes the array as an
 input (`request`) and returns it as an output (`put`): its `backward` finds there what later nodes sent, and answers
-with what earlier nodes shall find. The program is traced twice. In the first trace nodes ask for ports, and in the
-second the tape has them.
+with what earlier nodes shall find. In the program's first trace nodes ask for ports; in the second the tape has them.
 """
 
 import functools

@@ -6,13 +6,11 @@ A choice x ~ p(theta) is followed by the cost c(x) and by a value y(x), and y by
 J = E[c(x)] + E[R(y(x))] has two terms, and each of them has an estimator of its own.
 
 * *The cost of the continuation.* The estimator may evaluate c where it likes. It answers with a C such that C and its
-  derivatives are right in expectation, given the past. The tape adds C as a cost **before** the choice is credited:
-  the tape's term is `C exp(p)`, with p the zeros of the earlier choices alone (`_tape.py`). As E[C | past] has the
-  right derivatives, so has E[C exp(p)], and to every order to which C has them.
-* *What follows y.* Costs after y are known for the sample x alone. So they are charged by the likelihood ratio: the
-  choice's log-probability at x is credited to the tape, with a baseline, and E[R exp(p + log p(x))] has the right
-  derivatives to every order. This asks for no more than that x is a sample of the distribution given the past. Where
-  the continuation hands on no array, there is no score. The derivative of y at the fixed sample is JAX's.
+  derivatives are right in expectation, given the past. The tape adds C as a cost **before** the choice is credited: its
+  term is `C exp(p)`, with p the zeros of the earlier choices alone (`_tape.py`), right to every order to which C is.
+* *What follows y.* Costs after y are known for the sample x alone, and charged by the likelihood ratio, which asks for
+  no more than that x is a sample of the distribution given the past. Where the continuation hands on no array, there is
+  no score. The derivative of y at the fixed sample is JAX's.
 
 So put into the continuation what the choice decides first. A program that ends with its continuation, as the bound of a
 variational autoencoder does, has no likelihood-ratio term at all.
@@ -93,10 +91,8 @@ def choose(
 
       >>> def program(tape, logits):
       ...     d = dist.Categorical(logits=jnp.broadcast_to(logits, (tape.lanes, 3)))
-      ...     tape, _ = ap.choose(tape, d, lambda x: (jnp.array([0.0, 3.0, 6.0])[x], None), ap.enumeration())
-      ...     return tape
-      >>> objective = ap.expectation(program, lanes=1)
-      >>> jax.grad(objective, argnums=1)(jax.random.key(0), jnp.zeros(3)).round(3)
+      ...     return ap.choose(tape, d, lambda x: (jnp.array([0.0, 3.0, 6.0])[x], None), ap.enumeration())[0]
+      >>> ap.grad(program, lanes=1)(jax.random.key(0), jnp.zeros(3)).round(3)
       Array([-1.,  0.,  1.], dtype=float32)
     """
     if isinstance(estimator, Estimator | Mixer):

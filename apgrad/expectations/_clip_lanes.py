@@ -7,14 +7,13 @@ node on the lanes' state bounds each lane's message m, the derivative of all lat
     m' = m min(1, T / |m|),     T = factor exp(mean of log |m_j| over lanes j),
 
 with the mean over living lanes whose message is neither zero nor infinite nor NaN. The geometric mean is as little
-moved by one exploded lane as the median (a message e^60 times as long, among 100, moves it by e^.6), and takes a sum
-over lanes where the median takes a sort. T scales with the messages: neither the units of the cost nor the horizon
-matter, and where all lanes explode alike nothing is cut.
+moved by one exploded lane as the median, without a sort. T scales with the messages: neither the units of the cost nor
+the horizon matter, and where all lanes explode alike nothing is cut.
 
-*Bias.* What is cut is missing: the expected message is off by E[(1 - T / |m|)_+ m], no longer than E[(|m| - T)_+],
-while the variance that a lane can have is at most T^2. At every node before this one the cut message goes on, so the
-gradient is that of no objective. The bias does not fall with more lanes. It is largest where few lanes rightly have
-long messages, as lanes far from the goal have when the others have reached it.
+*Bias.* The expected message is off by E[(1 - T / |m|)_+ m], no longer than E[(|m| - T)_+], while the variance that a
+lane can have is at most T^2. The cut message goes on at every node before this one, so the gradient is that of no
+objective. The bias does not fall with more lanes. It is largest where few lanes rightly have long messages, as lanes
+far from the goal have when the others have reached it.
 
 *What overflows.* Lengths are compared as logarithms, of a message over its largest component: 1e30 squared is no
 problem. An infinite message has the direction of its infinite components, and is cut to T. One with NaN has no

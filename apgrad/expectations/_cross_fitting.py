@@ -1,14 +1,11 @@
 """Cross-fitting: each half of the lanes is weighed by statistics of the other half alone.
 
-Where nodes take weights from the samples that they weigh, as total propagation does, the gradient is biased. With
-`ap.expectation(..., cross_fit=True)` the lanes come in two *folds*, the first half and the second, and the gradient is
-unbiased if each fold is weighed by the statistics of the other fold alone.
-
-But the messages that a fold sends back with the other fold's weights depend on both folds, and so would statistics that
-are taken from these messages further back. Hence two *streams* of messages go back. In the *own* stream each fold is
-weighed by its own weights; this stream gives the statistics, which so depend on one fold only. In the *output* stream
-each fold is weighed by the other fold's weights; this stream gives the gradient. With one fold held fixed, the output
-of the other fold is a mixture with fixed weights, and so unbiased.
+With `ap.expectation(..., cross_fit=True)` the lanes come in two *folds*, first half and second, and the gradient is
+unbiased if each fold is weighed by the statistics of the other fold alone. But the messages that a fold sends back
+with the other fold's weights depend on both folds, and so would statistics that are taken from them further back. Hence
+two *streams* of messages go back. In the *own* stream each fold is weighed by its own weights; this stream gives the
+statistics. In the *output* stream each fold is weighed by the other fold's weights; this stream gives the gradient.
+With one fold held fixed, the output of the other fold is a mixture with fixed weights, and so unbiased.
 
 The code between the nodes, and JAX's reverse pass, know nothing of this. The whole objective is a node, whose forward
 pass keeps the program's pullback, and whose backward pass maps the pullback over an axis of two streams

@@ -9,11 +9,9 @@
 
 The lanes are the samples, and the data are parts of a lane: the choices for one datum pay for the costs of the same
 datum only, and the leave-one-out baseline is the mean over the other samples *of the same datum*. The objective is the
-mean over lanes and data. The mean over data is taken in one place, `per_lane`.
-
-Written the other way, with a lane for each datum and sample, the gradient is right too, but its variance is several
-times as large: the leave-one-out baseline is then mostly the mean over other data, which says nothing about this one.
-`warn_of_mixed_data` finds that where a score has its lanes from an array that the program was given.
+mean over lanes and data (`per_lane`). With a lane for each datum and sample the gradient is right too, but the baseline
+is then mostly the mean over other data, and the variance several times as large. `warn_of_mixed_data` finds that where
+a score has its lanes from an array that the program was given.
 """
 
 import warnings

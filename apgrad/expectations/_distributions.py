@@ -73,14 +73,10 @@ def sample(distribution: Any, key: jax.Array) -> jax.Array:
 def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
     """A sample x whose derivative is the pathwise one, in the dtype of the distribution's parameters.
 
-    The derivative is `rsample`'s where the distribution has one. Else, for a continuous univariate distribution
-    with a `cdf` F and density f, it is implicit: F(x(theta); theta) is constant along the path, so (Figurnov et al.,
-    2018)
-
-        dx = - (dF / dtheta) / f(x; theta) dtheta .
-
-    The code takes Newton steps for F(x; theta) = F(x_0; theta_0) from the sample x_0. They do not move the sample, and
-    each step doubles the order to which x follows the path: three steps are right to the seventh derivative.
+    The derivative is `rsample`'s where the distribution has one. Else, for a continuous univariate distribution with a
+    `cdf` F and density f, it is implicit, dx = - (dF / dtheta) / f dtheta (Figurnov et al., 2018): Newton steps for
+    F(x; theta) = F(x_0; theta_0) from the sample x_0, which do not move it. Each doubles the order to which x follows
+    the path: three are right to the seventh derivative.
     """
 
     def refuse(reason):
@@ -119,8 +115,8 @@ def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
 def score(what: str, distribution: Any, x: jax.Array) -> jax.Array:
     """Zero in value, with the derivatives of the log-density at a fixed x: shape `batch_shape`.
 
-    It is NaN where the log-density of a sample is not finite. Only rounded samples have such a log-density: a sample of
-    a gamma distribution of shape .05 is 0 once in a hundred times in float32, and there the score is infinite.
+    It is NaN where the log-density is not finite, as of rounded samples: one of a gamma distribution of shape .05 is 0
+    once in a hundred times in float32.
     """
     require_density(what, distribution)
     # A sample needs no validation, which takes one that is rounded to the bound of its support (an exponential's 0,
@@ -134,8 +130,7 @@ def score(what: str, distribution: Any, x: jax.Array) -> jax.Array:
 def require_density(what: str, distribution: Any) -> None:
     """Raises a `TypeError` for a distribution whose `log_prob` is not the density of its samples.
 
-    Such a distribution is masked, censored or not normalized, has a transform that is not one to one, or mixes
-    components with different supports.
+    It is masked, censored or not normalized, folded, or mixes components with different supports.
     """
     for part in _parts(distribution):
         folds = not isinstance(part, dist.FoldedDistribution) and _folds(part)

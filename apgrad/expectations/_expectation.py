@@ -45,8 +45,6 @@ def expectation(
 ) -> Callable[..., Any]:
     """The objective of a program: the expectation of its costs, as an ordinary JAX function.
 
-    Its gradients, of any order where the estimators allow it, are estimated as the program's nodes say.
-
     Args:
       program: `program(tape, *args) -> tape`, for `lanes` independent lanes at once: its arrays have the lanes as
         leading axis. Lanes must not act on each other (no batch normalisation over lanes): likelihood-ratio credit goes

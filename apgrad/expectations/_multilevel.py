@@ -20,9 +20,8 @@ noise, so that E[D(now) . D(before)] is |b|^2 with no noise to take off, if b ch
 
     w_l = mean of D_l(k) . D_l(k-1) / mean of |D_l(k)|^2,     no less than 0 and no more than 1,
 
-over earlier calls: the share of the difference that repeats from call to call. Where pathwise gradients explode nothing
-repeats, w is near 0, and the gradient is the clipped one; where differences repeat it is nearly the unbiased one. So no
-factor is tuned. The weight does not depend on the samples that it weighs.
+over earlier calls: the share of the difference that repeats. Where gradients explode nothing repeats, w is near 0,
+and the gradient is the clipped one; so no factor is tuned. The weight does not depend on the samples that it weighs.
 
 One call in many in which a lane explodes should not make the weight of all others. So a difference that is longer than
 the typical one, the geometric mean over earlier calls, is cut to that length: a bias again, of calls in place of lanes.
@@ -78,8 +77,7 @@ def multilevel(
       window: over how many earlier calls, about, the weights are averaged.
 
     Returns:
-      An `Adaptive`: `init(key, *args) -> state` and `value_and_grad(key, state, *args) -> (value, gradient, state)`,
-      pure functions. The state is a `MultilevelState`; each call needs a key of its own.
+      An `Adaptive`, whose state is a `MultilevelState`.
 
     Raises:
       ValueError: for fewer than two levels, or a window of less than one call.

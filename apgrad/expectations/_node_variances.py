@@ -56,8 +56,8 @@ def node_variances(
 ) -> NodeVariances:
     """The variances of both estimators, node by node.
 
-    One backward pass sends back reparameterization alone, one total propagation. A host callback at each node brings
-    the figures out as messages come back, in the order of a chain and of each branch.
+    One backward pass sends back reparameterization alone, one total propagation; a host callback at each node brings
+    the figures out as messages come back.
 
     Args:
       build: `build(estimator) -> program`, a program with that estimator at its nodes, made with `ap.stochastic`.

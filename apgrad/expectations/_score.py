@@ -13,11 +13,10 @@ wherever b > 0 where p > 0. The right hand sides are the derivatives of c(x) exp
 
     z = log p_theta(x) - log b(x),    b a constant.
 
-A plain choice adds a zero with the derivatives of log p to the tape's p, where a cost c becomes c exp(p) (`_tape.py`);
-this one adds z. So costs, and the messages of choices before and after it, are weighed by the product of the ratios
-before them, each cost by those of earlier choices alone. A baseline v that does not depend on the lane's own choices
-adds v (1 - exp(z)), whose expectation is 0 with all of its derivatives, since E_b[exp(z)] is 1 for every theta. Where
-behaviour and program are the same, w is 1 and all is as if the choice had been made here.
+A plain choice adds a zero with the derivatives of log p to the tape's p (`_tape.py`); this one adds z. So costs, and
+messages of choices before and after it, are weighed by the product of the ratios before them. A baseline v that does
+not depend on the lane's own choices adds v (1 - exp(z)), whose expectation is 0 with all of its derivatives, since
+E_b[exp(z)] is 1 for every theta. Where the two distributions are the same, all is as if the choice had been made here.
 """
 
 from typing import Any

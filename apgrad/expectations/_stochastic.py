@@ -47,8 +47,8 @@ def stochastic(
     Returns:
       A decorator; the decorated function is `(tape, *args, mask=None) -> (tape, x)`, with x of shape (lanes, ...). The
       mask is for episodes of different lengths: Booleans (lanes,), known before the choice, False where the lane's
-      episode is over. There the choice is charged with nothing, and no baseline adds noise. Give the tape costs that
-      are 0 there (`jnp.where(alive, c, 0)`), and the distribution parameters that are valid.
+      episode is over. There the choice is charged with nothing; give the tape costs that are 0 (`jnp.where(alive, c,
+      0)`), and the distribution parameters that are valid.
 
     Raises:
       TypeError, ValueError: at trace time, for arguments without the lane axis, a function that returns no

@@ -1,29 +1,23 @@
 """The tape: how costs find the random choices that caused them.
 
-An objective is an expectation, `J = E[sum of costs]`, over the samples that a program draws. The
-likelihood-ratio derivative of J needs, at each random choice, the costs that come after it. Proppo sends
-them there as messages through a graph of its own; here they are cotangents of a port on a value, the
-tape, that is threaded through the program like a PRNG key.
+An objective is an expectation, `J = E[sum of costs]`, over the samples that a program draws. Its likelihood-ratio
+derivative needs, at each random choice, the costs that come after it. Here they are cotangents of a port on a value,
+the tape, that is threaded through the program like a PRNG key.
 
-The tape carries, for each of B independent *lanes* (repetitions of the program, its leading axis), zeros
-`p`. A random choice x with log-density l adds `zero_with_gradient(l(x))` to p, and a cost c adds
+The tape carries, for each of B independent *lanes* (repetitions of the program, its leading axis), zeros p. A random
+choice x with log-density l adds `zero_with_gradient(l(x))` to p, and a cost c adds
 
     c exp(p) + b (1 - exp(p))                                                        (*)
 
-to the lane's total; the objective is the mean of the totals over lanes. In value, (*) is c. Its derivatives
-are the derivatives of `c exp(sum of the log-densities before c)`, which is the DiCE objective (Foerster et al., 2018;
-with baselines, Mao et al., 2019): in expectation right to any order, and pathwise
-derivatives of c come with them. The baseline b, a constant to differentiation, must not depend on the
-lane's own choices, since then E[b d^k exp(p)] = 0 for every k >= 1. Leave-one-out: b_i is the mean of the
-*other* lanes' c.
+to the lane's total; the objective is the mean of the totals over lanes. In value, (*) is c. Its derivatives are those
+of the DiCE objective (`dice` of `_ports.py`): in expectation right to any order, with the pathwise derivatives of c.
+The baseline b, a constant to differentiation, must not depend on the lane's own choices. Leave-one-out: b_i is the mean
+of the *other* lanes' c. So the cotangent that arrives at a random choice through p is, for each lane, the cost after
+the choice less the baseline, over B. Likelihood ratio multiplies it by the score; total propagation reads it.
 
-So the cotangent that arrives at a random choice through p is, for each lane, the cost incurred after the choice in
-program order, less the baseline, over B. Likelihood ratio multiplies this cotangent by the score; total propagation
-reads it. Not all p are alike: each is a *port* with an arithmetic of its own (`_ports.py`), made only where a node asks
-for it (`_channels.py`).
-
-A port exists for the lane and, where nodes ask, for *parts*: components of a lane that are independent of each other,
-(lanes, parts), so that a part's choices pay for the costs of that part only.
+Not all p are alike: each is a *port* with an arithmetic of its own (`_ports.py`), made only where a node asks for it
+(`_channels.py`), for the lane or for *parts*: components of a lane that are independent of each other, (lanes, parts),
+so that a part's choices pay for the costs of that part only.
 """
 
 import functools
@@ -107,8 +101,7 @@ class Tape:
           ...     tape, key = tape.next_key()
           ...     start = jax.random.normal(key, (tape.lanes,))
           ...     return tape.cost((start + theta) ** 2)
-          >>> objective = ap.expectation(program, lanes=1000)
-          >>> float(jax.grad(objective, argnums=1)(jax.random.key(0), 1.0)).__round__()
+          >>> float(ap.grad(program, lanes=1000)(jax.random.key(0), 1.0)).__round__()
           2
         """
         self._require_current("next_key")
@@ -176,10 +169,9 @@ class Tape:
         the costs, unless late costs depend little on early choices. To discount the costs themselves, which biases
         nothing, multiply what you give to `cost`. Pathwise derivatives do not fade.
 
-        A zero p of the tape becomes log(1 + factor (exp(p) - 1)), so that what costs are multiplied by, exp(p) - 1,
-        fades as a whole: its expectation stays 0 in every derivative, and so does every baseline's. In the second
-        derivative the product of the scores of two choices fades too from the later one on, and between the two, as in
-        Loaded DiCE (Farquhar, Whiteson & Foerster, 2019).
+        A zero p of the tape becomes log(1 + factor (exp(p) - 1)), so that the expectation of exp(p) - 1 stays 0 in
+        every derivative. In the second one the product of two scores fades too from the later one on, and between the
+        two, as in Loaded DiCE (Farquhar, Whiteson & Foerster, 2019).
 
         Args:
           factor: a number from 0 to 1, or one for each lane, (lanes,). It is a constant to differentiation. A factor
@@ -198,8 +190,7 @@ class Tape:
           >>> def program(tape, logit):
           ...     tape, x = flip(tape, logit)
           ...     return tape.discount(0.5).cost(x.astype(jnp.float32))
-          >>> objective = ap.expectation(program, lanes=100_000)
-          >>> float(jax.grad(objective, argnums=1)(jax.random.key(0), 0.0)).__round__(2)     # half of p (1 - p)
+          >>> float(ap.grad(program, lanes=100_000)(jax.random.key(0), 0.0)).__round__(2)     # half of p (1 - p)
           0.13
         """
         ledger = self._require_current("discount")
@@ -227,8 +218,7 @@ class Tape:
     def parallel(self, *branches: Callable[["Tape"], tuple["Tape", Any]]) -> tuple["Tape", tuple[Any, ...]]:
         """Runs branches that do not depend on each other, so that one's choices do not pay for another's costs.
 
-        Each branch starts from its own tape. Costs after the join are charged to the choices of all of them:
-        a port after the join is the sum of the branches' ports, less (n - 1) times the port before the fork.
+        Costs after the join are charged to the choices of all branches.
 
         Args:
           *branches: functions `branch(tape) -> (tape, output)`.

@@ -5,15 +5,13 @@
     print(ap.diagnostics.recommend(found))
 
 *What a gradient costs.* The squared error of an estimate x_i of a gradient t is E |x_i - t|^2 = V + |b|^2, variance and
-squared bias, and an estimate takes s seconds: the *efficiency* is 1 / ((V + |b|^2) s). Where t is only known as the
-mean of m estimates of an unbiased reference of variance V_r, the mean of the n estimates x_i is off by B from it with
-E |B|^2 = |b|^2 + V / n + V_r / m, so that these two are taken off. Variance and squared error are means over i, and
-have the standard errors of means. Objectives take turns, and the ratios of their seconds, round by round, say how well
-these are known.
+squared bias, and an estimate takes s seconds: the *efficiency* is 1 / ((V + |b|^2) s). Where t is the mean of m
+estimates of a reference of variance V_r, the mean of n estimates is off by |b|^2 + V / n + V_r / m on average, squared,
+and these two are taken off. Objectives take turns, and the ratios of their seconds, round by round, say how well these
+are known.
 
 *What it does not say.* Where pathwise gradients explode, few estimates make the variance, and the true one is larger
-than any sample says: such heavy tails are flagged. The other estimates may point the right way all the same, which the
-median cosine with t says.
+than any sample says: such heavy tails are flagged. The others may point the right way all the same: see the cosine.
 
 `perturbation_growth` says why gradients explode, `node_variances` where.
 """
@@ -208,9 +206,9 @@ def recommend(comparison: Comparison) -> str:
     """What to use, and why, in plain words.
 
     The most efficient row without heavy tails is recommended, with all that do not differ from it: the ratio of
-    efficiencies is below 1.1, or its interval includes 1. The interval is the product of one for the ratio of squared
-    errors, which misses the true ratio once in 1000 times, and of the least and largest ratio of seconds. A biased
-    gradient may be the best single estimate; then it is said from how many on an average of an unbiased one is better.
+    efficiencies is below 1.1, or its interval includes 1, made of one for the squared errors, which misses once in 1000
+    times, and of the least and largest ratio of seconds. Where a biased gradient is the best single estimate, it is
+    said from how many on an average of an unbiased one is better.
 
     Args:
       comparison: what `compare` found, with a truth or a reference, so that biases are known.

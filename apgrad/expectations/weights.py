@@ -10,35 +10,30 @@ the samples that they mix leave the gradient unbiased, and the message may have 
 `ap.expectation(..., cross_fit=True)` makes the weights independent of the samples.
 
 What remains is to make the variance small. Let c_e be the per-lane contributions to the target, V the variance over
-lanes summed over the target's elements, and D = c_2 - c_1. All are centred over lanes, and < , > is the inner product
-over lanes and elements.
+lanes summed over the target's elements, and D = c_2 - c_1, all centred over lanes; < , > is the inner product over
+lanes and elements.
 
 * *Inverse variance* (Parmas et al., 2018; Proppo, section 3.4): w_e proportional to 1 / V(c_e). Right for independent
   estimators, which these are not.
 * *Local covariance*: the least V(c_1 + k D) is at k = - <c_1, D> / <D, D>.
-* *Suffix covariance*: what counts is the variance of the sum over nodes, and neighbours' contributions cancel. With G
-  the lane's gradient gathered so far on the way back, the least V(G + c_1 + k D) is at - <G + c_1, D> / <D, D>: D is a
-  control variate for all that is there. Good for the contribution. For the message it is greedy: a message that
-  suits this node's contribution may explode in the nodes before it.
+* *Suffix covariance*: what counts is the variance of the sum over nodes. With G the lane's gradient gathered so far on
+  the way back, the least V(G + c_1 + k D) is at - <G + c_1, D> / <D, D>. Good for the contribution. For the message it
+  is greedy: a message that suits this node's contribution may explode in the nodes before it.
 * *Decoupled*: the message by local covariance, the contribution by suffix covariance.
 
-*Shrinkage.* An estimated k is noisy, and where c_1 alone is good by far (V(D) 10,000 times V(c_1)), the noise of tens
-of nodes is all that mixing adds. Used on lanes that it has not seen, s k costs <D, D> E (s k - k*)^2 more than the
-best k* does, which is least at s = k*^2 / (k*^2 + v), v the variance of k over samples of lanes (James & Stein, 1961).
-Contributions are heavy-tailed and one lane may make all of k; so v is what leaving out each lane in turn says (the
-jackknife; HC3 of MacKinnon & White, 1985). With the residuals e = A + k D, A what is to be made small,
+*Shrinkage.* An estimated k is noisy, and where c_1 alone is good by far, the noise of tens of nodes is all that mixing
+adds. Used on lanes that it has not seen, s k costs <D, D> E (s k - k*)^2 more than the best k* does, which is least at
+s = k*^2 / (k*^2 + v), v the variance of k over samples of lanes (James & Stein, 1961). Contributions are heavy-tailed,
+so v is what leaving out each lane in turn says (the jackknife; HC3 of MacKinnon & White, 1985). With the residuals
+e = A + k D, A what is to be made small, and r = lanes / (lanes - 1), as the means change as well,
 
-    v = sum_i (r <D_i, e_i> / (<D, D> - r <D_i, D_i>))^2,    k' = k max(0, 1 - v / k^2),
+    v = sum_i (r <D_i, e_i> / (<D, D> - r <D_i, D_i>))^2,    k' = k max(0, 1 - v / k^2).
 
-r = lanes / (lanes - 1), as the means change as well.
-
-In chaos c_1 explodes, and what is left of it must be shrunk, not k: the two change places where c_2 is typically
-the smaller, by the mean over lanes of log |c_e|, here not centred, which for c_1 grows with the Lyapunov exponent.
-Variances would not do to decide: where c_1 is small but for a lane in thousands, the half that has this lane would turn
-the other half to c_2. `experiments.total_propagation` has the figures.
-
-*Stronger shrinkage* takes away small weights of c_2, which alone keep a rare lane from exploding: with twice v the
-gradient of `experiments.lorenz_control` in chaos can have 100 times the variance, and elsewhere a fifth less at most.
+In chaos c_1 explodes, and what is left of it must be shrunk, not k: the two change places where c_2 is typically the
+smaller, by the mean over lanes of log |c_e|, here not centred, which for c_1 grows with the Lyapunov exponent; a
+variance would turn with the one lane in thousands that is large. Stronger shrinkage takes away small weights of c_2,
+which alone keep a rare lane from exploding: with twice v the gradient of `experiments.lorenz_control` in chaos can have
+100 times the variance, and elsewhere a fifth less at most.
 
 *Where the simulator jumps*, at a contact say, the pathwise derivative does not see the jump: reparameterization is
 biased, its variance is small, and all these rules give it the weight. `experiments/parts/jump_weights.py` has three
@@ -63,9 +58,8 @@ class Weighting(NamedTuple):
         contribution to the target, lane by lane, (estimators, lanes, features): the target's elements, or a random
         sketch of them, which keeps inner products on average. `suffix` (lanes, features) is the sum of contributions
         of the nodes after this one, or zeros.
-      suffix: whether the gradient of later nodes is gathered for the rule. It is gathered over the calls of one
-        decorated function, and of the function's shared arguments. Arrays that the function closes over are in it only
-        where the shared arguments have more than 16 numbers, so that one sketch has all of them.
+      suffix: whether the gradient of later nodes is gathered for the rule: over the calls of one decorated function, of
+        its shared arguments, and where these have more than 16 numbers also of the arrays that it closes over.
     """
 
     rule: Callable[[jax.Array, jax.Array], jax.Array]
@@ -149,9 +143,8 @@ def decoupled(*, shrinkage: float = 1.0) -> Weights:
 def per_step_inverse_variance() -> Weights:
     """Inverse-variance weights of each step's contribution; messages go back by reparameterization alone.
 
-    This is IVW-H (Onoda, Parmas, Yaguchi & Matsuo, 2026, arXiv 2604.18161) as far as we know it, from the abstract, the
-    public reviews and an implementation by others. There each dimension of the action has its own weight, here all have
-    one. The message, which total propagation mixes as well, explodes wherever reparameterization explodes.
+    This is IVW-H (Onoda, Parmas, Yaguchi & Matsuo, 2026, arXiv 2604.18161) as far as we know it, from others' words and
+    code; there each dimension of the action has a weight. The message explodes wherever reparameterization explodes.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -171,11 +164,8 @@ def _first_alone(gradients, suffix):
 def least_variance(shrinkage: float = 0.0) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """The rule of least variance of `suffix + sum_e w_e gradients_e`, with weights in [0, 1] that sum to 1.
 
-    For two estimators this is the module's formula; further estimators are mixed in one after the other, each with the
-    mixture of the estimators before it.
-
-    Args:
-      shrinkage: the factor of v / k^2 in the module's formula; 0 for none.
+    For two estimators it is the module's formula, v / k^2 times `shrinkage`; further estimators are mixed in one after
+    the other, each with the mixture of the estimators before it.
     """
     number("shrinkage", shrinkage)
 

@@ -20,10 +20,9 @@ over k of f_k f'_k, on average over the signs. And f_k is a sum over the uses as
     f_k = sum over uses of <message, derivative of the use along z_k>.
 
 Signs are products of one sign for each coordinate, z_k[i, j] = u_k[i] v_k[j]. For a dense layer y = x W this makes
-f_k = (x . u_k)(message . v_k): two thin products in place of a gradient. What holds for a matrix product holds for
-adding and multiplying, and for layers that are applied along a sequence, in `scan`, in `vmap`, with shared or stacked
-weights. Other uses (a convolution, a table of embeddings) take `NUMBER` derivatives of that one equation; and where an
-equation forbids them (`jax.custom_vjp`), the lane's gradient is made.
+f_k = (x . u_k)(message . v_k): two thin products in place of a gradient, and so for adding and multiplying, in `scan`
+and in `vmap`. Other uses (a convolution, a table of embeddings) take `NUMBER` derivatives of that one equation; where
+an equation forbids them (`jax.custom_vjp`), the lane's gradient is made.
 """
 
 from collections.abc import Callable, Sequence

@@ -5,13 +5,10 @@ phi (one or many choices), u uniform on (0, 1) and one u a choice,
 
     d/dphi E[c(x)] = E[(c(1[u > sigmoid(-phi)]) - c(1[u < sigmoid(phi)])) (u - 1/2)].
 
-*Derivation.* For one choice, the right side is the integral of (c(x') - c(x)) (u - 1/2), with
-x' = 1[u > 1 - p] and x = 1[u < p]. The integral of u - 1/2 over u < p is -p (1 - p) / 2, and over u > 1 - p it is
-p (1 - p) / 2; so both give p (1 - p) (c(1) - c(0)) / 2, together the derivative with respect to the logit. For many
-choices, x and x' each are samples of p, so that the same holds for one choice given the others.
-
-Both outcomes are samples: the first goes on, and the cost is the mean of the two. `disarm()` is its conditional
-expectation given the outcomes, at the same two evaluations, and never has more variance.
+*Derivation.* For one choice the right side is the integral of (c(x') - c(x)) (u - 1/2), with x' = 1[u > 1 - p] and
+x = 1[u < p], that is p (1 - p) (c(1) - c(0)): the derivative with respect to the logit. For many choices, x and x' each
+are samples of p, so that the same holds for one choice given the others. Both outcomes are samples: the first goes on,
+and the cost is the mean of the two. `disarm()` is the conditional expectation given the outcomes, of no more variance.
 """
 
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
@@ -29,8 +26,7 @@ def arm() -> ChoiceEstimator:
       >>> def program(tape, logit):
       ...     d = dist.Bernoulli(logits=jnp.broadcast_to(logit, (tape.lanes,)))
       ...     return ap.choose(tape, d, lambda x: (4 * x, None), ap.arm())[0]
-      >>> objective = ap.expectation(program, lanes=10_000)
-      >>> float(jax.grad(objective, argnums=1)(jax.random.key(0), 0.0)).__round__(1)
+      >>> float(ap.grad(program, lanes=10_000)(jax.random.key(0), 0.0)).__round__(1)
       1.0
     """
     return antithetic("arm", lambda u, p, x, other: 0.5 - u)

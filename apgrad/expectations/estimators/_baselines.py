@@ -2,19 +2,15 @@
 
     ap.likelihood_ratio(baseline=lambda theta, x: x**2)
 
-For a random choice x with score s(x), E[s(x) b] = 0 for every b that does not depend on x, so
-E[s (G - b)] = E[s G] with less variance where b is near the cost-to-go G (Williams, 1992; Weaver & Tao,
-2001). An estimator with a score takes one of:
+For a random choice x with score s(x), E[s(x) b] = 0 for every b that does not depend on x, so E[s (G - b)] = E[s G],
+with less variance where b is near the cost-to-go G (Williams, 1992; Weaver & Tao, 2001). Estimators with a score take:
 
 * `"leave_one_out"`: the mean of the other lanes' cost, cost by cost (Kool et al., 2019). The default.
 * `"standardized"`: what is charged is the standard score of the cost among all lanes, (c - mean) / (deviation + 1e-4),
-  cost by cost, as GRPO has it for the answers to one prompt (Shao et al., "DeepSeekMath", 2024, section 4.1.1). With L
-  lanes its numerator gives (L - 1) / L of the gradient, and the division makes it no gradient of the expected cost at
-  all: groups of lanes whose costs differ little count for as much as others. It is biased, and of the first order.
-* `None`.
-* a function of the node's inputs: for `stochastic` of one lane's arguments, returning a scalar (with
-  `parts`, one value a part); for `sample` of the distribution, returning (lanes,). It is a constant to
-  differentiation.
+  cost by cost, as GRPO has it (Shao et al., "DeepSeekMath", 2024, section 4.1.1). With L lanes its numerator gives
+  (L - 1) / L of the gradient, and the division makes it no gradient of the expected cost at all: it is biased, and of
+  the first order.
+* `None`, or a function of the node's inputs (`Estimator`), a constant to differentiation.
 * `learned_baseline(function)`: the same, whose parameters are trained by the objective's own gradient. With
   `leave_one_out=True` the mean of the other lanes' residuals comes off too: lane i is charged with
   (G_i - b_i) - mean of (G_j - b_j) over j != i.
@@ -47,14 +43,12 @@ def learned_baseline(function: Callable[..., Any], *, leave_one_out: bool = Fals
 
     Its parameters are arguments of the objective like any other: the objective's value does not depend on them, and
     their gradient is the regression's, averaged over lanes and summed over nodes, so that one optax update serves both.
-    The gradient reaches the arguments that lanes share, not the lane's own inputs: the regression does not change what
-    it regresses on.
+    It reaches the arguments that lanes share, not the lane's own inputs.
 
     Args:
       function: `(*inputs)` of the node: for `stochastic` of one lane's arguments, returning a scalar (with `parts`, one
         value a part); for `sample` of the distribution, returning (lanes,).
-      leave_one_out: take also the mean of the other lanes' residual G - b off the lane's residual, which removes what
-        all lanes have in common and the function has not learned yet.
+      leave_one_out: take the mean of the other lanes' residuals off too: what the function has not learned yet.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist

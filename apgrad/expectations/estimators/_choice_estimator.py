@@ -2,9 +2,9 @@
 
     mine = ap.ChoiceEstimator("mine", estimate=lambda distribution, key, costs: ..., evaluations=lambda distribution: 2)
 
-An `Estimator` sees what comes back to the sample that was drawn. A `ChoiceEstimator` may evaluate what follows the
-choice at other outcomes too: at all of them, at an antithetic one, at a relaxation. It answers with a sample, which
-goes on in the program, and with a cost: its value and derivatives estimate the expected cost and its derivatives.
+A `ChoiceEstimator` may evaluate what follows the choice at other outcomes than the sample too: at all of them, at an
+antithetic one, at a relaxation. It answers with a sample, which goes on in the program, and with a cost: its value and
+derivatives estimate the expected cost and its derivatives.
 """
 
 from collections.abc import Callable
@@ -34,8 +34,7 @@ class ChoiceEstimator(NamedTuple):
         continuation hands on a `y`, it is evaluated once more, at x.
       bias: `"none"`, `"unless cross-fitted"` or `"yes"`; None where nothing is claimed.
       assumptions: what the claim about the bias assumes, or what the bias is, in words.
-      relaxed: the continuation is given floating-point outcomes, 0.0 or
-        1.0 for a Bernoulli choice, a one-hot vector for a categorical one.
+      relaxed: the continuation is given floating-point outcomes; a one-hot vector for a categorical choice.
       every_order: what is asked of the cost's derivative holds for its derivatives of every order. Where this is not
         claimed, differentiating twice is a `TypeError`.
 

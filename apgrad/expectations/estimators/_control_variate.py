@@ -33,11 +33,10 @@ So w may be computed from z itself, held fixed: then z' = z in value, and only t
 of how z and z' depend on each other; sharing the noise takes away the variance between them. And k at z and at z' is
 one computation, of which the compiler keeps one.
 
-*Training.* (*) has expectation 0 for all parameters of k, so that k may be trained to make the variance small. The
-gradient g of the lane's cost with respect to phi has a mean that does not depend on k, so E|g|^2 is the variance up to
-a constant, and the derivative of |g|^2 with respect to the parameters of k estimates the variance's. It enters as a
-zero with this derivative, with phi and all else held fixed; and in the estimate k's own parameters are held fixed. So
-the parameters get the gradient of the variance, and nothing else does.
+*Training.* The gradient g of the lane's cost with respect to phi has a mean that does not depend on k, so E|g|^2 is the
+variance up to a constant, and the derivative of |g|^2 with respect to the parameters of k estimates the variance's. It
+enters as a zero with this derivative, with phi and all else held fixed; and in the estimate k's own parameters are held
+fixed. So the parameters get the gradient of the variance, and nothing else does.
 """
 
 from collections.abc import Callable

@@ -19,8 +19,7 @@ last term gives them back. For a cost that is linear in x, and a = 1, what the s
 left.
 
 *The coefficient.* With a = 0 it is leave-one-out, and where the slopes at the outcomes say little of what lies between
-them a = 1 can be worse than that. Titsias & Shi train a to make the variance small; here too a gets the
-gradient of the variance, as the parameters of `_control_variate.py` do.
+them a = 1 can be worse than that. As in the paper, a is trained on the variance (`_control_variate.py`).
 """
 
 from typing import Any

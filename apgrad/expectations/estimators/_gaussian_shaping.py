@@ -13,15 +13,12 @@ fit is good, and is wrong where it is not: **the estimator is biased**, by as mu
 Gaussian. C_mu and C_Sigma are taken by backpropagation through samples of the fit.
 
 *The lane itself is in no moment.* A lane i with a score is charged with the fit to the other L - 1 lanes: with moments
-that it is part of, the gradient would be (L - 1) / L of what it should be. Let m = x - mu be the difference from the
-mean of all lanes. The mean of the others is mu - m / (L - 1), so that d = L m / (L - 1). The derivative of C_mu with
-respect to mu is 2 C_Sigma for every cost (the heat equation), so that the others' C_mu is C_mu - 2 C_Sigma m / (L - 1).
-What <C_Sigma, d d^T> is on average is known from the others' covariance, and taken off. For a quadratic cost this is
-exact, and the gradient unbiased for Gaussian states with any number of lanes. For other costs C_mu and C_Sigma are not
-linear in the moments, which leaves a bias of order 1 / L.
-
-The pathwise derivative (`pathwise="shaped"`), which reparameterization and total propagation carry back, is the
-derivative of g at fixed moments of the others, C_mu + 2 C_Sigma m.
+that it is part of, the gradient would be (L - 1) / L of what it should be. With m = x - mu the difference from the mean
+of all lanes, d = L m / (L - 1). The derivative of C_mu with respect to mu is 2 C_Sigma for every cost (the heat
+equation), so that the others' C_mu is C_mu - 2 C_Sigma m / (L - 1). What <C_Sigma, d d^T> is on average is known from
+the others' covariance, and taken off. For a quadratic cost this is exact, and the gradient unbiased for Gaussian states
+with any number of lanes; other costs leave a bias of order 1 / L. The pathwise derivative (`pathwise="shaped"`) is that
+of g at fixed moments of the others, C_mu + 2 C_Sigma m.
 """
 
 from collections.abc import Callable
@@ -63,8 +60,7 @@ def gaussian_shaping(pathwise: Literal["shaped", "raw"] = "shaped") -> Callable[
       >>> def program(tape, theta):
       ...     tape, x = step(tape, theta)
       ...     return tape.cost(lambda x: jnp.sum(x**2), x, shaping=ap.gaussian_shaping())
-      >>> objective = ap.expectation(program, lanes=10_000)
-      >>> float(jax.grad(objective, argnums=1)(jax.random.key(0), 2.0)).__round__()
+      >>> float(ap.grad(program, lanes=10_000)(jax.random.key(0), 2.0)).__round__()
       8
     """
     if pathwise not in ("shaped", "raw"):
@@ -110,8 +106,8 @@ def moments(what: str, x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def cholesky(covariance: jax.Array) -> jax.Array:
     """The lower Cholesky factor, with a millionth added to each variance; zero for a component without any.
 
-    The factor of the correlations is taken and then scaled, so that a component in metres does not swamp a component in
-    millimetres. The addition keeps the covariance of fewer lanes than dimensions positive definite.
+    The factor of the correlations is taken and then scaled, so that components may have any units. The addition keeps
+    the covariance of fewer lanes than dimensions positive definite.
     """
     size = len(covariance)
     variance = jnp.diag(covariance)

@@ -6,10 +6,9 @@ log-probabilities phi is the argmax of phi + g with Gumbel noise g. At a tempera
 
     softmax((phi + g) / T),     for a Bernoulli choice sigmoid((phi + logit(u)) / T).
 
-*Bias.* The program goes on with the relaxed sample, so that the objective is another one, the expected cost of relaxed
-choices; it tends to the true one as T goes to 0, where the variance grows without bound. Its derivatives, of any order,
-are right for this other objective. With `hard=True` (straight-through Gumbel-softmax) the program goes on with the
-choice, so that the objective's value is the true one, and only the derivative comes from the relaxed sample.
+*Bias.* The program goes on with the relaxed sample, so that the objective is another one, with right derivatives of any
+order; it tends to the true one as T goes to 0, where the variance grows without bound. With `hard=True`
+(straight-through Gumbel-softmax) the program goes on with the choice, and only the derivative is the relaxed sample's.
 """
 
 from typing import Any

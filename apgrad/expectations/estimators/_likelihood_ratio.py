@@ -2,10 +2,9 @@
 
     d/dtheta E[f(x)] = E[f(x) d log p(x; theta) / dtheta]
 
-(Glynn, 1990; Williams, 1992; Proppo, section 2.2 and its LRProp). Only the density is differentiated, never f
-or the sampler, so it serves discrete choices and costs that are not differentiable, and no Jacobian
-product can explode. The node's message is the lane's cost-to-go less a baseline, which the tape brings
-(see `_tape.py`); by the tape's exp(p), higher derivatives are right in expectation too.
+(Glynn, 1990; Williams, 1992; Proppo, section 2.2 and its LRProp). Only the density is differentiated, never f or the
+sampler, so it serves discrete choices and costs that are not differentiable, and no Jacobian product can explode. The
+node's message is the lane's cost-to-go less a baseline (`_tape.py`).
 """
 
 import functools
@@ -19,11 +18,9 @@ def likelihood_ratio(baseline: Baseline = "leave_one_out") -> Estimator:
     """The likelihood-ratio estimator.
 
     Args:
-      baseline: `"leave_one_out"`, None, a function of the node's inputs, or `learned_baseline(function)`;
-        a function is given one lane's arguments in `stochastic` and returns a scalar, and the distribution in `sample`
-        and returns (lanes,). Without a baseline the variance is often tens of times higher.
-        `"standardized"` is GRPO's group baseline: the cost less the mean over all lanes, over their standard
-        deviation. It is biased, and `bias` of the estimator says so.
+      baseline: `"leave_one_out"`, None, a function of the node's inputs (as for `Estimator`), or
+        `learned_baseline(function)`. Without a baseline the variance is often tens of times higher. `"standardized"` is
+        GRPO's group baseline: the cost less the mean over all lanes, over their standard deviation. It is biased.
 
     Raises:
       ValueError: at trace time, for a single lane with the leave-one-out baseline.
@@ -31,9 +28,8 @@ def likelihood_ratio(baseline: Baseline = "leave_one_out") -> Estimator:
         bounds): the score does not see that.
       FloatingPointError: when it runs, for a sample that is rounded to where its density is 0 or infinite.
 
-    Where a parameter makes an outcome impossible (`Bernoulli(probs=0.0)`, a probability of 0 in a categorical
-    choice), no sample shows what the outcome would cost, and the derivative with respect to that probability comes
-    out as 0. Keep probabilities inside the open interval, say by logits.
+    Where a parameter makes an outcome impossible (`Bernoulli(probs=0.0)`), no sample shows what the outcome would cost,
+    and the derivative with respect to that probability comes out as 0. Keep probabilities inside, say by logits.
 
     Example:
       >>> import jax, apgrad as ap, numpyro.distributions as dist

@@ -7,7 +7,7 @@ dp/dtheta = r (p+ - p-), so that
 
     d/dtheta E[c(x)] = r (E[c(x+)] - E[c(x-)]),
 
-which asks nothing of c: it may jump. If x+ and x- are made of the same noise, most of the variance cancels.
+which asks nothing of c: it may jump. With the same noise in x+ and x-, most of the variance cancels.
 
 | distribution | parameter | r | x+ | x- |
 |---|---|---|---|---|

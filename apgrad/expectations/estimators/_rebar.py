@@ -26,9 +26,8 @@ def rebar(temperature: Any = 0.5, eta: Any = 1.0) -> ChoiceEstimator:
     """REBAR, for Bernoulli and categorical choices; `ap.choose` takes it.
 
     The continuation is given floating-point outcomes, a one-hot vector for a categorical choice, and is evaluated
-    between them too, so its cost must be differentiable in x there. A cost that makes integers of x (`x.astype(int)`, a
-    comparison, an index) is flat between the outcomes: then the control variate adds variance. Of a cast to integers
-    `ap.choose` warns.
+    between them too, so its cost must be differentiable in x there. Where it makes integers of x the control variate
+    adds variance; of a cast to integers `ap.choose` warns.
 
     Args:
       temperature: the temperature of the relaxation, a positive scalar.

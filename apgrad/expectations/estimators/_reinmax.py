@@ -48,8 +48,7 @@ def reinmax(temperature: Any = 1.0) -> Estimator:
       >>> def program(tape, logit):
       ...     tape, x = flip(tape, logit)
       ...     return tape.cost((x - 0.45) ** 2)
-      >>> objective = ap.expectation(program, lanes=100_000)
-      >>> float(jax.grad(objective, argnums=1)(jax.random.key(0), 0.0)).__round__(3)  # (.55^2 - .45^2) / 4
+      >>> float(ap.grad(program, lanes=100_000)(jax.random.key(0), 0.0)).__round__(3)  # (.55^2 - .45^2) / 4
       0.025
     """
     number("the temperature of reinmax", temperature, positive=True)

@@ -40,9 +40,8 @@ def relax(control: Callable[..., Any], *given: Any) -> ChoiceEstimator:
     Args:
       control: `(z, *given) -> scalar`, differentiable; z is one lane's relaxation, of the shape of its logits. A
         Bernoulli choice is 1 where z > 0, and a categorical choice is the argmax over the last axis. Of logits in half
-        precision z is float32. The control is a
-        function, or a callable pytree such as an NNX module: where the module is an argument of the objective, it gets
-        the gradient of the estimate's variance. Descend it by an optimizer, beside the gradient of the parameters.
+        precision z is float32. A callable pytree such as an NNX module that is an argument of the objective gets the
+        gradient of the estimate's variance. Descend it by an optimizer, beside the gradient of the parameters.
       *given: pytrees of arrays (lanes, ...); the control is given one lane's. They must not depend on the choice, and
         are held fixed: the control variate sends no gradient to them.
 

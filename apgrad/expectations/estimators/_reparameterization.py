@@ -4,11 +4,9 @@ For x = T(theta, e) with noise e whose law does not depend on theta,
 
     d/dtheta E[f(x)] = E[f'(x) dT/dtheta]
 
-(Kingma & Welling, 2014; Rezende et al., 2014; Proppo, section 2.2 and its RPProp). The message is the
-cost's derivative with respect to x, and the node sends it through T: plain backpropagation. It is right to
-any order that T can be differentiated to, for costs that are differentiable (continuous, and smooth
-almost everywhere) in x. Its variance grows with the product of the Jacobians after the node, so it
-explodes in chaotic systems.
+(Kingma & Welling, 2014; Rezende et al., 2014; Proppo, section 2.2 and its RPProp): backpropagation through T. It is
+right to any order that T can be differentiated to, for costs that are continuous, and smooth almost everywhere, in x.
+Its variance grows with the product of the Jacobians after the node, so it explodes in chaotic systems.
 """
 
 import functools
@@ -39,8 +37,7 @@ def reparameterization() -> Estimator:
       >>> def program(tape, shape):
       ...     tape, x = wait(tape, shape)
       ...     return tape.cost(x**2)
-      >>> objective = ap.expectation(program, lanes=100_000)
-      >>> float(jax.grad(objective, argnums=1)(jax.random.key(0), 2.0)).__round__(1)  # 2 a + 1
+      >>> float(ap.grad(program, lanes=100_000)(jax.random.key(0), 2.0)).__round__(1)  # 2 a + 1
       5.0
     """
     return Estimator(

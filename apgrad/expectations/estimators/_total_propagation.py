@@ -8,9 +8,8 @@ node before is already the better one. Where a long computation is chaotic in on
 by far. `weights.py` has the ways to weigh and their derivation.
 
 *Bias.* Weights that are independent of the samples leave the mixture unbiased. Weights from the same samples bias it:
-the published ones on the chaotic network of `experiments.chaos` at beta = 1.5, H = 50, by 3.5 % with 1,000 lanes; a
-linear system of four steps loses 23 % of its gradient with 10. `ap.expectation(..., cross_fit=True)` takes the weights
-of each half of the lanes from the other half, which is unbiased, at about the same variance.
+on the chaotic network of `experiments.chaos` at beta = 1.5, H = 50, by 3.5 % with 1,000 lanes; a linear system of four
+steps loses 23 % of its gradient with 10. `cross_fit=True` is unbiased, at about the same variance.
 """
 
 from apgrad.expectations import weights as weighing
@@ -46,8 +45,7 @@ def total_propagation(
       >>> def program(tape, theta):
       ...     tape, x = step(tape, theta, jnp.ones(tape.lanes))
       ...     return tape.cost(x**2)
-      >>> objective = ap.expectation(program, lanes=10_000, cross_fit=True)
-      >>> float(jax.grad(objective, argnums=1)(jax.random.key(0), 2.0)).__round__(1)
+      >>> float(ap.grad(program, lanes=10_000, cross_fit=True)(jax.random.key(0), 2.0)).__round__(1)
       4.0
     """
     require_baseline("total_propagation", baseline)

@@ -204,8 +204,8 @@ def led_by_lanes(distribution: Any, lanes: int, shape: tuple[int, ...]) -> tuple
     """For each array of a distribution's parameters, whether it is floating-point and surely has the lanes first.
 
     An array that lanes share may have a first axis of the same length by chance. Split into folds, it would be weighed
-    by statistics of both, and biased. An array that counts as shared is mixed rightly in any case. NumPyro's
-    distributions give their parameters all the axes of the batch; transforms do not, and may hold anything.
+    by statistics of both, and biased; one that counts as shared is mixed rightly in any case. NumPyro's distributions
+    give their parameters all the axes of the batch; transforms may hold anything.
     """
 
     def one_transform(x):

@@ -3,9 +3,8 @@
 Given all that was drawn before a node's noise, the pathwise and the score message have the same mean, where the cost
 to come does not jump. So a weight may depend on that past, and where pathwise gradients explode in a part of the state
 space, the likelihood ratio is needed there alone. `ap.adaptive` can have moments, and weights, for each of `CELLS`
-cells of a node's own inputs: the Voronoi cells of fixed random points, among the inputs less their mean over lanes,
-over their deviation. More than 8 numbers are sketched. Mean and deviation are of the past as well: of this lane's, and
-of lanes that do not know this lane's noise.
+Voronoi cells of fixed random points, among a node's own inputs less their mean over lanes, over their deviation.
+More than 8 numbers are sketched. Mean and deviation are of the past as well: no lane knows another lane's noise.
 """
 
 from typing import Any

@@ -17,12 +17,10 @@ cancellation, the same two with G, and a common power of two apart:
     row = (<c_1, D>, <c_2, D>, <c_1 + G, D>, <c_2 + G, D>) / 2^e, and e.
 
 *Two windows.* Where pathwise gradients explode, the mean over a short window has not seen the lane in 100,000 that
-makes the variance, and gives them too much weight; the mean over a long one lags behind parameters that move. Both are
-kept, and the second estimator, the likelihood ratio, which does not explode, gets the larger of its two weights.
-
-A window is of calls and forgets at once what leaves it. A moving average of exponential weights does not: an explosion
-of 1e30 in one call is above all the others until its weight is below 1e-30. So a window of n calls is two rows for each
-visit, the mean of the current block of at most n calls and the mean of the n calls before the block.
+makes the variance, and the mean over a long one lags behind parameters that move. Both are kept, and the second
+estimator, the likelihood ratio, which does not explode, gets the larger of its two weights. A window forgets at once
+what leaves it, as exponential weights do not: 1e30 in one call is above all others until its weight is below 1e-30. So
+a window of n calls is two rows for each visit, of the current block of at most n calls and of the n calls before it.
 """
 
 import jax

@@ -4,9 +4,8 @@
     loss = lambda key, theta, phi, x: -jnp.mean(bound(key, encoder(phi, x), lambda z: log_joint(theta, z, x)))
 
 A *bound* is a function `(key, proposal, log_joint)` of the proposal q(z | x), a distribution of any batch shape, and of
-log p(x, z), a function of samples (samples, *batch, *event). It returns the estimate of the bound for each member of
-the batch, an ordinary differentiable JAX array: its derivatives of any order are right in expectation, with respect to
-all that the proposal and `log_joint` were made of.
+log p(x, z), a function of samples (samples, *batch, *event). It returns the estimate for each member of the batch.
+Its derivatives of any order are right in expectation, with respect to all that proposal and `log_joint` were made of.
 
 | bound | for | K samples | reference |
 |---|---|---|---|

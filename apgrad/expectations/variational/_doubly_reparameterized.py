@@ -16,8 +16,7 @@ first derivative of
     g_k(z_k) q(z_k; phi) / q(z_k) - g_k(z_k(phi)),      g_k = v_k as a function of z_k alone,
 
 with z_k fixed in the first term: two estimates of one expectation, E[g_k(z_k)], so that all derivatives of the
-difference are zero in expectation. That is what is added here to the bound, and so derivatives of any order are right.
-The derivative with respect to the model's parameters stays as it is: sum of v_k d log p(x, z_k).
+difference are zero in expectation. It is added to the bound, and so derivatives of any order are right.
 """
 
 import jax

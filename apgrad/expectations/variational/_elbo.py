@@ -22,8 +22,7 @@ whose first one is the score; see `_sticking_the_landing.py`. That is so of a de
 `Delta` is none: its `log_density`, in which NumPyro's automatic guides keep a Jacobian, keeps its derivative.
 
 Plates that subsample draw one minibatch for all lanes, not one for each, so that the baseline of a lane's cost is the
-mean of the same data's costs in other lanes. NumPyro draws the minibatch in a loop over keys that JAX's check for the
-reuse of keys (`jax.debug_key_reuse`) refuses, in NumPyro's own ELBOs too; without subsampling the loss passes it.
+mean of the same data's costs in other lanes. (NumPyro's loop over keys there is refused by `jax.debug_key_reuse`.)
 """
 
 import functools

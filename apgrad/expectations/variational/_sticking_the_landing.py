@@ -3,11 +3,9 @@
 Roeder, Wu & Duvenaud, Sticking the landing: simple, lower-variance gradient estimators for variational inference,
 NeurIPS 2017, equation 7. The derivative of log p(x, z) - log q(z; phi) with respect to phi has a pathwise part and the
 score of q at a fixed z. The score is zero in expectation and has a variance even where q is the exact posterior, where
-the pathwise part is exactly zero. So it is taken off.
-
-The paper's programs stop the gradient of q's parameters in log q, which is wrong at order two: the second derivative of
-log q is not zero in expectation. Here q(z; phi) / q(z) - 1 is added, at the fixed sample z. Its first derivative is the
-score, and *all* its derivatives are zero in expectation, since the integral of q is 1.
+the pathwise part is exactly zero. So it is taken off: q(z; phi) / q(z) - 1 is added, at the fixed sample z, whose first
+derivative is the score, and *all* derivatives of which are zero in expectation, since the integral of q is 1. (The
+paper stops the gradient of q's parameters in log q, which is wrong at order two.)
 
 With more samples inside the logarithm the score is not zero in expectation (Tucker et al., 2019, section 4), so there
 is no number of samples here: take `doubly_reparameterized`.
