@@ -1,18 +1,10 @@
 """Derivatives of expectations: what a random choice sends backward."""
 
 from apgrad.expectations import diagnostics as diagnostics, variational as variational, weights as weights
-from apgrad.expectations._adaptive import (
-    Adaptive as Adaptive,
-    AdaptiveState as AdaptiveState,
-    adaptive as adaptive,
-)
+from apgrad.expectations._adaptive import Adaptive as Adaptive, AdaptiveState as AdaptiveState, adaptive as adaptive
 from apgrad.expectations._choose import choose as choose
 from apgrad.expectations._clip_lanes import clip_lanes as clip_lanes
-from apgrad.expectations._expectation import (
-    expectation as expectation,
-    grad as grad,
-    value_and_grad as value_and_grad,
-)
+from apgrad.expectations._expectation import expectation as expectation, grad as grad, value_and_grad as value_and_grad
 from apgrad.expectations._multilevel import MultilevelState as MultilevelState, multilevel as multilevel
 from apgrad.expectations._score import score as score
 from apgrad.expectations._stochastic import sample as sample, stochastic as stochastic

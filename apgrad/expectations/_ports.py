@@ -63,8 +63,7 @@ def _once(why: str, instead: str) -> Callable[[jax.Array, jax.Array], jax.Array]
     charge = backpropagation(lambda message, p: lax.stop_gradient(message) * p)
     return node(
         first_order(
-            charge,
-            f"{why}, and differentiating it again would be silently wrong. Use {instead} for higher orders.",
+            charge, f"{why}, and differentiating it again would be silently wrong. Use {instead} for higher orders."
         )
     )
 

@@ -27,11 +27,7 @@ import numpy as np
 from jax import lax
 
 from apgrad.expectations._growth import Growth as Growth, perturbation_growth as perturbation_growth
-from apgrad.expectations._node_variances import (
-    NodeVariances as NodeVariances,
-    node_variances as node_variances,
-    table,
-)
+from apgrad.expectations._node_variances import NodeVariances as NodeVariances, node_variances as node_variances, table
 
 SIGNIFICANT = 1e-3  # how often a difference that is none may be called one, for the variance and for the time each
 ROUNDING = 1e-5  # of the gradient's norm: how far a float32 sum of 10,000 terms is typically off

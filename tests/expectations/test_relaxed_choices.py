@@ -80,11 +80,7 @@ def documented(name, make):
 
         return smooth
 
-    ways = {
-        "straight_through": lambda x, u: squash(u),
-        "reinmax": heun(1.0),
-        "reinmax, temperature": heun(1.3),
-    }
+    ways = {"straight_through": lambda x, u: squash(u), "reinmax": heun(1.0), "reinmax, temperature": heun(1.3)}
     return lambda logits, model: borrowed(ways[name], logits, model)
 
 

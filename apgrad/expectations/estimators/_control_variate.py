@@ -81,11 +81,7 @@ def second_moment(surrogate: Callable[[Any], Any], logits: jax.Array) -> jax.Arr
 
 
 def with_control_variate(
-    choices: Choices,
-    key: jax.Array,
-    costs: Callable[[Any], Any],
-    control: Callable[[Any, Any], Any],
-    parameters: Any,
+    choices: Choices, key: jax.Array, costs: Callable[[Any], Any], control: Callable[[Any, Any], Any], parameters: Any
 ) -> tuple[jax.Array, jax.Array]:
     """The sample, and the cost with the control variate; the parameters get the gradient of the variance.
 

@@ -20,10 +20,7 @@ from apgrad.expectations.estimators._reparameterization import reparameterizatio
 
 
 def total_propagation(
-    baseline: Baseline = "leave_one_out",
-    *,
-    weights: weighing.Weights | None = None,
-    target: TargetName = "arguments",
+    baseline: Baseline = "leave_one_out", *, weights: weighing.Weights | None = None, target: TargetName = "arguments"
 ) -> Mixer:
     """Total propagation: unbiased under `ap.expectation(..., cross_fit=True)`.
 
