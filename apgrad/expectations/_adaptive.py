@@ -130,7 +130,7 @@ def adaptive(
       TypeError: at trace time, as `value_and_grad`.
 
     Example:
-      >>> import jax, jax.numpy as jnp, apgrad as ap, optax, numpyro.distributions as dist
+      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
       >>> @ap.stochastic(ap.total_propagation())
       ... def step(theta, x):
       ...     return dist.Normal(x + theta, 0.1)
@@ -138,15 +138,13 @@ def adaptive(
       ...     carry = (tape, jnp.zeros(tape.lanes))
       ...     (tape, x), _ = jax.lax.scan(lambda c, _: (step(c[0], theta, c[1]), None), carry, length=5)
       ...     return tape.cost((x - 1) ** 2)
-      >>> objective, optimizer = ap.adaptive(program, lanes=100), optax.sgd(0.02)
+      >>> objective = ap.adaptive(program, lanes=100)
       >>> def train(carry, key):
-      ...     theta, state, optimizer_state = carry
-      ...     value, gradient, state = objective.value_and_grad(key, state, theta)
-      ...     updates, optimizer_state = optimizer.update(gradient, optimizer_state)
-      ...     return (optax.apply_updates(theta, updates), state, optimizer_state), value
+      ...     value, gradient, state = objective.value_and_grad(key, carry[1], carry[0])
+      ...     return (carry[0] - 0.02 * gradient, state), value
       >>> keys, theta = jax.random.split(jax.random.key(0), 31), jnp.float32(0)
-      >>> carry = theta, objective.init(keys[0], theta), optimizer.init(theta)
-      >>> (theta, state, _), values = jax.lax.scan(train, carry, keys[1:])
+      >>> start = theta, objective.init(keys[0], theta)
+      >>> (theta, state), values = jax.lax.scan(train, start, keys[1:])
       >>> bool(abs(theta - 0.2) < 0.05), state.moments.shape
       (True, (2, 2, 5, 1, 5))
     """

@@ -16,7 +16,7 @@ from jax import lax
 
 from apgrad._ground.primitives import mark, zero_with_gradient
 from apgrad.expectations._data_axis import per_lane
-from apgrad.expectations._lanes import donors, mean_of_others
+from apgrad.expectations._lanes import donors, mean_of_others, require_mask
 from apgrad.expectations._ledger import Mark, TapePlan, differs
 from apgrad.expectations._ports import BASELINED, CONSTANT, PLAIN, RAW, STANDARDIZED, Port, dice
 from apgrad.expectations._tape import Tape
@@ -60,12 +60,7 @@ def credit(
     weighed = None if log_weight is None else log_weight.reshape(*shape, -1).sum(-1)
     own = None if isinstance(baseline, str) else baseline
     if mask is not None:
-        mask = jnp.asarray(mask)
-        if jnp.shape(mask) not in (shape[:1], shape) or not jnp.issubdtype(mask.dtype, jnp.bool_):
-            raise ValueError(
-                f"{name}: the mask has shape {jnp.shape(mask)} and dtype {mask.dtype}, expected Booleans {shape}"
-            )
-        mask = mask.reshape(*mask.shape, *[1] * (len(shape) - mask.ndim))
+        mask = require_mask(name, mask, shape)
         zero = jnp.where(mask, zero, 0)
     others, standardized = residual or isinstance(baseline, str), is_standardized(baseline)
     if others and tape.lanes < 2:

@@ -87,13 +87,6 @@ def choose(
       >>> gradient.shape
       (4,)
 
-      The exact gradient of a sum over three outcomes, with one lane:
-
-      >>> def program(tape, logits):
-      ...     d = dist.Categorical(logits=jnp.broadcast_to(logits, (tape.lanes, 3)))
-      ...     return ap.choose(tape, d, lambda x: (jnp.array([0.0, 3.0, 6.0])[x], None), ap.enumeration())[0]
-      >>> ap.grad(program, lanes=1)(jax.random.key(0), jnp.zeros(3)).round(3)
-      Array([-1.,  0.,  1.], dtype=float32)
     """
     if isinstance(estimator, Estimator | Mixer):
         raise TypeError(

@@ -32,8 +32,8 @@ from apgrad._ground.arguments import meets
 from apgrad._ground.propagator import Propagator, Static, first_order, node
 from apgrad._programs.jaxprs import is_inexact
 from apgrad.expectations import _channels as channels
-from apgrad.expectations._lanes import require_lanes
-from apgrad.expectations._tape import Tape
+from apgrad.expectations._lanes import require_lanes, require_mask
+from apgrad.expectations._tape import Tape, require_tape
 
 
 def clip_lanes(
@@ -82,8 +82,7 @@ def clip_lanes(
       [1, 0]
     """
     what = "clip_lanes"
-    if not isinstance(tape, Tape):
-        raise TypeError(f"{what}: the first argument is the tape, got {type(tape).__name__}")
+    require_tape(what, tape)
     tape._require_current(what)
     require_lanes(what, tape.lanes, x)
     if tape.lanes < 2 * channels.folds(tape):
@@ -100,10 +99,8 @@ def clip_lanes(
     shape = floats[0].shape[: 1 + by_part[0]] if floats else (tape.lanes,)
     if any(leaf.shape[: len(shape)] != shape for leaf in floats):
         raise ValueError(f"{what}: with parts=True all arrays start with the same axes, {shape}")
-    living = jnp.ones(shape[:1], bool) if mask is None else jnp.asarray(mask)
-    if living.shape not in (shape[:1], shape) or living.dtype != bool:
-        raise ValueError(f"{what}: the mask is of Booleans {shape}, got {living.shape} of dtype {living.dtype}")
-    living = jnp.broadcast_to(living.reshape(*living.shape, *[1] * (len(shape) - living.ndim)), shape)
+    living = require_mask(what, jnp.ones(shape[:1], bool) if mask is None else mask, shape)
+    living = jnp.broadcast_to(living, shape)
     dtype = functools.reduce(np.promote_types, [jnp.finfo(leaf.dtype).dtype for leaf in floats], np.dtype("float32"))
     log_factor = jnp.log(lax.stop_gradient(jnp.asarray(factor, dtype)))
     counts = jnp.zeros(2) if counts is None else counts

@@ -33,6 +33,14 @@ def require_batch(what: str, lanes: int, *shapes: tuple[int, ...]) -> None:
         )
 
 
+def require_mask(what: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
+    """The mask, Booleans (lanes,) or of this shape, with as many axes as the shape; a `ValueError` if it is none."""
+    mask = jnp.asarray(mask)
+    if mask.shape not in (shape[:1], shape) or mask.dtype != jnp.bool_:
+        raise ValueError(f"{what}: the mask has shape {mask.shape} and dtype {mask.dtype}, expected Booleans {shape}")
+    return mask.reshape(*mask.shape, *[1] * (len(shape) - mask.ndim))
+
+
 def donors(lanes: int, bit: int, value: int) -> np.ndarray:
     """Whose sample each lane gets: its own, but another lane's where its number has `bit` at `value`."""
     lane = np.arange(lanes)

@@ -34,15 +34,12 @@ def stochastic(
 
     Args:
       estimator: `reparameterization()`, `likelihood_ratio()`, `total_propagation()` or your own.
-      in_axes: for each argument 0 (its leading axis is the lanes) or None (shared by the lanes, as parameters
-        are). By default the first argument is shared, and the further arguments are the lanes' own. Mixers weigh their
-        estimators by the per-lane gradients of what is differentiated of the shared arguments and of arrays that the
-        function closes over; where none of these is differentiated, of the lanes' own arguments.
-      parts: the distribution's first batch axis numbers parts of a lane that are independent of each other;
-        costs of shape (lanes, parts) are then charged to a part's own choices. Without it, all the
-        choices of a lane are charged with all the costs after them, which is right in any case. With `data` given to
-        `ap.expectation` the parts are the data of the minibatch, and a choice of shape (lanes, data, ...) must say
-        whether it is one for each datum (True) or not (False).
+      in_axes: for each argument 0 (its leading axis is the lanes) or None (shared by the lanes, as parameters are). By
+        default the first argument is shared, and the further arguments are the lanes' own.
+      parts: the distribution's first batch axis numbers parts of a lane that are independent of each other; costs of
+        shape (lanes, parts) are then charged to a part's own choices. Without it, all the choices of a lane are charged
+        with all the costs after them, which is right in any case. With `data` given to `ap.expectation` the parts are
+        the data, and a choice of shape (lanes, data, ...) must say whether it is one for each datum or not.
 
     Returns:
       A decorator; the decorated function is `(tape, *args, mask=None) -> (tape, x)`, with x of shape (lanes, ...). The

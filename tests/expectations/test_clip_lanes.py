@@ -151,7 +151,7 @@ REFUSED = {
     "for all lanes the same, got nan": (lambda tape: ap.clip_lanes(tape, jnp.ones(LANES), np.float32("nan")), LANES),
     "all lanes the same": (lambda tape: ap.clip_lanes(tape, jnp.ones(LANES), jnp.ones(LANES)), LANES),
     "port of two": (lambda tape: ap.clip_lanes(tape, jnp.ones(LANES), counts=jnp.zeros(3)), LANES),
-    "the mask is of Booleans": (lambda tape: ap.clip_lanes(tape, jnp.ones(LANES), mask=jnp.ones(LANES)), LANES),
+    "the mask has shape": (lambda tape: ap.clip_lanes(tape, jnp.ones(LANES), mask=jnp.ones(LANES)), LANES),
     "the same axes": (
         lambda tape: ap.clip_lanes(tape, {"a": jnp.ones((LANES, 2)), "b": jnp.ones((LANES, 3))}, parts=True),
         LANES,

@@ -30,8 +30,7 @@ which is logit(v) for a uniform v; for categorical ones the maximum z_x does not
     z'_i = -log(exp(-z_x) + w_i / p_i),     w_i = p_i (exp(-z_i) - exp(-z_x)).
 
 So w may be computed from z itself, held fixed: then z' = z in value, and only the derivatives differ. (*) asks nothing
-of how z and z' depend on each other; sharing the noise takes away the variance between them. And k at z and at z' is
-one computation, of which the compiler keeps one.
+of how z and z' depend on each other; sharing the noise takes away the variance between them.
 
 *Training.* The gradient g of the lane's cost with respect to phi has a mean that does not depend on k, so E|g|^2 is the
 variance up to a constant, and the derivative of |g|^2 with respect to the parameters of k estimates the variance's. It
