@@ -40,13 +40,11 @@ def credit(
     """Charges later costs to a random choice whose log-density is `zero`, (lanes, ...).
 
     Only the derivative of `zero` counts: the cotangent that comes back is the cost-to-go G, less the baseline b. Where
-    `zero` is not finite, the lane's total is NaN. An array for a baseline, (lanes,), or with `parts` (lanes, parts), is
-    a function of what was there before the choice. `learn` trains the array by the gradient of (b - G)^2 / 2;
-    `residual` takes the mean of the other lanes' G - b off as well. With `parts` the second axis of `zero` numbers
-    parts of a lane that are independent of each other. Where a `mask`, Booleans of the baseline's shape or (lanes,),
-    is False, the choice is charged with nothing, and the lane is in no other lane's leave-one-out baseline of it.
-    `log_weight`, of the shape of `zero`, is the logarithm of what later costs are weighed by, for a choice that another
-    distribution has drawn (`_score.py`).
+    `zero` is not finite, the lane's total is NaN. An array for a baseline, (lanes,), or with `parts`, which are the
+    second axis of `zero`, (lanes, parts), is a function of what was there before the choice. `learn` trains it by the gradient of
+    (b - G)^2 / 2; `residual` takes the mean of the other lanes' G - b off as well. Where a `mask` is False, the choice
+    is charged with nothing, and the lane is in no other lane's leave-one-out baseline of it. `log_weight`, of the shape
+    of `zero`, is the logarithm of what later costs are weighed by (`_score.py`).
     """
     ledger = tape._require_current(name)
     ledger.scoring = name

@@ -67,8 +67,7 @@ def in_two_streams(function: Callable[..., Any], name: str) -> Callable[..., Any
 def both_streams(to_x: jax.Array, folds: int) -> Streams:
     """The messages to a node's sample in both streams, from those of the stream at hand.
 
-    Only messages to samples differ between the streams. Those to the zeros of scores are costs-to-go, which no weight
-    has touched, and what is gathered is made of statistics of the own stream.
+    Only messages to samples differ between the streams: no weight has touched costs-to-go.
     """
     if folds == 1:
         return Streams(to_x, to_x)

@@ -151,11 +151,8 @@ def require_density(what: str, distribution: Any) -> None:
 def log_prob(distribution: Any, x: jax.Array) -> jax.Array:
     """The log-density of samples in float32 at least, to be differentiated with respect to the parameters.
 
-    NumPyro's differs in two places from the logarithm of the probability that its samples have.
-
-    * Bernoulli and binomial distributions of logits have a density of their own, `_OfLogits`.
-    * Samples of a categorical or multinomial distribution have the probabilities p / sum p, and its log-density is
-      log p. The derivatives of the two differ, also on the simplex; the derivative of what is sampled is taken.
+    NumPyro's is not that of the samples of logits (`_OfLogits`), and of categorical or multinomial distributions: their
+    samples have the probabilities p / sum p, and log p has another derivative, also on the simplex.
     """
 
     def as_sampled(part):
@@ -174,9 +171,8 @@ def log_prob(distribution: Any, x: jax.Array) -> jax.Array:
 class _OfLogits(dist.Distribution):
     """The number x of ones of n choices: its log-density is x logits - n softplus(logits) + log (n over x).
 
-    NumPyro's has max(logits, 0) and |logits|, whose derivatives at logits of 0 make x the score of one choice, and
-    x - 1/2 is right; and a product inf * 0 that a compiled gradient does not always leave out. Infinite logits become
-    finite ones at which the other outcome has the probability 0.
+    NumPyro's has max(logits, 0) and |logits|, whose derivatives at logits of 0 make x the score of one choice, where
+    x - 1/2 is right, and a product inf * 0. Infinite logits become finite ones, the other outcome of probability 0.
     """
 
     pytree_data_fields = ("part",)

@@ -112,10 +112,9 @@ class Tape:
         """Adds a cost: one value a lane, of which the objective is the mean. May be called many times.
 
         Args:
-          cost: an array (lanes,), or (lanes, parts) where nodes were made with `parts=True`: column j is
-            then the cost of part j, and must not depend on another part's choices. With `data` given to
-            `ap.expectation` the parts are the data, and the mean over data is taken. Or a function of one
-            lane of `args`, returning a scalar (or (parts,)).
+          cost: an array (lanes,), or (lanes, parts) where nodes were made with `parts=True`: column j is then the cost
+            of part j, and must not depend on another part's choices. With `data` the mean over these is taken. Or a
+            function of one lane of `args`, returning a scalar (or (parts,)).
           *args: only with a function: pytrees with the lanes as leading axis.
           shaping: only with a function: `apgrad.gaussian_shaping()`, or any function
             `(key, cost_function, *args) -> (pathwise, message)` of arrays (lanes,): the term whose value and

@@ -14,17 +14,7 @@ SUM, MIXED = "sum", "mixed"  # a sum over the entries of terms of one entry each
 def is_sum_over(program: Program, axes: Sequence[int | None]) -> bool:
     """Whether the program's first output is a sum over an axis of its inputs of terms that see one entry each.
 
-    `axes` has the axis in each input; None where an input has no such axis. What is found is sure, and some may be
-    missed.
-
-    Example:
-      >>> import jax, jax.numpy as jnp
-      >>> from apgrad._programs.jaxprs import trace
-      >>> x, y = jnp.ones(4), jnp.arange(4.0)
-      >>> each, _ = trace(lambda x, y: jnp.mean((x - y) ** 2), x, y)
-      >>> all_of_them, _ = trace(lambda x, y: jnp.mean(x - y) ** 2, x, y)
-      >>> is_sum_over(each, [0, None]), is_sum_over(all_of_them, [0, None])
-      (True, False)
+    `axes` has the axis in each input; None where it has no such axis. What is found is sure, and some may be missed.
     """
 
     def transfer(eqn, facts):

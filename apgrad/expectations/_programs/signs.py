@@ -30,8 +30,8 @@ class Factors(NamedTuple):
 def random_signs(seed: jax.Array, number: int, shape: Sequence[int]) -> Factors:
     """Signs for one array of parameters: the same for the same seed and number, uncorrelated with all others.
 
-    Arrays share the factors of axes of equal size, as a bias and the last axis of its weights, so that products are
-    made once; a sign of each array by itself makes the tensors uncorrelated.
+    Arrays share the factors of axes of equal size, so that products are made once; a sign of each array by itself makes
+    the tensors uncorrelated.
     """
 
     def signs(name, size):

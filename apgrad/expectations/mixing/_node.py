@@ -124,8 +124,7 @@ def draw_batch_by_mixer(
 ) -> tuple[Tape, jax.Array, list[Charge]]:
     """Samples a distribution of all lanes, with a mixer's node for the way back.
 
-    The parameters that have the lanes as leading axis are the target, and are weighed coordinate by coordinate.
-    Parameters that lanes share have one weight, made from all of the target.
+    Parameters with the lanes as leading axis are weighed coordinate by coordinate, the others by one weight of all.
     """
     channels.declare_weighing(tape, what)
     _require_mixer(mixer, what, tape, by_coordinates=True)
@@ -161,10 +160,7 @@ def draw_batch_by_mixer(
 def _surrogates(mixer, distribution, key):
     """One sample with a zero for each of the baselines that `_charged` lists, and the estimators' pullback.
 
-    The distribution is one lane's, or in `ap.sample` that of all lanes. Returns `((x, zeros), pull)`, where
-    `pull(to_x, to_zeros, weights=None)` has for each estimator a list: its message to each array of the distribution's
-    parameters, or None for integers. Weights, one for each estimator and lane, multiply the message before it is pulled
-    back.
+    The distribution is one lane's, or in `ap.sample` that of all lanes. Returns `((x, zeros), pull)`; see `of_batch`.
     """
     drawn: Any = None
     zeros, pullbacks = {}, {}
