@@ -41,10 +41,10 @@ def credit(
 
     Only the derivative of `zero` counts: the cotangent that comes back is the cost-to-go G, less the baseline b. Where
     `zero` is not finite, the lane's total is NaN. An array for a baseline, (lanes,), or with `parts`, which are the
-    second axis of `zero`, (lanes, parts), is a function of what was there before the choice. `learn` trains it by the gradient of
-    (b - G)^2 / 2; `residual` takes the mean of the other lanes' G - b off as well. Where a `mask` is False, the choice
-    is charged with nothing, and the lane is in no other lane's leave-one-out baseline of it. `log_weight`, of the shape
-    of `zero`, is the logarithm of what later costs are weighed by (`_score.py`).
+    second axis of `zero`, (lanes, parts), is a function of what was there before the choice. `learn` trains it by the
+    gradient of (b - G)^2 / 2; `residual` takes the mean of the other lanes' G - b off as well. Where a `mask` is False,
+    the choice is charged with nothing, and the lane is in no other lane's leave-one-out baseline of it. `log_weight`,
+    of the shape of `zero`, is the logarithm of what later costs are weighed by (`_score.py`).
     """
     ledger = tape._require_current(name)
     ledger.scoring = name
