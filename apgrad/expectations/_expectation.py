@@ -50,9 +50,9 @@ def expectation(
         leading axis. Lanes must not act on each other (no batch normalisation over lanes): likelihood-ratio credit goes
         to a lane's own choices. It returns the last tape.
       lanes: how many lanes, at least 1; estimators with batch statistics need 2.
-      data: how many data the minibatch has, where the program draws samples for each of them. The lanes are then the
-        samples of a datum, and the data are the second axis of its choices (`parts=True`) and of its costs,
-        (lanes, data), of which the objective is the mean. With `choose` the examples are the lanes instead.
+      data: how many data the minibatch has, where lanes are the samples of a datum, and the data are the second axis of
+        choices (`parts=True`) and costs, (lanes, data), of which the objective is the mean. With `choose` the examples
+        are the lanes instead.
       cross_fit: take every batch statistic (weights, baselines, shaping) from one half of the lanes, the first or the
         second, such that gradients of total propagation are unbiased. Lanes must be even and at least 4, and must
         not act on each other; `apgrad.testing.assert_independent_lanes` looks whether they do.

@@ -54,8 +54,7 @@ def perturbation_growth(
       xs: inputs of the steps, with the steps as leading axis, as in `lax.scan`.
       length: the number of steps, without `xs`.
       num: how many singular values are found.
-      rounds: of the iteration. In each the error of value k falls by (sigma_{num+1} / sigma_k)^2; where all singular
-        values are asked for, by the squared ratios of neighbouring values.
+      rounds: of the iteration. In each the error of value k falls by (sigma_{num+1} / sigma_k)^2.
       seed: the seed of the vectors that the iteration begins with.
 
     Returns:

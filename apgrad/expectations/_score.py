@@ -49,8 +49,8 @@ def score(
     """Charges later costs to a value that was drawn elsewhere: REINFORCE for cached generation and replay.
 
     Costs after it are weighed by p(value) / behaviour(value), so that value and derivatives of the objective are those
-    of the expectation under `distribution`, from samples of the behaviour. Weights are products over a lane's choices:
-    where the two distributions differ much their variance is large. `aux` is not weighed.
+    of the expectation under `distribution`. Weights are products over a lane's choices: where the two distributions
+    differ much their variance is large. `aux` is not weighed.
 
     Args:
       tape: the current tape.
@@ -60,8 +60,7 @@ def score(
       behaviour_log_prob: the log-density that the value was drawn with, after temperature and the like, of the
         distribution's batch shape, in float32 or wider. It is a constant to differentiation. Where the distribution
         itself has drawn the value, `jax.lax.stop_gradient(distribution.log_prob(value))`.
-      baseline: `"leave_one_out"`, None, a function of the distribution, or `learned_baseline(function)`, as for
-        `likelihood_ratio`. The leave-one-out mean is over the lanes' unweighed costs.
+      baseline: as for `likelihood_ratio`. The leave-one-out mean is over the lanes' unweighed costs.
       parts: the second batch axis numbers independent parts, as in `sample`.
       mask: a Boolean array, (lanes,) or longer, up to the batch shape: (lanes, tokens) for sentences of different
         lengths. Where it is False nothing was chosen, and the value and its log-density may be anything finite.

@@ -56,11 +56,10 @@ def stochastic(
       >>> @ap.stochastic(ap.total_propagation())
       ... def step(theta, x):
       ...     return dist.Normal(jnp.sin(theta * x), 0.1)
-      >>> def rollout(tape, theta):
-      ...     x = jnp.ones(tape.lanes)
-      ...     (tape, x), _ = jax.lax.scan(lambda c, _: (step(c[0], theta, c[1]), None), (tape, x), length=5)
+      >>> def program(tape, theta):
+      ...     tape, x = step(tape, theta, jnp.ones(tape.lanes))
       ...     return tape.cost(x**2)
-      >>> jax.grad(ap.expectation(rollout, lanes=100), argnums=1)(jax.random.key(0), 2.0).shape
+      >>> ap.grad(program, lanes=100)(jax.random.key(0), 2.0).shape
       ()
     """
     _require_estimator("stochastic", estimator)

@@ -1,8 +1,7 @@
 """Which marked values of a program have their leading axis from an array outside of the program.
 
-A value that is computed from an array of shape (n, ...) may still have the array's leading axis, somewhere: after an
-elementwise function, a product with a matrix, a transposition. The walk follows that one axis, and forgets it where an
-equation does something else with it. So what is found is sure, and something may be missed.
+The walk follows that one axis, through elementwise functions, products with a matrix, transpositions, and forgets it
+where an equation does something else with it. So what is found is sure, and something may be missed.
 """
 
 import enum

@@ -11,8 +11,7 @@ E[c(z) d log p(b_k)] for each k. Take the bits one after the other.
 * Both categories still open at k: h_k = r_k (s_k(b_k) - s_k(b'_k)) with r_k = max(v_k, 1 - v_k) and s_k the score of
   the bit, whose expectation given b_k is s_k(b_k), as shown there.
 * z open and z' decided: h_k = s_k(b_k).
-* z decided and z' open: h_k = -s_k(b'_k), of expectation 0 given z, as it must be, since c(z) does not depend on b_k.
-* Both decided: h_k = 0, likewise.
+* z decided: h_k = -s_k(b'_k) with z' open, else 0: of expectation 0 given z, as c(z) does not depend on b_k.
 
 Bits that are equal contribute 0 in the first case, so only m = min(z, z') is left of it. The later bits of the open
 category add up to the score of that category given that it is after m. So for m = z < z'

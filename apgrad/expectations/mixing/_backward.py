@@ -14,9 +14,8 @@ from there on says what is weighed, and by what:
 Statistics are taken from one fold of the own stream. In the own stream a fold is weighed by its own weights, in the
 output stream by the other fold's (`_cross_fitting.py`).
 
-*Suffix.* A rule may look at the gradient that later nodes have gathered, lane by lane, which travels on a port of the
-tape. It has no place for the features of closures, which stand behind those of the arguments and differ from node to
-node: for them the suffix counts as zero.
+*Suffix.* The gradient that later nodes have gathered, lane by lane, travels on a port of the tape. For the features of
+closures, which stand behind those of the arguments and differ from node to node, it counts as zero.
 """
 
 import functools

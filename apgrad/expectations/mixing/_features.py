@@ -7,9 +7,8 @@ more than `EXACT` elements, all of it is a sketch of the gradient, which keeps i
 need nothing else (`_programs/uses.py`). Where they have not, the gradient of the arrays closed over stands behind that
 of the arguments, as it is or sketched by the same bound.
 
-`to_arguments` takes the estimators' messages back to the places where parameters enter the node's function. There both
-come cheaply: sketches, without the gradients of single lanes, and the sum over lanes of what the node contributes to
-the parameters, once the messages are mixed.
+`to_arguments` takes the estimators' messages back to the places where parameters enter the node's function. Both come
+cheaply there: sketches, and the sum over lanes of the node's contribution, once the messages are mixed.
 """
 
 from collections.abc import Callable, Sequence
