@@ -139,7 +139,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
                 row["gradients_compiled"] = result["plans"][name]["compiled"]
                 row["plan_s"] = result["plans"][name]["seconds"]
             rows.append(row)
-    figure, axes = harness.panels(1, len(records), (4 * len(records), 3.4))
+    figure, (axes,) = harness.panels(1, len(records), (4 * len(records), 3.4))
     for ax, (cell, result) in zip(axes, records, strict=True):
         plain = np.median(result["step"]["reverse mode"])
         for label, marker, some in (("single methods", "o", False), ("plans", "x", True)):

@@ -24,7 +24,7 @@ class _Shown:
     is None shows as nothing, or as what stands behind a bar: `.0f|none`.
     """
 
-    UNITS: ClassVar = {"%": 100, "kB": 1e-3, "MB": 1e-6}
+    UNITS: ClassVar = {"%": 100, "kB": 1e-3, "MB": 1e-6, "ms": 1e3}
 
     def __init__(self, row: dict[str, Any], name: str):
         self.row, self.name = row, name
