@@ -2,8 +2,9 @@
 
 One step of `value_and_grad` of an MLP, a ConvNet, a transformer of NNX modules (its blocks in a Python loop, and in a
 scan), an RNN, a scan of checkpointed blocks, a deep MLP, and scans three deep beside one, plain and with
-`ap.randomize`: rounding to 4 bits, and of the checkpointed blocks the inputs too. Seconds are those of the processor, so that what else runs counts little; each
-program is traced and compiled anew, by turns. Compiled memory is with optimization barriers kept.
+`ap.randomize`: rounding to 4 bits, and of the checkpointed blocks the inputs too. Seconds are those of the processor,
+so that what else runs counts little; each program is traced and compiled anew, by turns. Compiled memory is with
+optimization barriers kept.
 
     python -m experiments.benchmarks.compiling
     python -m experiments.benchmarks.compiling --preset paper

@@ -9,7 +9,7 @@ import pytest
 
 from apgrad import meta
 from experiments import harness, rad_noise, rad_pde, rad_table1, rad_training
-from experiments.benchmarks import randomized
+from experiments.benchmarks import planning, randomized
 from experiments.parts import rad_networks
 
 
@@ -173,3 +173,17 @@ def test_images_fall_back_to_digits(monkeypatch):
     assert found.name == "digits" and found.description.startswith("digits IN PLACE OF mnist")
     with pytest.raises(ValueError, match="there are the data sets"):
         meta.data.load_bytes("imagenet", or_digits=True)
+
+
+def test_a_plan_is_reported_beside_the_single_methods_and_so_is_a_refusal():
+    names = ["reverse mode", *planning.SINGLE, f"plan: {planning.SINGLE[0]}"]
+    result = {
+        "memory": dict.fromkeys(names, 2e6),
+        "noise": {key: [0.1] for key in names},
+        "step": {key: [1] for key in names},
+    }
+    result["plans"] = {key: {"refused": "too little"} for key in planning.SINGLE}
+    result["plans"][planning.SINGLE[0]] = {"method": "pack", "work": 0.0, "compiled": 3, "seconds": 1.0}
+    found = planning.report(planning.Config(), [({"model": "MLP"}, result)])
+    assert [row["method"] for row in found.rows] == ["pack", *["refused"] * 3]
+    assert found.rows[0]["MB_plan"] == 2 and found.rows[0]["step_plan"] == 1
