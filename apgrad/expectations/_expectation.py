@@ -185,6 +185,7 @@ def grad(
         value, gradient = both(key, *args, **kwargs)
         return (gradient, value[1]) if options.get("has_aux", False) else gradient
 
+    function.__name__ = f"grad({getattr(program, '__name__', 'program')})"
     return function
 
 

@@ -58,7 +58,8 @@ def randomize(
       budget_bytes: given instead of a sampler, how much may be remembered in all. The samplers are then chosen for the
         least added variance, see `apgrad.memory._budget`.
       min_size: arrays with fewer entries, counted over all steps of the scans around them, are kept exactly, and so
-        are arrays with fewer than 64 entries.
+        are arrays with fewer than 64 entries, or `min_size` if that is less: 0 samples all, as tests on small arrays
+        need it.
       boundaries: remembers the inputs of `jax.checkpoint`ed blocks, or is a function that chooses; None keeps them
         exactly. **It makes gradients biased**, by the square of its noise: a block is evaluated again at inputs that
         are not quite the ones it had. The rest is unbiased given these. Blocks with a `policy` are left as they are.

@@ -13,7 +13,8 @@ What it tests of a function `(key, *args) -> gradient`, of this library or not:
   losses that are right once are often wrong here, without an error.
 * `jit`, `vmap`, `scan`: the estimate for a key is the same under each of them. With order two, so is the derivative of
   a sum of estimates that a `scan` makes: it is there that JAX drops custom rules (see `_ground/primitives.py`).
-* `keys`: an estimate is a function of its key, and consumes no key twice (`jax.debug_key_reuse`).
+* `keys`: an estimate is a function of its key, consumes no key twice (`jax.debug_key_reuse`), and is not the same for
+  every key: then nothing random was tested. Of a gradient that is meant to be exact, claim `max_variance=0`.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,6 +28,12 @@ from scipy import special
 from apgrad._ground.arguments import number
 from apgrad.testing import _bias
 from apgrad.testing._moments import Moments, draw, moments_of
+
+
+_NOTHING_RANDOM = (
+    ": nothing random was tested. Is it exact? Then claim max_variance=0. Or was the random part never called? "
+    "ap.randomize keeps arrays of fewer than min_size entries exactly"
+)
 
 
 class Check(NamedTuple):
@@ -93,6 +100,7 @@ def certify(
       num_samples: how many estimates are made, at least 2.
       order: 1, or 2 for a function whose derivative is claimed to be an estimate of the Hessian.
       max_variance: the claimed variance of one estimate: a number for all elements, or a pytree like the gradient.
+        Without 0 as a claim, estimates that are the same for every key fail: nothing random was tested.
       resolution: the smallest bias that the test must be able to see, in units of the largest element of the truth.
       max_standard_errors: how far off the mean of a single element may be, and a variance above its bound.
       batch_size: how many estimates are computed at once.
@@ -162,7 +170,8 @@ def certify(
             checks += _unbiased("order two", curvature, exact, max_standard_errors, resolution)
     keys = jax.random.split(jax.random.fold_in(key, 1), 3)
     checks += _transformations(estimate, args, keys, rtol, order)
-    checks.append(_keys(estimate, args, keys[0], key_reuse))
+    exact = max_variance is not None and not any(np.any(claim) for claim in jax.tree.leaves(max_variance))
+    checks.append(_keys(estimate, args, keys[0], key_reuse, samples, exact))
     certificate = Certificate(name or getattr(estimate, "__name__", "estimate"), tuple(checks), found)
     if not certificate.passed:
         raise NotCertifiedError(certificate)
@@ -219,7 +228,7 @@ def _variance(samples, found: Moments, claimed, bound: float) -> Check:
     if not variance.size:
         return Check("variance", True, "no elements")
     error = np.sqrt(np.maximum(fourth - variance**2, 0) / found.num_samples)
-    above = variance > limit + 1e-5 * np.abs(limit)  # by more than rounding
+    above = variance > limit + 1e-5 * np.abs(limit) + (1e-13 * joined(found.mean)) ** 2  # by more than rounding
     excess = np.where(above, (variance - limit) / np.maximum(error, 1e-300), 0.0)
     at, bound = np.argmax(excess), -special.ndtri(special.ndtr(-bound) / variance.size)
     words = f"{variance[at]:.4g} ± {error[at]:.2g}, claimed {limit[at]:.4g}"
@@ -260,14 +269,17 @@ def _same(name: str, function, expected, rtol: float) -> Check:
     return Check(name, same, "the same" if same else f"other estimates, by {far:.2g} of the largest")
 
 
-def _keys(estimate, args, key, key_reuse: bool) -> Check:
-    """The test of what a function does with its key."""
+def _keys(estimate, args, key, key_reuse: bool, samples, exact: bool) -> Check:
+    """The test of what a function does with its key; an `exact` one may do nothing with it."""
     first, again = (jax.tree.map(np.asarray, estimate(key, *args)) for _ in range(2))
     equal = all(
         np.array_equal(a, b, equal_nan=True) for a, b in zip(*map(jax.tree.leaves, (first, again)), strict=True)
     )
     if not equal:
         return Check("keys", False, "two calls with one key differ: the estimate has a hidden state")
+    if all(np.array_equal(x, np.broadcast_to(x[:1], x.shape), equal_nan=True) for x in jax.tree.leaves(samples)):
+        words = "the same for every key" + ("" if exact else _NOTHING_RANDOM)
+        return Check("keys", exact, words)
     if not key_reuse:
         return Check("keys", True, "a function of the key")
     data, implementation = jax.random.key_data(key), jax.random.key_impl(key)

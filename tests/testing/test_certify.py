@@ -4,6 +4,7 @@ Each wrong gradient restates, small and in our own words, an error that was repo
 estimators. The cost is that of the usual toy, (b - .45)^2 for b Bernoulli with logit theta.
 """
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -204,6 +205,41 @@ def test_a_randomized_function_uses_its_key_as_it_should():
     loss = lambda w, x: jnp.sum(jnp.tanh(jax.lax.cond(w[0, 0] > 0, jnp.sin, jnp.cos, x @ w)) ** 2)
     randomized = ap.randomize(loss, ap.memory.different_sample(0.5), min_size=1)
     ap.testing.certify(jax.grad(randomized, argnums=1), loss, weights, x, num_samples=500, resolution=10.0)
+
+
+def test_what_does_not_depend_on_its_key_is_certified_as_exact_only():
+    estimate = lambda key, theta: 2 * theta
+    with pytest.raises(ap.testing.NotCertifiedError, match="FAIL  keys        the same for every key: nothing random"):
+        ap.testing.certify(estimate, jnp.square, jnp.array(0.1), num_samples=30)
+    certificate = ap.testing.certify(estimate, jnp.square, jnp.array(0.1), num_samples=333, max_variance=0)
+    assert certificate.checks[-1].found == "the same for every key"
+    noisy = lambda key, theta: 2 * theta + 1e-3 * jax.random.normal(key)
+    with pytest.raises(ap.testing.NotCertifiedError, match="FAIL  variance"):
+        ap.testing.certify(noisy, jnp.square, jnp.array(0.1), num_samples=300, max_variance=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Coin:
+    """A sampler that is wrong: what it keeps is not divided by the probability."""
+
+    def keep(self, key, x, axis=-1):
+        return jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0)
+
+    def restore(self, key, memory, like, axis=-1):
+        return memory
+
+    def variance(self, x, axis=-1):
+        return x**2
+
+
+@pytest.mark.filterwarnings("ignore:nothing is sampled")
+@pytest.mark.parametrize("min_size, words", [(512, "FAIL  keys        the same"), (0, "FAIL  bias        biased")])
+def test_a_wrong_sampler_is_not_certified_whether_it_is_called_or_not(min_size, words):
+    loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
+    w, x = 0.3 * jax.random.normal(jax.random.key(0), (6, 4)), jax.random.normal(jax.random.key(1), (20, 6))
+    gradient = jax.grad(ap.randomize(loss, Coin(), min_size=min_size), argnums=1)
+    with pytest.raises(ap.testing.NotCertifiedError, match=words):
+        ap.testing.certify(gradient, loss, w, x, num_samples=400)
 
 
 PLUGIN = """
