@@ -29,7 +29,6 @@ from apgrad._ground.arguments import number
 from apgrad.testing import _bias
 from apgrad.testing._moments import Moments, draw, moments_of
 
-
 _NOTHING_RANDOM = (
     ": nothing random was tested. Is it exact? Then claim max_variance=0. Or was the random part never called? "
     "ap.randomize keeps arrays of fewer than min_size entries exactly"
@@ -170,8 +169,8 @@ def certify(
             checks += _unbiased("order two", curvature, exact, max_standard_errors, resolution)
     keys = jax.random.split(jax.random.fold_in(key, 1), 3)
     checks += _transformations(estimate, args, keys, rtol, order)
-    exact = max_variance is not None and not any(np.any(claim) for claim in jax.tree.leaves(max_variance))
-    checks.append(_keys(estimate, args, keys[0], key_reuse, samples, exact))
+    certain = max_variance is not None and not any(np.any(claim) for claim in jax.tree.leaves(max_variance))
+    checks.append(_keys(estimate, args, keys[0], key_reuse, samples, certain))
     certificate = Certificate(name or getattr(estimate, "__name__", "estimate"), tuple(checks), found)
     if not certificate.passed:
         raise NotCertifiedError(certificate)
@@ -228,7 +227,8 @@ def _variance(samples, found: Moments, claimed, bound: float) -> Check:
     if not variance.size:
         return Check("variance", True, "no elements")
     error = np.sqrt(np.maximum(fourth - variance**2, 0) / found.num_samples)
-    above = variance > limit + 1e-5 * np.abs(limit) + (1e-13 * joined(found.mean)) ** 2  # by more than rounding
+    rounding = 1e-5 * np.abs(limit) + (1e-6 * _largest(found.mean)) ** 2
+    above = variance > limit + rounding
     excess = np.where(above, (variance - limit) / np.maximum(error, 1e-300), 0.0)
     at, bound = np.argmax(excess), -special.ndtri(special.ndtr(-bound) / variance.size)
     words = f"{variance[at]:.4g} ± {error[at]:.2g}, claimed {limit[at]:.4g}"
