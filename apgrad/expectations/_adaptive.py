@@ -27,7 +27,6 @@ moments, as the cotangent of a port. Visits are counted in the program's jaxpr: 
 the scan has steps, and nodes in the branches of a `cond` have their own.
 """
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -37,7 +36,7 @@ import numpy as np
 
 from apgrad._ground.arguments import whole
 from apgrad._ground.keys import require_key
-from apgrad._programs.jaxprs import arrays_of, place
+from apgrad._programs.jaxprs import place
 from apgrad.expectations._channels import ROW, visits
 from apgrad.expectations._expectation import (
     argument_numbers,
@@ -87,8 +86,8 @@ class Adaptive(NamedTuple):
     """A pair of pure functions, which work under `jit`, `scan` and `vmap`.
 
     Attributes:
-      init: `(key, *args) -> state`. It makes one gradient, for its moments alone, as one compiled program: most of its
-        time is compiling, some seconds, and as much again for each step of a loop that is no `lax.scan`.
+      init: `(key, *args) -> state`. It makes one gradient, for its moments alone. Call it under `jax.jit`: operation by
+        operation a gradient takes many seconds.
       value_and_grad: `(key, state, *args) -> (value, gradient, state)`; with `has_aux`, the value is `(value, aux)`.
         Each call needs a key of its own, independent of all keys that went into state and arguments.
     """
@@ -220,19 +219,7 @@ def adaptive(
             gradients = jax.tree.map(lambda g: jnp.where(state.guarded, *g), gradients)
         return value, tuple(gradients) if several else gradients[0], after
 
-    return Adaptive(in_one_program(init), value_and_grad)
-
-
-def in_one_program(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The same function, compiled as a whole: by itself, operation by operation, a gradient takes much longer."""
-
-    @functools.wraps(function)
-    def compiled(*args, **kwargs):
-        arrays, restore = arrays_of((args, kwargs), (jax.Array,))
-        applied = lambda args, kwargs: function(*args, **kwargs)
-        return jax.jit(lambda *arrays: applied(*restore(*arrays)))(*arrays)
-
-    return compiled
+    return Adaptive(init, value_and_grad)
 
 
 def _means(state, lengths, lanes):

@@ -63,13 +63,21 @@ def require_parts(plan: TapePlan, ledger: Ledger) -> None:
 def warn_of_mixed_data(program: Program, lanes: int) -> None:
     """Warns of leave-one-out baselines over lanes that have data of their own."""
     if mixed := marks_with_outer_axis(program, Mark.LEAVES_ONE_OUT, lanes):
+        advice = (
+            "Let lanes be samples of one datum, and data a second axis: ap.expectation(program, lanes=samples, "
+            "data=batch), a distribution of batch shape (samples, batch), parts=True, costs of shape (samples, batch). "
+            "Or give the node a baseline of its own: baseline=ap.learned_baseline(...), a function, or None."
+        )
+        if mixed[0].startswith("choose"):
+            advice = (
+                "These are costs after the choice. Let its continuation return what it costs on average, later choices "
+                "summed over; or draw the choices by ap.sample(..., parts=True), with lanes=samples and data=batch."
+            )
         warnings.warn(
             f"{mixed[0]}: the leave-one-out baseline is the mean over other lanes, and here lanes differ by more than "
             f"their samples: the program was given an array with a row for each of the {lanes} lanes. The gradient is "
             "right, but its variance can be several times what it need be: the baseline averages over other data. "
-            "Let lanes be samples of one datum, and data a second axis: ap.expectation(program, lanes=samples, "
-            "data=batch), a distribution of batch shape (samples, batch), parts=True, costs of shape (samples, batch). "
-            "Or give the node a baseline of its own: baseline=ap.learned_baseline(...), a function, or None.",
+            + advice,
             UserWarning,
             stacklevel=4,
         )

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from apgrad.expectations._adaptive import Adaptive, in_one_program
+from apgrad.expectations._adaptive import Adaptive
 
 
 class MultilevelState(NamedTuple):
@@ -145,7 +145,7 @@ def multilevel(
         weighed = lambda g, d: g + jnp.tensordot(state.weights.astype(d.dtype), d, 1)
         return value, jax.tree.map(weighed, first, cut), after
 
-    return Adaptive(in_one_program(init), step)
+    return Adaptive(init, step)
 
 
 def _rows(x):

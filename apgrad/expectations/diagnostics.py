@@ -16,6 +16,7 @@ than any sample says: such heavy tails are flagged. The others may point the rig
 `perturbation_growth` says why gradients explode, `node_variances` where.
 """
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +27,7 @@ import jax
 import numpy as np
 from jax import lax
 
+from apgrad._ground import bias as test_of_bias
 from apgrad.expectations._growth import Growth as Growth, perturbation_growth as perturbation_growth
 from apgrad.expectations._node_variances import NodeVariances as NodeVariances, node_variances as node_variances, table
 
@@ -44,7 +46,9 @@ class Row(NamedTuple):
       bias: the mean less the truth, 0 where that is rounding; None where no truth is known, and for the reference.
       off: the bias of the worst element in standard errors (of the difference, against a reference), infinite where
         nothing varies; nan without truth.
-      biased: whether `off` is more than chance explains (1 in 1000, for all the elements together).
+      biased: whether the mean is off by more than chance explains, which happens to an unbiased gradient once in 1000
+        times: the test of `ap.testing.assert_unbiased`, for all the elements together. With few estimates of many
+        elements the worst element is many standard errors off by chance.
       variance: the variance of one estimate, summed over the elements; infinite where an estimate is not finite.
       squared_bias: the square of the bias, less what the noise of both means adds to it; nan without truth.
       squared_error: of one estimate, variance and squared bias; the variance without truth.
@@ -128,6 +132,9 @@ def compare(
     turns, a chunk each, and the seconds are the median over rounds of a chunk's time, per estimate. A machine at rest
     gives the best figures.
 
+    A gradient that keeps a state from call to call, as `ap.adaptive` and `ap.multilevel` do, is no such objective:
+    compare what it is made of, and judge it by training.
+
     Args:
       objectives: functions `(key, *args) -> scalar` by name, as `ap.expectation` makes them.
       key: a PRNG key; each objective and estimate gets its own.
@@ -139,7 +146,7 @@ def compare(
       rounds: how often the objectives take turns.
 
     Returns:
-      A `Comparison`.
+      A `Comparison`. `Row` says what its columns are: "bias / SE" is `off`, "both" `squared_error`, "top 1 %" `share`.
 
     Raises:
       ValueError: for no objectives, too few estimates, truth and reference both, an unknown reference, a truth of
@@ -176,7 +183,8 @@ def compare(
     keys = jax.random.split(key, (len(objectives), rounds, chunk))
     for (name, objective), mine in zip(objectives.items(), keys, strict=True):
         try:
-            compiled[name] = _compile(objective, argnums, mine, args)
+            with _named(name):
+                compiled[name] = _compile(objective, argnums, mine, args)
         except (TypeError, ValueError) as error:
             refused[name] = f"{type(error).__name__}: {error}"
     if not compiled or reference in refused:
@@ -187,13 +195,16 @@ def compare(
     for r in range(rounds):
         for name, (function, mine) in compiled.items():
             start = time.perf_counter()
-            out = jax.block_until_ready(function(mine[r], *args))
+            with _named(name):
+                out = jax.block_until_ready(function(mine[r], *args))
             seconds[name].append((time.perf_counter() - start) / chunk)
             samples[name].append(_flat(out, 1))
+            cuts = np.cumsum([x[0].size for x in jax.tree.leaves(out)])[:-1]
     samples = {name: np.concatenate(x) for name, x in samples.items()}
     against = samples.get(reference or "") if truth is None else np.stack([_flat(truth, 0)] * 2)  # without a spread
     rows = {
-        name: _row(x, np.array(seconds[name]), None if name == reference else against) for name, x in samples.items()
+        name: _row(x, np.array(seconds[name]), None if name == reference else against, cuts)
+        for name, x in samples.items()
     }
     return Comparison(rows, refused, chunk * rounds)
 
@@ -241,7 +252,8 @@ def recommend(comparison: Comparison) -> str:
             ]
     for name, r in rows.items():
         if r.biased and r.bias is not None:
-            lines.append(f"{name} is biased by {np.linalg.norm(r.bias):.2g} ({_short(r.off, 0)} standard errors).")
+            size = math.sqrt(r.squared_bias) or float(np.linalg.norm(r.bias))
+            lines.append(f"{name} is biased by {size:.2g} (at worst {_short(r.off, 0)} standard errors).")
             if ranked[:1] == [name] and unbiased and r.squared_bias:
                 u = rows[unbiased[0]]
                 number = (u.variance - r.variance * r.seconds / u.seconds) / r.squared_bias
@@ -272,6 +284,16 @@ def _ratio(first: Row, second: Row) -> tuple[float, float, float]:
     return math.exp(errors + middle), math.exp(errors - error + low), math.exp(errors + error + high)
 
 
+@contextlib.contextmanager
+def _named(name):
+    """Notes in an error which objective it is of."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"This is of the objective {name!r} of ap.diagnostics.compare.")
+        raise
+
+
 def _compile(objective, argnums, keys, args):
     gradient = jax.grad(objective, argnums=argnums)
     function = jax.jit(lambda keys, *args: lax.map(lambda key: gradient(key, *args), keys))
@@ -293,7 +315,7 @@ def _mean_and_error(samples):
     return samples.mean(0), samples.std(0, ddof=1) / math.sqrt(len(samples))
 
 
-def _row(samples, times, against):
+def _row(samples, times, against, cuts=()):
     seconds = float(np.median(times))
     n, size = samples.shape
     with np.errstate(invalid="ignore"):
@@ -305,7 +327,7 @@ def _row(samples, times, against):
     # The largest of n squares of normal numbers is about 2 log 2n.
     heavy = not finite or bool(variance > 0 and d.max() > min(max(0.2, 6 * math.log(2 * n) / n), 0.5) * n * variance)
     bias, off, squared_bias, more, rounding = None, math.nan, math.nan, 0.0, False
-    bound = NormalDist().inv_cdf(1 - SIGNIFICANT / (2 * max(size, 1)))
+    bound, biased = NormalDist().inv_cdf(1 - SIGNIFICANT / (2 * max(size, 1))), False
     with np.errstate(invalid="ignore"):
         truth = (n * mean - samples) / (n - 1)
     if against is not None:
@@ -320,6 +342,14 @@ def _row(samples, times, against):
         if rounding:
             bias, offs = np.where(far, 0.0, bias), np.where(far, 0.0, offs)
         if finite:
+            pairs = min(n, len(against))  # the reference has its own noise
+            differences = samples[:pairs] - against[:pairs] if truth_error.any() else samples - truth
+            deviations = np.where(far & rounding, 0.0, differences)
+            leaves = np.split(deviations, cuts, axis=1)
+            chance = test_of_bias.distance(
+                leaves, [np.zeros(x.shape[1]) for x in leaves], NormalDist().inv_cdf(1 - SIGNIFICANT / 2)
+            )
+            biased = chance.off > chance.bound
             off = float(np.max(np.where(np.isnan(offs), np.inf, offs), initial=0))
             squared_bias = max(float(bias @ bias - error @ error - truth_error @ truth_error), 0.0)
             d, more = np.square(samples - truth).sum(1), 2 * float(_mean_and_error(against @ bias)[1])
@@ -330,5 +360,5 @@ def _row(samples, times, against):
     uncertainty = math.hypot(float(d.std(ddof=1)) / math.sqrt(n), more) if finite else math.inf
     efficiency = 1 / (squared_error * seconds) if squared_error else math.inf
     errors = squared_bias, squared_error, uncertainty
-    found = mean, error, bias, off, off > bound, variance, *errors, cosine, share, heavy, seconds, efficiency, times
+    found = mean, error, bias, off, biased, variance, *errors, cosine, share, heavy, seconds, efficiency, times
     return Row(*found, rounding)

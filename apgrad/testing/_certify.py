@@ -5,7 +5,7 @@
 
 What it tests of a function `(key, *args) -> gradient`, of this library or not:
 
-* `bias`: the mean of many estimates is the exact gradient, as far as chance explains the difference (`_bias.py`).
+* `bias`: the mean of many estimates is the exact gradient, as far as chance explains the difference (`bias.py`).
 * `resolution`: there were estimates enough to see a bias of a tenth of the gradient. Where this alone fails, the
   certificate is undecided: nothing wrong was found, by too few estimates to say so.
 * `variance`: the variance is not above the bound that is claimed, if one is.
@@ -25,8 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from scipy import special
 
+from apgrad._ground import bias
 from apgrad._ground.arguments import number
-from apgrad.testing import _bias
 from apgrad.testing._moments import Moments, draw, moments_of
 
 _NOTHING_RANDOM = (
@@ -194,7 +194,7 @@ def _largest(tree) -> float:
 
 def _unbiased(what, samples, truth, bound: float, resolution: float) -> Iterator[Check]:
     """The tests of a mean: that it is right, and that it could have been seen to be wrong."""
-    worst, number = _bias.distance(samples, truth, bound), len(jax.tree.leaves(samples)[0])
+    worst, number = bias.distance(samples, truth, bound), len(jax.tree.leaves(samples)[0])
     right = worst.off <= worst.bound
     yield Check(
         what or "bias", right, f"{worst.off:.1f} standard errors off ({number} samples)" if right else worst.words

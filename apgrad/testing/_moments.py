@@ -1,4 +1,4 @@
-"""Sample moments of estimates, and the test of a mean against an exact reference (`_bias.py` says how)."""
+"""Sample moments of estimates, and the test of a mean against an exact reference (`_ground/bias.py` says how)."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from apgrad._ground import bias
 from apgrad._ground.arguments import number, whole
-from apgrad.testing import _bias
 
 
 class Moments(NamedTuple):
@@ -110,7 +110,7 @@ def assert_unbiased(
       AssertionError: biased: mean ... against 1.0, off by 32.6 standard errors (1000 samples; 4 are chance)
     """
     number("max_standard_errors", max_standard_errors, positive=True)
-    worst = _bias.distance(draw(estimate_fn, key, num_samples, batch_size), truth, float(max_standard_errors))
+    worst = bias.distance(draw(estimate_fn, key, num_samples, batch_size), truth, float(max_standard_errors))
     if worst.off > worst.bound:
         raise AssertionError(worst.words)
     return worst.off
