@@ -100,7 +100,8 @@ def from_nnx(
       loss: a loss node: `mplp.squared_error`, `mplp.cross_entropy`, ..., whose place is "loss".
       x: (batch, ...), inputs; if given, the network's predictions for them are compared with `model(x)`.
       names: "number": a layer's name is its number and its kind. "role", for an MLP: "dense_in", "activation_0",
-        "dense_1", "activation_1", ..., "dense_out", which the rules of `load_pretrained` go by.
+        "dense_1", "activation_1", ..., "dense_out", which the rules of `load_pretrained` go by. Layers of your own
+        without parameters, such as one that gathers some inputs by `wire`, may stand between and keep their numbers.
 
     Returns:
       The network, and its parameters by layer: `{"0_dense": {"kernel": ..., "bias": ...}, ...}`.
@@ -190,17 +191,22 @@ def to_nnx(model: nnx.Sequential, params: Any, *, names: Names = "number") -> nn
 def _names(parts: list[Any], made_layers: list[Layer], how: Names) -> list[str]:
     """A name for each layer; a layer that is used twice has the name of its first use."""
     kinds = [made.kind for made in made_layers]
-    if how == "number":
-        names = [f"{i}_{kind}" for i, kind in enumerate(kinds)]
-    elif how == "role":
-        if not all(kind == ("dense", "activation")[i % 2] for i, kind in enumerate(kinds)) or len(kinds) % 2 == 0:
+    names = [f"{i}_{kind}" for i, kind in enumerate(kinds)]
+    if how == "role":
+        mine = lambda made: made.kind in ("dense", "activation", "softmax") or jax.tree.leaves(made.params)
+        roles = [i for i, made in enumerate(made_layers) if mine(made)]
+        if [kinds[i] for i in roles] != [("dense", "activation")[n % 2] for n in range(len(roles) // 2 * 2 + 1)]:
             raise TypeError(
-                f'names="role" is for MLPs, whose layers are dense, activation, dense, ..., dense; got {kinds}. Leave '
-                "out a softmax at the end (mplp.softmax_cross_entropy has its own), or name the layers by number."
+                'names="role" is for MLPs, whose layers are dense, activation, dense, ..., dense, and between them '
+                f"layers of your own without parameters; got {kinds}. Leave out a softmax at the end "
+                "(mplp.softmax_cross_entropy has its own), and apply a function before the first dense layer to x "
+                "yourself, or make it a layer by mplp.layer.register. Name the layers of another network by number, or "
+                "write it as a function of nodes named dense_in, activation_0, dense_1, ..., dense_out: see the wing's "
+                'page, "A layer of your own".'
             )
-        ends = {0: "dense_in", len(kinds) - 1: "dense_out"}
-        names = [ends.get(i, f"{kind}_{i // 2}") for i, kind in enumerate(kinds)]
-    else:
+        for n, i in enumerate(roles):
+            names[i] = {0: "dense_in", len(roles) - 1: "dense_out"}.get(n, f"{kinds[i]}_{n // 2}")
+    elif how != "number":
         raise ValueError(f"names must be 'number' or 'role', got {how!r}")
     first = {id(part): name for part, name in zip(reversed(parts), reversed(names), strict=True)}
     return [first[id(part)] if isinstance(part, nnx.Module) else name for part, name in zip(parts, names, strict=True)]

@@ -55,7 +55,9 @@ def direct_feedback_alignment(key: jax.Array, *, scale: float | None = None, whe
             raise ValueError(
                 "direct feedback alignment needs a function whose output is one array (..., outputs), with the leading "
                 f"axes of every layer's input. The output is {site.result}, and {site} has the input {x.shape}. "
-                "Leave the loss outside of the function, or layers of other axes out of the rule (where=)."
+                "Leave the loss outside of the function, or layers of other axes out of the rule (where=). Of a "
+                "function that returns state too, rewire `lambda *args: function(*args)[0]`, and take the state "
+                "from a plain call, `function(*args)[1]`."
             )
         return output.shape[:-1], output.shape[-1], x.shape[output.ndim - 1 :]
 

@@ -15,6 +15,8 @@ from apgrad.rewiring._rewire import Rule
 def feedback_alignment(key: jax.Array, *, scale: float | None = None, where: Where = None) -> Rule:
     """Layers send their messages back through fixed random weights.
 
+    The first layer has feedback weights too, whose message goes to the data, where nobody learns.
+
     Args:
       key: the PRNG key of the random weights, which are normal.
       scale: their standard deviation; 1 over the square root of the number of a neuron's inputs if not given.

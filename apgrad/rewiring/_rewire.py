@@ -227,10 +227,17 @@ def _require_taken(rule: Rule, planner: Planner) -> None:
             "A name is a site's label; for a rule of layers also a scope around them. rewired.sites(*args) lists all."
         )
     if not planner.taken:
+        names = " or ".join(map(repr, getattr(rule.where, "names", ())))
+        hint = (
+            f"The rule takes a primitive by the name {names}, or a function of that name under jax.jit; an expression "
+            "such as (v > 0).astype(v.dtype) alone is no site."
+            if names
+            else "Is the right argument named by argnums, and are the weights arguments of the function?"
+        )
         raise ValueError(
             "the rule takes no site of the function, so nothing would be rewired. The sites are "
             + (", ".join(map(repr, planner.offered)) or "none")
-            + ". Is the right argument named by argnums, and are the weights arguments of the function?"
+            + f". {hint}"
         )
 
 
@@ -264,7 +271,8 @@ def _trace(function, put, arrays) -> tuple[jaxprs.Program, Any]:
 _CHANGES = (
     "the function changes its arguments in place (as a module with dropout or batch normalization changes itself). "
     "ap.rewire calls it with copies, so the changes would be lost. Return what changes: with Flax NNX, pass what "
-    "nnx.split gives, and call nnx.merge inside the function."
+    "nnx.split gives, call nnx.merge(graph, params, state, copy=True) inside the function, and return nnx.state of the "
+    "rest beside the output. Without copy=True the merged model writes to the arguments, too."
 )
 
 

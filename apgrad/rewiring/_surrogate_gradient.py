@@ -23,8 +23,9 @@ def surrogate_gradient(
 
     Args:
       where: which functions (others are a ValueError), see `ap.rewiring.Where`; `spike` and `heaviside` if not given.
-        `jax.jit` around a function of several operations makes it one site with the function's name.
-      derivative: the elementwise derivative; the fast sigmoid's if not given.
+        `jax.jit` around a function of several operations makes it one site with the function's name; `(v > 0).astype`
+        alone is no site.
+      derivative: the elementwise derivative; the fast sigmoid's, `1 / (1 + beta * |v|)**2`, if not given.
       beta: the steepness of the fast sigmoid, positive.
 
     Example:

@@ -234,6 +234,26 @@ def test_a_trained_rule_learns_in_a_flax_model_and_gives_it_back():
         mplp.to_nnx(model, params)
     with pytest.raises(TypeError, match="for MLPs"):
         mplp.from_nnx(nnx.Sequential(model, nnx.softmax), mplp.cross_entropy, names="role")
+    with pytest.raises(TypeError, match="before the first dense layer to x yourself"):
+        mplp.from_nnx(nnx.Sequential(lambda x: x[:, :3], *model.layers), mplp.softmax_cross_entropy, names="role")
+
+
+def test_a_layer_without_parameters_has_no_role():
+    class Gather(nnx.Module):
+        def __call__(self, x):
+            return x[:, :3]
+
+    mplp.layer.register(Gather, lambda part: mplp.Layer("gather", {}, lambda place, p, s: mplp.wire(part, s)))
+    first, second = nnx.Linear(3, 50, rngs=nnx.Rngs(0)), nnx.Linear(50, 2, rngs=nnx.Rngs(1))
+    model = nnx.Sequential(Gather(), first, nnx.sigmoid, second)
+    batch = jnp.arange(40.0).reshape(8, 5) / 40, jax.nn.one_hot(jnp.arange(8) % 2, 2)
+    network, params = mplp.from_nnx(model, mplp.softmax_cross_entropy, names="role", x=batch[0])
+    assert [made.name for made in network.layers] == ["0_gather", "dense_in", "activation_0", "dense_out"]
+    rule = mplp.load_pretrained("image_mlp")
+    assert set(mplp.init_state(rule, network, params, batch)) == {"dense_in", "activation_0", "dense_out", "loss"}
+    jax.tree.map(np.testing.assert_array_equal, mplp.to_nnx(model, params, names="role").layers[3], second)
+    with pytest.raises(ValueError, match=r"asks for '1_dense'.*A layer of your own"):
+        mplp.init_state(rule, *mplp.from_nnx(model, mplp.softmax_cross_entropy), batch)
 
 
 def test_a_rule_shows_its_arguments():

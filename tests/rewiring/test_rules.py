@@ -182,6 +182,7 @@ def test_sites_that_a_rule_is_not_for():
     for call, words in (
         (lambda: learned(rewiring.difference_target_propagation(KEY, "tanh")), "takes layers with one array"),
         (lambda: of(rewiring.surrogate_gradient("dot_general")), "one array to one of its shape"),
+        (lambda: of(rewiring.surrogate_gradient()), r"'spike' or 'heaviside', or a function .* under jax\.jit"),
         (lambda: of(rewiring.skip("dot_general")), "skip is for a function of one array"),
         (lambda: ap.rewire(product, rewiring.feedback_alignment(KEY)).init(WS[0], X[:0]), "is empty: make the rule's"),
         (

@@ -160,7 +160,10 @@ class Separable(nnx.Module):
         key = self._key(site)
         if key not in self.places:
             raise ValueError(
-                f"the rule has the roles {sorted(self.places)}; the network asks for {site.name!r} ({key!r})"
+                f"the rule has the roles {sorted(self.places)}; the network asks for {site.name!r} ({key!r}). Numbers "
+                'in names do not count: from_nnx(..., names="role") names the layers of an MLP so; write another '
+                "network as a function of nodes named dense_in, activation_0, dense_1, ..., dense_out: see the wing's "
+                'page, "A layer of your own".'
             )
         return self.places[key]
 
