@@ -187,6 +187,16 @@ def test_a_baseline_that_mixes_data_is_named():
         jax.jit(objective)(KEY, THETA, offsets)
 
 
+def test_a_choice_before_a_choice_is_told_to_sum_over_the_later_one():
+    def program(tape, theta, x):
+        coin = lambda logits: dist.Bernoulli(logits=logits)
+        tape, b = ap.choose(tape, coin(x * theta), lambda b: (0.0, b.astype(jnp.float32)), ap.enumeration())
+        return ap.choose(tape, coin(b * theta), lambda b: (jnp.where(b > 0, 1.0, 0.0), None), ap.enumeration())[0]
+
+    with pytest.warns(UserWarning, match=r"choose \(enumeration\).*other data\. These are costs after the choice"):
+        jax.eval_shape(ap.expectation(program, lanes=4), KEY, 0.5, jnp.arange(4.0))
+
+
 def network(tape, theta, x, baseline="leave_one_out"):
     logits = jnp.tanh(x @ theta["a"]) @ theta["b"]
     tape, b = ap.sample(tape, dist.Bernoulli(logits=logits[:, 0]), ap.likelihood_ratio(baseline))

@@ -5,7 +5,7 @@ import numpyro.distributions as dist
 import pytest
 
 import apgrad as ap
-from apgrad.testing import _bias
+from apgrad._ground import bias
 
 KEY = jax.random.key(0)
 
@@ -124,7 +124,7 @@ def test_alarms_are_rare():
         "a few rounded": lambda: (np.floor(x[:8] + rng.random((300, 8))), x[:8]),
         "skewed": lambda: (rng.exponential(size=(300, 64)), np.ones(64)),
     }
-    found = [_bias.distance(*kind(), 4.0) for kind in kinds.values() for _ in range(200)]
+    found = [bias.distance(*kind(), 4.0) for kind in kinds.values() for _ in range(200)]
     assert sum(d.off > d.bound for d in found) <= 3
 
 
