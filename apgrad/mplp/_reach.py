@@ -2,8 +2,6 @@
 outside them, where it may learn nothing or diverge.
 """
 
-import functools
-import warnings
 from typing import Any, NamedTuple
 
 import jax
@@ -11,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from apgrad._ground.warning import warn
 from apgrad.mplp._places import Places
 
 FUNCTIONS = {
@@ -56,7 +55,7 @@ class Reach(NamedTuple):
 
 
 def warn_outside(rule: Any, places: Places, *, multiplies: bool = False) -> None:
-    """Warns once of a network or a minibatch that a rule was not tried with.
+    """Warns, once for each rule, of a network or a minibatch that it was not tried with.
 
     `multiplies`: whether the network has a `wire` whose function is not linear.
     """
@@ -73,16 +72,23 @@ def warn_outside(rule: Any, places: Places, *, multiplies: bool = False) -> None
     if found:
         span = lambda pair: f"{pair[0]} to {pair[1]}" if pair[0] < pair[1] else f"{pair[0]}"
         _warn(
+            reach,
             f"the rule was tried with the activations {', '.join(reach.activations)}, {span(reach.depths)} hidden "
             f"layers of {span(reach.widths)} units and minibatches of {span(reach.minibatches)}; this network has "
             f"{', '.join(dict.fromkeys(found))}. There it may learn nothing, or diverge: compare it with gradient "
-            "descent (mplp.Exact), or train a rule for this network (apgrad.meta)."
+            "descent (mplp.Exact), or train a rule for this network (apgrad.meta).",
         )
 
 
-@functools.cache
-def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=4)
+# What was said of each rule. The reach of its copies under `jit` is the same object, that of another rule an equal one.
+_SAID: dict[int, tuple[Reach, set[str]]] = {}
+
+
+def _warn(reach: Reach, text: str) -> None:
+    said = _SAID.setdefault(id(reach), (reach, set()))[1]
+    if text not in said:
+        said.add(text)
+        warn(text)
 
 
 def _name(function: Any) -> str:

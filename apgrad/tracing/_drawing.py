@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 from apgrad._ground.arguments import integers
 from apgrad._ground.pictures import new_figure
 from apgrad._programs import jaxprs
-from apgrad.tracing._influence import Influence, PathKind, mean
+from apgrad.tracing._influence import Influence, PathKind, mean, most_telling
 from apgrad.tracing._trace import Trace
 
 ROWS, COLUMNS = 24, 12  # that are readable at the size of a page
@@ -141,13 +141,16 @@ def _short(name: str, length: int) -> str:
 def heat_map(influence: Influence, weighed: bool = False) -> Any:
     """Influence as a matplotlib figure, components by parameters, with the mean over examples or steps.
 
-    Of many components those with most influence are drawn; of many parameters those whose names begin alike as one.
+    Of many components those with most influence are drawn, and neither those that all or none of each parameter's paths
+    run through, as a scope that holds a residual add, nor a second one like another. Of many parameters those whose
+    names begin alike are drawn as one.
 
     Args:
       influence: what `ap.tracing.influence` or `Trace.influence` returned.
       weighed: show the share of |gradient| in place of the share of elements.
     """
-    influence = influence.top(COLUMNS)
+    number = len(influence.components)
+    influence = most_telling(influence, COLUMNS)
     values = mean(influence.gradient if weighed else influence.share).T
     names = list(influence.parameters)
     deepest = max((len(name.split("/")) for name in names), default=1)
@@ -169,6 +172,7 @@ def heat_map(influence: Influence, weighed: bool = False) -> Any:
             colour = "white" if values[i, j] < 0.6 else "black"
             ax.text(j, i, f"{values[i, j]:.2f}", ha="center", va="center", fontsize=6, color=colour)
     what = "|gradient|" if weighed else "elements"
-    ax.set_title(f"share of {what} whose {influence.kind} path runs through", fontsize=9)
+    left_out = f": {columns} of {number} components" if columns < number else ""
+    ax.set_title(f"share of {what} whose {influence.kind} path runs through{left_out}", fontsize=9)
     figure.colorbar(image)
     return figure

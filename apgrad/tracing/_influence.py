@@ -7,7 +7,6 @@ goes through, and where messages meet, the set of the greatest one is kept. So o
 """
 
 import dataclasses
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from apgrad._ground.arguments import whole
+from apgrad._ground.warning import warn
 from apgrad._programs import jaxprs
 from apgrad._programs.kinds import NO_DERIVATIVE
 from apgrad.tracing import _paths as paths
@@ -69,8 +69,7 @@ class Influence:
         widths = lambda names: sum(1 + max(6, len(name)) for name in names)
         share, rows, columns, left = mean(self.share), self.components, self.parameters, 0
         if max(9, *map(len, rows)) + widths(columns) > 100:
-            between = np.flatnonzero(np.any((share > 0) & (share < 1), axis=1))
-            few = self._kept(between) if between.size else self
+            few = self._telling()
             while len(few.components) > 1 and max(map(len, columns)) + widths(few.components) > 100:
                 few = few.top(len(few.components) - 1)
             left = len(rows) - len(few.components)
@@ -98,11 +97,26 @@ class Influence:
         share = np.nan_to_num(mean(self.share))
         return self._kept(np.sort(np.argsort(-share.sum(axis=1), kind="stable")[:count]))
 
+    def _telling(self) -> "Influence":
+        """Without components that all or none of each parameter's paths run through, if any are left."""
+        share = mean(self.share)
+        between = np.flatnonzero(np.any((share > 0) & (share < 1), axis=1))
+        return self._kept(between) if between.size else self
+
     def _kept(self, rows: np.ndarray) -> "Influence":
         components = tuple(self.components[i] for i in rows)
         return dataclasses.replace(
             self, share=self.share[..., rows, :], gradient=self.gradient[..., rows, :], components=components
         )
+
+
+def most_telling(influence: Influence, count: int) -> Influence:
+    """At most `count` components: those that say something, one of those that are alike, the greatest shares."""
+    if len(influence.components) <= count:
+        return influence
+    few = influence._telling()
+    _, first = np.unique(np.nan_to_num(mean(few.share)), axis=0, return_index=True)
+    return few._kept(np.sort(first)).top(count)
 
 
 def mean(shares: Any) -> np.ndarray:
@@ -183,8 +197,12 @@ def influence_in(
     program: jaxprs.Program,
     inputs: Sequence[Any],
     active: Sequence[bool],
+    warned_of: set[str] | None = None,
 ) -> Influence:
-    """Influence in a loss's program, whose active inputs have the names `parameters`; options are (kind, by, depth)."""
+    """Influence in a loss's program, whose active inputs have the names `parameters`; options are (kind, by, depth).
+
+    The set `warned_of` has the scopes of which no warning is due any more, and gets those of which one was given.
+    """
     kind, by, depth = options
     components = tuple(dict.fromkeys(n for eqn in equations(program) for n in components_of(*eqn, by, depth)))
     if not components:
@@ -194,7 +212,7 @@ def influence_in(
             "by='primitive'."
         )
     if by == "scope":
-        _warn_of_residual_adds(program, active, components)
+        _warn_of_residual_adds(program, active, components, set() if warned_of is None else warned_of)
     words = -(-len(components) // 32)
     number = {name: i for i, name in enumerate(components)}
 
@@ -258,11 +276,12 @@ def equations(program: jaxprs.Program, scope: str = "") -> list[tuple[str, str]]
     return found
 
 
-def _warn_of_residual_adds(program, active, components):
+def _warn_of_residual_adds(program, active, components, warned_of):
     """Says which components have influence 1 because they hold the way around their branch too, and what to read."""
     holding = scopes_with_residual_adds(program, active)
-    if not (shown := [name for name in holding if name in components]):
+    if not (shown := [name for name in holding if name in components and name not in warned_of]):
         return
+    warned_of.update(shown)
     every_scope = dict.fromkeys(n for eqn in equations(program) for n in components_of(*eqn, "scope", None))
     inner = [n for n in every_scope if n.rpartition("/")[0] in holding and n not in holding]
     some = lambda names: ", ".join(map(repr, names[:3])) + (f" (and {len(names) - 3} more)" if len(names) > 3 else "")
@@ -273,10 +292,9 @@ def _warn_of_residual_adds(program, active, components):
         instead = f"Do not read these rows: with depth={deep} read those of what is inside, {some(inner)}."
     else:
         instead = "Put the add outside of the scope: `x + block(x)`, with the scope within `block`."
-    warnings.warn(
+    warn(
         f"influence: {some(shown)}: a scope adds what comes in to what it makes of it, as a residual block does. Its "
-        f"paths and those around it are all inside the scope, so that its influence is 1. {instead}",
-        stacklevel=3,
+        f"paths and those around it are all inside the scope, so that its influence is 1. {instead}"
     )
 
 

@@ -2,12 +2,12 @@
 
 import functools
 import math
-import warnings
 
 import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
+from apgrad._ground.warning import warn
 from apgrad._programs.jaxprs import is_inexact, place, restrict
 from apgrad.tracing._equation import EdgeRule, Equation, Pull, cast, each, require_small
 from apgrad.tracing._semirings import Value
@@ -86,10 +86,9 @@ def dense(equation: Equation, quiet: bool = False) -> Pull:
     rows = sum(y.size for y in outputs)
     require_small(equation.name, rows * sum(math.prod(shapes[i]) for i in chosen))
     if not quiet:
-        warnings.warn(
+        warn(
             f"tracing has no rule for the primitive {equation.name!r}; its Jacobian ({rows} rows) is computed in full. "
-            "Right, but slow.",
-            stacklevel=2,
+            "Right, but slow."
         )
     jacobians = []  # for each output, (its elements, *input shape) for each input
     for k, y in enumerate(outputs):

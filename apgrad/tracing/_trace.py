@@ -81,6 +81,7 @@ class Trace:
         self._traced = traced(f, args, kwargs, argnums)
         self.parameters = self._traced.names
         self._compiled, self._readers, self._influences = compiled, {}, {}
+        self._warned_of: set[str] = set()
 
     @functools.cached_property
     def gradient(self) -> Any:
@@ -119,7 +120,7 @@ class Trace:
         options: Any = (kind, by, depth)
         if options not in self._influences:
             found = functools.partial(influence_in, options, self.parameters, active=self._traced.active)
-            self._influences[options] = self._run(found)
+            self._influences[options] = self._run(functools.partial(found, warned_of=self._warned_of))
         found = self._influences[options]
         return found if top is None else found.top(top)
 

@@ -311,6 +311,10 @@ def test_a_rule_says_once_where_its_card_does_not_reach(tmp_path):
         with pytest.warns(UserWarning, match=match):
             call(*case)
     call(*outside[-1][0], backward=True)  # said already
+    rule = mplp.load_trained(tmp_path / "rule")[0]
+    with pytest.warns(UserWarning, match="minibatches of 1") as found:  # not of this rule
+        call(*outside[-1][0], backward=True)
+    assert [w.filename for w in found] == [__file__]
 
     def joined(places, params, batch, join):
         signal = places.signal(batch[0])

@@ -63,7 +63,12 @@ def test_figures_have_the_size_of_a_page_and_show_what_was_asked_for(trace):
     shares = np.random.default_rng(0).random((40, 90))
     large = ap.tracing.Influence(shares, shares, names("at", 40), names("p", 90), "greedy")
     assert max(map(len, str(large).splitlines())) <= 100 and "components more: to_dict() has all" in str(large)
-    shares[:39] = 1.0  # of these nothing is learned
+    assert ap.tracing.heat_map(large).axes[0].get_title().endswith("runs through: 12 of 40 components")
+    shares[20:] = shares[19]  # alike
+    shares[:12] = 1.0  # of these nothing is learned
+    drawn = ap.tracing.heat_map(ap.tracing.Influence(shares, shares, names("at", 40), names("p", 90), "greedy")).axes[0]
+    assert [t.get_text().split("/")[1] for t in drawn.get_xticklabels()] == [f"at_{i}" for i in range(12, 20)]
+    shares[:39] = 1.0
     assert "at_39" in str(ap.tracing.Influence(shares, shares, names("at", 40), names("p", 90), "greedy"))
     assert trace.influence(top=1).components == ("head",) == influence.top(1).components
     for figure in (ap.tracing.heat_map(large), ap.tracing.draw(trace)):

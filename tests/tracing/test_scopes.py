@@ -77,8 +77,12 @@ def test_a_residual_add_within_a_scope_is_a_warning_that_names_the_scope():
         for depth, read in ((2, "read those of what is inside"), (1, "with depth=2 read those of what is inside")):
             with pytest.warns(UserWarning, match=f"influence: 'body': .* rows: {read}, 'body/block'"):
                 influence(lambda params, x, wrap=wrap: loss(params, x, False, wrap), depth)
-    with pytest.warns(UserWarning, match="'block': a scope"):
+    with pytest.warns(UserWarning, match="'block': a scope") as found:
         influence(in_scan)
+        trace = ap.trace_gradients(in_scan)([jnp.eye(2), jnp.eye(2)], jnp.ones((1, 2)))
+        for depth in (1, 2):
+            trace.influence(depth=depth)
+    assert [w.filename for w in found] == [__file__] * 2  # once for the function, once for the trace
 
 
 def test_branches_biases_and_sums_of_branches_are_no_residual_adds():
