@@ -16,7 +16,7 @@ from apgrad._programs import jaxprs
 from apgrad.memory._budget import added_variance, allocate
 from apgrad.memory._randomize import StretchWalk, listed, recorded, walked
 from apgrad.memory._recompute import choices
-from apgrad.memory._report import temp_bytes
+from apgrad.memory._report import compiled_note, temp_bytes
 
 METHODS = ("recompute", "pack")
 _TRIES = 6  # compilations of each method
@@ -60,12 +60,7 @@ class Plan(NamedTuple):
 
     def __str__(self) -> str:
         """The table."""
-        row = lambda t: (
-            f"{t.method:9}  {t.peak_bytes / 1e6:9.3f}  {t.work:10.2f}  {t.variance:14.2g}"
-            f"{'  chosen' if t is self.chosen else ''}"
-        )
-        head = f"{'method':9}  {'peak MB':>9}  {'work again':>10}  {'added variance':>14}"
-        return "\n".join([f"budget {self.budget_bytes / 1e6:.3f} MB", head, *map(row, self.trials)])
+        return f"budget {self.budget_bytes / 1e6:.3f} MB\n{table(self.trials, self.chosen)}"
 
 
 def plan(
@@ -97,7 +92,7 @@ def plan(
       The plan. Its function is `(key, *args) -> scalar`.
 
     Raises:
-      ValueError: if the budget cannot be kept, with the smallest that can; if a method is unknown, or a number is none.
+      ValueError: if the budget cannot be kept, with the smallest that was found and what was tried; if a method is unknown, or a number is none.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -174,10 +169,24 @@ def plan(
         if best is not None:
             return finished(best)
     smallest = min(t.peak_bytes for t in trials)
+    cut = "" if "pack" not in methods or variance >= 1 else ", a higher variance="
     raise ValueError(
-        f"a budget of {budget_bytes} bytes cannot be kept by {' or '.join(methods)}: the smallest budget that can is "
-        f"{smallest} bytes (as the function is, the compiled gradient needs {trials[0].peak_bytes})."
+        f"a budget of {budget_bytes} bytes cannot be kept by {' or '.join(methods)}: the smallest that was found is "
+        f"{smallest} bytes (as the function is, the compiled gradient needs {trials[0].peak_bytes}). What may help: "
+        f"budget_bytes={smallest}, a smaller batch{cut}, or both methods at once: "
+        "ap.randomize of a function with jax.checkpoint around its blocks. Tried were\n"
+        + table(trials)
     )
+
+
+def table(trials: Sequence[Trial], chosen: Trial | None = None) -> str:
+    """The trials, a row each, and how they were compiled."""
+    row = lambda t: (
+        f"{t.method:9}  {t.peak_bytes / 1e6:9.3f}  {t.work:10.2f}  {t.variance:14.2g}"
+        f"{'  chosen' if t is chosen else ''}"
+    )
+    head = f"{'method':9}  {'peak MB':>9}  {'work again':>10}  {'added variance':>14}"
+    return "\n".join([head, *map(row, trials), *([note] if (note := compiled_note()) else [])])
 
 
 def _flat_numbers(args: Any, numbers: Sequence[int]) -> list[int]:

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import itertools
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -106,10 +107,24 @@ def randomize(
     number("min_size", min_size)
 
     def walk(*stretch: Any) -> Callable[..., Any]:
+        sizes: dict[bool, int] = {}
         made = StretchWalk(
-            _chooser(sampler, through, min_size), boundaries and _chooser(boundaries, boundaries, min_size)
+            _chooser(sampler, through, min_size, sizes),
+            boundaries and _chooser(boundaries, boundaries, min_size, sizes),
         )
-        make = None if budget_bytes is None else functools.partial(_within, budget_bytes, min_size, made.at_boundary)
+
+        def make(*stretch):
+            if budget_bytes is not None:
+                return _within(budget_bytes, min_size, made.at_boundary, *stretch)
+            plan = made.make(*stretch)
+            if set(sizes) == {True}:
+                warnings.warn(
+                    f"nothing is sampled: randomize keeps arrays of fewer than min_size={min_size} entries exactly, and "
+                    f"the largest has {sizes[True]}. Give min_size=0 to sample all.",
+                    stacklevel=2,
+                )
+            return plan
+
         return made.stretch(*stretch, make=make)
 
     return walked(function, walk)
@@ -206,7 +221,10 @@ def _within(budget: int, min_size: int, at_boundary: Any, *stretch: Any) -> Memo
         target = min(target, estimate) - (used - budget)
 
 
-def _chooser(sampler: Any, through: Any, min_size: int) -> Choice:
+def _chooser(sampler: Any, through: Any, min_size: int, sizes: dict[bool, int] | None = None) -> Choice:
+    """A choice for every coefficient; `sizes` becomes the most entries of those that are too small, and of others."""
+    sizes = {} if sizes is None else sizes
+
     def choose(coefficient):
         if not isinstance(sampler, Sampler):
             return require_sampler(f"the choice for {coefficient.name!r}", sampler(coefficient))
@@ -215,6 +233,7 @@ def _chooser(sampler: Any, through: Any, min_size: int) -> Choice:
     def chooser(coefficient):
         size = math.prod(coefficient.shape)
         few = size < min(64, min_size) or size * max(coefficient.count, 1) < min_size
+        sizes[few] = max(sizes.get(few, 0), size * max(coefficient.count, 1))
         if few or not coefficient.shape:
             return None
         chosen = choose(coefficient)

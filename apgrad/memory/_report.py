@@ -116,24 +116,26 @@ class MemoryReport(NamedTuple):
         """The table."""
         first = next(iter(self.rows.values()))
         width = max(len(name) for name in self.rows)
-        lines = [f"{'':{width}}  residuals MB   less  temp MB   less"]
+        unit, scale = ("MB", 1e6) if max(row.residual_bytes for row in self.rows.values()) >= 1e5 else ("kB", 1e3)
+        lines = [f"{'':{width}}  residuals {unit}   less  temp {unit}   less"]
         # How many times less than reverse mode, where both are of a size to be compared.
         less = lambda mine, full: f"{f'{full / mine:.1f}x' if mine * 1000 > full else '-':>6}"
         for name, (kept, temp, _) in self.rows.items():
-            residuals = f"{kept / 1e6:12.3f} {less(kept, first.residual_bytes)}"
-            lines.append(f"{name:{width}}  {residuals} {temp / 1e6:8.3f} {less(temp, first.temp_bytes)}")
+            residuals = f"{kept / scale:12.3f} {less(kept, first.residual_bytes)}"
+            lines.append(f"{name:{width}}  {residuals} {temp / scale:8.3f} {less(temp, first.temp_bytes)}")
         largest = sorted(first.residuals, key=lambda r: -r.nbytes)[:5]
         steps = lambda r: f"  {r.count} steps" if r.count > 1 else ""
         kept = []
         for r in largest:
-            kept.append(f"  {r.nbytes / 1e6:.3f} MB  {r.name}  {r.dtype}{list(r.shape)}{steps(r)}  {r.source}".rstrip())
+            kept.append(f"  {_size(r.nbytes)}  {r.name}  {r.dtype}{list(r.shape)}{steps(r)}  {r.source}".rstrip())
             kept.append(f"      for {', '.join(r.consumers[:3])}" + (" ..." if len(r.consumers) > 3 else ""))
-            saved = [f"{name} -{saved / 1e6:.3f} MB ({cost})" for name, (saved, cost) in r.remedies().items()]
+            saved = [f"{name} -{_size(saved)} ({cost})" for name, (saved, cost) in r.remedies().items()]
             kept.append("      " + "; ".join(saved))
         if kept:
-            lines += [f"the largest of {len(first.residuals)} arrays that {next(iter(self.rows))} keeps:", *kept]
+            which = f"the largest of {len(first.residuals)} arrays that {next(iter(self.rows))} keeps"
+            lines += [f"{which} (a variance is of the noise, over the array's mean square):", *kept]
         if len(scopes := list(self.scopes().items())) > 1:
-            lines += ["by scope:", *(f"  {nbytes / 1e6:.3f} MB  {name or _NO_SCOPE}" for name, nbytes in scopes[:5])]
+            lines += ["by scope:", *(f"  {_size(nbytes)}  {name or _NO_SCOPE}" for name, nbytes in scopes[:5])]
         return "\n".join([*lines, self.note])
 
     def plot(self, ax: Any = None) -> Any:
@@ -156,6 +158,11 @@ class MemoryReport(NamedTuple):
         ax.set_xlabel("MB")
         ax.legend(frameon=False)
         return ax
+
+
+def _size(nbytes: int) -> str:
+    """Bytes in a unit in which they are not zero."""
+    return f"{nbytes / 1e6:.3f} MB" if nbytes >= 1e4 else f"{nbytes} bytes"
 
 
 def residuals(function: Callable[..., Any], *args: Any) -> tuple[Residual, ...]:
@@ -309,7 +316,6 @@ def memory_report(
         if layers is not None:
             functions["checkpoint each layer + rounding, 4 bits"] = _rounded(layers(jax.checkpoint), 4, key)
     functions |= dict(variants or {})
-    cpu = jax.default_backend() == "cpu"
     flat, _, put = _arguments(args)
     if idle := _idle_policies(jaxprs.trace(lambda *values: function(*put(*values)), *flat)[0]):
         warnings.warn(
@@ -323,7 +329,7 @@ def memory_report(
             print(f"memory_report: {name}, {i + 1} of {len(functions)} gradients to compile", file=sys.stderr)
         kept = residuals(f, *args)
         rows[name] = MemoryBytes(sum(r.nbytes for r in kept), temp_bytes(f, *args), kept)
-    note = "compiled on the CPU with optimization barriers kept (XLA drops them there by default)" if cpu else ""
+    note = compiled_note()
     first = rows["reverse mode"]
     is_more = lambda mine, full: mine - full >= max(_NOTICEABLE * full, 1)
     more = [
@@ -347,6 +353,12 @@ def memory_report(
 
 def _rounded(function, bits, key):
     return functools.partial(randomize(function, rounding(bits=bits)), key)
+
+
+def compiled_note() -> str:
+    """What is particular in how `temp_bytes` compiles."""
+    cpu = jax.default_backend() == "cpu"
+    return "compiled on the CPU with optimization barriers kept (XLA drops them there by default)" if cpu else ""
 
 
 def temp_bytes(function: Callable[..., Any], *args: Any) -> int:

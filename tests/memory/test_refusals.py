@@ -186,3 +186,16 @@ def test_what_shard_map_maps_can_be_randomized():
 
     gradients = [jax.jit(jax.grad(mapped(f)))(W, X) for f in (lambda w, x: random(KEY, w, x), loss(LINEAR["scaled"]))]
     np.testing.assert_allclose(*gradients, rtol=1e-4, atol=1e-5)
+
+
+def test_a_sampler_that_is_never_called_is_a_warning():
+    loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
+    w, x = jnp.ones((6, 4)), jnp.ones((20, 6))
+    trace = lambda *args, **options: jax.eval_shape(
+        jax.grad(ap.randomize(loss, *args, **options), argnums=1), jax.random.key(0), w, x
+    )
+    with pytest.warns(UserWarning, match=r"nothing is sampled: .* min_size=512 .* the largest has 80"):
+        trace(ap.memory.rounding(bits=4))
+    trace(ap.memory.rounding(bits=4), min_size=0)  # no warning, nor where None is chosen
+    trace(lambda coefficient: None, min_size=0)
+    trace(budget_bytes=10_000)

@@ -30,6 +30,8 @@ def test_consumers_and_remedies():
     kept = R.nbytes(R.rounding(4), jax.ShapeDtypeStruct((3, *X.shape), X.dtype))
     assert saved["round to 4 bits"] == (carry.nbytes - kept, "variance 0.021")
     assert "round to 4 bits" in str(ap.memory_report(loss, W, X))
+    small = str(ap.memory_report(lambda x: jnp.sum(jnp.sin(x) ** 2), jnp.ones(20)))
+    assert "residuals kB" in small and "  80 bytes  cos" in small and "0.000" not in small.split("\nthe largest")[1]
 
 
 def test_what_is_not_linear_is_not_rounded_and_work_is_that_of_its_product():
