@@ -92,7 +92,8 @@ def plan(
       The plan. Its function is `(key, *args) -> scalar`.
 
     Raises:
-      ValueError: if the budget cannot be kept, with the smallest that was found and what was tried; if a method is unknown, or a number is none.
+      ValueError: if the budget cannot be kept, with the smallest that was found and what was tried; if a method is
+        unknown, or a number is none.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -174,8 +175,7 @@ def plan(
         f"a budget of {budget_bytes} bytes cannot be kept by {' or '.join(methods)}: the smallest that was found is "
         f"{smallest} bytes (as the function is, the compiled gradient needs {trials[0].peak_bytes}). What may help: "
         f"budget_bytes={smallest}, a smaller batch{cut}, or both methods at once: "
-        "ap.randomize of a function with jax.checkpoint around its blocks. Tried were\n"
-        + table(trials)
+        "ap.randomize of a function with jax.checkpoint around its blocks. Tried were\n" + table(trials)
     )
 
 

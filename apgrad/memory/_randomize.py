@@ -8,7 +8,6 @@ Calls are entered. A function's own derivative rule is used, and its coefficient
 """
 
 import contextlib
-import functools
 import itertools
 import math
 import warnings
@@ -119,8 +118,8 @@ def randomize(
             plan = made.make(*stretch)
             if set(sizes) == {True}:
                 warnings.warn(
-                    f"nothing is sampled: randomize keeps arrays of fewer than min_size={min_size} entries exactly, and "
-                    f"the largest has {sizes[True]}. Give min_size=0 to sample all.",
+                    f"nothing is sampled: randomize keeps arrays of fewer than min_size={min_size} entries exactly, "
+                    f"and the largest that may be sampled has {sizes[True]}. Give min_size=0 to sample all.",
                     stacklevel=2,
                 )
             return plan

@@ -81,9 +81,7 @@ def test_noise_only_where_the_budget_demands_it():
 
 
 def test_a_budget_is_refused_with_the_smallest_that_is_kept():
-    with pytest.raises(
-        ValueError, match=r"cannot be kept by recompute: the smallest that was found is (\d+)"
-    ) as error:
+    with pytest.raises(ValueError, match=r"cannot be kept by recompute: the smallest that was found is (\d+)") as error:
         R.plan(mlp, WS, X, budget_bytes=100, methods=["recompute"])
     assert "a smaller batch" in str(error.value) and "\nrecompute  " in str(error.value)
     assert "higher variance" not in str(error.value)
