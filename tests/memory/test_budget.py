@@ -82,7 +82,7 @@ def test_what_branches_share_is_given_out():
 
 @pytest.mark.parametrize("kind", ["cond", "scan of cond"])
 def test_operands_that_are_kept_anyway_stay_outside_of_branches(kind):
-    w, x = 0.1 * jax.random.normal(KEY, (128, 128)), jnp.ones((2, 128))
+    w, x = 0.1 * jax.random.normal(KEY, (128, 128)), jnp.ones((4, 128))
 
     def loss(w, x):
         return jnp.sum(step(kind, x, w))
