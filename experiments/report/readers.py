@@ -171,10 +171,10 @@ def gain_of_both(results: Results) -> tuple[str, bool]:
     return f"{words}, {part:.1f} its own", both >= 100
 
 
-def exponents(results: Results) -> tuple[str, bool]:
+def exponents(results: Results, graphs: str) -> tuple[str, bool]:
     words, found = [], {}
     for name in ("grad", "max-product"):
-        row = results[f"batch {name}"]
+        row = results[f"{graphs} {name}"]
         found[name] = Value(row["exponent"], row["exponent_standard_error"])
         words.append(f"{name} {figure(found[name])}")
     return ", ".join(words), all(abs(v.mean - 1) <= 2 * (v.error or 0) for v in found.values())
