@@ -61,7 +61,8 @@ class _Leaf(NamedTuple):
     truth: np.ndarray
     mean: np.ndarray
     error: np.ndarray
-    exact: np.ndarray
+    rounded: np.ndarray  # off by rounding alone in every sample
+    exact: np.ndarray  # or in the mean
 
     def words(self, index: int, off: float, bound: float) -> str:
         at = np.unravel_index(index, self.shape)
@@ -117,7 +118,8 @@ def _leaves(samples, truth) -> Iterator[_Leaf]:
         with np.errstate(invalid="ignore"):
             mean, error = flat.mean(0), flat.std(0, ddof=1) / np.sqrt(len(flat))
             exact = np.abs(mean - wanted) <= ROUNDING * np.abs(wanted)
-        yield _Leaf(name, x.shape[1:], flat, wanted, mean, error, exact | _rounded(flat, wanted))
+        rounded = _rounded(flat, wanted)
+        yield _Leaf(name, x.shape[1:], flat, wanted, mean, error, rounded, exact | rounded)
 
 
 def _rounded(samples: np.ndarray, truth: np.ndarray) -> np.ndarray:
@@ -163,7 +165,7 @@ def _together(leaf: _Leaf, level: float, seen: bool) -> Distance:
     """The test of the squared bias of all elements of an array, by U; `seen`: it says what bias would be seen."""
     bound = float(-special.ndtri(level / 2))
     # What is off by rounding alone, in every sample, is not off. (A mean that is the truth by chance has to count.)
-    sums = _blocks(np.where(_rounded(leaf.samples, leaf.truth), 0.0, leaf.samples - leaf.truth))
+    sums = _blocks(np.where(leaf.rounded, 0.0, leaf.samples - leaf.truth))
     G = sums @ sums.T
     np.fill_diagonal(G, 0)
     second, third = 2 * np.sum(G**2), 8 * np.trace(G @ G @ G)

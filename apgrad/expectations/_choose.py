@@ -16,7 +16,6 @@ So put into the continuation what the choice decides first. A program that ends 
 variational autoencoder does, has no likelihood-ratio term at all.
 """
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from apgrad._ground.warning import warn
 from apgrad._programs.control import nested
 from apgrad._programs.flow import flow
 from apgrad._programs.jaxprs import is_inexact, trace
@@ -158,12 +158,10 @@ def _warn_of_a_batch(what, program, shape):
     """Warns where a lane makes independent choices, (lanes, n, ...), and its cost is a sum of terms of one each."""
     axes = [0, *[None] * (len(program.jaxpr.invars) - 1)]
     if len(shape) > 1 and shape[1] > 1 and is_sum_over(program, axes):
-        warnings.warn(
+        warn(
             f"{what}: a lane makes {shape[1]} choices, and its cost is a sum or a mean of {shape[1]} terms that see "
             "one of them each. So every choice pays for the costs of all the others: the gradient is right, but its "
             f"variance (or the number of evaluations) can be {shape[1]} times what it need be. {_MINIBATCH}",
-            UserWarning,
-            stacklevel=3,
         )
 
 
@@ -186,13 +184,11 @@ def _warn_of_integers(what, program):
 
     flow(program, [True, *[False] * (len(program.jaxpr.invars) - 1)], transfer, lambda a, b: a or b, lambda _: False)
     if found:
-        warnings.warn(
+        warn(
             f"{what}: the cost is evaluated between the outcomes too, and makes integers of them "
             f"({found[0].primitive.name}), where it is flat. The gradient is right, but its variance is higher than "
             "without the relaxation. Write the cost as a differentiable function of x (a product with a one-hot vector "
             "in place of an index), or use ap.disarm() or ap.rloo().",
-            UserWarning,
-            stacklevel=3,
         )
 
 

@@ -14,10 +14,9 @@ is then mostly the mean over other data, and the variance several times as large
 a score has its lanes from an array that the program was given.
 """
 
-import warnings
-
 import jax
 
+from apgrad._ground.warning import warn
 from apgrad._programs.jaxprs import Program
 from apgrad.expectations._lanes import cost_shape_error
 from apgrad.expectations._ledger import Ledger, Mark, TapePlan
@@ -73,11 +72,9 @@ def warn_of_mixed_data(program: Program, lanes: int) -> None:
                 "These are costs after the choice. Let its continuation return what it costs on average, later choices "
                 "summed over; or draw the choices by ap.sample(..., parts=True), with lanes=samples and data=batch."
             )
-        warnings.warn(
+        warn(
             f"{mixed[0]}: the leave-one-out baseline is the mean over other lanes, and here lanes differ by more than "
             f"their samples: the program was given an array with a row for each of the {lanes} lanes. The gradient is "
             "right, but its variance can be several times what it need be: the baseline averages over other data. "
             + advice,
-            UserWarning,
-            stacklevel=4,
         )

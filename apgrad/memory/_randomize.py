@@ -10,7 +10,6 @@ Calls are entered. A function's own derivative rule is used, and its coefficient
 import contextlib
 import itertools
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ import jax.numpy as jnp
 from apgrad._ground.arguments import number
 from apgrad._ground.keys import again, hashed, require_key
 from apgrad._ground.propagator import Propagator, node
+from apgrad._ground.warning import warn
 from apgrad._programs import jaxprs
 from apgrad.memory._blocks import packed_block
 from apgrad.memory._branches import randomized_cond
@@ -117,10 +117,9 @@ def randomize(
                 return _within(budget_bytes, min_size, made.at_boundary, *stretch)
             plan = made.make(*stretch)
             if set(sizes) == {True}:
-                warnings.warn(
+                warn(
                     f"nothing is sampled: randomize keeps arrays of fewer than min_size={min_size} entries exactly, "
                     f"and the largest that may be sampled has {sizes[True]}. Give min_size=0 to sample all.",
-                    stacklevel=2,
                 )
             return plan
 

@@ -10,7 +10,6 @@ scan. So the report compiles with this pass switched off there, and says so.
 
 import functools
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 from jax.extend.core import Literal
 
 from apgrad._ground.pictures import new_figure
+from apgrad._ground.warning import warn
 from apgrad._programs import jaxprs
 from apgrad._programs.kinds import LINEAR_IN_EACH, SAME_VALUE
 from apgrad.memory._budget import relative_variance
@@ -318,10 +318,9 @@ def memory_report(
     functions |= dict(variants or {})
     flat, _, put = _arguments(args)
     if idle := _idle_policies(jaxprs.trace(lambda *values: function(*put(*values)), *flat)[0]):
-        warnings.warn(
+        warn(
             f"the policy of a checkpointed block keeps nothing there ({'; '.join(idle)}): do its names stand in "
             "jax.ad_checkpoint.checkpoint_name inside the block?",
-            stacklevel=2,
         )
     rows = {}
     for i, (name, f) in enumerate(functions.items()):
@@ -343,10 +342,9 @@ def memory_report(
     # The compiler may need more scratch memory by chance; but what is remembered is the transformation's choice.
     worse = [name for name, row in rows.items() if is_more(row.residual_bytes, first.residual_bytes)]
     if worse:
-        warnings.warn(
+        warn(
             f"{', '.join(worse)}: more memory than plain reverse mode ({rows[worse[0]].residual_bytes} bytes are "
             f"remembered, {first.residual_bytes} by reverse mode). Leave this function, or this part of it, as it is.",
-            stacklevel=2,
         )
     return MemoryReport(rows, note)
 
