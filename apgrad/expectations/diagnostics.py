@@ -28,6 +28,7 @@ import numpy as np
 from jax import lax
 
 from apgrad._ground import bias as test_of_bias
+from apgrad._ground.progress import progress_bar
 from apgrad.expectations._growth import Growth as Growth, perturbation_growth as perturbation_growth
 from apgrad.expectations._node_variances import NodeVariances as NodeVariances, node_variances as node_variances, table
 
@@ -124,13 +125,14 @@ def compare(
     truth: Any = None,
     reference: str | None = None,
     rounds: int = 10,
+    progress: bool = True,
 ) -> Comparison:
     """Bias, variance, direction, seconds and efficiency of the gradients of objectives with the same expectation.
 
     Each objective's gradient is compiled first, by itself, which takes from a second to half a minute an objective
     and is not in its seconds. Estimates are computed one after the other, by a compiled `lax.map`; objectives take
-    turns, a chunk each, and the seconds are the median over rounds of a chunk's time, per estimate. A machine at rest
-    gives the best figures.
+    turns, a chunk each, and the seconds are the median over rounds of a chunk's time, per estimate. A bar of progress
+    says which objective is compiled or run. A machine at rest gives the best figures.
 
     A gradient that keeps a state from call to call, as `ap.adaptive` and `ap.multilevel` do, is no such objective:
     compare what it is made of, and judge it by training.
@@ -144,6 +146,7 @@ def compare(
       truth: the exact gradient, if it is known.
       reference: where no truth is known, the name of an unbiased objective, whose mean the others are compared with.
       rounds: how often the objectives take turns.
+      progress: whether to show a tqdm bar, with one step for each compilation and for each turn.
 
     Returns:
       A `Comparison`. `Row` says what its columns are: "bias / SE" is `off`, "both" `squared_error`, "top 1 %" `share`.
@@ -181,25 +184,29 @@ def compare(
     chunk = -(-num_estimates // rounds)
     compiled, refused = {}, {}
     keys = jax.random.split(key, (len(objectives), rounds, chunk))
-    for (name, objective), mine in zip(objectives.items(), keys, strict=True):
-        try:
-            with _named(name):
-                compiled[name] = _compile(objective, argnums, mine, args)
-        except (TypeError, ValueError) as error:
-            refused[name] = f"{type(error).__name__}: {error}"
-    if not compiled or reference in refused:
-        raise ValueError(f"compare has {'no reference' if compiled else 'nothing'} to go by, refused are {refused}")
-
-    samples = {name: [] for name in compiled}
-    seconds = {name: [] for name in compiled}
-    for r in range(rounds):
-        for name, (function, mine) in compiled.items():
-            start = time.perf_counter()
-            with _named(name):
-                out = jax.block_until_ready(function(mine[r], *args))
-            seconds[name].append((time.perf_counter() - start) / chunk)
-            samples[name].append(_flat(out, 1))
-            cuts = np.cumsum([x[0].size for x in jax.tree.leaves(out)])[:-1]
+    samples, seconds = {}, {}
+    steps = len(objectives) * (1 + rounds)
+    with progress_bar("comparing", steps) if progress else contextlib.nullcontext() as bar:
+        for (name, objective), mine in zip(objectives.items(), keys, strict=True):
+            _show(bar, f"compiling {name}", 0)
+            try:
+                with _named(name):
+                    compiled[name] = _compile(objective, argnums, mine, args)
+            except (TypeError, ValueError) as error:
+                refused[name] = f"{type(error).__name__}: {error}"
+            _show(bar, "", 1 + rounds * (name in refused))
+        if not compiled or reference in refused:
+            raise ValueError(f"compare has {'no reference' if compiled else 'nothing'} to go by, refused are {refused}")
+        for r in range(rounds):
+            for name, (function, mine) in compiled.items():
+                _show(bar, f"running {name}", 0)
+                start = time.perf_counter()
+                with _named(name):
+                    out = jax.block_until_ready(function(mine[r], *args))
+                seconds.setdefault(name, []).append((time.perf_counter() - start) / chunk)
+                samples.setdefault(name, []).append(_flat(out, 1))
+                cuts = np.cumsum([x[0].size for x in jax.tree.leaves(out)])[:-1]
+                _show(bar, "", 1)
     samples = {name: np.concatenate(x) for name, x in samples.items()}
     against = samples.get(reference or "") if truth is None else np.stack([_flat(truth, 0)] * 2)  # without a spread
     rows = {
@@ -299,6 +306,14 @@ def _compile(objective, argnums, keys, args):
     function = jax.jit(lambda keys, *args: lax.map(lambda key: gradient(key, *args), keys))
     jax.block_until_ready(function(keys[0], *args))
     return function, keys
+
+
+def _show(bar: Any, doing: str, done: int) -> None:
+    """Tells a bar of progress, if there is one, what is done now or how many steps are done."""
+    if bar is not None and doing:
+        bar.set_postfix_str(doing)
+    elif bar is not None:
+        bar.update(done)
 
 
 def _short(x: float, digits: int = 1) -> str:

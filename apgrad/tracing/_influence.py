@@ -105,9 +105,8 @@ class Influence:
 
     def _kept(self, rows: np.ndarray) -> "Influence":
         components = tuple(self.components[i] for i in rows)
-        return dataclasses.replace(
-            self, share=self.share[..., rows, :], gradient=self.gradient[..., rows, :], components=components
-        )
+        kept = lambda x: jax.device_put(np.asarray(x)[..., rows, :])  # on the host, where nothing is compiled
+        return dataclasses.replace(self, share=kept(self.share), gradient=kept(self.gradient), components=components)
 
 
 def most_telling(influence: Influence, count: int) -> Influence:
@@ -176,7 +175,10 @@ def influence(
 
     def influence_of(*args, **kwargs):
         read = traced(f, args, kwargs, argnums)
-        return influence_in((kind, by, depth), read.names, read.program, read.inputs, read.active)
+        found = influence_in((kind, by, depth), read.names, read.program, read.inputs, read.active)
+        if by == "scope":
+            warn_of_residual_adds(read.program, read.active, found.components, set())
+        return found
 
     return influence_of
 
@@ -197,28 +199,34 @@ def influence_in(
     program: jaxprs.Program,
     inputs: Sequence[Any],
     active: Sequence[bool],
-    warned_of: set[str] | None = None,
+    own: bool = False,
 ) -> Influence:
     """Influence in a loss's program, whose active inputs have the names `parameters`; options are (kind, by, depth).
 
-    The set `warned_of` has the scopes of which no warning is due any more, and gets those of which one was given.
+    With `own`, a scope around other scopes has a further row, "scope/", of the equations that are in none of these. It
+    is what `at_depth` needs of such a scope.
     """
     kind, by, depth = options
-    components = tuple(dict.fromkeys(n for eqn in equations(program) for n in components_of(*eqn, by, depth)))
+    found = equations(program)
+    around = {name.rpartition("/")[0] for eqn in found for name in components_of(*eqn, by, depth)} if own else ()
+
+    def rows_of(scope, primitive):
+        names = components_of(scope, primitive, by, depth)
+        return [*names, *(f"{name}/" for name in names[-1:] if name in around)]
+
+    components = tuple(dict.fromkeys(name for eqn in found for name in rows_of(*eqn)))
     if not components:
         raise ValueError(
             "nothing is named: the function has no named scopes. Linen modules name themselves, for an NNX model "
             "use ap.tracing.name_modules(model); elsewhere write `with jax.named_scope('encoder'):`, or ask "
             "by='primitive'."
         )
-    if by == "scope":
-        _warn_of_residual_adds(program, active, components, set() if warned_of is None else warned_of)
     words = -(-len(components) // 32)
     number = {name: i for i, name in enumerate(components)}
 
     def enter(message, scope, primitive):
         bits = [0] * words
-        for name in components_of(scope, primitive, by, depth):
+        for name in rows_of(scope, primitive):
             bits[number[name] // 32] |= 1 << (number[name] % 32)
         rest = len(message) - words
         masks = (m | jnp.uint32(b) if b else m for m, b in zip(message[rest:], bits, strict=True))
@@ -226,11 +234,20 @@ def influence_in(
 
     semiring = (paths.viterbi if kind == "viterbi" else paths.greedy)(words)
     context = Context(semiring, NESTED, enter=enter)
-    found = values(context, walk(context, program, inputs, active), inputs, active)
-    gradients = [v[0] for v in found] if kind == "greedy" else propagated(ordinary(), program, inputs, active)
-    columns = [_column(v, g, len(components), words) for v, g in zip(found, gradients, strict=True)]
+    messages = values(context, walk(context, program, inputs, active), inputs, active)
+    gradients = [v[0] for v in messages] if kind == "greedy" else propagated(ordinary(), program, inputs, active)
+    columns = [_column(v, g, len(components), words) for v, g in zip(messages, gradients, strict=True)]
     share, weighed = (jnp.stack(c, axis=1) for c in zip(*columns, strict=True))
     return Influence(share, weighed, components, parameters, kind)
+
+
+def at_depth(found: Influence, program: jaxprs.Program, depth: int | None) -> Influence:
+    """Of the influence of all scopes, with their `own` rows, what `influence` gives with this depth."""
+    components = tuple(dict.fromkeys(n for eqn in equations(program) for n in components_of(*eqn, "scope", depth)))
+    row = {name: i for i, name in enumerate(found.components)}
+    own = lambda name: f"{name}/" if depth is not None and name.count("/") + 1 < depth else name
+    rows = np.array([row.get(own(name), row[name]) for name in components])
+    return dataclasses.replace(found._kept(rows), components=components)
 
 
 def every(n: int, traced: Callable[..., Any]) -> Callable[..., Any]:
@@ -276,8 +293,13 @@ def equations(program: jaxprs.Program, scope: str = "") -> list[tuple[str, str]]
     return found
 
 
-def _warn_of_residual_adds(program, active, components, warned_of):
-    """Says which components have influence 1 because they hold the way around their branch too, and what to read."""
+def warn_of_residual_adds(
+    program: jaxprs.Program, active: Sequence[bool], components: Sequence[str], warned_of: set[str]
+) -> None:
+    """Says which components have influence 1 because they hold the way around their branch too, and what to read.
+
+    The set `warned_of` has the scopes of which no warning is due any more, and gets those of which one was given.
+    """
     holding = scopes_with_residual_adds(program, active)
     if not (shown := [name for name in holding if name in components and name not in warned_of]):
         return

@@ -15,7 +15,15 @@ from apgrad._programs.jaxprs import plain_scope
 from apgrad.tracing import _paths as paths
 from apgrad.tracing._compiled import Compiled
 from apgrad.tracing._control import NESTED
-from apgrad.tracing._influence import ComponentKind, Influence, PathKind, influence_in, require_options
+from apgrad.tracing._influence import (
+    ComponentKind,
+    Influence,
+    PathKind,
+    at_depth,
+    influence_in,
+    require_options,
+    warn_of_residual_adds,
+)
 from apgrad.tracing._interpreter import Context
 from apgrad.tracing._paths import Element, PathStep, Reader
 from apgrad.tracing._semiring_grad import original, propagated, traced
@@ -117,11 +125,15 @@ class Trace:
           top: how many components, those with the greatest mean share; by default all.
         """
         require_options(kind, by, depth)
-        options: Any = (kind, by, depth)
-        if options not in self._influences:
-            found = functools.partial(influence_in, options, self.parameters, active=self._traced.active)
-            self._influences[options] = self._run(functools.partial(found, warned_of=self._warned_of))
-        found = self._influences[options]
+        active = self._traced.active
+        if (kind, by) not in self._influences:
+            own = by == "scope"
+            found = functools.partial(influence_in, (kind, by, None), self.parameters, active=active, own=own)
+            self._influences[kind, by] = self._run(found)
+        found = self._influences[kind, by]
+        if by == "scope":
+            found = at_depth(found, self.program, depth)
+            warn_of_residual_adds(self.program, active, found.components, self._warned_of)
         return found if top is None else found.top(top)
 
     def path(self, parameter: str, index: tuple[int, ...] | int = (), kind: PathKind = "viterbi") -> list[PathStep]:

@@ -170,6 +170,26 @@ def test_an_error_of_a_gradient_names_the_objective():
     assert any("objective 'broken'" in note for note in caught.value.__notes__)
 
 
+def test_a_bar_of_progress_says_what_is_compiled_and_run(capsys):
+    def broken(key, x):
+        raise TypeError("no gradient")
+
+    compare = lambda **options: diagnostics.compare(
+        {"fine": lambda key, x: x * jax.random.normal(key), "broken": broken},
+        KEY,
+        1.0,
+        num_estimates=4,
+        rounds=2,
+        **options,
+    )
+    assert list(compare().rows) == ["fine"]
+    shown = capsys.readouterr().err
+    for words in ("compiling fine", "compiling broken", "running fine", "6/6"):
+        assert words in shown
+    compare(progress=False)
+    assert capsys.readouterr().err == ""
+
+
 def test_tables_are_narrow_where_nothing_varies():
     exact = lambda off: lambda key, x: jnp.sum(x * jnp.array([3.0 + off, 1e-3])) + 0 * jax.random.normal(key)
     objectives = {"exact": exact(0.0), "rounded": exact(1e-6), "off": exact(0.1)}

@@ -181,6 +181,35 @@ def test_ties_go_to_the_first(kind):
     assert trace.influence(kind).share[:, 0].tolist() == [1, 0]
 
 
+@pytest.mark.quick
+def test_influence_at_each_depth_is_folded_from_one_computation():
+    scope = jax.named_scope
+
+    def loss(w):
+        with scope("a"):
+            with scope("b"), scope("c"):
+                deep = 3.0 * w
+            with scope("b"):
+                middle = jnp.array([4.0, 0.0, 0.0, 0.0]) * w
+            shallow = jnp.array([0.0, 5.0, 0.0, 0.0]) * w
+        with scope("d"):
+            return jnp.sum(deep + middle + shallow + jnp.array([0.0, 0.0, 6.0, 0.0]) * w)
+
+    trace = ap.trace_gradients(loss)(jnp.ones(4))
+    wanted = {
+        None: {"a": 0.75, "a/b": 0.5, "a/b/c": 0.25, "d": 1.0},
+        1: {"a": 0.75, "d": 1.0},
+        2: {"a/b": 0.5, "a": 0.25, "d": 1.0},
+        3: {"a/b/c": 0.25, "a/b": 0.25, "a": 0.25, "d": 1.0},
+        9: {"a/b/c": 0.25, "a/b": 0.25, "a": 0.25, "d": 1.0},
+    }
+    for depth, shares in wanted.items():
+        found = trace.influence(depth=depth)
+        assert found.to_dict()["x"] == shares and list(found.components) == list(shares)
+    alone = ap.tracing.influence(loss, depth=3)(jnp.ones(4))
+    assert alone.to_dict() == trace.influence(depth=3).to_dict() and alone.components == found.components
+
+
 def test_influence_under_vmap_is_that_of_each_example():
     def loss(w, x):
         with jax.named_scope("left"):
@@ -262,6 +291,7 @@ def test_a_second_point_of_equal_shapes_compiles_nothing_and_closures_may_change
 
         with jax.named_scope("rnn"):
             h, _ = jax.lax.scan(step, x, params["w"])
+            h = h * 0.5
         return jnp.sum(jnp.take_along_axis(h, labels[:, None], 1))
 
     def seen(trace):
@@ -275,11 +305,13 @@ def test_a_second_point_of_equal_shapes_compiles_nothing_and_closures_may_change
     listen = lambda event, *_, **__: compiled.append(event) if "backend_compile" in event else None
     jax.monitoring.register_event_duration_secs_listener(listen)
     found = seen(traces(*points[1]))
-    ap.trace_gradients(loss)(*points[0]).influence()  # nor does another tracer of the function
+    again = ap.trace_gradients(loss)(*points[0])  # nor does another tracer of the function
+    shallow, deep = (again.influence(depth=depth) for depth in (1, 2))  # nor another depth
     assert not compiled
     jax.monitoring.unregister_event_duration_listener(listen)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), found[3], jax.grad(loss)(*points[1]))
     np.testing.assert_array_equal(found[0].share, ap.tracing.influence(loss)(*points[1]).share)
+    assert shallow.components == ("rnn",) and deep.components == ("rnn/cell", "rnn")
     np.testing.assert_allclose(np.prod([s.weight for s in found[4][0]]), found[2]["w"][0, 1, 1], rtol=1e-5)
     scale = jnp.array([3.0, 5.0])  # read again at each point
     np.testing.assert_allclose(traces(*points[1]).gradient["w"], jax.grad(loss)(*points[1])["w"], rtol=1e-5)
