@@ -5,6 +5,7 @@ XLA's earlier emitters, which is three times as fast. A test that needs optimiza
 take, is marked `optimized`; with the environment variable APGRAD_OPTIMIZED=1 all is compiled as users compile it.
 """
 
+import gc
 import os
 import re
 from pathlib import Path
@@ -24,6 +25,8 @@ jax.config.update("jax_disable_most_optimizations", QUICKLY)
 if QUICKLY and jax.__version_info__ < (0, 11):  # the flag goes then
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false"
     os.environ["XLA_FLAGS"] += " --xla_cpu_parallel_codegen_split_count=1"  # a worker has one core
+
+gc.set_threshold(50_000, 50, 50)  # tracing makes so many objects that collecting at each 700 takes a tenth of the time
 
 collect_ignore = ["mutations"]  # see its run.py
 

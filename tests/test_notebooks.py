@@ -59,8 +59,5 @@ def test_notebook_runs(path, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(FOLDER.parent), os.environ.get("PYTHONPATH")])))
     # An error in a cell is raised as nbclient.exceptions.CellExecutionError, with the cell and its traceback.
     nbclient.NotebookClient(
-        notebook,
-        timeout=SECONDS_A_CELL,
-        kernel_name="python3",
-        resources={"metadata": {"path": str(tmp_path)}},
+        notebook, timeout=SECONDS_A_CELL, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
     ).execute()

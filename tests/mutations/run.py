@@ -32,11 +32,7 @@ def main():
     parser.add_argument("--tree", type=Path, default=HERE.parents[1], help="the checkout that is copied and broken")
     parser.add_argument("--only", default="", help="a regular expression of names and files")
     parser.add_argument("--results", type=Path, default=HERE / "results.csv")
-    parser.add_argument(
-        "--label",
-        default="whole suite",
-        help="the run's name in the results, say a commit",
-    )
+    parser.add_argument("--label", default="whole suite", help="the run's name in the results, say a commit")
     parser.add_argument("--with", dest="prefix", default="", help="a command that runs pytest's command")
     parser.add_argument("--first", action="store_true")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="after these no other mutation is begun")
