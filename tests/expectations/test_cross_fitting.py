@@ -192,21 +192,21 @@ def test_transformations_pytrees_closures_and_modules():
     def gradient(key, theta):
         return jax.grad(objective, argnums=(1, 2))(key, theta, module, True, "static")
 
-    expected = gradient(KEY, 0.7)
-
     def mapped(key, theta):
         return jax.tree.map(lambda x: x[0], jax.vmap(gradient)(key[None], theta[None]))
 
-    for transformed in (jax.jit(gradient), mapped):
-        got = transformed(KEY, jnp.float32(0.7))
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), expected, got)
-
-    # Arrays that the whole objective closes over.
-    def closed(theta):
+    def closed(theta):  # arrays that the whole objective closes over
         return ap.expectation(lambda tape: program(tape, theta, module, True, "static"), 8, cross_fit=True)(KEY)
 
-    alone = jax.grad(objective, argnums=1)(KEY, 0.7, module, True, "static")
-    np.testing.assert_allclose(jax.grad(closed)(jnp.float32(0.7)), alone, rtol=1e-4)
+    @jax.jit
+    def ways(key, theta):
+        alone = jax.grad(objective, argnums=1)(key, theta, module, True, "static")
+        return gradient(key, theta), mapped(key, theta), (jax.grad(closed)(theta), alone)
+
+    compiled, by_vmap, (by_closure, alone) = ways(KEY, jnp.float32(0.7))
+    for got in (compiled, by_vmap):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), gradient(KEY, 0.7), got)
+    np.testing.assert_allclose(by_closure, alone, rtol=1e-4)
 
 
 def test_weights_that_contribute_apart_reach_closures_and_only_what_is_differentiated():

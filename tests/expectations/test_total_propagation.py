@@ -116,10 +116,9 @@ def test_the_target_is_what_is_differentiated():
 
         return transform(jax.grad(ap.expectation(program, 50), argnums=1))(KEY, 0.7, matrix)
 
-    eager = [gradient(matrix, explicit, lambda f: f) for explicit in (False, True)]
     both = lambda matrix: [gradient(matrix, explicit, jax.jit) for explicit in (False, True)]
     traced, known = jax.jit(lambda traced: (both(traced), both(matrix)))(matrix)
-    np.testing.assert_allclose([*eager[1:], *traced, *known], eager[0], rtol=1e-5)
+    np.testing.assert_allclose([*traced, *known], gradient(matrix, False, lambda f: f), rtol=1e-5)
 
 
 def test_without_differentiated_parameters_the_target_is_the_lanes_arguments():
@@ -162,8 +161,8 @@ def test_a_rollout_at_the_edge_of_chaos_beats_both_parts():
             (tape, x), _ = jax.lax.scan(lambda c, _: (step(c[0], beta, c[1]), None), (tape, x), length=50)
             return tape.cost(0.5 * jnp.sum((x - 1) ** 2, axis=-1))
 
-        gradient = jax.grad(ap.expectation(rollout, 1000), argnums=1)
-        return ap.testing.moments(lambda key: gradient(key, 2.5), KEY, 100, batch_size=10)
+        gradient = jax.grad(ap.expectation(rollout, 200), argnums=1)
+        return ap.testing.moments(lambda key: gradient(key, 2.5), KEY, 100, batch_size=50)
 
     rp, lr, tp = (variance(e) for e in (ap.reparameterization(), ap.likelihood_ratio(), ap.total_propagation()))
     assert min(rp.variance, lr.variance) / tp.variance > 20
@@ -219,10 +218,8 @@ def test_closures_are_seen_alike_eagerly_and_compiled():
         tape, x = node(tape, theta, jnp.ones(tape.lanes))
         return tape.cost(x**2)
 
-    for cross_fit in (False, True):
-        gradient = ap.grad(program, 4, argnums=(1, 2), cross_fit=cross_fit)
-        eager, compiled = gradient(KEY, 0.5, 1.5), jax.jit(gradient)(KEY, 0.5, 1.5)
-        np.testing.assert_allclose(eager, compiled, rtol=1e-4)
+    gradient = ap.grad(program, 4, argnums=(1, 2), cross_fit=True)
+    np.testing.assert_allclose(gradient(KEY, 0.5, 1.5), jax.jit(gradient)(KEY, 0.5, 1.5), rtol=1e-4)
 
 
 def test_while_loops_none_and_complex_parameters_in_a_node():

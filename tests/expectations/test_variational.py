@@ -176,8 +176,7 @@ LOSSES = {
 )
 def test_the_elbo_of_a_model_is_certified(name, size):
     gradient = jax.grad(lambda key, params: LOSSES[name].loss(key, params, model, guide, DATA, size=size), argnums=1)
-    if name != "own baseline":  # one without `jit`, each of whose operations is a program
-        gradient = jax.jit(gradient)
+    gradient = jax.jit(gradient)
     order = 2 if size is None and name == "default" else 1
     reuse = size is None  # NumPyro draws a minibatch with keys in a loop, which JAX's check takes for one key
     ap.testing.certify(

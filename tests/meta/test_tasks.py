@@ -177,6 +177,6 @@ def test_the_rule_for_long_unrolls_goes_on_learning():
     task = meta.images(meta.data.load("digits"), hidden=(32, 20), activation=jax.nn.sigmoid, batch=32, split="test")
     learner, rule = meta.message_passing(task.network), mplp.load_pretrained("image_mlp_long")
     measure = lambda params, batch: meta.accuracy(task, params, batch)
-    run = lambda key: meta.evaluate(task, learner, rule, key, 60, measure, tasks=4)
+    run = lambda key: meta.evaluate(task, learner, rule, key, 60, measure, tasks=2)
     accuracy, _ = jax.jit(run)(jax.random.key(2))
     assert accuracy[20] > 0.6 and accuracy[60] > 0.8

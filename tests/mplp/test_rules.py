@@ -165,7 +165,7 @@ class TestMetaGradients:
 
         def steps(rule, params, state, signs):
             batches = (*jax.tree.map(lambda x: jnp.stack([x] * 5), batch[:2]), signs)
-            return mplp.unroll(rule, network, params, state, batches)[:2]
+            return mplp.unroll(rule, network, params, state, batches, remat=False)[:2]
 
         def meta(rule, params, state):
             signs = jnp.asarray([[1.0, -1, -1, 1, -1], [-1.0, -1, -1, -1, -1]])
