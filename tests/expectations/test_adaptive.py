@@ -16,11 +16,13 @@ from apgrad.expectations.mixing._cells import CELLS, cells as cells_of
 KEY = jax.random.key(0)
 
 
+@jax.jit
 def one_cell(features, suffix):
     """The row of lanes that are all in one cell."""
     return moments.row(features, suffix, jnp.zeros(len(suffix), int), 1)[0]
 
 
+@jax.jit
 def weights_of(row):
     """The weights by one row."""
     return moments.weights(row[None, None], jnp.int32(1))[0, 0]
@@ -46,24 +48,25 @@ def test_each_cell_has_the_moments_of_its_lanes():
     cell = jnp.arange(60) % 3
     first, second = (centred(x.reshape(20, 3, 2)).reshape(60, 2) for x in (first, second))  # in each cell
     sizes = jnp.array([1.0, 1e12, 1e24])[cell][:, None]  # a cell that explodes says nothing of the others
-    rows = moments.row(jnp.stack([sizes * first, second]), suffix, cell, CELLS)
+    features = jnp.stack([sizes * first, second])
+    rows = jax.jit(moments.row, static_argnums=3)(features, suffix, cell, CELLS)
     for c in range(3):
-        mine = cell == c
-        alone = one_cell(jnp.stack([sizes * first, second])[:, mine], suffix[mine])
+        alone = one_cell(features[:, c::3], suffix[c::3])
         np.testing.assert_allclose(rows[c, :4] * 2.0 ** (rows[c, 4] - alone[4]), alone[:4] / 3, rtol=1e-4)
     assert not np.any(rows[3:, :4])
-    found = moments.weights(rows[None], jnp.int32(moments.ENOUGH * CELLS))[0]
+    by_cell = jax.jit(lambda lanes: moments.weights(rows[None], lanes)[0])
+    found = by_cell(jnp.int32(moments.ENOUGH * CELLS))
     np.testing.assert_allclose(found[1], weights_of(rows[1]), rtol=1e-5)
     # What was never seen has the weights of all lanes, as all cells have until enough lanes were seen.
-    whole = weights_of(one_cell(jnp.stack([sizes * first, second]), suffix))
+    whole = weights_of(one_cell(features, suffix))
     np.testing.assert_allclose(found[5], whole, rtol=1e-4)
-    np.testing.assert_allclose(moments.weights(rows[None], jnp.int32(10))[0], jnp.tile(whole, (CELLS, 1)), rtol=1e-4)
+    np.testing.assert_allclose(by_cell(jnp.int32(10)), jnp.tile(whole, (CELLS, 1)), rtol=1e-4)
 
 
 def test_cells_are_of_the_inputs_place_among_the_lanes():
     keys = jax.random.split(KEY, 3)
     x = {"a": jax.random.normal(keys[0], (500, 2)), "b": jax.random.normal(keys[1], (500,)), "n": jnp.arange(500)}
-    cells = lambda inputs, lanes: cells_of(inputs, lanes, CELLS)
+    cells = jax.jit(lambda inputs, lanes: cells_of(inputs, lanes, CELLS), static_argnums=1)
     found = cells(x, 500)
     assert len(np.unique(found)) > CELLS / 2
     moved = {"a": 1e3 * x["a"] + 7, "b": 0.01 * x["b"], "n": -x["n"]}
@@ -99,13 +102,14 @@ def test_averages_are_averages():
     rows = jnp.stack([one_cell(s * jax.random.normal(KEY, (2, 9, 2)), jnp.ones((9, 2))) for s in (1.0, 1e3, 1e18)])
     rows = rows[:, None]  # slots of one cell each
     one, other = rows, rows[::-1]
-    found = moments.average(one, other, jnp.float32(0.25))
+    average = jax.jit(moments.average)
+    found = average(one, other, jnp.float32(0.25))
     plain = lambda r: np.asarray(r, np.float64)[..., :4] * 2.0 ** np.asarray(r, np.float64)[..., 4:]
     np.testing.assert_allclose(plain(found), 0.75 * plain(one) + 0.25 * plain(other), rtol=1e-5)
     # What a call does not visit stays as it is, and what was never visited takes the first row.
     nothing = jnp.zeros_like(rows)
-    np.testing.assert_array_equal(moments.average(rows, nothing, jnp.float32(0.5)), rows)
-    np.testing.assert_array_equal(moments.average(nothing, rows, jnp.float32(0.5)), rows)
+    np.testing.assert_array_equal(average(rows, nothing, jnp.float32(0.5)), rows)
+    np.testing.assert_array_equal(average(nothing, rows, jnp.float32(0.5)), rows)
     np.testing.assert_array_equal(weights_of(nothing[0, 0]), [1, 0, 1, 0])
 
 
@@ -114,9 +118,10 @@ def test_a_window_is_the_mean_of_its_calls_and_forgets():
     plain = lambda r: np.asarray(r, np.float64)[..., :4] * 2.0 ** np.asarray(r, np.float64)[..., 4:]
     rows = rows.at[1, 4].add(200.0)  # an explosion in the second call
     blocks = jnp.stack([jnp.zeros((2, 1, 5)), jnp.stack([rows[:1], rows[:1]])])  # two slots of a cell each
+    remember = jax.jit(moments.remember)
     for count in range(1, 11):
         seen = jnp.stack([rows[count], jnp.zeros(5) if count > 3 else rows[count]])
-        blocks = moments.remember(blocks, seen[:, None], jnp.int32(count % 4))
+        blocks = remember(blocks, seen[:, None], jnp.int32(count % 4))
         if count in (6, 9):  # blocks of calls (0..3), (4..7), (8..11)
             start, middle = (0, 4) if count == 6 else (4, 8)
             np.testing.assert_allclose(plain(blocks[0, 0, 0]), plain(rows[start:middle]).mean(0), rtol=1e-4)
@@ -251,8 +256,9 @@ def test_every_visit_has_a_row():
         return tape.cost(x**2 + y)
 
     objective = ap.adaptive(program, lanes=8)
+    init = jax.jit(objective.init)
     for up, empty in ((True, [7]), (False, [5, 6])):
-        state = jax.jit(objective.init)(KEY, THETA, up)
+        state = init(KEY, THETA, up)
         assert state.moments.shape == (2, 2, 9, 1, 5)
         assert np.flatnonzero(~np.any(state.moments[0, 1], axis=(1, 2))).tolist() == empty
     _, gradient, after = jax.jit(objective.value_and_grad)(jax.random.key(1), state, THETA, True)
@@ -347,15 +353,14 @@ def test_training_converges_in_a_scan():
         return (jax.tree.map(lambda x, g: x - jnp.float32(0.01) * g, theta, gradient), state), value
 
     keys = jax.random.split(KEY, 301)
-    carry = (THETA, objective.init(keys[0], THETA))
-    values = jax.jit(lambda carry: lax.scan(train, carry, keys[1:])[1])(carry)
+    values = jax.jit(lambda: lax.scan(train, (THETA, objective.init(keys[0], THETA)), keys[1:])[1])()
     # The best is x = 4 with the noise of one step left, 1/4.
     assert values[0] > 5 and values[-20:].mean() < 0.6
 
 
 def test_errors():
     objective = ap.adaptive(linear, lanes=8)
-    state = jax.jit(objective.init)(KEY, THETA)
+    state = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(objective.init, KEY, THETA))
     with pytest.raises(ValueError, match=r"moments of shape \(3, 5\).*needs \(2, 2, 4, 1, 5\)"):
         objective.value_and_grad(KEY, state._replace(moments=jnp.zeros((3, 5))), THETA)
     with pytest.raises(TypeError, match="the state is from init"):
@@ -387,7 +392,7 @@ def test_errors():
 
     raises("use lax.scan", loop)
     with pytest.raises(TypeError, match="no second derivative"):
-        jax.grad(lambda theta: objective.value_and_grad(KEY, state, theta)[1]["a"])(THETA)
+        jax.eval_shape(jax.grad(lambda theta: objective.value_and_grad(KEY, state, theta)[1]["a"]), THETA)
 
 
 def test_a_rule_of_the_mixers_own_is_refused():
