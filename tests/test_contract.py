@@ -76,6 +76,7 @@ def rollout(row, make, size=(), loop=in_scan):
             tape, x = node(carry[0], theta, carry[1])
             if row.after:
                 tape, x = row.after(tape, x)
+            assert x.dtype == carry[1].dtype
             return tape.cost(lambda x: jnp.sum(x**2 + x), x, **row.cost), x
 
         return loop(body, (tape, jnp.ones((tape.lanes, *size), jax.tree.leaves(theta)[0].dtype)))[0]

@@ -348,11 +348,11 @@ def test_errors():
     with pytest.raises(ValueError, match=r"earlier tape|already used|differentiated as a whole"):
         jax.grad(ap.expectation(inside, 4, cross_fit=True), argnums=1)(KEY, 0.5)
 
-    objective = ap.expectation(program, 4, cross_fit=True)
-    with pytest.raises(TypeError, match=r"no second derivative.*likelihood_ratio\(\)"):
-        jax.eval_shape(jax.hessian(objective, argnums=1), KEY, THETA)
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jacfwd(objective, argnums=1)(KEY, THETA)
+    for objective in (ap.expectation(program, 4, cross_fit=fit) for fit in (False, True)):
+        with pytest.raises(TypeError, match=r"no second derivative.*likelihood_ratio\(\)"):
+            jax.eval_shape(jax.hessian(objective, argnums=1), KEY, THETA)
+        with pytest.raises(TypeError, match="forward-mode"):
+            jax.eval_shape(jax.jacfwd(objective, argnums=1), KEY, THETA)
 
     def one(weights, target="arguments"):
         node = ap.stochastic(ap.total_propagation(weights=weights, target=target))(lambda t: dist.Normal(t, 1.0))

@@ -161,15 +161,9 @@ def test_gradients_are_finite_with_few_lanes_and_with_no_spread(lanes, size):
 
 
 def test_second_derivatives():
-    run = program(ap.reparameterization(), shaping=ap.gaussian_shaping())
-    with pytest.raises(TypeError, match="gaussian_shaping has no second derivative"):
-        jax.eval_shape(jax.hessian(ap.expectation(run, 10), argnums=1), KEY, 1.0)
     # Without a score nothing is charged, and the raw pathwise derivative is right.
     raw = program(ap.reparameterization(), shaping=ap.gaussian_shaping("raw"))
     plain = program(ap.reparameterization())
-    run = program(ap.likelihood_ratio(), shaping=ap.gaussian_shaping())
-    with pytest.raises(TypeError, match="shaped cost has no second derivative"):
-        jax.eval_shape(jax.grad(jax.grad(ap.expectation(run, 10), argnums=1), argnums=1), KEY, 1.0)
 
     def resampled(tape, theta):
         tape, x = ap.gaussian_resampling(tape, theta * jnp.arange(10.0))
@@ -199,10 +193,6 @@ def test_resampling_next_to_likelihood_ratio_credit_is_refused(estimator, order)
         ap.expectation(run, 4)(KEY, 1.0)
 
 
-def test_one_lane_is_refused():
-    with pytest.raises(ValueError, match="at least 2, got lanes=1"):
-        ap.expectation(lambda tape: ap.gaussian_resampling(tape, jnp.ones(1))[0].cost(jnp.ones(1)), 1)(KEY)
-    with pytest.raises(ValueError, match="at least 2, got lanes=1"):
-        ap.expectation(lambda tape: tape.cost(jnp.sum, jnp.ones(1), shaping=ap.gaussian_shaping()), 1)(KEY)
+def test_a_derivative_that_is_not_known_is_refused():
     with pytest.raises(ValueError, match="'shaped' or 'raw'"):
         ap.gaussian_shaping("both")

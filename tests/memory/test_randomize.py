@@ -246,19 +246,6 @@ def test_choices_by_name():
     assert any("inner" in name for name in seen) and any("outer" in name for name in seen)
 
 
-def test_dtypes():
-    _, params, x = MODELS["mlp"]()
-    half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
-    random = jax.jit(jax.grad(ap.randomize(mlp, R.rounding(8), min_size=16), argnums=1))
-    gradient = random(KEY, half, x.astype(jnp.bfloat16))
-    assert {g.dtype for g in gradient} == {jnp.dtype(jnp.bfloat16)}
-    with jax.enable_x64(True):
-        double = jax.tree.map(lambda p: jnp.asarray(np.asarray(p), jnp.float64), params)
-        xs = jnp.asarray(np.asarray(x), jnp.float64)
-        exact = jax.jit(jax.grad(mlp))(double, xs)
-        chex.assert_trees_all_close(random(KEY, double, xs), exact, rtol=0.5, atol=0.02)
-
-
 @pytest.mark.quick
 def test_errors():
     _, params, x = MODELS["mlp"]()
@@ -266,9 +253,7 @@ def test_errors():
     with pytest.raises(TypeError, match="first argument of a randomized function is one PRNG key"):
         random(params, x)
     with pytest.raises(TypeError, match="no second derivative"):
-        jax.hessian(random, argnums=1)(KEY, params, x)
-    with pytest.raises(TypeError, match="no second derivative"):
-        jax.grad(lambda p: jnp.sum(jax.grad(random, argnums=1)(KEY, p, x)[0] ** 2))(params)
+        jax.eval_shape(jax.hessian(random, argnums=1), KEY, params, x)
     with pytest.raises(ValueError, match="neither"):
         ap.randomize(mlp)
     with pytest.raises(TypeError, match="keep, restore and variance"):

@@ -24,7 +24,8 @@ NODES = {
 }
 
 
-def case(node, batch, positions, units, seed=0):
+def case(nodes, batch, positions, units, seed=0):
+    """A network of some nodes, one after the other."""
     rng = np.random.default_rng(seed)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
     params = {"matrix": draw(units, units), "vector": draw(units), "kernel": draw(2, units, units)}
@@ -33,16 +34,17 @@ def case(node, batch, positions, units, seed=0):
 
     def network(at, p, batch):
         x, y = batch
-        if node == "embedding":
-            return mplp.squared_error(at["loss"], mplp.embedding(at["node"], x, p["table"]), y)
-        return mplp.squared_error(at["loss"], NODES[node](at["node"], at.signal(x), p), y)
+        s = mplp.embedding(at["embedding"], x, p["table"]) if nodes[0] == "embedding" else at.signal(x)
+        for node in nodes:
+            s = s if node == "embedding" else NODES[node](at[node], s, p)
+        return mplp.squared_error(at["loss"], s, y)
 
-    x = tokens if node == "embedding" else draw(batch, positions, units)
+    x = tokens if nodes[0] == "embedding" else draw(batch, positions, units)
     return network, params, (x, draw(batch, positions, units))
 
 
-def compare(node, sizes, chunks, monkeypatch, cell: Any = "gru"):
-    network, params, batch = case(node, *sizes)
+def compare(nodes, sizes, chunks, monkeypatch, cell: Any = "gru"):
+    network, params, batch = case(nodes, *sizes)
     sites = mplp.sites(network, params, batch)
     rule = mplp.PerSynapse(sites, message_size=2, hidden=1, layers=(3,), cell=cell, rngs=nnx.Rngs(0))
     # A recurrent state that is not zero.
@@ -55,15 +57,13 @@ def compare(node, sizes, chunks, monkeypatch, cell: Any = "gru"):
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
     for parts in results[1:]:
         jax.tree.map(close, parts, results[0])
-    if node not in ("activation", "softmax"):
-        assert any(jnp.any(u != 0) for u in jax.tree.leaves(results[0][0]))
+    assert any(jnp.any(u != 0) for u in jax.tree.leaves(results[0][0]))
 
 
-@pytest.mark.parametrize("node", [*NODES, "embedding"])
-def test_chunks_are_the_whole(node, monkeypatch):
+@pytest.mark.parametrize(("sizes", "chunks"), [((4, 3, 4), (1, 24)), ((5, 2, 1), (4,))])
+def test_chunks_are_the_whole(sizes, chunks, monkeypatch):
     """Rows, positions and units that are equal, that differ, and one of 1; a chunk of one row, and of several."""
-    for sizes, chunks in [((4, 3, 4), (1, 24)), ((5, 2, 1), (4,))]:
-        compare(node, sizes, chunks, monkeypatch)
+    compare(["embedding", *NODES], sizes, chunks, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -72,13 +72,13 @@ def test_chunks_are_the_whole(node, monkeypatch):
 def test_more_elements_than_a_chunk(node, sizes, monkeypatch):
     """The sizes at which the rule itself begins to chunk."""
     assert sizes[0] * sizes[1] * sizes[2] > per_synapse.CHUNK
-    compare(node, sizes, [per_synapse.CHUNK], monkeypatch, cell="mlp")
+    compare([node], sizes, [per_synapse.CHUNK], monkeypatch, cell="mlp")
 
 
 @pytest.mark.parametrize("batch_norm", [False, True])
 def test_chunks_of_the_thesis_rule_are_the_whole(batch_norm, monkeypatch):
     """Updates and the meta-gradient; batch norm stands over all rows, whatever the chunk is."""
-    network, params, batch = case("dense with a bias", 4, 3, 5)
+    network, params, batch = case(["dense with a bias"], 4, 3, 5)
     rule = mplp.Thesis(
         mplp.sites(network, params, batch), message_size=2, hidden=6, batch_norm=batch_norm, rngs=nnx.Rngs(0)
     )
