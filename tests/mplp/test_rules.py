@@ -95,7 +95,8 @@ class TestMetaGradients:
         state = jiggle(mplp.init_state(rule, network, params, batch), 0.01)
 
         def meta(rule, params, state):
-            params, state, metrics = mplp.unroll(rule, network, params, state, batches)
+            remat = make in (per_synapse, separable)  # which makes a program longer: one of each kind is enough
+            params, state, metrics = mplp.unroll(rule, network, params, state, batches, remat=remat)
             squares = sum(jnp.sum(x**2) for x in jax.tree.leaves(state))
             return jnp.mean(metrics["loss"]) + GRAPHS[graph].plain(params, batch) + 0.1 * squares
 
