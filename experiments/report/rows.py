@@ -210,9 +210,9 @@ def objectives(results) -> Rows:
 
 
 def ablation(results) -> Rows:
-    rows = [["path", "removed from the trained network", "trained without it"]]
-    for kind in ("greedy", "viterbi", "gradient share"):
-        values = [results[f"correlation {kind} {how}"] for how in ("ablated", "retrained")]
+    rows = [["path", "removed from the trained network", "trained without it", "steps to the threshold"]]
+    for kind in ("greedy", "viterbi", "gradient share", "viterbi, a sentence"):
+        values = [results[f"correlation {kind} {how}"] for how in ("ablated", "retrained", "delayed")]
         rows.append([kind, *(_figure(v, "value", error="standard_error") for v in values)])
     return rows
 
