@@ -71,6 +71,19 @@ def plain_scope(scope: str) -> str:
     return join(*scope.split("/"))
 
 
+_SUBSCRIPTS = re.compile(r"[A-Za-z.,\s]*->[A-Za-z.\s]*")
+
+
+def users_scope(scope: str) -> str:
+    """A plain scope without the subscripts with which `jnp.einsum` names what it does.
+
+    Example:
+      >>> users_scope("transpose(jvp(encoder))/vmap(ij,jk->ik)")
+      'encoder'
+    """
+    return join(*(part for part in plain_scope(scope).split("/") if not _SUBSCRIPTS.fullmatch(part)))
+
+
 def source_line(eqn: Any) -> str:
     """The innermost line that an equation comes from outside of packages, as "model.py:12"; empty if there is none."""
     trace = eqn.source_info.traceback

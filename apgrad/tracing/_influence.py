@@ -130,7 +130,7 @@ def components_of(scope: str, primitive: str, by: ComponentKind, depth: int | No
     """The names of the components that an equation belongs to; see `influence`."""
     if by == "primitive":
         return [primitive]
-    parts = [part for part in jaxprs.plain_scope(scope).split("/") if part]
+    parts = [part for part in jaxprs.users_scope(scope).split("/") if part]
     if depth is None:
         return ["/".join(parts[:n]) for n in range(1, len(parts) + 1)]
     return ["/".join(parts[:depth])] if parts else []

@@ -56,7 +56,7 @@ def _hashable(atom: Any) -> Any:
 
 
 def _parts(scope: str) -> list[str]:
-    return [part for part in jaxprs.plain_scope(scope).split("/") if part]
+    return [part for part in jaxprs.users_scope(scope).split("/") if part]
 
 
 def _shared(a: list[str], b: list[str]) -> int:

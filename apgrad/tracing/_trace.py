@@ -11,7 +11,7 @@ from jax.core import Tracer
 
 from apgrad._ground.arguments import integers, number_of
 from apgrad._programs import jaxprs
-from apgrad._programs.jaxprs import plain_scope
+from apgrad._programs.jaxprs import users_scope
 from apgrad.tracing import _paths as paths
 from apgrad.tracing._compiled import Compiled
 from apgrad.tracing._control import NESTED
@@ -182,7 +182,7 @@ class Trace:
         ways = [
             reader.follow("", program, inputs, active, [one], Element(number, index, rank)) for rank in range(count)
         ]
-        plain = lambda steps: [step._replace(scope=plain_scope(step.scope)) for step in steps]
+        plain = lambda steps: [step._replace(scope=users_scope(step.scope)) for step in steps]
         return [None if end is None else plain(steps) for steps, end in ways]
 
     @property

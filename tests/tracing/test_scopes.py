@@ -95,3 +95,15 @@ def test_branches_biases_and_sums_of_branches_are_no_residual_adds():
 
     # Warnings are errors.
     jax.eval_shape(ap.tracing.influence(loss), [jnp.eye(2), jnp.ones(2)], jnp.ones((1, 2)))
+
+
+def test_the_scopes_of_einsum_are_not_shown():
+    def loss(w, x):
+        with jax.named_scope("attention"):
+            scores = jax.vmap(lambda x: jnp.einsum("ij, kj -> ik", x, w))(x)
+        with jax.named_scope("out"):
+            return jnp.einsum("...ij->...", scores)[0]
+
+    trace = ap.trace_gradients(loss)(jnp.ones((3, 2)), jnp.ones((1, 4, 2)))
+    assert trace.influence().components == ("attention", "out")
+    assert {step.scope for step in trace.path("x", (0, 1))} == {"attention", "out"}
