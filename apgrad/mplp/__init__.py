@@ -71,6 +71,7 @@ from apgrad.mplp._step import (
 )
 from apgrad.mplp._wiring import fork as fork, wire as wire
 from apgrad.mplp.rules._exact import Exact as Exact
+from apgrad.mplp.rules._normalized import Normalized as Normalized
 from apgrad.mplp.rules._per_synapse import PerSynapse as PerSynapse
 from apgrad.mplp.rules._separable import Separable as Separable
 from apgrad.mplp.rules._thesis import Thesis as Thesis

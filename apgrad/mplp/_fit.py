@@ -19,6 +19,7 @@ from apgrad.mplp._pretrained import load_pretrained
 from apgrad.mplp._protocol import LearnedRule
 from apgrad.mplp._sequential import Names, from_nnx, to_nnx
 from apgrad.mplp._step import init_state, inner_step
+from apgrad.mplp.rules._normalized import Normalized
 
 Batch = tuple[Any, Any]
 
@@ -57,7 +58,7 @@ def fit(
     Args:
       model: what `from_nnx` takes. It stays as it is.
       data: minibatches `(x, y)` of one form, one for each step: x (batch, ...), and y as the loss takes it.
-      rule: one of `pretrained_names()`, or a rule.
+      rule: one of `pretrained_names()`, or a rule; a `Normalized` one is told the number of steps.
       steps: how many updates are made.
       loss: a loss node, such as `mplp.softmax_cross_entropy`, for whose targets y is one-hot.
       held_out: `(x, y)` to measure at the start, after each `every` updates, and at the end, if given.
@@ -98,7 +99,8 @@ def fit(
         ) from error
     batches = _batches(data, steps)
     first = next(batches)
-    made = load_pretrained(rule, first[0]) if isinstance(rule, str) else rule
+    made: Any = load_pretrained(rule, first[0]) if isinstance(rule, str) else rule
+    made = made.for_steps(steps) if isinstance(made, Normalized) else made
     state = init_state(made, network, params, first)
     judged = None if held_out is None else _pair("the held-out set", held_out)
     losses: list[jax.Array] = []

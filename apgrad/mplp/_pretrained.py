@@ -18,9 +18,11 @@ from apgrad._ground.arguments import nearest
 from apgrad._ground.files import named_leaves, write_atomically
 from apgrad.mplp._protocol import Site
 from apgrad.mplp._reach import Reach
+from apgrad.mplp.rules._normalized import Normalized
 from apgrad.mplp.rules._separable import Separable
 
 FOLDER = importlib.resources.files("apgrad.mplp") / "trained"
+Trained = Separable | Normalized
 DIGEST = "sha256"  # the card's entry for the digest of the card and of the arrays' file
 
 
@@ -77,7 +79,7 @@ def load_pretrained(name: str, x: jax.Array | None = None) -> Separable:
     return _load(FOLDER / f"{name}.json", FOLDER / f"{name}.npz")[0]
 
 
-def load_trained(path: str | Path) -> tuple[Separable, dict[str, Any]]:
+def load_trained(path: str | Path) -> tuple[Trained, dict[str, Any]]:
     """A rule that `save_trained` wrote, and its card.
 
     Args:
@@ -86,7 +88,7 @@ def load_trained(path: str | Path) -> tuple[Separable, dict[str, Any]]:
     return _load(_file(path, ".json"), _file(path, ".npz"))
 
 
-def save_trained(rule: Separable, card: dict[str, Any], path: str | Path) -> None:
+def save_trained(rule: Trained, card: dict[str, Any], path: str | Path) -> None:
     """Writes a rule and its card to `path.npz` and `path.json`.
 
     Each file is written whole or not at all. `load_trained` reads what was written, or raises an error.
@@ -94,7 +96,7 @@ def save_trained(rule: Separable, card: dict[str, Any], path: str | Path) -> Non
     Args:
       rule: a trained rule.
       card: what is worth knowing, at least one entry: on what the rule was trained, for how long, with which seed, and
-        how well it does. The entries "rule" (the options of `Separable`) and "sites" (a list of `Site._asdict()`) are
+        how well it does. The entries "rule" (the options of its class) and "sites" (a list of `Site._asdict()`) are
         added where it lacks them. With "activations" (names), "minibatches", "depths" and "widths" (of hidden layers:
         the smallest and the largest number) the rule warns once where a network and a minibatch lie outside.
       path: path of the two files, without their suffixes.
@@ -116,7 +118,8 @@ def save_trained(rule: Separable, card: dict[str, Any], path: str | Path) -> Non
         raise ValueError(
             f"a card is a dictionary that says on what the rule was trained, and how well it does; got {card!r}"
         )
-    own = {"rule": dict(rule.options), "sites": [site._asdict() for site in rule.sites]}
+    own: dict[str, Any] = {} if isinstance(rule, Separable) else {"class": type(rule).__name__}
+    own |= {"rule": dict(rule.options), "sites": [site._asdict() for site in rule.sites]}
     own |= rule.reach._asdict() if rule.reach is not None else {}
     card = json.loads(json.dumps(own | card, allow_nan=False))
     form, values = _form(card), {name: np.asarray(x) for name, x in named_leaves(rule).items()}
@@ -141,7 +144,7 @@ def digest(card: dict[str, Any], data: bytes) -> str:
     return hashlib.sha256(text.encode() + data).hexdigest()
 
 
-def _load(card_file: Any, file: Any) -> tuple[Separable, dict[str, Any]]:
+def _load(card_file: Any, file: Any) -> tuple[Trained, dict[str, Any]]:
     """The rule and the card of two files; an error names the file."""
     text, data = card_file.read_bytes(), file.read_bytes()
     try:
@@ -154,22 +157,23 @@ def _load(card_file: Any, file: Any) -> tuple[Separable, dict[str, Any]]:
         raise ValueError(f"{card_file} is not a trained rule as save_trained writes it: {error}") from error
 
 
-def _form(card: Any) -> Separable:
+def _form(card: Any) -> Trained:
     """The card's rule with shapes in place of arrays, so that sizes cost nothing, however large the card has them."""
     try:
         tuples = lambda site: {name: tuple(site[name]) for name in ("shape", "features")}
         sites = [Site(**{**site, **tuples(site)}) for site in card["sites"]]
-        form = jax.eval_shape(lambda: Separable(sites, rngs=nnx.Rngs(0), **card["rule"]))
+        made = {"Separable": Separable, "Normalized": Normalized}[card.get("class", "Separable")]
+        form = jax.eval_shape(lambda: made(sites, rngs=nnx.Rngs(0), **card["rule"]))
     except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise ValueError(
-            f'a card has "rule", the options of Separable, and "sites", a list of what Site._asdict() makes; this one '
-            f"makes no rule: {type(error).__name__}: {error}"
+            'a card has "rule", the options of its "class" (Separable if it names none), and "sites", a list of what '
+            f"Site._asdict() makes; this one makes no rule: {type(error).__name__}: {error}"
         ) from error
     form.reach = Reach.of(card)
     return form
 
 
-def _fill(form: Separable, values: dict[str, np.ndarray]) -> Separable:
+def _fill(form: Trained, values: dict[str, np.ndarray]) -> Trained:
     """A rule of this form with these values."""
     leaves = named_leaves(form)
     shapes = ({name: x.shape for name, x in each.items()} for each in (values, leaves))

@@ -32,6 +32,11 @@ def separable(sites, seed=0, **options):
     return mplp.Separable(sites, rngs=nnx.Rngs(seed), **{"message_size": 3, "rank": 2, "hidden": 6, **options})
 
 
+def normalized(sites, seed=0, **options):
+    small = {"message_size": 3, "rank": 2, "hidden": 6, **options}
+    return mplp.Normalized(sites, rngs=nnx.Rngs(seed), **small).for_steps(50)
+
+
 RULES = {
     "exact": lambda sites: mplp.Exact(0.1),
     "gru": per_synapse,
@@ -46,6 +51,7 @@ RULES = {
     "separable, neurons, gradient": functools.partial(separable, neuron_state=3, gradient=True, share=True),
     "separable, whitening": functools.partial(separable, neuron_state=2, whiten=True),
     "separable, window": functools.partial(separable, whiten=True, full=1, window=8),
+    "normalized": normalized,
 }
 rules = pytest.mark.parametrize("make", RULES.values(), ids=RULES.keys())
 
@@ -70,7 +76,7 @@ def task(graph, dtype="float64", steps=5):
 def check_meta_gradient(meta, *args, tolerance=1e-6):
     """Along a random direction of all arguments, against central differences of two steps (Richardson)."""
     flat, unravel = ravel_pytree(args)
-    fitted = lambda path: any(name in jax.tree_util.keystr(path) for name in (".standardizers", ".means"))
+    fitted = lambda path: any(name in jax.tree_util.keystr(path) for name in (".standardizers", ".means", "horizon"))
     trained, _ = ravel_pytree(jax.tree_util.tree_map_with_path(lambda p, x: jnp.full_like(x, not fitted(p)), args))
     direction = jnp.asarray(np.random.default_rng(0).standard_normal(flat.shape)) * trained
     direction = direction / jnp.linalg.norm(direction)

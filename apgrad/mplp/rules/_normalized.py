@@ -1,0 +1,284 @@
+"""The normalized rule: steps of learned length along whitened, averaged and normalized updates.
+
+A separable rule (`_separable.py`) makes steps that are proportional to its messages. So messages that fade in a deep
+network teach it nothing, messages that are large make it diverge, and it is trained for one scale of everything. Here
+nothing depends on the scale of inputs and messages, and no step is longer than its length. At a dense layer with inputs
+x (B, N), messages m (B, M, k) and weights W (N, M), with |a| for the root mean square of all elements of a,
+
+    U = mean_b sum_r B_r(P x) A_r(m)      V <- beta V + (1 - beta) U
+    dW = -l c(t / T) V / (|V| sqrt(N))    db = -l l' c(t / T) v / |v|
+
+P x are the inputs whitened by recursive least squares (`_whitening.py`). The first product, A_0 = m_0 and B_0 = P x, is
+the gradient's plus corrections. Those, and the messages
+
+    m' = |m| G(m / |m|, z) + the exact message in component 0,
+
+are made by small networks of one neuron each that see m / |m|, x / |x| and P x / |x|, so they are relative to what
+arrives. At first they correct nothing. c is a line from 1 to 0 at the horizon T.
+
+*Controllers.* l, l', beta and the whitening's lambda and epsilon are made anew for each step by a network of each role
+(`dense_in`, `dense_`, `dense_out`). It sees the fraction t / T, the logarithms of T, B, N and M and of |W| sqrt(N),
+1 / sqrt(t + 1), and two running means that tell signal from noise: |V| / (|U| + |V|), and the cosine of U with the
+average before it.
+
+*The horizon* T is how many updates will be made, which `for_steps` tells the rule. Without it steps keep their length.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from apgrad._ground.arguments import whole
+from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Site
+from apgrad.mplp._reach import Reach
+from apgrad.mplp._rule_parts import (
+    Fixed,
+    Mlp,
+    beside,
+    known_forms,
+    require_form,
+    require_one_of,
+    require_sizes,
+    shows_signature,
+)
+from apgrad.mplp.rules import _whitening as whitening
+
+NORMAL = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal")
+CONTROLS = {"rate": -2.3, "bias": -1.5, "beta": 0.0, "lambda": 1.0, "epsilon": -6.0}
+"""What a controller gives at first: logarithms, and for beta a logit."""
+SEEN = 9  # numbers that a controller sees
+TINY = 1e-20
+
+
+@shows_signature
+class Normalized(nnx.Module):
+    """The normalized rule.
+
+    Args:
+      sites: the sites of a network, from `mplp.sites`. Places share networks by role: whose names differ in digits
+        only ("dense_1" and "dense_2", not "dense_out").
+      message_size: the size k of a message; 0 for the gradient alone, with no network of one neuron at all.
+      rank: the number of products in an update.
+      hidden: the number of hidden units of each network, which are tanh.
+      whiten: whether dense layers whiten their inputs.
+      full: the largest number of inputs with which a layer has a full P; a wider layer has a window.
+      window: the number of rows of a window, about.
+      rngs: the source of keys for the networks.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> from flax import nnx
+      >>> network, prior = ap.meta.mlp((4, 5, 2), jnp.tanh, ap.mplp.softmax_cross_entropy)
+      >>> params, batch = prior(jax.random.key(0)), (jnp.ones((3, 4)), jnp.ones((3, 2)) / 2)
+      >>> rule = ap.mplp.Normalized(ap.mplp.sites(network, params, batch), rngs=nnx.Rngs(2)).for_steps(100)
+      >>> state = ap.mplp.init_state(rule, network, params, batch)
+      >>> updates, state, _ = jax.jit(ap.mplp.backward, static_argnums=1)(rule, network, params, state, batch)
+      >>> state["dense_out"]["whitening"]["P"].shape
+      (5, 5)
+    """
+
+    def __init__(
+        self,
+        sites: Sequence[Site],
+        *,
+        message_size: int = 4,
+        rank: int = 4,
+        hidden: int = 16,
+        whiten: bool = True,
+        full: int = 512,
+        window: int = 64,
+        rngs: nnx.Rngs,
+    ):
+        require_sizes(0, message_size=message_size, full=full, window=window)
+        require_sizes(1, rank=rank, hidden=hidden)
+        require_one_of((False, True), whiten=whiten)
+        sizes = {"message_size": message_size, "rank": rank, "hidden": hidden, "full": full, "window": window}
+        self.options = tuple({**sizes, "whiten": whiten}.items())  # what a card needs to build the rule again
+        learned, self.message_size = message_size > 0, max(message_size, 1)
+        self.whitens, self.full, self.window = whiten, full, window
+        self.reach: Reach | None = None  # of a trained rule
+        self.known = known_forms(sites)
+        self.sites = tuple(sorted({site._replace(batch=1, shape=(1,) * len(site.shape)) for site in sites}))
+        self.horizon = Fixed(jnp.zeros((), float))
+        self.places = nnx.Dict({})
+        for site in sites:
+            if (key := _role(site)) in self.places:
+                continue
+            if site.family == "dense":
+                self.places[key] = _NormalizedDense(self.message_size, rank if learned else 0, hidden, whiten, rngs)
+            elif site.family == "diagonal":
+                self.places[key] = _NormalizedDiagonal(hidden, rngs)
+            else:
+                features = len(site.features) + (0 if site.begins else self.message_size)
+                size = self.message_size if learned else 0
+                self.places[key] = _NormalizedElementwise(features, size, hidden, rngs)
+
+    def for_steps(self, steps: int | jax.Array) -> "Normalized":
+        """The rule for so many updates, over which its steps get shorter.
+
+        Args:
+          steps: the number of updates, a positive integer, or an array that is one.
+        """
+        if not isinstance(steps, jax.Array):
+            whole("steps", steps)
+        graph, values = cast(tuple[Any, Any], nnx.split(self))
+        values["horizon"] = values["horizon"].replace(jnp.asarray(steps, self.horizon[...].dtype))
+        return nnx.merge(graph, values)
+
+    def init(self, site: Site) -> dict[str, Any]:
+        """P = I, and zeros for the averages."""
+        zeros = lambda *shape: jnp.zeros(shape, float)
+        if site.family == "elementwise":
+            return {}
+        state: dict[str, Any] = {"count": zeros(), "signal": zeros(2)}
+        if site.family == "diagonal":
+            return state | {"average": zeros(*site.shape[1:])}
+        _, inputs, outputs = site.shape
+        state |= {"average": zeros(inputs, outputs), "bias": zeros(outputs if site.bias else 0)}
+        if self.whitens:
+            state["whitening"] = whitening.init(site, self.full, self.window)
+        return state
+
+    def at(self, site: Site) -> Any:
+        """The local rule of a place's role."""
+        require_form(self.known, site, by_name=False)
+        if (key := _role(site)) not in self.places:
+            raise ValueError(
+                f"the rule has the roles {sorted(self.places)}; the network asks for {site.name!r} ({key!r}). Numbers "
+                'in names do not count: from_nnx(..., names="role") names the layers of an MLP so.'
+            )
+        return jax.tree_util.Partial(_ask, self.places[key], self.horizon[...])
+
+
+def _role(site: Site) -> str:
+    return re.sub(r"\d+", "", site.name)
+
+
+def _ask(local: Any, horizon: jax.Array, site: Site, question: Any, state: Any) -> Answer:
+    return local(site, question, state, jax.lax.stop_gradient(horizon))
+
+
+def _size(x: jax.Array) -> jax.Array:
+    """The root mean square, and a little more, so that it is never 0."""
+    return jnp.sqrt(jnp.mean(x**2) + TINY)
+
+
+def _squash(x: jax.Array) -> jax.Array:
+    return jnp.sign(x) * jnp.log1p(jnp.abs(x))
+
+
+class _Controller(nnx.Module):
+    """Makes the numbers of a step; at first they are those of `CONTROLS`."""
+
+    def __init__(self, hidden: int, rngs: nnx.Rngs):
+        self.network = Mlp([SEEN, hidden, len(CONTROLS)], jnp.tanh, rngs=rngs, initializer=NORMAL)
+        self.base = nnx.Param(jnp.array(list(CONTROLS.values()), float))
+        self.gain = nnx.Param(jnp.zeros(len(CONTROLS), float))
+
+    def __call__(self, site: Site, state: dict[str, Any], horizon: jax.Array, weight: jax.Array) -> dict[str, Any]:
+        t = state["count"]
+        fraction = jnp.minimum(jnp.where(horizon > 0, t / jnp.maximum(horizon, 1.0), 0.0), 1.0)
+        inputs, outputs = (site.shape[1] if site.family == "dense" else 1), site.shape[-1]
+        sizes = jnp.stack([jnp.where(horizon > 0, horizon, 1000.0), *map(float, (site.batch, inputs, outputs))])
+        scale = jnp.log(_size(weight) * inputs**0.5 + 1e-3)
+        seen = [fraction[None], (t[None] + 1) ** -0.5, jnp.log(sizes) / 5, scale[None], state["signal"]]
+        made = self.base[...] + self.gain[...] * self.network(jnp.concatenate(seen))
+        rate, bias, beta, strength, forget = made
+        rate = jnp.exp(rate) * (1 - fraction)
+        strength, forget = jnp.exp(strength), jnp.exp(jnp.minimum(forget, 0.0))
+        made = {"rate": rate, "bias": rate * jnp.exp(bias), "beta": jax.nn.sigmoid(beta)}
+        return made | {"whitening": (strength, forget)}
+
+
+class _Corrected(nnx.Module):
+    """A network of one neuron, `exact + size * gain * network`, in which only component 0 has an exact part."""
+
+    def __init__(self, features: int, hidden: int, out: int, gain: tuple[float, float], rngs: nnx.Rngs):
+        self.network = Mlp([features, hidden, out], jnp.tanh, rngs=rngs, initializer=NORMAL)
+        first, others = gain
+        self.gain = nnx.Param(jnp.full(out, others, float).at[0].set(first))
+
+    def __call__(self, exact: jax.Array, size: jax.Array, *parts: jax.Array) -> jax.Array:
+        return beside(exact, size * self.gain[...] * self.network(*parts))
+
+
+class _NormalizedDense(nnx.Module):
+    """The local rule of a dense node."""
+
+    def __init__(self, message_size: int, rank: int, hidden: int, whiten: bool, rngs: nnx.Rngs):
+        made = lambda features, out, gain: _Corrected(features, hidden, out, gain, rngs) if rank else nnx.data(None)
+        self.A = made(message_size, rank, (0.0, 0.0))
+        self.B = made(1 + whiten, rank, (0.0, 1.0))
+        self.U = made(message_size, message_size, (0.0, 1.0))
+        self.bias = made(message_size, 1, (0.0, 0.0))
+        self.controller = _Controller(hidden, rngs)
+
+    def __call__(self, site: Site, question: Dense, state: dict[str, Any], horizon: jax.Array) -> Answer:
+        m, x, new = question.message, question.inputs, dict(state)
+        control = self.controller(site, state, horizon, question.weight)
+        size, inputs, size_of_x = _size(m), [x[..., None]], _size(x)
+        if "whitening" in state:
+            x, new["whitening"] = whitening.whiten(x, state["whitening"], *control["whitening"])
+            inputs.append(x[..., None])
+        gradient = m[..., 0]
+        if self.A is None or self.B is None or self.U is None or self.bias is None:
+            A, B, message, b = gradient[..., None], x[..., None], m, gradient
+        else:
+            seen = m / size
+            A = self.A(gradient, size, seen)
+            B = self.B(x, size_of_x, *(part / size_of_x for part in inputs))
+            message, b = self.U(gradient, size, seen), self.bias(gradient, size, seen)[..., 0]
+        update = jnp.einsum("bir,bjr->ij", B, A) / site.batch
+        new |= _averaged(update, control["beta"], state)
+        step = -control["rate"] * new["average"] / (_size(new["average"]) * site.shape[1] ** 0.5)
+        bias = None
+        if question.bias is not None:
+            beta = control["beta"]
+            new["bias"] = beta * state["bias"] + (1 - beta) * jnp.sum(b, axis=0) / site.batch
+            bias = -control["bias"] * new["bias"] / _size(new["bias"])
+        return Answer(jnp.einsum("bjk,ij->bik", message, question.weight), step, bias, new)
+
+
+class _NormalizedDiagonal(nnx.Module):
+    """The local rule of a bias or a scale: an averaged and normalized gradient step, and the exact message."""
+
+    def __init__(self, hidden: int, rngs: nnx.Rngs):
+        self.controller = _Controller(hidden, rngs)
+
+    def __call__(self, site: Site, question: Diagonal, state: dict[str, Any], horizon: jax.Array) -> Answer:
+        control = self.controller(site, state, horizon, question.parameter)
+        update = question.message[..., 0] * question.slope
+        new = dict(state) | _averaged(jnp.mean(update, axis=0), control["beta"], state)
+        step = -control["rate"] * new["average"] / _size(new["average"])
+        through = question.through[..., None] * question.message
+        return Answer(through, jnp.broadcast_to(step, update.shape), state=new)
+
+
+class _NormalizedElementwise(nnx.Module):
+    """The local rule of a node without parameters."""
+
+    def __init__(self, features: int, message_size: int, hidden: int, rngs: nnx.Rngs):
+        self.G = nnx.data(None)
+        if message_size:
+            self.G = _Corrected(features, hidden, message_size, (0.0, 1.0), rngs)
+
+    def __call__(self, site: Site, question: Elementwise, state: dict[str, Any], horizon: jax.Array) -> Answer:
+        if self.G is None:
+            return Answer(question.exact[..., None], state=state)
+        seen = _squash(jnp.stack(list(question.features.values()), axis=-1))
+        if question.message is None:
+            return Answer(self.G(question.exact, _size(question.exact), seen), state=state)
+        size = _size(question.message)
+        return Answer(self.G(question.exact, size, question.message / size, seen), state=state)
+
+
+def _averaged(update: jax.Array, beta: jax.Array, state: dict[str, Any]) -> dict[str, Any]:
+    """The new average of updates, and what tells signal from noise in it."""
+    average = beta * state["average"] + (1 - beta) * update
+    product = jnp.mean(update * state["average"]) / (_size(update) * _size(state["average"]))
+    signal = jnp.stack([_size(average) / (_size(update) + _size(average)), product])
+    return {"average": average, "signal": 0.9 * state["signal"] + 0.1 * signal, "count": state["count"] + 1}

@@ -1,0 +1,115 @@
+"""The normalized rule against its formulas, in float64: scale does not count, steps have a length and an end."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import apgrad as ap
+from apgrad import mplp
+
+
+def made(batch=6, sizes=(4, 5, 3), **options):
+    network, prior = ap.meta.mlp(sizes, jnp.tanh, mplp.softmax_cross_entropy, deviation=None)
+    params = prior(jax.random.key(0))
+    x = jax.random.normal(jax.random.key(1), (batch, sizes[0]), float)
+    data = x, jax.nn.one_hot(jnp.arange(batch) % sizes[-1], sizes[-1], dtype=float)
+    rule = mplp.Normalized(mplp.sites(network, params, data), hidden=4, rngs=nnx.Rngs(0), **options)
+    return network, params, data, rule
+
+
+def test_the_gradient_alone_is_averaged_and_normalized(x64):
+    network, params, (x, y), rule = made(message_size=0, whiten=False)
+    loss = lambda params: -jnp.mean(jnp.sum(y * jax.nn.log_softmax(network.predict(params, x)), axis=-1))
+
+    @jax.jit
+    def run(rule, params):
+        state, found = mplp.init_state(rule, network, params, (x, y)), []
+        for _ in range(3):
+            updates, state, _ = mplp.backward(rule, network, params, state, (x, y))
+            found.append((jax.grad(loss)(params), updates))
+            params = jax.tree.map(jnp.add, params, updates)
+        return found
+
+    average, rate, bias_rate = {}, np.exp(-2.3), np.exp(-2.3 - 1.5)
+    for t, (gradient, updates) in enumerate(run(rule.for_steps(10), params)):
+        for layer, arrays in gradient.items():
+            for name, g in arrays.items():
+                key = layer, name
+                average[key] = 0.5 * average.get(key, 0.0) + 0.5 * np.asarray(g)
+                direction = average[key] / np.sqrt(np.mean(average[key] ** 2))
+                length = rate / np.sqrt(g.shape[0]) if name == "kernel" else bias_rate
+                expected = -length * (1 - t / 10) * direction
+                np.testing.assert_allclose(updates[layer][name], expected, rtol=1e-9, atol=1e-12)
+
+
+def test_scales_of_inputs_and_messages_do_not_count(x64):
+    network, params, (x, y), rule = made(message_size=3)
+    rule = jax.tree.map(lambda v: v + 0.1 * jnp.cos(jnp.arange(v.size, dtype=float)).reshape(v.shape), rule)
+    site = next(s for s in mplp.sites(network, params, (x, y)) if s.name == "dense_in")
+    message = jax.random.normal(jax.random.key(2), (6, 5, 3), float)
+
+    @jax.jit
+    def ask(scale_x, scale_m):
+        question = mplp.Dense(
+            scale_m * message,
+            message[..., 0],
+            scale_x * x,
+            x @ params["dense_in"]["kernel"],
+            weight=params["dense_in"]["kernel"],
+            bias=params["dense_in"]["bias"],
+        )
+        return rule.at(site)(site, question, rule.init(site))
+
+    one, other = ask(1.0, 1.0), ask(1e3, 1e4)
+    chex.assert_trees_all_close((one.update, one.bias), (other.update, other.bias), rtol=1e-9)
+    np.testing.assert_allclose(other.message, 1e4 * one.message, rtol=1e-9)
+
+
+def test_a_new_rule_steps_as_the_gradient_alone_does(x64):
+    network, params, data, learned = made()
+    alone = made(message_size=0)[3]
+    found = [
+        jax.jit(
+            lambda rule: mplp.backward(rule, network, params, mplp.init_state(rule, network, params, data), data)[0]
+        )(r)
+        for r in (learned, alone)
+    ]
+    chex.assert_trees_all_close(*found, rtol=1e-12)
+
+
+def test_steps_get_shorter_until_the_horizon_and_fit_tells_it(tmp_path):
+    network, params, data, rule = made()
+
+    @jax.jit
+    def lengths(rule):
+        def step(carry, _):
+            new, state, _ = mplp.inner_step(rule, network, *carry, data)
+            return (new, state), jnp.linalg.norm(new["dense_in"]["kernel"] - carry[0]["dense_in"]["kernel"])
+
+        state = mplp.init_state(rule, network, params, data)
+        return jax.lax.scan(step, (params, state), None, length=6)[1]
+
+    first = lengths(rule)[0]
+    np.testing.assert_allclose(lengths(rule), jnp.full(6, first), rtol=1e-6)
+    np.testing.assert_allclose(lengths(rule.for_steps(4)), first * jnp.array([1, 0.75, 0.5, 0.25, 0, 0]), rtol=1e-6)
+    np.testing.assert_array_equal(lengths(rule.for_steps(jnp.asarray(4))), lengths(rule.for_steps(4)))
+    mplp.save_trained(rule, {"trained": "not at all"}, tmp_path / "rule")
+    again, card = mplp.load_trained(tmp_path / "rule")
+    assert isinstance(again, mplp.Normalized) and card["class"] == "Normalized"
+    chex.assert_trees_all_equal(jax.tree.leaves(again), jax.tree.leaves(rule))
+
+
+@pytest.mark.parametrize("steps", [0, 2.5, True])
+def test_a_horizon_is_a_positive_integer(steps):
+    with pytest.raises((TypeError, ValueError), match="steps"):
+        made()[3].for_steps(steps)
+
+
+def test_no_message_no_step():
+    network, params, (x, _), rule = made(message_size=0)
+    p = jax.nn.softmax(network.predict(params, x))  # the loss's message is 0 at these targets
+    step = lambda rule: mplp.backward(rule, network, params, mplp.init_state(rule, network, params, (x, p)), (x, p))[0]
+    assert all(bool(jnp.isfinite(u).all()) for u in jax.tree.leaves(jax.jit(step)(rule)))
