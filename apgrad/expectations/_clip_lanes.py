@@ -56,6 +56,7 @@ def clip_lanes(
       x: the lanes' state, a pytree with the lanes as leading axis. All of it is one message, of which the length is
         taken; for a limit for each array call the function for each. Arrays that are not floating point pass.
       factor: how many times the typical length a message may have, a positive number or scalar array. Infinity: any.
+        A factor below 1 shortens most messages at every call, so they decay along a rollout.
       parts: the second axis numbers parts of a lane that are independent of each other, as in `stochastic`; then each
         part's message is cut by itself, and the typical one is of all lanes and parts.
       mask: a Boolean array, (lanes,), or (lanes, parts) with `parts`: where False, the lane's episode is over, and its
