@@ -65,9 +65,6 @@ class Config(harness.Config):
     chain_rounds: int = 7
     policy_rounds: int = 5
 
-    def __post_init__(self):
-        harness.require_least(self, horizons=1)
-
 
 PAPER = Config(horizons=(10, 25, 50, 100), rounds=200, nodes=(1_000, 10_000, 100_000, 1_000_000), policy_rounds=25)
 
