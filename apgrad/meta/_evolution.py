@@ -10,8 +10,8 @@ have in common cancels (Rechenberg, 1973; Salimans et al., 2017):
 * `truncated_evolution`: L is the loss of K steps from a state that all pairs share; biased as truncation is.
 * `persistent_evolution` (PES; Vicol, Metz & Sohl-Dickstein, 2021): each pair keeps its own two states from segment to
   segment, and the sum of its perturbations, xi = sum e: g = 1/(2 sigma^2) mean (L_segment(+) - L_segment(-)) xi.
-  Unbiased for the sum over a whole unroll, since a loss is charged to every perturbation before it; the variance grows
-  with T/K.
+  Unbiased for the sum over a whole unroll (of the smoothed loss, while theta stands still), since a loss is charged to
+  every perturbation before it; the variance grows with T/K.
 * `single_evolution` (ES-Single or NRES; Vicol, 2023; Li et al., 2023): a pair keeps one perturbation for an unroll, so
   xi = e: the whole unroll is smoothed alike, and the variance does not grow with T/K.
 
