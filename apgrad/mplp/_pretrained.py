@@ -48,7 +48,7 @@ def pretrained_card(name: str) -> dict[str, Any]:
     return {entry: value for entry, value in card.items() if entry != DIGEST}
 
 
-def load_pretrained(name: str, x: jax.Array | None = None) -> Separable:
+def load_pretrained(name: str, x: jax.Array | None = None) -> Trained:
     """A trained rule that comes with the package.
 
     It fits an MLP of any width and depth whose places are named by role, as those of `meta.mlp` and of

@@ -9,6 +9,7 @@ products is as large as the synapses are many.
 import inspect
 import itertools
 import math
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ from apgrad.mplp._protocol import Site
 
 Parts = Sequence[jax.Array]
 GLOROT = jax.nn.initializers.glorot_uniform()
+NORMAL = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal")
 LARGEST = 2**24  # size of anything in a rule; above it, a size is a mistake
 
 
@@ -111,6 +113,18 @@ def beside(exact: jax.Array, learned: jax.Array) -> jax.Array:
     return jnp.concatenate([learned[..., :1] + exact[..., None], learned[..., 1:]], axis=-1)
 
 
+class Corrected(nnx.Module):
+    """A network of one neuron: `exact + size * gain * network`, in which only component 0 has an exact part."""
+
+    def __init__(self, features: int, hidden: int, out: int, gain: tuple[float, float], rngs: nnx.Rngs):
+        self.network = Mlp([features, hidden, out], jnp.tanh, rngs=rngs, initializer=NORMAL)
+        first, others = gain
+        self.gain = nnx.Param(jnp.full(out, others, float).at[0].set(first))
+
+    def __call__(self, exact: jax.Array, *parts: jax.Array, size: jax.Array | float = 1.0) -> jax.Array:
+        return beside(exact, size * self.gain[...] * self.network(*parts))
+
+
 def in_chunks(network: Any, parts: Parts, carry: Any, chunk: int) -> Any:
     """Runs `network(parts, carry)` on some rows at a time, and remembers only its inputs for a meta-gradient.
 
@@ -146,6 +160,11 @@ def in_chunks(network: Any, parts: Parts, carry: Any, chunk: int) -> Any:
 
 Known = tuple[tuple[str, tuple[str, tuple[str, ...], bool]], ...]
 """Names and forms of the places that a rule was made for."""
+
+
+def role(site: Site) -> str:
+    """The role of a place: its name without digits."""
+    return re.sub(r"\d+", "", site.name)
 
 
 def shows_signature(cls: Any) -> Any:

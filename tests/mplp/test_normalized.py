@@ -80,7 +80,7 @@ def test_a_new_rule_steps_as_the_gradient_alone_does(x64):
     chex.assert_trees_all_close(*found, rtol=1e-12)
 
 
-def test_steps_get_shorter_until_the_horizon_and_fit_tells_it(tmp_path):
+def test_steps_get_shorter_until_the_horizon(tmp_path):
     network, params, data, rule = made()
 
     @jax.jit
@@ -108,7 +108,19 @@ def test_a_horizon_is_a_positive_integer(steps):
         made()[3].for_steps(steps)
 
 
-def test_no_message_no_step():
+def test_fit_tells_the_horizon():
+    model = nnx.Sequential(nnx.Linear(4, 5, rngs=nnx.Rngs(0)), nnx.tanh, nnx.Linear(5, 3, rngs=nnx.Rngs(1)))
+    network, params = mplp.from_nnx(model, mplp.softmax_cross_entropy, names="role")
+    _, _, data, rule = made()
+    state, told = mplp.init_state(rule, network, params, data), rule.for_steps(2)
+    step = jax.jit(lambda params, state: mplp.inner_step(told, network, params, state, data)[:2])
+    expected = step(*step(params, state))[0]
+    fitted = mplp.fit(model, [data, data], rule, 2, names="role", progress=False)
+    found = mplp.from_nnx(fitted.model, mplp.softmax_cross_entropy, names="role")[1]
+    chex.assert_trees_all_close(found, expected, rtol=1e-5, atol=1e-7)
+
+
+def test_steps_stay_finite_where_messages_are_rounding():
     network, params, (x, _), rule = made(message_size=0)
     p = jax.nn.softmax(network.predict(params, x))  # the loss's message is 0 at these targets
     step = lambda rule: mplp.backward(rule, network, params, mplp.init_state(rule, network, params, (x, p)), (x, p))[0]

@@ -24,7 +24,6 @@ average before it.
 *The horizon* T is how many updates will be made, which `for_steps` tells the rule. Without it steps keep their length.
 """
 
-import re
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -36,18 +35,19 @@ from apgrad._ground.arguments import whole
 from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Site
 from apgrad.mplp._reach import Reach
 from apgrad.mplp._rule_parts import (
+    NORMAL,
+    Corrected,
     Fixed,
     Mlp,
-    beside,
     known_forms,
     require_form,
     require_one_of,
     require_sizes,
+    role,
     shows_signature,
 )
 from apgrad.mplp.rules import _whitening as whitening
 
-NORMAL = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal")
 CONTROLS = {"rate": -2.3, "bias": -1.5, "beta": 0.0, "lambda": 1.0, "epsilon": -6.0}
 """What a controller gives at first: logarithms, and for beta a logit."""
 SEEN = 9  # numbers that a controller sees
@@ -106,7 +106,7 @@ class Normalized(nnx.Module):
         self.horizon = Fixed(jnp.zeros((), float))
         self.places = nnx.Dict({})
         for site in sites:
-            if (key := _role(site)) in self.places:
+            if (key := role(site)) in self.places:
                 continue
             if site.family == "dense":
                 self.places[key] = _NormalizedDense(self.message_size, rank if learned else 0, hidden, whiten, rngs)
@@ -146,16 +146,12 @@ class Normalized(nnx.Module):
     def at(self, site: Site) -> Any:
         """The local rule of a place's role."""
         require_form(self.known, site, by_name=False)
-        if (key := _role(site)) not in self.places:
+        if (key := role(site)) not in self.places:
             raise ValueError(
                 f"the rule has the roles {sorted(self.places)}; the network asks for {site.name!r} ({key!r}). Numbers "
                 'in names do not count: from_nnx(..., names="role") names the layers of an MLP so.'
             )
         return jax.tree_util.Partial(_ask, self.places[key], self.horizon[...])
-
-
-def _role(site: Site) -> str:
-    return re.sub(r"\d+", "", site.name)
 
 
 def _ask(local: Any, horizon: jax.Array, site: Site, question: Any, state: Any) -> Answer:
@@ -194,23 +190,11 @@ class _Controller(nnx.Module):
         return made | {"whitening": (strength, forget)}
 
 
-class _Corrected(nnx.Module):
-    """A network of one neuron, `exact + size * gain * network`, in which only component 0 has an exact part."""
-
-    def __init__(self, features: int, hidden: int, out: int, gain: tuple[float, float], rngs: nnx.Rngs):
-        self.network = Mlp([features, hidden, out], jnp.tanh, rngs=rngs, initializer=NORMAL)
-        first, others = gain
-        self.gain = nnx.Param(jnp.full(out, others, float).at[0].set(first))
-
-    def __call__(self, exact: jax.Array, size: jax.Array, *parts: jax.Array) -> jax.Array:
-        return beside(exact, size * self.gain[...] * self.network(*parts))
-
-
 class _NormalizedDense(nnx.Module):
     """The local rule of a dense node."""
 
     def __init__(self, message_size: int, rank: int, hidden: int, whiten: bool, rngs: nnx.Rngs):
-        made = lambda features, out, gain: _Corrected(features, hidden, out, gain, rngs) if rank else nnx.data(None)
+        made = lambda features, out, gain: Corrected(features, hidden, out, gain, rngs) if rank else nnx.data(None)
         self.A = made(message_size, rank, (0.0, 0.0))
         self.B = made(1 + whiten, rank, (0.0, 1.0))
         self.U = made(message_size, message_size, (0.0, 1.0))
@@ -229,9 +213,9 @@ class _NormalizedDense(nnx.Module):
             A, B, message, b = gradient[..., None], x[..., None], m, gradient
         else:
             seen = m / size
-            A = self.A(gradient, size, seen)
-            B = self.B(x, size_of_x, *(part / size_of_x for part in inputs))
-            message, b = self.U(gradient, size, seen), self.bias(gradient, size, seen)[..., 0]
+            A = self.A(gradient, seen, size=size)
+            B = self.B(x, *(part / size_of_x for part in inputs), size=size_of_x)
+            message, b = self.U(gradient, seen, size=size), self.bias(gradient, seen, size=size)[..., 0]
         update = jnp.einsum("bir,bjr->ij", B, A) / site.batch
         new |= _averaged(update, control["beta"], state)
         step = -control["rate"] * new["average"] / (_size(new["average"]) * site.shape[1] ** 0.5)
@@ -264,16 +248,16 @@ class _NormalizedElementwise(nnx.Module):
     def __init__(self, features: int, message_size: int, hidden: int, rngs: nnx.Rngs):
         self.G = nnx.data(None)
         if message_size:
-            self.G = _Corrected(features, hidden, message_size, (0.0, 1.0), rngs)
+            self.G = Corrected(features, hidden, message_size, (0.0, 1.0), rngs)
 
     def __call__(self, site: Site, question: Elementwise, state: dict[str, Any], horizon: jax.Array) -> Answer:
         if self.G is None:
             return Answer(question.exact[..., None], state=state)
         seen = _squash(jnp.stack(list(question.features.values()), axis=-1))
         if question.message is None:
-            return Answer(self.G(question.exact, _size(question.exact), seen), state=state)
+            return Answer(self.G(question.exact, seen, size=_size(question.exact)), state=state)
         size = _size(question.message)
-        return Answer(self.G(question.exact, size, question.message / size, seen), state=state)
+        return Answer(self.G(question.exact, question.message / size, seen, size=size), state=state)
 
 
 def _averaged(update: jax.Array, beta: jax.Array, state: dict[str, Any]) -> dict[str, Any]:

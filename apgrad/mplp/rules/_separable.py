@@ -23,7 +23,6 @@ statistics, as Adam does, and can tell the first step from the last.
 The start as gradient descent is then the step of recursive least squares, along P x.
 """
 
-import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -35,17 +34,17 @@ from apgrad._ground.arguments import number
 from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Site
 from apgrad.mplp._reach import Reach
 from apgrad.mplp._rule_parts import (
-    Mlp,
-    beside,
+    NORMAL,
+    Corrected,
     known_forms,
     require_form,
     require_one_of,
     require_sizes,
+    role,
     shows_signature,
 )
 from apgrad.mplp.rules import _whitening as whitening
 
-NORMAL = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal")
 WHITENING = 3.0, 1e-3  # the whitening's lambda and epsilon at first
 
 
@@ -169,7 +168,7 @@ class Separable(nnx.Module):
 
     def _key(self, site: Site) -> str:
         if self.share == "role":
-            return re.sub(r"\d+", "", site.name)
+            return role(site)
         return site.kind if self.share else site.name
 
 
@@ -186,23 +185,11 @@ class _NeuronState(nnx.Module):
         return state + jax.nn.sigmoid(gate) * (jnp.tanh(new) - state)
 
 
-class _Output(nnx.Module):
-    """A network of one neuron: `exact + gain * network`, in which only component 0 has an exact part."""
-
-    def __init__(self, features: int, hidden: int, out: int, gain: tuple[float, float], rngs: nnx.Rngs):
-        self.network = Mlp([features, hidden, out], jnp.tanh, rngs=rngs, initializer=NORMAL)
-        first, others = gain
-        self.gain = nnx.Param(jnp.full(out, others, float).at[0].set(first))
-
-    def __call__(self, exact: jax.Array, *parts: jax.Array) -> jax.Array:
-        return beside(exact, self.gain[...] * self.network(*parts))
-
-
 class _Dense(nnx.Module):
     """The local rule of a dense node."""
 
     def __init__(self, seen, message_size, rank, hidden, neuron_state, learning_rate, white, normalize, rngs):
-        make = lambda features, out, gain: _Output(features + neuron_state, hidden, out, gain, rngs)
+        make = lambda features, out, gain: Corrected(features + neuron_state, hidden, out, gain, rngs)
         self.A = make(seen, rank, (0.0, 0.0))
         self.B = make(1 if white is None else 2, rank, (0.0, 1.0))
         self.U = make(seen, message_size, (0.0, 1.0))
@@ -242,7 +229,7 @@ class _Diagonal(nnx.Module):
     """The local rule of a bias, a scale or an embedded row: one network makes the update, and one makes the message."""
 
     def __init__(self, seen, message_size, hidden, neuron_state, learning_rate, rngs):
-        make = lambda out, gain: _Output(seen + 2 + neuron_state, hidden, out, gain, rngs)
+        make = lambda out, gain: Corrected(seen + 2 + neuron_state, hidden, out, gain, rngs)
         self.update, self.message = make(1, (0.0, 0.0)), make(message_size, (0.0, 1.0))
         self.log_rate = nnx.Param(jnp.log(jnp.asarray(learning_rate, float)))
         self.neuron = _NeuronState(seen, neuron_state, rngs) if neuron_state else nnx.data(None)
@@ -264,7 +251,7 @@ class _Elementwise(nnx.Module):
     """The local rule of a node without parameters."""
 
     def __init__(self, seen, features, message_size, hidden, neuron_state, rngs):
-        self.G = _Output(seen + features + neuron_state, hidden, message_size, (0.0, 1.0), rngs)
+        self.G = Corrected(seen + features + neuron_state, hidden, message_size, (0.0, 1.0), rngs)
         self.neuron = _NeuronState(seen + features, neuron_state, rngs) if neuron_state else nnx.data(None)
         self.seen = seen
 
