@@ -13,9 +13,7 @@ to `apgrad/mplp/trained/` they are what `mplp.load_pretrained(NAME)` reads. `ima
 `image_mlp_long`, which starts from it, learns to go on for 1,000. (Going on from there with 20 steps again, for 8,000
 outer steps, brings 144-50-10 from 76.6 to 78.3 %, and a step function, never seen, from 73.6 down to 70.0 %.)
 
-`images` trains a normalized rule on a family of networks. 2,400 outer steps made `images` in
-`experiments/results/meta_train-images`, for `mplp.load_trained`. It does not come with the package yet: it has to be
-measured in and out of the family first (`experiments.mplp_settings`).
+`images` trains a normalized rule on a family of networks, for any number of updates that it is told.
 """
 
 import datetime

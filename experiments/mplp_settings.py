@@ -9,8 +9,9 @@ has been chosen by them. Where a setting lies outside a rule's card, the rule wa
 
 *The rules* are the trained ones that come with apgrad. *The baselines* are SGD, SGD with momentum .9, Adam, AdamW with
 warm-up over a tenth of the steps and a cosine to zero, and Muon (`optax.contrib`; optax has neither Shampoo nor SOAP).
-Each baseline is tuned for each setting and horizon by random search: 16 draws of its rate and weight decay, judged on
-other tasks of the same setting. Then all methods learn the same tasks. A step has no derivative, so baselines get the
+Each baseline is tuned for each setting and horizon by random search: 16 draws of its rate, of whether that stays or
+goes to zero on a line, and of its weight decay, judged on other tasks of the same setting. A rule that takes the number
+of updates is told it. Then all methods learn the same tasks. A step has no derivative, so baselines get the
 sigmoid's in its place (a surrogate gradient); the rule sees the step as it is.
 
 Given is the accuracy on test images after the last update, 0 of a run that diverged. A rule is compared run by run with
@@ -32,12 +33,12 @@ from scipy import stats
 
 from apgrad import meta, mplp
 from experiments import harness
-from experiments.meta_train import step_function
+from experiments.meta_train import step_function, timed
 
 PARTIAL = True
 DRAWN = 20261124
 IMAGES = (("digits", None), ("mnist", 12), ("mnist", 20), ("mnist", 28), ("cifar10", 12))
-RULES = ("image_mlp", "image_mlp_long")
+RULES = ("image_mlp", "image_mlp_long", "images")
 TOGETHER = 4  # runs of one compiled call
 
 
@@ -79,15 +80,20 @@ def draw_setting(number: int, images: tuple[tuple[str, int | None], ...] = IMAGE
 
 
 class Drawn(NamedTuple):
-    """Hyperparameters: the rate, the weight decay, and the horizon that a schedule goes to."""
+    """Hyperparameters: the rate, what is left of it at the horizon, the weight decay, and the horizon."""
 
     rate: Any
+    end: Any
     decay: Any
     steps: Any
 
+    def line(self, count: Any) -> Any:
+        """The rate of an update, on a line to its end."""
+        return self.rate * (1 - (1 - self.end) * count / self.steps)
+
 
 def _decayed(make: Any) -> Any:
-    return lambda drawn: optax.chain(optax.add_decayed_weights(drawn.decay), make(drawn.rate))
+    return lambda drawn: optax.chain(optax.add_decayed_weights(drawn.decay), make(drawn.line))
 
 
 def _scheduled(drawn: Drawn) -> optax.GradientTransformation:
@@ -101,9 +107,9 @@ def _scheduled(drawn: Drawn) -> optax.GradientTransformation:
 OPTIMIZERS = {
     "SGD": (_decayed(optax.sgd), (0.01, 10.0)),
     "momentum": (_decayed(functools.partial(optax.sgd, momentum=0.9)), (0.001, 3.0)),
-    "Adam": (lambda drawn: optax.adam(drawn.rate), (0.0003, 0.3)),
+    "Adam": (lambda drawn: optax.adam(drawn.line), (0.0003, 0.3)),
     "AdamW, cosine": (_scheduled, (0.0003, 0.3)),
-    "Muon": (lambda drawn: optax.contrib.muon(drawn.rate, weight_decay=drawn.decay), (0.003, 3.0)),
+    "Muon": (lambda drawn: optax.contrib.muon(drawn.line, weight_decay=drawn.decay), (0.003, 3.0)),
 }
 
 
@@ -135,7 +141,9 @@ PAPER = Config(images=IMAGES, settings=40, horizons=(20, 100), draws=16, tuning=
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    return harness.grid(setting=range(config.settings))
+    """A setting and a method each, the baselines of all settings first."""
+    blocks = (harness.grid(setting=range(config.settings), method=methods) for methods in (OPTIMIZERS, RULES))
+    return [cell for block in blocks for cell in block]
 
 
 class Start(NamedTuple):
@@ -157,10 +165,11 @@ def learn(task: meta.Task, learner: meta.Learner) -> Any:
     """`(thetas, starts, steps) -> accuracies in percent` after the steps: one program for all horizons and runs."""
 
     def one(theta, start, steps):
-        state = learner.init(theta, start.params, task.batch({}, start.keys))
+        told = timed(learner, steps)
+        state = told.init(theta, start.params, task.batch({}, start.keys))
 
         def step(i, carry):
-            return learner.step(theta, carry[0], carry[1], task.batch({}, jax.random.fold_in(start.keys, i + 2)))
+            return told.step(theta, carry[0], carry[1], task.batch({}, jax.random.fold_in(start.keys, i + 2)))
 
         params, _ = jax.lax.fori_loop(0, steps, step, (start.params, state))
         finite = jnp.array([jnp.isfinite(x).all() for x in jax.tree.leaves(params)]).all()  # NaN is some class, too
@@ -178,56 +187,62 @@ def learn(task: meta.Task, learner: meta.Learner) -> Any:
     return over
 
 
-def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
-    """By horizon and method the accuracy of each run; of baselines what was drawn, of rules whether they warned."""
-    setting = draw_setting(cell["setting"], config.images)
+@functools.lru_cache(maxsize=1)
+def prepared(config: Config, number: int) -> tuple[meta.Task, meta.Task, Start, Start]:
+    """The task as rules and as baselines see it, what baselines are tuned on, and what all methods are judged on."""
+    setting = draw_setting(number, config.images)
     images = meta.data.load(setting.data, size=setting.size)
     options: Any = {"batch": setting.batch, "held_out": min(1000, len(images.y_test)), "split": "test"}
     options |= {"hidden": setting.hidden, "deviation": setting.prior}
     for_rules, for_baselines = (meta.images(images, activation=f, **options) for f in ACTIVATIONS[setting.activation])
-    tuning, judged = Start.of(for_rules, 1, config.tuning), Start.of(for_rules, 2, config.runs)
-    repeated = lambda tree, count: jax.tree.map(lambda x: jnp.stack([x] * count), tree)
-    found: dict[str, Any] = {str(steps): {} for steps in config.horizons}
-    for name, (make, (low, high)) in OPTIMIZERS.items():
-        run, rng = learn(for_baselines, meta.optimizer(make, for_baselines.loss)), np.random.default_rng(seed)
-        rates = np.exp(rng.uniform(np.log(low), np.log(high), config.draws)).astype(np.float32)
-        decays = np.exp(rng.uniform(np.log(1e-6), np.log(1e-2), config.draws)).astype(np.float32)
-        for steps in config.horizons:
-            drawn = Drawn(rates, decays, np.full(config.draws, steps, np.float32))
-            each = jax.tree.map(lambda x: np.repeat(x, config.tuning), drawn)
-            again = jax.tree.map(lambda x: jnp.concatenate([x] * config.draws), tuning)
-            scores = run(each, again, steps).reshape(config.draws, config.tuning).mean(axis=1)
-            best = int(np.argmax(np.nan_to_num(scores, nan=-1.0)))
-            theta = Drawn(*(x[best] for x in drawn))
-            accuracy = run(repeated(theta, config.runs), judged, steps)
-            found[str(steps)][name] = {
-                "accuracy": accuracy.tolist(),
-                **{k: float(v) for k, v in theta._asdict().items()},
-            }
-    for name in RULES:
-        run, rule = learn(for_rules, meta.message_passing(for_rules.network)), mplp.load_pretrained(name)
+    return for_rules, for_baselines, Start.of(for_rules, 1, config.tuning), Start.of(for_rules, 2, config.runs)
+
+
+def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
+    """By horizon the accuracy of each run; of a baseline what was drawn, of a rule whether it warned."""
+    for_rules, for_baselines, tuning, judged = prepared(config, cell["setting"])
+    repeated = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * config.runs), tree)
+    found: dict[str, Any] = {}
+    if cell["method"] in RULES:
+        run, rule = learn(for_rules, meta.message_passing(for_rules.network)), mplp.load_pretrained(cell["method"])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for steps in config.horizons:
-                accuracy = run(repeated(rule, config.runs), judged, steps)
-                found[str(steps)][name] = {"accuracy": accuracy.tolist()}
-        for steps in config.horizons:
-            found[str(steps)][name]["warned"] = bool(caught)
-    return found
+                found[str(steps)] = {"accuracy": run(repeated(rule), judged, steps).tolist()}
+        return {"horizons": found, "warned": bool(caught)}
+    make, (low, high) = OPTIMIZERS[cell["method"]]
+    run, rng = learn(for_baselines, meta.optimizer(make, for_baselines.loss)), np.random.default_rng(seed)
+    rates = np.exp(rng.uniform(np.log(low), np.log(high), config.draws)).astype(np.float32)
+    ends = rng.integers(0, 2, config.draws).astype(np.float32)
+    decays = np.exp(rng.uniform(np.log(1e-6), np.log(1e-2), config.draws)).astype(np.float32)
+    for steps in config.horizons:
+        drawn = Drawn(rates, ends, decays, np.full(config.draws, steps, np.float32))
+        each = jax.tree.map(lambda x: np.repeat(x, config.tuning), drawn)
+        again = jax.tree.map(lambda x: jnp.concatenate([x] * config.draws), tuning)
+        scores = run(each, again, steps).reshape(config.draws, config.tuning).mean(axis=1)
+        best = Drawn(*(x[int(np.argmax(np.nan_to_num(scores, nan=-1.0)))] for x in drawn))
+        found[str(steps)] = {"accuracy": run(repeated(best), judged, steps).tolist()}
+        found[str(steps)] |= {name: float(value) for name, value in best._asdict().items()}
+    return {"horizons": found}
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
     rows: list[dict[str, Any]] = []
+    settings: dict[int, dict[str, Any]] = {}
     for cell, result in records:
-        setting = draw_setting(cell["setting"], config.images)
-        for steps, methods in result.items():
-            given = {name: np.array(found["accuracy"], float) for name, found in methods.items()}
-            accuracy = {
-                name: np.nan_to_num(found) for name, found in given.items()
-            }  # what diverged has learned nothing
+        settings.setdefault(cell["setting"], {})[cell["method"]] = result
+    for number, methods in settings.items():
+        if len(methods) < len(OPTIMIZERS) + len(RULES):
+            continue
+        for steps in config.horizons:
+            given = {
+                name: np.array(result["horizons"][str(steps)]["accuracy"], float) for name, result in methods.items()
+            }
+            accuracy = {name: np.nan_to_num(found) for name, found in given.items()}  # what diverged learned nothing
             best = max(OPTIMIZERS, key=lambda name: accuracy[name].mean())
             for rule in RULES:
-                row = {**cell, "images": str(setting), "steps": int(steps), "rule": rule}
+                row: dict[str, Any] = {"setting": number, "images": str(draw_setting(number, config.images))}
+                row |= {"steps": steps, "rule": rule}
                 row |= {"warned": methods[rule]["warned"], "accuracy": accuracy[rule].mean()}
                 row |= {"finite": bool(np.isfinite(given[rule]).all()), "best baseline": best}
                 for name, other in (("best", best), ("momentum", "momentum")):
@@ -250,10 +265,11 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
                 "without a warning": sum(not r["warned"] for r in mine),
                 "not finite": sum(not r["finite"] for r in mine),
             }
-    table = harness.table([{"rule": name, **found} for name, found in figures.items()])
+    columns = ("settings", "at or above the best baseline", "below momentum beyond the interval", "not finite")
+    table = harness.table([{"rule": name, **found} for name, found in figures.items()], "rule", *columns)
     figure, axes = harness.panels(1, len(config.horizons), (5 * len(config.horizons), 4.2))
     for ax, steps in zip(axes.flat, config.horizons, strict=True):
-        for rule, colour in zip(RULES, ("C0", "C1"), strict=True):
+        for rule, colour in zip(RULES, ("C0", "C1", "C2"), strict=True):
             for warned, mark in ((False, "o"), (True, "x")):
                 mine = [r for r in rows if (r["rule"], r["steps"], r["warned"]) == (rule, steps, warned)]
                 style = {"fmt": mark, "ms": 4, "lw": 0.7, "color": colour}

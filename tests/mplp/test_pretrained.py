@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from apgrad import meta, mplp
-from apgrad.mplp import _pretrained as pretrained
+from apgrad.mplp import _pretrained as pretrained, _reach
 
 OPTIONS = {
     "message_size": 2,
@@ -341,3 +341,11 @@ def test_a_rule_says_once_where_its_card_does_not_reach(tmp_path):
     for wrong in (REACH | {"widths": [3]}, REACH | {"depths": [2, 1]}, {"activations": "tanh"}):
         with pytest.raises(ValueError, match="has all four"):
             mplp.save_trained(rule, {"trained": "here"} | wrong, tmp_path / "wrong")
+
+
+def test_an_activation_is_recognised_by_its_values_under_vmap_too():
+    """What jax.nn compiles has tracers for values there, even of constants."""
+    mine, said = lambda z: jnp.where(z > 0, z, 0.0), []
+    known = lambda function: _reach._known(function, ("sigmoid", "relu"))
+    jax.eval_shape(jax.vmap(lambda x: said.extend([known(mine), known(lambda z: z / 2)]) or x), jnp.ones(2))
+    assert said == [True, False]
