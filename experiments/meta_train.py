@@ -95,10 +95,16 @@ FAMILY = [  # images and side, hidden widths, activation, minibatch, deviation o
     ("cifar10", 12, (64, 64), jax.nn.relu, 32, 0.05, 20),
     ("mnist", 12, (30, 30, 30, 30), jnp.tanh, 128, 0.02, 20),
     ("mnist", 12, (40,), jax.nn.relu, 2, None, 20),
+    ("mnist", 28, (100,), jax.nn.gelu, 64, None, 20),
+    ("cifar10", 12, (150,), jnp.tanh, 16, None, 50),
     ("mnist", 12, (50,), jax.nn.sigmoid, 8, 0.05, 100),
     ("digits", None, (100, 40), jnp.tanh, 16, None, 100),
     ("mnist", 12, (60, 30), jax.nn.relu, 4, 0.05, 100),
+    ("mnist", 12, (60, 60), steep_sigmoid, 16, 0.05, 100),
+    ("cifar10", 12, (64,), jax.nn.gelu, 32, None, 100),
     ("mnist", 12, (32,), jax.nn.sigmoid, 16, None, 300),
+    ("mnist", 12, (40, 20), jax.nn.relu, 32, 0.05, 300),
+    ("digits", None, (32, 20), jax.nn.sigmoid, 32, 0.05, 1000),
 ]
 DRAWN = 3  # members of the family in an outer step
 ABOUT["images"] = {
@@ -108,7 +114,7 @@ ABOUT["images"] = {
     "activations": ["sigmoid", "sigmoid(8 z)", "tanh", "relu", "gelu"],
     "minibatches": [2, 128],
     "depths": [1, 4],
-    "widths": [30, 100],
+    "widths": [20, 150],
 }
 
 

@@ -11,15 +11,15 @@ x (B, N), messages m (B, M, k) and weights W (N, M), with |a| for the root mean 
 P x are the inputs whitened by recursive least squares (`_whitening.py`). The first product, A_0 = m_0 and B_0 = P x, is
 the gradient's plus corrections. Those, and the messages
 
-    m' = |m| G(m / |m|, z) + the exact message in component 0,
+    m' = g |m| G(m / |m|, z) + the exact message in component 0,
 
 are made by small networks of one neuron each that see m / |m|, x / |x| and P x / |x|, so they are relative to what
 arrives. At first they correct nothing. c is a line from 1 to 0 at the horizon T.
 
-*Controllers.* l, l', beta and the whitening's lambda and epsilon are made anew for each step by a network of each role
-(`dense_in`, `dense_`, `dense_out`). It sees the fraction t / T, the logarithms of T, B, N and M and of |W| sqrt(N),
-1 / sqrt(t + 1), and two running means that tell signal from noise: |V| / (|U| + |V|), and the cosine of U with the
-average before it.
+*Controllers.* l, l', beta, the whitening's lambda and epsilon, and the part g of the corrections are made anew for each
+step by a network of each role (`dense_in`, `dense_`, `dense_out`, and g for each role without parameters). It sees the
+fraction t / T, the logarithms of T, B, N and M and of |W| sqrt(N), 1 / sqrt(t + 1), and two running means that tell
+signal from noise: |V| / (|U| + |V|), and the cosine of U with the average before it.
 
 *The horizon* T is how many updates will be made, which `for_steps` tells the rule. Without it steps keep their length.
 """
@@ -48,7 +48,7 @@ from apgrad.mplp._rule_parts import (
 )
 from apgrad.mplp.rules import _whitening as whitening
 
-CONTROLS = {"rate": -2.3, "bias": -1.5, "beta": 0.0, "lambda": 1.0, "epsilon": -6.0}
+CONTROLS = {"rate": -2.3, "bias": -1.5, "beta": 0.0, "lambda": 1.0, "epsilon": -6.0, "correct": 0.0}
 """What a controller gives at first: logarithms, and for beta a logit."""
 SEEN = 9  # numbers that a controller sees
 TINY = 1e-20
@@ -132,9 +132,9 @@ class Normalized(nnx.Module):
     def init(self, site: Site) -> dict[str, Any]:
         """P = I, and zeros for the averages."""
         zeros = lambda *shape: jnp.zeros(shape, float)
-        if site.family == "elementwise":
-            return {}
         state: dict[str, Any] = {"count": zeros(), "signal": zeros(2)}
+        if site.family == "elementwise":
+            return state
         if site.family == "diagonal":
             return state | {"average": zeros(*site.shape[1:])}
         _, inputs, outputs = site.shape
@@ -170,24 +170,28 @@ def _squash(x: jax.Array) -> jax.Array:
 class _Controller(nnx.Module):
     """Makes the numbers of a step; at first they are those of `CONTROLS`."""
 
-    def __init__(self, hidden: int, rngs: nnx.Rngs):
-        self.network = Mlp([SEEN, hidden, len(CONTROLS)], jnp.tanh, rngs=rngs, initializer=NORMAL)
-        self.base = nnx.Param(jnp.array(list(CONTROLS.values()), float))
-        self.gain = nnx.Param(jnp.zeros(len(CONTROLS), float))
+    def __init__(self, hidden: int, rngs: nnx.Rngs, controls: Sequence[str] = tuple(CONTROLS)):
+        self.controls = tuple(controls)
+        self.network = Mlp([SEEN, hidden, len(controls)], jnp.tanh, rngs=rngs, initializer=NORMAL)
+        self.base = nnx.Param(jnp.array([CONTROLS[name] for name in controls], float))
+        self.gain = nnx.Param(jnp.zeros(len(controls), float))
 
-    def __call__(self, site: Site, state: dict[str, Any], horizon: jax.Array, weight: jax.Array) -> dict[str, Any]:
+    def __call__(self, site: Site, state: dict[str, Any], horizon: jax.Array, weight: Any = 1.0) -> dict[str, Any]:
         t = state["count"]
         fraction = jnp.minimum(jnp.where(horizon > 0, t / jnp.maximum(horizon, 1.0), 0.0), 1.0)
         inputs, outputs = (site.shape[1] if site.family == "dense" else 1), site.shape[-1]
         sizes = jnp.stack([jnp.where(horizon > 0, horizon, 1000.0), *map(float, (site.batch, inputs, outputs))])
-        scale = jnp.log(_size(weight) * inputs**0.5 + 1e-3)
+        scale = jnp.log(_size(jnp.asarray(weight, float)) * inputs**0.5 + 1e-3)
         seen = [fraction[None], (t[None] + 1) ** -0.5, jnp.log(sizes) / 5, scale[None], state["signal"]]
         made = self.base[...] + self.gain[...] * self.network(jnp.concatenate(seen))
-        rate, bias, beta, strength, forget = made
-        rate = jnp.exp(rate) * (1 - fraction)
-        strength, forget = jnp.exp(strength), jnp.exp(jnp.minimum(forget, 0.0))
-        made = {"rate": rate, "bias": rate * jnp.exp(bias), "beta": jax.nn.sigmoid(beta)}
-        return made | {"whitening": (strength, forget)}
+        found: dict[str, Any] = dict(zip(self.controls, made, strict=True))
+        found["correct"] = jnp.exp(found["correct"])
+        if "rate" in found:
+            found["rate"] = jnp.exp(found["rate"]) * (1 - fraction)
+            found["bias"] = found["rate"] * jnp.exp(found["bias"])
+            found["beta"] = jax.nn.sigmoid(found["beta"])
+            found["whitening"] = jnp.exp(found["lambda"]), jnp.exp(jnp.minimum(found["epsilon"], 0.0))
+        return found
 
 
 class _NormalizedDense(nnx.Module):
@@ -212,10 +216,9 @@ class _NormalizedDense(nnx.Module):
         if self.A is None or self.B is None or self.U is None or self.bias is None:
             A, B, message, b = gradient[..., None], x[..., None], m, gradient
         else:
-            seen = m / size
-            A = self.A(gradient, seen, size=size)
-            B = self.B(x, *(part / size_of_x for part in inputs), size=size_of_x)
-            message, b = self.U(gradient, seen, size=size), self.bias(gradient, seen, size=size)[..., 0]
+            seen, part_of_m, part_of_x = m / size, control["correct"] * size, control["correct"] * size_of_x
+            A, B = self.A(gradient, seen, size=part_of_m), self.B(x, *(z / size_of_x for z in inputs), size=part_of_x)
+            message, b = self.U(gradient, seen, size=part_of_m), self.bias(gradient, seen, size=part_of_m)[..., 0]
         update = jnp.einsum("bir,bjr->ij", B, A) / site.batch
         new |= _averaged(update, control["beta"], state)
         step = -control["rate"] * new["average"] / (_size(new["average"]) * site.shape[1] ** 0.5)
@@ -246,18 +249,21 @@ class _NormalizedElementwise(nnx.Module):
     """The local rule of a node without parameters."""
 
     def __init__(self, features: int, message_size: int, hidden: int, rngs: nnx.Rngs):
-        self.G = nnx.data(None)
+        self.G = self.controller = nnx.data(None)
         if message_size:
             self.G = Corrected(features, hidden, message_size, (0.0, 1.0), rngs)
+            self.controller = _Controller(hidden, rngs, ["correct"])
 
     def __call__(self, site: Site, question: Elementwise, state: dict[str, Any], horizon: jax.Array) -> Answer:
-        if self.G is None:
-            return Answer(question.exact[..., None], state=state)
-        seen = _squash(jnp.stack(list(question.features.values()), axis=-1))
-        if question.message is None:
-            return Answer(self.G(question.exact, seen, size=_size(question.exact)), state=state)
-        size = _size(question.message)
-        return Answer(self.G(question.exact, question.message / size, seen, size=size), state=state)
+        new = state | {"count": state["count"] + 1}
+        if self.G is None or self.controller is None:
+            return Answer(question.exact[..., None], state=new)
+        part, seen = self.controller(site, state, horizon)["correct"], []
+        size = _size(question.exact if question.message is None else question.message)
+        if question.message is not None:
+            seen.append(question.message / size)
+        seen.append(_squash(jnp.stack(list(question.features.values()), axis=-1)))
+        return Answer(self.G(question.exact, *seen, size=part * size), state=new)
 
 
 def _averaged(update: jax.Array, beta: jax.Array, state: dict[str, Any]) -> dict[str, Any]:
