@@ -7,7 +7,8 @@ No paper has this study; the preset paper is only larger. A setting is images, t
 activation, the size of a minibatch and a prior. Settings are drawn by a seed that stands here (`DRAWN`), and no rule
 has been chosen by them. Where a setting lies outside a rule's card, the rule warns: each row says whether it did.
 
-*The rules* are the trained ones that come with apgrad. *The baselines* are SGD, SGD with momentum .9, Adam, AdamW with
+*The rules* are the trained ones that come with apgrad; "untrained" is a normalized rule (`mplp.Normalized`) as it is
+before any training. *The baselines* are SGD, SGD with momentum .9, Adam, AdamW with
 warm-up over a tenth of the steps and a cosine to zero, and Muon (`optax.contrib`; optax has neither Shampoo nor SOAP).
 Each baseline is tuned for each setting and horizon by random search: 16 draws of its rate, of whether that stays or
 goes to zero on a line, and of its weight decay, judged on other tasks of the same setting. A rule that takes the number
@@ -29,16 +30,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import optax.contrib
+from flax import nnx
 from scipy import stats
 
 from apgrad import meta, mplp
 from experiments import harness
 from experiments.meta_train import step_function, timed
+from experiments.parts import meta_curves
 
 PARTIAL = True
 DRAWN = 20261124
 IMAGES = (("digits", None), ("mnist", 12), ("mnist", 20), ("mnist", 28), ("cifar10", 12))
-RULES = ("image_mlp", "image_mlp_long", "images")
+RULES = ("images", "untrained", "image_mlp", "image_mlp_long")
 TOGETHER = 4  # runs of one compiled call
 
 
@@ -141,9 +144,9 @@ PAPER = Config(images=IMAGES, settings=40, horizons=(20, 100), draws=16, tuning=
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    """A setting and a method each, the baselines of all settings first."""
-    blocks = (harness.grid(setting=range(config.settings), method=methods) for methods in (OPTIMIZERS, RULES))
-    return [cell for block in blocks for cell in block]
+    """A setting and a method each, the baselines of all settings first, and then one rule after the other."""
+    blocks = [OPTIMIZERS, *((rule,) for rule in RULES)]
+    return [cell for methods in blocks for cell in harness.grid(setting=range(config.settings), method=methods)]
 
 
 class Start(NamedTuple):
@@ -201,17 +204,25 @@ def prepared(config: Config, number: int) -> tuple[meta.Task, meta.Task, Start, 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     """By horizon the accuracy of each run; of a baseline what was drawn, of a rule whether it warned."""
     for_rules, for_baselines, tuning, judged = prepared(config, cell["setting"])
-    repeated = lambda tree: jax.tree.map(lambda x: jnp.stack([x] * config.runs), tree)
     found: dict[str, Any] = {}
     if cell["method"] in RULES:
-        run, rule = learn(for_rules, meta.message_passing(for_rules.network)), mplp.load_pretrained(cell["method"])
+        run = learn(for_rules, meta.message_passing(for_rules.network))
+        if cell["method"] == "untrained":
+            rule = mplp.Normalized(meta_curves.sites(for_rules), rngs=nnx.Rngs(0))
+        else:
+            rule = mplp.load_pretrained(cell["method"])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for steps in config.horizons:
-                found[str(steps)] = {"accuracy": run(repeated(rule), judged, steps).tolist()}
+                found[str(steps)] = {"accuracy": run(repeated(rule, config.runs), judged, steps).tolist()}
         return {"horizons": found, "warned": bool(caught)}
-    make, (low, high) = OPTIMIZERS[cell["method"]]
-    run, rng = learn(for_baselines, meta.optimizer(make, for_baselines.loss)), np.random.default_rng(seed)
+    return {"horizons": tuned(config, cell["method"], for_baselines, tuning, judged, seed)}
+
+
+def tuned(config: Any, name: str, task: meta.Task, tuning: Start, judged: Start, seed: int) -> dict[str, Any]:
+    """By horizon the accuracy of each run of an optimizer, with the best of the drawn hyperparameters."""
+    make, (low, high) = OPTIMIZERS[name]
+    run, rng, found = learn(task, meta.optimizer(make, task.loss)), np.random.default_rng(seed), {}
     rates = np.exp(rng.uniform(np.log(low), np.log(high), config.draws)).astype(np.float32)
     ends = rng.integers(0, 2, config.draws).astype(np.float32)
     decays = np.exp(rng.uniform(np.log(1e-6), np.log(1e-2), config.draws)).astype(np.float32)
@@ -221,9 +232,14 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         again = jax.tree.map(lambda x: jnp.concatenate([x] * config.draws), tuning)
         scores = run(each, again, steps).reshape(config.draws, config.tuning).mean(axis=1)
         best = Drawn(*(x[int(np.argmax(np.nan_to_num(scores, nan=-1.0)))] for x in drawn))
-        found[str(steps)] = {"accuracy": run(repeated(best), judged, steps).tolist()}
+        found[str(steps)] = {"accuracy": run(repeated(best, config.runs), judged, steps).tolist()}
         found[str(steps)] |= {name: float(value) for name, value in best._asdict().items()}
-    return {"horizons": found}
+    return found
+
+
+def repeated(tree: Any, count: int) -> Any:
+    """The same for so many runs."""
+    return jax.tree.map(lambda x: jnp.stack([x] * count), tree)
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
@@ -232,7 +248,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     for cell, result in records:
         settings.setdefault(cell["setting"], {})[cell["method"]] = result
     for number, methods in settings.items():
-        if len(methods) < len(OPTIMIZERS) + len(RULES):
+        if not set(OPTIMIZERS) <= set(methods):
             continue
         for steps in config.horizons:
             given = {
@@ -240,7 +256,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             }
             accuracy = {name: np.nan_to_num(found) for name, found in given.items()}  # what diverged learned nothing
             best = max(OPTIMIZERS, key=lambda name: accuracy[name].mean())
-            for rule in RULES:
+            for rule in (rule for rule in RULES if rule in methods):
                 row: dict[str, Any] = {"setting": number, "images": str(draw_setting(number, config.images))}
                 row |= {"steps": steps, "rule": rule}
                 row |= {"warned": methods[rule]["warned"], "accuracy": accuracy[rule].mean()}
@@ -269,7 +285,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     table = harness.table([{"rule": name, **found} for name, found in figures.items()], "rule", *columns)
     figure, axes = harness.panels(1, len(config.horizons), (5 * len(config.horizons), 4.2))
     for ax, steps in zip(axes.flat, config.horizons, strict=True):
-        for rule, colour in zip(RULES, ("C0", "C1", "C2"), strict=True):
+        for rule, colour in zip(RULES, ("C0", "C1", "C2", "C3"), strict=True):
             for warned, mark in ((False, "o"), (True, "x")):
                 mine = [r for r in rows if (r["rule"], r["steps"], r["warned"]) == (rule, steps, warned)]
                 style = {"fmt": mark, "ms": 4, "lw": 0.7, "color": colour}
