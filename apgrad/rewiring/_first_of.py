@@ -31,6 +31,7 @@ def first_of(*rules: Rule) -> Rule:
 
     Returns:
       A rule that has parameters, draws or is direct if one of them does. Where a rule has no parameters they are None.
+      One of the rules that takes nothing is an error at trace time, unless rules before it took all that it would take.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap

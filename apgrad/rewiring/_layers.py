@@ -36,6 +36,24 @@ class Named(NamedTuple):
         return [n for n in self.names if self.given and not any(self.fits(site, n) for site in sites)]
 
 
+class Inputs(NamedTuple):
+    """The `where` that a user gave to a rule which changes the message to a layer's input."""
+
+    where: Callable[[ProgramSite], bool]
+
+    def __call__(self, site: ProgramSite) -> bool:
+        """Whether the rule takes the site; a function is asked of layers alone."""
+        return (isinstance(self.where, Named) or is_layer(site)) and self.where(site)
+
+    def unknown(self, sites: Sequence[ProgramSite]) -> list[str]:
+        """As of `Named`."""
+        return self.where.unknown(sites) if isinstance(self.where, Named) else []
+
+    def idle(self, taken: Sequence[ProgramSite]) -> bool:
+        """Whether all messages that the rule changes go to the data."""
+        return bool(taken) and all(is_layer(site) and not site.teaches for site in taken)
+
+
 def is_layer(site: ProgramSite) -> bool:
     """Whether a site is a dense layer or a convolution."""
     return site.kind in ("dense", "conv")
@@ -82,7 +100,7 @@ def chosen(
 
 
 def chosen_layers(where: Where) -> Callable[[ProgramSite], bool]:
-    """The `where` of a rule for layers alone: the name of a scope, call or module stands for the layers inside."""
+    """The `where` of a rule for layers' inputs: the name of a scope, call or module stands for the layers inside."""
 
     def fits(site, name):
         if site.kind in ("function", "scope", "call"):
@@ -90,7 +108,8 @@ def chosen_layers(where: Where) -> Callable[[ProgramSite], bool]:
         path = site.name.rpartition("[")[0]
         return site.label == name or (is_layer(site) and f"/{name}/" in f"/{path}/")
 
-    return chosen(where, is_layer, fits)
+    taken = chosen(where, is_layer, fits)
+    return taken if where is None else Inputs(taken)
 
 
 def to_input(site: ProgramSite, w: jax.Array, message: jax.Array) -> jax.Array:

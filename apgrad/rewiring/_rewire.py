@@ -23,6 +23,7 @@ from apgrad._ground.arguments import chosen_numbers, integers, nearest
 from apgrad._ground.keys import require_key
 from apgrad._ground.messages import check_messages, describe, form_of
 from apgrad._ground.propagator import Propagator, first_order, node
+from apgrad._ground.warning import warn
 from apgrad._programs import jaxprs
 from apgrad._programs.flow import flow
 from apgrad._programs.jaxprs import is_inexact
@@ -147,8 +148,10 @@ class Rewired:
                     f"{describe(params)} in their place, which has no names of sites."
                 )
         plan, planner, shape = self._plan(given)
-        _require_taken(self.rule, planner)
-        if init is not None:
+        self._require_taken(planner, given)
+        if init is None:
+            _warn_idle(self.rule, planner.taken)
+        else:
             _require_params(
                 params, {site.name: jax.eval_shape(functools.partial(init, site)) for site in planner.taken}
             )
@@ -162,8 +165,10 @@ class Rewired:
           *args: what the function will be called with, as arrays or `jax.ShapeDtypeStruct`s.
         """
         planner = self._plan(args)[1]
-        _require_taken(self.rule, planner)
+        self._require_taken(planner, args)
         init = self.rule.init
+        if init is not None:
+            _warn_idle(self.rule, planner.taken)
         return {} if init is None else {site.name: init(site) for site in planner.taken}
 
     def sites(self, *args: Any) -> list[ProgramSite]:
@@ -173,6 +178,26 @@ class Rewired:
           *args: what the function will be called with, as arrays or `jax.ShapeDtypeStruct`s.
         """
         return self._plan(args)[1].offered
+
+    def _require_taken(self, planner: Planner, args: Sequence[Any]) -> None:
+        """Refuses a rule that takes no site, and one of several that takes none of those that rules before it leave."""
+        _require_taken(self.rule, planner.offered, planner.taken)
+        members = _members(self.rule)
+        planned = lambda where: dataclasses.replace(self, rule=self.rule._replace(where=where))._plan(args)[1].offered
+        for i, member in enumerate(members):
+            if any(map(member.where, planner.offered)):
+                continue
+            everything, up_to = planned(lambda site: False), members[: i + 1]
+            where = f"rule {i} of first_of (counted from 0)"
+            try:
+                _require_taken(member, everything, list(filter(member.where, everything)))
+            except ValueError as error:
+                raise ValueError(f"{where}: {error}") from error
+            if any(map(member.where, planned(lambda site, up_to=up_to: any(r.where(site) for r in up_to)))):
+                raise ValueError(
+                    f"{where} takes no site: the sites around its own are offered before them, and later rules take "
+                    f"these: {planner.taken}. Let the later rules take other sites (where=)."
+                )
 
     def _plan(self, args: Sequence[Any]) -> tuple[jaxprs.Program, Planner, Any]:
         arrays, put = jaxprs.arrays_of(tuple(args))
@@ -207,6 +232,25 @@ def _require_params(params: dict[str, Any], wanted: dict[str, Any]) -> None:
             )
 
 
+def _members(rule: Rule) -> list[Rule]:
+    """The rules of which `first_of` made a rule."""
+    return [m for r in getattr(rule.where, "rules", ()) for m in (_members(r) or [r])]
+
+
+def _warn_idle(rule: Rule, taken: Sequence[ProgramSite]) -> None:
+    """Warns of a rule, or one of several, that changes nothing but messages to the data."""
+    members = _members(rule) or [rule]
+    owners = [next(m for m in members if m.where(site)) for site in taken]
+    for member in members:
+        mine = [site for site, owner in zip(taken, owners, strict=True) if owner is member]
+        if getattr(member.where, "idle", lambda taken: False)(mine):
+            warn(
+                f"the rule changes only the messages to the inputs of {', '.join(s.name for s in mine)}, which are the "
+                "data, so no parameter learns otherwise by it. To teach a layer otherwise, name the layers after it "
+                "(where=)."
+            )
+
+
 def _wrong_call(function, args) -> str:
     """What Python says of a call with these arguments, if they are too few or too many."""
     try:
@@ -218,15 +262,15 @@ def _wrong_call(function, args) -> str:
     return ""
 
 
-def _require_taken(rule: Rule, planner: Planner) -> None:
+def _require_taken(rule: Rule, offered: Sequence[ProgramSite], taken: Sequence[ProgramSite]) -> None:
     """Refuses a rule that takes no site, or that was given a name which no site has."""
-    if unknown := unknown_names(rule, planner.offered):
-        names = {part for site in planner.offered for part in site.name.rpartition("[")[0].split("/")}
+    if unknown := unknown_names(rule, offered):
+        names = {part for site in offered for part in site.name.rpartition("[")[0].split("/")}
         raise ValueError(
             f"the rule takes no site by the name {unknown[0]!r}; {nearest(unknown[0], sorted(names))} "
             "A name is a site's label; for a rule of layers also a scope around them. rewired.sites(*args) lists all."
         )
-    if not planner.taken:
+    if not taken:
         names = " or ".join(map(repr, getattr(rule.where, "names", ())))
         hint = (
             f"The rule takes a primitive by the name {names}, or a function of that name under jax.jit; an expression "
@@ -236,7 +280,7 @@ def _require_taken(rule: Rule, planner: Planner) -> None:
         )
         raise ValueError(
             "the rule takes no site of the function, so nothing would be rewired. The sites are "
-            + (", ".join(map(repr, planner.offered)) or "none")
+            + (", ".join(map(repr, offered)) or "none")
             + f". {hint}"
         )
 

@@ -6,7 +6,8 @@ what is inside is offered. If it cannot be opened (a `while_loop`, a function wi
 inside that the rule would take is an error.
 
 Which operand of a product is the weight follows from a fact about each variable. A weight is made of the function's
-parameters alone. The product of a weight and anything else is an activation, as is what depends on other arguments.
+parameters alone. The product of a weight and anything else is an activation, as is what is made of parameters and of
+other arguments, the data.
 """
 
 import contextlib
@@ -25,8 +26,8 @@ from apgrad._programs.flow import flow, steady
 from apgrad._programs.kinds import COMBINE, ELEMENTWISE, NO_DERIVATIVE, PRODUCT, WITHIN_ELEMENTWISE
 
 # The facts: made inside the program, an array that the function closes over, made of parameters alone, the same but
-# another one at each step of a scan, anything else.
-MADE, CLOSED, WEIGHT, STACKED, DATA = range(5)
+# another one at each step of a scan, made of data, anything else.
+MADE, CLOSED, WEIGHT, STACKED, DATA, ACTIVATION = range(6)
 SiteKind = typing.Literal["function", "scope", "call", "dense", "conv", "matmul", "elementwise", "name"]
 
 
@@ -49,6 +50,7 @@ class ProgramSite(NamedTuple):
       result: the shapes and dtypes of the output of the whole function, a pytree.
       repeated: whether the site stands in a `scan`.
       stacked: whether a weight is another one at each step of the scan.
+      teaches: whether the messages to inputs that are no weights reach a parameter: not so where these are the data.
       key: for a rule with `random`, a PRNG key of this site's and step's own; otherwise None.
     """
 
@@ -63,6 +65,7 @@ class ProgramSite(NamedTuple):
     result: Any
     repeated: bool = False
     stacked: bool = False
+    teaches: bool = True
     key: Any = None
 
     def __repr__(self) -> str:
@@ -145,7 +148,7 @@ class Planner:
         step = self._offer("scope", label, jaxprs.join(where, *scope), facts, PlanStep(inputs, outputs, ""), function)
         if step is None:
             return self._scopes(eqns, after, known, where, depth + 1)
-        known.update(zip(outputs, flow(program, facts, through, max, constant), strict=True))
+        known.update(zip(outputs, flow(program, facts, through, join, constant), strict=True))
         return [step]
 
     def _equation(self, eqn, known, where) -> list[PlanStep]:
@@ -154,7 +157,7 @@ class Planner:
         around = jaxprs.join(where, jaxprs.plain_scope(scope))
         step = PlanStep(eqn.invars, eqn.outvars, scope, eqn)
         inputs = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal)))
-        made = flow(part([eqn], inputs, eqn.outvars), [known[v] for v in inputs], through, max, constant)
+        made = flow(part([eqn], inputs, eqn.outvars), [known[v] for v in inputs], through, join, constant)
         known.update(zip(eqn.outvars, made, strict=True))
         name, inside, call = eqn.primitive.name, jaxprs.nested(eqn), jaxprs.caller(eqn)
         taken = None
@@ -195,9 +198,9 @@ class Planner:
             stays = {*body.jaxpr.invars[:consts], *(v for v, after in carried if v is after)}
             inputs = zip(facts, body.jaxpr.invars, strict=True)
             facts = [STACKED if f == WEIGHT and v not in stays else f for f, v in inputs]
-            walk = lambda facts: flow(body, facts, through, max, constant)
+            walk = lambda facts: flow(body, facts, through, join, constant)
             self.loops += 1
-            plans = [self.plan(body, steady(walk, facts, consts, carry, max)[0], jaxprs.join(around, "scan"))]
+            plans = [self.plan(body, steady(walk, facts, consts, carry, join)[0], jaxprs.join(around, "scan"))]
             self.loops -= 1
         elif inside.kind in ("call", "remat"):
             plans = [self.plan(inside.jaxprs[0], facts, jaxprs.join(around, inside.label))]
@@ -245,6 +248,7 @@ class Planner:
             self.result,
             self.loops > 0,
             any(facts[i] == STACKED for i in heavy),
+            any(facts[i] == ACTIVATION for i in numbers),
         )
         self.offered.append(site)
         if not self.where(site):
@@ -278,11 +282,17 @@ def constant(value: Any) -> int:
     return CLOSED if np.ndim(value) and jnp.issubdtype(jnp.result_type(value), jnp.inexact) else MADE
 
 
+def join(*facts: int) -> int:
+    """The fact about what is made of several arrays, or is one of them."""
+    largest = max(facts, default=MADE)
+    return ACTIVATION if largest == DATA and any(map(_is_weight, facts)) else largest
+
+
 def through(eqn: Any, facts: Sequence[int]) -> list[int] | None:
     """What an equation makes of the facts about its inputs; None for one with programs inside."""
     if jaxprs.nested(eqn) is not None:
         return None
-    made = DATA if eqn.primitive.name in PRODUCT and _is_weighted(facts, eqn) else max(facts, default=MADE)
+    made = ACTIVATION if eqn.primitive.name in PRODUCT and _is_weighted(facts, eqn) else join(*facts)
     return [made] * len(eqn.outvars)
 
 

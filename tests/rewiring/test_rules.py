@@ -290,6 +290,48 @@ def test_rules_for_layers_refuse_other_sites(make):
 
 
 @of_layers
+def test_a_function_of_sites_is_asked_of_layers_alone(make):
+    rewired = ap.rewire(network, make(where=lambda site: site.inputs[0].shape[-1] < 5))  # of tanh, too
+    assert [site.name for site in rewired._plan((WS, X))[1].taken] == names()[1:]
+
+
+@of_layers
+def test_a_rule_that_changes_only_the_messages_to_the_data_warns_once(make):
+    """At the layers that see the data, though in a scope or a scan; not at others, nor where no layer was named."""
+
+    def f(ws, x):
+        bias = jnp.sum(ws[0])
+        for i, w in enumerate(ws):
+            with jax.named_scope(f"l{i}"):
+                x = jnp.tanh(x @ w) if i else jnp.tanh(2 * x @ w) + bias
+        return x
+
+    def recurrent(ws, xs):
+        def step(h, x):
+            with jax.named_scope("l1"):
+                h = h @ ws[1]
+            return jnp.tanh(jax.named_scope("l0")(lambda: x @ ws[0])() + h[:, :4] + ws[2][0, 0]), None
+
+        return jax.lax.scan(step, jnp.zeros((6, 4)), xs)[0]
+
+    def run(f, where, args=(WS, X), wrap=lambda rule: rule):
+        rewired = ap.rewire(f, wrap(make(where=where)))
+        params = [jax.eval_shape(rewired.init, *args)] if rewired.rule.init else []
+        jax.eval_shape(rewired, *params, *args)
+
+    square = [WS[0], jnp.ones((4, 4)), WS[2]]
+    for where in ("l1", ("l0", "l1"), None, lambda site: site.name.startswith("l2")):
+        run(f, where)
+    run(recurrent, "l1", (square, jnp.stack([X, X])))
+    run(lambda ws, x: x @ ws[0] + (x + ws[0][0, 0]) @ ws[0], "dot_general")
+    several = lambda rule: rewiring.first_of(rule, rewiring.clip_messages(1.0, where="tanh"))
+    for case in ((f, "l0"), (f, "l0", (WS, X), several), (recurrent, "l0", (square, jnp.stack([X, X])))):
+        with pytest.warns(UserWarning, match=r"the messages to the inputs of .*l0/dot_general\[0\], which") as found:
+            run(*case)
+        assert [w.filename for w in found] == [__file__]
+
+
+@of_layers
 def test_the_name_of_a_scope_takes_the_layers_inside(make):
     """A name that takes none is an error, with the nearest names."""
 
@@ -388,3 +430,27 @@ def test_rules_compose():
     expected, to_x = by_hand(lambda i, m, e: m / 2 @ params[names()[i]].T)
     close(gradients[1], to_x)
     close(gradients[0], [g / 2 for g in expected])
+
+
+def test_a_rule_among_several_that_takes_nothing_is_named():
+    """As it is an error alone, unless rules before it took all of its sites."""
+    r, spike = rewiring, jax.jit(lambda v: (v > 0).astype(v.dtype))
+    spike.__name__ = "spike"
+    plain = lambda w, x: (x @ w > 0).astype(x.dtype)
+    scoped = lambda w, x: jax.jit(lambda w, x: jnp.heaviside(x @ w, 0.0))(w, x)
+    init = lambda f, *rules: ap.rewire(f, r.first_of(*rules)).init(WS[0], X)
+    layers, spikes = r.clip_messages(1.0), r.surrogate_gradient()
+    whole, around = r.forward_gradient(), r.clip_messages(1.0, where="<lambda>")
+    for f, rules in (
+        (plain, (spikes, layers)),
+        (plain, (layers, r.first_of(layers, spikes))),
+        (plain, (whole, spikes)),
+    ):
+        number = rules.index(spikes) if spikes in rules else 2
+        with pytest.raises(ValueError, match=rf"rule {number} of first_of .* takes no site.*'spike' or 'heaviside'"):
+            init(f, *rules)
+    with pytest.raises(ValueError, match=r"rule 0 of first_of .* sites around .* later"):
+        init(scoped, spikes, around)
+    inside = r.clip_messages(1.0, where=lambda site: site.label == "exp")
+    assert init(lambda w, x: jax.nn.softplus(x @ w), r.clip_messages(1.0, where="softplus"), inside) == {}
+    assert init(scoped, around, spikes) == init(scoped, layers, spikes, layers, r.clip_messages(2.0)) == {}
