@@ -175,7 +175,7 @@ def adaptive(
             tape, aux = run_program(program, ledger, plan, has_aux, key, inputs, kwargs, {**given, sent: rows})
             if ledger.sites != counted.sites:
                 raise differs(f"the mixers were {counted.sites}, then {ledger.sites}")
-            return jnp.mean(refuse_nan(tape._total) if check_nan else tape._total), aux
+            return jnp.mean(refuse_nan(tape._total, (inputs, kwargs)) if check_nan else tape._total), aux
 
         def once(given):
             zeros = jnp.zeros(sent.shape, plan.dtype)

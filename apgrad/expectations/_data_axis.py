@@ -21,6 +21,7 @@ from apgrad._programs.jaxprs import Program
 from apgrad.expectations._lanes import cost_shape_error
 from apgrad.expectations._ledger import Ledger, Mark, TapePlan
 from apgrad.expectations._programs.leading_axes import marks_with_outer_axis
+from apgrad.expectations._programs.marks import followed
 
 
 def per_lane(plan: TapePlan, term: jax.Array) -> jax.Array:
@@ -60,8 +61,9 @@ def require_parts(plan: TapePlan, ledger: Ledger) -> None:
 
 
 def warn_of_mixed_data(program: Program, lanes: int) -> None:
-    """Warns of leave-one-out baselines over lanes that have data of their own."""
-    if mixed := marks_with_outer_axis(program, Mark.LEAVES_ONE_OUT, lanes):
+    """Warns of leave-one-out baselines over lanes that have data of their own, of choices that a cost follows."""
+    charged = followed(program, Mark.LEAVES_ONE_OUT, Mark.COST)
+    if mixed := [name for name in marks_with_outer_axis(program, Mark.LEAVES_ONE_OUT, lanes) if name in charged]:
         advice = (
             "Let lanes be samples of one datum, and data a second axis: ap.expectation(program, lanes=samples, "
             "data=batch), a distribution of batch shape (samples, batch), parts=True, costs of shape (samples, batch). "
@@ -69,8 +71,9 @@ def warn_of_mixed_data(program: Program, lanes: int) -> None:
         )
         if mixed[0].startswith("choose"):
             advice = (
-                "These are costs after the choice. Let its continuation return what it costs on average, later choices "
-                "summed over; or draw the choices by ap.sample(..., parts=True), with lanes=samples and data=batch."
+                "These are costs after the choice: put those that do not depend on it before it. Let its continuation "
+                "return what it costs on average, later choices summed over; or draw the choices by "
+                "ap.sample(..., parts=True), with lanes=samples and data=batch."
             )
         warn(
             f"{mixed[0]}: the leave-one-out baseline is the mean over other lanes, and here lanes differ by more than "

@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from apgrad._ground.arguments import integers, is_single, whole
@@ -97,7 +98,7 @@ def expectation(
         def evaluate(key, args, kwargs):
             tape, aux = run_program(program, Ledger(first=ledger), plan, has_aux, key, args, kwargs)
             total, aux = tape._total, _depend_on_choices(tape, aux)
-            return jnp.mean(refuse_nan(total) if check_nan else total), aux
+            return jnp.mean(refuse_nan(total, (args, kwargs)) if check_nan else total), aux
 
         if cross_fit and ledger.weighing:
             evaluate = in_two_streams(evaluate, ledger.weighing)
@@ -326,42 +327,63 @@ def make_plan(
     return plan._replace(dtype=dtype, ports=tuple(sorted(ledger.ports, key=str))), ledger
 
 
+def refuse_nan(total: jax.Array, given: Any) -> jax.Array:
+    """The same totals; the host raises an error if one is NaN, when value or gradient is asked for.
+
+    The error says whether the program was given numbers that are not finite.
+    """
+    arrays = [x for x in jax.tree.leaves(given) if isinstance(x, float | np.ndarray | jax.Array)]
+    return _refuse_nan(total, [lax.stop_gradient(x) for x in arrays if jnp.issubdtype(jnp.result_type(x), jnp.inexact)])
+
+
 @jax.custom_jvp
-def refuse_nan(total: jax.Array) -> jax.Array:
-    """The same totals; the host raises an error if one is NaN, when value or gradient is asked for."""
-    return total + _nan_flag(jnp.isnan(total).any()).astype(total.dtype)
+def _refuse_nan(total, given):
+    return total + _nan_flag(jnp.isnan(total).any(), given).astype(total.dtype)
 
 
-@refuse_nan.defjvp
+@_refuse_nan.defjvp
 def _(primals, tangents):
-    (total,), (total_dot,) = primals, tangents
-    flag = _nan_flag(jnp.isnan(lax.stop_gradient(total)).any()).astype(total.dtype)
-    return refuse_nan(total), total_dot * (1 + flag)
+    (total, given), (total_dot, _) = primals, tangents
+    flag = _nan_flag(jnp.isnan(lax.stop_gradient(total)).any(), given).astype(total.dtype)
+    return _refuse_nan(total, given), total_dot * (1 + flag)
 
 
 @jax.custom_batching.custom_vmap
-def _nan_flag(bad: jax.Array) -> jax.Array:
+def _nan_flag(bad: jax.Array, given: list[jax.Array]) -> jax.Array:
     """0, or an error raised on the host: what uses the flag cannot be had without the check."""
-    return _zero_or_fail(bad)
+    return _zero_or_fail(bad, given)
 
 
 # One function for all calls: a new callback or branch at each call would be compiled, and kept by JAX, at each call.
 @jax.jit
-def _zero_or_fail(bad: jax.Array) -> jax.Array:
+def _zero_or_fail(bad: jax.Array, given: list[jax.Array]) -> jax.Array:
     flag = jax.ShapeDtypeStruct((), jnp.float32)
-    return lax.cond(bad, lambda: jax.pure_callback(_fail, flag, bad), lambda: jnp.zeros((), jnp.float32))
+
+    def fail(given):
+        finite = jnp.array([jnp.isfinite(x).all() for x in given] or [True]).all()
+        return jax.pure_callback(_fail, flag, finite)
+
+    return lax.cond(bad, fail, lambda _: jnp.zeros((), jnp.float32), given)
 
 
-def _fail(_: Any) -> Any:
+def _fail(finite: Any) -> Any:
+    if not finite:
+        raise FloatingPointError(
+            "a lane's cost is NaN, and an argument of the program is NaN or infinite: a parameter after an update by a "
+            "gradient that was not finite, or data. Look at the arguments, and keep the gradient finite "
+            "(ap.clip_lanes, shorter horizons, optax.apply_if_finite). ap.expectation(..., check_nan=False) turns this "
+            "check off."
+        )
     raise FloatingPointError(
         "a lane's cost is NaN (or infinite, so that its baseline is; or a sample was rounded to where its density is 0 "
         "or infinite, which float64 makes rarer; or ap.score got a value that its distribution cannot draw, or a "
-        "behaviour_log_prob that is no log-probability), and the gradient would be NaN for all of them. Look at the "
-        "costs and at what feeds them (jax.debug.print, or jax.config.update('jax_debug_nans', True)); mask lanes that "
+        "behaviour_log_prob that is no log-probability), and the gradient would be NaN for all of them. All arguments "
+        "of the program are finite. Look at the costs and at what feeds them (jax.debug.print, or "
+        "jax.config.update('jax_debug_nans', True)); mask lanes that "
         "failed. ap.expectation(..., check_nan=False) turns this check off."
     )
 
 
 @_nan_flag.def_vmap
-def _(axis_size, in_batched, bad):
-    return _nan_flag(bad.any()), False
+def _(axis_size, in_batched, bad, given):
+    return _nan_flag(bad.any(), given), False

@@ -11,6 +11,7 @@ class Mark(enum.Enum):
     """What nodes leave marks for in the first trace of a program."""
 
     LEAVES_ONE_OUT = enum.auto()  # at a score whose baseline is the mean over other lanes; the label is the node's name
+    COST = enum.auto()  # at each cost
     VISIT = enum.auto()  # at each visit of a mixer's site; the label is the site's number
 
 

@@ -31,11 +31,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from apgrad._ground.arguments import meets
-from apgrad._ground.primitives import refuse_batching
+from apgrad._ground.primitives import mark, refuse_batching
 from apgrad.expectations._branches import run_branches
 from apgrad.expectations._data_axis import per_lane
 from apgrad.expectations._lanes import cost_shape_error, fold, require_lanes
-from apgrad.expectations._ledger import LEDGER, Ledger, TapePlan
+from apgrad.expectations._ledger import LEDGER, Ledger, Mark, TapePlan
 from apgrad.expectations._ports import Arithmetic, Port, charge_shaped, dice
 
 _BATCHED = (
@@ -276,6 +276,7 @@ class Tape:
     def _add(self, cost: jax.Array, ledger: Ledger, message: jax.Array | None = None) -> "Tape":
         """Adds (*); or, given another message to charge than the cost, `cost + message p`."""
         if ledger.collecting:
+            mark(cost, Mark.COST, "a cost")
             return self._follow()
         kinds = dict.fromkeys(port.arithmetic for port in self._ports if port.arithmetic.carries_costs)
         charged, term = cost if message is None else message, cost

@@ -365,6 +365,8 @@ def _row(samples, times, against, cuts=()):
                 leaves, [np.zeros(x.shape[1]) for x in leaves], NormalDist().inv_cdf(1 - SIGNIFICANT / 2)
             )
             biased = chance.off > chance.bound
+            if biased and np.linalg.norm(bias) <= ROUNDING * np.linalg.norm(truth):  # too little in each element
+                biased, rounding = False, True
             off = float(np.max(np.where(np.isnan(offs), np.inf, offs), initial=0))
             squared_bias = max(float(bias @ bias - error @ error - truth_error @ truth_error), 0.0)
             d, more = np.square(samples - truth).sum(1), 2 * float(_mean_and_error(against @ bias)[1])

@@ -197,6 +197,26 @@ def test_a_choice_before_a_choice_is_told_to_sum_over_the_later_one():
         jax.eval_shape(ap.expectation(program, lanes=4), KEY, 0.5, jnp.arange(4.0))
 
 
+def test_a_choice_that_hands_something_on_is_charged_where_a_cost_follows():
+    """Warnings are errors here."""
+
+    def program(tape, theta, x, before, after):
+        coin, costs = dist.Bernoulli(logits=x * theta), lambda b: (b, b.astype(jnp.float32))
+        tape = tape.cost(x) if before else tape
+        tape, b = jax.jit(lambda tape: ap.choose(tape, coin, costs, ap.enumeration()))(tape)
+        if after:
+            tape, _ = jax.lax.scan(lambda tape, _: (tape.cost(x), None), tape, length=2)
+        return tape, jnp.mean(b)
+
+    run = lambda *when: jax.eval_shape(
+        lambda *args: ap.expectation(lambda *a: program(*a, *when), lanes=4, has_aux=True)(*args),
+        *(KEY, 0.5, jnp.arange(4.0)),
+    )
+    run(True, False)
+    with pytest.warns(UserWarning, match="put those that do not depend on it before it"):
+        run(False, True)
+
+
 def network(tape, theta, x, baseline="leave_one_out"):
     logits = jnp.tanh(x @ theta["a"]) @ theta["b"]
     tape, b = ap.sample(tape, dist.Bernoulli(logits=logits[:, 0]), ap.likelihood_ratio(baseline))

@@ -141,6 +141,9 @@ def test_roundings_of_a_gradient_are_no_bias():
         assert row.rounding and not row.biased and row.off < 4 and np.all(row.bias[1:] == 0)
         row = found(np.array([0.0, 1e-4, 0, 0]), samples)
         assert row.biased and row.off > 1e3 and not row.rounding
+    small = 1e-7 * np.random.default_rng(1).normal(1, 1, size=(200, 100))  # too little to be seen in one element
+    row = diagnostics._row(1 + small, np.ones(3), np.ones((2, 100)))
+    assert row.rounding and not row.biased and row.off < 6
     # What is small in each element may be much in all of them.
     ones = np.ones(10_000)
     row = diagnostics._row(np.tile(ones + 1e-4, (20, 1)), np.ones(3), np.stack([ones, ones]))

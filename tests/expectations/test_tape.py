@@ -599,6 +599,18 @@ def test_nan_costs_are_an_error_at_run_time(transform, derivative, request):
     assert "callback" not in str(jax.make_jaxpr(unchecked)(keys, 1.0))
 
 
+@pytest.mark.parametrize("mapped", [False, True])
+def test_the_error_of_a_nan_says_whether_the_arguments_were_finite(mapped):
+    objective = ap.expectation(lambda tape, a: tape.cost(jnp.log(a["w"]) * jnp.ones(4)), 4)
+    gradient = jax.grad(lambda key, w: objective(key, {"w": w, "n": 3}), argnums=1)
+    gradient = jax.jit(jax.vmap(gradient, (None, 0))) if mapped else gradient
+    numbers = lambda w: jnp.array([1.0, w]) if mapped else w
+    with pytest.raises(Exception, match="All arguments of the program are finite"):
+        jax.block_until_ready(gradient(KEY, numbers(-1.0)))
+    with pytest.raises(Exception, match="an argument of the program is NaN or infinite"):
+        jax.block_until_ready(gradient(KEY, numbers(jnp.nan)))
+
+
 def test_expectation_takes_a_program():
     with pytest.raises(TypeError, match="takes a program"):
         ap.expectation(3, 4)
