@@ -15,7 +15,7 @@ from apgrad._ground.primitives import refuse_derivative
 from apgrad._ground.propagator import Propagator, node
 from apgrad._programs import jaxprs
 from apgrad.memory._passes import REASON, Traced, differentiated, evaluated, inexact
-from apgrad.memory._samplers import Sampler
+from apgrad.memory._samplers import Sampler, restored
 
 
 def packed_block(
@@ -48,7 +48,7 @@ def packed_block(
             packed, messages = jax.lax.optimization_barrier((packed, messages))
             keys = hashed(key, jnp.arange(len(samplers)))
             inputs = [
-                m if s is None else s.restore(k, m, like)
+                m if s is None else restored(s, k, m, like)
                 for k, s, m, like in zip(keys, samplers, packed, shapes, strict=True)
             ]
             own = hashed(key, len(samplers))  # what is drawn inside is independent of the inputs' rounding

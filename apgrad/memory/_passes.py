@@ -19,7 +19,7 @@ from apgrad._ground.primitives import refuse_derivative
 from apgrad._programs import jaxprs
 from apgrad.memory._plan import BackwardStep, MemoryPlan
 from apgrad.memory._rounding import Rounding
-from apgrad.memory._samplers import Sampler
+from apgrad.memory._samplers import Sampler, restored
 from apgrad.memory._slots import CoefficientUse
 
 REASON = (
@@ -89,21 +89,21 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
         elif slots:
             slots, present = jax.lax.optimization_barrier((slots, present))
         axis = _commutes(made, step)
-        restored = {}
+        coefficients = {}
         for i, use in step.uses.items():
             if use.again is not None:
                 held = {s: restore(drawn, s, memory[s]) for s in use.slots}
-                restored[i], present = _evaluated_again(use, held, computed, present)
+                coefficients[i], present = _evaluated_again(use, held, computed, present)
                 continue
             kept = [slots.get(s, memory[s]) for s in use.slots]
-            restored[i] = (
+            coefficients[i] = (
                 _first(kept[0])[0] if axis else use.replay(*map(restore, [drawn] * len(kept), use.slots, kept))
             )
         out = step.eqn.outvars
         if step.root is not None:
-            found = [present[0].astype(out[0].aval.dtype) * restored[1].astype(out[0].aval.dtype)]
+            found = [present[0].astype(out[0].aval.dtype) * coefficients[1].astype(out[0].aval.dtype)]
         else:
-            arguments = [v.val if _literal(v) else restored.get(i, present.get(i)) for i, v in enumerate(inputs)]
+            arguments = [v.val if _literal(v) else coefficients.get(i, present.get(i)) for i, v in enumerate(inputs)]
             found = jaxprs.caller(step.eqn)(*arguments)
         if axis:
             (slot,) = (use.slots[0] for use in step.uses.values())
@@ -166,7 +166,7 @@ def _restored(
     sampler: Sampler, shape: tuple[int, ...], dtype: Any, key: jax.Array, memory: Any, axis: int = -1
 ) -> jax.Array:
     """The sampler's estimate of an array of this shape."""
-    return sampler.restore(key, memory, jax.ShapeDtypeStruct(shape, dtype), axis)
+    return restored(sampler, key, memory, jax.ShapeDtypeStruct(shape, dtype), axis)
 
 
 def _together(keys: Any, *values: Any) -> tuple[Any, ...]:

@@ -91,6 +91,17 @@ def require_sampler(what: str, sampler: Any) -> Any:
     return sampler
 
 
+def restored(sampler: Sampler, key: jax.Array, memory: Any, like: Any, axis: int = -1) -> jax.Array:
+    """The sampler's estimate; an error that names the sampler if it is no array like the one that it stands for."""
+    found = sampler.restore(key, memory, like, axis)
+    if (jnp.shape(found), jnp.result_type(found)) != (like.shape, like.dtype):
+        raise ValueError(
+            f"restore of the sampler {sampler!r} is to give an estimate in the shape and dtype of `like`, "
+            f"{like.dtype.name}{list(like.shape)}, got {jnp.result_type(found).name}{list(jnp.shape(found))}"
+        )
+    return found
+
+
 def array_bytes(like: Any) -> int:
     """The bytes of an array; a PRNG key has the bytes of its data."""
     aval = jax.ShapeDtypeStruct(like.shape, like.dtype)

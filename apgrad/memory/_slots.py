@@ -17,7 +17,7 @@ from jax.extend.core import Literal
 from apgrad._programs import jaxprs
 from apgrad._programs.kinds import CHEAP_TO_REPEAT, VIEW
 from apgrad.memory._packing import Narrow, Packing
-from apgrad.memory._samplers import Rounding, Sampler, array_bytes, nbytes
+from apgrad.memory._samplers import Rounding, Sampler, array_bytes, nbytes, restored
 
 SlotForm = typing.Literal["live", "exact", "bits", "sampled", "nested"]
 _DEEPEST, _SMALL = 64, 16
@@ -274,7 +274,7 @@ class OfPositions:
     def restore(self, key: jax.Array, memory: Any, like: jax.ShapeDtypeStruct, axis: int = -1) -> jax.Array:
         """The sampler's estimate, as an image."""
         del axis
-        return self._image(self.sampler.restore(key, memory, jax.eval_shape(self._rows, like), 1), like)
+        return self._image(restored(self.sampler, key, memory, jax.eval_shape(self._rows, like), 1), like)
 
     def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
         """The sampler's variance, as an image."""

@@ -70,7 +70,8 @@ class OuterGradient:
             whole unrolls keeps nothing from call to call, and may be called without it.
 
         Raises:
-          ValueError: without the carry of an outer gradient that keeps something, such as an unroll that is half done.
+          ValueError: without the carry of an outer gradient that keeps something, such as an unroll that is half done;
+            with a carry of other shapes, such as that of one task for `batched`.
         """
         if carry is None:
             # split, not fold_in: split(key)[i], which an estimate draws from, is fold_in(key, i)
@@ -81,6 +82,15 @@ class OuterGradient:
                     f"this outer gradient keeps {len(kept)} arrays from call to call, such as an unroll that is half "
                     "done, and is called without them. Begin with carry = outer.init(theta, key), and hand to each "
                     "call what the call before returned: loss, gradient, carry = outer(theta, key, carry)."
+                )
+        else:
+            own = jax.eval_shape(lambda: self.init(theta, key))
+            shapes = [[jnp.shape(x) for x in jax.tree.leaves(tree)] for tree in (own, carry)]
+            if shapes[0] != shapes[1]:
+                raise ValueError(
+                    f"the carry of this outer gradient has arrays of the shapes {shapes[0]}, got {shapes[1]}. "
+                    "carry = outer.init(theta, key) makes it, by the outer gradient that is called: "
+                    "meta.batched(outer, count) has a carry for each task, which outer.init alone does not make."
                 )
         return self.estimate(theta, key, carry)
 

@@ -1,5 +1,6 @@
 """What cannot be randomized rightly is refused: backward passes that are not linear. Keys of both kinds are taken."""
 
+import dataclasses
 import functools
 
 import jax
@@ -173,6 +174,40 @@ def test_unhashable_samplers_are_named():
 
     with pytest.raises(TypeError, match="not hashable"):
         gradient_shape(loss(LINEAR["scaled"]), W, X, sampler=Unhashable())
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """A sampler that keeps an array as it is, and restores it wrongly."""
+
+    how: str
+    shared: bool = False
+
+    def keep(self, key, x, axis=-1):
+        return x
+
+    def restore(self, key, memory, like, axis=-1):
+        return memory.astype("float16") if self.how == "dtype" else memory[:1]
+
+    def variance(self, x, axis=-1):
+        return jnp.zeros_like(x)
+
+
+@pytest.mark.parametrize("how, got", [("dtype", r"float16\["), ("shape", r"float32\[1,")])
+@pytest.mark.parametrize("where", ["a product", "shared", "a block", "an image"])
+def test_an_estimate_of_another_form_names_its_sampler(how, got, where):
+    sampler, function, args = Restored(how, where == "shared"), loss(LINEAR["scaled"]), (W, X)
+    if where == "an image":
+        function = lambda w, x: jnp.sum(jax.lax.conv(x, w, (1, 1), "SAME") ** 2)
+        args = jnp.ones((2, 3, 2, 2)), jnp.ones((4, 3, 5, 5))
+    if where == "a block":
+        block = jax.checkpoint(function)
+        function = lambda w, x: block(w, jnp.sin(x))
+    options = {"sampler": R.rounding(8), "boundaries": sampler} if where == "a block" else {"sampler": sampler}
+    with pytest.raises(
+        ValueError, match=rf"restore of the sampler Restored\(how='{how}'.* `like`, float32\[.* got {got}"
+    ):
+        gradient_shape(function, *args, **options)
 
 
 def test_what_shard_map_maps_can_be_randomized():

@@ -137,6 +137,16 @@ def test_what_is_kept_from_call_to_call_must_be_handed_on(name):
     for outer in (kept, meta.clipped(kept), meta.batched(kept, 2), meta.average([meta.reverse_mode(LINE), kept])):
         with pytest.raises(ValueError, match=r"keeps \d+ arrays .* Begin with carry = outer.init\(theta, key\)"):
             jax.eval_shape(outer, jnp.float32(1.0), jax.random.key(0))
+    for outer, other in (
+        (meta.batched(kept, 2), kept),
+        (kept, meta.batched(kept, 2)),
+        (meta.batched(kept, 2), meta.batched(kept, 3)),
+    ):
+        carry = jax.eval_shape(other.init, jnp.float32(1.0), jax.random.key(0))
+        with pytest.raises(
+            ValueError, match=r"the carry of this .* shapes \[.*, got \[.*meta\.batched\(outer, count\)"
+        ):
+            jax.eval_shape(outer, jnp.float32(1.0), jax.random.key(0), carry)
 
 
 def test_a_start_is_compiled_once_and_has_the_dtypes_of_later_carries():
