@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 from apgrad._ground.arguments import integers
 from apgrad._ground.pictures import new_figure
 from apgrad._programs import jaxprs
-from apgrad.tracing._influence import Influence, PathKind, mean, most_telling
+from apgrad.tracing._influence import Influence, PathKind, mean
 from apgrad.tracing._trace import Trace
 
 ROWS, COLUMNS = 24, 12  # that are readable at the size of a page
@@ -141,16 +141,15 @@ def _short(name: str, length: int) -> str:
 def heat_map(influence: Influence, weighed: bool = False) -> Any:
     """Influence as a matplotlib figure, components by parameters, with the mean over examples or steps.
 
-    Of many components those with most influence are drawn, and neither those that all or none of each parameter's paths
-    run through, as a scope that holds a residual add, nor a second one like another. Of many parameters those whose
-    names begin alike are drawn as one.
+    Of many components those of `Influence.top` are drawn. Of many parameters those whose names begin alike are drawn as
+    one.
 
     Args:
       influence: what `ap.tracing.influence` or `Trace.influence` returned.
       weighed: show the share of |gradient| in place of the share of elements.
     """
     number = len(influence.components)
-    influence = most_telling(influence, COLUMNS)
+    influence = influence.top(COLUMNS)
     values = mean(influence.gradient if weighed else influence.share).T
     names = list(influence.parameters)
     deepest = max((len(name.split("/")) for name in names), default=1)

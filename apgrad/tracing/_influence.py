@@ -63,13 +63,12 @@ class Influence:
     def __str__(self) -> str:
         """A table of means: components by parameters, or the other way.
 
-        If it is too wide, components that all or none of each parameter's paths run through are left out, then the
-        least.
+        If it is too wide, components are left out as by `top`.
         """
         widths = lambda names: sum(1 + max(6, len(name)) for name in names)
         share, rows, columns, left = mean(self.share), self.components, self.parameters, 0
         if max(9, *map(len, rows)) + widths(columns) > 100:
-            few = self._telling()
+            few = self
             while len(few.components) > 1 and max(map(len, columns)) + widths(few.components) > 100:
                 few = few.top(len(few.components) - 1)
             left = len(rows) - len(few.components)
@@ -79,11 +78,14 @@ class Influence:
         for name, row in zip(rows, share, strict=True):
             cells = ("-" if np.isnan(v) else f"{v:.3f}" for v in row)
             lines.append(f"{name:<{width}} " + " ".join(c.rjust(w) for c, w in zip(cells, sizes, strict=True)))
-        more = f"... and {left} components more: to_dict() has all, top(n) the n with the greatest shares"
+        more = f"... and {left} components more: to_dict() has all, top(n) the n that say most"
         return "\n".join(lines + [more] * (left > 0))
 
     def top(self, count: int) -> "Influence":
-        """The components with the greatest mean share of elements, in the order of the program.
+        """At most so many components, in the order of the program: those with the greatest mean share of elements.
+
+        Where there are more, neither those that all or none of each parameter's paths run through are among them, such
+        as a scope that holds a residual add, nor a second one like another.
 
         Args:
           count: how many, at least 1.
@@ -93,29 +95,18 @@ class Influence:
           >>> ap.tracing.influence(lambda w: 2.0 * w - w, by="primitive")(3.0).top(1).components
           ('mul',)
         """
-        count = whole("the count of top", count)
+        if len(self.components) <= whole("the count of top", count):
+            return self
         share = np.nan_to_num(mean(self.share))
-        return self._kept(np.sort(np.argsort(-share.sum(axis=1), kind="stable")[:count]))
-
-    def _telling(self) -> "Influence":
-        """Without components that all or none of each parameter's paths run through, if any are left."""
-        share = mean(self.share)
-        between = np.flatnonzero(np.any((share > 0) & (share < 1), axis=1))
-        return self._kept(between) if between.size else self
+        rows = np.flatnonzero(np.any((share > 0) & (share < 1), axis=1))
+        rows = rows if rows.size else np.arange(len(share))
+        rows = rows[np.sort(np.unique(share[rows], axis=0, return_index=True)[1])]
+        return self._kept(np.sort(rows[np.argsort(-share[rows].sum(axis=1), kind="stable")[:count]]))
 
     def _kept(self, rows: np.ndarray) -> "Influence":
         components = tuple(self.components[i] for i in rows)
         kept = lambda x: jax.device_put(np.asarray(x)[..., rows, :])  # on the host, where nothing is compiled
         return dataclasses.replace(self, share=kept(self.share), gradient=kept(self.gradient), components=components)
-
-
-def most_telling(influence: Influence, count: int) -> Influence:
-    """At most `count` components: those that say something, one of those that are alike, the greatest shares."""
-    if len(influence.components) <= count:
-        return influence
-    few = influence._telling()
-    _, first = np.unique(np.nan_to_num(mean(few.share)), axis=0, return_index=True)
-    return few._kept(np.sort(first)).top(count)
 
 
 def mean(shares: Any) -> np.ndarray:

@@ -122,7 +122,7 @@ class Trace:
           kind: which path an element has: "viterbi", the heaviest, or "greedy".
           by: what a component is: a named scope or a primitive.
           depth: how many names of a scope, counted from the outside, make a component; by default all levels do.
-          top: how many components, those with the greatest mean share; by default all.
+          top: at most how many components, see `Influence.top`; by default all.
         """
         require_options(kind, by, depth)
         active = self._traced.active

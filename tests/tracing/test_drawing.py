@@ -66,7 +66,10 @@ def test_figures_have_the_size_of_a_page_and_show_what_was_asked_for(trace):
     assert ap.tracing.heat_map(large).axes[0].get_title().endswith("runs through: 12 of 40 components")
     shares[20:] = shares[19]  # alike
     shares[:12] = 1.0  # of these nothing is learned
-    drawn = ap.tracing.heat_map(ap.tracing.Influence(shares, shares, names("at", 40), names("p", 90), "greedy")).axes[0]
+    alike = ap.tracing.Influence(shares, shares, names("at", 40), names("p", 90), "greedy")
+    drawn = ap.tracing.heat_map(alike).axes[0]
+    assert alike.top(12).components == names("at", 20)[12:] and alike.top(40) is alike
+    assert all(f"at_{i}/" not in str(alike) for i in (0, *range(20, 40)))
     assert [t.get_text().split("/")[1] for t in drawn.get_xticklabels()] == [f"at_{i}" for i in range(12, 20)]
     shares[:39] = 1.0
     assert "at_39" in str(ap.tracing.Influence(shares, shares, names("at", 40), names("p", 90), "greedy"))
