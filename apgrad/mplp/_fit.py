@@ -17,7 +17,7 @@ from apgrad.mplp._losses import softmax_cross_entropy
 from apgrad.mplp._places import Places
 from apgrad.mplp._pretrained import load_pretrained
 from apgrad.mplp._protocol import LearnedRule
-from apgrad.mplp._sequential import Names, from_nnx, to_nnx
+from apgrad.mplp._sequential import Names, from_nnx, require_equal, to_nnx
 from apgrad.mplp._step import init_state, inner_step
 from apgrad.mplp.rules._normalized import Normalized
 
@@ -69,7 +69,8 @@ def fit(
 
     Raises:
       ValueError: for fewer minibatches than steps, a minibatch of another form than the first, and inputs that are not
-        standardized where a pretrained rule was trained on such.
+        standardized where a pretrained rule was trained on such; if the network's predictions for the first minibatch
+        are not the model's.
       TypeError: for minibatches that are no pairs, models that `from_nnx` refuses, and models that are no MLPs where
         the rule is a pretrained one.
       FloatingPointError: if a loss, a measure or a trained parameter is not finite.
@@ -99,6 +100,7 @@ def fit(
         ) from error
     batches = _batches(data, steps)
     first = next(batches)
+    require_equal(network, params, model, first[0])
     made: Any = load_pretrained(rule, first[0]) if isinstance(rule, str) else rule
     made = made.for_steps(steps) if isinstance(made, Normalized) else made
     state = init_state(made, network, params, first)

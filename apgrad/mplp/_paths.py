@@ -6,15 +6,17 @@ function is not linear, what the network depends on gets no update, or a wrong o
 
 The network is traced forward once. Every variable of the program gets a fact: a set of pairs (origin, function), which
 parameters and outputs of nodes it comes from, and through which functions. `enter` and `leave` mark a node's inputs and
-outputs. At each entrance the fact of a value must be the fact of its port.
+outputs. At each entrance the fact of a value must be the fact of its port. The facts also say which parameters a place
+has, and whether a signal comes from a dense node without an activation in between.
 """
 
 import enum
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
+from apgrad._ground.port import Signal
 from apgrad._ground.primitives import mark
 from apgrad._programs.flow import flow
 from apgrad._programs.jaxprs import inexact_outputs, inside_of, is_inexact, nested, trace
@@ -23,6 +25,7 @@ from apgrad._programs.kinds import IDENTITY, LINEAR_IN, LINEAR_IN_ALL, LINEAR_IN
 Gate = enum.Enum("Gate", "IN OUT")
 NOTHING: frozenset[Any] = frozenset()
 PORT = ("", "port")  # in the fact of a port
+DENSE = ("", "dense")  # in the fact of a signal from a dense node, with no node but wires in between
 NONLINEAR = "a nonlinear function"
 WIRE = "mplp.wire"
 WIRED = "a signal of the wire"  # in the function of a `wire`
@@ -31,7 +34,8 @@ WIRED = "a signal of the wire"  # in the function of a `wire`
 def enter(where: str, pairs: Any = (), data: Any = ()) -> tuple[list[Any], tuple[Any, ...]]:
     """Marks what enters a node: signals and parameters, and data, which may depend on neither."""
     at = lambda x, part: mark(x, Gate.IN, (where, part)) if is_inexact(x) else x
-    return [type(p)(at(p.value, "value"), at(p.port, "port")) for p in pairs], tuple(at(x, "data") for x in data)
+    port = lambda p: "port" if isinstance(p, Signal) else "parameter"
+    return [type(p)(at(p.value, "value"), at(p.port, port(p))) for p in pairs], tuple(at(x, "data") for x in data)
 
 
 def leave(where: str, output: Any) -> Any:
@@ -41,28 +45,34 @@ def leave(where: str, output: Any) -> Any:
     return type(output)(*(mark(x, Gate.OUT, (where, part)) for x, part in zip(output, output._fields, strict=True)))
 
 
-def require_messages(loss: Callable[[Any, Any], jax.Array], values: Any, ports: Any) -> bool:
+class Unusual(NamedTuple):
+    """What few networks have: a `wire` of a function that is not linear in its signals together; dense after dense."""
+
+    multiplies: bool
+    dense_twice: bool
+
+
+def require_messages(loss: Callable[[Any, Any], jax.Array], values: Any, ports: Any) -> Unusual:
     """Refuses a network, `(values, ports) -> loss`, in which a derivative goes another way than a message.
 
-    Returns whether the function of a `wire` is not linear in its signals together, as a product of signals is not.
+    Refuses a place with several parameters, too.
     """
     program, _ = trace(loss, values, ports)
     names = [f"params{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(values)]
-    entering: list[frozenset[Any]] = []
-    wired: list[frozenset[Any]] = []
+    walk = _Met([], [], [], {}, {}, [])
 
     def through(eqn, facts):
         name, together = eqn.primitive.name, NOTHING.union(*facts)
         if name == "mark" and isinstance(eqn.params["kind"], Gate):
             where, part = eqn.params["label"]
-            return [_gate(eqn.params["kind"], where, part, facts[0], entering, wired)]
+            return [_gate(eqn.params["kind"], where, part, facts[0], walk)]
         if name == "shard_map":
             return flow(inside_of(eqn)[0], facts, through, frozenset.union, lambda _: NOTHING)
         inside = nested(eqn)
         if inside is not None and together:
             pair = any(PORT in fact for fact in facts) and any(fact and PORT not in fact for fact in facts)
             # A node of the user's own, which takes a value with its port, sends back messages of its own.
-            return [together] * len(eqn.outvars) if pair and name.startswith("custom_vjp") else None
+            return [together - {DENSE}] * len(eqn.outvars) if pair and name.startswith("custom_vjp") else None
         if name in IDENTITY:
             return facts
         made = _made(name, facts, together)
@@ -78,7 +88,35 @@ def require_messages(loss: Callable[[Any, Any], jax.Array], values: Any, ports: 
             "mplp.readout before it enters the loss, put what you only watch into the metrics, or hold it constant by "
             "jax.lax.stop_gradient."
         )
-    return (WIRED, NONLINEAR) in NOTHING.union(*wired)
+    return Unusual((WIRED, NONLINEAR) in NOTHING.union(*walk.wired), bool(walk.dense_twice))
+
+
+class _Met(NamedTuple):
+    """What the walk has met: facts of values, of outputs, of wires, and of what enters nodes; and dense after dense."""
+
+    entering: list[frozenset[Any]]
+    leaving: list[frozenset[Any]]
+    wired: list[frozenset[Any]]
+    inside: dict[str, list[tuple[str, frozenset[Any]]]]
+    parameters: dict[str, list[frozenset[Any]]]
+    dense_twice: list[str]
+
+    def close(self, where: str) -> frozenset[Any]:
+        """Ends a call of a node: what its output's fact has besides the node. Refuses other parameters than before."""
+        entered = self.inside.pop(where, [])
+        origins = [frozenset(o for o, _ in fact if o) for part, fact in entered if part == "parameter"]
+        for mine, known in zip(origins, self.parameters.setdefault(where, origins), strict=True):
+            if mine != known and not mine & known:
+                name = lambda found: _origins({(o, "") for o in found}) or "a constant"
+                raise ValueError(
+                    f"{where} is used with several parameters, {name(known)}, and {name(mine)}: these are two nodes. "
+                    "Give each its own name; within a layer of several nodes, place.within('second')."
+                )
+        dense = where.startswith(("the dense node", "the conv node"))
+        before = any(DENSE in fact for part, fact in entered if part == "value")
+        if dense and before:
+            self.dense_twice.append(where)
+        return frozenset({DENSE}) if dense or (where == WIRE and before) else NOTHING
 
 
 def _made(name, facts, together):
@@ -94,12 +132,13 @@ def _made(name, facts, together):
     return together | {(origin, name if linear else NONLINEAR) for origin, _ in together - {PORT}}
 
 
-def _gate(gate, where, part, fact, entering, wired):
+def _gate(gate, where, part, fact, walk):
     if gate is Gate.IN:
+        walk.inside.setdefault(where, []).append((part, fact))
         if part == "value":
-            entering.append(fact)
+            walk.entering.append(fact)
             return frozenset({(WIRED, "")}) if where == WIRE else NOTHING
-        value = entering.pop() if part == "port" else fact
+        value = fact if part == "data" else walk.entering.pop()
         linear = not any(function == NONLINEAR for _, function in value | fact)
         if value and (part == "data" or value - {PORT} != fact - {PORT} or not linear):
             raise TypeError(
@@ -111,15 +150,19 @@ def _gate(gate, where, part, fact, entering, wired):
             )
         return NOTHING
     if part == "port":
-        return frozenset({(where, ""), PORT})
+        return frozenset({(where, ""), PORT}) | walk.leaving.pop()
     inside = frozenset(each for each in fact if each[0] == WIRED)  # ends with the function
-    wired.append(inside)
+    walk.wired.append(inside)
     if fact := fact - inside:
         raise TypeError(
             f"the function of {where} closes over {_origins(fact)}, which would get no message. Give the function "
             "only the values of its signals; or hold what it closes over constant by jax.lax.stop_gradient."
         )
-    return NOTHING if part == "loss" else frozenset({(where, "")})
+    more = walk.close(where)
+    if part == "loss":
+        return NOTHING
+    walk.leaving.append(more)
+    return frozenset({(where, "")}) | more
 
 
 def _origins(fact):

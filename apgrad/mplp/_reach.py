@@ -55,10 +55,11 @@ class Reach(NamedTuple):
         return cls(tuple(names), *map(tuple, ranges))
 
 
-def warn_outside(rule: Any, places: Places, *, multiplies: bool = False) -> None:
+def warn_outside(rule: Any, places: Places, *, multiplies: bool = False, dense_twice: bool = False) -> None:
     """Warns, once for each rule, of a network or a minibatch that it was not tried with.
 
-    `multiplies`: whether the network has a `wire` whose function is not linear.
+    `multiplies`: whether the network has a `wire` whose function is not linear. `dense_twice`: whether a dense node
+    feeds another one, with no node but wires in between.
     """
     reach = getattr(rule, "reach", None)
     if reach is None:
@@ -70,6 +71,7 @@ def warn_outside(rule: Any, places: Places, *, multiplies: bool = False) -> None
     found += [f"a hidden layer of {n} units" for n in wrong(widths, reach.widths)]
     found += [f"minibatches of {n}" for n in wrong([places.batch], reach.minibatches)]
     found += ["a product or other nonlinear function of signals (mplp.wire)"] if multiplies else []
+    found += ["two dense nodes without an activation between them"] if dense_twice else []
     if found:
         span = lambda pair: f"{pair[0]} to {pair[1]}" if pair[0] < pair[1] else f"{pair[0]}"
         _warn(

@@ -181,11 +181,15 @@ def known_forms(sites: Sequence[Site]) -> Known:
 
 def require_form(known: Known, site: Site, *, by_name: bool) -> None:
     """Refuses a place that a rule was not made for; `by_name`: the rule has parameters for each name."""
-    if (site.name, site.form) in known or (not by_name and any(site.form == form for _, form in known)):
+    fits = lambda form: (site.name, form) in known or (not by_name and any(form == other for _, other in known))
+    if fits(site.form):
         return
     told = lambda name, kind, features, bias: f"{name!r} ({kind}, features {features}, bias {bias})"
     close = closest(site.name, dict(known))
     places = ", ".join(told(name, *form) for name, form in known if name in close)
+    if fits(site._replace(bias=not site.bias).form):
+        hint = " without a bias: leave it out." if site.bias else " with a bias: give it one, of zeros at first."
+        raise ValueError(f"the rule was not made for {told(site.name, *site.form)}, but for such a node" + hint)
     raise ValueError(
         f"the rule was not made for {told(site.name, *site.form)}; the nearest of its {len(known)} places are "
         f"{places}. Make the rule for this network's mplp.sites"

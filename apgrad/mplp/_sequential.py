@@ -146,7 +146,7 @@ def from_nnx(
             params[name] = made.params
     network = Sequential(tuple(layers), loss, tokens)
     if x is not None:
-        _require_equal(network, params, model, x)
+        require_equal(network, params, model, x)
     return network, params
 
 
@@ -238,9 +238,10 @@ def _variables(part: Any) -> list[Any]:
     return [x for x in jax.tree.leaves(part, is_leaf=is_variable) if is_variable(x)]
 
 
-def _require_equal(network: Sequential, params: Any, model: Any, x: jax.Array) -> None:
+def require_equal(network: Sequential, params: Any, model: Any, x: jax.Array) -> None:
+    """Refuses a network that predicts something else than the model it was made of."""
     with jax.numpy_dtype_promotion("standard"):  # which Flax relies on
-        got, expected = network.predict(params, x), model(x)
+        got, expected = network.predict(params, x), nnx.clone(model)(x)  # a layer may change itself
     if (got.shape, got.dtype) == (expected.shape, expected.dtype):
         a, b = np.asarray(got, float), np.asarray(expected, float)
         size = np.max(np.abs(b), initial=0.0, where=np.isfinite(b))
@@ -251,5 +252,6 @@ def _require_equal(network: Sequential, params: Any, model: Any, x: jax.Array) -
         different = f"{got.dtype}{got.shape}, the model {expected.dtype}{expected.shape}"
     raise ValueError(
         f"the network predicts something else than the model: {different}. A function of the model is not the same at "
-        "each call, or a layer was changed; write the network as a function of nodes."
+        "each call, a layer was changed, or one that mplp.layer.register was taught does something else than its "
+        "__call__; or write the network as a function of nodes."
     )

@@ -78,7 +78,8 @@ def backward(
       scalar, and those of the network. A parameter that goes to no node has the update zero.
 
     Raises:
-      ValueError: at trace time, naming both sides, if rule, network, state and batch do not fit.
+      ValueError: at trace time, naming both sides, if rule, network, state and batch do not fit, or if one place is
+        used with several parameters.
       TypeError: at trace time, if the network depends on a parameter in another way than through its messages (outside
         the loss nodes, or by a `.value` that enters again), from which nothing would be learned.
     """
@@ -213,7 +214,7 @@ def _require_messages(rule: LearnedRule, network: Network, params: Any, batch: A
         found = result[0] if isinstance(result, tuple) else result
         return found if isinstance(found, jax.Array) else jnp.zeros(())
 
-    warn_outside(rule, places, multiplies=require_messages(loss, params, port(params)))
+    warn_outside(rule, places, **require_messages(loss, params, port(params))._asdict())
 
 
 def _trace(rule: LearnedRule | None, network: Network, params: Any, batch: Any) -> Places:

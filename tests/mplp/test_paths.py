@@ -113,6 +113,13 @@ REFUSED = {
     ),
 }
 RIGHT = {
+    "one node twice": lambda n: n.loss(jax.checkpoint(n.dense, static_argnums=0)("1", n.dense(), n.p["w"])),
+    "one node twice, its parameter mapped": lambda n: n.loss(
+        n.dense(signal=n.dense(w=each(jnp.transpose, n.p["w"])), w=each(jnp.transpose, n.p["w"]))
+    ),
+    "a node in a scan and before": lambda n: n.loss(
+        jax.lax.scan(lambda s, _: (n.dense("1", s), 0), n.dense(), None, 2)[0]
+    ),
     "a readout beside a loss": beside(lambda n, first, last: 0.1 * jnp.mean(mplp.readout(n.at["r"], first) ** 2)),
     "a constant in the loss": beside(lambda n, first, last: jnp.sum(jax.lax.stop_gradient(first.value))),
     "a comparison in the loss": beside(lambda n, first, last: jnp.mean(jnp.where(first.value > 0, 1.0, 2.0))),
@@ -154,6 +161,25 @@ def test_what_goes_with_its_messages_is_right():
     found, expected = both(P)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, -0.1 * b, rtol=1e-5, atol=1e-7), found, expected)
     assert all(jnp.any(made["w"] != 0) for made in found.values())
+
+
+def test_two_nodes_with_parameters_of_their_own_are_no_one_node():
+    """They would share a state, and the rule would see one layer of the two."""
+    twice = lambda n, name, first, second: n.loss(n.dense(name, n.dense(name, w=first), second))
+    in_scan = lambda n: through_a_scan(n, lambda s: n.dense("1", n.dense("1", s), n.p["v"]))
+    made = {
+        r"'1' is used with several parameters, params\['w'\], and params\['v'\]": lambda n: twice(
+            n, "1", n.p["w"], n.p["v"]
+        ),
+        r"params\['w'\], and params\['v'\].*place\.within": in_scan,
+        r"params\['v'\], and a constant": lambda n: twice(n, "1", n.p["v"], mplp.parameter(jnp.ones((3, 3)))),
+        r"bias node 'b'.*params\['c'\], and params\['d'\]": lambda n: n.loss(
+            mplp.bias(n.at["b"], mplp.bias(n.at["b"], n.dense(), n.p["c"]), n.p["d"])
+        ),
+    }
+    for match, make in made.items():
+        with pytest.raises(ValueError, match=match):
+            jax.eval_shape(lambda p, make=make: updates(network(make), p), P | {"d": P["c"]})
 
 
 ARRAYS = {

@@ -260,6 +260,21 @@ def test_a_rule_shows_its_arguments():
     assert "message_size" in inspect.signature(mplp.Separable).parameters
 
 
+def test_a_rule_says_what_a_node_needs_where_only_its_bias_is_another():
+    for use_bias in (True, False):
+        first, second = (nnx.Linear(n, m, use_bias=b, rngs=nnx.Rngs(0)) for n, m, b in ((3, 3, use_bias), (3, 2, True)))
+        model = nnx.Sequential(first, nnx.tanh, second)
+        network, params = mplp.from_nnx(model, mplp.softmax_cross_entropy, names="role")
+        batch = jnp.ones((8, 3)), jnp.ones((8, 2))
+        rule = mplp.load_pretrained("image_mlp")
+        if use_bias:  # and a rule for nodes without one
+            sites = [site._replace(bias=False) for site in mplp.sites(network, params, batch)]
+            rule = mplp.Separable(sites, rngs=nnx.Rngs(0))
+        hint = "without a bias: leave it out" if use_bias else "with a bias: give it one, of zeros"
+        with pytest.raises(ValueError, match=rf"'dense_in' \(dense.*{hint}"):
+            mplp.init_state(rule, network, params, batch)
+
+
 REACH = {"activations": ["tanh", "step"], "minibatches": [4, 8], "depths": [1, 2], "widths": [3, 5]}
 
 
@@ -336,6 +351,26 @@ def test_a_rule_says_once_where_its_card_does_not_reach(tmp_path):
         with (
             contextlib.nullcontext() if join is jnp.add else pytest.warns(UserWarning, match="a product or other nonl")
         ):
+            state = mplp.init_state(exact, network, params, batch)
+            jax.eval_shape(functools.partial(mplp.backward, exact, network), params, state, batch)
+    between = {
+        "dense": lambda places, signal: signal,
+        "wire": lambda places, signal: mplp.wire(lambda x: x[:, ::-1], signal),
+        "activation": lambda places, signal: mplp.activation(places["activation_1"], jnp.tanh, signal),
+    }
+    params = {"dense_in": like(2, 3), "dense_1": like(3, 3), "dense_out": like(3, 1)}
+
+    def low_rank(places, params, batch, name):
+        call = lambda name, signal: mplp.dense(places[name], signal, params[name]["kernel"], params[name]["bias"])
+        hidden = call("dense_1", between[name](places, call("dense_in", places.signal(batch[0]))))
+        hidden = mplp.activation(places["activation_0"], jnp.tanh, hidden)
+        return mplp.squared_error(places["loss"], call("dense_out", hidden), batch[1])
+
+    for name in between:
+        exact.reach = _reach.Reach(*exact.reach)
+        network = functools.partial(low_rank, name=name)
+        warns = pytest.warns(UserWarning, match="two dense nodes without an activation between")
+        with contextlib.nullcontext() if name == "activation" else warns:
             state = mplp.init_state(exact, network, params, batch)
             jax.eval_shape(functools.partial(mplp.backward, exact, network), params, state, batch)
     for wrong in (REACH | {"widths": [3]}, REACH | {"depths": [2, 1]}, {"activations": "tanh"}):
