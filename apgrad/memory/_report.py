@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import Literal
 
 from apgrad._ground.pictures import new_figure
@@ -188,12 +189,12 @@ def residuals(function: Callable[..., Any], *args: Any) -> tuple[Residual, ...]:
     leaves, tree = jax.tree.flatten(pullback)
     back = jaxprs.inlined(lambda leaves, messages: tree.unflatten(leaves)(messages), leaves, outputs)
     jaxpr = jaxprs.inlined(lambda *values: jaxprs.inline(traced, values)[len(outputs) :], *flat).jaxpr
-    maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
     free = {*jaxpr.invars, *jaxpr.constvars}
+    index = functools.cache(_Index)  # a program may stand in several equations
 
     def source(v):
-        same = lambda eqn: is_view(eqn) or eqn.primitive.name in SAME_VALUE
-        while not isinstance(v, Literal) and v in maker and same(maker[v]):
+        maker = index(jaxpr).maker
+        while not isinstance(v, Literal) and v in maker and _same(maker[v]):
             v = maker[v].invars[maker[v].outvars.index(v)]
         return v
 
@@ -203,51 +204,86 @@ def residuals(function: Callable[..., Any], *args: Any) -> tuple[Residual, ...]:
         if isinstance(origin, Literal) or origin in free or v in found or origin in found:
             continue
         keep = min(origin, v, key=lambda v: array_bytes(v.aval))
-        number, aval = maker[keep].outvars.index(keep), keep.aval
-        name, line, count, work = _maker_of(maker[keep], number, jaxpr)
-        users = _consumers(back, taken)
+        name, line, count, work = _maker_of(keep, jaxpr, index)
+        users = _consumers(back.jaxpr, taken, index)
         linear = all(is_linear for _, is_linear in users)
-        names = tuple(dict.fromkeys(name for name, _ in users))
+        names, aval = tuple(dict.fromkeys(name for name, _ in users)), keep.aval
         found[keep] = Residual(name, aval.shape, aval.dtype, array_bytes(aval), line, count, names, linear, work)
     return tuple(found.values())
 
 
-def _consumers(program: jaxprs.Program, var: Any) -> list[tuple[str, bool]]:
+class _Index:
+    """Of a jaxpr, for each variable, what makes it and what takes it: found in one pass, however many are asked for."""
+
+    def __init__(self, jaxpr: Any):
+        self.jaxpr, self.maker = jaxpr, {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
+        self.takers: dict[Any, list[tuple[Any, int]]] = {}
+        for eqn in jaxpr.eqns:
+            for i, v in enumerate(eqn.invars):
+                if not isinstance(v, Literal):
+                    self.takers.setdefault(v, []).append((eqn, i))
+
+    @functools.cached_property
+    def work(self) -> dict[Any, float]:
+        """Of each output, and of what it is a view of, the work of computing it from the other outputs.
+
+        The equations that a variable needs are a bit set, which lives until the variable's last use.
+        """
+        eqns, kept = self.jaxpr.eqns, {*jaxprs.variables(self.jaxpr.outvars)}
+        asked = set(kept)
+        for eqn in reversed(eqns):
+            if _same(eqn) and not asked.isdisjoint(eqn.outvars):
+                asked.update(jaxprs.variables(eqn.invars))
+        costs, needs, found = np.array(list(map(work_of, eqns))), dict[Any, int](), {}
+        for i, eqn in enumerate(eqns):
+            taken, bits = jaxprs.variables(eqn.invars), 1 << i
+            for v in taken:
+                bits |= needs.get(v, 0)
+            needs |= {v: bits for v in eqn.outvars if v in self.takers and v not in kept}
+            for v in taken:
+                if self.takers[v][-1][0] is eqn:
+                    needs.pop(v, None)
+            if not asked.isdisjoint(eqn.outvars):
+                octets = np.frombuffer(bits.to_bytes(i // 8 + 1, "little"), np.uint8)
+                work = float(costs[: i + 1] @ np.unpackbits(octets, bitorder="little")[: i + 1])
+                found |= dict.fromkeys(eqn.outvars, work)
+        return found
+
+
+def _consumers(jaxpr: Any, var: Any, index: Callable[[Any], _Index]) -> list[tuple[str, bool]]:
     """The equations that take a variable or a view of it, in programs inside too, and whether they are linear in it."""
     found = []
-    for eqn in program.jaxpr.eqns:
+    for eqn, i in index(jaxpr).takers.get(var, ()):
         here, inside = jaxprs.plain_scope(jaxprs.scope(eqn)), jaxprs.nested(eqn)
-        for i in [i for i, v in enumerate(eqn.invars) if v is var]:
-            if inside is not None and inside.kind in ("call", "cond", "remat", "scan"):
-                at = i - (inside.kind == "cond")
-                inner = [_consumers(p, p.jaxpr.invars[at]) for p in inside.jaxprs if at >= 0]
-                found += [(jaxprs.join(here, name), flag) for users in inner for name, flag in users]
-            elif is_view(eqn) or eqn.primitive.name in SAME_VALUE:
-                found += _consumers(program, eqn.outvars[eqn.invars.index(var)])
-            else:
-                name = eqn.primitive.name
-                found.append((jaxprs.join(here, name), name in LINEAR_IN_EACH))
+        if inside is not None and inside.kind in ("call", "cond", "remat", "scan"):
+            at = i - (inside.kind == "cond")
+            inner = [_consumers(p.jaxpr, p.jaxpr.invars[at], index) for p in inside.jaxprs if at >= 0]
+            found += [(jaxprs.join(here, name), flag) for users in inner for name, flag in users]
+        elif _same(eqn):
+            found += _consumers(jaxpr, eqn.outvars[eqn.invars.index(var)], index)
+        else:
+            name = eqn.primitive.name
+            found.append((jaxprs.join(here, name), name in LINEAR_IN_EACH))
     return found
 
 
-def _maker_of(eqn: Any, number: int, jaxpr: Any) -> tuple[str, str, int, float]:
-    """Of an equation's output: scopes and primitive, line, steps, work; in a program inside, those of what makes it."""
+def _maker_of(var: Any, jaxpr: Any, index: Callable[[Any], _Index]) -> tuple[str, str, int, float]:
+    """Of a variable: scopes and primitive, line, steps, work; in a program inside, those of what makes it."""
+    eqn = index(jaxpr).maker[var]
     inside, here = jaxprs.nested(eqn), jaxprs.plain_scope(jaxprs.scope(eqn))
     if inside is not None and inside.kind in ("call", "cond", "remat", "scan"):
+        number = eqn.outvars.index(var)
         steps = inside.length if inside.kind == "scan" and number >= inside.counts[1] else 1
         for program in inside.jaxprs:
-            maker = {v: e for e in program.jaxpr.eqns for v in e.outvars}
-            v = program.jaxpr.outvars[number]
+            maker, v = index(program.jaxpr).maker, program.jaxpr.outvars[number]
             # Through what only moves it, and through the zeros that a branch has in place of another's array.
             while not isinstance(v, Literal) and v in maker and _moves(maker[v]):
                 v = maker[v].invars[0]
             if not isinstance(v, Literal) and v in maker:
-                name, line, count, work = _maker_of(maker[v], maker[v].outvars.index(v), program.jaxpr)
+                name, line, count, work = _maker_of(v, program.jaxpr, index)
                 return jaxprs.join(here, name), line, steps * count, steps * work
         return jaxprs.join(here, eqn.primitive.name), jaxprs.source_line(eqn), steps, steps * work_of(eqn)
-    kept = {v for v in jaxprs.variables(jaxpr.outvars) if v not in eqn.outvars}
-    again = jaxprs.needed(jaxpr.eqns, [eqn.outvars[number]], kept)
-    return jaxprs.join(here, eqn.primitive.name), jaxprs.source_line(eqn), 1, sum(map(work_of, again))
+    return jaxprs.join(here, eqn.primitive.name), jaxprs.source_line(eqn), 1, index(jaxpr).work[var]
 
 
 def _idle_policies(program: jaxprs.Program) -> list[str]:
@@ -272,9 +308,12 @@ def _idle_policies(program: jaxprs.Program) -> list[str]:
     return found
 
 
+def _same(eqn: Any) -> bool:
+    return is_view(eqn) or eqn.primitive.name in SAME_VALUE
+
+
 def _moves(eqn: Any) -> bool:
-    same = is_view(eqn) or eqn.primitive.name in SAME_VALUE
-    return same and len(eqn.invars) == 1 and not isinstance(eqn.invars[0], Literal)
+    return _same(eqn) and len(eqn.invars) == 1 and not isinstance(eqn.invars[0], Literal)
 
 
 def memory_report(

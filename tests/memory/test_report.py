@@ -1,6 +1,8 @@
 """The report says what takes each array, what the remedies save and cost, and which policies keep nothing."""
 
 import contextlib
+import pathlib
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,8 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import apgrad as ap
+from apgrad.memory._randomize import recorded
+from apgrad.memory._recompute import choices
 
 R = ap.memory
 X, W = jnp.ones((64, 32)), jnp.ones((32, 32)) / 32
@@ -54,3 +58,40 @@ def test_a_policy_that_keeps_nothing_is_warned_of(name, idle):
         block = jax.checkpoint(layer, policy=policy)
         with pytest.warns(UserWarning, match="keeps nothing") if idle else contextlib.nullcontext():
             ap.memory_report(lambda w, x, block=block: jnp.sum(block(x, w) ** 2), W, X)
+
+
+def calls(function, *args):
+    """How many functions apgrad's code calls, or is called, while a function runs."""
+    count, ours = 0, str(pathlib.Path(ap.__file__).parent)
+
+    def counting(frame, event, _):
+        nonlocal count
+        count += event in ("call", "c_call") and frame.f_code.co_filename.startswith(ours)
+
+    sys.setprofile(counting)
+    try:
+        function(*args)
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def blocks(ws, x):
+    for w in ws:
+        x = x + jax.nn.gelu(x @ w)
+    return jnp.sum(x**2)
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda ws, x: R.residuals(blocks, ws, x),
+        lambda ws, x: R.residuals(ap.randomize(blocks, R.rounding(4)), jax.random.key(0), ws, x),
+        lambda ws, x: choices(recorded(blocks, (ws, x), range(len(ws)), 512)),
+        lambda ws, x: jax.eval_shape(jax.grad(ap.randomize(blocks, R.rounding(4)), 1), jax.random.key(0), ws, x),
+    ],
+    ids=["residuals", "residuals of randomize", "plan", "randomize"],
+)
+def test_a_program_is_read_in_linear_time(read):
+    small, middle, large = (calls(read, [W] * size, X) for size in (5, 10, 20))
+    assert large - middle < 2.3 * (middle - small)
