@@ -162,14 +162,22 @@ class _Stretch:
         made = {v for eqn in eqns for v in eqn.outvars}
         taken = {v for eqn in eqns for v in jaxprs.variables(eqn.invars)} | set(self.wanted)
         kept = sum(array_bytes(v.aval) for v in taken if v not in made and v not in self.free)
-        group: dict[Any, int] = {}  # of a variable, the group of variables that are computed together
+        group: dict[Any, int] = {}  # of a variable, a group of variables that are computed together
         size: dict[int, int] = {}
+        joined = list(range(len(eqns)))  # the group that a group has become part of
+
+        def root(g):
+            while joined[g] != g:
+                joined[g] = joined[joined[g]]
+                g = joined[g]
+            return g
+
         for number, eqn in enumerate(eqns):
-            own, size[number] = number, self._bytes(eqn)
-            for old in {group[v] for v in jaxprs.variables(eqn.invars) if v in group}:
-                size[own] += size.pop(old)
-                group |= {v: own for v, g in group.items() if g == old}
-            group |= dict.fromkeys(eqn.outvars, own)
+            size[number] = self._bytes(eqn)
+            for old in {root(group[v]) for v in jaxprs.variables(eqn.invars) if v in group}:
+                size[number] += size.pop(old)
+                joined[old] = number
+            group |= dict.fromkeys(eqn.outvars, number)
         numbers = frozenset(self.number[v] for v in (*stays, *self.always) if v in self.number)
         return Choice(
             float(kept) * self.count,

@@ -9,8 +9,9 @@ scan. So the report compiles with this pass switched off there, and says so.
 """
 
 import functools
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -66,6 +67,7 @@ class Residual(NamedTuple):
     def remedies(self) -> dict[str, tuple[int, str]]:
         """What each remedy would save of the bytes, and what it costs, predicted without compiling.
 
+        Bytes are of what is remembered: the compiled gradient's peak may fall by less, which `ap.memory.plan` measures.
         A recomputed array is in memory for a moment, when its message is there. Of noise, the variance is given over
         the array's square, for normal entries.
         """
@@ -124,19 +126,31 @@ class MemoryReport(NamedTuple):
         for name, (kept, temp, _) in self.rows.items():
             residuals = f"{kept / scale:12.3f} {less(kept, first.residual_bytes)}"
             lines.append(f"{name:{width}}  {residuals} {temp / scale:8.3f} {less(temp, first.temp_bytes)}")
-        largest = sorted(first.residuals, key=lambda r: -r.nbytes)[:5]
         steps = lambda r: f"  {r.count} steps" if r.count > 1 else ""
         kept = []
-        for r in largest:
-            kept.append(f"  {_size(r.nbytes)}  {r.name}  {r.dtype}{list(r.shape)}{steps(r)}  {r.source}".rstrip())
+        for number, r in _grouped(first.residuals)[:5]:
+            many, each = (f"{number} x ", ", each") if number > 1 else ("", "")
+            kept.append(f"  {many}{_size(r.nbytes)}  {r.name}  {r.dtype}{list(r.shape)}{steps(r)}  {r.source}".rstrip())
             kept.append(f"      for {', '.join(r.consumers[:3])}" + (" ..." if len(r.consumers) > 3 else ""))
             saved = [f"{name} -{_size(saved)} ({cost})" for name, (saved, cost) in r.remedies().items()]
-            kept.append("      " + "; ".join(saved))
+            kept.append(f"      of residuals{each}: {'; '.join(saved)}")
         if kept:
             which = f"the largest of {len(first.residuals)} arrays that {next(iter(self.rows))} keeps"
             lines += [f"{which} (a variance is of the noise, over the array's mean square):", *kept]
-        if len(scopes := list(self.scopes().items())) > 1:
-            lines += ["by scope:", *(f"  {_size(nbytes)}  {name or _NO_SCOPE}" for name, nbytes in scopes[:5])]
+        if 0 <= first.temp_bytes < first.residual_bytes:
+            lines.append(
+                "The compiler needs less than the residuals here: temp memory falls by less than residuals do; "
+                "ap.memory.plan measures it."
+            )
+        scopes: dict[str, list[str]] = {}
+        for name in (bytes_of := self.scopes()):
+            scopes.setdefault(_unnumbered(f"{name}/")[:-1], []).append(name)
+        if len(bytes_of) > 1:
+            sums = [(sum(map(bytes_of.__getitem__, same)), name, same) for name, same in scopes.items()]
+            lines.append("by scope:")
+            for total, name, same in sorted(sums, key=lambda item: -item[0])[:5]:
+                what = f"{name} ({len(same)} scopes)" if len(same) > 1 else same[0] or _NO_SCOPE
+                lines.append(f"  {_size(total)}  {what}")
         return "\n".join([*lines, self.note])
 
     def plot(self, ax: Any = None) -> Any:
@@ -164,6 +178,24 @@ class MemoryReport(NamedTuple):
 def _size(nbytes: int) -> str:
     """Bytes in a unit in which they are not zero."""
     return f"{nbytes / 1e6:.3f} MB" if nbytes >= 1e4 else f"{nbytes} bytes"
+
+
+def _grouped(arrays: Iterable[Residual]) -> list[tuple[int, Residual]]:
+    """Arrays that differ in the numbers of their scopes alone are one, with how many they are; most bytes first."""
+    groups: dict[Residual, list[Residual]] = {}
+    for array in arrays:
+        names = tuple(dict.fromkeys(map(_unnumbered, array.consumers)))
+        groups.setdefault(array._replace(name=_unnumbered(array.name), consumers=names, work=0.0), []).append(array)
+    found = []
+    for alike, same in groups.items():
+        one = len({array.name for array in same}) == 1
+        found.append((len(same), same[0] if one else alike._replace(work=max(array.work for array in same))))
+    return sorted(found, key=lambda item: -item[0] * item[1].nbytes)
+
+
+def _unnumbered(name: str) -> str:
+    """A name in which the numbers at the ends of scopes are stars, as "blocks_*/dot_general"."""
+    return re.sub(r"\d+(?=/)", "*", name)
 
 
 def residuals(function: Callable[..., Any], *args: Any) -> tuple[Residual, ...]:
