@@ -293,15 +293,15 @@ def main(
     done = meta.train(outer, optimizer, rule, jax.random.key(seed), steps, folder=out, version="1", every=50)
     length = max((part.length for part in parts), default=20)
     about = {
-        "inner_steps": length,
-        "outer_batch": [part.count for part in parts],
+        "inner_steps": length if parts else sorted({member[-1] for member in FAMILY}),
+        "outer_batch": [part.count for part in parts] or DRAWN,
         "schedule": SCHEDULE.format(
             peak, steps // 2, steps, "gradients" if parts and start is None else "every task's gradient"
         ),
     }
     results = judge(name, done.theta, length, runs=20 if name == "image_mlp_long" else 100)
     more = ABOUT[name] | about | history | {"results": results}
-    mplp.save_trained(done.theta, card(name, sites, steps, seed, more), out / name)
+    mplp.save_trained(done.theta, card(name, done.theta.sites, steps, seed, more), out / name)
     print(results)
 
 
