@@ -6,12 +6,11 @@
 The rule is `mplp.load_pretrained("image_mlp")`: separable with whitening, meta-trained on 12x12 MNIST with 144-50-10
 and 144-50-50-10, 20 steps of 8 images (its card says all). Networks are drawn at random. Settings other than these two
 are transfers: a step function, other sizes and depths, other images. Long unrolls are by `"image_mlp_long"`, which was
-trained on them. Settings that end in 1000 are by `"images"`, a normalized rule that is told so, and their optimizers are
-tuned at that step. Adam, SGD, SGD with momentum .9 and Muon (Jordan et al., 2024: the matrices' momentum is brought near
-an orthogonal matrix, biases have Adam) are tuned for each setting by a sweep over learning rates on the same tasks; the
-best at the last step is shown (at step 200 where there are 1,000), and the sweep is in results.json. The optimizers'
-sigmoid stays where the rule has a step: a step has no derivative to follow. Accuracy is on 1,000 test images a run (the
-paper's runs have 100).
+trained on them; settings that end in 1000 are by `"images"`, a normalized rule that is told so. Adam, SGD, SGD with
+momentum .9 and Muon (Jordan et al., 2024: the matrices' momentum is brought near an orthogonal matrix, biases have
+Adam) are tuned for each setting by a sweep over learning rates on the same tasks; the best at the last step is shown
+(for `"image_mlp_long"` at step 200), and the sweep is in results.json. The optimizers' sigmoid stays where the rule has
+a step: a step has no derivative to follow. Accuracy is on 1,000 test images a run (the paper's runs have 100).
 """
 
 import dataclasses
