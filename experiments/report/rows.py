@@ -117,11 +117,29 @@ def rule_beside_optimizers(results) -> Rows:
 
 def rule_for_long(results) -> Rows:
     rows = [["network", "learner", *(f"{t} steps" for t in (20, 100, 200, 1000))]]
-    for setting in ("784-32-20-10, B=32, long", "144-50-10, long", "digits 64-50-10, long"):
-        for method in ("MPLP", "Adam", "SGD"):
-            at = results[f"{setting}, {method}"]["at steps"]
-            name = setting.removesuffix(", long") if method == "MPLP" else ""
-            rows.append([name, method, *(figure(Value(*at[t])) for t in ("20", "100", "200", "1000"))])
+    for setting in results["config"]["settings"]:
+        for method in ("MPLP", "Muon", "momentum", "Adam", "SGD"):
+            if (found := results.get(f"{setting}, {method}")) is not None:
+                name = setting.rpartition(", ")[0] if method == "MPLP" else ""
+                steps = (figure(Value(*found["at steps"][t])) for t in ("20", "100", "200", "1000"))
+                rows.append([name, method, *steps])
+    return rows
+
+
+def rule_in_settings(results) -> Rows:
+    shown = {
+        "settings": "settings",
+        "at or above the best baseline": "at or above the best optimizer",
+        "above beyond the interval": "above, interval",
+        "below beyond the interval": "below, interval",
+        "below momentum beyond the interval": "below momentum, interval",
+        "of these without a warning": "of these without a warning",
+        "not finite": "not finite",
+    }
+    rows = [["rule", *shown.values()]]
+    for rule, steps in ((rule, t) for rule in ("images", "untrained") for t in results["config"]["horizons"]):
+        found = results[f"{rule}, {steps} steps"]
+        rows.append([f"{rule}, {steps} updates", *(str(found[name]) for name in shown)])
     return rows
 
 
