@@ -188,8 +188,11 @@ def _grouped(arrays: Iterable[Residual]) -> list[tuple[int, Residual]]:
         groups.setdefault(array._replace(name=_unnumbered(array.name), consumers=names, work=0.0), []).append(array)
     found = []
     for alike, same in groups.items():
-        one = len({array.name for array in same}) == 1
-        found.append((len(same), same[0] if one else alike._replace(work=max(array.work for array in same))))
+        one = same[0]
+        name = one.name if len({array.name for array in same}) == 1 else alike.name
+        consumers = one.consumers if len({array.consumers for array in same}) == 1 else alike.consumers
+        work = max(array.work for array in same)
+        found.append((len(same), alike._replace(name=name, consumers=consumers, work=work)))
     return sorted(found, key=lambda item: -item[0] * item[1].nbytes)
 
 

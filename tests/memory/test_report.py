@@ -81,6 +81,13 @@ def blocks(ws, x):
     return jnp.sum(x**2)
 
 
+def test_arrays_of_one_name_for_numbered_consumers_are_one_line():
+    a, b = (R.Residual("x/mul", (8,), jnp.dtype("float32"), 32, consumers=(f"dense_{i}/dot_general",)) for i in (1, 2))
+    table = str(R.MemoryReport({"reverse mode": MemoryBytes(64, 64, (a, b))}, ""))
+    assert "2 x 32 bytes  x/mul" in table and "for dense_*/dot_general" in table
+    assert "2 x" not in str(R.MemoryReport({"reverse mode": MemoryBytes(64, 64, (a,))}, ""))
+
+
 def test_equal_arrays_of_numbered_scopes_are_one_line():
     def named(ws, x):
         for i, w in enumerate(ws):
