@@ -113,7 +113,9 @@ ABOUT["images"] = {
     "architecture": f"{DRAWN} a step, drawn of {len(FAMILY)} MLPs; softmax cross-entropy; told the number of updates",
     "activations": ["sigmoid", "sigmoid(8 z)", "tanh", "relu", "gelu"],
     "minibatches": [2, 32],  # in unrolls of all lengths
-    "fails": "minibatches of more than 32 in more than 20 updates, which were in no long unroll: it may diverge there",
+    "updates": 100,
+    "fails": "minibatches of more than 32 in more than 20 updates, which were in no long unroll, and 1,000 updates: it "
+    "may diverge there",
     "depths": [1, 4],
     "widths": [20, 150],
 }

@@ -98,7 +98,8 @@ def save_trained(rule: Trained, card: dict[str, Any], path: str | Path) -> None:
       card: what is worth knowing, at least one entry: on what the rule was trained, for how long, with which seed, and
         how well it does. The entries "rule" (the options of its class) and "sites" (a list of `Site._asdict()`) are
         added where it lacks them. With "activations" (names), "minibatches", "depths" and "widths" (of hidden layers:
-        the smallest and the largest number) the rule warns once where a network and a minibatch lie outside.
+        the smallest and the largest number) the rule warns once where a network and a minibatch lie outside; with
+        "updates" (the largest number) also where it is told more of them.
       path: path of the two files, without their suffixes.
 
     Raises:
@@ -120,7 +121,7 @@ def save_trained(rule: Trained, card: dict[str, Any], path: str | Path) -> None:
         )
     own: dict[str, Any] = {} if isinstance(rule, Separable) else {"class": type(rule).__name__}
     own |= {"rule": dict(rule.options), "sites": [site._asdict() for site in rule.sites]}
-    own |= rule.reach._asdict() if rule.reach is not None else {}
+    own |= {name: x for name, x in rule.reach._asdict().items() if x is not None} if rule.reach is not None else {}
     card = json.loads(json.dumps(own | card, allow_nan=False))
     form, values = _form(card), {name: np.asarray(x) for name, x in named_leaves(rule).items()}
     there, here = ({**dict(r.options), "sites": r.sites} for r in (form, rule))

@@ -31,19 +31,22 @@ class Reach(NamedTuple):
       minibatches: the smallest and the largest number of examples in a minibatch.
       depths: the smallest and the largest number of hidden layers.
       widths: the smallest and the largest number of units in a hidden layer.
+      updates: the largest number of updates, for rules that are told it, or None.
     """
 
     activations: tuple[str, ...]
     minibatches: tuple[int, int]
     depths: tuple[int, int]
     widths: tuple[int, int]
+    updates: int | None = None
 
     @classmethod
     def of(cls, card: dict[str, Any]) -> "Reach | None":
         """The reach of a card that has these four entries; None for a card with none of them."""
-        if not any(name in card for name in cls._fields):
+        *needed, last = cls._fields
+        if not any(name in card for name in needed):
             return None
-        entries: list[Any] = [card.get(name) for name in cls._fields]
+        entries: list[Any] = [card.get(name) for name in needed]
         names, *ranges = entries
         pair = lambda x: isinstance(x, list | tuple) and len(x) == 2 and all(type(n) is int for n in x) and x[0] <= x[1]
         strings = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
@@ -52,7 +55,9 @@ class Reach(NamedTuple):
                 'a card that has one of "activations" (a list of names), "minibatches", "depths" and "widths" (the '
                 f"smallest and the largest number) has all four, got {[names, *ranges]}"
             )
-        return cls(tuple(names), *map(tuple, ranges))
+        if not isinstance(updates := card.get(last), int | None):
+            raise ValueError(f'the entry "updates" of a card is the largest number of updates, got {updates!r}')
+        return cls(tuple(names), *map(tuple, ranges), updates)
 
 
 def warn_outside(rule: Any, places: Places, *, multiplies: bool = False, dense_twice: bool = False) -> None:
@@ -80,6 +85,16 @@ def warn_outside(rule: Any, places: Places, *, multiplies: bool = False, dense_t
             f"layers of {span(reach.widths)} units and minibatches of {span(reach.minibatches)}; this network has "
             f"{', '.join(dict.fromkeys(found))}. There it may learn nothing, or diverge: compare it with gradient "
             "descent (mplp.Exact), or train a rule for this network (apgrad.meta).",
+        )
+
+
+def warn_of_updates(reach: Reach | None, steps: int) -> None:
+    """Warns, once for each rule, of more updates than it was tried with."""
+    if reach is not None and reach.updates is not None and steps > reach.updates:
+        _warn(
+            reach,
+            f"the rule was tried with at most {reach.updates} updates, got {steps}, in which it may diverge. Take an "
+            "untrained one, mplp.Normalized(mplp.sites(...), rngs=...), or an optimizer.",
         )
 
 

@@ -108,6 +108,20 @@ def test_a_horizon_is_a_positive_integer(steps):
         made()[3].for_steps(steps)
 
 
+def test_a_trained_rule_warns_of_more_updates_than_its_card_has(tmp_path):
+    reach = {"activations": ["tanh"], "minibatches": [1, 9], "depths": [1, 2], "widths": [1, 9], "updates": 100}
+    mplp.save_trained(made()[3], {"trained": "here"} | reach, tmp_path / "rule")
+    rule, card = mplp.load_trained(tmp_path / "rule")
+    assert reach.items() <= card.items()
+    rule.for_steps(100)
+    with pytest.warns(UserWarning, match="at most 100 updates, got 101") as found:
+        rule.for_steps(101)
+    assert [w.filename for w in found] == [__file__]
+    rule.for_steps(101).for_steps(jnp.asarray(103))  # said already; an array may be of any value
+    with pytest.raises(ValueError, match="largest number of updates, got 'many'"):
+        mplp.save_trained(made()[3], {"trained": "here"} | reach | {"updates": "many"}, tmp_path / "rule")
+
+
 def test_fit_tells_the_horizon():
     model = nnx.Sequential(nnx.Linear(4, 5, rngs=nnx.Rngs(0)), nnx.tanh, nnx.Linear(5, 3, rngs=nnx.Rngs(1)))
     network, params = mplp.from_nnx(model, mplp.softmax_cross_entropy, names="role")

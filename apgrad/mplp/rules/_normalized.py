@@ -33,7 +33,7 @@ from flax import nnx
 
 from apgrad._ground.arguments import whole
 from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Site
-from apgrad.mplp._reach import Reach
+from apgrad.mplp._reach import Reach, warn_of_updates
 from apgrad.mplp._rule_parts import (
     NORMAL,
     Corrected,
@@ -124,7 +124,7 @@ class Normalized(nnx.Module):
           steps: the number of updates, a positive integer, or an array that is one.
         """
         if not isinstance(steps, jax.Array):
-            whole("steps", steps)
+            warn_of_updates(self.reach, whole("steps", steps))
         graph, values = cast(tuple[Any, Any], nnx.split(self))
         values["horizon"] = values["horizon"].replace(jnp.asarray(steps, self.horizon[...].dtype))
         return nnx.merge(graph, values)
