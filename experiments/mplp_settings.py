@@ -266,8 +266,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
                     half = stats.t.ppf(0.975, len(ahead) - 1) * ahead.std(ddof=1) / np.sqrt(len(ahead))
                     row |= {name: accuracy[other].mean(), f"ahead of {name}": ahead.mean(), f"interval {name}": half}
                 rows.append(row)
-    figures = {}
-    for rule in RULES:
+    figures, measured = {}, [rule for rule in RULES if any(row["rule"] == rule for row in rows)]
+    for rule in measured:
         for steps in config.horizons:
             mine = [r for r in rows if (r["rule"], r["steps"]) == (rule, steps)]
             behind = [r for r in mine if r["ahead of momentum"] + r["interval momentum"] < 0]
@@ -285,10 +285,12 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     table = harness.table([{"rule": name, **found} for name, found in figures.items()], "rule", *columns)
     figure, axes = harness.panels(1, len(config.horizons), (5 * len(config.horizons), 4.2))
     for ax, steps in zip(axes.flat, config.horizons, strict=True):
-        for rule, colour in zip(RULES, ("C0", "C1", "C2", "C3"), strict=True):
+        for colour, rule in enumerate(measured):
             for warned, mark in ((False, "o"), (True, "x")):
                 mine = [r for r in rows if (r["rule"], r["steps"], r["warned"]) == (rule, steps, warned)]
-                style = {"fmt": mark, "ms": 4, "lw": 0.7, "color": colour}
+                if not mine:
+                    continue
+                style = {"fmt": mark, "ms": 4, "lw": 0.7, "color": f"C{colour}"}
                 points = ([r[k] for r in mine] for k in ("best", "ahead of best", "interval best"))
                 ax.errorbar(*points, label=f"{rule}{', warned' if warned else ''}", **style)
         ax.axhline(0, color="black", lw=0.8)

@@ -121,6 +121,7 @@ def rule_for_long(results) -> Rows:
         for method in ("MPLP", "Muon", "momentum", "Adam", "SGD"):
             if (found := results.get(f"{setting}, {method}")) is not None:
                 name = setting.rpartition(", ")[0] if method == "MPLP" else ""
+                method = "normalized" if found["rate"] == "untrained" else method
                 steps = (figure(Value(*found["at steps"][t])) for t in ("20", "100", "200", "1000"))
                 rows.append([name, method, *steps])
     return rows
