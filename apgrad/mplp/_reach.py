@@ -57,7 +57,7 @@ class Reach(NamedTuple):
             )
         if not isinstance(updates := card.get(last), int | None):
             raise ValueError(f'the entry "updates" of a card is the largest number of updates, got {updates!r}')
-        return cls(tuple(names), *map(tuple, ranges), updates)
+        return cls(tuple(names), *map(tuple, ranges), updates=updates)
 
 
 def warn_outside(rule: Any, places: Places, *, multiplies: bool = False, dense_twice: bool = False) -> None:
