@@ -24,11 +24,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from scipy import stats
 
 from apgrad import meta, mplp
 from experiments import harness
-from experiments.mplp_settings import OPTIMIZERS, Start, learn, repeated, tuned
+from experiments.mplp_settings import OPTIMIZERS, Start, half_interval, learn, repeated, tuned
 from experiments.parts import meta_curves
 
 PARTIAL = True
@@ -155,7 +154,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             optimizers = [name for name in found if name in OPTIMIZERS]
             best = max(optimizers, key=lambda name, given=given: given[name].mean(), default=method)
             ahead = mine - given[best]
-            half = stats.t.ppf(0.975, len(ahead) - 1) * ahead.std(ddof=1) / np.sqrt(len(ahead))
+            half = half_interval(ahead)
             row |= {
                 "best": best,
                 "ahead": ahead.mean(),

@@ -62,8 +62,11 @@ def require_parts(plan: TapePlan, ledger: Ledger) -> None:
 
 def warn_of_mixed_data(program: Program, lanes: int) -> None:
     """Warns of leave-one-out baselines over lanes that have data of their own, of choices that a cost follows."""
-    charged = followed(program, Mark.LEAVES_ONE_OUT, Mark.COST)
-    if mixed := [name for name in marks_with_outer_axis(program, Mark.LEAVES_ONE_OUT, lanes) if name in charged]:
+    mixed = marks_with_outer_axis(program, Mark.LEAVES_ONE_OUT, lanes)
+    if mixed:
+        charged = followed(program, Mark.LEAVES_ONE_OUT, Mark.COST)
+        mixed = [name for name in mixed if name in charged]
+    if mixed:
         advice = (
             "Let lanes be samples of one datum, and data a second axis: ap.expectation(program, lanes=samples, "
             "data=batch), a distribution of batch shape (samples, batch), parts=True, costs of shape (samples, batch). "

@@ -379,8 +379,8 @@ def _fail(finite: Any) -> Any:
         "or infinite, which float64 makes rarer; or ap.score got a value that its distribution cannot draw, or a "
         "behaviour_log_prob that is no log-probability), and the gradient would be NaN for all of them. All arguments "
         "of the program are finite. Look at the costs and at what feeds them (jax.debug.print, or "
-        "jax.config.update('jax_debug_nans', True)); mask lanes that "
-        "failed. ap.expectation(..., check_nan=False) turns this check off."
+        "jax.config.update('jax_debug_nans', True)); mask lanes that failed. "
+        "ap.expectation(..., check_nan=False) turns this check off."
     )
 
 
