@@ -213,7 +213,7 @@ def _picture(config, by, gains):
     errors.axhspan(-2, 2, color="gray", alpha=0.18, lw=0)
     errors.set_yscale("symlog", linthresh=10, linscale=2)
     errors.set_title("Bias, in standard errors (gray: within 2)")
-    biases.set(yscale="log", title="|bias| ± 2 s.e. (hollow: within 3), and the |exact gradient|")
+    biases.set(yscale="log", title="|bias| ± 2 s.e. (hollow: < 3), lines: |gradient|")
     for ax in (errors, biases):
         ax.legend()
     for ax in figure.axes:

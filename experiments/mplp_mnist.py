@@ -145,8 +145,9 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
 
 
 def _figure(config, figures, curves):
-    lines = -(-len(config.settings) // 3)
-    figure, axes = harness.panels(lines, 3, (12.6, 3.4 * lines))
+    columns = min(3, len(config.settings))
+    lines = -(-len(config.settings) // columns)
+    figure, axes = harness.panels(lines, columns, (4.2 * columns, 3.4 * lines))
     for ax, name in zip(axes.flat, config.settings, strict=False):
         for method in ("MPLP", *OPTIMIZERS):
             mean, error = curves[f"{name}, {method}"]

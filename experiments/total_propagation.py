@@ -159,7 +159,7 @@ def _figure(config, rows, biases):
     figure, axes = harness.panels(lines, columns, (4.2 * columns, 3.4 * lines))
     figure.suptitle(
         f"Variance over the better of RP and LR: {config.lanes} lanes an estimate, {config.estimates} estimates a "
-        "point, bands are 95 % bootstrap intervals",
+        "point, bands are 95 % bootstrap intervals; at the bottom of a panel stands which is the better",
         wrap=True,
     )
     for line, p in zip(axes, config.parameters, strict=False):
@@ -192,7 +192,8 @@ def _plot_ratios(ax, rows):
         ax.plot(betas, values, line, color=colour, marker="o", lw=2 if method == DEFAULT else 1.2, label=method)
     ax.axhline(1, color="gray", lw=0.8)
     for r in (r for r in rows if r["method"] == "RP"):
-        ax.text(r["beta"], 1.0, r["better"], color="gray", ha="center", transform=ax.get_xaxis_transform())
+        style = {"color": "gray", "size": 7, "rotation": 90, "ha": "right", "va": "bottom"}
+        ax.text(r["beta"], 0.01, r["better"], transform=ax.get_xaxis_transform(), **style)
     ax.legend()
 
 
