@@ -4,13 +4,12 @@
     state = objective.init(key, theta)
     value, gradient, state = objective.value_and_grad(key, state, theta)
 
-A mixer needs weights that do not depend on the samples that it mixes. In training there are better ones than those of
-the other half of the lanes: what the nodes saw in earlier calls (`mixing/_moments.py`). The lanes stay whole, messages
-go back once, and a lane in thousands that explodes counts for what it is.
+The weights are of what the nodes saw in earlier calls (`mixing/_moments.py`): the lanes stay whole, messages go back
+once, and a lane in thousands that explodes counts for what it is.
 
 *Unbiased given the past.* Given state and parameters the weights are constants, and a mixture with constant weights
-that sum to 1 has the right expectation if each estimator has it (where a simulator jumps, reparameterization has not:
-`experiments.contact`), and if the call's key is independent of all the keys that went into state and parameters.
+that sum to 1 has the right expectation if each estimator has it (where a simulator jumps, reparameterization has not),
+and if the call's key is independent of all the keys that went into state and parameters.
 
 *By state.* With `by_state=True` each part of the state space has weights of its own (`mixing/_cells.py`), as gradients
 may explode in one part alone. A node sees its own variance, and not what cancels between nodes. Hence a *guard*:
@@ -18,13 +17,11 @@ messages go back twice, with these weights and by reparameterization alone, and 
 in earlier calls, by |g(k) - g(k-1)|^2, on average twice the variance. Its mean over the window leaves out the largest
 one of `RARE`: of two hundred changes the two of one explosion, while the likelihood ratio's noise is in all of them.
 
-*What it is slow at.* Where gradients exploded in earlier calls and do not any more, the likelihood ratio keeps its
-weight until the explosion has left the window, after one or two windows, and node by node somewhat longer, since what a
-node sees depends on the weights of the nodes behind it. The other way there is no delay.
+*What it is slow at.* Where gradients do not explode any more, the likelihood ratio keeps its weight until the explosion
+has left the window, after one or two windows, and node by node somewhat longer. The other way there is no delay.
 
 *How it is done.* Each visit of a mixer has a row of weights, which goes in with the tape, and sends back a row of
-moments, as the cotangent of a port. Visits are counted in the program's jaxpr: a node in a `scan` has as many as
-the scan has steps, and nodes in the branches of a `cond` have their own.
+moments, as the cotangent of a port. Visits are counted in the program's jaxpr.
 """
 
 from collections.abc import Callable, Sequence
@@ -155,7 +152,11 @@ def adaptive(
     def differentiate(key, state, args, kwargs):
         key = require_key("the first argument", key)
         require_differentiable(argnums, args)
-        plan, counted = make_plan(program, TapePlan(lanes, sites=(), cells=cells), has_aux, key, args, kwargs)
+
+        def run(*args):
+            return lambda tape: program(tape, *args, **kwargs)
+
+        plan, counted = make_plan(run(*args), TapePlan(lanes, sites=(), cells=cells), has_aux, key)
         slots = sum(plan.sites or ())
         if not slots:
             trouble = f"{counted.sites[0]} is never visited" if counted.sites else "no node of the program has a mixer"
@@ -172,7 +173,7 @@ def adaptive(
 
         def objective(chosen, rows, given):
             inputs, ledger = place(chosen, [n - 1 for n in numbers], args), Ledger(first=counted)
-            tape, aux = run_program(program, ledger, plan, has_aux, key, inputs, kwargs, {**given, sent: rows})
+            tape, aux = run_program(run(*inputs), ledger, plan, has_aux, key, {**given, sent: rows})
             if ledger.sites != counted.sites:
                 raise differs(f"the mixers were {counted.sites}, then {ledger.sites}")
             return jnp.mean(refuse_nan(tape._total, (inputs, kwargs)) if check_nan else tape._total), aux

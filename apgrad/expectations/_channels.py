@@ -2,9 +2,9 @@
 
     tape = channels.credit(tape, log_density, name="my node", baseline="leave_one_out")
 
-`credit` charges the costs after a random choice to the choice. Of a `Port` of its own a node takes the array as an
-input (`request`) and returns it as an output (`put`): its `backward` finds there what later nodes sent, and answers
-with what earlier nodes shall find. In the program's first trace nodes ask for ports; in the second the tape has them.
+`credit` charges the costs after a random choice to the choice. The array of a `Port` of its own is an input of a node
+(`request`) and an output (`put`): its `backward` finds there what later nodes sent, and answers with what earlier nodes
+shall find. In the program's first trace nodes ask for ports; in the second the tape has them.
 """
 
 import functools
@@ -74,8 +74,9 @@ def credit(
     if others and not living:
         charged = Port("standardized", shape, STANDARDIZED) if standardized else Port("baselined", shape, BASELINED)
     raw = Port("raw", shape, RAW)
+    asked = {charged, raw} if learn or living else {charged}
     if ledger.collecting:
-        ledger.ports |= {charged, raw} if learn or living else {charged}
+        ledger.ports |= asked
         ledger.charged_parts = name if parts else ledger.charged_parts
         if isinstance(baseline, str):
             ledger.leaving_one_out = True
@@ -83,15 +84,13 @@ def credit(
                 mark(zero, Mark.LEAVES_ONE_OUT, name)
         return tape._follow()
 
-    if not {charged, raw if learn or living else charged} <= tape._ports.keys():
+    if not asked <= tape._ports.keys():
         raise differs(f"{name} charges its choice in another way or shape")
     ports, dtype = dict(tape._ports), tape._plan.dtype
-    finite = jnp.isfinite(lax.stop_gradient(zero)).reshape(tape.lanes, -1).all(-1)
+    finite, zero = jnp.isfinite(lax.stop_gradient(zero)), zero_with_gradient(zero).astype(dtype)
     if weighed is not None:
-        finite = finite & jnp.isfinite(weighed).reshape(tape.lanes, -1).all(-1)
-    total = tape._total + jnp.where(finite, 0, jnp.nan).astype(dtype)
-    zero = zero_with_gradient(zero).astype(dtype)
-    zero = zero if weighed is None else zero + weighed.astype(dtype)
+        finite, zero = finite & jnp.isfinite(weighed), zero + weighed.astype(dtype)
+    total = tape._total + jnp.where(finite.reshape(tape.lanes, -1).all(-1), 0, jnp.nan).astype(dtype)
     before = tape._before(len(shape))
     others_mean = functools.partial(mean_of_others, folds=tape._plan.folds, mask=mask if living else None)
     if living:
@@ -101,8 +100,7 @@ def credit(
     if own is not None:
         b = jnp.asarray(own, dtype) if mask is None else jnp.where(mask, jnp.asarray(own, dtype), 0)
         taken = b - others_mean(b) if residual else b
-        correction = jnp.exp(before) * dice(0, zero, lax.stop_gradient(taken))
-        total = total + per_lane(tape._plan, correction)
+        total = total + per_lane(tape._plan, jnp.exp(before) * dice(0, zero, lax.stop_gradient(taken)))
         if learn:
             total = total + per_lane(tape._plan, zero_with_gradient(b**2 / 2))
             ports[raw] = ports[raw] - zero_with_gradient(b)
@@ -111,7 +109,7 @@ def credit(
 
 
 def request(tape: Tape, port: Port, what: str) -> jax.Array | None:
-    """The array of a port, for a node to take as an input; None in the first trace, where the tape has no ports yet."""
+    """The array of a port; None in the first trace, where the tape has no ports yet."""
     ledger = tape._require_current(what)
     if ledger.collecting:
         ledger.ports.add(port)
@@ -132,11 +130,6 @@ def folds(tape: Tape) -> int:
     return tape._plan.folds
 
 
-def is_adaptive(tape: Tape) -> bool:
-    """Whether the program runs under `ap.adaptive`."""
-    return tape._plan.sites is not None
-
-
 class Visits(NamedTuple):
     """The ports of `ap.adaptive`, for a program whose mixers are visited `slots` times."""
 
@@ -148,12 +141,9 @@ class Visits(NamedTuple):
 def visits(plan: TapePlan) -> Visits:
     """The ports of `ap.adaptive`, from how often each site is visited."""
     sites = plan.sites or ()
-    slots = sum(sites)
-    return Visits(
-        Port("visits", (len(sites),), dtype=jnp.int32),
-        Port("weights", (slots, plan.cells, 4), CONSTANT, jnp.float32),
-        Port("rows", (slots, plan.cells, ROW)),
-    )
+    weights = Port("weights", (sum(sites), plan.cells, 4), CONSTANT, jnp.float32)
+    rows = Port("rows", (sum(sites), plan.cells, ROW))
+    return Visits(Port("visits", (len(sites),), dtype=jnp.int32), weights, rows)
 
 
 class Visit(NamedTuple):
@@ -181,11 +171,6 @@ def visit(tape: Tape, what: str) -> tuple[Tape, Visit | None]:
     return tape, Visit(slot, None if given is None else lax.stop_gradient(given[slot]))
 
 
-def rows_of(tape: Tape) -> Port:
-    """The port on which mixers send what they saw to `ap.adaptive`."""
-    return visits(tape._plan).rows
-
-
 def drawn(tape: Tape, x: jax.Array) -> jax.Array:
     """The samples, (lanes, ...); where lanes are tested for independence, some get another lane's sample."""
     tape._require_current("drawn")
@@ -197,13 +182,12 @@ def declare_parts(tape: Tape, shape: tuple[int, ...], what: str, parts: bool | N
 
     `parts` is what the user said, or None; `charged` is whether the choice is charged with costs, so that it matters.
     """
+    if parts is None and charged and tape.data is not None and shape[1:2] == (tape.data,):
+        raise ValueError(
+            f"{what}: the sample has shape {shape}, whose second axis is as long as data={tape.data}. Say parts=True "
+            "if it is one choice for each datum, which then pays for the costs of its datum only; parts=False if not."
+        )
     if not parts:
-        data = tape._plan.data
-        if parts is None and charged and data is not None and shape[1:2] == (data,):
-            raise ValueError(
-                f"{what}: the sample has shape {shape}, whose second axis is as long as data={data}. Say parts=True if "
-                "it is one choice for each datum, which then pays for the costs of its datum only; parts=False if not."
-            )
         return False
     if len(shape) < 2 or shape[1] < 1:
         raise ValueError(
@@ -213,17 +197,6 @@ def declare_parts(tape: Tape, shape: tuple[int, ...], what: str, parts: bool | N
     return True
 
 
-def declare_lanes_interact(tape: Tape, what: str) -> Tape:
-    """Says that a node lets lanes act on each other: credit, which goes to a lane's own choices, is then refused."""
-    tape._require_current(what).interacting = what
-    return tape._follow()
-
-
-def declare_weighed(tape: Tape, what: str) -> None:
-    """Says that a node weighs the costs after it, which not all that is done with costs knows how to take."""
-    tape._require_current(what).weighed = what
-
-
-def declare_weighing(tape: Tape, what: str) -> None:
-    """Says that a node takes weights from the samples that it weighs, so that cross-fitting has two streams."""
-    tape._require_current(what).weighing = what
+def declare(tape: Tape, what: str, doing: Literal["interacting", "weighed", "weighing"]) -> None:
+    """Says what a node does that others must know of; see `Ledger`."""
+    setattr(tape._require_current(what), doing, what)

@@ -1,8 +1,8 @@
 """Messages clipped lane by lane: a bound on what one lane can do to a gradient.
 
-A gradient through chaotic steps is a mean over lanes, most of which agree. In a few lanes the product of the steps'
-Jacobians explodes, and these lanes make nearly all of the variance, though they say little about the direction. So a
-node on the lanes' state bounds each lane's message m, the derivative of all later costs, by the typical lane's:
+In a few lanes the product of a chaotic program's Jacobians explodes, and these lanes make nearly all of the variance,
+though they say little about the direction. So a node on the lanes' state bounds each lane's message m, the derivative
+of all later costs, by the typical lane's:
 
     m' = m min(1, T / |m|),     T = factor exp(mean of log |m_j| over lanes j),
 
@@ -10,14 +10,12 @@ with the mean over living lanes whose message is neither zero nor infinite nor N
 moved by one exploded lane as the median, without a sort. T scales with the messages: neither the units of the cost nor
 the horizon matter, and where all lanes explode alike nothing is cut.
 
-*Bias.* The expected message is off by E[(1 - T / |m|)_+ m], no longer than E[(|m| - T)_+], while the variance that a
-lane can have is at most T^2. The cut message goes on at every node before this one, so the gradient is that of no
-objective. The bias does not fall with more lanes. It is largest where few lanes rightly have long messages, as lanes
+*Bias.* The expected message is off by E[(1 - T / |m|)_+ m], no longer than E[(|m| - T)_+], and the gradient is that of
+no objective. The bias does not fall with more lanes. It is largest where few lanes rightly have long messages, as lanes
 far from the goal have when the others have reached it.
 
-*What overflows.* Lengths are compared as logarithms, of a message over its largest component: 1e30 squared is no
-problem. An infinite message has the direction of its infinite components, and is cut to T. One with NaN has no
-direction, and passes as it is.
+*What overflows.* Lengths are compared as logarithms, of a message over its largest component. An infinite message has
+the direction of its infinite components, and is cut to T. One with NaN has no direction, and passes as it is.
 """
 
 import functools
@@ -32,7 +30,7 @@ from apgrad._ground.arguments import meets
 from apgrad._ground.propagator import Propagator, Static, first_order, node
 from apgrad._programs.jaxprs import is_inexact
 from apgrad.expectations import _channels as channels
-from apgrad.expectations._lanes import require_lanes, require_mask
+from apgrad.expectations._lanes import over, require_lanes, require_mask
 from apgrad.expectations._tape import Tape, require_tape
 
 
@@ -118,10 +116,9 @@ def _backward(memory, message):
 
     def direction(m):
         m = m.astype(np.promote_types(m.dtype, log_factor.dtype))
-        wide = lambda x: x.reshape(*shape, *[1] * (m.ndim - len(shape)))
-        return jnp.where(wide(infinite), jnp.where(jnp.isinf(m), jnp.sign(m), 0), m / wide(scale)), wide
+        return jnp.where(over(infinite, m.ndim), jnp.where(jnp.isinf(m), jnp.sign(m), 0), m / over(scale, m.ndim))
 
-    squares = sum(jnp.sum(jnp.square(jnp.abs(direction(m)[0])).reshape(*shape, -1), -1) for m in leaves)
+    squares = sum(jnp.sum(jnp.square(jnp.abs(direction(m))).reshape(*shape, -1), -1) for m in leaves)
     half = jnp.log(jnp.where(usable | infinite, squares, 1)) / 2
     length = jnp.log(scale) + half  # its logarithm
     counted = (usable & living).reshape(folds.value, -1)
@@ -133,8 +130,7 @@ def _backward(memory, message):
     def answer(m):
         if not is_inexact(m):
             return None
-        along, wide = direction(m)
-        return jnp.where(wide(cut), (along * wide(jnp.exp(limit - half))).astype(m.dtype), m)
+        return jnp.where(over(cut, m.ndim), (direction(m) * over(jnp.exp(limit - half), m.ndim)).astype(m.dtype), m)
 
     counts = jnp.stack([cut.sum(), (~jnp.isfinite(largest)).sum()])
     return jax.tree.map(answer, message), counts, None, None, None

@@ -1,16 +1,15 @@
 """Cross-fitting: each half of the lanes is weighed by statistics of the other half alone.
 
-With `ap.expectation(..., cross_fit=True)` the lanes come in two *folds*, first half and second, and the gradient is
-unbiased if each fold is weighed by the statistics of the other fold alone. But the messages that a fold sends back
-with the other fold's weights depend on both folds, and so would statistics that are taken from them further back. Hence
-two *streams* of messages go back. In the *own* stream each fold is weighed by its own weights; this stream gives the
-statistics. In the *output* stream each fold is weighed by the other fold's weights; this stream gives the gradient.
-With one fold held fixed, the output of the other fold is a mixture with fixed weights, and so unbiased.
+The lanes come in two *folds*, first half and second. The messages that a fold sends back with the other fold's weights
+depend on both folds, and so would statistics that are taken from them further back. Hence two *streams* of messages go
+back. In the *own* stream each fold is weighed by its own weights; this stream gives the statistics. In the *output*
+stream each fold is weighed by the other fold's weights; this stream gives the gradient. With one fold held fixed, the
+output of the other fold is a mixture with fixed weights, and so unbiased.
 
-The code between the nodes, and JAX's reverse pass, know nothing of this. The whole objective is a node, whose forward
-pass keeps the program's pullback, and whose backward pass maps the pullback over an axis of two streams
-(`in_two_streams`). A mixer's node inside looks at the messages of both streams (`both_streams`) and answers in each, of
-which the answer in the stream at hand goes on (`at_hand`).
+The whole objective is a node, whose forward pass keeps the program's pullback, and whose backward pass maps the
+pullback over an axis of two streams (`in_two_streams`). A mixer's node inside looks at the messages of both streams
+(`both_streams`) and answers in each, of which the answer in the stream at hand goes on (`at_hand`). The code between
+the nodes knows nothing of this.
 """
 
 import functools
@@ -84,4 +83,4 @@ def at_hand(both: Streams, folds: int) -> Any:
     """What goes on in the stream at hand."""
     if folds == 1:
         return both.output
-    return jax.tree.map(lambda *x: jnp.where(lax.axis_index(STREAM) == 0, *x), both.own, both.output)
+    return jax.tree.map(lambda *x: jnp.where(lax.axis_index(STREAM) == 0, *x), *both)

@@ -8,10 +8,9 @@
     objective = ap.expectation(program, lanes=K, data=B)
 
 The lanes are the samples, and the data are parts of a lane: the choices for one datum pay for the costs of the same
-datum only, and the leave-one-out baseline is the mean over the other samples *of the same datum*. The objective is the
-mean over lanes and data (`per_lane`). With a lane for each datum and sample the gradient is right too, but the baseline
-is then mostly the mean over other data, and the variance several times as large. `warn_of_mixed_data` finds that where
-a score has its lanes from an array that the program was given.
+datum only, and the leave-one-out baseline is the mean over the other samples *of the same datum*. With a lane for each
+datum and sample the gradient is right too, but the baseline is then mostly the mean over other data, and the variance
+several times as large: `warn_of_mixed_data` finds where a score has its lanes from an array that was given.
 """
 
 import jax
@@ -63,24 +62,23 @@ def require_parts(plan: TapePlan, ledger: Ledger) -> None:
 def warn_of_mixed_data(program: Program, lanes: int) -> None:
     """Warns of leave-one-out baselines over lanes that have data of their own, of choices that a cost follows."""
     mixed = marks_with_outer_axis(program, Mark.LEAVES_ONE_OUT, lanes)
-    if mixed:
-        charged = followed(program, Mark.LEAVES_ONE_OUT, Mark.COST)
-        mixed = [name for name in mixed if name in charged]
-    if mixed:
+    charged = followed(program, Mark.LEAVES_ONE_OUT, Mark.COST) if mixed else set()
+    name = next((name for name in mixed if name in charged), None)
+    if name is None:
+        return
+    advice = (
+        "Let lanes be samples of one datum, and data a second axis: ap.expectation(program, lanes=samples, "
+        "data=batch), a distribution of batch shape (samples, batch), parts=True, costs of shape (samples, batch). "
+        "Or give the node a baseline of its own: baseline=ap.learned_baseline(...), a function, or None."
+    )
+    if name.startswith("choose"):
         advice = (
-            "Let lanes be samples of one datum, and data a second axis: ap.expectation(program, lanes=samples, "
-            "data=batch), a distribution of batch shape (samples, batch), parts=True, costs of shape (samples, batch). "
-            "Or give the node a baseline of its own: baseline=ap.learned_baseline(...), a function, or None."
+            "These are costs after the choice: put those that do not depend on it before it. Let its continuation "
+            "return what it costs on average, later choices summed over; or draw the choices by "
+            "ap.sample(..., parts=True), with lanes=samples and data=batch."
         )
-        if mixed[0].startswith("choose"):
-            advice = (
-                "These are costs after the choice: put those that do not depend on it before it. Let its continuation "
-                "return what it costs on average, later choices summed over; or draw the choices by "
-                "ap.sample(..., parts=True), with lanes=samples and data=batch."
-            )
-        warn(
-            f"{mixed[0]}: the leave-one-out baseline is the mean over other lanes, and here lanes differ by more than "
-            f"their samples: the program was given an array with a row for each of the {lanes} lanes. The gradient is "
-            "right, but its variance can be several times what it need be: the baseline averages over other data. "
-            + advice,
-        )
+    warn(
+        f"{name}: the leave-one-out baseline is the mean over other lanes, and here lanes differ by more than their "
+        f"samples: the program was given an array with a row for each of the {lanes} lanes. The gradient is right, but "
+        "its variance can be several times what it need be: the baseline averages over other data. " + advice
+    )

@@ -93,10 +93,12 @@ def expectation(
 
     def objective(key, *args, **kwargs):
         key = require_key("the objective's first argument", key)
-        plan, ledger = make_plan(program, TapePlan(lanes, folds=1 + cross_fit, data=data), has_aux, key, args, kwargs)
+        run = lambda tape: program(tape, *args, **kwargs)
+        plan, ledger = make_plan(run, TapePlan(lanes, folds=1 + cross_fit, data=data), has_aux, key)
 
         def evaluate(key, args, kwargs):
-            tape, aux = run_program(program, Ledger(first=ledger), plan, has_aux, key, args, kwargs)
+            run = lambda tape: program(tape, *args, **kwargs)
+            tape, aux = run_program(run, Ledger(first=ledger), plan, has_aux, key)
             total, aux = tape._total, _depend_on_choices(tape, aux)
             return jnp.mean(refuse_nan(total, (args, kwargs)) if check_nan else total), aux
 
@@ -228,10 +230,9 @@ def lane_costs(
     program: Callable[..., Any], lanes: int, key: jax.Array, *args: Any, disturbed: tuple[int, int] | None = None
 ) -> jax.Array:
     """Each lane's sum of costs, (lanes,). Lanes whose number has a bit at a value, `disturbed`, draw other samples."""
-    key = require_key("the key", key)
-    plan, ledger = make_plan(program, TapePlan(lanes), False, key, args, {})
-    plan = plan._replace(disturbed=disturbed)
-    return run_program(program, Ledger(first=ledger), plan, False, key, args, {})[0]._total
+    key, run = require_key("the key", key), lambda tape: program(tape, *args)
+    plan, ledger = make_plan(run, TapePlan(lanes), False, key)
+    return run_program(run, Ledger(first=ledger), plan._replace(disturbed=disturbed), False, key)[0]._total
 
 
 def _depend_on_choices(tape, aux):
@@ -244,24 +245,20 @@ def _depend_on_choices(tape, aux):
     return jax.tree.map(lambda x: x + zero.astype(x.dtype) if inexact(x) else x, aux)
 
 
+Run = Callable[[Tape], Any]  # a program with its arguments: a function of the tape alone
+
+
 def run_program(
-    program: Callable[..., Any],
-    ledger: Ledger,
-    plan: TapePlan,
-    has_aux: bool,
-    key: jax.Array,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    given: dict[Port, jax.Array] | None = None,
+    run: Run, ledger: Ledger, plan: TapePlan, has_aux: bool, key: jax.Array, given: dict[Port, Any] | None = None
 ) -> tuple[Tape, Any]:
-    """One trace of the program: its last tape, and aux. `given` are arrays for ports, which else begin with zeros."""
+    """One trace of a program: its last tape, and aux. `given` are arrays for ports, which else begin with zeros."""
     token = LEDGER.set(ledger)
     try:
         total = None if plan.dtype is None else jnp.zeros((plan.lanes,), plan.dtype)
         ports = {port: jnp.zeros(port.shape, port.dtype or plan.dtype) for port in plan.ports} | (given or {})
         if SEED in ports:
             ports[SEED] = jax.random.bits(jax.random.fold_in(key, 2**32 - 1), (), jnp.uint32)
-        result = program(Tape(plan, key, total, ports), *args, **kwargs)
+        result = run(Tape(plan, key, total, ports))
         if has_aux and not (isinstance(result, tuple) and len(result) == 2):
             raise TypeError(f"with has_aux=True the program must return (tape, aux), got {type(result).__name__}")
         tape, aux = result if has_aux else (result, None)
@@ -278,22 +275,14 @@ def run_program(
     return tape, aux
 
 
-def make_plan(
-    program: Callable[..., Any],
-    plan: TapePlan,
-    has_aux: bool,
-    key: jax.Array,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-) -> tuple[TapePlan, Ledger]:
+def make_plan(run: Run, plan: TapePlan, has_aux: bool, key: jax.Array) -> tuple[TapePlan, Ledger]:
     """The plan of a program's tape, from what its nodes ask for in an abstract trace, and the ledger of that trace.
 
     With `plan.sites` empty the sites of mixers are counted.
     """
     lanes, ledger = plan.lanes, Ledger()
     first = plan._replace(token=object())
-    # The abstract trace closes over the arguments, so they may be of any type.
-    collected, _ = trace(lambda: run_program(program, ledger, first, has_aux, key, args, kwargs)[0]._key)
+    collected, _ = trace(lambda: run_program(run, ledger, first, has_aux, key)[0]._key)
     if not ledger.cost_shapes:
         raise ValueError("the program never calls tape.cost, so there is nothing to take the expectation of")
     require_parts(plan, ledger)
@@ -349,19 +338,13 @@ def _(primals, tangents):
 
 
 @jax.custom_batching.custom_vmap
+@jax.jit  # one function for all calls: a new callback or branch would be compiled, and kept by JAX, at each call
 def _nan_flag(bad: jax.Array, given: list[jax.Array]) -> jax.Array:
     """0, or an error raised on the host: what uses the flag cannot be had without the check."""
-    return _zero_or_fail(bad, given)
-
-
-# One function for all calls: a new callback or branch at each call would be compiled, and kept by JAX, at each call.
-@jax.jit
-def _zero_or_fail(bad: jax.Array, given: list[jax.Array]) -> jax.Array:
-    flag = jax.ShapeDtypeStruct((), jnp.float32)
 
     def fail(given):
         finite = jnp.array([jnp.isfinite(x).all() for x in given] or [True]).all()
-        return jax.pure_callback(_fail, flag, finite)
+        return jax.pure_callback(_fail, jax.ShapeDtypeStruct((), jnp.float32), finite)
 
     return lax.cond(bad, fail, lambda _: jnp.zeros((), jnp.float32), given)
 

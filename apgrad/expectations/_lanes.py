@@ -11,17 +11,16 @@ def require_lanes(what: str, lanes: int, tree: Any) -> None:
     """Raises a `ValueError` unless every leaf's leading axis is the lanes."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] != lanes:
+            instead = "Broadcast it"
+            if jnp.ndim(leaf):
+                instead = (
+                    f"If its {len(leaf)} rows are examples that are lanes, give ap.expectation or ap.value_and_grad "
+                    f"lanes={len(leaf)}, and no data=; if the lanes share it, close over it, or broadcast it"
+                )
             raise ValueError(
                 f"{what}: argument {jax.tree_util.keystr(path)} has shape {jnp.shape(leaf)}, expected the lanes as "
-                f"leading axis, ({lanes}, ...). {_instead(leaf)} with jnp.broadcast_to(x, (tape.lanes, *x.shape))."
+                f"leading axis, ({lanes}, ...). {instead} with jnp.broadcast_to(x, (tape.lanes, *x.shape))."
             )
-
-
-def _instead(x: Any) -> str:
-    if not jnp.ndim(x):
-        return "Broadcast it"
-    rows = f"If its {len(x)} rows are examples that are lanes, give ap.expectation or ap.value_and_grad lanes={len(x)}"
-    return f"{rows}, and no data=; if the lanes share it, close over it, or broadcast it"
 
 
 def require_batch(what: str, lanes: int, *shapes: tuple[int, ...]) -> None:
@@ -38,7 +37,12 @@ def require_mask(what: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
     mask = jnp.asarray(mask)
     if mask.shape not in (shape[:1], shape) or mask.dtype != jnp.bool_:
         raise ValueError(f"{what}: the mask has shape {mask.shape} and dtype {mask.dtype}, expected Booleans {shape}")
-    return mask.reshape(*mask.shape, *[1] * (len(shape) - mask.ndim))
+    return over(mask, len(shape))
+
+
+def over(x: jax.Array, ndim: int) -> jax.Array:
+    """The same numbers with axes of one element behind, `ndim` axes in all: they broadcast over later axes."""
+    return x.reshape(*x.shape, *[1] * (ndim - x.ndim))
 
 
 def donors(lanes: int, bit: int, value: int) -> np.ndarray:
@@ -56,12 +60,12 @@ def fold(tree: Any, folds: int) -> Any:
 def mean_of_others(x: jax.Array, folds: int, mask: jax.Array | None = None) -> jax.Array:
     """For each lane, or sample, the mean over the others of its fold, those where a mask is True; 0 without any."""
     each = fold(x, folds)
-    if mask is not None:
-        alive = fold(jnp.broadcast_to(mask, x.shape), folds)
-        count = (jnp.sum(alive, axis=1, keepdims=True) - alive.astype(int)).astype(x.dtype)
-        each = jnp.where(alive, each, 0)
-        return ((jnp.sum(each, axis=1, keepdims=True) - each) / jnp.maximum(count, 1)).reshape(x.shape)
-    return ((jnp.sum(each, axis=1, keepdims=True) - each) / (each.shape[1] - 1)).reshape(x.shape)
+    if mask is None:
+        return ((jnp.sum(each, axis=1, keepdims=True) - each) / (each.shape[1] - 1)).reshape(x.shape)
+    alive = fold(jnp.broadcast_to(mask, x.shape), folds)
+    count = (jnp.sum(alive, axis=1, keepdims=True) - alive.astype(int)).astype(x.dtype)
+    each = jnp.where(alive, each, 0)
+    return ((jnp.sum(each, axis=1, keepdims=True) - each) / jnp.maximum(count, 1)).reshape(x.shape)
 
 
 def standard_score(x: jax.Array, folds: int) -> jax.Array:

@@ -47,12 +47,12 @@ class Ledger:
         self.parts: dict[int, str] = {}
         self.cost_shapes: set[tuple[int, ...]] = set()
         self.cost_dtypes: set[Any] = set()
-        self.interacting: str | None = None  # what lets lanes act on each other
+        self.interacting: str | None = None  # what lets lanes act on each other, so that no lane can have credit alone
         self.scoring: str | None = None  # what charges choices with costs
         self.charged_parts: str | None = None  # what charges the choices of a part with the part's own costs
         self.leaving_one_out = False  # whether a leave-one-out baseline is used
         self.discounting = False  # whether the credit of choices fades
-        self.weighing: str | None = None  # what takes weights from the samples
+        self.weighing: str | None = None  # what weighs samples by themselves, so that cross-fitting has two streams
         self.weighed: str | None = None  # what weighs the costs after it
         self.shaping = False  # whether a cost is shaped
         self.sites: list[str] = []  # the mixers met in this trace, for `ap.adaptive`
@@ -61,15 +61,13 @@ class Ledger:
         """Raises a `ValueError` where the second trace had what the first one had not. A cached `jit` may hide some."""
         if self.first is None:
             return
-        for name, now in vars(self).items():
-            before = getattr(self.first, name)
-            if name in ("parts", "cost_shapes", "cost_dtypes") and not set(now) <= set(before):
+        for name in ("parts", "cost_shapes", "cost_dtypes"):
+            before, now = getattr(self.first, name), getattr(self, name)
+            if not set(now) <= set(before):
                 raise differs(f"{name.replace('_', ' ')} {sorted(map(str, before))}, then {sorted(map(str, now))}")
-            if (
-                name in ("interacting", "scoring", "charged_parts", "discounting", "weighing", "weighed", "shaping")
-                and now
-                and not before
-            ):
+        for name in ("interacting", "scoring", "charged_parts", "discounting", "weighing", "weighed", "shaping"):
+            now = getattr(self, name)
+            if now and not getattr(self.first, name):
                 raise differs(f"only the second one was {name.replace('_', ' ')}{f', at {now}' * isinstance(now, str)}")
 
 

@@ -8,9 +8,8 @@
     state = training.init(key, theta)
     value, gradient, state = training.value_and_grad(key, state, theta)
 
-Let g_0, ..., g_L be gradients of the same samples at several levels, from much bias and little noise to no bias and
-perhaps very much noise. As in multilevel Monte Carlo (Giles, 2008) the last one is a telescoping sum, whose terms have
-a weight each here:
+Let g_0, ..., g_L be gradients of the same samples, from much bias and little noise to no bias and perhaps very much
+noise. As in multilevel Monte Carlo (Giles, 2008) the last one is a telescoping sum, whose terms have weights here:
 
     g = g_0 + sum_l w_l D_l,    D_l = g_l - g_{l-1}.
 
@@ -20,12 +19,10 @@ noise, so that E[D(now) . D(before)] is |b|^2 with no noise to take off, if b ch
 
     w_l = mean of D_l(k) . D_l(k-1) / mean of |D_l(k)|^2,     no less than 0 and no more than 1,
 
-over earlier calls: the share of the difference that repeats. Where gradients explode nothing repeats, w is near 0,
-and the gradient is the clipped one; so no factor is tuned. The weight does not depend on the samples that it weighs.
-
-One call in many in which a lane explodes should not make the weight of all others. So a difference that is longer than
-the typical one, the geometric mean over earlier calls, is cut to that length: a bias again, of calls in place of lanes.
-One that is not finite is left out, and counts as one that does not repeat.
+over earlier calls: the share of the difference that repeats. Where gradients explode nothing repeats, w is near 0, and
+the gradient is the clipped one. The weight does not depend on the samples that it weighs. A difference that is longer
+than the typical one, the geometric mean over earlier calls, is cut to that length, so that one call does not make the
+weight of all others: a bias again. One that is not finite is left out, and counts as one that does not repeat.
 """
 
 import math
@@ -36,6 +33,7 @@ import jax
 import jax.numpy as jnp
 
 from apgrad.expectations._adaptive import Adaptive
+from apgrad.expectations._lanes import over
 
 
 class MultilevelState(NamedTuple):
@@ -114,7 +112,8 @@ def multilevel(
         largest = jnp.stack([jnp.max(jnp.abs(_rows(x)), 1, initial=0) for x in jax.tree.leaves(found)]).max(0)
         usable = jnp.isfinite(largest) & (largest > 0)
         scale = jnp.where(usable, largest, 1)
-        scaled = jax.tree.map(lambda x: jnp.where(_over(usable, x), x / _over(scale, x).astype(x.dtype), 0), found)
+        unit = lambda x: jnp.where(over(usable, x.ndim), x / over(scale, x.ndim).astype(x.dtype), 0)
+        scaled = jax.tree.map(unit, found)
         length = jnp.where(usable, jnp.log(scale) + jnp.log(jnp.where(usable, _dot(scaled, scaled), 1)) / 2, -jnp.inf)
         return value, first, scaled, length, ~jnp.isfinite(largest), jnp.log(scale)
 
@@ -122,7 +121,7 @@ def multilevel(
         """The differences, none longer than the typical one, and the next state."""
         known, begun = jnp.isfinite(length), jnp.isfinite(state.log_length)
         unit = jnp.where(begun, state.log_length, jnp.where(known, length, 0))
-        by = lambda tree, log: jax.tree.map(lambda x: x * _over(jnp.exp(log), x).astype(x.dtype), tree)
+        by = lambda tree, log: jax.tree.map(lambda x: x * over(jnp.exp(log), x.ndim).astype(x.dtype), tree)
         cut = by(scaled, log_scale - jnp.maximum(unit, length))  # in units of the typical length
         blend = lambda old, new: keep * old + (1 - keep) * new
         after = jnp.where(begun & known, blend(unit, length), jnp.where(known, length, state.log_length))
@@ -150,11 +149,6 @@ def multilevel(
 
 def _rows(x):
     return x.reshape(x.shape[0], -1)
-
-
-def _over(levels, x):
-    """One number a level, with the axes of an array that has the levels first."""
-    return levels.reshape(-1, *[1] * (x.ndim - 1))
 
 
 def _dot(a, b):

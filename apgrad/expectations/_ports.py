@@ -1,8 +1,8 @@
 """Ports of a tape: the ways by which later costs and later nodes send messages to earlier choices.
 
 A port is an array that goes forward with the tape and that nodes change by zeros; its cotangent is the message. A port
-knows its *arithmetic*: what a cost does with it, what becomes of it when credit fades, and how branches join it. The
-tape knows no more of ports than this, so that an author of nodes can add one (`request` and `put` of `_channels.py`).
+knows its *arithmetic*: what a cost does with it, how credit fades, and how branches join it. The tape knows no more of
+ports than this, so that an author of nodes can add one (`request` and `put` of `_channels.py`).
 """
 
 from collections.abc import Callable
@@ -60,11 +60,8 @@ class Port(NamedTuple):
 def _once(why: str, instead: str) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """Zero in value; the derivative with respect to p is the message, and a second derivative is an error."""
     charge = backpropagation(lambda message, p: lax.stop_gradient(message) * p)
-    return node(
-        first_order(
-            charge, f"{why}, and differentiating it again would be silently wrong. Use {instead} for higher orders."
-        )
-    )
+    wrong = f"{why}, and differentiating it again would be silently wrong. Use {instead} for higher orders."
+    return node(first_order(charge, wrong))
 
 
 charge_shaped = _once(

@@ -130,7 +130,7 @@ def score(
         each = mask.reshape(*mask.shape, *[1] * (len(shape) - mask.ndim))
         zero, ratio = jnp.where(each, zero, 0), jnp.where(each, ratio, 0)
         alive = jnp.any(mask, axis=tuple(range(1 + by_part, mask.ndim)))
-    channels.declare_weighed(tape, what)
+    channels.declare(tape, what, "weighed")
     b = baselines.evaluate(baseline, None, (distribution,))
     return channels.credit(tape, zero, log_weight=ratio, name=what, parts=by_part, mask=alive, **b)
 

@@ -1,23 +1,21 @@
 """The tape: how costs find the random choices that caused them.
 
-An objective is an expectation, `J = E[sum of costs]`, over the samples that a program draws. Its likelihood-ratio
-derivative needs, at each random choice, the costs that come after it. Here they are cotangents of a port on a value,
-the tape, that is threaded through the program like a PRNG key.
-
-The tape carries, for each of B independent *lanes* (repetitions of the program, its leading axis), zeros p. A random
-choice x with log-density l adds `zero_with_gradient(l(x))` to p, and a cost c adds
+The likelihood-ratio derivative of `J = E[sum of costs]` needs, at each random choice, the costs that come after it.
+Here they are cotangents of zeros p on the tape, which is threaded through the program like a PRNG key. For each of B
+independent *lanes* (repetitions of the program, its leading axis), a random choice x with log-density l adds
+`zero_with_gradient(l(x))` to p, and a cost c adds
 
     c exp(p) + b (1 - exp(p))                                                        (*)
 
-to the lane's total; the objective is the mean of the totals over lanes. In value, (*) is c. Its derivatives are those
-of the DiCE objective (`dice` of `_ports.py`): in expectation right to any order, with the pathwise derivatives of c.
-The baseline b, a constant to differentiation, must not depend on the lane's own choices. Leave-one-out: b_i is the mean
-of the *other* lanes' c. So the cotangent that arrives at a random choice through p is, for each lane, the cost after
-the choice less the baseline, over B. Likelihood ratio multiplies it by the score; total propagation reads it.
+to the lane's total; the objective is the mean of the totals. In value, (*) is c. Its derivatives are those of DiCE
+(`dice` of `_ports.py`): in expectation right to any order, with the pathwise derivatives of c. The baseline b, a
+constant to differentiation, must not depend on the lane's own choices. So the cotangent that arrives at a choice
+through p is, for each lane, the cost after the choice less the baseline, over B. Likelihood ratio multiplies it by the
+score; total propagation reads it.
 
-Not all p are alike: each is a *port* with an arithmetic of its own (`_ports.py`), made only where a node asks for it
-(`_channels.py`), for the lane or for *parts*: components of a lane that are independent of each other, (lanes, parts),
-so that a part's choices pay for the costs of that part only.
+Each p is a *port* with an arithmetic of its own (`_ports.py`), made only where a node asks for it (`_channels.py`), for
+the lane or for *parts*, (lanes, parts): components of a lane that are independent of each other, so that a part's
+choices pay for the costs of that part only.
 """
 
 import functools
@@ -34,7 +32,7 @@ from apgrad._ground.arguments import meets
 from apgrad._ground.primitives import mark, refuse_batching
 from apgrad.expectations._branches import run_branches
 from apgrad.expectations._data_axis import per_lane
-from apgrad.expectations._lanes import cost_shape_error, fold, require_lanes
+from apgrad.expectations._lanes import cost_shape_error, fold, over, require_lanes
 from apgrad.expectations._ledger import LEDGER, Ledger, Mark, TapePlan
 from apgrad.expectations._ports import Arithmetic, Port, charge_shaped, dice
 
@@ -50,9 +48,9 @@ _STAMPS = itertools.count(1)  # one count for all programs, so that no tape of a
 class Tape:
     """A value to thread through a program: it brings each cost back to the choices before it.
 
-    `expectation` makes it and hands it to the program. `stochastic` functions, `sample`, `cost`, `parallel`
-    and `next_key` take a tape and return the next one; a tape is used once, and the last one is returned.
-    It is a pytree: `scan`, `while_loop`, `cond` and `checkpoint` carry it like an array.
+    `expectation` hands it to the program. `stochastic` functions, `sample`, `cost`, `parallel` and `next_key` take a
+    tape and return the next one; a tape is used once, and the last one is returned. It is a pytree: `scan`,
+    `while_loop`, `cond` and `checkpoint` carry it like an array.
 
     Attributes:
       lanes: the number of independent repetitions of the program, the leading axis of its arrays.
@@ -144,33 +142,30 @@ class Tape:
             ledger.shaping = True
             tape, key = self.next_key()
             require_lanes("tape.cost", self.lanes, args)
+            shaped = lambda key, args: shaping(key, cost, *args)
             if self._plan.folds == 1:
-                pathwise, message = shaping(key, cost, *args)
+                both = shaped(key, args)
             else:
-                folded = jax.vmap(lambda key, args: shaping(key, cost, *args))
-                both = folded(jax.random.split(key, self._plan.folds), fold(args, self._plan.folds))
-                pathwise, message = jax.tree.map(lambda x: x.reshape(self.lanes, *x.shape[2:]), both)
-            pathwise, message = (tape._check_cost(array, ledger, parts=False) for array in (pathwise, message))
+                both = jax.vmap(shaped)(jax.random.split(key, self._plan.folds), fold(args, self._plan.folds))
+                both = jax.tree.map(lambda x: x.reshape(self.lanes, *x.shape[2:]), both)
+            pathwise, message = (tape._check_cost(array, ledger, parts=False) for array in both)
             return tape._add(pathwise, ledger, message)
         if callable(cost):
             require_lanes("tape.cost", self.lanes, args)
             cost = jax.vmap(cost)(*args)
         elif args:
             raise TypeError("tape.cost(c) takes one array; tape.cost(function, *args) takes a function first")
-        cost = self._check_cost(cost, ledger)
-        return self._add(cost, ledger)
+        return self._add(self._check_cost(cost, ledger), ledger)
 
     def discount(self, factor: Any) -> "Tape":
         """Lets the credit of all choices so far fade: they are charged with later costs times a factor.
 
         Called once a step, before the step's choice, it charges a choice at step s with the costs at step t times
-        factor^(t - s): the policy gradient with discounted costs-to-go, of less variance, and **biased** for the sum of
-        the costs, unless late costs depend little on early choices. To discount the costs themselves, which biases
-        nothing, multiply what you give to `cost`. Pathwise derivatives do not fade.
+        factor^(t - s): discounted costs-to-go, of less variance, and **biased** for the sum of the costs. To discount
+        the costs themselves, which biases nothing, multiply what you give to `cost`. Pathwise derivatives do not fade.
 
         A zero p of the tape becomes log(1 + factor (exp(p) - 1)), so that the expectation of exp(p) - 1 stays 0 in
-        every derivative. In the second one the product of two scores fades too from the later one on, and between the
-        two, as in Loaded DiCE (Farquhar, Whiteson & Foerster, 2019).
+        every derivative, as in Loaded DiCE (Farquhar, Whiteson & Foerster, 2019).
 
         Args:
           factor: a number from 0 to 1, or one for each lane, (lanes,). It is a constant to differentiation. A factor
@@ -203,16 +198,12 @@ class Tape:
         if not meets(factor, lambda f: (f >= 0) & (f <= 1)):
             raise ValueError(f"discount takes a factor from 0 to 1, got {factor}")
         ledger.discounting = True
-        if ledger.collecting:
-            return self._follow()
-
-        def fade(port, p):
-            if port.arithmetic.fades is None:
-                return p
-            by_lane = jnp.broadcast_to(lax.stop_gradient(jnp.asarray(factor, p.dtype)), (self.lanes,))
-            return port.arithmetic.fades(by_lane.reshape(-1, *[1] * (p.ndim - 1)), p)
-
-        return self._follow(ports={port: fade(port, p) for port, p in self._ports.items()})
+        ports = dict(self._ports)  # none yet in the first trace
+        for port, p in ports.items():
+            if port.arithmetic.fades is not None:
+                by_lane = jnp.broadcast_to(lax.stop_gradient(jnp.asarray(factor, p.dtype)), (self.lanes,))
+                ports[port] = port.arithmetic.fades(over(by_lane, p.ndim), p)
+        return self._follow(ports=ports)
 
     def parallel(self, *branches: Callable[["Tape"], tuple["Tape", Any]]) -> tuple["Tape", tuple[Any, ...]]:
         """Runs branches that do not depend on each other, so that one's choices do not pay for another's costs.
@@ -312,7 +303,6 @@ def _arrays(tape: Tape) -> list[Any]:
 
 
 def _flatten(tape: Tape) -> tuple[Any, TapePlan]:
-    """The arrays of the tape, with their names, and its static structure."""
     if LEDGER.get() is not None and tape._stamp:
         ledger = tape._require_current("a tape given to a JAX transformation")
         ledger.flattened[ledger.arrays] = [weakref.ref(x) for x in _arrays(tape)]

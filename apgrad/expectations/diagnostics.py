@@ -4,11 +4,9 @@
     print(found)
     print(ap.diagnostics.recommend(found))
 
-*What a gradient costs.* The squared error of an estimate x_i of a gradient t is E |x_i - t|^2 = V + |b|^2, variance and
-squared bias, and an estimate takes s seconds: the *efficiency* is 1 / ((V + |b|^2) s). Where t is the mean of m
-estimates of a reference of variance V_r, the mean of n estimates is off by |b|^2 + V / n + V_r / m on average, squared,
-and these two are taken off. Objectives take turns, and the ratios of their seconds, round by round, say how well these
-are known.
+*What a gradient costs.* The squared error of an estimate of a gradient t is V + |b|^2, variance and squared bias, and
+an estimate takes s seconds: the *efficiency* is 1 / ((V + |b|^2) s). Where t is the mean of m estimates of a reference
+of variance V_r, the mean of n estimates is off by |b|^2 + V / n + V_r / m, squared, and these two are taken off.
 
 *What it does not say.* Where pathwise gradients explode, few estimates make the variance, and the true one is larger
 than any sample says: such heavy tails are flagged. The others may point the right way all the same: see the cosine.
@@ -48,8 +46,7 @@ class Row(NamedTuple):
       off: the bias of the worst element in standard errors (of the difference, against a reference), infinite where
         nothing varies; nan without truth.
       biased: whether the mean is off by more than chance explains, which happens to an unbiased gradient once in 1000
-        times: the test of `ap.testing.assert_unbiased`, for all the elements together. With few estimates of many
-        elements the worst element is many standard errors off by chance.
+        times: the test of `ap.testing.assert_unbiased`, for all the elements together.
       variance: the variance of one estimate, summed over the elements; infinite where an estimate is not finite.
       squared_bias: the square of the bias, less what the noise of both means adds to it; nan without truth.
       squared_error: of one estimate, variance and squared bias; the variance without truth.
@@ -129,13 +126,12 @@ def compare(
 ) -> Comparison:
     """Bias, variance, direction, seconds and efficiency of the gradients of objectives with the same expectation.
 
-    Each objective's gradient is compiled first, by itself, which takes from a second to half a minute an objective
-    and is not in its seconds. Estimates are computed one after the other, by a compiled `lax.map`; objectives take
-    turns, a chunk each, and the seconds are the median over rounds of a chunk's time, per estimate. A bar of progress
-    says which objective is compiled or run. A machine at rest gives the best figures.
+    Each objective's gradient is compiled first, which is not in its seconds. Estimates are computed one after the
+    other, by a compiled `lax.map`; objectives take turns, a chunk each, and the seconds are the median over rounds of a
+    chunk's time, per estimate. A machine at rest gives the best figures.
 
     A gradient that keeps a state from call to call, as `ap.adaptive` and `ap.multilevel` do, is no such objective:
-    compare what it is made of, and judge it by training.
+    judge it by training.
 
     Args:
       objectives: functions `(key, *args) -> scalar` by name, as `ap.expectation` makes them.
@@ -182,31 +178,28 @@ def compare(
     if reference is not None and reference not in objectives:
         raise ValueError(f"reference={reference!r} is none of the objectives, {list(objectives)}")
     chunk = -(-num_estimates // rounds)
-    compiled, refused = {}, {}
-    keys = jax.random.split(key, (len(objectives), rounds, chunk))
-    samples, seconds = {}, {}
-    steps = len(objectives) * (1 + rounds)
-    with progress_bar("comparing", steps) if progress else contextlib.nullcontext() as bar:
-        for (name, objective), mine in zip(objectives.items(), keys, strict=True):
-            _show(bar, f"compiling {name}", 0)
+    keys = dict(zip(objectives, jax.random.split(key, (len(objectives), rounds, chunk)), strict=True))
+    compiled, refused, samples, seconds = {}, {}, {}, {}
+    bar = progress_bar("comparing", len(objectives) * (1 + rounds)) if progress else None
+    with contextlib.nullcontext() if bar is None else bar:
+        for name, objective in objectives.items():
             try:
-                with _named(name):
-                    compiled[name] = _compile(objective, argnums, mine, args)
+                with _doing(bar, "compiling", name):
+                    compiled[name] = _compile(objective, argnums, keys[name][0], args)
             except (TypeError, ValueError) as error:
                 refused[name] = f"{type(error).__name__}: {error}"
-            _show(bar, "", 1 + rounds * (name in refused))
+                if bar is not None:
+                    bar.update(rounds)
         if not compiled or reference in refused:
             raise ValueError(f"compare has {'no reference' if compiled else 'nothing'} to go by, refused are {refused}")
         for r in range(rounds):
-            for name, (function, mine) in compiled.items():
-                _show(bar, f"running {name}", 0)
-                start = time.perf_counter()
-                with _named(name):
-                    out = jax.block_until_ready(function(mine[r], *args))
-                seconds.setdefault(name, []).append((time.perf_counter() - start) / chunk)
-                samples.setdefault(name, []).append(_flat(out, 1))
-                cuts = np.cumsum([x[0].size for x in jax.tree.leaves(out)])[:-1]
-                _show(bar, "", 1)
+            for name, function in compiled.items():
+                with _doing(bar, "running", name):
+                    start = time.perf_counter()
+                    out = jax.block_until_ready(function(keys[name][r], *args))
+                    seconds.setdefault(name, []).append((time.perf_counter() - start) / chunk)
+                    samples.setdefault(name, []).append(_flat(out, 1))
+                    cuts = np.cumsum([x[0].size for x in jax.tree.leaves(out)])[:-1]
     samples = {name: np.concatenate(x) for name, x in samples.items()}
     against = samples.get(reference or "") if truth is None else np.stack([_flat(truth, 0)] * 2)  # without a spread
     rows = {
@@ -292,28 +285,25 @@ def _ratio(first: Row, second: Row) -> tuple[float, float, float]:
 
 
 @contextlib.contextmanager
-def _named(name):
-    """Notes in an error which objective it is of."""
+def _doing(bar, what, name):
+    """A step of a bar of progress, if there is one; an error notes which objective it is of."""
+    if bar is not None:
+        bar.set_postfix_str(f"{what} {name}")
     try:
         yield
     except Exception as error:
         error.add_note(f"This is of the objective {name!r} of ap.diagnostics.compare.")
         raise
+    finally:
+        if bar is not None:
+            bar.update()
 
 
 def _compile(objective, argnums, keys, args):
     gradient = jax.grad(objective, argnums=argnums)
     function = jax.jit(lambda keys, *args: lax.map(lambda key: gradient(key, *args), keys))
-    jax.block_until_ready(function(keys[0], *args))
-    return function, keys
-
-
-def _show(bar: Any, doing: str, done: int) -> None:
-    """Tells a bar of progress, if there is one, what is done now or how many steps are done."""
-    if bar is not None and doing:
-        bar.set_postfix_str(doing)
-    elif bar is not None:
-        bar.update(done)
+    jax.block_until_ready(function(keys, *args))
+    return function
 
 
 def _short(x: float, digits: int = 1) -> str:
@@ -330,11 +320,11 @@ def _mean_and_error(samples):
     return samples.mean(0), samples.std(0, ddof=1) / math.sqrt(len(samples))
 
 
+@np.errstate(invalid="ignore", divide="ignore")
 def _row(samples, times, against, cuts=()):
     seconds = float(np.median(times))
     n, size = samples.shape
-    with np.errstate(invalid="ignore"):
-        mean, error = _mean_and_error(samples)
+    mean, error = _mean_and_error(samples)
     finite = bool(np.isfinite(samples).all())
     d = np.square(samples - mean).sum(1) * n / (n - 1) if finite else np.full(n, np.inf)
     variance = float(d.mean())
@@ -343,15 +333,13 @@ def _row(samples, times, against, cuts=()):
     heavy = not finite or bool(variance > 0 and d.max() > min(max(0.2, 6 * math.log(2 * n) / n), 0.5) * n * variance)
     bias, off, squared_bias, more, rounding = None, math.nan, math.nan, 0.0, False
     bound, biased = NormalDist().inv_cdf(1 - SIGNIFICANT / (2 * max(size, 1))), False
-    with np.errstate(invalid="ignore"):
-        truth = (n * mean - samples) / (n - 1)
+    truth = (n * mean - samples) / (n - 1)
     if against is not None:
         truth, truth_error = _mean_and_error(against)
         if truth.shape != mean.shape:
             raise ValueError(f"the gradient has {mean.size} elements, the truth {truth.size}")
         bias = mean - truth
-        with np.errstate(invalid="ignore", divide="ignore"):
-            offs = np.where(bias == 0, 0.0, np.abs(bias) / np.hypot(error, truth_error))
+        offs = np.where(bias == 0, 0.0, np.abs(bias) / np.hypot(error, truth_error))
         far = offs > bound
         rounding = bool(0 < np.linalg.norm(bias[far]) <= ROUNDING * np.linalg.norm(truth))
         if rounding:
@@ -361,17 +349,15 @@ def _row(samples, times, against, cuts=()):
             differences = samples[:pairs] - against[:pairs] if truth_error.any() else samples - truth
             deviations = np.where(far & rounding, 0.0, differences)
             leaves = np.split(deviations, cuts, axis=1)
-            chance = test_of_bias.distance(
-                leaves, [np.zeros(x.shape[1]) for x in leaves], NormalDist().inv_cdf(1 - SIGNIFICANT / 2)
-            )
+            zeros, level = [np.zeros(x.shape[1]) for x in leaves], NormalDist().inv_cdf(1 - SIGNIFICANT / 2)
+            chance = test_of_bias.distance(leaves, zeros, level)
             biased = chance.off > chance.bound
             if biased and np.linalg.norm(bias) <= ROUNDING * np.linalg.norm(truth):  # too little in each element
                 biased, rounding = False, True
             off = float(np.max(np.where(np.isnan(offs), np.inf, offs), initial=0))
             squared_bias = max(float(bias @ bias - error @ error - truth_error @ truth_error), 0.0)
             d, more = np.square(samples - truth).sum(1), 2 * float(_mean_and_error(against @ bias)[1])
-    with np.errstate(invalid="ignore", divide="ignore"):
-        cosines = (samples * truth).sum(1) / (np.linalg.norm(samples, axis=1) * np.linalg.norm(truth, axis=-1))
+    cosines = (samples * truth).sum(1) / (np.linalg.norm(samples, axis=1) * np.linalg.norm(truth, axis=-1))
     cosine = float(np.median(np.where(np.isfinite(cosines), cosines, 0)))
     squared_error = variance if math.isnan(squared_bias) else variance + squared_bias
     uncertainty = math.hypot(float(d.std(ddof=1)) / math.sqrt(n), more) if finite else math.inf

@@ -3,41 +3,36 @@
     estimator = ap.total_propagation(weights=ap.weights.inverse_variance())     # as published
     estimator = ap.total_propagation(weights=ap.weights.Weights(ap.weights.Weighting(my_rule)))
 
-At a node stand n estimators (reparameterization first, then likelihood ratio). Each has a message for the node before
-and a contribution to the gradient of the target, the parameters. Both are linear in what is mixed, and all the
-estimators have the same expectation whatever happened before the node. So weights that sum to 1 and do not depend on
-the samples that they mix leave the gradient unbiased, and the message may have other weights than the contribution.
-`ap.expectation(..., cross_fit=True)` makes the weights independent of the samples.
+Each of a node's estimators (reparameterization first, then likelihood ratio) has a message for the node before and a
+contribution to the gradient of the target, the parameters, of the same expectation whatever happened before the node.
+So weights that sum to 1 and do not depend on the samples that they mix leave the gradient unbiased, and the message may
+have other weights than the contribution. `ap.expectation(..., cross_fit=True)` makes them independent of the samples.
 
-What remains is to make the variance small. Let c_e be the per-lane contributions to the target, V the variance over
-lanes summed over the target's elements, and D = c_2 - c_1, all centred over lanes; < , > is the inner product over
-lanes and elements.
+Let c_e be the per-lane contributions to the target, V the variance over lanes summed over the target's elements, and
+D = c_2 - c_1, all centred over lanes; < , > is the inner product over lanes and elements.
 
 * *Inverse variance* (Parmas et al., 2018; Proppo, section 3.4): w_e proportional to 1 / V(c_e). Right for independent
   estimators, which these are not.
 * *Local covariance*: the least V(c_1 + k D) is at k = - <c_1, D> / <D, D>.
-* *Suffix covariance*: what counts is the variance of the sum over nodes. With G the lane's gradient gathered so far on
-  the way back, the least V(G + c_1 + k D) is at - <G + c_1, D> / <D, D>. Good for the contribution. For the message it
-  is greedy: a message that suits this node's contribution may explode in the nodes before it.
+* *Suffix covariance*: with G the lane's gradient gathered so far on the way back, the least V(G + c_1 + k D) is at
+  - <G + c_1, D> / <D, D>. Good for the contribution. For the message it is greedy: a message that suits this node's
+  contribution may explode in the nodes before it.
 * *Decoupled*: the message by local covariance, the contribution by suffix covariance.
 
-*Shrinkage.* An estimated k is noisy, and where c_1 alone is good by far, the noise of tens of nodes is all that mixing
-adds. Used on lanes that it has not seen, s k costs <D, D> E (s k - k*)^2 more than the best k* does, which is least at
-s = k*^2 / (k*^2 + v), v the variance of k over samples of lanes (James & Stein, 1961). Contributions are heavy-tailed,
-so v is what leaving out each lane in turn says (the jackknife; HC3 of MacKinnon & White, 1985). With the residuals
-e = A + k D, A what is to be made small, and r = lanes / (lanes - 1), as the means change as well,
+*Shrinkage.* An estimated k is noisy. Used on lanes that it has not seen, s k costs <D, D> E (s k - k*)^2 more than the
+best k* does, which is least at s = k*^2 / (k*^2 + v), v the variance of k over samples of lanes (James & Stein, 1961).
+Contributions are heavy-tailed, so v is what leaving out each lane in turn says (the jackknife; HC3 of MacKinnon &
+White, 1985). With the residuals e = A + k D, A what is to be made small, and r = lanes / (lanes - 1), as the means
+change as well,
 
     v = sum_i (r <D_i, e_i> / (<D, D> - r <D_i, D_i>))^2,    k' = k max(0, 1 - v / k^2).
 
 In chaos c_1 explodes, and what is left of it must be shrunk, not k: the two change places where c_2 is typically the
-smaller, by the mean over lanes of log |c_e|, here not centred, which for c_1 grows with the Lyapunov exponent; a
-variance would turn with the one lane in thousands that is large. Stronger shrinkage takes away small weights of c_2,
-which alone keep a rare lane from exploding: with twice v the gradient of `experiments.lorenz_control` in chaos can have
-100 times the variance, and elsewhere a fifth less at most.
+smaller, by the mean over lanes of log |c_e|, here not centred; a variance would turn with the one lane in thousands
+that is large. Stronger shrinkage takes away small weights of c_2, which alone keep a rare lane from exploding.
 
 *Where the simulator jumps*, at a contact say, the pathwise derivative does not see the jump: reparameterization is
-biased, its variance is small, and all these rules give it the weight. `experiments/parts/jump_weights.py` has three
-rules that look for the bias, and `experiments.contact` measures which of them see what.
+biased, its variance is small, and all these rules give it the weight (`experiments/parts/jump_weights.py`).
 """
 
 import functools
@@ -164,11 +159,8 @@ def _first_alone(gradients, suffix):
 def least_variance(shrinkage: float = 0.0) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """The rule of least variance of `suffix + sum_e w_e gradients_e`, with weights in [0, 1] that sum to 1.
 
-    For two estimators it is the module's formula; further estimators are mixed in one after the other, each with the
-    mixture of the estimators before it.
-
-    Args:
-      shrinkage: the factor of v / k^2 in the module's formula; 0 for none.
+    Estimators are mixed in one after the other, each with the mixture of the estimators before it. `shrinkage` is the
+    factor of v / k^2 in the module's formula.
     """
     number("shrinkage", shrinkage)
 
@@ -216,7 +208,7 @@ def _sizes(gradients):
 
 
 def _typical(sizes):
-    """The mean over lanes of log |c|_1, not centred, as a few lanes would move the centre; NaN where it overflows."""
+    """The mean over lanes of log |c|_1; NaN where it overflows."""
     logs = jnp.log(sizes + jnp.finfo(sizes.dtype).tiny)
     # Not jnp.mean: XLA:CPU fuses the logarithm into the sum, where it is no vector code, and three times slower.
     return jnp.dot(logs, jnp.full(len(logs), 1 / len(logs), logs.dtype), precision="highest")

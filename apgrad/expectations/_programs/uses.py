@@ -2,9 +2,8 @@
 
 A program of one lane takes *parameters*, which lanes share, and values of its own lane. What it computes of parameters
 alone is a *view* of them: a transposed matrix, a broadcast bias. A *use* is an equation that takes a view together with
-values of the lane. All that the program knows of the parameters comes in at its uses, so the gradient of the parameters
-is a sum over the uses, each of which needs three things only: the views, the *operands* (what the use takes of the
-lane), and the message to what the use makes.
+values of the lane. The gradient of the parameters is a sum over the uses, each of which needs three things only: the
+views, the *operands* (what the use takes of the lane), and the message to what the use makes.
 
     outputs, operands, made = expose(program, inputs, ports)     # ports: zeros added to what the uses make
     made = replay(program, inputs, operands)                     # the same, as a function of the parameters alone
@@ -13,9 +12,8 @@ lane), and the message to what the use makes.
 parameters. Mapped over lanes, the second makes the sum over lanes by one product a layer, and the messages can be mixed
 in between. The gradients of single lanes are never made.
 
-*Sketches.* Weights of estimators need inner products of single lanes' gradients, and for these a short vector does.
-With random signs z_k of the parameters' shapes, f_k = <gradient, z_k>, the inner product of two gradients is the mean
-over k of f_k f'_k, on average over the signs. And f_k is a sum over the uses as well,
+*Sketches.* With random signs z_k of the parameters' shapes, f_k = <gradient, z_k>, the inner product of two lanes'
+gradients is the mean over k of f_k f'_k, on average over the signs. And f_k is a sum over the uses as well,
 
     f_k = sum over uses of <message, derivative of the use along z_k>.
 

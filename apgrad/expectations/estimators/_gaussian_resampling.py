@@ -48,7 +48,7 @@ def gaussian_resampling(tape: Tape, x: jax.Array) -> tuple[Tape, jax.Array]:
       >>> float(ap.grad(program, lanes=10_000)(jax.random.key(0), 2.0)).__round__(1)
       8.0
     """
-    tape = channels.declare_lanes_interact(tape, "gaussian_resampling")
+    channels.declare(tape, "gaussian_resampling", "interacting")
     require_lanes("gaussian_resampling", tape.lanes, x)
     tape, key = tape.next_key()
     flat, unravel = ravel_lanes("gaussian_resampling", x)

@@ -3,10 +3,9 @@
 The node pulls the messages back through each estimator, lane by lane, to the distribution's parameters. The *way back*
 from there on says what is weighed, and by what:
 
-* `by_arguments` (`target="arguments"`): one weight a node. The answers are pulled back to the node's arguments, and the
-  features that come of it (`_features.py`) go to a rule of `weights.py`. It makes one set of weights for the message to
-  the lanes' own arguments, and one for the contribution to the arguments that lanes share. `ap.adaptive` gives both
-  instead.
+* `by_arguments` (`target="arguments"`): one weight a node for the message to the lanes' own arguments, and one for the
+  contribution to the arguments that lanes share, by a rule of `weights.py` that sees features (`_features.py`), or
+  given by `ap.adaptive`.
 * `by_coordinates` (`target="parameters"`): a weight for each coordinate of the distribution's parameters (TPX: Parmas,
   Seno & Aoki, 2023). Message and contribution are one there, so there is no suffix, and the message's rule makes the
   weights. `of_batch` is the same for `ap.sample`, which samples one distribution of all lanes.
@@ -29,7 +28,7 @@ from numpyro.distributions import transforms
 
 from apgrad._programs.jaxprs import is_inexact, place
 from apgrad.expectations._cross_fitting import Streams
-from apgrad.expectations._lanes import fold
+from apgrad.expectations._lanes import fold, over
 from apgrad.expectations._programs.signs import wide
 from apgrad.expectations.estimators._estimator import Mixer
 from apgrad.expectations.mixing import _moments as moments
@@ -98,9 +97,8 @@ def by_arguments(node: TracedNode, memory: NodeMemory, to_x: Streams, to_zeros: 
             if back.of_shared and mixer.weights.contribution not in (None, mixer.weights.message):
                 for_contribution = weigh(node.what, mixer.weights.contribution, features, suffix)
         if visit is not None and rows is not None:
-            row = moments.row(
-                features[0], jnp.zeros_like(features[0, 0]) if suffix is None else suffix[0], cell, rows.shape[1]
-            )
+            gathered_here = jnp.zeros_like(features[0, 0]) if suffix is None else suffix[0]
+            row = moments.row(features[0], gathered_here, cell, rows.shape[1])
             rows = rows.at[visit.slot].set(row.astype(rows.dtype))
         if suffix is not None and later is not None:
             more = suffix.reshape(lanes, -1) + mixture(for_contribution, by_lane)
@@ -131,9 +129,8 @@ def by_coordinates(node: TracedNode, memory: NodeMemory, to_x: Streams, to_zeros
 
     def finish(mixed, weights, to_x, shared):
         nothing = [np.zeros(leaf.shape, jax.dtypes.float0) for leaf in leaves]
-        return jax.tree.map(
-            lambda g: None if g.dtype == jax.dtypes.float0 else g, pullback(place(mixed, floating, nothing))
-        )
+        back = pullback(place(mixed, floating, nothing))
+        return jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g, back)
 
     return _coordinates(node.what, node.mixer.weights.message, node.folds, by_stream, floating, finish)
 
@@ -246,11 +243,10 @@ def mixture(weights: Any, answers: Sequence[Any]) -> Any:
     """The estimators' answers, each fold weighed by its weights; the form of the weights is a prefix of an answer's."""
 
     def mix(weights, *leaves):
-        folds, coordinates = len(weights), weights.ndim > 2
-        shape = leaves[0].shape
-        each = (
-            weights[:, e].reshape(folds, 1, *shape[1:]) if coordinates else weights[:, e] for e in range(len(leaves))
-        )
+        folds, shape = len(weights), leaves[0].shape
+        each = list(jnp.moveaxis(weights, 1, 0))
+        if weights.ndim > 2:  # one for each coordinate
+            each = [w.reshape(folds, 1, *shape[1:]) for w in each]
         return add(times(w, fold(leaf, folds)) for w, leaf in zip(each, leaves, strict=True)).reshape(shape)
 
     return jax.tree.map(lambda w, *each: jax.tree.map(functools.partial(mix, w), *each), weights, *answers)
@@ -258,9 +254,7 @@ def mixture(weights: Any, answers: Sequence[Any]) -> Any:
 
 def times(weight: jax.Array, x: jax.Array) -> jax.Array:
     """The product of x and a weight, whose axes are the first of x; a weight of 0 makes 0 of an infinite value also."""
-    # An exploding estimator of weight 0 must leave nothing behind: 0 * inf would be NaN.
-    weight = weight.astype(x.dtype)
-    weight = weight.reshape(weight.shape + (1,) * (x.ndim - weight.ndim))
+    weight = over(weight.astype(x.dtype), x.ndim)
     return jnp.where(weight == 0, 0, weight * x)
 
 

@@ -2,9 +2,8 @@
 
 Given all that was drawn before a node's noise, the pathwise and the score message have the same mean, where the cost
 to come does not jump. So a weight may depend on that past, and where pathwise gradients explode in a part of the state
-space, the likelihood ratio is needed there alone. `ap.adaptive` can have moments, and weights, for each of `CELLS`
-Voronoi cells of fixed random points, among a node's own inputs less their mean over lanes, over their deviation.
-More than 8 numbers are sketched. Mean and deviation are of the past as well: no lane knows another lane's noise.
+space, the likelihood ratio is needed there alone. There are moments, and weights, for each of `CELLS` Voronoi cells of
+fixed random points, among a node's own inputs, standardized over lanes. More than 8 numbers are sketched.
 """
 
 from typing import Any

@@ -1,14 +1,14 @@
 """From a node's distributions back to its arguments, and on the way the features that a mixer's weights look at.
 
-The *target* of a node is a list of arrays: what is differentiated of the arguments that lanes share and of the arrays
-that the function closes over; where none of these is differentiated, the lanes' own arguments. The *features* of a lane
-are one short vector for each estimator: its gradient of the target, written in a row. Where the shared arguments have
-more than `EXACT` elements, all of it is a sketch of the gradient, which keeps inner products on average, and weights
-need nothing else (`_programs/uses.py`). Where they have not, the gradient of the arrays closed over stands behind that
-of the arguments, as it is or sketched by the same bound.
+The *target* of a node is what is differentiated of the arguments that lanes share and of the arrays that the function
+closes over; where none of these is differentiated, the lanes' own arguments. The *features* of a lane are, for each
+estimator, its gradient of the target in a row. Where the shared arguments have more than `EXACT` elements, all of it is
+a sketch of the gradient, which keeps inner products on average, and weights need nothing else (`_programs/uses.py`).
+Where they have not, the gradient of the arrays closed over stands behind that of the arguments, as it is or sketched by
+the same bound.
 
-`to_arguments` takes the estimators' messages back to the places where parameters enter the node's function. Both come
-cheaply there: sketches, and the sum over lanes of the node's contribution, once the messages are mixed.
+`to_arguments` takes messages back to the places where parameters enter the node's function. Both come cheaply there:
+sketches, and the sum over lanes of the node's contribution, once the messages are mixed.
 """
 
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ EXACT = 16  # the most elements of a target whose gradients are features as they
 class TracedNode(NamedTuple):
     """What is known of a mixer's node when the program is traced."""
 
-    mixer: Mixer  # the mixer
+    mixer: Mixer
     what: str  # the node's name in errors
     build: Callable[..., Any]  # `(shared, lane) -> distribution`, for one lane
     folds: int  # 2 with cross-fitting, 1 without
@@ -91,9 +91,7 @@ def to_arguments(
     one_lane = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), memory.lane)
     program, shapes = trace(traced.build, memory.shared, one_lane)
     floats = [i for i, x in enumerate(jax.tree.leaves(shapes)) if is_inexact(x)]
-    fixed = place(
-        [Value(ValueKind.VIEW, shared[i]) for i in chosen], chosen, [Value(ValueKind.FIXED, x) for x in shared]
-    )
+    fixed = [Value(ValueKind.VIEW if i in chosen else ValueKind.FIXED, x) for i, x in enumerate(shared)]
     if not sum(x.size for x in ([shared[i] for i in chosen] or [lane[i] for i in moving])):
         raise ValueError(empty_target(traced.what))
 
@@ -141,10 +139,9 @@ def to_arguments(
             answers.append(AtArguments(to_lane, to_uses, features(operands, to_uses, to_lane) if wanted else None))
         return answers, operands
 
-    wants = [wanted for _, wanted in messages]
+    sent, wants = zip(*messages, strict=True)
     made = jax.eval_shape(lambda lane: uses.expose(program, inputs(lane))[2], jax.tree.leaves(one_lane))
     ports = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), made)
-    sent = [message for message, _ in messages]
     answers, operands = jax.vmap(of_one_lane, (0, None, 0), axis_size=lanes)(lane, ports, sent)
 
     def to_shared(to_uses):
@@ -172,9 +169,9 @@ def _is_exact(arrays):
     return _size(arrays) <= EXACT
 
 
-def _size(target):
+def _size(arrays):
     """How many real numbers the arrays hold."""
-    return sum(jnp.size(x) * (1 + jnp.iscomplexobj(x)) for x in target)
+    return sum(jnp.size(x) * (1 + jnp.iscomplexobj(x)) for x in arrays)
 
 
 def _row(arrays):

@@ -5,26 +5,24 @@ node, and the gradient G that later nodes have gathered, the weights of least va
 
     k = - <c_1, D> / <D, D> for the message,    k = - <c_1 + G, D> / <D, D> for the contribution.
 
-Weights that come from other samples leave a gradient unbiased. What is averaged over calls is the inner products and
-not the weights: one lane in thousands that explodes would turn the weight of its call to the other estimator, while in
-the mean of the inner products it counts for what it is. Each cell of the node's inputs may have moments of its own
-(`_cells.py`); until a window has seen `ENOUGH` lanes a cell on average, all cells have the node's.
-
-Inner products of an exploding estimator overflow float32, and where its weight is 1e-15 the other weight is 1 - 1e-15.
-So a row has `<c_1, D>` and `<c_2, D>`, whose difference is `<D, D>`, so that both weights are ratios without
-cancellation, the same two with G, and a common power of two apart:
+What is averaged over calls is the inner products and not the weights: one lane in thousands that explodes would turn
+the weight of its call, while in the mean of the inner products it counts for what it is. Each cell of the node's inputs
+may have moments of its own (`_cells.py`); until a window has seen `ENOUGH` lanes a cell on average, all cells have the
+node's. Inner products of an exploding estimator overflow float32, and 1 - 1e-15 is 1. So a row has `<c_1, D>` and
+`<c_2, D>`, whose difference is `<D, D>`, the same two with G, and a common power of two apart:
 
     row = (<c_1, D>, <c_2, D>, <c_1 + G, D>, <c_2 + G, D>) / 2^e, and e.
 
-*Two windows.* Where pathwise gradients explode, the mean over a short window has not seen the lane in 100,000 that
-makes the variance, and the mean over a long one lags behind parameters that move. Both are kept, and the second
-estimator, the likelihood ratio, which does not explode, gets the larger of its two weights. A window forgets at once
-what leaves it, as exponential weights do not: 1e30 in one call is above all others until its weight is below 1e-30. So
+*Two windows.* The mean over a short window has not seen the lane in 100,000 that makes the variance, and the mean over a
+long one lags behind parameters that move. Both are kept, and the second estimator, the likelihood ratio, which does not
+explode, gets the larger of its two weights. A window forgets at once what leaves it, as exponential weights do not. So
 a window of n calls is two rows for each visit, of the current block of at most n calls and of the n calls before it.
 """
 
 import jax
 import jax.numpy as jnp
+
+from apgrad.expectations._lanes import over
 
 ENOUGH = 50  # lanes
 _NOTHING = -1e9  # the exponent of a row of zeros
@@ -83,7 +81,7 @@ def _total(rows, shares):
     """The weighed sum of rows over their first axis."""
     exponents = jnp.where(seen(rows), rows[..., 4:], _NOTHING)
     exponent = jnp.max(exponents, axis=0)
-    shares = shares.reshape(-1, *[1] * (rows.ndim - 1)).astype(rows.dtype)
+    shares = over(shares, rows.ndim).astype(rows.dtype)
     mixed = jnp.sum(shares * (rows[..., :4] * jnp.exp2(exponents - exponent)), axis=0)
     _, shift = jnp.frexp(jnp.max(jnp.abs(mixed), axis=-1, keepdims=True))
     return jnp.concatenate([jnp.ldexp(mixed, -shift), exponent + shift.astype(exponent.dtype)], axis=-1)

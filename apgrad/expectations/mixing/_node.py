@@ -5,14 +5,11 @@ To follow a mixer, read these files in this order:
 1. `_stochastic.py` checks the call; afterwards it charges the zeros of the mixer's scores with later costs
    (`credit` of `_channels.py`).
 2. This file draws one sample, and keeps each estimator's pullback.
-3. On the way back, `both_streams` of `_cross_fitting.py` shows the node the messages of both streams, and `at_hand`
-   sends on what the node answers in the stream at hand. The two streams begin in `in_two_streams`, around the program.
+3. On the way back, `_cross_fitting.py` shows the node the messages of both streams, and sends on what the node answers
+   in the stream at hand.
 4. `_backward.py` is the backward pass: each estimator's answer, the weights, and the sum of what is weighed.
 5. `_features.py` takes messages to the node's distributions on to its arguments, and makes the features that weights
    look at. With `target="parameters"` the messages are weighed at the distributions, without it.
-
-The backward pass is a rule of its own and no derivative, so second derivatives are refused: by `_mixer_node` below, and
-with cross-fitting already by `in_two_streams` of `_cross_fitting.py`.
 """
 
 from collections.abc import Callable, Sequence
@@ -63,8 +60,7 @@ def draw_by_mixer(
     gather a suffix together. Returns the next tape, the sample, and the zeros that are to be charged with costs.
     """
     at_arguments = mixer.target != "parameters"
-    channels.declare_weighing(tape, what)
-    _require_mixer(mixer, what, tape, by_coordinates=not at_arguments)
+    adaptive = _require_mixer(mixer, what, tape, by_coordinates=not at_arguments)
     arrays, restore = arrays_of([x for x, axis in zip(args, axes, strict=True) if axis is None])
     lane = [x for x, axis in zip(args, axes, strict=True) if axis == 0]
 
@@ -99,23 +95,20 @@ def draw_by_mixer(
             lane = at_hand(both, traced.folds)
         return shared, lane, None, None, None, gathered
 
-    suffix_port = suffix = rows_port = rows = None
+    ports: dict[str, Port] = {}
     # The port is asked for in both traces of the program, which may differ in what the function closes over.
-    gathers = channels.is_adaptive(tape) or any(w is not None and w.suffix for w in mixer.weights)
+    gathers = adaptive or any(w is not None and w.suffix for w in mixer.weights)
     floating = [x for x in arrays if is_inexact(x)]
     if at_arguments and floating and gathers:
-        suffix_port = Port(f"gathered by {name}", (tape.lanes, suffix_width(floating)))
-        suffix = channels.request(tape, suffix_port, what)
+        ports["suffix"] = Port(f"gathered by {name}", (tape.lanes, suffix_width(floating)))
     if visit is not None:
-        rows_port = channels.rows_of(tape)
-        rows = channels.request(tape, rows_port, what)
+        ports["rows"] = channels.visits(tape._plan).rows
+    gathered = Gathered(**{key: channels.request(tape, port, what) for key, port in ports.items()})
     x, zeros, gathered = _mixer_node(mixer, forward, backward, perturbed=True)(
-        (arrays, closed_over), lane, keys, channels.request(tape, SEED, what), visit, Gathered(suffix, rows)
+        (arrays, closed_over), lane, keys, channels.request(tape, SEED, what), visit, gathered
     )
-    if suffix_port is not None:
-        tape = channels.put(tape, suffix_port, gathered.suffix, what)
-    if rows_port is not None:
-        tape = channels.put(tape, rows_port, gathered.rows, what)
+    for key, port in ports.items():
+        tape = channels.put(tape, port, getattr(gathered, key), what)
     return tape, x, list(zip(zeros, _charged(mixer), strict=True))
 
 
@@ -126,7 +119,6 @@ def draw_batch_by_mixer(
 
     Parameters with the lanes as leading axis are weighed coordinate by coordinate, the others by one weight of all.
     """
-    channels.declare_weighing(tape, what)
     _require_mixer(mixer, what, tape, by_coordinates=True)
     lanes, folds = tape.lanes, channels.folds(tape)
     structure = jax.tree.structure(distribution)
@@ -220,8 +212,10 @@ def _mixer_node(mixer, forward, backward, **options):
 
 
 def _require_mixer(mixer, what, tape, *, by_coordinates):
-    """Raises an error for a mixer that cannot be mixed here."""
-    if channels.is_adaptive(tape):
+    """Whether the program runs under `ap.adaptive`; raises an error for a mixer that cannot be mixed here."""
+    channels.declare(tape, what, "weighing")
+    adaptive = tape._plan.sites is not None
+    if adaptive:
         trouble = None
         if by_coordinates:
             trouble = "this one has a weight for each coordinate: use ap.stochastic with target='arguments'"
@@ -237,3 +231,4 @@ def _require_mixer(mixer, what, tape, *, by_coordinates):
         raise ValueError(f"{what}: a mixer's target is 'arguments' or 'parameters', got {mixer.target!r}")
     if tape.lanes < 2:
         raise ValueError(f"{what} takes the variance over lanes and needs at least 2, got lanes={tape.lanes}")
+    return adaptive
