@@ -83,8 +83,7 @@ class Adaptive(NamedTuple):
     """A pair of pure functions, which work under `jit`, `scan` and `vmap`.
 
     Attributes:
-      init: `(key, *args) -> state`. It makes one gradient, for its moments alone. Call it under `jax.jit`: operation by
-        operation a gradient takes many seconds.
+      init: `(key, *args) -> state`. It makes one gradient, for its moments alone. Call it under `jax.jit`.
       value_and_grad: `(key, state, *args) -> (value, gradient, state)`; with `has_aux`, the value is `(value, aux)`.
         Each call needs a key of its own, independent of all keys that went into state and arguments.
     """
@@ -112,7 +111,7 @@ def adaptive(
       argnums: which arguments to differentiate: 1 is the program's first one, as in `value_and_grad`.
       window: how many calls are remembered for sure; all are forgotten after twice as many.
       by_state: give each part of a node's state space weights of its own, and take reparameterization alone where that
-        was better in earlier calls. For gradients that explode in a part of the state space. A call takes the reverse
+        was better in earlier calls: for gradients that explode in a part of the state space. A call takes the reverse
         pass twice, and the state keeps two gradients.
       has_aux: as in `expectation`.
       check_nan: as in `expectation`.
@@ -127,9 +126,7 @@ def adaptive(
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
-      >>> @ap.stochastic(ap.total_propagation())
-      ... def step(theta, x):
-      ...     return dist.Normal(x + theta, 0.1)
+      >>> step = ap.stochastic(ap.total_propagation())(lambda theta, x: dist.Normal(x + theta, 0.1))
       >>> def program(tape, theta):
       ...     carry = (tape, jnp.zeros(tape.lanes))
       ...     (tape, x), _ = jax.lax.scan(lambda c, _: (step(c[0], theta, c[1]), None), carry, length=5)

@@ -178,10 +178,7 @@ def drawn(tape: Tape, x: jax.Array) -> jax.Array:
 
 
 def declare_parts(tape: Tape, shape: tuple[int, ...], what: str, parts: bool | None, charged: bool) -> bool:
-    """Whether the second axis of a sample of this shape numbers parts of a lane that are independent of each other.
-
-    `parts` is what the user said, or None; `charged` is whether the choice is charged with costs, so that it matters.
-    """
+    """Whether the second axis of a sample is parts; `parts` is what the user said, `charged` whether it matters."""
     if parts is None and charged and tape.data is not None and shape[1:2] == (tape.data,):
         raise ValueError(
             f"{what}: the sample has shape {shape}, whose second axis is as long as data={tape.data}. Say parts=True "

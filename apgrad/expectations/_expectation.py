@@ -47,20 +47,18 @@ def expectation(
     """The objective of a program: the expectation of its costs, as an ordinary JAX function.
 
     Args:
-      program: `program(tape, *args) -> tape`, for `lanes` independent lanes at once: its arrays have the lanes as
-        leading axis. Lanes must not act on each other (no batch normalisation over lanes): likelihood-ratio credit goes
-        to a lane's own choices. It returns the last tape.
+      program: `program(tape, *args) -> tape`, which returns the last tape; its arrays have the lanes as leading axis.
+        Lanes must not act on each other (no batch normalisation over lanes): credit goes to a lane's own choices.
       lanes: how many lanes, at least 1; estimators with batch statistics need 2.
       data: how many data the minibatch has, where lanes are the samples of a datum, and the data are the second axis of
         choices (`parts=True`) and costs, (lanes, data), of which the objective is the mean. With `choose` the examples
         are the lanes instead.
-      cross_fit: take every batch statistic (weights, baselines, shaping) from one half of the lanes, the first or the
-        second, such that gradients of total propagation are unbiased. Lanes must be even and at least 4, and must
-        not act on each other; `apgrad.testing.assert_independent_lanes` looks whether they do.
+      cross_fit: take every batch statistic (weights, baselines, shaping) from one half of the lanes, such that
+        gradients of total propagation are unbiased. Lanes must be even, at least 4, and must not act on each other
+        (`apgrad.testing.assert_independent_lanes`).
       has_aux: the program returns `(tape, aux)`, the objective `(value, aux)`. Where a node has a score, aux has no
         derivative: reverse mode raises an error that says so, and in forward mode the derivative of aux is NaN.
-      check_nan: raise an error when a lane's costs are NaN, also under `jit`, by a host callback that runs only then.
-        Turn it off to export or serialize a compiled program.
+      check_nan: raise an error when a lane's costs are NaN, by a host callback. Turn it off to export a program.
 
     Returns:
       `objective(key, *args) -> scalar`, a pure function. The scalar is float32, or the costs' dtype where
@@ -167,14 +165,11 @@ def grad(
     Args:
       program: as in `expectation`.
       lanes: as in `expectation`.
-      argnums: as in `value_and_grad`.
+      argnums: as in `value_and_grad`, which raises the same errors.
       **options: the options of `expectation`.
 
     Returns:
       `function(key, *args) -> gradient`; with `has_aux`, `(gradient, aux)`.
-
-    Raises:
-      ValueError, TypeError: as `value_and_grad`.
 
     Example:
       >>> import jax, apgrad as ap
@@ -276,10 +271,7 @@ def run_program(
 
 
 def make_plan(run: Run, plan: TapePlan, has_aux: bool, key: jax.Array) -> tuple[TapePlan, Ledger]:
-    """The plan of a program's tape, from what its nodes ask for in an abstract trace, and the ledger of that trace.
-
-    With `plan.sites` empty the sites of mixers are counted.
-    """
+    """The tape's plan, by what nodes ask for in an abstract trace, and its ledger; sites are counted if not None."""
     lanes, ledger = plan.lanes, Ledger()
     first = plan._replace(token=object())
     collected, _ = trace(lambda: run_program(run, ledger, first, has_aux, key)[0]._key)
@@ -317,10 +309,7 @@ def make_plan(run: Run, plan: TapePlan, has_aux: bool, key: jax.Array) -> tuple[
 
 
 def refuse_nan(total: jax.Array, given: Any) -> jax.Array:
-    """The same totals; the host raises an error if one is NaN, when value or gradient is asked for.
-
-    The error says whether the program was given numbers that are not finite.
-    """
+    """The same totals; the host raises an error if one is NaN, which says whether what was given was finite."""
     arrays = [x for x in jax.tree.leaves(given) if isinstance(x, float | np.ndarray | jax.Array)]
     return _refuse_nan(total, [lax.stop_gradient(x) for x in arrays if jnp.issubdtype(jnp.result_type(x), jnp.inexact)])
 

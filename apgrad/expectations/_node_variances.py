@@ -1,7 +1,7 @@
 """How much each node's contribution to the gradient varies: `ap.diagnostics.node_variances`.
 
-Total propagation has the per-lane gradients of both estimators at every node, and hands them to its rule for weights.
-So a rule that listens, and else does what another rule does, hears the variances.
+Total propagation hands the per-lane gradients of both estimators at a node to its rule for weights. So a rule that
+listens, and else does what another rule does, hears the variances.
 """
 
 from collections.abc import Callable, Sequence
@@ -76,17 +76,15 @@ def node_variances(
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
       >>> def build(estimator):
-      ...     @ap.stochastic(estimator)
-      ...     def step(theta, x):
-      ...         return dist.Normal(theta * x, 0.1)
+      ...     step = ap.stochastic(estimator)(lambda theta, x: dist.Normal(theta * x, 0.1))
       ...     def program(tape, theta):
-      ...         x = jnp.ones(tape.lanes)
-      ...         (tape, x), _ = jax.lax.scan(lambda c, _: (step(c[0], theta, c[1]), None), (tape, x), length=3)
+      ...         tape, x = step(tape, theta, jnp.ones(tape.lanes))
+      ...         tape, x = step(tape, theta, x)
       ...         return tape.cost(x)
       ...     return program
       >>> found = ap.diagnostics.node_variances(build, 1000, jax.random.key(0), 2.0)
       >>> len(found.rp), bool((found.rp < found.lr).all())
-      (3, True)
+      (2, True)
     """
 
     def record(message: Weighting, contribution: Weighting | None):

@@ -154,9 +154,7 @@ def compare(
     Example:
       >>> import jax, apgrad as ap, numpyro.distributions as dist
       >>> def objective(estimator):
-      ...     @ap.stochastic(estimator)
-      ...     def draw(theta):
-      ...         return dist.Normal(theta, 1.0)
+      ...     draw = ap.stochastic(estimator)(lambda theta: dist.Normal(theta, 1.0))
       ...     def program(tape, theta):
       ...         tape, x = draw(tape, theta)
       ...         return tape.cost(x**2)

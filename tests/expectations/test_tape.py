@@ -2,6 +2,8 @@
 of the objective with respect to a lane's parameter *is* the message that its node received, over the lanes.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ import apgrad as ap
 from apgrad.expectations import _channels as channels
 from apgrad.expectations._ports import Arithmetic, Port
 
-KEY = jax.random.key(0)
+KEY, ONES = jax.random.key(0), jnp.ones(4)
 
 # The probes' parameters are the lanes' own.
 pytestmark = pytest.mark.filterwarnings("ignore:.*the baseline averages over other data")
@@ -48,15 +50,6 @@ def test_a_node_receives_the_costs_after_it_and_none_before():
     np.testing.assert_array_equal(b, jnp.full(4, 10.0))
 
 
-def test_the_value_is_the_mean_of_the_costs_exactly():
-    costs = jax.random.normal(KEY, (4,))
-
-    def program(tape, a):
-        return visit(tape, a, baseline="leave_one_out").cost(costs).cost(2 * costs)
-
-    assert jax.jit(ap.expectation(program, 4))(KEY, jnp.zeros(4)) == jnp.mean(costs + 2 * costs)
-
-
 def test_costs_are_counted_once_whatever_the_shape_of_the_data_flow():
     # The first sample is used by two nodes whose samples meet again in the cost: one path or two, it is
     # charged once.
@@ -88,38 +81,28 @@ def test_parallel_branches_do_not_pay_for_each_other():
 
 def test_parallel_branches_draw_different_numbers():
     def program(tape):
-        def branch(tape):
-            tape, x = ap.sample(tape, dist.Normal(jnp.zeros(4), 1.0), ap.reparameterization())
-            return tape, x
-
+        branch = lambda tape: ap.sample(tape, dist.Normal(jnp.zeros(4), 1.0), ap.reparameterization())
         tape, (x, y) = tape.parallel(branch, branch)
         return tape.cost((x == y).astype(jnp.float32))
 
     assert jax.jit(ap.expectation(program, 4))(KEY) == 0
 
 
-def test_leave_one_out_takes_off_the_mean_of_the_other_lanes_cost_by_cost():
+def test_baselines_of_a_lane():
     first, second = jnp.array([1.0, 2.0, 4.0, 9.0]), jnp.array([3.0, -1.0, 0.0, 5.0])
 
-    def program(tape, a, b):
-        tape = visit(tape, a, baseline="leave_one_out").cost(first)
-        return visit(tape, b).cost(second)
+    def program(tape, a, b, c):
+        tape = visit(tape, a, baseline="leave_one_out")
+        tape = visit(tape, b, baseline=lambda d: d.loc + jnp.arange(4.0)).cost(first)
+        return visit(tape, c).cost(second)
 
-    def centred(c):
-        return c - (jnp.sum(c) - c) / 3
-
-    a, b = messages(program, (4,), (4,))
-    np.testing.assert_allclose(a, centred(first) + centred(second), rtol=1e-6)
-    np.testing.assert_array_equal(b, second)  # baseline=None next to it: none is applied
-
-
-def test_a_baseline_of_the_nodes_inputs():
-    def program(tape, a):
-        tape = visit(tape, a, baseline=lambda d: d.loc + jnp.arange(4.0))
-        return tape.cost(jnp.full(4, 5.0))
-
-    (a,) = messages(program, (4,))
-    np.testing.assert_allclose(a, 5 - jnp.arange(4.0))
+    centred = lambda c: c - (jnp.sum(c) - c) / 3
+    a, b, c = messages(program, (4,), (4,), (4,))
+    np.testing.assert_allclose(a, centred(first) + centred(second), rtol=1e-6)  # cost by cost
+    np.testing.assert_allclose(b, first + second - jnp.arange(4.0))
+    np.testing.assert_array_equal(c, second)  # baseline=None next to it: none is applied
+    value = jax.jit(ap.expectation(program, 4))(KEY, *jnp.zeros((3, 4)))
+    assert value == jnp.mean(first + second)  # exactly
 
 
 @pytest.mark.parametrize("parts", [False, True])
@@ -149,7 +132,7 @@ def test_the_leave_one_out_baseline_of_masked_choices_is_the_mean_over_the_lanes
 def test_a_learned_baseline_has_the_gradient_of_the_regression_on_the_cost_to_go():
     def program(tape, a, phi):
         tape = tape.cost(jnp.full(4, 1000.0))
-        tape = visit(tape, a, baseline=ap.learned_baseline(lambda d: phi * jnp.ones(4)))
+        tape = visit(tape, a, baseline=ap.learned_baseline(lambda d: phi * ONES))
         return tape.cost(jnp.arange(4.0)).cost(jnp.full(4, 10.0))
 
     objective = ap.expectation(program, 4)
@@ -164,32 +147,22 @@ def test_a_learned_baseline_has_the_gradient_of_the_regression_on_the_cost_to_go
 
 
 def test_parts_are_charged_with_their_own_costs_and_the_lane_with_all():
-    costs = jnp.arange(12.0).reshape(4, 3)
-
-    def program(tape, lane, parts):
-        tape = visit(tape, lane)
-        tape = visit(tape, parts, parts=True)
-        return tape.cost(costs).cost(jnp.full(4, 100.0))
-
-    lane, parts = messages(program, (4,), (4, 3))
-    np.testing.assert_array_equal(lane, costs.sum(-1) + 100)
-    np.testing.assert_array_equal(parts, costs + 100)
-
-
-def test_parts_with_each_kind_of_baseline():
     costs = jnp.array([[1.0, 5.0], [2.0, 0.0], [6.0, 1.0]])
     b = jnp.array([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
 
-    def program(tape, x, y, z):
-        tape = visit(tape, x, baseline="leave_one_out", parts=True)
-        tape = visit(tape, y, baseline=lambda d: b, parts=True)
-        tape = visit(tape, z, baseline=ap.learned_baseline(lambda d: b), parts=True)
-        return tape.cost(costs)
+    def program(tape, lane, w, x, y, z):
+        tape = visit(tape, lane)
+        baselines = (None, "leave_one_out", lambda d: b, ap.learned_baseline(lambda d: b))
+        for parameter, baseline in zip((w, x, y, z), baselines, strict=True):
+            tape = visit(tape, parameter, baseline=baseline, parts=True)
+        return tape.cost(costs).cost(jnp.full(3, 100.0))
 
-    x, y, z = messages(program, (3, 2), (3, 2), (3, 2), lanes=3)
+    lane, w, x, y, z = messages(program, (3,), *[(3, 2)] * 4, lanes=3)
+    np.testing.assert_allclose(lane, costs.sum(-1) + 100, rtol=1e-6)
+    np.testing.assert_allclose(w, costs + 100, rtol=1e-6)
     np.testing.assert_allclose(x, costs - (costs.sum(0) - costs) / 2, rtol=1e-6)
-    np.testing.assert_allclose(y, costs - b, rtol=1e-6)
-    np.testing.assert_allclose(z, costs - b, rtol=1e-6)
+    for found in (y, z):
+        np.testing.assert_allclose(found, costs + 100 - b, rtol=1e-6)
 
 
 def test_an_author_of_nodes_adds_a_port_with_an_arithmetic_of_its_own():
@@ -221,20 +194,17 @@ def test_costs_inside_scan_cond_while_and_remat():
             return tape, None
 
         tape, _ = jax.lax.scan(body, tape, jnp.arange(3))
-        return visit(tape, b).cost(jnp.ones(4))
+        return visit(tape, b).cost(ONES)
 
     # Three visits of a, at costs-to-go 5, 5 (no cost at t = 0) and 3.
     for transform in (lambda f: f, jax.jit):
         objective = ap.expectation(program, 4)
         a, b = transform(jax.grad(objective, argnums=(1, 2)))(KEY, jnp.zeros(4), jnp.zeros(4))
         np.testing.assert_array_equal(4 * a, jnp.full(4, 13.0))
-        np.testing.assert_array_equal(4 * b, jnp.ones(4))
+        np.testing.assert_array_equal(4 * b, ONES)
 
     def looped(tape, a):
-        def body(state):
-            i, tape = state
-            return i + 1, visit(tape, a).cost(jnp.ones(4))
-
+        body = lambda state: (state[0] + 1, visit(state[1], a).cost(ONES))
         return jax.lax.while_loop(lambda state: state[0] < 3, body, (0, tape))[1]
 
     assert jax.jit(ap.expectation(looped, 4))(KEY, jnp.zeros(4)) == 3
@@ -266,23 +236,19 @@ def test_dtypes(x64):
     def program(dtype):
         return lambda tape: tape.cost(jnp.ones(tape.lanes, dtype)).cost(jnp.ones(tape.lanes, jnp.int32))
 
-    assert jax.eval_shape(ap.expectation(program(jnp.float64), 4), KEY).dtype == jnp.float64
-    assert jax.eval_shape(ap.expectation(program(jnp.float32), 4), KEY).dtype == jnp.float32
-    assert jax.eval_shape(ap.expectation(program(jnp.bfloat16), 4), KEY).dtype == jnp.float32
+    for given, summed in (("float64", "float64"), ("float32", "float32"), ("bfloat16", "float32")):
+        assert jax.eval_shape(ap.expectation(program(given), 4), KEY).dtype == summed
 
-
-def test_small_costs_of_low_precision_are_added_up_in_float32():
-    def program(tape):
+    def small(tape):
         body = lambda tape, _: (tape.cost(jnp.full(2, 0.001, jnp.bfloat16)), None)
         return jax.lax.scan(body, tape, length=4096)[0]
 
-    expected = 4096 * float(jnp.bfloat16(0.001))
-    np.testing.assert_allclose(jax.jit(ap.expectation(program, 2))(KEY), expected, rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(ap.expectation(small, 2))(KEY), 4096 * float(jnp.bfloat16(0.001)), rtol=1e-5)
 
 
 def test_expectation_works_under_vmap_and_with_raw_keys():
     def program(tape, a):
-        tape, x = ap.sample(tape, dist.Normal(a * jnp.ones(4), 1.0), ap.likelihood_ratio())
+        tape, x = ap.sample(tape, dist.Normal(a * ONES, 1.0), ap.likelihood_ratio())
         return tape.cost(x**2)
 
     gradient = jax.jit(jax.grad(ap.expectation(program, 4), argnums=1))
@@ -307,77 +273,88 @@ def test_nested_expectations():
 # Errors.
 
 
-def refused(match, program, *args, raised=ValueError, lanes=4, **options):
+def refused(match, program, *shapes, raised=ValueError, lanes=4, **options):
     with pytest.raises(raised, match=match):
-        jax.eval_shape(ap.expectation(program, lanes, **options), KEY, *args)
+        jax.eval_shape(ap.expectation(program, lanes, **options), KEY, *map(jnp.zeros, shapes))
 
 
-def test_a_tape_used_twice_is_refused():
-    def twice(tape, a):
-        visit(tape, a)
-        return tape.cost(jnp.ones(4))
-
-    refused("already used", twice, jnp.zeros(4))
-
-    def branches(tape, a):
-        return jax.lax.cond(True, lambda: visit(tape, a), lambda: visit(tape, a)).cost(jnp.ones(4))
-
-    refused("carry or operand", branches, jnp.zeros(4))
+def after(first, then=lambda tape: tape.cost(ONES)):
+    """A program that goes on with the tape it began with, whatever was done with it."""
+    return lambda tape, a: (first(tape, a), then(tape))[1]
 
 
-@pytest.mark.parametrize("cached", [False, True])
-def test_a_stale_tape_after_a_transformed_function_is_refused(cached):
-    step = jax.jit(lambda tape, a: visit(tape, a)) if cached else (lambda tape, a: visit(tape, a))
-
-    def program(tape, a):
-        tape = step(tape, a)
-        step(tape, a)
-        return tape.cost(jnp.ones(4))
-
-    refused("already used", program, jnp.zeros(4))
+def closed_over_by_a_scan(tape, a):
+    body = lambda x, _: (ap.sample(tape, dist.Normal(a + x, 1.0), probe())[1], None)
+    return tape.cost(jax.lax.scan(body, jnp.zeros(4), length=3)[0])
 
 
-def test_a_tape_closed_over_by_a_scan_is_refused():
-    def program(tape, a):
-        def body(x, _):
-            _, y = ap.sample(tape, dist.Normal(a + x, 1.0), probe())
-            return y, None
-
-        x, _ = jax.lax.scan(body, jnp.zeros(4), length=3)
-        return tape.cost(x)
-
-    refused("do not close over it", program, jnp.zeros(4))
+def stale_in_a_branch(tape, a):
+    return tape.parallel(lambda t: (visit(t, a), (t, None))[1])[0]
 
 
-def test_a_tape_that_is_not_returned_or_not_the_last_is_refused():
-    refused(r"return its last tape, got .*has_aux", lambda tape: jnp.mean(jnp.ones(4)), raised=TypeError)
-    refused("got tuple", lambda tape: (tape.cost(jnp.ones(4)), 1), raised=TypeError)
-    refused(r"\(tape, aux\)", lambda tape: tape.cost(jnp.ones(4)), raised=TypeError, has_aux=True)
+JITTED = jax.jit(visit)
+PARTS = functools.partial(visit, parts=True)
+USED_TWICE = {
+    "at once": after(visit),
+    "after a compiled function": lambda tape, a: after(JITTED)(JITTED(tape, a), a),
+    "in the branches of a cond": lambda tape, a: jax.lax.cond(True, lambda: visit(tape, a), lambda: visit(tape, a)),
+    # Accepted, it would lose the first choice and draw the same numbers again: a gradient of zero.
+    "by a scan": after(visit, lambda tape: jax.lax.scan(lambda t, _: (t.cost(ONES), None), tape, length=2)[0]),
+    "by a jit": after(visit, jax.jit(lambda tape: tape.cost(ONES))),
+    "by a cond": after(
+        visit, lambda tape: jax.lax.cond(True, lambda t: t.cost(ONES), lambda t: t.cost(0 * ONES), tape)
+    ),
+    "by a checkpoint": after(visit, jax.checkpoint(lambda tape: tape.cost(ONES))),
+    "by a scan that closes over it": closed_over_by_a_scan,
+}
 
-    def stale(tape, a):
-        before = tape
-        visit(tape, a).cost(jnp.ones(4))
-        return before
 
-    refused("returned an earlier tape", stale, jnp.zeros(4))
+@pytest.mark.parametrize("program", USED_TWICE.values(), ids=USED_TWICE.keys())
+def test_a_tape_used_twice_is_refused(program):
+    refused("already used.*carry or operand, do not close over it", program, (4,))
 
 
-def test_a_branch_that_returns_no_tape_or_a_stale_one_is_refused():
-    refused(
-        r"branch 1 .*\(tape, output\)",
-        lambda tape: tape.parallel(lambda t: (t, 0), lambda t: t)[0].cost(jnp.ones(4)),
-        raised=TypeError,
-    )
-    refused("at least one branch", lambda tape: tape.parallel()[0])
+RAISES_TYPE_ERROR = {
+    r"return its last tape, got .*has_aux": lambda tape: jnp.mean(ONES),
+    "got tuple": lambda tape: (tape.cost(ONES), 1),
+    r"branch 1 .*\(tape, output\)": lambda tape: tape.parallel(lambda t: (t, 0), lambda t: t)[0],
+    "complex64": lambda tape: tape.cost(jnp.ones(4, jnp.complex64)),
+    "takes one array": lambda tape: tape.cost(ONES, ONES),
+    "cost function": lambda tape: tape.cost(ONES, shaping=ap.gaussian_shaping()),
+}
+ONE_A_LANE, OF_BASELINE = r"shape \(4,\), one value a lane, got", r"baseline has shape .*, expected \(4,\)"
+RAISES_VALUE_ERROR = [
+    ("returned an earlier tape", after(visit, lambda tape: tape), (4,)),
+    ("at least one branch", lambda tape: tape.parallel()[0]),
+    ("end of branch 0", stale_in_a_branch, (4,)),
+    (ONE_A_LANE, lambda tape: tape.cost(jnp.ones(()))),
+    (ONE_A_LANE, lambda tape: tape.cost(jnp.ones(3))),
+    (ONE_A_LANE, lambda tape: tape.cost(jnp.ones((1, 4)))),
+    (ONE_A_LANE, lambda tape, a: visit(tape, a).cost(jnp.ones((4, 2))), (4,)),
+    (r"never calls tape\.cost", visit, (4,)),
+    ("2 parts, but nodes have", lambda tape, a: PARTS(tape, a).cost(jnp.ones((4, 2))), (4, 3)),
+    ("different numbers of parts", lambda t, a, b: PARTS(PARTS(t, a), b).cost(jnp.ones((4, 2))), (4, 3), (4, 2)),
+    (r"shape \(3,\), expected the lanes", lambda tape: tape.cost(jnp.sum, jnp.ones(3))),
+    (OF_BASELINE, lambda tape, a: visit(tape, a, lambda d: jnp.ones(3)), (4,)),
+    (OF_BASELINE, lambda tape, a: visit(tape, a, lambda d: 1.0), (4,)),
+]
 
-    def stale(tape, a):
-        def branch(t):
-            visit(t, a)
-            return t, None
 
-        return tape.parallel(branch)[0].cost(jnp.ones(4))
+@pytest.mark.parametrize("match", RAISES_TYPE_ERROR)
+def test_wrong_types_are_refused(match):
+    refused(match, RAISES_TYPE_ERROR[match], raised=TypeError)
 
-    refused("end of branch 0", stale, jnp.zeros(4))
+
+@pytest.mark.parametrize("case", RAISES_VALUE_ERROR, ids=lambda case: case[0])
+def test_wrong_values_are_refused(case):
+    refused(*case)
+
+
+def test_wrong_aux_and_too_few_lanes_are_refused():
+    refused(r"\(tape, aux\)", lambda tape: tape.cost(ONES), raised=TypeError, has_aux=True)
+    refused("aux holds a tape", lambda tape: (tape.cost(ONES), {"t": tape}), raised=TypeError, has_aux=True)
+    one = r"needs at least 2, got lanes=1.*baseline=None"
+    refused(one, lambda tape, a: visit(tape, a, "leave_one_out"), (1,), lanes=1)
 
 
 def test_a_tape_outside_its_program_is_refused():
@@ -385,75 +362,36 @@ def test_a_tape_outside_its_program_is_refused():
 
     def program(tape):
         kept.append(tape)
-        return tape.cost(jnp.ones(4))
+        return tape.cost(ONES)
 
-    ap.expectation(program, 4)(KEY)
+    def outer(tape):
+        return tape.cost(ap.expectation(lambda _: tape.cost(ONES), 4)(KEY) * ONES)
+
+    jax.eval_shape(ap.expectation(program, 4), KEY)
     with pytest.raises(ValueError, match=r"only inside the program of ap\.expectation"):
-        kept[-1].cost(jnp.ones(4))
-
-
-@pytest.mark.parametrize("cost", [jnp.ones(()), jnp.ones(3), jnp.ones((4, 2)), jnp.ones((1, 4))])
-def test_costs_that_are_not_one_a_lane_are_refused(cost):
-    refused(r"shape \(4,\), one value a lane, got", lambda tape, a: visit(tape, a).cost(cost), jnp.zeros(4))
-
-
-def test_other_wrong_costs_are_refused():
-    assert jax.jit(ap.expectation(lambda tape: tape.cost(jnp.arange(4) > 0), 4))(KEY) == 0.75
-    refused("complex64", lambda tape: tape.cost(jnp.ones(4, jnp.complex64)), raised=TypeError)
-    refused(r"never calls tape\.cost", visit, jnp.zeros(4))
-    refused(
-        "2 parts, but nodes have", lambda tape, a: visit(tape, a, parts=True).cost(jnp.ones((4, 2))), jnp.zeros((4, 3))
-    )
-    refused(
-        "different numbers of parts",
-        lambda tape, a, b: visit(visit(tape, a, parts=True), b, parts=True).cost(jnp.ones((4, 2))),
-        jnp.zeros((4, 3)),
-        jnp.zeros((4, 2)),
-    )
-    refused("takes one array", lambda tape: tape.cost(jnp.ones(4), jnp.ones(4)), raised=TypeError)
-    refused("cost function", lambda tape: tape.cost(jnp.ones(4), shaping=ap.gaussian_shaping()), raised=TypeError)
-    refused(r"shape \(3,\), expected the lanes", lambda tape: tape.cost(jnp.sum, jnp.ones(3)))
-
-
-def test_a_stale_tape_given_to_a_transformation_is_refused():
-    # Accepted, it would lose the first choice and draw the same numbers again: a gradient of zero.
-    def program(wrap):
-        def run(tape, a):
-            visit(tape, a)
-            return wrap(tape, a)
-
-        return run
-
-    wraps = [
-        lambda tape, a: jax.lax.scan(lambda t, _: (visit(t, a), None), tape, length=2)[0].cost(jnp.ones(4)),
-        lambda tape, a: jax.jit(lambda t: t.cost(jnp.ones(4)))(tape),
-        lambda tape, a: jax.lax.cond(True, lambda t: t.cost(jnp.ones(4)), lambda t: t.cost(jnp.zeros(4)), tape),
-        lambda tape, a: jax.checkpoint(lambda t: t.cost(jnp.ones(4)))(tape),
-    ]
-    for wrap in wraps:
-        refused("already used", program(wrap), jnp.zeros(4))
+        kept[-1].cost(ONES)
+    for of_another in (lambda tape: kept[-1].cost(ONES), outer):
+        refused("already used", of_another)
 
 
 def test_a_tape_made_of_the_leaves_of_an_earlier_one_is_refused():
     def rebuilt(between):
         def run(tape, a):
             leaves, structure = jax.tree.flatten(tape)
-            tape = between(tape, a)
-            return jax.tree.unflatten(structure, leaves).cost(jnp.ones(4))
+            between(tape, a)
+            return jax.tree.unflatten(structure, leaves).cost(ONES)
 
         return run
 
-    step = jax.jit(visit)
-    for between in (visit, step, lambda tape, a: step(step(tape, a), a)):
-        refused("already used", rebuilt(between), jnp.zeros(4))
-    nothing_done = rebuilt(lambda tape, a: tape)
-    jax.eval_shape(ap.expectation(nothing_done, 4), KEY, jnp.zeros(4))
+    for between in (visit, JITTED, lambda tape, a: JITTED(JITTED(tape, a), a)):
+        refused("already used", rebuilt(between), (4,))
+    jax.eval_shape(ap.expectation(rebuilt(lambda tape, a: tape), 4), KEY, jnp.zeros(4))  # nothing was done
 
 
 def test_a_transformation_that_looks_at_a_used_tape_again_is_named():
     module = nnx.Dict(a=nnx.Param(jnp.zeros(4)))
     step = nnx.jit(lambda module, tape: visit(tape, module.a[...]))
-    refused(r"already used.*nnx\.jit.*use jax\.jit", lambda tape: step(module, tape).cost(jnp.ones(4)))
+    refused(r"already used.*nnx\.jit.*use jax\.jit", lambda tape: step(module, tape).cost(ONES))
 
     @jax.custom_jvp
     def ruled(tape, a):
@@ -464,7 +402,7 @@ def test_a_transformation_that_looks_at_a_used_tape_again_is_named():
 
     ruled.defjvp(rule)
     with pytest.raises(ValueError, match=r"already used.*keep the tape out of custom_jvp"):
-        jax.eval_shape(jax.grad(ap.expectation(ruled, 4), argnums=1), KEY, jnp.ones(4))
+        jax.eval_shape(jax.grad(ap.expectation(ruled, 4), argnums=1), KEY, ONES)
 
 
 def test_a_program_that_does_something_else_in_its_second_trace_is_refused():
@@ -472,12 +410,13 @@ def test_a_program_that_does_something_else_in_its_second_trace_is_refused():
         steps = iter([first, second])
 
         def run(tape, a):
-            return next(steps)(visit(tape, a), a).cost(jnp.ones(4))
+            return next(steps)(visit(tape, a), a).cost(ONES)
 
         return run
 
     plain = lambda tape, a: tape
     leave_one_out = lambda tape, a: visit(tape, a, "leave_one_out")
+    sampled = lambda estimator: lambda tape, a: ap.sample(tape, dist.Normal(a, 1.0), estimator)[0]
     for first, second, message in [
         (plain, lambda tape, a: tape.cost(jnp.ones((4, 3))), r"cost shapes \['\(4,\)'\], then .*\(4, 3\)"),
         (plain, leave_one_out, "charges its choice in another way"),
@@ -485,36 +424,14 @@ def test_a_program_that_does_something_else_in_its_second_trace_is_refused():
         (plain, lambda tape, a: visit(tape, a, ap.learned_baseline(lambda d: d.loc)), "charges its choice"),
         (plain, lambda tape, a: ap.gaussian_resampling(tape, a)[0], "only the second one was interacting"),
         (plain, lambda tape, a: tape.discount(0.5), "only the second one was discounting"),
-        (
-            lambda tape, a: ap.sample(tape, dist.Normal(a, 1.0), ap.likelihood_ratio(None))[0],
-            lambda tape, a: ap.sample(tape, dist.Normal(a, 1.0), ap.total_propagation(baseline=None))[0],
-            "only the second one was weighing",
-        ),
+        (sampled(ap.likelihood_ratio(None)), sampled(ap.total_propagation(None)), "only the second one was weighing"),
     ]:
-        refused(f"not do the same at each of its two traces.*{message}", changing(first, second), jnp.zeros(4))
-
-
-def test_a_tape_of_another_program_is_refused():
-    kept = []
-
-    def keep(tape):
-        kept.append(tape)
-        return tape.cost(jnp.ones(4))
-
-    ap.expectation(keep, 4)(KEY)
-    refused("already used", lambda tape: kept[-1].cost(jnp.ones(4)))
-
-    def outer(tape):
-        inner = ap.expectation(lambda _: tape.cost(jnp.ones(4)), 4)
-        return tape.cost(inner(KEY) * jnp.ones(4))
-
-    refused("already used", outer)
-    refused("aux holds a tape", lambda tape: (tape.cost(jnp.ones(4)), {"tape": tape}), raised=TypeError, has_aux=True)
+        refused(f"not do the same at each of its two traces.*{message}", changing(first, second), (4,))
 
 
 def test_infinite_costs():
     costs = jnp.array([jnp.inf, 1.0, 2.0, 3.0])
-    for baseline in (None, lambda d: jnp.ones(4)):
+    for baseline in (None, lambda d: ONES):
         objective = ap.expectation(lambda tape, a, b=baseline: visit(tape, a, b).cost(costs), 4)
         assert jax.jit(objective)(KEY, jnp.zeros(4)) == jnp.inf
     assert jax.jit(ap.expectation(lambda tape: tape.cost(costs), 4))(KEY) == jnp.inf
@@ -539,37 +456,23 @@ def test_lanes_must_be_a_positive_integer(lanes):
         ap.expectation(lambda tape: tape, lanes)
 
 
-def test_one_lane_where_a_baseline_needs_two():
-    refused(
-        r"needs at least 2, got lanes=1.*baseline=None",
-        lambda tape, a: visit(tape, a, "leave_one_out").cost(jnp.ones(1)),
-        jnp.zeros(1),
-        lanes=1,
-    )
+def test_one_lane_and_costs_that_are_booleans():
     (a,) = messages(lambda tape, a: visit(tape, a).cost(jnp.full(1, 3.0)), (1,), lanes=1)
     assert a == 3
-
-
-@pytest.mark.parametrize("baseline", [lambda d: jnp.ones(3), lambda d: 1.0])
-def test_a_baseline_of_the_wrong_shape_is_refused(baseline):
-    refused(
-        r"baseline has shape .*, expected \(4,\)",
-        lambda tape, a: visit(tape, a, baseline).cost(jnp.ones(4)),
-        jnp.zeros(4),
-    )
+    assert jax.jit(ap.expectation(lambda tape: tape.cost(jnp.arange(4) > 0), 4))(KEY) == 0.75
 
 
 @pytest.mark.parametrize("key", [0, jnp.zeros(2), jax.random.split(KEY, 2), None, jnp.zeros((3, 2), jnp.uint32)])
 def test_the_first_argument_must_be_a_key(key):
     with pytest.raises(TypeError, match="first argument is one PRNG key"):
-        ap.expectation(lambda tape: tape.cost(jnp.ones(4)), 4)(key)
+        ap.expectation(lambda tape: tape.cost(ONES), 4)(key)
 
 
 def test_integer_parameters_are_refused():
-    objective = ap.expectation(lambda tape, a: tape.cost(a * jnp.ones(4)), 4)
+    objective = ap.expectation(lambda tape, a: tape.cost(a * ONES), 4)
     with pytest.raises(TypeError, match="int"):
         jax.grad(objective, argnums=1)(KEY, 3)
-    step = ap.value_and_grad(lambda tape, p: tape.cost(p["w"] * p["n"] * jnp.ones(4)), 4)
+    step = ap.value_and_grad(lambda tape, p: tape.cost(p["w"] * p["n"] * ONES), 4)
     with pytest.raises(TypeError, match=r"argument 1\['n'\] has dtype int32.*no gradient"):
         step(KEY, {"w": 1.0, "n": jnp.int32(2)})
     with pytest.raises(ValueError, match="0 is the key"):
@@ -588,7 +491,7 @@ def test_integer_parameters_are_refused():
 )
 def test_nan_costs_are_an_error_at_run_time(transform, derivative, request):
     def program(tape, a):
-        tape = visit(tape, a * jnp.ones(4))
+        tape = visit(tape, a * ONES)
         return tape.cost(jnp.log(jnp.array([1.0, 2.0, 3.0, -1.0]) * a))
 
     function = transform(derivative(ap.expectation(program, 4)))
@@ -601,7 +504,7 @@ def test_nan_costs_are_an_error_at_run_time(transform, derivative, request):
 
 @pytest.mark.parametrize("mapped", [False, True])
 def test_the_error_of_a_nan_says_whether_the_arguments_were_finite(mapped):
-    objective = ap.expectation(lambda tape, a: tape.cost(jnp.log(a["w"]) * jnp.ones(4)), 4)
+    objective = ap.expectation(lambda tape, a: tape.cost(jnp.log(a["w"]) * ONES), 4)
     gradient = jax.grad(lambda key, w: objective(key, {"w": w, "n": 3}), argnums=1)
     gradient = jax.jit(jax.vmap(gradient, (None, 0))) if mapped else gradient
     numbers = lambda w: jnp.array([1.0, w]) if mapped else w

@@ -144,7 +144,7 @@ def of_batch(
     to_x: Streams,
     to_zeros: list[jax.Array],
 ) -> WayBack:
-    """The way back in `ap.sample`, whose arrays of parameters stand for the lanes' own arguments.
+    """The way back in `ap.sample`; the arrays that have the lanes first, `led`, are weighed coordinate by coordinate.
 
     `pull(to_x, to_zeros, weights=None)` has for each estimator a list with its message to each array of parameters, or
     None for integers; weights, (estimators, lanes), multiply the messages before they are pulled back.
@@ -220,10 +220,7 @@ def led_by_lanes(distribution: Any, lanes: int, shape: tuple[int, ...]) -> tuple
 
 
 def weigh(what: str, weighting: Weighting, features: jax.Array, suffix: jax.Array | None = None) -> jax.Array:
-    """The weights of a node's estimators, (folds, estimators), by a weight rule.
-
-    Features are (folds, estimators, lanes / folds, width), the suffix (folds, lanes / folds, width); None is zeros.
-    """
+    """Weights (folds, estimators), of features (folds, estimators, lanes / folds, width) and a suffix of each fold."""
     if suffix is None or not weighting.suffix:
         suffix = jnp.zeros_like(features[:, 0])
 

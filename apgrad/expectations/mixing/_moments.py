@@ -13,10 +13,10 @@ node's. Inner products of an exploding estimator overflow float32, and 1 - 1e-15
 
     row = (<c_1, D>, <c_2, D>, <c_1 + G, D>, <c_2 + G, D>) / 2^e, and e.
 
-*Two windows.* The mean over a short window has not seen the lane in 100,000 that makes the variance, and the mean over a
-long one lags behind parameters that move. Both are kept, and the second estimator, the likelihood ratio, which does not
-explode, gets the larger of its two weights. A window forgets at once what leaves it, as exponential weights do not. So
-a window of n calls is two rows for each visit, of the current block of at most n calls and of the n calls before it.
+*Two windows.* The mean over a short window has not seen the lane in 100,000 that makes the variance, and the mean over
+a long one lags behind parameters that move. Both are kept, and the second estimator, the likelihood ratio, gets the
+larger of its two weights. A window forgets at once what leaves it, as exponential weights do not: it is two rows for
+each visit, of the current block of at most n calls and of the n calls before it.
 """
 
 import jax
@@ -98,10 +98,7 @@ def visited(rows: jax.Array) -> jax.Array:
 
 
 def weights(averages: jax.Array, lanes: jax.Array) -> jax.Array:
-    """The estimators' weights for message, then contribution, (slots, cells, 4), by rows that are of so many lanes.
-
-    Where nothing was seen, the first estimator has all the weight.
-    """
+    """The estimators' weights for message, then contribution, (slots, cells, 4), by rows that are of so many lanes."""
 
     def pair(first, second):
         square = second - first

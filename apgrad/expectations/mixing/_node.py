@@ -103,22 +103,19 @@ def draw_by_mixer(
         ports["suffix"] = Port(f"gathered by {name}", (tape.lanes, suffix_width(floating)))
     if visit is not None:
         ports["rows"] = channels.visits(tape._plan).rows
-    gathered = Gathered(**{key: channels.request(tape, port, what) for key, port in ports.items()})
+    gathered = Gathered(**{key: channels.request(tape, asked, what) for key, asked in ports.items()})
     x, zeros, gathered = _mixer_node(mixer, forward, backward, perturbed=True)(
         (arrays, closed_over), lane, keys, channels.request(tape, SEED, what), visit, gathered
     )
-    for key, port in ports.items():
-        tape = channels.put(tape, port, getattr(gathered, key), what)
+    for key, asked in ports.items():
+        tape = channels.put(tape, asked, getattr(gathered, key), what)
     return tape, x, list(zip(zeros, _charged(mixer), strict=True))
 
 
 def draw_batch_by_mixer(
     tape: Tape, mixer: Mixer, what: str, distribution: Any, key: jax.Array
 ) -> tuple[Tape, jax.Array, list[Charge]]:
-    """Samples a distribution of all lanes, with a mixer's node for the way back.
-
-    Parameters with the lanes as leading axis are weighed coordinate by coordinate, the others by one weight of all.
-    """
+    """Samples a distribution of all lanes, with a mixer's node for the way back (`of_batch`)."""
     _require_mixer(mixer, what, tape, by_coordinates=True)
     lanes, folds = tape.lanes, channels.folds(tape)
     structure = jax.tree.structure(distribution)
