@@ -1,4 +1,4 @@
-"""The small networks inside learned rules, and the checks of their options.
+"""The small networks inside learned rules.
 
 The inputs of these networks come in *parts*: arrays that broadcast against each other, each with some features along
 its last axis. The network of a synapse sees a message (rows, 1, M, k), a weight (1, N, M, 1) and an input (rows, N, 1,
@@ -6,10 +6,8 @@ its last axis. The network of a synapse sees a message (rows, 1, M, k), a weight
 products is as large as the synapses are many.
 """
 
-import inspect
 import itertools
 import math
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,13 +15,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from apgrad._ground.arguments import closest, whole
-from apgrad.mplp._protocol import Site
-
 Parts = Sequence[jax.Array]
 GLOROT = jax.nn.initializers.glorot_uniform()
 NORMAL = jax.nn.initializers.variance_scaling(1.0, "fan_in", "normal")
-LARGEST = 2**24  # size of anything in a rule; above it, a size is a mistake
 
 
 class Fixed(nnx.Variable):
@@ -156,55 +150,3 @@ def in_chunks(network: Any, parts: Parts, carry: Any, chunk: int) -> Any:
         return found
     rest = block(jax.tree.map(lambda x: x[whole:], arguments))
     return jax.tree.map(lambda a, b: jnp.concatenate([a, b]), found, rest)
-
-
-Known = tuple[tuple[str, tuple[str, tuple[str, ...], bool]], ...]
-"""Names and forms of the places that a rule was made for."""
-
-
-def role(site: Site) -> str:
-    """The role of a place: its name without digits."""
-    return re.sub(r"\d+", "", site.name)
-
-
-def shows_signature(cls: Any) -> Any:
-    """Decorates an NNX module: `help` and editors show the arguments of its `__init__`, not `(*args, **kwargs)`."""
-    signature = inspect.signature(cls.__init__)
-    cls.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
-    return cls
-
-
-def known_forms(sites: Sequence[Site]) -> Known:
-    """What a rule keeps of the sites that it is made for: their names and forms."""
-    return tuple(sorted({(site.name, site.form) for site in sites}))
-
-
-def require_form(known: Known, site: Site, *, by_name: bool) -> None:
-    """Refuses a place that a rule was not made for; `by_name`: the rule has parameters for each name."""
-    fits = lambda form: (site.name, form) in known or (not by_name and any(form == other for _, other in known))
-    if fits(site.form):
-        return
-    told = lambda name, kind, features, bias: f"{name!r} ({kind}, features {features}, bias {bias})"
-    close = closest(site.name, dict(known))
-    places = ", ".join(told(name, *form) for name, form in known if name in close)
-    if fits(site._replace(bias=not site.bias).form):
-        hint = " without a bias: leave it out." if site.bias else " with a bias: give it one, of zeros at first."
-        raise ValueError(f"the rule was not made for {told(site.name, *site.form)}, but for such a node" + hint)
-    raise ValueError(
-        f"the rule was not made for {told(site.name, *site.form)}; the nearest of its {len(known)} places are "
-        f"{places}. Make the rule for this network's mplp.sites"
-        + ("; one that shares everything across places of a kind fits other networks too." if by_name else ".")
-    )
-
-
-def require_one_of(choices: tuple[Any, ...], **options: Any) -> None:
-    """Refuses options that are not among the choices."""
-    for name, value in options.items():
-        if value not in choices:
-            raise ValueError(f"{name} must be one of {choices}, got {value!r}")
-
-
-def require_sizes(least: int, **sizes: Any) -> None:
-    """Refuses sizes that are not integers from `least` to LARGEST."""
-    for name, value in sizes.items():
-        whole(name, value, least, LARGEST)

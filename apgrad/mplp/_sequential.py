@@ -123,20 +123,14 @@ def from_nnx(
             f"from_nnx takes an nnx.Sequential, got {type(model).__name__}. A network of another shape is a function "
             "(places, params, batch) -> loss that calls nodes: mplp.dense, mplp.activation, mplp.wire, ..."
         )
-    parts, made_layers = _made(model)
-    if not parts:
+    found = _named(model, names)
+    if not found:
         raise ValueError("from_nnx takes a model with at least one layer, got an empty nnx.Sequential")
-    layers, params = [], {}
-    made_of: dict[int, NamedLayer] = {}
+    params: dict[str, Any] = {}
     owners: dict[int, str] = {}
-    tokens = bool(made_layers) and made_layers[0].tokens
-    for part, made, name in zip(parts, made_layers, _names(parts, made_layers, names), strict=True):
-        if isinstance(part, nnx.Module) and id(part) in made_of:
-            layers.append(made_of[id(part)])
-            continue
-        layers.append(NamedLayer(name, made.kind, made.apply))
-        made_of[id(part)] = layers[-1]
-        for variable in _variables(part):
+    is_variable = lambda x: isinstance(x, nnx.Variable)
+    for name, part, made in found:
+        for variable in filter(is_variable, jax.tree.leaves(part, is_leaf=is_variable)):
             if (owner := owners.setdefault(id(variable), name)) != name:
                 raise TypeError(
                     f"the layers {owner!r} and {name!r} share a parameter, and the network would have two of it. Use "
@@ -144,7 +138,8 @@ def from_nnx(
                 )
         if jax.tree.leaves(made.params):
             params[name] = made.params
-    network = Sequential(tuple(layers), loss, tokens)
+    layers = tuple(NamedLayer(name, made.kind, made.apply) for name, _, made in found)
+    network = Sequential(layers, loss, found[0][2].tokens)
     if x is not None:
         require_equal(network, params, model, x)
     return network, params
@@ -171,9 +166,7 @@ def to_nnx(model: nnx.Sequential, params: Any, *, names: Names = "number") -> nn
       True
     """
     model = nnx.clone(model)
-    parts, made_layers = _made(model)
-    triples = zip(parts, made_layers, _names(parts, made_layers, names), strict=True)
-    found = {name: (part, made.params) for part, made, name in triples if jax.tree.leaves(made.params)}
+    found = {name: (part, made.params) for name, part, made in _named(model, names) if jax.tree.leaves(made.params)}
     for name, (part, old) in found.items():
         new = params.get(name)
         if jax.tree.map(jnp.shape, new) != jax.tree.map(jnp.shape, old):
@@ -188,13 +181,14 @@ def to_nnx(model: nnx.Sequential, params: Any, *, names: Names = "number") -> nn
     return model
 
 
-def _names(parts: list[Any], made_layers: list[Layer], how: Names) -> list[str]:
-    """A name for each layer; a layer that is used twice has the name of its first use."""
-    kinds = [made.kind for made in made_layers]
+def _named(model: nnx.Sequential, how: Names) -> list[tuple[str, Any, Layer]]:
+    """The parts of a model, each with its name and as a layer; one that is used twice has the name of its first use."""
+    found = _flatten(model)
+    kinds = [made.kind for _, made in found]
     names = [f"{i}_{kind}" for i, kind in enumerate(kinds)]
     if how == "role":
         mine = lambda made: made.kind in ("dense", "activation", "softmax") or jax.tree.leaves(made.params)
-        roles = [i for i, made in enumerate(made_layers) if mine(made)]
+        roles = [i for i, (_, made) in enumerate(found) if mine(made)]
         if [kinds[i] for i in roles] != [("dense", "activation")[n % 2] for n in range(len(roles) // 2 * 2 + 1)]:
             raise TypeError(
                 'names="role" is for MLPs, whose layers are dense, activation, dense, ..., dense, and between them '
@@ -208,34 +202,24 @@ def _names(parts: list[Any], made_layers: list[Layer], how: Names) -> list[str]:
             names[i] = {0: "dense_in", len(roles) - 1: "dense_out"}.get(n, f"{kinds[i]}_{n // 2}")
     elif how != "number":
         raise ValueError(f"names must be 'number' or 'role', got {how!r}")
-    first = {id(part): name for part, name in zip(reversed(parts), reversed(names), strict=True)}
-    return [first[id(part)] if isinstance(part, nnx.Module) else name for part, name in zip(parts, names, strict=True)]
+    first: dict[int, str] = {}
+    own = lambda part, name: first.setdefault(id(part), name) if isinstance(part, nnx.Module) else name
+    return [(own(part, name), part, made) for name, (part, made) in zip(names, found, strict=True)]
 
 
-def _flatten(model: Any, where: str = "model") -> list[tuple[str, Any]]:
-    """The parts of a model, and where each stands."""
+def _flatten(model: Any, where: str = "model") -> list[tuple[Any, Layer]]:
+    """The parts of a model, and each as a layer."""
     found = []
     for i, part in enumerate(model.layers):
         here = f"{where}.layers[{i}]"
-        found += _flatten(part, here) if type(part) is nnx.Sequential else [(here, part)]
-    return found
-
-
-def _made(model: Any) -> tuple[list[Any], list[Layer]]:
-    """The parts of a model, and each as a layer."""
-    parts, made_layers = [], []
-    for where, part in _flatten(model):
+        if type(part) is nnx.Sequential:
+            found += _flatten(part, here)
+            continue
         try:
-            made_layers.append(layer(part))
+            found.append((part, layer(part)))
         except TypeError as error:
-            raise TypeError(f"{where}: {error}") from error
-        parts.append(part)
-    return parts, made_layers
-
-
-def _variables(part: Any) -> list[Any]:
-    is_variable = lambda x: isinstance(x, nnx.Variable)
-    return [x for x in jax.tree.leaves(part, is_leaf=is_variable) if is_variable(x)]
+            raise TypeError(f"{here}: {error}") from error
+    return found
 
 
 def require_equal(network: Sequential, params: Any, model: Any, x: jax.Array) -> None:

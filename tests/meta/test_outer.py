@@ -53,9 +53,11 @@ def exact(theta, start=START, steps=T):
 
 @pytest.mark.quick
 def test_reverse_and_forward_mode_are_the_derivative(x64):
-    makers = [meta.forward_mode, *(lambda p, r=r: meta.reverse_mode(p, remat=r) for r in (False, True, 4))]
-    found = jax.jit(lambda theta: [make(quadratic())(theta, jax.random.key(0))[1] for make in makers])(THETA)
-    np.testing.assert_allclose(found, [exact(THETA)] * 4, rtol=1e-12)
+    outers = [meta.forward_mode(quadratic()), *(meta.reverse_mode(quadratic(), remat=r) for r in (False, True, 4))]
+    outers += [meta.average([meta.reverse_mode(quadratic()), meta.reverse_mode(quadratic(3))], [3, 1])]
+    found = jax.jit(lambda theta: [outer(theta, jax.random.key(0))[1] for outer in outers])(THETA)
+    average = 0.75 * exact(THETA) + 0.25 * exact(THETA, steps=3)
+    np.testing.assert_allclose(found, [exact(THETA)] * 4 + [average], rtol=1e-12)
 
 
 @pytest.mark.quick
@@ -68,6 +70,9 @@ def test_truncation_has_the_bias_of_truncation(x64):
     assert abs(total / exact(THETA) - 1) > 0.25  # short-sighted
     assert carry.t == 0  # and begins anew
     np.testing.assert_allclose(carry.state, START)
+    staggered = jax.jit(meta.batched(meta.truncated(quadratic(), 2), 50).init)(THETA, jax.random.key(0))
+    assert set(np.asarray(staggered.t).tolist()) == {0, 2, 4}
+    np.testing.assert_allclose(staggered.state, START * (1 - THETA * A) ** np.asarray(staggered.t), rtol=1e-5)
 
 
 def unroll_sum(estimator, theta, key):
@@ -123,13 +128,6 @@ def test_total_propagation_over_perturbed_unrolls(cross_fit):
     assert abs(jnp.mean(gradients) / truth - 1) < 0.1  # biased by its weights, little
 
 
-def test_staggered_lanes_are_out_of_step():
-    estimator = meta.batched(meta.truncated(quadratic(), 2), 50)
-    carry = jax.jit(estimator.init)(jnp.float32(THETA), jax.random.key(0))
-    assert set(np.asarray(carry.t).tolist()) == {0, 2, 4}
-    np.testing.assert_allclose(carry.state, START * (1 - THETA * A) ** np.asarray(carry.t), rtol=1e-5)
-
-
 @pytest.mark.parametrize("name", ["truncated", "truncated_evolution", "persistent_evolution", "single_evolution"])
 def test_what_is_kept_from_call_to_call_must_be_handed_on(name):
     """A call without it would begin a new unroll each time, without a word."""
@@ -158,12 +156,6 @@ def test_a_start_is_compiled_once_and_has_the_dtypes_of_later_carries():
     carry, _ = outer.init(theta, jax.random.key(0)), outer.init(theta, jax.random.key(1))
     assert len(calls) == 1
     assert theta.weak_type and not any(getattr(x, "weak_type", False) for x in jax.tree.leaves(carry))
-
-
-def test_average_weighs_estimators():
-    theta, key = jnp.float32(THETA), jax.random.key(0)
-    both = meta.average([meta.reverse_mode(quadratic()), meta.reverse_mode(quadratic(3))], [3, 1])
-    np.testing.assert_allclose(both(theta, key)[1], 0.75 * exact(THETA) + 0.25 * exact(THETA, steps=3), rtol=1e-5)
 
 
 def test_clipping_bounds_each_task_and_leaves_small_gradients():
@@ -235,16 +227,6 @@ def test_a_fixed_integer_is_no_part_of_what_is_trained():
     for make in ALL.values():
         _, gradient, _ = jax.eval_shape(functools.partial(first, make(problem)), theta, jax.random.key(0))
         assert jax.tree.structure(gradient) == jax.tree.structure(theta)
-
-
-def test_raw_keys_give_the_same_numbers_as_typed_ones():
-    def found(key):
-        return [
-            first(meta.batched(ALL[name](quadratic(2)), 2), jnp.float32(THETA), key)[:2]
-            for name in ("truncated", "perturbed")
-        ]
-
-    np.testing.assert_array_equal(*(jax.jit(found)(make(3)) for make in (jax.random.key, jax.random.PRNGKey)))
 
 
 @pytest.mark.parametrize(

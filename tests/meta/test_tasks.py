@@ -49,12 +49,7 @@ def test_data_are_standardized_and_missing_data_say_what_to_do(tmp_path, monkeyp
     np.savez(tmp_path / "fashion_mnist.npz", x_train=np.zeros((2, 28, 28)))
     with pytest.raises(ValueError, match="x_test"):
         meta.data.load("fashion_mnist", folder=tmp_path)
-
-
-def test_colour_images_are_read_and_scaled(tmp_path):
-    rng = np.random.default_rng(0)
-    images = rng.integers(0, 256, (6, 32, 32, 3), dtype=np.uint8)
-    labels = np.arange(6).reshape(6, 1)
+    images, labels = np.arange(6 * 32 * 32 * 3, dtype=np.uint8).reshape(6, 32, 32, 3), np.arange(6).reshape(6, 1)
     np.savez(tmp_path / "cifar10.npz", x_train=images, y_train=labels, x_test=images[:2], y_test=labels[:2])
     assert meta.data.load("cifar10", size=8, folder=tmp_path).x_train.shape == (6, 8 * 8 * 3)
 
@@ -80,16 +75,6 @@ def test_a_sgd_step_is_the_exact_rules_step():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8), *steps(jax.random.key(0)))
 
 
-def test_random_lengths_stop_where_they_should():
-    task = meta.sinusoid()
-    problem = meta.inner_problem(task, meta.optimizer(optax.sgd, task.loss), 3, shortest=1)
-    run = jax.jit(jax.vmap(lambda key: meta.objective(problem, jnp.float32(0.1), key)[1]))
-    losses, state = run(jax.random.split(jax.random.key(0), 60))
-    assert set(np.asarray(state.horizon).tolist()) == {1, 2, 3}
-    np.testing.assert_array_equal(state.t, state.horizon)
-    np.testing.assert_array_equal(np.sum(np.asarray(losses) > 0, axis=1), state.horizon)
-
-
 def test_batch_entropy():
     network, prior = meta.mlp((4, 3, 3, 2), jnp.tanh, mplp.squared_error, deviation=0.3)
     params, x = prior(jax.random.key(0)), jax.random.normal(jax.random.key(1), (7, 4))
@@ -103,13 +88,6 @@ def test_batch_entropy():
         np.testing.assert_allclose(meta.entropy_penalty(network, params, x, form=form), expected, rtol=1e-4)
         with pytest.raises(ValueError, match="the network has none"):
             meta.entropy_penalty(others, params, x, form=form)
-
-
-def test_a_prior_is_trained_with_its_learner():
-    task = meta.sinusoid(sizes=(1, 4, 1))
-    problem = meta.inner_problem(task, meta.optimizer(optax.sgd, task.loss), 2, learn_prior=True)
-    with pytest.raises(TypeError, match="WithPrior"):
-        problem.init(task.prior(jax.random.key(0)), jax.random.key(0))
 
 
 @pytest.mark.parametrize("share", ["role", True])
@@ -129,7 +107,6 @@ def test_roles_fit_every_depth_and_normalized_steps_every_width(share):
         other, params = mplp.from_nnx(nnx.Sequential(nnx.Linear(5, 1, rngs=nnx.Rngs(0))), mplp.squared_error)
         with pytest.raises(ValueError, match="dense_in"):
             mplp.init_state(rule, other, params, batch)
-            mplp.backward(rule, other, params, {"0_dense": {}, "loss": {}}, batch)
 
 
 def test_trained_rules_are_read_as_they_were_written(tmp_path):
@@ -139,6 +116,13 @@ def test_trained_rules_are_read_as_they_were_written(tmp_path):
         again, same = mplp.load_trained(tmp_path / name)
         assert same == card and {"meta_steps", "seed", "apgrad", "results", "rule", "sites"} <= set(card)
         jax.tree.map(np.testing.assert_array_equal, rule, again)
+
+
+def test_a_learned_prior_comes_with_its_learner():
+    task = meta.sinusoid(sizes=(1, 4, 1))
+    problem = meta.inner_problem(task, meta.optimizer(optax.sgd, task.loss), 2, learn_prior=True)
+    with pytest.raises(TypeError, match="WithPrior"):
+        jax.eval_shape(problem.init, task.prior(jax.random.key(0)), jax.random.key(0))
 
 
 def test_learning_is_judged_by_mean_and_standard_error_over_tasks():

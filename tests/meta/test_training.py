@@ -2,7 +2,6 @@
 
 import contextlib
 import io
-import itertools
 import os
 import signal
 import struct
@@ -13,7 +12,6 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 import pytest
 
@@ -139,17 +137,6 @@ def test_an_inner_optimizer_gets_the_loss_and_its_function():
         params, state = jax.jit(learner.step)(None, jnp.zeros(2), state, jnp.ones(2))
         params, state = jax.jit(learner.step)(None, params, state, jnp.ones(2))
     assert jnp.allclose(params, 1.0, atol=1e-3)
-
-
-def test_a_theta_of_weak_type_compiles_once():
-    """The second call has the theta that the first has moved, whose type is not weak."""
-    calls = []
-    outer = meta.OuterGradient(lambda theta, key: (), lambda *args: calls.append(1) or parabola(*args))
-    for theta in (0.5, jnp.full(2, 0.5), jnp.full(2, 0.5, float)):
-        calls.append(0)
-        meta.train(outer, optax.sgd(0.1), theta, jax.random.key(0), 2, every=1, progress=False)
-    before, weak, strong = (calls[i:j] for i, j in itertools.pairwise([*np.flatnonzero(~np.array(calls, bool)), None]))
-    assert before == weak == strong
 
 
 @pytest.mark.parametrize("theta", [jnp.arange(2), {"n": "relu"}, 1, jnp.ones(2, bool), jnp.ones(2, complex)])

@@ -139,3 +139,10 @@ def test_steps_stay_finite_where_messages_are_rounding():
     p = jax.nn.softmax(network.predict(params, x))  # the loss's message is 0 at these targets
     step = lambda rule: mplp.backward(rule, network, params, mplp.init_state(rule, network, params, (x, p)), (x, p))[0]
     assert all(bool(jnp.isfinite(u).all()) for u in jax.tree.leaves(jax.jit(step)(rule)))
+
+
+def test_places_of_one_role_that_ask_different_questions_are_refused():
+    sites = [mplp.Site("1", "dense", "dense", 2, (2, 3, 3)), mplp.Site("2", "bias", "diagonal", 2, (2, 3))]
+    for make in (mplp.Normalized, lambda sites, **o: mplp.Separable(sites, share="role", **o)):
+        with pytest.raises(ValueError, match=r"the places '1' \(dense\) and '2' \(bias\) would share networks"):
+            make(sites, rngs=nnx.Rngs(0))

@@ -33,19 +33,9 @@ from flax import nnx
 
 from apgrad._ground.arguments import whole
 from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Site
-from apgrad.mplp._reach import Reach, warn_of_updates
-from apgrad.mplp._rule_parts import (
-    NORMAL,
-    Corrected,
-    Fixed,
-    Mlp,
-    known_forms,
-    require_form,
-    require_one_of,
-    require_sizes,
-    role,
-    shows_signature,
-)
+from apgrad.mplp._reach import warn_of_updates
+from apgrad.mplp._rule_options import SavedRule, first_sites, require_one_of, require_sizes, role, shows_signature
+from apgrad.mplp._rule_parts import NORMAL, Corrected, Fixed, Mlp
 from apgrad.mplp.rules import _whitening as whitening
 
 CONTROLS = {"rate": -2.3, "bias": -1.5, "beta": 0.0, "lambda": 1.0, "epsilon": -6.0, "correct": 0.0}
@@ -55,7 +45,7 @@ TINY = 1e-20
 
 
 @shows_signature
-class Normalized(nnx.Module):
+class Normalized(SavedRule):
     """The normalized rule.
 
     Args:
@@ -93,21 +83,17 @@ class Normalized(nnx.Module):
         window: int = 64,
         rngs: nnx.Rngs,
     ):
-        require_sizes(0, message_size=message_size, full=full, window=window)
-        require_sizes(1, rank=rank, hidden=hidden)
+        sizes = {"message_size": message_size, "full": full, "window": window}
+        networks = {"rank": rank, "hidden": hidden}
+        require_sizes(0, **sizes)
+        require_sizes(1, **networks)
         require_one_of((False, True), whiten=whiten)
-        sizes = {"message_size": message_size, "rank": rank, "hidden": hidden, "full": full, "window": window}
-        self.options = tuple({**sizes, "whiten": whiten}.items())  # what a card needs to build the rule again
+        self.remember(sites, sizes | networks | {"whiten": whiten})
         learned, self.message_size = message_size > 0, max(message_size, 1)
         self.whitens, self.full, self.window = whiten, full, window
-        self.reach: Reach | None = None  # of a trained rule
-        self.known = known_forms(sites)
-        self.sites = tuple(sorted({site._replace(batch=1, shape=(1,) * len(site.shape)) for site in sites}))
         self.horizon = Fixed(jnp.zeros((), float))
         self.places = nnx.Dict({})
-        for site in sites:
-            if (key := role(site)) in self.places:
-                continue
+        for key, site in first_sites(sites, role).items():
             if site.family == "dense":
                 self.places[key] = _NormalizedDense(self.message_size, rank if learned else 0, hidden, whiten, rngs)
             elif site.family == "diagonal":
@@ -145,13 +131,7 @@ class Normalized(nnx.Module):
 
     def at(self, site: Site) -> Any:
         """The local rule of a place's role."""
-        require_form(self.known, site, by_name=False)
-        if (key := role(site)) not in self.places:
-            raise ValueError(
-                f"the rule has the roles {sorted(self.places)}; the network asks for {site.name!r} ({key!r}). Numbers "
-                'in names do not count: from_nnx(..., names="role") names the layers of an MLP so.'
-            )
-        return jax.tree_util.Partial(_ask, self.places[key], self.horizon[...])
+        return jax.tree_util.Partial(_ask, self.of(site, role(site)), self.horizon[...])
 
 
 def _ask(local: Any, horizon: jax.Array, site: Site, question: Any, state: Any) -> Answer:

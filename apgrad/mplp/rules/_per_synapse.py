@@ -30,17 +30,8 @@ from flax import nnx
 from apgrad._ground.arguments import number
 from apgrad.mplp import _standardization as standardization
 from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Site
-from apgrad.mplp._rule_parts import (
-    Fixed,
-    Gru,
-    Mlp,
-    in_chunks,
-    known_forms,
-    require_form,
-    require_one_of,
-    require_sizes,
-    shows_signature,
-)
+from apgrad.mplp._rule_options import known_forms, require_form, require_one_of, require_sizes, shows_signature
+from apgrad.mplp._rule_parts import Fixed, Gru, Mlp, in_chunks
 from apgrad.mplp._standardization import Standardizer
 
 CHUNK = 8192  # synapses whose hidden layers fit into a core's cache: twice as fast as all at once (measured, CPU)

@@ -32,24 +32,15 @@ from flax import nnx
 
 from apgrad._ground.arguments import number
 from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Site
-from apgrad.mplp._reach import Reach
-from apgrad.mplp._rule_parts import (
-    NORMAL,
-    Corrected,
-    known_forms,
-    require_form,
-    require_one_of,
-    require_sizes,
-    role,
-    shows_signature,
-)
+from apgrad.mplp._rule_options import SavedRule, first_sites, require_one_of, require_sizes, role, shows_signature
+from apgrad.mplp._rule_parts import NORMAL, Corrected
 from apgrad.mplp.rules import _whitening as whitening
 
 WHITENING = 3.0, 1e-3  # the whitening's lambda and epsilon at first
 
 
 @shows_signature
-class Separable(nnx.Module):
+class Separable(SavedRule):
     """The separable rule.
 
     Args:
@@ -100,44 +91,28 @@ class Separable(nnx.Module):
         window: int = 64,
         rngs: nnx.Rngs,
     ):
+        networks = {"message_size": message_size, "rank": rank, "hidden": hidden}
+        sizes = {"neuron_state": neuron_state, "full": full, "window": window}
+        flags = {"whiten": whiten, "normalize": normalize, "gradient": gradient}
         require_one_of((False, True, "role"), share=share)
-        require_one_of((False, True), whiten=whiten, normalize=normalize, gradient=gradient)
-        require_sizes(1, message_size=message_size, rank=rank, hidden=hidden)
-        require_sizes(0, neuron_state=neuron_state, full=full, window=window)
+        require_one_of((False, True), **flags)
+        require_sizes(1, **networks)
+        require_sizes(0, **sizes)
         number("learning_rate", learning_rate, positive=True)
+        self.remember(sites, networks | sizes | flags | {"share": share})
         self.message_size, self.neuron_state, self.share, self.whitens = message_size, neuron_state, share, whiten
         self.full, self.window = full, window
-        self.reach: Reach | None = None  # of a trained rule
-        self.known = known_forms(sites)
-        # What a card needs to build the rule again; the networks' sizes are not the rule's.
-        self.options = (
-            ("message_size", message_size),
-            ("rank", rank),
-            ("hidden", hidden),
-            ("neuron_state", neuron_state),
-            ("whiten", whiten),
-            ("share", share),
-            ("normalize", normalize),
-            ("gradient", gradient),
-            ("full", full),
-            ("window", window),
-        )
-        self.sites = tuple(sorted({site._replace(batch=1, shape=(1,) * len(site.shape)) for site in sites}))
         self.places = nnx.Dict({})
         seen = message_size + gradient
-        for site in sites:
-            key = self._key(site)
-            if key in self.places:
-                continue
+        for key, site in first_sites(sites, self._key).items():
             if site.family == "dense":
                 white = WHITENING if whiten else None
                 made = _Dense(seen, message_size, rank, hidden, neuron_state, learning_rate, white, normalize, rngs)
             elif site.family == "diagonal":
                 made = _Diagonal(seen, message_size, hidden, neuron_state, learning_rate, rngs)
             else:
-                made = _Elementwise(
-                    0 if site.begins else seen, len(site.features), message_size, hidden, neuron_state, rngs
-                )
+                arrives, features = 0 if site.begins else seen, len(site.features)
+                made = _Elementwise(arrives, features, message_size, hidden, neuron_state, rngs)
             self.places[key] = made
 
     def init(self, site: Site) -> dict[str, Any]:
@@ -155,16 +130,7 @@ class Separable(nnx.Module):
 
     def at(self, site: Site) -> Any:
         """The local rule of a place: the networks of the place, of its kind or of its role."""
-        require_form(self.known, site, by_name=not self.share)
-        key = self._key(site)
-        if key not in self.places:
-            raise ValueError(
-                f"the rule has the roles {sorted(self.places)}; the network asks for {site.name!r} ({key!r}). Numbers "
-                'in names do not count: from_nnx(..., names="role") names the layers of an MLP so; write another '
-                "network as a function of nodes named dense_in, activation_0, dense_1, ..., dense_out: see the wing's "
-                'page, "A layer of your own".'
-            )
-        return self.places[key]
+        return self.of(site, self._key(site), by_name=not self.share)
 
     def _key(self, site: Site) -> str:
         if self.share == "role":

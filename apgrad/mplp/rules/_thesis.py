@@ -24,17 +24,15 @@ from flax import nnx
 
 from apgrad._ground.arguments import number
 from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Site
-from apgrad.mplp._rule_parts import (
-    Fixed,
-    Mlp,
-    beside,
-    in_chunks,
+from apgrad.mplp._rule_options import (
+    first_sites,
     known_forms,
     require_form,
     require_one_of,
     require_sizes,
     shows_signature,
 )
+from apgrad.mplp._rule_parts import Fixed, Mlp, beside, in_chunks
 from apgrad.mplp._standardization import BatchNorm
 
 CHUNK = 2**17  # hidden units computed at once: three times as fast as all of them (measured, CPU, 80 hidden units)
@@ -85,9 +83,7 @@ class Thesis(nnx.Module):
         self.rate = (nnx.Param if learn_rate else Fixed)(jnp.asarray(learning_rate, float))
         self.networks, self.descents, self.gains = nnx.Dict({}), nnx.Dict({}), nnx.Dict({})
         make = lambda features, out: _Network(features, hidden, out, batch_norm, rngs)
-        for site in sites:
-            if f"{site.kind}/g" in self.networks:
-                continue
+        for site in first_sites(sites, lambda site: site.kind).values():
             if site.family == "elementwise":
                 seen = 0 if site.begins else message_size
                 self.networks[f"{site.kind}/g"] = make(seen + len(_used(site.features, see_loss)), message_size)
