@@ -1,8 +1,8 @@
 """A `cond` whose branches share their memory.
 
-JAX gives each branch of a `cond` memory of its own, with copies of the operands in it. `randomized_cond` makes the
-whole `cond` one node. In the forward pass, the branch that is taken writes its memory into arrays that all branches
-share. Operands are remembered outside of the branches, where an array that somebody else keeps costs nothing.
+JAX gives each branch memory of its own, with copies of the operands in it. Here the whole `cond` is one node: the
+branch that is taken writes its memory into arrays that all share. Operands are remembered outside of the branches,
+where an array that somebody else keeps costs nothing.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,10 +10,8 @@ from typing import Any
 
 import jax
 
-from apgrad._ground.keys import again
-from apgrad._ground.propagator import Propagator, node
 from apgrad._programs import jaxprs
-from apgrad.memory._passes import Traced, differentiated, evaluated, inexact, remember, send
+from apgrad.memory._passes import remember, remembering, send
 from apgrad.memory._plan import MemoryPlan
 
 
@@ -21,14 +19,14 @@ def randomized_cond(programs: Sequence[jaxprs.Program], plan: Callable[..., Memo
     """`(key, index, *operands) -> outputs`, a node."""
     size = len(programs[0].jaxpr.invars)
 
-    def forward(key, index, *operands, perturbed):
-        chosen = differentiated(operands, perturbed[2:])
-        if not chosen:
-            functions = [lambda *values, p=p: evaluated(p, (*values, *p.consts)) for p in programs]
-            return jax.lax.switch(index, functions, *operands), None
+    def plain(index, *operands):
+        return jax.lax.switch(index, [lambda *values, p=p: jaxprs.evaluate(p, values) for p in programs], *operands)
+
+    def forward(key, inputs, chosen):
+        index, *operands = inputs
         inputs = (key, *operands)
-        plans = [plan(i, chosen, key) for i in range(len(programs))]
-        outside = [_outside(p, len(inputs)) for p in plans]
+        plans = [plan(i, [n - 1 for n in chosen], key) for i in range(len(programs))]
+        outside = [_outside(p) for p in plans]
 
         def run(i, key, inputs):
             outputs, memory = remember(plans[i], key, (*inputs, *programs[i].consts))
@@ -45,15 +43,11 @@ def randomized_cond(programs: Sequence[jaxprs.Program], plan: Callable[..., Memo
         functions = [lambda *a, i=i: branch(i, *a) for i in range(len(plans))]
         outputs, shared = jax.lax.switch(index, functions, key, inputs)
         used = sorted({at for row in outside for at in row if at is not None and at < len(inputs)})
-        known = Traced(plans, outside, [jax.tree.structure(row) for row in stored], places, chosen)
-        return outputs, (index, key, {str(at): inputs[at] for at in used}, shared, known)
+        memory = index, {str(at): inputs[at] for at in used}, shared
+        return outputs, memory, plans, outside, [jax.tree.structure(row) for row in stored], places
 
-    def backward(memory, messages):
-        answers: list[Any] = [None] * size
-        if memory is None:
-            return (None, None, *answers)
-        index, key, operands, shared, known = memory
-        plans, outside, structures, places, chosen = known.value
+    def backward(key, memory, messages, chosen, plans, outside, structures, places):
+        index, operands, shared = memory
 
         def run(i, key, operands, shared, messages):
             kept = jax.tree.unflatten(structures[i], [shared[place] for place in places[i]])
@@ -61,17 +55,15 @@ def randomized_cond(programs: Sequence[jaxprs.Program], plan: Callable[..., Memo
                 stored if at is None else operands[str(at)] if at <= size else programs[i].consts[at - size - 1]
                 for stored, at in zip(kept, outside[i], strict=True)
             ]
-            return send(plans[i], again(key), tuple(whole), messages)
+            return send(plans[i], key, tuple(whole), messages)
 
         functions = [lambda *a, i=i: run(i, *a) for i in range(len(plans))]
-        found = jax.lax.switch(index, functions, key, operands, shared, inexact(messages))
-        return (None, None, *jaxprs.place(found, chosen, answers))
+        return jax.lax.switch(index, functions, key, operands, shared, messages)
 
-    call = node(Propagator(forward, backward), perturbed=True)
-    return lambda key, index, *operands: list(call(key, index, *operands))
+    return remembering(1 + size, plain, forward, backward)
 
 
-def _outside(made: MemoryPlan, size: int) -> list[int | None]:
+def _outside(made: MemoryPlan) -> list[int | None]:
     """For each thing to remember, the number of the input that it is, if it is one."""
     number = {v: i for i, v in enumerate(made.forward.jaxpr.invars)}
     return [number.get(slot.var) if slot.how in ("live", "exact") else None for slot in made.slots]

@@ -1,12 +1,11 @@
 """Samplers for a budget: those with the least added variance that take at most so many bytes.
 
-`allocate` starts with every coefficient exact. Again and again it takes the step that adds the least variance for a
-byte saved, where a step gives one coefficient its next smaller sampler, until the budget is kept. This choice is
-optimal but for its last step, since each coefficient's samplers are first cut to the convex hull of (bytes, variance).
+`allocate` starts with every coefficient exact. Until the budget is kept it gives one coefficient its next smaller
+sampler, the one that adds the least variance for a byte saved. Each coefficient's samplers are first cut to the convex
+hull of (bytes, variance): so this choice is optimal but for its last step.
 
-Variances compare samplers and need no data: each is relative to the squared array, and is the expectation for a group
-of n normal entries. Rounding has the variance scale^2 / 6 with scale = range / (2^bits - 1), and the range of n normal
-entries is about .85 times 2 sqrt(2 log n).
+Variances are over the squared array, of normal entries. Rounding has scale^2 / 6 with scale = range / (2^bits - 1), and
+the range of a group of n such entries is about .85 times 2 sqrt(2 log n).
 """
 
 import itertools
@@ -44,10 +43,7 @@ def remembered_bytes(made: MemoryPlan) -> int:
 def allocate(
     found: list[tuple[Coefficient, SlotForm]], budget_bytes: float, limit: float = math.inf
 ) -> tuple[Any, float, bool]:
-    """Samplers, none of more relative variance than the limit, that keep to a budget, as far as coefficients tell.
-
-    With them their bytes, and whether no smaller ones are left.
-    """
+    """`(samplers that keep to a budget as far as coefficients tell, their bytes, whether no smaller ones are left)`."""
     total, steps = 0.0, []
     for coefficient, how in found:
         like = jax.ShapeDtypeStruct(coefficient.shape, coefficient.dtype)

@@ -1,8 +1,7 @@
 """The equations of a pullback, sorted by what they need.
 
-A `PullbackGraph` divides the pullback's equations into those that depend on a message, which run in the backward pass,
-and the others, which can run in the forward pass. It finds the coefficients, which the former take from the latter, and
-the chains of elementwise equations, each of which multiplies its message by one derivative.
+Those that depend on a message run in the backward pass, the others can run in the forward pass. What the former take
+from the latter are the coefficients. A chain of elementwise equations multiplies its message by one derivative.
 """
 
 from collections.abc import Sequence
@@ -30,11 +29,7 @@ class PullbackGraph:
                 self.forward.append(eqn)
 
     def coefficients(self, eqn: Any) -> list[Any]:
-        """The inputs of an equation that depend on no message.
-
-        Args:
-          eqn: an equation of the pullback.
-        """
+        """The inputs of an equation that depend on no message."""
         return [v for v in variables(eqn.invars) if v not in self.dependent]
 
     def messages(self, eqn: Any) -> list[Any]:

@@ -1,7 +1,7 @@
 """Max-pooling that remembers places in windows, in place of its input.
 
-`ap.randomize` has to keep the input of JAX's max-pooling exactly, since the input does not enter the reverse pass
-linearly. The reverse pass needs no more than the place of each window's largest entry, a byte.
+The input of JAX's max-pooling does not enter the reverse pass linearly, and so is kept exactly. The place of each
+window's largest entry, a byte, is enough.
 """
 
 import math

@@ -1,21 +1,22 @@
 """The forward and the backward pass of a plan, in an order that needs little memory.
 
 `remember` runs a plan's forward program and keeps its slots; `send` runs the backward steps with the coefficients
-restored. A compiler orders a program by its data flow alone: it may restore the arrays of all layers at once, or hold
-all messages until the gradients of the weights are wanted. So barriers fix the order: a coefficient is kept before the
-next equation runs, it is restored when its message is there, and a message goes on when the gradients of arguments that
-need it are done.
+restored. A compiler orders a program by its data flow alone: it may restore the arrays of all layers at once. So
+barriers fix the order: a coefficient is kept before the next equation runs, it is restored when its message is there,
+and a message goes on when the gradients of arguments that need it are done.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import Literal
 
+from apgrad._ground.keys import again
 from apgrad._ground.primitives import refuse_derivative
+from apgrad._ground.propagator import Propagator, node
 from apgrad._programs import jaxprs
 from apgrad.memory._plan import BackwardStep, MemoryPlan
 from apgrad.memory._rounding import Rounding
@@ -26,6 +27,41 @@ REASON = (
     "ap.randomize has no second derivative: the random memory is no differentiable function of the inputs. "
     "Differentiate the function itself, or wrap what needs two derivatives apart from the rest"
 )
+
+
+def remembering(
+    count: int, plain: Callable[..., Any], forward: Callable[..., Any], backward: Callable[..., Any]
+) -> Callable[..., list[Any]]:
+    """`(key, *inputs) -> outputs`, a node of a key and `count` inputs; `plain(*inputs)` where none is differentiated.
+
+    Else `forward(key, inputs, chosen)` gives outputs, memory, and what `backward` has from this trace. The inputs with
+    the `chosen` numbers get a message each: `backward(key, memory, messages, chosen, *what it has)` makes them.
+    """
+
+    def run(key, *inputs, perturbed):
+        chosen = [i for i, (p, x) in enumerate(zip(perturbed[1:], inputs, strict=True)) if p and jaxprs.is_inexact(x)]
+        if not chosen:
+            return plain(*inputs), None
+        outputs, memory, *known = forward(key, inputs, chosen)
+        return outputs, (memory, key, _Traced(chosen, *known))
+
+    def back(memory, messages):
+        answers: list[Any] = [None] * count
+        if memory is not None:
+            memory, key, (chosen, *known) = memory[0], again(memory[1]), memory[2].value
+            answers = jaxprs.place(backward(key, memory, inexact(messages), chosen, *known), chosen, answers)
+        return (None, *answers)
+
+    call = node(Propagator(run, back), perturbed=True)
+    return lambda key, *inputs: list(call(key, *inputs))
+
+
+@jax.tree_util.register_static
+class _Traced:
+    """Values that a backward pass has from the trace of its forward pass; equal if they are the same object."""
+
+    def __init__(self, *value: Any):
+        self.value = value
 
 
 def remember(made: MemoryPlan, key: jax.Array, inputs: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
@@ -139,11 +175,9 @@ def _evaluated_again(use: CoefficientUse, memory: dict[int, Any], computed: dict
 
 
 def _keys(made: MemoryPlan, key: jax.Array) -> dict[int, jax.Array]:
-    """A key for each slot that is sampled: the words of the one before, plus a constant.
-
-    The barriers hide how many constants were added: so slots of one shape have equal operations, compiled once.
-    """
+    """A key for each slot that is sampled: the words of the one before, plus a constant."""
     data, keys = jax.random.key_data(key), {}
+    # The barriers hide how many constants were added: so slots of one shape have equal operations, compiled once.
     for i in (i for i, slot in enumerate(made.slots) if slot.how == "sampled"):
         data = jax.lax.optimization_barrier(data + jnp.uint32(0x9E3779B9))
         keys[i] = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
@@ -176,29 +210,9 @@ def _together(keys: Any, *values: Any) -> tuple[Any, ...]:
     return jax.tree.map(typed, keys, raw), *found
 
 
-def evaluated(program: jaxprs.Program, inputs: Sequence[Any], *how: Any) -> list[Any]:
-    """`jaxprs.evaluate` of a program whose constants are given as further inputs."""
-    size = len(program.jaxpr.invars)
-    return jaxprs.evaluate(jaxprs.Program(program.jaxpr, tuple(inputs[size:])), inputs[:size], *how)
-
-
 def inexact(values: Sequence[Any]) -> list[Any]:
     """The values that can have messages: floating-point and complex ones."""
-    return [x for x in values if jnp.issubdtype(x.dtype, jnp.inexact)]
-
-
-def differentiated(inputs: Sequence[Any], perturbed: Sequence[bool]) -> tuple[int, ...]:
-    """The numbers of the inputs that get a message."""
-    is_inexact = [jnp.issubdtype(jax.typeof(x).dtype, jnp.inexact) for x in inputs]
-    return tuple(i for i, (p, f) in enumerate(zip(perturbed, is_inexact, strict=True)) if p and f)
-
-
-@jax.tree_util.register_static
-class Traced:
-    """Values that a backward pass has from the trace of its forward pass; equal if they are the same object."""
-
-    def __init__(self, *value: Any):
-        self.value = value
+    return [x for x in values if jaxprs.is_inexact(x)]
 
 
 def _soon(steps: Sequence[BackwardStep]) -> list[BackwardStep]:

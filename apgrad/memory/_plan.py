@@ -1,16 +1,9 @@
 """What a straight-line program's reverse pass remembers, and the steps of this pass.
 
-`make_plan` makes a `MemoryPlan` of a program; `apgrad.memory._passes` runs the plan's forward and backward pass.
-
 The pullback of a program is a program too, linear in the messages. Some of its equations depend on no message, and can
-be evaluated in the forward pass. The others, the backward equations, take results of the former: these are the
-*coefficients*, all that the forward pass has to leave behind. A coefficient is remembered in one of three forms:
-
-* It is computed again from arrays that somebody else keeps (a weight's transpose, a dropout mask from its key), which
-  costs nothing, or from small or Boolean arrays (the derivative of a ReLU), which costs a bit an entry.
-* A sampler remembers it, if the pullback is linear in it: if a product, matrix product or convolution multiplies it by
-  a message.
-* The array itself is remembered.
+be evaluated in the forward pass. The others, the backward equations, take from these the *coefficients*, all that the
+forward pass has to leave behind. A coefficient is computed again from what is kept anyway, small or Boolean; or, if a
+product multiplies it by a message, a sampler remembers it; or the array itself is remembered.
 
 Three rules keep gradients unbiased and memory small:
 
@@ -105,7 +98,8 @@ def make_plan(
             passes_on.update([root] if root is not None else graph.messages(eqn))
     steps = []
     for (eqn, root, ancestors), last in zip(needed, reversed(lasting), strict=True):
-        name, taken = eqn.primitive.name, {i: at[v] for i, v in enumerate(eqn.invars) if _is_in(v, at)}
+        name = eqn.primitive.name
+        taken = {i: at[v] for i, v in enumerate(eqn.invars) if not isinstance(v, Literal) and v in at}
         if root is not None:
             name, taken = "chain", {1: derivative[eqn.outvars[0]]}
         linear, step = root is not None or name in LINEAR_IN_EACH, len(steps)
@@ -115,13 +109,6 @@ def make_plan(
 
 
 def _collapses(eqns: Sequence[Any], graph: PullbackGraph, memory: SlotMaker, at: dict[Any, Any]) -> bool:
-    """Whether a chain is one coefficient: if it has several that cost as much.
-
-    A division by a coefficient is not linear in it; its inverse is.
-    """
+    """Whether a chain is one coefficient: if it has several large ones, or divides by one (its inverse is linear)."""
     large = [(e, at[v]) for e in eqns for v in graph.coefficients(e) if memory.is_large(at[v])]
     return len({v for _, v in large}) > 1 or any(e.primitive.name == "div" for e, _ in large)
-
-
-def _is_in(atom: Any, known: dict[Any, Any]) -> bool:
-    return not isinstance(atom, Literal) and atom in known

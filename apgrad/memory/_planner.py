@@ -1,9 +1,8 @@
 """`ap.memory.plan`: what a gradient keeps, computes again or packs, under a budget of compiled memory.
 
 Exact methods come first. Of the choices of `apgrad.memory._recompute` the one with least work is taken whose predicted
-bytes fit: what stays, the largest group that is computed together, and a working set. The working set is what the
-compiler's account of the last gradient that was compiled had beyond the prediction; so a few compilations settle it.
-If nothing exact fits, coefficients are rounded, with the least added variance (`apgrad.memory._budget`).
+bytes fit. To these belongs a working set: what the last gradient that was compiled needed beyond its prediction, so
+that a few compilations settle it. If nothing exact fits, coefficients are rounded (`apgrad.memory._budget`).
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -126,7 +125,7 @@ def plan(
 
     if compiled("keep", 0.0, 0.0, lambda key, *args: function(*args)).peak_bytes <= budget_bytes:
         return finished(trials[0])
-    plans = recorded(function, args, _flat_numbers(args, numbers), min_size)
+    plans = recorded(function, args, numbers, min_size)
     found = choices(plans)
     around = trials[0].peak_bytes - found[0].nbytes  # the working set
     if "recompute" in methods:
@@ -187,13 +186,3 @@ def table(trials: Sequence[Trial], chosen: Trial | None = None) -> str:
     )
     head = f"{'method':9}  {'peak MB':>9}  {'work again':>10}  {'added variance':>14}"
     return "\n".join([head, *map(row, trials), *([note] if (note := compiled_note()) else [])])
-
-
-def _flat_numbers(args: Any, numbers: Sequence[int]) -> list[int]:
-    """The numbers of the arrays, among all, that are floating-point and in the chosen arguments."""
-    at, found = 0, []
-    for i, arg in enumerate(args):
-        leaves, _ = jaxprs.arrays_of(arg)
-        found += [at + j for j, x in enumerate(leaves) if i in numbers and jaxprs.is_inexact(x)]
-        at += len(leaves)
-    return found

@@ -1,10 +1,9 @@
 """`ap.randomize`: any JAX function, with a random and smaller memory in its reverse pass.
 
-The function's jaxpr is walked, and each straight-line stretch becomes a propagator (`apgrad.node`). Its forward pass
-evaluates the equations and remembers the coefficients of their pullback, in the forms that `apgrad.memory._plan`
-chooses; its backward pass is the pullback with the coefficients restored. A `scan`, `cond` or `jax.checkpoint` is
-rebuilt around stretches of its own, with fresh keys in each step. A `while` has no reverse mode and stays as it is.
-Calls are entered. A function's own derivative rule is used, and its coefficients are remembered like any others.
+The function's jaxpr is walked, and each straight-line stretch becomes a propagator (`apgrad.node`), which remembers the
+coefficients of its pullback in the forms that `apgrad.memory._plan` chooses. A `scan`, `cond` or `jax.checkpoint` is
+rebuilt around stretches of its own, with fresh keys in each step. Calls are entered. A function's own derivative rule
+is used, and its coefficients are remembered like any others.
 """
 
 import contextlib
@@ -17,17 +16,16 @@ import jax
 import jax.numpy as jnp
 
 from apgrad._ground.arguments import number
-from apgrad._ground.keys import again, hashed, require_key
-from apgrad._ground.propagator import Propagator, node
+from apgrad._ground.keys import hashed, require_key
 from apgrad._ground.warning import warn
 from apgrad._programs import jaxprs
 from apgrad.memory._blocks import packed_block
 from apgrad.memory._branches import randomized_cond
 from apgrad.memory._budget import allocate, remembered_bytes
 from apgrad.memory._packing import Narrow, Packing
-from apgrad.memory._passes import Traced, differentiated, evaluated, inexact, remember, send
+from apgrad.memory._passes import inexact, remember, remembering, send
 from apgrad.memory._plan import MemoryPlan, make_plan
-from apgrad.memory._samplers import FACTORIES, Rounding, Sampler, nbytes, require_sampler, rounding
+from apgrad.memory._samplers import FACTORIES, Rounding, Sampler, array_bytes, nbytes, require_sampler, rounding
 from apgrad.memory._slots import Coefficient, SlotForm, fitted, is_view
 
 _NESTED = 2**29  # where the numbers of nested programs' keys begin, after those of the slots
@@ -97,11 +95,9 @@ def randomize(
     """
     if (sampler is None) == (budget_bytes is None):
         raise ValueError("randomize takes either a sampler or budget_bytes, got " + ("both" if sampler else "neither"))
-    if not callable(sampler) or isinstance(sampler, type) or sampler in FACTORIES:
-        require_sampler("sampler", sampler)
+    require_sampler("sampler", None if _chooses(sampler) else sampler)
     require_sampler("through", through)
-    if not callable(boundaries) or isinstance(boundaries, type) or boundaries in FACTORIES:
-        require_sampler("boundaries", boundaries)
+    require_sampler("boundaries", None if _chooses(boundaries) else boundaries)
     number("budget_bytes", budget_bytes or 0)
     number("min_size", min_size)
 
@@ -126,6 +122,11 @@ def randomize(
         return made.stretch(*stretch, make=make)
 
     return walked(function, walk)
+
+
+def _chooses(given: Any) -> bool:
+    """Whether this is a function that chooses samplers."""
+    return callable(given) and not isinstance(given, type) and given not in FACTORIES
 
 
 def walked(function: Callable[..., Any], walk: Callable[..., Callable[..., Any]]) -> Callable[..., Any]:
@@ -158,19 +159,23 @@ def coefficients(function: Callable[..., Any], *args: Any, min_size: int = 512) 
       *args: arrays or `jax.ShapeDtypeStruct`s.
       min_size: as in `randomize`.
     """
-    leaves, _ = jaxprs.arrays_of(args)
-    return listed(recorded(function, args, [i for i, x in enumerate(leaves) if jaxprs.is_inexact(x)], min_size))
+    return listed(recorded(function, args, range(len(args)), min_size))
 
 
 Recorded = list[tuple[str, MemoryPlan]]
 
 
-def recorded(function: Callable[..., Any], args: Any, chosen: Sequence[int], min_size: int) -> Recorded:
-    """The plans that remember everything: of the stretches inside, by their scope, and last of the whole function."""
+def recorded(function: Callable[..., Any], args: Any, numbers: Sequence[int], min_size: int) -> Recorded:
+    """The plans that remember everything: of the stretches inside, by their scope, and last of the whole function.
+
+    It is differentiated with respect to the floating-point arrays in the arguments with these numbers.
+    """
     leaves, put = jaxprs.arrays_of(args)
+    owners = [number for number, arg in enumerate(args) for _ in jaxprs.arrays_of(arg)[0]]
+    chosen = tuple(i for i, x in enumerate(leaves) if owners[i] in numbers and jaxprs.is_inexact(x))
     program, _ = jaxprs.trace(lambda *leaves: function(*put(*leaves)), *leaves)
     flags = [True] * (len(leaves) + len(program.consts))
-    return _recorded(min_size, program, flags, tuple(chosen), "", 1, jax.random.key(0))
+    return _recorded(min_size, program, flags, chosen, "", 1, jax.random.key(0))
 
 
 def _recorded(min_size: int, *stretch: Any) -> Recorded:
@@ -193,8 +198,8 @@ def listed(plans: Recorded) -> list[tuple[Coefficient, SlotForm]]:
 def _within(budget: int, min_size: int, at_boundary: Any, *stretch: Any) -> MemoryPlan:
     """A plan that remembers at most so many bytes.
 
-    `allocate` estimates the bytes coefficient by coefficient; then they are counted in the plan that is made. Only the
-    plan shows which arrays are drawn twice, which keys are kept, and what the branches of a `cond` share.
+    `allocate` estimates them coefficient by coefficient. What is drawn twice, and what branches share, a plan alone
+    shows: so the bytes are counted in the plan that is made.
     """
     found = listed(_recorded(min_size, *stretch))
     target, best = float(budget), None
@@ -230,8 +235,9 @@ def _chooser(sampler: Any, through: Any, min_size: int, sizes: dict[bool, int] |
 
     def chooser(coefficient):
         size = math.prod(coefficient.shape)
-        few = size < min(64, min_size) or size * max(coefficient.count, 1) < min_size
-        sizes[few] = max(sizes.get(few, 0), size * max(coefficient.count, 1))
+        of_all_steps = size * max(coefficient.count, 1)
+        few = size < min(64, min_size) or of_all_steps < min_size
+        sizes[few] = max(sizes.get(few, 0), of_all_steps)
         if few or not coefficient.shape:
             return None
         chosen = choose(coefficient)
@@ -244,10 +250,7 @@ def _chooser(sampler: Any, through: Any, min_size: int, sizes: dict[bool, int] |
 
 
 class StretchWalk:
-    """A walk over a program that makes propagators of its straight-line stretches.
-
-    Each stretch is planned once for each set of differentiated inputs: JAX traces a loop's body several times.
-    """
+    """Makes propagators of a program's straight-line stretches; each is planned once, as JAX traces a loop often."""
 
     def __init__(self, choose: Choice, at_boundary: Any = None, stays: Mapping[str, frozenset[int]] | None = None):
         self.choose, self.at_boundary, self.stays = choose, at_boundary, stays or {}
@@ -259,22 +262,17 @@ class StretchWalk:
         """`(key, *inputs) -> outputs`, a node around the program, with a plan by `self.make` or another function."""
         flags = [*live, *(True for _ in program.consts)]
 
-        def forward(key, *inputs, perturbed):
-            chosen = differentiated(inputs, perturbed[1:])
-            if not chosen:
-                return evaluated(program, inputs), None
+        def plain(*inputs):
+            return _evaluated(program, inputs)
+
+        def forward(key, inputs, chosen):
             made = self.plan(make or self.make, program, flags, chosen, where, count, key)
-            outputs, memory = remember(made, key, (key, *inputs))
-            return outputs, (memory, key, Traced(made, chosen))
+            return *remember(made, key, (key, *inputs)), made
 
-        def backward(memory, messages):
-            answers: list[Any] = [None] * len(flags)
-            if memory is not None:
-                memory, key, (made, chosen) = memory[0], memory[1], memory[2].value
-                answers = jaxprs.place(send(made, again(key), memory, inexact(messages)), chosen, answers)
-            return (None, *answers)
+        def backward(key, memory, messages, chosen, made):
+            return send(made, key, memory, messages)
 
-        call = node(Propagator(forward, backward), perturbed=True)
+        call = remembering(len(flags), plain, forward, backward)
         return lambda key, *inputs: call(key, *inputs, *program.consts)
 
     def plan(self, make: Callable[..., MemoryPlan], program: jaxprs.Program, *rest: Any) -> MemoryPlan:
@@ -287,15 +285,12 @@ class StretchWalk:
     def make(
         self, program: jaxprs.Program, flags: Sequence[bool], chosen: Sequence[int], where: str, count: int, key: Any
     ) -> MemoryPlan:
-        """The plan of a program that is differentiated with respect to the chosen ones of its inputs and constants.
-
-        It depends on the key's dtype alone.
-        """
+        """The plan of a program that is differentiated with respect to the chosen ones of its inputs and constants."""
 
         def linearize(key, *inputs):
             def walked(*values):
                 pairs = list(zip(values, flags, strict=True))
-                outputs = [v for v, _ in evaluated(program, pairs, self._apply(key, where, count), _other)]
+                outputs = [v for v, _ in _evaluated(program, pairs, self._apply(key, where, count), _other)]
                 return inexact(outputs), outputs
 
             restricted, some = jaxprs.restrict(walked, inputs, chosen)
@@ -303,7 +298,7 @@ class StretchWalk:
             return outputs, pullback
 
         avals = [v.aval for v in (*program.jaxpr.invars, *program.jaxpr.constvars)]
-        inputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (key, *avals)]
+        inputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in (key, *avals)]  # of the key the dtype alone matters
         ends, rules = [flags[i] for i in chosen], _own_rules(program, where)
         return make_plan(
             linearize, inputs, [True, *flags], ends, self.choose, where, count, rules, self.stays.get(where)
@@ -355,22 +350,19 @@ class StretchWalk:
         inner = self.stretch(inside.jaxprs[0], live, label, 0)
         samplers: list[Any] = [None] * len(values)
         for i, (v, flag) in enumerate(zip(values, live, strict=True)):
-            if (
-                self.at_boundary
-                and inside.options["policy"] is None
-                and not flag
-                and jnp.issubdtype(v.dtype, jnp.floating)
-            ):
-                samplers[i] = self.at_boundary(_input(label, i, v, count))
+            packs = self.at_boundary and inside.options["policy"] is None
+            if packs and not flag and jnp.issubdtype(v.dtype, jnp.floating):
+                name = f"{label}/inputs[{i}]"
+                samplers[i] = self.at_boundary(Coefficient(name, v.shape, v.dtype, count, array_bytes(v), False))
         if not any(samplers):
             return list(jax.checkpoint(inner, **inside.options)(key, *values))
         return packed_block(inside.jaxprs[0], inner, samplers)(key, *values)
 
 
-def _input(label: str, number: int, value: jax.Array, count: int) -> Coefficient:
-    """An input of a checkpointed block, as a choice of samplers is shown it."""
-    size = value.size * value.dtype.itemsize
-    return Coefficient(f"{label}/inputs[{number}]", value.shape, value.dtype, count, size, False)
+def _evaluated(program: jaxprs.Program, inputs: Sequence[Any], *how: Any) -> list[Any]:
+    """`jaxprs.evaluate` of a program whose constants are given as further inputs."""
+    size = len(program.jaxpr.invars)
+    return jaxprs.evaluate(jaxprs.Program(program.jaxpr, tuple(inputs[size:])), inputs[:size], *how)
 
 
 def _own_rules(program: jaxprs.Program, where: str) -> list[str]:

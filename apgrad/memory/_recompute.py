@@ -1,9 +1,8 @@
 """Which arrays stay in memory when all others are computed again, exactly, in the reverse pass.
 
-A choice is a set of variables of the forward program that may be remembered. Every other coefficient is computed from
-these when its message is there, and what is computed on the way is there for the coefficients that come next. So a
-choice has three costs: the bytes that stay, the bytes of the largest group of variables that are computed together,
-and the work of computing them. Candidates are
+A choice is a set of variables that may be remembered; every other coefficient is computed from these when its message
+is there. Its costs are the bytes that stay, those of the largest group of variables that are computed together, and
+the work of computing them. Candidates are
 
 * the products (matrix products, convolutions) that take most work for a byte, for each number of them, and with them
   the variables that cross a few cuts, which divide the rest into groups of about equal bytes at places where few bytes

@@ -1,11 +1,9 @@
 """How much memory a function's reverse pass takes: what it remembers, and what the compiled program needs.
 
-`memory_report` compares a function with checkpointing and with `ap.randomize`; `residuals` and `temp_bytes` are its
-parts. Residuals are the arrays that `jax.vjp` leaves behind, without the arguments and their views, which the caller
-has anyway. Temp bytes are the compiler's own account of the gradient's scratch memory
-(`compiled.memory_analysis().temp_size_in_bytes`), in which buffers of the gradients are counted. **XLA on the CPU drops
-optimization barriers** (its pass `cse_barrier_expander`), and with them all that `jax.checkpoint` saves outside of a
-scan. So the report compiles with this pass switched off there, and says so.
+Residuals are the arrays that `jax.vjp` leaves behind, without the arguments and their views, which the caller has
+anyway. Temp bytes are the compiler's own account of the gradient's scratch memory, in which buffers of the gradients
+are counted. **XLA on the CPU drops optimization barriers** (its pass `cse_barrier_expander`), and with them all that
+`jax.checkpoint` saves outside of a scan. So the report compiles with this pass switched off there, and says so.
 """
 
 import functools
@@ -260,10 +258,8 @@ class _Index:
 
     @functools.cached_property
     def work(self) -> dict[Any, float]:
-        """Of each output, and of what it is a view of, the work of computing it from the other outputs.
-
-        The equations that a variable needs are a bit set, which lives until the variable's last use.
-        """
+        """Of each output, and of what it is a view of, the work of computing it from the other outputs."""
+        # The equations that a variable needs are a bit set, which lives until the variable's last use.
         eqns, kept = self.jaxpr.eqns, {*jaxprs.variables(self.jaxpr.outvars)}
         asked = set(kept)
         for eqn in reversed(eqns):
@@ -396,13 +392,12 @@ def memory_report(
             f"the policy of a checkpointed block keeps nothing there ({'; '.join(idle)}): do its names stand in "
             "jax.ad_checkpoint.checkpoint_name inside the block?",
         )
-    rows = {}
+    rows, note = {}, compiled_note()
     for i, (name, f) in enumerate(functions.items()):
         if sys.stderr.isatty() and len(functions) > 1:  # compiling a large model takes minutes
             print(f"memory_report: {name}, {i + 1} of {len(functions)} gradients to compile", file=sys.stderr)
         kept = residuals(f, *args)
         rows[name] = MemoryBytes(sum(r.nbytes for r in kept), temp_bytes(f, *args), kept)
-    note = compiled_note()
     first = rows["reverse mode"]
     is_more = lambda mine, full: mine - full >= max(_NOTICEABLE * full, 1)
     more = [
@@ -454,6 +449,5 @@ def temp_bytes(function: Callable[..., Any], *args: Any) -> int:
 def _arguments(args: Any) -> tuple[list[Any], tuple[int, ...], Callable[..., Any]]:
     """The shapes of the arrays in arguments, the numbers of the inexact ones, and what puts arrays in their places."""
     flat, put = jaxprs.arrays_of(args)
-    dtypes = [x.dtype if hasattr(x, "dtype") else jnp.result_type(x) for x in flat]
-    inexact = tuple(i for i, dtype in enumerate(dtypes) if jnp.issubdtype(dtype, jnp.inexact))
-    return [jax.ShapeDtypeStruct(jnp.shape(x), dtype) for x, dtype in zip(flat, dtypes, strict=True)], inexact, put
+    inexact = tuple(i for i, x in enumerate(flat) if jaxprs.is_inexact(x))
+    return [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in flat], inexact, put

@@ -1,9 +1,8 @@
 """Stochastic rounding: every entry is rounded up or down to a coarse grid, at random so that the mean is right.
 
 The entries of a group share a grid, an offset and a scale: the upper halves of two floating-point numbers, in one word.
-The scale's sign bit says that an entry is not finite. Such an entry is NaN again and does not disturb its group: the
-last code stands for NaN there, and the grid has one point less. (1 bit has no code to spare: such a group is NaN as a
-whole.) The scale's last bit says that the group has very large entries and was divided by 2^8 first.
+The scale's sign bit says that an entry is not finite: the last code then stands for NaN, and the grid has one point
+less (of 1 bit, the whole group is NaN). The scale's last bit says that very large entries were divided by 2^8 first.
 """
 
 import dataclasses
@@ -31,7 +30,6 @@ class Rounding:
 
     def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> tuple[jax.Array, ...]:
         """The codes, packed into bytes, and a word for the grid of each group."""
-        del axis
         if self.bits == 32:
             return (x,)
         places, _, word, bad = self._on_grid(x)
@@ -44,7 +42,6 @@ class Rounding:
         self, key: jax.Array, memory: tuple[jax.Array, ...], like: jax.ShapeDtypeStruct, axis: int = -1
     ) -> jax.Array:
         """Offset plus code times scale; the last point of the grid is cut to what is finite."""
-        del key, axis
         if self.bits == 32:
             return memory[0]
         codes = unpacked(memory[0], self.bits)
@@ -54,17 +51,16 @@ class Rounding:
         values = jnp.clip(low + codes.astype(low.dtype) * scale, -limit, limit)
         values = values * jnp.where(large, _DIVISOR, 1.0).astype(low.dtype)
         bad = spoilt if self.bits == 1 else spoilt & (codes == 2**self.bits - 1)
-        values = jnp.where(bad, jnp.asarray(jnp.nan, low.dtype), values)
+        values = jnp.where(bad, jnp.nan, values)
         return from_rows(values, like)
 
     def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
         """scale^2 p (1 - p), with p the probability of rounding up."""
-        del axis
         if self.bits == 32:
             return jnp.zeros_like(x)
         places, scale, _, bad = self._on_grid(x)
         up = places % 1
-        spread = jnp.where(bad, jnp.asarray(jnp.nan, places.dtype), scale**2 * up * (1 - up))
+        spread = jnp.where(bad, jnp.nan, scale**2 * up * (1 - up))
         return from_rows(spread, x)
 
     def _points(self, word: jax.Array) -> jax.Array:
@@ -72,20 +68,18 @@ class Rounding:
         return 2**self.bits - 1 - _grid_of(word)[3].astype(jnp.int32)
 
     def _on_grid(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Places on the grid, (groups, entries), the grids' scales and words, (groups, 1), and what is not finite.
-
-        Offset and scale are rounded outwards, so that the grid covers the group.
-        """
+        """Places on the grid, (groups, entries), the grids' scales and words, (groups, 1), and what is not finite."""
         # With a barrier, so that arrays of one size have the same operations, whatever makes them: compiled once.
         rows = jax.lax.optimization_barrier(as_rows(x, self.group))
         bad, limits = ~jnp.isfinite(rows), jnp.finfo(rows.dtype)
-        rows = jnp.where(bad, jnp.zeros((), rows.dtype), rows)
+        rows = jnp.where(bad, 0, rows)
         low, high, spoilt = (found[:, None] for found in _ranges(rows, bad))
         large = jnp.maximum(high, -low) > float(limits.max) / _DIVISOR
         factor = _divided(large, rows.dtype)
         integer, half = _word(rows.dtype)
         bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=integer)
         number = functools.partial(jax.lax.bitcast_convert_type, new_dtype=rows.dtype)
+        # Offset and scale are rounded outwards, so that the grid covers the group.
         ones = 2 ** (limits.nmant - 7) - 1  # the bits below a bfloat16's
         offset = bits(low * factor)  # to which a negative number's last bits add: away from zero
         offset = (offset + jnp.where(low < 0, ones, 0).astype(integer)) & ~ones
@@ -194,9 +188,6 @@ def uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     size = jax.random.key_data(key).size
     words = jax.random.key_data(hashed(key, jnp.arange(-(-(rows + columns) // size)))).reshape(-1)
     bits = words[:rows, None] + words[rows : rows + columns]
-    for shift, factor in (
-        (16, 0x7FEB352D),
-        (15, 0x846CA68B),
-    ):  # lowbias32, as in `hashed`; its last step moves low bits
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # lowbias32, as in `hashed`, but for its last step
         bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
     return ((bits >> 9).astype(jnp.int32).astype(dtype) + 0.5) * 2.0**-23

@@ -1,24 +1,19 @@
 """Samplers: a smaller, random memory of an array whose expectation is the array.
 
-A reverse pass multiplies messages by coefficients it remembers. Where a coefficient x enters linearly, an unbiased
-estimate of it, drawn independently of all others, gives an unbiased gradient (Oktay, McGreivy, Aduol, Beatson & Adams,
-"Randomized automatic differentiation", ICLR 2021, section 3.2: with x = P x, E P = I). `keep` draws the small memory,
-and `restore` makes the estimate from this memory and the same key: indices are drawn again, and need not be stored.
+Where a remembered coefficient x enters a reverse pass linearly, an unbiased estimate of it, drawn independently of all
+others, gives an unbiased gradient (Oktay, McGreivy, Aduol, Beatson & Adams, "Randomized automatic differentiation",
+ICLR 2021, section 3.2). `keep` draws the small memory, and `restore` makes the estimate from this memory and the same
+key: indices are drawn again, and need not be stored.
 
 An array has a sampled axis of size d. The axes before this axis are examples, and the axes after it go along, as the
-channels at a position of an image do. With k of d entries kept:
+channels at a position of an image do. With k of d entries kept, the variance of an element x_i:
 
-* different sample: k indices for each example, with replacement; entries times d/k;
-* same sample: one set of k indices for all examples;
-* stratified: one entry of each of k runs of neighbours (of s = floor(d/k) or one more), times the size of its run;
-* projection (Appendix A): x R R^T, R of independent signs over sqrt(k), (d, k);
-* rounding (the paper's future work; Chen et al., "ActNN", ICML 2021): all entries on a grid of 2^bits points between
-  the smallest and the largest of a group, rounded up with the probability that makes the expectation right;
-* heavy (Liu et al., "Winner-take-all column row sampling", NeurIPS 2023): the largest entries exactly, the rest
-sampled.
-
-Variances (of one element x_i, given x): sampling k of d with replacement (d-1)/k x_i^2, without it (d-k)/k x_i^2;
-stratified (s-1) x_i^2; projection (sum_{j != i} x_j^2)/k; rounding scale^2 p (1-p) <= scale^2 / 4.
+* different sample, k indices for each example, or same sample, one set for all, entries times d/k: (d-1)/k x_i^2 with
+  replacement, (d-k)/k x_i^2 without;
+* stratified, one entry of each of k runs of s neighbours, times s: (s-1) x_i^2;
+* projection (Appendix A), x R R^T, R of independent signs over sqrt(k), (d, k): (sum_{j != i} x_j^2)/k;
+* rounding (Chen et al., "ActNN", ICML 2021) to a grid, up with the probability p: scale^2 p (1-p) <= scale^2 / 4;
+* heavy (Liu et al., "Winner-take-all column row sampling", NeurIPS 2023): none for the largest, the rest is sampled.
 """
 
 import dataclasses
@@ -162,7 +157,7 @@ class Sampling:
             # The run is known, only the place in it is drawn: a comparison in place of a scatter.
             run = rows[1] // index.shape[-1]
             hit = (index % run)[..., None] == jnp.arange(run, dtype=index.dtype)
-            spread = jnp.where(hit[..., None], memory[:, :, None, :], jnp.zeros((), like.dtype))
+            spread = jnp.where(hit[..., None], memory[:, :, None, :], 0)
             return spread.reshape(like.shape)
         return jax.vmap(lambda z, i, m: z.at[i].add(m))(zeros, index, memory).reshape(like.shape)
 
@@ -205,7 +200,7 @@ class Projection:
         """X R, (..., k, ...), with zeros for what is not finite; and where that is, by rows and by columns, as bits."""
         bad = ~jnp.isfinite(x)
         signs = self._signs(key, x.shape[axis], x.dtype)
-        product = jnp.tensordot(jnp.where(bad, jnp.zeros((), x.dtype), x), signs, (axis, 0))
+        product = jnp.tensordot(jnp.where(bad, 0, x), signs, (axis, 0))
         columns = jnp.any(jnp.moveaxis(bad, axis, -1), range(x.ndim - 1))
         return jnp.moveaxis(product, -1, axis), jnp.packbits(columns), jnp.packbits(jnp.any(bad, axis).reshape(-1))
 
@@ -224,7 +219,7 @@ class Projection:
         for packed in rows:
             shape = found.shape[:-1]
             bad &= jnp.unpackbits(packed)[: math.prod(shape)].reshape(*shape, 1).astype(bool)
-        return jnp.moveaxis(jnp.where(bad, jnp.asarray(jnp.nan, found.dtype), found), -1, axis)
+        return jnp.moveaxis(jnp.where(bad, jnp.nan, found), -1, axis)
 
     def _signs(self, key: jax.Array, size: int, dtype: Any) -> jax.Array:
         """R, (d, k), for d = `size`."""

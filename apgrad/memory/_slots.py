@@ -1,9 +1,4 @@
-"""In which form a coefficient is remembered, and how it is made again.
-
-`SlotMaker.use` takes a coefficient that a backward equation needs, and finds the cheapest form: what it can be computed
-from again, a sample of it, or the array itself. It opens slots, one for each array to remember, and says of which slots
-the coefficient is made in the backward pass.
-"""
+"""In which form a coefficient is remembered, and how it is made again: of slots, one for each array to remember."""
 
 import dataclasses
 import typing
@@ -26,8 +21,7 @@ _DEEPEST, _SMALL = 64, 16
 def is_view(eqn: Any) -> bool:
     """Whether an equation's output is linear in its first input, and holds all that the input holds.
 
-    A conversion is a view only between floating-point types of which the second has every value of the first: what
-    is rounded at random must not go through a conversion that rounds as well, least of all to integers.
+    What is rounded at random must not go through a conversion that rounds too: a view has every value of the first.
     """
     if eqn.primitive.name != "convert_element_type":
         return eqn.primitive.name in VIEW
@@ -74,14 +68,10 @@ class CoefficientUse(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """One array to remember.
-
-    It is "live" (somebody else keeps the array), "exact", "bits" (a Boolean array, packed), "sampled", or "nested" (a
-    scan or cond has remembered it inside, and it is packed already).
-    """
+    """One array to remember."""
 
     var: Any
-    how: SlotForm
+    how: SlotForm  # "live": somebody else keeps it; "bits": of a Boolean array; "nested": a scan or cond has packed it
     sampler: Any
     coefficient: Coefficient
 
@@ -92,22 +82,17 @@ class Slot(NamedTuple):
 
 
 class SlotMaker:
-    """Chooses how coefficients of a forward program are remembered, and numbers the slots.
-
-    `live` says of each input whether somebody else keeps it, `own` are the coefficients of equations without programs
-    inside, and the program stands in the scope `where` and runs `count` times. `stays` are the numbers of the variables
-    that may be remembered (see `apgrad.memory._recompute`); all others are then computed again.
-    """
+    """Chooses how coefficients of a forward program are remembered, and numbers the slots."""
 
     def __init__(
         self,
         forward: jaxprs.Program,
-        live: Sequence[bool],
-        own: Collection[Any],
+        live: Sequence[bool],  # of each input, whether somebody else keeps it
+        own: Collection[Any],  # the coefficients of equations without programs inside
         choose: Any,
-        where: str,
-        count: int,
-        stays: Collection[int] | None = None,
+        where: str,  # the scope around the program
+        count: int,  # how often it runs
+        stays: Collection[int] | None = None,  # numbers of the variables of which all others are computed again
     ):
         jaxpr = forward.jaxpr
         self.live = {v for v, flag in zip(jaxpr.invars, live, strict=True) if flag} | set(jaxpr.constvars)
@@ -130,10 +115,10 @@ class SlotMaker:
     def use(
         self, var: Any, linear: bool, last: bool, ancestors: int, step: int, name: str, eqn: Any, number: int
     ) -> CoefficientUse:
-        """Opens the slots for a coefficient, or finds them among the slots that are open.
+        """Opens slots for a coefficient, or finds open ones.
 
-        The backward equation `eqn`, at this step, takes the coefficient as its input of this number, after the steps in
-        the bit set `ancestors`. It may be `linear` in the coefficient, and `last`: its messages go to arguments only.
+        The backward equation `eqn`, at this step, takes it as the input of this number, after the steps in the bit set
+        `ancestors`. It may be `linear` in the coefficient, and `last`: its messages go to arguments only.
         """
         if isinstance(var, Literal):
             aval: Any = var.aval
@@ -258,28 +243,18 @@ def fitted(sampler: Any, coefficient: Coefficient) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class OfPositions:
-    """A sampler of an image's positions, each with all its channels (Fig. 4 of the RAD paper).
-
-    The image's axes are in any order; `order` has them as (example, positions ..., channels).
-    """
+    """A sampler of an image's positions, each with all its channels (Fig. 4 of the RAD paper)."""
 
     sampler: Sampler
-    order: tuple[int, ...]
+    order: tuple[int, ...]  # the image's axes as (example, positions ..., channels)
 
     def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> Any:
         """The sampler's memory of (examples, positions, channels)."""
-        del axis
         return self.sampler.keep(key, self._rows(x), 1)
 
     def restore(self, key: jax.Array, memory: Any, like: jax.ShapeDtypeStruct, axis: int = -1) -> jax.Array:
         """The sampler's estimate, as an image."""
-        del axis
         return self._image(restored(self.sampler, key, memory, jax.eval_shape(self._rows, like), 1), like)
-
-    def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
-        """The sampler's variance, as an image."""
-        del axis
-        return self._image(self.sampler.variance(self._rows(x), 1), x)
 
     def _rows(self, x: jax.Array) -> jax.Array:
         ordered = jnp.transpose(x, self.order)
@@ -293,8 +268,7 @@ class OfPositions:
 def _image_order(eqn: Any, number: int) -> tuple[int, ...] | None:
     """The axes of the image in a convolution's weight gradient as (example, positions ..., channels).
 
-    This gradient is a convolution of the image, its first input, with the messages, in which examples and channels
-    have changed places.
+    It convolves the image, its first input, with the messages; examples and channels have changed places in it.
     """
     if eqn.primitive.name != "conv_general_dilated" or number != 0:
         return None

@@ -1,7 +1,7 @@
 """Programs that are compiled once: the text of a program finds its executable, at the next point of equal shapes too.
 
-`jax.jit` keeps an executable by the Python function. A trace reads its function again at each point, because what the
-function closes over may have changed. So here the program decides: where its text is the same, so is the executable.
+`jax.jit` keeps an executable by the Python function. But what a traced function closes over may change from point to
+point: so here the program decides.
 """
 
 import hashlib

@@ -1,7 +1,5 @@
 """Rules of the equations with programs inside: calls, loops, branches, and functions with their own derivative rule.
 
-The programs inside are walked, and remember different things for the way back:
-
 * `remat` and `cond` remember their inputs, and are walked again on the way back;
 * `scan` stacks what its body remembers over the steps; what is the same in each step, or came in with xs, is not;
 * `while` remembers `KEPT` of its states, evenly spaced, and computes the states between again;
@@ -34,7 +32,7 @@ def _call(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[bo
 
 
 def _remat(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
-    """`jax.checkpoint`: the program is walked again on the way back, from its inputs."""
+    """`jax.checkpoint`."""
     jaxpr, consts = inside.jaxprs[0]
     outputs = jaxprs.caller(eqn)(*inputs)
 
@@ -208,8 +206,7 @@ def _custom(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[
 def linearized(eqn: Any, inputs: Sequence[Any], active: Sequence[bool]) -> tuple[Any, list, list[int], list[bool], Any]:
     """The linear program of a function with its own rule: from tangents of active inputs to tangents of outputs.
 
-    With it come zeros for its inputs, the numbers of the active inputs, for each output whether it has a tangent, and
-    the outputs.
+    With it: zeros for its inputs, the numbers of the active inputs, which outputs have a tangent, and the outputs.
     """
     chosen, call, real = [i for i, a in enumerate(active) if a], jaxprs.caller(eqn), jaxprs.inexact_outputs(eqn)
     inputs = [jnp.asarray(x) for x in inputs]  # a rule may do with its arrays what NumPy's constants cannot

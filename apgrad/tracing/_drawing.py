@@ -1,7 +1,4 @@
-"""Pictures of a trace: heavy paths through the scopes, influence as a heat map.
-
-They need matplotlib, which apgrad does not depend on.
-"""
+"""Pictures of a trace, by matplotlib: heavy paths through the scopes, influence as a heat map."""
 
 import difflib
 from collections.abc import Sequence

@@ -34,7 +34,7 @@ EdgeRule = Callable[[Equation], Pull]
 
 
 def edge(semiring: Semiring, weight: Any, message: Value, dtype: Any) -> Value:
-    """The message that edges carry to their inputs: at each edge, the derivative times the message at its output."""
+    """The message that edges carry to their inputs: the derivative times the message at the output."""
     weight = jnp.asarray(weight, dtype_of(message))
     return cast(semiring.times(semiring.lift(weight), message), dtype)
 

@@ -1,9 +1,8 @@
 """Influence: how much of each parameter is taught through each named component.
 
-The influence of a component on a parameter is the share of the parameter's elements whose path runs through the
-component (DuSell, "Analyzing neural network optimization with gradient tracing", sections 1.2 and 1.3). The messages
-that find the paths carry sets of components along, as bits: an equation adds its own component to each message that
-goes through, and where messages meet, the set of the greatest one is kept. So one backward walk suffices.
+The influence of a component on a parameter is the share of the parameter's elements whose path runs through it (DuSell,
+"Analyzing neural network optimization with gradient tracing", sections 1.2 and 1.3). Messages carry sets of components
+along, as bits, to which each equation adds its own; where messages meet, the set of the greatest one is kept.
 """
 
 import dataclasses
@@ -61,10 +60,7 @@ class Influence:
         }
 
     def __str__(self) -> str:
-        """A table of means: components by parameters, or the other way.
-
-        If it is too wide, components are left out as by `top`.
-        """
+        """A table of means; where it is too wide, components are left out as by `top`."""
         widths = lambda names: sum(1 + max(6, len(name)) for name in names)
         share, rows, columns, left = mean(self.share), self.components, self.parameters, 0
         if max(9, *map(len, rows)) + widths(columns) > 100:
@@ -194,8 +190,7 @@ def influence_in(
 ) -> Influence:
     """Influence in a loss's program, whose active inputs have the names `parameters`; options are (kind, by, depth).
 
-    With `own`, a scope around other scopes has a further row, "scope/", of the equations that are in none of these. It
-    is what `at_depth` needs of such a scope.
+    With `own`, a scope around others has a row "scope/" too, of the equations in none of these: `at_depth` needs it.
     """
     kind, by, depth = options
     found = equations(program)
@@ -287,10 +282,7 @@ def equations(program: jaxprs.Program, scope: str = "") -> list[tuple[str, str]]
 def warn_of_residual_adds(
     program: jaxprs.Program, active: Sequence[bool], components: Sequence[str], warned_of: set[str]
 ) -> None:
-    """Says which components have influence 1 because they hold the way around their branch too, and what to read.
-
-    The set `warned_of` has the scopes of which no warning is due any more, and gets those of which one was given.
-    """
+    """Says which components hold the way around their branch too, and what to read; `warned_of` grows by these."""
     holding = scopes_with_residual_adds(program, active)
     if not (shown := [name for name in holding if name in components and name not in warned_of]):
         return

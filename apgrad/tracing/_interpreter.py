@@ -1,8 +1,7 @@
 """The walk of tracing: forward through a program, collecting each equation's pull, then backward through the pulls.
 
-This is reverse mode on jaxprs in which the semiring says what the sum is. Nothing here knows a primitive (`_rules.py`
-does) or a loop (`_control.py` does). A walk is a function of arrays, so it works under `jit`, `vmap` and `scan`. A
-value is *active* if it depends on an input for which a message is wanted.
+Nothing here knows a primitive (`_rules.py` does) or a loop (`_control.py` does). A value is *active* if it depends on
+an input for which a message is wanted.
 """
 
 import functools
@@ -37,7 +36,7 @@ class Context(NamedTuple):
 
 
 class Walked(NamedTuple):
-    """What a program or equation is after its walk forward."""
+    """A program or equation after its walk forward."""
 
     outputs: list[Any]
     active: tuple[bool, ...]  # for each output, whether it depends on an active input
@@ -82,7 +81,6 @@ def forward(
 
 
 def walk_equation(context: Context, eqn: Any, inputs: Sequence[Any], active: tuple[bool, ...]) -> Walked:
-    """Evaluates one equation, and finds its pull."""
     name, call = eqn.primitive.name, jaxprs.caller(eqn)
     if not any(active) or name in NO_DERIVATIVE:
         return Walked(call(*inputs), (False,) * len(eqn.outvars), None)
@@ -123,14 +121,10 @@ def _in_parts(context: Context, inputs: Sequence[Any], active: Sequence[bool], f
 def backward(
     context: Context, jaxpr: Any, pulls: Sequence[Pull | None], messages: Sequence[Value | None]
 ) -> dict[Any, Value]:
-    """The messages at all variables of a program, from the messages at its outputs.
-
-    The plus gets contributions in the order of the program, because of two equal ones the first is to win. Messages at
-    the inputs are not settled: the program around this one may add more.
-    """
+    """The messages at all variables of a program; those at its inputs are not settled, as more may come from around."""
     semiring, found = context.semiring, {}
 
-    def add(atom, message):
+    def add(atom, message):  # in the order of the program, because of two equal contributions the first is to win
         if message is not None and not isinstance(atom, Literal):
             found[atom] = semiring.plus(message, found[atom]) if atom in found else message
 
@@ -155,9 +149,7 @@ def backward(
 def filled(
     semiring: Semiring, messages: Sequence[Value | None], like: Sequence[Any], wanted: Sequence[bool] | None = None
 ) -> list[Value | None]:
-    """The messages to some arrays, with zeros in place of None where the array is floating point and a message is
-    wanted.
-    """
+    """The messages to some arrays, with zeros where a floating-point array that wants one has None."""
 
     def fill(message, x, wanted):
         if not (wanted and jaxprs.is_inexact(x)):

@@ -1,7 +1,6 @@
-"""Names for the modules of a Flax NNX model: each call of a module happens in a named scope.
+"""Names for the modules of a Flax NNX model: a subclass for each class and name, whose `__call__` opens a scope.
 
-Each module gets a subclass of its own class, made once for each class and name, whose `__call__` opens the scope. So
-the names outlive `nnx.split` and `nnx.merge`, which keep a module's class and nothing else of the object.
+`nnx.split` and `nnx.merge` keep a module's class, and nothing else of the object.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """Rules of the primitives that move elements: each output element is an input element, and the derivative is 1.
 
-A message goes back by the transposed move. An input element that went to several places gets the plus of their
-messages; one that went nowhere gets the semiring's zero.
+A message goes back by the transposed move: an input element that went to several places gets the plus of their
+messages, one that went nowhere the semiring's zero.
 """
 
 import functools
@@ -19,10 +19,7 @@ from apgrad.tracing._sums import dtype_of, plus_by_index, plus_over, zeros
 
 
 def _to_one_place(equation: Equation) -> Pull:
-    """Moves by which an input element goes to at most one place: JAX's transpose, of each component of the messages.
-
-    Where JAX has 0 for an element that went nowhere, the semiring's zero is put.
-    """
+    """Moves by which an input element goes to at most one place: JAX's transpose, of each component of the messages."""
     semiring, call = equation.semiring, equation.call
     chosen = [i for i, active in enumerate(equation.active) if active]
     shapes, forms = [jnp.shape(x) for x in equation.inputs], [(jnp.shape(y), y.dtype) for y in equation.outputs]

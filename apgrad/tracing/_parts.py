@@ -1,12 +1,10 @@
 """Rules of primitives that are made of others: convolutions, windows, cumulative operations, sorting.
 
-The primitive computes the outputs; its parts are walked for the way back only. The edges of the primitive are those of
-the parts, because one path at most leads through the parts from an input element to an output element:
-
-* A window's taps are slices of the padded input, y = sum over taps k of w_k . x[k :: stride]. So a convolution is a few
-  products of matrices, and the maximum over a window is a choice among slices.
-* JAX computes the derivative of a cumulative operation as that of an associative scan, and so do we.
-* What sorting returns was gathered in the order of the keys.
+The parts are walked for the way back only. The edges of the primitive are those of the parts, because one path at most
+leads through the parts from an input element to an output element. A window's taps are slices of the padded input, y =
+sum over taps k of w_k . x[k :: stride]: so a convolution is a few products of matrices, and the maximum over a window
+is a choice among slices. A cumulative operation is an associative scan, as JAX differentiates it. What sorting returns
+was gathered in the order of the keys.
 """
 
 import functools

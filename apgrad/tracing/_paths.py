@@ -1,9 +1,8 @@
 """Reading one path: from an element of a parameter, edge by edge, to the loss.
 
-DuSell's Algorithm 1 stores a pointer for each element of each array. Here a program is walked once more, and the
-messages of all its variables are kept. At each variable the path goes to the greatest contribution to the variable's
-element: to the equation that sent most, and of its output elements to the one that sent most, which one column of the
-equation's Jacobian shows (a `jax.jvp` with a one-hot tangent). Of two equal contributions the first is taken.
+A program is walked once more, and the messages of all its variables are kept. At each variable the path goes to the
+greatest contribution to the variable's element: to the equation that sent most, and of its output elements to the one
+that sent most, which one column of the equation's Jacobian shows (a `jax.jvp` with a one-hot tangent).
 
 With the messages of `top_k`, each contribution comes with the weights of its own k heaviest paths. The path of rank n
 goes to the contribution that has the n-th greatest of all these weights, and continues as the path of this weight.
@@ -67,8 +66,7 @@ def viterbi(masks: int = 0) -> Semiring:
 def greedy(masks: int = 0) -> Semiring:
     """DuSell's greedy path (Algorithm 1): at each vertex it follows the edge that brings most gradient, |w g|.
 
-    The components are the gradient g, the greatest |w g| among the contributions, and the masks of this contribution.
-    A vertex that has all its contributions sends on its whole gradient (`settle`). So this is no semiring.
+    The components are g, the greatest |w g| among the contributions, and its masks. `settle` makes it no semiring.
     """
     times, none = lambda a, b: (a[0] * b[0], jnp.abs(a[0]) * b[1], *b[2:]), (0,) * masks
     settle = lambda m: (m[0], jnp.abs(m[0]), *m[2:])
@@ -89,10 +87,7 @@ Way = tuple[list[PathStep], Element | None]
 
 
 def ranked(candidates: Sequence[tuple[Any, Sequence[Any]]], rank: int) -> tuple[Any, int] | None:
-    """Of contributions `(what, the weights of its heaviest paths)`, the one that has the weight of a given rank.
-
-    With `what` comes which of its weights it is; None if there are not so many positive weights.
-    """
+    """Of contributions `(what, weights of its paths)`, the one that has the weight of this rank, and which it is."""
     weighed = [(float(w), what, r) for what, weights in candidates for r, w in enumerate(weights) if not w <= 0]
     if any(math.isnan(w) for w, *_ in weighed):
         raise ValueError(
@@ -104,10 +99,7 @@ def ranked(candidates: Sequence[tuple[Any, Sequence[Any]]], rank: int) -> tuple[
 
 
 class Reader:
-    """Reads paths of one kind, and keeps the compiled walks for the next path.
-
-    The semiring of its context is `viterbi()`, `greedy()`, or `top_k(k)` for ranks below k.
-    """
+    """Reads paths by the messages of `viterbi()`, `greedy()` or `top_k(k)`, and keeps the compiled walks."""
 
     def __init__(self, context: Context, compiled: Compiled):
         self.context, self._compiled = context, compiled

@@ -65,10 +65,7 @@ class _Factor:
 
 
 def dense(equation: Equation, quiet: bool = False) -> Pull:
-    """The pull of any primitive, through its whole Jacobian, with a warning.
-
-    Where messages are cotangents (`semiring.kind == "gradient"`), this is `jax.vjp` itself, without a warning.
-    """
+    """The pull of any primitive: where messages are cotangents `jax.vjp`, else its whole Jacobian, with a warning."""
     semiring, chosen = equation.semiring, [i for i, a in enumerate(equation.active) if a]
     shapes, real = [jnp.shape(x) for x in equation.inputs], [is_inexact(y) for y in equation.outputs]
     with_messages = lambda *inputs: [y for y in equation.call(*inputs) if is_inexact(y)]

@@ -1,8 +1,7 @@
 """Scopes that hold a residual add: all paths run through them, whatever the branch in them is worth.
 
-In `x + f(x)` some paths go through f, others around it. If the add stands inside f's scope, both kinds run through the
-scope, whose influence is then 1. The program shows this: an equation in the scope adds a value from outside of it to
-something that depends on the same value.
+In `x + f(x)` some paths go through f, others around it. If the add stands inside f's scope, both kinds run through it.
+The program shows this: an equation in the scope adds a value from outside to something that depends on it.
 """
 
 from collections.abc import Collection, Sequence

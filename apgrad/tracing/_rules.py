@@ -1,6 +1,6 @@
 """The rules of primitives: how messages to a primitive's outputs become messages to its inputs.
 
-A rule looks at one `Equation` and returns its `Pull`. Most primitives are of four families:
+Most primitives are of four families:
 
 * elementwise, y_i = f(x_i): each element has one edge, and the pullback of ones (`jax.vjp`) has all their derivatives;
 * moves (reshape, slice, gather, ...): each y is one of the x, with the derivative 1; the rule is the transposed move;

@@ -70,11 +70,7 @@ class LossProgram(NamedTuple):
 
 
 def traced(f: Callable[..., Any], args: Any, kwargs: Any, argnums: int | Sequence[int]) -> LossProgram:
-    """The program of a loss.
-
-    A function that wants to know the value of an array, as Python's `if` does, gets the arrays of the arguments that
-    are not chosen as they are: then they are constants of the program.
-    """
+    """The program of a loss; arrays that are not chosen are its constants where Python wants to know their values."""
     numbers = chosen_numbers(argnums, len(args))
     leaves, treedef = jax.tree.flatten((list(args), kwargs))
     owners = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
@@ -120,10 +116,7 @@ def _is_array(leaf):
 
 
 def _names(treedef, single) -> tuple[str, ...]:
-    """The names of the arrays in a tuple of chosen arguments: their paths, as "embed/kernel".
-
-    The number of an argument is left out where one is chosen, and so is the `value` of a variable of Flax NNX.
-    """
+    """The names of the arrays in a tuple of chosen arguments: their paths, as "embed/kernel"."""
     tree = jax.tree.unflatten(treedef, range(treedef.num_leaves))
     keys = [path[single:] for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
     name = lambda path: jax.tree_util.keystr(path, simple=True, separator="/") or "x"
@@ -145,11 +138,8 @@ def values(context: Context, walked: Any, inputs: Sequence[Any], active: Sequenc
 
 
 def original(f: Callable[..., Any]) -> Callable[..., Any]:
-    """The function that a randomized function randomizes, still called with a key. Other functions stay as they are.
-
-    A randomized function names its original by the attribute `original`. Its own backward pass is an estimate, and has
-    other edges at each key. JAX's transformations copy attributes, but only `jit` returns the same function.
-    """
+    """The function that a randomized function randomizes, still called with a key. Other functions stay as they are."""
     inner = getattr(f, "original", None)
+    # JAX's transformations copy attributes, but only `jit` returns the same function.
     copied = hasattr(getattr(f, "__wrapped__", None), "original") and not isinstance(f, jax.stages.Wrapped)
     return f if inner is None or copied else lambda key, *args, **kwargs: inner(*args, **kwargs)

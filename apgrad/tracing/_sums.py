@@ -1,7 +1,6 @@
 """The plus of many values: over axes, over elements with the same index, and in matrix products.
 
-Backpropagation through array programs needs these three sums and no other. Each has a plain form for any semiring,
-which calls plus on whole arrays, and a fast form for a plus that is addition or the maximum.
+Each has a plain form for any semiring, and a fast form for a plus that is addition or the maximum.
 """
 
 import functools

@@ -86,7 +86,7 @@ def test_packers_of_ones_own_by_shape_and_by_the_name_of_a_checkpoint():
     jax.eval_shape(jax.grad(ap.randomize(named, choose), argnums=1), KEY, weights, x)
     assert any("hidden" in name for name in seen)
     wrong = R.packing(lambda key, x: x, lambda memory, like: memory[:1])
-    with pytest.raises(ValueError, match="unpack is to give"):
+    with pytest.raises(ValueError, match="restore of the sampler Packing"):
         jax.eval_shape(jax.grad(ap.randomize(loss, wrong), argnums=1), KEY, weights, x)
 
 
