@@ -9,15 +9,10 @@ import pytest
 from jax.ad_checkpoint import checkpoint_name
 
 import apgrad as ap
-from tests.memory.unbiased import assert_unbiased
+from tests.memory.unbiased import KEY, assert_unbiased, normal, remembered
 
 R = ap.memory
-KEY = jax.random.key(0)
 HALF = R.packing(lambda x: x.astype(jnp.bfloat16), lambda memory, like: memory.astype(like.dtype), biased=True)
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn", "float8_e5m2"])
@@ -73,18 +68,20 @@ def test_packers_of_ones_own_by_shape_and_by_the_name_of_a_checkpoint():
         return HALF if coefficient.shape == (64, 32) else None
 
     random = ap.randomize(loss, choose)
-    full = sum(r.nbytes for r in R.residuals(loss, weights, x))
-    few = sum(r.nbytes for r in R.residuals(lambda *a: random(KEY, *a), weights, x))
+    full = remembered(loss, weights, x)
+    few = remembered(lambda *a: random(KEY, *a), weights, x)
     assert few < 0.6 * full
     found = jax.jit(jax.grad(random, argnums=1))(KEY, weights, x)
     for a, b in zip(found, jax.jit(jax.grad(loss))(weights, x), strict=True):
         assert 0 < np.linalg.norm(a - b) < 0.02 * np.linalg.norm(b)
 
     def named(weights, x):
-        return jnp.sum(jnp.sin(checkpoint_name(jnp.tanh(x @ weights[0]), "hidden") @ weights[1]))
+        with jax.named_scope("inner"):
+            h = checkpoint_name(jnp.tanh(x @ weights[0]), "hidden")
+        return jnp.sum(jax.named_scope("outer")(jnp.sin)(h @ weights[1]))
 
     jax.eval_shape(jax.grad(ap.randomize(named, choose), argnums=1), KEY, weights, x)
-    assert any("hidden" in name for name in seen)
+    assert all(any(wanted in name for name in seen) for wanted in ("hidden", "inner", "outer"))
     wrong = R.packing(lambda key, x: x, lambda memory, like: memory[:1])
     with pytest.raises(ValueError, match="restore of the sampler Packing"):
         jax.eval_shape(jax.grad(ap.randomize(loss, wrong), argnums=1), KEY, weights, x)
@@ -101,7 +98,7 @@ def test_inputs_of_checkpointed_blocks_are_packed():
     kept = {}
     for bits in (32, 8, 4):
         random = ap.randomize(deep, R.rounding(32), boundaries=R.rounding(bits))
-        kept[bits] = sum(r.nbytes for r in R.residuals(lambda *a, f=random: f(KEY, *a), weights, x))
+        kept[bits] = remembered(lambda *a, f=random: f(KEY, *a), weights, x)
         value, found = jax.jit(jax.value_and_grad(random, argnums=1))(KEY, weights, x)
         assert value == jax.jit(deep)(weights, x)
         error = np.linalg.norm(found - exact) / np.linalg.norm(exact)
@@ -121,12 +118,6 @@ def test_of_a_linear_block_packed_inputs_are_unbiased(inside):
     random = ap.randomize(linear, R.rounding(inside), boundaries=R.rounding(2), min_size=8)
     gradient = jax.jit(jax.grad(random, argnums=1))
     assert_unbiased(lambda key: gradient(key, w, x), jax.jit(jax.grad(linear))(w, x))
-
-
-def test_boundaries_are_a_sampler():
-    linear = lambda x: jnp.sum(jax.checkpoint(jnp.sin)(x))
-    with pytest.raises(TypeError, match="boundaries"):
-        ap.randomize(linear, R.rounding(4), boundaries=R.rounding)
 
 
 def test_inputs_of_blocks_are_drawn_apart():

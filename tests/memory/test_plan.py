@@ -10,14 +10,9 @@ import pytest
 import apgrad as ap
 from apgrad.memory._randomize import StretchWalk, recorded, walked
 from apgrad.memory._recompute import choices
-from tests.memory.unbiased import assert_unbiased
+from tests.memory.unbiased import KEY, assert_unbiased, normal
 
 R = ap.memory
-KEY = jax.random.key(0)
-
-
-def normal(seed, *shape):
-    return jax.random.normal(jax.random.key(seed), shape)
 
 
 def mlp(ws, x):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import apgrad as ap
-from tests.memory.unbiased import assert_unbiased
+from tests.memory.unbiased import KEY, assert_unbiased, normal
 
 R = ap.memory
 lax = jax.lax
@@ -37,6 +37,14 @@ def straight_through(h):
 
 straight_through.defjvp(lambda primals, tangents: (jnp.round(primals[0]), tangents[0]))
 
+
+@jax.custom_vjp
+def own_rule(h):
+    return 2 * h
+
+
+own_rule.defvjp(lambda h: (2 * h, jnp.cos(h)), lambda c, m: (m * c,))
+
 # h is (8, 8), the result (8, 32).
 BETWEEN = {
     "int32": through(jnp.int32),
@@ -61,6 +69,7 @@ BETWEEN = {
     "relu": lambda h: spread(jax.nn.relu(h)),
     "relu6": lambda h: jax.nn.relu6(3 * spread(h)),
     "custom_jvp": lambda h: spread(straight_through(h)),
+    "custom_vjp": lambda h: spread(jax.vmap(own_rule)(h)),
     "bitcast": lambda h: spread(lax.bitcast_convert_type(lax.bitcast_convert_type(h, jnp.int32) & ~0xFFFFF, h.dtype)),
     "gather": lambda h: spread(h)[jnp.clip(h[:, 0] * 4, 0, 7).astype(jnp.int32)],
     "dynamic_slice": lambda h: spread(lax.dynamic_slice(jnp.tile(h, (2, 1)), (h[0, 0].astype(jnp.int32), 0), (8, 8))),
@@ -83,10 +92,7 @@ BETWEEN = {
     "cond": lambda h: lax.cond(h[0, 0] > 0, spread, lambda h: spread(h**2), h),
     "map": lambda h: lax.map(lambda row: jnp.tile(jnp.sin(row) * row, 4), h),
 }
-X, W = jax.random.normal(jax.random.key(0), (8, 8)), jax.random.normal(jax.random.key(1), (8, 8))
-V = jax.random.normal(jax.random.key(2), (32, 4))
-
-
+X, W, V = normal(0, 8, 8), normal(1, 8, 8), normal(2, 32, 4)
 GROUPS = [list(BETWEEN)[i::6] for i in range(6)]
 
 
@@ -104,7 +110,7 @@ def test_unbiased_and_of_the_same_value(names):
 
     params = dict.fromkeys(names, (W, V))
     random = ap.randomize(function, R.rounding(2, group=8), min_size=16)
-    found, exact = jax.jit(random)(jax.random.key(0), params), jax.jit(function)(params)
+    found, exact = jax.jit(random)(KEY, params), jax.jit(function)(params)
     np.testing.assert_array_equal(list(found.values()), list(exact.values()))
     # Along the gradient and along a random direction, so that there are not thousands of elements to compare.
     random, truth = ap.randomize(total, R.rounding(2, group=8), min_size=16), jax.jit(jax.grad(total))(params)

@@ -10,12 +10,12 @@ import pytest
 from jax.experimental.ode import odeint
 
 import apgrad as ap
+from tests.memory.unbiased import KEY, normal
 
 pytestmark = pytest.mark.quick
 
 R = ap.memory
-KEY = jax.random.key(0)
-W, X = 0.3 * jax.random.normal(KEY, (8, 8)), jax.random.normal(jax.random.key(1), (16, 8))
+W, X = 0.3 * normal(0, 8, 8), normal(1, 16, 8)
 
 
 def rule(backward):
@@ -86,10 +86,10 @@ def test_a_randomized_part_is_linear():
 
 def test_raw_keys_are_keys():
     random = ap.randomize(loss(LINEAR["scaled"]), R.rounding(4), min_size=16)
+    gradient = jax.jit(jax.grad(random, argnums=1))
     for impl in ("threefry2x32", "rbg"):
-        keys = jax.random.key(0, impl=impl), jax.random.PRNGKey(0, impl=impl)
-        typed, raw = (jax.grad(random, argnums=1)(key, W, X) for key in keys)
-        np.testing.assert_array_equal(typed, raw)
+        typed, raw = jax.random.key(0, impl=impl), jax.random.PRNGKey(0, impl=impl)
+        np.testing.assert_array_equal(gradient(typed, W, X), gradient(raw, W, X))
 
 
 def referred(x):
@@ -147,11 +147,18 @@ def test_a_number_is_a_message():
     assert jax.vjp(halve, 3.0)[1](1.0) == (0.5,)
 
 
+class Unhashable:
+    __hash__ = None
+    keep = restore = variance = R.rounding(4).keep
+
+
 WRONG = {
+    "not hashable": ({"sampler": Unhashable()}, TypeError, "not hashable"),
     "not called": ({"sampler": R.rounding}, TypeError, "sampler is rounding itself: call it"),
     "a class": ({"sampler": type(R.rounding(4))}, TypeError, "sampler is Rounding itself: call it"),
     "a number": ({"sampler": 4}, TypeError, "sampler has keep, restore and variance"),
     "through": ({"sampler": R.stratified(0.1), "through": 8}, TypeError, "through has keep, restore and variance"),
+    "boundaries": ({"boundaries": R.rounding}, TypeError, "boundaries is rounding itself"),
     "chosen": ({"sampler": lambda c: 4}, TypeError, r"the choice for 'dot_general\[0\]' has keep"),
     "chosen, not called": ({"sampler": lambda c: R.heavy}, TypeError, "is heavy itself: call it"),
     "not a number": ({"sampler": None, "budget_bytes": float("nan")}, ValueError, "budget_bytes must be a finite"),
@@ -165,15 +172,6 @@ WRONG = {
 def test_wrong_options_are_named(options, error, words):
     with pytest.raises(error, match=words):
         gradient_shape(loss(LINEAR["scaled"]), W, X, **options)
-
-
-def test_unhashable_samplers_are_named():
-    class Unhashable:
-        __hash__ = None
-        keep = restore = variance = R.rounding(4).keep
-
-    with pytest.raises(TypeError, match="not hashable"):
-        gradient_shape(loss(LINEAR["scaled"]), W, X, sampler=Unhashable())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,7 +225,7 @@ def test_a_sampler_that_is_never_called_is_a_warning():
     loss = lambda w, x: jnp.mean(jnp.tanh(x @ w) ** 2)
     w, x = jnp.ones((6, 4)), jnp.ones((20, 6))
     trace = lambda *args, **options: jax.eval_shape(
-        jax.grad(ap.randomize(loss, *args, **options), argnums=1), jax.random.key(0), w, x
+        jax.grad(ap.randomize(loss, *args, **options), argnums=1), KEY, w, x
     )
     with pytest.warns(UserWarning, match=r"nothing is sampled: .* min_size=512 .* the largest .* has 80"):
         trace(ap.memory.rounding(bits=4))

@@ -10,6 +10,7 @@ import pytest
 
 import apgrad as ap
 from apgrad.memory import _rounding
+from tests.memory.unbiased import KEY, normal
 
 R = ap.memory
 SAMPLERS = {
@@ -26,7 +27,7 @@ SAMPLERS = {
     "rounding 1": R.rounding(1),
     "heavy": R.heavy(0.4),
 }
-X = jax.random.normal(jax.random.key(0), (3, 12, 2))
+X = normal(0, 3, 12, 2)
 DRAWS = 4000
 
 
@@ -114,7 +115,7 @@ def test_of_two_places_the_numbers_that_round_are_independent():
         quarters = (numbers * 4).astype(jnp.int32)
         return numbers, [[jnp.bincount(4 * a + b, length=16) for b in quarters.T] for a in quarters.T]
 
-    numbers, counts = draw(jax.random.split(jax.random.key(0), draws))
+    numbers, counts = draw(jax.random.split(KEY, draws))
     assert numbers.min() > 0 and numbers.max() < 1
     for i, row in enumerate(counts):
         for j, found in enumerate(row):
@@ -132,20 +133,13 @@ def test_sums_of_what_is_rounded_vary_as_sums_of_independent_numbers():
     assert np.mean(spread**2) < 3.6
 
 
-@pytest.mark.parametrize("bad", [0, -1, 1.5, float("nan"), True, "0.5"])
-def test_fractions_are_checked(bad):
-    for factory in (R.different_sample, R.same_sample, R.stratified, R.projection, R.heavy):
-        with pytest.raises(ValueError, match=r"in \(0, 1\]"):
-            factory(bad)
-
-
-def test_bits_and_groups_are_checked():
-    for bits in (3, True, 4.0, "4"):
-        with pytest.raises(ValueError, match="bits"):
-            R.rounding(bits)
-    for group in (12, 0, 16.0, True):
-        with pytest.raises(ValueError, match="group of rounding must be"):
-            R.rounding(4, group=group)
+def test_fractions_bits_and_groups_are_checked():
+    group_of_4 = lambda group: R.rounding(4, group=group)
+    fractions = [(f, r"in \(0, 1\]") for f in (R.different_sample, R.same_sample, R.stratified, R.projection, R.heavy)]
+    for factory, words in (*fractions, (R.rounding, "bits"), (group_of_4, "group of rounding must be")):
+        for bad in (0, -1, 1.5, 3, 12, 16.0, float("nan"), True, "0.5", "4"):
+            with pytest.raises(ValueError, match=words):
+                factory(bad)
 
 
 @pytest.mark.parametrize(
@@ -214,5 +208,5 @@ def test_what_is_masked_afterwards_is_masked(name):
         return jnp.sum(jnp.sin(jnp.where(mask, h, 0.0)) @ jnp.where(mask, v, 0.0)) + jnp.sum(h @ v)
 
     gradient = jax.jit(jax.grad(ap.randomize(loss, SAMPLERS[name], min_size=8), argnums=1))
-    found = gradient(jax.random.key(0), jnp.ones(24), X.reshape(3, 24))
+    found = gradient(KEY, jnp.ones(24), X.reshape(3, 24))
     np.testing.assert_array_equal(np.isfinite(found), mask)

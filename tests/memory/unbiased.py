@@ -3,6 +3,19 @@
 import jax
 import numpy as np
 
+import apgrad as ap
+
+KEY = jax.random.key(0)
+
+
+def normal(seed, *shape):
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+def remembered(function, *args):
+    """The bytes that reverse mode remembers."""
+    return sum(r.nbytes for r in ap.memory.residuals(function, *args))
+
 
 def assert_unbiased(gradient, truth, draws=4000, seed=0):
     """Within 4 standard errors, element by element; what does not vary, to float error of the array's largest entry."""
