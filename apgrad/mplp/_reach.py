@@ -61,7 +61,7 @@ class Reach(NamedTuple):
 
 
 def warn_outside(rule: Any, places: Places, *, multiplies: bool = False, dense_twice: bool = False) -> None:
-    """Warns, once for each rule, of a network or a minibatch that it was not tried with.
+    """Warns, once for each rule, of a network or a minibatch that it was not tried with, or of a horizon it lacks.
 
     `multiplies`: whether the network has a `wire` whose function is not linear. `dense_twice`: whether a dense node
     feeds another one, with no node but wires in between.
@@ -69,6 +69,8 @@ def warn_outside(rule: Any, places: Places, *, multiplies: bool = False, dense_t
     reach = getattr(rule, "reach", None)
     if reach is None:
         return
+    if reach.updates is not None and not rule.told:
+        _warn(reach, "the rule was trained to know how many updates there will be: rule.for_steps(steps) tells it.")
     widths = [site.shape[2] for site in places.sites.values() if site.family == "dense"][:-1]
     found = [f"the activation {_name(f)}" for f in places.functions if not _known(f, reach.activations)]
     wrong = lambda numbers, pair: sorted({n for n in numbers if not pair[0] <= n <= pair[1]})

@@ -118,6 +118,11 @@ def test_a_trained_rule_warns_of_more_updates_than_its_card_has(tmp_path):
         rule.for_steps(101)
     assert [w.filename for w in found] == [__file__]
     rule.for_steps(101).for_steps(jnp.asarray(103))  # said already; an array may be of any value
+    network, params, data, _ = made()
+    begin = jax.jit(lambda rule: mplp.init_state(rule, network, params, data))
+    jax.eval_shape(begin, rule.for_steps(100))
+    with pytest.warns(UserWarning, match=r"how many updates there will be: rule.for_steps\(steps\)"):
+        jax.eval_shape(begin, rule)
     with pytest.raises(ValueError, match="largest number of updates, got 'many'"):
         mplp.save_trained(made()[3], {"trained": "here"} | reach | {"updates": "many"}, tmp_path / "rule")
 

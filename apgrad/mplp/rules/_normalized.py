@@ -91,7 +91,7 @@ class Normalized(SavedRule):
         self.remember(sites, sizes | networks | {"whiten": whiten})
         learned, self.message_size = message_size > 0, max(message_size, 1)
         self.whitens, self.full, self.window = whiten, full, window
-        self.horizon = Fixed(jnp.zeros((), float))
+        self.horizon, self.told = Fixed(jnp.zeros((), float)), False
         self.places = nnx.Dict({})
         for key, site in first_sites(sites, role).items():
             if site.family == "dense":
@@ -113,7 +113,9 @@ class Normalized(SavedRule):
             warn_of_updates(self.reach, whole("steps", steps))
         graph, values = cast(tuple[Any, Any], nnx.split(self))
         values["horizon"] = values["horizon"].replace(jnp.asarray(steps, self.horizon[...].dtype))
-        return nnx.merge(graph, values)
+        told = nnx.merge(graph, values)
+        told.told = True
+        return told
 
     def init(self, site: Site) -> dict[str, Any]:
         """P = I, and zeros for the averages."""
