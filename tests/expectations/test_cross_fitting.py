@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import apgrad as ap
+from apgrad.expectations.mixing import _features
 from experiments.parts import jump_weights
 
 KEY = jax.random.key(0)
@@ -29,33 +30,35 @@ ESTIMATORS = {name: ap.total_propagation(weights=weights) for name, weights in W
 }
 
 
-def linear_rollout(estimator, steps=4, **options):
-    """x <- N(a x + b, 1/2), cost x^2 at the end, from x = 1: moments of a Gaussian in closed form."""
-
-    @ap.stochastic(estimator)
-    def step(theta, x):
-        return dist.Normal(theta["a"] * x + theta["b"][0], 0.5)
+def linear_rollout(estimator):
+    """Four steps x <- N(a x + b, 1/2), cost x^2 at the end, from x = 1: moments of a Gaussian in closed form."""
+    step = ap.stochastic(estimator)(lambda theta, x: dist.Normal(theta["a"] * x + theta["b"][0], 0.5))
 
     def program(tape, theta):
         def body(carry, _):
-            tape, x = carry
-            tape, x = step(tape, theta, x)
+            tape, x = step(carry[0], theta, carry[1])
             return (tape, jnp.exp(jnp.log(x + 50.0)) - 50.0), None  # ordinary code between the nodes
 
-        (tape, x), _ = jax.lax.scan(body, (tape, jnp.ones(tape.lanes, theta["a"].dtype)), length=steps)
+        (tape, x), _ = jax.lax.scan(body, (tape, jnp.ones(tape.lanes, theta["a"].dtype)), length=4)
         return tape.cost(x**2)
 
     return program
 
 
-def linear_truth(theta, steps=4):
+def linear_truth(theta):
     def value(theta):
         mean, second = 1.0, 0.0
-        for _ in range(steps):
+        for _ in range(4):
             mean, second = theta["a"] * mean + theta["b"][0], theta["a"] ** 2 * second + 0.25
         return mean**2 + second
 
     return jax.grad(value)(theta)
+
+
+def rollout(estimator, make, theta, tape, start, **options):
+    """The tape and the state after three steps x <- make(theta, x)."""
+    step = ap.stochastic(estimator, **options)(make)
+    return jax.lax.scan(lambda c, _: (step(c[0], theta, c[1]), None), (tape, start), length=3)[0]
 
 
 THETA = {"a": jnp.float32(0.9), "b": (jnp.float32(0.3),)}
@@ -63,35 +66,26 @@ THETA = {"a": jnp.float32(0.9), "b": (jnp.float32(0.3),)}
 
 @pytest.mark.parametrize("estimator", ESTIMATORS.values(), ids=ESTIMATORS.keys())
 def test_unbiased_with_few_lanes(estimator):
-    # Without cross-fitting the published weights lose a fifth of this gradient.
-    objective = ap.expectation(linear_rollout(estimator), lanes=10, cross_fit=True)
-    gradient = jax.grad(objective, argnums=1)
+    gradient = jax.grad(ap.expectation(linear_rollout(estimator), lanes=10, cross_fit=True), argnums=1)
     ap.testing.assert_unbiased(lambda key: gradient(key, THETA), linear_truth(THETA), KEY, 40_000)
 
 
 def test_the_bias_that_cross_fitting_removes():
-    truth = linear_truth(THETA)
+    # Without it the published weights lose a fifth of this gradient.
     gradient = jax.grad(ap.expectation(linear_rollout(PUBLISHED), lanes=10), argnums=1)
     found = ap.testing.moments(lambda key: gradient(key, THETA)["a"], KEY, 10_000)
-    assert found.mean < truth["a"] - 20 * found.standard_error
+    assert found.mean < linear_truth(THETA)["a"] - 20 * found.standard_error
 
 
 def test_sample_is_unbiased_too_with_a_parameter_that_lanes_share():
-    estimator = ap.total_propagation()
-
     def program(tape, theta):
         x = jnp.ones(tape.lanes)
-        for _ in range(3):
+        for _ in range(2):
             # The scale has no lanes: its cotangent sums over both folds, which weigh it differently.
-            tape, x = ap.sample(tape, dist.Normal(theta["a"] * x, theta["scale"]), estimator)
+            tape, x = ap.sample(tape, dist.Normal(theta["a"] * x, theta["scale"]), ap.total_propagation())
         return tape.cost(x**2)
 
-    def value(theta):
-        mean, variance = 1.0, 0.0
-        for _ in range(3):
-            mean, variance = theta["a"] * mean, theta["a"] ** 2 * variance + theta["scale"] ** 2
-        return mean**2 + variance
-
+    value = lambda theta: theta["a"] ** 4 + (theta["a"] ** 2 + 1) * theta["scale"] ** 2
     theta = {"a": jnp.float32(0.9), "scale": jnp.float32(0.5)}
     gradient = jax.grad(ap.expectation(program, lanes=10, cross_fit=True), argnums=1)
     ap.testing.assert_unbiased(lambda key: gradient(key, theta), jax.grad(value)(theta), KEY, 40_000)
@@ -149,13 +143,13 @@ def test_where_nothing_is_weighed_nothing_changes(x64):
 
     each = jax.jit(all_orders, static_argnums=1)
     jax.tree.map(np.testing.assert_array_equal, each(theta, False), each(theta, True))
+
+    def flip(tape, theta):
+        tape, x = ap.sample(tape, dist.Bernoulli(probs=theta * jnp.ones(tape.lanes)), ap.likelihood_ratio())
+        return tape.cost(x.astype(theta.dtype))
+
     second = jax.grad(jax.grad(lambda t: ap.expectation(flip, 20, cross_fit=True)(KEY, t)))
     assert jnp.isfinite(jax.jit(second)(0.3))
-
-
-def flip(tape, theta):
-    tape, x = ap.sample(tape, dist.Bernoulli(probs=theta * jnp.ones(tape.lanes)), ap.likelihood_ratio())
-    return tape.cost(x.astype(theta.dtype))
 
 
 @pytest.mark.filterwarnings("ignore:.*the baseline averages over other data")
@@ -176,21 +170,15 @@ def test_baselines_are_of_one_half():
     assert jnp.all(gradient(1.0, False)[2:] != gradient(1e6, False)[2:])
 
 
-def test_transformations_pytrees_closures_and_modules():
+def test_transformations_closures_and_modules():
     module = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
 
     def program(tape, theta, module, flag, name):
         assert flag is True and name == "static"
-
-        @ap.stochastic(ap.total_propagation())
-        def step(module, x):
-            return dist.Normal(jnp.tanh(theta * module(x)), 0.3).to_event(1)
-
-        def body(carry, _):
-            return step(carry[0], module, carry[1]), None
-
-        carry = (tape, jnp.ones((tape.lanes, 2)))
-        (tape, x), _ = jax.lax.scan(jax.checkpoint(body), carry, length=3)
+        make = lambda module, x: dist.Normal(jnp.tanh(theta * module(x)), 0.3).to_event(1)
+        tape, x = jax.checkpoint(functools.partial(rollout, ap.total_propagation(), make, module))(
+            tape, jnp.ones((tape.lanes, 2))
+        )
         return tape.cost(jnp.sum(x**2, axis=-1))
 
     objective = ap.expectation(program, lanes=8, cross_fit=True)
@@ -198,16 +186,14 @@ def test_transformations_pytrees_closures_and_modules():
     def gradient(key, theta):
         return jax.grad(objective, argnums=(1, 2))(key, theta, module, True, "static")
 
-    def mapped(key, theta):
-        return jax.tree.map(lambda x: x[0], jax.vmap(gradient)(key[None], theta[None]))
-
     def closed(theta):  # arrays that the whole objective closes over
         return ap.expectation(lambda tape: program(tape, theta, module, True, "static"), 8, cross_fit=True)(KEY)
 
     @jax.jit
     def ways(key, theta):
+        mapped = jax.tree.map(lambda x: x[0], jax.vmap(gradient)(key[None], theta[None]))
         alone = jax.grad(objective, argnums=1)(key, theta, module, True, "static")
-        return gradient(key, theta), mapped(key, theta), (jax.grad(closed)(theta), alone)
+        return gradient(key, theta), mapped, (jax.grad(closed)(theta), alone)
 
     compiled, by_vmap, (by_closure, alone) = ways(KEY, jnp.float32(0.7))
     eager = gradient(KEY, 0.7)
@@ -217,27 +203,19 @@ def test_transformations_pytrees_closures_and_modules():
 
 
 def test_weights_that_contribute_apart_reach_closures_and_only_what_is_differentiated():
-    def program(tape, theta, frozen, closed):
-        @ap.stochastic(ap.total_propagation(), in_axes=(None, None, 0))
-        def step(theta, frozen, x):
-            return dist.Normal(jnp.sin(theta * x) * frozen + closed, 0.3)
+    def of(argnums, estimator, lanes, **options):
+        def program(tape, theta, frozen, closed):
+            make = lambda theta, x: dist.Normal(jnp.sin(theta[0] * x) * theta[1] + closed, 0.3)
+            tape, x = rollout(estimator, make, (theta, frozen), tape, jnp.ones(tape.lanes))
+            return tape.cost(x**2)
 
-        carry = (tape, jnp.ones(tape.lanes))
-        (tape, x), _ = jax.lax.scan(lambda c, _: (step(c[0], theta, frozen, c[1]), None), carry, length=3)
-        return tape.cost(x**2)
+        return jax.grad(ap.expectation(program, lanes, **options), argnums=argnums)
 
-    def plain(tape, theta, frozen, closed):
-        step = ap.stochastic(ap.reparameterization())(lambda t, x: dist.Normal(jnp.sin(t * x) * frozen + closed, 0.3))
-        carry = (tape, jnp.ones(tape.lanes))
-        (tape, x), _ = jax.lax.scan(lambda c, _: (step(c[0], theta, c[1]), None), carry, length=3)
-        return tape.cost(x**2)
-
-    of = lambda argnum, *args, **options: jax.grad(ap.expectation(*args, **options), argnums=argnum)
-    apart = [
-        of(argnum, program, 20, cross_fit=True) for argnum in (1, 3)
-    ]  # each for itself: only what is differentiated
+    # Each for itself: only what is differentiated.
+    apart = [of(number, ap.total_propagation(), 20, cross_fit=True) for number in (1, 3)]
     found = ap.testing.moments(lambda key: jnp.stack([g(key, 0.7, 0.9, 0.2) for g in apart]), KEY, 5_000)
-    truth = np.stack(jax.jit(of((1, 3), plain, 400_000))(jax.random.key(5), 0.7, 0.9, 0.2))
+    pathwise = of((1, 3), ap.reparameterization(), 400_000)
+    truth = np.stack(jax.jit(pathwise)(jax.random.key(5), 0.7, 0.9, 0.2))
     assert np.all(np.abs(found.mean - truth) < 4 * np.hypot(found.standard_error, 0.003)), (found, truth)
 
 
@@ -259,8 +237,8 @@ def test_branches_gather_the_suffix_once(x64):
         if parallel:
             tape, (y, z) = tape.parallel(branch, branch)
         else:
-            (tape, y) = branch(tape)
-            (tape, z) = branch(tape)
+            tape, y = branch(tape)
+            tape, z = branch(tape)
         tape, w = node(tape, theta, y + z)
         return tape.cost(w)
 
@@ -274,8 +252,7 @@ def test_branches_gather_the_suffix_once(x64):
 
 
 def test_the_estimator_is_linear_in_the_cost_after_the_join():
-    estimator = ap.total_propagation()
-    node = ap.stochastic(estimator)(lambda theta, x: dist.Normal(theta * x, 0.5))
+    node = ap.stochastic(ap.total_propagation())(lambda theta, x: dist.Normal(theta * x, 0.5))
 
     def program(tape, theta):
         tape, x = node(tape, theta, jnp.ones(tape.lanes))
@@ -290,29 +267,19 @@ def test_the_estimator_is_linear_in_the_cost_after_the_join():
 
 def test_large_targets_are_sketched(monkeypatch):
     # Unbiased, and near the variance with the gradients themselves as features.
-    from apgrad.expectations.mixing import _features as targets
-
     weights = jax.random.normal(KEY, (30, 4)) / 6
 
-    def program(estimator):
-        step = ap.stochastic(estimator)(lambda w, x: dist.Normal(jnp.tanh(w[:4] @ x) + 0 * jnp.sum(w), 0.3).to_event(1))
-
+    def gradient(estimator, lanes, **options):
         def program(tape, w):
-            carry = (tape, jnp.ones((tape.lanes, 4)))
-            (tape, x), _ = jax.lax.scan(lambda c, _: (step(c[0], w, c[1]), None), carry, length=3)
+            make = lambda w, x: dist.Normal(jnp.tanh(w[:4] @ x) + 0 * jnp.sum(w), 0.3).to_event(1)
+            tape, x = rollout(estimator, make, w, tape, jnp.ones((tape.lanes, 4)))
             return tape.cost(jnp.sum(x**2, axis=-1))
 
-        return program
+        return lambda key: ap.grad(program, lanes, **options)(key, weights)[:4]
 
-    def found():
-        gradient = jax.grad(ap.expectation(program(ap.total_propagation()), 40, cross_fit=True), argnums=1)
-        return ap.testing.moments(lambda key: gradient(key, weights)[:4], KEY, 1_000)
-
-    sketched = found()
-    reference = jax.jit(jax.grad(ap.expectation(program(ap.reparameterization()), 200_000), argnums=1))(KEY, weights)[
-        :4
-    ]
-    monkeypatch.setattr(targets, "EXACT", 1_000)
+    found = lambda: ap.testing.moments(gradient(ap.total_propagation(), 40, cross_fit=True), KEY, 1_000)
+    sketched, reference = found(), jax.jit(gradient(ap.reparameterization(), 200_000))(KEY)
+    monkeypatch.setattr(_features, "EXACT", 1_000)
     exact = found()
     error = np.sqrt(np.asarray(sketched.standard_error) ** 2 + 0.002**2)
     assert np.max(np.abs(np.asarray(sketched.mean) - reference) / error) < 4
@@ -320,67 +287,53 @@ def test_large_targets_are_sketched(monkeypatch):
     assert 0.8 < ratio < 1.25, ratio
 
 
-def error(match, program, lanes=4, raised=ValueError, **options):
-    with pytest.raises(raised, match=match):
-        jax.eval_shape(jax.grad(ap.expectation(program, lanes, **options), argnums=1), KEY, 0.5)
-
-
 def test_errors():
+    def error(match, program):
+        with pytest.raises(ValueError, match=match):
+            jax.eval_shape(ap.grad(program, 4, cross_fit=True), KEY, 0.5)
+
     program = linear_rollout(ap.total_propagation())
     for lanes in (1, 2, 3, 5):
         with pytest.raises(ValueError, match=rf"an even number, at least 4, got {lanes}"):
             ap.expectation(program, lanes, cross_fit=True)
-
-    def resampled(tape, theta):
-        tape, x = ap.sample(tape, dist.Normal(theta * jnp.ones(4), 1.0), ap.reparameterization())
-        tape, x = ap.gaussian_resampling(tape, x)
-        return tape.cost(x)
-
-    error("halves of them are not independent", resampled, cross_fit=True)
-
-    def inside(tape, theta):
-        def rest(theta):
-            _, x = ap.sample(tape, dist.Normal(theta * jnp.ones(4), 1.0), ap.total_propagation())
-            return jnp.sum(x)
-
-        return tape.cost(jax.grad(rest)(theta) * jnp.ones(4))
-
-    with pytest.raises(ValueError, match=r"earlier tape|already used|differentiated as a whole"):
-        jax.grad(ap.expectation(inside, 4, cross_fit=True), argnums=1)(KEY, 0.5)
-
     for objective in (ap.expectation(program, 4, cross_fit=fit) for fit in (False, True)):
         with pytest.raises(TypeError, match=r"no second derivative.*likelihood_ratio\(\)"):
             jax.eval_shape(jax.hessian(objective, argnums=1), KEY, THETA)
         with pytest.raises(TypeError, match="forward-mode"):
             jax.eval_shape(jax.jacfwd(objective, argnums=1), KEY, THETA)
 
+    def sampled(tape, theta, estimator):
+        return ap.sample(tape, dist.Normal(theta * jnp.ones(4), 1.0), estimator)
+
+    def resampled(tape, theta):
+        tape, x = ap.gaussian_resampling(*sampled(tape, theta, ap.reparameterization()))
+        return tape.cost(x)
+
+    def inside(tape, theta):
+        rest = lambda theta: jnp.sum(sampled(tape, theta, ap.total_propagation())[1])
+        return tape.cost(jax.grad(rest)(theta) * jnp.ones(4))
+
     def one(weights, target="arguments"):
         node = ap.stochastic(ap.total_propagation(weights=weights, target=target))(lambda t: dist.Normal(t, 1.0))
+        return lambda tape, theta: (lambda tape, x: tape.cost(x))(*node(tape, theta))
 
-        def program(tape, theta):
-            tape, x = node(tape, theta)
-            return tape.cost(x)
-
-        return program
-
-    rule = lambda g, s: jnp.ones(3)
-    error(
-        r"one weight for each of the 2 estimators, got shape \(3,\)",
-        one(ap.weights.Weights(ap.weights.Weighting(rule))),
-    )
+    error("halves of them are not independent", resampled)
+    error(r"earlier tape|already used|differentiated as a whole", inside)
+    three = ap.weights.Weights(ap.weights.Weighting(lambda gradients, suffix: jnp.ones(3)))
+    error(r"one weight for each of the 2 estimators, got shape \(3,\)", one(three))
     error("target is 'arguments' or 'parameters'", one(ap.weights.decoupled(), "arrays"))
 
 
-def test_mixers_leave_lanes_independent():
-    ap.testing.assert_independent_lanes(linear_rollout(ap.total_propagation()), 10, KEY, THETA)
+def shifted(base, loc):
+    """The transform's parameter is no axis of lanes, though it may be as long."""
+    return dist.TransformedDistribution(base, dist.transforms.AffineTransform(loc, 1.0))
 
 
 def test_a_shared_parameter_that_is_as_long_as_the_lanes():
-    # Four lanes and four coordinates: the transform's parameter is no axis of lanes. E sin(x) = exp(-1/8) sin(loc).
+    # Four lanes and four coordinates. E sin(x) = exp(-1/8) sin(loc).
     def program(tape, loc):
-        base = dist.Normal(jnp.zeros((tape.lanes, 4)), 0.5)
-        shift = dist.transforms.AffineTransform(loc, 1.0)
-        tape, x = ap.sample(tape, dist.TransformedDistribution(base, shift).to_event(1), ap.total_propagation())
+        d = shifted(dist.Normal(jnp.zeros((tape.lanes, 4)), 0.5), loc).to_event(1)
+        tape, x = ap.sample(tape, d, ap.total_propagation())
         return tape.cost(jnp.sum(jnp.sin(x), axis=-1))
 
     loc = jnp.arange(4.0) / 3
@@ -391,14 +344,8 @@ def test_a_shared_parameter_that_is_as_long_as_the_lanes():
 
 def test_no_parameter_is_led_by_the_lanes_for_sure():
     def program(tape, loc):
-        base = dist.Normal(0.0, 1.0).expand((tape.lanes, 4))
-        return tape.cost(
-            ap.sample(
-                tape,
-                dist.TransformedDistribution(base, dist.transforms.AffineTransform(loc, 1.0)),
-                ap.total_propagation(),
-            )[1][:, 0]
-        )
+        d = shifted(dist.Normal(0.0, 1.0).expand((tape.lanes, 4)), loc)
+        return ap.sample(tape, d, ap.total_propagation())[0]
 
     with pytest.raises(ValueError, match="for sure"):
-        ap.grad(program, lanes=4)(KEY, jnp.zeros(4))
+        jax.eval_shape(ap.grad(program, lanes=4), KEY, jnp.zeros(4))
