@@ -32,6 +32,12 @@ def centred(x):
     return x - x.mean(0)
 
 
+def plain(rows):
+    """The inner products that rows stand for, in double precision."""
+    rows = np.asarray(rows, np.float64)
+    return rows[..., :4] * 2.0 ** rows[..., 4:]
+
+
 def test_weights_of_rows_are_those_of_least_variance(x64):
     first, second, suffix = (np.asarray(jax.random.normal(jax.random.key(i), (40, 3))) for i in range(3))
     first, second = centred(first), centred(2 * second + 0.5 * first)
@@ -52,7 +58,7 @@ def test_each_cell_has_the_moments_of_its_lanes():
     rows = jax.jit(moments.row, static_argnums=3)(features, suffix, cell, CELLS)
     for c in range(3):
         alone = one_cell(features[:, c::3], suffix[c::3])
-        np.testing.assert_allclose(rows[c, :4] * 2.0 ** (rows[c, 4] - alone[4]), alone[:4] / 3, rtol=1e-4)
+        np.testing.assert_allclose(plain(rows[c]), plain(alone) / 3, rtol=1e-4)
     assert not np.any(rows[3:, :4])
     by_cell = jax.jit(lambda lanes: moments.weights(rows[None], lanes)[0])
     found = by_cell(jnp.int32(moments.ENOUGH * CELLS))
@@ -89,13 +95,9 @@ def test_rows_of_any_size_keep_small_weights():
     expected = -jnp.sum(second * first) / jnp.sum(first**2) * 1e-15
     np.testing.assert_allclose(weights[0], max(expected, 0), rtol=1e-3)
     np.testing.assert_allclose(weights[1], 1, rtol=1e-6)
-    for bad, expected in (
-        ((jnp.inf, 1), [0, 1, 0, 1]),
-        ((1, jnp.nan), [1, 0, 1, 0]),
-        ((jnp.inf, jnp.inf), [1, 0, 1, 0]),
-    ):
-        row = one_cell(jnp.stack([first * bad[0], second * bad[1]]), suffix)
-        np.testing.assert_array_equal(weights_of(row), expected)
+    for bad, other, weight in ((jnp.inf, 1, 0), (1, jnp.nan, 1), (jnp.inf, jnp.inf, 1)):
+        row = one_cell(jnp.stack([first * bad, second * other]), suffix)
+        np.testing.assert_array_equal(weights_of(row), [weight, 1 - weight] * 2)
 
 
 def test_averages_are_averages():
@@ -104,7 +106,6 @@ def test_averages_are_averages():
     one, other = rows, rows[::-1]
     average = jax.jit(moments.average)
     found = average(one, other, jnp.float32(0.25))
-    plain = lambda r: np.asarray(r, np.float64)[..., :4] * 2.0 ** np.asarray(r, np.float64)[..., 4:]
     np.testing.assert_allclose(plain(found), 0.75 * plain(one) + 0.25 * plain(other), rtol=1e-5)
     # What a call does not visit stays as it is, and what was never visited takes the first row.
     nothing = jnp.zeros_like(rows)
@@ -115,7 +116,6 @@ def test_averages_are_averages():
 
 def test_a_window_is_the_mean_of_its_calls_and_forgets():
     rows = jax.vmap(lambda k: one_cell(jax.random.normal(k, (2, 9, 2)), jnp.ones((9, 2))))(jax.random.split(KEY, 11))
-    plain = lambda r: np.asarray(r, np.float64)[..., :4] * 2.0 ** np.asarray(r, np.float64)[..., 4:]
     rows = rows.at[1, 4].add(200.0)  # an explosion in the second call
     blocks = jnp.stack([jnp.zeros((2, 1, 5)), jnp.stack([rows[:1], rows[:1]])])  # two slots of a cell each
     remember = jax.jit(moments.remember)
@@ -137,8 +137,7 @@ def test_a_cell_without_lanes_in_a_call_has_seen_a_zero():
     rows = rows.at[0, 0, 1].set(jnp.array([-1.0, 3, -1, 3, 0])).at[99, 0, 1].set(jnp.array([-3.0, 1, -3, 1, 0]))
     step = lambda blocks, call: (moments.remember(blocks, *call), None)
     blocks, _ = jax.jit(lambda rows: jax.lax.scan(step, jnp.zeros((2, 1, 2, 5)), (rows, jnp.arange(100))))(rows)
-    plain = np.asarray(blocks[1, 0], np.float64)
-    np.testing.assert_allclose(plain[:, :4] * 2.0 ** plain[:, 4:], rows[..., :4].mean(0)[0], rtol=1e-5)
+    np.testing.assert_allclose(plain(blocks[1, 0]), rows[..., :4].mean(0)[0], rtol=1e-5)
 
 
 def test_the_second_estimator_gets_the_larger_of_its_weights():
@@ -146,18 +145,20 @@ def test_the_second_estimator_gets_the_larger_of_its_weights():
     np.testing.assert_array_equal(moments.cautious(short, long), jnp.array([[0.7, 0.3, 0.2, 0.8]]))
 
 
-@ap.stochastic(ap.total_propagation())
-def step(theta, x):
+def normal(theta, x):
     return dist.Normal(theta["a"] * x + theta["b"][0], 0.5)
 
 
-def body(carry, theta):
-    return step(carry[0], theta, carry[1]), None
+step = ap.stochastic(ap.total_propagation())(normal)
 
 
-def linear(tape, theta):
-    thetas = jax.tree.map(lambda x: jnp.broadcast_to(x, (4, *x.shape)), theta)
-    (tape, x), _ = lax.scan(body, (tape, jnp.ones(tape.lanes)), thetas)
+def steps(tape, x, theta, number, step=step):
+    """The tape and the state after so many steps."""
+    return lax.scan(lambda c, _: (step(c[0], theta, c[1]), None), (tape, x), length=number)[0]
+
+
+def linear(tape, theta, step=step):
+    tape, x = steps(tape, jnp.ones(tape.lanes), theta, 4, step)
     return tape.cost(x**2)
 
 
@@ -191,17 +192,13 @@ def test_unbiased_with_any_weights_that_depend_on_the_inputs():
     k = jax.random.uniform(jax.random.key(2), (2, *state.moments.shape[2:4]))
     rows = jnp.stack([-k[0], 1 - k[0], -k[1], 1 - k[1], 0 * k[0]], axis=-1)
     state = state._replace(moments=jnp.broadcast_to(rows, state.moments.shape), count=jnp.int32(10_000))
-    plain = state._replace(changes=jnp.broadcast_to(jnp.array([0.0, 1.0]), (200, 2)))
-    assert plain.guarded and not state.guarded
+    pathwise = state._replace(changes=jnp.broadcast_to(jnp.array([0.0, 1.0]), (200, 2)))
+    assert pathwise.guarded and not state.guarded
     of = lambda state: lambda key: objective.value_and_grad(key, state, THETA)[1]
-    ap.testing.assert_unbiased(lambda key: (of(state)(key), of(plain)(key)), (jax.grad(truth)(THETA),) * 2, KEY, 30_000)
-    pathwise = ap.stochastic(ap.reparameterization())(lambda t, x: dist.Normal(t["a"] * x + t["b"][0], 0.5))
-
-    def by_path(tape, theta):
-        (tape, x), _ = lax.scan(lambda c, _: (pathwise(c[0], theta, c[1]), None), (tape, jnp.ones(6)), length=4)
-        return tape.cost(x**2)
-
-    both = jax.jit(lambda key: (of(plain)(key), ap.grad(by_path, 6)(key, THETA)))(KEY)
+    both = lambda key: (of(state)(key), of(pathwise)(key))
+    ap.testing.assert_unbiased(both, (jax.grad(truth)(THETA),) * 2, KEY, 30_000)
+    by_path = functools.partial(linear, step=ap.stochastic(ap.reparameterization())(normal))
+    both = jax.jit(lambda key: (of(pathwise)(key), ap.grad(by_path, 6)(key, THETA)))(KEY)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4), *both)
 
 
@@ -225,11 +222,10 @@ def test_the_changes_are_those_of_both_gradients():
     for key in keys[1:]:
         states.append(jax.jit(objective.value_and_grad)(key, states[-1], THETA)[2])
     assert np.all(np.isnan(states[1].changes)) and np.isnan(states[3].changes[0, 0])
+    rows = [np.concatenate([np.reshape(x, (2, -1)) for x in jax.tree.leaves(s.last)], 1) for s in states]
     for n in (2, 3):
-        rows = [
-            np.concatenate([np.reshape(x, (2, -1)) for x in jax.tree.leaves(s.last)], 1) for s in states[n - 1 : n + 1]
-        ]
-        np.testing.assert_allclose(states[3].changes[n - 1], np.log(np.sum((rows[1] - rows[0]) ** 2, 1)), rtol=1e-4)
+        square = np.sum((rows[n] - rows[n - 1]) ** 2, 1)
+        np.testing.assert_allclose(states[3].changes[n - 1], np.log(square), rtol=1e-4)
 
 
 def test_a_key_that_is_used_twice_biases():
@@ -243,16 +239,14 @@ def test_a_key_that_is_used_twice_biases():
 
 
 def test_every_visit_has_a_row():
-    flip = lambda tape, theta: tape.parallel(lambda t: step(t, theta, jnp.ones(t.lanes)), lambda t: (t, None))
-
     def program(tape, theta, up):
         x = jnp.ones(tape.lanes)
         inner = jax.jit(lambda tape, x: step(tape, theta, x))
         tape, x = inner(tape, x)
-        (tape, x), _ = lax.scan(body, (tape, x), jax.tree.map(lambda v: jnp.stack([v] * 3), theta))
+        tape, x = steps(tape, x, theta, 3)
         tape, x = inner(tape, x)
         tape, x = lax.cond(up, lambda t: step(*step(t, theta, x)[:1], theta, x), lambda t: step(t, theta, x), tape)
-        tape, (y, _) = flip(tape, theta)
+        tape, (y, _) = tape.parallel(lambda t: step(t, theta, jnp.ones(t.lanes)), lambda t: (t, None))
         return tape.cost(x**2 + y)
 
     objective = ap.adaptive(program, lanes=8)
@@ -303,59 +297,38 @@ def test_argnums_aux_integers_and_keywords():
 
 
 def test_at_the_edge_of_chaos_it_betters_both_from_the_first_call():
-    weights, scale = jnp.array([[-5.0, 5.0], [-25.0, 25.0]]), 1e-3
+    weights = jnp.array([[-5.0, 5.0], [-25.0, 25.0]])
 
-    def program(estimator):
+    def chaotic(estimator):
         node = ap.stochastic(estimator)(
-            lambda beta, x: dist.Normal(jax.nn.sigmoid(beta * (weights @ x)), scale).to_event(1)
+            lambda beta, x: dist.Normal(jax.nn.sigmoid(beta * (weights @ x)), 1e-3).to_event(1)
         )
 
         def program(tape, beta):
-            carry = (tape, jnp.tile(jnp.array([0.35, 0.55]), (tape.lanes, 1)))
-            (tape, x), _ = lax.scan(lambda c, _: (node(c[0], beta, c[1]), None), carry, length=50)
+            tape, x = steps(tape, jnp.tile(jnp.array([0.35, 0.55]), (tape.lanes, 1)), beta, 50, node)
             return tape.cost(jnp.sum((x - 1) ** 2, axis=-1) / 2)
 
         return program
 
-    def variance(estimate):
-        return ap.testing.moments(estimate, KEY, 60, batch_size=6).variance
-
-    of = lambda e: variance(lambda key: jax.grad(ap.expectation(program(e), 300), argnums=1)(key, 2.5))
+    variance = lambda estimate: ap.testing.moments(estimate, KEY, 60, batch_size=6).variance
+    of = lambda e: variance(lambda key: ap.grad(chaotic(e), 300)(key, 2.5))
     best = min(of(ap.reparameterization()), of(ap.likelihood_ratio()))
-    objective = ap.adaptive(program(ap.total_propagation()), 300)
+    objective = ap.adaptive(chaotic(ap.total_propagation()), 300)
     state = jax.jit(objective.init)(jax.random.key(5), 2.5)
     assert variance(lambda key: objective.value_and_grad(key, state, 2.5)[1]) < best / 20
 
 
 def test_an_exploding_pathwise_gradient_leaves_nothing_behind():
-    node = ap.stochastic(ap.total_propagation())(lambda theta, x: dist.Normal(theta * x, 0.1))
-
     def program(tape, theta):
-        tape, x = node(tape, theta, jnp.ones(tape.lanes))
-        tape, x = node(tape, theta, x)
+        tape, x = steps(tape, jnp.ones(tape.lanes), theta, 2, scaled(0.1))
         return tape.cost(jnp.sin(jnp.exp(60 * x)) + jnp.where(x > 1, jnp.inf, 1) * 0)
 
-    objective = ap.adaptive(lambda tape, theta: program(tape, theta), 20, check_nan=False)
-    state = jax.jit(objective.init)(KEY, 1.5)
+    state = jax.jit(ap.adaptive(program, 20, check_nan=False).init)(KEY, 1.5)
     assert np.all(np.isfinite(state.moments))
 
 
-def test_training_converges_in_a_scan():
-    def cost(tape, theta):
-        (tape, x), _ = lax.scan(lambda c, _: (step(c[0], theta, c[1]), None), (tape, jnp.ones(tape.lanes)), length=3)
-        return tape.cost((x - 4) ** 2)
-
-    objective = ap.adaptive(cost, lanes=200)
-
-    def train(carry, key):
-        theta, state = carry
-        value, gradient, state = objective.value_and_grad(key, state, theta)
-        return (jax.tree.map(lambda x, g: x - jnp.float32(0.01) * g, theta, gradient), state), value
-
-    keys = jax.random.split(KEY, 301)
-    values = jax.jit(lambda: lax.scan(train, (THETA, objective.init(keys[0], THETA)), keys[1:])[1])()
-    # The best is x = 4 with the noise of one step left, 1/4.
-    assert values[0] > 5 and values[-20:].mean() < 0.6
+def scaled(deviation):
+    return ap.stochastic(ap.total_propagation())(lambda theta, x: dist.Normal(theta * x, deviation))
 
 
 def test_errors():
@@ -367,57 +340,52 @@ def test_errors():
         objective.value_and_grad(KEY, THETA, THETA)
     with pytest.raises(TypeError, match="dtype int32, which has no gradient"):
         objective.init(KEY, {"a": 1, "b": (2,)})
-    with pytest.raises(ValueError, match="must be an integer of at least 1, got 0"):
-        ap.adaptive(linear, 8, window=0)
-    with pytest.raises(ValueError, match="argnums=0: 0 is the key"):
-        ap.adaptive(linear, 8, argnums=0)
-
-    def one(tape, theta, draw):
-        tape, x = draw(tape, theta)
-        return tape.cost(x)
-
-    def raises(match, draw, error=ValueError):
-        with pytest.raises(error, match=match):
-            jax.eval_shape(ap.adaptive(lambda tape, theta: one(tape, theta, draw), 8).init, KEY, 0.5)
-
-    normal = lambda theta: dist.Normal(theta, 1.0)
-    raises("no node of the program has a mixer", ap.stochastic(ap.reparameterization())(normal))
-    raises("a weight for each coordinate", ap.stochastic(ap.total_propagation(target="parameters"))(normal))
-    three = ap.Mixer("three", (ap.reparameterization(),) * 3, ap.weights.inverse_variance())
-    raises("this mixer has 3 estimators", ap.stochastic(three)(normal))
-
-    def loop(tape, theta):
-        node = ap.stochastic(ap.total_propagation())(normal)
-        return lax.while_loop(lambda c: c[1][0] < 0, lambda c: node(c[0], theta), (tape, jnp.zeros(8)))
-
-    raises("use lax.scan", loop)
     with pytest.raises(TypeError, match="no second derivative"):
         jax.eval_shape(jax.grad(lambda theta: objective.value_and_grad(KEY, state, theta)[1]["a"]), THETA)
+    for match, options in (
+        ("must be an integer of at least 1, got 0", {"window": 0}),
+        ("argnums=0: 0 is the key", {"argnums": 0}),
+        ("lanes must be an integer of at least 1", {"lanes": 8.0}),
+        ("lanes must be an integer of at least 1", {"lanes": True}),
+    ):
+        with pytest.raises(ValueError, match=match):
+            ap.adaptive(linear, **({"lanes": 8} | options))
 
 
-def test_a_rule_of_the_mixers_own_is_refused():
-    # It would not be asked, and where it guards against a bias that would be silent.
-    node = ap.stochastic(ap.total_propagation(weights=ap.weights.inverse_variance()))(lambda t: dist.Normal(t, 1.0))
+def drawn_by(estimator):
+    node = ap.stochastic(estimator)(lambda theta: dist.Normal(theta, 1.0))
+    return lambda tape, theta: (lambda tape, x: tape.cost(x))(*node(tape, theta))
 
-    def program(tape, theta):
-        tape, x = node(tape, theta)
-        return tape.cost(x)
 
-    with pytest.raises(ValueError, match="a rule of its own, which would not be asked"):
-        ap.adaptive(program, 4).init(KEY, 0.5)
-    never = lambda tape, theta: lax.scan(lambda c, _: (step(c[0], THETA, c[1]), None), (tape, theta), length=0)[0][0]
-    with pytest.raises(ValueError, match="is never visited"):
-        ap.adaptive(lambda tape, theta: never(tape, jnp.full(4, theta)).cost(jnp.ones(4)), 4).init(KEY, 0.5)
-    for lanes in (8.0, True):
-        with pytest.raises(ValueError, match="lanes must be an integer of at least 1"):
-            ap.adaptive(program, lanes)
+def looped(tape, theta):
+    body = lambda c: scaled(1.0)(c[0], theta, c[1])
+    tape, x = lax.while_loop(lambda c: c[1][0] < 0, body, (tape, jnp.zeros(8)))
+    return tape.cost(x)
+
+
+PUBLISHED = ap.weights.inverse_variance()
+
+
+@pytest.mark.parametrize(
+    "match, program",
+    [
+        ("no node of the program has a mixer", drawn_by(ap.reparameterization())),
+        ("a weight for each coordinate", drawn_by(ap.total_propagation(target="parameters"))),
+        ("this mixer has 3 estimators", drawn_by(ap.Mixer("three", (ap.reparameterization(),) * 3, PUBLISHED))),
+        # It would not be asked, and where it guards against a bias that would be silent.
+        ("a rule of its own, which would not", drawn_by(ap.total_propagation(weights=PUBLISHED))),
+        ("is never visited", lambda tape, theta: steps(tape, jnp.full(8, theta), THETA, 0)[0].cost(jnp.ones(8))),
+        ("use lax.scan", looped),
+    ],
+)
+def test_programs_that_are_refused(match, program):
+    with pytest.raises(ValueError, match=match):
+        jax.eval_shape(ap.adaptive(program, 8).init, KEY, 0.5)
 
 
 def test_float64_of_any_size(x64):
-    node = ap.stochastic(ap.total_propagation())(lambda theta, x: dist.Normal(theta * x, 1.0))
-
     def program(tape, theta, scale):
-        tape, x = node(tape, theta, jnp.ones(tape.lanes))
+        tape, x = scaled(1.0)(tape, theta, jnp.ones(tape.lanes))
         return tape.cost(jnp.sin(scale * x))
 
     objective = ap.adaptive(program, 8)
@@ -431,10 +399,9 @@ def test_float64_of_any_size(x64):
 @pytest.mark.parametrize("first", [True, False])
 def test_nodes_of_constants_let_messages_by(first, x64):
     # The other node's target is empty, and it is reached since the suffix or the moments come past it.
-    node = ap.stochastic(ap.total_propagation())(lambda theta, x: dist.Normal(theta * x, 1.0))
-
     def program(tape, theta):
         pair = (theta, jnp.float64(1.0)) if first else (jnp.float64(1.0), theta)
+        node = scaled(1.0)
         tape, x = node(tape, pair[0], jnp.ones(tape.lanes))
         tape, y = node(tape, pair[1], jnp.ones(tape.lanes))
         return tape.cost(x**2 + y**2)
