@@ -1,7 +1,6 @@
 """The data axis: exact variances of minibatches, errors for axes that do not fit, and a warning of mixed data."""
 
 import itertools
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -66,23 +65,20 @@ def exact(samples, mixed):
     return mean, square - mean**2
 
 
-def test_the_variance_is_that_of_a_baseline_which_does_not_mix_data():
-    truth, variance = exact(2, mixed=False)
-    gradient = jax.grad(by_data(2), argnums=1)
-    found = ap.testing.moments(lambda key: gradient(key, THETA, OFFSETS), KEY, 20_000)
-    assert abs(found.mean - truth) < 4 * found.standard_error
+def agrees(found, mean, variance):
+    assert abs(found.mean - mean) < 4 * found.standard_error
     np.testing.assert_allclose(found.variance, variance, rtol=0.05)
 
 
 @pytest.mark.filterwarnings("ignore:.*averages over other data")
-def test_the_obvious_way_is_right_and_several_times_worse():
-    objective, offsets = all_lanes(2)
-    gradient = jax.grad(objective, argnums=1)
-    found = ap.testing.moments(lambda key: gradient(key, THETA, offsets), KEY, 20_000)
-    truth, variance = exact(2, mixed=True)
-    assert abs(found.mean - truth) < 4 * found.standard_error
-    np.testing.assert_allclose(found.variance, variance, rtol=0.05)
-    assert variance > 3 * exact(2, mixed=False)[1]
+def test_the_variance_is_that_of_a_baseline_which_does_not_mix_data_and_several_times_less():
+    (objective, offsets), apart = all_lanes(2), by_data(2)
+    obvious = lambda key: jax.grad(objective, argnums=1)(key, THETA, offsets)
+    agrees(ap.testing.moments(obvious, KEY, 20_000), *exact(2, mixed=True))
+    agrees(
+        ap.testing.moments(lambda key: jax.grad(apart, argnums=1)(key, THETA, OFFSETS), KEY, 20_000), *exact(2, False)
+    )
+    assert exact(2, mixed=True)[1] > 3 * exact(2, mixed=False)[1]
 
 
 def test_value_and_lane_wide_choices():
@@ -111,80 +107,77 @@ def samples(key, shape):
 
 def test_a_baseline_that_knows_the_data_leaves_no_variance():
     """Costs of 2 b + offset: leave-one-out of what the learned baseline has not learned takes the rest off."""
-    constant = jnp.array([5.0, -1.0, 2.0])
 
-    def objective(leave_one_out):
-        learned = ap.learned_baseline(lambda d: jnp.broadcast_to(constant, (4, 3)) - 7.0, leave_one_out=leave_one_out)
+    @jax.jit
+    def gradients(key):
+        def gradient(leave_one_out):
+            learned = ap.learned_baseline(lambda d: known - 7.0, leave_one_out=leave_one_out)
 
-        def program(tape, theta):
-            d = dist.Bernoulli(logits=jnp.broadcast_to(theta, (tape.lanes, tape.data)))
-            tape, _ = ap.sample(tape, d, ap.likelihood_ratio(learned), parts=True)
-            return tape.cost(jnp.broadcast_to(constant, (tape.lanes, tape.data)))
+            def program(tape, theta):
+                d = dist.Bernoulli(logits=jnp.broadcast_to(theta, known.shape))
+                return ap.sample(tape, d, ap.likelihood_ratio(learned), parts=True)[0].cost(known)
 
-        return jax.grad(ap.expectation(program, lanes=4, data=3), argnums=1)
+            return ap.grad(program, lanes=4, data=3)(key, THETA)
 
-    assert abs(objective(True)(KEY, THETA)) < 1e-6
-    assert abs(objective(False)(KEY, THETA)) > 0.01
+        return gradient(True), gradient(False)
+
+    known = jnp.broadcast_to(jnp.array([5.0, -1.0, 2.0]), (4, 3))
+    residual, raw = gradients(KEY)
+    assert abs(residual) < 1e-6 and abs(raw) > 0.01
 
 
 def test_leave_one_out_of_a_residual_learns_the_same_and_is_unbiased():
-    def program(tape, theta, phi, offsets, leave_one_out):
-        learned = ap.learned_baseline(lambda d: phi * jnp.ones((tape.lanes, 3)), leave_one_out=leave_one_out)
-        d = dist.Bernoulli(logits=jnp.broadcast_to(theta, (tape.lanes, tape.data)))
-        tape, b = ap.sample(tape, d, ap.likelihood_ratio(learned), parts=True)
-        return tape.cost(costs(b, offsets))
-
     def gradient(key, leave_one_out):
-        objective = ap.expectation(program, lanes=2, data=3)
-        return jax.grad(objective, argnums=(1, 2))(key, THETA, 1.5, OFFSETS, leave_one_out)
+        def of(theta, phi):
+            learned = ap.learned_baseline(lambda d: phi * jnp.ones((2, 3)), leave_one_out=leave_one_out)
+            return by_data(2, learned)(key, theta, OFFSETS)
 
-    truth, variance = exact(2, mixed=False)
-    found = ap.testing.moments(lambda key: gradient(key, True), KEY, 20_000)
-    assert abs(found.mean[0] - truth) < 4 * found.standard_error[0]
-    np.testing.assert_allclose(found.variance[0], variance, rtol=0.05)  # what is the same for all lanes changes nothing
-    assert gradient(KEY, True)[1] == gradient(KEY, False)[1]
+        return jnp.stack(jax.grad(of, argnums=(0, 1))(THETA, 1.5))
 
-
-def second(samples):
-    return lambda key: jax.grad(jax.grad(by_data(samples), argnums=1), argnums=1)(key, THETA, OFFSETS)
+    found = ap.testing.moments(lambda key: gradient(key, True)[0], KEY, 20_000)
+    agrees(found, *exact(2, mixed=False))  # what is the same for all lanes changes nothing
+    residual, raw = jax.jit(lambda: (gradient(KEY, True), gradient(KEY, False)))()
+    assert residual[1] == raw[1]
 
 
 def test_second_derivatives():
     p = probability()
     slope = float(jnp.mean(costs(jnp.ones(3), OFFSETS) - costs(jnp.zeros(3), OFFSETS)))
-    ap.testing.assert_unbiased(second(2), slope * p * (1 - p) * (1 - 2 * p), KEY, 10_000)
+    second = jax.grad(jax.grad(by_data(2), argnums=1), argnums=1)
+    ap.testing.assert_unbiased(lambda key: second(key, THETA, OFFSETS), slope * p * (1 - p) * (1 - 2 * p), KEY, 10_000)
 
 
-def wrong(cost, parts=True, data=3, size=3):
+WRONG = {
+    r"summed or averaged to \(2,\) before.*costs of shape \(2, 3\)": {"cost": lambda b: b.mean(-1)},
+    r"summed or averaged .*for each lane and a part": {"cost": lambda b: b.mean(-1), "data": None},
+    "has 4 parts, and data=3 is given": {"cost": lambda b: b[:, :3], "size": 4},
+    r"a cost of shape \(2, 2\), expected \(2, 3\)": {"cost": lambda b: b[:, :2]},
+    "Say parts=True if it is one choice for each datum": {"parts": None},
+    "data, the size of the minibatch, must be an integer of at least 1, got 0": {"data": 0},
+}
+
+
+def of_axes(cost=lambda b: b, parts=True, data=3, size=3):
     def program(tape, theta):
         d = dist.Bernoulli(logits=jnp.broadcast_to(theta, (tape.lanes, size)))
         tape, b = ap.sample(tape, d, ap.likelihood_ratio(), parts=parts)
         return tape.cost(cost(b.astype(jnp.float32)))
 
-    return jax.jit(ap.expectation(program, lanes=2, data=data))(KEY, THETA)
+    return jax.eval_shape(ap.expectation(program, lanes=2, data=data), KEY, THETA)
 
 
 def test_axes_that_do_not_fit_are_errors():
-    for data in (None, 3):
-        with pytest.raises(ValueError, match=r"summed or averaged to \(2,\) before.*costs of shape \(2, 3\)"):
-            wrong(lambda b: b.mean(-1), data=data)
-    with pytest.raises(ValueError, match="has 4 parts, and data=3 is given"):
-        wrong(lambda b: b[:, :3], size=4)
-    with pytest.raises(ValueError, match=r"a cost of shape \(2, 2\), expected \(2, 3\)"):
-        wrong(lambda b: b[:, :2])
-    with pytest.raises(ValueError, match="Say parts=True if it is one choice for each datum"):
-        wrong(lambda b: b, parts=None)
-    with pytest.raises(ValueError, match="data, the size of the minibatch, must be an integer of at least 1, got 0"):
-        wrong(lambda b: b, data=0)
-    assert jnp.isfinite(wrong(lambda b: b, parts=False))
+    for words, options in WRONG.items():
+        with pytest.raises(ValueError, match=words):
+            of_axes(**options)
+    of_axes(parts=False)
 
 
 def test_a_baseline_that_mixes_data_is_named():
-    objective, offsets = all_lanes(2)
-    with pytest.warns(UserWarning, match=r"flip \(likelihood_ratio\): the leave-one-out baseline .* other data"):
-        objective(KEY, THETA, offsets)
-    with pytest.warns(UserWarning, match="other data"):
-        jax.jit(objective)(KEY, THETA, offsets)
+    for transform in (lambda f: f, jax.jit):
+        objective, offsets = all_lanes(2)
+        with pytest.warns(UserWarning, match=r"flip \(likelihood_ratio\): the leave-one-out baseline .* other data"):
+            jax.eval_shape(transform(objective), KEY, THETA, offsets)
 
 
 def test_a_choice_before_a_choice_is_told_to_sum_over_the_later_one():
@@ -208,10 +201,10 @@ def test_a_choice_that_hands_something_on_is_charged_where_a_cost_follows():
             tape, _ = jax.lax.scan(lambda tape, _: (tape.cost(x), None), tape, length=2)
         return tape, jnp.mean(b)
 
-    run = lambda *when: jax.eval_shape(
-        lambda *args: ap.expectation(lambda *a: program(*a, *when), lanes=4, has_aux=True)(*args),
-        *(KEY, 0.5, jnp.arange(4.0)),
-    )
+    def run(*when):
+        objective = ap.expectation(lambda *args: program(*args, *when), lanes=4, has_aux=True)
+        jax.eval_shape(objective, KEY, 0.5, jnp.arange(4.0))
+
     run(True, False)
     with pytest.warns(UserWarning, match="put those that do not depend on it before it"):
         run(False, True)
@@ -226,13 +219,13 @@ def network(tape, theta, x, baseline="leave_one_out"):
 def test_data_are_followed_through_a_network_and_parameters_are_not():
     theta = {"a": jnp.eye(6) + 0.1, "b": jnp.ones((6, 1)).at[0].set(2.0)}
     x = jnp.arange(36.0).reshape(6, 6) / 36
+    traced = lambda program, *args: jax.eval_shape(lambda: ap.expectation(program, lanes=6)(KEY, theta, *args))
     with pytest.warns(UserWarning, match="other data"):
-        ap.expectation(network, lanes=6)(KEY, theta, x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        ap.expectation(network, lanes=6)(KEY, theta, jnp.ones((6, 6)))  # the same for all lanes
-        ap.expectation(lambda *a: network(*a, baseline=None), lanes=6)(KEY, theta, x)
-        jax.jit(ap.expectation(lambda tape, theta: network(tape, theta, jnp.ones((6, 6))), lanes=6))(KEY, theta)
+        traced(network, x)
+    # Warnings are errors here.
+    traced(network, jnp.ones((6, 6)))  # the same for all lanes
+    traced(lambda *a: network(*a, baseline=None), x)
+    jax.eval_shape(ap.expectation(lambda tape, theta: network(tape, theta, jnp.ones((6, 6))), lanes=6), KEY, theta)
 
 
 @pytest.mark.quick
