@@ -16,9 +16,7 @@ def of_gradient(gradient):
 
 
 def one_node(estimator):
-    @ap.stochastic(estimator)
-    def draw(theta):
-        return dist.Normal(theta, 0.5)
+    draw = ap.stochastic(estimator)(lambda theta: dist.Normal(theta, 0.5))
 
     def program(tape, theta):
         tape, x = draw(tape, theta)
@@ -28,17 +26,20 @@ def one_node(estimator):
 
 
 def chain(estimator, length=4):
-    @ap.stochastic(estimator)
-    def step(theta, x):
-        return dist.Normal(theta * x, 0.1)
+    step = ap.stochastic(estimator)(lambda theta, x: dist.Normal(theta * x, 0.1))
 
     def program(tape, theta):
-        (tape, x), _ = jax.lax.scan(
-            lambda c, _: (step(c[0], theta, c[1]), None), (tape, jnp.ones(tape.lanes)), length=length
-        )
+        carry = (tape, jnp.ones(tape.lanes))
+        (tape, x), _ = jax.lax.scan(lambda c, _: (step(c[0], theta, c[1]), None), carry, length=length)
         return tape.cost(x)
 
     return program
+
+
+def row_of(samples, truth=None, cuts=()):
+    """What is found of samples, against an exact gradient, or an array of a reference's estimates."""
+    truth = np.stack([truth, truth]) if np.ndim(truth) == 1 else truth
+    return diagnostics._row(samples, np.ones(3), truth, cuts)
 
 
 def test_moments_of_a_known_gradient_and_the_error_of_the_variance():
@@ -79,36 +80,34 @@ def test_a_bias_is_found_against_truth_and_against_a_reference():
 def test_the_squared_bias_has_its_noise_taken_off():
     rng, truth, n, m = np.random.default_rng(0), np.array([0.3, -0.4]), 20, 30
     deviations = np.array([0.5, 1.0])
-    rows = [
-        diagnostics._row(truth + deviations * rng.normal(size=(n, 2)), np.ones(3), deviations * rng.normal(size=(m, 2)))
-        for _ in range(2000)
-    ]
+    draw = lambda size: deviations * rng.normal(size=(size, 2))
+    rows = [row_of(truth + draw(n), draw(m)) for _ in range(800)]
     raw = np.array([row.bias @ row.bias for row in rows])
     noise = 1.25 * (1 / n + 1 / m)
-    error = np.sqrt((4 * 0.25 * 1.0 * noise + 2 * noise**2) / 2000)  # an upper bound of the standard error
+    error = np.sqrt((4 * 0.25 * 1.0 * noise + 2 * noise**2) / 800)  # an upper bound of the standard error
     assert abs(raw.mean() - noise - 0.25) < 4 * error
     found = np.array([row.squared_bias for row in rows])
     assert (found >= 0).all()  # and elsewhere the raw one less what the rows say of noise
-    assert abs(found.mean() - 0.25) < 4 * error and abs(raw.mean() - 0.25) > 10 * error
+    assert abs(found.mean() - 0.25) < 4 * error and abs(raw.mean() - 0.25) > 6 * error
 
 
 def test_cosines_and_shares_are_those_of_the_definition():
     # Two of 200 estimates at 1 and the others at 0, with a mean of .01.
     samples = np.zeros((200, 1))
     samples[:2] = 1
-    row = diagnostics._row(samples, np.ones(3), None)
+    row = row_of(samples)
     np.testing.assert_allclose(row.share, 0.99)
     np.testing.assert_allclose(row.variance, 0.0198 / 1.99)
     assert row.cosine == 0 and np.isnan(row.squared_bias) and row.squared_error == row.variance
     # Against (1, 0) the vectors (1, z) have the cosines (1 + z^2)^-1/2.
     samples = np.stack([np.full(101, 2.0), np.linspace(-2, 2, 101)], 1)
-    row = diagnostics._row(samples, np.ones(3), np.array([[3.0, 0], [3, 0]]))
+    row = row_of(samples, np.array([3.0, 0]))
     np.testing.assert_allclose(row.cosine, 0.8944, atol=0.01)
     np.testing.assert_allclose(row.bias, [-1, 0], atol=1e-12)
     np.testing.assert_allclose(row.squared_error, 1 + row.variance * (1 - 1 / 101), rtol=1e-12)  # with the noise off
     # Without a truth each is compared with the mean of the others: (1, 0) with (0, 1), and so on.
-    np.testing.assert_allclose(diagnostics._row(np.eye(2), np.ones(3), None).cosine, 0, atol=1e-12)
-    np.testing.assert_allclose(diagnostics._row(np.eye(3) + 1, np.ones(3), None).cosine, 5 / np.sqrt(6 * 5.5))
+    np.testing.assert_allclose(row_of(np.eye(2)).cosine, 0, atol=1e-12)
+    np.testing.assert_allclose(row_of(np.eye(3) + 1).cosine, 5 / np.sqrt(6 * 5.5))
 
 
 def test_exploding_gradients_are_flagged_and_not_recommended():
@@ -133,20 +132,18 @@ def test_roundings_of_a_gradient_are_no_bias():
     truth = np.array([1.0, -2.0, 1e-3, 0.0])
     noisy = np.random.default_rng(0).normal(size=(200, 4)) * np.array([1.0, 0, 0, 0])
 
-    def found(error, samples=0.0):
-        return diagnostics._row(truth + error + samples + np.zeros((200, 4)), np.ones(3), np.stack([truth, truth]), [1])
-
+    found = lambda error, samples: row_of(truth + error + samples + np.zeros((200, 4)), truth, [1])
     for samples in (0.0, noisy):  # whatever the noise of other elements is
         row = found(np.array([0.0, 1e-7, 2e-7, -1e-7]), samples)
         assert row.rounding and not row.biased and row.off < 4 and np.all(row.bias[1:] == 0)
         row = found(np.array([0.0, 1e-4, 0, 0]), samples)
         assert row.biased and row.off > 1e3 and not row.rounding
     small = 1e-7 * np.random.default_rng(1).normal(1, 1, size=(200, 100))  # too little to be seen in one element
-    row = diagnostics._row(1 + small, np.ones(3), np.ones((2, 100)))
+    row = row_of(1 + small, np.ones(100))
     assert row.rounding and not row.biased and row.off < 6
     # What is small in each element may be much in all of them.
     ones = np.ones(10_000)
-    row = diagnostics._row(np.tile(ones + 1e-4, (20, 1)), np.ones(3), np.stack([ones, ones]))
+    row = row_of(np.tile(ones + 1e-4, (20, 1)), ones)
     assert row.biased and not row.rounding
 
 
@@ -155,13 +152,11 @@ def test_few_estimates_of_many_elements_call_no_unbiased_gradient_biased():
     rng, size = np.random.default_rng(0), 20_000
     chance, truth = rng.uniform(0.001, 0.999, size), rng.normal(size=size)
     draws = lambda: truth + (rng.random((50, size)) < chance) - chance
-    for _ in range(5):
-        for against in (np.stack([truth, truth]), draws()):
-            row = diagnostics._row(draws(), np.ones(3), against)
-            assert not row.biased and (
-                row.off > 6 or against.shape[0] == 50
-            )  # one in 20,000 normal numbers is not at 6
-    assert diagnostics._row(draws() + 0.3, np.ones(3), np.stack([truth, truth])).biased
+    for _ in range(3):
+        row = row_of(draws(), truth)
+        assert not row.biased and row.off > 6  # one in 20,000 normal numbers is not at 6
+        assert not row_of(draws(), draws()).biased
+    assert row_of(draws() + 0.3, truth).biased
 
 
 def test_an_error_of_a_gradient_names_the_objective():
@@ -177,14 +172,8 @@ def test_a_bar_of_progress_says_what_is_compiled_and_run(capsys):
     def broken(key, x):
         raise TypeError("no gradient")
 
-    compare = lambda **options: diagnostics.compare(
-        {"fine": lambda key, x: x * jax.random.normal(key), "broken": broken},
-        KEY,
-        1.0,
-        num_estimates=4,
-        rounds=2,
-        **options,
-    )
+    objectives = {"fine": lambda key, x: x * jax.random.normal(key), "broken": broken}
+    compare = lambda **options: diagnostics.compare(objectives, KEY, 1.0, num_estimates=4, rounds=2, **options)
     assert list(compare().rows) == ["fine"]
     shown = capsys.readouterr().err
     for words in ("compiling fine", "compiling broken", "running fine", "6/6"):
@@ -200,11 +189,8 @@ def test_tables_are_narrow_where_nothing_varies():
     table, words = str(found).splitlines(), diagnostics.recommend(found)
     assert max(map(len, table)) < 120 and max(map(len, words.splitlines())) < 200
     assert "rounding" in table[2] and "biased" not in table[2]
-    assert (
-        " inf " in table[3]
-        and table[3].endswith("biased")
-        and "off is biased by 0.1 (at worst inf standard errors)" in words
-    )
+    assert " inf " in table[3] and table[3].endswith("biased")
+    assert "off is biased by 0.1 (at worst inf standard errors)" in words
     assert table[4].endswith("; ms without compiling")
 
 
@@ -249,10 +235,8 @@ def test_recommendations_say_when_nothing_is_better():
         rows = {"A": row} | dict(zip("BCD", others, strict=False))
         return diagnostics.recommend(diagnostics.Comparison(rows, {}, 100))
 
-    def worse(factor, **more):
-        return row._replace(
-            variance=factor, squared_error=factor, uncertainty=0.1 * factor, efficiency=1000 / factor, **more
-        )
+    def worse(factor):
+        return row._replace(variance=factor, squared_error=factor, uncertainty=0.1 * factor, efficiency=1000 / factor)
 
     # 3.29 standard errors of the logarithm, .1 each: a factor of 1.59.
     assert of(worse(1.5)).startswith("Use A or B, the simplest of them: no difference is significant (A is 1.5 times")
@@ -261,9 +245,8 @@ def test_recommendations_say_when_nothing_is_better():
     biased = row._replace(off=9.0, biased=True, bias=x + 0.5, squared_bias=0.25, variance=0.5)
     text = of(biased._replace(squared_error=0.75, efficiency=1000 / 0.75))
     assert text.startswith("Use B or A") and "B is biased by 0.5 (at worst 9 standard errors)" in text
-    text = of(
-        biased._replace(squared_error=0.01, uncertainty=0.001, squared_bias=0.005, variance=0.005, efficiency=1e5)
-    )
+    best = biased._replace(squared_error=0.01, uncertainty=0.001, squared_bias=0.005, variance=0.005)
+    text = of(best._replace(efficiency=1e5))
     assert text.startswith("Use B: it is 100 (") and "more than 2e+02 estimates of A" in text  # .005 + .005 = 1 / 199
     heavy = of(row._replace(heavy_tailed=True, share=0.96, cosine=0.9))
     assert heavy.startswith("Use A: it is the only one without heavy tails.")
@@ -287,15 +270,16 @@ def test_no_clock_makes_a_difference_between_equal_objectives(busy, monkeypatch)
 
     monkeypatch.setattr(diagnostics.time, "perf_counter", clock)
 
-    def of(deviation):
-        return of_gradient(lambda key: deviation * jax.random.normal(key))
+    def compiled(objective, argnums, keys, args):  # what JAX would make of `of`, at no time
+        return lambda keys, *args: np.asarray(objective(keys, *args))
 
-    for seed in range(10):
-        key = jax.random.key(seed)
-        found = diagnostics.compare({"a": of(1.0), "b": of(1.0), "c": of(1.0)}, key, 0.0, num_estimates=100, truth=0.0)
-        assert "no difference is significant" in diagnostics.recommend(found)
-    found = diagnostics.compare({"a": of(1.0), "b": of(300.0)}, KEY, 0.0, num_estimates=100, truth=0.0)
-    assert diagnostics.recommend(found).startswith("Use a: it is")
+    monkeypatch.setattr(diagnostics, "_compile", compiled)
+    normal = lambda deviation: lambda keys, x: deviation * rng.normal(size=len(keys))
+    found = lambda **of: diagnostics.compare(of, KEY, 0.0, num_estimates=100, truth=0.0, progress=False)
+    for _ in range(10):
+        equal = found(a=normal(1.0), b=normal(1.0), c=normal(1.0))
+        assert "no difference is significant" in diagnostics.recommend(equal)
+    assert diagnostics.recommend(found(a=normal(1.0), b=normal(300.0))).startswith("Use a: it is")
 
 
 def test_seconds_count_as_much_as_variance():
@@ -358,10 +342,9 @@ def test_variances_of_one_node_have_closed_forms():
     assert found.tp <= found.lr
 
 
-@pytest.mark.parametrize("weights", [ap.weights.decoupled(), ap.weights.inverse_variance()])
-def test_variances_along_a_chain_come_in_the_order_of_the_program(weights):
+def test_variances_along_a_chain_come_in_the_order_of_the_program():
     theta, s, lanes, length = 0.8, 0.1, 20_000, 4
-    found = diagnostics.node_variances(chain, lanes, KEY, theta, weights=weights)
+    found = diagnostics.node_variances(chain, lanes, KEY, theta, weights=ap.weights.inverse_variance())
     # Node t's pathwise contribution is theta^(T - t) x_(t-1), and x_0 does not vary.
     t = np.arange(1, length + 1)
     exact = theta ** (2 * (length - t)) * s**2 * (theta ** (2 * (t - 1)) - 1) / (theta**2 - 1)
