@@ -77,48 +77,57 @@ PROGRAMS = {
 THIN = ("dense", "tied", "along a sequence", "recurrent", "stacked layers", "vmapped", "scalars", "NNX", "scaled view")
 
 
-def of_program(name):
-    """Messages to the uses of one lane, and what they should come to."""
-    function, parameters, lane = PROGRAMS[name]
+def parts_of(function, leaves, lane):
+    """A program's inputs with operands and messages of one lane, and its gradient of the parameters, by `jax.vjp`."""
     with jax.numpy_dtype_promotion("standard"):
-        leaves, structure = jax.tree.flatten(parameters)
-        program, shapes = trace(lambda leaves, x: function(structure.unflatten(leaves), x), leaves, lane)
+        program, shapes = trace(function, leaves, lane)
         floats = [i for i, x in enumerate(jax.tree.leaves(shapes)) if jnp.issubdtype(x.dtype, jnp.floating)]
         inputs = [*(Value(ValueKind.VIEW, p) for p in leaves), Value(ValueKind.LANE, lane)]
-        made = uses.expose(program, inputs)[2]
 
         def exposed(ports):
-            outputs, operands, _ = uses.expose(program, inputs, ports)
-            return [outputs[i] for i in floats], operands
+            outputs, operands, made = uses.expose(program, inputs, ports)
+            return [outputs[i] for i in floats], (operands, made)
 
-        outputs, pullback, operands = jax.vjp(exposed, jax.tree.map(jnp.zeros_like, made), has_aux=True)
+        made = uses.expose(program, inputs)[2]
+        outputs, pullback, (operands, _) = jax.vjp(exposed, jax.tree.map(jnp.zeros_like, made), has_aux=True)
         to_outputs = [jax.random.normal(KEY, x.shape) for x in outputs]
-        wanted = lambda p: [jax.tree.leaves(function(structure.unflatten(p), lane))[i] for i in floats]
+        wanted = lambda p: [jax.tree.leaves(function(p, lane))[i] for i in floats]
         truth = jax.vjp(wanted, leaves)[1](to_outputs)[0]
-        return (program, inputs, operands, pullback(to_outputs)[0]), leaves, truth
+        return (program, inputs, operands, pullback(to_outputs)[0]), truth
+
+
+def of_program(name):
+    function, parameters, lane = PROGRAMS[name]
+    leaves, structure = jax.tree.flatten(parameters)
+    return *parts_of(lambda leaves, x: function(structure.unflatten(leaves), x), leaves, lane), leaves
+
+
+def signs_of(leaves):
+    return [random_signs(jnp.uint32(7), i, x.shape) for i, x in enumerate(leaves)]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_gradient_and_sketch_are_those_of_the_program(name):
-    parts, leaves, truth = of_program(name)
+    parts, truth, leaves = of_program(name)
+    signs = signs_of(leaves)
+
+    @jax.jit
+    def found(operands, messages):
+        return [of(*parts[:2], operands, messages, *more) for of, *more in ((uses.gradient,), (uses.sketch, signs))]
+
     with jax.numpy_dtype_promotion("standard"):
-        for found, expected in zip(uses.gradient(*parts), truth, strict=True):
-            np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
-        signs = [random_signs(jnp.uint32(7), i, x.shape) for i, x in enumerate(leaves)]
-        found = jax.jit(lambda operands, messages: uses.sketch(*parts[:2], operands, messages, signs))(*parts[2:])
+        gradient, sketch = found(*parts[2:])
+    for array, expected in zip(gradient, truth, strict=True):
+        np.testing.assert_allclose(array, expected, rtol=1e-4, atol=1e-5)
     expected = inner(truth, signs)
-    np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
+    np.testing.assert_allclose(sketch, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("name", THIN)
 def test_no_gradient_of_a_lane_is_made(name):
     # Mapped over 50 lanes: no array of the lanes times an array of parameters.
-    parts, leaves, _ = of_program(name)
-    signs = [random_signs(jnp.uint32(7), i, x.shape) for i, x in enumerate(leaves)]
-
-    def of_lanes(operands, messages):
-        return jax.vmap(lambda o, m: uses.sketch(*parts[:2], o, m, signs))(operands, messages)
-
+    parts, _, leaves = of_program(name)
+    of_lanes = jax.vmap(lambda operands, messages: uses.sketch(*parts[:2], operands, messages, signs_of(leaves)))
     many = jax.tree.map(lambda x: jax.ShapeDtypeStruct((50, *x.shape), x.dtype), parts[2:])
     with jax.numpy_dtype_promotion("standard"):
         text = str(jax.make_jaxpr(of_lanes)(*many))
@@ -143,16 +152,7 @@ def test_a_sketch_keeps_inner_products_on_average():
 
 
 def test_a_stopped_gradient_has_no_sketch():
-    leaves = [draw(4, 5)]
-    program, _ = trace(lambda p, x: jnp.tanh(x @ lax.stop_gradient(p[0])) + 2 * (x @ p[0]), leaves, draw(4))
-    inputs = [Value(ValueKind.VIEW, leaves[0]), Value(ValueKind.LANE, draw(4))]
-    made = uses.expose(program, inputs)[2]
-    _, pullback, operands = jax.vjp(
-        lambda ports: uses.expose(program, inputs, ports)[:2], jax.tree.map(jnp.zeros_like, made), has_aux=True
-    )
-    (messages,) = pullback([draw(5)])
-    signs = [random_signs(jnp.uint32(3), 0, (4, 5))]
-    gradient = uses.gradient(program, inputs, operands, messages)
-    np.testing.assert_allclose(
-        uses.sketch(program, inputs, operands, messages, signs), inner(gradient, signs), rtol=1e-4
-    )
+    leaves, lane = [draw(4, 5)], draw(4)
+    parts, truth = parts_of(lambda p, x: jnp.tanh(x @ lax.stop_gradient(p[0])) + 2 * (x @ p[0]), leaves, lane)
+    expected = inner(truth, signs_of(leaves))
+    np.testing.assert_allclose(uses.sketch(*parts, signs_of(leaves)), expected, rtol=1e-4)

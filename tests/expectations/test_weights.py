@@ -16,16 +16,12 @@ def draw(seed, lanes=40, elements=3):
     return [np.asarray(jax.random.normal(key, (lanes, elements)), np.float64) for key in keys]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_least_variance_is_the_least(seed, x64):
     first, second, suffix = draw(seed)
     second = 2 * second + first
-
-    def variance(k):
-        return np.var(suffix + (1 - k) * first + k * second, axis=0).sum()
-
     grid = np.linspace(0, 1, 10_001)
-    best = grid[np.argmin([variance(k) for k in grid])]
+    best = grid[np.argmin([np.var(suffix + (1 - k) * first + k * second, axis=0).sum() for k in grid])]
     weights = jax.jit(least_variance())(jnp.array([first, second]), jnp.array(suffix))
     np.testing.assert_allclose(weights, [1 - best, best], atol=1e-4)
 
