@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-import apgrad as ap
 from apgrad import mplp
 from tests.mplp.graphs import Plain, jit
 
@@ -37,12 +36,6 @@ def network(function):
 def merged_with_positions(m, at, p, x, y):
     s = m.wire(lambda s: s.reshape(B * T, N), hidden(m, at, p, at.signal(x)))
     return m.squared_error(at["loss"], m.dense(at["out"], s, p["v"], p["b"]), y.reshape(B * T, N))
-
-
-@network
-def merged_input(m, at, p, x, y):
-    s = m.wire(lambda s: s.reshape(B, T, N), hidden(m, at, p, at.signal(x.reshape(B * T, N))))
-    return m.squared_error(at["loss"], m.dense(at["out"], s, p["v"], p["b"]), y)
 
 
 @network
@@ -99,31 +92,10 @@ def embedded_positions(m, at, p, x, y):
 
 
 @network
-def embedded_tokens_merged(m, at, p, x, y):
-    tokens = jnp.asarray([[0, 1, 1], [2, 3, 1], [5, 5, 5], [0, 1, 4]])
-    s = m.wire(lambda s: s.reshape(B * T, N), m.embedding(at["tokens"], tokens, p["table"]))
-    return m.squared_error(at["loss"], hidden(m, at, p, s), y.reshape(B * T, N))
-
-
-@network
-def heads_by_vmap(m, at, p, x, y):
-    s = at.signal(x)
-    head = lambda w: m.activation(at["head"], jnp.tanh, m.dense(at["heads"], s, w, p["b"]))
-    s = m.wire(lambda s: jnp.sum(s, axis=0), jax.vmap(head)(p["heads"]))
-    return m.squared_error(at["loss"], m.dense(at["out"], s, p["v"], p["b"]), y)
-
-
-@network
 def heads_by_vmap_and_their_losses(m, at, p, x, y):
     s = hidden(m, at, p, at.signal(x))
     head = lambda w, c: m.squared_error(at["loss"], m.bias(at["b"], m.dense(at["heads"], s, w), p["b"]), c * y)
     return jnp.mean(jax.vmap(head)(p["heads"], jnp.asarray([1.0, 2.0], x.dtype)))
-
-
-@network
-def examples_by_vmap(m, at, p, x, y):
-    one = lambda x, y: m.squared_error(at["loss"], hidden(m, at, p, at.signal(x[None])), y[None])
-    return jnp.mean(jax.vmap(one)(x, y))
 
 
 @network
@@ -176,20 +148,3 @@ def test_inputs_of_two_batch_sizes_are_refused():
     places.signal(jnp.ones((4, 2)))
     with pytest.raises(ValueError, match=r"its first input has 4 examples, this one, of shape \(1, 2\), has 1"):
         places.signal(jnp.ones((1, 2)))
-
-
-def test_a_port_is_batched_as_its_value_is():
-    """Messages of the copies that `jax.vmap` makes arrive at the copies' own ports."""
-    x = jnp.asarray([[1.0], [jnp.inf], [3.0]])
-    ports = jax.vmap(lambda x: ap.Signal.of(x, 2).port)(x)
-    np.testing.assert_array_equal(ports, jnp.zeros((3, 1, 2)))
-    seen = ap.node(
-        ap.Propagator(lambda s: (ap.Signal.of(s.value, 1), None), lambda _, m: (ap.Signal(m.value, m.port**2),))
-    )
-
-    def total(signal):
-        out = jax.vmap(lambda c: seen(ap.Signal.of(c * signal.value, 1)._replace(port=signal.port)))(jnp.ones(3))
-        return jnp.sum(out.port * jnp.asarray([1.0, 2.0, 3.0])[:, None, None])
-
-    got = jax.grad(total)(ap.Signal.of(jnp.ones(2), 1))
-    np.testing.assert_allclose(got.port, 1.0 + 4.0 + 9.0)

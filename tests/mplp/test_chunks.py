@@ -1,7 +1,5 @@
 """Rules run their networks on some rows at a time: how many makes no difference to what comes out."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,24 +27,23 @@ def case(nodes, batch, positions, units, seed=0):
     rng = np.random.default_rng(seed)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32)
     params = {"matrix": draw(units, units), "vector": draw(units), "kernel": draw(2, units, units)}
-    params["table"] = draw(7, units)
-    tokens = jnp.asarray(rng.integers(0, 7, (batch, positions)))
 
     def network(at, p, batch):
         x, y = batch
-        s = mplp.embedding(at["embedding"], x, p["table"]) if nodes[0] == "embedding" else at.signal(x)
+        s = at.signal(x)
         for node in nodes:
-            s = s if node == "embedding" else NODES[node](at[node], s, p)
+            s = NODES[node](at[node], s, p)
         return mplp.squared_error(at["loss"], s, y)
 
-    x = tokens if nodes[0] == "embedding" else draw(batch, positions, units)
-    return network, params, (x, draw(batch, positions, units))
+    return network, params, (draw(batch, positions, units), draw(batch, positions, units))
 
 
-def compare(nodes, sizes, chunks, monkeypatch, cell: Any = "gru"):
-    network, params, batch = case(nodes, *sizes)
+@pytest.mark.parametrize(("sizes", "chunks"), [((4, 3, 4), (1, 24)), ((5, 2, 1), (4,))])
+def test_chunks_are_the_whole(sizes, chunks, monkeypatch):
+    """Rows, positions and units that are equal, that differ, and one of 1; a chunk of one row, and of several."""
+    network, params, batch = case(NODES, *sizes)
     sites = mplp.sites(network, params, batch)
-    rule = mplp.PerSynapse(sites, message_size=2, hidden=1, layers=(3,), cell=cell, rngs=nnx.Rngs(0))
+    rule = mplp.PerSynapse(sites, message_size=2, hidden=1, layers=(3,), rngs=nnx.Rngs(0))
     # A recurrent state that is not zero.
     state = jax.tree.map(lambda x: x + 0.3, mplp.init_state(rule, network, params, batch))
     results = []
@@ -58,21 +55,6 @@ def compare(nodes, sizes, chunks, monkeypatch, cell: Any = "gru"):
     for parts in results[1:]:
         jax.tree.map(close, parts, results[0])
     assert any(jnp.any(u != 0) for u in jax.tree.leaves(results[0][0]))
-
-
-@pytest.mark.parametrize(("sizes", "chunks"), [((4, 3, 4), (1, 24)), ((5, 2, 1), (4,))])
-def test_chunks_are_the_whole(sizes, chunks, monkeypatch):
-    """Rows, positions and units that are equal, that differ, and one of 1; a chunk of one row, and of several."""
-    compare(["embedding", *NODES], sizes, chunks, monkeypatch)
-
-
-@pytest.mark.parametrize(
-    ("node", "sizes"), [("bias", (9, 32, 32)), ("scale", (33, 16, 16)), ("embedding", (32, 9, 32))]
-)
-def test_more_elements_than_a_chunk(node, sizes, monkeypatch):
-    """The sizes at which the rule itself begins to chunk."""
-    assert sizes[0] * sizes[1] * sizes[2] > per_synapse.CHUNK
-    compare([node], sizes, [per_synapse.CHUNK], monkeypatch, cell="mlp")
 
 
 @pytest.mark.parametrize("batch_norm", [False, True])

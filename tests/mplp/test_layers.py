@@ -23,21 +23,10 @@ def images(rngs):
     )
 
 
-def sentences(rngs):
-    return nnx.Sequential(
-        nnx.Embed(7, 4, rngs=rngs),
-        nnx.LayerNorm(4, use_bias=False, rngs=rngs),
-        nnx.Linear(4, 3, use_bias=False, rngs=rngs),
-        nnx.softmax,
-    )
-
-
-@pytest.mark.parametrize(("make", "shape", "y_shape"), [(images, (2, 6, 6, 2), (2, 3)), (sentences, (2, 5), (2, 5, 3))])
-def test_a_model_is_what_it_was(make, shape, y_shape):
-    model = make(nnx.Rngs(0))
-    keys = jax.random.split(jax.random.key(0), 2)
-    x = jax.random.randint(keys[0], shape, 0, 7) if make is sentences else jax.random.normal(keys[0], shape)
-    y = jax.nn.softmax(jax.random.normal(keys[1], y_shape))
+def test_a_model_is_what_it_was():
+    model = images(nnx.Rngs(0))
+    x = jax.random.normal(jax.random.key(0), (2, 6, 6, 2))
+    y = jax.nn.softmax(jax.random.normal(jax.random.key(1), (2, 3)))
     network, params = mplp.from_nnx(model, loss=mplp.cross_entropy)
 
     def loss(model):

@@ -5,7 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
 
 import apgrad as ap
 from apgrad import mplp
@@ -89,6 +88,9 @@ class TestWiring:
         np.testing.assert_allclose(ports("sum"), 9.0)
         np.testing.assert_allclose(ports("mean"), 3.0)
         np.testing.assert_allclose(ports(lambda m: jnp.max(m, axis=0)), 6.0)
+        for options, match in ((0,), "must be an integer of at least 1, got 0"), ((2, "median"), "got 'median'"):
+            with pytest.raises(ValueError, match=match):
+                mplp.fork(signal, *options)
 
     def test_wire_leads_each_component_back_by_the_transposed_jacobian(self):
         x, m = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3), jax.random.normal(jax.random.key(0), (2, 2, 2))
@@ -98,20 +100,3 @@ class TestWiring:
         (got,) = pull(ap.Signal(jnp.zeros((2, 2)), m))
         for k in range(2):
             np.testing.assert_allclose(got.port[..., k], jax.vjp(function, x)[1](m[..., k])[0], rtol=1e-6)
-
-    def test_fork_options(self):
-        signal = ap.Signal.of(jnp.ones((2, 3)), 2)
-        with pytest.raises(ValueError, match="n of fork, a number of signals, must be an integer of at least 1, got 0"):
-            mplp.fork(signal, 0)
-        with pytest.raises(ValueError, match="got 'median'"):
-            mplp.fork(signal, 2, "median")  # pyright: ignore
-
-
-@pytest.mark.parametrize("window", [(2, 2), (3, 1)])
-def test_pools_against_flax(window):
-    x = jax.random.normal(jax.random.key(0), (2, 6, 6, 3))
-    at = mplp.Places(mplp.Exact(0.1))
-    with jax.numpy_dtype_promotion("standard"):
-        highest, mean = nnx.max_pool(x, window, window), nnx.avg_pool(x, window, window)
-    np.testing.assert_allclose(mplp.max_pool(at["m"], at.signal(x), window).value, highest)
-    np.testing.assert_allclose(mplp.mean_pool(at.signal(x), window).value, mean, rtol=1e-6)
