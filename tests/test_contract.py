@@ -6,6 +6,7 @@ exact sums. To add a rule of `ap.rewire`, add a row to RULES; a memory, to MEMOR
 programs (READERS) refuse what they cannot see into.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -38,26 +39,25 @@ def by_function(theta, *inputs):
     return jnp.asarray(0.5, jax.tree.leaves(theta)[0].dtype)
 
 
+LR, RP, TP = ap.likelihood_ratio, ap.reparameterization, ap.total_propagation
+SHAPED, RAW = ({"shaping": ap.gaussian_shaping(pathwise)} for pathwise in ("shaped", "raw"))
+LEARNED = ap.learned_baseline(by_function)
 ESTIMATORS = {
-    "reparameterization": Row(ap.reparameterization(), needs_two_lanes=False),
-    "likelihood_ratio": Row(ap.likelihood_ratio(), discrete=True),
-    "likelihood_ratio, no baseline": Row(ap.likelihood_ratio(None), needs_two_lanes=False, discrete=True),
-    "likelihood_ratio, function": Row(ap.likelihood_ratio(by_function), needs_two_lanes=False, discrete=True),
-    "likelihood_ratio, learned": Row(
-        ap.likelihood_ratio(ap.learned_baseline(by_function)), needs_two_lanes=False, discrete=True
-    ),
-    "total_propagation": Row(ap.total_propagation(), second="refused"),
-    "total_propagation, no baseline": Row(ap.total_propagation(None), second="refused"),
-    "total_propagation, learned": Row(ap.total_propagation(ap.learned_baseline(by_function)), second="refused"),
-    "total_propagation, published": Row(ap.total_propagation(weights=ap.weights.inverse_variance()), second="refused"),
-    "total_propagation, per step": Row(
-        ap.total_propagation(weights=ap.weights.per_step_inverse_variance()), second="refused"
-    ),
-    "gaussian_shaping, LR": Row(ap.likelihood_ratio(), "refused", cost={"shaping": ap.gaussian_shaping()}),
-    "gaussian_shaping, RP": Row(ap.reparameterization(), "refused", cost={"shaping": ap.gaussian_shaping()}),
-    "gaussian_shaping, TP": Row(ap.total_propagation(), "refused", cost={"shaping": ap.gaussian_shaping("raw")}),
-    "gaussian_resampling": Row(ap.reparameterization(), after=ap.gaussian_resampling),
-    "clip_lanes": Row(ap.reparameterization(), second="refused", after=ap.clip_lanes),
+    "reparameterization": Row(RP(), needs_two_lanes=False),
+    "likelihood_ratio": Row(LR(), discrete=True),
+    "likelihood_ratio, no baseline": Row(LR(None), needs_two_lanes=False, discrete=True),
+    "likelihood_ratio, function": Row(LR(by_function), needs_two_lanes=False, discrete=True),
+    "likelihood_ratio, learned": Row(LR(LEARNED), needs_two_lanes=False, discrete=True),
+    "total_propagation": Row(TP(), second="refused"),
+    "total_propagation, no baseline": Row(TP(None), second="refused"),
+    "total_propagation, learned": Row(TP(LEARNED), second="refused"),
+    "total_propagation, published": Row(TP(weights=ap.weights.inverse_variance()), second="refused"),
+    "total_propagation, per step": Row(TP(weights=ap.weights.per_step_inverse_variance()), second="refused"),
+    "gaussian_shaping, LR": Row(LR(), "refused", cost=SHAPED),
+    "gaussian_shaping, RP": Row(RP(), "refused", cost=SHAPED),
+    "gaussian_shaping, TP": Row(TP(), "refused", cost=RAW),
+    "gaussian_resampling": Row(RP(), after=ap.gaussian_resampling),
+    "clip_lanes": Row(RP(), second="refused", after=ap.clip_lanes),
 }
 
 rows = pytest.mark.parametrize("row", ESTIMATORS.values(), ids=ESTIMATORS.keys())
@@ -67,15 +67,17 @@ def in_scan(body, carry):
     return jax.lax.scan(lambda carry, _: (body(carry), None), carry, length=2)[0]
 
 
+def sampled_by(row, make, tape, *args):
+    tape, x = ap.stochastic(row.estimator)(make)(tape, *args)
+    return row.after(tape, x) if row.after else (tape, x)
+
+
 def rollout(row, make, size=(), loop=in_scan):
     """A program of two steps x <- sample of make(theta, x), with a cost a step."""
-    node = ap.stochastic(row.estimator)(make)
 
     def program(tape, theta):
         def body(carry):
-            tape, x = node(carry[0], theta, carry[1])
-            if row.after:
-                tape, x = row.after(tape, x)
+            tape, x = sampled_by(row, make, carry[0], theta, carry[1])
             assert x.dtype == carry[1].dtype
             return tape.cost(lambda x: jnp.sum(x**2 + x), x, **row.cost), x
 
@@ -90,14 +92,16 @@ def step(theta, x):
 
 # A transformation treats a weight rule as any function of arrays, so one rule stands for all; around a whole objective
 # one baseline stands for all, too.
-RULES_OF_WEIGHTS = {"total_propagation, per step"}
+RULE_OF_WEIGHTS = "total_propagation, per step"
 ALIKE = {"likelihood_ratio, no baseline", "likelihood_ratio, function", "total_propagation, no baseline"}
-ALIKE |= {"total_propagation, learned", "gaussian_shaping, RP", *RULES_OF_WEIGHTS}
+ALIKE |= {"total_propagation, learned", "gaussian_shaping, RP", RULE_OF_WEIGHTS}
+UNLIKE = {name: row for name, row in ESTIMATORS.items() if name not in ALIKE}
+unlike = pytest.mark.parametrize("row", UNLIKE.values(), ids=UNLIKE.keys())
 
 
-@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in ALIKE])
-def test_transformations(name):
-    objective = jax.jit(ap.expectation(rollout(ESTIMATORS[name], step), lanes=4))
+@unlike
+def test_transformations(row):
+    objective = jax.jit(ap.expectation(rollout(row, step), lanes=4))
     ap.testing.assert_transformable(lambda theta: objective(KEY, theta), jnp.float32(0.7), rtol=2e-5, atol=1e-5)
 
 
@@ -107,7 +111,7 @@ def nested(body, carry):
     return jax.lax.scan(jax.checkpoint(step), carry, jnp.arange(3))[0]
 
 
-@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in RULES_OF_WEIGHTS])
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name != RULE_OF_WEIGHTS])
 def test_nodes_inside_transformations_of_the_program(name):
     programs = [rollout(ESTIMATORS[name], step, loop=loop) for loop in (nested, lambda body, carry: body(body(carry)))]
     both = [jax.value_and_grad(ap.expectation(program, 6), argnums=1) for program in programs]
@@ -143,9 +147,7 @@ def test_pytrees_empty_arrays_closures_modules_and_one_lane(row):
 
     def of_dict(tape, theta):
         inputs = {"h": jnp.ones((tape.lanes, 3)), "none": jnp.zeros((tape.lanes, 0))}
-        tape, x = ap.stochastic(row.estimator)(make_of_dict)(tape, theta, inputs)
-        if row.after:
-            tape, x = row.after(tape, x)
+        tape, x = sampled_by(row, make_of_dict, tape, theta, inputs)
         return tape.cost(lambda x: jnp.sum(x**2), x, **row.cost)
 
     def closed(tape, theta):
@@ -197,9 +199,7 @@ def test_expectations_are_exact_and_what_has_none_is_refused(row):
         estimates["second"], truths["second"] = second, 2.0
 
     def coin(tape, theta):
-        tape, x = ap.stochastic(estimator)(lambda theta: dist.Bernoulli(logits=theta))(tape, theta)
-        if row.after:
-            tape, x = row.after(tape, x)
+        tape, x = sampled_by(row, lambda theta: dist.Bernoulli(logits=theta), tape, theta)
         return tape.cost(lambda x: (x**2 + x).astype(jnp.float32), x, **row.cost)
 
     if row.discrete:
@@ -222,30 +222,9 @@ def test_expectations_are_exact_and_what_has_none_is_refused(row):
             ap.testing.assert_unbiased(lambda key: of(linear, 10)(key, theta), wanted, KEY, 2_000)
 
 
-@pytest.mark.parametrize("name", ["total_propagation", "total_propagation, no baseline", "total_propagation, learned"])
-def test_adaptive_weighs_the_same_programs(name):
-    # The gradient of a program with one visit a step is unbiased from the first state on, in every transformation.
-    node = ap.stochastic(ESTIMATORS[name].estimator)(lambda theta, x: dist.Normal(theta * x, 0.3))
-    theta = jnp.float32(0.7)
-
-    def by(wrap):
-        def program(tape, theta):
-            tape, x = in_scan(wrap(lambda carry: node(carry[0], theta, carry[1])), (tape, jnp.ones(tape.lanes)))
-            return tape.cost(x**2)
-
-        return ap.adaptive(program, lanes=10)
-
-    ways = {"scan": by(lambda f: f), "remat of jit": by(lambda f: jax.checkpoint(jax.jit(f)))}
-    states = jax.jit(lambda: {name: way.init(KEY, theta) for name, way in ways.items()})()
-    gradients = lambda key: {name: way.value_and_grad(key, states[name], theta)[1] for name, way in ways.items()}
-    exact = 4 * 0.7**3 + 2 * 0.7 * 0.09
-    ap.testing.assert_unbiased(gradients, dict.fromkeys(ways, exact), jax.random.key(1), 2_000)
-
-
-@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in ALIKE])
-def test_lanes_sharded_over_devices_give_the_same_numbers(name):
+@unlike
+def test_lanes_sharded_over_devices_give_the_same_numbers(row):
     # Global-view sharding: statistics over all lanes are JAX's business.
-    row = ESTIMATORS[name]
     lanes = jax.NamedSharding(jax.make_mesh((2,), ("lanes",), axis_types=(jax.sharding.AxisType.Auto,)), jax.P("lanes"))
 
     def program(tape, theta, sharded):
@@ -674,29 +653,22 @@ def test_values_drawn_elsewhere_in_every_way():
     x, inputs = jnp.array([[0, 2], [1, 1], [2, 0], [0, 1]]), jax.random.normal(KEY, (4, 2, 3))
     b = jnp.full(x.shape, -np.log(3.0), jnp.float32)
 
-    def program(tape, model, x, b, inside=False):
+    def program(tape, model, x, b, inside):
         choices = dist.Categorical(logits=model(inputs))
         scored = lambda tape: ap.score(tape, choices, x, behaviour_log_prob=b, mask=jnp.ones(4, bool))
         tape = jax.lax.cond(x[0, 0] == 0, scored, lambda tape: tape, tape) if inside else scored(tape)
+        empty = dist.Bernoulli(probs=0.3 * jnp.ones((4, 0)))
+        tape = ap.score(tape, empty, x[:, :0], behaviour_log_prob=b[:, :0])
         return tape.cost(jnp.sum(x, axis=1).astype(jnp.float32))
-
-    def none(tape, p):
-        empty = dist.Bernoulli(probs=p * jnp.ones((4, 0)))
-        return ap.score(tape, empty, x[:, :0], behaviour_log_prob=b[:, :0]).cost(jnp.ones(4))
 
     @jax.jit
     def ways(model, x, b):
-        gradient, branch = (
-            jax.grad(ap.expectation(p, 4), argnums=1) for p in (program, lambda *args: program(*args, inside=True))
-        )
+        gradient, branch = (ap.grad(functools.partial(program, inside=inside), 4) for inside in (False, True))
         mapped = jax.vmap(gradient, (None, None, 0, 0))(KEY, model, jnp.stack([x] * 2), jnp.stack([b] * 2))
         others = branch(KEY, model, x, b), gradient(KEY, nnx.merge(*nnx.split(model)), x, b)
         return gradient(KEY, model, x, b), jax.tree.map(lambda g: g[1], mapped), *others
 
-    model = nnx.Linear(3, 3, rngs=nnx.Rngs(0))
-    plain, *others = map(jax.tree.leaves, ways(model, x, b))
+    plain, *others = map(jax.tree.leaves, ways(nnx.Linear(3, 3, rngs=nnx.Rngs(0)), x, b))
     assert all(np.all(np.isfinite(g)) and np.any(g) for g in plain)
     for found in others:
-        for g, wanted in zip(found, plain, strict=True):
-            np.testing.assert_allclose(g, wanted, rtol=1e-5, atol=1e-6)
-    assert jax.jit(jax.grad(ap.expectation(none, 4), argnums=1))(KEY, 0.3) == 0
+        jax.tree.map(lambda g, wanted: np.testing.assert_allclose(g, wanted, rtol=1e-5, atol=1e-6), found, plain)

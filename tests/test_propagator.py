@@ -36,23 +36,6 @@ def test_messages_add_up_at_a_fan_out_and_none_is_lost_or_counted_twice():
     assert jax.grad(f)(1.0) == 22.0
 
 
-def test_messages_of_any_pytree():
-    swap = ap.node(
-        ap.Propagator(lambda tree: ({"l": tree["r"], "r": tree["l"]}, None), lambda _, m: ({"l": m["r"], "r": m["l"]},))
-    )
-    tree = {"l": (jnp.ones(2), jnp.zeros((2, 3))), "r": jnp.ones(4)}
-    _, pullback = jax.vjp(swap, tree)
-    message = {"l": jnp.arange(4.0), "r": (jnp.arange(2.0), jnp.full((2, 3), 7.0))}
-    (got,) = pullback(message)
-    chex.assert_trees_all_equal(got, {"l": message["r"], "r": message["l"]})
-
-
-def test_none_stands_for_no_message():
-    f = ap.node(ap.Propagator(lambda x, t: (x + t["a"], None), lambda _, m: (None, {"a": m, "b": None})))
-    to_x, to_tree = jax.grad(f, argnums=(0, 1))(1.0, {"a": 2.0, "b": 3.0})
-    assert (to_x, to_tree) == (0.0, {"a": 1.0, "b": 0.0})
-
-
 def test_integer_inputs_and_keys_get_no_message():
     def forward(x, n, key):
         return x * n.astype(x.dtype) + jax.random.normal(key), n
@@ -61,26 +44,18 @@ def test_integer_inputs_and_keys_get_no_message():
     assert jax.grad(f)(2.0, jnp.int32(3), jax.random.key(0)) == 3.0
 
 
-def test_messages_take_the_dtype_of_their_input():
-    f = ap.node(ap.Propagator(lambda x: (x, None), lambda _, m: (m.astype(jnp.float32) * 2,)))
-    assert jax.grad(lambda x: f(x).sum())(jnp.ones(2, jnp.bfloat16)).dtype == jnp.bfloat16
-
-
-@pytest.mark.parametrize(
-    "backward, error, words",
-    [
-        (lambda _, m: m, TypeError, "tuple with one message for each of its 1"),
-        (lambda _, m: (m, m), TypeError, "tuple of 2"),
-        (lambda _, m: (m[:1],), ValueError, r"message for input 0 has shape \(1,\), the input has shape \(2,\)"),
-        (lambda _, m: ({"a": m},), ValueError, "structure"),
-        (lambda _, m: (jax.lax.complex(m, m),), TypeError, r"dtype complex64, the input is real.*jnp.real"),
-        (lambda _, m: (jax.random.split(jax.random.key(0)),), TypeError, "array of numbers"),
-    ],
-)
-def test_wrong_messages_are_named(backward, error, words):
-    f = ap.node(ap.Propagator(lambda x: (x, None), backward))
-    with pytest.raises(error, match=words):
-        jax.grad(lambda x: jnp.sum(f(x)))(jnp.ones(2))
+def test_wrong_messages_are_named():
+    for answer, error, words in (
+        (lambda m: m, TypeError, "tuple with one message for each of its 1"),
+        (lambda m: (m, m), TypeError, "tuple of 2"),
+        (lambda m: (m[:1],), ValueError, r"message for input 0 has shape \(1,\), the input has shape \(2,\)"),
+        (lambda m: ({"a": m},), ValueError, "structure"),
+        (lambda m: (jax.lax.complex(m, m),), TypeError, r"dtype complex64, the input is real.*jnp.real"),
+        (lambda m: (jax.random.split(jax.random.key(0)),), TypeError, "array of numbers"),
+    ):
+        f = ap.node(ap.Propagator(lambda x: (x, None), lambda _, m, answer=answer: answer(m)))
+        with pytest.raises(error, match=words):
+            jax.grad(lambda x, f=f: jnp.sum(f(x)))(jnp.ones(2))
 
 
 @pytest.mark.parametrize("wrap", [lambda p: p, ap.chain, ap.combine, ap.skip, lambda p: ap.first_order(p, "once")])
@@ -89,15 +64,11 @@ def test_forward_must_return_a_pair(wrap):
         ap.node(wrap(ap.Propagator(lambda x: x, lambda _, m: (m,))))(1.0)
 
 
-def scanned(f):
-    return lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, length=2)[0]
-
-
 AROUND = {
     "plain": lambda f: f,
     "jit": jax.jit,
     "remat": jax.checkpoint,
-    "scan": scanned,
+    "scan": lambda f: lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, length=2)[0],
     "cond": lambda f: lambda x: jax.lax.cond(x > 0, f, lambda x: x, x),
     "vmap": lambda f: lambda x: jax.vmap(f)(x[None])[0],
 }
@@ -152,12 +123,14 @@ def test_arrays_that_are_only_traced_may_be_closed_over(around):
     np.testing.assert_allclose(second(jnp.float32(1.5)), power * 1.5 ** (power - 1), rtol=1e-6)
 
 
-def test_none_stands_for_a_subtree_without_message():
-    tree = {"a": (jnp.ones(2), jnp.ones(3)), "b": jnp.ones(4), "n": jnp.arange(2)}
-    f = ap.node(ap.Propagator(lambda t: (t["b"], None), lambda _, m: ({"a": None, "b": m, "n": m},)))
-    got = jax.grad(lambda t: jnp.sum(f(t)), allow_int=True)(tree)
-    chex.assert_trees_all_equal(got["a"], (jnp.zeros(2), jnp.zeros(3)))
-    chex.assert_trees_all_equal(got["b"], jnp.ones(4))
+def test_messages_of_any_pytree_and_none_for_a_subtree_without_message():
+    tree = {"a": (jnp.ones(2), jnp.ones((2, 3))), "b": jnp.ones(4, jnp.bfloat16), "n": jnp.arange(2)}
+    back = lambda m, answer: {"a": answer, "b": m["x"].astype(jnp.float32), "n": m["y"]}
+    f = ap.node(ap.Propagator(lambda t, x: ({"x": t["b"], "y": x}, None), lambda _, m: (back(m, None), None)))
+    loss = lambda t, x: sum(map(jnp.sum, jax.tree.leaves(f(t, x)))).astype(jnp.float32)
+    got, to_x = jax.grad(loss, argnums=(0, 1), allow_int=True)(tree, jnp.ones(4, jnp.bfloat16))
+    chex.assert_trees_all_equal(got["a"], (jnp.zeros(2), jnp.zeros((2, 3))))
+    chex.assert_trees_all_equal((got["b"], to_x), (tree["b"], 0 * tree["b"]))  # in the dtype of the input
     assert got["n"].dtype == jax.dtypes.float0
 
 
@@ -190,6 +163,29 @@ def test_chain_gives_each_its_own_memory_nests_and_takes_several_inputs():
     assert jax.grad(f, argnums=(0, 1))(3.0, 5.0) == (10.0, 6.0)
 
 
+def shared(backward):
+    return ap.Propagator(lambda x: (x, {}), lambda _, m: (backward(m),))
+
+
+def test_between_propagators_none_is_zeros_integers_get_nothing_and_dtypes_are_those_that_went_forward():
+    pair = ap.backpropagation(lambda x: {"a": x**2, "b": (x, x**3), "n": jnp.int32(3)})
+    through = ap.Propagator(lambda t: (t["a"] * 5 + t["b"][1], t["n"]), lambda n, m: ({"a": 5 * m, "b": None, "n": m},))
+    ste = ap.chain(ap.skip(ap.backpropagation(lambda x: x > 0)), scale(3.0))
+    seen = []
+    narrow = ap.Propagator(lambda x: (x.astype(jnp.bfloat16), None), lambda _, m: (seen.append(m.dtype), m)[1:])
+    for wanted, chained in (
+        (0.0, ap.chain(ap.backpropagation(jnp.sin), shared(lambda m: None), scale(2.0))),
+        (5 * 4.0, ap.chain(pair, through)),
+        (3 * 4.0, ap.chain(ap.backpropagation(jnp.square), ste)),
+        (0.0, ap.combine(shared(lambda m: 3 * m), shared(lambda m: None))),
+        (1.0, ap.chain(narrow, ap.Propagator(lambda x: (x.astype(jnp.float32), None), lambda _, m: (m,)))),
+    ):
+        assert jax.grad(ap.node(chained))(jnp.float32(2.0)) == wanted
+    assert seen == [jnp.bfloat16]
+    part = ap.node(ap.combine(shared(lambda m: m), shared(lambda m: {"a": None})))
+    assert jax.grad(lambda x: sum(part(x).values()))({"a": 1.0, "b": 1.0}) == {"a": 0.0, "b": 1.0}
+
+
 def test_combine_shares_memory_and_refuses_a_key_written_twice():
     writes = ap.Propagator(lambda x: (x, {"k": x}), lambda memory, m: (m,))
     reads = ap.Propagator(lambda x: (x, {}), lambda memory, m: (m * memory["k"],))
@@ -201,18 +197,25 @@ def test_combine_shares_memory_and_refuses_a_key_written_twice():
 
 
 def test_combine_merges_dict_messages_and_passes_on_what_is_not_answered():
-    double_a = ap.Propagator(lambda x: (x, {}), lambda _, m: ({"a": 2 * m["a"]},))
-    both = ap.Propagator(lambda x: (x, {}), lambda _, m: ({"a": 10 * m["a"], "b": 10 * m["b"]},))
-    f = ap.node(ap.combine(both, double_a))
-    got = jax.grad(lambda x: f(x)["a"] + f(x)["b"])({"a": 1.0, "b": 1.0})
-    assert got == {"a": 20.0, "b": 10.0}
+    both = shared(lambda m: {"a": 10 * m["a"], "b": 10 * m["b"]})
+    f = ap.node(ap.combine(both, shared(lambda m: {"a": 2 * m["a"]})))
+    assert jax.grad(lambda x: f(x)["a"] + f(x)["b"])({"a": 1.0, "b": 1.0}) == {"a": 20.0, "b": 10.0}
+    f = ap.node(ap.combine(shared(lambda m: m), shared(lambda m: {"typo": m["a"]})))
+    with pytest.raises(ValueError, match="structure"):
+        jax.grad(lambda x: f(x)["a"])({"a": 1.0})
 
 
-def test_skip_passes_the_message_over():
-    f = ap.node(ap.skip(ap.backpropagation(jnp.sign)))
-    assert jax.value_and_grad(lambda x: 7 * f(x))(0.3) == (7.0, 7.0)
+def test_skip_passes_the_message_over_or_refuses():
+    skipped = lambda f: ap.node(ap.skip(ap.backpropagation(f)))
+    assert jax.value_and_grad(lambda x: 7 * skipped(jnp.sign)(x))(0.3) == (7.0, 7.0)
     with pytest.raises(ValueError, match="same shapes"):
-        ap.node(ap.skip(ap.backpropagation(jnp.sum)))(jnp.ones(3))
+        skipped(jnp.sum)(jnp.ones(3))
+    with pytest.raises(TypeError, match="complex"):
+        skipped(lambda x: x + 1j)(1.0)
+    keys = ap.skip(ap.Propagator(lambda x: (jax.random.split(jax.random.key(0), 3), None), lambda _, m: (m,)))
+    with pytest.raises(TypeError, match="no messages"):
+        ap.node(keys)(jnp.ones(3))
+    assert skipped(lambda n: n > 1)(jnp.arange(3)).dtype == bool
 
 
 @pytest.mark.parametrize(
@@ -240,65 +243,20 @@ def test_skip_is_straight_through_for_integers_and_booleans(function, dtype):
             chex.assert_trees_all_equal(y, function(x).astype(dtype))
 
 
-def test_skip_refuses_what_has_no_message_and_leaves_integers_alone():
-    with pytest.raises(TypeError, match="complex"):
-        ap.node(ap.skip(ap.backpropagation(lambda x: x + 1j)))(1.0)
-    keys = ap.skip(ap.Propagator(lambda x: (jax.random.split(jax.random.key(0), 3), None), lambda _, m: (m,)))
-    with pytest.raises(TypeError, match="no messages"):
-        ap.node(keys)(jnp.ones(3))
-    assert ap.node(ap.skip(ap.backpropagation(lambda n: n > 1)))(jnp.arange(3)).dtype == bool
-
-
-def test_none_and_integers_between_propagators():
-    """As between two nodes: zeros for None, nothing for integers."""
-    back = lambda answer: ap.Propagator(lambda x: (x, None), lambda _, m: (answer,))
-    f = ap.node(ap.chain(ap.backpropagation(jnp.sin), back(None), scale(2.0)))
-    assert jax.grad(f)(1.0) == 0.0
-    pair = ap.backpropagation(lambda x: {"a": x**2, "b": (x, x**3), "n": jnp.int32(3)})
-    through = ap.Propagator(lambda t: (t["a"] * 5 + t["b"][1], t["n"]), lambda n, m: ({"a": 5 * m, "b": None, "n": m},))
-    assert jax.grad(ap.node(ap.chain(pair, through)))(2.0) == 5 * 4.0
-    ste = ap.chain(ap.skip(ap.backpropagation(lambda x: x > 0)), scale(3.0))
-    assert jax.grad(ap.node(ap.chain(ap.backpropagation(jnp.square), ste)))(2.0) == 3 * 4.0
-    shared = lambda back: ap.Propagator(lambda x: (x, {}), back)
-    nothing = ap.combine(shared(lambda _, m: (3 * m,)), shared(lambda _, m: (None,)))
-    assert jax.grad(ap.node(nothing))(1.0) == 0.0
-    part = ap.combine(shared(lambda _, m: (m,)), shared(lambda _, m: ({"a": None},)))
-    got = jax.grad(lambda x: sum(ap.node(part)(x).values()))({"a": 1.0, "b": 1.0})
-    assert got == {"a": 0.0, "b": 1.0}
-
-
 @pytest.mark.parametrize("name", ["chain", "combine"])
-@pytest.mark.parametrize(
-    "answer, error, words",
-    [
+def test_wrong_messages_between_propagators_are_named(name):
+    for answer, error, words in (
         (lambda m: jnp.ones(3), ValueError, r"shape \(3,\), the input has shape \(2,\)"),
         (lambda m: {"z": m}, ValueError, "structure"),
         (lambda m: jax.lax.complex(m, m), TypeError, "is real"),
-    ],
-)
-def test_wrong_messages_between_propagators_are_named(name, answer, error, words):
-    part = lambda back: ap.Propagator(lambda x: (x, {}), back)
-    f = ap.node(getattr(ap, name)(part(lambda _, m: (m,)), part(lambda _, m: (answer(m),)), part(lambda _, m: (m,))))
-    with pytest.raises(error, match=f"propagator 1 in {name} .*{words}"):
-        jax.grad(lambda x: jnp.sum(f(x)))(jnp.ones(2))
-    many = ap.node(getattr(ap, name)(part(lambda _, m: (m,)), part(lambda _, m: (m, m))))
+    ):
+        f = ap.node(getattr(ap, name)(shared(lambda m: m), shared(answer), shared(lambda m: m)))
+        with pytest.raises(error, match=f"propagator 1 in {name} .*{words}"):
+            jax.grad(lambda x, f=f: jnp.sum(f(x)))(jnp.ones(2))
+    two = ap.Propagator(lambda x: (x, {}), lambda _, m: (m, m))
+    many = ap.node(getattr(ap, name)(shared(lambda m: m), two))
     with pytest.raises(TypeError, match=f"in {name}, propagator 1"):
         jax.grad(lambda x: jnp.sum(many(x)))(jnp.ones(2))
-
-
-def test_messages_between_propagators_take_the_dtype_of_what_went_forward():
-    seen = []
-    first = ap.Propagator(lambda x: (x.astype(jnp.bfloat16), None), lambda _, m: (seen.append(m.dtype), m)[1:])
-    wide = ap.Propagator(lambda x: (x.astype(jnp.float32), None), lambda _, m: (m,))
-    jax.grad(ap.node(ap.chain(first, wide)))(jnp.float32(1.0))
-    assert seen == [jnp.bfloat16]
-
-
-def test_combine_refuses_an_answer_to_a_key_that_is_not_there():
-    part = lambda back: ap.Propagator(lambda x: (x, {}), back)
-    f = ap.node(ap.combine(part(lambda _, m: (m,)), part(lambda _, m: ({"typo": m["a"]},))))
-    with pytest.raises(ValueError, match="structure"):
-        jax.grad(lambda x: f(x)["a"])({"a": 1.0})
 
 
 def test_all_of_empty_arrays_and_trees():
@@ -316,31 +274,18 @@ def test_what_is_no_propagator_is_named(make):
     if make in (ap.chain, ap.combine):
         with pytest.raises(ValueError, match="at least one"):
             make()
-
-
-def test_backpropagation_takes_a_function():
     with pytest.raises(TypeError, match="backpropagation takes a function"):
         ap.backpropagation(3)  # pyright: ignore[reportArgumentType]
-
-
-def test_first_order_refuses_the_derivative_of_a_message_alone():
-    """A mixed derivative: the node's input stays, and the message is what is differentiated."""
-    f = ap.node(ap.first_order(ap.backpropagation(jnp.sin), "once only"))
-    mixed = jax.grad(lambda scale, x: jax.grad(lambda x: scale * f(x))(x))
-    with pytest.raises(TypeError, match="once only"):
-        jax.eval_shape(mixed, 1.0, 2.0)
 
 
 @pytest.mark.parametrize("remat", [False, True])
 def test_first_order_refuses_the_second_derivative_in_a_scan_too(remat):
     f = ap.node(ap.first_order(ap.backpropagation(jnp.multiply), "once only"))
     f = jax.checkpoint(f) if remat else f
-
-    def loop(x):
-        return jax.lax.scan(lambda c, _: (f(c, x), None), 1.0, length=4)[0]
-
+    loop = lambda x: jax.lax.scan(lambda c, _: (f(c, x), None), 1.0, length=4)[0]
     assert jax.grad(loop)(2.0) == 4 * 2.0**3
-    for second in (jax.grad(jax.grad(loop)), jax.hessian(loop), jax.jit(jax.grad(jax.grad(loop)))):
+    of_the_message = jax.grad(lambda scale: jax.grad(lambda x: scale * f(x, 1.0))(2.0))  # the node's input stays
+    for second in (jax.grad(jax.grad(loop)), jax.hessian(loop), jax.jit(jax.grad(jax.grad(loop))), of_the_message):
         with pytest.raises(TypeError, match="once only"):
             jax.eval_shape(second, 2.0)
 
@@ -348,41 +293,28 @@ def test_first_order_refuses_the_second_derivative_in_a_scan_too(remat):
 def test_a_learned_backward_is_differentiated_right(x64):
     # In a custom_vjp's fwd the wrapped function would be differentiated by its own, learned, rule: silently
     # wrong. The meta-gradient through five steps of a learned rule equals a finite difference.
-    def learned(rule):
-        def forward(rule, w, x):
-            return w * x, (rule, w, x)
+    def backward(memory, m):
+        rule, w, x = memory
+        return None, jnp.tanh(rule * m * x), m * w
 
-        def backward(memory, m):
-            rule, w, x = memory
-            return None, jnp.tanh(rule * m * x), m * w
-
-        return ap.node(ap.Propagator(forward, backward))
+    learned = ap.node(ap.Propagator(lambda rule, w, x: (w * x, (rule, w, x)), backward))
 
     def outer(rule):
-        f = learned(rule)
-
-        def step(w, x):
-            gradient = jax.grad(lambda w: (f(rule, w, x) - jnp.sin(x)) ** 2)(w)
-            return w - 0.3 * gradient, None
-
-        w, _ = jax.lax.scan(step, jnp.array(0.5), jnp.linspace(0.2, 1.5, 5))
+        loss = lambda w, x: (learned(rule, w, x) - jnp.sin(x)) ** 2
+        w, _ = jax.lax.scan(lambda w, x: (w - 0.3 * jax.grad(loss)(w, x), None), 0.5, jnp.linspace(0.2, 1.5, 5))
         return (w - 0.9) ** 2 + w
 
-    h = 1e-6
-    finite = (outer(0.7 + h) - outer(0.7 - h)) / (2 * h)
+    finite = (outer(0.7 + 1e-6) - outer(0.7 - 1e-6)) / 2e-6
     np.testing.assert_allclose(jax.grad(outer)(0.7), finite, rtol=1e-8)
 
 
 @pytest.mark.parametrize(
     "propagator",
     [
-        ap.backpropagation(jnp.sin),
         ap.chain(scale(2.0), ap.backpropagation(jnp.sin)),
         ap.combine(ap.Propagator(lambda x: (jnp.sin(x), {"x": x}), lambda memory, m: (m * jnp.cos(memory["x"]),))),
-        ap.skip(ap.backpropagation(jnp.sign)),
         ap.first_order(ap.backpropagation(jnp.sin), "once"),
     ],
-    ids=["backpropagation", "chain", "combine", "skip", "first_order"],
 )
 def test_propagators_run_under_all_transformations(propagator):
     ap.testing.assert_transformable(ap.node(propagator), jnp.float32(0.7))

@@ -1,8 +1,8 @@
 """Whether the mean of many estimates is the truth: one decision for all the elements of a pytree.
 
-A mean of n estimates is compared with the truth in units of its standard error. That an estimate without bias is called
-biased shall happen as rarely as a normal number of `bound` standard errors does: at 4, once in 16,000 certificates,
-however many elements there are. Three things are in the way, and each kind of element has its own test.
+A mean is compared with the truth in units of its standard error. An estimate without bias shall be called biased as
+rarely as a normal number of `bound` standard errors happens, however many elements there are. Each kind of element has
+its own test.
 
 *Many elements.* The samples come in m blocks, with sums S_b of (estimate - truth). An element's statistic is
 
@@ -82,8 +82,7 @@ def distance(samples: Any, truth: Any, bound: float) -> Distance:
             index = int(np.argmin(np.isfinite(leaf.mean)))
             return Distance(np.inf, bound, leaf.words(index, np.inf, bound), np.inf)
     level = 2 * special.ndtr(-bound)
-    found = [Distance(0.0, bound, "no elements")]
-    dense = []
+    found, dense = [Distance(0.0, bound, "no elements")], []
     for leaf in leaves:
         unlike = np.sum(leaf.samples != np.median(leaf.samples, axis=0), axis=0)
         few = unlike < min(NEEDED, len(leaf.samples) - 1)
@@ -137,14 +136,10 @@ def _blocks(deviations: np.ndarray) -> np.ndarray:
 
 def _largest(dense, level: float) -> Distance:
     """The test of the element that is farthest off, of all that have a standard error."""
-    deviations = np.concatenate([leaf.samples[:, at] - leaf.truth[at] for leaf, at in dense], axis=1)
-    exact, error = (
-        np.concatenate([x[at] for x, at in each])
-        for each in zip(*[((leaf.exact, at), (leaf.error, at)) for leaf, at in dense], strict=True)
-    )
-    sums = _blocks(deviations)
+    joined = lambda of: np.concatenate([of(leaf)[..., at] for leaf, at in dense], axis=-1)
+    sums = _blocks(joined(lambda leaf: leaf.samples - leaf.truth))
     m, scale = len(sums), np.maximum(np.sqrt(np.sum(sums**2, axis=0)), TINY)
-    T = np.where(exact, 0.0, np.abs(sums.sum(0)) / scale)
+    T = np.where(joined(lambda leaf: leaf.exact), 0.0, np.abs(sums.sum(0)) / scale)
     k = 1.0
     if len(T) > 1:
         signs = np.random.default_rng(0).choice([-1.0, 1.0], size=(1000, m))
@@ -153,7 +148,7 @@ def _largest(dense, level: float) -> Distance:
     at = int(np.argmax(T))
     off, bound = float(_student(T[at], m)), float(-special.stdtrit(m - 1, level / k / 2))
     leaf, index = [(leaf, index) for leaf, where in dense for index in where][at]
-    return Distance(off, bound, leaf.words(index, off, bound), bound * float(np.max(error)))
+    return Distance(off, bound, leaf.words(index, off, bound), bound * float(np.max(joined(lambda leaf: leaf.error))))
 
 
 def _student(T: Any, m: int) -> Any:

@@ -26,8 +26,8 @@ def again(key: jax.Array) -> jax.Array:
 def hashed(key: jax.Array, numbers: Any) -> jax.Array:
     """A key for each number, an array of integers: `jax.random.fold_in` by a hash that compiles and runs in no time.
 
-    Word after word of the key is put in by an exclusive or and mixed (lowbias32, C. Wellons, "Prospecting for hash
-    functions", 2018), a bijection of 32 bits: so the words of different numbers differ for certain, not by chance.
+    Words of the key are put in by an exclusive or and mixed (lowbias32, C. Wellons, "Prospecting for hash functions",
+    2018), a bijection of 32 bits: so the words of different numbers differ for certain.
     """
     data = jax.random.key_data(key)
     index = jnp.asarray(numbers).astype(jnp.uint32)[..., None] * data.size + jnp.arange(data.size, dtype=jnp.uint32)

@@ -33,8 +33,6 @@ def port(template: Any) -> Any:
       Zeros of the template's structure, shapes and dtypes. The gradient with respect to them is the message.
 
     Example:
-      A node that sends back its input as a message, beside the gradient:
-
       >>> import jax, jax.numpy as jnp, apgrad as ap
       >>> seen = ap.node(ap.Propagator(lambda x, p: (x, x), lambda x, message: (message, x)))
       >>> x = jnp.array([1.0, 2.0])

@@ -17,8 +17,7 @@ from jax.interpreters import ad, batching, mlir
 def zero_with_gradient(x: jax.Array) -> jax.Array:
     """An array of zeros whose derivatives, of any order, are the derivatives of `x`.
 
-    The function `x - stop_gradient(x)` has the same derivatives, but is NaN where `x` is infinite or NaN, and needs `x`
-    to be computed.
+    (`x - stop_gradient(x)` is NaN where `x` is infinite or NaN, and needs `x` to be computed.)
 
     Args:
       x: a floating-point or complex array of any shape.

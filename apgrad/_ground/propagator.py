@@ -45,8 +45,8 @@ class Propagator(NamedTuple):
 def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., Any]:
     """An ordinary JAX function whose reverse pass is the propagator's `backward`.
 
-    The second derivative differentiates what `backward` computes: where that is not the derivative you mean, wrap the
-    propagator in `first_order`. Forward mode raises JAX's `TypeError`.
+    A second derivative differentiates what `backward` computes (`first_order` refuses it). Forward mode raises JAX's
+    `TypeError`.
 
     Args:
       propagator: the pair of functions. What is differentiated must be an input: `forward` may not close over it.
@@ -118,9 +118,8 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
 class _Residuals:
     """Residuals whose structure depends on what is differentiated, in a form that does not.
 
-    JAX 0.10.2 unpacks a residual by the structure that the last trace of `fwd` had, also where other inputs are
-    differentiated. Here the structure travels with the residual, as the number of columns of an empty array; all are
-    padded to one number of arrays.
+    JAX 0.10.2 unpacks a residual by the structure that the last trace of `fwd` had. Here the structure travels with the
+    residual, as the number of columns of an empty array; all are padded to one number of arrays.
     """
 
     def __init__(self):

@@ -46,9 +46,7 @@ class Nested(NamedTuple):
 
 _KINDS: dict[str, tuple[NestedKind, str]] = {
     "jit": ("call", "jaxpr"),
-    "pjit": ("call", "jaxpr"),
     "closed_call": ("call", "call_jaxpr"),
-    "core_call": ("call", "call_jaxpr"),
     "remat2": ("remat", "jaxpr"),
     "checkpoint": ("remat", "jaxpr"),
     "custom_jvp_call": ("custom", "call_jaxpr"),
@@ -172,11 +170,10 @@ def require_known(eqn: Any, doing: str) -> None:
         return
     own_rule = [e for program in inside for e in all_equations(program) if e.primitive.name.startswith("custom_vjp")]
     if name not in ONE_FUNCTION or own_rule:
-        what = f"the primitive {name!r}"
         where = f" (in {str(eqn.source_info.name_stack)!r})" if str(eqn.source_info.name_stack) else ""
         raise NotImplementedError(
-            f"{doing} cannot see into {what}{where}, and there is a program inside. Apply {doing} to the function in "
-            "there, as to the one that shard_map maps; or leave this part out of the function."
+            f"{doing} cannot see into the primitive {name!r}{where}, and there is a program inside. Apply {doing} to "
+            "the function in there, as to the one that shard_map maps; or leave this part out of the function."
         )
 
 

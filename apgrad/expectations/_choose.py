@@ -1,21 +1,19 @@
 """A random choice whose alternatives are looked at: `ap.choose`.
 
-    tape, y = ap.choose(tape, distribution, continuation, ap.disarm(), *args)
-
 A choice x ~ p(theta) is followed by the cost c(x) and by a value y(x), and y by further costs R(y). The expectation
 J = E[c(x)] + E[R(y(x))] has two terms, and each of them has an estimator of its own.
 
 * *The cost of the continuation.* The estimator may evaluate c where it likes. It answers with a C such that C and its
   derivatives are right in expectation, given the past. The tape adds C as a cost **before** the choice is credited: its
   term is `C exp(p)`, with p the zeros of the earlier choices alone (`_tape.py`), right to every order to which C is.
-* *What follows y.* Costs after y are known for the sample x alone, and charged by the likelihood ratio, which asks for
-  no more than that x is a sample of the distribution given the past. Where the continuation hands on no array, there is
-  no score. The derivative of y at the fixed sample is JAX's.
+* *What follows y.* Costs after y are known for the sample x alone, and charged by the likelihood ratio. Where the
+  continuation hands on no array, there is no score. The derivative of y at the fixed sample is JAX's.
 
 So put into the continuation what the choice decides first. A program that ends with its continuation, as the bound of a
 variational autoencoder does, has no likelihood-ratio term at all.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -56,15 +54,13 @@ def choose(
         pytree or None. It is differentiable with respect to its arguments and all that it closes over.
       estimator: `enumeration()`, `rao_blackwellized(top)`, `rloo(samples)`, `arm()`, `disarm()`, `arms(samples)`,
         `disarm_stick_breaking()`, `rebar()`, `relax(control)`, `double_control_variates(samples)`, `measure_valued()`,
-        or an `ap.ChoiceEstimator` of your own. Its `evaluations(distribution)` says at how many outcomes it evaluates
-        the continuation.
+        or an `ap.ChoiceEstimator` of your own.
       *args: pytrees with the lanes as leading axis, such as a lane's example. What the lanes share, the continuation
         closes over.
       baseline: what is taken off the costs that follow y, as in `likelihood_ratio`.
 
     Returns:
-      `(tape, y)`, with the lanes as leading axis of y. Costs after it are charged to the choice by the likelihood
-      ratio.
+      `(tape, y)`, with the lanes as leading axis of y.
 
     Raises:
       TypeError, ValueError: at trace time, for an estimator of another kind, a distribution that the estimator does not
@@ -75,7 +71,7 @@ def choose(
         choices each, such as the mean over a minibatch: then each choice pays for the others' costs.
 
     Example:
-      A minibatch: its examples are the lanes, the samples of an example are the estimator's, and `data` is not given.
+      A minibatch: its examples are the lanes, the samples of an example are the estimator's.
 
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
       >>> def program(tape, w, x, y):                           # x (examples, 4), y (examples,)
@@ -86,7 +82,6 @@ def choose(
       >>> gradient = ap.grad(program, lanes=len(x))(jax.random.key(0), jnp.zeros(4), x, y)     # the mean over examples
       >>> gradient.shape
       (4,)
-
     """
     if isinstance(estimator, Estimator | Mixer):
         raise TypeError(
@@ -107,8 +102,7 @@ def choose(
     tape, key = tape.next_key()
     require_batch(what, tape.lanes, tuple(getattr(distribution, "batch_shape", ())))
 
-    def seen(x):
-        return relaxable(distribution, x) if estimator.relaxed else x
+    seen = functools.partial(relaxable, distribution) if estimator.relaxed else lambda x: x
 
     def cost_of(x, *lane):
         cost = jnp.asarray(continuation(x, *lane)[0])
@@ -129,15 +123,24 @@ def choose(
         _warn_of_a_batch(what, program, x.shape[: x.ndim - events])
         return tape, form
     y = jax.vmap(lambda x, *lane: continuation(x, *lane)[1])(seen(x), *args)
-    zero = distributions.score(what, distribution, x)
-    zero = zero + distributions.support_guard(what, distribution).astype(zero.dtype)
+    zero = distributions.guarded(what, distribution, distributions.score(what, distribution, x))
     return channels.credit(tape, zero, name=what, **baselines.evaluate(baseline, None, (distribution,))), y
 
 
 def _form(what, continuation, drawn, args):
     """The structure of y, and the program; an error where it does not return a scalar cost and a value."""
     lane = jax.tree.map(lambda x: jax.ShapeDtypeStruct(jnp.shape(x)[1:], jnp.result_type(x)), (drawn, *args))
-    program, (cost, y) = trace(lambda *inputs: _pair(what, continuation(*inputs)), *lane)
+
+    def pair(*inputs):
+        found = continuation(*inputs)
+        if not (isinstance(found, tuple) and len(found) == 2):
+            raise TypeError(
+                f"{what}: the continuation must return (cost, y), got {type(found).__name__}. Return (cost, None) if "
+                "nothing goes on."
+            )
+        return jnp.asarray(found[0]), found[1]
+
+    program, (cost, y) = trace(pair, *lane)
     if cost.shape != () or not any(jnp.issubdtype(cost.dtype, kind) for kind in (jnp.floating, jnp.integer, bool)):
         raise ValueError(
             f"{what}: the continuation's cost must be one real number, got shape {cost.shape} and dtype {cost.dtype}; "
@@ -161,7 +164,7 @@ def _warn_of_a_batch(what, program, shape):
         warn(
             f"{what}: a lane makes {shape[1]} choices, and its cost is a sum or a mean of {shape[1]} terms that see "
             "one of them each. So every choice pays for the costs of all the others: the gradient is right, but its "
-            f"variance (or the number of evaluations) can be {shape[1]} times what it need be. {_MINIBATCH}",
+            f"variance (or the number of evaluations) can be {shape[1]} times what it need be. {_MINIBATCH}"
         )
 
 
@@ -172,30 +175,18 @@ def _warn_of_integers(what, program):
     def transfer(eqn, facts):
         if not any(facts):
             return [False] * len(eqn.outvars)
+        name = eqn.primitive.name
+        rounds = name in ("convert_element_type", "argmax") and not is_inexact(eqn.outvars[0].aval)
         floats = any(fact and is_inexact(v.aval) for fact, v in zip(facts, eqn.invars, strict=True))
-        cast = eqn.primitive.name in ("convert_element_type", "round", "floor", "ceil", "argmax")
-        if (
-            cast
-            and floats
-            and (eqn.primitive.name in ("round", "floor", "ceil") or not is_inexact(eqn.outvars[0].aval))
-        ):
-            found.append(eqn)
+        if floats and (rounds or name in ("round", "floor", "ceil")):
+            found.append(name)
         return None if nested(eqn) is not None else [True] * len(eqn.outvars)
 
     flow(program, [True, *[False] * (len(program.jaxpr.invars) - 1)], transfer, lambda a, b: a or b, lambda _: False)
     if found:
         warn(
             f"{what}: the cost is evaluated between the outcomes too, and makes integers of them "
-            f"({found[0].primitive.name}), where it is flat. The gradient is right, but its variance is higher than "
+            f"({found[0]}), where it is flat. The gradient is right, but its variance is higher than "
             "without the relaxation. Write the cost as a differentiable function of x (a product with a one-hot vector "
-            "in place of an index), or use ap.disarm() or ap.rloo().",
+            "in place of an index), or use ap.disarm() or ap.rloo()."
         )
-
-
-def _pair(what, found):
-    if not (isinstance(found, tuple) and len(found) == 2):
-        raise TypeError(
-            f"{what}: the continuation must return (cost, y), got {type(found).__name__}. Return (cost, None) if "
-            "nothing goes on."
-        )
-    return jnp.asarray(found[0]), found[1]

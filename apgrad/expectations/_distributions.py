@@ -3,14 +3,14 @@
     x = pathwise_sample("my estimator", distribution, key)      # a sample with its pathwise derivative
     zero = score("my estimator", distribution, x)               # a zero with the derivative of the log-density
 
-A distribution is a pytree with `sample(key)` and `log_prob(x)`, as NumPyro's distributions are. A distribution with a
-pathwise derivative says so by `has_rsample` and offers `rsample(key)`. Where a distribution has a `cdf(x)` alone, the
-pathwise derivative follows from the implicit function theorem. Nothing else is used, but for `batch_shape` and
-`support` where the distribution has them.
+A distribution is a pytree with `sample(key)` and `log_prob(x)`, as NumPyro's are. One with a pathwise derivative says
+so by `has_rsample` and offers `rsample(key)`; of one with a `cdf(x)` alone it follows from the implicit function
+theorem. Nothing else is used, but for `batch_shape` and `support` where the distribution has them.
 """
 
 import contextlib
 import copy
+import functools
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -24,6 +24,9 @@ from jax.scipy.special import gammaln
 from numpyro.distributions import constraints, transforms
 
 from apgrad._ground.primitives import refuse_derivative, zero_with_gradient
+
+# Distribution libraries mix float32 noise with the parameters' dtype; users' code may run in strict mode.
+standard_promotion = functools.partial(jax.numpy_dtype_promotion, "standard")
 
 
 @runtime_checkable
@@ -52,10 +55,7 @@ def require_distribution(what: str, distribution: Any) -> None:
 
 
 def widened(distribution: Any) -> Any:
-    """The distribution with parameters of float32 where they are of half precision; the derivative goes through.
-
-    Uniform numbers in bfloat16 are multiples of 1/128, and a choice of probability .0067 would never be drawn.
-    """
+    """The distribution with parameters of float32 at least: uniform numbers in bfloat16 are multiples of 1/128."""
 
     def is_half(x):
         return jnp.issubdtype(jnp.result_type(x), jnp.floating) and jnp.finfo(jnp.result_type(x)).bits < 32
@@ -75,8 +75,7 @@ def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
 
     The derivative is `rsample`'s where the distribution has one. Else, for a continuous univariate distribution with a
     `cdf` F and density f, it is implicit, dx = - (dF / dtheta) / f dtheta (Figurnov et al., 2018): Newton steps for
-    F(x; theta) = F(x_0; theta_0) from the sample x_0, which do not move it. Each doubles the order to which x follows
-    the path: three are right to the seventh derivative.
+    F(x; theta) = F(x_0; theta_0) from the sample x_0, which do not move it: three are right to the seventh derivative.
     """
 
     def refuse(reason):
@@ -106,7 +105,7 @@ def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
                 f"the supports of the components of {type(part).__name__} are not known to be one fixed interval, and "
                 "between two intervals a sample would have to jump as the weights change"
             )
-    with _standard_promotion():
+    with standard_promotion():
         for _ in range(3):
             x = x - (zero_with_gradient(distribution.cdf(x)) / jnp.exp(distribution.log_prob(x))).astype(x.dtype)
     return x
@@ -115,23 +114,19 @@ def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
 def score(what: str, distribution: Any, x: jax.Array) -> jax.Array:
     """Zero in value, with the derivatives of the log-density at a fixed x: shape `batch_shape`.
 
-    It is NaN where the log-density is not finite, as of rounded samples: one of a gamma distribution of shape .05 is 0
-    once in a hundred times in float32.
+    It is NaN where the log-density is not finite, as of samples of a gamma distribution that float32 rounds to 0.
     """
     require_density(what, distribution)
     # A sample needs no validation, which takes one that is rounded to the bound of its support (an exponential's 0,
     # once in ten million times) for impossible, though its density is finite and right.
-    with _standard_promotion(), numpyro.validation_enabled(False):
+    with standard_promotion(), numpyro.validation_enabled(False):
         density = log_prob(distribution, lax.stop_gradient(x))
         rounded = ~jnp.isfinite(lax.stop_gradient(density))
         return zero_with_gradient(density) + jnp.where(rounded, jnp.nan, 0.0).astype(density.dtype)
 
 
 def require_density(what: str, distribution: Any) -> None:
-    """Raises a `TypeError` for a distribution whose `log_prob` is not the density of its samples.
-
-    It is masked, censored or not normalized, folded, or mixes components with different supports.
-    """
+    """Raises a `TypeError` for a distribution whose `log_prob` is not the density of its samples."""
     for part in _parts(distribution):
         folds = not isinstance(part, dist.FoldedDistribution) and _folds(part)
         if isinstance(part, _NOT_A_DENSITY) or folds:
@@ -192,43 +187,44 @@ class _OfLogits(dist.Distribution):
         return value * logits - n * jax.nn.softplus(logits) + ways
 
 
-def support_guard(what: str, distribution: Any) -> jax.Array:
-    """A scalar zero to add to a score: its derivative is an error where the support moves with a parameter.
+def guarded(what: str, distribution: Any, score: jax.Array) -> jax.Array:
+    """The score, whose derivative is an error where the support moves with a parameter.
 
     There the log-density's derivative lacks the flow across the bounds, and the estimate would be wrong.
     """
-    guard = jnp.zeros(())
+    reason = (
+        f"{what}: the bounds of the support of {type(distribution).__name__} depend on a differentiated parameter, so "
+        "the derivative of the log-density is not that of the expectation. Use reparameterization()."
+    )
     for bound in jax.tree.leaves([_bounds(part) for part in _parts(distribution)]):
         if jnp.issubdtype(jnp.result_type(bound), jnp.floating):
-            fixed = refuse_derivative(
-                jnp.asarray(bound, jnp.float32),
-                f"{what}: the bounds of the support of {type(distribution).__name__} depend on a differentiated "
-                "parameter, so the derivative of the log-density is not that of the expectation. Use "
-                "reparameterization().",
-            )
-            guard = guard + zero_with_gradient(jnp.sum(fixed))
-    return guard
+            fixed = jnp.sum(refuse_derivative(jnp.asarray(bound, jnp.float32), reason))
+            score = score + zero_with_gradient(fixed).astype(score.dtype)
+    return score
 
 
 def batch_shape(distribution: Any, x: jax.Array) -> tuple[int, ...]:
     """The shape of the log-density of a sample."""
     shape = getattr(distribution, "batch_shape", None)
     if shape is None:
-        with _standard_promotion():
+        with standard_promotion():
             shape = jax.eval_shape(distribution.log_prob, x).shape
     return tuple(shape)
 
 
 def _draw(distribution, method, key):
-    with _standard_promotion():
+    with standard_promotion():
         x = getattr(widened(distribution), method)(key)
     if not isinstance(x, jax.Array):
         raise TypeError(f"{type(distribution).__name__}.{method} must return one array, got {type(x).__name__}")
-    parameters = [leaf for leaf in jax.tree.leaves(distribution) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)]
-    if parameters and jnp.issubdtype(x.dtype, jnp.floating):
-        with _standard_promotion():
-            x = x.astype(jnp.result_type(*parameters))
-    return x
+    return x.astype(float_dtype(distribution, x.dtype)) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+
+def float_dtype(distribution: Any, default: Any) -> Any:
+    """The dtype of the distribution's floating-point parameters; the default where it has none."""
+    floats = [x for x in jax.tree.leaves(distribution) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
+    with standard_promotion():
+        return jnp.result_type(*(floats or [default]))
 
 
 def _floating(what, distribution, x):
@@ -327,17 +323,12 @@ def _of(thing, name):
 
 
 def _is_discrete(part, key) -> bool:
-    sets = [_of(part, "support"), *(_of(transform, "codomain") for transform in _transforms(part))]
     known = []
-    for constraint in sets:
-        try:
+    for constraint in [_of(part, "support"), *(_of(transform, "codomain") for transform in _transforms(part))]:
+        with contextlib.suppress(AttributeError, NotImplementedError):
             known.append(bool(constraint.is_discrete))  # pyright: ignore[reportOptionalMemberAccess]
-        except (AttributeError, NotImplementedError):
-            continue
-    if any(known):
-        return True
     if known:
-        return False
+        return any(known)
     try:
         sample = jax.eval_shape(part.sample, key)
         return isinstance(sample, jax.ShapeDtypeStruct) and not jnp.issubdtype(sample.dtype, jnp.floating)
@@ -403,8 +394,3 @@ def _bounds(distribution):
     if isinstance(distribution, _WRAPPERS):
         return []
     return [_of(distribution, "support")] if _tells_its_support(distribution) else _transformed(distribution)[1]
-
-
-def _standard_promotion() -> contextlib.AbstractContextManager:
-    # Distribution libraries mix float32 noise with the parameters' dtype; users' code may run in strict mode.
-    return jax.numpy_dtype_promotion("standard")

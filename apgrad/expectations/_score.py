@@ -13,10 +13,9 @@ wherever b > 0 where p > 0. The right hand sides are the derivatives of c(x) exp
 
     z = log p_theta(x) - log b(x),    b a constant.
 
-A plain choice adds a zero with the derivatives of log p to the tape's p (`_tape.py`); this one adds z. So costs, and
-messages of choices before and after it, are weighed by the product of the ratios before them. A baseline v that does
-not depend on the lane's own choices adds v (1 - exp(z)), whose expectation is 0 with all of its derivatives, since
-E_b[exp(z)] is 1 for every theta. Where the two distributions are the same, all is as if the choice had been made here.
+A plain choice adds a zero with the derivatives of log p to the tape's p (`_tape.py`); this one adds z. So costs and
+messages are weighed by the product of the ratios before them. A baseline v that does not depend on the lane's own
+choices adds v (1 - exp(z)), whose expectation is 0 with all of its derivatives, since E_b[exp(z)] is 1 for every theta.
 """
 
 from typing import Any
@@ -49,8 +48,8 @@ def score(
     """Charges later costs to a value that was drawn elsewhere: REINFORCE for cached generation and replay.
 
     Costs after it are weighed by p(value) / behaviour(value), so that value and derivatives of the objective are those
-    of the expectation under `distribution`. Weights are products over a lane's choices: where the two distributions
-    differ much their variance is large. `aux` is not weighed.
+    of the expectation under `distribution`. Where the two distributions differ much the variance of these products over
+    a lane's choices is large. `aux` is not weighed.
 
     Args:
       tape: the current tape.
@@ -58,8 +57,7 @@ def score(
         must be able to draw whatever it can draw.
       value: what was drawn, of the shape of a sample, (lanes, ...). It is data, without derivative.
       behaviour_log_prob: the log-density that the value was drawn with, after temperature and the like, of the
-        distribution's batch shape, in float32 or wider. It is a constant to differentiation. Where the distribution
-        itself has drawn the value, `jax.lax.stop_gradient(distribution.log_prob(value))`.
+        distribution's batch shape, in float32 or wider; a constant to differentiation.
       baseline: as for `likelihood_ratio`. The leave-one-out mean is over the lanes' unweighed costs.
       parts: the second batch axis numbers independent parts, as in `sample`.
       mask: a Boolean array, (lanes,) or longer, up to the batch shape: (lanes, tokens) for sentences of different
@@ -114,13 +112,12 @@ def score(
     )
     value, behaviour = refuse_derivative(value, reason), lax.stop_gradient(behaviour)
     distributions.require_density(what, distribution)
-    with jax.numpy_dtype_promotion("standard"), numpyro.validation_enabled(False):
+    with distributions.standard_promotion(), numpyro.validation_enabled(False):
         density = distributions.log_prob(distribution, value)
         ratio = lax.stop_gradient(density) - behaviour
         ratio = jnp.where(_impossible(distribution, value, behaviour), jnp.nan, ratio)
-        zero = density + distributions.support_guard(what, distribution)
-    by_part = channels.declare_parts(tape, value.shape, what, parts, True)
-    alive = None
+        zero = distributions.guarded(what, distribution, density)
+    by_part, alive = channels.declare_parts(tape, value.shape, what, parts, True), None
     if mask is not None:
         mask = jnp.asarray(mask)
         if not 1 <= mask.ndim <= len(shape) or mask.shape != shape[: mask.ndim] or mask.dtype != jnp.bool_:

@@ -1,12 +1,5 @@
 """Stochastic nodes: a distribution, a sample of it, and an estimator for the derivative.
 
-    @ap.stochastic(ap.likelihood_ratio())
-    def flip(theta):
-        return dist.Bernoulli(probs=theta)
-
-    tape, x = flip(tape, theta)                                        # from a function of one lane
-    tape, x = ap.sample(tape, distribution, ap.likelihood_ratio())     # from a distribution of all lanes
-
 What an estimator does with the messages that come back is said in `estimators/_estimator.py`; a mixer's node is in
 `mixing/_node.py`.
 """
@@ -37,9 +30,9 @@ def stochastic(
       in_axes: for each argument 0 (its leading axis is the lanes) or None (shared by the lanes, as parameters are). By
         default the first argument is shared, and the further arguments are the lanes' own.
       parts: the distribution's first batch axis numbers parts of a lane that are independent of each other; costs of
-        shape (lanes, parts) are then charged to a part's own choices. Without it, all the choices of a lane are charged
-        with all the costs after them, which is right in any case. With `data` given to `ap.expectation` the parts are
-        the data, and a choice of shape (lanes, data, ...) must say whether it is one for each datum or not.
+        shape (lanes, parts) are then charged to a part's own choices, not to all of a lane. With `data` given to
+        `ap.expectation` the parts are the data, and a choice of shape (lanes, data, ...) must say whether it is one for
+        each datum or not.
 
     Returns:
       A decorator; the decorated function is `(tape, *args, mask=None) -> (tape, x)`, with x of shape (lanes, ...). The
@@ -75,7 +68,7 @@ def stochastic(
             mask = kwargs.pop("mask", None) if "mask" not in signature else None
             args = _positional(what, function, args, kwargs)
             axes = _resolve_axes(what, in_axes, args)
-            names = _argument_names(function, len(args))
+            names = signature if len(signature) == len(args) else range(len(args))
             require_lanes(what, tape.lanes, {n: x for n, x, axis in zip(names, args, axes, strict=True) if axis == 0})
             tape, key = tape.next_key()
             keys = jax.random.split(key, tape.lanes)
@@ -93,9 +86,9 @@ def stochastic(
                 x, density = jax.vmap(lambda key, *a: draw(distribution(*a), key), (0, *axes))(keys, *args)
                 charges = [] if density is None else [(density, estimator.baseline)]
 
-            def guard():
-                each = lambda *a: distributions.support_guard(what, distribution(*a))
-                return jax.vmap(each, axes, axis_size=tape.lanes)(*args)
+            def guard(zeros):
+                each = lambda zero, *a: distributions.guarded(what, distribution(*a), zero)
+                return jax.vmap(each, (0, *axes))(zeros, *args)
 
             return _charge(tape, x, charges, guard, (axes, tape.lanes), args, what, parts, mask)
 
@@ -116,17 +109,15 @@ def sample(
 ) -> tuple[Tape, jax.Array]:
     """Samples a distribution that is already built, for all lanes at once.
 
-    The node sees the distribution's parameters only; what computes them is ordinary JAX. Mixers weigh their
-    estimators by the per-lane gradients of the parameters that have the lanes as leading axis, each coordinate by
-    itself. A parameter that lanes share gets one weight, made from all these coordinates.
+    Mixers weigh their estimators by the per-lane gradients of the distribution's parameters that have the lanes as
+    leading axis, each coordinate by itself. A parameter that lanes share gets one weight, made from all of these.
 
     Args:
       tape: the current tape.
       distribution: its batch shape starts with the lanes.
       estimator: as in `stochastic`.
       parts: the second batch axis numbers independent parts, as in `stochastic`.
-      mask: a Boolean array, (lanes,), or (lanes, parts) with `parts`; as for a function that `stochastic` has
-        decorated.
+      mask: Booleans (lanes,), or (lanes, parts) with `parts`, as in `stochastic`.
 
     Returns:
       `(tape, x)`, with x of shape (lanes, ...).
@@ -156,18 +147,16 @@ def sample(
         charges = [] if density is None else [(density, estimator.baseline)]
     shape = distributions.batch_shape(distribution, x)
     require_batch(what, tape.lanes, shape, x.shape)
-    guard = functools.partial(distributions.support_guard, what, distribution)
+    guard = functools.partial(distributions.guarded, what, distribution)
     return _charge(tape, x, charges, guard, None, (distribution,), what, parts, mask)
 
 
 def _charge(tape, x, charges, guard, mapped, inputs, what, parts, mask):
     """Charges later costs to the choice x, less baselines of the inputs (`mapped` as in `evaluate`)."""
     by_part = channels.declare_parts(tape, x.shape, what, parts, bool(charges))
-    fixed: Any = guard() if charges else None  # a zero, of each lane or of all
     for zero, baseline in charges:
-        zero = zero + fixed.reshape(*fixed.shape, *[1] * (zero.ndim - fixed.ndim)).astype(zero.dtype)
         b = baselines.evaluate(baseline, mapped, inputs)
-        tape = channels.credit(tape, zero, name=what, parts=by_part, mask=mask, **b)
+        tape = channels.credit(tape, guard(zero), name=what, parts=by_part, mask=mask, **b)
     return tape, channels.drawn(tape, x)
 
 
@@ -198,11 +187,6 @@ def _parameters(function):
         return list(inspect.signature(function).parameters)
     except (TypeError, ValueError):
         return []
-
-
-def _argument_names(function, count):
-    names = _parameters(function)
-    return names if len(names) == count else list(range(count))
 
 
 def _require_estimator(what, estimator):

@@ -6,15 +6,14 @@
 What it tests of a function `(key, *args) -> gradient`, of this library or not:
 
 * `bias`: the mean of many estimates is the exact gradient, as far as chance explains the difference (`bias.py`).
-* `resolution`: there were estimates enough to see a bias of a tenth of the gradient. Where this alone fails, the
-  certificate is undecided: nothing wrong was found, by too few estimates to say so.
+* `resolution`: there were estimates enough to see a bias of a tenth of the gradient; else it is undecided.
 * `variance`: the variance is not above the bound that is claimed, if one is.
 * `order two`: the derivative of the estimate is an unbiased estimate of the Hessian, if that is claimed. Surrogate
   losses that are right once are often wrong here, without an error.
 * `jit`, `vmap`, `scan`: the estimate for a key is the same under each of them. With order two, so is the derivative of
   a sum of estimates that a `scan` makes: it is there that JAX drops custom rules (see `_ground/primitives.py`).
 * `keys`: an estimate is a function of its key, consumes no key twice (`jax.debug_key_reuse`), and is not the same for
-  every key: then nothing random was tested. Of a gradient that is meant to be exact, claim `max_variance=0`.
+  every key, unless `max_variance=0` claims that it is exact.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ from scipy import special
 
 from apgrad._ground import bias
 from apgrad._ground.arguments import number
-from apgrad.testing._moments import Moments, draw, moments_of
+from apgrad.testing._moments import STANDARD_ERRORS, Moments, draw, moments_of
 
 _NOTHING_RANDOM = (
     ": nothing random was tested. Is it exact? Then claim max_variance=0. Or was the random part never called? "
@@ -82,11 +81,9 @@ def certify(
     order: int = 1,
     max_variance: Any = None,
     resolution: float = 0.1,
-    max_standard_errors: float = 4.0,
     batch_size: int = 100,
     rtol: float = 1e-4,
     key_reuse: bool = True,
-    name: str | None = None,
 ) -> Certificate:
     """Tests a function that claims to be an unbiased estimate of a gradient, and says what it found.
 
@@ -99,25 +96,20 @@ def certify(
       num_samples: how many estimates are made, at least 2.
       order: 1, or 2 for a function whose derivative is claimed to be an estimate of the Hessian.
       max_variance: the claimed variance of one estimate: a number for all elements, or a pytree like the gradient.
-        Without 0 as a claim, estimates that are the same for every key fail: nothing random was tested.
       resolution: the smallest bias that the test must be able to see, in units of the largest element of the truth.
-      max_standard_errors: how far off the mean of a single element may be, and a variance above its bound.
       batch_size: how many estimates are computed at once.
       rtol: how far estimates may differ between compilations, relative to the largest element.
       key_reuse: whether to look for keys that are used twice, by JAX's checker, which is experimental.
-      name: the function's name in the certificate.
 
     Returns:
       The certificate, all of whose tests passed.
 
     Raises:
-      NotCertifiedError: an `AssertionError`, if a test failed. It names every test that failed. "Undecided" says that
-        `resolution` alone did: nothing wrong was found, and about how many samples would decide.
+      NotCertifiedError: an `AssertionError` that names the tests that failed. "Undecided" says that `resolution` alone
+        did, and about how many samples would decide.
       ValueError, TypeError: for an order, a bound, a truth or a first argument with which nothing can be tested.
 
     Example:
-      The gradient of E[x^2] for x of mean theta and variance 1, and what a forgotten factor of 2 looks like:
-
       >>> import jax, apgrad as ap
       >>> def gradient(key, theta):
       ...     return 2 * (theta + jax.random.normal(key))
@@ -140,7 +132,7 @@ def certify(
         raise ValueError(f"certify tests orders 1 and 2, got order={order!r}")
     if order == 2 and not callable(truth):
         raise ValueError("order=2 needs the exact expectation as a function, to differentiate it twice")
-    for what, bound in {"max_standard_errors": max_standard_errors, "resolution": resolution, "rtol": rtol}.items():
+    for what, bound in {"resolution": resolution, "rtol": rtol}.items():
         number(what, bound, positive=True)
     if not all(np.isfinite(limit).all() for limit in jax.tree.leaves(max_variance)):
         raise ValueError(f"certify needs a finite max_variance, which claims something, got {max_variance}")
@@ -153,10 +145,9 @@ def certify(
     key = jax.random.key(0) if key is None else key
     gradient = _exactly(jax.grad(truth), args) if callable(truth) else truth
     samples = draw(lambda key: estimate(key, *args), key, num_samples, batch_size)
-    found = moments_of(samples)
-    checks = [*_unbiased("", samples, gradient, max_standard_errors, resolution)]
+    checks = [*_unbiased("bias", samples, gradient, resolution)]
     if max_variance is not None:
-        checks.append(_variance(samples, found, max_variance, max_standard_errors))
+        checks.append(_variance(samples, max_variance))
     if order == 2:
         second = jax.jacrev(estimate, argnums=1)
         try:
@@ -165,13 +156,12 @@ def certify(
             checks.append(Check("order two", False, f"refused: {_first_line(error)}"))
             order = 1
         else:
-            exact = _exactly(jax.hessian(truth), args)
-            checks += _unbiased("order two", curvature, exact, max_standard_errors, resolution)
+            checks += _unbiased("order two", curvature, _exactly(jax.hessian(truth), args), resolution)
     keys = jax.random.split(jax.random.fold_in(key, 1), 3)
     checks += _transformations(estimate, args, keys, rtol, order)
     certain = max_variance is not None and not any(np.any(claim) for claim in jax.tree.leaves(max_variance))
     checks.append(_keys(estimate, args, keys[0], key_reuse, samples, certain))
-    certificate = Certificate(name or getattr(estimate, "__name__", "estimate"), tuple(checks), found)
+    certificate = Certificate(getattr(estimate, "__name__", "estimate"), tuple(checks), moments_of(samples))
     if not certificate.passed:
         raise NotCertifiedError(certificate)
     return certificate
@@ -192,13 +182,11 @@ def _largest(tree) -> float:
     return max((float(np.max(np.abs(x))) for x in jax.tree.leaves(tree) if np.size(x)), default=0.0)
 
 
-def _unbiased(what, samples, truth, bound: float, resolution: float) -> Iterator[Check]:
+def _unbiased(what, samples, truth, resolution: float) -> Iterator[Check]:
     """The tests of a mean: that it is right, and that it could have been seen to be wrong."""
-    worst, number = bias.distance(samples, truth, bound), len(jax.tree.leaves(samples)[0])
+    worst, number = bias.distance(samples, truth, STANDARD_ERRORS), len(jax.tree.leaves(samples)[0])
     right = worst.off <= worst.bound
-    yield Check(
-        what or "bias", right, f"{worst.off:.1f} standard errors off ({number} samples)" if right else worst.words
-    )
+    yield Check(what, right, f"{worst.off:.1f} standard errors off ({number} samples)" if right else worst.words)
     scale, visible = _largest(truth), worst.visible
     if not right or scale == 0:
         return
@@ -213,24 +201,21 @@ def _unbiased(what, samples, truth, bound: float, resolution: float) -> Iterator
         yield Check("resolution", True, words)
 
 
-def _variance(samples, found: Moments, claimed, bound: float) -> Check:
+def _variance(samples, claimed) -> Check:
     """The test that no element's variance is above the claimed one by more than its standard error allows."""
-    if jax.tree.structure(claimed) != jax.tree.structure(found.variance):
-        claimed = jax.tree.map(lambda _: claimed, found.variance)
-    joined = lambda tree: np.concatenate([np.ravel(x) for x in jax.tree.leaves(tree)])
-    # The variance of a sample variance is (fourth central moment - variance^2) / n, up to O(1 / n^2).
-    fourth = joined(jax.tree.map(lambda x, mean: np.mean((x - mean) ** 4, axis=0), samples, found.mean))
-    variance, limit = (
-        joined(found.variance),
-        joined(jax.tree.map(lambda c, v: np.broadcast_to(c, np.shape(v)), claimed, found.variance)),
-    )
+    if jax.tree.structure(claimed) != jax.tree.structure(samples):
+        claimed = jax.tree.map(lambda _: claimed, samples)
+    joined = lambda leaves: np.concatenate([np.reshape(x, (len(x), -1)) for x in leaves], axis=1)
+    each = joined(jax.tree.leaves(samples))
+    limits = jax.tree.map(lambda claim, x: np.broadcast_to(claim, (1, *x.shape[1:])), claimed, samples)
+    mean, variance, (limit,) = each.mean(axis=0), each.var(axis=0, ddof=1), joined(jax.tree.leaves(limits))
     if not variance.size:
         return Check("variance", True, "no elements")
-    error = np.sqrt(np.maximum(fourth - variance**2, 0) / found.num_samples)
-    rounding = 1e-5 * np.abs(limit) + (1e-6 * _largest(found.mean)) ** 2
-    above = variance > limit + rounding
-    excess = np.where(above, (variance - limit) / np.maximum(error, 1e-300), 0.0)
-    at, bound = np.argmax(excess), -special.ndtri(special.ndtr(-bound) / variance.size)
+    # The variance of a sample variance is (fourth central moment - variance^2) / n, up to O(1 / n^2).
+    error = np.sqrt(np.maximum(np.mean((each - mean) ** 4, axis=0) - variance**2, 0) / len(each))
+    rounding = 1e-5 * np.abs(limit) + (1e-6 * _largest(mean)) ** 2
+    excess = np.where(variance > limit + rounding, (variance - limit) / np.maximum(error, 1e-300), 0.0)
+    at, bound = np.argmax(excess), -special.ndtri(special.ndtr(-STANDARD_ERRORS) / variance.size)
     words = f"{variance[at]:.4g} ± {error[at]:.2g}, claimed {limit[at]:.4g}"
     return Check("variance", bool(excess[at] <= bound), words)
 

@@ -16,8 +16,7 @@ def assert_independent_lanes(
 ) -> None:
     """Asserts that lanes do not act on each other: other samples in some of them leave the others' costs as they are.
 
-    Likelihood-ratio credit and cross-fitting rely on it, and a mean over lanes in a program breaks it. The program runs
-    1 + 2 log2(lanes) times; few lanes are enough.
+    Likelihood-ratio credit and cross-fitting rely on it. The program runs 1 + 2 log2(lanes) times; few are enough.
 
     Args:
       program: `program(tape, *args) -> tape`, as in `ap.expectation`.

@@ -7,7 +7,9 @@ import jax
 import numpy as np
 
 from apgrad._ground import bias
-from apgrad._ground.arguments import number, whole
+from apgrad._ground.arguments import whole
+
+STANDARD_ERRORS = 4.0  # how far off the mean of a single element may be
 
 
 class Moments(NamedTuple):
@@ -59,12 +61,11 @@ def draw(estimate_fn: Callable[[jax.Array], Any], key: jax.Array, num_samples: i
     estimates = jax.jit(lambda keys: jax.lax.map(estimate_fn, keys, batch_size=min(batch_size, num_samples)))(keys)
 
     def real(path, x):
-        if not (np.issubdtype(x.dtype, np.number) or x.dtype == bool or jax.numpy.issubdtype(x.dtype, np.floating)):
-            raise TypeError(f"estimate{jax.tree_util.keystr(path)} has dtype {x.dtype}, which has no mean")
+        name = f"estimate{jax.tree_util.keystr(path)}"
+        if not (jax.numpy.issubdtype(x.dtype, np.number) or x.dtype == bool):
+            raise TypeError(f"{name} has dtype {x.dtype}, which has no mean")
         if np.issubdtype(x.dtype, np.complexfloating):
-            raise TypeError(
-                f"estimate{jax.tree_util.keystr(path)} is complex; give real and imaginary part, of the truth too"
-            )
+            raise TypeError(f"{name} is complex; give real and imaginary part, of the truth too")
         return np.asarray(x, np.float64)
 
     return jax.tree_util.tree_map_with_path(real, estimates)
@@ -76,20 +77,18 @@ def assert_unbiased(
     key: jax.Array,
     num_samples: int,
     *,
-    max_standard_errors: float = 4.0,
     batch_size: int = 100,
 ) -> float:
     """Asserts that the mean of many estimates is the truth, as far as chance explains the difference.
 
-    Of one element that is 4 standard errors, which are exceeded once in 16,000 times. For many elements the bound is
-    larger, such that the largest of all distances exceeds it as rarely.
+    Of one element that is 4 standard errors, exceeded once in 16,000 times; the largest of many exceeds its bound as
+    rarely.
 
     Args:
       estimate_fn: `key -> estimate`, a pytree of real arrays.
       truth: the exact expectation, of the same structure, real, finite, and as precise as the standard error asks for.
       key: a PRNG key.
       num_samples: how many estimates, at least 2.
-      max_standard_errors: how far off the mean of a single element may be.
       batch_size: how many estimates are computed at once.
 
     Returns:
@@ -97,20 +96,18 @@ def assert_unbiased(
 
     Raises:
       AssertionError: naming the element, its mean and standard error, the truth and the distance.
-      ValueError, TypeError: for a truth or a bound with which nothing can be compared.
+      ValueError, TypeError: for a truth with which nothing can be compared.
 
     Example:
       >>> import jax, apgrad as ap
-      >>> off = ap.testing.assert_unbiased(jax.random.normal, 0.0, jax.random.key(0), 1000)
-      >>> off < 4
+      >>> ap.testing.assert_unbiased(jax.random.normal, 0.0, jax.random.key(0), 1000) < 4
       True
       >>> ap.testing.assert_unbiased(jax.random.normal, 1.0, jax.random.key(0), 1000)
       Traceback (most recent call last):
           ...
       AssertionError: biased: mean ... against 1.0, off by 32.6 standard errors (1000 samples; 4 are chance)
     """
-    number("max_standard_errors", max_standard_errors, positive=True)
-    worst = bias.distance(draw(estimate_fn, key, num_samples, batch_size), truth, float(max_standard_errors))
+    worst = bias.distance(draw(estimate_fn, key, num_samples, batch_size), truth, STANDARD_ERRORS)
     if worst.off > worst.bound:
         raise AssertionError(worst.words)
     return worst.off

@@ -9,9 +9,7 @@ import numpy as np
 
 
 def assert_transformable(function: Callable[..., Any], *args: Any, rtol: float = 1e-5, atol: float = 1e-6) -> None:
-    """Asserts that a function's value and gradient stay the same under JAX's transformations.
-
-    Under `jit`, `checkpoint`, inside `scan`, `cond`, `while_loop` (value only) and `vmap`.
+    """Asserts that value and gradient stay the same under `jit`, `checkpoint`, `scan`, `cond`, `while_loop`, `vmap`.
 
     Args:
       function: `(*args) -> scalar`, deterministic (bind its PRNG key). It is differentiated with respect

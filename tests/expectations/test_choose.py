@@ -8,26 +8,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
-import optax
 import pytest
 import scipy.special
-from flax import nnx
 
 import apgrad as ap
 
 KEY = jax.random.key(0)
+COIN = dist.Bernoulli(probs=jnp.full(4, 0.5))
 
 
 class Family(NamedTuple):
-    """Two choices of one lane from two numbers u, and all of their outcomes.
+    """Two choices of one lane from two numbers u, and all of their outcomes."""
 
-    Attributes:
-      make: `u (lanes, 2) -> distribution` of samples (lanes, 2).
-      outcomes: `u (2,) -> (outcomes (n, 2), probabilities (n,))`.
-    """
-
-    make: Callable[[Any], Any]
-    outcomes: Callable[[Any], tuple[Any, Any]]
+    make: Callable[[Any], Any]  # u (lanes, 2) -> a distribution of samples (lanes, 2)
+    outcomes: Callable[[Any], tuple[Any, Any]]  # u (2,) -> outcomes (n, 2), probabilities (n,)
 
 
 def product(values, probabilities):
@@ -143,29 +137,28 @@ def cost(theta, model, x, y):
     return theta[2] * (model[4] * a + model[5] * b + 3 * model[6] * a * b + model[7] * a**2) + model[8] * b * y[0]
 
 
-def exact(family, steps=2):
-    """`(theta, model) -> ` the expected sum of the costs, by sums over all outcomes."""
+def exact(family):
+    """`(theta, model) -> ` the expected sum of two steps' costs, by sums over all outcomes."""
 
-    def expected(theta, model, y, steps):
+    def expected(theta, model, y, steps=2):
         if steps == 0:
             return 0.0
         xs, ps = FAMILIES[family].outcomes(parameters(theta, model, y))
         after = lambda x: cost(theta, model, x, y) + expected(theta, model, x, steps - 1)
         return jnp.sum(ps * jax.vmap(after)(xs))
 
-    return lambda theta, model: expected(theta, model, jnp.full(2, 0.5), steps)
+    return lambda theta, model: expected(theta, model, jnp.full(2, 0.5))
 
 
 @functools.cache
-def truth(family, steps=2, derivative=jax.grad):
+def truth(family, derivative=jax.grad):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
-        function = jax.jit(jax.vmap(derivative(exact(family, steps)), (None, 0)))
+        function = jax.jit(jax.vmap(derivative(exact(family)), (None, 0)))
         return np.asarray(function(jnp.asarray(THETA), jnp.asarray(MODELS)))
 
 
-def program(row, steps=2, unrolled=False):
+def program(row):
     """The same as a program: each step's cost and sample come from one choice, and the next step goes on from y = x."""
-    make = FAMILIES[row.family].make
 
     def run(tape, theta, model):
         def continuation(x, y):
@@ -175,48 +168,19 @@ def program(row, steps=2, unrolled=False):
         def step(carry, _):
             tape, y = carry
             u = jax.vmap(lambda y: parameters(theta, model, y))(y)
-            return ap.choose(tape, make(u), continuation, row.estimator, y), None
+            return ap.choose(tape, FAMILIES[row.family].make(u), continuation, row.estimator, y), None
 
-        carry = (tape, jnp.full((tape.lanes, 2), 0.5, theta.dtype))
-        if not unrolled:
-            return jax.lax.scan(step, carry, length=steps)[0][0]
-        for _ in range(steps):
-            carry, _ = step(carry, None)
-        return carry[0]
+        return jax.lax.scan(step, (tape, jnp.full((tape.lanes, 2), 0.5, theta.dtype)), length=2)[0][0]
 
     return run
-
-
-def assert_exact_on_average(row, dtype, samples):
-    theta, models = jnp.asarray(THETA, dtype), jnp.asarray(MODELS, dtype)
-    by_model = jax.vmap(jax.grad(ap.expectation(program(row), 20), argnums=1), (None, None, 0))
-    ap.testing.assert_unbiased(lambda key: by_model(key, theta, models), truth(row.family), KEY, samples)
 
 
 @rows
 def test_two_choices_in_a_scan_have_the_exact_gradient_of_eight_models(row):
     assert row.estimator.bias == "none" and row.estimator.assumptions
-    assert_exact_on_average(row, "float32", 1_000)
-
-
-@one_row_each
-def test_the_same_in_float64(row, x64):
-    assert_exact_on_average(row, "float64", 200)
-
-
-@one_row_each
-def test_unrolled_and_one_model_alone_give_the_same_numbers(row):
-    theta, models = jnp.asarray(THETA, jnp.float32), jnp.asarray(MODELS, jnp.float32)
-    ways = [ap.expectation(program(row, unrolled=unrolled), 4) for unrolled in (False, True)]
-    scanned, unrolled = (jax.value_and_grad(way, argnums=1) for way in ways)
-
-    @jax.jit
-    def both(key):
-        each = jax.vmap(scanned, (None, None, 0))(key, theta, models[:2])
-        return jax.tree.map(lambda x: x[1], each), unrolled(key, theta, models[1])
-
-    mapped, alone = both(KEY)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), mapped, alone)
+    theta, models = jnp.asarray(THETA, "float32"), jnp.asarray(MODELS, "float32")
+    by_model = jax.vmap(jax.grad(ap.expectation(program(row), 20), argnums=1), (None, None, 0))
+    ap.testing.assert_unbiased(lambda key: by_model(key, theta, models), truth(row.family), KEY, 1_000)
 
 
 @one_row_each
@@ -278,29 +242,15 @@ def test_later_costs_and_earlier_choices_are_charged_rightly():
     ap.testing.assert_unbiased(lambda key: estimate(key, theta), jax.grad(expected)(theta), KEY, 1_000)
 
 
-def test_without_a_value_that_goes_on_one_lane_is_enough():
-    def run(tape, p):
-        d = dist.Bernoulli(probs=jnp.broadcast_to(p, (tape.lanes,)))
-        return ap.choose(tape, d, lambda x: (x, None), ap.enumeration())[0]
-
-    np.testing.assert_allclose(jax.grad(ap.expectation(run, 1), argnums=1)(KEY, 0.3), 1.0, rtol=1e-6)
-
-
 @pytest.mark.quick
 def test_estimators_of_one_kind_name_the_function_of_the_other():
-    coin = dist.Bernoulli(probs=jnp.full(4, 0.5))
     for estimator in (row.estimator for row in FIRST.values()):
-        for use in (ap.stochastic, lambda e: ap.sample(None, coin, e)):
+        for use in (ap.stochastic, lambda e: ap.sample(None, COIN, e)):
             with pytest.raises(TypeError, match=rf"ap\.choose\(.*{estimator.name}"):
                 use(estimator)
-
-    def run(tape, estimator):
-        return ap.choose(tape, coin, lambda x: (x, None), estimator)[0]
-
-    with pytest.raises(TypeError, match=r"ap\.sample"):
-        ap.expectation(run, 4)(KEY, ap.likelihood_ratio())
-    with pytest.raises(TypeError, match="forget the parentheses"):
-        ap.expectation(run, 4)(KEY, ap.enumeration)
+    for estimator, words in ((ap.likelihood_ratio(), r"ap\.sample"), (ap.enumeration, "forget the parentheses")):
+        with pytest.raises(TypeError, match=words):
+            ap.choose(None, COIN, lambda x: (x, None), estimator)
 
 
 @pytest.mark.quick
@@ -314,12 +264,7 @@ def test_estimators_of_one_kind_name_the_function_of_the_other():
         (ap.disarm_stick_breaking(), dist.Bernoulli(probs=jnp.ones(4)), TypeError, "takes categorical choices"),
         (ap.rebar(), dist.Normal(jnp.ones(4), 1.0), TypeError, "takes Bernoulli or categorical choices"),
         (ap.double_control_variates(), dist.Normal(jnp.ones(4), 1.0), TypeError, "discrete choices"),
-        (
-            ap.double_control_variates(2, jnp.ones(())),
-            dist.Poisson(jnp.ones(4)),
-            TypeError,
-            "coefficient that is trained",
-        ),
+        (ap.double_control_variates(2, jnp.ones(())), dist.Poisson(jnp.ones(4)), TypeError, "that is trained"),
         (ap.measure_valued(), dist.Beta(jnp.ones(4), 1.0), TypeError, "takes normal, Bernoulli"),
     ],
 )
@@ -331,10 +276,8 @@ def test_what_an_estimator_does_not_take_is_an_error(estimator, distribution, er
 
 @pytest.mark.quick
 def test_wrong_arguments_are_errors():
-    coin = dist.Bernoulli(probs=jnp.full(4, 0.5))
-
     def run(continuation, *args):
-        return ap.expectation(lambda tape: ap.choose(tape, coin, continuation, ap.enumeration(), *args)[0], 4)(KEY)
+        return ap.expectation(lambda tape: ap.choose(tape, COIN, continuation, ap.enumeration(), *args)[0], 4)(KEY)
 
     with pytest.raises(TypeError, match=r"must return \(cost, y\)"):
         run(lambda x: x)
@@ -411,12 +354,8 @@ def test_choices_of_a_lane_that_act_on_each_other_are_not_warned_of():
 @pytest.mark.quick
 def test_rebar_warns_of_a_cost_that_makes_integers_of_relaxed_outcomes():
     table = jnp.array([0.2, 1.0])
-
-    def program(tape, logit, cost):
-        coins = dist.Bernoulli(logits=jnp.broadcast_to(logit, (tape.lanes,)))
-        return ap.choose(tape, coins, lambda x: (cost(x), None), ap.rebar())[0]
-
-    run = lambda cost: jax.eval_shape(ap.expectation(lambda tape, logit: program(tape, logit, cost), 2), KEY, 0.3)
+    chosen = lambda tape, cost: ap.choose(tape, COIN, lambda x: (cost(x), None), ap.rebar())[0]
+    run = lambda cost: jax.eval_shape(ap.expectation(lambda tape: chosen(tape, cost), 4), KEY)
     run(lambda x: (x - 0.45) ** 2)  # warnings are errors
     for cost in (lambda x: table[x.astype(int)], lambda x: jax.jit(jnp.round)(x) ** 2):
         with pytest.warns(UserWarning, match=r"rebar\).*makes integers of them"):
@@ -470,53 +409,9 @@ def test_the_parameters_of_a_control_variate_get_the_gradient_of_the_variance(na
         np.testing.assert_allclose(descent[i], difference, rtol=1e-4, atol=1e-12)
 
 
-def test_relax_trains_a_module_on_the_variance():
-    class Control(nnx.Module):
-        def __init__(self, rngs):
-            self.hidden, self.out = nnx.Linear(2, 8, rngs=rngs), nnx.Linear(8, 1, rngs=rngs)
-
-        def __call__(self, z):
-            return self.out(jnp.tanh(self.hidden(jax.nn.sigmoid(z))))[0]
-
-    theta, control = jnp.array([0.2, -0.4]), Control(nnx.Rngs(0))
-    objective = ap.expectation(lambda tape, theta, control: two_coins(tape, theta, ap.relax(control)), lanes=50)
-
-    optimizer = optax.adam(0.02)
-
-    @jax.jit
-    def train(control, keys):
-        def step(carry, key):
-            control, state = carry
-            gradient, descent = jax.grad(objective, argnums=(1, 2))(key, theta, control)
-            updates, state = optimizer.update(descent, state)
-            return (optax.apply_updates(control, updates), state), gradient
-
-        (control, _), gradients = jax.lax.scan(step, (control, optimizer.init(control)), keys)
-        return control, gradients
-
-    with jax.numpy_dtype_promotion("standard"):  # optax.adam needs it
-        trained, gradients = train(control, jax.random.split(KEY, 800))
-    first, last = (np.sum(np.var(g, axis=0)) for g in (gradients[:100], gradients[-200:]))
-    assert last < 0.4 * first
-    wanted = jax.grad(ap.expectation(lambda tape, theta: two_coins(tape, theta, ap.enumeration()), 1), argnums=1)
-    estimate = jax.grad(objective, argnums=1)
-    ap.testing.assert_unbiased(lambda key: estimate(key, theta, trained), wanted(KEY, theta), KEY, 500)
-
-
-def test_arms_of_two_is_disarm_and_its_samples_avoid_each_other():
+def test_the_samples_of_arms_avoid_each_other():
     # With one sample in 4 a choice of probability 1/8 is never 1 twice; a fair coin's samples are 1 together with
     # probability (2^(2/3) - 1)^3 = .2027 in place of 1/4.
-    def estimates(estimator, logit):
-        def run(tape, logit):
-            coins = dist.Bernoulli(logits=jnp.broadcast_to(logit, (tape.lanes, 1)))
-            return ap.choose(tape, coins, lambda x: (jnp.exp(x[0]).astype(jnp.float32), None), estimator)[0]
-
-        one = jax.grad(ap.expectation(run, lanes=1), argnums=1)
-        return np.asarray(jax.jit(jax.vmap(one, (0, None)))(jax.random.split(KEY, 20_000), logit))
-
-    for logit in (-1.5, 0.4):
-        two, pair = (estimates(e, logit) for e in (ap.arms(2), ap.disarm()))
-        np.testing.assert_allclose(np.unique(two.round(5)), np.unique(pair.round(5)), atol=2e-5)
     drawn = []
 
     def costs(xs):
@@ -581,35 +476,27 @@ def test_probabilities_off_the_simplex_mean_what_is_sampled():
     ap.testing.assert_unbiased(estimate, dict.fromkeys((e.name for e in estimators), exact), KEY, 500)
 
 
-def test_a_choice_estimator_claims_second_derivatives_or_refuses_them():
+def test_an_estimator_of_a_user_claims_second_derivatives_or_refuses_them():
     def estimate(distribution, key, costs):  # right once: what multiplies the derivative is held fixed
         heads, tails = costs(jnp.array([[1], [0]]) * jnp.ones(distribution.batch_shape, int))
         p = distribution.probs
-        zero = jax.lax.stop_gradient(heads - tails) * ap.zero_with_gradient(p)
         drawn = jax.random.bernoulli(key, p).astype(int)
-        return drawn, jax.lax.stop_gradient(p * heads + (1 - p) * tails) + zero
+        return drawn, jax.lax.stop_gradient(heads - tails) * ap.zero_with_gradient(p)
 
-    def second(**claim):
-        mine = ap.ChoiceEstimator("mine", estimate, lambda distribution: 2, **claim)
-        coin = lambda tape, p: dist.Bernoulli(probs=jnp.broadcast_to(p, (tape.lanes,)))
-        program = lambda tape, p: ap.choose(tape, coin(tape, p), lambda x: (p**2 * x.astype(float), None), mine)[0]
-        return jax.grad(jax.grad(ap.expectation(program, 2), argnums=1), argnums=1)
+    def chosen(tape, p, claim):
+        mine = ap.ChoiceEstimator("mine", estimate, lambda distribution: 2, every_order=claim)
+        coin = dist.Bernoulli(probs=jnp.broadcast_to(p, (tape.lanes,)))
+        return ap.choose(tape, coin, lambda x: (p**2 * x.astype(float), None), mine)[0]
 
-    with pytest.raises(TypeError, match=r"mine has no second derivative.*every_order=True"):
-        jax.eval_shape(second(), KEY, 0.3)
-    assert jnp.isfinite(second(every_order=True)(KEY, 0.3))
+    def sampled(tape, mean, claim, **parts):
+        mine = ap.Estimator("mine", every_order=claim, **parts)
+        tape, x = ap.sample(tape, dist.Normal(mean * jnp.ones(tape.lanes), 1.0), mine)
+        return tape.cost(x**2)
 
-
-def test_an_estimator_claims_second_derivatives_or_refuses_them():
-    pathwise = lambda distribution, key: distribution.rsample(key)
-    for parts in ({"pathwise": pathwise}, {"score": lambda distribution, x: distribution.log_prob(x)}):
-
-        def second(claim, parts=parts):
-            mine = ap.Estimator("mine", baseline=None, every_order=claim, **parts)
-            sample = lambda tape, mean: ap.sample(tape, dist.Normal(mean * jnp.ones(tape.lanes), 1.0), mine)
-            program = lambda tape, mean: (lambda tape, x: tape.cost(x**2))(*sample(tape, mean))
-            return jax.grad(jax.grad(ap.expectation(program, 2), argnums=1), argnums=1)
-
+    pathwise = functools.partial(sampled, pathwise=lambda distribution, key: distribution.rsample(key))
+    score = functools.partial(sampled, score=lambda distribution, x: distribution.log_prob(x))
+    for program in (chosen, pathwise, score):
+        second = lambda claim, p=program: jax.grad(ap.grad(functools.partial(p, claim=claim), lanes=2), argnums=1)
         with pytest.raises(TypeError, match=r"mine has no second derivative.*every_order=True"):
             jax.eval_shape(second(False), KEY, 0.3)
         jax.eval_shape(second(True), KEY, 0.3)

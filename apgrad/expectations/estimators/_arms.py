@@ -26,7 +26,7 @@ from jax import lax
 
 from apgrad._ground.arguments import whole
 from apgrad._ground.primitives import zero_with_gradient
-from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator, per_lane
+from apgrad.expectations.estimators._choice_estimator import OF_COINS, ChoiceEstimator, per_lane
 from apgrad.expectations.estimators._discrete import choices
 
 
@@ -34,7 +34,7 @@ def arms(samples: int = 4) -> ChoiceEstimator:
     """Antithetic samples, for Bernoulli choices; `ap.choose` takes it.
 
     Args:
-      samples: how many the continuation is evaluated at, at least 2. Each of them is a sample of the distribution.
+      samples: how many samples the continuation is evaluated at, at least 2.
 
     Raises:
       ValueError: for fewer than 2 samples.
@@ -66,10 +66,4 @@ def arms(samples: int = 4) -> ChoiceEstimator:
         zero = jnp.sum(away * zero_with_gradient(score).astype(cost.dtype), axis=0)
         return xs[0], jnp.mean(cost, axis=0) + zero
 
-    return ChoiceEstimator(
-        "arms",
-        estimate,
-        lambda distribution: samples,
-        bias="none",
-        assumptions="Choices are Bernoulli, and no outcome is impossible.",
-    )
+    return ChoiceEstimator("arms", estimate, lambda distribution: samples, "none", OF_COINS)

@@ -1,19 +1,15 @@
 """Baselines: what is taken off the cost-to-go before the score multiplies it.
 
-    ap.likelihood_ratio(baseline=lambda theta, x: x**2)
-
 For a random choice x with score s(x), E[s(x) b] = 0 for every b that does not depend on x, so E[s (G - b)] = E[s G],
 with less variance where b is near the cost-to-go G (Williams, 1992; Weaver & Tao, 2001). Estimators with a score take:
 
 * `"leave_one_out"`: the mean of the other lanes' cost, cost by cost (Kool et al., 2019). The default.
-* `"standardized"`: what is charged is the standard score of the cost among all lanes, (c - mean) / (deviation + 1e-4),
-  cost by cost, as GRPO has it (Shao et al., "DeepSeekMath", 2024, section 4.1.1). With L lanes its numerator gives
-  (L - 1) / L of the gradient, and the division makes it no gradient of the expected cost at all: it is biased, and of
-  the first order.
+* `"standardized"`: the standard score of the cost among all lanes, (c - mean) / (deviation + 1e-4), is charged in its
+  place (GRPO; Shao et al., "DeepSeekMath", 2024, section 4.1.1). The numerator gives (L - 1) / L of the gradient with L
+  lanes, and the division makes it no gradient of the expected cost: it is biased, and of the first order.
 * `None`, or a function of the node's inputs (`Estimator`), a constant to differentiation.
 * `learned_baseline(function)`: the same, whose parameters are trained by the objective's own gradient. With
-  `leave_one_out=True` the mean of the other lanes' residuals comes off too: lane i is charged with
-  (G_i - b_i) - mean of (G_j - b_j) over j != i.
+  `leave_one_out=True` lane i is charged with (G_i - b_i) - mean of (G_j - b_j) over j != i.
 """
 
 from collections.abc import Callable
@@ -24,7 +20,7 @@ from jax import lax
 
 
 class LearnedBaseline(NamedTuple):
-    """A baseline function whose parameters learn the cost-to-go. Made by `learned_baseline`.
+    """A baseline function whose parameters learn the cost-to-go, as `learned_baseline` makes it.
 
     Attributes:
       function: the baseline function.
@@ -41,9 +37,8 @@ Baseline = Literal["leave_one_out", "standardized"] | None | Callable[..., Any] 
 def learned_baseline(function: Callable[..., Any], *, leave_one_out: bool = False) -> LearnedBaseline:
     """A baseline b(parameters, inputs) that learns the cost-to-go G by the gradient of (b - G)^2 / 2.
 
-    Its parameters are arguments of the objective like any other: the objective's value does not depend on them, and
-    their gradient is the regression's, averaged over lanes and summed over nodes, so that one optax update serves both.
-    It reaches the arguments that lanes share, not the lane's own inputs.
+    Its parameters are arguments of the objective, whose value does not depend on them: their gradient is the
+    regression's, averaged over lanes and summed over nodes. It reaches arguments that lanes share, not a lane's own.
 
     Args:
       function: `(*inputs)` of the node: for `stochastic` of one lane's arguments, returning a scalar (with `parts`, one
@@ -89,7 +84,7 @@ def is_standardized(baseline: object) -> bool:
 
 
 def evaluate(baseline: Baseline, mapped: tuple[tuple[int | None, ...], int] | None, inputs: Any) -> dict[str, Any]:
-    """The baseline as `credit` takes it: the keyword arguments `baseline`, `learn`, `residual`.
+    """The keyword arguments `baseline`, `learn`, `residual` of `credit`.
 
     `mapped` has the inputs' axes and the number of lanes, to map a function over; None if it takes all lanes at once.
     """

@@ -1,10 +1,7 @@
 """Estimators that look at a choice's alternatives: what `ap.choose` asks of them.
 
-    mine = ap.ChoiceEstimator("mine", estimate=lambda distribution, key, costs: ..., evaluations=lambda distribution: 2)
-
 A `ChoiceEstimator` may evaluate what follows the choice at other outcomes than the sample too: at all of them, at an
-antithetic one, at a relaxation. It answers with a sample, which goes on in the program, and with a cost: its value and
-derivatives estimate the expected cost and its derivatives.
+antithetic one, at a relaxation. It answers with a sample, which goes on in the program, and with a cost.
 """
 
 from collections.abc import Callable
@@ -18,6 +15,9 @@ from apgrad._programs.jaxprs import hoist
 from apgrad.expectations.estimators._estimator import Bias
 
 Costs = Callable[[jax.Array], jax.Array]
+
+ALL_POSSIBLE = "No outcome is impossible."
+OF_COINS = "Choices are Bernoulli, and no outcome is impossible."
 
 
 class ChoiceEstimator(NamedTuple):
@@ -39,8 +39,6 @@ class ChoiceEstimator(NamedTuple):
         claimed, differentiating twice is a `TypeError`.
 
     Example:
-      The cost at both sides of a coin, weighed by their probabilities:
-
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
       >>> def estimate(distribution, key, costs):
       ...     heads, tails = costs(jnp.array([[1], [0]]) * jnp.ones(distribution.batch_shape, int))
@@ -62,9 +60,9 @@ class ChoiceEstimator(NamedTuple):
     every_order: bool = False
 
 
-def per_lane(x: jax.Array) -> jax.Array:
-    """The sum over all axes but the lanes."""
-    return x.reshape(x.shape[0], -1).sum(-1)
+def per_lane(x: jax.Array, axes: int = 1) -> jax.Array:
+    """The sum over all axes but the leading ones: the lanes, or (outcomes, lanes)."""
+    return x.reshape(*x.shape[:axes], -1).sum(-1)
 
 
 def charged(cost: jax.Array, difference: jax.Array, score: jax.Array) -> jax.Array:

@@ -2,17 +2,14 @@
 
 Grathwohl, Choi, Wu, Roeder & Duvenaud, "Backpropagation through the void: optimizing control variates for black-box
 gradient estimation", ICLR 2018, equation 7 and appendix A (Tucker et al., 2017, for the conditional relaxation). A
-discrete choice is x = H(z) of a continuous z: of a Bernoulli choice with logit phi
+discrete choice is x = H(z) of a continuous z: of a Bernoulli choice with logit phi, or a categorical one with
+log-probabilities phi_i,
 
-    z = phi + logit(u),  x = 1[z > 0],
-
-and of a categorical one with log-probabilities phi_i
-
-    z_i = phi_i - log(-log u_i),  x = argmax z_i.
+    z = phi + logit(u),  x = 1[z > 0],            z_i = phi_i - log(-log u_i),  x = argmax z_i.
 
 Let z' be another z with the same x, drawn from p(z | x), and k any function. Then E[k(z)] = E_x[E[k(z') | x]] for every
-theta, so that with both z and z' as differentiable functions of theta, and e the exponential of a zero with the
-derivatives of log p(x),
+theta, so that with z and z' as differentiable functions of theta, and e the exponential of a zero with the derivatives
+of log p(x),
 
     k(z) - k(z') e                                                                                    (*)
 
@@ -20,8 +17,7 @@ has expectation 0, together with all of its derivatives: a control variate for c
 derivatives of (*), so that the value of the cost stays c(x).
 
 *The conditional relaxation, from the same noise* (Tucker et al., appendix: the coupling). Given x, z is a fixed
-function of noise w whose distribution does not depend on theta: for Bernoulli choices (x = 1; x = 0 is the mirror
-image)
+function of noise w whose distribution does not depend on theta: for Bernoulli choices (x = 1; x = 0 mirrors it)
 
     z' = softplus(w + softplus(phi)),     w = log(exp(z) - 1) - softplus(phi),
 
@@ -32,10 +28,9 @@ which is logit(v) for a uniform v; for categorical ones the maximum z_x does not
 So w may be computed from z itself, held fixed: then z' = z in value, and only the derivatives differ. (*) asks nothing
 of how z and z' depend on each other; sharing the noise takes away the variance between them.
 
-*Training.* The gradient g of the lane's cost with respect to phi has a mean that does not depend on k, so E|g|^2 is the
-variance up to a constant, and the derivative of |g|^2 with respect to the parameters of k estimates the variance's. It
-enters as a zero with this derivative, with phi and all else held fixed; and in the estimate k's own parameters are held
-fixed. So the parameters get the gradient of the variance, and nothing else does.
+*Training.* The gradient g of the lane's cost with respect to phi has a mean that does not depend on k, so the
+derivative of |g|^2 with respect to the parameters of k estimates that of the variance. It enters as a zero with this
+derivative, with phi and all else held fixed; in the estimate k's own parameters are held fixed.
 """
 
 from collections.abc import Callable
@@ -55,23 +50,20 @@ def relaxed(choices: Choices, key: jax.Array) -> tuple[jax.Array, Callable[[Any]
     phi = lax.stop_gradient(choices.logits)
     dtype = phi.dtype
     u = jax.random.uniform(key, phi.shape, dtype, minval=jnp.finfo(dtype).tiny)
-    if not choices.categorical:
-        noise = jnp.log(u) - jnp.log1p(-u)
-        z = phi + noise
-        x, size = z > 0, jnp.abs(z)
-        sign = jnp.where(x, 1, -1).astype(dtype)
+    if choices.categorical:
+        z = phi - jnp.log(-jnp.log(u))
+        x = jnp.argmax(z, axis=-1)
+        most = jnp.max(z, axis=-1, keepdims=True)
+        chosen = jnp.arange(phi.shape[-1]) == x[..., None]
+        w = phi - z + jnp.log(-jnp.expm1(jnp.where(chosen, -1, z - most)))  # log w_i
+        given = lambda phi: jnp.where(chosen, most, -jnp.logaddexp(-most, w - phi))
+    else:
+        z = phi + (jnp.log(u) - jnp.log1p(-u))
+        x, size = (z > 0).astype(jnp.result_type(int)), jnp.abs(z)
+        sign = jnp.where(z > 0, 1, -1).astype(dtype)
         w = size + jnp.log(-jnp.expm1(-size)) - jax.nn.softplus(sign * phi)
-        conditional = lambda phi: z + zero_with_gradient(sign * jax.nn.softplus(w + jax.nn.softplus(sign * phi)))
-        return x.astype(jnp.result_type(int)), lambda phi: z + zero_with_gradient(phi), conditional
-    noise = -jnp.log(-jnp.log(u))
-    z = phi + noise
-    x = jnp.argmax(z, axis=-1)
-    most = jnp.max(z, axis=-1, keepdims=True)
-    chosen = jnp.arange(phi.shape[-1]) == x[..., None]
-    gap = jnp.where(chosen, -1, z - most)
-    w = phi - z + jnp.log(-jnp.expm1(gap))  # log w_i
-    conditional = lambda phi: z + zero_with_gradient(jnp.where(chosen, most, -jnp.logaddexp(-most, w - phi)))
-    return x, lambda phi: z + zero_with_gradient(phi), conditional
+        given = lambda phi: sign * jax.nn.softplus(w + jax.nn.softplus(sign * phi))
+    return x, lambda phi: z + zero_with_gradient(phi), lambda phi: z + zero_with_gradient(given(phi))
 
 
 def second_moment(surrogate: Callable[[Any], Any], logits: jax.Array) -> jax.Array:

@@ -6,15 +6,14 @@ With logits phi, p = sigmoid(phi), u uniform, x = 1[u < p] and x' = 1[1 - u < p]
 
     1/2 (c(x) - c(x')) (x - x') max(p, 1 - p)
 
-estimates the derivative with respect to phi, one choice and one u a component.
+estimates the derivative with respect to phi.
 
-*Derivation.* Let h(x, x') be antisymmetric. The joint distribution of the pair is symmetric, so that
-E[1/2 (c(x) - c(x')) h] = E[c(x) h] = E[c(x) E[h | x]], also where c looks at many choices, since the pairs of different
-choices are independent. So h may be anything with E[h | x] = d log p(x) / dphi = x - p. The pair differs with
-probability 2 min(p, 1 - p), each way equally likely. For h = r (x - x') therefore
-E[h | x = 1] = r min(p, 1 - p) / p, which is 1 - p for r = max(p, 1 - p), and E[h | x = 0] = -p likewise.
-
-Both outcomes are samples: the first goes on, and the cost is the mean of the two.
+*Derivation.* Let h(x, x') be antisymmetric. The joint distribution of the pair is symmetric, so that E[1/2 (c(x) -
+c(x')) h] = E[c(x) h] = E[c(x) E[h | x]], also where c looks at many choices, since the pairs of different choices are
+independent. So h may be anything with E[h | x] = d log p(x) / dphi = x - p. The pair differs with probability 2 min(p,
+1 - p), each way equally likely. For h = r (x - x') therefore E[h | x = 1] = r min(p, 1 - p) / p, which is 1 - p for r =
+max(p, 1 - p), and E[h | x = 0] = -p likewise. Both outcomes are
+samples: the first goes on, and the cost is the mean of the two.
 """
 
 from collections.abc import Callable
@@ -23,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator, charged, per_lane
+from apgrad.expectations.estimators._choice_estimator import OF_COINS, ChoiceEstimator, charged, per_lane
 from apgrad.expectations.estimators._discrete import choices
 
 
@@ -57,5 +56,4 @@ def antithetic(name: str, weigh: Callable[..., jax.Array]) -> ChoiceEstimator:
         estimated = charged(jnp.mean(cost, axis=0), cost[0] - cost[1], score)
         return xs[0].astype(jnp.result_type(int)), estimated
 
-    assumptions = "Choices are Bernoulli, and no outcome is impossible."
-    return ChoiceEstimator(name, estimate, lambda distribution: 2, bias="none", assumptions=assumptions)
+    return ChoiceEstimator(name, estimate, lambda distribution: 2, "none", OF_COINS)

@@ -73,10 +73,5 @@ def disarm_stick_breaking() -> ChoiceEstimator:
         mean = jnp.mean(cost, axis=0)
         return xs[0], charged(mean, cost[0] - cost[1], score)
 
-    return ChoiceEstimator(
-        "disarm_stick_breaking",
-        estimate,
-        lambda distribution: 2,
-        bias="none",
-        assumptions="Choices are categorical, and no outcome is impossible.",
-    )
+    assumptions = "Choices are categorical, and no outcome is impossible."
+    return ChoiceEstimator("disarm_stick_breaking", estimate, lambda distribution: 2, "none", assumptions)

@@ -1,7 +1,6 @@
 """What the estimators of discrete choices ask of a distribution: its outcomes, its logits, and floating-point outcomes.
 
-A distribution of batch shape (lanes, *rest) is taken as independent choices of shape `rest` on each lane, also where
-`to_event` or `expand` stand around it.
+A distribution of batch shape (lanes, *rest) is `rest` independent choices on each lane, also within `to_event`.
 """
 
 from typing import Any, NamedTuple
@@ -13,8 +12,11 @@ import numpyro.distributions as dist
 from jax import lax
 
 from apgrad.expectations import _distributions as distributions
+from apgrad.expectations._distributions import float_dtype, standard_promotion
+from apgrad.expectations.estimators._choice_estimator import per_lane
 
 MOST_OUTCOMES = 2**16
+CATEGORICAL = dist.CategoricalLogits | dist.CategoricalProbs
 
 
 class Choices(NamedTuple):
@@ -24,6 +26,10 @@ class Choices(NamedTuple):
     # the probabilities, (lanes, *rest, categories).
     logits: jax.Array
     categorical: bool  # which of the two
+
+    def squash(self, logits: jax.Array) -> jax.Array:
+        """The probabilities that logits of such choices stand for."""
+        return jax.nn.softmax(logits) if self.categorical else jax.nn.sigmoid(logits)
 
     def log_prob(self, x: jax.Array) -> jax.Array:
         """The logarithm of the probability of each choice: (..., lanes, *rest)."""
@@ -54,11 +60,11 @@ def choices(what: str, distribution: Any, *, bernoulli: bool = True, categorical
     """The distribution as Bernoulli or categorical choices, with logits of float32 at least, to draw noise in."""
     one = base(distributions.widened(distribution))
     shape = sample_shape(distribution)
-    with distributions._standard_promotion():
+    with standard_promotion():
         if bernoulli and isinstance(one, dist.BernoulliLogits | dist.BernoulliProbs):
-            return Choices(jnp.broadcast_to(_logits(one), shape), False)
-        if categorical and _is_categorical(one):
-            logits = jax.nn.log_softmax(_logits(one))
+            return Choices(jnp.broadcast_to(one.logits, shape), False)
+        if categorical and isinstance(one, CATEGORICAL):
+            logits = jax.nn.log_softmax(one.logits)
             return Choices(jnp.broadcast_to(logits, (*shape, logits.shape[-1])), True)
     wanted = " or ".join(["Bernoulli"] * bernoulli + ["categorical"] * categorical)
     raise TypeError(
@@ -68,10 +74,7 @@ def choices(what: str, distribution: Any, *, bernoulli: bool = True, categorical
 
 
 def within_floats(logits: jax.Array) -> jax.Array:
-    """Logits without those that are infinite: at these bounds the rarer outcome's probability is the smallest number.
-
-    There z = phi + noise and its functions are finite, and so are their derivatives, which are 0 beyond the bounds.
-    """
+    """Finite logits: z = phi + noise is finite then, and its functions; derivatives are 0 beyond the bounds."""
     far = -float(np.log(jnp.finfo(logits.dtype).tiny))
     return jnp.clip(logits, -far, far)
 
@@ -79,19 +82,19 @@ def within_floats(logits: jax.Array) -> jax.Array:
 def relaxable(distribution: Any, x: jax.Array) -> jax.Array:
     """Samples in floating point; categories become one-hot vectors, (..., lanes, *rest, categories)."""
     one = base(distribution)
-    if _is_categorical(one):
-        return jax.nn.one_hot(x, _logits(one).shape[-1], dtype=float_dtype(one))
-    return x.astype(float_dtype(one))
+    if isinstance(one, CATEGORICAL):
+        return jax.nn.one_hot(x, one.logits.shape[-1], dtype=float_dtype(one, float))
+    return x.astype(float_dtype(one, float))
 
 
 def relaxed_mean(what: str, distribution: Any) -> jax.Array:
     """The mean of the outcomes that `relaxable` makes: the probabilities, where choices are categorical."""
     distributions.require_density(what, distribution)
     one, shape = base(distributions.widened(distribution)), sample_shape(distribution)
-    with distributions._standard_promotion():
-        if _is_categorical(one):
-            probs = jax.nn.softmax(_logits(one))
-            return jnp.broadcast_to(probs, (*shape, probs.shape[-1])).astype(float_dtype(distribution))
+    with standard_promotion():
+        if isinstance(one, CATEGORICAL):
+            probs = jax.nn.softmax(one.logits)
+            return jnp.broadcast_to(probs, (*shape, probs.shape[-1])).astype(float_dtype(distribution, float))
         discrete = getattr(getattr(one, "support", None), "is_discrete", False)
         mean = getattr(one, "mean", None) if discrete and not one.event_shape else None
         if mean is None or isinstance(one, dist.OrderedLogistic):
@@ -99,7 +102,7 @@ def relaxed_mean(what: str, distribution: Any) -> jax.Array:
                 f"{what} takes discrete choices of numbers with a mean, and categorical ones; got {type(one).__name__}"
                 ". Use reparameterization() for continuous choices, likelihood_ratio() for any."
             )
-        return jnp.broadcast_to(mean, shape).astype(float_dtype(distribution))
+        return jnp.broadcast_to(mean, shape).astype(float_dtype(distribution, float))
 
 
 def enumerated(what: str, distribution: Any) -> tuple[jax.Array, jax.Array]:
@@ -113,11 +116,9 @@ def enumerated(what: str, distribution: Any) -> tuple[jax.Array, jax.Array]:
             "other."
         )
     grid = np.indices((len(values),) * number).reshape(number, -1).T
-    outcomes = values[grid].reshape(-1, 1, *shape[1:])
-    outcomes = jnp.broadcast_to(outcomes, (outcomes.shape[0], *shape))
-    with distributions._standard_promotion():
-        density = distributions.log_prob(distribution, outcomes)
-    return outcomes, density.reshape(*density.shape[:2], -1).sum(-1)
+    outcomes = jnp.broadcast_to(values[grid].reshape(-1, 1, *shape[1:]), (len(grid), *shape))
+    with standard_promotion():
+        return outcomes, per_lane(distributions.log_prob(distribution, outcomes), 2)
 
 
 def number_of_outcomes(what: str, distribution: Any) -> int:
@@ -133,25 +134,10 @@ def _support(what, distribution):
         with jax.ensure_compile_time_eval():  # counts that are a JAX array, and not traced, are known too
             return lax.stop_gradient(one.enumerate_support(expand=False)).reshape(-1)
     except (NotImplementedError, jax.errors.ConcretizationTypeError) as error:
-        why = str(error).splitlines()[0].rstrip(".")
-        if isinstance(error, jax.errors.ConcretizationTypeError):
-            why = "how many there are depends on a traced array (give counts and bounds as Python integers)"
+        traced = isinstance(error, jax.errors.ConcretizationTypeError)
+        why = "how many there are depends on a traced array (give counts and bounds as Python integers)"
+        why = why if traced else str(error).splitlines()[0].rstrip(".")
         raise TypeError(
             f"{what} sums over all outcomes, and those of {type(one).__name__} cannot be enumerated: {why}. Use rloo() "
             "or likelihood_ratio() for it."
         ) from error
-
-
-def _is_categorical(one) -> bool:
-    return isinstance(one, dist.CategoricalLogits | dist.CategoricalProbs)
-
-
-def _logits(one: Any) -> Any:
-    return one.logits
-
-
-def float_dtype(distribution: Any) -> Any:
-    """The dtype of outcomes in floating point: the dtype of the parameters."""
-    with distributions._standard_promotion():
-        floats = [x for x in jax.tree.leaves(distribution) if jnp.issubdtype(jnp.result_type(x), jnp.floating)]
-        return jnp.result_type(*floats) if floats else jnp.result_type(float)

@@ -18,8 +18,8 @@ The derivatives of E[v_j . (x_j - mu) e_j], with the mu in the bracket held fixe
 last term gives them back. For a cost that is linear in x, and a = 1, what the score multiplies is 0: no variance is
 left.
 
-*The coefficient.* With a = 0 it is leave-one-out, and where the slopes at the outcomes say little of what lies between
-them a = 1 can be worse than that. As in the paper, a is trained on the variance (`_control_variate.py`).
+With a = 0 it is leave-one-out, and where the slopes at the outcomes say little of what lies between them a = 1 can be
+worse than that. As in the paper, a is trained on the variance (`_control_variate.py`).
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ from apgrad._ground.arguments import whole
 from apgrad._ground.primitives import zero_with_gradient
 from apgrad.expectations import _distributions as distributions
 from apgrad.expectations._ports import dice
-from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
+from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator, per_lane
 from apgrad.expectations.estimators._control_variate import second_moment
 from apgrad.expectations.estimators._discrete import choices, relaxable, relaxed_mean
 
@@ -40,20 +40,17 @@ from apgrad.expectations.estimators._discrete import choices, relaxable, relaxed
 def double_control_variates(samples: int = 2, coefficient: Any = 1.0) -> ChoiceEstimator:
     """Leave-one-out with a linear control variate, for discrete choices with a mean; `ap.choose` takes it.
 
-    The continuation is given floating-point outcomes, a one-hot vector for a categorical choice, and its cost must be
-    differentiable in x at the outcomes.
+    The continuation is given floating-point outcomes, one-hot for a categorical choice, where its cost must be
+    differentiable in x.
 
     Args:
-      samples: how many independent samples of each lane's choice the continuation is evaluated at, at least 2. At each
-        the gradient with respect to x is computed too, which takes about as long again.
-      coefficient: the coefficient of the linear control variate, a in this module: a number, or for Bernoulli and
-        categorical choices a JAX scalar. Where it is an argument of the objective, its gradient is the gradient of the
-        estimate's variance: descend it by an optimizer, beside the gradient of the parameters.
+      samples: how many samples the continuation, and its gradient in x, are evaluated at, at least 2.
+      coefficient: the coefficient of the linear control variate: a number, or for Bernoulli and categorical choices a
+        JAX scalar. As an argument of the objective it gets the gradient of the estimate's variance, to be descended.
 
     Raises:
       ValueError: for fewer than 2 samples.
-      TypeError: at trace time, for a distribution without a mean; for a coefficient that is a JAX scalar and a
-        distribution that is neither Bernoulli nor categorical.
+      TypeError: at trace time, for a distribution without a mean, or for which the coefficient cannot be trained.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
@@ -63,21 +60,18 @@ def double_control_variates(samples: int = 2, coefficient: Any = 1.0) -> ChoiceE
       >>> float(jax.grad(ap.expectation(program, lanes=1), argnums=1)(jax.random.key(0), 0.0))
       1.0
     """
-    samples = whole("the samples of double_control_variates", samples, 2)
+    name = "double_control_variates"
+    samples = whole(f"the samples of {name}", samples, 2)
 
     def estimate(distribution, key, costs):
         drawn = jax.vmap(lambda key: distributions.sample(distribution, key))(jax.random.split(key, samples))
-        zero = distributions.score("double_control_variates", distribution, drawn)
-        xs, mean = relaxable(distribution, drawn), relaxed_mean("double_control_variates", distribution)
+        zero = distributions.score(name, distribution, drawn)
+        xs, mean = relaxable(distribution, drawn), relaxed_mean(name, distribution)
         cost, pullback = jax.vjp(costs, xs)
         (slope,) = lax.stop_gradient(pullback(jnp.ones_like(cost)))
-        zero = zero.reshape(*cost.shape, -1).sum(-1).astype(cost.dtype)
-
+        zero = per_lane(zero, 2).astype(cost.dtype)
         a = jnp.asarray(coefficient, cost.dtype)
-
-        def inner(p, q):
-            return (p * q).reshape(*cost.shape, -1).sum(-1).astype(cost.dtype)
-
+        inner = lambda p, q: per_lane(p * q, 2).astype(cost.dtype)
         others = lambda each: (jnp.sum(each, axis=0) - each) / (samples - 1)
         away = xs - lax.stop_gradient(mean)
         v = others(slope)
@@ -89,27 +83,15 @@ def double_control_variates(samples: int = 2, coefficient: Any = 1.0) -> ChoiceE
 
         estimate = surrogate(cost, zero, mean, lax.stop_gradient(a))
         if isinstance(coefficient, jax.Array):
-            made = choices("double_control_variates with a coefficient that is trained", distribution)
+            made = choices(f"{name} with a coefficient that is trained", distribution)
 
             def of_logits(phi):
-                density = made._replace(logits=phi).log_prob(drawn).reshape(*cost.shape, -1).sum(-1)
-                squash = jax.nn.softmax if made.categorical else jax.nn.sigmoid
-                return surrogate(
-                    lax.stop_gradient(cost),
-                    zero_with_gradient(density).astype(cost.dtype),
-                    squash(phi).astype(mean.dtype),
-                    a,
-                )
+                zero = zero_with_gradient(per_lane(made._replace(logits=phi).log_prob(drawn), 2)).astype(cost.dtype)
+                return surrogate(lax.stop_gradient(cost), zero, made.squash(phi).astype(mean.dtype), a)
 
             estimate = estimate + zero_with_gradient(second_moment(of_logits, made.logits)).astype(cost.dtype)
         return drawn[0], estimate
 
-    return ChoiceEstimator(
-        "double_control_variates",
-        estimate,
-        lambda distribution: samples,
-        bias="none",
-        assumptions="The continuation's cost is differentiable at the outcomes, and no outcome is impossible.",
-        relaxed=True,
-        every_order=True,
-    )
+    assumptions = "The continuation's cost is differentiable at the outcomes, and no outcome is impossible."
+    claims = {"assumptions": assumptions, "relaxed": True, "every_order": True}
+    return ChoiceEstimator(name, estimate, lambda distribution: samples, "none", **claims)

@@ -2,23 +2,24 @@
 
     E[c(x)] = sum over x of p(x; theta) c(x)
 
-The sum is differentiated as it stands, so that there is no variance from the choice, and derivatives of any order are
-exact. It costs one evaluation of the continuation an outcome. Several choices of one lane that the continuation takes
-together are enumerated jointly, which is exponential in their number.
+is differentiated as it stands: exact to any order, for one evaluation of the continuation an outcome. The choices of
+one lane are enumerated jointly, which is exponential in their number.
 """
+
+import functools
 
 import jax.numpy as jnp
 
 from apgrad.expectations import _distributions as distributions
-from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
+from apgrad.expectations.estimators._choice_estimator import ALL_POSSIBLE, ChoiceEstimator
 from apgrad.expectations.estimators._discrete import enumerated, number_of_outcomes
 
 
 def enumeration() -> ChoiceEstimator:
     """The exact sum over all outcomes, for any distribution with `enumerate_support`; `ap.choose` takes it.
 
-    Where a parameter makes an outcome impossible (`Bernoulli(probs=0.0)`), the derivative with respect to that
-    probability comes out as 0, because NumPyro clips probabilities. Keep them inside the open interval, say by logits.
+    Where a parameter makes an outcome impossible (`Bernoulli(probs=0.0)`), the derivative with respect to it comes out
+    as 0, because NumPyro clips probabilities: take logits.
 
     Raises:
       TypeError: at trace time, for a distribution whose outcomes cannot be enumerated.
@@ -29,11 +30,8 @@ def enumeration() -> ChoiceEstimator:
       >>> def program(tape, p):
       ...     d = dist.Binomial(3, probs=jnp.broadcast_to(p, (tape.lanes,)))
       ...     return ap.choose(tape, d, lambda x: (x**2, None), ap.enumeration())[0]
-      >>> gradient = jax.grad(ap.expectation(program, lanes=1), argnums=1)(jax.random.key(0), 0.5)
-      >>> float(gradient).__round__(4)  # 3 + 12 p
+      >>> float(ap.grad(program, lanes=1)(jax.random.key(0), 0.5)).__round__(4)  # 3 + 12 p
       9.0
-      >>> ap.enumeration().evaluations(dist.Binomial(3, probs=0.5 * jnp.ones(10)))
-      4
     """
 
     def estimate(distribution, key, costs):
@@ -42,11 +40,5 @@ def enumeration() -> ChoiceEstimator:
         cost = costs(outcomes.astype(x.dtype))
         return x, jnp.sum(jnp.exp(density).astype(cost.dtype) * cost, axis=0)
 
-    return ChoiceEstimator(
-        "enumeration",
-        estimate,
-        lambda distribution: number_of_outcomes("enumeration", distribution),
-        bias="none",
-        assumptions="No outcome is impossible.",
-        every_order=True,
-    )
+    evaluations = functools.partial(number_of_outcomes, "enumeration")
+    return ChoiceEstimator("enumeration", estimate, evaluations, "none", ALL_POSSIBLE, every_order=True)

@@ -1,7 +1,5 @@
 """Estimators and mixers: what a random choice does with the messages that come back to it.
 
-    mine = ap.Estimator("mine", pathwise=lambda distribution, key: ..., score=lambda distribution, x: ...)
-
 Two messages come back: the cotangent of the sample x, and the cost-to-go, which comes as the cotangent of a zero with
 the derivative of the log-density. An *estimator* pulls one or both of them back to the distribution's parameters by
 ordinary differentiation. A *mixer* has several estimators share a sample, and weighs what they answer.
@@ -31,9 +29,6 @@ and under `ap.adaptive`, and biased otherwise. `"yes"`: it is biased.
 class Estimator(NamedTuple):
     """How one random choice is differentiated.
 
-    Messages are cotangents of the objective, a mean over lanes: the cost's derivative, and the cost-to-go, over the
-    number of lanes.
-
     Attributes:
       name: the estimator's name in errors.
       pathwise: `(distribution, key) -> x`, a sample that carries the derivative which the message to x is to
@@ -42,13 +37,12 @@ class Estimator(NamedTuple):
         cost-to-go is to multiply: only the derivative counts, and where the value is NaN or infinite the objective is
         NaN. None: the choice is not charged with costs.
       baseline: what is taken off the cost-to-go of an estimator with a score: None, `"leave_one_out"` (the mean of the
-        other lanes' costs), `"standardized"` (biased), or a function. With `ap.stochastic` the function is
-        `(*arguments of one lane) -> scalar`, with `ap.sample` `(distribution) -> (lanes,)`. It must not know what the
-        choice decides. `ap.learned_baseline(function)` trains such a function.
+        other lanes' costs), `"standardized"` (biased), `ap.learned_baseline(function)`, or a function that does not
+        know what the choice decides: with `ap.stochastic` `(*arguments of one lane) -> scalar`, with `ap.sample`
+        `(distribution) -> (lanes,)`.
       bias: `"none"`, `"unless cross-fitted"` or `"yes"`; None where nothing is claimed.
       assumptions: what the claim about the bias assumes, or what the bias is, in words.
-      every_order: the claim holds for derivatives of the derivative too, to any order. Where this is not claimed,
-        differentiating twice is a `TypeError`.
+      every_order: the claim holds for derivatives of any order; else differentiating twice is a `TypeError`.
 
     Example:
       The straight-through estimator (Bengio et al., 2013; biased): the sample's derivative is the mean's.

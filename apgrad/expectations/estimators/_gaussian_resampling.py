@@ -1,8 +1,7 @@
 """Gaussian resampling: moment matching along a rollout.
 
-After a choice, the lanes' states are replaced by samples of the Gaussian with their mean and covariance,
-through which gradients flow (the moment matching of PILCO, Deisenroth & Rasmussen, 2011, by samples; Parmas,
-2018; Proppo's GR):
+The lanes' states are replaced by samples of the Gaussian with their mean and covariance, through which gradients flow
+(PILCO's moment matching, Deisenroth & Rasmussen, 2011, by samples; Parmas, 2018; Proppo's GR):
 
     x' = mu + chol(Sigma) z,    z ~ N(0, I).
 
@@ -23,8 +22,7 @@ from apgrad.expectations.estimators._gaussian_shaping import cholesky, moments, 
 def gaussian_resampling(tape: Tape, x: jax.Array) -> tuple[Tape, jax.Array]:
     """Replaces the lanes' states by samples of a Gaussian with their moments.
 
-    It lets lanes act on each other, so a program with it can use reparameterization only: likelihood-ratio
-    credit, which goes to a lane's own choices, is refused at trace time.
+    It lets lanes act on each other, so likelihood-ratio credit, which goes to a lane's own choices, is refused.
 
     Args:
       tape: the current tape.

@@ -1,7 +1,5 @@
 """Gaussian shaping: likelihood ratio with the cost replaced by what a Gaussian fit explains of the cost.
 
-    tape = tape.cost(cost_function, x, shaping=ap.gaussian_shaping())
-
 Many choices blur a state into something near a Gaussian. Gaussian shaping (Parmas, 2018; Proppo, appendix C.3)
 fits one to the lanes' states x before the cost, mu and Sigma, and asks how the expected cost under the fit,
 C(mu, Sigma), depends on its moments. To first order a lane moves that expected cost by, with d = x - mu,
@@ -12,13 +10,13 @@ and it is g, not the raw cost, that the choices before it are charged with. g ha
 fit is good, and is wrong where it is not: **the estimator is biased**, by as much as the state's distribution is not
 Gaussian. C_mu and C_Sigma are taken by backpropagation through samples of the fit.
 
-*The lane itself is in no moment.* A lane i with a score is charged with the fit to the other L - 1 lanes: with moments
-that it is part of, the gradient would be (L - 1) / L of what it should be. With m = x - mu the difference from the mean
-of all lanes, d = L m / (L - 1). The derivative of C_mu with respect to mu is 2 C_Sigma for every cost (the heat
-equation), so that the others' C_mu is C_mu - 2 C_Sigma m / (L - 1). What <C_Sigma, d d^T> is on average is known from
-the others' covariance, and taken off. For a quadratic cost this is exact, and the gradient unbiased for Gaussian states
-with any number of lanes; other costs leave a bias of order 1 / L. The pathwise derivative (`pathwise="shaped"`) is that
-of g at fixed moments of the others, C_mu + 2 C_Sigma m.
+*The lane itself is in no moment.* A lane i with a score is charged with the fit to the other L - 1 lanes: with its own
+moments the gradient would be (L - 1) / L of what it should be. With m = x - mu the difference from the mean of all
+lanes, d = L m / (L - 1). The derivative of C_mu with respect to mu is 2 C_Sigma for every cost (the heat equation), so
+that the others' C_mu is C_mu - 2 C_Sigma m / (L - 1). What <C_Sigma, d d^T> is on average is known from the others'
+covariance, and taken off. For a quadratic cost this is exact, and the gradient unbiased for Gaussian states with any
+number of lanes; other costs leave a bias of order 1 / L. The pathwise derivative (`pathwise="shaped"`) is that of g at
+fixed moments of the others, C_mu + 2 C_Sigma m.
 """
 
 from collections.abc import Callable
@@ -41,9 +39,9 @@ _REASON = (
 def gaussian_shaping(pathwise: Literal["shaped", "raw"] = "shaped") -> Callable[..., tuple[jax.Array, jax.Array]]:
     """Shaping for `tape.cost(cost_function, x, shaping=gaussian_shaping())`.
 
-    The objective's value stays the mean of the raw costs. The derivative with respect to arrays that the
-    cost function closes over stays the raw one. The gradient is unbiased where states are Gaussian and the cost is
-    quadratic in them. Other costs leave a bias of order 1 / lanes, and states that are not Gaussian one that stays.
+    The objective's value, and the derivative with respect to what the cost function closes over, stay those of the raw
+    costs. The gradient is unbiased for Gaussian states and costs that are quadratic in them; other costs leave a bias
+    of order 1 / lanes, other states one that stays.
 
     Args:
       pathwise: what the cost sends to x: the derivative of the shaped cost (`"shaped"`) or of the raw cost (`"raw"`).
@@ -106,8 +104,7 @@ def moments(what: str, x: jax.Array) -> tuple[jax.Array, jax.Array]:
 def cholesky(covariance: jax.Array) -> jax.Array:
     """The lower Cholesky factor, with a millionth added to each variance; zero for a component without any.
 
-    The factor of the correlations is taken and then scaled, so that components may have any units. The addition keeps
-    the covariance of fewer lanes than dimensions positive definite.
+    It is taken of the correlations and then scaled, so that components may have any units.
     """
     size = len(covariance)
     variance = jnp.diag(covariance)

@@ -6,9 +6,9 @@ log-probabilities phi is the argmax of phi + g with Gumbel noise g. At a tempera
 
     softmax((phi + g) / T),     for a Bernoulli choice sigmoid((phi + logit(u)) / T).
 
-*Bias.* The program goes on with the relaxed sample, so that the objective is another one, with right derivatives of any
-order; it tends to the true one as T goes to 0, where the variance grows without bound. With `hard=True`
-(straight-through Gumbel-softmax) the program goes on with the choice, and only the derivative is the relaxed sample's.
+The program goes on with the relaxed sample, so that the objective is another one, with right derivatives of any order;
+it tends to the true one as T goes to 0, where the variance grows without bound. With `hard=True` (straight-through
+Gumbel-softmax) the program goes on with the choice, and only the derivative is the relaxed sample's.
 """
 
 from typing import Any
@@ -19,7 +19,8 @@ from jax import lax
 
 from apgrad._ground.arguments import number
 from apgrad._ground.primitives import zero_with_gradient
-from apgrad.expectations.estimators._discrete import choices, float_dtype, within_floats
+from apgrad.expectations._distributions import float_dtype
+from apgrad.expectations.estimators._discrete import choices, within_floats
 from apgrad.expectations.estimators._estimator import Estimator
 
 
@@ -50,21 +51,13 @@ def gumbel_softmax(temperature: Any = 0.5, *, hard: bool = False) -> Estimator:
     def pathwise(distribution, key):
         made = choices("gumbel_softmax", distribution)
         logits = within_floats(made.logits)
-        t = jnp.asarray(temperature, logits.dtype)
-        if made.categorical:
-            z = logits + jax.random.gumbel(key, logits.shape, logits.dtype)
-            smooth = jax.nn.softmax(z / t)
-            x = jax.nn.one_hot(jnp.argmax(z, axis=-1), z.shape[-1], dtype=z.dtype)
-        else:
-            z = logits + jax.random.logistic(key, logits.shape, logits.dtype)
-            smooth = jax.nn.sigmoid(z / t)
-            x = (z > 0).astype(z.dtype)
-        return (lax.stop_gradient(x) + zero_with_gradient(smooth) if hard else smooth).astype(float_dtype(distribution))
+        draw = jax.random.gumbel if made.categorical else jax.random.logistic
+        z = logits + draw(key, logits.shape, logits.dtype)
+        x = made.squash(z / jnp.asarray(temperature, z.dtype))
+        if hard:
+            hot = jax.nn.one_hot(jnp.argmax(z, axis=-1), z.shape[-1]) if made.categorical else z > 0
+            x = lax.stop_gradient(hot.astype(z.dtype)) + zero_with_gradient(x)
+        return x.astype(float_dtype(distribution, float))
 
-    return Estimator(
-        "gumbel_softmax",
-        pathwise,
-        bias="yes",
-        assumptions="The derivative is that of relaxed choices, which tend to choices as the temperature goes to 0.",
-        every_order=not hard,
-    )
+    assumptions = "The derivative is that of relaxed choices, which tend to choices as the temperature goes to 0."
+    return Estimator("gumbel_softmax", pathwise, bias="yes", assumptions=assumptions, every_order=not hard)

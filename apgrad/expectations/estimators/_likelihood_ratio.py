@@ -19,8 +19,8 @@ def likelihood_ratio(baseline: Baseline = "leave_one_out") -> Estimator:
 
     Args:
       baseline: `"leave_one_out"`, None, a function of the node's inputs (as for `Estimator`), or
-        `learned_baseline(function)`. Without a baseline the variance is often tens of times higher. `"standardized"` is
-        GRPO's group baseline: the cost less the mean over all lanes, over their standard deviation. It is biased.
+        `learned_baseline(function)`. Without a baseline the variance is often tens of times higher. `"standardized"`,
+        GRPO's, is biased: the cost less the mean over all lanes, over their standard deviation.
 
     Raises:
       ValueError: at trace time, for a single lane with the leave-one-out baseline.
@@ -29,7 +29,7 @@ def likelihood_ratio(baseline: Baseline = "leave_one_out") -> Estimator:
       FloatingPointError: when it runs, for a sample that is rounded to where its density is 0 or infinite.
 
     Where a parameter makes an outcome impossible (`Bernoulli(probs=0.0)`), no sample shows what the outcome would cost,
-    and the derivative with respect to that probability comes out as 0. Keep probabilities inside, say by logits.
+    and the derivative with respect to it comes out as 0: take logits.
 
     Example:
       >>> import jax, apgrad as ap, numpyro.distributions as dist

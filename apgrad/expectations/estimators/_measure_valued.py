@@ -39,6 +39,7 @@ from jax import lax
 
 from apgrad._ground.primitives import refuse_derivative, zero_with_gradient
 from apgrad.expectations import _distributions as distributions
+from apgrad.expectations._distributions import standard_promotion
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator, per_lane
 from apgrad.expectations.estimators._discrete import base, number_of_choices, sample_shape
 
@@ -74,15 +75,11 @@ def measure_valued() -> ChoiceEstimator:
         number = number_of_choices(distribution)
         place = np.eye(number, dtype=bool).reshape(number, 1, *shape[1:])
         pairs = _pairs(one, jnp.shape(x), x, noise)
-        stacked = [x[None]]
-        for _, _, plus, minus in pairs:
-            stacked += [jnp.where(place, plus, x), jnp.where(place, minus, x)]
-        cost = costs(jnp.concatenate(stacked))
-        estimate, at = cost[0], 1
-        for parameter, rate, _, _ in pairs:
-            difference = cost[at : at + number] - cost[at + number : at + 2 * number]
-            at += 2 * number
-            difference = lax.stop_gradient(jnp.moveaxis(difference, 0, 1).reshape(shape))
+        alternatives = [jnp.where(place, side, x) for _, _, *sides in pairs for side in sides]
+        cost = costs(jnp.concatenate([x[None], *alternatives]))
+        estimate, sides = cost[0], cost[1:].reshape(len(pairs), 2, number, -1)
+        for (parameter, rate, _, _), (plus, minus) in zip(pairs, sides, strict=True):
+            difference = lax.stop_gradient(jnp.moveaxis(plus - minus, 0, 1).reshape(shape))
             zero = zero_with_gradient(jnp.broadcast_to(parameter, shape)).astype(cost.dtype)
             rate = lax.stop_gradient(jnp.broadcast_to(rate, shape)).astype(cost.dtype)
             estimate = estimate + per_lane(rate * difference * zero)
@@ -91,20 +88,15 @@ def measure_valued() -> ChoiceEstimator:
     def evaluations(distribution):
         return 1 + 2 * number_of_choices(distribution) * (2 if isinstance(base(distribution), dist.Normal) else 1)
 
-    return ChoiceEstimator(
-        "measure_valued",
-        estimate,
-        evaluations,
-        bias="none",
-        assumptions="Expected costs exist at the alternatives; a gamma distribution's shape is not differentiated.",
-    )
+    assumptions = "Expected costs exist at the alternatives; a gamma distribution's shape is not differentiated."
+    return ChoiceEstimator("measure_valued", estimate, evaluations, "none", assumptions)
 
 
 def _pairs(one: Any, shape: tuple[int, ...], x: Any, key: Any) -> list[tuple[Any, Any, Any, Any]]:
     """For each parameter: the parameter, r, x+ and x-."""
     for kind, pairs in _PAIRS.items():
         if isinstance(one, kind):
-            with distributions._standard_promotion():
+            with standard_promotion():
                 return [(p, r, a.astype(x.dtype), b.astype(x.dtype)) for p, r, a, b in pairs(one, shape, x, key)]
     raise TypeError(
         f"measure_valued takes normal, Bernoulli, Poisson and gamma choices, got {type(one).__name__}. Use "
@@ -126,14 +118,6 @@ def _normal(one, shape, x, key):
     ]
 
 
-def _bernoulli(one, shape, x, key):
-    return [(one.probs, 1.0, jnp.ones(shape), jnp.zeros(shape))]
-
-
-def _poisson(one, shape, x, key):
-    return [(one.rate, 1.0, x + 1, x)]
-
-
 def _gamma(one, shape, x, key):
     concentration = refuse_derivative(one.concentration, _SHAPE)
     rate = lax.stop_gradient(one.rate)
@@ -144,8 +128,9 @@ def _gamma(one, shape, x, key):
 
 _PAIRS: dict[Any, Callable[..., list[tuple[Any, Any, Any, Any]]]] = {
     dist.Normal: _normal,
-    dist.BernoulliLogits: _bernoulli,
-    dist.BernoulliProbs: _bernoulli,
-    dist.Poisson: _poisson,
+    dist.BernoulliLogits | dist.BernoulliProbs: lambda one, shape, *_: [
+        (one.probs, 1.0, jnp.ones(shape), jnp.zeros(shape))
+    ],
+    dist.Poisson: lambda one, shape, x, key: [(one.rate, 1.0, x + 1, x)],
     dist.Gamma: _gamma,
 }

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from apgrad._ground.arguments import whole
-from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
+from apgrad.expectations.estimators._choice_estimator import ALL_POSSIBLE, ChoiceEstimator
 from apgrad.expectations.estimators._discrete import enumerated, number_of_outcomes
 from apgrad.expectations.estimators._enumeration import enumeration
 
@@ -76,11 +76,4 @@ def rao_blackwellized(top: int) -> ChoiceEstimator:
     def evaluations(distribution):
         return min(top + 1, number_of_outcomes("rao_blackwellized", distribution))
 
-    return ChoiceEstimator(
-        "rao_blackwellized",
-        estimate,
-        evaluations,
-        bias="none",
-        assumptions="No outcome is impossible.",
-        every_order=True,
-    )
+    return ChoiceEstimator("rao_blackwellized", estimate, evaluations, "none", ALL_POSSIBLE, every_order=True)

@@ -5,35 +5,32 @@ variable models", NeurIPS 2017. The control variate of `_control_variate.py` wit
 
     k(z) = eta c(sigmoid(z / temperature))     or     eta c(softmax(z / temperature)),
 
-the cost where the choices are relaxed to numbers between 0 and 1 (Maddison et al., 2017; Jang et al., 2017). A low
-temperature brings the relaxation near to the choice and makes its derivative wild, so there is a best one, and a best
-eta; both may be trained on the variance. What the continuation depends on besides x gets its derivative from c(x)
-alone.
+the cost of relaxed choices (Maddison et al., 2017; Jang et al., 2017). A low temperature brings the relaxation near to
+the choice and makes its derivative wild, so there is a best one, and a best eta; both may be trained on the variance.
+What the continuation depends on besides x gets its derivative from c(x) alone.
 """
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from apgrad._ground.arguments import number
+from apgrad.expectations._distributions import float_dtype
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator, fixed
 from apgrad.expectations.estimators._control_variate import with_control_variate
-from apgrad.expectations.estimators._discrete import choices, float_dtype, relaxable
+from apgrad.expectations.estimators._discrete import choices, relaxable
 
 
 def rebar(temperature: Any = 0.5, eta: Any = 1.0) -> ChoiceEstimator:
     """REBAR, for Bernoulli and categorical choices; `ap.choose` takes it.
 
-    The continuation is given floating-point outcomes, a one-hot vector for a categorical choice, and is evaluated
-    between them too, so its cost must be differentiable in x there. Where it makes integers of x the control variate
-    adds variance; of a cast to integers `ap.choose` warns.
+    The continuation is given floating-point outcomes, one-hot for a categorical choice, and is evaluated between them
+    too, so its cost must be differentiable in x there; `ap.choose` warns of a cast to integers.
 
     Args:
       temperature: the temperature of the relaxation, a positive scalar.
-      eta: the coefficient of the control variate, a scalar. Where `temperature` and `eta` are arguments of the
-        objective, their gradient is the gradient of the estimate's variance: descend it by an optimizer, beside the
-        gradient of the parameters. Train the logarithm of the temperature, so that it stays positive.
+      eta: the coefficient of the control variate, a scalar. As arguments of the objective, `eta` and `temperature` (by
+        its logarithm, so that it stays positive) get the gradient of the estimate's variance, to be descended.
 
     Raises:
       ValueError: for a temperature that is not positive.
@@ -53,25 +50,15 @@ def rebar(temperature: Any = 0.5, eta: Any = 1.0) -> ChoiceEstimator:
 
     def estimate(distribution, key, costs):
         made = choices("rebar", distribution)
-        squash = jax.nn.softmax if made.categorical else jax.nn.sigmoid
         continued = fixed(lambda x: costs(x[None])[0])
 
         def control(parameters, z):
             hot, scale = parameters
-            cost = continued(squash(z / jnp.asarray(hot, z.dtype)).astype(float_dtype(distribution)))
+            cost = continued(made.squash(z / jnp.asarray(hot, z.dtype)).astype(float_dtype(distribution, float)))
             return jnp.asarray(scale, cost.dtype) * cost
 
-        def at_outcomes(x):
-            return costs(relaxable(distribution, x)[None])[0]
-
+        at_outcomes = lambda x: costs(relaxable(distribution, x)[None])[0]
         return with_control_variate(made, key, at_outcomes, control, (temperature, eta))
 
-    return ChoiceEstimator(
-        "rebar",
-        estimate,
-        lambda distribution: 2,
-        bias="none",
-        assumptions="The continuation's cost is differentiable in relaxed outcomes.",
-        relaxed=True,
-        every_order=True,
-    )
+    assumptions = "The continuation's cost is differentiable in relaxed outcomes."
+    return ChoiceEstimator("rebar", estimate, lambda _: 2, "none", assumptions, relaxed=True, every_order=True)

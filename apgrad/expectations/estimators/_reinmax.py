@@ -18,7 +18,6 @@ A Bernoulli choice is one of two categories, of which the second is what the sam
 
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -35,8 +34,8 @@ def reinmax(temperature: Any = 1.0) -> Estimator:
     The sample is in floating point; for a categorical choice it is a one-hot vector, (lanes, ..., categories).
 
     Args:
-      temperature: a positive scalar. At 1 the derivative is exact for costs that are quadratic in one choice's sample;
-        the paper finds higher ones better in training.
+      temperature: a positive scalar. 1 is exact for costs that are quadratic in one choice's sample; the paper finds
+        higher ones better in training.
 
     Raises:
       ValueError: for a temperature that is not positive.
@@ -58,10 +57,9 @@ def reinmax(temperature: Any = 1.0) -> Estimator:
         logits = made.logits
         sample = relaxable(distribution, distributions.sample(distribution, key))
         x = sample.astype(logits.dtype)
-        squash = jax.nn.softmax if made.categorical else jax.nn.sigmoid
-        q = lax.stop_gradient((x + squash(logits / jnp.asarray(temperature, logits.dtype))) / 2)
+        q = lax.stop_gradient((x + made.squash(logits / jnp.asarray(temperature, logits.dtype))) / 2)
         start = jnp.log(q) if made.categorical else jnp.log(q) - jnp.log1p(-q)
-        smooth = 2 * squash(start + zero_with_gradient(logits)) - squash(logits) / 2
+        smooth = 2 * made.squash(start + zero_with_gradient(logits)) - made.squash(logits) / 2
         return sample + zero_with_gradient(smooth).astype(sample.dtype)
 
     return Estimator(

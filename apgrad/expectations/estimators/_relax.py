@@ -5,10 +5,9 @@ gradient estimation", ICLR 2018. The control variate of `_control_variate.py` wi
 as a small network, whose parameters learn to make the variance small. The continuation is evaluated once, at the
 choice, and may be a black box.
 
-Where the cost depends on more than the choice, such as the image of a variational autoencoder, k must see that too, or
-it can learn no more than the average over images: `relax(control, x)` gives k the x of its lane. Nothing is biased,
-since k may be any function that does not depend on the choice's noise. For an autoencoder Grathwohl et al. take the
-cost at the relaxation, which is REBAR's control variate, plus a network of x and z (section 5.2).
+Where the cost depends on more than the choice, such as the image of a variational autoencoder, k must see that too:
+`relax(control, x)` gives k the x of its lane. Nothing is biased, since k may be any function that does not depend on
+the choice's noise. (For an autoencoder Grathwohl et al. take REBAR's control variate plus a network of x and z.)
 """
 
 from collections.abc import Callable
@@ -34,14 +33,14 @@ _CLOSURE = (
 def relax(control: Callable[..., Any], *given: Any) -> ChoiceEstimator:
     """RELAX, for Bernoulli and categorical choices; `ap.choose` takes it.
 
-    With a control that is not trained the variance can be hundreds of times that of `rloo(4)`: one evaluation has no
-    other baseline. Give the control as an argument of the objective, and train it, or take `rloo` or `disarm`.
+    With a control that is not trained the variance can be hundreds of times that of `rloo(4)`: there is no other
+    baseline. Give the control as an argument of the objective, and train it, or take `rloo` or `disarm`.
 
     Args:
       control: `(z, *given) -> scalar`, differentiable; z is one lane's relaxation, of the shape of its logits. A
         Bernoulli choice is 1 where z > 0, and a categorical choice is the argmax over the last axis. Of logits in half
-        precision z is float32. A callable pytree such as an NNX module that is an argument of the objective gets the
-        gradient of the estimate's variance. Descend it by an optimizer, beside the gradient of the parameters.
+        precision z is float32. As an argument of the objective, a callable pytree such as an NNX module gets the
+        gradient of the estimate's variance, to be descended.
       *given: pytrees of arrays (lanes, ...); the control is given one lane's. They must not depend on the choice, and
         are held fixed: the control variate sends no gradient to them.
 
@@ -77,15 +76,8 @@ def relax(control: Callable[..., Any], *given: Any) -> ChoiceEstimator:
                 raise ValueError(f"relax: the control must return a scalar for one lane, got shape {value.shape[1:]}")
             return value
 
-        return with_control_variate(
-            choices("relax", distribution), key, lambda x: costs(x[None])[0], controlled, control
-        )
+        made, at_outcomes = choices("relax", distribution), lambda x: costs(x[None])[0]
+        return with_control_variate(made, key, at_outcomes, controlled, control)
 
-    return ChoiceEstimator(
-        "relax",
-        estimate,
-        lambda distribution: 1,
-        bias="none",
-        assumptions="The control and what it is given depend on the choice through z alone.",
-        every_order=True,
-    )
+    assumptions = "The control and what it is given depend on the choice through z alone."
+    return ChoiceEstimator("relax", estimate, lambda distribution: 1, "none", assumptions, every_order=True)

@@ -4,9 +4,8 @@ For x = T(theta, e) with noise e whose law does not depend on theta,
 
     d/dtheta E[f(x)] = E[f'(x) dT/dtheta]
 
-(Kingma & Welling, 2014; Rezende et al., 2014; Proppo, section 2.2 and its RPProp): backpropagation through T. It is
-right to any order that T can be differentiated to, for costs that are continuous, and smooth almost everywhere, in x.
-Its variance grows with the product of the Jacobians after the node, so it explodes in chaotic systems.
+(Kingma & Welling, 2014; Rezende et al., 2014; Proppo, section 2.2 and its RPProp): backpropagation through T, right to
+any order. Its variance grows with the product of the Jacobians after the node, so it explodes in chaotic systems.
 """
 
 import functools
@@ -16,10 +15,7 @@ from apgrad.expectations.estimators._estimator import Estimator
 
 
 def reparameterization() -> Estimator:
-    """The pathwise estimator.
-
-    For distributions with `rsample` (NumPyro's normal, gamma, Dirichlet, ...), and for other continuous
-    univariate ones with a `cdf` (mixtures), by implicit differentiation.
+    """The pathwise estimator, for distributions with `rsample` and continuous univariate ones with a `cdf` (mixtures).
 
     JAX differentiates its gamma sampler once: second derivatives of gamma, beta, Dirichlet and Student's t raise
     JAX's error (about a `while_loop`, or a missing differentiation rule).
@@ -28,8 +24,6 @@ def reparameterization() -> Estimator:
       TypeError: at trace time, for a distribution without a pathwise derivative, discrete ones above all.
 
     Example:
-      The gamma distribution has an implicit pathwise derivative only:
-
       >>> import jax, apgrad as ap, numpyro.distributions as dist
       >>> @ap.stochastic(ap.reparameterization())
       ... def wait(shape):

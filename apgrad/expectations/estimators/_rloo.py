@@ -19,7 +19,7 @@ from apgrad._ground.arguments import whole
 from apgrad.expectations import _distributions as distributions
 from apgrad.expectations._lanes import mean_of_others
 from apgrad.expectations._ports import dice
-from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
+from apgrad.expectations.estimators._choice_estimator import ALL_POSSIBLE, ChoiceEstimator, per_lane
 
 
 def rloo(samples: int = 2) -> ChoiceEstimator:
@@ -43,18 +43,10 @@ def rloo(samples: int = 2) -> ChoiceEstimator:
 
     def estimate(distribution, key, costs):
         xs = jax.vmap(lambda key: distributions.sample(distribution, key))(jax.random.split(key, samples))
-        zero = distributions.score("rloo", distribution, xs)
-        zero = zero + distributions.support_guard("rloo", distribution).astype(zero.dtype)
+        zero = distributions.guarded("rloo", distribution, distributions.score("rloo", distribution, xs))
         cost = costs(xs)
-        zero = zero.reshape(*cost.shape, -1).sum(-1).astype(cost.dtype)
+        zero = per_lane(zero, 2).astype(cost.dtype)
         others = lax.stop_gradient(mean_of_others(cost, 1))
         return xs[0], jnp.mean(dice(cost, zero, others), axis=0)
 
-    return ChoiceEstimator(
-        "rloo",
-        estimate,
-        lambda distribution: samples,
-        bias="none",
-        assumptions="No outcome is impossible.",
-        every_order=True,
-    )
+    return ChoiceEstimator("rloo", estimate, lambda _: samples, "none", ALL_POSSIBLE, every_order=True)

@@ -1,9 +1,8 @@
 """Straight-through: the sample's derivative is its mean's. Biased.
 
 Bengio, Leonard & Courville, "Estimating or propagating gradients through stochastic neurons for conditional
-computation", 2013. The estimate is E[c'(x)] dmu/dtheta. For a Bernoulli choice it takes the slope of the cost at one
-end, c'(0) or c'(1), in the place of the difference c(1) - c(0), which is right on average for costs that are linear in
-the sample, for no other. The estimate's expectation for one choice is
+computation", 2013. It takes the slope of the cost at the sample in the place of differences of costs, which is right
+for costs that are linear in the sample, for no other. Its expectation for one choice is
 
     sum over x of p(x) c'(x) . dmu/dtheta.
 """
@@ -39,9 +38,5 @@ def straight_through() -> Estimator:
         mean = relaxed_mean("straight_through", distribution)
         return relaxable(distribution, distributions.sample(distribution, key)) + zero_with_gradient(mean)
 
-    return Estimator(
-        "straight_through",
-        pathwise,
-        bias="yes",
-        assumptions="The expected slope of the cost stands in for its differences; right where the cost is linear.",
-    )
+    assumptions = "The expected slope of the cost stands in for its differences; right where the cost is linear."
+    return Estimator("straight_through", pathwise, bias="yes", assumptions=assumptions)

@@ -3,13 +3,13 @@
     objective = ap.expectation(program, lanes=1000, cross_fit=True)     # program's nodes have ap.total_propagation()
 
 At each node on the way back, total propagation (Parmas et al., 2018; Proppo, section 3.4) computes both estimators'
-per-lane gradients of a *target*, the parameters, weighs them, and sends on their mixture, so that the message to the
-node before is already the better one. Where a long computation is chaotic in one part and not in another, it beats both
-by far. `weights.py` has the ways to weigh and their derivation.
+per-lane gradients of a *target*, the parameters, weighs them (`weights.py`), and sends on their mixture, so that the
+message to the node before is already the better one. Where a long computation is chaotic in one part and not in
+another, it beats both by far.
 
-*Bias.* Weights that are independent of the samples leave the mixture unbiased. Weights from the same samples bias it:
-on the chaotic network of `experiments.chaos` at beta = 1.5, H = 50, by 3.5 % with 1,000 lanes; a linear system of four
-steps loses 23 % of its gradient with 10. `cross_fit=True` is unbiased, at about the same variance.
+Weights that are independent of the samples leave the mixture unbiased. Weights from the same samples bias it: on the
+chaotic network of `experiments.chaos` at beta = 1.5, H = 50, by 3.5 % with 1,000 lanes. `cross_fit=True` is unbiased,
+at about the same variance.
 """
 
 from apgrad.expectations import weights as weighing

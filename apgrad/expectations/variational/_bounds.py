@@ -33,13 +33,13 @@ def draw(what: str, key: jax.Array, proposal: Any, samples: int, *, pathwise: bo
 def scores(what: str, proposal: Any, z: jax.Array) -> jax.Array:
     """Zeros with the derivative of the log-density of each sample, (samples, *batch), while the samples stay fixed."""
     zeros = jax.vmap(lambda z: distributions.score(what, proposal, z))(z)
-    return zeros + distributions.support_guard(what, proposal).astype(zeros.dtype)
+    return distributions.guarded(what, proposal, zeros)
 
 
 def log_weights(what: str, proposal: Any, log_joint: LogJoint, z: jax.Array) -> jax.Array:
     """The log-weight log p(x, z) - log q(z | x) of each sample, (samples, *batch)."""
     joint = log_joint(z)
-    with jax.numpy_dtype_promotion("standard"):
+    with distributions.standard_promotion():
         density = jax.vmap(lambda z: distributions.log_prob(proposal, z))(z)
     if joint.shape != density.shape:
         raise ValueError(
@@ -47,7 +47,7 @@ def log_weights(what: str, proposal: Any, log_joint: LogJoint, z: jax.Array) -> 
             f"the proposal has shape {density.shape}. They must be the same, (samples, *batch): sum log_joint over "
             "what is one event, and declare the proposal's event by .to_event."
         )
-    with jax.numpy_dtype_promotion("standard"):
+    with distributions.standard_promotion():
         return joint - density
 
 

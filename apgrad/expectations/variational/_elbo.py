@@ -7,9 +7,8 @@ The loss is E[sum of log q of the guide's sites - sum of log p of the model's si
 the plates that the site is in. A choice with a score pays for the costs that depend on it, as in NumPyro's
 `TraceGraph_ELBO` (Schulman et al., 2015): the dependence is read from the program. Within a plate that a choice and a
 cost are both in, a member's choice pays for the member's cost alone if the program shows that no other member's cost
-depends on it; otherwise for the costs of all members, as where members are summed, or where a plate is left and entered
-again. With l the zeros that have the derivatives of the log-densities of the choices that a cost c depends on, the loss
-is the mean over lanes of the sum of
+depends on it; otherwise for the costs of all members. With l the zeros that have the derivatives of the log-densities
+of the choices that a cost c depends on, the loss is the mean over lanes of the sum of
 
     c exp(sum of l) - b (exp(sum of l) - 1) ,
 
@@ -21,8 +20,8 @@ with a score q(z; phi) / q(z) - 1 is taken off the loss, whose derivatives of an
 whose first one is the score; see `_sticking_the_landing.py`. That is so of a density whose support stays where it is. A
 `Delta` is none: its `log_density`, in which NumPyro's automatic guides keep a Jacobian, keeps its derivative.
 
-Plates that subsample draw one minibatch for all lanes, not one for each, so that the baseline of a lane's cost is the
-mean of the same data's costs in other lanes. (NumPyro's loop over keys there is refused by `jax.debug_key_reuse`.)
+Plates that subsample draw one minibatch for all lanes, so that the baseline of a lane's cost is the mean of the same
+data's costs in other lanes. (NumPyro's loop over keys there is refused by `jax.debug_key_reuse`.)
 """
 
 import functools
@@ -37,6 +36,7 @@ from jax import lax
 from numpyro.primitives import Messenger
 
 from apgrad._ground.arguments import whole
+from apgrad._ground.messages import Static
 from apgrad._ground.primitives import zero_with_gradient
 from apgrad._programs.control import nested
 from apgrad._programs.flow import flow
@@ -46,7 +46,7 @@ from apgrad.expectations._lanes import mean_of_others
 from apgrad.expectations._ports import dice
 from apgrad.expectations._programs.leading_axes import moved_axis
 from apgrad.expectations.estimators import _baselines as baselines
-from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator
+from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator, per_lane
 from apgrad.expectations.estimators._discrete import base
 from apgrad.expectations.estimators._estimator import Estimator, Mixer, surrogate
 from apgrad.expectations.estimators._likelihood_ratio import likelihood_ratio
@@ -129,40 +129,18 @@ class _ELBO(numpyro.infer.ELBO):
         def run(key, given=None):
             return _run(self, key, shared_key, param_map, model, guide, args, kwargs, given)
 
-        record: dict[str, Any] = {}
-
-        def first(key):
-            sites, costs, _ = run(key)
-            record["sites"] = {
-                name: site._replace(value=None, zero=None, baseline=None) for name, site in sites.items()
-            }
-            record["costs"] = {name: cost.plates for name, cost in costs.items()}
-            values = {name: site.value for name, site in sites.items() if site.zero is not None}
-            return values, {name: cost.value for name, cost in costs.items()}
-
-        values, _ = jax.eval_shape(first, lane_key)
-        self._check(record["sites"])
+        sites, *_ = jax.eval_shape(run, lane_key)
+        self._check(sites)
+        values = {name: site.value for name, site in sites.items() if site.zero is not None}
         causes = _causes(lambda values: run(lane_key, values), values)
-
-        def arrays(key):
-            sites, costs, free = run(key)
-            return (
-                {name: (site.zero, site.baseline) for name, site in sites.items() if site.zero is not None},
-                {name: cost.value for name, cost in costs.items()},
-                free,
-            )
-
-        zeros, costs, free = jax.vmap(arrays)(jax.random.split(lane_key, self.num_particles))
-        choices = {name: (record["sites"][name], *arrays) for name, arrays in zeros.items()}
-        total = sum(_own_baseline(*choice) for choice in choices.values())
+        sites, costs, free = jax.vmap(run)(jax.random.split(lane_key, self.num_particles))
+        total = sum(_own_baseline(sites[name]) for name in sorted(values))
         for name, cost in costs.items():
-            caused = [(*choices[cause], causes[name][cause]) for cause in sorted(causes[name])]
-            total += _charged(cost, record["costs"][name], caused)
+            total += _charged(cost, [(sites[cause], causes[name][cause]) for cause in sorted(causes[name])])
         return jnp.mean(total - free)
 
     def _check(self, sites: dict[str, Any]) -> None:
-        unknown = set(self.estimators) - set(sites)
-        if unknown:
+        if unknown := set(self.estimators) - set(sites):
             raise ValueError(
                 f"variational.elbo: the guide has no site {sorted(unknown)}; its sites are {sorted(sites)}"
             )
@@ -243,20 +221,24 @@ def _depends(eqn, facts):
 
 
 class _Site(NamedTuple):
-    """A site of the guide: its plates, its sample, and with a score the zeros of its log-density and a baseline."""
+    """A site of the guide: its sample, and with a score the zeros of its log-density and a baseline."""
 
-    estimator: Estimator
-    plates: frozenset[tuple[str, int, int]]
+    known: Static  # the estimator and the plates
     value: Any
     zero: Any
     baseline: Any
+
+    @property
+    def estimator(self) -> Estimator:
+        """The estimator of the site."""
+        return self.known.value[0]
 
 
 class _Cost(NamedTuple):
     """The cost of a site, with the plates that its axes belong to."""
 
     value: Any
-    plates: frozenset[tuple[str, int, int]]
+    plates: Static
 
 
 class _Draw(Messenger):
@@ -277,15 +259,14 @@ class _Draw(Messenger):
         estimator = self.elbo.choose(name, distribution, key)
         what = f"{name} ({estimator.name})"
         given = None if self.given is None else self.given.get(name)
-        drawn, density = surrogate(estimator, distribution, key, given)
-        zero = baseline = None
-        if density is not None:
-            guard = distributions.support_guard(what, distribution)
-            zero = density + guard.astype(density.dtype)
-            baseline = baselines.evaluate(estimator.baseline, None, (distribution,)).get("baseline")
+        drawn, zero = surrogate(estimator, distribution, key, given)
+        baseline = None
+        if zero is not None:
+            zero = distributions.guarded(what, distribution, zero)
+            baseline = baselines.evaluate(estimator.baseline, None, (distribution,))["baseline"]
             baseline = None if isinstance(baseline, str) else baseline
         msg["value"] = drawn if given is None else given
-        self.sites[name] = _Site(estimator, _plates(msg), msg["value"], zero, baseline)
+        self.sites[name] = _Site(Static((estimator, _plates(msg))), msg["value"], zero, baseline)
 
 
 class _OneMinibatch(Messenger):
@@ -307,7 +288,7 @@ def _run(elbo, key, shared_key, params, model, guide, args, kwargs, given):
     handlers = numpyro.handlers
     guide_key, model_key = jax.random.split(key)
     batched = _OneMinibatch(handlers.substitute(guide, data=params), shared_key)
-    with jax.numpy_dtype_promotion("standard"):
+    with distributions.standard_promotion():
         draw = _Draw(handlers.seed(batched, guide_key), elbo, given)
         guide_trace = handlers.trace(draw).get_trace(*args, **kwargs)
         replayed = handlers.replay(handlers.substitute(model, data=params), guide_trace)
@@ -315,15 +296,14 @@ def _run(elbo, key, shared_key, params, model, guide, args, kwargs, given):
             *args, **kwargs
         )
         costs, free = {}, jnp.zeros(())
-        for sign, prefix, sites in ((1.0, "guide ", guide_trace), (-1.0, "model ", model_trace)):
-            for name, site in sites.items():
+        for sign, prefix, found in ((1.0, "guide ", guide_trace), (-1.0, "model ", model_trace)):
+            for name, site in found.items():
                 if site["type"] != "sample":
                     continue
-                latent = not (site["is_observed"] or name in draw.substituted)
                 drawn = draw.sites.get(name)
-                if prefix == "model " and latent and drawn is None:
-                    raise ValueError(f"variational.elbo: the model's latent site {name} is not in the guide")
-                if prefix == "guide " and latent and drawn is None:
+                if drawn is None and not (site["is_observed"] or name in draw.substituted):
+                    if prefix == "model ":
+                        raise ValueError(f"variational.elbo: the model's latent site {name} is not in the guide")
                     raise ValueError(
                         f"variational.elbo: the guide's site {name} was drawn out of sight, in a scan or cond of "
                         "NumPyro. Write the loop out, or the model as a program of ap.expectation, which may scan."
@@ -333,9 +313,9 @@ def _run(elbo, key, shared_key, params, model, guide, args, kwargs, given):
                 if prefix == "guide " and drawn is not None and (drawn.zero is not None or (elbo.sticking and fixed)):
                     # The derivative of log q at a fixed sample has a variance and no mean; see the module's text.
                     score = distributions.score(name, site["fn"], lax.stop_gradient(site["value"]))
-                    score = score + distributions.support_guard(name, site["fn"]).astype(score.dtype)
+                    score = distributions.guarded(name, site["fn"], score)
                     free = free + jnp.sum(_scaled(site, jnp.expm1(score)))
-                costs[prefix + name] = _Cost(sign * log_prob, _plates(site))
+                costs[prefix + name] = _Cost(sign * log_prob, Static(_plates(site)))
     return draw.sites, costs, free
 
 
@@ -361,33 +341,32 @@ def _summed_to(x: jax.Array, shared: Any, shape: tuple[int, ...]) -> jax.Array:
     return x.reshape(x.shape[0], *[1] * (len(shape) - x.ndim), *x.shape[1:][max(0, x.ndim - len(shape)) :])
 
 
-def _charged(cost: jax.Array, plates: Any, choices: list[Any]) -> jax.Array:
+def _charged(cost: _Cost, choices: list[tuple[_Site, Any]]) -> jax.Array:
     """A cost of all lanes with the scores of the choices that it depends on, summed to (lanes,)."""
-    others, own = jnp.zeros(()), jnp.zeros(())
-    regression = jnp.zeros(())
-    for site, zero, baseline, members in choices:
-        shared = {dim for _, dim, _ in plates & site.plates if dim in members}
-        zero = _summed_to(zero, shared, cost.shape)
+    others = own = regression = jnp.zeros(())
+    shape = cost.value.shape
+    for site, members in choices:
+        shared = {dim for _, dim, _ in cost.plates.value & site.known.value[1] if dim in members}
+        zero = _summed_to(site.zero, shared, shape)
         if _leaves_one_out(site.estimator):
             others = others + zero
         else:
             own = own + zero
         if isinstance(site.estimator.baseline, baselines.LearnedBaseline):
-            regression = regression - _summed_to(zero_with_gradient(baseline), shared, cost.shape)
-    baseline = lax.stop_gradient(mean_of_others(cost, 1)) if others.ndim else None
-    term = dice(cost, others + own, baseline, others) + lax.stop_gradient(cost) * regression
-    return jnp.sum(term.reshape(term.shape[0], -1), axis=-1)
+            regression = regression - _summed_to(zero_with_gradient(site.baseline), shared, shape)
+    baseline = lax.stop_gradient(mean_of_others(cost.value, 1)) if others.ndim else None
+    return per_lane(dice(cost.value, others + own, baseline, others) + lax.stop_gradient(cost.value) * regression)
 
 
-def _own_baseline(site: _Site, zero: jax.Array, baseline: Any) -> jax.Array:
+def _own_baseline(site: _Site) -> jax.Array:
     """What a choice's own baseline adds to the loss, (lanes,): zero in value and expectation."""
+    zero, baseline = site.zero, site.baseline
     if baseline is None:
         return jnp.zeros(zero.shape[0], zero.dtype)
     if jnp.shape(baseline) != zero.shape:
         raise ValueError(f"the baseline of a site has shape {jnp.shape(baseline)[1:]}, expected {zero.shape[1:]}")
-    learned = isinstance(site.estimator.baseline, baselines.LearnedBaseline)
     taken = baseline - mean_of_others(baseline, 1) if _leaves_one_out(site.estimator) else baseline
     term = dice(0, zero, lax.stop_gradient(taken))
-    if learned:
+    if isinstance(site.estimator.baseline, baselines.LearnedBaseline):
         term = term + zero_with_gradient(baseline**2 / 2)
-    return jnp.sum(term.reshape(zero.shape[0], -1), axis=-1)
+    return per_lane(term)
