@@ -1,8 +1,7 @@
 """Checkpoints of a pytree: each one is complete or absent, and is restored with the same bits.
 
-Orbax renames a finished checkpoint into its place, so a kill leaves the earlier ones as they were. It stores no array
-of size 0, does not notice a changed bit, and joins the names of nested keys: so arrays are stored by number, and
-orbax's metadata of the checkpoint holds the name, shape, dtype and checksum of each.
+Orbax renames a finished checkpoint into its place. It stores no array of size 0, does not notice a changed bit, and
+joins the names of nested keys: so arrays are stored by number, with a name, shape, dtype and checksum of each beside.
 """
 
 import json
@@ -136,7 +135,6 @@ def _arrays(tree):
 
 
 def _described(arrays):
-    """The form and the checksum of each array."""
     return {name: [_form(x), int(_checksum(x))] for name, x in arrays.items()}
 
 

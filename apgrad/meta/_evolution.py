@@ -1,19 +1,18 @@
 """Outer gradients by evolution strategies: chaos in an unroll does not reach them, since they do not differentiate it.
 
 With e ~ N(0, sigma^2 I), all of them estimate the gradient of the *smoothed* objective E[L(theta + e)], which differs
-from that of L by order sigma^2. Perturbations come in antithetic pairs ±e with common random numbers, so that what both
-have in common cancels (Rechenberg, 1973; Salimans et al., 2017):
+from that of L by order sigma^2. Perturbations come in antithetic pairs ±e with common random numbers (Rechenberg, 1973;
+Salimans et al., 2017):
 
     g = 1/(2 sigma^2) mean_pairs (L(theta + e) - L(theta - e)) e
 
 * `evolution`: L is the loss of the whole unroll. Unbiased.
 * `truncated_evolution`: L is the loss of K steps from a state that all pairs share; biased as truncation is.
-* `persistent_evolution` (PES; Vicol, Metz & Sohl-Dickstein, 2021): each pair keeps its own two states from segment to
-  segment, and the sum of its perturbations, xi = sum e: g = 1/(2 sigma^2) mean (L_segment(+) - L_segment(-)) xi.
-  Unbiased for the sum over a whole unroll (of the smoothed loss, while theta stands still), since a loss is charged to
-  every perturbation before it; the variance grows with T/K.
+* `persistent_evolution` (PES; Vicol, Metz & Sohl-Dickstein, 2021): each pair keeps its own two states and the sum of
+  its perturbations, xi = sum e: g = 1/(2 sigma^2) mean (L_segment(+) - L_segment(-)) xi. Unbiased for a whole unroll
+  while theta stands still, since a loss is charged to every perturbation before it; its variance grows with T/K.
 * `single_evolution` (ES-Single or NRES; Vicol, 2023; Li et al., 2023): a pair keeps one perturbation for an unroll, so
-  xi = e: the whole unroll is smoothed alike, and the variance does not grow with T/K.
+  xi = e: the whole unroll is smoothed alike, and the variance does not grow.
 
 The last three give the loss and the gradient of a segment of K steps: see the head of `_outer.py`.
 """
@@ -117,7 +116,6 @@ def single_evolution(
 
 
 def _persistent(problem, segment, sigma, pairs, stagger, keep):
-    """PES or, with `keep`, ES-Single."""
     _require(sigma, pairs)
 
     def init(theta, key):

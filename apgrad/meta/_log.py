@@ -1,8 +1,4 @@
-"""How a training goes: TensorBoard's files and a progress bar, which are `log` functions, and the file of all steps.
-
-`train` calls `log(step, metrics)` after each jitted call, with the outer steps made so far, the means of "loss" and
-"gradient_norm" over the steps of the call, and "skipped", the number of steps skipped so far.
-"""
+"""How a training goes: TensorBoard's files, a progress bar (both are a `log` of `train`), and the file of all steps."""
 
 import io
 import os

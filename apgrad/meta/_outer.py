@@ -154,7 +154,6 @@ def strong(tree: Any) -> Any:
 
 
 def where(condition: jax.Array, new: Any, old: Any) -> Any:
-    """`jnp.where` for each leaf of two pytrees."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
 
 

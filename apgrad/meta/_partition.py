@@ -1,8 +1,6 @@
-"""Which parts of a pytree are meta-trained, and which are not.
+"""Which parts of a pytree are meta-trained: no `nnx.Variable` but `nnx.Param`, such as a fitted standardizer.
 
-A rule may hold numbers that are not trained, such as fitted standardizers: each `nnx.Variable` that is no `nnx.Param`.
-Weight decay would shrink them in spite of a zero gradient, and evolution strategies perturb them, so they are split
-off:
+Weight decay would shrink it in spite of a zero gradient, and evolution strategies perturb it, so it is split off:
 
     trained, fixed = meta.partition(theta)
     updates, state = optimizer.update(meta.partition(gradient)[0], state, trained)
@@ -54,7 +52,6 @@ def merge(trained: Any, fixed: Any) -> Any:
 
 
 def without_fixed(gradient: Any) -> Any:
-    """The gradient, with zeros for what is fixed."""
     trained, fixed = partition(gradient)
     return merge(trained, jax.tree.map(jnp.zeros_like, fixed))
 
@@ -67,7 +64,6 @@ def value_and_gradient(loss: Callable[[Any], Any], theta: Any, *, has_aux: bool 
 
 
 def require_trainable(theta: Any) -> None:
-    """Refuses a theta with trained leaves that are no floating-point numbers."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(partition(theta)[0]):
         dtype = getattr(leaf, "dtype", type(leaf))
         if not (isinstance(leaf, float) or (hasattr(leaf, "dtype") and jnp.issubdtype(dtype, jnp.floating))):
@@ -79,5 +75,4 @@ def require_trainable(theta: Any) -> None:
 
 
 def is_fixed(x: Any) -> bool:
-    """Whether a part of a pytree is a variable that is not trained."""
     return isinstance(x, nnx.Variable) and not isinstance(x, nnx.Param)

@@ -1,10 +1,9 @@
 """Outer gradients by total propagation over perturbed unrolls.
 
 Noise is added to the inner parameters after each step, x_t ~ N(f(theta, x_{t-1}), sigma^2). Each step then has two
-estimates of the derivative of E[L(theta; noise)], which differs from L by order sigma^2: pathwise through f (of low
-variance until the recurrence is chaotic, where it explodes) and by the likelihood ratio (which never explodes, and
-whose variance grows with T). Total propagation (Parmas et al., 2018) mixes them at every step by their variance over
-perturbed unrolls of the same task.
+estimates of the derivative of E[L(theta; noise)], which differs from L by order sigma^2: pathwise through f, which
+explodes where the recurrence is chaotic, and by the likelihood ratio, whose variance grows with T. Total propagation
+(Parmas et al., 2018) mixes them at every step by their variance over perturbed unrolls of the same task.
 """
 
 from collections.abc import Callable

@@ -1,8 +1,4 @@
-"""Tasks: what an inner learner has to learn, as pure functions of random keys.
-
-A family over architectures is several `Task`s, since shapes differ: `meta.average` takes the mean of their outer
-gradients.
-"""
+"""Tasks: what an inner learner has to learn, as pure functions of random keys."""
 
 import itertools
 from collections.abc import Callable, Sequence

@@ -1,7 +1,7 @@
-"""The outer loop: many outer steps in one jitted function, on one device or many; a killed run goes on.
+"""The outer loop: many outer steps in one jitted function, on one device or many.
 
-Between calls of the jitted function a checkpoint of all that goes on is written. Every call runs the same program from
-the same bits, so a run that was killed and started again ends with the same bits.
+After each call a checkpoint of all that goes on is written, and every call runs the same program from the same bits: so
+a run that was killed and started again ends with the same bits.
 """
 
 import contextlib

@@ -148,18 +148,15 @@ def run(problem: Problem, theta: Any, state: Any, steps: int, *, remat: bool | i
 
 
 def step(problem: Problem, theta: Any, state: Any) -> tuple[Any, jax.Array]:
-    """A step of the problem, whose loss is checked."""
     state, loss = problem.step(theta, state)
     return state, scalar("the loss of a step", loss)
 
 
 def final(problem: Problem, theta: Any, state: Any) -> jax.Array:
-    """The final loss of the problem, checked."""
     return scalar("the final loss", problem.final(theta, state))
 
 
 def scalar(what: str, loss: Any) -> Any:
-    """The loss, if it is a real scalar."""
     if jnp.shape(loss) or jnp.iscomplexobj(loss):
         raise TypeError(
             f"{what} is a real scalar, got {jnp.result_type(loss)}{jnp.shape(loss)}. Take the mean or the sum of it."

@@ -4,9 +4,8 @@
     data = meta.data.load_bytes("cifar10")       # bytes, (images, height, width, channels)
     data.description                             # which images these really are, for the head of results
 
-A data set is looked for, in this order: as a file in the Keras layout (`x_train`, `y_train`, `x_test`, `y_test`) in the
-given folder or in the folder that the environment variable APGRAD_DATA names; then by `sklearn.datasets.fetch_openml`,
-which downloads it once, checks it, and keeps it in scikit-learn's cache. The digits come with scikit-learn.
+A data set is a file in the Keras layout (`x_train`, `y_train`, `x_test`, `y_test`) in the given folder or in the one
+that APGRAD_DATA names; without it `sklearn.datasets.fetch_openml` downloads it once. Digits come with scikit-learn.
 """
 
 import functools

@@ -1,9 +1,8 @@
 """Nodes without parameters: activations, softmax, pooling, normalisation.
 
-The rule is asked at each element of the input. It sees the message that arrived, some features of the element, and
-what backpropagation would pass on. If input and output have the same shape, the message is the output's as it is, so
-that a rule can use it where the derivative is zero (the papers' step activation). If they differ (pooling), the
-transposed Jacobian leads each component of the message to the elements of the input.
+The rule is asked at each element of the input. Where input and output have one shape, the message arrives as the
+output's is, so that a rule can use it where the derivative is zero (the papers' step activation). Where they differ
+(pooling), the transposed Jacobian leads each component of the message to the elements of the input.
 """
 
 import math

@@ -1,7 +1,4 @@
-"""Layers as nodes: `layer(part)` makes a `Layer` of a part of a Flax model, by the part's exact type.
-
-Options of Flax's layers that the nodes do not have are refused. A type of your own is taught by `layer.register`.
-"""
+"""Layers as nodes, by the exact type of a part of a Flax model. Options that the nodes do not have are refused."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -29,7 +26,7 @@ class Layer(NamedTuple):
       kind: the word for the layer in the names of the network's places: "dense", "activation", ...
       params: pytree of floating-point arrays.
       apply: `(place, params, signal) -> signal`.
-      tokens: whether the layer takes integers in place of a signal. Such a layer comes first in a network.
+      tokens: whether the layer takes integers in place of a signal, and so comes first in a network.
     """
 
     kind: str
@@ -75,7 +72,6 @@ class _Layers:
         return self._makers.register(*args)
 
     def __call__(self, part: Any) -> Layer:
-        """A part of a model as a layer of a network."""
         make = self._makers.registry.get(type(part))
         if make is not None:
             return make(part)

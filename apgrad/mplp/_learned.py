@@ -1,9 +1,8 @@
 """How a node with a learned backward pass is made: of a function, and of a question to the rule.
 
-A node with inputs x, parameters w and rule r computes `y = f(x, w)`. Along values, f's transposed Jacobian makes the
-cotangents of x and w: always the true derivative. Along ports, the rule's answer makes the messages at x, the updates
-of w and the new state. The backward pass is plain JAX in x, w, the rule, the state and the message, and no derivative
-is a pretended one; so derivatives of higher order, such as the meta-gradient, are right.
+Along values, the transposed Jacobian of `y = f(x, w)` makes the true cotangents of x and w. Along ports, the rule's
+answer makes the messages at x, the updates of w and the new state. The backward pass is plain JAX in all that it takes,
+and no derivative is a pretended one; so derivatives of higher order, such as the meta-gradient, are right.
 """
 
 import functools
@@ -50,9 +49,8 @@ def learned_node(
 ) -> Any:
     """Runs a node: the function of the values goes forward, the rule's answers go backward.
 
-    `ask(local)` makes a question for each of the sites, a `Dense`, `Diagonal` or `Elementwise`. `use(local, answers)`
-    makes a message for each signal and an update for each parameter. The output is a signal, or, where the first site
-    `begins`, a plain array (a loss). The function closes over no traced array.
+    `ask(local)` makes a question for each of the sites, `use(local, answers)` a message for each signal and an update
+    for each parameter. The output is a signal, or, where the first site `begins`, a plain array (a loss).
     """
     places, site = sites[0][0].places, sites[0][1]
     message_size, batch, begins = places.message_size, site.batch, site.begins

@@ -1,9 +1,8 @@
-"""Losses: nodes at which messages begin.
+"""Losses: nodes at which messages begin, whose output is the loss of each example (and position), a plain array.
 
-A loss is a node whose output is a plain array, (batch, ...): the loss of each example (and position), in the dtype of
-the prediction, which the network averages, weighs or masks like any other value. The message begins at the prediction.
-It is what the rule makes of the features named below (those of the published code), times the weight of the example in
-the whole loss, relative to a mean, which the true cotangent of its loss tells. An example of weight zero sends nothing.
+The network averages, weighs or masks it like any other value. The message begins at the prediction: what the rule makes
+of the features named below (those of the published code), times the weight of the example in the whole loss, relative
+to a mean, which the true cotangent of its loss tells.
 """
 
 from collections.abc import Callable
@@ -89,7 +88,6 @@ def _of_error(loss: Callable[[jax.Array], jax.Array]) -> Callable[..., dict[str,
 
 
 def _loss(place: Place, kind: str, features: Callable[..., Any], prediction: Signal, target: Any) -> jax.Array:
-    """The node of a loss that is the sum of the feature "loss" over the last axis."""
     require_signals(f"the loss {place.name!r} ({kind})", [prediction], place.places.message_size)
     target, p = jnp.asarray(target), prediction.value
     if not jnp.issubdtype(target.dtype, jnp.floating) or target.shape != p.shape:
@@ -118,10 +116,8 @@ def _loss(place: Place, kind: str, features: Callable[..., Any], prediction: Sig
 def readout(place: Place, signal: Signal) -> jax.Array:
     """The signal's value as a plain array, for any loss written in JAX: messages begin with the true gradient.
 
-    The rule sees the gradient of one example's loss, and the value.
-
     Args:
-      place: the node's place.
+      place: the node's place. The rule sees the gradient of one example's loss, and the value.
       signal: signal of any shape, the batch first.
     """
     require_signals(f"the readout {place.name!r}", [signal], place.places.message_size)

@@ -1,13 +1,10 @@
 """What a network depends on must come back as a message: the check of every network that `backward` traces.
 
-Messages come back through ports alone. So a value and its port go the same way from one node to the next: through
-nodes, or together through a linear function (`jax.tree.map(jnp.transpose, w)`). Where a value goes alone, or where the
-function is not linear, what the network depends on gets no update, or a wrong one, though the loss counts it.
-
-The network is traced forward once. Every variable of the program gets a fact: a set of pairs (origin, function), which
-parameters and outputs of nodes it comes from, and through which functions. `enter` and `leave` mark a node's inputs and
-outputs. At each entrance the fact of a value must be the fact of its port. The facts also say which parameters a place
-has, and whether a signal comes from a dense node without an activation in between.
+Messages come back through ports alone, so a value and its port must go the same way from one node to the next. Where a
+value goes alone, or through a function that is not linear, what the network depends on gets no update, or a wrong one,
+though the loss counts it. So the network is traced forward once, and every variable gets a fact: a set of pairs
+(origin, function), which parameters and nodes it comes from, and through which functions. At each entrance of a node
+the fact of a value must be that of its port.
 """
 
 import enum
@@ -46,17 +43,14 @@ def leave(where: str, output: Any) -> Any:
 
 
 class Unusual(NamedTuple):
-    """What few networks have: a `wire` of a function that is not linear in its signals together; dense after dense."""
+    """What few networks have: a `wire` of a function that is not linear; a dense node that feeds another one."""
 
     multiplies: bool
     dense_twice: bool
 
 
 def require_messages(loss: Callable[[Any, Any], jax.Array], values: Any, ports: Any) -> Unusual:
-    """Refuses a network, `(values, ports) -> loss`, in which a derivative goes another way than a message.
-
-    Refuses a place with several parameters, too.
-    """
+    """Refuses a network in which a derivative goes another way than a message, or a place has several parameters."""
     program, _ = trace(loss, values, ports)
     names = [f"params{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(values)]
     walk = _Met([], [], [], {}, {}, [])
@@ -92,7 +86,7 @@ def require_messages(loss: Callable[[Any, Any], jax.Array], values: Any, ports: 
 
 
 class _Met(NamedTuple):
-    """What the walk has met: facts of values, of outputs, of wires, and of what enters nodes; and dense after dense."""
+    """Facts that the walk has met: of values, of outputs, of wires, and of what enters nodes; and dense after dense."""
 
     entering: list[frozenset[Any]]
     leaving: list[frozenset[Any]]

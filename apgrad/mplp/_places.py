@@ -1,13 +1,9 @@
 """Places: where a network's nodes meet the rule, the rule's states and the ports.
 
-A network, `(places, params, batch) -> loss`, names each node that it calls: `mplp.dense(places["hidden"], signal,
-params["w"])`. Under this name the node finds its local rule and its state. With `Places()` the nodes run forward only.
-
 An answer leaves the backward pass through ports: the message through the signal's, the update through the parameter's,
-the new state through a port of the state's form, and a 1 through a scalar port for each place. The ones count the uses,
-since reverse mode adds up what arrives at a port: a place's new state is the mean of what its uses made (over time in a
-`scan`, for example), or the old state if there was no use (in a branch that was not taken). For the same reason a node
-does nothing if all of its message is zero: no message, no update, the same state.
+the new state through a port of the state's form, and a 1 through a scalar port for each place. Reverse mode adds up
+what arrives at a port, so the ones count the uses: a place's new state is the mean of what its uses made (over time in
+a `scan`, say), or the old one without a use. For the same reason a node does nothing if all of its message is zero.
 """
 
 from typing import Any, NamedTuple
@@ -133,10 +129,7 @@ class Places:
         return Signal.of(x, self.message_size)
 
     def batch_size(self, value: jax.Array) -> int:
-        """The number of examples, one number for the whole network: the first axis of its first input.
-
-        A loss multiplies its gradient by it, and a node with parameters divides its update by it, wherever the network
-        moves the batch between the two.
+        """The number of examples: the first axis of the network's first input, wherever it moves later.
 
         Args:
           value: (batch, ...), the value of the node that asks.
@@ -173,7 +166,6 @@ class Places:
 
 
 def check_answer(site: Site, answer: Answer, message_size: int, state: Any) -> None:
-    """Refuses an answer whose arrays or state do not fit its place."""
     if site.family == "dense":
         rows, N, M = site.shape
         wanted = {"message": (rows, N, message_size), "update": (N, M), "bias": (M,) if site.bias else None}

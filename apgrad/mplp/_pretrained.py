@@ -1,5 +1,5 @@
-"""Trained rules on disk: arrays in an `.npz` (no pickle), and a card in JSON that says how the rule was trained and how
-well it does. The card also has what builds the rule, its options and sites, and a digest of itself and of the arrays.
+"""Trained rules on disk: arrays in an `.npz` (no pickle), and a card in JSON, which says how the rule was trained and
+how well it does, and has what builds it again and a digest of the card and of the arrays.
 """
 
 import hashlib
@@ -140,13 +140,11 @@ def save_trained(rule: Trained, card: dict[str, Any], path: str | Path) -> None:
 
 
 def digest(card: dict[str, Any], data: bytes) -> str:
-    """The digest of a card without its digest, and of the file of arrays."""
     text = json.dumps({name: card[name] for name in sorted(card) if name != DIGEST}, sort_keys=True)
     return hashlib.sha256(text.encode() + data).hexdigest()
 
 
 def _load(card_file: Any, file: Any) -> tuple[Trained, dict[str, Any]]:
-    """The rule and the card of two files; an error names the file."""
     text, data = card_file.read_bytes(), file.read_bytes()
     try:
         card = json.loads(text)
@@ -175,7 +173,6 @@ def _form(card: Any) -> Trained:
 
 
 def _fill(form: Trained, values: dict[str, np.ndarray]) -> Trained:
-    """A rule of this form with these values."""
     leaves = named_leaves(form)
     shapes = ({name: x.shape for name, x in each.items()} for each in (values, leaves))
     if differing := sorted(set.symmetric_difference(*(set(each.items()) for each in shapes)))[:5]:

@@ -2,19 +2,11 @@
 
 A *message passing learning protocol* (Randazzo, Niklasson & Mordvintsev, "MPLP: learning a message passing learning
 protocol", 2020) keeps backpropagation's walk over the graph, and learns what a node does with the message that arrives:
-which messages it passes on, how it changes its parameters, and what it remembers. A node knows local things only: the
-message, its inputs and output, its parameters and its state.
+which messages it passes on, how it changes its parameters, and what it remembers. A rule is a pytree with two methods,
+`init(site)` and `at(site)`; `rules/_exact.py` is the shortest example.
 
-A rule is a pytree with two methods, `init(site)` and `at(site)`; `rules/_exact.py` is the shortest example. It answers
-three kinds of question, one for each family of nodes:
-
-* `Dense`: a matrix of synapses (dense layers, and convolutions, which are dense layers on patches);
-* `Diagonal`: one parameter for each output (biases, scales, rows of an embedding);
-* `Elementwise`: no parameters (activations, softmax, pooling, normalisation, and losses, where messages begin).
-
-Arrays in questions are floating point, of the network's dtype; k is the size of a message. Gradients in them are
-multiplied by the batch size, so each is that of one example's own loss, if the loss is a mean over the batch; an update
-is a mean over the batch.
+Arrays in questions are floating point, of the network's dtype; k is the size of a message. Gradients in them are those
+of one example's own loss, if the loss is a mean over the batch; an update is a mean over the batch.
 """
 
 from typing import Any, Literal, NamedTuple, Protocol
@@ -54,15 +46,15 @@ class Site(NamedTuple):
 
 
 class Dense(NamedTuple):
-    """The question of a dense node, whose output is `inputs @ weight`, and `+ bias` if it has one.
+    """The question of a matrix of synapses, whose output is `inputs @ weight`, and `+ bias` if it has one.
 
     Attributes:
       message: (rows, M, k), which arrived at the output.
       gradient: (rows, M), true, of one example's loss with respect to the output.
-      inputs: (rows, N).
+      inputs: (rows, N), patches in a convolution.
       output: (rows, M), before the bias is added.
       weight: (N, M).
-      bias: (M,), or None if the node has no bias.
+      bias: (M,), or None.
     """
 
     message: jax.Array
@@ -74,12 +66,12 @@ class Dense(NamedTuple):
 
 
 class Diagonal(NamedTuple):
-    """The question of a node in which each parameter acts on one output only.
+    """The question of a node in which each parameter acts on one output: a bias, a scale, rows of an embedding.
 
     Attributes:
       message: (..., M, k), which arrived at the output.
       gradient: (..., M), true, of one example's loss with respect to the output.
-      inputs: (..., M); zeros if the node has no input (an embedding).
+      inputs: (..., M); zeros for an embedding.
       parameter: (M,), or for an embedding (..., M), the rows that were looked up.
       slope: (..., M), the derivative of the output with respect to the parameter.
       through: (M,) or (..., M), the derivative of the output with respect to the input.
@@ -94,7 +86,7 @@ class Diagonal(NamedTuple):
 
 
 class Elementwise(NamedTuple):
-    """The question of a node without parameters.
+    """The question of a node without parameters: activations, softmax, pooling, normalisation, losses.
 
     Attributes:
       message: (..., k), at the elements of the input; None at a loss, where messages begin.

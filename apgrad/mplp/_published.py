@@ -1,10 +1,9 @@
 """The published checkpoints of MPLP, loaded into `PerSynapse`.
 
-A checkpoint is a file of named arrays. For each node the file has `{i}_dense/weight/...`, `{i}_dense/bias/...`,
-`{i}_activation/...`, `{i}_softmax/...` or `loss/...`; each of these has `standardizer/shift|scale` and `gru/...`, and
-weights and biases also have `output/scale|mean`. If all dense layers share their GRUs, these stand once in the file,
-under `shared/weight/gru` and `shared/bias/gru`. A stateless rule has `g/...` in place of `gru/...`, and weights and
-biases also have `f/...`. `python -m experiments.convert_published` makes such a file of the authors' arrays.
+A checkpoint is a file of named arrays: for each part of a node, such as `{i}_dense/weight` or `loss`, it has
+`standardizer/shift|scale` and `gru/...`, or without a state `f/...` and `g/...`; weights and biases also have
+`output/scale|mean`. GRUs that all dense layers share stand once, under `shared/weight|bias`. `python -m
+experiments.convert_published` makes such a file of the authors' arrays.
 """
 
 import zipfile

@@ -1,6 +1,4 @@
-"""How far a trained rule reaches: the networks and minibatches that its card says it was tried with, and a warning
-outside them, where it may learn nothing or diverge.
-"""
+"""How far a trained rule reaches: what its card says it was tried with, and a warning outside of it."""
 
 from typing import Any, NamedTuple
 
@@ -61,11 +59,7 @@ class Reach(NamedTuple):
 
 
 def warn_outside(rule: Any, places: Places, *, multiplies: bool = False, dense_twice: bool = False) -> None:
-    """Warns, once for each rule, of a network or a minibatch that it was not tried with, or of a horizon it lacks.
-
-    `multiplies`: whether the network has a `wire` whose function is not linear. `dense_twice`: whether a dense node
-    feeds another one, with no node but wires in between.
-    """
+    """Warns, once for each rule, of a network or a minibatch that it was not tried with. See `_paths.Unusual`."""
     reach = getattr(rule, "reach", None)
     if reach is None:
         return
@@ -116,7 +110,6 @@ def _name(function: Any) -> str:
 
 
 def _known(function: Any, names: tuple[str, ...]) -> bool:
-    """Whether a function is one of those named, by its name or by its values."""
     if _name(function) in names:
         return True
     z = np.linspace(-3.0, 3.0, 8, dtype=np.float32)

@@ -65,7 +65,6 @@ def shows_signature(cls: Any) -> Any:
 
 
 def known_forms(sites: Sequence[Site]) -> Known:
-    """What a rule keeps of the sites that it is made for: their names and forms."""
     return tuple(sorted({(site.name, site.form) for site in sites}))
 
 
@@ -88,13 +87,11 @@ def require_form(known: Known, site: Site, *, by_name: bool) -> None:
 
 
 def require_one_of(choices: tuple[Any, ...], **options: Any) -> None:
-    """Refuses options that are not among the choices."""
     for name, value in options.items():
         if value not in choices:
             raise ValueError(f"{name} must be one of {choices}, got {value!r}")
 
 
 def require_sizes(least: int, **sizes: Any) -> None:
-    """Refuses sizes that are not integers from `least` to LARGEST."""
     for name, value in sizes.items():
         whole(name, value, least, LARGEST)

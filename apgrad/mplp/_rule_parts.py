@@ -1,9 +1,8 @@
 """The small networks inside learned rules.
 
-The inputs of these networks come in *parts*: arrays that broadcast against each other, each with some features along
-its last axis. The network of a synapse sees a message (rows, 1, M, k), a weight (1, N, M, 1) and an input (rows, N, 1,
-1). Each part is multiplied by its own rows of the first kernel before it is broadcast, so that only the sum of the
-products is as large as the synapses are many.
+Their inputs come in *parts* that broadcast against each other, each with some features along its last axis: the network
+of a synapse sees a message (rows, 1, M, k), a weight (1, N, M, 1) and an input (rows, N, 1, 1). Each part is multiplied
+by its own rows of the first kernel before it is broadcast, so that only the sum of the products is large.
 """
 
 import itertools
@@ -120,11 +119,10 @@ class Corrected(nnx.Module):
 
 
 def in_chunks(network: Any, parts: Parts, carry: Any, chunk: int) -> Any:
-    """Runs `network(parts, carry)` on some rows at a time, and remembers only its inputs for a meta-gradient.
+    """Runs `network(parts, carry)` on `chunk` synapses at a time, and remembers only its inputs for a meta-gradient.
 
-    The hidden layers of all synapses at once do not fit into a core's cache, and what they would leave for a
-    meta-gradient takes longer to write and read than to compute again. `chunk` is how many synapses at a time, if a row
-    has fewer. A part that has no rows has fewer axes, or one of size 1.
+    The hidden layers of all synapses at once do not fit into a core's cache, and reading them back takes longer than to
+    compute them again. A part that has no rows has fewer axes, or one of size 1.
     """
     shape = jnp.broadcast_shapes(*[part.shape[:-1] for part in parts])
     # A part with fewer axes (the parameter of a bias) has no rows: its axes are the last ones of the others.

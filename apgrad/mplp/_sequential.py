@@ -1,4 +1,4 @@
-"""Networks of Flax layers: an `nnx.Sequential` becomes a network with learned messages, and is made of it again."""
+"""Networks of Flax layers: an `nnx.Sequential` becomes a network, and is made of it again."""
 
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -208,7 +208,6 @@ def _named(model: nnx.Sequential, how: Names) -> list[tuple[str, Any, Layer]]:
 
 
 def _flatten(model: Any, where: str = "model") -> list[tuple[Any, Layer]]:
-    """The parts of a model, and each as a layer."""
     found = []
     for i, part in enumerate(model.layers):
         here = f"{where}.layers[{i}]"
@@ -223,7 +222,6 @@ def _flatten(model: Any, where: str = "model") -> list[tuple[Any, Layer]]:
 
 
 def require_equal(network: Sequential, params: Any, model: Any, x: jax.Array) -> None:
-    """Refuses a network that predicts something else than the model it was made of."""
     with jax.numpy_dtype_promotion("standard"):  # which Flax relies on
         got, expected = network.predict(params, x), nnx.clone(model)(x)  # a layer may change itself
     if (got.shape, got.dtype) == (expected.shape, expected.dtype):

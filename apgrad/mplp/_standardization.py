@@ -1,11 +1,9 @@
 """Standardizers: what a learned network sees is shifted and scaled to numbers of about size one.
 
-*Fitted* standardizers (MPLP, appendix A; published code) have one pair of numbers for each group of features v:
-`(v + shift) * scale`, with shift = -mean and scale = 1/std over all axes. An update is centred by a fitted mean. As
-published, a feature with std < 1e-5 gets the scale 1. This has a fault: biases are 0 at first and about 1e-3 while the
-standardizer is fitted, so their scale comes out near 1000. `max_scale` bounds the scale.
-
-*Batch norm* (thesis, section 5.2.1) standardizes at each call by this call's own statistics.
+*Fitted* ones (MPLP, appendix A; published code) have one pair of numbers for each group of features v: `(v + shift) *
+scale`, the scale 1 where std < 1e-5. As published this has a fault: biases are 0 at first and about 1e-3 while the
+standardizer is fitted, so their scale comes out near 1000; `max_scale` bounds it. *Batch norm* (thesis, section 5.2.1)
+standardizes at each call by this call's own statistics.
 """
 
 from typing import Any
@@ -31,7 +29,6 @@ class Standardizer(nnx.Module):
 
 
 def apply(parts: list[jax.Array], shift: jax.Array, scale: jax.Array) -> list[jax.Array]:
-    """`(v + shift) * scale` for each part v; shift and scale are (parts,)."""
     if len(parts) != len(shift):
         raise ValueError(f"a standardizer of {len(shift)} groups of features was given {len(parts)}")
     return [(part + shift[i]) * scale[i] for i, part in enumerate(parts)]
@@ -45,10 +42,9 @@ def statistics(parts: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
 
 
 class BatchNorm(nnx.Module):
-    """`(v - mean) / sqrt(var + 1e-8) * gain + shift` over all rows of one call, for each feature.
+    """`(v - mean) / sqrt(var + 1e-8) * gain + shift` over all rows of one call, for each feature; var has ddof 1.
 
-    The variance has ddof 1, as in the thesis. If it is zero (a constant feature, a single row), the output is the shift
-    and the derivative is finite: the square root never sees zero.
+    Where it is zero, the output is the shift and the derivative is finite: the square root never sees zero.
     """
 
     def __init__(self, features: int):
@@ -74,9 +70,7 @@ class BatchNorm(nnx.Module):
 def fit_standardizers(
     rule: Any, network: Any, params: Any, batches: Any, *, blend: float = 1.0, max_scale: float | None = 30.0
 ) -> Any:
-    """Fits a rule's standardizers on the first minibatches of a task.
-
-    The statistics are the means over inner steps, each of which is standardized by its own.
+    """Fits a rule's standardizers on the first steps of a task, each of which is standardized by its own statistics.
 
     Args:
       rule: a rule with standardizers (`PerSynapse`).
@@ -86,9 +80,6 @@ def fit_standardizers(
       blend: the weight of the new statistics, against those that the rule has. Published: 1 on one task of 5 steps
         (sinusoid); .5 in each of 5 rounds of 20 steps (MNIST).
       max_scale: the largest scale; None as published, with the published fault.
-
-    Returns:
-      The rule with fitted standardizers.
     """
     recording = rule.recording()
     state = init_state(recording, network, params, jax.tree.map(lambda x: x[0], batches))

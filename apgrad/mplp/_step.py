@@ -1,9 +1,4 @@
-"""The inner step: one backward pass of a network under a rule, as a pure function.
-
-`backward` runs the network and returns what came out of its ports: the updates of the parameters, and the new state.
-All of it is plain JAX: it runs in `jit`, `scan` and `vmap`, and is differentiable with respect to the rule, to the
-parameters (at the first step the prior) and to the state.
-"""
+"""The inner step: one backward pass of a network under a rule, pure and differentiable in all that it takes."""
 
 import functools
 import math
@@ -23,7 +18,7 @@ from apgrad.mplp._reach import warn_outside
 
 
 class Network(Protocol):
-    """What `backward` runs: a function that calls nodes."""
+    """A function that calls nodes."""
 
     def __call__(self, places: Places, params: Any, batch: Any, /) -> Any:
         """The loss of a minibatch, alone or with a dictionary of metrics: a scalar, or losses whose mean is the loss.

@@ -1,7 +1,7 @@
 """Wiring: functions of signals that need no rule, and signals that are used several times.
 
-A function's transposed Jacobian leads each component of a message back as it leads a gradient back. For this the
-Jacobian is applied to the port, which stays zero, and reverse mode transposes it.
+A function's transposed Jacobian leads each component of a message back as it leads a gradient back: the Jacobian is
+applied to the port, which stays zero, and reverse mode transposes it.
 """
 
 from collections.abc import Callable

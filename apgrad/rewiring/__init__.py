@@ -1,8 +1,7 @@
 """Other ways back: any node of any function, rewired; and taps, which show the messages that pass.
 
-`ap.rewire(f, rule)` is f with another backward pass at the nodes that a rule takes. The rules are functions of this
-module, such as `ap.rewiring.feedback_alignment(key)`; one of your own is an `ap.rewiring.Rule`. `ap.tap(x, "name")` and
-`ap.with_taps(jax.grad(f))` show what passes a place.
+`ap.rewire(f, rule)` is f with another backward pass at the nodes that a rule takes: one of this module's, or a
+`ap.rewiring.Rule` of your own. `ap.tap(x, "name")` and `ap.with_taps(jax.grad(f))` show what passes a place.
 """
 
 from apgrad.rewiring._difference_target_propagation import (

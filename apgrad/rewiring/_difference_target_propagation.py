@@ -1,13 +1,12 @@
 """Difference target propagation: layers pass on targets, through learned approximate inverses.
 
 Lee, Zhang, Fischer & Bengio, "Difference target propagation", ECML 2015, algorithm 1. A layer h' = f(h) has an inverse
-g, and the target of h is t = h + g(t') - g(h'), with t' the target of h'. The weights of f are moved to lower
-|f(h) - t'|^2 / 2, and the inverse to lower |g(f(h + noise)) - (h + noise)|^2 / 2.
+g, and the target of h is t = h + g(t') - g(h'), with t' that of h'. The weights of f are moved to lower |f(h) - t'|^2 /
+2, and the inverse to lower |g(f(h + noise)) - (h + noise)|^2 / 2.
 
-The message is h - t. Above the topmost of these layers it is the gradient: a step of gradient descent of rate 1 makes
-the target. At the layer it is g(h') - g(h' - m), with m the message to h'. The message to the weights is the transposed
-derivative of f with respect to them, applied to m. A `step` other than 1 makes the targets with another rate, and
-divides the messages by it, so that they stay comparable to gradients.
+The message is h - t: above the topmost of these layers the gradient (a step of rate 1 makes the target), at a layer
+g(h') - g(h' - m), with m the message to h'. Another `step` makes the targets, and divides the messages by it, so that
+they stay comparable to gradients.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,8 @@
 """Direct feedback alignment: every layer hears the error at the output, through fixed random weights.
 
 Nokland, "Direct feedback alignment provides learning in deep neural networks", NeurIPS 2016. With e the message to the
-output of the whole network, the message to the input x of a layer is B e, with B drawn once for the layer, in place of
-what later layers send. So f is the network, whose output is the scores, and the loss stands outside of f. The message
-then passes the derivative of the activation as usual, and the weight has its usual gradient.
+output of the whole network, the message to the input x of a layer is B e, with B drawn once for the layer. It then
+passes the derivative of the activation as usual, and the weight has its usual gradient.
 """
 
 import math

@@ -1,9 +1,8 @@
 """Feedback alignment: messages go back through fixed random weights.
 
 Lillicrap, Cownden, Tweed & Akerman, "Random synaptic feedback weights support error backpropagation for deep learning",
-Nature Communications 7, 2016. Backpropagation's message to the input of a layer y = w x is w' m, with m the message to
-y; feedback alignment sends B' m, with B drawn once. The weight has its usual gradient, m x'. Learning turns w until the
-two messages are less than 90 degrees apart. In a convolution B stands in the place of the kernel.
+Nature Communications 7, 2016. Where backpropagation sends w' m to the input of a layer y = w x, this rule sends B' m,
+with B drawn once. The weight has its usual gradient, m x'. In a convolution B stands in the place of the kernel.
 """
 
 import jax

@@ -17,7 +17,6 @@ class _Any(NamedTuple):
         return any(rule.where(site) for rule in self.rules)
 
     def unknown(self, sites: Sequence[ProgramSite]) -> list[str]:
-        """The names of all the rules that take none of the sites."""
         return [name for rule in self.rules for name in unknown_names(rule, sites)]
 
 

@@ -1,4 +1,4 @@
-"""What rules share: the linear parts of a layer, what a layer remembers of its input, and the choice of sites.
+"""What rules share: the linear parts of a layer, and the choice of sites.
 
 A layer y = f(x, w), a dense one or a convolution, is linear in x and in w. So backpropagation sends the transpose of
 f(., w) applied to the message to x, and the transpose of f(x, .) applied to the message to w.
@@ -21,18 +21,16 @@ The page of the wing says what a name may be ("Which sites a rule takes")."""
 
 
 class Named(NamedTuple):
-    """The `where` of a rule, by names; a name that the user has `given` and that takes no site is an error."""
+    """The `where` of a rule, by names; a `given` one, by the user, that takes no site is an error."""
 
     names: tuple[str, ...]
     fits: Callable[[ProgramSite, str], bool]
     given: bool
 
     def __call__(self, site: ProgramSite) -> bool:
-        """Whether a name takes the site."""
         return any(self.fits(site, name) for name in self.names)
 
     def unknown(self, sites: Sequence[ProgramSite]) -> list[str]:
-        """The given names that take none of the sites."""
         return [n for n in self.names if self.given and not any(self.fits(site, n) for site in sites)]
 
 
@@ -42,11 +40,10 @@ class Inputs(NamedTuple):
     where: Callable[[ProgramSite], bool]
 
     def __call__(self, site: ProgramSite) -> bool:
-        """Whether the rule takes the site; a function is asked of layers alone."""
+        """A function is asked of layers alone."""
         return (isinstance(self.where, Named) or is_layer(site)) and self.where(site)
 
     def unknown(self, sites: Sequence[ProgramSite]) -> list[str]:
-        """As of `Named`."""
         return self.where.unknown(sites) if isinstance(self.where, Named) else []
 
     def idle(self, taken: Sequence[ProgramSite]) -> bool:
@@ -55,12 +52,10 @@ class Inputs(NamedTuple):
 
 
 def is_layer(site: ProgramSite) -> bool:
-    """Whether a site is a dense layer or a convolution."""
     return site.kind in ("dense", "conv")
 
 
 def _require_layer(site: ProgramSite) -> None:
-    """Refuses a site that is no layer."""
     if not is_layer(site):
         raise ValueError(
             f"the rule is for layers, products of an input and a weight made of parameters alone; got {site}. Choose "
@@ -69,7 +64,6 @@ def _require_layer(site: ProgramSite) -> None:
 
 
 def require_one_layer(site: ProgramSite) -> None:
-    """Refuses a site that is not one layer."""
     _require_layer(site)
     if site.stacked:
         raise ValueError(
@@ -79,7 +73,6 @@ def require_one_layer(site: ProgramSite) -> None:
 
 
 def require_one_array(site: ProgramSite, rule: str) -> None:
-    """Refuses a site that is no function of one array to an array of the same shape."""
     if len(site.inputs) != 1 or getattr(site.output, "shape", None) != site.inputs[0].shape:
         raise ValueError(f"{rule} is for a function of one array to one of its shape, got {site}")
 
@@ -141,10 +134,7 @@ def on_message(site: ProgramSite, transform: Callable[[jax.Array], jax.Array]) -
 
 
 def random_feedback(rule: str, key: Any, scale: Any) -> Callable[[ProgramSite], jax.Array]:
-    """The `init` of a rule with a normal draw in the form of each layer's weight.
-
-    The standard deviation is `scale`, or 1 over the square root of the number of a neuron's inputs.
-    """
+    """The `init` of a rule with a normal draw in the form of each layer's weight."""
     key = require_key(f"the key of {rule}", key)
     if scale is not None:
         number("scale", scale, positive=True)

@@ -1,7 +1,7 @@
 """The size of messages, node by node: clipping and normalization.
 
 Pascanu, Mikolov & Bengio, "On the difficulty of training recurrent neural networks", ICML 2013, clip the gradient as a
-whole, when it has already exploded. At the nodes, a message is kept from growing on its way back.
+whole, when it has already exploded.
 """
 
 from collections.abc import Callable
@@ -49,7 +49,6 @@ def normalize_messages(norm: float = 1.0, *, where: Where = None) -> Rule:
 
 
 def _scaling(factor: Callable[[jax.Array], jax.Array], where: Where) -> Rule:
-    """The rule that multiplies a message by a factor of its length."""
     scale = lambda message: message * factor(_norm(message)).astype(message.dtype)
     return Rule(chosen(where, is_layer), lambda site, params: on_message(site, scale))
 

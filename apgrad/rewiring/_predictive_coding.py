@@ -1,21 +1,19 @@
 """Predictive coding: hidden values first settle between what predicts them and what they predict; then weights learn.
 
 Whittington & Bogacz, "An approximation of the error backpropagation algorithm in a predictive coding network with local
-Hebbian synaptic plasticity", Neural Computation 29, 2017. A network predicts the values of its hidden layers,
-mu_l = f_l(z_{l-1}), and has the energy
+Hebbian synaptic plasticity", Neural Computation 29, 2017. With the predictions mu_l = f_l(z_{l-1}) the energy is
 
     E(z, w) = sum over l of |z_l - mu_l|^2 / 2  +  loss(last z, w).
 
-Inference follows - dE/dz for some steps, from z_l = mu_l on. The weights then follow - dE/dw at the z that was found.
-With the errors e_l = z_l - mu_l both derivatives are local (equations 2.9 and 2.13):
+Inference follows - dE/dz for some steps, from z_l = mu_l on; then the weights follow - dE/dw. With e_l = z_l - mu_l
+both are local (equations 2.9 and 2.13):
 
     dE/dz_l = e_l - (df_{l+1}/dz_l)' e_{l+1},      dE/dw_l = - (df_l/dw_l)' e_l.
 
-As a propagator: a value node replaces the prediction mu by z. To the message m the node answers with e + m for z, and
-it sends - (derivative of f)' e to the inputs of f, whatever m was. So one backward pass through value nodes gives dE/dz
-and dE/dw together. Inference needs many such passes for one message, but a rule at a layer is asked once. So the rule
-takes the function with its loss as one site, and puts value nodes into it by a second `rewire`. Errors travel down one
-layer a step: all weights learn after as many steps as there are value nodes in a row.
+As a propagator: a value node replaces the prediction mu by z. To the message m it answers e + m for z, and it sends
+- (derivative of f)' e to the inputs of f. So one backward pass through value nodes gives dE/dz and dE/dw together.
+Inference needs many such passes for one message, so the rule takes the function with its loss as one site, and puts
+value nodes into it by a second `rewire`. Errors travel down one layer a step.
 """
 
 import jax

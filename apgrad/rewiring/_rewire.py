@@ -1,12 +1,9 @@
 """`ap.rewire`: any JAX function, with another backward pass at the nodes that a rule takes.
 
-The function is traced, `apgrad.rewiring._sites` plans which nodes the rule takes, and the program is evaluated again
-with `ap.node` in the place of each of these. `where` stands apart from `at` in a `Rule`, because `init` and `sites` ask
-which sites are taken before there are parameters.
-
-A rule may ask for the message to the output of the whole function at each site (direct feedback alignment). Each node
-then returns a port of the output's form. The ports are added up, through `scan`, `cond` and all, and meet the output in
-a last node, which sends the output's message to the sum, and so to all that it is made of.
+The function is traced, `_sites` plans which nodes the rule takes, and the program is evaluated again with `ap.node` in
+the place of each of these. A rule may ask for the message to the output of the whole function at each site (direct
+feedback alignment). Each node then returns a port of the output's form. The ports are added up, through `scan`, `cond`
+and all, and meet the output in a last node, which sends the output's message to the sum, and so to each of them.
 """
 
 import contextlib
@@ -106,7 +103,6 @@ def rewire(function: Callable[..., Any], rule: Rule, *, argnums: int | Sequence[
 
 
 def require_rule(who: str, rule: Any) -> None:
-    """Refuses what is no rule."""
     if not isinstance(rule, Rule):
         hint = ". Call it: a rule is what it returns" if callable(rule) else ""
         raise TypeError(f"{who} takes a rule (ap.rewiring.Rule), got {describe(rule)}{hint}")
@@ -180,7 +176,6 @@ class Rewired:
         return self._plan(args)[1].offered
 
     def _require_taken(self, planner: Planner, args: Sequence[Any]) -> None:
-        """Refuses a rule that takes no site, and one of several that takes none of those that rules before it leave."""
         _require_taken(self.rule, planner.offered, planner.taken)
         members = _members(self.rule)
         planned = lambda where: dataclasses.replace(self, rule=self.rule._replace(where=where))._plan(args)[1].offered
@@ -217,7 +212,6 @@ class Rewired:
 
 
 def _require_params(params: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Refuses parameters that are not of the structure, shapes and dtypes that `init` gives them."""
     if params.keys() != wanted.keys():
         raise ValueError(
             f"the rule's parameters are a dictionary with the sites {sorted(wanted)}, got {sorted(params)}. "
@@ -252,7 +246,6 @@ def _warn_idle(rule: Rule, taken: Sequence[ProgramSite]) -> None:
 
 
 def _wrong_call(function, args) -> str:
-    """What Python says of a call with these arguments, if they are too few or too many."""
     try:
         inspect.signature(function).bind(*args)
     except TypeError as error:
@@ -321,7 +314,6 @@ _CHANGES = (
 
 
 def _evaluate(plan, arrays, key, params, rule, shape):
-    """The flat outputs of a plan, and their structure."""
     outputs, treedef = jax.tree.flatten(shape)
     floats = [i for i, x in enumerate(outputs) if is_inexact(x)] if rule.direct else []
     shapes = [jax.ShapeDtypeStruct(outputs[i].shape, outputs[i].dtype) for i in floats]
@@ -342,7 +334,6 @@ class _Ports(NamedTuple):
 
     @property
     def zeros(self) -> list[jax.Array]:
-        """A port."""
         return [jnp.zeros(s.shape, s.dtype) for s in self.shapes]
 
     def beside(self, outputs: Sequence[Any]) -> list[jax.Array]:

@@ -1,13 +1,12 @@
 """Sites: the nodes of a program that a rule may rewire, found in the program's jaxpr before anything runs.
 
-A `Planner` reads a program and offers its parts to a rule, the large ones first: the function as a whole, named scopes,
-calls, and single equations. A part that the rule takes becomes one step of the plan, a site. Any other is opened, and
-what is inside is offered. If it cannot be opened (a `while_loop`, a function with a derivative rule of its own), a site
-inside that the rule would take is an error.
+A `Planner` offers the parts of a program to a rule, the large ones first: the function as a whole, named scopes, calls,
+single equations. A part that the rule takes becomes one step of the plan, a site. Any other is opened, and what is
+inside is offered. In what cannot be opened (a `while_loop`, a function with a derivative rule of its own) a site that
+the rule would take is an error.
 
 Which operand of a product is the weight follows from a fact about each variable. A weight is made of the function's
-parameters alone. The product of a weight and anything else is an activation, as is what is made of parameters and of
-other arguments, the data.
+parameters alone; its product with anything else is an activation, as is what is made of parameters and data.
 """
 
 import contextlib
@@ -69,7 +68,6 @@ class ProgramSite(NamedTuple):
     key: Any = None
 
     def __repr__(self) -> str:
-        """The name, and the shapes of inputs and output."""
         shapes = ", ".join(f"{x.dtype}{list(x.shape)}" for x in self.inputs)
         return f"<{self.kind} {self.name}: {shapes}; weights: {self.weights}>"
 
@@ -112,7 +110,6 @@ class Planner:
         return self.plan(program, facts, "") if step is None else part([step], jaxpr.invars, jaxpr.outvars)
 
     def plan(self, program: jaxprs.Program, facts: Sequence[int], where: str) -> jaxprs.Program:
-        """The plan of a program: the same program, with steps in place of equations."""
         jaxpr = program.jaxpr
         known = dict(zip(jaxpr.constvars, map(constant, program.consts), strict=True))
         known |= dict(zip(jaxpr.invars, facts, strict=True))
@@ -271,7 +268,7 @@ class Planner:
 
 
 def _run(eqn, values):
-    """Evaluates an equation in its scopes, so that a rule that traces a site's function again finds the same scopes."""
+    """Evaluates an equation in its scopes, which a rule that traces a site's function again finds."""
     scope = jaxprs.scope(eqn)
     with jax.named_scope(scope) if scope else contextlib.nullcontext():
         return jaxprs.run(eqn, values)
@@ -297,7 +294,6 @@ def through(eqn: Any, facts: Sequence[int]) -> list[int] | None:
 
 
 def _is_weighted(facts, eqn):
-    """Whether a product is one of a weight and something else."""
     return sorted(map(_is_weight, facts[:2])) == [False, True]
 
 

@@ -1,9 +1,9 @@
 """Taps: the value at a place in a program, and the message that passes there on the way back.
 
-A tap is a JAX primitive, the identity. The tangent of a tap goes through a second primitive, which is linear and
-remembers the tapped value. When JAX transposes this second primitive, its rule puts a third one on the cotangent, the
-*marker*. So the program of a gradient holds one marker for each message, wherever JAX has moved it. `with_taps` traces
-the function, finds the markers, and makes what they see an output. Without `with_taps` all three do nothing.
+A tap is a JAX primitive, the identity. Its tangent goes through a second primitive, linear, which remembers the value,
+and whose transpose puts a third one on the cotangent, the *marker*. So the program of a gradient holds one marker for
+each message, wherever JAX has moved it. `with_taps` finds the markers, and makes what they see an output. Without
+`with_taps` all three do nothing.
 """
 
 import contextvars
@@ -135,7 +135,6 @@ def with_taps(function: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str
 
 
 def _names(program: jaxprs.Program, primitive: Primitive) -> set[str]:
-    """The names of all taps of a program, or of all its markers."""
     return {eqn.params["name"] for eqn in jaxprs.all_equations(program) if eqn.primitive is primitive}
 
 

@@ -66,12 +66,11 @@ def test_fit_gives_the_same_bits_again_and_leaves_the_model():
     jax.tree.map(np.testing.assert_array_equal, nnx.state(given), before)
 
 
-@pytest.mark.parametrize("part", [nnx.LayerNorm(2, rngs=nnx.Rngs(0)), nnx.Linear(2, 2, rngs=nnx.Rngs(0)), nnx.Rngs(0)])
-def test_a_pretrained_rule_says_which_models_it_is_for(part):
-    with pytest.raises(
-        TypeError, match=r"the rule 'image_mlp' is for MLPs, an nnx.Sequential of nnx.Linear.*function of"
-    ):
-        mplp.fit(nnx.Sequential(*model().layers, part), BATCHES, "image_mlp", 2, progress=False)
+def test_a_pretrained_rule_says_which_models_it_is_for():
+    match = r"the rule 'image_mlp' is for MLPs, an nnx.Sequential of nnx.Linear.*function of"
+    for part in (nnx.LayerNorm(2, rngs=nnx.Rngs(0)), nnx.Rngs(0)):
+        with pytest.raises(TypeError, match=match):
+            mplp.fit(nnx.Sequential(*model().layers, part), BATCHES, "image_mlp", 2, progress=False)
 
 
 def test_fit_compares_the_network_with_the_model():

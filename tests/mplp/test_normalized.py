@@ -68,18 +68,6 @@ def test_scales_of_inputs_and_messages_do_not_count(x64):
     np.testing.assert_allclose(other.message, 1e4 * one.message, rtol=1e-9)
 
 
-def test_a_new_rule_steps_as_the_gradient_alone_does(x64):
-    network, params, data, learned = made()
-    alone = made(message_size=0)[3]
-    found = [
-        jax.jit(
-            lambda rule: mplp.backward(rule, network, params, mplp.init_state(rule, network, params, data), data)[0]
-        )(r)
-        for r in (learned, alone)
-    ]
-    chex.assert_trees_all_close(*found, rtol=1e-12)
-
-
 def test_steps_get_shorter_until_the_horizon(tmp_path):
     network, params, data, rule = made()
 

@@ -111,7 +111,6 @@ class TestMetaGradients:
     @pytest.mark.parametrize(
         "graph",
         [
-            "weighted and masked losses",
             "fork (sum), two losses",
             "several inputs: a gate",
             "convolution, pooling, positions",
@@ -130,26 +129,6 @@ class TestMetaGradients:
             return GRAPHS[graph].plain(params, batch) + 0.1 * sum(jnp.sum(x**2) for x in jax.tree.leaves(state))
 
         check_meta_gradient(meta, rule, params, state)
-
-    def test_where_the_output_goes_into_an_ordinary_loss(self, x64):
-        """The value that leaves a network has its true derivative, whatever messages go back beside it."""
-        graph = GRAPHS["squared_error"]
-        params, batch, batches = task(graph)
-
-        def network(at, p, batch):
-            x, y = batch
-            h = mplp.activation(at["a"], jnp.tanh, mplp.dense(at["1"], at.signal(x), p["w0"], p["b0"]))
-            s = mplp.dense(at["2"], h, p["w1"], p["b1"])
-            return mplp.squared_error(at["loss"], s, y), {"entropy": jnp.sum(jnp.cos(h.value)), "output": s.value}
-
-        rule = jiggle(per_synapse(mplp.sites(network, params, batch)))
-        state = mplp.init_state(rule, network, params, batch)
-
-        def meta(rule, params):
-            _, _, metrics = mplp.unroll(rule, network, params, state, batches)
-            return jnp.mean(jnp.sin(metrics["output"])) + 0.1 * jnp.mean(metrics["entropy"])
-
-        check_meta_gradient(meta, rule, params)
 
     def test_where_a_state_is_used_twice_or_a_branch_is_not_taken(self, x64):
         """Of two tasks under `vmap`, in one of which the branch is taken now and then."""

@@ -2,11 +2,11 @@
 
 import functools
 
+import equinox as eqx
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpyro.distributions as dist
 import pytest
 from flax import nnx
 from hypothesis import given, settings, strategies as st
@@ -136,37 +136,21 @@ class LinenNet(nn.Module):
         return nn.Dense(3)(nn.relu(nn.Dense(3)(x)))
 
 
-@pytest.mark.parametrize("kind", ["nnx", "linen"])
-def test_flax_models_unchanged(kind):
-    if kind == "nnx":
-        params, f = Net(nnx.Rngs(0)), lambda model, x: model(x)
-    else:
-        f = LinenNet().apply
-        params = LinenNet().init(KEY, X)
+@pytest.mark.parametrize("kind", ["nnx", "linen", "equinox"])
+def test_models_of_libraries_unchanged(kind):
+    params, f = Net(nnx.Rngs(0)), lambda model, x: model(x)
+    if kind == "linen":
+        params, f = LinenNet().init(KEY, X), LinenNet().apply
+    if kind == "equinox":
+        params, f = eqx.nn.MLP(3, 2, 4, 1, key=KEY), lambda model, x: jax.vmap(model)(x)
     rule, messages = rebuilding(SINGLE)
-    loss = lambda f: lambda params: jnp.sum(f(params, X) ** 2)
-    got, expected = (jax.jit(jax.grad(loss(g)))(params) for g in (ap.rewire(f, rule), f))
+    loss = lambda f: eqx.filter_jit(eqx.filter_grad(lambda params: jnp.sum(f(params, X) ** 2)))
+    got, expected = (jax.tree.leaves(eqx.filter(loss(g)(params), eqx.is_array)) for g in (ap.rewire(f, rule), f))
     jax.tree.map(np.testing.assert_array_equal, got, expected)
     assert sum("dot_general" in name for name in messages) == 2
     if kind == "linen":  # each module is a scope
         scopes = [s.name for s in ap.rewire(f, rebuilding(())[0]).sites(params, X) if s.kind == "scope"]
         assert sorted(scopes) == ["LinenNet/Dense_0[0]", "LinenNet/Dense_1[0]", "LinenNet[0]"]
-
-
-def test_equinox_models_unchanged():
-    eqx = pytest.importorskip("equinox")
-    model = eqx.nn.MLP(3, 2, 4, 2, key=KEY)
-    rule, messages = rebuilding(SINGLE)
-    f = lambda model, x: jax.vmap(model)(x)
-    loss = lambda f: eqx.filter_jit(eqx.filter_grad(lambda model: jnp.sum(f(model, X) ** 2)))
-    got, expected = (jax.tree.leaves(eqx.filter(loss(g)(model), eqx.is_array)) for g in (ap.rewire(f, rule), f))
-    jax.tree.map(np.testing.assert_array_equal, got, expected)
-    assert sum("dot_general" in name for name in messages) == 3
-    aligned = ap.rewire(f, ap.rewiring.feedback_alignment(KEY))
-    feedback = aligned.init(model, X)
-    first, *others = jax.tree.leaves(loss(lambda *args: aligned(feedback, *args))(model))
-    assert [b.shape for b in feedback.values()] == [w.weight.shape for w in model.layers]
-    assert jnp.any(first != expected[0]) and all(jnp.all(jnp.isfinite(g)) for g in others)
 
 
 @pytest.mark.parametrize("around", ["plain", "scan", "cond", "remat", "jit"])
@@ -212,22 +196,6 @@ def test_a_random_rule_draws_anew_at_each_site_and_step():
         rewired(jnp.ones(3), 1.0)
 
 
-@pytest.mark.parametrize("estimator", [ap.reparameterization(), ap.likelihood_ratio()])
-def test_rewired_functions_inside_objectives(estimator):
-    """A rule that leaves messages as they are leaves the estimate as it is, and one that halves them halves it."""
-
-    def gradient(rule):
-        f = lambda w, x: jnp.sum(jnp.tanh(x @ w))
-        f = f if rule is None else ap.rewire(f, rule)
-        node = ap.stochastic(estimator)(lambda w, x: dist.Normal(f(w, x), 0.3))
-        program = lambda tape, w: (lambda tape, x: tape.cost(lambda x: x**2, x))(*node(tape, w, jnp.ones((4, 3))))
-        return jax.jit(jax.grad(ap.expectation(program, 4), argnums=1))(KEY, W)
-
-    halves = ap.rewiring.gradient_reversal("tanh", strength=-0.5)
-    np.testing.assert_allclose(gradient(ap.rewiring.clip_messages(1e6)), gradient(None), rtol=1e-6)
-    np.testing.assert_allclose(gradient(halves), gradient(None) / 2, rtol=1e-6)
-
-
 @jax.custom_vjp
 def own_rule(w, x):
     return x @ w
@@ -236,11 +204,10 @@ def own_rule(w, x):
 own_rule.defvjp(lambda w, x: (x @ w, None), lambda _, m: (m, m))
 
 
-def test_what_cannot_be_seen_is_an_error():
+def test_what_cannot_be_seen_is_an_error_but_the_sum_of_a_scatter_is_no_site():
     dense, mesh = rebuilding(("dense",))[0], jax.make_mesh((1,), ("i",))
     mapped = jax.shard_map(lambda w, x: x @ w, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
     for function, error, words in (
-        (lambda w, x: jnp.sin(x) * jnp.sum(w), ValueError, "the rule takes no site"),
         (lambda w, x: jnp.sin(x @ W), ValueError, "the rule takes no site"),  # the weights are closed over
         (lambda w, x: jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ w, x), ValueError, "inside while"),
         (lambda w, x: own_rule(w, x) @ w, ValueError, "inside custom_vjp_call"),
@@ -250,10 +217,6 @@ def test_what_cannot_be_seen_is_an_error():
     ):
         with pytest.raises(error, match=words):
             ap.rewire(function, dense)(W, X)
-
-
-def test_a_site_inside_such_a_primitive_is_an_error_too_but_the_sum_of_a_scatter_is_no_site():
-    mesh = jax.make_mesh((1,), ("i",))
     halve = ap.rewiring.gradient_reversal(("tanh", "add"), strength=-0.5)
     mapped = jax.shard_map(jnp.tanh, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
     solved = lambda x: jax.lax.custom_linear_solve(lambda v: v * jnp.tanh(x), x, lambda _, b: b / x, symmetric=True)

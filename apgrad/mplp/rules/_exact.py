@@ -1,11 +1,8 @@
-"""Gradient descent as a message passing protocol: the exact rule.
+"""Gradient descent as a message passing protocol, k = 1: it proves the nodes (MPLP, section 3; thesis, section 4.1).
 
-With this rule a network's updates are `-learning_rate` times its gradient, which proves the nodes. It is the case k =
-1, in which the message is the gradient (MPLP, section 3; thesis, section 4.1):
-
-    loss          m = dL/dp
-    elementwise   m' = J^T m
-    dense         m'_i = sum_j W_ij m_j,    W <- W - lr mean_b x_i m_j
+loss          m = dL/dp
+elementwise   m' = J^T m
+dense         m'_i = sum_j W_ij m_j,    W <- W - lr mean_b x_i m_j
 """
 
 import jax
@@ -53,7 +50,6 @@ class Exact(nnx.Module):
 def _descend(
     learning_rate: jax.Array, site: Site, question: Dense | Diagonal | Elementwise, state: tuple[()]
 ) -> Answer:
-    """Backpropagation's answer, where component 0 of the message is the gradient."""
     if isinstance(question, Elementwise):
         return Answer(question.exact[..., None])
     m = question.message[..., 0]

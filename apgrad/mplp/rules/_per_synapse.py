@@ -150,9 +150,7 @@ class PerSynapse(nnx.Module):
         return rule
 
     def _parts(self, site: Site) -> list[tuple[str, int, int]]:
-        """What is learned at a place. For each part: its name, and how many groups of features and how many features it
-        sees.
-        """
+        """For each part that is learned at a place: its name, and the numbers of groups of features and of features."""
         seen = self.message_size + self.gradient
         if site.family == "elementwise":
             extra = len(site.features)

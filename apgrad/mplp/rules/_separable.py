@@ -1,26 +1,22 @@
 """The separable rule: small networks for every neuron, in place of networks for every synapse.
 
-A per-synapse rule (`_per_synapse.py`) runs a network for each weight and example. Here the update of a synapse is a sum
-of R products. One factor of each product belongs to the synapse's input and the other to its output, and each factor is
-made by a small network of this one neuron. A message is a weighted sum, as in backpropagation:
+The update of a synapse is a sum of R products of a factor of its input and one of its output, and each factor is made
+by a small network of this one neuron. A message is a weighted sum, as in backpropagation:
 
     dW_ij = -lr mean_b sum_r B_r(x_bi, u_i) A_r(m_bj, v_j),      db_j = -lr' mean_b A_0'(m_bj, v_j)
     m'_bi = G(sum_j W_ij U(m_bj, v_j), z_bi, s_i)
 
-Here x are the inputs, m (of size k) are the messages at the outputs, and G stands at the activation. All of these are
-matrix products, so the cost is about (1 + k + R) products of the size of the forward pass. Gradient descent is the case
-k = R = 1, A(m) = m, B(x) = x, U(m) = m, G(m, z) = act'(z) m. A loss makes the first message of [L, p, y, ...].
+x are the inputs, m (of size k) the messages at the outputs, and G stands at the activation. All of these are matrix
+products, about (1 + k + R) of the size of the forward pass. A loss makes the first message of [L, p, y, ...].
 
-*Start as gradient descent.* Component 0 of m, and A_0, B_0 and U_0, are those of gradient descent plus corrections
-whose gains begin at 0. All corrections of A are 0 at first, so nothing is changed if those of B (r > 0) are there from
-the beginning; likewise the other components of messages, which nothing reads yet.
+*Start as gradient descent*, A(m) = m, B(x) = x, U(m) = m, G(m, z) = act'(z) m: component 0 of m, and A_0, B_0 and U_0,
+are those of gradient descent plus corrections whose gains begin at 0. All corrections of A are 0 at first, so those of
+B (r > 0) can be there from the beginning; likewise the other components of messages, which nothing reads yet.
 
 *State of neurons.* u, v and s are recurrent states of neurons, not of synapses or examples. A gated unit makes the new
-state from the mean and the mean square, over the batch, of what the neuron sees, so that a rule can follow its
-statistics, as Adam does, and can tell the first step from the last.
-
-*Whitening.* Inputs are whitened as the layer learns: B_0 is P x, and the other B see P x beside x (`_whitening.py`).
-The start as gradient descent is then the step of recursive least squares, along P x.
+one from the mean and the mean square, over the batch, of what the neuron sees: a rule can follow its statistics, as
+Adam does, and tell the first step from the last. *Whitening.* B_0 is P x, and the other B see P x beside x
+(`_whitening.py`); the start is then the step of recursive least squares.
 """
 
 from collections.abc import Sequence

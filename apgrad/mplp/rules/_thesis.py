@@ -1,17 +1,15 @@
 """The thesis's rule: two-layer networks for every synapse, batch norm, a learned step size, clipped updates.
 
-This is the stateless protocol of the MPLP thesis (its chapters 4 and 5). With Wa = [W; b] and xa = [x, 1], a bias is
-the weight of an input that is 1:
+This is the stateless protocol of the MPLP thesis (its chapters 4 and 5). With Wa = [W; b] and xa = [x, 1]:
 
     loss           m = g_loss([L, p, y])
     activation     m' = g_act([m, z])
     dense          D_bij = f([m_bj, xa_bi]),    Wa <- Wa - clip(lr mean_b D, -1, 1)
                    m'_bi = sum_j g_lin([m_bj, Wa_ij])
 
-Each network is linear, relu, linear. There is one network for each kind of node, which all nodes of this kind share.
-Batch norm standardizes the inputs of each network over all rows of one call; with it training leaves its first, flat
-phase sooner (thesis, section 5.2). Gradient descent is the case k = 1, f = x m, g_lin = W m, g_act = act'(z) m,
-g_loss = dL/dp.
+Each network is linear, relu, linear; all nodes of a kind share it. Batch norm standardizes the inputs of each network
+over all rows of one call; with it training leaves its first, flat phase sooner (section 5.2). Gradient descent is the
+case k = 1, f = x m, g_lin = W m, g_act = act'(z) m, g_loss = dL/dp.
 """
 
 import dataclasses

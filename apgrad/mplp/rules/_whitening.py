@@ -2,26 +2,22 @@
 
 The inputs of a layer are correlated, so a gradient step for one example disturbs what others have learned. For linear
 regression the cure is recursive least squares (Plackett, 1950): keep P = (I + lambda sum x x^T)^-1 and step along P x
-in place of x. Here each dense layer keeps its own P (lateral messages among its inputs), and the rule's update of the
-weights uses the whitened inputs. lambda is meta-trained. In P, a minibatch is divided by its root mean square and by
-sqrt(N), so that |x|^2 is about one whatever the layer's inputs are: P depends on the directions of the inputs only, and
-stays well conditioned.
+in place of x. Here each dense layer keeps its own P, and lambda is meta-trained. In P a minibatch is divided by its
+root mean square and by sqrt(N), so P depends on the directions of the inputs only, and stays well conditioned.
 
 *Full.* For a minibatch X (rows, N), by Woodbury's identity with S = I/lambda + X P X^T (rows, rows):
 
     P <- P - P X^T S^-1 X P,        P_new X^T = P X^T S^-1 / lambda
 
-So the whitened inputs cost no product beyond those of the update, which takes 4 N^2 rows operations. With many rows
-(the positions of a convolution) the same P is computed as (P^-1 + lambda X^T X)^-1, N by N. P shrinks like 1/t, so
-learning would stop. Therefore a meta-trained fraction leads P back to the identity, P <- P + epsilon (I - P), which
-also keeps P between 0 and I.
+So the whitened inputs cost no product beyond those of the update. With many rows (the positions of a convolution) the
+same P is (P^-1 + lambda X^T X)^-1, N by N. P shrinks like 1/t, so learning would stop: a meta-trained fraction leads it
+back, P <- P + epsilon (I - P), which also keeps P between 0 and I.
 
 *Window.* If a layer is wide, P is the identity less a matrix of low rank, made of the last r rows Z (r, N):
 
     P = I - Z^T (I/lambda + Z Z^T)^-1 Z
 
-The Gram matrix Z Z^T is kept beside Z. X is among the rows of Z, so Z X^T is among the columns of the Gram matrix, and
-a step costs 4 N r rows operations. What leaves the window is forgotten.
+The Gram matrix Z Z^T is kept beside Z; Z X^T is among its columns. What leaves the window is forgotten.
 """
 
 from typing import Any
