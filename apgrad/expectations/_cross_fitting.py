@@ -39,9 +39,8 @@ def in_two_streams(function: Callable[..., Any], name: str) -> Callable[..., Any
     def wrapped(*inputs):
         arrays, restore = arrays_of(inputs)
         converted, closed_over = hoist(lambda *arrays: function(*restore(*arrays)), *arrays)
-        return node(first_order(Propagator(functools.partial(forward, converted), backward), reason), perturbed=True)(
-            *arrays, *closed_over
-        )
+        propagator = first_order(Propagator(functools.partial(forward, converted), backward), reason)
+        return node(propagator, perturbed=True)(*arrays, *closed_over)
 
     def forward(function, *arrays, perturbed):
         # Nodes look for their target in what is perturbed, so nothing else may be.

@@ -144,11 +144,8 @@ def value_and_grad(
       [9.0, 6.0]
     """
     several, numbers = argument_numbers(argnums)
-    inner = jax.value_and_grad(
-        expectation(program, lanes, **options),
-        argnums=numbers if several else numbers[0],
-        has_aux=options.get("has_aux", False),
-    )
+    objective, has_aux = expectation(program, lanes, **options), options.get("has_aux", False)
+    inner = jax.value_and_grad(objective, numbers if several else numbers[0], has_aux)
 
     def function(key, *args, **kwargs):
         require_differentiable(argnums, args)

@@ -78,11 +78,9 @@ def perturbation_growth(
 
     def move(z, x):
         new = step(restore(z), x)
-        if jax.tree.map(jnp.shape, new) != jax.tree.map(jnp.shape, state):
-            raise ValueError(
-                f"step must return a state of the form that it got, {jax.tree.map(jnp.shape, state)}, got "
-                f"{jax.tree.map(jnp.shape, new)}"
-            )
+        before, after = (jax.tree.map(jnp.shape, s) for s in (state, new))
+        if after != before:
+            raise ValueError(f"step must return a state of the form that it got, {before}, got {after}")
         return ravel_pytree(new)[0].astype(z.dtype)
 
     def forward(frame, zx):

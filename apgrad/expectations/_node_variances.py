@@ -38,10 +38,7 @@ class NodeVariances(NamedTuple):
 
     def __str__(self) -> str:
         cells: list[Sequence[str]] = [("node", "RP", "LR", "RP within TP", "TP", "weight of LR")]
-        shown = range(len(self.rp))
-        if len(shown) > 20:
-            shown = [*np.unique(np.linspace(0, len(self.rp) - 1, 20).astype(int))]
-        for i in shown:
+        for i in np.unique(np.linspace(0, len(self.rp) - 1, min(len(self.rp), 20)).astype(int)):
             cells.append((str(i + 1), *(f"{x[i]:.2g}" for x in self[:4]), f"{self.weight[i]:.2f}"))
         return table(cells)
 

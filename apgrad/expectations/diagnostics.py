@@ -200,11 +200,8 @@ def compare(
                     cuts = np.cumsum([x[0].size for x in jax.tree.leaves(out)])[:-1]
     samples = {name: np.concatenate(x) for name, x in samples.items()}
     against = samples.get(reference or "") if truth is None else np.stack([_flat(truth, 0)] * 2)  # without a spread
-    rows = {
-        name: _row(x, np.array(seconds[name]), None if name == reference else against, cuts)
-        for name, x in samples.items()
-    }
-    return Comparison(rows, refused, chunk * rounds)
+    row = lambda name: _row(samples[name], np.array(seconds[name]), None if name == reference else against, cuts)
+    return Comparison({name: row(name) for name in samples}, refused, chunk * rounds)
 
 
 def recommend(comparison: Comparison) -> str:

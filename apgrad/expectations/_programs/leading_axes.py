@@ -33,24 +33,20 @@ def marks_with_outer_axis(program: Program, kind: enum.Enum, size: int) -> list[
     def transfer(eqn, facts):
         if eqn.primitive.name == "mark" and facts[0] == 0 and eqn.params["kind"] is kind:
             found.append(eqn.params["label"])
-        # What comes of a comparison says nothing of where a derivative goes.
-        mute = eqn.primitive.name in kinds.NO_DERIVATIVE
-        if nested(eqn) is None and (mute or all(fact is None for fact in facts)):
-            return [None] * len(eqn.outvars)
         if nested(eqn) is not None:
             return None
-        axes = {moved_axis(eqn, number, fact) for number, fact in enumerate(facts) if fact is not None} - {None}
+        # What comes of a comparison says nothing of where a derivative goes.
+        mute = eqn.primitive.name in kinds.NO_DERIVATIVE
+        axes = {moved_axis(eqn, n, fact) for n, fact in enumerate(facts) if fact is not None and not mute} - {None}
         axis = axes.pop() if len(axes) == 1 else None
-        return [
-            axis if axis is not None and np.shape(v.aval)[axis : axis + 1] == (size,) else None for v in eqn.outvars
-        ]
+        fits = lambda v: axis is not None and np.shape(v.aval)[axis : axis + 1] == (size,)
+        return [axis if fits(v) else None for v in eqn.outvars]
 
     if all(constant(value) is None for value in program.consts):
         return []
     either = lambda a, b: b if a is None else a
-    flow(
-        program, [], transfer, either, constant, lambda a: a - 1 if a else None, lambda a: None if a is None else a + 1
-    )
+    into, out = lambda a: a - 1 if a else None, lambda a: None if a is None else a + 1
+    flow(program, [], transfer, either, constant, into, out)
     return list(dict.fromkeys(found))
 
 

@@ -44,11 +44,5 @@ def is_sum_over(program: Program, axes: Sequence[int | None]) -> bool:
             return axes.pop()
         return SUM if name in ("reduce_sum", "dot_general") and linear else MIXED
 
-    made = flow(
-        program,
-        list(axes),
-        transfer,
-        lambda a, b: a if a == b or b is None else b if a is None else MIXED,
-        lambda _: None,
-    )
-    return made[0] == SUM
+    join = lambda a, b: a if a == b or b is None else b if a is None else MIXED
+    return flow(program, list(axes), transfer, join, lambda _: None)[0] == SUM

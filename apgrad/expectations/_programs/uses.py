@@ -59,14 +59,13 @@ def expose(program: Program, inputs: Sequence[Value], ports: Any = None) -> tupl
     floating-point outputs. For a `scan` with uses inside, lists of such entries, stacked along the steps.
     """
     walk = _Expose(ports)
-    return [walk.of_lane(output).array for output in walk.through(program, inputs)], walk.operands, walk.made
+    return walk.run(program, inputs), walk.operands, walk.made
 
 
 def replay(program: Program, inputs: Sequence[Value], operands: Sequence[Any]) -> list[Any]:
     """What the uses of a program make, as a function of the parameters and of what the uses take of the lane."""
     walk = _Replay(operands)
-    for output in walk.through(program, _without_lane(inputs)):
-        walk.of_lane(output)
+    walk.run(program, _without_lane(inputs))
     return walk.made
 
 
@@ -74,14 +73,14 @@ def sketch(
     program: Program, inputs: Sequence[Value], operands: Sequence[Any], messages: Sequence[Any], signs: Sequence[Any]
 ) -> jax.Array:
     """The inner products of one lane's gradient of the parameters with random signs, (NUMBER,)."""
-    parameters = [i for i, value in enumerate(inputs) if value.kind == ValueKind.VIEW]
-    signed = place(
-        [inputs[i]._replace(signs=s) for i, s in zip(parameters, signs, strict=True)], parameters, _without_lane(inputs)
-    )
+    of_parameters = iter(signs)
+    signed = [
+        value._replace(signs=next(of_parameters)) if value.kind == ValueKind.VIEW else value
+        for value in _without_lane(inputs)
+    ]
     walk = _Sketch(operands, messages)
     try:
-        for output in walk.through(program, signed):
-            walk.of_lane(output)
+        walk.run(program, signed)
     except TypeError as error:
         if "forward-mode" not in str(error):
             raise
@@ -127,9 +126,11 @@ _without_message.defvjp(lambda x: (x, None), _refuse)
 class _Walk:
     """A walk over a program that meets each use once, always in the same order."""
 
+    def run(self, program: Program, inputs: Sequence[Value]) -> list[Any]:
+        return [self.of_lane(value).array for value in self.through(program, inputs)]
+
     def through(self, program: Program, inputs: Sequence[Value]) -> list[Value]:
-        outputs = inline(program, list(inputs), self._apply)
-        return [_tagged(value) for value in outputs]
+        return [_tagged(value) for value in inline(program, list(inputs), self._apply)]
 
     def of_lane(self, value: Value) -> Value:
         """A view that becomes a value of the lane is a use by itself."""
@@ -205,34 +206,22 @@ class _Expose(_Walk):
         chosen = [i for i, x in enumerate(outputs) if is_inexact(x)]
         self.operands.append([outputs[i] for i in chosen])
         self.made.append(self.operands[-1])
-        ports = [] if self.ports is None else next(self.ports)
-        return place(
-            [_without_message(outputs[i] + p) for i, p in zip(chosen, ports, strict=False)],
-            chosen[: len(ports)],
-            outputs,
-        )
+        if self.ports is None:
+            return outputs
+        ports = zip(chosen, next(self.ports), strict=True)
+        return place([_without_message(outputs[i] + p) for i, p in ports], chosen, outputs)
 
     def loop(self, inside, program, inputs, moving, carry, xs):
         def body(state, x):
             arrays, ports = x
             inner = _Expose(ports)
-            values = inputs(
-                [Value(ValueKind.LANE, c) for c in state],
-                [v._replace(array=a) for v, a in zip(xs, arrays, strict=True)],
-            )
-            outputs = [inner.of_lane(value).array for value in inner.through(program, values)]
-            ys = outputs[inside.counts[1] :]
-            return [outputs[i] for i in moving], (ys, inner.operands, inner.made)
+            given = [v._replace(array=a) for v, a in zip(xs, arrays, strict=True)]
+            outputs = inner.run(program, inputs([Value(ValueKind.LANE, c) for c in state], given))
+            return [outputs[i] for i in moving], (outputs[inside.counts[1] :], inner.operands, inner.made)
 
-        ports = None if self.ports is None else next(self.ports)
-        after, (ys, operands, made) = lax.scan(
-            body,
-            [value.array for value in carry],
-            ([value.array for value in xs], ports),
-            length=inside.length,
-            reverse=inside.reverse,
-            **inside.options,
-        )
+        start, steps = [value.array for value in carry], [value.array for value in xs]
+        ports, options = None if self.ports is None else next(self.ports), dict(inside.options, reverse=inside.reverse)
+        after, (ys, operands, made) = lax.scan(body, start, (steps, ports), inside.length, **options)
         self.operands.append(operands)
         self.made.append(made)
         return [*after, *ys]
@@ -262,9 +251,7 @@ class _Replay(_Walk):
     def loop(self, inside, program, inputs, moving, carry, xs):
         def step(arrays, operands):
             inner = _Replay(operands)
-            values = inputs(carry, [v._replace(array=a) for v, a in zip(xs, arrays, strict=True)])
-            for value in inner.through(program, values):
-                inner.of_lane(value)
+            inner.run(program, inputs(carry, [v._replace(array=a) for v, a in zip(xs, arrays, strict=True)]))
             return inner.made
 
         self.made.append(jax.vmap(step, axis_size=inside.length)([v.array for v in xs], next(self.operands)))
@@ -312,8 +299,7 @@ class _Sketch(_Replay):
         def step(arrays, signs, operands, messages):
             inner = _Sketch(operands, messages)
             given = [Value(v.kind, a, of_step(v.signs, s)) for v, a, s in zip(xs, arrays, signs, strict=True)]
-            for value in inner.through(program, inputs(carry, given)):
-                inner.of_lane(value)
+            inner.run(program, inputs(carry, given))
             return inner.total
 
         arrays, signs = [value.array for value in xs], [of_steps(value.signs, inside.length) for value in xs]

@@ -121,10 +121,9 @@ def to_arguments(
         exact = chosen if _is_exact([shared[i] for i in closed]) else [i for i in chosen if i < arguments]
         gradients = uses.gradient(program, inputs(lane), operands, to_uses, of=exact)
         rows = place(gradients, exact, [jnp.zeros(jnp.shape(x), jnp.result_type(x)) for x in shared])
-        parts = [_row([row for row in rows[:arguments] if is_inexact(row)])]
-        parts.append(_row([rows[i] for i in closed]) if exact is chosen else sketched(operands, to_uses, closed))
-        dtype = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
-        return jnp.concatenate([part.astype(dtype) for part in parts])
+        first = _row([row for row in rows[:arguments] if is_inexact(row)])
+        second = _row([rows[i] for i in closed]) if exact is chosen else sketched(operands, to_uses, closed)
+        return _row([first, second])
 
     def of_one_lane(lane, ports, messages):
         def exposed(values, ports):
