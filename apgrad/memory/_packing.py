@@ -24,7 +24,6 @@ class Narrow:
     dtype: str
 
     def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> tuple[jax.Array, ...]:
-        """The entries in the type, and the exponent of each group's divisor."""
         entries, step, shift, bad = self._scaled(x)
         rounded = jnp.floor(entries / step + uniform(key, entries.shape, entries.dtype)) * step
         rounded = jnp.where(bad, jnp.nan, rounded)
@@ -33,7 +32,6 @@ class Narrow:
     def restore(
         self, key: jax.Array, memory: tuple[jax.Array, ...], like: jax.ShapeDtypeStruct, axis: int = -1
     ) -> jax.Array:
-        """The entries times their group's divisor, cut to what is finite."""
         entries, shift = memory[0].astype(wide(like.dtype)), memory[1].astype(jnp.int32)
         limit = float(jnp.finfo(like.dtype).max)
         # A NaN stays one. In two steps, as the divisor alone may be no number of the type.
@@ -96,15 +94,12 @@ class Packing:
     biased: bool
 
     def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> Any:
-        """What `pack` makes of the array."""
         return self.pack(x) if self.biased else self.pack(key, x)
 
     def restore(self, key: jax.Array, memory: Any, like: jax.ShapeDtypeStruct, axis: int = -1) -> jax.Array:
-        """What `unpack` makes of that."""
         return self.unpack(memory, jax.ShapeDtypeStruct(like.shape, like.dtype))
 
     def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
-        """Not known of functions of one's own."""
         raise TypeError("the variance of a packing of one's own is not known: estimate it from draws")
 
 

@@ -65,7 +65,6 @@ class _Traced:
 
 
 def remember(made: MemoryPlan, key: jax.Array, inputs: Sequence[Any]) -> tuple[list[Any], tuple[Any, ...]]:
-    """Evaluates the forward program of a plan, and keeps each slot as soon as its array is there."""
     jaxpr, consts = made.forward
     values = dict(zip(jaxpr.constvars, consts, strict=True)) | dict(zip(jaxpr.invars, inputs, strict=True))
     waiting: dict[Any, list[int]] = {}
@@ -99,7 +98,6 @@ def remember(made: MemoryPlan, key: jax.Array, inputs: Sequence[Any]) -> tuple[l
 
 
 def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Sequence[Any]) -> list[Any]:
-    """Evaluates the backward steps of a plan."""
     jaxpr, consts = made.pullback
     values = dict(zip(jaxpr.constvars, consts, strict=True))
     for v, message in zip(jaxpr.invars[len(jaxpr.invars) - len(messages) :], messages, strict=True):
@@ -199,7 +197,6 @@ def _kept(sampler: Sampler, key: jax.Array, value: jax.Array) -> Any:
 def _restored(
     sampler: Sampler, shape: tuple[int, ...], dtype: Any, key: jax.Array, memory: Any, axis: int = -1
 ) -> jax.Array:
-    """The sampler's estimate of an array of this shape."""
     return restored(sampler, key, memory, jax.ShapeDtypeStruct(shape, dtype), axis)
 
 

@@ -58,7 +58,6 @@ def make_plan(
     rules: Sequence[str] = (),
     stays: Collection[int] | None = None,
 ) -> MemoryPlan:
-    """The plan of a straight-line program."""
     traced, (outputs, pullback) = jaxprs.trace(linearize, *inputs)
     leaves, tree = jax.tree.flatten(pullback)
     messages = [x for x in outputs if jnp.issubdtype(x.dtype, jnp.inexact)]

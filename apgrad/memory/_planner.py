@@ -58,7 +58,6 @@ class Plan(NamedTuple):
     budget_bytes: int
 
     def __str__(self) -> str:
-        """The table."""
         return f"budget {self.budget_bytes / 1e6:.3f} MB\n{table(self.trials, self.chosen)}"
 
 

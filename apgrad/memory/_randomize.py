@@ -125,7 +125,6 @@ def randomize(
 
 
 def _chooses(given: Any) -> bool:
-    """Whether this is a function that chooses samplers."""
     return callable(given) and not isinstance(given, type) and given not in FACTORIES
 
 
@@ -185,7 +184,6 @@ def _recorded(min_size: int, *stretch: Any) -> Recorded:
 
 
 def listed(plans: Recorded) -> list[tuple[Coefficient, SlotForm]]:
-    """The coefficients of the plans and their forms."""
     found: dict[str, tuple[Coefficient, SlotForm]] = {}
     for where, plan in plans:
         for i, slot in enumerate(plan.slots):

@@ -39,12 +39,10 @@ class Choice(NamedTuple):
 
     @property
     def nbytes(self) -> float:
-        """The bytes that stay, with those of the largest group."""
         return self.kept + self.transient
 
 
 def work(eqn: Any) -> float:
-    """About how many operations an equation takes."""
     size = sum(v.aval.size for v in eqn.outvars if hasattr(v.aval, "size"))
     if eqn.primitive.name == "dot_general":
         lhs = eqn.invars[0].aval.shape

@@ -114,7 +114,6 @@ class MemoryReport(NamedTuple):
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
     def __str__(self) -> str:
-        """The table."""
         first = next(iter(self.rows.values()))
         width = max(len(name) for name in self.rows)
         unit, scale = ("MB", 1e6) if max(row.residual_bytes for row in self.rows.values()) >= 1e5 else ("kB", 1e3)

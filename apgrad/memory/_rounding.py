@@ -64,7 +64,6 @@ class Rounding:
         return from_rows(spread, x)
 
     def _points(self, word: jax.Array) -> jax.Array:
-        """The number of the last point of each group's grid."""
         return 2**self.bits - 1 - _grid_of(word)[3].astype(jnp.int32)
 
     def _on_grid(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -126,7 +125,6 @@ def packed(codes: jax.Array, bits: int) -> jax.Array:
 
 
 def unpacked(packed: jax.Array, bits: int) -> jax.Array:
-    """The codes that `packed` packed."""
     parts = packed[:, None] >> np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     return (parts & (2**bits - 1)).astype(jnp.uint8).reshape(len(packed), -1)
 

@@ -147,7 +147,6 @@ class Sampling:
         return kept.reshape(_with(x.shape, axis, kept.shape[1]))
 
     def restore(self, key: jax.Array, memory: jax.Array, like: jax.ShapeDtypeStruct, axis: int = -1) -> jax.Array:
-        """Zeros, with the kept entries added where they were."""
         rows = jax.eval_shape(lambda x: _rows(x, axis), like).shape
         index, _ = self.draw(key, rows)
         zeros, memory = _zeros_after(rows, memory.reshape(rows[0], index.shape[-1], rows[2]))
@@ -179,7 +178,6 @@ class Sampling:
         return jax.lax.top_k(jax.random.bits(key, (*shape[:-1], size)), k)[1], weight
 
     def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
-        """(d-1)/k x^2 with replacement, (d-k)/k x^2 without, (s-1) x^2 stratified."""
         size = x.shape[axis]
         k = _kept(self.fraction, size)
         if self.scheme == "stratified":
@@ -222,12 +220,10 @@ class Projection:
         return jnp.moveaxis(jnp.where(bad, jnp.nan, found), -1, axis)
 
     def _signs(self, key: jax.Array, size: int, dtype: Any) -> jax.Array:
-        """R, (d, k), for d = `size`."""
         k = _kept(self.fraction, size)
         return jax.random.rademacher(key, (size, k), dtype) * jnp.asarray(k**-0.5, dtype)
 
     def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
-        """(sum_{j != i} x_j^2) / k."""
         square = x**2
         return (jnp.sum(square, axis, keepdims=True) - square) / _kept(self.fraction, x.shape[axis])
 
@@ -253,7 +249,6 @@ class Heavy:
     def restore(
         self, key: jax.Array, memory: tuple[jax.Array, ...], like: jax.ShapeDtypeStruct, axis: int = -1
     ) -> jax.Array:
-        """Zeros, with the kept entries added where they were."""
         values, order = memory
         rows = jax.eval_shape(lambda x: _rows(x, axis), like).shape
         order = order.astype(jnp.int32)
@@ -381,7 +376,6 @@ def _rows(x: jax.Array, axis: int) -> jax.Array:
 
 
 def _with(shape: tuple[int, ...], axis: int, size: int) -> tuple[int, ...]:
-    """The shape with another size of the axis."""
     axis %= len(shape)
     return (*shape[:axis], size, *shape[axis + 1 :])
 

@@ -77,7 +77,6 @@ class Slot(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """The bytes that the slot adds to what is remembered."""
         return kept_bytes(self.how, self.sampler, self.var.aval)
 
 
@@ -249,11 +248,9 @@ class OfPositions:
     order: tuple[int, ...]  # the image's axes as (example, positions ..., channels)
 
     def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> Any:
-        """The sampler's memory of (examples, positions, channels)."""
         return self.sampler.keep(key, self._rows(x), 1)
 
     def restore(self, key: jax.Array, memory: Any, like: jax.ShapeDtypeStruct, axis: int = -1) -> jax.Array:
-        """The sampler's estimate, as an image."""
         return self._image(restored(self.sampler, key, memory, jax.eval_shape(self._rows, like), 1), like)
 
     def _rows(self, x: jax.Array) -> jax.Array:

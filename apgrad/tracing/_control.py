@@ -27,12 +27,10 @@ KEPT = 64
 
 
 def _call(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
-    """Calls, as of a jitted function."""
     return walk(context, inside.jaxprs[0], inputs, active)
 
 
 def _remat(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
-    """`jax.checkpoint`."""
     jaxpr, consts = inside.jaxprs[0]
     outputs = jaxprs.caller(eqn)(*inputs)
 

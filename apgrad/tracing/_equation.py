@@ -53,7 +53,6 @@ def derivatives(equation: Equation) -> list[Any]:
 
 
 def require_small(name: str, elements: int) -> None:
-    """Refuses a Jacobian that is too large."""
     if elements > LIMIT:
         raise ValueError(
             f"tracing has no rule for the primitive {name!r} but its Jacobian, which has {elements:,} elements here; "
@@ -66,13 +65,3 @@ def require_countable(equation: Equation, size: int) -> int:
     if size >= 2**31:
         raise ValueError(f"{equation.name} on an array of {size:,} elements: tracing numbers them in 32 bits")
     return size
-
-
-def each(function: Callable[[Any], Any], message: Value) -> Value:
-    """The message with a function applied to each of its components."""
-    return tuple(function(x) for x in message)
-
-
-def where(condition: Any, a: Value, b: Value) -> Value:
-    """`jnp.where`, component by component."""
-    return tuple(jnp.where(condition, x, y) for x, y in zip(a, b, strict=True))

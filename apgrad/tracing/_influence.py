@@ -60,7 +60,6 @@ class Influence:
         }
 
     def __str__(self) -> str:
-        """A table of means; where it is too wide, components are left out as by `top`."""
         widths = lambda names: sum(1 + max(6, len(name)) for name in names)
         share, rows, columns, left = mean(self.share), self.components, self.parameters, 0
         if max(9, *map(len, rows)) + widths(columns) > 100:
@@ -171,7 +170,6 @@ def influence(
 
 
 def require_options(kind: Any, by: Any = "scope", depth: Any = None) -> None:
-    """Refuses options of `influence` that are not among those it has."""
     if kind not in ("greedy", "viterbi"):
         raise ValueError(f"kind must be 'greedy' or 'viterbi', got {kind!r}")
     if by not in ("scope", "primitive"):

@@ -31,7 +31,6 @@ class Context(NamedTuple):
     enter: Callable[[Value, str, str], Value] | None = None  # (message, scope, primitive) -> message
 
     def at(self, eqn: Any) -> "Context":
-        """The context of a program inside an equation."""
         return self._replace(scope=jaxprs.join(self.scope, jaxprs.scope(eqn)))
 
 

@@ -14,7 +14,7 @@ from jax.tree_util import Partial
 
 from apgrad._programs.jaxprs import is_inexact, place
 from apgrad._programs.kinds import IDENTITY
-from apgrad.tracing._equation import EdgeRule, Equation, Pull, each, edge, require_countable, where
+from apgrad.tracing._equation import EdgeRule, Equation, Pull, edge, require_countable
 from apgrad.tracing._sums import dtype_of, plus_by_index, plus_over, zeros
 
 
@@ -52,7 +52,7 @@ def _broadcast(equation: Equation) -> Pull:
     shape, wide = jnp.shape(equation.inputs[0]), equation.params["shape"]
     grown = {d for n, d in zip(shape, kept, strict=True) if n == 1 and wide[d] != 1}
     axes = tuple(i for i in range(len(wide)) if i not in kept or i in grown)
-    return Partial(lambda messages: [each(lambda x: x.reshape(shape), plus_over(semiring, messages[0], axes))])
+    return Partial(lambda messages: [jax.tree.map(lambda x: x.reshape(shape), plus_over(semiring, messages[0], axes))])
 
 
 def _identity(equation: Equation) -> Pull:
@@ -95,7 +95,7 @@ def _dynamic_update_slice(equation: Equation) -> Pull:
         (message,) = messages
         hole = zeros(semiring, shape, dtype_of(message))
         operand = tuple(lax.dynamic_update_slice(x, h, starts) for x, h in zip(message, hole, strict=True))
-        update = each(lambda x: lax.dynamic_slice(x, starts, shape), message)
+        update = jax.tree.map(lambda x: lax.dynamic_slice(x, starts, shape), message)
         return [operand if active[0] else None, update if active[1] else None, *(None for _ in starts)]
 
     return Partial(pull, list(equation.inputs[2:]))
@@ -108,7 +108,7 @@ def _gather(equation: Equation) -> Pull:
 
     def pull(indices, messages):
         source = call(jnp.arange(size, dtype=jnp.int32).reshape(shape), indices, fill_value=-1)[0]
-        return [each(lambda x: x.reshape(shape), plus_by_index(semiring, messages[0], source, size)), None]
+        return [jax.tree.map(lambda x: x.reshape(shape), plus_by_index(semiring, messages[0], source, size)), None]
 
     call = equation.call
     return Partial(pull, equation.inputs[1])
@@ -146,14 +146,18 @@ def _scatter(equation: Equation) -> Pull:
         if replaces:
             own = jnp.arange(count, dtype=jnp.int32).reshape(updates)
             last = call(jnp.full(shape, -1, jnp.int32), indices, own)[0]
-            operand = where(last < 0, message, zeros(semiring, shape, dtype_of(message)))
+            operand = _where(last < 0, message, zeros(semiring, shape, dtype_of(message)))
             kept &= last.ravel()[jnp.clip(target, 0)] == own
-        arrived = each(lambda x: x.ravel()[jnp.clip(target, 0)], message)
-        update = where(kept, arrived, zeros(semiring, updates, dtype_of(message)))
+        arrived = jax.tree.map(lambda x: x.ravel()[jnp.clip(target, 0)], message)
+        update = _where(kept, arrived, zeros(semiring, updates, dtype_of(message)))
         update = edge(semiring, sign, update, dtypes[2])
         return [operand if active[0] else None, None, update if active[2] else None]
 
     return Partial(pull, equation.inputs[1])
+
+
+def _where(condition, a, b):
+    return tuple(jnp.where(condition, x, y) for x, y in zip(a, b, strict=True))
 
 
 _TO_ONE_PLACE = "concatenate expand_dims reduce_sum reshape rev select_n slice split squeeze stack transpose unstack"

@@ -57,7 +57,6 @@ def _ragged(equation: Equation) -> Pull:
 
 
 def _cumulative(equation: Equation) -> Pull:
-    """cumsum, cumprod, cummax, cummin and cumlogsumexp."""
     combine, axis, reverse = _CUMULATIVE[equation.name], equation.params["axis"], equation.params["reverse"]
     return equation.in_parts(lambda x: [lax.associative_scan(combine, x, axis=axis, reverse=reverse)])
 

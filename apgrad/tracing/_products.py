@@ -9,7 +9,7 @@ from jax.tree_util import Partial
 
 from apgrad._ground.warning import warn
 from apgrad._programs.jaxprs import is_inexact, place, restrict
-from apgrad.tracing._equation import EdgeRule, Equation, Pull, cast, each, require_small
+from apgrad.tracing._equation import EdgeRule, Equation, Pull, cast, require_small
 from apgrad.tracing._semirings import Value
 from apgrad.tracing._sums import contract, zeros
 
@@ -27,7 +27,7 @@ def _dot_general(equation: Equation) -> Pull:
         batch = len(left_batch)
         middle = batch + len(factors[0].free)
         flat = (math.prod(shape[:batch]), math.prod(shape[batch:middle]), math.prod(shape[middle:]))
-        message = each(lambda x: x.reshape(flat), messages[0])  # (B, I, J)
+        message = jax.tree.map(lambda x: x.reshape(flat), messages[0])  # (B, I, J)
         answers: list[Value | None] = [None, None]
         for side in (0, 1):
             if not active[side]:
@@ -35,12 +35,12 @@ def _dot_general(equation: Equation) -> Pull:
             mine, other = factors[side], factors[1 - side]
             # (B, J, contracted): the other's free axes are summed.
             weight = other.flat(memory[1 - side], other.batch, other.free, other.contracted)
-            arrived = message if side == 1 else each(lambda x: jnp.swapaxes(x, 1, 2), message)  # (B, J, I)
+            arrived = message if side == 1 else jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), message)  # (B, J, I)
             # The contracted axes of both come in the order of their pairs.
             swapped = mine.last_is_contracted and (side == 0 or weight.shape[2] >= 16)
             found = contract(semiring, weight, arrived, swapped=swapped, precision=precision)
             order = (mine.free, mine.contracted) if swapped else (mine.contracted, mine.free)
-            answers[side] = cast(each(functools.partial(mine.restore, order=order), found), dtypes[side])
+            answers[side] = cast(jax.tree.map(functools.partial(mine.restore, order=order), found), dtypes[side])
         return answers
 
     return Partial(pull, [left if active[1] else None, right if active[0] else None])
@@ -99,10 +99,10 @@ def dense(equation: Equation, quiet: bool = False) -> Pull:
     def pull(jacobians, messages):
         total: list[Value | None] = [None] * len(chosen)
         for rows, message in zip(jacobians, fill(messages), strict=True):
-            column = each(lambda x: x.reshape(1, -1, 1), message)
+            column = jax.tree.map(lambda x: x.reshape(1, -1, 1), message)
             for n, jacobian in enumerate(rows):
                 found = contract(semiring, jacobian.reshape(1, jacobian.shape[0], -1), column)
-                part = cast(each(lambda x, n=n: x.reshape(shapes[chosen[n]]), found), jacobian.dtype)
+                part = cast(jax.tree.map(lambda x, n=n: x.reshape(shapes[chosen[n]]), found), jacobian.dtype)
                 before = total[n]
                 total[n] = part if before is None else semiring.plus(before, part)
         return answer(total)

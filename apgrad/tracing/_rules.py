@@ -13,11 +13,12 @@ Derivatives are JAX's own, so that at a kink an edge has the derivative that `ja
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.tree_util import Partial
 
 from apgrad._programs.kinds import ELEMENTWISE
-from apgrad.tracing._equation import EdgeRule, Equation, Pull, derivatives, each, edge
+from apgrad.tracing._equation import EdgeRule, Equation, Pull, derivatives, edge
 from apgrad.tracing._moves import MOVE_RULES
 from apgrad.tracing._parts import PART_RULES
 from apgrad.tracing._products import PRODUCT_RULES
@@ -60,7 +61,7 @@ def _reduction(equation: Equation) -> Pull:
     dtype = equation.inputs[0].dtype
 
     def pull(weight, messages):
-        message = each(lambda x: jnp.broadcast_to(jnp.expand_dims(x, axes), shape), messages[0])
+        message = jax.tree.map(lambda x: jnp.broadcast_to(jnp.expand_dims(x, axes), shape), messages[0])
         return [edge(semiring, weight, message, dtype)]
 
     return Partial(pull, derivatives(equation)[0])
@@ -70,7 +71,7 @@ def _unbroadcast(semiring, message, wide, shape):
     if wide == shape:
         return message
     axes = tuple(range(len(wide))) if not shape else tuple(i for i, n in enumerate(shape) if n == 1 != wide[i])
-    return each(lambda x: x.reshape(shape), plus_over(semiring, message, axes))
+    return jax.tree.map(lambda x: x.reshape(shape), plus_over(semiring, message, axes))
 
 
 FIXED_WEIGHTS = {

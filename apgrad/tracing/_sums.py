@@ -29,7 +29,6 @@ def constant(scalars: tuple[float | int, ...], shape: Any, dtype: Any) -> Value:
 
 
 def zeros(semiring: Semiring, shape: Any, dtype: Any) -> Value:
-    """A value that is the semiring's zero everywhere."""
     return constant(semiring.zero, shape, dtype)
 
 

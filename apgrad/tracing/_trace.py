@@ -191,7 +191,6 @@ class Trace:
         return self._traced.program
 
     def _run(self, function):
-        """What a function of the program and its inputs gives at this point."""
         jaxpr, consts = self._traced.program
         given = list(consts), self._traced.inputs
         return self._compiled(lambda consts, inputs: function(jaxprs.Program(jaxpr, consts), inputs), *given)(*given)

@@ -5,7 +5,6 @@ import jax
 import jax.numpy as jnp
 import numpyro.distributions as dist
 import optax
-from flax import nnx
 
 import apgrad as ap
 
@@ -80,21 +79,6 @@ def words(*shape):
     return jax.random.randint(jax.random.key(1), shape, 0, 7)
 
 
-def nnx_lstm():
-    rngs = nnx.Rngs(0)
-    cell, head = nnx.OptimizedLSTMCell(3, 4, rngs=rngs), nnx.Linear(4, 3, rngs=rngs)
-    parts, state = nnx.split((cell, head), nnx.Param, ...)[0], nnx.state((cell, head), nnx.Param)
-    rest = nnx.state((cell, head), nnx.Not(nnx.Param))
-
-    def loss(params):
-        cell, head = nnx.merge(parts, params, rest)
-        carry = (jnp.zeros((2, 4)), jnp.zeros((2, 4)))
-        carry, _ = jax.lax.scan(lambda c, x: cell(c, x), carry, numbers(5, 2, 3))
-        return jnp.mean(jax.nn.logsumexp(head(carry[1]), axis=-1))
-
-    return loss, state
-
-
 def control():
     """Scans in scans, branches, loops that JAX turns into scans, calls and custom rules, in one program."""
 
@@ -156,7 +140,6 @@ MODELS = {
     "lstm": lambda: classifier(Recurrent(nn.OptimizedLSTMCell(4)), words(2, 5)),
     "transformer": lambda: classifier(Transformer(), words(2, 5)),
     "batch norm": lambda: classifier(BatchNorm(), numbers(4, 3)),
-    "nnx lstm": nnx_lstm,
     "control": control,
     "reparameterization": lambda: objective(ap.reparameterization()),
     "likelihood ratio": lambda: objective(ap.likelihood_ratio()),

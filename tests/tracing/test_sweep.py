@@ -1,8 +1,4 @@
-"""JAX's own functions, one by one: `ordinary` against `jax.grad`, and what other semirings must satisfy.
-
-Whatever the function, the sum over all paths of their weights is at least the heaviest one's and at least the absolute
-gradient, and the paths' entropy is at least minus the logarithm of the heaviest one's share.
-"""
+"""JAX's own functions, one by one: `ordinary` against `jax.grad`, and what other semirings must satisfy."""
 
 import jax
 import jax.numpy as jnp
@@ -67,34 +63,26 @@ GROUPS = {
         "max": (lambda a, b: a.at[INDEX].max(b), (p(5), p(3))),
         "multiply": (lambda a, b: a.at[INDEX[:2]].multiply(b, unique_indices=True), (p(5), p(2))),
         "take": (lambda a: jnp.take(a, jnp.array([0, -1, 7]), axis=0, mode="clip"), (r(3, 2),)),
-        "take_along_axis": (lambda a: jnp.take_along_axis(a, jnp.argsort(a, 1), 1), (r(3, 2),)),
         "interp": (lambda x, f: jnp.interp(x, jnp.arange(5.0), f), (u(4) * 4, r(5))),
         "bincount": (lambda w: jnp.bincount(jnp.array([0, 1, 1]), w, length=3), (r(3),)),
         "quantile": (lambda x: jnp.quantile(x, jnp.array([0.1, 0.5]), axis=0), (r(5, 2),)),
         "one_hot": (lambda a: a * jax.nn.one_hot(jnp.arange(3), 3), (r(3, 3),)),
         "map_coordinates": (lambda a, c: jsp.ndimage.map_coordinates(a, [c], 1), (r(6), u(3) * 4)),
         "resize": (lambda a: jax.image.resize(a, (5, 7), "cubic"), (r(3, 4),)),
-        "segment_sum": (lambda a: jax.ops.segment_sum(a, INDEX, 4), (r(3, 2),)),
     },
     "lax": {
-        "reduce_precision": (lambda a, w: jnp.tanh(lax.reduce_precision(a * w, 8, 2)), (r(5), r(5))),
         "reduce": (lambda a: lax.reduce(a, np.float32(1), lax.mul, (0,)), (r(3, 2),)),
         "associative_scan": (lambda a: lax.associative_scan(jnp.multiply, a), (r(5),)),
         "map": (lambda a: lax.map(jnp.sin, a, batch_size=2), (r(5),)),
         "conv_transpose": (lambda a, k: lax.conv_transpose(a, k, (2,), "SAME"), (r(1, 4, 2), r(3, 2, 3))),
-        "clamp": (lax.clamp, (r(4) - 1, r(4), r(4) + 1)),
         "pow at zero": (jnp.power, (jnp.array([0.0, 2.0]), jnp.array([2.0, 0.0]))),
         "gamma": (lambda a: jax.random.gamma(KEY, a), (p(3),)),
         "multivariate_normal": (lambda m: jax.random.multivariate_normal(KEY, m, jnp.eye(3)), (r(3),)),
         "dot_product_attention": (jax.nn.dot_product_attention, (r(1, 3, 2, 4), r(1, 3, 2, 4), r(1, 3, 2, 4))),
         "vmap of cond": (jax.vmap(lambda x: lax.cond(x > 0, jnp.sin, jnp.cos, x)), (r(3),)),
         "derivatives": (lambda a: jax.jvp(jax.grad(lambda x: jnp.sum(jnp.sin(x) ** 3)), (a,), (a,))[1], (r(3),)),
-        "remat": (jax.checkpoint(lambda a: jnp.sin(a @ a)), (r(3, 3),)),
-        "while, none": (lambda a: lax.fori_loop(0, 0, lambda _, x: 2 * x, a), (r(3),)),
         "scan, none": (lambda a: lax.scan(lambda c, x: (c * x, c), a[0], a[:0])[0], (r(3),)),
-        "switch": (lambda a: lax.switch(2, [jnp.sin, jnp.cos, jnp.tanh], a), (r(3),)),
         "integers": (lambda a: a.astype(jnp.int32).astype(jnp.float32) * a, (3 * r(3),)),
-        "ties": (jnp.maximum, (jnp.ones(2), jnp.ones(2))),
     },
     # Arrays without elements, beside a scalar.
     "empty": {
@@ -153,8 +141,7 @@ def test_functions_of_jax(group):
             np.testing.assert_allclose(got, gradient, rtol=1e-4, atol=1e-5, err_msg=name)
             assert np.all(np.isfinite(gradient)) and np.all(np.isfinite(total)), name
             assert np.all(total >= heaviest * (1 - 1e-4) - 1e-6), name
-            if name != "reduce_precision":  # JAX rounds its cotangents
-                assert np.all(total >= np.abs(gradient) * (1 - 1e-3) - 1e-4), name
+            assert np.all(total >= np.abs(gradient) * (1 - 1e-3) - 1e-4), name
             # The entropy is at least minus the logarithm of the heaviest path's share.
             assert np.all(np.isfinite(entropy)) and np.all(entropy >= -1e-3), name
             some = total > 0
