@@ -349,7 +349,6 @@ def _moves(eqn: Any) -> bool:
 def memory_report(
     function: Callable[..., Any],
     *args: Any,
-    layers: Callable[..., Any] | None = None,
     variants: Mapping[str, Callable[..., Any]] | None = None,
     key: jax.Array | None = None,
 ) -> MemoryReport:
@@ -360,10 +359,8 @@ def memory_report(
     Args:
       function: `(*args) -> scalar`.
       *args: pytrees of arrays or `jax.ShapeDtypeStruct`s; differentiated where floating-point.
-      layers: a function `(wrap) -> function` that makes the same function with `wrap` around each of its layers; then
-        checkpointing of each layer is a row (`wrap=jax.checkpoint`).
       variants: other rows: names to functions of the same arguments, as `{"checkpoint": jax.checkpoint(function)}`.
-      key: if given, the rows `randomize` with rounding to 4 and 2 bits and their checkpoints are added, with this key.
+      key: if given, the rows `randomize` with rounding to 4 and 2 bits are added, with this key.
 
     Returns:
       The report. A variant that needs at least 1 % more memory than plain reverse mode is named in its note; if it
@@ -378,13 +375,10 @@ def memory_report(
       True
     """
     functions: dict[str, Callable[..., Any]] = {"reverse mode": function}
-    if layers is not None:
-        functions["checkpoint each layer"] = layers(jax.checkpoint)
     if key is not None:
-        functions |= {f"rounding, {bits} bits": _rounded(function, bits, key) for bits in (4, 2)}
-        if layers is not None:
-            functions["checkpoint each layer + rounding, 4 bits"] = _rounded(layers(jax.checkpoint), 4, key)
-    functions |= dict(variants or {})
+        for bits in (4, 2):
+            functions[f"rounding, {bits} bits"] = functools.partial(randomize(function, rounding(bits=bits)), key)
+    functions |= variants or {}
     flat, _, put = _arguments(args)
     if idle := _idle_policies(jaxprs.trace(lambda *values: function(*put(*values)), *flat)[0]):
         warn(
@@ -415,10 +409,6 @@ def memory_report(
             f"remembered, {first.residual_bytes} by reverse mode). Leave this function, or this part of it, as it is.",
         )
     return MemoryReport(rows, note)
-
-
-def _rounded(function, bits, key):
-    return functools.partial(randomize(function, rounding(bits=bits)), key)
 
 
 def compiled_note() -> str:

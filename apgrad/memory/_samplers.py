@@ -233,7 +233,6 @@ class Heavy:
     """The largest entries exactly and a sample of the others; see `heavy`."""
 
     fraction: float
-    share: float
 
     def keep(self, key: jax.Array, x: jax.Array, axis: int = -1) -> tuple[jax.Array, ...]:
         """The kept values (..., k, ...) and the places of the largest, (examples, winners)."""
@@ -259,7 +258,7 @@ class Heavy:
     def _counts(self, size: int) -> tuple[int, int]:
         k = _kept(self.fraction, size)
         # One at least is sampled, unless all are kept: else the others would have no chance, a bias.
-        winners = size if k == size else min(math.ceil(self.share * k), k - 1)
+        winners = size if k == size else min(math.ceil(k / 2), k - 1)
         return winners, k - winners
 
     def _tail(self, key: jax.Array, order: jax.Array, rows: tuple[int, ...]) -> jax.Array:
@@ -327,19 +326,15 @@ def projection(fraction: float) -> Projection:
     return Projection(_fraction(fraction))
 
 
-def heavy(fraction: float, *, share: float = 0.5) -> Heavy:
-    """Keeps the largest entries exactly and samples the others (winner-take-all, WTA-CRS).
+def heavy(fraction: float) -> Heavy:
+    """Keeps the largest entries exactly, half of all that it keeps, and samples the others (winner-take-all, WTA-CRS).
 
     Their places are stored, as they cannot be drawn again.
 
     Args:
       fraction: the fraction of the entries that are kept, in (0, 1].
-      share: the share of the largest entries among the entries that are kept; at least one entry is always left to
-        sampling.
     """
-    if not meets(share, lambda x: (x >= 0) & (x <= 1)):
-        raise ValueError(f"share must be between 0 and 1, got {share}")
-    return Heavy(_fraction(fraction), share)
+    return Heavy(_fraction(fraction))
 
 
 FACTORIES = (rounding, narrow, packing, different_sample, same_sample, stratified, projection, heavy)

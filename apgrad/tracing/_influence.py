@@ -25,7 +25,6 @@ from apgrad.tracing._semiring_grad import original, propagated, traced, values
 from apgrad.tracing._semirings import ordinary
 
 PathKind = Literal["greedy", "viterbi"]
-ComponentKind = Literal["scope", "primitive"]
 
 
 @jax.tree_util.register_dataclass
@@ -86,9 +85,10 @@ class Influence:
           count: how many, at least 1.
 
         Example:
-          >>> import jax.numpy as jnp, apgrad as ap
-          >>> ap.tracing.influence(lambda w: 2.0 * w - w, by="primitive")(3.0).top(1).components
-          ('mul',)
+          >>> import jax, jax.numpy as jnp, apgrad as ap
+          >>> loss = lambda w: jax.named_scope("sine")(jnp.sin)(w) + jax.named_scope("cosine")(jnp.cos)(w)
+          >>> ap.tracing.influence(loss)(3.0).top(1).components
+          ('sine',)
         """
         if len(self.components) <= whole("the count of top", count):
             return self
@@ -112,10 +112,8 @@ def mean(shares: Any) -> np.ndarray:
     return np.where(count > 0, np.nansum(values, axis=0) / np.maximum(count, 1), np.nan)
 
 
-def components_of(scope: str, primitive: str, by: ComponentKind, depth: int | None) -> list[str]:
-    """The names of the components that an equation belongs to; see `influence`."""
-    if by == "primitive":
-        return [primitive]
+def components_of(scope: str, depth: int | None) -> list[str]:
+    """The names of the components that an equation in a scope belongs to; see `influence`."""
     parts = [part for part in jaxprs.users_scope(scope).split("/") if part]
     if depth is None:
         return ["/".join(parts[:n]) for n in range(1, len(parts) + 1)]
@@ -126,7 +124,6 @@ def influence(
     f: Callable[..., Any],
     kind: PathKind = "viterbi",
     *,
-    by: ComponentKind = "scope",
     depth: int | None = None,
     argnums: int | Sequence[int] = 0,
 ) -> Callable[..., Influence]:
@@ -139,7 +136,6 @@ def influence(
       f: the loss, as for `ap.semiring_grad`, with named scopes. Flax Linen names modules itself,
         `ap.tracing.name_modules` does it for Flax NNX; elsewhere use `jax.named_scope`.
       kind: which path an element has: "viterbi", the heaviest, or "greedy", DuSell's Algorithm 1.
-      by: what a component is: a named scope, or a primitive.
       depth: how many names of a scope, counted from the outside, make a component; by default all levels do.
       argnums: which positional arguments are the parameters, as for `jax.grad`.
 
@@ -156,61 +152,57 @@ def influence(
       weak       0.000
       strong     1.000
     """
-    require_options(kind, by, depth)
+    require_options(kind, depth)
     f = original(f)
 
     def influence_of(*args, **kwargs):
         read = traced(f, args, kwargs, argnums)
-        found = influence_in((kind, by, depth), read.names, read.program, read.inputs, read.active)
-        if by == "scope":
-            warn_of_residual_adds(read.program, read.active, found.components, set())
+        found = influence_in(kind, depth, read.names, read.program, read.inputs, read.active)
+        warn_of_residual_adds(read.program, read.active, found.components, set())
         return found
 
     return influence_of
 
 
-def require_options(kind: Any, by: Any = "scope", depth: Any = None) -> None:
+def require_options(kind: Any, depth: Any = None) -> None:
     if kind not in ("greedy", "viterbi"):
         raise ValueError(f"kind must be 'greedy' or 'viterbi', got {kind!r}")
-    if by not in ("scope", "primitive"):
-        raise ValueError(f"by must be 'scope' or 'primitive', got {by!r}")
     if depth is not None:
         whole("depth, a number of names counted from the outside,", depth)
 
 
 def influence_in(
-    options: tuple[PathKind, ComponentKind, int | None],
+    kind: PathKind,
+    depth: int | None,
     parameters: tuple[str, ...],
     program: jaxprs.Program,
     inputs: Sequence[Any],
     active: Sequence[bool],
     own: bool = False,
 ) -> Influence:
-    """Influence in a loss's program, whose active inputs have the names `parameters`; options are (kind, by, depth).
+    """Influence in a loss's program, whose active inputs have the names `parameters`.
 
     With `own`, a scope around others has a row "scope/" too, of the equations in none of these: `at_depth` needs it.
     """
-    kind, by, depth = options
-    found = equations(program)
-    around = {name.rpartition("/")[0] for eqn in found for name in components_of(*eqn, by, depth)} if own else ()
+    found = scopes(program)
+    around = {name.rpartition("/")[0] for scope in found for name in components_of(scope, depth)} if own else ()
 
-    def rows_of(scope, primitive):
-        names = components_of(scope, primitive, by, depth)
+    def rows_of(scope):
+        names = components_of(scope, depth)
         return [*names, *(f"{name}/" for name in names[-1:] if name in around)]
 
-    components = tuple(dict.fromkeys(name for eqn in found for name in rows_of(*eqn)))
+    components = tuple(dict.fromkeys(name for scope in found for name in rows_of(scope)))
     if not components:
         raise ValueError(
             "nothing is named: the function has no named scopes. Linen modules name themselves, for an NNX model "
-            "use ap.tracing.name_modules(model); elsewhere write `with jax.named_scope('encoder'):`, or ask "
-            "by='primitive'."
+            "use ap.tracing.name_modules(model); elsewhere write `with jax.named_scope('encoder'):`."
         )
     words = -(-len(components) // 32)
     number = {name: i for i, name in enumerate(components)}
 
-    def enter(message, scope, primitive):
+    def enter(message, scope):
         bits = [0] * words
-        for name in rows_of(scope, primitive):
+        for name in rows_of(scope):
             bits[number[name] // 32] |= 1 << (number[name] % 32)
         rest = len(message) - words
         masks = (m | jnp.uint32(b) if b else m for m, b in zip(message[rest:], bits, strict=True))
@@ -227,7 +219,7 @@ def influence_in(
 
 def at_depth(found: Influence, program: jaxprs.Program, depth: int | None) -> Influence:
     """Of the influence of all scopes, with their `own` rows, what `influence` gives with this depth."""
-    components = tuple(dict.fromkeys(n for eqn in equations(program) for n in components_of(*eqn, "scope", depth)))
+    components = tuple(dict.fromkeys(n for scope in scopes(program) for n in components_of(scope, depth)))
     row = {name: i for i, name in enumerate(found.components)}
     own = lambda name: f"{name}/" if depth is not None and name.count("/") + 1 < depth else name
     rows = np.array([row.get(own(name), row[name]) for name in components])
@@ -262,8 +254,8 @@ def every(n: int, traced: Callable[..., Any]) -> Callable[..., Any]:
     return at
 
 
-def equations(program: jaxprs.Program, scope: str = "") -> list[tuple[str, str]]:
-    """The (scope, primitive) of all equations that have edges, also of those inside other equations."""
+def scopes(program: jaxprs.Program, scope: str = "") -> list[str]:
+    """The scopes of all equations that have edges, also of those inside other equations."""
     found = []
     for eqn in program.jaxpr.eqns:
         where, inside = jaxprs.join(scope, jaxprs.scope(eqn)), jaxprs.nested(eqn)
@@ -271,9 +263,9 @@ def equations(program: jaxprs.Program, scope: str = "") -> list[tuple[str, str]]
             continue
         if inside is not None and inside.kind != "custom":
             for body in inside.jaxprs:
-                found += equations(body, where)
+                found += scopes(body, where)
         else:
-            found.append((where, eqn.primitive.name))
+            found.append(where)
     return found
 
 
@@ -285,7 +277,7 @@ def warn_of_residual_adds(
     if not (shown := [name for name in holding if name in components and name not in warned_of]):
         return
     warned_of.update(shown)
-    every_scope = dict.fromkeys(n for eqn in equations(program) for n in components_of(*eqn, "scope", None))
+    every_scope = dict.fromkeys(name for scope in scopes(program) for name in components_of(scope, None))
     inner = [n for n in every_scope if n.rpartition("/")[0] in holding and n not in holding]
     some = lambda names: ", ".join(map(repr, names[:3])) + (f" (and {len(names) - 3} more)" if len(names) > 3 else "")
     if inner and set(inner) <= set(components):

@@ -28,7 +28,7 @@ class Context(NamedTuple):
     semiring: Semiring
     nested: Mapping[str, Callable[..., "Walked"]]  # of equations with programs inside, by kind
     scope: str = ""  # around the program that is walked
-    enter: Callable[[Value, str, str], Value] | None = None  # (message, scope, primitive) -> message
+    enter: Callable[[Value, str], Value] | None = None  # (message, scope) -> message
 
     def at(self, eqn: Any) -> "Context":
         return self._replace(scope=jaxprs.join(self.scope, jaxprs.scope(eqn)))
@@ -138,8 +138,8 @@ def backward(
         arrived = [found.get(v) for v in eqn.outvars]
         inside = jaxprs.nested(eqn)
         if context.enter is not None and (inside is None or inside.kind == "custom"):
-            where, name = jaxprs.join(context.scope, jaxprs.scope(eqn)), eqn.primitive.name
-            arrived = [None if m is None else context.enter(m, where, name) for m in arrived]
+            where = jaxprs.join(context.scope, jaxprs.scope(eqn))
+            arrived = [None if m is None else context.enter(m, where) for m in arrived]
         for atom, message in zip(reversed(eqn.invars), reversed(pull(arrived)), strict=True):
             add(atom, message)
     return found

@@ -16,7 +16,6 @@ from apgrad.tracing import _paths as paths
 from apgrad.tracing._compiled import Compiled
 from apgrad.tracing._control import NESTED
 from apgrad.tracing._influence import (
-    ComponentKind,
     Influence,
     PathKind,
     at_depth,
@@ -108,32 +107,21 @@ class Trace:
         active = self._traced.active
         return self._traced.tree(self._run(lambda program, inputs: propagated(max_product(), program, inputs, active)))
 
-    def influence(
-        self,
-        kind: PathKind = "viterbi",
-        *,
-        by: ComponentKind = "scope",
-        depth: int | None = None,
-        top: int | None = None,
-    ) -> Influence:
+    def influence(self, kind: PathKind = "viterbi", *, depth: int | None = None, top: int | None = None) -> Influence:
         """As `tracing.influence`.
 
         Args:
           kind: which path an element has: "viterbi", the heaviest, or "greedy".
-          by: what a component is: a named scope or a primitive.
           depth: how many names of a scope, counted from the outside, make a component; by default all levels do.
           top: at most how many components, see `Influence.top`; by default all.
         """
-        require_options(kind, by, depth)
+        require_options(kind, depth)
         active = self._traced.active
-        if (kind, by) not in self._influences:
-            own = by == "scope"
-            found = functools.partial(influence_in, (kind, by, None), self.parameters, active=active, own=own)
-            self._influences[kind, by] = self._run(found)
-        found = self._influences[kind, by]
-        if by == "scope":
-            found = at_depth(found, self.program, depth)
-            warn_of_residual_adds(self.program, active, found.components, self._warned_of)
+        if kind not in self._influences:
+            found = functools.partial(influence_in, kind, None, self.parameters, active=active, own=True)
+            self._influences[kind] = self._run(found)
+        found = at_depth(self._influences[kind], self.program, depth)
+        warn_of_residual_adds(self.program, active, found.components, self._warned_of)
         return found if top is None else found.top(top)
 
     def path(self, parameter: str, index: tuple[int, ...] | int = (), kind: PathKind = "viterbi") -> list[PathStep]:

@@ -277,7 +277,7 @@ def test_other_arguments_reach_the_function_as_they_are():
         trace = ap.trace_gradients(f)(*args, **kwargs)
         np.testing.assert_allclose(trace.gradient, wanted, rtol=1e-6)
         np.testing.assert_allclose(np.prod([step.weight for step in trace.path("x")]), trace.weights, rtol=1e-5)
-        assert trace.influence(by="primitive").parameters == ("x",)
+        assert trace.parameters == ("x",)
 
 
 def test_a_mutable_reference_is_refused_where_what_is_traced_goes_into_it():

@@ -101,10 +101,10 @@ def test_the_heaviest_paths_are_different_and_have_the_weights_of_top_k():
     loss, params = MODELS["control"]()
     trace = ap.trace_gradients(loss)(params)
     number = len(trace.parameters) - 1
-    weights = jax.tree.leaves(jax.jit(ap.semiring_grad(loss, ap.tracing.top_k(4)))(params))[number]
+    weights = jax.tree.leaves(jax.jit(ap.semiring_grad(loss, ap.tracing.top_k(3)))(params))[number]
     index = (1,) * (weights.ndim - 1)
-    found = trace.paths(trace.parameters[number], index, 4)
-    assert len(found) == 4 and len({str([s[:5] for s in path]) for path in found}) == 4
+    found = trace.paths(trace.parameters[number], index, 3)
+    assert len(found) == 3 and len({str([s[:5] for s in path]) for path in found}) == 3
     np.testing.assert_allclose([np.prod([abs(s.weight) for s in path]) for path in found], weights[index], rtol=1e-4)
     assert found[0] == trace.path(trace.parameters[number], index)
 
@@ -246,11 +246,9 @@ def test_in_a_jitted_training_loop():
 
 def test_errors():
     t, trace = ap.tracing, ap.trace_gradients(lambda x: jnp.sum(x))(jnp.ones(2))
-    assert t.influence(lambda x: x**3, by="primitive")(1.0).components == ("integer_pow",)
     for called, error, words in (
         (lambda: t.influence(lambda x: x**2)(1.0), ValueError, "no named scopes"),
         (lambda: t.influence(sum, kind="best"), ValueError, "got 'best'"),  # pyright: ignore
-        (lambda: t.influence(sum, by="layer"), ValueError, "got 'layer'"),  # pyright: ignore
         (lambda: t.influence(sum, depth=1.5), ValueError, "number of names.*got 1.5"),  # pyright: ignore
         (lambda: t.every(0, lambda: None), ValueError, "n of every must be"),
         (lambda: t.every(2, lambda x: jnp.argmax(x))(0, jnp.ones(2)), TypeError, "floating point; got int32"),
@@ -295,7 +293,7 @@ def test_a_second_point_of_equal_shapes_compiles_nothing_and_closures_may_change
         return jnp.sum(jnp.take_along_axis(h, labels[:, None], 1))
 
     def seen(trace):
-        paths = [trace.path("w", (0, 1, 1)), trace.path("w", (0, 1, 1), "greedy"), *trace.paths("w", (0, 0, 1), 2)]
+        paths = [trace.path("w", (0, 1, 1)), trace.path("w", (0, 1, 1), "greedy")]
         return trace.influence(), trace.influence(), trace.weights, trace.gradient, paths
 
     traces = ap.trace_gradients(loss)
