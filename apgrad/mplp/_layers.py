@@ -129,9 +129,7 @@ def _require_plain(part: Any, default: Callable[[], Any], varied: Sequence[str])
 
 
 def _same(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    return not isinstance(a, (jax.Array, np.ndarray)) and type(a) is type(b) and a == b
+    return a is b or (not isinstance(a, jax.Array | np.ndarray) and type(a) is type(b) and a == b)
 
 
 def _ones(value: Any) -> bool:

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from apgrad._ground.arguments import nearest
+from apgrad._ground.messages import form_of
 from apgrad._ground.port import Signal, port, refuse_arithmetic
 from apgrad.mplp._protocol import Answer, LearnedRule, LocalRule, Site
 
@@ -181,8 +182,7 @@ def check_answer(site: Site, answer: Answer, message_size: int, state: Any) -> N
 
 
 def _check_state(site: Site, wanted: Any, got: Any, what: str = "the state") -> None:
-    form = lambda tree: (jax.tree.structure(tree), [(x.shape, x.dtype) for x in jax.tree.leaves(tree)])
-    if form(wanted) != form(got):
+    if form_of(wanted) != form_of(got):
         raise ValueError(
             f"{what} at {_describe(site)} should be {_shapes(wanted)}, got {_shapes(got)}. A state belongs to one "
             "rule, one network and, where the rule remembers each example, one batch size: make it by mplp.init_state."

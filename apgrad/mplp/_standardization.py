@@ -6,6 +6,7 @@ standardizer is fitted, so their scale comes out near 1000; `max_scale` bounds i
 standardizes at each call by this call's own statistics.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -53,9 +54,7 @@ class BatchNorm(nnx.Module):
 
     def __call__(self, *parts: jax.Array) -> list[jax.Array]:
         """Normalizes parts that broadcast against each other, without broadcasting them."""
-        rows = 1
-        for n in jnp.broadcast_shapes(*[part.shape[:-1] for part in parts]):
-            rows *= n
+        rows = math.prod(jnp.broadcast_shapes(*[part.shape[:-1] for part in parts]))
         out, start = [], 0
         for part in parts:
             stop, axes = start + part.shape[-1], tuple(range(part.ndim - 1))

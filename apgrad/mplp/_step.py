@@ -133,7 +133,7 @@ def scan_steps(
     inputs: Any = None,
     *,
     length: int | None = None,
-    remat: bool | int | Callable = False,
+    remat: bool | int = False,
 ) -> tuple[Any, Any]:
     """`jax.lax.scan` with a choice of what reverse mode remembers of the steps. Every inner loop runs in it.
 
@@ -144,7 +144,7 @@ def scan_steps(
       length: the number of steps; needed where there are no inputs.
       remat: what a gradient through the steps remembers. False: everything. A number S, at least 1: the carry of every
         S-th step; segments of S steps, and within a segment each step, are computed again. True: S is about the square
-        root of the number of steps. A policy of `jax.checkpoint_policies`: what it says of each step.
+        root of the number of steps.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap
@@ -155,11 +155,8 @@ def scan_steps(
         length = len(jax.tree.leaves(inputs)[0])
     if remat is False or not length:
         return jax.lax.scan(step, carry, inputs, length)
-    step = jax.checkpoint(step, policy=remat if callable(remat) else None, prevent_cse=False)
-    if callable(remat) or remat is True:
-        segment = 1 if callable(remat) else math.isqrt(length)
-    else:
-        segment = min(whole("remat", remat), length)
+    step = jax.checkpoint(step, prevent_cse=False)
+    segment = math.isqrt(length) if remat is True else min(whole("remat", remat), length)
     if segment == 1:
         return jax.lax.scan(step, carry, inputs, length)
 
@@ -178,7 +175,7 @@ def scan_steps(
 
 
 def unroll(
-    rule: LearnedRule, network: Network, params: Any, state: Any, batches: Any, *, remat: bool | int | Callable = 1
+    rule: LearnedRule, network: Network, params: Any, state: Any, batches: Any, *, remat: bool | int = 1
 ) -> tuple[Any, Any, dict[str, Any]]:
     """An inner step for each minibatch in turn: the last parameters and state, and metrics, stacked: (steps, ...).
 
