@@ -11,7 +11,6 @@ import numpy as np
 
 
 def closest(name: Any, names: Collection[str]) -> list[str]:
-    """The three names that are the most like a name."""
     return difflib.get_close_matches(str(name), names, 3, cutoff=0.0)
 
 
@@ -22,7 +21,6 @@ def nearest(name: Any, names: Collection[str]) -> str:
 
 
 def number_of(name: Any, names: Sequence[str], what: str) -> int:
-    """The place of a name in a sequence of names, or an error with the nearest names."""
     if name not in names:
         raise ValueError(f"there is no {what} {name!r}; {nearest(name, names)}")
     return names.index(name)

@@ -1,21 +1,18 @@
 """Whether the mean of many estimates is the truth: one decision for all the elements of a pytree.
 
-A mean is compared with the truth in units of its standard error. An estimate without bias shall be called biased as
-rarely as a normal number of `bound` standard errors happens, however many elements there are. Each kind of element has
-its own test.
+An estimate without bias shall be called biased as rarely as a normal number of `bound` standard errors happens, however
+many elements there are. Each kind of element has its own test.
 
 *Many elements.* The samples come in m blocks, with sums S_b of (estimate - truth). An element's statistic is
 
     T^2 = (sum_b S_b)^2 / sum_b S_b^2,
 
-Student's with m - 1 degrees of freedom. If there is no bias, its distribution is nearly what it is when each block
-gets a random sign (the wild bootstrap), and the signs leave the denominator as it is. Elements that depend on
-each other share their signs; so the largest T of 1,000 draws of signs says of how many independent elements the
-largest is, k. The smallest of all p-values, times k, is the one of the certificate.
+Student's with m - 1 degrees of freedom. Without bias its distribution is nearly what it is when each block gets a
+random sign (the wild bootstrap). Elements that depend on each other share their signs; so the largest T of 1,000 draws
+of signs says of how many independent elements the largest is, k: the smallest p-value counts k times.
 
-*Elements that few samples reach*, of a sampler that keeps a twentieth say, or of a rounding whose other value is rare.
-Fewer than 30 draws unlike the usual one make no standard error. All the elements of their array are judged together, by
-the U-statistic of the squared bias (and so are all arrays of 30 elements and more, for a bias that all of them share)
+*Elements that few samples reach*: fewer than 30 draws unlike the usual one make no standard error. All the elements of
+their array (and of all arrays of 30 elements and more) are judged together, by the U-statistic of the squared bias
 
     U = sum over b != c of <S_b, S_c> = sum over b != c of G_bc,
 
@@ -24,8 +21,8 @@ whose mean is the square of the bias. Under random signs it has the mean 0, the 
 
 *Such elements one by one.* Jumps of the size R that is seen in their array may just not have happened, and a mean may
 be off by sqrt(2 V L / n) + R L / n, L = log(2 elements / p), V the mean square of (estimate - truth) (Bernstein's
-inequality). Where nothing in an array varies, its mean must be the truth to ten float32 roundings: of the element, or
-of the array's norm for all elements together that are off by so little in every sample.
+inequality). Where nothing varies, the mean must be the truth to ten float32 roundings: of the element, or of the
+array's norm for all elements together that are off by so little in every sample.
 """
 
 from collections.abc import Iterator

@@ -26,10 +26,7 @@ def may_close_over_a_tracer(*functions: Any) -> bool:
 
 
 def reached(*functions: Any, code: bool = False, is_leaf: Callable[[Any], bool] | None = None) -> Iterator[Any]:
-    """All that is reached by closures, defaults, parts of `partial`, attributes and the leaves of pytrees.
-
-    With `code`, also by the globals that code names, but for the code of libraries.
-    """
+    """All that closures, defaults, attributes, `partial`s and pytrees reach; with `code` also the globals it names."""
     seen: dict[int, Any] = {}  # with the objects, since the id of one that is gone may come again
     queue = list(functions)
     while queue:

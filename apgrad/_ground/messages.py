@@ -17,7 +17,6 @@ class Static:
 
 
 def form_of(tree: Any) -> Static:
-    """The structure of a pytree, with the shape and dtype of each leaf."""
     leaves, treedef = jax.tree.flatten(tree)
     return Static((treedef, tuple((jnp.shape(x), jnp.result_type(x)) for x in leaves)))
 
@@ -106,7 +105,6 @@ def _fit(name: str, message: Any, aval: tuple[tuple[int, ...], Any], dense: bool
 
 
 def describe(value: Any) -> str:
-    """What an error calls a value."""
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"
     return f"{type(value).__name__}"

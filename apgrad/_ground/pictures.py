@@ -5,7 +5,6 @@ from typing import Any
 
 
 def new_figure(size: tuple[float, float], instead: str = "") -> Any:
-    """An empty figure."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

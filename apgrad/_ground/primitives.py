@@ -1,7 +1,7 @@
 """JAX primitives: a zero with a gradient, and arrays that refuse a derivative, a message or `jax.vmap`.
 
-Why no `jax.custom_jvp` functions? When JAX differentiates a `scan`, it drops custom rules in the part of the body that
-needs no derivative. A second derivative then sees a plain zero, and is wrong without a word.
+They are no `jax.custom_jvp` functions: when JAX differentiates a `scan`, it drops custom rules in the part of the body
+that needs no derivative. A second derivative then sees a plain zero, and is wrong without a word.
 """
 
 import enum
@@ -42,11 +42,9 @@ def refuse_derivative(tree: Any, reason: str) -> Any:
 
     Example:
       >>> import jax, apgrad as ap
-      >>> try:
-      ...     jax.grad(lambda x: ap.refuse_derivative(x, "x is data") * 2.0)(1.0)
-      ... except TypeError as error:
-      ...     print(error)
-      x is data
+      >>> jax.grad(lambda x: ap.refuse_derivative(x, "x is data") * 2.0)(1.0)
+      Traceback (most recent call last):
+      TypeError: x is data...
     """
 
     def refuse(leaf):
@@ -57,10 +55,7 @@ def refuse_derivative(tree: Any, reason: str) -> Any:
 
 
 def refuse_message(tree: Any, reason: str) -> Any:
-    """Returns the pytree as it is; a message that comes back to the result raises `TypeError(reason)` at trace time.
-
-    A derivative that nobody uses passes, such as that of the `aux` of `jax.grad`; in forward mode it is NaN.
-    """
+    """Returns the pytree; a message to it that anybody uses raises `TypeError(reason)`; in forward mode it is NaN."""
 
     def refuse(leaf):
         inexact = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)

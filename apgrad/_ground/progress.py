@@ -4,7 +4,6 @@ from typing import Any
 
 
 def progress_bar(what: str, steps: int, begun: int = 0) -> Any:
-    """The bar of tqdm from the step at which a run begins to its last one."""
     try:
         import tqdm
     except ImportError as error:

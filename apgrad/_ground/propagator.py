@@ -1,8 +1,7 @@
 """Propagators: what a node computes, what it remembers, what it sends backward.
 
 *Automatic propagation* (Parmas & Seno, "Proppo: a message passing framework for customizable and composable learning
-algorithms", NeurIPS 2022, section 3) keeps reverse mode's walk over the graph and lets a node replace the rule by which
-it sends messages. Here the rule is a pair of pure functions, and JAX is the graph walker, by `jax.custom_vjp`.
+algorithms", NeurIPS 2022, section 3) lets a node of reverse mode's graph replace the rule by which it sends messages.
 """
 
 import functools
@@ -24,14 +23,11 @@ class Propagator(NamedTuple):
 
     Attributes:
       forward: `(*inputs) -> (output, memory)`, all of them pytrees of arrays.
-      backward: `(memory, message) -> messages`, where `message` has the structure and shapes of the output, and
-        `messages` is a tuple with one message for each input, of that input's structure and shapes. `None` stands for
-        zeros, for a whole input or any part of one. Integers, Booleans and PRNG keys get no message, whatever stands
-        there, and at an integer output `message` has JAX's array of dtype `float0`.
+      backward: `(memory, message) -> messages`, where `message` has the form of the output, and `messages` is a tuple
+        with one message for each input, of that input's form. `None` stands for zeros, for an input or a part of one.
+        Integers, Booleans and PRNG keys get no message, and an integer output has one of JAX's dtype `float0`.
 
     Example:
-      Reverse the message, as in domain-adversarial training (Ganin et al., 2016):
-
       >>> import jax, apgrad as ap
       >>> reverse = ap.node(ap.Propagator(lambda x: (x, None), lambda memory, message: (-message,)))
       >>> float(jax.grad(lambda x: reverse(x) ** 2)(3.0))
@@ -145,10 +141,7 @@ _CLOSURE = (
 
 
 def _opened(propagator: Propagator, inputs: Any) -> Any:
-    """Calls a node whose functions may close over traced arrays: the arrays become inputs.
-
-    What `forward` closes over refuses its derivative; what only `backward` closes over has second derivatives.
-    """
+    """Calls a node whose functions may close over traced arrays, as inputs; those of `forward` refuse derivatives."""
     form = form_of(inputs)
     forward, outside = hoist(lambda *inputs: _pair(propagator.forward(*inputs)), *inputs)
     output, memory = jax.eval_shape(forward, *inputs, *outside)
@@ -264,8 +257,8 @@ def _through(propagators: tuple[Propagator, ...], inputs: Any) -> tuple[Any, lis
 def skip(propagator: Propagator) -> Propagator:
     """The propagator's forward; backward, the message passes over the node as it came.
 
-    Proppo's SkipProp; the straight-through estimator (Bengio et al., 2013). An integer or Boolean output of a
-    floating-point input comes in the input's dtype, since JAX carries no message to an integer.
+    Proppo's SkipProp; the straight-through estimator (Bengio et al., 2013). An integer output of a floating-point input
+    comes in the input's dtype, since JAX carries no message to an integer.
 
     Args:
       propagator: with one input, of the output's structure and shapes. Its `backward` is not used.
@@ -327,8 +320,6 @@ def backpropagation(function: Callable[..., Any]) -> Propagator:
 def first_order(propagator: Propagator, reason: str) -> Propagator:
     """The same propagator, except that differentiating through it twice raises `TypeError(reason)`.
 
-    A backward rule that is no derivative would be wrong without a word if it was differentiated again.
-
     Args:
       propagator: the rule.
       reason: what the error says: which rule, and what to use instead.
@@ -337,11 +328,9 @@ def first_order(propagator: Propagator, reason: str) -> Propagator:
       >>> import jax, apgrad as ap
       >>> double = ap.Propagator(lambda x: (x, x), lambda x, m: (2 * x * m,))
       >>> f = ap.node(ap.first_order(double, "no second derivative of double"))
-      >>> try:
-      ...     jax.grad(jax.grad(f))(1.0)
-      ... except TypeError as error:
-      ...     print(error)
-      no second derivative of double
+      >>> jax.grad(jax.grad(f))(1.0)
+      Traceback (most recent call last):
+      TypeError: no second derivative of double...
     """
     _require_propagators("first_order", (propagator,))
     # Once differentiated, the node is its forward with memory: a derivative that arrives there is the second, as

@@ -1,9 +1,8 @@
 """Equations as this version of JAX writes them: the one file that depends on it.
 
 The parameters of JAX's equations are no stable interface: `scan` had `num_consts` and `num_carry` (JAX 0.10), and has
-`ft_in` (0.11). The rest of the package sees the programs inside an equation through `nested`, puts other functions in
-their place by `rebuild`, and reads all else from `Parameters`; if JAX differs again, they raise an error with its
-version. A program inside a primitive that is not known here is refused by `require_known`.
+`ft_in` (0.11). The rest of the package reads them through this file, which raises an error with JAX's version where
+they differ again. A program inside a primitive that is not known here is refused by `require_known`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -110,10 +109,7 @@ def rebuild(
     inputs: Sequence[Any],
     summed: Sequence[Any] = (),
 ) -> Any:
-    """Evaluates an equation with other functions in place of the programs inside it.
-
-    The function of a scan gets the number of the step first. What it returns after the outputs is `summed` over steps.
-    """
+    """Evaluates an equation with other functions inside; a scan's gets the step first, and what it adds is `summed`."""
     if inside.kind == "call":
         return list(functions[0](*inputs))
     if inside.kind == "remat":
@@ -178,7 +174,6 @@ def require_known(eqn: Any, doing: str) -> None:
 
 
 def require_values(eqn: Any, doing: str) -> None:
-    """Refuses an equation that reads or writes a mutable reference."""
     if any(isinstance(v.aval, AbstractRef) for v in (*eqn.invars, *eqn.outvars)):
         raise TypeError(
             f"{doing} follows values, and here values go through a mutable reference (jax.new_ref), at the primitive "

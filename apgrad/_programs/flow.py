@@ -1,10 +1,8 @@
 """The data-flow walk: facts about a program's inputs become facts about its outputs.
 
-    flow(program, facts_of_inputs, transfer, join, constant)
-
 A fact is any value that can be compared: "is linear in the message", "depends on a parameter". `transfer` says what an
-equation makes of the facts at its inputs. Where `transfer` has no answer for an equation with programs inside, the walk
-goes inside: branches are joined, and the body of a loop is walked until the facts at its carry no longer change.
+equation makes of the facts at its inputs. Where it has no answer for an equation with programs inside, the walk goes
+inside: branches are joined, and the body of a loop is walked until the facts at its carry no longer change.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,10 +24,7 @@ def flow(
     entry: Callable[[Any], Any] = lambda fact: fact,
     stack: Callable[[Any], Any] = lambda fact: fact,
 ) -> list[Any]:
-    """The facts at a program's outputs.
-
-    Of a fact about an array, `entry` makes that about an entry, which a scan hands to its body; `stack` is the inverse.
-    """
+    """The facts at a program's outputs; `entry` makes an array's fact that of an entry in a scan, `stack` undoes it."""
 
     def enter(inner, facts):
         return flow(inner, facts, transfer, join, constant, entry, stack)

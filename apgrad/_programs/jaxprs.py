@@ -1,9 +1,7 @@
 """Programs: trace a function, evaluate its equations one by one, and give a function other inputs.
 
-    program, shape = trace(function, *args)
-    outputs = evaluate(program, inputs, lambda eqn, values: ...)
-
-What stands inside an equation (`nested`, `rebuild`) comes from `control`, the one file that depends on JAX's version.
+program, shape = trace(function, *args)
+outputs = evaluate(program, inputs, lambda eqn, values: ...)
 """
 
 import contextlib
@@ -115,12 +113,10 @@ def is_inexact(x: Any) -> bool:
 
 
 def inexact_outputs(eqn: Any) -> list[bool]:
-    """For each output of an equation, whether JAX carries messages to it."""
     return [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars]
 
 
 def run(eqn: Any, inputs: list[Any]) -> list[Any]:
-    """Evaluates an equation as it stands: the default of `evaluate`."""
     return caller(eqn)(*inputs)
 
 
@@ -149,7 +145,6 @@ def run_all(
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
-    """The variables among inputs or outputs, which may be literals too."""
     return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
@@ -201,10 +196,7 @@ def restrict(
 
 
 def hoist(function: Callable[..., Any], *inputs: Any) -> tuple[Callable[..., Any], list[Any]]:
-    """A function without closures over traced values: `function(*inputs) == converted(*inputs, *arrays)`.
-
-    `jax.closure_convert` hoists floating-point values alone; in a `scan` integers and keys are an error too.
-    """
+    """A function without closures over traced values: `function(*inputs) == converted(*inputs, *arrays)`."""
     (jaxpr, consts), shape = trace(function, *inputs)
     treedef, given, count = jax.tree.structure(shape), len(inputs), len(jax.tree.leaves(inputs))
     places = [i for i, value in enumerate(consts) if isinstance(value, Tracer)]

@@ -1,7 +1,6 @@
-"""Primitives by what they do: the one table of their names.
+"""Primitives by what they do: the one table of their names, each in as many sets as say so.
 
-A set has the names of the primitives that its comment describes. A primitive can stand in several sets. What is in no
-set is treated with the greatest care: it is not linear, it has a derivative, it moves nothing.
+What is in no set is treated with the greatest care: it is not linear, it has a derivative, it moves nothing.
 """
 
 

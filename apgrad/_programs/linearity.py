@@ -1,8 +1,8 @@
 """Whether a program is linear in some of its inputs, as a backward pass must be if messages are sums over edges.
 
-The backward pass of a `custom_vjp` function is any function of the message. Whatever weighs or randomises edges is
-right for linear passes only, and so asks here first. Each variable of the program is zero, constant (it does not depend
-on the inputs in question), linear in these inputs, or something else, as is what is not known to be linear.
+The backward pass of a `custom_vjp` function is any function of the message; what weighs or randomises edges is right
+for linear ones only. Each variable of the program is zero, constant (it does not depend on the inputs in question),
+linear in these inputs, or something else, as is what is not known to be linear.
 """
 
 from collections.abc import Sequence

@@ -169,7 +169,6 @@ def _warn_of_a_batch(what, program, shape):
 
 
 def _warn_of_integers(what, program):
-    """Warns where a cost of relaxed outcomes makes integers of them."""
     found = []
 
     def transfer(eqn, facts):

@@ -41,7 +41,6 @@ class Distribution(Protocol):
 
 
 def require_distribution(what: str, distribution: Any) -> None:
-    """Raises a `TypeError` for what is no distribution, or no pytree."""
     if not (callable(getattr(distribution, "sample", None)) and callable(getattr(distribution, "log_prob", None))):
         raise TypeError(
             f"{what} needs a distribution, a pytree with sample(key) and log_prob(x) as NumPyro's are; got "
@@ -73,9 +72,9 @@ def sample(distribution: Any, key: jax.Array) -> jax.Array:
 def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
     """A sample x whose derivative is the pathwise one, in the dtype of the distribution's parameters.
 
-    The derivative is `rsample`'s where the distribution has one. Else, for a continuous univariate distribution with a
-    `cdf` F and density f, it is implicit, dx = - (dF / dtheta) / f dtheta (Figurnov et al., 2018): Newton steps for
-    F(x; theta) = F(x_0; theta_0) from the sample x_0, which do not move it: three are right to the seventh derivative.
+    It is `rsample`'s, or for a continuous univariate distribution with a `cdf` F and density f the implicit one,
+    dx = - (dF / dtheta) / f dtheta (Figurnov et al., 2018): Newton steps for F(x; theta) = F(x_0; theta_0) from the
+    sample x_0, which do not move it, three of which are right to the seventh derivative.
     """
 
     def refuse(reason):
@@ -112,10 +111,7 @@ def pathwise_sample(what: str, distribution: Any, key: jax.Array) -> jax.Array:
 
 
 def score(what: str, distribution: Any, x: jax.Array) -> jax.Array:
-    """Zero in value, with the derivatives of the log-density at a fixed x: shape `batch_shape`.
-
-    It is NaN where the log-density is not finite, as of samples of a gamma distribution that float32 rounds to 0.
-    """
+    """Zero, with the derivatives of the log-density at a fixed x, (*batch); NaN where rounding made that not finite."""
     require_density(what, distribution)
     # A sample needs no validation, which takes one that is rounded to the bound of its support (an exponential's 0,
     # once in ten million times) for impossible, though its density is finite and right.
@@ -126,7 +122,6 @@ def score(what: str, distribution: Any, x: jax.Array) -> jax.Array:
 
 
 def require_density(what: str, distribution: Any) -> None:
-    """Raises a `TypeError` for a distribution whose `log_prob` is not the density of its samples."""
     for part in _parts(distribution):
         folds = not isinstance(part, dist.FoldedDistribution) and _folds(part)
         if isinstance(part, _NOT_A_DENSITY) or folds:
@@ -188,10 +183,7 @@ class _OfLogits(dist.Distribution):
 
 
 def guarded(what: str, distribution: Any, score: jax.Array) -> jax.Array:
-    """The score, whose derivative is an error where the support moves with a parameter.
-
-    There the log-density's derivative lacks the flow across the bounds, and the estimate would be wrong.
-    """
+    """The score, whose derivative is an error where the support moves with a parameter: it lacks the flow of mass."""
     reason = (
         f"{what}: the bounds of the support of {type(distribution).__name__} depend on a differentiated parameter, so "
         "the derivative of the log-density is not that of the expectation. Use reparameterization()."
@@ -275,7 +267,6 @@ _WRAPPERS = (dist.ExpandedDistribution, dist.Independent, dist.MaskedDistributio
 
 
 def _components(part) -> list[Any]:
-    """The components of a mixture."""
     one, more = (getattr(part, f"component_distribution{s}", None) for s in ("", "s"))
     return list(more) if isinstance(more, list | tuple) else [] if one is None else [one]
 

@@ -60,22 +60,19 @@ def score(
         distribution's batch shape, in float32 or wider; a constant to differentiation.
       baseline: as for `likelihood_ratio`. The leave-one-out mean is over the lanes' unweighed costs.
       parts: the second batch axis numbers independent parts, as in `sample`.
-      mask: a Boolean array, (lanes,) or longer, up to the batch shape: (lanes, tokens) for sentences of different
-        lengths. Where it is False nothing was chosen, and the value and its log-density may be anything finite.
+      mask: Booleans of (lanes,), up to the batch shape: (lanes, tokens) for sentences of different lengths. Where it is
+        False nothing was chosen.
 
     Returns:
       The next tape.
 
     Raises:
       TypeError, ValueError: at trace time, for shapes and dtypes that do not fit, a value with a derivative, a
-        distribution without a right score, and in programs with `tape.discount`, shaped costs or the standardized
-        baseline, which know no weights.
+        distribution without a right score, and beside `tape.discount`, shaped costs or the standardized baseline.
       FloatingPointError: when it runs, for a value that the distribution cannot draw, and for log-densities that are
-        not finite, or above 0 where the choice is discrete, as probabilities are.
+        not finite, or above 0 of a discrete choice.
 
     Example:
-      Coins that were thrown with probability 0.5; the mean of a biased coin, and its derivative:
-
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
       >>> thrown = jax.random.bernoulli(jax.random.key(0), 0.5, (100_000,)).astype(int)
       >>> def program(tape, p):

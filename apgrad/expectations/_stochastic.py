@@ -27,8 +27,8 @@ def stochastic(
 
     Args:
       estimator: `reparameterization()`, `likelihood_ratio()`, `total_propagation()` or your own.
-      in_axes: for each argument 0 (its leading axis is the lanes) or None (shared by the lanes, as parameters are). By
-        default the first argument is shared, and the further arguments are the lanes' own.
+      in_axes: for each argument 0 (its leading axis is the lanes) or None (shared, as parameters are). By default the
+        first argument alone is shared.
       parts: the distribution's first batch axis numbers parts of a lane that are independent of each other; costs of
         shape (lanes, parts) are then charged to a part's own choices, not to all of a lane. With `data` given to
         `ap.expectation` the parts are the data, and a choice of shape (lanes, data, ...) must say whether it is one for
@@ -36,9 +36,8 @@ def stochastic(
 
     Returns:
       A decorator; the decorated function is `(tape, *args, mask=None) -> (tape, x)`, with x of shape (lanes, ...). The
-      mask is for episodes of different lengths: Booleans (lanes,), known before the choice, False where the lane's
-      episode is over. There the choice is charged with nothing; give the tape costs that are 0 (`jnp.where(alive, c,
-      0)`), and the distribution parameters that are valid.
+      mask, Booleans (lanes,) known before the choice, is False where a lane's episode is over: the choice is charged
+      with nothing. Give the tape costs of 0 there, and the distribution valid parameters.
 
     Raises:
       TypeError, ValueError: at trace time, for arguments without the lane axis, a function that returns no

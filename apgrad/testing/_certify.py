@@ -1,15 +1,9 @@
 """Certificates: a function that claims to be a gradient is one, and behaves as JAX functions do.
 
-    certificate = ap.testing.certify(jax.grad(objective, argnums=1), exact_value, theta)
-    print(certificate)
-
-What it tests of a function `(key, *args) -> gradient`, of this library or not:
-
 * `bias`: the mean of many estimates is the exact gradient, as far as chance explains the difference (`bias.py`).
 * `resolution`: there were estimates enough to see a bias of a tenth of the gradient; else it is undecided.
 * `variance`: the variance is not above the bound that is claimed, if one is.
-* `order two`: the derivative of the estimate is an unbiased estimate of the Hessian, if that is claimed. Surrogate
-  losses that are right once are often wrong here, without an error.
+* `order two`: the derivative of the estimate is an unbiased estimate of the Hessian, if that is claimed.
 * `jit`, `vmap`, `scan`: the estimate for a key is the same under each of them. With order two, so is the derivative of
   a sum of estimates that a `scan` makes: it is there that JAX drops custom rules (see `_ground/primitives.py`).
 * `keys`: an estimate is a function of its key, consumes no key twice (`jax.debug_key_reuse`), and is not the same for
@@ -89,9 +83,9 @@ def certify(
 
     Args:
       estimate: `(key, *args) -> gradient` with respect to the first of `args`, a pytree of its structure.
-      truth: the exact expectation, `(*args) -> scalar`, which is differentiated in float64; or, enough for order one,
-        the exact gradient as a pytree of numbers.
-      *args: where the gradient is taken. The first argument is a pytree of floating-point arrays.
+      truth: the exact expectation, `(*args) -> scalar`, which is differentiated in float64; or, for order one, the
+        exact gradient.
+      *args: where the gradient is taken; the first of them is a pytree of floating-point arrays.
       key: a PRNG key; `jax.random.key(0)` by default.
       num_samples: how many estimates are made, at least 2.
       order: 1, or 2 for a function whose derivative is claimed to be an estimate of the Hessian.
@@ -168,7 +162,6 @@ def certify(
 
 
 def _exactly(function, args):
-    """The function's value in float64, as NumPy arrays."""
 
     def widen(x):
         floating = jnp.issubdtype(jnp.result_type(x), jnp.floating)
@@ -221,7 +214,6 @@ def _variance(samples, claimed) -> Check:
 
 
 def _transformations(estimate, args, keys, rtol: float, order: int) -> Iterator[Check]:
-    """The tests that an estimate for a key is the same under JAX's transformations."""
     stacked = lambda trees: jax.tree.map(lambda *x: np.stack([np.asarray(leaf) for leaf in x]), *trees)
     singles = [keys[number] for number in range(len(keys))]
     expected = stacked([estimate(key, *args) for key in singles])
@@ -255,7 +247,6 @@ def _same(name: str, function, expected, rtol: float) -> Check:
 
 
 def _keys(estimate, args, key, key_reuse: bool, samples, exact: bool) -> Check:
-    """The test of what a function does with its key; an `exact` one may do nothing with it."""
     first, again = (jax.tree.map(np.asarray, estimate(key, *args)) for _ in range(2))
     equal = all(
         np.array_equal(a, b, equal_nan=True) for a, b in zip(*map(jax.tree.leaves, (first, again)), strict=True)

@@ -64,7 +64,6 @@ def learned_baseline(function: Callable[..., Any], *, leave_one_out: bool = Fals
 
 
 def require_baseline(name: str, baseline: Any, *, biased: bool = False) -> None:
-    """Raises a `ValueError` for what is no baseline."""
     if is_standardized(baseline) and not biased:
         raise ValueError(
             f"{name}: the standardized baseline is biased and goes with likelihood_ratio() in ap.stochastic and "
@@ -79,15 +78,11 @@ def require_baseline(name: str, baseline: Any, *, biased: bool = False) -> None:
 
 
 def is_standardized(baseline: object) -> bool:
-    """Whether this is the standardized baseline, which is biased."""
     return isinstance(baseline, str) and baseline == "standardized"
 
 
 def evaluate(baseline: Baseline, mapped: tuple[tuple[int | None, ...], int] | None, inputs: Any) -> dict[str, Any]:
-    """The keyword arguments `baseline`, `learn`, `residual` of `credit`.
-
-    `mapped` has the inputs' axes and the number of lanes, to map a function over; None if it takes all lanes at once.
-    """
+    """Keyword arguments of `credit`; `mapped`: the inputs' axes and the number of lanes, None for functions of all."""
     if baseline is None or isinstance(baseline, str):
         return {"baseline": baseline}
     learn = isinstance(baseline, LearnedBaseline)

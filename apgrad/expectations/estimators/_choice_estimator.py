@@ -26,17 +26,15 @@ class ChoiceEstimator(NamedTuple):
     Attributes:
       name: the estimator's name in errors.
       estimate: `(distribution, key, costs) -> (x, cost)`. The distribution's batch shape is (lanes, *rest). `costs(xs)`
-        evaluates the continuation: xs (n, lanes, *rest, ...) are n outcomes a lane, and the answer is (n, lanes). It
-        returns x, a sample of the distribution (lanes, *rest, ...), and a cost (lanes,). Given what came before the
-        choice, the cost must have the expectation of `costs(x)`, and its derivative with respect to the distribution's
-        parameters and to all that the continuation depends on must have the derivative of this expectation as its own.
+        evaluates the continuation at n outcomes a lane, xs (n, lanes, *rest, ...): (n, lanes). x is a sample of the
+        distribution (lanes, *rest, ...). Given what came before the choice, cost (lanes,) and its derivatives with
+        respect to all parameters must have the expectation of `costs(x)` and its derivatives as their own.
       evaluations: `distribution -> int`: at how many outcomes a lane `estimate` evaluates the continuation. Where the
         continuation hands on a `y`, it is evaluated once more, at x.
       bias: `"none"`, `"unless cross-fitted"` or `"yes"`; None where nothing is claimed.
       assumptions: what the claim about the bias assumes, or what the bias is, in words.
       relaxed: the continuation is given floating-point outcomes; a one-hot vector for a categorical choice.
-      every_order: what is asked of the cost's derivative holds for its derivatives of every order. Where this is not
-        claimed, differentiating twice is a `TypeError`.
+      every_order: this holds for derivatives of every order; else differentiating twice is a `TypeError`.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist

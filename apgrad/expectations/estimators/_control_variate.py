@@ -74,10 +74,7 @@ def second_moment(surrogate: Callable[[Any], Any], logits: jax.Array) -> jax.Arr
 def with_control_variate(
     choices: Choices, key: jax.Array, costs: Callable[[Any], Any], control: Callable[[Any, Any], Any], parameters: Any
 ) -> tuple[jax.Array, jax.Array]:
-    """The sample, and the cost with the control variate; the parameters get the gradient of the variance.
-
-    `control(parameters, z)` is (lanes,), and nothing but z and the parameters may have a derivative in it.
-    """
+    """The sample and its cost; in `control(parameters, z)`, (lanes,), nothing but these two may have a derivative."""
     choices = choices._replace(logits=within_floats(choices.logits))
     x, unconditional, conditional = relaxed(choices, key)
     cost = costs(x)

@@ -47,12 +47,10 @@ def base(distribution: Any) -> Any:
 
 
 def sample_shape(distribution: Any) -> tuple[int, ...]:
-    """The shape of a sample."""
     return (*distribution.batch_shape, *distribution.event_shape)
 
 
 def number_of_choices(distribution: Any) -> int:
-    """How many choices a lane has."""
     return int(np.prod(sample_shape(distribution)[1:], dtype=int))
 
 
@@ -122,7 +120,6 @@ def enumerated(what: str, distribution: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def number_of_outcomes(what: str, distribution: Any) -> int:
-    """How many joint outcomes the choices of a lane have."""
     return len(_support(what, distribution)) ** number_of_choices(distribution)
 
 

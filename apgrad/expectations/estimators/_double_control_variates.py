@@ -1,9 +1,8 @@
 """Double control variates: leave-one-out over several samples, and the slope of the cost at each of them.
 
 Titsias & Shi, "Double control variates for gradient estimation in discrete latent variable models", AISTATS 2022. To
-the leave-one-out baseline over k samples x_1 ... x_k of a lane (`_rloo.py`) they add a linear control variate, whose
-coefficient comes from the *other* samples, both to a sample's own cost and to the costs in its baseline. With mu the
-mean of the distribution and g_j the gradient of c at x_j,
+leave-one-out over k samples x_1 ... x_k of a lane (`_rloo.py`) they add a linear control variate, both to a sample's
+own cost and to the costs in its baseline. With mu the mean of the distribution and g_j the gradient of c at x_j,
 
     v_j = mean over i != j of g_i                               the slope, from the other samples
     b_j = mean over i != j of c(x_i) - a g_i . (x_i - mu)       the cost at mu, from the other samples
@@ -15,8 +14,7 @@ of mu.
 
 *Unbiased, to every order.* v_j and b_j do not depend on x_j and are constants to differentiation. E[b_j (e_j - 1)] = 0.
 The derivatives of E[v_j . (x_j - mu) e_j], with the mu in the bracket held fixed, are the derivatives of v_j . mu; the
-last term gives them back. For a cost that is linear in x, and a = 1, what the score multiplies is 0: no variance is
-left.
+last term gives them back. For a cost that is linear in x, and a = 1, no variance is left.
 
 With a = 0 it is leave-one-out, and where the slopes at the outcomes say little of what lies between them a = 1 can be
 worse than that. As in the paper, a is trained on the variance (`_control_variate.py`).

@@ -45,8 +45,6 @@ class Estimator(NamedTuple):
       every_order: the claim holds for derivatives of any order; else differentiating twice is a `TypeError`.
 
     Example:
-      The straight-through estimator (Bengio et al., 2013; biased): the sample's derivative is the mean's.
-
       >>> import jax, apgrad as ap, numpyro.distributions as dist
       >>> def pathwise(distribution, key):
       ...     x = distribution.sample(key).astype(distribution.mean.dtype)
@@ -78,9 +76,8 @@ class Mixer(NamedTuple):
       estimators: estimators that share one sample: given one key, all that have a pathwise derivative draw the same x.
         Each estimator that has a score reads the cost-to-go less its own baseline.
       weights: how to weigh the estimators, see `apgrad.weights`.
-      target: what the weights look at. `"arguments"`: what is differentiated of the shared arguments and of arrays that
-        the function closes over, or where none of these is differentiated, of the lanes' own arguments.
-        `"parameters"`: the distribution's parameters, each coordinate by itself.
+      target: what the weights look at. `"arguments"`: what is differentiated of the shared arguments and closures, else
+        of the lanes' own arguments. `"parameters"`: the distribution's parameters, each coordinate by itself.
       bias: as for an `Estimator`.
       assumptions: as for an `Estimator`.
 
@@ -101,10 +98,7 @@ class Mixer(NamedTuple):
 
 
 def surrogate(estimator: Estimator, distribution: Any, key: Any, drawn: Any = None) -> tuple[Any, Any]:
-    """The sample and the log-density, or None, with the derivatives that the estimator gives them.
-
-    `drawn` is the sample where another estimator with a pathwise derivative has drawn it already.
-    """
+    """The sample (`drawn`, if it is drawn already) and the log-density or None, with the estimator's derivatives."""
     claimed = (lambda x: x) if estimator.every_order else (lambda x: once(estimator.name, x))
     if estimator.pathwise is not None:
         x = claimed(estimator.pathwise(distribution, key))

@@ -29,7 +29,7 @@ def gaussian_resampling(tape: Tape, x: jax.Array) -> tuple[Tape, jax.Array]:
       x: the states, a pytree of floating-point arrays with the lanes as leading axis.
 
     Returns:
-      `(tape, x')`, with x' of the same structure and shapes.
+      `(tape, x')`, with x' of the same form.
 
     Raises:
       ValueError: at trace time, for fewer than 2 lanes or together with a likelihood-ratio node.

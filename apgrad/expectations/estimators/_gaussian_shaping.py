@@ -102,10 +102,7 @@ def moments(what: str, x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def cholesky(covariance: jax.Array) -> jax.Array:
-    """The lower Cholesky factor, with a millionth added to each variance; zero for a component without any.
-
-    It is taken of the correlations and then scaled, so that components may have any units.
-    """
+    """The lower Cholesky factor, with a millionth added to each variance; zero for a component without any."""
     size = len(covariance)
     variance = jnp.diag(covariance)
     varies = variance > 0

@@ -3,11 +3,8 @@
 Pflug, "Gradient estimates for the performance of Markov chains and discrete event processes", 1992; Heidergott &
 Vazquez-Abad, 2008; Mohamed, Rosca, Figurnov & Mnih, "Monte Carlo gradient estimation in machine learning", JMLR 2020,
 section 6. The derivative of a density with respect to a parameter is a constant times the difference of two densities,
-dp/dtheta = r (p+ - p-), so that
-
-    d/dtheta E[c(x)] = r (E[c(x+)] - E[c(x-)]),
-
-which asks nothing of c: it may jump. With the same noise in x+ and x-, most of the variance cancels.
+dp/dtheta = r (p+ - p-), so that d/dtheta E[c(x)] = r (E[c(x+)] - E[c(x-)]), which asks nothing of c: it may jump. With
+the same noise in x+ and x-, most of the variance cancels. Of several choices each has the others at their sample.
 
 | distribution | parameter | r | x+ | x- |
 |---|---|---|---|---|
@@ -23,8 +20,6 @@ z = (x - m) / s, and z^2 times the standard normal density is the two-sided Maxw
 since |t| has three degrees of freedom and a coordinate of a uniform direction in three dimensions is uniform
 (Archimedes). Poisson: dp(x)/d(rate) = p(x - 1) - p(x). Gamma of shape a and rate b: dp/db = p (a / b - x), and
 x p(x; a, b) is a / b p(x; a + 1, b), a gamma variable plus an exponential one.
-
-Several choices of one lane: each coordinate by itself, with the others at their sample.
 """
 
 import math

@@ -1,10 +1,9 @@
 """ReinMax: straight-through of second order, by Heun's method. Biased, less so.
 
 Liu, Dong, Liu, Yu & Gao, "Bridging discrete and backpropagation: straight-through and beyond", NeurIPS 2023, algorithm
-2. The derivative of the expected cost of a categorical choice with probabilities p and outcomes x_i is a sum of
-differences c(x_i) - c(x_j), weighed by p_i dp_j. Straight-through replaces a difference by the slope at one of its ends
-(Euler's method); ReinMax takes the mean of the slopes at both (Heun's), which is exact for costs that are quadratic in
-the one-hot vector. With d the sample as a one-hot vector, temperature T and
+2. The derivative of the expected cost of a categorical choice with probabilities p is a sum of differences c(x_i) -
+c(x_j), weighed by p_i dp_j. Straight-through replaces a difference by the slope at one of its ends (Euler's method);
+ReinMax takes the mean of the slopes at both (Heun's). With d the sample as a one-hot vector, temperature T and
 
     q = (d + softmax(phi / T)) / 2,
 

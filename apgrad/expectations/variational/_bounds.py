@@ -52,7 +52,6 @@ def log_weights(what: str, proposal: Any, log_joint: LogJoint, z: jax.Array) -> 
 
 
 def log_mean_exp(x: jax.Array) -> jax.Array:
-    """The logarithm of the mean of exp(x) over the leading axis."""
     return jax.nn.logsumexp(x, axis=0) - jnp.log(jnp.asarray(x.shape[0], x.dtype))
 
 
@@ -63,10 +62,7 @@ def in_own_place(x: jax.Array, instead: Any = -jnp.inf) -> jax.Array:
 
 
 def by_scores(what: str, samples: int, stand_in: Callable[[jax.Array], jax.Array] | None) -> Bound:
-    """The importance-weighted bound of samples without pathwise derivative.
-
-    A sample's baseline is the bound with `stand_in(log-weights)` for its own weight; None: the bound of the others.
-    """
+    """The bound by scores; a sample's baseline is that of the others, or has `stand_in(log-weights)` for its own weight."""
     samples = whole(f"the samples of {what}", samples, 2)
 
     def baselines(weights):

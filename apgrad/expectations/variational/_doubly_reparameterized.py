@@ -42,8 +42,6 @@ def doubly_reparameterized(samples: int) -> Bound:
       TypeError: at trace time, for a proposal without a pathwise derivative or without a density.
 
     Example:
-      At the exact posterior all weights are equal, and every estimate of the gradient is zero:
-
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
       >>> log_joint = lambda z: dist.Normal(0, 1).log_prob(z) + dist.Normal(z, 1).log_prob(1.0)
       >>> bound = ap.variational.doubly_reparameterized(samples=4)

@@ -1,24 +1,21 @@
 """The ELBO of a NumPyro model and guide, with an estimator for each site.
 
-    elbo = ap.variational.elbo({"z": ap.likelihood_ratio(), "w": ap.reparameterization()}, lanes=10)
-    svi = numpyro.infer.SVI(model, guide, optax.adam(1e-3), elbo)
-
 The loss is E[sum of log q of the guide's sites - sum of log p of the model's sites]: each site is a cost, an array over
 the plates that the site is in. A choice with a score pays for the costs that depend on it, as in NumPyro's
 `TraceGraph_ELBO` (Schulman et al., 2015): the dependence is read from the program. Within a plate that a choice and a
 cost are both in, a member's choice pays for the member's cost alone if the program shows that no other member's cost
-depends on it; otherwise for the costs of all members. With l the zeros that have the derivatives of the log-densities
-of the choices that a cost c depends on, the loss is the mean over lanes of the sum of
+depends on it. With l the zeros that have the derivatives of the log-densities of the choices that a cost c depends on,
+the loss is the mean over lanes of the sum of
 
     c exp(sum of l) - b (exp(sum of l) - 1) ,
 
 with b the mean of c over the other lanes (`dice` of `_ports.py`), so that derivatives of any order are right in
-expectation. `TraceGraph_ELBO` has no baseline, and is right at order one.
+expectation. (`TraceGraph_ELBO` has no baseline, and is right at order one.)
 
 The cost log q has a derivative at the fixed sample as well, the score itself, which is zero in expectation. At choices
 with a score q(z; phi) / q(z) - 1 is taken off the loss, whose derivatives of any order are zero in expectation, and
-whose first one is the score; see `_sticking_the_landing.py`. That is so of a density whose support stays where it is. A
-`Delta` is none: its `log_density`, in which NumPyro's automatic guides keep a Jacobian, keeps its derivative.
+whose first one is the score; see `_sticking_the_landing.py`. A `Delta`, whose support moves, keeps the derivative of
+its `log_density`, in which NumPyro's automatic guides keep a Jacobian.
 
 Plates that subsample draw one minibatch for all lanes, so that the baseline of a lane's cost is the mean of the same
 data's costs in other lanes. (NumPyro's loop over keys there is refused by `jax.debug_key_reuse`.)
@@ -67,13 +64,11 @@ def elbo(
       lanes: how many independent samples of the guide the estimate is the mean of: NumPyro's particles.
       default: the estimator of all other sites; None is `reparameterization()` where the distribution has a pathwise
         derivative, and else `likelihood_ratio()`, without a baseline where there is one lane.
-      sticking_the_landing: take the score of q out of the derivative at sites with a pathwise derivative, where
-        its mean is 0 (Roeder et al., 2017). Where the support moves with a differentiated parameter, as a uniform's
-        bounds, this is an error.
+      sticking_the_landing: take the score of q out of the derivative at sites with a pathwise derivative (Roeder et
+        al., 2017). Where the support moves with a differentiated parameter, as a uniform's bounds, this is an error.
 
     Returns:
-      A `numpyro.infer.ELBO`, whose `loss(key, params, model, guide, *args, **kwargs)` is an ordinary JAX function of
-      the key and of the constrained parameters.
+      A `numpyro.infer.ELBO`, whose `loss(key, params, model, guide, *args, **kwargs)` is an ordinary JAX function.
 
     Raises:
       TypeError: for what is no estimator, and at trace time for a distribution without what its estimator needs.
@@ -153,7 +148,6 @@ class _ELBO(numpyro.infer.ELBO):
 
 
 def _unfit(estimator: Any) -> str:
-    """Why an object is no estimator of a site."""
     instead = "write the model as a program of ap.expectation"
     if isinstance(estimator, Mixer):
         return f"and {estimator.name} mixes estimators by what all lanes send back: {instead}"

@@ -22,8 +22,6 @@ def importance_weighted(samples: int) -> Bound:
       TypeError: at trace time, for a proposal without a pathwise derivative.
 
     Example:
-      For p(z) = N(0, 1), p(x | z) = N(z, 1) and the exact posterior as proposal, the bound is log N(x; 0, 2):
-
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
       >>> log_joint = lambda z: dist.Normal(0, 1).log_prob(z) + dist.Normal(z, 1).log_prob(1.0)
       >>> bound = ap.variational.importance_weighted(samples=4)

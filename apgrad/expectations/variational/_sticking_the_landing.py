@@ -1,11 +1,10 @@
 """Sticking the landing: the ELBO's gradient without the score of the proposal.
 
 Roeder, Wu & Duvenaud, Sticking the landing: simple, lower-variance gradient estimators for variational inference,
-NeurIPS 2017, equation 7. The derivative of log p(x, z) - log q(z; phi) with respect to phi has a pathwise part and the
-score of q at a fixed z. The score is zero in expectation and has a variance even where q is the exact posterior, where
-the pathwise part is exactly zero. So it is taken off: q(z; phi) / q(z) - 1 is added, at the fixed sample z, whose first
-derivative is the score, and *all* derivatives of which are zero in expectation, since the integral of q is 1. (The
-paper stops the gradient of q's parameters in log q, which is wrong at order two.)
+NeurIPS 2017, equation 7. The derivative of log p(x, z) - log q(z; phi) with respect to phi has a pathwise part, which
+is zero where q is the exact posterior, and the score of q at a fixed z, which is zero in expectation alone. So the
+score is taken off: q(z; phi) / q(z) - 1 is added, at the fixed sample z, whose first derivative is the score, and *all*
+derivatives of which are zero in expectation. (The paper stops q's gradient in log q, which is wrong at order two.)
 
 With more samples inside the logarithm the score is not zero in expectation (Tucker et al., 2019, section 4), so there
 is no number of samples here: take `doubly_reparameterized`.
@@ -26,8 +25,6 @@ def sticking_the_landing() -> Bound:
       TypeError: at trace time, for a proposal without a pathwise derivative or without a density.
 
     Example:
-      At the exact posterior every estimate of the gradient is zero:
-
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
       >>> log_joint = lambda z: dist.Normal(0, 1).log_prob(z) + dist.Normal(z, 1).log_prob(1.0)
       >>> bound = ap.variational.sticking_the_landing()
