@@ -1,6 +1,7 @@
 """`ap.choose`: every estimator against exact sums, two choices in a row, in scan and vmap, float32 and float64."""
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -218,24 +219,17 @@ def test_later_costs_and_earlier_choices_are_charged_rightly():
         logit = jnp.broadcast_to(theta[0], (tape.lanes,))
         tape, a = ap.sample(tape, dist.Bernoulli(logits=logit), ap.likelihood_ratio())
         a = a.astype(jnp.float32)
-
-        def follow(b, a):
-            b = b.astype(jnp.float32)
-            return (b - a - theta[1]) ** 2, b + a * theta[1]
-
+        follow = lambda b, a: ((b.astype(jnp.float32) - a - theta[1]) ** 2, b.astype(jnp.float32) + a * theta[1])
         tape, y = ap.choose(tape, dist.Bernoulli(logits=theta[1] * (1 + a)), follow, ap.disarm(), a)
         tape, c = ap.sample(tape, dist.Bernoulli(logits=y), ap.likelihood_ratio(None))
         return tape.cost(2.0 * c.astype(jnp.float32) * y + a)
 
     def expected(theta):
-        p = jax.nn.sigmoid(theta[0])
-        total = 0.0
-        for a in (0.0, 1.0):
-            q = jax.nn.sigmoid(theta[1] * (1 + a))
-            for b in (0.0, 1.0):
-                y = b + a * theta[1]
-                rest = (b - a - theta[1]) ** 2 + 2 * jax.nn.sigmoid(y) * y + a
-                total += jnp.where(a, p, 1 - p) * jnp.where(b, q, 1 - q) * rest
+        p, total = jax.nn.sigmoid(theta[0]), 0.0
+        for a, b in itertools.product((0.0, 1.0), repeat=2):
+            q, y = jax.nn.sigmoid(theta[1] * (1 + a)), b + a * theta[1]
+            rest = (b - a - theta[1]) ** 2 + 2 * jax.nn.sigmoid(y) * y + a
+            total += (p if a else 1 - p) * (q if b else 1 - q) * rest
         return total
 
     estimate = jax.grad(ap.expectation(run, 100), argnums=1)
@@ -298,38 +292,22 @@ def test_wrong_arguments_are_errors():
         ap.relax(3)
 
 
-X, Y = np.random.default_rng(1).normal(size=(20, 3)), np.arange(20) % 2
-
-
-def examples_as_lanes(tape, w, x, y):
-    miss = lambda z, y: ((z.astype(y.dtype) - y) ** 2, None)
-    return ap.choose(tape, dist.Bernoulli(logits=x @ w), miss, ap.disarm(), y)[0]
-
-
-def batch_in_a_lane(tape, w, x, y):
-    coins = dist.Bernoulli(logits=jnp.broadcast_to(x @ w, (tape.lanes, len(y))))
-    return ap.choose(tape, coins, lambda z: (jnp.mean((z.astype(y.dtype) - y) ** 2), None), ap.disarm())[0]
-
-
-def test_a_minibatch_whose_examples_are_lanes_has_the_exact_gradient():
-    x, y, w = jnp.asarray(X, jnp.float32), jnp.asarray(Y, jnp.float32), jnp.array([0.5, -1.0, 0.2])
-    exact = jax.grad(lambda w: jnp.mean(jnp.where(y == 1, jax.nn.sigmoid(-x @ w), jax.nn.sigmoid(x @ w))))(w)
-    estimate = jax.grad(ap.expectation(examples_as_lanes, len(y)), argnums=1)
-    ap.testing.assert_unbiased(lambda key: estimate(key, w, x, y), exact, KEY, 1_000)
-
-
 @pytest.mark.quick
 def test_a_batch_in_a_lane_is_warned_of_and_data_says_what_to_do():
-    x, y, w = jnp.asarray(X, jnp.float32), jnp.asarray(Y, jnp.float32), jnp.zeros(3)
+    y = jnp.arange(20.0) % 2
+    miss = lambda z: (z.astype(y.dtype) - y) ** 2
+
+    def run(continuation, **data):
+        def program(tape):
+            coins = dist.Bernoulli(logits=jnp.zeros((tape.lanes, 20)))
+            return ap.choose(tape, coins, continuation, ap.disarm())[0]
+
+        jax.eval_shape(ap.expectation(program, 5, **data), KEY)
+
     with pytest.warns(UserWarning, match=r"20 terms that see one of them each.*each example be a lane"):
-        jax.eval_shape(ap.expectation(batch_in_a_lane, 5), KEY, w, x, y)
-
-    def with_data(tape, w, x, y):
-        coins = dist.Bernoulli(logits=jnp.broadcast_to(x @ w, (tape.lanes, tape.data)))
-        return ap.choose(tape, coins, lambda z: ((z.astype(y.dtype) - y) ** 2, None), ap.disarm())[0]
-
+        run(lambda z: (jnp.mean(miss(z)), None))
     with pytest.raises(ValueError, match=r"got shape \(20,\).*each example be a lane.*examples as arguments after"):
-        ap.expectation(with_data, 5, data=20)(KEY, w, x, y)
+        run(lambda z: (miss(z), None), data=20)
 
 
 def test_choices_of_a_lane_that_act_on_each_other_are_not_warned_of():
@@ -384,19 +362,17 @@ def two_coins(tape, theta, estimator):
     return ap.choose(tape, dist.Bernoulli(logits=logits), continuation, estimator)[0]
 
 
-@pytest.mark.parametrize("name", ["rebar", "relax", "double_control_variates"])
+CONTROLS = {
+    "rebar": lambda phi: ap.rebar(phi[0], phi[1]),
+    "relax": lambda phi: ap.relax(jax.tree_util.Partial(lambda phi, z: phi[0] * jnp.sum(jnp.tanh(phi[1] * z)), phi)),
+    "double_control_variates": lambda phi: ap.double_control_variates(3, phi[0] + 0 * phi[1]),
+}
+
+
+@pytest.mark.parametrize("name", CONTROLS)
 def test_the_parameters_of_a_control_variate_get_the_gradient_of_the_variance(name, x64):
-    theta = jnp.array([0.2, -0.4])
-    phi = jnp.array([0.6, 0.7])
-
-    def make(phi):
-        if name == "rebar":
-            return ap.rebar(phi[0], phi[1])
-        if name == "double_control_variates":
-            return ap.double_control_variates(3, phi[0] + 0 * phi[1])
-        return ap.relax(jax.tree_util.Partial(lambda phi, z: phi[0] * jnp.sum(jnp.tanh(phi[1] * z)), phi))
-
-    objective = ap.expectation(lambda tape, theta, phi: two_coins(tape, theta, make(phi)), lanes=1)
+    theta, phi = jnp.array([0.2, -0.4]), jnp.array([0.6, 0.7])
+    objective = ap.expectation(lambda tape, theta, phi: two_coins(tape, theta, CONTROLS[name](phi)), lanes=1)
 
     @jax.jit
     def both(phi):

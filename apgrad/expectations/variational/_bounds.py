@@ -62,7 +62,7 @@ def in_own_place(x: jax.Array, instead: Any = -jnp.inf) -> jax.Array:
 
 
 def by_scores(what: str, samples: int, stand_in: Callable[[jax.Array], jax.Array] | None) -> Bound:
-    """The bound by scores; a sample's baseline is that of the others, or has `stand_in(log-weights)` for its own weight."""
+    """The bound by scores; a sample's baseline is that of the others, or has `stand_in(log-weights)` for its own."""
     samples = whole(f"the samples of {what}", samples, 2)
 
     def baselines(weights):
