@@ -12,6 +12,7 @@ from jax import lax
 import apgrad as ap
 from apgrad.expectations.mixing import _moments as moments
 from apgrad.expectations.mixing._cells import CELLS, cells as cells_of
+from tests.expectations.programs import paid, rollout
 
 KEY = jax.random.key(0)
 
@@ -152,13 +153,8 @@ def normal(theta, x):
 step = ap.stochastic(ap.total_propagation())(normal)
 
 
-def steps(tape, x, theta, number, step=step):
-    """The tape and the state after so many steps."""
-    return lax.scan(lambda c, _: (step(c[0], theta, c[1]), None), (tape, x), length=number)[0]
-
-
-def linear(tape, theta, step=step):
-    tape, x = steps(tape, jnp.ones(tape.lanes), theta, 4, step)
+def linear(tape, theta, estimator=ap.total_propagation()):  # noqa: B008 (a tuple)
+    tape, x = rollout(estimator, normal, tape, theta, jnp.ones(tape.lanes), 4)
     return tape.cost(x**2)
 
 
@@ -197,7 +193,7 @@ def test_unbiased_with_any_weights_that_depend_on_the_inputs():
     of = lambda state: lambda key: objective.value_and_grad(key, state, THETA)[1]
     both = lambda key: (of(state)(key), of(pathwise)(key))
     ap.testing.assert_unbiased(both, (jax.grad(truth)(THETA),) * 2, KEY, 30_000)
-    by_path = functools.partial(linear, step=ap.stochastic(ap.reparameterization())(normal))
+    by_path = functools.partial(linear, estimator=ap.reparameterization())
     both = jax.jit(lambda key: (of(pathwise)(key), ap.grad(by_path, 6)(key, THETA)))(KEY)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4), *both)
 
@@ -243,7 +239,7 @@ def test_every_visit_has_a_row():
         x = jnp.ones(tape.lanes)
         inner = jax.jit(lambda tape, x: step(tape, theta, x))
         tape, x = inner(tape, x)
-        tape, x = steps(tape, x, theta, 3)
+        tape, x = rollout(ap.total_propagation(), normal, tape, theta, x, 3)
         tape, x = inner(tape, x)
         tape, x = lax.cond(up, lambda t: step(*step(t, theta, x)[:1], theta, x), lambda t: step(t, theta, x), tape)
         tape, (y, _) = tape.parallel(lambda t: step(t, theta, jnp.ones(t.lanes)), lambda t: (t, None))
@@ -300,15 +296,10 @@ def test_at_the_edge_of_chaos_mixtures_better_both_by_their_own_weights_and_by_t
     weights = jnp.array([[-5.0, 5.0], [-25.0, 25.0]])
 
     def chaotic(estimator):
-        node = ap.stochastic(estimator)(
-            lambda beta, x: dist.Normal(jax.nn.sigmoid(beta * (weights @ x)), 1e-3).to_event(1)
-        )
-
-        def program(tape, beta):
-            tape, x = steps(tape, jnp.tile(jnp.array([0.35, 0.55]), (tape.lanes, 1)), beta, 50, node)
-            return tape.cost(jnp.sum((x - 1) ** 2, axis=-1) / 2)
-
-        return program
+        make = lambda beta, x: dist.Normal(jax.nn.sigmoid(beta * (weights @ x)), 1e-3).to_event(1)
+        start = lambda tape: jnp.tile(jnp.array([0.35, 0.55]), (tape.lanes, 1))
+        draw = lambda tape, beta: rollout(estimator, make, tape, beta, start(tape), 50)
+        return paid(draw, lambda x: jnp.sum((x - 1) ** 2, axis=-1) / 2)
 
     found = lambda estimate: ap.testing.moments(estimate, KEY, 60, batch_size=6)
     of = lambda e: found(lambda key: ap.grad(chaotic(e), 300)(key, 2.5))
@@ -320,17 +311,16 @@ def test_at_the_edge_of_chaos_mixtures_better_both_by_their_own_weights_and_by_t
     assert found(lambda key: objective.value_and_grad(key, state, 2.5)[1]).variance < best / 20
 
 
-def test_an_exploding_pathwise_gradient_leaves_nothing_behind():
-    def program(tape, theta):
-        tape, x = steps(tape, jnp.ones(tape.lanes), theta, 2, scaled(0.1))
-        return tape.cost(jnp.sin(jnp.exp(60 * x)) + jnp.where(x > 1, jnp.inf, 1) * 0)
+def scaled(theta, x, deviation=1.0):
+    return dist.Normal(theta * x, deviation)
 
+
+def test_an_exploding_pathwise_gradient_leaves_nothing_behind():
+    make = functools.partial(scaled, deviation=0.1)
+    draw = lambda tape, theta: rollout(ap.total_propagation(), make, tape, theta, jnp.ones(tape.lanes), 2)
+    program = paid(draw, lambda x: jnp.sin(jnp.exp(60 * x)) + jnp.where(x > 1, jnp.inf, 1) * 0)
     state = jax.jit(ap.adaptive(program, 20, check_nan=False).init)(KEY, 1.5)
     assert np.all(np.isfinite(state.moments))
-
-
-def scaled(deviation):
-    return ap.stochastic(ap.total_propagation())(lambda theta, x: dist.Normal(theta * x, deviation))
 
 
 def test_errors():
@@ -355,14 +345,16 @@ def test_errors():
 
 
 def drawn_by(estimator):
-    node = ap.stochastic(estimator)(lambda theta: dist.Normal(theta, 1.0))
-    return lambda tape, theta: (lambda tape, x: tape.cost(x))(*node(tape, theta))
+    return paid(ap.stochastic(estimator)(lambda theta: dist.Normal(theta, 1.0)))
 
 
 def looped(tape, theta):
-    body = lambda c: scaled(1.0)(c[0], theta, c[1])
-    tape, x = lax.while_loop(lambda c: c[1][0] < 0, body, (tape, jnp.zeros(8)))
-    return tape.cost(x)
+    node = ap.stochastic(ap.total_propagation())(scaled)
+    return lax.while_loop(lambda c: c[1][0] < 0, lambda c: node(c[0], theta, c[1]), (tape, jnp.zeros(8)))
+
+
+def never(tape, theta):
+    return rollout(ap.total_propagation(), normal, tape, THETA, jnp.full(8, theta), 0)
 
 
 PUBLISHED = ap.weights.inverse_variance()
@@ -376,8 +368,8 @@ PUBLISHED = ap.weights.inverse_variance()
         ("this mixer has 3 estimators", drawn_by(ap.Mixer("three", (ap.reparameterization(),) * 3, PUBLISHED))),
         # It would not be asked, and where it guards against a bias that would be silent.
         ("a rule of its own, which would not", drawn_by(ap.total_propagation(weights=PUBLISHED))),
-        ("is never visited", lambda tape, theta: steps(tape, jnp.full(8, theta), THETA, 0)[0].cost(jnp.ones(8))),
-        ("use lax.scan", looped),
+        ("is never visited", paid(never)),
+        ("use lax.scan", paid(looped)),
     ],
 )
 def test_programs_that_are_refused(match, program):
@@ -387,7 +379,7 @@ def test_programs_that_are_refused(match, program):
 
 def test_float64_of_any_size(x64):
     def program(tape, theta, scale):
-        tape, x = scaled(1.0)(tape, theta, jnp.ones(tape.lanes))
+        tape, x = ap.stochastic(ap.total_propagation())(scaled)(tape, theta, jnp.ones(tape.lanes))
         return tape.cost(jnp.sin(scale * x))
 
     objective = ap.adaptive(program, 8)
@@ -403,7 +395,7 @@ def test_nodes_of_constants_let_messages_by(first, x64):
     # The other node's target is empty, and it is reached since the suffix or the moments come past it.
     def program(tape, theta):
         pair = (theta, jnp.float64(1.0)) if first else (jnp.float64(1.0), theta)
-        node = scaled(1.0)
+        node = ap.stochastic(ap.total_propagation())(scaled)
         tape, x = node(tape, pair[0], jnp.ones(tape.lanes))
         tape, y = node(tape, pair[1], jnp.ones(tape.lanes))
         return tape.cost(x**2 + y**2)

@@ -12,6 +12,7 @@ from flax import nnx
 import apgrad as ap
 from apgrad.expectations.mixing import _features
 from experiments.parts import jump_weights
+from tests.expectations.programs import paid, rollout
 
 KEY = jax.random.key(0)
 PUBLISHED = ap.total_propagation(weights=ap.weights.inverse_variance())
@@ -55,12 +56,6 @@ def linear_truth(theta):
     return jax.grad(value)(theta)
 
 
-def rollout(estimator, make, theta, tape, start, **options):
-    """The tape and the state after three steps x <- make(theta, x)."""
-    step = ap.stochastic(estimator, **options)(make)
-    return jax.lax.scan(lambda c, _: (step(c[0], theta, c[1]), None), (tape, start), length=3)[0]
-
-
 THETA = {"a": jnp.float32(0.9), "b": (jnp.float32(0.3),)}
 
 
@@ -78,16 +73,16 @@ def test_the_bias_that_cross_fitting_removes():
 
 
 def test_sample_is_unbiased_too_with_a_parameter_that_lanes_share():
-    def program(tape, theta):
+    def draw(tape, theta):
         x = jnp.ones(tape.lanes)
         for _ in range(2):
             # The scale has no lanes: its cotangent sums over both folds, which weigh it differently.
             tape, x = ap.sample(tape, dist.Normal(theta["a"] * x, theta["scale"]), ap.total_propagation())
-        return tape.cost(x**2)
+        return tape, x
 
     value = lambda theta: theta["a"] ** 4 + (theta["a"] ** 2 + 1) * theta["scale"] ** 2
     theta = {"a": jnp.float32(0.9), "scale": jnp.float32(0.5)}
-    gradient = jax.grad(ap.expectation(program, lanes=10, cross_fit=True), argnums=1)
+    gradient = ap.grad(paid(draw, jnp.square), lanes=10, cross_fit=True)
     ap.testing.assert_unbiased(lambda key: gradient(key, theta), jax.grad(value)(theta), KEY, 40_000)
 
 
@@ -144,11 +139,9 @@ def test_where_nothing_is_weighed_nothing_changes(x64):
     each = jax.jit(all_orders, static_argnums=1)
     jax.tree.map(np.testing.assert_array_equal, each(theta, False), each(theta, True))
 
-    def flip(tape, theta):
-        tape, x = ap.sample(tape, dist.Bernoulli(probs=theta * jnp.ones(tape.lanes)), ap.likelihood_ratio())
-        return tape.cost(x.astype(theta.dtype))
-
-    second = jax.grad(jax.grad(lambda t: ap.expectation(flip, 20, cross_fit=True)(KEY, t)))
+    flip = ap.stochastic(ap.likelihood_ratio())(lambda theta: dist.Bernoulli(probs=theta))
+    objective = ap.expectation(paid(flip, lambda x: x.astype(jnp.float32)), 20, cross_fit=True)
+    second = jax.grad(jax.grad(lambda t: objective(KEY, t)))
     assert jnp.isfinite(jax.jit(second)(0.3))
 
 
@@ -176,9 +169,8 @@ def test_transformations_closures_and_modules():
     def program(tape, theta, module, flag, name):
         assert flag is True and name == "static"
         make = lambda module, x: dist.Normal(jnp.tanh(theta * module(x)), 0.3).to_event(1)
-        tape, x = jax.checkpoint(functools.partial(rollout, ap.total_propagation(), make, module))(
-            tape, jnp.ones((tape.lanes, 2))
-        )
+        roll = lambda tape, x: rollout(ap.total_propagation(), make, tape, module, x, 3)
+        tape, x = jax.checkpoint(roll)(tape, jnp.ones((tape.lanes, 2)))
         return tape.cost(jnp.sum(x**2, axis=-1))
 
     objective = ap.expectation(program, lanes=8, cross_fit=True)
@@ -206,7 +198,7 @@ def test_weights_that_contribute_apart_reach_closures_and_only_what_is_different
     def of(argnums, estimator, lanes, **options):
         def program(tape, theta, frozen, closed):
             make = lambda theta, x: dist.Normal(jnp.sin(theta[0] * x) * theta[1] + closed, 0.3)
-            tape, x = rollout(estimator, make, (theta, frozen), tape, jnp.ones(tape.lanes))
+            tape, x = rollout(estimator, make, tape, (theta, frozen), jnp.ones(tape.lanes), 3)
             return tape.cost(x**2)
 
         return jax.grad(ap.expectation(program, lanes, **options), argnums=argnums)
@@ -270,11 +262,9 @@ def test_large_targets_are_sketched(monkeypatch):
     weights = jax.random.normal(KEY, (30, 4)) / 6
 
     def gradient(estimator, lanes, **options):
-        def program(tape, w):
-            make = lambda w, x: dist.Normal(jnp.tanh(w[:4] @ x) + 0 * jnp.sum(w), 0.3).to_event(1)
-            tape, x = rollout(estimator, make, w, tape, jnp.ones((tape.lanes, 4)))
-            return tape.cost(jnp.sum(x**2, axis=-1))
-
+        make = lambda w, x: dist.Normal(jnp.tanh(w[:4] @ x) + 0 * jnp.sum(w), 0.3).to_event(1)
+        draw = lambda tape, w: rollout(estimator, make, tape, w, jnp.ones((tape.lanes, 4)), 3)
+        program = paid(draw, lambda x: jnp.sum(x**2, axis=-1))
         return lambda key: ap.grad(program, lanes, **options)(key, weights)[:4]
 
     found = lambda: ap.testing.moments(gradient(ap.total_propagation(), 40, cross_fit=True), KEY, 1_000)
@@ -305,19 +295,16 @@ def test_errors():
     def sampled(tape, theta, estimator):
         return ap.sample(tape, dist.Normal(theta * jnp.ones(4), 1.0), estimator)
 
-    def resampled(tape, theta):
-        tape, x = ap.gaussian_resampling(*sampled(tape, theta, ap.reparameterization()))
-        return tape.cost(x)
-
     def inside(tape, theta):
         rest = lambda theta: jnp.sum(sampled(tape, theta, ap.total_propagation())[1])
         return tape.cost(jax.grad(rest)(theta) * jnp.ones(4))
 
     def one(weights, target="arguments"):
         node = ap.stochastic(ap.total_propagation(weights=weights, target=target))(lambda t: dist.Normal(t, 1.0))
-        return lambda tape, theta: (lambda tape, x: tape.cost(x))(*node(tape, theta))
+        return paid(node)
 
-    error("halves of them are not independent", resampled)
+    resampled = lambda tape, theta: ap.gaussian_resampling(*sampled(tape, theta, ap.reparameterization()))
+    error("halves of them are not independent", paid(resampled))
     error(r"earlier tape|already used|differentiated as a whole", inside)
     three = ap.weights.Weights(ap.weights.Weighting(lambda gradients, suffix: jnp.ones(3)))
     error(r"one weight for each of the 2 estimators, got shape \(3,\)", one(three))
@@ -331,13 +318,12 @@ def shifted(base, loc):
 
 def test_a_shared_parameter_that_is_as_long_as_the_lanes():
     # Four lanes and four coordinates. E sin(x) = exp(-1/8) sin(loc).
-    def program(tape, loc):
+    def draw(tape, loc):
         d = shifted(dist.Normal(jnp.zeros((tape.lanes, 4)), 0.5), loc).to_event(1)
-        tape, x = ap.sample(tape, d, ap.total_propagation())
-        return tape.cost(jnp.sum(jnp.sin(x), axis=-1))
+        return ap.sample(tape, d, ap.total_propagation())
 
     loc = jnp.arange(4.0) / 3
-    gradient = ap.grad(program, lanes=4, cross_fit=True)
+    gradient = ap.grad(paid(draw, lambda x: jnp.sum(jnp.sin(x), axis=-1)), lanes=4, cross_fit=True)
     exact = np.exp(-1 / 8) * np.cos(np.arange(4) / 3)
     ap.testing.assert_unbiased(lambda key: gradient(key, loc), exact, KEY, 40_000)
 

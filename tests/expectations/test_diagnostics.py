@@ -6,6 +6,7 @@ import pytest
 
 import apgrad as ap
 from apgrad.expectations import diagnostics
+from tests.expectations.programs import paid, rollout
 
 KEY = jax.random.key(0)
 
@@ -16,24 +17,12 @@ def of_gradient(gradient):
 
 
 def one_node(estimator):
-    draw = ap.stochastic(estimator)(lambda theta: dist.Normal(theta, 0.5))
-
-    def program(tape, theta):
-        tape, x = draw(tape, theta)
-        return tape.cost(x**2)
-
-    return program
+    return paid(ap.stochastic(estimator)(lambda theta: dist.Normal(theta, 0.5)), jnp.square)
 
 
 def chain(estimator, length=4):
-    step = ap.stochastic(estimator)(lambda theta, x: dist.Normal(theta * x, 0.1))
-
-    def program(tape, theta):
-        carry = (tape, jnp.ones(tape.lanes))
-        (tape, x), _ = jax.lax.scan(lambda c, _: (step(c[0], theta, c[1]), None), carry, length=length)
-        return tape.cost(x)
-
-    return program
+    make = lambda theta, x: dist.Normal(theta * x, 0.1)
+    return paid(lambda tape, theta: rollout(estimator, make, tape, theta, jnp.ones(tape.lanes), length))
 
 
 def row_of(samples, truth=None, cuts=()):
@@ -195,13 +184,8 @@ def test_tables_are_narrow_where_nothing_varies():
 
 
 def test_what_has_no_gradient_is_refused_with_its_reason():
-    def objective(estimator):
-        def program(tape, p):
-            tape, x = ap.sample(tape, dist.Bernoulli(probs=jnp.broadcast_to(p, tape.lanes)), estimator)
-            return tape.cost(x.astype(jnp.float32))
-
-        return ap.expectation(program, lanes=10)
-
+    coins = lambda estimator: ap.stochastic(estimator)(lambda p: dist.Bernoulli(probs=p))
+    objective = lambda e: ap.expectation(paid(coins(e), lambda x: x.astype(jnp.float32)), lanes=10)
     objectives = {"RP": objective(ap.reparameterization()), "LR": objective(ap.likelihood_ratio())}
     found = diagnostics.compare(objectives, KEY, 0.3, num_estimates=100, truth=1.0)
     assert list(found.rows) == ["LR"] and "RP: refused, " in str(found)
