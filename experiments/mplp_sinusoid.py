@@ -97,7 +97,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         values, sweep = meta_curves.tuned(task, BASELINES[cell["method"]], config.seed, config.runs, STEPS)
         return {"eval": values.tolist(), **sweep}
     shared = cell["share"] == "all"
-    options: dict[str, Any] = {"share": shared, "share_standardizers": shared, "share_scales": shared}
+    options: dict[str, Any] = {"share": "all" if shared else False}
     options |= {"message_size": cell["k"], "hidden": config.hidden, "layers": config.layers}
     task = mplp_from_random.task_of("sinusoid")
     fixed = (cell["seed"], None, config.objective, config.rate)

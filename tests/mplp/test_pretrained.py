@@ -192,8 +192,8 @@ def test_every_option_of_every_rule_is_checked():
     small = {"message_size": 2, "hidden": 1, "layers": (3,)}
     flags = "one of .*, got {!r}"
     for rule, fixed, options in (
-        (mplp.PerSynapse, small, {"cell share share_standardizers share_scales gradient": flags}),
-        (mplp.PerSynapse, small, {"message_size hidden output_scale layers": ""}),
+        (mplp.PerSynapse, small, {"cell share gradient": flags}),
+        (mplp.PerSynapse, small, {"message_size hidden layers": ""}),
         (mplp.Separable, {}, {"whiten share normalize gradient": flags}),
         (mplp.Separable, {}, {"message_size rank hidden neuron_state full window learning_rate": ""}),
         (mplp.Thesis, {}, {"batch_norm learn_rate start see_loss": flags, "message_size hidden learning_rate": ""}),

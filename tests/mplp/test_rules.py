@@ -40,9 +40,7 @@ def normalized(sites, seed=0, **options):
 RULES = {
     "exact": lambda sites: mplp.Exact(0.1),
     "gru": per_synapse,
-    "gru, shared, gradient": functools.partial(
-        per_synapse, share=True, share_standardizers=True, share_scales=True, gradient=True
-    ),
+    "gru, shared, gradient": functools.partial(per_synapse, share="all", gradient=True),
     "two grus": functools.partial(per_synapse, cell="two_grus"),
     "mlp": functools.partial(per_synapse, cell="mlp"),
     "thesis": functools.partial(thesis, learning_rate=0.1),
@@ -171,7 +169,7 @@ class TestMetaGradients:
             return mplp.squared_error(at["loss"], s, y)
 
         once, twice = (functools.partial(network, names=names) for names in (("d", "e"), ("d", "d")))
-        rule = per_synapse(mplp.sites(once, params, batch), share=True, share_standardizers=True, share_scales=True)
+        rule = per_synapse(mplp.sites(once, params, batch), share="all")
         run = lambda n: mplp.backward(rule, n, params, mplp.init_state(rule, n, params, batch), batch)
         (apart, states, _), (together, state, _) = jit(lambda: (run(once), run(twice)))()
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12), apart, together)

@@ -27,13 +27,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from apgrad._ground.arguments import number
 from apgrad.mplp import _standardization as standardization
 from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Site
 from apgrad.mplp._rule_options import known_forms, require_form, require_one_of, require_sizes, shows_signature
 from apgrad.mplp._rule_parts import Fixed, Gru, Mlp, in_chunks
 from apgrad.mplp._standardization import Standardizer
 
+SCALE = 0.01  # the scale a at first
 CHUNK = 8192  # synapses whose hidden layers fit into a core's cache: twice as fast as all at once (measured, CPU)
 
 
@@ -48,11 +48,8 @@ class PerSynapse(nnx.Module):
       hidden: the size h of the recurrent state besides update and message.
       cell: "gru", "two_grus" or "mlp".
       layers: the number of units in each hidden layer of the networks.
-      share: whether places of a kind share networks.
-      share_standardizers: whether places of a kind share standardizers.
-      share_scales: whether places of a kind share the scales a.
+      share: whether places of a kind share networks; "all": standardizers and the scales a, too.
       gradient: whether networks also see the true gradient (the hybrid that the papers propose).
-      output_scale: the scale a at first.
       rngs: the source of keys for the networks.
 
     Example:
@@ -67,21 +64,16 @@ class PerSynapse(nnx.Module):
         hidden: int = 15,
         cell: Literal["gru", "two_grus", "mlp"] = "gru",
         layers: Sequence[int] = (80, 40),
-        share: bool = False,
-        share_standardizers: bool = False,
-        share_scales: bool = False,
+        share: bool | Literal["all"] = False,
         gradient: bool = False,
-        output_scale: float = 0.01,
         rngs: nnx.Rngs,
     ):
         require_one_of(tuple(CELLS), cell=cell)
-        flags = {"share": share, "share_standardizers": share_standardizers, "share_scales": share_scales}
-        require_one_of((False, True), gradient=gradient, **flags)
+        require_one_of((False, True, "all"), share=share)
+        require_one_of((False, True), gradient=gradient)
         require_sizes(1, message_size=message_size, **{f"layers[{i}]": n for i, n in enumerate(layers)})
         require_sizes(0, hidden=hidden)
-        number("output_scale", output_scale, positive=True)
-        self.message_size, self.gradient = message_size, gradient
-        self.share, self.share_standardizers, self.share_scales = share, share_standardizers, share_scales
+        self.message_size, self.gradient, self.share = message_size, gradient, share
         self.record = False
         self.known = known_forms(sites)
         self.cells, self.standardizers = nnx.Dict({}), nnx.Dict({})
@@ -89,15 +81,14 @@ class PerSynapse(nnx.Module):
         for site in sites:
             for part, groups, width in self._parts(site):
                 updates = part != "message"
-                own, pair, scale = self._keys(site, part)
+                own, pair = self._keys(site, part)
                 if own not in self.cells:
                     self.cells[own] = CELLS[cell](width, message_size, hidden, layers, updates, rngs)
                 if pair not in self.standardizers:
                     self.standardizers[pair] = Standardizer(groups)
                     if updates:
                         self.means[pair] = Fixed(jnp.zeros((), float))
-                if updates and scale not in self.scales:
-                    self.scales[scale] = nnx.Param(jnp.asarray(output_scale, float))
+                        self.scales[pair] = nnx.Param(jnp.asarray(SCALE, float))
 
     def init(self, site: Site) -> dict[str, Any]:
         """Zeros for each synapse and example; a recording rule's state also has the statistics of the step."""
@@ -115,9 +106,8 @@ class PerSynapse(nnx.Module):
         """The local rule of a place."""
         parts = {}
         for part, _, _ in self._parts(site):
-            own, pair, scale = self._keys(site, part)
-            size, mean = self.scales.get(scale), self.means.get(pair)
-            parts[part] = _Part(self.cells[own], self.standardizers[pair], size, mean)
+            own, pair = self._keys(site, part)
+            parts[part] = _Part(self.cells[own], self.standardizers[pair], self.scales.get(pair), self.means.get(pair))
         return _PerSynapseAt(parts, self.message_size, self.gradient, self.record)
 
     def recording(self) -> "PerSynapse":
@@ -139,7 +129,8 @@ class PerSynapse(nnx.Module):
         forms = dict(self.known)
         for name, parts in states.items():
             for part, seen in parts.items():
-                found.setdefault(_key(name, forms[name][0], part, self.share_standardizers), []).append(seen)
+                key = f"{forms[name][0] if self.share == 'all' else name}/{part}"
+                found.setdefault(key, []).append(seen)
         for key, seen in found.items():
             shift, scale, mean = (jnp.mean(jnp.stack([s[n] for s in seen]), axis=0) for n in ("shift", "scale", "mean"))
             scale = scale if max_scale is None else jnp.minimum(scale, max_scale)
@@ -160,14 +151,9 @@ class PerSynapse(nnx.Module):
         return both[1 - site.bias :] if site.family == "dense" else both[:1]
 
     def _keys(self, site: Site, part: str) -> list[str]:
-        """The names of a part's networks, of its standardizer and of its scale."""
-        shares = self.share, self.share_standardizers, self.share_scales
-        require_form(self.known, site, by_name=not all(shares))
-        return [_key(site.name, site.kind, part, shared) for shared in shares]
-
-
-def _key(name: str, kind: str, part: str, shared: bool) -> str:
-    return f"{kind if shared else name}/{part}"
+        """The names of a part's networks, and of its standardizer and scale."""
+        require_form(self.known, site, by_name=self.share != "all")
+        return [f"{site.kind if shared else site.name}/{part}" for shared in (self.share, self.share == "all")]
 
 
 class _GruCell(nnx.Module):
