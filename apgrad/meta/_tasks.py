@@ -103,18 +103,20 @@ def pool(prior: Callable[[jax.Array], Any], size: int, key: jax.Array) -> Callab
     return lambda key: prior(keys[jax.random.randint(key, (), 0, size)])
 
 
+DOMAIN = -5.0, 5.0  # of a sinusoid
+
+
 def sinusoid(
     *,
     sizes: Sequence[int] = (1, 20, 20, 1),
     activation: Callable[[jax.Array], jax.Array] = jax.nn.relu,
     amplitude: tuple[float, float] = (0.1, 0.5),
     phase: tuple[float, float] = (0.0, jnp.pi),
-    domain: tuple[float, float] = (-5.0, 5.0),
     batch: int = 10,
     held_out: int = 64,
     deviation: float | None = 0.05,
 ) -> Task:
-    """Regression on a sin(x + p).
+    """Regression on a sin(x + p), for x from -5 to 5.
 
     The defaults are MPLP's family. The thesis's are `amplitude=(1, 1)` (5.1) or `(1, 5)` (5.2), `deviation=None`, and a
     batch of 32; MAML's `amplitude=(0.1, 5)`.
@@ -124,9 +126,8 @@ def sinusoid(
       activation: activation function of the hidden layers.
       amplitude: lowest and highest a.
       phase: lowest and highest p.
-      domain: lowest and highest x.
       batch: number of points in a minibatch.
-      held_out: number of points to judge by, on a grid over the domain.
+      held_out: number of points to judge by, on a grid.
       deviation: standard deviation of the prior, or None; see `mlp`.
 
     Example:
@@ -156,11 +157,11 @@ def sinusoid(
         return task["amplitude"] * jnp.sin(x + task["phase"])
 
     def minibatch(task, key):
-        x = jax.random.uniform(key, (batch, 1), float, *domain)
+        x = jax.random.uniform(key, (batch, 1), float, *DOMAIN)
         return x, target(task, x)
 
     def grid(task, key):
-        x = jnp.linspace(*domain, held_out, dtype=float)[:, None]
+        x = jnp.linspace(*DOMAIN, held_out, dtype=float)[:, None]
         return x, target(task, x)
 
     def loss(params, batch):
@@ -177,7 +178,6 @@ def images(
     activation: Callable[[jax.Array], jax.Array] | Sequence[Callable[[jax.Array], jax.Array]] = jax.nn.sigmoid,
     batch: int = 8,
     held_out: int = 64,
-    permute: bool = False,
     split: Literal["train", "test"] = "train",
     deviation: float | None = 0.05,
 ) -> Task:
@@ -189,7 +189,6 @@ def images(
       activation: the activation function of the hidden layers, or a sequence of one function for each.
       batch: number of images in a minibatch.
       held_out: number of images to judge by.
-      permute: whether each task has its own permutation of the pixels, and of the labels.
       split: "train": held-out images are drawn from the training images too, as in meta-training; "test": from the
         test images.
       deviation: standard deviation of the prior, or None; see `mlp`.
@@ -203,19 +202,10 @@ def images(
     train = jnp.asarray(data.x_train, float), jnp.asarray(data.y_train)
     judge = train if split == "train" else (jnp.asarray(data.x_test, float), jnp.asarray(data.y_test))
 
-    def draw(key):
-        if not permute:
-            return {}
-        p, c = jax.random.split(key)
-        return {"pixels": jax.random.permutation(p, pixels), "labels": jax.random.permutation(c, classes)}
-
-    def sample(task, key, size, source):
+    def sample(key, size, source):
         x, y = source
         at = jax.random.randint(key, (size,), 0, x.shape[0])
-        x, y = x[at], y[at]
-        if task:
-            x, y = x[:, task["pixels"]], task["labels"][y]
-        return x, jax.nn.one_hot(y, classes, dtype=float)
+        return x[at], jax.nn.one_hot(y[at], classes, dtype=float)
 
     def loss(params, batch):
         x, y = batch
@@ -224,9 +214,9 @@ def images(
     return Task(
         network,
         prior,
-        draw,
-        lambda task, key: sample(task, key, batch, train),
-        lambda task, key: sample(task, key, held_out, judge),
+        lambda key: {},
+        lambda task, key: sample(key, batch, train),
+        lambda task, key: sample(key, held_out, judge),
         loss,
     )
 

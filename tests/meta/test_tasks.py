@@ -21,15 +21,16 @@ def test_the_two_papers_sinusoids():
         np.testing.assert_allclose(y, one["amplitude"] * np.sin(x + one["phase"]), rtol=1e-5, atol=1e-6)
 
 
-def test_image_tasks_permute_pixels_and_labels_alike_in_both_sets():
+def test_image_tasks_draw_images_with_their_labels():
     data = meta.data.load("digits")
-    task = meta.images(data, permute=True, split="test", held_out=5)
-    drawn = task.draw(jax.random.key(0))
-    x, y = task.held_out(drawn, jax.random.key(1))
-    back = np.asarray(x)[:, np.argsort(drawn["pixels"])]
-    for image, target in zip(back, y, strict=True):
-        (at,) = np.flatnonzero(np.all(np.isclose(data.x_test, image, atol=1e-6), axis=1))[:1]
-        assert drawn["labels"][data.y_test[at]] == jnp.argmax(target)
+    task = meta.images(data, split="test", held_out=5)
+    for batch, images, labels in (
+        (task.held_out({}, jax.random.key(1)), data.x_test, data.y_test),
+        (task.batch({}, jax.random.key(1)), data.x_train, data.y_train),
+    ):
+        for image, target in zip(*batch, strict=True):
+            (at,) = np.flatnonzero(np.all(np.isclose(images, image, atol=1e-6), axis=1))[:1]
+            assert labels[at] == jnp.argmax(target)
 
 
 def test_data_are_standardized_and_missing_data_say_what_to_do(tmp_path, monkeypatch):
