@@ -135,7 +135,7 @@ def _short(name: str, length: int) -> str:
     return name if len(name) <= length else f"...{name[3 - length :]}"
 
 
-def heat_map(influence: Influence, weighed: bool = False) -> Any:
+def heat_map(influence: Influence) -> Any:
     """Influence as a matplotlib figure, components by parameters, with the mean over examples or steps.
 
     Of many components those of `Influence.top` are drawn. Of many parameters those whose names begin alike are drawn as
@@ -143,11 +143,10 @@ def heat_map(influence: Influence, weighed: bool = False) -> Any:
 
     Args:
       influence: what `ap.tracing.influence` or `Trace.influence` returned.
-      weighed: show the share of |gradient| in place of the share of elements.
     """
     number = len(influence.components)
     influence = influence.top(COLUMNS)
-    values = mean(influence.gradient if weighed else influence.share).T
+    values = mean(influence.share).T
     names = list(influence.parameters)
     deepest = max((len(name.split("/")) for name in names), default=1)
     for depth in range(deepest, 0, -1):
@@ -167,8 +166,7 @@ def heat_map(influence: Influence, weighed: bool = False) -> Any:
         if np.isfinite(values[i, j]):
             colour = "white" if values[i, j] < 0.6 else "black"
             ax.text(j, i, f"{values[i, j]:.2f}", ha="center", va="center", fontsize=6, color=colour)
-    what = "|gradient|" if weighed else "elements"
     left_out = f": {columns} of {number} components" if columns < number else ""
-    ax.set_title(f"share of {what} whose {influence.kind} path runs through{left_out}", fontsize=9)
+    ax.set_title(f"share of elements whose {influence.kind} path runs through{left_out}", fontsize=9)
     figure.colorbar(image)
     return figure

@@ -47,13 +47,9 @@ class Influence:
     parameters: tuple[str, ...] = dataclasses.field(metadata={"static": True})
     kind: PathKind = dataclasses.field(metadata={"static": True})
 
-    def to_dict(self, weighed: bool = False) -> dict[str, dict[str, float]]:
-        """The shares by parameter and component, means over leading axes without NaN.
-
-        Args:
-          weighed: give the share of |gradient| in place of the share of elements.
-        """
-        values = mean(self.gradient if weighed else self.share)
+    def to_dict(self) -> dict[str, dict[str, float]]:
+        """The shares by parameter and component, means over leading axes without NaN."""
+        values = mean(self.share)
         return {
             p: dict(zip(self.components, values[:, j].tolist(), strict=True)) for j, p in enumerate(self.parameters)
         }

@@ -58,7 +58,7 @@ def test_figures_have_the_size_of_a_page_and_show_what_was_asked_for(trace):
     with pytest.raises(ValueError, match="no gradient reaches x"):
         ap.tracing.draw(ap.trace_gradients(lambda x: 0.0 * x)(1.0), "x")
     influence = trace.influence(depth=1)
-    assert isinstance(ap.tracing.heat_map(influence, weighed=True), figures.Figure)
+    assert isinstance(ap.tracing.heat_map(influence), figures.Figure)
     names = lambda what, n: tuple(f"block_{i // 3}/{what}_{i}/a long name" for i in range(n))
     shares = np.random.default_rng(0).random((40, 90))
     large = ap.tracing.Influence(shares, shares, names("at", 40), names("p", 90), "greedy")
