@@ -9,6 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 import apgrad as ap
 from apgrad.memory import _report as report_module
+from apgrad.memory._budget import _hull
 from tests.memory.unbiased import KEY, remembered
 
 pytestmark = pytest.mark.quick
@@ -60,6 +61,12 @@ def test_a_budget_is_kept_or_refused(program, parts):
         assert "cannot be kept" in str(error)
     else:
         assert used <= budget
+
+
+def test_of_samplers_those_on_the_lower_convex_hull_are_taken():
+    above, below = [(16, 0.0, None), (8, 5.0, "a"), (4, 6.0, "b")], [(16, 0.0, None), (8, 1.0, "a"), (4, 6.0, "b")]
+    assert [name for *_, name in _hull(above)] == [None, "b"]
+    assert [name for *_, name in _hull(below)] == [None, "a", "b"]
 
 
 def test_what_branches_share_is_given_out():
