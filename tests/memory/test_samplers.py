@@ -142,9 +142,7 @@ def test_fractions_bits_and_groups_are_checked():
                 factory(bad)
 
 
-@pytest.mark.parametrize(
-    "dtype", ["float16", "bfloat16", pytest.param("float32", marks=pytest.mark.optimized), "float64"]
-)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_the_ends_of_every_type(dtype):
     names = ("different", "same", "stratified", "projection", "rounding 8", "rounding 2", "rounding 1", "heavy")
     with jax.enable_x64(dtype == "float64"):
