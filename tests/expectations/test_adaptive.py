@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 
 import apgrad as ap
+from apgrad.expectations import _adaptive
 from apgrad.expectations.mixing import _moments as moments
 from apgrad.expectations.mixing._cells import CELLS, cells as cells_of
 from tests.expectations.programs import paid, rollout
@@ -130,6 +131,15 @@ def test_a_window_is_the_mean_of_its_calls_and_forgets():
     # What is not visited any more stays as it was.
     np.testing.assert_allclose(plain(blocks[0, 1, 0]), plain(rows[:4]).mean(0), rtol=1e-4)
     np.testing.assert_array_equal(blocks[1, 1], 0)
+
+
+def test_the_mean_of_a_window_is_over_the_calls_of_both_blocks():
+    blocks = jnp.zeros((2, 1, 1, 5)).at[:, 0, 0, :4].set(jnp.array([[-1.0, 1, -1, 1], [-3, 3, -3, 3]]))
+    state = ap.AdaptiveState(jnp.stack([blocks, blocks]), jnp.int32(6))
+    means, lanes = jax.jit(lambda state: _adaptive._means(state, np.array([3, 4]), 10))(state)
+    # Six calls: blocks of 3 and 3, and of 4 and 2.
+    np.testing.assert_allclose(plain(means)[:, 0, 0, 1], [2, 10 / 6], rtol=1e-6)
+    np.testing.assert_array_equal(lanes, 60)
 
 
 def test_a_cell_without_lanes_in_a_call_has_seen_a_zero():
