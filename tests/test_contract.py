@@ -397,19 +397,6 @@ def test_impossible_outcomes_beside_possible_ones_are_no_nan(row):
         ap.testing.assert_unbiased(estimate, [truth] * len(forms), KEY, 500)
 
 
-@every_discrete
-def test_masked_distributions_are_refused_or_make_no_difference(row):
-    masked = gradient_of_one_choice(row, lambda u: row.make(u).mask(False), 20)
-    try:
-        jax.eval_shape(masked, KEY, 0.3)
-    except TypeError as error:
-        assert "MaskedDistribution" in str(error)
-    else:
-        plain = gradient_of_one_choice(row, row.make, 20)
-        both = jax.jit(lambda key, theta: (masked(key, theta), plain(key, theta)))(KEY, 0.3)
-        np.testing.assert_allclose(*both, rtol=1e-6)
-
-
 RULES = {
     "feedback_alignment": ap.rewiring.feedback_alignment(KEY),
     "direct_feedback_alignment": ap.rewiring.direct_feedback_alignment(KEY),

@@ -186,14 +186,7 @@ def chain(*propagators: Propagator) -> Propagator:
         output, memories, forms = _through(propagators, inputs)
         return output, (memories, forms)
 
-    def backward(memory, message):
-        memories, forms = memory
-        for i in reversed(range(1, len(propagators))):
-            messages = propagators[i].backward(memories[i], message)
-            message = between("chain", i, messages, forms[i - 1])
-        return propagators[0].backward(memories[0], message)
-
-    return Propagator(forward, backward)
+    return Propagator(forward, lambda memory, message: _back("chain", propagators, *memory, message))
 
 
 def combine(*propagators: Propagator) -> Propagator:
@@ -228,17 +221,16 @@ def combine(*propagators: Propagator) -> Propagator:
             shared |= memory
         return output, (shared, forms)
 
+    def passed_on(messages, message, form):
+        answer = messages[0] if isinstance(messages, tuple) and len(messages) == 1 else None
+        if not (isinstance(answer, dict) and isinstance(message, dict)):
+            return messages
+        (wanted,) = numbered(form)
+        return ({k: m for k, m in message.items() if isinstance(wanted, dict) and k in wanted} | answer,)
+
     def backward(memory, message):
         shared, forms = memory
-        for i in reversed(range(1, len(propagators))):
-            messages = propagators[i].backward(shared, message)
-            answer = messages[0] if isinstance(messages, tuple) and len(messages) == 1 else None
-            if isinstance(answer, dict) and isinstance(message, dict):
-                (wanted,) = numbered(forms[i - 1])
-                passed = {k: m for k, m in message.items() if isinstance(wanted, dict) and k in wanted}
-                messages = ({**passed, **answer},)
-            message = between("combine", i, messages, forms[i - 1])
-        return propagators[0].backward(shared, message)
+        return _back("combine", propagators, [shared] * len(propagators), forms, message, passed_on)
 
     return Propagator(forward, backward)
 
@@ -252,6 +244,14 @@ def _through(propagators: tuple[Propagator, ...], inputs: Any) -> tuple[Any, lis
         forms.append(form_of((output,)))
         inputs = (output,)
     return inputs[0], memories, forms
+
+
+def _back(name, propagators, memories, forms, message, merge=lambda messages, message, form: messages):
+    """The messages of the first propagator, from a message of the last one's output."""
+    for i in reversed(range(1, len(propagators))):
+        messages = merge(propagators[i].backward(memories[i], message), message, forms[i - 1])
+        message = between(name, i, messages, forms[i - 1])
+    return propagators[0].backward(memories[0], message)
 
 
 def skip(propagator: Propagator) -> Propagator:

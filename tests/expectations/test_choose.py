@@ -260,6 +260,7 @@ def test_estimators_of_one_kind_name_the_function_of_the_other():
         (ap.double_control_variates(), dist.Normal(jnp.ones(4), 1.0), TypeError, "discrete choices"),
         (ap.double_control_variates(2, jnp.ones(())), dist.Poisson(jnp.ones(4)), TypeError, "that is trained"),
         (ap.measure_valued(), dist.Beta(jnp.ones(4), 1.0), TypeError, "takes normal, Bernoulli"),
+        (ap.rloo(), COIN.mask(False), TypeError, "log_prob of MaskedDistribution is not the density"),
     ],
 )
 def test_what_an_estimator_does_not_take_is_an_error(estimator, distribution, error, message):

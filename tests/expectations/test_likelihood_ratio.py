@@ -75,25 +75,6 @@ def test_derivatives_are_unbiased_at_any_order(family, graph):
     ap.testing.assert_unbiased(lambda key: [estimate(key) for estimate in estimates], truths, KEY, 1000)
 
 
-def test_the_exact_derivatives_are_those_of_the_closed_forms():
-    def bernoulli(p):
-        second = p * p + (1 - p) * p / 2  # P(y = 1): u = p after a one, p / 2 after a zero
-        return p * p + p * second + second
-
-    def normal(t):
-        m, s = jnp.sin(t), jnp.exp(0.3 * t)
-        return t * m + m**2 + s**2
-
-    with jax.enable_x64(True):
-        for order in range(3):
-            for graph in second_derivatives.GRAPHS[1:]:
-                np.testing.assert_allclose(
-                    second_derivatives.exact("bernoulli", graph, order), bernoulli(0.4), rtol=1e-12
-                )
-            np.testing.assert_allclose(second_derivatives.exact("normal", "one node", order), normal(0.4), rtol=1e-10)
-            bernoulli, normal = jax.grad(bernoulli), jax.grad(normal)
-
-
 @pytest.mark.parametrize(
     "baseline",
     [

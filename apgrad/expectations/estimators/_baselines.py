@@ -85,13 +85,13 @@ def evaluate(baseline: Baseline, mapped: tuple[tuple[int | None, ...], int] | No
     """Keyword arguments of `credit`; `mapped`: the inputs' axes and the number of lanes, None for functions of all."""
     if baseline is None or isinstance(baseline, str):
         return {"baseline": baseline}
-    learn = isinstance(baseline, LearnedBaseline)
-    function = baseline.function if isinstance(baseline, LearnedBaseline) else baseline
+    learned = isinstance(baseline, LearnedBaseline)
+    function = baseline.function if learned else baseline
     if mapped is None:
         b = function(*lax.stop_gradient(inputs))
     else:
         axes, lanes = mapped
         inputs = [x if axis is None else lax.stop_gradient(x) for x, axis in zip(inputs, axes, strict=True)]
         b = jax.vmap(function, axes, axis_size=lanes)(*inputs)
-    residual = isinstance(baseline, LearnedBaseline) and baseline.leave_one_out
-    return {"baseline": b if learn else lax.stop_gradient(b), "learn": learn, "residual": residual}
+    b = b if learned else lax.stop_gradient(b)
+    return {"baseline": b, "learn": learned, "residual": learned and baseline.leave_one_out}

@@ -78,7 +78,7 @@ def gaussian_shaping(pathwise: Literal["shaped", "raw"] = "shaped") -> Callable[
         message = _message(x, *fit)
         if pathwise == "raw":
             return costs(*args), message
-        shaped = node(first_order(backpropagation(_shaped_cost), _REASON))(x, *fit)
+        shaped = node(first_order(backpropagation(lambda *fit: jnp.add(*_terms(*fit))), _REASON))(x, *fit)
         return costs(*lax.stop_gradient(args)) + zero_with_gradient(shaped), message
 
     return shaping
@@ -114,15 +114,15 @@ def cholesky(covariance: jax.Array) -> jax.Array:
     return jnp.where(varies[:, None], deviation[:, None] * jnp.linalg.cholesky(correlation), 0)
 
 
-def _shaped_cost(x, mean, to_mean, to_covariance):
+def _terms(x, mean, to_mean, to_covariance):
+    """C_mu . m and <C_Sigma, m m^T> of each lane."""
     m = x - mean
-    return m @ to_mean + jnp.einsum("bi,ij,bj->b", m, to_covariance, m)
+    return m @ to_mean, jnp.einsum("bi,ij,bj->b", m, to_covariance, m)
 
 
-def _message(x, mean, to_mean, to_covariance):
+def _message(x, *fit):
     """The charge g of each lane, by moments of the other lanes."""
-    m, lanes = x - mean, len(x)
-    square = jnp.einsum("bi,ij,bj->b", m, to_covariance, m)
+    (linear, square), lanes = _terms(x, *fit), len(x)
     ratio = lanes / (lanes - 1)
     others = (jnp.sum(square) - ratio * square) / max(lanes - 2, 1)  # <C_Sigma, the covariance of the others>
-    return ratio * (m @ to_mean + (ratio - 2 / (lanes - 1)) * square - others)
+    return ratio * (linear + (ratio - 2 / (lanes - 1)) * square - others)

@@ -140,7 +140,7 @@ class _ELBO(numpyro.infer.ELBO):
                 f"variational.elbo: the guide has no site {sorted(unknown)}; its sites are {sorted(sites)}"
             )
         for name, site in sites.items():
-            if self.num_particles == 1 and _leaves_one_out(site.estimator):
+            if self.num_particles == 1 and _leaves_one_out(site):
                 raise ValueError(
                     f"variational.elbo: the baseline of {name} is a mean over other lanes, and there is one lane: give "
                     "lanes=2 or more, or likelihood_ratio(baseline=None)"
@@ -217,15 +217,11 @@ def _depends(eqn, facts):
 class _Site(NamedTuple):
     """A site of the guide: its sample, and with a score the zeros of its log-density and a baseline."""
 
-    known: Static  # the estimator and the plates
+    estimator: Static
+    plates: Static
     value: Any
     zero: Any
     baseline: Any
-
-    @property
-    def estimator(self) -> Estimator:
-        """The estimator of the site."""
-        return self.known.value[0]
 
 
 class _Cost(NamedTuple):
@@ -260,7 +256,7 @@ class _Draw(Messenger):
             baseline = baselines.evaluate(estimator.baseline, None, (distribution,))["baseline"]
             baseline = None if isinstance(baseline, str) else baseline
         msg["value"] = drawn if given is None else given
-        self.sites[name] = _Site(Static((estimator, _plates(msg))), msg["value"], zero, baseline)
+        self.sites[name] = _Site(Static(estimator), _plates(msg), msg["value"], zero, baseline)
 
 
 class _OneMinibatch(Messenger):
@@ -309,7 +305,7 @@ def _run(elbo, key, shared_key, params, model, guide, args, kwargs, given):
                     score = distributions.score(name, site["fn"], lax.stop_gradient(site["value"]))
                     score = distributions.guarded(name, site["fn"], score)
                     free = free + jnp.sum(_scaled(site, jnp.expm1(score)))
-                costs[prefix + name] = _Cost(sign * log_prob, Static(_plates(site)))
+                costs[prefix + name] = _Cost(sign * log_prob, _plates(site))
     return draw.sites, costs, free
 
 
@@ -317,15 +313,19 @@ def _scaled(site, density):
     return density if site["scale"] is None else site["scale"] * density
 
 
-def _plates(site) -> frozenset[tuple[str, int, int]]:
-    """The plates that a site is in: name, axis from the right, size."""
-    return frozenset((frame.name, frame.dim, frame.size) for frame in site["cond_indep_stack"])
+def _plates(site) -> Static:
+    """The plates that a site is in, a set: name, axis from the right, size."""
+    return Static(frozenset((frame.name, frame.dim, frame.size) for frame in site["cond_indep_stack"]))
 
 
-def _leaves_one_out(estimator: Estimator) -> bool:
-    baseline = estimator.baseline
-    residual = isinstance(baseline, baselines.LearnedBaseline) and baseline.leave_one_out
-    return estimator.score is not None and (isinstance(baseline, str) or residual)
+def _learned(site: _Site) -> bool:
+    return isinstance(site.estimator.value.baseline, baselines.LearnedBaseline)
+
+
+def _leaves_one_out(site: _Site) -> bool:
+    estimator = site.estimator.value
+    residual = _learned(site) and estimator.baseline.leave_one_out
+    return estimator.score is not None and (isinstance(estimator.baseline, str) or residual)
 
 
 def _summed_to(x: jax.Array, shared: Any, shape: tuple[int, ...]) -> jax.Array:
@@ -340,13 +340,13 @@ def _charged(cost: _Cost, choices: list[tuple[_Site, Any]]) -> jax.Array:
     others = own = regression = jnp.zeros(())
     shape = cost.value.shape
     for site, members in choices:
-        shared = {dim for _, dim, _ in cost.plates.value & site.known.value[1] if dim in members}
+        shared = {dim for _, dim, _ in cost.plates.value & site.plates.value if dim in members}
         zero = _summed_to(site.zero, shared, shape)
-        if _leaves_one_out(site.estimator):
+        if _leaves_one_out(site):
             others = others + zero
         else:
             own = own + zero
-        if isinstance(site.estimator.baseline, baselines.LearnedBaseline):
+        if _learned(site):
             regression = regression - _summed_to(zero_with_gradient(site.baseline), shared, shape)
     baseline = lax.stop_gradient(mean_of_others(cost.value, 1)) if others.ndim else None
     return per_lane(dice(cost.value, others + own, baseline, others) + lax.stop_gradient(cost.value) * regression)
@@ -359,8 +359,8 @@ def _own_baseline(site: _Site) -> jax.Array:
         return jnp.zeros(zero.shape[0], zero.dtype)
     if jnp.shape(baseline) != zero.shape:
         raise ValueError(f"the baseline of a site has shape {jnp.shape(baseline)[1:]}, expected {zero.shape[1:]}")
-    taken = baseline - mean_of_others(baseline, 1) if _leaves_one_out(site.estimator) else baseline
+    taken = baseline - mean_of_others(baseline, 1) if _leaves_one_out(site) else baseline
     term = dice(0, zero, lax.stop_gradient(taken))
-    if isinstance(site.estimator.baseline, baselines.LearnedBaseline):
+    if _learned(site):
         term = term + zero_with_gradient(baseline**2 / 2)
     return per_lane(term)
