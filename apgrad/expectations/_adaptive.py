@@ -18,10 +18,10 @@ in earlier calls, by |g(k) - g(k-1)|^2, on average twice the variance. Its mean 
 one of `RARE`: of two hundred changes the two of one explosion, while the likelihood ratio's noise is in all of them.
 
 *What it is slow at.* Where gradients do not explode any more, the likelihood ratio keeps its weight until the explosion
-has left the window, after one or two windows, and node by node somewhat longer. The other way there is no delay.
+has left the window, after one or two windows. The other way there is no delay.
 
-*How it is done.* Each visit of a mixer has a row of weights, which goes in with the tape, and sends back a row of
-moments, as the cotangent of a port. Visits are counted in the program's jaxpr.
+*How it is done.* Each visit of a mixer, counted in the program's jaxpr, has a row of weights, which goes in with the
+tape, and sends back a row of moments, as the cotangent of a port.
 """
 
 from collections.abc import Callable, Sequence
@@ -60,8 +60,7 @@ class AdaptiveState(NamedTuple):
       count: how many calls there were, an int32 scalar.
       last: with `by_state`, the last call's gradients by reparameterization alone and by the weights, a pytree like the
         gradient with a first axis (2,); else None.
-      changes: with `by_state`, log |g(k) - g(k-1)|^2 of both in the window's calls, float32 (window, 2), NaN where
-        there was none yet; else None.
+      changes: with `by_state`, log |g(k) - g(k-1)|^2 of both, float32 (window, 2), NaN where there was none; else None.
     """
 
     moments: jax.Array

@@ -11,11 +11,10 @@ moved by one exploded lane as the median, without a sort. T scales with the mess
 the horizon matter, and where all lanes explode alike nothing is cut.
 
 *Bias.* The expected message is off by E[(1 - T / |m|)_+ m], no longer than E[(|m| - T)_+], and the gradient is that of
-no objective. The bias does not fall with more lanes. It is largest where few lanes rightly have long messages, as lanes
-far from the goal have when the others have reached it.
+no objective. The bias does not fall with more lanes. It is largest where few lanes rightly have long messages.
 
-*What overflows.* Lengths are compared as logarithms, of a message over its largest component. An infinite message has
-the direction of its infinite components, and is cut to T. One with NaN has no direction, and passes as it is.
+*What overflows.* Lengths are compared as logarithms. An infinite message has the direction of its infinite components,
+and is cut to T. One with NaN has no direction, and passes as it is.
 """
 
 import functools
@@ -51,14 +50,13 @@ def clip_lanes(
 
     Args:
       tape: the current tape.
-      x: the lanes' state, a pytree with the lanes as leading axis. All of it is one message, of which the length is
-        taken; for a limit for each array call the function for each. Arrays that are not floating point pass.
+      x: the lanes' state, a pytree with the lanes as leading axis. All of it is one message, whose length is taken; for
+        a limit for each array call the function for each. Arrays that are not floating point pass.
       factor: how many times the typical length a message may have, a positive number or scalar array. Infinity: any.
         A factor below 1 shortens most messages at every call, so they decay along a rollout.
       parts: the second axis numbers parts of a lane that are independent of each other, as in `stochastic`; then each
         part's message is cut by itself, and the typical one is of all lanes and parts.
-      mask: a Boolean array, (lanes,), or (lanes, parts) with `parts`: where False, the lane's episode is over, and its
-        message does not count for the typical one.
+      mask: Booleans, (lanes,), or (lanes, parts) with `parts`: where False, it is not in the typical length.
       counts: a port of two numbers, `jnp.zeros(2)`, which is an argument of the program: its derivative is how many
         messages were cut, and how many were not finite.
 

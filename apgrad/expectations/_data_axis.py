@@ -7,10 +7,9 @@
 
     objective = ap.expectation(program, lanes=K, data=B)
 
-The lanes are the samples, and the data are parts of a lane: the choices for one datum pay for the costs of the same
-datum only, and the leave-one-out baseline is the mean over the other samples *of the same datum*. With a lane for each
-datum and sample the gradient is right too, but the baseline is then mostly the mean over other data, and the variance
-several times as large: `warn_of_mixed_data` finds where a score has its lanes from an array that was given.
+The lanes are the samples, and the data are parts of a lane: the leave-one-out baseline is the mean over the other
+samples *of the same datum*. With a lane for each datum and sample the variance is several times as large:
+`warn_of_mixed_data` finds where a score has its lanes from an array that was given.
 """
 
 import jax

@@ -4,8 +4,7 @@
     gradient = jax.grad(objective, argnums=1)(key, theta)
 
 The program is traced twice: first abstractly, to collect what its nodes ask of the tape (`_ledger.py`), and then with a
-tape that has what they asked for. With `cross_fit=True` the objective is differentiated in two streams
-(`_cross_fitting.py`).
+tape that has what they asked for.
 """
 
 from collections.abc import Callable, Sequence
@@ -69,10 +68,8 @@ def expectation(
       TypeError: at trace time, for a program that does not return its tape or a key that is none.
 
     Example:
-      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
-      >>> @ap.stochastic(ap.likelihood_ratio())
-      ... def flip(theta):
-      ...     return dist.Bernoulli(probs=theta)
+      >>> import jax, apgrad as ap, numpyro.distributions as dist
+      >>> flip = ap.stochastic(ap.likelihood_ratio())(lambda theta: dist.Bernoulli(probs=theta))
       >>> def program(tape, theta):
       ...     tape, x = flip(tape, theta)
       ...     return tape.cost((x - 0.45) ** 2)

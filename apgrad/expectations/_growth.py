@@ -1,8 +1,8 @@
 """How perturbations grow along a trajectory: the spectrum of its Jacobian.
 
-Over t steps small perturbations grow by the singular values of J = J_t ... J_1, whose logarithms over t are the
-finite-time Lyapunov exponents. Orthogonal iteration V <- orth(J' orth(J V)) finds the largest. Orthogonalizing after
-each step (Benettin et al., 1980), J_i Q_{i-1} = Q_i R_i, keeps it from overflow: log sigma_k = sum_i log |R_i[k, k]|.
+Over t steps small perturbations grow by the singular values of J = J_t ... J_1. Orthogonal iteration
+V <- orth(J' orth(J V)) finds the largest. Orthogonalizing after each step (Benettin et al., 1980),
+J_i Q_{i-1} = Q_i R_i, keeps it from overflow: log sigma_k = sum_i log |R_i[k, k]|.
 """
 
 import math
@@ -46,7 +46,7 @@ def perturbation_growth(
 ) -> Growth:
     """The largest singular values of the Jacobian of many steps, by orthogonal power iteration.
 
-    Memory is the trajectory and `num` vectors; no Jacobian is made. A round is a sweep forward and one back.
+    Memory is the trajectory and `num` vectors; no Jacobian is made.
 
     Args:
       step: `(state, x) -> state`, of one lane, without randomness: the noise may be in `xs`.

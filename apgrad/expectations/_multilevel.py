@@ -82,13 +82,10 @@ def multilevel(
       TypeError: at trace time, for a state that is none.
 
     Example:
-      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
-      >>> step = ap.stochastic(ap.reparameterization())(lambda theta, x: dist.Normal(jnp.sin(theta * x), 0.1))
+      >>> import jax, apgrad as ap, numpyro.distributions as dist
+      >>> step = ap.stochastic(ap.reparameterization())(lambda theta: dist.Normal(theta, 0.1))
       >>> def program(tape, theta, factor):
-      ...     def body(carry, _):
-      ...         tape, x = step(carry[0], theta, carry[1])
-      ...         return ap.clip_lanes(tape, x, factor), None
-      ...     (tape, x), _ = jax.lax.scan(body, (tape, jnp.ones(tape.lanes)), length=10)
+      ...     tape, x = ap.clip_lanes(*step(tape, theta), factor)
       ...     return tape.cost(x**2)
       >>> training = ap.multilevel(ap.value_and_grad(program, lanes=100))
       >>> first, second = jax.random.split(jax.random.key(0))

@@ -92,12 +92,11 @@ class Tape:
 
         Example:
           >>> import jax, apgrad as ap
-          >>> def program(tape, theta):
+          >>> def program(tape):
           ...     tape, key = tape.next_key()
-          ...     start = jax.random.normal(key, (tape.lanes,))
-          ...     return tape.cost((start + theta) ** 2)
-          >>> float(ap.grad(program, lanes=1000)(jax.random.key(0), 1.0)).__round__()
-          2
+          ...     return tape.cost(jax.random.normal(key, (tape.lanes,)) ** 2)
+          >>> float(ap.expectation(program, lanes=10_000)(jax.random.key(0))).__round__(1)
+          1.0
         """
         self._require_current("next_key")
         key, fresh = jax.random.split(self._key)

@@ -43,23 +43,20 @@ class Row(NamedTuple):
       mean: the mean of the estimates.
       standard_error: the standard error of the mean.
       bias: the mean less the truth, 0 where that is rounding; None where no truth is known, and for the reference.
-      off: the bias of the worst element in standard errors (of the difference, against a reference), infinite where
-        nothing varies; nan without truth.
+      off: the bias of the worst element in standard errors, infinite where nothing varies; nan without truth.
       biased: whether the mean is off by more than chance explains, which happens to an unbiased gradient once in 1000
         times: the test of `ap.testing.assert_unbiased`, for all the elements together.
       variance: the variance of one estimate, summed over the elements; infinite where an estimate is not finite.
       squared_bias: the square of the bias, less what the noise of both means adds to it; nan without truth.
       squared_error: of one estimate, variance and squared bias; the variance without truth.
       uncertainty: the standard error of the squared error; it is too small where tails are heavy.
-      cosine: the median over estimates of the cosine with the truth; where there is none, and for the reference itself,
-        with the mean of the other estimates.
+      cosine: the median over estimates of the cosine with the truth, or else with the mean of the other estimates.
       share: of the variance, what the farthest 1 % of the estimates make. Estimates of one lane say it of lanes.
       heavy_tailed: whether one estimate makes a fifth of the variance, and three times what a normal one would.
       seconds: the time of one compiled gradient, the median over rounds.
       efficiency: 1 / (squared_error seconds).
       times: the seconds in each round; None where they are known exactly.
-      rounding: whether elements are off by more than chance, and all of these together by no more than 1e-5 of the
-        truth's norm, which float32 cannot tell from 0: that is no bias.
+      rounding: whether elements are off by more than chance, but by no more than 1e-5 of the truth's norm together.
     """
 
     mean: np.ndarray
@@ -135,7 +132,7 @@ def compare(
 
     Args:
       objectives: functions `(key, *args) -> scalar` by name, as `ap.expectation` makes them.
-      key: a PRNG key; each objective and estimate gets its own.
+      key: a PRNG key.
       *args: the objectives' arguments after the key.
       argnums: what to differentiate, as in `jax.grad`: 1 is the first argument after the key.
       num_estimates: how many estimates of each gradient are made, rounded up to a multiple of `rounds`.
@@ -208,8 +205,7 @@ def recommend(comparison: Comparison) -> str:
     """What to use, and why, in plain words.
 
     The most efficient row without heavy tails is recommended, with all that do not differ from it: the ratio of
-    efficiencies is below 1.1, or its interval includes 1, made of one for the squared errors, which misses once in 1000
-    times, and of the least and largest ratio of seconds. Where a biased gradient is the best single estimate, it is
+    efficiencies is below 1.1, or its interval includes 1. Where a biased gradient is the best single estimate, it is
     said from how many on an average of an unbiased one is better.
 
     Args:

@@ -15,8 +15,8 @@ D = c_2 - c_1, all centred over lanes; < , > is the inner product over lanes and
   estimators, which these are not.
 * *Local covariance*: the least V(c_1 + k D) is at k = - <c_1, D> / <D, D>.
 * *Suffix covariance*: with G the lane's gradient gathered so far on the way back, the least V(G + c_1 + k D) is at
-  - <G + c_1, D> / <D, D>. Good for the contribution. For the message it is greedy: a message that suits this node's
-  contribution may explode in the nodes before it.
+  - <G + c_1, D> / <D, D>. For the message it is greedy: a message that suits this node's contribution may explode in
+  the nodes before it.
 * *Decoupled*: the message by local covariance, the contribution by suffix covariance.
 
 *Shrinkage.* An estimated k is noisy. Used on lanes that it has not seen, s k costs <D, D> E (s k - k*)^2 more than the
@@ -64,9 +64,8 @@ class Weighting(NamedTuple):
 class Weights(NamedTuple):
     """How a mixer weighs what it sends: one weight a node and estimator for each of two purposes.
 
-    With `target="parameters"`, and in `ap.sample`, estimators are mixed at the distribution's parameters, where message
-    and contribution are one. There the message's rule weighs each coordinate by itself (TPX: Parmas, Seno & Aoki,
-    2023), and the suffix is zero.
+    With `target="parameters"`, and in `ap.sample`, the message's rule weighs each coordinate of the distribution's
+    parameters by itself (TPX: Parmas, Seno & Aoki, 2023), and the suffix is zero.
 
     Attributes:
       message: weighs the message to the lanes' own arguments, and so to the nodes before.
@@ -139,7 +138,7 @@ def per_step_inverse_variance() -> Weights:
     """Inverse-variance weights of each step's contribution; messages go back by reparameterization alone.
 
     This is IVW-H (Onoda, Parmas, Yaguchi & Matsuo, 2026, arXiv 2604.18161) as far as we know it, from others' words and
-    code; there each dimension of the action has a weight. The message explodes wherever reparameterization explodes.
+    code. The message explodes wherever reparameterization explodes.
 
     Example:
       >>> import jax.numpy as jnp, apgrad as ap

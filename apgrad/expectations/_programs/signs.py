@@ -3,8 +3,8 @@
     signs = random_signs(seed, number, shape)      # z_k[i, j, ...] = s_k u_k[i] v_k[j] ..., for k = 1 .. NUMBER
     products = inner([array], [signs])             # <array, z_k>, (NUMBER,)
 
-Products of independent signs are uncorrelated, which is all that a sketch of inner products needs (`uses.py`), and an
-inner product with an outer product a (x) b is two short ones, (a . u_k)(b . v_k).
+Products of independent signs are uncorrelated, which is all that a sketch needs (`uses.py`), and an inner product with
+an outer product a (x) b is two short ones, (a . u_k)(b . v_k).
 """
 
 from collections.abc import Sequence
@@ -30,8 +30,7 @@ class Factors(NamedTuple):
 def random_signs(seed: jax.Array, number: int, shape: Sequence[int]) -> Factors:
     """Signs for one array of parameters: the same for the same seed and number, uncorrelated with all others.
 
-    Arrays share the factors of axes of equal size, so that products are made once; a sign of each array by itself makes
-    the tensors uncorrelated.
+    Arrays share the factors of axes of equal size, so that products are made once; each has a sign of its own.
     """
 
     def signs(name, size):
@@ -102,10 +101,7 @@ def moved(eqn: Any, signs: Factors, old: Sequence[int], shape: Sequence[int], by
 
 
 def thin(eqn: Any, arrays: Sequence[Any], view: int, signs: Any, messages: Sequence[jax.Array]) -> jax.Array | None:
-    """The inner products of messages with the derivatives of an equation along tensors, (NUMBER,), by thin products.
-
-    None for tensors that are not in factors, and for equations that are no product and no sum.
-    """
+    """The inner products of messages with derivatives along factors, (NUMBER,); None for what is no product or sum."""
     if not isinstance(signs, Factors):
         return None
     (message,), name = messages, eqn.primitive.name

@@ -10,8 +10,7 @@ from there on says what is weighed, and by what:
   Seno & Aoki, 2023). Message and contribution are one there, so there is no suffix, and the message's rule makes the
   weights. `of_batch` is the same for `ap.sample`, which samples one distribution of all lanes.
 
-Statistics are taken from one fold of the own stream. In the own stream a fold is weighed by its own weights, in the
-output stream by the other fold's (`_cross_fitting.py`).
+Which fold is weighed by which weights, `_cross_fitting.py` says.
 
 *Suffix.* The gradient that later nodes have gathered, lane by lane, travels on a port of the tape. For the features of
 closures, which stand behind those of the arguments and differ from node to node, it counts as zero.
@@ -199,9 +198,9 @@ def _rows(x):
 def led_by_lanes(distribution: Any, lanes: int, shape: tuple[int, ...]) -> tuple[bool, ...]:
     """For each array of a distribution's parameters, whether it is floating-point and surely has the lanes first.
 
-    An array that lanes share may have a first axis of the same length by chance. Split into folds, it would be weighed
-    by statistics of both, and biased; one that counts as shared is mixed rightly in any case. NumPyro's distributions
-    give their parameters all the axes of the batch; transforms may hold anything.
+    An array that lanes share may have a first axis of that length by chance, and would be biased in folds; one that
+    counts as shared is mixed rightly in any case. NumPyro's distributions give their parameters all the axes of the
+    batch; transforms may hold anything.
     """
 
     def one_transform(x):
