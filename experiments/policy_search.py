@@ -30,7 +30,6 @@ reparameterization beyond the intervals, the cross-fitted one is worse, and a st
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -44,6 +43,7 @@ from flax import nnx
 import apgrad as ap
 from experiments import harness
 from experiments.parts.systems import lorenz
+from experiments.parts.turns import take_turns
 
 SIGMA, RHO, FORCE, CLIP, SEGMENT = 0.1, 28.0, 20.0, 0.1, 10
 EDGE = (8 / 3 * (RHO - 1)) ** 0.5
@@ -229,13 +229,8 @@ def _evaluate(task, horizon):
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    found: list[harness.Cell] = [
-        {"units": u, "task": t, "method": "seconds"} for u in config.policies for t in config.tasks
-    ]
-    for units in config.policies:
-        for task in config.tasks:
-            found += [{"units": units, "task": task, "method": m, "rate": r} for m in METHODS for r in config.rates]
-    return found
+    grid = functools.partial(harness.grid, units=config.policies, task=config.tasks)
+    return grid(method=["seconds"]) + grid(method=METHODS, rate=config.rates)
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
@@ -259,17 +254,14 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 
 def seconds(config: Config, units: int, task: str) -> dict[str, float]:
     """The processor's seconds for the fastest step of each method; all take turns."""
-    times = {name: [] for name in METHODS}
     keys = jax.random.split(jax.random.key(1), config.iterations // config.evaluations)
-    for turn in range(config.rounds + 1):
-        for name in METHODS:
-            learner, advance = _advance(name, units, task, config.horizon, config.lanes)
-            arguments = learner.init(jax.random.key(0)), keys, jnp.float32(1e-3)
-            start = time.process_time()
-            jax.block_until_ready(advance(*arguments))
-            if turn:  # the first one compiles
-                times[name].append((time.process_time() - start) / len(keys))
-    return {name: min(found) for name, found in times.items()}
+
+    def steps(name):
+        learner, advance = _advance(name, units, task, config.horizon, config.lanes)
+        return functools.partial(advance, learner.init(jax.random.key(0)), keys, jnp.float32(1e-3))
+
+    times = take_turns({name: steps(name) for name in METHODS}, config.rounds)
+    return {name: float(found.min()) / len(keys) for name, found in times.items()}
 
 
 def first_success(costs: np.ndarray, limit: float, every: int) -> np.ndarray:

@@ -10,6 +10,7 @@ of the gradient over its square. Compiled memory is with optimization barriers k
 """
 
 import dataclasses
+import functools
 import itertools
 import time
 from typing import Any
@@ -22,6 +23,7 @@ import apgrad as ap
 from apgrad import memory as rad
 from experiments import harness
 from experiments.benchmarks import compiling
+from experiments.parts.turns import BARRIERS, take_turns
 
 MODELS = ("MLP", "ConvNet", "transformer, scan")
 SINGLE = ("checkpoint each layer", "8 bits", "4 bits", "2 bits")
@@ -105,23 +107,19 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
         plans[name]["seconds"] = time.process_time() - start
         functions[f"plan: {name}"] = plan.function
         memory[f"plan: {name}"] = plan.chosen.peak_bytes
-    options: Any = {"xla_disable_hlo_passes": "cse_barrier_expander"} if jax.default_backend() == "cpu" else None
     programs = {
-        name: jax.jit(jax.grad(f, argnums=1)).lower(key, parameters, x).compile(compiler_options=options)
+        name: jax.jit(jax.grad(f, argnums=1)).lower(key, parameters, x).compile(compiler_options=BARRIERS)
         for name, f in functions.items()
     }
     flat = lambda tree: np.concatenate([np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(tree)])
     truth = flat(programs["reverse mode"](key, parameters, x))
-    noise, step = {}, {name: [] for name in programs}
+    noise = {}
     for name, program in programs.items():
         keys = [jax.random.key(1000 * seed + i) for i in range(config.draws)]
         errors = [np.sum((flat(program(k, parameters, x)) - truth) ** 2) / np.sum(truth**2) for k in keys]
         noise[name] = [float(e) for e in errors]
-    for _ in range(config.runs):
-        for name, program in programs.items():
-            start = time.process_time()
-            jax.block_until_ready(program(key, parameters, x))
-            step[name].append(time.process_time() - start)
+    calls = {name: functools.partial(program, key, parameters, x) for name, program in programs.items()}
+    step = {name: found.tolist() for name, found in take_turns(calls, config.runs).items()}
     return {"memory": memory, "plans": plans, "noise": noise, "step": step}
 
 
