@@ -186,7 +186,7 @@ def chain(*propagators: Propagator) -> Propagator:
         output, memories, forms = _through(propagators, inputs)
         return output, (memories, forms)
 
-    return Propagator(forward, lambda memory, message: _back("chain", propagators, *memory, message))
+    return Propagator(forward, lambda memory, message: _back("chain", propagators, memory, message))
 
 
 def combine(*propagators: Propagator) -> Propagator:
@@ -230,7 +230,7 @@ def combine(*propagators: Propagator) -> Propagator:
 
     def backward(memory, message):
         shared, forms = memory
-        return _back("combine", propagators, [shared] * len(propagators), forms, message, passed_on)
+        return _back("combine", propagators, ([shared] * len(propagators), forms), message, passed_on)
 
     return Propagator(forward, backward)
 
@@ -246,8 +246,9 @@ def _through(propagators: tuple[Propagator, ...], inputs: Any) -> tuple[Any, lis
     return inputs[0], memories, forms
 
 
-def _back(name, propagators, memories, forms, message, merge=lambda messages, message, form: messages):
+def _back(name, propagators, memory, message, merge=lambda messages, message, form: messages):
     """The messages of the first propagator, from a message of the last one's output."""
+    memories, forms = memory
     for i in reversed(range(1, len(propagators))):
         messages = merge(propagators[i].backward(memories[i], message), message, forms[i - 1])
         message = between(name, i, messages, forms[i - 1])

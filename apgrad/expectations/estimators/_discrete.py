@@ -16,7 +16,9 @@ from apgrad.expectations._distributions import float_dtype, standard_promotion
 from apgrad.expectations.estimators._choice_estimator import per_lane
 
 MOST_OUTCOMES = 2**16
-CATEGORICAL = dist.CategoricalLogits | dist.CategoricalProbs
+# Of type Any, so that type checkers do not ask what NumPyro's lazy properties are.
+CATEGORICAL: Any = dist.CategoricalLogits | dist.CategoricalProbs
+BERNOULLI: Any = dist.BernoulliLogits | dist.BernoulliProbs
 
 
 class Choices(NamedTuple):
@@ -59,7 +61,7 @@ def choices(what: str, distribution: Any, *, bernoulli: bool = True, categorical
     one = base(distributions.widened(distribution))
     shape = sample_shape(distribution)
     with standard_promotion():
-        if bernoulli and isinstance(one, dist.BernoulliLogits | dist.BernoulliProbs):
+        if bernoulli and isinstance(one, BERNOULLI):
             return Choices(jnp.broadcast_to(one.logits, shape), False)
         if categorical and isinstance(one, CATEGORICAL):
             logits = jax.nn.log_softmax(one.logits)

@@ -36,7 +36,7 @@ from apgrad._ground.primitives import refuse_derivative, zero_with_gradient
 from apgrad.expectations import _distributions as distributions
 from apgrad.expectations._distributions import standard_promotion
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator, per_lane
-from apgrad.expectations.estimators._discrete import base, number_of_choices, sample_shape
+from apgrad.expectations.estimators._discrete import BERNOULLI, base, number_of_choices, sample_shape
 
 _SHAPE = (
     "measure_valued has no derivative with respect to the shape of a gamma distribution, which is no "
@@ -123,9 +123,7 @@ def _gamma(one, shape, x, key):
 
 _PAIRS: dict[Any, Callable[..., list[tuple[Any, Any, Any, Any]]]] = {
     dist.Normal: _normal,
-    dist.BernoulliLogits | dist.BernoulliProbs: lambda one, shape, *_: [
-        (one.probs, 1.0, jnp.ones(shape), jnp.zeros(shape))
-    ],
+    BERNOULLI: lambda one, shape, *_: [(one.probs, 1.0, jnp.ones(shape), jnp.zeros(shape))],
     dist.Poisson: lambda one, shape, x, key: [(one.rate, 1.0, x + 1, x)],
     dist.Gamma: _gamma,
 }
