@@ -56,7 +56,8 @@ def clip_lanes(
         A factor below 1 shortens most messages at every call, so they decay along a rollout.
       parts: the second axis numbers parts of a lane that are independent of each other, as in `stochastic`; then each
         part's message is cut by itself, and the typical one is of all lanes and parts.
-      mask: Booleans, (lanes,), or (lanes, parts) with `parts`: where False, it is not in the typical length.
+      mask: Booleans, (lanes,), or (lanes, parts) with `parts`: where False, the lane's episode is over, and its message
+        does not count for the typical length.
       counts: a port of two numbers, `jnp.zeros(2)`, which is an argument of the program: its derivative is how many
         messages were cut, and how many were not finite.
 
