@@ -51,7 +51,6 @@ class Tape:
     `expectation` hands it to the program. `stochastic` functions, `sample`, `cost`, `parallel` and `next_key` take a
     tape and return the next one; a tape is used once, and the last one is returned. It is a pytree: `scan`,
     `while_loop`, `cond` and `checkpoint` carry it like an array.
-
     """
 
     def __init__(self, plan: TapePlan, key: Any, total: Any, ports: dict[Port, Any]):

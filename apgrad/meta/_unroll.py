@@ -8,9 +8,9 @@ weight v and batch-entropy weight b,
     l_t = (h + b penalty_t) hint_t / T,    final = v held_out
 
 where hint_t is the loss on minibatch t after the step (MPLP, Eq. 12), or before the step (the thesis, Algorithm 2), and
-penalty_t is the batch-entropy penalty of the parameters before step t on minibatch t. No part of the loss is held
-constant. (The thesis's code holds the loss that multiplies the penalty constant, and follows the derivative of no
-function.)
+penalty_t is the batch-entropy penalty of the parameters before step t on minibatch t. T is the unroll's own length
+where lengths are random. No part of the loss is held constant. (The thesis's code holds the loss that multiplies the
+penalty constant, and follows the derivative of no function.)
 """
 
 from collections.abc import Callable
@@ -46,13 +46,16 @@ class Problem(NamedTuple):
 
 
 class Inner(NamedTuple):
-    """The state of an inner problem: also what `Task.draw` returned, the key of the minibatches and the steps made."""
+    """The state of an inner problem: parameters, the learner's state, what `Task.draw` returned, the key of the
+    minibatches, and the numbers of steps made and to be made.
+    """
 
     params: Any
     learner: Any
     task: Any
     key: jax.Array
     t: jax.Array
+    horizon: jax.Array
 
 
 class WithPrior(NamedTuple):
@@ -70,6 +73,7 @@ def inner_problem(
     hint: float = 0.3,
     held_out: float = 0.7,
     hint_before: bool = False,
+    shortest: int | None = None,
     batch_entropy: float = 0.0,
     entropy_form: EntropyForm = "reference",
     learn_prior: bool = False,
@@ -83,11 +87,14 @@ def inner_problem(
       hint: weight of the mean loss on the minibatches that were just learned from (.7 in MPLP's published code).
       held_out: weight of the held-out loss at the end.
       hint_before: whether the hint loss is taken before the step, on data that were not learned from yet.
+      shortest: if given, each unroll has its own length, uniform in [shortest, length]; then nothing changes.
       batch_entropy: weight of the batch-entropy penalty (2 in the thesis), which multiplies each step's hint loss.
       entropy_form: "reference" (the thesis's Eq. 6) or "paper" (its Eq. 7), see `batch_entropy`.
       learn_prior: whether theta is a `WithPrior`, from whose prior the tasks start.
     """
     length = whole("length", length)
+    if shortest is not None and whole("shortest", shortest) > length:
+        raise ValueError(f"an unroll has 1 <= shortest <= length steps, got shortest={shortest}, length={length}")
     for name, weight in {"hint": hint, "held_out": held_out, "batch_entropy": batch_entropy}.items():
         number(name, weight)
     if not (hint or held_out):
@@ -102,11 +109,12 @@ def inner_problem(
 
     def init(theta, key):
         meta, prior = parts(theta)
-        keys = jax.random.split(key, 3)
+        keys = jax.random.split(key, 4)
         drawn = task.draw(keys[0])
         params = prior if learn_prior else task.prior(keys[1])
         first = task.batch(drawn, keys[2])
-        return Inner(params, learner.init(meta, params, first), drawn, keys[2], jnp.zeros((), int))
+        horizon = jnp.asarray(length) if shortest is None else jax.random.randint(keys[3], (), shortest, length + 1)
+        return Inner(params, learner.init(meta, params, first), drawn, keys[2], jnp.zeros((), int), horizon)
 
     def step(theta, inner):
         meta, _ = parts(theta)
@@ -116,7 +124,12 @@ def inner_problem(
         weight = jnp.asarray(hint, seen.dtype)
         if batch_entropy:
             weight += batch_entropy * entropy_penalty(task.network, inner.params, batch[0], form=entropy_form)
-        return inner._replace(params=params, learner=state, t=inner.t + 1), weight * seen / length
+        loss = weight * seen / inner.horizon.astype(seen.dtype)
+        new = inner._replace(params=params, learner=state, t=inner.t + 1)
+        if shortest is None:
+            return new, loss
+        on = inner.t < inner.horizon
+        return jax.tree.map(lambda a, b: jnp.where(on, a, b), new, inner), jnp.where(on, loss, 0.0)
 
     def final(theta, inner):
         if not held_out:

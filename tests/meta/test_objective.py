@@ -32,22 +32,22 @@ def error(params, batch):
     return jnp.mean(jnp.sum((predict(params, batch[0])[1] - batch[1]) ** 2, axis=-1)) / 2
 
 
-def documented(task, theta, key, options):
+def documented(task, theta, key, options, length):
     """The loss at the head of `_unroll.py`, with gradient descent at the rate exp(theta) as the learner."""
     h, v, b = (options.get(name, 0.0) for name in ("hint", "held_out", "batch_entropy"))
     log_rate, params = theta if options.get("learn_prior") else (theta, None)
-    keys = jax.random.split(key, 3)
+    keys = jax.random.split(key, 4)
     drawn = task.draw(keys[0])
     params = task.prior(keys[1]) if params is None else params
     total = 0.0
-    for t in range(T):
+    for t in range(length):
         batch = task.batch(drawn, jax.random.fold_in(keys[2], t))
         variance = jnp.var(predict(params, batch[0])[0], axis=0)
         constant = 1e-5 if options.get("entropy_form") == "paper" else 1.0
         entropy = jnp.mean(jnp.log(2 * jnp.pi * jnp.e * variance + constant) / 2)
         new = jax.tree.map(lambda p, g: p - jnp.exp(log_rate) * g, params, jax.grad(error)(params, batch))
         hint = error(params if options.get("hint_before") else new, batch)
-        total += (h + b * jnp.maximum(0.0, 0.5 - entropy)) * hint / T
+        total += (h + b * jnp.maximum(0.0, 0.5 - entropy)) * hint / length
         params = new
     return total + v * error(params, task.held_out(drawn, jax.random.fold_in(keys[2], T)))
 
@@ -59,12 +59,12 @@ def central(loss, theta, direction, h=1e-5):
 
 # The first four have all losses. The loss is linear in its weights, so each of the losses alone is enough beside them.
 CASES = [
-    WEIGHTS | {"hint_before": before, "learn_prior": prior} | entropy
-    for before, prior, entropy in [
-        (True, True, {}),
-        (False, False, {"batch_entropy": 2.0}),
-        (False, True, {"batch_entropy": 2.0, "entropy_form": "paper"}),
-        (True, False, {"batch_entropy": 2.0, "entropy_form": "paper"}),
+    WEIGHTS | {"hint_before": before, "shortest": shortest, "learn_prior": prior} | entropy
+    for before, shortest, prior, entropy in [
+        (True, 1, True, {}),
+        (False, None, False, {"batch_entropy": 2.0}),
+        (False, 1, True, {"batch_entropy": 2.0, "entropy_form": "paper"}),
+        (True, None, False, {"batch_entropy": 2.0, "entropy_form": "paper"}),
     ]
 ]
 CASES += [dict.fromkeys(WEIGHTS, 0.0) | {name: WEIGHTS[name], "learn_prior": True} for name in WEIGHTS]
@@ -78,7 +78,10 @@ def setting(options):
     theta, key = jnp.asarray(-1.0), jax.random.key(3)
     if options.get("learn_prior"):
         theta = meta.WithPrior(theta, task.prior(jax.random.key(5)))
-    return problem, theta, key, jax.jit(lambda theta: documented(task, theta, key, options))
+    length = T
+    if options.get("shortest"):
+        length = int(jax.random.randint(jax.random.split(key, 4)[3], (), options["shortest"], T + 1))
+    return problem, theta, key, jax.jit(lambda theta: documented(task, theta, key, options, length))
 
 
 def described(options):
@@ -130,7 +133,7 @@ EVOLUTION = [
 
 
 def test_evolution_estimates_the_derivative_of_the_documented_loss(x64):
-    options = WEIGHTS | {"batch_entropy": 2.0, "hint_before": True, "learn_prior": True}
+    options = WEIGHTS | {"batch_entropy": 2.0, "shortest": 1, "hint_before": True, "learn_prior": True}
     problem, theta, key, loss = setting(options)
     fixed = problem._replace(init=lambda theta, _: problem.init(theta, key))
     estimators = [make(fixed) for make in EVOLUTION]
@@ -143,7 +146,7 @@ def test_evolution_estimates_the_derivative_of_the_documented_loss(x64):
 
 
 def test_perturbed_unrolls_without_noise_have_the_derivative_of_the_documented_loss(x64):
-    options = WEIGHTS | {"batch_entropy": 2.0, "hint_before": True, "learn_prior": True}
+    options = WEIGHTS | {"batch_entropy": 2.0, "shortest": 1, "hint_before": True, "learn_prior": True}
     problem, theta, key, loss = setting(options)
     problem = problem._replace(init=lambda theta, _: setting(options)[0].init(theta, key))
     outer = meta.perturbed(problem, sigma=1e-9, unrolls=2, estimator=ap.reparameterization)
@@ -159,6 +162,7 @@ def make_nothing(problem, **options):
 
 REFUSED = [
     *[("length", value, make_nothing) for value in (0, -1, 2.5, True)],
+    *[("shortest", value, make_nothing) for value in (0, 3, 1.5)],
     *[(n, v, make_nothing) for n in ("hint", "held_out", "batch_entropy") for v in (-0.1, jnp.nan, "1")],
     *[("segment", v, meta.truncated) for v in (0, -2, 2.0, 4)],
     *[("segment", v, f) for f in (meta.truncated_evolution, meta.persistent_evolution) for v in (0, 2.0)],
