@@ -29,5 +29,6 @@ def test_signal():
     signal = ap.Signal.of(jnp.ones((4, 3)), 8)
     assert signal.port.shape == (4, 3, 8)
     assert len(jax.tree.leaves(signal)) == 2
+    assert not jax.vmap(lambda x: ap.Signal.of(x, 2).port)(jnp.array([jnp.inf, jnp.nan])).any()
     with pytest.raises(ValueError, match="message_size must be an integer of at least 1"):
         ap.Signal.of(jnp.ones(3), 0)

@@ -247,7 +247,7 @@ def test_a_key_that_is_used_twice_biases():
 def test_every_visit_has_a_row():
     def program(tape, theta, up):
         x = jnp.ones(tape.lanes)
-        inner = jax.jit(lambda tape, x: step(tape, theta, x))
+        inner = jax.checkpoint(jax.jit(lambda tape, x: step(tape, theta, x)))
         tape, x = inner(tape, x)
         tape, x = rollout(ap.total_propagation(), normal, tape, theta, x, 3)
         tape, x = inner(tape, x)

@@ -98,6 +98,7 @@ BASELINES = {
 
 def with_baselines(*baselines):
     """Value and gradient of a mixer of likelihood ratios, equally weighed; or of the only one itself."""
+    assert [ap.total_propagation(b).estimators[1].baseline for b in baselines] == [*baselines]
     parts = tuple(ap.likelihood_ratio(baseline) for baseline in baselines)
     weights = ap.weights.Weighting(lambda gradients, suffix: jnp.full(len(parts), 1 / len(parts)))
     estimator = ap.Mixer("equal", parts, ap.weights.Weights(weights)) if len(parts) > 1 else parts[0]

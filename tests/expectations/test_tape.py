@@ -350,6 +350,14 @@ def test_wrong_values_are_refused(case):
     refused(*case)
 
 
+def test_wrong_baselines_are_refused():
+    for make in (ap.likelihood_ratio, ap.total_propagation):
+        with pytest.raises(ValueError, match="baseline must be 'leave_one_out', None, a function"):
+            make(False)
+    with pytest.raises(TypeError, match="learned_baseline takes a function"):
+        ap.learned_baseline(3.0)
+
+
 def test_wrong_aux_and_too_few_lanes_are_refused():
     refused(r"\(tape, aux\)", lambda tape: tape.cost(ONES), raised=TypeError, has_aux=True)
     refused("aux holds a tape", lambda tape: (tape.cost(ONES), {"t": tape}), raised=TypeError, has_aux=True)

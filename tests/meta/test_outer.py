@@ -9,6 +9,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 
@@ -155,7 +156,8 @@ def test_a_start_is_compiled_once_and_has_the_dtypes_of_later_carries():
     theta = jnp.asarray(THETA)
     carry, _ = outer.init(theta, jax.random.key(0)), outer.init(theta, jax.random.key(1))
     assert len(calls) == 1
-    assert theta.weak_type and not any(getattr(x, "weak_type", False) for x in jax.tree.leaves(carry))
+    training = meta.begin(outer, optax.sgd(0.1), theta, jax.random.key(0))
+    assert theta.weak_type and not any(getattr(x, "weak_type", False) for x in jax.tree.leaves((carry, training)))
 
 
 def test_clipping_bounds_each_task_and_leaves_small_gradients():

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -165,15 +166,19 @@ class Holder:
         return self.parts[0](x)
 
 
-inner, held = GLOBAL["linear"], {"parts": (GLOBAL["linear"],)}
+this, inner, held = sys.modules[__name__], GLOBAL["linear"], {"parts": (GLOBAL["linear"],)}
 WAYS = [  # by which a function reaches a module: a frozen constant otherwise, without a word
     inner.__call__,
     lambda x: GLOBAL["linear"](x),
     lambda x: held["parts"][0](x),
+    lambda x: [GLOBAL["linear"](x) for _ in range(2)],
+    lambda x: this.GLOBAL["linear"](x),
+    lambda x, layer=inner: layer(x),
     lambda x, *, layer=inner: layer(x),
     lambda x: x @ inner.kernel[...],
     functools.partial(lambda x, layers: layers[0](x), layers=[inner]),
     functools.partial(jnp.add, inner.bias),
+    functools.partial(lambda x, n: n * inner(x), n=2),
     jax.jit(lambda x: inner(x)),
     Holder(),
 ]
