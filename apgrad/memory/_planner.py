@@ -172,8 +172,8 @@ def plan(
     raise ValueError(
         f"a budget of {budget_bytes} bytes cannot be kept by {' or '.join(methods)}: the smallest that was found is "
         f"{smallest} bytes (as the function is, the compiled gradient needs {trials[0].peak_bytes}). What may help: "
-        f"budget_bytes={smallest}, a smaller batch{cut}, or both methods at once: "
-        "ap.randomize of a function with jax.checkpoint around its blocks. Tried were\n" + table(trials)
+        f"budget_bytes={smallest}, a smaller batch{cut}, or jax.checkpoint around the function's blocks by hand, "
+        "and ap.randomize of that. Tried were\n" + table(trials)
     )
 
 

@@ -70,7 +70,7 @@ class Residual(NamedTuple):
         the array's square, for normal entries.
         """
         found = {"recompute": (self.nbytes, f"{self.work:.2g} operations")}
-        if self.linear and jnp.issubdtype(self.dtype, jnp.floating):
+        if self.linear and self.shape and jnp.issubdtype(self.dtype, jnp.floating):
             like = jax.ShapeDtypeStruct(self.shape, self.dtype)
             for name, sampler in _REMEDIES.items():
                 saved = self.nbytes - nbytes(sampler, like)

@@ -33,7 +33,7 @@ def policy(ax, names):
 def transformer_memory(ax, names):
     ax.barh(list(names["kept"]), [size / 1e6 for size in names["kept"].values()])
     ax.invert_yaxis()
-    ax.set(xlabel="MB that the backward pass needs")
+    ax.set(xlabel="MB that are remembered for the backward pass")
 
 
 def which_component(ax, names):

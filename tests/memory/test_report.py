@@ -59,6 +59,12 @@ def test_a_policy_that_keeps_nothing_is_warned_of(name, idle):
             ap.memory_report(lambda w, x, block=block: jnp.sum(block(x, w) ** 2), W, X)
 
 
+def test_a_number_is_computed_again_or_moved_and_not_sampled():
+    residuals = R.residuals(lambda w, x: jnp.sum(x @ w) ** 2, W, X)
+    number = next(r for r in residuals if r.shape == () and r.linear)
+    assert set(number.remedies()) == {"recompute", "offload"}
+
+
 def calls(function, *args):
     """How many functions apgrad's code calls, or is called, while a function runs."""
     count, ours = 0, str(pathlib.Path(ap.__file__).parent)
