@@ -341,6 +341,14 @@ def test_rebar_warns_of_a_cost_that_makes_integers_of_relaxed_outcomes():
             run(cost)
 
 
+def test_the_alternatives_of_a_normal_distributions_deviation_are_on_one_side_of_its_mean():
+    def run(tape, scale):
+        positive = lambda x: (jnp.where(x > 0, 1.0, 0.0), None)
+        return ap.choose(tape, dist.Normal(jnp.zeros(tape.lanes), scale), positive, ap.measure_valued())[0]
+
+    assert ap.grad(run, lanes=20)(KEY, 2.0) == 0  # without variance
+
+
 def test_the_shape_of_a_gamma_distribution_has_no_measure_valued_derivative():
     def run(tape, shape):
         d = dist.Gamma(jnp.broadcast_to(shape, (tape.lanes,)), 1.0)
