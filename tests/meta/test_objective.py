@@ -146,7 +146,7 @@ def test_evolution_estimates_the_derivative_of_the_documented_loss(x64):
 
 
 def test_perturbed_unrolls_without_noise_have_the_derivative_of_the_documented_loss(x64):
-    options = WEIGHTS | {"batch_entropy": 2.0, "shortest": 1, "hint_before": True, "learn_prior": True}
+    options = WEIGHTS | {"batch_entropy": 2.0, "hint_before": True, "learn_prior": True}
     problem, theta, key, loss = setting(options)
     problem = problem._replace(init=lambda theta, _: setting(options)[0].init(theta, key))
     outer = meta.perturbed(problem, sigma=1e-9, unrolls=2, estimator=ap.reparameterization)
