@@ -101,6 +101,7 @@ print("agree in", jax.process_count(), "processes")
 """
 
 
-@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("processes", [1, 2])
 def test_meta_training_by_total_propagation_is_the_same_on_eight_devices(processes):
     assert devices.run(SHARDED, 8, processes) == [f"agree in {processes} processes"] * processes

@@ -127,6 +127,7 @@ def test_outer_training(run):
     assert all(np.isfinite(row["loss"]) and row["seconds_a_step"] > 0 for row in rows)
 
 
+@pytest.mark.long
 def test_the_rule_from_a_random_start_has_the_published_places_and_fitted_standardizers():
     task = mplp_from_random.task_of("sinusoid")
     dense = [f"{i}_dense/{part}" for i in (0, 2, 4) for part in ("bias", "weight")]
@@ -224,6 +225,7 @@ def untrained(monkeypatch):
     monkeypatch.setattr(meta_curves, "judged_training", judged)
 
 
+@pytest.mark.long
 def test_message_size_and_sharing(untrained, tmp_path):
     """A rule that shares all has networks of one key for each kind; the report takes a part of the grid."""
     config = mplp_sinusoid.Config(out=tmp_path, runs=2, sizes=(1,), steps=2, points=1, hidden=1)
@@ -278,6 +280,7 @@ def test_prior_and_rule_together(run, tmp_path, monkeypatch):
     assert all(np.all(scale > 0) for scale in scales) and any(np.any(scale != 1) for scale in scales)
 
 
+@pytest.mark.long
 def test_the_penalty_is_that_of_algorithm_2():
     task = meta.sinusoid(sizes=(1, 4, 1), activation=jnp.tanh, batch=5, amplitude=(1.0, 1.0))
     learner = meta.optimizer(lambda log_rate: optax.sgd(jnp.exp(log_rate)), task.loss)
