@@ -39,9 +39,8 @@ def _through(eqn, facts):
         return [OTHER] * count if inside.kind == "cond" and facts[0] >= LINEAR else None
     if name in IDENTITY:
         return facts
-    made = CONSTANT if worst <= CONSTANT else OTHER
     if worst == OTHER:
-        pass  # nothing makes it linear again
+        made = OTHER
     elif name in LINEAR_IN_EACH:
         made = ZERO if ZERO in facts else OTHER if facts.count(LINEAR) > 1 else worst
     elif name in LINEAR_IN or name in LINEAR_IN_ALL:
@@ -53,6 +52,8 @@ def _through(eqn, facts):
             made = OTHER if LINEAR in others or CONSTANT in values or not inexact else LINEAR
         else:
             made = max(values)
+    else:
+        made = CONSTANT if worst <= CONSTANT else OTHER
     return [made] * count
 
 

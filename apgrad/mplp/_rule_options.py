@@ -41,6 +41,7 @@ class SavedRule(nnx.Module):
     def remember(self, sites: Sequence[Site], options: dict[str, Any]) -> None:
         """Keeps what a card needs to build the rule again: options, and sites without their sizes."""
         self.reach: Any = None
+        self.told = True  # whether it knows the number of updates, if it asks for it
         self.known, self.options = known_forms(sites), tuple(options.items())
         self.sites = tuple(sorted({site._replace(batch=1, shape=(1,) * len(site.shape)) for site in sites}))
 

@@ -258,7 +258,7 @@ def trace(rule, made, params, batch):
 def test_a_rule_says_once_where_its_card_does_not_reach(tmp_path):
     """With the network and minibatch outside the card, in words; nothing within."""
     rule = mplp.Separable(sites(), rngs=nnx.Rngs(0), **OPTIONS | {"share": True})  # of which any depth has the kinds
-    mplp.save_trained(rule, {"trained": "here"} | REACH, tmp_path / "rule")
+    mplp.save_trained(rule, {"trained": "here", "updates": 9} | REACH, tmp_path / "rule")  # which it is not told
     rule, about = mplp.load_trained(tmp_path / "rule")
     assert REACH.items() <= about.items()
     mplp.save_trained(rule, {"trained": "again"}, tmp_path / "again")

@@ -1,8 +1,10 @@
 """Gradient descent as a message passing protocol, k = 1: it proves the nodes (MPLP, section 3; thesis, section 4.1).
 
-loss          m = dL/dp
-elementwise   m' = J^T m
-dense         m'_i = sum_j W_ij m_j,    W <- W - lr mean_b x_i m_j
+    loss          m = dL/dp
+    elementwise   m' = J^T m
+    dense         m'_i = sum_j W_ij m_j,    W <- W - lr mean_b x_i m_j
+
+Here p is the prediction, J the Jacobian of the node, and b numbers the examples.
 """
 
 import jax
