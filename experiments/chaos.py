@@ -211,7 +211,8 @@ def _picture(config, by, gains):
     for horizon, colour in colours.items():
         biases.plot(betas, np.abs(get(horizon, "TP", "exact")), lw=1, alpha=0.6, color=colour, label=f"H = {horizon}")
     errors.axhspan(-2, 2, color="gray", alpha=0.18, lw=0)
-    errors.set_yscale("symlog", linthresh=10, linscale=2)
+    if max(map(abs, errors.get_ylim())) > 10:
+        errors.set_yscale("symlog", linthresh=10, linscale=2)
     errors.set_title("Bias, in standard errors (gray: within 2)")
     biases.set(yscale="log", title="|bias| ± 2 s.e. (hollow: < 3), lines: |gradient|")
     for ax in (errors, biases):
