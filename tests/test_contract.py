@@ -565,13 +565,12 @@ own_rule_of.defvjp(lambda x: (jnp.tanh(x), x), lambda _, m: (jnp.clip(m, -1, 1),
 
 
 def mapped(f):
-    mesh = jax.make_mesh((1,), ("i",))
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     return jax.shard_map(f, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
 
 
 # Functions of (x, w), square matrices, with a program inside that nobody reads.
 UNSEEN = {
-    "shard_map": mapped(lambda x, w: jnp.sin(x @ w)),
     "a rule in shard_map": mapped(own_rule),
     "linear_call": lambda x, w: jax.custom_derivatives.linear_call(
         lambda w, x: x @ w, lambda w, m: jnp.clip(m, -1, 1) @ w.T, jnp.ones_like(x), x
@@ -580,8 +579,9 @@ UNSEEN = {
         lambda v: own_rule(x, w) * v, x, lambda _, b: b, symmetric=True
     ),
 }
-# One function to all who read programs, though there are programs inside.
+# Read as what they are, or one function to all who read programs, though there are programs inside.
 SEEN = {
+    "shard_map": mapped(lambda x, w: jnp.sin(x @ w)),
     "solve": lambda x, w: jax.lax.custom_linear_solve(
         lambda v: (1 + w) * v, x, lambda _, b: b / (1 + w), symmetric=True
     ),
@@ -613,9 +613,8 @@ W = 0.1 * np.arange(16, dtype=np.float32).reshape(4, 4) / 16
 def test_programs_that_nobody_reads_are_refused_wherever_they_stand(reader, unseen):
     for around in AROUND.values():
         f = around(UNSEEN[unseen])
-        with pytest.raises(
-            NotImplementedError, match=r"cannot see into the primitive '(shard_map|linear_call|custom_)"
-        ):
+        words = r"cannot see into the primitive '(shard_map|linear_call|custom_)|(shard_map|solve)'\) whose .* not linear"
+        with pytest.raises((NotImplementedError, TypeError), match=words):
             jax.eval_shape(reader(lambda w, f=f: jnp.sum(f(jnp.tan(w), w))), W)
 
 

@@ -5,23 +5,22 @@ The parameters of JAX's equations are no stable interface: `scan` had `num_const
 they differ again. A program inside a primitive that is not known here is refused by `require_known`.
 """
 
+import contextlib
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import ClosedJaxpr
+import numpy as np
+from jax.core import Tracer
+from jax.extend.source_info_util import user_context
 from jax.ref import AbstractRef
+from jax.sharding import AxisType, NamedSharding
 
+from apgrad._programs.evaluation import Program, caller, evaluate, opened
 from apgrad._programs.kinds import ONE_FUNCTION
-
-
-class Program(NamedTuple):
-    """A jaxpr, with `constvars`, `invars`, `eqns` and `outvars`, and the values of its constants."""
-
-    jaxpr: Any
-    consts: tuple[Any, ...]
-
+from apgrad._programs.shards import Shards, of_whole_arrays
 
 NestedKind = Literal["call", "remat", "scan", "while", "cond", "custom"]
 
@@ -79,6 +78,12 @@ def nested(eqn: Any) -> Nested | None:
             return Nested("while", (opened(params["cond_jaxpr"]), opened(params["body_jaxpr"])), counts)
         if name == "cond":
             return Nested("cond", tuple(opened(branch) for branch in params["branches"]))
+        if name == "shard_map" and not has_own_rule(opened(params["jaxpr"])):
+            mesh, manual = params["mesh"], params["newly_manual_axes"]
+            axes = tuple(axis for axis in mesh.axis_names if axis in manual)
+            specs = (tuple(params["in_specs"]), tuple(params["out_specs"]))
+            shards = Shards(params["jaxpr"], mesh, axes, *specs, params["check_vma"])
+            return Nested("call", (_plain(shards, *(v.aval for v in eqn.invars)),), label=name)
     except (AttributeError, TypeError, ValueError) as error:
         raise NotImplementedError(_strange(name, params, error)) from error
     return None
@@ -138,11 +143,86 @@ def rebuild(
     raise ValueError(f"{eqn.primitive.name!r} has a derivative rule of its own: evaluate it with caller(eqn)")
 
 
-def opened(jaxpr: Any) -> Program:
-    """The program of a jaxpr, which some versions of JAX close with its constants and others do not."""
-    if isinstance(jaxpr, ClosedJaxpr):
-        return Program(jaxpr.jaxpr, tuple(jaxpr.consts))
-    return Program(jaxpr, tuple(getattr(jaxpr, "consts", ())))
+@functools.lru_cache(maxsize=256)
+def _plain(shards: Shards, *avals: Any) -> Program:
+    """The program of a `shard_map` equation as a plain one, of whole arrays."""
+    require_auto("what apgrad does with a shard_map", shards.mesh)
+    program = opened(shards.jaxpr)
+    function = of_whole_arrays(shards, lambda blocks: evaluate(program, blocks, _on_device(shards), _untyped))
+    inputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
+    try:
+        return opened(jax.make_jaxpr(function)(*inputs))
+    except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
+        raise NotImplementedError(
+            f"apgrad reads a shard_map as a plain program over blocks of arrays, and cannot here ({error}). Apply "
+            "apgrad's functions to the function that it maps."
+        ) from error
+
+
+def _on_device(shards: Shards) -> Callable[..., Any]:
+    """How an equation of a mapped program is evaluated where `jax.vmap` has the names of the mesh's axes."""
+
+    def function(program):
+        return lambda *values: tuple(evaluate(program, values, apply, _untyped))
+
+    def apply(eqn, values):
+        named = jax.named_scope(scope) if (scope := str(eqn.source_info.name_stack)) else contextlib.nullcontext()
+        with user_context(eqn.source_info.traceback), named:
+            if eqn.primitive.name in ("pvary", "sharding_constraint"):
+                return values
+            if eqn.primitive.name in _REDUCTIONS:
+                return [_over_devices(eqn, values[0])]
+            inside = nested(eqn)
+            if inside is None:
+                return caller(eqn)(*values, **{k: None for k, v in eqn.params.items() if isinstance(v, NamedSharding)})
+            if inside.kind == "custom":
+                return _with_rule(shards, eqn, function)(*values)
+            functions = [function(program) for program in inside.jaxprs]
+            if inside.kind == "scan":
+                functions = [lambda step, *values: function(inside.jaxprs[0])(*values)]
+            return rebuild(eqn, inside, functions, values)
+
+    return apply
+
+
+_REDUCTIONS = {"psum": jnp.sum, "psum_invariant": jnp.sum, "pmax": jnp.max, "pmin": jnp.min}
+
+
+def _over_devices(eqn: Any, x: jax.Array) -> jax.Array:
+    """A collective that reduces; `jax.vmap` would make the same primitive of it, which is rarely known."""
+    if eqn.params.get("axis_index_groups") is not None:
+        raise NotImplementedError(f"{eqn.primitive.name} has axis_index_groups")
+    for name in Parameters(eqn)["axes"]:
+        x = _REDUCTIONS[eqn.primitive.name](jax.lax.all_gather(x, name), axis=0)
+    return x
+
+
+def _with_rule(shards: Shards, eqn: Any, function: Callable[[Program], Any]) -> Callable[..., Any]:
+    """A `custom_jvp` function of a mapped program; its rule is traced within the mesh, where it stands."""
+    params = Parameters(eqn)
+    call = jax.custom_jvp(function(opened(params["call_jaxpr"])))
+    found: list[Any] = []
+
+    def within():
+        found.append(params["jvp_jaxpr_fun"].call_wrapped(*[False] * (len(eqn.invars) - params["num_consts"])))
+        return ()
+
+    @call.defjvp
+    def rule(primals, tangents):
+        options: dict[str, Any] = {"mesh": shards.mesh, "axis_names": set(shards.axes), "check_vma": shards.check_vma}
+        jax.eval_shape(jax.shard_map(within, in_specs=(), out_specs=(), **options))
+        jaxpr, consts, _ = found.pop()
+        given = [x for values in (primals, tangents) for x in values[params["num_consts"] :]]
+        outputs = function(Program(jaxpr, tuple(consts)))(*given)
+        return outputs[: len(eqn.outvars)], outputs[len(eqn.outvars) :]
+
+    return call
+
+
+def _untyped(value: Any) -> Any:
+    """A constant without the mesh that its type may name."""
+    typed = isinstance(value, Tracer) or jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended)
+    return value if typed else np.asarray(value)
 
 
 def inside_of(eqn: Any) -> list[Program]:
@@ -159,17 +239,33 @@ def all_equations(program: Program) -> Iterator[Any]:
             yield from all_equations(inner)
 
 
+def has_own_rule(program: Program) -> bool:
+    """Whether a `custom_vjp` function is somewhere inside."""
+    return any(eqn.primitive.name.startswith("custom_vjp") for eqn in all_equations(program))
+
+
 def require_known(eqn: Any, doing: str) -> None:
     """Refuses an equation with programs inside which nothing here reads: what stands there would be missed."""
     name, inside = eqn.primitive.name, inside_of(eqn)
     if not inside or nested(eqn) is not None:
         return
-    own_rule = [e for program in inside for e in all_equations(program) if e.primitive.name.startswith("custom_vjp")]
-    if name not in ONE_FUNCTION or own_rule:
+    if name not in ONE_FUNCTION or any(map(has_own_rule, inside)):
         where = f" (in {str(eqn.source_info.name_stack)!r})" if str(eqn.source_info.name_stack) else ""
         raise NotImplementedError(
             f"{doing} cannot see into the primitive {name!r}{where}, and there is a program inside. Apply {doing} to "
             "the function in there, as to the one that shard_map maps; or leave this part out of the function."
+        )
+
+
+def require_auto(doing: str, mesh: Any = None) -> None:
+    """Refuses a mesh, the one in use if none is given, whose axes are part of arrays' types, which programs lose."""
+    used = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    if AxisType.Explicit in used.axis_types:
+        wrap = ", or wrap the function that calls it by jax.sharding.auto_axes" if mesh is None else ""
+        raise NotImplementedError(
+            f"{doing} needs a mesh with axes that the compiler shards, got the axes {used.axis_names} of the types "
+            f"{used.axis_types}. Make the mesh with axis_types=(jax.sharding.AxisType.Auto,) * "
+            f"{len(used.axis_names)}{wrap}."
         )
 
 

@@ -23,29 +23,29 @@ from jax.extend.source_info_util import user_context
 from apgrad._programs.control import (
     Nested as Nested,
     Parameters as Parameters,
-    Program as Program,
     all_equations as all_equations,
+    has_own_rule as has_own_rule,
     inside_of as inside_of,
     nested as nested,
-    opened,
     rebuild as rebuild,
+    require_auto as require_auto,
     require_known as require_known,
     require_values as require_values,
 )
+from apgrad._programs.evaluation import (
+    ApplyEquation,
+    Program as Program,
+    caller as caller,
+    evaluate as evaluate,
+    is_inexact as is_inexact,
+    opened,
+    place as place,
+    restrict as restrict,
+    run as run,
+    run_all as run_all,
+)
 
 _NOT_THE_USERS = (str(Path(__file__).parent.parent), *(sysconfig.get_path(p) for p in ("stdlib", "purelib", "platlib")))
-
-ApplyEquation = Callable[[Any, list[Any]], Iterable[Any]]
-
-
-def caller(eqn: Any) -> Callable[..., list[Any]]:
-    """The equation's primitive as a function `(*inputs) -> list of outputs`; keywords override its parameters."""
-
-    def call(*inputs, **changes):
-        outputs = eqn.primitive.bind(*inputs, **eqn.primitive.get_bind_params({**eqn.params, **changes}))
-        return list(outputs) if eqn.primitive.multiple_results else [outputs]
-
-    return call
 
 
 def scope(eqn: Any) -> str:
@@ -109,41 +109,8 @@ def arrays_of(tree: Any, kinds: tuple[type, ...] = _ARRAYS) -> tuple[list[Any], 
     return [leaves[i] for i in numbers], lambda *arrays: treedef.unflatten(place(arrays, numbers, leaves))
 
 
-def is_inexact(x: Any) -> bool:
-    """Whether JAX carries messages to an array: whether it is of floating-point or complex numbers."""
-    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-
-
 def inexact_outputs(eqn: Any) -> list[bool]:
     return [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars]
-
-
-def run(eqn: Any, inputs: list[Any]) -> list[Any]:
-    return caller(eqn)(*inputs)
-
-
-def evaluate(
-    program: Program, inputs: Sequence[Any], apply: ApplyEquation = run, constant: Callable[[Any], Any] | None = None
-) -> list[Any]:
-    """Evaluates a program with `apply(eqn, inputs) -> outputs` for each equation, in the program's order."""
-    jaxpr, consts = program
-    known = constant or (lambda value: value)
-    given = [*map(known, consts), *inputs]
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], given, strict=True))
-    run_all(jaxpr.eqns, values, apply, known)
-    return [known(atom.val) if isinstance(atom, Literal) else values[atom] for atom in jaxpr.outvars]
-
-
-def run_all(
-    eqns: Iterable[Any],
-    values: dict[Any, Any],
-    apply: ApplyEquation = run,
-    constant: Callable[[Any], Any] = lambda value: value,
-) -> None:
-    """Evaluates equations in order, and adds the values of their outputs to a dictionary."""
-    for eqn in eqns:
-        inputs = [constant(atom.val) if isinstance(atom, Literal) else values[atom] for atom in eqn.invars]
-        values.update(zip(eqn.outvars, apply(eqn, inputs), strict=True))
 
 
 def variables(atoms: Iterable[Any]) -> list[Any]:
@@ -180,21 +147,6 @@ def inline(program: Program, inputs: Sequence[Any], apply: ApplyEquation = run) 
             return apply(eqn, values)
 
     return evaluate(program, inputs, enter)
-
-
-def place(values: Sequence[Any], numbers: Sequence[int], into: Sequence[Any]) -> list[Any]:
-    """A copy of a list with values put at the given places."""
-    full = list(into)
-    for number, value in zip(numbers, values, strict=True):
-        full[number] = value
-    return full
-
-
-def restrict(
-    function: Callable[..., Any], args: Sequence[Any], chosen: Sequence[int]
-) -> tuple[Callable[..., Any], list[Any]]:
-    """The function of some of its arguments, while the others stay as they are."""
-    return lambda *values: function(*place(values, chosen, args)), [args[i] for i in chosen]
 
 
 def hoist(function: Callable[..., Any], *inputs: Any) -> tuple[Callable[..., Any], list[Any]]:

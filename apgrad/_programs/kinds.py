@@ -15,7 +15,10 @@ IDENTITY = _names("copy copy_p device_put layout_constraint name optimization_ba
 SAME_VALUE = IDENTITY | _names("mark refuse_batching refuse_derivative refuse_message")
 
 # One output, linear in the first input, that holds all elements of that input (for conversions see `memory`).
-VIEW = _names("broadcast_in_dim convert_element_type copy expand_dims reshape rev squeeze transpose")
+VIEW = _names(
+    """broadcast_in_dim convert_element_type copy expand_dims layout_constraint reshape rev sharding_constraint squeeze
+    transpose"""
+)
 
 # One output, each element of which is a function of the elements at the same place of the inputs.
 ELEMENTWISE = _names(

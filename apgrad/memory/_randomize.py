@@ -73,8 +73,8 @@ def randomize(
         total propagation, MPLP): of random messages, its mean would be another.
       ValueError: if neither or both of sampler and budget are given, or a number is none or below 0; when the result is
         differentiated, if the budget cannot be kept.
-      NotImplementedError: when the result is differentiated, if messages go through `jax.shard_map` or another program
-        that is not read here: randomize the function inside.
+      NotImplementedError: in a mesh with explicit axes; when the result is differentiated, if messages go through a
+        program that is not read here: randomize the function inside.
 
     Note:
       Where an array is needed twice on one way of the messages, it is remembered twice. Arguments of the function are
@@ -133,6 +133,7 @@ def walked(function: Callable[..., Any], walk: Callable[..., Callable[..., Any]]
 
     def randomized(key, *args, **kwargs):
         key = require_key("the first argument of a randomized function", key)
+        jaxprs.require_auto("ap.randomize")
         # All else reaches the function as it is, as from jax.grad: Python's numbers, strings, functions.
         leaves, put = jaxprs.arrays_of((args, kwargs), (jax.Array,))
 
@@ -372,6 +373,8 @@ def _own_rules(program: jaxprs.Program, where: str) -> list[str]:
             found += _own_rules(inside.jaxprs[0], here)
         elif inside is not None and eqn.primitive.name.startswith("custom_vjp"):
             found.append(repr(jaxprs.join(here, inside.label)))
+        elif inside is None and any(map(jaxprs.has_own_rule, jaxprs.inside_of(eqn))):
+            found.append(repr(jaxprs.join(here, eqn.primitive.name)))
     return found
 
 

@@ -121,7 +121,7 @@ def rounding(bits: int = 4, *, group: int = GROUP) -> Rounding:
 def packed(codes: jax.Array, bits: int) -> jax.Array:
     """Codes of some bits, (rows, entries), in bytes: each byte has a code of each of 8 / bits parts of a row."""
     parts = codes.reshape(len(codes), 8 // bits, -1) << np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    return jax.lax.reduce(parts, np.uint8(0), jnp.bitwise_or, (1,))
+    return jnp.sum(parts, axis=1, dtype=jnp.uint8)  # no two parts have a bit in common
 
 
 def unpacked(packed: jax.Array, bits: int) -> jax.Array:

@@ -83,6 +83,8 @@ def traced(f: Callable[..., Any], args: Any, kwargs: Any, argnums: int | Sequenc
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(f"paths end at floating-point arguments, got {dtype}. Choose others with argnums.")
 
+    jaxprs.require_auto("following paths")
+
     def program_of(places):
         def function(*values):
             args, kwargs = jax.tree.unflatten(treedef, jaxprs.place(values, places, leaves))

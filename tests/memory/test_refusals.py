@@ -232,3 +232,13 @@ def test_a_sampler_that_is_never_called_is_a_warning():
     trace(ap.memory.rounding(bits=4), min_size=0)  # no warning, nor where None is chosen
     trace(lambda coefficient: None, min_size=0)
     trace(budget_bytes=10_000)
+
+
+def test_a_linear_rule_in_shard_map_is_remembered_as_it_is():
+    own = jax.custom_vjp(lambda x: jnp.sin(x) ** 2)
+    own.defvjp(lambda x: (jnp.sin(x) ** 2, x), lambda x, m: (3 * jnp.cos(x) * m,))
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    mapped = jax.shard_map(lambda x: own(jnp.tanh(x)), mesh=mesh, in_specs=jax.P("i"), out_specs=jax.P("i"))
+    loss = lambda x: jnp.sum(mapped(jnp.sin(x)))
+    exact = ap.randomize(loss, R.rounding(32), min_size=0)
+    np.testing.assert_allclose(*jax.jit(lambda x: (jax.grad(exact, 1)(KEY, x), jax.grad(loss)(x)))(X), rtol=1e-5)
