@@ -21,7 +21,7 @@ from apgrad._programs import jaxprs
 from apgrad.memory._plan import BackwardStep, MemoryPlan
 from apgrad.memory._rounding import Rounding
 from apgrad.memory._samplers import Sampler, restored
-from apgrad.memory._slots import CoefficientUse
+from apgrad.memory._slots import CoefficientUse, Slot
 
 REASON = (
     "ap.randomize has no second derivative: the random memory is no differentiable function of the inputs. "
@@ -111,12 +111,11 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
         return jnp.unpackbits(kept)[: like.size].reshape(like.shape).astype(bool) if which.how == "bits" else kept
 
     computed: dict[Any, Any] = {}  # what is evaluated again, until its last use
-    for step in _soon(made.steps):
-        inputs = _inputs(step)
+    for step in soon(made.steps):
+        inputs = step_inputs(step)
         present = {i: values[v] for i, v in enumerate(inputs) if not _literal(v) and i not in step.uses}
-        slots = {
-            s: memory[s] for use in step.uses.values() for s in use.slots if made.slots[s].how in ("sampled", "bits")
-        }
+        needed = [s for use in step.uses.values() if use.again is None for s in use.slots]
+        slots = {s: memory[s] for s in needed if _waits(made.slots[s])}
         drawn = {s: keys[s] for s in slots if made.slots[s].how == "sampled"}
         if any(not _rounds(made.slots[s].sampler) for s in drawn):
             drawn, slots, present = _together(drawn, slots, present)
@@ -172,6 +171,12 @@ def _evaluated_again(use: CoefficientUse, memory: dict[int, Any], computed: dict
     return computed[var], present
 
 
+def _waits(slot: Slot) -> bool:
+    """Whether a remembered array goes behind a barrier: else compilers copy it, or expand it, before it is needed."""
+    key = jnp.issubdtype(slot.var.aval.dtype, jax.dtypes.extended)
+    return slot.how in ("sampled", "bits") or (slot.how == "exact" and not key)
+
+
 def _keys(made: MemoryPlan, key: jax.Array) -> dict[int, jax.Array]:
     """A key for each slot that is sampled: the words of the one before, plus a constant."""
     data, keys = jax.random.key_data(key), {}
@@ -212,18 +217,18 @@ def inexact(values: Sequence[Any]) -> list[Any]:
     return [x for x in values if jaxprs.is_inexact(x)]
 
 
-def _soon(steps: Sequence[BackwardStep]) -> list[BackwardStep]:
+def soon(steps: Sequence[BackwardStep]) -> list[BackwardStep]:
     """The steps, each last one as early as it can be: an argument's gradient comes before the message goes on."""
     place: dict[Any, float] = {}
     places = []
     for i, step in enumerate(steps):
-        before = max((place.get(v, -1) for v in jaxprs.variables(_inputs(step))), default=-1)
+        before = max((place.get(v, -1) for v in jaxprs.variables(step_inputs(step))), default=-1)
         places.append(int(before) + 0.5 if step.last else i)
         place |= dict.fromkeys(step.eqn.outvars, places[-1])
     return [steps[i] for i in sorted(range(len(steps)), key=places.__getitem__)]
 
 
-def _inputs(step: BackwardStep) -> list[Any]:
+def step_inputs(step: BackwardStep) -> list[Any]:
     """The variables that a step takes; coefficients, which `uses` lists, are among them."""
     return [step.root] if step.root is not None else list(step.eqn.invars)
 

@@ -79,7 +79,7 @@ def make_plan(
         found = jaxprs.inline(traced, values)
         return found[: len(outputs)], *graph.known(found[len(outputs) :], known, chains)
 
-    forward = jaxprs.inlined(whole, *inputs)
+    forward = _soon(jaxprs.inlined(whole, *inputs), len(outputs))
     variables = forward.jaxpr.outvars[len(outputs) :]
     at = dict(zip(known, variables[: len(known)], strict=True))
     derivative = dict(zip(chains, variables[len(known) :], strict=True))
@@ -105,6 +105,28 @@ def make_plan(
         uses = {i: memory.use(v, linear, last, ancestors, step, name, eqn, i) for i, v in taken.items()}
         steps.append(BackwardStep(eqn, uses, root, last))
     return MemoryPlan(forward, len(outputs), tuple(memory.slots), tuple(steps), back)
+
+
+def _soon(program: jaxprs.Program, outputs: int) -> jaxprs.Program:
+    """The program with what its first outputs do not need, derivatives, right after what that is made of.
+
+    So the order says which parts of a function follow each other, and what a derivative takes need not wait for it.
+    """
+    jaxpr, consts = program
+    own = set(map(id, jaxprs.needed(jaxpr.eqns, jaxpr.outvars[:outputs], effects=True)))
+    place: dict[Any, int] = {}  # of what arrays of the inputs alone make, there is none yet
+    for i, eqn in enumerate(jaxpr.eqns):
+        made = [i] if id(eqn) in own else [place[v] for v in jaxprs.variables(eqn.invars) if v in place]
+        if made:
+            place |= dict.fromkeys(eqn.outvars, max(made))
+    first: dict[Any, int] = {}
+    order = []
+    for i, eqn in reversed(list(enumerate(jaxpr.eqns))):
+        at = min(place.get(v, first.get(v, len(jaxpr.eqns))) for v in eqn.outvars) if eqn.outvars else i
+        for v in jaxprs.variables(eqn.invars):
+            first[v] = min(at, first.get(v, at))
+        order.append((at, i))
+    return jaxprs.Program(jaxpr.replace(eqns=[jaxpr.eqns[i] for _, i in sorted(order)]), consts)
 
 
 def _collapses(eqns: Sequence[Any], graph: PullbackGraph, memory: SlotMaker, at: dict[Any, Any]) -> bool:

@@ -1,8 +1,8 @@
 """`ap.memory.plan`: what a gradient keeps, computes again or packs, under a budget of compiled memory.
 
 Exact methods come first. Of the choices of `apgrad.memory._recompute` the one with least work is taken whose predicted
-bytes fit. To these belongs a working set: what the last gradient that was compiled needed beyond its prediction, so
-that a few compilations settle it. If nothing exact fits, coefficients are rounded (`apgrad.memory._budget`).
+bytes fit; what the last gradient that was compiled needed beyond its prediction is added to the others, so that a few
+compilations settle it. If nothing exact fits, coefficients are rounded (`apgrad.memory._budget`).
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -19,7 +19,7 @@ from apgrad.memory._report import compiled_note, temp_bytes
 
 METHODS = ("recompute", "pack")
 _TRIES = 6  # compilations of each method
-_HOPE = 0.8  # a budget that is less than so much of the least that was compiled is given up
+_HOPE = 0.8  # a budget that is less than so much of what should be the least is given up
 _CLOSE = 0.03  # the share of the budget that may be left unused
 
 
@@ -128,18 +128,20 @@ def plan(
     found = choices(plans)
     around = trials[0].peak_bytes - found[0].nbytes  # the working set
     if "recompute" in methods:
-        best, left, beyond, least = None, found[1:], around, float(budget_bytes)
-        while left and len(trials) <= _TRIES and _HOPE * least <= budget_bytes:
+        best, left, beyond = None, found[1:], 0.0
+        while left and len(trials) <= _TRIES:
             fits = [c for c in left if c.nbytes + beyond <= budget_bytes]
             if best is not None and not fits:
                 break
             pick = min(fits, key=lambda c: (c.work, c.nbytes)) if fits else min(left, key=lambda c: c.nbytes)
             walk = lambda *stretch, stays=pick.stays: StretchWalk(lambda _: None, None, stays).stretch(*stretch)
             trial = compiled("recompute", pick.work / found[0].forward, 0.0, walked(function, walk))
-            beyond, least = trial.peak_bytes - pick.nbytes, min(t.peak_bytes for t in trials)
+            beyond = trial.peak_bytes - pick.nbytes
             if trial.peak_bytes <= budget_bytes:
                 best = trial
                 left = [c for c in left if c.work < pick.work and trial.peak_bytes < (1 - _CLOSE) * budget_bytes]
+            elif not fits and _HOPE * trial.peak_bytes > budget_bytes:
+                break
             else:  # of what is predicted to be larger, nothing is tried as long as something smaller is left
                 left = [c for c in left if c.nbytes < pick.nbytes] or [c for c in left if c is not pick]
         if best is not None:
@@ -172,8 +174,8 @@ def plan(
     raise ValueError(
         f"a budget of {budget_bytes} bytes cannot be kept by {' or '.join(methods)}: the smallest that was found is "
         f"{smallest} bytes (as the function is, the compiled gradient needs {trials[0].peak_bytes}). What may help: "
-        f"budget_bytes={smallest}, a smaller batch{cut}, or jax.checkpoint around the function's blocks by hand, "
-        "and ap.randomize of that. Tried were\n" + table(trials)
+        f"budget_bytes={smallest}, a smaller batch{cut}, or ap.randomize of the function with jax.checkpoint around "
+        "its blocks. Tried were\n" + table(trials)
     )
 
 

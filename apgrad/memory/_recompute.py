@@ -1,30 +1,34 @@
 """Which arrays stay in memory when all others are computed again, exactly, in the reverse pass.
 
 A choice is a set of variables that may be remembered; every other coefficient is computed from these when its message
-is there. Its costs are the bytes that stay, those of the largest group of variables that are computed together, and
-the work of computing them. Candidates are
+is there. Its costs are the bytes that stay, what a run of both passes needs beyond these at its worst moment, and the
+work of computing the others again. Candidates are
 
 * the products (matrix products, convolutions) that take most work for a byte, for each number of them, and with them
   the variables that cross a few cuts, which divide the rest into groups of about equal bytes at places where few bytes
   cross (Chen, Xu, Zhang & Guestrin, "Training deep nets with sublinear memory cost", 2016);
-* all coefficients but those that take least work for a byte, for each number of these;
+* all coefficients but those that take least work for a byte, for each number of these, none too;
 * in short programs all sets of the six largest coefficients.
 
 Choices that are no better than another in any of the three are left out.
 """
 
+import collections
+import functools
 import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from apgrad._programs import jaxprs
-from apgrad._programs.kinds import PRODUCT
+from apgrad._programs.kinds import PRODUCT, VIEW, WITHIN_ELEMENTWISE
+from apgrad.memory._passes import soon, step_inputs
 from apgrad.memory._plan import MemoryPlan
-from apgrad.memory._samplers import array_bytes
+from apgrad.memory._slots import is_control_flow, is_mask, kept_bytes
 
 _GROUPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
 _FEW, _SHORT = 6, 200  # of how many arrays all sets are candidates, in a program of so many equations
+_FUSED = WITHIN_ELEMENTWISE | VIEW
 _PRICES, _MOST, _SMALL, _ELEMENT = 6, 200, 16, 10  # an element's work is that of five multiplications
 
 
@@ -87,50 +91,60 @@ class _Stretch:
 
     def __init__(self, where: str, plan: MemoryPlan):
         self.where, self.plan, jaxpr = where, plan, plan.forward.jaxpr
+        self.bytes = functools.cache(_bytes)
+        self.taken = {id(eqn): jaxprs.variables(eqn.invars) for eqn in jaxpr.eqns}
         self.count = plan.slots[0].coefficient.count
         self.number = {v: i for i, v in enumerate(v for eqn in jaxpr.eqns for v in eqn.outvars)}
         self.maker = {v: eqn for eqn in jaxpr.eqns for v in eqn.outvars}
-        live = {slot.var for slot in plan.slots if slot.how == "live"}
-        self.free = {*jaxpr.constvars, *live}
+        # What somebody else keeps costs nothing, and what a scan has packed, which its own stretch counts.
+        self.free = {*jaxpr.constvars, *(slot.var for slot in plan.slots if slot.how in ("live", "nested"))}
         self.inputs = {*jaxpr.invars, *jaxpr.constvars}
         self.wanted = [slot.var for slot in plan.slots if slot.how != "live"]
         self.coefficients = set(self.wanted)
-        largest = max((array_bytes(v.aval) for v in self.wanted), default=0)
+        self.outputs, self.gradients = jaxpr.outvars[: plan.outputs], jaxprs.variables(plan.pullback.jaxpr.outvars)
+        self.steps = [
+            (
+                step.eqn.primitive.name if step.root is None else "mul",
+                step.eqn.outvars,
+                jaxprs.variables(v for i, v in enumerate(step_inputs(step)) if i not in step.uses),
+                [plan.slots[slot].var for use in step.uses.values() for slot in use.slots],
+            )
+            for step in soon(plan.steps)
+        ]
+        largest = max((self.bytes(v, False) for v in self.wanted), default=0)
         # Control flow is never run again; what is small beside the largest array stays.
         self.always = {
-            v for v, e in self.maker.items() if array_bytes(v.aval) * _SMALL <= largest or _is_control_flow(e)
+            v for v, e in self.maker.items() if self.bytes(v, False) * _SMALL <= largest or is_control_flow(e)
         }
 
     def choices(self) -> list[Choice]:
         """The candidates, of which the first remembers every coefficient."""
         forward = sum(map(work, self.plan.forward.jaxpr.eqns)) * self.count
-        every = Choice(float(sum(slot.nbytes for slot in self.plan.slots)) * self.count, 0.0, 0.0, {}, forward)
+        kept = self.count * sum(self.bytes(v, True) for v in self.coefficients - self.free)
+        every = Choice(float(kept), 0.0, 0.0, {}, forward)
         eqns = jaxprs.needed(self.plan.forward.jaxpr.eqns, self.wanted, self.always | self.inputs)
-        density = {v: work(e) / max(array_bytes(v.aval), 1) for e in eqns for v in e.outvars}
+        density = {v: work(e) / max(self.bytes(v, False), 1) for e in eqns for v in e.outvars}
         products = [v for e in eqns if e.primitive.name in PRODUCT for v in e.outvars]
         prices = sorted({density[v] for v in products}, reverse=True)
         prices = [math.inf, *prices[:: max(1, math.ceil(len(prices) / _PRICES))]]
-        found = [every]
+        candidates = []
         for price in prices:
             dear = {v for v in products if density[v] >= price}
-            for groups in _GROUPS:
-                if groups > len(self.wanted):
-                    break
-                found.append(self._choice(dear | self._cut(dear, groups)))
+            candidates += [dear | self._cut(dear, groups) for groups in _GROUPS if groups <= len(self.wanted)]
         spread = {v: int(f"{i:012b}"[::-1], 2) for i, v in enumerate(self.wanted)}  # neighbours far apart
         cheap = sorted(self.wanted, key=lambda v: (density.get(v, math.inf), spread[v]))
-        found += [self._choice(set(cheap[i:])) for i in range(1, len(cheap), max(1, len(cheap) // 32))]
-        few = sorted(self.wanted, key=lambda v: -array_bytes(v.aval))[:_FEW]
+        candidates += [set(cheap[i:]) for i in range(0, len(cheap), max(1, len(cheap) // 32))]
+        few = sorted(self.wanted, key=lambda v: -self.bytes(v, False))[:_FEW]
         if len(eqns) <= _SHORT:
-            found += [self._choice(set(s)) for n in range(len(few)) for s in itertools.combinations(few, n)]
-        return _undominated(found)
+            candidates += [set(s) for n in range(len(few)) for s in itertools.combinations(few, n)]
+        return _undominated([every, *map(self._choice, dict.fromkeys(map(frozenset, candidates)))])
 
     def _again(self, stays: Collection[Any]) -> list[Any]:
         return jaxprs.needed(self.plan.forward.jaxpr.eqns, self.wanted, {*stays, *self.always, *self.inputs})
 
     def _bytes(self, eqn: Any) -> int:
         """The bytes of an equation's outputs that wait for their message: of coefficients."""
-        return sum(array_bytes(v.aval) for v in eqn.outvars if v in self.coefficients)
+        return sum(self.bytes(v, False) for v in eqn.outvars if v in self.coefficients)
 
     def _cut(self, stays: set[Any], groups: int) -> set[Any]:
         """The variables that cross `groups - 1` cuts of what is computed again."""
@@ -142,8 +156,8 @@ class _Stretch:
         changes = [0] * (len(eqns) + 1)
         for i, eqn in enumerate(eqns):
             for v in eqn.outvars:
-                changes[i] += array_bytes(v.aval)
-                changes[last.get(v, i)] -= array_bytes(v.aval)
+                changes[i] += self.bytes(v, False)
+                changes[last.get(v, i)] -= self.bytes(v, False)
         across = list(itertools.accumulate(changes))
         found: set[Any] = set()
         for j in range(1, groups if eqns else 1):
@@ -154,36 +168,85 @@ class _Stretch:
                 found |= {v for eqn in eqns[: at + 1] for v in eqn.outvars if last.get(v, -1) > at}
         return found
 
-    def _choice(self, stays: set[Any]) -> Choice:
-        eqns = self._again(stays)
-        made = {v for eqn in eqns for v in eqn.outvars}
-        taken = {v for eqn in eqns for v in jaxprs.variables(eqn.invars)} | set(self.wanted)
-        kept = sum(array_bytes(v.aval) for v in taken if v not in made and v not in self.free)
-        group: dict[Any, int] = {}  # of a variable, a group of variables that are computed together
-        size: dict[int, int] = {}
-        joined = list(range(len(eqns)))  # the group that a group has become part of
-
-        def root(g):
-            while joined[g] != g:
-                joined[g] = joined[joined[g]]
-                g = joined[g]
-            return g
-
-        for number, eqn in enumerate(eqns):
-            size[number] = self._bytes(eqn)
-            for old in {root(group[v]) for v in jaxprs.variables(eqn.invars) if v in group}:
-                size[number] += size.pop(old)
-                joined[old] = number
-            group |= dict.fromkeys(eqn.outvars, number)
-        numbers = frozenset(self.number[v] for v in (*stays, *self.always) if v in self.number)
+    def _choice(self, stays: Collection[Any]) -> Choice:
+        eqns, known = self._again(stays), {*stays, *self.always, *self.inputs}
+        first: dict[Any, int] = {}  # of a variable, the first step that it is computed again for
+        for i, (_, _, _, wanted) in enumerate(self.steps):
+            for v in wanted:
+                first.setdefault(v, i)
+        before: list[list[Any]] = [[] for _ in self.steps]
+        for eqn in reversed(eqns):
+            at = min(first[v] for v in eqn.outvars if v in first)
+            before[at].append(eqn)
+            first |= {v: min(at, first.get(v, at)) for v in self.taken[id(eqn)]}
+        backward = []
+        for (name, made, messages, wanted), missing in zip(self.steps, before, strict=True):
+            for eqn in reversed(missing):
+                backward.append(_Run(eqn.primitive.name, _again(eqn.outvars), _again(self.taken[id(eqn)], known)))
+            backward.append(_Run(name, _again(made), _again(messages) + _again(wanted, known)))
+        stay = {v for run in backward for again, v in run.taken if not again and v not in self.free}
+        kept = sum(self.bytes(v, True) for v in stay)
+        needed = jaxprs.needed(self.plan.forward.jaxpr.eqns, [*self.outputs, *stay])
+        forward = [_Run(eqn.primitive.name, _first(eqn.outvars), _first(self.taken[id(eqn)])) for eqn in needed]
         return Choice(
             float(kept) * self.count,
-            float(max(size.values(), default=0)),
+            float(self._peak(forward, backward, stay) - (kept if self.count == 1 else 0)),
             sum(map(work, eqns)) * self.count,
-            {self.where: numbers},
+            {self.where: frozenset(self.number[v] for v in (*stays, *self.always) if v in self.number)},
         )
 
+    def _peak(self, forward: list["_Run"], backward: list["_Run"], stay: Collection[Any]) -> int:
+        """The most bytes that arrays have at any moment of the two passes."""
+        runs = forward + backward
+        lasting = {*_first(stay), *(v for run in runs if run.name in PRODUCT for v in run.taken)}
+        # The memory of a scan's step is there as long as the scan is, and gradients are no scratch memory.
+        free = {*_first(self.free), *_again(self.gradients), *(_first(stay) if self.count != 1 else ())}
+        size = lambda v: self.bytes(v[1], not v[0] and v[1] in stay)
+        roots: dict[Any, frozenset[Any]] = {}  # the arrays that a variable is made of when it is used
+        end: dict[Any, int] = {}
+        uses: collections.Counter[Any] = collections.Counter()
+        for i, run in enumerate(runs):
+            inputs = frozenset().union(*(roots.get(v, ()) for v in run.taken))
+            cost = sum(map(size, inputs))
+            for v in run.made:
+                # What a compiler can fuse into its uses is an array only where that is smaller than what it is made of.
+                own = v in lasting or run.name not in _FUSED or size(v) < cost
+                roots[v] = frozenset() if v in free else frozenset([v]) if own else inputs
+            uses.update(inputs)
+            end |= dict.fromkeys(inputs.union(*(roots[v] for v in run.made)), i)
+        ends: list[list[Any]] = [[] for _ in runs]
+        for v, i in end.items():
+            ends[i].append(v)
+        live = peak = 0
+        for i, run in enumerate(runs):
+            more = sum(size(v) for v in run.made if v in roots[v])
+            less = sum(map(size, ends[i]))
+            # Elementwise operations write into an input that is not needed again, products do not; and a convolution of
+            # the backward pass sums over other axes, for which its operands are transposed.
+            beside = more if run.name in PRODUCT else max(more - sum(size(v) for v in ends[i] if uses[v] == 1), 0)
+            if run.name == "conv_general_dilated" and i >= len(forward):
+                beside += sum(map(size, run.taken))
+            peak = max(peak, live + beside)
+            live += more - less
+        return peak
 
-def _is_control_flow(eqn: Any) -> bool:
-    inside = jaxprs.nested(eqn)
-    return inside is not None and inside.kind not in ("call", "custom")
+
+class _Run(NamedTuple):
+    """An operation on arrays, pairs of whether the array is of the backward pass, and its variable."""
+
+    name: str
+    made: list[tuple[bool, Any]]
+    taken: list[tuple[bool, Any]]
+
+
+def _first(variables: Collection[Any]) -> list[tuple[bool, Any]]:
+    return [(False, v) for v in variables]
+
+
+def _again(variables: Collection[Any], known: Collection[Any] = ()) -> list[tuple[bool, Any]]:
+    return [(v not in known, v) for v in variables]
+
+
+def _bytes(var: Any, kept: bool) -> int:
+    """The bytes of a variable; Boolean ones that are kept are packed."""
+    return kept_bytes("bits" if kept and is_mask(var) else "exact", None, var.aval)

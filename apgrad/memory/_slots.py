@@ -32,6 +32,17 @@ def is_view(eqn: Any) -> bool:
     return a.nmant <= b.nmant and a.maxexp <= b.maxexp and a.minexp >= b.minexp
 
 
+def is_mask(var: Any) -> bool:
+    """Whether an array is Boolean, and large enough for its bits to be packed."""
+    return var.aval.dtype == jnp.bool_ and var.aval.size >= 1024
+
+
+def is_control_flow(eqn: Any) -> bool:
+    """Whether an equation runs programs of its own, and what it gives to the backward pass is packed already."""
+    inside = jaxprs.nested(eqn)
+    return inside is not None and inside.kind not in ("call", "custom")
+
+
 class Coefficient(NamedTuple):
     """An array that a reverse pass remembers, as `apgrad.randomize` shows it to a choice of samplers.
 
@@ -209,9 +220,9 @@ class SlotMaker:
         """How a variable is remembered if it is not sampled, see `Slot`."""
         if var in self.live:
             return "live"
-        if var.aval.dtype == jnp.bool_ and var.aval.size >= 1024:
+        if is_mask(var):
             return "bits"
-        return "nested" if var in self.maker and jaxprs.nested(self.maker[var]) is not None else "exact"
+        return "nested" if var in self.maker and is_control_flow(self.maker[var]) else "exact"
 
     def _replay(self, var: Any, leaves: Sequence[Any]) -> Callable[..., Any]:
         eqns = [] if list(leaves) == [var] else jaxprs.needed(self.eqns, [var], leaves)

@@ -68,11 +68,34 @@ def test_every_choice_of_what_stays_is_exact():
 
 
 def test_noise_only_where_the_budget_demands_it():
-    plan = R.plan(mlp, WS, X, budget_bytes=7 * ARRAY)
+    plan = R.plan(mlp, WS, X, budget_bytes=5 * ARRAY)
     assert [t.method for t in plan.trials[:2]] == ["keep", "recompute"]
-    assert plan.chosen.method == "pack" and 0 < plan.chosen.variance < 1 and peak(plan.function, WS, X) <= 7 * ARRAY
+    assert plan.chosen.method == "pack" and 0 < plan.chosen.variance < 1 and peak(plan.function, WS, X) <= 5 * ARRAY
     gradient = jax.jit(jax.grad(plan.function, argnums=1))
     assert_unbiased(lambda key: gradient(key, WS, X), jax.jit(jax.grad(mlp))(WS, X), draws=1000)
+
+
+def test_blocks_in_a_loop_need_no_checkpoint_by_hand():
+    """GELU's derivative comes at a program's end: as long as it stood there, no cut between blocks was small."""
+
+    def block(p, x):
+        q, k, v = jnp.split(x @ p["qkv"], 3, -1)
+        x = x + jax.nn.softmax(q @ jnp.swapaxes(k, -1, -2)) @ v
+        return x + jax.nn.gelu(x @ p["up"]) @ p["down"]
+
+    def loss(ps, x, wrap=lambda f: f):
+        for p in ps:
+            x = wrap(block)(p, x)
+        return jnp.mean(x**2)
+
+    sizes = {"qkv": (16, 48), "up": (16, 64), "down": (64, 16)}
+    ps = [{k: normal(i, *size) / 16 for k, size in sizes.items()} for i in range(4)]
+    x = normal(99, 8, 32, 16)
+    by_hand = R.temp_bytes(lambda ps: loss(ps, x, jax.checkpoint), ps)
+    plan = R.plan(loss, ps, x, budget_bytes=by_hand)
+    assert plan.chosen.method == "recompute" and plan.chosen.work < 0.8
+    exact, found = jax.jit(jax.grad(loss))(ps, x), jax.jit(jax.grad(plan.function, 1))(KEY, ps, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), exact, found)
 
 
 def test_a_budget_is_refused_with_the_smallest_that_is_kept():
