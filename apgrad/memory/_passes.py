@@ -172,9 +172,8 @@ def _evaluated_again(use: CoefficientUse, memory: dict[int, Any], computed: dict
 
 
 def _waits(slot: Slot) -> bool:
-    """Whether a remembered array goes behind a barrier: else compilers copy it, or expand it, before it is needed."""
-    key = jnp.issubdtype(slot.var.aval.dtype, jax.dtypes.extended)
-    return slot.how in ("sampled", "bits") or (slot.how == "exact" and not key)
+    """Whether an array goes behind a barrier: else compilers transpose it, or expand it, before it is needed."""
+    return slot.how != "nested" and not jnp.issubdtype(slot.var.aval.dtype, jax.dtypes.extended)
 
 
 def _keys(made: MemoryPlan, key: jax.Array) -> dict[int, jax.Array]:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import apgrad as ap
 from apgrad.memory import _randomize as randomize_module
@@ -223,3 +224,19 @@ def test_scratch_memory_is_small():
 
     random = ap.randomize(network, R.same_sample(0.1), through=None)
     assert R.temp_bytes(lambda *a: random(KEY, *a), weights, x) < R.temp_bytes(network, weights, x) / 3
+
+
+def test_what_parameters_are_expanded_to_waits_for_its_message():
+    """A layer's scale stood in memory from the start, broadcast to the batch."""
+    made = [nnx.Sequential(nnx.LayerNorm(64, rngs=nnx.Rngs(i)), nnx.Linear(64, 64, rngs=nnx.Rngs(i))) for i in range(6)]
+    (graph, *_), parameters = zip(*map(nnx.split, made), strict=True)
+    x = normal(9, 8, 32, 64)
+
+    def loss(parameters, x):
+        for p in parameters:
+            x = x + jnp.tanh(nnx.merge(graph, p)(x))
+        return jnp.mean(x**2)
+
+    random = ap.randomize(loss, R.rounding(4))
+    few, many = (R.temp_bytes(lambda p: random(KEY, p, x), parameters[:n]) for n in (2, 6))
+    assert many - few < 4 * x.nbytes
