@@ -16,6 +16,10 @@ the gradient's plus corrections. Those, and the messages
 are made by small networks of one neuron each that see m / |m|, x / |x| and P x / |x|, so they are relative to what
 arrives. At first they correct nothing. c is a line from 1 to 0 at the horizon T.
 
+*Corrections fade.* A gradient's mean over examples vanishes as the network learns, that of a function of m / |m| does
+not: it would take over, the sooner the larger the minibatch and the wider the layer. So the part of the corrections is
+g / (1 + t B / 1000) after t minibatches of B examples.
+
 *Controllers.* l, l', beta, the whitening's lambda and epsilon, and the part g of the corrections are made anew for each
 step by a network of each role (`dense_in`, `dense_`, `dense_out`, and g for each role without parameters). It sees the
 fraction t / T, the logarithms of T, B, N and M and of |W| sqrt(N), 1 / sqrt(t + 1), and two running means that tell
@@ -41,6 +45,7 @@ from apgrad.mplp.rules import _whitening as whitening
 CONTROLS = {"rate": -2.3, "bias": -1.5, "beta": 0.0, "lambda": 1.0, "epsilon": -6.0, "correct": 0.0}
 """What a controller gives at first: logarithms, and for beta a logit."""
 SEEN = 9  # numbers that a controller sees
+FADES = 1000.0  # examples after which half of the corrections is left
 TINY = 1e-20
 
 
@@ -167,7 +172,7 @@ class _Controller(nnx.Module):
         seen = [fraction[None], (t[None] + 1) ** -0.5, jnp.log(sizes) / 5, scale[None], state["signal"]]
         made = self.base[...] + self.gain[...] * self.network(jnp.concatenate(seen))
         found: dict[str, Any] = dict(zip(self.controls, made, strict=True))
-        found["correct"] = jnp.exp(found["correct"])
+        found["correct"] = jnp.exp(found["correct"]) / (1 + t * site.batch / FADES)
         if "rate" in found:
             found["rate"] = jnp.exp(found["rate"]) * (1 - fraction)
             found["bias"] = found["rate"] * jnp.exp(found["bias"])
