@@ -68,6 +68,27 @@ def test_scales_of_inputs_and_messages_do_not_count(x64):
     np.testing.assert_allclose(other.message, 1e4 * one.message, rtol=1e-9)
 
 
+def test_corrections_fade_with_the_examples_seen(x64):
+    """After t minibatches of B examples 1 / (1 + t B / 1000) of what the message has beside the exact one is left."""
+    network, params, (x, y), rule = made(message_size=3)
+    rule = jax.tree.map(lambda v: v + 0.1 * jnp.cos(jnp.arange(v.size, dtype=float)).reshape(v.shape), rule)
+    for local in rule.places.values():
+        local.controller.gain[...] *= 0.0  # so that the controllers give the same at every step
+    site = next(s for s in mplp.sites(network, params, (x, y)) if s.name == "dense_out")
+    message, kernel = jax.random.normal(jax.random.key(2), (6, 3, 3), float), params["dense_out"]["kernel"]
+    h, bias = jnp.tanh(x @ params["dense_in"]["kernel"]), params["dense_out"]["bias"]
+    question = mplp.Dense(message, message[..., 0], h, h @ kernel + bias, weight=kernel, bias=bias)
+    exact = jnp.einsum("bj,ij,k->bik", message[..., 0], kernel, jnp.eye(3)[0])
+
+    @jax.jit
+    def corrections(count):
+        return rule.at(site)(site, question, rule.init(site) | {"count": count}).message - exact
+
+    first, later = corrections(0.0), corrections(250.0)
+    assert float(jnp.abs(first).min()) > 1e-6
+    np.testing.assert_allclose(first / later, 1 + 250 * 6 / 1000, rtol=1e-9)
+
+
 def test_steps_get_shorter_until_the_horizon(tmp_path):
     network, params, data, rule = made()
 
