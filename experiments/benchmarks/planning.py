@@ -1,10 +1,10 @@
 """`ap.memory.plan` beside the single methods: compiled memory, seconds and noise, in one process.
 
 Of an MLP of ReLU layers, a ConvNet and a transformer, in a Python loop and in a scan: reverse mode as it is,
-`jax.checkpoint` around each layer, and rounding to 8, 4 and 2 bits. The plan is given the compiled memory of each single
-method as its budget, and must be no worse in noise, and no slower among methods without noise. Noise is the mean over
-draws of the squared error of the gradient over its square. Compiled memory is with optimization barriers kept. Seconds of
-the processor, by turns.
+`jax.checkpoint` around each layer, and rounding to 8, 4 and 2 bits. The plan is given the compiled memory of each
+single method as its budget, and must be no worse in noise, and no slower among methods without noise. Noise is the mean
+over draws of the squared error of the gradient over its square. Compiled memory is with optimization barriers kept.
+Seconds of the processor, by turns.
 
     python -m experiments.benchmarks.planning
     python -m experiments.benchmarks.planning --preset paper
