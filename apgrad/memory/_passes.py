@@ -110,12 +110,14 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
             return _restored(which.sampler, like.shape, like.dtype, drawn[slot], kept)
         return jnp.unpackbits(kept)[: like.size].reshape(like.shape).astype(bool) if which.how == "bits" else kept
 
+    spread = {step.eqn.outvars[0] for step in made.steps if step.eqn.primitive.name == "broadcast_in_dim"}
     computed: dict[Any, Any] = {}  # what is evaluated again, until its last use
     for step in soon(made.steps):
         inputs = step_inputs(step)
         present = {i: values[v] for i, v in enumerate(inputs) if not _literal(v) and i not in step.uses}
         needed = [s for use in step.uses.values() if use.again is None for s in use.slots]
-        slots = {s: memory[s] for s in needed if _waits(made.slots[s])}
+        copies = not spread.isdisjoint(jaxprs.variables(inputs))
+        slots = {s: memory[s] for s in needed if _waits(made.slots[s], copies)}
         drawn = {s: keys[s] for s in slots if made.slots[s].how == "sampled"}
         if any(not _rounds(made.slots[s].sampler) for s in drawn):
             drawn, slots, present = _together(drawn, slots, present)
@@ -171,8 +173,13 @@ def _evaluated_again(use: CoefficientUse, memory: dict[int, Any], computed: dict
     return computed[var], present
 
 
-def _waits(slot: Slot) -> bool:
-    """Whether an array goes behind a barrier: else compilers transpose it, or expand it, before it is needed."""
+def _waits(slot: Slot, copies: bool) -> bool:
+    """Whether an array goes behind a barrier: else compilers transpose it, or expand it, before it is needed.
+
+    A barrier writes out a message of copies, such as a mean's: then only what is packed waits for it.
+    """
+    if copies or slot.how in ("sampled", "bits"):
+        return slot.how in ("sampled", "bits")
     return slot.how != "nested" and not jnp.issubdtype(slot.var.aval.dtype, jax.dtypes.extended)
 
 

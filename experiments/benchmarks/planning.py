@@ -1,9 +1,10 @@
 """`ap.memory.plan` beside the single methods: compiled memory, seconds and noise, in one process.
 
-Of an MLP of ReLU layers, a ConvNet and a transformer in a scan: reverse mode as it is, `jax.checkpoint` around each
-layer, and rounding to 8, 4 and 2 bits. The plan is given the compiled memory of each single method as its budget, and
-must be no worse in noise, and no slower among methods without noise. Noise is the mean over draws of the squared error
-of the gradient over its square. Compiled memory is with optimization barriers kept. Seconds of the processor, by turns.
+Of an MLP of ReLU layers, a ConvNet and a transformer, in a Python loop and in a scan: reverse mode as it is,
+`jax.checkpoint` around each layer, and rounding to 8, 4 and 2 bits. The plan is given the compiled memory of each
+single method as its budget, and must be no worse in noise, and no slower among methods without noise. Noise is the mean
+over draws of the squared error of the gradient over its square. Compiled memory is with optimization barriers kept.
+Seconds of the processor, by turns.
 
     python -m experiments.benchmarks.planning
     python -m experiments.benchmarks.planning --preset paper
@@ -25,7 +26,7 @@ from experiments import harness
 from experiments.benchmarks import compiling
 from experiments.parts.turns import BARRIERS, take_turns
 
-MODELS = ("MLP", "ConvNet", "transformer, scan")
+MODELS = ("MLP", "ConvNet", "transformer, loop", "transformer, scan")
 SINGLE = ("checkpoint each layer", "8 bits", "4 bits", "2 bits")
 
 
@@ -80,7 +81,7 @@ def model(config: Config, name: str, wrap: Any) -> tuple[Any, Any, Any]:
         sizes = (3, *[16] * 4, *[32] * 4)
         kernels = [0.1 * normal(i, 3, 3, *pair) for i, pair in enumerate(itertools.pairwise(sizes))]
         return convnet, (kernels, 0.01 * normal(50, 2048, 10)), normal(99, 32, 32, 32, 3)
-    return compiling.transformer(config.blocks, True, wrap is jax.checkpoint)
+    return compiling.transformer(config.blocks, name == "transformer, scan", wrap is jax.checkpoint)
 
 
 def cells(config: Config) -> list[harness.Cell]:

