@@ -98,11 +98,11 @@ def test_equal_arrays_of_numbered_scopes_are_one_line():
     def named(ws, x):
         for i, w in enumerate(ws):
             with jax.named_scope(f"blocks_{i}"):
-                x = jnp.tanh(x @ w)
+                x = jnp.sin(x @ w)  # of which every version of JAX remembers the cosine
         return jnp.sum(x**2)
 
     table = str(ap.memory_report(named, [W] * 3, X))
-    assert "  3 x 8192 bytes  blocks_*/sub " in table or "  3 x 8192 bytes  blocks_*/tanh " in table
+    assert "  3 x 8192 bytes  blocks_*/cos " in table
     assert "blocks_* (3 scopes)" in table and "blocks_0" not in table
     assert "of residuals, each: recompute -8192 bytes" in table
 
