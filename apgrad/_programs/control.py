@@ -5,7 +5,6 @@ The parameters of JAX's equations are no stable interface: `scan` had `num_const
 they differ again. A program inside a primitive that is not known here is refused by `require_known`.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -14,11 +13,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.extend.source_info_util import user_context
 from jax.ref import AbstractRef
 from jax.sharding import AxisType, NamedSharding
 
-from apgrad._programs.evaluation import Program, caller, evaluate, opened
+from apgrad._programs.evaluation import Program, caller, evaluate, opened, scope, where_it_stands
 from apgrad._programs.kinds import ONE_FUNCTION
 from apgrad._programs.shards import Shards, of_whole_arrays
 
@@ -78,12 +76,9 @@ def nested(eqn: Any) -> Nested | None:
             return Nested("while", (opened(params["cond_jaxpr"]), opened(params["body_jaxpr"])), counts)
         if name == "cond":
             return Nested("cond", tuple(opened(branch) for branch in params["branches"]))
-        if name == "shard_map" and not has_own_rule(opened(params["jaxpr"])):
-            mesh, manual = params["mesh"], params["newly_manual_axes"]
-            axes = tuple(axis for axis in mesh.axis_names if axis in manual)
-            specs = (tuple(params["in_specs"]), tuple(params["out_specs"]))
-            shards = Shards(params["jaxpr"], mesh, axes, *specs, params["check_vma"])
-            return Nested("call", (_plain(shards, *(v.aval for v in eqn.invars)),), label=name)
+        if name == "shard_map":
+            program = _plain_or_why(eqn)
+            return None if isinstance(program, str) else Nested("call", (program,), label=name)
     except (AttributeError, TypeError, ValueError) as error:
         raise NotImplementedError(_strange(name, params, error)) from error
     return None
@@ -143,20 +138,27 @@ def rebuild(
     raise ValueError(f"{eqn.primitive.name!r} has a derivative rule of its own: evaluate it with caller(eqn)")
 
 
+def _plain_or_why(eqn: Any) -> Program | str:
+    """The program of a `shard_map` equation as a plain one, of whole arrays; or why there is none."""
+    params = Parameters(eqn)
+    mesh, manual = params["mesh"], params["newly_manual_axes"]
+    axes = tuple(axis for axis in mesh.axis_names if axis in manual)
+    specs = tuple(params["in_specs"]), tuple(params["out_specs"])
+    return _plain(Shards(params["jaxpr"], mesh, axes, *specs, params["check_vma"]), *(v.aval for v in eqn.invars))
+
+
 @functools.lru_cache(maxsize=256)
-def _plain(shards: Shards, *avals: Any) -> Program:
-    """The program of a `shard_map` equation as a plain one, of whole arrays."""
-    require_auto("what apgrad does with a shard_map", shards.mesh)
+def _plain(shards: Shards, *avals: Any) -> Program | str:
     program = opened(shards.jaxpr)
+    if has_own_rule(program):
+        return "a custom_vjp function is inside"
+    if explicit := _explicit(shards.mesh):
+        return f"it needs a mesh with axes that the compiler shards, {explicit}"
     function = of_whole_arrays(shards, lambda blocks: evaluate(program, blocks, _on_device(shards), _untyped))
-    inputs = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals]
     try:
-        return opened(jax.make_jaxpr(function)(*inputs))
+        return opened(jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in avals)))
     except (AssertionError, NotImplementedError, TypeError, ValueError) as error:
-        raise NotImplementedError(
-            f"apgrad reads a shard_map as a plain program over blocks of arrays, and cannot here ({error}). Apply "
-            "apgrad's functions to the function that it maps."
-        ) from error
+        return str(error)
 
 
 def _on_device(shards: Shards) -> Callable[..., Any]:
@@ -166,15 +168,15 @@ def _on_device(shards: Shards) -> Callable[..., Any]:
         return lambda *values: tuple(evaluate(program, values, apply, _untyped))
 
     def apply(eqn, values):
-        named = jax.named_scope(scope) if (scope := str(eqn.source_info.name_stack)) else contextlib.nullcontext()
-        with user_context(eqn.source_info.traceback), named:
+        with where_it_stands(eqn):
             if eqn.primitive.name in ("pvary", "sharding_constraint"):
                 return values
             if eqn.primitive.name in _REDUCTIONS:
                 return [_over_devices(eqn, values[0])]
             inside = nested(eqn)
             if inside is None:
-                return caller(eqn)(*values, **{k: None for k, v in eqn.params.items() if isinstance(v, NamedSharding)})
+                within_mesh = {k: None for k, v in eqn.params.items() if isinstance(v, NamedSharding)}
+                return caller(eqn)(*values, **within_mesh)
             if inside.kind == "custom":
                 return _with_rule(shards, eqn, function)(*values)
             functions = [function(program) for program in inside.jaxprs]
@@ -250,22 +252,28 @@ def require_known(eqn: Any, doing: str) -> None:
     if not inside or nested(eqn) is not None:
         return
     if name not in ONE_FUNCTION or any(map(has_own_rule, inside)):
-        where = f" (in {str(eqn.source_info.name_stack)!r})" if str(eqn.source_info.name_stack) else ""
+        where = f" (in {scope(eqn)!r})" if scope(eqn) else ""
+        why = f" ({_plain_or_why(eqn)})" if name == "shard_map" else ""
         raise NotImplementedError(
-            f"{doing} cannot see into the primitive {name!r}{where}, and there is a program inside. Apply {doing} to "
-            "the function in there, as to the one that shard_map maps; or leave this part out of the function."
+            f"{doing} cannot see into the primitive {name!r}{where}, and there is a program inside{why}. Apply {doing} "
+            "to the function in there, as to the one that shard_map maps; or leave this part out of the function."
         )
 
 
-def require_auto(doing: str, mesh: Any = None) -> None:
-    """Refuses a mesh, the one in use if none is given, whose axes are part of arrays' types, which programs lose."""
-    used = jax.sharding.get_abstract_mesh() if mesh is None else mesh
-    if AxisType.Explicit in used.axis_types:
-        wrap = ", or wrap the function that calls it by jax.sharding.auto_axes" if mesh is None else ""
+def _explicit(mesh: Any) -> str:
+    """What to do about a mesh whose axes are part of arrays' types, which programs lose; empty for another mesh."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return ""
+    auto = f"axis_types=(jax.sharding.AxisType.Auto,) * {len(mesh.axis_names)}"
+    return f"got the axes {mesh.axis_names} of the types {mesh.axis_types}: make the mesh with {auto}"
+
+
+def require_auto(doing: str) -> None:
+    """Refuses the mesh in use if its axes are part of arrays' types."""
+    if explicit := _explicit(jax.sharding.get_abstract_mesh()):
         raise NotImplementedError(
-            f"{doing} needs a mesh with axes that the compiler shards, got the axes {used.axis_names} of the types "
-            f"{used.axis_types}. Make the mesh with axis_types=(jax.sharding.AxisType.Auto,) * "
-            f"{len(used.axis_names)}{wrap}."
+            f"{doing} needs a mesh with axes that the compiler shards, {explicit}, or wrap the function that calls it "
+            "by jax.sharding.auto_axes."
         )
 
 

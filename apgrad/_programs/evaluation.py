@@ -1,10 +1,12 @@
 """Programs and how they are evaluated, equation by equation."""
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
+import jax
 from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.source_info_util import user_context
 
 ApplyEquation = Callable[[Any, list[Any]], Iterable[Any]]
 
@@ -33,6 +35,19 @@ def caller(eqn: Any) -> Callable[..., list[Any]]:
     return call
 
 
+def scope(eqn: Any) -> str:
+    """The named scopes around an equation within its own program, as "encoder/LSTM_0"."""
+    return str(eqn.source_info.name_stack)
+
+
+@contextlib.contextmanager
+def where_it_stands(eqn: Any) -> Iterator[None]:
+    """Equations that are traced within have the scopes and the line of source of this one."""
+    named = jax.named_scope(scope(eqn)) if scope(eqn) else contextlib.nullcontext()
+    with user_context(eqn.source_info.traceback), named:
+        yield
+
+
 def run(eqn: Any, inputs: list[Any]) -> list[Any]:
     return caller(eqn)(*inputs)
 
@@ -59,23 +74,3 @@ def run_all(
     for eqn in eqns:
         inputs = [constant(atom.val) if isinstance(atom, Literal) else values[atom] for atom in eqn.invars]
         values.update(zip(eqn.outvars, apply(eqn, inputs), strict=True))
-
-
-def is_inexact(x: Any) -> bool:
-    """Whether JAX carries messages to an array: whether it is of floating-point or complex numbers."""
-    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
-
-
-def place(values: Sequence[Any], numbers: Sequence[int], into: Sequence[Any]) -> list[Any]:
-    """A copy of a list with values put at the given places."""
-    full = list(into)
-    for number, value in zip(numbers, values, strict=True):
-        full[number] = value
-    return full
-
-
-def restrict(
-    function: Callable[..., Any], args: Sequence[Any], chosen: Sequence[int]
-) -> tuple[Callable[..., Any], list[Any]]:
-    """The function of some of its arguments, while the others stay as they are."""
-    return lambda *values: function(*place(values, chosen, args)), [args[i] for i in chosen]

@@ -6,7 +6,6 @@
 What stands inside an equation (`nested`, `rebuild`) comes from `control.py`.
 """
 
-import contextlib
 import re
 import sysconfig
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -18,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
-from jax.extend.source_info_util import user_context
 
 from apgrad._programs.control import (
     Nested as Nested,
@@ -37,20 +35,14 @@ from apgrad._programs.evaluation import (
     Program as Program,
     caller as caller,
     evaluate as evaluate,
-    is_inexact as is_inexact,
     opened,
-    place as place,
-    restrict as restrict,
     run as run,
     run_all as run_all,
+    scope as scope,
+    where_it_stands,
 )
 
 _NOT_THE_USERS = (str(Path(__file__).parent.parent), *(sysconfig.get_path(p) for p in ("stdlib", "purelib", "platlib")))
-
-
-def scope(eqn: Any) -> str:
-    """The named scopes around an equation within its own program, as "encoder/LSTM_0"."""
-    return str(eqn.source_info.name_stack)
 
 
 def join(*scopes: str) -> str:
@@ -109,6 +101,11 @@ def arrays_of(tree: Any, kinds: tuple[type, ...] = _ARRAYS) -> tuple[list[Any], 
     return [leaves[i] for i in numbers], lambda *arrays: treedef.unflatten(place(arrays, numbers, leaves))
 
 
+def is_inexact(x: Any) -> bool:
+    """Whether JAX carries messages to an array: whether it is of floating-point or complex numbers."""
+    return jnp.issubdtype(jnp.result_type(x), jnp.inexact)
+
+
 def inexact_outputs(eqn: Any) -> list[bool]:
     return [jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars]
 
@@ -140,13 +137,27 @@ def inline(program: Program, inputs: Sequence[Any], apply: ApplyEquation = run) 
 
     def enter(eqn, values):
         inside = nested(eqn)
-        named = jax.named_scope(scope(eqn)) if scope(eqn) else contextlib.nullcontext()
-        with user_context(eqn.source_info.traceback), named:
+        with where_it_stands(eqn):
             if inside is not None and inside.kind == "call":
                 return inline(inside.jaxprs[0], values, apply)
             return apply(eqn, values)
 
     return evaluate(program, inputs, enter)
+
+
+def place(values: Sequence[Any], numbers: Sequence[int], into: Sequence[Any]) -> list[Any]:
+    """A copy of a list with values put at the given places."""
+    full = list(into)
+    for number, value in zip(numbers, values, strict=True):
+        full[number] = value
+    return full
+
+
+def restrict(
+    function: Callable[..., Any], args: Sequence[Any], chosen: Sequence[int]
+) -> tuple[Callable[..., Any], list[Any]]:
+    """The function of some of its arguments, while the others stay as they are."""
+    return lambda *values: function(*place(values, chosen, args)), [args[i] for i in chosen]
 
 
 def hoist(function: Callable[..., Any], *inputs: Any) -> tuple[Callable[..., Any], list[Any]]:

@@ -79,7 +79,7 @@ def make_plan(
         found = jaxprs.inline(traced, values)
         return found[: len(outputs)], *graph.known(found[len(outputs) :], known, chains)
 
-    forward = _soon(jaxprs.inlined(whole, *inputs), len(outputs))
+    forward = _derivatives_sooner(jaxprs.inlined(whole, *inputs), len(outputs))
     variables = forward.jaxpr.outvars[len(outputs) :]
     at = dict(zip(known, variables[: len(known)], strict=True))
     derivative = dict(zip(chains, variables[len(known) :], strict=True))
@@ -107,7 +107,7 @@ def make_plan(
     return MemoryPlan(forward, len(outputs), tuple(memory.slots), tuple(steps), back)
 
 
-def _soon(program: jaxprs.Program, outputs: int) -> jaxprs.Program:
+def _derivatives_sooner(program: jaxprs.Program, outputs: int) -> jaxprs.Program:
     """The program with what its first outputs do not need, derivatives, right after what that is made of.
 
     So the order says which parts of a function follow each other, and what a derivative takes need not wait for it.

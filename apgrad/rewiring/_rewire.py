@@ -76,8 +76,8 @@ def rewire(function: Callable[..., Any], rule: Rule, *, argnums: int | Sequence[
 
     Raises:
       ValueError: at trace time, if the rule takes no site, none by a name that it was given, or one that cannot be
-        rewired (in a `while_loop`, a `shard_map` or a function with a derivative rule of its own); if the rule's
-        parameters are not those of its sites; if the function changes its arguments in place.
+        rewired (in a `while_loop`, a `shard_map` over explicit axes or a function with a derivative rule of its own);
+        if the rule's parameters are not those of its sites; if the function changes its arguments in place.
       NotImplementedError: for a program inside a primitive that is not known here.
       TypeError: for a second derivative.
 

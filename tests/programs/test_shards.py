@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import numpyro.distributions as dist
 import pytest
 
 import apgrad as ap
@@ -147,9 +148,25 @@ def test_what_cannot_be_read_within_a_mesh_is_refused_with_what_helps():
     with pytest.raises(NotImplementedError, match=r"axes \('d',\) of the types \(.*Explicit.*\).* axis_types="):
         gradient_shape(lambda x: explicit(jax.device_put(x, sharding)))
     groups = lambda x: jax.lax.psum(x, "d", axis_index_groups=[[0]])
-    with pytest.raises(NotImplementedError, match="Apply apgrad's functions to the function that it maps"):
+    with pytest.raises(NotImplementedError, match=r"axis_index_groups.* Apply ap.randomize to the function in there"):
         gradient_shape(mapped(groups))
     assert gradient_shape(mapped(jnp.sin)).shape == (64, 4)
+
+
+def test_what_cannot_be_read_is_one_function_where_nobody_has_to_read_it():
+    """A mesh of explicit axes, JAX's default: in the mean of a node, in a report, and where no message goes."""
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,))
+    explicit = jax.shard_map(jnp.sin, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
+    assert ap.memory.residuals(lambda x: jnp.sum(explicit(x)), jnp.ones(64))
+    step = ap.stochastic(ap.total_propagation())(lambda theta, x: dist.Normal(explicit(theta * x), 0.1))
+
+    def rollout(tape, theta):
+        tape, x = step(tape, theta, jnp.ones(tape.lanes))
+        tape, x = step(tape, theta, x)
+        return tape.cost(x**2)
+
+    jax.eval_shape(ap.grad(rollout, lanes=8), jax.random.key(0), 2.0)
+    gradient_shape(lambda x: x * explicit(jnp.ones(4)))
 
 
 def test_a_report_names_what_is_within_a_mesh():

@@ -206,7 +206,7 @@ own_rule.defvjp(lambda w, x: (x @ w, None), lambda _, m: (m, m))
 
 def test_what_cannot_be_seen_is_an_error_but_the_sum_of_a_scatter_is_no_site():
     dense, mesh = rebuilding(("dense",))[0], jax.make_mesh((1,), ("i",))
-    mapped = jax.shard_map(own_rule, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
+    mapped = jax.shard_map(lambda w, x: x @ w, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
     for function, error, words in (
         (lambda w, x: jnp.sin(x @ W), ValueError, "the rule takes no site"),  # the weights are closed over
         (lambda w, x: jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ w, x), ValueError, "inside while"),
@@ -218,9 +218,16 @@ def test_what_cannot_be_seen_is_an_error_but_the_sum_of_a_scatter_is_no_site():
         with pytest.raises(error, match=words):
             ap.rewire(function, dense)(W, X)
     halve = ap.rewiring.gradient_reversal(("tanh", "add"), strength=-0.5)
+    mapped = jax.shard_map(jnp.tanh, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
     solved = lambda x: jax.lax.custom_linear_solve(lambda v: v * jnp.tanh(x), x, lambda _, b: b / x, symmetric=True)
-    with pytest.raises(ValueError, match="inside custom_linear_solve"):
-        ap.rewire(lambda w, x: jnp.tanh(solved(w * x)), halve)(0.5, 1.0)
+    for inner, words in ((mapped, "inside shard_map"), (solved, "inside custom_linear_solve")):
+        with pytest.raises(ValueError, match=words):
+            ap.rewire(lambda w, x, inner=inner: jnp.tanh(inner(w * x)), halve)(0.5, 1.0)
+    auto = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    read = jax.shard_map(jnp.tanh, mesh=auto, in_specs=jax.P(), out_specs=jax.P())
+    plain = jax.grad(lambda w: jnp.tanh(jnp.tanh(w)))(0.5)
+    both = ap.rewiring.gradient_reversal("tanh", strength=-0.5)
+    np.testing.assert_allclose(jax.grad(ap.rewire(lambda w: jnp.tanh(read(w)), both))(0.5), plain / 4, rtol=1e-6)
     scattered = lambda w, x: jnp.sum(jnp.zeros(3).at[jnp.array([0, 0, 1])].add(w * x) + w)
     halve = ap.rewiring.gradient_reversal("add", strength=-0.5)
     assert jax.grad(ap.rewire(scattered, halve))(0.5, jnp.ones(3)) == 3  # half of 6
