@@ -7,11 +7,11 @@ The rule is `mplp.load_pretrained("image_mlp")`: separable with whitening, meta-
 and 144-50-50-10, 20 steps of 8 images (its card says all). Networks are drawn at random. Settings other than these two
 are transfers: a step function, other sizes and depths, other images. Long unrolls are by `"image_mlp_long"`, which was
 trained on them; settings that end in 1000 are by `"images"`, which is told so, with a normalized rule before any
-training in the sweep. Adam, SGD,
-SGD with momentum .9 and Muon (Jordan et al., 2024: the matrices' momentum is brought near an orthogonal matrix, biases
-have Adam) are tuned for each setting by a sweep over learning rates on the same tasks; the best at the last step is
-shown (for `"image_mlp_long"` at step 200), and the sweep is in results.json. The optimizers' sigmoid stays where the
-rule has a step: a step has no derivative to follow. Accuracy is on 1,000 test images a run (the paper's runs have 100).
+training in the sweep. Adam, SGD, SGD with momentum .9 and Muon (Jordan et al., 2024: the matrices' momentum is brought
+near an orthogonal matrix, biases have Adam) are tuned for each setting by a sweep over learning rates on the same
+tasks; the best at the last step is shown (for `"image_mlp_long"` at step 200), and the sweep is in results.json. The
+optimizers' sigmoid stays where the rule has a step: a step has no derivative to follow. Accuracy is on 1,000 test
+images a run (the paper's runs have 100).
 """
 
 import dataclasses
