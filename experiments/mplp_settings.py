@@ -13,7 +13,8 @@ warm-up over a tenth of the steps and a cosine to zero, and Muon (`optax.contrib
 Each baseline is tuned for each setting and horizon by random search: 16 draws of its rate, of whether that stays or
 goes to zero on a line, and of its weight decay, judged on other tasks of the same setting. A rule that takes the number
 of updates is told it. Then all methods learn the same tasks. A step has no derivative, so baselines get the
-sigmoid's in its place (a surrogate gradient); the rule sees the step as it is.
+sigmoid's in its place (a surrogate gradient). The rules see the step as it is, but for "images, surrogate", which is
+the rule "images" given what baselines get.
 
 Given is the accuracy on test images after the last update, 0 of a run that diverged. A rule is compared run by run with
 the baseline that is best on the same tasks, which favours the baselines a little, and with tuned momentum. An interval
@@ -42,6 +43,7 @@ PARTIAL = True
 DRAWN = 20261124
 IMAGES = (("digits", None), ("mnist", 12), ("mnist", 20), ("mnist", 28), ("cifar10", 12))
 RULES = ("images", "untrained", "image_mlp", "image_mlp_long")
+SURROGATE = "images, surrogate"
 TOGETHER = 4  # runs of one compiled call
 
 
@@ -146,7 +148,9 @@ PAPER = Config(images=IMAGES, settings=40, horizons=(20, 100), draws=16, tuning=
 def cells(config: Config) -> list[harness.Cell]:
     """A setting and a method each, the baselines of all settings first, and then one rule after the other."""
     blocks = [OPTIMIZERS, *((rule,) for rule in RULES)]
-    return [cell for methods in blocks for cell in harness.grid(setting=range(config.settings), method=methods)]
+    every = [cell for methods in blocks for cell in harness.grid(setting=range(config.settings), method=methods)]
+    steps = [i for i in range(config.settings) if draw_setting(i, config.images).activation == "step"]
+    return every + harness.grid(setting=steps, method=[SURROGATE])
 
 
 class Start(NamedTuple):
@@ -205,12 +209,13 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     """By horizon the accuracy of each run; of a baseline what was drawn, of a rule whether it warned."""
     for_rules, for_baselines, tuning, judged = prepared(config, cell["setting"])
     found: dict[str, Any] = {}
-    if cell["method"] in RULES:
-        run = learn(for_rules, meta.message_passing(for_rules.network))
+    if cell["method"] not in OPTIMIZERS:
+        task = for_baselines if cell["method"] == SURROGATE else for_rules
+        run = learn(task, meta.message_passing(task.network))
         if cell["method"] == "untrained":
             rule = mplp.Normalized(meta_curves.sites(for_rules), rngs=nnx.Rngs(0))
         else:
-            rule = mplp.load_pretrained(cell["method"])
+            rule = mplp.load_pretrained(cell["method"].removesuffix(", surrogate"))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for steps in config.horizons:
@@ -255,13 +260,15 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     for number, methods in settings.items():
         if not set(OPTIMIZERS) <= set(methods):
             continue
+        if "images" in methods and draw_setting(number, config.images).activation != "step":
+            methods[SURROGATE] = methods["images"]
         for steps in config.horizons:
             given = {
                 name: np.array(result["horizons"][str(steps)]["accuracy"], float) for name, result in methods.items()
             }
             accuracy = {name: np.nan_to_num(found) for name, found in given.items()}  # what diverged learned nothing
             best = max(OPTIMIZERS, key=lambda name: accuracy[name].mean())
-            for rule in (rule for rule in RULES if rule in methods):
+            for rule in (rule for rule in (*RULES, SURROGATE) if rule in methods):
                 row: dict[str, Any] = {"setting": number, "images": str(draw_setting(number, config.images))}
                 row |= {"steps": steps, "rule": rule}
                 row |= {"warned": methods[rule]["warned"], "accuracy": accuracy[rule].mean()}
@@ -271,7 +278,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
                     row |= {name: accuracy[other].mean(), f"ahead of {name}": ahead.mean()}
                     row |= {f"interval {name}": half_interval(ahead)}
                 rows.append(row)
-    figures, measured = {}, [rule for rule in RULES if any(row["rule"] == rule for row in rows)]
+    figures, measured = {}, [rule for rule in (*RULES, SURROGATE) if any(row["rule"] == rule for row in rows)]
     for rule in measured:
         for steps in config.horizons:
             mine = [r for r in rows if (r["rule"], r["steps"]) == (rule, steps)]

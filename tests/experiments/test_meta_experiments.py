@@ -83,6 +83,9 @@ def test_a_surrogate_step_is_a_step_with_the_sigmoids_derivative():
     value, pullback = jax.vjp(mplp_settings.surrogate_step, z)
     np.testing.assert_allclose(value, [0, 0, 1, 1], atol=1e-7)
     np.testing.assert_allclose(pullback(jnp.ones(4))[0], jax.vmap(jax.grad(jax.nn.sigmoid))(z), rtol=1e-6)
+    cells, chosen = mplp_settings.cells(mplp_settings.PAPER), mplp_settings.SURROGATE
+    given = [cell["setting"] for cell in cells if cell["method"] == chosen]
+    assert [number for number in range(40) if mplp_settings.draw_setting(number).activation == "step"] == given
 
 
 @pytest.mark.long
@@ -91,6 +94,7 @@ def test_settings(run):
     assert results["image_mlp, 2 steps"]["settings"] == 1
     assert all(0 <= row["accuracy"] <= 100 and row["finite"] for row in results["rows"])
     assert all(row["warned"] != (row["rule"] == "untrained") for row in results["rows"])
+    assert results[f"{mplp_settings.SURROGATE}, 2 steps"]["settings"] == 1  # setting 0 has step functions
 
 
 @pytest.mark.long
