@@ -101,16 +101,17 @@ def gradient_errors(results) -> Rows:
 
 
 def rule_beside_adam(results) -> Rows:
-    rows = [["network", "trained rule", "tuned Adam", "tuned SGD"]]
-    for setting in ("144-50-10", "144-50-50-10", "144-50-10, step", "784-100-10", "784-256-128-10", "digits 64-50-10"):
-        rows.append([setting, *(_mean(results[f"{setting}, {m}"]) for m in ("MPLP", "Adam", "SGD"))])
-    return rows
+    return _rule_beside(results, {"Adam": "tuned Adam", "SGD": "tuned SGD"})
 
 
-def rule_beside_optimizers(results) -> Rows:
-    methods = {"MPLP": "trained rule", "Muon": "Muon", "momentum": "SGD, momentum .9", "Adam": "Adam", "SGD": "SGD"}
+def rule_beside_muon(results) -> Rows:
+    return _rule_beside(results, {"Muon": "tuned Muon", "momentum": "tuned SGD, momentum .9"})
+
+
+def _rule_beside(results, optimizers):
+    methods = {"MPLP": "trained rule", **optimizers}
     rows = [["network", *methods.values()]]
-    for setting in ("144-50-10", "784-100-10"):
+    for setting in ("144-50-10", "144-50-50-10", "144-50-10, step", "784-100-10", "784-256-128-10", "digits 64-50-10"):
         rows.append([setting, *(_mean(results[f"{setting}, {m}"]) for m in methods)])
     return rows
 
@@ -134,7 +135,7 @@ def rule_in_settings(results) -> Rows:
         "above beyond the interval": "above, interval",
         "below beyond the interval": "below, interval",
         "below momentum beyond the interval": "below momentum, interval",
-        "of these without a warning": "of these without a warning",
+        "of these without a warning": "below momentum without a warning",
         "not finite": "not finite",
     }
     rows = [["rule", *shown.values()]]
