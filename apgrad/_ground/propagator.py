@@ -4,8 +4,9 @@
 algorithms", NeurIPS 2022, section 3) lets a node of reverse mode's graph replace the rule by which it sends messages.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -87,8 +88,10 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
             )
         residual = memory, form_of(inputs)
         if residuals is not None:
-            everything = jax.tree.map(lambda _: True, inputs)
-            largest = jax.eval_shape(lambda inputs: forward(inputs, everything)[1], inputs)
+            largest, everything = memory, jax.tree.map(lambda _: True, inputs)
+            some = zip(jax.tree.leaves(flags), jax.tree.leaves(inputs), strict=True)
+            if not residuals.traced_once and any(is_inexact(x) and not p for p, x in some):
+                largest = jax.eval_shape(lambda inputs: forward(inputs, everything)[1], inputs)
             residual = residuals.packed(residual, len(jax.tree.leaves(largest)))
         return output, residual
 
@@ -104,7 +107,8 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
         if not perturbed and may_close_over_a_tracer(*propagator):
             return _opened(propagator, inputs)
         try:
-            return call(*inputs)
+            with residuals.calling() if residuals else contextlib.nullcontext():
+                return call(*inputs)
         except jax.errors.UnexpectedTracerError as error:
             raise ValueError(_CLOSURE) from error
 
@@ -115,11 +119,21 @@ class _Residuals:
     """Residuals whose structure depends on what is differentiated, in a form that does not.
 
     JAX 0.10.2 unpacks a residual by the structure that the last trace of `fwd` had. Here the structure travels with the
-    residual, as the number of columns of an empty array; all are padded to one number of arrays.
+    residual, as the number of columns of an empty array; all are padded to one number of arrays. A `fwd` that JAX
+    traces while the call runs is traced once, and needs no padding; those of a jaxpr, later, are traced at will.
     """
 
     def __init__(self):
         self.structures: list[Any] = []
+        self.traced_once = False
+
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[None]:
+        self.traced_once = True
+        try:
+            yield
+        finally:
+            self.traced_once = False
 
     def packed(self, residual: Any, size: int) -> Any:
         leaves, structure = jax.tree.flatten(residual)

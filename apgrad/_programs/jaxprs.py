@@ -129,6 +129,8 @@ def needed(
 def inlined(function: Callable[..., Any], *args: Any) -> Program:
     """The program of a function, with calls written out as by `inline`; its inputs are the leaves of the arguments."""
     program, _ = trace(function, *args)
+    if not any((inside := nested(eqn)) and inside.kind == "call" for eqn in program.jaxpr.eqns):
+        return program
     return trace(lambda *values: inline(program, values), *jax.tree.leaves(args))[0]
 
 

@@ -79,7 +79,7 @@ def make_plan(
         found = jaxprs.inline(traced, values)
         return found[: len(outputs)], *graph.known(found[len(outputs) :], known, chains)
 
-    forward = _derivatives_sooner(jaxprs.inlined(whole, *inputs), len(outputs))
+    forward = _derivatives_sooner(jaxprs.trace(whole, *inputs)[0], len(outputs))
     variables = forward.jaxpr.outvars[len(outputs) :]
     at = dict(zip(known, variables[: len(known)], strict=True))
     derivative = dict(zip(chains, variables[len(known) :], strict=True))

@@ -71,8 +71,7 @@ class Rounding:
         # With a barrier, so that arrays of one size have the same operations, whatever makes them: compiled once.
         rows = jax.lax.optimization_barrier(as_rows(x, self.group))
         bad, limits = ~jnp.isfinite(rows), jnp.finfo(rows.dtype)
-        rows = jnp.where(bad, 0, rows)
-        low, high, spoilt = (found[:, None] for found in _ranges(rows, bad))
+        low, high, spoilt = (found[:, None] for found in _ranges(jnp.where(bad, 0, rows), bad))
         large = jnp.maximum(high, -low) > float(limits.max) / _DIVISOR
         factor = _divided(large, rows.dtype)
         integer, half = _word(rows.dtype)
@@ -188,4 +187,5 @@ def uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     bits = words[:rows, None] + words[rows : rows + columns]
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):  # lowbias32, as in `hashed`, but for its last step
         bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
-    return ((bits >> 9).astype(jnp.int32).astype(dtype) + 0.5) * 2.0**-23
+    numbers = jax.lax.bitcast_convert_type(bits >> 9 | 0x3F800000, jnp.float32)  # in [1, 2)
+    return numbers.astype(dtype) - (1 - 2.0**-24)

@@ -129,6 +129,26 @@ def test_a_loop_is_planned_in_time_that_is_linear_in_its_depth(options, monkeypa
     assert len(planned) == 4 and max(planned.values()) <= 4 * once
 
 
+def test_what_is_differentiated_directly_is_planned_once(monkeypatch):
+    planned, make_plan = [], randomize_module.make_plan
+    monkeypatch.setattr(randomize_module, "make_plan", lambda *args: planned.append(args) or make_plan(*args))
+    random = ap.randomize(lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w)), R.rounding(4))
+    arguments = KEY, *[normal(i, 32, 32) for i in range(2)]
+    jax.jit(jax.grad(random, argnums=1)).trace(*arguments)
+    assert len(planned) == 1
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_gradients_of_different_arguments_do_not_mix(wrap):
+    """Residuals of a jaxpr that is differentiated in two ways before either backward pass."""
+    random = wrap(ap.randomize(lambda w, x: jnp.sum(jnp.tanh(jnp.tanh(x @ w) @ w)), R.rounding(32)))
+    w, x = normal(0, 32, 32), normal(1, 32, 32)
+    few, some = jax.vjp(lambda w: random(KEY, w, x), w)[1], jax.vjp(lambda *a: random(KEY, *a), w, x)[1]
+    chex.assert_trees_all_close(some(1.0)[0], few(1.0)[0], rtol=1e-5)
+    few, some = jax.vjp(lambda *a: random(KEY, *a), w, x)[1], jax.vjp(lambda x: random(KEY, w, x), x)[1]
+    chex.assert_trees_all_close(few(1.0)[1], some(1.0)[0], rtol=1e-5)
+
+
 def test_rounding_is_compiled_without_threefry():
     """Which takes a compiler longer than the rest of a rounding, once for each array."""
     xs = normal(3, 6, 16, 8)
