@@ -17,7 +17,8 @@ do not perturb compute one unroll for all tasks.
 and to the rule's own state is cut to 4 times the typical task's, or to half of it (`ap.clip_lanes`). `multilevel` has
 weights for levels of such clipping, up to none, by what repeats from outer step to outer step (`ap.multilevel`).
 
-All methods have the same tasks in an outer step, rates of Adam and seeds; those that perturb have the same deviations.
+All methods have the same tasks in an outer step, rates of Adam and seeds, but for total propagation, whose lanes are as
+many noisy unrolls of one task; those that perturb have the same deviations.
 Shown is the best rate and deviation by the mean over seeds, on the tasks that also judge. Seconds are steps times the
 processor time of a step without compilation: the median over stretches, divided by the trainings that a program makes.
 
