@@ -225,3 +225,13 @@ def test_the_page_of_the_policy_has_the_figures_of_the_results():
     levels, near, plain = (two(cost["every step", name]["cost"]) for name in ("multilevel", "RP, short", "RP"))
     readme = " ".join((ROOT / "README.md").read_text().split())
     assert f"a cost of {levels} by levels of clipping, {near} by short horizons and {plain} by plain" in readme
+
+
+@pytest.mark.quick
+def test_the_page_of_tracing_has_the_correlations_of_the_results():
+    run = json.loads((ROOT / "experiments" / "results" / "tracing_ablation-paper" / "results.json").read_text())
+    of = lambda kind, how: f"{run[f'correlation {kind} {how}']['value']:.2f}".removeprefix("0")
+    page = " ".join((DOCS / "wings" / "tracing.md").read_text().split())
+    assert f"a rank correlation of {of('viterbi', 'ablated')} with" in page
+    assert f"and of {of('viterbi', 'retrained')} with" in page
+    assert f"most gradient, {of('greedy', 'ablated')} and {of('greedy', 'retrained')}." in page
