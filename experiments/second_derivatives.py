@@ -98,7 +98,7 @@ def exact(family: str, graph: str, order: int, theta: float = THETA) -> float:
         derivative = expected
         for _ in range(order):
             derivative = jax.grad(derivative)
-        return float(derivative(jnp.float64(theta)))
+        return float(jax.jit(derivative)(jnp.float64(theta)))
 
 
 def estimate(

@@ -18,7 +18,6 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 ADDRESS = tomllib.loads((FOLDER.parent / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
 COLAB = f"https://colab.research.google.com/{ADDRESS.removeprefix('https://').replace('.com', '')}/blob/main/notebooks/"
 INSTALL = f'%pip install -q "apgrad[experiments] @ git+{ADDRESS}"'
-QUICK = ("00_quickstart",)  # the others are left to `-m long`
 # A notebook should take less than 90 seconds on two cores. The bound is on a single cell and generous: it ends what
 # hangs, and does not fail on a busy machine.
 SECONDS_A_CELL = 300
@@ -44,11 +43,8 @@ def test_notebook_is_tidy(path):
             assert output.output_type != "error" and output.get("name") != "stderr", cell.source
 
 
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(p, marks=() if p.stem in QUICK else pytest.mark.long) for p in NOTEBOOKS],
-    ids=lambda p: p.stem,
-)
+@pytest.mark.long
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path, tmp_path, monkeypatch):
     notebook = nbformat.read(path, as_version=4)
     # The kernel imports this checkout, and has no word on frozen modules to say to debuggers.

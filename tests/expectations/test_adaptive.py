@@ -188,21 +188,21 @@ def test_unbiased_given_the_past_with_few_lanes():
         _, _, state = objective.value_and_grad(keys[1], state, THETA)
         return objective.value_and_grad(keys[2], state, THETA)[1]
 
-    ap.testing.assert_unbiased(estimate, jax.grad(truth)(THETA), KEY, 40_000)
+    ap.testing.assert_unbiased(estimate, jax.grad(truth)(THETA), KEY, 20_000)
 
 
 def test_unbiased_with_any_weights_that_depend_on_the_inputs():
     # A weight of its own for each visit, cell and purpose; and what the guard takes.
     objective = ap.adaptive(linear, lanes=6, by_state=True)
     state = jax.jit(objective.init)(KEY, THETA)
-    k = jax.random.uniform(jax.random.key(2), (2, *state.moments.shape[2:4]))
-    rows = jnp.stack([-k[0], 1 - k[0], -k[1], 1 - k[1], 0 * k[0]], axis=-1)
-    state = state._replace(moments=jnp.broadcast_to(rows, state.moments.shape), count=jnp.int32(10_000))
-    pathwise = state._replace(changes=jnp.broadcast_to(jnp.array([0.0, 1.0]), (200, 2)))
+    k = np.random.default_rng(2).uniform(size=(2, *state.moments.shape[2:4]))
+    rows = np.stack([-k[0], 1 - k[0], -k[1], 1 - k[1], 0 * k[0]], axis=-1).astype("float32")
+    state = state._replace(moments=np.broadcast_to(rows, state.moments.shape), count=jnp.int32(10_000))
+    pathwise = state._replace(changes=np.tile(np.float32([0, 1]), (200, 1)))
     assert pathwise.guarded and not state.guarded
     of = lambda state: lambda key: objective.value_and_grad(key, state, THETA)[1]
     both = lambda key: (of(state)(key), of(pathwise)(key))
-    ap.testing.assert_unbiased(both, (jax.grad(truth)(THETA),) * 2, KEY, 30_000)
+    ap.testing.assert_unbiased(both, (jax.grad(truth)(THETA),) * 2, KEY, 20_000)
     by_path = functools.partial(linear, estimator=ap.reparameterization())
     both = jax.jit(lambda key: (of(pathwise)(key), ap.grad(by_path, 6)(key, THETA)))(KEY)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-4), *both)
@@ -212,13 +212,17 @@ def test_the_guard_leaves_out_what_is_rare():
     def guarded(changes):
         return bool(ap.AdaptiveState(jnp.zeros(0), jnp.int32(0), changes=changes).guarded)
 
-    of = lambda first, second, calls: jnp.full((200, 2), jnp.nan).at[:calls].set(jnp.array([first, second]))
-    changes = of(0.0, 1.0, 200)
-    assert guarded(changes) and not guarded(changes[:, ::-1])
-    assert guarded(changes.at[7:9, 0].set(jnp.array([300.0, 200.0])))  # 2 of 200
-    assert not guarded(changes.at[7, 0].set(jnp.inf))  # not finite, and the next such gradient would stay
-    assert not guarded(changes.at[7:10, 0].set(8.0))
-    assert guarded(of(-jnp.inf, 1.0, 3)) and not guarded(of(0.0, 1.0, 0))
+    def of(first, second, calls=200, rare=()):
+        changes = np.full((200, 2), np.nan, np.float32)
+        changes[:calls] = first, second
+        changes[7 : 7 + len(rare), 0] = rare
+        return changes
+
+    assert guarded(of(0.0, 1.0)) and not guarded(of(1.0, 0.0))
+    assert guarded(of(0.0, 1.0, rare=[300.0, 200.0]))  # 2 of 200
+    assert not guarded(of(0.0, 1.0, rare=[np.inf]))  # not finite, and the next such gradient would stay
+    assert not guarded(of(0.0, 1.0, rare=[8.0] * 3))
+    assert guarded(of(-np.inf, 1.0, 3)) and not guarded(of(0.0, 1.0, 0))
 
 
 def test_the_changes_are_those_of_both_gradients():
@@ -265,9 +269,8 @@ def test_every_visit_has_a_row():
     assert np.isfinite(gradient["a"]) and not np.any(np.all(after.moments[:, 1] == 0, axis=(2, 3)))
 
 
-@pytest.mark.parametrize("by_state", [False, True])
-def test_jit_scan_and_vmap_agree_and_a_state_is_a_pytree(by_state):
-    objective = ap.adaptive(linear, lanes=8, window=2, by_state=by_state)
+def test_jit_scan_and_vmap_agree_and_a_state_is_a_pytree():
+    objective = ap.adaptive(linear, lanes=8, window=2, by_state=True)
 
     def train(state, key):
         value, gradient, state = objective.value_and_grad(key, state, THETA)

@@ -62,7 +62,7 @@ THETA = {"a": jnp.float32(0.9), "b": (jnp.float32(0.3),)}
 @pytest.mark.parametrize("estimator", ESTIMATORS.values(), ids=ESTIMATORS.keys())
 def test_unbiased_with_few_lanes(estimator):
     gradient = jax.grad(ap.expectation(linear_rollout(estimator), lanes=10, cross_fit=True), argnums=1)
-    ap.testing.assert_unbiased(lambda key: gradient(key, THETA), linear_truth(THETA), KEY, 40_000)
+    ap.testing.assert_unbiased(lambda key: gradient(key, THETA), linear_truth(THETA), KEY, 20_000)
 
 
 def test_the_bias_that_cross_fitting_removes():
@@ -83,7 +83,7 @@ def test_sample_is_unbiased_too_with_a_parameter_that_lanes_share():
     value = lambda theta: theta["a"] ** 4 + (theta["a"] ** 2 + 1) * theta["scale"] ** 2
     theta = {"a": jnp.float32(0.9), "scale": jnp.float32(0.5)}
     gradient = ap.grad(paid(draw, jnp.square), lanes=10, cross_fit=True)
-    ap.testing.assert_unbiased(lambda key: gradient(key, theta), jax.grad(value)(theta), KEY, 40_000)
+    ap.testing.assert_unbiased(lambda key: gradient(key, theta), jax.grad(value)(theta), KEY, 20_000)
 
 
 def test_by_hand(x64):
@@ -252,7 +252,7 @@ def test_the_estimator_is_linear_in_the_cost_after_the_join():
     # E[y z] = theta^2 E[x^2] = theta^2 (theta^2 + 1/4).
     theta = 0.8
     gradient = jax.grad(ap.expectation(program, 10, cross_fit=True), argnums=1)
-    ap.testing.assert_unbiased(lambda key: gradient(key, theta), 4 * theta**3 + theta / 2, KEY, 40_000)
+    ap.testing.assert_unbiased(lambda key: gradient(key, theta), 4 * theta**3 + theta / 2, KEY, 20_000)
 
 
 def test_large_targets_are_sketched(monkeypatch):
@@ -323,7 +323,7 @@ def test_a_shared_parameter_that_is_as_long_as_the_lanes():
     loc = jnp.arange(4.0) / 3
     gradient = ap.grad(paid(draw, lambda x: jnp.sum(jnp.sin(x), axis=-1)), lanes=4, cross_fit=True)
     exact = np.exp(-1 / 8) * np.cos(np.arange(4) / 3)
-    ap.testing.assert_unbiased(lambda key: gradient(key, loc), exact, KEY, 40_000)
+    ap.testing.assert_unbiased(lambda key: gradient(key, loc), exact, KEY, 20_000)
 
 
 def test_no_parameter_is_led_by_the_lanes_for_sure():

@@ -30,7 +30,7 @@ def squared(estimator):
     return program
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", ["lr", "tp"])
 def test_calls_without_jit_compile_nothing_again(estimator):
     gradient = jax.grad(ap.expectation(squared(estimator), 4, has_aux=True), argnums=1, has_aux=True)
     for i in range(2):
@@ -241,7 +241,7 @@ def test_argnums_are_any_integers():
         ap.grad(program, 4)(KEY, {"f": jnp.tanh}, 5.0)
 
 
-@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("estimator", ["lr", "tp"])
 def test_no_tracer_is_kept(estimator):
     with jax.checking_leaks():
         jax.eval_shape(jax.grad(ap.expectation(squared(estimator), 4, has_aux=True), argnums=1, has_aux=True), KEY, 1.0)

@@ -177,7 +177,7 @@ THROWN, HALF = jnp.array([0, 1, 1, 0]), jnp.full(4, jnp.log(0.5))
 def test_what_cannot_be_right_is_refused():
     def run(value: Any = THROWN, log_prob: Any = HALF, distribution: Any = COIN, **options: Any):
         program = lambda tape: ap.score(tape, distribution, value, behaviour_log_prob=log_prob, **options).cost(THROWN)
-        return ap.expectation(program, 4)(KEY)
+        return jax.block_until_ready(jax.jit(lambda: ap.expectation(program, 4)(KEY))())
 
     three = {"distribution": dist.Bernoulli(probs=jnp.full(3, 0.5)), "value": THROWN[:3], "log_prob": HALF[:3]}
     with pytest.raises(TypeError, match="behaviour_log_prob"):

@@ -150,25 +150,21 @@ def test_masked_choices_of_finished_episodes_are_charged_with_nothing():
             alive, before = alive * jax.nn.sigmoid(-logit(theta, t, before)), 0.0
         return faded(1.0, theta, over) + 5.0 * length
 
-    gradients = {
-        name: jax.grad(ap.expectation(masked_program(baseline, name != "not masked"), 20), argnums=1)
-        for name, baseline in {
-            "masked": lambda *_: 10.0,
-            "not masked": lambda *_: 10.0,
-            "leave one out": "leave_one_out",
-            "residual": ap.learned_baseline(lambda *_: 3.0, leave_one_out=True),
-        }.items()
-    }
-    estimate = lambda key: {name: gradient(key, THETA) for name, gradient in gradients.items()}
-    wanted = np.asarray(jax.jit(jax.grad(expected))(THETA))
-    ap.testing.assert_unbiased(estimate, dict.fromkeys(gradients, wanted), KEY, 2_000)
-    variance = ap.testing.moments(estimate, KEY, 2_000).variance
-    assert variance["masked"].sum() < 0.5 * variance["not masked"].sum()
-
-    second = lambda key: jax.grad(lambda theta: jnp.sum(gradients["leave one out"](key, theta)))(THETA)
-
-    wanted = np.asarray(jax.jit(jax.grad(lambda theta: jnp.sum(jax.grad(expected)(theta))))(THETA))
-    ap.testing.assert_unbiased(second, wanted, KEY, 1_000)
+    residual = ap.learned_baseline(lambda *_: 3.0, leave_one_out=True)
+    baselines = {"masked": lambda *_: 10.0, "leave one out": "leave_one_out", "residual": residual}
+    gradients = {name: ap.grad(masked_program(baseline, True), 20) for name, baseline in baselines.items()}
+    gradients["not masked"] = ap.grad(masked_program(baselines["masked"], False), 20)
+    slope = lambda gradient: jax.grad(lambda theta: jnp.sum(gradient(theta)))(THETA)
+    estimate = lambda key: (
+        {name: gradient(key, THETA) for name, gradient in gradients.items()}
+        | {"second": slope(lambda theta: gradients["leave one out"](key, theta))}
+    )
+    first = jax.grad(expected)
+    wanted = jax.jit(lambda: dict.fromkeys(gradients, first(THETA)) | {"second": slope(first)})()
+    found = ap.testing.moments(estimate, KEY, 2_000)
+    for name, mean in found.mean.items():
+        assert np.all(np.abs(mean - wanted[name]) < 4 * found.standard_error[name]), name
+    assert found.variance["masked"].sum() < 0.5 * found.variance["not masked"].sum()
 
 
 @pytest.mark.quick

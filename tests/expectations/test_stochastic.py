@@ -234,4 +234,4 @@ def test_a_cost_with_the_lanes_twice_says_what_may_have_been_shared():
         return tape.cost(x**2)
 
     with pytest.raises(ValueError, match=r"two axes of the lanes.*in_axes=\(0, 0\)"):
-        ap.expectation(program, 4)(jax.random.key(0))
+        jax.eval_shape(ap.expectation(program, 4), jax.random.key(0))

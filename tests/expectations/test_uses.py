@@ -16,7 +16,7 @@ KEY = jax.random.key(0)
 
 
 def draw(*shape):
-    return jax.random.normal(jax.random.fold_in(KEY, len(shape) + sum(shape)), shape) / 2
+    return np.random.default_rng(len(shape) + sum(shape)).standard_normal(shape, "float32") / 2
 
 
 @jax.custom_vjp
@@ -77,60 +77,68 @@ PROGRAMS = {
 THIN = ("dense", "tied", "along a sequence", "recurrent", "stacked layers", "vmapped", "scalars", "NNX", "scaled view")
 
 
-def parts_of(function, leaves, lane):
-    """A program's inputs with operands and messages of one lane, and its gradient of the parameters, by `jax.vjp`."""
+@pytest.fixture(autouse=True)
+def standard_promotion():
     with jax.numpy_dtype_promotion("standard"):
-        program, shapes = trace(function, leaves, lane)
-        floats = [i for i, x in enumerate(jax.tree.leaves(shapes)) if jnp.issubdtype(x.dtype, jnp.floating)]
-        inputs = [*(Value(ValueKind.VIEW, p) for p in leaves), Value(ValueKind.LANE, lane)]
-
-        def exposed(ports):
-            outputs, operands, made = uses.expose(program, inputs, ports)
-            return [outputs[i] for i in floats], (operands, made)
-
-        made = uses.expose(program, inputs)[2]
-        outputs, pullback, (operands, _) = jax.vjp(exposed, jax.tree.map(jnp.zeros_like, made), has_aux=True)
-        to_outputs = [jax.random.normal(KEY, x.shape) for x in outputs]
-        wanted = lambda p: [jax.tree.leaves(function(p, lane))[i] for i in floats]
-        truth = jax.vjp(wanted, leaves)[1](to_outputs)[0]
-        return (program, inputs, operands, pullback(to_outputs)[0]), truth
+        yield
 
 
-def of_program(name):
-    function, parameters, lane = PROGRAMS[name]
-    leaves, structure = jax.tree.flatten(parameters)
-    return *parts_of(lambda leaves, x: function(structure.unflatten(leaves), x), leaves, lane), leaves
+def inputs_of(leaves, lane):
+    return [*(Value(ValueKind.VIEW, p) for p in leaves), Value(ValueKind.LANE, lane)]
+
+
+def parts_of(function, leaves, lane):
+    """A program's operands and messages of one lane, and its gradient of the parameters, by `jax.vjp`."""
+    program, shapes = trace(function, leaves, lane)
+    inputs = inputs_of(leaves, lane)
+    floats = [i for i, x in enumerate(jax.tree.leaves(shapes)) if jnp.issubdtype(x.dtype, jnp.floating)]
+
+    def exposed(ports):
+        outputs, operands, made = uses.expose(program, inputs, ports)
+        return [outputs[i] for i in floats], (operands, made)
+
+    made = uses.expose(program, inputs)[2]
+    outputs, pullback, (operands, _) = jax.vjp(exposed, jax.tree.map(jnp.zeros_like, made), has_aux=True)
+    to_outputs = [jax.random.normal(KEY, x.shape) for x in outputs]
+    wanted = lambda p: [jax.tree.leaves(function(p, lane))[i] for i in floats]
+    return (operands, pullback(to_outputs)[0]), jax.vjp(wanted, leaves)[1](to_outputs)[0]
 
 
 def signs_of(leaves):
     return [random_signs(jnp.uint32(7), i, x.shape) for i, x in enumerate(leaves)]
 
 
+def both(function, leaves, lane):
+    """The gradient and the sketch by the uses, and what they are."""
+    program, _ = trace(function, leaves, lane)
+    parts, truth = parts_of(function, leaves, lane)
+    signs, given = signs_of(leaves), (program, inputs_of(leaves, lane), *parts)
+    return (uses.gradient(*given), uses.sketch(*given, signs)), (truth, inner(truth, signs))
+
+
+def of_program(name):
+    function, parameters, lane = PROGRAMS[name]
+    leaves, structure = jax.tree.flatten(parameters)
+    return lambda leaves, x: function(structure.unflatten(leaves), x), leaves, lane
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_gradient_and_sketch_are_those_of_the_program(name):
-    parts, truth, leaves = of_program(name)
-    signs = signs_of(leaves)
-
-    @jax.jit
-    def found(operands, messages):
-        return [of(*parts[:2], operands, messages, *more) for of, *more in ((uses.gradient,), (uses.sketch, signs))]
-
-    with jax.numpy_dtype_promotion("standard"):
-        gradient, sketch = found(*parts[2:])
-    for array, expected in zip(gradient, truth, strict=True):
-        np.testing.assert_allclose(array, expected, rtol=1e-4, atol=1e-5)
-    expected = inner(truth, signs)
+    function, leaves, lane = of_program(name)
+    (gradient, sketch), (truth, expected) = jax.jit(lambda *args: both(function, *args))(leaves, lane)
+    for array, wanted in zip(gradient, truth, strict=True):
+        np.testing.assert_allclose(array, wanted, rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(sketch, expected, rtol=1e-3, atol=1e-4 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("name", THIN)
 def test_no_gradient_of_a_lane_is_made(name):
     # Mapped over 50 lanes: no array of the lanes times an array of parameters.
-    parts, _, leaves = of_program(name)
-    of_lanes = jax.vmap(lambda operands, messages: uses.sketch(*parts[:2], operands, messages, signs_of(leaves)))
-    many = jax.tree.map(lambda x: jax.ShapeDtypeStruct((50, *x.shape), x.dtype), parts[2:])
-    with jax.numpy_dtype_promotion("standard"):
-        text = str(jax.make_jaxpr(of_lanes)(*many))
+    function, leaves, lane = of_program(name)
+    given = trace(function, leaves, lane)[0], inputs_of(leaves, lane)
+    of_lanes = jax.vmap(lambda operands, messages: uses.sketch(*given, operands, messages, signs_of(leaves)))
+    parts = jax.eval_shape(lambda *args: parts_of(function, *args)[0], leaves, lane)
+    text = str(jax.make_jaxpr(of_lanes)(*jax.tree.map(lambda x: jax.ShapeDtypeStruct((50, *x.shape), x.dtype), parts)))
     largest = max(leaves, key=jnp.size).shape
     for shape in {largest, largest[::-1]} - {()}:
         assert f"[50,{','.join(map(str, shape))}]" not in text
@@ -139,20 +147,19 @@ def test_no_gradient_of_a_lane_is_made(name):
 def test_a_sketch_keeps_inner_products_on_average():
     # Over the signs: the mean of f . f' / 16 is the inner product, and no array's sketch correlates with another's.
     x = [draw(6, 8), draw(8), draw(), draw(8, 8)]
-    y = [a + jnp.flip(a) / 2 for a in x]
+    y = [a + np.flip(a) / 2 for a in x]
 
     def product(seed):
         signs = [random_signs(seed, i, a.shape) for i, a in enumerate(x)]
         return jnp.mean(inner(x, signs) * inner(y, signs))
 
-    found = jax.jit(jax.vmap(product))(jax.random.bits(KEY, (10_000,), jnp.uint32))
-    truth = sum(float(jnp.vdot(a, b)) for a, b in zip(x, y, strict=True))
+    found = jax.jit(lambda: jax.vmap(product)(jax.random.bits(KEY, (10_000,), jnp.uint32)))()
+    truth = sum(np.vdot(a, b) for a, b in zip(x, y, strict=True))
     assert abs(np.mean(found) - truth) < 4 * np.std(found) / 100
     assert np.std(found) < 0.6 * truth
 
 
 def test_a_stopped_gradient_has_no_sketch():
-    leaves, lane = [draw(4, 5)], draw(4)
-    parts, truth = parts_of(lambda p, x: jnp.tanh(x @ lax.stop_gradient(p[0])) + 2 * (x @ p[0]), leaves, lane)
-    expected = inner(truth, signs_of(leaves))
-    np.testing.assert_allclose(uses.sketch(*parts, signs_of(leaves)), expected, rtol=1e-4)
+    function = lambda p, x: jnp.tanh(x @ lax.stop_gradient(p[0])) + 2 * (x @ p[0])
+    (_, sketch), (_, expected) = jax.jit(lambda *args: both(function, *args))([draw(4, 5)], draw(4))
+    np.testing.assert_allclose(sketch, expected, rtol=1e-4)
