@@ -6,6 +6,8 @@
     export APGRAD_DATA=...
     python -m experiments.meta_train image_mlp --steps 2200 --out runs/image_mlp
     python -m experiments.meta_train images --steps 4200 --out runs/images
+    python -m experiments.meta_train convnets --steps 1200 --out runs/convnets
+    python -m experiments.meta_train sequences --steps 1200 --out runs/sequences
     python -m experiments.meta_train image_mlp_long --start runs/image_mlp/image_mlp --steps 1200 --out runs/long
 
 It goes on where it was killed, and ends with the rule and its card, `NAME.npz` and `NAME.json`, in the folder; copied
@@ -15,7 +17,8 @@ outer steps, brings 144-50-10 from 76.6 to 78.3 %, and a step function, never se
 
 `images` trains a normalized rule on a family of networks, for the number of updates that it is told. The one that comes
 with the package was trained for 2,400 outer steps on twelve networks of at most 300 updates, before its controllers had
-a say in the corrections, and for 1,800 more on the family below; its card says so under "start".
+a say in the corrections, and for 1,800 more on the family below; its card says so under "start". `convnets` and
+`sequences` are the same for small ConvNets and for recurrent networks, whose layers are named by their number.
 """
 
 import datetime
@@ -32,14 +35,15 @@ from flax import nnx
 
 import apgrad as ap
 from apgrad import meta, mplp
-from experiments.parts import meta_curves
+from experiments.parts import architectures, meta_curves
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "sinusoid": {"message_size": 8, "rank": 8, "hidden": 32, "neuron_state": 8, "learning_rate": 0.3},
     "image_mlp": {"message_size": 8, "rank": 8, "hidden": 32, "neuron_state": 4, "learning_rate": 10.0, "full": 1024},
 }
 OPTIONS["image_mlp_long"] = OPTIONS["image_mlp"]
-OPTIONS["images"] = {"full": 512}
+FAMILIES = ("images", "convnets", "sequences")
+OPTIONS |= {name: {"full": 512} for name in FAMILIES}
 ABOUT = {
     "sinusoid": {
         "data": "a sin(x + p), a in [.1, .5], p in [0, pi], x in [-5, 5]",
@@ -108,6 +112,25 @@ FAMILY = [  # images and side, hidden widths, activation, minibatch, deviation o
     ("mnist", 12, (40, 20), jax.nn.relu, 32, 0.05, 300),
     ("digits", None, (32, 20), jax.nn.sigmoid, 32, 0.05, 1000),
 ]
+CONVNETS = [  # images and side, options of `architectures.convnet`, minibatch, updates
+    ("digits", None, {}, 16, 20),
+    ("mnist", 12, {}, 16, 20),
+    ("mnist", 12, {"channels": (4, 8), "activation": jnp.tanh}, 4, 20),
+    ("mnist", 28, {}, 8, 20),
+    ("mnist", 12, {"activation": jax.nn.gelu}, 32, 20),
+    ("mnist", 12, {"channels": (6, 12)}, 16, 50),
+    ("digits", None, {"channels": (8, 8)}, 8, 100),
+]
+SEQUENCES = [  # the same, of `architectures.recurrent`
+    ("digits", None, {}, 16, 20),
+    ("digits", None, {"cell": "GRU", "units": 24, "parts": 16}, 16, 20),
+    ("mnist", 12, {"cell": "GRU", "parts": 9}, 16, 20),
+    ("mnist", 12, {"parts": 12}, 4, 20),
+    ("mnist", 12, {"cell": "GRU", "parts": 6}, 32, 20),
+    ("digits", None, {"units": 48}, 32, 50),
+    ("digits", None, {"cell": "GRU"}, 8, 100),
+]
+MADE = {"convnets": (architectures.convnet, CONVNETS), "sequences": (architectures.recurrent, SEQUENCES)}
 DRAWN = 3  # members of the family in an outer step
 ABOUT["images"] = {
     "data": "training images of MNIST and CIFAR-10, 12x12, and digits, standardized",
@@ -121,6 +144,21 @@ ABOUT["images"] = {
     "depths": [1, 4],
     "widths": [20, 150],
 }
+for _name, _what, _units in (
+    ("convnets", "two convolutions", [4, 16]),
+    ("sequences", "Elman's or gated units", [24, 144]),
+):
+    ABOUT[_name] = {
+        "data": "training images of MNIST, 12x12 and 28x28, and digits, standardized",
+        "standardized": True,
+        "architecture": f"{DRAWN} a step, drawn of {len(MADE[_name][1])} networks of {_what} and a dense layer; "
+        "softmax cross-entropy; told the number of updates",
+        "activations": ["relu", "tanh", "gelu"] if _name == "convnets" else ["tanh", "sigmoid", "<lambda>", "multiply"],
+        "minibatches": [4, 32],
+        "updates": 100,
+        "depths": [2, 2],
+        "widths": _units,
+    }
 
 
 class Part(NamedTuple):
@@ -164,33 +202,46 @@ def outer_gradient(parts: list[Part], clip: bool) -> meta.OuterGradient:
     return outers[0] if len(outers) == 1 else meta.average(outers, [count for _, count, _ in parts])
 
 
-def family_gradient() -> tuple[meta.OuterGradient, tuple[mplp.Site, ...]]:
+def members(name: str) -> list[tuple[meta.Task, int]]:
+    """The tasks of a family, each with the number of its updates."""
+    load = functools.cache(lambda name, side: meta.data.load(name, size=side))
+    if name in MADE:
+        make, family = MADE[name]
+        made = lambda options: functools.partial(make, **options)
+        return [
+            (architectures.task(load(data, side), made(options), batch=batch, held_out=128), length)
+            for data, side, options, batch, length in family
+        ]
+    found = []
+    for data, side, hidden, function, batch, deviation, length in FAMILY:
+        options: dict[str, Any] = {"hidden": hidden, "activation": function, "batch": batch, "deviation": deviation}
+        found.append((meta.images(load(data, side), held_out=128, **options), length))
+    return found
+
+
+def family_gradient(name: str) -> tuple[meta.OuterGradient, tuple[mplp.Site, ...]]:
     """The gradient through whole unrolls of members drawn anew in each step, and the places of all roles.
 
     Nine tenths of the loss are that of images that the network has not learned from; a member's gradient is clipped to
     a norm of 1. The rule is told the member's number of updates.
     """
-    data = {(name, side): meta.data.load(name, size=side) for name, side, *_ in FAMILY}
-    members, places = [], ()
-    for name, side, hidden, function, batch, deviation, length in FAMILY:
-        options: dict[str, Any] = {"hidden": hidden, "activation": function, "batch": batch, "deviation": deviation}
-        task = meta.images(data[name, side], held_out=128, **options)
-        problem = meta.inner_problem(
-            task, timed(meta.message_passing(task.network), length), length, hint=0.1, held_out=0.9
-        )
-        members.append(meta.clipped(meta.reverse_mode(problem)).estimate)
-        places = max(places, meta_curves.sites(task), key=len)
+    gradients, places = [], {}
+    for task, length in members(name):
+        learner = timed(meta.message_passing(task.network), length)
+        problem = meta.inner_problem(task, learner, length, hint=0.1, held_out=0.9)
+        gradients.append(meta.clipped(meta.reverse_mode(problem)).estimate)
+        places |= {site.name: site for site in meta_curves.sites(task)}
 
     def estimate(theta, key, carry):
         def one(key):
             which, key = jax.random.split(key)
-            branches = [lambda theta, key, member=member: member(theta, key, ())[:2] for member in members]
-            return jax.lax.switch(jax.random.randint(which, (), 0, len(members)), branches, theta, key)
+            branches = [lambda theta, key, member=member: member(theta, key, ())[:2] for member in gradients]
+            return jax.lax.switch(jax.random.randint(which, (), 0, len(gradients)), branches, theta, key)
 
-        losses, gradients = jax.lax.map(one, jax.random.split(key, DRAWN))
-        return jnp.mean(losses), jax.tree.map(lambda g: jnp.mean(g, axis=0), gradients), carry
+        losses, found = jax.lax.map(one, jax.random.split(key, DRAWN))
+        return jnp.mean(losses), jax.tree.map(lambda g: jnp.mean(g, axis=0), found), carry
 
-    return meta.OuterGradient(lambda theta, key: (), estimate), places
+    return meta.OuterGradient(lambda theta, key: (), estimate), tuple(places.values())
 
 
 def timed(learner: meta.Learner, steps: Any) -> meta.Learner:
@@ -214,7 +265,7 @@ def card(name: str, sites: tuple[mplp.Site, ...], steps: int, seed: int, more: d
     """What a trained rule says of itself."""
     return {
         "name": name,
-        "rule": OPTIONS[name] | ({} if name == "images" else COMMON),
+        "rule": OPTIONS[name] | ({} if name in FAMILIES else COMMON),
         "sites": [site._asdict() for site in sites],
         "meta_steps": steps,
         "seed": seed,
@@ -245,12 +296,20 @@ def judge(name: str, rule: Any, length: int, runs: int, seed: int = 1000) -> dic
     if name == "sinusoid":
         task = meta.sinusoid()
         cases = {"sinusoid": (task, task.loss, 1.0)}
+    elif name in MADE:
+        data, (make, _) = meta.data.load("mnist", size=12), MADE[name]
+        how = {"ConvNet": {}} if name == "convnets" else {cell: {"cell": cell} for cell in architectures.CELLS}
+        cases = {}
+        for label, options in how.items():
+            made = functools.partial(make, **options)
+            task = architectures.task(data, made, batch=16, held_out=1000, split="test")
+            cases[f"{label}, minibatches of 16"] = task, functools.partial(meta.accuracy, task), 100.0
     else:
         cases = {}
         for label, (size, hidden, function, batch) in JUDGED[name].items():
             data, options = meta.data.load("mnist", size=size), {"split": "test", "held_out": 1000}
             task = meta.images(data, hidden=hidden, activation=function, batch=batch, **options)
-            cases[label] = task, lambda p, b, task=task: meta.accuracy(task, p, b), 100.0
+            cases[label] = task, functools.partial(meta.accuracy, task), 100.0
     results = {}
     for label, (task, measure, scale) in cases.items():
         learner = timed(meta.message_passing(task.network), length)
@@ -268,7 +327,7 @@ def judge(name: str, rule: Any, length: int, runs: int, seed: int = 1000) -> dic
 
 
 def main(
-    name: Literal["sinusoid", "image_mlp", "image_mlp_long", "images"],
+    name: Literal["sinusoid", "image_mlp", "image_mlp_long", "images", "convnets", "sequences"],
     /,
     out: Path,
     steps: int = 3000,
@@ -284,12 +343,13 @@ def main(
       seed: of the rule's start and of all tasks.
       start: a trained rule to go on from, written by this program, without suffix.
     """
-    parts, (outer, sites) = [], family_gradient() if name == "images" else (None, ())
+    family = name in FAMILIES
+    parts, (outer, sites) = [], family_gradient(name) if family else (None, ())
     peak, history = 2e-3, {}
     if outer is None:
         parts, sites = recipe(name)
         outer = outer_gradient(parts, clip=start is not None)
-    make: Any = mplp.Normalized if name == "images" else functools.partial(mplp.Separable, **COMMON)
+    make: Any = mplp.Normalized if family else functools.partial(mplp.Separable, **COMMON)
     rule = make(sites, rngs=nnx.Rngs(seed), **OPTIONS[name])
     if start is not None:
         (rule, before), peak = mplp.load_trained(start), 1e-3
@@ -298,7 +358,7 @@ def main(
     done = meta.train(outer, optimizer, rule, jax.random.key(seed), steps, folder=out, version="1", every=50)
     length = max((part.length for part in parts), default=20)
     about = {
-        "inner_steps": length if parts else sorted({member[-1] for member in FAMILY}),
+        "inner_steps": sorted({steps for _, steps in members(name)}) if family else length,
         "outer_batch": [part.count for part in parts] or DRAWN,
         "schedule": SCHEDULE.format(
             peak, steps // 2, steps, "gradients" if parts and start is None else "every task's gradient"

@@ -119,7 +119,7 @@ def _require_plain(part: Any, default: Callable[[], Any], varied: Sequence[str])
         if name not in plain or not _same(value, plain[name]):
             array = isinstance(value, jax.Array | np.ndarray)
             differing.append(f"{name}={f'an array of shape {value.shape}' if array else repr(value)}")
-    if not any(jnp.issubdtype(part.param_dtype, dtype) for dtype in (jnp.float32, jnp.float64)):
+    if not any(jnp.issubdtype(getattr(part, "param_dtype", float), dtype) for dtype in (jnp.float32, jnp.float64)):
         differing.append(f"param_dtype={jnp.dtype(part.param_dtype).name}")
     if differing:
         raise TypeError(
@@ -141,7 +141,7 @@ def _(part: nnx.Linear) -> Layer:
     _require_plain(
         part,
         lambda: nnx.Linear(part.in_features, part.out_features, use_bias=part.use_bias, rngs=nnx.Rngs(0)),
-        ["param_dtype"],
+        ["param_dtype"] + (["dtype"] if part.dtype == part.param_dtype else []),
     )
     apply = lambda place, p, s: nodes.dense(place, s, p["kernel"], p.get("bias"))
     return _with_parameters("dense", part, ("kernel", "bias"), apply)
@@ -198,6 +198,47 @@ def _(part: nnx.Dropout) -> Layer:
     if part.rate and not part.deterministic:
         raise TypeError("a network has no Dropout that drops: make it deterministic (model.eval()), or leave it out")
     return Layer("dropout", {}, lambda place, _, s: s)
+
+
+@layer.register
+def _(part: nnx.RNN) -> Layer:
+    cell: Any = part.cell
+    if type(cell) not in (nnx.SimpleCell, nnx.GRUCell):
+        raise TypeError(
+            f"the cell of an nnx.RNN is an nnx.SimpleCell or an nnx.GRUCell here, got {type(cell).__name__}"
+        )
+    M = cell.hidden_features
+    _require_plain(part, lambda: nnx.RNN(cell, rngs=nnx.Rngs(0)), ["cell", "rngs", "unroll"])
+    varied = ["param_dtype", "dense_i", "dense_h", "in_features", "hidden_features", "gate_fn", "activation_fn"]
+    _require_plain(cell, lambda: type(cell)(cell.in_features, M, rngs=nnx.Rngs(0)), varied)
+    i, h = layer(cell.dense_i), layer(cell.dense_h)
+    third = lambda n, signal: wire(lambda x: x[..., n * M : (n + 1) * M], signal)
+    add = lambda *signals: wire(jnp.add, *signals)
+
+    def apply(place, p, signal):
+        learned = p["cell"] if p else {}
+        activate = lambda name, function, *signals: elementwise.activation(place.within(name), function, *signals)
+
+        def step(state, x):
+            a = i.apply(place.within("in"), learned.get("dense_i"), x)
+            b = h.apply(place.within("hidden"), learned.get("dense_h"), state)
+            if type(cell) is nnx.SimpleCell:
+                new = activate("activation", cell.activation_fn, add(a, b))
+            else:
+                r, z = (
+                    activate(name, cell.gate_fn, add(third(n, a), third(n, b)))
+                    for n, name in enumerate(("reset", "update"))
+                )
+                memory = activate("memory", jnp.multiply, r, third(2, b))
+                new = activate("activation", cell.activation_fn, add(third(2, a), memory))
+                new = activate("new", lambda z, n, h: (1.0 - z) * n + z * h, z, new, state)
+            return new, new
+
+        start = wire(lambda x: jnp.zeros((x.shape[0], M), x.dtype), signal)
+        swap = lambda signal: wire(lambda x: jnp.swapaxes(x, 0, 1), signal)
+        return swap(jax.lax.scan(step, start, swap(signal))[1])
+
+    return Layer("recurrent", {"cell": {"dense_i": i.params, "dense_h": h.params}}, apply)
 
 
 def _with_parameters(kind: str, part: Any, names: Sequence[str], apply: Apply) -> Layer:

@@ -94,8 +94,9 @@ def from_nnx(
     A layer that the model uses several times is one layer of the network too.
 
     Args:
-      model: an `nnx.Sequential` of `nnx.Linear`, `nnx.Conv`, `nnx.Embed` (first), `nnx.LayerNorm`, functions
-        (activations, `jax.nn.softmax`, reshapes, pooling), and Sequentials of these. `layer.register` teaches it other
+      model: an `nnx.Sequential` of `nnx.Linear`, `nnx.Conv`, `nnx.Embed` (first), `nnx.LayerNorm`, `nnx.RNN` of an
+        `nnx.SimpleCell` or `nnx.GRUCell`, functions (activations, `jax.nn.softmax`, reshapes, pooling), and Sequentials
+        of these. `layer.register` teaches it other
         layers. Subclasses, and options that the nodes do not have, are refused.
       loss: a loss node: `mplp.squared_error`, `mplp.cross_entropy`, ..., whose place is "loss".
       x: (batch, ...), inputs; if given, the network's predictions for them are compared with `model(x)`.
@@ -174,8 +175,7 @@ def to_nnx(model: nnx.Sequential, params: Any, *, names: Names = "number") -> nn
                 f"the layer {name!r} has parameters of shapes {jax.tree.map(jnp.shape, old)}, got "
                 f"{jax.tree.map(jnp.shape, new)}. Give the parameters that from_nnx made of this model."
             )
-        for entry, value in new.items():
-            getattr(part, entry)[...] = value
+        nnx.update(part, new)
     if unknown := sorted(params.keys() - found.keys()):
         raise ValueError(f"the model has the layers {sorted(found)} with parameters, got others: {unknown}")
     return model

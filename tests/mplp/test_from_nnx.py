@@ -72,6 +72,12 @@ LAYERS = {
         COMMON | NORM | AXES,
         {*NORM, ("reduction_axes", (-1,))},
     ),
+    "RNN": (
+        lambda **o: nnx.RNN(nnx.SimpleCell(4, 3, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0), **o),
+        X,
+        dict.fromkeys(("time_major", "return_carry", "reverse", "keep_order"), FLAGS) | {"unroll": [1, 2]},
+        {"unroll"},
+    ),
 }
 
 
@@ -94,7 +100,7 @@ def test_an_option_is_kept_or_refused(name):
 
         @jit
         def both(x):
-            return {case: (network.predict(p, x), model(x)) for case, (model, network, p) in kept.items()}
+            return {case: (network.predict(p, x), nnx.clone(model)(x)) for case, (model, network, p) in kept.items()}
 
         outputs = both(jnp.asarray(x))
     assert len(kept) >= len(supported)
@@ -111,6 +117,40 @@ def test_the_options_are_all_there_are():
         with pytest.raises(TypeError, match="an_option_of_a_later_flax=3"):
             mplp.from_nnx(nnx.Sequential(layer), mplp.squared_error)
         assert set(options) <= set(inspect.signature(type(make()).__init__).parameters)
+
+
+CELLS: dict[type, dict] = {
+    nnx.SimpleCell: {"activation_fn": nnx.relu},
+    nnx.GRUCell: {"activation_fn": nnx.relu, "gate_fn": nnx.tanh},
+}
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_recurrence_is_flaxs_and_its_gradient_exact(cell):
+    def model(**options):
+        rngs = nnx.Rngs(0)
+        rnn = nnx.RNN(cell(4, 3, rngs=rngs, bias_init=INIT[0], **options), rngs=rngs)
+        return nnx.Sequential(rnn, nnx.RNN(cell(3, 5, rngs=rngs), rngs=rngs), lambda x: x[:, -1])
+
+    batch, rule = (jnp.asarray(X), jnp.ones((2, 5))), mplp.Exact(0.5)
+    mplp.from_nnx(model(**CELLS[cell]), mplp.squared_error, batch[0])
+    network, params = mplp.from_nnx(model(), mplp.squared_error)
+    loss = lambda p: jnp.mean(jnp.sum((network.predict(p, batch[0]) - batch[1]) ** 2, -1)) / 2
+
+    @jit
+    def both(params):
+        state = mplp.init_state(rule, network, params, batch)
+        return mplp.backward(rule, network, params, state, batch)[0], jax.grad(loss)(params)
+
+    jax.tree.map(lambda u, g: np.testing.assert_allclose(u, -0.5 * g, rtol=1e-4, atol=1e-6), *both(params))
+    again = mplp.from_nnx(mplp.to_nnx(model(), jax.tree.map(lambda p: p + 1, params)), mplp.squared_error)[1]
+    jax.tree.map(np.testing.assert_array_equal, again, jax.tree.map(lambda p: p + 1, params))
+    with pytest.raises(TypeError, match=r"got an nnx.* with .*dtype=.*bfloat16"):
+        mplp.from_nnx(model(dtype=jnp.bfloat16), mplp.squared_error)
+    with pytest.raises(TypeError, match=r"got an nnx\.SimpleCell with residual=True"):
+        mplp.from_nnx(
+            nnx.Sequential(nnx.RNN(nnx.SimpleCell(4, 3, residual=True, rngs=nnx.Rngs(0)))), mplp.squared_error
+        )
 
 
 GLOBAL = {"linear": nnx.Linear(4, 4, rngs=nnx.Rngs(0))}
@@ -193,6 +233,10 @@ NO_LAYERS = [
     (
         (inner, BATCH_NORM),
         r"^model\.layers\[1\]\.layers\[1\]: an MPLP network has layers Conv, .* and functions, got BatchNorm\.",
+    ),
+    (
+        (nnx.RNN(nnx.LSTMCell(4, 4, rngs=nnx.Rngs(0)), rngs=nnx.Rngs(0)),),
+        "the cell of an nnx.RNN is an nnx.SimpleCell or an nnx.GRUCell here, got LSTMCell",
     ),
     (sharing(), "'0_dense' and '2_dense' share a parameter"),
     *[((way,), "holds a module, (Linear|List|Param)") for way in WAYS],
