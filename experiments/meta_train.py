@@ -124,7 +124,6 @@ CONVNETS = [  # images and side, options of `architectures.convnet`, minibatch, 
 SEQUENCES = [  # the same, of `architectures.recurrent`
     ("digits", None, {}, 16, 20),
     ("digits", None, {"cell": "GRU", "units": 24, "parts": 16}, 16, 20),
-    ("mnist", 12, {"cell": "GRU", "parts": 9}, 16, 20),
     ("mnist", 12, {"parts": 12}, 4, 20),
     ("mnist", 12, {"cell": "GRU", "parts": 6}, 32, 20),
     ("digits", None, {"units": 48}, 32, 50),
@@ -202,8 +201,8 @@ def outer_gradient(parts: list[Part], clip: bool) -> meta.OuterGradient:
     return outers[0] if len(outers) == 1 else meta.average(outers, [count for _, count, _ in parts])
 
 
-def members(name: str) -> list[tuple[meta.Task, int]]:
-    """The tasks of a family, each with the number of its updates."""
+def members(name: str, images: tuple[str, ...] = ("digits", "mnist", "cifar10")) -> list[tuple[meta.Task, int]]:
+    """The tasks of a family that are of some images, each with the number of its updates."""
     load = functools.cache(lambda name, side: meta.data.load(name, size=side))
     if name in MADE:
         make, family = MADE[name]
@@ -211,22 +210,23 @@ def members(name: str) -> list[tuple[meta.Task, int]]:
         return [
             (architectures.task(load(data, side), made(options), batch=batch, held_out=128), length)
             for data, side, options, batch, length in family
+            if data in images
         ]
     found = []
-    for data, side, hidden, function, batch, deviation, length in FAMILY:
+    for data, side, hidden, function, batch, deviation, length in (m for m in FAMILY if m[0] in images):
         options: dict[str, Any] = {"hidden": hidden, "activation": function, "batch": batch, "deviation": deviation}
         found.append((meta.images(load(data, side), held_out=128, **options), length))
     return found
 
 
-def family_gradient(name: str) -> tuple[meta.OuterGradient, tuple[mplp.Site, ...]]:
+def family_gradient(family: list[tuple[meta.Task, int]]) -> tuple[meta.OuterGradient, tuple[mplp.Site, ...]]:
     """The gradient through whole unrolls of members drawn anew in each step, and the places of all roles.
 
     Nine tenths of the loss are that of images that the network has not learned from; a member's gradient is clipped to
     a norm of 1. The rule is told the member's number of updates.
     """
     gradients, places = [], {}
-    for task, length in members(name):
+    for task, length in family:
         learner = timed(meta.message_passing(task.network), length)
         problem = meta.inner_problem(task, learner, length, hint=0.1, held_out=0.9)
         gradients.append(meta.clipped(meta.reverse_mode(problem)).estimate)
@@ -344,7 +344,7 @@ def main(
       start: a trained rule to go on from, written by this program, without suffix.
     """
     family = name in FAMILIES
-    parts, (outer, sites) = [], family_gradient(name) if family else (None, ())
+    parts, (outer, sites) = [], family_gradient(members(name)) if family else (None, ())
     peak, history = 2e-3, {}
     if outer is None:
         parts, sites = recipe(name)

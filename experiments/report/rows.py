@@ -139,7 +139,8 @@ def rule_in_settings(results) -> Rows:
         "not finite": "not finite",
     }
     rows = [["rule", *shown.values()]]
-    for rule, steps in ((rule, t) for rule in ("images", "untrained") for t in results["config"]["horizons"]):
+    rules = ("images", "images, surrogate", "untrained")
+    for rule, steps in itertools.product(rules, results["config"]["horizons"]):
         found = results[f"{rule}, {steps} steps"]
         rows.append([f"{rule}, {steps} updates", *(str(found[name]) for name in shown)])
     return rows

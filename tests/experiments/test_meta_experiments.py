@@ -13,6 +13,7 @@ from flax import nnx
 from apgrad import meta, mplp
 from experiments import (
     harness,
+    mplp_ablation,
     mplp_architectures,
     mplp_batch_entropy,
     mplp_dynamics,
@@ -98,29 +99,36 @@ def test_settings(run):
 
 
 @pytest.mark.long
+def test_ablation(run):
+    rows = run(mplp_ablation, "--steps 2 --horizons 2 --runs 2")["rows"]
+    assert [(row["rule"], row["training"]) for row in rows] == [
+        *(("whole", "before"), ("whole", "after"), ("gradient alone", "before"), ("gradient alone", "after"))
+    ]
+    # Before training there are no corrections, so that the whole rule is the gradient alone.
+    assert [row["ahead"] == 0 for row in rows] == [True, True, True, False]
+
+
+def test_a_rule_without_averages_forgets_the_last_update():
+    task = meta.images(meta.data.load("digits"), hidden=(5,), activation=jnp.tanh, batch=4)
+    network, batch = task.network, task.batch({}, jax.random.key(1))
+    rule = mplp_ablation.made("no averages", mplp.sites(network, task.prior(jax.random.key(0)), batch))
+
+    @jax.jit
+    def step(params, scale):
+        state = mplp.init_state(rule, network, params, batch)
+        state = {k: v | ({"average": v["average"] + scale} if "average" in v else {}) for k, v in state.items()}
+        return mplp.backward(rule, network, params, state, batch)[0]
+
+    params = task.prior(jax.random.key(0))
+    jax.tree.map(np.testing.assert_allclose, step(params, 0.0), step(params, 1e-6))
+
+
+@pytest.mark.long
 def test_architectures(run):
     options = "--horizons 2 --draws 2 --runs 2 --batch 4"
     rows = run(mplp_architectures, options)["rows"]
-    assert {row["network"] for row in rows} == {"RNN"} and len(rows) == 6
+    assert {row["network"] for row in rows} == {"RNN"} and len(rows) == 7
     assert all(0 <= row["accuracy"] <= 100 and row["ahead_low"] <= row["ahead"] <= row["ahead_high"] for row in rows)
-
-
-def test_elmans_network_reads_an_image_in_parts():
-    parts = mplp_architectures.PARTS
-    network = mplp_architectures.made("RNN", 3 * parts, 2, nnx.Rngs(0))
-    made, params = mplp.from_nnx(network, mplp.softmax_cross_entropy)
-    x = jax.random.normal(jax.random.key(0), (4, 3 * parts))
-    split = x[:, np.random.default_rng(0).permutation(3 * parts)].reshape(4, parts, 3)
-
-    @jax.jit
-    def both(params):
-        state = jnp.zeros((4, 32))
-        for part in range(parts):
-            both = jnp.concatenate([split[:, part], state], axis=-1)
-            state = jnp.tanh(both @ params["0_recurrent"]["kernel"] + params["0_recurrent"]["bias"])
-        return made.predict(params, x), state @ params["1_dense"]["kernel"] + params["1_dense"]["bias"]
-
-    np.testing.assert_allclose(*both(params), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.long

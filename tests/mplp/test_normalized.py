@@ -160,3 +160,20 @@ def test_places_of_one_role_that_ask_different_questions_are_refused():
     for make in (mplp.Normalized, lambda sites, **o: mplp.Separable(sites, share="role", **o)):
         with pytest.raises(ValueError, match=r"the places '1' \(dense\) and '2' \(bias\) would share networks"):
             make(sites, rngs=nnx.Rngs(0))
+
+
+def test_a_layer_that_is_silent_has_a_finite_meta_gradient():
+    """No update and no average: the derivative of their cosine was 0 / 0."""
+    network, prior = ap.meta.mlp((3, 4, 2), jax.nn.relu, mplp.softmax_cross_entropy)
+    params, batch = prior(jax.random.key(0)), (jnp.ones((2, 3)), jnp.eye(2))
+    params["dense_in"]["bias"] -= 10.0
+    rule = mplp.Normalized(mplp.sites(network, params, batch), rngs=nnx.Rngs(0))
+
+    @jax.jit
+    @jax.grad
+    def gradient(rule):
+        state = mplp.init_state(rule, network, params, batch)
+        learned, _, _ = mplp.unroll(rule, network, params, state, jax.tree.map(lambda x: jnp.stack([x, x]), batch))
+        return jnp.sum(jax.nn.log_softmax(network.predict(learned, batch[0]))[:, 0])
+
+    assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(gradient(rule)))
