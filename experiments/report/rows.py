@@ -1,5 +1,6 @@
 """The rows of the tables of single runs: functions of a run's results that return rows of text, the head first."""
 
+import itertools
 from typing import Any, ClassVar
 
 from experiments.report.verdicts import Value, figure
@@ -139,7 +140,7 @@ def rule_in_settings(results) -> Rows:
         "not finite": "not finite",
     }
     rows = [["rule", *shown.values()]]
-    rules = ("images", "images, surrogate", "untrained")
+    rules = ("images", "untrained")
     for rule, steps in itertools.product(rules, results["config"]["horizons"]):
         found = results[f"{rule}, {steps} steps"]
         rows.append([f"{rule}, {steps} updates", *(str(found[name]) for name in shown)])
