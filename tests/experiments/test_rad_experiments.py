@@ -9,7 +9,7 @@ import pytest
 
 from apgrad import meta
 from experiments import harness, rad_noise, rad_pde, rad_table1, rad_training
-from experiments.benchmarks import planning, randomized
+from experiments.benchmarks import accelerator, planning, randomized
 from experiments.parts import rad_networks
 
 
@@ -187,3 +187,21 @@ def test_a_plan_is_reported_beside_the_single_methods_and_so_is_a_refusal():
     found = planning.report(planning.Config(), [({"model": "MLP"}, result)])
     assert [row["method"] for row in found.rows] == ["pack", *["refused"] * 3]
     assert found.rows[0]["MB_plan"] == 2 and found.rows[0]["step_plan"] == 1
+
+
+@pytest.mark.long
+def test_methods_train_alike_in_processes_of_their_own(run):
+    options = "--blocks 2 --width 8 --batch 2 --length 16 --steps 2 --limit 600000"
+    found = {row["method"]: row for row in run(accelerator, options)["rows"]}
+    assert list(found) == list(accelerator.METHODS) and found["jax.checkpoint"]["kept"] == "recompute"
+    for row in found.values():
+        assert row["kept"] == "refused" or (row["bytes"] == "compiled peak" and row["largest_batch"] >= 2)
+        assert row["kept"] not in ("keep", "recompute") or row["loss_off"] < 1e-5
+
+
+def test_a_devices_own_peak_is_reported_where_there_is_one():
+    result = {"kept": "keep", "compiled": 1e6, "peak": 3e6, "step": [1.0], "losses": [2.0], "largest": 8}
+    records = [({"method": "plain"}, result), ({"method": "plan, half"}, {"kept": "refused", "why": "too little"})]
+    plain, refused = accelerator.report(accelerator.Config(), records).rows
+    assert (plain["bytes"], plain["MB"], plain["MB_compiled"]) == ("device's peak", 3, 1) and refused["MB"] is None
+    assert accelerator.largest(lambda batch: batch <= 100, 8) in range(89, 101)

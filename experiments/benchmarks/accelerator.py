@@ -1,0 +1,189 @@
+"""Training a transformer in less memory: peak bytes, step time and the largest batch, of a method each in a process.
+
+Reverse mode as it is, `jax.checkpoint` around each block, and `ap.memory.plan` at a half and at a quarter of plain's
+compiled scratch memory train the same transformer on the same batches by Adam. A device counts its peak bytes from the
+start of a process, and does not forget: so every method has a process of its own, which reads the peak after training
+and before anything larger is compiled. A CPU counts none: there the compiled step's arguments, outputs and scratch
+memory, less what they share, stand for them, and the table says so. The largest batch is the one whose compiled step
+fits in the device's limit (on a CPU in `--limit`), found by doubling and bisection; none runs out of memory. The quick
+preset has 4 small blocks and 20 steps in place of 12 blocks and 200.
+
+    python -m experiments.benchmarks.accelerator
+    python -m experiments.benchmarks.accelerator --preset paper
+"""
+
+import os
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # before JAX starts: the processes share a device
+
+import concurrent.futures
+import dataclasses
+import functools
+import multiprocessing
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+from apgrad import memory as rad
+from experiments import harness
+from experiments.benchmarks.compiling import Block, normal
+from experiments.parts.turns import BARRIERS
+
+SHARES = {"plan, half": 2, "plan, quarter": 4}
+METHODS = ("plain", "jax.checkpoint", *SHARES)
+VOCABULARY = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Config(harness.Config):
+    """Options of this benchmark.
+
+    Attributes:
+      blocks: of the transformer.
+      width: of a block, with 4 heads.
+      batch: sequences in a step.
+      length: of a sequence.
+      steps: of training.
+      limit: bytes that the largest batch may need on a device that names no limit.
+    """
+
+    blocks: int = 4
+    width: int = 32
+    batch: int = 8
+    length: int = 32
+    steps: int = 20
+    limit: int = 8_000_000
+
+    def __post_init__(self) -> None:
+        harness.require_least(self, blocks=1, batch=1, steps=1)
+
+
+PAPER = Config(blocks=12, width=256, batch=16, length=128, steps=200, limit=2_000_000_000)
+
+
+def transformer(config: Config, checkpoint: bool) -> tuple[Any, Any]:
+    """`(parameters, tokens) -> loss` of saying what each token is mapped to, and parameters."""
+    split = [nnx.split(Block(config.width, nnx.Rngs(i))) for i in range(config.blocks)]
+    apply = lambda state, x: nnx.merge(split[0][0], state)(x)
+    apply = jax.checkpoint(apply) if checkpoint else apply
+
+    def loss(parameters, tokens):
+        states, table = parameters
+        x = table[tokens]
+        for state in states:
+            x = apply(state, x)
+        return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(x @ table.T, (5 * tokens + 1) % VOCABULARY))
+
+    return loss, ([state for _, state in split], 0.1 * normal(7, VOCABULARY, config.width))
+
+
+def cells(config: Config) -> list[harness.Cell]:
+    return harness.grid(method=METHODS)
+
+
+def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as own:
+        return own.submit(trained, config, cell["method"]).result()
+
+
+def trained(config: Config, method: str) -> dict[str, Any]:
+    """What the only method of a process needs; all methods have the same keys."""
+    loss, parameters = transformer(config, method == "jax.checkpoint")
+    tokens = jnp.zeros((config.batch, config.length), jnp.int32)
+    function, kept = lambda key, *a: loss(*a), "recompute" if method == "jax.checkpoint" else "keep"
+    if method in SHARES:
+        budget = rad.temp_bytes(lambda p: loss(p, tokens), parameters) // SHARES[method]
+        try:
+            plan = rad.plan(loss, parameters, tokens, budget_bytes=budget)
+        except ValueError as error:
+            return {"kept": "refused", "why": str(error)}
+        function, kept = plan.function, plan.chosen.method
+    optimizer = optax.adam(1e-3)
+    state = parameters, optimizer.init(parameters)
+
+    def step(batch, state, key):
+        parameters, moments = state
+        tokens = jax.random.randint(key, (batch, config.length), 0, VOCABULARY)
+        value, gradient = jax.value_and_grad(function, argnums=1)(key, parameters, tokens)
+        updates, moments = optimizer.update(gradient, moments)
+        return (optax.apply_updates(parameters, updates), moments), value
+
+    def compiled(batch, options):
+        lowered = jax.jit(functools.partial(step, batch), donate_argnums=0).lower(like, jax.random.key(0))
+        return lowered.compile(compiler_options=options)
+
+    def needed(program):
+        found = program.memory_analysis()
+        parts = (found.argument_size_in_bytes, found.output_size_in_bytes, found.temp_size_in_bytes)
+        return sum(parts) - found.alias_size_in_bytes
+
+    like = jax.eval_shape(lambda: state)
+    run = compiled(config.batch, BARRIERS)
+    result: dict[str, Any] = {"kept": kept, "compiled": needed(run), "step": [], "losses": []}
+    now = time.process_time if jax.default_backend() == "cpu" else time.perf_counter
+    for i in range(config.steps):
+        start = now()
+        state, value = jax.block_until_ready(run(state, jax.random.key(i)))
+        result["step"].append(now() - start)
+        result["losses"].append(float(value))
+    device = jax.devices()[0].memory_stats() or {}
+    result["peak"] = device.get("peak_bytes_in_use")
+    fast = BARRIERS and BARRIERS | {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+    limit = device.get("bytes_limit", config.limit)
+    return result | {"largest": largest(lambda batch: needed(compiled(batch, fast)) <= limit, config.batch)}
+
+
+def largest(fits: Any, start: int) -> int:
+    """The largest batch that fits, to an eighth; 0 if none does.
+
+    Example:
+      >>> largest(lambda batch: 100 + 7 * batch <= 1000, 8), largest(lambda batch: False, 8)
+      (124, 0)
+    """
+    low, high = 0, start
+    while fits(high):
+        low, high = high, 2 * high
+    while high - low > max(1, low // 8):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
+    found = {cell["method"]: result for cell, result in records}
+    plain, rows = found["plain"], []
+    for method, result in found.items():
+        row = {"method": method, "kept": result["kept"], "bytes": None, "MB": None, "MB_compiled": None}
+        row |= dict.fromkeys(("step_ms", "step_ratio", "largest_batch", "loss", "loss_off"))
+        if "step" in result:
+            on_device = result["peak"] is not None
+            row["bytes"] = "device's peak" if on_device else "compiled peak"
+            row["MB"] = result["peak" if on_device else "compiled"] / 1e6
+            row["MB_compiled"], row["largest_batch"] = result["compiled"] / 1e6, result["largest"]
+            row["step_ms"], row["loss"] = 1e3 * float(np.median(result["step"])), result["losses"][-1]
+            row["step_ratio"] = float(np.median(result["step"]) / np.median(plain["step"]))
+            row["loss_off"] = float(np.max(np.abs(np.divide(result["losses"], plain["losses"]) - 1)))
+        rows.append(row)
+    figure, (axes,) = harness.panels(1, 3, (12, 3.4))
+    some = [row for row in rows if row["MB"]]
+    axes[0].barh([r["method"] for r in some], [r["MB"] for r in some])
+    axes[0].set(xlabel=f"MB, {some[0]['bytes']}, batch {config.batch}")
+    axes[1].barh([r["method"] for r in some], [r["largest_batch"] for r in some])
+    axes[1].set(xlabel="largest batch that fits")
+    for ax in axes[:2]:
+        ax.invert_yaxis()
+    for row, style in zip(some, ("-", "--", ":", "-."), strict=False):
+        label = f"{row['method']} ({row['kept']}, {row['step_ratio']:.2f} of plain's time)"
+        axes[2].plot(found[row["method"]]["losses"], style, label=label)
+    axes[2].set(xlabel="step", ylabel="loss", title=f"{config.blocks} blocks of width {config.width}")
+    axes[2].legend(loc="lower left")
+    return harness.Report({}, rows, harness.table(rows, *rows[0]), figure)
+
+
+if __name__ == "__main__":
+    harness.main()
