@@ -19,7 +19,7 @@ from experiments.report.readers import growth
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = sorted(path for path in [ROOT / "README.md", *DOCS.rglob("*.md")] if "notebooks" not in path.parts)
-SOON = ("README", "start_here", "how_it_works", "sharp_bits", "scaling")  # other pages' Python is left to `-m long`
+SOON = ("README", "start_here", "how_it_works")  # other pages' Python is left to `-m long`
 INTERLEAVED, DRAWS = ("interleaved", "interleaved, one sign"), ("uniform", "by messages")
 ADDRESS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["urls"]["Repository"]
 

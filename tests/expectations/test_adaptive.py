@@ -197,8 +197,8 @@ def test_unbiased_with_any_weights_that_depend_on_the_inputs():
     state = jax.jit(objective.init)(KEY, THETA)
     k = np.random.default_rng(2).uniform(size=(2, *state.moments.shape[2:4]))
     rows = np.stack([-k[0], 1 - k[0], -k[1], 1 - k[1], 0 * k[0]], axis=-1).astype("float32")
-    state = state._replace(moments=np.broadcast_to(rows, state.moments.shape), count=jnp.int32(10_000))
-    pathwise = state._replace(changes=np.tile(np.float32([0, 1]), (200, 1)))
+    state = state._replace(moments=jnp.asarray(np.broadcast_to(rows, state.moments.shape)), count=jnp.int32(10_000))
+    pathwise = state._replace(changes=jnp.asarray(np.tile(np.float32([0, 1]), (200, 1))))
     assert pathwise.guarded and not state.guarded
     of = lambda state: lambda key: objective.value_and_grad(key, state, THETA)[1]
     both = lambda key: (of(state)(key), of(pathwise)(key))
