@@ -35,7 +35,7 @@ def convnet(
 
 
 def recurrent(
-    inputs: int, classes: int, rngs: nnx.Rngs, *, cell: str = "RNN", units: int = 32, parts: int = 8
+    inputs: int, classes: int, rngs: nnx.Rngs, *, cell: str = "GRU", units: int = 32, parts: int = 8
 ) -> nnx.Sequential:
     """A recurrent network that reads the pixels in parts, after a permutation, and a dense layer."""
     order = np.random.default_rng(0).permutation(inputs)
