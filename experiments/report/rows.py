@@ -140,7 +140,7 @@ def rule_in_settings(results) -> Rows:
         "not finite": "not finite",
     }
     rows = [["rule", *shown.values()]]
-    rules = ("images", "untrained")
+    rules = ("images", "images, surrogate", "untrained")
     for rule, steps in itertools.product(rules, results["config"]["horizons"]):
         found = results[f"{rule}, {steps} steps"]
         rows.append([f"{rule}, {steps} updates", *(str(found[name]) for name in shown)])
