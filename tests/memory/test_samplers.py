@@ -10,7 +10,7 @@ import pytest
 
 import apgrad as ap
 from apgrad.memory import _rounding
-from tests.memory.unbiased import KEY, normal
+from tests.memory.unbiased import KEY
 
 R = ap.memory
 SAMPLERS = {
@@ -27,7 +27,7 @@ SAMPLERS = {
     "rounding 1": R.rounding(1),
     "heavy": R.heavy(0.4),
 }
-X = normal(0, 3, 12, 2)
+X = jax.random.normal(KEY, (3, 12, 2))
 DRAWS = 4000
 
 
