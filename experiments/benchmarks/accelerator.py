@@ -180,10 +180,9 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     for ax in axes[:2]:
         ax.invert_yaxis()
     for row, style in zip(some, ("-", "--", ":", "-."), strict=False):
-        label = f"{row['method']} ({row['kept']}, {row['step_ratio']:.2f} of plain's time)"
-        axes[2].plot(found[row["method"]]["losses"], style, label=label)
+        axes[2].plot(found[row["method"]]["losses"], style, label=f"{row['method']}: {row['step_ratio']:.2f}")
     axes[2].set(xlabel="step", ylabel="loss", title=f"{config.blocks} blocks of width {config.width}")
-    axes[2].legend(loc="upper right")
+    axes[2].legend(loc="upper right", title="step time over plain's")
     return harness.Report({}, rows, harness.table(rows, *rows[0]), figure)
 
 
