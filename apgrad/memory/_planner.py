@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from apgrad._ground.arguments import chosen_numbers, number
 from apgrad._programs import jaxprs
@@ -111,6 +112,8 @@ def plan(
     if unknown := [m for m in methods if m not in METHODS]:
         raise ValueError(f"the methods of a plan are {', '.join(METHODS)}; got {', '.join(map(repr, unknown))}")
     numbers = chosen_numbers(argnums, len(args))
+    filled = lambda x: jnp.zeros(x.shape, x.dtype) if isinstance(x, jax.ShapeDtypeStruct) else x
+    args = tuple(x if i in numbers else jax.tree.map(filled, x) for i, x in enumerate(args))
     trials: list[Trial] = []
 
     def compiled(method: str, work: float, variance: float, random: Callable[..., Any]) -> Trial:

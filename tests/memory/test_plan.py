@@ -98,6 +98,15 @@ def test_blocks_in_a_loop_need_no_checkpoint_by_hand():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6), exact, found)
 
 
+def test_a_plan_is_made_of_shapes_alone():
+    """Of integers too, which take part in an index, and of what is not differentiated."""
+    loss = lambda table, x, at: jnp.mean(jnp.sin(table[at] @ x) ** 2)
+    args = jnp.ones((8, 16)), jnp.ones((16, 512)), jnp.zeros(64, jnp.int32)
+    shapes = jax.eval_shape(lambda *args: args, *args)
+    found, true = (R.plan(loss, *some, budget_bytes=200_000) for some in (shapes, args))
+    assert found.chosen[:3] == true.chosen[:3]
+
+
 def test_a_budget_is_refused_with_the_smallest_that_is_kept():
     with pytest.raises(ValueError, match=r"cannot be kept by recompute: the smallest that was found is (\d+)") as error:
         R.plan(mlp, WS, X, budget_bytes=100, methods=["recompute"])
