@@ -1,7 +1,7 @@
 """What each part of the normalized rule is worth: rules without it, meta-trained alike.
 
     python -m experiments.mplp_ablation                                    # digits and 20 outer steps, two minutes
-    APGRAD_DATA=... python -m experiments.mplp_ablation --preset paper     # 400 outer steps, an hour of one core
+    APGRAD_DATA=... python -m experiments.mplp_ablation --preset paper     # 400 outer steps, some hours of one core
 
 No paper has this study. Each rule lacks one part from the start: "gradient alone" has no messages but the gradient's,
 and so no corrections; "one number" has messages of one number; "no whitening" multiplies by the inputs as they are; "no
@@ -92,8 +92,9 @@ def made(name: str, sites: Any) -> mplp.Normalized:
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
     """By setting and updates the accuracies of the runs, before and after training."""
-    family = [m for m in meta_train.members("images", config.data) if m[1] == 20]
-    outer, sites = meta_train.family_gradient(family)
+    family = meta_train.members("images", config.data)
+    outer, _ = meta_train.family_gradient([member for member in family if member[1] == 20])
+    _, sites = meta_train.family_gradient(family)  # of deeper networks, too
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(meta_train.schedule(config.steps, 2e-3)))
     folder, begun = harness.checkpoint("mplp_ablation", config, cell).path.with_suffix(""), made(cell["rule"], sites)
     trained, _, skipped = meta_curves.train(outer, optimizer, begun, config.seed, config.steps, 1, folder)
@@ -127,7 +128,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
             row |= {"ahead": ahead.mean(), "interval": mplp_settings.half_interval(ahead), "settings": len(ahead)}
             rows.append(row)
             figures[f"{rule}, {when}, {steps} updates"] = {k: row[k] for k in ("accuracy", "ahead", "interval")}
-            ax.errorbar(row["ahead"], at, xerr=row["interval"], fmt="o", color=f"C{when == 'after'}")
+            ax.errorbar(row["ahead"], at, xerr=row["interval"], fmt="o", color=f"C{int(when == 'after')}")
         labels = [f"{rule}, {when} training" for rule, when in itertools.product(given, ("before", "after"))]
         ax.set(xlabel="points ahead of the whole rule", title=f"{steps} updates", yticks=range(len(labels)))
         ax.set_yticklabels(labels)
