@@ -152,11 +152,12 @@ for _name, _what, _units in (
         "standardized": True,
         "architecture": f"{DRAWN} a step, drawn of {len(MADE[_name][1])} networks of {_what} and a dense layer; "
         "softmax cross-entropy; told the number of updates",
-        "activations": ["relu", "tanh", "gelu"] if _name == "convnets" else ["tanh", "sigmoid", "<lambda>", "multiply"],
+        "activations": ["relu", "tanh", "gelu"] if _name == "convnets" else ["sigmoid", "tanh"],
         "minibatches": [4, 32],
         "updates": 100,
         "depths": [2, 2],
         "widths": _units,
+        "names": "number",
     }
 
 

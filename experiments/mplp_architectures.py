@@ -77,8 +77,7 @@ def task_of(config: Config, name: str) -> meta.Task:
 
 def cells(config: Config) -> list[harness.Cell]:
     cells = harness.grid(network=config.networks, method=(*OPTIMIZERS, "untrained", "trained"))
-    there = [name for name, rule in TRAINED.items() if rule in mplp.pretrained_names()]
-    return [cell for cell in cells if cell["method"] != "trained" or cell["network"] in there]
+    return [cell for cell in cells if cell["method"] != "trained" or cell["network"] in TRAINED]
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:

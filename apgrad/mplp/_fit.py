@@ -15,7 +15,7 @@ from apgrad._ground.progress import progress_bar
 from apgrad.mplp import _nodes as nodes
 from apgrad.mplp._losses import softmax_cross_entropy
 from apgrad.mplp._places import Places
-from apgrad.mplp._pretrained import load_pretrained
+from apgrad.mplp._pretrained import load_pretrained, pretrained_card
 from apgrad.mplp._protocol import LearnedRule
 from apgrad.mplp._sequential import Names, from_nnx, require_equal, to_nnx
 from apgrad.mplp._step import init_state, inner_step
@@ -64,7 +64,7 @@ def fit(
       held_out: `(x, y)` to measure at the start, after each `every` updates, and at the end, if given.
       measure: `(prediction, y) -> number`, the measure of the held-out batch; the mean loss if not given.
       every: updates from one measure, and one look at the losses, to the next.
-      names: see `from_nnx`; if not given, "role" for a pretrained rule and "number" for a rule of your own.
+      names: see `from_nnx`; if not given, what a pretrained rule's card says ("role" if nothing), else "number".
       progress: whether to show a tqdm bar, which comes with the extra `meta`.
 
     Raises:
@@ -86,7 +86,7 @@ def fit(
       ([0, 10, 20], True)
     """
     steps, every = whole("steps", steps), whole("every", every)
-    names = names or ("role" if isinstance(rule, str) else "number")
+    names = names or (pretrained_card(rule).get("names", "role") if isinstance(rule, str) else "number")
     try:
         network, params = from_nnx(model, loss, names=names)
     except TypeError as error:

@@ -52,8 +52,9 @@ def load_pretrained(name: str, x: jax.Array | None = None) -> Trained:
     """A trained rule that comes with the package.
 
     It fits an MLP of any width and depth whose places are named by role, as those of `meta.mlp` and of
-    `from_nnx(..., names="role")` are. The rules for images want *standardized* inputs, of mean 0 and deviation 1 over
-    all pixels, as `meta.data.load` makes them; on inputs in [0, 1] they learn much worse, without an error.
+    `from_nnx(..., names="role")` are; `sequences` fits an `nnx.RNN` of gated units and a dense layer, named by number.
+    The rules for images want *standardized* inputs, of mean 0 and deviation 1 over all pixels, as `meta.data.load`
+    makes them; on inputs in [0, 1] they learn much worse, without an error.
 
     Args:
       name: one of `pretrained_names()`.

@@ -127,7 +127,7 @@ def test_a_rule_without_averages_forgets_the_last_update():
 def test_architectures(run):
     options = "--horizons 2 --draws 2 --runs 2 --batch 4"
     rows = run(mplp_architectures, options)["rows"]
-    assert {row["network"] for row in rows} == {"GRU"} and len(rows) == 6
+    assert {row["network"] for row in rows} == {"GRU"} and len(rows) == 7
     assert all(0 <= row["accuracy"] <= 100 and row["ahead_low"] <= row["ahead"] <= row["ahead_high"] for row in rows)
 
 

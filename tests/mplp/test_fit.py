@@ -66,6 +66,16 @@ def test_fit_gives_the_same_bits_again_and_leaves_the_model():
     jax.tree.map(np.testing.assert_array_equal, nnx.state(given), before)
 
 
+def test_a_rule_for_sequences_trains_gated_units_and_its_card_says_how_places_are_named():
+    rngs = nnx.Rngs(0)
+    read, cell = lambda x: x.reshape(x.shape[0], 6, 2), nnx.GRUCell(2, 24, rngs=rngs)
+    gated = nnx.Sequential(read, nnx.RNN(cell, rngs=rngs), lambda x: x[:, -1], nnx.Linear(24, 3, rngs=rngs))
+    x = jax.random.normal(jax.random.key(0), (16, 12))
+    batch = x, jax.nn.one_hot(jnp.argmax(x[:, 3:6], axis=1), 3)
+    fitted = mplp.fit(gated, itertools.repeat(batch), "sequences", 20, held_out=batch, every=20, progress=False)
+    assert fitted.held_out[1] < 0.5 * fitted.held_out[0]
+
+
 def test_a_pretrained_rule_says_which_models_it_is_for():
     match = r"the rule 'image_mlp' is for MLPs, an nnx.Sequential of nnx.Linear.*function of"
     for part in (nnx.LayerNorm(2, rngs=nnx.Rngs(0)), nnx.Rngs(0)):
