@@ -86,9 +86,9 @@ def fit(
       ([0, 10, 20], True)
     """
     steps, every = whole("steps", steps), whole("every", every)
-    names = names or (pretrained_card(rule).get("names", "role") if isinstance(rule, str) else "number")
+    how: Names = names or (pretrained_card(rule).get("names", "role") if isinstance(rule, str) else "number")
     try:
-        network, params = from_nnx(model, loss, names=names)
+        network, params = from_nnx(model, loss, names=how)
     except TypeError as error:
         if not isinstance(rule, str):
             raise
@@ -142,7 +142,7 @@ def fit(
     if not all(np.isfinite(x).all() for x in jax.tree.leaves(jax.device_get(params))):
         raise FloatingPointError(f"parameters are not finite after {steps} updates; the loss before the last one was")
     points, measures = np.array(list(curve), int), np.array(list(curve.values()), float)
-    return Fitted(to_nnx(model, params, names=names), np.array(jax.device_get(losses)), points, measures)
+    return Fitted(to_nnx(model, params, names=how), np.array(jax.device_get(losses)), points, measures)
 
 
 def _batches(data: Iterable[Batch], steps: int) -> Iterator[Batch]:
