@@ -72,7 +72,7 @@ def fit(
         standardized where a pretrained rule was trained on such; if the network's predictions for the first minibatch
         are not the model's.
       TypeError: for minibatches that are no pairs, models that `from_nnx` refuses, and models that are no MLPs where
-        the rule is a pretrained one.
+        the rule is a pretrained one for these.
       FloatingPointError: if a loss, a measure or a trained parameter is not finite.
 
     Example:
@@ -90,7 +90,7 @@ def fit(
     try:
         network, params = from_nnx(model, loss, names=how)
     except TypeError as error:
-        if not isinstance(rule, str):
+        if not isinstance(rule, str) or how != "role":
             raise
         raise TypeError(
             f"the rule {rule!r} is for MLPs, an nnx.Sequential of nnx.Linear layers with an activation between each "
