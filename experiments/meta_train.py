@@ -7,6 +7,7 @@
     python -m experiments.meta_train image_mlp --steps 2200 --out runs/image_mlp
     python -m experiments.meta_train images --steps 4200 --out runs/images
     python -m experiments.meta_train sequences --steps 1300 --out runs/sequences
+    python -m experiments.meta_train convnets --steps 900 --out runs/convnets
     python -m experiments.meta_train image_mlp_long --start runs/image_mlp/image_mlp --steps 1200 --out runs/long
 
 It goes on where it was killed, and ends with the rule and its card, `NAME.npz` and `NAME.json`, in the folder; copied
@@ -18,7 +19,7 @@ outer steps, brings 144-50-10 from 76.6 to 78.3 %, and a step function, never se
 with the package was trained for 2,400 outer steps on twelve networks of at most 300 updates, before its controllers had
 a say in the corrections, and for 1,800 more on the family below; its card says so under "start". `sequences` is the
 same for gated units that read an image in parts, in a network whose layers are named by their number; the first 600 of
-its 1,300 outer steps were on Elman's networks, too.
+its 1,300 outer steps were on Elman's networks, too. `convnets` is the same for networks of two convolutions.
 """
 
 import datetime
@@ -42,7 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "image_mlp": {"message_size": 8, "rank": 8, "hidden": 32, "neuron_state": 4, "learning_rate": 10.0, "full": 1024},
 }
 OPTIONS["image_mlp_long"] = OPTIONS["image_mlp"]
-FAMILIES = ("images", "sequences")
+FAMILIES = ("images", "sequences", "convnets")
 OPTIONS |= {name: {"full": 512} for name in FAMILIES}
 ABOUT = {
     "sinusoid": {
@@ -120,6 +121,17 @@ SEQUENCES = [  # images and side, options of `architectures.recurrent`, minibatc
     ("mnist", 12, {"units": 48}, 16, 50),
     ("digits", None, {}, 8, 100),
 ]
+CONVNETS = [  # images and side, options of `architectures.convnet`, minibatch, updates
+    ("digits", None, {}, 16, 20),
+    ("digits", None, {"channels": (4, 8), "activation": jnp.tanh}, 32, 20),
+    ("mnist", 12, {}, 8, 20),
+    ("mnist", 12, {"channels": (8, 8), "activation": jax.nn.gelu}, 4, 50),
+    ("cifar10", 12, {"colors": 3}, 32, 20),
+    ("mnist", 28, {"channels": (4, 8)}, 16, 20),
+    ("digits", None, {}, 8, 100),
+    ("mnist", 12, {"channels": (4, 8)}, 16, 100),
+]
+LAYERED = {"sequences": (architectures.recurrent, SEQUENCES), "convnets": (architectures.convnet, CONVNETS)}
 DRAWN = 3  # members of the family in an outer step
 ABOUT["images"] = {
     "data": "training images of MNIST and CIFAR-10, 12x12, and digits, standardized",
@@ -146,6 +158,18 @@ ABOUT["sequences"] = {
     "widths": [72, 144],
     "fails": "Elman's network, in which it falls to chance: the updates of all steps of a recurrence add up, and what "
     "was learned for gated units is too long there; sequences of more than 16 steps were not tried",
+    "names": "number",
+}
+ABOUT["convnets"] = {
+    "data": "training images of MNIST, 12x12 and 28x28, CIFAR-10, 12x12, and digits, standardized",
+    "standardized": True,
+    "architecture": f"{DRAWN} a step, drawn of {len(CONVNETS)} networks of two convolutions of 3x3, each with an "
+    "activation and max-pooling, and a dense layer; softmax cross-entropy; told the number of updates",
+    "activations": ["relu", "tanh", "gelu"],
+    "minibatches": [4, 32],
+    "updates": 100,
+    "depths": [2, 2],
+    "widths": [4, 16],
     "names": "number",
 }
 
@@ -194,11 +218,12 @@ def outer_gradient(parts: list[Part], clip: bool) -> meta.OuterGradient:
 def members(name: str, images: tuple[str, ...] = ("digits", "mnist", "cifar10")) -> list[tuple[meta.Task, int]]:
     """The tasks of a family that are of some images, each with the number of its updates."""
     load = functools.cache(lambda name, side: meta.data.load(name, size=side))
-    if name == "sequences":
-        made = lambda options: functools.partial(architectures.recurrent, **options)
+    if name in LAYERED:
+        make, networks = LAYERED[name]
+        made = lambda options: functools.partial(make, **options)
         return [
             (architectures.task(load(data, side), made(options), batch=batch, held_out=128), length)
-            for data, side, options, batch, length in SEQUENCES
+            for data, side, options, batch, length in networks
             if data in images
         ]
     found = []
@@ -289,9 +314,9 @@ def judge(name: str, rule: Any, length: int, runs: int, seed: int = 1000) -> dic
     if name == "sinusoid":
         task = meta.sinusoid()
         cases = {"sinusoid": (task, task.loss, 1.0)}
-    elif name == "sequences":
+    elif name in LAYERED:
         data = meta.data.load("mnist", size=12)
-        task = architectures.task(data, architectures.recurrent, batch=16, held_out=1000, split="test")
+        task = architectures.task(data, LAYERED[name][0], batch=16, held_out=1000, split="test")
         cases = {"12x12 MNIST, minibatches of 16": (task, functools.partial(meta.accuracy, task), 100.0)}
     else:
         cases = {}
@@ -316,7 +341,7 @@ def judge(name: str, rule: Any, length: int, runs: int, seed: int = 1000) -> dic
 
 
 def main(
-    name: Literal["sinusoid", "image_mlp", "image_mlp_long", "images", "sequences"],
+    name: Literal["sinusoid", "image_mlp", "image_mlp_long", "images", "sequences", "convnets"],
     /,
     out: Path,
     steps: int = 3000,

@@ -15,20 +15,28 @@ CELLS = {"RNN": nnx.SimpleCell, "GRU": nnx.GRUCell}
 UNIFORM = nnx.initializers.variance_scaling(1 / 3, "fan_in", "uniform")  # on ±1/sqrt(inputs)
 
 
-def convnet(inputs: int, classes: int, rngs: nnx.Rngs) -> nnx.Sequential:
-    """Two convolutions of 3x3 with 8 and 16 channels, each with relu and max-pooling, and a dense layer."""
-    side = round(inputs**0.5)
+def convnet(
+    inputs: int,
+    classes: int,
+    rngs: nnx.Rngs,
+    *,
+    colors: int = 1,
+    channels: tuple[int, int] = (8, 16),
+    activation: Callable[[jax.Array], jax.Array] = jax.nn.relu,
+) -> nnx.Sequential:
+    """Two convolutions of 3x3, each with an activation and max-pooling, and a dense layer."""
+    side, (first, second) = round((inputs // colors) ** 0.5), channels
     pool = functools.partial(nnx.max_pool, window_shape=(2, 2), strides=(2, 2))
     return nnx.Sequential(
-        lambda x: x.reshape(x.shape[0], side, side, 1),
-        nnx.Conv(1, 8, (3, 3), kernel_init=UNIFORM, rngs=rngs),
-        jax.nn.relu,
+        lambda x: x.reshape(x.shape[0], side, side, colors),
+        nnx.Conv(colors, first, (3, 3), kernel_init=UNIFORM, rngs=rngs),
+        activation,
         pool,
-        nnx.Conv(8, 16, (3, 3), kernel_init=UNIFORM, rngs=rngs),
-        jax.nn.relu,
+        nnx.Conv(first, second, (3, 3), kernel_init=UNIFORM, rngs=rngs),
+        activation,
         pool,
         lambda x: x.reshape(x.shape[0], -1),
-        nnx.Linear(16 * (side // 4) ** 2, classes, kernel_init=UNIFORM, rngs=rngs),
+        nnx.Linear(second * (side // 4) ** 2, classes, kernel_init=UNIFORM, rngs=rngs),
     )
 
 
