@@ -156,8 +156,8 @@ ABOUT["sequences"] = {
     "updates": 100,
     "depths": [2, 2],
     "widths": [72, 144],
-    "fails": "Elman's network, in which it falls to chance: the updates of all steps of a recurrence add up, and what "
-    "was learned for gated units is too long there; sequences of more than 16 steps were not tried",
+    "fails": "Elman's network, which it refuses: it falls to chance there, as the updates of all steps of a recurrence "
+    "add up, and what was learned for gated units is too long; sequences of more than 16 steps were not tried",
     "names": "number",
 }
 ABOUT["convnets"] = {

@@ -223,7 +223,7 @@ def _(part: nnx.RNN) -> Layer:
             a = i.apply(place.within("in"), learned.get("dense_i"), x)
             b = h.apply(place.within("hidden"), learned.get("dense_h"), state)
             if type(cell) is nnx.SimpleCell:
-                new = activate("activation", cell.activation_fn, add(a, b))
+                new = activate("state", cell.activation_fn, add(a, b))  # no place of gated units
             else:
                 r, z = (
                     activate(name, cell.gate_fn, add(third(n, a), third(n, b)))

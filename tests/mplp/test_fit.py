@@ -74,6 +74,9 @@ def test_a_rule_for_sequences_trains_gated_units_and_its_card_says_how_places_ar
     batch = x, jax.nn.one_hot(jnp.argmax(x[:, 3:6], axis=1), 3)
     fitted = mplp.fit(gated, itertools.repeat(batch), "sequences", 20, held_out=batch, every=20, progress=False)
     assert fitted.held_out[1] < 0.5 * fitted.held_out[0]
+    simple = nnx.Sequential(read, nnx.RNN(nnx.SimpleCell(2, 24, rngs=rngs), rngs=rngs), *gated.layers[2:])
+    with pytest.raises(ValueError, match=r"the rule has the roles.*asks for '1_recurrent\.state'"):  # falls to chance
+        mplp.fit(simple, [batch], "sequences", 1, progress=False)
 
 
 def test_a_pretrained_rule_says_which_models_it_is_for():
