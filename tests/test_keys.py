@@ -5,6 +5,7 @@ import pytest
 
 import apgrad as ap
 from apgrad._ground.keys import require_key
+from tests.refusals import refused
 
 pytestmark = pytest.mark.quick
 
@@ -29,8 +30,8 @@ def test_a_key_of_another_implementation_stays_what_it_is():
     [0, None, jnp.zeros(2), *(jnp.zeros(s, jnp.uint32) for s in (3, (3, 2))), jax.random.split(jax.random.key(0))],
 )
 def test_what_is_no_key_is_refused(key):
-    with pytest.raises(TypeError, match="the key is one PRNG key"):
-        require_key("the key", key)
+    refused(TypeError, "the key is one PRNG key", require_key, "the key", key)
+    refused(TypeError, "first argument is one PRNG key", ap.expectation(lambda tape: tape, 4), key)
 
 
 def test_an_objective_takes_both():
@@ -39,4 +40,7 @@ def test_an_objective_takes_both():
         return tape.cost(a * jax.random.normal(key, (tape.lanes,)))
 
     objective = ap.expectation(program, 4)
-    assert objective(jax.random.PRNGKey(1), 2.0) == objective(jax.random.key(1), 2.0)
+    keys = jax.random.split(jax.random.key(1), 3)
+    each = [objective(key, 2.0) for key in keys]
+    np.testing.assert_allclose(jax.vmap(objective, (0, None))(keys, 2.0), each, rtol=1e-6)
+    np.testing.assert_array_equal([objective(raw, 2.0) for raw in jax.random.key_data(keys)], each)

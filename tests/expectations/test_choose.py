@@ -13,6 +13,7 @@ import pytest
 import scipy.special
 
 import apgrad as ap
+from tests.refusals import refused
 
 KEY = jax.random.key(0)
 COIN = dist.Bernoulli(probs=jnp.full(4, 0.5))
@@ -190,8 +191,7 @@ def test_second_derivatives_are_exact_or_refused(row):
     gradient = jax.grad(ap.expectation(program(row), 50), argnums=1)
     second = jax.grad(lambda theta, key: gradient(key, theta, model) @ along)
     if row.second == "refused":
-        with pytest.raises(TypeError, match=r"has no second derivative.*Use"):
-            jax.eval_shape(second, theta, KEY)
+        refused(TypeError, r"has no second derivative.*Use", jax.eval_shape, second, theta, KEY)
     else:
         wanted = truth(row.family, derivative=jax.hessian)[1] @ np.asarray(along)
         ap.testing.assert_unbiased(lambda key: second(theta, key), wanted, KEY, 1_000)
@@ -236,15 +236,18 @@ def test_later_costs_and_earlier_choices_are_charged_rightly():
     ap.testing.assert_unbiased(lambda key: estimate(key, theta), jax.grad(expected)(theta), KEY, 1_000)
 
 
+def one_choice(estimator, make, cost):
+    """A program of one choice by `make(lanes, *args)`, which costs that of its sample."""
+    return lambda tape, *args: ap.choose(tape, make(tape.lanes, *args), lambda x: (cost(x), None), estimator)[0]
+
+
 @pytest.mark.quick
 def test_estimators_of_one_kind_name_the_function_of_the_other():
     for estimator in (row.estimator for row in FIRST.values()):
         for use in (ap.stochastic, lambda e: ap.sample(None, COIN, e)):
-            with pytest.raises(TypeError, match=rf"ap\.choose\(.*{estimator.name}"):
-                use(estimator)
+            refused(TypeError, rf"ap\.choose\(.*{estimator.name}", use, estimator)
     for estimator, words in ((ap.likelihood_ratio(), r"ap\.sample"), (ap.enumeration, "forget the parentheses")):
-        with pytest.raises(TypeError, match=words):
-            ap.choose(None, COIN, lambda x: (x, None), estimator)
+        refused(TypeError, words, ap.choose, None, COIN, lambda x: (x, None), estimator)
 
 
 @pytest.mark.quick
@@ -264,9 +267,7 @@ def test_estimators_of_one_kind_name_the_function_of_the_other():
     ],
 )
 def test_what_an_estimator_does_not_take_is_an_error(estimator, distribution, error, message):
-    program = lambda tape: ap.choose(tape, distribution, lambda x: (jnp.sum(x), None), estimator)[0]
-    with pytest.raises(error, match=message):
-        ap.expectation(program, 4)(KEY)
+    refused(error, message, ap.expectation(one_choice(estimator, lambda lanes: distribution, jnp.sum), 4), KEY)
 
 
 @pytest.mark.quick
@@ -274,23 +275,17 @@ def test_wrong_arguments_are_errors():
     def run(continuation, *args):
         return ap.expectation(lambda tape: ap.choose(tape, COIN, continuation, ap.enumeration(), *args)[0], 4)(KEY)
 
-    with pytest.raises(TypeError, match=r"must return \(cost, y\)"):
-        run(lambda x: x)
-    with pytest.raises(ValueError, match="must be one real number"):
-        run(lambda x: (jnp.ones(2), x))
-    with pytest.raises(ValueError, match=r"expected the lanes as leading axis, .* are lanes, give .* lanes=3, and no"):
-        run(lambda x, a: (x, a), jnp.ones(3))
+    refused(TypeError, r"must return \(cost, y\)", run, lambda x: x)
+    refused(ValueError, "must be one real number", run, lambda x: (jnp.ones(2), x))
+    words = r"expected the lanes as leading axis, .* are lanes, give .* lanes=3, and no"
+    refused(ValueError, words, run, lambda x, a: (x, a), jnp.ones(3))
     for wrong in (0, 1.5, True):
-        with pytest.raises(ValueError, match="a number of outcomes, must be an integer"):
-            ap.rao_blackwellized(wrong)
+        refused(ValueError, "a number of outcomes, must be an integer", ap.rao_blackwellized, wrong)
     for factory in (ap.rloo, ap.arms, ap.double_control_variates):
-        with pytest.raises(ValueError, match="must be an integer of at least 2"):
-            factory(1)
+        refused(ValueError, "must be an integer of at least 2", factory, 1)
     for factory in (ap.rebar, ap.gumbel_softmax, ap.reinmax):
-        with pytest.raises(ValueError, match=r"the temperature of .* must be a finite number above 0"):
-            factory(0.0)
-    with pytest.raises(TypeError, match="takes a function"):
-        ap.relax(3)
+        refused(ValueError, r"the temperature of .* must be a finite number above 0", factory, 0.0)
+    refused(TypeError, "takes a function", ap.relax, 3)
 
 
 @pytest.mark.quick
@@ -298,22 +293,17 @@ def test_a_batch_in_a_lane_is_warned_of_and_data_says_what_to_do():
     y = jnp.arange(20.0) % 2
     miss = lambda z: (z.astype(y.dtype) - y) ** 2
 
-    def run(continuation, **data):
-        def program(tape):
-            coins = dist.Bernoulli(logits=jnp.zeros((tape.lanes, 20)))
-            return ap.choose(tape, coins, continuation, ap.disarm())[0]
-
-        jax.eval_shape(ap.expectation(program, 5, **data), KEY)
-
+    coins = lambda lanes: dist.Bernoulli(logits=jnp.zeros((lanes, 20)))
+    run = lambda cost, **data: jax.eval_shape(ap.expectation(one_choice(ap.disarm(), coins, cost), 5, **data), KEY)
     with pytest.warns(UserWarning, match=r"20 terms that see one of them each.*each example be a lane"):
-        run(lambda z: (jnp.mean(miss(z)), None))
-    with pytest.raises(ValueError, match=r"got shape \(20,\).*each example be a lane.*examples as arguments after"):
-        run(lambda z: (miss(z), None), data=20)
+        run(lambda z: jnp.mean(miss(z)))
+    refused(ValueError, r"got shape \(20,\).*each example be a lane.*examples as arguments after", run, miss, data=20)
 
 
 def test_choices_of_a_lane_that_act_on_each_other_are_not_warned_of():
     # Warnings are errors here. A cost of all choices together, of neighbours, and one behind a comparison of their sum.
     weights = jnp.arange(4.0)
+    coins = lambda lanes, logits: dist.Bernoulli(logits=jnp.broadcast_to(logits, (lanes, 4)))
     for cost in (
         lambda z: jnp.tanh(z @ weights),
         lambda z: jnp.sum(z[1:] * z[:-1]),
@@ -322,19 +312,14 @@ def test_choices_of_a_lane_that_act_on_each_other_are_not_warned_of():
         lambda z: jax.lax.scan(lambda c, z: (c * z + 1.0, None), 0.0, z)[0],
         lambda z: jnp.sum(z) * jnp.sum(z),
     ):
-
-        def program(tape, logits, cost=cost):
-            coins = dist.Bernoulli(logits=jnp.broadcast_to(logits, (tape.lanes, 4)))
-            return ap.choose(tape, coins, lambda z: (cost(z.astype(jnp.float32)), None), ap.disarm())[0]
-
+        program = one_choice(ap.disarm(), coins, lambda z, cost=cost: cost(z.astype(jnp.float32)))
         jax.eval_shape(ap.expectation(program, 2), KEY, weights)
 
 
 @pytest.mark.quick
 def test_rebar_warns_of_a_cost_that_makes_integers_of_relaxed_outcomes():
     table = jnp.array([0.2, 1.0])
-    chosen = lambda tape, cost: ap.choose(tape, COIN, lambda x: (cost(x), None), ap.rebar())[0]
-    run = lambda cost: jax.eval_shape(ap.expectation(lambda tape: chosen(tape, cost), 4), KEY)
+    run = lambda cost: jax.eval_shape(ap.expectation(one_choice(ap.rebar(), lambda lanes: COIN, cost), 4), KEY)
     run(lambda x: (x - 0.45) ** 2)  # warnings are errors
     for cost in (lambda x: table[x.astype(int)], lambda x: jax.jit(jnp.round)(x) ** 2):
         with pytest.warns(UserWarning, match=r"rebar\).*makes integers of them"):
@@ -342,33 +327,20 @@ def test_rebar_warns_of_a_cost_that_makes_integers_of_relaxed_outcomes():
 
 
 def test_the_alternatives_of_a_normal_distributions_deviation_are_on_one_side_of_its_mean():
-    def run(tape, scale):
-        positive = lambda x: (jnp.where(x > 0, 1.0, 0.0), None)
-        return ap.choose(tape, dist.Normal(jnp.zeros(tape.lanes), scale), positive, ap.measure_valued())[0]
-
-    assert jax.jit(ap.grad(run, lanes=20))(KEY, 2.0) == 0  # without variance
-
-
-def test_the_shape_of_a_gamma_distribution_has_no_measure_valued_derivative():
-    def run(tape, shape):
-        d = dist.Gamma(jnp.broadcast_to(shape, (tape.lanes,)), 1.0)
-        return ap.choose(tape, d, lambda x: (x, None), ap.measure_valued())[0]
-
-    with pytest.raises(TypeError, match="shape of a gamma distribution"):
-        jax.grad(ap.expectation(run, 4), argnums=1)(KEY, 2.0)
+    normal, positive = lambda lanes, scale: dist.Normal(jnp.zeros(lanes), scale), lambda x: jnp.where(x > 0, 1.0, 0.0)
+    gradient = ap.grad(one_choice(ap.measure_valued(), normal, positive), lanes=20)
+    assert jax.jit(gradient)(KEY, 2.0) == 0  # without variance
 
 
 # Control variates that learn.
 
 
-def two_coins(tape, theta, estimator):
-    logits = jnp.broadcast_to(theta, (tape.lanes, 2))
+def two_coins(estimator):
+    def cost(x):
+        x = x.astype(float)
+        return 1 + (x[0] - 0.3) ** 2 * (1 + x[1])
 
-    def continuation(x):
-        x = x.astype(theta.dtype)
-        return 1 + (x[0] - 0.3) ** 2 * (1 + x[1]), None
-
-    return ap.choose(tape, dist.Bernoulli(logits=logits), continuation, estimator)[0]
+    return one_choice(estimator, lambda lanes, theta: dist.Bernoulli(logits=jnp.broadcast_to(theta, (lanes, 2))), cost)
 
 
 CONTROLS = {
@@ -381,7 +353,7 @@ CONTROLS = {
 @pytest.mark.parametrize("name", CONTROLS)
 def test_the_parameters_of_a_control_variate_get_the_gradient_of_the_variance(name, x64):
     theta, phi = jnp.array([0.2, -0.4]), jnp.array([0.6, 0.7])
-    objective = ap.expectation(lambda tape, theta, phi: two_coins(tape, theta, CONTROLS[name](phi)), lanes=1)
+    objective = ap.expectation(lambda tape, theta, phi: two_coins(CONTROLS[name](phi))(tape, theta), lanes=1)
 
     @jax.jit
     def both(phi):
@@ -427,16 +399,15 @@ def test_relax_gives_the_control_what_the_lane_has():
         np.testing.assert_allclose(of_logit, a.mean() * p * (1 - p), rtol=1e-5)
         assert set(np.unique(3 * of_a)) <= {0.0, 1.0}
         np.testing.assert_array_equal(of_given["a"], jnp.zeros(3))
-    with pytest.raises(ValueError, match=r"relax: argument .* expected the lanes as leading axis"):
-        gradient(KEY, 0.4, a, {"a": a[0]})
+    refused(ValueError, r"relax: argument .* expected the lanes as leading axis", gradient, KEY, 0.4, a, {"a": a[0]})
 
 
-def test_a_control_that_closes_over_what_is_differentiated_is_an_error():
-    def run(tape, theta):
-        return two_coins(tape, theta, ap.relax(lambda z: jnp.sum(theta * z)))
-
-    with pytest.raises(TypeError, match="control of relax closes over"):
-        jax.grad(ap.expectation(run, 2), argnums=1)(KEY, jnp.zeros(2))
+def test_what_has_no_derivative_is_an_error():
+    closed = lambda tape, theta: two_coins(ap.relax(lambda z: jnp.sum(theta * z)))(tape, theta)
+    refused(TypeError, "control of relax closes over", ap.grad(closed, 2), KEY, jnp.zeros(2))
+    gamma = lambda lanes, shape: dist.Gamma(jnp.broadcast_to(shape, (lanes,)), 1.0)
+    of_shape = ap.grad(one_choice(ap.measure_valued(), gamma, lambda x: x), 4)
+    refused(TypeError, "shape of a gamma distribution", of_shape, KEY, 2.0)
 
 
 def test_probabilities_off_the_simplex_mean_what_is_sampled():
@@ -482,20 +453,16 @@ def test_an_estimator_of_a_user_claims_second_derivatives_or_refuses_them():
     score = functools.partial(sampled, score=lambda distribution, x: distribution.log_prob(x))
     for program in (chosen, pathwise, score):
         second = lambda claim, p=program: jax.grad(ap.grad(functools.partial(p, claim=claim), lanes=2), argnums=1)
-        with pytest.raises(TypeError, match=r"mine has no second derivative.*every_order=True"):
-            jax.eval_shape(second(False), KEY, 0.3)
+        refused(TypeError, r"mine has no second derivative.*every_order=True", jax.eval_shape, second(False), KEY, 0.3)
         jax.eval_shape(second(True), KEY, 0.3)
 
 
 def test_counts_in_an_array_are_enumerated_where_they_are_known():
     def value(counts, key=KEY):
-        coins = lambda tape: dist.Binomial(counts, probs=0.3 * jnp.ones(tape.lanes))
-        program = lambda tape: ap.choose(tape, coins(tape), lambda x: (x**2, None), ap.enumeration())[0]
-        return ap.expectation(program, 2)(key)
+        coins = lambda lanes: dist.Binomial(counts, probs=0.3 * jnp.ones(lanes))
+        return ap.expectation(one_choice(ap.enumeration(), coins, jnp.square), 2)(key)
 
     known = jnp.array([3, 3])
     np.testing.assert_allclose(jax.jit(lambda: value(known))(), 3 * 0.3 * 0.7 + 0.9**2, rtol=1e-5)
-    with pytest.raises(TypeError, match="Inhomogeneous total count"):
-        value(jnp.array([3, 2]))
-    with pytest.raises(TypeError, match="depends on a traced array"):
-        jax.eval_shape(value, known)
+    refused(TypeError, "Inhomogeneous total count", value, jnp.array([3, 2]))
+    refused(TypeError, "depends on a traced array", jax.eval_shape, value, known)
