@@ -39,7 +39,7 @@ from apgrad._programs.evaluation import (
     run as run,
     run_all as run_all,
     scope as scope,
-    where_it_stands,
+    where_it_stands as where_it_stands,
 )
 
 _NOT_THE_USERS = (str(Path(__file__).parent.parent), *(sysconfig.get_path(p) for p in ("stdlib", "purelib", "platlib")))

@@ -6,7 +6,6 @@ rebuilt around stretches of its own, with fresh keys in each step. Calls are ent
 is used, and its coefficients are remembered like any others.
 """
 
-import contextlib
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -323,9 +322,7 @@ class StretchWalk:
             return map(_other, self._enter(eqn, inside, values, live, hashed(key, _NESTED + number), label, count))
 
         def apply(eqn, pairs):
-            # Scopes are names of the coefficients.
-            name = jaxprs.scope(eqn)
-            with jax.named_scope(name) if name else contextlib.nullcontext():
+            with jaxprs.where_it_stands(eqn):  # scopes are names of the coefficients
                 return list(evaluated(eqn, pairs))
 
         return apply

@@ -105,13 +105,12 @@ def array_bytes(like: Any) -> int:
     return math.prod(aval.shape) * aval.dtype.itemsize
 
 
-def nbytes(sampler: Sampler, like: Any, axis: int = -1) -> int:
+def nbytes(sampler: Sampler, like: Any) -> int:
     """The bytes of a sampler's memory of an array.
 
     Args:
       sampler: any sampler.
       like: has the array's shape and dtype.
-      axis: as in `Sampler.keep`.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -119,14 +118,14 @@ def nbytes(sampler: Sampler, like: Any, axis: int = -1) -> int:
       >>> ap.memory.nbytes(ap.memory.rounding(bits=4), x), 4 * x.size
       (6800, 51200)
     """
-    return _nbytes(sampler, like.shape, like.dtype, axis)
+    return _nbytes(sampler, like.shape, like.dtype)
 
 
 # A plan asks for each coefficient of a function, many of which have one shape, and tracing `keep` takes milliseconds.
 @functools.lru_cache(1024)
-def _nbytes(sampler: Sampler, shape: tuple[int, ...], dtype: Any, axis: int) -> int:
+def _nbytes(sampler: Sampler, shape: tuple[int, ...], dtype: Any) -> int:
     like = jax.ShapeDtypeStruct(shape, dtype)
-    memory = jax.eval_shape(lambda x: sampler.keep(jax.random.key(0), x, axis), like)
+    memory = jax.eval_shape(lambda x: sampler.keep(jax.random.key(0), x), like)
     return sum(array_bytes(leaf) for leaf in jax.tree.leaves(memory))
 
 

@@ -4,12 +4,12 @@ With e ~ N(0, sigma^2 I), all of them estimate the gradient of the *smoothed* ob
 from that of L by order sigma^2. Perturbations come in antithetic pairs ±e with common random numbers (Rechenberg, 1973;
 Salimans et al., 2017):
 
-    g = 1/(2 sigma^2) mean_pairs (L(theta + e) - L(theta - e)) e
+    g = 1/(2 sigma^2) (L(theta + e) - L(theta - e)) e
 
 * `evolution`: L is the loss of the whole unroll. Unbiased.
-* `truncated_evolution`: L is the loss of K steps from a state that all pairs share; biased as truncation is.
-* `persistent_evolution` (PES; Vicol, Metz & Sohl-Dickstein, 2021): each pair keeps its own two states and the sum of
-  its perturbations, xi = sum e: g = 1/(2 sigma^2) mean (L_segment(+) - L_segment(-)) xi. Unbiased for a whole unroll
+* `truncated_evolution`: L is the loss of K steps from a state that both share; biased as truncation is.
+* `persistent_evolution` (PES; Vicol, Metz & Sohl-Dickstein, 2021): a pair keeps its own two states and the sum of its
+  perturbations, xi = sum e: g = 1/(2 sigma^2) (L_segment(+) - L_segment(-)) xi. Unbiased for a whole unroll
   while theta stands still, since a loss is charged to every perturbation before it; its variance grows with T/K.
 * `single_evolution` (ES-Single or NRES; Vicol, 2023; Li et al., 2023): a pair keeps one perturbation for an unroll, so
   xi = e: the whole unroll is smoothed alike, and the variance does not grow.
@@ -23,53 +23,49 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from apgrad._ground.arguments import number, whole
+from apgrad._ground.arguments import number
 from apgrad.meta._outer import OuterGradient, Segments, advance, renew, start, where
 from apgrad.meta._partition import merge, partition
 from apgrad.meta._unroll import Problem, objective
 
 
-def evolution(problem: Problem, *, sigma: float = 0.01, pairs: int = 1) -> OuterGradient:
+def evolution(problem: Problem, *, sigma: float = 0.01) -> OuterGradient:
     """Antithetic evolution strategies over whole unrolls.
 
     Args:
       problem: the recurrence.
       sigma: standard deviation of the perturbations.
-      pairs: how many antithetic pairs there are; all have the same task.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
       >>> p = ap.meta.Problem(lambda th, key: jnp.zeros(()), lambda th, s: (s, th * 3), lambda th, s: 0 * th, 2)
       >>> loss, gradient, _ = ap.meta.evolution(p)(jnp.ones(()), jax.random.key(0))
     """
-    _require(sigma, pairs)
+    number("sigma", sigma, positive=True)
 
     def estimate(theta, key, carry):
         task, noise = jax.random.split(key)
         loss = lambda theta: objective(problem, theta, task)[0]
-        return *_antithetic(loss, theta, jax.random.split(noise, pairs), sigma), carry
+        return *_antithetic(loss, theta, noise, sigma), carry
 
     return OuterGradient(lambda theta, key: (), estimate)
 
 
-def truncated_evolution(
-    problem: Problem, segment: int, *, sigma: float = 0.01, pairs: int = 1, stagger: bool = True
-) -> OuterGradient:
+def truncated_evolution(problem: Problem, segment: int, *, sigma: float = 0.01, stagger: bool = True) -> OuterGradient:
     """Antithetic evolution strategies over K of T steps, from a state that goes on unperturbed.
 
     Args:
       problem: the recurrence.
       segment: K, steps of a segment; it divides the length of the unroll.
       sigma: standard deviation of the perturbations.
-      pairs: how many antithetic pairs there are; all have the same task.
       stagger: whether tasks start out of step, so that every outer step sees all parts of an unroll.
     """
-    _require(sigma, pairs)
+    number("sigma", sigma, positive=True)
 
     def estimate(theta, key, carry):
         noise, task = jax.random.split(key)
         loss = lambda theta: advance(problem, theta, carry, segment)[0]
-        result = _antithetic(loss, theta, jax.random.split(noise, pairs), sigma)
+        result = _antithetic(loss, theta, noise, sigma)
         _, new = advance(problem, theta, carry, segment)
         return *result, renew(problem, theta, task, new)
 
@@ -85,49 +81,40 @@ class Particle(NamedTuple):
     key: jax.Array
 
 
-def persistent_evolution(
-    problem: Problem, segment: int, *, sigma: float = 0.01, pairs: int = 1, stagger: bool = True
-) -> OuterGradient:
+def persistent_evolution(problem: Problem, segment: int, *, sigma: float = 0.01, stagger: bool = True) -> OuterGradient:
     """Persistent evolution strategies (PES).
 
     Args:
       problem: the recurrence.
       segment: K, steps of a segment; it divides the length of the unroll.
       sigma: standard deviation of the perturbations.
-      pairs: how many antithetic pairs there are; each has a task of its own.
-      stagger: whether pairs start out of step; then the first T/K estimates are biased.
+      stagger: whether tasks start out of step; then the first T/K estimates are biased.
     """
-    return _persistent(problem, segment, sigma, pairs, stagger, keep=False)
+    return _persistent(problem, segment, sigma, stagger, keep=False)
 
 
-def single_evolution(
-    problem: Problem, segment: int, *, sigma: float = 0.01, pairs: int = 1, stagger: bool = True
-) -> OuterGradient:
+def single_evolution(problem: Problem, segment: int, *, sigma: float = 0.01, stagger: bool = True) -> OuterGradient:
     """Evolution strategies with one perturbation for an unroll (ES-Single, NRES).
 
     Args:
       problem: the recurrence.
       segment: K, steps of a segment; it divides the length of the unroll.
       sigma: standard deviation of the perturbations.
-      pairs: how many antithetic pairs there are; each has a task of its own.
       stagger: see `persistent_evolution`.
     """
-    return _persistent(problem, segment, sigma, pairs, stagger, keep=True)
+    return _persistent(problem, segment, sigma, stagger, keep=True)
 
 
-def _persistent(problem, segment, sigma, pairs, stagger, keep):
-    _require(sigma, pairs)
+def _persistent(problem, segment, sigma, stagger, keep):
+    number("sigma", sigma, positive=True)
 
     def init(theta, key):
-        def one(key):
-            begin, unroll = jax.random.split(key)
-            carry = start(problem, theta, begin, segment, stagger=stagger)
-            return Particle(carry, carry, jax.tree.map(jnp.zeros_like, theta), unroll)
+        begin, unroll = jax.random.split(_first(key))
+        carry = start(problem, theta, begin, segment, stagger=stagger)
+        return Particle(carry, carry, jax.tree.map(jnp.zeros_like, theta), unroll)
 
-        return jax.vmap(one)(jax.random.split(key, pairs))
-
-    def one(theta, key, p):
-        noise, later = jax.random.split(key)
+    def estimate(theta, key, p):
+        noise, later = jax.random.split(_first(key))
         task, kept = jax.random.split(p.key)
         e = _perturbation(theta, kept if keep else noise, sigma)
         total = e if keep else jax.tree.map(jnp.add, p.sum, e)
@@ -143,11 +130,8 @@ def _persistent(problem, segment, sigma, pairs, stagger, keep):
         gradient = jax.tree.map(lambda x: _difference(plus, minus, sigma, x) * x, total)
         zeros = jax.tree.map(jnp.zeros_like, (up.t, down.t, total))
         ended = Particle(up._replace(t=zeros[0]), down._replace(t=zeros[1]), zeros[2], later)
-        return (plus + minus) / 2, gradient, where(up.t >= problem.length, ended, Particle(up, down, total, p.key))
-
-    def estimate(theta, key, carry):
-        *found, carry = jax.vmap(one, (None, 0, 0))(theta, jax.random.split(key, pairs), carry)
-        return *_mean(found), lax.stop_gradient(carry)
+        carry = where(up.t >= problem.length, ended, Particle(up, down, total, p.key))
+        return (plus + minus) / 2, gradient, lax.stop_gradient(carry)
 
     return OuterGradient(init, estimate)
 
@@ -171,21 +155,12 @@ def _difference(plus, minus, sigma, like):
     return ((plus - minus) / (2 * sigma**2)).astype(like.dtype)
 
 
-def _antithetic(loss, theta, keys, sigma):
-    """The mean over a pair for each key: of the losses of theta + e and theta - e, and of their difference times e."""
-
-    def one(key):
-        e = _perturbation(theta, key, sigma)
-        plus, minus = (loss(_add(theta, e, sign)) for sign in (1, -1))
-        return (plus + minus) / 2, jax.tree.map(lambda e: _difference(plus, minus, sigma, e) * e, e)
-
-    return _mean(jax.vmap(one)(keys))
+def _antithetic(loss, theta, key, sigma):
+    """The mean loss of theta + e and theta - e, and the difference of the two losses times e."""
+    e = _perturbation(theta, _first(key), sigma)
+    plus, minus = (loss(_add(theta, e, sign)) for sign in (1, -1))
+    return (plus + minus) / 2, jax.tree.map(lambda e: _difference(plus, minus, sigma, e) * e, e)
 
 
-def _mean(tree):
-    return jax.tree.map(lambda x: jnp.mean(x, axis=0), tree)
-
-
-def _require(sigma, pairs):
-    number("sigma", sigma, positive=True)
-    whole("pairs", pairs)
+def _first(key):
+    return jax.random.fold_in(key, 0)  # with which recorded results were made

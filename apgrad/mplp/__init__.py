@@ -32,7 +32,6 @@ from apgrad.mplp._nodes import (
     dense as dense,
     embedding as embedding,
     parameter as parameter,
-    recurrent_cell as recurrent_cell,
     scale as scale,
 )
 from apgrad.mplp._places import Parameter as Parameter, Place as Place, Places as Places

@@ -1,11 +1,11 @@
-"""Nodes with parameters: dense, convolution, bias, scale, embedding, a recurrent cell.
+"""Nodes with parameters: dense, convolution, bias, scale, embedding.
 
 The first axis of a value is the batch, the last are the features, and those between are positions, at each of which a
 parameter is used: its update is the mean over the batch and the sum over the positions.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,10 @@ from jax import lax
 from jax.core import Tracer
 
 from apgrad._ground.port import Signal, port
-from apgrad.mplp._elementwise import activation, per_axis
+from apgrad.mplp._elementwise import per_axis
 from apgrad.mplp._learned import learned_node, require_signals
 from apgrad.mplp._places import Parameter, Place
 from apgrad.mplp._protocol import Dense, Diagonal, Site
-from apgrad.mplp._wiring import wire
 
 
 def parameter(value: jax.Array) -> Parameter:
@@ -210,31 +209,6 @@ def embedding(place: Place, tokens: jax.Array, table: Parameter) -> Signal:
 
     site = Site(place.name, "embedding", "diagonal", batch, shape)
     return learned_node([(place, site)], lookup, ask, use, parameters=[table], data=[tokens])
-
-
-def recurrent_cell(
-    place: Place,
-    carry: Signal,
-    x: Signal,
-    weight: Parameter,
-    bias: Parameter | None = None,
-    function: Callable[[jax.Array], jax.Array] = jnp.tanh,
-) -> Signal:
-    """Elman's cell, `function([x, carry] @ weight + bias)`: a dense node and an activation.
-
-    Over time the cell runs in `jax.lax.scan`, whose body closes over the parameters. Updates of all steps add up, as
-    gradients do; the rule's new state is the mean over the steps.
-
-    Args:
-      place: the place of the dense node; the activation's is `place.within("activation")`.
-      carry: signal (batch, M).
-      x: signal (batch, N).
-      weight: parameter (N + M, M), the rows of x first.
-      bias: parameter (M,), or None.
-      function: the activation, an elementwise function.
-    """
-    both = wire(lambda x, h: jnp.concatenate([x, h], axis=-1), x, carry)
-    return activation(place.within("activation"), function, dense(place, both, weight, bias))
 
 
 def _require_parameter(kind: str, place: Place, weight: Parameter, ndim: int) -> None:

@@ -9,7 +9,6 @@ Which operand of a product is the weight follows from a fact about each variable
 parameters alone; its product with anything else is an activation, as is what is made of parameters and data.
 """
 
-import contextlib
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -269,8 +268,7 @@ class Planner:
 
 def _run(eqn, values):
     """Evaluates an equation in its scopes, which a rule that traces a site's function again finds."""
-    scope = jaxprs.scope(eqn)
-    with jax.named_scope(scope) if scope else contextlib.nullcontext():
+    with jaxprs.where_it_stands(eqn):
         return jaxprs.run(eqn, values)
 
 

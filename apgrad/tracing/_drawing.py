@@ -1,6 +1,7 @@
 """Pictures of a trace, by matplotlib: heavy paths through the scopes, influence as a heat map."""
 
 import difflib
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -9,7 +10,6 @@ import numpy as np
 from jax.extend.core import Literal
 
 from apgrad._ground.arguments import integers
-from apgrad._ground.pictures import new_figure
 from apgrad._programs import jaxprs
 from apgrad.tracing._influence import Influence, PathKind, mean
 from apgrad.tracing._trace import Trace
@@ -105,7 +105,7 @@ def draw(
             break
     again = len(rows) > ROWS
     rows = list(dict.fromkeys(rows)) if again else rows
-    figure = new_figure((8, 1.4 + 0.3 * (len(rows) + 2)))
+    figure = _figure((8, 1.4 + 0.3 * (len(rows) + 2)))
     ax = figure.subplots()
     for i, (name, stops) in enumerate(lines):
         at: list[int] = []
@@ -128,6 +128,16 @@ def draw(
     if len(lines) > 1:
         figure.legend(fontsize=7, loc="outside lower center", ncols=2, frameon=False)
     return figure
+
+
+def _figure(size: tuple[float, float]) -> Any:
+    """A figure; pyplot's where pyplot is loaded, so that `plt.show` and `plt.savefig` find it."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError('this figure wants matplotlib: pip install matplotlib, or the extra "meta"') from error
+    pyplot = sys.modules.get("matplotlib.pyplot")
+    return (Figure if pyplot is None else pyplot.figure)(figsize=size, layout="constrained")
 
 
 def _short(name: str, length: int) -> str:
@@ -156,7 +166,7 @@ def heat_map(influence: Influence) -> Any:
     groups = {name: [i for i, s in enumerate(short) if s == name] for name in short}
     values = np.stack([mean(values[rows][:, None, :])[0] for rows in groups.values()])
     rows, columns = values.shape
-    figure = new_figure((min(8, 3 + 0.5 * columns), 2.2 + 0.22 * min(rows, 3 * ROWS)))
+    figure = _figure((min(8, 3 + 0.5 * columns), 2.2 + 0.22 * min(rows, 3 * ROWS)))
     ax = figure.subplots()
     image = ax.imshow(values, vmin=0, vmax=1, cmap="viridis", aspect="auto")
     ax.set_yticks(range(rows), [_short(name, 40) for name in groups], fontsize=8)

@@ -163,7 +163,6 @@ REFUSED = [
     *[(n, v, make_nothing) for n in ("hint", "held_out", "batch_entropy") for v in (-0.1, jnp.nan, "1")],
     *[("segment", v, meta.truncated) for v in (0, -2, 2.0, 4)],
     *[("segment", v, f) for f in (meta.truncated_evolution, meta.persistent_evolution) for v in (0, 2.0)],
-    *[("pairs", v, meta.evolution) for v in (0, 1.5, -1, None)],
     *[("sigma", v, meta.single_evolution) for v in (0.0, -1.0, jnp.inf, jnp.nan, "1")],
     *[("unrolls", v, meta.perturbed) for v in (0, 2.5)],
     *[("remat", v, meta.reverse_mode) for v in (0, -1, 2.5)],

@@ -63,7 +63,6 @@ class Plain:
     wire = staticmethod(lambda f, *s: f(*s))
     fork = staticmethod(lambda s, n, aggregate: (s,) * n)
     embedding = staticmethod(lambda at, tokens, table: table[tokens])
-    recurrent_cell = staticmethod(lambda at, h, x, w, b: jnp.tanh(jnp.concatenate([x, h], -1) @ w + b))
     squared_error = staticmethod(lambda at, p, y: half_l2(p, y))
     absolute_error = staticmethod(lambda at, p, y: jnp.sum(jnp.abs(p - y), -1))
     cross_entropy = staticmethod(lambda at, p, y: xent(p, y))
@@ -207,7 +206,8 @@ TOKENS = np.array([[0, 1, 2, 1, 1], [5, 4, 3, 2, 1], [0, 0, 0, 5, 2]])
 )
 def _(m, at, p, tokens, y):
     steps = m.wire(lambda x: jnp.moveaxis(x, 1, 0), m.embedding(at["embed"], tokens, p["table"]))
-    cell = lambda carry, x: (m.recurrent_cell(at["cell"], carry, x, p["w"], p["b"]), None)
+    joined = lambda x, h: m.dense(at["cell"], m.wire(lambda x, h: jnp.concatenate([x, h], -1), x, h), p["w"], p["b"])
+    cell = lambda h, x: (m.activation(at["cell.activation"], jnp.tanh, joined(x, h)), None)
     carry, _ = lax.scan(cell, at.signal(jnp.zeros((len(tokens), 4), y.dtype)), steps)
     return m.softmax_cross_entropy(at["loss"], m.dense(at["out"], carry, p["out"]), y)
 

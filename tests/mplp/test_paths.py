@@ -184,7 +184,6 @@ ARRAYS = {
     "wire": lambda at, x: mplp.wire(jnp.tanh, x),
     "fork": lambda at, x: mplp.fork(x, 2),
     "conv": lambda at, x: mplp.conv(at["l"], x, mplp.parameter(x)),
-    "recurrent_cell": lambda at, x: mplp.recurrent_cell(at["l"], x, at.signal(x), mplp.parameter(x)),
 }
 
 
