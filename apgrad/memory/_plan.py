@@ -84,7 +84,8 @@ def make_plan(
     at = dict(zip(known, variables[: len(known)], strict=True))
     derivative = dict(zip(chains, variables[len(known) :], strict=True))
     # What a nested program has remembered is packed already, and nothing multiplies it here.
-    own = {at[v] for eqn in graph.backward if jaxprs.nested(eqn) is None for v in graph.coefficients(eqn)}
+    taken = [v for eqn in graph.backward if jaxprs.nested(eqn) is None for v in graph.coefficients(eqn)]
+    own = set(jaxprs.variables(at[v] for v in taken))
     memory = SlotMaker(forward, live, own, choose, where, count, stays)
     needed = graph.needed({out: root for out, (root, eqns) in chains.items() if _collapses(eqns, graph, memory, at)})
     # A step is last if its message reaches no other sample, and no input that is not live.

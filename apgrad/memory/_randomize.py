@@ -316,7 +316,7 @@ class StretchWalk:
             if inside.kind == "call":
                 jaxpr, consts = inside.jaxprs[0]
                 return jaxprs.evaluate(jaxprs.Program(jaxpr, tuple((c, True) for c in consts)), pairs, apply, _other)
-            if inside.kind in ("custom", "while"):
+            if inside.kind in ("custom", "while") or not any(jaxprs.inexact_outputs(eqn)):
                 return map(_other, jaxprs.caller(eqn)(*values))
             label = jaxprs.join(where, jaxprs.scope(eqn), f"{inside.kind}{(number := next(numbers))}")
             return map(_other, self._enter(eqn, inside, values, live, hashed(key, _NESTED + number), label, count))

@@ -90,6 +90,8 @@ BETWEEN = {
     "complex": lambda h: jnp.abs(jnp.fft.fft(spread(h), axis=1)),
     "while": lambda h: spread(h) * lax.fori_loop(0, 3, lambda i, s: s + i, 0).astype(h.dtype),
     "cond": lambda h: lax.cond(h[0, 0] > 0, spread, lambda h: spread(h**2), h),
+    "searchsorted": lambda h: spread(jnp.interp(h, h[0], jnp.sort(h[1]))),  # a scan whose outputs are integers
+    "least squares": lambda h: spread(h + jnp.linalg.lstsq(h, h[:, 0])[0]),  # a coefficient that is a number
     "map": lambda h: lax.map(lambda row: jnp.tile(jnp.sin(row) * row, 4), h),
 }
 X, W, V = normal(0, 8, 8), normal(1, 8, 8), normal(2, 32, 4)
