@@ -1,6 +1,8 @@
 """Programs of a few lines, which several tests of this wing share."""
 
 import jax
+import jax.numpy as jnp
+import numpyro.distributions as dist
 
 import apgrad as ap
 
@@ -15,7 +17,38 @@ def paid(draw, cost=lambda x: x):
     return program
 
 
-def rollout(estimator, make, tape, theta, start, length):
-    """The tape and the state after so many steps x <- make(theta, x)."""
+def rollout(estimator, make, tape, theta, start, length, between=lambda x: x):
+    """The tape and the state after so many steps x <- make(theta, x), with ordinary code after each."""
     step = ap.stochastic(estimator)(make)
-    return jax.lax.scan(lambda c, _: (step(c[0], theta, c[1]), None), (tape, start), length=length)[0]
+
+    def body(carry, _):
+        tape, x = step(carry[0], theta, carry[1])
+        return (tape, between(x)), None
+
+    return jax.lax.scan(body, (tape, start), length=length)[0]
+
+
+LINEAR_THETA = {"a": jnp.float32(0.9), "b": (jnp.float32(0.3),)}
+
+
+def linear(theta, x):
+    return dist.Normal(theta["a"] * x + theta["b"][0], 0.5)
+
+
+def linear_rollout(estimator, **options):
+    """Four steps of a linear system from x = 1, and the cost x^2 at the end: Gaussian moments in closed form."""
+
+    def draw(tape, theta):
+        return rollout(estimator, linear, tape, theta, jnp.ones(tape.lanes, theta["a"].dtype), 4, **options)
+
+    return paid(draw, jnp.square)
+
+
+@jax.jit
+@jax.grad
+def linear_truth(theta):
+    """The exact gradient."""
+    mean, second = 1.0, 0.0
+    for _ in range(4):
+        mean, second = theta["a"] * mean + theta["b"][0], theta["a"] ** 2 * second + 0.25
+    return mean**2 + second

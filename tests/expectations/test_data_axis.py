@@ -9,6 +9,8 @@ import numpyro.distributions as dist
 import pytest
 
 import apgrad as ap
+from tests.expectations.programs import paid
+from tests.refusals import refused
 
 KEY = jax.random.key(0)
 OFFSETS = jnp.array([5.0, -1.0, 2.0])  # of the costs, by datum
@@ -75,9 +77,8 @@ def test_the_variance_is_that_of_a_baseline_which_does_not_mix_data_and_several_
     (objective, offsets), apart = all_lanes(2), by_data(2)
     obvious = lambda key: jax.grad(objective, argnums=1)(key, THETA, offsets)
     agrees(ap.testing.moments(obvious, KEY, 20_000), *exact(2, mixed=True))
-    agrees(
-        ap.testing.moments(lambda key: jax.grad(apart, argnums=1)(key, THETA, OFFSETS), KEY, 20_000), *exact(2, False)
-    )
+    of_groups = lambda key: jax.grad(apart, argnums=1)(key, THETA, OFFSETS)
+    agrees(ap.testing.moments(of_groups, KEY, 20_000), *exact(2, mixed=False))
     assert exact(2, mixed=True)[1] > 3 * exact(2, mixed=False)[1]
 
 
@@ -108,21 +109,15 @@ def samples(key, shape):
 def test_a_baseline_that_knows_the_data_leaves_no_variance():
     """Costs of 2 b + offset: leave-one-out of what the learned baseline has not learned takes the rest off."""
 
-    @jax.jit
-    def gradients(key):
-        def gradient(leave_one_out):
-            learned = ap.learned_baseline(lambda d: known - 7.0, leave_one_out=leave_one_out)
+    known = jnp.broadcast_to(OFFSETS, (4, 3))
 
-            def program(tape, theta):
-                d = dist.Bernoulli(logits=jnp.broadcast_to(theta, known.shape))
-                return ap.sample(tape, d, ap.likelihood_ratio(learned), parts=True)[0].cost(known)
+    def gradient(leave_one_out):
+        learned = ap.likelihood_ratio(ap.learned_baseline(lambda d: known - 7.0, leave_one_out=leave_one_out))
+        coins = lambda theta: dist.Bernoulli(logits=jnp.broadcast_to(theta, known.shape))
+        draw = lambda tape, theta: ap.sample(tape, coins(theta), learned, parts=True)
+        return ap.grad(paid(draw, lambda b: known), lanes=4, data=3)(KEY, THETA)
 
-            return ap.grad(program, lanes=4, data=3)(key, THETA)
-
-        return gradient(True), gradient(False)
-
-    known = jnp.broadcast_to(jnp.array([5.0, -1.0, 2.0]), (4, 3))
-    residual, raw = gradients(KEY)
+    residual, raw = jax.jit(lambda: (gradient(True), gradient(False)))()
     assert abs(residual) < 1e-6 and abs(raw) > 0.01
 
 
@@ -168,8 +163,7 @@ def of_axes(cost=lambda b: b, parts=True, data=3, size=3):
 
 def test_axes_that_do_not_fit_are_errors():
     for words, options in WRONG.items():
-        with pytest.raises(ValueError, match=words):
-            of_axes(**options)
+        refused(ValueError, words, of_axes, **options)
     of_axes(parts=False)
 
 

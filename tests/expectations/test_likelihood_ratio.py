@@ -10,6 +10,8 @@ import pytest
 
 import apgrad as ap
 from experiments import second_derivatives
+from tests.expectations.programs import paid
+from tests.refusals import refused
 
 KEY = jax.random.key(0)
 
@@ -75,39 +77,10 @@ def test_derivatives_are_unbiased_at_any_order(family, graph):
     ap.testing.assert_unbiased(lambda key: [estimate(key) for estimate in estimates], truths, KEY, 1000)
 
 
-@pytest.mark.parametrize(
-    "baseline",
-    [
-        "leave_one_out",
-        None,
-        lambda theta, x: 2.0 * theta * x,
-        ap.learned_baseline(lambda theta, x: 2.0 * jax.lax.stop_gradient(theta) * x),
-    ],
-    ids=["leave_one_out", "none", "function", "learned"],
-)
-def test_every_baseline_is_unbiased_at_first_and_second_order(baseline):
-    @ap.stochastic(ap.likelihood_ratio(baseline=baseline))
-    def node(theta, x):
-        return dist.Normal(theta * x, 1.0)
-
-    def program(tape, theta):
-        tape, x = node(tape, theta, jnp.ones(tape.lanes))
-        tape, y = node(tape, theta, x)
-        return tape.cost(y**2 + x)
-
-    # E[y^2 + x] = E[(theta x)^2 + 1 + x] = theta^2 (theta^2 + 1) + 1 + theta.
-    objective = ap.expectation(program, lanes=100)
-    first, second = jax.grad(objective, argnums=1), jax.grad(jax.grad(objective, argnums=1), argnums=1)
-    truths = 4 * 0.7**3 + 2 * 0.7 + 1, 12 * 0.7**2 + 2
-    ap.testing.assert_unbiased(lambda key: (first(key, 0.7), second(key, 0.7)), truths, KEY, 2000)
-
-
 def variance(cost, lanes=50, parts=False, **options):
     """The variance of one lane's gradient at 0.5 of eight normal choices."""
-    node = ap.stochastic(ap.likelihood_ratio(**options), parts=parts)(
-        lambda theta: dist.Normal(theta * jnp.ones(8), 1.0)
-    )
-    gradient = ap.grad(lambda tape, theta: (lambda tape, x: tape.cost(cost(x)))(*node(tape, theta)), lanes)
+    made = lambda theta: dist.Normal(theta * jnp.ones(8), 1.0)
+    gradient = ap.grad(paid(ap.stochastic(ap.likelihood_ratio(**options), parts=parts)(made), cost), lanes)
     return lanes * ap.testing.moments(lambda key: gradient(key, 0.5), KEY, 1000).variance
 
 
@@ -125,15 +98,13 @@ def test_baselines_and_parts_lower_the_variance():
 
 def test_a_support_that_moves_with_the_parameter_is_refused():
     # U(0, theta): the score is -1 / theta, and E[x] would fall with theta by likelihood ratio.
-    cost = lambda tape, x: tape.cost(x)
-
     def objective(make):
-        return ap.expectation(lambda tape, *args: cost(*ap.sample(tape, make(*args), ap.likelihood_ratio())), 4)
+        return ap.expectation(paid(lambda tape, *args: ap.sample(tape, make(*args), ap.likelihood_ratio())), 4)
 
     moving = objective(lambda theta, low: dist.Uniform(low * jnp.ones(4), theta))
     for argument in (1, 2):
-        with pytest.raises(TypeError, match="bounds of the support of Uniform depend on a differentiated parameter"):
-            jax.eval_shape(jax.grad(moving, argnums=argument), KEY, 2.0, 0.0)
+        gradient, words = jax.grad(moving, argnums=argument), "bounds of the support of Uniform depend on a diff"
+        refused(TypeError, words, jax.eval_shape, gradient, KEY, 2.0, 0.0)
     fixed = objective(lambda theta: dist.TruncatedNormal(theta * jnp.ones(4), 1.0, low=-1.0, high=2.0))
     jax.eval_shape(jax.grad(fixed, argnums=1), KEY, 0.3)
 
@@ -142,38 +113,10 @@ def test_a_support_that_moves_with_the_parameter_is_refused():
 def test_a_sample_that_is_rounded_to_where_the_density_is_infinite_is_an_error(estimator, x64):
     # Of Gamma(.05, 1), one sample in a hundred is below what float32 has.
     node = ap.stochastic(estimator)(lambda shape: dist.Gamma(shape, 1.0))
-    objective = ap.expectation(lambda tape, a: (lambda tape, x: tape.cost(x))(*node(tape, a)), 1000)
-    with pytest.raises(Exception, match="rounded to where its density is"):
-        jax.block_until_ready(jax.jit(jax.grad(objective, argnums=1))(KEY, jnp.float32(0.05)))
-    assert jnp.isfinite(jax.jit(jax.grad(objective, argnums=1))(KEY, jnp.float64(0.05)))
-
-
-def test_a_learned_baseline_learns_the_cost_to_go():
-    import optax
-
-    value = ap.learned_baseline(lambda theta, phi, x: phi[0] + phi[1] * x)
-
-    @ap.stochastic(ap.likelihood_ratio(baseline=value), in_axes=(None, None, 0))
-    def node(theta, phi, x):
-        return dist.Normal(theta + x, 0.1)
-
-    def program(tape, theta, phi):
-        tape, key = tape.next_key()
-        x = jax.random.normal(key, (tape.lanes,))
-        tape, y = node(tape, theta, phi, x)
-        return tape.cost(3 * y)
-
-    gradient = jax.grad(ap.expectation(program, lanes=100), argnums=2)
-    optimizer = optax.sgd(0.3)
-
-    def update(carry, key):
-        phi, state = carry
-        updates, state = optimizer.update(gradient(key, 0.5, phi), state)
-        return (optax.apply_updates(phi, updates), state), None
-
-    phi = jnp.zeros(2)
-    (phi, _), _ = jax.jit(lambda c: jax.lax.scan(update, c, jax.random.split(KEY, 200)))((phi, optimizer.init(phi)))
-    np.testing.assert_allclose(phi, [1.5, 3.0], atol=0.05)
+    gradient = jax.jit(ap.grad(paid(node), 1000))
+    at = lambda shape: jax.block_until_ready(gradient(KEY, shape))
+    refused(Exception, "rounded to where its density is", at, jnp.float32(0.05))
+    assert jnp.isfinite(at(jnp.float64(0.05)))
 
 
 def test_logits_of_exactly_zero_have_a_right_score():

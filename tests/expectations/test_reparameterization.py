@@ -5,6 +5,7 @@ import numpyro.distributions as dist
 import pytest
 
 import apgrad as ap
+from tests.expectations.programs import paid, rollout
 
 KEY = jax.random.key(0)
 
@@ -40,9 +41,8 @@ def exact_mixture(t):
     ],
 )
 def test_derivatives_of_any_order(make, power, exact, orders):
-    node = ap.stochastic(ap.reparameterization())(make)
-    cost = lambda tape, x: tape.cost(x**power)
-    found, wanted = derivatives(orders, ap.expectation(lambda tape, t: cost(*node(tape, t)), 1000), exact)
+    program = paid(ap.stochastic(ap.reparameterization())(make), lambda x: x**power)
+    found, wanted = derivatives(orders, ap.expectation(program, 1000), exact)
     ap.testing.assert_unbiased(lambda key: found(key, 0.3), jax.jit(wanted)(0.3), KEY, 1000)
 
 
@@ -70,15 +70,8 @@ def test_the_implicit_derivative_equals_that_of_the_inverse_cdf(x64):
 
 
 def test_it_is_the_gradient_of_the_same_program_with_the_same_numbers():
-    def step(theta, x):
-        return dist.Normal(jnp.tanh(theta * x), 0.1)
-
-    node = ap.stochastic(ap.reparameterization())(step)
-
-    def program(tape, theta):
-        x = jnp.ones(tape.lanes)
-        (tape, x), _ = jax.lax.scan(lambda c, _: (node(c[0], theta, c[1]), None), (tape, x), length=5)
-        return tape.cost(x**2)
+    make = lambda theta, x: dist.Normal(jnp.tanh(theta * x), 0.1)
+    draw = lambda tape, theta: rollout(ap.reparameterization(), make, tape, theta, jnp.ones(tape.lanes), 5)
 
     def plain(key, theta):
         x = jnp.ones(8)
@@ -88,5 +81,5 @@ def test_it_is_the_gradient_of_the_same_program_with_the_same_numbers():
             x = jnp.tanh(theta * x) + 0.1 * noise
         return jnp.mean(x**2)
 
-    both = [jax.value_and_grad(f, argnums=1) for f in (ap.expectation(program, 8), plain)]
+    both = [jax.value_and_grad(f, argnums=1) for f in (ap.expectation(paid(draw, jnp.square), 8), plain)]
     np.testing.assert_allclose(*jax.jit(lambda: [f(KEY, 1.3) for f in both])(), rtol=1e-5)

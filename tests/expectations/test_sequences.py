@@ -1,5 +1,6 @@
 """Sequences: groups of samples as baselines, credit that fades, and episodes of different lengths."""
 
+import functools
 import itertools
 
 import jax
@@ -9,6 +10,7 @@ import numpyro.distributions as dist
 import pytest
 
 import apgrad as ap
+from tests.refusals import refused
 
 KEY = jax.random.key(0)
 STEPS = 3
@@ -45,17 +47,21 @@ def flipper(estimator):
     )
 
 
-def program(estimator, factor):
+def program(estimator, factor=None, masked=False, extra=0.0):
+    """With a mask, or a cost a step, an episode ends after the first 1: what is drawn later plays no part."""
     flip = flipper(estimator)
 
     def run(tape, theta):
         def step(carry, t):
-            tape, before = carry
-            tape, x = flip(tape.discount(factor), theta, t, before)
+            tape, before, alive = carry
+            tape = tape if factor is None else tape.discount(factor)
+            tape, x = flip(tape, theta, t, before, mask=alive if masked else None)
             x = x.astype(jnp.float32)
-            return (tape.cost(cost_at(t, x, before)), x), None
+            tape = tape.cost(jnp.where(alive, cost_at(t, x, before) + extra, 0.0))
+            return (tape, x, alive & (x == 0) if extra else alive), None
 
-        return jax.lax.scan(step, (tape, jnp.ones(tape.lanes)), jnp.arange(STEPS, dtype=jnp.float32))[0][0]
+        start = (tape, jnp.ones(tape.lanes), jnp.ones(tape.lanes, bool))
+        return jax.lax.scan(step, start, jnp.arange(STEPS, dtype=jnp.float32))[0][0]
 
     return run
 
@@ -95,16 +101,17 @@ def test_a_learned_baseline_learns_the_faded_cost_to_go():
 
 
 def test_discount_refuses_what_it_would_get_wrong():
-    run = lambda tape, theta: ap.sample(
-        tape.discount(0.5), dist.Normal(theta * jnp.ones(tape.lanes), 1.0), ap.total_propagation()
-    )[0].cost(jnp.ones(4))
-    with pytest.raises(ValueError, match=r"tape.discount fades.*total_propagation"):
-        jax.eval_shape(ap.expectation(run, 4), KEY, 1.0)
+    faded = lambda factor: lambda tape, *_: tape.discount(factor).cost(jnp.ones(4))
+    normal = dist.Normal(jnp.zeros(4), 1.0)
+    mixed = lambda tape: ap.sample(tape.discount(0.5), normal, ap.total_propagation())[0].cost(jnp.ones(4))
     rows = np.array([1.0, 0.5, 2.0, 0.0])
     out_of_range = [1.5, np.float32(1.7), jnp.float32(1.7), jnp.bfloat16(-0.5), np.nan, rows, 1j]
-    for factor, message in (*((f, "from 0 to 1") for f in out_of_range), (jnp.ones(3), "one factor a lane")):
-        with pytest.raises(ValueError, match=message):
-            jax.eval_shape(ap.expectation(lambda tape, f=factor: tape.discount(f).cost(jnp.ones(4)), 4), KEY)
+    for run, message in (
+        (mixed, r"tape.discount fades.*total_propagation"),
+        *((faded(factor), "from 0 to 1") for factor in out_of_range),
+        (faded(jnp.ones(3)), "one factor a lane"),
+    ):
+        refused(ValueError, message, jax.eval_shape, ap.expectation(run, 4), KEY)
 
 
 @pytest.mark.parametrize(
@@ -117,34 +124,14 @@ def test_discount_is_refused_in_a_branch_in_which_the_credit_before_the_fork_wou
         tape = fade(tape) if where is jax.jit else tape  # what is cached here must not hide it in the branch
         return tape.parallel(lambda t: (fade(t), 0), lambda t: (t, 0))[0].cost(jnp.ones(4))
 
-    with pytest.raises(ValueError, match=r"discount inside a branch of tape\.parallel"):
-        jax.eval_shape(ap.expectation(run, 4), KEY)
-
-
-def masked_program(baseline, masked):
-    """An episode ends after the first 1; what is drawn later plays no part."""
-    flip = flipper(ap.likelihood_ratio(baseline))
-
-    def run(tape, theta):
-        def step(carry, t):
-            tape, before, alive = carry
-            tape, x = flip(tape, theta, t, before, mask=alive if masked else None)
-            x = x.astype(jnp.float32)
-            tape = tape.cost(jnp.where(alive, cost_at(t, x, before) + 5.0, 0.0))
-            return (tape, x, alive & (x == 0)), None
-
-        start = (tape, jnp.ones(tape.lanes), jnp.ones(tape.lanes, bool))
-        return jax.lax.scan(step, start, jnp.arange(STEPS, dtype=jnp.float32))[0][0]
-
-    return run
+    refused(ValueError, r"discount inside a branch of tape\.parallel", jax.eval_shape, ap.expectation(run, 4), KEY)
 
 
 def test_masked_choices_of_finished_episodes_are_charged_with_nothing():
     # Exact: with the choices of finished episodes left out of the density, and the 5 a step added to the costs.
     def expected(theta):
         over = lambda t, xs: any(xs)
-        length = 0.0
-        alive, before = 1.0, 1.0
+        length, alive, before = 0.0, 1.0, 1.0
         for t in range(STEPS):
             length += alive
             alive, before = alive * jax.nn.sigmoid(-logit(theta, t, before)), 0.0
@@ -152,13 +139,14 @@ def test_masked_choices_of_finished_episodes_are_charged_with_nothing():
 
     residual = ap.learned_baseline(lambda *_: 3.0, leave_one_out=True)
     baselines = {"masked": lambda *_: 10.0, "leave one out": "leave_one_out", "residual": residual}
-    gradients = {name: ap.grad(masked_program(baseline, True), 20) for name, baseline in baselines.items()}
-    gradients["not masked"] = ap.grad(masked_program(baselines["masked"], False), 20)
+    of = lambda name, masked=True: ap.grad(program(ap.likelihood_ratio(baselines[name]), None, masked, extra=5.0), 20)
+    gradients = {name: of(name) for name in baselines} | {"not masked": of("masked", masked=False)}
     slope = lambda gradient: jax.grad(lambda theta: jnp.sum(gradient(theta)))(THETA)
-    estimate = lambda key: (
-        {name: gradient(key, THETA) for name, gradient in gradients.items()}
-        | {"second": slope(lambda theta: gradients["leave one out"](key, theta))}
-    )
+
+    def estimate(key):
+        second = slope(lambda theta: gradients["leave one out"](key, theta))
+        return {name: gradient(key, THETA) for name, gradient in gradients.items()} | {"second": second}
+
     first = jax.grad(expected)
     wanted = jax.jit(lambda: dict.fromkeys(gradients, first(THETA)) | {"second": slope(first)})()
     found = ap.testing.moments(estimate, KEY, 2_000)
@@ -171,11 +159,10 @@ def test_masked_choices_of_finished_episodes_are_charged_with_nothing():
 def test_masks_and_parts_that_fit_nothing_are_errors():
     flip = ap.stochastic(ap.likelihood_ratio())(lambda p: dist.Bernoulli(probs=p))
     for mask in (jnp.ones(4), jnp.ones(3, bool)):
-        with pytest.raises(ValueError, match="expected Booleans"):
-            ap.expectation(lambda tape, mask=mask: flip(tape, 0.5, mask=mask)[0].cost(jnp.ones(4)), 4)(KEY)
+        wrong = ap.expectation(lambda tape, mask=mask: flip(tape, 0.5, mask=mask)[0].cost(jnp.ones(4)), 4)
+        refused(ValueError, "expected Booleans", wrong, KEY)
     none = lambda tape: ap.sample(tape, dist.Normal(jnp.ones((4, 0)), 1.0), ap.likelihood_ratio(), parts=True)[0]
-    with pytest.raises(ValueError, match=r"a part at least, got \(4, 0\)"):
-        ap.expectation(none, 4)(KEY)
+    refused(ValueError, r"a part at least, got \(4, 0\)", lambda: ap.expectation(none, 4)(KEY))
 
 
 def test_groups_of_samples_are_the_lanes_of_the_data_axis():
@@ -223,21 +210,19 @@ def test_the_standardized_baseline_is_the_formula_of_grpo():
     wanted = sum(jnp.mean((x - jax.nn.sigmoid(0.3)) * sum(scores[step:])) for step, x in enumerate(xs))
     np.testing.assert_allclose(gradient, wanted + 2.0, rtol=1e-5)
     alone = lambda theta: jax.grad(objective, argnums=1, has_aux=True)(KEY, theta)[0]
-    with pytest.raises(TypeError, match="standardized baseline has no second derivative"):
-        jax.grad(alone)(0.3)
+    refused(TypeError, "standardized baseline has no second derivative", jax.grad(alone), 0.3)
 
 
 @pytest.mark.quick
 def test_the_standardized_baseline_is_refused_where_a_gradient_is_promised():
     coin = dist.Bernoulli(probs=jnp.full(4, 0.5))
     standardized = ap.likelihood_ratio("standardized")
-    with pytest.raises(ValueError, match="total_propagation: the standardized baseline is biased"):
-        ap.total_propagation("standardized")
-    with pytest.raises(ValueError, match="elbo: z: the standardized baseline is biased"):
-        ap.variational.elbo({"z": standardized}, lanes=2)
+    refused(ValueError, "total_propagation: the standardized baseline is biased", ap.total_propagation, "standardized")
+    elbo = ap.variational.elbo
+    refused(ValueError, "elbo: z: the standardized baseline is biased", elbo, {"z": standardized}, lanes=2)
+    choose = functools.partial(ap.choose, None, coin, lambda x: (x, None), ap.disarm())
     for baseline in ("standardized", "leave one out"):
-        with pytest.raises(ValueError, match=r"choose \(disarm\).*baseline"):
-            ap.choose(None, coin, lambda x: (x, None), ap.disarm(), baseline=baseline)
-    with pytest.raises(ValueError, match="needs at least 2, got lanes=1"):
-        one = dist.Bernoulli(probs=jnp.full(1, 0.5))
-        ap.expectation(lambda tape: ap.sample(tape, one, standardized)[0], 1)(KEY)
+        refused(ValueError, r"choose \(disarm\).*baseline", choose, baseline=baseline)
+    one = dist.Bernoulli(probs=jnp.full(1, 0.5))
+    alone = ap.expectation(lambda tape: ap.sample(tape, one, standardized)[0], 1)
+    refused(ValueError, "needs at least 2, got lanes=1", alone, KEY)

@@ -10,6 +10,8 @@ import numpyro.distributions as dist
 import pytest
 
 import apgrad as ap
+from tests.expectations.programs import paid
+from tests.refusals import refused
 
 KEY = jax.random.key(0)
 ESTIMATORS = [ap.reparameterization(), ap.likelihood_ratio(), ap.total_propagation()]
@@ -50,19 +52,14 @@ def test_sample_keeps_the_dtype_of_the_parameters(dtype, x64):
 HALF = ap.weights.Weights(ap.weights.Weighting(lambda gradients, suffix: jnp.array([0.5, 0.5])))
 
 
-def gradient_of_square(estimator):
-    node = ap.stochastic(estimator)(lambda t: dist.Normal(t, 1.0))
-
-    def program(tape, theta):
-        tape, x = node(tape, theta)
-        return tape.cost(x**2)
-
-    return ap.grad(program, lanes=8)(KEY, 0.3)
+def unit_normal(t):
+    return dist.Normal(t, 1.0)
 
 
 def test_a_mixer_of_a_user(x64):
     halves = ap.Mixer("halves", (ap.reparameterization(), ap.likelihood_ratio(None)), HALF)
-    mixed, *alone = jax.jit(lambda: [gradient_of_square(e) for e in (halves, *halves.estimators)])()
+    of = lambda estimator: ap.grad(paid(ap.stochastic(estimator)(unit_normal), jnp.square), lanes=8)(KEY, 0.3)
+    mixed, *alone = jax.jit(lambda: [of(estimator) for estimator in (halves, *halves.estimators)])()
     np.testing.assert_allclose(mixed, sum(alone) / 2, rtol=1e-12)
 
 
@@ -71,13 +68,8 @@ def test_only_the_derivative_of_a_users_score_counts():
         estimator = ap.Estimator("mine", score=score, baseline="leave_one_out")
         if mixed:
             estimator = ap.Mixer("mine", (ap.reparameterization(), estimator), HALF)
-        node = ap.stochastic(estimator)(lambda t: dist.Normal(t, 1.0))
-
-        def program(tape, theta):
-            d = dist.Normal(jnp.broadcast_to(theta, tape.lanes), 1.0)
-            tape, x = ap.sample(tape, d, estimator) if batch else node(tape, theta)
-            return tape.cost(x**2).cost(x)
-
+        of_lanes = lambda tape, t: ap.sample(tape, unit_normal(jnp.broadcast_to(t, tape.lanes)), estimator)
+        program = paid(of_lanes if batch else ap.stochastic(estimator)(unit_normal), lambda x: x**2 + x)
         return jax.value_and_grad(ap.expectation(program, 8), argnums=1)(KEY, 0.5)
 
     scores = [ap.likelihood_ratio().score, lambda d, x: d.log_prob(x)]
@@ -102,12 +94,7 @@ def with_baselines(*baselines):
     parts = tuple(ap.likelihood_ratio(baseline) for baseline in baselines)
     weights = ap.weights.Weighting(lambda gradients, suffix: jnp.full(len(parts), 1 / len(parts)))
     estimator = ap.Mixer("equal", parts, ap.weights.Weights(weights)) if len(parts) > 1 else parts[0]
-    node = ap.stochastic(estimator)(lambda theta: dist.Normal(theta, 1.0))
-
-    def program(tape, theta):
-        tape, x = node(tape, theta)
-        return tape.cost(7.0 + x).cost(x**2)
-
+    program = paid(ap.stochastic(estimator)(unit_normal), lambda x: 7.0 + x + x**2)
     return jax.value_and_grad(ap.expectation(program, 8), argnums=1)(KEY, 0.5)
 
 
@@ -172,7 +159,7 @@ class Pair(Leaf):
         return {"a": jax.random.normal(key)}
 
 
-def refused(match, program, *args, raised=ValueError):
+def refused_program(match, program, *args, raised=ValueError):
     with pytest.raises(raised, match=match):
         jax.eval_shape(ap.expectation(lambda tape, *args: program(tape, *args)[0].cost(jnp.ones(4)), 4), KEY, *args)
 
@@ -180,8 +167,8 @@ def refused(match, program, *args, raised=ValueError):
 @pytest.mark.parametrize("estimator", ESTIMATORS[1:], ids=IDS[1:])
 def test_distributions_that_are_no_pytree_or_sample_no_array_are_refused(estimator):
     leaf, pair = (ap.stochastic(estimator)(lambda t, made=made: made) for made in (Leaf(), Pair()))
-    refused("is a leaf: its parameters would get no gradient", leaf, 1.0, raised=TypeError)
-    refused("one array, got dict|rsample", pair, 1.0, raised=TypeError)
+    refused_program("is a leaf: its parameters would get no gradient", leaf, 1.0, raised=TypeError)
+    refused_program("one array, got dict|rsample", pair, 1.0, raised=TypeError)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS, ids=IDS)
@@ -191,47 +178,39 @@ def test_arguments_without_the_lane_axis_are_named(estimator):
         return dist.Normal(theta * x["position"], 1.0)
 
     words = r"step .*\['x'\]\['position'\] has shape \(2,\), expected the lanes"
-    refused(words, lambda tape, t: step(tape, t, {"position": jnp.ones(2)}), 1.0)
-    refused(r"has shape \(\), expected the lanes", lambda tape, t: step(tape, t, {"position": 1.0}), 1.0)
+    refused_program(words, lambda tape, t: step(tape, t, {"position": jnp.ones(2)}), 1.0)
+    refused_program(r"has shape \(\), expected the lanes", lambda tape, t: step(tape, t, {"position": 1.0}), 1.0)
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS, ids=IDS)
 def test_a_distribution_whose_batch_is_not_the_lanes_is_refused(estimator):
-    for parameters in ((0.0, 1.0), (jnp.zeros(3), 1.0), (jnp.zeros((2, 4)), 1.0)):
-        refused("lanes", lambda tape, p=parameters: ap.sample(tape, dist.Normal(*p), estimator))
+    for mean in (0.0, jnp.zeros(3), jnp.zeros((2, 4))):
+        refused_program("lanes", lambda tape, mean=mean: ap.sample(tape, unit_normal(mean), estimator))
     event = dist.MultivariateNormal(jnp.zeros(4), jnp.eye(4))  # as long as the lanes, and no batch
-    refused("batch shape|none has the lanes", lambda tape: ap.sample(tape, event, estimator))
+    refused_program("batch shape|none has the lanes", lambda tape: ap.sample(tape, event, estimator))
 
 
 @pytest.mark.parametrize("estimator", ESTIMATORS, ids=IDS)
 def test_what_is_no_distribution_is_refused(estimator):
     node = ap.stochastic(estimator)(lambda t: t * 2)
-    refused("needs a distribution", node, 1.0, raised=TypeError)
-    refused("needs a distribution", lambda tape, t: ap.sample(tape, t, estimator), 1.0, raised=TypeError)
+    refused_program("needs a distribution", node, 1.0, raised=TypeError)
+    refused_program("needs a distribution", lambda tape, t: ap.sample(tape, t, estimator), 1.0, raised=TypeError)
 
 
 def test_calls_that_are_off_are_refused():
     normal = dist.Normal(jnp.zeros(4), 1.0)
-    with pytest.raises(TypeError, match="forget the parentheses"):
-        ap.stochastic(ap.likelihood_ratio)
-    with pytest.raises(TypeError, match="forget the parentheses"):
-        ap.sample(None, normal, ap.reparameterization)
+    refused(TypeError, "forget the parentheses", ap.stochastic, ap.likelihood_ratio)
+    refused(TypeError, "forget the parentheses", ap.sample, None, normal, ap.reparameterization)
 
     node = lambda in_axes: ap.stochastic(ap.reparameterization(), in_axes=in_axes)(lambda *args: normal)
     two = node((None, 0))
-    with pytest.raises(TypeError, match="first argument is the tape, got"):
-        two(1.0, jnp.ones(4))
-    refused(r"in_axes=\(None, 0\) is for 2 argument\(s\), called with 1", two, 1.0)
-    refused("in_axes must be a tuple", node(0), jnp.ones(4), raised=TypeError)
-    refused(r"0 \(lanes first\) or None", node((1,)), jnp.ones((4, 4)))
+    refused(TypeError, "first argument is the tape, got", two, 1.0, jnp.ones(4))
+    refused_program(r"in_axes=\(None, 0\) is for 2 argument\(s\), called with 1", two, 1.0)
+    refused_program("in_axes must be a tuple", node(0), jnp.ones(4), raised=TypeError)
+    refused_program(r"0 \(lanes first\) or None", node((1,)), jnp.ones((4, 4)))
 
 
 def test_a_cost_with_the_lanes_twice_says_what_may_have_been_shared():
     push = ap.stochastic(ap.reparameterization())(lambda x, force: dist.Normal(x + force, 0.1))
-
-    def program(tape):
-        tape, x = push(tape, jnp.ones(tape.lanes), jnp.ones(tape.lanes))
-        return tape.cost(x**2)
-
-    with pytest.raises(ValueError, match=r"two axes of the lanes.*in_axes=\(0, 0\)"):
-        jax.eval_shape(ap.expectation(program, 4), jax.random.key(0))
+    objective = ap.expectation(paid(lambda tape: push(tape, jnp.ones(4), jnp.ones(4)), jnp.square), 4)
+    refused(ValueError, r"two axes of the lanes.*in_axes=\(0, 0\)", jax.eval_shape, objective, KEY)
