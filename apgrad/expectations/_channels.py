@@ -32,7 +32,6 @@ def credit(
     name: str,
     baseline: jax.Array | Literal["leave_one_out", "standardized"] | None,
     learn: bool = False,
-    residual: bool = False,
     parts: bool = False,
     mask: jax.Array | None = None,
     log_weight: jax.Array | None = None,
@@ -42,9 +41,9 @@ def credit(
     Only the derivative of `zero` counts: the cotangent that comes back is the cost-to-go G, less the baseline b. Where
     `zero` is not finite, the lane's total is NaN. An array for a baseline, (lanes,), or with `parts`, which are the
     second axis of `zero`, (lanes, parts), is a function of what was there before the choice. `learn` trains it by the
-    gradient of (b - G)^2 / 2; `residual` takes the mean of the other lanes' G - b off as well. Where a `mask` is False,
-    the choice is charged with nothing, and the lane is in no other lane's leave-one-out baseline of it. `log_weight`,
-    of the shape of `zero`, is the logarithm of what later costs are weighed by (`_score.py`).
+    gradient of (b - G)^2 / 2. Where a `mask` is False, the choice is charged with nothing, and the lane is in no other
+    lane's leave-one-out baseline of it. `log_weight`, of the shape of `zero`, is the logarithm of what later costs are
+    weighed by (`_score.py`).
     """
     ledger = tape._require_current(name)
     ledger.scoring = name
@@ -60,7 +59,7 @@ def credit(
     if mask is not None:
         mask = require_mask(name, mask, shape)
         zero = jnp.where(mask, zero, 0)
-    others, standardized = residual or isinstance(baseline, str), is_standardized(baseline)
+    others, standardized = isinstance(baseline, str), is_standardized(baseline)
     if others and tape.lanes < 2:
         raise ValueError(
             f"{name}: the {'standardized' if standardized else 'leave-one-out'} baseline is a mean over "
@@ -78,7 +77,7 @@ def credit(
     if ledger.collecting:
         ledger.ports |= asked
         ledger.charged_parts = name if parts else ledger.charged_parts
-        if isinstance(baseline, str):
+        if others:
             ledger.leaving_one_out = True
             if weighed is None:  # else the lanes' own values are given from outside
                 mark(zero, Mark.LEAVES_ONE_OUT, name)
@@ -92,15 +91,14 @@ def credit(
         finite, zero = finite & jnp.isfinite(weighed), zero + weighed.astype(dtype)
     total = tape._total + jnp.where(finite.reshape(tape.lanes, -1).all(-1), 0, jnp.nan).astype(dtype)
     before = tape._before(len(shape))
-    others_mean = functools.partial(mean_of_others, folds=tape._plan.folds, mask=mask if living else None)
     if living:
+        others_mean = functools.partial(mean_of_others, folds=tape._plan.folds, mask=mask)
         # A cost c adds c r to the total, so that this adds -(the mean of the others' costs) (exp(z) - 1) exp(before).
         weight = jnp.exp(before) * jnp.expm1(zero)
         ports[raw] = ports[raw] - jax.linear_transpose(others_mean, weight)(weight)[0]
     if own is not None:
         b = jnp.asarray(own, dtype) if mask is None else jnp.where(mask, jnp.asarray(own, dtype), 0)
-        taken = b - others_mean(b) if residual else b
-        total = total + per_lane(tape._plan, jnp.exp(before) * dice(0, zero, lax.stop_gradient(taken)))
+        total = total + per_lane(tape._plan, jnp.exp(before) * dice(0, zero, lax.stop_gradient(b)))
         if learn:
             total = total + per_lane(tape._plan, zero_with_gradient(b**2 / 2))
             ports[raw] = ports[raw] - zero_with_gradient(b)

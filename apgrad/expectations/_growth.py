@@ -42,7 +42,6 @@ def perturbation_growth(
     *,
     num: int = 1,
     rounds: int = 10,
-    seed: int = 0,
 ) -> Growth:
     """The largest singular values of the Jacobian of many steps, by orthogonal power iteration.
 
@@ -55,7 +54,6 @@ def perturbation_growth(
       length: the number of steps, without `xs`.
       num: how many singular values are found.
       rounds: of the iteration. In each the error of value k falls by (sigma_{num+1} / sigma_k)^2.
-      seed: the seed of the vectors that the iteration begins with.
 
     Returns:
       A `Growth`.
@@ -105,7 +103,7 @@ def perturbation_growth(
         frame, _ = lax.scan(one_round, frame, length=rounds)
         return lax.scan(forward, frame, (visited, xs))[1]
 
-    frame = jnp.linalg.qr(jax.random.normal(jax.random.key(seed), (flat.size, num), flat.dtype))[0]
+    frame = jnp.linalg.qr(jax.random.normal(jax.random.key(0), (flat.size, num), flat.dtype))[0]
     steps = np.asarray(run(flat, xs, frame), np.float64)
     if not len(steps):
         raise ValueError("perturbation_growth needs at least one step, got none")

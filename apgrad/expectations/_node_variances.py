@@ -48,7 +48,6 @@ def node_variances(
     lanes: int,
     key: jax.Array,
     *args: Any,
-    argnums: int | Sequence[int] = 1,
     weights: Weights = decoupled(),  # noqa: B008 (a tuple)
 ) -> NodeVariances:
     """The variances of both estimators, node by node.
@@ -60,8 +59,7 @@ def node_variances(
       build: `build(estimator) -> program`, a program with that estimator at its nodes, made with `ap.stochastic`.
       lanes: how many lanes there are, as in `ap.expectation`.
       key: a PRNG key.
-      *args: the program's arguments after the tape.
-      argnums: what to differentiate, the target; 1 is the first argument after the key.
+      *args: the program's arguments after the tape, of which the first is differentiated, the target.
       weights: how total propagation mixes.
 
     Returns:
@@ -88,7 +86,7 @@ def node_variances(
         records = []
         listening = Weights(message._replace(rule=_listen(message.rule, records)), contribution)
         objective = expectation(build(total_propagation(weights=listening)), lanes)
-        jax.block_until_ready(jax.jit(jax.grad(objective, argnums=argnums))(key, *args))
+        jax.block_until_ready(jax.jit(jax.grad(objective, argnums=1))(key, *args))
         jax.effects_barrier()
         if not records:
             raise ValueError(

@@ -17,7 +17,7 @@ from apgrad._ground.port import Signal
 from apgrad._ground.propagator import Propagator, node
 from apgrad._programs.jaxprs import is_inexact
 from apgrad.mplp import _paths as paths
-from apgrad.mplp._places import Parameter, Place, check_answer
+from apgrad.mplp._places import OpenPlace, Parameter, Place, check_answer
 from apgrad.mplp._protocol import Answer, Site
 
 
@@ -72,24 +72,25 @@ def learned_node(
         output = function(*[s.value for s in signals], *[p.value for p in parameters], *data)
         return paths.leave(where, give(output))
 
-    def forward(rules, states, state_ports, use_ports, signals, parameters, data):
-        memory = (rules, states, tuple(s.value for s in signals), tuple(p.value for p in parameters), data)
-        output = apply(*memory[2:])
-        return give(output), memory
+    def forward(asked, signals, parameters, data):
+        asked = [(place.local_rule, place.state) for place in asked]
+        given = tuple(s.value for s in signals), tuple(p.value for p in parameters), data
+        return give(apply(*given)), (asked, given)
 
     def backward(memory, message):
-        rules, states, *rest = memory
+        asked, rest = memory
         # The rule is asked in the wider of its own dtype and the network's.
-        widest = functools.reduce(np.promote_types, {x.dtype for x in jax.tree.leaves((rules, rest)) if is_inexact(x)})
+        kinds = jax.tree.leaves(([rule for rule, _ in asked], rest))
+        widest = functools.reduce(np.promote_types, {x.dtype for x in kinds if is_inexact(x)})
         (values, weights, data), message = jax.tree.map(
-            lambda x: x.astype(widest) if is_inexact(x) else x, (tuple(rest), message)
+            lambda x: x.astype(widest) if is_inexact(x) else x, (rest, message)
         )
         cotangent = message if begins else message.value
         _, pullback = jax.vjp(apply, values, weights, data)
         arrived = cotangent * batch if begins else message.port
         local = Local(values, weights, data, arrived, cotangent * batch, lambda c: pullback(c)[0])
         answers = []
-        for (_, site), rule, state, question in zip(sites, rules, states, ask(local), strict=True):
+        for (_, site), (rule, state), question in zip(sites, asked, ask(local), strict=True):
             answer = rule(site, question, state)
             check_answer(site, answer, message_size, state)
             answers.append(answer)
@@ -98,25 +99,15 @@ def learned_node(
         only = lambda tree: jax.tree.map(lambda x: jnp.where(active, x, jnp.zeros_like(x)), tree)
         messages, updates = use(local, answers)
         true_values, true_weights, true_data = pullback(cotangent)
+        uses = active.astype(jnp.result_type(float))
         return (
-            None,
-            None,
-            [only(answer.state) for answer in answers],
-            [active.astype(jnp.result_type(float))] * len(answers),
+            [OpenPlace(None, None, only(answer.state), uses) for answer in answers],
             [Signal(*pair) for pair in zip(true_values, only(messages), strict=True)],
             [Parameter(*pair) for pair in zip(true_weights, only(updates), strict=True)],
             true_data,
         )
 
-    output = node(Propagator(forward, backward))(
-        [place.local_rule for place in asked],
-        [place.state for place in asked],
-        [place.state_port for place in asked],
-        [place.uses_port for place in asked],
-        signals,
-        parameters,
-        data,
-    )
+    output = node(Propagator(forward, backward))(asked, signals, parameters, data)
     return paths.leave(where, output)
 
 

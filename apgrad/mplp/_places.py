@@ -38,9 +38,9 @@ refuse_arithmetic(
 
 
 class OpenPlace(NamedTuple):
-    """What a node gets from its place: pytrees of arrays, the inputs of its `custom_vjp`."""
+    """What a node gets from its place, pytrees of arrays; of messages back only those to the ports are there."""
 
-    local_rule: LocalRule
+    local_rule: LocalRule | None
     state: Any
     state_port: Any
     uses_port: jax.Array

@@ -64,7 +64,6 @@ BASELINES = {
     "leave_one_out": "leave_one_out",
     "function": by_function,
     "learned": ap.learned_baseline(by_function),
-    "learned, others": ap.learned_baseline(by_function, leave_one_out=True),
 }
 
 

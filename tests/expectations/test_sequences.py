@@ -137,8 +137,7 @@ def test_masked_choices_of_finished_episodes_are_charged_with_nothing():
             alive, before = alive * jax.nn.sigmoid(-logit(theta, t, before)), 0.0
         return faded(1.0, theta, over) + 5.0 * length
 
-    residual = ap.learned_baseline(lambda *_: 3.0, leave_one_out=True)
-    baselines = {"masked": lambda *_: 10.0, "leave one out": "leave_one_out", "residual": residual}
+    baselines = {"masked": lambda *_: 10.0, "leave one out": "leave_one_out"}
     of = lambda name, masked=True: ap.grad(program(ap.likelihood_ratio(baselines[name]), None, masked, extra=5.0), 20)
     gradients = {name: of(name) for name in baselines} | {"not masked": of("masked", masked=False)}
     slope = lambda gradient: jax.grad(lambda theta: jnp.sum(gradient(theta)))(THETA)

@@ -8,8 +8,7 @@ with less variance where b is near the cost-to-go G (Williams, 1992; Weaver & Ta
   place (GRPO; Shao et al., "DeepSeekMath", 2024, section 4.1.1). The numerator gives (L - 1) / L of the gradient with L
   lanes, and the division makes it no gradient of the expected cost: it is biased, and of the first order.
 * `None`, or a function of the node's inputs (`Estimator`), a constant to differentiation.
-* `learned_baseline(function)`: the same, whose parameters are trained by the objective's own gradient. With
-  `leave_one_out=True` lane i is charged with (G_i - b_i) - mean of (G_j - b_j) over j != i.
+* `learned_baseline(function)`: the same, whose parameters are trained by the objective's own gradient.
 """
 
 from collections.abc import Callable
@@ -24,17 +23,15 @@ class LearnedBaseline(NamedTuple):
 
     Attributes:
       function: the baseline function.
-      leave_one_out: whether the mean of the other lanes' residuals is taken off too.
     """
 
     function: Callable[..., Any]
-    leave_one_out: bool = False
 
 
 Baseline = Literal["leave_one_out", "standardized"] | None | Callable[..., Any] | LearnedBaseline
 
 
-def learned_baseline(function: Callable[..., Any], *, leave_one_out: bool = False) -> LearnedBaseline:
+def learned_baseline(function: Callable[..., Any]) -> LearnedBaseline:
     """A baseline b(parameters, inputs) that learns the cost-to-go G by the gradient of (b - G)^2 / 2.
 
     Its parameters are arguments of the objective, whose value does not depend on them: their gradient is the
@@ -43,7 +40,6 @@ def learned_baseline(function: Callable[..., Any], *, leave_one_out: bool = Fals
     Args:
       function: `(*inputs)` of the node: for `stochastic` of one lane's arguments, returning a scalar (with `parts`, one
         value a part); for `sample` of the distribution, returning (lanes,).
-      leave_one_out: take the mean of the other lanes' residuals off too: what the function has not learned yet.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
@@ -60,7 +56,7 @@ def learned_baseline(function: Callable[..., Any], *, leave_one_out: bool = Fals
     """
     if not callable(function):
         raise TypeError(f"learned_baseline takes a function of the node's inputs, got {type(function).__name__}")
-    return LearnedBaseline(function, leave_one_out)
+    return LearnedBaseline(function)
 
 
 def require_baseline(name: str, baseline: Any, *, biased: bool = False) -> None:
@@ -94,4 +90,4 @@ def evaluate(baseline: Baseline, mapped: tuple[tuple[int | None, ...], int] | No
         inputs = [x if axis is None else lax.stop_gradient(x) for x, axis in zip(inputs, axes, strict=True)]
         b = jax.vmap(function, axes, axis_size=lanes)(*inputs)
     b = b if learned else lax.stop_gradient(b)
-    return {"baseline": b, "learn": learned, "residual": learned and baseline.leave_one_out}
+    return {"baseline": b, "learn": learned}

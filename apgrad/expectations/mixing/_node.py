@@ -194,9 +194,7 @@ def _identity(baseline):
     """Equal for baselines that are the same. A baseline may be any callable object, without an equality of its own."""
     if baseline is None or isinstance(baseline, str):
         return baseline
-    if isinstance(baseline, LearnedBaseline):
-        return LearnedBaseline, id(baseline.function), baseline.leave_one_out
-    return id(baseline)
+    return (LearnedBaseline, id(baseline.function)) if isinstance(baseline, LearnedBaseline) else id(baseline)
 
 
 def _mixer_node(mixer, forward, backward, **options):

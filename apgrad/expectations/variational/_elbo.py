@@ -324,8 +324,7 @@ def _learned(site: _Site) -> bool:
 
 def _leaves_one_out(site: _Site) -> bool:
     estimator = site.estimator.value
-    residual = _learned(site) and estimator.baseline.leave_one_out
-    return estimator.score is not None and (isinstance(estimator.baseline, str) or residual)
+    return estimator.score is not None and isinstance(estimator.baseline, str)
 
 
 def _summed_to(x: jax.Array, shared: Any, shape: tuple[int, ...]) -> jax.Array:
@@ -359,8 +358,7 @@ def _own_baseline(site: _Site) -> jax.Array:
         return jnp.zeros(zero.shape[0], zero.dtype)
     if jnp.shape(baseline) != zero.shape:
         raise ValueError(f"the baseline of a site has shape {jnp.shape(baseline)[1:]}, expected {zero.shape[1:]}")
-    taken = baseline - mean_of_others(baseline, 1) if _leaves_one_out(site) else baseline
-    term = dice(0, zero, lax.stop_gradient(taken))
+    term = dice(0, zero, lax.stop_gradient(baseline))
     if _learned(site):
         term = term + zero_with_gradient(baseline**2 / 2)
     return per_lane(term)

@@ -200,7 +200,9 @@ def _answer(parts: dict[str, _Part], site: Site, question: Dense | Diagonal | El
         inputs += [feature[..., None] for feature in question.features.values()]
         _, message, new = _run(parts["message"], inputs, state["message"])
         return Answer(message, state={"message": new})
-    return (_diagonal if isinstance(question, Diagonal) else _dense)(parts, site, question, state)
+    if isinstance(question, Diagonal):
+        return _diagonal(parts, site, question, state)
+    return _dense(parts, site, question, state)
 
 
 def _run(part: _Part, inputs: list[jax.Array], state: dict[str, Any]) -> Any:
