@@ -1,8 +1,5 @@
 """A pytest plugin: the fixture `certify`, and a summary of the certificates at the end of a run.
 
-    def test_my_gradient(certify):
-        certify(my_gradient, exact_value, theta)
-
 The fixture is `apgrad.testing.certify` with a PRNG key that is made of the test's name. `pytest --certify-samples=10`
 makes ten times as many estimates. Neither JAX nor the rest of apgrad is imported before a test asks for the fixture.
 """

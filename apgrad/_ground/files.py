@@ -16,14 +16,7 @@ except ImportError:  # Windows
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    r"""The leaves of a pytree by their paths, in the order of `jax.tree.leaves`; a dot in a key is written as "\.".
-
-    Example:
-      >>> named_leaves({"dense": {"kernel": 1, "bias": 2}, "rates": [3]})
-      {'dense.bias': 2, 'dense.kernel': 1, 'rates.0': 3}
-      >>> named_leaves(4)
-      {'value': 4}
-    """
+    r"""The leaves of a pytree by their paths, as "dense.kernel" or "rates.0"; a dot in a key is written as "\."."""
     part = lambda key: jax.tree_util.keystr((key,), simple=True).replace("\\", "\\\\").replace(".", "\\.")
     name = lambda path: ".".join(map(part, path)) if path else "value"
     return {name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}

@@ -51,12 +51,7 @@ def join(*scopes: str) -> str:
 
 
 def plain_scope(scope: str) -> str:
-    """A scope without the marks of JAX's transformations.
-
-    Example:
-      >>> plain_scope("transpose(jvp(encoder))/rematted_computation/dense")
-      'encoder/dense'
-    """
+    """A scope without the marks of JAX's transformations: "transpose(jvp(a))/rematted_computation/b" becomes "a/b"."""
     scope = scope.replace("rematted_computation", "")
     while (plain := re.sub(r"\b\w+\(([^()]*)\)", r"\1", scope)) != scope:
         scope = plain
@@ -67,12 +62,7 @@ _SUBSCRIPTS = re.compile(r"[A-Za-z.,\s]*->[A-Za-z.\s]*")
 
 
 def users_scope(scope: str) -> str:
-    """A plain scope without the subscripts with which `jnp.einsum` names what it does.
-
-    Example:
-      >>> users_scope("transpose(jvp(encoder))/vmap(ij,jk->ik)")
-      'encoder'
-    """
+    """A plain scope without the subscripts with which `jnp.einsum` names what it does, as in "encoder/ij,jk->ik"."""
     return join(*(part for part in plain_scope(scope).split("/") if not _SUBSCRIPTS.fullmatch(part)))
 
 

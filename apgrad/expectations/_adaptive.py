@@ -1,9 +1,5 @@
 """Total propagation in training: weights from the calls before.
 
-    objective = ap.adaptive(program, lanes=1000)            # the program's nodes have ap.total_propagation()
-    state = objective.init(key, theta)
-    value, gradient, state = objective.value_and_grad(key, state, theta)
-
 The weights are of what the nodes saw in earlier calls (`mixing/_moments.py`): the lanes stay whole, messages go back
 once, and a lane in thousands that explodes counts for what it is.
 
@@ -11,11 +7,10 @@ once, and a lane in thousands that explodes counts for what it is.
 that sum to 1 has the right expectation if each estimator has it (where a simulator jumps, reparameterization has not),
 and if the call's key is independent of all the keys that went into state and parameters.
 
-*By state.* With `by_state=True` each part of the state space has weights of its own (`mixing/_cells.py`), as gradients
-may explode in one part alone. A node sees its own variance, and not what cancels between nodes. Hence a *guard*:
-messages go back twice, with these weights and by reparameterization alone, and the gradient is the one that was better
-in earlier calls, by |g(k) - g(k-1)|^2, on average twice the variance. Its mean over the window leaves out the largest
-one of `RARE`: of two hundred changes the two of one explosion, while the likelihood ratio's noise is in all of them.
+*By state.* With `by_state=True` each part of the state space has weights of its own (`mixing/_cells.py`). A node sees
+its own variance, and not what cancels between nodes. Hence a *guard*: messages go back twice, with these weights and by
+reparameterization alone, and the gradient is the one that was better in earlier calls, by |g(k) - g(k-1)|^2, on average
+twice the variance. Its mean over the window leaves out the largest one of `RARE`, so that one explosion does not count.
 
 *What it is slow at.* Where gradients do not explode any more, the likelihood ratio keeps its weight until the explosion
 has left the window, after one or two windows. The other way there is no delay.
@@ -104,8 +99,7 @@ def adaptive(
     """Gradients for training, whose mixers are weighed by what they saw in earlier calls.
 
     Args:
-      program: as in `expectation`. Its mixers have two estimators and the default weights, as `total_propagation()`:
-        the weights are of least variance by earlier calls, and no rule of the mixer's own is asked.
+      program: as in `expectation`. Its mixers have two estimators and the default weights, as `total_propagation()`.
       lanes: as in `expectation`, at least 2.
       argnums: which arguments to differentiate: 1 is the program's first one, as in `value_and_grad`.
       window: how many calls are remembered for sure; all are forgotten after twice as many.
@@ -114,9 +108,6 @@ def adaptive(
         pass twice, and the state keeps two gradients.
       has_aux: as in `expectation`.
       check_nan: as in `expectation`.
-
-    Returns:
-      An `Adaptive`, the pair of `init` and `value_and_grad`.
 
     Raises:
       ValueError: for a window that is not a positive integer; at trace time, for a program without mixers, mixers with

@@ -1,7 +1,5 @@
 """What authors of nodes ask of a tape: credit, ports, and declarations.
 
-    tape = channels.credit(tape, log_density, name="my node", baseline="leave_one_out")
-
 `credit` charges the costs after a random choice to the choice. The array of a `Port` of its own is an input of a node
 (`request`) and an output (`put`): its `backward` finds there what later nodes sent, and answers with what earlier nodes
 shall find. In the program's first trace nodes ask for ports; in the second the tape has them.

@@ -8,9 +8,6 @@ J = E[c(x)] + E[R(y(x))] has two terms, and each of them has an estimator of its
   term is `C exp(p)`, with p the zeros of the earlier choices alone (`_tape.py`), right to every order to which C is.
 * *What follows y.* Costs after y are known for the sample x alone, and charged by the likelihood ratio. Where the
   continuation hands on no array, there is no score. The derivative of y at the fixed sample is JAX's.
-
-So put into the continuation what the choice decides first. A program that ends with its continuation, as the bound of a
-variational autoencoder does, has no likelihood-ratio term at all.
 """
 
 import functools
@@ -65,10 +62,6 @@ def choose(
     Raises:
       TypeError, ValueError: at trace time, for an estimator of another kind, a distribution that the estimator does not
         take, or a continuation that does not return a scalar cost and a value.
-
-    Warns:
-      UserWarning: at trace time, where nothing goes on and the cost is a sum of terms that see one entry of the lane's
-        choices each, such as the mean over a minibatch: then each choice pays for the others' costs.
 
     Example:
       A minibatch: its examples are the lanes, the samples of an example are the estimator's.

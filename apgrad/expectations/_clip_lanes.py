@@ -45,8 +45,7 @@ def clip_lanes(
     """The same state; on the way back a lane's message is cut where it is much longer than the typical lane's.
 
     For gradients through many steps of a chaotic program, where few lanes explode and drown the others. Call it on the
-    state once a step. The gradient is then **biased**, by what was cut; see `ap.multilevel`. Where all lanes explode
-    alike nothing is cut: use total propagation.
+    state once a step. The gradient is then **biased**, by what was cut; see `ap.multilevel`.
 
     Args:
       tape: the current tape.
@@ -60,9 +59,6 @@ def clip_lanes(
         does not count for the typical length.
       counts: a port of two numbers, `jnp.zeros(2)`, which is an argument of the program: its derivative is how many
         messages were cut, and how many were not finite.
-
-    Returns:
-      `(tape, x)`.
 
     Raises:
       TypeError, ValueError: at trace time, for arrays without the lanes, fewer than 2 lanes, or a factor that is not

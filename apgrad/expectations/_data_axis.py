@@ -1,12 +1,5 @@
 """The data axis: a minibatch of B data, with K samples for each.
 
-    def program(tape, theta, x):                                         # x: (B, ...)
-        q = encoder(theta, x)                                            # batch shape (B,)
-        tape, z = ap.sample(tape, q.expand((tape.lanes, tape.data)), ap.likelihood_ratio(), parts=True)
-        return tape.cost(loss(theta, x, z))                              # (K, B)
-
-    objective = ap.expectation(program, lanes=K, data=B)
-
 The lanes are the samples, and the data are parts of a lane: the leave-one-out baseline is the mean over the other
 samples *of the same datum*. With a lane for each datum and sample the variance is several times as large:
 `warn_of_mixed_data` finds where a score has its lanes from an array that was given.

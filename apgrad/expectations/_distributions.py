@@ -1,8 +1,5 @@
 """What estimators ask of a distribution.
 
-    x = pathwise_sample("my estimator", distribution, key)      # a sample with its pathwise derivative
-    zero = score("my estimator", distribution, x)               # a zero with the derivative of the log-density
-
 A distribution is a pytree with `sample(key)` and `log_prob(x)`, as NumPyro's are. One with a pathwise derivative says
 so by `has_rsample` and offers `rsample(key)`; of one with a `cdf(x)` alone it follows from the implicit function
 theorem. Nothing else is used, but for `batch_shape` and `support` where the distribution has them.

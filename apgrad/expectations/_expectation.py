@@ -1,8 +1,5 @@
 """Objectives: the expectation of a program's costs, as an ordinary JAX function.
 
-    objective = ap.expectation(program, lanes=1000)
-    gradient = jax.grad(objective, argnums=1)(key, theta)
-
 The program is traced twice: first abstractly, to collect what its nodes ask of the tape (`_ledger.py`), and then with a
 tape that has what they asked for.
 """

@@ -45,8 +45,6 @@ def perturbation_growth(
 ) -> Growth:
     """The largest singular values of the Jacobian of many steps, by orthogonal power iteration.
 
-    Memory is the trajectory and `num` vectors; no Jacobian is made.
-
     Args:
       step: `(state, x) -> state`, of one lane, without randomness: the noise may be in `xs`.
       state: a pytree of floating-point arrays, where the trajectory begins.
@@ -54,9 +52,6 @@ def perturbation_growth(
       length: the number of steps, without `xs`.
       num: how many singular values are found.
       rounds: of the iteration. In each the error of value k falls by (sigma_{num+1} / sigma_k)^2.
-
-    Returns:
-      A `Growth`.
 
     Raises:
       ValueError: for a `num` that is not from 1 to the state's size, no steps, or a step that changes the state's form.

@@ -1,13 +1,5 @@
 """A gradient between a biased one of little noise and an unbiased one of much: as much of each as pays.
 
-    def program(tape, theta, factor):                             # the bias's knob is the last argument
-        ...
-        tape, x = ap.clip_lanes(tape, x, factor)
-
-    training = ap.multilevel(ap.value_and_grad(program, lanes=100))
-    state = training.init(key, theta)
-    value, gradient, state = training.value_and_grad(key, state, theta)
-
 Let g_0, ..., g_L be gradients of the same samples, from much bias and little noise to no bias and perhaps very much
 noise. As in multilevel Monte Carlo (Giles, 2008) the last one is a telescoping sum, whose terms have weights here:
 

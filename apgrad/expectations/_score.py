@@ -1,7 +1,5 @@
 """Choices that were made elsewhere: `ap.score`.
 
-    tape = ap.score(tape, distribution, value, behaviour_log_prob=b)
-
 A value x was drawn from a *behaviour* distribution with density b(x), say by a language model that generates with a
 cache, or by the policy of an earlier update. The program wants the expectation under its own distribution p_theta, and
 (importance sampling; for a sequence of choices Precup, Sutton & Singh, "Eligibility traces for off-policy policy
@@ -62,9 +60,6 @@ def score(
       parts: the second batch axis numbers independent parts, as in `sample`.
       mask: Booleans of (lanes,), up to the batch shape: (lanes, tokens) for sentences of different lengths. Where it is
         False nothing was chosen.
-
-    Returns:
-      The next tape.
 
     Raises:
       TypeError, ValueError: at trace time, for shapes and dtypes that do not fit, a value with a derivative, a

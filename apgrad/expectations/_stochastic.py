@@ -1,8 +1,4 @@
-"""Stochastic nodes: a distribution, a sample of it, and an estimator for the derivative.
-
-What an estimator does with the messages that come back is said in `estimators/_estimator.py`; a mixer's node is in
-`mixing/_node.py`.
-"""
+"""Stochastic nodes: a distribution, a sample of it, and an estimator for the derivative."""
 
 import functools
 import inspect
@@ -117,9 +113,6 @@ def sample(
       estimator: as in `stochastic`.
       parts: the second batch axis numbers independent parts, as in `stochastic`.
       mask: Booleans (lanes,), or (lanes, parts) with `parts`, as in `stochastic`.
-
-    Returns:
-      `(tape, x)`, with x of shape (lanes, ...).
 
     Raises:
       TypeError, ValueError: at trace time, as `stochastic`.

@@ -86,9 +86,6 @@ class Tape:
     def next_key(self) -> tuple["Tape", jax.Array]:
         """A fresh PRNG key, for noise that takes no part in the estimator (say, a random initial state).
 
-        Returns:
-          `(tape, key)`.
-
         Example:
           >>> import jax, apgrad as ap
           >>> def program(tape):
@@ -112,9 +109,6 @@ class Tape:
           shaping: only with a function: `apgrad.gaussian_shaping()`, or any function
             `(key, cost_function, *args) -> (pathwise, message)` of arrays (lanes,): the term whose value and
             pathwise derivative count, and what random choices before it are charged.
-
-        Returns:
-          The next tape.
 
         Raises:
           ValueError: at trace time, for shapes that are not one cost a lane.
@@ -155,15 +149,11 @@ class Tape:
         factor^(t - s): discounted costs-to-go, of less variance, and **biased** for the sum of the costs. To discount
         the costs themselves, which biases nothing, multiply what you give to `cost`. Pathwise derivatives do not fade.
 
-        A zero p of the tape becomes log(1 + factor (exp(p) - 1)), so that the expectation of exp(p) - 1 stays 0 in
-        every derivative, as in Loaded DiCE (Farquhar, Whiteson & Foerster, 2019).
+        Credit fades in derivatives of every order, as in Loaded DiCE (Farquhar, Whiteson & Foerster, 2019).
 
         Args:
           factor: a number from 0 to 1, or one for each lane, (lanes,), a constant to differentiation. The range of a
             factor that JAX traces is not checked.
-
-        Returns:
-          The next tape.
 
         Raises:
           ValueError: for a factor out of range; at trace time, in a branch of `parallel`; and in a program with a

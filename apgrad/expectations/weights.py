@@ -1,8 +1,5 @@
 """Weights: how total propagation mixes its estimators at a node.
 
-    estimator = ap.total_propagation(weights=ap.weights.inverse_variance())     # as published
-    estimator = ap.total_propagation(weights=ap.weights.Weights(ap.weights.Weighting(my_rule)))
-
 Each of a node's estimators (reparameterization first, then likelihood ratio) has a message for the node before and a
 contribution to the gradient of the target, the parameters, of the same expectation whatever happened before the node.
 So weights that sum to 1 and do not depend on the samples that they mix leave the gradient unbiased, and the message may
@@ -141,11 +138,7 @@ def per_step_inverse_variance() -> Weights:
     code. The message explodes wherever reparameterization explodes.
 
     Example:
-      >>> import jax.numpy as jnp, apgrad as ap
-      >>> weights = ap.weights.per_step_inverse_variance()
-      >>> gradients = jnp.array([[[1.0], [-1.0]], [[2.0], [-2.0]]])       # 2 estimators, 2 lanes, 1 feature
-      >>> [round(float(w.rule(gradients, jnp.zeros((2, 1)))[0]), 3) for w in weights]
-      [1.0, 0.8]
+      As for `inverse_variance`: the same weights, of the contribution alone.
     """
     return Weights(Weighting(_first_alone), Weighting(_inverse_variance))
 
@@ -159,9 +152,6 @@ def least_variance(shrinkage: float = 0.0) -> Callable[[jax.Array, jax.Array], j
     """The rule of least variance of `suffix + sum_e w_e gradients_e`, with weights in [0, 1] that sum to 1.
 
     Estimators are mixed in one after the other, each with the mixture of the estimators before it.
-
-    Args:
-      shrinkage: the factor of v / k^2 in the module's formula; 0 for none.
     """
     number("shrinkage", shrinkage)
 

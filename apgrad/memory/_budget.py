@@ -5,7 +5,7 @@ sampler, the one that adds the least variance for a byte saved. Each coefficient
 hull of (bytes, variance): so this choice is optimal but for its last step.
 
 Variances are over the squared array, of normal entries. Rounding has scale^2 / 6 with scale = range / (2^bits - 1), and
-the range of a group of n such entries is about .85 times 2 sqrt(2 log n).
+the range of n such entries is about .85 times 2 sqrt(2 log n).
 """
 
 import itertools

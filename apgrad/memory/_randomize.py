@@ -78,9 +78,8 @@ def randomize(
     Note:
       Where an array is needed twice on one way of the messages, it is remembered twice. Arguments of the function are
       not counted and not sampled: the caller has them. Under `jax.vmap` or `jax.lax.scan` around the result, a budget
-      is for one copy or step. Messages that the function itself rounds (`jax.lax.reduce_precision`, narrower types on
-      its way) are rounded as JAX does it, so that the mean is right to that type's precision. JAX's max-pooling
-      remembers its input, which does not enter linearly, and so exactly: `ap.memory.max_pool` remembers places.
+      is for one copy or step. Messages that the function itself rounds (narrower types on its way) are right to that
+      type's precision. JAX's max-pooling remembers its input exactly: `ap.memory.max_pool` remembers places.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap

@@ -341,8 +341,7 @@ def memory_report(
       key: if given, the rows `randomize` with rounding to 4 and 2 bits are added, with this key.
 
     Returns:
-      The report. A variant that needs at least 1 % more memory than plain reverse mode is named in its note; if it
-      remembers that much more, a `UserWarning` says so too.
+      The report. A variant that needs at least 1 % more memory than plain reverse mode is named in its note.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap

@@ -1,12 +1,7 @@
 """Which parts of a pytree are meta-trained: no `nnx.Variable` but `nnx.Param`, such as a fitted standardizer.
 
-Weight decay would shrink it in spite of a zero gradient, and evolution strategies perturb it, so it is split off:
-
-    trained, fixed = meta.partition(theta)
-    updates, state = optimizer.update(meta.partition(gradient)[0], state, trained)
-    theta = meta.merge(optax.apply_updates(trained, updates), fixed)
-
-`meta.train` and every outer gradient do this by themselves.
+Weight decay would shrink it in spite of a zero gradient, and evolution strategies perturb it, so it is split off, by
+`meta.train` and every outer gradient themselves.
 """
 
 from collections.abc import Callable

@@ -1,9 +1,5 @@
 """Images for tasks and experiments: scikit-learn's digits, and MNIST, Fashion-MNIST and CIFAR-10.
 
-    data = meta.data.load("mnist", size=12)      # standardized rows, for `meta.images`
-    data = meta.data.load_bytes("cifar10")       # bytes, (images, height, width, channels)
-    data.description                             # which images these really are, for the head of results
-
 A data set is a file in the Keras layout (`x_train`, `y_train`, `x_test`, `y_test`) in the given folder or in the one
 that APGRAD_DATA names; without it `sklearn.datasets.fetch_openml` downloads it once. Digits come with scikit-learn.
 """
@@ -66,7 +62,7 @@ def load(name: str = "digits", *, size: int | None = None, folder: str | Path | 
       folder: the folder with the file; the folder that APGRAD_DATA names if not given.
 
     Raises:
-      FileNotFoundError: if the data are neither there nor to be had, saying what to do.
+      FileNotFoundError: if the data are neither there nor to be had.
 
     Example:
       >>> import apgrad as ap

@@ -53,21 +53,19 @@ class _Layers:
           >>> import jax, jax.numpy as jnp, apgrad as ap
           >>> from flax import nnx
           >>> class Gate(nnx.Module):
-          ...     def __init__(self, n, rngs):
-          ...         self.kernel, self.gain = nnx.Param(jnp.eye(n)), nnx.Param(jnp.ones(n))
+          ...     def __init__(self):
+          ...         self.kernel = nnx.Param(jnp.eye(3))
           ...     def __call__(self, x):
-          ...         return jax.nn.sigmoid(x @ self.kernel[...]) * self.gain[...]
+          ...         return jax.nn.sigmoid(x @ self.kernel[...])
           >>> @ap.mplp.layer.register
           ... def gate(part: Gate) -> ap.mplp.Layer:
           ...     def apply(place, p, signal):
           ...         h = ap.mplp.dense(place, signal, p["kernel"])
-          ...         h = ap.mplp.activation(place.within("act"), jax.nn.sigmoid, h)
-          ...         return ap.mplp.scale(place.within("gain"), h, p["gain"])
-          ...     return ap.mplp.Layer("gate", {"kernel": part.kernel[...], "gain": part.gain[...]}, apply)
-          >>> model = nnx.Sequential(Gate(3, nnx.Rngs(0)), nnx.Linear(3, 2, rngs=nnx.Rngs(1)))
-          >>> network, params = ap.mplp.from_nnx(model, ap.mplp.squared_error, x=jnp.ones((4, 3)))
-          >>> [site.name for site in ap.mplp.sites(network, params, (jnp.ones((4, 3)), jnp.ones((4, 2))))]
-          ['0_gate', '0_gate.act', '0_gate.gain', '1_dense', 'loss']
+          ...         return ap.mplp.activation(place.within("act"), jax.nn.sigmoid, h)
+          ...     return ap.mplp.Layer("gate", {"kernel": part.kernel[...]}, apply)
+          >>> network, params = ap.mplp.from_nnx(nnx.Sequential(Gate()), ap.mplp.squared_error, x=jnp.ones((4, 3)))
+          >>> [site.name for site in ap.mplp.sites(network, params, (jnp.ones((4, 3)), jnp.ones((4, 3))))]
+          ['0_gate', '0_gate.act', 'loss']
         """
         return self._makers.register(*args)
 

@@ -1,8 +1,5 @@
 """Statistical tests of gradient estimators, for apgrad's own and for yours.
 
-    ap.testing.certify(jax.grad(objective, argnums=1), exact_value, theta)
-    ap.testing.assert_unbiased(lambda key: gradient(key, theta), truth, jax.random.key(0), num_samples=10_000)
-
 A bias of a standard error or two is found by more samples, not by a tighter bound.
 """
 

@@ -115,12 +115,6 @@ def certify(
         pass  vmap        the same
         pass  scan        the same
         pass  keys        a function of the key; no key is used twice
-      >>> ap.testing.certify(lambda key, theta: gradient(key, theta) / 2, lambda theta: theta**2 + 1, 1.5)
-      Traceback (most recent call last):
-          ...
-      apgrad.testing._certify.NotCertifiedError: <lambda>: not certified
-        FAIL  bias        biased: mean ... against 3.0, off by 150... standard errors (10000 samples; 4 are chance)
-        ...
     """
     if order not in (1, 2):
         raise ValueError(f"certify tests orders 1 and 2, got order={order!r}")

@@ -100,8 +100,6 @@ def assert_unbiased(
 
     Example:
       >>> import jax, apgrad as ap
-      >>> ap.testing.assert_unbiased(jax.random.normal, 0.0, jax.random.key(0), 1000) < 4
-      True
       >>> ap.testing.assert_unbiased(jax.random.normal, 1.0, jax.random.key(0), 1000)
       Traceback (most recent call last):
           ...

@@ -55,10 +55,6 @@ def trace_gradients(f: Callable[..., Any], *, argnums: int | Sequence[int] = 0) 
       hidden tanh (1,) 0.18
       head mul (1,) -2.00
       head reduce_sum () 1.00
-      >>> print(trace.influence(depth=1))
-      viterbi        v      w
-      hidden     0.000  1.000
-      head       1.000  1.000
     """
     try:
         compiled = _OF_FUNCTION.setdefault(f, Compiled())

@@ -28,9 +28,6 @@ def gaussian_resampling(tape: Tape, x: jax.Array) -> tuple[Tape, jax.Array]:
       tape: the current tape.
       x: the states, a pytree of floating-point arrays with the lanes as leading axis.
 
-    Returns:
-      `(tape, x')`, with x' of the same form.
-
     Raises:
       ValueError: at trace time, for fewer than 2 lanes or together with a likelihood-ratio node.
 

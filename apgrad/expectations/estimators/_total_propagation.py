@@ -1,7 +1,5 @@
 """Total propagation: reparameterization and likelihood ratio, mixed at every node.
 
-    objective = ap.expectation(program, lanes=1000, cross_fit=True)     # program's nodes have ap.total_propagation()
-
 At each node on the way back, total propagation (Parmas et al., 2018; Proppo, section 3.4) computes both estimators'
 per-lane gradients of a *target*, the parameters, weighs them (`weights.py`), and sends on their mixture, so that the
 message to the node before is already the better one. Where a long computation is chaotic in one part and not in

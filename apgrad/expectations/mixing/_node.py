@@ -1,15 +1,8 @@
 """A mixer's node: several estimators of one random choice, and weights that the node computes on its way back.
 
-To follow a mixer, read these files in this order:
-
-1. `_stochastic.py` checks the call; afterwards it charges the zeros of the mixer's scores with later costs
-   (`credit` of `_channels.py`).
-2. This file draws one sample, and keeps each estimator's pullback.
-3. On the way back, `_cross_fitting.py` shows the node the messages of both streams, and sends on what the node answers
-   in the stream at hand.
-4. `_backward.py` is the backward pass: each estimator's answer, the weights, and the sum of what is weighed.
-5. `_features.py` takes messages to the node's distributions on to its arguments, and makes the features that weights
-   look at. With `target="parameters"` the messages are weighed at the distributions, without it.
+To follow a mixer, read `_stochastic.py`, which calls this file and charges the zeros of the mixer's scores with later
+costs; this file, which draws one sample and keeps each estimator's pullback; `_cross_fitting.py`, which shows the node
+the messages of both streams; `_backward.py`, the backward pass; and `_features.py`, what weights look at.
 """
 
 from collections.abc import Callable, Sequence
