@@ -152,6 +152,9 @@ def least_variance(shrinkage: float = 0.0) -> Callable[[jax.Array, jax.Array], j
     """The rule of least variance of `suffix + sum_e w_e gradients_e`, with weights in [0, 1] that sum to 1.
 
     Estimators are mixed in one after the other, each with the mixture of the estimators before it.
+
+    Args:
+      shrinkage: the factor of v / k^2 in the module's formula; 0 for none.
     """
     number("shrinkage", shrinkage)
 

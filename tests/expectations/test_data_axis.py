@@ -9,7 +9,6 @@ import numpyro.distributions as dist
 import pytest
 
 import apgrad as ap
-from tests.expectations.programs import paid
 from tests.refusals import refused
 
 KEY = jax.random.key(0)
