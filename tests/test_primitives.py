@@ -5,6 +5,7 @@ import pytest
 
 import apgrad as ap
 from apgrad._ground.primitives import refuse_batching, refuse_message
+from tests.refusals import refused
 
 pytestmark = pytest.mark.quick
 
@@ -13,8 +14,7 @@ def test_zero_with_gradient_is_zero_where_its_argument_is_not_finite_and_no_inte
     x = jnp.array([-jnp.inf, jnp.inf, jnp.nan])
     value, derivative = jax.jvp(ap.zero_with_gradient, (x,), (jnp.ones(3),))
     assert not value.any() and (derivative == 1).all()
-    with pytest.raises(TypeError, match="got dtype int32, which has no gradient"):
-        ap.zero_with_gradient(3)
+    refused(TypeError, "got dtype int32, which has no gradient", ap.zero_with_gradient, 3)
 
 
 def in_scan(f):
@@ -56,15 +56,13 @@ def test_refused_derivatives_are_refused_everywhere(transform):
     assert f(jnp.float32(1.5)) == 3.0
     assert jax.grad(lambda x: x * f(jnp.float32(1.5)))(2.0) == 3.0  # nothing in there is differentiated
     for derivative in (jax.grad, jax.jacfwd, jax.hessian):
-        with pytest.raises(TypeError, match="no derivative here"):
-            jax.eval_shape(derivative(f), 1.5)
+        refused(TypeError, "no derivative here", jax.eval_shape, derivative(f), 1.5)
 
 
 def test_a_message_that_comes_back_is_refused_and_one_that_nobody_wants_is_not():
     f = lambda x: (x**2, refuse_message(x, "no message"))
     assert jax.grad(f, has_aux=True)(3.0)[0] == 6
-    with pytest.raises(TypeError, match="no message"):
-        jax.grad(lambda x: f(x)[1])(3.0)
+    refused(TypeError, "no message", jax.grad(lambda x: f(x)[1]), 3.0)
     assert jnp.isnan(jax.jvp(f, (3.0,), (1.0,))[1][1])
 
 

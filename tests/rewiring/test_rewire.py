@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import apgrad as ap
 from apgrad.rewiring import Rule
+from tests.refusals import refused
 
 KEY = jax.random.key(0)
 W = 0.5 * jax.random.normal(KEY, (3, 3))
@@ -157,9 +158,8 @@ def test_models_of_libraries_unchanged(kind):
 def test_parameters_of_a_rule_get_updates_and_every_node_the_message_of_the_output(around):
     # At a site y = x w, with parameter p: the update is the sum of x, and the message to x is p times the output's.
     def at(site, p):
-        return ap.Propagator(
-            lambda x, w: (x * w, x), lambda x, message, result: (jnp.sum(x), p * result["out"], 0 * message)
-        )
+        backward = lambda x, message, result: (jnp.sum(x), p * result["out"], 0 * message)
+        return ap.Propagator(lambda x, w: (x * w, x), backward)
 
     rule = Rule(lambda s: s.label == "mul" and s.weights == 1, at, lambda site: jnp.float32(3), direct=True)
 
@@ -180,20 +180,15 @@ def test_parameters_of_a_rule_get_updates_and_every_node_the_message_of_the_outp
 
 
 def test_a_random_rule_draws_anew_at_each_site_and_step():
-    at = lambda site, _: ap.Propagator(
-        lambda x, w: (site.function(x, w), None), lambda _, m: (m, jax.random.normal(site.key))
-    )
-    rewired = ap.rewire(
-        lambda ws, x: jax.lax.scan(lambda x, w: (x * w * w, None), x, ws)[0],
-        Rule(lambda site: site.label == "mul", at, random=True),
-    )
-    draws = jax.grad(rewired, argnums=1)(KEY, jnp.ones(3), 1.0)
-    again = jax.grad(rewired, argnums=1)(KEY, jnp.ones(3), 1.0)
-    other = jax.grad(rewired, argnums=1)(jax.random.key(1), jnp.ones(3), 1.0)
+    def at(site, _):
+        return ap.Propagator(lambda *xs: (site.function(*xs), None), lambda _, m: (m, jax.random.normal(site.key)))
+
+    powers = lambda ws, x: jax.lax.scan(lambda x, w: (x * w * w, None), x, ws)[0]
+    rewired = ap.rewire(powers, Rule(lambda site: site.label == "mul", at, random=True))
+    draws, again, other = (jax.grad(rewired, argnums=1)(key, jnp.ones(3), 1.0) for key in (KEY, KEY, jax.random.key(1)))
     np.testing.assert_array_equal(draws, again)
     assert len({*draws.tolist(), *other.tolist()}) == 6
-    with pytest.raises(TypeError, match="is one PRNG key"):
-        rewired(jnp.ones(3), 1.0)
+    refused(TypeError, "is one PRNG key", rewired, jnp.ones(3), 1.0)
 
 
 @jax.custom_vjp
@@ -215,14 +210,12 @@ def test_what_cannot_be_seen_is_an_error_but_the_sum_of_a_scatter_is_no_site():
         (lambda w, x: X @ w + x, ValueError, r"closes over the array of shape \(4, 3\)"),
         (lambda w, x: mapped(w, x) @ w, NotImplementedError, "cannot see into the primitive 'shard_map'"),
     ):
-        with pytest.raises(error, match=words):
-            ap.rewire(function, dense)(W, X)
+        refused(error, words, ap.rewire(function, dense), W, X)
     halve = ap.rewiring.gradient_reversal(("tanh", "add"), strength=-0.5)
     mapped = jax.shard_map(jnp.tanh, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
     solved = lambda x: jax.lax.custom_linear_solve(lambda v: v * jnp.tanh(x), x, lambda _, b: b / x, symmetric=True)
     for inner, words in ((mapped, "inside shard_map"), (solved, "inside custom_linear_solve")):
-        with pytest.raises(ValueError, match=words):
-            ap.rewire(lambda w, x, inner=inner: jnp.tanh(inner(w * x)), halve)(0.5, 1.0)
+        refused(ValueError, words, ap.rewire(lambda w, x, inner=inner: jnp.tanh(inner(w * x)), halve), 0.5, 1.0)
     auto = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
     read = jax.shard_map(jnp.tanh, mesh=auto, in_specs=jax.P(), out_specs=jax.P())
     plain = jax.grad(lambda w: jnp.tanh(jnp.tanh(w)))(0.5)
@@ -293,6 +286,9 @@ def test_errors_of_rules_and_arguments():
     grad = lambda rewired, *args: jax.grad(lambda w: jnp.sum(rewired(*args, w, X)))(W)
     answers = lambda back: grad(ap.rewire(f, rule(at(lambda x, w: (x @ w, None), lambda _, m: back(m)))))
     clip = ap.rewiring.clip_messages(1.0, where=("tanh", "cosh"))
+    swapped, with_params = rule(at(lambda x, w: (w, None), lambda _, m: (m, None))), ap.rewire(f, one)
+    scaled = lambda w: grad(ap.rewire(lambda v, x: x @ v * w, rule(good)))
+    no_second, sites = "no second derivative of a rewired function", r"dictionary with the sites \['dot_general\[0\]'\]"
     for call, error, words in (
         (lambda: ap.rewire(f, good), TypeError, "takes a rule"),  # pyright: ignore[reportArgumentType]
         (lambda: ap.rewire(3, rule(good)), TypeError, "rewire takes a function, got int"),  # pyright: ignore
@@ -303,36 +299,17 @@ def test_errors_of_rules_and_arguments():
         (lambda: ap.rewire(lambda x: jnp.tanh(x), clip).init(X), ValueError, "name 'cosh'; did you mean 'tanh'"),
         (lambda: answers(lambda m: (m,)), TypeError, "a tuple of a message for each of the 2 inputs, got a tuple of 1"),
         (lambda: answers(lambda m: (m[0], None)), ValueError, r"input 0 of the site <dense .*has shape \(3,\)"),
-        (lambda: grad(ap.rewire(f, one), ones), TypeError, "a tuple of the update of its parameters and a message for"),
-        (
-            lambda: grad(ap.rewire(f, rule(at(lambda x, w: (w, None), lambda _, m: (m, None))))),
-            ValueError,
-            r"must return .*\(4, 3\).*, got .*\(3, 3\)",
-        ),
-        (
-            lambda: ap.rewire(f, one)({"other[0]": 1}, W, X),
-            ValueError,
-            r"dictionary with the sites \['dot_general\[0\]'\], got \['other\[0\]'\]",
-        ),
-        *(
-            (lambda wrong=wrong: ap.rewire(f, one)(*wrong), TypeError, "parameters, which come before")
-            for wrong in ((), (W, X), ({"w": W}, X), (None, W, X))
-        ),
+        (lambda: grad(with_params, ones), TypeError, "a tuple of the update of its parameters and a message for"),
+        (lambda: grad(ap.rewire(f, swapped)), ValueError, r"must return .*\(4, 3\).*, got .*\(3, 3\)"),
+        (lambda: with_params({"other[0]": 1}, W, X), ValueError, rf"{sites}, got \['other\[0\]'\]"),
         (lambda: ap.rewire(f, rule(good))({}, W, X), TypeError, r"too many positional.*called as rewired\(\*args\)"),
-        (lambda: ap.rewire(f, one)({"a[0]": X}, W), TypeError, r"missing a required.*\(params, \*args\)"),
-        (
-            lambda: jax.grad(lambda w: jnp.sum(grad(ap.rewire(lambda v, x: x @ v * w, rule(good))) ** 2))(1.0),
-            TypeError,
-            "no second derivative of a rewired function",
-        ),
-        (
-            lambda: jax.hessian(lambda w: jnp.sum(ap.rewire(f, rule(good))(w, X)))(W),
-            TypeError,
-            "no second derivative of a rewired function",
-        ),
+        (lambda: with_params({"a[0]": X}, W), TypeError, r"missing a required.*\(params, \*args\)"),
+        (lambda: jax.grad(lambda w: jnp.sum(scaled(w) ** 2))(1.0), TypeError, no_second),
+        (lambda: jax.hessian(lambda w: jnp.sum(ap.rewire(f, rule(good))(w, X)))(W), TypeError, no_second),
     ):
-        with pytest.raises(error, match=words):
-            call()
+        refused(error, words, call)
+    for wrong in ((), (W, X), ({"w": W}, X), (None, W, X)):
+        refused(TypeError, "parameters, which come before", with_params, *wrong)
     assert ap.rewire(f, rule(good), argnums=np.int64(0)).init(W, X) == {}
 
 
@@ -342,13 +319,7 @@ def test_parameters_of_another_form_are_refused(rule):
     make = getattr(ap.rewiring, rule)
     rewired = ap.rewire(lambda w, x: x @ w, make() if rule == "synthetic_gradients" else make(KEY))
     params = rewired.init(W, X)
-    for change in (
-        lambda b: b[:2],
-        lambda b: b.ravel(),
-        lambda b: jnp.float32(1),
-        lambda b: b.astype(jnp.bfloat16),
-        lambda b: (b, b),
-    ):
-        with pytest.raises(ValueError, match=r"parameters at the site dot_general\[0\] are .* is expected"):
-            jax.eval_shape(rewired, jax.tree.map(change, params), W, X)
+    words, half = r"parameters at the site dot_general\[0\] are .* is expected", lambda b: b.astype(jnp.bfloat16)
+    for change in (lambda b: b[:2], jnp.ravel, lambda b: jnp.float32(1), half, lambda b: (b, b)):
+        refused(ValueError, words, jax.eval_shape, rewired, jax.tree.map(change, params), W, X)
     assert rewired(jax.tree.map(np.asarray, params), W, X).shape == (4, 3)

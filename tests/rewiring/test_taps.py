@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 import apgrad as ap
+from tests.refusals import refused
 
 W = jnp.asarray(np.random.default_rng(0).normal(size=(3, 3)), jnp.float32)
 XS = jnp.asarray(np.random.default_rng(1).normal(size=(4, 3)), jnp.float32)
@@ -173,8 +174,7 @@ def test_with_taps_within_with_taps_takes_its_own():
         return ap.with_taps(lambda w: ap.tap(w**2, "left") * jax.grad(lambda v: ap.tap(v**3, "own"))(w))(w)[0]
 
     assert ap.with_taps(jax.grad(left))(2.0)[1]["left"].message == 12
-    with pytest.raises(ValueError, match="no message passed the tap 'left'"):
-        ap.with_taps(left)(2.0)
+    refused(ValueError, "no message passed the tap 'left'", lambda: ap.with_taps(left)(2.0))
 
 
 @jax.custom_vjp
@@ -211,8 +211,7 @@ def unused(x):
     ],
 )
 def test_what_cannot_be_seen_is_an_error_that_names_the_tap(function, words):
-    with pytest.raises(ValueError, match=words):
-        ap.with_taps(function)(1.0)
+    refused(ValueError, words, lambda: ap.with_taps(function)(1.0))
 
 
 def test_what_is_tapped_is_one_array_of_floats_by_a_name():
@@ -222,5 +221,4 @@ def test_what_is_tapped_is_one_array_of_floats_by_a_name():
         (lambda: ap.tap(jnp.ones(2), 3), "named by a string"),  # pyright: ignore
         (lambda: ap.tap(jnp.arange(3), "n"), "the tap 'n' is on an array of dtype int32"),
     ):
-        with pytest.raises(TypeError, match=words):
-            tapped()
+        refused(TypeError, words, tapped)
