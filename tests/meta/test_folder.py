@@ -1,5 +1,6 @@
 """A run's folder: it holds one run, for one process at a time, and says what is wrong with it."""
 
+import functools
 import gc
 import os
 import shutil
@@ -15,24 +16,18 @@ import pytest
 
 from apgrad import meta
 from apgrad._ground.files import locked
+from tests.refusals import refused
 
 ROOT = Path(__file__).parent.parent.parent
-
-
-PROBLEM = meta.Problem(
-    lambda theta, key: jax.random.normal(key),
-    lambda theta, s: (s - 0.1 * theta[0] * s, 2.0 * s**2),
-    lambda theta, s: s**2,
-    4,
-)
+step = lambda theta, s: (s - 0.1 * theta[0] * s, 2.0 * s**2)
+PROBLEM = meta.Problem(lambda theta, key: jax.random.normal(key), step, lambda theta, s: s**2, 4)
 OUTER = meta.batched(meta.single_evolution(PROBLEM, 2, sigma=0.1), 2)
 
 
 def trained(folder, steps=2, *, key=0, start=1.0, version="1", log=None, outer=OUTER):
-    theta, key, where = jnp.full(3, start), jax.random.key(key), {"folder": folder, "version": version}
-    return meta.train(
-        outer, optax.sgd(1e-2, momentum=0.9), theta, key, steps, **where, every=2, progress=False, log=log
-    )
+    theta, key, options = jnp.full(3, start), jax.random.key(key), {"every": 2, "progress": False, "log": log}
+    sgd = optax.sgd(1e-2, momentum=0.9)
+    return meta.train(outer, sgd, theta, key, steps, folder=folder, version=version, **options)
 
 
 @pytest.fixture(scope="module")
@@ -50,16 +45,16 @@ def run(begun, tmp_path):
 
 
 def test_a_folder_holds_one_run(run, tmp_path):
+    words = r"holds another run: .*run says 'version 1, key .*delete .*run to go on"
     for change in ({"key": 1}, {"start": 2.0}, {"version": 2}):
-        with pytest.raises(ValueError, match=r"holds another run: .*run says 'version 1, key .*delete .*run to go on"):
-            trained(run, 6, **change)
-    with pytest.raises(ValueError, match=r"a folder needs version=\.\.\., say '1'"):
-        trained(tmp_path, version=None)
+        refused(ValueError, words, trained, run, 6, **change)
+    refused(ValueError, r"a folder needs version=\.\.\., say '1'", trained, tmp_path, version=None)
     assert int(trained(run, 6).step) == 6
     (run / "run").unlink()  # as the error says: whatever is there is taken for this run
     assert int(trained(run, 8, version=2).step) == 8
-    with pytest.raises(ValueError, match=r"that of another run \(.* arrays differ: carry"):
-        trained(run, 10, version=2, outer=meta.batched(meta.single_evolution(PROBLEM, 2), 3))
+    other = meta.batched(meta.single_evolution(PROBLEM, 2), 3)
+    words = r"that of another run \(.* arrays differ: carry"
+    refused(ValueError, words, trained, run, 10, version=2, outer=other)
 
 
 def test_checkpoints_hold_every_leaf(tmp_path):
@@ -71,17 +66,16 @@ def test_checkpoints_hold_every_leaf(tmp_path):
         checkpoints.save(1, tree)
         assert same(checkpoints.restore(1, like), tree)
         assert jax.tree.map(jnp.shape, checkpoints.restore(1, like)) == jax.tree.map(jnp.shape, tree)
-        with pytest.raises(ValueError, match=r"none: float32\(0, 3\) there, float32\(0, 2\) wanted"):
-            checkpoints.restore(1, like | {"none": jnp.zeros((0, 2))})
+        words, other = r"none: float32\(0, 3\) there, float32\(0, 2\) wanted", like | {"none": jnp.zeros((0, 2))}
+        refused(ValueError, words, checkpoints.restore, 1, other)
         for step in (1, 0):
-            with pytest.raises(ValueError, match=f"has a checkpoint of step 1, and steps grow: got step={step}"):
-                checkpoints.save(step, tree)
+            words = f"has a checkpoint of step 1, and steps grow: got step={step}"
+            refused(ValueError, words, checkpoints.save, step, tree)
 
 
 def test_two_runs_in_a_folder_are_refused_and_a_lock_ends_with_its_run(tmp_path):
     def log(step, metrics):
-        with pytest.raises(ValueError, match=f"another run trains in .*process {os.getpid()}"):
-            trained(tmp_path, 2)
+        refused(ValueError, f"another run trains in .*process {os.getpid()}", trained, tmp_path, 2)
 
     trained(tmp_path, 2, log=log)
     assert int(trained(tmp_path, 4).step) == 4
@@ -95,8 +89,7 @@ def test_a_killed_process_leaves_no_lock(tmp_path):
     command, pipe = [sys.executable, "-W", "ignore", "-c", hold, str(tmp_path / ".lock")], subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment) as process:
         assert process.stdout.readline()
-        with pytest.raises(ValueError, match=f"another run trains in .*process {process.pid}"):
-            trained(tmp_path)
+        refused(ValueError, f"another run trains in .*process {process.pid}", trained, tmp_path)
         process.kill()
         process.wait()
     with locked(tmp_path / ".lock", "free"):
@@ -160,16 +153,15 @@ def same(a, b):
 
 def test_what_the_error_says_works(run):
     shutil.rmtree(run / "checkpoints" / "4" / "default")
-    with pytest.raises(ValueError, match=r"step 4 is damaged; delete .*checkpoints/4 to go on from 2"):
-        trained(run, 6)
+    refused(ValueError, r"step 4 is damaged; delete .*checkpoints/4 to go on from 2", trained, run, 6)
     shutil.rmtree(run / "checkpoints" / "4")
     assert int(trained(run, 6).step) == 6
 
 
 def test_steps_are_whole_numbers():
+    train = functools.partial(meta.train, OUTER, optax.sgd(0.1), jnp.ones(3), jax.random.key(0))
     for option in ({"steps": 4.5}, {"steps": -1}, {"every": 0}, {"every": 2.0}, {"steps": True}):
-        with pytest.raises(ValueError, match="must be an integer of at least"):
-            meta.train(OUTER, optax.sgd(0.1), jnp.ones(3), jax.random.key(0), **{"steps": 2, **option})
+        refused(ValueError, "must be an integer of at least", train, **{"steps": 2, **option})
 
 
 @pytest.mark.parametrize("steps, every", [(1, 1), (40, 1), (5, 2)])

@@ -15,6 +15,7 @@ from flax import nnx
 
 import apgrad as ap
 from apgrad import meta, mplp
+from tests.refusals import refused
 
 A, START, T, THETA, SIGMA = 0.8, 1.5, 6, 0.4, 0.1
 
@@ -93,16 +94,10 @@ def test_evolution_strategies_are_unbiased_for_the_smoothed_objective():
     shrunk = sum((1 - THETA * A) ** (2 * t) * smoothed(THETA, (2,)) for t in (0, 2, 4))
     assert abs(whole - exact(THETA)) > 0.03 * abs(whole)  # the test can tell the smoothed from the plain
     theta, full = jnp.float32(THETA), meta.evolution(quadratic(), sigma=SIGMA)
-    by_segments = [
-        make(quadratic(), 2, **options)
-        for make in (meta.single_evolution, meta.persistent_evolution, meta.truncated_evolution)
-    ]
-    ap.testing.assert_unbiased(
-        lambda key: [full(theta, key)[1], *(unroll_sum(estimator, theta, key)[0] for estimator in by_segments)],
-        [whole, whole, segments, shrunk],
-        jax.random.key(2),
-        20_000,
-    )
+    makers = meta.single_evolution, meta.persistent_evolution, meta.truncated_evolution
+    estimators = [make(quadratic(), 2, **options) for make in makers]
+    estimates = lambda key: [full(theta, key)[1], *(unroll_sum(e, theta, key)[0] for e in estimators)]
+    ap.testing.assert_unbiased(estimates, [whole, whole, segments, shrunk], jax.random.key(2), 20_000)
 
 
 @pytest.mark.parametrize("cross_fit", [False, True])
@@ -133,19 +128,13 @@ def test_total_propagation_over_perturbed_unrolls(cross_fit):
 def test_what_is_kept_from_call_to_call_must_be_handed_on(name):
     """A call without it would begin a new unroll each time, without a word."""
     kept = ALL[name](LINE)
-    for outer in (kept, meta.clipped(kept), meta.batched(kept, 2), meta.average([meta.reverse_mode(LINE), kept])):
-        with pytest.raises(ValueError, match=r"keeps \d+ arrays .* Begin with carry = outer.init\(theta, key\)"):
-            jax.eval_shape(outer, jnp.float32(1.0), jax.random.key(0))
-    for outer, other in (
-        (meta.batched(kept, 2), kept),
-        (kept, meta.batched(kept, 2)),
-        (meta.batched(kept, 2), meta.batched(kept, 3)),
-    ):
-        carry = jax.eval_shape(other.init, jnp.float32(1.0), jax.random.key(0))
-        with pytest.raises(
-            ValueError, match=r"the carry of this .* shapes \[.*, got \[.*meta\.batched\(outer, count\)"
-        ):
-            jax.eval_shape(outer, jnp.float32(1.0), jax.random.key(0), carry)
+    args, (two, three) = (jnp.float32(1.0), jax.random.key(0)), (meta.batched(kept, n) for n in (2, 3))
+    for outer in (kept, meta.clipped(kept), two, meta.average([meta.reverse_mode(LINE), kept])):
+        words = r"keeps \d+ arrays .* Begin with carry = outer.init\(theta, key\)"
+        refused(ValueError, words, jax.eval_shape, outer, *args)
+    for outer, other in ((two, kept), (kept, two), (two, three)):
+        words = r"the carry of this .* shapes \[.*, got \[.*meta\.batched\(outer, count\)"
+        refused(ValueError, words, jax.eval_shape, outer, *args, jax.eval_shape(other.init, *args))
 
 
 def test_a_start_is_compiled_once_and_has_the_dtypes_of_later_carries():
@@ -174,9 +163,7 @@ def test_clipping_bounds_each_task_and_leaves_small_gradients():
     carry = both.init(theta, jax.random.key(0))
     assert sorted(carry.tolist()) == [False, True]
     loss, gradient, _ = both.estimate(theta, jax.random.key(1), carry)
-    np.testing.assert_allclose(
-        [loss, gradient["a"], gradient["b"]], [0.505, (0.6 + 0.03) / 2, (0.8 + 0.04) / 2], rtol=1e-6
-    )
+    np.testing.assert_allclose([loss, *gradient.values()], [0.505, (0.6 + 0.03) / 2, (0.8 + 0.04) / 2], rtol=1e-6)
 
 
 @pytest.mark.parametrize("dtype, size", [("float32", 5e19), ("float32", 3e38), ("float16", 3e4), ("bfloat16", 1e38)])
@@ -210,16 +197,16 @@ LINE = meta.Problem(lambda th, key: jnp.zeros(()), lambda th, s: (s, th * 3), la
 
 @pytest.mark.parametrize("name", ALL)
 def test_losses_that_are_no_scalars_and_theta_that_is_no_number_are_refused(name):
-    refused = [
+    cases = [
         (r"the loss of a step is a real scalar, got float32\(3,\)", LINE, jnp.ones(3)),
         ("the final loss is a real scalar, got complex64", LINE._replace(final=jax.lax.complex), jnp.ones(())),
         (r"theta\['n'\] is int32.*nnx.Variable", LINE, {"x": 1.0, "n": jnp.ones((), int)}),
         (r"theta\['n'\] is int\b", LINE, {"x": 1.0, "n": 1}),
         (r"theta\['n'\] is str", LINE, {"x": 1.0, "n": "relu"}),
     ]
-    for message, problem, theta in refused:
-        with pytest.raises(TypeError, match=message):
-            jax.eval_shape(lambda key, p=problem, theta=theta: first(ALL[name](p), theta, key), jax.random.key(0))
+    for message, problem, theta in cases:
+        of = lambda key, p=problem, theta=theta: first(ALL[name](p), theta, key)
+        refused(TypeError, message, jax.eval_shape, of, jax.random.key(0))
 
 
 def test_a_fixed_integer_is_no_part_of_what_is_trained():
@@ -235,13 +222,16 @@ def test_a_fixed_integer_is_no_part_of_what_is_trained():
     "wrap", [lambda o: o, meta.clipped, lambda o: meta.average([o, o]), lambda o: meta.batched(o, 2)]
 )
 def test_a_gradient_of_another_form_than_theta_is_refused(wrap):
-    for gradient in (jnp.ones(1), jnp.ones(()), (jnp.ones(3),)):
-        made = meta.OuterGradient(lambda th, key: (), lambda th, key, carry, g=gradient: (jnp.sum(th), g, carry))
-        with pytest.raises(TypeError, match=r"has theta's structure and shapes: theta has \(3,\), .*returned"):
-            wrap(made)(jnp.ones(3), jax.random.key(0))
-    made = meta.OuterGradient(lambda theta, key: (), lambda theta, key, carry: (theta, theta, carry))
-    with pytest.raises(TypeError, match=r"the loss of an outer gradient is a real scalar, got float32\(3,\)"):
-        wrap(made)(jnp.ones(3), jax.random.key(0))
+    def wrapped(loss, gradient):
+        estimate = lambda theta, key, carry: (loss(theta), gradient, carry)
+        return wrap(meta.OuterGradient(lambda theta, key: (), estimate))
+
+    ones, key = jnp.ones(3), jax.random.key(0)
+    for gradient in (jnp.ones(1), jnp.ones(()), (ones,)):
+        words = r"has theta's structure and shapes: theta has \(3,\), .*returned"
+        refused(TypeError, words, wrapped(jnp.sum, gradient), ones, key)
+    words = r"the loss of an outer gradient is a real scalar, got float32\(3,\)"
+    refused(TypeError, words, wrapped(lambda theta: theta, ones), ones, key)
 
 
 def test_noise_is_added_to_floating_point_numbers_alone():

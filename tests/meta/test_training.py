@@ -17,6 +17,7 @@ import pytest
 
 from apgrad import meta
 from tests import devices
+from tests.refusals import refused
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -86,23 +87,28 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path, whole, kill, after):
     assert (tmp_path / "killed" / "training.png").stat().st_size > 1000
 
 
-def problem_of(loss):
-    return meta.Problem(
-        lambda theta, key: jax.random.normal(key), lambda theta, s: (s, loss(theta, s)), lambda th, s: 0.0 * th, 1
-    )
+def one_step(loss):
+    """The outer gradient of a loss of theta and of a number that is drawn."""
+    draw, step = lambda theta, key: jax.random.normal(key), lambda theta, s: (s, loss(theta, s))
+    return meta.reverse_mode(meta.Problem(draw, step, lambda th, s: 0.0 * th, 1))
+
+
+def train(outer, optimizer, theta, steps, **options):
+    return meta.train(outer, optimizer, theta, jax.random.key(0), steps, progress=False, **options)
 
 
 def test_steps_that_are_not_finite_are_skipped_and_counted():
-    problem = problem_of(lambda theta, s: jnp.where(s > 0, jnp.nan, 1.0) * theta)
-    done = meta.train(
-        meta.reverse_mode(problem), optax.sgd(1.0), jnp.float32(0.0), jax.random.key(0), 20, every=20, progress=False
-    )
+    outer = one_step(lambda theta, s: jnp.where(s > 0, jnp.nan, 1.0) * theta)
+    done = train(outer, optax.sgd(1.0), jnp.float32(0.0), 20, every=20)
     assert 0 < int(done.skipped) < 20
     assert done.theta == -(20 - int(done.skipped))
 
 
 def parabola(theta, key, carry):
     return jnp.sum((theta - 1.0) ** 2), 2 * (theta - 1.0), carry
+
+
+PARABOLA = meta.OuterGradient(lambda theta, key: (), parabola)
 
 
 @pytest.mark.parametrize(
@@ -115,17 +121,15 @@ def parabola(theta, key, carry):
     ],
 )
 def test_optimizers_that_need_the_loss_get_it(optimizer):
-    outer = meta.OuterGradient(lambda theta, key: (), parabola)
     with jax.numpy_dtype_promotion("standard"):  # optax's need it
-        done = meta.train(outer, optimizer, jnp.zeros(2), jax.random.key(0), 20, every=20, progress=False)
+        done = train(PARABOLA, optimizer, jnp.zeros(2), 20, every=20)
     assert int(done.skipped) == 0 and float(parabola(done.theta, None, None)[0]) < 0.2
 
 
 @pytest.mark.parametrize("optimizer", [optax.lookahead(optax.sgd(0.1), 2, 0.5), optax.lbfgs()])
 def test_optimizers_that_need_more_are_refused(optimizer):
-    outer = meta.OuterGradient(lambda theta, key: (), parabola)
-    with jax.numpy_dtype_promotion("standard"), pytest.raises(TypeError, match=r"takes something else: .*lookahead"):
-        meta.train(outer, optimizer, jnp.zeros(2), jax.random.key(0), 2, progress=False)
+    with jax.numpy_dtype_promotion("standard"):
+        refused(TypeError, r"takes something else: .*lookahead", train, PARABOLA, optimizer, jnp.zeros(2), 2)
 
 
 def test_an_inner_optimizer_gets_the_loss_and_its_function():
@@ -141,9 +145,8 @@ def test_an_inner_optimizer_gets_the_loss_and_its_function():
 
 @pytest.mark.parametrize("theta", [jnp.arange(2), {"n": "relu"}, 1, jnp.ones(2, bool), jnp.ones(2, complex)])
 def test_theta_is_of_floating_point_numbers(theta):
-    outer = meta.OuterGradient(lambda theta, key: (), parabola)
-    with pytest.raises(TypeError, match="what is meta-trained are floating-point numbers, but theta"):
-        meta.train(outer, optax.sgd(0.1), theta, jax.random.key(0), 2, progress=False)
+    words = "what is meta-trained are floating-point numbers, but theta"
+    refused(TypeError, words, train, PARABOLA, optax.sgd(0.1), theta, 2)
 
 
 SHARDED = """
@@ -182,7 +185,6 @@ def test_tensorboard_has_the_metrics_of_every_call_at_once(tmp_path):
             record = name.encode() + b"\x15" + struct.pack("<f", value)  # its field 2, a number of four bytes
             assert path.read_bytes().count(name.encode()) == len(logs) and record in path.read_bytes()
 
-    outer = meta.reverse_mode(problem_of(lambda theta, s: theta**2))
-    meta.train(outer, optax.sgd(0.1), jnp.float32(1.0), jax.random.key(0), 4, every=2, progress=False, log=log)
+    train(one_step(lambda theta, s: theta**2), optax.sgd(0.1), jnp.float32(1.0), 4, every=2, log=log)
     assert [step for step, _ in logs] == [2, 4]
     assert set(logs[0][1]) == {"loss", "gradient_norm", "skipped"}
