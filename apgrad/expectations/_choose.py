@@ -24,7 +24,7 @@ from apgrad._programs.flow import flow
 from apgrad._programs.jaxprs import is_inexact, trace
 from apgrad.expectations import _channels as channels, _distributions as distributions
 from apgrad.expectations._lanes import require_batch, require_lanes
-from apgrad.expectations._programs.separable import is_sum_over
+from apgrad.expectations._programs.leading_axes import is_sum_over
 from apgrad.expectations._tape import Tape, require_tape
 from apgrad.expectations.estimators import _baselines as baselines
 from apgrad.expectations.estimators._baselines import Baseline

@@ -33,9 +33,9 @@ def require_batch(what: str, lanes: int, *shapes: tuple[int, ...]) -> None:
 
 
 def require_mask(what: str, mask: Any, shape: tuple[int, ...]) -> jax.Array:
-    """The mask, Booleans (lanes,) or of this shape, with as many axes as the shape; a `ValueError` if it is none."""
+    """The mask, Booleans (lanes,) up to this shape, with as many axes as the shape; a `ValueError` if it is none."""
     mask = jnp.asarray(mask)
-    if mask.shape not in (shape[:1], shape) or mask.dtype != jnp.bool_:
+    if not mask.ndim or mask.shape != shape[: mask.ndim] or mask.dtype != jnp.bool_:
         raise ValueError(f"{what}: the mask has shape {mask.shape} and dtype {mask.dtype}, expected Booleans {shape}")
     return over(mask, len(shape))
 

@@ -25,7 +25,7 @@ from jax import lax
 
 from apgrad._ground.primitives import refuse_derivative
 from apgrad.expectations import _channels as channels, _distributions as distributions
-from apgrad.expectations._lanes import require_batch, require_lanes
+from apgrad.expectations._lanes import require_batch, require_lanes, require_mask
 from apgrad.expectations._ledger import Ledger
 from apgrad.expectations._ports import STANDARDIZED
 from apgrad.expectations._tape import Tape, require_tape
@@ -111,13 +111,8 @@ def score(
         zero = distributions.guarded(what, distribution, density)
     by_part, alive = channels.declare_parts(tape, value.shape, what, parts, True), None
     if mask is not None:
-        mask = jnp.asarray(mask)
-        if not 1 <= mask.ndim <= len(shape) or mask.shape != shape[: mask.ndim] or mask.dtype != jnp.bool_:
-            raise ValueError(
-                f"{what}: the mask has shape {mask.shape} and dtype {mask.dtype}, expected Booleans {shape}"
-            )
-        each = mask.reshape(*mask.shape, *[1] * (len(shape) - mask.ndim))
-        zero, ratio = jnp.where(each, zero, 0), jnp.where(each, ratio, 0)
+        mask = jnp.broadcast_to(require_mask(what, mask, shape), shape)
+        zero, ratio = jnp.where(mask, zero, 0), jnp.where(mask, ratio, 0)
         alive = jnp.any(mask, axis=tuple(range(1 + by_part, mask.ndim)))
     channels.declare(tape, what, "weighed")
     b = baselines.evaluate(baseline, None, (distribution,))

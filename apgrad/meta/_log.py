@@ -1,6 +1,5 @@
 """How a training goes: TensorBoard's files, a progress bar (both are a `log` of `train`), and the file of all steps."""
 
-import io
 import os
 import time
 import weakref
@@ -69,20 +68,3 @@ def append_metrics(path: Path, step: int, metrics: dict[str, np.ndarray]) -> Non
         file.writelines(f"{step - len(rows) + i},{','.join(map(repr, row))}\n" for i, row in enumerate(rows, 1))
         file.flush()
         os.fsync(file.fileno())
-
-
-def draw_metrics(path: Path) -> None:
-    """Draws the rows as `training.png` beside the file, if there are any and matplotlib is installed."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return
-    if not (rows := path.read_text().splitlines()[1:]):
-        return
-    figure, picture = Figure(figsize=(8, 3), layout="constrained"), io.BytesIO()
-    steps, *columns = np.loadtxt(rows, delimiter=",", ndmin=2).T
-    for ax, name, values in zip(figure.subplots(1, 2), COLUMNS, columns, strict=True):
-        ax.plot(steps, values, linewidth=0.5)
-        ax.set(xlabel="outer step", ylabel=name.replace("_", " "), yscale="log" if np.all(values > 0) else "linear")
-    figure.savefig(picture, format="png")
-    write_atomically(path.with_name("training.png"), picture.getvalue())

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from apgrad._ground.arguments import whole
 from apgrad._ground.files import locked, write_atomically
 from apgrad.meta._checkpoints import Checkpoints, fingerprint
-from apgrad.meta._log import Log, append_metrics, begin_metrics, draw_metrics, show_progress
+from apgrad.meta._log import Log, append_metrics, begin_metrics, show_progress
 from apgrad.meta._outer import OuterGradient, global_view, scaled_norm, strong, where, widened
 from apgrad.meta._partition import merge, partition
 
@@ -151,7 +151,7 @@ def train(
       theta: the meta-parameters at the start: a rule, or any pytree of arrays.
       key: PRNG key of everything random.
       steps: outer steps, with the steps of earlier starts counted in.
-      folder: where checkpoints, `run`, `metrics.csv` and, at the end, `training.png` are written, if given.
+      folder: where checkpoints, `run` and `metrics.csv` are written, if given.
       version: such as "1"; a folder needs one.
       every: outer steps between checkpoints; they run in one jitted call.
       mesh: the devices, for `batched(..., mesh=mesh)`; theta is replicated on them.
@@ -214,10 +214,7 @@ def train(
             for f in logs:
                 f(step, {**means, "skipped": float(training.skipped)})
 
-        training = _loop(outer_steps(outer, optimizer, every), training, steps, record)
-        if table is not None:
-            draw_metrics(table)
-        return training
+        return _loop(outer_steps(outer, optimizer, every), training, steps, record)
 
 
 def _claim(path: Path, run: str, *, begun: bool) -> None:

@@ -8,18 +8,19 @@ With the messages of `top_k`, each contribution comes with the weights of its ow
 goes to the contribution that has the n-th greatest of all these weights, and continues as the path of this weight.
 """
 
+import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import Literal
 
 from apgrad._ground.messages import Static, form_of
 from apgrad._programs import jaxprs
 from apgrad.tracing import _control as control
-from apgrad.tracing._compiled import Compiled
 from apgrad.tracing._interpreter import Context, backward, filled, forward, walk
 from apgrad.tracing._semirings import Semiring
 
@@ -72,6 +73,35 @@ def greedy(masks: int = 0) -> Semiring:
     settle = lambda m: (m[0], jnp.abs(m[0]), *m[2:])
     zero, one = (0.0, 0.0, *none), (1.0, 1.0, *none)
     return Semiring("greedy", lambda w: (w,), times, _heaviest(1), zero, one, settle=settle, compared=1)
+
+
+def _bytes(x):
+    is_key = jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if is_key else x).tobytes()
+
+
+class Compiled:
+    """Executables, each found by the text of its program, at the next point of equal shapes too.
+
+    `jax.jit` finds one by the Python function; but what a traced function closes over may change from point to point.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[Any, Any] = {}
+
+    def __call__(self, function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
+        """The executable of a function of pytrees of arrays, for arguments of these shapes, dtypes and devices."""
+        traced = jax.jit(function, keep_unused=True).trace(*args)
+        lowered, (jaxpr, consts) = traced.lower(), jaxprs.opened(traced.jaxpr)
+        # A JAX that passes the constants of a program beside it leaves their values out of its text.
+        atoms = (v for eqn in jaxprs.all_equations(jaxprs.Program(jaxpr, consts)) for v in eqn.invars)
+        values = [*consts, *(v.val for v in atoms if isinstance(v, Literal) and np.ndim(v.val))]
+        parts = [lowered.as_text().encode(), *map(_bytes, values)]
+        where = tuple(getattr(x, "sharding", None) for x in jax.tree.leaves(args))
+        key = hashlib.sha256(b"".join(parts)).digest(), lowered.out_tree, where
+        if key not in self._kept:
+            self._kept[key] = lowered.compile()
+        return self._kept[key]
 
 
 class Element(NamedTuple):

@@ -13,7 +13,6 @@ from apgrad._ground.arguments import integers, number_of
 from apgrad._programs import jaxprs
 from apgrad._programs.jaxprs import users_scope
 from apgrad.tracing import _paths as paths
-from apgrad.tracing._compiled import Compiled
 from apgrad.tracing._control import NESTED
 from apgrad.tracing._influence import (
     Influence,
@@ -24,7 +23,7 @@ from apgrad.tracing._influence import (
     warn_of_residual_adds,
 )
 from apgrad.tracing._interpreter import Context
-from apgrad.tracing._paths import Element, PathStep, Reader
+from apgrad.tracing._paths import Compiled, Element, PathStep, Reader
 from apgrad.tracing._semiring_grad import original, propagated, traced
 from apgrad.tracing._semirings import max_product, top_k
 from apgrad.tracing._sums import constant

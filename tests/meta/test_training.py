@@ -84,7 +84,6 @@ def test_a_killed_run_ends_with_the_same_bits(tmp_path, whole, kill, after):
     *steps, last = here(tmp_path / "killed", 10)
     assert steps and "at 2" not in steps and last == bits
     assert (tmp_path / "killed" / "metrics.csv").read_text() == (folder / "metrics.csv").read_text()
-    assert (tmp_path / "killed" / "training.png").stat().st_size > 1000
 
 
 def one_step(loss):

@@ -1,11 +1,13 @@
-"""Which marked values of a program have their leading axis from an array outside of the program.
+"""What becomes of one axis in a program: which marked values have their leading axis from an array outside of the
+program, and whether a cost is a sum over an axis of terms that see one entry each.
 
-The walk follows that one axis, through elementwise functions, products with a matrix, transpositions, and forgets it
-where an equation does something else with it. So what is found is sure, and something may be missed.
+The walk follows that axis, through elementwise functions, products with a matrix, transpositions, and forgets it where
+an equation does something else with it. So what is found is sure, and something may be missed.
 """
 
 import enum
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -95,3 +97,44 @@ def moved_axis(eqn: Any, number: int, axis: int) -> int | None:
             before += eqn.invars[0].aval.ndim - len(contracted[0]) - len(batch[0])
         return before + free.index(axis)
     return None
+
+
+# A fact is the axis along which entries are still apart, or one of these; None: it does not depend on the input.
+SUM, MIXED = "sum", "mixed"  # a sum over the entries of terms of one entry each; entries that act on each other
+
+
+def is_sum_over(program: Program, axes: Sequence[int | None]) -> bool:
+    """Whether the program's first output is a sum over an axis of its inputs of terms that see one entry each.
+
+    `axes` has the axis in each input; None where it has no such axis.
+    """
+
+    def transfer(eqn, facts):
+        inside, name = nested(eqn), eqn.primitive.name
+        if inside is not None and inside.kind in ("call", "remat", "custom"):
+            return None
+        numbers = [n for n, fact in enumerate(facts) if fact is not None]
+        if not numbers:
+            return [None] * len(eqn.outvars)
+        made = MIXED if inside is not None else one(eqn, name, facts, numbers)
+        return [made] * len(eqn.outvars)
+
+    def one(eqn, name, facts, numbers):
+        found = {facts[n] for n in numbers}
+        if MIXED in found or len(found) > 1:
+            return MIXED
+        (fact,) = found
+        linear = (
+            name in kinds.LINEAR_IN_ALL
+            or (name in kinds.LINEAR_IN_EACH and len(numbers) == 1)
+            or set(numbers) <= set(kinds.LINEAR_IN.get(name, ()))
+        )
+        if fact == SUM:
+            return SUM if linear and not (name == "select_n" and 0 in numbers) else MIXED
+        axes = {moved_axis(eqn, n, fact) for n in numbers}
+        if len(axes) == 1 and None not in axes:
+            return axes.pop()
+        return SUM if name in ("reduce_sum", "dot_general") and linear else MIXED
+
+    join = lambda a, b: a if a == b or b is None else b if a is None else MIXED
+    return flow(program, list(axes), transfer, join, lambda _: None)[0] == SUM
