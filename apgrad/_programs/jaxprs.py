@@ -1,8 +1,5 @@
 """Programs: trace a function, evaluate its equations one by one, and give a function other inputs.
 
-    program, shape = trace(function, *args)
-    outputs = evaluate(program, inputs, lambda eqn, values: ...)
-
 What stands inside an equation (`nested`, `rebuild`) comes from `control.py`.
 """
 

@@ -49,9 +49,7 @@ def choose(
         lane.
       continuation: `(x, *args) -> (cost, y)` for one lane, pure: a scalar cost, and what goes on in the program, a
         pytree or None. It is differentiable with respect to its arguments and all that it closes over.
-      estimator: `enumeration()`, `rao_blackwellized(top)`, `rloo(samples)`, `arm()`, `disarm()`, `arms(samples)`,
-        `disarm_stick_breaking()`, `rebar()`, `relax(control)`, `double_control_variates(samples)`, `measure_valued()`,
-        or an `ap.ChoiceEstimator` of your own.
+      estimator: an `ap.ChoiceEstimator`, such as `rloo(samples)`, `enumeration()`, `disarm()` or `measure_valued()`.
       *args: pytrees with the lanes as leading axis, such as a lane's example. What the lanes share, the continuation
         closes over.
       baseline: what is taken off the costs that follow y, as in `likelihood_ratio`.

@@ -163,10 +163,7 @@ def grad(
       `function(key, *args) -> gradient`; with `has_aux`, `(gradient, aux)`.
 
     Example:
-      >>> import jax, apgrad as ap
-      >>> gradient = ap.grad(lambda tape, x: tape.cost(jax.numpy.full(tape.lanes, x**2)), lanes=4)
-      >>> float(gradient(jax.random.key(0), 3.0))
-      6.0
+      As for `value_and_grad`.
     """
     both = value_and_grad(program, lanes, argnums, **options)
 

@@ -84,16 +84,7 @@ class Tape:
         return self._plan.data
 
     def next_key(self) -> tuple["Tape", jax.Array]:
-        """A fresh PRNG key, for noise that takes no part in the estimator (say, a random initial state).
-
-        Example:
-          >>> import jax, apgrad as ap
-          >>> def program(tape):
-          ...     tape, key = tape.next_key()
-          ...     return tape.cost(jax.random.normal(key, (tape.lanes,)) ** 2)
-          >>> float(ap.expectation(program, lanes=10_000)(jax.random.key(0))).__round__(1)
-          1.0
-        """
+        """A fresh PRNG key, for noise that takes no part in the estimator (say, a random initial state)."""
         self._require_current("next_key")
         key, fresh = jax.random.split(self._key)
         return self._follow(key), fresh

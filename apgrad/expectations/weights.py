@@ -90,11 +90,7 @@ def local_covariance() -> Weights:
     """Weights of least variance of the node's own contribution, given how the estimators correlate.
 
     Example:
-      >>> import jax.numpy as jnp, apgrad as ap
-      >>> rule = ap.weights.local_covariance().message.rule
-      >>> noise = jnp.array([1.0, -1.0, 2.0, -2.0])[:, None]
-      >>> rule(jnp.stack([noise, -noise]), jnp.zeros((4, 1))).tolist()    # they cancel
-      [0.5, 0.5]
+      As for `inverse_variance`.
     """
     return Weights(Weighting(least_variance()))
 

@@ -64,10 +64,8 @@ class Narrow:
 def narrow(dtype: Any = "bfloat16") -> Narrow:
     """Keeps every entry in a narrower floating-point type, rounded up or down at random so that the mean is right.
 
-    Large and small entries have the same relative error, where `rounding` has the same absolute one; for int8 with a
-    scale a group take `rounding(bits=8)`. Each 128 entries are divided by a power of two, which takes two bytes, so
-    that none overflows; an entry that is not finite is NaN. On average the largest numbers of the array's own
-    type come back smaller, since no finite number lies above them.
+    Large and small entries have the same relative error, where `rounding` has the same absolute one. Each 128 entries
+    are divided by a power of two, which takes two bytes, so that none overflows; an entry that is not finite is NaN.
 
     Args:
       dtype: bfloat16, float16, float8_e4m3fn or float8_e5m2.

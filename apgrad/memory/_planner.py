@@ -74,8 +74,7 @@ def plan(
     """The function with a reverse pass that needs at most so many bytes of compiled memory, exact if that can be.
 
     Unchanged if that fits; else with the arrays that its gradient remembers chosen for least work of computing the
-    others again; and if no such choice fits, with coefficients rounded for least added variance. Up to about a dozen
-    gradients are compiled, without the compiler's dear optimizations.
+    others again; else with coefficients rounded for least added variance. Up to about a dozen gradients are compiled.
 
     Args:
       function: `(*args) -> scalar`, any JAX function.

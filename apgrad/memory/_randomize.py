@@ -55,8 +55,7 @@ def randomize(
       budget_bytes: given instead of a sampler, how much may be remembered in all. The samplers are then chosen for the
         least added variance, see `apgrad.memory._budget`.
       min_size: arrays with fewer entries, counted over all steps of the scans around them, are kept exactly, and so
-        are arrays with fewer than 64 entries, or `min_size` if that is less: 0 samples all, as tests on small arrays
-        need it.
+        are arrays with fewer than 64 entries, or `min_size` if that is less: 0 samples all.
       boundaries: remembers the inputs of `jax.checkpoint`ed blocks, or is a function that chooses; None keeps them
         exactly. **It makes gradients biased**, by the square of its noise: a block is evaluated again at inputs that
         are not quite the ones it had. The rest is unbiased given these. Blocks with a `policy` are left as they are.
@@ -68,8 +67,7 @@ def randomize(
     Raises:
       TypeError: if what is given or chosen is no sampler; if the first argument of the result is no PRNG key; when the
         result is differentiated, if it is so twice, if values go through a mutable reference (`jax.new_ref`), or if a
-        `jax.custom_vjp` function or propagator inside has a backward pass that is not linear in the message (clipping,
-        total propagation, MPLP): of random messages, its mean would be another.
+        `jax.custom_vjp` function inside has a backward pass that is not linear in the message (clipping, MPLP).
       ValueError: if neither or both of sampler and budget are given, or a number is none or below 0; when the result is
         differentiated, if the budget cannot be kept.
       NotImplementedError: in a mesh with explicit axes; when the result is differentiated, if messages go through a

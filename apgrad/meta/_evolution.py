@@ -37,9 +37,7 @@ def evolution(problem: Problem, *, sigma: float = 0.01) -> OuterGradient:
       sigma: standard deviation of the perturbations.
 
     Example:
-      >>> import jax, jax.numpy as jnp, apgrad as ap
-      >>> p = ap.meta.Problem(lambda th, key: jnp.zeros(()), lambda th, s: (s, th * 3), lambda th, s: 0 * th, 2)
-      >>> loss, gradient, _ = ap.meta.evolution(p)(jnp.ones(()), jax.random.key(0))
+      `loss, gradient, _ = meta.evolution(problem)(theta, key)`
     """
     number("sigma", sigma, positive=True)
 

@@ -42,10 +42,7 @@ def perturbed(
       cross_fit: whether each half of the unrolls is weighed by the other half, which is unbiased however few there are.
 
     Example:
-      >>> import jax, jax.numpy as jnp, apgrad as ap
-      >>> step = lambda theta, s: (jnp.sin(theta * s), s**2)
-      >>> p = ap.meta.Problem(lambda theta, key: jnp.ones(()), step, lambda theta, s: s**2, 5)
-      >>> loss, gradient, _ = jax.jit(ap.meta.perturbed(p))(jnp.float32(2.0), jax.random.key(0))
+      `loss, gradient, _ = jax.jit(meta.perturbed(problem))(theta, key)`
     """
     number("sigma", sigma, positive=True)
     whole("unrolls", unrolls)

@@ -2,8 +2,7 @@
 
 A checkpoint is a file of named arrays: for each part of a node, such as `{i}_dense/weight` or `loss`, it has
 `standardizer/shift|scale` and `gru/...`, or without a state `f/...` and `g/...`; weights and biases also have
-`output/scale|mean`. GRUs that all dense layers share stand once, under `shared/weight|bias`. `python -m
-experiments.convert_published` makes such a file of the authors' arrays.
+`output/scale|mean`. GRUs that all dense layers share stand once, under `shared/weight|bias`.
 """
 
 import zipfile

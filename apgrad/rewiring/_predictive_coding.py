@@ -11,9 +11,8 @@ both are local (equations 2.9 and 2.13):
     dE/dz_l = e_l - (df_{l+1}/dz_l)' e_{l+1},      dE/dw_l = - (df_l/dw_l)' e_l.
 
 As a propagator: a value node replaces the prediction mu by z. To the message m it answers e + m for z, and it sends
-- (derivative of f)' e to the inputs of f. So one backward pass through value nodes gives dE/dz and dE/dw together.
-Inference needs many such passes for one message, so the rule takes the function with its loss as one site, and puts
-value nodes into it by a second `rewire`. Errors travel down one layer a step.
+- (derivative of f)' e to the inputs of f. Inference needs many such passes for one message, so the rule takes the
+function with its loss as one site, and puts value nodes into it by a second `rewire`.
 """
 
 import jax

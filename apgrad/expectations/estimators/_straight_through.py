@@ -19,7 +19,6 @@ def straight_through() -> Estimator:
     """Straight-through, for discrete choices; `ap.stochastic` and `ap.sample` take it; biased.
 
     The sample is in floating point; for a categorical choice it is a one-hot vector, (lanes, ..., categories).
-    `ap.rewiring.surrogate_gradient` is the same idea for step functions without a random choice.
 
     Raises:
       TypeError: at trace time, for a distribution that is not discrete; when differentiated twice.

@@ -10,8 +10,6 @@ from there on says what is weighed, and by what:
   Seno & Aoki, 2023). Message and contribution are one there, so there is no suffix, and the message's rule makes the
   weights. `of_batch` is the same for `ap.sample`, which samples one distribution of all lanes.
 
-Which fold is weighed by which weights, `_cross_fitting.py` says.
-
 *Suffix.* The gradient that later nodes have gathered, lane by lane, travels on a port of the tape. For the features of
 closures, which stand behind those of the arguments and differ from node to node, it counts as zero.
 """

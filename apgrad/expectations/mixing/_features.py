@@ -6,9 +6,6 @@ estimator, its gradient of the target in a row. Where the shared arguments have 
 a sketch of the gradient, which keeps inner products on average, and weights need nothing else (`_programs/uses.py`).
 Where they have not, the gradient of the arrays closed over stands behind that of the arguments, as it is or sketched by
 the same bound.
-
-`to_arguments` takes messages back to the places where parameters enter the node's function. Both come cheaply there:
-sketches, and the sum over lanes of the node's contribution, once the messages are mixed.
 """
 
 from collections.abc import Callable, Sequence
