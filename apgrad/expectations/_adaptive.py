@@ -44,6 +44,7 @@ from apgrad.expectations.mixing._cells import CELLS
 
 SHORTER = 10  # how many times shorter the second window is
 RARE = 100  # the guard leaves out one call of so many
+NONE = float(np.finfo(np.float32).max)  # where no change is known: no NaN, at which `jax_debug_nans` would stop
 
 
 class AdaptiveState(NamedTuple):
@@ -55,7 +56,8 @@ class AdaptiveState(NamedTuple):
       count: how many calls there were, an int32 scalar.
       last: with `by_state`, the last call's gradients by reparameterization alone and by the weights, a pytree like the
         gradient with a first axis (2,); else None.
-      changes: with `by_state`, log |g(k) - g(k-1)|^2 of both, float32 (window, 2), NaN where there was none; else None.
+      changes: with `by_state`, log |g(k) - g(k-1)|^2 of both, float32 (window, 2), the largest float32 where none was;
+        else None.
     """
 
     moments: jax.Array
@@ -66,9 +68,10 @@ class AdaptiveState(NamedTuple):
     @property
     def guarded(self) -> jax.Array:
         """With `by_state`, whether the next call takes reparameterization alone, a Boolean scalar."""
-        calls = jnp.sum(~jnp.isnan(self.changes[:, 0]))
+        known = self.changes[:, :1] != NONE
+        calls, ordered = jnp.sum(known), jnp.sort(jnp.where(known, self.changes, jnp.inf), axis=0)
         left = jnp.arange(len(self.changes)) < calls - calls // RARE
-        sizes = jax.nn.logsumexp(jnp.where(left[:, None], jnp.sort(self.changes, axis=0), -jnp.inf), axis=0)
+        sizes = jax.nn.logsumexp(jnp.where(left[:, None], ordered, -jnp.inf), axis=0)
         # A gradient that was not finite may be so again, and would spoil all that comes after.
         return (sizes[0] < sizes[1]) & ~jnp.any(jnp.isposinf(self.changes[:, 0]))
 
@@ -191,7 +194,7 @@ def adaptive(
         if not by_state:
             return AdaptiveState(found, jnp.int32(1))
         last = jax.tree.map(lambda g: jnp.stack([g, g]), gradients)
-        return AdaptiveState(found, jnp.int32(1), last, jnp.full((window, 2), jnp.nan, jnp.float32))
+        return AdaptiveState(found, jnp.int32(1), last, jnp.full((window, 2), NONE, jnp.float32))
 
     def value_and_grad(key, state, *args, **kwargs):
         if not isinstance(state, AdaptiveState):
@@ -202,7 +205,7 @@ def adaptive(
         if by_state:
             change = _log_square(jax.tree.map(jnp.subtract, gradients, state.last))
             # The gradient of init has other weights.
-            changes = state.changes.at[(state.count - 1) % window].set(jnp.where(state.count > 1, change, jnp.nan))
+            changes = state.changes.at[(state.count - 1) % window].set(jnp.where(state.count > 1, change, NONE))
             after = after._replace(last=gradients, changes=changes)
             gradients = jax.tree.map(lambda g: jnp.where(state.guarded, *g), gradients)
         return value, tuple(gradients) if several else gradients[0], after

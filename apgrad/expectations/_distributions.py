@@ -7,7 +7,7 @@ theorem. Nothing else is used, but for `batch_shape` and `support` where the dis
 
 import contextlib
 import copy
-import functools
+from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -22,8 +22,12 @@ from numpyro.distributions import constraints, transforms
 
 from apgrad._ground.primitives import refuse_derivative, zero_with_gradient
 
-# Distribution libraries mix float32 noise with the parameters' dtype; users' code may run in strict mode.
-standard_promotion = functools.partial(jax.numpy_dtype_promotion, "standard")
+
+@contextlib.contextmanager
+def standard_promotion() -> Iterator[None]:
+    """Distribution libraries mix dtypes and ranks of noise and parameters; users' code may run in strict modes."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
 
 
 @runtime_checkable
@@ -152,7 +156,7 @@ def log_prob(distribution: Any, x: jax.Array) -> jax.Array:
         return part
 
     is_part = lambda part: isinstance(part, (*_TWO_OUTCOMES, *_ON_A_SIMPLEX))
-    return jax.tree.map(as_sampled, widened(distribution), is_leaf=is_part).log_prob(x)
+    return jax.tree.map(as_sampled, widened(distribution), is_leaf=is_part).log_prob(widened(x))
 
 
 class _OfLogits(dist.Distribution):

@@ -17,12 +17,14 @@ than the typical one, the geometric mean over earlier calls, is cut to that leng
 weight of all others: a bias again. One that is not finite is left out, and counts as one that does not repeat.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from apgrad.expectations._adaptive import Adaptive
 from apgrad.expectations._lanes import over
@@ -33,9 +35,9 @@ class MultilevelState(NamedTuple):
 
     Attributes:
       difference: D of the last call in units of its typical length, a pytree like the gradient with a first axis (L,).
-      square: the mean of |D|^2 over earlier calls in these units, float32 (L,).
+      square: the mean of |D|^2 over earlier calls in these units, (L,), float32 or wider.
       product: the mean of the inner product of D and the call before's, the same.
-      log_length: the mean of log |D|, float32 (L,); infinite where there was no difference yet.
+      log_length: the mean of log |D|, (L,); infinite where there was no difference yet.
     """
 
     difference: Any
@@ -45,7 +47,7 @@ class MultilevelState(NamedTuple):
 
     @property
     def weights(self) -> jax.Array:
-        """The weight of each difference in the next call, float32 (L,)."""
+        """The weight of each difference in the next call, (L,)."""
         return jnp.clip(self.product / jnp.where(self.square > 0, self.square, 1), 0, 1)
 
 
@@ -95,7 +97,8 @@ def multilevel(
         values, gradients = each(jnp.asarray(levels, jnp.float32))
         value, first = jax.tree.map(lambda x: x[0], (values, gradients))
         found = jax.tree.map(lambda x: x[1:] - x[:-1], gradients)
-        largest = jnp.stack([jnp.max(jnp.abs(_rows(x)), 1, initial=0) for x in jax.tree.leaves(found)]).max(0)
+        sizes = [jnp.max(jnp.abs(_rows(x)), 1, initial=0) for x in jax.tree.leaves(found)]
+        largest = jnp.stack([size.astype(_real(found)) for size in sizes]).max(0)
         usable = jnp.isfinite(largest) & (largest > 0)
         scale = jnp.where(usable, largest, 1)
         unit = lambda x: jnp.where(over(usable, x.ndim), x / over(scale, x.ndim).astype(x.dtype), 0)
@@ -118,7 +121,7 @@ def multilevel(
 
     def init(key, *args):
         _, _, scaled, *rest = differences(key, args)
-        zeros = jnp.zeros(len(levels) - 1)
+        zeros = jnp.zeros(len(levels) - 1, _real(scaled))
         empty = MultilevelState(jax.tree.map(jnp.zeros_like, scaled), zeros, zeros, zeros + jnp.inf)
         return advance(empty, scaled, *rest)[1]
 
@@ -133,11 +136,18 @@ def multilevel(
     return Adaptive(init, step)
 
 
+def _real(tree):
+    """The dtype of lengths: the widest of the gradients' real ones, float32 at least."""
+    return functools.reduce(
+        np.promote_types, [jnp.finfo(x.dtype).dtype for x in jax.tree.leaves(tree)], np.dtype("float32")
+    )
+
+
 def _rows(x):
-    return x.reshape(x.shape[0], -1)
+    return x.reshape(x.shape[0], -1).astype(np.promote_types(x.dtype, np.float32))
 
 
 def _dot(a, b):
-    """The inner product of two gradients at each level, float32 (L,)."""
-    each = lambda x, y: jax.vmap(jnp.vdot)(_rows(x), _rows(y)).real.astype(jnp.float32)
-    return sum(jax.tree.leaves(jax.tree.map(each, a, b)), jnp.float32(0))
+    """The inner product of two gradients at each level, (L,)."""
+    each = lambda x, y: jax.vmap(jnp.vdot)(_rows(x), _rows(y)).real.astype(_real(a))
+    return sum(jax.tree.leaves(jax.tree.map(each, a, b)), jnp.zeros((), _real(a)))

@@ -174,7 +174,7 @@ def _shares(first, second, suffix, shrinkage):
     usable = [(scale > 0) & jnp.isfinite(scale) for scale in scales]
     base = (jnp.where(swap, second, first) + suffix) / jnp.where(usable[0], scales[0], 1)
     difference = (second - first) * (jnp.where(swap, -1, 1) / jnp.where(usable[1], scales[1], 1))
-    A, D = (x - jnp.mean(x, axis=0) for x in (base, difference))
+    A, D = (x - jnp.mean(x, axis=0, keepdims=True) for x in (base, difference))
     # Nothing but each lane's inner products is needed.
     each, square = jnp.sum(A * D, axis=1), jnp.sum(D * D, axis=1)
     AD, DD = jnp.sum(each), jnp.sum(square)

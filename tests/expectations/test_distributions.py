@@ -456,3 +456,9 @@ def test_every_distribution_is_right_or_refused(group):
         for kind, samples in found.items():
             truth, error = float(exact[name]), samples.std() / np.sqrt(SAMPLES)
             assert abs(samples.mean() - truth) <= 4 * error + 1e-5 * abs(truth), (name, kind, samples.mean(), truth)
+
+
+def test_the_density_of_a_sample_in_half_precision_is_in_float32():
+    density = distributions.log_prob(dist.Normal(0.0, 1.0), jnp.bfloat16(20.0))  # parameters of no dtype
+    np.testing.assert_allclose(density, scipy.stats.norm.logpdf(20.0), rtol=1e-6)
+    assert density.dtype == jnp.float32

@@ -71,6 +71,16 @@ def test_what_is_not_finite_is_left_out_and_what_is_zero_is_no_difference():
     assert (found == 3).all() and not state.weights.any()
 
 
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_lengths_are_in_float32_at_least(dtype):
+    # One level more, which repeats: all of it is taken, whatever the length of the difference.
+    gradient = lambda key, level: (0.0, {"a": (1 + 200 * level).astype(dtype), "b": jnp.ones(2)})
+    with jax.enable_x64(dtype == "float64"):
+        state, found = jax.jit(lambda: calls(ap.multilevel(gradient, (0.0, 1.0), window=1)))()
+        assert state.log_length.dtype == np.promote_types(jnp.dtype(dtype), np.float32) and found["a"].dtype == dtype
+        np.testing.assert_allclose(found["a"][-1], 201, rtol=8 * float(jnp.finfo(dtype).eps))
+
+
 def test_refused():
     with pytest.raises(ValueError, match="needs two levels"):
         ap.multilevel(lambda key, level: (0.0, 0.0), (1.0,))

@@ -50,13 +50,13 @@ def arms(samples: int = 4) -> ChoiceEstimator:
         logits = choices("arms", distribution, categorical=False).logits
         fixed = lax.stop_gradient(logits)
         exponential = jax.random.exponential(key, (samples, *fixed.shape), fixed.dtype)
-        u = (1 - exponential / jnp.sum(exponential, axis=0)) ** m
+        u = (1 - exponential / jnp.sum(exponential, axis=0, keepdims=True)) ** m
         s = jax.nn.sigmoid(-jnp.abs(fixed))
-        xs = ((u < s) ^ (fixed > 0)).astype(jnp.result_type(int))
+        xs = ((u < s[None]) ^ (fixed[None] > 0)).astype(jnp.result_type(int))
         together = jnp.maximum(0, 2 - s ** (-1 / m)) ** m
         ratio = (1 - s) / (1 - together)
         cost = costs(xs)
-        away = lax.stop_gradient(cost - jnp.mean(cost, axis=0)) / m
+        away = lax.stop_gradient(cost - jnp.mean(cost, axis=0, keepdims=True)) / m
         score = jax.vmap(lambda x: per_lane(x.astype(fixed.dtype) * ratio * logits))(xs)
         zero = jnp.sum(away * zero_with_gradient(score).astype(cost.dtype), axis=0)
         return xs[0], jnp.mean(cost, axis=0) + zero

@@ -54,7 +54,7 @@ def relaxed(choices: Choices, key: jax.Array) -> tuple[jax.Array, Callable[[Any]
         z = phi - jnp.log(-jnp.log(u))
         x = jnp.argmax(z, axis=-1)
         most = jnp.max(z, axis=-1, keepdims=True)
-        chosen = jnp.arange(phi.shape[-1]) == x[..., None]
+        chosen = jax.nn.one_hot(x, phi.shape[-1], dtype=bool)
         w = phi - z + jnp.log(-jnp.expm1(jnp.where(chosen, -1, z - most)))  # log w_i
         given = lambda phi: jnp.where(chosen, most, -jnp.logaddexp(-most, w - phi))
     else:

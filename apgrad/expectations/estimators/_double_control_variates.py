@@ -65,8 +65,8 @@ def double_control_variates(samples: int = 2, coefficient: Any = 1.0) -> ChoiceE
         zero = per_lane(zero, 2).astype(cost.dtype)
         a = jnp.asarray(coefficient, cost.dtype)
         inner = lambda p, q: per_lane(p * q, 2).astype(cost.dtype)
-        others = lambda each: (jnp.sum(each, axis=0) - each) / (samples - 1)
-        away = xs - lax.stop_gradient(mean)
+        others = lambda each: (jnp.sum(each, axis=0, keepdims=True) - each) / (samples - 1)
+        away = xs - lax.stop_gradient(mean)[None]
         v = others(slope)
 
         def surrogate(cost, zero, mean, a):

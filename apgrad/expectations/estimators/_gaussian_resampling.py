@@ -14,7 +14,6 @@ import jax
 
 from apgrad.expectations import _channels as channels
 from apgrad.expectations._lanes import require_lanes
-from apgrad.expectations._programs.signs import wide
 from apgrad.expectations._tape import Tape
 from apgrad.expectations.estimators._gaussian_shaping import cholesky, moments, ravel_lanes
 
@@ -45,6 +44,5 @@ def gaussian_resampling(tape: Tape, x: jax.Array) -> tuple[Tape, jax.Array]:
         noise = jax.random.normal(key, (lanes, size), flat.dtype) @ factor.T
     else:
         # Fewer lanes than dimensions: Sigma = S^T S is singular, and z S has it as covariance exactly.
-        draws = jax.random.normal(key, (lanes, lanes), wide(flat.dtype))
-        noise = draws.astype(flat.dtype) @ scatter
-    return tape, unravel(mean + noise)
+        noise = jax.random.normal(key, (lanes, lanes), flat.dtype) @ scatter
+    return tape, unravel(mean[None] + noise)

@@ -24,11 +24,13 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.flatten_util import ravel_pytree
 
 from apgrad._ground.primitives import zero_with_gradient
 from apgrad._ground.propagator import backpropagation, first_order, node
+from apgrad.expectations._programs.signs import wide
 
 _REASON = (
     "gaussian_shaping has no second derivative: the shaped cost is a linearization, and differentiating it would be "
@@ -71,7 +73,7 @@ def gaussian_shaping(pathwise: Literal["shaped", "raw"] = "shaped") -> Callable[
 
         def expected_cost(mean, covariance):
             noise = jax.random.normal(key, x.shape, x.dtype)
-            return jnp.mean(costs(*unravel(mean + noise @ cholesky(covariance).T)))
+            return jnp.mean(costs(*unravel(mean[None] + noise @ cholesky(covariance).T)))
 
         moved = jax.grad(expected_cost, (0, 1))(*lax.stop_gradient((mean, scatter.T @ scatter)))
         fit = lax.stop_gradient((mean, *moved))
@@ -79,18 +81,21 @@ def gaussian_shaping(pathwise: Literal["shaped", "raw"] = "shaped") -> Callable[
         if pathwise == "raw":
             return costs(*args), message
         shaped = node(first_order(backpropagation(lambda *fit: jnp.add(*_terms(*fit))), _REASON))(x, *fit)
-        return costs(*lax.stop_gradient(args)) + zero_with_gradient(shaped), message
+        paid = costs(*lax.stop_gradient(args))
+        dtype = np.promote_types(paid.dtype, shaped.dtype)
+        return paid.astype(dtype) + zero_with_gradient(shaped).astype(dtype), message
 
     return shaping
 
 
 def ravel_lanes(what: str, tree: Any) -> tuple[jax.Array, Callable[[jax.Array], Any]]:
-    """The lanes' states as rows, (B, D), and the function that gives rows the states' structure back."""
+    """The lanes' states as rows, (B, D), of float32 at least, and what gives rows the states' structure and dtype."""
     for leaf in jax.tree.leaves(tree):
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             raise TypeError(f"{what} fits a Gaussian to floating-point states, got dtype {jnp.result_type(leaf)}")
     rows = jax.vmap(lambda lane: ravel_pytree(lane)[0])(tree)
-    return rows, jax.vmap(ravel_pytree(jax.tree.map(lambda leaf: leaf[0], tree))[1])
+    unravel = jax.vmap(ravel_pytree(jax.tree.map(lambda leaf: leaf[0], tree))[1])
+    return rows.astype(wide(rows.dtype)), lambda moved: unravel(moved.astype(rows.dtype))
 
 
 def moments(what: str, x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -98,7 +103,7 @@ def moments(what: str, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     if x.shape[0] < 2:
         raise ValueError(f"{what} fits a Gaussian to the lanes and needs at least 2, got lanes={x.shape[0]}")
     mean = jnp.mean(x, axis=0)
-    return mean, (x - mean) / jnp.sqrt(jnp.asarray(x.shape[0] - 1, x.dtype))
+    return mean, (x - mean[None]) / jnp.sqrt(jnp.asarray(x.shape[0] - 1, x.dtype))
 
 
 def cholesky(covariance: jax.Array) -> jax.Array:
@@ -109,14 +114,14 @@ def cholesky(covariance: jax.Array) -> jax.Array:
     # Safe to differentiate: the root of zero is never taken.
     deviation = jnp.sqrt(jnp.where(varies, variance, 1))
     jitter = 1e-6 + 4 * size * float(jnp.finfo(covariance.dtype).eps)
-    correlation = covariance / deviation[:, None] / deviation
+    correlation = covariance / deviation[:, None] / deviation[None]
     correlation = jnp.where(jnp.eye(size, dtype=bool), jnp.asarray(1 + jitter, covariance.dtype), correlation)
     return jnp.where(varies[:, None], deviation[:, None] * jnp.linalg.cholesky(correlation), 0)
 
 
 def _terms(x, mean, to_mean, to_covariance):
     """C_mu . m and <C_Sigma, m m^T> of each lane."""
-    m = x - mean
+    m = x - mean[None]
     return m @ to_mean, jnp.einsum("bi,ij,bj->b", m, to_covariance, m)
 
 

@@ -29,11 +29,11 @@ def cells(inputs: Any, lanes: int, number: int) -> jax.Array:
         signs = random_signs(jnp.uint32(0), 0, x.shape[1:])
         x = _standardized(jax.vmap(lambda row: inner([row], [signs]))(x))
     points = np.random.default_rng(0).normal(size=(number, x.shape[1])).astype(np.float32)
-    return jnp.argmin(np.sum(points**2, 1) - 2 * x @ points.T, axis=1)
+    return jnp.argmin(np.sum(points**2, 1)[None] - 2 * x @ points.T, axis=1)
 
 
 def _standardized(x):
-    away = x - jnp.mean(x, axis=0)
-    deviation = jnp.sqrt(jnp.mean(away**2, axis=0))
+    away = x - jnp.mean(x, axis=0, keepdims=True)
+    deviation = jnp.sqrt(jnp.mean(away**2, axis=0, keepdims=True))
     away = away / jnp.where(deviation > 0, deviation, 1)
     return jnp.where(jnp.isfinite(away), away, 0)

@@ -32,19 +32,19 @@ _HUGE = 256.0  # the exponent of a row that overflowed
 def row(features: jax.Array, suffix: jax.Array, cell: jax.Array, cells: int) -> jax.Array:
     """What a node saw in one call, (cells, 5), of features (2, lanes, width), a suffix (lanes, width), and cells."""
     three = jnp.concatenate([features, suffix[None]])
-    inside = cell == jnp.arange(cells)[:, None]
+    inside = cell[None] == jnp.arange(cells)[:, None]
     largest = jnp.max(jnp.abs(three), axis=2, initial=0)
-    sizes = jnp.max(jnp.where(inside, largest[:, None], 0), axis=2)  # (3, cells)
+    sizes = jnp.max(jnp.where(inside[None], largest[:, None], 0), axis=2)  # (3, cells)
     size = jnp.max(sizes, axis=0)
     _, exponent = jnp.frexp(jnp.where((size > 0) & jnp.isfinite(size), size, 1))
     most = jnp.finfo(three.dtype).maxexp - 2
     exponent = jnp.clip(exponent, -most, most)
-    three = three * jnp.ldexp(jnp.ones((), three.dtype), -exponent)[cell][:, None]
+    three = three * jnp.ldexp(jnp.ones((), three.dtype), -exponent)[cell][None, :, None]
     difference = three[1] - three[0]
     if cells == 1:  # With one side of an inner product centred the other need not be. In cells lanes are few.
-        difference = difference - jnp.mean(difference, axis=0)
-    products = jnp.sum(three * difference, axis=2)
-    first, second, gathered = jnp.sum(jnp.where(inside, products[:, None], 0), axis=2) / len(cell)
+        difference = difference - jnp.mean(difference, axis=0, keepdims=True)
+    products = jnp.sum(three * difference[None], axis=2)
+    first, second, gathered = jnp.sum(jnp.where(inside[None], products[:, None], 0), axis=2) / len(cell)
     found = jnp.stack([first, second, first + gathered, second + gathered], axis=1)
     # What overflows gets no weight; where both do, the first one has it, as in `weights.py`.
     overflowed = jnp.where(jnp.isfinite(sizes[1]) & ~jnp.isfinite(sizes[0]), 1.0, 0.0)
@@ -82,7 +82,7 @@ def _total(rows, shares):
     exponents = jnp.where(seen(rows), rows[..., 4:], _NOTHING)
     exponent = jnp.max(exponents, axis=0)
     shares = over(shares, rows.ndim).astype(rows.dtype)
-    mixed = jnp.sum(shares * (rows[..., :4] * jnp.exp2(exponents - exponent)), axis=0)
+    mixed = jnp.sum(shares * (rows[..., :4] * jnp.exp2(exponents - exponent[None])), axis=0)
     _, shift = jnp.frexp(jnp.max(jnp.abs(mixed), axis=-1, keepdims=True))
     return jnp.concatenate([jnp.ldexp(mixed, -shift), exponent + shift.astype(exponent.dtype)], axis=-1)
 
