@@ -8,6 +8,7 @@ from flax import nnx
 
 from apgrad import mplp
 from tests.mplp.graphs import Plain, jit
+from tests.refusals import refused
 
 B, T, N = 4, 3, 5
 
@@ -32,16 +33,18 @@ def network(function):
     return function
 
 
-@network
-def merged_with_positions(m, at, p, x, y):
-    s = m.wire(lambda s: s.reshape(B * T, N), hidden(m, at, p, at.signal(x)))
-    return m.squared_error(at["loss"], m.dense(at["out"], s, p["v"], p["b"]), y.reshape(B * T, N))
+def wired(function):
+    """The same wire for the hidden units and the targets."""
+
+    def made(m, at, p, x, y):
+        s = m.wire(function, hidden(m, at, p, at.signal(x)))
+        return m.squared_error(at["loss"], m.dense(at["out"], s, p["v"], p["b"]), function(y))
+
+    return made
 
 
-@network
-def swapped(m, at, p, x, y):
-    s = m.wire(lambda s: jnp.swapaxes(s, 0, 1), hidden(m, at, p, at.signal(x)))
-    return m.squared_error(at["loss"], m.dense(at["out"], s, p["v"], p["b"]), jnp.swapaxes(y, 0, 1))
+MERGED, SWAPPED = wired(lambda s: s.reshape(B * T, N)), wired(lambda s: jnp.swapaxes(s, 0, 1))
+NETWORKS |= {"merged with positions": MERGED, "swapped": SWAPPED, "half of the batch": wired(lambda s: s[: B // 2])}
 
 
 @network
@@ -56,12 +59,6 @@ def two_batches_concatenated(m, at, p, x, y):
     a, b = hidden(m, at, p, at.signal(x)), m.dense(at["b"], at.signal(jnp.sin(x)), p["w"])
     s = m.wire(lambda a, b: jnp.concatenate([a, b]), a, b)
     return m.squared_error(at["loss"], m.dense(at["out"], s, p["v"], p["b"]), jnp.concatenate([y, y + 1]))
-
-
-@network
-def half_of_the_batch(m, at, p, x, y):
-    s = m.wire(lambda s: s[: B // 2], hidden(m, at, p, at.signal(x)))
-    return m.squared_error(at["loss"], m.dense(at["out"], s, p["v"], p["b"]), y[: B // 2])
 
 
 @network
@@ -128,17 +125,14 @@ def test_a_learned_rule_does_not_see_where_the_positions_are(x64):
     """A learned rule that is no gradient descent updates a merged and an unmerged sequence alike."""
     params, batch = draw()
 
-    def unmerged(m, at, p, x, y):
-        return m.squared_error(at["loss"], m.dense(at["out"], hidden(m, at, p, at.signal(x)), p["v"], p["b"]), y)
-
     def updates(function):
         made = lambda at, p, batch: function(mplp, at, p, *batch)
         rule = mplp.Separable(mplp.sites(made, params, batch), message_size=2, hidden=4, rngs=nnx.Rngs(0))
         rule = jax.tree.map(lambda x: x + 0.1, rule)
         return jit(lambda p: mplp.backward(rule, made, p, mplp.init_state(rule, made, p, batch), batch)[0])(params)
 
-    expected = updates(unmerged)
-    for function in (merged_with_positions, swapped):
+    expected = updates(wired(lambda s: s))
+    for function in (MERGED, SWAPPED):
         close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-13)
         jax.tree.map(close, updates(function), expected)
 
@@ -146,5 +140,5 @@ def test_a_learned_rule_does_not_see_where_the_positions_are(x64):
 def test_inputs_of_two_batch_sizes_are_refused():
     places = mplp.Places(mplp.Exact(0.1))
     places.signal(jnp.ones((4, 2)))
-    with pytest.raises(ValueError, match=r"its first input has 4 examples, this one, of shape \(1, 2\), has 1"):
-        places.signal(jnp.ones((1, 2)))
+    words = r"its first input has 4 examples, this one, of shape \(1, 2\), has 1"
+    refused(ValueError, words, places.signal, jnp.ones((1, 2)))

@@ -1,5 +1,7 @@
 """The normalized rule against its formulas, in float64: scale does not count, steps have a length and an end."""
 
+import functools
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -9,6 +11,7 @@ from flax import nnx
 
 import apgrad as ap
 from apgrad import mplp
+from tests.refusals import refused
 
 
 def made(batch=6, sizes=(4, 5, 3), **options):
@@ -18,6 +21,11 @@ def made(batch=6, sizes=(4, 5, 3), **options):
     data = x, jax.nn.one_hot(jnp.arange(batch) % sizes[-1], sizes[-1], dtype=float)
     rule = mplp.Normalized(mplp.sites(network, params, data), hidden=4, rngs=nnx.Rngs(0), **options)
     return network, params, data, rule
+
+
+def moved(rule):
+    """A point in general position."""
+    return jax.tree.map(lambda v: v + 0.1 * jnp.cos(jnp.arange(v.size, dtype=float)).reshape(v.shape), rule)
 
 
 def test_the_gradient_alone_is_averaged_and_normalized(x64):
@@ -47,21 +55,15 @@ def test_the_gradient_alone_is_averaged_and_normalized(x64):
 
 def test_scales_of_inputs_and_messages_do_not_count(x64):
     network, params, (x, y), rule = made(message_size=3)
-    rule = jax.tree.map(lambda v: v + 0.1 * jnp.cos(jnp.arange(v.size, dtype=float)).reshape(v.shape), rule)
-    site = next(s for s in mplp.sites(network, params, (x, y)) if s.name == "dense_in")
+    rule, site = moved(rule), next(s for s in mplp.sites(network, params, (x, y)) if s.name == "dense_in")
     message = jax.random.normal(jax.random.key(2), (6, 5, 3), float)
+
+    kernel, bias = (params["dense_in"][name] for name in ("kernel", "bias"))
 
     @jax.jit
     def ask(scale_x, scale_m):
-        question = mplp.Dense(
-            scale_m * message,
-            message[..., 0],
-            scale_x * x,
-            x @ params["dense_in"]["kernel"],
-            weight=params["dense_in"]["kernel"],
-            bias=params["dense_in"]["bias"],
-        )
-        return rule.at(site)(site, question, rule.init(site))
+        given = scale_m * message, message[..., 0], scale_x * x, x @ kernel
+        return rule.at(site)(site, mplp.Dense(*given, weight=kernel, bias=bias), rule.init(site))
 
     one, other = ask(1.0, 1.0), ask(1e3, 1e4)
     chex.assert_trees_all_close((one.update, one.bias), (other.update, other.bias), rtol=1e-9)
@@ -71,10 +73,9 @@ def test_scales_of_inputs_and_messages_do_not_count(x64):
 def test_corrections_fade_with_the_examples_seen(x64):
     """After t minibatches of B examples 1 / (1 + t B / 1000) of what the message has beside the exact one is left."""
     network, params, (x, y), rule = made(message_size=3)
-    rule = jax.tree.map(lambda v: v + 0.1 * jnp.cos(jnp.arange(v.size, dtype=float)).reshape(v.shape), rule)
+    rule, site = moved(rule), next(s for s in mplp.sites(network, params, (x, y)) if s.name == "dense_out")
     for local in rule.places.values():
         local.controller.gain[...] *= 0.0  # so that the controllers give the same at every step
-    site = next(s for s in mplp.sites(network, params, (x, y)) if s.name == "dense_out")
     message, kernel = jax.random.normal(jax.random.key(2), (6, 3, 3), float), params["dense_out"]["kernel"]
     h, bias = jnp.tanh(x @ params["dense_in"]["kernel"]), params["dense_out"]["bias"]
     question = mplp.Dense(message, message[..., 0], h, h @ kernel + bias, weight=kernel, bias=bias)
@@ -111,15 +112,12 @@ def test_steps_get_shorter_until_the_horizon(tmp_path):
     chex.assert_trees_all_equal(jax.tree.leaves(again), jax.tree.leaves(rule))
 
 
-@pytest.mark.parametrize("steps", [0, 2.5, True])
-def test_a_horizon_is_a_positive_integer(steps):
-    with pytest.raises((TypeError, ValueError), match="steps"):
-        made()[3].for_steps(steps)
-
-
 def test_a_trained_rule_warns_of_more_updates_than_its_card_has(tmp_path):
     reach = {"activations": ["tanh"], "minibatches": [1, 9], "depths": [1, 2], "widths": [1, 9], "updates": 100}
-    mplp.save_trained(made()[3], {"trained": "here"} | reach, tmp_path / "rule")
+    network, params, data, untrained = made()
+    for steps in (0, 2.5, True):
+        refused((TypeError, ValueError), "steps", untrained.for_steps, steps)
+    mplp.save_trained(untrained, {"trained": "here"} | reach, tmp_path / "rule")
     rule, card = mplp.load_trained(tmp_path / "rule")
     assert reach.items() <= card.items()
     rule.for_steps(100)
@@ -127,13 +125,12 @@ def test_a_trained_rule_warns_of_more_updates_than_its_card_has(tmp_path):
         rule.for_steps(101)
     assert [w.filename for w in found] == [__file__]
     rule.for_steps(101).for_steps(jnp.asarray(103))  # said already; an array may be of any value
-    network, params, data, _ = made()
     begin = jax.jit(lambda rule: mplp.init_state(rule, network, params, data))
     jax.eval_shape(begin, rule.for_steps(100))
     with pytest.warns(UserWarning, match=r"how many updates there will be: rule.for_steps\(steps\)"):
         jax.eval_shape(begin, rule)
-    with pytest.raises(ValueError, match="largest number of updates, got 'many'"):
-        mplp.save_trained(made()[3], {"trained": "here"} | reach | {"updates": "many"}, tmp_path / "rule")
+    wrong = {"trained": "here"} | reach | {"updates": "many"}
+    refused(ValueError, "largest number of updates, got 'many'", mplp.save_trained, untrained, wrong, tmp_path / "rule")
 
 
 def test_fit_tells_the_horizon():
@@ -157,9 +154,9 @@ def test_steps_stay_finite_where_messages_are_rounding():
 
 def test_places_of_one_role_that_ask_different_questions_are_refused():
     sites = [mplp.Site("1", "dense", "dense", 2, (2, 3, 3)), mplp.Site("2", "bias", "diagonal", 2, (2, 3))]
-    for make in (mplp.Normalized, lambda sites, **o: mplp.Separable(sites, share="role", **o)):
-        with pytest.raises(ValueError, match=r"the places '1' \(dense\) and '2' \(bias\) would share networks"):
-            make(sites, rngs=nnx.Rngs(0))
+    for make in (mplp.Normalized, functools.partial(mplp.Separable, share="role")):
+        words = r"the places '1' \(dense\) and '2' \(bias\) would share networks"
+        refused(ValueError, words, make, sites, rngs=nnx.Rngs(0))
 
 
 def test_a_layer_that_is_silent_has_a_finite_meta_gradient():

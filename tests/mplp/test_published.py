@@ -13,6 +13,7 @@ from flax import nnx
 from apgrad import mplp
 from experiments import harness, mplp_published
 from experiments.benchmarks import mplp as benchmark
+from tests.refusals import refused
 
 DATA = os.environ.get("APGRAD_DATA")
 needs_data = pytest.mark.skipif(DATA is None, reason="APGRAD_DATA, the folder with mplp_published/, is not set")
@@ -51,26 +52,17 @@ def test_golden_steps(task):
 
 
 @needs_data
-class TestCheckpoints:
-    """What is not this version's is refused, naming both sides."""
-
-    def setup_method(self):
-        self.arrays = load("sinusoid")
-        network, draw = TASKS["sinusoid"]()
-        self.sites = mplp.sites(network, draw(jax.random.key(0)), (jnp.ones((2, 1)), jnp.ones((2, 1))))
-
-    def test_of_another_network(self):
-        with pytest.raises(ValueError, match=r"for the nodes .*'3_softmax'.*the network has .*'4_dense/bias'"):
-            mplp.load_published(load("mnist"), self.sites)
-
-    def test_with_something_missing_left_over_or_of_another_shape(self):
-        name = "loss/gru/W_update_c"
-        with pytest.raises(ValueError, match=f"has no '{name}'"):
-            mplp.load_published({k: v for k, v in self.arrays.items() if k != name}, self.sites)
-        with pytest.raises(ValueError, match=r"does not know: \['loss/gru/more'\]"):
-            mplp.load_published(self.arrays | {"loss/gru/more": np.ones(2)}, self.sites)
-        with pytest.raises(ValueError, match=rf"{name} has shape \(2, 2\), the rule wants \(23, 23\)"):
-            mplp.load_published(self.arrays | {name: np.ones((2, 2))}, self.sites)
+def test_checkpoints_that_are_not_this_version_s_are_refused_naming_both_sides():
+    arrays, name = load("sinusoid"), "loss/gru/W_update_c"
+    network, draw = TASKS["sinusoid"]()
+    sites = mplp.sites(network, draw(jax.random.key(0)), (jnp.ones((2, 1)), jnp.ones((2, 1))))
+    for words, wrong in (
+        (r"for the nodes .*'3_softmax'.*the network has .*'4_dense/bias'", load("mnist")),
+        (f"has no '{name}'", {k: v for k, v in arrays.items() if k != name}),
+        (r"does not know: \['loss/gru/more'\]", arrays | {"loss/gru/more": np.ones(2)}),
+        (rf"{name} has shape \(2, 2\), the rule wants \(23, 23\)", arrays | {name: np.ones((2, 2))}),
+    ):
+        refused(ValueError, words, mplp.load_published, wrong, sites)
 
 
 @needs_data
@@ -91,14 +83,12 @@ def test_a_file_that_is_no_checkpoint_is_refused(tmp_path):
     np.save(tmp_path / "array.npy", np.ones(3))
     for data in (b"", b"PK", b"something else", (tmp_path / "array.npy").read_bytes()):
         path.write_bytes(data)
-        with pytest.raises(ValueError, match=r"rule\.npz is no \.npz file of arrays"):
-            mplp.load_published(path, ())
+        refused(ValueError, r"rule\.npz is no \.npz file of arrays", mplp.load_published, path, ())
 
 
 def test_without_data_the_experiment_says_what_it_needs(monkeypatch):
     monkeypatch.delenv("APGRAD_DATA", raising=False)
-    with pytest.raises(SystemExit, match=r"set APGRAD_DATA to a folder with mnist.npz"):
-        mplp_published.folder()
+    refused(SystemExit, r"set APGRAD_DATA to a folder with mnist.npz", mplp_published.folder)
 
 
 @pytest.mark.long
