@@ -12,10 +12,15 @@ ApplyEquation = Callable[[Any, list[Any]], Iterable[Any]]
 
 
 class Program(NamedTuple):
-    """A jaxpr, with `constvars`, `invars`, `eqns` and `outvars`, and the values of its constants."""
+    """A jaxpr, with `constvars`, `invars`, `eqns` and `outvars`, and its constants, of which it is a pytree."""
 
     jaxpr: Any
     consts: tuple[Any, ...]
+
+
+jax.tree_util.register_pytree_node(
+    Program, lambda program: (program.consts, program.jaxpr), lambda jaxpr, consts: Program(jaxpr, tuple(consts))
+)
 
 
 def opened(jaxpr: Any) -> Program:

@@ -152,15 +152,12 @@ def restrict(
 def hoist(function: Callable[..., Any], *inputs: Any) -> tuple[Callable[..., Any], list[Any]]:
     """A function without closures over traced values: `function(*inputs) == converted(*inputs, *arrays)`."""
     (jaxpr, consts), shape = trace(function, *inputs)
-    treedef, given, count = jax.tree.structure(shape), len(inputs), len(jax.tree.leaves(inputs))
+    treedef, given = jax.tree.structure(shape), len(inputs)
     places = [i for i, value in enumerate(consts) if isinstance(value, Tracer)]
     kept = [None if isinstance(value, Tracer) else value for value in consts]
 
     def converted(*args):
-        leaves = jax.tree.leaves(args[:given])
-        if len(leaves) != count:
-            raise ValueError(f"the function was hoisted for {count} arrays, got {len(leaves)}")
         values = place(args[given:], places, kept)
-        return treedef.unflatten(jaxpr_as_fun(ClosedJaxpr(jaxpr, values))(*leaves))
+        return treedef.unflatten(jaxpr_as_fun(ClosedJaxpr(jaxpr, values))(*jax.tree.leaves(args[:given])))
 
     return converted, [consts[i] for i in places]

@@ -93,7 +93,7 @@ def remember(made: MemoryPlan, key: jax.Array, inputs: Sequence[Any]) -> tuple[l
         jaxprs.run_all([eqn], values)
         for var in eqn.outvars:
             keep(var)
-    outputs = [v.val if _literal(v) else values[v] for v in jaxpr.outvars[: made.outputs]]
+    outputs = [v.val if isinstance(v, Literal) else values[v] for v in jaxpr.outvars[: made.outputs]]
     return [jnp.asarray(v) if not hasattr(v, "dtype") else v for v in outputs], tuple(memory)
 
 
@@ -114,12 +114,12 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
     computed: dict[Any, Any] = {}  # what is evaluated again, until its last use
     for step in soon(made.steps):
         inputs = step_inputs(step)
-        present = {i: values[v] for i, v in enumerate(inputs) if not _literal(v) and i not in step.uses}
+        present = {i: values[v] for i, v in enumerate(inputs) if not isinstance(v, Literal) and i not in step.uses}
         needed = [s for use in step.uses.values() if use.again is None for s in use.slots]
         copies = not spread.isdisjoint(jaxprs.variables(inputs))
         slots = {s: memory[s] for s in needed if _waits(made.slots[s], copies)}
         drawn = {s: keys[s] for s in slots if made.slots[s].how == "sampled"}
-        if any(not _rounds(made.slots[s].sampler) for s in drawn):
+        if any(not isinstance(made.slots[s].sampler, Rounding) for s in drawn):
             drawn, slots, present = _together(drawn, slots, present)
         elif slots:
             slots, present = jax.lax.optimization_barrier((slots, present))
@@ -138,7 +138,9 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
         if step.root is not None:
             found = [present[0].astype(out[0].aval.dtype) * coefficients[1].astype(out[0].aval.dtype)]
         else:
-            arguments = [v.val if _literal(v) else coefficients.get(i, present.get(i)) for i, v in enumerate(inputs)]
+            arguments = [
+                v.val if isinstance(v, Literal) else coefficients.get(i, present.get(i)) for i, v in enumerate(inputs)
+            ]
             found = jaxprs.caller(step.eqn)(*arguments)
         if axis:
             (slot,) = (use.slots[0] for use in step.uses.values())
@@ -163,7 +165,7 @@ def _evaluated_again(use: CoefficientUse, memory: dict[int, Any], computed: dict
     var, leaves, eqns = use.again
     if var not in computed:
         missing = jaxprs.needed(eqns, [var], computed)
-        wanted = {v for eqn in missing for v in eqn.invars if not _literal(v)}
+        wanted = {v for eqn in missing for v in eqn.invars if not isinstance(v, Literal)}
         kept = {i: memory[s] for i, (v, s) in enumerate(zip(leaves, use.slots, strict=True)) if v in wanted}
         held = {i: x for i, x in kept.items() if not jnp.issubdtype(x.dtype, jax.dtypes.extended)}
         held, present = jax.lax.optimization_barrier((held, present))
@@ -193,15 +195,11 @@ def _keys(made: MemoryPlan, key: jax.Array) -> dict[int, jax.Array]:
     return keys
 
 
-def _rounds(sampler: Sampler) -> bool:
-    return isinstance(sampler, Rounding)
-
-
 # Jitted, so that arrays of one shape are traced once: a deep network has hundreds of them.
 @functools.partial(jax.jit, static_argnums=0)
 def _kept(sampler: Sampler, key: jax.Array, value: jax.Array) -> Any:
     """The sampler's memory of a value, drawn when the value is there; rounding draws no array of its own."""
-    return sampler.keep(key, value) if _rounds(sampler) else sampler.keep(*_together(key, value))
+    return sampler.keep(key, value) if isinstance(sampler, Rounding) else sampler.keep(*_together(key, value))
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 5))
@@ -260,12 +258,8 @@ def _first(memory: Any) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _final(v, values):
-    if _literal(v):
-        return jnp.asarray(v.val, v.aval.dtype)
+    if isinstance(v, Literal):
+        return jnp.asarray(v.val, v.aval.dtype)  # pyright: ignore[reportAttributeAccessIssue]
     if v in values:
         return values[v]
     return jnp.zeros(v.aval.shape, v.aval.dtype)
-
-
-def _literal(v: Any) -> bool:
-    return isinstance(v, Literal)

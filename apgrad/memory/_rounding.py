@@ -35,7 +35,8 @@ class Rounding:
         places, _, word, bad = self._on_grid(x)
         most = 2**self.bits - 1
         rounded = (places + uniform(key, places.shape, places.dtype)).astype(jnp.int32)
-        codes = jnp.where(bad, most, jnp.minimum(rounded, self._points(word))).astype(jnp.uint8)
+        points = most - _grid_of(word)[3].astype(jnp.int32)
+        codes = jnp.where(bad, most, jnp.minimum(rounded, points)).astype(jnp.uint8)
         return packed(codes, self.bits), word[:, 0]
 
     def restore(
@@ -62,9 +63,6 @@ class Rounding:
         up = places % 1
         spread = jnp.where(bad, jnp.nan, scale**2 * up * (1 - up))
         return from_rows(spread, x)
-
-    def _points(self, word: jax.Array) -> jax.Array:
-        return 2**self.bits - 1 - _grid_of(word)[3].astype(jnp.int32)
 
     def _on_grid(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
         """Places on the grid, (groups, entries), the grids' scales and words, (groups, 1), and what is not finite."""

@@ -31,36 +31,32 @@ def _call(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[bo
 
 
 def _remat(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
-    jaxpr, consts = inside.jaxprs[0]
     outputs = jaxprs.caller(eqn)(*inputs)
 
     def pull(memory, messages):
-        consts, inputs = lax.optimization_barrier(memory)  # or the compiler merges both walks, and remembers
-        return walk(context, jaxprs.Program(jaxpr, consts), inputs, active).pull(messages)
+        program, inputs = lax.optimization_barrier(memory)  # or the compiler merges both walks, and remembers
+        return walk(context, program, inputs, active).pull(messages)
 
-    return Walked(outputs, tuple(jaxprs.inexact_outputs(eqn)), Partial(pull, (list(consts), list(inputs))))
+    return Walked(outputs, tuple(jaxprs.inexact_outputs(eqn)), Partial(pull, (inside.jaxprs[0], list(inputs))))
 
 
 def _cond(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
     """`lax.cond` and `lax.switch`: on the way back, the branch that was taken is walked."""
-    branches, semiring = inside.jaxprs, context.semiring
-    outputs = jaxprs.caller(eqn)(*inputs)
-    like = _structs(outputs)
-    bodies, consts = [b.jaxpr for b in branches], [list(b.consts) for b in branches]
-    wanted = active[1:]
+    semiring, outputs = context.semiring, jaxprs.caller(eqn)(*inputs)
+    like, wanted = _structs(outputs), active[1:]
 
     def pull(memory, messages):
-        (index, *operands), consts = memory
+        (index, *operands), branches = memory
         full = filled(semiring, messages, like)
 
-        def through(jaxpr, consts, operands, full):
-            answers = walk(context, jaxprs.Program(jaxpr, consts), operands, wanted).pull(full)
+        def through(program, operands, full):
+            answers = walk(context, program, operands, wanted).pull(full)
             return filled(semiring, answers, operands, wanted)
 
-        paths = [functools.partial(through, p, c) for p, c in zip(bodies, consts, strict=True)]
+        paths = [functools.partial(through, program) for program in branches]
         return [None, *lax.switch(index, paths, operands, full)]
 
-    return Walked(outputs, tuple(jaxprs.inexact_outputs(eqn)), Partial(pull, (list(inputs), consts)))
+    return Walked(outputs, tuple(jaxprs.inexact_outputs(eqn)), Partial(pull, (list(inputs), inside.jaxprs)))
 
 
 def _scan(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:
@@ -147,23 +143,23 @@ def _while_loop(context: Context, eqn: Any, inside: Any, inputs: Any, active: tu
     test_outer, outer, carry = inputs[:first], inputs[first : first + fixed], list(inputs[first + fixed :])
     flags = active_carry(body, active[first:], fixed, carried)
 
-    def advance(outer, consts, state):
-        return jaxprs.evaluate(body._replace(consts=consts), [*outer, *state])
+    def advance(body, outer, state):
+        return jaxprs.evaluate(body, [*outer, *state])
 
     def go_on(state):
         return jaxprs.evaluate(test, [*test_outer, *state[1]])[0]
 
-    count, final = lax.while_loop(go_on, lambda s: (s[0] + 1, advance(outer, body.consts, s[1])), (jnp.int32(0), carry))
+    count, final = lax.while_loop(go_on, lambda s: (s[0] + 1, advance(body, outer, s[1])), (jnp.int32(0), carry))
     like, outer_like, heads = _structs(final), _structs(outer), [None] * first
 
     def pull(memory, messages):
-        count, carry, outer, consts = memory
+        count, carry, outer, body = memory
         stride = jnp.maximum(-(-count // KEPT), 1)
         kept = [jnp.zeros((KEPT, *x.shape), x.dtype).at[0].set(x) for x in map(jnp.asarray, carry)]
 
         def store(i, state):
             kept, now = state
-            now = advance(outer, consts, now)
+            now = advance(body, outer, now)
             due, place = (i + 1) % stride == 0, (i + 1) // stride
             place = jnp.where(due, place, KEPT)
             return [s.at[place].set(x, mode="drop") for s, x in zip(kept, now, strict=True)], now
@@ -176,16 +172,15 @@ def _while_loop(context: Context, eqn: Any, inside: Any, inputs: Any, active: tu
             arrived, totals = state
             i = count - 1 - k
             start = [s[i // stride] for s in kept]
-            now = lax.fori_loop(0, i % stride, lambda _, s: advance(outer, consts, s), start)
-            answers = walk(context, body._replace(consts=consts), [*outer, *now], flags).pull(arrived)
+            now = lax.fori_loop(0, i % stride, lambda _, s: advance(body, outer, s), start)
+            answers = walk(context, body, [*outer, *now], flags).pull(arrived)
             totals = _add(semiring, answers[:fixed], totals)
             return filled(semiring, answers[fixed:], like, flags[fixed:]), totals
 
         arrived, totals = lax.fori_loop(0, count, back, (arrived, totals))
         return [*heads, *totals, *arrived]
 
-    memory = (count, list(carry), list(outer), list(body.consts))
-    return Walked(list(final), tuple(flags[fixed:]), Partial(pull, memory))
+    return Walked(list(final), tuple(flags[fixed:]), Partial(pull, (count, list(carry), list(outer), body)))
 
 
 def _custom(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[bool, ...]) -> Walked:

@@ -91,17 +91,18 @@ class Compiled:
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Callable[..., Any]:
         """The executable of a function of pytrees of arrays, for arguments of these shapes, dtypes and devices."""
-        traced = jax.jit(function, keep_unused=True).trace(*args)
+        leaves, tree = jax.tree.flatten(args)
+        traced = jax.jit(lambda *leaves: function(*tree.unflatten(leaves)), keep_unused=True).trace(*leaves)
         lowered, (jaxpr, consts) = traced.lower(), jaxprs.opened(traced.jaxpr)
         # A JAX that passes the constants of a program beside it leaves their values out of its text.
         atoms = (v for eqn in jaxprs.all_equations(jaxprs.Program(jaxpr, consts)) for v in eqn.invars)
         values = [*consts, *(v.val for v in atoms if isinstance(v, Literal) and np.ndim(v.val))]
         parts = [lowered.as_text().encode(), *map(_bytes, values)]
-        where = tuple(getattr(x, "sharding", None) for x in jax.tree.leaves(args))
+        where = tuple(getattr(x, "sharding", None) for x in leaves)
         key = hashlib.sha256(b"".join(parts)).digest(), lowered.out_tree, where
         if key not in self._kept:
             self._kept[key] = lowered.compile()
-        return self._kept[key]
+        return lambda *args: self._kept[key](*jax.tree.leaves(args))
 
 
 class Element(NamedTuple):
@@ -170,20 +171,19 @@ class Reader:
         """Of each message, the components that say how heavy its paths are."""
         return [None if m is None else m[self.weights] for m in messages]
 
-    def _run(self, name, jaxpr, function, *args):
-        """Runs a function that belongs to a program by a name; it is read once."""
-        forms = tuple(map(form_of, args))
-        if (name, id(jaxpr), forms) not in self._made:
-            # The program is kept alive, and its id its own.
-            self._made[name, id(jaxpr), forms] = self._compiled(function, *args), jaxpr
-        return self._made[name, id(jaxpr), forms][0](*args)
+    def _run(self, name, function, program, *args):
+        """Runs a function of a program that belongs to it by a name; it is read once."""
+        index = name, *map(form_of, (program, *args))
+        if index not in self._made:
+            self._made[index] = self._compiled(function, program, *args)
+        return self._made[index](program, *args)
 
     def _walk(self, program, inputs, active, messages):
         """Per equation of a program: the values of its inputs, which are active, the messages that came and went."""
         jaxpr, context, flags = program.jaxpr, self.context, tuple(active)
 
-        def walked(consts, inputs, messages):
-            _, steps = forward(context, jaxprs.Program(jaxpr, consts), inputs, flags)
+        def walked(program, inputs, messages):
+            _, steps = forward(context, program, inputs, flags)
             found = backward(context, jaxpr, [step.pull for step in steps], messages)
             arrived = [[found.get(v) for v in eqn.outvars] for eqn in jaxpr.eqns]
             sent = [
@@ -198,9 +198,7 @@ class Reader:
             places = tuple(tuple(place[id(x)] for x in step.inputs) for step in steps)
             return list(values.values()), arrived, sent, Static((places, tuple(step.active for step in steps)))
 
-        values, arrived, sent, static = self._run(
-            ("walk", flags), jaxpr, walked, list(program.consts), list(inputs), messages
-        )
+        values, arrived, sent, static = self._run(("walk", flags), walked, program, list(inputs), messages)
         places, active = static.value
         return [[values[i] for i in row] for row in places], active, arrived, sent
 
@@ -258,9 +256,7 @@ class Reader:
         tested, inputs, active = inputs[:first], inputs[first:], active[first:]
         active = control.active_carry(program, active, fixed, carried)
         outer, carry, xs = inputs[:fixed], inputs[fixed:last], inputs[last:]
-        run = lambda jaxpr: lambda consts, values: jaxprs.evaluate(jaxprs.Program(jaxpr, consts), values)
-        consts = list(program.consts)
-        advance = lambda values: self._run("step", program.jaxpr, run(program.jaxpr), consts, values)[:carried]
+        advance = lambda values: self._run("step", jaxprs.evaluate, program, values)[:carried]
         slices, stages = [], []
         if inside.kind == "scan":
             slices = list(range(inside.length))[:: -1 if inside.reverse else 1]
@@ -268,19 +264,18 @@ class Reader:
                 stages.append([*outer, *carry, *(x[t] for x in xs)])
                 carry = advance(stages[-1])
         else:
-            test, test_consts = inside.jaxprs[0]
-            while bool(self._run("test", test, run(test), list(test_consts), [*tested, *carry])[0]):
+            while bool(self._run("test", jaxprs.evaluate, inside.jaxprs[0], [*tested, *carry])[0]):
                 slices.append(len(stages))
                 stages.append([*outer, *carry])
                 carry = advance(stages[-1])
 
-        def back(consts, values, messages):
-            return walk(context, jaxprs.Program(program.jaxpr, consts), values, active).pull(messages)
+        def back(program, values, messages):
+            return walk(context, program, values, active).pull(messages)
 
         messages, sent, arriving = [], [], filled(semiring, arrived[:carried], carry)
         for t, values in zip(reversed(slices), reversed(stages), strict=True):
             messages.append([*arriving, *(None if m is None else tuple(x[t] for x in m) for m in arrived[carried:])])
-            answers = self._run(("loop", active), program.jaxpr, back, consts, values, messages[-1])
+            answers = self._run(("loop", active), back, program, values, messages[-1])
             sent.append(answers)
             arriving = filled(semiring, answers[fixed:last], values[fixed:last])
         messages, sent = messages[::-1], sent[::-1]

@@ -174,6 +174,5 @@ class Trace:
         return self._traced.program
 
     def _run(self, function):
-        jaxpr, consts = self._traced.program
-        given = list(consts), self._traced.inputs
-        return self._compiled(lambda consts, inputs: function(jaxprs.Program(jaxpr, consts), inputs), *given)(*given)
+        given = self._traced.program, self._traced.inputs
+        return self._compiled(function, *given)(*given)

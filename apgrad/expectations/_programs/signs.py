@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from apgrad._programs.control import Parameters
@@ -52,11 +53,6 @@ def _hash(x):
     for factor in (0x85EBCA6B, 0xC2B2AE35):
         x = (x ^ (x >> 16)) * jnp.uint32(factor)
     return x ^ (x >> 16)
-
-
-def wide(dtype: Any) -> Any:
-    """Float32, or the dtype where the dtype is wider."""
-    return max(jnp.dtype(dtype), jnp.dtype(jnp.float32), key=lambda dtype: dtype.itemsize)
 
 
 def of_steps(signs: Any, length: int) -> Any:
@@ -127,7 +123,7 @@ def thin(eqn: Any, arrays: Sequence[Any], view: int, signs: Any, messages: Seque
 
 def product(terms: Sequence[tuple[jax.Array, list[int]]], factors: Factors, labels: Sequence[int]) -> jax.Array:
     """The products of arrays with tensors in factors, summed over all labels of axes, (NUMBER,): an einsum."""
-    dtype = wide(jnp.result_type(*(x for x, _ in terms)))
+    dtype = np.promote_types(jnp.result_type(*(x for x, _ in terms)), np.float32)
     shared = [label for label in labels if sum(label in axes for _, axes in terms) != 1]
     whole = [([_K, label], x.astype(dtype)) for x, label in zip(factors.axes, labels, strict=True) if x is not None]
     # A factor of one array alone first, always in the same way: a layer and its bias have such products in common.
@@ -151,7 +147,7 @@ def _inner(array, signs):
     labels = list(range(jnp.ndim(array)))
     if isinstance(signs, Factors):
         return product([(array, labels)], signs, labels)
-    dtype = wide(array.dtype)
+    dtype = np.promote_types(array.dtype, np.float32)
     return _einsum([(labels, array.astype(dtype)), ([_K, *labels], signs.astype(dtype))], [_K])
 
 

@@ -30,7 +30,6 @@ from jax.flatten_util import ravel_pytree
 
 from apgrad._ground.primitives import zero_with_gradient
 from apgrad._ground.propagator import backpropagation, first_order, node
-from apgrad.expectations._programs.signs import wide
 
 _REASON = (
     "gaussian_shaping has no second derivative: the shaped cost is a linearization, and differentiating it would be "
@@ -95,7 +94,7 @@ def ravel_lanes(what: str, tree: Any) -> tuple[jax.Array, Callable[[jax.Array], 
             raise TypeError(f"{what} fits a Gaussian to floating-point states, got dtype {jnp.result_type(leaf)}")
     rows = jax.vmap(lambda lane: ravel_pytree(lane)[0])(tree)
     unravel = jax.vmap(ravel_pytree(jax.tree.map(lambda leaf: leaf[0], tree))[1])
-    return rows.astype(wide(rows.dtype)), lambda moved: unravel(moved.astype(rows.dtype))
+    return rows.astype(np.promote_types(rows.dtype, np.float32)), lambda moved: unravel(moved.astype(rows.dtype))
 
 
 def moments(what: str, x: jax.Array) -> tuple[jax.Array, jax.Array]:

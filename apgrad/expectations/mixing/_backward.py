@@ -26,7 +26,6 @@ from numpyro.distributions import transforms
 from apgrad._programs.jaxprs import is_inexact, place
 from apgrad.expectations._cross_fitting import Streams
 from apgrad.expectations._lanes import fold, over
-from apgrad.expectations._programs.signs import wide
 from apgrad.expectations.estimators._estimator import Mixer
 from apgrad.expectations.mixing import _moments as moments
 from apgrad.expectations.mixing._cells import cells
@@ -190,7 +189,7 @@ def _coordinates(what, weighting, folds, by_stream, chosen, finish, more=None):
 
 
 def _rows(x):
-    return x.reshape(len(x), -1).astype(wide(x.dtype))
+    return x.reshape(len(x), -1).astype(np.promote_types(x.dtype, np.float32))
 
 
 def led_by_lanes(distribution: Any, lanes: int, shape: tuple[int, ...]) -> tuple[bool, ...]:

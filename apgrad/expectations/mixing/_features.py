@@ -8,17 +8,19 @@ Where they have not, the gradient of the arrays closed over stands behind that o
 the same bound.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from apgrad._ground.messages import Static
 from apgrad._programs.jaxprs import is_inexact, place, trace
 from apgrad.expectations._channels import Visit
 from apgrad.expectations._programs import uses
-from apgrad.expectations._programs.signs import NUMBER, inner, random_signs, wide
+from apgrad.expectations._programs.signs import NUMBER, inner, random_signs
 from apgrad.expectations._programs.uses import Value, ValueKind
 from apgrad.expectations.estimators._estimator import Mixer
 
@@ -173,7 +175,7 @@ def _size(arrays):
 def _row(arrays):
     """The real numbers of some arrays in a row, float32 or wider; an empty row without arrays."""
     real = [part for x in arrays for part in ([x.real, x.imag] if jnp.iscomplexobj(x) else [x])]
-    dtype = max([jnp.dtype(jnp.float32), *(wide(x.dtype) for x in real)], key=lambda dtype: dtype.itemsize)
+    dtype = functools.reduce(np.promote_types, [x.dtype for x in real], np.dtype(np.float32))
     return jnp.concatenate([jnp.zeros(0, dtype)] + [x.reshape(-1).astype(dtype) for x in real])
 
 
