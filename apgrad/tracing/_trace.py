@@ -115,8 +115,8 @@ class Trace:
         if kind not in self._influences:
             found = functools.partial(influence_in, kind, None, self.parameters, active=active, own=True)
             self._influences[kind] = self._run(found)
-        found = at_depth(self._influences[kind], self.program, depth)
-        warn_of_residual_adds(self.program, active, found.components, self._warned_of)
+        found = at_depth(self._influences[kind], self._traced.program, depth)
+        warn_of_residual_adds(self._traced.program, active, found.components, self._warned_of)
         return found if top is None else found.top(top)
 
     def path(self, parameter: str, index: tuple[int, ...] | int = (), kind: PathKind = "viterbi") -> list[PathStep]:
@@ -167,11 +167,6 @@ class Trace:
         ]
         plain = lambda steps: [step._replace(scope=users_scope(step.scope)) for step in steps]
         return [None if end is None else plain(steps) for steps, end in ways]
-
-    @property
-    def program(self) -> jaxprs.Program:
-        """The traced program, whose first inputs are the parameters."""
-        return self._traced.program
 
     def _run(self, function):
         given = self._traced.program, self._traced.inputs

@@ -42,15 +42,15 @@ def test_a_scope_has_a_row_for_each_visit():
             w = jax.named_scope("b")(jnp.multiply)(w, v)
         return w
 
-    axes = ap.tracing.draw(ap.trace_gradients(loss, argnums=(0, 1))(0.5, 0.9)).axes[0]
-    assert [t.get_text() for t in axes.get_yticklabels()] == ["parameter", *"ababab", "loss"]
+    trace = ap.trace_gradients(loss, argnums=(0, 1))(0.5, 0.9)
+    axes = ap.tracing.draw(trace, trace.parameters[0]).axes[0]
+    assert [t.get_text() for t in axes.get_yticklabels()] == [trace.parameters[0], *"ababab", "loss"]
     assert all(np.all(np.diff(line.get_ydata()) > 0) for line in axes.lines)
 
 
 def test_figures_have_the_size_of_a_page_and_show_what_was_asked_for(trace):
     figures = pytest.importorskip("matplotlib.figure")
     shown = lambda *args, **options: ap.tracing.draw(trace, *args, **options).axes[0]
-    assert [line.get_label() for line in shown().lines] == ["w", "v"]
     (line,) = shown("v").lines
     assert line.get_label() == "v" and [t.get_text() for t in shown("v").get_yticklabels()] == ["v", "head", "loss"]
     with pytest.raises(ValueError, match="no parameter 'u'; did you mean 'w'"):
@@ -74,5 +74,5 @@ def test_figures_have_the_size_of_a_page_and_show_what_was_asked_for(trace):
     shares[:39] = 1.0
     assert "at_39" in str(ap.tracing.Influence(shares, shares, names("at", 40), names("p", 90), "greedy"))
     assert trace.influence(top=1).components == ("head",) == influence.top(1).components
-    for figure in (ap.tracing.heat_map(large), ap.tracing.draw(trace)):
+    for figure in (ap.tracing.heat_map(large), ap.tracing.draw(trace, "w")):
         assert figure.get_size_inches()[0] <= 8 and figure.get_size_inches()[1] <= 11
