@@ -13,6 +13,7 @@ from flax import nnx
 import apgrad as ap
 from apgrad.memory import _randomize as randomize_module
 from tests.memory.unbiased import KEY, assert_unbiased, normal, remembered
+from tests.refusals import refused
 
 R = ap.memory
 
@@ -68,14 +69,18 @@ MODELS = {
 SAMPLERS = {"rounding": R.rounding(4, group=16), "different": R.different_sample(0.5)}
 
 
+def assert_randomized(function, sampler, *args, argnums=(0, 1), min_size=16, **options):
+    """An unbiased gradient of these arguments."""
+    gradient = jax.jit(jax.grad(ap.randomize(function, sampler, min_size=min_size), argnums=[i + 1 for i in argnums]))
+    assert_unbiased(lambda key: gradient(key, *args), jax.jit(jax.grad(function, argnums=argnums))(*args), **options)
+
+
 @pytest.mark.parametrize("sampler", SAMPLERS)
 @pytest.mark.parametrize("model", MODELS)
 def test_unbiased(model, sampler):
     function, params, x = MODELS[model]()
-    random = ap.randomize(function, SAMPLERS[sampler], min_size=16)
-    gradient = jax.jit(jax.grad(random, argnums=1))
-    truth = jax.jit(jax.grad(function))(params, x)
-    assert_unbiased(lambda key: gradient(key, params, x), truth, 2000 if model == "transformer" else 4000)
+    draws = 2000 if model == "transformer" else 4000
+    assert_randomized(function, SAMPLERS[sampler], params, x, argnums=[0], draws=draws)
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -104,24 +109,19 @@ def test_control_flow():
     exact = jax.jit(jax.grad(control, argnums=(0, 1)))(x, w)
     none = jax.jit(jax.grad(ap.randomize(control, R.rounding(32), min_size=8), argnums=(1, 2)))(KEY, x, w)
     chex.assert_trees_all_close(none, exact, rtol=1e-5, atol=1e-6)
-    gradient = jax.jit(jax.grad(ap.randomize(control, R.rounding(4, group=8), min_size=8), argnums=(1, 2)))
-    assert_unbiased(lambda key: gradient(key, x, w), exact)
+    assert_randomized(control, R.rounding(4, group=8), x, w, min_size=8)
 
 
 @pytest.mark.quick
 @pytest.mark.parametrize("options", [{"sampler": R.rounding(4)}, {"budget_bytes": 10_000}], ids=str)
 def test_a_loop_is_planned_in_time_that_is_linear_in_its_depth(options, monkeypatch):
-    planned = Counter()
-
-    def count(*args):
-        planned[args[5]] += 1
-        return make_plan(*args)
+    planned, make_plan = Counter(), randomize_module.make_plan
 
     def nested(depth, x, w):
         step = lambda x, _: (nested(depth - 1, x, w), None)
         return jnp.sin(x @ w) @ w if depth == 0 else jax.lax.scan(step, x, length=2)[0]
 
-    make_plan = randomize_module.make_plan
+    count = lambda *args: planned.update([args[5]]) or make_plan(*args)
     monkeypatch.setattr(randomize_module, "make_plan", count)
     random = ap.randomize(lambda x, w: jnp.sum(nested(3, x, w)), **options)
     jax.eval_shape(jax.grad(random, argnums=2), KEY, *[jnp.ones((32, 32))] * 2)
@@ -179,8 +179,7 @@ def test_twice_on_a_path_is_two_draws():
         return jnp.sum((h @ w) * h * signs)
 
     w, x, signs = normal(1, 8, 8), normal(3, 4, 8), jnp.sign(normal(4, 4, 8))
-    gradient = jax.grad(ap.randomize(twice, R.rounding(1, group=8), min_size=8), argnums=(1, 2))
-    assert_unbiased(lambda key: gradient(key, w, x), jax.jit(jax.grad(twice, argnums=(0, 1)))(w, x))
+    assert_randomized(twice, R.rounding(1, group=8), w, x, min_size=8)
 
 
 def test_residuals_are_fewer():
@@ -207,14 +206,11 @@ def test_dropout_masks_are_made_again_from_their_key():
 def test_errors():
     _, params, x = MODELS["mlp"]()
     random = ap.randomize(mlp, R.rounding(4), min_size=16)
-    with pytest.raises(TypeError, match="first argument of a randomized function is one PRNG key"):
-        random(params, x)
-    with pytest.raises(TypeError, match="no second derivative"):
-        jax.eval_shape(jax.hessian(random, argnums=1), KEY, params, x)
-    with pytest.raises(ValueError, match="neither"):
-        ap.randomize(mlp)
-    with pytest.raises(ValueError, match="cannot be kept"):
-        jax.eval_shape(jax.grad(ap.randomize(mlp, budget_bytes=10), argnums=1), KEY, params, x)
+    refused(TypeError, "first argument of a randomized function is one PRNG key", random, params, x)
+    refused(TypeError, "no second derivative", jax.eval_shape, jax.hessian(random, argnums=1), KEY, params, x)
+    refused(ValueError, "neither", ap.randomize, mlp)
+    small = jax.grad(ap.randomize(mlp, budget_bytes=10), argnums=1)
+    refused(ValueError, "cannot be kept", jax.eval_shape, small, KEY, params, x)
 
 
 def test_what_is_small_near_the_loss_is_exact():

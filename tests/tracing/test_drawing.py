@@ -7,13 +7,11 @@ import pytest
 
 import apgrad as ap
 from apgrad.tracing._drawing import folded
+from tests.refusals import refused
 
 
 def loss(params):
-    def body(h, x):
-        with jax.named_scope("cell"):
-            return jnp.tanh(params["w"] * h + x), None
-
+    body = jax.named_scope("cell")(lambda h, x: (jnp.tanh(params["w"] * h + x), None))
     with jax.named_scope("rnn"):
         h, _ = jax.lax.scan(body, jnp.float32(0.5), jnp.array([0.0, 0.3]))
     with jax.named_scope("head"):
@@ -53,8 +51,7 @@ def test_figures_have_the_size_of_a_page_and_show_what_was_asked_for(trace):
     shown = lambda *args, **options: ap.tracing.draw(trace, *args, **options).axes[0]
     (line,) = shown("v").lines
     assert line.get_label() == "v" and [t.get_text() for t in shown("v").get_yticklabels()] == ["v", "head", "loss"]
-    with pytest.raises(ValueError, match="no parameter 'u'; did you mean 'w'"):
-        ap.tracing.draw(trace, "u")
+    refused(ValueError, "no parameter 'u'; did you mean 'w'", ap.tracing.draw, trace, "u")
     with pytest.raises(ValueError, match="no gradient reaches x"):
         ap.tracing.draw(ap.trace_gradients(lambda x: 0.0 * x)(1.0), "x")
     influence = trace.influence(depth=1)

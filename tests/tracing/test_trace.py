@@ -7,6 +7,7 @@ import pytest
 
 import apgrad as ap
 from apgrad._programs import jaxprs
+from tests.refusals import refused
 from tests.tracing.models import MODELS
 
 
@@ -111,12 +112,9 @@ def test_the_heaviest_paths_are_different_and_have_the_weights_of_top_k():
 
 def test_steps_of_loops_and_scopes():
     def loss(w):
-        def body(h, x):
-            with jax.named_scope("cell"):
-                return jnp.tanh(w * h + x), None
-
+        cell = jax.named_scope("cell")(lambda h, x: (jnp.tanh(w * h + x), None))
         with jax.named_scope("rnn"):
-            h, _ = jax.lax.scan(body, jnp.float32(0.5), jnp.array([0.0, 2.0, 0.1]))
+            h, _ = jax.lax.scan(cell, jnp.float32(0.5), jnp.array([0.0, 2.0, 0.1]))
         return h**2
 
     # After the large input tanh is flat: the path of w is by its last use.
@@ -137,28 +135,24 @@ def test_influence_counts_the_paths(kind):
     number = len(trace.parameters) - 1
     leaf = jax.tree.leaves(params)[number]
     gradient = np.abs(jax.tree.leaves(trace.gradient)[number])
-    counts, weighed, alive = np.zeros(len(found.components)), np.zeros(len(found.components)), 0
-    for index in list(np.ndindex(leaf.shape)):
-        path = trace.path(trace.parameters[number], index, kind)
-        alive += bool(path)
-        for i, component in enumerate(found.components):
-            if any(s.scope == component or s.scope.startswith(component + "/") for s in path):
-                counts[i] += 1
-                weighed[i] += gradient[index]
-    np.testing.assert_allclose(found.share[:, number], counts / alive, atol=1e-6)
-    np.testing.assert_allclose(found.gradient[:, number], weighed / gradient.sum(), rtol=1e-4, atol=1e-6)
+    paths = {index: trace.path(trace.parameters[number], index, kind) for index in np.ndindex(leaf.shape)}
+    for i, component in enumerate(found.components):
+        within = lambda s, component=component: s.scope == component or s.scope.startswith(component + "/")
+        through = [index for index, path in paths.items() if any(map(within, path))]
+        share = len(through) / sum(map(bool, paths.values()))
+        np.testing.assert_allclose(found.share[i, number], share, atol=1e-6)
+        weight = sum(gradient[index] for index in through) / gradient.sum()
+        np.testing.assert_allclose(found.gradient[i, number], weight, rtol=1e-4, atol=1e-6)
 
 
 def test_greedy_and_viterbi_differ_where_gradients_cancel():
-    def loss(x):
-        with jax.named_scope("cancelling"):
-            a = 3.0 * x
-            a = a * 2.0 - a * 1.9
-        with jax.named_scope("steady"):
-            b = 1.0 * x
-        return a + b
+    @jax.named_scope("cancelling")
+    def cancelling(x):
+        a = 3.0 * x
+        return a * 2.0 - a * 1.9
 
-    trace = ap.trace_gradients(loss)(1.0)
+    steady = jax.named_scope("steady")(lambda x: 1.0 * x)
+    trace = ap.trace_gradients(lambda x: cancelling(x) + steady(x))(1.0)
     assert trace.path("x", (), "greedy")[0].scope == "steady"
     assert trace.path("x", (), "viterbi")[0].scope == "cancelling"
     for kind, wanted in (("greedy", [0, 1]), ("viterbi", [1, 0])):
@@ -168,14 +162,9 @@ def test_greedy_and_viterbi_differ_where_gradients_cancel():
 @pytest.mark.parametrize("kind", ["greedy", "viterbi"])
 @pytest.mark.quick
 def test_ties_go_to_the_first(kind):
-    def loss(x):
-        with jax.named_scope("a"):
-            a = jnp.sum(jnp.ones((20, 3)) @ x)
-        with jax.named_scope("b"):
-            b = jnp.sum(jnp.ones((20, 3)) @ x)
-        return a + b
-
-    trace = ap.trace_gradients(loss)(jnp.ones((3, 2)))
+    summed = lambda x: jnp.sum(jnp.ones((20, 3)) @ x)
+    a, b = (jax.named_scope(name)(summed) for name in "ab")
+    trace = ap.trace_gradients(lambda x: a(x) + b(x))(jnp.ones((3, 2)))
     path = trace.path("x", (1, 1), kind)
     assert path[0].scope == "a" and path[0].index == (0, 1)
     assert trace.influence(kind).share[:, 0].tolist() == [1, 0]
@@ -211,13 +200,8 @@ def test_influence_at_each_depth_is_folded_from_one_computation():
 
 
 def test_influence_under_vmap_is_that_of_each_example():
-    def loss(w, x):
-        with jax.named_scope("left"):
-            a = w * x[0]
-        with jax.named_scope("right"):
-            b = w * x[1]
-        return jnp.sum(a + b)
-
+    left, right = (jax.named_scope(name)(jnp.multiply) for name in ("left", "right"))
+    loss = lambda w, x: jnp.sum(left(w, x[0]) + right(w, x[1]))
     x = jnp.array([[1.0, 2.0], [3.0, 1.0], [0.0, 0.0]])
     found = jax.vmap(ap.tracing.influence(loss), in_axes=(None, 0))(jnp.ones(2), x)
     np.testing.assert_array_equal(found.share[:, :, 0], [[0, 1], [1, 0], [np.nan, np.nan]])
@@ -258,16 +242,14 @@ def test_errors():
         (lambda: trace.paths("x", 0, 2.5), ValueError, "must be an integer"),  # pyright: ignore
         (lambda: jax.jit(ap.trace_gradients(lambda x: jnp.sum(x)))(1.0), TypeError, r"tracing.influence"),
     ):
-        with pytest.raises(error, match=words):
-            called()
+        refused(error, words, called)
 
 
 def test_an_element_whose_weight_is_no_number_has_no_path_that_is_the_heaviest():
     loss = lambda x: jnp.sum(jnp.where(x > 0, jnp.sqrt(x), 0.0))  # 0 times infinite at 0, a root of -1
     trace = ap.trace_gradients(loss)(jnp.array([4.0, -1.0, 1.0]))
     for read in (lambda: trace.path("x", 1), lambda: trace.path("x", 1, "greedy"), lambda: trace.paths("x", 1)):
-        with pytest.raises(ValueError, match="no heaviest path, because a derivative"):
-            read()
+        refused(ValueError, "no heaviest path, because a derivative", read)
     assert trace.path("x", np.int64(2)) == trace.path("x", (jnp.int32(-1),))
 
 
