@@ -28,9 +28,10 @@ from apgrad.memory._slots import is_view
 
 _NO_SCOPE = "(no scope; ap.tracing.name_modules names those of a Flax NNX model)"
 _NOTICEABLE = 0.01  # the share of plain reverse mode's bytes from which on more memory is spoken of
-# LLVM's optimizations, which take half of a compilation, come after the buffers have been assigned.
+# LLVM's optimizations, which take half of a compilation, come after the buffers have been assigned. XLA dies of a
+# barrier in a small loop that it has hoisted into a call.
 _KEEP_BARRIERS = {
-    "xla_disable_hlo_passes": "cse_barrier_expander",
+    "xla_disable_hlo_passes": "cse_barrier_expander,small-while-loop-hoisting",
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }

@@ -7,7 +7,8 @@ from typing import Any
 import jax
 import numpy as np
 
-BARRIERS: Any = {"xla_disable_hlo_passes": "cse_barrier_expander"} if jax.default_backend() == "cpu" else None
+KEPT = {"xla_disable_hlo_passes": "cse_barrier_expander,small-while-loop-hoisting"}
+BARRIERS: Any = KEPT if jax.default_backend() == "cpu" else None
 """Options with which the CPU's compiler keeps optimization barriers, and so what a checkpoint forgets."""
 
 
