@@ -22,12 +22,9 @@ def step(kind, x, w):
     def branch(x):
         return jax.lax.cond(x[0, 0] > 0, lambda x: jnp.tanh(x @ w), lambda x: jnp.sin(x @ w) * x, x)
 
-    if kind == "dense":
-        return jnp.tanh(x @ w)
-    if kind == "twice":
-        return jnp.sin((x @ w) * x) @ w
-    if kind == "cond":
-        return branch(x)
+    plain = {"dense": lambda x: jnp.tanh(x @ w), "twice": lambda x: jnp.sin((x @ w) * x) @ w, "cond": branch}
+    if kind in plain:
+        return plain[kind](x)
     body = branch if kind == "scan of cond" else lambda x: jax.nn.gelu(x @ w)
     return jax.lax.scan(lambda x, _: (body(x), None), x, length=3)[0]
 
@@ -130,9 +127,8 @@ def test_a_report_is_silent_of_less_than_a_hundredth(more, loud, monkeypatch):
     monkeypatch.setattr(report_module, "temp_bytes", lambda *_: 1000)
     sines = lambda x: jnp.sum(jnp.sin(x[:200]))
     variant = lambda x: sines(x) + jnp.sum(jnp.sin(x[200 : 200 + more]))
-    with (
-        pytest.warns(UserWarning, match="variant: more memory than plain reverse") if loud else contextlib.nullcontext()
-    ):
+    warned = pytest.warns(UserWarning, match="variant: more memory than plain reverse")
+    with warned if loud else contextlib.nullcontext():
         report = ap.memory_report(sines, jnp.ones(300), variants={"variant": variant})
     assert report.rows["variant"].residual_bytes - report.rows["reverse mode"].residual_bytes == 4 * more
     assert ("MORE MEMORY" in str(report)) == loud
