@@ -1,5 +1,7 @@
 """The scan of inner steps, and a network without a rule."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from flax import nnx
 
 from apgrad import mplp
+from tests.refusals import refused
 
 pytestmark = pytest.mark.quick
 
@@ -25,6 +28,13 @@ def test_a_scan_is_the_same_whatever_it_remembers(remat):
     derivative = lambda scan: jax.jit(lambda s, x: jax.value_and_grad(total, (0, 1), has_aux=True)(s, x, scan))
     close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6)
     jax.tree.map(close, derivative(scan)(start, inputs), derivative(jax.lax.scan)(start, inputs))
+
+
+@pytest.mark.parametrize("remat", [False, 2])
+def test_inputs_of_several_lengths_are_refused(remat):
+    scan = functools.partial(mplp.scan_steps, lambda s, x: (s, s), jnp.ones(2), remat=remat)
+    for inputs, length in [((jnp.ones(5), jnp.ones(7)), None), (jnp.ones(10), 5), (jnp.ones(()), None), (None, None)]:
+        refused(ValueError, "one leading axis", scan, inputs, length=length)
 
 
 def test_a_scan_of_no_steps_and_a_segment_of_none():
