@@ -203,6 +203,7 @@ def adaptive(
         remembered = jax.vmap(moments.remember, (0, None, 0))(state.moments, rows, state.count % lengths)
         after = AdaptiveState(remembered, state.count + 1)
         if by_state:
+            require_state((gradients, jnp.zeros((window, 2))), (state.last, state.changes))
             change = _log_square(jax.tree.map(jnp.subtract, gradients, state.last))
             # The gradient of init has other weights.
             changes = state.changes.at[(state.count - 1) % window].set(jnp.where(state.count > 1, change, NONE))
@@ -219,6 +220,17 @@ def _means(state, lengths, lanes):
     shares = (current / (lengths + current)).astype(jnp.float32)
     means = jax.vmap(moments.average)(state.moments[:, 0], state.moments[:, 1], shares)
     return means, lanes * jnp.minimum(state.count, lengths + current)
+
+
+def require_state(own: Any, given: Any) -> None:
+    """Raises a `ValueError` where a state is not of the form that it has here."""
+    form = lambda tree: (jax.tree.structure(tree), [jnp.shape(x) for x in jax.tree.leaves(tree)])
+    if form(own) != form(given):
+        shapes = [jax.tree.map(jnp.shape, tree) for tree in (given, own)]
+        raise ValueError(
+            f"the state is that of other arguments or another window: it has shapes {shapes[0]}, and these need "
+            f"{shapes[1]}. Make the state with init for these arguments."
+        )
 
 
 def _log_square(trees):

@@ -28,7 +28,8 @@ def require_batch(what: str, lanes: int, *shapes: tuple[int, ...]) -> None:
     if any(shape[:1] != (lanes,) for shape in shapes):
         raise ValueError(
             f"{what}: the distribution has batch shape {shapes[0]}, which must start with the lanes, ({lanes}, ...): "
-            "else lanes would share one sample. Broadcast a parameter with jnp.broadcast_to."
+            "else lanes would share one sample. Broadcast a parameter with jnp.broadcast_to. (A distribution that "
+            "jax.vmap made has the batch shape of one lane: use ap.stochastic, or parameters of all lanes.)"
         )
 
 

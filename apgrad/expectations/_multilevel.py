@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from apgrad.expectations._adaptive import Adaptive
+from apgrad.expectations._adaptive import Adaptive, require_state
 from apgrad.expectations._lanes import over
 
 
@@ -129,6 +129,7 @@ def multilevel(
         if not isinstance(state, MultilevelState):
             raise TypeError(f"value_and_grad takes (key, state, *args), and the state is from init; got {type(state)}")
         value, first, *rest = differences(key, args)
+        require_state(rest[0], state.difference)
         cut, after = advance(state, *rest)
         weighed = lambda g, d: g + jnp.tensordot(state.weights.astype(d.dtype), d, 1)
         return value, jax.tree.map(weighed, first, cut), after

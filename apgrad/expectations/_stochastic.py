@@ -131,6 +131,8 @@ def sample(
     require_tape(what, tape)
     distributions.require_distribution(what, distribution)
     tape, key = tape.next_key()
+    if (known := getattr(distribution, "batch_shape", None)) is not None:
+        require_batch(what, tape.lanes, tuple(known))  # before NumPyro or JAX meet other shapes than these
     charges: list[Charge]
     if isinstance(estimator, Mixer):
         tape, x, charges = draw_batch_by_mixer(tape, estimator, what, distribution, key)

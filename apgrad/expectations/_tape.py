@@ -223,7 +223,10 @@ class Tape:
         return ledger
 
     def _check_cost(self, cost: Any, ledger: Ledger, parts: bool = True) -> jax.Array:
-        cost = jnp.asarray(cost)
+        try:
+            cost = jnp.asarray(cost)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"a cost must be one array of real numbers, got {type(cost).__name__}") from error
         if not any(jnp.issubdtype(cost.dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_)):
             raise TypeError(f"a cost must be real numbers, got dtype {cost.dtype}; convert it with .astype")
         if cost.ndim not in ((1, 2) if parts else (1,)) or cost.shape[0] != self.lanes:

@@ -322,6 +322,9 @@ def test_errors():
     with pytest.raises(ValueError, match=r"moments of shape \(3, 5\).*needs \(2, 2, 4, 1, 5\)"):
         objective.value_and_grad(KEY, state._replace(moments=jnp.zeros((3, 5))), THETA)
     refused(TypeError, "the state is from init", objective.value_and_grad, KEY, THETA, THETA)
+    other, mine = (ap.adaptive(program_of_steps, lanes=8, by_state=True, window=n) for n in (7, 8))
+    other = jax.eval_shape(other.init, KEY, THETA)
+    refused(ValueError, "another window", jax.eval_shape, mine.value_and_grad, KEY, other, THETA)
     refused(TypeError, "dtype int32, which has no gradient", objective.init, KEY, {"a": 1, "b": (2,)})
     with pytest.raises(TypeError, match="no second derivative"):
         jax.eval_shape(jax.grad(lambda theta: objective.value_and_grad(KEY, state, theta)[1]["a"]), THETA)

@@ -88,3 +88,6 @@ def test_refused():
         ap.multilevel(lambda key, level: (0.0, 0.0), window=0)
     with pytest.raises(TypeError, match="the state is from init"):
         ap.multilevel(lambda key, level: (0.0, 0.0)).value_and_grad(KEYS[0], ())
+    training = ap.multilevel(lambda key, theta, level: (0.0, level * theta))
+    with pytest.raises(ValueError, match=r"shapes \(3, 2\), and these need \(3, 3\)"):
+        training.value_and_grad(KEYS[0], training.init(KEYS[0], jnp.ones(2)), jnp.ones(3))

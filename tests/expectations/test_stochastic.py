@@ -208,6 +208,8 @@ def test_calls_that_are_off_are_refused():
     refused_program(r"in_axes=\(None, 0\) is for 2 argument\(s\), called with 1", two, 1.0)
     refused_program("in_axes must be a tuple", node(0), jnp.ones(4), raised=TypeError)
     refused_program(r"0 \(lanes first\) or None", node((1,)), jnp.ones((4, 4)))
+    mapped = jax.vmap(lambda p: dist.Bernoulli(probs=p))(jnp.full(4, 0.5))
+    refused_program("that jax.vmap made", lambda tape: ap.sample(tape, mapped, ap.likelihood_ratio()))
 
 
 def test_a_cost_with_the_lanes_twice_says_what_may_have_been_shared():

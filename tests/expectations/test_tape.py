@@ -433,6 +433,11 @@ def test_one_lane_and_costs_that_are_booleans_or_integers():
     assert jax.jit(ap.expectation(lambda tape: tape.cost(jnp.arange(4) > 0).cost(jnp.arange(4)), 4))(KEY) == 2.25
 
 
+@pytest.mark.parametrize("cost", [None, {"a": ONES}, (ONES, ONES[:2])])
+def test_costs_that_are_no_array_are_refused(cost):
+    refused_program("one array of real numbers, got", lambda tape: tape.cost(cost), raised=TypeError)
+
+
 def test_integer_parameters_are_refused():
     objective = ap.expectation(lambda tape, a: tape.cost(a * ONES), 4)
     refused(TypeError, "int", jax.grad(objective, argnums=1), KEY, 3)
