@@ -362,6 +362,21 @@ def assert_the_same_gradient(ours, theirs, params, model, guide, *data):
         assert np.all(np.abs(mean - theirs.mean[name]) <= 4.5 * errors + 1e-5), name
 
 
+@pytest.mark.parametrize("estimator", [ap.reparameterization(), ap.likelihood_ratio()], ids=["RP", "LR"])
+def test_a_site_of_several_samples_is_that_of_an_expanded_distribution(estimator):
+    def pair(site):
+        def model():
+            numpyro.sample("x", dist.Normal(site("z", dist.Normal(0.0, 1.0)).sum(), 1.0), obs=1.0)
+
+        return model, lambda: site("z", dist.Normal(numpyro.param("m", 0.0), 0.5))
+
+    several = pair(lambda name, d: numpyro.sample(name, d, sample_shape=(3,)))
+    expanded = pair(lambda name, d: numpyro.sample(name, d.expand((3,))))
+    loss = jax.value_and_grad(ap.variational.elbo(lanes=4, default=estimator).loss, argnums=1)
+    found = jax.jit(lambda params: [loss(KEY, params, *functions) for functions in (several, expanded)])({"m": 0.4})
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), *found)
+
+
 def test_a_site_whose_value_is_substituted_is_a_cost():
     fixed = numpyro.handlers.substitute(guide, {"c": jnp.array([1, 0, 1])})
     assert_the_same_gradient(V.elbo(lanes=4), Trace_ELBO(4), PARAMS, model, fixed, DATA)

@@ -246,6 +246,8 @@ class _Draw(Messenger):
             self.substituted.add(msg["name"])
             return
         name, distribution, key = msg["name"], msg["fn"], msg["kwargs"]["rng_key"]
+        if several := msg["kwargs"].get("sample_shape"):
+            distribution = distribution.expand((*several, *distribution.batch_shape))
         estimator = self.elbo.choose(name, distribution, key)
         what = f"{name} ({estimator.name})"
         given = None if self.given is None else self.given.get(name)
