@@ -14,7 +14,7 @@ penalty constant, and follows the derivative of no function.)
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,8 @@ from apgrad import mplp
 from apgrad._ground.arguments import number, whole
 from apgrad.meta._learners import Learner
 from apgrad.meta._tasks import Task
+
+EntropyForm = Literal["reference", "paper"]
 
 
 class Problem(NamedTuple):
@@ -73,6 +75,7 @@ def inner_problem(
     hint_before: bool = False,
     shortest: int | None = None,
     batch_entropy: float = 0.0,
+    entropy_form: EntropyForm = "reference",
     learn_prior: bool = False,
 ) -> Problem:
     """The problem of learning a task.
@@ -86,6 +89,7 @@ def inner_problem(
       hint_before: whether the hint loss is taken before the step, on data that were not learned from yet.
       shortest: if given, each unroll has its own length, uniform in [shortest, length]; then nothing changes.
       batch_entropy: weight of the batch-entropy penalty (2 in the thesis), which multiplies each step's hint loss.
+      entropy_form: "reference" (the thesis's Eq. 6) or "paper" (its Eq. 7), see `batch_entropy`.
       learn_prior: whether theta is a `WithPrior`, from whose prior the tasks start.
     """
     length = whole("length", length)
@@ -95,6 +99,8 @@ def inner_problem(
         number(name, weight)
     if not (hint or held_out):
         raise ValueError("the weights of the hint and the held-out loss are both 0: there is nothing to minimise")
+    if entropy_form not in ("reference", "paper"):
+        raise ValueError(f"entropy_form must be 'reference' or 'paper', got {entropy_form!r}")
 
     def parts(theta):
         if learn_prior and not isinstance(theta, WithPrior):
@@ -117,7 +123,7 @@ def inner_problem(
         seen = task.loss(inner.params if hint_before else params, batch)
         weight = jnp.asarray(hint, seen.dtype)
         if batch_entropy:
-            weight += batch_entropy * entropy_penalty(task.network, inner.params, batch[0])
+            weight += batch_entropy * entropy_penalty(task.network, inner.params, batch[0], form=entropy_form)
         loss = weight * seen / inner.horizon.astype(seen.dtype)
         new = inner._replace(params=params, learner=state, t=inner.t + 1)
         if shortest is None:
@@ -245,33 +251,39 @@ def evaluate(
     return Evaluation(jnp.mean(values, axis=0), jnp.std(values, axis=0, ddof=1) / tasks**0.5)
 
 
-def entropy_penalty(network: mplp.Sequential, params: Any, x: jax.Array) -> jax.Array:
-    """Batch-entropy penalty, mean over the layers' activations of max(0, .5 - H) (thesis, Eqs 6 and 8).
+def entropy_penalty(
+    network: mplp.Sequential, params: Any, x: jax.Array, *, form: EntropyForm = "reference"
+) -> jax.Array:
+    """Batch-entropy penalty, mean over the layers' activations of max(0, .5 - H) (thesis, Eqs 6 to 8).
 
     Args:
       network: the network; its layers of the kind "activation" count.
       params: parameters of the network.
       x: inputs, (batch, ...).
+      form: see `batch_entropy`.
     """
-    return jnp.mean(jnp.maximum(0.0, 0.5 - batch_entropy(network, params, x)))
+    return jnp.mean(jnp.maximum(0.0, 0.5 - batch_entropy(network, params, x, form=form)))
 
 
-def batch_entropy(network: mplp.Sequential, params: Any, x: jax.Array) -> jax.Array:
-    """The batch entropy H of each layer's activations, (layers,) (thesis, Eq. 6).
+def batch_entropy(network: mplp.Sequential, params: Any, x: jax.Array, *, form: EntropyForm = "reference") -> jax.Array:
+    """The batch entropy H of each layer's activations, (layers,) (thesis, Eqs 6 and 7).
 
-    H is the mean over a layer's units of log(2 pi e sigma^2 + 1) / 2, sigma^2 the unit's variance over the minibatch.
-    The thesis's code has half the factor, pi e, and the variance with ddof 1.
+    H is the mean over a layer's units of log(2 pi e sigma^2 + c) / 2, sigma^2 the unit's variance over the minibatch;
+    c is 1 in Eq. 6 (form "reference") and here 1e-5 in Eq. 7 (form "paper"), where it is called epsilon. The thesis's
+    code has c = 1, half the factor, pi e, and the variance with ddof 1.
 
     Args:
       network: the network; its layers of the kind "activation" count, one at least.
       params: parameters of the network.
       x: inputs, (batch, ...).
+      form: "reference" or "paper".
     """
+    constant = 1.0 if form == "reference" else 1e-5
     entropies = []
     for layer, (_, value) in zip(network.layers, network.layer_outputs(params, x), strict=True):
         if layer.kind == "activation":
             variance = jnp.var(value, axis=0)
-            entropies.append(jnp.mean(jnp.log(2 * jnp.pi * jnp.e * variance + 1.0)) / 2)
+            entropies.append(jnp.mean(jnp.log(2 * jnp.pi * jnp.e * variance + constant)) / 2)
     if not entropies:
         raise ValueError("batch entropy is that of activations, and the network has none")
     return jnp.stack(entropies)

@@ -41,7 +41,8 @@ def documented(task, theta, key, options, length):
     for t in range(length):
         batch = task.batch(drawn, jax.random.fold_in(keys[2], t))
         variance = jnp.var(predict(params, batch[0])[0], axis=0)
-        entropy = jnp.mean(jnp.log(2 * jnp.pi * jnp.e * variance + 1.0) / 2)
+        constant = 1e-5 if options.get("entropy_form") == "paper" else 1.0
+        entropy = jnp.mean(jnp.log(2 * jnp.pi * jnp.e * variance + constant) / 2)
         new = jax.tree.map(lambda p, g: p - jnp.exp(log_rate) * g, params, jax.grad(error)(params, batch))
         hint = error(params if options.get("hint_before") else new, batch)
         total += (h + b * jnp.maximum(0.0, 0.5 - entropy)) * hint / length
@@ -54,10 +55,14 @@ def central(loss, theta, direction, h=1e-5):
     return (at(1) - at(-1)) / (2 * h)
 
 
-# The first two have all losses. The loss is linear in its weights, so each of the losses alone is enough beside them.
+# The first three have all losses. The loss is linear in its weights, so each of the losses alone is enough beside them.
 CASES = [
-    WEIGHTS | {"hint_before": flag, "shortest": shortest, "learn_prior": flag, "batch_entropy": 2.0}
-    for flag, shortest in [(True, 1), (False, None)]
+    WEIGHTS | {"hint_before": before, "shortest": shortest, "learn_prior": prior} | entropy
+    for before, shortest, prior, entropy in [
+        (True, 1, True, {"batch_entropy": 2.0}),
+        (False, None, False, {"batch_entropy": 2.0}),
+        (False, 1, True, {"batch_entropy": 2.0, "entropy_form": "paper"}),
+    ]
 ]
 CASES += [dict.fromkeys(WEIGHTS, 0.0) | {name: WEIGHTS[name], "learn_prior": True} for name in WEIGHTS]
 
@@ -136,7 +141,7 @@ def test_evolution_estimates_the_derivative_of_the_documented_loss(x64):
 
 
 def test_perturbed_unrolls_without_noise_have_the_derivative_of_the_documented_loss(x64):
-    options = WEIGHTS | {"batch_entropy": 2.0, "shortest": 1, "hint_before": True, "learn_prior": True}
+    options = WEIGHTS | {"batch_entropy": 2.0, "hint_before": True, "learn_prior": True}
     problem, theta, key, loss = setting(options)
     problem = problem._replace(init=lambda theta, _: setting(options)[0].init(theta, key))
     outer = meta.perturbed(problem, sigma=1e-9, unrolls=2, estimator=ap.reparameterization)

@@ -80,11 +80,12 @@ def test_batch_entropy():
     first = np.tanh(x @ params["dense_in"]["kernel"] + params["dense_in"]["bias"])
     second = np.tanh(first @ params["dense_1"]["kernel"] + params["dense_1"]["bias"])
     others = network._replace(layers=tuple(layer._replace(kind="preactivation") for layer in network.layers))
-    entropies = [np.mean(np.log(2 * np.pi * np.e * h.var(axis=0) + 1.0) / 2) for h in (first, second)]
-    expected = np.mean([max(0, 0.5 - h) for h in entropies])
-    assert expected > 0
-    np.testing.assert_allclose(meta.entropy_penalty(network, params, x), expected, rtol=1e-4)
-    refused(ValueError, "the network has none", meta.entropy_penalty, others, params, x)
+    for form, constant in (("reference", 1.0), ("paper", 1e-5)):
+        entropies = [np.mean(np.log(2 * np.pi * np.e * h.var(axis=0) + constant) / 2) for h in (first, second)]
+        expected = np.mean([max(0, 0.5 - h) for h in entropies])
+        assert expected > 0
+        np.testing.assert_allclose(meta.entropy_penalty(network, params, x, form=form), expected, rtol=1e-4)
+        refused(ValueError, "the network has none", meta.entropy_penalty, others, params, x, form=form)
 
 
 @pytest.mark.parametrize("share", ["role", True])
