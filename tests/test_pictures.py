@@ -29,6 +29,8 @@ def test_a_figure_is_pyplots_where_pyplot_is_loaded(tmp_path):
     figure = ap.tracing.heat_map(influence)
     assert plt.gcf() is figure
     assert influence.to_dict() == {"x": {"hidden": 1.0}}
+    report = ap.memory_report(loss, jnp.ones((2, 2)), jnp.ones(2))
+    assert report.plot().figure is plt.gcf() is not figure
     plt.close("all")
 
 

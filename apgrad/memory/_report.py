@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Literal
 
+from apgrad._ground.pictures import new_figure
 from apgrad._ground.warning import warn
 from apgrad._programs import jaxprs
 from apgrad._programs.kinds import LINEAR_IN_EACH, SAME_VALUE
@@ -149,6 +150,27 @@ class MemoryReport(NamedTuple):
                 what = f"{name} ({len(same)} scopes)" if len(same) > 1 else same[0] or _NO_SCOPE
                 lines.append(f"  {_size(total)}  {what}")
         return "\n".join([*lines, self.note])
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draws the rows as horizontal bars.
+
+        Args:
+          ax: matplotlib axes; a new figure's if not given.
+
+        Returns:
+          The axes; `ax.figure` is the figure.
+        """
+        if ax is None:
+            ax = new_figure((7.0, 1.2 + 0.4 * len(self.rows))).subplots()
+        residual, temp = zip(*(row[:2] for row in self.rows.values()), strict=True)
+        for i, (label, column) in enumerate((("residuals", residual), ("compiled temp", temp))):
+            places = [j + 0.4 * i - 0.2 for j in range(len(self.rows))]
+            ax.barh(places, [nbytes / 1e6 for nbytes in column], height=0.4, label=label)
+        ax.set_yticks(range(len(self.rows)), list(self.rows))
+        ax.invert_yaxis()
+        ax.set_xlabel("MB")
+        ax.legend(frameon=False)
+        return ax
 
 
 def _size(nbytes: int) -> str:

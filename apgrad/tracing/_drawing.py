@@ -1,12 +1,12 @@
 """Pictures of a trace, by matplotlib: a path through the scopes, influence as a heat map."""
 
-import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from apgrad._ground.arguments import integers
+from apgrad._ground.pictures import new_figure
 from apgrad.tracing._influence import Influence, PathKind, mean
 from apgrad.tracing._trace import Trace
 
@@ -58,7 +58,7 @@ def draw(trace: Trace, parameter: str, index: Any = (), *, kind: PathKind = "vit
     if len(rows) > ROWS:
         rows = list(dict.fromkeys(rows))
         at = [rows.index(stop.scope) for stop in stops]
-    figure = _figure((8, 1.4 + 0.3 * (len(rows) + 2)))
+    figure = new_figure((8, 1.4 + 0.3 * (len(rows) + 2)))
     ax = figure.subplots()
     x = [1.0, *(stop.weight for stop in stops), stops[-1].weight]
     ax.plot(x, [0, *(i + 1 for i in at), len(rows) + 1], ".-", color="#c2255c", lw=1.5, ms=7, alpha=0.8, label=name)
@@ -73,16 +73,6 @@ def draw(trace: Trace, parameter: str, index: Any = (), *, kind: PathKind = "vit
     ax.grid(axis="y", color="#e9ecef")
     ax.set_axisbelow(True)
     return figure
-
-
-def _figure(size: tuple[float, float]) -> Any:
-    """A figure; pyplot's where pyplot is loaded, so that `plt.show` and `plt.savefig` find it."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('this figure wants matplotlib: pip install matplotlib, or the extra "meta"') from error
-    pyplot = sys.modules.get("matplotlib.pyplot")
-    return (Figure if pyplot is None else pyplot.figure)(figsize=size, layout="constrained")
 
 
 def _short(name: str, length: int) -> str:
@@ -111,7 +101,7 @@ def heat_map(influence: Influence) -> Any:
     groups = {name: [i for i, s in enumerate(short) if s == name] for name in short}
     values = np.stack([mean(values[rows][:, None, :])[0] for rows in groups.values()])
     rows, columns = values.shape
-    figure = _figure((min(8, 3 + 0.5 * columns), 2.2 + 0.22 * min(rows, 3 * ROWS)))
+    figure = new_figure((min(8, 3 + 0.5 * columns), 2.2 + 0.22 * min(rows, 3 * ROWS)))
     ax = figure.subplots()
     image = ax.imshow(values, vmin=0, vmax=1, cmap="viridis", aspect="auto")
     ax.set_yticks(range(rows), [_short(name, 40) for name in groups], fontsize=8)

@@ -192,7 +192,7 @@ def test_every_option_of_every_rule_is_checked():
     small = {"message_size": 2, "hidden": 1, "layers": (3,)}
     flags = "one of .*, got {!r}"
     for rule, fixed, options in (
-        (mplp.PerSynapse, small, {"cell share": flags}),
+        (mplp.PerSynapse, small, {"cell share gradient": flags}),
         (mplp.PerSynapse, small, {"message_size hidden layers": ""}),
         (mplp.Separable, {}, {"whiten share normalize gradient": flags}),
         (mplp.Separable, {}, {"message_size rank hidden neuron_state full window learning_rate": ""}),

@@ -40,7 +40,8 @@ def normalized(sites, seed=0, **options):
 RULES = {
     "exact": lambda sites: mplp.Exact(0.1),
     "gru": per_synapse,
-    "gru, shared": functools.partial(per_synapse, share="all"),
+    "gru, shared, gradient": functools.partial(per_synapse, share="all", gradient=True),
+    "two grus": functools.partial(per_synapse, cell="two_grus"),
     "mlp": functools.partial(per_synapse, cell="mlp"),
     "thesis": functools.partial(thesis, learning_rate=0.1),
     "thesis, from descent": functools.partial(thesis, learning_rate=0.1, start="gradient_descent", batch_norm=False),

@@ -14,10 +14,12 @@ are two kinds of networks:
     stateful      one GRU for f and g: component 0 of its state is the update, and the last k components are the message
     stateless     f: 80 relu, 40 relu, 1 tanh;  g: 80 relu, 40 relu, k tanh
 
-What a network sees is standardized (see `_standardization.py`). The scale a is learned, and the mean o is fitted.
+(The paper describes separate GRUs for f and g: `cell="two_grus"`.) What a network sees is standardized (see
+`_standardization.py`). The scale a is learned, and the mean o is fitted.
 """
 
 import copy
+import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -44,9 +46,10 @@ class PerSynapse(nnx.Module):
         these kinds if everything is shared.
       message_size: the size k of a message.
       hidden: the size h of the recurrent state besides update and message.
-      cell: "gru" or "mlp".
+      cell: "gru", "two_grus" or "mlp".
       layers: the number of units in each hidden layer of the networks.
       share: whether places of a kind share networks; "all": standardizers and the scales a, too.
+      gradient: whether networks also see the true gradient (the hybrid that the papers propose).
       rngs: the source of keys for the networks.
 
     Example:
@@ -59,16 +62,18 @@ class PerSynapse(nnx.Module):
         *,
         message_size: int = 8,
         hidden: int = 15,
-        cell: Literal["gru", "mlp"] = "gru",
+        cell: Literal["gru", "two_grus", "mlp"] = "gru",
         layers: Sequence[int] = (80, 40),
         share: bool | Literal["all"] = False,
+        gradient: bool = False,
         rngs: nnx.Rngs,
     ):
         require_one_of(tuple(CELLS), cell=cell)
         require_one_of((False, True, "all"), share=share)
+        require_one_of((False, True), gradient=gradient)
         require_sizes(1, message_size=message_size, **{f"layers[{i}]": n for i, n in enumerate(layers)})
         require_sizes(0, hidden=hidden)
-        self.message_size, self.share = message_size, share
+        self.message_size, self.gradient, self.share = message_size, gradient, share
         self.record = False
         self.known = known_forms(sites)
         self.cells, self.standardizers = nnx.Dict({}), nnx.Dict({})
@@ -76,7 +81,7 @@ class PerSynapse(nnx.Module):
         for site in sites:
             for part, groups, width in self._parts(site):
                 updates = part != "message"
-                own, pair = self._keys(site.kind, site.name, part)
+                own, pair = self._keys(site, part)
                 if own not in self.cells:
                     self.cells[own] = CELLS[cell](width, message_size, hidden, layers, updates, rngs)
                 if pair not in self.standardizers:
@@ -91,21 +96,19 @@ class PerSynapse(nnx.Module):
         for part, groups, _ in self._parts(site):
             rows, *units = site.shape
             shape = (rows, units[-1]) if part == "bias" and site.family == "dense" else site.shape
-            own, _ = self._keys(site.kind, site.name, part)
-            state[part] = {"carry": self.cells[own].init(shape)}
+            state[part] = {"carry": self.cells[self._keys(site, part)[0]].init(shape)}
             if self.record:
                 state[part] |= {name: jnp.zeros(groups, float) for name in ("shift", "scale")}
                 state[part] |= {"mean": jnp.zeros((), float)}
         return state
 
-    def at(self, site: Site) -> jax.tree_util.Partial:
+    def at(self, site: Site) -> "_PerSynapseAt":
         """The local rule of a place."""
         parts = {}
         for part, _, _ in self._parts(site):
-            own, pair = self._keys(site.kind, site.name, part)
-            standardizer = None if self.record else self.standardizers[pair]
-            parts[part] = _Part(self.cells[own], standardizer, self.scales.get(pair), self.means.get(pair))
-        return jax.tree_util.Partial(_answer, parts)
+            own, pair = self._keys(site, part)
+            parts[part] = _Part(self.cells[own], self.standardizers[pair], self.scales.get(pair), self.means.get(pair))
+        return _PerSynapseAt(parts, self.message_size, self.gradient, self.record)
 
     def recording(self) -> "PerSynapse":
         """The same rule, but each step is standardized by its own statistics, which the rule's states carry away."""
@@ -126,8 +129,8 @@ class PerSynapse(nnx.Module):
         forms = dict(self.known)
         for name, parts in states.items():
             for part, seen in parts.items():
-                _, pair = self._keys(forms[name][0], name, part)
-                found.setdefault(pair, []).append(seen)
+                key = f"{forms[name][0] if self.share == 'all' else name}/{part}"
+                found.setdefault(key, []).append(seen)
         for key, seen in found.items():
             shift, scale, mean = (jnp.mean(jnp.stack([s[n] for s in seen]), axis=0) for n in ("shift", "scale", "mean"))
             scale = scale if max_scale is None else jnp.minimum(scale, max_scale)
@@ -139,16 +142,18 @@ class PerSynapse(nnx.Module):
 
     def _parts(self, site: Site) -> list[tuple[str, int, int]]:
         """For each part that is learned at a place: its name, and the numbers of groups of features and of features."""
-        require_form(self.known, site, by_name=self.share != "all")
+        seen = self.message_size + self.gradient
         if site.family == "elementwise":
-            features, message = len(site.features), not site.begins
-            return [("message", message + features, message * self.message_size + features)]
-        both = [("bias", 3, self.message_size + 2), ("weight", 3, self.message_size + 2)]
+            extra = len(site.features)
+            message = not site.begins
+            return [("message", message * (1 + self.gradient) + extra, message * seen + extra)]
+        both = [("bias", 3 + self.gradient, seen + 2), ("weight", 3 + self.gradient, seen + 2)]
         return both[1 - site.bias :] if site.family == "dense" else both[:1]
 
-    def _keys(self, kind: str, name: str, part: str) -> list[str]:
-        """The names of a part's networks, and of its standardizer and scale, by the place's kind and name."""
-        return [f"{kind if shared else name}/{part}" for shared in (self.share, self.share == "all")]
+    def _keys(self, site: Site, part: str) -> list[str]:
+        """The names of a part's networks, and of its standardizer and scale."""
+        require_form(self.known, site, by_name=self.share != "all")
+        return [f"{site.kind if shared else site.name}/{part}" for shared in (self.share, self.share == "all")]
 
 
 class _GruCell(nnx.Module):
@@ -164,6 +169,24 @@ class _GruCell(nnx.Module):
     def __call__(self, parts, carry):
         carry = self.gru(parts, carry)
         return carry[..., 0] if self.updates else None, carry[..., -self.message_size :], carry
+
+
+class _TwoGrus(nnx.Module):
+    """The networks f and g, each with a GRU and a state of its own."""
+
+    def __init__(self, features, message_size, hidden, layers, updates, rngs):
+        self.f = _GruCell(features, 1, hidden, layers, False, rngs) if updates else nnx.data(None)
+        self.g = _GruCell(features, message_size, hidden, layers, False, rngs)
+
+    def init(self, shape):
+        return {name: cell.init(shape) for name, cell in (("f", self.f), ("g", self.g)) if cell is not None}
+
+    def __call__(self, parts, carry):
+        _, message, new = self.g(parts, carry["g"])
+        if self.f is None:
+            return None, message, {"g": new}
+        _, update, f = self.f(parts, carry["f"])
+        return update[..., 0], message, {"f": f, "g": new}
 
 
 class _TwoMlps(nnx.Module):
@@ -182,61 +205,77 @@ class _TwoMlps(nnx.Module):
         return update, jnp.tanh(self.g(*parts)), ()
 
 
-CELLS = {"gru": _GruCell, "mlp": _TwoMlps}
+CELLS = {"gru": _GruCell, "two_grus": _TwoGrus, "mlp": _TwoMlps}
 
 
 class _Part(NamedTuple):
     """What is learned at a place for its weights, for its biases, or for its message alone."""
 
     cell: Any
-    standardizer: Standardizer | None  # None: each step is standardized by its own statistics, which are recorded
+    standardizer: Standardizer
     scale: nnx.Param | None
     mean: Fixed | None
 
 
-def _answer(parts: dict[str, _Part], site: Site, question: Dense | Diagonal | Elementwise, state: Any) -> Answer:
-    if isinstance(question, Elementwise):
-        inputs = [] if question.message is None else [question.message]
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _PerSynapseAt:
+    parts: dict[str, _Part]
+    message_size: int = dataclasses.field(metadata={"static": True})
+    gradient: bool = dataclasses.field(metadata={"static": True})
+    record: bool = dataclasses.field(metadata={"static": True})
+
+    def __call__(self, site: Site, question: Dense | Diagonal | Elementwise, state: dict[str, Any]) -> Answer:
+        if isinstance(question, Elementwise):
+            return self._elementwise(question, state)
+        if isinstance(question, Diagonal):
+            return self._diagonal(question, state)
+        return self._dense(site, question, state)
+
+    def _run(self, part: str, inputs: list[jax.Array], state: dict[str, Any]) -> Any:
+        """The update (centred and scaled), the message and the new state of a part."""
+        cell, standardizer, scale, mean = self.parts[part]
+        state, centre = state[part], 0.0
+        pair = standardization.statistics(inputs) if self.record else standardizer.pair()
+        seen = standardization.apply(inputs, *pair)
+        update, message, carry = in_chunks(cell, seen, state["carry"], CHUNK)
+        new = {"carry": carry}
+        if self.record:
+            centre = jnp.zeros(()) if update is None else jnp.mean(update)
+            new |= {"shift": pair[0], "scale": pair[1], "mean": centre}
+        elif mean is not None:
+            centre = jax.lax.stop_gradient(mean[...])
+        return None if update is None or scale is None else (update - centre) * scale[...], message, new
+
+    def _seen(self, message: jax.Array, gradient: jax.Array) -> list[jax.Array]:
+        return [message, gradient[..., None]] if self.gradient else [message]
+
+    def _elementwise(self, question: Elementwise, state: dict[str, Any]) -> Answer:
+        inputs = [] if question.message is None else self._seen(question.message, question.gradient)
         inputs += [feature[..., None] for feature in question.features.values()]
-        _, message, new = _run(parts["message"], inputs, state["message"])
+        _, message, new = self._run("message", inputs, state)
         return Answer(message, state={"message": new})
-    if isinstance(question, Diagonal):
-        return _diagonal(parts, site, question, state)
-    return _dense(parts, site, question, state)
 
+    def _diagonal(self, question: Diagonal, state: dict[str, Any]) -> Answer:
+        parameter = jnp.broadcast_to(question.parameter, question.inputs.shape[-question.parameter.ndim :])
+        inputs = [*self._seen(question.message, question.gradient), parameter[..., None], question.inputs[..., None]]
+        update, message, new = self._run("bias", inputs, state)
+        return Answer(message, update, state={"bias": new})
 
-def _run(part: _Part, inputs: list[jax.Array], state: dict[str, Any]) -> Any:
-    """The update (centred and scaled), the message and the new state of a part."""
-    cell, standardizer, scale, mean = part
-    pair = standardization.statistics(inputs) if standardizer is None else standardizer.pair()
-    seen = standardization.apply(inputs, *pair)
-    update, message, carry = in_chunks(cell, seen, state["carry"], CHUNK)
-    new, centre = {"carry": carry}, 0.0
-    if standardizer is None:
-        centre = jnp.zeros(()) if update is None else jnp.mean(update)
-        new |= {"shift": pair[0], "scale": pair[1], "mean": centre}
-    elif mean is not None:
-        centre = jax.lax.stop_gradient(mean[...])
-    return None if update is None or scale is None else (update - centre) * scale[...], message, new
-
-
-def _diagonal(parts: dict[str, _Part], site: Site, question: Diagonal, state: dict[str, Any]) -> Answer:
-    parameter = jnp.broadcast_to(question.parameter, question.inputs.shape[-question.parameter.ndim :])
-    inputs = [question.message, parameter[..., None], question.inputs[..., None]]
-    update, message, new = _run(parts["bias"], inputs, state["bias"])
-    return Answer(message, update, state={"bias": new})
-
-
-def _dense(parts: dict[str, _Part], site: Site, question: Dense, state: dict[str, Any]) -> Answer:
-    message, bias, new = question.message, None, {}
-    if question.bias is not None:
-        ones = jnp.ones((), question.bias.dtype)
-        one = jnp.broadcast_to(ones, question.output.shape)
-        asked = Diagonal(message, question.gradient, question.output, question.bias, one, ones)
-        answer = _diagonal(parts, site, asked, state)
-        assert answer.update is not None  # a diagonal answer has one
-        message, new, bias = answer.message, answer.state, jnp.sum(answer.update, axis=0) / site.batch
-    inputs = [message[:, None], question.weight[None, :, :, None], question.inputs[:, :, None, None]]
-    update, synapses, new["weight"] = _run(parts["weight"], inputs, state["weight"])
-    update = jnp.sum(update, axis=0) / site.batch
-    return Answer(jnp.mean(synapses, axis=2), update, bias, new)
+    def _dense(self, site: Site, question: Dense, state: dict[str, Any]) -> Answer:
+        message, bias, new = question.message, None, {}
+        if question.bias is not None:
+            ones = jnp.ones((), question.bias.dtype)
+            one = jnp.broadcast_to(ones, question.output.shape)
+            asked = Diagonal(message, question.gradient, question.output, question.bias, one, ones)
+            answer = self._diagonal(asked, state)
+            assert answer.update is not None  # a diagonal answer has one
+            message, new, bias = answer.message, answer.state, jnp.sum(answer.update, axis=0) / site.batch
+        inputs = [
+            *[x[:, None] for x in self._seen(message, question.gradient)],
+            question.weight[None, :, :, None],
+            question.inputs[:, :, None, None],
+        ]
+        update, synapses, new["weight"] = self._run("weight", inputs, state)
+        update = jnp.sum(update, axis=0) / site.batch
+        return Answer(jnp.mean(synapses, axis=2), update, bias, new)
