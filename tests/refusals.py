@@ -4,6 +4,7 @@ import pytest
 
 
 def refused(error, words, call, *args, **options):
-    """The call raises such an error, and the words, a regular expression, are found in what it says."""
-    with pytest.raises(error, match=words):
+    """The call raises such an error, which is returned; the words, a regular expression, are found in what it says."""
+    with pytest.raises(error, match=words) as raised:
         call(*args, **options)
+    return raised.value

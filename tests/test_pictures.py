@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 import apgrad as ap
+from tests.refusals import refused
 
 pytest.importorskip("matplotlib", reason="figures are matplotlib's (the extra meta)")
 
@@ -50,5 +51,4 @@ def test_the_signature_of_total_propagation_has_no_address():
 def test_digits_without_scikit_learn_name_the_extra(monkeypatch):
     ap.meta.data.load.cache_clear()  # other tests may have loaded the digits
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    with pytest.raises(ImportError, match='the extra "meta"'):
-        ap.meta.data.load("digits")
+    refused(ImportError, 'the extra "meta"', ap.meta.data.load, "digits")

@@ -7,6 +7,7 @@ import pytest
 import apgrad as ap
 from apgrad.expectations import diagnostics
 from tests.expectations.programs import paid, rollout
+from tests.refusals import refused
 
 KEY = jax.random.key(0)
 
@@ -152,9 +153,9 @@ def test_an_error_of_a_gradient_names_the_objective():
     def broken(key, x):
         raise RuntimeError("no simulator")
 
-    with pytest.raises(RuntimeError, match="no simulator") as caught:
-        diagnostics.compare({"fine": lambda key, x: x, "broken": broken}, KEY, 1.0)
-    assert any("objective 'broken'" in note for note in caught.value.__notes__)
+    objectives = {"fine": lambda key, x: x, "broken": broken}
+    error = refused(RuntimeError, "no simulator", diagnostics.compare, objectives, KEY, 1.0)
+    assert any("objective 'broken'" in note for note in error.__notes__)
 
 
 def test_a_bar_of_progress_says_what_is_compiled_and_run(capsys):
@@ -191,24 +192,19 @@ def test_what_has_no_gradient_is_refused_with_its_reason():
     assert list(found.rows) == ["LR"] and "RP: refused, " in str(found)
     text = diagnostics.recommend(found)
     assert text.startswith("Use LR") and "RP is refused" in text
-    with pytest.raises(ValueError, match=r"nothing to go by, refused are .*TypeError: reparameterization needs"):
-        diagnostics.compare({"RP": objectives["RP"]}, KEY, 0.3)
-    with pytest.raises(ValueError, match="no reference to go by"):
-        diagnostics.compare(objectives, KEY, 0.3, reference="RP")
+    words = r"nothing to go by, refused are .*TypeError: reparameterization needs"
+    refused(ValueError, words, diagnostics.compare, {"RP": objectives["RP"]}, KEY, 0.3)
+    refused(ValueError, "no reference to go by", diagnostics.compare, objectives, KEY, 0.3, reference="RP")
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
+def test_bad_comparisons():
+    for options, words in (
         ({"truth": 0.0, "reference": "a"}, "not both"),
         ({"reference": "b"}, "none of the objectives"),
         ({"rounds": 0}, "a round and 2 estimates"),
         ({"truth": np.zeros(2), "num_estimates": 10}, "has 1 elements, the truth 2"),
-    ],
-)
-def test_bad_comparisons(options, words):
-    with pytest.raises(ValueError, match=words):
-        diagnostics.compare({"a": lambda key, x: x}, KEY, 0.0, **options)
+    ):
+        refused(ValueError, words, diagnostics.compare, {"a": lambda key, x: x}, KEY, 0.0, **options)
 
 
 def test_recommendations_say_when_nothing_is_better():
@@ -308,12 +304,12 @@ def test_growth_neither_overflows_nor_needs_full_rank():
     found = diagnostics.perturbation_growth(lambda x, _: W @ x, jnp.zeros(2), length=50)
     exact = np.log(np.linalg.norm(W, 2)) + 49 * np.log(4e3)  # W^50 = W 4000^49
     np.testing.assert_allclose(found.log_singular_values[0], exact, rtol=1e-5)
-    with pytest.raises(ValueError, match="num from 1"):
-        diagnostics.perturbation_growth(lambda x, _: x, jnp.zeros(2), length=3, num=3)
-    with pytest.raises(ValueError, match="at least one step"):
-        diagnostics.perturbation_growth(lambda x, _: x, jnp.zeros(2), length=0)
-    with pytest.raises(ValueError, match="state of the form"):
-        diagnostics.perturbation_growth(lambda x, _: x[:1], jnp.zeros(2), length=3)
+    for words, step, options in (
+        ("num from 1", lambda x, _: x, {"length": 3, "num": 3}),
+        ("at least one step", lambda x, _: x, {"length": 0}),
+        ("state of the form", lambda x, _: x[:1], {"length": 3}),
+    ):
+        refused(ValueError, words, diagnostics.perturbation_growth, step, jnp.zeros(2), **options)
 
 
 def test_variances_of_one_node_have_closed_forms():
@@ -343,5 +339,5 @@ def test_mixing_pays_where_perturbations_grow():
 
 
 def test_a_program_without_such_nodes_is_refused():
-    with pytest.raises(ValueError, match="no node weighed"):
-        diagnostics.node_variances(lambda estimator: one_node(ap.reparameterization()), 10, KEY, 1.0)
+    pathwise = lambda estimator: one_node(ap.reparameterization())
+    refused(ValueError, "no node weighed", diagnostics.node_variances, pathwise, 10, KEY, 1.0)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import apgrad as ap
+from tests.refusals import refused
 
 KEYS = jax.random.split(jax.random.key(0), 60)
 
@@ -82,10 +83,8 @@ def test_lengths_are_in_float32_at_least(dtype):
 
 
 def test_refused():
-    with pytest.raises(ValueError, match="needs two levels"):
-        ap.multilevel(lambda key, level: (0.0, 0.0), (1.0,))
-    with pytest.raises(ValueError, match="window=0"):
-        ap.multilevel(lambda key, level: (0.0, 0.0), window=0)
+    refused(ValueError, "needs two levels", ap.multilevel, lambda key, level: (0.0, 0.0), (1.0,))
+    refused(ValueError, "window=0", ap.multilevel, lambda key, level: (0.0, 0.0), window=0)
     with pytest.raises(TypeError, match="the state is from init"):
         ap.multilevel(lambda key, level: (0.0, 0.0)).value_and_grad(KEYS[0], ())
     training = ap.multilevel(lambda key, theta, level: (0.0, level * theta))

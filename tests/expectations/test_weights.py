@@ -7,6 +7,7 @@ import pytest
 
 import apgrad as ap
 from apgrad.expectations.weights import least_variance
+from tests.refusals import refused
 
 KEY = jax.random.key(0)
 
@@ -132,5 +133,4 @@ def test_three_estimators(x64):
 
 def test_bad_numbers():
     for bad in (-1, float("nan"), float("inf")):
-        with pytest.raises(ValueError, match=r"shrinkage must be a finite number"):
-            ap.weights.decoupled(shrinkage=bad)
+        refused(ValueError, r"shrinkage must be a finite number", ap.weights.decoupled, shrinkage=bad)

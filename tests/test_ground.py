@@ -1,9 +1,13 @@
+"""The ground floor: primitives, keys and ports."""
+
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import apgrad as ap
+from apgrad._ground.keys import require_key
 from apgrad._ground.primitives import refuse_batching, refuse_message
 from tests.refusals import refused
 
@@ -69,3 +73,63 @@ def test_a_message_that_comes_back_is_refused_and_one_that_nobody_wants_is_not()
 def test_what_refuses_to_be_mapped_is_not_mapped():
     with pytest.raises(ValueError, match="not mapped"):
         jax.vmap(lambda x: x + refuse_batching(jnp.float32(1), "not mapped"))(jnp.ones(3))
+
+
+@pytest.mark.parametrize(
+    "make", [jax.random.key, jax.random.PRNGKey, lambda seed: np.asarray(jax.random.PRNGKey(seed))]
+)
+def test_typed_and_raw_keys_are_the_same_key(make):
+    draw = lambda key: jax.random.normal(require_key("the key", key))
+    assert draw(make(3)) == jax.jit(draw)(make(3)) == jax.random.normal(jax.random.key(3))
+    typed = jax.random.split(jax.random.key(0), 3)
+    np.testing.assert_array_equal(jax.vmap(draw)(jax.random.key_data(typed)), jax.vmap(draw)(typed))
+
+
+def test_a_key_of_another_implementation_stays_what_it_is():
+    key = jax.random.key(0, impl="rbg")
+    assert require_key("the key", key) is key
+
+
+@pytest.mark.parametrize(
+    "key",
+    [0, None, jnp.zeros(2), *(jnp.zeros(s, jnp.uint32) for s in (3, (3, 2))), jax.random.split(jax.random.key(0))],
+)
+def test_what_is_no_key_is_refused(key):
+    refused(TypeError, "the key is one PRNG key", require_key, "the key", key)
+    refused(TypeError, "first argument is one PRNG key", ap.expectation(lambda tape: tape, 4), key)
+
+
+def test_an_objective_takes_both():
+    def program(tape, a):
+        tape, key = tape.next_key()
+        return tape.cost(a * jax.random.normal(key, (tape.lanes,)))
+
+    objective = ap.expectation(program, 4)
+    keys = jax.random.split(jax.random.key(1), 3)
+    each = [objective(key, 2.0) for key in keys]
+    np.testing.assert_allclose(jax.vmap(objective, (0, None))(keys, 2.0), each, rtol=1e-6)
+    np.testing.assert_array_equal([objective(raw, 2.0) for raw in jax.random.key_data(keys)], each)
+
+
+def test_port_is_zeros_of_any_pytree_and_its_cotangent_is_the_message():
+    template = {"a": jax.ShapeDtypeStruct((2, 3), jnp.float32), "b": (jnp.ones(4, jnp.bfloat16),)}
+    p = ap.port(template)
+    chex.assert_trees_all_equal_shapes_and_dtypes(p, template)
+    assert all(not x.any() for x in jax.tree.leaves(p))
+    message = jax.tree.map(lambda x: jnp.full_like(x, 3), p)
+    send = ap.node(ap.Propagator(lambda x, p: (x, None), lambda _, m: (m, message)))
+    chex.assert_trees_all_equal(jax.grad(send, argnums=1)(1.0, p), message)
+
+
+def test_a_port_is_of_floating_point_numbers_pythons_too():
+    chex.assert_trees_all_equal(ap.port({"a": 1.0, "n": None}), {"a": jnp.zeros(()), "n": None})
+    for template in (jnp.arange(3), 3):
+        refused(TypeError, "floating point, got int32", ap.port, template)
+
+
+def test_signal():
+    signal = ap.Signal.of(jnp.ones((4, 3)), 8)
+    assert signal.port.shape == (4, 3, 8)
+    assert len(jax.tree.leaves(signal)) == 2
+    assert not jax.vmap(lambda x: ap.Signal.of(x, 2).port)(jnp.array([jnp.inf, jnp.nan])).any()
+    refused(ValueError, "message_size must be an integer of at least 1", ap.Signal.of, jnp.ones(3), 0)
