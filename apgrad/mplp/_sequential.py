@@ -77,7 +77,14 @@ class Sequential(NamedTuple):
         signal: Any = x if tokens else places.signal(x)
         outputs = []
         for made in self.layers:
-            signal = made.apply(places[made.name], params.get(made.name), signal)
+            try:
+                signal = made.apply(places[made.name], params.get(made.name), signal)
+            except KeyError as error:
+                raise ValueError(
+                    f"the layer {made.name!r} looks for the parameter {error}, and params have "
+                    f"{jax.tree.map(jnp.shape, params.get(made.name))}. Give the parameters that from_nnx "
+                    "made of the model."
+                ) from error
             outputs.append((made.name, signal))
         return outputs
 

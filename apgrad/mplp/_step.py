@@ -82,6 +82,11 @@ def backward(
         if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
             name = jax.tree_util.keystr(path)
             raise TypeError(f"parameters are floating point, got params{name} of dtype {jnp.result_type(leaf)}")
+    if not isinstance(state, dict):
+        raise TypeError(
+            "a rule's state is a dictionary by the name of the place, made by mplp.init_state(rule, network, params, "
+            f"batch) and returned by the step before; got {type(state).__name__}"
+        )
     params = jax.tree.map(jnp.asarray, params)
     _require_messages(rule, network, params, batch)
     found: dict[str, Site] = {}

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 
 from apgrad import mplp
+from tests.refusals import refused
 from tests.mplp.graphs import jit
 
 X = np.random.default_rng(0).standard_normal((2, 6, 4)).astype(np.float32)
@@ -241,6 +242,11 @@ NO_LAYERS = [
     (sharing(), "'0_dense' and '2_dense' share a parameter"),
     *[((way,), "holds a module, (Linear|List|Param)") for way in WAYS],
 ]
+
+
+def test_parameters_of_another_model_are_refused():
+    network, params = mplp.from_nnx(nnx.Sequential(nnx.Linear(3, 2, rngs=nnx.Rngs(0))), mplp.squared_error)
+    refused(ValueError, "layer '0_dense' looks for the parameter 'kernel'", network.predict, {}, jnp.ones((4, 3)))
 
 
 def test_what_is_no_layer_is_refused():

@@ -115,7 +115,7 @@ def test_steps_get_shorter_until_the_horizon(tmp_path):
 def test_a_trained_rule_warns_of_more_updates_than_its_card_has(tmp_path):
     reach = {"activations": ["tanh"], "minibatches": [1, 9], "depths": [1, 2], "widths": [1, 9], "updates": 100}
     network, params, data, untrained = made()
-    for steps in (0, 2.5, True):
+    for steps in (0, 2.5, True, jnp.array(0), jnp.array(2.5), jnp.array(jnp.nan), jnp.array([3, 4])):
         refused((TypeError, ValueError), "steps", untrained.for_steps, steps)
     mplp.save_trained(untrained, {"trained": "here"} | reach, tmp_path / "rule")
     rule, card = mplp.load_trained(tmp_path / "rule")

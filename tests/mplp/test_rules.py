@@ -349,6 +349,7 @@ def test_a_rule_or_a_state_of_another_network_is_refused():
         (state | {"more": ()}, batch, r"state has the places \['more'\], the network has only"),
     ):
         refused(ValueError, match, backward(rule, network), params, wrong, given)
+    refused(TypeError, "state is a dictionary.* got NoneType", backward(rule, network), params, None, batch)
 
 
 def test_a_network_or_an_answer_that_does_not_fit_is_refused():

@@ -33,9 +33,10 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from apgrad._ground.arguments import whole
+from apgrad._ground.arguments import meets, whole
 from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Site
 from apgrad.mplp._reach import warn_of_updates
 from apgrad.mplp._rule_options import SavedRule, first_sites, require_one_of, require_sizes, role, shows_signature
@@ -108,6 +109,8 @@ class Normalized(SavedRule):
         """
         if not isinstance(steps, jax.Array):
             warn_of_updates(self.reach, whole("steps", steps))
+        elif steps.shape or not meets(steps, lambda n: (n >= 1) & (n == np.floor(n))):
+            raise ValueError(f"steps must be an integer of at least 1, or an array that is one, got {steps}")
         graph, values = cast(tuple[Any, Any], nnx.split(self))
         values["horizon"] = values["horizon"].replace(jnp.asarray(steps, self.horizon[...].dtype))
         told = nnx.merge(graph, values)
