@@ -118,7 +118,7 @@ class Segments(NamedTuple):
 
 def start(problem: Problem, theta: Any, key: jax.Array, segment: int, *, stagger: bool = True) -> Segments:
     """An unroll at its start or, staggered, after a random number of segments, so that tasks are out of step."""
-    if problem.length % whole("the truncation K", segment):
+    if problem.length < whole("the truncation K", segment) or problem.length % segment:
         raise ValueError(
             f"a truncation of K steps divides the unroll's T; got K={segment}, T={problem.length}. Choose another K, "
             "or another length."

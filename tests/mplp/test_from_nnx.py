@@ -12,8 +12,8 @@ import pytest
 from flax import nnx
 
 from apgrad import mplp
-from tests.refusals import refused
 from tests.mplp.graphs import jit
+from tests.refusals import refused
 
 X = np.random.default_rng(0).standard_normal((2, 6, 4)).astype(np.float32)
 TOKENS = np.asarray([[0, 3, 1], [2, 2, -1]])
@@ -245,7 +245,7 @@ NO_LAYERS = [
 
 
 def test_parameters_of_another_model_are_refused():
-    network, params = mplp.from_nnx(nnx.Sequential(nnx.Linear(3, 2, rngs=nnx.Rngs(0))), mplp.squared_error)
+    network, _ = mplp.from_nnx(nnx.Sequential(nnx.Linear(3, 2, rngs=nnx.Rngs(0))), mplp.squared_error)
     refused(ValueError, "layer '0_dense' looks for the parameter 'kernel'", network.predict, {}, jnp.ones((4, 3)))
 
 
