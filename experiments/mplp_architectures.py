@@ -1,6 +1,6 @@
 """The normalized rule in a small ConvNet and in recurrent networks, before and after training, beside tuned optimizers.
 
-    python -m experiments.mplp_architectures                                    # gated units on digits
+    python -m experiments.mplp_architectures                                    # gated units on digits, two minutes
     APGRAD_DATA=... python -m experiments.mplp_architectures --preset paper     # all on MNIST, some hours of one core
 
 No paper has this study. "ConvNet" is two convolutions of 3x3 with 8 and 16 channels, each with relu and max-pooling,
@@ -8,9 +8,10 @@ and a dense layer. "RNN" is Elman's network of 32 units, "GRU" one of gated unit
 in eight parts, after a permutation of its pixels; a dense layer sees the last state. Priors are Flax's in the recurrent
 layers, uniform on ±1/sqrt(inputs) in the others, with biases 0.
 
-"untrained" is `mplp.Normalized` as it is made, "trained" the rule `sequences` that comes with apgrad, which was
-meta-trained on gated units; both are told the number of updates. The optimizers and their tuning, for each network and
-number of updates, are those of `experiments.mplp_settings`: draws of rate, schedule and decay on other tasks.
+"untrained" is `mplp.Normalized` as it is made, "trained" a rule that comes with apgrad, which was meta-trained on such
+networks, `convnets` or `sequences`; both are told the number of updates. The optimizers and their tuning, for each
+network and number of updates, are those of `experiments.mplp_settings`: draws of rate, schedule and decay on other
+tasks.
 
 Given is the accuracy on test images after the last update, of all runs the same networks and minibatches; an interval
 is 95 % by Student's t, of the paired lead before the best optimizer.
@@ -31,7 +32,7 @@ from experiments.parts import architectures, meta_curves
 
 PARTIAL = True
 NETWORKS = ("ConvNet", "RNN", "GRU")
-TRAINED = {"GRU": "sequences"}
+TRAINED = {"ConvNet": "convnets", "RNN": "sequences", "GRU": "sequences"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,8 +77,7 @@ def task_of(config: Config, name: str) -> meta.Task:
 
 
 def cells(config: Config) -> list[harness.Cell]:
-    cells = harness.grid(network=config.networks, method=(*OPTIMIZERS, "untrained", "trained"))
-    return [cell for cell in cells if cell["method"] != "trained" or cell["network"] in TRAINED]
+    return harness.grid(network=config.networks, method=(*OPTIMIZERS, "untrained", "trained"))
 
 
 def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from apgrad.mplp._nodes import (
     embedding as embedding,
     parameter as parameter,
     scale as scale,
+    shared as shared,
 )
 from apgrad.mplp._places import Parameter as Parameter, Place as Place, Places as Places
 from apgrad.mplp._pretrained import (
@@ -49,6 +50,7 @@ from apgrad.mplp._protocol import (
     Elementwise as Elementwise,
     LearnedRule as LearnedRule,
     LocalRule as LocalRule,
+    Shared as Shared,
     Site as Site,
 )
 from apgrad.mplp._published import load_published as load_published

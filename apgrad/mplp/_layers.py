@@ -198,6 +198,9 @@ def _(part: nnx.Dropout) -> Layer:
     return Layer("dropout", {}, lambda place, _, s: s)
 
 
+PARTS = {"dense_i": "in", "dense_h": "hidden"}
+
+
 @layer.register
 def _(part: nnx.RNN) -> Layer:
     cell: Any = part.cell
@@ -214,12 +217,13 @@ def _(part: nnx.RNN) -> Layer:
     add = lambda *signals: wire(jnp.add, *signals)
 
     def apply(place, p, signal):
-        learned = p["cell"] if p else {}
+        share = lambda where, parts: {n: nodes.shared(place.within(where).within(n), w) for n, w in parts.items()}
+        learned = {name: share(where, p["cell"][name]) for name, where in PARTS.items()} if p else dict.fromkeys(PARTS)
         activate = lambda name, function, *signals: elementwise.activation(place.within(name), function, *signals)
 
         def step(state, x):
-            a = i.apply(place.within("in"), learned.get("dense_i"), x)
-            b = h.apply(place.within("hidden"), learned.get("dense_h"), state)
+            a = i.apply(place.within("in"), learned["dense_i"], x)
+            b = h.apply(place.within("hidden"), learned["dense_h"], state)
             if type(cell) is nnx.SimpleCell:
                 new = activate("state", cell.activation_fn, add(a, b))  # no place of gated units
             else:
@@ -246,6 +250,7 @@ def _with_parameters(kind: str, part: Any, names: Sequence[str], apply: Apply) -
     frozen = {name: v[...] for name, v in variables.items() if name not in params}
 
     def run(place, p, signal):
-        return apply(place, (p or {}) | {name: nodes.parameter(x) for name, x in frozen.items()}, signal)
+        kind = next((type(w) for w in (p or {}).values()), Parameter)  # what is frozen is shared if the rest is
+        return apply(place, (p or {}) | {name: kind(*nodes.parameter(x)) for name, x in frozen.items()}, signal)
 
     return Layer(kind, params, run)

@@ -41,16 +41,18 @@ def learned_node(
     sites: Sequence[tuple[Place, Site]],
     function: Callable[..., jax.Array],
     ask: Callable[[Local], list[Any]],
-    use: Callable[[Local, list[Answer]], tuple[list[jax.Array], list[jax.Array]]],
+    use: Callable[[Local, list[Answer]], tuple[Sequence[Any], Sequence[Any]]],
     *,
     signals: Sequence[Signal] = (),
     parameters: Sequence[Parameter] = (),
     data: Sequence[Any] = (),
+    give: Callable[[jax.Array], Any] | None = None,
 ) -> Any:
     """Runs a node: the function of the values goes forward, the rule's answers go backward.
 
     `ask(local)` makes a question for each of the sites, `use(local, answers)` a message for each signal and an update
-    for each parameter. The output is a signal, or, where the first site `begins`, a plain array (a loss).
+    for each parameter. The output is a signal, or, where the first site `begins`, a plain array (a loss), or what
+    `give` makes of the value.
     """
     places, site = sites[0][0].places, sites[0][1]
     message_size, batch, begins = places.message_size, site.batch, site.begins
@@ -64,9 +66,7 @@ def learned_node(
     def apply(values, parameters, data):
         return function(*values, *parameters, *data)
 
-    def give(output):
-        return output if begins else Signal.of(output, message_size)
-
+    give = give or (lambda output: output if begins else Signal.of(output, message_size))
     asked = [place for place in opened if place is not None]
     if not asked:  # forward only
         output = function(*[s.value for s in signals], *[p.value for p in parameters], *data)
@@ -103,7 +103,7 @@ def learned_node(
         return (
             [OpenPlace(None, None, only(answer.state), uses) for answer in answers],
             [Signal(*pair) for pair in zip(true_values, only(messages), strict=True)],
-            [Parameter(*pair) for pair in zip(true_weights, only(updates), strict=True)],
+            [type(p)(*pair) for p, *pair in zip(parameters, true_weights, only(updates), strict=True)],
             true_data,
         )
 

@@ -16,8 +16,8 @@ from jax.core import Tracer
 from apgrad._ground.port import Signal, port
 from apgrad.mplp._elementwise import per_axis
 from apgrad.mplp._learned import learned_node, require_signals
-from apgrad.mplp._places import Parameter, Place
-from apgrad.mplp._protocol import Dense, Diagonal, Site
+from apgrad.mplp._places import Parameter, Place, SharedParameter
+from apgrad.mplp._protocol import Dense, Diagonal, Shared, Site
 
 
 def parameter(value: jax.Array) -> Parameter:
@@ -27,6 +27,48 @@ def parameter(value: jax.Array) -> Parameter:
       value: a floating-point array.
     """
     return Parameter(jnp.asarray(value), port(jnp.asarray(value)))
+
+
+def shared(place: Place, parameter: Parameter) -> Parameter:
+    """A parameter that a network uses in many steps of a `jax.lax.scan`, whose body closes over the result.
+
+    Each use asks the rule for an update, and those add up, as gradients do. A rule that normalizes updates needs their
+    sum first, as many normalized ones make a step that is too long. So it is asked for what adds up at each use, and
+    here, once, for the update. For other rules the result is the parameter itself. Where a node has a bias, both are
+    shared or neither.
+
+    Args:
+      place: the place of the parameter, with a name of its own.
+      parameter: of any shape.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> def network(places, params, batch):  # x (batch, steps, 3)
+      ...     x, w = jnp.swapaxes(batch[0], 0, 1), ap.mplp.shared(places["kernel"], params)
+      ...     join = lambda a, b: jnp.concatenate([a, b], axis=-1)
+      ...     def step(h, x):
+      ...         both = ap.mplp.wire(join, places.signal(x), h)
+      ...         return ap.mplp.activation(places["tanh"], jnp.tanh, ap.mplp.dense(places["fc"], both, w)), None
+      ...     h, _ = jax.lax.scan(step, places.signal(jnp.zeros((x.shape[1], 4))), x)
+      ...     return ap.mplp.squared_error(places["loss"], h, batch[1])
+      >>> batch = jnp.ones((2, 5, 3)), jnp.zeros((2, 4))
+      >>> [site.name for site in ap.mplp.sites(network, jnp.ones((7, 4)), batch)]
+      ['kernel', 'fc', 'tanh', 'loss']
+    """
+    _require_parameter("shared", place, parameter, parameter.value.ndim)
+    rule = place.places.rule
+    if rule is not None and not getattr(rule, "sums_uses", False):
+        return parameter
+
+    def give(value):
+        # Zeros that depend on the value, as in `Signal.of`.
+        zeros = jnp.where(jnp.zeros((), bool), jax.lax.stop_gradient(value), port(value))
+        return SharedParameter(value, zeros)
+
+    ask = lambda local: [Shared(local.message, local.parameters[0])]
+    use = lambda local, answers: ([], [answers[0].update])
+    site = Site(place.name, "shared", "shared", place.places.batch or 1, parameter.value.shape)
+    return learned_node([(place, site)], lambda value: value, ask, use, parameters=[parameter], give=give)
 
 
 def dense(place: Place, signal: Signal, weight: Parameter, bias: Parameter | None = None) -> Signal:
@@ -124,8 +166,13 @@ def _synapses(place, kind, unfold, product, signal, weight, bias):
     def function(x, weight, *bias):
         return product(x, weight) + bias[0] if bias else product(x, weight)
 
-    site = Site(place.name, kind, "dense", batch, (rows, N, M), bias=bias is not None)
     parameters = [weight] if bias is None else [weight, bias]
+    uses = {isinstance(p, SharedParameter) for p in parameters}
+    if len(uses) > 1:
+        raise ValueError(
+            f"weight and bias of the {kind} node {place.name!r} both come from mplp.shared or neither, got one of each"
+        )
+    site = Site(place.name, kind, "dense", batch, (rows, N, M), bias=bias is not None, shared=uses.pop())
     return learned_node([(place, site)], function, ask, use, signals=[signal], parameters=parameters)
 
 
@@ -165,7 +212,7 @@ def _diagonal(place, kind, function, derivatives, signal, weight):
         update = jnp.sum(answers[0].update, axis=tuple(range(len(shape) - 1))) / batch
         return [answers[0].message], [update]
 
-    site = Site(place.name, kind, "diagonal", batch, shape)
+    site = Site(place.name, kind, "diagonal", batch, shape, shared=isinstance(weight, SharedParameter))
     return learned_node([(place, site)], function, ask, use, signals=[signal], parameters=[weight])
 
 
@@ -203,7 +250,7 @@ def embedding(place: Place, tokens: jax.Array, table: Parameter) -> Signal:
         update = answers[0].update / batch
         return [], [jnp.zeros_like(local.parameters[0]).at[local.data[0]].add(update, mode="drop")]
 
-    site = Site(place.name, "embedding", "diagonal", batch, shape)
+    site = Site(place.name, "embedding", "diagonal", batch, shape, shared=isinstance(table, SharedParameter))
     return learned_node([(place, site)], lookup, ask, use, parameters=[table], data=[tokens])
 
 

@@ -37,6 +37,10 @@ refuse_arithmetic(
 )
 
 
+class SharedParameter(Parameter):
+    """A parameter that `mplp.shared` made: the updates of its uses add up there."""
+
+
 class OpenPlace(NamedTuple):
     """What a node gets from its place, pytrees of arrays; of messages back only those to the ports are there."""
 
@@ -167,7 +171,9 @@ class Places:
 
 
 def check_answer(site: Site, answer: Answer, message_size: int, state: Any) -> None:
-    if site.family == "dense":
+    if site.family == "shared":
+        wanted = {"message": None, "update": site.shape, "bias": None}
+    elif site.family == "dense":
         rows, N, M = site.shape
         wanted = {"message": (rows, N, message_size), "update": (N, M), "bias": (M,) if site.bias else None}
     else:

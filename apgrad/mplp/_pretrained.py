@@ -52,7 +52,8 @@ def load_pretrained(name: str, x: jax.Array | None = None) -> Trained:
     """A trained rule that comes with the package.
 
     It fits an MLP of any width and depth whose places are named by role, as those of `meta.mlp` and of
-    `from_nnx(..., names="role")` are; `sequences` fits an `nnx.RNN` of gated units and a dense layer, named by number.
+    `from_nnx(..., names="role")` are. Named by number, `sequences` fits an `nnx.RNN` of simple or gated units and a
+    dense layer, `convnets` two convolutions, each with an activation and pooling, and a dense layer.
     The rules for images want *standardized* inputs, of mean 0 and deviation 1 over all pixels, as `meta.data.load`
     makes them; on inputs in [0, 1] they learn much worse, without an error.
 
@@ -100,7 +101,7 @@ def save_trained(rule: Trained, card: dict[str, Any], path: str | Path) -> None:
         how well it does. The entries "rule" (the options of its class) and "sites" (a list of `Site._asdict()`) are
         added where it lacks them. With "activations" (names), "minibatches", "depths" and "widths" (of hidden layers:
         the smallest and the largest number) the rule warns once where a network and a minibatch lie outside; with
-        "updates" (the largest number) also where it is told more of them.
+        "updates" (the largest number) also where it is told more of them; and not of pooling with "wires" (true).
       path: path of the two files, without their suffixes.
 
     Raises:

@@ -28,21 +28,24 @@ class Site(NamedTuple):
       features: the names of the arrays in `Elementwise.features`, in order.
       bias: whether a dense node has a bias.
       begins: whether messages begin at this place (a loss), so that none arrives.
+      shared: whether the node's parameters come from `mplp.shared`: what the rule answers as their updates adds up over
+        the uses, and there it is asked for the update.
     """
 
     name: str
     kind: str
-    family: Literal["dense", "diagonal", "elementwise"]
+    family: Literal["dense", "diagonal", "elementwise", "shared"]
     batch: int
     shape: tuple[int, ...]
     features: tuple[str, ...] = ()
     bias: bool = False
     begins: bool = False
+    shared: bool = False
 
     @property
-    def form(self) -> tuple[str, tuple[str, ...], bool]:
-        """What the shapes of a rule's parameters depend on besides the name: kind, features and bias, but no sizes."""
-        return self.kind, self.features, self.bias
+    def form(self) -> tuple[str, tuple[str, ...], bool, bool]:
+        """What a rule's parameters depend on besides the name: kind, features, bias and sharing, but no sizes."""
+        return self.kind, self.features, self.bias, self.shared
 
 
 class Dense(NamedTuple):
@@ -102,18 +105,30 @@ class Elementwise(NamedTuple):
     exact: jax.Array
 
 
+class Shared(NamedTuple):
+    """The question of a parameter that is used in many steps, asked once for all of them.
+
+    Attributes:
+      update: of the parameter's shape, the sum of what the rule answered as its update at all uses.
+      parameter: the parameter.
+    """
+
+    update: jax.Array
+    parameter: jax.Array
+
+
 class Answer(NamedTuple):
     """What a rule answers. Arrays have the question's dtype.
 
     Attributes:
-      message: to the input, of its shape and then k components; for a dense node (rows, N, k).
+      message: to the input, of its shape and then k components; for a dense node (rows, N, k); None without an input.
       update: what is added to the parameters: for a dense node (N, M); for a diagonal node (..., M), of which the node
         takes the mean over the batch and the sum over positions; None without parameters.
       bias: (M,), what is added to a dense node's bias, or None.
       state: the new state, of the form of the old one.
     """
 
-    message: jax.Array
+    message: jax.Array | None
     update: jax.Array | None = None
     bias: jax.Array | None = None
     state: Any = ()
@@ -127,7 +142,7 @@ class LocalRule(Protocol):
 
         Args:
           site: the place that the local rule was made for.
-          question: a `Dense`, `Diagonal` or `Elementwise`.
+          question: a `Dense`, `Diagonal`, `Elementwise` or `Shared`.
           state: the state at this place, of `LearnedRule.init` or of the answer before.
         """
         ...
@@ -135,6 +150,9 @@ class LocalRule(Protocol):
 
 class LearnedRule(Protocol):
     """A learning rule: a pytree (usually a Flax NNX module without state of its own) with two methods.
+
+    A rule whose attribute `sums_uses` is true answers at the uses of a shared parameter (`Site.shared`) with what adds
+    up, and once with the update (`Shared`), as rules need that normalize updates. Others are not asked.
 
     Attributes:
       message_size: the size k of a message, for each element of a value.

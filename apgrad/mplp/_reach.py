@@ -30,6 +30,7 @@ class Reach(NamedTuple):
       depths: the smallest and the largest number of hidden layers.
       widths: the smallest and the largest number of units in a hidden layer.
       updates: the largest number of updates, for rules that are told it, or None.
+      wires: whether there were functions of signals that are not linear and no activations, such as pooling.
     """
 
     activations: tuple[str, ...]
@@ -37,11 +38,12 @@ class Reach(NamedTuple):
     depths: tuple[int, int]
     widths: tuple[int, int]
     updates: int | None = None
+    wires: bool = False
 
     @classmethod
     def of(cls, card: dict[str, Any]) -> "Reach | None":
         """The reach of a card that has these four entries; None for a card with none of them."""
-        *needed, last = cls._fields
+        needed = cls._fields[:4]
         if not any(name in card for name in needed):
             return None
         entries: list[Any] = [card.get(name) for name in needed]
@@ -53,9 +55,9 @@ class Reach(NamedTuple):
                 'a card that has one of "activations" (a list of names), "minibatches", "depths" and "widths" (the '
                 f"smallest and the largest number) has all four, got {[names, *ranges]}"
             )
-        if not isinstance(updates := card.get(last), int | None):
+        if not isinstance(updates := card.get("updates"), int | None):
             raise ValueError(f'the entry "updates" of a card is the largest number of updates, got {updates!r}')
-        return cls(tuple(names), *map(tuple, ranges), updates=updates)
+        return cls(tuple(names), *map(tuple, ranges), updates=updates, wires=card.get("wires", False) is True)
 
 
 def warn_outside(rule: Any, places: Places, *, multiplies: bool = False, dense_twice: bool = False) -> None:
@@ -71,7 +73,7 @@ def warn_outside(rule: Any, places: Places, *, multiplies: bool = False, dense_t
     found += [f"{n} hidden layer{'s' * (n != 1)}" for n in wrong([len(widths)], reach.depths)]
     found += [f"a hidden layer of {n} units" for n in wrong(widths, reach.widths)]
     found += [f"minibatches of {n}" for n in wrong([places.batch], reach.minibatches)]
-    found += ["a product or other nonlinear function of signals (mplp.wire)"] if multiplies else []
+    found += ["a product or other nonlinear function of signals (mplp.wire)"] if multiplies and not reach.wires else []
     found += ["two dense nodes without an activation between them"] if dense_twice else []
     if found:
         span = lambda pair: f"{pair[0]} to {pair[1]}" if pair[0] < pair[1] else f"{pair[0]}"

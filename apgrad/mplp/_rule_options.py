@@ -11,7 +11,7 @@ from apgrad._ground.arguments import closest, whole
 from apgrad.mplp._protocol import Site
 
 LARGEST = 2**24  # size of anything in a rule; above it, a size is a mistake
-Known = tuple[tuple[str, tuple[str, tuple[str, ...], bool]], ...]
+Known = tuple[tuple[str, tuple[str, tuple[str, ...], bool, bool]], ...]
 """Names and forms of the places that a rule was made for."""
 
 
@@ -25,7 +25,7 @@ def first_sites(sites: Sequence[Site], key: Callable[[Site], str]) -> dict[str, 
     found: dict[str, Site] = {}
     for site in sites:
         first = found.setdefault(key(site), site)
-        if (first.family, first.features, first.begins) != (site.family, site.features, site.begins):
+        if any(getattr(first, name) != getattr(site, name) for name in ("family", "features", "begins", "shared")):
             raise ValueError(
                 f"the places {first.name!r} ({first.kind}) and {site.name!r} ({site.kind}) would share networks, as "
                 f"{key(site)!r}, but ask different questions. Numbers in names do not count: give one another name."
@@ -65,6 +65,11 @@ def shows_signature(cls: Any) -> Any:
     return cls
 
 
+def of_each_use(sites: Sequence[Site]) -> list[Site]:
+    """The sites for a rule that is asked at each use of a shared parameter, and not for the sum."""
+    return [site._replace(shared=False) for site in sites if site.family != "shared"]
+
+
 def known_forms(sites: Sequence[Site]) -> Known:
     return tuple(sorted({(site.name, site.form) for site in sites}))
 
@@ -74,7 +79,9 @@ def require_form(known: Known, site: Site, *, by_name: bool) -> None:
     fits = lambda form: (site.name, form) in known or (not by_name and any(form == other for _, other in known))
     if fits(site.form):
         return
-    told = lambda name, kind, features, bias: f"{name!r} ({kind}, features {features}, bias {bias})"
+    told = lambda name, kind, features, bias, shared: (
+        f"{name!r} ({'shared ' * shared}{kind}, features {features}, bias {bias})"
+    )
     close = closest(site.name, dict(known))
     places = ", ".join(told(name, *form) for name, form in known if name in close)
     if fits(site._replace(bias=not site.bias).form):

@@ -28,8 +28,30 @@ def moved(rule):
     return jax.tree.map(lambda v: v + 0.1 * jnp.cos(jnp.arange(v.size, dtype=float)).reshape(v.shape), rule)
 
 
-def test_the_gradient_alone_is_averaged_and_normalized(x64):
-    network, params, (x, y), rule = made(message_size=0, whiten=False)
+def recurrent(cell):
+    """A recurrent network, whose parameters are used at each of four steps."""
+    rngs = nnx.Rngs(0)
+    layers = nnx.RNN(cell(3, 5, rngs=rngs), rngs=rngs), lambda x: x[:, -1]
+    model = nnx.Sequential(*layers, nnx.Linear(5, 2, rngs=rngs))
+    network, params = mplp.from_nnx(model, mplp.softmax_cross_entropy)
+    params = jax.tree.map(lambda w: w.astype(float), params)
+    x = jax.random.normal(jax.random.key(1), (6, 4, 3), float)
+    data = x, jax.nn.one_hot(jnp.arange(6) % 2, 2, dtype=float)
+    rule = mplp.Normalized(mplp.sites(network, params, data), message_size=0, whiten=False, rngs=rngs)
+    return network, params, data, rule
+
+
+ALONE = {
+    "perceptron": lambda: made(message_size=0, whiten=False),
+    "Elman's cell": lambda: recurrent(nnx.SimpleCell),
+    "gated units": lambda: recurrent(nnx.GRUCell),
+}
+
+
+@pytest.mark.parametrize("make", ALONE.values(), ids=ALONE)
+def test_the_gradient_alone_is_averaged_and_normalized(x64, make):
+    """Of a parameter that is used in many steps, the gradient as a whole."""
+    network, params, (x, y), rule = make()
     loss = lambda params: -jnp.mean(jnp.sum(y * jax.nn.log_softmax(network.predict(params, x)), axis=-1))
 
     @jax.jit
@@ -43,14 +65,54 @@ def test_the_gradient_alone_is_averaged_and_normalized(x64):
 
     average, rate, bias_rate = {}, np.exp(-2.3), np.exp(-2.3 - 1.5)
     for t, (gradient, updates) in enumerate(run(rule.for_steps(10), params)):
-        for layer, arrays in gradient.items():
-            for name, g in arrays.items():
-                key = layer, name
-                average[key] = 0.5 * average.get(key, 0.0) + 0.5 * np.asarray(g)
-                direction = average[key] / np.sqrt(np.mean(average[key] ** 2))
-                length = rate / np.sqrt(g.shape[0]) if name == "kernel" else bias_rate
-                expected = -length * (1 - t / 10) * direction
-                np.testing.assert_allclose(updates[layer][name], expected, rtol=1e-9, atol=1e-12)
+        leaves = jax.tree_util.tree_leaves_with_path(gradient)
+        for (path, g), update in zip(leaves, jax.tree.leaves(updates), strict=True):
+            average[path] = 0.5 * average.get(path, 0.0) + 0.5 * np.asarray(g)
+            direction = average[path] / np.sqrt(np.mean(average[path] ** 2))
+            length = rate / np.sqrt(g.shape[0]) if g.ndim == 2 else bias_rate
+            np.testing.assert_allclose(update, -length * (1 - t / 10) * direction, rtol=1e-9, atol=1e-12)
+
+
+def test_shared_parameters_of_any_node(x64):
+    """Bias, scale and embedding in a scan; what is shared is so as a whole, and other rules add up."""
+    tokens, rate = jnp.array([[0, 2, 1], [1, 1, 0]]), np.exp(-2.3 - 1.5)
+    params = {"table": jnp.eye(3, dtype=float), "gain": jnp.ones(3, float), "shift": jnp.zeros(3, float)}
+
+    def network(places, p, batch):
+        shared = {name: mplp.shared(places["all"].within(name), w) for name, w in p.items()}
+
+        def step(h, x):
+            h = mplp.wire(jnp.add, h, mplp.embedding(places["look"], x, shared["table"]))
+            h = mplp.bias(places["shift"], mplp.scale(places["gain"], h, shared["gain"]), shared["shift"])
+            return mplp.activation(places["tanh"], jnp.tanh, h), None
+
+        h, _ = jax.lax.scan(step, places.signal(jnp.zeros((2, 3))), batch[0].T)
+        return mplp.squared_error(places["loss"], h, batch[1])
+
+    def plain(p, batch):
+        h = jnp.zeros((2, 3))
+        for x in batch[0].T:
+            h = jnp.tanh((h + p["table"][x]) * p["gain"] + p["shift"])
+        return jnp.mean(jnp.sum((h - batch[1]) ** 2, axis=-1)) / 2
+
+    batch = tokens, jnp.arange(6.0).reshape(2, 3)
+    rule = mplp.Normalized(mplp.sites(network, params, batch), message_size=0, rngs=nnx.Rngs(0))
+    exact = mplp.Exact(1.0)
+    updates, sums = jax.jit(
+        lambda: tuple(
+            mplp.backward(r, network, params, mplp.init_state(r, network, params, batch), batch)[0]
+            for r in (rule, exact)
+        )
+    )()
+    gradient = jax.grad(plain)(params, batch)
+    for name, g in gradient.items():
+        length = np.exp(-2.3) / np.sqrt(3) if name == "table" else rate
+        np.testing.assert_allclose(updates[name], -length * g / np.sqrt(np.mean(g**2)), rtol=1e-9, atol=1e-12)
+        np.testing.assert_allclose(sums[name], -g, rtol=1e-9, atol=1e-12)
+    shared = lambda places: mplp.shared(places["w"], mplp.parameter(jnp.eye(3)))
+    places = mplp.Places(rule, forward=True)
+    with pytest.raises(ValueError, match=r"both come from mplp\.shared or neither"):
+        mplp.dense(places["fc"], places.signal(jnp.ones((2, 3))), shared(places), mplp.parameter(jnp.ones(3)))
 
 
 def test_scales_of_inputs_and_messages_do_not_count(x64):

@@ -25,6 +25,9 @@ step by a network of each role (`dense_in`, `dense_`, `dense_out`, and g for eac
 fraction t / T, the logarithms of T, B, N and M and of |W| sqrt(N), 1 / sqrt(t + 1), and two running means that tell
 signal from noise: |V| / (|U| + |V|), and the cosine of U with the average before it.
 
+*Shared parameters.* Of a parameter that is used in many steps (`mplp.shared`, as in a recurrent layer) the uses' U add
+up, and the average, its direction and its length are those of the sum: many normalized steps would make one too long.
+
 *The horizon* T is how many updates will be made, which `for_steps` tells the rule. Without it steps keep their length.
 """
 
@@ -37,7 +40,7 @@ import numpy as np
 from flax import nnx
 
 from apgrad._ground.arguments import meets, whole
-from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Site
+from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Shared, Site
 from apgrad.mplp._reach import warn_of_updates
 from apgrad.mplp._rule_options import SavedRule, first_sites, require_one_of, require_sizes, role, shows_signature
 from apgrad.mplp._rule_parts import NORMAL, Corrected, Fixed, Mlp
@@ -45,6 +48,7 @@ from apgrad.mplp.rules import _whitening as whitening
 
 CONTROLS = {"rate": -2.3, "bias": -1.5, "beta": 0.0, "lambda": 1.0, "epsilon": -6.0, "correct": 0.0}
 """What a controller gives at first: logarithms, and for beta a logit."""
+STEP, WHITEN, CORRECT = ("rate", "bias", "beta"), ("lambda", "epsilon"), ("correct",)
 SEEN = 9  # numbers that a controller sees
 FADES = 1000.0  # examples after which half of the corrections is left
 TINY = 1e-20
@@ -68,6 +72,8 @@ class Normalized(SavedRule):
     Example:
       As for `Separable`, with the rule `ap.mplp.Normalized(sites, rngs=nnx.Rngs(2)).for_steps(100)`.
     """
+
+    sums_uses = True
 
     def __init__(
         self,
@@ -93,9 +99,12 @@ class Normalized(SavedRule):
         self.places = nnx.Dict({})
         for key, site in first_sites(sites, role).items():
             if site.family == "dense":
-                self.places[key] = _NormalizedDense(self.message_size, rank if learned else 0, hidden, whiten, rngs)
+                rank_here = rank if learned else 0
+                self.places[key] = _NormalizedDense(self.message_size, rank_here, hidden, whiten, site.shared, rngs)
             elif site.family == "diagonal":
-                self.places[key] = _NormalizedDiagonal(hidden, rngs)
+                self.places[key] = _NormalizedDiagonal(hidden, site.shared, rngs)
+            elif site.family == "shared":
+                self.places[key] = _NormalizedShared(hidden, len(site.shape) > 1, rngs)
             else:
                 features = len(site.features) + (0 if site.begins else self.message_size)
                 size = self.message_size if learned else 0
@@ -121,12 +130,15 @@ class Normalized(SavedRule):
         """P = I, and zeros for the averages."""
         zeros = lambda *shape: jnp.zeros(shape, float)
         state: dict[str, Any] = {"count": zeros(), "signal": zeros(2)}
-        if site.family == "elementwise":
-            return state
-        if site.family == "diagonal":
+        if site.family == "shared":
+            return state | {"average": zeros(*site.shape)}
+        if site.family == "diagonal" and not site.shared:
             return state | {"average": zeros(*site.shape[1:])}
+        if site.family != "dense":
+            return state
         _, inputs, outputs = site.shape
-        state |= {"average": zeros(inputs, outputs), "bias": zeros(outputs if site.bias else 0)}
+        if not site.shared:
+            state |= {"average": zeros(inputs, outputs), "bias": zeros(outputs if site.bias else 0)}
         if self.whitens:
             state["whitening"] = whitening.init(site, self.full, self.window)
         return state
@@ -152,7 +164,7 @@ def _squash(x: jax.Array) -> jax.Array:
 class _Controller(nnx.Module):
     """Makes the numbers of a step; at first they are those of `CONTROLS`."""
 
-    def __init__(self, hidden: int, rngs: nnx.Rngs, controls: Sequence[str] = tuple(CONTROLS)):
+    def __init__(self, hidden: int, rngs: nnx.Rngs, controls: Sequence[str]):
         self.controls = tuple(controls)
         self.network = Mlp([SEEN, hidden, len(controls)], jnp.tanh, rngs=rngs, initializer=NORMAL)
         self.base = nnx.Param(jnp.array([CONTROLS[name] for name in controls], float))
@@ -161,17 +173,20 @@ class _Controller(nnx.Module):
     def __call__(self, site: Site, state: dict[str, Any], horizon: jax.Array, weight: Any = 1.0) -> dict[str, Any]:
         t = state["count"]
         fraction = jnp.minimum(jnp.where(horizon > 0, t / jnp.maximum(horizon, 1.0), 0.0), 1.0)
-        inputs, outputs = (site.shape[1] if site.family == "dense" else 1), site.shape[-1]
+        diagonal = site.family in ("diagonal", "elementwise")
+        inputs, outputs = (1, 1, *(site.shape[-1:] if diagonal else site.shape[-2:]))[-2:]
         sizes = jnp.stack([jnp.where(horizon > 0, horizon, 1000.0), *map(float, (site.batch, inputs, outputs))])
         scale = jnp.log(_size(jnp.asarray(weight, float)) * inputs**0.5 + 1e-3)
         seen = [fraction[None], (t[None] + 1) ** -0.5, jnp.log(sizes) / 5, scale[None], state["signal"]]
         made = self.base[...] + self.gain[...] * self.network(jnp.concatenate(seen))
         found: dict[str, Any] = dict(zip(self.controls, made, strict=True))
-        found["correct"] = jnp.exp(found["correct"]) / (1 + t * site.batch / FADES)
+        if "correct" in found:
+            found["correct"] = jnp.exp(found["correct"]) / (1 + t * site.batch / FADES)
         if "rate" in found:
             found["rate"] = jnp.exp(found["rate"]) * (1 - fraction)
             found["bias"] = found["rate"] * jnp.exp(found["bias"])
             found["beta"] = jax.nn.sigmoid(found["beta"])
+        if "lambda" in found:
             found["whitening"] = jnp.exp(found["lambda"]), jnp.exp(jnp.minimum(found["epsilon"], 0.0))
         return found
 
@@ -179,13 +194,13 @@ class _Controller(nnx.Module):
 class _NormalizedDense(nnx.Module):
     """The local rule of a dense node."""
 
-    def __init__(self, message_size: int, rank: int, hidden: int, whiten: bool, rngs: nnx.Rngs):
+    def __init__(self, message_size: int, rank: int, hidden: int, whiten: bool, shared: bool, rngs: nnx.Rngs):
         made = lambda features, out, gain: Corrected(features, hidden, out, gain, rngs) if rank else nnx.data(None)
         self.A = made(message_size, rank, (0.0, 0.0))
         self.B = made(1 + whiten, rank, (0.0, 1.0))
         self.U = made(message_size, message_size, (0.0, 1.0))
         self.bias = made(message_size, 1, (0.0, 0.0))
-        self.controller = _Controller(hidden, rngs)
+        self.controller = _Controller(hidden, rngs, (*(STEP if not shared else ()), *WHITEN, *CORRECT))
 
     def __call__(self, site: Site, question: Dense, state: dict[str, Any], horizon: jax.Array) -> Answer:
         m, x, new = question.message, question.inputs, dict(state)
@@ -201,30 +216,48 @@ class _NormalizedDense(nnx.Module):
             seen, part_of_m, part_of_x = m / size, control["correct"] * size, control["correct"] * size_of_x
             A, B = self.A(gradient, seen, size=part_of_m), self.B(x, *(z / size_of_x for z in inputs), size=part_of_x)
             message, b = self.U(gradient, seen, size=part_of_m), self.bias(gradient, seen, size=part_of_m)[..., 0]
-        update = jnp.einsum("bir,bjr->ij", B, A) / site.batch
-        new |= _averaged(update, control["beta"], state)
+        passed = jnp.einsum("bjk,ij->bik", message, question.weight)
+        step = jnp.einsum("bir,bjr->ij", B, A) / site.batch
+        bias = None if question.bias is None else jnp.sum(b, axis=0) / site.batch
+        if site.shared:
+            return Answer(passed, step, bias, new | {"count": state["count"] + 1})
+        new |= _averaged(step, control["beta"], state)
         step = -control["rate"] * new["average"] / (_size(new["average"]) * site.shape[1] ** 0.5)
-        bias = None
-        if question.bias is not None:
-            beta = control["beta"]
-            new["bias"] = beta * state["bias"] + (1 - beta) * jnp.sum(b, axis=0) / site.batch
+        if bias is not None:
+            new["bias"] = control["beta"] * state["bias"] + (1 - control["beta"]) * bias
             bias = -control["bias"] * new["bias"] / _size(new["bias"])
-        return Answer(jnp.einsum("bjk,ij->bik", message, question.weight), step, bias, new)
+        return Answer(passed, step, bias, new)
 
 
 class _NormalizedDiagonal(nnx.Module):
     """The local rule of a bias or a scale: an averaged and normalized gradient step, and the exact message."""
 
-    def __init__(self, hidden: int, rngs: nnx.Rngs):
-        self.controller = _Controller(hidden, rngs)
+    def __init__(self, hidden: int, shared: bool, rngs: nnx.Rngs):
+        self.controller = nnx.data(None) if shared else _Controller(hidden, rngs, STEP)
 
     def __call__(self, site: Site, question: Diagonal, state: dict[str, Any], horizon: jax.Array) -> Answer:
-        control = self.controller(site, state, horizon, question.parameter)
         update = question.message[..., 0] * question.slope
+        through = question.through[..., None] * question.message
+        if self.controller is None:
+            return Answer(through, update, state=state | {"count": state["count"] + 1})
+        control = self.controller(site, state, horizon, question.parameter)
         new = dict(state) | _averaged(jnp.mean(update, axis=0), control["beta"], state)
         step = -control["rate"] * new["average"] / _size(new["average"])
-        through = question.through[..., None] * question.message
         return Answer(through, jnp.broadcast_to(step, update.shape), state=new)
+
+
+class _NormalizedShared(nnx.Module):
+    """The local rule of a shared parameter: a matrix has the step of a dense node's weight, others that of its bias."""
+
+    def __init__(self, hidden: int, matrix: bool, rngs: nnx.Rngs):
+        self.matrix = matrix
+        self.controller = _Controller(hidden, rngs, STEP)
+
+    def __call__(self, site: Site, question: Shared, state: dict[str, Any], horizon: jax.Array) -> Answer:
+        control = self.controller(site, state, horizon, question.parameter)
+        new = state | _averaged(question.update, control["beta"], state)
+        length = control["rate"] / site.shape[-2] ** 0.5 if self.matrix else control["bias"]
+        return Answer(None, -length * new["average"] / _size(new["average"]), state=new)
 
 
 class _NormalizedElementwise(nnx.Module):
@@ -234,7 +267,7 @@ class _NormalizedElementwise(nnx.Module):
         self.G = self.controller = nnx.data(None)
         if message_size:
             self.G = Corrected(features, hidden, message_size, (0.0, 1.0), rngs)
-            self.controller = _Controller(hidden, rngs, ["correct"])
+            self.controller = _Controller(hidden, rngs, CORRECT)
 
     def __call__(self, site: Site, question: Elementwise, state: dict[str, Any], horizon: jax.Array) -> Answer:
         new = state | {"count": state["count"] + 1}

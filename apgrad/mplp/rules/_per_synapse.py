@@ -29,7 +29,14 @@ from flax import nnx
 
 from apgrad.mplp import _standardization as standardization
 from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Site
-from apgrad.mplp._rule_options import known_forms, require_form, require_one_of, require_sizes, shows_signature
+from apgrad.mplp._rule_options import (
+    known_forms,
+    of_each_use,
+    require_form,
+    require_one_of,
+    require_sizes,
+    shows_signature,
+)
 from apgrad.mplp._rule_parts import Fixed, Gru, Mlp, in_chunks
 from apgrad.mplp._standardization import Standardizer
 
@@ -75,6 +82,7 @@ class PerSynapse(nnx.Module):
         require_sizes(0, hidden=hidden)
         self.message_size, self.gradient, self.share = message_size, gradient, share
         self.record = False
+        sites = of_each_use(sites)
         self.known = known_forms(sites)
         self.cells, self.standardizers = nnx.Dict({}), nnx.Dict({})
         self.scales, self.means = nnx.Dict({}), nnx.Dict({})
@@ -269,7 +277,7 @@ class _PerSynapseAt:
             one = jnp.broadcast_to(ones, question.output.shape)
             asked = Diagonal(message, question.gradient, question.output, question.bias, one, ones)
             answer = self._diagonal(asked, state)
-            assert answer.update is not None  # a diagonal answer has one
+            assert answer.update is not None and answer.message is not None  # a diagonal answer has both
             message, new, bias = answer.message, answer.state, jnp.sum(answer.update, axis=0) / site.batch
         inputs = [
             *[x[:, None] for x in self._seen(message, question.gradient)],

@@ -28,7 +28,15 @@ from flax import nnx
 
 from apgrad._ground.arguments import number
 from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Site
-from apgrad.mplp._rule_options import SavedRule, first_sites, require_one_of, require_sizes, role, shows_signature
+from apgrad.mplp._rule_options import (
+    SavedRule,
+    first_sites,
+    of_each_use,
+    require_one_of,
+    require_sizes,
+    role,
+    shows_signature,
+)
 from apgrad.mplp._rule_parts import NORMAL, Corrected
 from apgrad.mplp.rules import _whitening as whitening
 
@@ -95,6 +103,7 @@ class Separable(SavedRule):
         require_sizes(1, **networks)
         require_sizes(0, **sizes)
         number("learning_rate", learning_rate, positive=True)
+        sites = of_each_use(sites)
         self.remember(sites, networks | sizes | flags | {"share": share})
         self.message_size, self.neuron_state, self.share, self.whitens = message_size, neuron_state, share, whiten
         self.full, self.window = full, window

@@ -25,6 +25,7 @@ from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Site
 from apgrad.mplp._rule_options import (
     first_sites,
     known_forms,
+    of_each_use,
     require_form,
     require_one_of,
     require_sizes,
@@ -77,6 +78,7 @@ class Thesis(nnx.Module):
         require_sizes(1, message_size=message_size, hidden=hidden)
         number("learning_rate", learning_rate, positive=True)
         self.message_size, self.learn_rate, self.see_loss = message_size, learn_rate, see_loss
+        sites = of_each_use(sites)
         self.known = known_forms(sites)
         self.rate = (nnx.Param if learn_rate else Fixed)(jnp.asarray(learning_rate, float))
         self.networks, self.descents, self.gains = nnx.Dict({}), nnx.Dict({}), nnx.Dict({})
