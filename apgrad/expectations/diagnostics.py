@@ -191,7 +191,10 @@ def compare(
                     out = jax.block_until_ready(function(keys[name][r], *args))
                     seconds.setdefault(name, []).append((time.perf_counter() - start) / chunk)
                     samples.setdefault(name, []).append(_flat(out, 1))
-                    cuts = np.cumsum([x[0].size for x in jax.tree.leaves(out)])[:-1]
+    one = jax.tree.map(lambda x: x[0], out)
+    if truth is not None and (mine := _form(one)) != (given := _form(truth)):
+        raise ValueError(f"the gradient has the form {mine}, the truth {given}: give it as jax.grad gives the gradient")
+    cuts = np.cumsum([x.size for x in _real(one)])[:-1]
     samples = {name: np.concatenate(x) for name, x in samples.items()}
     against = samples.get(reference or "") if truth is None else np.stack([_flat(truth, 0)] * 2)  # without a spread
     row = lambda name: _row(samples[name], np.array(seconds[name]), None if name == reference else against, cuts)
@@ -289,10 +292,20 @@ def _short(x: float, digits: int = 1) -> str:
     return f"{x:.{digits}f}" if x < 1000 else f"{x:.0e}"
 
 
+def _form(tree):
+    return str(jax.tree.map(np.shape, tree))
+
+
+def _real(tree):
+    """The leaves in float64, a complex number as two real ones."""
+    leaves = [np.asarray(x) for x in jax.tree.leaves(tree)]
+    both = [np.stack([x.real, x.imag], axis=-1) if np.iscomplexobj(x) else x for x in leaves]
+    return [x.astype(np.float64) for x in both]
+
+
 def _flat(tree, batch):
     """The leaves in a row, after `batch` axes."""
-    leaves = [np.asarray(x, np.float64) for x in jax.tree.leaves(tree)]
-    return np.concatenate([x.reshape(*x.shape[:batch], -1) for x in leaves], axis=-1)
+    return np.concatenate([x.reshape(*x.shape[:batch], -1) for x in _real(tree)], axis=-1)
 
 
 def _mean_and_error(samples):
@@ -315,8 +328,6 @@ def _row(samples, times, against, cuts=()):
     truth = (n * mean - samples) / (n - 1)
     if against is not None:
         truth, truth_error = _mean_and_error(against)
-        if truth.shape != mean.shape:
-            raise ValueError(f"the gradient has {mean.size} elements, the truth {truth.size}")
         bias = mean - truth
         offs = np.where(bias == 0, 0.0, np.abs(bias) / np.hypot(error, truth_error))
         far = offs > bound

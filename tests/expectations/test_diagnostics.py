@@ -202,9 +202,16 @@ def test_bad_comparisons():
         ({"truth": 0.0, "reference": "a"}, "not both"),
         ({"reference": "b"}, "none of the objectives"),
         ({"rounds": 0}, "a round and 2 estimates"),
-        ({"truth": np.zeros(2), "num_estimates": 10}, "has 1 elements, the truth 2"),
+        ({"truth": np.zeros(2), "num_estimates": 10}, r"has the form \(\), the truth \(2,\)"),
+        ({"truth": [0.0], "num_estimates": 10}, r"has the form \(\), the truth \[\(\)\]"),
     ):
         refused(ValueError, words, diagnostics.compare, {"a": lambda key, x: x}, KEY, 0.0, **options)
+
+
+def test_a_complex_gradient_counts_with_both_its_parts():
+    objectives = {"square": lambda key, z: jnp.abs(z) ** 2}
+    row = diagnostics.compare(objectives, KEY, 1 + 2j, num_estimates=10, truth=np.array(2 - 5j)).rows["square"]
+    np.testing.assert_allclose([row.mean, row.bias], [[2, -4], [0, 1]], rtol=1e-6)
 
 
 def test_recommendations_say_when_nothing_is_better():
