@@ -11,7 +11,7 @@ from flax import nnx
 from apgrad._ground.port import Signal
 from apgrad.mplp import _nodes as nodes
 from apgrad.mplp._layers import Apply, Layer, layer
-from apgrad.mplp._places import Place, Places
+from apgrad.mplp._places import Parameter, Place, Places
 
 
 class NamedLayer(NamedTuple):
@@ -21,11 +21,13 @@ class NamedLayer(NamedTuple):
       name: the name of the layer's place.
       kind: as in `Layer`.
       apply: as in `Layer`.
+      parameters: the paths of the layer's parameters.
     """
 
     name: str
     kind: str
     apply: Apply
+    parameters: tuple[str, ...]
 
 
 class Sequential(NamedTuple):
@@ -77,16 +79,20 @@ class Sequential(NamedTuple):
         signal: Any = x if tokens else places.signal(x)
         outputs = []
         for made in self.layers:
-            try:
-                signal = made.apply(places[made.name], params.get(made.name), signal)
-            except KeyError as error:
+            own = params.get(made.name)
+            if (given := _paths(own)) != made.parameters:
                 raise ValueError(
-                    f"the layer {made.name!r} looks for the parameter {error}, and params have "
-                    f"{jax.tree.map(jnp.shape, params.get(made.name))}. Give the parameters that from_nnx "
-                    "made of the model."
-                ) from error
+                    f"the layer {made.name!r} has the parameters {made.parameters}, got {given}. Give all that "
+                    "from_nnx made of the model; what is not to learn is an nnx.Variable that is no nnx.Param."
+                )
+            signal = made.apply(places[made.name], own, signal)
             outputs.append((made.name, signal))
         return outputs
+
+
+def _paths(params: Any) -> tuple[str, ...]:
+    leaves = jax.tree_util.tree_leaves_with_path(params, is_leaf=lambda x: isinstance(x, Parameter))
+    return tuple(sorted(jax.tree_util.keystr(path) for path, _ in leaves))
 
 
 Names = Literal["number", "role"]
@@ -146,7 +152,7 @@ def from_nnx(
                 )
         if jax.tree.leaves(made.params):
             params[name] = made.params
-    layers = tuple(NamedLayer(name, made.kind, made.apply) for name, _, made in found)
+    layers = tuple(NamedLayer(name, made.kind, made.apply, _paths(made.params)) for name, _, made in found)
     network = Sequential(layers, loss, found[0][2].tokens)
     if x is not None:
         require_equal(network, params, model, x)

@@ -245,8 +245,10 @@ NO_LAYERS = [
 
 
 def test_parameters_of_another_model_are_refused():
-    network, _ = mplp.from_nnx(nnx.Sequential(nnx.Linear(3, 2, rngs=nnx.Rngs(0))), mplp.squared_error)
-    refused(ValueError, "layer '0_dense' looks for the parameter 'kernel'", network.predict, {}, jnp.ones((4, 3)))
+    network, params = mplp.from_nnx(nnx.Sequential(nnx.Linear(3, 2, rngs=nnx.Rngs(0))), mplp.squared_error)
+    kernel = {"kernel": params["0_dense"]["kernel"]}  # without a bias it would be another network
+    for wrong in ({}, {"0_dense": kernel}, {"0_dense": params["0_dense"] | {"scale": jnp.ones(2)}}):
+        refused(ValueError, r"'0_dense' has the parameters .*bias.*kernel", network.predict, wrong, jnp.ones((4, 3)))
 
 
 def test_what_is_no_layer_is_refused():
