@@ -28,6 +28,14 @@ def blocks(path):
     return re.findall(r"```python\n(.*?)```", path.read_text(), flags=re.DOTALL)
 
 
+def words_of(path):
+    return " ".join(path.read_text().split())
+
+
+def results(name):
+    return json.loads((ROOT / "experiments" / "results" / name / "results.json").read_text())
+
+
 @pytest.mark.parametrize(
     "path",
     [pytest.param(p, marks=[pytest.mark.long] * (p.stem not in SOON)) for p in PAGES if blocks(p)],
@@ -131,7 +139,7 @@ def test_the_address_of_the_repository_stands_in_one_place():
 
 def measured_figures() -> dict[str, set[str]]:
     """The measured figures of the README, of the wings' pages and of what is new, from the results they are made of."""
-    run = lambda name: json.loads((ROOT / "experiments" / "results" / name / "results.json").read_text())
+    run = results
     chaos, mnist = run("chaos-paper"), run("mplp_mnist-paper")
     value = lambda key: chaos[key]["value"]
     default, rest = value("variance_decoupled-CF_H50_beta3.5"), chaos["bias_decoupled-CF_H100_beta1.5"]
@@ -203,8 +211,7 @@ def test_measured_figures_of_readme_and_wings_are_the_results():
 
 @pytest.mark.quick
 def test_the_page_of_the_policy_has_the_figures_of_the_results():
-    run = lambda name: json.loads((ROOT / "experiments" / "results" / name / "results.json").read_text())["rows"]
-    errors, learnt = run("gradient_errors-paper"), run("policy_search_clipped-paper")
+    errors, learnt = (results(name)["rows"] for name in ("gradient_errors-paper", "policy_search_clipped-paper"))
     short = lambda x: f"{x:,.0f}" if x >= 10 else f"{x:.2g}".removeprefix("0")
     of = lambda name, key: [r[key] for r in errors if (r["stage"], r["method"]) == (0, name)]
     ends = lambda values, form: " to ".join(form(end(values)) for end in (min, max))
@@ -220,18 +227,17 @@ def test_the_page_of_the_policy_has_the_figures_of_the_results():
         figures = [form(r[k]) for r, form in ((every, two), (last, three)) for k in ("cost", "cost_long")]
         lines.append(f"| {' | '.join([name, steps, *figures])} |")
     lines.append("after 240 steps is " + two(cost["every step", "RP, lanes clipped"]["cost_median"]))
-    page = " ".join((DOCS / "tasks" / "policy.md").read_text().split())
+    page = words_of(DOCS / "tasks" / "policy.md")
     assert not [line for line in lines if line not in page]
     levels, near, plain = (two(cost["every step", name]["cost"]) for name in ("multilevel", "RP, short", "RP"))
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    assert f"a cost of {levels} by levels of clipping, {near} by short horizons and {plain} by plain" in readme
+    wanted = f"a cost of {levels} by levels of clipping, {near} by short horizons and {plain} by plain"
+    assert wanted in words_of(ROOT / "README.md")
 
 
 @pytest.mark.quick
 def test_the_page_of_tracing_has_the_correlations_of_the_results():
-    run = json.loads((ROOT / "experiments" / "results" / "tracing_ablation-paper" / "results.json").read_text())
+    run, page = results("tracing_ablation-paper"), words_of(DOCS / "wings" / "tracing.md")
     of = lambda kind, how: f"{run[f'correlation {kind} {how}']['value']:.2f}".removeprefix("0")
-    page = " ".join((DOCS / "wings" / "tracing.md").read_text().split())
     assert f"a rank correlation of {of('viterbi', 'ablated')} with" in page
     assert f"and of {of('viterbi', 'retrained')} with" in page
     assert f"most gradient, {of('greedy', 'ablated')} and {of('greedy', 'retrained')}." in page

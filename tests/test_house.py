@@ -5,6 +5,7 @@ import graphlib
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -109,12 +110,9 @@ def test_type_checkers_see_the_names_that_are_loaded():
 
 
 def test_private_modules_begin_with_an_underscore():
-    for package in {path.parent for path in PACKAGE.rglob("*.py")}:
-        if any(part.startswith("_") for part in package.relative_to(PACKAGE).parts):
-            continue
-        face = {p.stem for p in package.glob("*.py") if not p.stem.startswith("_")}
-        allowed = {"expectations": {"diagnostics", "weights"}, "meta": {"data"}}
-        assert face <= allowed.get(str(package.relative_to(PACKAGE)), set()), (package, face)
+    paths = [path.relative_to(PACKAGE).with_suffix("") for path in PACKAGE.rglob("*.py")]
+    public = {str(path) for path in paths if not any(part.startswith("_") for part in path.parts)}
+    assert public == {"expectations/diagnostics", "expectations/weights", "meta/data"}
 
 
 def test_the_top_is_small():
@@ -123,12 +121,9 @@ def test_the_top_is_small():
 
 
 def test_a_class_has_its_name_alone():
-    found = {}
-    for path in PACKAGE.rglob("*.py"):
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append(path.name)
-    assert not {name: paths for name, paths in found.items() if len(paths) > 1}
+    bodies = [ast.parse(path.read_text()).body for path in PACKAGE.rglob("*.py")]
+    names = Counter(node.name for body in bodies for node in body if isinstance(node, ast.ClassDef))
+    assert not [name for name, count in names.items() if count > 1]
 
 
 def test_the_page_of_the_house_names_folders_that_are_there():
@@ -173,9 +168,6 @@ def test_public_functions_and_methods_document_their_arguments():
                 place = (path.relative_to(PACKAGE).parts[0], node is not top and node.name)
                 found.append((path, name, node.name, place, arguments - {"self", "cls"} - named))
                 entries.setdefault(place, set()).update(named)
-    missing = [
-        (str(path), name, method, sorted(left))
-        for path, name, method, place, without in found
-        if (left := without - (entries[place] if place[1] else set()))
-    ]
-    assert not missing
+    for path, name, method, place, without in found:
+        missing = without - (entries[place] if place[1] else set())
+        assert not missing, (path, name, method, sorted(missing))
