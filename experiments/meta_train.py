@@ -158,6 +158,8 @@ ABOUT["sequences"] = {
     "updates": 100,
     "depths": [2, 2],
     "widths": [32, 144],
+    "fails": "not known to fail; in Elman's network, after 100 updates of digits, it is 2 points behind what it was "
+    "before training; sequences of more than 16 steps were not tried",
     "names": "number",
 }
 ABOUT["convnets"] = {
@@ -171,6 +173,7 @@ ABOUT["convnets"] = {
     "depths": [2, 2],
     "widths": [4, 16],
     "wires": True,  # pooling
+    "fails": "not known to fail; after 100 updates of digits it is 2 points behind what it was before training",
     "names": "number",
 }
 
