@@ -21,17 +21,14 @@ def test_messages_add_up_at_a_fan_out_and_none_is_lost_or_counted_twice():
     double, triple, quintuple = (ap.node(scale(s)) for s in (2.0, 3.0, 5.0))
 
     def f(x):
-        a, b = double(triple(x)), quintuple(x)
-        c = a + b
+        c = double(triple(x)) + quintuple(x)
         return c + c
 
     assert jax.grad(f)(1.0) == 22.0
 
 
 def test_integer_inputs_and_keys_get_no_message():
-    def forward(x, n, key):
-        return x * n.astype(x.dtype) + jax.random.normal(key), n
-
+    forward = lambda x, n, key: (x * n.astype(x.dtype) + jax.random.normal(key), n)
     f = ap.node(ap.Propagator(forward, lambda n, m: (m * n.astype(m.dtype), n, None)))
     assert jax.grad(f)(2.0, jnp.int32(3), jax.random.key(0)) == 3.0
 
@@ -200,15 +197,11 @@ def test_skip_passes_the_message_over_or_refuses():
     assert skipped(lambda n: n > 1)(jnp.arange(3)).dtype == bool
 
 
-@pytest.mark.parametrize(
-    "function, dtype",
-    [
-        (lambda x: x > 0, jnp.float32),
-        (lambda x: x.astype(jnp.int8), jnp.bfloat16),
-        (lambda x: x.real.astype(jnp.uint4), jnp.complex64),
-    ],
-)
-def test_skip_is_straight_through_for_integers_and_booleans(function, dtype):
+TO_INTEGERS = {jnp.bfloat16: lambda x: x.astype(jnp.int8), jnp.complex64: lambda x: x.real.astype(jnp.uint4)}
+
+
+@pytest.mark.parametrize("dtype, function", [(jnp.float32, lambda x: x > 0), *TO_INTEGERS.items()])
+def test_skip_is_straight_through_for_integers_and_booleans(dtype, function):
     x, weights = jnp.array([-1.5, 0.25, 2.0], dtype), jnp.arange(3.0).astype(dtype)
     tree = ap.node(ap.skip(ap.backpropagation(lambda t: {"a": function(t["a"]), "n": t["n"]})))
     ste = ap.node(ap.skip(ap.backpropagation(function)))
