@@ -299,7 +299,7 @@ def _form(tree):
 def _real(tree):
     """The leaves in float64, a complex number as two real ones."""
     leaves = [np.asarray(x) for x in jax.tree.leaves(tree)]
-    both = [np.stack([x.real, x.imag], axis=-1) if np.iscomplexobj(x) else x for x in leaves]
+    both = [np.stack([np.real(x), np.imag(x)], axis=-1) if np.iscomplexobj(x) else x for x in leaves]
     return [x.astype(np.float64) for x in both]
 
 
