@@ -181,6 +181,7 @@ def of(name, size=None):
     return lambda key, params: LOSSES[name].loss(key, params, model, guide, DATA, size=size)
 
 
+@pytest.mark.long
 def test_the_elbo_of_a_model_is_certified():
     gradient = jax.jit(jax.grad(of("default"), argnums=1))
     ap.testing.certify(gradient, exact_loss, PARAMS, num_samples=10_000, resolution=1.0, order=2)

@@ -152,6 +152,7 @@ def test_the_trained_sinusoid_rule_learns():
     assert abs(float(mean[-1]) - found["mean"]) < 4 * spread
 
 
+@pytest.mark.long
 def test_the_rule_for_long_unrolls_goes_on_learning():
     """From digits, which it never saw: above 60 % after 20 steps of 32, and above 80 % after 60."""
     task = meta.images(meta.data.load("digits"), hidden=(32, 20), activation=jax.nn.sigmoid, batch=32, split="test")

@@ -81,7 +81,7 @@ def convnet():
 
 LAYERED = {
     "Elman's cell": ("sequences", lambda: recurrent(nnx.SimpleCell)),
-    "gated units": ("sequences", lambda: recurrent(nnx.GRUCell)),
+    "gated units": pytest.param("sequences", lambda: recurrent(nnx.GRUCell), marks=pytest.mark.long),
     "convolutions": ("convnets", convnet),
 }
 
