@@ -16,6 +16,7 @@ from flax import nnx
 import apgrad as ap
 from apgrad import meta, mplp
 from apgrad.meta._partition import is_fixed
+from experiments import outer_gradients
 from tests.refusals import refused
 
 A, START, T, THETA, SIGMA = 0.8, 1.5, 6, 0.4, 0.1
@@ -123,6 +124,17 @@ def test_total_propagation_over_perturbed_unrolls(cross_fit):
         return
     gradients = jax.lax.map(lambda key: estimator(jnp.float32(THETA), key)[1], jax.random.split(jax.random.key(5), 200))
     assert abs(jnp.mean(gradients) / truth - 1) < 0.1  # biased by its weights, little
+
+
+def test_a_few_chaotic_unrolls_vary_no_more_than_by_the_likelihood_ratio():
+    problem, keys = outer_gradients.problem(10), jax.random.split(jax.random.key(0), 500)
+
+    def variance(**options):
+        outer = meta.perturbed(problem, sigma=0.03, unrolls=16, **options)
+        return jnp.var(jax.lax.map(lambda key: outer(jnp.float32(0.9), key)[1], keys))
+
+    mixed, ratio = jax.jit(lambda: (variance(), variance(estimator=ap.likelihood_ratio)))()
+    assert mixed < 1.5 * ratio
 
 
 @pytest.mark.parametrize("name", ["truncated", "truncated_evolution", "persistent_evolution", "single_evolution"])
