@@ -112,6 +112,9 @@ def adaptive(
       has_aux: as in `expectation`.
       check_nan: as in `expectation`.
 
+    Returns:
+      An `Adaptive`, the pair of `init` and `value_and_grad`.
+
     Raises:
       ValueError: for a window that is not a positive integer; at trace time, for a program without mixers, mixers with
         other than two estimators or with a weight for each coordinate, and the state of another program.

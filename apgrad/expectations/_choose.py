@@ -61,6 +61,10 @@ def choose(
       TypeError, ValueError: at trace time, for an estimator of another kind, a distribution that the estimator does not
         take, or a continuation that does not return a scalar cost and a value.
 
+    Warns:
+      UserWarning: at trace time, where nothing goes on and the cost is a sum of terms that see one entry of the lane's
+        choices each, such as the mean over a minibatch: then each choice pays for the others' costs.
+
     Example:
       A minibatch: its examples are the lanes, the samples of an example are the estimator's.
 

@@ -60,6 +60,9 @@ def clip_lanes(
       counts: a port of two numbers, `jnp.zeros(2)`, which is an argument of the program: its derivative is how many
         messages were cut, and how many were not finite.
 
+    Returns:
+      `(tape, x)`.
+
     Raises:
       TypeError, ValueError: at trace time, for arrays without the lanes, fewer than 2 lanes, or a factor that is not
         positive.

@@ -163,7 +163,10 @@ def grad(
       `function(key, *args) -> gradient`; with `has_aux`, `(gradient, aux)`.
 
     Example:
-      As for `value_and_grad`.
+      >>> import jax, apgrad as ap
+      >>> gradient = ap.grad(lambda tape, x: tape.cost(jax.numpy.full(tape.lanes, x**2)), lanes=4)
+      >>> float(gradient(jax.random.key(0), 3.0))
+      6.0
     """
     both = value_and_grad(program, lanes, argnums, **options)
 

@@ -68,6 +68,9 @@ def multilevel(
       levels: the knob's settings, from much bias and little noise to no bias; at least two.
       window: over how many earlier calls, about, the weights are averaged.
 
+    Returns:
+      An `Adaptive`, whose state is a `MultilevelState`.
+
     Raises:
       ValueError: for fewer than two levels, or a window of less than one call.
       TypeError: at trace time, for a state that is none.

@@ -62,6 +62,9 @@ def node_variances(
       *args: the program's arguments after the tape, of which the first is differentiated, the target.
       weights: how total propagation mixes.
 
+    Returns:
+      `NodeVariances`.
+
     Raises:
       ValueError: for a program without a node that has this estimator.
 

@@ -114,6 +114,9 @@ def sample(
       parts: the second batch axis numbers independent parts, as in `stochastic`.
       mask: Booleans (lanes,), or (lanes, parts) with `parts`, as in `stochastic`.
 
+    Returns:
+      `(tape, x)`, with x of shape (lanes, ...).
+
     Raises:
       TypeError, ValueError: at trace time, as `stochastic`.
 

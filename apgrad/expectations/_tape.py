@@ -84,7 +84,19 @@ class Tape:
         return self._plan.data
 
     def next_key(self) -> tuple["Tape", jax.Array]:
-        """A fresh PRNG key, for noise that takes no part in the estimator (say, a random initial state)."""
+        """A fresh PRNG key, for noise that takes no part in the estimator (say, a random initial state).
+
+        Returns:
+          `(tape, key)`.
+
+        Example:
+          >>> import jax, apgrad as ap
+          >>> def program(tape):
+          ...     tape, key = tape.next_key()
+          ...     return tape.cost(jax.random.normal(key, (tape.lanes,)) ** 2)
+          >>> float(ap.expectation(program, lanes=10_000)(jax.random.key(0))).__round__(1)
+          1.0
+        """
         self._require_current("next_key")
         key, fresh = jax.random.split(self._key)
         return self._follow(key), fresh
@@ -100,6 +112,9 @@ class Tape:
           shaping: only with a function: `apgrad.gaussian_shaping()`, or any function
             `(key, cost_function, *args) -> (pathwise, message)` of arrays (lanes,): the term whose value and
             pathwise derivative count, and what random choices before it are charged.
+
+        Returns:
+          The next tape.
 
         Raises:
           ValueError: at trace time, for shapes that are not one cost a lane.
@@ -145,6 +160,9 @@ class Tape:
         Args:
           factor: a number from 0 to 1, or one for each lane, (lanes,), a constant to differentiation. The range of a
             factor that JAX traces is not checked.
+
+        Returns:
+          The next tape.
 
         Raises:
           ValueError: for a factor out of range; at trace time, in a branch of `parallel`; and in a program with a

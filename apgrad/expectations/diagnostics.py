@@ -210,6 +210,15 @@ def recommend(comparison: Comparison) -> str:
 
     Args:
       comparison: what `compare` found, with a truth or a reference, so that biases are known.
+
+    Example:
+      >>> import jax, apgrad as ap
+      >>> def normal(deviation):
+      ...     return lambda key, x: deviation * x * jax.random.normal(key)
+      >>> objectives = {"RP": normal(1.0), "LR": normal(100.0)}
+      >>> found = ap.diagnostics.compare(objectives, jax.random.key(0), 0.0, truth=0.0)
+      >>> ap.diagnostics.recommend(found).startswith("Use RP: it is ")
+      True
     """
     rows = comparison.rows
     ranked = sorted((n for n in rows if not rows[n].heavy_tailed), key=lambda n: -rows[n].efficiency)

@@ -90,7 +90,11 @@ def local_covariance() -> Weights:
     """Weights of least variance of the node's own contribution, given how the estimators correlate.
 
     Example:
-      As for `inverse_variance`.
+      >>> import jax.numpy as jnp, apgrad as ap
+      >>> rule = ap.weights.local_covariance().message.rule
+      >>> noise = jnp.array([1.0, -1.0, 2.0, -2.0])[:, None]
+      >>> rule(jnp.stack([noise, -noise]), jnp.zeros((4, 1))).tolist()    # they cancel
+      [0.5, 0.5]
     """
     return Weights(Weighting(least_variance()))
 
@@ -134,7 +138,11 @@ def per_step_inverse_variance() -> Weights:
     code. The message explodes wherever reparameterization explodes.
 
     Example:
-      As for `inverse_variance`: the same weights, of the contribution alone.
+      >>> import jax.numpy as jnp, apgrad as ap
+      >>> weights = ap.weights.per_step_inverse_variance()
+      >>> gradients = jnp.array([[[1.0], [-1.0]], [[2.0], [-2.0]]])       # 2 estimators, 2 lanes, 1 feature
+      >>> [round(float(w.rule(gradients, jnp.zeros((2, 1)))[0]), 3) for w in weights]
+      [1.0, 0.8]
     """
     return Weights(Weighting(_first_alone), Weighting(_inverse_variance))
 

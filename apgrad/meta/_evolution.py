@@ -37,7 +37,9 @@ def evolution(problem: Problem, *, sigma: float = 0.01) -> OuterGradient:
       sigma: standard deviation of the perturbations.
 
     Example:
-      `loss, gradient, _ = meta.evolution(problem)(theta, key)`
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> p = ap.meta.Problem(lambda th, key: jnp.zeros(()), lambda th, s: (s, th * 3), lambda th, s: 0 * th, 2)
+      >>> loss, gradient, _ = ap.meta.evolution(p)(jnp.ones(()), jax.random.key(0))
     """
     number("sigma", sigma, positive=True)
 
@@ -161,4 +163,4 @@ def _antithetic(loss, theta, key, sigma):
 
 
 def _first(key):
-    return jax.random.fold_in(key, 0)  # with which recorded results were made
+    return jax.random.fold_in(key, 0)  # The committed results were made with this key.

@@ -253,7 +253,11 @@ def clipped(outer: OuterGradient, max_norm: float = 1.0) -> OuterGradient:
       max_norm: the largest norm of the gradient over all meta-parameters.
 
     Example:
-      `meta.batched(meta.clipped(meta.reverse_mode(problem)), 8)`
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> steep = ap.meta.OuterGradient(lambda theta, key: (), lambda theta, key, carry: (theta, 100 * theta, carry))
+      >>> _, gradient, _ = ap.meta.batched(ap.meta.clipped(steep), 4)(jnp.float32(3.0), jax.random.key(0))
+      >>> float(gradient)
+      1.0
     """
     number("max_norm", max_norm, positive=True)
 

@@ -44,12 +44,15 @@ def perturbed(
       problem: the recurrence; `problem.perturb` says which part of the state gets noise. That part is floating point.
       sigma: standard deviation of the noise.
       unrolls: number of perturbed unrolls of the task, the lanes over which total propagation takes variances.
-      estimator: makes the estimator of the noise; total propagation with the published weights if not given. With the
-        default ones of `ap.total_propagation` 16 chaotic unrolls had 10,000 times their variance.
+      estimator: makes the estimator of the noise; total propagation with the published weights if not given. By the
+        default ones of `ap.total_propagation` one of a few chaotic unrolls may take all the weight.
       cross_fit: whether each half of the unrolls is weighed by the other half, which is unbiased however few there are.
 
     Example:
-      `loss, gradient, _ = jax.jit(meta.perturbed(problem))(theta, key)`
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> step = lambda theta, s: (jnp.sin(theta * s), s**2)
+      >>> p = ap.meta.Problem(lambda theta, key: jnp.ones(()), step, lambda theta, s: s**2, 5)
+      >>> loss, gradient, _ = jax.jit(ap.meta.perturbed(p))(jnp.float32(2.0), jax.random.key(0))
     """
     number("sigma", sigma, positive=True)
     whole("unrolls", unrolls)

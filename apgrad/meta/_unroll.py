@@ -149,6 +149,12 @@ def run(problem: Problem, theta: Any, state: Any, steps: int, *, remat: bool | i
       state: the state before the first step.
       steps: number of steps.
       remat: what a gradient remembers; see `mplp.scan_steps`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> halve = ap.meta.Problem(lambda theta, key: jnp.ones(()), lambda theta, s: (s / 2, s), lambda theta, s: s, 4)
+      >>> ap.meta.run(halve, None, jnp.ones(()), 4)[1].tolist()
+      [1.0, 0.5, 0.25, 0.125]
     """
     steps = whole("steps", steps, 0)
     return mplp.scan_steps(lambda state, _: step(problem, theta, state), state, length=steps, remat=remat)
@@ -277,6 +283,14 @@ def batch_entropy(network: mplp.Sequential, params: Any, x: jax.Array, *, form: 
       params: parameters of the network.
       x: inputs, (batch, ...).
       form: "reference" or "paper".
+
+    Example:
+      >>> import jax.numpy as jnp, apgrad as ap
+      >>> from flax import nnx
+      >>> model = nnx.Sequential(nnx.Linear(2, 3, rngs=nnx.Rngs(0)), nnx.relu)
+      >>> network, params = ap.mplp.from_nnx(model, ap.mplp.squared_error)
+      >>> ap.meta.batch_entropy(network, params, jnp.ones((4, 2))).tolist()    # equal inputs: no variance
+      [0.0]
     """
     constant = 1.0 if form == "reference" else 1e-5
     entropies = []

@@ -111,7 +111,11 @@ def conv(
       padding: "SAME", "VALID", or a pair (before, after) for each space axis.
 
     Example:
-      As for `dense`, with a signal (2, 8, 8, 3) and a kernel (3, 3, 3, 5).
+      >>> import jax.numpy as jnp, apgrad as ap
+      >>> places = ap.mplp.Places(ap.mplp.Exact(0.1))
+      >>> x, w = places.signal(jnp.ones((2, 8, 8, 3))), ap.mplp.parameter(jnp.ones((3, 3, 3, 5)))
+      >>> ap.mplp.conv(places["conv"], x, w, strides=2).value.shape
+      (2, 4, 4, 5)
     """
     _require_weight("conv", place, signal, kernel, None)
     space = signal.value.ndim - 2

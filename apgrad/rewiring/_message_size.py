@@ -39,7 +39,10 @@ def normalize_messages(norm: float = 1.0, *, where: Where = None) -> Rule:
       where: which sites, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
 
     Example:
-      As for `clip_messages`.
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> f = ap.rewire(lambda x: jnp.sum(5 * jnp.sin(x)), ap.rewiring.normalize_messages(10.0, where="sin"))
+      >>> jax.grad(f)(jnp.zeros(4))
+      Array([5., 5., 5., 5.], dtype=float32)
     """
     number("norm", norm, positive=True)
     return _scaling(lambda length: jnp.where(length == 0, 0, norm / jnp.where(length == 0, 1, length)), where)

@@ -22,7 +22,10 @@ def sign_symmetry(*, scale: float | None = None, where: Where = None) -> Rule:
       where: which layers, see `ap.rewiring.Where`; all dense layers and convolutions if not given.
 
     Example:
-      As in `ap.rewire`; the rule has no parameters.
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> rewired = ap.rewire(lambda w, x: x @ w, ap.rewiring.sign_symmetry(scale=1.0))
+      >>> jax.grad(lambda x: rewired(jnp.array([0.5, -3.0]), x))(jnp.ones(2))
+      Array([ 1., -1.], dtype=float32)
     """
     if scale is not None:
         number("scale", scale, positive=True)

@@ -79,6 +79,12 @@ class Influence:
 
         Args:
           count: how many, at least 1.
+
+        Example:
+          >>> import jax, jax.numpy as jnp, apgrad as ap
+          >>> loss = lambda w: jax.named_scope("sine")(jnp.sin)(w) + jax.named_scope("cosine")(jnp.cos)(w)
+          >>> ap.tracing.influence(loss)(3.0).top(1).components
+          ('sine',)
         """
         if len(self.components) <= whole("the count of top", count):
             return self

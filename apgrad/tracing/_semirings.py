@@ -138,7 +138,9 @@ def absolute_sum() -> Semiring:
     """The sum over all paths of their weights, the products of |derivatives|.
 
     Example:
-      As for `max_product`, where the sum is 5.
+      >>> import apgrad as ap
+      >>> float(ap.semiring_grad(lambda x: 3.0 * x - 2.0 * x, ap.tracing.absolute_sum())(1.0))
+      5.0
     """
     return Semiring("absolute sum", lambda w: (jnp.abs(w),), _multiply, _add, (0.0,), (1.0,), kind="add")
 

@@ -37,7 +37,13 @@ def disarm_stick_breaking() -> ChoiceEstimator:
       TypeError: at trace time, for another distribution; when differentiated twice.
 
     Example:
-      As for `disarm`, with a `dist.Categorical`.
+      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
+      >>> def program(tape, logits):
+      ...     d = dist.Categorical(logits=jnp.broadcast_to(logits, (tape.lanes, 3)))
+      ...     return ap.choose(tape, d, lambda x: (3 * x, None), ap.disarm_stick_breaking())[0]
+      >>> gradient = jax.grad(ap.expectation(program, lanes=50_000), argnums=1)(jax.random.key(0), jnp.zeros(3))
+      >>> [round(float(g), 1) + 0.0 for g in gradient]
+      [-1.0, 0.0, 1.0]
     """
 
     def estimate(distribution, key, costs):

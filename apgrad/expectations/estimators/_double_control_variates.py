@@ -51,7 +51,12 @@ def double_control_variates(samples: int = 2, coefficient: Any = 1.0) -> ChoiceE
       TypeError: at trace time, for a distribution without a mean, or for which the coefficient cannot be trained.
 
     Example:
-      As for `rebar`, with `ap.double_control_variates(2, eta)`.
+      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
+      >>> def program(tape, logit):
+      ...     d = dist.Bernoulli(logits=jnp.broadcast_to(logit, (tape.lanes,)))
+      ...     return ap.choose(tape, d, lambda x: (4 * x, None), ap.double_control_variates())[0]
+      >>> float(jax.grad(ap.expectation(program, lanes=1), argnums=1)(jax.random.key(0), 0.0))
+      1.0
     """
     name = "double_control_variates"
     samples = whole(f"the samples of {name}", samples, 2)

@@ -38,7 +38,13 @@ def gumbel_softmax(temperature: Any = 0.5, *, hard: bool = False) -> Estimator:
       TypeError: at trace time, for another distribution; when differentiated twice with `hard`.
 
     Example:
-      As for `straight_through`, with `ap.gumbel_softmax(0.5)`.
+      >>> import jax, apgrad as ap, numpyro.distributions as dist
+      >>> choose = ap.stochastic(ap.gumbel_softmax(0.5))(lambda logits: dist.Categorical(logits=logits))
+      >>> def program(tape, logits):
+      ...     tape, x = choose(tape, logits)
+      ...     return tape.cost(x @ jax.numpy.array([1.0, 2.0, 4.0]))
+      >>> jax.grad(ap.expectation(program, lanes=10), argnums=1)(jax.random.key(0), jax.numpy.zeros(3)).shape
+      (3,)
     """
     number("the temperature of gumbel_softmax", temperature, positive=True)
 

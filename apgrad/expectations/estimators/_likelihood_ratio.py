@@ -28,6 +28,9 @@ def likelihood_ratio(baseline: Baseline = "leave_one_out") -> Estimator:
         bounds): the score does not see that.
       FloatingPointError: when it runs, for a sample that is rounded to where its density is 0 or infinite.
 
+    Where a parameter makes an outcome impossible (`Bernoulli(probs=0.0)`), no sample shows what the outcome would cost,
+    and the derivative with respect to it comes out as 0: take logits.
+
     Example:
       >>> import jax, apgrad as ap, numpyro.distributions as dist
       >>> @ap.stochastic(ap.likelihood_ratio())

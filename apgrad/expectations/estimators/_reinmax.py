@@ -41,7 +41,13 @@ def reinmax(temperature: Any = 1.0) -> Estimator:
       TypeError: at trace time, for another distribution; when differentiated twice.
 
     Example:
-      As for `straight_through`.
+      >>> import jax, apgrad as ap, numpyro.distributions as dist
+      >>> flip = ap.stochastic(ap.reinmax())(lambda logit: dist.Bernoulli(logits=logit))
+      >>> def program(tape, logit):
+      ...     tape, x = flip(tape, logit)
+      ...     return tape.cost((x - 0.45) ** 2)
+      >>> float(ap.grad(program, lanes=100_000)(jax.random.key(0), 0.0)).__round__(3)  # (.55^2 - .45^2) / 4
+      0.025
     """
     number("the temperature of reinmax", temperature, positive=True)
 

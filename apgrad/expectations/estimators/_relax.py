@@ -50,7 +50,15 @@ def relax(control: Callable[..., Any], *given: Any) -> ChoiceEstimator:
       ValueError: at trace time, for a control whose value is no scalar, or `given` without the lanes.
 
     Example:
-      As for `rebar`, with `ap.relax(jax.tree_util.Partial(lambda scale, z: scale * jax.nn.sigmoid(z), scale))`.
+      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
+      >>> def program(tape, logit, scale):
+      ...     d = dist.Bernoulli(logits=jnp.broadcast_to(logit, (tape.lanes,)))
+      ...     control = jax.tree_util.Partial(lambda scale, z: scale * jax.nn.sigmoid(z), scale)
+      ...     return ap.choose(tape, d, lambda x: ((x - 0.45) ** 2, None), ap.relax(control))[0]
+      >>> objective = ap.expectation(program, lanes=20_000)
+      >>> gradient, descent = jax.grad(objective, argnums=(1, 2))(jax.random.key(0), 0.0, 0.0)
+      >>> float(gradient).__round__(2), bool(descent < 0)
+      (0.03, True)
     """
     if not callable(control):
         raise TypeError(f"relax takes a function of one lane's relaxation, got {type(control).__name__}")

@@ -33,7 +33,15 @@ def total_propagation(
       ValueError: at trace time, for a single lane or without a target.
 
     Example:
-      As for `stochastic`.
+      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
+      >>> @ap.stochastic(ap.total_propagation())
+      ... def step(theta, x):
+      ...     return dist.Normal(theta * x, 0.1)
+      >>> def program(tape, theta):
+      ...     tape, x = step(tape, theta, jnp.ones(tape.lanes))
+      ...     return tape.cost(x**2)
+      >>> float(ap.grad(program, lanes=10_000, cross_fit=True)(jax.random.key(0), 2.0)).__round__(1)
+      4.0
     """
     require_baseline("total_propagation", baseline)
     return Mixer(

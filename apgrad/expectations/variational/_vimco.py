@@ -17,10 +17,18 @@ def vimco(samples: int) -> Bound:
     Args:
       samples: K, at least 2.
 
+    Returns:
+      The bound, `(key, proposal, log_joint) -> (*batch)`.
+
     Raises:
       TypeError: at trace time, for a proposal without a density.
 
     Example:
-      As for `leave_one_out`.
+      >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
+      >>> log_joint = lambda z: jnp.where(z == 1, jnp.log(0.3), jnp.log(0.1))     # p(x) = 0.4
+      >>> bound = ap.variational.vimco(samples=3)
+      >>> posterior = dist.Bernoulli(logits=jnp.log(3.0))
+      >>> float(jnp.exp(bound(jax.random.key(0), posterior, log_joint))).__round__(3)
+      0.4
     """
     return by_scores("vimco", samples, lambda weights: mean_of_others(weights, 1))

@@ -70,7 +70,15 @@ class Normalized(SavedRule):
       rngs: the source of keys for the networks.
 
     Example:
-      As for `Separable`, with the rule `ap.mplp.Normalized(sites, rngs=nnx.Rngs(2)).for_steps(100)`.
+      >>> import jax, jax.numpy as jnp, apgrad as ap
+      >>> from flax import nnx
+      >>> network, prior = ap.meta.mlp((4, 5, 2), jnp.tanh, ap.mplp.softmax_cross_entropy)
+      >>> params, batch = prior(jax.random.key(0)), (jnp.ones((3, 4)), jnp.ones((3, 2)) / 2)
+      >>> rule = ap.mplp.Normalized(ap.mplp.sites(network, params, batch), rngs=nnx.Rngs(2)).for_steps(100)
+      >>> state = ap.mplp.init_state(rule, network, params, batch)
+      >>> updates, state, _ = jax.jit(ap.mplp.backward, static_argnums=1)(rule, network, params, state, batch)
+      >>> state["dense_out"]["whitening"]["P"].shape
+      (5, 5)
     """
 
     sums_uses = True
