@@ -7,6 +7,7 @@ import re
 import sysconfig
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -76,6 +77,13 @@ def trace(function: Callable[..., Any], *args: Any) -> tuple[Program, Any]:
     """The function's program, which has flat inputs and outputs, and the shapes of the function's output."""
     closed, shape = jax.make_jaxpr(function, return_shape=True)(*args)
     return opened(closed), shape
+
+
+def part(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], like: Any = None) -> Program:
+    """A program of some equations, or steps, with the constants of another program if it is given."""
+    constvars, consts = (like.jaxpr.constvars, like.consts) if like else ((), ())
+    jaxpr = SimpleNamespace(constvars=constvars, invars=invars, eqns=eqns, outvars=outvars)
+    return Program(jaxpr, consts)
 
 
 _ARRAYS = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.inexact, float, complex)

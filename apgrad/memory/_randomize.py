@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from apgrad._ground.arguments import number
 from apgrad._ground.keys import hashed, require_key
 from apgrad._ground.warning import warn
-from apgrad._programs import jaxprs
+from apgrad._programs import jaxprs, pure
 from apgrad.memory._blocks import packed_block
 from apgrad.memory._branches import randomized_cond
 from apgrad.memory._budget import allocate, remembered_bytes
@@ -69,7 +69,7 @@ def randomize(
         result is differentiated, if it is so twice, if values go through a mutable reference (`jax.new_ref`), or if a
         `jax.custom_vjp` function inside has a backward pass that is not linear in the message (clipping, MPLP).
       ValueError: if neither or both of sampler and budget are given, or a number is none or below 0; when the result is
-        differentiated, if the budget cannot be kept.
+        called, if the function changes its arguments in place; when it is differentiated, if the budget cannot be kept.
       NotImplementedError: in a mesh with explicit axes; when the result is differentiated, if messages go through a
         program that is not read here: randomize the function inside.
 
@@ -133,11 +133,7 @@ def walked(function: Callable[..., Any], walk: Callable[..., Callable[..., Any]]
         # All else reaches the function as it is, as from jax.grad: Python's numbers, strings, functions.
         leaves, put = jaxprs.arrays_of((args, kwargs), (jax.Array,))
 
-        def flat(*leaves):
-            args, kwargs = put(*leaves)
-            return function(*args, **kwargs)
-
-        program, shape = jaxprs.trace(flat, *leaves)
+        program, shape = pure.trace("ap.randomize", lambda given: function(*given[0], **given[1]), put, leaves)
         outputs = walk(program, [True] * len(leaves), "", 1)(key, *leaves)
         return jax.tree.unflatten(jax.tree.structure(shape), outputs)
 

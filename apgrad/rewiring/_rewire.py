@@ -21,10 +21,9 @@ from apgrad._ground.keys import require_key
 from apgrad._ground.messages import check_messages, describe, form_of
 from apgrad._ground.propagator import Propagator, first_order, node
 from apgrad._ground.warning import warn
-from apgrad._programs import jaxprs
-from apgrad._programs.flow import flow
+from apgrad._programs import jaxprs, pure
 from apgrad._programs.jaxprs import is_inexact
-from apgrad.rewiring._sites import DATA, WEIGHT, Planner, PlanStep, ProgramSite, part
+from apgrad.rewiring._sites import DATA, WEIGHT, Planner, PlanStep, ProgramSite
 
 
 class Rule(NamedTuple):
@@ -201,7 +200,7 @@ class Rewired:
             f for i, a in enumerate(args) for f in [WEIGHT if i in numbers else DATA] * len(jaxprs.arrays_of(a)[0])
         ]
         try:
-            program, shape = _trace(self.function, put, arrays)
+            program, shape = pure.trace("ap.rewire", lambda args: self.function(*args), put, arrays)
         except TypeError as error:
             if wrong := _wrong_call(self.function, args):
                 before = "key, " * self.rule.random + "params, " * (self.rule.init is not None)
@@ -276,41 +275,6 @@ def _require_taken(rule: Rule, offered: Sequence[ProgramSite], taken: Sequence[P
             + (", ".join(map(repr, offered)) or "none")
             + f". {hint}"
         )
-
-
-def _trace(function, put, arrays) -> tuple[jaxprs.Program, Any]:
-    """The function's program and its output's shapes, or an error if the function writes to its arguments.
-
-    Transformations of Flax NNX write back what was there. So an argument is changed if what stands in it afterwards is
-    not, in the program, what came in.
-    """
-
-    def traced(*arrays):
-        args = put(*arrays)
-        before = jax.tree.leaves(args)
-        output = function(*args)
-        after = jax.tree.leaves(args)
-        if len(before) != len(after):
-            raise ValueError(_CHANGES)
-        return output, [pair for pair in zip(before, after, strict=True) if pair[0] is not pair[1]]
-
-    program, (shape, written) = jaxprs.trace(traced, *arrays)
-    jaxpr, count = program.jaxpr, len(jax.tree.leaves(shape))
-    if written:
-        through = lambda eqn, facts: None if jaxprs.nested(eqn) is not None else [None] * len(eqn.outvars)
-        same = lambda a, b: a if a == b else None
-        sources = flow(program, range(len(jaxpr.invars)), through, same, lambda value: None)[count:]
-        if any(a is None or a != b for a, b in zip(sources[::2], sources[1::2], strict=True)):
-            raise ValueError(_CHANGES)
-    return part(jaxpr.eqns, jaxpr.invars, jaxpr.outvars[:count], program), shape
-
-
-_CHANGES = (
-    "the function changes its arguments in place (as a module with dropout or batch normalization changes itself). "
-    "ap.rewire calls it with copies, so the changes would be lost. Return what changes: with Flax NNX, pass what "
-    "nnx.split gives, call nnx.merge(graph, params, state, copy=True) inside the function, and return nnx.state of the "
-    "rest beside the output. Without copy=True the merged model writes to the arguments, too."
-)
 
 
 def _evaluate(plan, arrays, key, params, rule, shape):

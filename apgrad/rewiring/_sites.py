@@ -9,7 +9,6 @@ Which operand of a product is the weight follows from a fact about each variable
 parameters alone; its product with anything else is an activation, as is what is made of parameters and data.
 """
 
-import types
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -83,13 +82,6 @@ class PlanStep(NamedTuple):
     plans: Sequence[jaxprs.Program] = ()  # of the programs inside, if one of them has a site
 
 
-def part(eqns: Sequence[Any], invars: Sequence[Any], outvars: Sequence[Any], like: Any = None) -> jaxprs.Program:
-    """A program of some equations, or steps, with the constants of another program if it is given."""
-    constvars, consts = (like.jaxpr.constvars, like.consts) if like else ((), ())
-    jaxpr = types.SimpleNamespace(constvars=constvars, invars=invars, eqns=eqns, outvars=outvars)
-    return jaxprs.Program(jaxpr, consts)
-
-
 class Planner:
     """Offers the sites of a program to a rule (`offered`), and writes down which ones it takes (`taken`)."""
 
@@ -106,14 +98,14 @@ class Planner:
         jaxpr = program.jaxpr
         function = lambda *inputs: jaxprs.evaluate(program, inputs, _run)
         step = self._offer("function", label, "", facts, PlanStep(jaxpr.invars, jaxpr.outvars, ""), function)
-        return self.plan(program, facts, "") if step is None else part([step], jaxpr.invars, jaxpr.outvars)
+        return self.plan(program, facts, "") if step is None else jaxprs.part([step], jaxpr.invars, jaxpr.outvars)
 
     def plan(self, program: jaxprs.Program, facts: Sequence[int], where: str) -> jaxprs.Program:
         jaxpr = program.jaxpr
         known = dict(zip(jaxpr.constvars, map(constant, program.consts), strict=True))
         known |= dict(zip(jaxpr.invars, facts, strict=True))
         steps = self._scopes(jaxpr.eqns, jaxpr.outvars, known, where, 0)
-        return part(steps, jaxpr.invars, jaxpr.outvars, program)
+        return jaxprs.part(steps, jaxpr.invars, jaxpr.outvars, program)
 
     def _scopes(self, eqns, needed, known, where, depth) -> list[PlanStep]:
         """The steps of equations whose scopes agree up to a depth; neighbours in a deeper scope are one site."""
@@ -137,7 +129,7 @@ class Planner:
         used = [v for e in eqns for v in e.invars if not isinstance(v, Literal)]
         inputs = list(dict.fromkeys(v for v in used if v not in set(made)))
         outputs = [v for v in made if v in after]
-        program = part(eqns, inputs, outputs)
+        program = jaxprs.part(eqns, inputs, outputs)
         function = lambda *values: jaxprs.evaluate(program, values, _run)
         facts = [known[v] for v in inputs]
         scope = jaxprs.plain_scope(jaxprs.scope(eqns[0])).split("/")[:depth]
@@ -153,7 +145,7 @@ class Planner:
         around = jaxprs.join(where, jaxprs.plain_scope(scope))
         step = PlanStep(eqn.invars, eqn.outvars, scope, eqn)
         inputs = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal)))
-        made = flow(part([eqn], inputs, eqn.outvars), [known[v] for v in inputs], through, join, constant)
+        made = flow(jaxprs.part([eqn], inputs, eqn.outvars), [known[v] for v in inputs], through, join, constant)
         known.update(zip(eqn.outvars, made, strict=True))
         name, inside, call = eqn.primitive.name, jaxprs.nested(eqn), jaxprs.caller(eqn)
         taken = None

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.experimental.ode import odeint
 
 import apgrad as ap
@@ -225,3 +226,18 @@ def test_a_linear_rule_in_shard_map_is_remembered_as_it_is():
     loss = lambda x: jnp.sum(mapped(jnp.sin(x)))
     exact = ap.randomize(loss, R.rounding(32), min_size=0)
     np.testing.assert_allclose(*jax.jit(lambda x: (jax.grad(exact, 1)(KEY, x), jax.grad(loss)(x)))(X), rtol=1e-5)
+
+
+def test_a_module_that_changes_itself_is_refused():
+    """The changes would be lost: statistics stayed as they were, and each step had the dropout mask of the first."""
+    linear, x = nnx.Linear(3, 3, rngs=nnx.Rngs(0)), jnp.ones((4, 3))
+    for layer in (nnx.Dropout(0.5, rngs=nnx.Rngs(1)), nnx.BatchNorm(3, rngs=nnx.Rngs(1))):
+        random = ap.randomize(lambda layer, x: jnp.sum(layer(x) ** 2), R.rounding(4), min_size=0)
+        refused(ValueError, r"ap\.randomize .*in place.*nnx\.merge.*copy=True", random, KEY, layer, x)
+        layer.set_attributes(deterministic=True, use_running_average=True, raise_if_not_found=False)
+        assert jnp.isfinite(random(KEY, layer, x))
+    for transform in (nnx.jit, nnx.remat):  # they write back what was there
+        call = transform(lambda linear, x: jnp.sum(linear(x) ** 2))
+        random = ap.randomize(call, R.rounding(32), min_size=0)
+        got, expected = jax.grad(random, argnums=1)(KEY, linear, x), jax.grad(call)(linear, x)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), got, expected)

@@ -1,0 +1,47 @@
+"""The program of a function that leaves its arguments as they are: one that writes to them is refused."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from apgrad._programs import jaxprs
+from apgrad._programs.flow import flow
+
+
+def trace(
+    who: str, function: Callable[[Any], Any], put: Callable[..., Any], arrays: Sequence[Any]
+) -> tuple[jaxprs.Program, Any]:
+    """The program of `function(put(*arrays))` and its output's shapes, or an error if it writes to what it is given.
+
+    Transformations of Flax NNX write back what was there. So an argument is changed if what stands in it afterwards is
+    not, in the program, what came in.
+    """
+
+    def traced(*arrays):
+        given = put(*arrays)
+        before = jax.tree.leaves(given)
+        output = function(given)
+        after = jax.tree.leaves(given)
+        if len(before) != len(after):
+            raise ValueError(who + _CHANGES)
+        return output, [pair for pair in zip(before, after, strict=True) if pair[0] is not pair[1]]
+
+    program, (shape, written) = jaxprs.trace(traced, *arrays)
+    jaxpr, count = program.jaxpr, len(jax.tree.leaves(shape))
+    if not written:
+        return program, shape
+    through = lambda eqn, facts: None if jaxprs.nested(eqn) is not None else [None] * len(eqn.outvars)
+    same = lambda a, b: a if a == b else None
+    sources = flow(program, range(len(jaxpr.invars)), through, same, lambda value: None)[count:]
+    if any(a is None or a != b for a, b in zip(sources[::2], sources[1::2], strict=True)):
+        raise ValueError(who + _CHANGES)
+    return jaxprs.part(jaxpr.eqns, jaxpr.invars, jaxpr.outvars[:count], program), shape
+
+
+_CHANGES = (
+    " is given a function that changes its arguments in place (as a module with dropout or batch normalization changes "
+    "itself), and calls it with copies, so that the changes would be lost. Return what changes: with Flax NNX, pass "
+    "what nnx.split gives, call nnx.merge(graph, params, state, copy=True) inside the function, and return nnx.state "
+    "of the rest beside the output. Without copy=True the merged model writes to the arguments, too."
+)
