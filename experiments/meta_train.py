@@ -8,12 +8,9 @@
     python -m experiments.meta_train images --steps 4200 --out runs/images
     python -m experiments.meta_train sequences --steps 600 --out runs/sequences
     python -m experiments.meta_train convnets --steps 900 --out runs/convnets
-    python -m experiments.meta_train image_mlp_long --start runs/image_mlp/image_mlp --steps 1200 --out runs/long
 
 It goes on where it was killed, and ends with the rule and its card, `NAME.npz` and `NAME.json`, in the folder; copied
-to `apgrad/mplp/trained/` they are what `mplp.load_pretrained(NAME)` reads. `image_mlp` falls apart after its 20 steps;
-`image_mlp_long`, which starts from it, learns to go on for 1,000. (Going on from there with 20 steps again, for 8,000
-outer steps, brings 144-50-10 from 76.6 to 78.3 %, and a step function, never seen, from 73.6 down to 70.0 %.)
+to `apgrad/mplp/trained/` they are what `mplp.load_pretrained(NAME)` reads. `image_mlp` falls apart after its 20 steps.
 
 `images` trains a normalized rule on a family of networks, for the number of updates that it is told. The one that comes
 with the package was trained for 2,400 outer steps on twelve networks of at most 300 updates, before its controllers had
@@ -42,7 +39,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "sinusoid": {"message_size": 8, "rank": 8, "hidden": 32, "neuron_state": 8, "learning_rate": 0.3},
     "image_mlp": {"message_size": 8, "rank": 8, "hidden": 32, "neuron_state": 4, "learning_rate": 10.0, "full": 1024},
 }
-OPTIONS["image_mlp_long"] = OPTIONS["image_mlp"]
 FAMILIES = ("images", "sequences", "convnets")
 OPTIONS |= {name: {"full": 512} for name in FAMILIES}
 ABOUT = {
@@ -64,21 +60,7 @@ ABOUT = {
         "depths": [1, 2],
         "widths": [50, 256],  # the widest that it was measured with
     },
-    "image_mlp_long": {
-        "data": "MNIST training images, 12x12 by linear interpolation without antialiasing, standardized",
-        "standardized": True,
-        "architecture": "of six tasks two 144-32-20-10 (minibatches of 32), one 144-50-10 (8) and one 144-100-10 (32) "
-        "in unrolls of 1,000 steps, one 144-32-20-10 (32) and one 144-50-10 (8) in unrolls of 100; sigmoid; weights "
-        "N(0, .05^2), biases 0; softmax cross-entropy",
-        "activations": ["sigmoid"],
-        "minibatches": [8, 32],
-        "depths": [1, 2],
-        "widths": [20, 100],
-        "outer_gradient": "truncated, 20 steps",
-    },
 }
-SEGMENT = 20
-LONG = [((32, 20), 32, 1000, 2), ((50,), 8, 1000, 1), ((100,), 32, 1000, 1), ((32, 20), 32, 100, 1), ((50,), 8, 100, 1)]
 SCHEDULE = "Adam at {} up to step {}, then a cosine to 0 at step {}; {} clipped to a norm of 1"
 COMMON: dict[str, Any] = {"whiten": True, "share": "role", "normalize": True}
 
@@ -192,10 +174,6 @@ def recipe(name: str) -> tuple[list[Part], tuple[mplp.Site, ...]]:
         parts = [Part(meta.sinusoid(), 16, 5)]
         return parts, meta_curves.sites(parts[0].task)
     data = meta.data.load("mnist", size=12)
-    if name == "image_mlp_long":
-        make = lambda hidden, batch: meta.images(data, hidden=hidden, activation=jax.nn.sigmoid, batch=batch)
-        parts = [Part(make(hidden, batch), count, length) for hidden, batch, length, count in LONG]
-        return parts, meta_curves.sites(parts[0].task)
     family = [((50,), jax.nn.sigmoid, 4), ((50, 50), jax.nn.sigmoid, 3), ((50,), steep_sigmoid, 1)]
     parts = [Part(meta.images(data, hidden=hidden, activation=f), count, 20) for hidden, f, count in family]
     return parts, meta_curves.sites(parts[1].task)
@@ -204,17 +182,11 @@ def recipe(name: str) -> tuple[list[Part], tuple[mplp.Site, ...]]:
 def outer_gradient(parts: list[Part], clip: bool) -> meta.OuterGradient:
     """Backpropagation through whole unrolls, 0.7 held-out and 0.3 hint loss.
 
-    Long ones are truncated, with the loss on minibatches not learned from yet. With `clip` every task's gradient is
-    clipped to a norm of 1.
+    With `clip` every task's gradient is clipped to a norm of 1.
     """
     outers = []
     for task, count, length in parts:
-        learner = meta.message_passing(task.network)
-        if length > SEGMENT:
-            problem = meta.inner_problem(task, learner, length, hint=length / SEGMENT, held_out=0.0, hint_before=True)
-            one = meta.truncated(problem, SEGMENT)
-        else:
-            one = meta.reverse_mode(meta.inner_problem(task, learner, length))
+        one = meta.reverse_mode(meta.inner_problem(task, meta.message_passing(task.network), length))
         outers.append(meta.batched(meta.clipped(one) if clip else one, count))
     return outers[0] if len(outers) == 1 else meta.average(outers, [count for _, count, _ in parts])
 
@@ -304,11 +276,6 @@ JUDGED: dict[str, dict[str, Any]] = {  # side, hidden widths, activation, miniba
         "144-50-50-10, sigmoid": (12, (50, 50), jax.nn.sigmoid, 8),
         "144-50-10, step (a transfer)": (12, (50,), step_function, 8),
     },
-    "image_mlp_long": {
-        "144-32-20-10, minibatches of 32": (12, (32, 20), jax.nn.sigmoid, 32),
-        "784-32-20-10, minibatches of 32 (a transfer)": (28, (32, 20), jax.nn.sigmoid, 32),
-        "144-50-10, minibatches of 8": (12, (50,), jax.nn.sigmoid, 8),
-    },
 }
 JUDGED["images"] = JUDGED["image_mlp"] | {"144-100-40-10, relu, minibatches of 16": (12, (100, 40), jax.nn.relu, 16)}
 
@@ -332,20 +299,19 @@ def judge(name: str, rule: Any, length: int, runs: int, seed: int = 1000) -> dic
     for label, (task, measure, scale) in cases.items():
         learner = timed(meta.message_passing(task.network), length)
         curves = scale * meta_curves.evaluation(task, learner, seed, runs, length, measure)(rule)
-        for step in (20, 200, 1000) if name == "image_mlp_long" else (length,):
-            last = curves[:, step]
-            error = float(last.std(ddof=1) / np.sqrt(runs))
-            results[label if step == length else f"{label}, after {step} steps"] = {
-                "mean": float(last.mean()),
-                "deviation": float(last.std(ddof=1)),
-                "interval": [float(last.mean() - 1.96 * error), float(last.mean() + 1.96 * error)],
-                "runs": runs,
-            }
+        last = curves[:, length]
+        error = float(last.std(ddof=1) / np.sqrt(runs))
+        results[label] = {
+            "mean": float(last.mean()),
+            "deviation": float(last.std(ddof=1)),
+            "interval": [float(last.mean() - 1.96 * error), float(last.mean() + 1.96 * error)],
+            "runs": runs,
+        }
     return results
 
 
 def main(
-    name: Literal["sinusoid", "image_mlp", "image_mlp_long", "images", "sequences", "convnets"],
+    name: Literal["sinusoid", "image_mlp", "images", "sequences", "convnets"],
     /,
     out: Path,
     steps: int = 3000,
@@ -383,7 +349,7 @@ def main(
             peak, steps // 2, steps, "gradients" if parts and start is None else "every task's gradient"
         ),
     }
-    results = judge(name, done.theta, length, runs=20 if name == "image_mlp_long" else 100)
+    results = judge(name, done.theta, length, runs=100)
     more = ABOUT[name] | about | history | {"results": results}
     mplp.save_trained(done.theta, card(name, done.theta.sites, steps, seed, more), out / name)
     print(results)

@@ -42,7 +42,7 @@ from experiments.parts import meta_curves
 PARTIAL = True
 DRAWN = 20261124
 IMAGES = (("digits", None), ("mnist", 12), ("mnist", 20), ("mnist", 28), ("cifar10", 12))
-RULES = ("images", "untrained", "image_mlp", "image_mlp_long")
+RULES = ("images", "untrained", "image_mlp")
 SURROGATE = "images, surrogate"
 TOGETHER = 4  # runs of one compiled call
 

@@ -150,14 +150,3 @@ def test_the_trained_sinusoid_rule_learns():
     found = mplp.pretrained_card("sinusoid")["results"]["sinusoid"]
     spread = found["deviation"] / 50**0.5
     assert abs(float(mean[-1]) - found["mean"]) < 4 * spread
-
-
-@pytest.mark.long
-def test_the_rule_for_long_unrolls_goes_on_learning():
-    """From digits, which it never saw: above 60 % after 20 steps of 32, and above 80 % after 60."""
-    task = meta.images(meta.data.load("digits"), hidden=(32, 20), activation=jax.nn.sigmoid, batch=32, split="test")
-    learner, rule = meta.message_passing(task.network), mplp.load_pretrained("image_mlp_long")
-    measure = lambda params, batch: meta.accuracy(task, params, batch)
-    run = lambda key: meta.evaluate(task, learner, rule, key, 60, measure, tasks=2)
-    accuracy, _ = jax.jit(run)(jax.random.key(2))
-    assert accuracy[20] > 0.6 and accuracy[60] > 0.8
