@@ -85,6 +85,22 @@ def test_sample_weighs_each_coordinate_by_itself(x64):
     np.testing.assert_allclose(to_loc * 6, mixed, rtol=1e-10)
 
 
+@pytest.mark.parametrize("by_sample", [True, False])
+def test_a_distribution_that_keeps_what_it_computed_of_a_parameter_has_one_weight(by_sample):
+    # LKJCholesky samples by a Beta that it keeps, and has its density by the concentration.
+    mixer = ap.total_propagation(target="parameters")
+    node = ap.stochastic(mixer)(lambda c, _: dist.LKJCholesky(2, c))
+
+    def program(tape, c):
+        made = dist.LKJCholesky(2, jnp.broadcast_to(c, (tape.lanes,)))
+        tape, x = ap.sample(tape, made, mixer) if by_sample else node(tape, c, jnp.zeros(tape.lanes))
+        return tape.cost(x[:, 1, 0] ** 2)  # the mean of a squared correlation is 1 / (2 c + 1)
+
+    gradient = lambda key: ap.grad(program, lanes=8, cross_fit=True)(key, 1.5)
+    with jax.numpy_dtype_promotion("standard"):  # NumPyro's constructor mixes dtypes
+        ap.testing.assert_unbiased(gradient, jnp.float32(-2 / 16), KEY, 2000)
+
+
 def test_inverse_variance_weights():
     def weights(*scales):
         gradients = jnp.array([[[s], [-s]] for s in scales])

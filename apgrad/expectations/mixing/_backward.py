@@ -8,7 +8,9 @@ from there on says what is weighed, and by what:
   given by `ap.adaptive`.
 * `by_coordinates` (`target="parameters"`): a weight for each coordinate of the distribution's parameters (TPX: Parmas,
   Seno & Aoki, 2023). Message and contribution are one there, so there is no suffix, and the message's rule makes the
-  weights. `of_batch` is the same for `ap.sample`, which samples one distribution of all lanes.
+  weights. `of_batch` is the same for `ap.sample`, which samples one distribution of all lanes. A distribution may keep
+  what it computed of a parameter, sample by the one and have its density by the other, as `StudentT` and `LKJCholesky`
+  do. An estimator's answer for each array is then no gradient, only their sum is, and all have one weight (`_alike`).
 
 *Suffix.* The gradient that later nodes have gathered, lane by lane, travels on a port of the tape. For the features of
 closures, which stand behind those of the arguments and differ from node to node, it counts as zero.
@@ -23,7 +25,8 @@ import jax.numpy as jnp
 import numpy as np
 from numpyro.distributions import transforms
 
-from apgrad._programs.jaxprs import is_inexact, place
+from apgrad._programs.flow import flow
+from apgrad._programs.jaxprs import is_inexact, nested, place, trace
 from apgrad.expectations._cross_fitting import Streams
 from apgrad.expectations._lanes import fold, over
 from apgrad.expectations.estimators._estimator import Mixer
@@ -112,8 +115,8 @@ def by_arguments(node: TracedNode, memory: NodeMemory, to_x: Streams, to_zeros: 
 
 def by_coordinates(node: TracedNode, memory: NodeMemory, to_x: Streams, to_zeros: list[jax.Array]) -> WayBack:
     """The way back of a function of one lane with a weight for each coordinate."""
-    lanes = len(to_x.own)
-    by_stream = _in_streams(lambda to_x: pulled(memory, to_x, to_zeros), to_x, node.folds)
+    lanes, pull = len(to_x.own), functools.partial(pulled, memory)
+    by_stream = _in_streams(lambda to_x: pull(to_x, to_zeros), to_x, node.folds)
     floating = [i for i, x in enumerate(by_stream.own[0]) if x is not None]
     if not sum(by_stream.own[0][i].size for i in floating):
         raise ValueError(empty_target(node.what))
@@ -128,7 +131,9 @@ def by_coordinates(node: TracedNode, memory: NodeMemory, to_x: Streams, to_zeros
         back = pullback(place(mixed, floating, nothing))
         return jax.tree.map(lambda g: None if g.dtype == jax.dtypes.float0 else g, back)
 
-    return _coordinates(node.what, node.mixer.weights.message, node.folds, by_stream, floating, finish)
+    alike = _alike(pull, to_x.own, to_zeros)
+    whole = _whole(node.what, node.mixer.weights.message, node.folds, by_stream, floating) if alike else None
+    return _coordinates(node.what, node.mixer.weights.message, node.folds, by_stream, floating, finish, whole, alike)
 
 
 def of_batch(
@@ -149,10 +154,8 @@ def of_batch(
     by_stream = _in_streams(lambda to_x: pull(to_x, to_zeros), to_x, folds)
     chosen = [i for i, flag in enumerate(led) if flag]
     shared = [i for i, flag in enumerate(led) if not flag and by_stream.own[0][i] is not None]
-    whole = None
-    if shared:
-        rows = [jnp.concatenate([_rows(answer[i]) for i in chosen], 1) for answer in by_stream.own]
-        whole = weigh(what, weighting, jnp.stack([fold(row, folds) for row in rows], axis=1))
+    alike = _alike(pull, to_x.own, to_zeros)
+    whole = _whole(what, weighting, folds, by_stream, chosen) if shared or alike else None
 
     def finish(mixed, weights, to_x, _):
         found = place(mixed, chosen, [None] * len(led))
@@ -163,7 +166,23 @@ def of_batch(
             found = place([add(answer[i] for answer in each) for i in shared], shared, found)
         return None, found
 
-    return _coordinates(what, weighting, folds, by_stream, chosen, finish, whole)
+    return _coordinates(what, weighting, folds, by_stream, chosen, finish, whole, alike)
+
+
+def _alike(pull, to_x, to_zeros):
+    """Whether estimators send messages to different arrays of a distribution, which then have one weight."""
+    program, answers = trace(pull, to_x, to_zeros)
+    inputs = [True] * len(program.jaxpr.invars)
+    through = lambda eqn, facts: [any(facts)] * len(eqn.outvars) if nested(eqn) is None else None
+    reached = flow(program, inputs, through, lambda a, b: a or b, lambda _: False)
+    first, *others = jax.tree.unflatten(jax.tree.structure(answers), reached)
+    return any(other != first for other in others)
+
+
+def _whole(what, weighting, folds, by_stream, chosen):
+    """Weights of all coordinates of the chosen arrays together, (folds, estimators)."""
+    rows = [jnp.concatenate([_rows(answer[i]) for i in chosen], 1) for answer in by_stream.own]
+    return weigh(what, weighting, jnp.stack([fold(row, folds) for row in rows], axis=1))
 
 
 def _in_streams(pull, to_x, folds):
@@ -171,8 +190,8 @@ def _in_streams(pull, to_x, folds):
     return Streams(own, own if folds == 1 else pull(to_x.output))
 
 
-def _coordinates(what, weighting, folds, by_stream, chosen, finish, more=None):
-    """Weights for each coordinate of the chosen arrays; `more` are weights that go to `finish` after these."""
+def _coordinates(what, weighting, folds, by_stream, chosen, finish, whole, alike):
+    """Weights for each coordinate of the chosen arrays, or the whole's for all, which `finish` gets last."""
 
     def weigh_array(gradients):
         features = jnp.stack([fold(_rows(g), folds) for g in gradients], axis=1)  # (folds, estimators, lanes, size)
@@ -181,8 +200,8 @@ def _coordinates(what, weighting, folds, by_stream, chosen, finish, more=None):
         return jax.vmap(lambda column: weigh(what, weighting, column[..., None]), 3, 2)(features)
 
     def weigh_all(gathered):
-        weights = [weigh_array([answer[i] for answer in by_stream.own]) for i in chosen]
-        return (weights, more), gathered
+        weights = [whole if alike else weigh_array([answer[i] for answer in by_stream.own]) for i in chosen]
+        return (weights, whole), gathered
 
     answers = Streams(*([([answer[i] for i in chosen], None) for answer in stream] for stream in by_stream))
     return WayBack(answers, weigh_all, lambda mixed, *rest: finish(mixed[0], *rest))
