@@ -20,14 +20,11 @@ import apgrad as ap
 from experiments import (
     bifurcation,
     chaos,
-    gaussian_shaping,
     gaussian_shaping_swarm,
     harness,
     lorenz_control,
     second_derivatives,
-    total_propagation,
 )
-from experiments.benchmarks import estimators as benchmark
 from experiments.parts import chaotic_network, linear_swarm
 
 ROOT = Path(__file__).parents[2]
@@ -307,23 +304,6 @@ class TestExperiments:
         assert rows["RP"]["variance"] == 0.5 and np.isnan(rows["TP"]["variance"])
         assert "variance_ratio_TP_H4_beta1.5" not in report.figures
 
-    @pytest.mark.long
-    def test_total_propagation(self, run):
-        options = "--horizons 4 --betas 2.5 --estimates 8 --lanes 50 --resamples 50 --bias-points 4 10 20"
-        results = run(total_propagation, f"{options} --parameters 5")
-        assert len(results["rows"]) == 9 and "worst_ratio_decoupled-CF_P5" in results
-        for row in results["rows"]:
-            assert row["nonfinite"] == 0 and row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
-            # Of the better one of RP and LR the ratio is 1, and RP is the better one so early.
-            assert row["better"] == "RP" and (row["method"] != "RP" or row["ratio"] == 1)
-        exact = chaotic_network.exact(1.5, [4])[4].gradient
-        assert results["bias_decoupled-CF_H4_B10"]["exact"] == pytest.approx(exact, abs=1e-8)
-
-    @pytest.mark.long
-    def test_gaussian_shaping(self, run):
-        rows = run(gaussian_shaping, self.SMALL)["rows"]
-        assert len(rows) == 2 * 6 and all(row["rms_error"] > 0 for row in rows)
-
     def test_bifurcation(self, run):
         rows = run(bifurcation, "--betas 5 --transient 300 --steps 300 --noisy-lanes 8 --horizon 5")["rows"]
         assert [row["beta"] for row in rows] == [1.0, 1.625, 2.25, 2.875, 3.5]
@@ -335,17 +315,6 @@ class TestExperiments:
         for _ in range(500):
             u = chaotic_network.transition(np.array(u), 1.0)
         assert rows[0]["lyapunov"] == pytest.approx(np.log(abs(chaotic_network.transition_slope(u, 1.0))), abs=1e-6)
-
-    @pytest.mark.long
-    def test_lorenz_control(self, run):
-        results = run(lorenz_control, "--horizons 3 --rhos 10 28 --estimates 8 --lanes 20 --resamples 50")
-        assert len(results["rows"]) == 2 * len(lorenz_control.METHODS)
-        for row in results["rows"]:
-            assert row["variance_low"] <= row["variance"] <= row["variance_high"]
-            assert not row["significant"] or row["method"] in lorenz_control.BIASED
-            assert row["method"] != row["better"] or row["ratio"] == 1
-        exponents = [growth["exponent"] for growth in results["growth"].values()]
-        assert exponents[0] < 0 < exponents[1]
 
     def test_lorenz_gradient_without_noise_is_that_of_the_rollout(self, monkeypatch):
         monkeypatch.setattr(lorenz_control, "SIGMA", 1e-6)
@@ -373,21 +342,6 @@ class TestExperiments:
         assert off["p"] < 1e-3 and off["bias_percent"] == pytest.approx(40, abs=5)
         # The standard error of a difference of means of 41 averaged parameters.
         assert off["bias_percent_error"] == pytest.approx(100 * np.sqrt(2 / 400 / 41), rel=0.15)
-
-    def test_second_derivatives(self, run):
-        results = run(second_derivatives, "--estimates 20 --families bernoulli --graphs 'one node'")
-        assert len(results["rows"]) == 4
-        assert results["worst_distance_in_standard_errors"] == max(abs(row["off"]) for row in results["rows"]) < 5
-
-    @pytest.mark.long
-    def test_benchmark_of_the_estimators(self, run, monkeypatch):
-        monkeypatch.setattr(benchmark, "ROLLOUT_METHODS", ("RP", "TP", "decoupled-CF"))
-        monkeypatch.setattr(benchmark, "POLICIES", {41: ((3, 8, 1), 2)})
-        results = run(benchmark, "--horizons 2 --rounds 3 --nodes 100 --chain-rounds 3 --policy-rounds 3")
-        ratios = {row["method"]: row["ratio"] for row in results["rows"] if row["benchmark"] == "chain"}
-        assert ratios["plain"] == 1 and set(ratios) == {"plain", "RP", "LR", "TP"}
-        assert results["ratio_H2, called: TP"]["value"] > 0 and results["policy of 41, adaptive"]["bytes"] > 0
-        assert "added_bytes_per_node" in results["node_in_chain_of_100, LR"]
 
     def test_presets_have_cells_of_their_own_names(self):
         paths = [p for p in (ROOT / "experiments").rglob("[a-z]*.py") if "def cells(" in p.read_text()]

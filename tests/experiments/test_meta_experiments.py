@@ -1,6 +1,5 @@
 """Tests of the meta-training experiments: a tiny run, and what their cells are."""
 
-import json
 from typing import NamedTuple
 
 import jax
@@ -14,11 +13,8 @@ from apgrad import meta, mplp
 from experiments import (
     harness,
     mplp_ablation,
-    mplp_architectures,
     mplp_batch_entropy,
-    mplp_dynamics,
     mplp_from_random,
-    mplp_maml,
     mplp_settings,
     mplp_sgd,
     mplp_sinusoid,
@@ -26,8 +22,6 @@ from experiments import (
     outer_training,
 )
 from experiments.parts import influence_balancing, meta_curves
-
-TINY = "--steps 2 --points 1 --length 4 --segment 2 --hidden 3"
 
 
 @pytest.mark.long
@@ -89,25 +83,6 @@ def test_a_surrogate_step_is_a_step_with_the_sigmoids_derivative():
     assert [number for number in range(40) if mplp_settings.draw_setting(number).activation == "step"] == given
 
 
-@pytest.mark.long
-def test_settings(run):
-    results = run(mplp_settings, "--settings 1 --horizons 2 --draws 2 --tuning 1 --runs 2")
-    assert results["image_mlp, 2 steps"]["settings"] == 1
-    assert all(0 <= row["accuracy"] <= 100 and row["finite"] for row in results["rows"])
-    assert all(row["warned"] != (row["rule"] == "untrained") for row in results["rows"])
-    assert results[f"{mplp_settings.SURROGATE}, 2 steps"]["settings"] == 1  # setting 0 has step functions
-
-
-@pytest.mark.long
-def test_ablation(run):
-    rows = run(mplp_ablation, "--steps 2 --horizons 2 --runs 2")["rows"]
-    assert [(row["rule"], row["training"]) for row in rows] == [
-        *(("whole", "before"), ("whole", "after"), ("gradient alone", "before"), ("gradient alone", "after"))
-    ]
-    # Before training there are no corrections, so that the whole rule is the gradient alone.
-    assert [row["ahead"] == 0 for row in rows] == [True, True, True, False]
-
-
 def test_a_rule_without_averages_forgets_the_last_update():
     task = meta.images(meta.data.load("digits"), hidden=(5,), activation=jnp.tanh, batch=4)
     network, batch = task.network, task.batch({}, jax.random.key(1))
@@ -121,22 +96,6 @@ def test_a_rule_without_averages_forgets_the_last_update():
 
     params = task.prior(jax.random.key(0))
     jax.tree.map(np.testing.assert_allclose, step(params, 0.0), step(params, 1e-6))
-
-
-@pytest.mark.long
-def test_architectures(run):
-    options = "--horizons 2 --draws 2 --runs 2 --batch 4"
-    rows = run(mplp_architectures, options)["rows"]
-    assert {row["network"] for row in rows} == {"GRU"} and len(rows) == 7
-    assert all(0 <= row["accuracy"] <= 100 and row["ahead_low"] <= row["ahead"] <= row["ahead_high"] for row in rows)
-
-
-@pytest.mark.long
-def test_outer_training(run):
-    options = "--rule 'reverse mode' --balanced 'PES, K = 10' --points 2 --pace 0.1"
-    rows = run(outer_training, f"{options} --length 10 --tasks 2 --judged 2 --chains 4")["rows"]
-    assert [row["start"] for row in rows] == [*outer_training.STARTS, outer_training.BALANCE]
-    assert all(np.isfinite(row["loss"]) and row["seconds_a_step"] > 0 for row in rows)
 
 
 @pytest.mark.long
@@ -227,69 +186,12 @@ def test_a_judged_training_goes_on_where_it_was_killed(tmp_path):
         meta_curves.judged_training(*arguments[:4], 5, 3, killed, checkpoint)
 
 
-@pytest.fixture
-def untrained(monkeypatch):
-    """`meta_curves.judged_training` without a step, which another test takes."""
-
-    def judged(outer, optimizer, theta, seed, steps, points, judge, checkpoint):
-        return meta_curves.Judged(theta, np.stack([judge(theta)] * (points + 1)), np.ones(points), 0)
-
-    monkeypatch.setattr(meta_curves, "judged_training", judged)
-
-
-@pytest.mark.long
-def test_message_size_and_sharing(untrained, tmp_path):
-    """A rule that shares all has networks of one key for each kind; the report takes a part of the grid."""
-    config = mplp_sinusoid.Config(out=tmp_path, runs=2, sizes=(1,), steps=2, points=1, hidden=1)
-    cell = mplp_sinusoid.cells(config)[-1]
-    assert cell == {"k": 1, "share": "all", "seed": 0}
-    result = mplp_sinusoid.measure(config, cell, 0)
-    (start, error), _ = result["judged"]
-    assert start > 0 and error > 0
-    report = mplp_sinusoid.report(config, [(cell, result)])
-    assert report.figures["k = 1, shared: all"]["seed 0"]["mean"] == start
-    assert [row["step"] for row in report.rows] == [0, 2]
-
-
-@pytest.mark.long
-def test_functions_of_a_rule_with_messages_of_one_number(run, tmp_path, untrained):
-    results = run(mplp_sgd, f"{TINY} --tasks 1 --judged 2 --visited 2")
-    result = json.loads((tmp_path / "run" / "cells" / "method=MPLP.json").read_text())["result"]
-    ranges = {name: found["ranges"] for name, found in result["surfaces"].items()}
-    (p, y), (_, x), (m, _) = ranges["g_loss"], ranges["f"], ranges["g_lin"]
-    assert -1 <= y[0] < y[1] <= 1 and -5 <= x[0] < x[1] <= 5 and p[0] < p[1]
-    assert m == ranges["f"][0]  # f and g of a dense node see the same messages
-    assert len(result["example"]) == 2 + len(mplp_sgd.SHOWN) and len(result["judged"]) == 2
-    assert results["SGD"]["outer_loss"] > 0 and set(results["SGD"]["sweep"]) == {"0.01", "0.03", "0.1", "0.3", "1.0"}
-
-
 def test_the_rule_of_section_5_1_sees_prediction_and_target_alone():
     rule = mplp_sgd.new_rule(mplp_sgd.PAPER, 0)
     kernels = {name: net.mlp.kernels[0].shape for name, net in rule.networks.items()}
     assert kernels == dict.fromkeys(("dense/f", "dense/g", "activation/g", "squared_error/g"), (2, 80))
     trained = jax.tree_util.tree_leaves_with_path(nnx.state(rule, nnx.Param))
     assert not any("rate" in jax.tree_util.keystr(path) for path, _ in trained)
-
-
-@pytest.mark.long
-def test_dynamics_on_some_of_the_cells(run, monkeypatch, untrained):
-    some = [{"optimizer": "Adam"}, {"k": 8, "norm": False, "rate": True, "seed": 0}]
-    monkeypatch.setattr(mplp_dynamics, "cells", lambda config: some)
-    results = run(mplp_dynamics, f"{TINY} --tasks 1 --judged 2")
-    assert results["k = 8, none, learned rate"] > 0 and results["Adam"]["judged"] > 0
-    assert len(results["rows"]) == 1
-
-
-@pytest.mark.long
-def test_prior_and_rule_together(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(mplp_maml, "cells", lambda config: [{"method": "MAML"}, {"method": "published"}])
-    monkeypatch.delenv("APGRAD_DATA", raising=False)
-    results = run(mplp_maml, "--steps 2 --tasks 1 --runs 2")
-    assert {row["method"] for row in results["rows"]} == {"MAML"}  # no published checkpoint is at hand
-    assert (tmp_path / "run" / "cells" / "method=MAML" / "metrics.csv").exists()
-    _, _, theta = mplp_maml.outer_gradient(mplp_maml.PAPER, "MPLP", 0)
-    scales = [np.asarray(s.scale[...]) for s in theta.learner.standardizers.values()]
-    assert all(np.all(scale > 0) for scale in scales) and any(np.any(scale != 1) for scale in scales)
 
 
 @pytest.mark.long
@@ -326,13 +228,3 @@ def test_the_penalty_is_that_of_algorithm_2():
     for got, wanted, whole in both(jnp.float32(-1.0), jax.random.key(3)):
         np.testing.assert_allclose(got, wanted, rtol=2e-5)
         assert abs(whole - wanted[1]) > 1e-3 * abs(whole)  # what is held constant matters
-
-
-@pytest.mark.long
-def test_batch_entropy_on_some_of_the_cells(run, monkeypatch, untrained):
-    some = [{"optimizer": "Adam"}, {"arm": "random start, batch entropy", "seed": 0}]
-    monkeypatch.setattr(mplp_batch_entropy, "cells", lambda config: some)
-    results = run(mplp_batch_entropy, f"{TINY} --judged 2 --batch 4 --message-size 2")
-    assert results["random start, batch entropy"]["of"] == 1 and results["Adam"]["held_out"] > 0
-    (row,) = results["rows"]
-    assert row["entropy"] > 0 and row["penalty"] >= 0

@@ -10,10 +10,8 @@ from scipy.stats import norm
 import apgrad as ap
 from experiments import (
     contact,
-    gradient_errors,
     policy_search,
     policy_search_cartpole as cartpole,
-    policy_search_clipped as clipped,
 )
 
 KEY = jax.random.key(0)
@@ -45,16 +43,6 @@ def test_the_stop_takes_speed_and_keeps_the_place():
     np.testing.assert_allclose(contact.STOP - q, contact.DT * free / 2, rtol=1e-3)
 
 
-@pytest.mark.long
-def test_contact(run, monkeypatch):
-    monkeypatch.setattr(contact, "METHODS", ("RP", "LR", "mean test"))
-    monkeypatch.setattr(contact, "POINTS", {"ball": (0.3, 0.5), "pendulum": (0.2, 0.4)})
-    rows = run(contact, "--lanes 10 --estimates 8 --reference 20000")["rows"]
-    assert len(rows) == 2 * 3 * 2 and all(row["rmse"] > 0 for row in rows)
-    with pytest.raises(SystemExit):
-        run(contact, "--lanes 5")
-
-
 def test_first_success():
     curves = np.array([[3.0, 1.0, 2.0, 0.5], [3.0, 3.0, 3.0, 3.0], [0.0, 3.0, 3.0, 3.0]])
     assert policy_search.first_success(curves, 1.0, every=10).tolist() == [20, np.inf, 10]
@@ -72,46 +60,6 @@ def test_short_horizons_stop_the_gradient():
         assert float(values[other][0]) == pytest.approx(float(values[0][0]), rel=1e-6)
         pairs = zip(*(jax.tree.leaves(values[s][1]) for s in (0, other)), strict=True)
         assert all(np.allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-6) for a, b in pairs) == equal
-
-
-@pytest.mark.long
-def test_policy_search(run, monkeypatch):
-    methods = {name: policy_search.METHODS[name] for name in ("RP", "TP adaptive")}
-    monkeypatch.setattr(policy_search, "METHODS", methods)
-    options = "--policies 4 --horizon 3 --lanes 4 --iterations 5 --evaluations 5 --rates 0.001 0.01"
-    rows = run(policy_search, f"{options} --seeds 2 --resamples 20")["rows"]
-    assert [row["method"] for row in rows] == list(methods)
-    assert all(row["cost_low"] <= row["cost"] <= row["cost_high"] for row in rows)
-
-
-@pytest.mark.long
-def test_policy_search_clipped(run, monkeypatch):
-    methods = {name: clipped.METHODS[name] for name in ("RP", "RP, lanes clipped", "multilevel", "TP, lanes clipped")}
-    monkeypatch.setattr(clipped, "METHODS", methods)
-    monkeypatch.setattr(clipped, "EVERY", 1)
-    options = "--tasks 'last step' --units 4 --horizon 3 --lanes 4 --steps 5 --long 6 --rates 0.001 0.01"
-    found = run(clipped, f"{options} --seeds 2 --resamples 20")
-    rows = found["rows"]
-    costs = {row["method"]: row["cost_long"] for row in rows}
-    more = found["last step"]["total_propagation"]["after_6"]
-    assert more["more"] == pytest.approx(costs["TP, lanes clipped"] - costs["RP, lanes clipped"], abs=1e-6)
-    assert [row["method"] for row in rows] == list(methods)
-    assert all(row["cost_low"] <= row["cost"] <= row["cost_high"] and row["seeds"] == 2 for row in rows)
-
-
-@pytest.mark.long
-def test_gradient_errors(run, monkeypatch):
-    methods = {name: gradient_errors.METHODS[name] for name in ("RP", "LR", "clipped at 4")}
-    for name, value in (("METHODS", methods), ("BASELINES", ("RP", "LR")), ("UNBIASED", ("RP", "LR")), ("TP", ())):
-        monkeypatch.setattr(gradient_errors, name, value)
-    found = run(
-        gradient_errors, "--policies 1 --stages 0 1 --units 4 --horizon 3 --lanes 4 --estimates 5 --reference 6"
-    )
-    rows = {(r["stage"], r["method"]): r for r in found["rows"]}
-    assert len(rows) == 6 and rows[1, "RP"]["squared_bias"] == 0
-    cut, best = rows[1, "clipped at 4"], min(rows[1, "RP"]["variance"], rows[1, "LR"]["variance"])
-    assert cut["ratio"] == pytest.approx((cut["variance"] + cut["squared_bias"]) / best)
-    assert found["after 1"]["clipped at 4"]["worst"] == cut["ratio"]
 
 
 def test_the_cart_pole_keeps_its_energy(monkeypatch):
@@ -144,12 +92,3 @@ def test_the_model_is_bayesian_linear_regression():
     np.testing.assert_allclose(v, np.mean((Y - expected) ** 2, axis=0), atol=0.02)
     spread = np.einsum("ni,ij,nj->n", F, np.linalg.inv(precision), F)
     np.testing.assert_allclose(np.einsum("ni,ij,nj->n", F, np.asarray(A, np.float64), F), spread, atol=0.02)
-
-
-@pytest.mark.long
-def test_cart_pole(run, monkeypatch):
-    monkeypatch.setattr(cartpole, "METHODS", ("RP",))
-    monkeypatch.setattr(cartpole, "HORIZON", 4)
-    options = "--episodes 2 --iterations 3 --particles 4 --repetitions 2 --resamples 20"
-    row = run(cartpole, options)["rows"][0]
-    assert row["runs"] == 2 and 0 <= row["success"] <= 1

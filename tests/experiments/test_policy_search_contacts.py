@@ -3,9 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
-from experiments import policy_search_contacts as contacts
 from experiments.parts import actor_critic, puck
 
 
@@ -53,16 +51,3 @@ def test_the_actors_first_update_is_that_of_the_windows_cost():
     slope = jnp.mean(begun) * (1 + actor_critic.GAMMA * 2 * 0.5)
     np.testing.assert_allclose(after[0], 0.5 - 0.1 * np.sign(slope), rtol=1e-3)
     assert after[6].tolist() == [0] * 4
-
-
-@pytest.mark.long
-def test_policy_search_contacts(run, monkeypatch):
-    methods = ["RP", contacts.SHAC, "multilevel"]
-    monkeypatch.setattr(contacts, "EVERY", 1)
-    options = "--units 4 --horizon 10 --lanes 4 --steps 5 --rates 0.001 0.01 --estimates 3 --resamples 20"
-    found = run(contacts, f"--methods {' '.join(methods)} {options}")
-    assert [row["method"] for row in found["rows"]] == methods
-    assert all(row["cost_low"] <= row["cost"] <= row["cost_high"] and row["seeds"] == 2 for row in found["rows"])
-    assert found["explosion"]["RP"]["median"] <= found["explosion"]["RP"]["largest"]
-    with pytest.raises(SystemExit):
-        run(contacts, "--horizon 15")

@@ -9,7 +9,7 @@ import pytest
 
 from apgrad import meta
 from experiments import harness, rad_noise, rad_pde, rad_table1, rad_training
-from experiments.benchmarks import accelerator, planning, randomized
+from experiments.benchmarks import accelerator, planning
 from experiments.parts import rad_networks
 
 
@@ -58,12 +58,6 @@ def test_noise(run):
         small, large = found["baseline", 8, layer], found["baseline", 32, layer]
         error = np.hypot(small["squared_error_se"], 4 * large["squared_error_se"])
         assert abs(small["squared_error"] - 4 * large["squared_error"]) < 4 * error
-
-
-@pytest.mark.long
-def test_training(run):
-    options = "--data digits --methods baseline 'rounding 4' --steps 40 --evaluations 1 --seeds 1 --pairs 0"
-    assert all(row["test_accuracy"] > 0.5 for row in run(rad_training, options)["rows"])
 
 
 @pytest.mark.long
@@ -159,12 +153,6 @@ def test_a_killed_pde_cell_goes_on(run, tmp_path, monkeypatch):
     run(rad_pde, options)
     assert saves == [20, 40] and curve("run") == curve("whole")
     assert not list((tmp_path / "run" / "cells").glob("*.npz"))
-
-
-@pytest.mark.long
-def test_benchmark(run):
-    rows = run(randomized, "--layers 2 --width 64 --batch 32 --side 2 --rounds 1")["rows"]
-    assert all(row["time_ratio"] > 0 and row["residual_MB"] > 0 for row in rows)
 
 
 def test_images_fall_back_to_digits(monkeypatch):

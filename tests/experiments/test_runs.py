@@ -1,0 +1,201 @@
+"""A tiny run of each experiment: it ends, has the rows it promises, and intervals that hold their values.
+
+What an experiment's figures must satisfy beside that is tested with its mathematics, in the other files.
+"""
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from experiments import (
+    contact,
+    gaussian_shaping,
+    gradient_errors,
+    lorenz_control,
+    mplp_ablation,
+    mplp_architectures,
+    mplp_batch_entropy,
+    mplp_dynamics,
+    mplp_maml,
+    mplp_settings,
+    mplp_sgd,
+    mplp_sinusoid,
+    outer_training,
+    policy_search,
+    policy_search_cartpole,
+    policy_search_clipped,
+    policy_search_contacts,
+    rad_training,
+    second_derivatives,
+    total_propagation,
+)
+from experiments.benchmarks import estimators, randomized
+from experiments.parts import meta_curves
+
+
+class Run(NamedTuple):
+    experiment: ModuleType
+    options: str
+    rows: int
+    figures: tuple[str, ...] = ()  # some that results.json has beside its rows
+    smaller: Mapping[str, Any] = MappingProxyType({})  # names of the module that are replaced
+    trained: bool = True  # if not, rules are judged without a step of training, which other tests take
+    holds: Callable[[Any], Any] = lambda results: True  # of results.json
+
+
+def only(experiment, *names):
+    return {"METHODS": {name: experiment.METHODS[name] for name in names}}
+
+
+def cells(*some):
+    return {"cells": lambda config: list(some)}
+
+
+def no_corrections_before_training(results):
+    ahead = [row["ahead"] for row in results["rows"] if row["training"] == "before"]
+    return ahead == [0, 0]
+
+
+def more_exponent_for_more_chaos(results):
+    calm, chaotic = (growth["exponent"] for growth in results["growth"].values())
+    return calm < 0 < chaotic
+
+
+def errors_are_of_the_better_unclipped_estimator(results):
+    rows = {row["method"]: row for row in results["rows"] if row["stage"] == 1}
+    cut, better = rows["clipped at 4"], min(rows[name]["variance"] for name in ("RP", "LR"))
+    return cut["ratio"] == pytest.approx((cut["variance"] + cut["squared_bias"]) / better)
+
+
+META = "--steps 2 --points 1 --length 4 --segment 2 --hidden 3"
+POLICY = "--horizon 3 --lanes 4 --rates 0.001 0.01 --resamples 20"
+ERRORS = only(gradient_errors, "RP", "LR", "clipped at 4")
+CONTACT = {"METHODS": ("RP", "LR", "mean test"), "POINTS": {"ball": (0.3, 0.5), "pendulum": (0.2, 0.4)}}
+RUNS = (
+    Run(gaussian_shaping, "--horizons 4 --betas 1.5 2.5 --estimates 8 --lanes 50 --resamples 50", 2 * 6),
+    Run(
+        total_propagation,
+        "--horizons 4 --betas 2.5 --estimates 8 --lanes 50 --resamples 50 --bias-points 4 10 20 --parameters 5",
+        rows=9,
+        figures=("worst_ratio_decoupled-CF_P5", "bias_decoupled-CF_H4_B10"),
+    ),
+    Run(
+        lorenz_control,
+        "--horizons 3 --rhos 10 28 --estimates 8 --lanes 20 --resamples 50",
+        rows=2 * len(lorenz_control.METHODS),
+        holds=more_exponent_for_more_chaos,
+    ),
+    Run(second_derivatives, "--estimates 20 --families bernoulli --graphs 'one node'", rows=4),
+    Run(
+        estimators,
+        "--horizons 2 --rounds 3 --nodes 100 --chain-rounds 3 --policy-rounds 3",
+        rows=23,
+        figures=("ratio_H2, called: TP", "policy of 41, adaptive", "node_in_chain_of_100, LR"),
+        smaller={"ROLLOUT_METHODS": ("RP", "TP", "decoupled-CF"), "POLICIES": {41: ((3, 8, 1), 2)}},
+    ),
+    Run(
+        mplp_settings,
+        "--settings 1 --horizons 2 --draws 2 --tuning 1 --runs 2",
+        rows=5,
+        figures=("image_mlp, 2 steps", f"{mplp_settings.SURROGATE}, 2 steps"),  # setting 0 has step functions
+    ),
+    Run(mplp_ablation, "--steps 2 --horizons 2 --runs 2", rows=4, holds=no_corrections_before_training),
+    Run(mplp_architectures, "--horizons 2 --draws 2 --runs 2 --batch 4", rows=7),
+    Run(
+        outer_training,
+        "--rule 'reverse mode' --balanced 'PES, K = 10' --points 2 --pace 0.1 --length 10 --tasks 2 --judged 2 "
+        "--chains 4",
+        rows=len(outer_training.STARTS) + 1,
+    ),
+    Run(
+        mplp_dynamics,
+        f"{META} --tasks 1 --judged 2",
+        rows=1,
+        figures=("k = 8, none, learned rate", "Adam"),
+        smaller=cells({"optimizer": "Adam"}, {"k": 8, "norm": False, "rate": True, "seed": 0}),
+        trained=False,
+    ),
+    Run(
+        mplp_batch_entropy,
+        f"{META} --judged 2 --batch 4 --message-size 2",
+        rows=1,
+        figures=("random start, batch entropy", "Adam"),
+        smaller=cells({"optimizer": "Adam"}, {"arm": "random start, batch entropy", "seed": 0}),
+        trained=False,
+    ),
+    Run(
+        mplp_sinusoid,
+        "--runs 2 --sizes 1 --steps 2 --points 1 --hidden 1",
+        rows=2,
+        figures=("k = 1, shared: all",),
+        smaller=cells({"k": 1, "share": "all", "seed": 0}),
+        trained=False,
+    ),
+    Run(mplp_maml, "--steps 2 --tasks 1 --runs 2", rows=6, smaller=cells({"method": "MAML"})),
+    Run(mplp_sgd, f"{META} --tasks 1 --judged 2 --visited 2", rows=3, figures=("SGD", "MPLP"), trained=False),
+    Run(
+        rad_training,
+        "--data digits --methods baseline 'rounding 4' --steps 40 --evaluations 1 --seeds 1 --pairs 0",
+        rows=2,
+    ),
+    Run(randomized, "--layers 2 --width 64 --batch 32 --side 2 --rounds 1", rows=17),
+    Run(contact, "--lanes 10 --estimates 8 --reference 20000", rows=2 * 3 * 2, smaller=CONTACT),
+    Run(
+        policy_search,
+        f"{POLICY} --policies 4 --iterations 5 --evaluations 5 --seeds 2",
+        rows=2,
+        smaller=only(policy_search, "RP", "TP adaptive"),
+    ),
+    Run(
+        policy_search_clipped,
+        f"{POLICY} --tasks 'last step' --units 4 --steps 5 --long 6 --seeds 2",
+        rows=4,
+        smaller=only(policy_search_clipped, "RP", "RP, lanes clipped", "multilevel", "TP, lanes clipped")
+        | {"EVERY": 1},
+    ),
+    Run(
+        policy_search_contacts,
+        f"--methods RP {policy_search_contacts.SHAC} multilevel --units 4 --horizon 10 --lanes 4 --steps 5 "
+        "--rates 0.001 0.01 --estimates 3 --resamples 20",
+        rows=3,
+        figures=("explosion",),
+        smaller={"EVERY": 1},
+    ),
+    Run(
+        policy_search_cartpole,
+        "--episodes 2 --iterations 3 --particles 4 --repetitions 2 --resamples 20",
+        rows=1,
+        smaller={"METHODS": ("RP",), "HORIZON": 4},
+    ),
+    Run(
+        gradient_errors,
+        "--policies 1 --stages 0 1 --units 4 --horizon 3 --lanes 4 --estimates 5 --reference 6",
+        rows=6,
+        figures=("after 1",),
+        smaller=ERRORS | {"BASELINES": ("RP", "LR"), "UNBIASED": ("RP", "LR"), "TP": ()},
+        holds=errors_are_of_the_better_unclipped_estimator,
+    ),
+)
+
+
+def untrained(outer, optimizer, theta, seed, steps, points, judge, checkpoint):
+    return meta_curves.Judged(theta, np.stack([judge(theta)] * (points + 1)), np.ones(points), 0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", RUNS, ids=lambda case: case.experiment.__name__.split(".")[-1])
+def test_a_tiny_run_of_each_experiment(case, run, monkeypatch):
+    for name, value in case.smaller.items():
+        monkeypatch.setattr(case.experiment, name, value)
+    if not case.trained:
+        monkeypatch.setattr(meta_curves, "judged_training", untrained)
+    results = run(case.experiment, case.options)
+    assert len(results["rows"]) == case.rows
+    assert set(case.figures) <= set(results) and case.holds(results)
+    for row in results["rows"]:
+        for name, value in row.items():
+            if f"{name}_low" in row and value is not None:
+                assert row[f"{name}_low"] <= value <= row[f"{name}_high"], (name, row)
