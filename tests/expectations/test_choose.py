@@ -343,6 +343,15 @@ def two_coins(estimator):
     return one_choice(estimator, lambda lanes, theta: dist.Bernoulli(logits=jnp.broadcast_to(theta, (lanes, 2))), cost)
 
 
+def one_of_three(estimator):
+    def cost(x):
+        x = x if x.shape else jax.nn.one_hot(x, 3, dtype=float)
+        return (x @ jnp.array([1.0, 0.5, -1.5])) ** 2 + x[0]
+
+    choice = lambda lanes, theta: dist.Categorical(logits=jnp.broadcast_to(theta, (lanes, 3)))
+    return one_choice(estimator, choice, cost)
+
+
 CONTROLS = {
     "rebar": lambda phi: ap.rebar(phi[0], phi[1]),
     "relax": lambda phi: ap.relax(jax.tree_util.Partial(lambda phi, z: phi[0] * jnp.sum(jnp.tanh(phi[1] * z)), phi)),
@@ -350,10 +359,11 @@ CONTROLS = {
 }
 
 
+@pytest.mark.parametrize("choice", [two_coins, one_of_three])
 @pytest.mark.parametrize("name", CONTROLS)
-def test_the_parameters_of_a_control_variate_get_the_gradient_of_the_variance(name, x64):
-    theta, phi = jnp.array([0.2, -0.4]), jnp.array([0.6, 0.7])
-    objective = ap.expectation(lambda tape, theta, phi: two_coins(CONTROLS[name](phi))(tape, theta), lanes=1)
+def test_the_parameters_of_a_control_variate_get_the_gradient_of_the_variance(name, choice, x64):
+    theta, phi = jnp.array([0.2, -0.4, 0.3][: 2 + (choice is one_of_three)]), jnp.array([0.6, 0.7])
+    objective = ap.expectation(lambda tape, theta, phi: choice(CONTROLS[name](phi))(tape, theta), lanes=1)
 
     @jax.jit
     def both(phi):

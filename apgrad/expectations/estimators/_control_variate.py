@@ -66,9 +66,13 @@ def relaxed(choices: Choices, key: jax.Array) -> tuple[jax.Array, Callable[[Any]
     return x, lambda phi: z + zero_with_gradient(phi), lambda phi: z + zero_with_gradient(given(phi))
 
 
-def second_moment(surrogate: Callable[[Any], Any], logits: jax.Array) -> jax.Array:
-    """|g|^2 of each lane, (lanes,), with g the gradient of the lane's cost with respect to its logits."""
-    return per_lane(jax.grad(lambda phi: jnp.sum(surrogate(phi)))(lax.stop_gradient(logits)) ** 2)
+def second_moment(surrogate: Callable[[Any], Any], choices: Choices) -> jax.Array:
+    """|g|^2 of each lane, (lanes,), with g the gradient of the lane's cost with respect to its logits.
+
+    The surrogate's categorical logits are logarithms of probabilities, in all directions but those of their sum.
+    """
+    normalized = jax.nn.log_softmax if choices.categorical else lambda phi: phi
+    return per_lane(jax.grad(lambda phi: jnp.sum(surrogate(normalized(phi))))(lax.stop_gradient(choices.logits)) ** 2)
 
 
 def with_control_variate(
@@ -89,5 +93,5 @@ def with_control_variate(
     estimate = surrogate(choices.logits, held, cost)
     if any(isinstance(p, jax.Array) for p in jax.tree.leaves(parameters)):
         of_logits = lambda phi: surrogate(phi, parameters, lax.stop_gradient(cost))
-        estimate = estimate + zero_with_gradient(second_moment(of_logits, choices.logits)).astype(cost.dtype)
+        estimate = estimate + zero_with_gradient(second_moment(of_logits, choices)).astype(cost.dtype)
     return x, estimate

@@ -87,7 +87,7 @@ def double_control_variates(samples: int = 2, coefficient: Any = 1.0) -> ChoiceE
                 zero = zero_with_gradient(per_lane(made._replace(logits=phi).log_prob(drawn), 2)).astype(cost.dtype)
                 return surrogate(lax.stop_gradient(cost), zero, made.squash(phi).astype(mean.dtype), a)
 
-            estimate = estimate + zero_with_gradient(second_moment(of_logits, made.logits)).astype(cost.dtype)
+            estimate = estimate + zero_with_gradient(second_moment(of_logits, made)).astype(cost.dtype)
         return drawn[0], estimate
 
     assumptions = "The continuation's cost is differentiable at the outcomes, and no outcome is impossible."
