@@ -35,8 +35,8 @@ METHODS = {
     "LR": PLAIN["LR"],
     "TP": PLAIN["TP adaptive"]._replace(colour="#777777"),
     "TP by state": PLAIN["TP adaptive"]._replace(by_state=True),
-    "clipped at 4": PLAIN["RP"]._replace(lanes=4.0, colour="#2a8a3e"),
-    "clipped at 10": PLAIN["RP"]._replace(lanes=10.0, colour="#8c6d1f"),
+    "clipped at 4": PLAIN["RP"]._replace(clip_factor=4.0, colour="#2a8a3e"),
+    "clipped at 10": PLAIN["RP"]._replace(clip_factor=10.0, colour="#8c6d1f"),
     "multilevel": PLAIN["RP"]._replace(multilevel=True, colour="#8e3fb1"),
 }
 PAIR = ("RP", "LR")
@@ -81,7 +81,8 @@ def cells(config: Config) -> list[harness.Cell]:
 def _training(units, horizon, lanes):
     method = PLAIN["RP, short"]
     estimates = policy_search.gradients(method, policy_search.program(method, "every step", horizon), lanes)
-    learner = policy_search.learning(estimates, lambda key: policy_search.policy(units, nnx.Rngs(key)), method.clip)
+    new_policy = lambda key: policy_search.policy(units, nnx.Rngs(key))
+    learner = policy_search.learning(estimates, new_policy, method.clip_norm)
     step = jax.jit(lambda state, key: learner.step(state, key, RATE))
     return learner.init, step
 

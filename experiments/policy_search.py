@@ -59,27 +59,27 @@ class Method(NamedTuple):
       cross_fit: of `ap.expectation`.
       adaptive: weigh by the moments of earlier calls, `ap.adaptive`.
       by_state: its option.
-      clip: the largest norm of a gradient; 0 for any.
+      clip_norm: the largest norm of a gradient; 0 for any.
       segment: the number of steps after which the gradient stops; 0 for none.
       colour: of its curves.
-      lanes: a lane's message is cut to so many times the typical lane's; 0 for any.
+      clip_factor: a lane's message is cut to so many times the typical lane's; 0 for any.
       multilevel: levels of such clipping, `ap.multilevel`.
     """
 
     estimator: ap.Estimator | ap.Mixer
     cross_fit: bool = False
     adaptive: bool = False
-    clip: float = CLIP
+    clip_norm: float = CLIP
     segment: int = 0
     colour: str = "black"
-    lanes: float = 0
+    clip_factor: float = 0
     multilevel: bool = False
     by_state: bool = False
 
 
 INVERSE = ap.weights.inverse_variance()
 METHODS = {
-    "RP, unclipped": Method(ap.reparameterization(), clip=0, colour="#9ecae1"),
+    "RP, unclipped": Method(ap.reparameterization(), clip_norm=0, colour="#9ecae1"),
     "RP": Method(ap.reparameterization(), colour="#1f77b4"),
     "RP, short": Method(ap.reparameterization(), segment=SEGMENT, colour="#2a8a3e"),
     "LR": Method(ap.likelihood_ratio(), colour="#d95f02"),
@@ -151,7 +151,7 @@ def program(method: Method, task: str, horizon: int) -> Callable[[ap.Tape, nnx.M
     def cost(s):
         return jnp.sum((s - jnp.array(TARGET)) ** 2, axis=-1) / 200
 
-    def rollout(tape, policy, factor=method.lanes):
+    def rollout(tape, policy, factor=method.clip_factor):
         tape, key = tape.next_key()
         start = jnp.array([0.0, 0.0, 25.0]) + 8 * jax.random.normal(key, (tape.lanes, 3))
 
@@ -160,7 +160,7 @@ def program(method: Method, task: str, horizon: int) -> Callable[[ap.Tape, nnx.M
             if method.segment:
                 s = jnp.where(t % method.segment == 0, jax.lax.stop_gradient(s), s)
             tape, s = step(tape, policy, s)
-            if method.lanes or method.multilevel:
+            if method.clip_factor or method.multilevel:
                 tape, s = ap.clip_lanes(tape, s, factor)
             return (tape.cost(cost(s) / horizon) if task == "every step" else tape, s), None
 
@@ -213,7 +213,7 @@ def _advance(name, units, task, horizon, lanes):
     """A learner, and its steps compiled once for all learning rates: `(state, keys, rate) -> state`, a step a key."""
     method = METHODS[name]
     estimates = gradients(method, program(method, task, horizon), lanes)
-    learner = learning(estimates, lambda key: policy(units, nnx.Rngs(key)), method.clip)
+    learner = learning(estimates, lambda key: policy(units, nnx.Rngs(key)), method.clip_norm)
 
     def advance(state, keys, rate):
         return jax.lax.scan(lambda state, key: (learner.step(state, key, rate), None), state, keys)[0]

@@ -188,7 +188,7 @@ def episode(key: jax.Array, policy: nnx.Module, random: jax.Array) -> tuple[jax.
 @functools.cache
 def _compiled(method, particles, repetitions):
     estimates = gradients(ALL_METHODS[method], program(method), particles)
-    learner = learning(estimates, policy, ALL_METHODS[method].clip)
+    learner = learning(estimates, policy, ALL_METHODS[method].clip_norm)
 
     def learn(state, keys, rate, model):
         return jax.lax.scan(lambda state, key: (learner.step(state, key, rate, model), None), state, keys)[0]

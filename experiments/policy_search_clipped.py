@@ -33,9 +33,9 @@ EVERY = 20  # steps from one evaluation to the next
 METHODS = {
     "RP": PLAIN["RP"],
     "RP, short": PLAIN["RP, short"],
-    "RP, lanes clipped": PLAIN["RP"]._replace(lanes=4.0, colour="#d95f02"),
+    "RP, lanes clipped": PLAIN["RP"]._replace(clip_factor=4.0, colour="#d95f02"),
     "multilevel": PLAIN["RP"]._replace(multilevel=True, colour="#8e3fb1"),
-    "TP, lanes clipped": PLAIN["TP adaptive"]._replace(lanes=4.0),
+    "TP, lanes clipped": PLAIN["TP adaptive"]._replace(clip_factor=4.0),
 }
 
 
@@ -94,7 +94,9 @@ def _train(name, task, units, horizon, lanes):
     """`(keys, rate, blocks) -> costs`, one curve a key, with an evaluation on 500 lanes after each block of steps."""
     method = METHODS[name]
     estimates = policy_search.gradients(method, policy_search.program(method, task, horizon), lanes)
-    learner = policy_search.learning(estimates, lambda key: policy_search.policy(units, nnx.Rngs(key)), method.clip)
+    learner = policy_search.learning(
+        estimates, lambda key: policy_search.policy(units, nnx.Rngs(key)), method.clip_norm
+    )
     cost = ap.expectation(policy_search.program(PLAIN["RP"], task, horizon), 500, check_nan=False)
 
     def curve(key, rate, blocks):

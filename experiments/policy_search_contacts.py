@@ -115,7 +115,7 @@ def program(method: policy_search.Method, horizon: int) -> Any:
     noise = jnp.array(puck.NOISE)
     step = ap.stochastic(method.estimator)(lambda policy, s: dist.Normal(flow(policy, s), noise).to_event(1))
 
-    def episode(tape, policy, factor=method.lanes):
+    def episode(tape, policy, factor=method.clip_factor):
         tape, key = tape.next_key()
 
         def body(carry, t):
@@ -123,7 +123,7 @@ def program(method: policy_search.Method, horizon: int) -> Any:
             if method.segment:
                 s = jnp.where(t % method.segment == 0, jax.lax.stop_gradient(s), s)
             tape, s = step(tape, policy, s)
-            if method.lanes or method.multilevel:
+            if method.clip_factor or method.multilevel:
                 tape, s = ap.clip_lanes(tape, s, factor)
             return (tape.cost(puck.cost(s) / horizon), s), None
 
@@ -142,7 +142,7 @@ def _advance(name, units, horizon, lanes):
         learner = Learning(*actor_critic.learner(system, new_policy, lanes, SEGMENT, units, CLIP))
     else:
         learner = policy_search.learning(
-            policy_search.gradients(method, program(method, horizon), lanes), new_policy, method.clip
+            policy_search.gradients(method, program(method, horizon), lanes), new_policy, method.clip_norm
         )
     several = lambda state, keys, rate: jax.lax.scan(lambda s, k: (learner.step(s, k, rate), None), state, keys)[0]
     return jax.jit(learner.init), jax.jit(several)

@@ -59,14 +59,14 @@ def refuse_message(tree: Any, reason: str) -> Any:
 
     def refuse(leaf):
         inexact = isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jnp.inexact)
-        return _mute_p.bind(leaf, reason=reason) if inexact else leaf
+        return _refuse_message_p.bind(leaf, reason=reason) if inexact else leaf
 
     return jax.tree.map(refuse, tree)
 
 
 def refuse_batching(x: jax.Array, reason: str) -> jax.Array:
     """Returns the array as it is; `jax.vmap` around the call, even if it maps nothing, raises `ValueError(reason)`."""
-    return _alone_p.bind(x, reason=reason)
+    return _refuse_batching_p.bind(x, reason=reason)
 
 
 def mark(x: jax.Array, kind: enum.Enum, label: Hashable) -> jax.Array:
@@ -101,31 +101,33 @@ def _mark_jvp(primals, tangents, **params):
     return _mark_p.bind(*primals, **params), tangents[0]
 
 
-def _mute_jvp(primals, tangents, *, reason):
-    return _mute_p.bind(*primals, reason=reason), _muted_p.bind(*tangents, reason=reason)
+def _refuse_message_jvp(primals, tangents, *, reason):
+    return _refuse_message_p.bind(*primals, reason=reason), _refused_message_p.bind(*tangents, reason=reason)
 
 
-def _muted_jvp(primals, tangents, *, reason):
-    return _muted_p.bind(*primals, reason=reason), _muted_p.bind(*tangents, reason=reason)
+def _refused_message_jvp(primals, tangents, *, reason):
+    return _refused_message_p.bind(*primals, reason=reason), _refused_message_p.bind(*tangents, reason=reason)
 
 
-def _muted_transpose(message, _, *, reason):
+def _refused_message_transpose(message, _, *, reason):
     if type(message) is ad.Zero:  # nobody has used the derivative
         return [message]
     raise TypeError(reason)
 
 
-def _alone_batching(axis, values, dims, *, reason):
+def _refuse_batching(axis, values, dims, *, reason):
     raise ValueError(reason)
 
 
 _zero_p = _elementwise("zero_with_gradient", jnp.zeros_like, _zero_jvp)
 _refuse_p = _elementwise("refuse_derivative", _same, _refuse_jvp)
 _mark_p = _elementwise("mark", lambda x, **_: x, _mark_jvp)
-_mute_p = _elementwise("refuse_message", _same, _mute_jvp)
+_refuse_message_p = _elementwise("refuse_message", _same, _refuse_message_jvp)
 # The derivative of `refuse_message`: reverse mode transposes this primitive, forward mode evaluates it.
-_muted_p = _elementwise("refused_message", lambda x, *, reason: jnp.full_like(x, jnp.nan), _muted_jvp)
-ad.primitive_transposes[_muted_p] = _muted_transpose
-_alone_p = _elementwise("refuse_batching", _same, _refuse_jvp)
+_refused_message_p = _elementwise(
+    "refused_message", lambda x, *, reason: jnp.full_like(x, jnp.nan), _refused_message_jvp
+)
+ad.primitive_transposes[_refused_message_p] = _refused_message_transpose
+_refuse_batching_p = _elementwise("refuse_batching", _same, _refuse_jvp)
 # JAX calls the rules in this table even where no operand is mapped.
-batching.fancy_primitive_batchers[_alone_p] = _alone_batching
+batching.fancy_primitive_batchers[_refuse_batching_p] = _refuse_batching

@@ -118,9 +118,10 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
 class _Residuals:
     """Residuals whose structure depends on what is differentiated, in a form that does not.
 
-    JAX 0.10.2 unpacks a residual by the structure that the last trace of `fwd` had. Here the structure travels with the
-    residual, as the number of columns of an empty array; all are padded to one number of arrays. A `fwd` that JAX
-    traces while the call runs is traced once, and needs no padding; those of a jaxpr, later, are traced at will.
+    JAX 0.10.2 restores a residual by the structure that the last trace of `fwd` had. So each residual carries the
+    number of its own structure, as the width of an empty array, and is padded to the most arrays that any structure
+    has. A `fwd` that is traced while the call runs is traced once, and needs no padding; that of a jaxpr may be traced
+    again later.
     """
 
     def __init__(self):
@@ -348,8 +349,7 @@ def first_order(propagator: Propagator, reason: str) -> Propagator:
       TypeError: no second derivative of double...
     """
     _require_propagators("first_order", (propagator,))
-    # Once differentiated, the node is its forward with memory: a derivative that arrives there is the second, as
-    # is one of the messages.
+    # After one derivative the node is its forward with memory. A derivative of that, or of a message, is the second.
     return Propagator(
         forward=lambda *inputs, **options: propagator.forward(*refuse_derivative(inputs, reason), **options),
         backward=lambda memory, message: refuse_derivative(propagator.backward(memory, message), reason),

@@ -43,7 +43,7 @@ PRODUCT = _names("conv_general_dilated dot_general")
 # Linear in each operand while the others are constant.
 LINEAR_IN_EACH = PRODUCT | {"mul"}
 
-# Linear in all operands together. `select_n` is too, but for its first operand.
+# Linear in all operands together; `select_n` in all but the first one, which chooses.
 LINEAR_IN_ALL = (
     IDENTITY
     | VIEW

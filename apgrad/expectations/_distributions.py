@@ -147,7 +147,7 @@ def log_prob(distribution: Any, x: jax.Array) -> jax.Array:
     """
 
     def as_sampled(part):
-        if isinstance(part, _TWO_OUTCOMES):
+        if isinstance(part, _BY_LOGITS):
             return _OfLogits(part)
         if isinstance(part, _ON_A_SIMPLEX):
             part, probs = copy.copy(part), jnp.asarray(part.probs)
@@ -155,7 +155,7 @@ def log_prob(distribution: Any, x: jax.Array) -> jax.Array:
             vars(part).pop("logits", None)  # computed from the old ones, and kept
         return part
 
-    is_part = lambda part: isinstance(part, (*_TWO_OUTCOMES, *_ON_A_SIMPLEX))
+    is_part = lambda part: isinstance(part, (*_BY_LOGITS, *_ON_A_SIMPLEX))
     return jax.tree.map(as_sampled, widened(distribution), is_leaf=is_part).log_prob(widened(x))
 
 
@@ -251,7 +251,7 @@ def _has_cdf(distribution, x) -> bool:
     return True
 
 
-_TWO_OUTCOMES = (dist.BernoulliLogits, dist.BinomialLogits)
+_BY_LOGITS = (dist.BernoulliLogits, dist.BinomialLogits)
 _ON_A_SIMPLEX = (dist.CategoricalProbs, dist.MultinomialProbs)
 _NOT_A_DENSITY = (
     dist.MaskedDistribution,

@@ -109,7 +109,7 @@ def expectation(
 def require_program(program: Any, lanes: Any) -> int:
     """The number of lanes as an integer, or an error for what is no program or no number of lanes."""
     if not callable(program):
-        raise TypeError(f"expectation takes a program, a function of (tape, *args), got {type(program).__name__}")
+        raise TypeError(f"a program is a function of (tape, *args), got {type(program).__name__}")
     return whole("lanes", lanes)
 
 

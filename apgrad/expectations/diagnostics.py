@@ -21,8 +21,8 @@ import jax
 import numpy as np
 from jax import lax
 
-from apgrad._ground import bias as test_of_bias
-from apgrad._ground.progress import progress_bar
+from apgrad._ground import bias as _bias
+from apgrad._ground.progress import progress_bar as _progress_bar
 from apgrad.expectations._growth import Growth as Growth, perturbation_growth as perturbation_growth
 from apgrad.expectations._node_variances import NodeVariances as NodeVariances, node_variances as node_variances, table
 
@@ -172,7 +172,7 @@ def compare(
     chunk = -(-num_estimates // rounds)
     keys = dict(zip(objectives, jax.random.split(key, (len(objectives), rounds, chunk)), strict=True))
     compiled, refused, samples, seconds = {}, {}, {}, {}
-    bar = progress_bar("comparing", len(objectives) * (1 + rounds)) if progress else None
+    bar = _progress_bar("comparing", len(objectives) * (1 + rounds)) if progress else None
     with contextlib.nullcontext() if bar is None else bar:
         for name, objective in objectives.items():
             try:
@@ -349,7 +349,7 @@ def _row(samples, times, against, cuts=()):
             deviations = np.where(far & rounding, 0.0, differences)
             leaves = np.split(deviations, cuts, axis=1)
             zeros, level = [np.zeros(x.shape[1]) for x in leaves], NormalDist().inv_cdf(1 - SIGNIFICANT / 2)
-            chance = test_of_bias.distance(leaves, zeros, level)
+            chance = _bias.distance(leaves, zeros, level)
             biased = chance.off > chance.bound
             if biased and np.linalg.norm(bias) <= ROUNDING * np.linalg.norm(truth):  # too little in each element
                 biased, rounding = False, True

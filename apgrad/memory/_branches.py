@@ -11,8 +11,8 @@ from typing import Any
 import jax
 
 from apgrad._programs import jaxprs
+from apgrad.memory._memory_plan import MemoryPlan
 from apgrad.memory._passes import remember, remembering, send
-from apgrad.memory._plan import MemoryPlan
 
 
 def randomized_cond(programs: Sequence[jaxprs.Program], plan: Callable[..., MemoryPlan]) -> Callable[..., list[Any]]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from apgrad.memory._plan import MemoryPlan
+from apgrad.memory._memory_plan import MemoryPlan
 from apgrad.memory._samplers import Rounding, Sampler, nbytes, rounding, stratified
 from apgrad.memory._slots import Coefficient, SlotForm, fitted, kept_bytes
 

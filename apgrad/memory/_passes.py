@@ -18,7 +18,7 @@ from apgrad._ground.keys import again
 from apgrad._ground.primitives import refuse_derivative
 from apgrad._ground.propagator import Propagator, node
 from apgrad._programs import jaxprs
-from apgrad.memory._plan import BackwardStep, MemoryPlan
+from apgrad.memory._memory_plan import BackwardStep, MemoryPlan
 from apgrad.memory._rounding import Rounding
 from apgrad.memory._samplers import Sampler, restored
 from apgrad.memory._slots import CoefficientUse, Slot
@@ -112,7 +112,7 @@ def send(made: MemoryPlan, key: jax.Array, memory: tuple[Any, ...], messages: Se
 
     spread = {step.eqn.outvars[0] for step in made.steps if step.eqn.primitive.name == "broadcast_in_dim"}
     computed: dict[Any, Any] = {}  # what is evaluated again, until its last use
-    for step in soon(made.steps):
+    for step in gradients_first(made.steps):
         inputs = step_inputs(step)
         present = {i: values[v] for i, v in enumerate(inputs) if not isinstance(v, Literal) and i not in step.uses}
         needed = [s for use in step.uses.values() if use.again is None for s in use.slots]
@@ -221,7 +221,7 @@ def inexact(values: Sequence[Any]) -> list[Any]:
     return [x for x in values if jaxprs.is_inexact(x)]
 
 
-def soon(steps: Sequence[BackwardStep]) -> list[BackwardStep]:
+def gradients_first(steps: Sequence[BackwardStep]) -> list[BackwardStep]:
     """The steps, each last one as early as it can be: an argument's gradient comes before the message goes on."""
     place: dict[Any, float] = {}
     places = []

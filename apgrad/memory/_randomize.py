@@ -1,9 +1,9 @@
 """`ap.randomize`: any JAX function, with a random and smaller memory in its reverse pass.
 
 The function's jaxpr is walked, and each straight-line stretch becomes a propagator (`apgrad.node`), which remembers the
-coefficients of its pullback in the forms that `apgrad.memory._plan` chooses. A `scan`, `cond` or `jax.checkpoint` is
-rebuilt around stretches of its own, with fresh keys in each step. Calls are entered. A function's own derivative rule
-is used, and its coefficients are remembered like any others.
+coefficients of its pullback in the forms that `apgrad.memory._memory_plan` chooses. A `scan`, `cond` or
+`jax.checkpoint` is rebuilt around stretches of its own, with fresh keys in each step. Calls are entered. A function's
+own derivative rule is used, and its coefficients are remembered like any others.
 """
 
 import itertools
@@ -21,9 +21,9 @@ from apgrad._programs import jaxprs, pure
 from apgrad.memory._blocks import packed_block
 from apgrad.memory._branches import randomized_cond
 from apgrad.memory._budget import allocate, remembered_bytes
+from apgrad.memory._memory_plan import MemoryPlan, make_plan
 from apgrad.memory._packing import Narrow, Packing
 from apgrad.memory._passes import inexact, remember, remembering, send
-from apgrad.memory._plan import MemoryPlan, make_plan
 from apgrad.memory._samplers import FACTORIES, Rounding, Sampler, array_bytes, nbytes, require_sampler, rounding
 from apgrad.memory._slots import Coefficient, SlotForm, fitted, is_view
 

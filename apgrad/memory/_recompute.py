@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 from apgrad._programs import jaxprs
 from apgrad._programs.kinds import PRODUCT, VIEW, WITHIN_ELEMENTWISE
-from apgrad.memory._passes import soon, step_inputs
-from apgrad.memory._plan import MemoryPlan
+from apgrad.memory._memory_plan import MemoryPlan
+from apgrad.memory._passes import gradients_first, step_inputs
 from apgrad.memory._slots import is_control_flow, is_mask, kept_bytes
 
 _GROUPS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64)
@@ -32,7 +32,7 @@ _FUSED = WITHIN_ELEMENTWISE | VIEW
 _PRICES, _MOST, _SMALL, _ELEMENT = 6, 200, 16, 10  # an element's work is that of five multiplications
 
 
-class Choice(NamedTuple):
+class Kept(NamedTuple):
     """What stays, by scope: numbers of variables; a scope that is not there remembers its coefficients."""
 
     kept: float
@@ -57,14 +57,14 @@ def work(eqn: Any) -> float:
     return float(_ELEMENT * size)
 
 
-def choices(plans: Sequence[tuple[str, MemoryPlan]]) -> list[Choice]:
+def choices(plans: Sequence[tuple[str, MemoryPlan]]) -> list[Kept]:
     """What can stay in all stretches of a function together; the first choice remembers every coefficient."""
-    found = [Choice(0.0, 0.0, 0.0, {})]
+    found = [Kept(0.0, 0.0, 0.0, {})]
     for where, plan in dict(plans).items():
         mine = _Stretch(where, plan).choices() if plan.slots and plan.slots[0].coefficient.count else []
         if mine:
             both = [
-                Choice(
+                Kept(
                     a.kept + b.kept,
                     max(a.transient, b.transient),
                     a.work + b.work,
@@ -77,8 +77,8 @@ def choices(plans: Sequence[tuple[str, MemoryPlan]]) -> list[Choice]:
     return found
 
 
-def _undominated(found: list[Choice]) -> list[Choice]:
-    best: list[Choice] = []
+def _undominated(found: list[Kept]) -> list[Kept]:
+    best: list[Kept] = []
     for c in sorted(found, key=lambda c: (c.work, c.nbytes)):
         if not any(b.kept <= c.kept and b.transient <= c.transient for b in best):
             best.append(c)
@@ -109,7 +109,7 @@ class _Stretch:
                 jaxprs.variables(v for i, v in enumerate(step_inputs(step)) if i not in step.uses),
                 [plan.slots[slot].var for use in step.uses.values() for slot in use.slots],
             )
-            for step in soon(plan.steps)
+            for step in gradients_first(plan.steps)
         ]
         largest = max((self.bytes(v, False) for v in self.wanted), default=0)
         # Control flow is never run again; what is small beside the largest array stays.
@@ -117,11 +117,11 @@ class _Stretch:
             v for v, e in self.maker.items() if self.bytes(v, False) * _SMALL <= largest or is_control_flow(e)
         }
 
-    def choices(self) -> list[Choice]:
+    def choices(self) -> list[Kept]:
         """The candidates, of which the first remembers every coefficient."""
         forward = sum(map(work, self.plan.forward.jaxpr.eqns)) * self.count
         kept = self.count * sum(self.bytes(v, True) for v in self.coefficients - self.free)
-        every = Choice(float(kept), 0.0, 0.0, {}, forward)
+        every = Kept(float(kept), 0.0, 0.0, {}, forward)
         eqns = jaxprs.needed(self.plan.forward.jaxpr.eqns, self.wanted, self.always | self.inputs)
         density = {v: work(e) / max(self.bytes(v, False), 1) for e in eqns for v in e.outvars}
         products = [v for e in eqns if e.primitive.name in PRODUCT for v in e.outvars]
@@ -168,7 +168,7 @@ class _Stretch:
                 found |= {v for eqn in eqns[: at + 1] for v in eqn.outvars if last.get(v, -1) > at}
         return found
 
-    def _choice(self, stays: Collection[Any]) -> Choice:
+    def _choice(self, stays: Collection[Any]) -> Kept:
         eqns, known = self._again(stays), {*stays, *self.always, *self.inputs}
         first: dict[Any, int] = {}  # of a variable, the first step that it is computed again for
         for i, (_, _, _, wanted) in enumerate(self.steps):
@@ -188,7 +188,7 @@ class _Stretch:
         kept = sum(self.bytes(v, True) for v in stay)
         needed = jaxprs.needed(self.plan.forward.jaxpr.eqns, [*self.outputs, *stay])
         forward = [_Run(eqn.primitive.name, _first(eqn.outvars), _first(self.taken[id(eqn)])) for eqn in needed]
-        return Choice(
+        return Kept(
             float(kept) * self.count,
             float(self._peak(forward, backward, stay) - (kept if self.count == 1 else 0)),
             sum(map(work, eqns)) * self.count,

@@ -163,4 +163,4 @@ def _antithetic(loss, theta, key, sigma):
 
 
 def _first(key):
-    return jax.random.fold_in(key, 0)  # The committed results were made with this key.
+    return jax.random.fold_in(key, 0)  # so that committed results can be made again

@@ -134,7 +134,7 @@ class Places:
         return Signal.of(x, self.message_size)
 
     def batch_size(self, value: jax.Array) -> int:
-        """The number of examples: the first axis of the network's first input, wherever it moves later.
+        """The number of examples, which the first call fixes: the first axis of the network's first input.
 
         Args:
           value: (batch, ...), the value of the node that asks.

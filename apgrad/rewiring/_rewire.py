@@ -143,7 +143,7 @@ class Rewired:
                     f"{describe(params)} in their place, which has no names of sites."
                 )
         plan, planner, shape = self._plan(given)
-        self._require_taken(planner, given)
+        self._require_each_taken(planner, given)
         if init is None:
             _warn_idle(self.rule, planner.taken)
         else:
@@ -160,7 +160,7 @@ class Rewired:
           *args: what the function will be called with, as arrays or `jax.ShapeDtypeStruct`s.
         """
         planner = self._plan(args)[1]
-        self._require_taken(planner, args)
+        self._require_each_taken(planner, args)
         init = self.rule.init
         if init is not None:
             _warn_idle(self.rule, planner.taken)
@@ -174,7 +174,7 @@ class Rewired:
         """
         return self._plan(args)[1].offered
 
-    def _require_taken(self, planner: Planner, args: Sequence[Any]) -> None:
+    def _require_each_taken(self, planner: Planner, args: Sequence[Any]) -> None:
         _require_taken(self.rule, planner.offered, planner.taken)
         members = _members(self.rule)
         planned = lambda where: dataclasses.replace(self, rule=self.rule._replace(where=where))._plan(args)[1].offered

@@ -22,9 +22,13 @@ from apgrad._programs import jaxprs
 from apgrad._programs.flow import flow, steady
 from apgrad._programs.kinds import COMBINE, ELEMENTWISE, NO_DERIVATIVE, PRODUCT, WITHIN_ELEMENTWISE
 
-# The facts: made inside the program, an array that the function closes over, made of parameters alone, the same but
-# another one at each step of a scan, made of data, anything else.
-MADE, CLOSED, WEIGHT, STACKED, DATA, ACTIVATION = range(6)
+# The facts about an array:
+MADE = 0  # made inside the program, of no input
+CLOSED = 1  # the function closes over it
+WEIGHT = 2  # made of parameters alone
+STACKED = 3  # the same, with another weight at each step of a scan
+DATA = 4  # made of data
+ACTIVATION = 5  # anything else, such as what is made of weights and data
 SiteKind = typing.Literal["function", "scope", "call", "dense", "conv", "matmul", "elementwise", "name"]
 
 
@@ -136,7 +140,7 @@ class Planner:
         step = self._offer("scope", label, jaxprs.join(where, *scope), facts, PlanStep(inputs, outputs, ""), function)
         if step is None:
             return self._scopes(eqns, after, known, where, depth + 1)
-        known.update(zip(outputs, flow(program, facts, through, join, constant), strict=True))
+        known.update(zip(outputs, flow(program, facts, through, merged, constant), strict=True))
         return [step]
 
     def _equation(self, eqn, known, where) -> list[PlanStep]:
@@ -145,7 +149,7 @@ class Planner:
         around = jaxprs.join(where, jaxprs.plain_scope(scope))
         step = PlanStep(eqn.invars, eqn.outvars, scope, eqn)
         inputs = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal)))
-        made = flow(jaxprs.part([eqn], inputs, eqn.outvars), [known[v] for v in inputs], through, join, constant)
+        made = flow(jaxprs.part([eqn], inputs, eqn.outvars), [known[v] for v in inputs], through, merged, constant)
         known.update(zip(eqn.outvars, made, strict=True))
         name, inside, call = eqn.primitive.name, jaxprs.nested(eqn), jaxprs.caller(eqn)
         taken = None
@@ -186,9 +190,9 @@ class Planner:
             stays = {*body.jaxpr.invars[:consts], *(v for v, after in carried if v is after)}
             inputs = zip(facts, body.jaxpr.invars, strict=True)
             facts = [STACKED if f == WEIGHT and v not in stays else f for f, v in inputs]
-            walk = lambda facts: flow(body, facts, through, join, constant)
+            walk = lambda facts: flow(body, facts, through, merged, constant)
             self.loops += 1
-            plans = [self.plan(body, steady(walk, facts, consts, carry, join)[0], jaxprs.join(around, "scan"))]
+            plans = [self.plan(body, steady(walk, facts, consts, carry, merged)[0], jaxprs.join(around, "scan"))]
             self.loops -= 1
         elif inside.kind in ("call", "remat"):
             plans = [self.plan(inside.jaxprs[0], facts, jaxprs.join(around, inside.label))]
@@ -269,7 +273,7 @@ def constant(value: Any) -> int:
     return CLOSED if np.ndim(value) and jnp.issubdtype(jnp.result_type(value), jnp.inexact) else MADE
 
 
-def join(*facts: int) -> int:
+def merged(*facts: int) -> int:
     """The fact about what is made of several arrays, or is one of them."""
     largest = max(facts, default=MADE)
     return ACTIVATION if largest == DATA and any(map(_is_weight, facts)) else largest
@@ -279,7 +283,7 @@ def through(eqn: Any, facts: Sequence[int]) -> list[int] | None:
     """What an equation makes of the facts about its inputs; None for one with programs inside."""
     if jaxprs.nested(eqn) is not None:
         return None
-    made = ACTIVATION if eqn.primitive.name in PRODUCT and _is_weighted(facts, eqn) else join(*facts)
+    made = ACTIVATION if eqn.primitive.name in PRODUCT and _is_weighted(facts, eqn) else merged(*facts)
     return [made] * len(eqn.outvars)
 
 

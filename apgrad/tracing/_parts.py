@@ -23,7 +23,7 @@ from apgrad.tracing._products import dense
 from apgrad.tracing._semirings import Value
 from apgrad.tracing._sums import additive, bilinear, dtype_of
 
-TAPS = 1024  # a window with more taps is left to `dense`
+MOST_POSITIONS = 1024  # a window of more positions is left to `dense`
 
 
 def _convolution(equation: Equation) -> Pull:
@@ -32,14 +32,14 @@ def _convolution(equation: Equation) -> Pull:
     size = [jnp.shape(equation.inputs[1])[d] for d in params["dimension_numbers"].rhs_spec[2:]]
     if additive(equation.semiring):
         return _bilinear(equation)
-    if params["batch_group_count"] != 1 or math.prod(size) > TAPS:
+    if params["batch_group_count"] != 1 or math.prod(size) > MOST_POSITIONS:
         return dense(equation)
     return equation.in_parts(functools.partial(_convolve, params=params, shape=jnp.shape(equation.outputs[0])))
 
 
 def _window(equation: Equation) -> Pull:
     """reduce_window_sum, reduce_window_max and reduce_window_min: a sum of slices, or a choice among slices."""
-    if math.prod(equation.params["window_dimensions"]) > TAPS:
+    if math.prod(equation.params["window_dimensions"]) > MOST_POSITIONS:
         return dense(equation)
     options = {"name": equation.name, "params": equation.params, "shape": jnp.shape(equation.outputs[0])}
     return equation.in_parts(functools.partial(_windowed, **options))

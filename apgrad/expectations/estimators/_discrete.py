@@ -48,18 +48,18 @@ def base(distribution: Any) -> Any:
     return distribution
 
 
-def sample_shape(distribution: Any) -> tuple[int, ...]:
+def shape_of_a_sample(distribution: Any) -> tuple[int, ...]:
     return (*distribution.batch_shape, *distribution.event_shape)
 
 
 def number_of_choices(distribution: Any) -> int:
-    return int(np.prod(sample_shape(distribution)[1:], dtype=int))
+    return int(np.prod(shape_of_a_sample(distribution)[1:], dtype=int))
 
 
 def choices(what: str, distribution: Any, *, bernoulli: bool = True, categorical: bool = True) -> Choices:
     """The distribution as Bernoulli or categorical choices, with logits of float32 at least, to draw noise in."""
     one = base(distributions.widened(distribution))
-    shape = sample_shape(distribution)
+    shape = shape_of_a_sample(distribution)
     with standard_promotion():
         if bernoulli and isinstance(one, BERNOULLI):
             return Choices(jnp.broadcast_to(one.logits, shape), False)
@@ -90,7 +90,7 @@ def relaxable(distribution: Any, x: jax.Array) -> jax.Array:
 def relaxed_mean(what: str, distribution: Any) -> jax.Array:
     """The mean of the outcomes that `relaxable` makes: the probabilities, where choices are categorical."""
     distributions.require_density(what, distribution)
-    one, shape = base(distributions.widened(distribution)), sample_shape(distribution)
+    one, shape = base(distributions.widened(distribution)), shape_of_a_sample(distribution)
     with standard_promotion():
         if isinstance(one, CATEGORICAL):
             probs = jax.nn.softmax(one.logits)
@@ -108,7 +108,7 @@ def relaxed_mean(what: str, distribution: Any) -> jax.Array:
 def enumerated(what: str, distribution: Any) -> tuple[jax.Array, jax.Array]:
     """All joint outcomes of a lane, (n, lanes, *rest), and the logarithms of their probabilities, (n, lanes)."""
     values = _support(what, distribution)
-    shape, number = sample_shape(distribution), number_of_choices(distribution)
+    shape, number = shape_of_a_sample(distribution), number_of_choices(distribution)
     if number * np.log(max(len(values), 1)) > np.log(MOST_OUTCOMES) + 1e-9:
         raise ValueError(
             f"{what}: {number} choices of {len(values)} outcomes each have {len(values)}^{number} joint outcomes, more "

@@ -36,7 +36,7 @@ from apgrad._ground.primitives import refuse_derivative, zero_with_gradient
 from apgrad.expectations import _distributions as distributions
 from apgrad.expectations._distributions import standard_promotion
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator, per_lane
-from apgrad.expectations.estimators._discrete import BERNOULLI, base, number_of_choices, sample_shape
+from apgrad.expectations.estimators._discrete import BERNOULLI, base, number_of_choices, shape_of_a_sample
 
 _SHAPE = (
     "measure_valued has no derivative with respect to the shape of a gamma distribution, which is no "
@@ -65,7 +65,7 @@ def measure_valued() -> ChoiceEstimator:
     def estimate(distribution, key, costs):
         own, noise = jax.random.split(key)
         x = distributions.sample(distribution, own)
-        one, shape = base(distributions.widened(distribution)), sample_shape(distribution)
+        one, shape = base(distributions.widened(distribution)), shape_of_a_sample(distribution)
         # The alternatives of one coordinate after the other: all but this one stay at the sample.
         number = number_of_choices(distribution)
         place = np.eye(number, dtype=bool).reshape(number, 1, *shape[1:])
