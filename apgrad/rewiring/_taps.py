@@ -16,7 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from apgrad._ground.messages import describe, form_of
-from apgrad._programs import jaxprs
+from apgrad._programs import jaxprs, pure
 
 
 class Tapped(NamedTuple):
@@ -85,7 +85,8 @@ def with_taps(function: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str
 
     Raises:
       ValueError: at trace time, if there is no tap; if no message passes a tap, or two do; if a message passes inside a
-        `while_loop`, or inside a function with a derivative rule of its own that is not itself differentiated.
+        `while_loop`, or inside a function with a derivative rule of its own that is not itself differentiated; if the
+        function changes its arguments in place.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -101,16 +102,11 @@ def with_taps(function: Callable[..., Any]) -> Callable[..., tuple[Any, dict[str
 
     def tapped(*args, **keywords):
         arrays, put = jaxprs.arrays_of((args, keywords))
-
-        def flat(*arrays):
-            args, keywords = put(*arrays)
-            return function(*args, **keywords)
-
         called: set[str] = set()
         outer = _called.get()
         token = _called.set(called)
         try:
-            program, shape = jaxprs.trace(flat, *arrays)
+            program, shape = pure.trace("ap.with_taps", lambda given: function(*given[0], **given[1]), put, arrays)
         finally:
             _called.reset(token)
         names, here = called | _names(program, _tap_p), _names(program, _marker_p)
