@@ -273,25 +273,6 @@ class TestReference:
 
 
 class TestExperiments:
-    SMALL = "--horizons 4 --betas 1.5 2.5 --estimates 8 --lanes 50 --resamples 50"
-
-    @pytest.mark.long
-    def test_chaos(self, run, tmp_path, capsys):
-        results = run(chaos, self.SMALL)
-        assert len(results["rows"]) == 2 * 4 and "improvement" in capsys.readouterr().out
-        ratio = results["variance_ratio_decoupled-CF_H4_beta2.5"]
-        assert ratio["interval"][0] <= ratio["value"] <= ratio["interval"][1]
-        assert 1 <= ratio["naive_mixture"] <= 2
-        for row in results["rows"]:
-            assert row["nonfinite"] == 0 and row["variance_low"] <= row["variance"] <= row["variance_high"]
-            assert row["exact"] == chaotic_network.exact(row["beta"], [4])[4].gradient
-
-        # Begun again with some of its cells, and compiled again, it comes out the same.
-        for cell in ("method=exact,beta=1.5", "method=TP,H=4,beta=2.5"):
-            (tmp_path / "run" / "cells" / f"{cell}.json").unlink()
-        chaotic_network._compiled.cache_clear()
-        assert run(chaos, self.SMALL) == results
-
     def test_estimates_that_are_not_finite_are_counted(self):
         config = chaos.Config(horizons=(4,), betas=(1.5,), estimates=4)
         estimates = {"RP": [1.0, float("inf"), 2.0, float("nan")], "LR": [1.0, 2.0, 3.0, 4.0], "TP": [float("nan")] * 4}

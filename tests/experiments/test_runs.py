@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from experiments import (
+    chaos,
     contact,
     gaussian_shaping,
     gradient_errors,
@@ -33,7 +34,7 @@ from experiments import (
     total_propagation,
 )
 from experiments.benchmarks import estimators, randomized
-from experiments.parts import meta_curves
+from experiments.parts import chaotic_network, meta_curves
 
 
 class Run(NamedTuple):
@@ -70,12 +71,25 @@ def errors_are_of_the_better_unclipped_estimator(results):
     return cut["ratio"] == pytest.approx((cut["variance"] + cut["squared_bias"]) / better)
 
 
+def gradients_stand_beside_the_exact_one(results):
+    exact = {beta: chaotic_network.exact(beta, [4])[4].gradient for beta in (1.5, 2.5)}
+    return all(row["exact"] == exact[row["beta"]] and row["nonfinite"] == 0 for row in results["rows"])
+
+
+SMALL = "--horizons 4 --betas 1.5 2.5 --estimates 8 --lanes 50 --resamples 50"
 META = "--steps 2 --points 1 --length 4 --segment 2 --hidden 3"
 POLICY = "--horizon 3 --lanes 4 --rates 0.001 0.01 --resamples 20"
 ERRORS = only(gradient_errors, "RP", "LR", "clipped at 4")
 CONTACT = {"METHODS": ("RP", "LR", "mean test"), "POINTS": {"ball": (0.3, 0.5), "pendulum": (0.2, 0.4)}}
 RUNS = (
-    Run(gaussian_shaping, "--horizons 4 --betas 1.5 2.5 --estimates 8 --lanes 50 --resamples 50", 2 * 6),
+    Run(
+        chaos,
+        SMALL,
+        rows=2 * 4,
+        figures=("variance_ratio_decoupled-CF_H4_beta2.5",),
+        holds=gradients_stand_beside_the_exact_one,
+    ),
+    Run(gaussian_shaping, SMALL, rows=2 * 6),
     Run(
         total_propagation,
         "--horizons 4 --betas 2.5 --estimates 8 --lanes 50 --resamples 50 --bias-points 4 10 20 --parameters 5",
@@ -199,3 +213,12 @@ def test_a_tiny_run_of_each_experiment(case, run, monkeypatch):
         for name, value in row.items():
             if f"{name}_low" in row and value is not None:
                 assert row[f"{name}_low"] <= value <= row[f"{name}_high"], (name, row)
+
+
+@pytest.mark.long
+def test_an_experiment_that_is_begun_again_with_some_of_its_cells_comes_out_the_same(run, tmp_path):
+    results = run(chaos, SMALL)
+    for cell in ("method=exact,beta=1.5", "method=TP,H=4,beta=2.5"):
+        (tmp_path / "run" / "cells" / f"{cell}.json").unlink()
+    chaotic_network._compiled.cache_clear()
+    assert run(chaos, SMALL) == results
