@@ -20,9 +20,11 @@ import apgrad as ap
 from experiments import (
     bifurcation,
     chaos,
+    contact,
     gaussian_shaping_swarm,
     harness,
     lorenz_control,
+    policy_search_contacts,
     second_derivatives,
 )
 from experiments.parts import chaotic_network, linear_swarm
@@ -190,6 +192,7 @@ class TestHarness:
 
     def test_a_wrong_configuration_is_refused(self, toy, run, tmp_path, capsys):
         refused = [(toy, "--cells 0"), (toy, "--preset huge"), (lorenz_control, "--lanes 5")]
+        refused += [(contact, "--lanes 5"), (policy_search_contacts, "--horizon 15")]
         refused += [(chaos, f"--{words}") for words in ("estimates 1", "horizons 0", "betas -1", "lanes 1")]
         for experiment, options in [*refused, (second_derivatives, "--graphs 'three nodes'")]:
             with pytest.raises(SystemExit):

@@ -15,6 +15,7 @@ from experiments import (
     mplp_ablation,
     mplp_batch_entropy,
     mplp_from_random,
+    mplp_maml,
     mplp_settings,
     mplp_sgd,
     mplp_sinusoid,
@@ -96,6 +97,13 @@ def test_a_rule_without_averages_forgets_the_last_update():
 
     params = task.prior(jax.random.key(0))
     jax.tree.map(np.testing.assert_allclose, step(params, 0.0), step(params, 1e-6))
+
+
+@pytest.mark.long
+def test_a_prior_and_rule_that_are_trained_together_have_fitted_standardizers():
+    _, _, theta = mplp_maml.outer_gradient(mplp_maml.PAPER, "MPLP", 0)
+    scales = [np.asarray(s.scale[...]) for s in theta.learner.standardizers.values()]
+    assert all(np.all(scale > 0) for scale in scales) and any(np.any(scale != 1) for scale in scales)
 
 
 @pytest.mark.long

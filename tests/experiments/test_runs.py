@@ -71,6 +71,16 @@ def errors_are_of_the_better_unclipped_estimator(results):
     return cut["ratio"] == pytest.approx((cut["variance"] + cut["squared_bias"]) / better)
 
 
+def digits_are_learned(results):
+    return all(row["test_accuracy"] > 0.5 for row in results["rows"])
+
+
+def total_propagation_is_compared_with_the_same_without(results):
+    costs = {row["method"]: row["cost_long"] for row in results["rows"]}
+    more = costs["TP, lanes clipped"] - costs["RP, lanes clipped"]
+    return results["last step"]["total_propagation"]["after_6"]["more"] == pytest.approx(more, abs=1e-6)
+
+
 def gradients_stand_beside_the_exact_one(results):
     exact = {beta: chaotic_network.exact(beta, [4])[4].gradient for beta in (1.5, 2.5)}
     return all(row["exact"] == exact[row["beta"]] and row["nonfinite"] == 0 for row in results["rows"])
@@ -154,6 +164,7 @@ RUNS = (
         rad_training,
         "--data digits --methods baseline 'rounding 4' --steps 40 --evaluations 1 --seeds 1 --pairs 0",
         rows=2,
+        holds=digits_are_learned,
     ),
     Run(randomized, "--layers 2 --width 64 --batch 32 --side 2 --rounds 1", rows=17),
     Run(contact, "--lanes 10 --estimates 8 --reference 20000", rows=2 * 3 * 2, smaller=CONTACT),
@@ -169,6 +180,7 @@ RUNS = (
         rows=4,
         smaller=only(policy_search_clipped, "RP", "RP, lanes clipped", "multilevel", "TP, lanes clipped")
         | {"EVERY": 1},
+        holds=total_propagation_is_compared_with_the_same_without,
     ),
     Run(
         policy_search_contacts,
