@@ -77,6 +77,7 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
         if perturbed:
             flags = jax.tree.map(lambda p: p.perturbed, inputs, is_leaf=lambda p: isinstance(p, CustomVJPPrimal))
             inputs = jax.tree.map(lambda p: p.value, inputs, is_leaf=lambda p: isinstance(p, CustomVJPPrimal))
+            _require_unchecked(inputs)
         # The plain forward, never the wrapped `call`: with a learned backward the wrapped one would be
         # differentiated by its own rule, and meta-gradients would be silently wrong.
         output, memory = forward(inputs, flags)
@@ -113,6 +114,17 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
             raise ValueError(_CLOSURE) from error
 
     return function
+
+
+def _require_unchecked(inputs: Any) -> None:
+    """Raises an error where `jax.shard_map` checks what varies: JAX has no symbolic zeros there, nor named axes."""
+    types = [getattr(jax.typeof(x), "mat", None) for x in jax.tree.leaves(inputs) if isinstance(x, jax.Array)]
+    if any(getattr(kind, "varying", None) for kind in types):
+        raise TypeError(
+            "ap.randomize, total propagation and cross-fitting are differentiated inside of jax.shard_map with "
+            "check_vma=False only. Then gradients of what the shards share are those of a shard: add them up by "
+            "jax.lax.psum."
+        )
 
 
 class _Residuals:

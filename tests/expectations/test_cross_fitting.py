@@ -299,3 +299,18 @@ def test_no_parameter_is_led_by_the_lanes_for_sure():
         return ap.sample(tape, d, ap.total_propagation())[0]
 
     refused(ValueError, "for sure", lambda: jax.eval_shape(ap.grad(program, lanes=4), KEY, jnp.zeros(4)))
+
+
+@pytest.mark.parametrize("cross_fit", [True, False])
+def test_where_shard_map_checks_what_varies_is_an_error(cross_fit):
+    def program(tape, theta):
+        tape, x = ap.stochastic(PUBLISHED)(lambda theta, x: dist.Normal(theta * x, 1.0))(
+            tape, theta, jnp.ones(tape.lanes)
+        )
+        return tape.cost(x**2)
+
+    each = lambda theta: ap.grad(program, lanes=4, cross_fit=cross_fit)(KEY, theta[0])[None]
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    mapped = lambda check: jax.shard_map(each, mesh=mesh, in_specs=jax.P("i"), out_specs=jax.P("i"), check_vma=check)
+    assert jax.eval_shape(mapped(False), jnp.ones(1)).shape == (1,)
+    refused(TypeError, "check_vma=False only", jax.eval_shape, mapped(True), jnp.ones(1))
