@@ -16,6 +16,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from apgrad._ground.closures import may_close_over_a_tracer
 from apgrad._ground.messages import Static as Static, between, check_messages, describe, form_of, numbered
 from apgrad._ground.primitives import refuse_derivative
+from apgrad._programs import pure
 from apgrad._programs.jaxprs import hoist, is_inexact
 
 
@@ -53,7 +54,8 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
     Raises:
       TypeError: at trace time, if `forward` returns no pair or `backward` no tuple, or a derivative is asked for of an
         array that `forward` closes over.
-      ValueError: at trace time, if the messages do not match the inputs, or the output has no floating-point array.
+      ValueError: at trace time, if the messages do not match the inputs, if the output has no floating-point array, or
+        if `forward` changes its inputs in place.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap
@@ -64,9 +66,10 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
     _require_propagators("node", (propagator,))
 
     residuals = _Residuals() if perturbed else None
+    plain = pure.unchanged("ap.node", propagator.forward)
 
     def forward(inputs, flags):
-        return _pair(propagator.forward(*inputs, perturbed=flags) if perturbed else propagator.forward(*inputs))
+        return _pair(propagator.forward(*inputs, perturbed=flags) if perturbed else plain(*inputs))
 
     @jax.custom_vjp
     def call(*inputs):
@@ -170,7 +173,7 @@ _CLOSURE = (
 def _opened(propagator: Propagator, inputs: Any) -> Any:
     """Calls a node whose functions may close over traced arrays, as inputs; those of `forward` refuse derivatives."""
     form = form_of(inputs)
-    forward, outside = hoist(lambda *inputs: _pair(propagator.forward(*inputs)), *inputs)
+    forward, outside = hoist(lambda *inputs: _pair(pure.unchanged("ap.node", propagator.forward)(*inputs)), *inputs)
     output, memory = jax.eval_shape(forward, *inputs, *outside)
     outputs = form_of((output,))
 
@@ -340,6 +343,7 @@ def backpropagation(function: Callable[..., Any]) -> Propagator:
     """
     if not callable(function):
         raise TypeError(f"backpropagation takes a function, got {describe(function)}")
+    function = pure.unchanged("ap.backpropagation", function)
     return Propagator(
         forward=lambda *inputs: jax.vjp(function, *inputs), backward=lambda pullback, message: pullback(message)
     )

@@ -39,9 +39,25 @@ def trace(
     return jaxprs.part(jaxpr.eqns, jaxpr.invars, jaxpr.outvars[:count], program), shape
 
 
+def unchanged(who: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, or an error where it is called, if it writes to its arguments."""
+
+    def called(*args):
+        before, form = jax.tree.flatten(args)
+        output = function(*args)
+        after = jax.tree.leaves(args)
+        if len(before) != len(after) or any(a is not b for a, b in zip(before, after, strict=True)):
+            arrays, put = jaxprs.arrays_of(form.unflatten(before), (jax.Array,))
+            trace(who, lambda given: (function(*given), None)[1], put, arrays)
+        return output
+
+    return called
+
+
 _CHANGES = (
     " is given a function that changes its arguments in place (as a module with dropout or batch normalization changes "
     "itself), and calls it with copies, so that the changes would be lost. Return what changes: with Flax NNX, pass "
     "what nnx.split gives, call nnx.merge(graph, params, state, copy=True) inside the function, and return nnx.state "
-    "of the rest beside the output. Without copy=True the merged model writes to the arguments, too."
+    "of the rest beside the output, or take it from a plain call. Without copy=True the merged model writes to the "
+    "arguments, too."
 )

@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from apgrad._programs import pure
 from apgrad.expectations import _channels as channels, _distributions as distributions
 from apgrad.expectations._lanes import require_batch, require_lanes
 from apgrad.expectations._tape import Tape, require_tape
@@ -37,7 +38,7 @@ def stochastic(
 
     Raises:
       TypeError, ValueError: at trace time, for arguments without the lane axis, a function that returns no
-        distribution, or a distribution without what the estimator needs.
+        distribution or changes its arguments in place, or a distribution without what the estimator needs.
 
     Example:
       >>> import jax, jax.numpy as jnp, apgrad as ap, numpyro.distributions as dist
@@ -69,7 +70,7 @@ def stochastic(
             keys = jax.random.split(key, tape.lanes)
 
             def distribution(*lane_args):
-                made = function(*lane_args)
+                made = pure.unchanged("ap.stochastic", function)(*lane_args)
                 distributions.require_distribution(what, made)
                 return made
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpyro.distributions as dist
 import pytest
+from flax import nnx
 
 import apgrad as ap
 from tests.expectations.programs import paid
@@ -210,6 +211,19 @@ def test_calls_that_are_off_are_refused():
     refused_program(r"0 \(lanes first\) or None", node((1,)), jnp.ones((4, 4)))
     mapped = jax.vmap(lambda p: dist.Bernoulli(probs=p))(jnp.full(4, 0.5))
     refused_program("that jax.vmap made", lambda tape: ap.sample(tape, mapped, ap.likelihood_ratio()))
+
+
+def test_a_module_that_changes_itself_is_refused():
+    """The lanes are mapped over a copy, so that each step had the dropout mask of the first."""
+    step = ap.stochastic(ap.reparameterization())(lambda layer, x: dist.Normal(layer(x), 1.0).to_event(1))
+
+    def program(tape, layer):
+        tape, x = step(tape, layer, jnp.ones((tape.lanes, 2)))
+        return tape.cost(jnp.sum(x, axis=-1))
+
+    layer = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    refused(ValueError, r"ap\.stochastic .*in place", ap.expectation(program, 4), jax.random.key(0), layer)
+    ap.expectation(program, 4)(jax.random.key(0), nnx.Dropout(0.5, deterministic=True))
 
 
 def test_a_cost_with_the_lanes_twice_says_what_may_have_been_shared():
