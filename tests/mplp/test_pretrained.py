@@ -266,7 +266,7 @@ def test_a_rule_says_once_where_its_card_does_not_reach(tmp_path):
 
     def call(sizes, function, batch, rule=rule):
         made, prior = meta.mlp(sizes, function, mplp.squared_error)
-        batch = jax.ShapeDtypeStruct((batch, 2), float), jax.ShapeDtypeStruct((batch, 1), float)
+        batch = jax.ShapeDtypeStruct((batch, 2), jnp.float32), jax.ShapeDtypeStruct((batch, 1), jnp.float32)
         jax.eval_shape(lambda p, b: mplp.init_state(rule, made, p, b), jax.eval_shape(prior, jax.random.key(0)), batch)
 
     call((2, 3, 1), lambda z: jnp.maximum(0, jnp.sign(z)), 8)
