@@ -426,9 +426,22 @@ def temp_bytes(function: Callable[..., Any], *args: Any) -> int:
 
     Returns:
       The bytes, or -1 where the compiler gives no account.
+
+    Raises:
+      TypeError: if the function has more outputs than one scalar.
     """
     flat, inexact, put = _arguments(args)
-    gradient = jax.jit(jax.grad(lambda *v: function(*put(*v)), argnums=inexact))
+
+    def scalar(*values):
+        output = function(*put(*values))
+        if (form := [jnp.shape(x) for x in jax.tree.leaves(output)]) != [()]:
+            raise TypeError(
+                f"the gradient that is measured is of a function with one scalar output, got arrays of shapes {form}. "
+                "Leave what is auxiliary out: lambda *args: function(*args)[0]"
+            )
+        return output
+
+    gradient = jax.jit(jax.grad(scalar, argnums=inexact))
     options: Any = _KEEP_BARRIERS if jax.default_backend() == "cpu" else None
     compiled = gradient.lower(*flat).compile(compiler_options=options)
     analysis = compiled.memory_analysis()

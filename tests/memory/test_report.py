@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import apgrad as ap
 from apgrad.memory._report import MemoryBytes
+from tests.refusals import refused
 
 R = ap.memory
 X, W = jnp.ones((64, 32)), jnp.ones((32, 32)) / 32
@@ -124,3 +125,14 @@ def test_where_the_peak_falls_by_less_the_table_says_so(residual, temp, told):
 def test_a_program_is_read_in_linear_time(read):
     small, middle, large = (calls(read, [W] * size, X) for size in (2, 4, 8))
     assert large - middle < 2.5 * (middle - small)
+
+
+def test_a_function_with_an_auxiliary_output_is_an_error_that_says_what_to_do():
+    both = lambda x: (jnp.sum(x), {"statistics": x})
+    refused(
+        TypeError,
+        r"scalar output, got .*\[\(\), \(3,\)\].*function\(\*args\)\[0\]",
+        ap.memory_report,
+        both,
+        jnp.ones(3),
+    )
