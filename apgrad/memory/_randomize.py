@@ -111,7 +111,7 @@ def randomize(
             if set(sizes) == {True}:
                 warn(
                     f"nothing is sampled: randomize keeps arrays of fewer than min_size={min_size} entries exactly, "
-                    f"and the largest that may be sampled has {sizes[True]}. Give min_size=0 to sample all.",
+                    f"and the largest that may be sampled has {sizes[True]}. Give randomize min_size=0 to sample all.",
                 )
             return plan
 
