@@ -64,7 +64,6 @@ class Method(NamedTuple):
       colour: of its curves.
       clip_factor: a lane's message is cut to so many times the typical lane's; 0 for any.
       multilevel: levels of such clipping, `ap.multilevel`.
-      window: of `ap.multilevel`.
     """
 
     estimator: ap.Estimator | ap.Mixer
@@ -75,7 +74,6 @@ class Method(NamedTuple):
     colour: str = "black"
     clip_factor: float = 0
     multilevel: bool = False
-    window: float = 8.0
     by_state: bool = False
 
 
@@ -177,7 +175,7 @@ def gradients(method: Method, program: Callable[..., ap.Tape], lanes: int) -> ap
     if method.adaptive:
         return ap.adaptive(program, lanes, by_state=method.by_state, check_nan=False)
     if method.multilevel:
-        return ap.multilevel(ap.value_and_grad(program, lanes, check_nan=False), window=method.window)
+        return ap.multilevel(ap.value_and_grad(program, lanes, check_nan=False))
     function = ap.value_and_grad(program, lanes, cross_fit=method.cross_fit, check_nan=False)
     return ap.Adaptive(lambda key, *args: (), lambda key, state, *args: (*function(key, *args), state))  # pyright: ignore
 

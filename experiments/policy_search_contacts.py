@@ -49,7 +49,7 @@ METHODS = {
     SHAC: CLIPPED["RP, short"]._replace(colour="#e0a100"),
     "LR": policy_search.METHODS["LR"]._replace(colour="#777777"),
     "RP, lanes clipped": CLIPPED["RP, lanes clipped"],
-    "multilevel": CLIPPED["multilevel"]._replace(window=20.0),  # the default when this was measured
+    "multilevel": CLIPPED["multilevel"],
     "TP, lanes clipped": CLIPPED["TP, lanes clipped"],
 }
 OTHERS = ("RP", "RP, short", SHAC, "LR")  # what people do without this library's ways

@@ -55,7 +55,7 @@ def multilevel(
     value_and_grad: Callable[..., tuple[Any, Any]],
     levels: Sequence[float] = (1.0, 4.0, 16.0, math.inf),
     *,
-    window: float = 8.0,
+    window: float = 20.0,
 ) -> Adaptive:
     """Gradients for training, as nearly unbiased as their noise allows: levels of clipping, weighed by what repeats.
 
@@ -66,7 +66,7 @@ def multilevel(
         argument is the factor of `ap.clip_lanes`, or any other gradient with a knob for its bias. Its value is the
         same at all levels.
       levels: the knob's settings, from much bias and little noise to no bias; at least two.
-      window: over how many earlier calls, about, the weights are averaged; a longer one follows parameters too late.
+      window: over how many earlier calls, about, the weights are averaged.
 
     Returns:
       An `Adaptive`, whose state is a `MultilevelState`.
