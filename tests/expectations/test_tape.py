@@ -334,7 +334,7 @@ def test_wrong_types_and_values_are_refused():
     for make in (ap.likelihood_ratio, ap.total_propagation):
         refused(ValueError, "baseline must be 'leave_one_out', None, a function", make, False)
     refused(TypeError, "learned_baseline takes a function", ap.learned_baseline, 3.0)
-    refused(TypeError, "takes a program", ap.expectation, 3, 4)
+    refused(TypeError, "a program is a function of", ap.expectation, 3, 4)
     for lanes in (0, -1, 2.0, True, None):
         refused(ValueError, "lanes must be an integer", ap.expectation, lambda tape: tape, lanes)
 

@@ -44,7 +44,7 @@ def recurrent(cell):
 ALONE = {
     "perceptron": lambda: made(message_size=0, whiten=False),
     "Elman's cell": lambda: recurrent(nnx.SimpleCell),
-    "gated units": lambda: recurrent(nnx.GRUCell),
+    "gated units": pytest.param(lambda: recurrent(nnx.GRUCell), marks=pytest.mark.long),
 }
 
 
