@@ -123,7 +123,7 @@ RUNS = (
     Run(
         mplp_settings,
         "--settings 1 --horizons 2 --draws 2 --tuning 1 --runs 2",
-        rows=5,
+        rows=4,
         figures=("image_mlp, 2 steps", f"{mplp_settings.SURROGATE}, 2 steps"),  # setting 0 has step functions
     ),
     Run(mplp_ablation, "--steps 2 --horizons 2 --runs 2", rows=4, holds=no_corrections_before_training),
