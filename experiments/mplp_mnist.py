@@ -1,7 +1,7 @@
 """A learned rule on images beside tuned optimizers (MPLP, Table 1 and Fig. 4, and further transfers).
 
     APGRAD_DATA=... python -m experiments.mplp_mnist                   # 20 runs of each, two minutes
-    APGRAD_DATA=... python -m experiments.mplp_mnist --preset paper    # 100 runs, also 144-50-50-10 and 784s
+    APGRAD_DATA=... python -m experiments.mplp_mnist --preset paper    # 100 runs, six networks
 
 The rule is `mplp.load_pretrained("image_mlp")`: separable with whitening, meta-trained on 12x12 MNIST with 144-50-10
 and 144-50-50-10, 20 steps of 8 images (its card says all). Networks are drawn at random. Settings other than these two
