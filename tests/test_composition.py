@@ -76,6 +76,17 @@ def test_a_learned_network_with_a_random_node_has_the_gradient_of_its_draw():
     np.testing.assert_allclose(updates["w"], -jax.grad(loss)(params["w"]), rtol=1e-5)
 
 
+def test_tracing_goes_through_pathwise_nodes_and_refuses_total_propagation():
+    key, x = jax.random.key(0), jnp.ones((4, 2))
+    objective = ap.expectation(episode(exact, ap.reparameterization()), lanes=4)
+    ordinary = ap.semiring_grad(objective, ap.tracing.ordinary(), argnums=1)(key, WEIGHTS, x)
+    for a, b in zip(ordinary, jax.grad(objective, argnums=1)(key, WEIGHTS, x), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6)
+    mixed = ap.expectation(episode(exact, ap.total_propagation()), lanes=4)
+    paths = ap.semiring_grad(mixed, ap.tracing.max_product(), argnums=1)
+    refused(TypeError, r"sum over edges|total_propagation", paths, key, WEIGHTS, x)
+
+
 SHARDED = """
 step = lambda theta, s: (jnp.sin(theta * s), s**2)
 problem = meta.Problem(lambda theta, key: jax.random.normal(key), step, lambda theta, s: s**2, 3)

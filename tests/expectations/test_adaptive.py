@@ -41,18 +41,31 @@ def plain(rows):
     return rows[..., :4] * 2.0 ** rows[..., 4:]
 
 
-def test_a_cell_has_weights_of_its_own_once_enough_lanes_were_seen():
+def test_weights_of_rows_are_those_of_least_variance(x64):
+    first, second, suffix = (np.asarray(jax.random.normal(jax.random.key(i), (40, 3))) for i in range(3))
+    first, second = centred(first), centred(2 * second + 0.5 * first)
+    row = one_cell(jnp.array([first, second]), jnp.array(suffix))
+    message, contribution = np.split(np.asarray(weights_of(row)), 2)
+    grid = np.linspace(0, 1, 10_001)
+    for found, gathered in ((message, 0 * suffix), (contribution, suffix)):
+        variances = [np.var(gathered + (1 - k) * first + k * second, axis=0).sum() for k in grid]
+        np.testing.assert_allclose(found, [1 - grid[np.argmin(variances)], grid[np.argmin(variances)]], atol=2e-4)
+
+
+def test_each_cell_has_the_moments_of_its_lanes():
     first, second, suffix = jax.random.normal(KEY, (3, 60, 2))
     cell = jnp.arange(60) % 3
     first, second = (centred(x.reshape(20, 3, 2)).reshape(60, 2) for x in (first, second))  # in each cell
     sizes = jnp.array([1.0, 1e12, 1e24])[cell][:, None]  # a cell that explodes says nothing of the others
     features = jnp.stack([sizes * first, second])
     rows = jax.jit(moments.row, static_argnums=3)(features, suffix, cell, CELLS)
+    for c in range(3):
+        alone = one_cell(features[:, c::3], suffix[c::3])
+        np.testing.assert_allclose(plain(rows[c]), plain(alone) / 3, rtol=1e-4)
+    assert not np.any(rows[3:, :4])
     by_cell = jax.jit(lambda lanes: moments.weights(rows[None], lanes)[0])
     found = by_cell(jnp.int32(moments.ENOUGH * CELLS))
-    for c in range(2):
-        alone = one_cell(features[:, c::3], suffix[c::3])
-        np.testing.assert_allclose(found[c], weights_of(alone), rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(found[1], weights_of(rows[1]), rtol=1e-5)
     # What was never seen has the weights of all lanes, as all cells have until enough lanes were seen.
     whole = weights_of(one_cell(features, suffix))
     np.testing.assert_allclose(found[5], whole, rtol=1e-4)
@@ -88,6 +101,20 @@ def test_rows_of_any_size_keep_small_weights():
     for bad, other, weight in ((jnp.inf, 1, 0), (1, jnp.nan, 1), (jnp.inf, jnp.inf, 1)):
         row = one_cell(jnp.stack([first * bad, second * other]), suffix)
         np.testing.assert_array_equal(weights_of(row), [weight, 1 - weight] * 2)
+
+
+def test_averages_are_averages():
+    rows = jnp.stack([one_cell(s * jax.random.normal(KEY, (2, 9, 2)), jnp.ones((9, 2))) for s in (1.0, 1e3, 1e18)])
+    rows = rows[:, None]  # slots of one cell each
+    one, other = rows, rows[::-1]
+    average = jax.jit(moments.average)
+    found = average(one, other, jnp.float32(0.25))
+    np.testing.assert_allclose(plain(found), 0.75 * plain(one) + 0.25 * plain(other), rtol=1e-5)
+    # What a call does not visit stays as it is, and what was never visited takes the first row.
+    nothing = jnp.zeros_like(rows)
+    np.testing.assert_array_equal(average(rows, nothing, jnp.float32(0.5)), rows)
+    np.testing.assert_array_equal(average(nothing, rows, jnp.float32(0.5)), rows)
+    np.testing.assert_array_equal(weights_of(nothing[0, 0]), [1, 0, 1, 0])
 
 
 def test_a_window_is_the_mean_of_its_calls_and_forgets():
@@ -193,6 +220,16 @@ def test_the_changes_are_those_of_both_gradients():
     for n in (2, 3):
         square = np.sum((rows[n] - rows[n - 1]) ** 2, 1)
         np.testing.assert_allclose(states[3].changes[n - 1], np.log(square), rtol=1e-4)
+
+
+def test_a_key_that_is_used_twice_biases():
+    objective = ap.adaptive(program_of_steps, lanes=6)
+
+    def estimate(key):
+        return objective.value_and_grad(key, objective.init(key, THETA), THETA)[1]["a"]
+
+    found = ap.testing.moments(estimate, KEY, 10_000)
+    assert abs(found.mean - linear_truth(THETA)["a"]) > 8 * found.standard_error
 
 
 def test_every_visit_has_a_row():

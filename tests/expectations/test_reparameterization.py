@@ -5,7 +5,7 @@ import numpyro.distributions as dist
 import pytest
 
 import apgrad as ap
-from tests.expectations.programs import paid
+from tests.expectations.programs import paid, rollout
 
 KEY = jax.random.key(0)
 
@@ -67,3 +67,19 @@ def test_the_implicit_derivative_equals_that_of_the_inverse_cdf(x64):
     exact = lambda t: jnp.sum((jnp.sin(t) + jnp.exp(t) * z) ** 3) / 5
     found, wanted = derivatives(2, lambda key, t: estimate(key, t)[0], exact)  # a Newton step less shows at the second
     np.testing.assert_allclose(*jax.jit(lambda t: (found(KEY, t), wanted(t)))(t), rtol=1e-9)
+
+
+def test_it_is_the_gradient_of_the_same_program_with_the_same_numbers():
+    make = lambda theta, x: dist.Normal(jnp.tanh(theta * x), 0.1)
+    draw = lambda tape, theta: rollout(ap.reparameterization(), make, tape, theta, jnp.ones(tape.lanes), 5)
+
+    def plain(key, theta):
+        x = jnp.ones(8)
+        for _ in range(5):
+            key, fresh = jax.random.split(key)
+            noise = jax.vmap(jax.random.normal)(jax.random.split(fresh, 8))
+            x = jnp.tanh(theta * x) + 0.1 * noise
+        return jnp.mean(x**2)
+
+    both = [jax.value_and_grad(f, argnums=1) for f in (ap.expectation(paid(draw, jnp.square), 8), plain)]
+    np.testing.assert_allclose(*jax.jit(lambda: [f(KEY, 1.3) for f in both])(), rtol=1e-5)

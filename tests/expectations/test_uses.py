@@ -39,7 +39,18 @@ def stacked(p, x):
     return lax.scan(lambda h, w: (jnp.tanh(h @ w[0] + w[1]), None), x, p)[0]
 
 
+def carried(p, x):
+    def body(carry, i):
+        h, p = carry
+        return (jnp.tanh(h @ p[0][i] + p[1]), p), None
+
+    return lax.scan(body, (x, p), jnp.arange(3))[0][0]
+
+
 LINEAR = nnx.split(nnx.Sequential(nnx.Linear(5, 8, rngs=nnx.Rngs(0)), jnp.tanh, nnx.Linear(8, 3, rngs=nnx.Rngs(1))))
+ATTENTION = nnx.split(
+    nnx.MultiHeadAttention(num_heads=2, in_features=4, decode=False, rngs=nnx.Rngs(0)), nnx.Param, ...
+)
 
 # Name: function of parameters and one lane, parameters, lane.
 PROGRAMS = {
@@ -48,15 +59,20 @@ PROGRAMS = {
     "along a sequence": (lambda p, x: jax.nn.relu(2 * (x @ p[0]) - p[1]), [draw(24, 40), draw(40)], draw(9, 24)),
     "recurrent": (recurrent, [draw(4, 4), draw(5, 4), draw(4), draw(4)], draw(9, 5)),
     "stacked layers": (stacked, [draw(3, 24, 24), draw(3, 24)], draw(24)),
+    "parameters in the carry": (carried, [draw(3, 4, 4), draw(4)], draw(4)),
     "vmapped": (lambda p, x: jax.vmap(jnp.dot)(x, p[0]), [draw(3, 5, 20)], draw(3, 5)),
     "convolution": (lambda p, x: lax.conv(x[None], p[0], (1, 1), "SAME"), [draw(3, 2, 3, 3)], draw(2, 5, 5)),
     "embedding": (lambda p, x: p[0][jnp.array([1, 2, 1])] * x, [draw(6, 4)], draw(3, 4)),
+    "normalised": (lambda p, x: x @ (p[0] / jnp.linalg.norm(p[0], axis=0)), [draw(5, 7)], draw(5)),
     "scaled view": (lambda p, x: x @ (0.3 * -p[0][:, 1:3].T / 2)[None, :, :], [draw(5, 7)], draw(2)),
     "scalars": (lambda p, x: p[0] * jnp.sin(x) + p[1] ** 2, [jnp.float32(0.3), jnp.float32(2.0)], draw(5)),
     "custom_vjp": (lambda p, x: jnp.tanh(custom(p[0], x)), [draw(5, 7)], draw(5)),
     "difference": (lambda p, x: jnp.sin(x - p[0]) - p[1], [draw(5), draw(5)], draw(5)),
+    "remat": (lambda p, x: jax.checkpoint(lambda w, x: jnp.tanh(x @ w))(p[0], x), [draw(5, 7)], draw(5)),
+    "layer norm": (lambda p, x: jax.nn.standardize(x @ p[0]) * p[1] + p[2], [draw(5, 7), draw(7), draw(7)], draw(5)),
     "an output of its own": (lambda p, x: (jnp.exp(p[0]), 2 * x, jnp.argmax(p[0])), [draw(5)], draw(5)),
     "NNX": (lambda p, x: nnx.merge(LINEAR[0], p)(x), LINEAR[1], draw(5)),
+    "attention": (lambda p, x: nnx.merge(ATTENTION[0], p, ATTENTION[2])(x), ATTENTION[1], draw(6, 4)),
 }
 THIN = ("dense", "tied", "along a sequence", "recurrent", "stacked layers", "vmapped", "scalars", "NNX", "scaled view")
 

@@ -7,13 +7,17 @@ import pytest
 from flax import nnx
 
 from apgrad import mplp
-from tests.mplp.graphs import Plain, drawn, jit
+from tests.mplp.graphs import Plain, jit
 from tests.refusals import refused
 
 B, T, N = 4, 3, 5
 
 
-MAKE = drawn((B, T, N), (B, T, N), w=(N, N), v=(N, N), b=(N,), heads=(2, N, N), table=(6, N))
+def draw(dtype=jnp.float64):
+    rng = np.random.default_rng(0)
+    array = lambda *shape: jnp.asarray(0.7 * rng.standard_normal(shape), dtype)
+    params = {"w": array(N, N), "v": array(N, N), "b": array(N), "heads": array(2, N, N), "table": array(6, N)}
+    return params, (array(B, T, N), array(B, T, N))
 
 
 def hidden(m, at, p, s):
@@ -101,7 +105,7 @@ def examples_by_vmap_in_vmap(m, at, p, x, y):
 
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_exact_rule_is_sgd(name, x64):
-    function, (params, batch) = NETWORKS[name], MAKE("float64")
+    function, (params, batch) = NETWORKS[name], draw()
 
     @jit
     def both(params, batch):
@@ -119,7 +123,7 @@ def test_the_exact_rule_is_sgd(name, x64):
 
 def test_a_learned_rule_does_not_see_where_the_positions_are(x64):
     """A learned rule that is no gradient descent updates a merged and an unmerged sequence alike."""
-    params, batch = MAKE("float64")
+    params, batch = draw()
 
     def updates(function):
         made = lambda at, p, batch: function(mplp, at, p, *batch)
