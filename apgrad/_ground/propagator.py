@@ -109,7 +109,7 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
     @functools.wraps(propagator.forward)
     def function(*inputs):
         if not perturbed and may_close_over_a_tracer(*propagator):
-            return _opened(propagator, inputs)
+            return _opened(propagator._replace(forward=plain), inputs)
         try:
             with residuals.calling() if residuals else contextlib.nullcontext():
                 return call(*inputs)
@@ -173,7 +173,7 @@ _CLOSURE = (
 def _opened(propagator: Propagator, inputs: Any) -> Any:
     """Calls a node whose functions may close over traced arrays, as inputs; those of `forward` refuse derivatives."""
     form = form_of(inputs)
-    forward, outside = hoist(lambda *inputs: _pair(pure.unchanged("ap.node", propagator.forward)(*inputs)), *inputs)
+    forward, outside = hoist(lambda *inputs: _pair(propagator.forward(*inputs)), *inputs)
     output, memory = jax.eval_shape(forward, *inputs, *outside)
     outputs = form_of((output,))
 
