@@ -56,19 +56,65 @@ def cells(*some):
 
 
 def no_corrections_before_training(results):
-    ahead = [row["ahead"] for row in results["rows"] if row["training"] == "before"]
-    return ahead == [0, 0]
+    found = {(row["rule"], row["training"]): row["ahead"] == 0 for row in results["rows"]}
+    return list(found.items()) == [
+        (("whole", "before"), True),
+        (("whole", "after"), True),
+        (("gradient alone", "before"), True),
+        (("gradient alone", "after"), False),
+    ]
 
 
 def more_exponent_for_more_chaos(results):
     calm, chaotic = (growth["exponent"] for growth in results["growth"].values())
-    return calm < 0 < chaotic
+    biased = {row["method"] for row in results["rows"] if row["significant"]}
+    return calm < 0 < chaotic and biased <= set(lorenz_control.BIASED)
+
+
+def reparameterization_is_the_better_one_so_early(results):
+    exact = chaotic_network.exact(1.5, [4])[4].gradient
+    found = results["bias_decoupled-CF_H4_B10"]["exact"]
+    return {row["better"] for row in results["rows"]} == {"RP"} and found == pytest.approx(exact, abs=1e-8)
+
+
+def second_derivatives_are_exact(results):
+    worst = max(abs(row["off"]) for row in results["rows"])
+    return results["worst_distance_in_standard_errors"] == worst < 5
+
+
+def plain_is_the_baseline_of_the_chain(results):
+    ratios = {row["method"]: row["ratio"] for row in results["rows"] if row["benchmark"] == "chain"}
+    measured = results["ratio_H2, called: TP"]["value"] > 0 and results["policy of 41, adaptive"]["bytes"] > 0
+    known = "added_bytes_per_node" in results["node_in_chain_of_100, LR"]
+    return measured and known and ratios["plain"] == 1 and set(ratios) == {"plain", "RP", "LR", "TP"}
+
+
+def trained_rules_warn_outside_of_their_cards(results):
+    counts = {results[name]["settings"] for name in ("image_mlp, 2 steps", f"{mplp_settings.SURROGATE}, 2 steps")}
+    warned = all(row["warned"] != (row["rule"] == "untrained") and row["finite"] for row in results["rows"])
+    return counts == {1} and warned
+
+
+def each_start_has_a_finite_loss(results):
+    starts = [row["start"] for row in results["rows"]]
+    finite = all(np.isfinite(row["loss"]) and row["seconds_a_step"] > 0 for row in results["rows"])
+    return finite and starts == [*outer_training.STARTS, outer_training.BALANCE]
+
+
+def penalties_are_of_entropies(results):
+    (row,) = results["rows"]
+    return row["entropy"] > 0 and row["penalty"] >= 0 and results["random start, batch entropy"]["of"] == 1
+
+
+def the_median_is_no_more_than_the_largest(results):
+    return results["explosion"]["RP"]["median"] <= results["explosion"]["RP"]["largest"]
 
 
 def errors_are_of_the_better_unclipped_estimator(results):
     rows = {row["method"]: row for row in results["rows"] if row["stage"] == 1}
     cut, better = rows["clipped at 4"], min(rows[name]["variance"] for name in ("RP", "LR"))
-    return cut["ratio"] == pytest.approx((cut["variance"] + cut["squared_bias"]) / better)
+    worst = results["after 1"]["clipped at 4"]["worst"] == cut["ratio"] and rows["RP"]["squared_bias"] == 0
+    return worst and cut["ratio"] == pytest.approx((cut["variance"] + cut["squared_bias"]) / better)
 
 
 def digits_are_learned(results):
@@ -105,6 +151,7 @@ RUNS = (
         "--horizons 4 --betas 2.5 --estimates 8 --lanes 50 --resamples 50 --bias-points 4 10 20 --parameters 5",
         rows=9,
         figures=("worst_ratio_decoupled-CF_P5", "bias_decoupled-CF_H4_B10"),
+        holds=reparameterization_is_the_better_one_so_early,
     ),
     Run(
         lorenz_control,
@@ -112,19 +159,26 @@ RUNS = (
         rows=2 * len(lorenz_control.METHODS),
         holds=more_exponent_for_more_chaos,
     ),
-    Run(second_derivatives, "--estimates 20 --families bernoulli --graphs 'one node'", rows=4),
+    Run(
+        second_derivatives,
+        "--estimates 20 --families bernoulli --graphs 'one node'",
+        rows=4,
+        holds=second_derivatives_are_exact,
+    ),
     Run(
         estimators,
         "--horizons 2 --rounds 3 --nodes 100 --chain-rounds 3 --policy-rounds 3",
         rows=23,
         figures=("ratio_H2, called: TP", "policy of 41, adaptive", "node_in_chain_of_100, LR"),
         smaller={"ROLLOUT_METHODS": ("RP", "TP", "decoupled-CF"), "POLICIES": {41: ((3, 8, 1), 2)}},
+        holds=plain_is_the_baseline_of_the_chain,
     ),
     Run(
         mplp_settings,
         "--settings 1 --horizons 2 --draws 2 --tuning 1 --runs 2",
         rows=4,
         figures=("image_mlp, 2 steps", f"{mplp_settings.SURROGATE}, 2 steps"),  # setting 0 has step functions
+        holds=trained_rules_warn_outside_of_their_cards,
     ),
     Run(mplp_ablation, "--steps 2 --horizons 2 --runs 2", rows=4, holds=no_corrections_before_training),
     Run(mplp_architectures, "--horizons 2 --draws 2 --runs 2 --batch 4", rows=7),
@@ -133,6 +187,7 @@ RUNS = (
         "--rule 'reverse mode' --balanced 'PES, K = 10' --points 2 --pace 0.1 --length 10 --tasks 2 --judged 2 "
         "--chains 4",
         rows=len(outer_training.STARTS) + 1,
+        holds=each_start_has_a_finite_loss,
     ),
     Run(
         mplp_dynamics,
@@ -149,6 +204,7 @@ RUNS = (
         figures=("random start, batch entropy", "Adam"),
         smaller=cells({"optimizer": "Adam"}, {"arm": "random start, batch entropy", "seed": 0}),
         trained=False,
+        holds=penalties_are_of_entropies,
     ),
     Run(
         mplp_sinusoid,
@@ -189,6 +245,7 @@ RUNS = (
         rows=3,
         figures=("explosion",),
         smaller={"EVERY": 1},
+        holds=the_median_is_no_more_than_the_largest,
     ),
     Run(
         policy_search_cartpole,
@@ -222,6 +279,9 @@ def test_a_tiny_run_of_each_experiment(case, run, monkeypatch):
     assert len(results["rows"]) == case.rows
     assert set(case.figures) <= set(results) and case.holds(results)
     for row in results["rows"]:
+        assert row.get("nonfinite", 0) == 0 and 0 <= row.get("accuracy", 0) <= 100
+        if "better" in row and row["better"] == row["method"]:
+            assert row["ratio"] == 1
         for name, value in row.items():
             if f"{name}_low" in row and value is not None:
                 assert row[f"{name}_low"] <= value <= row[f"{name}_high"], (name, row)
