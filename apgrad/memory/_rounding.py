@@ -1,8 +1,9 @@
 """Stochastic rounding: every entry is rounded up or down to a coarse grid, at random so that the mean is right.
 
 The entries of a group share a grid, an offset and a scale: the upper halves of two floating-point numbers, in one word.
+They are of a quarter of the entries, so that neither their range nor a step beyond it can be too large for their type.
 The scale's sign bit says that an entry is not finite: the last code then stands for NaN, and the grid has one point
-less (of 1 bit, the whole group is NaN). The scale's last bit says that very large entries were divided by 2^8 first.
+less (of 1 bit, the whole group is NaN).
 """
 
 import dataclasses
@@ -18,7 +19,6 @@ from apgrad._ground.arguments import whole
 from apgrad._ground.keys import hashed
 
 GROUP = 128
-_DIVISOR = 2.0**8  # of groups with entries so large that a difference or a step outwards might not be finite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +32,10 @@ class Rounding:
         """The codes, packed into bytes, and a word for the grid of each group."""
         if self.bits == 32:
             return (x,)
-        places, _, word, bad = self._on_grid(x)
+        places, bad, _, spoilt, word = self._on_grid(x)
         most = 2**self.bits - 1
         rounded = (places + uniform(key, places.shape, places.dtype)).astype(jnp.int32)
-        points = most - _grid_of(word)[3].astype(jnp.int32)
-        codes = jnp.where(bad, most, jnp.minimum(rounded, points)).astype(jnp.uint8)
+        codes = jnp.where(bad, most, jnp.minimum(rounded, most - spoilt.astype(jnp.int32))).astype(jnp.uint8)
         return packed(codes, self.bits), word[:, 0]
 
     def restore(
@@ -46,47 +45,38 @@ class Rounding:
         if self.bits == 32:
             return memory[0]
         codes = unpacked(memory[0], self.bits)
-        low, scale, large, spoilt = _grid_of(memory[1][:, None])
-        limit = float(jnp.finfo(like.dtype).max)
-        limit = jnp.where(large, limit / _DIVISOR, limit).astype(low.dtype)
-        values = jnp.clip(low + codes.astype(low.dtype) * scale, -limit, limit)
-        values = values * jnp.where(large, _DIVISOR, 1.0).astype(low.dtype)
+        low, scale, spoilt = _grid_of(memory[1][:, None])
+        limit = float(jnp.finfo(like.dtype).max) / 4
+        values = 4 * jnp.clip(low + codes.astype(low.dtype) * scale, -limit, limit)
         bad = spoilt if self.bits == 1 else spoilt & (codes == 2**self.bits - 1)
-        values = jnp.where(bad, jnp.nan, values)
-        return from_rows(values, like)
+        return from_rows(jnp.where(bad, jnp.nan, values), like)
 
     def variance(self, x: jax.Array, axis: int = -1) -> jax.Array:
         """scale^2 p (1 - p), with p the probability of rounding up."""
         if self.bits == 32:
             return jnp.zeros_like(x)
-        places, scale, _, bad = self._on_grid(x)
+        places, bad, scale, _, _ = self._on_grid(x)
         up = places % 1
-        spread = jnp.where(bad, jnp.nan, scale**2 * up * (1 - up))
-        return from_rows(spread, x)
+        return from_rows(jnp.where(bad, jnp.nan, (4 * scale) ** 2 * up * (1 - up)), x)
 
-    def _on_grid(self, x: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Places on the grid, (groups, entries), the grids' scales and words, (groups, 1), and what is not finite."""
+    def _on_grid(self, x: jax.Array) -> tuple[jax.Array, ...]:
+        """Of entries, their places on the grid and whether they are not finite; of groups, the scale, spoilt, word."""
         # With a barrier, so that arrays of one size have the same operations, whatever makes them: compiled once.
         rows = jax.lax.optimization_barrier(as_rows(x, self.group))
         bad, limits = ~jnp.isfinite(rows), jnp.finfo(rows.dtype)
         low, high, spoilt = (found[:, None] for found in _ranges(jnp.where(bad, 0, rows), bad))
-        large = jnp.maximum(high, -low) > float(limits.max) / _DIVISOR
-        factor = _divided(large, rows.dtype)
         integer, half = _word(rows.dtype)
         bits = functools.partial(jax.lax.bitcast_convert_type, new_dtype=integer)
-        number = functools.partial(jax.lax.bitcast_convert_type, new_dtype=rows.dtype)
         # Offset and scale are rounded outwards, so that the grid covers the group.
-        ones = 2 ** (limits.nmant - 7) - 1  # the bits below a bfloat16's
-        offset = bits(low * factor)  # to which a negative number's last bits add: away from zero
-        offset = (offset + jnp.where(low < 0, ones, 0).astype(integer)) & ~ones
+        ones = 2**half - 1
+        low = bits(low / 4)  # to which a negative number's last bits add: away from zero
+        low = (low + jnp.where(low < 0, ones, 0).astype(integer)) & ~ones
         points = jnp.maximum(2**self.bits - 1 - spoilt.astype(rows.dtype), 1)
-        scale = jnp.maximum((high * factor - number(offset)) / points, float(limits.tiny))
-        scale = (bits(scale) + 2 * ones + 1) & ~(2 * ones + 1)
-        word = offset | jax.lax.shift_right_logical(scale, jnp.asarray(half, integer)) | large.astype(integer)
-        word = jax.lax.optimization_barrier(word | (spoilt.astype(integer) << (half - 1)))
-        low, scale, large, _ = _grid_of(word)
-        factor = _divided(large, rows.dtype)
-        return (rows * factor - low) / scale, scale / factor, word, bad
+        scale = jnp.maximum((high / 4 - jax.lax.bitcast_convert_type(low, rows.dtype)) / points, float(limits.tiny))
+        scale = jax.lax.shift_right_logical(bits(scale) + ones, jnp.asarray(half, integer))
+        word = jax.lax.optimization_barrier(low | scale | spoilt.astype(integer) << (half - 1))
+        low, scale, spoilt = _grid_of(word)
+        return (rows / 4 - low) / scale, bad, scale, spoilt, word
 
 
 def rounding(bits: int = 4, *, group: int = GROUP) -> Rounding:
@@ -94,6 +84,7 @@ def rounding(bits: int = 4, *, group: int = GROUP) -> Rounding:
 
     The mean is right but for entries within a grid's step of the largest number of their type (65,504 in float16): the
     last point of their grid would be infinite and is cut to that number, so that on average they come back smaller.
+    Entries below four times the smallest normal number of the type that is computed in (4.7e-38) may come back as zero.
 
     Args:
       bits: 8, 4, 2 or 1; 32 keeps the array as it is.
@@ -117,8 +108,8 @@ def rounding(bits: int = 4, *, group: int = GROUP) -> Rounding:
 
 def packed(codes: jax.Array, bits: int) -> jax.Array:
     """Codes of some bits, (rows, entries), in bytes: each byte has a code of each of 8 / bits parts of a row."""
-    parts = codes.reshape(len(codes), 8 // bits, -1) << np.arange(0, 8, bits, dtype=np.uint8)[:, None]
-    return jnp.sum(parts, axis=1, dtype=jnp.uint8)  # no two parts have a bit in common
+    parts = jnp.split(codes, 8 // bits, axis=1)
+    return functools.reduce(jnp.bitwise_or, (part << np.uint8(bits * i) for i, part in enumerate(parts)))
 
 
 def unpacked(packed: jax.Array, bits: int) -> jax.Array:
@@ -148,13 +139,12 @@ def _word(dtype: Any) -> tuple[Any, int]:
     return (jnp.int64, 32) if jnp.dtype(dtype) == jnp.float64 else (jnp.int32, 16)
 
 
-def _grid_of(word: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Offset, scale, whether the group was divided, and whether an entry is not finite."""
+def _grid_of(word: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Offset, scale, and whether an entry is not finite."""
     dtype, half = (jnp.float64, 32) if word.dtype == jnp.int64 else (jnp.float32, 16)
-    ones, number = 2**half - 1, functools.partial(jax.lax.bitcast_convert_type, new_dtype=dtype)
+    number = functools.partial(jax.lax.bitcast_convert_type, new_dtype=dtype)
     signed = word << half
-    scale = number(signed & (2 ** (2 * half - 1) - 2 ** (half + 1)))
-    return number(word & ~ones), scale, word & 1 == 1, signed < 0
+    return number(word & -(2**half)), number(signed & (2 ** (2 * half - 1) - 1)), signed < 0
 
 
 def _ranges(rows: jax.Array, bad: jax.Array) -> Any:
@@ -165,10 +155,6 @@ def _ranges(rows: jax.Array, bad: jax.Array) -> Any:
 
     inf = np.array(np.inf, rows.dtype)
     return jax.lax.reduce((rows, rows, bad), (inf, -inf, np.False_), both, (1,))
-
-
-def _divided(large: jax.Array, dtype: Any) -> jax.Array:
-    return jnp.where(large, 1 / _DIVISOR, 1.0).astype(dtype)
 
 
 def uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
