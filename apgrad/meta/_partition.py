@@ -67,6 +67,13 @@ def require_trainable(theta: Any) -> None:
                 f"{getattr(dtype, '__name__', dtype)}. Write 2 as 2.0, put a number that stays fixed into an "
                 "nnx.Variable, and let your functions close over anything else."
             )
+    for path, leaf in jax.tree_util.tree_leaves_with_path(theta):
+        if jnp.issubdtype(getattr(leaf, "dtype", float), jax.dtypes.prng_key):
+            raise TypeError(
+                f"an outer gradient has zeros for what is not trained, but theta{jax.tree_util.keystr(path)} is a PRNG "
+                "key, of which there are none. Keys that are for making a module alone are no attribute of it; those "
+                "of a step are the problem's, which splits the key that it is given."
+            )
 
 
 def is_fixed(x: Any) -> bool:

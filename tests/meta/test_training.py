@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from apgrad import meta
 from apgrad._ground.files import locked
@@ -151,6 +152,12 @@ def test_an_inner_optimizer_gets_the_loss_and_its_function():
 def test_theta_is_of_floating_point_numbers(theta):
     words = "what is meta-trained are floating-point numbers, but theta"
     refused(TypeError, words, train, PARABOLA, optax.sgd(0.1), theta, 2)
+
+
+@pytest.mark.parametrize("outer", [PARABOLA, meta.batched(PARABOLA, 2)])
+def test_a_module_that_keeps_its_random_keys_is_refused(outer):
+    rule = nnx.Dropout(0.5, rngs=nnx.Rngs(0))  # rule.rngs holds a key, an nnx.Variable
+    refused(TypeError, r"theta\.rngs\.\S+ is a PRNG key.*no attribute", train, outer, optax.sgd(0.1), rule, 2)
 
 
 SHARDED = """
