@@ -3,12 +3,11 @@
     python -m experiments.policy_search                   # under two minutes
     python -m experiments.policy_search --preset paper
 
-The system is that of `experiments.lorenz_control`: steps of Runge and Kutta (dt = .08) of Lorenz's equations with rho =
-28, a force of 20 tanh(network) on y, and noise N(0, .1^2 I) after each step. A lane starts at (0, 0, 25) + N(0, 8^2 I).
-The policy is an NNX network of tanh units with two hidden layers. The cost of a state is |s - s*|^2 / 200, s* the fixed
-point with x > 0 of the system without force. Two tasks: the mean of the costs over all the steps, and the cost of the
-last state alone. Uncontrolled, trajectories are chaotic, and the gradient through H steps explodes; a good policy ends
-the chaos.
+A step is one of Runge and Kutta (dt = .08) of Lorenz's equations with rho = 28 and a force of 20 tanh(network) on y,
+held meanwhile, and noise N(0, .1^2 I) after it. A lane starts at (0, 0, 25) + N(0, 8^2 I). The policy is an NNX network
+of tanh units with two hidden layers. The cost of a state is |s - s*|^2 / 200, s* the fixed point with x > 0 of the
+system without force. Two tasks: the mean of the costs over all the steps, and the cost of the last state alone.
+Uncontrolled, trajectories are chaotic, and the gradient through H steps explodes; a good policy ends the chaos.
 
 Adam's learning rate is the best of `rates` for each method, by the cost over the last fifth of the evaluations, on
 seeds of its own; curves are of the other seeds. `METHODS` are reparameterization (RP), likelihood ratio (LR) and total

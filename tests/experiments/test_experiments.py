@@ -23,9 +23,9 @@ from experiments import (
     contact,
     gaussian_shaping_swarm,
     harness,
-    lorenz_control,
     policy_search_contacts,
     second_derivatives,
+    total_propagation,
 )
 from experiments.parts import chaotic_network, linear_swarm
 
@@ -191,7 +191,7 @@ class TestHarness:
         assert results["setting"] == "not the paper preset: cells=2 (paper: 9)"
 
     def test_a_wrong_configuration_is_refused(self, toy, run, tmp_path, capsys):
-        refused = [(toy, "--cells 0"), (toy, "--preset huge"), (lorenz_control, "--lanes 5")]
+        refused = [(toy, "--cells 0"), (toy, "--preset huge"), (total_propagation, "--lanes 5")]
         refused += [(contact, "--lanes 5"), (policy_search_contacts, "--horizon 15")]
         refused += [(chaos, f"--{words}") for words in ("estimates 1", "horizons 0", "betas -1", "lanes 1")]
         for experiment, options in [*refused, (second_derivatives, "--graphs 'three nodes'")]:
@@ -299,33 +299,6 @@ class TestExperiments:
         for _ in range(500):
             u = chaotic_network.transition(np.array(u), 1.0)
         assert rows[0]["lyapunov"] == pytest.approx(np.log(abs(chaotic_network.transition_slope(u, 1.0))), abs=1e-6)
-
-    def test_lorenz_gradient_without_noise_is_that_of_the_rollout(self, monkeypatch):
-        monkeypatch.setattr(lorenz_control, "SIGMA", 1e-6)
-        theta, rho = lorenz_control.controller(0), 28.0
-
-        def rollout(theta):
-            s, total = np.array(lorenz_control.START), 0.0
-            for _ in range(4):
-                s = lorenz_control.flow(theta, s, rho)
-                total += lorenz_control.cost(theta, s, rho) / 4
-            return total
-
-        objective = ap.expectation(lorenz_control.program("decoupled-CF", 4), 20, cross_fit=True)
-        value, gradient = jax.jit(jax.value_and_grad(objective, argnums=1))(jax.random.key(0), theta, rho)
-        cost, slope = jax.jit(jax.value_and_grad(rollout))(theta)
-        assert value == pytest.approx(float(cost), rel=1e-5)
-        expected, _ = jax.flatten_util.ravel_pytree(slope)
-        np.testing.assert_allclose(jax.flatten_util.ravel_pytree(gradient)[0], expected, rtol=1e-3, atol=1e-5)
-
-    def test_lorenz_bias_is_told_from_noise(self):
-        rng = np.random.default_rng(0)
-        samples, reference = rng.standard_normal((2, 400, 41)) + 1
-        fair, off = (lorenz_control.bias(samples + shift, reference, np.ones(41)) for shift in (0, 0.4))
-        assert fair["p"] > 0.05 and abs(fair["bias_percent"]) < 4 * fair["bias_percent_error"]
-        assert off["p"] < 1e-3 and off["bias_percent"] == pytest.approx(40, abs=5)
-        # The standard error of a difference of means of 41 averaged parameters.
-        assert off["bias_percent_error"] == pytest.approx(100 * np.sqrt(2 / 400 / 41), rel=0.15)
 
     def test_presets_have_cells_of_their_own_names(self):
         paths = [p for p in (ROOT / "experiments").rglob("[a-z]*.py") if "def cells(" in p.read_text()]

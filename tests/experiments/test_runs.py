@@ -15,7 +15,6 @@ from experiments import (
     contact,
     gaussian_shaping,
     gradient_errors,
-    lorenz_control,
     mplp_ablation,
     mplp_architectures,
     mplp_batch_entropy,
@@ -63,12 +62,6 @@ def no_corrections_before_training(results):
         (("gradient alone", "before"), True),
         (("gradient alone", "after"), False),
     ]
-
-
-def more_exponent_for_more_chaos(results):
-    calm, chaotic = (growth["exponent"] for growth in results["growth"].values())
-    biased = {row["method"] for row in results["rows"] if row["significant"]}
-    return calm < 0 < chaotic and biased <= set(lorenz_control.BIASED)
 
 
 def reparameterization_is_the_better_one_so_early(results):
@@ -152,12 +145,6 @@ RUNS = (
         rows=9,
         figures=("worst_ratio_decoupled-CF_P5", "bias_decoupled-CF_H4_B10"),
         holds=reparameterization_is_the_better_one_so_early,
-    ),
-    Run(
-        lorenz_control,
-        "--horizons 3 --rhos 10 28 --estimates 8 --lanes 20 --resamples 50",
-        rows=2 * len(lorenz_control.METHODS),
-        holds=more_exponent_for_more_chaos,
     ),
     Run(
         second_derivatives,
