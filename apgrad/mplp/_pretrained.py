@@ -96,7 +96,7 @@ def save_trained(rule: Trained, card: dict[str, Any], path: str | Path) -> None:
     Each file is written whole or not at all. `load_trained` reads what was written, or raises an error.
 
     Args:
-      rule: a trained rule.
+      rule: a trained rule, `Separable` or `Normalized`.
       card: what is worth knowing, at least one entry: on what the rule was trained, for how long, with which seed, and
         how well it does. The entries "rule" (the options of its class) and "sites" (a list of `Site._asdict()`) are
         added where it lacks them. With "activations" (names), "minibatches", "depths" and "widths" (of hidden layers:
@@ -107,6 +107,7 @@ def save_trained(rule: Trained, card: dict[str, Any], path: str | Path) -> None:
     Raises:
       ValueError: if the card does not describe this rule or says nothing, or if a number of the rule is not finite and
         real.
+      TypeError: for a rule of another class.
 
     Example:
       >>> import tempfile, apgrad as ap
@@ -120,6 +121,11 @@ def save_trained(rule: Trained, card: dict[str, Any], path: str | Path) -> None:
     if not isinstance(card, dict) or not card:
         raise ValueError(
             f"a card is a dictionary that says on what the rule was trained, and how well it does; got {card!r}"
+        )
+    if type(rule) not in (Separable, Normalized):
+        raise TypeError(
+            f"a card has the options of Separable and Normalized rules, got {type(rule).__name__}. Numbers of any rule "
+            "are written by meta.Checkpoints(folder).save(step, rule), and read by its restore(step, like=rule)."
         )
     own: dict[str, Any] = {} if isinstance(rule, Separable) else {"class": type(rule).__name__}
     own |= {"rule": dict(rule.options), "sites": [site._asdict() for site in rule.sites]}

@@ -90,6 +90,20 @@ def test_what_is_read_does_what_was_written(rule, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, step(rule), step(again))
 
 
+class Halved(mplp.Separable):
+    """What it does beside a separable rule a card does not say."""
+
+    at = None
+
+
+@pytest.mark.parametrize("made", [mplp.Exact, Halved])
+def test_a_rule_of_another_class_is_refused(made, tmp_path):
+    other = nnx.eval_shape(lambda: made(0.1) if made is mplp.Exact else made([], rngs=nnx.Rngs(0)))
+    with pytest.raises(TypeError, match=f"Separable and Normalized rules, got {made.__name__}.*meta.Checkpoints"):
+        mplp.save_trained(other, {"trained": "here"}, tmp_path / "rule")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_number_that_is_not_finite_and_real_is_refused(rule, tmp_path):
     leaves, tree = jax.tree.flatten(rule)
     for value in (np.float32(np.inf), np.float64(1e300), np.complex64(1 + 1j), np.int32(3)):
