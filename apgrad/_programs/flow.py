@@ -23,11 +23,16 @@ def flow(
     constant: Callable[[Any], Any],
     entry: Callable[[Any], Any] = lambda fact: fact,
     stack: Callable[[Any], Any] = lambda fact: fact,
+    held: Callable[[Any], Any] = lambda fact: fact,
 ) -> list[Any]:
-    """The facts at a program's outputs; `entry` makes an array's fact that of an entry in a scan, `stack` undoes it."""
+    """The facts at a program's outputs.
+
+    In a scan `entry` makes an array's fact that of one of its entries, `stack` undoes it, and `held` makes a fact that
+    of what is the same in all steps.
+    """
 
     def enter(inner, facts):
-        return flow(inner, facts, transfer, join, constant, entry, stack)
+        return flow(inner, facts, transfer, join, constant, entry, stack, held)
 
     def apply(eqn, facts):
         made = transfer(eqn, facts)
@@ -36,8 +41,9 @@ def flow(
         inside = nested(eqn)
         if inside is None or inside.kind != "scan":
             return _inside(inside, facts, enter, join)
-        kept, carried = sum(inside.counts[:2]), inside.counts[1]
-        made = _inside(inside, [*facts[:kept], *map(entry, facts[kept:])], enter, join)
+        same, carried, _ = inside.counts
+        first, arrays = facts[: same + carried], facts[same + carried :]
+        made = _inside(inside, [*map(held, first[:same]), *first[same:], *map(entry, arrays)], enter, join)
         return [*made[:carried], *map(stack, made[carried:])]
 
     return evaluate(program, inputs, apply, constant)

@@ -23,6 +23,7 @@ Gate = enum.Enum("Gate", "IN OUT")
 NOTHING: frozenset[Any] = frozenset()
 PORT = ("", "port")  # in the fact of a port
 DENSE = ("", "dense")  # in the fact of a signal from a dense node, with no node but wires in between
+HELD = ("", "held")  # in the fact of what is the same in all steps of a scan
 NONLINEAR = "a nonlinear function"
 WIRE = "mplp.wire"
 WIRED = "a signal of the wire"  # in the function of a `wire`
@@ -43,17 +44,25 @@ def leave(where: str, output: Any) -> Any:
 
 
 class Unusual(NamedTuple):
-    """What few networks have: a `wire` of a function that is not linear; a dense node that feeds another one."""
+    """What few networks have.
+
+    Attributes:
+      multiplies: a `wire` of a function that is not linear.
+      dense_twice: a dense node that feeds another one.
+      repeated: the nodes that take one parameter in all steps of a scan, without `mplp.shared`.
+    """
 
     multiplies: bool
     dense_twice: bool
+    repeated: tuple[str, ...]
 
 
 def require_messages(loss: Callable[[Any, Any], jax.Array], values: Any, ports: Any) -> Unusual:
     """Refuses a network in which a derivative goes another way than a message, or a place has several parameters."""
     program, _ = trace(loss, values, ports)
     names = [f"params{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(values)]
-    walk = _Met([], [], [], {}, {}, [])
+    walk = _Met([], [], [], {}, {}, [], {})
+    held = lambda fact: fact | {HELD} if fact else fact
 
     def through(eqn, facts):
         name, together = eqn.primitive.name, NOTHING.union(*facts)
@@ -61,7 +70,7 @@ def require_messages(loss: Callable[[Any, Any], jax.Array], values: Any, ports: 
             where, part = eqn.params["label"]
             return [_gate(eqn.params["kind"], where, part, facts[0], walk)]
         if name == "shard_map":
-            return flow(inside_of(eqn)[0], facts, through, frozenset.union, lambda _: NOTHING)
+            return flow(inside_of(eqn)[0], facts, through, frozenset.union, lambda _: NOTHING, held=held)
         inside = nested(eqn)
         if inside is not None and together:
             pair = any(PORT in fact for fact in facts) and any(fact and PORT not in fact for fact in facts)
@@ -74,7 +83,7 @@ def require_messages(loss: Callable[[Any, Any], jax.Array], values: Any, ports: 
 
     one = lambda name: frozenset({(name, "")})
     facts = [one(name) for name in names] + [one(name) | {PORT} for name in names]
-    (result,) = flow(program, facts, through, frozenset.union, lambda _: NOTHING)
+    (result,) = flow(program, facts, through, frozenset.union, lambda _: NOTHING, held=held)
     if result:
         raise TypeError(
             f"the network's loss depends on {_origins(result)} outside the loss nodes. That part would count in the "
@@ -82,11 +91,11 @@ def require_messages(loss: Callable[[Any, Any], jax.Array], values: Any, ports: 
             "mplp.readout before it enters the loss, put what you only watch into the metrics, or hold it constant by "
             "jax.lax.stop_gradient."
         )
-    return Unusual((WIRED, NONLINEAR) in NOTHING.union(*walk.wired), bool(walk.dense_twice))
+    return Unusual((WIRED, NONLINEAR) in NOTHING.union(*walk.wired), bool(walk.dense_twice), tuple(walk.repeated))
 
 
 class _Met(NamedTuple):
-    """Facts that the walk has met: of values, of outputs, of wires, and of what enters nodes; and dense after dense."""
+    """Facts that the walk has met: of values, of outputs, of wires, of what enters nodes; and what `Unusual` has."""
 
     entering: list[frozenset[Any]]
     leaving: list[frozenset[Any]]
@@ -94,6 +103,7 @@ class _Met(NamedTuple):
     inside: dict[str, list[tuple[str, frozenset[Any]]]]
     parameters: dict[str, list[frozenset[Any]]]
     dense_twice: list[str]
+    repeated: dict[str, None]
 
     def close(self, where: str) -> frozenset[Any]:
         """Ends a call of a node: what its output's fact has besides the node. Refuses other parameters than before."""
@@ -132,6 +142,8 @@ def _gate(gate, where, part, fact, walk):
         if part == "value":
             walk.entering.append(fact)
             return frozenset({(WIRED, "")}) if where == WIRE else NOTHING
+        if part == "parameter" and HELD in fact and any(origin.startswith("params") for origin, _ in fact):
+            walk.repeated[where] = None
         value = fact if part == "data" else walk.entering.pop()
         linear = not any(function == NONLINEAR for _, function in value | fact)
         if value and (part == "data" or value - {PORT} != fact - {PORT} or not linear):

@@ -11,6 +11,7 @@ import optax
 
 from apgrad._ground.arguments import whole
 from apgrad._ground.port import port
+from apgrad._ground.warning import warn
 from apgrad.mplp._paths import require_messages
 from apgrad.mplp._places import Parameter, Places
 from apgrad.mplp._protocol import LearnedRule, Site
@@ -216,7 +217,14 @@ def _require_messages(rule: LearnedRule, network: Network, params: Any, batch: A
         found = result[0] if isinstance(result, tuple) else result
         return found if isinstance(found, jax.Array) else jnp.zeros(())
 
-    warn_outside(rule, places, **require_messages(loss, params, port(params))._asdict())
+    unusual = require_messages(loss, params, port(params))
+    warn_outside(rule, places, multiplies=unusual.multiplies, dense_twice=unusual.dense_twice)
+    if unusual.repeated and getattr(rule, "sums_uses", False):
+        warn(
+            f"{', '.join(unusual.repeated)}: the same parameter at each step of a jax.lax.scan. {type(rule).__name__} "
+            "normalizes each step's update, and their sum is too long to learn from. Take the parameter through "
+            "mplp.shared before the scan, as the recurrent layers of mplp.from_nnx do."
+        )
 
 
 def _trace(rule: LearnedRule | None, network: Network, params: Any, batch: Any) -> Places:

@@ -1,5 +1,6 @@
 """The normalized rule against its formulas, in float64: scale does not count, steps have a length and an end."""
 
+import contextlib
 import functools
 
 import chex
@@ -113,6 +114,46 @@ def test_shared_parameters_of_any_node(x64):
     places = mplp.Places(rule, forward=True)
     with pytest.raises(ValueError, match=r"both come from mplp\.shared or neither"):
         mplp.dense(places["fc"], places.signal(jnp.ones((2, 3))), shared(places), mplp.parameter(jnp.ones(3)))
+
+
+def test_a_parameter_that_a_scan_repeats_warns_where_it_is_not_shared():
+    """By itself, in a nested scan or in a call; but not a layer's own, a shared one, or under other rules."""
+    params, batch = jnp.ones((3, 3, 3)), (jnp.ones((2, 3)), jnp.zeros((2, 3)))
+    once = lambda places, h, w: mplp.activation(places["tanh"], jnp.tanh, mplp.dense(places["fc"], h, w))
+    first = lambda params: jax.tree.map(lambda w: w[0], params)
+
+    def steps(places, h, w, call=lambda f: f):
+        return jax.lax.scan(lambda h, _: (call(once)(places, h, w), None), h, length=2)[0]
+
+    bodies = {
+        "repeated": lambda places, h, p: steps(places, h, first(p)),
+        "checkpointed": lambda places, h, p: steps(
+            places, h, first(p), lambda f: lambda places, *a: jax.checkpoint(lambda *a: f(places, *a))(*a)
+        ),
+        "nested": lambda places, h, p: jax.lax.scan(lambda h, w: (steps(places, h, w), None), h, p)[0],
+        "layers": lambda places, h, p: jax.lax.scan(lambda h, w: (once(places, h, w), None), h, p)[0],
+        "shared": lambda places, h, p: steps(places, h, mplp.shared(places["w"], first(p))),
+        "once": lambda places, h, p: once(places, h, first(p)),
+    }
+
+    def traced(rule, network):
+        jax.eval_shape(
+            lambda p: mplp.backward(rule, network, p, mplp.init_state(rule, network, p, batch), batch), params
+        )
+
+    for name, body in bodies.items():
+        network = lambda places, p, b, body=body: mplp.squared_error(
+            places["loss"], body(places, places.signal(b[0]), p), b[1]
+        )
+        rule = mplp.Normalized(mplp.sites(network, params, batch), message_size=0, rngs=nnx.Rngs(0))
+        silent = name in ("layers", "shared", "once")
+        with (
+            contextlib.nullcontext()
+            if silent
+            else pytest.warns(UserWarning, match=r"'fc'.*mplp\.shared before the scan")
+        ):
+            traced(rule, network)
+        traced(mplp.Exact(1.0), network)
 
 
 def test_scales_of_inputs_and_messages_do_not_count(x64):
