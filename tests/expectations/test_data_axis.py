@@ -144,6 +144,14 @@ def test_a_baseline_that_mixes_data_is_named():
             jax.eval_shape(transform(objective), KEY, THETA, offsets)
 
 
+def test_a_typed_key_for_each_lane_is_given():
+    def program(tape, theta, keys):
+        tape, b = ap.sample(tape, dist.Bernoulli(logits=jnp.full(3, theta)), ap.likelihood_ratio())
+        return tape.cost(b.astype(jnp.float32) * jax.vmap(jax.random.normal)(keys))
+
+    jax.eval_shape(lambda: ap.expectation(program, lanes=3)(KEY, THETA, jax.random.split(KEY, 3)))
+
+
 def test_a_choice_before_a_choice_is_told_to_sum_over_the_later_one():
     def program(tape, theta, x):
         coin = lambda logits: dist.Bernoulli(logits=logits)

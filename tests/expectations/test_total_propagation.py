@@ -162,6 +162,11 @@ def test_what_it_needs_is_asked_for():
         (r"none has the lanes \(4\) as leading axis", shared, 1.0),
     ):
         refused(ValueError, match, jax.eval_shape, jax.grad(ap.expectation(program, 4), argnums=1), KEY, theta)
+    rule = lambda gradients, suffix: gradients[:, 0, 0]
+    for weights in (rule, ap.weights.Weighting(rule), ap.weights.decoupled, ap.weights.Weights(rule)):
+        node = ap.stochastic(ap.total_propagation(weights=weights))(lambda t: dist.Normal(t, 1.0))
+        words = r"with a rule of your own ap.weights.Weights\(ap.weights.Weighting\(rule\)\); got"
+        refused(TypeError, words, jax.eval_shape, ap.expectation(paid(node), 4), KEY, 1.0)
 
 
 def test_closures_are_seen_alike_eagerly_and_compiled():

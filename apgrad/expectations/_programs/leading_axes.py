@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from jax import dtypes
 from jax.core import Tracer
 
 from apgrad._programs import kinds
@@ -29,7 +30,7 @@ def marks_with_outer_axis(program: Program, kind: enum.Enum, size: int) -> list[
         # The axis is the fact. None: the value does not have it.
         if np.ndim(value) == 0 or np.shape(value)[0] != size:
             return None
-        known = not isinstance(value, Tracer) and np.issubdtype(getattr(value, "dtype", object), np.number)
+        known = not isinstance(value, Tracer) and dtypes.issubdtype(getattr(value, "dtype", object), np.number)
         return None if known and bool(np.all(np.asarray(value) == np.asarray(value)[:1])) else 0
 
     def transfer(eqn, facts):

@@ -20,7 +20,7 @@ gradients is the mean over k of f_k f'_k, on average over the signs. And f_k is 
 Signs are products of one sign for each coordinate, z_k[i, j] = u_k[i] v_k[j]. For a dense layer y = x W this makes
 f_k = (x . u_k)(message . v_k): two thin products in place of a gradient, and so for adding and multiplying, in `scan`
 and in `vmap`. Other uses (a convolution, a table of embeddings) take `NUMBER` derivatives of that one equation; where
-an equation forbids them (`jax.custom_vjp`), the lane's gradient is made.
+an equation forbids them (`jax.custom_vjp`), and of what is complex on its way, the lane's gradient is made.
 """
 
 from collections.abc import Callable, Sequence
@@ -81,12 +81,14 @@ def sketch(
     walk = _Sketch(operands, messages)
     try:
         walk.run(program, signed)
+    except _ComplexError:
+        pass
     except TypeError as error:
-        if "forward-mode" not in str(error):
+        if "forward-mode" not in str(error):  # of a function with a reverse-mode rule alone
             raise
-        # A function with a reverse-mode rule alone: the lane's gradient is made.
-        return inner(gradient(program, inputs, operands, messages), signs)
-    return walk.total
+    else:
+        return walk.total
+    return inner(gradient(program, inputs, operands, messages), signs)
 
 
 def gradient(
@@ -258,6 +260,15 @@ class _Replay(_Walk):
         return [None] * (len(moving) + len(program.jaxpr.outvars) - inside.counts[1])
 
 
+class _ComplexError(Exception):
+    """Views or messages are complex, whose inner products with signs are no sketch of a real gradient."""
+
+
+def _require_real(arrays):
+    if any(map(jnp.iscomplexobj, arrays)):
+        raise _ComplexError
+
+
 class _Sketch(_Replay):
     def __init__(self, operands, messages):
         super().__init__(operands)
@@ -267,6 +278,7 @@ class _Sketch(_Replay):
         outputs = super().of_views(eqn, values, kind)
         if kind == ValueKind.FIXED:
             return outputs
+        _require_real(value.array for value in outputs)
         factors = _moved(eqn, values, outputs)
         if factors is not None:
             return [outputs[0]._replace(signs=factors)]
@@ -276,6 +288,7 @@ class _Sketch(_Replay):
 
     def use(self, function, values, eqn=None):
         messages, arrays = next(self.messages), self.arrays(values)
+        _require_real(messages)
         shapes = jax.eval_shape(lambda *arrays: list(function(*arrays)), *arrays)
         self.total = self.total + self._of_use(function, values, arrays, eqn, messages, shapes)
         return [None] * len(shapes)

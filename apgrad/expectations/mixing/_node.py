@@ -32,7 +32,7 @@ from apgrad.expectations.mixing._backward import (
     times,
 )
 from apgrad.expectations.mixing._features import NodeMemory, TracedNode, suffix_width
-from apgrad.expectations.weights import decoupled
+from apgrad.expectations.weights import Weighting, Weights, decoupled
 
 Charge = tuple[jax.Array, Baseline]  # a zero to be charged with later costs, and the baseline that is taken off
 
@@ -201,6 +201,16 @@ def _mixer_node(mixer, forward, backward, **options):
 
 def _require_mixer(mixer, what, tape, *, by_coordinates):
     """Whether the program runs under `ap.adaptive`; raises an error for a mixer that cannot be mixed here."""
+    given = mixer.weights
+    if not (
+        isinstance(given, Weights)
+        and isinstance(given.message, Weighting)
+        and isinstance(given.contribution, Weighting | None)
+    ):
+        raise TypeError(
+            f"{what}: a mixer's weights are as ap.weights makes them, such as ap.weights.decoupled(), or with a rule of "
+            f"your own ap.weights.Weights(ap.weights.Weighting(rule)); got {given!r}"
+        )
     channels.declare(tape, what, "weighing")
     adaptive = tape._plan.sites is not None
     if adaptive:
