@@ -236,6 +236,8 @@ def led_by_lanes(distribution: Any, lanes: int, shape: tuple[int, ...]) -> tuple
 
 def weigh(what: str, weighting: Weighting, features: jax.Array, suffix: jax.Array | None = None) -> jax.Array:
     """Weights (folds, estimators), of features (folds, estimators, lanes / folds, width) and a suffix of each fold."""
+    if jnp.iscomplexobj(features):  # as real numbers, which is all that gradients of complex parameters are to a rule
+        features = jnp.concatenate([features.real, features.imag], -1)
     if suffix is None or not weighting.suffix:
         suffix = jnp.zeros_like(features[:, 0])
 

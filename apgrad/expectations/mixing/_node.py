@@ -208,7 +208,7 @@ def _require_mixer(mixer, what, tape, *, by_coordinates):
         and isinstance(given.contribution, Weighting | None)
     ):
         raise TypeError(
-            f"{what}: a mixer's weights are as ap.weights makes them, such as ap.weights.decoupled(), or with a rule of "
+            f"{what}: a mixer's weights are as ap.weights makes them, such as ap.weights.decoupled(), or of a rule of "
             f"your own ap.weights.Weights(ap.weights.Weighting(rule)); got {given!r}"
         )
     channels.declare(tape, what, "weighing")
