@@ -121,6 +121,8 @@ def _refuse_batching(axis, values, dims, *, reason):
 
 _zero_p = _elementwise("zero_with_gradient", jnp.zeros_like, _zero_jvp)
 _refuse_p = _elementwise("refuse_derivative", _same, _refuse_jvp)
+# Of a linear function such as a backward pass, which is no derivative: one would have raised the error before.
+ad.primitive_transposes[_refuse_p] = lambda message, _, **__: [message]
 _mark_p = _elementwise("mark", lambda x, **_: x, _mark_jvp)
 _refuse_message_p = _elementwise("refuse_message", _same, _refuse_message_jvp)
 # The derivative of `refuse_message`: reverse mode transposes this primitive, forward mode evaluates it.
