@@ -17,7 +17,7 @@ from apgrad._ground.closures import may_close_over_a_tracer
 from apgrad._ground.messages import Static as Static, between, check_messages, describe, form_of, numbered
 from apgrad._ground.primitives import refuse_derivative
 from apgrad._programs import pure
-from apgrad._programs.jaxprs import hoist, is_inexact
+from apgrad._programs.jaxprs import hoist, is_inexact, require_unchecked
 
 
 class Propagator(NamedTuple):
@@ -80,7 +80,8 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
         if perturbed:
             flags = jax.tree.map(lambda p: p.perturbed, inputs, is_leaf=lambda p: isinstance(p, CustomVJPPrimal))
             inputs = jax.tree.map(lambda p: p.value, inputs, is_leaf=lambda p: isinstance(p, CustomVJPPrimal))
-            _require_unchecked(inputs)
+            # JAX has no symbolic zeros there, nor named axes.
+            require_unchecked("ap.randomize, total propagation and cross-fitting are differentiated", inputs)
         # The plain forward, never the wrapped `call`: with a learned backward the wrapped one would be
         # differentiated by its own rule, and meta-gradients would be silently wrong.
         output, memory = forward(inputs, flags)
@@ -117,17 +118,6 @@ def node(propagator: Propagator, *, perturbed: bool = False) -> Callable[..., An
             raise ValueError(_CLOSURE) from error
 
     return function
-
-
-def _require_unchecked(inputs: Any) -> None:
-    """Raises an error where `jax.shard_map` checks what varies: JAX has no symbolic zeros there, nor named axes."""
-    types = [getattr(jax.typeof(x), "mat", None) for x in jax.tree.leaves(inputs) if isinstance(x, jax.Array)]
-    if any(getattr(kind, "varying", None) for kind in types):
-        raise TypeError(
-            "ap.randomize, total propagation and cross-fitting are differentiated inside of jax.shard_map with "
-            "check_vma=False only. Then gradients of what the shards share are those of a shard: add them up by "
-            "jax.lax.psum."
-        )
 
 
 class _Residuals:

@@ -277,6 +277,16 @@ def require_auto(doing: str) -> None:
         )
 
 
+def require_unchecked(what_is_done: str, tree: Any) -> None:
+    """Refuses arrays that vary from shard to shard where `jax.shard_map` checks what varies."""
+    types = [getattr(jax.typeof(x), "mat", None) for x in jax.tree.leaves(tree) if isinstance(x, jax.Array)]
+    if any(getattr(kind, "varying", None) for kind in types):
+        raise TypeError(
+            f"{what_is_done} inside of jax.shard_map with check_vma=False only. Then gradients of what the shards "
+            "share are those of a shard: add them up by jax.lax.psum."
+        )
+
+
 def require_values(eqn: Any, doing: str) -> None:
     if any(isinstance(v.aval, AbstractRef) for v in (*eqn.invars, *eqn.outvars)):
         raise TypeError(

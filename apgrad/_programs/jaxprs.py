@@ -26,6 +26,7 @@ from apgrad._programs.control import (
     rebuild as rebuild,
     require_auto as require_auto,
     require_known as require_known,
+    require_unchecked as require_unchecked,
     require_values as require_values,
 )
 from apgrad._programs.evaluation import (

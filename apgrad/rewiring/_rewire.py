@@ -147,6 +147,7 @@ class Rewired:
         if init is None:
             _warn_idle(self.rule, planner.taken)
         else:
+            jaxprs.require_unchecked("a function is rewired by a rule with parameters", args)
             _require_params(
                 params, {site.name: jax.eval_shape(functools.partial(init, site)) for site in planner.taken}
             )

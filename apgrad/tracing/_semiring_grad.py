@@ -97,6 +97,7 @@ def traced(f: Callable[..., Any], args: Any, kwargs: Any, argnums: int | Sequenc
         program, shape, places = program_of([*chosen, *others])
     except jax.errors.JAXTypeError:
         program, shape, places = program_of(chosen)
+    jaxprs.require_unchecked("paths are followed", (leaves, program.consts))
     output = jax.tree.leaves(shape)
     if len(output) != 1 or output[0].shape or not jnp.issubdtype(output[0].dtype, jnp.floating):
         raise TypeError(

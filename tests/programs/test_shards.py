@@ -184,3 +184,23 @@ def test_a_mesh_of_explicit_axes_is_refused_by_name_where_programs_lose_the_type
             refused(NotImplementedError, r"Explicit.* wrap the function .*auto_axes", jax.eval_shape, f, x)
             wrapped = jax.sharding.auto_axes(f, axes="d", out_sharding=jax.P())
             np.testing.assert_allclose(jax.jit(wrapped)(x), jax.grad(loss)(x), rtol=1e-6)
+
+
+def test_where_shard_map_checks_what_varies_readers_that_cannot_are_refused_and_the_advice_is_right():
+    mesh, w = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,)), jnp.ones((4, 3))
+    loss = lambda w, x: jnp.sum(jnp.tanh(x @ w) ** 2)
+    aligned = ap.rewire(loss, ap.rewiring.feedback_alignment(jax.random.key(0)))
+    feedback = aligned.init(w, jnp.ones((2, 4)))
+    paths = lambda f: ap.semiring_grad(f, ap.tracing.ordinary())
+    ways = (
+        lambda w, x: paths(loss)(w, x),
+        lambda w, x: paths(lambda w: loss(w, x))(w),
+        lambda w, x: jax.grad(lambda w: aligned(feedback, w, x))(w),
+    )
+    x = jax.random.normal(jax.random.key(1), (2, 4))
+    for way in ways:
+        specs = {"mesh": mesh, "in_specs": (jax.P(), jax.P("d")), "out_specs": jax.P()}
+        every = lambda w, x, way=way: jax.lax.psum(way(w, x), "d")
+        refused(TypeError, "check_vma=False only", jax.eval_shape, jax.shard_map(every, **specs), w, x)
+        mapped = jax.shard_map(every, **specs, check_vma=False)
+        np.testing.assert_allclose(jax.jit(mapped)(w, x), jax.grad(loss)(w, x), rtol=1e-5, atol=1e-6)
