@@ -65,6 +65,9 @@ def perturbation_growth(
       >>> round(float(growth.exponents[0]), 2)     # the logistic map: ln 2
       0.69
     """
+    kinds = {jnp.result_type(x) for x in jax.tree.leaves(state)}
+    if any(jnp.issubdtype(kind, jax.dtypes.extended) for kind in kinds):
+        raise ValueError("perturbation_growth needs a state without PRNG keys: give the steps their noise in xs")
     flat, restore = ravel_pytree(state)
     if not (1 <= num <= flat.size and rounds >= 1 and jnp.issubdtype(flat.dtype, jnp.floating)):
         raise ValueError(

@@ -251,7 +251,7 @@ class Planner:
                 f"the rule takes the site {site}, which is inside {self.hidden}, where it cannot be rewired. A "
                 "while_loop has no way back: use a scan, or a fori_loop of a fixed length. A function with its own "
                 "derivative rule has its own way back: take that function as a site, or leave the site out (where=). "
-                "Inside shard_map or pmap, rewire the function that is mapped."
+                "Inside shard_map, pmap or ap.randomize, rewire the function that is mapped or randomized."
             )
         if kind in ("dense", "conv") and CLOSED in facts:
             raise ValueError(

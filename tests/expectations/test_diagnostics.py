@@ -317,6 +317,7 @@ def test_growth_neither_overflows_nor_needs_full_rank():
         ("state of the form", lambda x, _: x[:1], {"length": 3}),
     ):
         refused(ValueError, words, diagnostics.perturbation_growth, step, jnp.zeros(2), **options)
+    refused(ValueError, "without PRNG keys", diagnostics.perturbation_growth, lambda x, _: x, (W[0], KEY), length=3)
 
 
 def test_variances_of_one_node_have_closed_forms():

@@ -201,12 +201,14 @@ own_rule.defvjp(lambda w, x: (x @ w, None), lambda _, m: (m, m))
 
 def test_what_cannot_be_seen_is_an_error_but_the_sum_of_a_scatter_is_no_site():
     dense, mesh = rebuilding(("dense",))[0], jax.make_mesh((1,), ("i",))
+    lean = ap.randomize(lambda w, x: x @ w, ap.memory.rounding(bits=4), min_size=0)
     mapped = jax.shard_map(lambda w, x: x @ w, mesh=mesh, in_specs=jax.P(), out_specs=jax.P())
     for function, error, words in (
         (lambda w, x: jnp.sin(x @ W), ValueError, "the rule takes no site"),  # the weights are closed over
         (lambda w, x: jax.lax.while_loop(lambda x: x[0, 0] < 9, lambda x: x @ w, x), ValueError, "inside while"),
         (lambda w, x: own_rule(w, x) @ w, ValueError, "inside custom_vjp_call"),
         (lambda w, x: scanned(own_rule)(w, x), ValueError, "inside custom"),
+        (lambda w, x: lean(KEY, w, x), ValueError, "ap.randomize, rewire the function that is mapped or randomized"),
         (lambda w, x: X @ w + x, ValueError, r"closes over the array of shape \(4, 3\)"),
         (lambda w, x: mapped(w, x) @ w, NotImplementedError, "cannot see into the primitive 'shard_map'"),
     ):
