@@ -32,7 +32,7 @@ def certify(request: pytest.FixtureRequest) -> Any:
         if key is None:
             import jax
 
-            key = jax.random.key(zlib.crc32(request.node.nodeid.encode()))
+            key = jax.random.key(zlib.crc32(request.node.nodeid.encode()), impl="threefry2x32")
         try:
             certificate = testing.certify(
                 estimate, truth, *args, key=key, num_samples=max(2, int(num_samples * factor)), **options

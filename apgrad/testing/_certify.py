@@ -86,7 +86,7 @@ def certify(
       truth: the exact expectation, `(*args) -> scalar`, which is differentiated in float64; or, for order one, the
         exact gradient.
       *args: where the gradient is taken; the first of them is a pytree of floating-point arrays.
-      key: a PRNG key; `jax.random.key(0)` by default.
+      key: a PRNG key, not of "rbg"; `jax.random.key(0, impl="threefry2x32")` by default.
       num_samples: how many estimates are made, at least 2.
       order: 1, or 2 for a function whose derivative is claimed to be an estimate of the Hessian.
       max_variance: the claimed variance of one estimate: a number for all elements, or a pytree like the gradient.
@@ -130,7 +130,12 @@ def certify(
                 f"the gradient is with respect to the first argument, and args{jax.tree_util.keystr(path)} has "
                 f"dtype {jnp.result_type(leaf)}: give it in floating point"
             )
-    key = jax.random.key(0) if key is None else key
+    key = jax.random.key(0, impl="threefry2x32") if key is None else key
+    if "rbg" in str(jax.random.key_impl(key)):
+        raise ValueError(
+            'certify compares an estimate with itself under jax.vmap, where keys of "rbg" draw other numbers by '
+            'design: give jax.random.key(0, impl="threefry2x32")'
+        )
     gradient = _exactly(jax.grad(truth), args) if callable(truth) else truth
     samples = draw(lambda key: estimate(key, *args), key, num_samples, batch_size)
     checks = [*_unbiased("bias", samples, gradient, resolution)]

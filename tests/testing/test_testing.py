@@ -295,6 +295,19 @@ def test_what_cannot_be_tested_is_an_error(exact, theta, options, error, words):
     refused(error, words, ap.testing.certify, by_score, exact, theta, **options)
 
 
+def test_a_gradient_of_an_empty_array_is_certified_and_keys_of_rbg_are_not_for_it():
+    """Their numbers under `jax.vmap` are others by JAX's design."""
+
+    def gradient(key, theta):
+        return {"x": 2 * theta["x"] + jax.random.normal(key), "empty": theta["empty"], "none": None}
+
+    theta = {"x": jnp.float32(1.0), "empty": jnp.zeros((0, 3)), "none": None}
+    square = lambda theta: theta["x"] ** 2
+    with jax.default_prng_impl("rbg"):
+        ap.testing.certify(gradient, square, theta, num_samples=5000)
+        refused(ValueError, 'impl="threefry', ap.testing.certify, gradient, square, theta, key=jax.random.key(0))
+
+
 def test_errors_are_short_where_nothing_varies():
     estimate = lambda key, theta: jax.lax.stop_gradient(2 * theta) + jax.random.normal(key)
     options = {"order": 2, "num_samples": 1000, "resolution": 0.3}
