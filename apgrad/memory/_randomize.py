@@ -226,6 +226,8 @@ def _chooser(sampler: Any, through: Any, min_size: int, sizes: dict[bool, int] |
 
     def chooser(coefficient):
         size = math.prod(coefficient.shape)
+        if not size:
+            return None
         of_all_steps = size * max(coefficient.count, 1)
         few = size < min(64, min_size) or of_all_steps < min_size
         sizes[few] = max(sizes.get(few, 0), of_all_steps)

@@ -124,6 +124,8 @@ def nbytes(sampler: Sampler, like: Any) -> int:
 # A plan asks for each coefficient of a function, many of which have one shape, and tracing `keep` takes milliseconds.
 @functools.lru_cache(1024)
 def _nbytes(sampler: Sampler, shape: tuple[int, ...], dtype: Any) -> int:
+    if not math.prod(shape):
+        return 0
     like = jax.ShapeDtypeStruct(shape, dtype)
     memory = jax.eval_shape(lambda x: sampler.keep(jax.random.key(0), x), like)
     return sum(array_bytes(leaf) for leaf in jax.tree.leaves(memory))

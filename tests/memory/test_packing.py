@@ -158,3 +158,17 @@ def test_packed_inputs_with_every_choice_of_arguments():
         for i, g in zip(s, found[s], strict=True):
             np.testing.assert_allclose(g, found[1, 2, 3][i - 1], rtol=1e-4, atol=1e-5, err_msg=str(s))
             assert 0 < np.linalg.norm(g - exact[i - 1]) < 0.05 * np.linalg.norm(exact[i - 1])
+
+
+def test_empty_arrays_are_kept_as_they_are():
+    def loss(w, x, empty):
+        block = jax.checkpoint(lambda w, x, empty: jnp.tanh(jnp.sin(x @ w)) * (1 + jnp.sum(jnp.cos(empty) ** 2)))
+        return jnp.sum(block(w, x, 2 * empty) ** 2)
+
+    args, sampler = (normal(0, 6, 8), normal(1, 5, 6), jnp.zeros((0, 4))), R.rounding(8)
+    random = ap.randomize(loss, sampler, min_size=0, boundaries=sampler)
+    found = jax.eval_shape(jax.grad(random, argnums=(1, 2, 3)), KEY, *args)
+    assert [x.shape for x in found] == [x.shape for x in args]
+    kept = ap.memory_report(lambda x, empty: jnp.sum(jnp.sin(empty) @ x), args[1], jnp.zeros((0, 5)))
+    assert kept.rows["reverse mode"].residual_bytes == R.nbytes(sampler, jnp.zeros((0, 4))) == 0
+    assert "0 bytes" in str(kept)
