@@ -85,6 +85,17 @@ def _optimizing():
         ) from error
 
 
+def _require_same(before: Any, after: Any) -> None:
+    kind = lambda x: f"{jnp.result_type(x)}{list(jnp.shape(x))}"
+    pairs = zip(jax.tree_util.tree_leaves_with_path(before), jax.tree.leaves(after), strict=True)
+    for (path, old), new in pairs:
+        if kind(old) != kind(new):
+            raise TypeError(
+                f"the state of the outer optimizer changes its form in a step: {jax.tree_util.keystr(path)} was "
+                f"{kind(old)}, and is {kind(new)}. With theta in float32 optax's optimizers keep theirs."
+            )
+
+
 def outer_steps(
     outer: OuterGradient, optimizer: optax.GradientTransformation, every: int
 ) -> Callable[[Training, jax.Array], tuple[Training, dict[str, jax.Array]]]:
@@ -109,6 +120,7 @@ def outer_steps(
             updates, state = optax.with_extra_args_support(optimizer).update(
                 gradient, training.optimizer, trained, value=loss, grad=gradient
             )
+        _require_same(training.optimizer, state)
         moved = merge(optax.apply_updates(trained, updates), fixed)
         # A carry that went wrong would stay so: it begins anew.
         carry = lax.cond(fine, lambda: carry, lambda: outer.init(training.theta, jax.random.fold_in(key, 1)))

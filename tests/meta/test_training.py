@@ -137,6 +137,18 @@ def test_optimizers_that_need_more_are_refused(optimizer):
         refused(TypeError, r"takes something else: .*lookahead", train, PARABOLA, optimizer, jnp.zeros(2), 2)
 
 
+def test_an_optimizer_whose_state_changes_its_form_is_named():
+    """Injected hyperparameters have the widest dtype of theta, and so has what an optimizer makes of the others."""
+    optimizer = optax.inject_hyperparams(optax.adam)(learning_rate=0.1)
+    outer = meta.OuterGradient(lambda theta, key: (), lambda theta, key, carry: (jnp.float32(0.0), theta, carry))
+    theta = {"wide": jnp.zeros(2), "half": jnp.zeros(2, jnp.bfloat16)}
+    with jax.numpy_dtype_promotion("standard"):
+        words = r"changes its form in a step: .*\.mu\['half'\] was bfloat16\[2\], and is float32\[2\]"
+        refused(TypeError, words, train, outer, optimizer, theta, 2)
+        theta = jax.tree.map(lambda x: x.astype(jnp.float32), theta)
+        assert train(outer, optimizer, theta, 2).step == 2
+
+
 def test_an_inner_optimizer_gets_the_loss_and_its_function():
     """A line search on a quadratic loss finds the minimum in a step, where gradient descent does not."""
     make = lambda theta: optax.lbfgs(linesearch=optax.scale_by_backtracking_linesearch(20))
