@@ -122,7 +122,10 @@ def require_signals(where: str, signals: Sequence[Any], message_size: int | None
     for signal in signals:
         if not isinstance(signal, Signal):
             got = f"an array of shape {signal.shape}" if hasattr(signal, "shape") else type(signal).__name__
-            raise TypeError(f"{where} takes a signal, got {got}. The network's input becomes one by places.signal(x).")
+            do = "The network's input becomes one by places.signal(x)."
+            if isinstance(signal, Place):
+                do = "A node takes its place first; mplp.wire, mplp.fork and mplp.mean_pool take none."
+            raise TypeError(f"{where} takes a signal, got {got}. {do}")
         size = signal.port.shape[-1] if message_size is None and signal.port.ndim else message_size
         if signal.port.shape != (*signal.value.shape, size):
             rule = "" if message_size is None else f"belongs to a rule with messages of size {message_size}, and "

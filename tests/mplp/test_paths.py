@@ -190,6 +190,8 @@ def test_plain_arrays_are_no_signals():
     for take in ARRAYS.values():
         with pytest.raises(TypeError, match=r"takes a signal, got an array of shape \(4, 3\).*places.signal\(x\)"):
             jax.eval_shape(lambda x, take=take: take(mplp.Places(RULE), x), BATCH[0])
+    with pytest.raises(TypeError, match=r"mean_pool takes a signal, got Place.* mplp\.mean_pool take none"):
+        mplp.mean_pool(mplp.Places(RULE)["pool"], 2)
 
 
 def test_data_and_weights_of_different_precision():
