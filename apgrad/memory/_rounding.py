@@ -166,8 +166,9 @@ def uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     tabulation hashing", 2012).
     """
     rows, columns = shape
-    size = jax.random.key_data(key).size
-    words = jax.random.key_data(hashed(key, jnp.arange(-(-(rows + columns) // size)))).reshape(-1)
+    words = jax.random.key_data(hashed(key, jnp.arange(rows + columns)))
+    # One word of a key's two, by an operation that no compiler repeats for each entry of a row.
+    words = jax.lax.reduce(words, np.uint32(0), jax.lax.bitwise_xor, (1,))
     bits = words[:rows, None] + words[rows : rows + columns]
     bits = (bits ^ (bits >> 16)) * jnp.uint32(0x7FEB352D)  # the first step of lowbias32, as in `hashed`
     numbers = jax.lax.bitcast_convert_type(bits >> 9 | 0x3F800000, jnp.float32)  # in [1, 2)
