@@ -43,6 +43,8 @@ class Ledger:
         self.stamp = 0
         self.flattened: dict[Any, Any] = {}  # weak references to the arrays of flattened tapes, by identities
         self.arrays: tuple[int, ...] = ()  # the identities of the current tape's arrays
+        self.unchanged: set[Any] = set()  # identities of flattened tapes since which no use has changed the tape
+        self.trace: Any = None  # JAX's trace in which a tape was flattened last
         self.ports: set[Port] = set()
         self.parts: dict[int, str] = {}
         self.cost_shapes: set[tuple[int, ...]] = set()

@@ -27,6 +27,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import get_opaque_trace_state
 
 from apgrad._ground.arguments import meets
 from apgrad._ground.primitives import mark, refuse_batching
@@ -68,7 +69,10 @@ class Tape:
             data = refuse_batching(jax.random.key_data(key), _BATCHED)
             key = jax.random.wrap_key_data(data, impl=jax.random.key_impl(key))
         total, ports = self._total if total is None else total, self._ports if ports is None else ports
-        return Tape(self._plan, key, total, ports)
+        tape, ledger = Tape(self._plan, key, total, ports), LEDGER.get()
+        if ledger is not None and ledger.arrays != tuple(map(id, _arrays(self))):
+            ledger.unchanged.clear()
+        return tape
 
     def __repr__(self) -> str:
         return f"Tape(lanes={self.lanes})"
@@ -295,12 +299,18 @@ def _flatten(tape: Tape) -> tuple[Any, TapePlan]:
     if LEDGER.get() is not None and tape._stamp:
         ledger = tape._require_current("a tape given to a JAX transformation")
         ledger.flattened[ledger.arrays] = [weakref.ref(x) for x in _arrays(tape)]
+        ledger.unchanged.add(ledger.arrays)
+        ledger.trace = get_opaque_trace_state()
     arrays = {"key": tape._key, "total": tape._total, "ports": tape._ports}
     return [(jax.tree_util.GetAttrKey(name), array) for name, array in arrays.items()], tape._plan
 
 
 def _unflatten(plan: TapePlan, arrays: Any) -> Tape:
-    """The tape with other arrays, as transformations make it, unless they are the arrays of an earlier tape."""
+    """The tape with other arrays, as transformations make it, unless they are the arrays of an earlier tape.
+
+    Where a loop or branch hands on the tape as it got it, JAX returns the arrays that were given: the tape of these is
+    an earlier one, but nothing was done since that would be lost.
+    """
     ledger = LEDGER.get()
     stamp, identities = (0, ()) if ledger is None else (ledger.stamp, ledger.arrays)
     tape = Tape(plan, *arrays)
@@ -309,8 +319,11 @@ def _unflatten(plan: TapePlan, arrays: Any) -> Tape:
         ledger.stamp = tape._stamp = stamp
     elif ledger is not None and tape._stamp:
         refs = ledger.flattened.get(ledger.arrays, [])
-        if refs and all(ref() is x for ref, x in zip(refs, _arrays(tape), strict=True)):
+        earlier = refs and all(ref() is x for ref, x in zip(refs, _arrays(tape), strict=True))
+        if earlier and ledger.arrays not in ledger.unchanged:
             ledger.stamp, ledger.arrays, tape._stamp = stamp, identities, -1
+        elif not earlier and ledger.trace == get_opaque_trace_state():  # the end of a transformation, not its beginning
+            ledger.unchanged.clear()
     return tape
 
 

@@ -4,6 +4,7 @@ of the objective with respect to a lane's parameter *is* the message that its no
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -367,6 +368,26 @@ def test_a_tape_made_of_the_leaves_of_an_earlier_one_is_refused():
     for between in (visit, JITTED, lambda tape, a: JITTED(JITTED(tape, a), a)):
         refused_program("already used", rebuilt(between), (4,))
     jax.eval_shape(ap.expectation(rebuilt(lambda tape, a: tape), 4), KEY, jnp.zeros(4))  # nothing was done
+
+
+HANDED_ON = (
+    lambda tape: jax.lax.cond(True, lambda t: t, lambda t: t, tape),
+    lambda tape: jax.lax.switch(1, [lambda t: t] * 3, tape),
+    lambda tape: jax.lax.scan(lambda t, _: (t, None), tape, length=2)[0],
+    lambda tape: jax.lax.scan(lambda t, _: (ap.clip_lanes(t, ONES)[0], None), tape, length=2)[0],
+    lambda tape: jax.lax.fori_loop(0, 2, lambda _, t: jax.checkpoint(jax.jit(lambda t: t))(t), tape),
+)
+
+
+def test_a_tape_that_loops_and_branches_hand_on_as_it_is_goes_on():
+    def program(tape, a, handed):
+        for on in HANDED_ON:
+            tape = visit(tape, a)
+            tape = on(tape) if handed else tape
+        return tape.cost(a)
+
+    of = lambda handed: ap.value_and_grad(lambda tape, a: program(tape, a, handed), 4)(KEY, ONES)
+    chex.assert_trees_all_equal(*jax.jit(lambda: (of(True), of(False)))())
 
 
 def test_a_transformation_that_looks_at_a_used_tape_again_is_named():
