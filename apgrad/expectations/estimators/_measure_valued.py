@@ -95,7 +95,7 @@ def _pairs(one: Any, shape: tuple[int, ...], x: Any, key: Any) -> list[tuple[Any
                 return [(p, r, a.astype(x.dtype), b.astype(x.dtype)) for p, r, a, b in pairs(one, shape, x, key)]
     raise TypeError(
         f"measure_valued takes normal, Bernoulli, Poisson and gamma choices, got {type(one).__name__}. Use "
-        "likelihood_ratio(), rloo() or reparameterization() for it."
+        "likelihood_ratio() or rloo() for it; where it is continuous, also reparameterization()."
     )
 
 
