@@ -185,14 +185,6 @@ def residuals(results) -> Rows:
     return rows
 
 
-def training(results) -> Rows:
-    rows = [["network", "steps", "method", "test accuracy, %", "less than reverse mode, points"]]
-    for r in results["rows"]:
-        less = "" if r["method"] == "baseline" else _figure(r, "less_than_baseline", 100)
-        rows.append([r["network"], f"{r['steps']:,}", r["method"], _figure(r, "test_accuracy", 100), less])
-    return rows
-
-
 def noise(results) -> Rows:
     times = sorted({r["steps"] for r in results["rows"]})
     columns = [f"{layers}, after {t:,} steps" for t in times for layers in ("before the last layer", "last layer")]
