@@ -197,7 +197,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     for ax in axes:
         ax.set_yticks(places, names)
         ax.invert_yaxis()
-        ax.legend()
+        ax.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2)
     return harness.Report({}, rows, harness.table(rows, *rows[0]), figure)
 
 
