@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
-from jax import dtypes
 from jax.core import Tracer
 
 from apgrad._programs import kinds
@@ -30,7 +30,7 @@ def marks_with_outer_axis(program: Program, kind: enum.Enum, size: int) -> list[
         # The axis is the fact. None: the value does not have it.
         if np.ndim(value) == 0 or np.shape(value)[0] != size:
             return None
-        known = not isinstance(value, Tracer) and dtypes.issubdtype(getattr(value, "dtype", object), np.number)
+        known = not isinstance(value, Tracer) and jnp.issubdtype(getattr(value, "dtype", object), np.number)
         return None if known and bool(np.all(np.asarray(value) == np.asarray(value)[:1])) else 0
 
     def transfer(eqn, facts):
