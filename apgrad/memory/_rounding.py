@@ -114,7 +114,7 @@ def packed(codes: jax.Array, bits: int) -> jax.Array:
 
 
 def unpacked(packed: jax.Array, bits: int) -> jax.Array:
-    # Part by part, as `packed`: with an axis for the parts XLA's code for a CPU takes three times as long.
+    # Part by part: with an axis for the parts, as in `packed`, XLA's code for a CPU is slow.
     return jnp.concatenate([packed >> np.uint8(i) & np.uint8(2**bits - 1) for i in range(0, 8, bits)], axis=1)
 
 
@@ -168,7 +168,7 @@ def uniform(key: jax.Array, shape: tuple[int, ...], dtype: Any) -> jax.Array:
     """
     rows, columns = shape
     words = jax.random.key_data(hashed(key, jnp.arange(rows + columns)))
-    # One word of a key's two, by an operation that no compiler repeats for each entry of a row.
+    # A key's words make one, by a reduction: other operations XLA would repeat at each entry of a row.
     words = jax.lax.reduce(words, np.uint32(0), jax.lax.bitwise_xor, (1,))
     bits = words[:rows, None] + words[rows : rows + columns]
     bits = (bits ^ (bits >> 16)) * jnp.uint32(0x7FEB352D)  # the first step of lowbias32, as in `hashed`

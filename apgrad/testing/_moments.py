@@ -60,8 +60,8 @@ def draw(estimate_fn: Callable[[jax.Array], Any], key: jax.Array, num_samples: i
     keys = jax.random.split(key, whole("num_samples", num_samples, 2))
     leaves, tree = jax.tree.flatten(jax.eval_shape(estimate_fn, key))
     # An empty array would make `jax.lax.map` divide by its size.
-    whole_ones = lambda key: [x for x in jax.tree.leaves(estimate_fn(key)) if jax.numpy.size(x)]
-    batches = lambda keys: jax.lax.map(whole_ones, keys, batch_size=min(batch_size, num_samples))
+    filled = lambda key: [x for x in jax.tree.leaves(estimate_fn(key)) if jax.numpy.size(x)]
+    batches = lambda keys: jax.lax.map(filled, keys, batch_size=min(batch_size, num_samples))
     found = iter(jax.jit(batches)(keys))
     estimates = tree.unflatten(next(found) if x.size else np.zeros((num_samples, *x.shape), x.dtype) for x in leaves)
 
