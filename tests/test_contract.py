@@ -232,6 +232,8 @@ def test_expectations_are_exact_and_what_has_none_is_refused(row):
 @unlike
 def test_lanes_sharded_over_devices_give_the_same_numbers(row):
     # Global-view sharding: statistics over all lanes are JAX's business.
+    if jax.device_count() < 2:
+        pytest.skip("two devices are needed")
     lanes = jax.NamedSharding(jax.make_mesh((2,), ("lanes",), axis_types=(jax.sharding.AxisType.Auto,)), jax.P("lanes"))
     after = row.after or (lambda tape, x: (tape, x))
     sharded = row._replace(after=lambda tape, x: after(tape, jax.lax.with_sharding_constraint(x, lanes)))

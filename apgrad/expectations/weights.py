@@ -176,7 +176,10 @@ def least_variance(shrinkage: float = 0.0) -> Callable[[jax.Array, jax.Array], j
 def _shares(first, second, suffix, shrinkage):
     """The weights of two estimators."""
     sizes = _sizes(first), _sizes(second)
-    swap = _typical(sizes[1]) < _typical(sizes[0]) if shrinkage else jnp.zeros((), bool)
+    # The larger one's weight is computed, and the smaller one's is 1 less it. The other way round an exploding message
+    # would have 1 less a weight next to 1: what rounding leaves of it, where it must have next to nothing.
+    size = _typical if shrinkage else jnp.max
+    swap = size(sizes[1]) < size(sizes[0])
     # Scaled before they are squared: gradients of an exploding estimator overflow float32 in the square.
     scales = [jnp.max(jnp.where(swap, sizes[1], sizes[0]) + _sizes(suffix)), jnp.max(sizes[0] + sizes[1])]
     usable = [(scale > 0) & jnp.isfinite(scale) for scale in scales]

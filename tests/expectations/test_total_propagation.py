@@ -143,14 +143,16 @@ def test_without_differentiated_parameters_the_target_is_the_lanes_arguments():
     ap.testing.assert_unbiased(lambda key: ap.grad(program, 500)(key, 1.0), 2 * 0.81, KEY, 200)
 
 
+@pytest.mark.optimized  # which multiplies and adds in one rounding
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS.keys())
 @pytest.mark.parametrize("cross_fit", [False, True])
 def test_an_exploding_pathwise_gradient_leaves_nothing_behind(weights, cross_fit):
     node = ap.stochastic(ap.total_propagation(weights=weights))(lambda theta: dist.Normal(theta, 1.0))
     # A cost of order 1 whose derivative overflows.
     program = paid(node, lambda x: jnp.tanh(x) + ap.zero_with_gradient(1e38 * jnp.sin(10 * x)))
-    gradient = jax.jit(ap.grad(program, 100, cross_fit=cross_fit))(KEY, 0.3)
-    assert abs(gradient - 0.55) < 0.5, gradient
+    gradient = ap.grad(program, 100, cross_fit=cross_fit)
+    gradients = jax.jit(jax.vmap(gradient, (0, None)))(jax.random.split(KEY, 200), 0.3)
+    assert abs(gradients - 0.55).max() < 0.5, gradients
 
 
 def test_what_it_needs_is_asked_for():

@@ -94,6 +94,18 @@ def test_the_one_that_typically_explodes_is_the_one_that_is_shrunk(x64):
     np.testing.assert_array_equal(weights, [1, 0])
 
 
+@pytest.mark.optimized  # which multiplies and adds in one rounding
+@pytest.mark.parametrize("lanes", [1, 50])
+def test_nothing_is_left_of_what_explodes_in_some_lanes_or_in_all(lanes):
+    # The best weight is about 1e-30, which 1 less a rounded weight cannot be.
+    first, second = np.random.default_rng(0).normal(size=(2, 200, 50, 3)).astype(np.float32)
+    first[:, :lanes] *= 1e30
+    rule = jax.jit(jax.vmap(least_variance()))
+    for order in (1, -1):
+        weights = rule(jnp.stack([first, second], 1)[:, ::order], jnp.zeros(first.shape))[:, ::order]
+        assert abs(weights[:, 0, None, None] * first).max() < 10, weights
+
+
 def test_the_jackknife_variance_is_that_of_the_weight(x64):
     # Over many batches of lanes, heavy-tailed, the mean of v is the variance of k.
     def one(key):
