@@ -10,8 +10,12 @@ import pytest
 
 import apgrad as ap
 from apgrad import mplp
+from apgrad._programs.control import all_equations
+from apgrad.mplp.rules import _whitening as whitening
 from tests import devices
 from tests.refusals import refused
+
+KEY = jax.random.key(0)
 
 
 def network(weights, x):
@@ -143,3 +147,50 @@ print("agree in", jax.process_count(), "processes")
 @pytest.mark.parametrize("processes", [1, 2])
 def test_meta_training_by_total_propagation_is_the_same_on_eight_devices(processes):
     assert devices.run(SHARDED, 8, processes) == [f"agree in {processes} processes"] * processes
+
+
+def training(key, x):
+    levels = ap.multilevel(lambda key, x, level: (jnp.sum(x), jnp.minimum(level, x)))
+    return levels.value_and_grad(key, levels.init(key, x), x)
+
+
+def resampled(lanes):
+    def program(tape, x):
+        tape, x = ap.gaussian_resampling(tape, x)
+        return tape.cost(x[:, 0])
+
+    return ap.grad(program, lanes), KEY, jnp.ones((lanes, 3))
+
+
+def shaped(tape, theta):
+    tape, x = ap.sample(tape, dist.Normal(theta, 1.0).expand((4,)), ap.likelihood_ratio())
+    return tape.cost(lambda x: x**3, x, shaping=ap.gaussian_shaping())
+
+
+projected = ap.randomize(lambda x: jnp.sum(jnp.sin(x)), ap.memory.projection(0.5), min_size=1)
+
+
+def whitened(rows, inputs, limit):
+    state = whitening.init(mplp.Site("", "", "dense", rows, (rows, inputs, 2)), limit, 8)
+    return jax.grad(lambda x: jnp.sum(whitening.whiten(x, state, 1.0, 0.1)[0])), jnp.ones((rows, inputs))
+
+
+OWN_PRODUCTS = {
+    "multilevel": lambda: (training, KEY, jnp.ones(3)),
+    "gaussian_resampling": lambda: resampled(8),
+    "gaussian_resampling, few lanes": lambda: resampled(2),
+    "gaussian_shaping": lambda: (ap.grad(shaped, 4), KEY, 0.3),
+    "projection": lambda: (jax.grad(projected, 1), KEY, jnp.ones((2, 8))),
+    "whitening": lambda: whitened(2, 4, 8),
+    "whitening, many rows": lambda: whitened(8, 4, 8),
+    "whitening, a window": lambda: whitened(2, 16, 8),
+}
+
+
+@pytest.mark.parametrize("made", OWN_PRODUCTS.values(), ids=OWN_PRODUCTS.keys())
+def test_products_of_its_own_have_all_bits(made):
+    """A GPU multiplies float32 matrices by 11 bits, a TPU by 8, which statistics and what is unbiased cannot bear."""
+    function, *args = made()
+    program = jax.make_jaxpr(function)(*args)
+    products = [eqn.params["precision"] for eqn in all_equations(program) if eqn.primitive.name == "dot_general"]
+    assert products and set(products) == {(jax.lax.Precision.HIGHEST,) * 2}

@@ -134,7 +134,7 @@ def multilevel(
         value, first, *rest = differences(key, args)
         require_state(rest[0], state.difference)
         cut, after = advance(state, *rest)
-        weighed = lambda g, d: g + jnp.tensordot(state.weights.astype(d.dtype), d, 1)
+        weighed = lambda g, d: g + jnp.tensordot(state.weights.astype(d.dtype), d, 1, precision="highest")
         return value, jax.tree.map(weighed, first, cut), after
 
     return Adaptive(init, step)
@@ -153,5 +153,6 @@ def _rows(x):
 
 def _dot(a, b):
     """The inner product of two gradients at each level, (L,)."""
-    each = lambda x, y: jax.vmap(jnp.vdot)(_rows(x), _rows(y)).real.astype(_real(a))
+    dot = functools.partial(jnp.vdot, precision="highest")
+    each = lambda x, y: jax.vmap(dot)(_rows(x), _rows(y)).real.astype(_real(a))
     return sum(jax.tree.leaves(jax.tree.map(each, a, b)), jnp.zeros((), _real(a)))

@@ -199,7 +199,7 @@ class Projection:
         """X R, (..., k, ...), with zeros for what is not finite; and where that is, by rows and by columns, as bits."""
         bad = ~jnp.isfinite(x)
         signs = self._signs(key, x.shape[axis], x.dtype)
-        product = jnp.tensordot(jnp.where(bad, 0, x), signs, (axis, 0))
+        product = jnp.tensordot(jnp.where(bad, 0, x), signs, (axis, 0), precision="highest")
         columns = jnp.any(jnp.moveaxis(bad, axis, -1), range(x.ndim - 1))
         return jnp.moveaxis(product, -1, axis), jnp.packbits(columns), jnp.packbits(jnp.any(bad, axis).reshape(-1))
 
@@ -213,7 +213,7 @@ class Projection:
         product, columns, *rows = memory
         size = like.shape[axis]
         signs = self._signs(key, size, like.dtype)
-        found = jnp.tensordot(product, signs, (axis, 1))
+        found = jnp.tensordot(product, signs, (axis, 1), precision="highest")
         bad = jnp.unpackbits(columns)[:size].astype(bool)
         for packed in rows:
             shape = found.shape[:-1]

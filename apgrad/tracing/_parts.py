@@ -131,6 +131,7 @@ def _bilinear(equation: Equation) -> Pull:
 def _convolve(x, kernel, *, params, shape):
     """The convolution as a sum over taps of products of matrices (Equation.params of conv_general_dilated)."""
     spec, groups = params["dimension_numbers"], params["feature_group_count"]
+    precision = params["precision"][::-1] if isinstance(params["precision"], tuple) else params["precision"]
     x, kernel = jnp.transpose(x, spec.lhs_spec), jnp.transpose(kernel, spec.rhs_spec)
     out = tuple(shape[d] for d in spec.out_spec)
     padding = [(lo, hi, d - 1) for (lo, hi), d in zip(params["padding"], params["lhs_dilation"], strict=True)]
@@ -141,7 +142,7 @@ def _convolve(x, kernel, *, params, shape):
     for tap, index in _taps(x, 3, kernel.shape[3:], params["window_strides"], params["rhs_dilation"], out[2:]):
         weight = kernel[(..., *index)]
         # (groups, out / groups, batch, *positions)
-        part = lax.dot_general(weight, tap, (((2,), (2,)), ((0,), (1,))))
+        part = lax.dot_general(weight, tap, (((2,), (2,)), ((0,), (1,))), precision)
         total = part if total is None else total + part
     total = jnp.moveaxis(total, 2, 0).reshape(out).astype(params["preferred_element_type"] or x.dtype)
     return [jnp.transpose(total, tuple(int(i) for i in np.argsort(spec.out_spec)))]

@@ -15,7 +15,7 @@ import jax
 from apgrad.expectations import _channels as channels
 from apgrad.expectations._lanes import require_lanes
 from apgrad.expectations._tape import Tape
-from apgrad.expectations.estimators._gaussian_shaping import cholesky, moments, ravel_lanes
+from apgrad.expectations.estimators._gaussian_shaping import cholesky, matmul, moments, ravel_lanes
 
 
 def gaussian_resampling(tape: Tape, x: jax.Array) -> tuple[Tape, jax.Array]:
@@ -52,9 +52,9 @@ def gaussian_resampling(tape: Tape, x: jax.Array) -> tuple[Tape, jax.Array]:
     mean, scatter = moments("gaussian_resampling", flat)
     lanes, size = flat.shape
     if lanes > size:
-        factor = cholesky(scatter.T @ scatter)
-        noise = jax.random.normal(key, (lanes, size), flat.dtype) @ factor.T
+        factor = cholesky(matmul(scatter.T, scatter))
+        noise = matmul(jax.random.normal(key, (lanes, size), flat.dtype), factor.T)
     else:
         # Fewer lanes than dimensions: Sigma = S^T S is singular, and z S has it as covariance exactly.
-        noise = jax.random.normal(key, (lanes, lanes), flat.dtype) @ scatter
+        noise = matmul(jax.random.normal(key, (lanes, lanes), flat.dtype), scatter)
     return tape, unravel(mean[None] + noise)

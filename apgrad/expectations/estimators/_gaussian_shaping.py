@@ -19,6 +19,7 @@ number of lanes; other costs leave a bias of order 1 / L. The pathwise derivativ
 fixed moments of the others, C_mu + 2 C_Sigma m.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -30,6 +31,9 @@ from jax.flatten_util import ravel_pytree
 
 from apgrad._ground.primitives import zero_with_gradient
 from apgrad._ground.propagator import backpropagation, first_order, node
+
+# In all bits: of the few bits of a GPU's or TPU's products a covariance comes that need not be positive definite.
+matmul = functools.partial(jnp.matmul, precision="highest")
 
 _REASON = (
     "gaussian_shaping has no second derivative: the shaped cost is a linearization, and differentiating it would be "
@@ -72,9 +76,9 @@ def gaussian_shaping(pathwise: Literal["shaped", "raw"] = "shaped") -> Callable[
 
         def expected_cost(mean, covariance):
             noise = jax.random.normal(key, x.shape, x.dtype)
-            return jnp.mean(costs(*unravel(mean[None] + noise @ cholesky(covariance).T)))
+            return jnp.mean(costs(*unravel(mean[None] + matmul(noise, cholesky(covariance).T))))
 
-        moved = jax.grad(expected_cost, (0, 1))(*lax.stop_gradient((mean, scatter.T @ scatter)))
+        moved = jax.grad(expected_cost, (0, 1))(*lax.stop_gradient((mean, matmul(scatter.T, scatter))))
         fit = lax.stop_gradient((mean, *moved))
         message = _message(x, *fit)
         if pathwise == "raw":
@@ -118,6 +122,7 @@ def cholesky(covariance: jax.Array) -> jax.Array:
     return jnp.where(varies[:, None], deviation[:, None] * jnp.linalg.cholesky(correlation), 0)
 
 
+@jax.default_matmul_precision("highest")
 def _terms(x, mean, to_mean, to_covariance):
     """C_mu . m and <C_Sigma, m m^T> of each lane."""
     m = x - mean[None]

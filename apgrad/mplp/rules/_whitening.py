@@ -42,6 +42,7 @@ def init(site: Site, limit: int, rank: int) -> dict[str, jax.Array]:
     return {"rows": jnp.zeros((size, inputs), float), "gram": jnp.zeros((size, size), float)}
 
 
+@jax.default_matmul_precision("highest")  # the few bits of a GPU's or TPU's products leave P indefinite
 def whiten(
     x: jax.Array, state: dict[str, jax.Array], strength: jax.Array, forget: jax.Array
 ) -> tuple[jax.Array, dict[str, Any]]:
