@@ -164,6 +164,7 @@ class _OfLogits(dist.Distribution):
 
     NumPyro's has max(logits, 0) and |logits|, whose derivatives at logits of 0 make x the score of one choice, where
     x - 1/2 is right, and a product inf * 0. Infinite logits become finite ones, the other outcome of probability 0.
+    Of logits above 0 it is the log-density of the n - x zeros, so that no large numbers cancel.
     """
 
     pytree_data_fields = ("part",)
@@ -176,11 +177,11 @@ class _OfLogits(dist.Distribution):
         logits = jnp.asarray(self.part.logits)
         far = float(jnp.finfo(logits.dtype).max) ** 0.5
         logits = jnp.clip(logits, -far, far)
-        if isinstance(self.part, dist.BernoulliLogits):  # x may be a fraction, as the grey of an image
-            return value * logits - jax.nn.softplus(logits)
-        n = jnp.asarray(self.part.total_count, logits.dtype)
-        ways = gammaln(n + 1) - gammaln(value + 1) - gammaln(n - value + 1)
-        return value * logits - n * jax.nn.softplus(logits) + ways
+        bernoulli = isinstance(self.part, dist.BernoulliLogits)  # whose x may be a fraction, as the grey of an image
+        n = 1 if bernoulli else jnp.asarray(self.part.total_count, logits.dtype)
+        ways = 0 if bernoulli else gammaln(n + 1) - gammaln(value + 1) - gammaln(n - value + 1)
+        turned, logits = jnp.where(logits > 0, n - value, value), jnp.where(logits > 0, -logits, logits)
+        return turned * logits - n * jax.nn.softplus(logits) + ways
 
 
 def guarded(what: str, distribution: Any, score: jax.Array) -> jax.Array:

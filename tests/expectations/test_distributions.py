@@ -319,6 +319,7 @@ RIGHT = {"LR RP": BOTH, "LR": SCORE, "RP": PATH, "": NEITHER}  # which estimator
 CASES = {name: case for cases in RIGHT.values() for name, case in cases.items()}
 
 
+@pytest.mark.optimized  # which multiplies and adds in one rounding
 def test_the_density_of_logits_is_that_of_the_samples(x64):
     # At logits of 0, where NumPyro's score of x is x for x - n / 2, and at infinite ones, where it is inf * 0.
     logits, x = np.array([-np.inf, -30.0, -1.0, 0.0, 0.5, np.inf]), np.arange(4.0)[:, None]
