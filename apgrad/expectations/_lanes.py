@@ -60,20 +60,24 @@ def fold(tree: Any, folds: int) -> Any:
 
 def mean_of_others(x: jax.Array, folds: int, mask: jax.Array | None = None) -> jax.Array:
     """For each lane, or sample, the mean over the others of its fold, those where a mask is True; 0 without any."""
-    each = fold(x, folds)
+    each = fold(x.astype(np.promote_types(x.dtype, np.float32)), folds)  # a sum overflows float16 where no mean does
     if mask is None:
-        return ((jnp.sum(each, axis=1, keepdims=True) - each) / (each.shape[1] - 1)).reshape(x.shape)
-    alive = fold(jnp.broadcast_to(mask, x.shape), folds)
-    count = (jnp.sum(alive, axis=1, keepdims=True) - alive.astype(int)).astype(x.dtype)
-    each = jnp.where(alive, each, 0)
-    return ((jnp.sum(each, axis=1, keepdims=True) - each) / jnp.maximum(count, 1)).reshape(x.shape)
+        count = each.shape[1] - 1
+    else:
+        alive = fold(jnp.broadcast_to(mask, x.shape), folds)
+        count = jnp.sum(alive, axis=1, keepdims=True) - alive.astype(int)
+        count = jnp.maximum(count, 1).astype(each.dtype)
+        each = jnp.where(alive, each, 0)
+    return ((jnp.sum(each, axis=1, keepdims=True) - each) / count).reshape(x.shape).astype(x.dtype)
 
 
 def standard_score(x: jax.Array, folds: int) -> jax.Array:
     """For each lane the difference from its fold's mean, over the fold's standard deviation plus 1e-4."""
     each = fold(x, folds)
     away = each - jnp.mean(each, axis=1, keepdims=True)
-    return (away / (jnp.sqrt(jnp.mean(away**2, axis=1, keepdims=True)) + 1e-4)).reshape(x.shape)
+    scale = jnp.maximum(jnp.max(jnp.abs(away), axis=1, keepdims=True), 1)  # squares of large numbers overflow
+    deviation = scale * jnp.sqrt(jnp.mean((away / scale) ** 2, axis=1, keepdims=True))
+    return (away / (deviation + 1e-4)).reshape(x.shape)
 
 
 def cost_shape_error(lanes: int, shape: tuple[int, ...]) -> str:

@@ -116,10 +116,13 @@ def multilevel(
         by = lambda tree, log: jax.tree.map(lambda x: x * over(jnp.exp(log), x.ndim).astype(x.dtype), tree)
         cut = by(scaled, log_scale - jnp.maximum(unit, length))  # in units of the typical length
         blend = lambda old, new: keep * old + (1 - keep) * new
-        after = jnp.where(begun & known, blend(unit, length), jnp.where(known, length, state.log_length))
+        square = blend(state.square, jnp.where(lost, 1, _dot(cut, cut)))
+        product = blend(state.product, _dot(cut, state.difference))
+        # No less than e^-20 times the root of the mean square, so that nothing overflows in its unit.
+        typical = jnp.maximum(blend(unit, length), unit - 20 + jnp.log(jnp.maximum(square, 1)) / 2)
+        after = jnp.where(begun & known, typical, jnp.where(known, length, state.log_length))
         shift = jnp.where(jnp.isfinite(after), unit - after, 0)
-        square = blend(state.square, jnp.where(lost, 1, _dot(cut, cut))) * jnp.exp(2 * shift)
-        product = blend(state.product, _dot(cut, state.difference)) * jnp.exp(2 * shift)
+        square, product = square * jnp.exp(2 * shift), product * jnp.exp(2 * shift)
         return by(cut, unit), MultilevelState(by(cut, shift), square, product, after)
 
     def init(key, *args):

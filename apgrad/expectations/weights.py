@@ -176,30 +176,38 @@ def least_variance(shrinkage: float = 0.0) -> Callable[[jax.Array, jax.Array], j
 def _shares(first, second, suffix, shrinkage):
     """The weights of two estimators."""
     sizes = _sizes(first), _sizes(second)
-    # The larger one's weight is computed, and the smaller one's is 1 less it. The other way round an exploding message
-    # would have 1 less a weight next to 1: what rounding leaves of it, where it must have next to nothing.
-    size = _typical if shrinkage else jnp.max
-    swap = size(sizes[1]) < size(sizes[0])
+    largest = [jnp.max(size) for size in (*sizes, _sizes(suffix))]
+    # The weight k of the one with the largest lane is computed, and the other's is 1 less it. The other way round a
+    # message that explodes would have 1 less a weight next to 1: what rounding leaves, where it must have next to none.
+    swap = largest[1] < largest[0]
+    first, second = jnp.where(swap, second, first), jnp.where(swap, first, second)
     # Scaled before they are squared: gradients of an exploding estimator overflow float32 in the square.
-    scales = [jnp.max(jnp.where(swap, sizes[1], sizes[0]) + _sizes(suffix)), jnp.max(sizes[0] + sizes[1])]
+    least, most = jnp.where(swap, largest[1], largest[0]), jnp.where(swap, largest[0], largest[1])
+    scales = [jnp.maximum(least, largest[2]), jnp.maximum(most, least)]
     usable = [(scale > 0) & jnp.isfinite(scale) for scale in scales]
-    base = (jnp.where(swap, second, first) + suffix) / jnp.where(usable[0], scales[0], 1)
-    difference = (second - first) * (jnp.where(swap, -1, 1) / jnp.where(usable[1], scales[1], 1))
-    A, D = (x - jnp.mean(x, axis=0, keepdims=True) for x in (base, difference))
+    units = [jnp.where(use, scale, 1) for use, scale in zip(usable, scales, strict=True)]
+    A, D = first / units[0] + suffix / units[0], second / units[1] - first / units[1]
+    A, D = (x - jnp.mean(x, axis=0, keepdims=True) for x in (A, D))
     # Nothing but each lane's inner products is needed.
     each, square = jnp.sum(A * D, axis=1), jnp.sum(D * D, axis=1)
     AD, DD = jnp.sum(each), jnp.sum(square)
-    k = -AD / jnp.where(DD > 0, DD, 1)  # the weight of the other one, in units of the scales
+    k = -AD / jnp.where(DD > 0, DD, 1)  # in units of the scales
+    left = 0
     if shrinkage:
         ratio = len(D) / max(len(D) - 1, 1)
         rest = DD - ratio * square  # <D, D> without each lane
         alone = rest <= 1e-6 * DD  # nothing but rounding: the others say nothing of k
         moves = ratio * (each + k * square) / jnp.where(alone, 1, rest)
         v = jnp.sum(jnp.where(alone, k, moves) ** 2)
-        k = k * jnp.clip(1 - shrinkage * v / jnp.where(k == 0, 1, k**2), 0, 1)
-    k = jnp.where(usable[1] & (DD > 0), jnp.clip(k * scales[0] / jnp.where(usable[1], scales[1], 1), 0, 1), 0)
+        # What is shrunk is the weight of the one that is typically larger, k or 1 - k.
+        typical = [_typical(size) for size in sizes]
+        other = (typical[1] < typical[0]) != swap
+        shrunk = jnp.where(other, units[1] / units[0] - k, k)
+        share = jnp.clip(shrinkage * v / jnp.where(shrunk == 0, 1, shrunk**2), 0, 1)
+        k, left = k * (1 - share), jnp.where(other, share, 0)
+    k = jnp.where(usable[1] & (DD > 0), jnp.clip(k * units[0] / units[1] + left, 0, 1), 0)
     # What overflows gets nothing, and the first one the rest where both do.
-    overflow = ~jnp.isfinite(scales[1]) & jnp.isfinite(jnp.max(jnp.where(swap, sizes[0], sizes[1])))
+    overflow = ~jnp.isfinite(scales[1]) & jnp.isfinite(most)
     k = jnp.where(overflow, 1, jnp.where(jnp.isnan(k), 0, k))
     return jnp.where(swap, k, 1 - k), jnp.where(swap, 1 - k, k)
 
@@ -216,7 +224,10 @@ def _typical(sizes):
 
 
 def _inverse_variance(gradients, suffix):
-    variances = jnp.sum(jnp.var(gradients, axis=1), axis=-1)
+    # Scaled before they are squared, by the smallest of them: what overflows then has no weight.
+    largest = jnp.max(jnp.abs(gradients), axis=(1, 2), initial=0)
+    scale = jnp.min(jnp.where((largest > 0) & jnp.isfinite(largest), largest, jnp.inf))
+    variances = jnp.sum(jnp.var(gradients / jnp.where(jnp.isfinite(scale), scale, 1), axis=1), axis=-1)
     variances = jnp.where(jnp.isnan(variances), jnp.inf, variances)
     smallest = jnp.min(variances)
     # smallest / V is 1 for the best: no division by zero where nothing varies, none of inf where all explode.

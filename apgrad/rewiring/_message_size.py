@@ -4,10 +4,8 @@ Pascanu, Mikolov & Bengio, "On the difficulty of training recurrent neural netwo
 whole, when it has already exploded.
 """
 
-from collections.abc import Callable
-
-import jax
 import jax.numpy as jnp
+import numpy as np
 
 from apgrad._ground.arguments import number
 from apgrad.rewiring._layers import Where, chosen, is_layer, on_message
@@ -28,7 +26,7 @@ def clip_messages(max_norm: float, *, where: Where = None) -> Rule:
       1.0
     """
     number("max_norm", max_norm, positive=True)
-    return _scaling(lambda length: jnp.where(length <= max_norm, 1, max_norm / length), where)
+    return _scaling(max_norm, where, shorter=True)
 
 
 def normalize_messages(norm: float = 1.0, *, where: Where = None) -> Rule:
@@ -45,18 +43,19 @@ def normalize_messages(norm: float = 1.0, *, where: Where = None) -> Rule:
       Array([5., 5., 5., 5.], dtype=float32)
     """
     number("norm", norm, positive=True)
-    return _scaling(lambda length: jnp.where(length == 0, 0, norm / jnp.where(length == 0, 1, length)), where)
+    return _scaling(norm, where, shorter=False)
 
 
-def _scaling(factor: Callable[[jax.Array], jax.Array], where: Where) -> Rule:
-    scale = lambda message: message * factor(_norm(message)).astype(message.dtype)
+def _scaling(norm: float, where: Where, shorter: bool) -> Rule:
+    """Scales messages to a norm, or if `shorter` those that are longer."""
+
+    def scale(message):
+        # Computed in float32 at least, and over the largest element: neither the norm nor its inverse need be a number.
+        wide = message.astype(np.promote_types(message.dtype, np.float32))
+        largest = jnp.max(jnp.abs(wide), initial=0)
+        wide = wide / jnp.where(largest > 0, largest, 1)
+        length = jnp.sqrt(jnp.sum(jnp.abs(wide) ** 2))
+        scaled = (wide * (norm / jnp.where(length == 0, 1, length))).astype(message.dtype)
+        return jnp.where(largest * length <= norm, message, scaled) if shorter else scaled
+
     return Rule(chosen(where, is_layer), lambda site, params: on_message(site, scale))
-
-
-def _norm(message: jax.Array) -> jax.Array:
-    """The Euclidean norm, in float32 at least, which does not overflow where the elements do not."""
-    if jnp.finfo(message.dtype).bits < 32:
-        message = message.astype(jnp.float32)
-    largest = jnp.max(jnp.abs(message), initial=0)
-    safe = jnp.where(largest > 0, largest, 1)
-    return largest * jnp.sqrt(jnp.sum(jnp.abs(message / safe) ** 2))

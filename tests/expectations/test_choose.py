@@ -288,6 +288,19 @@ def test_wrong_arguments_are_errors():
     refused(TypeError, "takes a function", ap.relax, 3)
 
 
+@pytest.mark.parametrize("estimator", [ap.rloo(8), ap.double_control_variates(8)], ids=lambda e: e.name)
+def test_costs_in_half_precision_whose_sum_is_no_number(estimator):
+    def gradient(dtype):
+        def program(tape, logit):
+            d = dist.Bernoulli(logits=jnp.broadcast_to(logit, (tape.lanes,)))
+            return ap.choose(tape, d, lambda x: ((30_000 + 1000 * x).astype(dtype), None), estimator)[0]
+
+        return ap.grad(program, lanes=200)(KEY, 0.3)
+
+    half, single = jax.jit(lambda: [gradient(dtype) for dtype in ("float16", "float32")])()
+    np.testing.assert_allclose(half, single, rtol=1e-2)
+
+
 @pytest.mark.quick
 def test_a_batch_in_a_lane_is_warned_of_and_data_says_what_to_do():
     y = jnp.arange(20.0) % 2

@@ -72,6 +72,17 @@ def test_what_is_not_finite_is_left_out_and_what_is_zero_is_no_difference():
     assert (found == 3).all() and not state.weights.any()
 
 
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_difference_that_shrinks_by_many_orders_of_magnitude_leaves_numbers(window):
+    training = ap.multilevel(lambda key, x, level: (x, level * x), (0.0, 1.0), window=window)
+    step = jax.jit(training.value_and_grad)
+    state = training.init(KEYS[0], jnp.float32(1e30))
+    for x in (1e30, 1e-35, 1e30, 1e-35, 2.0, 2.0, 2.0):
+        _, gradient, state = step(KEYS[0], state, jnp.float32(x))
+        assert 0 <= gradient <= jnp.float32(x) * (1 + 1e-5), (x, gradient)
+    assert gradient > 0.5
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
 def test_lengths_are_in_float32_at_least(dtype):
     # One level more, which repeats: all of it is taken, whatever the length of the difference.

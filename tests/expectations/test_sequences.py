@@ -210,6 +210,16 @@ def test_the_standardized_baseline_is_the_formula_of_grpo():
     np.testing.assert_allclose(gradient, wanted + 2.0, rtol=1e-5)
     alone = lambda theta: jax.grad(objective, argnums=1, has_aux=True)(KEY, theta)[0]
     refused(TypeError, "standardized baseline has no second derivative", jax.grad(alone), 0.3)
+    # The unit of the costs does not matter, be its square a number or not.
+    scaled = lambda unit: lambda tape, theta: one_coin(tape, theta, unit)
+
+    def one_coin(tape, theta, unit):
+        tape, x = ap.sample(tape, dist.Bernoulli(logits=jnp.broadcast_to(theta, (tape.lanes,))), estimator)
+        return tape.cost(unit * x.astype(jnp.float32))
+
+    of_units = [jax.jit(ap.grad(scaled(unit), lanes=10))(KEY, 0.3) for unit in (1e10, 1e30)]
+    np.testing.assert_allclose(*of_units, rtol=1e-5)
+    assert of_units[0] > 0
 
 
 @pytest.mark.quick

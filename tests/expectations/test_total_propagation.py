@@ -108,6 +108,8 @@ def test_inverse_variance_weights():
 
     np.testing.assert_allclose(weights(1.0, 2.0), [0.8, 0.2])
     np.testing.assert_allclose(weights(1.0, 1.0, 2.0), [4 / 9, 4 / 9, 1 / 9], rtol=1e-6)
+    for scale in (1e-30, 1e30):  # whose square is no number
+        np.testing.assert_allclose(weights(scale, 2 * scale, 1e35), [0.8, 0.2, 0], atol=1e-6)
     for one, other, first in ((0, 0, 0.5), (0, 1e-3, 1), (1e30, 1, 0), (jnp.inf, 1, 0), (jnp.nan, 1, 0)):
         np.testing.assert_array_equal(weights(float(one), float(other)), [first, 1 - first])
     np.testing.assert_array_equal(weights(jnp.inf, jnp.nan), [0.5, 0.5])

@@ -120,6 +120,30 @@ def test_bounds_of_a_discrete_choice():
     assert_unbiased(estimates, dict.fromkeys(estimates, exact), jnp.array([0.3, 0.0, -0.5]), 1, 20_000)
 
 
+def test_an_impossible_sample_does_not_spoil_the_bounds_of_a_discrete_choice():
+    table = TABLE.at[0].set(-jnp.inf)
+
+    def estimate(bound, samples, logits, key):
+        z = []
+        log_joint = lambda x: table[z.append(x) or x]
+        return bound(samples)(key, dist.Categorical(logits=logits), log_joint), z[0]
+
+    def all_samples(samples):
+        keys, logits = jax.random.split(KEY, 100), jnp.array([0.5, 0.0, -0.5])
+        one = lambda bound: lambda logits, key: estimate(bound, samples, logits, key)
+        found = [jax.value_and_grad(one(bound), has_aux=True) for bound in (V.vimco, V.leave_one_out)]
+        return [jax.vmap(each, (None, 0))(logits, keys) for each in found]
+
+    for samples in (2, 3):
+        for (value, z), gradient in jax.jit(all_samples, static_argnums=0)(samples):
+            possible = (z != 0).any(1)
+            assert 20 < possible.sum() < 100 and (value[~possible] == -jnp.inf).all()
+            weights = table - jax.nn.log_softmax(jnp.array([0.5, 0.0, -0.5]))
+            bounds = jax.nn.logsumexp(weights[z], axis=1) - jnp.log(float(samples))
+            np.testing.assert_allclose(value[possible], bounds[possible], rtol=1e-5)
+            assert jnp.isfinite(gradient[possible]).all()
+
+
 def test_bounds_have_a_value_for_each_member_of_the_batch_and_refuse_other_shapes():
     bound = V.doubly_reparameterized(4)
     proposal = dist.Normal(jnp.zeros((5, 2)), 1.0).to_event(1)

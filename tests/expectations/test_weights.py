@@ -95,15 +95,17 @@ def test_the_one_that_typically_explodes_is_the_one_that_is_shrunk(x64):
 
 
 @pytest.mark.optimized  # which multiplies and adds in one rounding
-@pytest.mark.parametrize("lanes", [1, 50])
-def test_nothing_is_left_of_what_explodes_in_some_lanes_or_in_all(lanes):
-    # The best weight is about 1e-30, which 1 less a rounded weight cannot be.
-    first, second = np.random.default_rng(0).normal(size=(2, 200, 50, 3)).astype(np.float32)
-    first[:, :lanes] *= 1e30
-    rule = jax.jit(jax.vmap(least_variance()))
-    for order in (1, -1):
-        weights = rule(jnp.stack([first, second], 1)[:, ::order], jnp.zeros(first.shape))[:, ::order]
-        assert abs(weights[:, 0, None, None] * first).max() < 10, weights
+@pytest.mark.parametrize("shrinkage, lanes", [(0.0, 1), (0.0, 50), (1.0, 3), (1.0, 50)])
+def test_nothing_is_left_of_what_explodes_in_some_lanes_or_in_all(shrinkage, lanes):
+    # The best weight is about 1 over the scale, which 1 less a rounded weight cannot be.
+    first, second, suffix = np.random.default_rng(0).normal(size=(3, 200, 50, 3)).astype(np.float32)
+    second *= 5  # so that the first is typically the smaller, where few lanes explode
+    rule = jax.jit(jax.vmap(least_variance(shrinkage)))
+    for scale in (1e9, 1e30, 1e37):
+        exploding = np.where(np.arange(50)[:, None] < lanes, np.float32(scale) * (1 + np.abs(suffix)), 1) * first
+        for order in (1, -1):
+            weights = rule(jnp.stack([exploding, second], 1)[:, ::order], jnp.asarray(suffix))[:, ::order]
+            assert abs(weights[:, 0, None, None] * exploding).max() < 100, weights
 
 
 def test_the_jackknife_variance_is_that_of_the_weight(x64):

@@ -198,6 +198,12 @@ def test_skip_and_gradient_reversal_and_sizes():
     assert not jnp.any(zero)
     huge = jax.grad(ap.rewire(lambda w, x: 1e30 * jnp.sum(x @ w), rewiring.clip_messages(1.0)))(WS[0], X)
     assert jnp.all(jnp.isfinite(huge))
+    # Neither the message's norm nor its inverse need be a number of its dtype.
+    for dtype, size, count in (("float32", 3e38, 1), ("float32", 1e37, 10_000), ("float16", 6e4, 10_000)):
+        for rule in (rewiring.clip_messages(1.0, where="here"), rewiring.normalize_messages(1.0, where="here")):
+            scaled = ap.rewire(lambda x, a: jnp.sum(a * checkpoint_name(x, "here")), rule)
+            message = jax.jit(jax.grad(scaled))(jnp.zeros(count, dtype), jnp.asarray(size, dtype))
+            np.testing.assert_allclose(message.astype("float32"), count**-0.5, rtol=1e-3)
     pair = jax.jit(lambda x: (jnp.sin(x), jnp.argmax(x)))  # several arrays, with integers
     call = lambda site: site.kind == "call"
     reverse, clip = rewiring.gradient_reversal(call, strength=-0.5), rewiring.clip_messages(1, where=call)

@@ -29,6 +29,7 @@ from jax import lax
 from apgrad._ground.arguments import whole
 from apgrad._ground.primitives import zero_with_gradient
 from apgrad.expectations import _distributions as distributions
+from apgrad.expectations._lanes import mean_of_others
 from apgrad.expectations._ports import dice
 from apgrad.expectations.estimators._choice_estimator import ChoiceEstimator, per_lane
 from apgrad.expectations.estimators._control_variate import second_moment
@@ -70,12 +71,11 @@ def double_control_variates(samples: int = 2, coefficient: Any = 1.0) -> ChoiceE
         zero = per_lane(zero, 2).astype(cost.dtype)
         a = jnp.asarray(coefficient, cost.dtype)
         inner = lambda p, q: per_lane(p * q, 2).astype(cost.dtype)
-        others = lambda each: (jnp.sum(each, axis=0, keepdims=True) - each) / (samples - 1)
         away = xs - lax.stop_gradient(mean)[None]
-        v = others(slope)
+        v = mean_of_others(slope, 1)
 
         def surrogate(cost, zero, mean, a):
-            baseline = others(lax.stop_gradient(cost) - a * inner(slope, away))
+            baseline = mean_of_others(lax.stop_gradient(cost) - a * inner(slope, away), 1)
             moved = a * inner(v, zero_with_gradient(jnp.broadcast_to(mean, v.shape)))
             return jnp.mean(dice(cost, zero, a * inner(v, away) + baseline) + moved, axis=0)
 

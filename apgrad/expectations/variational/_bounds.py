@@ -67,7 +67,8 @@ def by_scores(what: str, samples: int, stand_in: Callable[[jax.Array], jax.Array
 
     def baselines(weights):
         each = in_own_place(weights) if stand_in is None else in_own_place(weights, stand_in(weights)[:, None])
-        return jax.nn.logsumexp(each, axis=1) - jnp.log(jnp.asarray(samples - (stand_in is None), weights.dtype))
+        found = jax.nn.logsumexp(each, axis=1) - jnp.log(jnp.asarray(samples - (stand_in is None), weights.dtype))
+        return jnp.where(jnp.isfinite(found), found, 0)  # where the others are all impossible, there is none
 
     def bound(key, proposal, log_joint):
         z = draw(what, key, proposal, samples, pathwise=False)
