@@ -94,8 +94,7 @@ def measure(config: Config, cell: harness.Cell, seed: int) -> dict[str, Any]:
 
 
 def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -> harness.Report:
-    ends = {(c["objective"], c["seed"]): np.array(r["curve"])[:, -1] for c, r in records}
-    last = {key: float(end.mean()) for key, end in ends.items()}
+    last = {(c["objective"], c["seed"]): float(np.mean(r["curve"], 0)[-1]) for c, r in records}
     starts = [np.mean(r["start"], 0) for _, r in records if r["start"]]
     rows = [{**c, "accuracy": last[c["objective"], c["seed"]], "outer_loss": r["losses"][-1]} for c, r in records]
 
@@ -109,14 +108,18 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
         if not mine:
             continue
         figures[objective] = mean([last[objective, s] for s, _ in mine])
-        paired = [ends[objective, s] - ends["published", s] for s, _ in mine if ("published", s) in ends]
+        paired = [last[objective, s] - last["published", s] for s, _ in mine if ("published", s) in last]
         if objective != "published" and paired:
-            error = harness.standard_error(np.mean(paired, 0))
-            seeds = mean([float(each.mean()) for each in paired])
-            figures[f"{objective} minus published"] = seeds | {"standard_error_over_networks": error}
+            figures[f"{objective} minus published"] = mean(paired)
         curve = np.mean([np.mean(r["curve"], 0) for _, r in mine], 0)
         left.plot(curve, f"C{i}", label=f"{objective}, {len(mine)} seeds")
         right.plot([s + 0.08 * (i - 1.5) for s, _ in mine], [last[objective, s] for s, _ in mine], f"C{i}o")
+    whole = [s for s in range(config.seeds) if all((objective, s) in last for objective in OBJECTIVES)]
+    if whole:
+        half = lambda objectives, s: sum(last[objective, s] for objective in objectives) / 2
+        alone = lambda more, less: mean([half(more, s) - half(less, s) for s in whole])
+        figures["weight, at both numbers"] = alone(("weight", "held-out"), ("published", "data"))
+        figures["number, at both weights"] = alone(("data", "held-out"), ("published", "weight"))
     left.plot(np.mean(starts, 0), "k:", label="before this training")
     left.set(xlabel="inner step", ylabel="test accuracy, %", title=f"{config.network}, {config.steps} outer steps")
     left.legend()
