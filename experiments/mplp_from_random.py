@@ -74,6 +74,7 @@ class Config(harness.Config):
       mnist_steps: outer steps.
       objective: "published", "held-out", "weight" or "data"; see the top of the file.
       max_scale: of the standardizers; 0 for no bound.
+      gradient: whether the rule also sees the true gradient beside each message: the hybrid of the paper's section 5.
       runs: networks and tasks that a rule is judged on.
     """
 
@@ -82,6 +83,7 @@ class Config(harness.Config):
     mnist_steps: int = 20
     objective: Objective = "published"
     max_scale: float = 0.0
+    gradient: bool = False
     runs: int = 10
 
     def __post_init__(self):
@@ -199,7 +201,8 @@ def trained(config: Config, cell: harness.Cell, task: meta.Task, seed: int) -> t
     """The rule after meta-training, and the mean outer losses of a hundred stretches."""
     study = cell["study"]
     steps = {"sinusoid": config.sinusoid_steps, "mnist": config.mnist_steps}[study]
-    outer, optimizer, rule = training(study, task, seed, config.max_scale or None, config.objective)
+    options = {"objective": config.objective, "gradient": config.gradient}
+    outer, optimizer, rule = training(study, task, seed, config.max_scale or None, **options)
     folder = harness.checkpoint(NAME, config, cell).path.with_suffix("")
     return meta_curves.train(outer, optimizer, rule, seed, steps, 100, folder)[:2]
 
