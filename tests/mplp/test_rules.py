@@ -303,6 +303,16 @@ class TestWhitening:
             got, state = whitening.whiten(x, state, jnp.asarray(0.5), jnp.asarray(0.0))
             np.testing.assert_allclose(got, x @ jnp.linalg.inv(jnp.eye(7) + sum(grams)), rtol=1e-9, atol=1e-12)
 
+    def test_a_window_of_a_minibatch_that_repeats(self):
+        """Which makes the Gram matrix singular: as many steps with one minibatch are one with a larger lambda."""
+        x = jax.random.normal(jax.random.key(0), (8, 100))
+        start = whitening.init(Site("d", "dense", "dense", 8, (8, 100, 3)), 0, 64)
+        again = lambda state, _: whitening.whiten(x, state, jnp.float32(30), jnp.float32(0))[::-1]
+        _, found = jit(lambda state: lax.scan(again, state, length=8))(start)
+        scaled = np.asarray(x, np.float64) / np.sqrt(100 * np.mean(np.square(x, dtype=np.float64)))
+        wanted = x @ np.linalg.inv(np.eye(100) + 8 * 30 * scaled.T @ scaled)
+        np.testing.assert_allclose(found[-1], wanted, atol=1e-3 * np.abs(wanted).max())
+
     def test_stays_between_zero_and_the_identity_for_long(self):
         """Symmetric and between 0 and I in float32, and alive, after ten thousand steps of correlated inputs."""
         mix = jax.random.normal(jax.random.key(1), (30, 30)) ** 3

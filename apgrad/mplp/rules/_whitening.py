@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.scipy.linalg import cho_solve
 
 from apgrad.mplp._protocol import Site
 
@@ -57,8 +58,9 @@ def whiten(
     new = Z @ scaled.T
     gram = jnp.concatenate([jnp.concatenate([state["gram"][rows:, rows:], new[:-rows]], axis=1), new.T])
     # An empty row of the window has zeros in the Gram matrix, so it has no effect.
-    inner = gram + jnp.eye(gram.shape[0], dtype=gram.dtype) / strength
-    return (scaled - (new.T @ _inverse(inner)) @ Z) * size, {"rows": Z, "gram": gram}
+    # By Cholesky, whose errors are those of the matrix: rows that repeat make it nearly singular.
+    inner = jnp.linalg.cholesky(gram + jnp.eye(gram.shape[0], dtype=gram.dtype) / strength)
+    return (scaled - cho_solve((inner, True), new).T @ Z) * size, {"rows": Z, "gram": gram}
 
 
 def _full(x, P, strength, forget):
@@ -76,17 +78,3 @@ def _full(x, P, strength, forget):
         P = jnp.linalg.inv(eye + strength * P @ (x.T @ x)) @ P
         whitened = x @ P
     return whitened, P + forget * (eye - P)
-
-
-def _inverse(a: jax.Array, leaf: int = 16) -> jax.Array:
-    """The inverse of a symmetric positive definite matrix, by halves down to small matrices."""
-    n = a.shape[0] // 2
-    if 2 * n < leaf:
-        return jnp.linalg.inv(a)
-    top, right = a[:n, :n], a[:n, n:]
-    inverse = _inverse(top, leaf)
-    across = inverse @ right
-    schur = _inverse(a[n:, n:] - right.T @ across, leaf)
-    corner = -across @ schur
-    upper = jnp.concatenate([inverse - corner @ across.T, corner], axis=1)
-    return jnp.concatenate([upper, jnp.concatenate([corner.T, schur], axis=1)])
