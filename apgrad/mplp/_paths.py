@@ -49,7 +49,7 @@ class Unusual(NamedTuple):
     Attributes:
       multiplies: a `wire` of a function that is not linear.
       dense_twice: a dense node that feeds another one.
-      repeated: the nodes that take one parameter in all steps of a scan, without `mplp.shared`.
+      repeated: the nodes that take one parameter in all steps of a scan, or again, without `mplp.shared`.
     """
 
     multiplies: bool
@@ -61,13 +61,15 @@ def require_messages(loss: Callable[[Any, Any], jax.Array], values: Any, ports: 
     """Refuses a network in which a derivative goes another way than a message, or a place has several parameters."""
     program, _ = trace(loss, values, ports)
     names = [f"params{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(values)]
-    walk = _Met([], [], [], {}, {}, [], {})
+    walk = _Met([], [], [], {}, {}, [], {}, {})
     held = lambda fact: fact | {HELD} if fact else fact
 
     def through(eqn, facts):
         name, together = eqn.primitive.name, NOTHING.union(*facts)
         if name == "mark" and isinstance(eqn.params["kind"], Gate):
             where, part = eqn.params["label"]
+            if part == "parameter":
+                walk.take(where, eqn, facts[0])
             return [_gate(eqn.params["kind"], where, part, facts[0], walk)]
         if name == "shard_map":
             return flow(inside_of(eqn)[0], facts, through, frozenset.union, lambda _: NOTHING, held=held)
@@ -104,6 +106,15 @@ class _Met(NamedTuple):
     parameters: dict[str, list[frozenset[Any]]]
     dense_twice: list[str]
     repeated: dict[str, None]
+    taken: dict[Any, set[int]]
+
+    def take(self, where: str, eqn: Any, fact: frozenset[Any]) -> None:
+        """Meets the equation in which a node takes a parameter."""
+        # One variable is one array, and the branches of a `cond`, of which one runs, have variables of their own.
+        taken = self.taken.setdefault(eqn.invars[0], set())
+        taken.add(id(eqn))
+        if any(origin.startswith("params") for origin, _ in fact) and (HELD in fact or len(taken) > 1):
+            self.repeated[where] = None
 
     def close(self, where: str) -> frozenset[Any]:
         """Ends a call of a node: what its output's fact has besides the node. Refuses other parameters than before."""
@@ -142,8 +153,6 @@ def _gate(gate, where, part, fact, walk):
         if part == "value":
             walk.entering.append(fact)
             return frozenset({(WIRED, "")}) if where == WIRE else NOTHING
-        if part == "parameter" and HELD in fact and any(origin.startswith("params") for origin, _ in fact):
-            walk.repeated[where] = None
         value = fact if part == "data" else walk.entering.pop()
         linear = not any(function == NONLINEAR for _, function in value | fact)
         if value and (part == "data" or value - {PORT} != fact - {PORT} or not linear):

@@ -221,9 +221,9 @@ def _require_messages(rule: LearnedRule, network: Network, params: Any, batch: A
     warn_outside(rule, places, multiplies=unusual.multiplies, dense_twice=unusual.dense_twice)
     if unusual.repeated and getattr(rule, "sums_uses", False):
         warn(
-            f"{', '.join(unusual.repeated)}: the same parameter at each step of a jax.lax.scan. {type(rule).__name__} "
-            "normalizes each step's update, and their sum is too long to learn from. Take the parameter through "
-            "mplp.shared before the scan, as the recurrent layers of mplp.from_nnx do."
+            f"{', '.join(unusual.repeated)}: the same parameter at each step of a jax.lax.scan, or at several nodes. "
+            f"{type(rule).__name__} normalizes each of its updates, and their sum is too long to learn from. Take the "
+            "parameter through mplp.shared first, as the recurrent layers of mplp.from_nnx do."
         )
 
 

@@ -116,11 +116,16 @@ def test_shared_parameters_of_any_node(x64):
         mplp.dense(places["fc"], places.signal(jnp.ones((2, 3))), shared(places), mplp.parameter(jnp.ones(3)))
 
 
-def test_a_parameter_that_a_scan_repeats_warns_where_it_is_not_shared():
-    """By itself, in a nested scan or in a call; but not a layer's own, a shared one, or under other rules."""
+def test_a_parameter_that_is_taken_again_warns_where_it_is_not_shared():
+    """In a scan, a nested one, a call, a loop of Python; but not a layer's own, a shared one, or under other rules."""
     params, batch = jnp.ones((3, 3, 3)), (jnp.ones((2, 3)), jnp.zeros((2, 3)))
     once = lambda places, h, w: mplp.activation(places["tanh"], jnp.tanh, mplp.dense(places["fc"], h, w))
     first = lambda params: jax.tree.map(lambda w: w[0], params)
+
+    def dense(places, h, weights, names=("first", "second")):
+        for name, w in zip(names, weights, strict=True):
+            h = mplp.dense(places[name], h, w)
+        return h
 
     def steps(places, h, w, call=lambda f: f):
         return jax.lax.scan(lambda h, _: (call(once)(places, h, w), None), h, length=2)[0]
@@ -131,10 +136,23 @@ def test_a_parameter_that_a_scan_repeats_warns_where_it_is_not_shared():
             places, h, first(p), lambda f: lambda places, *a: jax.checkpoint(lambda *a: f(places, *a))(*a)
         ),
         "nested": lambda places, h, p: jax.lax.scan(lambda h, w: (steps(places, h, w), None), h, p)[0],
+        "unrolled": lambda places, h, p: dense(places, h, [first(p)] * 2, ["fc", "fc"]),
+        "tied": lambda places, h, p: dense(places, h, [first(p)] * 2, ["before", "fc"]),
+        "unrolled layers": lambda places, h, p: dense(
+            places, h, [jax.tree.map(lambda w, i=i: w[i], p) for i in (0, 1)]
+        ),
+        "unrolled, shared": lambda places, h, p: dense(
+            places, h, [mplp.shared(places["w"], first(p))] * 2, ["fc", "fc"]
+        ),
+        "branches": lambda places, h, p: jax.lax.cond(
+            jnp.sum(h.value) > 0, lambda h: once(places, h, first(p)), lambda h: once(places, h, first(p)), h
+        ),
         "layers": lambda places, h, p: jax.lax.scan(lambda h, w: (once(places, h, w), None), h, p)[0],
         "shared": lambda places, h, p: steps(places, h, mplp.shared(places["w"], first(p))),
         "once": lambda places, h, p: once(places, h, first(p)),
     }
+
+    right = ("unrolled layers", "unrolled, shared", "branches", "layers", "shared", "once")
 
     def traced(rule, network):
         jax.eval_shape(
@@ -146,8 +164,8 @@ def test_a_parameter_that_a_scan_repeats_warns_where_it_is_not_shared():
             places["loss"], body(places, places.signal(b[0]), p), b[1]
         )
         rule = mplp.Normalized(mplp.sites(network, params, batch), message_size=0, rngs=nnx.Rngs(0))
-        warned = pytest.warns(UserWarning, match=r"'fc'.*mplp\.shared before the scan")
-        with contextlib.nullcontext() if name in ("layers", "shared", "once") else warned:
+        warned = pytest.warns(UserWarning, match=r"'fc'.*mplp\.shared first")
+        with contextlib.nullcontext() if name in right else warned:
             traced(rule, network)
         traced(mplp.Exact(1.0), network)
 
