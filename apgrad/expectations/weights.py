@@ -176,14 +176,16 @@ def least_variance(shrinkage: float = 0.0) -> Callable[[jax.Array, jax.Array], j
 def _shares(first, second, suffix, shrinkage):
     """The weights of two estimators."""
     sizes = _sizes(first), _sizes(second)
-    largest = [jnp.max(size) for size in (*sizes, _sizes(suffix))]
+    largest = [jnp.max(size) for size in sizes]
     # The weight k of the one with the largest lane is computed, and the other's is 1 less it. The other way round a
     # message that explodes would have 1 less a weight next to 1: what rounding leaves, where it must have next to none.
     swap = largest[1] < largest[0]
     first, second = jnp.where(swap, second, first), jnp.where(swap, first, second)
     # Scaled before they are squared: gradients of an exploding estimator overflow float32 in the square.
-    least, most = jnp.where(swap, largest[1], largest[0]), jnp.where(swap, largest[0], largest[1])
-    scales = [jnp.maximum(least, largest[2]), jnp.maximum(most, least)]
+    most = jnp.where(swap, largest[0], largest[1])
+    # Not the largest of the suffix by itself: where that is zeros, XLA would take it when it compiles, in seconds.
+    with_suffix = jnp.maximum(jnp.where(swap, sizes[1], sizes[0]), _sizes(suffix))
+    scales = [jnp.max(with_suffix), jnp.maximum(*largest)]
     usable = [(scale > 0) & jnp.isfinite(scale) for scale in scales]
     units = [jnp.where(use, scale, 1) for use, scale in zip(usable, scales, strict=True)]
     A, D = first / units[0] + suffix / units[0], second / units[1] - first / units[1]
