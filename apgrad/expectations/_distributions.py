@@ -143,7 +143,8 @@ def log_prob(distribution: Any, x: jax.Array) -> jax.Array:
     """The log-density of samples in float32 at least, to be differentiated with respect to the parameters.
 
     NumPyro's is not that of the samples of logits (`_OfLogits`), and of categorical or multinomial distributions: their
-    samples have the probabilities p / sum p, and log p has another derivative, also on the simplex.
+    samples have the probabilities p / sum p, and log p has another derivative, also on the simplex. Where their logits
+    are large, such as sums of log-likelihoods, it is a small difference of large numbers: the largest is taken off.
     """
 
     def as_sampled(part):
@@ -153,9 +154,12 @@ def log_prob(distribution: Any, x: jax.Array) -> jax.Array:
             part, probs = copy.copy(part), jnp.asarray(part.probs)
             part.probs = probs / jnp.sum(probs, axis=-1, keepdims=True)
             vars(part).pop("logits", None)  # computed from the old ones, and kept
+        if isinstance(part, _UP_TO_A_CONSTANT):
+            part, logits = copy.copy(part), jnp.asarray(part.logits)
+            part.logits = logits - lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
         return part
 
-    is_part = lambda part: isinstance(part, (*_BY_LOGITS, *_ON_A_SIMPLEX))
+    is_part = lambda part: isinstance(part, (*_BY_LOGITS, *_ON_A_SIMPLEX, *_UP_TO_A_CONSTANT))
     return jax.tree.map(as_sampled, widened(distribution), is_leaf=is_part).log_prob(widened(x))
 
 
@@ -254,6 +258,7 @@ def _has_cdf(distribution, x) -> bool:
 
 _BY_LOGITS = (dist.BernoulliLogits, dist.BinomialLogits)
 _ON_A_SIMPLEX = (dist.CategoricalProbs, dist.MultinomialProbs)
+_UP_TO_A_CONSTANT = (dist.CategoricalLogits, dist.MultinomialLogits)
 _NOT_A_DENSITY = (
     dist.MaskedDistribution,
     dist.LeftCensoredDistribution,

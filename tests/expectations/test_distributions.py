@@ -338,6 +338,16 @@ def test_the_density_of_logits_is_that_of_the_samples(x64):
         assert np.isfinite([score, second]).all()
 
 
+@pytest.mark.optimized
+def test_a_constant_in_all_logits_changes_nothing():
+    logits, counts = jnp.array([0.0, 1.0, -2.0]), jnp.array([1.0, 2.0, 0.0])
+    for make, x in ((dist.Categorical, 1), (functools.partial(dist.Multinomial, total_count=3), counts)):
+        function = lambda u, make=make, x=x: distributions.log_prob(make(logits=u), x)
+        both = jax.jit(jax.vmap(jax.value_and_grad(function)))(jnp.array([[0.0], [-1e6]]) + logits)
+        for plain, shifted in both:
+            np.testing.assert_allclose(shifted, plain, rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("case", ["scaled Poisson", "Pareto", "masked event", "shifted log-normal", "Kumaraswamy"])
 def test_total_propagation_is_refused_where_one_of_its_estimators_is(case):
     node = ap.stochastic(ap.total_propagation())(lambda t: CASES[case](t).distribution)
