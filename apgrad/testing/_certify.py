@@ -10,6 +10,7 @@
   every key, unless `max_variance=0` claims that it is exact.
 """
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -92,7 +93,8 @@ def certify(
       max_variance: the claimed variance of one estimate: a number for all elements, or a pytree like the gradient.
       resolution: the smallest bias that the test must be able to see, in units of the largest element of the truth.
       batch_size: how many estimates are computed at once.
-      rtol: how far estimates may differ between compilations, relative to the largest element.
+      rtol: how far estimates may differ between compilations, relative to the largest element of those compared, or of
+        the mean size of all.
       key_reuse: whether to look for keys that are used twice, by JAX's checker, which is experimental.
 
     Returns:
@@ -151,7 +153,9 @@ def certify(
         else:
             checks += _unbiased("order two", curvature, _exactly(jax.hessian(truth), args), resolution)
     keys = jax.random.split(jax.random.fold_in(key, 1), 3)
-    checks += _transformations(estimate, args, keys, rtol, order)
+    # Few estimates are compared, and all of them may be zero but for rounding.
+    usual = _largest(jax.tree.map(lambda x: np.mean(np.abs(x), axis=0), samples))
+    checks += _transformations(estimate, args, keys, functools.partial(_same, rtol=rtol, usual=usual), order)
     certain = max_variance is not None and not any(np.any(claim) for claim in jax.tree.leaves(max_variance))
     checks.append(_keys(estimate, args, keys[0], key_reuse, samples, certain))
     certificate = Certificate(getattr(estimate, "__name__", "estimate"), tuple(checks), moments_of(samples))
@@ -212,7 +216,7 @@ def _variance(samples, claimed) -> Check:
     return Check("variance", bool(excess[at] <= bound), words)
 
 
-def _transformations(estimate, args, keys, rtol: float, order: int) -> Iterator[Check]:
+def _transformations(estimate, args, keys, same, order: int) -> Iterator[Check]:
     stacked = lambda trees: jax.tree.map(lambda *x: np.stack([np.asarray(leaf) for leaf in x]), *trees)
     singles = [keys[number] for number in range(len(keys))]
     expected = stacked([estimate(key, *args) for key in singles])
@@ -225,21 +229,21 @@ def _transformations(estimate, args, keys, rtol: float, order: int) -> Iterator[
         total = lambda *args: jax.tree.map(lambda x: jnp.sum(x, axis=0), scanned(keys, *args))
         return jax.jacrev(total)(*args)
 
-    yield _same("jit", lambda: stacked([jax.jit(estimate)(key, *args) for key in singles]), expected, rtol)
-    yield _same("vmap", lambda: jax.jit(jax.vmap(estimate))(keys, *copies), expected, rtol)
-    yield _same("scan", lambda: jax.jit(scanned)(keys, *args), expected, rtol)
+    yield same("jit", lambda: stacked([jax.jit(estimate)(key, *args) for key in singles]), expected)
+    yield same("vmap", lambda: jax.jit(jax.vmap(estimate))(keys, *copies), expected)
+    yield same("scan", lambda: jax.jit(scanned)(keys, *args), expected)
     if order == 2:
         slope = jax.jit(jax.jacrev(estimate, argnums=1))
         slopes = jax.tree.map(lambda x: np.sum(x, axis=0), stacked([slope(key, *args) for key in singles]))
-        yield _same("scan, two", lambda: jax.jit(slope_of_scan)(*args), slopes, rtol)
+        yield same("scan, two", lambda: jax.jit(slope_of_scan)(*args), slopes)
 
 
-def _same(name: str, function, expected, rtol: float) -> Check:
+def _same(name: str, function, expected, *, rtol: float, usual: float) -> Check:
     try:
         got = jax.tree.map(np.asarray, function())
     except Exception as error:  # whatever a transformation raises is the finding
         return Check(name, False, f"raises {type(error).__name__}: {_first_line(error)}")
-    scale = max(_largest(expected), np.finfo(np.float32).tiny)
+    scale = max(_largest(expected), usual, np.finfo(np.float32).tiny)
     far = _largest(jax.tree.map(lambda a, b: np.where(np.isnan(a - b), np.inf, a - b), got, expected)) / scale
     same = bool(far <= rtol)
     return Check(name, same, "the same" if same else f"other estimates, by {far:.2g} of the largest")

@@ -212,6 +212,18 @@ def test_a_right_gradient_is_certified_and_a_biased_one_is_not():
     assert [check.name for check in error.certificate.checks if not check.passed] == ["bias"]
 
 
+def test_estimates_that_are_zero_but_for_rounding_are_the_same():
+    # The three that are compared are; of all one in ten is not.
+    def mostly_zero(key, theta):
+        rounding = 1e-9 if isinstance(key, jax.core.Tracer) else 0.0
+        return jnp.where(jax.random.bernoulli(key, 0.1), 10 * theta, rounding)
+
+    key = jax.random.key(2)
+    compared = jax.random.split(jax.random.fold_in(key, 1), 3)
+    assert not jax.vmap(lambda key: mostly_zero(key, 1.0))(compared).max() > 0.1
+    assert ap.testing.certify(mostly_zero, THETA, THETA, key=key, num_samples=20_000, resolution=0.2).passed
+
+
 def test_what_is_no_function_of_its_key_is_named():
     calls = []
 
