@@ -6,10 +6,10 @@
 *Tasks.* An inner update, and a meta-step (the meta-gradient through all inner steps), of each rule on networks and
 batches of the published tasks: sinusoid (1-20-20-1, 5 steps of 10 points, 4 tasks) and MNIST (144-50-10, 20 steps of 8
 images, 1 task; random numbers for images, which cost the same). CPU seconds are those of the whole process
-(`time.process_time`) on one core, as those of the published code are of one thread; methods take turns. The *fraction*
-is useful floating-point operations a CPU second over those of matrix products of 1000 by 1000 measured in the same
-turns; useful are those that XLA counts in an inner update, and three times as many for each step of a meta-step
-(forward, and twice back). Memory is the compiled program's, as XLA tells it.
+(`time.process_time`) on one core; methods take turns. The *fraction* is useful floating-point operations a CPU second
+over those of matrix products of 1000 by 1000 measured in the same turns; useful are those that XLA counts in an inner
+update, and three times as many for each step of a meta-step (forward, and twice back). Memory is the compiled
+program's, as XLA tells it.
 
 *Width.* An inner update of a 144-n-n-10 network on 8 images: the separable rule without and with whitening, and
 plain SGD (`jax.grad`).
@@ -33,7 +33,6 @@ from experiments import harness
 from experiments.mplp_published import build
 from experiments.parts.turns import take_turns
 
-PUBLISHED = {"mnist": 1.08, "sinusoid": 0.222}  # CPU seconds of a meta-step of the published code, one thread
 TASKS = {  # sizes, steps, batch, tasks of a meta-step, options of the published rule
     "mnist": ((144, 50, 10), 20, 8, 1, {"message_size": 4, "hidden": 7, "share": True}),
     "sinusoid": ((1, 20, 20, 1), 5, 10, 4, {"message_size": 8, "hidden": 15}),
@@ -192,9 +191,8 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     find = lambda *what: times.get(what, float("nan"))
     for row in rows:
         task = row["benchmark"]
-        row["over_published"] = row["over_sgd"] = row["over_separable"] = None
-        if task in PUBLISHED and row["what"] == "meta":
-            row["over_published"] = row["cpu_ms"] / 1e3 / PUBLISHED[task]
+        row["over_sgd"] = row["over_separable"] = None
+        if row["what"] == "meta":
             figures[f"{task}, {row['rule']}: CPU seconds of a meta-step"] = row["cpu_ms"] / 1e3
         if task == "width":
             row["over_sgd"] = row["cpu_ms"] / find(task, row["size"], "SGD", "inner")
@@ -206,7 +204,7 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     whitening, separable = ratios("separable, whitening", "over_separable"), ratios("separable", "over_sgd")
     figures["whitening over separable, largest of the widths"] = max(whitening, default=float("nan"))
     figures["separable over SGD, by width"] = separable
-    columns = ("cpu_ms", "fraction_of_matmul", "megabytes", "over_published", "over_sgd", "over_separable")
+    columns = ("cpu_ms", "fraction_of_matmul", "megabytes", "over_sgd", "over_separable")
     table = harness.table(rows, "benchmark", "size", "rule", "what", *columns)
 
     figure, ((left, right),) = harness.panels(1, 2, (11, 4))
@@ -214,7 +212,6 @@ def report(config: Config, records: list[tuple[harness.Cell, dict[str, Any]]]) -
     for i, task in enumerate(TASKS):
         values = [find(task, 0, name, "meta") for name in names]
         left.barh(np.arange(len(names)) + 0.4 * i, values, height=0.4, color=f"C{i}", label=task)
-        left.axvline(1e3 * PUBLISHED[task], color=f"C{i}", linestyle=":", label=f"{task}, published code")
     left.set(xscale="log", xlabel="CPU ms of a meta-step", yticks=np.arange(len(names)) + 0.2, yticklabels=names)
     widths = sorted({r["size"] for r in rows if r["benchmark"] == "width"})
     for rule in ("SGD", "exact", "separable", "separable, whitening"):
