@@ -110,11 +110,12 @@ class _Met(NamedTuple):
 
     def take(self, where: str, eqn: Any, fact: frozenset[Any]) -> None:
         """Meets the equation in which a node takes a parameter."""
-        # One variable is one array, and the branches of a `cond`, of which one runs, have variables of their own.
-        taken = self.taken.setdefault(eqn.invars[0], set())
-        taken.add(id(eqn))
-        if any(origin.startswith("params") for origin, _ in fact) and (HELD in fact or len(taken) > 1):
-            self.repeated[where] = None
+        if any(origin.startswith("params") for origin, _ in fact):
+            # One variable is one array, and the branches of a `cond`, of which one runs, have variables of their own.
+            taken = self.taken.setdefault(eqn.invars[0], set())
+            taken.add(id(eqn))
+            if HELD in fact or len(taken) > 1:
+                self.repeated[where] = None
 
     def close(self, where: str) -> frozenset[Any]:
         """Ends a call of a node: what its output's fact has besides the node. Refuses other parameters than before."""
