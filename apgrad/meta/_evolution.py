@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from apgrad._ground.arguments import number
+from apgrad._ground.warning import warn
 from apgrad.meta._outer import OuterGradient, Segments, advance, renew, start, where
 from apgrad.meta._partition import merge, partition
 from apgrad.meta._unroll import Problem, objective
@@ -139,6 +140,13 @@ def _persistent(problem, segment, sigma, stagger, keep):
 def _perturbation(theta: Any, key: jax.Array, sigma: float) -> Any:
     """Normal noise with the structure, shapes and dtypes of theta; zeros for what is not trained."""
     trained, fixed = partition(theta)
+    for path, x in jax.tree_util.tree_leaves_with_path(trained):
+        if jnp.finfo(dtype := jnp.result_type(x)).bits < 32:
+            warn(
+                f"theta{jax.tree_util.keystr(path)} is {dtype}, which rounds away less than "
+                f"{float(jnp.finfo(dtype).eps) / 2:.2g} of a parameter. Where a perturbation by sigma={sigma} is no "
+                "more, the gradient is zero or far off. Keep theta in float32, and cast it in the step."
+            )
     leaves, tree = jax.tree.flatten(trained)
     keys = jax.random.split(key, max(1, len(leaves)))
     draw = lambda key, x: sigma * jax.random.normal(key, jnp.shape(x), jnp.result_type(x))

@@ -222,6 +222,17 @@ def test_losses_that_are_no_scalars_and_theta_that_is_no_number_are_refused(name
         refused(TypeError, message, jax.eval_shape, of, jax.random.key(0))
 
 
+def test_perturbations_that_rounding_may_take_away_warn():
+    # Of 512, bfloat16 has no neighbour within 1.
+    estimate = lambda th, make: first(make(LINE), th, jax.random.key(0))[1]
+    with pytest.warns(UserWarning, match=r"theta is bfloat16, which rounds away.*0\.0039.*float32"):
+        assert estimate(jnp.bfloat16(512.0), meta.evolution) == 0
+    evolution = {name: make for name, make in ALL.items() if "evolution" in name}
+    for make in evolution.values():
+        with pytest.warns(UserWarning, match="is float16"):
+            jax.eval_shape(lambda th, make=make: estimate(th, make), jnp.float16(1.0))
+
+
 def test_a_fixed_integer_is_no_part_of_what_is_trained():
     problem = LINE._replace(step=lambda th, s: (s, th["rate"] * th["n"][...].astype(jnp.float32)))
     problem = problem._replace(final=lambda th, s: 0 * th["rate"])
