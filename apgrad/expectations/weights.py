@@ -177,8 +177,8 @@ def _shares(first, second, suffix, shrinkage):
     """The weights of two estimators."""
     sizes = _sizes(first), _sizes(second)
     largest = [jnp.max(size) for size in sizes]
-    # The weight k of the one with the largest lane is computed, and the other's is 1 less it. The other way round a
-    # message that explodes would have 1 less a weight next to 1: what rounding leaves, where it must have next to none.
+    # The weight k of the one with the largest lane is computed, and the other's is 1 less it. The other way round, the
+    # weight of a message that explodes would be 1 less a number next to 1, which is what rounding leaves.
     swap = largest[1] < largest[0]
     first, second = jnp.where(swap, second, first), jnp.where(swap, first, second)
     # Scaled before they are squared: gradients of an exploding estimator overflow float32 in the square.
@@ -194,20 +194,21 @@ def _shares(first, second, suffix, shrinkage):
     each, square = jnp.sum(A * D, axis=1), jnp.sum(D * D, axis=1)
     AD, DD = jnp.sum(each), jnp.sum(square)
     k = -AD / jnp.where(DD > 0, DD, 1)  # in units of the scales
-    left = 0
+    more = 0  # to be added to k when it has its unit
     if shrinkage:
         ratio = len(D) / max(len(D) - 1, 1)
         rest = DD - ratio * square  # <D, D> without each lane
         alone = rest <= 1e-6 * DD  # nothing but rounding: the others say nothing of k
         moves = ratio * (each + k * square) / jnp.where(alone, 1, rest)
         v = jnp.sum(jnp.where(alone, k, moves) ** 2)
-        # What is shrunk is the weight of the one that is typically larger, k or 1 - k.
+        # What is shrunk is the weight of the one that is typically larger: k, or 1 - k, and then k becomes
+        # k (1 - share) + share.
         typical = [_typical(size) for size in sizes]
         other = (typical[1] < typical[0]) != swap
         shrunk = jnp.where(other, units[1] / units[0] - k, k)
         share = jnp.clip(shrinkage * v / jnp.where(shrunk == 0, 1, shrunk**2), 0, 1)
-        k, left = k * (1 - share), jnp.where(other, share, 0)
-    k = jnp.where(usable[1] & (DD > 0), jnp.clip(k * units[0] / units[1] + left, 0, 1), 0)
+        k, more = k * (1 - share), jnp.where(other, share, 0)
+    k = jnp.where(usable[1] & (DD > 0), jnp.clip(k * units[0] / units[1] + more, 0, 1), 0)
     # What overflows gets nothing, and the first one the rest where both do.
     overflow = ~jnp.isfinite(scales[1]) & jnp.isfinite(most)
     k = jnp.where(overflow, 1, jnp.where(jnp.isnan(k), 0, k))

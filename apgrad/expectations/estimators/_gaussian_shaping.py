@@ -32,7 +32,7 @@ from jax.flatten_util import ravel_pytree
 from apgrad._ground.primitives import zero_with_gradient
 from apgrad._ground.propagator import backpropagation, first_order, node
 
-# In all bits: of the few bits of a GPU's or TPU's products a covariance comes that need not be positive definite.
+# In all bits: with the few that a GPU or TPU takes by default, a covariance may lose positive definiteness.
 matmul = functools.partial(jnp.matmul, precision="highest")
 
 _REASON = (

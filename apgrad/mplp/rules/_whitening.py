@@ -43,7 +43,7 @@ def init(site: Site, limit: int, rank: int) -> dict[str, jax.Array]:
     return {"rows": jnp.zeros((size, inputs), float), "gram": jnp.zeros((size, size), float)}
 
 
-@jax.default_matmul_precision("highest")  # the few bits of a GPU's or TPU's products leave P indefinite
+@jax.default_matmul_precision("highest")  # with the few bits of a GPU's or TPU's default, P becomes indefinite
 def whiten(
     x: jax.Array, state: dict[str, jax.Array], strength: jax.Array, forget: jax.Array
 ) -> tuple[jax.Array, dict[str, Any]]:
@@ -58,7 +58,7 @@ def whiten(
     new = Z @ scaled.T
     gram = jnp.concatenate([jnp.concatenate([state["gram"][rows:, rows:], new[:-rows]], axis=1), new.T])
     # An empty row of the window has zeros in the Gram matrix, so it has no effect.
-    # By Cholesky, whose errors are those of the matrix: rows that repeat make it nearly singular.
+    # Solved by Cholesky's method, which is accurate where rows repeat and make the Gram matrix nearly singular.
     inner = jnp.linalg.cholesky(gram + jnp.eye(gram.shape[0], dtype=gram.dtype) / strength)
     return (scaled - cho_solve((inner, True), new).T @ Z) * size, {"rows": Z, "gram": gram}
 
