@@ -69,30 +69,21 @@ def _scan(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[bo
     def body(carry, x):
         walked = walk(context, program, [*outer, *carry, *x], flags)
         leaves, treedef = jax.tree.flatten(walked.pull)
-        # A leaf that is there anyway is not stacked: what the loop closes over, and its xs.
-        known = {id(v): ("outer", i) for i, v in enumerate(outer)} | {id(v): ("xs", i) for i, v in enumerate(x)}
-        places, kept = [], []
-        for leaf in leaves:
-            place = known.get(id(leaf))
-            if place is None:
-                place = known[id(leaf)] = ("kept", len(kept))
-                kept.append(leaf)
-            places.append(place)
-        form.update(treedef=treedef, places=places, active=walked.active)
+        # A leaf that is there anyway is not stacked: what the loop closes over, and its xs; others once.
+        where = {id(v): ("outer", i) for i, v in enumerate(outer)} | {id(v): ("xs", i) for i, v in enumerate(x)}
+        kept = {}
+        for n, leaf in enumerate(leaves):
+            if id(leaf) not in where:
+                where[id(leaf)], kept[n] = ("kept", n), leaf
+        form.update(treedef=treedef, places=[where[id(leaf)] for leaf in leaves], active=walked.active)
         return walked.outputs[:carried], (walked.outputs[carried:], kept)
 
-    loop = functools.partial(lax.scan, length=inside.length, reverse=inside.reverse)
-    final, (ys, kept) = loop(body, list(carry), list(xs))
-    outputs = [*final, *ys]
-    treedef, places = form["treedef"], form["places"]
-    # Only what is used: an xs that no pull remembers need not be alive.
-    used = {place for place in places if place[0] != "kept"}
-    memory = {
-        "kept": kept,
-        "outer": {i: v for i, v in enumerate(outer) if ("outer", i) in used},
-        "xs": {i: v for i, v in enumerate(xs) if ("xs", i) in used},
-    }
     length, reverse = inside.length, inside.reverse
+    final, (ys, kept) = lax.scan(body, list(carry), list(xs), length=length, reverse=reverse)
+    outputs, treedef, places = [*final, *ys], form["treedef"], form["places"]
+    # Only what is used: an xs that no pull remembers need not be alive.
+    there = {"kept": kept, "outer": dict(enumerate(outer)), "xs": dict(enumerate(xs))}
+    memory = {kind: {i: v for i, v in arrays.items() if (kind, i) in places} for kind, arrays in there.items()}
     like, outer_like = _structs(outputs), _structs(outer)
     xs_like = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in _structs(xs)]
     outer_flags, carry_flags, xs_flags = flags[:fixed], flags[fixed : fixed + carried], flags[fixed + carried :]
@@ -103,15 +94,16 @@ def _scan(context: Context, eqn: Any, inside: Any, inputs: Any, active: tuple[bo
 
         def back(state, step):
             arrived, totals = state
-            arriving, kept, xs = step
-            found = {"kept": kept, "outer": memory["outer"], "xs": xs}
+            arriving, of_step = step
+            found = memory | of_step
             pullback = jax.tree.unflatten(treedef, [found[kind][i] for kind, i in places])
             answers = pullback([*arrived, *arriving])
             before = filled(semiring, answers[fixed : fixed + carried], like[:carried], carry_flags)
             through = filled(semiring, answers[fixed + carried :], xs_like, xs_flags)
             return (before, _add(semiring, answers[:fixed], totals)), through
 
-        steps = (filled(semiring, messages[carried:], like[carried:]), memory["kept"], memory["xs"])
+        of_steps = {kind: memory[kind] for kind in ("kept", "xs")}
+        steps = (filled(semiring, messages[carried:], like[carried:]), of_steps)
         (arrived, totals), through = lax.scan(back, (arrived, totals), steps, length=length, reverse=not reverse)
         return [*totals, *arrived, *through]
 

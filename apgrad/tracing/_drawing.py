@@ -1,5 +1,7 @@
 """Pictures of a trace, by matplotlib: a path through the scopes, influence as a heat map."""
 
+import itertools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,12 +25,11 @@ class Stop(NamedTuple):
 
 def folded(path: Sequence[Any], depth: int) -> list[Stop]:
     """A path as stops, of which each is in another scope than the one before; of scopes `depth` names are kept."""
-    stops: list[Stop] = []
-    weight = 1.0
-    for step in path:
-        scope, weight = "/".join(step.scope.split("/")[:depth]), weight * abs(step.weight)
-        before = stops.pop() if stops and stops[-1].scope == scope else Stop(scope, [], 1.0)
-        stops.append(Stop(scope, [*before.primitives, step.primitive], weight))
+    stops, weight = [], 1.0
+    for scope, steps in itertools.groupby(path, lambda step: "/".join(step.scope.split("/")[:depth])):
+        steps = list(steps)
+        weight *= math.prod(abs(step.weight) for step in steps)
+        stops.append(Stop(scope, [step.primitive for step in steps], weight))
     return stops
 
 

@@ -11,8 +11,6 @@ from apgrad._programs.jaxprs import place, restrict
 from apgrad.tracing._semirings import Semiring, Value
 from apgrad.tracing._sums import dtype_of
 
-LIMIT = 2**24  # the most elements that a dense Jacobian may have
-
 
 class Equation(NamedTuple):
     """An equation of the traced program, with the values at its inputs and outputs."""
@@ -50,14 +48,6 @@ def derivatives(equation: Equation) -> list[Any]:
     function, values = restrict(equation.call, equation.inputs, chosen)
     outputs, pullback = jax.vjp(function, *values)
     return place(pullback([jnp.ones_like(y) for y in outputs]), chosen, [None] * len(equation.inputs))
-
-
-def require_small(name: str, elements: int) -> None:
-    if elements > LIMIT:
-        raise ValueError(
-            f"tracing has no rule for the primitive {name!r} but its Jacobian, which has {elements:,} elements here; "
-            f"at most {LIMIT:,} are computed. Trace a smaller input, or write the operation with other primitives."
-        )
 
 
 def require_countable(equation: Equation, size: int) -> int:

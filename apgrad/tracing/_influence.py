@@ -17,11 +17,11 @@ from apgrad._ground.arguments import whole
 from apgrad._ground.warning import warn
 from apgrad._programs import jaxprs
 from apgrad._programs.kinds import NO_DERIVATIVE
-from apgrad.tracing import _paths as paths
 from apgrad.tracing._control import NESTED
-from apgrad.tracing._interpreter import Context, walk
+from apgrad.tracing._interpreter import Context
+from apgrad.tracing._paths import SEMIRINGS
 from apgrad.tracing._residual_adds import scopes_with_residual_adds
-from apgrad.tracing._semiring_grad import original, propagated, traced, values
+from apgrad.tracing._semiring_grad import Loss, original, propagated, traced, values
 from apgrad.tracing._semirings import ordinary
 
 PathKind = Literal["greedy", "viterbi"]
@@ -152,35 +152,27 @@ def influence(
     f = original(f)
 
     def influence_of(*args, **kwargs):
-        read = traced(f, args, kwargs, argnums)
-        found = influence_in(kind, depth, read.names, read.program, read.inputs, read.active)
-        warn_of_residual_adds(read.program, read.active, found.components, set())
+        loss = traced(f, args, kwargs, argnums)
+        found = influence_in(loss, kind, depth)
+        warn_of_residual_adds(loss, found.components, set())
         return found
 
     return influence_of
 
 
 def require_options(kind: Any, depth: Any = None) -> None:
-    if kind not in ("greedy", "viterbi"):
+    if kind not in SEMIRINGS:
         raise ValueError(f"kind must be 'greedy' or 'viterbi', got {kind!r}")
     if depth is not None:
         whole("depth, a number of names counted from the outside,", depth)
 
 
-def influence_in(
-    kind: PathKind,
-    depth: int | None,
-    parameters: tuple[str, ...],
-    program: jaxprs.Program,
-    inputs: Sequence[Any],
-    active: Sequence[bool],
-    own: bool = False,
-) -> Influence:
-    """Influence in a loss's program, whose active inputs have the names `parameters`.
+def influence_in(loss: Loss, kind: PathKind, depth: int | None = None, own: bool = False) -> Influence:
+    """Influence in a loss's program.
 
     With `own`, a scope around others has a row "scope/" too, of the equations in none of these: `at_depth` needs it.
     """
-    found = scopes(program)
+    found = scopes(loss.program)
     around = {name.rpartition("/")[0] for scope in found for name in components_of(scope, depth)} if own else ()
 
     def rows_of(scope):
@@ -204,13 +196,11 @@ def influence_in(
         masks = (m | jnp.uint32(b) if b else m for m, b in zip(message[rest:], bits, strict=True))
         return (*message[:rest], *masks)
 
-    semiring = (paths.viterbi if kind == "viterbi" else paths.greedy)(words)
-    context = Context(semiring, NESTED, enter=enter)
-    messages = values(context, walk(context, program, inputs, active), inputs, active)
-    gradients = [v[0] for v in messages] if kind == "greedy" else propagated(ordinary(), program, inputs, active)
+    messages = values(Context(SEMIRINGS[kind](words), NESTED, enter=enter), loss)
+    gradients = [v[0] for v in messages] if kind == "greedy" else propagated(ordinary(), loss)
     columns = [_column(v, g, len(components), words) for v, g in zip(messages, gradients, strict=True)]
     share, weighed = (jnp.stack(c, axis=1) for c in zip(*columns, strict=True))
-    return Influence(share, weighed, components, parameters, kind)
+    return Influence(share, weighed, components, loss.names, kind)
 
 
 def at_depth(found: Influence, program: jaxprs.Program, depth: int | None) -> Influence:
@@ -265,15 +255,13 @@ def scopes(program: jaxprs.Program, scope: str = "") -> list[str]:
     return found
 
 
-def warn_of_residual_adds(
-    program: jaxprs.Program, active: Sequence[bool], components: Sequence[str], warned_of: set[str]
-) -> None:
+def warn_of_residual_adds(loss: Loss, components: Sequence[str], warned_of: set[str]) -> None:
     """Says which components hold the way around their branch too, and what to read; `warned_of` grows by these."""
-    holding = scopes_with_residual_adds(program, active)
+    holding = scopes_with_residual_adds(loss.program, loss.active)
     if not (shown := [name for name in holding if name in components and name not in warned_of]):
         return
     warned_of.update(shown)
-    every_scope = dict.fromkeys(name for scope in scopes(program) for name in components_of(scope, None))
+    every_scope = dict.fromkeys(name for scope in scopes(loss.program) for name in components_of(scope, None))
     inner = [n for n in every_scope if n.rpartition("/")[0] in holding and n not in holding]
     some = lambda names: ", ".join(map(repr, names[:3])) + (f" (and {len(names) - 3} more)" if len(names) > 3 else "")
     if inner and set(inner) <= set(components):

@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 from jax.tree_util import Partial
 
 from apgrad._programs import jaxprs
-from apgrad._programs.kinds import NO_DERIVATIVE
+from apgrad._programs.kinds import LINEAR_IN, LINEAR_IN_ALL, NO_DERIVATIVE
 from apgrad.tracing._equation import Equation, Pull
 from apgrad.tracing._products import dense
 from apgrad.tracing._rules import RULES
@@ -100,21 +100,27 @@ def walk_equation(context: Context, eqn: Any, inputs: Sequence[Any], active: tup
             f"tracing is of real numbers, got complex ones at the primitive {name!r}. Keep complex numbers out of "
             "what is traced, or trace real and imaginary parts that are computed apart."
         )
-    parts, params = functools.partial(_in_parts, context, inputs, active), jaxprs.Parameters(eqn)
-    equation = Equation(context.semiring, name, call, inputs, active, outputs, params, parts)
-    return Walked(outputs, flags, RULES.get(name, dense)(equation))
+    equation = Equation(context.semiring, name, call, inputs, active, outputs, jaxprs.Parameters(eqn))
+    equation = equation._replace(in_parts=functools.partial(_in_parts, context, equation))
+    rule = dense if context.semiring.kind == "gradient" else RULES.get(name, dense)
+    return Walked(outputs, flags, rule(equation))
 
 
-def _in_parts(context: Context, inputs: Sequence[Any], active: Sequence[bool], function: Callable[..., Any]) -> Pull:
-    """The pull of a function that computes what an equation does. The primitive has computed the outputs already."""
+def _in_parts(context: Context, equation: Equation, function: Callable[..., Any]) -> Pull:
+    """The pull of an equation by the program of a function that computes the same; the outputs are there already."""
     # The parts are no vertices: between them nothing is settled, and no component entered.
     quiet = context._replace(enter=None, semiring=context.semiring._replace(settle=lambda message: message))
+    inputs, active, name = [jnp.asarray(x) for x in equation.inputs], equation.active, equation.name
+    # Where the function is linear, any values give the messages: none are remembered.
+    linear = range(len(inputs)) if name in LINEAR_IN_ALL else LINEAR_IN.get(name, ())
+    forms = [(x.shape, x.dtype) for x in inputs]
 
-    def pull(inputs, messages):
+    def pull(kept, messages):
+        inputs = [jnp.zeros(*form) if x is None else x for x, form in zip(kept, forms, strict=True)]
         program, _ = jaxprs.trace(function, *inputs)
         return walk(quiet, program, inputs, active).pull(messages)
 
-    return Partial(pull, list(inputs))
+    return Partial(pull, [None if i in linear else x for i, x in enumerate(inputs)])
 
 
 def backward(

@@ -14,7 +14,7 @@ from jax.tree_util import Partial
 
 from apgrad._programs.jaxprs import is_inexact, place
 from apgrad._programs.kinds import IDENTITY
-from apgrad.tracing._equation import EdgeRule, Equation, Pull, edge, require_countable
+from apgrad.tracing._equation import EdgeRule, Equation, Pull, require_countable
 from apgrad.tracing._sums import dtype_of, plus_by_index, plus_over, zeros
 
 
@@ -75,7 +75,7 @@ def _pad(equation: Equation) -> Pull:
 
 
 def _dynamic_slice(equation: Equation) -> Pull:
-    """dynamic_slice: the operand gets the message at the place of the slice. Start indices get no message."""
+    """dynamic_slice: JAX's transpose, which is not for integers, as masks are."""
     semiring, shape = equation.semiring, jnp.shape(equation.inputs[0])
 
     def pull(starts, messages):
@@ -85,20 +85,6 @@ def _dynamic_slice(equation: Equation) -> Pull:
         return [placed, *(None for _ in starts)]
 
     return Partial(pull, list(equation.inputs[1:]))
-
-
-def _dynamic_update_slice(equation: Equation) -> Pull:
-    """dynamic_update_slice: the update gets the message at its place, and the operand gets the rest."""
-    semiring, active, shape = equation.semiring, equation.active, jnp.shape(equation.inputs[1])
-
-    def pull(starts, messages):
-        (message,) = messages
-        hole = zeros(semiring, shape, dtype_of(message))
-        operand = tuple(lax.dynamic_update_slice(x, h, starts) for x, h in zip(message, hole, strict=True))
-        update = jax.tree.map(lambda x: lax.dynamic_slice(x, starts, shape), message)
-        return [operand if active[0] else None, update if active[1] else None, *(None for _ in starts)]
-
-    return Partial(pull, list(equation.inputs[2:]))
 
 
 def _gather(equation: Equation) -> Pull:
@@ -115,60 +101,34 @@ def _gather(equation: Equation) -> Pull:
 
 
 def _scatter(equation: Equation) -> Pull:
-    """scatter, scatter-add and scatter-sub, with inputs (operand, indices, updates)."""
-    semiring, active, params = equation.semiring, equation.active, equation.params
-    shape, updates = jnp.shape(equation.inputs[0]), jnp.shape(equation.inputs[2])
-    size, count = require_countable(equation, math.prod(shape)), require_countable(equation, math.prod(updates))
-    numbers, replaces, call = params["dimension_numbers"], equation.name == "scatter", equation.call
-    sign = -1.0 if equation.name == "scatter-sub" else 1.0
-    collapsed = set(numbers.inserted_window_dims) | set(numbers.operand_batching_dims)
-    window = iter(updates[d] for d in numbers.update_window_dims)
-    read = functools.partial(
-        lax.gather,
-        dimension_numbers=lax.GatherDimensionNumbers(
-            offset_dims=numbers.update_window_dims,
-            collapsed_slice_dims=numbers.inserted_window_dims,
-            start_index_map=numbers.scatter_dims_to_operand_dims,
-            operand_batching_dims=numbers.operand_batching_dims,
-            start_indices_batching_dims=numbers.scatter_indices_batching_dims,
-        ),
-        slice_sizes=tuple(1 if d in collapsed else next(window) for d in range(len(shape))),
-        mode=params["mode"],
-        fill_value=-1,
-    )
-    dtypes = [jnp.result_type(x) for x in equation.inputs]
+    """Of scatter and scatter-sub, with inputs (operand, indices, updates): by scatter-add, which only moves."""
+    numbers, mode = equation.params["dimension_numbers"], equation.params["mode"]
+    write, subtracts = equation.call, equation.name == "scatter-sub"
+    require_countable(equation, math.prod(jnp.shape(equation.inputs[2])))
 
-    def pull(indices, messages):
-        (message,) = messages
-        target = read(jnp.arange(size, dtype=jnp.int32).reshape(shape), indices)
-        kept = target >= 0
-        operand = message
-        if replaces:
-            own = jnp.arange(count, dtype=jnp.int32).reshape(updates)
-            last = call(jnp.full(shape, -1, jnp.int32), indices, own)[0]
-            operand = _where(last < 0, message, zeros(semiring, shape, dtype_of(message)))
-            kept &= last.ravel()[jnp.clip(target, 0)] == own
-        arrived = jax.tree.map(lambda x: x.ravel()[jnp.clip(target, 0)], message)
-        update = _where(kept, arrived, zeros(semiring, updates, dtype_of(message)))
-        update = edge(semiring, sign, update, dtypes[2])
-        return [operand if active[0] else None, None, update if active[2] else None]
+    def parts(x, indices, updates):
+        add = lambda x, updates: lax.scatter_add(x, indices, updates, numbers, mode=mode)
+        if subtracts:
+            return [add(x, -updates)]
+        # Of several updates at one place the last one counts; each place gets its number, or 0 if none is written.
+        own = jnp.arange(1, updates.size + 1, dtype=jnp.int32).reshape(updates.shape)
+        (last,) = write(jnp.zeros(x.shape, jnp.int32), indices, own)
+        (seen,) = jax.linear_transpose(functools.partial(add, jnp.zeros_like(last)), own)(last)
+        return [add(jnp.where(last == 0, x, 0), jnp.where(seen == own, updates, 0))]
 
-    return Partial(pull, equation.inputs[1])
+    return equation.in_parts(parts)
 
 
-def _where(condition, a, b):
-    return tuple(jnp.where(condition, x, y) for x, y in zip(a, b, strict=True))
-
-
-_TO_ONE_PLACE = "concatenate expand_dims reduce_sum reshape rev select_n slice split squeeze stack transpose unstack"
+_TO_ONE_PLACE = """concatenate dynamic_update_slice expand_dims reduce_sum reshape rev scatter-add select_n slice
+split squeeze stack transpose unstack"""
 
 MOVE_RULES: dict[str, EdgeRule] = {
     **dict.fromkeys(_TO_ONE_PLACE.split(), _to_one_place),
-    **dict.fromkeys((*IDENTITY, "mark"), _identity),
-    **dict.fromkeys(("scatter", "scatter-add", "scatter-sub"), _scatter),
+    **dict.fromkeys((*IDENTITY, "mark", "reduce_precision"), _identity),
     "broadcast_in_dim": _broadcast,
     "dynamic_slice": _dynamic_slice,
-    "dynamic_update_slice": _dynamic_update_slice,
     "gather": _gather,
     "pad": _pad,
+    "scatter": _scatter,
+    "scatter-sub": _scatter,
 }

@@ -21,7 +21,7 @@ from jax.tree_util import Partial
 from apgrad.tracing._equation import EdgeRule, Equation, Pull, cast
 from apgrad.tracing._products import dense
 from apgrad.tracing._semirings import Value
-from apgrad.tracing._sums import additive, bilinear, dtype_of
+from apgrad.tracing._sums import bilinear, dtype_of
 
 MOST_POSITIONS = 1024  # a window of more positions is left to `dense`
 
@@ -30,7 +30,7 @@ def _convolution(equation: Equation) -> Pull:
     """conv_general_dilated: a sum over taps of products of matrices."""
     params = equation.params
     size = [jnp.shape(equation.inputs[1])[d] for d in params["dimension_numbers"].rhs_spec[2:]]
-    if additive(equation.semiring):
+    if equation.semiring.kind == "add":
         return _bilinear(equation)
     if params["batch_group_count"] != 1 or math.prod(size) > MOST_POSITIONS:
         return dense(equation)
@@ -51,7 +51,7 @@ def _ragged(equation: Equation) -> Pull:
     numbers = params["ragged_dot_dimension_numbers"]
     plain = numbers.dot_dimension_numbers == (((1,), (1,)), ((), ())) and params["group_offset"] is None
     rows = tuple(numbers.lhs_ragged_dimensions) == (0,) and tuple(numbers.rhs_group_dimensions) == (0,)
-    if equation.semiring.kind == "gradient" or not (plain and rows):
+    if not (plain and rows):
         return dense(equation)
     return equation.in_parts(functools.partial(_grouped, params=params))
 

@@ -75,6 +75,9 @@ def greedy(masks: int = 0) -> Semiring:
     return Semiring("greedy", lambda w: (w,), times, _heaviest(1), zero, one, settle=settle, compared=1)
 
 
+SEMIRINGS = {"viterbi": viterbi, "greedy": greedy}
+
+
 def _bytes(x):
     is_key = jax.numpy.issubdtype(x.dtype, jax.dtypes.prng_key)
     return np.asarray(jax.random.key_data(x) if is_key else x).tobytes()

@@ -5,13 +5,16 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.tree_util import Partial
 
 from apgrad._ground.warning import warn
 from apgrad._programs.jaxprs import is_inexact, place, restrict
-from apgrad.tracing._equation import EdgeRule, Equation, Pull, cast, require_small
+from apgrad.tracing._equation import EdgeRule, Equation, Pull, cast
 from apgrad.tracing._semirings import Value
 from apgrad.tracing._sums import contract, zeros
+
+LIMIT = 2**24  # the most elements that a dense Jacobian may have
 
 
 def _dot_general(equation: Equation) -> Pull:
@@ -60,11 +63,10 @@ class _Factor:
 
     def restore(self, x, order):
         order = (*self.batch, *order[0], *order[1])
-        inverse = tuple(sorted(range(len(order)), key=lambda i: order[i]))
-        return jnp.transpose(x.reshape(tuple(self.shape[i] for i in order)), inverse)
+        return jnp.transpose(x.reshape(tuple(self.shape[i] for i in order)), np.argsort(order).tolist())
 
 
-def dense(equation: Equation, quiet: bool = False) -> Pull:
+def dense(equation: Equation) -> Pull:
     """The pull of any primitive: where messages are cotangents `jax.vjp`, else its whole Jacobian, with a warning."""
     semiring, chosen = equation.semiring, [i for i, a in enumerate(equation.active) if a]
     shapes, real = [jnp.shape(x) for x in equation.inputs], [is_inexact(y) for y in equation.outputs]
@@ -78,15 +80,20 @@ def dense(equation: Equation, quiet: bool = False) -> Pull:
         return [zeros(semiring, *f) if m is None else m for m, f in zip(wanted, forms, strict=True)]
 
     answer = lambda found: place(found, chosen, [None] * len(shapes))
-    if semiring.kind == "gradient" and not quiet:
+    if semiring.kind == "gradient":
         return Partial(lambda pb, messages: answer([(g,) for g in pb([m[0] for m in fill(messages)])]), pullback)
     rows = sum(y.size for y in outputs)
-    require_small(equation.name, rows * sum(math.prod(shapes[i]) for i in chosen))
-    if not quiet:
-        warn(
-            f"tracing has no rule for the primitive {equation.name!r}; its Jacobian ({rows} rows) is computed in full. "
-            "Right, but slow."
+    elements = rows * sum(math.prod(shapes[i]) for i in chosen)
+    if elements > LIMIT:
+        raise ValueError(
+            f"tracing has no rule for the primitive {equation.name!r} but its Jacobian, which has {elements:,} "
+            f"elements here; at most {LIMIT:,} are computed. Trace a smaller input, or write the operation with other "
+            "primitives."
         )
+    warn(
+        f"tracing has no rule for the primitive {equation.name!r}; its Jacobian ({rows} rows) is computed in full. "
+        "Right, but slow."
+    )
     jacobians = []  # for each output, (its elements, *input shape) for each input
     for k, y in enumerate(outputs):
         rows_of = lambda e, k=k: pullback([e if j == k else jnp.zeros_like(o) for j, o in enumerate(outputs)])

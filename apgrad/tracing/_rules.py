@@ -48,13 +48,6 @@ def _elementwise(equation: Equation) -> Pull:
     return Partial(pull, weights)
 
 
-def _rounding(equation: Equation) -> Pull:
-    """reduce_precision: edges of weight 1. Where messages are cotangents, they are rounded too, as JAX does."""
-    if equation.semiring.kind == "gradient":
-        return Partial(lambda messages: [(equation.call(messages[0][0])[0],)])
-    return Partial(lambda messages: [messages[0]])
-
-
 def _reduction(equation: Equation) -> Pull:
     """Reductions: each input element goes into one output element, and the pullback of ones has the derivatives."""
     semiring, shape, axes = equation.semiring, jnp.shape(equation.inputs[0]), equation.params["axes"]
@@ -84,7 +77,6 @@ FIXED_WEIGHTS = {
 
 RULES: dict[str, EdgeRule] = {
     **dict.fromkeys(ELEMENTWISE, _elementwise),
-    "reduce_precision": _rounding,
     **dict.fromkeys(("reduce_max", "reduce_min", "reduce_prod"), _reduction),
     **MOVE_RULES,
     **PRODUCT_RULES,

@@ -1,7 +1,8 @@
 """`semiring_grad`: the gradient of any JAX function with the sum and product of any semiring."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,29 +48,30 @@ def semiring_grad(f: Callable[..., Any], semiring: Semiring, argnums: int | Sequ
     require_semiring(semiring)
 
     def backpropagated(*args, **kwargs):
-        read = traced(f, args, kwargs, argnums)
-        return read.tree(propagated(semiring, read.program, read.inputs, read.active))
+        loss = traced(f, args, kwargs, argnums)
+        return loss.tree(propagated(semiring, loss))
 
     return backpropagated
 
 
-def propagated(semiring: Semiring, program: jaxprs.Program, inputs: Sequence[Any], active: Sequence[bool]) -> list[Any]:
-    """What the semiring's backpropagation gives for each active input of a loss's program."""
-    context = Context(semiring, NESTED)
-    return [semiring.finish(v) for v in values(context, walk(context, program, inputs, active), inputs, active)]
-
-
-class LossProgram(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Loss:
     """A loss as a program of the arrays in its arguments: those of the chosen arguments, then those of all others."""
 
     program: jaxprs.Program
     inputs: list[Any]
-    active: tuple[bool, ...]  # for each input, whether it is of a chosen argument
-    tree: Callable[[Sequence[Any]], Any]  # puts one value for each chosen array in the structure of the arguments
-    names: tuple[str, ...]  # of the chosen arrays
+    names: tuple[str, ...] = dataclasses.field(metadata={"static": True})  # of the chosen arrays
+    # Puts one value for each chosen array in the structure of the arguments.
+    tree: Callable[[Sequence[Any]], Any] = dataclasses.field(metadata={"static": True})
+
+    @property
+    def active(self) -> tuple[bool, ...]:
+        """For each input, whether it is of a chosen argument."""
+        return tuple(i < len(self.names) for i in range(len(self.inputs)))
 
 
-def traced(f: Callable[..., Any], args: Any, kwargs: Any, argnums: int | Sequence[int]) -> LossProgram:
+def traced(f: Callable[..., Any], args: Any, kwargs: Any, argnums: int | Sequence[int]) -> Loss:
     """The program of a loss; arrays that are not chosen are its constants where Python wants to know their values."""
     numbers = chosen_numbers(argnums, len(args))
     leaves, treedef = jax.tree.flatten((list(args), kwargs))
@@ -110,8 +112,7 @@ def traced(f: Callable[..., Any], args: Any, kwargs: Any, argnums: int | Sequenc
         return made[0] if single else made
 
     inputs = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in (leaves[n] for n in places)]
-    active = tuple(i < len(chosen) for i in range(len(places)))
-    return LossProgram(program, inputs, active, tree, _names(trees, single))
+    return Loss(program, inputs, _names(trees, single), tree)
 
 
 def _is_array(leaf):
@@ -127,17 +128,21 @@ def _names(treedef, single) -> tuple[str, ...]:
     return tuple(short if len(set(short)) == len(keys) else map(name, keys))
 
 
-def values(context: Context, walked: Any, inputs: Sequence[Any], active: Sequence[bool]) -> list[Value]:
+def values(context: Context, loss: Loss) -> list[Value]:
     """The messages at the active inputs that come from a message at the loss, the semiring's one."""
-    semiring = context.semiring
-    (loss,) = walked.outputs
-    messages = [constant(semiring.one, (), loss.dtype)] if walked.active[0] else [None]
-    found = walked.pull(messages)
+    semiring, walked = context.semiring, walk(context, loss.program, loss.inputs, loss.active)
+    (output,) = walked.outputs
+    found = walked.pull([constant(semiring.one, (), output.dtype) if walked.active[0] else None])
     return [
-        semiring.settle(m) if m is not None else zeros(semiring, jnp.shape(x), x.dtype)
-        for m, x, a in zip(found, inputs, active, strict=True)
-        if a
+        semiring.settle(m) if m is not None else zeros(semiring, x.shape, x.dtype)
+        for m, x, active in zip(found, loss.inputs, loss.active, strict=True)
+        if active
     ]
+
+
+def propagated(semiring: Semiring, loss: Loss) -> list[Any]:
+    """What the semiring's backpropagation gives for each active input of a loss."""
+    return [semiring.finish(value) for value in values(Context(semiring, NESTED), loss)]
 
 
 def original(f: Callable[..., Any]) -> Callable[..., Any]:

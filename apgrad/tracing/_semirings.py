@@ -36,8 +36,8 @@ class Semiring(NamedTuple):
       one: the one of times, the message at the loss, in the same form.
       finish: `value -> result`, what the user gets for each argument. By default the only component, or the tuple.
       kind: "add" if plus is componentwise addition and times is bilinear, "max" if plus is the maximum of a single
-        component: both then run fast. "gradient" is an "add" whose messages are JAX's own cotangents, so that a
-        primitive without a rule is left to `jax.vjp`. Otherwise None.
+        component: both then run fast. "gradient" is an "add" whose messages are JAX's own cotangents, so that each
+        primitive is left to `jax.vjp`. Otherwise None.
       settle: `message -> message`, applied when all contributions to a variable are in. The identity in a semiring.
       compared: a component's number, if plus adds up the components before this one, and takes this one and all later
         ones from the value in which this one is greater: then less has to be compiled.

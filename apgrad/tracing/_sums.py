@@ -18,11 +18,6 @@ CHUNK = 16  # maxima taken at once: fewer, and memory traffic costs more (2 to 8
 SMALL = 4096  # elements below which a step of the loop costs more than its work
 
 
-def additive(semiring: Semiring) -> bool:
-    """Whether the semiring's plus is addition and its times bilinear."""
-    return semiring.kind in ("add", "gradient")
-
-
 def constant(scalars: tuple[float | int, ...], shape: Any, dtype: Any) -> Value:
     """A value that is the same everywhere: a float makes an array of the dtype, an int one of dtype uint32."""
     return tuple(jnp.full(shape, s, jnp.uint32 if isinstance(s, int) else dtype) for s in scalars)
@@ -36,7 +31,7 @@ def plus_over(semiring: Semiring, value: Value, axes: tuple[int, ...]) -> Value:
     """The plus over axes. Where elements are equal, the first in row-major order wins."""
     if not axes:
         return value
-    if additive(semiring):
+    if semiring.kind == "add":
         return tuple(jnp.sum(x, axis=axes, dtype=x.dtype) for x in value)
     shape, dtype = jnp.shape(value[0]), dtype_of(value)
     rest = tuple(i for i in range(len(shape)) if i not in axes)
@@ -77,21 +72,18 @@ def plus_by_index(semiring: Semiring, value: Value, index: jax.Array, size: int)
     result = zeros(semiring, (size,), dtype)
     if index.size == 0:
         return result
-    if additive(semiring):
-        return tuple(r.at[index].add(x, mode="drop") for r, x in zip(result, value, strict=True))
+    added = lambda n: tuple(r.at[index].add(x, mode="drop") for r, x in zip(result[:n], value[:n], strict=True))
+    if semiring.kind == "add":
+        return added(len(value))
     if semiring.kind == "max":
         return (_greatest_by_index(value[0], index, result[0]),)
-    if semiring.compared is not None:
-        strength = value[semiring.compared]
-        best = _greatest_by_index(strength, index, result[semiring.compared])
+    if (compared := semiring.compared) is not None:
+        strength = value[compared]
+        best = _greatest_by_index(strength, index, result[compared])
         own = (strength == best.at[index].get(mode="fill", fill_value=-1)) | jnp.isnan(strength)
         place = jnp.arange(index.size)
         first = jnp.full(size, index.size).at[index].min(jnp.where(own, place, index.size), mode="drop")
-        added = tuple(
-            r.at[index].add(x, mode="drop")
-            for r, x in zip(result[: semiring.compared], value[: semiring.compared], strict=True)
-        )
-        return *added, *(x.at[first].get(mode="fill", fill_value=0) for x in value[semiring.compared :])
+        return *added(compared), *(x.at[first].get(mode="fill", fill_value=0) for x in value[compared:])
     order = jnp.argsort(index, stable=True)
     index, value = index[order], tuple(x[order] for x in value)
 
@@ -124,7 +116,7 @@ def contract(
     """
     weight = weight.astype(dtype_of(message))
     (batch, count, rows), columns = weight.shape, message[0].shape[2]
-    if additive(semiring):
+    if semiring.kind == "add":
         rule = "bjc,bji->bic" if swapped else "bjc,bji->bci"
         return bilinear(
             semiring, semiring.lift(weight), message, lambda a, b: jnp.einsum(rule, a, b, precision=precision)
@@ -133,14 +125,9 @@ def contract(
     if 0 in (batch, count, *size):
         return zeros(semiring, (batch, *size), dtype_of(message))
 
-    def rise(x):
-        return x[..., None, :] if swapped else x[..., :, None]
-
-    def run(x):
-        return x[..., :, None] if swapped else x[..., None, :]
-
     def products(left, right):
-        return semiring.times(tuple(rise(x) for x in left), tuple(run(x) for x in right))
+        along = lambda value, axis: tuple(jnp.expand_dims(x, axis) for x in value)
+        return semiring.times(along(left, -2 if swapped else -1), along(right, -1 if swapped else -2))
 
     if batch * count * rows * columns <= SMALL // 8:
         value = products(semiring.lift(weight), message)
@@ -183,17 +170,12 @@ def bilinear(semiring: Semiring, lifted: Value, message: Value, product: Any) ->
 
     A bilinear times is times(a, b)_k = sum over i, j of c_kij a_i b_j. The times of unit vectors gives the constants c.
     """
-
-    def unit(n, i):
-        return tuple(np.float32(i == k) for k in range(n))
-
-    na, nb = len(lifted), len(message)
+    with_units = lambda value: zip(value, map(tuple, np.eye(len(value), dtype=np.float32)), strict=True)
     terms: list[list[Any]] = [[] for _ in semiring.zero]
-    for i, j in itertools.product(range(na), range(nb)):
-        coefficients = semiring.times(unit(na, i), unit(nb, j))
-        for term, coefficient in zip(terms, coefficients, strict=True):
+    for (x, a), (y, b) in itertools.product(with_units(lifted), with_units(message)):
+        for term, coefficient in zip(terms, semiring.times(a, b), strict=True):
             if coefficient != 0:
-                made = product(lifted[i], message[j])
+                made = product(x, y)
                 term.append(made if coefficient == 1 else made * float(coefficient))
     return tuple(sum(t[1:], t[0]) if t else jnp.zeros_like(product(lifted[0], message[0])) for t in terms)
 

@@ -6,13 +6,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.core import Tracer
 
 from apgrad._ground.arguments import integers, number_of
 from apgrad._programs import jaxprs
-from apgrad._programs.jaxprs import users_scope
-from apgrad.tracing import _paths as paths
 from apgrad.tracing._control import NESTED
 from apgrad.tracing._influence import (
     Influence,
@@ -23,7 +20,7 @@ from apgrad.tracing._influence import (
     warn_of_residual_adds,
 )
 from apgrad.tracing._interpreter import Context
-from apgrad.tracing._paths import Compiled, Element, PathStep, Reader
+from apgrad.tracing._paths import SEMIRINGS, Compiled, Element, PathStep, Reader
 from apgrad.tracing._semiring_grad import original, propagated, traced
 from apgrad.tracing._semirings import max_product, top_k
 from apgrad.tracing._sums import constant
@@ -80,8 +77,8 @@ class Trace:
                 "trace_gradients reads paths at concrete values, but is called inside a JAX transformation. Use "
                 "ap.tracing.influence(f) there (and ap.tracing.every(n, ...) in a training loop)."
             )
-        self._traced = traced(f, args, kwargs, argnums)
-        self.parameters = self._traced.names
+        self._loss = traced(f, args, kwargs, argnums)
+        self.parameters = self._loss.names
         self._compiled, self._readers, self._influences = compiled, {}, {}
         self._warned_of: set[str] = set()
 
@@ -90,17 +87,16 @@ class Trace:
         """The gradient, in the structure of the parameters."""
         number = len(self.parameters)
 
-        def gradient(program, inputs):
-            loss = lambda chosen: jaxprs.evaluate(program, [*chosen, *inputs[number:]])[0]
-            return jax.grad(loss)(list(inputs[:number]))
+        def gradient(loss):
+            value = lambda chosen: jaxprs.evaluate(loss.program, [*chosen, *loss.inputs[number:]])[0]
+            return jax.grad(value)(loss.inputs[:number])
 
-        return self._traced.tree(self._run(gradient))
+        return self._loss.tree(self._run(gradient))
 
     @functools.cached_property
     def weights(self) -> Any:
         """The weight of the heaviest path of each element, in the structure of the parameters."""
-        active = self._traced.active
-        return self._traced.tree(self._run(lambda program, inputs: propagated(max_product(), program, inputs, active)))
+        return self._loss.tree(self._run(lambda loss: propagated(max_product(), loss)))
 
     def influence(self, kind: PathKind = "viterbi", *, depth: int | None = None, top: int | None = None) -> Influence:
         """As `tracing.influence`.
@@ -111,12 +107,10 @@ class Trace:
           top: at most how many components, see `Influence.top`; by default all.
         """
         require_options(kind, depth)
-        active = self._traced.active
         if kind not in self._influences:
-            found = functools.partial(influence_in, kind, None, self.parameters, active=active, own=True)
-            self._influences[kind] = self._run(found)
-        found = at_depth(self._influences[kind], self._traced.program, depth)
-        warn_of_residual_adds(self._traced.program, active, found.components, self._warned_of)
+            self._influences[kind] = self._run(lambda loss: influence_in(loss, kind, own=True))
+        found = at_depth(self._influences[kind], self._loss.program, depth)
+        warn_of_residual_adds(self._loss, found.components, self._warned_of)
         return found if top is None else found.top(top)
 
     def path(self, parameter: str, index: tuple[int, ...] | int = (), kind: PathKind = "viterbi") -> list[PathStep]:
@@ -131,7 +125,7 @@ class Trace:
           ValueError: also for a path weight that is NaN.
         """
         require_options(kind)
-        return self._read(parameter, index, paths.viterbi() if kind == "viterbi" else paths.greedy(), 1)[0] or []
+        return self._read(parameter, index, SEMIRINGS[kind](), 1)[0] or []
 
     def paths(self, parameter: str, index: tuple[int, ...] | int = (), count: int = 5) -> list[list[PathStep]]:
         """The heaviest paths of one element, the heaviest first; fewer where there are fewer.
@@ -152,22 +146,19 @@ class Trace:
     def _read(self, parameter, index, semiring, count):
         short = parameter.removesuffix("/value") if isinstance(parameter, str) else parameter
         number = number_of(parameter if parameter in self.parameters else short, self.parameters, "parameter")
-        inputs, active = self._traced.inputs, self._traced.active
         if semiring.name not in self._readers:
             self._readers[semiring.name] = Reader(Context(semiring, NESTED), self._compiled)
-        reader, program = self._readers[semiring.name], self._traced.program
-        shape = jnp.shape(inputs[number])
+        reader, loss = self._readers[semiring.name], self._loss
+        shape = loss.inputs[number].shape
         index = integers(index, "index")
         if len(index) != len(shape) or not all(-n <= i < n for i, n in zip(index, shape, strict=True)):
             raise IndexError(f"{parameter} has the shape {shape}, which has no element {index}")
         index = tuple(i % n for i, n in zip(index, shape, strict=True))
-        one = constant(reader.context.semiring.one, (), program.jaxpr.outvars[0].aval.dtype)
-        ways = [
-            reader.follow("", program, inputs, active, [one], Element(number, index, rank)) for rank in range(count)
-        ]
-        plain = lambda steps: [step._replace(scope=users_scope(step.scope)) for step in steps]
+        one = [constant(semiring.one, (), loss.program.jaxpr.outvars[0].aval.dtype)]
+        follow = functools.partial(reader.follow, "", loss.program, loss.inputs, loss.active, one)
+        ways = [follow(Element(number, index, rank)) for rank in range(count)]
+        plain = lambda steps: [step._replace(scope=jaxprs.users_scope(step.scope)) for step in steps]
         return [None if end is None else plain(steps) for steps, end in ways]
 
     def _run(self, function):
-        given = self._traced.program, self._traced.inputs
-        return self._compiled(function, *given)(*given)
+        return self._compiled(function, self._loss)(self._loss)
