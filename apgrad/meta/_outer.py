@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-import optax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from apgrad._ground.arguments import number, whole
+from apgrad._ground.norms import rescaled
 from apgrad.meta._partition import merge, partition, require_trainable, value_and_gradient, without_fixed
 from apgrad.meta._unroll import Problem, final, objective, run, scalar, step
 
@@ -263,31 +262,9 @@ def clipped(outer: OuterGradient, max_norm: float = 1.0) -> OuterGradient:
 
     def estimate(theta, key, carry):
         loss, gradient, carry = outer.estimate(theta, key, carry)
-        size, norm = scaled_norm(gradient)
-        # A large gradient is divided twice, since the product of size and norm may overflow.
-        small = lambda g: (g.astype(size.dtype) / size * (max_norm / norm)).astype(g.dtype)
-        clip = lambda g: jnp.where(size * norm <= max_norm, g, small(g))
-        return loss, jax.tree.map(clip, gradient), carry
+        return loss, rescaled(gradient, max_norm, shorten=True), carry
 
     return OuterGradient(outer.init, estimate)
-
-
-def scaled_norm(tree: Any) -> tuple[jax.Array, jax.Array]:
-    """A size, near the largest number, and the norm of tree / size: no square of a finite number overflows."""
-    wide = widened(tree)
-    limits = jnp.finfo(jnp.float32 if not wide else wide[0].dtype)
-    # The inverse of the size is a normal number too.
-    low, high = 16 * limits.tiny, limits.max / 16
-    largest = [jnp.max(jnp.abs(x), initial=0.0) for x in wide]
-    size = jnp.clip(jnp.max(jnp.stack([*largest, jnp.asarray(low, limits.dtype)])), low, high)
-    return size, optax.tree.norm([x / size for x in wide])
-
-
-def widened(tree: Any) -> list[jax.Array]:
-    """The leaves in the widest of their dtypes, in float32 at least."""
-    leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
-    dtype = np.result_type(np.float32, *(x.dtype for x in leaves))
-    return [x.astype(dtype) for x in leaves]
 
 
 def global_view(mesh: Mesh) -> Mesh:

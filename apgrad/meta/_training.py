@@ -18,9 +18,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from apgrad._ground.arguments import whole
 from apgrad._ground.files import locked, write_atomically
+from apgrad._ground.norms import scaled_norm, widened
 from apgrad.meta._checkpoints import Checkpoints, fingerprint
 from apgrad.meta._log import Log, append_metrics, begin_metrics, show_progress
-from apgrad.meta._outer import OuterGradient, global_view, scaled_norm, strong, where, widened
+from apgrad.meta._outer import OuterGradient, global_view, strong, where
 from apgrad.meta._partition import merge, partition
 
 

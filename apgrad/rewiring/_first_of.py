@@ -1,10 +1,9 @@
 """Several rules on one function: the first one that takes a site has it."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from apgrad._ground.propagator import Propagator
-from apgrad.rewiring._rewire import Rule, require_rule, unknown_names
+from apgrad.rewiring._rewire import Rule, require_rule
 from apgrad.rewiring._sites import ProgramSite
 
 
@@ -15,9 +14,6 @@ class _Any(NamedTuple):
 
     def __call__(self, site: ProgramSite) -> bool:
         return any(rule.where(site) for rule in self.rules)
-
-    def unknown(self, sites: Sequence[ProgramSite]) -> list[str]:
-        return [name for rule in self.rules for name in unknown_names(rule, sites)]
 
 
 def first_of(*rules: Rule) -> Rule:

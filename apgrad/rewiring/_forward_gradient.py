@@ -8,6 +8,7 @@ whose expectation is E v v' J' m = J' m; its variance grows with the number of i
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from apgrad._ground.propagator import Propagator
 from apgrad._programs.jaxprs import is_inexact, place, restrict
@@ -38,10 +39,9 @@ def forward_gradient(where: Where = None) -> Rule:
             keys = jax.random.split(site.key, len(inputs))
             floats = [i for i, x in enumerate(inputs) if is_inexact(x)]
             # In float32 at least: normal numbers that are drawn in bfloat16 have a mean of -.01.
-            wide = lambda x: x.dtype if jnp.finfo(x.dtype).bits >= 32 else jnp.float32
+            wide = lambda x: np.promote_types(x.dtype, np.float32)
             draw = lambda key, x: jax.random.normal(key, x.shape, wide(x)).astype(x.dtype)
             draws = [draw(keys[i], inputs[i]) for i in floats]
-
             output, tangent = jax.jvp(*restrict(site.function, inputs, floats), draws)
             return output, (place(draws, floats, [None] * len(inputs)), tangent)
 

@@ -4,10 +4,8 @@ Pascanu, Mikolov & Bengio, "On the difficulty of training recurrent neural netwo
 whole, when it has already exploded.
 """
 
-import jax.numpy as jnp
-import numpy as np
-
 from apgrad._ground.arguments import number
+from apgrad._ground.norms import rescaled
 from apgrad.rewiring._layers import Where, chosen, is_layer, on_message
 from apgrad.rewiring._rewire import Rule
 
@@ -26,7 +24,7 @@ def clip_messages(max_norm: float, *, where: Where = None) -> Rule:
       1.0
     """
     number("max_norm", max_norm, positive=True)
-    return _scaling(max_norm, where, shorter=True)
+    return _scaling(max_norm, where, shorten=True)
 
 
 def normalize_messages(norm: float = 1.0, *, where: Where = None) -> Rule:
@@ -43,19 +41,9 @@ def normalize_messages(norm: float = 1.0, *, where: Where = None) -> Rule:
       Array([5., 5., 5., 5.], dtype=float32)
     """
     number("norm", norm, positive=True)
-    return _scaling(norm, where, shorter=False)
+    return _scaling(norm, where, shorten=False)
 
 
-def _scaling(norm: float, where: Where, shorter: bool) -> Rule:
-    """Scales messages to a norm, or if `shorter` those that are longer."""
-
-    def scale(message):
-        # Computed in float32 at least, and over the largest element: neither the norm nor its inverse need be a number.
-        wide = message.astype(np.promote_types(message.dtype, np.float32))
-        largest = jnp.max(jnp.abs(wide), initial=0)
-        wide = wide / jnp.where(largest > 0, largest, 1)
-        length = jnp.sqrt(jnp.sum(jnp.abs(wide) ** 2))
-        scaled = (wide * (norm / jnp.where(length == 0, 1, length))).astype(message.dtype)
-        return jnp.where(largest * length <= norm, message, scaled) if shorter else scaled
-
+def _scaling(norm: float, where: Where, shorten: bool) -> Rule:
+    scale = lambda message: rescaled(message, norm, shorten=shorten)
     return Rule(chosen(where, is_layer), lambda site, params: on_message(site, scale))

@@ -109,11 +109,6 @@ def require_rule(who: str, rule: Any) -> None:
         raise TypeError(f"where and at of a rule are functions of a site, got {rule.where!r} and {rule.at!r}")
 
 
-def unknown_names(rule: Rule, sites: Sequence[ProgramSite]) -> list[str]:
-    """The names that the user gave to a rule and that none of the sites has."""
-    return getattr(rule.where, "unknown", lambda sites: [])(sites)
-
-
 @dataclasses.dataclass(frozen=True)
 class Rewired:
     """A function whose backward pass a rule has replaced at its sites; made by `ap.rewire`.
@@ -151,8 +146,7 @@ class Rewired:
             _require_params(
                 params, {site.name: jax.eval_shape(functools.partial(init, site)) for site in planner.taken}
             )
-        outputs, treedef = _evaluate(plan, jaxprs.arrays_of(tuple(given))[0], key, params, self.rule, shape)
-        return jax.tree.unflatten(treedef, outputs)
+        return _evaluate(plan, jaxprs.arrays_of(tuple(given))[0], key, params, self.rule, shape)
 
     def init(self, *args: Any) -> dict[str, Any]:
         """The parameters of the rule, by the names of the sites; empty for a rule without any.
@@ -227,13 +221,14 @@ def _require_params(params: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def _members(rule: Rule) -> list[Rule]:
-    """The rules of which `first_of` made a rule."""
-    return [m for r in getattr(rule.where, "rules", ()) for m in (_members(r) or [r])]
+    """The rules of which `first_of` made a rule, or the rule itself."""
+    rules = getattr(rule.where, "rules", None)
+    return [rule] if rules is None else [member for each in rules for member in _members(each)]
 
 
 def _warn_idle(rule: Rule, taken: Sequence[ProgramSite]) -> None:
     """Warns of a rule, or one of several, that changes nothing but messages to the data."""
-    members = _members(rule) or [rule]
+    members = _members(rule)
     owners = [next(m for m in members if m.where(site)) for site in taken]
     for member in members:
         mine = [site for site, owner in zip(taken, owners, strict=True) if owner is member]
@@ -257,7 +252,8 @@ def _wrong_call(function, args) -> str:
 
 def _require_taken(rule: Rule, offered: Sequence[ProgramSite], taken: Sequence[ProgramSite]) -> None:
     """Refuses a rule that takes no site, or that was given a name which no site has."""
-    if unknown := unknown_names(rule, offered):
+    unknown = [name for m in _members(rule) for name in getattr(m.where, "unknown", lambda sites: [])(offered)]
+    if unknown:
         names = {part for site in offered for part in site.name.rpartition("[")[0].split("/")}
         raise ValueError(
             f"the rule takes no site by the name {unknown[0]!r}; {nearest(unknown[0], sorted(names))} "
@@ -278,101 +274,80 @@ def _require_taken(rule: Rule, offered: Sequence[ProgramSite], taken: Sequence[P
         )
 
 
-def _evaluate(plan, arrays, key, params, rule, shape):
-    outputs, treedef = jax.tree.flatten(shape)
-    floats = [i for i, x in enumerate(outputs) if is_inexact(x)] if rule.direct else []
-    shapes = [jax.ShapeDtypeStruct(outputs[i].shape, outputs[i].dtype) for i in floats]
-    ports = _Ports(
-        shapes, lambda messages: jax.tree.unflatten(treedef, jaxprs.place(messages, floats, [None] * len(outputs)))
-    )
-    outputs, port = _walk(plan, arrays, key, params, rule, ports)
-    if rule.direct:
-        outputs = _join(outputs, port)
-    return outputs, treedef
+def _evaluate(plan: jaxprs.Program, arrays: Sequence[Any], key: Any, params: Any, rule: Rule, result: Any) -> Any:
+    """The output of a plan, `result` its form; the port of a direct rule has its form too, without the integers."""
+    zeros = lambda x: jnp.zeros(x.shape, x.dtype) if is_inexact(x) else None
+    empty = jax.tree.map(zeros, result) if rule.direct else None
+    summed, structure = jax.tree.flatten(empty)
+    fold = lambda key, number: None if key is None else jax.random.fold_in(key, number)
+
+    def walk(plan, inputs, key):
+        """The outputs of a plan, and the sum of the ports of its nodes."""
+        port, number = empty, 0
+
+        def apply(step: PlanStep, values):
+            nonlocal port, number
+            number += 1
+            here, count = fold(key, number), len(step.outvars)
+            with jax.named_scope(step.scope) if step.scope else contextlib.nullcontext():
+                if step.site is not None:
+                    mine = None if params is None else params[step.site.name]
+                    output, made = _rewired(step.site, rule, empty)(here, mine, *(values[i] for i in step.order))
+                    outputs = output if isinstance(step.site.output, tuple) else [output]
+                elif step.plans:
+                    inside: Any = jaxprs.nested(step.eqn)
+                    functions = [functools.partial(within, p, inside.kind == "scan", here) for p in step.plans]
+                    outputs = jaxprs.rebuild(step.eqn, inside, functions, values, summed)
+                    outputs, made = outputs[:count], structure.unflatten(outputs[count:])
+                else:
+                    return jaxprs.run(step.eqn, values)
+            port = jax.tree.map(jnp.add, port, made)
+            return outputs
+
+        return jaxprs.evaluate(plan, inputs, apply), port
+
+    def within(plan, is_scan, key, *inputs):
+        if is_scan:
+            step, *inputs = inputs
+            key = fold(key, step)
+        outputs, port = walk(plan, inputs, key)
+        return [*outputs, *jax.tree.leaves(port)]
+
+    outputs, port = walk(plan, arrays, key)
+    output = jax.tree.structure(result).unflatten(outputs)
+    return _join(output, port) if rule.direct else output
 
 
-class _Ports(NamedTuple):
-    """What carries the output's message: a port's form, and a function from a port's message to the output's."""
-
-    shapes: list[jax.ShapeDtypeStruct]
-    as_result: Callable[[Sequence[Any]], Any]
-
-    @property
-    def zeros(self) -> list[jax.Array]:
-        return [jnp.zeros(s.shape, s.dtype) for s in self.shapes]
-
-    def beside(self, outputs: Sequence[Any]) -> list[jax.Array]:
-        """A port that `jax.vmap` maps where it maps the outputs; plain zeros would get the sum over all examples."""
-        never = jnp.zeros((), bool)
-        for x in outputs if self.shapes else ():
-            never |= jnp.any(jnp.isnan(x)) & False if is_inexact(x) else False
-        return [z + never.astype(z.dtype) for z in self.zeros]
-
-
-# The outputs; their messages go back to the port too.
+# The output; its message goes back to the port too.
 _join = node(
     Propagator(
-        lambda outputs, port: (outputs, None),
-        lambda _, messages: (messages, [m for m in messages if m.dtype != jax.dtypes.float0]),
+        lambda output, port: (output, None),
+        lambda _, message: (message, jax.tree.map(lambda m: None if m.dtype == jax.dtypes.float0 else m, message)),
     )
 )
 
 
-def _walk(plan, inputs, key, params, rule, ports):
-    """The outputs of a plan, and the sum of the ports of its nodes."""
-    port, number = list(ports.zeros), 0
-
-    def apply(step: PlanStep, values):
-        nonlocal port, number
-        number += 1
-        here = None if key is None else jax.random.fold_in(key, number)
-        with jax.named_scope(step.scope) if step.scope else contextlib.nullcontext():
-            if step.site is not None:
-                mine = None if params is None else params[step.site.name]
-                outputs, made = _rewired(step.site, rule, ports)(here, mine, *(values[i] for i in step.order))
-            elif not step.plans:
-                return jaxprs.run(step.eqn, values)
-            else:
-                inside: Any = jaxprs.nested(step.eqn)
-                functions = [_inner(p, inside.kind, here, params, rule, ports) for p in step.plans]
-                made = jaxprs.rebuild(step.eqn, inside, functions, values, summed=ports.zeros)
-                outputs, made = made[: len(step.outvars)], made[len(step.outvars) :]
-        port = [a + b for a, b in zip(port, made, strict=True)]
-        return outputs
-
-    return jaxprs.evaluate(plan, inputs, apply), port
+def _beside(port: Any, output: Any) -> Any:
+    """The port, which `jax.vmap` maps where it maps the output; plain zeros would get the sum over all examples."""
+    unlike = [jnp.any(jnp.isnan(x)) for x in jax.tree.leaves(output) if is_inexact(x)]
+    never = functools.reduce(jnp.logical_or, unlike) & False
+    return jax.tree.map(lambda zeros: zeros + never.astype(zeros.dtype), port)
 
 
-def _inner(plan, kind, key, params, rule, ports):
-    def function(*inputs):
-        here = key
-        if kind == "scan":
-            step, *inputs = inputs
-            here = None if key is None else jax.random.fold_in(key, step)
-        outputs, port = _walk(plan, inputs, here, params, rule, ports)
-        return [*outputs, *port]
-
-    return function
-
-
-def _rewired(site: ProgramSite, rule: Rule, ports: _Ports) -> Callable[..., Any]:
-    """The node `(key, params, *inputs) -> (outputs, port)` of a site."""
+def _rewired(site: ProgramSite, rule: Rule, port: Any) -> Callable[..., Any]:
+    """The node `(key, params, *inputs) -> (output, port)` of a site."""
 
     def forward(key, params, *inputs):
         output, memory = rule.at(site._replace(key=key), params).forward(*inputs)
         got, wanted = (jax.tree.map(lambda x: (jnp.shape(x), jnp.result_type(x)), t) for t in (output, site.output))
         if got != wanted:
             raise ValueError(f"the rule's forward at the site {site} must return {wanted} (shape, dtype), got {got}")
-        outputs = list(output) if isinstance(site.output, tuple) else [output]
-        return (outputs, ports.beside(outputs)), (key, params, memory)
+        return (output, _beside(port, output) if rule.direct else port), (key, params, memory)
 
     def backward(memory, message):
-        key, params, memory = memory
-        outputs, result = message
-        message = tuple(outputs) if isinstance(site.output, tuple) else outputs[0]
+        (key, params, memory), (message, result) = memory, message
         propagator: Any = rule.at(site._replace(key=key), params)
-        direct = (ports.as_result(result),) if rule.direct else ()
-        messages = propagator.backward(memory, message, *direct)
+        messages = propagator.backward(memory, message, *([result] if rule.direct else []))
         if not isinstance(messages, tuple) or len(messages) != len(site.inputs) + (rule.init is not None):
             update = "the update of its parameters and " if rule.init is not None else ""
             raise TypeError(

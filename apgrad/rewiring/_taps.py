@@ -7,6 +7,7 @@ each message, wherever JAX has moved it. `with_taps` finds the markers, and make
 """
 
 import contextvars
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -174,18 +175,18 @@ def _inside(eqn: Any, inside: Any, values: Any, here: set[str]) -> tuple[list[An
     count = len(eqn.outvars)
     shapes: dict[str, Any] = {}
     for program in inside.jaxprs:
-        operands = [jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in program.jaxpr.invars]
+        operands = [v.aval for v in program.jaxpr.invars]
         for key, shape in jax.eval_shape(lambda *x, p=program: _collect(p, x, here), *operands)[1].items():
             if form_of(shapes.setdefault(key, shape)) != form_of(shape):
                 raise ValueError(f"the tap {key!r} has two forms in two branches: {shapes[key]} and {shape}")
     structure = jax.tree.structure(shapes)
 
-    def function(*inputs, program):
+    def function(program, *inputs):
         outputs, found = _collect(program, inputs[inside.kind == "scan" :], here)
         zeros = {n: jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), s) for n, s in shapes.items() if n not in found}
         return [*outputs, *jax.tree.leaves(found | zeros)]
 
-    functions = [lambda *inputs, p=p: function(*inputs, program=p) for p in inside.jaxprs]
+    functions = [functools.partial(function, program) for program in inside.jaxprs]
     made = jaxprs.rebuild(eqn, inside, functions, values)
     return made[:count], jax.tree.unflatten(structure, made[count:])
 

@@ -1,0 +1,42 @@
+"""The norm of a pytree, and the pytree scaled to a norm, though squares, sums and inverses may be no numbers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+def rescaled(tree: Any, norm: Any, *, shorten: bool = False) -> Any:
+    """The pytree with another Euclidean norm, or if it is to `shorten` with one of at most `norm`; zeros stay zeros.
+
+    Where an element is infinite all are NaN, as no direction is known.
+    """
+    size, length = scaled_norm(tree)
+    factor = jnp.where(jnp.isfinite(length), norm / jnp.where(length == 0, 1, length), jnp.nan)
+
+    def one(x, wide):
+        # A large array is divided twice, since the product of size and length may overflow.
+        scaled = (wide / size * factor).astype(x.dtype)
+        return jnp.where(size * length <= norm, x, scaled) if shorten else scaled
+
+    leaves, treedef = jax.tree.flatten(tree)
+    return treedef.unflatten(map(one, map(jnp.asarray, leaves), widened(tree)))
+
+
+def scaled_norm(tree: Any) -> tuple[jax.Array, jax.Array]:
+    """A size, near the largest number, and the norm of tree / size: no square of a finite number overflows."""
+    wide = widened(tree)
+    limits = jnp.finfo(jnp.float32 if not wide else wide[0].dtype)
+    # The inverse of the size is a normal number too.
+    low, high = 16 * limits.tiny, limits.max / 16
+    largest = [jnp.max(jnp.abs(x), initial=0.0) for x in wide]
+    size = jnp.clip(jnp.max(jnp.stack([*largest, jnp.asarray(low, limits.dtype)])), low, high)
+    return size, jnp.sqrt(sum((jnp.sum(jnp.abs(x / size) ** 2) for x in wide), jnp.zeros((), limits.dtype)))
+
+
+def widened(tree: Any) -> list[jax.Array]:
+    """The leaves in the widest of their dtypes, in float32 at least."""
+    leaves = [jnp.asarray(x) for x in jax.tree.leaves(tree)]
+    dtype = np.result_type(np.float32, *(x.dtype for x in leaves))
+    return [x.astype(dtype) for x in leaves]
