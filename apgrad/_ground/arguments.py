@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -76,6 +77,23 @@ def chosen_numbers(argnums: int | Sequence[int], count: int) -> tuple[int, ...]:
     if len(set(numbers)) < len(numbers):
         raise ValueError(f"argnums {argnums} name an argument twice, of {count}. Give each once.")
     return numbers
+
+
+def require_parameters(what: str, tree: Any, kind: Any, reason: str) -> None:
+    """Refuses a pytree with a leaf that is no array of the kind that is differentiated: floating, or inexact."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        is_array = hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex)
+        if not (is_array and jnp.issubdtype(jnp.result_type(leaf), kind)):
+            found = (
+                f"has dtype {jnp.result_type(leaf)}" if is_array else f"is no array but of type {type(leaf).__name__}"
+            )
+            raise TypeError(
+                f"{what}{jax.tree_util.keystr(path)} {found}, {reason}. Leave the argument out of argnums, or "
+                "differentiate its parameters alone, and let the function put the rest beside them: `graph, params, "
+                "rest = nnx.split(module, nnx.Param, ...)` and `nnx.merge(graph, params, rest, copy=True)` with Flax NNX, "
+                "whose random keys and counts are no parameters; `eqx.partition(module, eqx.is_inexact_array)` with "
+                "Equinox."
+            )
 
 
 def meets(value: Any, condition: Callable[[np.ndarray], Any]) -> bool:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from apgrad._ground.arguments import integers, is_single, whole
+from apgrad._ground.arguments import integers, is_single, require_parameters, whole
 from apgrad._ground.keys import require_key
 from apgrad._ground.primitives import refuse_message
 from apgrad._programs.jaxprs import trace
@@ -197,19 +197,7 @@ def require_differentiable(argnums: int | Sequence[int], args: Sequence[Any]) ->
             raise ValueError(
                 f"argnums={argnums}, but the objective was called with the key and {len(args)} argument(s)"
             )
-        for path, leaf in jax.tree_util.tree_leaves_with_path(args[n - 1]):
-            name = f"argument {n}{jax.tree_util.keystr(path)}"
-            if not (hasattr(leaf, "dtype") or isinstance(leaf, int | float | complex)):
-                raise TypeError(
-                    f"{name} is no array but of type {type(leaf).__name__}, which has no gradient. Differentiate the "
-                    "arrays alone, say those that eqx.partition(module, eqx.is_array) gives, and let the program close "
-                    "over the rest."
-                )
-            if not jnp.issubdtype(jnp.result_type(leaf), jnp.inexact):
-                raise TypeError(
-                    f"{name} has dtype {jnp.result_type(leaf)}, which has no gradient. Convert it with "
-                    ".astype(jnp.float32), or leave it out of argnums."
-                )
+        require_parameters(f"argument {n}", args[n - 1], jnp.inexact, "which has no gradient")
 
 
 def lane_costs(

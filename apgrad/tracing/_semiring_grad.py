@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from apgrad._ground.arguments import chosen_numbers, is_single
+from apgrad._ground.arguments import chosen_numbers, is_single, require_parameters
 from apgrad._programs import jaxprs
 from apgrad.tracing._control import NESTED
 from apgrad.tracing._interpreter import Context, walk
@@ -77,13 +77,8 @@ def traced(f: Callable[..., Any], args: Any, kwargs: Any, argnums: int | Sequenc
     leaves, treedef = jax.tree.flatten((list(args), kwargs))
     owners = [i for i, arg in enumerate(args) for _ in jax.tree.leaves(arg)]
     chosen = [n for k in numbers for n, owner in enumerate(owners) if owner == k]
-    for leaf in (leaves[n] for n in chosen):
-        try:
-            dtype = jnp.result_type(leaf)
-        except TypeError:
-            dtype = type(leaf).__name__
-        if not jnp.issubdtype(dtype, jnp.floating):
-            raise TypeError(f"paths end at floating-point arguments, got {dtype}. Choose others with argnums.")
+    for k in numbers:
+        require_parameters(f"argument {k}", args[k], jnp.floating, "and paths end at floating-point arrays")
 
     jaxprs.require_auto("following paths")
 
