@@ -90,9 +90,9 @@ def require_parameters(what: str, tree: Any, kind: Any, reason: str) -> None:
             raise TypeError(
                 f"{what}{jax.tree_util.keystr(path)} {found}, {reason}. Leave the argument out of argnums, or "
                 "differentiate its parameters alone, and let the function put the rest beside them: `graph, params, "
-                "rest = nnx.split(module, nnx.Param, ...)` and `nnx.merge(graph, params, rest, copy=True)` with Flax NNX, "
-                "whose random keys and counts are no parameters; `eqx.partition(module, eqx.is_inexact_array)` with "
-                "Equinox."
+                "rest = nnx.split(module, nnx.Param, ...)` and `nnx.merge(graph, params, rest, copy=True)` with Flax "
+                "NNX, whose random keys and counts are no parameters; `eqx.partition(module, eqx.is_inexact_array)` "
+                "with Equinox."
             )
 
 
