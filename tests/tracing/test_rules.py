@@ -1,4 +1,6 @@
-"""Each primitive's rule against its dense Jacobian, and against `jax.vjp`."""
+"""Each primitive's rule against the sum over the edges of its Jacobian, and against `jax.vjp`."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +11,9 @@ from jax import lax
 import apgrad as ap
 from apgrad._programs import jaxprs
 from apgrad._programs.kinds import NO_DERIVATIVE
-from apgrad.tracing import _products as products, _sums as sums
+from apgrad.tracing import _sums as sums
 from apgrad.tracing._control import NESTED
-from apgrad.tracing._equation import Equation
+from apgrad.tracing._equation import cast
 from apgrad.tracing._interpreter import Context, walk_equation
 from apgrad.tracing._paths import greedy, viterbi
 from experiments.benchmarks.tracing import LOGARITHMS
@@ -37,67 +39,89 @@ UNARY = {
 }
 POSITIVE = {"log": jnp.log, "rsqrt": lax.rsqrt, "lgamma": lax.lgamma}
 BINARY = {"add": lax.add, "sub": lax.sub, "mul": lax.mul, "div": lax.div, "max": lax.max, "pow": lax.pow}
-# name: (function, arguments); all floating-point arguments are active.
-CASES = {
-    **{name: (f, (r(2, 3),)) for name, f in UNARY.items()},
-    **{name: (f, (p(2, 3),)) for name, f in POSITIVE.items()},
-    **{name: (f, (p(2, 3), p(2, 3))) for name, f in BINARY.items()},
-    "scalar operand": (lambda x, s: lax.mul(x, jnp.broadcast_to(s, (2, 3))), (r(2, 3), r())),
-    "clamp": (lambda x: lax.clamp(-0.5, x, 0.5), (r(2, 5),)),
-    "select_n": (lambda a, b: lax.select_n(jnp.array([True, False, True]), a, b), (r(3), r(3))),
-    "select_n, three": (lambda a, b, c: lax.select_n(jnp.array([0, 2, 1, 2]), a, b, c), (r(4), r(4), r(4))),
-    "reshape": (lambda x: x.reshape(3, 2), (r(2, 3),)),
-    "squeeze": (lambda x: lax.squeeze(x, (1,)), (r(2, 1, 3),)),
-    "expand_dims": (lambda x: x[:, None], (r(3),)),
-    "transpose": (lambda x: lax.transpose(x, (2, 0, 1)), (r(2, 3, 4),)),
-    "rev": (lambda x: lax.rev(x, (0,)), (r(3, 2),)),
-    "broadcast_in_dim": (lambda x: lax.broadcast_in_dim(x, (4, 2, 3), (1, 2)), (r(1, 3),)),
-    "slice": (lambda x: lax.slice(x, (1, 0), (6, 3), (2, 1)), (r(7, 4),)),
-    "pad": (lambda x, v: lax.pad(x, v, ((1, 2, 1), (-1, 0, 0))), (r(3, 4), r())),
-    "concatenate": (lambda a, b: lax.concatenate([a, b, a], 1), (r(2, 3), r(2, 1))),
-    "split": (lambda x: lax.split(x, (1, 3), 0), (r(4, 2),)),
-    "unstack": (lambda x: jnp.stack(jnp.unstack(x, axis=1)[:2], axis=1), (r(2, 3),)),
-    "tile": (lambda x: jnp.tile(x, (2, 3)), (r(2, 2),)),
-    "dynamic_slice": (lambda x: lax.dynamic_slice(x, (jnp.int32(1), jnp.int32(9)), (2, 2)), (r(4, 3),)),
-    "dynamic_update_slice": (
-        lambda x, u: lax.dynamic_update_slice(x, u, (jnp.int32(1), jnp.int32(1))),
-        (r(4, 3), r(2, 2)),
-    ),
-    "gather": (lambda x: x[jnp.array([0, 2, 0, 2])], (r(3, 2),)),
-    "gather, out of bounds": (lambda x: x.at[jnp.array([0, 7, 2])].get(mode="fill", fill_value=0.0), (r(3, 2),)),
-    "scatter": (lambda x, u: x.at[jnp.array([0, 2, 0])].set(u), (r(4, 2), r(3, 2))),
-    "scatter-add": (lambda x, u: x.at[jnp.array([0, 2, 0, 9])].add(u, mode="drop"), (r(4, 2), r(4, 2))),
-    "scatter-sub": (lambda x, u: x.at[jnp.array([0, 2, 0])].subtract(u), (r(4), r(3))),
-    "sort": (lambda x: lax.sort(x, dimension=0), (r(4, 2),)),
-    "sort, two": (lambda x, y: lax.sort((x, y), dimension=0, num_keys=1), (r(4), r(4))),
-    "top_k": (lambda x: lax.top_k(x, 2)[0], (r(2, 4),)),
-    "reduce_sum": (lambda x: lax.reduce_sum(x, (0, 2)), (r(2, 3, 2),)),
-    "reduce_max": (lambda x: jnp.max(x, 1), (r(2, 4),)),
-    "reduce_max, tied": (lambda x: jnp.max(x, 0), (jnp.ones((3, 2)),)),
-    "reduce_min": (lambda x: jnp.min(x, 0), (r(4, 2),)),
-    "reduce_prod": (lambda x: jnp.prod(x, 1), (r(2, 3),)),
-    "cumsum": (lambda x: lax.cumsum(x, 0), (r(4, 2),)),
-    "cumsum, reversed": (lambda x: lax.cumsum(x, 1, reverse=True), (r(2, 4),)),
-    "cumprod": (lambda x: lax.cumprod(x, 1), (r(2, 4),)),
-    "cummax": (lambda x: lax.cummax(x, 0), (r(4, 2),)),
-    "cumlogsumexp": (lambda x: lax.cumlogsumexp(x, 0), (r(4, 2),)),
-    "dot_general": (lambda a, b: lax.dot_general(a, b, (((2, 0), (0, 2)), ((1,), (1,)))), (r(3, 2, 4), r(4, 2, 3, 2))),
-    "dot_general, wide": (lambda a, b: a @ b, (r(5, 40), r(40, 3))),
-    "dot_general, outer": (lambda a, b: lax.dot_general(a, b, (((), ()), ((), ()))), (r(3), r(2))),
-    "conv_general_dilated": (
-        lambda x, k: lax.conv_general_dilated(
-            x, k, (2, 1), ((1, 2), (0, 1)), (1, 2), (2, 1), ("NHWC", "HWIO", "NHWC"), feature_group_count=2
+# family: name: (function, arguments); all floating-point arguments are active.
+FAMILIES = {
+    "elementwise": {
+        **{name: (f, (r(2, 3),)) for name, f in UNARY.items()},
+        **{name: (f, (p(2, 3),)) for name, f in POSITIVE.items()},
+        **{name: (f, (p(2, 3), p(2, 3))) for name, f in BINARY.items()},
+        "scalar operand": (lambda x, s: lax.mul(x, jnp.broadcast_to(s, (2, 3))), (r(2, 3), r())),
+        "clamp": (lambda x: lax.clamp(-0.5, x, 0.5), (r(2, 5),)),
+        "stop_gradient": (lambda x: lax.stop_gradient(x) * x, (r(3),)),
+        "zero_with_gradient": (ap.zero_with_gradient, (r(3),)),
+    },
+    "moves": {
+        "select_n": (lambda a, b: lax.select_n(jnp.array([True, False, True]), a, b), (r(3), r(3))),
+        "select_n, three": (lambda a, b, c: lax.select_n(jnp.array([0, 2, 1, 2]), a, b, c), (r(4), r(4), r(4))),
+        "reshape": (lambda x: x.reshape(3, 2), (r(2, 3),)),
+        "squeeze": (lambda x: lax.squeeze(x, (1,)), (r(2, 1, 3),)),
+        "expand_dims": (lambda x: x[:, None], (r(3),)),
+        "transpose": (lambda x: lax.transpose(x, (2, 0, 1)), (r(2, 3, 4),)),
+        "rev": (lambda x: lax.rev(x, (0,)), (r(3, 2),)),
+        "broadcast_in_dim": (lambda x: lax.broadcast_in_dim(x, (4, 2, 3), (1, 2)), (r(1, 3),)),
+        "slice": (lambda x: lax.slice(x, (1, 0), (6, 3), (2, 1)), (r(7, 4),)),
+        "pad": (lambda x, v: lax.pad(x, v, ((1, 2, 1), (-1, 0, 0))), (r(3, 4), r())),
+        "concatenate": (lambda a, b: lax.concatenate([a, b, a], 1), (r(2, 3), r(2, 1))),
+        "split": (lambda x: lax.split(x, (1, 3), 0), (r(4, 2),)),
+        "unstack": (lambda x: jnp.stack(jnp.unstack(x, axis=1)[:2], axis=1), (r(2, 3),)),
+        "tile": (lambda x: jnp.tile(x, (2, 3)), (r(2, 2),)),
+        "dynamic_slice": (lambda x: lax.dynamic_slice(x, (jnp.int32(1), jnp.int32(9)), (2, 2)), (r(4, 3),)),
+        "dynamic_update_slice": (
+            lambda x, u: lax.dynamic_update_slice(x, u, (jnp.int32(1), jnp.int32(1))),
+            (r(4, 3), r(2, 2)),
         ),
-        (r(2, 5, 4, 4), r(2, 3, 2, 4)),
-    ),
-    "conv_general_dilated, 1d": (lambda x, k: lax.conv(x, k, (1,), "SAME"), (r(2, 2, 5), r(3, 2, 3))),
-    "reduce_window_sum": (lambda x: lax.reduce_window(x, 0.0, lax.add, (2, 3), (1, 2), ((1, 0), (0, 1))), (r(4, 6),)),
-    "reduce_window_max": (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (3, 2), (1, 2), "VALID"), (r(5, 6),)),
-    "reduce_window_max, tied": (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2,), (1,), "VALID"), (jnp.ones(4),)),
-    "reduce_window_min": (lambda x: lax.reduce_window(x, jnp.inf, lax.min, (2,), (1,), "SAME"), (r(5),)),
-    "ragged_dot": (lambda a, b: lax.ragged_dot(a, b, jnp.array([2, 0, 3])), (r(6, 2), r(3, 2, 4))),
-    "stop_gradient": (lambda x: lax.stop_gradient(x) * x, (r(3),)),
-    "zero_with_gradient": (ap.zero_with_gradient, (r(3),)),
+    },
+    "moves by an index": {
+        "gather": (lambda x: x[jnp.array([0, 2, 0, 2])], (r(3, 2),)),
+        "gather, out of bounds": (lambda x: x.at[jnp.array([0, 7, 2])].get(mode="fill", fill_value=0.0), (r(3, 2),)),
+        "scatter": (lambda x, u: x.at[jnp.array([0, 2, 0])].set(u), (r(4, 2), r(3, 2))),
+        "scatter-add": (lambda x, u: x.at[jnp.array([0, 2, 0, 9])].add(u, mode="drop"), (r(4, 2), r(4, 2))),
+        "scatter-sub": (lambda x, u: x.at[jnp.array([0, 2, 0])].subtract(u), (r(4), r(3))),
+        "sort": (lambda x: lax.sort(x, dimension=0), (r(4, 2),)),
+        "sort, two": (lambda x, y: lax.sort((x, y), dimension=0, num_keys=1), (r(4), r(4))),
+        "top_k": (lambda x: lax.top_k(x, 2)[0], (r(2, 4),)),
+    },
+    "reductions": {
+        "reduce_sum": (lambda x: lax.reduce_sum(x, (0, 2)), (r(2, 3, 2),)),
+        "reduce_max": (lambda x: jnp.max(x, 1), (r(2, 4),)),
+        "reduce_max, tied": (lambda x: jnp.max(x, 0), (jnp.ones((3, 2)),)),
+        "reduce_min": (lambda x: jnp.min(x, 0), (r(4, 2),)),
+        "reduce_prod": (lambda x: jnp.prod(x, 1), (r(2, 3),)),
+        "cumsum": (lambda x: lax.cumsum(x, 0), (r(4, 2),)),
+        "cumsum, reversed": (lambda x: lax.cumsum(x, 1, reverse=True), (r(2, 4),)),
+        "cumprod": (lambda x: lax.cumprod(x, 1), (r(2, 4),)),
+        "cummax": (lambda x: lax.cummax(x, 0), (r(4, 2),)),
+        "cumlogsumexp": (lambda x: lax.cumlogsumexp(x, 0), (r(4, 2),)),
+    },
+    "products": {
+        "dot_general": (
+            lambda a, b: lax.dot_general(a, b, (((2, 0), (0, 2)), ((1,), (1,)))),
+            (r(3, 2, 4), r(4, 2, 3, 2)),
+        ),
+        "dot_general, wide": (lambda a, b: a @ b, (r(5, 40), r(40, 3))),
+        "dot_general, outer": (lambda a, b: lax.dot_general(a, b, (((), ()), ((), ()))), (r(3), r(2))),
+        "ragged_dot": (lambda a, b: lax.ragged_dot(a, b, jnp.array([2, 0, 3])), (r(6, 2), r(3, 2, 4))),
+    },
+    "without a rule": {"cholesky": (lambda x: jnp.linalg.cholesky(x + 3 * jnp.eye(3)), (p(3, 3),))},
+    "windows": {
+        "conv_general_dilated": (
+            lambda x, k: lax.conv_general_dilated(
+                x, k, (2, 1), ((1, 2), (0, 1)), (1, 2), (2, 1), ("NHWC", "HWIO", "NHWC"), feature_group_count=2
+            ),
+            (r(2, 5, 3, 4), r(2, 2, 2, 4)),
+        ),
+        "conv_general_dilated, 1d": (lambda x, k: lax.conv(x, k, (1,), "SAME"), (r(2, 2, 4), r(3, 2, 2))),
+        "reduce_window_sum": (
+            lambda x: lax.reduce_window(x, 0.0, lax.add, (2, 3), (1, 2), ((1, 0), (0, 1))),
+            (r(4, 6),),
+        ),
+        "reduce_window_max": (lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (3, 2), (1, 2), "VALID"), (r(5, 6),)),
+        "reduce_window_max, tied": (
+            lambda x: lax.reduce_window(x, -jnp.inf, lax.max, (2,), (1,), "VALID"),
+            (jnp.ones(4),),
+        ),
+        "reduce_window_min": (lambda x: lax.reduce_window(x, jnp.inf, lax.min, (2,), (1,), "SAME"), (r(5),)),
+    },
 }
 SEMIRINGS = {
     "mine": MINE,
@@ -110,69 +134,103 @@ SEMIRINGS = {
 }
 
 
+OUTPUTS, INPUTS = 128, 256  # the most elements that a case has on each side
+
+
 def equations(function, args):
     """The equations of a function that have edges, with values for their inputs, inside calls too."""
     found = []
 
     def apply(eqn, values):
         real = [jnp.issubdtype(jnp.result_type(v), jnp.inexact) for v in values]
-        if any(real) and eqn.primitive.name not in NO_DERIVATIVE:
-            literal = [hasattr(v, "val") for v in eqn.invars]
-            found.append((eqn, values, tuple(a and not b for a, b in zip(real, literal, strict=True))))
+        active = tuple(a and not hasattr(v, "val") for a, v in zip(real, eqn.invars, strict=True))
+        if any(active) and eqn.primitive.name not in NO_DERIVATIVE:
+            found.append((eqn, values, active))
         return jaxprs.caller(eqn)(*values)
 
     program, _ = jaxprs.trace(function, *args)
     jaxprs.inline(program, list(args), apply)
+    assert found
     return found
 
 
-def messages(semiring, outputs):
-    """Random ones: what a sum of two edges from one gives."""
-    made = []
+@functools.cache
+def random_messages(name):
+    """What a sum of two edges from one gives, `OUTPUTS` of them."""
+    semiring = SEMIRINGS[name]
+    with jax.ensure_compile_time_eval():
+        one = sums.constant(semiring.one, OUTPUTS, jnp.float32)
+        edges = [semiring.times(semiring.lift(r(OUTPUTS)), one) for _ in range(2)]
+        return jax.tree.map(np.asarray, semiring.settle(semiring.plus(*edges)))
+
+
+def messages(name, outputs):
+    """Random ones to the outputs of an equation, None to integers."""
+    made, first = [], 0
     for y in outputs:
-        if not jnp.issubdtype(y.dtype, jnp.inexact):
-            made.append(None)
-            continue
-        one = sums.constant(semiring.one, y.shape, y.dtype)
-        edges = [semiring.times(semiring.lift(r(*y.shape).astype(y.dtype)), one) for _ in range(2)]
-        made.append(semiring.settle(semiring.plus(*edges)))
+        of_elements = [x[first : first + y.size].reshape(y.shape) for x in random_messages(name)]
+        floats = jnp.issubdtype(y.dtype, jnp.inexact)
+        made.append(cast(tuple(map(jnp.asarray, of_elements)), y.dtype) if floats else None)
+        first += y.size
     return made
 
 
+def rule_and_edges(eqn, values, active):
+    """What the rule makes of messages, by semirings, and the equation's edges: Jacobians (outputs, input)."""
+    call, chosen = jaxprs.caller(eqn), [i for i, a in enumerate(active) if a]
+    floats = lambda *values: [y for y in call(*values) if jnp.issubdtype(y.dtype, jnp.inexact)]
+    function, primals = jaxprs.restrict(floats, values, chosen)
+    outputs, pullback = jax.vjp(function, *primals)
+    basis = jnp.eye(sum(y.size for y in outputs))
+    ends = np.cumsum([y.size for y in outputs])[:-1]
+    split = lambda row: [x.reshape(y.shape).astype(y.dtype) for x, y in zip(jnp.split(row, ends), outputs, strict=True)]
+    edges = [x.reshape(len(basis), -1) for x in lax.map(lambda row: pullback(split(row)), basis)]
+    answers = {}
+    for name, semiring in SEMIRINGS.items():
+        walked = walk_equation(Context(semiring, NESTED), eqn, values, active)
+        assert walked.pull is not None
+        arrived = messages(name, walked.outputs)
+        got = walked.pull(arrived)
+        assert [m is not None for m in got] == list(active)
+        answers[name] = [m for m in arrived if m], [m for m in got if m]
+    cotangents = pullback([g for (g,) in answers["mine"][0]])
+    return answers, edges, cotangents
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def over_edges(semiring, edges, message):
+    """The plus, in order, of what each edge brings: from (outputs, inputs) and (outputs,) to (inputs,)."""
+    brought = semiring.times(semiring.lift(edges), tuple(jnp.broadcast_to(x[:, None], edges.shape) for x in message))
+    first, others = (tuple(x[part] for x in brought) for part in (0, slice(1, None)))
+    return jax.lax.scan(lambda total, each: (semiring.plus(total, each), None), first, others)[0]
+
+
+def padded(x, shape, filled=0):
+    full = np.full(shape, filled, x.dtype)
+    full[tuple(map(slice, x.shape))] = x
+    return full
+
+
 @pytest.mark.filterwarnings("ignore:tracing has no rule:UserWarning")
-@pytest.mark.parametrize("name", CASES)
-def test_rule_is_that_of_the_dense_jacobian(name):
-    function, args = CASES[name]
-    found = [(eqn, values, active) for eqn, values, active in equations(function, args) if any(active)]
-    assert found
-
-    @jax.jit  # one program: compiled once
-    def both(all_values):
-        pairs = []
-        for (eqn, _, active), values in zip(found, all_values, strict=True):
-            call = jaxprs.caller(eqn)
-            for semiring in SEMIRINGS.values():
-                walked = walk_equation(Context(semiring, NESTED), eqn, values, active)
-                assert walked.pull is not None
-                arrived = messages(semiring, walked.outputs)
-                site = Equation(semiring, name, call, values, active, walked.outputs, eqn.params)
-                got, wanted = walked.pull(arrived), products.dense(site)(arrived)
-                assert [m is not None for m in got] == list(active)
-                pairs += [
-                    (x, y) for m, n in zip(got, wanted, strict=True) for x, y in zip(m or (), n or (), strict=True)
-                ]
-                if semiring is MINE:
-                    none = lambda y: np.zeros(y.shape, jax.dtypes.float0)
-                    cotangents = [m[0] if m else none(y) for m, y in zip(arrived, walked.outputs, strict=True)]
-                    chosen = [i for i, a in enumerate(active) if a]
-                    function, primals = jaxprs.restrict(call, values, chosen)
-                    _, pullback = jax.vjp(function, *primals)
-                    pairs += list(zip([got[i][0] for i in chosen], pullback(cotangents), strict=True))
-        return pairs
-
-    for got, wanted in both([values for _, values, _ in found]):
-        assert got.dtype == wanted.dtype
-        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-6)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rules_are_sums_over_edges(family):
+    """By the definition, and with the gradient's sum by `jax.vjp` too. A case may have several equations."""
+    functions = {name: function for name, (function, _) in FAMILIES[family].items()}
+    of_case = lambda name, args: [rule_and_edges(*each) for each in equations(functions[name], args)]
+    of_all = jax.jit(lambda given: {name: of_case(name, args) for name, args in given.items()})
+    found = jax.tree.map(np.asarray, of_all({name: args for name, (_, args) in FAMILIES[family].items()}))
+    for case, (answers, edges, cotangents) in ((case, each) for case, made in found.items() for each in made):
+        close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-6, err_msg=case)
+        for name, (arrived, got) in answers.items():
+            flat = [np.concatenate([x.ravel() for x in parts]) for parts in zip(*arrived, strict=True)]
+            full = tuple(padded(x, OUTPUTS, zero) for x, zero in zip(flat, SEMIRINGS[name].zero, strict=True))
+            for weights, message in zip(edges, got, strict=True):
+                wide = padded(weights.astype(flat[0].dtype), (OUTPUTS, INPUTS))
+                for x, wanted in zip(message, over_edges(SEMIRINGS[name], wide, full), strict=True):
+                    assert x.dtype == (wanted.dtype if wanted.dtype == np.uint32 else weights.dtype), case
+                    close(x.ravel(), wanted[: x.size].astype(x.dtype))
+        for (x,), wanted in zip(answers["mine"][1], cotangents, strict=True):
+            close(x, wanted)
 
 
 def test_unknown_primitive_is_right_with_a_warning_or_refused():

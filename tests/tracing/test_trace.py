@@ -127,10 +127,15 @@ def test_steps_of_loops_and_scopes():
     ]
 
 
-@pytest.mark.parametrize("kind", ["greedy", "viterbi"])
-def test_influence_counts_the_paths(kind):
+@pytest.fixture(scope="module")
+def mlp():
     loss, params = MODELS["mlp"]()
-    trace = ap.trace_gradients(loss)(params)
+    return loss, params, ap.trace_gradients(loss)(params)
+
+
+@pytest.mark.parametrize("kind", ["greedy", "viterbi"])
+def test_influence_counts_the_paths(mlp, kind):
+    _, params, trace = mlp
     found = trace.influence(kind)
     number = len(trace.parameters) - 1
     leaf = jax.tree.leaves(params)[number]
@@ -207,8 +212,8 @@ def test_influence_under_vmap_is_that_of_each_example():
     np.testing.assert_array_equal(found.share[:, :, 0], [[0, 1], [1, 0], [np.nan, np.nan]])
 
 
-def test_in_a_jitted_training_loop():
-    loss, params = MODELS["mlp"]()
+def test_in_a_jitted_training_loop(mlp):
+    loss, params, trace = mlp
     look = ap.tracing.every(3, ap.tracing.influence(loss, depth=2))
 
     @jax.jit
@@ -223,7 +228,7 @@ def test_in_a_jitted_training_loop():
     assert traced.tolist() == [True, False, False, True, False, False]
     both = jax.tree.map(lambda x: x[jnp.array([0, 3])], seen)  # means leave out what was not traced
     assert seen.to_dict() == both.to_dict() and str(seen) == str(both)
-    alone = jax.jit(ap.tracing.influence(loss, depth=2))(params)
+    alone = trace.influence(depth=2)
     np.testing.assert_allclose(seen.share[0], alone.share)
     assert seen.components == alone.components and "MLP/Dense_0" in seen.components
 
