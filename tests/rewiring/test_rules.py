@@ -438,17 +438,24 @@ def after_inference(ws, x, target, steps, rate):
 @pytest.mark.parametrize("steps, rate", [(1, 0.1), (7, 0.3)])
 def test_gradients_of_the_energy_after_inference(steps, rate):
     rewired = ap.rewire(squared_error, ap.rewiring.predictive_coding("tanh", steps=steps, rate=rate))
-    value, gradients = jax.jit(jax.value_and_grad(rewired, argnums=(0, 1, 2)))(SMALL, X, TARGET)
-    np.testing.assert_allclose(value, squared_error(SMALL, X, TARGET), rtol=1e-6)
-    close(gradients, after_inference(SMALL, X, TARGET, steps, rate))
+
+    @jax.jit
+    def both(*args):
+        found = jax.value_and_grad(rewired, argnums=(0, 1, 2))(*args)
+        return found, (squared_error(*args), after_inference(*args, steps, rate))
+
+    (value, gradients), (wanted, expected) = both(SMALL, X, TARGET)
+    np.testing.assert_allclose(value, wanted, rtol=1e-6)
+    close(gradients, expected)
 
 
 def test_message_scales_all_and_examples_are_inferred_apart():
     """The mean outside is the sum divided, and `vmap` over examples gives what the batch gives."""
     rewired = ap.rewire(squared_error, ap.rewiring.predictive_coding("tanh", steps=5))
-    batch = jax.grad(lambda ws: rewired(ws, X, TARGET))(SMALL)
+    whole = lambda ws: rewired(ws, X, TARGET)
     mean = lambda ws: jnp.mean(jax.vmap(rewired, (None, 0, 0))(ws, X, TARGET))
-    close(jax.tree.map(lambda g: 6 * g, jax.jit(jax.grad(mean))(SMALL)), batch)
+    of_mean, batch = jax.jit(lambda ws: [jax.grad(f)(ws) for f in (mean, whole)])(SMALL)
+    close([6 * np.asarray(g) for g in of_mean], batch)
 
 
 class Net(nnx.Module):
@@ -468,8 +475,7 @@ def test_an_unchanged_module_with_remat_integers_and_cross_entropy():
 
     model = Net(nnx.Rngs(0))
     rewired = ap.rewire(f, ap.rewiring.predictive_coding(("relu", "sin"), steps=3))
-    got = jax.jit(jax.grad(rewired))(model, X, labels)
-    exact = jax.grad(f)(model, X, labels)
+    got, exact = jax.jit(lambda *args: [jax.grad(g)(*args) for g in (rewired, f)])(model, X, labels)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(exact), strict=True):
         assert jnp.vdot(a, b) > 0.5 * jnp.linalg.norm(a) * jnp.linalg.norm(b)
     assert not jnp.allclose(got.first.kernel[...], exact.first.kernel[...], rtol=1e-3)

@@ -65,17 +65,21 @@ def test_vmap_outside_and_inside():
         h, pullback = jax.vjp(lambda s: jnp.tanh(x @ s), jnp.sin(W))
         return jnp.sum(h), jnp.linalg.norm(2 * h), pullback(2 * h)[0]
 
-    values, norms, messages = [jnp.stack(parts) for parts in zip(*map(by_hand, XS), strict=True)]
-    inside = ap.with_taps(jax.grad(lambda w: jnp.sum(jax.vmap(loss, (None, 0))(w, XS))))(W)[1]
-    outside = ap.with_taps(jax.vmap(jax.grad(loss), (None, 0)))(W, XS)[1]
-    around = jax.vmap(ap.with_taps(jax.grad(loss)), (None, 0))(W, XS)[1]
+    @jax.jit
+    def found(w):
+        inside = ap.with_taps(jax.grad(lambda w: jnp.sum(jax.vmap(loss, (None, 0))(w, XS))))(w)[1]
+        outside = ap.with_taps(jax.vmap(jax.grad(loss), (None, 0)))(w, XS)[1]
+        around = jax.vmap(ap.with_taps(jax.grad(loss)), (None, 0))(w, XS)[1]
+        return (inside, outside, around), jax.vmap(by_hand)(XS)
+
+    (inside, outside, around), (values, norms, messages) = jax.tree.map(np.asarray, found(W))
     for taps in (inside, outside, around):
         close(taps["hidden"][0], values)
         close(taps["hidden"][1], norms)
     # The examples share one array: one message in the gradient of the sum, a message for each example otherwise.
-    close(inside["shared"][1], jnp.linalg.norm(jnp.sum(messages, 0)))
+    close(inside["shared"][1], np.linalg.norm(np.sum(messages, 0)))
     for taps in (outside, around):
-        close(taps["shared"][1], jax.vmap(jnp.linalg.norm)(messages))
+        close(taps["shared"][1], np.linalg.norm(messages, axis=(1, 2)))
 
 
 @pytest.mark.quick
@@ -140,10 +144,12 @@ def test_any_nest_of_transformations(steps):
             x = {"jit": jax.jit, "remat": jax.checkpoint}.get(kind, lambda g: g)(g)(x)
         return jnp.sum(x**2)
 
-    offsets = [jnp.zeros(2)] * len(steps)
-    x = jnp.array([0.3, 0.7])
-    _, taps = ap.with_taps(jax.grad(lambda x: run(x, offsets, ap.tap)))(x)
-    expected = jax.grad(lambda offsets: run(x, offsets, lambda x, _: x))(offsets)
+    @jax.jit
+    def both(x, offsets):
+        _, taps = ap.with_taps(jax.grad(lambda x: run(x, offsets, ap.tap)))(x)
+        return taps, jax.grad(lambda offsets: run(x, offsets, lambda x, _: x))(offsets)
+
+    taps, expected = both(np.float32([0.3, 0.7]), [np.zeros(2, np.float32)] * len(steps))
     for i, message in enumerate(expected):
         close(taps[f"step {i}"].message, message)
 
