@@ -14,13 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from apgrad._ground.arguments import whole
-from apgrad._ground.warning import warn
 from apgrad._programs import jaxprs
-from apgrad._programs.kinds import NO_DERIVATIVE
 from apgrad.tracing._control import NESTED
 from apgrad.tracing._interpreter import Context
 from apgrad.tracing._paths import SEMIRINGS
-from apgrad.tracing._residual_adds import scopes_with_residual_adds
+from apgrad.tracing._scopes import components_of, scopes, warn_of_residual_adds
 from apgrad.tracing._semiring_grad import Loss, original, propagated, traced, values
 from apgrad.tracing._semirings import ordinary
 
@@ -106,14 +104,6 @@ def mean(shares: Any) -> np.ndarray:
     values = values.reshape(-1, *values.shape[-2:])
     count = np.sum(~np.isnan(values), axis=0)
     return np.where(count > 0, np.nansum(values, axis=0) / np.maximum(count, 1), np.nan)
-
-
-def components_of(scope: str, depth: int | None) -> list[str]:
-    """The names of the components that an equation in a scope belongs to; see `influence`."""
-    parts = [part for part in jaxprs.users_scope(scope).split("/") if part]
-    if depth is None:
-        return ["/".join(parts[:n]) for n in range(1, len(parts) + 1)]
-    return ["/".join(parts[:depth])] if parts else []
 
 
 def influence(
@@ -238,43 +228,6 @@ def every(n: int, traced: Callable[..., Any]) -> Callable[..., Any]:
         return jax.lax.cond(step % n == 0, lambda args: traced(*args), lambda _: nothing, args)
 
     return at
-
-
-def scopes(program: jaxprs.Program, scope: str = "") -> list[str]:
-    """The scopes of all equations that have edges, also of those inside other equations."""
-    found = []
-    for eqn in program.jaxpr.eqns:
-        where, inside = jaxprs.join(scope, jaxprs.scope(eqn)), jaxprs.nested(eqn)
-        if eqn.primitive.name in NO_DERIVATIVE or not any(jaxprs.inexact_outputs(eqn)):
-            continue
-        if inside is not None and inside.kind != "custom":
-            for body in inside.jaxprs:
-                found += scopes(body, where)
-        else:
-            found.append(where)
-    return found
-
-
-def warn_of_residual_adds(loss: Loss, components: Sequence[str], warned_of: set[str]) -> None:
-    """Says which components hold the way around their branch too, and what to read; `warned_of` grows by these."""
-    holding = scopes_with_residual_adds(loss.program, loss.active)
-    if not (shown := [name for name in holding if name in components and name not in warned_of]):
-        return
-    warned_of.update(shown)
-    every_scope = dict.fromkeys(name for scope in scopes(loss.program) for name in components_of(scope, None))
-    inner = [n for n in every_scope if n.rpartition("/")[0] in holding and n not in holding]
-    some = lambda names: ", ".join(map(repr, names[:3])) + (f" (and {len(names) - 3} more)" if len(names) > 3 else "")
-    if inner and set(inner) <= set(components):
-        instead = f"Do not read these rows: read those of what is inside, {some(inner)}."
-    elif inner:
-        deep = max(name.count("/") for name in inner) + 1
-        instead = f"Do not read these rows: with depth={deep} read those of what is inside, {some(inner)}."
-    else:
-        instead = "Put the add outside of the scope: `x + block(x)`, with the scope within `block`."
-    warn(
-        f"influence: {some(shown)}: a scope adds what comes in to what it makes of it, as a residual block does. Its "
-        f"paths and those around it are all inside the scope, so that its influence is 1. {instead}"
-    )
 
 
 def _column(value, gradient, components, words):

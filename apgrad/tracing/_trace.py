@@ -11,16 +11,10 @@ from jax.core import Tracer
 from apgrad._ground.arguments import integers, number_of
 from apgrad._programs import jaxprs
 from apgrad.tracing._control import NESTED
-from apgrad.tracing._influence import (
-    Influence,
-    PathKind,
-    at_depth,
-    influence_in,
-    require_options,
-    warn_of_residual_adds,
-)
+from apgrad.tracing._influence import Influence, PathKind, at_depth, influence_in, require_options
 from apgrad.tracing._interpreter import Context
 from apgrad.tracing._paths import SEMIRINGS, Compiled, Element, PathStep, Reader
+from apgrad.tracing._scopes import warn_of_residual_adds
 from apgrad.tracing._semiring_grad import original, propagated, traced
 from apgrad.tracing._semirings import max_product, top_k
 from apgrad.tracing._sums import constant

@@ -1,0 +1,97 @@
+"""Scopes of a program: what their components are, and which hold a residual add, so that all paths run through them.
+
+In `x + f(x)` some paths go through f, others around it. If the add stands inside f's scope, both kinds run through it.
+The program shows this: an equation in the scope adds a value from outside to something that depends on it.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.core import Literal
+
+from apgrad._ground.warning import warn
+from apgrad._programs import jaxprs
+from apgrad._programs.kinds import NO_DERIVATIVE
+from apgrad.tracing._semiring_grad import Loss
+
+
+def components_of(scope: str, depth: int | None) -> list[str]:
+    """The names of the components that an equation in a scope belongs to; see `influence`."""
+    parts = [part for part in jaxprs.users_scope(scope).split("/") if part]
+    if depth is None:
+        return ["/".join(parts[:n]) for n in range(1, len(parts) + 1)]
+    return ["/".join(parts[:depth])] if parts else []
+
+
+def scopes(program: jaxprs.Program, scope: str = "") -> list[str]:
+    """The scopes of all equations that have edges, also of those inside other equations."""
+    found = []
+    for eqn in program.jaxpr.eqns:
+        where, inside = jaxprs.join(scope, jaxprs.scope(eqn)), jaxprs.nested(eqn)
+        if eqn.primitive.name in NO_DERIVATIVE or not any(jaxprs.inexact_outputs(eqn)):
+            continue
+        if inside is not None and inside.kind != "custom":
+            for body in inside.jaxprs:
+                found += scopes(body, where)
+        else:
+            found.append(where)
+    return found
+
+
+def warn_of_residual_adds(loss: Loss, components: Sequence[str], warned_of: set[str]) -> None:
+    """Says which components hold the way around their branch too, and what to read; `warned_of` grows by these."""
+    holding = _with_residual_adds(loss)
+    if not (shown := [name for name in holding if name in components and name not in warned_of]):
+        return
+    warned_of.update(shown)
+    every_scope = dict.fromkeys(name for scope in scopes(loss.program) for name in components_of(scope, None))
+    inner = [n for n in every_scope if n.rpartition("/")[0] in holding and n not in holding]
+    some = lambda names: ", ".join(map(repr, names[:3])) + (f" (and {len(names) - 3} more)" if len(names) > 3 else "")
+    if inner and set(inner) <= set(components):
+        instead = f"Do not read these rows: read those of what is inside, {some(inner)}."
+    elif inner:
+        deep = max(name.count("/") for name in inner) + 1
+        instead = f"Do not read these rows: with depth={deep} read those of what is inside, {some(inner)}."
+    else:
+        instead = "Put the add outside of the scope: `x + block(x)`, with the scope within `block`."
+    warn(
+        f"influence: {some(shown)}: a scope adds what comes in to what it makes of it, as a residual block does. Its "
+        f"paths and those around it are all inside the scope, so that its influence is 1. {instead}"
+    )
+
+
+def _with_residual_adds(loss: Loss) -> list[str]:
+    """The names of those scopes, in the order of the program."""
+    parameters = {v: None for v, active in zip(loss.program.jaxpr.invars, loss.active, strict=True) if active}
+    return list(dict.fromkeys(_holding(loss.program, parameters, "")))
+
+
+def _holding(program: jaxprs.Program, made: dict[Any, list[str] | None], scope: str) -> list[str]:
+    """Those of a program; `made` has the scopes in which each active input was made, None for a parameter."""
+    made, found = dict(made), []
+    for eqn in program.jaxpr.eqns:
+        if eqn.primitive.name in NO_DERIVATIVE or made.keys().isdisjoint(jaxprs.variables(eqn.invars)):
+            continue
+        where, inside = jaxprs.join(scope, jaxprs.scope(eqn)), jaxprs.nested(eqn)
+        around = components_of(where, None)
+        made |= {v: around for v, real in zip(eqn.outvars, jaxprs.inexact_outputs(eqn), strict=True) if real}
+        if inside is not None and inside.kind in ("call", "remat", "scan", "cond"):
+            given = eqn.invars[inside.kind == "cond" :]
+            for body in inside.jaxprs:
+                pairs = zip(body.jaxpr.invars, given, strict=True)
+                found += _holding(body, {v: made[x] for v, x in pairs if _in(x, made)}, where)
+        if eqn.primitive.name not in ("add", "add_any"):
+            continue
+        for x, branch in (eqn.invars, eqn.invars[::-1]):
+            if not _in(x, made) or (origin := made[x]) is None:
+                continue
+            # The scopes around the add that do not stand around what it adds.
+            entered = [name for name in around if name not in origin]
+            if entered:
+                before = {v for e in jaxprs.needed(program.jaxpr.eqns, [branch]) for v in jaxprs.variables(e.invars)}
+                found += entered if x is branch or x in before else []
+    return found
+
+
+def _in(atom: Any, found: dict[Any, Any]) -> bool:
+    return not isinstance(atom, Literal) and atom in found
