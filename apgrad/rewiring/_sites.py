@@ -9,6 +9,7 @@ Which operand of a product is the weight follows from a fact about each variable
 parameters alone; its product with anything else is an activation, as is what is made of parameters and data.
 """
 
+import itertools
 import typing
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -113,26 +114,22 @@ class Planner:
 
     def _scopes(self, eqns, needed, known, where, depth) -> list[PlanStep]:
         """The steps of equations whose scopes agree up to a depth; neighbours in a deeper scope are one site."""
-        steps, start = [], 0
-        scopes = [tuple(s for s in jaxprs.plain_scope(jaxprs.scope(e)).split("/") if s)[depth:][:1] for e in eqns]
-        while start < len(eqns):
-            stop = start + 1
-            while stop < len(eqns) and scopes[start] and scopes[stop] == scopes[start]:
-                stop += 1
-            group, after = eqns[start:stop], [v for e in eqns[stop:] for v in e.invars]
-            after = {v for v in (*after, *needed) if not isinstance(v, Literal)}
-            if scopes[start]:
-                steps += self._scope(group, after, known, where, depth, scopes[start][0])
+        steps, stop = [], 0
+        label_of = lambda eqn: next(iter(jaxprs.plain_scope(jaxprs.scope(eqn)).split("/")[depth:]), "")
+        for label, group in itertools.groupby(eqns, label_of):
+            group = list(group)
+            stop += len(group)
+            if label:
+                after = {*jaxprs.variables(needed), *jaxprs.variables(v for e in eqns[stop:] for v in e.invars)}
+                steps += self._scope(group, after, known, where, depth, label)
             else:
-                steps += self._equation(group[0], known, where)
-            start = stop
+                steps += [self._equation(eqn, known, where) for eqn in group]
         return steps
 
     def _scope(self, eqns, after, known, where, depth, label):
-        made = [v for e in eqns for v in e.outvars]
-        used = [v for e in eqns for v in e.invars if not isinstance(v, Literal)]
-        inputs = list(dict.fromkeys(v for v in used if v not in set(made)))
-        outputs = [v for v in made if v in after]
+        made = dict.fromkeys(v for e in eqns for v in e.outvars)
+        used = dict.fromkeys(jaxprs.variables(v for e in eqns for v in e.invars))
+        inputs, outputs = [v for v in used if v not in made], [v for v in made if v in after]
         program = jaxprs.part(eqns, inputs, outputs)
         function = lambda *values: jaxprs.evaluate(program, values, _run)
         facts = [known[v] for v in inputs]
@@ -143,27 +140,18 @@ class Planner:
         known.update(zip(outputs, flow(program, facts, through, merged, constant), strict=True))
         return [step]
 
-    def _equation(self, eqn, known, where) -> list[PlanStep]:
+    def _equation(self, eqn, known, where) -> PlanStep:
         facts = [constant(v.val) if isinstance(v, Literal) else known[v] for v in eqn.invars]
         scope = jaxprs.scope(eqn)
         around = jaxprs.join(where, jaxprs.plain_scope(scope))
         step = PlanStep(eqn.invars, eqn.outvars, scope, eqn)
-        inputs = list(dict.fromkeys(v for v in eqn.invars if not isinstance(v, Literal)))
+        inputs = list(dict.fromkeys(jaxprs.variables(eqn.invars)))
         made = flow(jaxprs.part([eqn], inputs, eqn.outvars), [known[v] for v in inputs], through, merged, constant)
         known.update(zip(eqn.outvars, made, strict=True))
-        name, inside, call = eqn.primitive.name, jaxprs.nested(eqn), jaxprs.caller(eqn)
-        taken = None
-        if inside is None and name in PRODUCT:
-            layer = "dense" if name == "dot_general" else "conv"
-            taken = self._offer(layer if _is_weighted(facts, eqn) else "matmul", name, around, facts, step, call)
-        elif inside is None and name == "name":
-            taken = self._offer("name", jaxprs.Parameters(eqn)["name"], around, facts, step, call)
-        elif inside is None and (name in ELEMENTWISE or name in NO_DERIVATIVE):
-            taken = self._offer("elementwise", name, around, facts, step, call)
-        elif inside is not None and inside.kind in ("call", "custom"):
-            kind: SiteKind = "elementwise" if _is_elementwise(eqn, inside) else "call"
-            taken = self._offer(kind, inside.label, around, facts, step, call)
-        return [taken or self._open(step, inside, facts, around)]
+        inside = jaxprs.nested(eqn)
+        kind, label = _kind_and_label(eqn, inside, facts)
+        taken = self._offer(kind, label, around, facts, step, jaxprs.caller(eqn)) if kind else None
+        return taken or self._open(step, inside, facts, around)
 
     def _open(self, step, inside, facts, around) -> PlanStep:
         """The step, with the plans of the programs inside if the rule takes a site there."""
@@ -286,6 +274,20 @@ def through(eqn: Any, facts: Sequence[int]) -> list[int] | None:
         return None
     made = ACTIVATION if eqn.primitive.name in PRODUCT and _is_weighted(facts, eqn) else merged(*facts)
     return [made] * len(eqn.outvars)
+
+
+def _kind_and_label(eqn, inside, facts) -> tuple[SiteKind | None, str]:
+    """What an equation is to a rule; no kind if it is no site."""
+    name = eqn.primitive.name
+    if inside is not None:
+        called = inside.kind in ("call", "custom")
+        return ("elementwise" if _is_elementwise(eqn, inside) else "call") if called else None, inside.label
+    if name in PRODUCT:
+        layer = "dense" if name == "dot_general" else "conv"
+        return layer if _is_weighted(facts, eqn) else "matmul", name
+    if name == "name":
+        return "name", jaxprs.Parameters(eqn)["name"]
+    return "elementwise" if name in ELEMENTWISE or name in NO_DERIVATIVE else None, name
 
 
 def _is_weighted(facts, eqn):

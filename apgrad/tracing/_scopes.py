@@ -4,7 +4,7 @@ In `x + f(x)` some paths go through f, others around it. If the add stands insid
 The program shows this: an equation in the scope adds a value from outside to something that depends on it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.extend.core import Literal
@@ -66,7 +66,7 @@ def _with_residual_adds(loss: Loss) -> list[str]:
     return list(dict.fromkeys(_holding(loss.program, parameters, "")))
 
 
-def _holding(program: jaxprs.Program, made: dict[Any, list[str] | None], scope: str) -> list[str]:
+def _holding(program: jaxprs.Program, made: Mapping[Any, list[str] | None], scope: str) -> list[str]:
     """Those of a program; `made` has the scopes in which each active input was made, None for a parameter."""
     made, found = dict(made), []
     for eqn in program.jaxpr.eqns:
