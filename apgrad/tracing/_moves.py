@@ -101,7 +101,7 @@ def _gather(equation: Equation) -> Pull:
 
 
 def _scatter(equation: Equation) -> Pull:
-    """Of scatter and scatter-sub, with inputs (operand, indices, updates): by scatter-add, which only moves."""
+    """Scatter and scatter-sub, with inputs (operand, indices, updates), are written with scatter-add, a move."""
     numbers, mode = equation.params["dimension_numbers"], equation.params["mode"]
     write, subtracts = equation.call, equation.name == "scatter-sub"
     require_countable(equation, math.prod(jnp.shape(equation.inputs[2])))

@@ -61,13 +61,13 @@ def warn_of_residual_adds(loss: Loss, components: Sequence[str], warned_of: set[
 
 
 def _with_residual_adds(loss: Loss) -> list[str]:
-    """The names of those scopes, in the order of the program."""
+    """The names of the scopes that hold a residual add, in the order of the program."""
     parameters = {v: None for v, active in zip(loss.program.jaxpr.invars, loss.active, strict=True) if active}
     return list(dict.fromkeys(_holding(loss.program, parameters, "")))
 
 
 def _holding(program: jaxprs.Program, made: Mapping[Any, list[str] | None], scope: str) -> list[str]:
-    """Those of a program; `made` has the scopes in which each active input was made, None for a parameter."""
+    """The same, some several times; `made` has the scopes in which each active input was made, None for a parameter."""
     made, found = dict(made), []
     for eqn in program.jaxpr.eqns:
         if eqn.primitive.name in NO_DERIVATIVE or made.keys().isdisjoint(jaxprs.variables(eqn.invars)):

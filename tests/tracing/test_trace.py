@@ -17,44 +17,45 @@ def algorithm_1(loss, x):
     Returns:
       For each element of x the list of (primitive, element) up to the loss.
     """
-    program, _ = jaxprs.trace(loss, x)
-    edges, count = [], 0  # (u, v, w, primitive, element), vertices numbered in topological order
+    program = jaxprs.inlined(loss, x)
+    is_real = lambda a: jnp.issubdtype(jnp.result_type(a), jnp.floating)
 
-    def vertices(size):
+    @jax.jit
+    def blocks(x):
+        found = []
+
+        def apply(eqn, given):
+            (y,) = jaxprs.caller(eqn)(*given)
+
+            def block(i):
+                if hasattr(eqn.invars[i], "val") or not (is_real(y) and is_real(given[i])):
+                    return None
+                function, values = jaxprs.restrict(jaxprs.caller(eqn), given, [i])
+                return jax.jacfwd(function)(*values)[0].reshape(y.size, -1)
+
+            found.append([block(i) for i in range(len(given))])
+            return [y]
+
+        jaxprs.evaluate(program, [x], apply)
+        return found
+
+    edges, nodes, count = [], {}, 0  # (u, v, w, primitive, element), vertices numbered in topological order
+
+    def vertices(variable):
         nonlocal count
-        count += size
-        return list(range(count - size, count))
+        count += variable.aval.size
+        nodes[variable] = range(count - variable.aval.size, count)
+        return nodes[variable]
 
-    def run(jaxpr, consts, inputs):
-        values = dict(zip(jaxpr.constvars, consts, strict=True)) | {
-            v: a for v, (a, _) in zip(jaxpr.invars, inputs, strict=True)
-        }
-        nodes = {v: n for v, (_, n) in zip(jaxpr.invars, inputs, strict=True)}
-        read = lambda a: a.val if hasattr(a, "val") else values[a]
-        for eqn in jaxpr.eqns:
-            given = [read(a) for a in eqn.invars]
-            given_nodes = [None if hasattr(a, "val") else nodes.get(a) for a in eqn.invars]
-            inside = jaxprs.nested(eqn)
-            if inside is not None and inside.kind == "call":
-                outputs = run(*inside.jaxprs[0], list(zip(given, given_nodes, strict=True)))
-            else:
-                call = jaxprs.caller(eqn)
-                (y,) = call(*given)
-                out = vertices(y.size)
-                for i, starts in enumerate(given_nodes):
-                    if starts is not None and all(jnp.issubdtype(a.dtype, jnp.floating) for a in (y, given[i])):
-                        at = lambda a, i=i, f=call, xs=given: f(*(a if j == i else b for j, b in enumerate(xs)))[0]
-                        jacobian = np.asarray(jax.jacfwd(at)(given[i])).reshape(y.size, -1)
-                        for u, v in np.argwhere(jacobian):
-                            element = tuple(int(k) for k in np.unravel_index(u, y.shape))
-                            edges.append((out[u], starts[v], jacobian[u, v], eqn.primitive.name, element))
-                outputs = [(y, out)]
-            for v, (a, n) in zip(eqn.outvars, outputs, strict=True):
-                values[v], nodes[v] = a, n
-        return [(read(v), nodes.get(v)) for v in jaxpr.outvars]
-
-    start = vertices(x.size)
-    ((_, (root,)),) = run(*program, [(x, start)])
+    start = vertices(program.jaxpr.invars[0])
+    for eqn, of_inputs in zip(program.jaxpr.eqns, blocks(x), strict=True):
+        shape, out = eqn.outvars[0].aval.shape, vertices(eqn.outvars[0])
+        for atom, block in zip(eqn.invars, of_inputs, strict=True):
+            if block is not None and atom in nodes:
+                for u, v in np.argwhere(block):
+                    element = tuple(int(k) for k in np.unravel_index(u, shape))
+                    edges.append((out[u], nodes[atom][v], block[u, v], eqn.primitive.name, element))
+    (root,) = nodes[program.jaxpr.outvars[0]]
     g, best, t = np.zeros(count), np.zeros(count), [None] * count
     g[root] = 1.0
     for v in range(count - 1, -1, -1):  # every vertex after those it feeds
