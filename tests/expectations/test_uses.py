@@ -66,6 +66,8 @@ PROGRAMS = {
     "normalised": (lambda p, x: x @ (p[0] / jnp.linalg.norm(p[0], axis=0)), [draw(5, 7)], draw(5)),
     "scaled view": (lambda p, x: x @ (0.3 * -p[0][:, 1:3].T / 2)[None, :, :], [draw(5, 7)], draw(2)),
     "scalars": (lambda p, x: p[0] * jnp.sin(x) + p[1] ** 2, [jnp.float32(0.3), jnp.float32(2.0)], draw(5)),
+    "compared with the lane": (lambda p, x: jnp.where(x > p[0], x * p[1], p[0]), [draw(5), draw(5)], draw(5)),
+    "several outputs": (lambda p, x: lax.optimization_barrier((x, p[0]))[1] * x, [draw(5)], draw(5)),
     "custom_vjp": (lambda p, x: jnp.tanh(custom(p[0], x)), [draw(5, 7)], draw(5)),
     "difference": (lambda p, x: jnp.sin(x - p[0]) - p[1], [draw(5), draw(5)], draw(5)),
     "remat": (lambda p, x: jax.checkpoint(lambda w, x: jnp.tanh(x @ w))(p[0], x), [draw(5, 7)], draw(5)),

@@ -98,10 +98,11 @@ def moved(eqn: Any, signs: Factors, old: Sequence[int], shape: Sequence[int], by
 
 def thin(eqn: Any, arrays: Sequence[Any], view: int, signs: Any, messages: Sequence[jax.Array]) -> jax.Array | None:
     """The inner products of messages with derivatives along factors, (NUMBER,); None for what is no product or sum."""
-    if not isinstance(signs, Factors):
+    name, shapes = eqn.primitive.name, [jnp.shape(x) for x in arrays]
+    if not isinstance(signs, Factors) or name not in ("dot_general", "add", "add_any", "sub", "mul"):
         return None
-    (message,), name = messages, eqn.primitive.name
-    shapes, ndim = [jnp.shape(x) for x in arrays], jnp.ndim(message)
+    (message,) = messages  # others have any number of outputs with messages: a comparison none
+    ndim = jnp.ndim(message)
     if name == "dot_general":
         contracted, batched = Parameters(eqn)["dimension_numbers"]
         labels = [[-1] * len(shape) for shape in shapes]
@@ -112,7 +113,7 @@ def thin(eqn: Any, arrays: Sequence[Any], view: int, signs: Any, messages: Seque
         free = iter(range(len(batched[0]), ndim))
         labels = [[next(free) if label < 0 else label for label in side] for side in labels]
         terms = [(message, list(range(ndim))), (arrays[1 - view], labels[1 - view])]
-    elif name in ("add", "add_any", "sub", "mul") and shapes[0] == shapes[1]:
+    elif shapes[0] == shapes[1]:
         labels = [list(range(ndim))] * 2
         terms = [(message, labels[0])] + [(arrays[1 - view], labels[0])] * (name == "mul")
     else:
