@@ -21,12 +21,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 
 from apgrad._ground.arguments import number
 from apgrad._ground.warning import warn
-from apgrad.meta._outer import OuterGradient, Segments, advance, renew, start, where
-from apgrad.meta._partition import merge, partition
+from apgrad.meta._outer import OuterGradient, Segments, advance, renew, start
+from apgrad.meta._partition import merge, partition, with_zeros
 from apgrad.meta._unroll import Problem, objective
 
 
@@ -47,7 +48,7 @@ def evolution(problem: Problem, *, sigma: float = 0.01) -> OuterGradient:
     def estimate(theta, key, carry):
         task, noise = jax.random.split(key)
         loss = lambda theta: objective(problem, theta, task)[0]
-        return *_antithetic(loss, theta, noise, sigma), carry
+        return *_of_pair(loss, theta, noise, sigma), carry
 
     return OuterGradient(lambda theta, key: (), estimate)
 
@@ -66,7 +67,7 @@ def truncated_evolution(problem: Problem, segment: int, *, sigma: float = 0.01, 
     def estimate(theta, key, carry):
         noise, task = jax.random.split(key)
         loss = lambda theta: advance(problem, theta, carry, segment)[0]
-        result = _antithetic(loss, theta, noise, sigma)
+        result = _of_pair(loss, theta, noise, sigma)
         _, new = advance(problem, theta, carry, segment)
         return *result, renew(problem, theta, task, new)
 
@@ -124,15 +125,14 @@ def _persistent(problem, segment, sigma, stagger, keep):
             # An unroll starts from the perturbed theta: the prior of a `WithPrior` acts on nothing but the start.
             shifted = _add(theta, e, sign)
             new = Segments(problem.init(shifted, task), carry.t)
-            return advance(problem, shifted, where(carry.t == 0, new, carry), segment)
+            return advance(problem, shifted, optax.tree.where(carry.t == 0, new, carry), segment)
 
         plus, up = moved(1, p.plus)
         minus, down = moved(-1, p.minus)
-        gradient = jax.tree.map(lambda x: _difference(plus, minus, sigma, x) * x, total)
-        zeros = jax.tree.map(jnp.zeros_like, (up.t, down.t, total))
-        ended = Particle(up._replace(t=zeros[0]), down._replace(t=zeros[1]), zeros[2], later)
-        carry = where(up.t >= problem.length, ended, Particle(up, down, total, p.key))
-        return (plus + minus) / 2, gradient, lax.stop_gradient(carry)
+        t, sum_of_none = jax.tree.map(jnp.zeros_like, (up.t, total))
+        ended = Particle(up._replace(t=t), down._replace(t=t), sum_of_none, later)
+        carry = optax.tree.where(up.t >= problem.length, ended, Particle(up, down, total, p.key))
+        return *_antithetic(plus, minus, total, sigma), lax.stop_gradient(carry)
 
     return OuterGradient(init, estimate)
 
@@ -151,7 +151,7 @@ def _perturbation(theta: Any, key: jax.Array, sigma: float) -> Any:
     keys = jax.random.split(key, max(1, len(leaves)))
     draw = lambda key, x: sigma * jax.random.normal(key, jnp.shape(x), jnp.result_type(x))
     noise = tree.unflatten([draw(k, x) for k, x in zip(keys, leaves, strict=False)])
-    return merge(noise, jax.tree.map(jnp.zeros_like, fixed))
+    return with_zeros(noise, fixed)
 
 
 def _add(theta, e, sign):
@@ -159,15 +159,14 @@ def _add(theta, e, sign):
     return merge(jax.tree.map(lambda x, e: x + sign * e, trained, partition(e)[0]), fixed)
 
 
-def _difference(plus, minus, sigma, like):
-    return ((plus - minus) / (2 * sigma**2)).astype(like.dtype)
-
-
-def _antithetic(loss, theta, key, sigma):
-    """The mean loss of theta + e and theta - e, and the difference of the two losses times e."""
+def _of_pair(loss, theta, key, sigma):
     e = _perturbation(theta, _first(key), sigma)
-    plus, minus = (loss(_add(theta, e, sign)) for sign in (1, -1))
-    return (plus + minus) / 2, jax.tree.map(lambda e: _difference(plus, minus, sigma, e) * e, e)
+    return _antithetic(loss(_add(theta, e, 1)), loss(_add(theta, e, -1)), e, sigma)
+
+
+def _antithetic(plus, minus, e, sigma):
+    """The mean of the losses of theta + e and theta - e, and the estimate of the gradient."""
+    return (plus + minus) / 2, jax.tree.map(lambda e: ((plus - minus) / (2 * sigma**2)).astype(e.dtype) * e, e)
 
 
 def _first(key):

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from apgrad._ground.arguments import number, whole
 from apgrad._ground.norms import rescaled
-from apgrad.meta._partition import merge, partition, require_trainable, value_and_gradient, without_fixed
+from apgrad.meta._partition import merge, partition, require_trainable, value_and_gradient, with_zeros
 from apgrad.meta._unroll import Problem, final, objective, run, scalar, step
 
 
@@ -54,7 +55,7 @@ class OuterGradient:
                     f"an outer gradient has theta's structure and shapes: theta has {shapes[0]}, and `estimate` "
                     f"returned {shapes[1]}"
                 )
-            return scalar("the loss of an outer gradient", loss), without_fixed(gradient), carry
+            return scalar("the loss of an outer gradient", loss), with_zeros(*partition(gradient)), carry
 
         object.__setattr__(self, "init", begin)
         object.__setattr__(self, "estimate", checked)
@@ -72,26 +73,33 @@ class OuterGradient:
           ValueError: without the carry of an outer gradient that keeps something, such as an unroll that is half done;
             with a carry of other shapes, such as that of one task for `batched`.
         """
+        own = jax.eval_shape(lambda: self.init(theta, key))
         if carry is None:
-            # split, not fold_in: split(key)[i], which an estimate draws from, is fold_in(key, i)
-            begin, key = jax.random.split(key)
-            carry = jax.eval_shape(lambda: self.init(theta, begin))
-            if kept := jax.tree.leaves(carry):
+            if kept := jax.tree.leaves(own):
                 raise ValueError(
                     f"this outer gradient keeps {len(kept)} arrays from call to call, such as an unroll that is half "
                     "done, and is called without them. Begin with carry = outer.init(theta, key), and hand to each "
                     "call what the call before returned: loss, gradient, carry = outer(theta, key, carry)."
                 )
-        else:
-            own = jax.eval_shape(lambda: self.init(theta, key))
-            shapes = [[jnp.shape(x) for x in jax.tree.leaves(tree)] for tree in (own, carry)]
-            if shapes[0] != shapes[1]:
-                raise ValueError(
-                    f"the carry of this outer gradient has arrays of the shapes {shapes[0]}, got {shapes[1]}. "
-                    "carry = outer.init(theta, key) makes it, by the outer gradient that is called: "
-                    "meta.batched(outer, count) has a carry for each task, which outer.init alone does not make."
-                )
+            # split, not fold_in: split(key)[i], which an estimate draws from, is fold_in(key, i)
+            return self.estimate(theta, jax.random.split(key)[1], own)
+        shapes = [[jnp.shape(x) for x in jax.tree.leaves(tree)] for tree in (own, carry)]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"the carry of this outer gradient has arrays of the shapes {shapes[0]}, got {shapes[1]}. "
+                "carry = outer.init(theta, key) makes it, by the outer gradient that is called: "
+                "meta.batched(outer, count) has a carry for each task, which outer.init alone does not make."
+            )
         return self.estimate(theta, key, carry)
+
+
+def of_loss(loss: Callable[[Any, jax.Array], jax.Array]) -> OuterGradient:
+    """Reverse mode through a function of theta and a key, of which nothing goes on to the next outer step."""
+
+    def estimate(theta, key, carry):
+        return *value_and_gradient(lambda theta: loss(theta, key), theta), carry
+
+    return OuterGradient(lambda theta, key: (), estimate)
 
 
 def reverse_mode(problem: Problem, *, remat: bool | int = False) -> OuterGradient:
@@ -101,11 +109,7 @@ def reverse_mode(problem: Problem, *, remat: bool | int = False) -> OuterGradien
       problem: the recurrence.
       remat: whether steps are computed again instead of remembered; see `run`.
     """
-
-    def estimate(theta, key, carry):
-        return *value_and_gradient(lambda theta: objective(problem, theta, key, remat=remat)[0], theta), carry
-
-    return OuterGradient(lambda theta, key: (), estimate)
+    return of_loss(lambda theta, key: objective(problem, theta, key, remat=remat)[0])
 
 
 class Segments(NamedTuple):
@@ -126,7 +130,7 @@ def start(problem: Problem, theta: Any, key: jax.Array, segment: int, *, stagger
     state, t = problem.init(theta, keys[0]), jnp.zeros((), int)
     if stagger and segment < problem.length:
         t = segment * jax.random.randint(keys[1], (), 0, problem.length // segment)
-        one = lambda s, i: (where(i < t, step(problem, theta, s)[0], s), None)
+        one = lambda s, i: (optax.tree.where(i < t, step(problem, theta, s)[0], s), None)
         state, _ = jax.lax.scan(one, state, jnp.arange(problem.length - segment))
     return Segments(jax.lax.stop_gradient(state), t)
 
@@ -143,17 +147,13 @@ def advance(
 def renew(problem: Problem, theta: Any, key: jax.Array, carry: Segments) -> Segments:
     """The unroll of a new task in place of an unroll that has ended; an unroll that has not stays."""
     fresh = Segments(problem.init(theta, key), jnp.zeros((), int))
-    return where(carry.t >= problem.length, fresh, carry)
+    return optax.tree.where(carry.t >= problem.length, fresh, carry)
 
 
 def strong(tree: Any) -> Any:
     """The arrays without JAX's weak types, which go away in a step: or the second step compiles again."""
     weak = lambda x: getattr(x, "weak_type", False)
     return jax.tree.map(lambda x: jax.lax.convert_element_type(x, x.dtype) if weak(x) else x, tree)
-
-
-def where(condition: jax.Array, new: Any, old: Any) -> Any:
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), new, old)
 
 
 def truncated(problem: Problem, segment: int, *, remat: bool | int = False, stagger: bool = True) -> OuterGradient:
@@ -207,7 +207,7 @@ def forward_mode(problem: Problem) -> OuterGradient:
                 "reverse mode only, outside of what the unroll itself differentiates. Nodes are such functions. Use "
                 "reverse_mode, truncated or an evolution strategy, or write this function in plain JAX."
             ) from error
-        return value, merge(unravel(gradient), jax.tree.map(jnp.zeros_like, fixed)), carry
+        return value, with_zeros(unravel(gradient), fixed), carry
 
     return OuterGradient(lambda theta, key: (), estimate)
 
@@ -227,9 +227,8 @@ def batched(outer: OuterGradient, count: int, *, mesh: Mesh | None = None) -> Ou
     def spread(tree):
         if mesh is None:
             return tree
-        return jax.lax.with_sharding_constraint(
-            tree, NamedSharding(global_view(mesh), PartitionSpec(mesh.axis_names[0]))
-        )
+        over_tasks = NamedSharding(global_view(mesh), PartitionSpec(mesh.axis_names[0]))
+        return jax.lax.with_sharding_constraint(tree, over_tasks)
 
     def init(theta, key):
         return jax.vmap(outer.init, (None, 0))(theta, jax.random.split(key, count))

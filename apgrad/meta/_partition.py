@@ -46,8 +46,8 @@ def merge(trained: Any, fixed: Any) -> Any:
     return jax.tree.map(lambda a, b: a if b is None else b, trained, fixed, is_leaf=hole)
 
 
-def without_fixed(gradient: Any) -> Any:
-    trained, fixed = partition(gradient)
+def with_zeros(trained: Any, fixed: Any) -> Any:
+    """What is trained, or of its form, beside zeros for what is fixed."""
     return merge(trained, jax.tree.map(jnp.zeros_like, fixed))
 
 
@@ -55,7 +55,7 @@ def value_and_gradient(loss: Callable[[Any], Any], theta: Any, *, has_aux: bool 
     """`jax.value_and_grad` with respect to what is trained, with zeros for what is fixed."""
     trained, fixed = partition(theta)
     value, gradient = jax.value_and_grad(lambda trained: loss(merge(trained, fixed)), has_aux=has_aux)(trained)
-    return value, merge(gradient, jax.tree.map(jnp.zeros_like, fixed))
+    return value, with_zeros(gradient, fixed)
 
 
 def require_trainable(theta: Any) -> None:

@@ -20,8 +20,7 @@ from apgrad.expectations._stochastic import stochastic
 from apgrad.expectations.estimators._estimator import Estimator, Mixer
 from apgrad.expectations.estimators._total_propagation import total_propagation
 from apgrad.expectations.weights import inverse_variance
-from apgrad.meta._outer import OuterGradient
-from apgrad.meta._partition import value_and_gradient
+from apgrad.meta._outer import OuterGradient, of_loss
 from apgrad.meta._unroll import Problem, final, step
 
 
@@ -58,7 +57,7 @@ def perturbed(
     whole("unrolls", unrolls)
     take, put = problem.perturb
 
-    def estimate(theta, key, carry):
+    def loss(theta, key):
         task, noise = jax.random.split(key)
 
         def program(tape, theta):
@@ -91,7 +90,6 @@ def perturbed(
             (tape, state), _ = jax.lax.scan(body, (tape, state), length=problem.length)
             return tape.cost(jax.vmap(partial(final, problem), (None, 0))(theta, state))
 
-        objective = expectation(program, unrolls, cross_fit=cross_fit, check_nan=False)
-        return *value_and_gradient(lambda theta: objective(noise, theta), theta), carry
+        return expectation(program, unrolls, cross_fit=cross_fit, check_nan=False)(noise, theta)
 
-    return OuterGradient(lambda theta, key: (), estimate)
+    return of_loss(loss)

@@ -164,11 +164,7 @@ def sinusoid(
         x = jnp.linspace(*DOMAIN, held_out, dtype=float)[:, None]
         return x, target(task, x)
 
-    def loss(params, batch):
-        x, y = batch
-        return jnp.mean(jnp.sum((network.predict(params, x) - y) ** 2, axis=-1)) / 2
-
-    return Task(network, prior, draw, minibatch, grid, loss)
+    return Task(network, prior, draw, minibatch, grid, network.mean_loss)
 
 
 def images(
@@ -207,17 +203,13 @@ def images(
         at = jax.random.randint(key, (size,), 0, x.shape[0])
         return x[at], jax.nn.one_hot(y[at], classes, dtype=float)
 
-    def loss(params, batch):
-        x, y = batch
-        return -jnp.mean(jnp.sum(y * jax.nn.log_softmax(network.predict(params, x)), axis=-1))
-
     return Task(
         network,
         prior,
         lambda key: {},
         lambda task, key: sample(key, batch, train),
         lambda task, key: sample(key, held_out, judge),
-        loss,
+        network.mean_loss,
     )
 
 

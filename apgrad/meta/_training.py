@@ -21,7 +21,7 @@ from apgrad._ground.files import locked, write_atomically
 from apgrad._ground.norms import scaled_norm, widened
 from apgrad.meta._checkpoints import Checkpoints, fingerprint
 from apgrad.meta._log import Log, append_metrics, begin_metrics, show_progress
-from apgrad.meta._outer import OuterGradient, global_view, strong, where
+from apgrad.meta._outer import OuterGradient, global_view, strong
 from apgrad.meta._partition import merge, partition
 
 
@@ -125,7 +125,7 @@ def outer_steps(
         moved = merge(optax.apply_updates(trained, updates), fixed)
         # A carry that went wrong would stay so: it begins anew.
         carry = lax.cond(fine, lambda: carry, lambda: outer.init(training.theta, jax.random.fold_in(key, 1)))
-        theta, state = where(fine, (moved, state), (training.theta, training.optimizer))
+        theta, state = optax.tree.where(fine, (moved, state), (training.theta, training.optimizer))
         skipped = training.skipped + (~fine).astype(training.skipped.dtype)
         new = Training(theta, state, carry, training.key, training.step + 1, skipped)
         return new, {"loss": loss, "gradient_norm": norm}

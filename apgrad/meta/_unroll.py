@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from apgrad import mplp
 from apgrad._ground.arguments import number, whole
@@ -129,7 +130,7 @@ def inner_problem(
         if shortest is None:
             return new, loss
         on = inner.t < inner.horizon
-        return jax.tree.map(lambda a, b: jnp.where(on, a, b), new, inner), jnp.where(on, loss, 0.0)
+        return optax.tree.where(on, new, inner), jnp.where(on, loss, 0.0)
 
     def final(theta, inner):
         if not held_out:

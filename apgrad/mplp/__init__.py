@@ -60,7 +60,6 @@ from apgrad.mplp._sequential import (
     from_nnx as from_nnx,
     to_nnx as to_nnx,
 )
-from apgrad.mplp._standardization import fit_standardizers as fit_standardizers
 from apgrad.mplp._step import (
     Network as Network,
     backward as backward,
@@ -73,6 +72,6 @@ from apgrad.mplp._step import (
 from apgrad.mplp._wiring import fork as fork, wire as wire
 from apgrad.mplp.rules._exact import Exact as Exact
 from apgrad.mplp.rules._normalized import Normalized as Normalized
-from apgrad.mplp.rules._per_synapse import PerSynapse as PerSynapse
+from apgrad.mplp.rules._per_synapse import PerSynapse as PerSynapse, fit_standardizers as fit_standardizers
 from apgrad.mplp.rules._separable import Separable as Separable
 from apgrad.mplp.rules._thesis import Thesis as Thesis

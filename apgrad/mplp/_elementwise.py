@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from apgrad._ground.port import Signal
-from apgrad.mplp._learned import Local, alike, learned_node, require_signals
+from apgrad.mplp._learned import Local, alike, hand_on, learned_node, names_of, require_signals
 from apgrad.mplp._places import Place
 from apgrad.mplp._protocol import Elementwise, Site
 from apgrad.mplp._wiring import wire
@@ -147,9 +147,7 @@ def _transform(place: Place, kind: str, function: Callable, signals: Sequence[Si
         raise ValueError(f"the {kind} node {place.name!r} takes signals of one shape, got {shapes}")
     shape = shapes[0]
     values = [jax.ShapeDtypeStruct(s.value.shape, s.value.dtype) for s in signals]
-    output = jax.eval_shape(function, *values)
-    names: list[str] = []
-    jax.eval_shape(lambda x, y: names.extend(features(x, y)), values[0], output)  # a dict that leaves JAX is sorted
+    names = names_of(features, values[0], jax.eval_shape(function, *values))
 
     def ask(local: Local) -> list[Elementwise]:
         y = function(*local.values)
@@ -162,5 +160,5 @@ def _transform(place: Place, kind: str, function: Callable, signals: Sequence[Si
 
     at = [place] if len(signals) == 1 else [place.within(str(i)) for i in range(len(signals))]
     batch = place.places.batch_size(signals[0].value)
-    sites = [(p, Site(p.name, kind, "elementwise", batch, shape, tuple(names))) for p in at]
-    return learned_node(sites, function, ask, lambda _, answers: ([a.message for a in answers], []), signals=signals)
+    sites = [(p, Site(p.name, kind, "elementwise", batch, shape, names)) for p in at]
+    return learned_node(sites, function, ask, hand_on, signals=signals)

@@ -12,9 +12,7 @@ from flax import nnx
 
 from apgrad._ground.arguments import whole
 from apgrad._ground.progress import progress_bar
-from apgrad.mplp import _nodes as nodes
 from apgrad.mplp._losses import softmax_cross_entropy
-from apgrad.mplp._places import Places
 from apgrad.mplp._pretrained import load_pretrained, pretrained_card
 from apgrad.mplp._protocol import LearnedRule
 from apgrad.mplp._sequential import Names, from_nnx, require_equal, to_nnx
@@ -115,8 +113,9 @@ def fit(
 
     @jax.jit
     def judge(params, batch):
-        losses, metrics = network(Places(), jax.tree.map(nodes.parameter, params), batch)
-        return jnp.mean(losses) if measure is None else measure(metrics["output"], batch[1])
+        if measure is None:
+            return network.mean_loss(params, batch)
+        return measure(network.predict(params, batch[0]), batch[1])
 
     def look():
         for i, value in enumerate(jax.device_get(losses[-every:]), max(0, len(losses) - every)):

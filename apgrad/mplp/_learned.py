@@ -37,6 +37,11 @@ class Local(NamedTuple):
     pull: Callable[[jax.Array], tuple[jax.Array, ...]]
 
 
+def hand_on(_: Local, answers: list[Answer]) -> tuple[Sequence[Any], Sequence[Any]]:
+    """What a node without parameters makes of the answers: the messages, and no updates."""
+    return [answer.message for answer in answers], []
+
+
 def learned_node(
     sites: Sequence[tuple[Place, Site]],
     function: Callable[..., jax.Array],
@@ -57,25 +62,22 @@ def learned_node(
     places, site = sites[0][0].places, sites[0][1]
     message_size, batch, begins = places.message_size, site.batch, site.begins
     where = f"the {site.kind} node {site.name!r}"
-    if signals:
-        require_signals(where, signals, message_size)
     pairs, data = paths.enter(where, alike(*signals, *parameters), data)
     signals, parameters = pairs[: len(signals)], pairs[len(signals) :]
+    give = give or (lambda output: output if begins else Signal.of(output, message_size))
     opened = [place.places.open(site) for place, site in sites]
+    asked = [place for place in opened if place is not None]
 
     def apply(values, parameters, data):
         return function(*values, *parameters, *data)
-
-    give = give or (lambda output: output if begins else Signal.of(output, message_size))
-    asked = [place for place in opened if place is not None]
-    if not asked:  # forward only
-        output = function(*[s.value for s in signals], *[p.value for p in parameters], *data)
-        return paths.leave(where, give(output))
 
     def forward(asked, signals, parameters, data):
         asked = [(place.local_rule, place.state) for place in asked]
         given = tuple(s.value for s in signals), tuple(p.value for p in parameters), data
         return give(apply(*given)), (asked, given)
+
+    if not asked:  # forward only
+        return paths.leave(where, forward(asked, signals, parameters, data)[0])
 
     def backward(memory, message):
         asked, rest = memory
@@ -109,6 +111,13 @@ def learned_node(
 
     output = node(Propagator(forward, backward))(asked, signals, parameters, data)
     return paths.leave(where, output)
+
+
+def names_of(features: Callable[..., dict[str, Any]], *args: Any) -> tuple[str, ...]:
+    """The names of a node's features in the node's order, since JAX sorts a dictionary that it returns."""
+    names: list[str] = []
+    jax.eval_shape(lambda *args: names.extend(features(*args)), *args)
+    return tuple(names)
 
 
 def alike(*pairs: Any) -> list[Any]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from apgrad._ground.port import Signal
-from apgrad.mplp._learned import learned_node, require_signals
+from apgrad.mplp._learned import hand_on, learned_node, names_of, require_signals
 from apgrad.mplp._places import Place
 from apgrad.mplp._protocol import Elementwise, Site
 
@@ -97,8 +97,6 @@ def _loss(place: Place, kind: str, features: Callable[..., Any], prediction: Sig
             f"jax.nn.one_hot(labels, {p.shape[-1]})."
         )
     target = target.astype(p.dtype)
-    names: list[str] = []
-    jax.eval_shape(lambda p, y: names.extend(features(p, y)), p, target)
 
     def ask(local):
         p, y = local.values[0], local.data[0]
@@ -108,7 +106,8 @@ def _loss(place: Place, kind: str, features: Callable[..., Any], prediction: Sig
     def use(local, answers):
         return [answers[0].message * local.message[..., None, None]], []
 
-    site = Site(place.name, kind, "elementwise", place.places.batch_size(p), p.shape, tuple(names), begins=True)
+    names, batch = names_of(features, p, target), place.places.batch_size(p)
+    site = Site(place.name, kind, "elementwise", batch, p.shape, names, begins=True)
     function = lambda p, y: jnp.sum(features(p, y)["loss"], axis=-1)
     return learned_node([(place, site)], function, ask, use, signals=[prediction], data=[target])
 
@@ -129,5 +128,4 @@ def readout(place: Place, signal: Signal) -> jax.Array:
 
     batch = place.places.batch_size(value)
     site = Site(place.name, "readout", "elementwise", batch, value.shape, ("gradient", "output"), begins=True)
-    use = lambda _, answers: ([answers[0].message], [])
-    return learned_node([(place, site)], lambda x: x, ask, use, signals=[signal])
+    return learned_node([(place, site)], lambda x: x, ask, hand_on, signals=[signal])

@@ -7,9 +7,10 @@ though the loss counts it. So the network is traced forward once, and every vari
 the fact of a value must be that of its port.
 """
 
+import dataclasses
 import enum
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
@@ -20,7 +21,8 @@ from apgrad._programs.jaxprs import inexact_outputs, inside_of, is_inexact, nest
 from apgrad._programs.kinds import IDENTITY, LINEAR_IN, LINEAR_IN_ALL, LINEAR_IN_EACH, NO_DERIVATIVE, VIEW
 
 Gate = enum.Enum("Gate", "IN OUT")
-NOTHING: frozenset[Any] = frozenset()
+Fact = frozenset[tuple[str, str]]
+NOTHING: Fact = frozenset()
 PORT = ("", "port")  # in the fact of a port
 DENSE = ("", "dense")  # in the fact of a signal from a dense node, with no node but wires in between
 HELD = ("", "held")  # in the fact of what is the same in all steps of a scan
@@ -43,36 +45,37 @@ def leave(where: str, output: Any) -> Any:
     return type(output)(*(mark(x, Gate.OUT, (where, part)) for x, part in zip(output, output._fields, strict=True)))
 
 
-class Unusual(NamedTuple):
-    """What few networks have.
+@dataclasses.dataclass
+class Walk:
+    """What the walk through a network has met.
 
     Attributes:
-      multiplies: a `wire` of a function that is not linear.
-      dense_twice: a dense node that feeds another one.
+      multiplies: whether there is a `wire` of a function that is not linear.
+      dense_twice: whether a dense node feeds another one.
       repeated: the nodes that take one parameter in all steps of a scan, or again, without `mplp.shared`.
+      values: the facts of values on their way into or out of a node, whose ports come next.
+      entered: for each node that is inside a call the part and the fact of what it takes.
+      parameters: for each node the origins of its parameters.
+      taken: for each variable that is a parameter the equations in which nodes take it.
     """
 
-    multiplies: bool
-    dense_twice: bool
-    repeated: tuple[str, ...]
+    multiplies: bool = False
+    dense_twice: bool = False
+    repeated: dict[str, None] = dataclasses.field(default_factory=dict)
+    values: list[Fact] = dataclasses.field(default_factory=list)
+    entered: dict[str, list[tuple[str, Fact]]] = dataclasses.field(default_factory=dict)
+    parameters: dict[str, list[frozenset[str]]] = dataclasses.field(default_factory=dict)
+    taken: dict[Any, set[int]] = dataclasses.field(default_factory=dict)
 
-
-def require_messages(loss: Callable[[Any, Any], jax.Array], values: Any, ports: Any) -> Unusual:
-    """Refuses a network in which a derivative goes another way than a message, or a place has several parameters."""
-    program, _ = trace(loss, values, ports)
-    names = [f"params{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(values)]
-    walk = _Met([], [], [], {}, {}, [], {}, {})
-    held = lambda fact: fact | {HELD} if fact else fact
-
-    def through(eqn, facts):
+    def through(self, eqn: Any, facts: list[Fact]) -> Sequence[Fact] | None:
+        """The facts at the outputs of an equation; None if it is to be walked inside."""
         name, together = eqn.primitive.name, NOTHING.union(*facts)
         if name == "mark" and isinstance(eqn.params["kind"], Gate):
             where, part = eqn.params["label"]
-            if part == "parameter":
-                walk.take(where, eqn, facts[0])
-            return [_gate(eqn.params["kind"], where, part, facts[0], walk)]
+            entering = eqn.params["kind"] is Gate.IN
+            return [self.enter(where, part, facts[0], eqn) if entering else self.leave(where, part, facts[0])]
         if name == "shard_map":
-            return flow(inside_of(eqn)[0], facts, through, frozenset.union, lambda _: NOTHING, held=held)
+            return flow(inside_of(eqn)[0], facts, self.through, frozenset.union, lambda _: NOTHING, held=_held)
         inside = nested(eqn)
         if inside is not None and together:
             pair = any(PORT in fact for fact in facts) and any(fact and PORT not in fact for fact in facts)
@@ -83,43 +86,42 @@ def require_messages(loss: Callable[[Any, Any], jax.Array], values: Any, ports: 
         made = _made(name, facts, together)
         return [made if inexact else NOTHING for inexact in inexact_outputs(eqn)]
 
-    one = lambda name: frozenset({(name, "")})
-    facts = [one(name) for name in names] + [one(name) | {PORT} for name in names]
-    (result,) = flow(program, facts, through, frozenset.union, lambda _: NOTHING, held=held)
-    if result:
-        raise TypeError(
-            f"the network's loss depends on {_origins(result)} outside the loss nodes. That part would count in the "
-            "loss, but no message comes of it, so nothing would be learned from it. Lead the signal through "
-            "mplp.readout before it enters the loss, put what you only watch into the metrics, or hold it constant by "
-            "jax.lax.stop_gradient."
-        )
-    return Unusual((WIRED, NONLINEAR) in NOTHING.union(*walk.wired), bool(walk.dense_twice), tuple(walk.repeated))
-
-
-class _Met(NamedTuple):
-    """Facts that the walk has met: of values, of outputs, of wires, of what enters nodes; and what `Unusual` has."""
-
-    entering: list[frozenset[Any]]
-    leaving: list[frozenset[Any]]
-    wired: list[frozenset[Any]]
-    inside: dict[str, list[tuple[str, frozenset[Any]]]]
-    parameters: dict[str, list[frozenset[Any]]]
-    dense_twice: list[str]
-    repeated: dict[str, None]
-    taken: dict[Any, set[int]]
-
-    def take(self, where: str, eqn: Any, fact: frozenset[Any]) -> None:
-        """Meets the equation in which a node takes a parameter."""
-        if any(origin.startswith("params") for origin, _ in fact):
+    def enter(self, where: str, part: str, fact: Fact, eqn: Any) -> Fact:
+        """What a node sees of what it takes, whose value and port must have one fact."""
+        if part == "parameter" and any(origin.startswith("params") for origin, _ in fact):
             # One variable is one array, and the branches of a `cond`, of which one runs, have variables of their own.
             taken = self.taken.setdefault(eqn.invars[0], set())
             taken.add(id(eqn))
             if HELD in fact or len(taken) > 1:
                 self.repeated[where] = None
+        self.entered.setdefault(where, []).append((part, fact))
+        if part == "value":
+            self.values.append(fact)
+            return frozenset({(WIRED, "")}) if where == WIRE else NOTHING
+        value = fact if part == "data" else self.values.pop()
+        linear = not any(function == NONLINEAR for _, function in value | fact)
+        if value and (part == "data" or value - {PORT} != fact - {PORT} or not linear):
+            raise TypeError(
+                f"{where} takes {'data' if part == 'data' else 'a value'} that depends on {_origins(value | fact)} in "
+                "another way than its messages: through .value, or through a function of a signal or parameter as a "
+                "pytree that is not linear. The loss would count this, but it would never, or wrongly, be updated. "
+                "Hand on the signal or parameter itself; a function of signals is mplp.wire or mplp.activation. What "
+                "is meant to be constant goes through jax.lax.stop_gradient."
+            )
+        return NOTHING
 
-    def close(self, where: str) -> frozenset[Any]:
-        """Ends a call of a node: what its output's fact has besides the node. Refuses other parameters than before."""
-        entered = self.inside.pop(where, [])
+    def leave(self, where: str, part: str, fact: Fact) -> Fact:
+        """The fact of what a node makes: that it comes from this node, with nothing in between."""
+        if part == "port":
+            return frozenset({(where, ""), PORT}) | self.values.pop()
+        inside = frozenset(each for each in fact if each[0] == WIRED)  # ends with the function
+        self.multiplies |= (WIRED, NONLINEAR) in inside
+        if fact := fact - inside:
+            raise TypeError(
+                f"the function of {where} closes over {_origins(fact)}, which would get no message. Give the function "
+                "only the values of its signals; or hold what it closes over constant by jax.lax.stop_gradient."
+            )
+        entered = self.entered.pop(where, [])
         origins = [frozenset(o for o, _ in fact if o) for part, fact in entered if part == "parameter"]
         for mine, known in zip(origins, self.parameters.setdefault(where, origins), strict=True):
             if mine != known and not mine & known:
@@ -130,9 +132,34 @@ class _Met(NamedTuple):
                 )
         dense = where.startswith(("the dense node", "the conv node"))
         before = any(DENSE in fact for part, fact in entered if part == "value")
-        if dense and before:
-            self.dense_twice.append(where)
-        return frozenset({DENSE}) if dense or (where == WIRE and before) else NOTHING
+        self.dense_twice |= dense and before
+        if part == "loss":
+            return NOTHING
+        of_dense = frozenset({DENSE}) if dense or (where == WIRE and before) else NOTHING
+        self.values.append(of_dense)
+        return frozenset({(where, "")}) | of_dense
+
+
+def require_messages(loss: Callable[[Any, Any], jax.Array], values: Any, ports: Any) -> Walk:
+    """Refuses a network in which a derivative goes another way than a message, or a place has several parameters."""
+    program, _ = trace(loss, values, ports)
+    names = [f"params{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(values)]
+    facts = [frozenset({(name, "")}) for name in names]
+    facts += [fact | {PORT} for fact in facts]
+    walk = Walk()
+    (result,) = flow(program, facts, walk.through, frozenset.union, lambda _: NOTHING, held=_held)
+    if result:
+        raise TypeError(
+            f"the network's loss depends on {_origins(result)} outside the loss nodes. That part would count in the "
+            "loss, but no message comes of it, so nothing would be learned from it. Lead the signal through "
+            "mplp.readout before it enters the loss, put what you only watch into the metrics, or hold it constant by "
+            "jax.lax.stop_gradient."
+        )
+    return walk
+
+
+def _held(fact: Fact) -> Fact:
+    return fact | {HELD} if fact else fact
 
 
 def _made(name, facts, together):
@@ -146,39 +173,6 @@ def _made(name, facts, together):
     if linear and name in VIEW:
         return together
     return together | {(origin, name if linear else NONLINEAR) for origin, _ in together - {PORT}}
-
-
-def _gate(gate, where, part, fact, walk):
-    if gate is Gate.IN:
-        walk.inside.setdefault(where, []).append((part, fact))
-        if part == "value":
-            walk.entering.append(fact)
-            return frozenset({(WIRED, "")}) if where == WIRE else NOTHING
-        value = fact if part == "data" else walk.entering.pop()
-        linear = not any(function == NONLINEAR for _, function in value | fact)
-        if value and (part == "data" or value - {PORT} != fact - {PORT} or not linear):
-            raise TypeError(
-                f"{where} takes {'data' if part == 'data' else 'a value'} that depends on {_origins(value | fact)} in "
-                "another way than its messages: through .value, or through a function of a signal or parameter as a "
-                "pytree that is not linear. The loss would count this, but it would never, or wrongly, be updated. "
-                "Hand on the signal or parameter itself; a function of signals is mplp.wire or mplp.activation. What "
-                "is meant to be constant goes through jax.lax.stop_gradient."
-            )
-        return NOTHING
-    if part == "port":
-        return frozenset({(where, ""), PORT}) | walk.leaving.pop()
-    inside = frozenset(each for each in fact if each[0] == WIRED)  # ends with the function
-    walk.wired.append(inside)
-    if fact := fact - inside:
-        raise TypeError(
-            f"the function of {where} closes over {_origins(fact)}, which would get no message. Give the function "
-            "only the values of its signals; or hold what it closes over constant by jax.lax.stop_gradient."
-        )
-    more = walk.close(where)
-    if part == "loss":
-        return NOTHING
-    walk.leaving.append(more)
-    return frozenset({(where, "")}) | more
 
 
 def _origins(fact):

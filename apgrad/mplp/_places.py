@@ -76,8 +76,7 @@ class Places:
     Args:
       rule: the rule. None: the network runs forward only.
       state: the rule's states by name. None: each place begins with a new state.
-      state_port: zeros of the same form.
-      uses_port: scalar zeros by name.
+      ports: for each name a port for the new state, and a scalar one for the number of uses.
       forward: whether the network runs forward only, with ports of the rule's size.
 
     Attributes:
@@ -90,13 +89,11 @@ class Places:
         self,
         rule: LearnedRule | None = None,
         state: Any = None,
-        state_port: Any = None,
-        uses_port: Any = None,
+        ports: Any = None,
         *,
         forward: bool = False,
     ):
-        self.rule, self.state, self.state_port, self.uses_port = rule, state, state_port, uses_port
-        self.forward = forward
+        self.rule, self.state, self.ports, self.forward = rule, state, ports, forward
         self.sites: dict[str, Site] = {}
         self.functions: list[Any] = []
         self.batch: int | None = None
@@ -167,7 +164,7 @@ class Places:
                 "Make the state for this network: mplp.init_state(rule, network, params, batch)."
             )
         _check_state(site, fresh, self.state[name])
-        return OpenPlace(rule.at(site), self.state[name], self.state_port[name], self.uses_port[name])
+        return OpenPlace(rule.at(site), self.state[name], *self.ports[name])
 
 
 def check_answer(site: Site, answer: Answer, message_size: int, state: Any) -> None:

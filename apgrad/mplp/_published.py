@@ -59,48 +59,39 @@ def load_published(source: str | Path | Mapping[str, np.ndarray], sites: Sequenc
     else:  # the state of a weight is the update, h numbers, and the message
         size = _take(arrays, f"{weight}/gru/b_next").shape[0]
         rule = PerSynapse(sites, hidden=size - message_size - 1, **options)
-    used: set[str] = set()
-
-    def put(variable: nnx.Variable, name: str) -> None:
+    wanted: dict[str, nnx.Variable] = {}
+    for site in sites:
+        for part in parts[site.name]:
+            place = site.name + part
+            networks, own = rule._keys(site, part.removeprefix("/") or "message")
+            wanted |= {f"{place}/standardizer/{n}": getattr(rule.standardizers[own], n) for n in ("shift", "scale")}
+            if part:
+                wanted |= {f"{place}/output/scale": rule.scales[own], f"{place}/output/mean": rule.means[own]}
+            cell = rule.cells[networks]
+            if not stateless:
+                wanted |= _of_gru(cell.gru, f"shared{part}/gru" if shared and part else f"{place}/gru")
+            for name in ("f", "g") if stateless and part else ("g",) if stateless else ():
+                wanted |= _of_mlp(getattr(cell, name), f"{place}/{name}")
+    for name, variable in wanted.items():
         value = _take(arrays, name)
         if value.shape != variable[...].shape:
             raise ValueError(f"the checkpoint's {name} has shape {value.shape}, the rule wants {variable[...].shape}")
         variable[...] = jnp.asarray(value, variable[...].dtype)
-        used.add(name)
-
-    for site in sites:
-        for part in parts[site.name]:
-            place = site.name + part
-            own, key = f"{site.name}{part or '/message'}", f"{site.kind if shared else site.name}{part or '/message'}"
-            for name in ("shift", "scale"):
-                put(getattr(rule.standardizers[own], name), f"{place}/standardizer/{name}")
-            if part:
-                put(rule.scales[own], f"{place}/output/scale")
-                put(rule.means[own], f"{place}/output/mean")
-            cell = rule.cells[key]
-            if not stateless:
-                _put_gru(put, cell.gru, f"shared{part}/gru" if shared and part else f"{place}/gru")
-            for name in ("f", "g") if stateless and part else ("g",) if stateless else ():
-                _put_mlp(put, getattr(cell, name), f"{place}/{name}")
-    if left := sorted(arrays.keys() - used):
+    if left := sorted(arrays.keys() - wanted.keys()):
         raise ValueError(f"the checkpoint has arrays that this version does not know: {left[:5]}")
     return rule
 
 
-def _put_gru(put, gru: Gru, place: str) -> None:
-    for gate in ("update", "reset"):
-        for side in ("x", "c"):
-            put(getattr(gru, f"{gate}_{side}"), f"{place}/W_{gate}_{side}")
-        put(getattr(gru, f"{gate}_bias"), f"{place}/b_{gate}")
-    put(gru.next_bias, f"{place}/b_next")
-    _put_mlp(put, gru.next_x, f"{place}/next_x_net")
-    _put_mlp(put, gru.next_c, f"{place}/next_c_net")
+def _of_gru(gru: Gru, place: str) -> dict[str, nnx.Variable]:
+    gates = ("update", "reset")
+    found = {f"{place}/W_{gate}_{side}": getattr(gru, f"{gate}_{side}") for gate in gates for side in "xc"}
+    found |= {f"{place}/b_{name}": getattr(gru, f"{name}_bias") for name in (*gates, "next")}
+    return found | _of_mlp(gru.next_x, f"{place}/next_x_net") | _of_mlp(gru.next_c, f"{place}/next_c_net")
 
 
-def _put_mlp(put, net: Mlp, name: str) -> None:
-    for letter, variables in (("w", net.kernels), ("b", net.biases)):
-        for i, variable in enumerate(variables):
-            put(variable, f"{name}/{letter}{i}")
+def _of_mlp(net: Mlp, place: str) -> dict[str, nnx.Variable]:
+    named = (("w", net.kernels), ("b", net.biases))
+    return {f"{place}/{letter}{i}": variable for letter, variables in named for i, variable in enumerate(variables)}
 
 
 def _take(arrays: Mapping[str, np.ndarray], name: str) -> np.ndarray:

@@ -61,7 +61,7 @@ class Reach(NamedTuple):
 
 
 def warn_outside(rule: Any, places: Places, *, multiplies: bool = False, dense_twice: bool = False) -> None:
-    """Warns, once for each rule, of a network or a minibatch that it was not tried with. See `_paths.Unusual`."""
+    """Warns, once for each rule, of a network or a minibatch that it was not tried with. See `_paths.Walk`."""
     reach = getattr(rule, "reach", None)
     if reach is None:
         return

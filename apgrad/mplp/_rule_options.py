@@ -11,8 +11,6 @@ from apgrad._ground.arguments import closest, whole
 from apgrad.mplp._protocol import Site
 
 LARGEST = 2**24  # size of anything in a rule; above it, a size is a mistake
-Known = tuple[tuple[str, tuple[str, tuple[str, ...], bool, bool]], ...]
-"""Names and forms of the places that a rule was made for."""
 
 
 def role(site: Site) -> str:
@@ -33,21 +31,53 @@ def first_sites(sites: Sequence[Site], key: Callable[[Site], str]) -> dict[str, 
     return found
 
 
-class SavedRule(nnx.Module):
-    """A rule that `save_trained` writes: it knows what it is made of and, once trained, how far it reaches."""
+class MadeForSites(nnx.Module):
+    """A rule for the sites of a network. It knows what it is made of and, once trained, how far it reaches."""
 
+    message_size: int
     places: Any
+    sums_uses = False
 
-    def remember(self, sites: Sequence[Site], options: dict[str, Any]) -> None:
-        """Keeps what a card needs to build the rule again: options, and sites without their sizes."""
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        # `help` and editors show the arguments of `__init__`, not the `(*args, **kwargs)` of NNX's metaclass.
+        signature = inspect.signature(cls.__init__)
+        cls.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
+
+    def remember(self, sites: Sequence[Site], **options: Any) -> list[Site]:
+        """Keeps what a card needs to build the rule again, and returns the sites at which the rule will be asked."""
+        if not self.sums_uses:
+            sites = [site._replace(shared=False) for site in sites if site.family != "shared"]
         self.reach: Any = None
         self.told = True  # whether it knows the number of updates, if it asks for it
-        self.known, self.options = known_forms(sites), tuple(options.items())
+        self.options = tuple(options.items())
         self.sites = tuple(sorted({site._replace(batch=1, shape=(1,) * len(site.shape)) for site in sites}))
+        return list(sites)
+
+    def require(self, site: Site, *, by_name: bool) -> None:
+        """Refuses a place that the rule was not made for; `by_name`: the rule has parameters for each name."""
+        fits = lambda site: any(
+            site.form == known.form and (site.name == known.name or not by_name) for known in self.sites
+        )
+        if fits(site):
+            return
+        told = lambda site: (
+            f"{site.name!r} ({'shared ' * site.shared}{site.kind}, features {site.features}, bias {site.bias})"
+        )
+        if fits(site._replace(bias=not site.bias)):
+            hint = " without a bias: leave it out." if site.bias else " with a bias: give it one, of zeros at first."
+            raise ValueError(f"the rule was not made for {told(site)}, but for such a node" + hint)
+        close = closest(site.name, dict.fromkeys(known.name for known in self.sites))
+        raise ValueError(
+            f"the rule was not made for {told(site)}; the nearest of its {len(self.sites)} places are "
+            f"{', '.join(told(known) for known in self.sites if known.name in close)}. Make the rule for this "
+            "network's mplp.sites"
+            + ("; one that shares everything across places of a kind fits other networks too." if by_name else ".")
+        )
 
     def of(self, site: Site, key: str, *, by_name: bool = False) -> Any:
         """The local rule of a place, by the key under which it shares networks."""
-        require_form(self.known, site, by_name=by_name)
+        self.require(site, by_name=by_name)
         if key not in self.places:
             raise ValueError(
                 f"the rule has the roles {sorted(self.places)}; the network asks for {site.name!r} ({key!r}). Numbers "
@@ -56,42 +86,6 @@ class SavedRule(nnx.Module):
                 'page, "A layer of your own".'
             )
         return self.places[key]
-
-
-def shows_signature(cls: Any) -> Any:
-    """Decorates an NNX module: `help` and editors show the arguments of its `__init__`, not `(*args, **kwargs)`."""
-    signature = inspect.signature(cls.__init__)
-    cls.__signature__ = signature.replace(parameters=list(signature.parameters.values())[1:])
-    return cls
-
-
-def of_each_use(sites: Sequence[Site]) -> list[Site]:
-    """The sites for a rule that is asked at each use of a shared parameter, and not for the sum."""
-    return [site._replace(shared=False) for site in sites if site.family != "shared"]
-
-
-def known_forms(sites: Sequence[Site]) -> Known:
-    return tuple(sorted({(site.name, site.form) for site in sites}))
-
-
-def require_form(known: Known, site: Site, *, by_name: bool) -> None:
-    """Refuses a place that a rule was not made for; `by_name`: the rule has parameters for each name."""
-    fits = lambda form: (site.name, form) in known or (not by_name and any(form == other for _, other in known))
-    if fits(site.form):
-        return
-    told = lambda name, kind, features, bias, shared: (
-        f"{name!r} ({'shared ' * shared}{kind}, features {features}, bias {bias})"
-    )
-    close = closest(site.name, dict(known))
-    places = ", ".join(told(name, *form) for name, form in known if name in close)
-    if fits(site._replace(bias=not site.bias).form):
-        hint = " without a bias: leave it out." if site.bias else " with a bias: give it one, of zeros at first."
-        raise ValueError(f"the rule was not made for {told(site.name, *site.form)}, but for such a node" + hint)
-    raise ValueError(
-        f"the rule was not made for {told(site.name, *site.form)}; the nearest of its {len(known)} places are "
-        f"{places}. Make the rule for this network's mplp.sites"
-        + ("; one that shares everything across places of a kind fits other networks too." if by_name else ".")
-    )
 
 
 def require_one_of(choices: tuple[Any, ...], **options: Any) -> None:

@@ -5,6 +5,7 @@ of a synapse sees a message (rows, 1, M, k), a weight (1, N, M, 1) and an input 
 by its own rows of the first kernel before it is broadcast, so that only the sum of the products is large.
 """
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 Parts = Sequence[jax.Array]
@@ -23,17 +25,12 @@ class Fixed(nnx.Variable):
     """A number of a rule that is fitted or chosen, and not meta-trained."""
 
 
-def _affine(parts: Parts, kernel: jax.Array) -> jax.Array:
-    """`concatenate(parts) @ kernel`, without concatenating."""
-    total, row = None, 0
-    for part in parts:
-        width = part.shape[-1]
-        term = part @ kernel[row : row + width]
-        total = term if total is None else total + term
-        row += width
-    if row != kernel.shape[0] or total is None:
-        raise ValueError(f"a network for {kernel.shape[0]} features was given {row}")
-    return total
+def split(parameters: jax.Array, parts: Parts) -> list[jax.Array]:
+    """The rows of parameters, one row a feature, for each part."""
+    ends = np.cumsum([part.shape[-1] for part in parts])
+    if ends[-1] != parameters.shape[0]:
+        raise ValueError(f"a network for {parameters.shape[0]} features was given {ends[-1]}")
+    return jnp.split(parameters, ends[:-1])
 
 
 class Mlp(nnx.Module):
@@ -56,7 +53,8 @@ class Mlp(nnx.Module):
 
     def __call__(self, *parts: jax.Array) -> jax.Array:
         """The output, (..., features of the output)."""
-        return self.tail(_affine(parts, self.kernels[0][...]))
+        products = map(jnp.matmul, parts, split(self.kernels[0][...], parts))
+        return self.tail(functools.reduce(jnp.add, products))
 
     def tail(self, x: jax.Array) -> jax.Array:
         """The output, from the product (..., units of the first hidden layer) of the input and the first kernel."""
@@ -116,6 +114,11 @@ class Corrected(nnx.Module):
 
     def __call__(self, exact: jax.Array, *parts: jax.Array, size: jax.Array | float = 1.0) -> jax.Array:
         return beside(exact, size * self.gain[...] * self.network(*parts))
+
+
+def uncorrected(exact: jax.Array, *_: jax.Array, size: jax.Array | float = 1.0) -> jax.Array:
+    """What stands in the place of a `Corrected` network where there is none."""
+    return exact[..., None]
 
 
 def in_chunks(network: Any, parts: Parts, carry: Any, chunk: int) -> Any:

@@ -55,6 +55,15 @@ class Sequential(NamedTuple):
         _, prediction = self._run(places, params, x)[-1]
         return self.loss(places["loss"], prediction, y), {"output": prediction.value}
 
+    def mean_loss(self, params: Any, batch: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """The mean of the losses of a minibatch: an ordinary function, without any rule.
+
+        Args:
+          params: pytree of floating-point arrays, the network's parameters by layer.
+          batch: inputs (batch, ...), floating point or tokens, and targets, as the loss takes them.
+        """
+        return jnp.mean(self(Places(), jax.tree.map(nodes.parameter, params), batch)[0])
+
     def predict(self, params: Any, x: jax.Array) -> jax.Array:
         """The output of the last layer, (batch, ...): an ordinary function, without any rule.
 

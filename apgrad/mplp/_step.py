@@ -92,8 +92,8 @@ def backward(
     _require_messages(rule, network, params, batch)
     found: dict[str, Site] = {}
 
-    def run(params_port, state_port, uses_port):
-        places = Places(rule, state, state_port, uses_port)
+    def run(params_port, ports):
+        places = Places(rule, state, ports)
         result = network(places, jax.tree.map(Parameter, params, params_port), batch)
         found.update(places.sites)
         loss, metrics = result if isinstance(result, tuple) else (result, {})
@@ -107,13 +107,13 @@ def backward(
         loss = jnp.mean(loss)
         return loss, {"loss": loss, **metrics}
 
-    uses_port = {name: jnp.zeros(()) for name in state}
-    loss, pullback, metrics = jax.vjp(run, port(params), port(state), uses_port, has_aux=True)
+    ports = {name: (port(own), jnp.zeros(())) for name, own in state.items()}
+    loss, pullback, metrics = jax.vjp(run, port(params), ports, has_aux=True)
     if unknown := sorted(state.keys() - found.keys()):
         raise ValueError(f"the state has the places {unknown}, the network has only {sorted(found)}")
-    updates, new, uses = pullback(jnp.ones_like(loss))
+    updates, came = pullback(jnp.ones_like(loss))
     settle = lambda n: lambda new, old: jnp.where(n > 0, new / jnp.maximum(n, 1).astype(new.dtype), old)
-    state = {name: jax.tree.map(settle(uses[name]), new[name], state[name]) for name in state}
+    state = {name: jax.tree.map(settle(uses), new, state[name]) for name, (new, uses) in came.items()}
     return updates, state, metrics
 
 
@@ -217,11 +217,11 @@ def _require_messages(rule: LearnedRule, network: Network, params: Any, batch: A
         found = result[0] if isinstance(result, tuple) else result
         return found if isinstance(found, jax.Array) else jnp.zeros(())
 
-    unusual = require_messages(loss, params, port(params))
-    warn_outside(rule, places, multiplies=unusual.multiplies, dense_twice=unusual.dense_twice)
-    if unusual.repeated and getattr(rule, "sums_uses", False):
+    walk = require_messages(loss, params, port(params))
+    warn_outside(rule, places, multiplies=walk.multiplies, dense_twice=walk.dense_twice)
+    if walk.repeated and getattr(rule, "sums_uses", False):
         warn(
-            f"{', '.join(unusual.repeated)}: the same parameter at each step of a jax.lax.scan, or at several nodes. "
+            f"{', '.join(walk.repeated)}: the same parameter at each step of a jax.lax.scan, or at several nodes. "
             f"{type(rule).__name__} normalizes each of its updates, and their sum is too long to learn from. Take the "
             "parameter through mplp.shared first, as the recurrent layers of mplp.from_nnx do."
         )

@@ -12,8 +12,8 @@ from jax import lax
 import apgrad as ap
 from apgrad import mplp
 from apgrad.mplp._protocol import Site
-from apgrad.mplp._standardization import BatchNorm
 from apgrad.mplp.rules import _whitening as whitening
+from apgrad.mplp.rules._thesis import BatchNorm
 from tests.mplp.graphs import GRAPHS, jit, mlp_params
 from tests.refusals import refused
 
@@ -271,6 +271,16 @@ def test_standardizers_are_of_the_first_steps(x64):
     close(scales[0], 0.5 + 0.5 * scales[1], rtol=1e-6)
     close(half.means["first/weight"][...], bounded.means["first/weight"][...] / 2, rtol=1e-6)
     assert new.standardizers["first/bias"].scale[1] == 1  # the rule that was given is as it was
+
+
+def test_standardizers_that_all_places_share_are_fitted_whatever_the_places_are_called():
+    graph = GRAPHS["squared_error"]
+    params, _, batches = task(graph, "float32", steps=2)
+    sites = mplp.sites(graph.network, params, jax.tree.map(lambda x: x[0], batches))
+    others = [site._replace(name=f"{site.name}, again") for site in sites]
+    rules = [per_synapse(known, share="all", layers=(3,), cell="mlp") for known in (sites, others)]
+    fitted = lambda rule: jax.tree.leaves(mplp.fit_standardizers(rule, graph.network, params, batches))
+    close(*jit(lambda rules: [fitted(rule) for rule in rules])(rules))
 
 
 def test_batch_norm_is_safe_at_zero_variance():

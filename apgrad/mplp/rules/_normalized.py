@@ -32,7 +32,7 @@ up, and the average, its direction and its length are those of the sum: many nor
 """
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,8 +42,8 @@ from flax import nnx
 from apgrad._ground.arguments import meets, whole
 from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Shared, Site
 from apgrad.mplp._reach import warn_of_updates
-from apgrad.mplp._rule_options import SavedRule, first_sites, require_one_of, require_sizes, role, shows_signature
-from apgrad.mplp._rule_parts import NORMAL, Corrected, Fixed, Mlp
+from apgrad.mplp._rule_options import MadeForSites, first_sites, require_one_of, require_sizes, role
+from apgrad.mplp._rule_parts import NORMAL, Corrected, Fixed, Mlp, uncorrected
 from apgrad.mplp.rules import _whitening as whitening
 
 CONTROLS = {"rate": -2.3, "bias": -1.5, "beta": 0.0, "lambda": 1.0, "epsilon": -6.0, "correct": 0.0}
@@ -54,8 +54,7 @@ FADES = 1000.0  # examples after which half of the corrections is left
 TINY = 1e-20
 
 
-@shows_signature
-class Normalized(SavedRule):
+class Normalized(MadeForSites):
     """The normalized rule.
 
     Args:
@@ -100,23 +99,21 @@ class Normalized(SavedRule):
         require_sizes(0, **sizes)
         require_sizes(1, **networks)
         require_one_of((False, True), whiten=whiten)
-        self.remember(sites, sizes | networks | {"whiten": whiten})
-        learned, self.message_size = message_size > 0, max(message_size, 1)
+        self.remember(sites, **sizes, **networks, whiten=whiten)
+        self.message_size = max(message_size, 1)
         self.whitens, self.full, self.window = whiten, full, window
         self.horizon, self.told = Fixed(jnp.zeros((), float)), False
         self.places = nnx.Dict({})
         for key, site in first_sites(sites, role).items():
             if site.family == "dense":
-                rank_here = rank if learned else 0
-                self.places[key] = _NormalizedDense(self.message_size, rank_here, hidden, whiten, site.shared, rngs)
+                self.places[key] = _NormalizedDense(message_size, rank, hidden, whiten, site.shared, rngs)
             elif site.family == "diagonal":
                 self.places[key] = _NormalizedDiagonal(hidden, site.shared, rngs)
             elif site.family == "shared":
                 self.places[key] = _NormalizedShared(hidden, len(site.shape) > 1, rngs)
             else:
-                features = len(site.features) + (0 if site.begins else self.message_size)
-                size = self.message_size if learned else 0
-                self.places[key] = _NormalizedElementwise(features, size, hidden, rngs)
+                features = len(site.features) + (0 if site.begins else message_size)
+                self.places[key] = _NormalizedElementwise(features, message_size, hidden, rngs)
 
     def for_steps(self, steps: int | jax.Array) -> "Normalized":
         """The rule for so many updates, over which its steps get shorter.
@@ -128,26 +125,21 @@ class Normalized(SavedRule):
             warn_of_updates(self.reach, whole("steps", steps))
         elif steps.shape or not meets(steps, lambda n: (n >= 1) & (n == np.floor(n))):
             raise ValueError(f"steps must be an integer of at least 1, or an array that is one, got {steps}")
-        graph, values = cast(tuple[Any, Any], nnx.split(self))
-        values["horizon"] = values["horizon"].replace(jnp.asarray(steps, self.horizon[...].dtype))
-        told = nnx.merge(graph, values)
+        told = nnx.clone(self)
+        told.horizon[...] = jnp.asarray(steps, told.horizon[...].dtype)
         told.told = True
         return told
 
     def init(self, site: Site) -> dict[str, Any]:
         """P = I, and zeros for the averages."""
         zeros = lambda *shape: jnp.zeros(shape, float)
+        dense = site.family == "dense"
         state: dict[str, Any] = {"count": zeros(), "signal": zeros(2)}
-        if site.family == "shared":
-            return state | {"average": zeros(*site.shape)}
-        if site.family == "diagonal" and not site.shared:
-            return state | {"average": zeros(*site.shape[1:])}
-        if site.family != "dense":
-            return state
-        _, inputs, outputs = site.shape
-        if not site.shared:
-            state |= {"average": zeros(inputs, outputs), "bias": zeros(outputs if site.bias else 0)}
-        if self.whitens:
+        if site.family != "elementwise" and not site.shared:
+            state["average"] = zeros(*(site.shape if site.family == "shared" else site.shape[1:]))
+        if dense and not site.shared:
+            state["bias"] = zeros(site.shape[2] if site.bias else 0)
+        if dense and self.whitens:
             state["whitening"] = whitening.init(site, self.full, self.window)
         return state
 
@@ -200,10 +192,10 @@ class _Controller(nnx.Module):
 
 
 class _NormalizedDense(nnx.Module):
-    """The local rule of a dense node."""
+    """The local rule of a dense node; with messages of size 0 that of the gradient alone."""
 
     def __init__(self, message_size: int, rank: int, hidden: int, whiten: bool, shared: bool, rngs: nnx.Rngs):
-        made = lambda features, out, gain: Corrected(features, hidden, out, gain, rngs) if rank else nnx.data(None)
+        made = lambda seen, out, gain: Corrected(seen, hidden, out, gain, rngs) if message_size else uncorrected
         self.A = made(message_size, rank, (0.0, 0.0))
         self.B = made(1 + whiten, rank, (0.0, 1.0))
         self.U = made(message_size, message_size, (0.0, 1.0))
@@ -213,20 +205,16 @@ class _NormalizedDense(nnx.Module):
     def __call__(self, site: Site, question: Dense, state: dict[str, Any], horizon: jax.Array) -> Answer:
         m, x, new = question.message, question.inputs, dict(state)
         control = self.controller(site, state, horizon, question.weight)
-        size, inputs, size_of_x = _size(m), [x[..., None]], _size(x)
+        of_m, of_x, inputs = _size(m), _size(x), [x[..., None]]
         if "whitening" in state:
             x, new["whitening"] = whitening.whiten(x, state["whitening"], *control["whitening"])
             inputs.append(x[..., None])
-        gradient = m[..., 0]
-        if self.A is None or self.B is None or self.U is None or self.bias is None:
-            A, B, message, b = gradient[..., None], x[..., None], m, gradient
-        else:
-            seen, part_of_m, part_of_x = m / size, control["correct"] * size, control["correct"] * size_of_x
-            A, B = self.A(gradient, seen, size=part_of_m), self.B(x, *(z / size_of_x for z in inputs), size=part_of_x)
-            message, b = self.U(gradient, seen, size=part_of_m), self.bias(gradient, seen, size=part_of_m)[..., 0]
+        corrected = lambda network: network(m[..., 0], m / of_m, size=control["correct"] * of_m)
+        A, message, b = map(corrected, (self.A, self.U, self.bias))
+        B = self.B(x, *(z / of_x for z in inputs), size=control["correct"] * of_x)
         passed = jnp.einsum("bjk,ij->bik", message, question.weight)
         step = jnp.einsum("bir,bjr->ij", B, A) / site.batch
-        bias = None if question.bias is None else jnp.sum(b, axis=0) / site.batch
+        bias = None if question.bias is None else jnp.sum(b[..., 0], axis=0) / site.batch
         if site.shared:
             return Answer(passed, step, bias, new | {"count": state["count"] + 1})
         new |= _averaged(step, control["beta"], state)
@@ -241,7 +229,7 @@ class _NormalizedDiagonal(nnx.Module):
     """The local rule of a bias or a scale: an averaged and normalized gradient step, and the exact message."""
 
     def __init__(self, hidden: int, shared: bool, rngs: nnx.Rngs):
-        self.controller = nnx.data(None) if shared else _Controller(hidden, rngs, STEP)
+        self.controller: Any = nnx.data(None) if shared else _Controller(hidden, rngs, STEP)
 
     def __call__(self, site: Site, question: Diagonal, state: dict[str, Any], horizon: jax.Array) -> Answer:
         update = question.message[..., 0] * question.slope
@@ -272,14 +260,14 @@ class _NormalizedElementwise(nnx.Module):
     """The local rule of a node without parameters."""
 
     def __init__(self, features: int, message_size: int, hidden: int, rngs: nnx.Rngs):
-        self.G = self.controller = nnx.data(None)
+        self.controller: Any = nnx.data(None)
         if message_size:
             self.G = Corrected(features, hidden, message_size, (0.0, 1.0), rngs)
             self.controller = _Controller(hidden, rngs, CORRECT)
 
     def __call__(self, site: Site, question: Elementwise, state: dict[str, Any], horizon: jax.Array) -> Answer:
         new = state | {"count": state["count"] + 1}
-        if self.G is None or self.controller is None:
+        if self.controller is None:
             return Answer(question.exact[..., None], state=new)
         part, seen = self.controller(site, state, horizon)["correct"], []
         size = _size(question.exact if question.message is None else question.message)

@@ -14,38 +14,32 @@ are two kinds of networks:
     stateful      one GRU for f and g: component 0 of its state is the update, and the last k components are the message
     stateless     f: 80 relu, 40 relu, 1 tanh;  g: 80 relu, 40 relu, k tanh
 
-(The paper describes separate GRUs for f and g: `cell="two_grus"`.) What a network sees is standardized (see
-`_standardization.py`). The scale a is learned, and the mean o is fitted.
+(The paper describes separate GRUs for f and g: `cell="two_grus"`.) The scale a is learned, and the mean o is fitted.
+
+*Standardizers* (MPLP, appendix A; published code) shift and scale what a network sees to numbers of about size one, by
+one pair of numbers for each group of features v: `(v + shift) * scale`, the scale 1 where std < 1e-5. As published this
+has a fault: biases are 0 at first and about 1e-3 while the standardizer is fitted, so their scale comes out near 1000;
+`max_scale` bounds it.
 """
 
 import copy
-import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import nnx, struct
 
-from apgrad.mplp import _standardization as standardization
 from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Site
-from apgrad.mplp._rule_options import (
-    known_forms,
-    of_each_use,
-    require_form,
-    require_one_of,
-    require_sizes,
-    shows_signature,
-)
+from apgrad.mplp._rule_options import MadeForSites, require_one_of, require_sizes
 from apgrad.mplp._rule_parts import Fixed, Gru, Mlp, in_chunks
-from apgrad.mplp._standardization import Standardizer
+from apgrad.mplp._step import Network, init_state, inner_step, scan_steps, sites
 
 SCALE = 0.01  # the scale a at first
 CHUNK = 8192  # synapses whose hidden layers fit into a core's cache: twice as fast as all at once (measured, CPU)
 
 
-@shows_signature
-class PerSynapse(nnx.Module):
+class PerSynapse(MadeForSites):
     """The published rules.
 
     Args:
@@ -80,10 +74,8 @@ class PerSynapse(nnx.Module):
         require_one_of((False, True), gradient=gradient)
         require_sizes(1, message_size=message_size, **{f"layers[{i}]": n for i, n in enumerate(layers)})
         require_sizes(0, hidden=hidden)
-        self.message_size, self.gradient, self.share = message_size, gradient, share
-        self.record = False
-        sites = of_each_use(sites)
-        self.known = known_forms(sites)
+        self.message_size, self.gradient, self.share, self.record = message_size, gradient, share, False
+        sites = self.remember(sites)
         self.cells, self.standardizers = nnx.Dict({}), nnx.Dict({})
         self.scales, self.means = nnx.Dict({}), nnx.Dict({})
         for site in sites:
@@ -99,15 +91,15 @@ class PerSynapse(nnx.Module):
                         self.scales[pair] = nnx.Param(jnp.asarray(SCALE, float))
 
     def init(self, site: Site) -> dict[str, Any]:
-        """Zeros for each synapse and example; a recording rule's state also has the statistics of the step."""
+        """Zeros for each synapse and example."""
         state = {}
         for part, groups, _ in self._parts(site):
             rows, *units = site.shape
             shape = (rows, units[-1]) if part == "bias" and site.family == "dense" else site.shape
             state[part] = {"carry": self.cells[self._keys(site, part)[0]].init(shape)}
             if self.record:
-                state[part] |= {name: jnp.zeros(groups, float) for name in ("shift", "scale")}
-                state[part] |= {"mean": jnp.zeros((), float)}
+                zeros = jnp.zeros(groups, float)
+                state[part]["seen"] = {"shift": zeros, "scale": zeros, "mean": jnp.zeros((), float)}
         return state
 
     def at(self, site: Site) -> "_PerSynapseAt":
@@ -116,37 +108,7 @@ class PerSynapse(nnx.Module):
         for part, _, _ in self._parts(site):
             own, pair = self._keys(site, part)
             parts[part] = _Part(self.cells[own], self.standardizers[pair], self.scales.get(pair), self.means.get(pair))
-        return _PerSynapseAt(parts, self.message_size, self.gradient, self.record)
-
-    def recording(self) -> "PerSynapse":
-        """The same rule, but each step is standardized by its own statistics, which the rule's states carry away."""
-        rule = copy.copy(self)
-        rule.record = True
-        return rule
-
-    def fitted(self, states: dict[str, Any], blend: float, max_scale: float | None) -> "PerSynapse":
-        """The same rule, with standardizers made of the means of a recording rule's states; see `fit_standardizers`.
-
-        Args:
-          states: the recorded statistics by place and part.
-          blend: the weight of the new statistics, against those that the rule has.
-          max_scale: the largest scale, or None.
-        """
-        rule = nnx.clone(self)
-        found: dict[str, list[dict[str, jax.Array]]] = {}
-        forms = dict(self.known)
-        for name, parts in states.items():
-            for part, seen in parts.items():
-                key = f"{forms[name][0] if self.share == 'all' else name}/{part}"
-                found.setdefault(key, []).append(seen)
-        for key, seen in found.items():
-            shift, scale, mean = (jnp.mean(jnp.stack([s[n] for s in seen]), axis=0) for n in ("shift", "scale", "mean"))
-            scale = scale if max_scale is None else jnp.minimum(scale, max_scale)
-            pairs = [(rule.standardizers[key].shift, shift), (rule.standardizers[key].scale, scale)]
-            pairs += [(rule.means[key], mean)] if key in rule.means else []
-            for variable, new in pairs:
-                variable[...] = variable[...] * (1 - blend) + blend * new
-        return rule
+        return _PerSynapseAt(parts, self.gradient, self.record)
 
     def _parts(self, site: Site) -> list[tuple[str, int, int]]:
         """For each part that is learned at a place: its name, and the numbers of groups of features and of features."""
@@ -160,8 +122,23 @@ class PerSynapse(nnx.Module):
 
     def _keys(self, site: Site, part: str) -> list[str]:
         """The names of a part's networks, and of its standardizer and scale."""
-        require_form(self.known, site, by_name=self.share != "all")
+        self.require(site, by_name=self.share != "all")
         return [f"{site.kind if shared else site.name}/{part}" for shared in (self.share, self.share == "all")]
+
+
+class Standardizer(nnx.Module):
+    """A fitted shift and a fitted scale for each group of features; the identity at first."""
+
+    def __init__(self, groups: int):
+        self.shift = Fixed(jnp.zeros(groups, float))
+        self.scale = Fixed(jnp.ones(groups, float))
+
+
+def _statistics(parts: list[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """Shift and scale of each part, as published: two arrays (parts,)."""
+    means = jnp.stack([jnp.mean(part) for part in parts])
+    deviations = jnp.stack([jnp.std(part) for part in parts])
+    return -means, jnp.where(deviations < 1e-5, 1.0, 1 / jnp.maximum(deviations, 1e-5))
 
 
 class _GruCell(nnx.Module):
@@ -221,17 +198,15 @@ class _Part(NamedTuple):
 
     cell: Any
     standardizer: Standardizer
-    scale: nnx.Param | None
-    mean: Fixed | None
+    scale: Any  # of the update, None for a message alone; and so is its mean
+    mean: Any
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class _PerSynapseAt:
     parts: dict[str, _Part]
-    message_size: int = dataclasses.field(metadata={"static": True})
-    gradient: bool = dataclasses.field(metadata={"static": True})
-    record: bool = dataclasses.field(metadata={"static": True})
+    gradient: bool = struct.field(pytree_node=False)
+    record: bool = struct.field(pytree_node=False)
 
     def __call__(self, site: Site, question: Dense | Diagonal | Elementwise, state: dict[str, Any]) -> Answer:
         if isinstance(question, Elementwise):
@@ -242,18 +217,16 @@ class _PerSynapseAt:
 
     def _run(self, part: str, inputs: list[jax.Array], state: dict[str, Any]) -> Any:
         """The update (centred and scaled), the message and the new state of a part."""
-        cell, standardizer, scale, mean = self.parts[part]
-        state, centre = state[part], 0.0
-        pair = standardization.statistics(inputs) if self.record else standardizer.pair()
-        seen = standardization.apply(inputs, *pair)
-        update, message, carry = in_chunks(cell, seen, state["carry"], CHUNK)
+        cell, own, factor, mean = self.parts[part]
+        shift, scale = _statistics(inputs) if self.record else jax.lax.stop_gradient((own.shift[...], own.scale[...]))
+        standardized = [(x + shift[i]) * scale[i] for i, x in enumerate(inputs)]
+        update, message, carry = in_chunks(cell, standardized, state[part]["carry"], CHUNK)
+        centre = jnp.zeros(()) if mean is None else jax.lax.stop_gradient(mean[...])
         new = {"carry": carry}
         if self.record:
             centre = jnp.zeros(()) if update is None else jnp.mean(update)
-            new |= {"shift": pair[0], "scale": pair[1], "mean": centre}
-        elif mean is not None:
-            centre = jax.lax.stop_gradient(mean[...])
-        return None if update is None or scale is None else (update - centre) * scale[...], message, new
+            new["seen"] = {"shift": shift, "scale": scale, "mean": centre}
+        return None if update is None else (update - centre) * factor[...], message, new
 
     def _seen(self, message: jax.Array, gradient: jax.Array) -> list[jax.Array]:
         return [message, gradient[..., None]] if self.gradient else [message]
@@ -266,24 +239,67 @@ class _PerSynapseAt:
 
     def _diagonal(self, question: Diagonal, state: dict[str, Any]) -> Answer:
         parameter = jnp.broadcast_to(question.parameter, question.inputs.shape[-question.parameter.ndim :])
-        inputs = [*self._seen(question.message, question.gradient), parameter[..., None], question.inputs[..., None]]
-        update, message, new = self._run("bias", inputs, state)
+        seen = [*self._seen(question.message, question.gradient), parameter[..., None], question.inputs[..., None]]
+        update, message, new = self._run("bias", seen, state)
         return Answer(message, update, state={"bias": new})
 
     def _dense(self, site: Site, question: Dense, state: dict[str, Any]) -> Answer:
-        message, bias, new = question.message, None, {}
+        new: dict[str, Any] = {}
+        message, bias = question.message, None
         if question.bias is not None:
-            ones = jnp.ones((), question.bias.dtype)
-            one = jnp.broadcast_to(ones, question.output.shape)
-            asked = Diagonal(message, question.gradient, question.output, question.bias, one, ones)
-            answer = self._diagonal(asked, state)
-            assert answer.update is not None and answer.message is not None  # a diagonal answer has both
-            message, new, bias = answer.message, answer.state, jnp.sum(answer.update, axis=0) / site.batch
-        inputs = [
+            seen = [*self._seen(message, question.gradient), question.bias[:, None], question.output[..., None]]
+            update, message, new["bias"] = self._run("bias", seen, state)
+            bias = jnp.sum(update, axis=0) / site.batch
+        seen = [
             *[x[:, None] for x in self._seen(message, question.gradient)],
             question.weight[None, :, :, None],
             question.inputs[:, :, None, None],
         ]
-        update, synapses, new["weight"] = self._run("weight", inputs, state)
+        update, synapses, new["weight"] = self._run("weight", seen, state)
         update = jnp.sum(update, axis=0) / site.batch
         return Answer(jnp.mean(synapses, axis=2), update, bias, new)
+
+
+def fit_standardizers(
+    rule: PerSynapse,
+    network: Network,
+    params: Any,
+    batches: Any,
+    *,
+    blend: float = 1.0,
+    max_scale: float | None = 30.0,
+) -> PerSynapse:
+    """Fits a rule's standardizers on the first steps of a task, each of which is standardized by its own statistics.
+
+    Args:
+      rule: the rule.
+      network: the network that learns.
+      params: pytree of floating-point arrays, the parameters at the start.
+      batches: the minibatches, stacked: pytree of arrays (steps, batch, ...).
+      blend: the weight of the new statistics, against those that the rule has. Published: 1 on one task of 5 steps
+        (sinusoid); .5 in each of 5 rounds of 20 steps (MNIST).
+      max_scale: the largest scale; None as published, with the published fault.
+    """
+    recording, fitted = copy.copy(rule), nnx.clone(rule)
+    recording.record = True
+    first = jax.tree.map(lambda x: x[0], batches)
+
+    def step(carry, batch):
+        params, state, _ = inner_step(recording, network, carry[0], carry[1], batch)
+        return (params, state), {name: {part: s["seen"] for part, s in at.items()} for name, at in state.items()}
+
+    _, seen = scan_steps(step, (params, init_state(recording, network, params, first)), batches)
+    found: dict[str, list[dict[str, jax.Array]]] = {}
+    for site in sites(network, params, first):
+        for part, of_steps in seen[site.name].items():
+            mean = jax.tree.map(lambda x: jnp.mean(x, axis=0), of_steps)
+            found.setdefault(rule._keys(site, part)[1], []).append(mean)
+    for key, each in found.items():
+        new = jax.tree.map(lambda *x: jnp.mean(jnp.stack(x), axis=0), *each)
+        if max_scale is not None:
+            new["scale"] = jnp.minimum(new["scale"], max_scale)
+        own, mean = fitted.standardizers[key], fitted.means.get(key)
+        for variable, value in ((own.shift, new["shift"]), (own.scale, new["scale"]), (mean, new["mean"])):
+            if variable is not None:
+                variable[...] = variable[...] * (1 - blend) + blend * value
+    return fitted

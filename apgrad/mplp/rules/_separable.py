@@ -28,23 +28,14 @@ from flax import nnx
 
 from apgrad._ground.arguments import number
 from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Site
-from apgrad.mplp._rule_options import (
-    SavedRule,
-    first_sites,
-    of_each_use,
-    require_one_of,
-    require_sizes,
-    role,
-    shows_signature,
-)
+from apgrad.mplp._rule_options import MadeForSites, first_sites, require_one_of, require_sizes, role
 from apgrad.mplp._rule_parts import NORMAL, Corrected
 from apgrad.mplp.rules import _whitening as whitening
 
 WHITENING = 3.0, 1e-3  # the whitening's lambda and epsilon at first
 
 
-@shows_signature
-class Separable(SavedRule):
+class Separable(MadeForSites):
     """The separable rule.
 
     Args:
@@ -103,16 +94,14 @@ class Separable(SavedRule):
         require_sizes(1, **networks)
         require_sizes(0, **sizes)
         number("learning_rate", learning_rate, positive=True)
-        sites = of_each_use(sites)
-        self.remember(sites, networks | sizes | flags | {"share": share})
+        sites = self.remember(sites, **networks, **sizes, **flags, share=share)
         self.message_size, self.neuron_state, self.share, self.whitens = message_size, neuron_state, share, whiten
         self.full, self.window = full, window
         self.places = nnx.Dict({})
         seen = message_size + gradient
         for key, site in first_sites(sites, self._key).items():
             if site.family == "dense":
-                white = WHITENING if whiten else None
-                made = _Dense(seen, message_size, rank, hidden, neuron_state, learning_rate, white, normalize, rngs)
+                made = _Dense(seen, message_size, rank, hidden, neuron_state, learning_rate, whiten, normalize, rngs)
             elif site.family == "diagonal":
                 made = _Diagonal(seen, message_size, hidden, neuron_state, learning_rate, rngs)
             else:
@@ -122,14 +111,14 @@ class Separable(SavedRule):
 
     def init(self, site: Site) -> dict[str, Any]:
         """Zeros for each neuron, and P = I."""
+        zeros = lambda *units: jnp.zeros((*units, self.neuron_state), float)
+        dense = site.family == "dense"
         state: dict[str, Any] = {}
-        if self.neuron_state and site.family == "dense":
-            _, inputs, outputs = site.shape
-            state = {"inputs": jnp.zeros((inputs, self.neuron_state), float)}
-            state |= {"outputs": jnp.zeros((outputs, self.neuron_state), float)}
+        if self.neuron_state and dense:
+            state = {"inputs": zeros(site.shape[1]), "outputs": zeros(site.shape[2])}
         elif self.neuron_state:
-            state = {"units": jnp.zeros((*site.shape[1:], self.neuron_state), float)}
-        if self.whitens and site.family == "dense":
+            state = {"units": zeros(*site.shape[1:])}
+        if dense and self.whitens:
             state["whitening"] = whitening.init(site, self.full, self.window)
         return state
 
@@ -159,16 +148,16 @@ class _NeuronState(nnx.Module):
 class _Dense(nnx.Module):
     """The local rule of a dense node."""
 
-    def __init__(self, seen, message_size, rank, hidden, neuron_state, learning_rate, white, normalize, rngs):
+    def __init__(self, seen, message_size, rank, hidden, neuron_state, learning_rate, whiten, normalize, rngs):
         make = lambda features, out, gain: Corrected(features + neuron_state, hidden, out, gain, rngs)
         self.A = make(seen, rank, (0.0, 0.0))
-        self.B = make(1 if white is None else 2, rank, (0.0, 1.0))
+        self.B = make(1 + whiten, rank, (0.0, 1.0))
         self.U = make(seen, message_size, (0.0, 1.0))
         self.bias = make(seen, 1, (0.0, 0.0))
         self.log_rate = nnx.Param(jnp.full(2, jnp.log(learning_rate), float))
-        self.inputs = _NeuronState(1, neuron_state, rngs) if neuron_state else nnx.data(None)
-        self.outputs = _NeuronState(seen, neuron_state, rngs) if neuron_state else nnx.data(None)
-        self.log_white = nnx.data(None) if white is None else nnx.Param(jnp.log(jnp.asarray(white, float)))
+        self.inputs: Any = _NeuronState(1, neuron_state, rngs) if neuron_state else nnx.data(None)
+        self.outputs: Any = _NeuronState(seen, neuron_state, rngs) if neuron_state else nnx.data(None)
+        self.log_white = nnx.Param(jnp.log(jnp.asarray(WHITENING, float))) if whiten else nnx.data(None)
         self.seen, self.normalize = seen, normalize
 
     def __call__(self, site: Site, question: Dense, state: dict[str, Any]) -> Answer:
@@ -178,7 +167,7 @@ class _Dense(nnx.Module):
             strength, forget = jnp.exp(self.log_white[...])
             x, new["whitening"] = whitening.whiten(x, state["whitening"], strength, forget)
             at_input.append(x[..., None])
-        if self.inputs is not None and self.outputs is not None:
+        if self.outputs is not None:
             new["inputs"] = self.inputs(at_input[0], state["inputs"])
             new["outputs"] = self.outputs(at_output[0], state["outputs"])
             at_input.append(new["inputs"])

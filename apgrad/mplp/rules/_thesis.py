@@ -12,35 +12,25 @@ over all rows of one call; with it training leaves its first, flat phase sooner 
 case k = 1, f = x m, g_lin = W m, g_act = act'(z) m, g_loss = dL/dp.
 """
 
-import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
+from flax import nnx, struct
 
 from apgrad._ground.arguments import number
 from apgrad.mplp._protocol import Answer, Dense, Diagonal, Elementwise, Site
-from apgrad.mplp._rule_options import (
-    first_sites,
-    known_forms,
-    of_each_use,
-    require_form,
-    require_one_of,
-    require_sizes,
-    shows_signature,
-)
-from apgrad.mplp._rule_parts import Fixed, Mlp, beside, in_chunks
-from apgrad.mplp._standardization import BatchNorm
+from apgrad.mplp._rule_options import MadeForSites, first_sites, require_one_of, require_sizes
+from apgrad.mplp._rule_parts import Fixed, Mlp, beside, in_chunks, split
 
 CHUNK = 2**17  # hidden units computed at once: three times as fast as all of them (measured, CPU, 80 hidden units)
 CLIP = 1.0  # the largest size of an update
 UNUSED = ("error", "log_prediction")  # features of losses that this rule does not see
 
 
-@shows_signature
-class Thesis(nnx.Module):
+class Thesis(MadeForSites):
     """The thesis's rule.
 
     Args:
@@ -78,8 +68,7 @@ class Thesis(nnx.Module):
         require_sizes(1, message_size=message_size, hidden=hidden)
         number("learning_rate", learning_rate, positive=True)
         self.message_size, self.learn_rate, self.see_loss = message_size, learn_rate, see_loss
-        sites = of_each_use(sites)
-        self.known = known_forms(sites)
+        sites = self.remember(sites)
         self.rate = (nnx.Param if learn_rate else Fixed)(jnp.asarray(learning_rate, float))
         self.networks, self.descents, self.gains = nnx.Dict({}), nnx.Dict({}), nnx.Dict({})
         make = lambda features, out: _Network(features, hidden, out, batch_norm, rngs)
@@ -101,7 +90,7 @@ class Thesis(nnx.Module):
 
     def at(self, site: Site) -> "_ThesisAt":
         """The local rule of a place: the networks of the place's kind."""
-        require_form(self.known, site, by_name=False)
+        self.require(site, by_name=False)
         rate = self.rate[...]
         return _ThesisAt(
             self.networks.get(f"{site.kind}/f"),
@@ -115,6 +104,28 @@ class Thesis(nnx.Module):
 
 def _used(features: Sequence[str], see_loss: bool) -> list[str]:
     return [name for name in features if name not in UNUSED and (see_loss or name != "loss")]
+
+
+class BatchNorm(nnx.Module):
+    """`(v - mean) / sqrt(var + 1e-8) * gain + shift` over all rows of one call, for each feature; var has ddof 1.
+
+    Where it is zero, the output is the shift and the derivative is finite: the square root never sees zero.
+    """
+
+    def __init__(self, features: int):
+        self.gain = nnx.Param(jnp.ones(features, float))
+        self.shift = nnx.Param(jnp.zeros(features, float))
+
+    def __call__(self, *parts: jax.Array) -> list[jax.Array]:
+        """Normalizes parts that broadcast against each other, without broadcasting them."""
+        rows = math.prod(jnp.broadcast_shapes(*[part.shape[:-1] for part in parts]))
+        out = []
+        for part, gain, shift in zip(parts, split(self.gain[...], parts), split(self.shift[...], parts), strict=True):
+            axes = tuple(range(part.ndim - 1))
+            centred = part - jnp.mean(part, axis=axes)
+            variance = jnp.mean(centred**2, axis=axes) * (rows / max(rows - 1, 1))
+            out.append(centred * (gain * jax.lax.rsqrt(variance + 1e-8)) + shift)
+        return out
 
 
 class _Network(nnx.Module):
@@ -134,15 +145,14 @@ class _Network(nnx.Module):
         return in_chunks(lambda own, _: self.mlp(*own), seen, (), CHUNK // hidden)
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
+@struct.dataclass
 class _ThesisAt:
     f: Any  # a _Network, or None at a node without parameters
     g: _Network
     descent: nnx.Param | None
     gain: nnx.Param | None
     rate: jax.Array
-    see_loss: bool = dataclasses.field(metadata={"static": True})
+    see_loss: bool = struct.field(pytree_node=False)
 
     def __call__(self, site: Site, question: Dense | Diagonal | Elementwise, state: tuple[()]) -> Answer:
         if isinstance(question, Elementwise):

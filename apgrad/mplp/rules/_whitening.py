@@ -29,17 +29,15 @@ from jax.scipy.linalg import cho_solve
 from apgrad.mplp._protocol import Site
 
 
-def window(site: Site, limit: int, rank: int) -> int | None:
-    """How many rows a place's window has (those of whole minibatches, about `rank`), or None for a full P."""
-    rows, inputs, _ = site.shape
-    return None if inputs <= limit or rows > rank else rows * (rank // rows)
-
-
 def init(site: Site, limit: int, rank: int) -> dict[str, jax.Array]:
-    """The state of a dense place before any minibatch, P = I: `P` (N, N), or `rows` (r, N) and `gram` (r, r), zeros."""
-    inputs, size = site.shape[1], window(site, limit, rank)
-    if size is None:
+    """The state of a dense place before any minibatch, P = I: `P` (N, N), or `rows` (r, N) and `gram` (r, r), zeros.
+
+    The window has the rows of whole minibatches, r of them about `rank`.
+    """
+    rows, inputs, _ = site.shape
+    if inputs <= limit or rows > rank:
         return {"P": jnp.eye(inputs, dtype=float)}
+    size = rows * (rank // rows)
     return {"rows": jnp.zeros((size, inputs), float), "gram": jnp.zeros((size, size), float)}
 
 
